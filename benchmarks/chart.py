@@ -1,0 +1,92 @@
+"""The bar chart of a benchmark report: TFLOP/s of packax and cuDNN as measured here, the board's peers in grey."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+PEERS = (("fa4", "FA4 (board)"), ("flex", "FlexAttention (board)"), ("kvax", "kvax (board)"))
+COLOURS = {
+    "packax": "#1f6feb",
+    "cudnn": "#e08a1e",
+    "fa4": "#9aa4af",
+    "flex": "#bcc4cc",
+    "kvax": "#dde2e7",
+}
+LABELS = {"packax": "packax", "cudnn": "cuDNN in JAX", **dict(PEERS)}
+
+
+def _tflops(
+    report: dict[str, Any], peers: dict[str, Any], case: str, who: str, what: str
+) -> float | None:
+    if who in ("packax", "cudnn"):
+        cell = report["cases"][case].get(who, {}).get("times", {}).get(what)
+    else:
+        cell = peers["cases"].get(case, {}).get(who, {}).get(what)
+    return cell["tflops"] if cell else None
+
+
+def bar_chart(report: dict[str, Any], peers: dict[str, Any], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    cases = [name for name, rows in report["cases"].items() if "packax" in rows]
+    if not cases:
+        raise ValueError("no case was measured, so there is nothing to draw")
+    names = ["packax", "cudnn", *(peer for peer, _ in PEERS)]
+    width = 0.84 / len(names)
+    figure, axes = plt.subplots(2, 1, figsize=(12.5, 8.2), sharex=True, layout="constrained")
+    for axis, (what, title) in zip(axes, (("fwd", "Forward"), ("bwd", "Backward")), strict=True):
+        labelled: set[str] = set()
+        for index, case in enumerate(cases):
+            values = {who: _tflops(report, peers, case, who, what) for who in names}
+            present = [(who, value) for who, value in values.items() if value is not None]
+            for slot, (who, value) in enumerate(present):
+                x = index + (slot - (len(present) - 1) / 2) * width
+                label = None if who in labelled else LABELS[who]
+                labelled.add(who)
+                axis.bar(x, value, width * 0.92, color=COLOURS[who], label=label)
+                ink = "#1b1f24" if who in ("packax", "cudnn") else "#6b7682"
+                axis.text(
+                    x, value + 6, f"{value:.0f}", ha="center", va="bottom", fontsize=7.5, color=ink
+                )
+        axis.set_title(title, loc="left", fontsize=11, fontweight="bold")
+        axis.set_ylabel("TFLOP/s on attended pairs")
+        axis.set_xticks(range(len(cases)), [case.replace("_", " ") for case in cases], fontsize=9)
+        axis.tick_params(axis="x", length=0, labelbottom=True)
+        axis.grid(axis="y", color="#e6e9ed", linewidth=0.8)
+        axis.set_axisbelow(True)
+        axis.spines[["top", "right", "left"]].set_visible(False)
+        axis.set_xlim(-0.55, len(cases) - 0.45)
+        axis.margins(y=0.12)
+    handles: dict[str, Any] = {}
+    for axis in axes:
+        handles |= {
+            label: handle for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
+        }
+    figure.legend(
+        list(handles.values()),
+        list(handles),
+        loc="outside upper right",
+        ncols=len(handles),
+        frameon=False,
+        fontsize=9,
+    )
+    info = report["machine"]
+    figure.suptitle(
+        "Attention over packed documents, bfloat16",
+        x=0.01,
+        ha="left",
+        fontsize=14,
+        fontweight="bold",
+    )
+    figure.supxlabel(
+        f"{info['gpu']}, driver {info['driver']}, jax {info['jax']}, cuDNN {info['cudnn']}, {info['date']}, commit {report['commit'][:10]}.  "
+        f"Grey: {peers['machine'].split(',')[0]}, another run, {peers['machine'].rsplit(', ', 1)[-1]}",
+        fontsize=8,
+        color="#57606a",
+    )
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

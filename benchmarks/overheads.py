@@ -1,0 +1,123 @@
+"""What is not a kernel's steady state: the first call in a process, building a mask, host time in the FFI handlers."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from cases import Case, document_lengths
+from implementations import random_inputs
+from timing import interleaved, wall_ms
+
+import packax
+from packax import _ext
+
+
+def first_call() -> dict[str, Any]:
+    """Seconds of the first packax call of the process, forward and backward, after the GPU is up; then of the second."""
+    start = time.perf_counter()
+    x = jax.jit(lambda x: x @ x)(jnp.ones((256, 256), jnp.bfloat16))
+    jax.block_until_ready(x)
+    backend = time.perf_counter() - start
+
+    case = Case("first", 1, 8192, 8, 2, 128, 5)
+    query, key, value, cotangent = jax.block_until_ready(random_inputs(case))
+    ids = jnp.asarray(case.segment_ids())
+
+    @jax.jit
+    def step(query, key, value, cotangent, ids):  # type: ignore[no-untyped-def]
+        mask = packax.create_attention_mask(packax.causal() & packax.documents(ids))
+        _, pullback = jax.vjp(lambda *x: packax.flash_attention(*x, mask), query, key, value)
+        return pullback(cotangent)
+
+    start = time.perf_counter()
+    compiled = step.lower(query, key, value, cotangent, ids).compile()
+    xla = time.perf_counter() - start
+    start = time.perf_counter()
+    jax.block_until_ready(compiled(query, key, value, cotangent, ids))
+    first = time.perf_counter() - start
+    start = time.perf_counter()
+    jax.block_until_ready(compiled(query, key, value, cotangent, ids))
+    second = time.perf_counter() - start
+    return {
+        "backend_s": round(backend, 3),
+        "trace_and_xla_compile_s": round(xla, 3),
+        "first_run_ms": round(first * 1e3, 3),
+        "second_run_ms": round(second * 1e3, 3),
+        "triton_imported": "triton" in sys.modules,
+    }
+
+
+def mask_building(tokens: int = 131072, documents: int = 12) -> dict[str, Any]:
+    """Milliseconds to build the mask of one row: launched from Python, and inside a jitted loop (no Python, no dispatch)."""
+    ids = jnp.asarray(
+        np.repeat(np.arange(1, documents + 1), document_lengths(tokens, documents)).astype(np.int32)
+    )[None]
+    positions = jnp.asarray(
+        np.concatenate([np.arange(n) for n in document_lengths(tokens, documents)]).astype(np.int32)
+    )[None]
+
+    def by_ids(ids: jax.Array) -> Any:
+        return packax.create_attention_mask(packax.causal() & packax.documents(ids))
+
+    def by_positions(ids: jax.Array) -> Any:
+        return packax.create_attention_mask(
+            packax.causal() & packax.documents(ids, positions=positions)
+        )
+
+    iterations = 200
+    result: dict[str, Any] = {"tokens": tokens, "documents": documents}
+    for name, build in (("ids", by_ids), ("ids_positions", by_positions)):
+
+        @jax.jit
+        def loop(ids: jax.Array, build: Any = build) -> Any:
+            def body(
+                _: Any, mask: Any
+            ) -> Any:  # the ids depend on the mask before, so that nothing is hoisted
+                return build(ids + jnp.minimum(jax.tree.leaves(mask)[0].ravel()[0], 0))
+
+            return jax.lax.fori_loop(0, iterations, body, build(ids))
+
+        single = jax.jit(build)
+        jax.block_until_ready((loop(ids), single(ids)))
+        looped = statistics.median(
+            wall_ms(lambda loop=loop: loop(ids), 1) / (iterations + 1) for _ in range(5)
+        )
+        launched = interleaved({"build": lambda single=single: single(ids)}, rounds=5, round_ms=40)[
+            "build"
+        ]
+        result[name] = {"in_jit_ms": round(looped, 4), "launched_ms": round(launched.ms, 4)}
+    result["bytes_a_token"] = round(sum(x.nbytes for x in jax.tree.leaves(by_ids(ids))) / tokens, 2)
+    return result
+
+
+def handler_time(calls: int = 300) -> dict[str, Any]:
+    """Host microseconds inside the C++ handlers, as the extension counted them over `calls` eager launches of small work."""
+    case = Case("handlers", 1, 2048, 8, 2, 128, 5)
+    query, key, value, cotangent = random_inputs(case)
+    ids = jnp.asarray(case.segment_ids())
+    build = jax.jit(
+        lambda ids: packax.create_attention_mask(packax.causal() & packax.documents(ids))
+    )
+    mask = build(ids)
+    forward = jax.jit(lambda q, k, v, mask: packax.flash_attention(q, k, v, mask))
+    pullback = jax.jit(
+        lambda q, k, v, mask: jax.vjp(lambda *x: packax.flash_attention(*x, mask), q, k, v)[1]
+    )(query, key, value, mask)
+    backward = jax.jit(lambda pullback, cotangent: pullback(cotangent))
+
+    def run(count: int) -> None:
+        for _ in range(count):
+            jax.block_until_ready(
+                (build(ids), forward(query, key, value, mask), backward(pullback, cotangent))
+            )
+
+    run(20)
+    _ext.reset_host_times()
+    run(calls)
+    return dict(_ext.host_times())

@@ -1,0 +1,135 @@
+"""The float32 reference of the benchmark, and the check of every output against it before anything is timed.
+
+Output, LSE and dQ are recomputed for a few sampled rows, all heads; dK and dV for one key/value head and its query heads,
+block by block over a whole row (of very long rows: over one document). It knows masks only as "same id and not later".
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from cases import Case
+from implementations import Arrays
+
+ROWS = 32
+BLOCK = 512
+WHOLE_ROW = 131072  # longer rows are checked over one document
+LIMIT = {
+    "out": 1e-2,
+    "dq": 1e-2,
+    "dk": 1e-2,
+    "dv": 1e-2,
+}  # ‖x - reference‖ / ‖reference‖ in bfloat16
+HIGHEST = jax.lax.Precision.HIGHEST
+
+
+def einsum(spec: str, *operands: jax.Array) -> jax.Array:
+    return jnp.einsum(spec, *(x.astype(jnp.float32) for x in operands), precision=HIGHEST)
+
+
+@jax.jit
+def sampled_rows(query, key, value, cotangent, segment_ids, rows):  # type: ignore[no-untyped-def]
+    """(output, dQ) of `rows` of the first batch row, float32, (rows, heads, D). dQ needs the row alone: P, dO·V and its mean."""
+    kv_heads, dim = key.shape[2:]
+    scale = dim**-0.5
+    q = query[0, rows].reshape(len(rows), kv_heads, -1, dim)
+    do = cotangent[0, rows].reshape(q.shape)
+    k, v = key[0], value[0]
+    attends = (segment_ids[0, rows][:, None] == segment_ids[0][None]) & (
+        rows[:, None] >= jnp.arange(k.shape[0])
+    )
+    scores = jnp.where(attends[:, None, None], einsum("rhgd,khd->rhgk", q, k) * scale, -jnp.inf)
+    p = jax.nn.softmax(scores, axis=-1)
+    out = einsum("rhgk,khd->rhgd", p, v)
+    dp = einsum("rhgd,khd->rhgk", do, v)
+    ds = p * (dp - jnp.sum(p * dp, axis=-1, keepdims=True)) * scale
+    dq = einsum("rhgk,khd->rhgd", ds, k)
+    return out.reshape(len(rows), -1, dim), dq.reshape(len(rows), -1, dim)
+
+
+@functools.partial(jax.jit, static_argnames="scale")
+def head_gradients(query, key, value, cotangent, segment_ids, *, scale):  # type: ignore[no-untyped-def]
+    """dK and dV of one key/value head, float32 (S, D): query, cotangent (S, G, D), key, value (S, D), segment_ids (S,)."""
+    length = key.shape[0]
+    pad = -length % BLOCK
+    blocks = jax.tree.map(
+        lambda x: jnp.pad(x, [(0, pad)] + [(0, 0)] * (x.ndim - 1)).reshape(-1, BLOCK, *x.shape[1:]),
+        (query, cotangent, segment_ids, jnp.arange(length)),
+    )
+    key, value = key.astype(jnp.float32), value.astype(jnp.float32)
+
+    def step(carry: Any, block: Any) -> tuple[Any, None]:
+        q, do, ids, rows = block
+        attends = (ids[:, None] == segment_ids[None]) & (rows[:, None] >= jnp.arange(length))
+        scores = jnp.where(attends[:, None], einsum("rgd,kd->rgk", q, key) * scale, -jnp.inf)
+        p = jax.nn.softmax(scores, axis=-1)
+        dp = einsum("rgd,kd->rgk", do, value)
+        ds = p * (dp - jnp.sum(p * dp, axis=-1, keepdims=True)) * scale
+        return (
+            carry[0] + einsum("rgk,rgd->kd", ds, q),
+            carry[1] + einsum("rgk,rgd->kd", p, do),
+        ), None
+
+    # Padded rows repeat row 0 with cotangent 0, so they add nothing.
+    blocks = (
+        *blocks[:2],
+        jnp.where(jnp.arange(length + pad).reshape(-1, BLOCK) < length, blocks[2], segment_ids[0]),
+        blocks[3],
+    )
+    return jax.lax.scan(step, (jnp.zeros_like(key), jnp.zeros_like(value)), blocks)[0]
+
+
+class Reference:
+    """The reference of one case and one set of inputs."""
+
+    def __init__(self, case: Case, inputs: Arrays, seed: int = 1) -> None:
+        rng = np.random.default_rng(seed)
+        query, key, value, cotangent = inputs
+        segment_ids = jnp.asarray(case.segment_ids())
+        self.rows = jnp.asarray(np.sort(rng.choice(case.seq, ROWS, replace=False)))
+        self.out, self.dq = sampled_rows(query, key, value, cotangent, segment_ids, self.rows)
+
+        self.window = slice(0, case.seq)
+        if case.seq > WHOLE_ROW:
+            edges = np.concatenate([[0], np.cumsum(case.lengths)])
+            document = int(np.argsort(case.lengths)[case.documents // 2])
+            self.window = slice(int(edges[document]), int(edges[document + 1]))
+        self.head = int(rng.integers(case.kv_heads))
+        group = case.heads // case.kv_heads
+        heads = slice(self.head * group, (self.head + 1) * group)
+        self.dk, self.dv = head_gradients(
+            query[0, self.window, heads],
+            key[0, self.window, self.head],
+            value[0, self.window, self.head],
+            cotangent[0, self.window, heads],
+            segment_ids[0, self.window],
+            scale=case.head_dim**-0.5,
+        )
+
+    def errors(self, out: jax.Array | None, gradients: Arrays | None) -> dict[str, float]:
+        """Relative errors of what was computed (either part may be missing)."""
+        pairs: dict[str, tuple[jax.Array, jax.Array]] = {}
+        if out is not None:
+            pairs["out"] = (out[0, self.rows], self.out)
+        if gradients is not None:
+            dq, dk, dv = gradients
+            pairs["dq"] = (dq[0, self.rows], self.dq)
+            pairs["dk"] = (dk[0, self.window, self.head], self.dk)
+            pairs["dv"] = (dv[0, self.window, self.head], self.dv)
+        return {name: _relative(x, reference) for name, (x, reference) in pairs.items()}
+
+
+def wrong(errors: dict[str, float]) -> list[str]:
+    """The names whose error is over the limit, or not a number."""
+    return [name for name, error in errors.items() if not error <= LIMIT[name]]
+
+
+def _relative(x: jax.Array, reference: jax.Array) -> float:
+    return float(
+        jnp.linalg.norm((x.astype(jnp.float32) - reference).ravel())
+        / jnp.linalg.norm(reference.ravel())
+    )

@@ -1,0 +1,59 @@
+"""Times of asynchronous device work: wall time over several launches between two synchronisations, interleaved, medians."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class Time:
+    ms: float  # median over the rounds
+    low: float
+    high: float
+    launches: int  # in a round
+
+    def as_dict(self, flops: float | None = None) -> dict[str, float]:
+        row: dict[str, float] = {
+            "ms": round(self.ms, 4),
+            "ms_low": round(self.low, 4),
+            "ms_high": round(self.high, 4),
+            "launches": self.launches,
+        }
+        if flops is not None:
+            row["tflops"] = round(flops / self.ms / 1e9, 1)
+        return row
+
+
+def wall_ms(function: Callable[[], Any], launches: int) -> float:
+    """Milliseconds a launch. The device works through the launches in order, so only the last result is waited for."""
+    start = time.perf_counter()
+    for _ in range(launches):
+        result = function()
+    jax.block_until_ready(result)
+    return (time.perf_counter() - start) / launches * 1e3
+
+
+def interleaved(
+    functions: Mapping[str, Callable[[], Any]], *, rounds: int, round_ms: float = 120.0
+) -> dict[str, Time]:
+    """Median times of the functions, which take turns in every round so that all meet the same clocks and temperature."""
+    launches: dict[str, int] = {}
+    for name, function in functions.items():
+        jax.block_until_ready(function())
+        wall_ms(function, 2)
+        launches[name] = max(2, min(200, round(round_ms / wall_ms(function, 3))))
+    samples: dict[str, list[float]] = {name: [] for name in functions}
+    order = list(functions)
+    for turn in range(rounds):
+        for name in order[turn % len(order) :] + order[: turn % len(order)]:
+            samples[name].append(wall_ms(functions[name], launches[name]))
+    return {
+        name: Time(statistics.median(times), min(times), max(times), launches[name])
+        for name, times in samples.items()
+    }
