@@ -1,0 +1,222 @@
+"""Compile the table: one Triton kernel and one architecture to NAME.cubin and NAME.json (fields: docs/design.md).
+
+    python csrc/aot/compile.py --out build/cubins [--archs 90a;80] [--dtypes bf16] [--head-dims 128x128] [--jobs 2] [--cache DIR]
+
+Needs Triton, no GPU, no driver, no torch. Every variant is compiled in a process of its own, because LLVM aborts the process on an error.
+Refuses a parameter layout in the PTX other than the one the launcher will use, and a variant over its architecture's shared memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import inspect
+import json
+import multiprocessing
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import time
+import traceback
+
+HERE = pathlib.Path(__file__).resolve().parent
+KERNEL_DIR = HERE.parent / "kernels"
+sys.path[:0] = [str(HERE), str(KERNEL_DIR)]
+
+import variants as table  # noqa: E402
+
+TRITON_VERSION = "3.9.0"
+PTX_TYPES = {"u64": "ptr", "u32": "i32", "f32": "f32", "s32": "i32", "b64": "ptr", "b32": "i32"}
+TRITON_DTYPES = {"bf16": "bf16", "f16": "fp16"}
+
+
+def signature(kernel: str, arguments: list[str], dtype: str) -> tuple[dict[str, str], list[dict[str, str]]]:
+    """Triton's signature and ours, in the kernel's argument order; compile-time constants are upper case."""
+    triton_types: dict[str, str] = {}
+    params: list[dict[str, str]] = []
+    for name in arguments:
+        if name.isupper():
+            triton_types[name] = "constexpr"
+            continue
+        if name in table.POINTERS:
+            triton_types[name] = "*" + (table.POINTERS[name] or TRITON_DTYPES[dtype])
+        else:
+            triton_types[name] = "fp32" if name == "scale" else "i32"
+        kind = "ptr" if name in table.POINTERS else "f32" if name == "scale" else "i32"
+        params.append({"name": name, "type": kind})
+    return triton_types, params
+
+
+def check_parameters(ptx: str, params: list[dict[str, str]], kernel: str) -> None:
+    """The PTX must take exactly our parameters, then Triton's two scratch pointers."""
+    found = re.findall(r"\.param \.(\w+)(?: \.ptr[^,\n]*?)? ?(\w+)_param_\d+", ptx.split(")")[0])
+    got = [PTX_TYPES.get(kind, kind) for kind, _ in found]
+    want = [p["type"] for p in params] + ["ptr", "ptr"]
+    if got != want:
+        raise SystemExit(f"{kernel}: parameters in the PTX are {got}, the launcher would pass {want}")
+
+
+def resources(cubin: pathlib.Path) -> dict[str, int]:
+    """Registers a thread and stack bytes a thread (local memory: spills), as the assembler recorded them in the cubin."""
+    import triton
+
+    tool = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    text = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
+    return {
+        key: int(re.search(rf"{field}:(\d+)", text).group(1))  # type: ignore[union-attr]
+        for key, field in (("registers", "REG"), ("stack", "STACK"))
+    }
+
+
+def compile_variant(variant: table.Variant, out: pathlib.Path) -> None:
+    """Write `out`/NAME.cubin and NAME.json."""
+    import importlib
+
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    ptxas = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    os.environ["TRITON_PTXAS_BLACKWELL_PATH"] = str(ptxas)  # Triton would take 13.4 for sm_90 and above
+    os.environ["TRITON_PTXAS_PATH"] = str(ptxas)
+    os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # paths and a third of the size
+    fn = getattr(importlib.import_module(table.KERNELS[variant.kernel]), variant.kernel)
+    arguments = list(inspect.signature(fn.fn).parameters)
+    types, params = signature(variant.kernel, arguments, variant.dtype)
+    # XLA's buffers are aligned; a view of one never reaches a custom call
+    aligned = {(i,): [["tt.divisibility", 16]] for i, a in enumerate(arguments) if a in table.POINTERS}
+    source = ASTSource(fn, types, constexprs=dict(variant.constants), attrs=aligned)
+    options = {"num_warps": variant.warps, "num_stages": 2, "enable_fp_fusion": True}
+    binary = triton.compile(source, target=GPUTarget("cuda", variant.arch.cc, 32), options=options)
+    meta = binary.metadata
+    check_parameters(binary.asm["ptx"], params, variant.name)
+    if f".target {variant.arch.name}" not in binary.asm["ptx"]:
+        raise SystemExit(f"{variant.name}: the PTX is not for {variant.arch.name}")
+    if meta.shared > variant.arch.shared:
+        raise SystemExit(
+            f"{variant.name}: {meta.shared} bytes of shared memory, {variant.arch.name} has {variant.arch.shared}: smaller tile"
+        )
+    if meta.global_scratch_size or meta.profile_scratch_size or meta.num_ctas != 1:
+        raise SystemExit(f"{variant.name}: needs scratch memory or a cluster, which the launcher does not give")
+    cubin = out / f"{variant.name}.cubin"
+    cubin.write_bytes(binary.asm["cubin"])
+    record = {
+        "kernel": variant.kernel,
+        "arch": variant.arch.name,
+        "cc": variant.arch.cc,
+        "exact": variant.arch.exact,
+        "dtype": variant.dtype,
+        "qk_dim": variant.qk_dim,
+        "v_dim": variant.v_dim,
+        "symbol": meta.name,
+        "threads": 32 * meta.num_warps,
+        "shared": meta.shared,
+        "block": variant.block,
+        "params": params,
+        **resources(cubin),
+    }
+    (out / f"{variant.name}.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def worker(variant: table.Variant, out: str) -> None:
+    try:
+        compile_variant(variant, pathlib.Path(out))
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def fingerprint(variant: table.Variant, sources: bytes) -> str:
+    return hashlib.sha256(repr((variant, table.ASSEMBLER, TRITON_VERSION)).encode() + sources).hexdigest()[:24]
+
+
+def source_bytes() -> bytes:
+    files = [*sorted(KERNEL_DIR.glob("*.py")), pathlib.Path(__file__)]
+    return b"\0".join(f.read_bytes() for f in files)
+
+
+def compile_table(todo: list[table.Variant], out: pathlib.Path, cache: pathlib.Path | None, jobs: int) -> int:
+    """Compile in parallel with progress; returns the number of failures."""
+    import triton
+
+    if triton.__version__ != TRITON_VERSION:
+        raise SystemExit(f"Triton {triton.__version__} found, {TRITON_VERSION} needed: cubins depend on the version")
+    import triton.compiler  # noqa: F401  imported once, inherited by every fork
+
+    out.mkdir(parents=True, exist_ok=True)
+    sources = source_bytes()
+    kept = {f"{v.name}{suffix}" for v in todo for suffix in (".cubin", ".json")}
+    for old in out.iterdir():
+        if old.suffix in (".cubin", ".json") and old.name not in kept:
+            old.unlink()
+    context = multiprocessing.get_context("fork")
+    running: dict[str, tuple[multiprocessing.process.BaseProcess, table.Variant, float]] = {}
+    queue = list(todo)
+    done = failed = cached = 0
+    while queue or running:
+        while queue and len(running) < jobs:
+            v = queue.pop(0)
+            store = cache / fingerprint(v, sources) if cache else None
+            if store and (store / f"{v.name}.json").exists():
+                for suffix in (".cubin", ".json"):
+                    (out / f"{v.name}{suffix}").write_bytes((store / f"{v.name}{suffix}").read_bytes())
+                done, cached = done + 1, cached + 1
+                continue
+            p = context.Process(target=worker, args=(v, str(out)))
+            p.start()
+            running[v.name] = (p, v, time.monotonic())
+        for name, (p, v, began) in list(running.items()):
+            if p.exitcode is None:
+                continue
+            del running[name]
+            done += 1
+            if p.exitcode != 0:
+                failed += 1
+                print(f"[{done}/{len(todo)}] FAILED {name} (exit code {p.exitcode})", flush=True)
+                continue
+            record = json.loads((out / f"{name}.json").read_text())
+            print(
+                f"[{done}/{len(todo)}] {name}  {time.monotonic() - began:.1f} s  {record['registers']} registers"
+                f"  {record['shared']} B shared  {record['stack']} B stack",
+                flush=True,
+            )
+            if cache:
+                store = cache / fingerprint(v, sources)
+                store.mkdir(parents=True, exist_ok=True)
+                for suffix in (".cubin", ".json"):
+                    (store / f"{name}{suffix}").write_bytes((out / f"{name}{suffix}").read_bytes())
+        time.sleep(0.02)
+    print(f"{len(todo)} variants, {cached} from the cache, {failed} failed", flush=True)
+    return failed
+
+
+def names(text: str, known: dict[str, object], option: str) -> tuple[str, ...]:
+    chosen = tuple(x for x in re.split(r"[;,\s]+", text) if x)
+    for x in chosen:
+        if x not in known:
+            raise SystemExit(f"{option}: {x!r} is not in the table; accepted: {', '.join(known)}")
+    return chosen or tuple(known)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("--cache", type=pathlib.Path)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 2)
+    parser.add_argument("--archs", default="", help="architectures, e.g. 90a;80 (default: all)")
+    parser.add_argument("--dtypes", default="", help="bf16;f16 (default: both)")
+    parser.add_argument("--head-dims", default="", help="64x64;128x128, or 64 for 64x64 (default: all)")
+    args = parser.parse_args()
+    archs = names(args.archs.replace("sm_", ""), dict(table.ARCHS), "--archs")
+    dtypes = names(args.dtypes, dict.fromkeys(table.DTYPES), "--dtypes")
+    known = {f"{a}x{b}": (a, b) for a, b in table.HEAD_DIMS}
+    dims = names(re.sub(r"(?<![x\d])(\d+)(?![x\d])", r"\1x\1", args.head_dims), dict(known), "--head-dims")
+    todo = list(table.variants(archs, dtypes, tuple(known[d] for d in dims)))
+    return 1 if compile_table(todo, args.out, args.cache, args.jobs) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

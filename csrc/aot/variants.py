@@ -1,0 +1,142 @@
+"""THE table: every kernel the wheel holds. Build, C++ lookup, tests, `packax info` and error texts all read it.
+
+A variant is a kernel for one architecture, dtype and pair of head dims, with its tile. To add a head dim, add it to HEAD_DIMS and a row to
+TILES; to add a GPU, add it to ARCHS (and its tiles, if its shared memory differs from those there are).
+This file declares; it compiles nothing and imports nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+
+@dataclasses.dataclass(frozen=True)
+class Arch:
+    """A compilation target. `exact`: its cubins run on that compute capability alone, else on later minors of the same major too."""
+
+    name: str
+    cc: int
+    exact: bool
+    shared: int  # bytes of shared memory that one block may ask for
+    tiles: str  # column of TILES
+
+
+ARCHS = {
+    "80": Arch("sm_80", 80, False, 166_912, "large"),
+    "86": Arch("sm_86", 86, False, 101_376, "small"),
+    "89": Arch("sm_89", 89, False, 101_376, "small"),
+    "90a": Arch("sm_90a", 90, True, 232_448, "hopper"),
+    "100a": Arch("sm_100a", 100, True, 232_448, "large"),
+    "120a": Arch("sm_120a", 120, True, 101_376, "small"),
+}
+DTYPES = ("bf16", "f16")
+HEAD_DIMS = ((64, 64), (128, 128))  # (query and key, value)
+
+# ptxas of CUDA 12.9 for all: its cubins load with every driver of CUDA 12 and 13 that knows the GPU
+ASSEMBLER = "ptxas-12.9"
+
+# kernel -> (kind of tile, head dim) -> BLOCK_M, BLOCK_N, STAGES of the mask-free loop, warps.
+# "hopper" was chosen by benchmarks/results (one H200); "large" and "small" by shared memory alone: never timed.
+TILES = {
+    "forward": {
+        ("hopper", 64): (128, 128, 3, 8),
+        ("hopper", 128): (128, 128, 3, 8),
+        ("large", 64): (128, 64, 3, 4),
+        ("large", 128): (128, 64, 3, 8),
+        ("small", 64): (128, 64, 2, 4),
+        ("small", 128): (128, 32, 2, 8),
+    },
+    "backward_dkdv": {
+        ("hopper", 64): (64, 128, 3, 8),
+        ("hopper", 128): (64, 128, 2, 8),
+        ("large", 64): (64, 128, 2, 8),
+        ("large", 128): (64, 64, 2, 8),
+        ("small", 64): (64, 64, 2, 4),
+        ("small", 128): (64, 64, 1, 8),
+    },
+    "backward_dq": {
+        ("hopper", 64): (128, 64, 3, 8),
+        ("hopper", 128): (128, 64, 2, 8),
+        ("large", 64): (128, 64, 2, 8),
+        ("large", 128): (64, 64, 2, 8),
+        ("small", 64): (64, 64, 2, 4),
+        ("small", 128): (64, 32, 2, 4),
+    },
+}
+
+# kernels that see neither dtype nor head dim: compile-time constants, rows or keys per program, warps
+MASK_KERNELS: dict[str, tuple[dict[str, int], int, int]] = {
+    "documents_init": ({}, 1024, 4),
+    "documents_runs": ({}, 1024, 4),
+    "documents_rows": ({}, 1024, 4),
+    "blocks_rows": ({"GROUP": 16}, 16, 4),
+    "blocks_keys": ({"GROUP": 16, "STEP": 128}, 16, 4),
+    "blocks_order": ({"GROUP": 128, "STEP": 64}, 128, 4),
+}
+DELTA_ROWS = 64
+
+KERNELS = {  # kernel -> file in csrc/kernels
+    "forward": "forward",
+    "backward_delta": "backward",
+    "backward_dkdv": "backward",
+    "backward_dq": "backward",
+    "documents_init": "documents",
+    "documents_runs": "documents",
+    "documents_rows": "documents",
+    "blocks_rows": "blocks",
+    "blocks_keys": "blocks",
+    "blocks_order": "blocks",
+}
+
+POINTERS = {  # argument -> element; "" is the variant's dtype. Every other argument is an int32, `scale` a float32.
+    **dict.fromkeys(("query", "key", "value", "out", "dout", "dq", "dk", "dv"), ""),
+    **dict.fromkeys(("lse", "dlse", "delta"), "fp32"),
+    **dict.fromkeys(("q_lo", "q_hi", "q_ids", "kv_ids", "q_pos", "kv_pos"), "i32"),
+    **dict.fromkeys(("q_blocks", "kv_blocks", "q_order", "kv_order"), "i32"),
+    **dict.fromkeys(("workspace", "lo", "hi", "tested"), "i32"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    kernel: str
+    arch: Arch
+    dtype: str  # "any" for mask kernels
+    qk_dim: int  # 0 for mask kernels
+    v_dim: int
+    constants: tuple[tuple[str, int], ...]
+    block: int  # rows or keys of one program
+    warps: int
+
+    @property
+    def name(self) -> str:
+        shape = "" if self.dtype == "any" else f"_{self.dtype}_{self.qk_dim}x{self.v_dim}"
+        return f"{self.kernel}{shape}_{self.arch.name.replace('_', '')}"
+
+
+def tiled(kernel: str, arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Variant:
+    rows, keys, stages, warps = TILES[kernel][arch.tiles, max(qk_dim, v_dim)]
+    constants = {"QK_DIM": qk_dim, "V_DIM": v_dim, "BLOCK_M": rows, "BLOCK_N": keys, "STAGES": stages}
+    block = keys if kernel == "backward_dkdv" else rows
+    return Variant(kernel, arch, dtype, qk_dim, v_dim, tuple(constants.items()), block, warps)
+
+
+def variants(
+    archs: tuple[str, ...] = tuple(ARCHS),
+    dtypes: tuple[str, ...] = DTYPES,
+    head_dims: tuple[tuple[int, int], ...] = HEAD_DIMS,
+) -> Iterator[Variant]:
+    """Every variant of the narrowed table, heaviest to compile first."""
+    for kernel in TILES:
+        for arch in archs:
+            for dtype in dtypes:
+                for qk_dim, v_dim in head_dims:
+                    yield tiled(kernel, ARCHS[arch], dtype, qk_dim, v_dim)
+    for arch in archs:
+        for dtype in dtypes:
+            for qk_dim, v_dim in head_dims:
+                constants = (("V_DIM", v_dim), ("ROWS", DELTA_ROWS))
+                yield Variant("backward_delta", ARCHS[arch], dtype, qk_dim, v_dim, constants, DELTA_ROWS, 4)
+        for kernel, (named, block, warps) in MASK_KERNELS.items():
+            yield Variant(kernel, ARCHS[arch], "any", 0, 0, tuple(named.items()), block, warps)

@@ -1,0 +1,131 @@
+"""Row ranges to the bounds of blocks of 64 rows, their transpose for blocks of 64 keys, and the order of tiles of 128.
+
+Definitions: docs/design.md, "The mask that `create_attention_mask` returns". Once per step; all three read and write a few ints per block.
+"""
+
+import triton
+import triton.language as tl
+
+BLOCK = tl.constexpr(64)
+TILE = tl.constexpr(128)
+EMPTY_MIN = tl.constexpr(2147483647)
+
+
+@triton.jit
+def blocks_rows(q_lo, q_hi, tested, q_blocks, q_len, GROUP: tl.constexpr):
+    b = tl.program_id(1).to(tl.int64)
+    blocks = tl.cdiv(q_len, BLOCK)
+    t = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
+    rows = t[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    there = rows < q_len
+    lo = tl.load(q_lo + b * q_len + rows, mask=there, other=0)
+    hi = tl.load(q_hi + b * q_len + rows, mask=there, other=0)
+    full = hi > lo
+    test = tl.max((full & (tl.load(tested + b * q_len + rows, mask=there, other=0) != 0)).to(tl.int32), 1)
+    holes = tl.max((~full).to(tl.int32), 1)
+    lo_min = tl.min(tl.where(full, lo, EMPTY_MIN), 1)
+    lo_max = tl.max(tl.where(full, lo, 0), 1)
+    hi_min = tl.min(tl.where(full, hi, EMPTY_MIN), 1)
+    hi_max = tl.max(tl.where(full, hi, 0), 1)
+    # no part of a block with a tested row may be treated as free of masks
+    lo_max = tl.where(test != 0, hi_max, lo_max)
+    hi_min = tl.where(test != 0, lo_min, hi_min)
+    out = q_blocks + b * 5 * blocks + t
+    tl.store(out, lo_min, mask=t < blocks)
+    tl.store(out + blocks, lo_max, mask=t < blocks)
+    tl.store(out + 2 * blocks, hi_min, mask=t < blocks)
+    tl.store(out + 3 * blocks, hi_max, mask=t < blocks)
+    tl.store(out + 4 * blocks, test + 2 * holes, mask=t < blocks)
+
+
+@triton.jit
+def core(base, blocks, t, there, first_key):
+    """Whether every row of block t attends all 64 keys from `first_key`: (GROUP, STEP)."""
+    lo_max = tl.load(base + blocks + t, mask=there, other=0)[None, :]
+    hi_min = tl.load(base + 2 * blocks + t, mask=there, other=0)[None, :]
+    flags = tl.load(base + 4 * blocks + t, mask=there, other=2)[None, :]
+    return (flags == 0) & (lo_max <= first_key) & (hi_min >= first_key + BLOCK)
+
+
+@triton.jit
+def blocks_keys(q_blocks, kv_blocks, q_len, kv_len, GROUP: tl.constexpr, STEP: tl.constexpr):
+    b = tl.program_id(1).to(tl.int64)
+    q_count = tl.cdiv(q_len, BLOCK)
+    kv_count = tl.cdiv(kv_len, BLOCK)
+    base = q_blocks + b * 5 * q_count
+    c = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
+    first_key = (c * BLOCK)[:, None]
+    last_key = tl.minimum(first_key + BLOCK, kv_len)
+
+    first = tl.full([GROUP], EMPTY_MIN, tl.int32)
+    last = tl.full([GROUP], -1, tl.int32)
+    core_first = tl.full([GROUP], EMPTY_MIN, tl.int32)
+    for i in range(0, q_count, STEP):
+        t = i + tl.arange(0, STEP)
+        there = t < q_count
+        lo_min = tl.load(base + t, mask=there, other=EMPTY_MIN)[None, :]
+        hi_max = tl.load(base + 3 * q_count + t, mask=there, other=0)[None, :]
+        touch = (lo_min < last_key) & (hi_max > first_key)
+        first = tl.minimum(first, tl.min(tl.where(touch, t[None, :], EMPTY_MIN), 1))
+        last = tl.maximum(last, tl.max(tl.where(touch, t[None, :], -1), 1))
+        inside = core(base, q_count, t, there, first_key)
+        core_first = tl.minimum(core_first, tl.min(tl.where(inside, t[None, :], EMPTY_MIN), 1))
+
+    core_end = tl.zeros([GROUP], tl.int32) + q_count
+    for i in range(0, q_count, STEP):
+        t = i + tl.arange(0, STEP)
+        there = t < q_count
+        stop = ~core(base, q_count, t, there, first_key) & (t[None, :] > core_first[:, None]) & there[None, :]
+        core_end = tl.minimum(core_end, tl.min(tl.where(stop, t[None, :], EMPTY_MIN), 1))
+
+    some = last >= 0
+    some_core = core_first < EMPTY_MIN
+    out = kv_blocks + b * 4 * kv_count + c
+    mask = c < kv_count
+    tl.store(out, tl.where(some, first * BLOCK, EMPTY_MIN), mask=mask)
+    tl.store(out + kv_count, tl.where(some, tl.minimum((last + 1) * BLOCK, q_len), 0), mask=mask)
+    tl.store(out + 2 * kv_count, tl.where(some_core, core_first * BLOCK, EMPTY_MIN), mask=mask)
+    tl.store(out + 3 * kv_count, tl.where(some_core, core_end * BLOCK, 0), mask=mask)
+
+
+@triton.jit
+def work(lows, highs, blocks, tiles, i):
+    """Length of the merged range of tile i, -1 where there is no such tile."""
+    t = 2 * i
+    low = tl.minimum(
+        tl.load(lows + t, mask=t < blocks, other=EMPTY_MIN),
+        tl.load(lows + t + 1, mask=t + 1 < blocks, other=EMPTY_MIN),
+    )
+    high = tl.maximum(
+        tl.load(highs + t, mask=t < blocks, other=0),
+        tl.load(highs + t + 1, mask=t + 1 < blocks, other=0),
+    )
+    return tl.where(i < tiles, tl.where(high > low, high - low, 0), -1)
+
+
+@triton.jit
+def sort(lows, highs, order, blocks, GROUP: tl.constexpr, STEP: tl.constexpr):
+    """The place of a tile is the number of tiles that go before it: quadratic in tiles, trivial against one attention call."""
+    tiles = tl.cdiv(blocks, TILE // BLOCK)
+    mine = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
+    mine_work = work(lows, highs, blocks, tiles, mine)[:, None]
+    place = tl.zeros([GROUP], tl.int32)
+    for i in range(0, tiles, STEP):
+        other = i + tl.arange(0, STEP)
+        other_work = work(lows, highs, blocks, tiles, other)[None, :]
+        before = (other_work > mine_work) | ((other_work == mine_work) & (other[None, :] < mine[:, None]))
+        place += tl.sum(before.to(tl.int32), 1)
+    tl.store(order + place, mine, mask=mine < tiles)
+
+
+@triton.jit
+def blocks_order(
+    q_blocks, kv_blocks, q_order, kv_order, q_len, kv_len, GROUP: tl.constexpr, STEP: tl.constexpr
+):
+    b = tl.program_id(1).to(tl.int64)
+    q_count = tl.cdiv(q_len, BLOCK)
+    kv_count = tl.cdiv(kv_len, BLOCK)
+    q_base = q_blocks + b * 5 * q_count
+    sort(q_base, q_base + 3 * q_count, q_order + b * tl.cdiv(q_len, TILE), q_count, GROUP, STEP)
+    kv_base = kv_blocks + b * 4 * kv_count
+    sort(kv_base, kv_base + kv_count, kv_order + b * tl.cdiv(kv_len, TILE), kv_count, GROUP, STEP)

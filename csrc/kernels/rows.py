@@ -1,0 +1,115 @@
+"""Row ranges inside a kernel: which blocks of keys a tile of rows meets, and which keys a row keeps.
+
+The only kernel file that knows how a mask is stored (docs/design.md, "The mask"). A tile merges the bounds of its blocks of
+64 rows; the blocks of keys it meets are numbered from `start`, those from `core_begin` to `core_end` need no mask.
+"""
+
+import triton
+import triton.language as tl
+
+BLOCK = tl.constexpr(64)
+TILE = tl.constexpr(128)
+EMPTY_MIN = tl.constexpr(2147483647)  # neutral for min: no row, no key
+
+
+@triton.jit
+def tile_of_program(order, batch, mask_batch, tiles, group, BLOCK_SIZE: tl.constexpr):
+    """Head, batch row and first row (or key) of this program.
+
+    The key/value head is the slowest index, so that programs running together share its keys and values in the L2 cache; then
+    the tiles with most work first. `group` query heads of one tile follow each other (1 where a program serves a whole group).
+    """
+    SUB: tl.constexpr = TILE // BLOCK_SIZE
+    pid = tl.program_id(0)
+    per_head = tiles * batch * group * SUB
+    kv_head = pid // per_head
+    rest = pid % per_head
+    member = rest % group
+    rest = rest // group
+    sub = rest % SUB
+    rest = rest // SUB
+    b = rest % batch
+    mask_b = tl.where(mask_batch > 1, b, 0)
+    tile = tl.load(order + mask_b * tiles + rest // batch)
+    return kv_head * group + member, kv_head, b, mask_b, tile * TILE + sub * BLOCK_SIZE
+
+
+@triton.jit
+def key_range(q_blocks, mask_b, row, q_len, BLOCK_M: tl.constexpr):
+    """Keys [start, end) that the rows of a tile meet, keys [core_lo, core_hi) that all its non-empty rows attend, tested or not."""
+    blocks = tl.cdiv(q_len, BLOCK)
+    first = row // BLOCK
+    base = q_blocks + mask_b.to(tl.int64) * (5 * blocks)
+    start = EMPTY_MIN
+    core_lo = 0
+    core_hi = EMPTY_MIN
+    end = 0
+    tested = 0
+    for i in tl.static_range(0, BLOCK_M // BLOCK):
+        t = first + i
+        there = t < blocks
+        start = tl.minimum(start, tl.load(base + t, mask=there, other=EMPTY_MIN))
+        core_lo = tl.maximum(core_lo, tl.load(base + blocks + t, mask=there, other=0))
+        core_hi = tl.minimum(core_hi, tl.load(base + 2 * blocks + t, mask=there, other=EMPTY_MIN))
+        end = tl.maximum(end, tl.load(base + 3 * blocks + t, mask=there, other=0))
+        tested |= tl.load(base + 4 * blocks + t, mask=there, other=0) & 1
+    return start, end, core_lo, core_hi, tested
+
+
+@triton.jit
+def row_range(kv_blocks, mask_b, key, kv_len, BLOCK_N: tl.constexpr):
+    """Rows [start, end) that meet the keys of a tile, rows [core_lo, core_hi) that all attend all of its keys."""
+    blocks = tl.cdiv(kv_len, BLOCK)
+    first = key // BLOCK
+    base = kv_blocks + mask_b.to(tl.int64) * (4 * blocks)
+    start = EMPTY_MIN
+    end = 0
+    core_lo = 0
+    core_hi = EMPTY_MIN
+    for i in tl.static_range(0, BLOCK_N // BLOCK):
+        t = first + i
+        there = t < blocks
+        start = tl.minimum(start, tl.load(base + t, mask=there, other=EMPTY_MIN))
+        end = tl.maximum(end, tl.load(base + blocks + t, mask=there, other=0))
+        core_lo = tl.maximum(core_lo, tl.load(base + 2 * blocks + t, mask=there, other=0))
+        core_hi = tl.minimum(core_hi, tl.load(base + 3 * blocks + t, mask=there, other=EMPTY_MIN))
+    return start, end, core_lo, core_hi
+
+
+@triton.jit
+def split(start, end, core_lo, core_hi, STEP: tl.constexpr):
+    """Number of steps from `start` to `end`, and the steps [core_begin, core_end) that lie inside the core."""
+    steps = tl.where(end > start, (end - start + STEP - 1) // STEP, 0)
+    core_lo = tl.minimum(core_lo, end)  # INT_MAX where there is no core
+    core_begin = tl.minimum(tl.maximum(core_lo - start + STEP - 1, 0) // STEP, steps)
+    core_end = tl.minimum(tl.maximum(core_hi - start, 0) // STEP, steps)
+    return steps, core_begin, tl.maximum(core_begin, core_end)
+
+
+@triton.jit
+def masked_step(i, core_begin, core_end):
+    """The i-th step outside the core: first those before it, then those behind it."""
+    return tl.where(i < core_begin, i, i + core_end - core_begin)
+
+
+@triton.jit
+def keep(
+    rows, keys, lo, hi, tested, q_ids, kv_ids, q_pos, kv_pos, element_test, q_len, kv_len,
+    ROW_AXIS: tl.constexpr,
+):  # fmt: skip
+    """Whether a row attends a key: a block of rows x keys (ROW_AXIS 0) or of keys x rows (ROW_AXIS 1).
+
+    `lo` and `hi` are the ranges of `rows`; the pointers are those of the mask's batch row. One unsigned comparison tests both ends.
+    """
+    distance = tl.expand_dims(keys, ROW_AXIS) - tl.expand_dims(lo, 1 - ROW_AXIS)
+    length = tl.expand_dims(hi - lo, 1 - ROW_AXIS)
+    inside = distance.to(tl.uint32, bitcast=True) < length.to(tl.uint32, bitcast=True)
+    if tested != 0:
+        q_id = tl.load(q_ids + rows, mask=rows < q_len, other=-1)
+        kv_id = tl.load(kv_ids + keys, mask=keys < kv_len, other=-1)
+        inside &= tl.expand_dims(q_id, 1 - ROW_AXIS) == tl.expand_dims(kv_id, ROW_AXIS)
+        if element_test > 1:
+            q_at = tl.load(q_pos + rows, mask=rows < q_len, other=0)
+            kv_at = tl.load(kv_pos + keys, mask=keys < kv_len, other=0)
+            inside &= tl.expand_dims(kv_at, ROW_AXIS) <= tl.expand_dims(q_at, 1 - ROW_AXIS)
+    return inside
