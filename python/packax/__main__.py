@@ -1,0 +1,74 @@
+"""`python -m packax info` and `python -m packax demo`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+DEMO_PACKAGES = ("optax", "tqdm", "matplotlib")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m packax", description="exact attention over packed documents"
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("info", help="what this machine would run, and why not the cubins when not")
+    demo = commands.add_parser(
+        "demo",
+        help="train a small transformer on packed documents, check it, draw it",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description="Trains a small byte-level transformer on the sources of Python's standard library, packed into "
+        "long rows, checks packax against a dense reference and draws the document mask and the loss. What is not "
+        "given is chosen for this machine: 2,048-token rows on a CPU, 32,768 on a GPU.",
+    )
+    demo.add_argument("--steps", type=int, help="training steps at most")
+    demo.add_argument("--seq-len", type=int, help="tokens in a row")
+    demo.add_argument("--batch", type=int, help="rows in a step")
+    demo.add_argument("--seconds", type=float, help="training time at most")
+    demo.add_argument(
+        "--out", type=Path, default=Path("demo_output"), help="folder for the pictures"
+    )
+    demo.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args(argv)
+    return info() if arguments.command == "info" else run_demo(arguments)
+
+
+def info() -> int:
+    from packax.info import render, report
+
+    print(render(report()))
+    return 0
+
+
+def run_demo(arguments: argparse.Namespace) -> int:
+    missing = [name for name in DEMO_PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        print(
+            f"the demo needs {', '.join(missing)}: pip install 'packax[demo]' (from the sources: pip install './[demo]')",
+            file=sys.stderr,
+        )
+        return 2
+    from packax.demo.run import run
+    from packax.demo.settings import defaults
+
+    try:
+        settings = defaults(
+            steps=arguments.steps,
+            seq_len=arguments.seq_len,
+            batch=arguments.batch,
+            seconds=arguments.seconds,
+            out=arguments.out,
+            seed=arguments.seed,
+        )
+    except ValueError as error:
+        print(f"python -m packax demo: {error}", file=sys.stderr)
+        return 2
+    return run(settings)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

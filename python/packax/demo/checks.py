@@ -1,0 +1,181 @@
+"""What the demo proves after training, on the trained model and a real row: against a dense reference, and between documents."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import packax
+from packax.demo import model
+from packax.demo.data import VOCABULARY, Rows, targets
+from packax.demo.settings import Settings
+
+SLICE = 1024  # tokens compared with the dense reference, which is quadratic
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    name: str
+    passed: bool
+    detail: str
+
+
+def run_all(parameters: model.Parameters, rows: Rows, settings: Settings) -> list[Check]:
+    row = row_with_most_documents(rows)
+    tokens, segment_ids, positions = (
+        jnp.asarray(x[row : row + 1]) for x in (rows.tokens, rows.segment_ids, rows.positions)
+    )
+    return [
+        *against_dense(parameters, tokens, segment_ids, positions, settings),
+        gradient_stays_inside(parameters, tokens, segment_ids, positions, settings),
+        other_documents_change_nothing(parameters, tokens, segment_ids, positions, settings),
+    ]
+
+
+def row_with_most_documents(rows: Rows) -> int:
+    return int(np.argmax(rows.segment_ids.max(axis=1)))
+
+
+def longest_document(segment_ids: jax.Array) -> int:
+    ids = np.asarray(segment_ids).ravel()
+    return int(np.argmax(np.bincount(ids[ids > 0])))
+
+
+def causal_documents(segment_ids: jax.Array) -> packax.AttentionMask:
+    return packax.create_attention_mask(packax.causal() & packax.documents(segment_ids))
+
+
+def dense_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array
+) -> jax.Array:
+    """Plain attention in the inputs' dtype, scores and probabilities included; it knows masks as "same id, not later"."""
+    batch, length, heads, dim = query.shape
+    grouped = query.reshape(batch, length, key.shape[2], -1, dim)
+    scores = jnp.einsum("bqhgd,bkhd->bhgqk", grouped, key, precision="highest") * dim**-0.5
+    attends = (segment_ids[:, :, None] == segment_ids[:, None, :]) & (segment_ids[:, :, None] >= 0)
+    attends &= jnp.tri(length, dtype=bool)
+    attends = attends[:, None, None]
+    weights = jax.nn.softmax(jnp.where(attends, scores, -jnp.inf), axis=-1)
+    weights = jnp.where(attends.any(-1, keepdims=True), weights, 0)
+    return jnp.einsum("bhgqk,bkhd->bqhgd", weights, value, precision="highest").reshape(query.shape)
+
+
+def against_dense(
+    parameters: model.Parameters,
+    tokens: jax.Array,
+    segment_ids: jax.Array,
+    positions: jax.Array,
+    settings: Settings,
+) -> list[Check]:
+    """First-layer attention of a slice of a real row: packax, and the dense one in its dtype, against dense float32."""
+    tokens, segment_ids, positions = (x[:, :SLICE] for x in (tokens, segment_ids, positions))
+    config = settings.model
+
+    @jax.jit
+    def first_layer(parameters: model.Parameters) -> tuple[jax.Array, jax.Array, jax.Array]:
+        layer = jax.tree.map(lambda w: w[0].astype(config.dtype), parameters["layers"])
+        x = parameters["embedding"][tokens].astype(config.dtype)
+        x = model.normalize(x, layer["attention_norm"])
+        return model.heads(layer, x, model.rope_angles(positions, config), config)
+
+    query, key, value = first_layer(parameters)
+    cotangent = jax.random.normal(jax.random.key(settings.seed), query.shape, query.dtype)
+    # a padding row attends nothing, so its cotangent is ignored: the reference's sum over it is 0 too
+    mask = jax.jit(causal_documents)(segment_ids)
+
+    def results(attention: Callable[..., jax.Array], dtype: Any) -> list[jax.Array]:
+        @jax.jit
+        def both(query, key, value, cotangent):  # type: ignore[no-untyped-def]
+            out, pullback = jax.vjp(attention, query, key, value)
+            return [out, *pullback(cotangent)]
+
+        return both(*(x.astype(dtype) for x in (query, key, value, cotangent)))
+
+    dense = lambda q, k, v: dense_attention(q, k, v, segment_ids)  # noqa: E731
+    exact = results(dense, jnp.float32)
+    plain = results(dense, query.dtype)
+    ours = results(lambda q, k, v: packax.flash_attention(q, k, v, mask), query.dtype)
+    names = ("output", "query gradient", "key gradient", "value gradient")
+    checks = []
+    for name, reference, same_dtype, result in zip(names, exact, plain, ours, strict=True):
+        error, plain_error = relative(result, reference), relative(same_dtype, reference)
+        # float32 is compared with itself: both errors are rounding, so a floor stands in
+        limit = max(2 * plain_error, 1e-5)
+        detail = f"error {error:.1e}, dense {query.dtype.name} {plain_error:.1e}"
+        checks.append(Check(f"{name} equals the dense reference", error <= limit, detail))
+    return checks
+
+
+def gradient_stays_inside(
+    parameters: model.Parameters,
+    tokens: jax.Array,
+    segment_ids: jax.Array,
+    positions: jax.Array,
+    settings: Settings,
+) -> Check:
+    """The loss of one document has gradient exactly 0 at every embedded token of the others, through all layers."""
+    document = longest_document(segment_ids)
+    inside = np.asarray(segment_ids)[0] == document
+    following, weight = targets(np.asarray(tokens), np.asarray(segment_ids))
+
+    @jax.jit
+    def gradient(parameters, tokens, positions, segment_ids):  # type: ignore[no-untyped-def]
+        mask = causal_documents(segment_ids)
+
+        def document_loss(embedded: jax.Array) -> jax.Array:
+            scores = model.transform(parameters, embedded, positions, mask, settings.model)
+            losses = model.token_losses(scores, jnp.asarray(following))
+            return jnp.sum(jnp.where((segment_ids == document) & (weight > 0), losses, 0))
+
+        return jax.grad(document_loss)(parameters["embedding"][tokens])
+
+    size = np.abs(np.asarray(gradient(parameters, tokens, positions, segment_ids), np.float32))
+    size = size[0].max(axis=-1)
+    # the last token predicts nothing, so it may have no gradient; every other one must
+    silent = int(np.sum(size[inside][:-1] == 0))
+    leaked = int(np.sum(size[~inside] != 0))
+    detail = (
+        f"document {document}, {inside.sum()} tokens: {silent} of them without gradient; "
+        f"{leaked} of {(~inside).sum()} other tokens with one"
+    )
+    passed = leaked == 0 and silent == 0 and bool(np.isfinite(size).all())
+    return Check("no gradient crosses a document", passed, detail)
+
+
+def other_documents_change_nothing(
+    parameters: model.Parameters,
+    tokens: jax.Array,
+    segment_ids: jax.Array,
+    positions: jax.Array,
+    settings: Settings,
+) -> Check:
+    """Other bytes in every other document and in the padding: the logits of this one stay the same, bit for bit."""
+    document = longest_document(segment_ids)
+    inside = segment_ids == document
+    noise = jax.random.randint(jax.random.key(settings.seed), tokens.shape, 1, VOCABULARY)
+    function = jax.jit(
+        lambda tokens: model.logits(
+            parameters, tokens, positions, causal_documents(segment_ids), settings.model
+        )
+    )
+    before = np.asarray(function(tokens))
+    after = np.asarray(function(jnp.where(inside, tokens, noise)))
+    changed = np.any(before != after, axis=-1)
+    here = np.asarray(inside)
+    detail = (
+        f"{changed[here].sum()} of {here.sum()} rows of logits inside differ, "
+        f"{changed[~here].sum()} of {(~here).sum()} outside"
+    )
+    passed = not changed[here].any() and (here.all() or bool(changed[~here].any()))
+    return Check("other documents change nothing, bit for bit", passed, detail)
+
+
+def relative(x: jax.Array, reference: jax.Array) -> float:
+    """‖x - reference‖ / ‖reference‖."""
+    difference = x.astype(jnp.float32) - reference
+    return float(jnp.linalg.norm(difference.ravel()) / jnp.linalg.norm(reference.ravel()))

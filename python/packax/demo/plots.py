@@ -1,0 +1,119 @@
+"""The demo's pictures: the document mask of a real row, and the loss."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import packax
+
+PIXELS = 1200
+INK, MUTED, GRID = "#1b1f24", "#57606a", "#e6e9ed"
+DOCUMENTS = ("#1f6feb", "#e08a1e", "#2da06f", "#c9448f", "#7a5af0", "#1595a8", "#d2502d", "#5d7a1f")
+
+
+def document_mask(segment_ids: np.ndarray, path: Path) -> None:
+    """A pixel is coloured where its row's token attends its column's; every document has its colour."""
+    length = len(segment_ids)
+    documents = int(segment_ids.max())
+    samples = (np.arange(min(PIXELS, length)) + 0.5) * length / min(PIXELS, length)
+    samples = samples.astype(int)
+    ids = segment_ids[samples]
+    attends = (ids[:, None] == ids[None, :]) & (samples[:, None] >= samples[None, :])
+    attends &= ids[:, None] != packax.PADDING_SEGMENT_ID
+    palette = np.array([_rgb(colour) for colour in DOCUMENTS])
+    image = np.where(attends[..., None], palette[(ids - 1) % len(palette)][:, None], 1.0)
+
+    lengths = np.bincount(segment_ids[segment_ids > 0]).astype(float)
+    share = np.sum(lengths * (lengths + 1)) / 2 / length**2
+    padding = int(np.sum(segment_ids == packax.PADDING_SEGMENT_ID))
+    figure, axis = _figure((7.2, 7.6))
+    axis.imshow(image, extent=(0, length, length, 0), interpolation="nearest")
+    axis.plot([0, length], [0, length], color=GRID, linewidth=0.8, zorder=0)
+    axis.set_xlabel("key token")
+    axis.set_ylabel("query token")
+    axis.xaxis.set_major_formatter("{x:,.0f}")
+    axis.yaxis.set_major_formatter("{x:,.0f}")
+    axis.spines[:].set_color(GRID)
+    axis.tick_params(color=GRID, labelcolor=MUTED)
+    axis.set_title(
+        f"{_count(documents, 'document')}, {padding:,} padding tokens; "
+        f"{share:.1%} of all pairs are attended",
+        loc="left",
+        fontsize=10,
+        color=MUTED,
+    )
+    figure.suptitle(
+        f"Document mask of one packed row of {length:,} tokens",
+        x=0.02,
+        ha="left",
+        fontsize=13,
+        fontweight="bold",
+        color=INK,
+    )
+    _save(figure, path)
+
+
+def loss_curve(losses: list[float], subtitle: str, path: Path) -> None:
+    steps = np.arange(1, len(losses) + 1)
+    figure, axis = _figure((8.4, 4.6))
+    axis.plot(steps, losses, color=DOCUMENTS[0], alpha=0.3, linewidth=1)
+    axis.plot(steps, _smooth(losses), color=DOCUMENTS[0], linewidth=2)
+    uniform = float(np.log(256))
+    axis.axhline(uniform, color=MUTED, linewidth=0.8, linestyle=(0, (4, 4)))
+    axis.text(
+        steps[-1], uniform + 0.06, "uniform over 256 bytes", ha="right", color=MUTED, fontsize=8
+    )
+    axis.set_ylim(bottom=0, top=max(*losses, uniform) * 1.12)
+    axis.set_xlim(1, max(2, len(losses)))
+    axis.set_xlabel("step")
+    axis.set_ylabel("loss of the next byte (nats)")
+    axis.grid(axis="y", color=GRID, linewidth=0.8)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right", "left"]].set_visible(False)
+    axis.tick_params(color=GRID, labelcolor=MUTED)
+    axis.set_title(subtitle, loc="left", fontsize=9, color=MUTED)
+    figure.suptitle(
+        f"Training loss: {losses[0]:.2f} to {_smooth(losses)[-1]:.2f} in {len(losses)} steps",
+        x=0.02,
+        ha="left",
+        fontsize=13,
+        fontweight="bold",
+        color=INK,
+    )
+    _save(figure, path)
+
+
+def _smooth(losses: list[float]) -> np.ndarray:
+    """Each point: the mean of the steps before it, over a tenth of the run at most."""
+    span = max(1, len(losses) // 10)
+    sums = np.cumsum([0.0, *losses])
+    ends = np.arange(1, len(losses) + 1)
+    starts = np.maximum(0, ends - span)
+    return (sums[ends] - sums[starts]) / (ends - starts)
+
+
+def _figure(size: tuple[float, float]) -> tuple[Any, Any]:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt.subplots(figsize=size, layout="constrained")
+
+
+def _save(figure: Any, path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _rgb(colour: str) -> tuple[float, ...]:
+    return tuple(int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
