@@ -1,0 +1,197 @@
+"""Run the build-time Triton kernels on the CPU, in Triton's interpreter, on numpy arrays.
+
+The launch arithmetic here (grids, workspace, table sizes) is written from docs/design.md, as the C++ launcher's is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pathlib
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+def load_kernels() -> dict[str, Any]:
+    """Kernels for the interpreter. Triton reads the variable when it decorates a function, its own included: set before its first
+    import, and gone afterwards, so that it does not leak into a build that a test starts."""
+    assert "triton" not in sys.modules, "Triton was imported before the interpreter was chosen"
+    before = os.environ.get("TRITON_INTERPRET")
+    os.environ["TRITON_INTERPRET"] = "1"
+    sys.path.insert(0, str(ROOT / "csrc" / "kernels"))
+    try:
+        pytest.importorskip("triton", reason="a build dependency; pip install 'packax[test]' brings it")
+        importlib.import_module("triton.experimental.gluon")  # imported lazily otherwise, and asks for the variable too
+        modules = [importlib.import_module(m) for m in ("rows", "forward", "backward", "documents", "blocks")]
+    finally:
+        sys.path.pop(0)
+        if before is None:
+            del os.environ["TRITON_INTERPRET"]
+        else:
+            os.environ["TRITON_INTERPRET"] = before
+    return {name: fn for m in modules for name, fn in vars(m).items()}
+
+
+KERNELS = load_kernels()
+
+
+class Tensor:
+    """The part of torch.Tensor that the interpreter asks for, over a numpy array."""
+
+    def __init__(self, array: np.ndarray):
+        assert array.flags.c_contiguous
+        self.array = array
+        self.dtype = str(array.dtype)
+        self.shape = array.shape
+
+    def data_ptr(self) -> int:
+        return self.array.ctypes.data
+
+    def untyped_storage(self) -> Tensor:
+        return self
+
+    def cpu(self) -> Tensor:
+        return self
+
+    def copy_(self, other: Tensor) -> None:
+        assert other is self
+
+    def new_empty(self, *_: Any, **__: Any) -> Tensor:
+        return self
+
+    def set_(self, *_: Any) -> None:
+        pass
+
+    def storage_offset(self) -> int:
+        return 0
+
+    def size(self) -> tuple[int, ...]:
+        return self.shape
+
+    def stride(self) -> tuple[int, ...]:
+        return tuple(s // self.array.itemsize for s in self.array.strides)
+
+
+def launch(kernel: str, grid: tuple[int, ...], *args: Any, **constants: int) -> None:
+    wrapped = [Tensor(a) if isinstance(a, np.ndarray) else a for a in args]
+    KERNELS[kernel][grid](*wrapped, **constants)
+
+
+def ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def guarded(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """An output filled with what no kernel may leave behind."""
+    out = np.empty(shape, dtype)
+    out.fill(np.nan if np.issubdtype(out.dtype, np.floating) else -77)
+    return out
+
+
+def documents(
+    q_ids: np.ndarray, kv_ids: np.ndarray, q_pos: np.ndarray, kv_pos: np.ndarray, compare_positions: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    batch, q_len = q_ids.shape
+    kv_len = kv_ids.shape[1]
+    table = max(1024, 2 * (1 << (kv_len - 1).bit_length()))
+    shift = 32 - (table.bit_length() - 1)
+    chunks = ceil(kv_len, 1024)
+    workspace = guarded((batch, 5 * table + kv_len + chunks), np.int32)
+    lo, hi, tested = (guarded((batch, q_len), np.int32) for _ in range(3))
+    compare = int(compare_positions)
+    launch("documents_init", (chunks, batch), kv_ids, workspace, kv_len, table)
+    launch("documents_runs", (chunks, batch), kv_ids, kv_pos, workspace, compare, kv_len, table, shift)
+    launch(
+        "documents_rows", (ceil(q_len, 1024), batch), q_ids, kv_ids, q_pos, kv_pos, workspace, lo, hi, tested,
+        compare, q_len, kv_len, table, shift, kv_len.bit_length(),
+    )  # fmt: skip
+    return lo, hi, tested
+
+
+def blocks(lo: np.ndarray, hi: np.ndarray, tested: np.ndarray, kv_len: int) -> tuple[np.ndarray, ...]:
+    batch, q_len = lo.shape
+    nq, nk = ceil(q_len, 64), ceil(kv_len, 64)
+    tq, tk = ceil(q_len, 128), ceil(kv_len, 128)
+    q_blocks = guarded((batch, 5, nq), np.int32)
+    kv_blocks = guarded((batch, 4, nk), np.int32)
+    q_order, kv_order = guarded((batch, tq), np.int32), guarded((batch, tk), np.int32)
+    launch("blocks_rows", (ceil(nq, 16), batch), lo, hi, tested, q_blocks, q_len, GROUP=16)
+    launch("blocks_keys", (ceil(nk, 16), batch), q_blocks, kv_blocks, q_len, kv_len, GROUP=16, STEP=128)
+    grid = (ceil(max(tq, tk), 128), batch)
+    launch("blocks_order", grid, q_blocks, kv_blocks, q_order, kv_order, q_len, kv_len, GROUP=128, STEP=64)
+    return q_blocks, kv_blocks, q_order, kv_order
+
+
+class Operands:
+    """The mask operands of the attention kernels, as the FFI handler receives them."""
+
+    def __init__(
+        self,
+        lo: np.ndarray,
+        hi: np.ndarray,
+        tested: np.ndarray,
+        kv_len: int,
+        element_test: int = 0,
+        ids: tuple[np.ndarray, np.ndarray] | None = None,
+        pos: tuple[np.ndarray, np.ndarray] | None = None,
+    ):
+        self.lo, self.hi, self.kv_len, self.element_test = lo, hi, kv_len, element_test
+        self.q_blocks, self.kv_blocks, self.q_order, self.kv_order = blocks(lo, hi, tested, kv_len)
+        q_ids, kv_ids = ids if ids else (lo, lo)
+        q_pos, kv_pos = pos if pos else (lo, lo)
+        self.rows = (lo, hi, q_ids, kv_ids, q_pos, kv_pos)
+        self.batch, self.q_len = lo.shape
+
+
+def sizes(mask: Operands, query: np.ndarray, key: np.ndarray) -> tuple[int, ...]:
+    batch, q_len, heads, _ = query.shape
+    return (mask.element_test, batch, mask.batch, q_len, key.shape[1], heads, key.shape[2])
+
+
+def forward(
+    query: np.ndarray, key: np.ndarray, value: np.ndarray, mask: Operands, scale: float, tile: tuple[int, int]
+) -> tuple[np.ndarray, np.ndarray]:
+    batch, q_len, heads, qk_dim = query.shape
+    v_dim = value.shape[3]
+    rows, keys = tile
+    out = guarded((batch, q_len, heads, v_dim), query.dtype)
+    lse = guarded((batch, heads, q_len), np.float32)
+    grid = (batch * heads * ceil(q_len, 128) * (128 // rows),)
+    launch(
+        "forward", grid, query, key, value, out, lse, *mask.rows, mask.q_blocks, mask.q_order, scale,
+        *sizes(mask, query, key), QK_DIM=qk_dim, V_DIM=v_dim, BLOCK_M=rows, BLOCK_N=keys, STAGES=2,
+    )  # fmt: skip
+    return out, lse
+
+
+def backward(
+    query: np.ndarray, key: np.ndarray, value: np.ndarray, out: np.ndarray, lse: np.ndarray,
+    dout: np.ndarray, dlse: np.ndarray | None, mask: Operands, scale: float,
+    dkdv_tile: tuple[int, int], dq_tile: tuple[int, int],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
+    batch, q_len, heads, qk_dim = query.shape
+    kv_len, kv_heads, v_dim = key.shape[1], key.shape[2], value.shape[3]
+    delta = guarded((batch, heads, q_len), np.float32)
+    dq, dk, dv = guarded(query.shape, query.dtype), guarded(key.shape, key.dtype), guarded(value.shape, value.dtype)
+    launch(
+        "backward_delta", (ceil(q_len, 32) * heads * batch,), out, dout, lse if dlse is None else dlse, delta,
+        mask.lo, mask.hi, int(dlse is not None), batch, mask.batch, q_len, heads, V_DIM=v_dim, ROWS=32,
+    )  # fmt: skip
+    rows, keys = dkdv_tile
+    launch(
+        "backward_dkdv", (kv_heads * batch * ceil(kv_len, 128) * (128 // keys),), query, key, value, dout, lse,
+        delta, dk, dv, *mask.rows, mask.q_blocks, mask.kv_blocks, mask.kv_order, scale, *sizes(mask, query, key),
+        QK_DIM=qk_dim, V_DIM=v_dim, BLOCK_M=rows, BLOCK_N=keys, STAGES=2,
+    )  # fmt: skip
+    rows, keys = dq_tile
+    launch(
+        "backward_dq", (batch * heads * ceil(q_len, 128) * (128 // rows),), query, key, value, dout, lse, delta, dq,
+        *mask.rows, mask.q_blocks, mask.q_order, scale, *sizes(mask, query, key),
+        QK_DIM=qk_dim, V_DIM=v_dim, BLOCK_M=rows, BLOCK_N=keys, STAGES=2,
+    )  # fmt: skip
+    return dq, dk, dv
