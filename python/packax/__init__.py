@@ -1,0 +1,24 @@
+"""Exact FlashAttention over packed documents, for JAX on NVIDIA GPUs.
+
+>>> mask = packax.create_attention_mask(packax.causal() & packax.documents(segment_ids))
+>>> out = packax.flash_attention(query, key, value, mask)
+"""
+
+from packax import lowering as _lowering  # noqa: F401 (registers the FFI targets and the rules)
+from packax.attention import flash_attention
+from packax.build import AttentionMask, create_attention_mask
+from packax.masks import PADDING_SEGMENT_ID, causal, documents, full, ranges
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "PADDING_SEGMENT_ID",
+    "AttentionMask",
+    "__version__",
+    "causal",
+    "create_attention_mask",
+    "documents",
+    "flash_attention",
+    "full",
+    "ranges",
+]

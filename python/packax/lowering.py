@@ -1,0 +1,180 @@
+"""From primitives to platforms: FFI calls on CUDA, jax.numpy elsewhere.
+
+Importing this module registers the FFI targets and the rules. What a buffer already says (shapes,
+dtypes) is no attribute; Python never names a kernel's launch, only asks whether one exists.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import mlir
+
+from packax import _ext, xla_attention, xla_masks
+from packax.primitives import backward_p, blocks_p, documents_p, forward_p, plain
+
+for _name, _stages in _ext.registrations().items():
+    jax.ffi.register_ffi_target(_name, _stages, platform="CUDA")
+
+_DTYPES = {"bfloat16": "bf16", "float16": "f16"}
+_KERNELS = {"forward": ("forward",), "backward": ("backward_dkdv", "backward_dq")}
+_CHUNK = 1024  # keys per program of the document kernels: the workspace holds one int per chunk
+
+
+def _xla_documents(q_ids, kv_ids, q_pos, kv_pos, *, compare_positions):
+    return xla_masks.document_ranges(
+        q_ids, kv_ids, q_pos, kv_pos, compare_positions=compare_positions
+    )
+
+
+def _xla_blocks(q_lo, q_hi, tested, *, kv_len):
+    return xla_masks.block_bounds(q_lo, q_hi, tested, kv_len=kv_len)
+
+
+def _xla_forward(query, key, value, *mask, scale, element_test):
+    return xla_attention.forward(
+        query,
+        key,
+        value,
+        xla_attention.Mask(*mask[:6]),
+        scale=scale,
+        element_test=element_test,
+    )
+
+
+def _xla_backward(query, key, value, out, lse, dout, dlse, *mask, scale, element_test, has_dlse):
+    return xla_attention.backward(
+        query,
+        key,
+        value,
+        out,
+        lse,
+        dout,
+        dlse if has_dlse else None,
+        xla_attention.Mask(*mask[:6]),
+        scale=scale,
+        element_test=element_test,
+    )
+
+
+def _lower_xla(function: Any, static: tuple[str, ...]) -> Any:
+    # jit, so that the layers of a model trace it once.
+    rule = mlir.lower_fun(jax.jit(function, static_argnames=static), multiple_results=True)
+
+    def lower(ctx, *operands, **params):
+        ctx = ctx.replace(
+            avals_in=[plain(x) for x in ctx.avals_in], avals_out=[plain(x) for x in ctx.avals_out]
+        )
+        return rule(ctx, *operands, **params)
+
+    return lower
+
+
+_documents_xla = _lower_xla(_xla_documents, ("compare_positions",))
+_blocks_xla = _lower_xla(_xla_blocks, ("kv_len",))
+_forward_xla = _lower_xla(_xla_forward, ("scale", "element_test"))
+_backward_xla = _lower_xla(_xla_backward, ("scale", "element_test", "has_dlse"))
+
+
+def _elsewhere(rule: Any) -> Any:
+    """The rule of a platform that has no kernels."""
+
+    def lower(ctx, *operands, implementation, **params):
+        if implementation == "cubin":
+            platforms = ", ".join(ctx.platforms or ctx.module_context.platforms)
+            raise NotImplementedError(
+                f'implementation="cubin" needs a CUDA device, but this is lowered for {platforms}: '
+                'use implementation=None (cubin on CUDA, XLA elsewhere) or "xla"'
+            )
+        return rule(ctx, *operands, **params)
+
+    return lower
+
+
+def _call(ctx, target: str, operands, workspace: tuple[Any, ...] = (), **attributes):
+    """The FFI call; workspaces are extra results, which stay valid under CUDA graphs."""
+    results = len(ctx.avals_out)
+    ctx = ctx.replace(
+        avals_in=[plain(x) for x in ctx.avals_in],
+        avals_out=[*(plain(x) for x in ctx.avals_out), *workspace],
+    )
+    return jax.ffi.ffi_lowering(target)(ctx, *operands, **attributes)[:results]
+
+
+def _documents_cuda(ctx, *operands, compare_positions):
+    batch, kv_len = ctx.avals_in[1].shape
+    width = 5 * xla_masks.table_size(kv_len) + kv_len + -(-kv_len // _CHUNK)
+    workspace = jax.core.ShapedArray((batch, width), jnp.dtype(jnp.int32))
+    return _call(
+        ctx,
+        "packax_documents_v1",
+        operands,
+        (workspace,),
+        compare_positions=np.int32(compare_positions),
+    )
+
+
+def _blocks_cuda(ctx, *operands, kv_len):
+    return _call(ctx, "packax_blocks_v1", operands, kv_len=np.int64(kv_len))
+
+
+def _forward_cuda(ctx, *operands, scale, element_test, implementation):
+    if implementation == "xla":
+        return _forward_xla(ctx, *operands, scale=scale, element_test=element_test)
+    _require_kernels("forward", *ctx.avals_in[:3])
+    return _call(
+        ctx,
+        "packax_forward_v1",
+        operands,
+        scale=np.float32(scale),
+        element_test=np.int32(element_test),
+    )
+
+
+def _backward_cuda(ctx, *operands, scale, element_test, has_dlse, implementation):
+    if implementation == "xla":
+        return _backward_xla(
+            ctx, *operands, scale=scale, element_test=element_test, has_dlse=has_dlse
+        )
+    _require_kernels("backward", *ctx.avals_in[:3])
+    lse = ctx.avals_in[4]
+    delta = jax.core.ShapedArray(lse.shape, lse.dtype)
+    return _call(
+        ctx,
+        "packax_backward_v1",
+        operands,
+        (delta,),
+        scale=np.float32(scale),
+        element_test=np.int32(element_test),
+        has_dlse=np.int32(has_dlse),
+    )
+
+
+def _require_kernels(direction: str, query: Any, key: Any, value: Any) -> None:
+    """Which GPU it will be is not known yet: C++ checks that, this the rest of the table."""
+    rows = [row for row in _ext.variants() if row["kernel"] in _KERNELS[direction]]
+    qk_dim, v_dim = query.shape[3], value.shape[3]
+    wanted = (_DTYPES.get(str(query.dtype)), qk_dim, v_dim)
+    found = {row["kernel"] for row in rows if (row["dtype"], row["qk_dim"], row["v_dim"]) == wanted}
+    if found.issuperset(_KERNELS[direction]):
+        return
+    names = {short: name for name, short in _DTYPES.items()}
+    have = sorted({(row["qk_dim"], row["v_dim"], names[row["dtype"]]) for row in rows})
+    listed = ", ".join(f"{dtype} {qk}/{v}" for qk, v, dtype in have) or "none in this build"
+    raise NotImplementedError(
+        f"no {direction} kernel for {query.dtype} with head dims {qk_dim}/{v_dim} (query and key / "
+        f'value); there are: {listed}. implementation="xla" takes any head dim, and float32'
+    )
+
+
+mlir.register_lowering(documents_p, _documents_xla)
+mlir.register_lowering(blocks_p, _blocks_xla)
+mlir.register_lowering(forward_p, _elsewhere(_forward_xla))
+mlir.register_lowering(backward_p, _elsewhere(_backward_xla))
+mlir.register_lowering(documents_p, _documents_cuda, platform="cuda")
+mlir.register_lowering(blocks_p, _blocks_cuda, platform="cuda")
+mlir.register_lowering(forward_p, _forward_cuda, platform="cuda")
+mlir.register_lowering(backward_p, _backward_cuda, platform="cuda")

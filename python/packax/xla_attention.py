@@ -1,0 +1,289 @@
+"""Blockwise attention in jax.numpy, for platforms without a kernel: O(S) memory.
+
+The recurrence is FlashAttention-2's (arXiv 2307.08691): an online softmax over blocks of keys
+forward, five products per block backward. One loop step is a tile of query rows with all heads;
+its inner loop visits only the key blocks of the tile's row ranges, so documents cost their area.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from packax.xla_masks import INT_MAX
+
+# Measured on two cores: see docs/design.md. Smaller tiles starve the matrix products, larger
+# ones compute more masked pairs at the edges of documents.
+ROWS = 256
+KEYS = 256
+
+
+class Mask(NamedTuple):
+    """Row ranges and the operands of the element test, in the order the primitives take them."""
+
+    q_lo: jax.Array  # (Bm, Sq)
+    q_hi: jax.Array
+    q_ids: jax.Array
+    kv_ids: jax.Array  # (Bm, Skv)
+    q_pos: jax.Array
+    kv_pos: jax.Array
+
+
+class _Tiles(NamedTuple):
+    """How one call is cut: sizes of tiles, their numbers, and the group of heads of one key head."""
+
+    batch: int
+    kv_heads: int
+    group: int
+    rows: int
+    row_tiles: int
+    keys: int
+    key_blocks: int
+
+
+def forward(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: Mask,
+    *,
+    scale: float,
+    element_test: int,
+) -> tuple[jax.Array, jax.Array]:
+    """out (B, Sq, H, Dv) in query's dtype and lse (B, H, Sq); shapes as in flash_attention."""
+    tiles = _tiles(query, key)
+    keys, values = _key_blocks(key, tiles), _key_blocks(value, tiles)
+    rows_of = _mask_rows(mask, tiles)
+    keys_of = _mask_keys(mask, tiles)
+    real = _accumulator(query.dtype)
+    shape = (tiles.kv_heads, tiles.group * tiles.rows)
+
+    def one_tile(step_and_query):
+        step, q_tile = step_and_query
+        batch = step // tiles.row_tiles
+        rows = rows_of(step)
+        q_tile = q_tile.astype(real)
+
+        def one_block(block, state):
+            acc, top, total = state
+            at = batch * tiles.key_blocks + block
+            allowed = _allowed(rows, keys_of(batch, block), element_test)
+            s = _scores(q_tile, keys[at].astype(real), scale, allowed, tiles)
+            new_top = jnp.maximum(top, s.max(axis=-1))
+            # A row that has met no key yet keeps -inf: shift by 0 so that -inf - -inf never is.
+            shift = jnp.where(new_top == -jnp.inf, 0, new_top)
+            p = jnp.exp(s - shift[..., None])
+            keep = jnp.exp(top - shift)
+            total = total * keep + p.sum(axis=-1)
+            acc = acc * keep[..., None] + _dot(p, values[at].astype(real), 2, 1)
+            return acc, new_top, total
+
+        start = (
+            jnp.zeros((*shape, value.shape[-1]), real),
+            jnp.full(shape, -jnp.inf, real),
+            jnp.zeros(shape, real),
+        )
+        acc, top, total = jax.lax.fori_loop(*_block_range(rows, tiles), one_block, start)
+        empty = total == 0
+        out = acc / jnp.where(empty, 1, total)[..., None]
+        lse = jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1, total)))
+        return out.astype(query.dtype), lse
+
+    steps = jnp.arange(tiles.batch * tiles.row_tiles, dtype=jnp.int32)
+    out, lse = jax.lax.map(one_tile, (steps, _row_tiles(query, tiles)))
+    out = _from_row_tiles(out, tiles, query.shape[1])
+    lse = _from_row_tiles(lse[..., None], tiles, query.shape[1])[..., 0]
+    return out, lse.transpose(0, 2, 1)
+
+
+def backward(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    dlse: jax.Array | None,
+    mask: Mask,
+    *,
+    scale: float,
+    element_test: int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of query, key and value, in their dtypes, in one pass over the attended blocks."""
+    tiles = _tiles(query, key)
+    keys, values = _key_blocks(key, tiles), _key_blocks(value, tiles)
+    rows_of = _mask_rows(mask, tiles)
+    keys_of = _mask_keys(mask, tiles)
+    real = _accumulator(query.dtype)
+
+    # The cotangents of a row that attends nothing are ignored, whatever they hold.
+    nothing = lse.transpose(0, 2, 1) == -jnp.inf
+    dout = jnp.where(nothing[..., None], 0, dout)
+    delta = jnp.sum(out.astype(real) * dout.astype(real), axis=-1)
+    if dlse is not None:
+        delta = delta - dlse.transpose(0, 2, 1).astype(real)
+    delta = jnp.where(nothing, 0, delta)
+    shift = jnp.where(nothing, 0, lse.transpose(0, 2, 1).astype(real))
+
+    def one_tile(sums, operands):
+        step, q_tile, do_tile, shift_tile, delta_tile = operands
+        batch = step // tiles.row_tiles
+        rows = rows_of(step)
+        q_tile, do_tile = q_tile.astype(real), do_tile.astype(real)
+
+        def one_block(block, state):
+            dq, dk, dv = state
+            at = batch * tiles.key_blocks + block
+            k_block, v_block = keys[at].astype(real), values[at].astype(real)
+            allowed = _allowed(rows, keys_of(batch, block), element_test)
+            s = _scores(q_tile, k_block, scale, allowed, tiles)
+            p = jnp.exp(s - shift_tile)
+            dp = _dot(do_tile, v_block, 2, 2)
+            # Where no pair is, dp may be inf or nan (garbage in padding): select, never multiply.
+            ds = _where(allowed, p * (dp - delta_tile) * scale, 0, tiles)
+            dq = dq + _dot(ds, k_block, 2, 1)
+            dk = dk.at[at].add(_dot(ds, q_tile, 1, 1))
+            dv = dv.at[at].add(_dot(p, do_tile, 1, 1))
+            return dq, dk, dv
+
+        state = (jnp.zeros(q_tile.shape, real), *sums)
+        dq, *sums = jax.lax.fori_loop(*_block_range(rows, tiles), one_block, state)
+        return tuple(sums), dq.astype(query.dtype)
+
+    steps = jnp.arange(tiles.batch * tiles.row_tiles, dtype=jnp.int32)
+    operands = (
+        steps,
+        _row_tiles(query, tiles),
+        _row_tiles(dout, tiles),
+        _row_tiles(shift[..., None], tiles),
+        _row_tiles(delta[..., None], tiles),
+    )
+    sums = jnp.zeros(keys.shape, real), jnp.zeros(values.shape, real)
+    (dk, dv), dq = jax.lax.scan(one_tile, sums, operands)
+    return (
+        _from_row_tiles(dq, tiles, query.shape[1]),
+        _from_key_blocks(dk, tiles, key),
+        _from_key_blocks(dv, tiles, value),
+    )
+
+
+def _accumulator(dtype) -> jnp.dtype:
+    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+
+
+def _tiles(query, key) -> _Tiles:
+    batch, q_len, heads, _ = query.shape
+    kv_len, kv_heads = key.shape[1:3]
+    rows, keys = min(ROWS, q_len), min(KEYS, kv_len)
+    return _Tiles(
+        batch=batch,
+        kv_heads=kv_heads,
+        group=heads // kv_heads,
+        rows=rows,
+        row_tiles=math.ceil(q_len / rows),
+        keys=keys,
+        key_blocks=math.ceil(kv_len / keys),
+    )
+
+
+def _dot(a, b, a_axis, b_axis):
+    """Product per key head (axis 0), contracting the two axes named; sums in a's dtype."""
+    return jax.lax.dot_general(
+        a, b, (((a_axis,), (b_axis,)), ((0,), (0,))), preferred_element_type=a.dtype
+    )
+
+
+def _scores(q_tile, k_block, scale, allowed, tiles):
+    s = _dot(q_tile, k_block, 2, 2) * scale
+    return _where(allowed, s, -jnp.inf, tiles)
+
+
+def _where(allowed, x, other, tiles):
+    """x (heads, group * rows, keys) where allowed (rows, keys), else other."""
+    by_group = x.reshape(tiles.kv_heads, tiles.group, tiles.rows, tiles.keys)
+    return jnp.where(allowed, by_group, jnp.asarray(other, x.dtype)).reshape(x.shape)
+
+
+def _allowed(rows, keys, element_test):
+    """Which keys each row attends, (rows, keys): its range, and inside it the element test."""
+    lo, hi, q_ids, q_pos = (x[:, None] for x in rows)
+    index, kv_ids, kv_pos = (x[None, :] for x in keys)
+    allowed = (lo <= index) & (index < hi)
+    # The test holds by construction in rows that are not tested, so it needs no flag.
+    if element_test >= 1:
+        allowed &= q_ids == kv_ids
+    if element_test >= 2:
+        allowed &= kv_pos <= q_pos
+    return allowed
+
+
+def _block_range(rows, tiles):
+    lo, hi = rows[0], rows[1]
+    first = jnp.min(jnp.where(lo < hi, lo, INT_MAX))
+    last = jnp.max(jnp.where(lo < hi, hi, 0))
+    return first // tiles.keys, -(-last // tiles.keys)
+
+
+def _mask_rows(mask, tiles):
+    """A function from a step to its rows' lo, hi, ids and positions; rows past Sq are empty."""
+    arrays = [_split(x, tiles.row_tiles, tiles.rows) for x in (mask[0], mask[1], mask[2], mask[4])]
+
+    def rows_of(step):
+        batch = step // tiles.row_tiles if mask.q_lo.shape[0] > 1 else 0
+        return [x[batch, step % tiles.row_tiles] for x in arrays]
+
+    return rows_of
+
+
+def _mask_keys(mask, tiles):
+    """A function from batch row and key block to the keys' indices, ids and positions."""
+    arrays = [_split(x, tiles.key_blocks, tiles.keys) for x in (mask.kv_ids, mask.kv_pos)]
+    index = jnp.arange(tiles.keys, dtype=jnp.int32)
+
+    def keys_of(batch, block):
+        batch = batch if mask.q_lo.shape[0] > 1 else 0
+        return [block * tiles.keys + index, *(x[batch, block] for x in arrays)]
+
+    return keys_of
+
+
+def _split(x, count, size):
+    """(Bm, S) to (Bm, count, size), filled up with zeros."""
+    missing = max(count * size - x.shape[1], 0)
+    # A mask without ids has the query's ranges in their place: of another length, never read.
+    x = jnp.pad(x, ((0, 0), (0, missing)))[:, : count * size]
+    return x.reshape(x.shape[0], count, size)
+
+
+def _row_tiles(x, tiles):
+    """(B, Sq, H, D) to (steps, Hkv, group * rows, D): one contiguous tile per step."""
+    depth = x.shape[-1]
+    missing = tiles.row_tiles * tiles.rows - x.shape[1]
+    x = jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0)))
+    x = x.reshape(tiles.batch, tiles.row_tiles, tiles.rows, tiles.kv_heads, tiles.group, depth)
+    x = x.transpose(0, 1, 3, 4, 2, 5)
+    return x.reshape(-1, tiles.kv_heads, tiles.group * tiles.rows, depth)
+
+
+def _from_row_tiles(x, tiles, q_len):
+    depth = x.shape[-1]
+    x = x.reshape(
+        tiles.batch, tiles.row_tiles, tiles.kv_heads, tiles.group, tiles.rows, depth
+    ).transpose(0, 1, 4, 2, 3, 5)
+    return x.reshape(tiles.batch, -1, tiles.kv_heads * tiles.group, depth)[:, :q_len]
+
+
+def _key_blocks(x, tiles):
+    """(B, Skv, Hkv, D) to (B * blocks, Hkv, keys, D): one contiguous block per index."""
+    missing = tiles.key_blocks * tiles.keys - x.shape[1]
+    x = jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0)))
+    x = x.reshape(-1, tiles.keys, tiles.kv_heads, x.shape[-1])
+    return x.transpose(0, 2, 1, 3)
+
+
+def _from_key_blocks(x, tiles, like):
+    x = x.transpose(0, 2, 1, 3).reshape(tiles.batch, -1, tiles.kv_heads, like.shape[-1])
+    return x[:, : like.shape[1]].astype(like.dtype)

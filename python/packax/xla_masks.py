@@ -1,0 +1,172 @@
+"""The mask arrays in jax.numpy, for platforms without a kernel.
+
+The same integers as csrc/kernels/documents.py and blocks.py; docs/design.md defines them.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+BLOCK = 64  # rows or keys summarised by one entry of q_blocks and kv_blocks
+TILE = 128  # rows or keys of one entry of q_order and kv_order
+INT_MAX = 2**31 - 1
+PADDING = -1
+HASH_MULTIPLIER = 0x9E3779B1  # 2^32 divided by the golden ratio: spreads consecutive ids
+
+
+def table_size(kv_len: int) -> int:
+    """Slots of each id table: a power of two, at least twice the possible number of runs."""
+    return max(1024, 2 << (kv_len - 1).bit_length())
+
+
+def document_ranges(
+    q_ids: jax.Array,
+    kv_ids: jax.Array,
+    q_pos: jax.Array,
+    kv_pos: jax.Array,
+    *,
+    compare_positions: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Row ranges of documents: lo, hi, tested, each (Bm, Sq) int32."""
+
+    def one_row(q_ids, kv_ids, q_pos, kv_pos):
+        return _document_ranges(q_ids, kv_ids, q_pos, kv_pos, compare_positions)
+
+    return jax.vmap(one_row)(q_ids, kv_ids, q_pos, kv_pos)
+
+
+def _document_ranges(q_ids, kv_ids, q_pos, kv_pos, compare_positions):
+    kv_len = kv_ids.shape[0]
+    index = jnp.arange(kv_len, dtype=jnp.int32)
+    changes = jnp.concatenate([jnp.ones(1, bool), kv_ids[1:] != kv_ids[:-1]])
+    starts = changes & (kv_ids != PADDING)
+
+    # The end of the run that starts at j is the next change after j.
+    next_change = jax.lax.cummin(jnp.where(changes, index, kv_len), reverse=True)
+    next_change = jnp.concatenate([next_change[1:], jnp.full(1, kv_len, jnp.int32)])
+    run_end = jnp.where(starts, next_change, 0)
+
+    slots = table_size(kv_len)
+    kv_a, kv_b = _slots(kv_ids, slots)
+    q_a, q_b = _slots(q_ids, slots)
+    start = jnp.where(starts, index, INT_MAX)
+
+    def table(kv_slot, q_slot):
+        first = jnp.full(slots, INT_MAX, jnp.int32).at[kv_slot].min(start)
+        last = jnp.zeros(slots, jnp.int32).at[kv_slot].max(run_end)
+        return first[q_slot], last[q_slot]
+
+    lo_a, hi_a = table(kv_a, q_a)
+    lo_b, hi_b = table(kv_b, q_b)
+    lo, hi = jnp.maximum(lo_a, lo_b), jnp.minimum(hi_a, hi_b)
+
+    at = jnp.minimum(lo, kv_len - 1)  # lo is INT_MAX where there is no run: such rows end empty
+    one_run = (kv_ids[at] == q_ids) & (run_end[at] == hi)
+    tested = ~one_run
+    if compare_positions:
+        falls = jnp.concatenate([jnp.zeros(1, bool), kv_pos[1:] < kv_pos[:-1]])
+        falls &= ~changes & (kv_ids != PADDING)
+        unordered = jnp.zeros(slots, jnp.int32).at[kv_a].max(falls.astype(jnp.int32))[q_a] != 0
+        tested |= unordered
+        hi = jnp.where(tested, hi, _first_later(kv_pos, q_pos, lo, hi))
+
+    empty = (q_ids == PADDING) | (lo >= hi)
+    zero = jnp.zeros_like(lo)
+    return (
+        jnp.where(empty, zero, lo),
+        jnp.where(empty, zero, hi),
+        jnp.where(empty, zero, tested.astype(jnp.int32)),
+    )
+
+
+def _slots(ids, slots):
+    bits = slots.bit_length() - 1
+    unsigned = ids.astype(jnp.uint32)
+    a = unsigned & jnp.uint32(slots - 1)
+    b = (unsigned * jnp.uint32(HASH_MULTIPLIER)) >> jnp.uint32(32 - bits)
+    return a.astype(jnp.int32), b.astype(jnp.int32)
+
+
+def _first_later(kv_pos, q_pos, lo, hi):
+    """The first j in [lo, hi) with kv_pos[j] > q_pos, or hi: binary search in ordered positions."""
+    kv_len = kv_pos.shape[0]
+
+    def halve(_, bounds):
+        left, right = bounds
+        middle = left + (right - left) // 2
+        later = kv_pos[jnp.clip(middle, 0, kv_len - 1)] > q_pos
+        open_ = left < right
+        return (
+            jnp.where(open_ & ~later, middle + 1, left),
+            jnp.where(open_ & later, middle, right),
+        )
+
+    left, _ = jax.lax.fori_loop(0, kv_len.bit_length(), halve, (lo, hi))
+    return left
+
+
+def block_bounds(
+    q_lo: jax.Array, q_hi: jax.Array, tested: jax.Array, *, kv_len: int
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """q_blocks (Bm, 5, NQ), kv_blocks (Bm, 4, NK), q_order and kv_order (Bm, tiles)."""
+    q_len = q_lo.shape[1]
+
+    def one_row(lo, hi, tested):
+        q_blocks = _query_blocks(lo, hi, tested)
+        kv_blocks = _key_blocks(q_blocks, q_len, kv_len)
+        q_order = _order(q_blocks[0], q_blocks[3])
+        kv_order = _order(kv_blocks[0], kv_blocks[1])
+        return q_blocks, kv_blocks, q_order, kv_order
+
+    return jax.vmap(one_row)(q_lo, q_hi, tested)
+
+
+def _query_blocks(lo, hi, tested):
+    missing = -lo.shape[0] % BLOCK
+    lo, hi, tested = (jnp.pad(x, (0, missing)).reshape(-1, BLOCK) for x in (lo, hi, tested))
+    filled = lo < hi
+    lo_min = jnp.min(jnp.where(filled, lo, INT_MAX), axis=1)
+    lo_max = jnp.max(jnp.where(filled, lo, 0), axis=1)
+    hi_min = jnp.min(jnp.where(filled, hi, INT_MAX), axis=1)
+    hi_max = jnp.max(jnp.where(filled, hi, 0), axis=1)
+    some_tested = jnp.any(tested != 0, axis=1)
+    flags = some_tested.astype(jnp.int32) + 2 * jnp.any(~filled, axis=1).astype(jnp.int32)
+    # A tested row leaves the block no keys that every row is sure to attend.
+    lo_max = jnp.where(some_tested, hi_max, lo_max)
+    hi_min = jnp.where(some_tested, lo_min, hi_min)
+    return jnp.stack([lo_min, lo_max, hi_min, hi_max, flags])
+
+
+def _key_blocks(q_blocks, q_len, kv_len):
+    lo_min, lo_max, hi_min, hi_max, flags = q_blocks
+    block = jnp.arange(q_blocks.shape[1], dtype=jnp.int32)
+
+    def one_block(first_key):
+        touches = (lo_min < jnp.minimum(first_key + BLOCK, kv_len)) & (hi_max > first_key)
+        first = jnp.min(jnp.where(touches, block, INT_MAX))
+        last = jnp.max(jnp.where(touches, block, -1))
+        row_lo = jnp.where(last < 0, INT_MAX, first * BLOCK)
+        row_hi = jnp.minimum((last + 1) * BLOCK, q_len)
+
+        full = (flags == 0) & (lo_max <= first_key) & (hi_min >= first_key + BLOCK)
+        core = jnp.min(jnp.where(full, block, INT_MAX))
+        core_end = jnp.min(jnp.where(~full & (block > core), block, block.shape[0]))
+        none = core == INT_MAX
+        core_lo = jnp.where(none, INT_MAX, core * BLOCK)
+        core_hi = jnp.where(none, 0, core_end * BLOCK)
+        return jnp.stack([row_lo, row_hi, core_lo, core_hi])
+
+    first_keys = jnp.arange(0, kv_len, BLOCK, dtype=jnp.int32)
+    return jax.vmap(one_block, out_axes=1)(first_keys)
+
+
+def _order(low, high):
+    """Tiles, each of two blocks, by their merged high - low: most first, ties in order."""
+    if low.shape[0] % 2:
+        low = jnp.pad(low, (0, 1), constant_values=INT_MAX)
+        high = jnp.pad(high, (0, 1))
+    low = jnp.min(low.reshape(-1, TILE // BLOCK), axis=1)
+    high = jnp.max(high.reshape(-1, TILE // BLOCK), axis=1)
+    work = jnp.maximum(high - low, 0)
+    return jnp.argsort(-work, stable=True).astype(jnp.int32)
