@@ -5,13 +5,14 @@
 """
 
 from packax import lowering as _lowering  # noqa: F401 (registers the FFI targets and the rules)
-from packax.attention import flash_attention
+from packax.attention import CHECKPOINT_NAMES, flash_attention
 from packax.build import AttentionMask, create_attention_mask
 from packax.masks import PADDING_SEGMENT_ID, causal, documents, full, ranges
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CHECKPOINT_NAMES",
     "PADDING_SEGMENT_ID",
     "AttentionMask",
     "__version__",

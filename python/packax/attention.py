@@ -18,6 +18,9 @@ from packax.primitives import backward_p, forward_p, vary_together
 
 Implementation = Literal["cubin", "xla"]
 
+CHECKPOINT_NAMES = ("packax_out", "packax_lse")
+"""The results' names for `jax.checkpoint_policies.save_only_these_names`."""
+
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 _IMPLEMENTATIONS = (None, "cubin", "xla")
 
@@ -89,8 +92,9 @@ def flash_attention(
         NotImplementedError: when lowered for CUDA, no kernel for the dtype or head dims; with
             implementation="cubin", when lowered for another platform.
 
-    Under `jax.checkpoint`, `jax.checkpoint_policies.save_only_these_names("packax_out",
-    "packax_lse")` keeps the results, so that the backward pass does not run attention again.
+    Under `jax.checkpoint`, the policy `save_only_these_names("packax_out", "packax_lse")`
+    (`packax.CHECKPOINT_NAMES`) keeps the results, so that the backward pass does not run
+    attention forward again.
 
     >>> mask = packax.create_attention_mask(packax.causal() & packax.documents(segment_ids))
     >>> out = packax.flash_attention(query, key, value, mask)
@@ -142,8 +146,7 @@ def _forward(static, query, key, value, mask):
         implementation=static.implementation,
     )
     # The backward pass reads the named values, so a policy that keeps them spares the kernel.
-    out = checkpoint_name(out, "packax_out")
-    lse = checkpoint_name(lse, "packax_lse")
+    out, lse = map(checkpoint_name, (out, lse), CHECKPOINT_NAMES)
     return (out, lse), (query, key, value, mask, out, lse)
 
 

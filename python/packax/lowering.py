@@ -6,6 +6,8 @@ dtypes) is no attribute; Python never names a kernel's launch, only asks whether
 
 from __future__ import annotations
 
+import importlib
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -13,11 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import mlir
 
-from packax import _ext, xla_attention, xla_masks
+from packax import xla_attention, xla_masks
 from packax.primitives import backward_p, blocks_p, documents_p, forward_p, plain
 
-for _name, _stages in _ext.registrations().items():
-    jax.ffi.register_ffi_target(_name, _stages, platform="CUDA")
+_ext: ModuleType | None
+try:
+    _ext = importlib.import_module("packax._ext")
+except ImportError as error:  # a source tree, or a broken install: XLA still works, and info says
+    _ext, _ext_error = None, str(error)
+else:
+    for _name, _stages in _ext.registrations().items():
+        jax.ffi.register_ffi_target(_name, _stages, platform="CUDA")
 
 _DTYPES = {"bfloat16": "bf16", "float16": "f16"}
 _KERNELS = {"forward": ("forward",), "backward": ("backward_dkdv", "backward_dq")}
@@ -105,6 +113,8 @@ def _call(ctx, target: str, operands, workspace: tuple[Any, ...] = (), **attribu
 
 
 def _documents_cuda(ctx, *operands, compare_positions):
+    if _ext is None:  # the same integers, so that implementation="xla" is complete
+        return _documents_xla(ctx, *operands, compare_positions=compare_positions)
     batch, kv_len = ctx.avals_in[1].shape
     width = 5 * xla_masks.table_size(kv_len) + kv_len + -(-kv_len // _CHUNK)
     workspace = jax.core.ShapedArray((batch, width), jnp.dtype(jnp.int32))
@@ -118,6 +128,8 @@ def _documents_cuda(ctx, *operands, compare_positions):
 
 
 def _blocks_cuda(ctx, *operands, kv_len):
+    if _ext is None:
+        return _blocks_xla(ctx, *operands, kv_len=kv_len)
     return _call(ctx, "packax_blocks_v1", operands, kv_len=np.int64(kv_len))
 
 
@@ -155,6 +167,11 @@ def _backward_cuda(ctx, *operands, scale, element_test, has_dlse, implementation
 
 def _require_kernels(direction: str, query: Any, key: Any, value: Any) -> None:
     """Which GPU it will be is not known yet: C++ checks that, this the rest of the table."""
+    if _ext is None:
+        raise NotImplementedError(
+            f"the extension module packax._ext, which holds the kernels, did not load "
+            f'({_ext_error}): reinstall packax, or pass implementation="xla"'
+        )
     rows = [row for row in _ext.variants() if row["kernel"] in _KERNELS[direction]]
     qk_dim, v_dim = query.shape[3], value.shape[3]
     wanted = (_DTYPES.get(str(query.dtype)), qk_dim, v_dim)
