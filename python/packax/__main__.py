@@ -38,9 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def info() -> int:
-    from packax.info import render, report
+    from packax.info import gather, render
 
-    print(render(report()))
+    print(render(gather()))
     return 0
 
 

@@ -1,7 +1,8 @@
 """Documents and rows: the standard library's own sources, packed at byte level.
 
-A document is one `.py` file as bytes plus an end byte. Rows are filled with whole documents, longest first, each into the
-fullest row that still holds it; only a document longer than a row is cut into pieces, and a piece counts as a document.
+A document is one `.py` file as bytes plus an end byte. Rows are filled with whole documents in random
+order, each into the fullest row that still holds it; only a document longer than a row is cut into
+pieces, and a piece counts as a document.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def standard_library() -> list[bytes]:
 
 
 def pack(documents: Sequence[bytes], seq_len: int, *, seed: int = 0, limit: int = 0) -> Rows:
-    """Packs documents into rows of `seq_len` tokens; rows, and documents within a row, are in random order.
+    """Packs documents into rows of `seq_len` tokens, in random order.
 
     Of very many rows only the first `limit` are kept (0: all); `documents` and `cut` count what is in them.
     """
@@ -64,7 +65,8 @@ def pack(documents: Sequence[bytes], seq_len: int, *, seed: int = 0, limit: int 
         tokens = np.frombuffer(document + bytes([END]), np.uint8)
         pieces.extend(tokens[i : i + seq_len] for i in range(0, len(tokens), seq_len))
         parts.extend([len(tokens) > seq_len] * (len(pieces) - len(parts)))
-    layout = [rng.permutation(row) for row in fit([len(piece) for piece in pieces], seq_len)]
+    order = rng.permutation(len(pieces))
+    layout = [order[row] for row in fit([len(pieces[piece]) for piece in order], seq_len)]
     rng.shuffle(layout)
     layout = layout[: limit or None]
     kept = np.concatenate(layout)
@@ -86,11 +88,10 @@ def pack(documents: Sequence[bytes], seq_len: int, *, seed: int = 0, limit: int 
 
 
 def fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Best-fit decreasing: the indices of `lengths` in rows of at most `capacity`; each goes to the fullest row that holds it."""
+    """Best fit: indices of `lengths` in rows of at most `capacity`, each in the fullest that holds it."""
     rows: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (room left, row), sorted
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        length = lengths[index]
+    for index, length in enumerate(lengths):
         if length > capacity:
             raise ValueError(f"a document of {length} tokens does not fit in a row of {capacity}")
         place = bisect.bisect_left(free, (length, 0))

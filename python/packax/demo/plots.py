@@ -39,7 +39,7 @@ def document_mask(segment_ids: np.ndarray, path: Path) -> None:
     axis.spines[:].set_color(GRID)
     axis.tick_params(color=GRID, labelcolor=MUTED)
     axis.set_title(
-        f"{_count(documents, 'document')}, {padding:,} padding tokens; "
+        f"{_count(documents, 'document')}, {_count(padding, 'padding token')}; "
         f"{share:.1%} of all pairs are attended",
         loc="left",
         fontsize=10,
@@ -56,7 +56,7 @@ def document_mask(segment_ids: np.ndarray, path: Path) -> None:
     _save(figure, path)
 
 
-def loss_curve(losses: list[float], subtitle: str, path: Path) -> None:
+def loss_curve(losses: list[float], last: float, subtitle: str, path: Path) -> None:
     steps = np.arange(1, len(losses) + 1)
     figure, axis = _figure((8.4, 4.6))
     axis.plot(steps, losses, color=DOCUMENTS[0], alpha=0.3, linewidth=1)
@@ -76,7 +76,7 @@ def loss_curve(losses: list[float], subtitle: str, path: Path) -> None:
     axis.tick_params(color=GRID, labelcolor=MUTED)
     axis.set_title(subtitle, loc="left", fontsize=9, color=MUTED)
     figure.suptitle(
-        f"Training loss: {losses[0]:.2f} to {_smooth(losses)[-1]:.2f} in {len(losses)} steps",
+        f"Training loss: {losses[0]:.2f} to {last:.2f} in {len(losses)} steps",
         x=0.02,
         ha="left",
         fontsize=13,
@@ -87,12 +87,11 @@ def loss_curve(losses: list[float], subtitle: str, path: Path) -> None:
 
 
 def _smooth(losses: list[float]) -> np.ndarray:
-    """Each point: the mean of the steps before it, over a tenth of the run at most."""
-    span = max(1, len(losses) // 10)
+    """Each point: the mean of the steps around it, as many before as after, a tenth of the run at most."""
+    steps = np.arange(len(losses))
+    reach = np.minimum(len(losses) // 20, np.minimum(steps, steps[::-1]))
     sums = np.cumsum([0.0, *losses])
-    ends = np.arange(1, len(losses) + 1)
-    starts = np.maximum(0, ends - span)
-    return (sums[ends] - sums[starts]) / (ends - starts)
+    return (sums[steps + reach + 1] - sums[steps - reach]) / (2 * reach + 1)
 
 
 def _figure(size: tuple[float, float]) -> tuple[Any, Any]:

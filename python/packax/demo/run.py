@@ -12,7 +12,7 @@ from packax.demo import checks, model, plots
 from packax.demo.data import Rows, pack, standard_library
 from packax.demo.settings import Settings
 from packax.demo.train import Trained, rows_tokens, train
-from packax.info import report, variant_in_use
+from packax.info import gather, variant_in_use
 
 
 def run(settings: Settings) -> int:
@@ -76,7 +76,7 @@ def device_line(settings: Settings) -> str:
     if not settings.on_gpu:
         return f"{device.platform}: packax's blockwise XLA attention (no GPU in use: `python -m packax info` says why)"
     config = settings.model
-    variant = variant_in_use(report(), device, np.dtype(config.dtype).name, config.head_dim)
+    variant = variant_in_use(gather(), device, np.dtype(config.dtype).name, config.head_dim)
     return f"{device.device_kind}: packax's cubin {variant}"
 
 
@@ -87,7 +87,7 @@ def draw(rows: Rows, trained: Trained, settings: Settings) -> list[object]:
         f"{settings.batch} x {settings.seq_len:,} tokens a step, "
         f"{trained.tokens_a_second:,.0f} tokens/s, {jax.devices()[0].device_kind}"
     )
-    plots.loss_curve(trained.losses, subtitle, loss)
+    plots.loss_curve(trained.losses, trained.last_loss, subtitle, loss)
     record = settings.out / "losses.json"
     record.write_text(
         json.dumps({"losses": trained.losses, "tokens_per_second": trained.tokens_a_second}) + "\n"

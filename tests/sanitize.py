@@ -1,0 +1,104 @@
+"""A small forward and backward of every dtype and head dim, to run under compute-sanitizer:
+
+    compute-sanitizer --tool memcheck --error-exitcode 86 python tests/sanitize.py
+
+Every buffer gets an allocation of its own, so that a read or write past its end is an error and not
+a neighbour in jax's pool. Lengths are odd, ids reappear, padding lies in the middle and at the end,
+one case has Sq != Skv and no cotangent of the LSE. Results are compared with NumPy in float64.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+os.environ["XLA_PYTHON_CLIENT_ALLOCATOR"] = "platform"
+flags = "--xla_gpu_enable_command_buffer= --xla_gpu_autotune_level=0"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+
+import packax  # noqa: E402
+
+LIMIT = {"bfloat16": 3e-2, "float16": 4e-3}  # ‖x - reference‖ / ‖reference‖
+
+
+def reference(query, key, value, cotangent, attends, scale):
+    """Output and gradients in float64; attends is (batch, queries, keys)."""
+    batch, q_len, heads, dim = query.shape
+    kv_heads = key.shape[2]
+    q, do = (x.reshape(batch, q_len, kv_heads, -1, x.shape[-1]) for x in (query, cotangent))
+    scores = np.einsum("bqhgd,bkhd->bhgqk", q, key) * scale
+    scores = np.where(attends[:, None, None], scores, -np.inf)
+    top = np.max(scores, -1, keepdims=True)
+    p = np.exp(scores - np.where(np.isfinite(top), top, 0))
+    p /= np.maximum(p.sum(-1, keepdims=True), 1e-300)
+    out = np.einsum("bhgqk,bkhd->bqhgd", p, value)
+    dp = np.einsum("bqhgd,bkhd->bhgqk", do, value)
+    ds = p * (dp - np.sum(p * dp, -1, keepdims=True)) * scale
+    dq = np.einsum("bhgqk,bkhd->bqhgd", ds, key).reshape(query.shape)
+    dk = np.einsum("bhgqk,bqhgd->bkhd", ds, q)
+    dv = np.einsum("bhgqk,bqhgd->bkhd", p, do)
+    return out.reshape(*query.shape[:3], -1), dq, dk, dv
+
+
+def run(name, expression, batch, q_len, kv_len, heads, kv_heads, dim, dtype) -> bool:
+    rng = np.random.default_rng(0)
+    shapes = [(q_len, heads), (kv_len, kv_heads), (kv_len, kv_heads), (q_len, heads)]
+    arrays = [jnp.asarray(rng.normal(size=(batch, s, h, dim)), dtype) for s, h in shapes]
+
+    @jax.jit
+    def both(query, key, value, cotangent):
+        mask = packax.create_attention_mask(expression, q_len=q_len, kv_len=kv_len)
+        out, pullback = jax.vjp(
+            lambda *x: packax.flash_attention(*x, mask, implementation="cubin"), query, key, value
+        )
+        return (out, *pullback(cotangent))
+
+    results = [np.asarray(x, np.float64) for x in both(*arrays)]
+    attends = np.broadcast_to(expression.as_array(q_len, kv_len), (batch, q_len, kv_len))
+    exact = reference(*(np.asarray(x, np.float64) for x in arrays), attends, dim**-0.5)
+    errors = [
+        np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in zip(results, exact, strict=True)
+    ]
+    good = all(error < LIMIT[dtype] for error in errors)
+    print(
+        f"{name} {dtype} d{dim}: errors {' '.join(f'{e:.1e}' for e in errors)}"
+        f"{'' if good else ' WRONG'}",
+        flush=True,
+    )
+    return good
+
+
+def packed(*lengths: int) -> np.ndarray:
+    """Segment ids of runs: a positive length is a new document, a negative one padding."""
+    ids, document = [], 0
+    for length in lengths:
+        document += length > 0
+        ids.append(np.full(abs(length), document if length > 0 else -1))
+    return np.concatenate(ids).astype(np.int32)
+
+
+def main() -> int:
+    if jax.default_backend() != "gpu":
+        raise SystemExit(f"sanitize.py needs a GPU; jax runs on {jax.default_backend()}")
+    packed_rows = np.stack([packed(70, 1, -9, 130, -3), packed(213), packed(-5, 64, 64, 80)])
+    shuffled = np.tile(np.repeat([3, 7, 3, 900001], [40, 31, 50, 16]), (1, 1)).astype(np.int32)
+    positions = np.arange(137, dtype=np.int32)[None, ::-1].copy()
+    causal = packax.causal()
+    good = True
+    for dtype in ("bfloat16", "float16"):
+        for dim in (64, 128):
+            documents = causal & packax.documents(packed_rows)
+            good &= run("packed", documents, 3, 213, 213, 4, 2, dim, dtype)
+            tested = causal & packax.documents(shuffled, positions=positions)
+            good &= run("tested", tested, 1, 137, 137, 2, 2, dim, dtype)
+            good &= run("causal", causal, 2, 129, 65, 8, 1, dim, dtype)
+    print("sanitize.py: ok" if good else "sanitize.py: WRONG results")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
