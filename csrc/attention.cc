@@ -1,0 +1,356 @@
+// packax_forward_v1 and packax_backward_v1: check the buffers, find the kernels, fill their
+// arguments, launch.
+//
+// Sizes come from the buffers; attributes hold only what no buffer says. Masks arrive as row ranges
+// and block bounds: nothing here knows of documents, positions or windows. Formulas of the grids:
+// docs/design.md.
+
+#include <cmath>
+
+#include "handlers.h"
+#include "operands.h"
+
+namespace packax {
+namespace {
+
+constexpr int64_t kBlock = 64;  // rows or keys whose bounds the mask stores
+constexpr int64_t kTile = 128;  // rows or keys whose order the mask stores
+
+struct Shape {
+  ffi::DataType dtype;
+  int32_t batch, mask_batch, q_len, kv_len, heads, kv_heads, qk_dim, v_dim;
+
+  int64_t q_blocks() const { return CeilDiv(q_len, kBlock); }
+  int64_t kv_blocks() const { return CeilDiv(kv_len, kBlock); }
+  int64_t q_tiles() const { return CeilDiv(q_len, kTile); }
+  int64_t kv_tiles() const { return CeilDiv(kv_len, kTile); }
+  Dtype kernel_dtype() const { return dtype == ffi::DataType::BF16 ? Dtype::kBf16 : Dtype::kF16; }
+};
+
+struct Mask {
+  ffi::AnyBuffer q_lo, q_hi;     // (mask_batch, q_len)
+  ffi::AnyBuffer q_ids, kv_ids;  // read where element_test >= 1
+  ffi::AnyBuffer q_pos, kv_pos;  // read where element_test == 2
+  ffi::AnyBuffer q_blocks;       // (mask_batch, 5, q_blocks)
+  ffi::AnyBuffer q_order;        // (mask_batch, q_tiles)
+  int32_t element_test;
+};
+
+ffi::Error ReadShape(const ffi::AnyBuffer& query, const ffi::AnyBuffer& key,
+                     const ffi::AnyBuffer& value, const ffi::AnyBuffer& q_lo, Shape* shape) {
+  PACKAX_TRY(ExpectRank("query", query, 4, "(batch, q_len, heads, qk_dim)"));
+  PACKAX_TRY(ExpectRank("key", key, 4, "(batch, kv_len, kv_heads, qk_dim)"));
+  PACKAX_TRY(ExpectRank("value", value, 4, "(batch, kv_len, kv_heads, v_dim)"));
+  PACKAX_TRY(ExpectRank("q_lo", q_lo, 2, "(mask_batch, q_len)"));
+
+  shape->dtype = query.element_type();
+  PACKAX_CHECK(shape->dtype == ffi::DataType::BF16 || shape->dtype == ffi::DataType::F16,
+               kInvalidArgument)
+      << "query is " << DtypeText(shape->dtype) << ", expected bfloat16 or float16";
+  PACKAX_TRY(ToInt32("batch (query axis 0)", query.dimensions()[0], 0, kMaxInt32, &shape->batch));
+  PACKAX_TRY(ToInt32("q_len (query axis 1)", query.dimensions()[1], 1, kMaxLength, &shape->q_len));
+  PACKAX_TRY(ToInt32("heads (query axis 2)", query.dimensions()[2], 1, kMaxInt32, &shape->heads));
+  PACKAX_TRY(ToInt32("qk_dim (query axis 3)", query.dimensions()[3], 1, kMaxInt32, &shape->qk_dim));
+  PACKAX_TRY(ToInt32("kv_len (key axis 1)", key.dimensions()[1], 1, kMaxLength, &shape->kv_len));
+  PACKAX_TRY(ToInt32("kv_heads (key axis 2)", key.dimensions()[2], 1, kMaxInt32, &shape->kv_heads));
+  PACKAX_TRY(ToInt32("v_dim (value axis 3)", value.dimensions()[3], 1, kMaxInt32, &shape->v_dim));
+  PACKAX_CHECK(shape->heads % shape->kv_heads == 0, kInvalidArgument)
+      << "query has " << shape->heads << " heads, expected a multiple of the " << shape->kv_heads
+      << " heads of key and value";
+
+  const int64_t mask_batch = q_lo.dimensions()[0];
+  PACKAX_CHECK(mask_batch == 1 || mask_batch == shape->batch, kInvalidArgument)
+      << "q_lo has " << mask_batch << " rows (axis 0), expected 1 or the batch, " << shape->batch;
+  shape->mask_batch = static_cast<int32_t>(mask_batch);
+
+  PACKAX_TRY(Expect("key", key, shape->dtype,
+                    {{"batch", shape->batch},
+                     {"kv_len", shape->kv_len},
+                     {"kv_heads", shape->kv_heads},
+                     {"qk_dim", shape->qk_dim}}));
+  return Expect("value", value, shape->dtype,
+                {{"batch", shape->batch},
+                 {"kv_len", shape->kv_len},
+                 {"kv_heads", shape->kv_heads},
+                 {"v_dim", shape->v_dim}});
+}
+
+ffi::Error CheckMask(const Shape& s, const Mask& m) {
+  const Axis batch{"mask_batch", s.mask_batch}, q_len{"q_len", s.q_len}, kv_len{"kv_len", s.kv_len};
+  PACKAX_TRY(ExpectAttribute("element_test", m.element_test, 2));
+  PACKAX_TRY(Expect("q_lo", m.q_lo, ffi::DataType::S32, {batch, q_len}));
+  PACKAX_TRY(Expect("q_hi", m.q_hi, ffi::DataType::S32, {batch, q_len}));
+  if (m.element_test >= 1) {
+    PACKAX_TRY(Expect("q_ids", m.q_ids, ffi::DataType::S32, {batch, q_len}));
+    PACKAX_TRY(Expect("kv_ids", m.kv_ids, ffi::DataType::S32, {batch, kv_len}));
+  }
+  if (m.element_test == 2) {
+    PACKAX_TRY(Expect("q_pos", m.q_pos, ffi::DataType::S32, {batch, q_len}));
+    PACKAX_TRY(Expect("kv_pos", m.kv_pos, ffi::DataType::S32, {batch, kv_len}));
+  }
+  PACKAX_TRY(Expect("q_blocks", m.q_blocks, ffi::DataType::S32,
+                    {batch, {"bounds", 5}, {"ceil(q_len/64)", s.q_blocks()}}));
+  return Expect("q_order", m.q_order, ffi::DataType::S32,
+                {batch, {"ceil(q_len/128)", s.q_tiles()}});
+}
+
+ffi::Error CheckScale(float scale) {
+  PACKAX_CHECK(std::isfinite(scale), kInvalidArgument)
+      << "attribute scale is " << scale << ", expected a finite number";
+  return ffi::Error::Success();
+}
+
+// (batch, q_len, heads, dim): query, out and their gradients.
+ffi::Error ExpectRows(const char* name, const ffi::AnyBuffer& buffer, const Shape& s, Axis dim) {
+  return Expect(name, buffer, s.dtype,
+                {{"batch", s.batch}, {"q_len", s.q_len}, {"heads", s.heads}, dim});
+}
+
+// (batch, kv_len, kv_heads, dim): gradients of key and value.
+ffi::Error ExpectKeys(const char* name, const ffi::AnyBuffer& buffer, const Shape& s, Axis dim) {
+  return Expect(name, buffer, s.dtype,
+                {{"batch", s.batch}, {"kv_len", s.kv_len}, {"kv_heads", s.kv_heads}, dim});
+}
+
+// (batch, heads, q_len) in float32: lse and what goes with it.
+ffi::Error ExpectSums(const char* name, const ffi::AnyBuffer& buffer, const Shape& s) {
+  return Expect(name, buffer, ffi::DataType::F32,
+                {{"batch", s.batch}, {"heads", s.heads}, {"q_len", s.q_len}});
+}
+
+// One program per query tile, or several where a program covers less than a tile. kv_heads x group
+// = heads.
+Grid QueryGrid(const Shape& s, int block) {
+  return {Product({s.heads, s.batch, s.q_tiles(), kTile / block})};
+}
+
+Grid KeyGrid(const Shape& s, int block) {
+  return {Product({s.kv_heads, s.batch, s.kv_tiles(), kTile / block})};
+}
+
+ffi::Error Forward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi::AnyBuffer value,
+                   ffi::AnyBuffer q_lo, ffi::AnyBuffer q_hi, ffi::AnyBuffer q_ids,
+                   ffi::AnyBuffer kv_ids, ffi::AnyBuffer q_pos, ffi::AnyBuffer kv_pos,
+                   ffi::AnyBuffer q_blocks, ffi::AnyBuffer q_order, ffi::Result<ffi::AnyBuffer> out,
+                   ffi::Result<ffi::AnyBuffer> lse, float scale, int32_t element_test) {
+  Shape s;
+  PACKAX_TRY(ReadShape(query, key, value, q_lo, &s));
+  PACKAX_TRY(
+      CheckMask(s, {q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, element_test}));
+  PACKAX_TRY(ExpectRows("out", *out, s, {"v_dim", s.v_dim}));
+  PACKAX_TRY(ExpectSums("lse", *lse, s));
+  PACKAX_TRY(CheckScale(scale));
+  if (s.batch == 0) return ffi::Error::Success();
+
+  Device* device;
+  Ready<ForwardArgs> forward;
+  PACKAX_TRY(CurrentDevice(&device));
+  PACKAX_TRY(Prepare(device, s.kernel_dtype(), s.qk_dim, s.v_dim, &forward));
+  if (!stream) return ffi::Error::Success();
+
+  return Launch(forward, stream, QueryGrid(s, forward.block()),
+                ForwardArgs{
+                    .query = query.untyped_data(),
+                    .key = key.untyped_data(),
+                    .value = value.untyped_data(),
+                    .out = out->untyped_data(),
+                    .lse = lse->untyped_data(),
+                    .q_lo = q_lo.untyped_data(),
+                    .q_hi = q_hi.untyped_data(),
+                    .q_ids = q_ids.untyped_data(),
+                    .kv_ids = kv_ids.untyped_data(),
+                    .q_pos = q_pos.untyped_data(),
+                    .kv_pos = kv_pos.untyped_data(),
+                    .q_blocks = q_blocks.untyped_data(),
+                    .q_order = q_order.untyped_data(),
+                    .scale = scale,
+                    .element_test = element_test,
+                    .batch = s.batch,
+                    .mask_batch = s.mask_batch,
+                    .q_len = s.q_len,
+                    .kv_len = s.kv_len,
+                    .heads = s.heads,
+                    .kv_heads = s.kv_heads,
+                });
+}
+
+ffi::Error Backward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi::AnyBuffer value,
+                    ffi::AnyBuffer out, ffi::AnyBuffer lse, ffi::AnyBuffer dout,
+                    ffi::AnyBuffer dlse, ffi::AnyBuffer q_lo, ffi::AnyBuffer q_hi,
+                    ffi::AnyBuffer q_ids, ffi::AnyBuffer kv_ids, ffi::AnyBuffer q_pos,
+                    ffi::AnyBuffer kv_pos, ffi::AnyBuffer q_blocks, ffi::AnyBuffer q_order,
+                    ffi::AnyBuffer kv_blocks, ffi::AnyBuffer kv_order,
+                    ffi::Result<ffi::AnyBuffer> dq, ffi::Result<ffi::AnyBuffer> dk,
+                    ffi::Result<ffi::AnyBuffer> dv, ffi::Result<ffi::AnyBuffer> delta, float scale,
+                    int32_t element_test, int32_t has_dlse) {
+  Shape s;
+  PACKAX_TRY(ReadShape(query, key, value, q_lo, &s));
+  PACKAX_TRY(
+      CheckMask(s, {q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, element_test}));
+  const Axis mask_batch{"mask_batch", s.mask_batch}, qk_dim{"qk_dim", s.qk_dim},
+      v_dim{"v_dim", s.v_dim};
+  PACKAX_TRY(Expect("kv_blocks", kv_blocks, ffi::DataType::S32,
+                    {mask_batch, {"bounds", 4}, {"ceil(kv_len/64)", s.kv_blocks()}}));
+  PACKAX_TRY(Expect("kv_order", kv_order, ffi::DataType::S32,
+                    {mask_batch, {"ceil(kv_len/128)", s.kv_tiles()}}));
+  PACKAX_TRY(ExpectRows("out", out, s, v_dim));
+  PACKAX_TRY(ExpectSums("lse", lse, s));
+  PACKAX_TRY(ExpectRows("dout", dout, s, v_dim));
+  PACKAX_TRY(ExpectAttribute("has_dlse", has_dlse, 1));
+  if (has_dlse == 1) PACKAX_TRY(ExpectSums("dlse", dlse, s));
+  PACKAX_TRY(ExpectRows("dq", *dq, s, qk_dim));
+  PACKAX_TRY(ExpectKeys("dk", *dk, s, qk_dim));
+  PACKAX_TRY(ExpectKeys("dv", *dv, s, v_dim));
+  PACKAX_TRY(ExpectSums("delta", *delta, s));
+  PACKAX_TRY(CheckScale(scale));
+  if (s.batch == 0) return ffi::Error::Success();
+
+  // All three before the first launch: a missing kernel must not leave half a backward behind.
+  Device* device;
+  Ready<BackwardDeltaArgs> sums;
+  Ready<BackwardDkdvArgs> keys;
+  Ready<BackwardDqArgs> rows;
+  PACKAX_TRY(CurrentDevice(&device));
+  PACKAX_TRY(Prepare(device, s.kernel_dtype(), s.qk_dim, s.v_dim, &sums));
+  PACKAX_TRY(Prepare(device, s.kernel_dtype(), s.qk_dim, s.v_dim, &keys));
+  PACKAX_TRY(Prepare(device, s.kernel_dtype(), s.qk_dim, s.v_dim, &rows));
+  if (!stream) return ffi::Error::Success();
+
+  PACKAX_TRY(Launch(sums, stream, Grid{Product({CeilDiv(s.q_len, sums.block()), s.heads, s.batch})},
+                    BackwardDeltaArgs{
+                        .out = out.untyped_data(),
+                        .dout = dout.untyped_data(),
+                        .dlse = dlse.untyped_data(),
+                        .delta = delta->untyped_data(),
+                        .q_lo = q_lo.untyped_data(),
+                        .q_hi = q_hi.untyped_data(),
+                        .has_dlse = has_dlse,
+                        .batch = s.batch,
+                        .mask_batch = s.mask_batch,
+                        .q_len = s.q_len,
+                        .heads = s.heads,
+                    }));
+  PACKAX_TRY(Launch(keys, stream, KeyGrid(s, keys.block()),
+                    BackwardDkdvArgs{
+                        .query = query.untyped_data(),
+                        .key = key.untyped_data(),
+                        .value = value.untyped_data(),
+                        .dout = dout.untyped_data(),
+                        .lse = lse.untyped_data(),
+                        .delta = delta->untyped_data(),
+                        .dk = dk->untyped_data(),
+                        .dv = dv->untyped_data(),
+                        .q_lo = q_lo.untyped_data(),
+                        .q_hi = q_hi.untyped_data(),
+                        .q_ids = q_ids.untyped_data(),
+                        .kv_ids = kv_ids.untyped_data(),
+                        .q_pos = q_pos.untyped_data(),
+                        .kv_pos = kv_pos.untyped_data(),
+                        .q_blocks = q_blocks.untyped_data(),
+                        .kv_blocks = kv_blocks.untyped_data(),
+                        .kv_order = kv_order.untyped_data(),
+                        .scale = scale,
+                        .element_test = element_test,
+                        .batch = s.batch,
+                        .mask_batch = s.mask_batch,
+                        .q_len = s.q_len,
+                        .kv_len = s.kv_len,
+                        .heads = s.heads,
+                        .kv_heads = s.kv_heads,
+                    }));
+  return Launch(rows, stream, QueryGrid(s, rows.block()),
+                BackwardDqArgs{
+                    .query = query.untyped_data(),
+                    .key = key.untyped_data(),
+                    .value = value.untyped_data(),
+                    .dout = dout.untyped_data(),
+                    .lse = lse.untyped_data(),
+                    .delta = delta->untyped_data(),
+                    .dq = dq->untyped_data(),
+                    .q_lo = q_lo.untyped_data(),
+                    .q_hi = q_hi.untyped_data(),
+                    .q_ids = q_ids.untyped_data(),
+                    .kv_ids = kv_ids.untyped_data(),
+                    .q_pos = q_pos.untyped_data(),
+                    .kv_pos = kv_pos.untyped_data(),
+                    .q_blocks = q_blocks.untyped_data(),
+                    .q_order = q_order.untyped_data(),
+                    .scale = scale,
+                    .element_test = element_test,
+                    .batch = s.batch,
+                    .mask_batch = s.mask_batch,
+                    .q_len = s.q_len,
+                    .kv_len = s.kv_len,
+                    .heads = s.heads,
+                    .kv_heads = s.kv_heads,
+                });
+}
+
+template <typename Binding>
+auto ForwardSignature(Binding&& binding) {
+  return std::forward<Binding>(binding)
+      .template Arg<ffi::AnyBuffer>()  // query: (batch, q_len, heads, qk_dim)
+      .template Arg<ffi::AnyBuffer>()  // key: (batch, kv_len, kv_heads, qk_dim)
+      .template Arg<ffi::AnyBuffer>()  // value: (batch, kv_len, kv_heads, v_dim)
+      .template Arg<ffi::AnyBuffer>()  // q_lo: (mask_batch, q_len) int32
+      .template Arg<ffi::AnyBuffer>()  // q_hi: like q_lo
+      .template Arg<ffi::AnyBuffer>()  // q_ids: like q_lo
+      .template Arg<ffi::AnyBuffer>()  // kv_ids: (mask_batch, kv_len) int32
+      .template Arg<ffi::AnyBuffer>()  // q_pos: like q_lo
+      .template Arg<ffi::AnyBuffer>()  // kv_pos: like kv_ids
+      .template Arg<ffi::AnyBuffer>()  // q_blocks: (mask_batch, 5, ceil(q_len/64)) int32
+      .template Arg<ffi::AnyBuffer>()  // q_order: (mask_batch, ceil(q_len/128)) int32
+      .template Ret<ffi::AnyBuffer>()  // out: (batch, q_len, heads, v_dim)
+      .template Ret<ffi::AnyBuffer>()  // lse: (batch, heads, q_len) float32
+      .template Attr<float>("scale")
+      .template Attr<int32_t>("element_test");
+}
+
+template <typename Binding>
+auto BackwardSignature(Binding&& binding) {
+  return std::forward<Binding>(binding)
+      .template Arg<ffi::AnyBuffer>()  // query: (batch, q_len, heads, qk_dim)
+      .template Arg<ffi::AnyBuffer>()  // key: (batch, kv_len, kv_heads, qk_dim)
+      .template Arg<ffi::AnyBuffer>()  // value: (batch, kv_len, kv_heads, v_dim)
+      .template Arg<ffi::AnyBuffer>()  // out: (batch, q_len, heads, v_dim)
+      .template Arg<ffi::AnyBuffer>()  // lse: (batch, heads, q_len) float32
+      .template Arg<ffi::AnyBuffer>()  // dout: like out
+      .template Arg<ffi::AnyBuffer>()  // dlse: like lse
+      .template Arg<ffi::AnyBuffer>()  // q_lo: (mask_batch, q_len) int32
+      .template Arg<ffi::AnyBuffer>()  // q_hi: like q_lo
+      .template Arg<ffi::AnyBuffer>()  // q_ids: like q_lo
+      .template Arg<ffi::AnyBuffer>()  // kv_ids: (mask_batch, kv_len) int32
+      .template Arg<ffi::AnyBuffer>()  // q_pos: like q_lo
+      .template Arg<ffi::AnyBuffer>()  // kv_pos: like kv_ids
+      .template Arg<ffi::AnyBuffer>()  // q_blocks: (mask_batch, 5, ceil(q_len/64)) int32
+      .template Arg<ffi::AnyBuffer>()  // q_order: (mask_batch, ceil(q_len/128)) int32
+      .template Arg<ffi::AnyBuffer>()  // kv_blocks: (mask_batch, 4, ceil(kv_len/64)) int32
+      .template Arg<ffi::AnyBuffer>()  // kv_order: (mask_batch, ceil(kv_len/128)) int32
+      .template Ret<ffi::AnyBuffer>()  // dq: like query
+      .template Ret<ffi::AnyBuffer>()  // dk: like key
+      .template Ret<ffi::AnyBuffer>()  // dv: like value
+      .template Ret<ffi::AnyBuffer>()  // delta: like lse; workspace
+      .template Attr<float>("scale")
+      .template Attr<int32_t>("element_test")
+      .template Attr<int32_t>("has_dlse");
+}
+
+}  // namespace
+}  // namespace packax
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    packax_forward_initialize, (packax::Initialize<packax::Target::kForward, packax::Forward>()),
+    packax::ForwardSignature(xla::ffi::Ffi::Bind<xla::ffi::ExecutionStage::kInitialize>()),
+    {xla::ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    packax_forward_execute, (packax::Execute<packax::Target::kForward, packax::Forward>()),
+    packax::ForwardSignature(xla::ffi::Ffi::Bind().Ctx<xla::ffi::PlatformStream<void*>>()),
+    {xla::ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    packax_backward_initialize, (packax::Initialize<packax::Target::kBackward, packax::Backward>()),
+    packax::BackwardSignature(xla::ffi::Ffi::Bind<xla::ffi::ExecutionStage::kInitialize>()),
+    {xla::ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    packax_backward_execute, (packax::Execute<packax::Target::kBackward, packax::Backward>()),
+    packax::BackwardSignature(xla::ffi::Ffi::Bind().Ctx<xla::ffi::PlatformStream<void*>>()),
+    {xla::ffi::Traits::kCmdBufferCompatible});

@@ -1,0 +1,263 @@
+#include "driver.h"
+
+#include <cuda.h>
+#include <dlfcn.h>
+
+#include <cstdlib>
+#include <mutex>
+
+namespace packax {
+namespace {
+
+constexpr int64_t kMaxGridX = 2147483647, kMaxGridY = 65535;
+
+// Every driver function used, by its exported name. The names without a version suffix are right:
+// none of these has a newer form that the CUDA 12 headers would redirect to.
+#define PACKAX_DRIVER_FUNCTIONS(X)                                                             \
+  X(cuInit)                                                                                    \
+  X(cuDriverGetVersion)                                                                        \
+  X(cuGetErrorName) X(cuGetErrorString) X(cuDeviceGetCount) X(cuDeviceGet) X(cuDeviceGetName)  \
+      X(cuDeviceGetAttribute) X(cuCtxGetCurrent) X(cuCtxGetDevice) X(cuCtxGetId)               \
+          X(cuLibraryLoadData) X(cuLibraryGetKernel) X(cuLibraryUnload) X(cuKernelGetFunction) \
+              X(cuKernelSetAttribute) X(cuLaunchKernel)
+
+struct Api {
+#define X(name) decltype(&::name) name = nullptr;
+  PACKAX_DRIVER_FUNCTIONS(X)
+#undef X
+};
+
+struct OpenedDriver {
+  Api api;
+  ffi::Error error;
+};
+
+std::string VersionText(int version) {
+  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+}
+
+OpenedDriver OpenDriver() {
+  OpenedDriver opened;
+  const char* path = std::getenv("PACKAX_LIBCUDA");
+  if (path == nullptr || *path == '\0') path = "libcuda.so.1";
+  // Never closed: kernels stay loaded until the process ends.
+  void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) {
+    const char* why = dlerror();
+    opened.error = ErrorBuilder(ffi::ErrorCode::kInternal)
+                   << "no CUDA driver: cannot open " << path << " ("
+                   << (why ? why : "unknown reason") << ")";
+    return opened;
+  }
+  const char* missing = nullptr;
+#define X(name)                                                                 \
+  opened.api.name = reinterpret_cast<decltype(&::name)>(dlsym(library, #name)); \
+  if (opened.api.name == nullptr && missing == nullptr) missing = #name;
+  PACKAX_DRIVER_FUNCTIONS(X)
+#undef X
+  if (missing != nullptr) {
+    int version = 0;
+    if (opened.api.cuDriverGetVersion != nullptr) opened.api.cuDriverGetVersion(&version);
+    opened.error = ErrorBuilder(ffi::ErrorCode::kInternal)
+                   << path << " (CUDA " << VersionText(version) << ") has no " << missing
+                   << "; packax needs a driver for CUDA 12.0 or newer";
+  }
+  return opened;
+}
+
+ffi::Error GetApi(const Api** api) {
+  static const OpenedDriver opened = OpenDriver();
+  *api = &opened.api;
+  return opened.error;
+}
+
+// "CUDA_ERROR_INVALID_VALUE (invalid argument)"
+std::string ResultText(const Api& api, CUresult result) {
+  const char *name = nullptr, *text = nullptr;
+  api.cuGetErrorName(result, &name);
+  api.cuGetErrorString(result, &text);
+  std::string out =
+      name != nullptr ? name : "CUDA error " + std::to_string(static_cast<int>(result));
+  return text != nullptr ? out + " (" + text + ")" : out;
+}
+
+// "forward_bf16_128x128_sm90a (cubin for sm_90a) on device 0, NVIDIA H200 (compute capability 9.0)"
+std::string Where(const Variant& variant, const Device& device) {
+  std::ostringstream out;
+  out << variant.name << " (cubin for " << variant.arch << ") on device " << device.ordinal << ", "
+      << device.name << " (compute capability " << device.cc / 10 << "." << device.cc % 10 << ")";
+  return out.str();
+}
+
+ErrorBuilder Failed(const Api& api, const char* function, CUresult result) {
+  ErrorBuilder error(ffi::ErrorCode::kInternal);
+  error << function << " failed: " << ResultText(api, result);
+  return error;
+}
+
+// PACKAX_DRIVER(cuDeviceGet, &device, i) << ", device " << i; needs `api` in scope.
+#define PACKAX_DRIVER(function, ...)                                                          \
+  if (CUresult packax_result_ = api->function(__VA_ARGS__); packax_result_ == CUDA_SUCCESS) { \
+  } else /* NOLINT */                                                                         \
+    return Failed(*api, #function, packax_result_)
+
+ffi::Error Describe(const Api* api, CUdevice device, std::string* name, int* cc) {
+  char text[256] = "";
+  int major = 0, minor = 0;
+  PACKAX_DRIVER(cuDeviceGetName, text, sizeof(text), device) << ", device " << device;
+  PACKAX_DRIVER(cuDeviceGetAttribute, &major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device)
+      << ", device " << device;
+  PACKAX_DRIVER(cuDeviceGetAttribute, &minor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device)
+      << ", device " << device;
+  *name = text;
+  *cc = 10 * major + minor;
+  return ffi::Error::Success();
+}
+
+// The only mutable state of the process. Readers take no lock: the device list and every
+// Device::functions slot only ever go from null to their final value. `mutex` orders the writers
+// and guards `kernels`.
+struct Registry {
+  std::mutex mutex;
+  std::atomic<Device*> devices{nullptr};
+  std::vector<CUkernel> kernels =
+      std::vector<CUkernel>(Variants().size());  // by index; null = not loaded
+};
+
+Registry& GetRegistry() {
+  static Registry* registry =
+      new Registry;  // outlives static destructors: XLA may still run at exit
+  return *registry;
+}
+
+Device* FindDevice(const Registry& registry, unsigned long long context) {
+  for (Device* d = registry.devices.load(std::memory_order_acquire); d != nullptr; d = d->next) {
+    if (d->context == context) return d;
+  }
+  return nullptr;
+}
+
+// A library belongs to the process, not to a context, so each cubin is handed to the driver once.
+ffi::Error LoadLibrary(const Api* api, const Variant& variant, const Device& device,
+                       CUkernel* kernel) {
+  CUlibrary library = nullptr;
+  if (CUresult result =
+          api->cuLibraryLoadData(&library, variant.begin, nullptr, nullptr, 0, nullptr, nullptr, 0);
+      result != CUDA_SUCCESS) {
+    int version = 0;
+    api->cuDriverGetVersion(&version);
+    return Failed(*api, "cuLibraryLoadData", result)
+           << "; " << Where(variant, device) << ", " << variant.bytes()
+           << " bytes, driver for CUDA " << VersionText(version);
+  }
+  if (CUresult result = api->cuLibraryGetKernel(kernel, library, variant.symbol);
+      result != CUDA_SUCCESS) {
+    api->cuLibraryUnload(library);
+    return Failed(*api, "cuLibraryGetKernel", result)
+           << "; " << Where(variant, device) << ", symbol " << variant.symbol;
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+ffi::Error CurrentDevice(Device** device) {
+  const Api* api;
+  PACKAX_TRY(GetApi(&api));
+  CUcontext current = nullptr;
+  PACKAX_DRIVER(cuCtxGetCurrent, &current);
+  PACKAX_CHECK(current != nullptr, kInternal) << "the calling thread has no current CUDA context";
+  unsigned long long context = 0;
+  PACKAX_DRIVER(cuCtxGetId, current, &context);
+
+  Registry& registry = GetRegistry();
+  *device = FindDevice(registry, context);
+  if (*device != nullptr) [[likely]] {
+    return ffi::Error::Success();
+  }
+
+  std::lock_guard lock(registry.mutex);
+  *device = FindDevice(registry, context);
+  if (*device != nullptr) return ffi::Error::Success();
+  auto added = std::make_unique<Device>();
+  CUdevice ordinal = 0;
+  PACKAX_DRIVER(cuCtxGetDevice, &ordinal);
+  PACKAX_TRY(Describe(api, ordinal, &added->name, &added->cc));
+  added->context = context;
+  added->ordinal = ordinal;
+  added->functions = std::make_unique<std::atomic<void*>[]>(Variants().size());
+  added->next = registry.devices.load(std::memory_order_relaxed);
+  *device = added.release();
+  registry.devices.store(*device, std::memory_order_release);
+  return ffi::Error::Success();
+}
+
+ffi::Error Load(Device* device, const Variant& variant, LoadedKernel* kernel) {
+  const size_t index = static_cast<size_t>(&variant - Variants().data());
+  std::atomic<void*>& slot = device->functions[index];
+  *kernel = {device, &variant, slot.load(std::memory_order_acquire)};
+  if (kernel->function != nullptr) [[likely]] {
+    return ffi::Error::Success();
+  }
+
+  const Api* api;
+  PACKAX_TRY(GetApi(&api));
+  Registry& registry = GetRegistry();
+  std::lock_guard lock(registry.mutex);
+  kernel->function = slot.load(std::memory_order_relaxed);
+  if (kernel->function != nullptr) return ffi::Error::Success();
+
+  CUkernel& loaded = registry.kernels[index];
+  if (loaded == nullptr) {
+    CUkernel found = nullptr;
+    PACKAX_TRY(LoadLibrary(api, variant, *device, &found));
+    loaded = found;
+  }
+  // Above 48 KiB a kernel has to ask; below, asking does no harm.
+  PACKAX_DRIVER(cuKernelSetAttribute, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                variant.shared, loaded, device->ordinal)
+      << "; " << Where(variant, *device) << ", " << variant.shared << " bytes of shared memory";
+  // Libraries are loaded lazily; this is what puts the code into the current context.
+  CUfunction function = nullptr;
+  PACKAX_DRIVER(cuKernelGetFunction, &function, loaded)
+      << "; " << Where(variant, *device) << ", " << variant.bytes() << " bytes";
+  kernel->function = function;
+  slot.store(function, std::memory_order_release);
+  return ffi::Error::Success();
+}
+
+ffi::Error Launch(const LoadedKernel& kernel, void* stream, Grid grid, const void* const* params) {
+  const Variant& v = *kernel.variant;
+  PACKAX_CHECK(grid.x <= kMaxGridX && grid.y <= kMaxGridY, kInvalidArgument)
+      << v.name << " would need a grid of (" << grid.x << ", " << grid.y << "), a GPU takes ("
+      << kMaxGridX << ", " << kMaxGridY << ") at most; split the batch";
+  if (grid.x == 0 || grid.y == 0) return ffi::Error::Success();
+  const Api* api;
+  PACKAX_TRY(GetApi(&api));
+  PACKAX_DRIVER(cuLaunchKernel, static_cast<CUfunction>(kernel.function),
+                static_cast<unsigned>(grid.x), static_cast<unsigned>(grid.y), 1,
+                static_cast<unsigned>(v.threads), 1, 1, static_cast<unsigned>(v.shared),
+                static_cast<CUstream>(stream), const_cast<void**>(params), nullptr)
+      << "; " << Where(v, *kernel.device) << ", grid (" << grid.x << ", " << grid.y << ", 1), "
+      << v.threads << " threads, " << v.shared << " bytes of shared memory";
+  return ffi::Error::Success();
+}
+
+ffi::Error DescribeDriver(DriverInfo* info) {
+  const Api* api;
+  PACKAX_TRY(GetApi(&api));
+  PACKAX_DRIVER(cuInit, 0);
+  PACKAX_DRIVER(cuDriverGetVersion, &info->version);
+  int count = 0;
+  PACKAX_DRIVER(cuDeviceGetCount, &count);
+  for (int i = 0; i < count; ++i) {
+    CUdevice device = 0;
+    PACKAX_DRIVER(cuDeviceGet, &device, i) << ", device " << i;
+    DeviceInfo entry{i, "", 0};
+    PACKAX_TRY(Describe(api, device, &entry.name, &entry.cc));
+    info->devices.push_back(std::move(entry));
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace packax

@@ -1,0 +1,66 @@
+// The CUDA driver as the rest of packax sees it: the current device, loaded kernels, launches.
+//
+// driver.cc is the only file that talks to libcuda, which is opened on first use: importing packax
+// needs no GPU and no driver. Nothing here allocates device memory or waits for the device.
+
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "error.h"
+#include "variants.h"
+
+namespace packax {
+
+// One CUDA context and what is loaded into it. Made once per context, never freed: handlers on
+// other threads may hold it, and a process has a few at most.
+struct Device {
+  unsigned long long context;  // cuCtxGetId: unlike a CUcontext it is never reused
+  int ordinal;                 // CUdevice
+  int cc;                      // compute capability, 10 * major + minor
+  std::string name;
+  std::unique_ptr<std::atomic<void*>[]>
+      functions;  // CUfunction by index in Variants(); null = not loaded
+  Device* next;
+};
+
+// A kernel ready to launch on one device.
+struct LoadedKernel {
+  const Device* device = nullptr;
+  const Variant* variant = nullptr;
+  void* function = nullptr;
+};
+
+struct Grid {
+  int64_t x, y = 1;
+};
+
+// The device of the calling thread's current context.
+ffi::Error CurrentDevice(Device** device);
+
+// Loads a cubin into a device's context; a lookup without locks when it is there already. Not
+// allowed under CUDA graph capture the first time, hence called in XLA's initialize stage.
+ffi::Error Load(Device* device, const Variant& variant, LoadedKernel* kernel);
+
+// `params` is kernelParams of cuLaunchKernel. An empty grid launches nothing.
+ffi::Error Launch(const LoadedKernel& kernel, void* stream, Grid grid, const void* const* params);
+
+struct DeviceInfo {
+  int ordinal;
+  std::string name;
+  int cc;
+};
+
+struct DriverInfo {
+  int version = 0;  // 12090 is CUDA 12.9
+  std::vector<DeviceInfo> devices;
+};
+
+// What this machine has. Needs no context and creates none.
+ffi::Error DescribeDriver(DriverInfo* info);
+
+}  // namespace packax

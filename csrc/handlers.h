@@ -1,0 +1,116 @@
+// What the four FFI targets share: their names, their two stages, finding a kernel, and host time.
+//
+// A target is one function `ffi::Error F(Stream, operands...)`, run in both stages. In XLA's
+// initialize stage there is no stream: it checks, finds and loads. In execute, possibly under CUDA
+// graph capture, it does the same (the kernels are there by now) and launches.
+
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <optional>
+#include <utility>
+
+#include "driver.h"
+#include "error.h"
+
+namespace packax {
+
+// CUstream; empty in the initialize stage.
+using Stream = std::optional<void*>;
+
+enum class Target { kDocuments, kBlocks, kForward, kBackward };
+
+inline constexpr const char* kTargetNames[] = {
+    "packax_documents_v1",
+    "packax_blocks_v1",
+    "packax_forward_v1",
+    "packax_backward_v1",
+};
+inline constexpr int kTargets = 4;
+
+// Time spent in the execute stage, on the host, over the life of the process.
+struct HostTime {
+  std::atomic<int64_t> calls{0};
+  std::atomic<int64_t> nanoseconds{0};
+};
+
+inline HostTime host_times[kTargets];
+
+class ScopedHostTime {
+ public:
+  explicit ScopedHostTime(Target target) : target_(target), start_(Clock::now()) {}
+  ~ScopedHostTime() {
+    const auto spent = std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start_);
+    HostTime& time = host_times[static_cast<int>(target_)];
+    time.calls.fetch_add(1, std::memory_order_relaxed);
+    time.nanoseconds.fetch_add(spent.count(), std::memory_order_relaxed);
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  Target target_;
+  Clock::time_point start_;
+};
+
+// XLA does not say which custom call failed, so the target's name goes in front.
+inline ffi::Error Named(Target target, ffi::Error error) {
+  if (error.success()) [[likely]] {
+    return error;
+  }
+  return ffi::Error(*error.errc(),
+                    std::string(kTargetNames[static_cast<int>(target)]) + ": " + error.message());
+}
+
+template <Target target, auto function>
+struct Initialize {
+  template <typename... Operands>
+  ffi::Error operator()(Operands... operands) const {
+    return Named(target, function(std::nullopt, operands...));
+  }
+};
+
+template <Target target, auto function>
+struct Execute {
+  template <typename... Operands>
+  ffi::Error operator()(void* stream, Operands... operands) const {
+    ScopedHostTime time(target);
+    return Named(target, function(Stream(stream), operands...));
+  }
+};
+
+// A loaded kernel and the generated struct of its arguments, tied together by type.
+template <typename Args>
+struct Ready {
+  LoadedKernel kernel;
+
+  int block() const { return kernel.variant->block; }
+};
+
+// Looks a kernel up for this device and loads it.
+template <typename Args>
+ffi::Error Prepare(Device* device, Dtype dtype, int64_t qk_dim, int64_t v_dim, Ready<Args>* ready) {
+  const Query query{Args::kKernel, device->cc, dtype, qk_dim, v_dim};
+  const Variant* variant = Find(query);
+  PACKAX_CHECK(variant != nullptr, kUnimplemented)
+      << DescribeMissing(query) << "; device " << device->ordinal << " is " << device->name;
+  return Load(device, *variant, &ready->kernel);
+}
+
+template <typename Args>
+ffi::Error Launch(const Ready<Args>& ready, Stream stream, Grid grid, const Args& args) {
+  return Launch(ready.kernel, *stream, grid, args.Addresses().data());
+}
+
+}  // namespace packax
+
+// The exported stages, defined in attention.cc and masks.cc.
+XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_documents_initialize);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_documents_execute);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_blocks_initialize);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_blocks_execute);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_forward_initialize);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_forward_execute);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_backward_initialize);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_backward_execute);

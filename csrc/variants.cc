@@ -1,0 +1,107 @@
+#include "variants.h"
+
+#include <iterator>
+#include <set>
+#include <sstream>
+#include <tuple>
+
+#define PACKAX_VARIANT(name, ...)                         \
+  extern "C" const unsigned char packax_##name##_begin[]; \
+  extern "C" const unsigned char packax_##name##_end[];
+#include "table.inc"
+#undef PACKAX_VARIANT
+
+namespace packax {
+namespace {
+
+constexpr const char* kDtypeNames[] = {"any", "bf16", "f16"};
+
+#define PACKAX_VARIANT(name, kernel, arch, cc, exact, dtype, qk_dim, v_dim, symbol, threads, \
+                       shared, block)                                                        \
+  Variant{                                                                                   \
+      #name, Kernel::kernel, arch,    cc,     exact, Dtype::dtype,          qk_dim,          \
+      v_dim, symbol,         threads, shared, block, packax_##name##_begin, packax_##name##_end},
+const Variant kTable[] = {
+#include "table.inc"
+};
+#undef PACKAX_VARIANT
+
+bool Runs(const Variant& v, int cc) {
+  return v.exact ? v.cc == cc : v.cc / 10 == cc / 10 && v.cc <= cc;
+}
+
+// Of two rows that both run: a row made for this very chip first, then the newest.
+bool Better(const Variant& a, const Variant& b) {
+  return std::tuple(a.exact, a.cc) > std::tuple(b.exact, b.cc);
+}
+
+void Append(std::string* list, const std::string& item) {
+  if (!list->empty()) *list += ", ";
+  *list += item;
+}
+
+std::string Dims(int64_t qk_dim, int64_t v_dim) {
+  return std::to_string(qk_dim) + "x" + std::to_string(v_dim);
+}
+
+}  // namespace
+
+std::span<const Variant> Variants() { return kTable; }
+
+const Variant* Find(const Query& q) {
+  const Variant* best = nullptr;
+  for (const Variant& v : kTable) {
+    if (v.kernel != q.kernel || v.dtype != q.dtype || v.qk_dim != q.qk_dim || v.v_dim != q.v_dim)
+      continue;
+    if (Runs(v, q.cc) && (best == nullptr || Better(v, *best))) best = &v;
+  }
+  return best;
+}
+
+std::string DescribeMissing(const Query& q) {
+  // Ordered by number, not by text: sm_100a comes after sm_90a, 128x128 after 64x64.
+  std::set<std::tuple<int, std::string>> archs;
+  std::set<std::string> dtypes;
+  std::set<std::tuple<int, int>> dims;
+  for (const Variant& v : kTable) {
+    if (v.kernel != q.kernel) continue;
+    archs.emplace(v.cc, v.arch);
+    dtypes.insert(Name(v.dtype));
+    dims.emplace(v.qk_dim, v.v_dim);
+  }
+  std::string arch_list, dtype_list, dim_list;
+  for (const auto& [cc, arch] : archs) Append(&arch_list, arch);
+  for (const auto& dtype : dtypes) Append(&dtype_list, dtype);
+  for (const auto& [qk_dim, v_dim] : dims) Append(&dim_list, Dims(qk_dim, v_dim));
+
+  std::ostringstream out;
+  out << "no " << Name(q.kernel) << " kernel for compute capability " << q.cc / 10 << "."
+      << q.cc % 10;
+  if (q.dtype != Dtype::kAny) {
+    out << ", " << Name(q.dtype) << ", head dims " << Dims(q.qk_dim, q.v_dim)
+        << " (query and key x value)";
+  }
+  out << "; this build has it for " << arch_list;
+  if (q.dtype != Dtype::kAny) out << "; " << dtype_list << "; head dims " << dim_list;
+  return out.str();
+}
+
+const char* Name(Kernel kernel) { return kKernelNames[static_cast<int>(kernel)]; }
+
+const char* Name(Dtype dtype) { return kDtypeNames[static_cast<int>(dtype)]; }
+
+bool ParseKernel(std::string_view name, Kernel* kernel) {
+  for (size_t i = 0; i < std::size(kKernelNames); ++i) {
+    if (name == kKernelNames[i]) return *kernel = static_cast<Kernel>(i), true;
+  }
+  return false;
+}
+
+bool ParseDtype(std::string_view name, Dtype* dtype) {
+  for (size_t i = 0; i < std::size(kDtypeNames); ++i) {
+    if (name == kDtypeNames[i]) return *dtype = static_cast<Dtype>(i), true;
+  }
+  return false;
+}
+
+}  // namespace packax

@@ -1,0 +1,61 @@
+// What this build contains: the generated table of cubins, and the rule that picks one for a
+// device.
+//
+// Pure data and arithmetic: knows neither XLA nor the driver, so it is tested without either.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "args.h"  // generated: Kernel, kKernelNames
+
+namespace packax {
+
+enum class Dtype { kAny, kBf16, kF16 };
+
+struct Variant {
+  const char* name;
+  Kernel kernel;
+  const char* arch;  // "sm_90a"
+  int cc;            // compute capability, 10 * major + minor
+  bool exact;        // runs on `cc` only; otherwise on the same major, this minor and above
+  Dtype dtype;
+  int qk_dim, v_dim;  // 0 for mask kernels
+  const char* symbol;
+  int threads;
+  int shared;  // bytes of dynamic shared memory
+  int block;   // what one program covers: the grid is divided by it
+  const unsigned char* begin;
+  const unsigned char* end;
+
+  size_t bytes() const { return static_cast<size_t>(end - begin); }
+};
+
+// What is asked for: a kernel for a device, and for attention kernels the dtype and the head dims.
+struct Query {
+  Kernel kernel;
+  int cc;
+  Dtype dtype = Dtype::kAny;
+  int64_t qk_dim = 0, v_dim = 0;
+};
+
+// All rows, by name.
+std::span<const Variant> Variants();
+
+// The row for exactly this compute capability if there is one, else the highest minor of the same
+// major that the device can run; null if there is none.
+const Variant* Find(const Query& query);
+
+// Why Find() gave nothing: what the device is, what was asked, what this build has of that kernel.
+std::string DescribeMissing(const Query& query);
+
+const char* Name(Kernel kernel);
+const char* Name(Dtype dtype);
+bool ParseKernel(std::string_view name, Kernel* kernel);
+bool ParseDtype(std::string_view name, Dtype* dtype);
+
+}  // namespace packax

@@ -1,0 +1,49 @@
+"""XLA FFI handlers of packax and the table of kernels in this build (csrc/module.cc)."""
+
+from typing import NotRequired, TypedDict
+
+from typing_extensions import CapsuleType
+
+class Variant(TypedDict):
+    name: str
+    kernel: str  # "forward", "documents_init", ...
+    arch: str  # "sm_90a"
+    cc: int  # 90
+    exact: bool  # runs on `cc` only; otherwise on the same major, this minor and above
+    dtype: str  # "bf16", "f16"; "any" for mask kernels
+    qk_dim: int  # 0 for mask kernels
+    v_dim: int
+    threads: int
+    shared: int  # bytes of dynamic shared memory
+    block: int  # what one program covers
+    bytes: int  # of the cubin
+
+class Device(TypedDict):
+    ordinal: int
+    name: str
+    cc: int
+
+class Driver(TypedDict):
+    """Either `error`, or `version` (12090 is CUDA 12.9) and `devices`."""
+
+    error: NotRequired[str]
+    version: NotRequired[int]
+    devices: NotRequired[list[Device]]
+
+def registrations() -> dict[str, dict[str, CapsuleType]]:
+    """FFI handlers: target name -> stage -> capsule, as jax.ffi.register_ffi_target takes them."""
+
+def variants() -> list[Variant]:
+    """Every kernel in this build."""
+
+def find(kernel: str, cc: int, dtype: str, qk_dim: int, v_dim: int) -> str | None:
+    """The name of the kernel that a device of compute capability `cc` would run, or None."""
+
+def driver() -> Driver:
+    """What the CUDA driver of this machine says. Opens libcuda on first use; creates no context."""
+
+def host_times() -> dict[str, tuple[int, int]]:
+    """Target name -> (calls, nanoseconds) spent in the execute stage by this process."""
+
+def reset_host_times() -> None:
+    """Sets `host_times()` to zero."""
