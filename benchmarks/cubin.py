@@ -21,7 +21,9 @@ class Driver:
         self.ok(self.cu.cuInit(0), "cuInit")
         device, context = C.c_int(), C.c_void_p()
         self.ok(self.cu.cuDeviceGet(C.byref(device), 0), "cuDeviceGet")
-        self.ok(self.cu.cuDevicePrimaryCtxRetain(C.byref(context), device), "cuDevicePrimaryCtxRetain")
+        self.ok(
+            self.cu.cuDevicePrimaryCtxRetain(C.byref(context), device), "cuDevicePrimaryCtxRetain"
+        )
         self.ok(self.cu.cuCtxSetCurrent(context), "cuCtxSetCurrent")
         name = C.create_string_buffer(128)
         self.ok(self.cu.cuDeviceGetName(name, 128, device), "cuDeviceGetName")
@@ -62,21 +64,36 @@ class Buffer:
         self.driver, self.shape, self.dtype = driver, shape, np.dtype(dtype)
         self.bytes = int(np.prod(shape)) * self.dtype.itemsize
         self.pointer = C.c_uint64()
-        driver.ok(driver.cu.cuMemAlloc_v2(C.byref(self.pointer), C.c_size_t(self.bytes)), "cuMemAlloc")
+        driver.ok(
+            driver.cu.cuMemAlloc_v2(C.byref(self.pointer), C.c_size_t(self.bytes)), "cuMemAlloc"
+        )
         self.fill(fill)
 
     def fill(self, byte: int) -> None:
         """0xFF poisons: NaN as a float, -1 as an integer."""
-        self.driver.ok(self.driver.cu.cuMemsetD8_v2(self.pointer, C.c_ubyte(byte), C.c_size_t(self.bytes)), "cuMemsetD8")
+        self.driver.ok(
+            self.driver.cu.cuMemsetD8_v2(self.pointer, C.c_ubyte(byte), C.c_size_t(self.bytes)),
+            "cuMemsetD8",
+        )
 
     def get(self) -> np.ndarray:
         host = np.empty(self.shape, self.dtype)
-        self.driver.ok(self.driver.cu.cuMemcpyDtoH_v2(host.ctypes.data_as(C.c_void_p), self.pointer, C.c_size_t(self.bytes)), "cuMemcpyDtoH")
+        self.driver.ok(
+            self.driver.cu.cuMemcpyDtoH_v2(
+                host.ctypes.data_as(C.c_void_p), self.pointer, C.c_size_t(self.bytes)
+            ),
+            "cuMemcpyDtoH",
+        )
         return host
 
     def set(self, host: np.ndarray) -> Buffer:
         assert host.shape == self.shape and host.dtype == self.dtype and host.flags.c_contiguous
-        self.driver.ok(self.driver.cu.cuMemcpyHtoD_v2(self.pointer, host.ctypes.data_as(C.c_void_p), C.c_size_t(self.bytes)), "cuMemcpyHtoD")
+        self.driver.ok(
+            self.driver.cu.cuMemcpyHtoD_v2(
+                self.pointer, host.ctypes.data_as(C.c_void_p), C.c_size_t(self.bytes)
+            ),
+            "cuMemcpyHtoD",
+        )
         return self
 
     def free(self) -> None:
@@ -91,18 +108,31 @@ class Kernel:
         self.meta = json.loads(record.read_text())
         image = record.with_suffix(".cubin").read_bytes()
         library, kernel, self.fn = C.c_void_p(), C.c_void_p(), C.c_void_p()
-        driver.ok(driver.cu.cuLibraryLoadData(C.byref(library), image, None, None, 0, None, None, 0), f"load {record.stem}")
-        driver.ok(driver.cu.cuLibraryGetKernel(C.byref(kernel), library, self.meta["symbol"].encode()), "cuLibraryGetKernel")
+        driver.ok(
+            driver.cu.cuLibraryLoadData(C.byref(library), image, None, None, 0, None, None, 0),
+            f"load {record.stem}",
+        )
+        driver.ok(
+            driver.cu.cuLibraryGetKernel(C.byref(kernel), library, self.meta["symbol"].encode()),
+            "cuLibraryGetKernel",
+        )
         driver.ok(driver.cu.cuKernelGetFunction(C.byref(self.fn), kernel), "cuKernelGetFunction")
         if self.meta["shared"] > 48 * 1024:
-            driver.ok(driver.cu.cuFuncSetAttribute(self.fn, 8, self.meta["shared"]), "cuFuncSetAttribute")
+            driver.ok(
+                driver.cu.cuFuncSetAttribute(self.fn, 8, self.meta["shared"]), "cuFuncSetAttribute"
+            )
 
     def __call__(self, grid: tuple[int, ...], *args: Any) -> None:
         params = self.meta["params"]
         if len(args) != len(params):
-            raise TypeError(f"{self.meta['kernel']} takes {len(params)} arguments, {len(args)} given")
+            raise TypeError(
+                f"{self.meta['kernel']} takes {len(params)} arguments, {len(args)} given"
+            )
         kinds = {"i32": C.c_int32, "i64": C.c_int64, "f32": C.c_float}
-        values = [a.pointer if p["type"] == "ptr" else kinds[p["type"]](a) for a, p in zip(args, params, strict=True)]
+        values = [
+            a.pointer if p["type"] == "ptr" else kinds[p["type"]](a)
+            for a, p in zip(args, params, strict=True)
+        ]
         values += [C.c_uint64(0), C.c_uint64(0)]  # Triton's scratch pointers
         pointers = (C.c_void_p * len(values))(*[C.addressof(v) for v in values])
         x, y = (*grid, 1)[:2]

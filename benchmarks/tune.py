@@ -63,7 +63,10 @@ def build(folder: pathlib.Path, arch: str, jobs: int) -> None:
     for variant, out in todo:
         by_place.setdefault(str(out), []).append(variant)
     for i, (out, some) in enumerate(by_place.items()):
-        print(f"{i + 1}/{len(by_place)} {pathlib.Path(out).parent.name}{pathlib.Path(out).name}", flush=True)
+        print(
+            f"{i + 1}/{len(by_place)} {pathlib.Path(out).parent.name}{pathlib.Path(out).name}",
+            flush=True,
+        )
         failed += aot.compile_table(some, pathlib.Path(out), None, jobs)
     print(f"{failed} candidates do not compile; they are left out")
 
@@ -72,7 +75,10 @@ def lengths(total: int, n: int) -> np.ndarray:
     """Document lengths of board.json: n - 1 distinct cuts at multiples of 64."""
     if n == 1:
         return np.array([total])
-    cuts = np.sort(np.random.RandomState(0).choice(np.arange(1, total // 64), n - 1, replace=False)) * 64
+    cuts = (
+        np.sort(np.random.RandomState(0).choice(np.arange(1, total // 64), n - 1, replace=False))
+        * 64
+    )
     return np.diff(np.concatenate([[0], cuts, [total]]))
 
 
@@ -98,7 +104,9 @@ class Work:
                        if (r := json.loads(p.read_text()))["qk_dim"] in (0, dim)}  # fmt: skip
         rng = np.random.default_rng(0)
         new = lambda shape, kind=np.uint16: Buffer(driver, shape, kind)  # noqa: E731
-        put = lambda h: new((rows, h, dim)).set(bfloat16(rng.standard_normal((rows, h, dim), np.float32)))  # noqa: E731
+        put = lambda h: new((rows, h, dim)).set(
+            bfloat16(rng.standard_normal((rows, h, dim), np.float32))
+        )  # noqa: E731
         self.q, self.k, self.v, self.do = put(HEADS), put(KV_HEADS), put(KV_HEADS), put(HEADS)
         self.out, self.dq = new((rows, HEADS, dim)), new((rows, HEADS, dim))
         self.dk, self.dv = new((rows, KV_HEADS, dim)), new((rows, KV_HEADS, dim))
@@ -114,7 +122,15 @@ class Work:
         self.q_order, self.kv_order = new((tiles,), np.int32), new((tiles,), np.int32)
         self.common["blocks_rows"]((-(-blocks // 16),), self.lo, self.hi, zero, self.q_blocks, rows)
         self.common["blocks_keys"]((-(-blocks // 16),), self.q_blocks, self.kv_blocks, rows, rows)
-        self.common["blocks_order"]((-(-tiles // 128),), self.q_blocks, self.kv_blocks, self.q_order, self.kv_order, rows, rows)
+        self.common["blocks_order"](
+            (-(-tiles // 128),),
+            self.q_blocks,
+            self.kv_blocks,
+            self.q_order,
+            self.kv_order,
+            rows,
+            rows,
+        )
         driver.synchronize()
 
     def launch(self, kernel) -> None:  # type: ignore[no-untyped-def]
@@ -124,19 +140,46 @@ class Work:
         per_tile = self.tiles * (128 // block)
         operands = (self.q, self.k, self.v)
         if name == "forward":
-            kernel((HEADS * per_tile,), *operands, self.out, self.lse, *mask, self.q_order, *scalars)
+            kernel(
+                (HEADS * per_tile,), *operands, self.out, self.lse, *mask, self.q_order, *scalars
+            )
         elif name == "backward_dkdv":
             outputs = (self.do, self.lse, self.delta, self.dk, self.dv)
-            kernel((KV_HEADS * per_tile,), *operands, *outputs, *mask, self.kv_blocks, self.kv_order, *scalars)
+            kernel(
+                (KV_HEADS * per_tile,),
+                *operands,
+                *outputs,
+                *mask,
+                self.kv_blocks,
+                self.kv_order,
+                *scalars,
+            )
         elif name == "backward_dq":
             outputs = (self.do, self.lse, self.delta, self.dq)
             kernel((HEADS * per_tile,), *operands, *outputs, *mask, self.q_order, *scalars)
         elif name == "backward_delta":
             grid = (-(-self.rows // block) * HEADS,)
-            kernel(grid, self.out, self.do, self.lse, self.delta, self.lo, self.hi, 0, 1, 1, self.rows, HEADS)
+            kernel(
+                grid,
+                self.out,
+                self.do,
+                self.lse,
+                self.delta,
+                self.lo,
+                self.hi,
+                0,
+                1,
+                1,
+                self.rows,
+                HEADS,
+            )
 
     def outputs(self, kernel: str) -> list[np.ndarray]:
-        buffers = {"forward": [self.out], "backward_dkdv": [self.dk, self.dv], "backward_dq": [self.dq]}[kernel]
+        buffers = {
+            "forward": [self.out],
+            "backward_dkdv": [self.dk, self.dv],
+            "backward_dq": [self.dq],
+        }[kernel]
         return [float32(b.get()) for b in buffers]
 
     def poison(self) -> None:
@@ -179,7 +222,11 @@ def time_candidates(folder: pathlib.Path, rounds: int) -> None:
     for dim, cases in CASES.items():
         for case, (length, documents) in cases.items():
             work = Work(driver, folder, length, dim, documents)
-            for kernel, factor in (("forward", 1.0), ("backward_dkdv", 4 / 2), ("backward_dq", 3 / 2)):
+            for kernel, factor in (
+                ("forward", 1.0),
+                ("backward_dkdv", 4 / 2),
+                ("backward_dq", 3 / 2),
+            ):
                 reference = None
                 for label, record in candidates(folder, kernel, dim):
                     loaded = Kernel(driver, record)
@@ -193,8 +240,14 @@ def time_candidates(folder: pathlib.Path, rounds: int) -> None:
                     if reference is None:
                         reference = got
                         if kernel == "forward":
-                            print(f"{case} d{dim}: error against float64 {work.sampled_error(got[0]):.1e}", flush=True)
-                    worst = max(float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in zip(got, reference, strict=True))
+                            print(
+                                f"{case} d{dim}: error against float64 {work.sampled_error(got[0]):.1e}",
+                                flush=True,
+                            )
+                    worst = max(
+                        float(np.linalg.norm(a - b) / np.linalg.norm(b))
+                        for a, b in zip(got, reference, strict=True)
+                    )
                     ms = driver.milliseconds(lambda: work.launch(loaded), rounds)  # noqa: B023
                     row = dict(case=case, dim=dim, kernel=kernel, tile=label, ms=round(ms, 4), difference=worst,
                                tflops=round(factor * work.flops / ms / 1e9, 1), registers=loaded.meta["registers"],
