@@ -2,7 +2,8 @@
 
 documents_p: q_ids, kv_ids, q_pos, kv_pos -> lo, hi, tested
 blocks_p: q_lo, q_hi, tested -> q_blocks, kv_blocks, q_order, kv_order
-forward_p: query, key, value, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order -> out, lse
+forward_p: query, key, value, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order
+    -> out, lse
 backward_p: query, key, value, out, lse, dout, dlse, the mask operands of forward_p, kv_blocks,
     kv_order -> dq, dk, dv
 docs/design.md gives every shape; lowering.py gives them a meaning per platform.

@@ -158,7 +158,8 @@ def _key_blocks(q_blocks, q_len, kv_len):
         return jnp.stack([row_lo, row_hi, core_lo, core_hi])
 
     first_keys = jnp.arange(0, kv_len, BLOCK, dtype=jnp.int32)
-    return jax.vmap(one_block, out_axes=1)(first_keys)
+    # Each key block looks at all query blocks: in batches, so that memory stays linear.
+    return jax.lax.map(one_block, first_keys, batch_size=64).T
 
 
 def _order(low, high):

@@ -1,0 +1,207 @@
+"""Named inputs, for every implementation: small, odd, and each there for a failure it can show."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import numpy as np
+import packax
+from packax.masks import MaskExpression
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    name: str
+    why: str
+    mask: Callable[[], MaskExpression]
+    q_len: int
+    kv_len: int
+    batch: int = 1
+    heads: int = 2
+    kv_heads: int = 1
+
+    def tensors(self, dtype, qk_dim: int = 64, v_dim: int = 64):
+        """query, key, value, dout in dtype, and dlse (B, H, Sq) in float32: the same every time."""
+        rng = np.random.default_rng(zlib.crc32(self.name.encode()))
+
+        def normal(length, heads, dim):
+            x = rng.standard_normal((self.batch, length, heads, dim), np.float32)
+            return jnp.asarray(x, dtype)
+
+        return (
+            normal(self.q_len, self.heads, qk_dim),
+            normal(self.kv_len, self.kv_heads, qk_dim),
+            normal(self.kv_len, self.kv_heads, v_dim),
+            normal(self.q_len, self.heads, v_dim),
+            jnp.asarray(rng.standard_normal((self.batch, self.heads, self.q_len), np.float32)),
+        )
+
+    def allowed(self) -> np.ndarray:
+        """The dense mask, (Sq, Skv) or (B or 1, Sq, Skv)."""
+        return np.asarray(self.mask().as_array(self.q_len, self.kv_len))
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def ids_of(*pieces: tuple[int, int]) -> np.ndarray:
+    """Ids from (id, length) pieces."""
+    return np.concatenate([np.full(length, value, np.int32) for value, length in pieces])
+
+
+def positions_of(ids: np.ndarray) -> np.ndarray:
+    """Positions that restart at every change of id."""
+    starts = np.concatenate([[True], ids[1:] != ids[:-1]])
+    index = np.arange(len(ids))
+    return (index - np.maximum.accumulate(np.where(starts, index, 0))).astype(np.int32)
+
+
+ODD = ids_of((0, 1), (1, 17), (2, 128), (3, 63), (4, 131), (5, 64), (6, 5))  # 409
+PADDED = ids_of((-1, 3), (0, 70), (-1, 61), (1, 100), (2, 1), (-1, 9), (3, 90), (-1, 75))  # 409
+BACK = ids_of((7, 90), (8, 40), (7, 65), (9, 1), (8, 100), (-1, 13), (7, 100))  # 409
+INT32 = np.iinfo(np.int32)
+
+
+def _causal_documents(*args, **kwargs):
+    return packax.causal() & packax.documents(*args, **kwargs)
+
+
+def _batch_of_three():
+    one_document = ids_of((5, 409))
+    return np.stack([ODD, PADDED, one_document])
+
+
+def _hashed():
+    # 1024, 4096 and 2^20 apart: they fall in one slot of the id table's first hash.
+    values = [INT32.min, INT32.max, 12, 12 + 1024, 12 + 4096, 12 + (1 << 20), -2, 0, 123456789]
+    return ids_of(*((value, 20 + 7 * n) for n, value in enumerate(values)))  # 432
+
+
+def _random_ranges(seed, batch, q_len, kv_len):
+    rng = np.random.default_rng(seed)
+    return rng.integers(-5, kv_len + 5, (2, batch, q_len))
+
+
+def _window():
+    index = np.arange(300)
+    return packax.ranges(index - 50, index + 1)
+
+
+def _prefix():
+    # Positions max(i, 99): the first 100 tokens attend each other both ways.
+    return _causal_documents(ids_of((0, 250)), positions=np.maximum(np.arange(250), 99))
+
+
+def _falling():
+    rng = np.random.default_rng(1)
+    return _causal_documents(PADDED, positions=rng.integers(0, 60, len(PADDED)))
+
+
+def _cross():
+    return packax.documents(
+        ids_of((0, 33), (1, 70), (-1, 10), (3, 60)), ids_of((1, 120), (3, 44), (-1, 30), (0, 106))
+    )
+
+
+def _cross_positions():
+    kv_ids = ids_of((1, 130), (2, 131))
+    ids = ids_of((2, 50), (1, 51))
+    return _causal_documents(
+        ids, kv_ids, positions=positions_of(ids) + 40, kv_positions=positions_of(kv_ids)
+    )
+
+
+CASES = [
+    Case("one_token", "smallest shapes", lambda: packax.causal(), 1, 1),
+    Case("full_odd", "partial last tiles, no mask", packax.full, 257, 257, heads=3, kv_heads=3),
+    Case("causal", "whole tiles", packax.causal, 256, 256, batch=2),
+    Case("causal_long", "many tiles, mask-free cores", packax.causal, 1000, 1000),
+    Case("causal_wide", "Sq < Skv, keys after the last row", packax.causal, 150, 333),
+    Case("causal_tall", "Sq > Skv, rows after the last key", packax.causal, 333, 150),
+    Case("one_row", "decoding: one row, many keys", packax.full, 1, 321, heads=8),
+    Case("documents_odd", "odd lengths", lambda: _causal_documents(ODD), 409, 409),
+    Case("documents_full", "documents both ways", lambda: packax.documents(ODD), 409, 409),
+    Case("padding", "start, middle, end", lambda: _causal_documents(PADDED), 409, 409),
+    Case("all_padding", "nothing at all", lambda: _causal_documents(ids_of((-1, 200))), 200, 200),
+    Case(
+        "single_tokens",
+        "one-token documents",
+        lambda: _causal_documents(np.arange(260, dtype=np.int32)),
+        260,
+        260,
+    ),
+    Case(
+        "batch_of_three",
+        "different documents per row",
+        lambda: _causal_documents(_batch_of_three()),
+        409,
+        409,
+        batch=3,
+        heads=4,
+        kv_heads=2,
+    ),
+    Case(
+        "one_mask_for_all",
+        "mask batch 1, batch 3",
+        lambda: _causal_documents(PADDED),
+        409,
+        409,
+        batch=3,
+    ),
+    Case("gqa_1", "group 1", lambda: _causal_documents(ODD), 409, 409, heads=2, kv_heads=2),
+    Case("gqa_4", "group 4", lambda: _causal_documents(ODD), 409, 409, heads=8, kv_heads=2),
+    Case("gqa_8", "group 8", lambda: _causal_documents(ODD), 409, 409, heads=16, kv_heads=2),
+    Case(
+        "hashed_ids", "large, negative, colliding", lambda: _causal_documents(_hashed()), 432, 432
+    ),
+    Case("ids_reappear", "hulls: tested rows", lambda: _causal_documents(BACK), 409, 409),
+    Case(
+        "ids_alternate", "tested everywhere", lambda: packax.documents(np.arange(200) % 2), 200, 200
+    ),
+    Case(
+        "positions_restart",
+        "ordinary positions",
+        lambda: _causal_documents(ODD, positions=positions_of(ODD)),
+        409,
+        409,
+    ),
+    Case(
+        "positions_reappear",
+        "an id that comes back, positions that restart",
+        lambda: _causal_documents(BACK, positions=positions_of(BACK)),
+        409,
+        409,
+    ),
+    Case("positions_fall", "positions in any order", _falling, 409, 409),
+    Case("positions_prefix", "equal positions: both ways", _prefix, 250, 250),
+    Case("cross_documents", "kv ids, other order", _cross, 173, 300),
+    Case("cross_positions", "kv ids and positions", _cross_positions, 101, 261, heads=4),
+    Case("window", "ranges, one mask", _window, 300, 300),
+    Case(
+        "ranges_random",
+        "no order at all, outside [0, Skv], empty rows",
+        lambda: packax.ranges(*_random_ranges(2, 2, 190, 310)),
+        190,
+        310,
+        batch=2,
+    ),
+    Case(
+        "ranges_of_documents",
+        "three narrowings",
+        lambda: _window() & _causal_documents(np.arange(300) // 77),
+        300,
+        300,
+    ),
+    Case(
+        "ranges_of_hulls",
+        "ranges narrow a tested row until it attends nothing",
+        lambda: packax.ranges(np.arange(200) - 3, np.arange(200)) & packax.documents(BACK[:200]),
+        200,
+        200,
+    ),
+]
+BY_NAME = {case.name: case for case in CASES}
+assert len(BY_NAME) == len(CASES)

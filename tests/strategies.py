@@ -1,0 +1,79 @@
+"""Hypothesis strategies for masks: lengths from few values, so that each shape compiles once."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import strategies as st
+
+LENGTHS = (1, 5, 64, 130)
+# Small, padding, extremes, and ids that share a slot of the tables (1024 slots at these lengths).
+IDS = (-1, 0, 1, 2, 3, 1024, 1025, 5 * 1024, -1024, -2, 2**31 - 1, -(2**31))
+
+lengths = st.sampled_from(LENGTHS)
+
+
+def _fill(values, lengths, total):
+    """Runs of values, one after another, cut or continued to the total length."""
+    row = np.repeat(np.asarray(values, np.int32), lengths)
+    return np.resize(row, total)
+
+
+@st.composite
+def ids(draw, length, batch):
+    rows = []
+    for _ in range(batch):
+        runs = draw(
+            st.lists(st.tuples(st.sampled_from(IDS), st.integers(1, 40)), min_size=1, max_size=8)
+        )
+        rows.append(_fill(*zip(*runs, strict=True), length))
+    return np.stack(rows)
+
+
+@st.composite
+def positions(draw, length, batch):
+    """Rising in steps of 0 to 2, now and then back to a small value."""
+    seed = draw(st.integers(0, 2**32 - 1))
+    rng = np.random.default_rng(seed)
+    breaks = draw(st.sampled_from([0.0, 0.02, 0.5]))
+    steps = rng.integers(0, 3, (batch, length))
+    steps[rng.random((batch, length)) < breaks] = -7
+    return (np.cumsum(steps, axis=1) - draw(st.integers(-5, 5))).astype(np.int32)
+
+
+@st.composite
+def bounds(draw, length, kv_len, batch):
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    return rng.integers(-3, kv_len + 4, (2, batch, length))
+
+
+@st.composite
+def documents(draw):
+    """Arguments of documents(...), unbatched or not, self or cross."""
+    q_len = draw(lengths)
+    cross = draw(st.booleans())
+    kv_len = draw(lengths) if cross else q_len
+    batch = draw(st.sampled_from([1, 2]))
+    args = {"segment_ids": draw(ids(q_len, batch))}
+    if cross:
+        args["kv_segment_ids"] = draw(ids(kv_len, batch))
+    if draw(st.booleans()):
+        args["positions"] = draw(positions(q_len, batch))
+        if cross or draw(st.booleans()):
+            args["kv_positions"] = draw(positions(kv_len, batch))
+    if batch == 1 and draw(st.booleans()):
+        args = {name: x[0] for name, x in args.items()}
+    return args, q_len, kv_len
+
+
+@st.composite
+def expressions(draw):
+    """(what to build, q_len, kv_len): documents arguments, causal or not, ranges or not."""
+    args, q_len, kv_len = draw(documents())
+    use_documents = draw(st.booleans())
+    use_causal = draw(st.booleans())
+    limits = draw(st.none() | bounds(q_len, kv_len, draw(st.sampled_from([1, 2]))))
+    if use_documents and limits is not None:
+        ids_batch = args["segment_ids"].shape[0] if args["segment_ids"].ndim == 2 else 1
+        if ids_batch > 1 and limits.shape[1] > 1 and ids_batch != limits.shape[1]:
+            limits = limits[:, :1]
+    return (args if use_documents else None, use_causal, limits), q_len, kv_len

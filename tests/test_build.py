@@ -1,0 +1,131 @@
+"""create_attention_mask: what its arrays allow is what the expression means."""
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import packax
+import pytest
+import strategies
+from hypothesis import given
+from test_masks import expression_of
+
+
+def attended(mask, use_test=True):
+    """The pairs that the arrays allow, as docs/design.md reads them."""
+    index = np.arange(mask.kv_len)
+    lo, hi = np.asarray(mask.q_lo)[..., None], np.asarray(mask.q_hi)[..., None]
+    allowed = (lo <= index) & (index < hi)
+    if use_test and mask.element_test >= 1:
+        kv_ids = mask.q_ids if mask.kv_ids is None else mask.kv_ids
+        allowed &= np.asarray(mask.q_ids)[..., None] == np.asarray(kv_ids)[:, None]
+    if use_test and mask.element_test >= 2:
+        kv_pos = mask.q_pos if mask.kv_pos is None else mask.kv_pos
+        allowed &= np.asarray(mask.q_pos)[..., None] >= np.asarray(kv_pos)[:, None]
+    return allowed
+
+
+def check(mask, expression):
+    dense = np.asarray(expression.as_array(mask.q_len, mask.kv_len))
+    dense = np.broadcast_to(dense, (mask.q_lo.shape[0], mask.q_len, mask.kv_len))
+    np.testing.assert_array_equal(attended(mask), dense)
+    # Where no row of a block is tested the ranges alone say it: kernels load no id there.
+    tested = (np.asarray(mask.q_blocks)[:, 4] & 1).repeat(64, axis=1)[:, : mask.q_len] != 0
+    ranges_only = attended(mask, use_test=False)
+    np.testing.assert_array_equal(ranges_only[~tested], dense[~tested])
+    empty = np.asarray(mask.q_lo) >= np.asarray(mask.q_hi)
+    assert not np.asarray(mask.q_lo)[empty].any() and not np.asarray(mask.q_hi)[empty].any()
+
+
+@given(strategies.expressions())
+def test_arrays_mean_the_expression(drawn):
+    recipe, q_len, kv_len = drawn
+    expression = expression_of(recipe)
+    check(packax.create_attention_mask(expression, q_len=q_len, kv_len=kv_len), expression)
+
+
+@pytest.mark.parametrize("case", cases.CASES, ids=str)
+def test_cases(case):
+    expression = case.mask()
+    mask = packax.create_attention_mask(expression, q_len=case.q_len, kv_len=case.kv_len)
+    assert mask.q_lo.shape[0] in (1, case.batch)
+    check(mask, expression)
+
+
+def test_leaves_are_as_documented():
+    ids = np.stack([cases.ODD, cases.PADDED])
+    kv_ids = np.zeros((1, 300), np.int32)
+    mask = packax.create_attention_mask(
+        packax.causal()
+        & packax.documents(ids, kv_ids, positions=cases.ODD, kv_positions=np.zeros(300, np.int32))
+    )
+    assert {
+        name: getattr(mask, name).shape
+        for name in vars(mask)
+        if name[:2] in ("q_", "kv") and "len" not in name
+    } == {
+        "q_lo": (2, 409),
+        "q_hi": (2, 409),
+        "q_ids": (2, 409),
+        "q_pos": (2, 409),
+        "kv_ids": (2, 300),
+        "kv_pos": (2, 300),
+        "q_blocks": (2, 5, 7),
+        "kv_blocks": (2, 4, 5),
+        "q_order": (2, 4),
+        "kv_order": (2, 3),
+    }
+    assert all(x.dtype == jnp.int32 for x in jax.tree.leaves(mask))
+    assert (mask.q_len, mask.kv_len, mask.element_test) == (409, 300, 2)
+
+
+def test_what_is_not_needed_is_not_held():
+    ids, positions = cases.ODD, cases.positions_of(cases.ODD)
+    one = packax.create_attention_mask(packax.documents(ids, positions=positions))
+    assert one.element_test == 1 and one.q_pos is None and one.kv_ids is None
+    none = packax.create_attention_mask(packax.causal(), q_len=8, kv_len=8)
+    assert none.element_test == 0 and none.q_ids is None
+    # 16 bytes a token, and the summaries of blocks
+    by_position = packax.create_attention_mask(
+        packax.causal() & packax.documents(np.tile(ids, 20), positions=np.tile(positions, 20))
+    )
+    held = sum(x.nbytes for x in jax.tree.leaves(by_position))
+    assert held <= 16.7 * 20 * len(ids)
+
+
+def test_lengths_come_from_arrays_or_keywords():
+    ids = np.zeros(7, np.int32)
+    assert packax.create_attention_mask(packax.documents(ids)).kv_len == 7
+    cross = packax.documents(ids, np.zeros(9, np.int32))
+    mask = packax.create_attention_mask(packax.ranges(ids, ids + 1) & cross, q_len=7)
+    assert (mask.q_len, mask.kv_len) == (7, 9)
+    mask = packax.create_attention_mask(packax.ranges(ids, ids + 1), kv_len=np.int64(3))
+    assert (mask.q_len, mask.kv_len) == (7, 3)
+
+
+def test_is_a_pytree_that_crosses_jit_scan_and_remat():
+    ids = jnp.asarray(np.stack([cases.ODD, cases.PADDED]))
+
+    def build(ids):
+        return packax.create_attention_mask(packax.causal() & packax.documents(ids))
+
+    eager, jitted = build(ids), jax.jit(build)(ids)
+    assert jax.tree.structure(eager) == jax.tree.structure(jitted)
+    jax.tree.map(np.testing.assert_array_equal, eager, jitted)
+
+    def body(mask, _):
+        return mask, jax.checkpoint(lambda m: m.q_hi.sum())(mask)
+
+    carried, _ = jax.jit(lambda m: jax.lax.scan(body, m, None, length=2))(eager)
+    jax.tree.map(np.testing.assert_array_equal, eager, carried)
+
+
+def test_memory_is_linear():
+    def temporary(length):
+        def build(ids):
+            return packax.create_attention_mask(packax.causal() & packax.documents(ids))
+
+        ids = jax.ShapeDtypeStruct((1, length), jnp.int32)
+        return jax.jit(build).lower(ids).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary(1 << 18) < 4.5 * temporary(1 << 16)

@@ -1,0 +1,117 @@
+"""Expressions: `as_array` against the definition, one pair (i, j) at a time."""
+
+import jax.numpy as jnp
+import numpy as np
+import packax
+import pytest
+import strategies
+from hypothesis import given
+
+
+def expression_of(recipe):
+    args, causal, limits = recipe
+    expression = packax.full()
+    if causal:
+        expression = expression & packax.causal()
+    if args is not None:
+        expression = expression & packax.documents(**args)
+    if limits is not None:
+        expression = expression & packax.ranges(*limits)
+    return expression
+
+
+def attends(recipe, b, i, j):
+    """The definition in words of one pair."""
+    args, causal, limits = recipe
+
+    def at(name, index):
+        x = args[name]
+        return int(x[index] if x.ndim == 1 else x[min(b, len(x) - 1), index])
+
+    if limits is not None:
+        lo, hi = (int(x[min(b, len(x) - 1), i]) for x in limits)
+        if not lo <= j < hi:
+            return False
+    if args is not None:
+        q_id = at("segment_ids", i)
+        kv_id = at("kv_segment_ids" if "kv_segment_ids" in args else "segment_ids", j)
+        if q_id == packax.PADDING_SEGMENT_ID or q_id != kv_id:
+            return False
+        if causal and "positions" in args:
+            kv_pos = at("kv_positions" if "kv_positions" in args else "positions", j)
+            return at("positions", i) >= kv_pos
+    return i >= j if causal else True
+
+
+@given(strategies.expressions())
+def test_as_array_is_the_definition(drawn):
+    recipe, q_len, kv_len = drawn
+    got = np.asarray(expression_of(recipe).as_array(q_len, kv_len))
+    assert got.dtype == bool and got.shape[-2:] == (q_len, kv_len)
+    got = got if got.ndim == 3 else got[None]
+    # The definition is slow in Python: all pairs of small masks, a sample of large ones.
+    pairs = np.ndindex(q_len, kv_len)
+    if q_len * kv_len > 400:
+        pairs = np.random.default_rng(0).integers(0, (q_len, kv_len), (400, 2))
+    for b in range(len(got)):
+        for i, j in pairs:
+            assert got[b, i, j] == attends(recipe, b, i, j), (b, i, j)
+
+
+def test_causal_is_aligned_to_the_first_row_and_key():
+    np.testing.assert_array_equal(
+        packax.causal().as_array(2, 4), [[True, False, False, False], [True, True, False, False]]
+    )
+
+
+def test_only_minus_one_is_padding():
+    ids = np.array([-1, -2, -1, 0, -2], np.int32)
+    np.testing.assert_array_equal(
+        packax.documents(ids).as_array(5, 5).astype(int),
+        [[0] * 5, [0, 1, 0, 0, 1], [0] * 5, [0, 0, 0, 1, 0], [0, 1, 0, 0, 1]],
+    )
+
+
+def test_positions_serve_both_sides_in_self_attention():
+    ids, positions = np.zeros(4, np.int32), np.array([0, 1, 0, 1], np.int32)
+    once = (packax.causal() & packax.documents(ids, positions=positions)).as_array(4, 4)
+    twice = packax.causal() & packax.documents(ids, positions=positions, kv_positions=positions)
+    np.testing.assert_array_equal(once, twice.as_array(4, 4))
+    assert once[0, 2] and not once[2, 1]  # equal positions both ways; later ones never
+
+
+def test_positions_without_causal_have_no_effect():
+    ids = np.array([0, 0, 1], np.int32)
+    with_positions = packax.documents(ids, positions=np.array([2, 1, 0], np.int32))
+    np.testing.assert_array_equal(
+        with_positions.as_array(3, 3), packax.documents(ids).as_array(3, 3)
+    )
+
+
+def test_and_in_any_order_and_nesting():
+    ids = np.array([0, 0, 1, 1], np.int32)
+    a, b, c = packax.causal(), packax.documents(ids, positions=ids), packax.ranges(ids, ids + 3)
+    first = ((a & b) & c).as_array(4, 4)
+    np.testing.assert_array_equal(first, (c & (b & a)).as_array(4, 4))
+    np.testing.assert_array_equal(first, (a & (c & a) & (packax.full() & b)).as_array(4, 4))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "int64", "uint64"])
+def test_integer_dtypes_of_numpy(dtype):
+    ids = np.array([0, 0, 100], dtype)
+    np.testing.assert_array_equal(
+        packax.documents(ids).as_array(3, 3), packax.documents([0, 0, 100]).as_array(3, 3)
+    )
+
+
+def test_ranges_of_any_integer_saturate():
+    huge = np.iinfo(np.uint64).max
+    expression = packax.ranges(np.zeros(2, np.uint64), np.array([huge, 1], np.uint64))
+    np.testing.assert_array_equal(expression.as_array(2, 3), [[True] * 3, [True, False, False]])
+    unsigned = packax.ranges(jnp.zeros(2, jnp.uint32), jnp.array([2**32 - 1, 1], jnp.uint32))
+    np.testing.assert_array_equal(unsigned.as_array(2, 3), [[True] * 3, [True, False, False]])
+
+
+def test_expressions_are_frozen():
+    with pytest.raises(AttributeError):
+        packax.ranges([0], [1]).lo = 3
