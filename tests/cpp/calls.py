@@ -1,0 +1,151 @@
+"""Correct calls of the four FFI targets, as the lowering makes them; tests change one thing."""
+
+from dataclasses import dataclass, replace
+from math import ceil
+
+from cpp.call_frame import Array
+
+
+@dataclass
+class Call:
+    target: str
+    operands: dict
+    results: dict
+    attributes: dict
+
+    def change(self, **changes):
+        """Operands and results by name; attributes by name as (dtype, value)."""
+        new = replace(
+            self,
+            operands=dict(self.operands),
+            results=dict(self.results),
+            attributes=dict(self.attributes),
+        )
+        for name, value in changes.items():
+            group = next(g for g in (new.operands, new.results, new.attributes) if name in g)
+            if isinstance(value, Array):
+                value = replace(value, address=group[name].address)
+            group[name] = value
+        return new
+
+    def addresses(self):
+        return {name: a.address for name, a in {**self.operands, **self.results}.items()}
+
+
+def make_call(target, operands, results, attributes):
+    def numbered(arrays, first):
+        pairs = enumerate(arrays.items())
+        return {name: replace(a, address=first + 256 * i) for i, (name, a) in pairs}
+
+    return Call(target, numbered(operands, 0x10000), numbered(results, 0x90000), attributes)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    batch: int = 2
+    mask_batch: int = 2
+    q_len: int = 300
+    kv_len: int = 700
+    heads: int = 6
+    kv_heads: int = 2
+
+    def mask(self):
+        rows, keys = (self.mask_batch, self.q_len), (self.mask_batch, self.kv_len)
+        return {
+            "q_lo": Array("int32", rows),
+            "q_hi": Array("int32", rows),
+            "q_ids": Array("int32", rows),
+            "kv_ids": Array("int32", keys),
+            "q_pos": Array("int32", rows),
+            "kv_pos": Array("int32", keys),
+            "q_blocks": Array("int32", (self.mask_batch, 5, ceil(self.q_len / 64))),
+            "q_order": Array("int32", (self.mask_batch, ceil(self.q_len / 128))),
+        }
+
+
+def forward(m, s=Sizes(), scale=0.125, element_test=2):
+    dtype, qk_dim, v_dim = m.variant["dtype"], m.variant["qk_dim"], m.variant["v_dim"]
+    dtype = {"bf16": "bfloat16", "f16": "float16"}[dtype]
+    return make_call(
+        "packax_forward_v1",
+        {
+            "query": Array(dtype, (s.batch, s.q_len, s.heads, qk_dim)),
+            "key": Array(dtype, (s.batch, s.kv_len, s.kv_heads, qk_dim)),
+            "value": Array(dtype, (s.batch, s.kv_len, s.kv_heads, v_dim)),
+            **s.mask(),
+        },
+        {
+            "out": Array(dtype, (s.batch, s.q_len, s.heads, v_dim)),
+            "lse": Array("float32", (s.batch, s.heads, s.q_len)),
+        },
+        {"scale": ("float32", scale), "element_test": ("int32", element_test)},
+    )
+
+
+def backward(m, s=Sizes(), scale=0.125, element_test=2, has_dlse=1):
+    f = forward(m, s, scale, element_test)
+    query, key, value = (f.operands[n] for n in ("query", "key", "value"))
+    out, lse = f.results["out"], f.results["lse"]
+    operands = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "out": out,
+        "lse": lse,
+        "dout": out,
+        "dlse": lse,
+        **s.mask(),
+        "kv_blocks": Array("int32", (s.mask_batch, 4, ceil(s.kv_len / 64))),
+        "kv_order": Array("int32", (s.mask_batch, ceil(s.kv_len / 128))),
+    }
+    results = {"dq": query, "dk": key, "dv": value, "delta": lse}
+    attributes = {**f.attributes, "has_dlse": ("int32", has_dlse)}
+    return make_call("packax_backward_v1", operands, results, attributes)
+
+
+def table_size(kv_len):
+    power = 1
+    while power < kv_len:
+        power *= 2
+    return max(1024, 2 * power)
+
+
+def documents(m, s=Sizes(), compare_positions=1):
+    rows = Array("int32", (s.mask_batch, s.q_len))
+    keys = Array("int32", (s.mask_batch, s.kv_len))
+    words = 5 * table_size(s.kv_len) + s.kv_len + ceil(s.kv_len / 1024)
+    return make_call(
+        "packax_documents_v1",
+        {"q_ids": rows, "kv_ids": keys, "q_pos": rows, "kv_pos": keys},
+        {
+            "lo": rows,
+            "hi": rows,
+            "tested": rows,
+            "workspace": Array("int32", (s.mask_batch, words)),
+        },
+        {"compare_positions": ("int32", compare_positions)},
+    )
+
+
+def blocks(m, s=Sizes()):
+    rows = Array("int32", (s.mask_batch, s.q_len))
+    return make_call(
+        "packax_blocks_v1",
+        {"q_lo": rows, "q_hi": rows, "tested": rows},
+        {
+            "q_blocks": Array("int32", (s.mask_batch, 5, ceil(s.q_len / 64))),
+            "kv_blocks": Array("int32", (s.mask_batch, 4, ceil(s.kv_len / 64))),
+            "q_order": Array("int32", (s.mask_batch, ceil(s.q_len / 128))),
+            "kv_order": Array("int32", (s.mask_batch, ceil(s.kv_len / 128))),
+        },
+        {"kv_len": ("int64", s.kv_len)},
+    )
+
+
+CALLS = {"forward": forward, "backward": backward, "documents": documents, "blocks": blocks}
+KERNELS = {
+    "forward": ["forward"],
+    "backward": ["backward_delta", "backward_dkdv", "backward_dq"],
+    "documents": ["documents_init", "documents_runs", "documents_rows"],
+    "blocks": ["blocks_rows", "blocks_keys", "blocks_order"],
+}

@@ -1,0 +1,308 @@
+/* A libcuda.so.1 for tests: no GPU, but the driver functions that csrc/driver.cc uses, with a
+ * memory.
+ *
+ * It records launches with the values of their parameters, counts calls, fails where it is told to,
+ * and refuses what the real driver would refuse: no context, a function of another context, too
+ * much shared memory. Tests steer it by the fake_* functions. With -DFAKE_OLD it is a driver from
+ * before cuLibraryLoadData. */
+
+#include <pthread.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+enum {
+  kSuccess = 0,
+  kInvalidValue = 1,
+  kNotInitialized = 3,
+  kInvalidContext = 201,
+  kInvalidHandle = 400,
+  kNotFound = 500,
+  kMaxDevices = 4,
+  kMaxFailures = 8,
+  kNone = -1,
+};
+
+typedef struct Context {
+  uint64_t id;
+  int device;
+} Context;
+typedef struct Library {
+  const void* code;
+} Library;
+typedef struct Kernel {
+  Library* library;
+  char name[64];
+  int shared[kMaxDevices];
+} Kernel;
+typedef struct Function {
+  Kernel* kernel;
+  uint64_t context;
+} Function;
+
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+static struct {
+  char name[64];
+  int cc;
+  int shared_limit;
+  Context context;
+} devices[kMaxDevices];
+static int device_count;
+static uint64_t next_context = 1;
+static struct {
+  char function[64];
+  int code;
+} failures[kMaxFailures];
+static struct {
+  char function[64];
+  int count;
+} calls[64];
+static struct {
+  char kernel[64];
+  char types[64];
+} layouts[32];
+static char* record;
+static size_t record_size;
+static __thread int current = 0;
+
+/* ---- steering ---- */
+
+void fake_add_device(const char* name, int cc, int shared_limit) {
+  snprintf(devices[device_count].name, sizeof devices[0].name, "%s", name);
+  devices[device_count].cc = cc;
+  devices[device_count].shared_limit = shared_limit;
+  devices[device_count].context.device = device_count;
+  devices[device_count].context.id = next_context++;
+  ++device_count;
+}
+
+/* The calling thread's current context is that of `device`; kNone: it has none. */
+void fake_set_current(int device) { current = device; }
+
+/* As after cuDevicePrimaryCtxReset: same address, another context. */
+void fake_new_context(int device) { devices[device].context.id = next_context++; }
+
+/* `code` from every call of `function` on; 0: none. */
+void fake_fail(const char* function, int code) {
+  int i = 0;
+  while (i < kMaxFailures - 1 && failures[i].function[0] && strcmp(failures[i].function, function))
+    ++i;
+  snprintf(failures[i].function, sizeof failures[i].function, "%s", function);
+  failures[i].code = code;
+}
+
+/* `types`: one letter a parameter, p(ointer) i(nt32) f(loat), with the two scratch pointers. */
+void fake_set_layout(const char* kernel, const char* types) {
+  int i = 0;
+  while (layouts[i].kernel[0] && strcmp(layouts[i].kernel, kernel)) ++i;
+  snprintf(layouts[i].kernel, sizeof layouts[i].kernel, "%s", kernel);
+  snprintf(layouts[i].types, sizeof layouts[i].types, "%s", types);
+}
+
+int fake_calls(const char* function) {
+  for (int i = 0; i < 64 && calls[i].function[0]; ++i) {
+    if (!strcmp(calls[i].function, function)) return calls[i].count;
+  }
+  return 0;
+}
+
+/* One JSON object a line for every launch so far. */
+const char* fake_record(void) { return record ? record : ""; }
+
+void fake_clear(void) {
+  free(record);
+  record = NULL;
+  record_size = 0;
+  memset(calls, 0, sizeof calls);
+  memset(failures, 0, sizeof failures);
+}
+
+static void write_text(const char* text) {
+  size_t n = strlen(text);
+  record = realloc(record, record_size + n + 1);
+  memcpy(record + record_size, text, n + 1);
+  record_size += n;
+}
+
+static int enter(const char* function) {
+  int code = kSuccess, i = 0;
+  pthread_mutex_lock(&mutex);
+  while (i < 63 && calls[i].function[0] && strcmp(calls[i].function, function)) ++i;
+  snprintf(calls[i].function, sizeof calls[i].function, "%s", function);
+  ++calls[i].count;
+  for (int j = 0; j < kMaxFailures; ++j) {
+    if (!strcmp(failures[j].function, function)) code = failures[j].code;
+  }
+  pthread_mutex_unlock(&mutex);
+  return code;
+}
+
+#define ENTER()                          \
+  do {                                   \
+    int code_ = enter(__func__);         \
+    if (code_ != kSuccess) return code_; \
+  } while (0)
+
+/* ---- the driver ---- */
+
+int cuInit(unsigned flags) {
+  ENTER();
+  return flags ? kInvalidValue : kSuccess;
+}
+
+int cuDriverGetVersion(int* version) {
+  ENTER();
+#ifdef FAKE_OLD
+  *version = 11080;
+#else
+  *version = 12040;
+#endif
+  return kSuccess;
+}
+
+int cuGetErrorName(int code, const char** name) {
+  *name = code == kInvalidValue ? "CUDA_ERROR_INVALID_VALUE"
+          : code == 209         ? "CUDA_ERROR_NO_BINARY_FOR_GPU"
+                                : NULL;
+  return *name ? kSuccess : kInvalidValue;
+}
+
+int cuGetErrorString(int code, const char** text) {
+  *text = code == kInvalidValue ? "invalid argument"
+          : code == 209         ? "no kernel image is available"
+                                : NULL;
+  return *text ? kSuccess : kInvalidValue;
+}
+
+int cuDeviceGetCount(int* count) {
+  ENTER();
+  *count = device_count;
+  return kSuccess;
+}
+
+int cuDeviceGet(int* device, int ordinal) {
+  ENTER();
+  *device = ordinal;
+  return ordinal < device_count ? kSuccess : kInvalidValue;
+}
+
+int cuDeviceGetName(char* name, int size, int device) {
+  ENTER();
+  snprintf(name, (size_t)size, "%s", devices[device].name);
+  return kSuccess;
+}
+
+int cuDeviceGetAttribute(int* value, int attribute, int device) {
+  ENTER();
+  if (attribute != 75 && attribute != 76) return kInvalidValue;
+  *value = attribute == 75 ? devices[device].cc / 10 : devices[device].cc % 10;
+  return kSuccess;
+}
+
+int cuCtxGetCurrent(void** context) {
+  ENTER();
+  *context = current == kNone || current >= device_count ? NULL : &devices[current].context;
+  return kSuccess;
+}
+
+int cuCtxGetDevice(int* device) {
+  ENTER();
+  if (current == kNone) return kInvalidContext;
+  *device = current;
+  return kSuccess;
+}
+
+int cuCtxGetId(Context* context, unsigned long long* id) {
+  ENTER();
+  *id = context->id;
+  return kSuccess;
+}
+
+#ifndef FAKE_OLD
+int cuLibraryLoadData(void** library, const void* code, void* a, void* b, unsigned n, void* c,
+                      void* d, unsigned m) {
+  ENTER();
+  if (a || b || n || c || d || m || !code || (uintptr_t)code % 64) return kInvalidValue;
+  usleep(2000); /* long enough for another thread to arrive */
+  Library* made = calloc(1, sizeof *made);
+  made->code = code;
+  *library = made;
+  return kSuccess;
+}
+#endif
+
+int cuLibraryUnload(void* library) {
+  ENTER();
+  free(library);
+  return kSuccess;
+}
+
+int cuLibraryGetKernel(void** kernel, void* library, const char* name) {
+  ENTER();
+  Kernel* made = calloc(1, sizeof *made);
+  made->library = library;
+  snprintf(made->name, sizeof made->name, "%s", name);
+  *kernel = made;
+  return kSuccess;
+}
+
+int cuKernelSetAttribute(int attribute, int value, Kernel* kernel, int device) {
+  ENTER();
+  if (attribute != 8 || value < 0 || value > devices[device].shared_limit) return kInvalidValue;
+  kernel->shared[device] = value;
+  return kSuccess;
+}
+
+int cuKernelGetFunction(void** function, Kernel* kernel) {
+  ENTER();
+  if (current == kNone) return kInvalidContext;
+  Function* made = calloc(1, sizeof *made);
+  made->kernel = kernel;
+  made->context = devices[current].context.id;
+  *function = made;
+  return kSuccess;
+}
+
+int cuLaunchKernel(Function* f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
+                   unsigned bz, unsigned shared, void* stream, void** params, void** extra) {
+  ENTER();
+  const char* types = NULL;
+  char text[256];
+  if (current == kNone || f->context != devices[current].context.id) return kInvalidHandle;
+  if (!gx || !gy || !gz || !bx || gy > 65535 || gz > 65535 || extra) return kInvalidValue;
+  if (shared > 49152 && (int)shared > f->kernel->shared[current]) return kInvalidValue;
+  for (int i = 0; i < 32 && layouts[i].kernel[0]; ++i) {
+    if (!strcmp(layouts[i].kernel, f->kernel->name)) types = layouts[i].types;
+  }
+  if (!types) return kNotFound;
+  pthread_mutex_lock(&mutex);
+  snprintf(text, sizeof text,
+           "{\"kernel\": \"%s\", \"device\": %d, \"grid\": [%u, %u, %u], \"block\": [%u, %u, %u], "
+           "\"shared\": %u, "
+           "\"stream\": %llu, \"params\": [",
+           f->kernel->name, current, gx, gy, gz, bx, by, bz, shared,
+           (unsigned long long)(uintptr_t)stream);
+  write_text(text);
+  for (int i = 0; types[i]; ++i) {
+    const char* separator = i ? ", " : "";
+    if (types[i] == 'p') {
+      uint64_t v;
+      memcpy(&v, params[i], 8);
+      snprintf(text, sizeof text, "%s%llu", separator, (unsigned long long)v);
+    } else if (types[i] == 'f') {
+      float v;
+      memcpy(&v, params[i], 4);
+      snprintf(text, sizeof text, "%s%.9g", separator, (double)v);
+    } else {
+      int32_t v;
+      memcpy(&v, params[i], 4);
+      snprintf(text, sizeof text, "%s%d", separator, v);
+    }
+    write_text(text);
+  }
+  write_text("]}\n");
+  pthread_mutex_unlock(&mutex);
+  return kSuccess;
+}

@@ -1,0 +1,20 @@
+"""Fixtures of the tests of csrc/*.cc, as a pytest plugin."""
+
+import pytest
+from cpp.machine import compile_driver, make_machine
+
+
+@pytest.fixture(scope="session")
+def driver(tmp_path_factory):
+    return compile_driver(tmp_path_factory.mktemp("driver"))
+
+
+@pytest.fixture
+def machine(tmp_path, driver):
+    return make_machine(tmp_path, driver)
+
+
+@pytest.fixture(scope="module")
+def shared_machine(tmp_path_factory, driver):
+    """For tests that never get as far as the driver."""
+    return make_machine(tmp_path_factory.mktemp("machine"), driver)

@@ -1,0 +1,133 @@
+"""A fresh copy of packax._ext on a fake driver: what the tests of csrc/*.cc run on."""
+
+import ctypes
+import importlib.machinery
+import importlib.util
+import itertools
+import json
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from cpp.call_frame import EXECUTE, INITIALIZE, Xla
+
+HERE = Path(__file__).resolve().parent
+SPEC = importlib.util.find_spec("packax._ext") if importlib.util.find_spec("packax") else None
+COMPILER = next((c for c in ("cc", "gcc", "clang") if shutil.which(c)), None)
+needs_extension = pytest.mark.skipif(SPEC is None, reason="packax._ext is not built")
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C compiler for the fake libcuda")
+
+# docs/design.md, "Kernels": arguments in order; a colon gives the type where it is not int32.
+POINTERS = {
+    "forward": "query key value out lse q_lo q_hi q_ids kv_ids q_pos kv_pos q_blocks q_order",
+    "backward_delta": "out dout dlse delta q_lo q_hi",
+    "backward_dkdv": "query key value dout lse delta dk dv q_lo q_hi q_ids kv_ids q_pos kv_pos "
+    "q_blocks kv_blocks kv_order",
+    "backward_dq": "query key value dout lse delta dq q_lo q_hi q_ids kv_ids q_pos kv_pos "
+    "q_blocks q_order",
+    "documents_init": "kv_ids workspace",
+    "documents_runs": "kv_ids kv_pos workspace",
+    "documents_rows": "q_ids kv_ids q_pos kv_pos workspace lo hi tested",
+    "blocks_rows": "q_lo q_hi tested q_blocks",
+    "blocks_keys": "q_blocks kv_blocks",
+    "blocks_order": "q_blocks kv_blocks q_order kv_order",
+}
+ATTENTION = "scale:f element_test batch mask_batch q_len kv_len heads kv_heads"
+SCALARS = {
+    "forward": ATTENTION,
+    "backward_delta": "has_dlse batch mask_batch q_len heads",
+    "backward_dkdv": ATTENTION,
+    "backward_dq": ATTENTION,
+    "documents_init": "kv_len table_size",
+    "documents_runs": "compare_positions kv_len table_size table_shift",
+    "documents_rows": "compare_positions q_len kv_len table_size table_shift search_steps",
+    "blocks_rows": "q_len",
+    "blocks_keys": "q_len kv_len",
+    "blocks_order": "q_len kv_len",
+}
+
+
+def layout(kernel):
+    """The fake driver's spelling of a parameter list, with Triton's two scratch pointers."""
+    scalars = "".join("f" if ":f" in s else "i" for s in SCALARS[kernel].split())
+    return "p" * len(POINTERS[kernel].split()) + scalars + "pp"
+
+
+_serial = itertools.count()
+
+
+def compile_driver(folder, *flags):
+    path = folder / "fake_libcuda.so"
+    source = HERE / "fake_libcuda.c"
+    command = [COMPILER, "-O1", "-shared", "-fPIC", "-pthread", *flags, source, "-o", path]
+    subprocess.run(command, check=True)
+    return path
+
+
+def load_extension(folder, libcuda):
+    """A copy has globals of its own, so nothing that another test opened or loaded is there."""
+    copy = folder / Path(SPEC.origin).name
+    shutil.copy(SPEC.origin, copy)
+    name = f"packax_copy{next(_serial)}._ext"
+    loader = importlib.machinery.ExtensionFileLoader(name, str(copy))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
+    loader.exec_module(module)
+    # Read once, when the driver is first used; driver() uses it now.
+    before = os.environ.get("PACKAX_LIBCUDA")
+    os.environ["PACKAX_LIBCUDA"] = str(libcuda)
+    try:
+        module.driver()
+    finally:
+        os.environ.pop("PACKAX_LIBCUDA")
+        if before is not None:
+            os.environ["PACKAX_LIBCUDA"] = before
+    return module
+
+
+@dataclass
+class Machine:
+    ext: object
+    cuda: ctypes.CDLL
+    xla: Xla
+    variant: dict  # the forward variant that device 0 runs
+
+    def fail(self, function, code):
+        self.cuda.fake_fail(function.encode(), code)
+
+    def calls(self, function):
+        return self.cuda.fake_calls(function.encode())
+
+    def launches(self):
+        return [json.loads(line) for line in self.cuda.fake_record().decode().splitlines()]
+
+    def run(self, call, stage=EXECUTE):
+        """None or the Failure of a handler."""
+        capsule = self.ext.registrations()[call.target][
+            "initialize" if stage == INITIALIZE else "execute"
+        ]
+        return self.xla.call(
+            capsule, stage, call.operands.values(), call.results.values(), call.attributes
+        )
+
+    def row(self, kernel, device_cc):
+        v = self.variant
+        dims = (v["dtype"], v["qk_dim"], v["v_dim"])
+        attention = kernel == "forward" or kernel.startswith("backward")
+        name = self.ext.find(kernel, device_cc, *(dims if attention else ("any", 0, 0)))
+        return next(r for r in self.ext.variants() if r["name"] == name)
+
+
+def make_machine(folder, driver, ccs=(None,)):
+    shutil.copy(driver, folder / "libcuda.so.1")
+    ext = load_extension(folder, folder / "libcuda.so.1")
+    cuda = ctypes.CDLL(str(folder / "libcuda.so.1"))
+    cuda.fake_record.restype = ctypes.c_char_p
+    variant = next(v for v in ext.variants() if v["kernel"] == "forward")
+    for i, cc in enumerate(ccs):
+        cuda.fake_add_device(f"Fake GPU {i}".encode(), cc or variant["cc"], 232448)
+    for kernel in POINTERS:
+        cuda.fake_set_layout(kernel.encode(), layout(kernel).encode())
+    return Machine(ext, cuda, Xla(), variant)

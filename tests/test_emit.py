@@ -1,0 +1,321 @@
+"""csrc/aot/emit.py, and the lookup over what it generates (csrc/variants.cc), on made-up tables.
+
+Guards against a table that C++ would misread: two rows of which one can never be reached, parameter
+lists that differ under one struct, a device given a cubin that it cannot run. No GPU, no Triton.
+"""
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "csrc" / "aot" / "emit.py"
+COMPILER = next((c for c in ("c++", "g++", "clang++") if shutil.which(c)), None)
+
+
+def load_script():
+    spec = importlib.util.spec_from_file_location("emit", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["emit"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+emit = load_script()
+
+PARAMS = [
+    {"name": "out", "type": "ptr"},
+    {"name": "scale", "type": "f32"},
+    {"name": "rows", "type": "i32"},
+    {"name": "bytes", "type": "i64"},
+]
+ROW = {
+    "kernel": "sideways",
+    "arch": "sm_90a",
+    "cc": 90,
+    "exact": True,
+    "dtype": "bf16",
+    "qk_dim": 64,
+    "v_dim": 64,
+    "symbol": "sideways",
+    "threads": 128,
+    "shared": 1024,
+    "block": 64,
+    "params": PARAMS,
+}
+
+
+def write(folder, name, image=None, drop=(), **changes):
+    folder.mkdir(exist_ok=True)
+    row = {k: v for k, v in {**ROW, **changes}.items() if k not in drop}
+    (folder / f"{name}.json").write_text(json.dumps(row))
+    (folder / f"{name}.cubin").write_bytes(f"cubin-of-{name}".encode() if image is None else image)
+
+
+def arch(name, **changes):
+    cc = int(name.rstrip("af"))
+    return {"arch": f"sm_{name}", "cc": cc, "exact": name.endswith("a"), **changes}
+
+
+def mask(name, **changes):
+    return arch(name, kernel="mask_rows", dtype="any", qk_dim=0, v_dim=0, **changes)
+
+
+# --- What it writes -------------------------------------------------------------------------------
+
+
+def test_same_input_same_output(tmp_path):
+    """Whatever the folder, and whatever the order in which its files were written."""
+    names = ["b_sm80", "a_sm90a", "c_sm120a"]
+    archs = ["80", "90a", "120a"]
+    for folder, order in (("one", (0, 1, 2)), ("two", (2, 1, 0))):
+        for i in order:
+            write(tmp_path / folder, names[i], **arch(archs[i]))
+        emit.emit(tmp_path / folder, tmp_path / f"{folder}-out")
+    files = sorted(p.name for p in (tmp_path / "one-out").iterdir())
+    assert files == ["args.h", "cubins.S", "table.inc"]
+    for name in files:
+        text = (tmp_path / "one-out" / name).read_text()
+        assert text == (tmp_path / "two-out" / name).read_text()
+        assert str(tmp_path) not in text
+    rows = (tmp_path / "one-out" / "table.inc").read_text().splitlines()
+    starts = [r.split("(")[1].split(",")[0] for r in rows if r.startswith("PACKAX_VARIANT")]
+    assert starts == sorted(names)
+
+
+def test_a_changed_cubin_changes_the_text(tmp_path):
+    """Else the build would not assemble it again."""
+    write(tmp_path / "in", "a")
+    emit.emit(tmp_path / "in", tmp_path / "out")
+    before = (tmp_path / "out" / "cubins.S").read_text()
+    write(tmp_path / "in", "a", image=b"x" * len("cubin-of-a"))
+    emit.emit(tmp_path / "in", tmp_path / "out")
+    assert before != (tmp_path / "out" / "cubins.S").read_text()
+
+
+def test_command_line(tmp_path):
+    write(tmp_path / "in", "a")
+    command = [sys.executable, SCRIPT, tmp_path / "in", "--out", tmp_path / "out"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "emit.py: 1 variants of 1 kernels, 0.0 MB of cubins\n"
+    write(tmp_path / "in", "b")
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("emit.py: b and a have one key")
+
+
+# --- What it refuses ------------------------------------------------------------------------------
+
+
+def refused(folder):
+    with pytest.raises(emit.TableError) as e:
+        emit.emit(folder, folder.parent / "out")
+    assert not (folder.parent / "out").exists()
+    return str(e.value)
+
+
+def test_one_key_twice(tmp_path):
+    write(tmp_path / "in", "a")
+    write(tmp_path / "in", "b", threads=256)
+    assert refused(tmp_path / "in") == (
+        "b and a have one key (kernel sideways, cc 90, exact True, dtype bf16, head dims 64x64)"
+    )
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        arch("90"),
+        arch("80"),
+        {"dtype": "f16"},
+        {"qk_dim": 128},
+        {"v_dim": 128},
+        {"kernel": "upwards"},
+    ],
+)
+def test_neighbouring_keys(tmp_path, other):
+    write(tmp_path / "in", "a")
+    write(tmp_path / "in", "b", **other)
+    assert len(emit.emit(tmp_path / "in", tmp_path / "out")) == 2
+
+
+@pytest.mark.parametrize(
+    ("params", "text"),
+    [
+        (PARAMS[:3], "4 and 3 arguments"),
+        ([*PARAMS[:2], PARAMS[3], PARAMS[2]], "argument 2 is rows (i32) and bytes (i64)"),
+        (
+            [{"name": "out", "type": "i64"}, *PARAMS[1:]],
+            "argument 0 is out (ptr) and out (i64)",
+        ),
+    ],
+)
+def test_two_parameter_lists(tmp_path, params, text):
+    write(tmp_path / "in", "a")
+    write(tmp_path / "in", "b", **arch("80"), params=params)
+    assert refused(tmp_path / "in") == f"b and a differ in parameters: {text}"
+
+
+@pytest.mark.parametrize("field", list(ROW))
+def test_missing_field(tmp_path, field):
+    write(tmp_path / "in", "a", drop=(field,))
+    assert refused(tmp_path / "in") == f"a.json: missing {field}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"cc": "90"}, "cc is '90', expected int"),
+        ({"exact": 1}, "exact is 1, expected bool"),
+        ({"threads": True}, "threads is True, expected int"),
+        ({"params": None}, "params is None, expected list"),
+        ({"kernel": "a-b"}, "kernel is 'a-b', expected lower-case words joined by '_'"),
+        ({"cc": 80}, "arch 'sm_90a' and cc 80 do not agree"),
+        ({"arch": "90a"}, "arch '90a' and cc 90 do not agree"),
+        (
+            {"exact": False},
+            "arch sm_90a runs on no other compute capability, so exact must be true",
+        ),
+        ({"dtype": "f32"}, "dtype is 'f32', expected one of any, bf16, f16"),
+        (
+            {"v_dim": 0},
+            "head dims (64, 0) with dtype bf16; "
+            "'any' goes with (0, 0), the others with positive dims",
+        ),
+        (
+            {"dtype": "any"},
+            "head dims (64, 64) with dtype any; "
+            "'any' goes with (0, 0), the others with positive dims",
+        ),
+        ({"symbol": 'a"b'}, "symbol is 'a\"b', expected an identifier"),
+        ({"threads": 100}, "threads is 100, expected a multiple of 32 up to 1024"),
+        ({"threads": 2048}, "threads is 2048, expected a multiple of 32 up to 1024"),
+        ({"shared": -1}, "shared is -1, expected at least 0"),
+        ({"block": 0}, "block is 0, expected at least 1 (grids are divided by it)"),
+        ({"params": []}, "params is empty"),
+        ({"params": ["out"]}, "params[0] is 'out', expected an object with `name` and `type`"),
+        (
+            {"params": [{"name": "Out", "type": "ptr"}]},
+            "params[0] is named 'Out', expected a lower-case identifier",
+        ),
+        (
+            {"params": [{"name": "out", "type": "u8"}]},
+            "parameter out has type 'u8', expected one of ptr, i32, i64, f32",
+        ),
+        (
+            {"params": [PARAMS[0], PARAMS[0]]},
+            "a parameter name occurs twice in ['out', 'out']",
+        ),
+        ({"image": b""}, "a.cubin is empty"),
+    ],
+)
+def test_bad_field(tmp_path, changes, text):
+    write(tmp_path / "in", "a", **changes)
+    assert refused(tmp_path / "in") == f"a.json: {text}"
+
+
+def test_bad_folder(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    assert refused(folder) == f"{folder}: no variants (*.json)"
+    write(folder, "A-1")
+    assert refused(folder).startswith("A-1.json: the file name must be a lower-case identifier")
+    (folder / "A-1.json").unlink()
+    write(folder, "a")
+    assert refused(folder) == f"{folder}: cubins without a JSON file: A-1"
+    (folder / "A-1.cubin").unlink()
+    (folder / "a.cubin").unlink()
+    assert refused(folder) == "a.json: a.cubin is missing beside it"
+    (folder / "a.json").write_text("[]")
+    assert refused(folder) == "a.json: expected an object, got list"
+    (folder / "a.json").write_text("{")
+    assert refused(folder).startswith("a.json: not JSON: ")
+
+
+# --- What C++ reads -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def lookup(tmp_path_factory):
+    """(rows, ask): the compiled table, and Find() over it."""
+    if COMPILER is None:
+        pytest.skip("no C++ compiler")
+    folder = tmp_path_factory.mktemp("lookup")
+    source, out = folder / "in", folder / "out"
+    for name in ("80", "86", "89", "90a", "90", "100f", "120a"):
+        write(source, f"sideways_bf16_64_sm{name}", **arch(name))
+        write(source, f"mask_rows_sm{name}", **mask(name))
+    write(source, "sideways_f16_128_sm80", **arch("80", dtype="f16", qk_dim=128, v_dim=128))
+    write(source, "sideways_bf16_192_sm80", **arch("80", qk_dim=192, v_dim=128))
+    table = emit.emit(source, out)
+    program = folder / "lookup"
+    files = [ROOT / "tests/cpp/lookup.cc", ROOT / "csrc/variants.cc", out / "cubins.S"]
+    flags = ["-std=c++20", f"-I{ROOT / 'csrc'}", f"-I{out}", f"-Wa,-I,{source}"]
+    subprocess.run([COMPILER, *flags, *files, "-o", program], check=True)
+
+    def run(*questions):
+        text = "".join(f"{q}\n" for q in questions)
+        done = subprocess.run([program], input=text, capture_output=True, text=True, check=True)
+        return done.stdout.splitlines()
+
+    rows = run()
+    return table, rows, lambda *questions: run(*questions)[len(rows) :]
+
+
+def test_compiled_table(lookup):
+    """Every field and every byte arrives, aligned as cuLibraryLoadData likes it."""
+    table, rows, _ = lookup
+    for v, row in zip(table, rows, strict=False):
+        want = [v.name, v.kernel, v.arch, v.cc, int(v.exact), v.dtype, v.qk_dim, v.v_dim]
+        want += [v.symbol, v.threads, v.shared, v.block, f"cubin-of-{v.name}", 0]
+        assert row == " ".join(map(str, want))
+    assert rows[len(table) :] == ["args 6 111111"]
+
+
+@pytest.mark.parametrize(
+    ("cc", "name"),
+    [
+        (80, "80"),
+        (86, "86"),
+        (87, "86"),  # highest minor not above the device's
+        (88, "86"),
+        (89, "89"),
+        (90, "90a"),  # exact before portable
+        (91, "90"),  # exact on no other minor
+        (100, "100f"),
+        (103, "100f"),  # a family
+        (120, "120a"),
+    ],
+)
+def test_find(lookup, cc, name):
+    ask = lookup[2]
+    answers = ask(f"sideways {cc} bf16 64 64", f"mask_rows {cc} any 0 0")
+    assert answers == [f"sideways_bf16_64_sm{name}", f"mask_rows_sm{name}"]
+
+
+def test_find_wants_every_part(lookup):
+    ask = lookup[2]
+    assert ask("sideways 86 f16 128 128") == ["sideways_f16_128_sm80"]
+    assert ask("sideways 86 bf16 192 128") == ["sideways_bf16_192_sm80"]
+    for question in ("86 f16 64 64", "86 bf16 128 192", "86 any 0 0", "90 bf16 192 128"):
+        (answer,) = ask(f"sideways {question}")
+        assert answer.startswith("no sideways kernel for compute capability ")
+    assert ask("upwards 90 bf16 64 64", "sideways 90 f32 64 64") == ["unknown", "unknown"]
+
+
+@pytest.mark.parametrize("cc", [70, 75, 79, 110, 121])
+def test_nothing_to_run(lookup, cc):
+    """Never a cubin of another major, of a later minor, or an exact one of a neighbour."""
+    archs = "sm_80, sm_86, sm_89, sm_90, sm_90a, sm_100f, sm_120a"
+    device = f"{cc // 10}.{cc % 10}"
+    assert lookup[2](f"sideways {cc} bf16 64 64", f"mask_rows {cc} any 0 0") == [
+        f"no sideways kernel for compute capability {device}, bf16, head dims 64x64 "
+        f"(query and key x value); this build has it for {archs}; bf16, f16; "
+        "head dims 64x64, 128x128, 192x128",
+        f"no mask_rows kernel for compute capability {device}; this build has it for {archs}",
+    ]

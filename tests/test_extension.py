@@ -1,0 +1,394 @@
+"""The extension module, what it says of this build and machine, and how it loads kernels.
+
+Guards against what no CPU run of JAX reaches: a driver opened at import, a kernel loaded under CUDA
+graph capture or twice, a function used in another context than its own, a failure that does not say
+what failed. Runs on a fake libcuda (tests/cpp): needs the built extension and a C compiler, no GPU.
+"""
+
+import ast
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from math import ceil
+from pathlib import Path
+
+import pytest
+from cpp.call_frame import EXECUTE, INITIALIZE, Xla
+from cpp.calls import CALLS, KERNELS, Sizes, backward, documents, forward
+from cpp.machine import (
+    POINTERS,
+    SPEC,
+    Machine,
+    compile_driver,
+    load_extension,
+    make_machine,
+    needs_compiler,
+    needs_extension,
+)
+
+pytest_plugins = ("cpp.fixtures",)
+pytestmark = needs_extension
+
+
+# --- The module -----------------------------------------------------------------------------------
+
+
+def test_import_opens_no_driver():
+    """In a process of its own: an importing one must neither need nor touch libcuda."""
+    code = (
+        "import sys, importlib.util as u\n"
+        "spec = u.spec_from_file_location('_ext', sys.argv[1])\n"
+        "ext = u.module_from_spec(spec); spec.loader.exec_module(ext)\n"
+        "ext.registrations(); ext.variants(); ext.host_times()\n"
+        "assert 'libcuda' not in open('/proc/self/maps').read()\n"
+    )
+    env = {**os.environ, "PACKAX_LIBCUDA": "/nonexistent/libcuda.so.1"}
+    subprocess.run([sys.executable, "-c", code, SPEC.origin], check=True, env=env)
+
+
+def test_stub_matches_module():
+    from packax import _ext
+
+    stub = ast.parse((Path(SPEC.origin).parent / "_ext.pyi").read_text())
+    declared = {n.name: n for n in stub.body if isinstance(n, ast.FunctionDef)}
+    actual = {n for n in dir(_ext) if not n.startswith("_")}
+    assert set(declared) == actual
+    variant = next(n for n in stub.body if isinstance(n, ast.ClassDef) and n.name == "Variant")
+    fields = [n.target.id for n in variant.body if isinstance(n, ast.AnnAssign)]
+    for row in _ext.variants():
+        assert list(row) == fields
+    with pytest.raises(TypeError):
+        _ext.find("forward")
+
+
+def test_registers_with_this_jax():
+    """The FFI API that the module was built against must not be newer than this jaxlib's."""
+    code = (
+        "import jax\n"
+        "from packax import _ext\n"
+        "for name, stages in _ext.registrations().items():\n"
+        "    jax.ffi.register_ffi_target(name + '_test', stages, platform='cpu')\n"
+        "jax.devices()\n"
+    )
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=env)
+
+
+def test_handlers_declare_themselves():
+    from packax import _ext
+
+    registrations = _ext.registrations()
+    assert set(registrations) == {
+        "packax_documents_v1",
+        "packax_blocks_v1",
+        "packax_forward_v1",
+        "packax_backward_v1",
+    }
+    for stages in registrations.values():
+        assert set(stages) == {"initialize", "execute"}
+        for capsule in stages.values():
+            version, traits = Xla().metadata(capsule)
+            assert version == (0, 1)
+            assert traits == 1  # command-buffer compatible
+
+
+def test_variants_are_complete():
+    """Every row has its cubin, and every architecture has all kernels."""
+    from packax import _ext
+
+    rows = _ext.variants()
+    assert len({r["name"] for r in rows}) == len(rows)
+    for r in rows:
+        assert r["bytes"] > 0 and r["threads"] % 32 == 0 and r["block"] > 0
+    for arch in {r["arch"] for r in rows}:
+        assert {r["kernel"] for r in rows if r["arch"] == arch} == set(POINTERS)
+
+
+def test_find():
+    from packax import _ext
+
+    for r in _ext.variants():
+        key = (r["dtype"], r["qk_dim"], r["v_dim"])
+        assert _ext.find(r["kernel"], r["cc"], *key) == r["name"]
+        assert _ext.find(r["kernel"], 20, *key) is None
+        assert _ext.find(r["kernel"], r["cc"], r["dtype"], 1, 1) is None
+    assert _ext.find("sideways", 90, "bf16", 64, 64) is None
+    assert _ext.find("forward", 90, "float32", 64, 64) is None
+
+
+# --- The driver -----------------------------------------------------------------------------------
+
+
+def test_no_driver(tmp_path):
+    ext = load_extension(tmp_path, "/nonexistent/libcuda.so.1")
+    error = ext.driver()["error"]
+    assert error.startswith("no CUDA driver: cannot open /nonexistent/libcuda.so.1 (")
+    xla = Xla()
+    variant = next(v for v in ext.variants() if v["kernel"] == "forward")
+    machine = Machine(ext, None, xla, variant)
+    for stage in (INITIALIZE, EXECUTE):
+        failure = machine.run(forward(machine), stage)
+        assert (failure.code, failure.message) == ("Internal", f"packax_forward_v1: {error}")
+
+
+@needs_compiler
+def test_old_driver(tmp_path):
+    path = compile_driver(tmp_path, "-DFAKE_OLD")
+    ext = load_extension(tmp_path, path)
+    assert ext.driver() == {
+        "error": f"{path} (CUDA 11.8) has no cuLibraryLoadData; "
+        "packax needs a driver for CUDA 12.0 or newer"
+    }
+
+
+@needs_compiler
+def test_driver_describes_the_machine(tmp_path, driver):
+    machine = make_machine(tmp_path, driver, ccs=(90, 86))
+    assert machine.ext.driver() == {
+        "version": 12040,
+        "devices": [
+            {"ordinal": 0, "name": "Fake GPU 0", "cc": 90},
+            {"ordinal": 1, "name": "Fake GPU 1", "cc": 86},
+        ],
+    }
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("function", "where"),
+    [
+        ("cuInit", ""),
+        ("cuDriverGetVersion", ""),
+        ("cuDeviceGetCount", ""),
+        ("cuDeviceGet", ", device 0"),
+        ("cuDeviceGetName", ", device 0"),
+        ("cuDeviceGetAttribute", ", device 0"),
+    ],
+)
+def test_driver_error(machine, function, where):
+    machine.fail(function, 1)
+    text = f"{function} failed: CUDA_ERROR_INVALID_VALUE (invalid argument){where}"
+    assert machine.ext.driver() == {"error": text}
+    machine.fail(function, 0)
+    assert "error" not in machine.ext.driver()
+
+
+# --- Loading --------------------------------------------------------------------------------------
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", CALLS)
+def test_initialize_loads_and_execute_launches(machine, name):
+    """Loading is not allowed under CUDA graph capture, which only the execute stage may run in."""
+    call = CALLS[name](machine)
+    assert machine.run(call, INITIALIZE) is None
+    assert machine.launches() == []
+    assert machine.calls("cuLibraryLoadData") == len(KERNELS[name])
+    machine.cuda.fake_clear()
+    for function in ("cuLibraryLoadData", "cuKernelSetAttribute", "cuKernelGetFunction"):
+        machine.fail(function, 1)
+    assert machine.run(call) is None
+    assert [r["kernel"] for r in machine.launches()] == KERNELS[name]
+    assert machine.run(call, INITIALIZE) is None  # before every execution: by now a lookup
+
+
+@needs_compiler
+def test_each_device_loads_for_itself(tmp_path, driver):
+    """One library a process, one function a context, with the shared memory set for each device."""
+    machine = make_machine(tmp_path, driver, ccs=(None, None))
+    call = forward(machine)
+    for device in (0, 1, 0, 1):
+        machine.cuda.fake_set_current(device)
+        assert machine.run(call, INITIALIZE) is None
+        assert machine.run(call) is None
+    assert [r["device"] for r in machine.launches()] == [0, 1, 0, 1]
+    assert machine.calls("cuLibraryLoadData") == 1
+    assert machine.calls("cuKernelSetAttribute") == machine.calls("cuKernelGetFunction") == 2
+
+
+@needs_compiler
+def test_a_new_context_loads_anew(machine):
+    """The address of a destroyed context may come back; its functions must not."""
+    call = forward(machine)
+    assert machine.run(call) is None
+    machine.cuda.fake_new_context(0)
+    assert machine.run(call, INITIALIZE) is None
+    assert machine.run(call) is None
+    assert machine.calls("cuLibraryLoadData") == 1
+    assert machine.calls("cuKernelGetFunction") == 2
+
+
+@needs_compiler
+def test_threads_load_once(tmp_path, driver):
+    machine = make_machine(tmp_path, driver, ccs=(None, None))
+    calls = [make(machine) for make in CALLS.values()]
+    barrier = threading.Barrier(8)
+    failures = []
+
+    def work(i):
+        machine.cuda.fake_set_current(i % 2)
+        barrier.wait()
+        for stage in (INITIALIZE, EXECUTE, EXECUTE):
+            for call in calls:
+                failure = machine.run(call, stage)
+                if failure:
+                    failures.append(failure)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert failures == []
+    kernels = sum(len(k) for k in KERNELS.values())
+    assert machine.calls("cuLibraryLoadData") == kernels
+    assert machine.calls("cuKernelGetFunction") == 2 * kernels
+    assert len(machine.launches()) == 8 * 2 * kernels
+
+
+@needs_compiler
+def test_host_times(machine):
+    ext, call = machine.ext, forward(machine)
+    assert machine.run(call, INITIALIZE) is None
+    assert set(ext.host_times().values()) == {(0, 0)}
+    for _ in range(3):
+        assert machine.run(call) is None
+    times = ext.host_times()
+    calls, nanoseconds = times.pop("packax_forward_v1")
+    assert calls == 3 and 0 < nanoseconds < 10**9
+    assert set(times.values()) == {(0, 0)}
+    ext.reset_host_times()
+    assert set(ext.host_times().values()) == {(0, 0)}
+
+
+# --- Refusals -------------------------------------------------------------------------------------
+
+
+@needs_compiler
+def test_no_context(machine):
+    machine.cuda.fake_set_current(-1)
+    failure = machine.run(forward(machine))
+    machine.cuda.fake_set_current(0)
+    assert failure.code == "Internal"
+    assert failure.message == ("packax_forward_v1: the calling thread has no current CUDA context")
+
+
+@needs_compiler
+def test_unknown_gpu(tmp_path, driver):
+    machine = make_machine(tmp_path, driver, ccs=(75,))
+    rows = machine.ext.variants()
+    archs = ", ".join(a for _, a in sorted({(r["cc"], r["arch"]) for r in rows}))
+    forwards = [r for r in rows if r["kernel"] == "forward"]
+    dtypes = ", ".join(sorted({r["dtype"] for r in forwards}))
+    dims = sorted({(r["qk_dim"], r["v_dim"]) for r in forwards})
+    dims = ", ".join(f"{a}x{b}" for a, b in dims)
+    v = machine.variant
+    for stage in (INITIALIZE, EXECUTE):
+        failure = machine.run(forward(machine), stage)
+        assert failure.code == "Unimplemented"
+        assert failure.message == (
+            f"packax_forward_v1: no forward kernel for compute capability 7.5, {v['dtype']}, "
+            f"head dims {v['qk_dim']}x{v['v_dim']} (query and key x value); this build has it for "
+            f"{archs}; {dtypes}; head dims {dims}; device 0 is Fake GPU 0"
+        )
+        failure = machine.run(documents(machine), stage)
+        assert failure.code == "Unimplemented"
+        assert failure.message == (
+            "packax_documents_v1: no documents_init kernel for compute capability 7.5; "
+            f"this build has it for {archs}; device 0 is Fake GPU 0"
+        )
+    assert machine.launches() == []
+
+
+@needs_compiler
+def test_unknown_head_dim(machine):
+    call = forward(machine)
+    for name in ("query", "key"):
+        a = call.operands[name]
+        call = call.change(**{name: replace(a, shape=(*a.shape[:3], 80))})
+    failure = machine.run(call)
+    assert failure.code == "Unimplemented"
+    assert f"head dims 80x{machine.variant['v_dim']} (query and key x value)" in failure.message
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("function", "more"),
+    [
+        ("cuLibraryLoadData", "{bytes} bytes, driver for CUDA 12.4"),
+        ("cuLibraryGetKernel", "symbol forward"),
+        ("cuKernelSetAttribute", "{shared} bytes of shared memory"),
+        ("cuKernelGetFunction", "{bytes} bytes"),
+        (
+            "cuLaunchKernel",
+            "grid ({grid}, 1, 1), {threads} threads, {shared} bytes of shared memory",
+        ),
+    ],
+)
+def test_driver_failure(machine, function, more):
+    """Kernel, cubin's architecture, device's capability, the driver's words; then tried again."""
+    call = forward(machine)
+    machine.fail(function, 209)
+    failure = machine.run(call)
+    v, s = machine.variant, Sizes()
+    grid = s.heads * s.batch * ceil(s.q_len / 128) * (128 // v["block"])
+    assert failure.code == "Internal"
+    assert failure.message == (
+        f"packax_forward_v1: {function} failed: CUDA_ERROR_NO_BINARY_FOR_GPU (no kernel image is "
+        f"available); {v['name']} (cubin for {v['arch']}) on device 0, Fake GPU 0 (compute "
+        f"capability {v['cc'] // 10}.{v['cc'] % 10}), " + more.format(**v, grid=grid)
+    )
+    machine.fail(function, 0)
+    assert machine.run(call) is None
+    assert len(machine.launches()) == 1
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "function",
+    ["cuCtxGetCurrent", "cuCtxGetId", "cuCtxGetDevice", "cuDeviceGetName", "cuDeviceGetAttribute"],
+)
+def test_context_failure(machine, function):
+    machine.fail(function, 777)  # a code that the driver has no words for
+    failure = machine.run(forward(machine))
+    assert failure.code == "Internal"
+    device = ", device 0" if function.startswith("cuDevice") else ""
+    assert failure.message == f"packax_forward_v1: {function} failed: CUDA error 777{device}"
+    machine.fail(function, 0)
+    assert machine.run(forward(machine)) is None
+
+
+@needs_compiler
+def test_a_failed_launch_stops_the_backward(machine):
+    call = backward(machine)
+    machine.fail("cuLaunchKernel", 1)
+    failure = machine.run(call)
+    assert "cuLaunchKernel failed: CUDA_ERROR_INVALID_VALUE (invalid argument); backward_delta" in (
+        failure.message
+    )
+    assert machine.calls("cuLaunchKernel") == 1
+
+
+@needs_compiler
+@pytest.mark.parametrize("function", ["cuLibraryLoadData"])
+def test_a_failed_load_stops_the_backward_before_it_starts(machine, function):
+    machine.fail(function, 1)
+    assert machine.run(backward(machine)).code == "Internal"
+    assert machine.calls("cuLaunchKernel") == 0
+
+
+@needs_compiler
+def test_grid_too_large(machine):
+    failure = machine.run(documents(machine, Sizes(batch=70000, mask_batch=70000)))
+    assert failure.code == "InvalidArgument"
+    name = machine.row("documents_init", machine.variant["cc"])["name"]
+    assert failure.message == (
+        f"packax_documents_v1: {name} would need a grid of (1, 70000), "
+        "a GPU takes (2147483647, 65535) at most; split the batch"
+    )
+    s = Sizes(batch=1 << 30, mask_batch=1, q_len=1 << 29, heads=1 << 30, kv_heads=1)
+    failure = machine.run(forward(machine, s))
+    assert f"would need a grid of ({2**63 - 1}, 1)" in failure.message  # no wrap-around
+    assert machine.launches() == []

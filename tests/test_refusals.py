@@ -1,0 +1,326 @@
+"""The four FFI handlers with bad buffers: every check, and every word of its message.
+
+Guards against a handler that crashes, or launches, on what XLA should never have sent, and against
+a message that names the wrong argument. Runs on a fake libcuda (tests/cpp): needs the built
+extension and a C compiler.
+"""
+
+from dataclasses import replace
+
+import pytest
+from cpp.call_frame import EXECUTE, INITIALIZE, Array
+from cpp.calls import backward, blocks, documents, forward
+from cpp.machine import needs_compiler, needs_extension
+
+pytest_plugins = ("cpp.fixtures",)
+pytestmark = [needs_extension, needs_compiler]
+
+I32 = "int32"
+
+
+def refusals():
+    """(call, changes, text): every check, its whole message; the numbers are those of Sizes()."""
+    long = (1 << 29) + 1
+    at_most = 1 << 29
+    yield (
+        forward,
+        {"query": Array("bfloat16", (2, 300, 64))},
+        ("query is bfloat16[2, 300, 64], expected 4 axes (batch, q_len, heads, qk_dim)"),
+    )
+    yield (
+        forward,
+        {"key": Array("bfloat16", ())},
+        ("key is bfloat16[], expected 4 axes (batch, kv_len, kv_heads, qk_dim)"),
+    )
+    yield (
+        forward,
+        {"value": Array("float16", (1,) * 5)},
+        ("value is float16[1, 1, 1, 1, 1], expected 4 axes (batch, kv_len, kv_heads, v_dim)"),
+    )
+    yield (
+        forward,
+        {"q_lo": Array(I32, (300,))},
+        ("q_lo is int32[300], expected 2 axes (mask_batch, q_len)"),
+    )
+    yield (
+        forward,
+        {"query": Array("float32", (2, 300, 6, 64))},
+        ("query is float32, expected bfloat16 or float16"),
+    )
+    yield (
+        forward,
+        {"query": Array("D", (1 << 31, 300, 6, "QK"))},
+        ("batch (query axis 0) is 2147483648, expected 0 to 2147483647"),
+    )
+    yield (
+        forward,
+        {"query": Array("D", (2, long, 6, "QK"))},
+        (f"q_len (query axis 1) is {long}, expected 1 to {at_most}"),
+    )
+    yield (
+        forward,
+        {"query": Array("D", (2, 300, 0, "QK"))},
+        ("heads (query axis 2) is 0, expected 1 to 2147483647"),
+    )
+    yield (
+        forward,
+        {"query": Array("D", (2, 300, 6, 0))},
+        ("qk_dim (query axis 3) is 0, expected 1 to 2147483647"),
+    )
+    yield (
+        forward,
+        {"key": Array("D", (2, 0, 2, "QK"))},
+        (f"kv_len (key axis 1) is 0, expected 1 to {at_most}"),
+    )
+    yield (
+        forward,
+        {"key": Array("D", (2, 700, 0, "QK"))},
+        ("kv_heads (key axis 2) is 0, expected 1 to 2147483647"),
+    )
+    yield (
+        forward,
+        {"value": Array("D", (2, 700, 2, -1))},
+        ("v_dim (value axis 3) is -1, expected 1 to 2147483647"),
+    )
+    yield (
+        forward,
+        {"key": Array("D", (2, 700, 4, "QK"))},
+        ("query has 6 heads, expected a multiple of the 4 heads of key and value"),
+    )
+    yield (
+        forward,
+        {"q_lo": Array(I32, (3, 300))},
+        ("q_lo has 3 rows (axis 0), expected 1 or the batch, 2"),
+    )
+    yield (
+        forward,
+        {"key": Array("D", (3, 700, 2, "QK"))},
+        ("key is D[3, 700, 2, QK], expected D[batch=2, kv_len=700, kv_heads=2, qk_dim=QK]"),
+    )
+    yield (
+        forward,
+        {"key": Array("float64", (2, 700, 2, "QK"))},
+        ("key is float64[2, 700, 2, QK], expected D[batch=2, kv_len=700, kv_heads=2, qk_dim=QK]"),
+    )
+    yield (
+        forward,
+        {"value": Array("D", (2, 701, 2, "V"))},
+        ("value is D[2, 701, 2, V], expected D[batch=2, kv_len=700, kv_heads=2, v_dim=V]"),
+    )
+    yield forward, {"element_test": (I32, 3)}, "attribute element_test is 3, expected 0 to 2"
+    yield forward, {"element_test": (I32, -1)}, "attribute element_test is -1, expected 0 to 2"
+    yield (
+        forward,
+        {"scale": ("float32", float("nan"))},
+        ("attribute scale is nan, expected a finite number"),
+    )
+    yield (
+        forward,
+        {"scale": ("float32", float("inf"))},
+        ("attribute scale is inf, expected a finite number"),
+    )
+    rows = f"{I32}[mask_batch=2, q_len=300]"
+    keys = f"{I32}[mask_batch=2, kv_len=700]"
+    yield forward, {"q_lo": Array(I32, (2, 299))}, f"q_lo is int32[2, 299], expected {rows}"
+    for name in ("q_hi", "q_ids", "q_pos"):
+        bad = Array(I32, (2, 301))
+        yield forward, {name: bad}, f"{name} is int32[2, 301], expected {rows}"
+    for name in ("kv_ids", "kv_pos"):
+        bad = Array("int64", (2, 700))
+        yield forward, {name: bad}, f"{name} is int64[2, 700], expected {keys}"
+    yield (
+        forward,
+        {"q_blocks": Array(I32, (2, 4, 5))},
+        ("q_blocks is int32[2, 4, 5], expected int32[mask_batch=2, bounds=5, ceil(q_len/64)=5]"),
+    )
+    yield (
+        forward,
+        {"q_order": Array(I32, (2, 2))},
+        ("q_order is int32[2, 2], expected int32[mask_batch=2, ceil(q_len/128)=3]"),
+    )
+    out = "D[batch=2, q_len=300, heads=6, v_dim=V]"
+    sums = "float32[batch=2, heads=6, q_len=300]"
+    bad = Array("D", (2, 300, 6, 1))
+    yield forward, {"out": bad}, f"out is D[2, 300, 6, 1], expected {out}"
+    bad = Array("bool", (2, 6, 300))
+    yield forward, {"lse": bad}, f"lse is bool[2, 6, 300], expected {sums}"
+
+    # The backward shares the forward's checks of query, key, value and mask; one of each is enough.
+    yield (
+        backward,
+        {"key": Array("D", (2, 700, 4, "QK"))},
+        ("query has 6 heads, expected a multiple of the 4 heads of key and value"),
+    )
+    yield backward, {"q_hi": Array(I32, (2, 1))}, f"q_hi is int32[2, 1], expected {rows}"
+    yield (
+        backward,
+        {"kv_blocks": Array(I32, (2, 5, 11))},
+        (
+            "kv_blocks is int32[2, 5, 11], expected "
+            "int32[mask_batch=2, bounds=4, ceil(kv_len/64)=11]"
+        ),
+    )
+    yield (
+        backward,
+        {"kv_order": Array(I32, (1, 6))},
+        ("kv_order is int32[1, 6], expected int32[mask_batch=2, ceil(kv_len/128)=6]"),
+    )
+    yield backward, {"has_dlse": (I32, 2)}, "attribute has_dlse is 2, expected 0 to 1"
+    yield (
+        backward,
+        {"scale": ("float32", float("-inf"))},
+        ("attribute scale is -inf, expected a finite number"),
+    )
+    for name in ("out", "dout"):
+        bad = Array("D", (2, 300, 2, "V"))
+        yield backward, {name: bad}, f"{name} is D[2, 300, 2, V], expected {out}"
+    for name in ("lse", "dlse", "delta"):
+        bad = Array("float32", (2, 300, 6))
+        yield backward, {name: bad}, f"{name} is float32[2, 300, 6], expected {sums}"
+    bad = Array("float32", (2, 300, 6, "QK"))
+    yield (
+        backward,
+        {"dq": bad},
+        ("dq is float32[2, 300, 6, QK], expected D[batch=2, q_len=300, heads=6, qk_dim=QK]"),
+    )
+    bad = Array("D", (2, 700, 6, "QK"))  # expanded to the query's heads
+    yield (
+        backward,
+        {"dk": bad},
+        ("dk is D[2, 700, 6, QK], expected D[batch=2, kv_len=700, kv_heads=2, qk_dim=QK]"),
+    )
+    bad = Array("D", (2, 700, 6, "V"))
+    yield (
+        backward,
+        {"dv": bad},
+        ("dv is D[2, 700, 6, V], expected D[batch=2, kv_len=700, kv_heads=2, v_dim=V]"),
+    )
+
+    yield (
+        documents,
+        {"q_ids": Array(I32, (300,))},
+        ("q_ids is int32[300], expected 2 axes (mask_batch, q_len)"),
+    )
+    yield (
+        documents,
+        {"kv_ids": Array(I32, (1, 2, 700))},
+        ("kv_ids is int32[1, 2, 700], expected 2 axes (mask_batch, kv_len)"),
+    )
+    yield (
+        documents,
+        {"q_ids": Array(I32, (1 << 31, 300))},
+        ("mask_batch (q_ids axis 0) is 2147483648, expected 0 to 2147483647"),
+    )
+    yield (
+        documents,
+        {"q_ids": Array(I32, (2, 0))},
+        (f"q_len (q_ids axis 1) is 0, expected 1 to {at_most}"),
+    )
+    yield (
+        documents,
+        {"kv_ids": Array(I32, (2, long))},
+        (f"kv_len (kv_ids axis 1) is {long}, expected 1 to {at_most}"),
+    )
+    yield (
+        documents,
+        {"compare_positions": (I32, 2)},
+        ("attribute compare_positions is 2, expected 0 to 1"),
+    )
+    bad = Array("uint32", (2, 300))
+    yield documents, {"q_ids": bad}, f"q_ids is uint32[2, 300], expected {rows}"
+    yield documents, {"kv_ids": Array("int8", (2, 700))}, f"kv_ids is int8[2, 700], expected {keys}"
+    for name in ("q_pos", "lo", "hi", "tested"):
+        bad = Array("int16", (2, 300))
+        yield documents, {name: bad}, f"{name} is int16[2, 300], expected {rows}"
+    bad = Array("complex64", (2, 700))
+    yield documents, {"kv_pos": bad}, f"kv_pos is XLA type 15[2, 700], expected {keys}"
+    words = 5 * 2048 + 700 + 1
+    yield (
+        documents,
+        {"workspace": Array(I32, (2, words - 1))},
+        (f"workspace is int32[2, {words - 1}], expected int32[mask_batch=2, words={words}]"),
+    )
+
+    yield blocks, {"q_lo": Array(I32, ())}, "q_lo is int32[], expected 2 axes (mask_batch, q_len)"
+    yield (
+        blocks,
+        {"q_lo": Array(I32, (-1, 300))},
+        ("mask_batch (q_lo axis 0) is -1, expected 0 to 2147483647"),
+    )
+    yield (
+        blocks,
+        {"q_lo": Array(I32, (2, long))},
+        (f"q_len (q_lo axis 1) is {long}, expected 1 to {at_most}"),
+    )
+    yield (
+        blocks,
+        {"kv_len": ("int64", 1 << 40)},
+        (f"attribute kv_len is {1 << 40}, expected 1 to {at_most}"),
+    )
+    for name in ("q_lo", "q_hi", "tested"):
+        bad = Array("bool", (2, 300))
+        yield blocks, {name: bad}, f"{name} is bool[2, 300], expected {rows}"
+    yield (
+        blocks,
+        {"q_blocks": Array(I32, (2, 5, 4))},
+        ("q_blocks is int32[2, 5, 4], expected int32[mask_batch=2, bounds=5, ceil(q_len/64)=5]"),
+    )
+    yield (
+        blocks,
+        {"kv_blocks": Array(I32, (2, 4, 10))},
+        (
+            "kv_blocks is int32[2, 4, 10], expected "
+            "int32[mask_batch=2, bounds=4, ceil(kv_len/64)=11]"
+        ),
+    )
+    yield (
+        blocks,
+        {"q_order": Array(I32, (2, 5))},
+        ("q_order is int32[2, 5], expected int32[mask_batch=2, ceil(q_len/128)=3]"),
+    )
+    yield (
+        blocks,
+        {"kv_order": Array(I32, (2, 5))},
+        ("kv_order is int32[2, 5], expected int32[mask_batch=2, ceil(kv_len/128)=6]"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "changes", "text"),
+    [
+        pytest.param(*r, id=f"{r[0].__name__}-{'-'.join(r[1])}-{i}")
+        for i, r in enumerate(refusals())
+    ],
+)
+def test_refusal(shared_machine, make, changes, text):
+    """D, QK and V stand for the dtype and head dims of whatever this build has."""
+    m = shared_machine
+    dtype = {"bf16": "bfloat16", "f16": "float16"}[m.variant["dtype"]]
+    dims = {"QK": m.variant["qk_dim"], "V": m.variant["v_dim"]}
+
+    def fill(value):
+        if not isinstance(value, Array):
+            return value
+        shape = tuple(dims.get(n, n) for n in value.shape)
+        return replace(value, dtype=dtype if value.dtype == "D" else value.dtype, shape=shape)
+
+    for word, meaning in {
+        "D[": f"{dtype}[",
+        "QK]": f"{dims['QK']}]",
+        "V]": f"{dims['V']}]",
+    }.items():
+        text = text.replace(word, meaning)
+    call = make(m).change(**{name: fill(value) for name, value in changes.items()})
+    for stage in (INITIALIZE, EXECUTE):
+        failure = m.run(call, stage)
+        assert failure.code == "InvalidArgument"
+        assert failure.message == f"{call.target}: {text}"
+    assert m.calls("cuLaunchKernel") == m.calls("cuLibraryLoadData") == 0
+
+
+def test_wrong_number_of_operands(shared_machine):
+    call = forward(shared_machine)
+    call.operands.popitem()
+    failure = shared_machine.run(call)
+    assert failure.code == "InvalidArgument"
+    assert "Wrong number of arguments: expected 11 but got 10" in failure.message
