@@ -34,7 +34,7 @@ from implementations import (
     cudnn_attention,
     packax_attention,
     random_inputs,
-)  # noqa: E402
+)
 from machine import machine  # noqa: E402
 from overheads import first_call, handler_time, mask_building  # noqa: E402
 from reference import Reference, wrong  # noqa: E402

@@ -13,9 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from cases import Case
-
 import packax
+from cases import Case
 
 Arrays = tuple[jax.Array, ...]
 

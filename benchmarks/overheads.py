@@ -10,12 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import packax
 from cases import Case, document_lengths
 from implementations import random_inputs
-from timing import interleaved, wall_ms
-
-import packax
 from packax import _ext
+from timing import interleaved, wall_ms
 
 
 def first_call() -> dict[str, Any]:

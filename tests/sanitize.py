@@ -19,7 +19,6 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
-
 import packax  # noqa: E402
 
 LIMIT = {"bfloat16": 3e-2, "float16": 4e-3}  # ‖x - reference‖ / ‖reference‖

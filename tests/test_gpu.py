@@ -11,30 +11,23 @@ import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
+import packax
 import pytest
 from gpu_runs import (
     Results,
+    Tensors,
     assert_close,
     assert_identical,
     build,
-    dense,
     packed,
     passes,
     run,
     tensors,
 )
 
-import packax
-
 pytestmark = pytest.mark.gpu
 DTYPES = ("bfloat16", "float16")
 DIMS = (64, 128)
-
-
-@pytest.fixture(autouse=True)
-def gpu():
-    if jax.default_backend() != "gpu":
-        pytest.skip(f"no GPU: jax runs on {jax.default_backend()}")
 
 
 @pytest.fixture(params=DTYPES)
@@ -47,18 +40,17 @@ def dim(request):
     return request.param
 
 
-def causal_documents(ids, **positions):
-    return packax.causal() & packax.documents(ids, **positions)
+def causal_documents(*ids, **positions):
+    return packax.causal() & packax.documents(*ids, **positions)
 
 
 # --- Numbers.
 
 
-@pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", cases.CASES, ids=str)
 def test_cases(case, dtype, dim):
-    x = tensors(case.batch, case.q_len, case.kv_len, case.heads, case.kv_heads, dim, dtype)
-    expression = case.expression()
-    assert_close(x, run(x, expression), expression.as_array(case.q_len, case.kv_len))
+    x = Tensors(*case.tensors(dtype, dim, dim))
+    assert_close(x, run(x, case.expression()), case.allowed())
 
 
 THREE_ROWS = np.stack(
@@ -99,7 +91,8 @@ def test_every_length_to_300(first):
         ids = packed(*(n for n in (cut, length - cut) if n))
         expression = causal_documents(ids)
         try:
-            assert_close(x, run(x, expression), expression.as_array(length, length))
+            allowed = expression.as_array(length, length)
+            assert_close(x, run(x, expression), allowed, pad=325)
         except AssertionError as error:
             raise AssertionError(f"length {length}: {error}") from error
 
@@ -209,21 +202,26 @@ def test_mask_arrays_equal_the_xla_twins(length):
     )
     ramps = ramps.astype(np.int32)
     other = np.roll(rows, 1, axis=0)[:, : max(1, length // 2)]
-    expressions = {
-        "ids": lambda: packax.documents(rows),
-        "causal": lambda: causal_documents(rows),
-        "positions": lambda: causal_documents(rows, positions=ramps),
-        "restarting": lambda: causal_documents(rows, positions=ramps % 50),
-        "lengths differ": lambda: packax.documents(rows, other),
-        "positions and lengths differ": lambda: causal_documents(
-            rows, kv_segment_ids=other, positions=ramps, kv_positions=ramps[:, : other.shape[1]]
+    lower = ramps[:, : other.shape[1]]
+    makers = {
+        "ids": lambda ids, other, pos, kv_pos: packax.documents(ids),
+        "causal": lambda ids, other, pos, kv_pos: causal_documents(ids),
+        "positions": lambda ids, other, pos, kv_pos: causal_documents(ids, positions=pos),
+        "restarting": lambda ids, other, pos, kv_pos: causal_documents(ids, positions=pos % 50),
+        "cross": lambda ids, other, pos, kv_pos: packax.documents(ids, other),
+        "cross positions": lambda ids, other, pos, kv_pos: causal_documents(
+            ids, other, positions=pos, kv_positions=kv_pos
         ),
-        "cut": lambda: causal_documents(rows) & packax.ranges(ramps // 2, ramps * 2),
+        "cut": lambda ids, other, pos, kv_pos: (
+            causal_documents(ids) & packax.ranges(pos // 2, pos * 2)
+        ),
     }
-    for name, make in expressions.items():
-        with jax.default_device(cpu):
-            expected = jax.jit(lambda make=make: packax.create_attention_mask(make()))()
-        got = jax.jit(lambda make=make: packax.create_attention_mask(make()))()
+    for name, make in makers.items():
+        function = jax.jit(lambda *arrays, make=make: packax.create_attention_mask(make(*arrays)))
+        arrays = (rows, other, ramps, lower)
+        got, expected = (
+            function(*jax.device_put(arrays, device)) for device in (jax.devices()[0], cpu)
+        )
         assert next(iter(got.q_lo.devices())).platform == "gpu"
         assert next(iter(expected.q_lo.devices())).platform == "cpu"
         assert_identical(got, expected, f"{name} (rows are {list(patterns)}): ")
@@ -378,7 +376,7 @@ def forward_call(**changes):
     """packax_forward_v1 past every Python check, one operand or attribute replaced."""
     x = tensors(2, 200, 200, 4, 2, 64, "bfloat16")
     mask = build(causal_documents(THREE_ROWS[:2, :200]), x)
-    names = "q_lo q_hi q_ids kv_ids q_pos kv_pos q_blocks q_order".split()
+    names = ["q_lo", "q_hi", "q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks", "q_order"]
     operands = dict(zip(names, mask.operands(), strict=False))
     operands = {"query": x.query, "key": x.key, "value": x.value, **operands}
     attributes = {"scale": np.float32(0.1), "element_test": np.int32(1)}
@@ -434,7 +432,7 @@ def test_cpp_refuses(changes, message):
 def test_no_kernel_says_what_there_is():
     for dim, dtype in ((80, "bfloat16"), (64, "float32")):
         x = tensors(1, 64, 64, 2, 2, dim, dtype)
-        with pytest.raises(NotImplementedError, match="there are: .*bfloat16 64/64"):
+        with pytest.raises(NotImplementedError, match=r"there are: .*bfloat16 64/64"):
             packax.flash_attention(*x[:3], packax.causal())
 
 
@@ -466,19 +464,3 @@ def test_offsets_past_two_to_the_31():
         few_got = Results(part(got.out), sums(got.lse), *map(part, got[2:]))
         assert_close(few, few_got, alone)
     del got, x
-
-
-def test_the_reference_itself():
-    """dense() in float32 against NumPy in float64: the tests above rest on it."""
-    x = tensors(1, 37, 37, 2, 1, 64, "float32")
-    attends = np.asarray(causal_documents(packed(20, -3, 14)).as_array(37, 37))[None]
-    got = dense(x, jnp.asarray(attends), 0.125, jnp.float32)
-    query, key, value = (np.asarray(y, np.float64)[0] for y in x[:3])
-    for head in range(2):
-        scores = np.where(attends[0], query[:, head] @ key[:, 0].T * 0.125, -np.inf)
-        for row in np.flatnonzero(attends[0].any(-1)):
-            p = np.exp(scores[row] - scores[row].max())
-            out = p @ value[:, 0] / p.sum()
-            np.testing.assert_allclose(got.out[0, row, head], out, rtol=1e-5, atol=1e-5)
-            lse = np.log(p.sum()) + scores[row].max()
-            np.testing.assert_allclose(got.lse[0, head, row], lse, rtol=1e-5, atol=1e-5)
