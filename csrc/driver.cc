@@ -16,7 +16,8 @@ constexpr int64_t kMaxGridX = 2147483647, kMaxGridY = 65535;
 #define PACKAX_DRIVER_FUNCTIONS(X)                                                             \
   X(cuInit)                                                                                    \
   X(cuDriverGetVersion)                                                                        \
-  X(cuGetErrorName) X(cuGetErrorString) X(cuDeviceGetCount) X(cuDeviceGet) X(cuDeviceGetName)  \
+  X(cuGetErrorName)                                                                            \
+  X(cuGetErrorString) X(cuDeviceGetCount) X(cuDeviceGet) X(cuDeviceGetName)                    \
       X(cuDeviceGetAttribute) X(cuCtxGetCurrent) X(cuCtxGetDevice) X(cuCtxGetId)               \
           X(cuLibraryLoadData) X(cuLibraryGetKernel) X(cuLibraryUnload) X(cuKernelGetFunction) \
               X(cuKernelSetAttribute) X(cuLaunchKernel)

@@ -128,6 +128,12 @@ def refusals():
     for name in ("kv_ids", "kv_pos"):
         bad = Array("int64", (2, 700))
         yield forward, {name: bad}, f"{name} is int64[2, 700], expected {keys}"
+    bad = Array(I32, (1, 700))  # read with ids alone, too
+    yield (
+        forward,
+        {"element_test": (I32, 1), "kv_ids": bad},
+        f"kv_ids is int32[1, 700], expected {keys}",
+    )
     yield (
         forward,
         {"q_blocks": Array(I32, (2, 4, 5))},
