@@ -1,33 +1,29 @@
-"""packax beside cuDNN on the cases of `cases.py`, in one process: milliseconds, TFLOP/s on attended pairs, ratio, error.
+"""packax beside cuDNN on the cases of `cases.py`, in one process: ms, TFLOP/s, ratio, error.
 
     python benchmarks/attention.py [--cases a,b] [--rounds 7] [--quick] [--out DIR]
 
-Every output and gradient is checked against a float32 reference before anything is timed; a wrong one is not timed and
-makes the program exit 1. FLOPs: 4·H·D·(attended pairs) forward, 2.5x that backward. The backward is timed alone (the
-jitted pullback, residuals already in memory); `bwd~` is (forward + backward) - forward, as the peers' board has it.
+Every output and gradient is checked against a float32 reference before anything is timed; a wrong
+one is not timed and makes the program exit 1. FLOPs are those of attended pairs: 4 * H * D a pair
+forward, 2.5 times that backward. The backward is timed alone (the jitted pullback, residuals in
+memory); `bwd~` is (forward + backward) - forward, as the peers' board has it.
 Writes attention.json and attention.png into --out (default: $OUT, else benchmarks/results).
 """
 
 from __future__ import annotations
 
+import argparse
+import gc
+import json
+import os
+import sys
 import time
+import traceback
+from pathlib import Path
+from typing import Any
 
-PROCESS_START = time.perf_counter()
-
-import argparse  # noqa: E402  (the clock starts before the imports)
-import gc  # noqa: E402
-import json  # noqa: E402
-import os  # noqa: E402
-import sys  # noqa: E402
-import traceback  # noqa: E402
-from pathlib import Path  # noqa: E402
-from typing import Any  # noqa: E402
-
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-
-import jax  # noqa: E402
-from cases import Case, select  # noqa: E402
-from chart import bar_chart  # noqa: E402
+import jax
+from cases import Case, select
+from chart import bar_chart
 from implementations import (
     Compiled,
     Implementation,
@@ -35,29 +31,29 @@ from implementations import (
     packax_attention,
     random_inputs,
 )
-from machine import machine  # noqa: E402
-from overheads import first_call, handler_time, mask_building  # noqa: E402
-from reference import Reference, wrong  # noqa: E402
-from timing import Time, interleaved  # noqa: E402
+from machine import machine
+from overheads import first_call, handler_time, mask_building
+from reference import Reference, wrong
+from timing import Time, interleaved
 
+START = time.perf_counter()
 HERE = Path(__file__).parent
 PASSES = ("fwd", "bwd", "fwd+bwd")
 
 
 def say(text: str) -> None:
-    print(f"[{time.perf_counter() - PROCESS_START:6.1f} s] {text}", flush=True)
+    print(f"[{time.perf_counter() - START:6.1f} s] {text}", flush=True)
 
 
 def first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[
-        :300
-    ]
+    text = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {text[0]}"[:300]
 
 
 def usable(
     implementation: Implementation, compiled: Compiled, reference: Reference
 ) -> dict[str, Any]:
-    """Runs forward and forward + backward once and compares: {"errors": ..., "passes": callables, "failed": texts}."""
+    """Runs every pass once and compares: {"errors", "passes": callables, "failed", "wrong"}."""
     errors: dict[str, float] = {}
     failed: dict[str, str] = {}
     passes: dict[str, Any] = {}
@@ -147,9 +143,10 @@ def _errors_line(name: str, result: dict[str, Any]) -> str:
 
 
 def table(results: dict[str, Any], peers: dict[str, Any]) -> str:
-    """One line a case and pass; the peers' columns are the board's, from another run, for orientation."""
-    head = f"{'case':<18}{'pass':<9}{'packax ms':>10}{'TFLOP/s':>9}{'cuDNN ms':>10}{'TFLOP/s':>9}{'ratio':>7}{'error':>9}{'cuDNN':>9}"
-    lines = [head + f"{'| board: FA4':>13}{'Flex':>6}{'kvax':>6}"]
+    """One line a case and pass; the peers' columns are the board's, from another run."""
+    head = f"{'case':<18}{'pass':<9}{'packax ms':>10}{'TFLOP/s':>9}{'cuDNN ms':>10}{'TFLOP/s':>9}"
+    head += f"{'ratio':>7}{'error':>9}{'cuDNN':>9}{'| board: FA4':>13}{'Flex':>6}{'kvax':>6}"
+    lines = [head]
     for name, rows in results.items():
         for what in (*PASSES, "bwd~"):
             cells = f"{name:<18}{what:<9}"
@@ -195,9 +192,11 @@ def main() -> int:
     if arguments.quick:
         rounds = min(rounds, 3)
         cases = [case for case in cases if case.seq <= 32768]
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # cuDNN wants room beside jax's
     if jax.default_backend() != "gpu":
         raise SystemExit(
-            f"attention.py times GPU kernels, and jax runs on {jax.default_backend()!r} here: jax.devices() = {jax.devices()}"
+            f"attention.py times GPU kernels, and jax runs on {jax.default_backend()!r} here: "
+            f"jax.devices() = {jax.devices()}"
         )
 
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,9 @@
-"""The benchmark cases, as data: those of the peers' board by name, one more at head dim 64, and the million-token row."""
+"""The benchmark cases as data: the board's by name, one more at head dim 64, and 1M tokens."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 
@@ -24,7 +25,7 @@ class Case:
 
     @property
     def area(self) -> int:
-        """Attended (query, key) pairs of one head of the whole batch: causal inside every document."""
+        """Attended (query, key) pairs of one head, whole batch: causal inside every document."""
         return self.batch * sum(n * (n + 1) // 2 for n in self.lengths)
 
     @property
@@ -44,13 +45,13 @@ class Case:
 def document_lengths(total: int, count: int, seed: int = 0) -> list[int]:
     """`count` lengths, multiples of 64, that sum to `total`: the gaps between uniformly drawn cuts.
 
-    The draw is numpy's legacy generator, so that the lengths are the ones the peers were measured on.
+    The draw is numpy's legacy generator: these are the lengths that the peers were measured on.
     """
     if count == 1:
         return [total]
     cuts = np.random.RandomState(seed).choice(np.arange(1, total // 64), count - 1, replace=False)
     edges = [0, *sorted(int(cut) * 64 for cut in cuts), total]
-    return [end - start for start, end in zip(edges, edges[1:], strict=False)]
+    return [end - start for start, end in itertools.pairwise(edges)]
 
 
 CASES = (

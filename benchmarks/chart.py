@@ -1,4 +1,4 @@
-"""The bar chart of a benchmark report: TFLOP/s of packax and cuDNN as measured here, the board's peers in grey."""
+"""The bar chart of a report: TFLOP/s of packax and cuDNN as measured, the board's peers in grey."""
 
 from __future__ import annotations
 
@@ -82,9 +82,11 @@ def bar_chart(report: dict[str, Any], peers: dict[str, Any], path: Path) -> None
         fontsize=14,
         fontweight="bold",
     )
+    board = peers["machine"]
     figure.supxlabel(
-        f"{info['gpu']}, driver {info['driver']}, jax {info['jax']}, cuDNN {info['cudnn']}, {info['date']}, commit {report['commit'][:10]}.  "
-        f"Grey: {peers['machine'].split(',')[0]}, another run, {peers['machine'].rsplit(', ', 1)[-1]}",
+        f"{info['gpu']}, driver {info['driver']}, jax {info['jax']}, cuDNN {info['cudnn']}, "
+        f"{info['date']}, commit {report['commit'][:10]}.  "
+        f"Grey: {board.split(',')[0]}, another run, {board.rsplit(', ', 1)[-1]}",
         fontsize=8,
         color="#57606a",
     )

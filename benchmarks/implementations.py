@@ -1,7 +1,7 @@
-"""What is timed: packax and cuDNN as functions of (query, key, value, operands), and the jitted forward and backward of each.
+"""What is timed: packax and cuDNN as functions of (query, key, value, operands), and their passes.
 
-cuDNN is called as a JAX user can reach it: through `jax.nn.dot_product_attention` for one causal document, and through
-jax's private packed call where there are several documents (there is no public one).
+cuDNN is called as a JAX user can reach it: through `jax.nn.dot_product_attention` for one causal
+document, and through jax's private packed call where there are several (there is no public one).
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def random_inputs(case: Case, seed: int = 0) -> Arrays:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """The jitted passes of one implementation, with its inputs bound: call and block on the result."""
+    """The jitted passes of one implementation, with its inputs bound."""
 
     implementation: Implementation
     inputs: Arrays
@@ -106,7 +106,7 @@ class Compiled:
         return lambda: function(query, key, value, self.implementation.operands, cotangent)
 
     def backward(self) -> Callable[[], Arrays]:
-        """The backward alone: a jitted call of the pullback, whose residuals are arguments that already lie in memory."""
+        """The backward alone: the jitted pullback; its residuals are in memory already."""
         query, key, value, cotangent = self.inputs
 
         @jax.jit

@@ -1,4 +1,4 @@
-"""What is not a kernel's steady state: the first call in a process, building a mask, host time in the FFI handlers."""
+"""What is no kernel's steady state: the first call of a process, masks, host time in handlers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from timing import interleaved, wall_ms
 
 
 def first_call() -> dict[str, Any]:
-    """Seconds of the first packax call of the process, forward and backward, after the GPU is up; then of the second."""
+    """Time of the process's first packax call, forward and backward, once the GPU is up."""
     start = time.perf_counter()
     x = jax.jit(lambda x: x @ x)(jnp.ones((256, 256), jnp.bfloat16))
     jax.block_until_ready(x)
@@ -53,7 +53,7 @@ def first_call() -> dict[str, Any]:
 
 
 def mask_building(tokens: int = 131072, documents: int = 12) -> dict[str, Any]:
-    """Milliseconds to build the mask of one row: launched from Python, and inside a jitted loop (no Python, no dispatch)."""
+    """Milliseconds to build one row's mask: launched from Python, and inside a jitted loop."""
     ids = jnp.asarray(
         np.repeat(np.arange(1, documents + 1), document_lengths(tokens, documents)).astype(np.int32)
     )[None]
@@ -96,7 +96,7 @@ def mask_building(tokens: int = 131072, documents: int = 12) -> dict[str, Any]:
 
 
 def handler_time(calls: int = 300) -> dict[str, Any]:
-    """Host microseconds inside the C++ handlers, as the extension counted them over `calls` eager launches of small work."""
+    """Host microseconds in the C++ handlers, as the extension counted them over small launches."""
     case = Case("handlers", 1, 2048, 8, 2, 128, 5)
     query, key, value, cotangent = random_inputs(case)
     ids = jnp.asarray(case.segment_ids())
@@ -119,4 +119,7 @@ def handler_time(calls: int = 300) -> dict[str, Any]:
     run(20)
     _ext.reset_host_times()
     run(calls)
-    return dict(_ext.host_times())
+    return {
+        target: {"calls": count, "microseconds": round(nanoseconds / max(count, 1) / 1e3, 2)}
+        for target, (count, nanoseconds) in _ext.host_times().items()
+    }

@@ -1,7 +1,8 @@
-"""The float32 reference of the benchmark, and the check of every output against it before anything is timed.
+"""The benchmark's float32 reference, against which every output is checked before it is timed.
 
-Output, LSE and dQ are recomputed for a few sampled rows, all heads; dK and dV for one key/value head and its query heads,
-block by block over a whole row (of very long rows: over one document). It knows masks only as "same id and not later".
+Output and dQ are recomputed for a few sampled rows, all heads; dK and dV for one key/value head and
+its query heads, block by block over a whole row (of very long rows: over one document). It knows
+masks only as "same id and not later".
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def einsum(spec: str, *operands: jax.Array) -> jax.Array:
 
 @jax.jit
 def sampled_rows(query, key, value, cotangent, segment_ids, rows):  # type: ignore[no-untyped-def]
-    """(output, dQ) of `rows` of the first batch row, float32, (rows, heads, D). dQ needs the row alone: P, dO·V and its mean."""
+    """(output, dQ) of `rows` of the first batch row, float32, (rows, heads, D)."""
     kv_heads, dim = key.shape[2:]
     scale = dim**-0.5
     q = query[0, rows].reshape(len(rows), kv_heads, -1, dim)
@@ -53,7 +54,7 @@ def sampled_rows(query, key, value, cotangent, segment_ids, rows):  # type: igno
 
 @functools.partial(jax.jit, static_argnames="scale")
 def head_gradients(query, key, value, cotangent, segment_ids, *, scale):  # type: ignore[no-untyped-def]
-    """dK and dV of one key/value head, float32 (S, D): query, cotangent (S, G, D), key, value (S, D), segment_ids (S,)."""
+    """dK, dV of one key/value head, float32 (S, D). query, cotangent: (S, G, D); the rest (S, D)."""
     length = key.shape[0]
     pad = -length % BLOCK
     blocks = jax.tree.map(

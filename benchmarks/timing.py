@@ -1,4 +1,4 @@
-"""Times of asynchronous device work: wall time over several launches between two synchronisations, interleaved, medians."""
+"""Times of asynchronous device work: wall time over several launches, interleaved, medians."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Time:
 
 
 def wall_ms(function: Callable[[], Any], launches: int) -> float:
-    """Milliseconds a launch. The device works through the launches in order, so only the last result is waited for."""
+    """Milliseconds a launch. The device works in order, so only the last result is waited for."""
     start = time.perf_counter()
     for _ in range(launches):
         result = function()
@@ -42,7 +42,7 @@ def wall_ms(function: Callable[[], Any], launches: int) -> float:
 def interleaved(
     functions: Mapping[str, Callable[[], Any]], *, rounds: int, round_ms: float = 120.0
 ) -> dict[str, Time]:
-    """Median times of the functions, which take turns in every round so that all meet the same clocks and temperature."""
+    """Median times; the functions take turns in every round, so that all meet the same clocks."""
     launches: dict[str, int] = {}
     for name, function in functions.items():
         jax.block_until_ready(function())

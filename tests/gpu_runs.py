@@ -114,8 +114,8 @@ def assert_identical(got: Any, expected: Any, what: str) -> None:
         if len(different):
             first = tuple(map(int, different[0]))
             raise AssertionError(
-                f"{what}{jax.tree_util.keystr(path)}: {len(different)} of {x.size} differ, first at "
-                f"{first}: {np.atleast_1d(x)[first]} and {np.atleast_1d(y)[first]}"
+                f"{what}{jax.tree_util.keystr(path)}: {len(different)} of {x.size} differ, "
+                f"first at {first}: {np.atleast_1d(x)[first]} and {np.atleast_1d(y)[first]}"
             )
 
 

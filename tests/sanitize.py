@@ -26,7 +26,7 @@ LIMIT = {"bfloat16": 3e-2, "float16": 4e-3}  # ‖x - reference‖ / ‖referenc
 
 def reference(query, key, value, cotangent, attends, scale):
     """Output and gradients in float64; attends is (batch, queries, keys)."""
-    batch, q_len, heads, dim = query.shape
+    batch, q_len = query.shape[:2]
     kv_heads = key.shape[2]
     q, do = (x.reshape(batch, q_len, kv_heads, -1, x.shape[-1]) for x in (query, cotangent))
     scores = np.einsum("bqhgd,bkhd->bhgqk", q, key) * scale
