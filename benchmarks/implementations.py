@@ -96,7 +96,7 @@ class Compiled:
         """Forward and backward in one jitted call."""
 
         @jax.jit
-        def function(query, key, value, operands, cotangent):  # type: ignore[no-untyped-def]
+        def function(query, key, value, operands, cotangent):
             out, pullback = jax.vjp(
                 lambda *x: self.implementation.function(*x, operands), query, key, value
             )
@@ -110,7 +110,7 @@ class Compiled:
         query, key, value, cotangent = self.inputs
 
         @jax.jit
-        def with_residuals(query, key, value, operands):  # type: ignore[no-untyped-def]
+        def with_residuals(query, key, value, operands):
             return jax.vjp(
                 lambda *x: self.implementation.function(*x, operands), query, key, value
             )[1]

@@ -29,7 +29,7 @@ def first_call() -> dict[str, Any]:
     ids = jnp.asarray(case.segment_ids())
 
     @jax.jit
-    def step(query, key, value, cotangent, ids):  # type: ignore[no-untyped-def]
+    def step(query, key, value, cotangent, ids):
         mask = packax.create_attention_mask(packax.causal() & packax.documents(ids))
         _, pullback = jax.vjp(lambda *x: packax.flash_attention(*x, mask), query, key, value)
         return pullback(cotangent)

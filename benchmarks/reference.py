@@ -33,7 +33,7 @@ def einsum(spec: str, *operands: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def sampled_rows(query, key, value, cotangent, segment_ids, rows):  # type: ignore[no-untyped-def]
+def sampled_rows(query, key, value, cotangent, segment_ids, rows):
     """(output, dQ) of `rows` of the first batch row, float32, (rows, heads, D)."""
     kv_heads, dim = key.shape[2:]
     scale = dim**-0.5
@@ -53,8 +53,8 @@ def sampled_rows(query, key, value, cotangent, segment_ids, rows):  # type: igno
 
 
 @functools.partial(jax.jit, static_argnames="scale")
-def head_gradients(query, key, value, cotangent, segment_ids, *, scale):  # type: ignore[no-untyped-def]
-    """dK, dV of one key/value head, float32 (S, D). query, cotangent: (S, G, D); the rest (S, D)."""
+def head_gradients(query, key, value, cotangent, segment_ids, *, scale):
+    """dK, dV of one key/value head, (S, D). query, cotangent: (S, G, D); the rest (S, D)."""
     length = key.shape[0]
     pad = -length % BLOCK
     blocks = jax.tree.map(

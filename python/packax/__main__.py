@@ -21,9 +21,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "demo",
         help="train a small transformer on packed documents, check it, draw it",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        description="Trains a small byte-level transformer on the sources of Python's standard library, packed into "
-        "long rows, checks packax against a dense reference and draws the document mask and the loss. What is not "
-        "given is chosen for this machine: 2,048-token rows on a CPU, 32,768 on a GPU.",
+        description="Trains a small byte-level transformer on the sources of Python's standard "
+        "library, packed into long rows, checks packax against a dense reference and draws the "
+        "document mask and the loss. What is not given is chosen for this machine.",
     )
     demo.add_argument("--steps", type=int, help="training steps at most")
     demo.add_argument("--seq-len", type=int, help="tokens in a row")
@@ -45,10 +45,11 @@ def info() -> int:
 
 
 def run_demo(arguments: argparse.Namespace) -> int:
-    missing = [name for name in DEMO_PACKAGES if importlib.util.find_spec(name) is None]
+    missing = [name for name in DEMO_PACKAGES if not _installed(name)]
     if missing:
         print(
-            f"the demo needs {', '.join(missing)}: pip install 'packax[demo]' (from the sources: pip install './[demo]')",
+            f"the demo needs {', '.join(missing)}: pip install 'packax[demo]' "
+            "(in its sources: pip install './[demo]')",
             file=sys.stderr,
         )
         return 2
@@ -68,6 +69,13 @@ def run_demo(arguments: argparse.Namespace) -> int:
         print(f"python -m packax demo: {error}", file=sys.stderr)
         return 2
     return run(settings)
+
+
+def _installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ValueError:  # sys.modules holds a None
+        return False
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any
 
 import packax
 
-OLDEST_DRIVER = 12000  # the cubins are CUDA 12's; a driver's version is the newest CUDA it supports
+OLDEST_DRIVER = 12000  # the newest CUDA that the driver supports; the cubins are CUDA 12's
 CUDA_13_DRIVER = 13000
 PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 ATTENTION_KERNELS = ("forward", "backward_delta", "backward_dkdv", "backward_dq")
@@ -70,7 +70,7 @@ def gather() -> Report:
 
 
 def variant(report: Report, cc: int, dtype: str, qk_dim: int, v_dim: int) -> tuple[str | None, str]:
-    """(forward's variant, "") where every kernel of a call exists for the GPU, else (None, why)."""
+    """(forward's variant, "") if the GPU has every kernel of a call, else (None, why)."""
     names = {
         kernel: report.find(kernel, cc, DTYPES[dtype], qk_dim, v_dim)
         for kernel in ATTENTION_KERNELS
@@ -168,7 +168,8 @@ def _runs_lines(report: Report) -> list[str]:
     fallback = "blockwise XLA attention on the CPU"
     if report.extension_error is not None:
         return [
-            f"blockwise XLA attention on {', '.join(report.platforms) or 'nothing'}: no kernels here (wheel, above)"
+            f"blockwise XLA attention on {', '.join(report.platforms) or 'nothing'}: "
+            "there are no kernels here (wheel, above)"
         ]
     if "error" in report.driver or not report.devices:
         return [f"{fallback}: there is no usable GPU (driver, above)"]
@@ -187,7 +188,7 @@ def _runs_lines(report: Report) -> list[str]:
         if not any(name for name, _ in rows.values()):
             have = ", ".join(map(capability, report.capabilities)) or "none"
             lines.append(
-                f"{gpu}: no cubin: its compute capability is {capability(cc)}, this wheel has {have}"
+                f"{gpu}: no cubin for compute capability {capability(cc)}; this wheel has {have}"
             )
             lines.append('there, implementation="xla" runs, and the default is an error')
             continue

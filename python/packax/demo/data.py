@@ -1,8 +1,8 @@
 """Documents and rows: the standard library's own sources, packed at byte level.
 
-A document is one `.py` file as bytes plus an end byte. Rows are filled with whole documents in random
-order, each into the fullest row that still holds it; only a document longer than a row is cut into
-pieces, and a piece counts as a document.
+A document is one `.py` file as bytes plus an end byte. Rows are filled with whole documents in
+random order, each into the fullest row that still holds it; only a document longer than a row is
+cut into pieces, and a piece counts as a document.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def standard_library() -> list[bytes]:
 def pack(documents: Sequence[bytes], seq_len: int, *, seed: int = 0, limit: int = 0) -> Rows:
     """Packs documents into rows of `seq_len` tokens, in random order.
 
-    Of very many rows only the first `limit` are kept (0: all); `documents` and `cut` count what is in them.
+    Of very many rows only the first `limit` are kept (0: all).
     """
     rng = np.random.default_rng(seed)
     pieces: list[np.ndarray] = []
@@ -88,7 +88,7 @@ def pack(documents: Sequence[bytes], seq_len: int, *, seed: int = 0, limit: int 
 
 
 def fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Best fit: indices of `lengths` in rows of at most `capacity`, each in the fullest that holds it."""
+    """Best fit: the indices of `lengths` in rows, each in the fullest row that holds it."""
     rows: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (room left, row), sorted
     for index, length in enumerate(lengths):
@@ -105,7 +105,7 @@ def fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def targets(tokens: np.ndarray, segment_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(next token, weight), same shape: the weight is 1 where the next token lies in the same document, else 0."""
+    """(next token, weight): weight 1 where the next token lies in the same document, else 0."""
     following = np.roll(tokens, -1, axis=1)
     same = np.roll(segment_ids, -1, axis=1) == segment_ids
     same[:, -1] = False

@@ -1,7 +1,8 @@
-"""A small byte-level transformer in plain JAX: pre-norm, grouped-query attention, RoPE by document position, SwiGLU.
+"""A small byte-level transformer in plain JAX: pre-norm, grouped queries, RoPE, SwiGLU.
 
-Parameters are a pytree of arrays, the layers stacked along a leading axis so that one `scan` runs them; each layer is
-rematerialised except for packax's named output and LSE, so that the backward never runs the attention forward again.
+Parameters are a pytree of arrays, the layers stacked along a leading axis so that one `scan` runs
+them. Each layer is rematerialised except for packax's named output and LSE, so that the backward
+pass never runs the attention forward again.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def transform(
     mask: packax.AttentionMask,
     config: Config,
 ) -> jax.Array:
-    """As `logits`, from embedded tokens (batch, length, width): the check of gradients starts here."""
+    """As `logits`, from embedded tokens (batch, length, width)."""
     angles = rope_angles(positions, config)
 
     def layer(x: jax.Array, weights: Parameters) -> tuple[jax.Array, None]:
@@ -102,7 +103,7 @@ def attention(
 def heads(
     weights: Parameters, x: jax.Array, angles: jax.Array, config: Config
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Query, key and value of one layer, (batch, length, heads, head_dim), query and key rotated."""
+    """Query, key, value of a layer: (batch, length, heads, head_dim), query and key rotated."""
     q_width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
     split = jnp.split(
         jnp.dot(x, weights["query_key_value"]), [q_width, q_width + kv_width], axis=-1
@@ -124,7 +125,7 @@ def normalize(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def rope_angles(positions: jax.Array, config: Config) -> jax.Array:
-    """(batch, length, 1, head_dim / 2): positions restart with every document, so rotation knows nothing of the packing."""
+    """(batch, length, 1, head_dim / 2): positions restart with every document."""
     exponents = jnp.arange(0, config.head_dim, 2) / config.head_dim
     return (positions[..., None, None] * config.rope_base**-exponents).astype(jnp.float32)
 
@@ -146,7 +147,7 @@ def loss(
     mask: packax.AttentionMask,
     config: Config,
 ) -> jax.Array:
-    """Mean cross entropy of the next byte, in nats, over the tokens that have one in their document."""
+    """Mean cross entropy of the next byte, in nats, over tokens that have one in their document."""
     return jnp.sum(
         token_losses(logits(parameters, tokens, positions, mask, config), following) * weight
     ) / jnp.sum(weight)

@@ -15,7 +15,7 @@ DOCUMENTS = ("#1f6feb", "#e08a1e", "#2da06f", "#c9448f", "#7a5af0", "#1595a8", "
 
 
 def document_mask(segment_ids: np.ndarray, path: Path) -> None:
-    """A pixel is coloured where its row's token attends its column's; every document has its colour."""
+    """A pixel is coloured where its row's token attends its column's, in its document's colour."""
     length = len(segment_ids)
     documents = int(segment_ids.max())
     samples = (np.arange(min(PIXELS, length)) + 0.5) * length / min(PIXELS, length)
@@ -87,7 +87,7 @@ def loss_curve(losses: list[float], last: float, subtitle: str, path: Path) -> N
 
 
 def _smooth(losses: list[float]) -> np.ndarray:
-    """Each point: the mean of the steps around it, as many before as after, a tenth of the run at most."""
+    """Each point: the mean of as many steps before it as after, a tenth of all at most."""
     steps = np.arange(len(losses))
     reach = np.minimum(len(losses) // 20, np.minimum(steps, steps[::-1]))
     sums = np.cumsum([0.0, *losses])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -31,8 +32,8 @@ def run(settings: Settings) -> int:
 
     trained = train(rows, settings)
     print(
-        f"trained    {model.count(trained.parameters) / 1e6:.1f} M parameters, {len(trained.losses)} steps of "
-        f"{rows_tokens(settings):,} tokens"
+        f"trained    {model.count(trained.parameters) / 1e6:.1f} M parameters, "
+        f"{len(trained.losses)} steps of {rows_tokens(settings):,} tokens"
     )
     results = checks.run_all(trained.parameters, rows, settings)
     for check in results:
@@ -47,7 +48,8 @@ def run(settings: Settings) -> int:
         + ("" if fell else ": it did NOT fall")
     )
     print(
-        f"speed      {trained.tokens_a_second:,.0f} tokens/s (first step, with compilation: {trained.compile_seconds:.1f} s)"
+        f"speed      {trained.tokens_a_second:,.0f} tokens/s "
+        f"(first step, with compilation: {trained.compile_seconds:.1f} s)"
     )
     print(f"checks     {passed} of {len(results)} passed")
     print(f"files      {', '.join(str(path) for path in files)}")
@@ -60,13 +62,14 @@ def packed(settings: Settings) -> Rows:
     total = len(documents)
     size = sum(map(len, documents))
     print(
-        f"documents  {total:,} files of Python's standard library, {size / 1e6:.1f} MB, 1 token a byte"
+        f"documents  {total:,} files of Python's standard library, "
+        f"{size / 1e6:.1f} M tokens (bytes)"
     )
     if settings.whole_documents:
         fitting = [text for text in documents if len(text) < settings.seq_len]
         if len(fitting) >= 50:
             documents = fitting
-            print(f"           {total - len(fitting):,} of them are longer than a row and left out")
+            print(f"           {total - len(fitting):,} are longer than a row and left out")
     limit = settings.steps * settings.batch  # rows that training can reach
     return pack(documents, settings.seq_len, seed=settings.seed, limit=limit)
 
@@ -74,13 +77,14 @@ def packed(settings: Settings) -> Rows:
 def device_line(settings: Settings) -> str:
     device = jax.devices()[0]
     if not settings.on_gpu:
-        return f"{device.platform}: packax's blockwise XLA attention (no GPU in use: `python -m packax info` says why)"
+        why = "no GPU in use: `python -m packax info` says why"
+        return f"{device.platform}: packax's blockwise XLA attention ({why})"
     config = settings.model
     variant = variant_in_use(gather(), device, np.dtype(config.dtype).name, config.head_dim)
     return f"{device.device_kind}: packax's cubin {variant}"
 
 
-def draw(rows: Rows, trained: Trained, settings: Settings) -> list[object]:
+def draw(rows: Rows, trained: Trained, settings: Settings) -> list[Path]:
     mask, loss = settings.out / "mask.png", settings.out / "loss.png"
     plots.document_mask(rows.segment_ids[checks.row_with_most_documents(rows)], mask)
     subtitle = (

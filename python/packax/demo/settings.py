@@ -1,9 +1,10 @@
-"""What the demo runs where: a small model and short rows on a CPU, 32k rows in bfloat16 on a GPU."""
+"""What the demo runs where: small and short on a CPU, 32k rows in bfloat16 on a GPU."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +46,12 @@ def defaults(
     else:
         model = Config(VOCABULARY, 2, 128, 4, 2, 32, 352)
         chosen = Settings(120, 2048, 2, 60.0, 4e-3, model, True, out, seed)
-    given = {"steps": steps, "seq_len": seq_len, "batch": batch, "seconds": seconds}
+    given: dict[str, Any] = {
+        "steps": steps,
+        "seq_len": seq_len,
+        "batch": batch,
+        "seconds": seconds,
+    }
     for name, value in given.items():
         least = 128 if name == "seq_len" else 1
         if value is not None and not value >= least:

@@ -1,4 +1,4 @@
-"""The training loop: one jitted, donated step that builds the mask once and uses it in every layer of both passes."""
+"""The training loop: a jitted, donated step; one mask for all layers and passes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Trained:
 
 
 def batches(rows: Rows, batch: int, seed: int) -> Iterator[Batch]:
-    """Batches without end, each epoch in a new order. Fewer rows than a batch: rows repeat within it."""
+    """Batches without end, every epoch in a new order; few rows repeat within a batch."""
     following, weight = targets(rows.tokens, rows.segment_ids)
     rng = np.random.default_rng(seed)
     order: list[int] = []
@@ -91,7 +91,7 @@ def make_step(settings: Settings) -> tuple[optax.GradientTransformation, Callabl
 
 
 def train(rows: Rows, settings: Settings, *, quiet: bool = False) -> Trained:
-    """Trains from scratch for `settings.steps` steps or `settings.seconds`, whichever ends first (two steps at least)."""
+    """Trains from scratch for `settings.steps` or `settings.seconds`, two steps at least."""
     parameters = jax.jit(model.initialize, static_argnums=0)(
         settings.model, jax.random.key(settings.seed)
     )

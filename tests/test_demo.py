@@ -1,0 +1,179 @@
+"""The demo's stages on small inputs: packing loses nothing, training learns, checks can fail."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import packax
+import pytest
+from packax.__main__ import main
+
+pytest.importorskip("optax")
+pytest.importorskip("tqdm")
+pytest.importorskip("matplotlib")
+
+from packax.demo import checks, data, model, plots, run, settings, train
+
+DOCUMENTS = [bytes([65 + i % 26]) * (7 * i % 90 + 1) for i in range(60)] + [b"long " * 100]
+MODEL = model.Config(data.VOCABULARY, 2, 32, 4, 2, 16, 48)
+
+
+def small(tmp_path, **changes) -> settings.Settings:
+    chosen = settings.Settings(12, 128, 2, 60.0, 1e-2, MODEL, True, tmp_path, 0)
+    return dataclasses.replace(chosen, **changes)
+
+
+@pytest.fixture(scope="module")
+def rows() -> data.Rows:
+    return data.pack(DOCUMENTS, 128)
+
+
+def test_every_document_is_packed_once(rows):
+    found = []
+    for tokens, ids, positions in zip(rows.tokens, rows.segment_ids, rows.positions, strict=True):
+        filled = ids != packax.PADDING_SEGMENT_ID
+        assert not filled[filled.sum() :].any()  # padding at the end only
+        assert (tokens[~filled] == data.END).all()
+        for segment in range(1, ids.max() + 1):
+            (where,) = np.nonzero(ids == segment)
+            assert (np.diff(where) == 1).all()
+            assert (positions[where] == np.arange(len(where))).all()
+            found.append(bytes(tokens[where].astype(np.uint8)))
+    whole = [text + b"\0" for text in DOCUMENTS if len(text) < 128]
+    (long,) = [text + b"\0" for text in DOCUMENTS if len(text) >= 128]
+    parts = [long[i : i + 128] for i in range(0, len(long), 128)]
+    assert sorted(found) == sorted(whole + parts)
+    assert (rows.documents, rows.parts) == (len(found), len(parts))
+    assert rows.fill > 0.9
+
+
+def test_rows_are_filled_greedily():
+    assert data.fit([60, 50, 40, 30, 10, 10], 100) == [[0, 2], [1, 3, 4, 5]]
+    with pytest.raises(ValueError, match="a document of 101 tokens does not fit in a row of 100"):
+        data.fit([101], 100)
+
+
+def test_targets_stop_at_the_end_of_a_document():
+    tokens = np.array([[5, 6, 7, 8, 9, 0]])
+    ids = np.array([[1, 1, 2, 2, 2, -1]])
+    following, weight = data.targets(tokens, ids)
+    assert following[0, :2].tolist() == [6, 7]
+    assert weight[0].tolist() == [1, 0, 1, 1, 0, 0]
+
+
+def test_the_standard_library_is_there():
+    documents = data.standard_library()
+    assert len(documents) > 100
+    assert all(data.END not in text for text in documents)
+
+
+def test_batches_cover_every_row(rows):
+    feed = train.batches(rows, 4, 0)
+    seen = [next(feed)["tokens"].tobytes() for _ in range(2 * len(rows.tokens))]
+    assert len(set(seen)) > len(rows.tokens) // 2
+    few = dataclasses.replace(rows, tokens=rows.tokens[:1], segment_ids=rows.segment_ids[:1])
+    assert next(train.batches(dataclasses.replace(few, positions=few.positions[:1]), 4, 0))[
+        "tokens"
+    ].shape == (4, 128)
+
+
+@pytest.fixture(scope="module")
+def trained(rows, tmp_path_factory) -> train.Trained:
+    return train.train(rows, small(tmp_path_factory.mktemp("demo"), steps=40), quiet=True)
+
+
+def test_training_learns(trained):
+    assert trained.first_loss == pytest.approx(np.log(256), abs=1.0)
+    assert trained.last_loss < 0.5 * trained.first_loss
+    assert trained.tokens_a_second > 0
+
+
+def test_a_document_alone_has_the_loss_it_has_in_its_row(rows, trained):
+    row = checks.row_with_most_documents(rows)
+    ids, tokens, positions = (x[row] for x in (rows.segment_ids, rows.tokens, rows.positions))
+    where = np.flatnonzero(ids == 2)
+
+    def scores(choice):
+        mask = checks.causal_documents(jnp.asarray(ids[choice][None]))
+        arrays = (jnp.asarray(x[choice][None]) for x in (tokens, positions))
+        return model.logits(trained.parameters, *arrays, mask, MODEL)[0]
+
+    together = scores(np.arange(len(ids)))[where]
+    np.testing.assert_allclose(together, scores(where), rtol=1e-3, atol=1e-4)
+
+
+def test_checks_pass(rows, trained, tmp_path):
+    results = checks.run_all(trained.parameters, rows, small(tmp_path))
+    assert len(results) == 6
+    assert [check.name for check in results if not check.passed] == []
+
+
+def test_checks_notice_a_leak_between_documents(rows, trained, tmp_path, monkeypatch):
+    monkeypatch.setattr(checks, "causal_documents", lambda ids: _causal(ids.shape[1]))
+    results = checks.run_all(trained.parameters, rows, small(tmp_path))
+    failed = {check.name for check in results if not check.passed}
+    assert "no gradient crosses a document" in failed
+    assert "other documents change nothing, bit for bit" in failed
+    assert "output equals the dense reference" in failed
+
+
+def _causal(length):
+    return packax.create_attention_mask(packax.causal(), q_len=length, kv_len=length)
+
+
+def test_pictures(rows, tmp_path):
+    plots.document_mask(rows.segment_ids[0], tmp_path / "mask.png")
+    plots.loss_curve([5.0, 4.0, 3.0], 3.0, "three steps", tmp_path / "loss.png")
+    for name in ("mask.png", "loss.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_smoothing_keeps_the_ends():
+    losses = list(np.linspace(5, 2, 100))
+    np.testing.assert_allclose(plots._smooth(losses), losses)
+
+
+def test_the_whole_demo(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run, "standard_library", lambda: DOCUMENTS)
+    monkeypatch.setattr(run, "train", lambda rows, chosen: train.train(rows, chosen, quiet=True))
+    assert run.run(small(tmp_path, steps=30)) == 0
+    shown = capsys.readouterr().out
+    assert "checks     6 of 6 passed" in shown
+    assert "FAILED" not in shown
+    for name in ("mask.png", "loss.png", "losses.json"):
+        assert str(tmp_path / name) in shown
+        assert (tmp_path / name).stat().st_size > 0
+
+
+def test_a_failed_check_is_exit_code_1(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run, "standard_library", lambda: DOCUMENTS)
+    monkeypatch.setattr(run, "train", lambda rows, chosen: train.train(rows, chosen, quiet=True))
+    bad = [checks.Check("equal", False, "error 1")]
+    monkeypatch.setattr(run.checks, "run_all", lambda *_: bad)
+    assert run.run(small(tmp_path, steps=30)) == 1
+    assert "FAILED     equal: error 1" in capsys.readouterr().out
+
+
+def test_missing_packages_are_named(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "optax", None)
+    assert main(["demo"]) == 2
+    assert "the demo needs optax: pip install 'packax[demo]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ("--steps", "--seq-len", "--batch", "--seconds"))
+def test_bad_numbers(option, capsys):
+    assert main(["demo", option, "0"]) == 2
+    assert f"{option} must be at least" in capsys.readouterr().err
+
+
+def test_settings_of_a_cpu(tmp_path):
+    chosen = settings.defaults(
+        steps=None, seq_len=512, batch=None, seconds=None, out=tmp_path, seed=3
+    )
+    assert jax.default_backend() == "gpu" or chosen.model.dtype == jnp.float32
+    assert (chosen.seq_len, chosen.seed, chosen.out) == (512, 3, tmp_path)
+    assert chosen.steps > 1

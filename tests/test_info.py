@@ -1,0 +1,165 @@
+"""`packax info`: every situation says what would run and why not the cubins, if not."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from packax import info
+from packax.__main__ import main
+
+H200 = {"ordinal": 0, "name": "NVIDIA H200", "cc": 90}
+A10 = {"ordinal": 1, "name": "NVIDIA A10", "cc": 86}
+T4 = {"ordinal": 0, "name": "Tesla T4", "cc": 75}
+KERNELS = info.ATTENTION_KERNELS
+VARIANTS = tuple(
+    {
+        "name": f"{kernel}_{dtype}_{dim}x{dim}_{arch.replace('_', '')}",
+        "kernel": kernel,
+        "arch": arch,
+        "cc": cc,
+        "dtype": dtype,
+        "qk_dim": dim,
+        "v_dim": dim,
+    }
+    for kernel in KERNELS
+    for dtype in ("bf16", "f16")
+    for dim in (64, 128)
+    for arch, cc in (("sm_80", 80), ("sm_90a", 90))
+)
+
+
+def find(kernel, cc, dtype, qk_dim, v_dim, variants=VARIANTS):
+    wanted = {"kernel": kernel, "dtype": dtype, "qk_dim": qk_dim, "v_dim": v_dim}
+    for row in variants:
+        fits = row["cc"] == cc or (row["cc"] == 80 and 80 < cc < 90)
+        if fits and all(row[k] == v for k, v in wanted.items()):
+            return row["name"]
+    return None
+
+
+GOOD = info.Report(
+    versions={"packax": "0.1.0", "jax": "0.11.2", "jax-cuda13-plugin": "0.11.2", "numpy": None},
+    driver={"version": 13000, "devices": [H200, A10]},
+    variants=VARIANTS,
+    find=find,
+    platforms=("gpu",),
+)
+
+
+def text(**changes) -> str:
+    return info.render(dataclasses.replace(GOOD, **changes))
+
+
+def test_everything_is_there():
+    shown = text()
+    assert "packax 0.1.0, jax 0.11.2, jax-cuda13-plugin 0.11.2, Python 3." in shown
+    assert "32 cubins for sm_80, sm_90a" in shown
+    assert "dtypes bfloat16, float16; head dims 64, 128" in shown
+    assert "supports CUDA 13.0" in shown
+    assert "GPU 0: NVIDIA H200, compute capability 9.0" in shown
+    assert "GPU 0, bfloat16, head dim 64: forward_bf16_64x64_sm90a" in shown
+    assert "GPU 1, float16, head dim 128: forward_f16_128x128_sm80" in shown
+    assert "XLA" not in shown
+
+
+@pytest.mark.parametrize(
+    "changes,reasons",
+    (
+        (
+            {"driver": {"error": "cannot open libcuda.so.1"}, "platforms": ("cpu",)},
+            ["not usable: cannot open libcuda.so.1", "on the CPU: there is no usable GPU"],
+        ),
+        (
+            {"driver": {"version": 12040, "devices": []}, "platforms": ("cpu",)},
+            ["sees no GPU: CUDA_VISIBLE_DEVICES", "supports CUDA 12.4", "on the CPU: there is no"],
+        ),
+        (
+            {"driver": {"version": 11080, "devices": [H200]}},
+            ["too old: the cubins need one that supports CUDA 12.0", "the driver is too old"],
+        ),
+        (
+            {"versions": {"jax": "0.11.2"}, "platforms": ("cpu",)},
+            ["has no CUDA plugin: pip install 'packax[cuda13]'", "jax uses no GPU"],
+        ),
+        (
+            {
+                "versions": {"jax": "0.11.2"},
+                "platforms": ("cpu",),
+                "driver": {"version": 12080, "devices": [H200]},
+            },
+            ["has no CUDA plugin: pip install 'packax[cuda12]'"],
+        ),
+        (
+            {
+                "driver": {"version": 12080, "devices": [H200]},
+                "platforms": (),
+                "jax_error": "Unable to initialize backend 'cuda'",
+            },
+            [
+                "cannot start: Unable to initialize backend 'cuda'",
+                "needs a driver that supports CUDA 13.0, and this one supports 12.8",
+                "pip install 'packax[cuda12]'",
+            ],
+        ),
+        (
+            {"platforms": ("cpu",)},
+            ["uses no GPU, though its CUDA plugin is there: is JAX_PLATFORMS set?"],
+        ),
+        (
+            {"driver": {"version": 13000, "devices": [T4]}},
+            [
+                "no cubin for compute capability 7.5; this wheel has 8.0, 9.0",
+                'implementation="xla"',
+            ],
+        ),
+        (
+            {
+                "driver": {},
+                "variants": (),
+                "extension_error": "no file _ext",
+                "platforms": ("cpu",),
+            },
+            ["packax._ext did not load: no file _ext", "on cpu: there are no kernels here"],
+        ),
+    ),
+    ids=(
+        "no driver",
+        "no GPU",
+        "old driver",
+        "no plugin",
+        "no plugin, CUDA 12",
+        "plugin newer than the driver",
+        "JAX_PLATFORMS",
+        "GPU without a cubin",
+        "no extension",
+    ),
+)
+def test_why_not(changes, reasons):
+    shown = text(**changes)
+    for reason in reasons:
+        assert reason in shown, shown
+    assert "forward_" not in shown  # nothing that would not run
+
+
+def test_a_kernel_that_is_missing_is_named():
+    few = tuple(v for v in VARIANTS if not (v["kernel"] == "backward_dq" and v["dtype"] == "f16"))
+    shown = text(variants=few, find=lambda *a: find(*a, variants=few))
+    assert "GPU 0, bfloat16, head dim 64: forward_bf16_64x64_sm90a" in shown
+    where = "compute capability 9.0 with float16 and head dims 64/64"
+    assert f"GPU 0, float16, head dim 64: no backward_dq cubin for {where}" in shown
+
+
+def test_the_command_on_this_machine(capsys):
+    assert main(["info"]) == 0
+    shown = capsys.readouterr().out
+    for section in ("versions", "wheel", "driver", "jax", "runs"):
+        assert f"\n{section} " in "\n" + shown
+
+
+def test_variant_in_use():
+    class Device:
+        compute_capability = "9.0"
+
+    assert info.variant_in_use(GOOD, Device, "bfloat16", 64) == "forward_bf16_64x64_sm90a"
+    assert info.variant_in_use(GOOD, Device, "bfloat16", 80).startswith("none: no cubin for")
