@@ -16,7 +16,7 @@ from packax.masks import MaskExpression
 class Case:
     name: str
     why: str
-    mask: Callable[[], MaskExpression]
+    expression: Callable[[], MaskExpression]
     q_len: int
     kv_len: int
     batch: int = 1
@@ -41,7 +41,7 @@ class Case:
 
     def allowed(self) -> np.ndarray:
         """The dense mask, (Sq, Skv) or (B or 1, Sq, Skv)."""
-        return np.asarray(self.mask().as_array(self.q_len, self.kv_len))
+        return np.asarray(self.expression().as_array(self.q_len, self.kv_len))
 
     def __str__(self) -> str:
         return self.name

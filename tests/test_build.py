@@ -46,7 +46,7 @@ def test_arrays_mean_the_expression(drawn):
 
 @pytest.mark.parametrize("case", cases.CASES, ids=str)
 def test_cases(case):
-    expression = case.mask()
+    expression = case.expression()
     mask = packax.create_attention_mask(expression, q_len=case.q_len, kv_len=case.kv_len)
     assert mask.q_lo.shape[0] in (1, case.batch)
     check(mask, expression)

@@ -170,7 +170,7 @@ def test_ordinary_packing_is_never_tested(case):
     """Only the cases whose names say so may pay for the element test."""
     from packax import create_attention_mask
 
-    mask = create_attention_mask(case.mask(), q_len=case.q_len, kv_len=case.kv_len)
+    mask = create_attention_mask(case.expression(), q_len=case.q_len, kv_len=case.kv_len)
     expected = case.name in {
         "ids_reappear",
         "ids_alternate",

@@ -214,9 +214,13 @@ def _checked_scale(scale: Any) -> float:
             f"scale must be a Python or numpy number, known when tracing, but is a "
             f"{type(scale).__name__}: to scale by an array, multiply query by it"
         )
-    if not abs(float(scale)) <= np.finfo(np.float32).max:
-        raise ValueError(f"scale must be finite in float32, but is {scale}")
-    return float(scale)
+    try:
+        number = float(scale)
+    except OverflowError:  # an integer beyond float64
+        number = math.inf
+    if not abs(number) <= float(np.finfo(np.float32).max):
+        raise ValueError(f"scale must be finite in float32, but is {number}")
+    return number
 
 
 def _check_mask(mask: Any, batch: int, q_len: int, kv_len: int) -> None:

@@ -45,7 +45,7 @@ def vary_together(*arrays: Any) -> tuple[Any, ...]:
             return x
         if hasattr(jax.lax, "pcast"):
             return jax.lax.pcast(x, missing, to="varying")
-        return jax.lax.pvary(x, missing)  # jax 0.7
+        return jax.lax.pvary(x, missing)  # type: ignore[attr-defined]  # jax 0.7
 
     return tuple(mark(x) for x in arrays)
 

@@ -87,7 +87,8 @@ def forward(
             jnp.full(shape, -jnp.inf, real),
             jnp.zeros(shape, real),
         )
-        acc, top, total = jax.lax.fori_loop(*_block_range(rows, tiles), one_block, start)
+        first, last = _block_range(rows, tiles)
+        acc, top, total = jax.lax.fori_loop(first, last, one_block, start)
         empty = total == 0
         out = acc / jnp.where(empty, 1, total)[..., None]
         lse = jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1, total)))
@@ -141,9 +142,10 @@ def backward(
             k_block, v_block = keys[at].astype(real), values[at].astype(real)
             allowed = _allowed(rows, keys_of(batch, block), element_test)
             s = _scores(q_tile, k_block, scale, allowed, tiles)
-            p = jnp.exp(s - shift_tile)
+            # Where no pair is, the row's lse and dp may be inf or nan (garbage in padding, another
+            # document's overflow): select, never multiply.
+            p = _where(allowed, jnp.exp(s - shift_tile), 0, tiles)
             dp = _dot(do_tile, v_block, 2, 2)
-            # Where no pair is, dp may be inf or nan (garbage in padding): select, never multiply.
             ds = _where(allowed, p * (dp - delta_tile) * scale, 0, tiles)
             dq = dq + _dot(ds, k_block, 2, 1)
             dk = dk.at[at].add(_dot(ds, q_tile, 1, 1))
@@ -151,7 +153,8 @@ def backward(
             return dq, dk, dv
 
         state = (jnp.zeros(q_tile.shape, real), *sums)
-        dq, *sums = jax.lax.fori_loop(*_block_range(rows, tiles), one_block, state)
+        first, last = _block_range(rows, tiles)
+        dq, *sums = jax.lax.fori_loop(first, last, one_block, state)
         return tuple(sums), dq.astype(query.dtype)
 
     steps = jnp.arange(tiles.batch * tiles.row_tiles, dtype=jnp.int32)

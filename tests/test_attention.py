@@ -1,0 +1,301 @@
+"""flash_attention under jax's transformations, on the CPU.
+
+Guards against what a plain call does not show: a kernel that remat runs twice, a vmap that mixes
+batches, an LSE whose gradient is dropped, a cache that never hits.
+"""
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import packax
+import pytest
+
+CASE = cases.BY_NAME["batch_of_three"]
+QUERY, KEY, VALUE, DOUT, DLSE = CASE.tensors(jnp.float32, 16, 16)
+IDS = np.stack([cases.ODD, cases.PADDED, cases.ids_of((5, 409))])
+
+
+def build(ids):
+    return packax.create_attention_mask(packax.causal() & packax.documents(ids))
+
+
+@pytest.fixture(scope="module")
+def mask():
+    return build(IDS)
+
+
+def loss(query, key, value, mask):
+    out, lse = packax.flash_attention(query, key, value, mask, return_lse=True)
+    # Rows of padding have lse -inf: a user selects before taking sums.
+    return jnp.sum(out * DOUT[: len(out)]) + jnp.sum(jnp.where(jnp.isfinite(lse), lse * 0.5, 0))
+
+
+@pytest.fixture(scope="module")
+def gradients(mask):
+    """By float64 numpy, through the oracle: dlse is 0.5 everywhere."""
+    return oracle.exact(QUERY, KEY, VALUE, CASE.allowed(), 16**-0.5, DOUT, np.full(DLSE.shape, 0.5))
+
+
+def assert_gradients(got, expected, atol=2e-5):
+    for name, x, y in zip("qkv", got, (expected.dq, expected.dk, expected.dv), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=atol, err_msg=f"d{name}")
+
+
+def count(name, function, *args):
+    """How often a primitive occurs in the jaxpr of a call, at any depth."""
+
+    def walk(jaxpr):
+        found = 0
+        for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+            found += equation.primitive.name == name
+            inner = jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr)
+            found += sum(walk(x) for x in inner if _is_jaxpr(x))
+        return found
+
+    return walk(jax.make_jaxpr(function)(*args))
+
+
+def _is_jaxpr(x):
+    return hasattr(x, "eqns") or hasattr(x, "jaxpr")
+
+
+def test_scale_defaults_to_the_root_of_the_head_dim(mask):
+    out = packax.flash_attention(QUERY, KEY, VALUE, mask)
+    for scale in (0.25, np.float32(0.25), np.float64(0.25)):
+        np.testing.assert_array_equal(
+            out, packax.flash_attention(QUERY, KEY, VALUE, mask, scale=scale)
+        )
+    assert np.abs(out - packax.flash_attention(QUERY, KEY, VALUE, mask, scale=1)).max() > 0.01
+
+
+def test_an_expression_is_built_on_the_spot(mask):
+    expression = packax.causal() & packax.documents(IDS)
+    np.testing.assert_array_equal(
+        packax.flash_attention(QUERY, KEY, VALUE, expression),
+        packax.flash_attention(QUERY, KEY, VALUE, mask),
+    )
+    # lengths from the operands
+    packax.flash_attention(QUERY[:, :100], KEY, VALUE, packax.full())
+
+
+def test_lse_is_returned_on_request(mask):
+    out = packax.flash_attention(QUERY, KEY, VALUE, mask)
+    again, lse = packax.flash_attention(QUERY, KEY, VALUE, mask, return_lse=True)
+    np.testing.assert_array_equal(out, again)
+    assert lse.shape == DLSE.shape and lse.dtype == jnp.float32
+
+
+def test_numpy_operands(mask):
+    out = packax.flash_attention(*map(np.asarray, (QUERY, KEY, VALUE)), mask)
+    np.testing.assert_array_equal(out, packax.flash_attention(QUERY, KEY, VALUE, mask))
+
+
+def test_grad_outside_and_inside_jit(mask, gradients):
+    grad = jax.grad(loss, (0, 1, 2))
+    eager = grad(QUERY, KEY, VALUE, mask)
+    assert_gradients(eager, gradients)
+    jitted = jax.jit(grad)(QUERY, KEY, VALUE, mask)
+    for x, y in zip(eager, jitted, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+def test_value_and_grad_with_the_mask_built_inside(gradients):
+    def step(query, key, value, ids):
+        return loss(query, key, value, build(ids))
+
+    value, grads = jax.jit(jax.value_and_grad(step, (0, 1, 2)))(QUERY, KEY, VALUE, IDS)
+    assert np.isfinite(value)
+    assert_gradients(grads, gradients)
+
+
+def test_gradient_of_lse_alone(mask):
+    """Without out's cotangent the gradient of the LSE is the softmax: easily dropped whole."""
+    _, transpose = jax.vjp(
+        lambda q, k: packax.flash_attention(q, k, VALUE, mask, return_lse=True)[1], QUERY, KEY
+    )
+    got = transpose(DLSE)
+    true = oracle.exact(QUERY, KEY, VALUE, CASE.allowed(), 16**-0.5, np.zeros(DOUT.shape), DLSE)
+    assert np.abs(true.dq).max() > 0.1
+    np.testing.assert_allclose(got[0], true.dq, rtol=1e-4, atol=2e-5)
+    np.testing.assert_allclose(got[1], true.dk, rtol=1e-4, atol=2e-5)
+
+
+def test_two_by_two_differences():
+    """The gradient rule against finite differences in float64: no formula is shared."""
+    x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
+    with x64(True):
+        mask = packax.causal() & packax.documents(np.repeat([0, 1, -1], [3, 4, 2]))
+        rng = np.random.default_rng(3)
+        tensors = [jnp.asarray(rng.standard_normal((1, 9, 2, 4))) for _ in range(3)]
+        direction = [jnp.asarray(rng.standard_normal((1, 9, 2, 4))) for _ in range(3)]
+
+        def total(t):
+            out, lse = packax.flash_attention(
+                *(x + t * d for x, d in zip(tensors, direction, strict=True)),
+                mask,
+                return_lse=True,
+            )
+            return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.where(jnp.isfinite(lse), lse**2, 0))
+
+        total = jax.jit(total)
+        step = 1e-5
+        expected = (total(step) - total(-step)) / (2 * step)
+        np.testing.assert_allclose(jax.grad(total)(0.0), expected, rtol=1e-8)
+
+
+@pytest.mark.parametrize("axes", [(0, None), (0, 0), (1, None), (None, 0)])
+def test_vmap_folds_into_the_batch(axes):
+    """Over tensors, over ids, over both: as a Python loop, and with one kernel call."""
+    tensor_axis, ids_axis = axes
+    rng = np.random.default_rng(0)
+    shape = (2, 60, 2, 8) if tensor_axis is None else (3, 2, 60, 2, 8)
+    tensors = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for _ in range(3)]
+    ids_shape = (2, 60) if ids_axis is None else (3, 2, 60)
+    ids = jnp.asarray(np.sort(rng.integers(-1, 4, ids_shape)), jnp.int32)
+
+    def step(query, key, value, ids):
+        def total(*tensors):
+            out, lse = packax.flash_attention(*tensors, build(ids), return_lse=True)
+            return jnp.sum(out**2) + jnp.sum(jnp.where(jnp.isfinite(lse), lse, 0))
+
+        return jax.value_and_grad(total, (0, 1, 2))(query, key, value)
+
+    moved = [jnp.moveaxis(x, 0, tensor_axis) if tensor_axis else x for x in tensors]
+    mapped = jax.vmap(step, in_axes=(*[tensor_axis] * 3, ids_axis))
+    got = jax.jit(mapped)(*moved, ids)
+    for n in range(3):
+        row = [x if tensor_axis is None else x[n] for x in tensors]
+        expected = step(*row, ids if ids_axis is None else ids[n])
+        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(x[n], y, rtol=1e-5, atol=1e-5)
+    for name in ("documents", "blocks", "forward", "backward"):
+        assert count(f"packax_{name}", mapped, *moved, ids) == 1
+
+
+def test_vmap_over_one_mask_for_all():
+    """A mask of batch 1 stays one mask; one of the batch's size is repeated."""
+    rng = np.random.default_rng(0)
+    tensors = [jnp.asarray(rng.standard_normal((3, 2, 60, 2, 8)), jnp.float32) for _ in range(3)]
+    ids = np.sort(rng.integers(0, 4, (2, 60)))
+    for mask in (build(ids[0]), build(ids)):
+        got = jax.vmap(lambda q, k, v: packax.flash_attention(q, k, v, mask))(*tensors)  # noqa: B023
+        for n in range(3):
+            np.testing.assert_allclose(
+                got[n], packax.flash_attention(*(x[n] for x in tensors), mask), atol=1e-6
+            )
+
+
+def test_scan_over_layers_shares_the_mask(mask):
+    weights = jnp.asarray(np.random.default_rng(0).standard_normal((3, 16, 16)) / 4, jnp.float32)
+
+    def layer(x, weight, mask):
+        return x + packax.flash_attention(x @ weight, KEY, VALUE, mask)
+
+    def scanned(x, weights, mask):
+        return jnp.sum(jax.lax.scan(lambda x, w: (layer(x, w, mask), None), x, weights)[0] ** 2)
+
+    def unrolled(x, weights, mask):
+        for weight in weights:
+            x = layer(x, weight, mask)
+        return jnp.sum(x**2)
+
+    got = jax.jit(jax.grad(scanned, (0, 1)))(QUERY, weights, mask)
+    expected = jax.jit(jax.grad(unrolled, (0, 1)))(QUERY, weights, mask)
+    for x, y in zip(got, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-3)
+
+
+def test_remat_that_keeps_the_results_runs_the_kernel_once(mask, gradients):
+    keep = jax.checkpoint_policies.save_only_these_names(*packax.CHECKPOINT_NAMES)
+    assert packax.CHECKPOINT_NAMES == ("packax_out", "packax_lse")
+
+    def grad(policy):
+        return jax.grad(jax.checkpoint(loss, policy=policy), (0, 1, 2))
+
+    assert count("packax_forward", grad(keep), QUERY, KEY, VALUE, mask) == 1
+    assert count("packax_backward", grad(keep), QUERY, KEY, VALUE, mask) == 1
+    # the counter counts: without the names it runs again
+    nothing = jax.checkpoint_policies.nothing_saveable
+    assert count("packax_forward", grad(nothing), QUERY, KEY, VALUE, mask) == 2
+    assert_gradients(jax.jit(grad(keep))(QUERY, KEY, VALUE, mask), gradients)
+
+
+def test_forward_alone_runs_no_backward(mask):
+    assert count("packax_backward", loss, QUERY, KEY, VALUE, mask) == 0
+
+
+def test_second_derivatives_are_refused(mask):
+    with pytest.raises(NotImplementedError, match="packax_forward"):
+        jax.grad(lambda q: jnp.sum(jax.grad(loss)(q, KEY, VALUE, mask) ** 2))(QUERY)
+
+
+def test_donation(mask):
+    step = jax.jit(lambda q, k, v, m: packax.flash_attention(q, k, v, m), donate_argnums=0)
+    expected = np.asarray(packax.flash_attention(QUERY, KEY, VALUE, mask))
+    donated = jnp.array(QUERY, copy=True)
+    np.testing.assert_allclose(step(donated, KEY, VALUE, mask), expected, atol=1e-6)
+    assert donated.is_deleted()
+
+
+def test_eval_shape_touches_no_device(mask):
+    half = jax.ShapeDtypeStruct((2, 1 << 24, 16, 64), jnp.bfloat16)
+    keys = jax.ShapeDtypeStruct((2, 1 << 24, 4, 64), jnp.bfloat16)
+    values = jax.ShapeDtypeStruct((2, 1 << 24, 4, 128), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((2, 1 << 24), jnp.int32)
+
+    def step(query, key, value, ids):
+        return packax.flash_attention(query, key, value, build(ids), return_lse=True)
+
+    out, lse = jax.eval_shape(step, half, keys, values, ids)
+    assert (out.shape, out.dtype) == ((2, 1 << 24, 16, 128), jnp.bfloat16)
+    assert (lse.shape, lse.dtype) == ((2, 16, 1 << 24), jnp.float32)
+
+
+PROCESS = """
+import json, sys
+import jax, numpy as np
+hits = []
+jax.monitoring.register_event_listener(lambda name, **_: hits.append(name.rsplit("/", 1)[-1]))
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+import packax
+x = np.ones((1, 40, 2, 8), np.float32)
+mask = packax.causal() & packax.documents(np.arange(40) // 9)
+step = jax.jit(jax.value_and_grad(lambda q: packax.flash_attention(q, x, x, mask).sum()))
+value, grad = step(x)
+print(json.dumps([float(value), hits.count("cache_hits"), hits.count("cache_misses")]))
+"""
+
+
+def test_persistent_compilation_cache(tmp_path):
+    """A second process compiles nothing."""
+
+    def run():
+        done = subprocess.run(
+            [sys.executable, "-c", PROCESS, str(tmp_path)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return json.loads(done.stdout.splitlines()[-1])
+
+    first, second = run(), run()
+    assert first[0] == second[0]
+    assert first[2] > 0 and second[1] > 0
+    assert second[2] == 0
+
+
+def test_version_is_the_package_s():
+    project = Path(__file__).parent.parent / "pyproject.toml"
+    if not project.exists():
+        pytest.skip("not in the source tree")
+    assert packax.__version__ == tomllib.loads(project.read_text())["project"]["version"]

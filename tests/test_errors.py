@@ -1,0 +1,251 @@
+"""What a user is told: the type, the argument's name, what came and what is accepted."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import packax
+import pytest
+
+IDS = np.zeros((2, 10), np.int32)
+MASK = packax.create_attention_mask(packax.documents(IDS))
+
+
+def zeros(*shape, dtype=jnp.float32):
+    return jnp.zeros(shape, dtype)
+
+
+GOOD = {
+    "query": zeros(2, 10, 4, 8),
+    "key": zeros(2, 10, 2, 8),
+    "value": zeros(2, 10, 2, 6),
+    "mask": MASK,
+}
+
+
+def call(**changes):
+    return packax.flash_attention(**{**GOOD, **changes})
+
+
+def raises(error, *texts):
+    """The exception has all texts in it, in any order."""
+
+    class Raises:
+        def __enter__(self):
+            self.context = pytest.raises(error)
+            self.info = self.context.__enter__()
+
+        def __exit__(self, *exception):
+            result = self.context.__exit__(*exception)
+            for text in texts:
+                assert text in str(self.info.value)
+            return result
+
+    return Raises()
+
+
+def test_the_good_call_is_good():
+    assert call().shape == (2, 10, 4, 6)
+
+
+@pytest.mark.parametrize(
+    "changes,texts",
+    [
+        (
+            {"query": zeros(10, 4, 8)},
+            ["query must have shape (batch, length, heads, dim)", "(10, 4, 8)"],
+        ),
+        ({"value": zeros(2, 10, 2, 6, 1)}, ["value must have shape", "(2, 10, 2, 6, 1)"]),
+        ({"key": zeros(2, 0, 2, 8)}, ["key must not be empty", "(2, 0, 2, 8)"]),
+        (
+            {"query": zeros(2, 10, 4, 8, dtype=jnp.int32)},
+            ["query must be one of bfloat16", "int32"],
+        ),
+        (
+            {name: GOOD[name].astype(jnp.complex64) for name in ("query", "key", "value")},
+            ["query must be one of", "complex64"],
+        ),
+        (
+            {"key": zeros(2, 10, 2, 8, dtype=jnp.bfloat16)},
+            ["query, key and value must have one dtype", "float32, bfloat16 and float32"],
+        ),
+        ({"key": zeros(3, 10, 2, 8)}, ["key has batch size 3, but query has 2"]),
+        ({"value": zeros(1, 10, 2, 6)}, ["value has batch size 1, but query has 2"]),
+        ({"value": zeros(2, 11, 2, 6)}, ["value must have the length of key, 10", "11"]),
+        ({"value": zeros(2, 10, 1, 6)}, ["value must have the number of heads of key, 2", "1"]),
+        ({"query": zeros(2, 10, 3, 8)}, ["multiple", "3 and 2"]),
+        ({"query": zeros(2, 10, 1, 8)}, ["multiple", "1 and 2"]),
+        ({"query": zeros(2, 10, 4, 9)}, ["key must have the head dim of query, 9, but has 8"]),
+        ({"scale": float("nan")}, ["scale must be finite", "nan"]),
+        ({"scale": np.inf}, ["scale must be finite", "inf"]),
+        ({"scale": 1e39}, ["scale must be finite in float32", "1e+39"]),
+        ({"scale": 10**400}, ["scale must be finite in float32"]),
+        ({"scale": "0.5"}, ["scale must be a Python or numpy number", "str"]),
+        ({"scale": True}, ["scale must be a Python or numpy number", "bool"]),
+        ({"scale": 1j}, ["scale must be a Python or numpy number", "complex"]),
+        ({"scale": jnp.float32(1)}, ["scale must be a Python or numpy number", "multiply query"]),
+        (
+            {"implementation": "triton"},
+            ['implementation must be None, "cubin" or "xla"', "'triton'"],
+        ),
+        ({"implementation": ["xla"]}, ['implementation must be None, "cubin" or "xla"']),
+        ({"return_lse": 1}, ["return_lse must be True or False, but is 1"]),
+        ({"deterministic": None}, ["deterministic must be True or False, but is None"]),
+        ({"mask": None}, ["mask must come from create_attention_mask", "NoneType"]),
+        (
+            {"mask": np.ones((10, 10), bool)},
+            ["mask must come from", "causal() & documents", "ndarray"],
+        ),
+        (
+            {"query": zeros(2, 12, 4, 8)},
+            ["mask was built for 10 query rows and 10 keys", "query has 12 and key 10"],
+        ),
+        (
+            {"key": zeros(2, 7, 2, 8), "value": zeros(2, 7, 2, 6)},
+            ["mask was built for 10 query rows and 10 keys", "query has 10 and key 7"],
+        ),
+        (
+            {name: jnp.tile(GOOD[name], (2, 1, 1, 1)) for name in ("query", "key", "value")},
+            ["mask has row ranges of shape (2, 10)", "(4, 10) or (1, 10)"],
+        ),
+        ({"mask": jax.tree.map(lambda x: x[0], MASK)}, ["mask has row ranges of shape (10,)"]),
+        (
+            {"mask": packax.documents(np.zeros(9, np.int32))},
+            ["segment_ids is for 9", "q_len says 10"],
+        ),
+    ],
+)
+def test_flash_attention(changes, texts):
+    with raises(ValueError, *texts):
+        call(**changes)
+    traced = {name: x for name, x in {**GOOD, **changes}.items() if isinstance(x, jax.Array)}
+    static = {name: x for name, x in changes.items() if name not in traced}
+    if "scale" not in changes:  # an array scale is a tracer there: the same text, another type
+        with raises(ValueError, *texts):
+            jax.jit(lambda traced: call(**static, **traced))(traced)
+
+
+def test_a_traced_scale():
+    with raises(ValueError, "scale must be a Python or numpy number", "multiply query by it"):
+        jax.jit(lambda s: call(scale=s))(0.5)
+
+
+@pytest.mark.parametrize(
+    "build,texts",
+    [
+        (
+            lambda: packax.documents(3),
+            ["segment_ids must have shape (batch, length) or (length,)", "()"],
+        ),
+        (lambda: packax.documents(np.zeros((1, 2, 3), int)), ["segment_ids", "(1, 2, 3)"]),
+        (lambda: packax.documents([]), ["segment_ids", "(0,)"]),
+        (lambda: packax.documents([0.0, 1.0]), ["segment_ids must be integers", "float64"]),
+        (lambda: packax.documents(jnp.zeros(3)), ["segment_ids must be integers", "float32"]),
+        (lambda: packax.documents([True]), ["segment_ids must be integers", "bool"]),
+        (
+            lambda: packax.documents([0, 2**31]),
+            ["segment_ids must fit int32", "from 0 to 2147483648"],
+        ),
+        (
+            lambda: packax.documents([0, -(2**31) - 1]),
+            ["segment_ids must fit int32", "-2147483649"],
+        ),
+        (
+            lambda: packax.documents(jnp.zeros(3, jnp.uint32)),
+            [
+                "segment_ids must have an integer dtype that fits int32",
+                "uint32",
+                ".astype(jnp.int32)",
+            ],
+        ),
+        (lambda: packax.documents([0, 1], [[0], [1]], positions=[0, 1]), ["without kv_positions"]),
+        (
+            lambda: packax.documents([0, 1], kv_positions=[0, 1]),
+            ["kv_positions was given without positions"],
+        ),
+        (
+            lambda: packax.documents([0, 1], positions=[0, 1, 2]),
+            ["positions is for 3 query rows", "segment_ids is for 2"],
+        ),
+        (
+            lambda: packax.documents([0, 1], [1, 2, 3], positions=[0, 1], kv_positions=[0]),
+            ["kv_positions is for 1 keys", "kv_segment_ids is for 3"],
+        ),
+        (
+            lambda: packax.documents([0, 1], positions=[0, 1], kv_positions=[0, 1, 2]),
+            ["segment_ids is for 2 keys, but kv_positions is for 3"],
+        ),
+        (
+            lambda: packax.documents(np.zeros((2, 4), int), np.zeros((3, 5), int)),
+            ["kv_segment_ids has batch size 3, but segment_ids has 2"],
+        ),
+        (lambda: packax.ranges([0.5], [1]), ["lo must be integers", "float64"]),
+        (lambda: packax.ranges([0, 1], [1]), ["hi is for 1 query rows", "lo is for 2"]),
+        (
+            lambda: packax.ranges(np.zeros((2, 3), int), np.zeros((4, 3), int)),
+            ["hi has batch size 4", "lo has 2"],
+        ),
+    ],
+)
+def test_expressions(build, texts):
+    with raises(ValueError, *texts):
+        build()
+
+
+def test_two_documents():
+    with raises(NotImplementedError, "one documents(...)", "two", "combine the ids"):
+        packax.documents([0, 1]) & (packax.causal() & packax.documents([0, 1]))
+
+
+def test_and_with_something_else():
+    with pytest.raises(TypeError):
+        packax.causal() & np.ones((2, 2), bool)
+
+
+def test_as_array_of_other_lengths():
+    with raises(ValueError, "segment_ids is for 2 query rows", "q_len says 3"):
+        (packax.causal() & packax.documents([0, 1])).as_array(3, 2)
+
+
+@pytest.mark.parametrize(
+    "expression,lengths,texts",
+    [
+        (packax.causal(), {}, ["q_len is not known", "give q_len="]),
+        (packax.causal(), {"q_len": 5}, ["kv_len is not known", "give kv_len="]),
+        (packax.ranges([0], [1]), {}, ["kv_len is not known"]),
+        (
+            packax.documents([0, 1]),
+            {"q_len": 3},
+            ["segment_ids is for 2 query rows", "q_len says 3"],
+        ),
+        (packax.documents([0, 1]), {"kv_len": 3}, ["segment_ids is for 2 keys", "kv_len says 3"]),
+        (
+            packax.documents([0, 1]) & packax.ranges([0], [1]),
+            {},
+            ["lo is for 1 query rows", "segment_ids is for 2"],
+        ),
+        (
+            packax.documents(IDS) & packax.ranges(IDS[[0, 0, 0]], IDS[[0, 0, 0]]),
+            {},
+            ["lo has batch size 3", "2"],
+        ),
+        (
+            packax.causal(),
+            {"q_len": 0, "kv_len": 1},
+            ["q_len must be from 1 to 2**31 - 1, but is 0"],
+        ),
+        (packax.causal(), {"q_len": 1, "kv_len": 2**31}, ["kv_len must be from 1", "2147483648"]),
+        (packax.causal(), {"q_len": 1.5, "kv_len": 2}, ["q_len must be an integer, but is 1.5"]),
+        (MASK, {}, ["expression must be causal(), full(), documents(...)", "AttentionMask"]),
+        (np.ones((3, 3), bool), {}, ["expression must be", "ndarray"]),
+    ],
+)
+def test_create_attention_mask(expression, lengths, texts):
+    with raises(ValueError, *texts):
+        packax.create_attention_mask(expression, **lengths)
+
+
+def test_a_mask_cannot_be_written():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        MASK.q_lo = None

@@ -1,0 +1,303 @@
+"""What the compiler gets, with no GPU: targets, attributes, operands; and which platform gets what.
+
+Guards against an operand or attribute out of the order of docs/design.md, which C++ would read as
+another, and against an implementation that is not the one asked for.
+"""
+
+import re
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import packax
+import pytest
+from jax.sharding import AxisType
+from packax import lowering, primitives
+
+
+class Extension:
+    """packax._ext as far as lowering asks it, whatever the build at hand has."""
+
+    @staticmethod
+    def variants():
+        kernels = ("forward", "backward_delta", "backward_dkdv", "backward_dq")
+        return [
+            {"kernel": kernel, "dtype": dtype, "qk_dim": dim, "v_dim": dim}
+            for kernel in kernels
+            for dtype in ("bf16", "f16")
+            for dim in (64, 128)
+        ] + [{"kernel": "documents_init", "dtype": "any", "qk_dim": 0, "v_dim": 0}]
+
+
+@pytest.fixture(autouse=True)
+def extension(monkeypatch):
+    monkeypatch.setattr(lowering, "_ext", Extension)
+
+
+def abstract(dtype=jnp.bfloat16, dim=64, v_dim=64, q_len=300, kv_len=300, batch=2):
+    return (
+        jax.ShapeDtypeStruct((batch, q_len, 8, dim), dtype),
+        jax.ShapeDtypeStruct((batch, kv_len, 2, dim), dtype),
+        jax.ShapeDtypeStruct((batch, kv_len, 2, v_dim), dtype),
+    )
+
+
+def text_of(function, *args, platforms=("cuda",)):
+    return jax.jit(function).trace(*args).lower(lowering_platforms=platforms).as_text()
+
+
+def calls(text):
+    """[(target, {attribute: text}, [operand type], [result type])] of the FFI calls."""
+    found = []
+    for line in text.splitlines():
+        call = re.search(r"custom_call @(packax\w+)\((.*?)\) \{(.*)\} : \((.*)\) -> (.*)$", line)
+        if call:
+            target, operands, body, types, results = call.groups()
+            attributes = re.search(r"mhlo.backend_config = \{(.*?)\}", body)
+            pairs = re.findall(r"(\w+) = ([^,}]+)", attributes.group(1))
+            kinds = re.findall(r"tensor<([^>]+)>", types)
+            assert len(operands.split(",")) == len(kinds)
+            found.append((target, dict(pairs), kinds, re.findall(r"tensor<([^>]+)>", results)))
+    return found
+
+
+def step(query, key, value, mask, **kwargs):
+    return packax.flash_attention(query, key, value, mask, **kwargs)
+
+
+def loss(query, key, value, mask, **kwargs):
+    return step(query, key, value, mask, **kwargs).astype(jnp.float32).sum()
+
+
+IDS = np.stack([np.arange(300) // 70, np.arange(300) // 41]).astype(np.int32)
+
+
+MASK = packax.create_attention_mask(packax.causal() & packax.documents(IDS))
+MASK_BY_POSITION = packax.create_attention_mask(
+    packax.causal() & packax.documents(IDS, positions=IDS)
+)
+
+ROWS, BLOCKS, ORDER = "2x300xi32", "2x5x5xi32", "2x3xi32"
+QUERY, KEY = "2x300x8x64xbf16", "2x300x2x64xbf16"
+SUMS = "2x8x300xf32"
+
+
+def test_forward():
+    ((target, attributes, operands, results),) = calls(
+        text_of(lambda *x: step(*x, MASK, scale=0.125), *abstract())
+    )
+    assert target == "packax_forward_v1"
+    assert attributes == {"scale": "1.250000e-01 : f32", "element_test": "1 : i32"}
+    assert operands == [QUERY, KEY, KEY, *[ROWS] * 6, BLOCKS, ORDER]
+    assert results == [QUERY, SUMS]
+
+
+def test_backward():
+    text = text_of(jax.grad(lambda *x: loss(*x, MASK_BY_POSITION), (0, 1, 2)), *abstract())
+    (forward, (target, attributes, operands, results)) = calls(text)
+    assert forward[0] == "packax_forward_v1" and target == "packax_backward_v1"
+    assert forward[1]["element_test"] == "2 : i32"
+    assert attributes == {
+        "scale": "1.250000e-01 : f32",
+        "element_test": "2 : i32",
+        "has_dlse": "0 : i32",
+    }
+    tensors = [QUERY, KEY, KEY, QUERY, SUMS, QUERY, SUMS]
+    kv_blocks = "2x4x5xi32"
+    assert operands == [*tensors, *[ROWS] * 6, BLOCKS, ORDER, kv_blocks, ORDER]
+    assert results == [QUERY, KEY, KEY, SUMS]  # the last is the workspace
+
+
+def test_dlse_is_used_only_where_the_lse_was_asked_for():
+    def both(*tensors):
+        out, lse = step(*tensors, MASK, return_lse=True)
+        return out.astype(jnp.float32).sum() + lse.sum()
+
+    backward = calls(text_of(jax.grad(both), *abstract()))[1]
+    assert backward[1]["has_dlse"] == "1 : i32"
+
+
+TENSORS = ["query", "key", "value"]
+RANGES = ["q_lo", "q_hi", "q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks", "q_order"]
+
+
+def test_the_order_of_mask_operands():
+    """The mask is an argument here, so that its leaves have names in the text."""
+    kv = np.zeros((2, 500), np.int32)
+    mask = packax.create_attention_mask(
+        packax.causal() & packax.documents(IDS, kv, positions=IDS, kv_positions=kv)
+    )
+    text = text_of(jax.grad(loss), *abstract(kv_len=500), mask)
+    arguments = TENSORS + [path[-1].name for path, _ in jax.tree.leaves_with_path(mask)]
+
+    def given(target):
+        operands = re.search(rf"@{target}\((.*?)\)", text).group(1)
+        return [arguments[int(n)] for n in re.findall(r"%arg(\d+)", operands)]
+
+    assert given("packax_forward_v1") == TENSORS + RANGES
+    # out, lse, dout and dlse are between them, and no arguments
+    assert given("packax_backward_v1") == [*TENSORS, *RANGES, "kv_blocks", "kv_order"]
+
+
+def test_missing_operands_are_the_row_starts():
+    mask = packax.create_attention_mask(packax.causal(), q_len=300, kv_len=500)
+    text = text_of(step, *abstract(kv_len=500), mask)
+    ((_, attributes, operands, _),) = calls(text)
+    assert attributes["element_test"] == "0 : i32"
+    assert operands[3:9] == ["1x300xi32"] * 6  # also in the places of the keys' ids and positions
+    given = re.search(r"v1\((.*?)\)", text).group(1).split(", ")
+    assert given[5:9] == [given[3]] * 4
+
+
+@pytest.mark.parametrize("positions,compare", [({}, "0 : i32"), ({"positions": IDS}, "1 : i32")])
+def test_mask_targets(positions, compare):
+    def build(ids):
+        return packax.create_attention_mask(packax.causal() & packax.documents(ids, **positions))
+
+    documents, blocks = calls(text_of(build, jax.ShapeDtypeStruct((2, 300), jnp.int32)))
+    workspace = 5 * 1024 + 300 + 1
+    assert documents[0] == "packax_documents_v1"
+    assert documents[1] == {"compare_positions": compare}
+    assert documents[2] == [ROWS] * 4
+    assert documents[3] == [ROWS, ROWS, ROWS, f"2x{workspace}xi32"]
+    assert blocks[0] == "packax_blocks_v1" and blocks[1] == {"kv_len": "300 : i64"}
+    assert blocks[2] == [ROWS] * 3
+    assert blocks[3] == [BLOCKS, "2x4x5xi32", ORDER, ORDER]
+
+
+def test_workspace_of_documents_grows_with_the_tables():
+    ids = jax.ShapeDtypeStruct((1, 3000), jnp.int32)
+    documents = calls(
+        text_of(lambda x: packax.create_attention_mask(packax.documents(x)).q_lo, ids)
+    )[0]
+    assert documents[3][3] == f"1x{5 * 8192 + 3000 + 3}xi32"
+
+
+def test_vmap_is_one_call():
+    tensors = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in abstract()]
+    mapped = jax.vmap(lambda *x: step(*x, MASK))
+    ((_, _, operands, results),) = calls(text_of(mapped, *tensors))
+    assert operands[0] == "6x300x8x64xbf16" and operands[3] == "6x300xi32"
+    assert results[0] == "6x300x8x64xbf16"
+
+
+def test_inside_shard_map_the_call_is_local():
+    mesh = jax.make_mesh(
+        (2,), ("data",), devices=jax.devices("cpu")[:2], axis_types=(AxisType.Auto,)
+    )
+    spec = jax.sharding.PartitionSpec("data")
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=(spec, spec, spec, spec), out_specs=spec, check_vma=True
+    )
+    sharding = jax.sharding.NamedSharding(mesh, spec)
+    tensors, mask = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), (abstract(), MASK)
+    )
+    ((_, _, operands, _),) = calls(text_of(mapped, *tensors, mask))
+    assert operands[0] == "1x300x8x64xbf16" and operands[3] == "1x300xi32"
+
+
+# Platforms
+
+
+def test_elsewhere_there_is_no_call():
+    assert not calls(text_of(loss, *abstract(), MASK, platforms=("cpu",)))
+    assert not calls(text_of(loss, *abstract(), MASK, platforms=("tpu",)))
+
+
+def test_xla_on_cuda_runs_no_attention_kernel():
+    text = text_of(lambda *x: jax.grad(loss)(*x, MASK, implementation="xla"), *abstract())
+    assert not calls(text)
+
+
+def test_several_platforms_in_one_module():
+    text = text_of(jax.grad(loss), *abstract(), MASK, platforms=("cpu", "cuda"))
+    assert [call[0] for call in calls(text)] == ["packax_forward_v1", "packax_backward_v1"]
+    assert text.count("stablehlo.while") > 0  # the CPU's branch
+
+
+@pytest.mark.parametrize("direction", [step, jax.grad(loss)])
+@pytest.mark.parametrize(
+    "dtype,dim,v_dim,said",
+    [
+        (jnp.bfloat16, 80, 80, "bfloat16 with head dims 80/80"),
+        (jnp.float16, 64, 128, "float16 with head dims 64/128"),
+        (jnp.float32, 64, 64, "float32 with head dims 64/64"),
+    ],
+)
+@pytest.mark.parametrize("implementation", [None, "cubin"])
+def test_no_kernel(direction, dtype, dim, v_dim, said, implementation):
+    args = abstract(dtype, dim, v_dim)
+    with pytest.raises(NotImplementedError) as error:
+        text_of(lambda *x: direction(*x, MASK, implementation=implementation), *args)
+    text = str(error.value)
+    assert said in text
+    assert "bfloat16 64/64, float16 64/64, bfloat16 128/128, float16 128/128" in text
+    assert 'implementation="xla"' in text
+    text_of(lambda *x: direction(*x, MASK, implementation="xla"), *args)
+
+
+def test_a_backward_kernel_may_be_missing_alone(monkeypatch):
+    rows = [row for row in Extension.variants() if row["kernel"] != "backward_dq"]
+    monkeypatch.setattr(lowering._ext, "variants", staticmethod(lambda: rows))
+    text_of(loss, *abstract(), MASK)
+    with pytest.raises(NotImplementedError, match="no backward kernel"):
+        text_of(jax.grad(loss), *abstract(), MASK)
+
+
+@pytest.mark.parametrize("platforms", [("cpu",), ("tpu",), ("cpu", "cuda")])
+def test_cubin_elsewhere_is_an_error(platforms):
+    with pytest.raises(NotImplementedError, match="needs a CUDA device, but"):
+        text_of(lambda *x: step(*x, MASK, implementation="cubin"), *abstract(), platforms=platforms)
+    with pytest.raises(NotImplementedError, match="needs a CUDA device"):
+        jax.jit(lambda *x: step(*x, MASK, implementation="cubin"))(
+            *(jnp.zeros(x.shape, x.dtype) for x in abstract())
+        )
+
+
+def test_without_the_extension(monkeypatch):
+    """A source tree: XLA does everything, the kernels are an error that says why."""
+    monkeypatch.setattr(lowering, "_ext", None)
+    monkeypatch.setattr(lowering, "_ext_error", "no such file", raising=False)
+
+    def whole(ids, *tensors, **kwargs):
+        mask = packax.create_attention_mask(packax.documents(ids))
+        return packax.flash_attention(*tensors, mask, **kwargs)
+
+    ids = jax.ShapeDtypeStruct((2, 300), jnp.int32)
+    assert not calls(text_of(lambda *x: whole(*x, implementation="xla"), ids, *abstract()))
+    with pytest.raises(NotImplementedError, match=r"packax\._ext.*no such file.*reinstall"):
+        text_of(whole, ids, *abstract())
+
+
+def test_the_extension_s_targets_are_those_called():
+    """Of the real extension, if it is built: a name that differs would fail only on a GPU."""
+    extension = pytest.importorskip("packax._ext")
+    registered = set(extension.registrations())
+    if not registered:
+        pytest.skip("a stand-in without targets")
+    assert registered == {
+        f"packax_{primitive}_v1" for primitive in ("documents", "blocks", "forward", "backward")
+    }
+
+
+def test_primitives_are_named_as_documented():
+    assert [
+        p.name
+        for p in (
+            primitives.documents_p,
+            primitives.blocks_p,
+            primitives.forward_p,
+            primitives.backward_p,
+        )
+    ] == ["packax_documents", "packax_blocks", "packax_forward", "packax_backward"]
+
+
+def test_cases_lower_for_cuda():
+    """Every case, forward and backward, at a head dim that has kernels."""
+    for case in cases.CASES:
+        *tensors, _ = case.tensors(jnp.bfloat16)
+        mask = packax.create_attention_mask(case.expression(), q_len=case.q_len, kv_len=case.kv_len)
+        found = calls(text_of(jax.grad(loss), *tensors[:3], mask))
+        assert [call[0] for call in found] == ["packax_forward_v1", "packax_backward_v1"], case

@@ -1,0 +1,204 @@
+"""On a mesh of eight CPU devices: the same values and gradients as on one.
+
+Guards against the silent failure of sharded attention: the forward pass is right, and the
+gradient of a replicated operand misses the sum over the devices.
+"""
+
+import functools
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import packax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from packax.primitives import vary_together
+
+BATCH, LENGTH, HEADS, DIM = 8, 150, 4, 8
+RNG = np.random.default_rng(0)
+QUERY = jnp.asarray(RNG.standard_normal((BATCH, LENGTH, HEADS, DIM)), jnp.float32)
+KEY, VALUE = jnp.asarray(RNG.standard_normal((2, BATCH, LENGTH, 1, DIM)), jnp.float32)
+WEIGHTS = jnp.asarray(RNG.standard_normal(QUERY.shape), jnp.float32)
+IDS = np.sort(RNG.integers(-1, 5, (BATCH, LENGTH)), axis=1).astype(np.int32)
+
+
+def mesh_of(kind, shape=(4, 2)):
+    devices = jax.devices("cpu")
+    if len(devices) < 8:
+        pytest.skip("needs eight CPU devices: see conftest.py")
+    return jax.make_mesh(
+        shape, ("data", "model"), devices=devices, axis_types=(getattr(AxisType, kind),) * 2
+    )
+
+
+def build(ids):
+    return packax.create_attention_mask(packax.causal() & packax.documents(ids))
+
+
+def attention(query, key, value, mask):
+    out, lse = packax.flash_attention(query, key, value, mask, return_lse=True)
+    return out, jnp.where(jnp.isfinite(lse), lse, 0)
+
+
+def total(function):
+    """A loss of the whole batch, of a function that returns out and lse."""
+
+    def loss(query, key, value, *mask):
+        out, lse = function(query, key, value, *mask)
+        return jnp.sum(out * WEIGHTS) + jnp.sum(lse)
+
+    return loss
+
+
+def both(function):
+    return jax.value_and_grad(total(function), (0, 1, 2))
+
+
+@functools.cache
+def expected(name):
+    mask = build(IDS) if name == "batch" else build(IDS[0])
+    return jax.jit(both(attention))(QUERY, KEY, VALUE, mask)
+
+
+def assert_same(got, expected):
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-4, atol=2e-5)
+
+
+HEADS_SPLIT = P("data", None, "model")
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("kind", ["batch", "one mask for all", "built inside"])
+def test_shard_map(kind, check_vma):
+    """Batch over data, query heads over model: keys and values are replicated over model."""
+    mask, spec, function = build(IDS), P("data"), attention
+    if kind == "one mask for all":
+        mask, spec = build(IDS[0]), P()
+    elif kind == "built inside":
+        mask = jnp.asarray(IDS)
+
+        def function(query, key, value, ids):
+            return attention(query, key, value, build(ids))
+
+    mapped = jax.shard_map(
+        function,
+        mesh=mesh_of("Auto"),
+        in_specs=(HEADS_SPLIT, P("data"), P("data"), spec),
+        out_specs=(HEADS_SPLIT, P("data", "model")),
+        check_vma=check_vma,
+    )
+    got = jax.jit(both(mapped))(QUERY, KEY, VALUE, mask)
+    assert_same(got, expected("one" if kind == "one mask for all" else "batch"))
+
+
+def test_gradient_inside_shard_map():
+    """The gradient taken per device and summed by the user: a data-parallel training step."""
+
+    def step(query, key, value, mask, weights):
+        def loss(scale):
+            out, _ = attention(query * scale, key, value, mask)
+            return jnp.sum(out * weights)
+
+        # Marked as varying, so that the gradient is each device's own.
+        (one, *_) = vary_together(jnp.float32(1), query)
+        return jax.lax.psum(jax.grad(loss)(one), ("data", "model"))
+
+    mapped = jax.shard_map(
+        step,
+        mesh=mesh_of("Auto"),
+        in_specs=(HEADS_SPLIT, P("data"), P("data"), P("data"), HEADS_SPLIT),
+        out_specs=P(),
+    )
+    got = jax.jit(mapped)(QUERY, KEY, VALUE, build(IDS), WEIGHTS)
+    true = jax.grad(
+        lambda scale: jnp.sum(attention(QUERY * scale, KEY, VALUE, build(IDS))[0] * WEIGHTS)
+    )(1.0)
+    np.testing.assert_allclose(got, true, rtol=1e-4)
+
+
+def test_eager_shard_map_with_replicated_weights():
+    """Without jit; and a weight replicated everywhere, whose gradient is a sum over all devices."""
+    weight = jnp.asarray(RNG.standard_normal((DIM, DIM)), jnp.float32)
+
+    def local(weight, query, key, value, mask):
+        return packax.flash_attention(query @ weight, key, value, mask)
+
+    mapped = jax.shard_map(
+        local,
+        mesh=mesh_of("Auto"),
+        in_specs=(P(), HEADS_SPLIT, P("data"), P("data"), P("data")),
+        out_specs=HEADS_SPLIT,
+    )
+    args = QUERY, KEY, VALUE, build(IDS)
+    got = jax.grad(lambda w: jnp.sum(mapped(w, *args) * WEIGHTS))(weight)
+    true = jax.grad(lambda w: jnp.sum(local(w, *args) * WEIGHTS))(weight)
+    np.testing.assert_allclose(got, true, rtol=1e-3, atol=1e-3)
+
+
+def test_remat_and_scan_inside_shard_map():
+    keep = jax.checkpoint_policies.save_only_these_names(*packax.CHECKPOINT_NAMES)
+
+    def local(query, key, value, mask):
+        @functools.partial(jax.checkpoint, policy=keep)
+        def layer(x, _):
+            return packax.flash_attention(x, key, value, mask), None
+
+        return jax.lax.scan(layer, query, None, length=2)[0]
+
+    mapped = jax.shard_map(
+        local,
+        mesh=mesh_of("Auto"),
+        in_specs=(P("data"), P("data"), P("data"), P("data")),
+        out_specs=P("data"),
+    )
+
+    def grad(function):
+        args = (QUERY, KEY, VALUE, build(IDS))
+        loss = lambda *x: jnp.sum(function(*x) * WEIGHTS)  # noqa: E731
+        return jax.jit(jax.grad(loss, (0, 1, 2)))(*args)
+
+    assert_same(grad(mapped), grad(local))
+
+
+@pytest.mark.parametrize("jit", [True, False])
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_sharded_operands_without_shard_map(kind, jit):
+    """The compiler splits it (Auto) or follows the types (Explicit): right, if not the fastest."""
+    mesh = mesh_of(kind)
+    put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))  # noqa: E731
+    args = put(QUERY, "data", None, "model"), put(KEY, "data"), put(VALUE, "data")
+    ids = put(jnp.asarray(IDS), "data")
+    weights = put(WEIGHTS, "data", None, "model")
+
+    def loss(query, key, value, ids):
+        out, lse = attention(query, key, value, build(ids))
+        return jnp.sum(out * weights) + jnp.sum(lse)
+
+    grad = jax.value_and_grad(loss, (0, 1, 2))
+    with jax.set_mesh(mesh) if hasattr(jax, "set_mesh") else jax.sharding.use_mesh(mesh):
+        got = (jax.jit(grad) if jit else grad)(*args, ids)
+        if kind == "Explicit":
+            for x, y in zip(got[1], args, strict=True):
+                assert jax.typeof(x).sharding.spec == jax.typeof(y).sharding.spec
+    assert_same(got, expected("batch"))
+
+
+def test_case_of_three_rows_on_three_devices():
+    """A batch that is not a power of two, each device with another document structure."""
+    case = cases.BY_NAME["batch_of_three"]
+    query, key, value, *_ = case.tensors(jnp.float32, 16, 16)
+    mask = packax.create_attention_mask(case.expression())
+    mesh = jax.make_mesh(
+        (3,), ("data",), devices=jax.devices("cpu")[:3], axis_types=(AxisType.Auto,)
+    )
+    mapped = jax.shard_map(
+        packax.flash_attention, mesh=mesh, in_specs=(P("data"),) * 4, out_specs=P("data")
+    )
+    np.testing.assert_allclose(
+        jax.jit(mapped)(query, key, value, mask),
+        jax.jit(packax.flash_attention)(query, key, value, mask),
+        atol=1e-6,
+    )

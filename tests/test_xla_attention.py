@@ -1,0 +1,209 @@
+"""The blockwise XLA path: values and gradients against float64, what it visits, what it allocates.
+
+Guards against an error that a tolerance hides: every bound is twice the error of plain attention
+in the same dtype, and what may not matter at all (padding, other documents) is compared bit by bit.
+"""
+
+import functools
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import packax
+import pytest
+from packax import xla_attention
+
+SCALE = 0.17
+
+
+def attention(mask, scale=SCALE, **kwargs):
+    return functools.partial(
+        packax.flash_attention,
+        mask=mask,
+        scale=scale,
+        return_lse=True,
+        implementation="xla",
+        **kwargs,
+    )
+
+
+def mask_of(case):
+    return packax.create_attention_mask(case.expression(), q_len=case.q_len, kv_len=case.kv_len)
+
+
+def results(case, dtype, qk_dim=16, v_dim=24, with_dlse=True):
+    *tensors, dlse = case.tensors(dtype, qk_dim, v_dim)
+    query, key, value, dout = tensors
+    dlse = dlse if with_dlse else None
+    run = jax.jit(lambda *x: oracle.run(attention(mask_of(case)), *x))
+    return (
+        run(query, key, value, dout, dlse),
+        oracle.exact(query, key, value, case.allowed(), SCALE, dout, dlse),
+        oracle.plain(query, key, value, case.allowed(), SCALE, dout, dlse),
+    )
+
+
+@pytest.mark.parametrize("case", cases.CASES, ids=str)
+def test_float32(case):
+    oracle.check(*results(case, jnp.float32))
+
+
+HALF = ["documents_odd", "padding", "gqa_4", "positions_reappear", "cross_documents"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", HALF)
+def test_half_precision(name, dtype):
+    got, true, plain = results(cases.BY_NAME[name], dtype)
+    assert got.out.dtype == dtype and got.dk.dtype == dtype and got.lse.dtype == jnp.float32
+    oracle.check(got, true, plain)
+
+
+def test_float64_accumulates_in_float64():
+    # jax 0.7 has it in experimental only
+    x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
+    with x64(True):
+        got, true, _ = results(cases.BY_NAME["padding"], jnp.float64)
+        assert got.lse.dtype == jnp.float64
+        for name in got._fields:
+            value, expected = np.asarray(getattr(got, name)), getattr(true, name)
+            np.testing.assert_allclose(value, expected, rtol=1e-12, atol=1e-12, err_msg=name)
+
+
+@pytest.mark.parametrize("rows,keys", [(16, 16), (48, 32), (512, 64)])
+@pytest.mark.parametrize("name", ["padding", "positions_reappear", "cross_positions"])
+def test_any_tile_size(name, rows, keys, monkeypatch):
+    monkeypatch.setattr(xla_attention, "ROWS", rows)
+    monkeypatch.setattr(xla_attention, "KEYS", keys)
+    jax.clear_caches()  # traces made with other tiles
+    oracle.check(*results(cases.BY_NAME[name], jnp.float32))
+    monkeypatch.undo()
+    jax.clear_caches()
+
+
+def test_scores_far_from_zero():
+    """exp overflows unless the largest score of the row is subtracted before."""
+    case = cases.BY_NAME["documents_odd"]
+    query, key, value, dout, _ = case.tensors(jnp.float32)
+    query = query * 50
+    got = jax.jit(lambda *x: oracle.run(attention(mask_of(case)), *x))(query, key, value, dout)
+    true = oracle.exact(query, key, value, case.allowed(), SCALE, dout)
+    assert np.abs(true.lse).max() > 200
+    plain = oracle.plain(query, key, value, case.allowed(), SCALE, dout)
+    # An LSE of some hundreds is itself rounded to 2^-16, and the backward pass starts from it.
+    oracle.check(got, true, plain, factor=4)
+
+
+EMPTY = [
+    "padding",
+    "all_padding",
+    "cross_documents",
+    "ranges_random",
+    "ranges_of_hulls",
+    "causal_tall",
+]
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_rows_that_attend_nothing(name):
+    """Exactly 0, -inf and 0; and whatever cotangent comes in for them is ignored, NaN too."""
+    case = cases.BY_NAME[name]
+    *tensors, dlse = case.tensors(jnp.float32, 16, 16)
+    some = np.broadcast_to(case.allowed().any(-1), (case.batch, case.q_len))
+    if name != "causal_tall":  # there, every row has a key: the test of the test
+        assert not some.all()
+    query, key, value, dout = tensors
+    run = jax.jit(lambda *x: oracle.run(attention(mask_of(case)), *x))
+    clean = run(query, key, value, dout, dlse)
+    bad_dout = jnp.where(some[..., None, None], dout, jnp.nan)
+    bad_dlse = jnp.where(some[:, None], dlse, jnp.inf)
+    got = run(query, key, value, bad_dout, bad_dlse)
+    for x, y in zip(clean, got, strict=True):
+        np.testing.assert_array_equal(x, y)
+    empty = ~some
+    assert not np.asarray(got.out)[empty].any() and not np.asarray(got.dq)[empty].any()
+    lse = np.asarray(got.lse).transpose(0, 2, 1)
+    assert (lse[empty] == -np.inf).all() and np.isfinite(lse[some]).all()
+
+
+@pytest.mark.parametrize("size", [3e38, -3e38, 1e30])
+def test_huge_garbage_in_padding_changes_nothing(size):
+    case = cases.BY_NAME["padding"]
+    query, key, value, dout, dlse = case.tensors(jnp.float32, 16, 16)
+    padding = (cases.PADDED == packax.PADDING_SEGMENT_ID)[None, :, None, None]
+    run = jax.jit(lambda *x: oracle.run(attention(mask_of(case)), *x))
+    clean = run(query, key, value, dout, dlse)
+    alternate = jnp.where(jnp.arange(16) % 2 == 0, size, -size)  # products cancel to inf - inf
+    dirty = [jnp.where(padding, alternate, x) for x in (query, key, value, dout)]
+    got = run(*dirty, dlse)
+    for name, x, y in zip(got._fields, clean, got, strict=True):
+        np.testing.assert_array_equal(x, y, err_msg=name)
+
+
+@pytest.mark.parametrize("name", ["documents_odd", "ids_reappear", "positions_restart"])
+def test_other_documents_change_nothing(name):
+    """Everything of one document is replaced, hugely: the others' results keep every bit."""
+    case = cases.BY_NAME[name]
+    ids = cases.BACK if name == "ids_reappear" else cases.ODD
+    query, key, value, dout, dlse = case.tensors(jnp.float32, 16, 16)
+    run = jax.jit(lambda *x: oracle.run(attention(mask_of(case)), *x))
+    clean = run(query, key, value, dout, dlse)
+    other = ids == (8 if name == "ids_reappear" else 3)
+    changed = other[None, :, None, None]
+    got = run(*(jnp.where(changed, x * 1e30 + 1, x) for x in (query, key, value, dout)), dlse)
+    for field, x, y in zip(got._fields, clean, got, strict=True):
+        x, y = np.asarray(x), np.asarray(y)
+        if field == "lse":
+            x, y = x.transpose(0, 2, 1), y.transpose(0, 2, 1)
+        np.testing.assert_array_equal(x[:, ~other], y[:, ~other], err_msg=field)
+        assert not np.array_equal(x[:, other], y[:, other])
+
+
+def test_blocks_that_no_row_attends_are_not_read():
+    """NaN there would reach results through 0 * NaN: documents cost, and touch, their own area."""
+    length, tile = 8 * xla_attention.KEYS, xla_attention.KEYS
+    lo = np.full(length, 2 * tile)
+    expression = packax.ranges(lo, lo + tile)
+    mask = packax.create_attention_mask(expression, kv_len=length)
+    rng = np.random.default_rng(0)
+    query, key, value, dout = rng.standard_normal((4, 1, length, 2, 16), np.float32)
+    outside = np.ones(length, bool)
+    outside[2 * tile : 3 * tile] = False
+    run = jax.jit(lambda *x: oracle.run(attention(mask), *x))
+    clean = run(query, key, value, dout)
+    key[:, outside], value[:, outside] = np.nan, np.nan
+    for name, x, y in zip(clean._fields, clean, run(query, key, value, dout), strict=True):
+        np.testing.assert_array_equal(x, y, err_msg=name)
+        assert np.isfinite(np.asarray(x)).all()
+
+
+def test_memory_is_linear():
+    """Four times the tokens, four times the memory; scores of 16k tokens would be 2 GiB."""
+
+    def temporary(length):
+        def step(query, key, value, ids):
+            mask = packax.create_attention_mask(packax.causal() & packax.documents(ids))
+            out = packax.flash_attention(query, key, value, mask, implementation="xla")
+            return out.astype(jnp.float32).sum()
+
+        tensor = jax.ShapeDtypeStruct((1, length, 2, 16), jnp.bfloat16)
+        ids = jax.ShapeDtypeStruct((1, length), jnp.int32)
+        lowered = jax.jit(jax.grad(step, (0, 1, 2))).lower(tensor, tensor, tensor, ids)
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    small, large = temporary(1 << 12), temporary(1 << 14)
+    assert large < 4.5 * small
+    assert large < 32 * (1 << 20)
+
+
+def test_bit_identical_from_run_to_run():
+    case = cases.BY_NAME["batch_of_three"]
+    query, key, value, dout, dlse = case.tensors(jnp.float32, 16, 16)
+    run = jax.jit(lambda *x: oracle.run(attention(mask_of(case), deterministic=True), *x))
+    first = run(query, key, value, dout, dlse)
+    for _ in range(3):
+        again = run(query, key, value, dout, dlse)
+        for name, x, y in zip(first._fields, first, again, strict=True):
+            np.testing.assert_array_equal(x, y, err_msg=name)
