@@ -1,0 +1,39 @@
+"""What a packax wheel may hold: the package, its extension module, the metadata; no kernel sources."""
+
+from __future__ import annotations
+
+import sys
+import zipfile
+
+KEPT = (".py", ".pyi", ".so", "py.typed")
+FORBIDDEN = (b"import triton", b"from triton")
+
+
+def main(path: str) -> int:
+    problems = []
+    with zipfile.ZipFile(path) as wheel:
+        names = wheel.namelist()
+        for name in names:
+            if ".dist-info/" in name:
+                continue
+            if not name.startswith("packax/"):
+                problems.append(f"{name}: outside the package")
+            if not name.endswith(KEPT):
+                problems.append(f"{name}: only {', '.join(KEPT)} belong into the wheel")
+            if name.endswith((".py", ".pyi")):
+                source = wheel.read(name)
+                problems += [f"{name}: {word.decode()}" for word in FORBIDDEN if word in source]
+        extensions = [name for name in names if name.endswith(".so")]
+        if len(extensions) != 1 or not extensions[0].startswith("packax/_ext"):
+            problems.append(f"one extension module packax/_ext expected, found {extensions}")
+        if not any(name.endswith("/licenses/LICENSE") for name in names):
+            problems.append("the licence is missing")
+        size = sum(info.compress_size for info in wheel.infolist())
+    print(f"{path.rsplit('/', 1)[-1]}: {len(names)} files, {size / 1e6:.1f} MB")
+    for problem in problems:
+        print(f"  wrong: {problem}")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
