@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes as C
 import json
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,9 @@ class Driver:
         name = C.create_string_buffer(128)
         self.ok(self.cu.cuDeviceGetName(name, 128, device), "cuDeviceGetName")
         self.name = name.value.decode()
+        version = C.c_int()
+        self.ok(self.cu.cuDriverGetVersion(C.byref(version)), "cuDriverGetVersion")
+        self.version = version.value
 
     def ok(self, status: int, what: str) -> None:
         if status:
@@ -38,8 +42,8 @@ class Driver:
     def synchronize(self) -> None:
         self.ok(self.cu.cuCtxSynchronize(), "cuCtxSynchronize")
 
-    def milliseconds(self, fn: Any, rounds: int) -> float:
-        """Median over rounds of one call, by events; twice warmed up."""
+    def milliseconds(self, fn: Callable[[], None], rounds: int, calls: int = 1) -> float:
+        """Median over rounds of one call, by events around `calls` of them; twice warmed up."""
         fn()
         fn()
         start, stop = C.c_void_p(), C.c_void_p()
@@ -48,12 +52,13 @@ class Driver:
         took = []
         for _ in range(rounds):
             self.ok(self.cu.cuEventRecord(start, None), "cuEventRecord")
-            fn()
+            for _ in range(calls):
+                fn()
             self.ok(self.cu.cuEventRecord(stop, None), "cuEventRecord")
             self.ok(self.cu.cuEventSynchronize(stop), "cuEventSynchronize")
             ms = C.c_float()
             self.ok(self.cu.cuEventElapsedTime(C.byref(ms), start, stop), "cuEventElapsedTime")
-            took.append(ms.value)
+            took.append(ms.value / calls)
         return float(np.median(took))
 
 
@@ -100,6 +105,41 @@ class Buffer:
         self.driver.ok(self.driver.cu.cuMemFree_v2(self.pointer), "cuMemFree")
 
 
+class TensorMap(C.Structure):
+    """A CUtensorMap with the sizes that Triton passes behind it; 64-byte aligned inside `storage`."""
+
+    _fields_ = [("map", C.c_ubyte * 128), ("shape", C.c_int32 * 3), ("strides", C.c_int64 * 3)]
+
+
+def tensor_map(driver: Driver, buffer: Buffer, spec: dict[str, Any]) -> tuple[Any, TensorMap]:
+    """The map over a (rows, heads, dim) buffer as (1, rows, heads * dim), of 16-bit elements."""
+    rows, columns = buffer.shape[0], int(np.prod(buffer.shape[1:]))
+    storage = C.create_string_buffer(C.sizeof(TensorMap) + 64)
+    made = TensorMap.from_buffer(storage, -C.addressof(storage) % 64)
+    dims = (C.c_uint64 * 3)(columns, rows, 1)
+    strides = (C.c_uint64 * 2)(columns * 2, rows * columns * 2)
+    box = (C.c_uint32 * 3)(*reversed(spec["box"]))
+    ones = (C.c_uint32 * 3)(1, 1, 1)
+    status = driver.cu.cuTensorMapEncodeTiled(
+        C.byref(made),
+        9,
+        3,
+        C.c_void_p(buffer.pointer.value),
+        dims,
+        strides,
+        box,
+        ones,
+        0,
+        spec["swizzle"],
+        2,
+        0,
+    )
+    driver.ok(status, "cuTensorMapEncodeTiled")
+    made.shape[:] = [1, rows, columns]
+    made.strides[:] = [rows * columns, columns, 1]
+    return storage, made
+
+
 class Kernel:
     """One compiled variant: FOLDER/NAME.cubin beside FOLDER/NAME.json."""
 
@@ -122,21 +162,40 @@ class Kernel:
                 driver.cu.cuFuncSetAttribute(self.fn, 8, self.meta["shared"]), "cuFuncSetAttribute"
             )
 
-    def __call__(self, grid: tuple[int, ...], *args: Any) -> None:
+    def bind(self, grid: tuple[int, ...], *args: Any) -> Callable[[], None]:
+        """The launch with its parameters packed."""
         params = self.meta["params"]
         if len(args) != len(params):
             raise TypeError(
                 f"{self.meta['kernel']} takes {len(params)} arguments, {len(args)} given"
             )
         kinds = {"i32": C.c_int32, "i64": C.c_int64, "f32": C.c_float}
-        values = [
-            a.pointer if p["type"] == "ptr" else kinds[p["type"]](a)
-            for a, p in zip(args, params, strict=True)
-        ]
+        values: list[Any] = []
+        addresses: list[int] = []
+        specs = iter(self.meta["tensor_maps"])
+        for a, p in zip(args, params, strict=True):
+            if p["type"] == "tma":
+                storage, made = tensor_map(self.driver, a, next(specs))
+                values.append(storage)
+                base = C.addressof(made)
+                shape, strides = TensorMap.shape.offset, TensorMap.strides.offset
+                addresses.append(base)
+                addresses += [base + shape + 4 * i for i in range(3)]
+                addresses += [base + strides + 8 * i for i in range(3)]
+            else:
+                values.append(a.pointer if p["type"] == "ptr" else kinds[p["type"]](a))
+                addresses.append(C.addressof(values[-1]))
         values += [C.c_uint64(0), C.c_uint64(0)]  # Triton's scratch pointers
-        pointers = (C.c_void_p * len(values))(*[C.addressof(v) for v in values])
+        addresses += [C.addressof(v) for v in values[-2:]]
+        pointers = (C.c_void_p * len(addresses))(*addresses)
         x, y = (*grid, 1)[:2]
-        status = self.driver.cu.cuLaunchKernel(
-            self.fn, x, y, 1, self.meta["threads"], 1, 1, self.meta["shared"], None, pointers, None
-        )
-        self.driver.ok(status, f"launch {self.meta['kernel']}")
+        launch = self.driver.cu.cuLaunchKernel
+        shape_args = (self.fn, x, y, 1, self.meta["threads"], 1, 1, self.meta["shared"], None)
+
+        def bound(_keep: Any = values) -> None:
+            self.driver.ok(launch(*shape_args, pointers, None), f"launch {self.meta['kernel']}")
+
+        return bound
+
+    def __call__(self, grid: tuple[int, ...], *args: Any) -> None:
+        self.bind(grid, *args)()

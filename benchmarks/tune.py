@@ -10,6 +10,7 @@ softmax on sampled rows, prints one line per candidate and case, and writes DIR/
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import pathlib
@@ -21,8 +22,12 @@ import numpy as np
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-# kernel -> head dim -> (BLOCK_M, BLOCK_N, STAGES, warps)
-CANDIDATES: dict[str, dict[int, list[tuple[int, int, int, int]]]] = {
+# kernel -> head dim -> rows of TILES (BLOCK_M, BLOCK_N, STAGES, warps) or of HOPPER_TILES
+CANDIDATES: dict[str, dict[int, list[tuple[int, ...]]]] = {
+    "forward_hopper": {
+        128: [(2, 128, 2, 240, 24)],
+        64: [(3, 128, 2, 160, 32), (3, 128, 3, 160, 32), (2, 128, 2, 240, 24)],
+    },
     "forward": {
         128: [(128, 128, 2, 8), (128, 128, 3, 8), (128, 64, 2, 8), (128, 64, 3, 8), (128, 64, 4, 8), (64, 128, 2, 4), (64, 64, 3, 4), (128, 64, 3, 4)],
         64: [(128, 128, 2, 8), (128, 128, 3, 8), (128, 64, 3, 8), (128, 64, 4, 4), (128, 64, 3, 4), (64, 128, 3, 4), (64, 64, 3, 4)],
@@ -45,7 +50,7 @@ CASES = {
 HEADS, KV_HEADS = 32, 8
 
 
-def build(folder: pathlib.Path, arch: str, jobs: int) -> None:
+def build(folder: pathlib.Path, arch: str, jobs: int, kernels: list[str], assembler: str) -> None:
     sys.path.insert(0, str(ROOT / "csrc" / "aot"))
     import compile as aot
     import variants as table
@@ -53,9 +58,14 @@ def build(folder: pathlib.Path, arch: str, jobs: int) -> None:
     todo: list[tuple[table.Variant, pathlib.Path]] = []
     for kernel, dims in CANDIDATES.items():
         for dim, tiles in dims.items():
-            for tile in tiles:
-                table.TILES[kernel][table.ARCHS[arch].tiles, dim] = tile
-                variant = table.tiled(kernel, table.ARCHS[arch], "bf16", dim, dim)
+            for tile in tiles if kernel in kernels else ():
+                if kernel in table.HOPPER_TILES:
+                    table.HOPPER_TILES[kernel][dim] = tile
+                    variant = table.hopper(kernel, table.ARCHS[arch], "bf16", dim, dim)
+                else:
+                    table.TILES[kernel][table.ARCHS[arch].tiles, dim] = tile
+                    variant = table.tiled(kernel, table.ARCHS[arch], "bf16", dim, dim)
+                variant = dataclasses.replace(variant, assembler=assembler)
                 todo.append((variant, folder / f"{kernel}_{dim}_" / "x".join(map(str, tile))))
     rest = [v for v in table.variants((arch,), ("bf16",)) if v.kernel not in CANDIDATES]
     failed = aot.compile_table(rest, folder / "common", None, jobs)
@@ -106,7 +116,7 @@ class Work:
         new = lambda shape, kind=np.uint16: Buffer(driver, shape, kind)  # noqa: E731
         put = lambda h: new((rows, h, dim)).set(
             bfloat16(rng.standard_normal((rows, h, dim), np.float32))
-        )  # noqa: E731
+        )
         self.q, self.k, self.v, self.do = put(HEADS), put(KV_HEADS), put(KV_HEADS), put(HEADS)
         self.out, self.dq = new((rows, HEADS, dim)), new((rows, HEADS, dim))
         self.dk, self.dv = new((rows, KV_HEADS, dim)), new((rows, KV_HEADS, dim))
@@ -118,20 +128,44 @@ class Work:
         zero = ints(np.zeros(rows, np.int32))
         blocks, tiles = -(-rows // 64), -(-rows // 128)
         self.tiles = tiles
+        self.q_order_192 = new((-(-rows // 192),), np.int32)
         self.q_blocks, self.kv_blocks = new((5 * blocks,), np.int32), new((4 * blocks,), np.int32)
         self.q_order, self.kv_order = new((tiles,), np.int32), new((tiles,), np.int32)
-        self.common["blocks_rows"]((-(-blocks // 16),), self.lo, self.hi, zero, self.q_blocks, rows)
-        self.common["blocks_keys"]((-(-blocks // 16),), self.q_blocks, self.kv_blocks, rows, rows)
-        self.common["blocks_order"](
-            (-(-tiles // 128),),
-            self.q_blocks,
-            self.kv_blocks,
-            self.q_order,
-            self.kv_order,
-            rows,
-            rows,
-        )
+        self.zero = zero
+        ids = np.repeat(np.arange(documents), self.docs).astype(np.int32)
+        slots = max(1024, 2 << (rows - 1).bit_length())
+        self.ids, self.pos = ints(ids), ints(np.arange(rows, dtype=np.int32) - lo)
+        self.workspace = new((5 * slots + rows + -(-rows // 1024),), np.int32)
+        self.ranges = [new((rows,), np.int32) for _ in range(3)]
+        self.slots = slots
+        for launch in self.mask_launches().values():
+            launch()
         driver.synchronize()
+        assert (self.ranges[0].get() == lo).all() and not self.ranges[2].get().any()
+
+    def mask_launches(self) -> dict:  # type: ignore[type-arg]
+        """The launches that build a mask, in order."""
+        n, slots, shift = self.rows, self.slots, 32 - (self.slots.bit_length() - 1)
+        grid = lambda kernel, size: (-(-size // kernel.meta["block"]),)  # noqa: E731
+        k = self.common
+        init, runs, rows = k["documents_init"], k["documents_runs"], k["documents_rows"]
+        ids, work, ranges = self.ids, self.workspace, self.ranges
+        tables = (self.q_blocks, self.kv_blocks)
+        bounds, keys, order = k["blocks_rows"], k["blocks_keys"], k["blocks_order"]
+        blocks, both = -(-n // 64), (shift, n.bit_length())
+        orders = (self.q_order, self.q_order_192, self.kv_order)
+        return {
+            "init": init.bind(grid(init, n), ids, work, n, slots),
+            "runs": runs.bind(grid(runs, n), ids, self.pos, work, 1, n, slots, shift),
+            "rows": rows.bind(
+                grid(rows, n), ids, ids, self.pos, self.pos, work, *ranges, 1, n, n, slots, *both
+            ),
+            "blocks": bounds.bind(
+                grid(bounds, blocks), self.lo, self.hi, self.zero, self.q_blocks, n
+            ),
+            "keys": keys.bind(grid(keys, blocks), *tables, n, n),
+            "order": order.bind(grid(order, self.tiles), *tables, *orders, n, n),
+        }
 
     def launch(self, kernel) -> None:  # type: ignore[no-untyped-def]
         name, block = kernel.meta["kernel"], kernel.meta["block"]
@@ -143,6 +177,10 @@ class Work:
             kernel(
                 (HEADS * per_tile,), *operands, self.out, self.lse, *mask, self.q_order, *scalars
             )
+        elif name == "forward_hopper":
+            grid = (HEADS * -(-self.rows // block),)
+            order = self.q_order_192 if block == 192 else self.q_order
+            kernel(grid, *operands, self.out, self.lse, *mask, order, *scalars)
         elif name == "backward_dkdv":
             outputs = (self.do, self.lse, self.delta, self.dk, self.dv)
             kernel(
@@ -177,6 +215,7 @@ class Work:
     def outputs(self, kernel: str) -> list[np.ndarray]:
         buffers = {
             "forward": [self.out],
+            "forward_hopper": [self.out],
             "backward_dkdv": [self.dk, self.dv],
             "backward_dq": [self.dq],
         }[kernel]
@@ -202,7 +241,7 @@ class Work:
     def free(self) -> None:
         from cubin import Buffer
 
-        for b in vars(self).values():
+        for b in [*vars(self).values(), *self.ranges]:
             if isinstance(b, Buffer):
                 b.free()
 
@@ -222,8 +261,14 @@ def time_candidates(folder: pathlib.Path, rounds: int) -> None:
     for dim, cases in CASES.items():
         for case, (length, documents) in cases.items():
             work = Work(driver, folder, length, dim, documents)
+            took = {
+                name: round(1e3 * driver.milliseconds(launch, rounds, 20), 1)
+                for name, launch in work.mask_launches().items()
+            }
+            print(f"{case} mask, us: {took}, sum {sum(took.values()):.1f}", flush=True)
             for kernel, factor in (
                 ("forward", 1.0),
+                ("forward_hopper", 1.0),
                 ("backward_dkdv", 4 / 2),
                 ("backward_dq", 3 / 2),
             ):
@@ -231,7 +276,7 @@ def time_candidates(folder: pathlib.Path, rounds: int) -> None:
                 for label, record in candidates(folder, kernel, dim):
                     loaded = Kernel(driver, record)
                     work.poison()
-                    if kernel != "forward" and reference is None:
+                    if kernel.startswith("backward") and reference is None:
                         work.launch(Kernel(driver, next(candidates(folder, "forward", dim))[1]))
                         work.launch(work.common["backward_delta"])
                     work.launch(loaded)
@@ -239,9 +284,9 @@ def time_candidates(folder: pathlib.Path, rounds: int) -> None:
                     got = work.outputs(kernel)
                     if reference is None:
                         reference = got
-                        if kernel == "forward":
+                        if kernel.startswith("forward"):
                             print(
-                                f"{case} d{dim}: error against float64 {work.sampled_error(got[0]):.1e}",
+                                f"{case} d{dim} {kernel}: error against float64 {work.sampled_error(got[0]):.1e}",
                                 flush=True,
                             )
                     worst = max(
@@ -257,7 +302,9 @@ def time_candidates(folder: pathlib.Path, rounds: int) -> None:
                           f"diff {worst:.0e}  {row['registers']} reg {row['stack']} B stack", flush=True)  # fmt: skip
             work.free()
     out = pathlib.Path(os.environ.get("OUT", folder)) / "tune.json"
-    out.write_text(json.dumps({"device": driver.name, "rows": rows}, indent=1) + "\n")
+    out.write_text(
+        json.dumps({"device": driver.name, "driver": driver.version, "rows": rows}, indent=1) + "\n"
+    )
 
 
 def main() -> None:
@@ -266,13 +313,15 @@ def main() -> None:
     first = sub.add_parser("build", help="compile the candidates")
     first.add_argument("folder", type=pathlib.Path)
     first.add_argument("--arch", default="90a")
+    first.add_argument("--kernels", nargs="+", default=list(CANDIDATES), choices=list(CANDIDATES))
+    first.add_argument("--assembler", default="12.9", help="12.9 or 13.4")
     first.add_argument("--jobs", type=int, default=os.cpu_count() or 2)
     second = sub.add_parser("time", help="time them")
     second.add_argument("folder", type=pathlib.Path)
     second.add_argument("--rounds", type=int, default=20)
     args = parser.parse_args()
     if args.command == "build":
-        build(args.folder, args.arch, args.jobs)
+        build(args.folder, args.arch, args.jobs, args.kernels, args.assembler)
     else:
         time_candidates(args.folder, args.rounds)
 

@@ -25,9 +25,16 @@ def load_kernels() -> dict[str, Any]:
     os.environ["TRITON_INTERPRET"] = "1"
     sys.path.insert(0, str(ROOT / "csrc" / "kernels"))
     try:
-        pytest.importorskip("triton", reason="a build dependency; pip install 'packax[test]' brings it")
-        importlib.import_module("triton.experimental.gluon")  # imported lazily otherwise, and asks for the variable too
-        modules = [importlib.import_module(m) for m in ("rows", "forward", "backward", "documents", "blocks")]
+        pytest.importorskip(
+            "triton", reason="a build dependency; pip install 'packax[test]' brings it"
+        )
+        importlib.import_module(
+            "triton.experimental.gluon"
+        )  # imported lazily otherwise, and asks for the variable too
+        modules = [
+            importlib.import_module(m)
+            for m in ("rows", "forward", "backward", "documents", "blocks")
+        ]
     finally:
         sys.path.pop(0)
         if before is None:
@@ -94,7 +101,11 @@ def guarded(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 
 def documents(
-    q_ids: np.ndarray, kv_ids: np.ndarray, q_pos: np.ndarray, kv_pos: np.ndarray, compare_positions: bool
+    q_ids: np.ndarray,
+    kv_ids: np.ndarray,
+    q_pos: np.ndarray,
+    kv_pos: np.ndarray,
+    compare_positions: bool,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     batch, q_len = q_ids.shape
     kv_len = kv_ids.shape[1]
@@ -105,7 +116,9 @@ def documents(
     lo, hi, tested = (guarded((batch, q_len), np.int32) for _ in range(3))
     compare = int(compare_positions)
     launch("documents_init", (chunks, batch), kv_ids, workspace, kv_len, table)
-    launch("documents_runs", (chunks, batch), kv_ids, kv_pos, workspace, compare, kv_len, table, shift)
+    launch(
+        "documents_runs", (chunks, batch), kv_ids, kv_pos, workspace, compare, kv_len, table, shift
+    )
     launch(
         "documents_rows", (ceil(q_len, 1024), batch), q_ids, kv_ids, q_pos, kv_pos, workspace, lo, hi, tested,
         compare, q_len, kv_len, table, shift, kv_len.bit_length(),
@@ -113,18 +126,22 @@ def documents(
     return lo, hi, tested
 
 
-def blocks(lo: np.ndarray, hi: np.ndarray, tested: np.ndarray, kv_len: int) -> tuple[np.ndarray, ...]:
+def blocks(
+    lo: np.ndarray, hi: np.ndarray, tested: np.ndarray, kv_len: int
+) -> tuple[np.ndarray, ...]:
+    """q_blocks, kv_blocks, q_order, q_order_192, kv_order."""
     batch, q_len = lo.shape
     nq, nk = ceil(q_len, 64), ceil(kv_len, 64)
-    tq, tk = ceil(q_len, 128), ceil(kv_len, 128)
+    tiles = [ceil(q_len, 128), ceil(q_len, 192), ceil(kv_len, 128)]
     q_blocks = guarded((batch, 5, nq), np.int32)
     kv_blocks = guarded((batch, 4, nk), np.int32)
-    q_order, kv_order = guarded((batch, tq), np.int32), guarded((batch, tk), np.int32)
+    orders = [guarded((batch, n), np.int32) for n in tiles]
     launch("blocks_rows", (ceil(nq, 16), batch), lo, hi, tested, q_blocks, q_len, GROUP=16)
-    launch("blocks_keys", (ceil(nk, 16), batch), q_blocks, kv_blocks, q_len, kv_len, GROUP=16, STEP=128)
-    grid = (ceil(max(tq, tk), 128), batch)
-    launch("blocks_order", grid, q_blocks, kv_blocks, q_order, kv_order, q_len, kv_len, GROUP=128, STEP=64)
-    return q_blocks, kv_blocks, q_order, kv_order
+    sizes = {"GROUP": 8, "STEP": 256}
+    launch("blocks_keys", (ceil(nk, 8), batch), q_blocks, kv_blocks, q_len, kv_len, **sizes)
+    grid = (ceil(max(tiles), 8), batch)
+    launch("blocks_order", grid, q_blocks, kv_blocks, *orders, q_len, kv_len, **sizes)
+    return q_blocks, kv_blocks, *orders
 
 
 class Operands:
@@ -141,7 +158,7 @@ class Operands:
         pos: tuple[np.ndarray, np.ndarray] | None = None,
     ):
         self.lo, self.hi, self.kv_len, self.element_test = lo, hi, kv_len, element_test
-        self.q_blocks, self.kv_blocks, self.q_order, self.kv_order = blocks(lo, hi, tested, kv_len)
+        self.q_blocks, self.kv_blocks, self.q_order, _, self.kv_order = blocks(lo, hi, tested, kv_len)
         q_ids, kv_ids = ids if ids else (lo, lo)
         q_pos, kv_pos = pos if pos else (lo, lo)
         self.rows = (lo, hi, q_ids, kv_ids, q_pos, kv_pos)
@@ -154,7 +171,12 @@ def sizes(mask: Operands, query: np.ndarray, key: np.ndarray) -> tuple[int, ...]
 
 
 def forward(
-    query: np.ndarray, key: np.ndarray, value: np.ndarray, mask: Operands, scale: float, tile: tuple[int, int]
+    query: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+    mask: Operands,
+    scale: float,
+    tile: tuple[int, int],
 ) -> tuple[np.ndarray, np.ndarray]:
     batch, q_len, heads, qk_dim = query.shape
     v_dim = value.shape[3]
@@ -177,7 +199,11 @@ def backward(
     batch, q_len, heads, qk_dim = query.shape
     kv_len, kv_heads, v_dim = key.shape[1], key.shape[2], value.shape[3]
     delta = guarded((batch, heads, q_len), np.float32)
-    dq, dk, dv = guarded(query.shape, query.dtype), guarded(key.shape, key.dtype), guarded(value.shape, value.dtype)
+    dq, dk, dv = (
+        guarded(query.shape, query.dtype),
+        guarded(key.shape, key.dtype),
+        guarded(value.shape, value.dtype),
+    )
     launch(
         "backward_delta", (ceil(q_len, 32) * heads * batch,), out, dout, lse if dlse is None else dlse, delta,
         mask.lo, mask.hi, int(dlse is not None), batch, mask.batch, q_len, heads, V_DIM=v_dim, ROWS=32,

@@ -28,17 +28,42 @@ sys.path[:0] = [str(HERE), str(KERNEL_DIR)]
 import variants as table  # noqa: E402
 
 TRITON_VERSION = "3.9.0"
-PTX_TYPES = {"u64": "ptr", "u32": "i32", "f32": "f32", "s32": "i32", "b64": "ptr", "b32": "i32"}
+PTX_TYPES = {
+    "align": "tma",
+    "u64": "ptr",
+    "u32": "i32",
+    "f32": "f32",
+    "s32": "i32",
+    "b64": "ptr",
+    "b32": "i32",
+}
 TRITON_DTYPES = {"bf16": "bf16", "f16": "fp16"}
 
 
-def signature(kernel: str, arguments: list[str], dtype: str) -> tuple[dict[str, str], list[dict[str, str]]]:
+def tensor_map_type(dtype: str, tile: tuple[int | str, str], constants: dict[str, int]) -> str:
+    """Gluon's type of a host tensor map over (batch, length, heads * dim) that moves `tile` rows and columns."""
+    from triton.experimental.gluon import language as gl
+
+    element = {"bf16": gl.bfloat16, "f16": gl.float16}[dtype]
+    shape = [1, *(constants[n] if isinstance(n, str) else n for n in tile)]
+    layout = gl.NVMMASharedLayout.get_default_for(shape, element)
+    return f"tensordesc<{TRITON_DTYPES[dtype]}[{','.join(map(str, shape))}],{layout!r}>"
+
+
+def signature(
+    kernel: str, arguments: list[str], dtype: str, constants: dict[str, int]
+) -> tuple[dict[str, str], list[dict[str, str]]]:
     """Triton's signature and ours, in the kernel's argument order; compile-time constants are upper case."""
     triton_types: dict[str, str] = {}
+    maps = table.TENSOR_MAPS.get(kernel, {})
     params: list[dict[str, str]] = []
     for name in arguments:
         if name.isupper():
             triton_types[name] = "constexpr"
+            continue
+        if name in maps:
+            triton_types[name] = tensor_map_type(dtype, maps[name], constants)
+            params.append({"name": name, "type": "tma"})
             continue
         if name in table.POINTERS:
             triton_types[name] = "*" + (table.POINTERS[name] or TRITON_DTYPES[dtype])
@@ -50,12 +75,17 @@ def signature(kernel: str, arguments: list[str], dtype: str) -> tuple[dict[str, 
 
 
 def check_parameters(ptx: str, params: list[dict[str, str]], kernel: str) -> None:
-    """The PTX must take exactly our parameters, then Triton's two scratch pointers."""
-    found = re.findall(r"\.param \.(\w+)(?: \.ptr[^,\n]*?)? ?(\w+)_param_\d+", ptx.split(")")[0])
-    got = [PTX_TYPES.get(kind, kind) for kind, _ in found]
-    want = [p["type"] for p in params] + ["ptr", "ptr"]
+    """The PTX must take exactly our parameters, then Triton's two scratch pointers. A tensor map takes seven: 128 bytes, shape, strides."""
+    found = re.findall(r"\.param \.(\w+) ?.*?\w+_param_\d+(\[128\])?", ptx.split(")")[0])
+    got = [PTX_TYPES.get(kind, kind) for kind, size in found if bool(size) == (kind == "align")]
+    want = []
+    for p in params:
+        want += [p["type"]] + (["i32"] * 3 + ["ptr"] * 3 if p["type"] == "tma" else [])
+    want += ["ptr", "ptr"]
     if got != want:
-        raise SystemExit(f"{kernel}: parameters in the PTX are {got}, the launcher would pass {want}")
+        raise SystemExit(
+            f"{kernel}: parameters in the PTX are {got}, the launcher would pass {want}"
+        )
 
 
 def resources(cubin: pathlib.Path) -> dict[str, int]:
@@ -63,7 +93,9 @@ def resources(cubin: pathlib.Path) -> dict[str, int]:
     import triton
 
     tool = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    text = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
+    text = subprocess.run(
+        [tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True
+    ).stdout
     return {
         key: int(re.search(rf"{field}:(\d+)", text).group(1))  # type: ignore[union-attr]
         for key, field in (("registers", "REG"), ("stack", "STACK"))
@@ -77,17 +109,30 @@ def compile_variant(variant: table.Variant, out: pathlib.Path) -> None:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
-    ptxas = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
-    os.environ["TRITON_PTXAS_BLACKWELL_PATH"] = str(ptxas)  # Triton would take 13.4 for sm_90 and above
+    ptxas = (
+        pathlib.Path(triton.__file__).parent
+        / "backends/nvidia/bin"
+        / table.ASSEMBLERS[variant.assembler]
+    )
+    os.environ["TRITON_PTXAS_BLACKWELL_PATH"] = str(
+        ptxas
+    )  # Triton would take 13.4 for all of sm_90 and above
     os.environ["TRITON_PTXAS_PATH"] = str(ptxas)
     os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # paths and a third of the size
     fn = getattr(importlib.import_module(table.KERNELS[variant.kernel]), variant.kernel)
     arguments = list(inspect.signature(fn.fn).parameters)
-    types, params = signature(variant.kernel, arguments, variant.dtype)
+    constants = dict(variant.constants)
+    types, params = signature(variant.kernel, arguments, variant.dtype, constants)
     # XLA's buffers are aligned; a view of one never reaches a custom call
-    aligned = {(i,): [["tt.divisibility", 16]] for i, a in enumerate(arguments) if a in table.POINTERS}
-    source = ASTSource(fn, types, constexprs=dict(variant.constants), attrs=aligned)
+    aligned = {
+        (i,): [["tt.divisibility", 16]] for i, a in enumerate(arguments) if types[a][0] == "*"
+    }
+    is_gluon = variant.kernel in table.TENSOR_MAPS
+    source = (GluonASTSource if is_gluon else ASTSource)(
+        fn, types, constexprs=constants, attrs=aligned
+    )
     options = {"num_warps": variant.warps, "num_stages": 2, "enable_fp_fusion": True}
     binary = triton.compile(source, target=GPUTarget("cuda", variant.arch.cc, 32), options=options)
     meta = binary.metadata
@@ -99,7 +144,9 @@ def compile_variant(variant: table.Variant, out: pathlib.Path) -> None:
             f"{variant.name}: {meta.shared} bytes of shared memory, {variant.arch.name} has {variant.arch.shared}: smaller tile"
         )
     if meta.global_scratch_size or meta.profile_scratch_size or meta.num_ctas != 1:
-        raise SystemExit(f"{variant.name}: needs scratch memory or a cluster, which the launcher does not give")
+        raise SystemExit(
+            f"{variant.name}: needs scratch memory or a cluster, which the launcher does not give"
+        )
     cubin = out / f"{variant.name}.cubin"
     cubin.write_bytes(binary.asm["cubin"])
     record = {
@@ -114,7 +161,13 @@ def compile_variant(variant: table.Variant, out: pathlib.Path) -> None:
         "threads": 32 * meta.num_warps,
         "shared": meta.shared,
         "block": variant.block,
+        "assembler": variant.assembler,
         "params": params,
+        # what TMA moves at once, as the compiler cut the tile, and how it swizzles it; in the order of the "tma" parameters
+        "tensor_maps": [
+            {"box": list(t["block_size"]), "swizzle": t["swizzle"]}
+            for t in meta.tensordesc_meta or ()
+        ],
         **resources(cubin),
     }
     (out / f"{variant.name}.json").write_text(json.dumps(record, indent=1) + "\n")
@@ -130,7 +183,7 @@ def worker(variant: table.Variant, out: str) -> None:
 
 
 def fingerprint(variant: table.Variant, sources: bytes) -> str:
-    return hashlib.sha256(repr((variant, table.ASSEMBLER, TRITON_VERSION)).encode() + sources).hexdigest()[:24]
+    return hashlib.sha256(repr((variant, TRITON_VERSION)).encode() + sources).hexdigest()[:24]
 
 
 def source_bytes() -> bytes:
@@ -138,12 +191,16 @@ def source_bytes() -> bytes:
     return b"\0".join(f.read_bytes() for f in files)
 
 
-def compile_table(todo: list[table.Variant], out: pathlib.Path, cache: pathlib.Path | None, jobs: int) -> int:
+def compile_table(
+    todo: list[table.Variant], out: pathlib.Path, cache: pathlib.Path | None, jobs: int
+) -> int:
     """Compile in parallel with progress; returns the number of failures."""
     import triton
 
     if triton.__version__ != TRITON_VERSION:
-        raise SystemExit(f"Triton {triton.__version__} found, {TRITON_VERSION} needed: cubins depend on the version")
+        raise SystemExit(
+            f"Triton {triton.__version__} found, {TRITON_VERSION} needed: cubins depend on the version"
+        )
     import triton.compiler  # noqa: F401  imported once, inherited by every fork
 
     out.mkdir(parents=True, exist_ok=True)
@@ -162,7 +219,9 @@ def compile_table(todo: list[table.Variant], out: pathlib.Path, cache: pathlib.P
             store = cache / fingerprint(v, sources) if cache else None
             if store and (store / f"{v.name}.json").exists():
                 for suffix in (".cubin", ".json"):
-                    (out / f"{v.name}{suffix}").write_bytes((store / f"{v.name}{suffix}").read_bytes())
+                    (out / f"{v.name}{suffix}").write_bytes(
+                        (store / f"{v.name}{suffix}").read_bytes()
+                    )
                 done, cached = done + 1, cached + 1
                 continue
             p = context.Process(target=worker, args=(v, str(out)))
@@ -208,12 +267,16 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 2)
     parser.add_argument("--archs", default="", help="architectures, e.g. 90a;80 (default: all)")
     parser.add_argument("--dtypes", default="", help="bf16;f16 (default: both)")
-    parser.add_argument("--head-dims", default="", help="64x64;128x128, or 64 for 64x64 (default: all)")
+    parser.add_argument(
+        "--head-dims", default="", help="64x64;128x128, or 64 for 64x64 (default: all)"
+    )
     args = parser.parse_args()
     archs = names(args.archs.replace("sm_", ""), dict(table.ARCHS), "--archs")
     dtypes = names(args.dtypes, dict.fromkeys(table.DTYPES), "--dtypes")
     known = {f"{a}x{b}": (a, b) for a, b in table.HEAD_DIMS}
-    dims = names(re.sub(r"(?<![x\d])(\d+)(?![x\d])", r"\1x\1", args.head_dims), dict(known), "--head-dims")
+    dims = names(
+        re.sub(r"(?<![x\d])(\d+)(?![x\d])", r"\1x\1", args.head_dims), dict(known), "--head-dims"
+    )
     todo = list(table.variants(archs, dtypes, tuple(known[d] for d in dims)))
     return 1 if compile_table(todo, args.out, args.cache, args.jobs) else 0
 

@@ -33,8 +33,9 @@ ARCHS = {
 DTYPES = ("bf16", "f16")
 HEAD_DIMS = ((64, 64), (128, 128))  # (query and key, value)
 
-# ptxas of CUDA 12.9 for all: its cubins load with every driver of CUDA 12 and 13 that knows the GPU
-ASSEMBLER = "ptxas-12.9"
+# The Triton wheel brings two assemblers. Cubins of 12.9 load with every driver of CUDA 12 and 13 that knows the GPU; those of 13.4 were seen
+# to load on driver 580 (CUDA 13.0) and are promised for no older one.
+ASSEMBLERS = {"12.9": "ptxas", "13.4": "ptxas-blackwell"}
 
 # kernel -> (kind of tile, head dim) -> BLOCK_M, BLOCK_N, STAGES of the mask-free loop, warps.
 # "hopper": the fastest of benchmarks/tune.py on one H200 (benchmarks/results/tune_h200.json). The others were never timed, for want of such
@@ -66,19 +67,36 @@ TILES = {
     },
 }
 
+# Kernels of one GPU, in Gluon: the same results as the portable kernel of the same pass, which serves every other GPU.
+# kernel -> head dim -> WARP_GROUPS (of 64 rows), BLOCK_N, STAGES of keys and values, registers of a consumer and of a producer thread.
+HOPPER_TILES = {
+    "forward_hopper": {64: (3, 128, 2, 160, 32), 128: (2, 128, 2, 240, 24)},
+}
+
+# kernel -> argument -> tile (rows, columns) that TMA moves; names are constants of the variant. Maps are (batch, length, heads * dim).
+TENSOR_MAPS: dict[str, dict[str, tuple[int | str, str]]] = {
+    "forward_hopper": {
+        "query": (64, "QK_DIM"),
+        "key": ("BLOCK_N", "QK_DIM"),
+        "value": ("BLOCK_N", "V_DIM"),
+        "out": (64, "V_DIM"),
+    },
+}
+
 # kernels that see neither dtype nor head dim: compile-time constants, rows or keys per program, warps
 MASK_KERNELS: dict[str, tuple[dict[str, int], int, int]] = {
     "documents_init": ({}, 1024, 4),
     "documents_runs": ({}, 1024, 4),
     "documents_rows": ({}, 1024, 4),
     "blocks_rows": ({"GROUP": 16}, 16, 4),
-    "blocks_keys": ({"GROUP": 16, "STEP": 128}, 16, 4),
-    "blocks_order": ({"GROUP": 128, "STEP": 64}, 128, 4),
+    "blocks_keys": ({"GROUP": 8, "STEP": 256}, 8, 4),
+    "blocks_order": ({"GROUP": 8, "STEP": 256}, 8, 4),
 }
 DELTA_ROWS = 64
 
 KERNELS = {  # kernel -> file in csrc/kernels
     "forward": "forward",
+    "forward_hopper": "hopper_forward",
     "backward_delta": "backward",
     "backward_dkdv": "backward",
     "backward_dq": "backward",
@@ -94,7 +112,7 @@ POINTERS = {  # argument -> element; "" is the variant's dtype. Every other argu
     **dict.fromkeys(("query", "key", "value", "out", "dout", "dq", "dk", "dv"), ""),
     **dict.fromkeys(("lse", "dlse", "delta"), "fp32"),
     **dict.fromkeys(("q_lo", "q_hi", "q_ids", "kv_ids", "q_pos", "kv_pos"), "i32"),
-    **dict.fromkeys(("q_blocks", "kv_blocks", "q_order", "kv_order"), "i32"),
+    **dict.fromkeys(("q_blocks", "kv_blocks", "q_order", "q_order_192", "kv_order"), "i32"),
     **dict.fromkeys(("workspace", "lo", "hi", "tested"), "i32"),
 }
 
@@ -109,6 +127,7 @@ class Variant:
     constants: tuple[tuple[str, int], ...]
     block: int  # rows or keys of one program
     warps: int
+    assembler: str = "12.9"
 
     @property
     def name(self) -> str:
@@ -118,9 +137,33 @@ class Variant:
 
 def tiled(kernel: str, arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Variant:
     rows, keys, stages, warps = TILES[kernel][arch.tiles, max(qk_dim, v_dim)]
-    constants = {"QK_DIM": qk_dim, "V_DIM": v_dim, "BLOCK_M": rows, "BLOCK_N": keys, "STAGES": stages}
+    constants = {
+        "QK_DIM": qk_dim,
+        "V_DIM": v_dim,
+        "BLOCK_M": rows,
+        "BLOCK_N": keys,
+        "STAGES": stages,
+    }
     block = keys if kernel == "backward_dkdv" else rows
     return Variant(kernel, arch, dtype, qk_dim, v_dim, tuple(constants.items()), block, warps)
+
+
+WITH_GLUON = False
+
+
+def hopper(kernel: str, arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Variant:
+    groups, keys, stages, consumer, producer = HOPPER_TILES[kernel][max(qk_dim, v_dim)]
+    constants = {
+        "QK_DIM": qk_dim,
+        "V_DIM": v_dim,
+        "WARP_GROUPS": groups,
+        "BLOCK_N": keys,
+        "STAGES": stages,
+        "CONSUMER_REGISTERS": consumer,
+        "PRODUCER_REGISTERS": producer,
+    }
+    # 4 warps: those of the default partition; the others come on top
+    return Variant(kernel, arch, dtype, qk_dim, v_dim, tuple(constants.items()), 64 * groups, 4)
 
 
 def variants(
@@ -129,6 +172,12 @@ def variants(
     head_dims: tuple[tuple[int, int], ...] = HEAD_DIMS,
 ) -> Iterator[Variant]:
     """Every variant of the narrowed table, heaviest to compile first."""
+    for arch in archs:
+        if ARCHS[arch].tiles == "hopper" and WITH_GLUON:
+            for kernel in HOPPER_TILES:
+                for dtype in dtypes:
+                    for qk_dim, v_dim in head_dims:
+                        yield hopper(kernel, ARCHS[arch], dtype, qk_dim, v_dim)
     for kernel in TILES:
         for arch in archs:
             for dtype in dtypes:
@@ -138,6 +187,8 @@ def variants(
         for dtype in dtypes:
             for qk_dim, v_dim in head_dims:
                 constants = (("V_DIM", v_dim), ("ROWS", DELTA_ROWS))
-                yield Variant("backward_delta", ARCHS[arch], dtype, qk_dim, v_dim, constants, DELTA_ROWS, 4)
+                yield Variant(
+                    "backward_delta", ARCHS[arch], dtype, qk_dim, v_dim, constants, DELTA_ROWS, 4
+                )
         for kernel, (named, block, warps) in MASK_KERNELS.items():
             yield Variant(kernel, ARCHS[arch], "any", 0, 0, tuple(named.items()), block, warps)

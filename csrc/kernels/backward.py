@@ -26,8 +26,12 @@ def backward_delta(
     rows = (pid // heads % tiles) * ROWS + tl.arange(0, ROWS)
     there = rows < q_len
     mask_row = tl.where(mask_batch > 1, b, 0).to(tl.int64) * q_len
-    attended = tl.load(q_hi + mask_row + rows, mask=there, other=0) > tl.load(q_lo + mask_row + rows, mask=there, other=0)
-    offset = ((b.to(tl.int64) * q_len + rows) * heads + head)[:, None] * V_DIM + tl.arange(0, V_DIM)[None, :]
+    attended = tl.load(q_hi + mask_row + rows, mask=there, other=0) > tl.load(
+        q_lo + mask_row + rows, mask=there, other=0
+    )
+    offset = ((b.to(tl.int64) * q_len + rows) * heads + head)[:, None] * V_DIM + tl.arange(
+        0, V_DIM
+    )[None, :]
     # the cotangent of an empty row is ignored: it is not even read
     o = tl.load(out + offset, mask=attended[:, None], other=0.0).to(tl.float32)
     do = tl.load(dout + offset, mask=attended[:, None], other=0.0).to(tl.float32)
@@ -76,7 +80,9 @@ def backward_dkdv(
     v_dims = tl.arange(0, V_DIM)
     kv_first = (b.to(tl.int64) * kv_len + first_key) * kv_heads + kv_head
     local = tl.arange(0, BLOCK_N)[:, None].to(tl.int64) * kv_heads
-    k = tl.load(key + kv_first * QK_DIM + local * QK_DIM + qk_dims[None, :], mask=present, other=0.0)
+    k = tl.load(
+        key + kv_first * QK_DIM + local * QK_DIM + qk_dims[None, :], mask=present, other=0.0
+    )
     v = tl.load(value + kv_first * V_DIM + local * V_DIM + v_dims[None, :], mask=present, other=0.0)
 
     mask_row = mask_b.to(tl.int64) * q_len
@@ -120,7 +126,9 @@ def backward_dkdv(
         tested = tl.load(flags + block) & 1
         for j in tl.static_range(1, BLOCK_M // 64):
             tested |= tl.load(flags + block + j, mask=block + j < row_blocks, other=0) & 1
-        inside = keep(rows, keys, lo, hi, tested, q_ids, kv_ids, q_pos, kv_pos, element_test, q_len, kv_len, 1)
+        inside = keep(
+            rows, keys, lo, hi, tested, q_ids, kv_ids, q_pos, kv_pos, element_test, q_len, kv_len, 1
+        )
         dk_acc, dv_acc = dkdv_step(dk_acc, dv_acc, k, v, q, do, lse2, dlt, inside, scale2, True)
     core = core_end - core_begin
     for i in tl.range(0, group * core, num_stages=STAGES):
@@ -180,8 +188,14 @@ def backward_dq(
     first = (b.to(tl.int64) * q_len + row) * heads + head
     local = tl.arange(0, BLOCK_M)[:, None].to(tl.int64) * heads
     # rows that attend nothing are not read: zeros keep them finite in the mask-free loop
-    q = tl.load(query + first * QK_DIM + local * QK_DIM + qk_dims[None, :], mask=attended[:, None], other=0.0)
-    do = tl.load(dout + first * V_DIM + local * V_DIM + v_dims[None, :], mask=attended[:, None], other=0.0)
+    q = tl.load(
+        query + first * QK_DIM + local * QK_DIM + qk_dims[None, :],
+        mask=attended[:, None],
+        other=0.0,
+    )
+    do = tl.load(
+        dout + first * V_DIM + local * V_DIM + v_dims[None, :], mask=attended[:, None], other=0.0
+    )
     stat = (b.to(tl.int64) * heads + head) * q_len + rows
     lse2 = tl.load(lse + stat, mask=attended, other=0.0) * LOG2E
     dlt = tl.load(delta + stat, mask=attended, other=0.0)
@@ -201,7 +215,9 @@ def backward_dq(
         present = (keys < end)[:, None]
         k = tl.load(k_ptr + step * k_step, mask=present, other=0.0)
         v = tl.load(v_ptr + step * v_step, mask=present, other=0.0)
-        inside = keep(rows, keys, lo, hi, tested, q_ids, kv_ids, q_pos, kv_pos, element_test, q_len, kv_len, 0)
+        inside = keep(
+            rows, keys, lo, hi, tested, q_ids, kv_ids, q_pos, kv_pos, element_test, q_len, kv_len, 0
+        )
         acc = dq_step(acc, q, do, k, v, lse2, dlt, inside, scale2, True)
     for step in tl.range(core_begin, core_end, num_stages=STAGES):
         k = tl.load(k_ptr + step * k_step)

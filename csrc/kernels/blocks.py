@@ -1,4 +1,4 @@
-"""Row ranges to the bounds of blocks of 64 rows, their transpose for blocks of 64 keys, and the order of tiles of 128.
+"""Row ranges to the bounds of blocks of 64 rows, their transpose for blocks of 64 keys, orders of tiles.
 
 Definitions: docs/design.md, "The mask that `create_attention_mask` returns". Once per step; all three read and write a few ints per block.
 """
@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 
 BLOCK = tl.constexpr(64)
-TILE = tl.constexpr(128)
 EMPTY_MIN = tl.constexpr(2147483647)
 
 
@@ -21,7 +20,9 @@ def blocks_rows(q_lo, q_hi, tested, q_blocks, q_len, GROUP: tl.constexpr):
     lo = tl.load(q_lo + b * q_len + rows, mask=there, other=0)
     hi = tl.load(q_hi + b * q_len + rows, mask=there, other=0)
     full = hi > lo
-    test = tl.max((full & (tl.load(tested + b * q_len + rows, mask=there, other=0) != 0)).to(tl.int32), 1)
+    test = tl.max(
+        (full & (tl.load(tested + b * q_len + rows, mask=there, other=0) != 0)).to(tl.int32), 1
+    )
     holes = tl.max((~full).to(tl.int32), 1)
     lo_min = tl.min(tl.where(full, lo, EMPTY_MIN), 1)
     lo_max = tl.max(tl.where(full, lo, 0), 1)
@@ -57,26 +58,35 @@ def blocks_keys(q_blocks, kv_blocks, q_len, kv_len, GROUP: tl.constexpr, STEP: t
     first_key = (c * BLOCK)[:, None]
     last_key = tl.minimum(first_key + BLOCK, kv_len)
 
-    first = tl.full([GROUP], EMPTY_MIN, tl.int32)
-    last = tl.full([GROUP], -1, tl.int32)
-    core_first = tl.full([GROUP], EMPTY_MIN, tl.int32)
+    # running bounds per lane, reduced over lanes once at the end
+    first = tl.full([GROUP, STEP], EMPTY_MIN, tl.int32)
+    last = tl.full([GROUP, STEP], -1, tl.int32)
+    core_first = tl.full([GROUP, STEP], EMPTY_MIN, tl.int32)
     for i in range(0, q_count, STEP):
         t = i + tl.arange(0, STEP)
         there = t < q_count
         lo_min = tl.load(base + t, mask=there, other=EMPTY_MIN)[None, :]
         hi_max = tl.load(base + 3 * q_count + t, mask=there, other=0)[None, :]
         touch = (lo_min < last_key) & (hi_max > first_key)
-        first = tl.minimum(first, tl.min(tl.where(touch, t[None, :], EMPTY_MIN), 1))
-        last = tl.maximum(last, tl.max(tl.where(touch, t[None, :], -1), 1))
+        first = tl.minimum(first, tl.where(touch, t[None, :], EMPTY_MIN))
+        last = tl.maximum(last, tl.where(touch, t[None, :], -1))
         inside = core(base, q_count, t, there, first_key)
-        core_first = tl.minimum(core_first, tl.min(tl.where(inside, t[None, :], EMPTY_MIN), 1))
+        core_first = tl.minimum(core_first, tl.where(inside, t[None, :], EMPTY_MIN))
+    first = tl.min(first, 1)
+    last = tl.max(last, 1)
+    core_first = tl.min(core_first, 1)
 
-    core_end = tl.zeros([GROUP], tl.int32) + q_count
+    core_end = tl.zeros([GROUP, STEP], tl.int32) + q_count
     for i in range(0, q_count, STEP):
         t = i + tl.arange(0, STEP)
         there = t < q_count
-        stop = ~core(base, q_count, t, there, first_key) & (t[None, :] > core_first[:, None]) & there[None, :]
-        core_end = tl.minimum(core_end, tl.min(tl.where(stop, t[None, :], EMPTY_MIN), 1))
+        stop = (
+            ~core(base, q_count, t, there, first_key)
+            & (t[None, :] > core_first[:, None])
+            & there[None, :]
+        )
+        core_end = tl.minimum(core_end, tl.where(stop, t[None, :], EMPTY_MIN))
+    core_end = tl.min(core_end, 1)
 
     some = last >= 0
     some_core = core_first < EMPTY_MIN
@@ -89,43 +99,48 @@ def blocks_keys(q_blocks, kv_blocks, q_len, kv_len, GROUP: tl.constexpr, STEP: t
 
 
 @triton.jit
-def work(lows, highs, blocks, tiles, i):
+def work(lows, highs, blocks, i, PER_TILE: tl.constexpr):
     """Length of the merged range of tile i, -1 where there is no such tile."""
-    t = 2 * i
-    low = tl.minimum(
-        tl.load(lows + t, mask=t < blocks, other=EMPTY_MIN),
-        tl.load(lows + t + 1, mask=t + 1 < blocks, other=EMPTY_MIN),
-    )
-    high = tl.maximum(
-        tl.load(highs + t, mask=t < blocks, other=0),
-        tl.load(highs + t + 1, mask=t + 1 < blocks, other=0),
-    )
-    return tl.where(i < tiles, tl.where(high > low, high - low, 0), -1)
+    low = tl.full(i.shape, EMPTY_MIN, tl.int32)
+    high = tl.zeros(i.shape, tl.int32)
+    for j in tl.static_range(0, PER_TILE):
+        t = PER_TILE * i + j
+        low = tl.minimum(low, tl.load(lows + t, mask=t < blocks, other=EMPTY_MIN))
+        high = tl.maximum(high, tl.load(highs + t, mask=t < blocks, other=0))
+    length = tl.where(high > low, high - low, 0)
+    return tl.where(PER_TILE * i < blocks, length, -1)
 
 
 @triton.jit
-def sort(lows, highs, order, blocks, GROUP: tl.constexpr, STEP: tl.constexpr):
-    """The place of a tile is the number of tiles that go before it: quadratic in tiles, trivial against one attention call."""
-    tiles = tl.cdiv(blocks, TILE // BLOCK)
+def sort(
+    lows, highs, order, blocks, PER_TILE: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr
+):
+    """Tiles of PER_TILE blocks, most work first. The place of a tile is the number of tiles before it:
+    quadratic in tiles, trivial against one attention call."""
+    tiles = tl.cdiv(blocks, PER_TILE)
     mine = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
-    mine_work = work(lows, highs, blocks, tiles, mine)[:, None]
-    place = tl.zeros([GROUP], tl.int32)
+    mine_work = work(lows, highs, blocks, mine, PER_TILE)[:, None]
+    place = tl.zeros([GROUP, STEP], tl.int32)
     for i in range(0, tiles, STEP):
         other = i + tl.arange(0, STEP)
-        other_work = work(lows, highs, blocks, tiles, other)[None, :]
-        before = (other_work > mine_work) | ((other_work == mine_work) & (other[None, :] < mine[:, None]))
-        place += tl.sum(before.to(tl.int32), 1)
-    tl.store(order + place, mine, mask=mine < tiles)
+        other_work = work(lows, highs, blocks, other, PER_TILE)[None, :]
+        earlier = (other_work == mine_work) & (other[None, :] < mine[:, None])
+        place += ((other_work > mine_work) | earlier).to(tl.int32)
+    tl.store(order + tl.sum(place, 1), mine, mask=mine < tiles)
 
 
 @triton.jit
 def blocks_order(
-    q_blocks, kv_blocks, q_order, kv_order, q_len, kv_len, GROUP: tl.constexpr, STEP: tl.constexpr
-):
+    q_blocks, kv_blocks, q_order, q_order_192, kv_order, q_len, kv_len,
+    GROUP: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
     b = tl.program_id(1).to(tl.int64)
     q_count = tl.cdiv(q_len, BLOCK)
     kv_count = tl.cdiv(kv_len, BLOCK)
-    q_base = q_blocks + b * 5 * q_count
-    sort(q_base, q_base + 3 * q_count, q_order + b * tl.cdiv(q_len, TILE), q_count, GROUP, STEP)
-    kv_base = kv_blocks + b * 4 * kv_count
-    sort(kv_base, kv_base + kv_count, kv_order + b * tl.cdiv(kv_len, TILE), kv_count, GROUP, STEP)
+    q_low = q_blocks + b * 5 * q_count
+    q_high = q_low + 3 * q_count
+    sort(q_low, q_high, q_order + b * tl.cdiv(q_count, 2), q_count, 2, GROUP, STEP)
+    sort(q_low, q_high, q_order_192 + b * tl.cdiv(q_count, 3), q_count, 3, GROUP, STEP)
+    kv_low = kv_blocks + b * 4 * kv_count
+    kv_high = kv_low + kv_count
+    sort(kv_low, kv_high, kv_order + b * tl.cdiv(kv_count, 2), kv_count, 2, GROUP, STEP)

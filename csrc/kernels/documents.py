@@ -44,7 +44,9 @@ def documents_init(kv_ids, workspace, kv_len, table_size):
     for base in range(chunk * CHUNK, 5 * table_size, tl.num_programs(0) * CHUNK):
         at = base + lanes
         part = at // table_size
-        tl.store(table + at, tl.where((part == 0) | (part == 2), NOTHING, 0), mask=at < 5 * table_size)
+        tl.store(
+            table + at, tl.where((part == 0) | (part == 2), NOTHING, 0), mask=at < 5 * table_size
+        )
     keys = chunk * CHUNK + lanes
     tl.store(table + 5 * table_size + keys, tl.zeros([CHUNK], tl.int32), mask=keys < kv_len)
     _, starts = run_starts(kv_ids, keys, kv_len)
@@ -92,7 +94,11 @@ def documents_runs(kv_ids, kv_pos, workspace, compare_positions, kv_len, table_s
         inner = (keys > 0) & (keys < kv_len) & ~starts & (ids != PADDING)
         pos = tl.load(kv_pos + keys, mask=inner, other=0)
         before = tl.load(kv_pos + keys - 1, mask=inner, other=0)
-        tl.store(table + 4 * table_size + slot_a, tl.full([CHUNK], 1, tl.int32), mask=inner & (pos < before))
+        tl.store(
+            table + 4 * table_size + slot_a,
+            tl.full([CHUNK], 1, tl.int32),
+            mask=inner & (pos < before),
+        )
 
 
 @triton.jit

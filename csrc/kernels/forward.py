@@ -65,7 +65,11 @@ def forward(
     first = (b.to(tl.int64) * q_len + row) * heads + head
     local = tl.arange(0, BLOCK_M)[:, None].to(tl.int64) * heads
     # rows that attend nothing are not read
-    q = tl.load(query + first * QK_DIM + local * QK_DIM + qk_dims[None, :], mask=(hi > lo)[:, None], other=0.0)
+    q = tl.load(
+        query + first * QK_DIM + local * QK_DIM + qk_dims[None, :],
+        mask=(hi > lo)[:, None],
+        other=0.0,
+    )
 
     kv_first = (b.to(tl.int64) * kv_len + start) * kv_heads + kv_head
     cols = tl.arange(0, BLOCK_N)
@@ -85,7 +89,9 @@ def forward(
         present = (keys < end)[:, None]
         k = tl.load(k_ptr + step * k_step, mask=present, other=0.0)
         v = tl.load(v_ptr + step * v_step, mask=present, other=0.0)
-        inside = keep(rows, keys, lo, hi, tested, q_ids, kv_ids, q_pos, kv_pos, element_test, q_len, kv_len, 0)
+        inside = keep(
+            rows, keys, lo, hi, tested, q_ids, kv_ids, q_pos, kv_pos, element_test, q_len, kv_len, 0
+        )
         acc, m, l = attend(acc, m, l, q, k, v, inside, scale2, True)
     for step in tl.range(core_begin, core_end, num_stages=STAGES):
         k = tl.load(k_ptr + step * k_step)

@@ -1,0 +1,189 @@
+"""What the Hopper kernels share: accumulator layouts, tile bounds, barriers, and the parts written as inline assembly.
+
+Inline assembly sees the registers of one thread in the order of `accumulator`: per octet of columns (row, c), (row, c + 1), (row + 8, c),
+(row + 8, c + 1), with c = 2 * (lane % 4). P in a DotOperandLayout has the same order. The four threads of a quad hold one row.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+BLOCK = gl.constexpr(64)
+TILE = gl.constexpr(128)
+EMPTY_MIN = gl.constexpr(2147483647)
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.constexpr_function
+def accumulator(n):
+    """One warp group: 64 rows, n columns."""
+    while hasattr(n, "value"):
+        n = n.value
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, int(n), 16])
+
+
+@gluon.constexpr_function
+def named_barrier(kind, i, threads):
+    while hasattr(i, "value"):
+        i = i.value
+    while hasattr(kind, "value"):
+        kind = kind.value
+    while hasattr(threads, "value"):
+        threads = threads.value
+    return f"bar.{kind} {8 + int(i)}, {int(threads)};"  # Triton uses the low ones
+
+
+@gluon.jit
+def warp_arrive(barrier):
+    """One arrival per warp (the barrier counts four per warp group): mbarrier.arrive would first synchronise the warp group."""
+    gl.inline_asm(
+        "{ .reg .pred p; .reg .b32 t; mov.u32 t, %laneid; setp.eq.u32 p, t, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0]; }",
+        "r,~{memory}",
+        (barrier,),
+    )
+
+
+@gluon.jit
+def program_tile(order, batch, mask_batch, tiles, group, ROWS: gl.constexpr):
+    """Head, key/value head, batch row, mask row and first row of this program; the same walk as rows.tile_of_program."""
+    pid = gl.program_id(0)
+    per_head = tiles * batch * group
+    kv_head = pid // per_head
+    rest = pid % per_head
+    member = rest % group
+    rest = rest // group
+    b = rest % batch
+    mask_b = gl.where(mask_batch > 1, b, 0)
+    tile = gl.load(order + mask_b * tiles + rest // batch)
+    return kv_head * group + member, kv_head, b, mask_b, tile * ROWS
+
+
+@gluon.jit
+def key_range(q_blocks, mask_b, row, q_len, ROWS: gl.constexpr):
+    """As rows.key_range, but a tile that meets no key gets one key, which every row masks."""
+    blocks = (q_len + BLOCK - 1) // BLOCK
+    first = row // BLOCK
+    base = q_blocks + mask_b.to(gl.int64) * (5 * blocks)
+    start = EMPTY_MIN
+    core_lo = 0
+    core_hi = EMPTY_MIN
+    end = 0
+    tested = 0
+    for i in gl.static_range(ROWS // BLOCK):
+        t = gl.minimum(first + i, blocks - 1)  # a block more than once changes no bound
+        start = gl.minimum(start, gl.load(base + t))
+        core_lo = gl.maximum(core_lo, gl.load(base + blocks + t))
+        core_hi = gl.minimum(core_hi, gl.load(base + 2 * blocks + t))
+        end = gl.maximum(end, gl.load(base + 3 * blocks + t))
+        tested = tested | (gl.load(base + 4 * blocks + t) & 1)
+    start = gl.where(end == 0, 0, start)
+    core_lo = gl.where(end == 0, 1, core_lo)
+    core_hi = gl.where(end == 0, 0, core_hi)
+    return start, gl.maximum(end, 1), core_lo, core_hi, tested
+
+
+@gluon.jit
+def split(start, end, core_lo, core_hi, STEP: gl.constexpr):
+    """As rows.split, for a range that is not empty."""
+    steps = (end - start + STEP - 1) // STEP
+    core_lo = gl.minimum(core_lo, end)
+    core_begin = gl.minimum(gl.maximum(core_lo - start + STEP - 1, 0) // STEP, steps)
+    core_end = gl.minimum(gl.maximum(core_hi - start, 0) // STEP, steps)
+    return steps, core_begin, gl.maximum(core_begin, core_end)
+
+
+@gluon.jit
+def nth_step(i, edges, core_begin, core_end):
+    """The i-th step: the masked ones on both sides of the core first, then the core."""
+    masked = gl.where(i < core_begin, i, i + core_end - core_begin)
+    return gl.where(i < edges, masked, core_begin + i - edges)
+
+
+@gluon.constexpr_function
+def range_bits_asm(outputs, inputs):
+    """A bit per column of this thread (two per octet): 1 where lo[row] <= start + column < hi[row]. Operands: lo (2), hi (2), start."""
+    (out,) = outputs
+    lo, hi, start = inputs
+    t = [
+        "{ .reg .u32 q, f, g; .reg .s32 a; .reg .b32 h; mov.u32 q, %tid.x; and.b32 q, q, 3;"
+        f"shl.b32 q, q, 1; add.u32 q, q, {start[0]};"
+    ]
+    for r in (0, 1):
+        for bound, dst in ((lo[r], out[r]), (hi[r], "h")):
+            # columns of this thread below the bound: two per whole octet, then up to two of the next
+            t.append(
+                f"sub.s32 a, {bound}, q; max.s32 a, a, 0; shr.u32 f, a, 3; and.b32 g, a, 7; min.u32 g, g, 2;"
+                f"mad.lo.u32 f, f, 2, g; shl.b32 {dst}, -1, f;"
+            )
+        t.append(f"not.b32 h, h; and.b32 {out[r]}, {out[r]}, h;")
+    return " ".join(t) + " }"
+
+
+@gluon.constexpr_function
+def element_bits_asm(n, compare):
+    """The bits of `range_bits_asm` for `column_value compare row_value`. Operands: bits (2), row values (2), column values (pointer to
+    the first column), first column, end of the columns.
+
+    A loop, not unrolled: this path is for tested tiles and must not cost the others a register.
+    """
+    while hasattr(n, "value"):
+        n = n.value
+    while hasattr(compare, "value"):
+        compare = compare.value
+    t = [
+        "{ .reg .u64 p; .reg .u32 q; .reg .s32 x, c, last; .reg .b32 bit; .reg .pred in, a; mov.u32 q, %tid.x; and.b32 q, q, 3;"
+        f"shl.b32 q, q, 1; add.s32 c, $5, q; add.s32 last, c, {n}; mul.wide.s32 p, c, 4; add.u64 p, p, $4;"
+        "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 bit, 1; LOOP:"
+    ]
+    for j in (0, 1):
+        t.append(
+            f"add.s32 q, c, {j}; setp.lt.s32 in, q, $6; mov.b32 x, 0; @in ld.global.s32 x, [p+{4 * j}];"
+            f"setp.{compare}.and.s32 a, x, $2, in; @a or.b32 $0, $0, bit;"
+            f"setp.{compare}.and.s32 a, x, $3, in; @a or.b32 $1, $1, bit; shl.b32 bit, bit, 1;"
+        )
+    return (
+        " ".join(t) + " add.s32 c, c, 8; add.u64 p, p, 32; setp.lt.s32 a, c, last; @a bra LOOP; }"
+    )
+
+
+@gluon.jit
+def element_bits(row_values, columns, first, end, N: gl.constexpr, compare: gl.constexpr):
+    return gl.inline_asm(
+        element_bits_asm(N, compare),
+        "=&r,=&r,r,r,l,r,r",
+        (row_values, columns, first, end),
+        row_values.type,
+        is_pure=True,
+    )
+
+
+@gluon.constexpr_function
+def keep_bits_asm(outputs, inputs):
+    """A score stays where its bit is 1 and becomes -inf (or 0) elsewhere: two instructions. Operands: scores, bits (2)."""
+    (o,) = outputs
+    s, bits = inputs
+    t = ["{ .reg .u32 u; .reg .pred p;"]
+    for i in range(len(s)):
+        t.append(
+            f"and.b32 u, {bits[(i >> 1) & 1]}, {1 << ((i >> 2) * 2 + (i & 1))}; setp.ne.u32 p, u, 0; selp.f32 {o[i]}, {s[i]}, 0fFF800000, p;"
+        )
+    return " ".join(t) + " }"
+
+
+@gluon.jit
+def keep_scores(s, bits):
+    return gl.inline_asm(keep_bits_asm, ("=&f", "f", "r"), (s, bits), s.type, is_pure=True)
+
+
+@gluon.constexpr_function
+def quad_sum_asm(outputs, inputs):
+    """Sum over the four threads of a row; all of them get the sum."""
+    (o,) = outputs
+    (x,) = inputs
+    t = ["{ .reg .f32 a;"]
+    for i in range(len(o)):
+        t.append(
+            f"shfl.sync.bfly.b32 a, {x[i]}, 1, 31, -1; add.f32 {o[i]}, a, {x[i]};"
+            f"shfl.sync.bfly.b32 a, {o[i]}, 2, 31, -1; add.f32 {o[i]}, {o[i]}, a;"
+        )
+    return " ".join(t) + " }"
