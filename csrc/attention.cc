@@ -13,8 +13,9 @@
 namespace packax {
 namespace {
 
-constexpr int64_t kBlock = 64;  // rows or keys whose bounds the mask stores
-constexpr int64_t kTile = 128;  // rows or keys whose order the mask stores
+constexpr int64_t kBlock = 64;     // rows or keys whose bounds the mask stores
+constexpr int64_t kTile = 128;     // rows or keys whose order the mask stores
+constexpr int64_t kTile192 = 192;  // rows, in q_order_192
 
 struct Shape {
   ffi::DataType dtype;
@@ -24,7 +25,11 @@ struct Shape {
   int64_t kv_blocks() const { return CeilDiv(kv_len, kBlock); }
   int64_t q_tiles() const { return CeilDiv(q_len, kTile); }
   int64_t kv_tiles() const { return CeilDiv(kv_len, kTile); }
+  int64_t q_tiles_192() const { return CeilDiv(q_len, kTile192); }
   Dtype kernel_dtype() const { return dtype == ffi::DataType::BF16 ? Dtype::kBf16 : Dtype::kF16; }
+  TensorMapElement element() const {
+    return dtype == ffi::DataType::BF16 ? TensorMapElement::kBf16 : TensorMapElement::kF16;
+  }
 };
 
 struct Mask {
@@ -128,43 +133,49 @@ Grid KeyGrid(const Shape& s, int block) {
   return {Product({s.kv_heads, s.batch, s.kv_tiles(), kTile / block})};
 }
 
-ffi::Error Forward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi::AnyBuffer value,
-                   ffi::AnyBuffer q_lo, ffi::AnyBuffer q_hi, ffi::AnyBuffer q_ids,
-                   ffi::AnyBuffer kv_ids, ffi::AnyBuffer q_pos, ffi::AnyBuffer kv_pos,
-                   ffi::AnyBuffer q_blocks, ffi::AnyBuffer q_order, ffi::Result<ffi::AnyBuffer> out,
-                   ffi::Result<ffi::AnyBuffer> lse, float scale, int32_t element_test) {
-  Shape s;
-  PACKAX_TRY(ReadShape(query, key, value, q_lo, &s));
-  PACKAX_TRY(
-      CheckMask(s, {q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, element_test}));
-  PACKAX_TRY(ExpectRows("out", *out, s, {"v_dim", s.v_dim}));
-  PACKAX_TRY(ExpectSums("lse", *lse, s));
-  PACKAX_TRY(CheckScale(scale));
-  if (s.batch == 0) return ffi::Error::Success();
+// (batch, length, heads, dim) as tensor maps see it: the heads beside each other in one row.
+TensorView HeadsOf(const char* name, const ffi::AnyBuffer& buffer, const Shape& s) {
+  const auto sizes = buffer.dimensions();
+  return {name, buffer.untyped_data(), s.element(), sizes[0], sizes[1], sizes[2] * sizes[3]};
+}
 
-  Device* device;
-  Ready<ForwardArgs> forward;
-  PACKAX_TRY(CurrentDevice(&device));
-  PACKAX_TRY(Prepare(device, s.kernel_dtype(), s.qk_dim, s.v_dim, &forward));
-  if (!stream) return ffi::Error::Success();
+struct ForwardCall {
+  Shape shape;
+  Mask mask;
+  ffi::AnyBuffer query, key, value, q_order_192, out, lse;
+  float scale;
+};
 
-  return Launch(forward, stream, QueryGrid(s, forward.block()),
-                ForwardArgs{
-                    .query = query.untyped_data(),
-                    .key = key.untyped_data(),
-                    .value = value.untyped_data(),
-                    .out = out->untyped_data(),
-                    .lse = lse->untyped_data(),
-                    .q_lo = q_lo.untyped_data(),
-                    .q_hi = q_hi.untyped_data(),
-                    .q_ids = q_ids.untyped_data(),
-                    .kv_ids = kv_ids.untyped_data(),
-                    .q_pos = q_pos.untyped_data(),
-                    .kv_pos = kv_pos.untyped_data(),
-                    .q_blocks = q_blocks.untyped_data(),
+ffi::Error LaunchForward(const Ready<ForwardHopperArgs>& forward, Stream stream,
+                         const ForwardCall& c) {
+  using Args = ForwardHopperArgs;
+  const Shape& s = c.shape;
+  const Mask& m = c.mask;
+  TensorMap query, key, value, out;
+  PACKAX_TRY(Encode(forward, Args::kQuery, HeadsOf("query", c.query, s), &query));
+  PACKAX_TRY(Encode(forward, Args::kKey, HeadsOf("key", c.key, s), &key));
+  PACKAX_TRY(Encode(forward, Args::kValue, HeadsOf("value", c.value, s), &value));
+  PACKAX_TRY(Encode(forward, Args::kOut, HeadsOf("out", c.out, s), &out));
+  // One program per tile of an order; emit.py refuses any block but these two.
+  const int block = forward.block();
+  const ffi::AnyBuffer& q_order = block == kTile192 ? c.q_order_192 : m.q_order;
+  return Launch(forward, stream, Grid{Product({s.heads, s.batch, CeilDiv(s.q_len, block)})},
+                Args{
+                    .query = query,
+                    .key = key,
+                    .value = value,
+                    .out = out,
+                    .lse = c.lse.untyped_data(),
+                    .q_lo = m.q_lo.untyped_data(),
+                    .q_hi = m.q_hi.untyped_data(),
+                    .q_ids = m.q_ids.untyped_data(),
+                    .kv_ids = m.kv_ids.untyped_data(),
+                    .q_pos = m.q_pos.untyped_data(),
+                    .kv_pos = m.kv_pos.untyped_data(),
+                    .q_blocks = m.q_blocks.untyped_data(),
                     .q_order = q_order.untyped_data(),
-                    .scale = scale,
-                    .element_test = element_test,
+                    .scale = c.scale,
+                    .element_test = m.element_test,
                     .batch = s.batch,
                     .mask_batch = s.mask_batch,
                     .q_len = s.q_len,
@@ -172,6 +183,63 @@ ffi::Error Forward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi:
                     .heads = s.heads,
                     .kv_heads = s.kv_heads,
                 });
+}
+
+ffi::Error LaunchForward(const Ready<ForwardArgs>& forward, Stream stream, const ForwardCall& c) {
+  const Shape& s = c.shape;
+  const Mask& m = c.mask;
+  return Launch(forward, stream, QueryGrid(s, forward.block()),
+                ForwardArgs{
+                    .query = c.query.untyped_data(),
+                    .key = c.key.untyped_data(),
+                    .value = c.value.untyped_data(),
+                    .out = c.out.untyped_data(),
+                    .lse = c.lse.untyped_data(),
+                    .q_lo = m.q_lo.untyped_data(),
+                    .q_hi = m.q_hi.untyped_data(),
+                    .q_ids = m.q_ids.untyped_data(),
+                    .kv_ids = m.kv_ids.untyped_data(),
+                    .q_pos = m.q_pos.untyped_data(),
+                    .kv_pos = m.kv_pos.untyped_data(),
+                    .q_blocks = m.q_blocks.untyped_data(),
+                    .q_order = m.q_order.untyped_data(),
+                    .scale = c.scale,
+                    .element_test = m.element_test,
+                    .batch = s.batch,
+                    .mask_batch = s.mask_batch,
+                    .q_len = s.q_len,
+                    .kv_len = s.kv_len,
+                    .heads = s.heads,
+                    .kv_heads = s.kv_heads,
+                });
+}
+
+ffi::Error Forward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi::AnyBuffer value,
+                   ffi::AnyBuffer q_lo, ffi::AnyBuffer q_hi, ffi::AnyBuffer q_ids,
+                   ffi::AnyBuffer kv_ids, ffi::AnyBuffer q_pos, ffi::AnyBuffer kv_pos,
+                   ffi::AnyBuffer q_blocks, ffi::AnyBuffer q_order, ffi::AnyBuffer q_order_192,
+                   ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> lse, float scale,
+                   int32_t element_test) {
+  Shape s;
+  PACKAX_TRY(ReadShape(query, key, value, q_lo, &s));
+  const Mask mask{q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, element_test};
+  PACKAX_TRY(CheckMask(s, mask));
+  PACKAX_TRY(Expect("q_order_192", q_order_192, ffi::DataType::S32,
+                    {{"mask_batch", s.mask_batch}, {"ceil(q_len/192)", s.q_tiles_192()}}));
+  PACKAX_TRY(ExpectRows("out", *out, s, {"v_dim", s.v_dim}));
+  PACKAX_TRY(ExpectSums("lse", *lse, s));
+  PACKAX_TRY(CheckScale(scale));
+  if (s.batch == 0) return ffi::Error::Success();
+
+  const ForwardCall call{s, mask, query, key, value, q_order_192, *out, *lse, scale};
+  Device* device;
+  std::optional<Ready<ForwardHopperArgs>> hopper;
+  PACKAX_TRY(CurrentDevice(&device));
+  PACKAX_TRY(PrepareIfAny(device, s.kernel_dtype(), s.qk_dim, s.v_dim, &hopper));
+  if (hopper) return stream ? LaunchForward(*hopper, stream, call) : ffi::Error::Success();
+  Ready<ForwardArgs> forward;
+  PACKAX_TRY(Prepare(device, s.kernel_dtype(), s.qk_dim, s.v_dim, &forward));
+  return stream ? LaunchForward(forward, stream, call) : ffi::Error::Success();
 }
 
 ffi::Error Backward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi::AnyBuffer value,
@@ -300,6 +368,7 @@ auto ForwardSignature(Binding&& binding) {
       .template Arg<ffi::AnyBuffer>()  // kv_pos: like kv_ids
       .template Arg<ffi::AnyBuffer>()  // q_blocks: (mask_batch, 5, ceil(q_len/64)) int32
       .template Arg<ffi::AnyBuffer>()  // q_order: (mask_batch, ceil(q_len/128)) int32
+      .template Arg<ffi::AnyBuffer>()  // q_order_192: (mask_batch, ceil(q_len/192)) int32
       .template Ret<ffi::AnyBuffer>()  // out: (batch, q_len, heads, v_dim)
       .template Ret<ffi::AnyBuffer>()  // lse: (batch, heads, q_len) float32
       .template Attr<float>("scale")

@@ -3,7 +3,9 @@
 #include <cuda.h>
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cstdlib>
+#include <cstring>
 #include <mutex>
 
 namespace packax {
@@ -11,16 +13,25 @@ namespace {
 
 constexpr int64_t kMaxGridX = 2147483647, kMaxGridY = 65535;
 
+// Limits of cuTensorMapEncodeTiled; strides in bytes.
+constexpr int64_t kMaxMapSize = int64_t{1} << 32, kMaxMapStride = int64_t{1} << 40;
+constexpr int64_t kMapAlignment = 16;
+// In maps of tensors whose last element begins below this, drivers up to that version set bit 21 of
+// the second word; Triton's and CUTLASS's launchers clear it, and so does this one.
+constexpr int64_t kSmallMap = 128 * 1024;
+constexpr int kSmallMapFixed = 13010;
+
 // Every driver function used, by its exported name. The names without a version suffix are right:
 // none of these has a newer form that the CUDA 12 headers would redirect to.
-#define PACKAX_DRIVER_FUNCTIONS(X)                                                             \
-  X(cuInit)                                                                                    \
-  X(cuDriverGetVersion)                                                                        \
-  X(cuGetErrorName)                                                                            \
-  X(cuGetErrorString) X(cuDeviceGetCount) X(cuDeviceGet) X(cuDeviceGetName)                    \
-      X(cuDeviceGetAttribute) X(cuCtxGetCurrent) X(cuCtxGetDevice) X(cuCtxGetId)               \
-          X(cuLibraryLoadData) X(cuLibraryGetKernel) X(cuLibraryUnload) X(cuKernelGetFunction) \
-              X(cuKernelSetAttribute) X(cuLaunchKernel)
+#define PACKAX_DRIVER_FUNCTIONS(X)                                                                 \
+  X(cuInit)                                                                                        \
+  X(cuDriverGetVersion)                                                                            \
+  X(cuGetErrorName)                                                                                \
+  X(cuGetErrorString)                                                                              \
+  X(cuDeviceGetCount) X(cuDeviceGet) X(cuDeviceGetName) X(cuDeviceGetAttribute) X(cuCtxGetCurrent) \
+      X(cuCtxGetDevice) X(cuCtxGetId) X(cuLibraryLoadData) X(cuLibraryGetKernel)                   \
+          X(cuLibraryUnload) X(cuKernelGetFunction) X(cuKernelSetAttribute) X(cuLaunchKernel)      \
+              X(cuTensorMapEncodeTiled)
 
 struct Api {
 #define X(name) decltype(&::name) name = nullptr;
@@ -160,6 +171,33 @@ ffi::Error LoadLibrary(const Api* api, const Variant& variant, const Device& dev
   return ffi::Error::Success();
 }
 
+struct MapElement {
+  CUtensorMapDataType type;
+  int64_t bytes;
+  const char* name;
+};
+
+MapElement Describe(TensorMapElement element) {
+  switch (element) {
+    case TensorMapElement::kBf16:
+      return {CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, "bfloat16"};
+    case TensorMapElement::kF16:
+      return {CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2, "float16"};
+    case TensorMapElement::kF32:
+      return {CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4, "float32"};
+  }
+  __builtin_unreachable();
+}
+
+// "tensor map of query, bfloat16[2, 300, 384] in boxes of 64 x 64, swizzle 3"
+std::string MapText(const TensorView& view, const TensorMapBox& box) {
+  std::ostringstream out;
+  out << "tensor map of " << view.name << ", " << Describe(view.element).name << "[" << view.batch
+      << ", " << view.length << ", " << view.columns << "] in boxes of " << box.rows << " x "
+      << box.columns << ", swizzle " << box.swizzle;
+  return out.str();
+}
+
 }  // namespace
 
 ffi::Error CurrentDevice(Device** device) {
@@ -224,6 +262,58 @@ ffi::Error Load(Device* device, const Variant& variant, LoadedKernel* kernel) {
       << "; " << Where(variant, *device) << ", " << variant.bytes() << " bytes";
   kernel->function = function;
   slot.store(function, std::memory_order_release);
+  return ffi::Error::Success();
+}
+
+ffi::Error EncodeTensorMap(const LoadedKernel& kernel, int index, const TensorView& view,
+                           TensorMap* map) {
+  const Variant& v = *kernel.variant;
+  const TensorMapBox& box = v.tensor_maps[index];
+  const MapElement element = Describe(view.element);
+  PACKAX_CHECK(std::max({view.batch, view.length, view.columns}) <= kMaxMapSize, kInvalidArgument)
+      << MapText(view, box) << ": a size is over 2^32; " << v.name;
+  // Strides in bytes. The product may overflow: 2^34 * 2^32.
+  const int64_t row = view.columns * element.bytes;
+  int64_t matrix = 0;
+  const bool overflow = __builtin_mul_overflow(row, view.length, &matrix);
+  PACKAX_CHECK(!overflow && matrix < kMaxMapStride, kInvalidArgument)
+      << MapText(view, box) << ": one row of the batch has 2^40 bytes or more; " << v.name;
+  PACKAX_CHECK(row % kMapAlignment == 0, kInvalidArgument)
+      << MapText(view, box) << ": the " << row << " bytes of columns are no multiple of "
+      << kMapAlignment << "; " << v.name;
+  PACKAX_CHECK(reinterpret_cast<uintptr_t>(view.data) % kMapAlignment == 0, kInvalidArgument)
+      << MapText(view, box) << ": address " << view.data << " is no multiple of " << kMapAlignment
+      << "; " << v.name;
+
+  const Api* api;
+  PACKAX_TRY(GetApi(&api));
+  // The driver counts from the innermost axis.
+  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(view.columns),
+                              static_cast<cuuint64_t>(view.length),
+                              static_cast<cuuint64_t>(view.batch)};
+  const cuuint64_t strides[] = {static_cast<cuuint64_t>(row), static_cast<cuuint64_t>(matrix)};
+  const cuuint32_t boxes[] = {static_cast<cuuint32_t>(box.columns),
+                              static_cast<cuuint32_t>(box.rows), 1};
+  const cuuint32_t steps[] = {1, 1, 1};
+  CUtensorMap encoded;
+  PACKAX_DRIVER(cuTensorMapEncodeTiled, &encoded, element.type, 3, const_cast<void*>(view.data),
+                sizes, strides, boxes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                static_cast<CUtensorMapSwizzle>(box.swizzle), CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)
+      << "; " << MapText(view, box) << ", address " << view.data << "; "
+      << Where(v, *kernel.device);
+  // The first comparison keeps the product of the second small.
+  if (matrix <= kSmallMap && view.batch * matrix - element.bytes + 1 < kSmallMap) {
+    int version = 0;
+    PACKAX_DRIVER(cuDriverGetVersion, &version);
+    if (version <= kSmallMapFixed) encoded.opaque[1] &= ~(cuuint64_t{1} << 21);
+  }
+  static_assert(sizeof(encoded) == sizeof(map->map));
+  std::memcpy(map->map, &encoded, sizeof(encoded));
+  const int64_t shape[] = {view.batch, view.length, view.columns};
+  std::copy(std::begin(shape), std::end(shape), map->shape);
+  const int64_t element_strides[] = {view.length * view.columns, view.columns, 1};
+  std::copy(std::begin(element_strides), std::end(element_strides), map->strides);
   return ffi::Error::Success();
 }
 

@@ -1,4 +1,5 @@
-// The CUDA driver as the rest of packax sees it: the current device, loaded kernels, launches.
+// The CUDA driver as the rest of packax sees it: the current device, loaded kernels, tensor maps,
+// launches.
 //
 // driver.cc is the only file that talks to libcuda, which is opened on first use: importing packax
 // needs no GPU and no driver. Nothing here allocates device memory or waits for the device.
@@ -45,6 +46,22 @@ ffi::Error CurrentDevice(Device** device);
 // Loads a cubin into a device's context; a lookup without locks when it is there already. Not
 // allowed under CUDA graph capture the first time, hence called in XLA's initialize stage.
 ffi::Error Load(Device* device, const Variant& variant, LoadedKernel* kernel);
+
+enum class TensorMapElement { kBf16, kF16, kF32 };
+
+// A dense array in device memory as (batch, length, columns), none of them 0.
+struct TensorView {
+  const char* name;  // for messages: the kernel's argument
+  const void* data;
+  TensorMapElement element;
+  int64_t batch, length, columns;
+};
+
+// The host tensor map over `view` for the kernel's index-th "tma" parameter. TMA reads zeros where
+// a box reaches over an end of the view, and writes nothing there. About a microsecond; no call
+// that CUDA graph capture forbids.
+ffi::Error EncodeTensorMap(const LoadedKernel& kernel, int index, const TensorView& view,
+                           TensorMap* map);
 
 // `params` is kernelParams of cuLaunchKernel. An empty grid launches nothing.
 ffi::Error Launch(const LoadedKernel& kernel, void* stream, Grid grid, const void* const* params);

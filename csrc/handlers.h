@@ -98,6 +98,24 @@ ffi::Error Prepare(Device* device, Dtype dtype, int64_t qk_dim, int64_t v_dim, R
   return Load(device, *variant, &ready->kernel);
 }
 
+// Prepare() for a kernel that only some devices have and that another one stands in for: empty if
+// there is none here.
+template <typename Args>
+ffi::Error PrepareIfAny(Device* device, Dtype dtype, int64_t qk_dim, int64_t v_dim,
+                        std::optional<Ready<Args>>* ready) {
+  ready->reset();
+  const Variant* variant = Find({Args::kKernel, device->cc, dtype, qk_dim, v_dim});
+  if (variant == nullptr) return ffi::Error::Success();
+  return Load(device, *variant, &ready->emplace().kernel);
+}
+
+// EncodeTensorMap for one of the kernel's own parameters.
+template <typename Args>
+ffi::Error Encode(const Ready<Args>& ready, typename Args::Map parameter, const TensorView& view,
+                  TensorMap* map) {
+  return EncodeTensorMap(ready.kernel, parameter, view, map);
+}
+
 template <typename Args>
 ffi::Error Launch(const Ready<Args>& ready, Stream stream, Grid grid, const Args& args) {
   return Launch(ready.kernel, *stream, grid, args.Addresses().data());

@@ -107,8 +107,8 @@ ffi::Error Documents(Stream stream, ffi::AnyBuffer q_ids, ffi::AnyBuffer kv_ids,
 
 ffi::Error Blocks(Stream stream, ffi::AnyBuffer q_lo, ffi::AnyBuffer q_hi, ffi::AnyBuffer tested,
                   ffi::Result<ffi::AnyBuffer> q_blocks, ffi::Result<ffi::AnyBuffer> kv_blocks,
-                  ffi::Result<ffi::AnyBuffer> q_order, ffi::Result<ffi::AnyBuffer> kv_order,
-                  int64_t kv_len) {
+                  ffi::Result<ffi::AnyBuffer> q_order, ffi::Result<ffi::AnyBuffer> q_order_192,
+                  ffi::Result<ffi::AnyBuffer> kv_order, int64_t kv_len) {
   Rows r;
   PACKAX_TRY(ExpectRank("q_lo", q_lo, 2, "(mask_batch, q_len)"));
   PACKAX_TRY(ToInt32("mask_batch (q_lo axis 0)", q_lo.dimensions()[0], 0, kMaxInt32, &r.batch));
@@ -126,6 +126,8 @@ ffi::Error Blocks(Stream stream, ffi::AnyBuffer q_lo, ffi::AnyBuffer q_hi, ffi::
   PACKAX_TRY(Expect("kv_blocks", *kv_blocks, s32,
                     {r.batch_axis(), {"bounds", 4}, {"ceil(kv_len/64)", kv_count}}));
   PACKAX_TRY(Expect("q_order", *q_order, s32, {r.batch_axis(), {"ceil(q_len/128)", q_tiles}}));
+  PACKAX_TRY(Expect("q_order_192", *q_order_192, s32,
+                    {r.batch_axis(), {"ceil(q_len/192)", CeilDiv(r.q_len, 192)}}));
   PACKAX_TRY(Expect("kv_order", *kv_order, s32, {r.batch_axis(), {"ceil(kv_len/128)", kv_tiles}}));
   if (r.batch == 0) return ffi::Error::Success();
 
@@ -159,6 +161,7 @@ ffi::Error Blocks(Stream stream, ffi::AnyBuffer q_lo, ffi::AnyBuffer q_hi, ffi::
                     .q_blocks = q_blocks->untyped_data(),
                     .kv_blocks = kv_blocks->untyped_data(),
                     .q_order = q_order->untyped_data(),
+                    .q_order_192 = q_order_192->untyped_data(),
                     .kv_order = kv_order->untyped_data(),
                     .q_len = r.q_len,
                     .kv_len = r.kv_len,
@@ -188,6 +191,7 @@ auto BlocksSignature(Binding&& binding) {
       .template Ret<ffi::AnyBuffer>()  // q_blocks: (mask_batch, 5, ceil(q_len/64)) int32
       .template Ret<ffi::AnyBuffer>()  // kv_blocks: (mask_batch, 4, ceil(kv_len/64)) int32
       .template Ret<ffi::AnyBuffer>()  // q_order: (mask_batch, ceil(q_len/128)) int32
+      .template Ret<ffi::AnyBuffer>()  // q_order_192: (mask_batch, ceil(q_len/192)) int32
       .template Ret<ffi::AnyBuffer>()  // kv_order: (mask_batch, ceil(kv_len/128)) int32
       .template Attr<int64_t>("kv_len");
 }

@@ -58,6 +58,11 @@ nb::list AllVariants() {
     row["threads"] = v.threads;
     row["shared"] = v.shared;
     row["block"] = v.block;
+    nb::list boxes;
+    for (const TensorMapBox& box : v.tensor_maps) {
+      if (box.rows > 0) boxes.append(nb::make_tuple(box.rows, box.columns, box.swizzle));
+    }
+    row["tensor_maps"] = boxes;
     row["bytes"] = v.bytes();
     out.append(row);
   }

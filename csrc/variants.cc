@@ -17,10 +17,22 @@ namespace {
 constexpr const char* kDtypeNames[] = {"any", "bf16", "f16"};
 
 #define PACKAX_VARIANT(name, kernel, arch, cc, exact, dtype, qk_dim, v_dim, symbol, threads, \
-                       shared, block)                                                        \
-  Variant{                                                                                   \
-      #name, Kernel::kernel, arch,    cc,     exact, Dtype::dtype,          qk_dim,          \
-      v_dim, symbol,         threads, shared, block, packax_##name##_begin, packax_##name##_end},
+                       shared, block, ...)                                                   \
+  Variant{#name,                                                                             \
+          Kernel::kernel,                                                                    \
+          arch,                                                                              \
+          cc,                                                                                \
+          exact,                                                                             \
+          Dtype::dtype,                                                                      \
+          qk_dim,                                                                            \
+          v_dim,                                                                             \
+          symbol,                                                                            \
+          threads,                                                                           \
+          shared,                                                                            \
+          block,                                                                             \
+          {__VA_ARGS__},                                                                     \
+          packax_##name##_begin,                                                             \
+          packax_##name##_end},
 const Variant kTable[] = {
 #include "table.inc"
 };
@@ -80,6 +92,10 @@ std::string DescribeMissing(const Query& q) {
   if (q.dtype != Dtype::kAny) {
     out << ", " << Name(q.dtype) << ", head dims " << Dims(q.qk_dim, q.v_dim)
         << " (query and key x value)";
+  }
+  if (archs.empty()) {
+    out << "; this build has none";
+    return out.str();
   }
   out << "; this build has it for " << arch_list;
   if (q.dtype != Dtype::kAny) out << "; " << dtype_list << "; head dims " << dim_list;

@@ -12,6 +12,7 @@
 #include <string_view>
 
 #include "args.h"  // generated: Kernel, kKernelNames
+#include "tensor_map.h"
 
 namespace packax {
 
@@ -27,8 +28,9 @@ struct Variant {
   int qk_dim, v_dim;  // 0 for mask kernels
   const char* symbol;
   int threads;
-  int shared;  // bytes of dynamic shared memory
-  int block;   // what one program covers: the grid is divided by it
+  int shared;                                // bytes of dynamic shared memory
+  int block;                                 // what one program covers: the grid is divided by it
+  TensorMapBox tensor_maps[kMaxTensorMaps];  // in the order of the "tma" parameters
   const unsigned char* begin;
   const unsigned char* end;
 

@@ -73,6 +73,7 @@ def test_leaves_are_as_documented():
         "q_blocks": (2, 5, 7),
         "kv_blocks": (2, 4, 5),
         "q_order": (2, 4),
+        "q_order_192": (2, 3),
         "kv_order": (2, 3),
     }
     assert all(x.dtype == jnp.int32 for x in jax.tree.leaves(mask))

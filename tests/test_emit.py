@@ -34,6 +34,13 @@ PARAMS = [
     {"name": "rows", "type": "i32"},
     {"name": "bytes", "type": "i64"},
 ]
+MAPPED = [  # of kernel "mapped"
+    {"name": "query", "type": "tma"},
+    {"name": "dk", "type": "tma"},
+    {"name": "q_order", "type": "ptr"},
+    {"name": "rows", "type": "i32"},
+]
+BOXES = [{"box": [1, 64, 32], "swizzle": 3}, {"box": [1, 128, 64], "swizzle": 0}]
 ROW = {
     "kernel": "sideways",
     "arch": "sm_90a",
@@ -47,11 +54,21 @@ ROW = {
     "shared": 1024,
     "block": 64,
     "params": PARAMS,
+    "tensor_maps": [],
 }
+KERNELS = dict.fromkeys(("sideways", "upwards", "mask_rows"), PARAMS)
+KERNELS |= {"mapped": MAPPED, "absent": MAPPED[1:]}  # no variant of "absent" anywhere here
+
+
+def lines(kernels):
+    """kernels.txt."""
+    params = {k: [f"{p['name']}:{p['type']}" for p in v] for k, v in kernels.items()}
+    return "".join(f"{kernel} {' '.join(p)}\n" for kernel, p in params.items())
 
 
 def write(folder, name, image=None, drop=(), **changes):
     folder.mkdir(exist_ok=True)
+    (folder / "kernels.txt").write_text(lines(KERNELS))
     row = {k: v for k, v in {**ROW, **changes}.items() if k not in drop}
     (folder / f"{name}.json").write_text(json.dumps(row))
     (folder / f"{name}.cubin").write_bytes(f"cubin-of-{name}".encode() if image is None else image)
@@ -60,6 +77,11 @@ def write(folder, name, image=None, drop=(), **changes):
 def arch(name, **changes):
     cc = int(name.rstrip("af"))
     return {"arch": f"sm_{name}", "cc": cc, "exact": name.endswith("a"), **changes}
+
+
+def mapped(**changes):
+    row = {"kernel": "mapped", "params": MAPPED, "tensor_maps": BOXES, "block": 192}
+    return {**row, **changes}
 
 
 def mask(name, **changes):
@@ -158,7 +180,7 @@ def test_neighbouring_keys(tmp_path, other):
 def test_two_parameter_lists(tmp_path, params, text):
     write(tmp_path / "in", "a")
     write(tmp_path / "in", "b", **arch("80"), params=params)
-    assert refused(tmp_path / "in") == f"b and a differ in parameters: {text}"
+    assert refused(tmp_path / "in") == f"kernels.txt and b differ in parameters: {text}"
 
 
 @pytest.mark.parametrize("field", list(ROW))
@@ -198,6 +220,37 @@ def test_missing_field(tmp_path, field):
         ({"shared": -1}, "shared is -1, expected at least 0"),
         ({"block": 0}, "block is 0, expected at least 1 (grids are divided by it)"),
         ({"params": []}, "params is empty"),
+        ({"tensor_maps": {}}, "tensor_maps is {}, expected list"),
+        ({"tensor_maps": BOXES[:1]}, "1 tensor_maps for 0 parameters of type tma"),
+        (mapped(tensor_maps=BOXES[:1]), "1 tensor_maps for 2 parameters of type tma"),
+        (
+            mapped(tensor_maps=[BOXES[0], {"box": [1, 64, 64]}]),
+            "tensor_maps[1] is {'box': [1, 64, 64]}, expected an object with `box`, `swizzle`",
+        ),
+        *(
+            (
+                mapped(tensor_maps=[{"box": box, "swizzle": 3}, BOXES[1]]),
+                f"tensor_maps[0] has box {box!r}, expected [1, rows, columns] up to 256",
+            )
+            for box in ([64, 64], [2, 64, 64], [1, 0, 64], [1, 64, 257], [1, 64.0, 64], "164")
+        ),
+        (
+            mapped(tensor_maps=[BOXES[0], {"box": [1, 64, 64], "swizzle": 4}]),
+            "tensor_maps[1] has swizzle 4, expected 0 to 3",
+        ),
+        (
+            mapped(
+                params=[{"name": f"x{i}", "type": "tma"} for i in range(13)],
+                tensor_maps=BOXES[:1] * 13,
+            ),
+            "13 tensor maps, C++ has room for 12",
+        ),
+        (mapped(block=64), "block is 64, but q_order is of tiles of 128 or 192"),
+        (mapped(block=384), "block is 384, but q_order is of tiles of 128 or 192"),
+        (
+            mapped(params=[MAPPED[0], {"name": "kv_order", "type": "ptr"}], tensor_maps=BOXES[:1]),
+            "block is 192, but kv_order is of tiles of 128",
+        ),
         ({"params": ["out"]}, "params[0] is 'out', expected an object with `name` and `type`"),
         (
             {"params": [{"name": "Out", "type": "ptr"}]},
@@ -205,7 +258,7 @@ def test_missing_field(tmp_path, field):
         ),
         (
             {"params": [{"name": "out", "type": "u8"}]},
-            "parameter out has type 'u8', expected one of ptr, i32, i64, f32",
+            "parameter out has type 'u8', expected one of ptr, i32, i64, f32, tma",
         ),
         (
             {"params": [PARAMS[0], PARAMS[0]]},
@@ -222,6 +275,8 @@ def test_bad_field(tmp_path, changes, text):
 def test_bad_folder(tmp_path):
     folder = tmp_path / "in"
     folder.mkdir()
+    assert refused(folder) == f"{folder / 'kernels.txt'}: missing; compile.py writes it"
+    (folder / "kernels.txt").write_text(lines(KERNELS))
     assert refused(folder) == f"{folder}: no variants (*.json)"
     write(folder, "A-1")
     assert refused(folder).startswith("A-1.json: the file name must be a lower-case identifier")
@@ -235,6 +290,32 @@ def test_bad_folder(tmp_path):
     assert refused(folder) == "a.json: expected an object, got list"
     (folder / "a.json").write_text("{")
     assert refused(folder).startswith("a.json: not JSON: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("upwards out:ptr\n", "a: kernel sideways is not in kernels.txt"),
+        ("sideways out:ptr\n" * 2, "kernels.txt:2: sideways occurs twice"),
+        ("sideways\n", "kernels.txt:1: params is empty"),
+        (
+            "sideways out\n",
+            "kernels.txt:1: params[0] is {'name': 'out'}, "
+            "expected an object with `name` and `type`",
+        ),
+        ("\n", "kernels.txt:1: kernel is '', expected lower-case words joined by '_'"),
+    ],
+)
+def test_bad_list_of_kernels(tmp_path, text, message):
+    write(tmp_path / "in", "a")
+    (tmp_path / "in" / "kernels.txt").write_text(text)
+    assert refused(tmp_path / "in") == message
+
+
+@pytest.mark.parametrize("block", [128, 192])
+def test_blocks_that_have_an_order(tmp_path, block):
+    write(tmp_path / "in", "a", **mapped(block=block))
+    assert len(emit.emit(tmp_path / "in", tmp_path / "out")) == 1
 
 
 # --- What C++ reads -------------------------------------------------------------------------------
@@ -252,6 +333,7 @@ def lookup(tmp_path_factory):
         write(source, f"mask_rows_sm{name}", **mask(name))
     write(source, "sideways_f16_128_sm80", **arch("80", dtype="f16", qk_dim=128, v_dim=128))
     write(source, "sideways_bf16_192_sm80", **arch("80", qk_dim=192, v_dim=128))
+    write(source, "mapped_sm90a", **mapped())
     table = emit.emit(source, out)
     program = folder / "lookup"
     files = [ROOT / "tests/cpp/lookup.cc", ROOT / "csrc/variants.cc", out / "cubins.S"]
@@ -273,8 +355,10 @@ def test_compiled_table(lookup):
     for v, row in zip(table, rows, strict=False):
         want = [v.name, v.kernel, v.arch, v.cc, int(v.exact), v.dtype, v.qk_dim, v.v_dim]
         want += [v.symbol, v.threads, v.shared, v.block, f"cubin-of-{v.name}", 0]
+        if v.kernel == "mapped":
+            want += [64, 32, 3, 128, 64, 0]
         assert row == " ".join(map(str, want))
-    assert rows[len(table) :] == ["args 6 111111"]
+    assert rows[len(table) :] == ["args 6 111111", "maps 18 011111111111111111", "absent 11"]
 
 
 @pytest.mark.parametrize(
@@ -305,7 +389,14 @@ def test_find_wants_every_part(lookup):
     for question in ("86 f16 64 64", "86 bf16 128 192", "86 any 0 0", "90 bf16 192 128"):
         (answer,) = ask(f"sideways {question}")
         assert answer.startswith("no sideways kernel for compute capability ")
-    assert ask("upwards 90 bf16 64 64", "sideways 90 f32 64 64") == ["unknown", "unknown"]
+    assert ask("downwards 90 bf16 64 64", "sideways 90 f32 64 64") == ["unknown", "unknown"]
+
+
+def test_find_a_kernel_that_the_build_left_out(lookup):
+    assert lookup[2]("absent 90 bf16 64 64") == [
+        "no absent kernel for compute capability 9.0, bf16, head dims 64x64 "
+        "(query and key x value); this build has none"
+    ]
 
 
 @pytest.mark.parametrize("cc", [70, 75, 79, 110, 121])

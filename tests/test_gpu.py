@@ -376,7 +376,8 @@ def forward_call(**changes):
     """packax_forward_v1 past every Python check, one operand or attribute replaced."""
     x = tensors(2, 200, 200, 4, 2, 64, "bfloat16")
     mask = build(causal_documents(THREE_ROWS[:2, :200]), x)
-    names = ["q_lo", "q_hi", "q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks", "q_order"]
+    names = ["q_lo", "q_hi", "q_ids", "kv_ids", "q_pos", "kv_pos"]
+    names += ["q_blocks", "q_order", "q_order_192"]
     operands = dict(zip(names, mask.operands(), strict=False))
     operands = {"query": x.query, "key": x.key, "value": x.value, **operands}
     attributes = {"scale": np.float32(0.1), "element_test": np.int32(1)}
@@ -418,6 +419,7 @@ def test_the_unchanged_call_works():
         ({"kv_ids": lambda y: y[:, :7]}, r"kv_ids is int32\[2, 7\]"),
         ({"q_blocks": lambda y: y[:, :4]}, r"q_blocks is int32\[2, 4, 4\], expected .*bounds=5"),
         ({"q_order": lambda y: y[:, :1]}, r"q_order is int32\[2, 1\]"),
+        ({"q_order_192": lambda y: y[:, :1]}, r"q_order_192 is int32\[2, 1\]"),
         ({"element_test": lambda _: np.int32(9)}, r"element_test is 9, expected 0 to 2"),
         ({"scale": lambda _: np.float32("nan")}, r"scale is .*nan, expected a finite number"),
     ),

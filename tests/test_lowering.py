@@ -78,7 +78,7 @@ MASK_BY_POSITION = packax.create_attention_mask(
     packax.causal() & packax.documents(IDS, positions=IDS)
 )
 
-ROWS, BLOCKS, ORDER = "2x300xi32", "2x5x5xi32", "2x3xi32"
+ROWS, BLOCKS, ORDER, ORDER_192 = "2x300xi32", "2x5x5xi32", "2x3xi32", "2x2xi32"
 QUERY, KEY = "2x300x8x64xbf16", "2x300x2x64xbf16"
 SUMS = "2x8x300xf32"
 
@@ -89,7 +89,7 @@ def test_forward():
     )
     assert target == "packax_forward_v1"
     assert attributes == {"scale": "1.250000e-01 : f32", "element_test": "1 : i32"}
-    assert operands == [QUERY, KEY, KEY, *[ROWS] * 6, BLOCKS, ORDER]
+    assert operands == [QUERY, KEY, KEY, *[ROWS] * 6, BLOCKS, ORDER, ORDER_192]
     assert results == [QUERY, SUMS]
 
 
@@ -135,7 +135,7 @@ def test_the_order_of_mask_operands():
         operands = re.search(rf"@{target}\((.*?)\)", text).group(1)
         return [arguments[int(n)] for n in re.findall(r"%arg(\d+)", operands)]
 
-    assert given("packax_forward_v1") == TENSORS + RANGES
+    assert given("packax_forward_v1") == [*TENSORS, *RANGES, "q_order_192"]
     # out, lse, dout and dlse are between them, and no arguments
     assert given("packax_backward_v1") == [*TENSORS, *RANGES, "kv_blocks", "kv_order"]
 
@@ -163,7 +163,7 @@ def test_mask_targets(positions, compare):
     assert documents[3] == [ROWS, ROWS, ROWS, f"2x{workspace}xi32"]
     assert blocks[0] == "packax_blocks_v1" and blocks[1] == {"kv_len": "300 : i64"}
     assert blocks[2] == [ROWS] * 3
-    assert blocks[3] == [BLOCKS, "2x4x5xi32", ORDER, ORDER]
+    assert blocks[3] == [BLOCKS, "2x4x5xi32", ORDER, ORDER_192, ORDER]
 
 
 def test_workspace_of_documents_grows_with_the_tables():

@@ -29,9 +29,9 @@ def test_shapes_of_documents():
 @pytest.mark.parametrize(
     "q_len,kv_len,expected",
     [
-        (1, 1, [(2, 5, 1), (2, 4, 1), (2, 1), (2, 1)]),
-        (128, 129, [(2, 5, 2), (2, 4, 3), (2, 1), (2, 2)]),
-        (1000, 64, [(2, 5, 16), (2, 4, 1), (2, 8), (2, 1)]),
+        (1, 1, [(2, 5, 1), (2, 4, 1), (2, 1), (2, 1), (2, 1)]),
+        (128, 129, [(2, 5, 2), (2, 4, 3), (2, 1), (2, 1), (2, 2)]),
+        (1000, 64, [(2, 5, 16), (2, 4, 1), (2, 8), (2, 6), (2, 1)]),
     ],
 )
 def test_shapes_of_blocks(q_len, kv_len, expected):
@@ -43,8 +43,13 @@ def mask_shapes(batch=2, q_len=100, kv_len=200):
     rows, keys = ints(batch, q_len), ints(batch, kv_len)
     return (
         rows, rows, rows, keys, rows, keys,
-        ints(batch, 5, 2), ints(batch, 1), ints(batch, 4, 4), ints(batch, 2),
+        ints(batch, 5, 2), ints(batch, 1), ints(batch, 1), ints(batch, 4, 4), ints(batch, 2),
     )  # fmt: skip
+
+
+def backward_mask(operands):
+    """AttentionMask.operands() without q_order_192."""
+    return (*operands[:8], *operands[9:])
 
 
 @pytest.mark.parametrize("dtype,lse", [("bfloat16", "float32"), ("float32", "float32")])
@@ -54,9 +59,11 @@ def test_shapes_of_forward_and_backward(dtype, lse):
     out = ((2, 100, 8, 24), dtype)
     sums = ((2, 8, 100), lse)
     forward = lambda *x: forward_p.bind(*x, **STATIC)  # noqa: E731
-    assert shapes(forward, *tensors, *mask_shapes()[:8]) == [out, sums]
+    assert shapes(forward, *tensors, *mask_shapes()[:9]) == [out, sums]
     backward = lambda *x: backward_p.bind(*x, has_dlse=True, **STATIC)  # noqa: E731
-    assert shapes(backward, *tensors, out, sums, out, sums, *mask_shapes()) == tensors
+    assert (
+        shapes(backward, *tensors, out, sums, out, sums, *backward_mask(mask_shapes())) == tensors
+    )
 
 
 def assert_maps(bind, operands, axes):
@@ -126,17 +133,17 @@ def test_batching_of_attention(what, mask_batch):
         operands = [x if n == 2 else x[0] for n, x in enumerate(operands)]
     tensors = [query, key, value]
     axes = [0 if x.ndim == 5 else None for x in tensors]
-    ranks = (2, 2, 2, 2, 2, 2, 3, 2, 3, 2)
+    ranks = (2, 2, 2, 2, 2, 2, 3, 2, 2, 3, 2)
     mask_axes = [0 if x.ndim > r else None for x, r in zip(operands, ranks, strict=True)]
     forward = lambda *x: forward_p.bind(*x, **STATIC)  # noqa: E731
-    assert_maps(forward, [*tensors, *operands[:8]], [*axes, *mask_axes[:8]])
+    assert_maps(forward, [*tensors, *operands[:9]], [*axes, *mask_axes[:9]])
 
     dout = tensor(True, 2, 70, 4, 8)
 
     def both(query, key, value, dout, *mask):
-        out, lse = forward(query, key, value, *mask[:8])
+        out, lse = forward(query, key, value, *mask[:9])
         return backward_p.bind(
-            query, key, value, out, lse, dout, lse, *mask, has_dlse=False, **STATIC
+            query, key, value, out, lse, dout, lse, *backward_mask(mask), has_dlse=False, **STATIC
         )
 
     assert_maps(both, [*tensors, dout, *operands], [*axes, 0, *mask_axes])
@@ -146,4 +153,4 @@ def test_called_outside_jit():
     ids = jnp.asarray(cases.PADDED[None])
     lo, hi, tested = documents_p.bind(ids, ids, ids, ids, compare_positions=False)
     blocks = blocks_p.bind(lo, hi, tested, kv_len=409)
-    assert [x.shape for x in blocks] == [(1, 5, 7), (1, 4, 7), (1, 4), (1, 4)]
+    assert [x.shape for x in blocks] == [(1, 5, 7), (1, 4, 7), (1, 4), (1, 3), (1, 4)]

@@ -144,6 +144,11 @@ def refusals():
         {"q_order": Array(I32, (2, 2))},
         ("q_order is int32[2, 2], expected int32[mask_batch=2, ceil(q_len/128)=3]"),
     )
+    yield (
+        forward,
+        {"q_order_192": Array(I32, (2, 3))},
+        ("q_order_192 is int32[2, 3], expected int32[mask_batch=2, ceil(q_len/192)=2]"),
+    )
     out = "D[batch=2, q_len=300, heads=6, v_dim=V]"
     sums = "float32[batch=2, heads=6, q_len=300]"
     bad = Array("D", (2, 300, 6, 1))
@@ -286,6 +291,11 @@ def refusals():
     )
     yield (
         blocks,
+        {"q_order_192": Array(I32, (1, 2))},
+        ("q_order_192 is int32[1, 2], expected int32[mask_batch=2, ceil(q_len/192)=2]"),
+    )
+    yield (
+        blocks,
         {"kv_order": Array(I32, (2, 5))},
         ("kv_order is int32[2, 5], expected int32[mask_batch=2, ceil(kv_len/128)=6]"),
     )
@@ -329,4 +339,4 @@ def test_wrong_number_of_operands(shared_machine):
     call.operands.popitem()
     failure = shared_machine.run(call)
     assert failure.code == "InvalidArgument"
-    assert "Wrong number of arguments: expected 11 but got 10" in failure.message
+    assert "Wrong number of arguments: expected 12 but got 11" in failure.message

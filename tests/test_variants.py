@@ -1,4 +1,7 @@
-"""The variant table and its compiler: keys unique, every row buildable, a surprise in the PTX refused, builds repeatable."""
+"""The variant table and its compiler.
+
+Keys unique, every row buildable, a surprise in the PTX refused, builds repeatable.
+"""
 
 from __future__ import annotations
 
@@ -40,17 +43,23 @@ def test_keys_and_names_are_unique() -> None:
 
 def test_every_architecture_has_every_kernel() -> None:
     for arch in table.ARCHS.values():
-        assert {v.kernel for v in ALL if v.arch is arch} == set(table.KERNELS)
-        for kernel in (*table.TILES, "backward_delta"):
-            got = {(v.dtype, v.qk_dim, v.v_dim) for v in ALL if v.arch is arch and v.kernel == kernel}
+        own = set() if arch.tiles == "hopper" else set(table.HOPPER_TILES)
+        assert {v.kernel for v in ALL if v.arch is arch} == set(table.KERNELS) - own
+        for kernel in (*table.TILES, *set(table.HOPPER_TILES) - own, "backward_delta"):
+            got = {
+                (v.dtype, v.qk_dim, v.v_dim) for v in ALL if v.arch is arch and v.kernel == kernel
+            }
             assert got == {(d, *dims) for d in table.DTYPES for dims in table.HEAD_DIMS}
 
 
 def test_tiles_fit_the_order_of_tiles_and_the_blocks() -> None:
-    # an entry of q_order is 128 rows: a program takes a divisor of it, in whole blocks of 64 where it merges bounds
+    # An entry of q_order is 128 rows: a program takes a divisor of it, in whole blocks of 64 where
+    # it merges bounds. Kernels with tensor maps take whole entries, of q_order or of q_order_192.
     for v in ALL:
         if v.kernel in table.TILES:
             assert 128 % v.block == 0 and v.block % 64 == 0, v.name
+        if v.kernel in table.HOPPER_TILES:
+            assert v.block in (128, 192), v.name
 
 
 @pytest.mark.parametrize("kernel", sorted(table.KERNELS))
@@ -59,9 +68,10 @@ def test_every_argument_has_a_type(kernel: str) -> None:
     found = re.search(rf"def {kernel}\((.*?)\):", text, re.S)
     assert found, f"{kernel} is not in the file that the table names"
     arguments = [a.split(":")[0].strip() for a in found[1].split(",") if a.strip()]
-    _, params = compiler.signature(kernel, arguments, "bf16")
-    kinds = {p["name"]: p["type"] for p in params}
-    pointers = [n for n, t in kinds.items() if t == "ptr"]
+    kinds = {p["name"]: p["type"] for p in compiler.parameters(kernel, arguments)}
+    maps = [n for n, t in kinds.items() if t == "tma"]
+    assert maps == list(table.TENSOR_MAPS.get(kernel, ())), "tensor maps in the order of the table"
+    pointers = [n for n, t in kinds.items() if t in ("ptr", "tma")]
     assert list(kinds)[: len(pointers)] == pointers, "pointers come first"
     documented = (ROOT / "docs" / "design.md").read_text()
     row = re.search(rf"^\| `{kernel}` \| (.*?) \|", documented, re.M)
@@ -72,8 +82,22 @@ def test_every_argument_has_a_type(kernel: str) -> None:
 
 def test_narrowing_names_what_is_accepted() -> None:
     assert compiler.names("90a, 80", dict(table.ARCHS), "--archs") == ("90a", "80")
-    with pytest.raises(SystemExit, match=r"--archs: '75' is not in the table; accepted: 80, 86, 89, 90a, 100a, 120a"):
+    with pytest.raises(
+        SystemExit,
+        match=r"--archs: '75' is not in the table; accepted: 80, 86, 89, 90a, 100a, 120a",
+    ):
         compiler.names("75", dict(table.ARCHS), "--archs")
+
+
+def test_parameters_do_not_depend_on_the_variant() -> None:
+    """C++ has one struct a kernel; kernels.txt says it also of kernels without a variant."""
+    pytest.importorskip("triton", reason="a build dependency")
+    lines = [compiler.kernel_line(kernel).split() for kernel in table.KERNELS]
+    assert [line[0] for line in lines] == list(table.KERNELS)
+    assert lines[0][:3] == ["forward", "query:ptr", "key:ptr"]
+    (hopper,) = (line for line in lines if line[0] == "forward_hopper")
+    portable = [p.replace(":ptr", ":tma") for p in lines[0][1:5]] + lines[0][5:]
+    assert hopper[1:] == portable, "the handler fills both in from one call"
 
 
 PTX = """
@@ -91,8 +115,26 @@ PTX = """
 def test_parameters_in_the_ptx_are_checked() -> None:
     params = [{"name": n, "type": t} for n, t in (("a", "ptr"), ("b", "i32"), ("c", "f32"))]
     compiler.check_parameters(PTX, params, "k")
-    with pytest.raises(SystemExit, match=r"k: parameters in the PTX are \['ptr', 'i32', 'f32', 'ptr', 'ptr'\], the launcher would pass"):
+    with pytest.raises(
+        SystemExit,
+        match=r"k: parameters in the PTX are \['ptr', 'i32', 'f32', 'ptr', 'ptr'\], the launcher",
+    ):
         compiler.check_parameters(PTX, params[:2], "k")
+
+
+def test_a_tensor_map_is_seven_parameters() -> None:
+    kinds = [".align 64 .b8", *[".u32"] * 3, *[".u64"] * 3, ".u64 .ptr .global .align 16"]
+    kinds += [".u64 .ptr .global .align 1"] * 2
+    lines = [f"	.param {kind} k_param_{i}" for i, kind in enumerate(kinds)]
+    lines[0] += "[128]"
+    ptx = ".visible .entry k(\n" + ",\n".join(lines) + "\n)\n"
+    params = [{"name": "a", "type": "tma"}, {"name": "b", "type": "ptr"}]
+    compiler.check_parameters(ptx, params, "k")
+    for wrong in (params[:1], params[::-1], [{"name": "a", "type": "ptr"}, params[1]]):
+        with pytest.raises(SystemExit, match="k: parameters in the PTX"):
+            compiler.check_parameters(ptx, wrong, "k")
+    with pytest.raises(SystemExit, match="k: parameters in the PTX"):  # no CUtensorMap
+        compiler.check_parameters(ptx.replace("[128]", "[64]"), params, "k")
 
 
 @pytest.mark.parametrize("dtype,dims", [("bf16", "64x64")])
@@ -109,16 +151,22 @@ def test_two_builds_give_the_same_bytes(tmp_path: pathlib.Path, dtype: str, dims
                 (target / f.name).write_bytes(f.read_bytes())
         out = root / "out"
         script = (
-            "import sys, pathlib; sys.path.insert(0, 'csrc/aot'); import compile as c, variants as t;"
-            "todo = [v for v in t.variants(('80', '90a'), ('bf16',), ((64, 64),)) if v.kernel in ('forward', 'blocks_rows')];"
+            "import sys, pathlib; sys.path.insert(0, 'csrc/aot');"
+            "import compile as c, variants as t;"
+            "todo = [v for v in t.variants(('80', '90a'), ('bf16',), ((64, 64),))"
+            " if v.kernel in ('forward', 'blocks_rows')];"
             "sys.exit(c.compile_table(todo, pathlib.Path('out'), None, 2))"
         )
         env = {"PATH": "/usr/bin:/bin", "HOME": str(root), "TRITON_CACHE_DIR": str(root / "cache")}
         subprocess.run([sys.executable, "-c", script], cwd=root, check=True, env=env)
         files = sorted(out.iterdir())
-        assert len(files) == 8
+        assert len(files) == 9  # a cubin and its JSON each, and kernels.txt
         built.append({f.name: f.read_bytes() for f in files})
     assert built[0] == built[1]
     record = json.loads(built[0]["forward_bf16_64x64_sm90a.json"])
-    assert record["arch"] == "sm_90a" and record["exact"] and record["params"][0] == {"name": "query", "type": "ptr"}
+    assert (
+        record["arch"] == "sm_90a"
+        and record["exact"]
+        and record["params"][0] == {"name": "query", "type": "ptr"}
+    )
     assert {len(b) > 1000 for n, b in built[0].items() if n.endswith(".cubin")} == {True}

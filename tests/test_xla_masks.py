@@ -100,11 +100,11 @@ def blocks_by_hand(lo, hi, tested, kv_len):
             entry[2:] = 64 * first, 64 * (last + 1)
         kv_blocks.append(entry)
 
-    def order(entries, low, high):
+    def order(entries, low, high, blocks=2):
         work = []
-        for tile in range(ceil(len(entries), 2)):
-            pair = entries[2 * tile : 2 * tile + 2]
-            work.append(max(0, max(e[high] for e in pair) - min(e[low] for e in pair)))
+        for tile in range(ceil(len(entries), blocks)):
+            merged = entries[blocks * tile : blocks * (tile + 1)]
+            work.append(max(0, max(e[high] for e in merged) - min(e[low] for e in merged)))
         result = [None] * len(work)
         for tile, own in enumerate(work):
             place = sum(w > own for w in work) + sum(w == own for w in work[:tile])
@@ -115,6 +115,7 @@ def blocks_by_hand(lo, hi, tested, kv_len):
         np.array(q_blocks).T,
         np.array(kv_blocks).T,
         np.array(order(q_blocks, 0, 3)),
+        np.array(order(q_blocks, 0, 3, blocks=3)),
         np.array(order(kv_blocks, 0, 1)),
     )
 
@@ -199,9 +200,8 @@ def check_blocks(lo, hi, tested, kv_len):
     got = compiled_blocks(lo, hi, tested, kv_len=kv_len)
     for b in range(len(lo)):
         expected = blocks_by_hand(lo[b].tolist(), hi[b].tolist(), tested[b].tolist(), kv_len)
-        for name, x, y in zip(
-            ("q_blocks", "kv_blocks", "q_order", "kv_order"), got, expected, strict=True
-        ):
+        names = ("q_blocks", "kv_blocks", "q_order", "q_order_192", "kv_order")
+        for name, x, y in zip(names, got, expected, strict=True):
             assert x.dtype == np.int32
             np.testing.assert_array_equal(x[b], y, err_msg=f"{name}, batch row {b}")
 

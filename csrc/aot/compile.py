@@ -1,15 +1,19 @@
-"""Compile the table: one Triton kernel and one architecture to NAME.cubin and NAME.json (fields: docs/design.md).
+"""Compile the table: one kernel for one architecture to NAME.cubin and NAME.json (docs/design.md).
 
-    python csrc/aot/compile.py --out build/cubins [--archs 90a;80] [--dtypes bf16] [--head-dims 128x128] [--jobs 2] [--cache DIR]
+    python csrc/aot/compile.py --out build/cubins [--archs 90a;80] [--dtypes bf16]
+        [--head-dims 128x128] [--jobs 2] [--cache DIR]
 
-Needs Triton, no GPU, no driver, no torch. Every variant is compiled in a process of its own, because LLVM aborts the process on an error.
-Refuses a parameter layout in the PTX other than the one the launcher will use, and a variant over its architecture's shared memory.
+Needs Triton, no GPU, no driver, no torch. Every variant is compiled in a process of its own,
+because LLVM aborts the process on an error. Refuses a parameter layout in the PTX other than the
+one the launcher will use, and a variant over its architecture's shared memory. Also writes
+kernels.txt, the parameters of every kernel.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib
 import inspect
 import json
 import multiprocessing
@@ -20,6 +24,7 @@ import subprocess
 import sys
 import time
 import traceback
+from typing import Any
 
 HERE = pathlib.Path(__file__).resolve().parent
 KERNEL_DIR = HERE.parent / "kernels"
@@ -50,28 +55,52 @@ def tensor_map_type(dtype: str, tile: tuple[int | str, str], constants: dict[str
     return f"tensordesc<{TRITON_DTYPES[dtype]}[{','.join(map(str, shape))}],{layout!r}>"
 
 
-def signature(
-    kernel: str, arguments: list[str], dtype: str, constants: dict[str, int]
-) -> tuple[dict[str, str], list[dict[str, str]]]:
-    """Triton's signature and ours, in the kernel's argument order; compile-time constants are upper case."""
-    triton_types: dict[str, str] = {}
-    maps = table.TENSOR_MAPS.get(kernel, {})
-    params: list[dict[str, str]] = []
+def kernel_function(kernel: str) -> Any:
+    return getattr(importlib.import_module(table.KERNELS[kernel]), kernel)
+
+
+def argument_names(kernel: str) -> list[str]:
+    """As the kernel's source has them; those in upper case are compile-time constants."""
+    return list(inspect.signature(kernel_function(kernel).fn).parameters)
+
+
+def parameters(kernel: str, arguments: list[str]) -> list[dict[str, str]]:
+    """What the launcher passes, in order: the same for every variant of a kernel."""
+    params = []
     for name in arguments:
         if name.isupper():
-            triton_types[name] = "constexpr"
             continue
-        if name in maps:
-            triton_types[name] = tensor_map_type(dtype, maps[name], constants)
-            params.append({"name": name, "type": "tma"})
-            continue
-        if name in table.POINTERS:
-            triton_types[name] = "*" + (table.POINTERS[name] or TRITON_DTYPES[dtype])
+        if name in table.TENSOR_MAPS.get(kernel, {}):
+            kind = "tma"
+        elif name in table.POINTERS:
+            kind = "ptr"
         else:
-            triton_types[name] = "fp32" if name == "scale" else "i32"
-        kind = "ptr" if name in table.POINTERS else "f32" if name == "scale" else "i32"
+            kind = "f32" if name == "scale" else "i32"
         params.append({"name": name, "type": kind})
-    return triton_types, params
+    return params
+
+
+def kernel_line(kernel: str) -> str:
+    """kernels.txt: "forward query:ptr key:ptr ... kv_heads:i32"."""
+    params = parameters(kernel, argument_names(kernel))
+    return " ".join([kernel, *(f"{p['name']}:{p['type']}" for p in params)]) + "\n"
+
+
+def triton_types(
+    kernel: str, arguments: list[str], dtype: str, constants: dict[str, int]
+) -> dict[str, str]:
+    """Triton's signature of one variant."""
+    kinds = {p["name"]: p["type"] for p in parameters(kernel, arguments)}
+    types = {}
+    for name in arguments:
+        kind = kinds.get(name, "constexpr")
+        if kind == "tma":
+            types[name] = tensor_map_type(dtype, table.TENSOR_MAPS[kernel][name], constants)
+        elif kind == "ptr":
+            types[name] = "*" + (table.POINTERS[name] or TRITON_DTYPES[dtype])
+        else:
+            types[name] = "fp32" if kind == "f32" else kind
+    return types
 
 
 def check_parameters(ptx: str, params: list[dict[str, str]], kernel: str) -> None:
@@ -104,8 +133,6 @@ def resources(cubin: pathlib.Path) -> dict[str, int]:
 
 def compile_variant(variant: table.Variant, out: pathlib.Path) -> None:
     """Write `out`/NAME.cubin and NAME.json."""
-    import importlib
-
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -121,10 +148,11 @@ def compile_variant(variant: table.Variant, out: pathlib.Path) -> None:
     )  # Triton would take 13.4 for all of sm_90 and above
     os.environ["TRITON_PTXAS_PATH"] = str(ptxas)
     os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # paths and a third of the size
-    fn = getattr(importlib.import_module(table.KERNELS[variant.kernel]), variant.kernel)
-    arguments = list(inspect.signature(fn.fn).parameters)
+    fn = kernel_function(variant.kernel)
+    arguments = argument_names(variant.kernel)
     constants = dict(variant.constants)
-    types, params = signature(variant.kernel, arguments, variant.dtype, constants)
+    params = parameters(variant.kernel, arguments)
+    types = triton_types(variant.kernel, arguments, variant.dtype, constants)
     # XLA's buffers are aligned; a view of one never reaches a custom call
     aligned = {
         (i,): [["tt.divisibility", 16]] for i, a in enumerate(arguments) if types[a][0] == "*"
@@ -201,7 +229,7 @@ def compile_table(
         raise SystemExit(
             f"Triton {triton.__version__} found, {TRITON_VERSION} needed: cubins depend on the version"
         )
-    import triton.compiler  # noqa: F401  imported once, inherited by every fork
+    import triton.compiler
 
     out.mkdir(parents=True, exist_ok=True)
     sources = source_bytes()
@@ -248,6 +276,8 @@ def compile_table(
                 for suffix in (".cubin", ".json"):
                     (store / f"{name}{suffix}").write_bytes((out / f"{name}{suffix}").read_bytes())
         time.sleep(0.02)
+    # Of every kernel, also one that this build has no variant of: C++ calls them all by name.
+    (out / "kernels.txt").write_text("".join(map(kernel_line, table.KERNELS)))
     print(f"{len(todo)} variants, {cached} from the cache, {failed} failed", flush=True)
     return failed
 

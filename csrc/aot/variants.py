@@ -148,9 +148,6 @@ def tiled(kernel: str, arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Varia
     return Variant(kernel, arch, dtype, qk_dim, v_dim, tuple(constants.items()), block, warps)
 
 
-WITH_GLUON = False
-
-
 def hopper(kernel: str, arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Variant:
     groups, keys, stages, consumer, producer = HOPPER_TILES[kernel][max(qk_dim, v_dim)]
     constants = {
@@ -173,7 +170,7 @@ def variants(
 ) -> Iterator[Variant]:
     """Every variant of the narrowed table, heaviest to compile first."""
     for arch in archs:
-        if ARCHS[arch].tiles == "hopper" and WITH_GLUON:
+        if ARCHS[arch].tiles == "hopper":
             for kernel in HOPPER_TILES:
                 for dtype in dtypes:
                     for qk_dim, v_dim in head_dims:

@@ -16,6 +16,8 @@ class Variant(TypedDict):
     threads: int
     shared: int  # bytes of dynamic shared memory
     block: int  # what one program covers
+    # (rows, columns, swizzle) that TMA moves at once, per tensor map among the parameters
+    tensor_maps: list[tuple[int, int, int]]
     bytes: int  # of the cubin
 
 class Device(TypedDict):

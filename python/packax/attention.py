@@ -140,7 +140,7 @@ def _forward(static, query, key, value, mask):
         query,
         key,
         value,
-        *mask[:8],
+        *mask[:9],
         scale=static.scale,
         element_test=static.element_test,
         implementation=static.implementation,
@@ -161,7 +161,8 @@ def _backward(static, residuals, cotangents):
         lse,
         dout,
         dlse if static.return_lse else lse,
-        *mask,
+        *mask[:8],
+        *mask[9:],  # without q_order_192
         scale=static.scale,
         element_test=static.element_test,
         has_dlse=static.return_lse,

@@ -25,6 +25,7 @@ from packax.primitives import blocks_p, documents_p, vary_together
         "q_blocks",
         "kv_blocks",
         "q_order",
+        "q_order_192",
         "kv_order",
     ],
     meta_fields=["q_len", "kv_len", "element_test"],
@@ -48,13 +49,14 @@ class AttentionMask:
     q_blocks: jax.Array
     kv_blocks: jax.Array
     q_order: jax.Array
+    q_order_192: jax.Array
     kv_order: jax.Array
     q_len: int
     kv_len: int
     element_test: int
 
     def operands(self) -> tuple[jax.Array, ...]:
-        """The mask operands of the backward primitive; the forward one takes the first eight."""
+        """The mask operands: forward_p takes the first nine, backward_p all but q_order_192."""
 
         # Operands that are not there are never read: q_lo stands in, so that nothing is made.
         def first(*arrays: jax.Array | None) -> jax.Array:
@@ -69,6 +71,7 @@ class AttentionMask:
             first(self.kv_pos, self.q_pos, self.q_lo),
             self.q_blocks,
             self.q_order,
+            self.q_order_192,
             self.kv_blocks,
             self.kv_order,
         )
@@ -175,7 +178,7 @@ def _build(document, ranges, *, by_index, batch, q_len, kv_len) -> AttentionMask
     empty = lo >= hi
     lo, hi, tested = (jnp.where(empty, 0, x) for x in (lo, hi, tested))
 
-    q_blocks, kv_blocks, q_order, kv_order = blocks_p.bind(
+    q_blocks, kv_blocks, q_order, q_order_192, kv_order = blocks_p.bind(
         *vary_together(lo, hi, tested), kv_len=kv_len
     )
     element_test = 0 if q_ids is None else 1 if q_pos is None else 2
@@ -189,6 +192,7 @@ def _build(document, ranges, *, by_index, batch, q_len, kv_len) -> AttentionMask
         q_blocks=q_blocks,
         kv_blocks=kv_blocks,
         q_order=q_order,
+        q_order_192=q_order_192,
         kv_order=kv_order,
         q_len=q_len,
         kv_len=kv_len,

@@ -1,10 +1,10 @@
 """The four primitives: shapes of their results and how vmap folds into the batch. No policy.
 
 documents_p: q_ids, kv_ids, q_pos, kv_pos -> lo, hi, tested
-blocks_p: q_lo, q_hi, tested -> q_blocks, kv_blocks, q_order, kv_order
-forward_p: query, key, value, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order
-    -> out, lse
-backward_p: query, key, value, out, lse, dout, dlse, the mask operands of forward_p, kv_blocks,
+blocks_p: q_lo, q_hi, tested -> q_blocks, kv_blocks, q_order, q_order_192, kv_order
+forward_p: query, key, value, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order,
+    q_order_192 -> out, lse
+backward_p: query, key, value, out, lse, dout, dlse, q_lo to q_order as in forward_p, kv_blocks,
     kv_order -> dq, dk, dv
 docs/design.md gives every shape; lowering.py gives them a meaning per platform.
 """
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching
 
-from packax.xla_masks import BLOCK, TILE
+from packax.xla_masks import BLOCK, TILE, TILE_192
 
 P = jax.sharding.PartitionSpec
 
@@ -98,6 +98,7 @@ def _blocks_shapes(q_lo, q_hi, tested, *, kv_len):
         array(5, math.ceil(q_len / BLOCK)),
         array(4, math.ceil(kv_len / BLOCK)),
         array(math.ceil(q_len / TILE)),
+        array(math.ceil(q_len / TILE_192)),
         array(math.ceil(kv_len / TILE)),
     ]
 

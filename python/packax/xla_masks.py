@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 BLOCK = 64  # rows or keys summarised by one entry of q_blocks and kv_blocks
 TILE = 128  # rows or keys of one entry of q_order and kv_order
+TILE_192 = 192  # rows of one entry of q_order_192
 INT_MAX = 2**31 - 1
 PADDING = -1
 HASH_MULTIPLIER = 0x9E3779B1  # 2^32 divided by the golden ratio: spreads consecutive ids
@@ -108,16 +109,17 @@ def _first_later(kv_pos, q_pos, lo, hi):
 
 def block_bounds(
     q_lo: jax.Array, q_hi: jax.Array, tested: jax.Array, *, kv_len: int
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """q_blocks (Bm, 5, NQ), kv_blocks (Bm, 4, NK), q_order and kv_order (Bm, tiles)."""
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+    """q_blocks (Bm, 5, NQ), kv_blocks (Bm, 4, NK); q_order, q_order_192, kv_order (Bm, tiles)."""
     q_len = q_lo.shape[1]
 
     def one_row(lo, hi, tested):
         q_blocks = _query_blocks(lo, hi, tested)
         kv_blocks = _key_blocks(q_blocks, q_len, kv_len)
-        q_order = _order(q_blocks[0], q_blocks[3])
-        kv_order = _order(kv_blocks[0], kv_blocks[1])
-        return q_blocks, kv_blocks, q_order, kv_order
+        q_order = _order(q_blocks[0], q_blocks[3], TILE)
+        q_order_192 = _order(q_blocks[0], q_blocks[3], TILE_192)
+        kv_order = _order(kv_blocks[0], kv_blocks[1], TILE)
+        return q_blocks, kv_blocks, q_order, q_order_192, kv_order
 
     return jax.vmap(one_row)(q_lo, q_hi, tested)
 
@@ -162,12 +164,13 @@ def _key_blocks(q_blocks, q_len, kv_len):
     return jax.lax.map(one_block, first_keys, batch_size=64).T
 
 
-def _order(low, high):
-    """Tiles, each of two blocks, by their merged high - low: most first, ties in order."""
-    if low.shape[0] % 2:
-        low = jnp.pad(low, (0, 1), constant_values=INT_MAX)
-        high = jnp.pad(high, (0, 1))
-    low = jnp.min(low.reshape(-1, TILE // BLOCK), axis=1)
-    high = jnp.max(high.reshape(-1, TILE // BLOCK), axis=1)
+def _order(low, high, tile):
+    """Tiles of so many rows or keys by their merged high - low: most first, ties in order."""
+    blocks = tile // BLOCK
+    missing = -low.shape[0] % blocks
+    low = jnp.pad(low, (0, missing), constant_values=INT_MAX)
+    high = jnp.pad(high, (0, missing))
+    low = jnp.min(low.reshape(-1, blocks), axis=1)
+    high = jnp.max(high.reshape(-1, blocks), axis=1)
     work = jnp.maximum(high - low, 0)
     return jnp.argsort(-work, stable=True).astype(jnp.int32)

@@ -73,6 +73,7 @@ def forward(m, s=Sizes(), scale=0.125, element_test=2):
             "key": Array(dtype, (s.batch, s.kv_len, s.kv_heads, qk_dim)),
             "value": Array(dtype, (s.batch, s.kv_len, s.kv_heads, v_dim)),
             **s.mask(),
+            "q_order_192": Array("int32", (s.mask_batch, ceil(s.q_len / 192))),
         },
         {
             "out": Array(dtype, (s.batch, s.q_len, s.heads, v_dim)),
@@ -136,6 +137,7 @@ def blocks(m, s=Sizes()):
             "q_blocks": Array("int32", (s.mask_batch, 5, ceil(s.q_len / 64))),
             "kv_blocks": Array("int32", (s.mask_batch, 4, ceil(s.kv_len / 64))),
             "q_order": Array("int32", (s.mask_batch, ceil(s.q_len / 128))),
+            "q_order_192": Array("int32", (s.mask_batch, ceil(s.q_len / 192))),
             "kv_order": Array("int32", (s.mask_batch, ceil(s.kv_len / 128))),
         },
         {"kv_len": ("int64", s.kv_len)},
@@ -143,9 +145,3 @@ def blocks(m, s=Sizes()):
 
 
 CALLS = {"forward": forward, "backward": backward, "documents": documents, "blocks": blocks}
-KERNELS = {
-    "forward": ["forward"],
-    "backward": ["backward_delta", "backward_dkdv", "backward_dq"],
-    "documents": ["documents_init", "documents_runs", "documents_rows"],
-    "blocks": ["blocks_rows", "blocks_keys", "blocks_order"],
-}

@@ -37,6 +37,16 @@ typedef struct Kernel {
   char name[64];
   int shared[kMaxDevices];
 } Kernel;
+/* What the fake cuTensorMapEncodeTiled puts into the 128 bytes of a map: its arguments. */
+typedef struct Map {
+  uint64_t address;
+  uint64_t flags; /* the word whose bit 21 old drivers get wrong; all bits set here */
+  uint64_t sizes[3];
+  uint64_t strides[2];
+  uint32_t box[3];
+  uint32_t steps[3];
+  uint8_t type, interleave, swizzle, promotion, fill;
+} Map;
 typedef struct Function {
   Kernel* kernel;
   uint64_t context;
@@ -63,6 +73,12 @@ static struct {
   char kernel[64];
   char types[64];
 } layouts[32];
+static int version =
+#ifdef FAKE_OLD
+    11080;
+#else
+    12040;
+#endif
 static char* record;
 static size_t record_size;
 static __thread int current = 0;
@@ -84,6 +100,8 @@ void fake_set_current(int device) { current = device; }
 /* As after cuDevicePrimaryCtxReset: same address, another context. */
 void fake_new_context(int device) { devices[device].context.id = next_context++; }
 
+void fake_set_version(int value) { version = value; }
+
 /* `code` from every call of `function` on; 0: none. */
 void fake_fail(const char* function, int code) {
   int i = 0;
@@ -93,7 +111,8 @@ void fake_fail(const char* function, int code) {
   failures[i].code = code;
 }
 
-/* `types`: one letter a parameter, p(ointer) i(nt32) f(loat), with the two scratch pointers. */
+/* `types`: one letter a parameter, p(ointer) i(nt32) f(loat) t(ensor map: seven parameters), with
+ * the two scratch pointers. */
 void fake_set_layout(const char* kernel, const char* types) {
   int i = 0;
   while (layouts[i].kernel[0] && strcmp(layouts[i].kernel, kernel)) ++i;
@@ -152,13 +171,9 @@ int cuInit(unsigned flags) {
   return flags ? kInvalidValue : kSuccess;
 }
 
-int cuDriverGetVersion(int* version) {
+int cuDriverGetVersion(int* out) {
   ENTER();
-#ifdef FAKE_OLD
-  *version = 11080;
-#else
-  *version = 12040;
-#endif
+  *out = version;
   return kSuccess;
 }
 
@@ -265,6 +280,55 @@ int cuKernelGetFunction(void** function, Kernel* kernel) {
   return kSuccess;
 }
 
+int cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* address, const uint64_t* sizes,
+                           const uint64_t* strides, const uint32_t* box, const uint32_t* steps,
+                           int interleave, int swizzle, int promotion, int fill) {
+  ENTER();
+  Map made = {.address = (uintptr_t)address,
+              .flags = ~0ull,
+              .type = (uint8_t)type,
+              .interleave = (uint8_t)interleave,
+              .swizzle = (uint8_t)swizzle,
+              .promotion = (uint8_t)promotion,
+              .fill = (uint8_t)fill};
+  if ((uintptr_t)map % 64 || rank != 3 || made.address % 16) return kInvalidValue;
+  for (int i = 0; i < 3; ++i) {
+    if (!sizes[i] || sizes[i] > 1ull << 32 || !box[i] || box[i] > 256) return kInvalidValue;
+    if (i < 2 && (strides[i] % 16 || strides[i] >= 1ull << 40)) return kInvalidValue;
+    made.sizes[i] = sizes[i];
+    if (i < 2) made.strides[i] = strides[i];
+    made.box[i] = box[i];
+    made.steps[i] = steps[i];
+  }
+  memset(map, 0, 128);
+  memcpy(map, &made, sizeof made);
+  return kSuccess;
+}
+
+static void write_map(void** params) {
+  Map m;
+  int32_t shape[3];
+  int64_t strides[3];
+  char text[768];
+  memcpy(&m, params[0], sizeof m);
+  for (int i = 0; i < 3; ++i) {
+    memcpy(&shape[i], params[1 + i], 4);
+    memcpy(&strides[i], params[4 + i], 8);
+  }
+  snprintf(text, sizeof text,
+           "{\"address\": %llu, \"bit21\": %d, \"sizes\": [%llu, %llu, %llu], "
+           "\"byte_strides\": [%llu, %llu], \"box\": [%u, %u, %u], \"steps\": [%u, %u, %u], "
+           "\"type\": %d, \"interleave\": %d, \"swizzle\": %d, \"promotion\": %d, \"fill\": %d, "
+           "\"shape\": [%d, %d, %d], \"strides\": [%lld, %lld, %lld]}",
+           (unsigned long long)m.address, (int)(m.flags >> 21 & 1), (unsigned long long)m.sizes[0],
+           (unsigned long long)m.sizes[1], (unsigned long long)m.sizes[2],
+           (unsigned long long)m.strides[0], (unsigned long long)m.strides[1], m.box[0], m.box[1],
+           m.box[2], m.steps[0], m.steps[1], m.steps[2], m.type, m.interleave, m.swizzle,
+           m.promotion, m.fill, shape[0], shape[1], shape[2], (long long)strides[0],
+           (long long)strides[1], (long long)strides[2]);
+  write_text(text);
+}
+
 int cuLaunchKernel(Function* f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
                    unsigned bz, unsigned shared, void* stream, void** params, void** extra) {
   ENTER();
@@ -285,19 +349,25 @@ int cuLaunchKernel(Function* f, unsigned gx, unsigned gy, unsigned gz, unsigned 
            f->kernel->name, current, gx, gy, gz, bx, by, bz, shared,
            (unsigned long long)(uintptr_t)stream);
   write_text(text);
-  for (int i = 0; types[i]; ++i) {
+  for (int i = 0; types[i]; ++i, ++params) {
     const char* separator = i ? ", " : "";
+    if (types[i] == 't') {
+      write_text(separator);
+      write_map(params);
+      params += 6;
+      continue;
+    }
     if (types[i] == 'p') {
       uint64_t v;
-      memcpy(&v, params[i], 8);
+      memcpy(&v, params[0], 8);
       snprintf(text, sizeof text, "%s%llu", separator, (unsigned long long)v);
     } else if (types[i] == 'f') {
       float v;
-      memcpy(&v, params[i], 4);
+      memcpy(&v, params[0], 4);
       snprintf(text, sizeof text, "%s%.9g", separator, (double)v);
     } else {
       int32_t v;
-      memcpy(&v, params[i], 4);
+      memcpy(&v, params[0], 4);
       snprintf(text, sizeof text, "%s%d", separator, v);
     }
     write_text(text);

@@ -14,6 +14,18 @@ def machine(tmp_path, driver):
     return make_machine(tmp_path, driver)
 
 
+@pytest.fixture
+def hopper(tmp_path, driver):
+    """A machine whose forward takes tensor maps."""
+    return make_machine(tmp_path, driver, choose=lambda m: m.has_hopper())
+
+
+@pytest.fixture
+def portable(tmp_path, driver):
+    """A machine whose forward is the portable one."""
+    return make_machine(tmp_path, driver, choose=lambda m: not m.has_hopper())
+
+
 @pytest.fixture(scope="module")
 def shared_machine(tmp_path_factory, driver):
     """For tests that never get as far as the driver."""

@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -20,9 +21,12 @@ COMPILER = next((c for c in ("cc", "gcc", "clang") if shutil.which(c)), None)
 needs_extension = pytest.mark.skipif(SPEC is None, reason="packax._ext is not built")
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C compiler for the fake libcuda")
 
-# docs/design.md, "Kernels": arguments in order; a colon gives the type where it is not int32.
+# docs/design.md, "Kernels": arguments in order; a colon gives the type where it is neither a
+# pointer nor int32: t(ensor map), f(loat).
 POINTERS = {
     "forward": "query key value out lse q_lo q_hi q_ids kv_ids q_pos kv_pos q_blocks q_order",
+    "forward_hopper": "query:t key:t value:t out:t lse q_lo q_hi q_ids kv_ids q_pos kv_pos "
+    "q_blocks q_order",
     "backward_delta": "out dout dlse delta q_lo q_hi",
     "backward_dkdv": "query key value dout lse delta dk dv q_lo q_hi q_ids kv_ids q_pos kv_pos "
     "q_blocks kv_blocks kv_order",
@@ -33,11 +37,12 @@ POINTERS = {
     "documents_rows": "q_ids kv_ids q_pos kv_pos workspace lo hi tested",
     "blocks_rows": "q_lo q_hi tested q_blocks",
     "blocks_keys": "q_blocks kv_blocks",
-    "blocks_order": "q_blocks kv_blocks q_order kv_order",
+    "blocks_order": "q_blocks kv_blocks q_order q_order_192 kv_order",
 }
 ATTENTION = "scale:f element_test batch mask_batch q_len kv_len heads kv_heads"
 SCALARS = {
     "forward": ATTENTION,
+    "forward_hopper": ATTENTION,
     "backward_delta": "has_dlse batch mask_batch q_len heads",
     "backward_dkdv": ATTENTION,
     "backward_dq": ATTENTION,
@@ -52,9 +57,22 @@ SCALARS = {
 
 def layout(kernel):
     """The fake driver's spelling of a parameter list, with Triton's two scratch pointers."""
-    scalars = "".join("f" if ":f" in s else "i" for s in SCALARS[kernel].split())
-    return "p" * len(POINTERS[kernel].split()) + scalars + "pp"
+    letters = [name.partition(":")[2] or "p" for name in POINTERS[kernel].split()]
+    letters += [name.partition(":")[2] or "i" for name in SCALARS[kernel].split()]
+    return "".join(letters) + "pp"
 
+
+def arguments(kernel):
+    """Names, in order."""
+    return re.sub(":[a-z]", "", f"{POINTERS[kernel]} {SCALARS[kernel]}").split()
+
+
+KERNELS = {
+    "forward": ["forward"],
+    "backward": ["backward_delta", "backward_dkdv", "backward_dq"],
+    "documents": ["documents_init", "documents_runs", "documents_rows"],
+    "blocks": ["blocks_rows", "blocks_keys", "blocks_order"],
+}
 
 _serial = itertools.count()
 
@@ -92,7 +110,17 @@ class Machine:
     ext: object
     cuda: ctypes.CDLL
     xla: Xla
-    variant: dict  # the forward variant that device 0 runs
+    variant: dict  # of the portable forward, for device 0, its dtype and its head dims
+
+    def has_hopper(self, kernel="forward_hopper"):
+        v = self.variant
+        return self.ext.find(kernel, v["cc"], v["dtype"], v["qk_dim"], v["v_dim"]) is not None
+
+    def kernels(self, name):
+        """What packax_<name>_v1 launches on device 0, in order."""
+        if name == "forward" and self.has_hopper():
+            return ["forward_hopper"]
+        return KERNELS[name]
 
     def fail(self, function, code):
         self.cuda.fake_fail(function.encode(), code)
@@ -115,19 +143,25 @@ class Machine:
     def row(self, kernel, device_cc):
         v = self.variant
         dims = (v["dtype"], v["qk_dim"], v["v_dim"])
-        attention = kernel == "forward" or kernel.startswith("backward")
+        attention = kernel.startswith(("forward", "backward"))
         name = self.ext.find(kernel, device_cc, *(dims if attention else ("any", 0, 0)))
         return next(r for r in self.ext.variants() if r["name"] == name)
 
 
-def make_machine(folder, driver, ccs=(None,)):
+def make_machine(folder, driver, ccs=(None,), choose=lambda machine: True):
+    """Devices for the first forward variant for which `choose` is true; without one, skips."""
     shutil.copy(driver, folder / "libcuda.so.1")
     ext = load_extension(folder, folder / "libcuda.so.1")
     cuda = ctypes.CDLL(str(folder / "libcuda.so.1"))
     cuda.fake_record.restype = ctypes.c_char_p
-    variant = next(v for v in ext.variants() if v["kernel"] == "forward")
+    forwards = [v for v in ext.variants() if v["kernel"] == "forward"]
+    machines = (Machine(ext, cuda, Xla(), v) for v in forwards)
+    machine = next((m for m in machines if choose(m)), None)
+    if machine is None:
+        pytest.skip("this build has no such kernel")
+    variant = machine.variant
     for i, cc in enumerate(ccs):
         cuda.fake_add_device(f"Fake GPU {i}".encode(), cc or variant["cc"], 232448)
     for kernel in POINTERS:
         cuda.fake_set_layout(kernel.encode(), layout(kernel).encode())
-    return Machine(ext, cuda, Xla(), variant)
+    return machine
