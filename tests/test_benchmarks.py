@@ -1,0 +1,111 @@
+"""The benchmark's own arithmetic: cases are the board's, its reference is right, errors are seen.
+
+Its modules are imported in a process of their own: there is a cases.py in both folders.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+ORACLE = Path(__file__).parent / "oracle.py"
+
+
+def script(code: str, *arguments: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=BENCHMARKS,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
+
+
+def test_cases_and_flops_are_the_boards():
+    """Milliseconds times TFLOP/s of every peer give our count of operations."""
+    script("""
+import json
+from cases import CASES, document_lengths
+
+board = json.load(open("peers.json"))["cases"]
+cases = {case.name: case for case in CASES}
+assert set(board) <= set(cases)
+for name, peers in board.items():
+    case = cases[name]
+    assert sum(case.lengths) == case.seq and len(case.lengths) == case.documents
+    flops = {"fwd": case.forward_flops, "bwd": case.backward_flops}
+    flops["fwd+bwd"] = sum(flops.values())
+    for peer, passes in peers.items():
+        for what, row in passes.items():
+            counted = row["ms"] * row["tflops"] * 1e9
+            assert abs(counted / flops[what] - 1) < 2e-3, (name, peer, what, counted, flops[what])
+assert document_lengths(1000, 1) == [1000]
+""")
+
+
+def test_the_reference_against_the_oracle():
+    script(f"""
+import sys
+import importlib.util
+import jax.numpy as jnp, numpy as np
+from cases import Case
+import reference
+from implementations import random_inputs
+spec = importlib.util.spec_from_file_location("oracle", {str(ORACLE)!r})
+oracle = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(oracle)
+
+case = Case("small", 1, 640, 4, 2, 64, 4)
+inputs = random_inputs(case)
+ids = case.segment_ids()[0]
+allowed = (ids[:, None] == ids[None]) & np.tri(640, dtype=bool)
+query, key, value, dout = inputs
+true = oracle.exact(query, key, value, allowed, 64**-0.5, dout)
+out, dq, dk, dv = (jnp.asarray(x, jnp.float32) for x in (true.out, true.dq, true.dk, true.dv))
+for whole_row in (131072, 100):  # the second: over one document
+    reference.WHOLE_ROW = whole_row
+    judge = reference.Reference(case, inputs)
+    errors = judge.errors(out, (dq, dk, dv))
+    assert set(errors) == {{"out", "dq", "dk", "dv"}} and max(errors.values()) < 1e-5, errors
+    assert reference.wrong(errors) == []
+    start = judge.window.start
+    moved = dk.at[0, start, judge.head].add(3.0)
+    assert reference.wrong(judge.errors(out, (dq, moved, dv))) == ["dk"]
+    assert reference.wrong(judge.errors(out * jnp.nan, None)) == ["out"]
+""")
+
+
+def test_table_and_chart(tmp_path):
+    pytest.importorskip("matplotlib")
+    shown = script(
+        """
+import json, pathlib, sys
+from attention import table
+from chart import bar_chart
+
+peers = json.load(open("peers.json"))
+cell = {"ms": 2.0, "tflops": 321.0}
+rows = {
+    "packax": {"times": {"fwd": cell}, "errors": {"out": 1e-3}},
+    "cudnn": {"times": {}, "errors": {}, "failed": {"fwd": "out of memory"}},
+    "ratio": {},
+}
+report = {
+    "machine": {"gpu": "G", "driver": "1", "jax": "2", "cudnn": "3", "date": "4"},
+    "commit": "abcdef",
+    "cases": {"docs12_32k_d128": rows, "docs12_1m_d64": {"failed": "why"}},
+}
+print(table(report["cases"], peers))
+bar_chart(report, peers, pathlib.Path(sys.argv[1]))
+""",
+        str(tmp_path / "chart.png"),
+    )
+    (line,) = (line for line in shown.splitlines() if line.startswith("docs12_32k_d128   fwd "))
+    assert line.split()[2:6] == ["2.000", "321.0", "-", "-"]
+    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
