@@ -1,15 +1,15 @@
-"""The Triton kernels in the interpreter: the same integers as the XLA twins, the same attention as a float64 oracle.
+"""The Triton kernels in the interpreter: the integers of the XLA twins, attention of an oracle.
 
-Guards against a kernel that is right only on tidy input: odd lengths, empty rows, tested rows, tiles of every shape, garbage in padding.
+Guards against a kernel that is right only on tidy input: odd lengths, empty rows, tested rows,
+tiles of every shape, garbage in padding. The oracle is float64.
 """
 
 from __future__ import annotations
 
 import numpy as np
+import packax
 import pytest
 import triton_interpreter as interpreter
-
-import packax
 from packax import xla_masks
 
 
@@ -143,7 +143,8 @@ ATTENTION = {
     "three rows": (packax.causal() & packax.documents(IDS3), 200, 200, 4, 1),
     "tested by id": (packax.documents(IDS3[2]), 200, 200, 2, 2),
     "tested by position": (
-        packax.causal() & packax.documents(IDS3[0], positions=positions(IDS3[0], "random")), 200, 200, 2, 1),
+        packax.causal() & packax.documents(IDS3[0], positions=positions(IDS3[0], "random")),
+        200, 200, 2, 1),
     "restarting positions": (
         packax.causal() & packax.documents(IDS3[1], positions=restarting(IDS3[1])), 200, 200, 2, 1),
     "longer keys": (packax.full(), 70, 333, 8, 1),

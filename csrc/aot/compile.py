@@ -46,7 +46,7 @@ TRITON_DTYPES = {"bf16": "bf16", "f16": "fp16"}
 
 
 def tensor_map_type(dtype: str, tile: tuple[int | str, str], constants: dict[str, int]) -> str:
-    """Gluon's type of a host tensor map over (batch, length, heads * dim) that moves `tile` rows and columns."""
+    """Gluon's type of a host tensor map over (batch, length, heads * dim) that moves `tile`."""
     from triton.experimental.gluon import language as gl
 
     element = {"bf16": gl.bfloat16, "f16": gl.float16}[dtype]
@@ -104,7 +104,10 @@ def triton_types(
 
 
 def check_parameters(ptx: str, params: list[dict[str, str]], kernel: str) -> None:
-    """The PTX must take exactly our parameters, then Triton's two scratch pointers. A tensor map takes seven: 128 bytes, shape, strides."""
+    """The PTX must take exactly our parameters, then Triton's two scratch pointers.
+
+    A tensor map takes seven: 128 bytes, shape, strides.
+    """
     found = re.findall(r"\.param \.(\w+) ?.*?\w+_param_\d+(\[128\])?", ptx.split(")")[0])
     got = [PTX_TYPES.get(kind, kind) for kind, size in found if bool(size) == (kind == "align")]
     want = []
@@ -118,7 +121,7 @@ def check_parameters(ptx: str, params: list[dict[str, str]], kernel: str) -> Non
 
 
 def resources(cubin: pathlib.Path) -> dict[str, int]:
-    """Registers a thread and stack bytes a thread (local memory: spills), as the assembler recorded them in the cubin."""
+    """Registers and stack bytes (local memory: spills) of a thread, as recorded in the cubin."""
     import triton
 
     tool = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -169,7 +172,8 @@ def compile_variant(variant: table.Variant, out: pathlib.Path) -> None:
         raise SystemExit(f"{variant.name}: the PTX is not for {variant.arch.name}")
     if meta.shared > variant.arch.shared:
         raise SystemExit(
-            f"{variant.name}: {meta.shared} bytes of shared memory, {variant.arch.name} has {variant.arch.shared}: smaller tile"
+            f"{variant.name}: {meta.shared} bytes of shared memory, "
+            f"{variant.arch.name} has {variant.arch.shared}: smaller tile"
         )
     if meta.global_scratch_size or meta.profile_scratch_size or meta.num_ctas != 1:
         raise SystemExit(
@@ -191,7 +195,8 @@ def compile_variant(variant: table.Variant, out: pathlib.Path) -> None:
         "block": variant.block,
         "assembler": variant.assembler,
         "params": params,
-        # what TMA moves at once, as the compiler cut the tile, and how it swizzles it; in the order of the "tma" parameters
+        # What TMA moves at once, as the compiler cut the tile, and how it swizzles it; in the
+        # order of the "tma" parameters.
         "tensor_maps": [
             {"box": list(t["block_size"]), "swizzle": t["swizzle"]}
             for t in meta.tensordesc_meta or ()
@@ -227,9 +232,10 @@ def compile_table(
 
     if triton.__version__ != TRITON_VERSION:
         raise SystemExit(
-            f"Triton {triton.__version__} found, {TRITON_VERSION} needed: cubins depend on the version"
+            f"Triton {triton.__version__} found, {TRITON_VERSION} needed: "
+            "cubins depend on the version"
         )
-    import triton.compiler
+    import triton.compiler  # imported once, inherited by every fork
 
     out.mkdir(parents=True, exist_ok=True)
     sources = source_bytes()
@@ -252,9 +258,9 @@ def compile_table(
                     )
                 done, cached = done + 1, cached + 1
                 continue
-            p = context.Process(target=worker, args=(v, str(out)))
-            p.start()
-            running[v.name] = (p, v, time.monotonic())
+            child = context.Process(target=worker, args=(v, str(out)))
+            child.start()
+            running[v.name] = (child, v, time.monotonic())
         for name, (p, v, began) in list(running.items()):
             if p.exitcode is None:
                 continue
@@ -266,7 +272,8 @@ def compile_table(
                 continue
             record = json.loads((out / f"{name}.json").read_text())
             print(
-                f"[{done}/{len(todo)}] {name}  {time.monotonic() - began:.1f} s  {record['registers']} registers"
+                f"[{done}/{len(todo)}] {name}  {time.monotonic() - began:.1f} s"
+                f"  {record['registers']} registers"
                 f"  {record['shared']} B shared  {record['stack']} B stack",
                 flush=True,
             )

@@ -1,7 +1,9 @@
-"""THE table: every kernel the wheel holds. Build, C++ lookup, tests, `packax info` and error texts all read it.
+"""THE table: every kernel the wheel holds.
 
-A variant is a kernel for one architecture, dtype and pair of head dims, with its tile. To add a head dim, add it to HEAD_DIMS and a row to
-TILES; to add a GPU, add it to ARCHS (and its tiles, if its shared memory differs from those there are).
+Build, C++ lookup, tests, `packax info` and error texts all read it. A variant is a kernel for one
+architecture, dtype and pair of head dims, with its tile. To add a head dim, add it to HEAD_DIMS and
+a row to TILES; to add a GPU, add it to ARCHS (and its tiles, if its shared memory differs from
+those there are).
 This file declares; it compiles nothing and imports nothing but the standard library.
 """
 
@@ -13,7 +15,11 @@ from collections.abc import Iterator
 
 @dataclasses.dataclass(frozen=True)
 class Arch:
-    """A compilation target. `exact`: its cubins run on that compute capability alone, else on later minors of the same major too."""
+    """A compilation target.
+
+    `exact`: its cubins run on that compute capability alone, else on later minors of the same
+    major too.
+    """
 
     name: str
     cc: int
@@ -33,13 +39,15 @@ ARCHS = {
 DTYPES = ("bf16", "f16")
 HEAD_DIMS = ((64, 64), (128, 128))  # (query and key, value)
 
-# The Triton wheel brings two assemblers. Cubins of 12.9 load with every driver of CUDA 12 and 13 that knows the GPU; those of 13.4 were seen
-# to load on driver 580 (CUDA 13.0) and are promised for no older one.
+# The Triton wheel brings two assemblers. Cubins of 12.9 load with every driver of CUDA 12 and 13
+# that knows the GPU; those of 13.4 were seen to load on driver 580 (CUDA 13.0) and are promised for
+# no older one.
 ASSEMBLERS = {"12.9": "ptxas", "13.4": "ptxas-blackwell"}
 
 # kernel -> (kind of tile, head dim) -> BLOCK_M, BLOCK_N, STAGES of the mask-free loop, warps.
-# "hopper": the fastest of benchmarks/tune.py on one H200 (benchmarks/results/tune_h200.json). The others were never timed, for want of such
-# a GPU: the largest tiles that fit shared memory and, for sm_80 to sm_89, registers without a spill.
+# "hopper": the fastest of benchmarks/tune.py on one H200 (benchmarks/results/tune_h200.json). The
+# others were never timed, for want of such a GPU: the largest tiles that fit shared memory and, for
+# sm_80 to sm_89, registers without a spill.
 TILES = {
     "forward": {
         ("hopper", 64): (128, 64, 3, 4),
@@ -67,13 +75,16 @@ TILES = {
     },
 }
 
-# Kernels of one GPU, in Gluon: the same results as the portable kernel of the same pass, which serves every other GPU.
-# kernel -> head dim -> WARP_GROUPS (of 64 rows), BLOCK_N, STAGES of keys and values, registers of a consumer and of a producer thread.
+# Kernels of one GPU, in Gluon: the same results as the portable kernel of the same pass, which
+# serves every other GPU.
+# kernel -> head dim -> WARP_GROUPS (of 64 rows), BLOCK_N, STAGES of keys and values, registers of a
+# consumer and of a producer thread.
 HOPPER_TILES = {
     "forward_hopper": {64: (3, 128, 2, 160, 32), 128: (2, 128, 2, 240, 24)},
 }
 
-# kernel -> argument -> tile (rows, columns) that TMA moves; names are constants of the variant. Maps are (batch, length, heads * dim).
+# kernel -> argument -> tile (rows, columns) that TMA moves; names are constants of the variant.
+# Maps are (batch, length, heads * dim).
 TENSOR_MAPS: dict[str, dict[str, tuple[int | str, str]]] = {
     "forward_hopper": {
         "query": (64, "QK_DIM"),
@@ -83,7 +94,8 @@ TENSOR_MAPS: dict[str, dict[str, tuple[int | str, str]]] = {
     },
 }
 
-# kernels that see neither dtype nor head dim: compile-time constants, rows or keys per program, warps
+# Kernels that see neither dtype nor head dim: compile-time constants, rows or keys per program,
+# warps.
 MASK_KERNELS: dict[str, tuple[dict[str, int], int, int]] = {
     "documents_init": ({}, 1024, 4),
     "documents_runs": ({}, 1024, 4),
@@ -108,7 +120,9 @@ KERNELS = {  # kernel -> file in csrc/kernels
     "blocks_order": "blocks",
 }
 
-POINTERS = {  # argument -> element; "" is the variant's dtype. Every other argument is an int32, `scale` a float32.
+# argument -> element; "" is the variant's dtype. Every other argument is an int32, but `scale` a
+# float32.
+POINTERS = {
     **dict.fromkeys(("query", "key", "value", "out", "dout", "dq", "dk", "dv"), ""),
     **dict.fromkeys(("lse", "dlse", "delta"), "fp32"),
     **dict.fromkeys(("q_lo", "q_hi", "q_ids", "kv_ids", "q_pos", "kv_pos"), "i32"),
