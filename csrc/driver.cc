@@ -13,8 +13,9 @@ namespace {
 
 constexpr int64_t kMaxGridX = 2147483647, kMaxGridY = 65535;
 
-// Limits of cuTensorMapEncodeTiled; strides in bytes.
-constexpr int64_t kMaxMapSize = int64_t{1} << 32, kMaxMapStride = int64_t{1} << 40;
+// Limits of cuTensorMapEncodeTiled, strides in bytes; it takes sizes up to 2^32, but those that a
+// kernel gets beside the map are int32.
+constexpr int64_t kMaxMapSize = 2147483647, kMaxMapStride = int64_t{1} << 40;
 constexpr int64_t kMapAlignment = 16;
 // In maps of tensors whose last element begins below this, drivers up to that version set bit 21 of
 // the second word; Triton's and CUTLASS's launchers clear it, and so does this one.
@@ -23,15 +24,27 @@ constexpr int kSmallMapFixed = 13010;
 
 // Every driver function used, by its exported name. The names without a version suffix are right:
 // none of these has a newer form that the CUDA 12 headers would redirect to.
-#define PACKAX_DRIVER_FUNCTIONS(X)                                                                 \
-  X(cuInit)                                                                                        \
-  X(cuDriverGetVersion)                                                                            \
-  X(cuGetErrorName)                                                                                \
-  X(cuGetErrorString)                                                                              \
-  X(cuDeviceGetCount) X(cuDeviceGet) X(cuDeviceGetName) X(cuDeviceGetAttribute) X(cuCtxGetCurrent) \
-      X(cuCtxGetDevice) X(cuCtxGetId) X(cuLibraryLoadData) X(cuLibraryGetKernel)                   \
-          X(cuLibraryUnload) X(cuKernelGetFunction) X(cuKernelSetAttribute) X(cuLaunchKernel)      \
-              X(cuTensorMapEncodeTiled)
+// clang-format off
+#define PACKAX_DRIVER_FUNCTIONS(X) \
+  X(cuInit) \
+  X(cuDriverGetVersion) \
+  X(cuGetErrorName) \
+  X(cuGetErrorString) \
+  X(cuDeviceGetCount) \
+  X(cuDeviceGet) \
+  X(cuDeviceGetName) \
+  X(cuDeviceGetAttribute) \
+  X(cuCtxGetCurrent) \
+  X(cuCtxGetDevice) \
+  X(cuCtxGetId) \
+  X(cuLibraryLoadData) \
+  X(cuLibraryGetKernel) \
+  X(cuLibraryUnload) \
+  X(cuKernelGetFunction) \
+  X(cuKernelSetAttribute) \
+  X(cuLaunchKernel) \
+  X(cuTensorMapEncodeTiled)
+// clang-format on
 
 struct Api {
 #define X(name) decltype(&::name) name = nullptr;
@@ -271,12 +284,9 @@ ffi::Error EncodeTensorMap(const LoadedKernel& kernel, int index, const TensorVi
   const TensorMapBox& box = v.tensor_maps[index];
   const MapElement element = Describe(view.element);
   PACKAX_CHECK(std::max({view.batch, view.length, view.columns}) <= kMaxMapSize, kInvalidArgument)
-      << MapText(view, box) << ": a size is over 2^32; " << v.name;
-  // Strides in bytes. The product may overflow: 2^34 * 2^32.
+      << MapText(view, box) << ": a size is over " << kMaxMapSize << "; " << v.name;
   const int64_t row = view.columns * element.bytes;
-  int64_t matrix = 0;
-  const bool overflow = __builtin_mul_overflow(row, view.length, &matrix);
-  PACKAX_CHECK(!overflow && matrix < kMaxMapStride, kInvalidArgument)
+  PACKAX_CHECK(view.length <= (kMaxMapStride - 1) / row, kInvalidArgument)
       << MapText(view, box) << ": one row of the batch has 2^40 bytes or more; " << v.name;
   PACKAX_CHECK(row % kMapAlignment == 0, kInvalidArgument)
       << MapText(view, box) << ": the " << row << " bytes of columns are no multiple of "
@@ -285,6 +295,7 @@ ffi::Error EncodeTensorMap(const LoadedKernel& kernel, int index, const TensorVi
       << MapText(view, box) << ": address " << view.data << " is no multiple of " << kMapAlignment
       << "; " << v.name;
 
+  const int64_t matrix = row * view.length;
   const Api* api;
   PACKAX_TRY(GetApi(&api));
   // The driver counts from the innermost axis.
@@ -310,10 +321,12 @@ ffi::Error EncodeTensorMap(const LoadedKernel& kernel, int index, const TensorVi
   }
   static_assert(sizeof(encoded) == sizeof(map->map));
   std::memcpy(map->map, &encoded, sizeof(encoded));
-  const int64_t shape[] = {view.batch, view.length, view.columns};
-  std::copy(std::begin(shape), std::end(shape), map->shape);
-  const int64_t element_strides[] = {view.length * view.columns, view.columns, 1};
-  std::copy(std::begin(element_strides), std::end(element_strides), map->strides);
+  map->shape[0] = static_cast<int32_t>(view.batch);
+  map->shape[1] = static_cast<int32_t>(view.length);
+  map->shape[2] = static_cast<int32_t>(view.columns);
+  map->strides[0] = view.length * view.columns;
+  map->strides[1] = view.columns;
+  map->strides[2] = 1;
   return ffi::Error::Success();
 }
 

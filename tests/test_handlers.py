@@ -179,7 +179,7 @@ def test_map_of_a_misaligned_buffer(hopper, name):
 @pytest.mark.parametrize(
     ("sizes", "name", "why"),
     [
-        ({"heads": 1 << 27}, "query", "a size is over 2^32"),
+        ({"heads": 1 << 27}, "query", "a size is over 2147483647"),
         (
             {"q_len": 1 << 29, "heads": 1 << 10},
             "query",
