@@ -8,6 +8,7 @@ import triton.language as tl
 
 BLOCK = tl.constexpr(64)
 EMPTY_MIN = tl.constexpr(2147483647)
+NOTHING = tl.constexpr(-(2**62))  # sorts behind every document
 
 
 @triton.jit
@@ -99,34 +100,56 @@ def blocks_keys(q_blocks, kv_blocks, q_len, kv_len, GROUP: tl.constexpr, STEP: t
 
 
 @triton.jit
-def work(lows, highs, blocks, i, PER_TILE: tl.constexpr):
-    """Length of the merged range of tile i, -1 where there is no such tile."""
+def merged(lows, highs, blocks, i, PER_TILE: tl.constexpr):
+    """The range of tile i, merged from its blocks: low > high where there is none."""
     low = tl.full(i.shape, EMPTY_MIN, tl.int32)
     high = tl.zeros(i.shape, tl.int32)
     for j in tl.static_range(0, PER_TILE):
         t = PER_TILE * i + j
         low = tl.minimum(low, tl.load(lows + t, mask=t < blocks, other=EMPTY_MIN))
         high = tl.maximum(high, tl.load(highs + t, mask=t < blocks, other=0))
-    length = tl.where(high > low, high - low, 0)
-    return tl.where(PER_TILE * i < blocks, length, -1)
+    return low, high
+
+
+@triton.jit
+def priority(lows, highs, blocks, ends, i, KEYS: tl.constexpr, PER_TILE: tl.constexpr):
+    """What a tile is sorted by: (span, place of its document) and work, both most first.
+
+    `ends` leads to the other side of a document: the last row that meets a tile's first key, or the first key that its last row meets.
+    """
+    low, high = merged(lows, highs, blocks, i, PER_TILE)
+    some = low < high
+    if KEYS:
+        other = tl.load(ends + tl.maximum(high - 1, 0) // BLOCK, mask=some, other=0)
+        span = high - other
+        place = high
+    else:
+        other = tl.load(ends + tl.where(some, low, 0) // BLOCK, mask=some, other=0)
+        span = other - low
+        place = EMPTY_MIN - low
+    document = (span.to(tl.int64) << 32) + place
+    return tl.where(some, document, NOTHING), tl.where(some, high - low, 0)
 
 
 @triton.jit
 def sort(
-    lows, highs, order, blocks, PER_TILE: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr
-):
-    """Tiles of PER_TILE blocks, most work first. The place of a tile is the number of tiles before it:
-    quadratic in tiles, trivial against one attention call."""
+    lows, highs, order, blocks, ends,
+    KEYS: tl.constexpr, PER_TILE: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """The place of a tile is the number of tiles before it: quadratic, trivial against one attention call."""
     tiles = tl.cdiv(blocks, PER_TILE)
     mine = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
-    mine_work = work(lows, highs, blocks, mine, PER_TILE)[:, None]
-    place = tl.zeros([GROUP, STEP], tl.int32)
+    document, work = priority(lows, highs, blocks, ends, mine, KEYS, PER_TILE)
+    document, work = document[:, None], work[:, None]
+    count = tl.zeros([GROUP, STEP], tl.int32)
     for i in range(0, tiles, STEP):
         other = i + tl.arange(0, STEP)
-        other_work = work(lows, highs, blocks, other, PER_TILE)[None, :]
-        earlier = (other_work == mine_work) & (other[None, :] < mine[:, None])
-        place += ((other_work > mine_work) | earlier).to(tl.int32)
-    tl.store(order + tl.sum(place, 1), mine, mask=mine < tiles)
+        documents, works = priority(lows, highs, blocks, ends, other, KEYS, PER_TILE)
+        documents, works = documents[None, :], works[None, :]
+        earlier = (works > work) | ((works == work) & (other[None, :] < mine[:, None]))
+        before = (documents > document) | ((documents == document) & earlier)
+        count += (before & (other[None, :] < tiles)).to(tl.int32)
+    tl.store(order + tl.sum(count, 1), mine, mask=mine < tiles)
 
 
 @triton.jit
@@ -134,13 +157,17 @@ def blocks_order(
     q_blocks, kv_blocks, q_order, q_order_192, kv_order, q_len, kv_len,
     GROUP: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
+    """Longest document first, inside a document the tile with most work first: the tiles that run together then share
+    keys, or rows and gradients, in the L2 cache, and the last ones to finish are short."""
     b = tl.program_id(1).to(tl.int64)
     q_count = tl.cdiv(q_len, BLOCK)
     kv_count = tl.cdiv(kv_len, BLOCK)
-    q_low = q_blocks + b * 5 * q_count
-    q_high = q_low + 3 * q_count
-    sort(q_low, q_high, q_order + b * tl.cdiv(q_count, 2), q_count, 2, GROUP, STEP)
-    sort(q_low, q_high, q_order_192 + b * tl.cdiv(q_count, 3), q_count, 3, GROUP, STEP)
-    kv_low = kv_blocks + b * 4 * kv_count
-    kv_high = kv_low + kv_count
-    sort(kv_low, kv_high, kv_order + b * tl.cdiv(kv_count, 2), kv_count, 2, GROUP, STEP)
+    low = q_blocks + b * 5 * q_count
+    high = low + 3 * q_count
+    row_low = kv_blocks + b * 4 * kv_count
+    row_high = row_low + kv_count
+    two = tl.cdiv(q_count, 2)
+    three = tl.cdiv(q_count, 3)
+    sort(low, high, q_order + b * two, q_count, row_high, False, 2, GROUP, STEP)
+    sort(low, high, q_order_192 + b * three, q_count, row_high, False, 3, GROUP, STEP)
+    sort(row_low, row_high, kv_order + b * tl.cdiv(kv_count, 2), kv_count, low, True, 2, GROUP, STEP)

@@ -158,21 +158,23 @@ def element_bits(row_values, columns, first, end, N: gl.constexpr, compare: gl.c
 
 
 @gluon.constexpr_function
-def keep_bits_asm(outputs, inputs):
-    """A score stays where its bit is 1 and becomes -inf (or 0) elsewhere: two instructions. Operands: scores, bits (2)."""
+def select_bits_asm(outputs, inputs):
+    """A score stays where its bit is 1: two instructions each. Operands: scores, bits (2), what the others become."""
     (o,) = outputs
-    s, bits = inputs
+    s, bits, other = inputs
     t = ["{ .reg .u32 u; .reg .pred p;"]
     for i in range(len(s)):
         t.append(
-            f"and.b32 u, {bits[(i >> 1) & 1]}, {1 << ((i >> 2) * 2 + (i & 1))}; setp.ne.u32 p, u, 0; selp.f32 {o[i]}, {s[i]}, 0fFF800000, p;"
+            f"and.b32 u, {bits[(i >> 1) & 1]}, {1 << ((i >> 2) * 2 + (i & 1))};"
+            f"setp.ne.u32 p, u, 0; selp.f32 {o[i]}, {s[i]}, {other[0]}, p;"
         )
     return " ".join(t) + " }"
 
 
 @gluon.jit
-def keep_scores(s, bits):
-    return gl.inline_asm(keep_bits_asm, ("=&f", "f", "r"), (s, bits), s.type, is_pure=True)
+def select_bits(s, bits, other):
+    constraints: gl.constexpr = ("=&f", "f", "r", "f")
+    return gl.inline_asm(select_bits_asm, constraints, (s, bits, other), s.type, is_pure=True)
 
 
 @gluon.constexpr_function

@@ -15,12 +15,12 @@ from hopper import (
     accumulator,
     key_range,
     element_bits,
-    keep_scores,
     named_barrier,
     nth_step,
     program_tile,
     quad_sum_asm,
     range_bits_asm,
+    select_bits,
     split,
     warp_arrive,
 )
@@ -195,7 +195,7 @@ def masked(
         if element_test > 1:
             q_at = gl.load(q_pos + rows, mask=there, other=0)
             bits = bits & element_bits(q_at, kv_pos, start, kv_len, N, "le")
-    return keep_scores(s, bits)
+    return select_bits(s, bits, float("-inf"))
 
 
 @gluon.jit

@@ -116,9 +116,9 @@ def block_bounds(
     def one_row(lo, hi, tested):
         q_blocks = _query_blocks(lo, hi, tested)
         kv_blocks = _key_blocks(q_blocks, q_len, kv_len)
-        q_order = _order(q_blocks[0], q_blocks[3], TILE)
-        q_order_192 = _order(q_blocks[0], q_blocks[3], TILE_192)
-        kv_order = _order(kv_blocks[0], kv_blocks[1], TILE)
+        q_order = _query_order(q_blocks, kv_blocks, TILE)
+        q_order_192 = _query_order(q_blocks, kv_blocks, TILE_192)
+        kv_order = _key_order(q_blocks, kv_blocks)
         return q_blocks, kv_blocks, q_order, q_order_192, kv_order
 
     return jax.vmap(one_row)(q_lo, q_hi, tested)
@@ -164,13 +164,32 @@ def _key_blocks(q_blocks, q_len, kv_len):
     return jax.lax.map(one_block, first_keys, batch_size=64).T
 
 
-def _order(low, high, tile):
-    """Tiles of so many rows or keys by their merged high - low: most first, ties in order."""
+def _query_order(q_blocks, kv_blocks, tile):
+    """Tiles of so many rows: longest document first, most keys first, ties in order."""
+    low, high = _merge(q_blocks[0], q_blocks[3], tile)
+    some = low < high
+    last_row = kv_blocks[1, jnp.where(some, low, 0) // BLOCK]  # that meets the tile's first key
+    return _order(some, last_row - low, -low, high - low)
+
+
+def _key_order(q_blocks, kv_blocks):
+    low, high = _merge(kv_blocks[0], kv_blocks[1], TILE)
+    some = low < high
+    first_key = q_blocks[0, jnp.where(some, high - 1, 0) // BLOCK]  # that the tile's last row meets
+    return _order(some, high - first_key, high, high - low)
+
+
+def _merge(low, high, tile):
+    """Ranges of blocks to ranges of tiles."""
     blocks = tile // BLOCK
     missing = -low.shape[0] % blocks
     low = jnp.pad(low, (0, missing), constant_values=INT_MAX)
     high = jnp.pad(high, (0, missing))
-    low = jnp.min(low.reshape(-1, blocks), axis=1)
-    high = jnp.max(high.reshape(-1, blocks), axis=1)
-    work = jnp.maximum(high - low, 0)
-    return jnp.argsort(-work, stable=True).astype(jnp.int32)
+    return jnp.min(low.reshape(-1, blocks), axis=1), jnp.max(high.reshape(-1, blocks), axis=1)
+
+
+def _order(some, span, place, work):
+    """By span, place of the document, work: most first; tiles with nothing last, ties in order."""
+    work = jnp.where(some, work, 0)
+    keys = (-work, jnp.where(some, -place, 0), jnp.where(some, -span, 0), ~some)
+    return jnp.lexsort(keys).astype(jnp.int32)  # by the last key first; stable

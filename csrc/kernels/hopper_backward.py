@@ -1,0 +1,414 @@
+"""Backward attention on Hopper in Gluon: the same gradients as backward.py, its checked twin, in five products instead of seven.
+
+`backward_prepare` makes delta and the base-2 LSE and clears a float32 dQ; `backward_hopper` adds to it by TMA while it sums dK and dV of a
+tile of keys in registers; `backward_finish` scales dQ and rounds it.
+
+One program of `backward_hopper` is 128 keys of one key/value head: two warp groups of 64 keys and a producer warp that streams blocks of
+ROWS query rows of the group's heads. Scores are transposed (keys x rows), so that P^T and dS^T are left operands in registers. dS of both
+warp groups meets in shared memory, and each computes half of dQ's columns (FlashAttention-3, arXiv 2407.08608, section 3.3), of the block
+before, so that the groups need not wait for each other in every step.
+
+The float32 dQ lies in the order of the accumulator's registers: stores without bank conflicts, one contiguous TMA reduction, and a layout
+that only `backward_finish` needs to know. Its additions come in any order: dQ differs by rounding from run to run.
+"""
+
+import triton
+import triton.language as tl
+from hopper import (
+    accumulator,
+    element_bits,
+    select_bits,
+    split,
+    warp_arrive,
+)
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+LOG2E = gl.constexpr(1.4426950408889634)
+EMPTY_MIN = gl.constexpr(2147483647)
+
+
+@triton.jit
+def backward_prepare(
+    out, dout, lse, dlse, q_lo, q_hi, delta, lse2, lo, hi, dq_sum,
+    has_dlse, batch, mask_batch, q_len, heads,
+    V_DIM: tl.constexpr, QK_DIM: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Results in rows of P = Sq rounded up to 64, so that TMA finds every block aligned and rows past the end empty:
+    delta (B, H, P) = sum(do * out) - dlse; lse2 (B, H, P) = lse * log2(e), +inf for an empty row; lo, hi (Bm, P) copies of the
+    row ranges; dq_sum (B, H, P, Dqk) = 0."""
+    padded = tl.cdiv(q_len, 64) * 64
+    pid = tl.program_id(0)
+    head = pid % heads
+    tiles = padded // ROWS
+    b = pid // heads // tiles
+    rows = (pid // heads % tiles) * ROWS + tl.arange(0, ROWS)
+    there = rows < q_len
+    mask_b = tl.where(mask_batch > 1, b, 0).to(tl.int64)
+    start = tl.load(q_lo + mask_b * q_len + rows, mask=there, other=0)
+    end = tl.load(q_hi + mask_b * q_len + rows, mask=there, other=0)
+    if (head == 0) & (b < mask_batch):
+        tl.store(lo + mask_b * padded + rows, start)
+        tl.store(hi + mask_b * padded + rows, end)
+    attended = end > start
+    offset = ((b.to(tl.int64) * q_len + rows) * heads + head)[:, None] * V_DIM
+    offset += tl.arange(0, V_DIM)[None, :]
+    # the cotangent of an empty row is ignored: it is not even read
+    o = tl.load(out + offset, mask=attended[:, None], other=0.0).to(tl.float32)
+    do = tl.load(dout + offset, mask=attended[:, None], other=0.0).to(tl.float32)
+    bh = b.to(tl.int64) * heads + head
+    total = tl.sum(o * do, 1)
+    if has_dlse != 0:
+        total -= tl.load(dlse + bh * q_len + rows, mask=attended, other=0.0)
+    natural = tl.load(lse + bh * q_len + rows, mask=attended, other=float("inf"))
+    # a tested row may have met no key: -inf would make p infinite
+    natural = tl.where(natural == float("-inf"), float("inf"), natural)
+    at = bh * padded + rows
+    tl.store(delta + at, total)
+    tl.store(lse2 + at, natural * 1.4426950408889634)
+    cells = at[:, None] * QK_DIM + tl.arange(0, QK_DIM)[None, :]
+    tl.store(dq_sum + cells, tl.zeros([ROWS, QK_DIM], tl.float32))
+
+
+@gluon.constexpr_function
+def store_registers_asm(outputs, inputs):
+    """Each thread writes its registers as float4s, the 128 threads of the warp group side by side: no bank conflicts."""
+    x, address = inputs
+    t = [
+        "{ .reg .u32 a; mov.u32 a, %tid.x; and.b32 a, a, 127;",
+        f"mad.lo.u32 a, a, 16, {address[0]};",
+    ]
+    for i in range(0, len(x), 4):
+        four = ", ".join(x[i : i + 4])
+        t.append(f"st.shared.v4.f32 [a+{i * 512}], {{{four}}};")
+    return " ".join(t) + " }"
+
+
+@gluon.constexpr_function
+def store_registers_constraints(n):
+    while hasattr(n, "value"):
+        n = n.value
+    return ",".join(["f"] * int(n) + ["r", "~{memory}"])
+
+
+@gluon.constexpr_function
+def row_bits_asm(n):
+    """Bits of hopper.range_bits_asm for rows along the columns: 1 where lo[row] <= key < hi[row].
+
+    Operands: bits (2), keys (2), shared addresses of lo and hi of the n rows.
+    """
+    while hasattr(n, "value"):
+        n = n.value
+    t = [
+        "{ .reg .u32 q, a, b, d, u; .reg .s32 lo<2>, hi<2>; .reg .pred p; mov.u32 q, %tid.x; and.b32 q, q, 3;"
+        "shl.b32 q, q, 3; add.u32 a, $4, q; add.u32 b, $5, q; mov.b32 $0, 0; mov.b32 $1, 0;"
+    ]
+    for o in range(int(n) // 8):
+        t.append(
+            f"ld.shared.v2.s32 {{lo0, lo1}}, [a+{32 * o}]; ld.shared.v2.s32 {{hi0, hi1}}, [b+{32 * o}];"
+        )
+        for j in (0, 1):
+            bit = 1 << (2 * o + j)
+            t.append(
+                f"sub.s32 u, hi{j}, lo{j};"
+                f"sub.s32 d, $2, lo{j}; setp.lt.u32 p, d, u; @p or.b32 $0, $0, {bit};"
+                f"sub.s32 d, $3, lo{j}; setp.lt.u32 p, d, u; @p or.b32 $1, $1, {bit};"
+            )
+    return " ".join(t) + " }"
+
+
+@gluon.jit
+def row_bits(keys, lo_s, hi_s, ROWS: gl.constexpr):
+    return gl.inline_asm(
+        row_bits_asm(ROWS), "=&r,=&r,r,r,r,r,~{memory}", (keys, lo_s, hi_s), keys.type
+    )
+
+
+@gluon.jit
+def row_range(kv_blocks, mask_b, key, kv_len):
+    """As rows.row_range for a tile of 128 keys, but a tile with a key past the end has no core: such a key must not meet dQ."""
+    blocks = (kv_len + 63) // 64
+    base = kv_blocks + mask_b.to(gl.int64) * (4 * blocks)
+    t = key // 64
+    u = gl.minimum(t + 1, blocks - 1)
+    start = gl.minimum(gl.load(base + t), gl.load(base + u))
+    end = gl.maximum(gl.load(base + blocks + t), gl.load(base + blocks + u))
+    core_lo = gl.maximum(gl.load(base + 2 * blocks + t), gl.load(base + 2 * blocks + u))
+    core_hi = gl.minimum(gl.load(base + 3 * blocks + t), gl.load(base + 3 * blocks + u))
+    core_hi = gl.where(key + 128 > kv_len, 0, core_hi)
+    start = gl.where(end == 0, 0, start)
+    return start, end, core_lo, core_hi
+
+
+@gluon.jit
+def produce(
+    query, key, value, dout, lse2, delta, lo, hi,
+    q_s, k_s, v_s, do_s, lse_s, delta_s, lo_s, hi_s,
+    kv_full, q_full, q_empty, do_full, do_empty,
+    b, first_key, k_col, v_col, head, group, bh, mask_row, padded, start, steps, edges, core_begin, core_end,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = query.dtype
+    for w in gl.static_range(2):
+        mbarrier.expect(kv_full.index(w), 64 * (QK_DIM + V_DIM) * 2)
+        tma.async_load(key, [b, first_key + w * 64, k_col], kv_full.index(w),
+                       k_s.reinterpret(dtype, [1, 128, QK_DIM], key.layout).slice(w * 64, 64, dim=1))  # fmt: skip
+        tma.async_load(value, [b, first_key + w * 64, v_col], kv_full.index(w),
+                       v_s.index(w).reinterpret(dtype, [1, 64, V_DIM], value.layout))  # fmt: skip
+    total = steps * group
+    g = 0
+    n = 0
+    # masked blocks of every head, then core blocks of every head, then one block more than there are: the consumers start its scores
+    # and drop them
+    for i in range(0, gl.where(total > 0, total + 1, 0)):
+        stage = i % 2
+        phase = (i // 2) & 1
+        in_edges = i < edges * group
+        at = gl.where(in_edges, gl.where(n < core_begin, n, n + core_end - core_begin), core_begin + n)
+        row = start + at * ROWS
+        stat = (bh + g) * padded + row
+        mbarrier.wait(q_empty.index(stage), phase ^ 1)
+        mbarrier.expect(q_full.index(stage), ROWS * QK_DIM * 2 + ROWS * 12)
+        tma.async_load(query, [b, row, (head + g) * QK_DIM], q_full.index(stage),
+                       q_s.index(stage).reinterpret(dtype, [1, ROWS, QK_DIM], query.layout))  # fmt: skip
+        tma.async_load(lse2, [0, 0, stat], q_full.index(stage), lse_s.index(stage).reinterpret(gl.float32, [1, 1, ROWS], lse2.layout))
+        tma.async_load(lo, [0, 0, mask_row + row], q_full.index(stage), lo_s.index(stage).reinterpret(gl.int32, [1, 1, ROWS], lo.layout))
+        tma.async_load(hi, [0, 0, mask_row + row], q_full.index(stage), hi_s.index(stage).reinterpret(gl.int32, [1, 1, ROWS], hi.layout))
+        if i < total:
+            mbarrier.wait(do_empty.index(stage), phase ^ 1)
+            mbarrier.expect(do_full.index(stage), ROWS * V_DIM * 2 + ROWS * 4)
+            tma.async_load(dout, [b, row, (head + g) * V_DIM], do_full.index(stage),
+                           do_s.index(stage).reinterpret(dtype, [1, ROWS, V_DIM], dout.layout))  # fmt: skip
+            tma.async_load(delta, [0, 0, stat], do_full.index(stage), delta_s.index(stage).reinterpret(gl.float32, [1, 1, ROWS], delta.layout))
+        n += 1
+        wrap = n == gl.where(in_edges, edges, core_end - core_begin)
+        n = gl.where(wrap, 0, n)
+        g = gl.where(wrap, gl.where(g == group - 1, 0, g + 1), g)
+
+
+@gluon.jit
+def add_dq(dq, dq_sum, dq_s, block, W: gl.constexpr, ROWS: gl.constexpr, QK_DIM: gl.constexpr):
+    """Add half the columns of one block of rows, in register order."""
+    tma.store_wait(0)
+    gl.barrier()
+    gl.inline_asm(store_registers_asm, store_registers_constraints(ROWS * QK_DIM // 256), (dq, dq_s.index(W)))
+    fence_async_shared()
+    gl.barrier()
+    tma.async_atomic_add(dq_sum, [0, (block * 2 + W) * (ROWS * QK_DIM // 64), 0],
+                         dq_s.index(W).reinterpret(gl.float32, [1, ROWS * QK_DIM // 64, 32], dq_sum.layout))  # fmt: skip
+
+
+@gluon.jit
+def consume(
+    W: gl.constexpr, dk, dv, dq_sum, q_ids, kv_ids, q_pos, kv_pos, q_blocks, element_test,
+    q_s, k_s, v_s, do_s, lse_s, delta_s, lo_s, hi_s, ds_s, dq_s,
+    kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty,
+    b, first_key, k_col, v_col, group, first_block, row_blocks, q_len, kv_len,
+    start, steps, edges, core_begin, core_end, scale2, scale,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = dk.dtype
+    s_layout: gl.constexpr = accumulator(ROWS)
+    k_layout: gl.constexpr = accumulator(QK_DIM)
+    v_layout: gl.constexpr = accumulator(V_DIM)
+    q_layout: gl.constexpr = accumulator(QK_DIM // 2)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, v_layout, 2)
+    ds_layout: gl.constexpr = gl.DotOperandLayout(0, k_layout, 2)
+    keys = first_key + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
+    dk_sum = gl.zeros([64, QK_DIM], gl.float32, k_layout)
+    dv_sum = gl.zeros([64, V_DIM], gl.float32, v_layout)
+    mbarrier.wait(kv_full.index(0), 0)
+    mbarrier.wait(kv_full.index(1), 0)
+    k = k_s.slice(W * 64, 64, dim=0)
+    v = v_s.index(W)
+    zero = gl.zeros([64, ROWS], gl.float32, s_layout)
+    zero_dq = gl.zeros([ROWS, QK_DIM // 2], gl.float32, q_layout)
+    if steps > 0:
+        mbarrier.wait(q_full.index(0), 0)
+        s = warpgroup_mma(k, q_s.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        # "block -1": adds zero to dQ
+        ds_s.index(1).slice(W * 64, 64, dim=0).store(gl.zeros([64, ROWS], dtype, s_layout))
+        fence_async_shared()
+        mbarrier.arrive(ds_full.index(1))
+        stage = 0
+        phase = 0
+        before = first_block  # where the block before lies; zeros are added to the first one
+        for part in gl.static_range(2):  # masked blocks of every head, then the core
+            count = edges if part == 0 else core_end - core_begin
+            n = 0
+            g = 0
+            for i in range(0, count * group):
+                other = stage ^ 1
+                at = gl.where(n < core_begin, n, n + core_end - core_begin) if part == 0 else core_begin + n
+                lse = lse_s.index(stage).load(gl.SliceLayout(0, s_layout))
+                mbarrier.wait(do_full.index(stage), phase)
+                dp_token = warpgroup_mma(v, do_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+                if part == 0:
+                    row = start + at * ROWS
+                    bits = row_bits(keys, lo_s.index(stage), hi_s.index(stage), ROWS)
+                    if element_test > 0:
+                        flags = gl.load(q_blocks + 4 * row_blocks + row // 64)
+                        if flags & 1:
+                            there = keys < kv_len
+                            kv_id = gl.load(kv_ids + keys, mask=there, other=-1)
+                            bits = bits & element_bits(kv_id, q_ids, row, q_len, ROWS, "eq")
+                            if element_test > 1:
+                                kv_at = gl.load(kv_pos + keys, mask=there, other=0)
+                                bits = bits & element_bits(kv_at, q_pos, row, q_len, ROWS, "ge")
+                    s = select_bits(s, bits, float("-inf"))
+                p = gl.exp2(s * scale2 - lse[None, :])
+                p_half = gl.convert_layout(p.to(dtype), p_layout)
+                dp = warpgroup_mma_wait(0, deps=(dp_token,))
+                dv_token = warpgroup_mma(p_half, do_s.index(stage), dv_sum, is_async=True)
+                dl = delta_s.index(stage).load(gl.SliceLayout(0, s_layout))
+                ds32 = p * (dp - dl[None, :])
+                if part == 0:
+                    ds32 = select_bits(ds32, bits, 0.0)
+                ds = ds32.to(dtype)
+                mbarrier.wait(ds_empty.index(stage), phase ^ stage ^ 1)
+                ds_s.index(stage).slice(W * 64, 64, dim=0).store(ds)
+                fence_async_shared()
+                mbarrier.arrive(ds_full.index(stage))
+                ds_half = gl.convert_layout(ds, ds_layout)
+                dk_token = warpgroup_mma(ds_half, q_s.index(stage), dk_sum, is_async=True)
+                mbarrier.wait(ds_full.index(other), phase)
+                k_half = k_s.slice(W * (QK_DIM // 2), QK_DIM // 2, dim=1)
+                dq_token = warpgroup_mma(ds_s.index(other).permute((1, 0)), k_half, zero_dq, use_acc=False, is_async=True)
+                dv_sum, dk_sum = warpgroup_mma_wait(1, deps=(dv_token, dk_token))
+                warp_arrive(do_empty.index(stage))
+                warp_arrive(q_empty.index(stage))
+                phase = phase ^ stage
+                mbarrier.wait(q_full.index(other), phase)
+                s_token = warpgroup_mma(k, q_s.index(other).permute((1, 0)), zero, use_acc=False, is_async=True)
+                dq = warpgroup_mma_wait(1, deps=(dq_token,))
+                warp_arrive(ds_empty.index(other))
+                add_dq(dq, dq_sum, dq_s, before, W, ROWS, QK_DIM)
+                s = warpgroup_mma_wait(0, deps=(s_token,))
+                stage = other
+                before = first_block + g * row_blocks + at
+                n += 1
+                wrap = n == count
+                n = gl.where(wrap, 0, n)
+                g = gl.where(wrap, g + 1, g)
+        tma.store_wait(0)
+        gl.barrier()
+        mbarrier.wait(ds_full.index(stage ^ 1), phase)
+        k_half = k_s.slice(W * (QK_DIM // 2), QK_DIM // 2, dim=1)
+        dq = warpgroup_mma(ds_s.index(stage ^ 1).permute((1, 0)), k_half, zero_dq, use_acc=False, is_async=True)
+        dq = warpgroup_mma_wait(0, deps=(dq,))
+        add_dq(dq, dq_sum, dq_s, before, W, ROWS, QK_DIM)
+        tma.store_wait(0)
+    # the other warp group may still read this one's keys for its half of dQ
+    gl.inline_asm("bar.sync 9, 256;", "~{memory}", ())
+    k.store((dk_sum * scale).to(dtype))
+    v.store(dv_sum.to(dtype))
+    fence_async_shared()
+    gl.barrier()
+    dk_tile = k_s.reinterpret(dtype, [1, 128, QK_DIM], dk.layout).slice(W * 64, 64, dim=1)
+    tma.async_store(dk, [b, first_key + W * 64, k_col], dk_tile)
+    tma.async_store(dv, [b, first_key + W * 64, v_col], v.reinterpret(dtype, [1, 64, V_DIM], dv.layout))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def backward_hopper(
+    query, key, value, dout, lse2, delta, lo, hi, dk, dv, dq_sum, q_ids, kv_ids, q_pos, kv_pos,
+    q_blocks, kv_blocks, kv_order,
+    scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, ROWS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Tensor maps: query, key, value, dout, dk, dv (batch, length, heads * dim); lse2, delta, lo, hi as one row each;
+    dq_sum as rows of 32."""
+    dtype: gl.constexpr = query.dtype
+    row_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, QK_DIM], dtype)
+    row_tile_v: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, V_DIM], dtype)
+    k_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, QK_DIM], dtype)
+    v_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, V_DIM], dtype)
+    ds_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, ROWS], dtype)
+    q_s = gl.allocate_shared_memory(dtype, [2, ROWS, QK_DIM], row_tile)
+    do_s = gl.allocate_shared_memory(dtype, [2, ROWS, V_DIM], row_tile_v)
+    k_s = gl.allocate_shared_memory(dtype, [128, QK_DIM], k_tile)
+    v_s = gl.allocate_shared_memory(dtype, [2, 64, V_DIM], v_tile)
+    ds_s = gl.allocate_shared_memory(dtype, [2, 128, ROWS], ds_tile)
+    linear: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    line: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    dq_s = gl.allocate_shared_memory(gl.float32, [2, ROWS * QK_DIM // 64, 32], linear)
+    lse_s = gl.allocate_shared_memory(gl.float32, [2, ROWS], line)
+    delta_s = gl.allocate_shared_memory(gl.float32, [2, ROWS], line)
+    lo_s = gl.allocate_shared_memory(gl.int32, [2, ROWS], line)
+    hi_s = gl.allocate_shared_memory(gl.int32, [2, ROWS], line)
+    kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    do_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    do_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    ds_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for j in gl.static_range(2):
+        mbarrier.init(kv_full.index(j), 1)
+        mbarrier.init(q_full.index(j), 1)
+        mbarrier.init(do_full.index(j), 1)
+        mbarrier.init(ds_full.index(j), 2)
+        mbarrier.init(ds_empty.index(j), 8)
+        mbarrier.init(q_empty.index(j), 8)
+        mbarrier.init(do_empty.index(j), 8)
+
+    group = heads // kv_heads
+    tiles = (kv_len + 127) // 128
+    pid = gl.program_id(0)
+    kv_head = pid // (tiles * batch)
+    rest = pid % (tiles * batch)
+    b = rest % batch
+    mask_b = gl.where(mask_batch > 1, b, 0)
+    first_key = gl.load(kv_order + mask_b * tiles + rest // batch) * 128
+    start, end, core_lo, core_hi = row_range(kv_blocks, mask_b, first_key, kv_len)
+    steps, core_begin, core_end = split(start, end, core_lo, core_hi, ROWS)
+    edges = steps - core_end + core_begin
+    row_blocks = (q_len + 63) // 64
+    bh = b * heads + kv_head * group
+    mask_key = mask_b.to(gl.int64) * kv_len
+    mask_row = mask_b.to(gl.int64) * q_len
+    first_block = bh * row_blocks + start // ROWS
+    scale2 = scale * LOG2E
+    gl.warp_specialize(
+        [
+            (consume, (0, dk, dv, dq_sum, q_ids + mask_row, kv_ids + mask_key, q_pos + mask_row, kv_pos + mask_key, q_blocks + mask_b.to(gl.int64) * (5 * row_blocks), element_test, q_s, k_s, v_s, do_s, lse_s, delta_s, lo_s, hi_s, ds_s, dq_s, kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty, b, first_key, kv_head * QK_DIM, kv_head * V_DIM, group, first_block, row_blocks, q_len, kv_len, start, steps, edges, core_begin, core_end, scale2, scale, QK_DIM, V_DIM, ROWS)),
+            (consume, (1, dk, dv, dq_sum, q_ids + mask_row, kv_ids + mask_key, q_pos + mask_row, kv_pos + mask_key, q_blocks + mask_b.to(gl.int64) * (5 * row_blocks), element_test, q_s, k_s, v_s, do_s, lse_s, delta_s, lo_s, hi_s, ds_s, dq_s, kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty, b, first_key, kv_head * QK_DIM, kv_head * V_DIM, group, first_block, row_blocks, q_len, kv_len, start, steps, edges, core_begin, core_end, scale2, scale, QK_DIM, V_DIM, ROWS)),
+            (produce, (query, key, value, dout, lse2, delta, lo, hi, q_s, k_s, v_s, do_s, lse_s, delta_s, lo_s, hi_s, kv_full, q_full, q_empty, do_full, do_empty, b, first_key, kv_head * QK_DIM, kv_head * V_DIM, kv_head * group, group, bh, mask_b * (row_blocks * 64), row_blocks * 64, start, steps, edges, core_begin, core_end, QK_DIM, V_DIM, ROWS)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip
+
+
+@gluon.jit
+def backward_finish(
+    dq_sum, dq, scale, q_len, heads,
+    QK_DIM: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """dq = scale * dq_sum, one block of ROWS rows of one head. dq_sum holds each half of the columns in accumulator order:
+    float4 number o * 128 + thread = columns 8 o + 2 (thread % 4) + {0, 1} of rows 16 (thread // 32) + thread % 32 // 4 + {0, 8}."""
+    flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    rowwise: gl.constexpr = gl.BlockedLayout([1, 8], [256 // QK_DIM, QK_DIM // 8], [4, 1], [1, 0])
+    blocks = (q_len + ROWS - 1) // ROWS
+    pid = gl.program_id(0)
+    bh = pid // blocks
+    block = pid % blocks
+    b = bh // heads
+    head = bh % heads
+    r = block * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, rowwise))
+    c = gl.arange(0, QK_DIM, gl.SliceLayout(0, rowwise))
+    x = gl.load(dq_sum + pid.to(gl.int64) * (ROWS * QK_DIM) + gl.arange(0, ROWS * QK_DIM, flat)) * scale
+    x = x.to(dq.dtype.element_ty).reshape([2, ROWS // 64, QK_DIM // 16, 4, 8, 4, 2, 2])
+    x = x.permute((1, 3, 6, 4, 0, 2, 5, 7)).reshape([ROWS, QK_DIM])
+    at = ((b.to(gl.int64) * q_len + r) * heads + head)[:, None] * QK_DIM + c[None, :]
+    gl.store(dq + at, gl.convert_layout(x, rowwise), mask=(r < q_len)[:, None])
