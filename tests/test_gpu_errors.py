@@ -1,0 +1,79 @@
+"""What C++ refuses on a GPU, past every Python check, and what it says. `pytest -m gpu`."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import packax
+import pytest
+from gpu_runs import build, packed, tensors
+
+pytestmark = pytest.mark.gpu
+IDS = np.stack([packed(120, 1, -29, 50), packed(200)])
+
+
+def forward_call(**changes):
+    """packax_forward_v1 past every Python check, one operand or attribute replaced."""
+    x = tensors(2, 200, 200, 4, 2, 64, "bfloat16")
+    mask = build(packax.causal() & packax.documents(IDS), x)
+    names = ["q_lo", "q_hi", "q_ids", "kv_ids", "q_pos", "kv_pos"]
+    names += ["q_blocks", "q_order", "q_order_192"]
+    operands = dict(zip(names, mask.operands(), strict=False))
+    operands = {"query": x.query, "key": x.key, "value": x.value, **operands}
+    attributes = {"scale": np.float32(0.1), "element_test": np.int32(1)}
+    for name, change in changes.items():
+        target = attributes if name in attributes else operands
+        target[name] = change(target[name])
+    query, heads = operands["query"], operands["query"].shape[2]
+    results = (
+        jax.ShapeDtypeStruct(query.shape, query.dtype),
+        jax.ShapeDtypeStruct((query.shape[0], heads, query.shape[1]), jnp.float32),
+    )
+    call = jax.ffi.ffi_call("packax_forward_v1", results)
+    return jax.block_until_ready(jax.jit(lambda *a: call(*a, **attributes))(*operands.values()))
+
+
+def test_the_unchanged_call_works():
+    out, _ = forward_call()
+    assert np.isfinite(np.asarray(out, np.float32)).all()
+
+
+@pytest.mark.parametrize(
+    "changes,message",
+    (
+        (
+            {"key": lambda y: y[:, :, :, :32]},
+            r"key is bfloat16\[2, 200, 2, 32\], expected .*qk_dim=64",
+        ),
+        ({"value": lambda y: y[:1]}, r"value is bfloat16\[1, 200, 2, 64\], expected .*batch=2"),
+        ({"query": lambda y: y[:, :, :3]}, r"query has 3 heads, expected a multiple of the 2"),
+        ({"query": lambda y: y[0]}, r"query is bfloat16\[200, 4, 64\], expected 4 axes"),
+        (
+            {"query": lambda y: y.astype(jnp.float32)},
+            r"query is float32, expected bfloat16 or float16",
+        ),
+        ({"key": lambda y: y.astype(jnp.float16)}, r"key is float16\[.*expected bfloat16"),
+        ({"q_lo": lambda y: y[:, :100]}, r"q_lo is int32\[2, 100\], expected .*q_len=200"),
+        ({"q_hi": lambda y: y.astype(jnp.float32)}, r"q_hi is float32.*expected int32"),
+        ({"q_ids": lambda y: y[:, :7]}, r"q_ids is int32\[2, 7\]"),
+        ({"kv_ids": lambda y: y[:, :7]}, r"kv_ids is int32\[2, 7\]"),
+        ({"q_blocks": lambda y: y[:, :4]}, r"q_blocks is int32\[2, 4, 4\], expected .*bounds=5"),
+        ({"q_order": lambda y: y[:, :1]}, r"q_order is int32\[2, 1\]"),
+        ({"q_order_192": lambda y: y[:, :1]}, r"q_order_192 is int32\[2, 1\]"),
+        ({"element_test": lambda _: np.int32(9)}, r"element_test is 9, expected 0 to 2"),
+        ({"scale": lambda _: np.float32("nan")}, r"scale is .*nan, expected a finite number"),
+    ),
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_cpp_refuses(changes, message):
+    with pytest.raises(Exception, match=message) as caught:
+        forward_call(**changes)
+    assert "INVALID_ARGUMENT" in str(caught.value)
+
+
+def test_no_kernel_says_what_there_is():
+    for dim, dtype in ((80, "bfloat16"), (64, "float32")):
+        x = tensors(1, 64, 64, 2, 2, dim, dtype)
+        with pytest.raises(NotImplementedError, match=r"there are: .*bfloat16 64/64"):
+            packax.flash_attention(*x[:3], packax.causal())
