@@ -166,6 +166,26 @@ def test_other_documents_change_nothing(dtype, dim):
         assert not np.array_equal(a, b), f"{name} of the other documents should have changed"
 
 
+def test_nan_stays_where_numerics_md_says(dtype, dim):
+    ids = packed(384, 300, -84, 116)
+    at = np.arange(884)
+    x = tensors(1, 884, 884, 4, 2, dim, dtype)
+    expression = causal_documents(ids)
+    expected = run(x, expression)
+
+    broken = jnp.asarray(at >= 384)
+    wide, sums = broken[None, :, None, None], broken[None, None]
+    got = run(
+        Tensors(*(jnp.where(wide, jnp.nan, y) for y in x[:4]), jnp.where(sums, jnp.nan, x.dlse)),
+        expression,
+    )
+    for name in Results._fields:
+        axis = 2 if name == "lse" else 1
+        a, b = (np.take(np.asarray(getattr(r, name)), at[:384], axis) for r in (got, expected))
+        assert_identical(a, b, f"{name} of a document that shares no tile with the NaNs: ")
+        assert np.isnan(np.asarray(getattr(got, name), np.float32)).any()
+
+
 def test_the_same_bits_every_time(dtype, dim):
     x = tensors(3, 500, 500, 8, 2, dim, dtype)
     expression = causal_documents(THREE_ROWS)
