@@ -29,7 +29,7 @@ VARIANTS = tuple(
 )
 
 
-def find(kernel, cc, dtype, qk_dim, v_dim, variants=VARIANTS):
+def find(kernel, cc, dtype, qk_dim, v_dim, driver=13000, variants=VARIANTS):
     wanted = {"kernel": kernel, "dtype": dtype, "qk_dim": qk_dim, "v_dim": v_dim}
     for row in variants:
         fits = row["cc"] == cc or (row["cc"] == 80 and 80 < cc < 90)
