@@ -100,29 +100,26 @@ def blocks_by_hand(lo, hi, tested, kv_len):
             entry[2:] = 64 * first, 64 * (last + 1)
         kv_blocks.append(entry)
 
-    def order(entries, low, high, blocks, span_and_place):
-        def key(tile):
+    def order(entries, low, high, blocks, keys=False):
+        def sort_key(tile):
             merged = entries[blocks * tile : blocks * (tile + 1)]
             first, last = min(e[low] for e in merged), max(e[high] for e in merged)
-            if first >= last:
+            work = max(last - first, 0)
+            if not keys:
+                return (-work, tile)
+            if not work:
                 return (1, tile)  # nothing to do: last
-            span, place = span_and_place(first, last)
-            return (0, -span, -place, first - last, tile)
+            span = last - q_blocks[(last - 1) // 64][0]
+            return (0, -span, -last, -work, tile)
 
-        return np.array(sorted(range(ceil(len(entries), blocks)), key=key))
-
-    def of_rows(first_key, _):
-        return kv_blocks[first_key // 64][1] - first_key, -first_key
-
-    def of_keys(_, last_row):
-        return last_row - q_blocks[(last_row - 1) // 64][0], last_row
+        return np.array(sorted(range(ceil(len(entries), blocks)), key=sort_key))
 
     return (
         np.array(q_blocks).T,
         np.array(kv_blocks).T,
-        order(q_blocks, 0, 3, 2, of_rows),
-        order(q_blocks, 0, 3, 3, of_rows),
-        order(kv_blocks, 0, 1, 2, of_keys),
+        order(q_blocks, 0, 3, 2),
+        order(q_blocks, 0, 3, 3),
+        order(kv_blocks, 0, 1, 2, keys=True),
     )
 
 

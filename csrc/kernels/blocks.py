@@ -112,39 +112,34 @@ def merged(lows, highs, blocks, i, PER_TILE: tl.constexpr):
 
 
 @triton.jit
-def priority(lows, highs, blocks, ends, i, KEYS: tl.constexpr, PER_TILE: tl.constexpr):
-    """What a tile is sorted by: (span, place of its document) and work, both most first.
-
-    `ends` leads to the other side of a document: the last row that meets a tile's first key, or the first key that its last row meets.
-    """
+def priority(lows, highs, blocks, q_lows, i, KEYS: tl.constexpr, PER_TILE: tl.constexpr):
+    """What a tile is sorted by, most first: its document (key tiles only) and its work."""
     low, high = merged(lows, highs, blocks, i, PER_TILE)
     some = low < high
+    work = tl.where(some, high - low, 0)
+    document = work.to(tl.int64) * 0
     if KEYS:
-        other = tl.load(ends + tl.maximum(high - 1, 0) // BLOCK, mask=some, other=0)
-        span = high - other
-        place = high
-    else:
-        other = tl.load(ends + tl.where(some, low, 0) // BLOCK, mask=some, other=0)
-        span = other - low
-        place = EMPTY_MIN - low
-    document = (span.to(tl.int64) << 32) + place
-    return tl.where(some, document, NOTHING), tl.where(some, high - low, 0)
+        # the last row that meets the tile leads to the first key of its document
+        first_key = tl.load(q_lows + tl.maximum(high - 1, 0) // BLOCK, mask=some, other=0)
+        span = (high - first_key).to(tl.int64)
+        document = tl.where(some, (span << 32) + high, NOTHING)
+    return document, work
 
 
 @triton.jit
 def sort(
-    lows, highs, order, blocks, ends,
+    lows, highs, order, blocks, q_lows,
     KEYS: tl.constexpr, PER_TILE: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """The place of a tile is the number of tiles before it: quadratic, trivial against one attention call."""
+    """The place of a tile is the number of tiles before it: quadratic, trivial against attention."""
     tiles = tl.cdiv(blocks, PER_TILE)
     mine = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
-    document, work = priority(lows, highs, blocks, ends, mine, KEYS, PER_TILE)
+    document, work = priority(lows, highs, blocks, q_lows, mine, KEYS, PER_TILE)
     document, work = document[:, None], work[:, None]
     count = tl.zeros([GROUP, STEP], tl.int32)
     for i in range(0, tiles, STEP):
         other = i + tl.arange(0, STEP)
-        documents, works = priority(lows, highs, blocks, ends, other, KEYS, PER_TILE)
+        documents, works = priority(lows, highs, blocks, q_lows, other, KEYS, PER_TILE)
         documents, works = documents[None, :], works[None, :]
         earlier = (works > work) | ((works == work) & (other[None, :] < mine[:, None]))
         before = (documents > document) | ((documents == document) & earlier)
@@ -157,8 +152,8 @@ def blocks_order(
     q_blocks, kv_blocks, q_order, q_order_192, kv_order, q_len, kv_len,
     GROUP: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Longest document first, inside a document the tile with most work first: the tiles that run together then share
-    keys, or rows and gradients, in the L2 cache, and the last ones to finish are short."""
+    """Rows by work: the last programs to finish are short. Keys by document, longest first, and by
+    work inside it: the tiles that run together share rows and gradients in the L2 cache."""
     b = tl.program_id(1).to(tl.int64)
     q_count = tl.cdiv(q_len, BLOCK)
     kv_count = tl.cdiv(kv_len, BLOCK)
@@ -166,8 +161,9 @@ def blocks_order(
     high = low + 3 * q_count
     row_low = kv_blocks + b * 4 * kv_count
     row_high = row_low + kv_count
-    two = tl.cdiv(q_count, 2)
-    three = tl.cdiv(q_count, 3)
-    sort(low, high, q_order + b * two, q_count, row_high, False, 2, GROUP, STEP)
-    sort(low, high, q_order_192 + b * three, q_count, row_high, False, 3, GROUP, STEP)
-    sort(row_low, row_high, kv_order + b * tl.cdiv(kv_count, 2), kv_count, low, True, 2, GROUP, STEP)
+    two = q_order + b * tl.cdiv(q_count, 2)
+    three = q_order_192 + b * tl.cdiv(q_count, 3)
+    keys = kv_order + b * tl.cdiv(kv_count, 2)
+    sort(low, high, two, q_count, low, False, 2, GROUP, STEP)
+    sort(low, high, three, q_count, low, False, 3, GROUP, STEP)
+    sort(row_low, row_high, keys, kv_count, low, True, 2, GROUP, STEP)

@@ -116,8 +116,8 @@ def block_bounds(
     def one_row(lo, hi, tested):
         q_blocks = _query_blocks(lo, hi, tested)
         kv_blocks = _key_blocks(q_blocks, q_len, kv_len)
-        q_order = _query_order(q_blocks, kv_blocks, TILE)
-        q_order_192 = _query_order(q_blocks, kv_blocks, TILE_192)
+        q_order = _query_order(q_blocks, TILE)
+        q_order_192 = _query_order(q_blocks, TILE_192)
         kv_order = _key_order(q_blocks, kv_blocks)
         return q_blocks, kv_blocks, q_order, q_order_192, kv_order
 
@@ -164,19 +164,20 @@ def _key_blocks(q_blocks, q_len, kv_len):
     return jax.lax.map(one_block, first_keys, batch_size=64).T
 
 
-def _query_order(q_blocks, kv_blocks, tile):
-    """Tiles of so many rows: longest document first, most keys first, ties in order."""
+def _query_order(q_blocks, tile):
+    """Tiles of so many rows: most keys first, ties in order."""
     low, high = _merge(q_blocks[0], q_blocks[3], tile)
-    some = low < high
-    last_row = kv_blocks[1, jnp.where(some, low, 0) // BLOCK]  # that meets the tile's first key
-    return _order(some, last_row - low, -low, high - low)
+    return jnp.argsort(-jnp.where(low < high, high - low, 0), stable=True).astype(jnp.int32)
 
 
 def _key_order(q_blocks, kv_blocks):
+    """Tiles of keys: longest document first, inside it most rows first, ties in order."""
     low, high = _merge(kv_blocks[0], kv_blocks[1], TILE)
     some = low < high
-    first_key = q_blocks[0, jnp.where(some, high - 1, 0) // BLOCK]  # that the tile's last row meets
-    return _order(some, high - first_key, high, high - low)
+    first_key = q_blocks[0, jnp.where(some, high - 1, 0) // BLOCK]  # that the last row meets
+    keys = (low - high, -high, first_key - high)
+    keys = (*(jnp.where(some, key, 0) for key in keys), ~some)
+    return jnp.lexsort(keys).astype(jnp.int32)  # by the last key first; stable
 
 
 def _merge(low, high, tile):
@@ -186,10 +187,3 @@ def _merge(low, high, tile):
     low = jnp.pad(low, (0, missing), constant_values=INT_MAX)
     high = jnp.pad(high, (0, missing))
     return jnp.min(low.reshape(-1, blocks), axis=1), jnp.max(high.reshape(-1, blocks), axis=1)
-
-
-def _order(some, span, place, work):
-    """By span, place of the document, work: most first; tiles with nothing last, ties in order."""
-    work = jnp.where(some, work, 0)
-    keys = (-work, jnp.where(some, -place, 0), jnp.where(some, -span, 0), ~some)
-    return jnp.lexsort(keys).astype(jnp.int32)  # by the last key first; stable
