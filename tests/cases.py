@@ -17,8 +17,8 @@ class Case:
     name: str
     why: str
     expression: Callable[[], MaskExpression]
-    q_len: int
-    kv_len: int
+    q_len: int = 409
+    kv_len: int = 409
     batch: int = 1
     heads: int = 2
     kv_heads: int = 1
@@ -59,9 +59,13 @@ def positions_of(ids: np.ndarray) -> np.ndarray:
     return (index - np.maximum.accumulate(np.where(starts, index, 0))).astype(np.int32)
 
 
-ODD = ids_of((0, 1), (1, 17), (2, 128), (3, 63), (4, 131), (5, 64), (6, 5))  # 409
-PADDED = ids_of((-1, 3), (0, 70), (-1, 61), (1, 100), (2, 1), (-1, 9), (3, 90), (-1, 75))  # 409
-BACK = ids_of((7, 90), (8, 40), (7, 65), (9, 1), (8, 100), (-1, 13), (7, 100))  # 409
+LENGTH = (
+    409  # odd, three whole tiles of 128 and a rest; one length, so that cases share compilations
+)
+ODD = ids_of((0, 1), (1, 17), (2, 128), (3, 63), (4, 131), (5, 64), (6, 5))
+PADDED = ids_of((-1, 3), (0, 70), (-1, 61), (1, 100), (2, 1), (-1, 9), (3, 90), (-1, 75))
+BACK = ids_of((7, 90), (8, 40), (7, 65), (9, 1), (8, 100), (-1, 13), (7, 100))
+assert len(ODD) == len(PADDED) == len(BACK) == LENGTH
 INT32 = np.iinfo(np.int32)
 
 
@@ -70,14 +74,14 @@ def _causal_documents(*args, **kwargs):
 
 
 def _batch_of_three():
-    one_document = ids_of((5, 409))
+    one_document = ids_of((5, LENGTH))
     return np.stack([ODD, PADDED, one_document])
 
 
 def _hashed():
     # 1024, 4096 and 2^20 apart: they fall in one slot of the id table's first hash.
     values = [INT32.min, INT32.max, 12, 12 + 1024, 12 + 4096, 12 + (1 << 20), -2, 0, 123456789]
-    return ids_of(*((value, 20 + 7 * n) for n, value in enumerate(values)))  # 432
+    return ids_of(*((value, 18 + 7 * n) for n, value in enumerate(values)))[:LENGTH]
 
 
 def _random_ranges(seed, batch, q_len, kv_len):
@@ -86,13 +90,13 @@ def _random_ranges(seed, batch, q_len, kv_len):
 
 
 def _window():
-    index = np.arange(300)
+    index = np.arange(LENGTH)
     return packax.ranges(index - 50, index + 1)
 
 
 def _prefix():
     # Positions max(i, 99): the first 100 tokens attend each other both ways.
-    return _causal_documents(ids_of((0, 250)), positions=np.maximum(np.arange(250), 99))
+    return _causal_documents(ids_of((0, LENGTH)), positions=np.maximum(np.arange(LENGTH), 99))
 
 
 def _falling():
@@ -115,71 +119,49 @@ def _cross_positions():
 
 
 CASES = [
-    Case("one_token", "smallest shapes", lambda: packax.causal(), 1, 1),
-    Case("full_odd", "partial last tiles, no mask", packax.full, 257, 257, heads=3, kv_heads=3),
-    Case("causal", "whole tiles", packax.causal, 256, 256, batch=2),
+    Case("one_token", "smallest shapes", packax.causal, 1, 1),
+    Case("full", "no mask, partial last tiles", packax.full),
+    Case("causal", "no ids", packax.causal),
+    Case("causal_tiles", "whole tiles only", packax.causal, 256, 256, batch=2),
     Case("causal_long", "many tiles, mask-free cores", packax.causal, 1000, 1000),
-    Case("causal_wide", "Sq < Skv, keys after the last row", packax.causal, 150, 333),
-    Case("causal_tall", "Sq > Skv, rows after the last key", packax.causal, 333, 150),
-    Case("one_row", "decoding: one row, many keys", packax.full, 1, 321, heads=8),
-    Case("documents_odd", "odd lengths", lambda: _causal_documents(ODD), 409, 409),
-    Case("documents_full", "documents both ways", lambda: packax.documents(ODD), 409, 409),
-    Case("padding", "start, middle, end", lambda: _causal_documents(PADDED), 409, 409),
-    Case("all_padding", "nothing at all", lambda: _causal_documents(ids_of((-1, 200))), 200, 200),
-    Case(
-        "single_tokens",
-        "one-token documents",
-        lambda: _causal_documents(np.arange(260, dtype=np.int32)),
-        260,
-        260,
-    ),
+    Case("causal_wide", "Sq < Skv: keys after the last row", packax.causal, 150, 333),
+    Case("causal_tall", "Sq > Skv: rows after the last key", packax.causal, 333, 150),
+    Case("one_row", "one row, many keys", packax.full, 1, 321, heads=8),
+    Case("documents_odd", "odd lengths", lambda: _causal_documents(ODD)),
+    Case("documents_full", "documents both ways", lambda: packax.documents(ODD)),
+    Case("padding", "at the start, the middle, the end", lambda: _causal_documents(PADDED)),
+    Case("all_padding", "nothing at all", lambda: _causal_documents(ids_of((-1, LENGTH)))),
+    Case("single_tokens", "one key per row", lambda: _causal_documents(np.arange(LENGTH))),
     Case(
         "batch_of_three",
         "different documents per row",
         lambda: _causal_documents(_batch_of_three()),
-        409,
-        409,
         batch=3,
         heads=4,
         kv_heads=2,
     ),
-    Case(
-        "one_mask_for_all",
-        "mask batch 1, batch 3",
-        lambda: _causal_documents(PADDED),
-        409,
-        409,
-        batch=3,
-    ),
-    Case("gqa_1", "group 1", lambda: _causal_documents(ODD), 409, 409, heads=2, kv_heads=2),
-    Case("gqa_4", "group 4", lambda: _causal_documents(ODD), 409, 409, heads=8, kv_heads=2),
-    Case("gqa_8", "group 8", lambda: _causal_documents(ODD), 409, 409, heads=16, kv_heads=2),
-    Case(
-        "hashed_ids", "large, negative, colliding", lambda: _causal_documents(_hashed()), 432, 432
-    ),
-    Case("ids_reappear", "hulls: tested rows", lambda: _causal_documents(BACK), 409, 409),
-    Case(
-        "ids_alternate", "tested everywhere", lambda: packax.documents(np.arange(200) % 2), 200, 200
-    ),
+    Case("one_mask_for_all", "mask batch 1", lambda: _causal_documents(PADDED), batch=3),
+    Case("gqa_1", "group 1", lambda: _causal_documents(ODD), heads=3, kv_heads=3),
+    Case("gqa_4", "group 4", lambda: _causal_documents(ODD), heads=8, kv_heads=2),
+    Case("gqa_8", "group 8", lambda: _causal_documents(ODD), heads=16, kv_heads=2),
+    Case("hashed_ids", "large, negative, colliding", lambda: _causal_documents(_hashed())),
+    Case("ids_reappear", "hulls: tested rows", lambda: _causal_documents(BACK)),
+    Case("ids_alternate", "tested everywhere", lambda: packax.documents(np.arange(LENGTH) % 2)),
     Case(
         "positions_restart",
         "ordinary positions",
         lambda: _causal_documents(ODD, positions=positions_of(ODD)),
-        409,
-        409,
     ),
     Case(
         "positions_reappear",
         "an id that comes back, positions that restart",
         lambda: _causal_documents(BACK, positions=positions_of(BACK)),
-        409,
-        409,
     ),
-    Case("positions_fall", "positions in any order", _falling, 409, 409),
-    Case("positions_prefix", "equal positions: both ways", _prefix, 250, 250),
-    Case("cross_documents", "kv ids, other order", _cross, 173, 300),
-    Case("cross_positions", "kv ids and positions", _cross_positions, 101, 261, heads=4),
-    Case("window", "ranges, one mask", _window, 300, 300),
+    Case("positions_fall", "positions in any order", _falling),
+    Case("positions_prefix", "equal positions: both ways", _prefix),
+    Case("cross_documents", "ids of keys, in another order", _cross, 173, 300),
+    Case("cross_positions", "ids and positions of keys", _cross_positions, 101, 261, heads=4),
+    Case("window", "ranges, one mask", _window),
     Case(
         "ranges_random",
         "no order at all, outside [0, Skv], empty rows",
@@ -191,16 +173,12 @@ CASES = [
     Case(
         "ranges_of_documents",
         "three narrowings",
-        lambda: _window() & _causal_documents(np.arange(300) // 77),
-        300,
-        300,
+        lambda: _window() & _causal_documents(np.arange(LENGTH) // 77),
     ),
     Case(
         "ranges_of_hulls",
-        "ranges narrow a tested row until it attends nothing",
-        lambda: packax.ranges(np.arange(200) - 3, np.arange(200)) & packax.documents(BACK[:200]),
-        200,
-        200,
+        "ranges narrow tested rows until they attend nothing",
+        lambda: packax.ranges(np.arange(LENGTH) - 3, np.arange(LENGTH)) & packax.documents(BACK),
     ),
 ]
 BY_NAME = {case.name: case for case in CASES}

@@ -50,7 +50,7 @@ def test_as_array_is_the_definition(drawn):
     assert got.dtype == bool and got.shape[-2:] == (q_len, kv_len)
     got = got if got.ndim == 3 else got[None]
     # The definition is slow in Python: all pairs of small masks, a sample of large ones.
-    pairs = np.ndindex(q_len, kv_len)
+    pairs = list(np.ndindex(q_len, kv_len))
     if q_len * kv_len > 400:
         pairs = np.random.default_rng(0).integers(0, (q_len, kv_len), (400, 2))
     for b in range(len(got)):

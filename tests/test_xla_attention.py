@@ -18,30 +18,40 @@ from packax import xla_attention
 SCALE = 0.17
 
 
-def attention(mask, scale=SCALE, **kwargs):
-    return functools.partial(
-        packax.flash_attention,
-        mask=mask,
-        scale=scale,
-        return_lse=True,
-        implementation="xla",
-        **kwargs,
-    )
-
-
 def mask_of(case):
     return packax.create_attention_mask(case.expression(), q_len=case.q_len, kv_len=case.kv_len)
 
 
-def results(case, dtype, qk_dim=16, v_dim=24, with_dlse=True):
-    *tensors, dlse = case.tensors(dtype, qk_dim, v_dim)
-    query, key, value, dout = tensors
-    dlse = dlse if with_dlse else None
-    run = jax.jit(lambda *x: oracle.run(attention(mask_of(case)), *x))
+@functools.partial(jax.jit, static_argnames="deterministic")
+def run(query, key, value, dout, dlse, mask, deterministic=False):
+    """One compilation for all masks of one shape."""
+
+    def attention(query, key, value):
+        return packax.flash_attention(
+            query,
+            key,
+            value,
+            mask,
+            scale=SCALE,
+            return_lse=True,
+            deterministic=deterministic,
+            implementation="xla",
+        )
+
+    return oracle.run(attention, query, key, value, dout, dlse)
+
+
+def tensors_of(case, dtype=jnp.float32):
+    return case.tensors(dtype, 16, 24)
+
+
+def results(case, dtype):
+    tensors = tensors_of(case, dtype)
+    *operands, dout, dlse = tensors
     return (
-        run(query, key, value, dout, dlse),
-        oracle.exact(query, key, value, case.allowed(), SCALE, dout, dlse),
-        oracle.plain(query, key, value, case.allowed(), SCALE, dout, dlse),
+        run(*tensors, mask_of(case)),
+        oracle.exact(*operands, case.allowed(), SCALE, dout, dlse),
+        oracle.plain(*operands, case.allowed(), SCALE, dout, dlse),
     )
 
 
@@ -72,26 +82,15 @@ def test_float64_accumulates_in_float64():
             np.testing.assert_allclose(value, expected, rtol=1e-12, atol=1e-12, err_msg=name)
 
 
-@pytest.mark.parametrize("rows,keys", [(16, 16), (48, 32), (512, 64)])
-@pytest.mark.parametrize("name", ["padding", "positions_reappear", "cross_positions"])
-def test_any_tile_size(name, rows, keys, monkeypatch):
-    monkeypatch.setattr(xla_attention, "ROWS", rows)
-    monkeypatch.setattr(xla_attention, "KEYS", keys)
-    jax.clear_caches()  # traces made with other tiles
-    oracle.check(*results(cases.BY_NAME[name], jnp.float32))
-    monkeypatch.undo()
-    jax.clear_caches()
-
-
 def test_scores_far_from_zero():
     """exp overflows unless the largest score of the row is subtracted before."""
     case = cases.BY_NAME["documents_odd"]
-    query, key, value, dout, _ = case.tensors(jnp.float32)
-    query = query * 50
-    got = jax.jit(lambda *x: oracle.run(attention(mask_of(case)), *x))(query, key, value, dout)
-    true = oracle.exact(query, key, value, case.allowed(), SCALE, dout)
+    query, key, value, dout, dlse = tensors_of(case)
+    query = query * 100
+    got = run(query, key, value, dout, dlse, mask_of(case))
+    true = oracle.exact(query, key, value, case.allowed(), SCALE, dout, dlse)
     assert np.abs(true.lse).max() > 200
-    plain = oracle.plain(query, key, value, case.allowed(), SCALE, dout)
+    plain = oracle.plain(query, key, value, case.allowed(), SCALE, dout, dlse)
     # An LSE of some hundreds is itself rounded to 2^-16, and the backward pass starts from it.
     oracle.check(got, true, plain, factor=4)
 
@@ -110,16 +109,15 @@ EMPTY = [
 def test_rows_that_attend_nothing(name):
     """Exactly 0, -inf and 0; and whatever cotangent comes in for them is ignored, NaN too."""
     case = cases.BY_NAME[name]
-    *tensors, dlse = case.tensors(jnp.float32, 16, 16)
+    query, key, value, dout, dlse = tensors_of(case)
+    mask = mask_of(case)
     some = np.broadcast_to(case.allowed().any(-1), (case.batch, case.q_len))
     if name != "causal_tall":  # there, every row has a key: the test of the test
         assert not some.all()
-    query, key, value, dout = tensors
-    run = jax.jit(lambda *x: oracle.run(attention(mask_of(case)), *x))
-    clean = run(query, key, value, dout, dlse)
+    clean = run(query, key, value, dout, dlse, mask)
     bad_dout = jnp.where(some[..., None, None], dout, jnp.nan)
     bad_dlse = jnp.where(some[:, None], dlse, jnp.inf)
-    got = run(query, key, value, bad_dout, bad_dlse)
+    got = run(query, key, value, bad_dout, bad_dlse, mask)
     for x, y in zip(clean, got, strict=True):
         np.testing.assert_array_equal(x, y)
     empty = ~some
@@ -131,13 +129,15 @@ def test_rows_that_attend_nothing(name):
 @pytest.mark.parametrize("size", [3e38, -3e38, 1e30])
 def test_huge_garbage_in_padding_changes_nothing(size):
     case = cases.BY_NAME["padding"]
-    query, key, value, dout, dlse = case.tensors(jnp.float32, 16, 16)
+    query, key, value, dout, dlse = tensors_of(case)
+    mask = mask_of(case)
     padding = (cases.PADDED == packax.PADDING_SEGMENT_ID)[None, :, None, None]
-    run = jax.jit(lambda *x: oracle.run(attention(mask_of(case)), *x))
-    clean = run(query, key, value, dout, dlse)
-    alternate = jnp.where(jnp.arange(16) % 2 == 0, size, -size)  # products cancel to inf - inf
-    dirty = [jnp.where(padding, alternate, x) for x in (query, key, value, dout)]
-    got = run(*dirty, dlse)
+    clean = run(query, key, value, dout, dlse, mask)
+
+    def dirty(x):  # its products cancel to inf - inf
+        return jnp.where(padding, jnp.where(jnp.arange(x.shape[3]) % 2 == 0, size, -size), x)
+
+    got = run(*map(dirty, (query, key, value, dout)), dlse, mask)
     for name, x, y in zip(got._fields, clean, got, strict=True):
         np.testing.assert_array_equal(x, y, err_msg=name)
 
@@ -147,12 +147,13 @@ def test_other_documents_change_nothing(name):
     """Everything of one document is replaced, hugely: the others' results keep every bit."""
     case = cases.BY_NAME[name]
     ids = cases.BACK if name == "ids_reappear" else cases.ODD
-    query, key, value, dout, dlse = case.tensors(jnp.float32, 16, 16)
-    run = jax.jit(lambda *x: oracle.run(attention(mask_of(case)), *x))
-    clean = run(query, key, value, dout, dlse)
+    query, key, value, dout, dlse = tensors_of(case)
+    mask = mask_of(case)
+    clean = run(query, key, value, dout, dlse, mask)
     other = ids == (8 if name == "ids_reappear" else 3)
     changed = other[None, :, None, None]
-    got = run(*(jnp.where(changed, x * 1e30 + 1, x) for x in (query, key, value, dout)), dlse)
+    dirty = (jnp.where(changed, x * 1e30 + 1, x) for x in (query, key, value, dout))
+    got = run(*dirty, dlse, mask)
     for field, x, y in zip(got._fields, clean, got, strict=True):
         x, y = np.asarray(x), np.asarray(y)
         if field == "lse":
@@ -171,10 +172,11 @@ def test_blocks_that_no_row_attends_are_not_read():
     query, key, value, dout = rng.standard_normal((4, 1, length, 2, 16), np.float32)
     outside = np.ones(length, bool)
     outside[2 * tile : 3 * tile] = False
-    run = jax.jit(lambda *x: oracle.run(attention(mask), *x))
-    clean = run(query, key, value, dout)
+    dlse = np.zeros((1, 2, length), np.float32)
+    clean = run(query, key, value, dout, dlse, mask)
     key[:, outside], value[:, outside] = np.nan, np.nan
-    for name, x, y in zip(clean._fields, clean, run(query, key, value, dout), strict=True):
+    again = run(query, key, value, dout, dlse, mask)
+    for name, x, y in zip(clean._fields, clean, again, strict=True):
         np.testing.assert_array_equal(x, y, err_msg=name)
         assert np.isfinite(np.asarray(x)).all()
 
@@ -200,10 +202,24 @@ def test_memory_is_linear():
 
 def test_bit_identical_from_run_to_run():
     case = cases.BY_NAME["batch_of_three"]
-    query, key, value, dout, dlse = case.tensors(jnp.float32, 16, 16)
-    run = jax.jit(lambda *x: oracle.run(attention(mask_of(case), deterministic=True), *x))
-    first = run(query, key, value, dout, dlse)
+    query, key, value, dout, dlse = tensors_of(case)
+    mask = mask_of(case)
+    first = run(query, key, value, dout, dlse, mask, deterministic=True)
     for _ in range(3):
-        again = run(query, key, value, dout, dlse)
+        again = run(query, key, value, dout, dlse, mask, deterministic=True)
         for name, x, y in zip(first._fields, first, again, strict=True):
             np.testing.assert_array_equal(x, y, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "name,rows,keys",
+    [("padding", 16, 16), ("positions_reappear", 48, 32), ("cross_positions", 512, 64)],
+)
+def test_any_tile_size(name, rows, keys, monkeypatch):
+    """Last in this file: it clears what the tests before share."""
+    monkeypatch.setattr(xla_attention, "ROWS", rows)
+    monkeypatch.setattr(xla_attention, "KEYS", keys)
+    jax.clear_caches()  # traces made with other tiles
+    oracle.check(*results(cases.BY_NAME[name], jnp.float32))
+    monkeypatch.undo()
+    jax.clear_caches()
