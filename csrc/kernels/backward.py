@@ -1,13 +1,15 @@
-"""Backward attention over row ranges, for every GPU that Triton serves: delta, then dK and dV, then dQ (FlashAttention-2, arXiv 2307.08691).
+"""Backward attention over row ranges, for every GPU that Triton serves: delta, then dK and dV, then dQ
+(FlashAttention-2, arXiv 2307.08691).
 
-    p = exp(s * scale - lse),  dv = p^T do,  ds = p * (do v^T - delta),  dk = scale * ds^T q,  dq = scale * ds k
-    delta = sum(do * out) - dlse
-Masked elements are selected away, never multiplied: what padding holds may overflow to infinity. No atomics: the same bits every run.
+    p = exp(s * scale - lse),   dv = p^T do,         ds = p * (do v^T - delta)
+    dk = scale * ds^T q,        dq = scale * ds k,   delta = sum(do * out) - dlse
+
+Masked elements are selected away, never multiplied: what padding holds may overflow to infinity. No
+atomics: the same bits every run.
 """
 
 import triton
 import triton.language as tl
-
 from rows import keep, key_range, masked_step, row_range, split, tile_of_program
 
 LOG2E = tl.constexpr(1.4426950408889634)

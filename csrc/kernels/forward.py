@@ -8,7 +8,6 @@ The order of the key blocks does not matter, so the blocks that need a mask come
 
 import triton
 import triton.language as tl
-
 from rows import keep, key_range, masked_step, split, tile_of_program
 
 LOG2E = tl.constexpr(1.4426950408889634)

@@ -1,15 +1,19 @@
-"""Backward attention on Hopper in Gluon: the same gradients as backward.py, its checked twin, in five products instead of seven.
+"""Backward attention on Hopper in Gluon: the same gradients as backward.py, its checked twin, in five
+products instead of seven.
 
-`backward_prepare` makes delta and the base-2 LSE and clears a float32 dQ; `backward_hopper` adds to it by TMA while it sums dK and dV of a
-tile of keys in registers; `backward_finish` scales dQ and rounds it.
+`backward_prepare` makes delta and the base-2 LSE and clears a float32 dQ; `backward_hopper` adds to
+it by TMA while it sums dK and dV of a tile of keys in registers; `backward_finish` scales dQ and
+rounds it.
 
-One program of `backward_hopper` is 128 keys of one key/value head: two warp groups of 64 keys and a producer warp that streams blocks of
-ROWS query rows of the group's heads. Scores are transposed (keys x rows), so that P^T and dS^T are left operands in registers. dS of both
-warp groups meets in shared memory, and each computes half of dQ's columns (FlashAttention-3, arXiv 2407.08608, section 3.3), of the block
-before, so that the groups need not wait for each other in every step.
+A program of `backward_hopper` is 128 keys of one key/value head: two warp groups of 64 keys, and a
+producer warp that streams blocks of ROWS query rows of the group's heads. Scores are transposed
+(keys x rows), so that P^T and dS^T are left operands in registers. dS of both warp groups meets in
+shared memory, and each computes half of dQ's columns (FlashAttention-3, arXiv 2407.08608, section
+3.3), of the block before, so that the groups need not wait for each other in every step.
 
-The float32 dQ lies in the order of the accumulator's registers: stores without bank conflicts, one contiguous TMA reduction, and a layout
-that only `backward_finish` needs to know. Its additions come in any order: dQ differs by rounding from run to run.
+The float32 dQ lies in the order of the accumulator's registers: stores without bank conflicts, one
+contiguous TMA reduction, and a layout that only `backward_finish` needs to know. Its additions come
+in any order: dQ differs by rounding from run to run.
 """
 
 import triton
@@ -149,44 +153,59 @@ def row_range(kv_blocks, mask_b, key, kv_len):
 
 @gluon.jit
 def produce(
-    query, key, value, dout, lse2, delta, lo, hi,
-    q_s, k_s, v_s, do_s, lse_s, delta_s, lo_s, hi_s,
-    kv_full, q_full, q_empty, do_full, do_empty,
-    b, first_key, k_col, v_col, head, group, bh, mask_row, padded, start, steps, edges, core_begin, core_end,
+    maps, lines, tiles_s, lines_s, bars, place, range_,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
+    query, key, value, dout = maps
+    lse2, delta, lo, hi = lines
+    q_s, k_s, v_s, do_s = tiles_s
+    lse_s, delta_s, lo_s, hi_s = lines_s
+    kv_full, q_full, q_empty, do_full, do_empty = bars
+    b, first_key, kv_head, group, bh, mask_row, padded = place
+    start, steps, edges, core_begin, core_end = range_
     dtype: gl.constexpr = query.dtype
+    f32: gl.constexpr = gl.float32
+    i32: gl.constexpr = gl.int32
+    k_tile = k_s.reinterpret(dtype, [1, 128, QK_DIM], key.layout)
     for w in gl.static_range(2):
+        at = first_key + w * 64
         mbarrier.expect(kv_full.index(w), 64 * (QK_DIM + V_DIM) * 2)
-        tma.async_load(key, [b, first_key + w * 64, k_col], kv_full.index(w),
-                       k_s.reinterpret(dtype, [1, 128, QK_DIM], key.layout).slice(w * 64, 64, dim=1))  # fmt: skip
-        tma.async_load(value, [b, first_key + w * 64, v_col], kv_full.index(w),
-                       v_s.index(w).reinterpret(dtype, [1, 64, V_DIM], value.layout))  # fmt: skip
+        k_half = k_tile.slice(w * 64, 64, dim=1)
+        tma.async_load(key, [b, at, kv_head * QK_DIM], kv_full.index(w), k_half)
+        v_tile = v_s.index(w).reinterpret(dtype, [1, 64, V_DIM], value.layout)
+        tma.async_load(value, [b, at, kv_head * V_DIM], kv_full.index(w), v_tile)
     total = steps * group
     g = 0
     n = 0
-    # masked blocks of every head, then core blocks of every head, then one block more than there are: the consumers start its scores
-    # and drop them
+    # masked blocks of every head, then core blocks of every head, then one block more than there
+    # are: the consumers start its scores and drop them
     for i in range(0, gl.where(total > 0, total + 1, 0)):
         stage = i % 2
         phase = (i // 2) & 1
         in_edges = i < edges * group
-        at = gl.where(in_edges, gl.where(n < core_begin, n, n + core_end - core_begin), core_begin + n)
-        row = start + at * ROWS
+        masked = gl.where(n < core_begin, n, n + core_end - core_begin)
+        row = start + gl.where(in_edges, masked, core_begin + n) * ROWS
         stat = (bh + g) * padded + row
+        head = kv_head * group + g
         mbarrier.wait(q_empty.index(stage), phase ^ 1)
-        mbarrier.expect(q_full.index(stage), ROWS * QK_DIM * 2 + ROWS * 12)
-        tma.async_load(query, [b, row, (head + g) * QK_DIM], q_full.index(stage),
-                       q_s.index(stage).reinterpret(dtype, [1, ROWS, QK_DIM], query.layout))  # fmt: skip
-        tma.async_load(lse2, [0, 0, stat], q_full.index(stage), lse_s.index(stage).reinterpret(gl.float32, [1, 1, ROWS], lse2.layout))
-        tma.async_load(lo, [0, 0, mask_row + row], q_full.index(stage), lo_s.index(stage).reinterpret(gl.int32, [1, 1, ROWS], lo.layout))
-        tma.async_load(hi, [0, 0, mask_row + row], q_full.index(stage), hi_s.index(stage).reinterpret(gl.int32, [1, 1, ROWS], hi.layout))
+        full = q_full.index(stage)
+        mbarrier.expect(full, ROWS * QK_DIM * 2 + ROWS * 12)
+        q_tile = q_s.index(stage).reinterpret(dtype, [1, ROWS, QK_DIM], query.layout)
+        tma.async_load(query, [b, row, head * QK_DIM], full, q_tile)
+        lse_line = lse_s.index(stage).reinterpret(f32, [1, 1, ROWS], lse2.layout)
+        tma.async_load(lse2, [0, 0, stat], full, lse_line)
+        lo_line = lo_s.index(stage).reinterpret(i32, [1, 1, ROWS], lo.layout)
+        tma.async_load(lo, [0, 0, mask_row + row], full, lo_line)
+        hi_line = hi_s.index(stage).reinterpret(i32, [1, 1, ROWS], hi.layout)
+        tma.async_load(hi, [0, 0, mask_row + row], full, hi_line)
         if i < total:
             mbarrier.wait(do_empty.index(stage), phase ^ 1)
-            mbarrier.expect(do_full.index(stage), ROWS * V_DIM * 2 + ROWS * 4)
-            tma.async_load(dout, [b, row, (head + g) * V_DIM], do_full.index(stage),
-                           do_s.index(stage).reinterpret(dtype, [1, ROWS, V_DIM], dout.layout))  # fmt: skip
-            tma.async_load(delta, [0, 0, stat], do_full.index(stage), delta_s.index(stage).reinterpret(gl.float32, [1, 1, ROWS], delta.layout))
+            full = do_full.index(stage)
+            mbarrier.expect(full, ROWS * V_DIM * 2 + ROWS * 4)
+            do_tile = do_s.index(stage).reinterpret(dtype, [1, ROWS, V_DIM], dout.layout)
+            tma.async_load(dout, [b, row, head * V_DIM], full, do_tile)
+            delta_line = delta_s.index(stage).reinterpret(f32, [1, 1, ROWS], delta.layout)
+            tma.async_load(delta, [0, 0, stat], full, delta_line)
         n += 1
         wrap = n == gl.where(in_edges, edges, core_end - core_begin)
         n = gl.where(wrap, 0, n)
@@ -198,7 +217,9 @@ def add_dq(dq, dq_sum, dq_s, block, W: gl.constexpr, ROWS: gl.constexpr, QK_DIM:
     """Add half the columns of one block of rows, in register order."""
     tma.store_wait(0)
     gl.barrier()
-    gl.inline_asm(store_registers_asm, store_registers_constraints(ROWS * QK_DIM // 256), (dq, dq_s.index(W)))
+    gl.inline_asm(
+        store_registers_asm, store_registers_constraints(ROWS * QK_DIM // 256), (dq, dq_s.index(W))
+    )
     fence_async_shared()
     gl.barrier()
     tma.async_atomic_add(dq_sum, [0, (block * 2 + W) * (ROWS * QK_DIM // 64), 0],
@@ -207,13 +228,21 @@ def add_dq(dq, dq_sum, dq_s, block, W: gl.constexpr, ROWS: gl.constexpr, QK_DIM:
 
 @gluon.jit
 def consume(
-    W: gl.constexpr, dk, dv, dq_sum, q_ids, kv_ids, q_pos, kv_pos, q_blocks, element_test,
-    q_s, k_s, v_s, do_s, lse_s, delta_s, lo_s, hi_s, ds_s, dq_s,
-    kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty,
-    b, first_key, k_col, v_col, group, first_block, row_blocks, q_len, kv_len,
-    start, steps, edges, core_begin, core_end, scale2, scale,
+    W: gl.constexpr, grads, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
+    dk, dv, dq_sum = grads
+    q_ids, kv_ids, q_pos, kv_pos, q_blocks = mask
+    q_s, k_s, v_s, do_s = tiles_s
+    lse_s, delta_s, lo_s, hi_s = lines_s
+    kv_full, q_full, q_empty, do_full, do_empty = bars
+    ds_full, ds_empty = ds_bars
+    b, first_key, kv_head, group, bh, _mask_row, padded = place
+    start, steps, edges, core_begin, core_end = range_
+    element_test, q_len, kv_len, scale = numbers
+    row_blocks = padded // 64
+    first_block = bh * row_blocks + start // ROWS
+    scale2 = scale * LOG2E
     dtype: gl.constexpr = dk.dtype
     s_layout: gl.constexpr = accumulator(ROWS)
     k_layout: gl.constexpr = accumulator(QK_DIM)
@@ -247,10 +276,16 @@ def consume(
             g = 0
             for i in range(0, count * group):
                 other = stage ^ 1
-                at = gl.where(n < core_begin, n, n + core_end - core_begin) if part == 0 else core_begin + n
+                at = (
+                    gl.where(n < core_begin, n, n + core_end - core_begin)
+                    if part == 0
+                    else core_begin + n
+                )
                 lse = lse_s.index(stage).load(gl.SliceLayout(0, s_layout))
                 mbarrier.wait(do_full.index(stage), phase)
-                dp_token = warpgroup_mma(v, do_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+                dp_token = warpgroup_mma(
+                    v, do_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
+                )
                 if part == 0:
                     row = start + at * ROWS
                     bits = row_bits(keys, lo_s.index(stage), hi_s.index(stage), ROWS)
@@ -281,13 +316,17 @@ def consume(
                 dk_token = warpgroup_mma(ds_half, q_s.index(stage), dk_sum, is_async=True)
                 mbarrier.wait(ds_full.index(other), phase)
                 k_half = k_s.slice(W * (QK_DIM // 2), QK_DIM // 2, dim=1)
-                dq_token = warpgroup_mma(ds_s.index(other).permute((1, 0)), k_half, zero_dq, use_acc=False, is_async=True)
+                dq_token = warpgroup_mma(
+                    ds_s.index(other).permute((1, 0)), k_half, zero_dq, use_acc=False, is_async=True
+                )
                 dv_sum, dk_sum = warpgroup_mma_wait(1, deps=(dv_token, dk_token))
                 warp_arrive(do_empty.index(stage))
                 warp_arrive(q_empty.index(stage))
                 phase = phase ^ stage
                 mbarrier.wait(q_full.index(other), phase)
-                s_token = warpgroup_mma(k, q_s.index(other).permute((1, 0)), zero, use_acc=False, is_async=True)
+                s_token = warpgroup_mma(
+                    k, q_s.index(other).permute((1, 0)), zero, use_acc=False, is_async=True
+                )
                 dq = warpgroup_mma_wait(1, deps=(dq_token,))
                 warp_arrive(ds_empty.index(other))
                 add_dq(dq, dq_sum, dq_s, before, W, ROWS, QK_DIM)
@@ -302,7 +341,9 @@ def consume(
         gl.barrier()
         mbarrier.wait(ds_full.index(stage ^ 1), phase)
         k_half = k_s.slice(W * (QK_DIM // 2), QK_DIM // 2, dim=1)
-        dq = warpgroup_mma(ds_s.index(stage ^ 1).permute((1, 0)), k_half, zero_dq, use_acc=False, is_async=True)
+        dq = warpgroup_mma(
+            ds_s.index(stage ^ 1).permute((1, 0)), k_half, zero_dq, use_acc=False, is_async=True
+        )
         dq = warpgroup_mma_wait(0, deps=(dq,))
         add_dq(dq, dq_sum, dq_s, before, W, ROWS, QK_DIM)
         tma.store_wait(0)
@@ -313,8 +354,9 @@ def consume(
     fence_async_shared()
     gl.barrier()
     dk_tile = k_s.reinterpret(dtype, [1, 128, QK_DIM], dk.layout).slice(W * 64, 64, dim=1)
-    tma.async_store(dk, [b, first_key + W * 64, k_col], dk_tile)
-    tma.async_store(dv, [b, first_key + W * 64, v_col], v.reinterpret(dtype, [1, 64, V_DIM], dv.layout))
+    tma.async_store(dk, [b, first_key + W * 64, kv_head * QK_DIM], dk_tile)
+    dv_tile = v.reinterpret(dtype, [1, 64, V_DIM], dv.layout)
+    tma.async_store(dv, [b, first_key + W * 64, kv_head * V_DIM], dv_tile)
     tma.store_wait(0)
 
 
@@ -372,18 +414,28 @@ def backward_hopper(
     first_key = gl.load(kv_order + mask_b * tiles + rest // batch) * 128
     start, end, core_lo, core_hi = row_range(kv_blocks, mask_b, first_key, kv_len)
     steps, core_begin, core_end = split(start, end, core_lo, core_hi, ROWS)
-    edges = steps - core_end + core_begin
     row_blocks = (q_len + 63) // 64
-    bh = b * heads + kv_head * group
-    mask_key = mask_b.to(gl.int64) * kv_len
     mask_row = mask_b.to(gl.int64) * q_len
-    first_block = bh * row_blocks + start // ROWS
-    scale2 = scale * LOG2E
+    mask_key = mask_b.to(gl.int64) * kv_len
+    flags = q_blocks + mask_b.to(gl.int64) * (5 * row_blocks)
+
+    maps = (query, key, value, dout)
+    lines = (lse2, delta, lo, hi)
+    grads = (dk, dv, dq_sum)
+    mask = (q_ids + mask_row, kv_ids + mask_key, q_pos + mask_row, kv_pos + mask_key, flags)
+    tiles_s = (q_s, k_s, v_s, do_s)
+    lines_s = (lse_s, delta_s, lo_s, hi_s)
+    bars = (kv_full, q_full, q_empty, do_full, do_empty)
+    ds_bars = (ds_full, ds_empty)
+    bh = b * heads + kv_head * group
+    place = (b, first_key, kv_head, group, bh, mask_b * (row_blocks * 64), row_blocks * 64)
+    range_ = (start, steps, steps - core_end + core_begin, core_begin, core_end)
+    numbers = (element_test, q_len, kv_len, scale)
     gl.warp_specialize(
         [
-            (consume, (0, dk, dv, dq_sum, q_ids + mask_row, kv_ids + mask_key, q_pos + mask_row, kv_pos + mask_key, q_blocks + mask_b.to(gl.int64) * (5 * row_blocks), element_test, q_s, k_s, v_s, do_s, lse_s, delta_s, lo_s, hi_s, ds_s, dq_s, kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty, b, first_key, kv_head * QK_DIM, kv_head * V_DIM, group, first_block, row_blocks, q_len, kv_len, start, steps, edges, core_begin, core_end, scale2, scale, QK_DIM, V_DIM, ROWS)),
-            (consume, (1, dk, dv, dq_sum, q_ids + mask_row, kv_ids + mask_key, q_pos + mask_row, kv_pos + mask_key, q_blocks + mask_b.to(gl.int64) * (5 * row_blocks), element_test, q_s, k_s, v_s, do_s, lse_s, delta_s, lo_s, hi_s, ds_s, dq_s, kv_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty, b, first_key, kv_head * QK_DIM, kv_head * V_DIM, group, first_block, row_blocks, q_len, kv_len, start, steps, edges, core_begin, core_end, scale2, scale, QK_DIM, V_DIM, ROWS)),
-            (produce, (query, key, value, dout, lse2, delta, lo, hi, q_s, k_s, v_s, do_s, lse_s, delta_s, lo_s, hi_s, kv_full, q_full, q_empty, do_full, do_empty, b, first_key, kv_head * QK_DIM, kv_head * V_DIM, kv_head * group, group, bh, mask_b * (row_blocks * 64), row_blocks * 64, start, steps, edges, core_begin, core_end, QK_DIM, V_DIM, ROWS)),
+            (consume, (0, grads, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, ROWS)),
+            (consume, (1, grads, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, ROWS)),
+            (produce, (maps, lines, tiles_s, lines_s, bars, place, range_, QK_DIM, V_DIM, ROWS)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -407,7 +459,10 @@ def backward_finish(
     head = bh % heads
     r = block * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, rowwise))
     c = gl.arange(0, QK_DIM, gl.SliceLayout(0, rowwise))
-    x = gl.load(dq_sum + pid.to(gl.int64) * (ROWS * QK_DIM) + gl.arange(0, ROWS * QK_DIM, flat)) * scale
+    x = (
+        gl.load(dq_sum + pid.to(gl.int64) * (ROWS * QK_DIM) + gl.arange(0, ROWS * QK_DIM, flat))
+        * scale
+    )
     x = x.to(dq.dtype.element_ty).reshape([2, ROWS // 64, QK_DIM // 16, 4, 8, 4, 2, 2])
     x = x.permute((1, 3, 6, 4, 0, 2, 5, 7)).reshape([ROWS, QK_DIM])
     at = ((b.to(gl.int64) * q_len + r) * heads + head)[:, None] * QK_DIM + c[None, :]
