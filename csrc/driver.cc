@@ -57,10 +57,6 @@ struct OpenedDriver {
   ffi::Error error;
 };
 
-std::string VersionText(int version) {
-  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
-}
-
 OpenedDriver OpenDriver() {
   OpenedDriver opened;
   const char* path = std::getenv("PACKAX_LIBCUDA");
@@ -84,7 +80,7 @@ OpenedDriver OpenDriver() {
     int version = 0;
     if (opened.api.cuDriverGetVersion != nullptr) opened.api.cuDriverGetVersion(&version);
     opened.error = ErrorBuilder(ffi::ErrorCode::kInternal)
-                   << path << " (CUDA " << VersionText(version) << ") has no " << missing
+                   << path << " (CUDA " << CudaVersionText(version) << ") has no " << missing
                    << "; packax needs a driver for CUDA 12.0 or newer";
   }
   return opened;
@@ -140,7 +136,7 @@ ffi::Error Describe(const Api* api, CUdevice device, std::string* name, int* cc)
 }
 
 // The only mutable state of the process. Readers take no lock: the device list and every
-// Device::functions slot only ever go from null to their final value. `mutex` orders the writers
+// Device::kernels slot only ever go from null to their final value. `mutex` orders the writers
 // and guards `kernels`.
 struct Registry {
   std::mutex mutex;
@@ -163,25 +159,63 @@ Device* FindDevice(const Registry& registry, unsigned long long context) {
 }
 
 // A library belongs to the process, not to a context, so each cubin is handed to the driver once.
+// `result` is what the driver said last, here and below.
 ffi::Error LoadLibrary(const Api* api, const Variant& variant, const Device& device,
-                       CUkernel* kernel) {
+                       CUkernel* kernel, CUresult* result) {
   CUlibrary library = nullptr;
-  if (CUresult result =
-          api->cuLibraryLoadData(&library, variant.begin, nullptr, nullptr, 0, nullptr, nullptr, 0);
-      result != CUDA_SUCCESS) {
-    int version = 0;
-    api->cuDriverGetVersion(&version);
-    return Failed(*api, "cuLibraryLoadData", result)
+  *result =
+      api->cuLibraryLoadData(&library, variant.begin, nullptr, nullptr, 0, nullptr, nullptr, 0);
+  if (*result != CUDA_SUCCESS) {
+    return Failed(*api, "cuLibraryLoadData", *result)
            << "; " << Where(variant, device) << ", " << variant.bytes()
-           << " bytes, driver for CUDA " << VersionText(version);
+           << " bytes, driver for CUDA " << CudaVersionText(device.driver);
   }
-  if (CUresult result = api->cuLibraryGetKernel(kernel, library, variant.symbol);
-      result != CUDA_SUCCESS) {
+  *result = api->cuLibraryGetKernel(kernel, library, variant.symbol);
+  if (*result != CUDA_SUCCESS) {
     api->cuLibraryUnload(library);
-    return Failed(*api, "cuLibraryGetKernel", result)
+    return Failed(*api, "cuLibraryGetKernel", *result)
            << "; " << Where(variant, device) << ", symbol " << variant.symbol;
   }
   return ffi::Error::Success();
+}
+
+// Into the current context, which is the device's. The registry's mutex is held.
+ffi::Error LoadFunction(const Api* api, const Variant& variant, const Device& device,
+                        CUkernel* kernel, CUfunction* function, CUresult* result) {
+  if (*kernel == nullptr) {
+    CUkernel found = nullptr;
+    PACKAX_TRY(LoadLibrary(api, variant, device, &found, result));
+    *kernel = found;
+  }
+  // Above 48 KiB a kernel has to ask; below, asking does no harm.
+  *result = api->cuKernelSetAttribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                                      variant.shared, *kernel, device.ordinal);
+  if (*result != CUDA_SUCCESS) {
+    return Failed(*api, "cuKernelSetAttribute", *result)
+           << "; " << Where(variant, device) << ", " << variant.shared << " bytes of shared memory";
+  }
+  // Libraries are loaded lazily; this is what puts the code into the current context.
+  *result = api->cuKernelGetFunction(function, *kernel);
+  if (*result != CUDA_SUCCESS) {
+    return Failed(*api, "cuKernelGetFunction", *result)
+           << "; " << Where(variant, device) << ", " << variant.bytes() << " bytes";
+  }
+  return ffi::Error::Success();
+}
+
+// The driver does not understand the cubin, as opposed to: has no memory for it, or is broken.
+bool CannotRead(CUresult result) {
+  switch (result) {
+    case CUDA_ERROR_INVALID_IMAGE:
+    case CUDA_ERROR_NO_BINARY_FOR_GPU:
+    case CUDA_ERROR_INVALID_PTX:
+    case CUDA_ERROR_UNSUPPORTED_PTX_VERSION:
+    case CUDA_ERROR_INVALID_SOURCE:
+    case CUDA_ERROR_NOT_SUPPORTED:
+      return true;
+    default:
+      return false;
+  }
 }
 
 struct MapElement {
@@ -198,6 +232,8 @@ MapElement Describe(TensorMapElement element) {
       return {CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2, "float16"};
     case TensorMapElement::kF32:
       return {CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4, "float32"};
+    case TensorMapElement::kI32:
+      return {CU_TENSOR_MAP_DATA_TYPE_INT32, 4, "int32"};
   }
   __builtin_unreachable();
 }
@@ -235,9 +271,10 @@ ffi::Error CurrentDevice(Device** device) {
   CUdevice ordinal = 0;
   PACKAX_DRIVER(cuCtxGetDevice, &ordinal);
   PACKAX_TRY(Describe(api, ordinal, &added->name, &added->cc));
+  PACKAX_DRIVER(cuDriverGetVersion, &added->driver);
   added->context = context;
   added->ordinal = ordinal;
-  added->functions = std::make_unique<std::atomic<void*>[]>(Variants().size());
+  added->kernels = std::make_unique<std::atomic<const LoadedKernel*>[]>(Variants().size());
   added->next = registry.devices.load(std::memory_order_relaxed);
   *device = added.release();
   registry.devices.store(*device, std::memory_order_release);
@@ -245,10 +282,11 @@ ffi::Error CurrentDevice(Device** device) {
 }
 
 ffi::Error Load(Device* device, const Variant& variant, LoadedKernel* kernel) {
-  const size_t index = static_cast<size_t>(&variant - Variants().data());
-  std::atomic<void*>& slot = device->functions[index];
-  *kernel = {device, &variant, slot.load(std::memory_order_acquire)};
-  if (kernel->function != nullptr) [[likely]] {
+  const auto index = [](const Variant& v) { return static_cast<size_t>(&v - Variants().data()); };
+  std::atomic<const LoadedKernel*>& slot = device->kernels[index(variant)];
+  if (const LoadedKernel* loaded = slot.load(std::memory_order_acquire); loaded != nullptr)
+      [[likely]] {
+    *kernel = *loaded;
     return ffi::Error::Success();
   }
 
@@ -256,25 +294,28 @@ ffi::Error Load(Device* device, const Variant& variant, LoadedKernel* kernel) {
   PACKAX_TRY(GetApi(&api));
   Registry& registry = GetRegistry();
   std::lock_guard lock(registry.mutex);
-  kernel->function = slot.load(std::memory_order_relaxed);
-  if (kernel->function != nullptr) return ffi::Error::Success();
-
-  CUkernel& loaded = registry.kernels[index];
-  if (loaded == nullptr) {
-    CUkernel found = nullptr;
-    PACKAX_TRY(LoadLibrary(api, variant, *device, &found));
-    loaded = found;
+  if (const LoadedKernel* loaded = slot.load(std::memory_order_relaxed); loaded != nullptr) {
+    *kernel = *loaded;
+    return ffi::Error::Success();
   }
-  // Above 48 KiB a kernel has to ask; below, asking does no harm.
-  PACKAX_DRIVER(cuKernelSetAttribute, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                variant.shared, loaded, device->ordinal)
-      << "; " << Where(variant, *device) << ", " << variant.shared << " bytes of shared memory";
-  // Libraries are loaded lazily; this is what puts the code into the current context.
+
+  const Variant* used = &variant;
   CUfunction function = nullptr;
-  PACKAX_DRIVER(cuKernelGetFunction, &function, loaded)
-      << "; " << Where(variant, *device) << ", " << variant.bytes() << " bytes";
-  kernel->function = function;
-  slot.store(function, std::memory_order_release);
+  CUresult result = CUDA_SUCCESS;
+  ffi::Error error =
+      LoadFunction(api, *used, *device, &registry.kernels[index(*used)], &function, &result);
+  if (error.failure() && CannotRead(result)) {
+    const Variant& v = variant;
+    const Variant* older = Find({v.kernel, device->cc, v.dtype, v.qk_dim, v.v_dim, v.driver - 1});
+    if (older != nullptr) {
+      used = older;
+      error =
+          LoadFunction(api, *used, *device, &registry.kernels[index(*used)], &function, &result);
+    }
+  }
+  PACKAX_TRY(error);
+  *kernel = {device, used, function};
+  slot.store(new LoadedKernel(*kernel), std::memory_order_release);
   return ffi::Error::Success();
 }
 
@@ -315,9 +356,7 @@ ffi::Error EncodeTensorMap(const LoadedKernel& kernel, int index, const TensorVi
       << Where(v, *kernel.device);
   // The first comparison keeps the product of the second small.
   if (matrix <= kSmallMap && view.batch * matrix - element.bytes + 1 < kSmallMap) {
-    int version = 0;
-    PACKAX_DRIVER(cuDriverGetVersion, &version);
-    if (version <= kSmallMapFixed) encoded.opaque[1] &= ~(cuuint64_t{1} << 21);
+    if (kernel.device->driver <= kSmallMapFixed) encoded.opaque[1] &= ~(cuuint64_t{1} << 21);
   }
   static_assert(sizeof(encoded) == sizeof(map->map));
   std::memcpy(map->map, &encoded, sizeof(encoded));

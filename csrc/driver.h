@@ -17,15 +17,18 @@
 
 namespace packax {
 
+struct LoadedKernel;
+
 // One CUDA context and what is loaded into it. Made once per context, never freed: handlers on
 // other threads may hold it, and a process has a few at most.
 struct Device {
   unsigned long long context;  // cuCtxGetId: unlike a CUcontext it is never reused
   int ordinal;                 // CUdevice
   int cc;                      // compute capability, 10 * major + minor
+  int driver;                  // 12090 is CUDA 12.9
   std::string name;
-  std::unique_ptr<std::atomic<void*>[]>
-      functions;  // CUfunction by index in Variants(); null = not loaded
+  // By index in Variants(): what runs where that row is asked for; null = not loaded.
+  std::unique_ptr<std::atomic<const LoadedKernel*>[]> kernels;
   Device* next;
 };
 
@@ -43,11 +46,12 @@ struct Grid {
 // The device of the calling thread's current context.
 ffi::Error CurrentDevice(Device** device);
 
-// Loads a cubin into a device's context; a lookup without locks when it is there already. Not
-// allowed under CUDA graph capture the first time, hence called in XLA's initialize stage.
+// Loads a cubin into a device's context; a lookup without locks when it is there already. Where
+// the driver cannot read the cubin and the table has one for older drivers, that one. Not allowed
+// under CUDA graph capture the first time, hence called in XLA's initialize stage.
 ffi::Error Load(Device* device, const Variant& variant, LoadedKernel* kernel);
 
-enum class TensorMapElement { kBf16, kF16, kF32 };
+enum class TensorMapElement { kBf16, kF16, kF32, kI32 };
 
 // A dense array in device memory as (batch, length, columns), none of them 0.
 struct TensorView {

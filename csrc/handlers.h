@@ -91,7 +91,7 @@ struct Ready {
 // Looks a kernel up for this device and loads it.
 template <typename Args>
 ffi::Error Prepare(Device* device, Dtype dtype, int64_t qk_dim, int64_t v_dim, Ready<Args>* ready) {
-  const Query query{Args::kKernel, device->cc, dtype, qk_dim, v_dim};
+  const Query query{Args::kKernel, device->cc, dtype, qk_dim, v_dim, device->driver};
   const Variant* variant = Find(query);
   PACKAX_CHECK(variant != nullptr, kUnimplemented)
       << DescribeMissing(query) << "; device " << device->ordinal << " is " << device->name;
@@ -104,7 +104,7 @@ template <typename Args>
 ffi::Error PrepareIfAny(Device* device, Dtype dtype, int64_t qk_dim, int64_t v_dim,
                         std::optional<Ready<Args>>* ready) {
   ready->reset();
-  const Variant* variant = Find({Args::kKernel, device->cc, dtype, qk_dim, v_dim});
+  const Variant* variant = Find({Args::kKernel, device->cc, dtype, qk_dim, v_dim, device->driver});
   if (variant == nullptr) return ffi::Error::Success();
   return Load(device, *variant, &ready->emplace().kernel);
 }

@@ -52,6 +52,7 @@ nb::list AllVariants() {
     row["arch"] = v.arch;
     row["cc"] = v.cc;
     row["exact"] = v.exact;
+    row["driver"] = v.driver;
     row["dtype"] = Name(v.dtype);
     row["qk_dim"] = v.qk_dim;
     row["v_dim"] = v.v_dim;
@@ -70,8 +71,9 @@ nb::list AllVariants() {
 }
 
 nb::object FindName(const std::string& kernel, int cc, const std::string& dtype, int64_t qk_dim,
-                    int64_t v_dim) {
-  Query query{.kernel = {}, .cc = cc, .dtype = {}, .qk_dim = qk_dim, .v_dim = v_dim};
+                    int64_t v_dim, int driver) {
+  Query query{
+      .kernel = {}, .cc = cc, .dtype = {}, .qk_dim = qk_dim, .v_dim = v_dim, .driver = driver};
   if (!ParseKernel(kernel, &query.kernel) || !ParseDtype(dtype, &query.dtype)) return nb::none();
   const Variant* variant = Find(query);
   return variant == nullptr ? nb::none() : nb::object(nb::str(variant->name));
@@ -123,8 +125,9 @@ NB_MODULE(_ext, m) {
       "FFI handlers: target name -> stage -> capsule, as jax.ffi.register_ffi_target takes them.");
   m.def("variants", &packax::AllVariants, "Every kernel in this build.");
   m.def("find", &packax::FindName, nb::arg("kernel"), nb::arg("cc"), nb::arg("dtype"),
-        nb::arg("qk_dim"), nb::arg("v_dim"),
-        "The name of the kernel that a device of compute capability `cc` would run, or None.");
+        nb::arg("qk_dim"), nb::arg("v_dim"), nb::arg("driver") = packax::kNewestDriver,
+        "The name of the kernel that a device of compute capability `cc` would run with a driver "
+        "for CUDA `driver` (12090 is 12.9), or None.");
   m.def("driver", &packax::Driver,
         "{'version', 'devices'} of the CUDA driver, or {'error'} where there is none. Opens "
         "libcuda on first use.");

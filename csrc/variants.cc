@@ -16,35 +16,38 @@ namespace {
 
 constexpr const char* kDtypeNames[] = {"any", "bf16", "f16"};
 
-#define PACKAX_VARIANT(name, kernel, arch, cc, exact, dtype, qk_dim, v_dim, symbol, threads, \
-                       shared, block, ...)                                                   \
-  Variant{#name,                                                                             \
-          Kernel::kernel,                                                                    \
-          arch,                                                                              \
-          cc,                                                                                \
-          exact,                                                                             \
-          Dtype::dtype,                                                                      \
-          qk_dim,                                                                            \
-          v_dim,                                                                             \
-          symbol,                                                                            \
-          threads,                                                                           \
-          shared,                                                                            \
-          block,                                                                             \
-          {__VA_ARGS__},                                                                     \
-          packax_##name##_begin,                                                             \
+#define PACKAX_VARIANT(name, kernel, arch, cc, exact, driver, dtype, qk_dim, v_dim, symbol, \
+                       threads, shared, block, ...)                                         \
+  Variant{#name,                                                                            \
+          Kernel::kernel,                                                                   \
+          arch,                                                                             \
+          cc,                                                                               \
+          exact,                                                                            \
+          driver,                                                                           \
+          Dtype::dtype,                                                                     \
+          qk_dim,                                                                           \
+          v_dim,                                                                            \
+          symbol,                                                                           \
+          threads,                                                                          \
+          shared,                                                                           \
+          block,                                                                            \
+          {__VA_ARGS__},                                                                    \
+          packax_##name##_begin,                                                            \
           packax_##name##_end},
 const Variant kTable[] = {
 #include "table.inc"
 };
 #undef PACKAX_VARIANT
 
-bool Runs(const Variant& v, int cc) {
+bool Runs(const Variant& v, int cc, int driver) {
+  if (v.driver > driver) return false;
   return v.exact ? v.cc == cc : v.cc / 10 == cc / 10 && v.cc <= cc;
 }
 
-// Of two rows that both run: a row made for this very chip first, then the newest.
+// Of two rows that both run: a row made for this very chip first, then the newest chip, then the
+// newest driver.
 bool Better(const Variant& a, const Variant& b) {
-  return std::tuple(a.exact, a.cc) > std::tuple(b.exact, b.cc);
+  return std::tuple(a.exact, a.cc, a.driver) > std::tuple(b.exact, b.cc, b.driver);
 }
 
 void Append(std::string* list, const std::string& item) {
@@ -65,7 +68,7 @@ const Variant* Find(const Query& q) {
   for (const Variant& v : kTable) {
     if (v.kernel != q.kernel || v.dtype != q.dtype || v.qk_dim != q.qk_dim || v.v_dim != q.v_dim)
       continue;
-    if (Runs(v, q.cc) && (best == nullptr || Better(v, *best))) best = &v;
+    if (Runs(v, q.cc, q.driver) && (best == nullptr || Better(v, *best))) best = &v;
   }
   return best;
 }
@@ -86,6 +89,14 @@ std::string DescribeMissing(const Query& q) {
   for (const auto& dtype : dtypes) Append(&dtype_list, dtype);
   for (const auto& [qk_dim, v_dim] : dims) Append(&dim_list, Dims(qk_dim, v_dim));
 
+  // The least that would do.
+  const Variant* newer = nullptr;
+  Query other = q;
+  for (other.driver = kNewestDriver; const Variant* found = Find(other);) {
+    newer = found;
+    other.driver = found->driver - 1;
+  }
+
   std::ostringstream out;
   out << "no " << Name(q.kernel) << " kernel for compute capability " << q.cc / 10 << "."
       << q.cc % 10;
@@ -97,9 +108,18 @@ std::string DescribeMissing(const Query& q) {
     out << "; this build has none";
     return out.str();
   }
+  if (newer != nullptr) {
+    out << "; " << newer->name << " needs a driver for CUDA " << CudaVersionText(newer->driver)
+        << " or newer, this one is for CUDA " << CudaVersionText(q.driver);
+    return out.str();
+  }
   out << "; this build has it for " << arch_list;
   if (q.dtype != Dtype::kAny) out << "; " << dtype_list << "; head dims " << dim_list;
   return out.str();
+}
+
+std::string CudaVersionText(int version) {
+  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
 }
 
 const char* Name(Kernel kernel) { return kKernelNames[static_cast<int>(kernel)]; }

@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <span>
 #include <string>
 #include <string_view>
@@ -24,6 +25,7 @@ struct Variant {
   const char* arch;  // "sm_90a"
   int cc;            // compute capability, 10 * major + minor
   bool exact;        // runs on `cc` only; otherwise on the same major, this minor and above
+  int driver;        // the oldest driver that loads it; 12090 is CUDA 12.9
   Dtype dtype;
   int qk_dim, v_dim;  // 0 for mask kernels
   const char* symbol;
@@ -37,23 +39,30 @@ struct Variant {
   size_t bytes() const { return static_cast<size_t>(end - begin); }
 };
 
+inline constexpr int kNewestDriver = std::numeric_limits<int>::max();
+
 // What is asked for: a kernel for a device, and for attention kernels the dtype and the head dims.
 struct Query {
   Kernel kernel;
   int cc;
   Dtype dtype = Dtype::kAny;
   int64_t qk_dim = 0, v_dim = 0;
+  int driver = kNewestDriver;
 };
 
 // All rows, by name.
 std::span<const Variant> Variants();
 
 // The row for exactly this compute capability if there is one, else the highest minor of the same
-// major that the device can run; null if there is none.
+// major that the device can run; of several, the one for the newest driver that is not above this
+// one. Null if there is none.
 const Variant* Find(const Query& query);
 
 // Why Find() gave nothing: what the device is, what was asked, what this build has of that kernel.
 std::string DescribeMissing(const Query& query);
+
+// "12.9" of 12090.
+std::string CudaVersionText(int version);
 
 const char* Name(Kernel kernel);
 const char* Name(Dtype dtype);

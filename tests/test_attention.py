@@ -76,6 +76,45 @@ def test_scale_defaults_to_the_root_of_the_head_dim(mask):
     assert np.abs(out - packax.flash_attention(QUERY, KEY, VALUE, mask, scale=1)).max() > 0.01
 
 
+@pytest.mark.parametrize("scale", [-0.3, 0.0, -0.0, 1e-40, np.float32(-2.5)])
+def test_any_sign_of_scale(mask, scale):
+    """The kernels take positive ones only, so the sign goes into the query on every platform."""
+
+    def attention(query, key, value):
+        return packax.flash_attention(query, key, value, mask, scale=scale, return_lse=True)
+
+    tensors = QUERY, KEY, VALUE
+    got = jax.jit(lambda *x: oracle.run(attention, *x, DOUT, DLSE))(*tensors)
+    allowed = CASE.allowed()
+    true = oracle.exact(*tensors, allowed, float(scale), DOUT, DLSE)
+    oracle.check(got, true, oracle.plain(*tensors, allowed, float(scale), DOUT, DLSE))
+    if abs(scale) < 1e-38:
+        assert not np.any(got.dq) and not np.any(got.dk)
+
+
+def test_scale_zero_reads_no_query(mask):
+    """0 times an infinity would be a NaN."""
+    query = QUERY.at[0, 3].set(jnp.inf).at[1, 5].set(jnp.nan)
+
+    def attention(query, key, value):
+        return packax.flash_attention(query, key, value, mask, scale=0, return_lse=True)
+
+    clean = oracle.run(attention, QUERY, KEY, VALUE, DOUT, DLSE)
+    for x, y in zip(clean, oracle.run(attention, query, KEY, VALUE, DOUT, DLSE), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_scale_zero_in_float64(mask):
+    """There, 1e-40 is a number like any other."""
+    x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
+    with x64(True):
+        tensors = [jnp.asarray(x, jnp.float64) for x in (QUERY, KEY, VALUE)]
+        gradient = jax.grad(
+            lambda q: packax.flash_attention(q, *tensors[1:], mask, scale=1e-40).sum()
+        )
+        assert 0 < np.abs(gradient(tensors[0])).max() < 1e-37
+
+
 def test_an_expression_is_built_on_the_spot(mask):
     expression = packax.causal() & packax.documents(IDS)
     np.testing.assert_array_equal(

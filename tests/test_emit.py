@@ -46,6 +46,7 @@ ROW = {
     "arch": "sm_90a",
     "cc": 90,
     "exact": True,
+    "driver": 12000,
     "dtype": "bf16",
     "qk_dim": 64,
     "v_dim": 64,
@@ -145,7 +146,8 @@ def test_one_key_twice(tmp_path):
     write(tmp_path / "in", "a")
     write(tmp_path / "in", "b", threads=256)
     assert refused(tmp_path / "in") == (
-        "b and a have one key (kernel sideways, cc 90, exact True, dtype bf16, head dims 64x64)"
+        "b and a have one key "
+        "(kernel sideways, cc 90, exact True, driver 12000, dtype bf16, head dims 64x64)"
     )
 
 
@@ -154,6 +156,7 @@ def test_one_key_twice(tmp_path):
     [
         arch("90"),
         arch("80"),
+        {"driver": 13000},
         {"dtype": "f16"},
         {"qk_dim": 128},
         {"v_dim": 128},
@@ -203,6 +206,14 @@ def test_missing_field(tmp_path, field):
             {"exact": False},
             "arch sm_90a runs on no other compute capability, so exact must be true",
         ),
+        *(
+            (
+                {"driver": driver},
+                f"driver is {driver}, expected a version of CUDA from 12000 on (12090 is 12.9)",
+            )
+            for driver in (12, 11080, 12009)
+        ),
+        ({"driver": "13.0"}, "driver is '13.0', expected int"),
         ({"dtype": "f32"}, "dtype is 'f32', expected one of any, bf16, f16"),
         (
             {"v_dim": 0},
@@ -334,6 +345,12 @@ def lookup(tmp_path_factory):
     write(source, "sideways_f16_128_sm80", **arch("80", dtype="f16", qk_dim=128, v_dim=128))
     write(source, "sideways_bf16_192_sm80", **arch("80", qk_dim=192, v_dim=128))
     write(source, "mapped_sm90a", **mapped())
+    for name, row in (("90a", arch("90a")), ("90", arch("90"))):
+        for driver in (12000, 12080, 13000):
+            row = {**row, "driver": driver, "dtype": "f16"}
+            write(source, f"sideways_f16_sm{name}_{driver}", **row)
+    newer = {"driver": 13000, "qk_dim": 32, "v_dim": 32}
+    write(source, "upwards_sm90a_13000", kernel="upwards", **newer)
     table = emit.emit(source, out)
     program = folder / "lookup"
     files = [ROOT / "tests/cpp/lookup.cc", ROOT / "csrc/variants.cc", out / "cubins.S"]
@@ -341,7 +358,8 @@ def lookup(tmp_path_factory):
     subprocess.run([COMPILER, *flags, *files, "-o", program], check=True)
 
     def run(*questions):
-        text = "".join(f"{q}\n" for q in questions)
+        newest = 2**31 - 1
+        text = "".join(q + (f" {newest}\n" if q.count(" ") < 5 else "\n") for q in questions)
         done = subprocess.run([program], input=text, capture_output=True, text=True, check=True)
         return done.stdout.splitlines()
 
@@ -353,8 +371,8 @@ def test_compiled_table(lookup):
     """Every field and every byte arrives, aligned as cuLibraryLoadData likes it."""
     table, rows, _ = lookup
     for v, row in zip(table, rows, strict=False):
-        want = [v.name, v.kernel, v.arch, v.cc, int(v.exact), v.dtype, v.qk_dim, v.v_dim]
-        want += [v.symbol, v.threads, v.shared, v.block, f"cubin-of-{v.name}", 0]
+        want = [v.name, v.kernel, v.arch, v.cc, int(v.exact), v.driver, v.dtype]
+        want += [v.qk_dim, v.v_dim, v.symbol, v.threads, v.shared, v.block, f"cubin-of-{v.name}", 0]
         if v.kernel == "mapped":
             want += [64, 32, 3, 128, 64, 0]
         assert row == " ".join(map(str, want))
@@ -386,10 +404,40 @@ def test_find_wants_every_part(lookup):
     ask = lookup[2]
     assert ask("sideways 86 f16 128 128") == ["sideways_f16_128_sm80"]
     assert ask("sideways 86 bf16 192 128") == ["sideways_bf16_192_sm80"]
-    for question in ("86 f16 64 64", "86 bf16 128 192", "86 any 0 0", "90 bf16 192 128"):
+    for question in ("80 f16 64 64", "86 bf16 128 192", "86 any 0 0", "90 bf16 192 128"):
         (answer,) = ask(f"sideways {question}")
         assert answer.startswith("no sideways kernel for compute capability ")
     assert ask("downwards 90 bf16 64 64", "sideways 90 f32 64 64") == ["unknown", "unknown"]
+
+
+@pytest.mark.parametrize(
+    ("driver", "found"),
+    [
+        (12000, 12000),
+        (12079, 12000),
+        (12080, 12080),
+        (12090, 12080),
+        (13000, 13000),
+        (14020, 13000),
+    ],
+)
+def test_find_for_a_driver(lookup, driver, found):
+    """The newest row that the driver loads, of the rows that suit the device best."""
+    assert lookup[2](f"sideways 90 f16 64 64 {driver}", f"sideways 91 f16 64 64 {driver}") == [
+        f"sideways_f16_sm90a_{found}",
+        f"sideways_f16_sm90_{found}",
+    ]
+
+
+def test_find_for_an_older_driver_than_any(lookup):
+    assert lookup[2]("sideways 90 f16 64 64 11080", "upwards 90 bf16 32 32 12090") == [
+        "no sideways kernel for compute capability 9.0, f16, head dims 64x64 (query and key x "
+        "value); sideways_f16_sm90a_12000 needs a driver for CUDA 12.0 or newer, this one is for "
+        "CUDA 11.8",
+        "no upwards kernel for compute capability 9.0, bf16, head dims 32x32 (query and key x "
+        "value); upwards_sm90a_13000 needs a driver for CUDA 13.0 or newer, this one is for "
+        "CUDA 12.9",
+    ]
 
 
 def test_find_a_kernel_that_the_build_left_out(lookup):

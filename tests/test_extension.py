@@ -15,9 +15,10 @@ from math import ceil
 from pathlib import Path
 
 import pytest
-from cpp.call_frame import EXECUTE, INITIALIZE, Xla
+from cpp.call_frame import EXECUTE, INITIALIZE, Array, Xla
 from cpp.calls import CALLS, Sizes, backward, documents, forward
 from cpp.machine import (
+    HOPPER,
     POINTERS,
     SPEC,
     Machine,
@@ -104,7 +105,13 @@ def test_variants_are_complete():
         assert r["bytes"] > 0 and r["threads"] % 32 == 0 and r["block"] > 0
     for arch in {r["arch"] for r in rows}:
         kernels = {r["kernel"] for r in rows if r["arch"] == arch}
-        assert kernels == {k for k in POINTERS if arch == "sm_90a" or "hopper" not in k}
+        hopper = {name for names in HOPPER.values() for name in names}
+        assert kernels == {k for k in POINTERS if arch == "sm_90a" or k not in hopper}
+
+
+def same(a, b):
+    """Two rows that differ in the driver, if at all."""
+    return all(a[k] == b[k] for k in ("kernel", "cc", "exact", "dtype", "qk_dim", "v_dim"))
 
 
 def test_find():
@@ -112,9 +119,15 @@ def test_find():
 
     for r in _ext.variants():
         key = (r["dtype"], r["qk_dim"], r["v_dim"])
-        assert _ext.find(r["kernel"], r["cc"], *key) == r["name"]
+        assert _ext.find(r["kernel"], r["cc"], *key, driver=r["driver"]) == r["name"]
+        assert _ext.find(r["kernel"], r["cc"], *key, r["driver"] - 1) != r["name"]
+        assert _ext.find(r["kernel"], r["cc"], *key, 11080) is None
         assert _ext.find(r["kernel"], 20, *key) is None
         assert _ext.find(r["kernel"], r["cc"], r["dtype"], 1, 1) is None
+        newest = max(s["driver"] for s in _ext.variants() if same(r, s))
+        assert _ext.find(r["kernel"], r["cc"], *key) == (
+            r["name"] if newest == r["driver"] else f"{r['name']}_cuda13"
+        )
     assert _ext.find("sideways", 90, "bf16", 64, 64) is None
     assert _ext.find("forward", 90, "float32", 64, 64) is None
 
@@ -264,6 +277,77 @@ def test_host_times(machine):
     assert set(ext.host_times().values()) == {(0, 0)}
 
 
+# --- Cubins for newer drivers --------------------------------------------------------------------
+
+
+def launched(machine, call, version, wanted):
+    """(row of the table, launch) of `call` with a driver of that version; `wanted`: the row's."""
+    machine.cuda.fake_set_version(version)
+    assert machine.run(call, INITIALIZE) is None
+    loads = machine.calls("cuLibraryLoadData")
+    assert machine.run(call) is None
+    assert machine.calls("cuLibraryLoadData") == loads
+    (launch,) = machine.launches()
+    row = machine.row("forward_hopper", machine.variant["cc"], version)
+    assert row["driver"] == wanted
+    return row, launch
+
+
+@needs_compiler
+@pytest.mark.parametrize(("version", "wanted"), [(12090, 12000), (13000, 13000), (13020, 13000)])
+def test_the_newest_cubin_that_the_driver_loads(hopper, version, wanted):
+    row, launch = launched(hopper, forward(hopper), version, wanted)
+    assert row["name"].endswith("_cuda13") == (wanted == 13000)
+    assert hopper.calls("cuLibraryLoadData") == 1
+    assert launch["shared"] == row["shared"]
+
+
+UNREADABLE = (200, 209, 218, 222, 300, 801)
+LOADING = ("cuLibraryLoadData", "cuLibraryGetKernel", "cuKernelSetAttribute", "cuKernelGetFunction")
+
+
+@needs_compiler
+@pytest.mark.parametrize("function", LOADING)
+@pytest.mark.parametrize("code", UNREADABLE)
+def test_a_cubin_that_the_driver_cannot_read(hopper, function, code):
+    """Once, then the one for older drivers, for as long as the context lives."""
+    hopper.cuda.fake_fail_times(function.encode(), code, 1)
+    launched(hopper, forward(hopper), 13000, 13000)
+    assert hopper.calls("cuLibraryLoadData") == 2
+
+
+@needs_compiler
+@pytest.mark.parametrize("function", LOADING)
+def test_both_cubins_unreadable(hopper, function):
+    """The error is that of the second: any driver that packax runs on should load it."""
+    hopper.cuda.fake_set_version(13000)
+    hopper.fail(function, 209)
+    failure = hopper.run(forward(hopper))
+    row = hopper.row("forward_hopper", hopper.variant["cc"], 12090)
+    assert f"{function} failed: CUDA_ERROR_NO_BINARY_FOR_GPU" in failure.message
+    assert f"; {row['name']} (cubin for sm_90a)" in failure.message
+    assert hopper.calls(function) == 2
+
+
+@needs_compiler
+def test_a_driver_out_of_memory_is_no_reason_for_the_older_cubin(hopper):
+    hopper.cuda.fake_set_version(13000)
+    hopper.cuda.fake_fail_times(b"cuLibraryLoadData", 2, 1)
+    failure = hopper.run(forward(hopper))
+    row = hopper.row("forward_hopper", hopper.variant["cc"], 13000)
+    assert f"; {row['name']} (cubin for sm_90a)" in failure.message
+    assert "driver for CUDA 13.0" in failure.message
+    assert hopper.run(forward(hopper)) is None
+
+
+@needs_compiler
+def test_a_kernel_without_an_older_cubin(machine):
+    machine.cuda.fake_set_version(13000)
+    machine.fail("cuLibraryLoadData", 209)
+    assert "documents_init_" in machine.run(documents(machine)).message
+    assert machine.calls("cuLibraryLoadData") == 1
+
+
 # --- Refusals -------------------------------------------------------------------------------------
 
 
@@ -353,7 +437,14 @@ def test_driver_failure(machine, function, more):
 @needs_compiler
 @pytest.mark.parametrize(
     "function",
-    ["cuCtxGetCurrent", "cuCtxGetId", "cuCtxGetDevice", "cuDeviceGetName", "cuDeviceGetAttribute"],
+    [
+        "cuCtxGetCurrent",
+        "cuCtxGetId",
+        "cuCtxGetDevice",
+        "cuDeviceGetName",
+        "cuDeviceGetAttribute",
+        "cuDriverGetVersion",
+    ],
 )
 def test_context_failure(machine, function):
     machine.fail(function, 777)  # a code that the driver has no words for
@@ -370,7 +461,8 @@ def test_a_failed_launch_stops_the_backward(machine):
     call = backward(machine)
     machine.fail("cuLaunchKernel", 1)
     failure = machine.run(call)
-    assert "cuLaunchKernel failed: CUDA_ERROR_INVALID_VALUE (invalid argument); backward_delta" in (
+    (first, *_) = machine.kernels("backward")
+    assert f"cuLaunchKernel failed: CUDA_ERROR_INVALID_VALUE (invalid argument); {first}_" in (
         failure.message
     )
     assert machine.calls("cuLaunchKernel") == 1
@@ -393,7 +485,12 @@ def test_grid_too_large(machine):
         f"packax_documents_v1: {name} would need a grid of (1, 70000), "
         "a GPU takes (2147483647, 65535) at most; split the batch"
     )
-    s = Sizes(batch=1 << 30, mask_batch=1, q_len=1 << 29, heads=1 << 30, kv_heads=1)
+    s = Sizes(batch=1, mask_batch=1, q_len=1 << 29, heads=1 << 22, kv_heads=1)
     failure = machine.run(backward(machine, s))
-    assert f"would need a grid of ({2**63 - 1}, 1)" in failure.message  # no wrap-around
+    block = machine.row("backward_delta", machine.variant["cc"])["block"]
+    assert f"would need a grid of ({2**51 // block}, 1)" in failure.message
+    s = Sizes(batch=1 << 30, mask_batch=1, q_len=1 << 29, heads=1 << 30, kv_heads=1)
+    call = backward(machine, s).change(workspace=Array("float32", (1 << 62,)))
+    failure = machine.run(call)  # no wrap-around
+    assert f"has {2**62} elements, expected at least {2**63 - 1}, batch" in failure.message
     assert machine.launches() == []

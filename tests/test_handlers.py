@@ -7,12 +7,12 @@ compiler.
 
 import struct
 from dataclasses import replace
-from math import ceil
+from math import ceil, prod
 
 import pytest
 from cpp.call_frame import INITIALIZE
 from cpp.calls import CALLS, Array, Sizes, backward, blocks, documents, forward, table_size
-from cpp.machine import arguments, make_machine, needs_compiler, needs_extension
+from cpp.machine import POINTERS, arguments, make_machine, needs_compiler, needs_extension
 
 pytest_plugins = ("cpp.fixtures",)
 pytestmark = [needs_extension, needs_compiler]
@@ -26,17 +26,19 @@ SIZES = [
 
 
 def expect_launches(machine, call, scalars, grids):
-    """Exactly these kernels in this order; `grids`: kernel -> grid as a function of its block."""
+    """Exactly these kernels in this order; `grids`: kernel -> grid as a function of its block.
+
+    `scalars`: values of the arguments that are no operand or result, for all or by kernel."""
     assert machine.run(call) is None
     launches = machine.launches()
     assert [launch["kernel"] for launch in launches] == list(grids)
-    values = {**call.addresses(), **scalars}
     for launch, (kernel, grid) in zip(launches, grids.items(), strict=True):
         row = machine.row(kernel, machine.variant["cc"])
         assert launch["grid"] == [*grid(row["block"]), 1, 1][:3], kernel
         assert launch["block"] == [row["threads"], 1, 1]
         assert launch["shared"] == row["shared"]
         assert launch["stream"] == machine.xla.stream
+        values = {**call.addresses(), **scalars.get(kernel, scalars)}
         names = arguments(kernel)
         got = dict(zip(names, launch["params"], strict=False))
         assert got == {name: values[name] for name in names}, kernel
@@ -65,19 +67,20 @@ def test_forward(portable, s):
     assert portable.calls("cuTensorMapEncodeTiled") == 0
 
 
-MAP_TYPES = {"float16": 6, "float32": 7, "bfloat16": 9}  # CUtensorMapDataType
+MAP_TYPES = {"int32": 3, "float16": 6, "float32": 7, "bfloat16": 9}  # CUtensorMapDataType
 
 
 def expected_map(array, box, bit21=0):
-    """Of a (batch, length, heads, dim) array; sizes, strides and boxes from the innermost axis."""
+    """Of a (batch, length, width) or (batch, length, heads, dim) array; sizes, strides and boxes
+    from the innermost axis."""
     rows, columns, swizzle = box
-    batch, length = array.shape[:2]
-    width = array.shape[2] * array.shape[3]
+    batch, length, *widths = array.shape
+    width, size = prod(widths), 4 if array.dtype in ("int32", "float32") else 2
     return {
         "address": array.address,
-        "bit21": int(batch * length * width * 2 - 1 >= 128 * 1024) or bit21,
+        "bit21": int(batch * length * width * size - size + 1 >= 128 * 1024) or bit21,
         "sizes": [width, length, batch],
-        "byte_strides": [2 * width, 2 * width * length],
+        "byte_strides": [size * width, size * width * length],
         "box": [columns, rows, 1],
         "steps": [1, 1, 1],
         "type": MAP_TYPES[array.dtype],
@@ -219,16 +222,128 @@ def test_map_that_the_driver_refuses(hopper):
     assert hopper.run(call) is None
 
 
-@pytest.mark.parametrize("has_dlse", [0, 1])
-@pytest.mark.parametrize("s", SIZES)
-def test_backward(machine, s, has_dlse):
-    call = backward(machine, s, scale=-1.5, element_test=2, has_dlse=has_dlse)
+def expect_portable_backward(machine, call, s, has_dlse=1):
+    """delta lies at the start of the workspace."""
     grids = {
         "backward_delta": lambda r: [ceil(s.q_len / r) * s.heads * s.batch],
         "backward_dkdv": lambda n: [s.kv_heads * s.batch * ceil(s.kv_len / 128) * (128 // n)],
         "backward_dq": lambda m: [s.heads * s.batch * ceil(s.q_len / 128) * (128 // m)],
     }
-    expect_launches(machine, call, attention(s, -1.5, 2, has_dlse), grids)
+    scalars = attention(s, call.attributes["scale"][1], 2, has_dlse)
+    scalars["delta"] = call.results["workspace"].address
+    expect_launches(machine, call, scalars, grids)
+    assert machine.calls("cuTensorMapEncodeTiled") == 0
+
+
+@pytest.mark.parametrize("has_dlse", [0, 1])
+@pytest.mark.parametrize("s", SIZES)
+def test_backward(machine, s, has_dlse):
+    """The small workspace: these kernels also where there are those of Hopper."""
+    call = backward(machine, s, scale=1.5, has_dlse=has_dlse, deterministic=True)
+    expect_portable_backward(machine, call, s, has_dlse)
+
+
+@pytest.mark.parametrize("s", SIZES)
+def test_backward_elsewhere_with_a_large_workspace(portable, s):
+    """The lowering does not always know the GPU."""
+    expect_portable_backward(portable, backward(portable, s), s)
+
+
+def hopper_sections(machine, s, start):
+    """name -> the array that the maps of backward_hopper see in the workspace (docs/design.md)."""
+    padded = 64 * ceil(s.q_len / 64)
+    rows, dim = s.batch * s.heads * padded, machine.variant["qk_dim"]
+    sections = {
+        "delta": ("float32", (1, 1, rows)),
+        "lse2": ("float32", (1, 1, rows)),
+        "lo": ("int32", (1, 1, s.mask_batch * padded)),
+        "hi": ("int32", (1, 1, s.mask_batch * padded)),
+        "dq_sum": ("float32", (1, rows * dim // 32, 32)),
+    }
+    arrays = {}
+    for name, (dtype, shape) in sections.items():
+        arrays[name] = Array(dtype, shape, start)
+        assert (start - 0x90300) % 256 == 0
+        start += 4 * prod(shape)
+    return arrays, start
+
+
+@pytest.mark.parametrize("qk_dim", [64, 128])
+@pytest.mark.parametrize("has_dlse", [0, 1])
+@pytest.mark.parametrize("s", SIZES)
+def test_backward_on_hopper(tmp_path, driver, s, has_dlse, qk_dim):
+    """The sections of the workspace, in raw pointers and in tensor maps; dQ comes last."""
+    machine = make_machine(
+        tmp_path, driver, choose=lambda m: m.has_hopper() and m.variant["qk_dim"] == qk_dim
+    )
+    call = backward(machine, s, scale=0.375, element_test=1, has_dlse=has_dlse)
+    workspace = call.results["workspace"]
+    sections, end = hopper_sections(machine, s, workspace.address)
+    assert end == workspace.address + 4 * workspace.shape[0]
+    row = machine.row("backward_hopper", machine.variant["cc"])
+    names = [n.partition(":")[0] for n in POINTERS["backward_hopper"].split() if ":t" in n]
+    arrays = {**call.operands, **call.results, **sections}
+    maps = {
+        name: expected_map(arrays[name], box)
+        for name, box in zip(names, row["tensor_maps"], strict=True)
+    }
+    lines = {name: maps[name]["box"] + [maps[name]["swizzle"]] for name in sections}
+    assert lines == {
+        **{name: [64, 1, 1, 0] for name in ("delta", "lse2", "lo", "hi")},
+        "dq_sum": [32, qk_dim, 1, 0],
+    }
+    rows = prod(sections["delta"].shape)
+    grids = {
+        "backward_prepare": lambda r: [rows // r],
+        "backward_hopper": lambda n: [s.kv_heads * s.batch * ceil(s.kv_len / n)],
+        "backward_finish": lambda r: [rows // r],
+    }
+    scalars = attention(s, 0.375, 1, has_dlse)
+    pointers = {name: array.address for name, array in sections.items()}
+    values = {name: {**scalars, **pointers} for name in grids}
+    values["backward_hopper"] = {**scalars, **maps}
+    expect_launches(machine, call, values, grids)
+    assert machine.calls("cuLibraryLoadData") == 3  # not the portable ones
+
+
+def test_a_workspace_too_small_for_hopper(hopper):
+    """One element short, and the portable kernels run."""
+    s = Sizes()
+    call = backward(hopper, s)
+    size = call.results["workspace"].shape[0]
+    expect_portable_backward(hopper, call.change(workspace=Array("float32", (size - 1,))), s)
+    hopper.cuda.fake_clear()
+    larger = call.change(workspace=Array("float32", (size + 1,)))
+    assert hopper.run(larger) is None
+    assert [r["kernel"] for r in hopper.launches()] == hopper.kernels("backward")
+
+
+@pytest.mark.parametrize("past", [False, True])
+def test_the_limit_of_32_bits_on_hopper(hopper, past):
+    """Rows of all heads, and rows of 32 of dQ's sum; beyond, 64-bit offsets are needed."""
+    dim = hopper.variant["qk_dim"]
+    heads = 2**31 // (2 * dim) - (0 if past else 1)  # of one block of 64 rows
+    s = Sizes(batch=1, mask_batch=1, q_len=64, kv_len=64, heads=heads, kv_heads=1)
+    call = backward(hopper, s)
+    if past:
+        expect_portable_backward(hopper, call, s)
+        return
+    assert hopper.run(call) is None
+    assert [r["kernel"] for r in hopper.launches()] == hopper.kernels("backward")
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value", "dout", "dk", "dv", "workspace"])
+def test_a_misaligned_buffer_of_the_backward(hopper, name):
+    """Before anything is launched; the workspace is called by its first section of a map."""
+    call = backward(hopper)
+    group = call.operands if name in call.operands else call.results
+    group[name] = replace(group[name], address=0x12348)
+    failure = hopper.run(call)
+    assert failure.code == "InvalidArgument"
+    said = {"workspace": "lse2, float32[1, 1, "}.get(name, f"{name}, {group[name].dtype}[2, ")
+    assert failure.message.startswith(f"packax_backward_v1: tensor map of {said}")
+    assert "is no multiple of 16; backward_hopper_" in failure.message
+    assert hopper.launches() == []
 
 
 @pytest.mark.parametrize("compare_positions", [0, 1])

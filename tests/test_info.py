@@ -29,7 +29,8 @@ VARIANTS = tuple(
 )
 
 
-def find(kernel, cc, dtype, qk_dim, v_dim, driver=13000, variants=VARIANTS):
+def find(kernel, cc, dtype, qk_dim, v_dim, driver, variants=VARIANTS):
+    assert driver == GOOD.driver_version
     wanted = {"kernel": kernel, "dtype": dtype, "qk_dim": qk_dim, "v_dim": v_dim}
     for row in variants:
         fits = row["cc"] == cc or (row["cc"] == 80 and 80 < cc < 90)

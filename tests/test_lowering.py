@@ -22,12 +22,22 @@ class Extension:
     @staticmethod
     def variants():
         kernels = ("forward", "backward_delta", "backward_dkdv", "backward_dq")
+        chip = {"cc": 80, "exact": False}
         return [
-            {"kernel": kernel, "dtype": dtype, "qk_dim": dim, "v_dim": dim}
+            {"kernel": kernel, "dtype": dtype, "qk_dim": dim, "v_dim": dim, **chip}
             for kernel in kernels
             for dtype in ("bf16", "f16")
             for dim in (64, 128)
-        ] + [{"kernel": "documents_init", "dtype": "any", "qk_dim": 0, "v_dim": 0}]
+        ] + [{"kernel": "documents_init", "dtype": "any", "qk_dim": 0, "v_dim": 0, **chip}]
+
+
+PORTABLE = Extension.variants()
+
+
+def with_hopper(cc=90, exact=True, dims=(64, 128)):
+    """The rows of a build with a backward_hopper of bf16."""
+    hopper = {"kernel": "backward_hopper", "dtype": "bf16", "cc": cc, "exact": exact}
+    return [*PORTABLE, *({**hopper, "qk_dim": d, "v_dim": d} for d in dims)]
 
 
 @pytest.fixture(autouse=True)
@@ -81,6 +91,9 @@ MASK_BY_POSITION = packax.create_attention_mask(
 ROWS, BLOCKS, ORDER, ORDER_192 = "2x300xi32", "2x5x5xi32", "2x3xi32", "2x2xi32"
 QUERY, KEY = "2x300x8x64xbf16", "2x300x2x64xbf16"
 SUMS = "2x8x300xf32"
+PADDED = 320
+SMALL = 2 * 8 * PADDED  # workspace of the backward, for the portable kernels
+LARGE = 2 * SMALL + 2 * 2 * PADDED + 64 * SMALL  # for those of Hopper
 
 
 def test_forward():
@@ -106,7 +119,83 @@ def test_backward():
     tensors = [QUERY, KEY, KEY, QUERY, SUMS, QUERY, SUMS]
     kv_blocks = "2x4x5xi32"
     assert operands == [*tensors, *[ROWS] * 6, BLOCKS, ORDER, kv_blocks, ORDER]
-    assert results == [QUERY, KEY, KEY, SUMS]  # the last is the workspace
+    assert results == [QUERY, KEY, KEY, f"{SMALL}xf32"]  # the last is the workspace
+
+
+def backward_workspace(monkeypatch, rows, capabilities=None, tensors=None, mask=MASK, **kwargs):
+    """Elements of the backward's float32 workspace, its last result; local devices made up."""
+    monkeypatch.setattr(lowering._ext, "variants", staticmethod(lambda: rows))
+    monkeypatch.setattr(lowering, "_local_capabilities", lambda: capabilities)
+    text = text_of(
+        jax.grad(lambda *x: loss(*x, mask, **kwargs), (0, 1, 2)), *(tensors or abstract())
+    )
+    (_, (target, attributes, _, results)) = calls(text)
+    assert target == "packax_backward_v1" and len(results) == 4
+    assert "deterministic" not in attributes  # the size says it
+    (elements,) = re.fullmatch(r"(\d+)xf32", results[3]).groups()
+    return int(elements)
+
+
+@pytest.mark.parametrize(
+    "capabilities,large",
+    [(None, True), ({90}, True), ({80, 90}, True), ({80}, False), ({100, 120}, False)],
+)
+def test_workspace_by_device(monkeypatch, capabilities, large):
+    """Without a local GPU, it may be compiled for any."""
+    elements = backward_workspace(monkeypatch, with_hopper(), capabilities)
+    assert elements == (LARGE if large else SMALL)
+
+
+def test_workspace_by_request(monkeypatch):
+    for flag, elements in ((True, SMALL), (False, LARGE), (np.bool_(True), SMALL)):
+        assert backward_workspace(monkeypatch, with_hopper(), deterministic=flag) == elements
+
+
+def test_workspace_by_build(monkeypatch):
+    assert backward_workspace(monkeypatch, PORTABLE) == SMALL
+    assert backward_workspace(monkeypatch, with_hopper(dims=(128,))) == SMALL
+    assert backward_workspace(monkeypatch, with_hopper(), tensors=abstract(jnp.float16)) == SMALL
+    large = backward_workspace(monkeypatch, with_hopper(), tensors=abstract(dim=128, v_dim=128))
+    assert large == LARGE + 64 * SMALL
+    rows = with_hopper(cc=86, exact=False)  # another rule than sm_90a's: later minors too
+    for capability, elements in ((86, LARGE), (89, LARGE), (80, SMALL), (90, SMALL)):
+        assert backward_workspace(monkeypatch, rows, {capability}) == elements
+
+
+def test_workspace_with_one_mask_for_all(monkeypatch):
+    mask = packax.create_attention_mask(packax.causal(), q_len=300, kv_len=300)
+    assert backward_workspace(monkeypatch, with_hopper(), mask=mask) == LARGE - 2 * PADDED
+
+
+@pytest.mark.parametrize("length,large", [((1 << 21) - 64, True), (1 << 21, False)])
+def test_workspace_up_to_32_bits(monkeypatch, length, large):
+    """Rows of 32 in dq_sum: 2 * 8 * 2^21 / 64 * 2 * 64 = 2^26 with one head dim of 64."""
+    tensors = abstract(q_len=length, kv_len=64, batch=64)
+    mask = packax.create_attention_mask(packax.full(), q_len=length, kv_len=64)
+    rows = 64 * 8 * length
+    elements = backward_workspace(monkeypatch, with_hopper(), tensors=tensors, mask=mask)
+    assert elements == (2 * rows + 2 * length + 64 * rows if large else rows)
+
+
+def test_capabilities_of_this_process(monkeypatch):
+    class Device:
+        def __init__(self, text):
+            self.compute_capability = text
+
+    assert lowering._local_capabilities() is None  # a test of the CPU suite
+    for texts, found in ((["9.0", "8.6", "9.0"], {90, 86}), (["12.1"], {121}), ([], None)):
+        devices = [Device(t) for t in texts]
+        monkeypatch.setattr(jax, "local_devices", lambda *, backend, devices=devices: devices)
+        assert lowering._local_capabilities() == found
+
+
+@pytest.mark.parametrize("scale,attribute", [(-0.25, "2.5"), (0, "1.0"), (1e-39, "1.0")])
+def test_scales_that_kernels_take(scale, attribute):
+    """Above 0: a sign moves into the query, and 0 becomes a query of zeros."""
+    found = calls(text_of(jax.grad(lambda *x: loss(*x, MASK, scale=scale), (0, 1, 2)), *abstract()))
+    assert len(found) == 2
+    for _, attributes, _, _ in found:
+        assert attributes["scale"].startswith(attribute)
 
 
 def test_dlse_is_used_only_where_the_lse_was_asked_for():

@@ -9,6 +9,7 @@ import pytest
 from packax.primitives import backward_p, blocks_p, documents_p, forward_p
 
 STATIC = {"scale": 0.3, "element_test": 2, "implementation": None}
+BACKWARD = {**STATIC, "has_dlse": False, "deterministic": False}
 
 
 def shapes(function, *shapes_and_dtypes):
@@ -60,7 +61,7 @@ def test_shapes_of_forward_and_backward(dtype, lse):
     sums = ((2, 8, 100), lse)
     forward = lambda *x: forward_p.bind(*x, **STATIC)  # noqa: E731
     assert shapes(forward, *tensors, *mask_shapes()[:9]) == [out, sums]
-    backward = lambda *x: backward_p.bind(*x, has_dlse=True, **STATIC)  # noqa: E731
+    backward = lambda *x: backward_p.bind(*x, **{**BACKWARD, "has_dlse": True})  # noqa: E731
     assert (
         shapes(backward, *tensors, out, sums, out, sums, *backward_mask(mask_shapes())) == tensors
     )
@@ -145,7 +146,7 @@ def test_batching_of_attention(what, mask_batch):
     def both(query, key, value, dout, *mask):
         out, lse = forward(query, key, value, *mask[:9])
         return backward_p.bind(
-            query, key, value, out, lse, dout, lse, *backward_mask(mask), has_dlse=False, **STATIC
+            query, key, value, out, lse, dout, lse, *backward_mask(mask), **BACKWARD
         )
 
     assert_maps(both, [*tensors, dout, *operands], [*axes, 0, *mask_axes])

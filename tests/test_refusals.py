@@ -112,12 +112,17 @@ def refusals():
     yield (
         forward,
         {"scale": ("float32", float("nan"))},
-        ("attribute scale is nan, expected a finite number"),
+        ("attribute scale is nan, expected a finite number above 0"),
     )
     yield (
         forward,
         {"scale": ("float32", float("inf"))},
-        ("attribute scale is inf, expected a finite number"),
+        ("attribute scale is inf, expected a finite number above 0"),
+    )
+    yield (
+        forward,
+        {"scale": ("float32", 0.0)},
+        ("attribute scale is 0, expected a finite number above 0"),
     )
     rows = f"{I32}[mask_batch=2, q_len=300]"
     keys = f"{I32}[mask_batch=2, kv_len=700]"
@@ -179,15 +184,33 @@ def refusals():
     yield backward, {"has_dlse": (I32, 2)}, "attribute has_dlse is 2, expected 0 to 1"
     yield (
         backward,
-        {"scale": ("float32", float("-inf"))},
-        ("attribute scale is -inf, expected a finite number"),
+        {"scale": ("float32", -0.5)},
+        ("attribute scale is -0.5, expected a finite number above 0"),
     )
     for name in ("out", "dout"):
         bad = Array("D", (2, 300, 2, "V"))
         yield backward, {name: bad}, f"{name} is D[2, 300, 2, V], expected {out}"
-    for name in ("lse", "dlse", "delta"):
+    for name in ("lse", "dlse"):
         bad = Array("float32", (2, 300, 6))
         yield backward, {name: bad}, f"{name} is float32[2, 300, 6], expected {sums}"
+    yield (
+        backward,
+        {"workspace": Array("float32", (2, 6, 320))},
+        ("workspace is float32[2, 6, 320], expected 1 axes (elements)"),
+    )
+    yield (
+        backward,
+        {"workspace": Array(I32, (3840,))},
+        ("workspace is int32[3840], expected float32[elements=3840]"),
+    )
+    yield (
+        backward,
+        {"workspace": Array("float32", (3839,))},
+        (
+            "workspace has 3839 elements, expected at least 3840, "
+            "batch * heads * q_len rounded up to 64"
+        ),
+    )
     bad = Array("float32", (2, 300, 6, "QK"))
     yield (
         backward,

@@ -37,7 +37,7 @@ ALL = list(table.variants())
 
 
 def test_keys_and_names_are_unique() -> None:
-    keys = [(v.kernel, v.arch.name, v.dtype, v.qk_dim, v.v_dim) for v in ALL]
+    keys = [(v.kernel, v.arch.name, v.driver, v.dtype, v.qk_dim, v.v_dim) for v in ALL]
     assert len(set(keys)) == len(ALL) == len({v.name for v in ALL})
 
 
@@ -58,8 +58,23 @@ def test_tiles_fit_the_order_of_tiles_and_the_blocks() -> None:
     for v in ALL:
         if v.kernel in table.TILES:
             assert 128 % v.block == 0 and v.block % 64 == 0, v.name
-        if v.kernel in table.HOPPER_TILES:
+        if v.kernel in table.TENSOR_MAPS:
             assert v.block in (128, 192), v.name
+        # The backward's workspace has rows in whole blocks of 64.
+        if v.kernel in ("backward_prepare", "backward_finish"):
+            assert 64 % v.block == 0, v.name
+
+
+def test_every_kernel_loads_on_a_driver_of_cuda_12() -> None:
+    for v in ALL:
+        same = {
+            (w.driver, w.assembler)
+            for w in ALL
+            if (w.kernel, w.arch, w.dtype, w.qk_dim) == (v.kernel, v.arch, v.dtype, v.qk_dim)
+        }
+        newer = {(13000, "13.4")} if v.kernel in table.TWO_ASSEMBLERS else set()
+        assert same == {(12000, "12.9")} | newer
+        assert v.name.endswith("_cuda13") == (v.driver == 13000)
 
 
 @pytest.mark.parametrize("kernel", sorted(table.KERNELS))

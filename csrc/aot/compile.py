@@ -45,14 +45,21 @@ PTX_TYPES = {
 TRITON_DTYPES = {"bf16": "bf16", "f16": "fp16"}
 
 
-def tensor_map_type(dtype: str, tile: tuple[int | str, str], constants: dict[str, int]) -> str:
-    """Gluon's type of a host tensor map over (batch, length, heads * dim) that moves `tile`."""
+def tensor_map_type(
+    dtype: str, tile: tuple[str, int | str, int | str], constants: dict[str, int]
+) -> str:
+    """Gluon's type of a host tensor map that moves `tile` (variants.TENSOR_MAPS)."""
     from triton.experimental.gluon import language as gl
 
-    element = {"bf16": gl.bfloat16, "f16": gl.float16}[dtype]
-    shape = [1, *(constants[n] if isinstance(n, str) else n for n in tile)]
-    layout = gl.NVMMASharedLayout.get_default_for(shape, element)
-    return f"tensordesc<{TRITON_DTYPES[dtype]}[{','.join(map(str, shape))}],{layout!r}>"
+    element, *sizes = tile
+    shape = [1, *(constants[n] if isinstance(n, str) else n for n in sizes)]
+    if element:
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
+    else:
+        half = {"bf16": gl.bfloat16, "f16": gl.float16}[dtype]
+        layout = gl.NVMMASharedLayout.get_default_for(shape, half)
+    element = element or TRITON_DTYPES[dtype]
+    return f"tensordesc<{element}[{','.join(map(str, shape))}],{layout!r}>"
 
 
 def kernel_function(kernel: str) -> Any:
@@ -139,12 +146,12 @@ def compile_variant(variant: table.Variant, out: pathlib.Path) -> None:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
-    from triton.experimental.gluon._runtime import GluonASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
     ptxas = (
         pathlib.Path(triton.__file__).parent
         / "backends/nvidia/bin"
-        / table.ASSEMBLERS[variant.assembler]
+        / table.ASSEMBLERS[variant.assembler][0]
     )
     os.environ["TRITON_PTXAS_BLACKWELL_PATH"] = str(
         ptxas
@@ -160,7 +167,7 @@ def compile_variant(variant: table.Variant, out: pathlib.Path) -> None:
     aligned = {
         (i,): [["tt.divisibility", 16]] for i, a in enumerate(arguments) if types[a][0] == "*"
     }
-    is_gluon = variant.kernel in table.TENSOR_MAPS
+    is_gluon = isinstance(fn, GluonJITFunction)
     source = (GluonASTSource if is_gluon else ASTSource)(
         fn, types, constexprs=constants, attrs=aligned
     )
@@ -194,6 +201,7 @@ def compile_variant(variant: table.Variant, out: pathlib.Path) -> None:
         "shared": meta.shared,
         "block": variant.block,
         "assembler": variant.assembler,
+        "driver": variant.driver,
         "params": params,
         # What TMA moves at once, as the compiler cut the tile, and how it swizzles it; in the
         # order of the "tma" parameters.

@@ -29,12 +29,14 @@ MAX_MAPS = 12  # kMaxTensorMaps of csrc/tensor_map.h
 # Orders of tiles that a mask holds, by the rows or keys of a tile. A kernel with tensor maps takes
 # whole tiles, so its block picks the order.
 ORDERS = {"q_order": (128, 192), "kv_order": (128,)}
+OLDEST_DRIVER = 12000  # csrc/driver.cc needs functions of CUDA 12.0
 DTYPES = {"any": "kAny", "bf16": "kBf16", "f16": "kF16"}
 FIELDS = {
     "kernel": str,
     "arch": str,
     "cc": int,
     "exact": bool,
+    "driver": int,
     "dtype": str,
     "qk_dim": int,
     "v_dim": int,
@@ -72,6 +74,7 @@ class Variant:
     arch: str
     cc: int
     exact: bool
+    driver: int
     dtype: str
     qk_dim: int
     v_dim: int
@@ -87,7 +90,8 @@ class Variant:
     @property
     def key(self) -> tuple:
         """What Find() in csrc/variants.cc tells apart: of two rows with one key, one is dead."""
-        return (self.kernel, self.cc, self.exact, self.dtype, self.qk_dim, self.v_dim)
+        dims = self.qk_dim, self.v_dim
+        return (self.kernel, self.cc, self.exact, self.driver, self.dtype, *dims)
 
 
 def check(condition: bool, message: str) -> None:
@@ -209,6 +213,11 @@ def read_variant(path: Path) -> Variant:
         f"{where}: arch {row['arch']} runs on no other compute capability, so exact must be true",
     )
     check(
+        row["driver"] >= OLDEST_DRIVER and row["driver"] % 10 == 0,
+        f"{where}: driver is {row['driver']}, expected a version of CUDA from {OLDEST_DRIVER} on "
+        f"(12090 is 12.9)",
+    )
+    check(
         row["dtype"] in DTYPES,
         f"{where}: dtype is {row['dtype']!r}, expected one of {', '.join(DTYPES)}",
     )
@@ -253,8 +262,8 @@ def read_table(folder: Path, kernels: dict[str, Params]) -> list[Variant]:
         check(
             other is v,
             f"{v.name} and {other.name} have one key "
-            f"(kernel {v.kernel}, cc {v.cc}, exact {v.exact}, dtype {v.dtype}, "
-            f"head dims {v.qk_dim}x{v.v_dim})",
+            f"(kernel {v.kernel}, cc {v.cc}, exact {v.exact}, driver {v.driver}, "
+            f"dtype {v.dtype}, head dims {v.qk_dim}x{v.v_dim})",
         )
         check(v.kernel in kernels, f"{v.name}: kernel {v.kernel} is not in kernels.txt")
         declared = kernels[v.kernel]
@@ -316,14 +325,15 @@ def args_h(kernels: dict[str, Params]) -> str:
 
 
 def table_inc(table: list[Variant]) -> str:
-    out = [HEADER, "// PACKAX_VARIANT(name, kernel, arch, cc, exact, dtype, qk_dim, v_dim,\n"]
-    out.append("//                symbol, threads, shared, block, {rows, columns, swizzle}...)\n")
+    out = [HEADER, "// PACKAX_VARIANT(name, kernel, arch, cc, exact, driver, dtype, qk_dim,\n"]
+    out.append("//                v_dim, symbol, threads, shared, block,\n")
+    out.append("//                {rows, columns, swizzle}...)\n")
     for v in table:
         dims = f"{v.qk_dim}, {v.v_dim}"
         boxes = "".join(f", {{{b.rows}, {b.columns}, {b.swizzle}}}" for b in v.tensor_maps)
         out.append(
             f'PACKAX_VARIANT({v.name}, k{camel(v.kernel)}, "{v.arch}", {v.cc}, '
-            f'{str(v.exact).lower()}, {DTYPES[v.dtype]}, {dims}, "{v.symbol}", '
+            f'{str(v.exact).lower()}, {v.driver}, {DTYPES[v.dtype]}, {dims}, "{v.symbol}", '
             f"{v.threads}, {v.shared}, {v.block}{boxes})\n"
         )
     return "".join(out)

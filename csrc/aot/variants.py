@@ -42,7 +42,7 @@ HEAD_DIMS = ((64, 64), (128, 128))  # (query and key, value)
 # The Triton wheel brings two assemblers. Cubins of 12.9 load with every driver of CUDA 12 and 13
 # that knows the GPU; those of 13.4 were seen to load on driver 580 (CUDA 13.0) and are promised for
 # no older one.
-ASSEMBLERS = {"12.9": "ptxas", "13.4": "ptxas-blackwell"}
+ASSEMBLERS = {"12.9": ("ptxas", 12000), "13.4": ("ptxas-blackwell", 13000)}
 
 # kernel -> (kind of tile, head dim) -> BLOCK_M, BLOCK_N, STAGES of the mask-free loop, warps.
 # "hopper": the fastest of benchmarks/tune.py on one H200 (benchmarks/results/tune_h200.json). The
@@ -75,22 +75,59 @@ TILES = {
     },
 }
 
-# Kernels of one GPU, in Gluon: the same results as the portable kernel of the same pass, which
-# serves every other GPU.
-# kernel -> head dim -> WARP_GROUPS (of 64 rows), BLOCK_N, STAGES of keys and values, registers of a
-# consumer and of a producer thread.
-HOPPER_TILES = {
-    "forward_hopper": {64: (3, 128, 2, 160, 32), 128: (2, 128, 2, 240, 24)},
+# Kernels of one GPU, in Gluon, and what goes with them: the same results as the portable kernels of
+# the same pass, which serve every other GPU.
+# kernel -> head dim -> constants: WARP_GROUPS (of 64 rows), BLOCK_N, STAGES of keys and values,
+# registers of a consumer and of a producer thread; ROWS of a block or of a program.
+HOPPER_TILES: dict[str, dict[int, dict[str, int]]] = {
+    "forward_hopper": {
+        64: {
+            "WARP_GROUPS": 3,
+            "BLOCK_N": 128,
+            "STAGES": 2,
+            "CONSUMER_REGISTERS": 160,
+            "PRODUCER_REGISTERS": 32,
+        },
+        128: {
+            "WARP_GROUPS": 2,
+            "BLOCK_N": 128,
+            "STAGES": 2,
+            "CONSUMER_REGISTERS": 240,
+            "PRODUCER_REGISTERS": 24,
+        },
+    },
+    "backward_hopper": {
+        dim: {"ROWS": 64, "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24} for dim in (64, 128)
+    },
+    "backward_prepare": {dim: {"ROWS": 32} for dim in (64, 128)},
+    "backward_finish": {dim: {"ROWS": 64} for dim in (64, 128)},
 }
 
-# kernel -> argument -> tile (rows, columns) that TMA moves; names are constants of the variant.
-# Maps are (batch, length, heads * dim).
-TENSOR_MAPS: dict[str, dict[str, tuple[int | str, str]]] = {
+# Kernels compiled by both assemblers: 13.4 is 2 to 5 % faster on an H200
+# (benchmarks/results/tune_h200.json); a driver of CUDA 12 gets the other.
+TWO_ASSEMBLERS = ("forward_hopper", "backward_hopper")
+
+# kernel -> argument -> (element, rows, columns) that TMA moves; names are constants of the variant,
+# "" is its dtype. Maps are (batch, length, heads * dim) or, of float32 and int32, plain lines.
+TENSOR_MAPS: dict[str, dict[str, tuple[str, int | str, int | str]]] = {
     "forward_hopper": {
-        "query": (64, "QK_DIM"),
-        "key": ("BLOCK_N", "QK_DIM"),
-        "value": ("BLOCK_N", "V_DIM"),
-        "out": (64, "V_DIM"),
+        "query": ("", 64, "QK_DIM"),
+        "key": ("", "BLOCK_N", "QK_DIM"),
+        "value": ("", "BLOCK_N", "V_DIM"),
+        "out": ("", 64, "V_DIM"),
+    },
+    "backward_hopper": {
+        "query": ("", "ROWS", "QK_DIM"),
+        "key": ("", 64, "QK_DIM"),
+        "value": ("", 64, "V_DIM"),
+        "dout": ("", "ROWS", "V_DIM"),
+        "lse2": ("fp32", 1, "ROWS"),
+        "delta": ("fp32", 1, "ROWS"),
+        "lo": ("i32", 1, "ROWS"),
+        "hi": ("i32", 1, "ROWS"),
+        "dk": ("", 64, "QK_DIM"),
+        "dv": ("", 64, "V_DIM"),
+        "dq_sum": ("fp32", "QK_DIM", 32),  # half the columns of 64 rows, as rows of 32
     },
 }
 
@@ -109,6 +146,9 @@ DELTA_ROWS = 64
 KERNELS = {  # kernel -> file in csrc/kernels
     "forward": "forward",
     "forward_hopper": "hopper_forward",
+    "backward_prepare": "hopper_backward",
+    "backward_hopper": "hopper_backward",
+    "backward_finish": "hopper_backward",
     "backward_delta": "backward",
     "backward_dkdv": "backward",
     "backward_dq": "backward",
@@ -124,7 +164,7 @@ KERNELS = {  # kernel -> file in csrc/kernels
 # float32.
 POINTERS = {
     **dict.fromkeys(("query", "key", "value", "out", "dout", "dq", "dk", "dv"), ""),
-    **dict.fromkeys(("lse", "dlse", "delta"), "fp32"),
+    **dict.fromkeys(("lse", "dlse", "delta", "lse2", "dq_sum"), "fp32"),
     **dict.fromkeys(("q_lo", "q_hi", "q_ids", "kv_ids", "q_pos", "kv_pos"), "i32"),
     **dict.fromkeys(("q_blocks", "kv_blocks", "q_order", "q_order_192", "kv_order"), "i32"),
     **dict.fromkeys(("workspace", "lo", "hi", "tested"), "i32"),
@@ -146,7 +186,13 @@ class Variant:
     @property
     def name(self) -> str:
         shape = "" if self.dtype == "any" else f"_{self.dtype}_{self.qk_dim}x{self.v_dim}"
-        return f"{self.kernel}{shape}_{self.arch.name.replace('_', '')}"
+        arch = self.arch.name.replace("_", "")
+        return f"{self.kernel}{shape}_{arch}" + ("_cuda13" if self.driver >= 13000 else "")
+
+    @property
+    def driver(self) -> int:
+        """The oldest driver that loads it, as CUDA numbers them."""
+        return ASSEMBLERS[self.assembler][1]
 
 
 def tiled(kernel: str, arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Variant:
@@ -162,19 +208,26 @@ def tiled(kernel: str, arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Varia
     return Variant(kernel, arch, dtype, qk_dim, v_dim, tuple(constants.items()), block, warps)
 
 
-def hopper(kernel: str, arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Variant:
-    groups, keys, stages, consumer, producer = HOPPER_TILES[kernel][max(qk_dim, v_dim)]
-    constants = {
-        "QK_DIM": qk_dim,
-        "V_DIM": v_dim,
-        "WARP_GROUPS": groups,
-        "BLOCK_N": keys,
-        "STAGES": stages,
-        "CONSUMER_REGISTERS": consumer,
-        "PRODUCER_REGISTERS": producer,
-    }
-    # 4 warps: those of the default partition; the others come on top
-    return Variant(kernel, arch, dtype, qk_dim, v_dim, tuple(constants.items()), 64 * groups, 4)
+def hopper(
+    kernel: str, arch: Arch, dtype: str, qk_dim: int, v_dim: int, assembler: str = "12.9"
+) -> Variant:
+    tile = HOPPER_TILES[kernel][max(qk_dim, v_dim)]
+    constants = {"QK_DIM": qk_dim, "V_DIM": v_dim, **tile}
+    if kernel == "backward_finish":
+        del constants["V_DIM"]
+    # rows of a program, but the keys of backward_hopper
+    block = {"forward_hopper": 64 * tile.get("WARP_GROUPS", 0), "backward_hopper": 128}
+    return Variant(
+        kernel,
+        arch,
+        dtype,
+        qk_dim,
+        v_dim,
+        tuple(constants.items()),
+        block.get(kernel, tile.get("ROWS", 0)),
+        4,  # warps of the default partition; those of the others come on top
+        assembler,
+    )
 
 
 def variants(
@@ -184,11 +237,13 @@ def variants(
 ) -> Iterator[Variant]:
     """Every variant of the narrowed table, heaviest to compile first."""
     for arch in archs:
-        if ARCHS[arch].tiles == "hopper":
-            for kernel in HOPPER_TILES:
+        if ARCHS[arch].tiles != "hopper":
+            continue
+        for kernel in HOPPER_TILES:
+            for assembler in ASSEMBLERS if kernel in TWO_ASSEMBLERS else ("12.9",):
                 for dtype in dtypes:
                     for qk_dim, v_dim in head_dims:
-                        yield hopper(kernel, ARCHS[arch], dtype, qk_dim, v_dim)
+                        yield hopper(kernel, ARCHS[arch], dtype, qk_dim, v_dim, assembler)
     for kernel in TILES:
         for arch in archs:
             for dtype in dtypes:

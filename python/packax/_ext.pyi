@@ -10,6 +10,7 @@ class Variant(TypedDict):
     arch: str  # "sm_90a"
     cc: int  # 90
     exact: bool  # runs on `cc` only; otherwise on the same major, this minor and above
+    driver: int  # the oldest driver that loads it; 12090 is CUDA 12.9
     dtype: str  # "bf16", "f16"; "any" for mask kernels
     qk_dim: int  # 0 for mask kernels
     v_dim: int
@@ -38,8 +39,11 @@ def registrations() -> dict[str, dict[str, CapsuleType]]:
 def variants() -> list[Variant]:
     """Every kernel in this build."""
 
-def find(kernel: str, cc: int, dtype: str, qk_dim: int, v_dim: int) -> str | None:
-    """The name of the kernel that a device of compute capability `cc` would run, or None."""
+def find(
+    kernel: str, cc: int, dtype: str, qk_dim: int, v_dim: int, driver: int = ...
+) -> str | None:
+    """The name of the kernel that a device of compute capability `cc` would run with a driver for
+    CUDA `driver` (12090 is 12.9; default: newer than any), or None."""
 
 def driver() -> Driver:
     """What the CUDA driver of this machine says. Opens libcuda on first use; creates no context."""

@@ -74,11 +74,13 @@ def flash_attention(
         mask: a mask from `create_attention_mask`, built once and used by every layer, or an
             expression such as `causal() & documents(segment_ids)`, built on the spot. Its batch
             is B, or 1 for one mask for all.
-        scale: a finite Python or numpy number; None: 1 / sqrt(Dqk).
+        scale: a finite Python or numpy number, of any sign, or 0; None: 1 / sqrt(Dqk).
         return_lse: return also the log-sum-exp (natural logarithm) of each row's scaled scores.
             It is differentiable.
-        deterministic: ask for gradients that are bit-identical from run to run. All that packax
-            has today is, so True changes nothing.
+        deterministic: True: bit-identical gradients from run to run; on Hopper the backward then
+            uses the portable kernels (slower). False: on Hopper, parts of the gradient of query
+            are summed in any order, so it may differ by rounding. The results, the gradients of
+            key and value, and all that runs on other GPUs or as XLA are bit-identical either way.
         implementation: None: the CUDA kernels where this is lowered for CUDA, blockwise XLA
             elsewhere; "cubin": the CUDA kernels or an error; "xla": blockwise XLA everywhere.
 
@@ -115,8 +117,11 @@ def flash_attention(
         mask = create_attention_mask(mask, q_len=q_len, kv_len=kv_len)
     _check_mask(mask, batch, q_len, kv_len)
 
+    query, scale = _with_positive_scale(query, scale)
     query, key, value, *operands = vary_together(query, key, value, *mask.operands())
-    static = _Static(scale, mask.element_test, bool(return_lse), implementation)
+    static = _Static(
+        scale, mask.element_test, bool(return_lse), bool(deterministic), implementation
+    )
     out, lse = _attention(static, query, key, value, tuple(operands))
     return (out, lse) if return_lse else out
 
@@ -127,6 +132,7 @@ class _Static(NamedTuple):
     scale: float
     element_test: int
     return_lse: bool
+    deterministic: bool
     implementation: Implementation | None
 
 
@@ -166,6 +172,7 @@ def _backward(static, residuals, cotangents):
         scale=static.scale,
         element_test=static.element_test,
         has_dlse=static.return_lse,
+        deterministic=static.deterministic,
         implementation=static.implementation,
     )
     return (*gradients, None)
@@ -222,6 +229,18 @@ def _checked_scale(scale: Any) -> float:
     if not abs(number) <= float(np.finfo(np.float32).max):
         raise ValueError(f"scale must be finite in float32, but is {number}")
     return number
+
+
+def _with_positive_scale(query: jax.Array, scale: float) -> tuple[jax.Array, float]:
+    """The kernels take the largest score before they scale it: a sign belongs into the query.
+
+    At scale 0 scores are 0 whatever query holds, and so are the gradients of query and key: those
+    of a query of zeros. So they are at a scale that is 0 beside the smallest normal number.
+    """
+    real = np.float64 if query.dtype == jnp.float64 else np.float32
+    if abs(scale) < float(np.finfo(real).tiny):
+        return jnp.zeros_like(query), 1.0
+    return (query, scale) if scale > 0 else (-query, -scale)
 
 
 def _check_mask(mask: Any, batch: int, q_len: int, kv_len: int) -> None:

@@ -19,6 +19,7 @@ OLDEST_DRIVER = 12000  # the newest CUDA that the driver supports; the cubins ar
 CUDA_13_DRIVER = 13000
 PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 ATTENTION_KERNELS = ("forward", "backward_delta", "backward_dkdv", "backward_dq")
+FASTER_FORWARD = "forward_hopper"  # runs in place of forward where there is one
 DTYPES = {"bfloat16": "bf16", "float16": "f16"}
 
 
@@ -27,7 +28,7 @@ class Report:
     versions: dict[str, str | None]  # distribution -> version, None = not installed
     driver: dict[str, Any]  # as packax._ext.driver()
     variants: tuple[dict[str, Any], ...]  # as packax._ext.variants()
-    find: Callable[..., str | None]  # as packax._ext.find(kernel, cc, dtype, qk_dim, v_dim)
+    find: Callable[..., str | None]  # as packax._ext.find(kernel, cc, dtype, qk_dim, v_dim, driver)
     platforms: tuple[str, ...]  # of jax's devices
     jax_error: str | None = None  # why jax has none
     extension_error: str | None = None  # why packax._ext did not load
@@ -72,12 +73,13 @@ def gather() -> Report:
 def variant(report: Report, cc: int, dtype: str, qk_dim: int, v_dim: int) -> tuple[str | None, str]:
     """(forward's variant, "") if the GPU has every kernel of a call, else (None, why)."""
     names = {
-        kernel: report.find(kernel, cc, DTYPES[dtype], qk_dim, v_dim)
-        for kernel in ATTENTION_KERNELS
+        kernel: report.find(kernel, cc, DTYPES[dtype], qk_dim, v_dim, report.driver_version)
+        for kernel in (*ATTENTION_KERNELS, FASTER_FORWARD)
     }
+    faster = names.pop(FASTER_FORWARD)
     missing = [kernel for kernel, name in names.items() if name is None]
     if not missing:
-        return names["forward"], ""
+        return faster or names["forward"], ""
     what = "" if len(missing) == len(names) else f"{' and '.join(missing)} "
     where = f"compute capability {capability(cc)}"
     return None, f"no {what}cubin for {where} with {dtype} and head dims {qk_dim}/{v_dim}"

@@ -53,7 +53,10 @@ def _xla_forward(query, key, value, *mask, scale, element_test):
     )
 
 
-def _xla_backward(query, key, value, out, lse, dout, dlse, *mask, scale, element_test, has_dlse):
+def _xla_backward(
+    query, key, value, out, lse, dout, dlse, *mask, scale, element_test, has_dlse, deterministic
+):
+    # One order of sums in any case.
     return xla_attention.backward(
         query,
         key,
@@ -84,7 +87,7 @@ def _lower_xla(function: Any, static: tuple[str, ...]) -> Any:
 _documents_xla = _lower_xla(_xla_documents, ("compare_positions",))
 _blocks_xla = _lower_xla(_xla_blocks, ("kv_len",))
 _forward_xla = _lower_xla(_xla_forward, ("scale", "element_test"))
-_backward_xla = _lower_xla(_xla_backward, ("scale", "element_test", "has_dlse"))
+_backward_xla = _lower_xla(_xla_backward, ("scale", "element_test", "has_dlse", "deterministic"))
 
 
 def _elsewhere(rule: Any) -> Any:
@@ -146,23 +149,74 @@ def _forward_cuda(ctx, *operands, scale, element_test, implementation):
     )
 
 
-def _backward_cuda(ctx, *operands, scale, element_test, has_dlse, implementation):
+def _backward_cuda(ctx, *operands, scale, element_test, has_dlse, deterministic, implementation):
     if implementation == "xla":
         return _backward_xla(
-            ctx, *operands, scale=scale, element_test=element_test, has_dlse=has_dlse
+            ctx,
+            *operands,
+            scale=scale,
+            element_test=element_test,
+            has_dlse=has_dlse,
+            deterministic=deterministic,
         )
-    _require_kernels("backward", *ctx.avals_in[:3])
-    lse = ctx.avals_in[4]
-    delta = jax.core.ShapedArray(lse.shape, lse.dtype)
+    query, key, value = ctx.avals_in[:3]
+    _require_kernels("backward", query, key, value)
+    elements = _backward_workspace(query, value, ctx.avals_in[7].shape[0], deterministic)
     return _call(
         ctx,
         "packax_backward_v1",
         operands,
-        (delta,),
+        (jax.core.ShapedArray((elements,), jnp.dtype(jnp.float32)),),
         scale=np.float32(scale),
         element_test=np.int32(element_test),
         has_dlse=np.int32(has_dlse),
     )
+
+
+def _backward_workspace(query: Any, value: Any, mask_batch: int, deterministic: bool) -> int:
+    """Its size in float32, by which C++ knows which kernels may run (docs/design.md)."""
+    batch, q_len, heads, qk_dim = query.shape
+    padded = xla_masks.BLOCK * -(-q_len // xla_masks.BLOCK)
+    rows = batch * heads * padded
+    if (
+        deterministic
+        or not _hopper_backward(str(query.dtype), qk_dim, value.shape[3])
+        # where the kernels' 32-bit indices end
+        or max(rows, rows // xla_masks.BLOCK * 2 * qk_dim) > xla_masks.INT_MAX
+    ):
+        return rows
+    return 2 * rows + 2 * mask_batch * padded + rows * qk_dim
+
+
+def _hopper_backward(dtype: str, qk_dim: int, v_dim: int) -> bool:
+    """Whether this build has that kernel, and this process a GPU for it, as far as it can tell."""
+    assert _ext is not None
+    wanted = ("backward_hopper", _DTYPES.get(dtype), qk_dim, v_dim)
+    rows = [
+        row
+        for row in _ext.variants()
+        if (row["kernel"], row["dtype"], row["qk_dim"], row["v_dim"]) == wanted
+    ]
+    if not rows:
+        return False
+    capabilities = _local_capabilities()
+    return capabilities is None or any(_serves(row, cc) for row in rows for cc in capabilities)
+
+
+def _serves(row: Any, cc: int) -> bool:
+    """As Find() in csrc/variants.cc."""
+    if row["exact"]:
+        return row["cc"] == cc
+    return row["cc"] // 10 == cc // 10 and row["cc"] <= cc
+
+
+def _local_capabilities() -> set[int] | None:
+    """Of this process's CUDA devices (90 is 9.0); None without any: compiling for another one."""
+    try:
+        devices = jax.local_devices(backend="cuda")
+        return {int(str(d.compute_capability).replace(".", "")) for d in devices} or None
+    except (RuntimeError, AttributeError, ValueError):
+        return None
 
 
 def _require_kernels(direction: str, query: Any, key: Any, value: Any) -> None:

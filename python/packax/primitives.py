@@ -79,7 +79,9 @@ def _primitive(name: str, static: tuple[str, ...]) -> Primitive:
 documents_p = _primitive("packax_documents", ("compare_positions",))
 blocks_p = _primitive("packax_blocks", ("kv_len",))
 forward_p = _primitive("packax_forward", ("scale", "element_test", "implementation"))
-backward_p = _primitive("packax_backward", ("scale", "element_test", "has_dlse", "implementation"))
+backward_p = _primitive(
+    "packax_backward", ("scale", "element_test", "has_dlse", "deterministic", "implementation")
+)
 
 
 @documents_p.def_abstract_eval
@@ -114,7 +116,7 @@ def _forward_shapes(query, key, value, *mask, scale, element_test, implementatio
 
 
 @backward_p.def_abstract_eval
-def _backward_shapes(query, key, value, *operands, scale, element_test, has_dlse, implementation):
+def _backward_shapes(query, key, value, *operands, **static):
     return [_like(x, x.shape, x.dtype, range(4)) for x in (query, key, value)]
 
 

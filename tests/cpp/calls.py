@@ -83,7 +83,16 @@ def forward(m, s=Sizes(), scale=0.125, element_test=2):
     )
 
 
-def backward(m, s=Sizes(), scale=0.125, element_test=2, has_dlse=1):
+def workspace(m, s, deterministic):
+    """Elements: what the kernels of Hopper need, or the others."""
+    padded = 64 * ceil(s.q_len / 64)
+    rows = s.batch * s.heads * padded
+    if deterministic:
+        return rows
+    return 2 * rows + 2 * s.mask_batch * padded + rows * m.variant["qk_dim"]
+
+
+def backward(m, s=Sizes(), scale=0.125, element_test=2, has_dlse=1, deterministic=False):
     f = forward(m, s, scale, element_test)
     query, key, value = (f.operands[n] for n in ("query", "key", "value"))
     out, lse = f.results["out"], f.results["lse"]
@@ -99,7 +108,12 @@ def backward(m, s=Sizes(), scale=0.125, element_test=2, has_dlse=1):
         "kv_blocks": Array("int32", (s.mask_batch, 4, ceil(s.kv_len / 64))),
         "kv_order": Array("int32", (s.mask_batch, ceil(s.kv_len / 128))),
     }
-    results = {"dq": query, "dk": key, "dv": value, "delta": lse}
+    results = {
+        "dq": query,
+        "dk": key,
+        "dv": value,
+        "workspace": Array("float32", (workspace(m, s, deterministic),)),
+    }
     attributes = {**f.attributes, "has_dlse": ("int32", has_dlse)}
     return make_call("packax_backward_v1", operands, results, attributes)
 

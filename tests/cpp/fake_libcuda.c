@@ -63,7 +63,7 @@ static int device_count;
 static uint64_t next_context = 1;
 static struct {
   char function[64];
-  int code;
+  int code, times;
 } failures[kMaxFailures];
 static struct {
   char function[64];
@@ -102,14 +102,18 @@ void fake_new_context(int device) { devices[device].context.id = next_context++;
 
 void fake_set_version(int value) { version = value; }
 
-/* `code` from every call of `function` on; 0: none. */
-void fake_fail(const char* function, int code) {
+/* `code` from the next `times` calls of `function`. */
+void fake_fail_times(const char* function, int code, int times) {
   int i = 0;
   while (i < kMaxFailures - 1 && failures[i].function[0] && strcmp(failures[i].function, function))
     ++i;
   snprintf(failures[i].function, sizeof failures[i].function, "%s", function);
   failures[i].code = code;
+  failures[i].times = times;
 }
+
+/* `code` from every call of `function` on; 0: none. */
+void fake_fail(const char* function, int code) { fake_fail_times(function, code, 1 << 30); }
 
 /* `types`: one letter a parameter, p(ointer) i(nt32) f(loat) t(ensor map: seven parameters), with
  * the two scratch pointers. */
@@ -152,7 +156,10 @@ static int enter(const char* function) {
   snprintf(calls[i].function, sizeof calls[i].function, "%s", function);
   ++calls[i].count;
   for (int j = 0; j < kMaxFailures; ++j) {
-    if (!strcmp(failures[j].function, function)) code = failures[j].code;
+    if (!strcmp(failures[j].function, function) && failures[j].times > 0) {
+      --failures[j].times;
+      code = failures[j].code;
+    }
   }
   pthread_mutex_unlock(&mutex);
   return code;
@@ -291,6 +298,10 @@ int cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* address, co
               .swizzle = (uint8_t)swizzle,
               .promotion = (uint8_t)promotion,
               .fill = (uint8_t)fill};
+  /* Of int32, float16, float32 and bfloat16; swizzle 3 is over rows of 128 bytes. */
+  const unsigned bytes = box[0] * (type == 6 || type == 9 ? 2 : type == 3 || type == 7 ? 4 : 0);
+  if (!bytes || bytes % 16 || swizzle < 0 || swizzle > 3) return kInvalidValue;
+  if (swizzle && bytes > 16u << swizzle) return kInvalidValue;
   if ((uintptr_t)map % 64 || rank != 3 || made.address % 16) return kInvalidValue;
   for (int i = 0; i < 3; ++i) {
     if (!sizes[i] || sizes[i] > 1ull << 32 || !box[i] || box[i] > 256) return kInvalidValue;

@@ -16,13 +16,13 @@ def machine(tmp_path, driver):
 
 @pytest.fixture
 def hopper(tmp_path, driver):
-    """A machine whose forward takes tensor maps."""
+    """A machine whose attention kernels take tensor maps."""
     return make_machine(tmp_path, driver, choose=lambda m: m.has_hopper())
 
 
 @pytest.fixture
 def portable(tmp_path, driver):
-    """A machine whose forward is the portable one."""
+    """A machine whose attention kernels are the portable ones."""
     return make_machine(tmp_path, driver, choose=lambda m: not m.has_hopper())
 
 

@@ -1,6 +1,6 @@
-// Asks a table that tests/test_emit.py made: reads "kernel cc dtype qk_dim v_dim" lines, answers
-// each with the name that Find() gives, or with DescribeMissing(). First prints every row, its
-// cubin's bytes included, to show that the generated table, symbols and structs say the same.
+// Asks a table that tests/test_emit.py made: reads "kernel cc dtype qk_dim v_dim driver" lines,
+// answers each with the name that Find() gives, or with DescribeMissing(). First prints every row,
+// its cubin's bytes included, to show that the generated table, symbols and structs say the same.
 
 #include <cstdio>
 #include <iostream>
@@ -12,10 +12,10 @@
 int main() {
   for (const packax::Variant& v : packax::Variants()) {
     std::cout << v.name << " " << packax::Name(v.kernel) << " " << v.arch << " " << v.cc << " "
-              << v.exact << " " << packax::Name(v.dtype) << " " << v.qk_dim << " " << v.v_dim << " "
-              << v.symbol << " " << v.threads << " " << v.shared << " " << v.block << " "
-              << std::string(reinterpret_cast<const char*>(v.begin), v.bytes()) << " "
-              << reinterpret_cast<uintptr_t>(v.begin) % 64;
+              << v.exact << " " << v.driver << " " << packax::Name(v.dtype) << " " << v.qk_dim
+              << " " << v.v_dim << " " << v.symbol << " " << v.threads << " " << v.shared << " "
+              << v.block << " " << std::string(reinterpret_cast<const char*>(v.begin), v.bytes())
+              << " " << reinterpret_cast<uintptr_t>(v.begin) % 64;
     for (const packax::TensorMapBox& box : v.tensor_maps) {
       if (box.rows > 0) std::cout << " " << box.rows << " " << box.columns << " " << box.swizzle;
     }
@@ -45,7 +45,7 @@ int main() {
             << (packax::AbsentArgs::kDk == 0) << "\n";
   std::string kernel, dtype;
   packax::Query query;
-  while (std::cin >> kernel >> query.cc >> dtype >> query.qk_dim >> query.v_dim) {
+  while (std::cin >> kernel >> query.cc >> dtype >> query.qk_dim >> query.v_dim >> query.driver) {
     if (!packax::ParseKernel(kernel, &query.kernel) || !packax::ParseDtype(dtype, &query.dtype)) {
       std::cout << "unknown\n";
       continue;

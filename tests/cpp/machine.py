@@ -27,6 +27,10 @@ POINTERS = {
     "forward": "query key value out lse q_lo q_hi q_ids kv_ids q_pos kv_pos q_blocks q_order",
     "forward_hopper": "query:t key:t value:t out:t lse q_lo q_hi q_ids kv_ids q_pos kv_pos "
     "q_blocks q_order",
+    "backward_prepare": "out dout lse dlse q_lo q_hi delta lse2 lo hi dq_sum",
+    "backward_hopper": "query:t key:t value:t dout:t lse2:t delta:t lo:t hi:t dk:t dv:t dq_sum:t "
+    "q_ids kv_ids q_pos kv_pos q_blocks kv_blocks kv_order",
+    "backward_finish": "dq_sum dq",
     "backward_delta": "out dout dlse delta q_lo q_hi",
     "backward_dkdv": "query key value dout lse delta dk dv q_lo q_hi q_ids kv_ids q_pos kv_pos "
     "q_blocks kv_blocks kv_order",
@@ -43,6 +47,9 @@ ATTENTION = "scale:f element_test batch mask_batch q_len kv_len heads kv_heads"
 SCALARS = {
     "forward": ATTENTION,
     "forward_hopper": ATTENTION,
+    "backward_prepare": "has_dlse batch mask_batch q_len heads",
+    "backward_hopper": ATTENTION,
+    "backward_finish": "scale:f q_len heads",
     "backward_delta": "has_dlse batch mask_batch q_len heads",
     "backward_dkdv": ATTENTION,
     "backward_dq": ATTENTION,
@@ -67,6 +74,10 @@ def arguments(kernel):
     return re.sub(":[a-z]", "", f"{POINTERS[kernel]} {SCALARS[kernel]}").split()
 
 
+HOPPER = {
+    "forward": ["forward_hopper"],
+    "backward": ["backward_prepare", "backward_hopper", "backward_finish"],
+}
 KERNELS = {
     "forward": ["forward"],
     "backward": ["backward_delta", "backward_dkdv", "backward_dq"],
@@ -112,15 +123,14 @@ class Machine:
     xla: Xla
     variant: dict  # of the portable forward, for device 0, its dtype and its head dims
 
-    def has_hopper(self, kernel="forward_hopper"):
+    def has_hopper(self):
         v = self.variant
-        return self.ext.find(kernel, v["cc"], v["dtype"], v["qk_dim"], v["v_dim"]) is not None
+        found = self.ext.find("forward_hopper", v["cc"], v["dtype"], v["qk_dim"], v["v_dim"])
+        return found is not None
 
     def kernels(self, name):
         """What packax_<name>_v1 launches on device 0, in order."""
-        if name == "forward" and self.has_hopper():
-            return ["forward_hopper"]
-        return KERNELS[name]
+        return (HOPPER if self.has_hopper() else {}).get(name) or KERNELS[name]
 
     def fail(self, function, code):
         self.cuda.fake_fail(function.encode(), code)
@@ -140,11 +150,11 @@ class Machine:
             capsule, stage, call.operands.values(), call.results.values(), call.attributes
         )
 
-    def row(self, kernel, device_cc):
+    def row(self, kernel, device_cc, driver=12040):
         v = self.variant
         dims = (v["dtype"], v["qk_dim"], v["v_dim"])
         attention = kernel.startswith(("forward", "backward"))
-        name = self.ext.find(kernel, device_cc, *(dims if attention else ("any", 0, 0)))
+        name = self.ext.find(kernel, device_cc, *(dims if attention else ("any", 0, 0)), driver)
         return next(r for r in self.ext.variants() if r["name"] == name)
 
 
