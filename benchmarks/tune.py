@@ -26,19 +26,37 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 CANDIDATES: dict[str, dict[int, list[tuple[int, ...]]]] = {
     "forward_hopper": {
         128: [(2, 128, 2, 240, 24)],
-        64: [(3, 128, 2, 160, 32), (3, 128, 3, 160, 32), (2, 128, 2, 240, 24)],
+        64: [(3, 128, 2, 160, 32)],
     },
     "forward": {
-        128: [(128, 128, 2, 8), (128, 128, 3, 8), (128, 64, 2, 8), (128, 64, 3, 8), (128, 64, 4, 8), (64, 128, 2, 4), (64, 64, 3, 4), (128, 64, 3, 4)],
-        64: [(128, 128, 2, 8), (128, 128, 3, 8), (128, 64, 3, 8), (128, 64, 4, 4), (128, 64, 3, 4), (64, 128, 3, 4), (64, 64, 3, 4)],
+        128: [
+            (128, 128, 2, 8), (128, 128, 3, 8), (128, 64, 2, 8), (128, 64, 3, 8), (128, 64, 4, 8),
+            (64, 128, 2, 4), (64, 64, 3, 4), (128, 64, 3, 4),
+        ],
+        64: [
+            (128, 128, 2, 8), (128, 128, 3, 8), (128, 64, 3, 8), (128, 64, 4, 4), (128, 64, 3, 4),
+            (64, 128, 3, 4), (64, 64, 3, 4),
+        ],
     },
     "backward_dkdv": {
-        128: [(64, 128, 2, 8), (64, 128, 3, 8), (32, 128, 3, 8), (64, 64, 2, 4), (64, 64, 3, 4), (32, 128, 2, 4), (128, 64, 2, 8), (128, 128, 2, 8)],
-        64: [(64, 128, 2, 8), (64, 128, 3, 8), (64, 128, 3, 4), (64, 64, 3, 4), (128, 128, 2, 8), (128, 64, 2, 4), (32, 128, 3, 4)],
+        128: [
+            (64, 128, 2, 8), (64, 128, 3, 8), (32, 128, 3, 8), (64, 64, 2, 4), (64, 64, 3, 4),
+            (32, 128, 2, 4), (128, 64, 2, 8), (128, 128, 2, 8),
+        ],
+        64: [
+            (64, 128, 2, 8), (64, 128, 3, 8), (64, 128, 3, 4), (64, 64, 3, 4), (128, 128, 2, 8),
+            (128, 64, 2, 4), (32, 128, 3, 4),
+        ],
     },
     "backward_dq": {
-        128: [(128, 64, 2, 8), (128, 64, 3, 8), (128, 128, 2, 8), (64, 64, 3, 4), (64, 128, 2, 4), (128, 32, 3, 8), (128, 32, 3, 4)],
-        64: [(128, 64, 3, 8), (128, 128, 2, 8), (128, 64, 3, 4), (64, 64, 3, 4), (64, 128, 3, 4), (128, 32, 3, 4)],
+        128: [
+            (128, 64, 2, 8), (128, 64, 3, 8), (128, 128, 2, 8), (64, 64, 3, 4), (64, 128, 2, 4),
+            (128, 32, 3, 8), (128, 32, 3, 4),
+        ],
+        64: [
+            (128, 64, 3, 8), (128, 128, 2, 8), (128, 64, 3, 4), (64, 64, 3, 4), (64, 128, 3, 4),
+            (128, 32, 3, 4),
+        ],
     },
 }  # fmt: skip
 
@@ -60,7 +78,8 @@ def build(folder: pathlib.Path, arch: str, jobs: int, kernels: list[str], assemb
         for dim, tiles in dims.items():
             for tile in tiles if kernel in kernels else ():
                 if kernel in table.HOPPER_TILES:
-                    table.HOPPER_TILES[kernel][dim] = tile
+                    names = table.HOPPER_TILES[kernel][dim]
+                    table.HOPPER_TILES[kernel][dim] = dict(zip(names, tile, strict=True))
                     variant = table.hopper(kernel, table.ARCHS[arch], "bf16", dim, dim)
                 else:
                     table.TILES[kernel][table.ARCHS[arch].tiles, dim] = tile
@@ -114,9 +133,11 @@ class Work:
                        if (r := json.loads(p.read_text()))["qk_dim"] in (0, dim)}  # fmt: skip
         rng = np.random.default_rng(0)
         new = lambda shape, kind=np.uint16: Buffer(driver, shape, kind)  # noqa: E731
-        put = lambda h: new((rows, h, dim)).set(
-            bfloat16(rng.standard_normal((rows, h, dim), np.float32))
-        )
+
+        def put(heads: int) -> Buffer:
+            drawn = rng.standard_normal((rows, heads, dim), np.float32)
+            return new((rows, heads, dim)).set(bfloat16(drawn))
+
         self.q, self.k, self.v, self.do = put(HEADS), put(KV_HEADS), put(KV_HEADS), put(HEADS)
         self.out, self.dq = new((rows, HEADS, dim)), new((rows, HEADS, dim))
         self.dk, self.dv = new((rows, KV_HEADS, dim)), new((rows, KV_HEADS, dim))
@@ -294,9 +315,16 @@ def time_candidates(folder: pathlib.Path, rounds: int) -> None:
                         for a, b in zip(got, reference, strict=True)
                     )
                     ms = driver.milliseconds(lambda: work.launch(loaded), rounds)  # noqa: B023
-                    row = dict(case=case, dim=dim, kernel=kernel, tile=label, ms=round(ms, 4), difference=worst,
-                               tflops=round(factor * work.flops / ms / 1e9, 1), registers=loaded.meta["registers"],
-                               stack=loaded.meta["stack"], shared=loaded.meta["shared"])  # fmt: skip
+                    row = {
+                        "case": case,
+                        "dim": dim,
+                        "kernel": kernel,
+                        "tile": label,
+                        "ms": round(ms, 4),
+                        "tflops": round(factor * work.flops / ms / 1e9, 1),
+                        "difference": worst,
+                        **{k: loaded.meta[k] for k in ("registers", "stack", "shared")},
+                    }
                     rows.append(row)
                     print(f"{case:12} d{dim:<3} {kernel:14} {label:14} {ms:8.3f} ms {row['tflops']:7.1f} TFLOP/s  "
                           f"diff {worst:.0e}  {row['registers']} reg {row['stack']} B stack", flush=True)  # fmt: skip

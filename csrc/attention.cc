@@ -13,9 +13,10 @@
 namespace packax {
 namespace {
 
-constexpr int64_t kBlock = 64;     // rows or keys whose bounds the mask stores
-constexpr int64_t kTile = 128;     // rows or keys whose order the mask stores
-constexpr int64_t kTile192 = 192;  // rows, in q_order_192
+constexpr int64_t kBlock = 64;          // rows or keys whose bounds the mask stores
+constexpr int64_t kTile = 128;          // rows or keys whose order the mask stores
+constexpr int64_t kTile192 = 192;       // rows, in q_order_192
+constexpr int64_t kMaxPrograms = 4096;  // more multiprocessors than any GPU has
 
 struct Shape {
   ffi::DataType dtype;
@@ -145,7 +146,7 @@ TensorView HeadsOf(const char* name, const ffi::AnyBuffer& buffer, const Shape& 
 struct ForwardCall {
   Shape shape;
   Mask mask;
-  ffi::AnyBuffer query, key, value, q_order_192, out, lse;
+  ffi::AnyBuffer query, key, value, q_order_192, out, lse, counter;
   float scale;
 };
 
@@ -159,10 +160,17 @@ ffi::Error LaunchForward(const Ready<ForwardHopperArgs>& forward, Stream stream,
   PACKAX_TRY(Encode(forward, Args::kKey, HeadsOf("key", c.key, s), &key));
   PACKAX_TRY(Encode(forward, Args::kValue, HeadsOf("value", c.value, s), &value));
   PACKAX_TRY(Encode(forward, Args::kOut, HeadsOf("out", c.out, s), &out));
-  // One program per tile of an order; emit.py refuses any block but these two.
+  // A tile is an entry of an order; emit.py refuses any block but these two.
   const int block = forward.block();
   const ffi::AnyBuffer& q_order = block == kTile192 ? c.q_order_192 : m.q_order;
-  return Launch(forward, stream, Grid{Product({s.heads, s.batch, CeilDiv(s.q_len, block)})},
+  // One program per multiprocessor; they draw further tiles from the counter.
+  const int64_t tiles = Product({s.heads, s.batch, CeilDiv(s.q_len, block)});
+  PACKAX_CHECK(tiles <= kMaxInt32 - kMaxPrograms, kInvalidArgument)
+      << "batch * heads * ceil(q_len/" << block << ") is " << tiles << ", a GPU takes "
+      << kMaxInt32 - kMaxPrograms << " at most; split the batch";
+  const int64_t programs = forward.kernel.device->multiprocessors;
+  PACKAX_TRY(Clear(*forward.kernel.device, *stream, c.counter.untyped_data()));
+  return Launch(forward, stream, Grid{tiles < programs ? tiles : programs},
                 Args{
                     .query = query,
                     .key = key,
@@ -177,6 +185,7 @@ ffi::Error LaunchForward(const Ready<ForwardHopperArgs>& forward, Stream stream,
                     .kv_pos = m.kv_pos.untyped_data(),
                     .q_blocks = m.q_blocks.untyped_data(),
                     .q_order = q_order.untyped_data(),
+                    .counter = c.counter.untyped_data(),
                     .scale = c.scale,
                     .element_test = m.element_test,
                     .batch = s.batch,
@@ -221,8 +230,8 @@ ffi::Error Forward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi:
                    ffi::AnyBuffer q_lo, ffi::AnyBuffer q_hi, ffi::AnyBuffer q_ids,
                    ffi::AnyBuffer kv_ids, ffi::AnyBuffer q_pos, ffi::AnyBuffer kv_pos,
                    ffi::AnyBuffer q_blocks, ffi::AnyBuffer q_order, ffi::AnyBuffer q_order_192,
-                   ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> lse, float scale,
-                   int32_t element_test) {
+                   ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> lse,
+                   ffi::Result<ffi::AnyBuffer> counter, float scale, int32_t element_test) {
   Shape s;
   PACKAX_TRY(ReadShape(query, key, value, q_lo, &s));
   const Mask mask{q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, element_test};
@@ -231,10 +240,11 @@ ffi::Error Forward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi:
                     {{"mask_batch", s.mask_batch}, {"ceil(q_len/192)", s.q_tiles_192()}}));
   PACKAX_TRY(ExpectRows("out", *out, s, {"v_dim", s.v_dim}));
   PACKAX_TRY(ExpectSums("lse", *lse, s));
+  PACKAX_TRY(Expect("counter", *counter, ffi::DataType::S32, {{"words", 1}}));
   PACKAX_TRY(CheckScale(scale));
   if (s.batch == 0) return ffi::Error::Success();
 
-  const ForwardCall call{s, mask, query, key, value, q_order_192, *out, *lse, scale};
+  const ForwardCall call{s, mask, query, key, value, q_order_192, *out, *lse, *counter, scale};
   Device* device;
   std::optional<Ready<ForwardHopperArgs>> hopper;
   PACKAX_TRY(CurrentDevice(&device));
@@ -531,6 +541,7 @@ auto ForwardSignature(Binding&& binding) {
       .template Arg<ffi::AnyBuffer>()  // q_order_192: (mask_batch, ceil(q_len/192)) int32
       .template Ret<ffi::AnyBuffer>()  // out: (batch, q_len, heads, v_dim)
       .template Ret<ffi::AnyBuffer>()  // lse: (batch, heads, q_len) float32
+      .template Ret<ffi::AnyBuffer>()  // counter: (1,) int32; workspace
       .template Attr<float>("scale")
       .template Attr<int32_t>("element_test");
 }

@@ -43,6 +43,7 @@ constexpr int kSmallMapFixed = 13010;
   X(cuKernelGetFunction) \
   X(cuKernelSetAttribute) \
   X(cuLaunchKernel) \
+  X(cuMemsetD32Async) \
   X(cuTensorMapEncodeTiled)
 // clang-format on
 
@@ -271,6 +272,9 @@ ffi::Error CurrentDevice(Device** device) {
   CUdevice ordinal = 0;
   PACKAX_DRIVER(cuCtxGetDevice, &ordinal);
   PACKAX_TRY(Describe(api, ordinal, &added->name, &added->cc));
+  PACKAX_DRIVER(cuDeviceGetAttribute, &added->multiprocessors,
+                CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, ordinal)
+      << ", device " << ordinal;
   PACKAX_DRIVER(cuDriverGetVersion, &added->driver);
   added->context = context;
   added->ordinal = ordinal;
@@ -383,6 +387,15 @@ ffi::Error Launch(const LoadedKernel& kernel, void* stream, Grid grid, const voi
                 static_cast<CUstream>(stream), const_cast<void**>(params), nullptr)
       << "; " << Where(v, *kernel.device) << ", grid (" << grid.x << ", " << grid.y << ", 1), "
       << v.threads << " threads, " << v.shared << " bytes of shared memory";
+  return ffi::Error::Success();
+}
+
+ffi::Error Clear(const Device& device, void* stream, void* word) {
+  const Api* api;
+  PACKAX_TRY(GetApi(&api));
+  PACKAX_DRIVER(cuMemsetD32Async, reinterpret_cast<CUdeviceptr>(word), 0, 1,
+                static_cast<CUstream>(stream))
+      << ", device " << device.ordinal;
   return ffi::Error::Success();
 }
 

@@ -26,6 +26,7 @@ struct Device {
   int ordinal;                 // CUdevice
   int cc;                      // compute capability, 10 * major + minor
   int driver;                  // 12090 is CUDA 12.9
+  int multiprocessors;
   std::string name;
   // By index in Variants(): what runs where that row is asked for; null = not loaded.
   std::unique_ptr<std::atomic<const LoadedKernel*>[]> kernels;
@@ -69,6 +70,9 @@ ffi::Error EncodeTensorMap(const LoadedKernel& kernel, int index, const TensorVi
 
 // `params` is kernelParams of cuLaunchKernel. An empty grid launches nothing.
 ffi::Error Launch(const LoadedKernel& kernel, void* stream, Grid grid, const void* const* params);
+
+// Sets four bytes of device memory to 0, in stream order.
+ffi::Error Clear(const Device& device, void* stream, void* word);
 
 struct DeviceInfo {
   int ordinal;

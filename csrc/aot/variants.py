@@ -167,7 +167,7 @@ POINTERS = {
     **dict.fromkeys(("lse", "dlse", "delta", "lse2", "dq_sum"), "fp32"),
     **dict.fromkeys(("q_lo", "q_hi", "q_ids", "kv_ids", "q_pos", "kv_pos"), "i32"),
     **dict.fromkeys(("q_blocks", "kv_blocks", "q_order", "q_order_192", "kv_order"), "i32"),
-    **dict.fromkeys(("workspace", "lo", "hi", "tested"), "i32"),
+    **dict.fromkeys(("workspace", "lo", "hi", "tested", "counter"), "i32"),
 }
 
 

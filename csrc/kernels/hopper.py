@@ -44,18 +44,18 @@ def warp_arrive(barrier):
 
 
 @gluon.jit
-def program_tile(order, batch, mask_batch, tiles, group, ROWS: gl.constexpr):
-    """Head, key/value head, batch row, mask row and first row of this program; the same walk as rows.tile_of_program."""
-    pid = gl.program_id(0)
+def place_of_tile(tile, order, batch, mask_batch, tiles, group, ROWS: gl.constexpr):
+    """Head, key/value head, batch row, mask row and first row of the tile-th tile; the same walk as
+    rows.tile_of_program."""
     per_head = tiles * batch * group
-    kv_head = pid // per_head
-    rest = pid % per_head
+    kv_head = tile // per_head
+    rest = tile % per_head
     member = rest % group
     rest = rest // group
     b = rest % batch
     mask_b = gl.where(mask_batch > 1, b, 0)
-    tile = gl.load(order + mask_b * tiles + rest // batch)
-    return kv_head * group + member, kv_head, b, mask_b, tile * ROWS
+    first = gl.load(order + mask_b * tiles + rest // batch)
+    return kv_head * group + member, kv_head, b, mask_b, first * ROWS
 
 
 @gluon.jit

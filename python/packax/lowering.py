@@ -144,6 +144,7 @@ def _forward_cuda(ctx, *operands, scale, element_test, implementation):
         ctx,
         "packax_forward_v1",
         operands,
+        (jax.core.ShapedArray((1,), jnp.dtype(jnp.int32)),),  # from which programs draw tiles
         scale=np.float32(scale),
         element_test=np.int32(element_test),
     )
