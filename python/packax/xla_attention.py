@@ -127,8 +127,7 @@ def backward(
     delta = jnp.sum(out.astype(real) * dout.astype(real), axis=-1)
     if dlse is not None:
         delta = delta - dlse.transpose(0, 2, 1).astype(real)
-    delta = jnp.where(nothing, 0, delta)
-    shift = jnp.where(nothing, 0, lse.transpose(0, 2, 1).astype(real))
+    shift = lse.transpose(0, 2, 1).astype(real)
 
     def one_tile(sums, operands):
         step, q_tile, do_tile, shift_tile, delta_tile = operands
