@@ -40,16 +40,30 @@ def poison(x: Tensors) -> None:
     batch, q_len, heads, _ = x.query.shape
     held = [jnp.full((batch, heads, q_len), jnp.nan, jnp.float32) for _ in range(4)]
     held += [jnp.full(y.shape, jnp.nan, y.dtype) for y in (x.query, x.key, x.value) for _ in "12"]
+    held.append(jnp.full((4 * batch, q_len + 64, heads, x.query.shape[3]), jnp.nan))  # workspace
     jax.block_until_ready(held)
     for y in held:
         y.delete()
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "implementation"))
-def passes(x: Tensors, mask: Any, scale: float | None, implementation: str) -> Results:
+@functools.partial(jax.jit, static_argnames=("scale", "implementation", "deterministic"))
+def passes(
+    x: Tensors,
+    mask: Any,
+    scale: float | None,
+    implementation: str,
+    deterministic: bool = False,
+) -> Results:
     def attention(query, key, value):
         return packax.flash_attention(
-            query, key, value, mask, scale=scale, return_lse=True, implementation=implementation
+            query,
+            key,
+            value,
+            mask,
+            scale=scale,
+            return_lse=True,
+            deterministic=deterministic,
+            implementation=implementation,
         )
 
     (out, lse), pullback = jax.vjp(attention, x.query, x.key, x.value)
@@ -60,14 +74,16 @@ def build(expression: Any, x: Tensors) -> packax.AttentionMask:
     return packax.create_attention_mask(expression, q_len=x.query.shape[1], kv_len=x.key.shape[1])
 
 
-def run(x: Tensors, expression: Any, scale: float | None = None) -> Results:
+def run(
+    x: Tensors, expression: Any, scale: float | None = None, deterministic: bool = False
+) -> Results:
     """Forward, LSE and gradients by the cubins, in poisoned memory. `expression`, or a mask."""
     mask = expression
     if not isinstance(expression, packax.AttentionMask):
         mask = build(expression, x)
     jax.block_until_ready(mask)
     poison(x)
-    return jax.block_until_ready(passes(x, mask, scale, "cubin"))
+    return jax.block_until_ready(passes(x, mask, scale, "cubin", deterministic))
 
 
 _plain = oracle.plain
@@ -117,6 +133,11 @@ def assert_identical(got: Any, expected: Any, what: str) -> None:
                 f"{what}{jax.tree_util.keystr(path)}: {len(different)} of {x.size} differ, "
                 f"first at {first}: {np.atleast_1d(x)[first]} and {np.atleast_1d(y)[first]}"
             )
+
+
+def same_each_run(x: Results, deterministic: bool) -> Results:
+    """Without the dQ that Hopper's kernels sum in any order."""
+    return x if deterministic else x._replace(dq=np.zeros(()))
 
 
 def packed(*lengths: int) -> np.ndarray:

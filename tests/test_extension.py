@@ -19,6 +19,7 @@ from cpp.call_frame import EXECUTE, INITIALIZE, Array, Xla
 from cpp.calls import CALLS, Sizes, backward, documents, forward
 from cpp.machine import (
     HOPPER,
+    MULTIPROCESSORS,
     POINTERS,
     SPEC,
     Machine,
@@ -419,10 +420,9 @@ def test_driver_failure(machine, function, more):
     failure = machine.run(call)
     (kernel,) = machine.kernels("forward")
     v, s = machine.row(kernel, machine.variant["cc"]), Sizes()
-    tiles = ceil(s.q_len / v["block"])
+    grid = min(MULTIPROCESSORS, s.heads * s.batch * ceil(s.q_len / v["block"]))
     if kernel == "forward":  # parts of tiles of 128
-        tiles = ceil(s.q_len / 128) * (128 // v["block"])
-    grid = s.heads * s.batch * tiles
+        grid = s.heads * s.batch * ceil(s.q_len / 128) * (128 // v["block"])
     assert failure.code == "Internal"
     assert failure.message == (
         f"packax_forward_v1: {function} failed: CUDA_ERROR_NO_BINARY_FOR_GPU (no kernel image is "

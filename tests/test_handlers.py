@@ -12,7 +12,14 @@ from math import ceil, prod
 import pytest
 from cpp.call_frame import INITIALIZE
 from cpp.calls import CALLS, Array, Sizes, backward, blocks, documents, forward, table_size
-from cpp.machine import POINTERS, arguments, make_machine, needs_compiler, needs_extension
+from cpp.machine import (
+    MULTIPROCESSORS,
+    POINTERS,
+    arguments,
+    make_machine,
+    needs_compiler,
+    needs_extension,
+)
 
 pytest_plugins = ("cpp.fixtures",)
 pytestmark = [needs_extension, needs_compiler]
@@ -115,8 +122,39 @@ def test_forward_on_hopper(tmp_path, driver, s, qk_dim):
     call = forward(machine, s, scale=0.0625, element_test=1)
     order = {128: "q_order", 192: "q_order_192"}[row["block"]]
     more = {"q_order": call.operands[order].address, **hopper_maps(machine, call)}
-    grids = {"forward_hopper": lambda m: [s.heads * s.batch * ceil(s.q_len / m)]}
+    grids = {
+        "forward_hopper": lambda m: [min(MULTIPROCESSORS, s.heads * s.batch * ceil(s.q_len / m))]
+    }
     expect_launches(machine, call, {**attention(s, 0.0625, 1), **more}, grids)
+    # Before the launch, from which programs draw their tiles.
+    clear = {"memset": [call.results["counter"].address, 0, 1], "stream": machine.xla.stream}
+    assert machine.record()[0] == clear and len(machine.record()) == 2
+
+
+def test_more_tiles_than_the_counter_counts(hopper):
+    """Programs past the last tile draw, too: one number each."""
+    block = hopper.row("forward_hopper", hopper.variant["cc"])["block"]
+    most = 2**31 - 1 - 4096
+    s = Sizes(batch=1, mask_batch=1, q_len=block, kv_len=1, heads=1, kv_heads=1)
+    assert hopper.run(forward(hopper, replace(s, batch=most))) is None
+    failure = hopper.run(forward(hopper, replace(s, batch=most + 1)))
+    assert failure.code == "InvalidArgument"
+    assert failure.message == (
+        f"packax_forward_v1: batch * heads * ceil(q_len/{block}) is {most + 1}, a GPU takes "
+        f"{most} at most; split the batch"
+    )
+    assert len(hopper.record()) == 2
+
+
+def test_a_counter_that_is_not_cleared(hopper):
+    hopper.fail("cuMemsetD32Async", 1)
+    failure = hopper.run(forward(hopper))
+    assert failure.code == "Internal"
+    assert failure.message == (
+        "packax_forward_v1: cuMemsetD32Async failed: CUDA_ERROR_INVALID_VALUE (invalid argument), "
+        "device 0"
+    )
+    assert hopper.launches() == []
 
 
 def test_maps_are_encoded_for_each_call(hopper):

@@ -161,6 +161,9 @@ def refusals():
     bad = Array("bool", (2, 6, 300))
     yield forward, {"lse": bad}, f"lse is bool[2, 6, 300], expected {sums}"
 
+    bad = Array(I32, (2,))
+    yield forward, {"counter": bad}, "counter is int32[2], expected int32[words=1]"
+
     # The backward shares the forward's checks of query, key, value and mask; one of each is enough.
     yield (
         backward,

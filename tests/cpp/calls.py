@@ -78,6 +78,7 @@ def forward(m, s=Sizes(), scale=0.125, element_test=2):
         {
             "out": Array(dtype, (s.batch, s.q_len, s.heads, v_dim)),
             "lse": Array("float32", (s.batch, s.heads, s.q_len)),
+            "counter": Array("int32", (1,)),
         },
         {"scale": ("float32", scale), "element_test": ("int32", element_test)},
     )

@@ -23,6 +23,7 @@ enum {
   kMaxDevices = 4,
   kMaxFailures = 8,
   kNone = -1,
+  kMultiprocessors = 10,
 };
 
 typedef struct Context {
@@ -131,7 +132,7 @@ int fake_calls(const char* function) {
   return 0;
 }
 
-/* One JSON object a line for every launch so far. */
+/* One JSON object a line for every launch and every memset so far. */
 const char* fake_record(void) { return record ? record : ""; }
 
 void fake_clear(void) {
@@ -218,6 +219,7 @@ int cuDeviceGetName(char* name, int size, int device) {
 
 int cuDeviceGetAttribute(int* value, int attribute, int device) {
   ENTER();
+  if (attribute == 16) return *value = kMultiprocessors, kSuccess;
   if (attribute != 75 && attribute != 76) return kInvalidValue;
   *value = attribute == 75 ? devices[device].cc / 10 : devices[device].cc % 10;
   return kSuccess;
@@ -313,6 +315,18 @@ int cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* address, co
   }
   memset(map, 0, 128);
   memcpy(map, &made, sizeof made);
+  return kSuccess;
+}
+
+int cuMemsetD32Async(unsigned long long address, unsigned value, size_t n, void* stream) {
+  char text[128];
+  ENTER();
+  if (current == kNone || address % 4) return kInvalidValue;
+  pthread_mutex_lock(&mutex);
+  snprintf(text, sizeof text, "{\"memset\": [%llu, %u, %llu], \"stream\": %llu}\n", address, value,
+           (unsigned long long)n, (unsigned long long)(uintptr_t)stream);
+  write_text(text);
+  pthread_mutex_unlock(&mutex);
   return kSuccess;
 }
 

@@ -26,7 +26,7 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C compiler for 
 POINTERS = {
     "forward": "query key value out lse q_lo q_hi q_ids kv_ids q_pos kv_pos q_blocks q_order",
     "forward_hopper": "query:t key:t value:t out:t lse q_lo q_hi q_ids kv_ids q_pos kv_pos "
-    "q_blocks q_order",
+    "q_blocks q_order counter",
     "backward_prepare": "out dout lse dlse q_lo q_hi delta lse2 lo hi dq_sum",
     "backward_hopper": "query:t key:t value:t dout:t lse2:t delta:t lo:t hi:t dk:t dv:t dq_sum:t "
     "q_ids kv_ids q_pos kv_pos q_blocks kv_blocks kv_order",
@@ -85,6 +85,8 @@ KERNELS = {
     "blocks": ["blocks_rows", "blocks_keys", "blocks_order"],
 }
 
+MULTIPROCESSORS = 10  # of the fake's devices
+
 _serial = itertools.count()
 
 
@@ -138,8 +140,12 @@ class Machine:
     def calls(self, function):
         return self.cuda.fake_calls(function.encode())
 
-    def launches(self):
+    def record(self):
+        """Launches and memsets, in order."""
         return [json.loads(line) for line in self.cuda.fake_record().decode().splitlines()]
+
+    def launches(self):
+        return [r for r in self.record() if "kernel" in r]
 
     def run(self, call, stage=EXECUTE):
         """None or the Failure of a handler."""
