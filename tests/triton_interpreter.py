@@ -158,7 +158,9 @@ class Operands:
         pos: tuple[np.ndarray, np.ndarray] | None = None,
     ):
         self.lo, self.hi, self.kv_len, self.element_test = lo, hi, kv_len, element_test
-        self.q_blocks, self.kv_blocks, self.q_order, _, self.kv_order = blocks(lo, hi, tested, kv_len)
+        self.q_blocks, self.kv_blocks, self.q_order, _, self.kv_order = blocks(
+            lo, hi, tested, kv_len
+        )
         q_ids, kv_ids = ids if ids else (lo, lo)
         q_pos, kv_pos = pos if pos else (lo, lo)
         self.rows = (lo, hi, q_ids, kv_ids, q_pos, kv_pos)

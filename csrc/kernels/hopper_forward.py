@@ -13,15 +13,15 @@ from hopper import (
     LN2,
     LOG2E,
     accumulator,
-    key_range,
     element_bits,
+    key_range,
     named_barrier,
     nth_step,
+    place_of_tile,
     quad_sum_asm,
     range_bits_asm,
     select_bits,
     split,
-    place_of_tile,
     warp_arrive,
 )
 from hopper_softmax import half_name, rescale, softmax, unpack
@@ -250,7 +250,7 @@ def consume(
         there = rows < q_len
         lo = gl.load(q_lo + mask_row + rows, mask=there, other=0)
         hi = gl.load(q_hi + mask_row + rows, mask=there, other=0)
-        attended = (l > 0) & (hi > lo)
+        attended = (l != 0.0) & (hi > lo)  # a NaN is attended: it must reach the result
         lse_row = lse + (b.to(gl.int64) * heads + head) * q_len
         natural = gl.where(attended, (m + gl.log2(l)) * LN2, float("-inf"))
         gl.store(lse_row + rows, natural, mask=there)
