@@ -205,3 +205,22 @@ def test_attention_equals_the_oracle(case: str, tiles: tuple[tuple[int, int], ..
         np.testing.assert_allclose(got, want, atol=5e-5, rtol=5e-5, err_msg=name)
     assert not out[np.broadcast_to(idle_rows, query.shape[:2])].any()
     assert not grads[0][np.broadcast_to(idle_rows, query.shape[:2])].any()
+
+
+def test_a_block_of_rows_that_reaches_over_the_hull_reads_no_row_behind_it() -> None:
+    """Blocks of 128 rows from row 64 reach over a document that ends at 384: NaNs behind it stay there."""
+    ids = packed(384, 116)
+    mask = mask_of(packax.causal() & packax.documents(ids), 500, 500)
+    rng = np.random.default_rng(5)
+    tensors = [rng.standard_normal((1, 500, 2, 16)).astype(np.float32) for _ in range(4)]
+    query, key, value, dout = (
+        np.where(np.arange(500)[None, :, None, None] < 384, x, np.nan) for x in tensors
+    )
+    tiles = ((128, 64), (128, 64), (128, 64))
+    got = []
+    for q, k, v, do in (tensors, (query, key, value, dout)):
+        out, lse = interpreter.forward(q, k, v, mask, 0.3, tiles[0])
+        got.append((out, *interpreter.backward(q, k, v, out, lse, do, None, mask, 0.3, *tiles[1:])))
+    for name, clean, broken in zip(("out", "dq", "dk", "dv"), *got, strict=True):
+        np.testing.assert_array_equal(broken[:, :384], clean[:, :384], err_msg=name)
+        assert np.isnan(broken[:, 384:]).any(), name

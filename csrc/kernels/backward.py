@@ -119,7 +119,8 @@ def backward_dkdv(
         there = rows < q_len
         lo = tl.load(q_lo + rows, mask=there, other=0)
         hi = tl.load(q_hi + rows, mask=there, other=0)
-        attended = hi > lo
+        # rows past the hull are not read: a block may reach over its end
+        attended = (hi > lo) & (rows < end)
         q = tl.load(q_ptr + step * q_step + g * QK_DIM, mask=attended[:, None], other=0.0)
         do = tl.load(do_ptr + step * do_step + g * V_DIM, mask=attended[:, None], other=0.0)
         lse2 = tl.load(lse_ptr + g * stat_head + step * BLOCK_M, mask=attended, other=0.0) * LOG2E
