@@ -97,7 +97,7 @@ def forward(
         v = tl.load(v_ptr + step * v_step)
         acc, m, l = attend(acc, m, l, q, k, v, None, scale2, False)
 
-    attended = (hi > lo) & (m > float("-inf"))
+    attended = (hi > lo) & (l != 0.0)  # a NaN is attended: it must reach the result
     result = tl.where(attended[:, None], acc / tl.where(attended, l, 1.0)[:, None], 0.0)
     tl.store(
         out + first * V_DIM + local * V_DIM + v_dims[None, :],
