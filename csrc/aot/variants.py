@@ -146,9 +146,9 @@ DELTA_ROWS = 64
 KERNELS = {  # kernel -> file in csrc/kernels
     "forward": "forward",
     "forward_hopper": "hopper_forward",
-    "backward_prepare": "hopper_backward",
+    "backward_prepare": "hopper_dq",
     "backward_hopper": "hopper_backward",
-    "backward_finish": "hopper_backward",
+    "backward_finish": "hopper_dq",
     "backward_delta": "backward",
     "backward_dkdv": "backward",
     "backward_dq": "backward",

@@ -1,9 +1,9 @@
 """Backward attention on Hopper in Gluon: the same gradients as backward.py, its checked twin, in five
 products instead of seven.
 
-`backward_prepare` makes delta and the base-2 LSE and clears a float32 dQ; `backward_hopper` adds to
-it by TMA while it sums dK and dV of a tile of keys in registers; `backward_finish` scales dQ and
-rounds it.
+It runs between the two kernels of hopper_dq.py: `backward_prepare` makes delta and the base-2 LSE and
+clears a float32 dQ; `backward_hopper` adds to it by TMA while it sums dK and dV of a tile of keys in
+registers; `backward_finish` scales dQ and rounds it.
 
 A program of `backward_hopper` is 128 keys of one key/value head: two warp groups of 64 keys, and a
 producer warp that streams blocks of ROWS query rows of the group's heads. Scores are transposed
@@ -16,8 +16,6 @@ contiguous TMA reduction, and a layout that only `backward_finish` needs to know
 in any order: dQ differs by rounding from run to run.
 """
 
-import triton
-import triton.language as tl
 from hopper import (
     accumulator,
     element_bits,
@@ -37,48 +35,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 LOG2E = gl.constexpr(1.4426950408889634)
 EMPTY_MIN = gl.constexpr(2147483647)
-
-
-@triton.jit
-def backward_prepare(
-    out, dout, lse, dlse, q_lo, q_hi, delta, lse2, lo, hi, dq_sum,
-    has_dlse, batch, mask_batch, q_len, heads,
-    V_DIM: tl.constexpr, QK_DIM: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Results in rows of P = Sq rounded up to 64, so that TMA finds every block aligned and rows past the end empty:
-    delta (B, H, P) = sum(do * out) - dlse; lse2 (B, H, P) = lse * log2(e), +inf for an empty row; lo, hi (Bm, P) copies of the
-    row ranges; dq_sum (B, H, P, Dqk) = 0."""
-    padded = tl.cdiv(q_len, 64) * 64
-    pid = tl.program_id(0)
-    head = pid % heads
-    tiles = padded // ROWS
-    b = pid // heads // tiles
-    rows = (pid // heads % tiles) * ROWS + tl.arange(0, ROWS)
-    there = rows < q_len
-    mask_b = tl.where(mask_batch > 1, b, 0).to(tl.int64)
-    start = tl.load(q_lo + mask_b * q_len + rows, mask=there, other=0)
-    end = tl.load(q_hi + mask_b * q_len + rows, mask=there, other=0)
-    if (head == 0) & (b < mask_batch):
-        tl.store(lo + mask_b * padded + rows, start)
-        tl.store(hi + mask_b * padded + rows, end)
-    attended = end > start
-    offset = ((b.to(tl.int64) * q_len + rows) * heads + head)[:, None] * V_DIM
-    offset += tl.arange(0, V_DIM)[None, :]
-    # the cotangent of an empty row is ignored: it is not even read
-    o = tl.load(out + offset, mask=attended[:, None], other=0.0).to(tl.float32)
-    do = tl.load(dout + offset, mask=attended[:, None], other=0.0).to(tl.float32)
-    bh = b.to(tl.int64) * heads + head
-    total = tl.sum(o * do, 1)
-    if has_dlse != 0:
-        total -= tl.load(dlse + bh * q_len + rows, mask=attended, other=0.0)
-    natural = tl.load(lse + bh * q_len + rows, mask=attended, other=float("inf"))
-    # a tested row may have met no key: -inf would make p infinite
-    natural = tl.where(natural == float("-inf"), float("inf"), natural)
-    at = bh * padded + rows
-    tl.store(delta + at, total)
-    tl.store(lse2 + at, natural * 1.4426950408889634)
-    cells = at[:, None] * QK_DIM + tl.arange(0, QK_DIM)[None, :]
-    tl.store(dq_sum + cells, tl.zeros([ROWS, QK_DIM], tl.float32))
 
 
 @gluon.constexpr_function
@@ -440,30 +396,3 @@ def backward_hopper(
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )  # fmt: skip
-
-
-@gluon.jit
-def backward_finish(
-    dq_sum, dq, scale, q_len, heads,
-    QK_DIM: gl.constexpr, ROWS: gl.constexpr,
-):  # fmt: skip
-    """dq = scale * dq_sum, one block of ROWS rows of one head. dq_sum holds each half of the columns in accumulator order:
-    float4 number o * 128 + thread = columns 8 o + 2 (thread % 4) + {0, 1} of rows 16 (thread // 32) + thread % 32 // 4 + {0, 8}."""
-    flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    rowwise: gl.constexpr = gl.BlockedLayout([1, 8], [256 // QK_DIM, QK_DIM // 8], [4, 1], [1, 0])
-    blocks = (q_len + ROWS - 1) // ROWS
-    pid = gl.program_id(0)
-    bh = pid // blocks
-    block = pid % blocks
-    b = bh // heads
-    head = bh % heads
-    r = block * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, rowwise))
-    c = gl.arange(0, QK_DIM, gl.SliceLayout(0, rowwise))
-    x = (
-        gl.load(dq_sum + pid.to(gl.int64) * (ROWS * QK_DIM) + gl.arange(0, ROWS * QK_DIM, flat))
-        * scale
-    )
-    x = x.to(dq.dtype.element_ty).reshape([2, ROWS // 64, QK_DIM // 16, 4, 8, 4, 2, 2])
-    x = x.permute((1, 3, 6, 4, 0, 2, 5, 7)).reshape([ROWS, QK_DIM])
-    at = ((b.to(gl.int64) * q_len + r) * heads + head)[:, None] * QK_DIM + c[None, :]
-    gl.store(dq + at, gl.convert_layout(x, rowwise), mask=(r < q_len)[:, None])
