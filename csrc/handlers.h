@@ -123,7 +123,7 @@ ffi::Error Launch(const Ready<Args>& ready, Stream stream, Grid grid, const Args
 
 }  // namespace packax
 
-// The exported stages, defined in attention.cc and masks.cc.
+// The exported stages, defined in forward.cc, backward.cc and masks.cc.
 XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_documents_initialize);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_documents_execute);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_blocks_initialize);

@@ -1,0 +1,70 @@
+// What forward and backward share: the sizes of one call and its mask, read from the buffers and
+// checked once.
+//
+// Masks arrive as row ranges and block bounds: nothing here knows of documents, positions or
+// windows. Formulas of the grids: docs/design.md.
+
+#pragma once
+
+#include "handlers.h"
+#include "operands.h"
+
+namespace packax {
+
+inline constexpr int64_t kBlock = 64;     // rows or keys whose bounds the mask stores
+inline constexpr int64_t kTile = 128;     // rows or keys whose order the mask stores
+inline constexpr int64_t kTile192 = 192;  // rows, in q_order_192
+
+struct Shape {
+  ffi::DataType dtype;
+  int32_t batch, mask_batch, q_len, kv_len, heads, kv_heads, qk_dim, v_dim;
+
+  int64_t q_blocks() const { return CeilDiv(q_len, kBlock); }
+  int64_t kv_blocks() const { return CeilDiv(kv_len, kBlock); }
+  int64_t q_tiles() const { return CeilDiv(q_len, kTile); }
+  int64_t kv_tiles() const { return CeilDiv(kv_len, kTile); }
+  int64_t q_tiles_192() const { return CeilDiv(q_len, kTile192); }
+  // Rows of query in whole blocks, and those of all heads: what the backward's workspace has.
+  int64_t padded() const { return kBlock * q_blocks(); }
+  int64_t padded_rows() const { return Product({batch, heads, padded()}); }
+  Dtype kernel_dtype() const { return dtype == ffi::DataType::BF16 ? Dtype::kBf16 : Dtype::kF16; }
+  TensorMapElement element() const {
+    return dtype == ffi::DataType::BF16 ? TensorMapElement::kBf16 : TensorMapElement::kF16;
+  }
+};
+
+struct Mask {
+  ffi::AnyBuffer q_lo, q_hi;     // (mask_batch, q_len)
+  ffi::AnyBuffer q_ids, kv_ids;  // read where element_test >= 1
+  ffi::AnyBuffer q_pos, kv_pos;  // read where element_test == 2
+  ffi::AnyBuffer q_blocks;       // (mask_batch, 5, q_blocks)
+  ffi::AnyBuffer q_order;        // (mask_batch, q_tiles)
+  int32_t element_test;
+};
+
+ffi::Error ReadShape(const ffi::AnyBuffer& query, const ffi::AnyBuffer& key,
+                     const ffi::AnyBuffer& value, const ffi::AnyBuffer& q_lo, Shape* shape);
+
+ffi::Error CheckMask(const Shape& s, const Mask& m);
+
+ffi::Error CheckScale(float scale);
+
+// (batch, q_len, heads, dim): query, out and their gradients.
+ffi::Error ExpectRows(const char* name, const ffi::AnyBuffer& buffer, const Shape& s, Axis dim);
+
+// (batch, kv_len, kv_heads, dim): gradients of key and value.
+ffi::Error ExpectKeys(const char* name, const ffi::AnyBuffer& buffer, const Shape& s, Axis dim);
+
+// (batch, heads, q_len) in float32: lse and what goes with it.
+ffi::Error ExpectSums(const char* name, const ffi::AnyBuffer& buffer, const Shape& s);
+
+// One program per query tile, or several where a program covers less than a tile. kv_heads x group
+// = heads.
+Grid QueryGrid(const Shape& s, int block);
+
+Grid KeyGrid(const Shape& s, int block);
+
+// (batch, length, heads, dim) as tensor maps see it: the heads beside each other in one row.
+TensorView HeadsOf(const char* name, const ffi::AnyBuffer& buffer, const Shape& s);
+
+}  // namespace packax

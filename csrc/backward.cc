@@ -1,0 +1,319 @@
+// packax_backward_v1: check the buffers, find the kernels, fill their arguments, launch them in
+// order.
+//
+// Sizes come from the buffers; attributes hold only what no buffer says.
+
+#include "attention.h"
+
+namespace packax {
+namespace {
+
+struct BackwardCall {
+  Shape shape;
+  Mask mask;
+  ffi::AnyBuffer query, key, value, out, lse, dout, dlse, kv_blocks, kv_order, dq, dk, dv;
+  ffi::AnyBuffer workspace;
+  float scale;
+  int32_t has_dlse;
+};
+
+// The sections of the workspace for Hopper. All begin at multiples of 256 bytes from its start.
+struct HopperWorkspace {
+  explicit HopperWorkspace(const Shape& s)
+      : rows(s.padded_rows()), mask_rows(Product({s.mask_batch, s.padded()})), qk_dim(s.qk_dim) {}
+
+  // The kernels count rows of all heads, and rows of 32 in dq_sum, in 32 bits.
+  bool fits_int32() const {
+    return rows <= kMaxInt32 && Product({rows / kBlock, 2, qk_dim}) <= kMaxInt32;
+  }
+  int64_t delta() const { return 0; }                  // (batch, heads, padded) float32
+  int64_t lse2() const { return rows; }                // likewise
+  int64_t lo() const { return lse2() + rows; }         // (mask_batch, padded) int32
+  int64_t hi() const { return lo() + mask_rows; }      // likewise
+  int64_t dq_sum() const { return hi() + mask_rows; }  // (batch, heads, padded, qk_dim) float32
+  int64_t size() const { return dq_sum() + rows * qk_dim; }
+
+  int64_t rows, mask_rows, qk_dim;
+};
+
+// The sum of dQ is in float32 and comes together in any order; dK and dV do not depend on it.
+struct HopperBackward {
+  std::optional<Ready<BackwardPrepareArgs>> prepare;
+  std::optional<Ready<BackwardHopperArgs>> gradients;
+  std::optional<Ready<BackwardFinishArgs>> finish;
+};
+
+ffi::Error LaunchBackward(const HopperBackward& kernels, Stream stream, const BackwardCall& c) {
+  using Args = BackwardHopperArgs;
+  const Shape& s = c.shape;
+  const Mask& m = c.mask;
+  const HopperWorkspace w(s);
+  const Ready<Args>& gradients = *kernels.gradients;
+  float* const workspace = static_cast<float*>(c.workspace.untyped_data());
+  float *const delta = workspace + w.delta(), *const lse2 = workspace + w.lse2();
+  float *const lo = workspace + w.lo(), *const hi = workspace + w.hi();
+  float* const dq_sum = workspace + w.dq_sum();
+
+  const auto line = [](const char* name, const void* data, TensorMapElement element, int64_t n) {
+    return TensorView{name, data, element, 1, 1, n};
+  };
+  constexpr TensorMapElement f32 = TensorMapElement::kF32, i32 = TensorMapElement::kI32;
+  constexpr int64_t kColumns = 32;  // of dq_sum, as the map sees it
+  const TensorView sums{"dq_sum", dq_sum, f32, 1, w.rows * w.qk_dim / kColumns, kColumns};
+  Args args{
+      .query = {},
+      .key = {},
+      .value = {},
+      .dout = {},
+      .lse2 = {},
+      .delta = {},
+      .lo = {},
+      .hi = {},
+      .dk = {},
+      .dv = {},
+      .dq_sum = {},
+      .q_ids = m.q_ids.untyped_data(),
+      .kv_ids = m.kv_ids.untyped_data(),
+      .q_pos = m.q_pos.untyped_data(),
+      .kv_pos = m.kv_pos.untyped_data(),
+      .q_blocks = m.q_blocks.untyped_data(),
+      .kv_blocks = c.kv_blocks.untyped_data(),
+      .kv_order = c.kv_order.untyped_data(),
+      .scale = c.scale,
+      .element_test = m.element_test,
+      .batch = s.batch,
+      .mask_batch = s.mask_batch,
+      .q_len = s.q_len,
+      .kv_len = s.kv_len,
+      .heads = s.heads,
+      .kv_heads = s.kv_heads,
+  };
+  PACKAX_TRY(Encode(gradients, Args::kQuery, HeadsOf("query", c.query, s), &args.query));
+  PACKAX_TRY(Encode(gradients, Args::kKey, HeadsOf("key", c.key, s), &args.key));
+  PACKAX_TRY(Encode(gradients, Args::kValue, HeadsOf("value", c.value, s), &args.value));
+  PACKAX_TRY(Encode(gradients, Args::kDout, HeadsOf("dout", c.dout, s), &args.dout));
+  PACKAX_TRY(Encode(gradients, Args::kLse2, line("lse2", lse2, f32, w.rows), &args.lse2));
+  PACKAX_TRY(Encode(gradients, Args::kDelta, line("delta", delta, f32, w.rows), &args.delta));
+  PACKAX_TRY(Encode(gradients, Args::kLo, line("lo", lo, i32, w.mask_rows), &args.lo));
+  PACKAX_TRY(Encode(gradients, Args::kHi, line("hi", hi, i32, w.mask_rows), &args.hi));
+  PACKAX_TRY(Encode(gradients, Args::kDk, HeadsOf("dk", c.dk, s), &args.dk));
+  PACKAX_TRY(Encode(gradients, Args::kDv, HeadsOf("dv", c.dv, s), &args.dv));
+  PACKAX_TRY(Encode(gradients, Args::kDqSum, sums, &args.dq_sum));
+
+  PACKAX_TRY(Launch(*kernels.prepare, stream, Grid{w.rows / kernels.prepare->block()},
+                    BackwardPrepareArgs{
+                        .out = c.out.untyped_data(),
+                        .dout = c.dout.untyped_data(),
+                        .lse = c.lse.untyped_data(),
+                        .dlse = c.dlse.untyped_data(),
+                        .q_lo = m.q_lo.untyped_data(),
+                        .q_hi = m.q_hi.untyped_data(),
+                        .delta = delta,
+                        .lse2 = lse2,
+                        .lo = lo,
+                        .hi = hi,
+                        .dq_sum = dq_sum,
+                        .has_dlse = c.has_dlse,
+                        .batch = s.batch,
+                        .mask_batch = s.mask_batch,
+                        .q_len = s.q_len,
+                        .heads = s.heads,
+                    }));
+  PACKAX_TRY(Launch(gradients, stream,
+                    Grid{Product({s.kv_heads, s.batch, CeilDiv(s.kv_len, gradients.block())})},
+                    args));
+  return Launch(*kernels.finish, stream, Grid{w.rows / kernels.finish->block()},
+                BackwardFinishArgs{
+                    .dq_sum = dq_sum,
+                    .dq = c.dq.untyped_data(),
+                    .scale = c.scale,
+                    .q_len = s.q_len,
+                    .heads = s.heads,
+                });
+}
+
+struct PortableBackward {
+  Ready<BackwardDeltaArgs> sums;
+  Ready<BackwardDkdvArgs> keys;
+  Ready<BackwardDqArgs> rows;
+};
+
+// The workspace begins with delta, (batch, heads, q_len) float32.
+ffi::Error LaunchBackward(const PortableBackward& kernels, Stream stream, const BackwardCall& c) {
+  const Shape& s = c.shape;
+  const Mask& m = c.mask;
+  const auto& [sums, keys, rows] = kernels;
+  PACKAX_TRY(Launch(sums, stream, Grid{Product({CeilDiv(s.q_len, sums.block()), s.heads, s.batch})},
+                    BackwardDeltaArgs{
+                        .out = c.out.untyped_data(),
+                        .dout = c.dout.untyped_data(),
+                        .dlse = c.dlse.untyped_data(),
+                        .delta = c.workspace.untyped_data(),
+                        .q_lo = m.q_lo.untyped_data(),
+                        .q_hi = m.q_hi.untyped_data(),
+                        .has_dlse = c.has_dlse,
+                        .batch = s.batch,
+                        .mask_batch = s.mask_batch,
+                        .q_len = s.q_len,
+                        .heads = s.heads,
+                    }));
+  PACKAX_TRY(Launch(keys, stream, KeyGrid(s, keys.block()),
+                    BackwardDkdvArgs{
+                        .query = c.query.untyped_data(),
+                        .key = c.key.untyped_data(),
+                        .value = c.value.untyped_data(),
+                        .dout = c.dout.untyped_data(),
+                        .lse = c.lse.untyped_data(),
+                        .delta = c.workspace.untyped_data(),
+                        .dk = c.dk.untyped_data(),
+                        .dv = c.dv.untyped_data(),
+                        .q_lo = m.q_lo.untyped_data(),
+                        .q_hi = m.q_hi.untyped_data(),
+                        .q_ids = m.q_ids.untyped_data(),
+                        .kv_ids = m.kv_ids.untyped_data(),
+                        .q_pos = m.q_pos.untyped_data(),
+                        .kv_pos = m.kv_pos.untyped_data(),
+                        .q_blocks = m.q_blocks.untyped_data(),
+                        .kv_blocks = c.kv_blocks.untyped_data(),
+                        .kv_order = c.kv_order.untyped_data(),
+                        .scale = c.scale,
+                        .element_test = m.element_test,
+                        .batch = s.batch,
+                        .mask_batch = s.mask_batch,
+                        .q_len = s.q_len,
+                        .kv_len = s.kv_len,
+                        .heads = s.heads,
+                        .kv_heads = s.kv_heads,
+                    }));
+  return Launch(rows, stream, QueryGrid(s, rows.block()),
+                BackwardDqArgs{
+                    .query = c.query.untyped_data(),
+                    .key = c.key.untyped_data(),
+                    .value = c.value.untyped_data(),
+                    .dout = c.dout.untyped_data(),
+                    .lse = c.lse.untyped_data(),
+                    .delta = c.workspace.untyped_data(),
+                    .dq = c.dq.untyped_data(),
+                    .q_lo = m.q_lo.untyped_data(),
+                    .q_hi = m.q_hi.untyped_data(),
+                    .q_ids = m.q_ids.untyped_data(),
+                    .kv_ids = m.kv_ids.untyped_data(),
+                    .q_pos = m.q_pos.untyped_data(),
+                    .kv_pos = m.kv_pos.untyped_data(),
+                    .q_blocks = m.q_blocks.untyped_data(),
+                    .q_order = m.q_order.untyped_data(),
+                    .scale = c.scale,
+                    .element_test = m.element_test,
+                    .batch = s.batch,
+                    .mask_batch = s.mask_batch,
+                    .q_len = s.q_len,
+                    .kv_len = s.kv_len,
+                    .heads = s.heads,
+                    .kv_heads = s.kv_heads,
+                });
+}
+
+// At least what the portable kernels need. How large it is beyond that is how the lowering says
+// whether the Hopper kernels may run.
+ffi::Error CheckWorkspace(const ffi::AnyBuffer& workspace, const Shape& s) {
+  PACKAX_TRY(ExpectRank("workspace", workspace, 1, "(elements)"));
+  PACKAX_TRY(Expect("workspace", workspace, ffi::DataType::F32,
+                    {{"elements", workspace.dimensions()[0]}}));
+  PACKAX_CHECK(workspace.dimensions()[0] >= s.padded_rows(), kInvalidArgument)
+      << "workspace has " << workspace.dimensions()[0] << " elements, expected at least "
+      << s.padded_rows() << ", batch * heads * q_len rounded up to 64";
+  return ffi::Error::Success();
+}
+
+ffi::Error Backward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi::AnyBuffer value,
+                    ffi::AnyBuffer out, ffi::AnyBuffer lse, ffi::AnyBuffer dout,
+                    ffi::AnyBuffer dlse, ffi::AnyBuffer q_lo, ffi::AnyBuffer q_hi,
+                    ffi::AnyBuffer q_ids, ffi::AnyBuffer kv_ids, ffi::AnyBuffer q_pos,
+                    ffi::AnyBuffer kv_pos, ffi::AnyBuffer q_blocks, ffi::AnyBuffer q_order,
+                    ffi::AnyBuffer kv_blocks, ffi::AnyBuffer kv_order,
+                    ffi::Result<ffi::AnyBuffer> dq, ffi::Result<ffi::AnyBuffer> dk,
+                    ffi::Result<ffi::AnyBuffer> dv, ffi::Result<ffi::AnyBuffer> workspace,
+                    float scale, int32_t element_test, int32_t has_dlse) {
+  Shape s;
+  PACKAX_TRY(ReadShape(query, key, value, q_lo, &s));
+  const Mask mask{q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, element_test};
+  PACKAX_TRY(CheckMask(s, mask));
+  const Axis mask_batch{"mask_batch", s.mask_batch}, qk_dim{"qk_dim", s.qk_dim},
+      v_dim{"v_dim", s.v_dim};
+  PACKAX_TRY(Expect("kv_blocks", kv_blocks, ffi::DataType::S32,
+                    {mask_batch, {"bounds", 4}, {"ceil(kv_len/64)", s.kv_blocks()}}));
+  PACKAX_TRY(Expect("kv_order", kv_order, ffi::DataType::S32,
+                    {mask_batch, {"ceil(kv_len/128)", s.kv_tiles()}}));
+  PACKAX_TRY(ExpectRows("out", out, s, v_dim));
+  PACKAX_TRY(ExpectSums("lse", lse, s));
+  PACKAX_TRY(ExpectRows("dout", dout, s, v_dim));
+  PACKAX_TRY(ExpectAttribute("has_dlse", has_dlse, 1));
+  if (has_dlse == 1) PACKAX_TRY(ExpectSums("dlse", dlse, s));
+  PACKAX_TRY(ExpectRows("dq", *dq, s, qk_dim));
+  PACKAX_TRY(ExpectKeys("dk", *dk, s, qk_dim));
+  PACKAX_TRY(ExpectKeys("dv", *dv, s, v_dim));
+  PACKAX_TRY(CheckWorkspace(*workspace, s));
+  PACKAX_TRY(CheckScale(scale));
+  if (s.batch == 0) return ffi::Error::Success();
+
+  const BackwardCall call{s,         mask,     query, key, value, out,        lse,   dout,    dlse,
+                          kv_blocks, kv_order, *dq,   *dk, *dv,   *workspace, scale, has_dlse};
+  // All three before the first launch: a missing kernel must not leave half a backward behind.
+  Device* device;
+  PACKAX_TRY(CurrentDevice(&device));
+  if (const HopperWorkspace w(s); w.fits_int32() && workspace->dimensions()[0] >= w.size()) {
+    HopperBackward hopper;
+    PACKAX_TRY(PrepareIfAny(device, s.kernel_dtype(), s.qk_dim, s.v_dim, &hopper.prepare));
+    PACKAX_TRY(PrepareIfAny(device, s.kernel_dtype(), s.qk_dim, s.v_dim, &hopper.gradients));
+    PACKAX_TRY(PrepareIfAny(device, s.kernel_dtype(), s.qk_dim, s.v_dim, &hopper.finish));
+    if (hopper.prepare && hopper.gradients && hopper.finish) {
+      return stream ? LaunchBackward(hopper, stream, call) : ffi::Error::Success();
+    }
+  }
+  PortableBackward portable;
+  PACKAX_TRY(Prepare(device, s.kernel_dtype(), s.qk_dim, s.v_dim, &portable.sums));
+  PACKAX_TRY(Prepare(device, s.kernel_dtype(), s.qk_dim, s.v_dim, &portable.keys));
+  PACKAX_TRY(Prepare(device, s.kernel_dtype(), s.qk_dim, s.v_dim, &portable.rows));
+  return stream ? LaunchBackward(portable, stream, call) : ffi::Error::Success();
+}
+
+template <typename Binding>
+auto BackwardSignature(Binding&& binding) {
+  return std::forward<Binding>(binding)
+      .template Arg<ffi::AnyBuffer>()  // query: (batch, q_len, heads, qk_dim)
+      .template Arg<ffi::AnyBuffer>()  // key: (batch, kv_len, kv_heads, qk_dim)
+      .template Arg<ffi::AnyBuffer>()  // value: (batch, kv_len, kv_heads, v_dim)
+      .template Arg<ffi::AnyBuffer>()  // out: (batch, q_len, heads, v_dim)
+      .template Arg<ffi::AnyBuffer>()  // lse: (batch, heads, q_len) float32
+      .template Arg<ffi::AnyBuffer>()  // dout: like out
+      .template Arg<ffi::AnyBuffer>()  // dlse: like lse
+      .template Arg<ffi::AnyBuffer>()  // q_lo: (mask_batch, q_len) int32
+      .template Arg<ffi::AnyBuffer>()  // q_hi: like q_lo
+      .template Arg<ffi::AnyBuffer>()  // q_ids: like q_lo
+      .template Arg<ffi::AnyBuffer>()  // kv_ids: (mask_batch, kv_len) int32
+      .template Arg<ffi::AnyBuffer>()  // q_pos: like q_lo
+      .template Arg<ffi::AnyBuffer>()  // kv_pos: like kv_ids
+      .template Arg<ffi::AnyBuffer>()  // q_blocks: (mask_batch, 5, ceil(q_len/64)) int32
+      .template Arg<ffi::AnyBuffer>()  // q_order: (mask_batch, ceil(q_len/128)) int32
+      .template Arg<ffi::AnyBuffer>()  // kv_blocks: (mask_batch, 4, ceil(kv_len/64)) int32
+      .template Arg<ffi::AnyBuffer>()  // kv_order: (mask_batch, ceil(kv_len/128)) int32
+      .template Ret<ffi::AnyBuffer>()  // dq: like query
+      .template Ret<ffi::AnyBuffer>()  // dk: like key
+      .template Ret<ffi::AnyBuffer>()  // dv: like value
+      .template Ret<ffi::AnyBuffer>()  // workspace: (elements) float32
+      .template Attr<float>("scale")
+      .template Attr<int32_t>("element_test")
+      .template Attr<int32_t>("has_dlse");
+}
+
+}  // namespace
+}  // namespace packax
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    packax_backward_initialize, (packax::Initialize<packax::Target::kBackward, packax::Backward>()),
+    packax::BackwardSignature(xla::ffi::Ffi::Bind<xla::ffi::ExecutionStage::kInitialize>()),
+    {xla::ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    packax_backward_execute, (packax::Execute<packax::Target::kBackward, packax::Backward>()),
+    packax::BackwardSignature(xla::ffi::Ffi::Bind().Ctx<xla::ffi::PlatformStream<void*>>()),
+    {xla::ffi::Traits::kCmdBufferCompatible});

@@ -1,0 +1,156 @@
+// packax_forward_v1: check the buffers, find the kernel, fill its arguments, launch.
+//
+// Sizes come from the buffers; attributes hold only what no buffer says.
+
+#include "attention.h"
+
+namespace packax {
+namespace {
+
+constexpr int64_t kMaxPrograms = 4096;  // more multiprocessors than any GPU has
+
+struct ForwardCall {
+  Shape shape;
+  Mask mask;
+  ffi::AnyBuffer query, key, value, q_order_192, out, lse, counter;
+  float scale;
+};
+
+ffi::Error LaunchForward(const Ready<ForwardHopperArgs>& forward, Stream stream,
+                         const ForwardCall& c) {
+  using Args = ForwardHopperArgs;
+  const Shape& s = c.shape;
+  const Mask& m = c.mask;
+  TensorMap query, key, value, out;
+  PACKAX_TRY(Encode(forward, Args::kQuery, HeadsOf("query", c.query, s), &query));
+  PACKAX_TRY(Encode(forward, Args::kKey, HeadsOf("key", c.key, s), &key));
+  PACKAX_TRY(Encode(forward, Args::kValue, HeadsOf("value", c.value, s), &value));
+  PACKAX_TRY(Encode(forward, Args::kOut, HeadsOf("out", c.out, s), &out));
+  // A tile is an entry of an order; emit.py refuses any block but these two.
+  const int block = forward.block();
+  const ffi::AnyBuffer& q_order = block == kTile192 ? c.q_order_192 : m.q_order;
+  // One program per multiprocessor; they draw further tiles from the counter.
+  const int64_t tiles = Product({s.heads, s.batch, CeilDiv(s.q_len, block)});
+  PACKAX_CHECK(tiles <= kMaxInt32 - kMaxPrograms, kInvalidArgument)
+      << "batch * heads * ceil(q_len/" << block << ") is " << tiles << ", a GPU takes "
+      << kMaxInt32 - kMaxPrograms << " at most; split the batch";
+  const int64_t programs = forward.kernel.device->multiprocessors;
+  PACKAX_TRY(Clear(*forward.kernel.device, *stream, c.counter.untyped_data()));
+  return Launch(forward, stream, Grid{tiles < programs ? tiles : programs},
+                Args{
+                    .query = query,
+                    .key = key,
+                    .value = value,
+                    .out = out,
+                    .lse = c.lse.untyped_data(),
+                    .q_lo = m.q_lo.untyped_data(),
+                    .q_hi = m.q_hi.untyped_data(),
+                    .q_ids = m.q_ids.untyped_data(),
+                    .kv_ids = m.kv_ids.untyped_data(),
+                    .q_pos = m.q_pos.untyped_data(),
+                    .kv_pos = m.kv_pos.untyped_data(),
+                    .q_blocks = m.q_blocks.untyped_data(),
+                    .q_order = q_order.untyped_data(),
+                    .counter = c.counter.untyped_data(),
+                    .scale = c.scale,
+                    .element_test = m.element_test,
+                    .batch = s.batch,
+                    .mask_batch = s.mask_batch,
+                    .q_len = s.q_len,
+                    .kv_len = s.kv_len,
+                    .heads = s.heads,
+                    .kv_heads = s.kv_heads,
+                });
+}
+
+ffi::Error LaunchForward(const Ready<ForwardArgs>& forward, Stream stream, const ForwardCall& c) {
+  const Shape& s = c.shape;
+  const Mask& m = c.mask;
+  return Launch(forward, stream, QueryGrid(s, forward.block()),
+                ForwardArgs{
+                    .query = c.query.untyped_data(),
+                    .key = c.key.untyped_data(),
+                    .value = c.value.untyped_data(),
+                    .out = c.out.untyped_data(),
+                    .lse = c.lse.untyped_data(),
+                    .q_lo = m.q_lo.untyped_data(),
+                    .q_hi = m.q_hi.untyped_data(),
+                    .q_ids = m.q_ids.untyped_data(),
+                    .kv_ids = m.kv_ids.untyped_data(),
+                    .q_pos = m.q_pos.untyped_data(),
+                    .kv_pos = m.kv_pos.untyped_data(),
+                    .q_blocks = m.q_blocks.untyped_data(),
+                    .q_order = m.q_order.untyped_data(),
+                    .scale = c.scale,
+                    .element_test = m.element_test,
+                    .batch = s.batch,
+                    .mask_batch = s.mask_batch,
+                    .q_len = s.q_len,
+                    .kv_len = s.kv_len,
+                    .heads = s.heads,
+                    .kv_heads = s.kv_heads,
+                });
+}
+
+ffi::Error Forward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi::AnyBuffer value,
+                   ffi::AnyBuffer q_lo, ffi::AnyBuffer q_hi, ffi::AnyBuffer q_ids,
+                   ffi::AnyBuffer kv_ids, ffi::AnyBuffer q_pos, ffi::AnyBuffer kv_pos,
+                   ffi::AnyBuffer q_blocks, ffi::AnyBuffer q_order, ffi::AnyBuffer q_order_192,
+                   ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> lse,
+                   ffi::Result<ffi::AnyBuffer> counter, float scale, int32_t element_test) {
+  Shape s;
+  PACKAX_TRY(ReadShape(query, key, value, q_lo, &s));
+  const Mask mask{q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, element_test};
+  PACKAX_TRY(CheckMask(s, mask));
+  PACKAX_TRY(Expect("q_order_192", q_order_192, ffi::DataType::S32,
+                    {{"mask_batch", s.mask_batch}, {"ceil(q_len/192)", s.q_tiles_192()}}));
+  PACKAX_TRY(ExpectRows("out", *out, s, {"v_dim", s.v_dim}));
+  PACKAX_TRY(ExpectSums("lse", *lse, s));
+  PACKAX_TRY(Expect("counter", *counter, ffi::DataType::S32, {{"words", 1}}));
+  PACKAX_TRY(CheckScale(scale));
+  if (s.batch == 0) return ffi::Error::Success();
+
+  const ForwardCall call{s, mask, query, key, value, q_order_192, *out, *lse, *counter, scale};
+  Device* device;
+  std::optional<Ready<ForwardHopperArgs>> hopper;
+  PACKAX_TRY(CurrentDevice(&device));
+  PACKAX_TRY(PrepareIfAny(device, s.kernel_dtype(), s.qk_dim, s.v_dim, &hopper));
+  if (hopper) return stream ? LaunchForward(*hopper, stream, call) : ffi::Error::Success();
+  Ready<ForwardArgs> forward;
+  PACKAX_TRY(Prepare(device, s.kernel_dtype(), s.qk_dim, s.v_dim, &forward));
+  return stream ? LaunchForward(forward, stream, call) : ffi::Error::Success();
+}
+
+template <typename Binding>
+auto ForwardSignature(Binding&& binding) {
+  return std::forward<Binding>(binding)
+      .template Arg<ffi::AnyBuffer>()  // query: (batch, q_len, heads, qk_dim)
+      .template Arg<ffi::AnyBuffer>()  // key: (batch, kv_len, kv_heads, qk_dim)
+      .template Arg<ffi::AnyBuffer>()  // value: (batch, kv_len, kv_heads, v_dim)
+      .template Arg<ffi::AnyBuffer>()  // q_lo: (mask_batch, q_len) int32
+      .template Arg<ffi::AnyBuffer>()  // q_hi: like q_lo
+      .template Arg<ffi::AnyBuffer>()  // q_ids: like q_lo
+      .template Arg<ffi::AnyBuffer>()  // kv_ids: (mask_batch, kv_len) int32
+      .template Arg<ffi::AnyBuffer>()  // q_pos: like q_lo
+      .template Arg<ffi::AnyBuffer>()  // kv_pos: like kv_ids
+      .template Arg<ffi::AnyBuffer>()  // q_blocks: (mask_batch, 5, ceil(q_len/64)) int32
+      .template Arg<ffi::AnyBuffer>()  // q_order: (mask_batch, ceil(q_len/128)) int32
+      .template Arg<ffi::AnyBuffer>()  // q_order_192: (mask_batch, ceil(q_len/192)) int32
+      .template Ret<ffi::AnyBuffer>()  // out: (batch, q_len, heads, v_dim)
+      .template Ret<ffi::AnyBuffer>()  // lse: (batch, heads, q_len) float32
+      .template Ret<ffi::AnyBuffer>()  // counter: (1,) int32; workspace
+      .template Attr<float>("scale")
+      .template Attr<int32_t>("element_test");
+}
+
+}  // namespace
+}  // namespace packax
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    packax_forward_initialize, (packax::Initialize<packax::Target::kForward, packax::Forward>()),
+    packax::ForwardSignature(xla::ffi::Ffi::Bind<xla::ffi::ExecutionStage::kInitialize>()),
+    {xla::ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    packax_forward_execute, (packax::Execute<packax::Target::kForward, packax::Forward>()),
+    packax::ForwardSignature(xla::ffi::Ffi::Bind().Ctx<xla::ffi::PlatformStream<void*>>()),
+    {xla::ffi::Traits::kCmdBufferCompatible});
