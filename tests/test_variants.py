@@ -153,6 +153,31 @@ def test_a_tensor_map_is_seven_parameters() -> None:
         compiler.check_parameters(ptx.replace("[128]", "[64]"), params, "k")
 
 
+REPORT = "ptxas info    : Used 168 registers, used 1 barriers"
+
+
+def test_spills_and_serialised_products_are_refused() -> None:
+    variant = next(v for v in ALL if v.kernel == "forward_hopper" and v.qk_dim == 64)
+    most = table.SPILLS["forward_hopper", 64]
+    compiler.check_assembly(variant, most, REPORT)
+    with pytest.raises(
+        SystemExit, match=rf"{most + 8} bytes of local memory a thread, {most} are accepted"
+    ):
+        compiler.check_assembly(variant, most + 8, REPORT)
+    warning = "ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized"
+    with pytest.raises(SystemExit, match=r"forward_hopper_.*C7512"):
+        compiler.check_assembly(variant, 0, f"{REPORT}\n{warning}\n")
+    with pytest.raises(SystemExit, match="the assembler's report is missing"):
+        compiler.check_assembly(variant, 0, "")
+    other = next(v for v in ALL if v.kernel == "forward" and v.arch.tiles == "ampere")
+    compiler.check_assembly(other, 1000, REPORT)  # accepted, and printed by the build
+
+
+@pytest.mark.parametrize("kernel,dim", sorted(table.SPILLS))
+def test_accepted_spills_belong_to_a_variant(kernel: str, dim: int) -> None:
+    assert any(v.kernel == kernel and dim == max(v.qk_dim, v.v_dim) for v in ALL)
+
+
 @pytest.mark.parametrize("dtype,dims", [("bf16", "64x64")])
 def test_two_builds_give_the_same_bytes(tmp_path: pathlib.Path, dtype: str, dims: str) -> None:
     pytest.importorskip("triton", reason="a build dependency")

@@ -12,9 +12,11 @@ kernels.txt, the parameters of every kernel.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import importlib
 import inspect
+import io
 import json
 import multiprocessing
 import os
@@ -141,6 +143,23 @@ def resources(cubin: pathlib.Path) -> dict[str, int]:
     }
 
 
+def check_assembly(variant: table.Variant, stack: int, log: str) -> None:
+    """Refuse spills that nobody accepted and serialised matrix products, where they would be slow."""
+    if "registers" not in log:
+        raise SystemExit(f"{variant.name}: the assembler's report is missing")
+    if variant.arch.tiles != "hopper":
+        return
+    accepted = table.SPILLS.get((variant.kernel, max(variant.qk_dim, variant.v_dim)), 0)
+    if stack > accepted:
+        raise SystemExit(
+            f"{variant.name}: {stack} bytes of local memory a thread, {accepted} are accepted "
+            "(SPILLS in variants.py)"
+        )
+    serialised = re.search(r".*(C75\d\d|wgmma.*serializ).*", log)
+    if serialised and variant.kernel not in table.SERIALISED:
+        raise SystemExit(f"{variant.name}: {serialised[0].strip()}")
+
+
 def compile_variant(variant: table.Variant, out: pathlib.Path) -> None:
     """Write `out`/NAME.cubin and NAME.json."""
     import triton
@@ -172,7 +191,11 @@ def compile_variant(variant: table.Variant, out: pathlib.Path) -> None:
         fn, types, constexprs=constants, attrs=aligned
     )
     options = {"num_warps": variant.warps, "num_stages": 2, "enable_fp_fusion": True}
-    binary = triton.compile(source, target=GPUTarget("cuda", variant.arch.cc, 32), options=options)
+    target = GPUTarget("cuda", variant.arch.cc, 32)
+    os.environ["TRITON_DUMP_PTXAS_LOG"] = "1"  # to standard output
+    os.environ["TRITON_ALWAYS_COMPILE"] = "1"  # Triton's own cache keeps no log
+    with contextlib.redirect_stdout(io.StringIO()) as log:
+        binary = triton.compile(source, target=target, options=options)
     meta = binary.metadata
     check_parameters(binary.asm["ptx"], params, variant.name)
     if f".target {variant.arch.name}" not in binary.asm["ptx"]:
@@ -188,6 +211,8 @@ def compile_variant(variant: table.Variant, out: pathlib.Path) -> None:
         )
     cubin = out / f"{variant.name}.cubin"
     cubin.write_bytes(binary.asm["cubin"])
+    used = resources(cubin)
+    check_assembly(variant, used["stack"], log.getvalue())
     record = {
         "kernel": variant.kernel,
         "arch": variant.arch.name,
@@ -209,7 +234,7 @@ def compile_variant(variant: table.Variant, out: pathlib.Path) -> None:
             {"box": list(t["block_size"]), "swizzle": t["swizzle"]}
             for t in meta.tensordesc_meta or ()
         ],
-        **resources(cubin),
+        **used,
     }
     (out / f"{variant.name}.json").write_text(json.dumps(record, indent=1) + "\n")
 
@@ -224,7 +249,8 @@ def worker(variant: table.Variant, out: str) -> None:
 
 
 def fingerprint(variant: table.Variant, sources: bytes) -> str:
-    return hashlib.sha256(repr((variant, TRITON_VERSION)).encode() + sources).hexdigest()[:24]
+    table_says = (variant, table.TENSOR_MAPS.get(variant.kernel), table.POINTERS, TRITON_VERSION)
+    return hashlib.sha256(repr(table_says).encode() + sources).hexdigest()[:24]
 
 
 def source_bytes() -> bytes:

@@ -131,6 +131,26 @@ TENSOR_MAPS: dict[str, dict[str, tuple[str, int | str, int | str]]] = {
     },
 }
 
+# Bytes of local memory a thread (spills) that a variant for Hopper may have, by kernel and head dim;
+# the build refuses more, and any wgmma that the assembler serialises. Accepted because: portable
+# kernels are the fastest tiles that tune.py found, spills included; in the Hopper kernels these are
+# sizes and pointers around the loops (the forward's mask-free loop has none), and the trials that
+# had fewer were slower (docs/performance.md).
+SPILLS = {
+    ("forward", 64): 112,
+    ("forward", 128): 96,
+    ("backward_dkdv", 64): 488,
+    ("backward_dkdv", 128): 256,
+    ("backward_dq", 64): 64,
+    ("backward_dq", 128): 56,
+    ("forward_hopper", 64): 240,  # under ptxas 12.9; 120 under 13.4
+    ("forward_hopper", 128): 128,  # under ptxas 12.9; 8 under 13.4
+    ("backward_hopper", 128): 176,
+}
+# Kernels for Hopper whose wgmma the assembler may serialise (C7515): the portable dK/dV, which only
+# deterministic=True runs there.
+SERIALISED = ("backward_dkdv",)
+
 # Kernels that see neither dtype nor head dim: compile-time constants, rows or keys per program,
 # warps.
 MASK_KERNELS: dict[str, tuple[dict[str, int], int, int]] = {
