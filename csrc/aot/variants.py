@@ -104,7 +104,7 @@ HOPPER_TILES: dict[str, dict[int, dict[str, int]]] = {
 }
 
 # Kernels compiled by both assemblers: 13.4 is 2 to 5 % faster on an H200
-# (benchmarks/results/tune_h200.json); a driver of CUDA 12 gets the other.
+# (benchmarks/results/trials_assemblers_h200.txt); a driver of CUDA 12 gets the other.
 TWO_ASSEMBLERS = ("forward_hopper", "backward_hopper")
 
 # kernel -> argument -> (element, rows, columns) that TMA moves; names are constants of the variant,
@@ -132,10 +132,9 @@ TENSOR_MAPS: dict[str, dict[str, tuple[str, int | str, int | str]]] = {
 }
 
 # Bytes of local memory a thread (spills) that a variant for Hopper may have, by kernel and head dim;
-# the build refuses more, and any wgmma that the assembler serialises. Accepted because: portable
-# kernels are the fastest tiles that tune.py found, spills included; in the Hopper kernels these are
-# sizes and pointers around the loops (the forward's mask-free loop has none), and the trials that
-# had fewer were slower (docs/performance.md).
+# the build refuses more, and any wgmma that the assembler serialises. Accepted because: the portable
+# tiles were chosen by their time, spills included; in the Hopper kernels these are sizes and pointers
+# around the loops (the forward's mask-free loop has none), and nothing with fewer has been tried yet.
 SPILLS = {
     ("forward", 64): 112,
     ("forward", 128): 96,
