@@ -1,4 +1,4 @@
-"""The benchmark cases as data: the board's by name, one more at head dim 64, and 1M tokens."""
+"""The benchmark cases as data: the board's by name, more head dims, 1M tokens, and odd and short work."""
 
 from __future__ import annotations
 
@@ -15,13 +15,20 @@ class Case:
     seq: int
     heads: int
     kv_heads: int
-    head_dim: int
+    head_dim: int  # of queries and keys
     documents: int
     peers: bool = True  # timed beside cuDNN; False: packax alone
+    v_dim: int = 0  # of values and output; 0: head_dim
+    split: tuple[int, ...] = ()  # the documents' lengths, where they are not drawn
+    group: str = "board"
+
+    @property
+    def value_dim(self) -> int:
+        return self.v_dim or self.head_dim
 
     @property
     def lengths(self) -> list[int]:
-        return document_lengths(self.seq, self.documents)
+        return list(self.split) or document_lengths(self.seq, self.documents)
 
     @property
     def area(self) -> int:
@@ -30,12 +37,21 @@ class Case:
 
     @property
     def forward_flops(self) -> float:
-        """Two matrix products of 2·D operations a pair; the backward has five."""
-        return 4.0 * self.heads * self.head_dim * self.area
+        """Two operations an element of a pair: QK^T over the queries' dim, PV over the values'."""
+        return 2.0 * self.heads * (self.head_dim + self.value_dim) * self.area
 
     @property
     def backward_flops(self) -> float:
-        return 2.5 * self.forward_flops
+        """Five products: S, dQ and dK over the queries' dim, dP and dV over the values'."""
+        return 2.0 * self.heads * (3 * self.head_dim + 2 * self.value_dim) * self.area
+
+    def least_bytes(self, what: str) -> float:
+        """Bytes of 16-bit operands and results (and the float32 LSE), each moved once."""
+        queries, keys = self.batch * self.seq * self.heads, self.batch * self.seq * self.kv_heads
+        both = 2 * (self.head_dim + self.value_dim)
+        forward = (queries + keys) * both + 4 * queries
+        backward = 2 * (queries + keys) * both + 4 * queries
+        return {"fwd": forward, "bwd": backward}.get(what, forward + backward)
 
     def segment_ids(self) -> np.ndarray:
         row = np.repeat(np.arange(1, self.documents + 1, dtype=np.int32), self.lengths)
@@ -54,26 +70,50 @@ def document_lengths(total: int, count: int, seed: int = 0) -> list[int]:
     return [end - start for start, end in itertools.pairwise(edges)]
 
 
-CASES = (
+# Names and sizes of the board's are /shared/peers/board.json's.
+BOARD = (
     Case("causal_16k_d128", 1, 16384, 32, 8, 128, 1),
     Case("docs12_32k_d128", 1, 32768, 32, 8, 128, 12),
     Case("docs12_128k_d128", 1, 131072, 32, 8, 128, 12),
     Case("docs64_32k_d128", 1, 32768, 32, 8, 128, 64),
     Case("docs12_32k_d64", 1, 32768, 32, 8, 64, 12),
     Case("causal_16k_d64", 1, 16384, 32, 8, 64, 1),
-    Case("docs12_1m_d64", 1, 1 << 20, 8, 2, 64, 12, peers=False),
 )
+DIMS = (
+    Case("causal_16k_d256", 1, 16384, 32, 8, 256, 1, group="dims"),
+    Case("docs12_32k_d256", 1, 32768, 32, 8, 256, 12, group="dims"),
+    Case("causal_16k_192v128", 1, 16384, 32, 8, 192, 1, v_dim=128, group="dims"),
+    Case("docs12_32k_192v128", 1, 32768, 32, 8, 192, 12, v_dim=128, group="dims"),
+)
+LARGE = (Case("docs12_1m_d64", 1, 1 << 20, 8, 2, 64, 12, peers=False, group="large"),)
+
+MIXED = (1, 63, 64, 65, 4000, 17, 1, 8191, 300, 129, 128, 127, 2, 19680)  # 32768 rows
+ODD = (
+    *(Case(f"causal_{n >> 10}k_d{d}", 1, n, 32, 8, d, 1, group="odd")
+      for d in (64, 128) for n in (1024, 2048, 4096)),
+    Case("docs2048x16_d128", 1, 32768, 32, 8, 128, 2048, split=(16,) * 2048, group="odd"),
+    *(Case(f"docs8192x16_d{d}", 1, 131072, 32, 8, d, 8192, split=(16,) * 8192, group="odd")
+      for d in (64, 128)),
+    Case("docs32kx1_d128", 1, 32768, 32, 8, 128, 32768, split=(1,) * 32768, group="odd"),
+    Case("batch2048_1row_d128", 2048, 1, 32, 8, 128, 1, group="odd"),
+    Case("heads1_8k_d128", 1, 8192, 1, 1, 128, 1, group="odd"),
+    Case("heads1_8k_d64", 1, 8192, 1, 1, 64, 1, group="odd"),
+    Case("mixed14_32k_d128", 1, 32768, 32, 8, 128, len(MIXED), split=MIXED, group="odd"),
+    Case("causal_2k_d256", 1, 2048, 32, 8, 256, 1, group="odd"),
+    Case("causal_2k_192v128", 1, 2048, 32, 8, 192, 1, v_dim=128, group="odd"),
+)  # fmt: skip
+CASES = (*BOARD, *DIMS, *LARGE, *ODD)
+GROUPS = ("board", "dims", "large", "odd")
 
 
 def select(names: str | None) -> list[Case]:
-    """The cases of a comma-separated list (None: all), in the table's order."""
-    if names is None:
-        return list(CASES)
-    wanted = names.split(",")
-    known = {case.name for case in CASES}
+    """The cases of a comma-separated list of names and groups, in the table's order (None: all but the odd)."""
+    wanted = ["board", "dims", "large"] if names is None else names.split(",")
+    known = {*GROUPS, *(case.name for case in CASES)}
     unknown = [name for name in wanted if name not in known]
     if unknown:
         raise SystemExit(
-            f"--cases: no case named {', '.join(unknown)}; there are: {', '.join(sorted(known))}"
+            f"--cases: no case or group named {', '.join(unknown)}; there are the groups "
+            f"{', '.join(GROUPS)} and: {', '.join(case.name for case in CASES)}"
         )
-    return [case for case in CASES if case.name in wanted]
+    return [case for case in CASES if case.name in wanted or case.group in wanted]

@@ -1,358 +1,298 @@
 """Compare candidate tiles of one architecture: compile them here, time them on a machine that has nothing but numpy and a driver.
 
-    python benchmarks/tune.py build DIR --arch 90a            (build machine: Triton, no GPU)
-    python benchmarks/tune.py time DIR [--rounds 20]          (GPU machine: from DIR alone)
+    python benchmarks/tune.py build DIR --arch 90a [--kernels forward_hopper ...] [--dims 128x128 ...]
+        [--try backward_hopper:128:CONSUMER_REGISTERS=232,ROWS=64]          (build machine: Triton, no GPU)
+    python benchmarks/tune.py time DIR [--kernels ...] [--dims ...] [--cases ...] [--rounds 11]   (GPU machine)
 
-Candidates are CANDIDATES below. `time` checks every candidate's output against the first one's, and the first one's against a float64
-softmax on sampled rows, prints one line per candidate and case, and writes DIR/tune.json. The winners go to csrc/aot/variants.py.
+`build` takes the candidates of candidates.py. `time` first compares every candidate's results with the portable kernels' on
+small odd documents, whole, and on sampled rows of the timed case (the forward's also with float64); a wrong one is not timed.
+Then all kernels of a case take turns, round by round; medians go to a table and to $OUT/tune.json (default: DIR).
+`backward` is the three kernels of Hopper's backward launched together. The winners go to csrc/aot/variants.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import pathlib
 import sys
-from collections.abc import Iterator
+import time
+from typing import Any
 
-import numpy as np
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
+from cases import Case
+from cubin import Driver, Kernel
+from work import HOPPER_BACKWARD, Launch, Work, difference
 
-# kernel -> head dim -> rows of TILES (BLOCK_M, BLOCK_N, STAGES, warps) or of HOPPER_TILES
-CANDIDATES: dict[str, dict[int, list[tuple[int, ...]]]] = {
-    "forward_hopper": {
-        128: [(2, 128, 2, 240, 24)],
-        64: [(3, 128, 2, 160, 32)],
-    },
-    "forward": {
-        128: [
-            (128, 128, 2, 8), (128, 128, 3, 8), (128, 64, 2, 8), (128, 64, 3, 8), (128, 64, 4, 8),
-            (64, 128, 2, 4), (64, 64, 3, 4), (128, 64, 3, 4),
-        ],
-        64: [
-            (128, 128, 2, 8), (128, 128, 3, 8), (128, 64, 3, 8), (128, 64, 4, 4), (128, 64, 3, 4),
-            (64, 128, 3, 4), (64, 64, 3, 4),
-        ],
-    },
-    "backward_dkdv": {
-        128: [
-            (64, 128, 2, 8), (64, 128, 3, 8), (32, 128, 3, 8), (64, 64, 2, 4), (64, 64, 3, 4),
-            (32, 128, 2, 4), (128, 64, 2, 8), (128, 128, 2, 8),
-        ],
-        64: [
-            (64, 128, 2, 8), (64, 128, 3, 8), (64, 128, 3, 4), (64, 64, 3, 4), (128, 128, 2, 8),
-            (128, 64, 2, 4), (32, 128, 3, 4),
-        ],
-    },
-    "backward_dq": {
-        128: [
-            (128, 64, 2, 8), (128, 64, 3, 8), (128, 128, 2, 8), (64, 64, 3, 4), (64, 128, 2, 4),
-            (128, 32, 3, 8), (128, 32, 3, 4),
-        ],
-        64: [
-            (128, 64, 3, 8), (128, 128, 2, 8), (128, 64, 3, 4), (64, 64, 3, 4), (64, 128, 3, 4),
-            (128, 32, 3, 4),
-        ],
-    },
-}  # fmt: skip
-
-# name -> rows, head dim, documents; 32 query and 8 key/value heads
-CASES = {
-    128: {"causal_16k": (16384, 1), "docs12_128k": (131072, 12), "docs64_32k": (32768, 64)},
-    64: {"causal_16k": (16384, 1), "docs12_32k": (32768, 12)},
+MASK = ("documents_init", "documents_runs", "documents_rows", "blocks_rows", "blocks_keys", "blocks_order")  # fmt: skip
+FORWARD = ("forward", "forward_hopper")
+PORTABLE_BACKWARD = ("backward_dkdv", "backward_dq")
+RESULTS = {
+    "forward": ("out", "lse"),
+    "forward_hopper": ("out", "lse"),
+    "backward_dkdv": ("dk", "dv"),
+    "backward_dq": ("dq",),
+    **dict.fromkeys(HOPPER_BACKWARD, ("dq", "dk", "dv")),
 }
-HEADS, KV_HEADS = 32, 8
+KERNELS = tuple(RESULTS)
+CLOSE = 2e-3  # relative difference of two right candidates in bfloat16
+
+# Small, for the comparison alone: documents that fit no tile, and many in one tile.
+CHECKS = {
+    "odd": (1, 700, 65, 1030, 128, 64, 1013),
+    "tiny": (16,) * 40 + (1,) * 30 + (7,) * 5,
+}
+TIMED = {"causal_16k": (16384, 1), "docs12_32k": (32768, 12), "docs12_128k": (131072, 12), "docs64_32k": (32768, 64)}  # fmt: skip
 
 
-def build(folder: pathlib.Path, arch: str, jobs: int, kernels: list[str], assembler: str) -> None:
-    sys.path.insert(0, str(ROOT / "csrc" / "aot"))
-    import compile as aot
-    import variants as table
-
-    todo: list[tuple[table.Variant, pathlib.Path]] = []
-    for kernel, dims in CANDIDATES.items():
-        for dim, tiles in dims.items():
-            for tile in tiles if kernel in kernels else ():
-                if kernel in table.HOPPER_TILES:
-                    names = table.HOPPER_TILES[kernel][dim]
-                    table.HOPPER_TILES[kernel][dim] = dict(zip(names, tile, strict=True))
-                    variant = table.hopper(kernel, table.ARCHS[arch], "bf16", dim, dim)
-                else:
-                    table.TILES[kernel][table.ARCHS[arch].tiles, dim] = tile
-                    variant = table.tiled(kernel, table.ARCHS[arch], "bf16", dim, dim)
-                variant = dataclasses.replace(variant, assembler=assembler)
-                todo.append((variant, folder / f"{kernel}_{dim}_" / "x".join(map(str, tile))))
-    rest = [v for v in table.variants((arch,), ("bf16",)) if v.kernel not in CANDIDATES]
-    failed = aot.compile_table(rest, folder / "common", None, jobs)
-    by_place: dict[str, list[table.Variant]] = {}
-    for variant, out in todo:
-        by_place.setdefault(str(out), []).append(variant)
-    for i, (out, some) in enumerate(by_place.items()):
-        print(
-            f"{i + 1}/{len(by_place)} {pathlib.Path(out).parent.name}{pathlib.Path(out).name}",
-            flush=True,
-        )
-        failed += aot.compile_table(some, pathlib.Path(out), None, jobs)
-    print(f"{failed} candidates do not compile; they are left out")
+def case(name: str, dims: tuple[int, int]) -> Case:
+    if name in CHECKS:
+        split = CHECKS[name]
+        return Case(name, 1, sum(split), 8, 2, dims[0], len(split), v_dim=dims[1], split=split)
+    rows, documents = TIMED[name]
+    return Case(name, 1, rows, 32, 8, dims[0], documents, v_dim=dims[1])
 
 
-def lengths(total: int, n: int) -> np.ndarray:
-    """Document lengths of board.json: n - 1 distinct cuts at multiples of 64."""
-    if n == 1:
-        return np.array([total])
-    cuts = (
-        np.sort(np.random.RandomState(0).choice(np.arange(1, total // 64), n - 1, replace=False))
-        * 64
-    )
-    return np.diff(np.concatenate([[0], cuts, [total]]))
+def operations(case: Case, kernel: str) -> float | None:
+    """Of the matrix products; None for a kernel that only moves memory."""
+    pairs, qk, v = 2.0 * case.heads * case.area, case.head_dim, case.value_dim
+    return {
+        "forward": case.forward_flops,
+        "forward_hopper": case.forward_flops,
+        "backward_hopper": case.backward_flops,
+        "backward": case.backward_flops,
+        "backward_dkdv": pairs * 2 * (qk + v),
+        "backward_dq": pairs * (2 * qk + v),
+    }.get(kernel)
 
 
-def bfloat16(x: np.ndarray) -> np.ndarray:
-    bits = x.astype(np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+class Built:
+    """What `build` left in a folder: kernels by name, head dims, label and assembler, loaded when asked for."""
+
+    def __init__(self, driver: Driver, folder: pathlib.Path):
+        self.driver, self.folder = driver, folder
+        self.rows = json.loads((folder / "index.json").read_text())
+        self.loaded: dict[str, Kernel] = {}
+
+    def kernel(self, row: dict[str, Any]) -> Kernel:
+        name = row["file"]
+        if name not in self.loaded:
+            self.loaded[name] = Kernel(self.driver, self.folder / "cubins" / f"{name}.json")
+        return self.loaded[name]
+
+    def masks(self) -> dict[str, Kernel]:
+        found = {row["kernel"]: row for row in self.rows if row["dims"] == [0, 0]}
+        return {name: self.kernel(found[name]) for name in MASK}
+
+    def twin(self, kernel: str, dims: tuple[int, int]) -> Kernel | None:
+        """The table's portable kernel."""
+        for row in self.rows:
+            if (row["kernel"], tuple(row["dims"]), row["label"]) == (kernel, dims, None):
+                return self.kernel(row)
+        return None
+
+    def candidates(self, dims: tuple[int, int]) -> dict[str, tuple[str, Kernel]]:
+        """Title -> (kernel's name, kernel), the table's own tile first; what the driver is too old for is left out."""
+        rows = [row for row in self.rows if row["label"] and tuple(row["dims"]) == dims]
+        rows.sort(key=lambda row: row["assembler"], reverse=True)  # the newest, as C++ does
+        rows.sort(key=lambda row: (KERNELS.index(row["kernel"]), row["label"] != "table"))
+        found = {}
+        for row in rows:
+            meta = json.loads((self.folder / "cubins" / f"{row['file']}.json").read_text())
+            if meta["driver"] <= self.driver.version:
+                title = f"{row['kernel']} {row['label']} {row['assembler']}"
+                found[title] = (row["kernel"], self.kernel(row))
+        return found
 
 
-def float32(x: np.ndarray) -> np.ndarray:
-    return (x.astype(np.uint32) << 16).view(np.float32)
+class Plan:
+    """How the candidates of one case run: alone, and as part of their pass."""
 
-
-class Work:
-    """One case on the device: inputs, mask arrays from the mask kernels, and launches as docs/design.md defines them."""
-
-    def __init__(self, driver, folder: pathlib.Path, rows: int, dim: int, documents: int):  # type: ignore[no-untyped-def]
-        from cubin import Buffer, Kernel
-
-        self.driver, self.rows, self.dim = driver, rows, dim
-        self.docs = lengths(rows, documents)
-        self.flops = 4.0 * HEADS * dim * float(sum(n * (n + 1) // 2 for n in self.docs))
-        self.common = {r["kernel"]: Kernel(driver, p) for p in sorted((folder / "common").glob("*.json"))
-                       if (r := json.loads(p.read_text()))["qk_dim"] in (0, dim)}  # fmt: skip
-        rng = np.random.default_rng(0)
-        new = lambda shape, kind=np.uint16: Buffer(driver, shape, kind)  # noqa: E731
-
-        def put(heads: int) -> Buffer:
-            drawn = rng.standard_normal((rows, heads, dim), np.float32)
-            return new((rows, heads, dim)).set(bfloat16(drawn))
-
-        self.q, self.k, self.v, self.do = put(HEADS), put(KV_HEADS), put(KV_HEADS), put(HEADS)
-        self.out, self.dq = new((rows, HEADS, dim)), new((rows, HEADS, dim))
-        self.dk, self.dv = new((rows, KV_HEADS, dim)), new((rows, KV_HEADS, dim))
-        self.lse, self.delta = new((HEADS, rows), np.float32), new((HEADS, rows), np.float32)
-        lo = np.repeat(np.cumsum(self.docs) - self.docs, self.docs).astype(np.int32)
-        self.lo_host = lo
-        ints = lambda a: new(a.shape, np.int32).set(a)  # noqa: E731
-        self.lo, self.hi = ints(lo), ints(np.arange(1, rows + 1, dtype=np.int32))
-        zero = ints(np.zeros(rows, np.int32))
-        blocks, tiles = -(-rows // 64), -(-rows // 128)
-        self.tiles = tiles
-        self.q_order_192 = new((-(-rows // 192),), np.int32)
-        self.q_blocks, self.kv_blocks = new((5 * blocks,), np.int32), new((4 * blocks,), np.int32)
-        self.q_order, self.kv_order = new((tiles,), np.int32), new((tiles,), np.int32)
-        self.zero = zero
-        ids = np.repeat(np.arange(documents), self.docs).astype(np.int32)
-        slots = max(1024, 2 << (rows - 1).bit_length())
-        self.ids, self.pos = ints(ids), ints(np.arange(rows, dtype=np.int32) - lo)
-        self.workspace = new((5 * slots + rows + -(-rows // 1024),), np.int32)
-        self.ranges = [new((rows,), np.int32) for _ in range(3)]
-        self.slots = slots
-        for launch in self.mask_launches().values():
-            launch()
-        driver.synchronize()
-        assert (self.ranges[0].get() == lo).all() and not self.ranges[2].get().any()
-
-    def mask_launches(self) -> dict:  # type: ignore[type-arg]
-        """The launches that build a mask, in order."""
-        n, slots, shift = self.rows, self.slots, 32 - (self.slots.bit_length() - 1)
-        grid = lambda kernel, size: (-(-size // kernel.meta["block"]),)  # noqa: E731
-        k = self.common
-        init, runs, rows = k["documents_init"], k["documents_runs"], k["documents_rows"]
-        ids, work, ranges = self.ids, self.workspace, self.ranges
-        tables = (self.q_blocks, self.kv_blocks)
-        bounds, keys, order = k["blocks_rows"], k["blocks_keys"], k["blocks_order"]
-        blocks, both = -(-n // 64), (shift, n.bit_length())
-        orders = (self.q_order, self.q_order_192, self.kv_order)
-        return {
-            "init": init.bind(grid(init, n), ids, work, n, slots),
-            "runs": runs.bind(grid(runs, n), ids, self.pos, work, 1, n, slots, shift),
-            "rows": rows.bind(
-                grid(rows, n), ids, ids, self.pos, self.pos, work, *ranges, 1, n, n, slots, *both
-            ),
-            "blocks": bounds.bind(
-                grid(bounds, blocks), self.lo, self.hi, self.zero, self.q_blocks, n
-            ),
-            "keys": keys.bind(grid(keys, blocks), *tables, n, n),
-            "order": order.bind(grid(order, self.tiles), *tables, *orders, n, n),
+    def __init__(self, work: Work, built: Built, candidates: dict[str, tuple[str, Kernel]]):
+        self.work, self.candidates = work, candidates
+        dims = (work.case.head_dim, work.case.value_dim)
+        self.alone = {title: work.launch(kernel) for title, (_, kernel) in candidates.items()}
+        # the first of each kernel, which is the table's own: what the others of its pass run beside
+        self.own: dict[str, Launch] = {}
+        for title, (name, _) in candidates.items():
+            self.own.setdefault(name, self.alone[title])
+        self.twins = {
+            name: work.launch(twin)
+            for name in ("forward", "backward_delta", *PORTABLE_BACKWARD)
+            if (twin := built.twin(name, dims)) is not None
         }
 
-    def launch(self, kernel) -> None:  # type: ignore[no-untyped-def]
-        name, block = kernel.meta["kernel"], kernel.meta["block"]
-        mask = (self.lo, self.hi, self.lo, self.lo, self.lo, self.lo, self.q_blocks)
-        scalars = (self.dim**-0.5, 0, 1, 1, self.rows, self.rows, HEADS, KV_HEADS)
-        per_tile = self.tiles * (128 // block)
-        operands = (self.q, self.k, self.v)
-        if name == "forward":
-            kernel(
-                (HEADS * per_tile,), *operands, self.out, self.lse, *mask, self.q_order, *scalars
-            )
-        elif name == "forward_hopper":
-            grid = (HEADS * -(-self.rows // block),)
-            order = self.q_order_192 if block == 192 else self.q_order
-            kernel(grid, *operands, self.out, self.lse, *mask, order, *scalars)
-        elif name == "backward_dkdv":
-            outputs = (self.do, self.lse, self.delta, self.dk, self.dv)
-            kernel(
-                (KV_HEADS * per_tile,),
-                *operands,
-                *outputs,
-                *mask,
-                self.kv_blocks,
-                self.kv_order,
-                *scalars,
-            )
-        elif name == "backward_dq":
-            outputs = (self.do, self.lse, self.delta, self.dq)
-            kernel((HEADS * per_tile,), *operands, *outputs, *mask, self.q_order, *scalars)
-        elif name == "backward_delta":
-            grid = (-(-self.rows // block) * HEADS,)
-            kernel(
-                grid,
-                self.out,
-                self.do,
-                self.lse,
-                self.delta,
-                self.lo,
-                self.hi,
-                0,
-                1,
-                1,
-                self.rows,
-                HEADS,
-            )
+    def together(self, title: str) -> Launch | None:
+        """Hopper's three kernels with this candidate in its place; None if one of them is missing."""
+        name = self.candidates[title][0]
+        if any(part not in self.own for part in HOPPER_BACKWARD):
+            return None
+        parts = [self.alone[title] if part == name else self.own[part] for part in HOPPER_BACKWARD]
 
-    def outputs(self, kernel: str) -> list[np.ndarray]:
-        buffers = {
-            "forward": [self.out],
-            "forward_hopper": [self.out],
-            "backward_dkdv": [self.dk, self.dv],
-            "backward_dq": [self.dq],
-        }[kernel]
-        return [float32(b.get()) for b in buffers]
+        def run() -> None:
+            for part in parts:
+                part()
 
-    def poison(self) -> None:
-        for b in (self.out, self.dq, self.dk, self.dv):
-            b.fill(0xFF)
+        return run
 
-    def sampled_error(self, out: np.ndarray) -> float:
-        """Relative error of 8 random rows of every head against float64."""
-        q, k, v = (float32(b.get()).astype(np.float64) for b in (self.q, self.k, self.v))
-        worst = 0.0
-        for i in np.random.default_rng(1).choice(self.rows, 8, replace=False):
-            span = slice(self.lo_host[i], i + 1)
-            for h in range(HEADS):
-                s = k[span, h // 4] @ q[i, h] * self.dim**-0.5
-                p = np.exp(s - s.max())
-                o = p @ v[span, h // 4] / p.sum()
-                worst = max(worst, float(np.linalg.norm(out[i, h] - o) / np.linalg.norm(o)))
-        return worst
+    def reference(self) -> dict[str, Any]:
+        """Results of the portable kernels; of the table's own Hopper kernels where there are none."""
+        work = self.work
+        work.poison(("out", "lse", "dq", "dk", "dv"))
+        forward = self.twins.get("forward") or self.own.get("forward_hopper")
+        if forward is None:
+            raise SystemExit(f"{work.case.name}: no forward was built, and the backward needs one")
+        forward()
+        found = work.results(("out", "lse"))
+        if all(name in self.twins for name in PORTABLE_BACKWARD):
+            for name in ("backward_delta", *PORTABLE_BACKWARD):
+                self.twins[name]()
+            found |= work.results(("dq", "dk", "dv"))
+        self.work.driver.synchronize()
+        return found
 
-    def free(self) -> None:
-        from cubin import Buffer
+    def check(self, want: dict[str, Any]) -> dict[str, float]:
+        """Title -> largest relative difference. The first of a kernel without a reference becomes it."""
+        found = {}
+        for title, (name, _) in self.candidates.items():
+            names = RESULTS[name]
+            run = self.together(title) if name in HOPPER_BACKWARD else self.alone[title]
+            if run is None:
+                print(f"{title}: not compared: not all of {', '.join(HOPPER_BACKWARD)} were built")
+                continue
+            print(f"  {title} ...", end="", flush=True)  # the last line, if it never ends
+            self.work.poison(names)
+            if name in HOPPER_BACKWARD:
+                self.work.poison(("delta", "lse2", "lo", "hi", "dq_sum"))
+            elif name in PORTABLE_BACKWARD:
+                self.twins["backward_delta"]()
+            run()
+            self.work.driver.synchronize()
+            got = self.work.results(names)
+            for result in names:
+                want.setdefault(result, got[result])
+            found[title] = difference(got, {result: want[result] for result in names})
+            right = found[title] < CLOSE
+            print(f" difference {found[title]:.1e}{'' if right else ' WRONG'}", flush=True)
+        return found
 
-        for b in [*vars(self).values(), *self.ranges]:
-            if isinstance(b, Buffer):
-                b.free()
+    def timed(self, right: list[str]) -> dict[str, Launch]:
+        launches = {title: self.alone[title] for title in right}
+        for title in right:
+            run = self.together(title)
+            if self.candidates[title][0] == "backward_hopper" and run is not None:
+                launches[title.replace("backward_hopper", "backward", 1)] = run
+        return launches
 
 
-def candidates(folder: pathlib.Path, kernel: str, dim: int) -> Iterator[tuple[str, pathlib.Path]]:
-    for tile in CANDIDATES[kernel][dim]:
-        label = "x".join(map(str, tile))
-        for record in sorted((folder / f"{kernel}_{dim}_" / label).glob("*.json")):
-            yield label, record
+def time_case(plan: Plan, differences: dict[str, float], rounds: int) -> list[dict[str, Any]]:
+    right = [title for title, value in differences.items() if value < CLOSE]
+    case, rows = plan.work.case, []
+    launches = plan.timed(right) | {f"mask {name}": run for name, run in plan.work.mask.items()}
+    for title, (ms, low, high) in plan.work.driver.interleaved(launches, rounds).items():
+        name, _, rest = title.partition(" ")
+        flops = operations(case, name)
+        own = title if title in plan.candidates else title.replace("backward", "backward_hopper", 1)
+        meta = plan.candidates[own][1].meta if own in plan.candidates else {}
+        rows.append({
+            "case": case.name, "dims": [case.head_dim, case.value_dim], "kernel": name, "tile": rest,
+            "ms": round(ms, 4), "ms_low": round(low, 4), "ms_high": round(high, 4),
+            "tflops": round(flops / ms / 1e9, 1) if flops else None,
+            "difference": differences.get(own),
+            **{key: meta.get(key) for key in ("registers", "stack", "shared")},
+        })  # fmt: skip
+    return rows
 
 
-def time_candidates(folder: pathlib.Path, rounds: int) -> None:
-    from cubin import Driver, Kernel
+def table(rows: list[dict[str, Any]]) -> str:
+    """One line a candidate; * marks the fastest of a kernel, by the table's own the ratio is taken."""
+    lines = [f"{'case':<13}{'dims':<9}{'kernel':<17}{'tile and assembler':<52}{'ms':>9}{'low':>9}{'high':>9}"
+             f"{'TFLOP/s':>9}{'to own':>8}{'diff':>9}  registers, stack"]  # fmt: skip
+    for row in rows:
+        peers = [r for r in rows if all(r[k] == row[k] for k in ("case", "dims", "kernel"))]
+        fastest = row["kernel"] != "mask" and row["ms"] == min(r["ms"] for r in peers)
+        ratio = f"{peers[0]['ms'] / row['ms']:.3f}" if row["kernel"] != "mask" else ""
+        used = "" if row["registers"] is None else f"{row['registers']}, {row['stack']}"
+        diff = "" if row["difference"] is None else f"{row['difference']:.0e}"
+        tflops = "" if row["tflops"] is None else f"{row['tflops']:.1f}"
+        dims = "x".join(map(str, row["dims"]))
+        lines.append(f"{row['case']:<13}{dims:<9}{row['kernel']:<17}{row['tile'][:51]:<52}{row['ms']:>9.4f}{row['ms_low']:>9.4f}"
+                     f"{row['ms_high']:>9.4f}{tflops:>9}{ratio:>7}{'*' if fastest else ' '}{diff:>9}  {used}")  # fmt: skip
+    return "\n".join(lines)
 
+
+def time_candidates(
+    folder: pathlib.Path, kernels: list[str], dims: list[tuple[int, int]] | None, names: list[str], rounds: int
+) -> int:  # fmt: skip
+    began = time.perf_counter()
     driver = Driver()
-    rows = []
-    for dim, cases in CASES.items():
-        for case, (length, documents) in cases.items():
-            work = Work(driver, folder, length, dim, documents)
-            took = {
-                name: round(1e3 * driver.milliseconds(launch, rounds, 20), 1)
-                for name, launch in work.mask_launches().items()
-            }
-            print(f"{case} mask, us: {took}, sum {sum(took.values()):.1f}", flush=True)
-            for kernel, factor in (
-                ("forward", 1.0),
-                ("forward_hopper", 1.0),
-                ("backward_dkdv", 4 / 2),
-                ("backward_dq", 3 / 2),
-            ):
-                reference = None
-                for label, record in candidates(folder, kernel, dim):
-                    loaded = Kernel(driver, record)
-                    work.poison()
-                    if kernel.startswith("backward") and reference is None:
-                        work.launch(Kernel(driver, next(candidates(folder, "forward", dim))[1]))
-                        work.launch(work.common["backward_delta"])
-                    work.launch(loaded)
-                    driver.synchronize()
-                    got = work.outputs(kernel)
-                    if reference is None:
-                        reference = got
-                        if kernel.startswith("forward"):
-                            print(
-                                f"{case} d{dim} {kernel}: error against float64 {work.sampled_error(got[0]):.1e}",
-                                flush=True,
-                            )
-                    worst = max(
-                        float(np.linalg.norm(a - b) / np.linalg.norm(b))
-                        for a, b in zip(got, reference, strict=True)
-                    )
-                    ms = driver.milliseconds(lambda: work.launch(loaded), rounds)  # noqa: B023
-                    row = {
-                        "case": case,
-                        "dim": dim,
-                        "kernel": kernel,
-                        "tile": label,
-                        "ms": round(ms, 4),
-                        "tflops": round(factor * work.flops / ms / 1e9, 1),
-                        "difference": worst,
-                        **{k: loaded.meta[k] for k in ("registers", "stack", "shared")},
-                    }
-                    rows.append(row)
-                    print(f"{case:12} d{dim:<3} {kernel:14} {label:14} {ms:8.3f} ms {row['tflops']:7.1f} TFLOP/s  "
-                          f"diff {worst:.0e}  {row['registers']} reg {row['stack']} B stack", flush=True)  # fmt: skip
-            work.free()
+    built = Built(driver, folder)
+    report: dict[str, Any] = {"device": driver.name, "driver": driver.version, "rounds": rounds,
+                              "commit": os.environ.get("PACKAX_COMMIT", "unknown"), "rows": [], "wrong": []}  # fmt: skip
     out = pathlib.Path(os.environ.get("OUT", folder)) / "tune.json"
-    out.write_text(
-        json.dumps({"device": driver.name, "driver": driver.version, "rows": rows}, indent=1) + "\n"
+    print(f"{driver.name}, driver {driver.version}, {rounds} rounds", flush=True)
+    there = dict.fromkeys(tuple(row["dims"]) for row in built.rows if row["label"])
+    for pair in [d for d in there if dims is None or d in dims]:
+        wanted = {t: c for t, c in built.candidates(pair).items() if c[0] in kernels}
+        if any(name in HOPPER_BACKWARD for name, _ in wanted.values()):  # its mates, to run beside
+            mates = {t: c for t, c in built.candidates(pair).items() if c[0] in HOPPER_BACKWARD}
+            wanted |= {t: c for t, c in mates.items() if t.split()[1] == "table"}
+        for name in [*CHECKS, *names]:
+            print(f"{name} {pair[0]}x{pair[1]}, {time.perf_counter() - began:.0f} s", flush=True)
+            work = Work(driver, case(name, pair), built.masks())
+            work.check_mask()
+            plan = Plan(work, built, wanted)
+            want = plan.reference()
+            if wanted and "out" in want:
+                print(f"  forward: error against float64 {work.forward_error():.1e}", flush=True)
+            differences = plan.check(want)
+            wrong = [title for title, value in differences.items() if not value < CLOSE]
+            report["wrong"] += [f"{name} {pair[0]}x{pair[1]} {title}" for title in wrong]
+            wanted = {title: c for title, c in wanted.items() if title not in wrong}
+            if name in TIMED and wanted:
+                rows = time_case(plan, differences, rounds)
+                report["rows"] += rows
+                print(table(rows), flush=True)
+            work.free()
+            out.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"\n{table(report['rows'])}\n\nwrote {out}, {time.perf_counter() - began:.0f} s")
+    for line in report["wrong"]:
+        print(f"WRONG, not timed: {line}")
+    return 1 if report["wrong"] else 0
+
+
+def pair(text: str) -> tuple[int, int]:
+    qk, _, v = text.partition("x")
+    return int(qk), int(v or qk)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     sub = parser.add_subparsers(dest="command", required=True)
     first = sub.add_parser("build", help="compile the candidates")
-    first.add_argument("folder", type=pathlib.Path)
-    first.add_argument("--arch", default="90a")
-    first.add_argument("--kernels", nargs="+", default=list(CANDIDATES), choices=list(CANDIDATES))
-    first.add_argument("--assembler", default="12.9", help="12.9 or 13.4")
-    first.add_argument("--jobs", type=int, default=os.cpu_count() or 2)
     second = sub.add_parser("time", help="time them")
-    second.add_argument("folder", type=pathlib.Path)
-    second.add_argument("--rounds", type=int, default=20)
+    for command in (first, second):
+        command.add_argument("folder", type=pathlib.Path)
+        command.add_argument("--kernels", nargs="+", default=list(KERNELS), choices=KERNELS)
+        command.add_argument("--dims", nargs="+", type=pair, help="e.g. 128x128 (default: all)")
+    first.add_argument("--arch", default="90a")
+    first.add_argument("--assemblers", nargs="+", default=["12.9", "13.4"])
+    first.add_argument("--try", dest="extra", nargs="+", default=[], metavar="KERNEL:DIM:NAME=N")
+    first.add_argument("--jobs", type=int, default=os.cpu_count() or 2)
+    second.add_argument("--cases", nargs="+", default=list(TIMED), choices=list(TIMED))
+    second.add_argument("--rounds", type=int, default=11)
     args = parser.parse_args()
     if args.command == "build":
-        build(args.folder, args.arch, args.jobs, args.kernels, args.assembler)
-    else:
-        time_candidates(args.folder, args.rounds)
+        from candidates import build
+
+        build(args.folder, args.arch, args.jobs, args.kernels, args.dims, args.assemblers, args.extra)  # fmt: skip
+        return 0
+    return time_candidates(args.folder, args.kernels, args.dims, args.cases, args.rounds)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,0 +1,190 @@
+"""Which tiles tune.py compares, and how it compiles them: on the build machine, with Triton and no GPU.
+
+A candidate changes some constants of its kernel's row in csrc/aot/variants.py; {} is the row itself.
+Hopper kernels are compiled by both assemblers. What the table's limits would refuse (spills) is
+compiled all the same and said.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import pathlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "csrc" / "aot"))
+
+import variants as table  # noqa: E402
+
+Constants = dict[str, int]
+TILE = ("BLOCK_M", "BLOCK_N", "STAGES", "WARPS")  # a row of TILES
+
+
+def tiles(*rows: tuple[int, ...]) -> list[Constants]:
+    return [{}, *(dict(zip(TILE, row, strict=True)) for row in rows)]
+
+
+def registers(*pairs: tuple[int, int]) -> list[Constants]:
+    names = ("CONSUMER_REGISTERS", "PRODUCER_REGISTERS")
+    return [dict(zip(names, pair, strict=True)) for pair in pairs]
+
+
+# kernel -> (query/key dim, value dim) -> candidates. What a kernel or the table does not have is
+# left out by the build, which says so.
+CANDIDATES: dict[str, dict[tuple[int, int], list[Constants]]] = {
+    "forward_hopper": {
+        (64, 64): [{}, {"WARP_GROUPS": 2, "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24}, {"BLOCK_N": 64, "STAGES": 3}],
+        (128, 128): [{}, {"BLOCK_N": 64, "STAGES": 4}],
+        (192, 128): [{}, {"BLOCK_N": 64}],
+        (256, 256): [{}, {"BLOCK_N": 64}],
+    },
+    "backward_hopper": {
+        dims: [{}, *registers((240, 40), (232, 24), (224, 32))]
+        for dims in ((64, 64), (128, 128), (192, 128), (256, 256))
+    },
+    "backward_prepare": {
+        dims: [{}, {"ROWS": 16}, {"ROWS": 64}]
+        for dims in ((64, 64), (128, 128), (192, 128), (256, 256))
+    },
+    "backward_finish": {
+        dims: [{}] for dims in ((64, 64), (128, 128), (192, 128), (256, 256))
+    },
+    "forward": {
+        (128, 128): tiles((128, 128, 2, 8), (128, 64, 3, 8), (128, 64, 4, 8), (64, 128, 2, 4), (64, 64, 3, 4)),
+        (64, 64): tiles((128, 128, 2, 8), (128, 64, 3, 8), (128, 64, 4, 4), (64, 128, 3, 4), (64, 64, 3, 4)),
+    },
+    "backward_dkdv": {
+        (128, 128): tiles((64, 128, 2, 8), (32, 128, 3, 8), (64, 64, 2, 4), (128, 64, 2, 8), (128, 128, 2, 8)),
+        (64, 64): tiles((64, 128, 2, 8), (64, 128, 3, 4), (64, 64, 3, 4), (128, 128, 2, 8), (32, 128, 3, 4)),
+    },
+    "backward_dq": {
+        (128, 128): tiles((128, 64, 2, 8), (128, 64, 3, 8), (64, 64, 3, 4), (128, 32, 3, 8), (128, 32, 3, 4)),
+        (64, 64): tiles((128, 64, 3, 8), (128, 128, 2, 8), (64, 64, 3, 4), (64, 128, 3, 4), (128, 32, 3, 4)),
+    },
+}  # fmt: skip
+PIPELINES = ({"backward_prepare", "backward_hopper", "backward_finish"},)  # run together
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate(table.Variant):
+    label: str = "table"
+
+    @property
+    def name(self) -> str:
+        return f"{super().name}__{self.label.replace('=', '').replace(' ', '_')}"
+
+
+def label(constants: Constants) -> str:
+    return " ".join(f"{name}={n}" for name, n in constants.items()) or "table"
+
+
+def variant(
+    kernel: str, arch: table.Arch, dims: tuple[int, int], changed: Constants, assembler: str
+) -> Candidate:
+    """The table's own variant with `changed` constants; LookupError where there is none to change."""
+    hopper = kernel in table.HOPPER_TILES
+    rows: dict[Any, Any] = table.HOPPER_TILES[kernel] if hopper else table.TILES[kernel]
+    wanted = (dims, max(dims)) if hopper else ((arch.tiles, dims), (arch.tiles, max(dims)))
+    key = next((key for key in wanted if key in rows), None)
+    if dims not in table.HEAD_DIMS or key is None or (hopper and arch.tiles != "hopper"):
+        raise LookupError(f"no row for {kernel} {dims[0]}x{dims[1]} {arch.name} in variants.py")
+    kept = rows[key]
+    row = dict(kept) if hopper else dict(zip(TILE, kept, strict=True))
+    unknown = set(changed) - set(row)
+    if unknown:
+        raise LookupError(
+            f"{kernel} has no constant {', '.join(sorted(unknown))}: {', '.join(row)}"
+        )
+    try:  # variants.py turns a row into constants and the rows of a program
+        rows[key] = row | changed if hopper else tuple((row | changed).values())
+        make = table.hopper if hopper else table.tiled
+        made = make(kernel, arch, "bf16", *dims)
+    finally:
+        rows[key] = kept
+    fields = {f.name: getattr(made, f.name) for f in dataclasses.fields(made)}
+    return Candidate(**fields | {"assembler": assembler, "label": label(changed)})
+
+
+def parse(text: str) -> tuple[str, tuple[int, int], Constants]:
+    """KERNEL:DIM[xDIM]:NAME=N,NAME=N of --try."""
+    kernel, dims, changes = text.split(":")
+    qk, _, v = dims.partition("x")
+    named = (change.split("=") for change in changes.split(",") if change)
+    return kernel, (int(qk), int(v or qk)), {name: int(n) for name, n in named}
+
+
+def chosen(
+    arch: str,
+    kernels: list[str],
+    dims: list[tuple[int, int]] | None,
+    assemblers: list[str],
+    extra: list[str],
+) -> Iterator[Candidate]:
+    """All candidates to compile, and those that a pipeline needs beside them."""
+    wanted = {(k, d): list(rows) for k, by_dims in CANDIDATES.items() if k in kernels
+              for d, rows in by_dims.items() if dims is None or d in dims}  # fmt: skip
+    for kernel, d, changed in map(parse, extra):
+        wanted.setdefault((kernel, d), [{}]).append(changed)
+    for pipeline, (kernel, d) in itertools.product(PIPELINES, list(wanted)):
+        for other in pipeline if kernel in pipeline else ():
+            wanted.setdefault((other, d), [{}])
+    seen = set()
+    for (kernel, d), rows in wanted.items():
+        for changed, assembler in itertools.product(rows, assemblers):
+            two = kernel in table.TWO_ASSEMBLERS
+            try:
+                made = variant(kernel, table.ARCHS[arch], d, changed, assembler if two else "12.9")
+            except LookupError as error:
+                print(f"left out: {error}", flush=True)
+                break
+            same = dataclasses.replace(made, label="")  # a change that changes nothing
+            if same not in seen:
+                seen.add(same)
+                yield made
+
+
+def build(
+    folder: pathlib.Path,
+    arch: str,
+    jobs: int,
+    kernels: list[str],
+    dims: list[tuple[int, int]] | None,
+    assemblers: list[str],
+    extra: list[str],
+) -> None:
+    import compile as aot
+
+    refuse = aot.check_assembly
+
+    def report(*arguments: Any) -> None:
+        """A build refuses these; a candidate only has to be slow."""
+        try:
+            refuse(*arguments)
+        except SystemExit as error:
+            print(f"  {error}", file=sys.stderr, flush=True)
+
+    aot.check_assembly = report  # the compiling processes are forks
+    todo = list(chosen(arch, kernels, dims, assemblers, extra))
+    needed = tuple({(v.qk_dim, v.v_dim) for v in todo})
+    twins = [
+        v
+        for v in table.variants((arch,), ("bf16",), needed)
+        if v.kernel not in table.HOPPER_TILES and v.assembler == "12.9"
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    failed = aot.compile_table(
+        [*todo, *twins], folder / "cubins", ROOT / "build" / "tune_cache", jobs
+    )
+    rows = [
+        {"kernel": v.kernel, "dims": [v.qk_dim, v.v_dim], "file": v.name, "assembler": v.assembler,
+         "label": getattr(v, "label", None), "constants": dict(v.constants)}
+        for v in [*todo, *twins]
+        if (folder / "cubins" / f"{v.name}.json").exists()
+    ]  # fmt: skip
+    (folder / "index.json").write_text(json.dumps(rows, indent=1) + "\n")
+    size = sum(f.stat().st_size for f in (folder / "cubins").iterdir())
+    print(f"{failed} do not compile and are left out; {size / 1e6:.1f} MB in {folder}")

@@ -1,0 +1,175 @@
+"""One case on the device, for tune.py: inputs, mask arrays, workspaces, and the launches of docs/design.md.
+
+Kernels get their arguments by name, from one namespace; which of them are tensor maps, pointers or
+numbers is what the build recorded (csrc/aot/variants.py), so a kernel may change that freely.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+from cases import Case
+from cubin import Buffer, Driver, Kernel
+
+Launch = Callable[[], None]
+SAMPLED = 8192  # rows of a long case that are compared
+HOPPER_BACKWARD = ("backward_prepare", "backward_hopper", "backward_finish")
+
+
+def bfloat16(x: np.ndarray) -> np.ndarray:
+    bits = x.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def float32(x: np.ndarray) -> np.ndarray:
+    return x if x.dtype == np.float32 else (x.astype(np.uint32) << 16).view(np.float32)
+
+
+class Work:
+    def __init__(self, driver: Driver, case: Case, mask_kernels: dict[str, Kernel]):
+        self.driver, self.case = driver, case
+        rows, heads, kv_heads = case.seq, case.heads, case.kv_heads
+        qk, v = case.head_dim, case.value_dim
+        self.padded = padded = -(-rows // 64) * 64
+        self.buffers: list[Buffer] = []
+        lengths = np.array(case.lengths)
+        lo = np.repeat(np.cumsum(lengths) - lengths, lengths).astype(np.int32)
+        self.lo_host = lo
+        rng = np.random.default_rng(0)
+
+        def normal(heads: int, dim: int) -> Buffer:
+            drawn = rng.standard_normal((rows, heads, dim), np.float32)
+            return self._new((rows, heads, dim), np.uint16).set(bfloat16(drawn))
+
+        half, floats = (functools.partial(self._new, dtype=t) for t in (np.uint16, np.float32))
+        ints = functools.partial(self._new, dtype=np.int32)
+        put = lambda host: ints(host.shape).set(host)  # noqa: E731
+        blocks, tiles = padded // 64, -(-rows // 128)
+        self.given: dict[str, Any] = {
+            "query": normal(heads, qk), "key": normal(kv_heads, qk), "value": normal(kv_heads, v),
+            "dout": normal(heads, v), "out": half((rows, heads, v)), "dq": half((rows, heads, qk)),
+            "dk": half((rows, kv_heads, qk)), "dv": half((rows, kv_heads, v)),
+            "lse": floats((heads * rows,)), "delta": floats((heads * padded,)),
+            "lse2": floats((heads * padded,)), "dq_sum": floats((heads * padded * qk,)),
+            "lo": ints((padded,)), "hi": ints((padded,)), "counter": ints((1,)),
+            "q_lo": put(lo), "q_hi": put(np.arange(1, rows + 1, dtype=np.int32)),
+            "q_blocks": ints((5 * blocks,)), "kv_blocks": ints((4 * blocks,)),
+            "q_order": ints((tiles,)), "q_order_192": ints((-(-rows // 192),)),
+            "kv_order": ints((tiles,)),
+            "scale": qk**-0.5, "element_test": 0, "batch": 1, "mask_batch": 1, "has_dlse": 0,
+            "q_len": rows, "kv_len": rows, "heads": heads, "kv_heads": kv_heads,
+        }  # fmt: skip
+        # never read without an element test or dlse
+        self.given |= dict.fromkeys(("q_ids", "kv_ids", "q_pos", "kv_pos"), self.given["q_lo"])
+        self.given["dlse"] = self.given["lse"]
+        self.ranges = dict.fromkeys(("lo", "hi", "tested"))
+        self.mask = self._mask_launches(mask_kernels)
+        for launch in self.mask.values():
+            launch()
+        driver.synchronize()
+
+    def _new(self, shape: tuple[int, ...], dtype: Any) -> Buffer:
+        self.buffers.append(Buffer(self.driver, shape, dtype))
+        return self.buffers[-1]
+
+    def _mask_launches(self, kernels: dict[str, Kernel]) -> dict[str, Launch]:
+        """The launches that build a mask, in order."""
+        rows = self.case.seq
+        slots = max(1024, 2 << (rows - 1).bit_length())
+        ints = functools.partial(self._new, dtype=np.int32)
+        put = lambda host: ints(host.shape).set(host)  # noqa: E731
+        ids = put(np.repeat(np.arange(self.case.documents), self.case.lengths).astype(np.int32))
+        positions = put(np.arange(rows, dtype=np.int32) - self.lo_host)
+        documents = self.given | {
+            "q_ids": ids, "kv_ids": ids, "q_pos": positions, "kv_pos": positions,
+            "workspace": ints((5 * slots + rows + -(-rows // 1024),)), "compare_positions": 1,
+            "table_size": slots, "table_shift": 33 - slots.bit_length(),
+            "search_steps": rows.bit_length(),
+            **{name: ints((rows,)) for name in ("lo", "hi", "tested")},
+        }  # fmt: skip
+        bounds = self.given | {"tested": put(np.zeros(rows, np.int32))}
+        sizes = {"blocks_rows": -(-rows // 64), "blocks_keys": -(-rows // 64), "blocks_order": -(-rows // 128)}  # fmt: skip
+        launches = {}
+        for name, kernel in kernels.items():
+            grid = (-(-sizes.get(name, rows) // kernel.meta["block"]),)
+            launches[name] = kernel.bind(grid, documents if "documents" in name else bounds)
+        self.ranges = {name: documents[name] for name in ("lo", "hi", "tested")}
+        return launches
+
+    def check_mask(self) -> None:
+        """The row ranges from ids and positions are those of the document lengths."""
+        lo, hi, tested = (self.ranges[name].get() for name in ("lo", "hi", "tested"))
+        assert (lo == self.lo_host).all() and not tested.any()
+        assert (hi == np.arange(1, self.case.seq + 1)).all()
+
+    def grid(self, kernel: Kernel) -> int:
+        name, block = kernel.meta["kernel"], kernel.meta["block"]
+        rows, heads, kv_heads = self.case.seq, self.case.heads, self.case.kv_heads
+        if name in ("backward_prepare", "backward_finish"):
+            return heads * self.padded // block
+        if name == "backward_delta":
+            return heads * -(-rows // block)
+        if name == "backward_dkdv":
+            return kv_heads * -(-rows // 128) * (128 // block)
+        if name in ("forward", "backward_dq"):
+            return heads * -(-rows // 128) * (128 // block)
+        return (kv_heads if name == "backward_hopper" else heads) * -(-rows // block)
+
+    def launch(self, kernel: Kernel) -> Launch:
+        """One kernel bound to this case. Programs that draw from the counter are as many as multiprocessors."""
+        given, grid = dict(self.given), self.grid(kernel)
+        if kernel.meta["block"] == 192:
+            given["q_order"] = given["q_order_192"]
+        if not any(p["name"] == "counter" for p in kernel.meta["params"]):
+            return kernel.bind((grid,), given)
+        run = kernel.bind((min(grid, self.driver.multiprocessors),), given)
+        cu, counter = self.driver.cu, given["counter"]
+
+        def clear_and_run() -> None:
+            self.driver.ok(cu.cuMemsetD32Async(counter.pointer, 0, 1, None), "cuMemsetD32Async")
+            run()
+
+        return clear_and_run
+
+    def poison(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.given[name].fill(0xFF)
+
+    def results(self, names: Iterable[str]) -> dict[str, np.ndarray]:
+        """On the host as float32; of long cases every n-th row."""
+        step = -(-self.case.seq // SAMPLED) | 1
+        found = {}
+        for name in names:
+            host = self.given[name].get()
+            host = host.reshape(self.case.heads, -1).T if name == "lse" else host
+            found[name] = float32(np.ascontiguousarray(host[::step]))
+        return found
+
+    def forward_error(self) -> float:
+        """Relative error of the output in 8 random rows of every head, against float64."""
+        case = self.case
+        q, k, v, out = (self.given[n].get() for n in ("query", "key", "value", "out"))
+        group, worst = case.heads // case.kv_heads, 0.0
+        for i in np.random.default_rng(1).choice(case.seq, 8, replace=False):
+            span = slice(self.lo_host[i], i + 1)
+            keys, values, rows, got = (float32(x).astype(np.float64) for x in (k[span], v[span], q[i], out[i]))  # fmt: skip
+            for h in range(case.heads):
+                s = keys[:, h // group] @ rows[h] * self.given["scale"]
+                p = np.exp(s - s.max())
+                o = p @ values[:, h // group] / p.sum()
+                worst = max(worst, float(np.linalg.norm(got[h] - o) / np.linalg.norm(o)))
+        return worst
+
+    def free(self) -> None:
+        for buffer in self.buffers:
+            buffer.free()
+
+
+def difference(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> float:
+    """The largest relative difference of any result; NaN if there is one."""
+    with np.errstate(all="ignore"):
+        each = [np.linalg.norm(got[n] - want[n]) / np.linalg.norm(want[n]) for n in want]
+    return float(np.max(each))

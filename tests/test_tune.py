@@ -1,0 +1,170 @@
+"""The tuning harness packs what the kernels declare, refuses wrong candidates, and prints a table.
+
+It runs against a driver of its own (fake_driver.py), in a process of its own: there is a cases.py in both folders.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+BENCHMARKS = TESTS.parent / "benchmarks"
+pytest.importorskip("triton", reason="a build dependency: kernels are declared in it")
+
+SETUP = """
+import json, pathlib, sys
+sys.path[:0] = [sys.argv[1] + "/../csrc/aot"]
+sys.path.append(sys.argv[1])
+import compile as aot, variants
+import candidates, cubin, fake_driver, tune
+
+folder = pathlib.Path(sys.argv[2])
+(folder / "cubins").mkdir(parents=True)
+cuda = fake_driver.install(cubin)
+HOPPER = variants.ARCHS["90a"]
+DIMS = (128, 128)
+
+def write(variant, label):
+    params = aot.parameters(variant.kernel, aot.argument_names(variant.kernel))
+    constants = dict(variant.constants)
+    boxes = []
+    for _, *sizes in variants.TENSOR_MAPS.get(variant.kernel, {}).values():
+        rows, columns = (constants[n] if isinstance(n, str) else n for n in sizes)
+        boxes.append({"box": [1, rows, min(columns, 64)], "swizzle": 3})
+    meta = {"kernel": variant.kernel, "symbol": variant.kernel, "block": variant.block, "params": params,
+            "tensor_maps": boxes, "threads": 128, "shared": 0, "registers": 99, "stack": 0, "driver": variant.driver}
+    (folder / "cubins" / f"{variant.name}.json").write_text(json.dumps(meta))
+    (folder / "cubins" / f"{variant.name}.cubin").write_text(json.dumps(meta | {"file": variant.name}))
+    return {"kernel": variant.kernel, "dims": [variant.qk_dim, variant.v_dim], "file": variant.name,
+            "assembler": variant.assembler, "label": label, "constants": constants}
+
+def built(*kernels, twins=True):
+    some = candidates.chosen("90a", kernels, [DIMS], ["12.9", "13.4"], [])
+    rows = [write(v, v.label) for v in some]
+    if twins:
+        rows += [write(v, None) for v in variants.variants(("90a",), ("bf16",), (DIMS,))
+                 if v.kernel not in variants.HOPPER_TILES]
+    (folder / "index.json").write_text(json.dumps(rows))
+    return rows
+"""
+
+
+def script(tmp_path: Path, code: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", SETUP + code, str(TESTS), str(tmp_path / "built")],
+        capture_output=True,
+        text=True,
+        cwd=BENCHMARKS,
+        timeout=300,
+        env={"PATH": "/usr/bin:/bin", "OUT": str(tmp_path)},
+    )
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-3000:]
+    return result.stdout
+
+
+def test_every_kernel_gets_every_argument_by_the_tables_kind(tmp_path):
+    script(
+        tmp_path,
+        """
+built(*tune.KERNELS)
+driver = cubin.Driver()
+rows = tune.Built(driver, folder)
+case = tune.case("odd", DIMS)  # 3001 rows, 8 query and 2 key/value heads
+work = tune.Work(driver, case, rows.masks())
+work.check_mask()
+for row in rows.rows:
+    if row["dims"] != [0, 0]:
+        cuda.launches.clear()
+        work.launch(rows.kernel(row))()
+        (launch,) = cuda.launches
+        block = rows.kernel(row).meta["block"]
+        padded, per_tile = 3008, -(-3001 // 128) * (128 // block)
+        assert launch["grid"] == ({
+            "forward": 8 * per_tile, "forward_hopper": 10, "backward_dq": 8 * per_tile,
+            "backward_dkdv": 2 * per_tile, "backward_delta": 8 * -(-3001 // block),
+            "backward_prepare": 8 * padded // block, "backward_hopper": 2 * -(-3001 // block),
+            "backward_finish": 8 * padded // block}[row["kernel"]], 1, 1), launch
+        for name, value in launch.items():
+            kept = work.given.get(name)
+            if isinstance(kept, cubin.Buffer):
+                order = work.given["q_order_192"] if block == 192 and name == "q_order" else kept
+                assert value == order.pointer.value, (row, name)
+            elif kept is not None:
+                assert abs(value - kept) < 1e-6, (row, name)
+        if row["kernel"] == "forward_hopper":
+            assert cuda.memsets[-1] == work.given["counter"].pointer.value
+work.free()
+assert not cuda.memory
+""",
+    )
+
+
+def test_maps_of_flat_and_headed_buffers(tmp_path):
+    script(
+        tmp_path,
+        """
+assert cubin.view((70, 4, 64), [1, 64, 64]) == [1, 70, 256]
+assert cubin.view((4096,), [1, 1, 64]) == [1, 1, 4096]
+assert cubin.view((4096,), [1, 64, 32]) == [1, 128, 32]
+""",
+    )
+
+
+def test_a_wrong_candidate_is_named_and_not_timed(tmp_path):
+    shown = script(
+        tmp_path,
+        """
+rows = built("forward_hopper", "backward_hopper")
+bad = next(r for r in rows if r["kernel"] == "backward_hopper" and r["label"] != "table")
+image = folder / "cubins" / f"{bad['file']}.cubin"
+image.write_text(json.dumps(json.loads(image.read_text()) | {"file": "bad"}))
+tune.TIMED = {"small": (256, 2)}
+status = tune.time_candidates(folder, ["forward_hopper", "backward_hopper"], None, ["small"], 3)
+assert status == 1
+title = f"backward_hopper {bad['label']} {bad['assembler']}"
+report = json.loads((pathlib.Path(sys.argv[2]).parent / "tune.json").read_text())
+assert report["wrong"] == [f"odd 128x128 {title}"], report["wrong"]  # and in no later case
+timed = {(row["kernel"], row["tile"]) for row in report["rows"]}
+assert ("backward_hopper", f"{bad['label']} {bad['assembler']}") not in timed
+assert ("backward_hopper", "table 13.4") in timed and ("backward", "table 13.4") in timed
+assert ("backward_prepare", "table 12.9") in timed  # beside which it ran
+assert report["rows"][0]["tile"] == "table 13.4"
+assert all(row["case"] == "small" for row in report["rows"])
+flops = {row["kernel"]: row["ms"] * row["tflops"] for row in report["rows"] if row["tflops"]}
+assert abs(flops["backward"] / flops["forward_hopper"] - 2.5) < 0.2
+""",
+    )
+    assert "backward_hopper table 13.4 ... difference 0.0e+00\n" in shown
+    assert "WRONG, not timed: odd 128x128 backward_hopper" in shown
+    line = [x for x in shown.splitlines() if "forward_hopper   table 13.4" in x][-1]
+    assert line.split()[:2] == ["small", "128x128"] and " 1.000" in line
+
+
+def test_candidates_change_the_tables_row_and_leave_it(tmp_path):
+    shown = script(
+        tmp_path,
+        """
+before = json.dumps(variants.HOPPER_TILES)
+made = candidates.variant("forward_hopper", HOPPER, (64, 64), {"WARP_GROUPS": 2}, "13.4")
+assert made.block == 128 and dict(made.constants)["WARP_GROUPS"] == 2
+assert made.name == "forward_hopper_bf16_64x64_sm90a_cuda13__WARP_GROUPS2" and made.driver == 13000
+assert dict(made.constants) | {"WARP_GROUPS": 3} == dict(variants.hopper("forward_hopper", HOPPER, "bf16", 64, 64).constants)
+assert json.dumps(variants.HOPPER_TILES) == before
+made = candidates.variant("backward_dkdv", HOPPER, (64, 64), {"BLOCK_N": 128, "WARPS": 8}, "12.9")
+assert made.block == 128 and made.warps == 8
+for kernel, dims, change in (("forward_hopper", (64, 64), {"ROWS": 1}), ("forward_hopper", (32, 32), {})):
+    try:
+        candidates.variant(kernel, HOPPER, dims, change, "12.9")
+    except LookupError as error:
+        print(error)
+names = [v.name for v in candidates.chosen("90a", ["backward_prepare"], [DIMS], ["12.9", "13.4"], ["backward_prepare:128:ROWS=128"])]
+assert len(names) == len(set(names)) and any("ROWS128" in name for name in names)
+assert sum("backward_hopper" in name for name in names) == 2  # its pipeline, by both assemblers
+""",
+    )
+    assert "forward_hopper has no constant ROWS: " in shown
+    assert "no row for forward_hopper 32x32" in shown
