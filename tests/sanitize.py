@@ -1,6 +1,8 @@
 """A small forward and backward of every dtype and head dim, to run under compute-sanitizer:
 
-    compute-sanitizer --tool memcheck --error-exitcode 86 python tests/sanitize.py
+    python tests/hazards.py memcheck | racecheck | synccheck     (hazards.py starts this under the tool and counts)
+
+`--small`: bfloat16, and one case of two that lets every ring of buffers wrap, for the tools that are slow.
 
 Every buffer gets an allocation of its own, so that a read or write past its end is an error and not
 a neighbour in jax's pool. Lengths are odd, ids reappear, padding lies in the middle and at the end,
@@ -9,6 +11,7 @@ one case has Sq != Skv and no cotangent of the LSE. Results are compared with Nu
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 
@@ -20,6 +23,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import packax  # noqa: E402
+from packax import _ext  # noqa: E402
 
 LIMIT = {"bfloat16": 3e-2, "float16": 4e-3}  # ‖x - reference‖ / ‖reference‖
 
@@ -43,28 +47,36 @@ def reference(query, key, value, cotangent, attends, scale):
     return out.reshape(*query.shape[:3], -1), dq, dk, dv
 
 
-def run(name, expression, batch, q_len, kv_len, heads, kv_heads, dim, dtype) -> bool:
+def run(
+    name, expression, batch, q_len, kv_len, heads, kv_heads, dims, dtype, deterministic=False
+) -> bool:
     rng = np.random.default_rng(0)
-    shapes = [(q_len, heads), (kv_len, kv_heads), (kv_len, kv_heads), (q_len, heads)]
-    arrays = [jnp.asarray(rng.normal(size=(batch, s, h, dim)), dtype) for s, h in shapes]
+    qk, v = dims
+    shapes = [(q_len, heads, qk), (kv_len, kv_heads, qk), (kv_len, kv_heads, v), (q_len, heads, v)]
+    arrays = [jnp.asarray(rng.normal(size=(batch, *shape)), dtype) for shape in shapes]
 
     @jax.jit
     def both(query, key, value, cotangent):
         mask = packax.create_attention_mask(expression, q_len=q_len, kv_len=kv_len)
         out, pullback = jax.vjp(
-            lambda *x: packax.flash_attention(*x, mask, implementation="cubin"), query, key, value
+            lambda *x: packax.flash_attention(
+                *x, mask, implementation="cubin", deterministic=deterministic
+            ),
+            query,
+            key,
+            value,
         )
         return (out, *pullback(cotangent))
 
     results = [np.asarray(x, np.float64) for x in both(*arrays)]
     attends = np.broadcast_to(expression.as_array(q_len, kv_len), (batch, q_len, kv_len))
-    exact = reference(*(np.asarray(x, np.float64) for x in arrays), attends, dim**-0.5)
+    exact = reference(*(np.asarray(x, np.float64) for x in arrays), attends, qk**-0.5)
     errors = [
         np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in zip(results, exact, strict=True)
     ]
     good = all(error < LIMIT[dtype] for error in errors)
     print(
-        f"{name} {dtype} d{dim}: errors {' '.join(f'{e:.1e}' for e in errors)}"
+        f"{name} {dtype} {qk}x{v}{' deterministic' if deterministic else ''}: errors {' '.join(f'{e:.1e}' for e in errors)}"
         f"{'' if good else ' WRONG'}",
         flush=True,
     )
@@ -80,21 +92,35 @@ def packed(*lengths: int) -> np.ndarray:
     return np.concatenate(ids).astype(np.int32)
 
 
+def head_dims() -> list[tuple[int, int]]:
+    """The pairs that this build has kernels for."""
+    return sorted({(r["qk_dim"], r["v_dim"]) for r in _ext.variants() if r["kernel"] == "forward"})
+
+
 def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--small", action="store_true")
+    arguments = parser.parse_args()
     if jax.default_backend() != "gpu":
         raise SystemExit(f"sanitize.py needs a GPU; jax runs on {jax.default_backend()}")
     packed_rows = np.stack([packed(70, 1, -9, 130, -3), packed(213), packed(-5, 64, 64, 80)])
     shuffled = np.tile(np.repeat([3, 7, 3, 900001], [40, 31, 50, 16]), (1, 1)).astype(np.int32)
     positions = np.arange(137, dtype=np.int32)[None, ::-1].copy()
     causal = packax.causal()
+    tested = causal & packax.documents(shuffled, positions=positions)
     good = True
-    for dtype in ("bfloat16", "float16"):
-        for dim in (64, 128):
-            documents = causal & packax.documents(packed_rows)
-            good &= run("packed", documents, 3, 213, 213, 4, 2, dim, dtype)
-            tested = causal & packax.documents(shuffled, positions=positions)
-            good &= run("tested", tested, 1, 137, 137, 2, 2, dim, dtype)
-            good &= run("causal", causal, 2, 129, 65, 8, 1, dim, dtype)
+    # 700 rows: more blocks than any ring has stages, masked ones and a core; two heads a program
+    long = causal & packax.documents(packed(90, -3, 550, 57)[None])
+    documents = causal & packax.documents(packed_rows)
+    for dims in head_dims():
+        good &= run("long", long, 1, 700, 700, 2, 1, dims, "bfloat16")
+        good &= run("tested", tested, 1, 137, 137, 2, 2, dims, "bfloat16")
+        if arguments.small:
+            continue
+        good &= run("packed", documents, 3, 213, 213, 4, 2, dims, "bfloat16", deterministic=True)
+        for dtype in ("bfloat16", "float16"):
+            good &= run("packed", documents, 3, 213, 213, 4, 2, dims, dtype)
+            good &= run("causal", causal, 2, 129, 65, 8, 1, dims, dtype)
     print("sanitize.py: ok" if good else "sanitize.py: WRONG results")
     return 0 if good else 1
 

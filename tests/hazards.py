@@ -1,0 +1,129 @@
+"""Run sanitize.py under a tool of compute-sanitizer and count what it found, by kernel:
+
+    python tests/hazards.py memcheck|racecheck|synccheck [options of compute-sanitizer ...]
+
+The tool's whole output goes to $OUT/TOOL.txt; here come the results, a count by kernel, and the first reports of each. Counts
+leave nothing out, kernels that are not packax's included. Exit status 1: a report, a wrong result, or no closing line of the tool.
+
+racecheck watches shared memory. What it knows of mbarriers and TMA differs by release (its release notes list false reports and
+misses), so a report on a kernel with TMA is a question, and silence no proof; the version is printed for that.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+TOOLS = {
+    "memcheck": ["--print-limit", "1000"],
+    # Barriers of a block; the tool's own guess can be too small, and then it breaks the context.
+    "racecheck": ["--racecheck-report", "analysis", "--print-limit", "1000", "--num-cuda-barriers", "64"],
+    "synccheck": ["--print-limit", "1000", "--num-cuda-barriers", "64"],
+}  # fmt: skip
+SLOW = ("racecheck", "synccheck")
+SHOWN = 3  # reports of a kernel
+LINES = 8  # of a report
+PREFIX = "========= "
+CLOSING = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
+# "... access at void name<int>(float*)+0x1a0 in file.py:3" in CUDA 12 and 13, "... at 0x1a0 in file.cu:3:name(float*)" before
+KERNEL = re.compile(
+    r"(?:\b(?:at|in) |[\s:])(?:void )?([A-Za-z_]\w*(?:::\w+)*)[^\s+]*(?:\([^)]*\))?\+0x[0-9a-f]+"
+)
+OLD_KERNEL = re.compile(r"\bat 0x[0-9a-f]+ in (?:\S+:\d+:)?([A-Za-z_]\w*)")
+HAZARDS = re.compile(r"\[(\d+) hazards?\]")
+
+
+def reports(text: str) -> list[list[str]]:
+    """The tool's reports: runs of its lines, each from one that is not indented to the next empty one."""
+    found: list[list[str]] = []
+    inside = False
+    for line in text.splitlines():
+        if not line.startswith(PREFIX.rstrip()):
+            continue  # the program's own
+        body = line[len(PREFIX) :]
+        if not body.strip():
+            inside = False
+        elif not body.startswith(" "):
+            skipped = body.startswith("COMPUTE-SANITIZER") or CLOSING.search(body)
+            inside = not skipped
+            if inside:
+                found.append([body])
+        elif inside:
+            found[-1].append(body)
+    return found
+
+
+def kernel_of(report: list[str]) -> str:
+    for line in report:
+        if match := KERNEL.search(line) or OLD_KERNEL.search(line):
+            return match[1]
+    return "(no kernel named)"
+
+
+def weight(report: list[str]) -> int:
+    """Hazards that a report stands for; 1 where it does not say."""
+    return sum(int(n) for line in report for n in HAZARDS.findall(line)) or 1
+
+
+def summary(text: str) -> tuple[str, bool]:
+    """(what to print, whether the tool ended and found nothing)."""
+    found = reports(text)
+    by_kernel: dict[str, list[list[str]]] = defaultdict(list)
+    for report in found:
+        by_kernel[kernel_of(report)].append(report)
+    lines = []
+    for kernel, some in sorted(by_kernel.items(), key=lambda item: -sum(map(weight, item[1]))):
+        kinds: dict[str, int] = defaultdict(int)
+        for report in some:
+            kinds[re.split(r" at | between | \(|0x", report[0])[0].strip()] += weight(report)
+        counts = ", ".join(f"{n} x {kind}" for kind, n in kinds.items())
+        lines.append(f"{kernel}: {len(some)} reports: {counts}")
+        for report in some[:SHOWN]:
+            lines += [f"    {line}" for line in report[:LINES]]
+            lines += [f"      ({len(report) - LINES} more lines)"] * (len(report) > LINES)
+    closing = [line for line in text.splitlines() if CLOSING.search(line)]
+    lines += closing or ["the tool's closing line is missing: it did not end"]
+    clean = bool(closing) and not found
+    clean &= all(int(n) == 0 for line in closing for n in CLOSING.findall(line))
+    return "\n".join(lines), clean
+
+
+def main() -> int:
+    if len(sys.argv) < 2 or sys.argv[1] not in TOOLS:
+        raise SystemExit(f"{__doc__}\nthe tool is one of {', '.join(TOOLS)}")
+    tool, *options = sys.argv[1:]
+    script = [sys.executable, str(Path(__file__).parent / "sanitize.py")]
+    script += ["--small"] if tool in SLOW else []
+    sanitizer = os.environ.get("COMPUTE_SANITIZER", "compute-sanitizer")
+    command = [sanitizer, "--tool", tool, *TOOLS[tool], *options, *script]
+    log = Path(os.environ.get("OUT", ".")) / f"{tool}.txt"
+    version = subprocess.run([sanitizer, "--version"], capture_output=True, text=True)
+    print(version.stdout.strip().splitlines()[-1] if version.stdout.strip() else "version unknown")
+    print(" ".join(command), flush=True)
+    lines = []
+    with (
+        log.open("w") as file,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as process,
+    ):
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            file.write(line)
+            file.flush()
+            if not line.startswith(PREFIX.rstrip()):
+                print(line, end="", flush=True)
+    text, clean = summary("".join(lines))
+    print(f"--- {tool}\n{text}\n--- whole output: {log}")
+    if process.returncode:
+        print(f"exit status {process.returncode}")
+    return 0 if clean and process.returncode == 0 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

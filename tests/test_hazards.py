@@ -1,0 +1,94 @@
+"""What compute-sanitizer says is counted whole, and a run that did not end is no clean run."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import hazards
+
+RACES = """\
+========= COMPUTE-SANITIZER
+long bfloat16 64x64: errors 2.1e-03
+========= Error: Race reported between Write access at backward_hopper+0x1a0
+=========     and Read access at backward_hopper+0x240 [12 hazards]
+=========     and Write access at backward_hopper+0x2b0 [4 hazards]
+=========
+========= Warning: Race reported between Read access at void loop_add_fusion<int>(float*)+0x40 in f.py:3
+=========     and Write access at loop_add_fusion+0x60 [1 hazard]
+=========
+========= RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)
+"""
+OLD = """\
+========= Invalid __global__ read of size 4 bytes
+=========     at 0x1a0 in forward_hopper
+=========     by thread (0,0,0) in block (1,0,0)
+=========
+========= Barrier error detected. Missing wait.
+=========     at forward_hopper+0x20
+=========
+========= Program hit CUDA_ERROR_LAUNCH_FAILED (error 719) due to "unspecified launch failure" on CUDA API call to cuLaunchKernel.
+=========
+========= ERROR SUMMARY: 3 errors
+"""
+
+
+def test_counts_by_kernel_and_first_reports():
+    text, clean = hazards.summary(RACES)
+    assert not clean
+    first, *rest = text.splitlines()
+    assert first == "backward_hopper: 1 reports: 16 x Error: Race reported"
+    assert "    Error: Race reported between Write access at backward_hopper+0x1a0" in rest
+    assert "loop_add_fusion: 1 reports: 1 x Warning: Race reported" in rest
+    assert rest[-1] == "========= RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)"
+
+
+def test_older_words_and_errors_without_a_kernel():
+    text, clean = hazards.summary(OLD)
+    assert not clean
+    assert (
+        "forward_hopper: 2 reports: 1 x Invalid __global__ read of size 4 bytes, 1 x Barrier"
+        in text
+    )
+    assert "(no kernel named): 1 reports: 1 x Program hit CUDA_ERROR_LAUNCH_FAILED" in text
+
+
+def test_clean_needs_the_closing_line():
+    closing = "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n"
+    assert hazards.summary(closing)[1]
+    text, clean = hazards.summary("sanitize.py: ok\n")
+    assert not clean and "did not end" in text
+    assert not hazards.summary("========= ERROR SUMMARY: 1 error\n")[1]
+
+
+def test_many_reports_are_counted_and_a_few_shown():
+    report = (
+        "========= Error: Race reported between Write access at forward_hopper+0x{:x}\n"
+        "=========     and Read access at forward_hopper+0x9 [2 hazards]\n=========\n"
+    )
+    text, _ = hazards.summary("".join(report.format(i) for i in range(50)))
+    assert text.startswith("forward_hopper: 50 reports: 100 x Error: Race reported\n")
+    assert text.count("between Write access") == hazards.SHOWN
+
+
+def test_the_tool_is_started_on_small_cases_and_its_log_kept(tmp_path: Path):
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(f'#!/bin/sh\ncat <<"E"\narguments $*\n{RACES}E\n'.replace("$*", "AT"))
+    tool.write_text(tool.read_text() + 'echo "$@" >"$OUT/arguments"\n')
+    tool.chmod(tool.stat().st_mode | stat.S_IEXEC)
+    result = subprocess.run(
+        [sys.executable, hazards.__file__, "racecheck", "--kernel-name", "kne=x"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COMPUTE_SANITIZER": str(tool), "OUT": str(tmp_path)},
+    )
+    assert result.returncode == 1, result.stderr
+    assert "backward_hopper: 1 reports" in result.stdout
+    assert "long bfloat16 64x64" in result.stdout  # the program's own lines, as they come
+    assert RACES in (tmp_path / "racecheck.txt").read_text()
+    arguments = (tmp_path / "arguments").read_text()
+    assert arguments.startswith("--tool racecheck ") and "--kernel-name kne=x" in arguments
+    assert arguments.rstrip().endswith("sanitize.py --small")
