@@ -1,12 +1,13 @@
 """packax beside cuDNN on the cases of `cases.py`, in one process: ms, TFLOP/s, ratio, error.
 
-    python benchmarks/attention.py [--cases a,b] [--rounds 7] [--quick] [--out DIR]
+    python benchmarks/attention.py [--cases board,odd,NAME] [--rounds 7] [--quick] [--out DIR]
 
 Every output and gradient is checked against a float32 reference before anything is timed; a wrong
 one is not timed and makes the program exit 1. FLOPs are those of attended pairs: 4 * H * D a pair
 forward, 2.5 times that backward. The backward is timed alone (the jitted pullback, residuals in
-memory); `bwd~` is (forward + backward) - forward, as the peers' board has it.
-Writes attention.json and attention.png into --out (default: $OUT, else benchmarks/results).
+memory); `bwd~` is (forward + backward) - forward, as the peers' board has it. Beside it the backward
+with deterministic=True. Cases of the group `odd` are short: they run LOOP times inside one jitted call.
+Writes attention.json and attention.png, or odd.json, into --out (default: $OUT, else benchmarks/results).
 """
 
 from __future__ import annotations
@@ -28,17 +29,20 @@ from implementations import (
     Compiled,
     Implementation,
     cudnn_attention,
+    not_tried,
     packax_attention,
     random_inputs,
 )
 from machine import machine
 from overheads import first_call, handler_time, mask_building
 from reference import Reference, wrong
+from tables import deterministic_table, odd_table, table
 from timing import Time, interleaved
 
 START = time.perf_counter()
 HERE = Path(__file__).parent
 PASSES = ("fwd", "bwd", "fwd+bwd")
+LOOP = 20  # passes in a call of an odd case
 
 
 def say(text: str) -> None:
@@ -51,11 +55,14 @@ def first_line(error: BaseException) -> str:
 
 
 def usable(
-    implementation: Implementation, compiled: Compiled, reference: Reference
+    implementation: Implementation,
+    compiled: Compiled,
+    reference: Reference,
+    skip: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     """Runs every pass once and compares: {"errors", "passes": callables, "failed", "wrong"}."""
     errors: dict[str, float] = {}
-    failed: dict[str, str] = {}
+    failed: dict[str, str] = dict(skip or {})
     passes: dict[str, Any] = {}
     try:
         forward = compiled.forward()
@@ -65,16 +72,17 @@ def usable(
         failed["fwd"] = first_line(error)
         return {"errors": errors, "passes": passes, "failed": failed}
     try:
-        both = compiled.both()
-        out, gradients = both()
-        errors |= reference.errors(None, gradients)
-        del out, gradients
-        passes["fwd+bwd"] = both
-        backward = compiled.backward()
-        gradients = backward()
-        alone = reference.errors(None, gradients)
-        errors |= {name: max(errors[name], value) for name, value in alone.items()}
-        passes["bwd"] = backward
+        if "bwd" not in failed:
+            both = compiled.both()
+            out, gradients = both()
+            errors |= reference.errors(None, gradients)
+            del out, gradients
+            passes["fwd+bwd"] = both
+            backward = compiled.backward()
+            gradients = backward()
+            alone = reference.errors(None, gradients)
+            errors |= {name: max(errors[name], value) for name, value in alone.items()}
+            passes["bwd"] = backward
     except Exception as error:
         failed["bwd"] = first_line(error)
     bad = wrong(errors)
@@ -87,11 +95,41 @@ def usable(
     return {"errors": errors, "passes": passes, "failed": failed, "wrong": bad}
 
 
+def usable_deterministic(compiled: Compiled, reference: Reference) -> dict[str, Any]:
+    """Its backward alone, compared with the reference and, bit by bit, with itself."""
+    result: dict[str, Any] = {"errors": {}, "passes": {}, "failed": {}, "wrong": []}
+    try:
+        backward = compiled.backward()
+        first, second = backward(), backward()
+        result["errors"] = reference.errors(None, first)
+        result["bit_identical"] = all(
+            bool(jax.numpy.array_equal(x.view("uint16"), y.view("uint16")))
+            for x, y in zip(first, second, strict=True)
+        )
+    except Exception as error:
+        result["failed"]["bwd"] = first_line(error)
+        return result
+    result["wrong"] = wrong(result["errors"]) + ["bits"] * (not result["bit_identical"])
+    if result["wrong"]:
+        say(f"WRONG deterministic: {', '.join(result['wrong'])}")
+    else:
+        result["passes"]["bwd"] = backward
+    return result
+
+
 def run_case(case: Case, rounds: int) -> dict[str, Any]:
     inputs = random_inputs(case)
     reference = Reference(case, inputs)
     candidates = [packax_attention(case)] + ([cudnn_attention(case)] if case.peers else [])
-    checked = {item.name: usable(item, Compiled(item, inputs), reference) for item in candidates}
+    skip = {"cudnn": not_tried(case)}
+    compiled = {item.name: Compiled(item, inputs) for item in candidates}
+    checked = {
+        item.name: usable(item, compiled[item.name], reference, skip.get(item.name))
+        for item in candidates
+    }
+    if case.group in ("board", "dims"):
+        item = packax_attention(case, deterministic=True)
+        checked[item.name] = usable_deterministic(Compiled(item, inputs), reference)
     say(
         f"{case.name}: " + "; ".join(_errors_line(name, result) for name, result in checked.items())
     )
@@ -99,6 +137,12 @@ def run_case(case: Case, rounds: int) -> dict[str, Any]:
         for what, text in result["failed"].items():
             say(f"{case.name}: {name} {what} did not run: {text}")
 
+    loops = LOOP if case.group == "odd" else 1
+    if loops > 1:
+        for name, result in checked.items():
+            kept = result["passes"].keys() & {"fwd", "bwd"}
+            made = {"fwd": compiled[name].forward_loop, "bwd": compiled[name].backward_loop}
+            result["passes"] = {what: made[what](loops) for what in kept}
     flops = {
         "fwd": case.forward_flops,
         "bwd": case.backward_flops,
@@ -111,8 +155,9 @@ def run_case(case: Case, rounds: int) -> dict[str, Any]:
             for name, result in checked.items()
             if what in result["passes"]
         }
-        for name, measured in interleaved(functions, rounds=rounds).items():
-            times[name][what] = measured
+        if functions:
+            for name, measured in interleaved(functions, rounds=rounds, inner=loops).items():
+                times[name][what] = measured
     rows: dict[str, Any] = {}
     for name, result in checked.items():
         row: dict[str, Any] = {what: t.as_dict(flops[what]) for what, t in times[name].items()}
@@ -128,6 +173,8 @@ def run_case(case: Case, rounds: int) -> dict[str, Any]:
             "failed": result["failed"],
             "wrong": result.get("wrong", []),
         }
+        if "bit_identical" in result:
+            rows[name]["bit_identical"] = result["bit_identical"]
     rows["ratio"] = {
         what: round(rows["cudnn"]["times"][what]["ms"] / rows["packax"]["times"][what]["ms"], 3)
         for what in (*PASSES, "bwd~")
@@ -142,43 +189,14 @@ def _errors_line(name: str, result: dict[str, Any]) -> str:
     )
 
 
-def table(results: dict[str, Any], peers: dict[str, Any]) -> str:
-    """One line a case and pass; the peers' columns are the board's, from another run."""
-    head = f"{'case':<18}{'pass':<9}{'packax ms':>10}{'TFLOP/s':>9}{'cuDNN ms':>10}{'TFLOP/s':>9}"
-    head += f"{'ratio':>7}{'error':>9}{'cuDNN':>9}{'| board: FA4':>13}{'Flex':>6}{'kvax':>6}"
-    lines = [head]
-    for name, rows in results.items():
-        for what in (*PASSES, "bwd~"):
-            cells = f"{name:<18}{what:<9}"
-            for implementation in ("packax", "cudnn"):
-                cell = rows.get(implementation, {}).get("times", {}).get(what)
-                cells += (
-                    f"{cell['ms']:>10.3f}{cell['tflops']:>9.1f}" if cell else f"{'-':>10}{'-':>9}"
-                )
-            ratio = rows.get("ratio", {}).get(what)
-            cells += f"{ratio:>7.2f}" if ratio else f"{'-':>7}"
-            names = {"fwd": ("out",), "bwd": ("dq", "dk", "dv")}.get(what, ())
-            for implementation in ("packax", "cudnn"):
-                errors = rows.get(implementation, {}).get("errors", {})
-                worst = [errors[key] for key in names if key in errors]
-                cells += f"{max(worst):>9.1e}" if worst else f"{'':>9}"
-            board = peers["cases"].get(name, {})
-            values = [
-                board.get(peer, {}).get(what, {}).get("tflops") for peer in ("fa4", "flex", "kvax")
-            ]
-            cells += "".join(
-                f"{'' if v is None else f'{v:.0f}':>{width}}"
-                for v, width in zip(values, (13, 6, 6), strict=True)
-            )
-            lines.append(cells)
-    return "\n".join(lines)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--cases", help="comma-separated names (default: all)")
+    parser.add_argument(
+        "--cases",
+        help="comma-separated names and groups: board, dims, large, odd (default: all but odd)",
+    )
     parser.add_argument(
         "--rounds", type=int, default=7, help="interleaved rounds, of which the median is reported"
     )
@@ -200,6 +218,8 @@ def main() -> int:
         )
 
     arguments.out.mkdir(parents=True, exist_ok=True)
+    name = "odd" if all(case.group == "odd" for case in cases) else "attention"
+    written = arguments.out / f"{name}.json"
     peers = json.loads((HERE / "peers.json").read_text())
     report: dict[str, Any] = {
         "machine": machine(),
@@ -223,27 +243,36 @@ def main() -> int:
     failures: list[str] = []
     overheads: dict[str, Any] = {}
     report["overheads"], report["cases"] = overheads, {}
-    overheads["first_call"] = step("first call", first_call)
-    say(f"first call: {overheads['first_call']}")
+    if arguments.cases is None:  # else some cases alone: the overheads are another run's
+        overheads["first_call"] = step("first call", first_call)
+        say(f"first call: {overheads['first_call']}")
     for case in cases:
         report["cases"][case.name] = step(case.name, lambda case=case: run_case(case, rounds))
-        if report["cases"][case.name].get("packax", {}).get("wrong") or report["cases"][
-            case.name
-        ].get("packax", {}).get("failed"):
+        ours = [report["cases"][case.name].get(name, {}) for name in ("packax", "deterministic")]
+        if any(row.get("wrong") or row.get("failed") for row in ours):
             failures.append(case.name)
-        (arguments.out / "attention.json").write_text(json.dumps(report, indent=1) + "\n")
-    overheads["mask_building"] = step("mask building", mask_building)
-    overheads["handlers"] = step("handler time", handler_time)
+        written.write_text(json.dumps(report, indent=1) + "\n")
+    if arguments.cases is None:
+        overheads["mask_building"] = step("mask building", mask_building)
+        overheads["handlers"] = step("handler time", handler_time)
     report["triton_imported"] = "triton" in sys.modules
-    (arguments.out / "attention.json").write_text(json.dumps(report, indent=1) + "\n")
-    step("chart", lambda: bar_chart(report, peers, arguments.out / "attention.png"))
-
-    print(f"\nfirst call   {overheads['first_call']}")
-    print(f"mask         {overheads['mask_building']}")
-    print(f"handlers     {overheads['handlers']}\n")
-    print(table(report["cases"], peers))
+    written.write_text(json.dumps(report, indent=1) + "\n")
+    long = {case.name: report["cases"][case.name] for case in cases if case.group != "odd"}
+    odd = [case for case in cases if case.group == "odd"]
+    for name, value in overheads.items():
+        print(f"{name:<14} {value}")
+    if long:
+        step(
+            "chart",
+            lambda: bar_chart(report | {"cases": long}, peers, arguments.out / "attention.png"),
+        )
+        print(f"\n{table(long, peers)}\n\n{deterministic_table(long)}")
+    if odd:
+        print(
+            f"\n{odd_table(report['cases'], odd)}\n(in a jitted loop of {LOOP}; GB/s of the least bytes)"
+        )
     print(f"\nboard: {peers['machine']}; bwd~ = (fwd+bwd) - fwd; ratio = cuDNN ms / packax ms")
-    print(f"wrote {arguments.out / 'attention.json'} and attention.png")
+    print(f"wrote {written}")
     if failures:
         print(f"FAILED: {', '.join(failures)}")
     return 1 if failures else 0

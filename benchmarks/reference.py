@@ -38,7 +38,7 @@ def sampled_rows(query, key, value, cotangent, segment_ids, rows):
     kv_heads, dim = key.shape[2:]
     scale = dim**-0.5
     q = query[0, rows].reshape(len(rows), kv_heads, -1, dim)
-    do = cotangent[0, rows].reshape(q.shape)
+    do = cotangent[0, rows].reshape(len(rows), kv_heads, -1, value.shape[3])
     k, v = key[0], value[0]
     attends = (segment_ids[0, rows][:, None] == segment_ids[0][None]) & (
         rows[:, None] >= jnp.arange(k.shape[0])
@@ -49,7 +49,8 @@ def sampled_rows(query, key, value, cotangent, segment_ids, rows):
     dp = einsum("rhgd,khd->rhgk", do, v)
     ds = p * (dp - jnp.sum(p * dp, axis=-1, keepdims=True)) * scale
     dq = einsum("rhgk,khd->rhgd", ds, k)
-    return out.reshape(len(rows), -1, dim), dq.reshape(len(rows), -1, dim)
+    heads = query.shape[2]
+    return out.reshape(len(rows), heads, -1), dq.reshape(len(rows), heads, -1)
 
 
 @functools.partial(jax.jit, static_argnames="scale")
@@ -91,7 +92,7 @@ class Reference:
         rng = np.random.default_rng(seed)
         query, key, value, cotangent = inputs
         segment_ids = jnp.asarray(case.segment_ids())
-        self.rows = jnp.asarray(np.sort(rng.choice(case.seq, ROWS, replace=False)))
+        self.rows = jnp.asarray(np.sort(rng.choice(case.seq, min(ROWS, case.seq), replace=False)))
         self.out, self.dq = sampled_rows(query, key, value, cotangent, segment_ids, self.rows)
 
         self.window = slice(0, case.seq)
@@ -129,8 +130,11 @@ def wrong(errors: dict[str, float]) -> list[str]:
     return [name for name, error in errors.items() if not error <= LIMIT[name]]
 
 
+# A row of one key has dQ = dK = 0, and what is left of it in floating point is no error of anybody:
+# elements of inputs are about 1, and the gradients of the longest documents here about 0.003.
+NOTHING = 1e-3
+
+
 def _relative(x: jax.Array, reference: jax.Array) -> float:
-    return float(
-        jnp.linalg.norm((x.astype(jnp.float32) - reference).ravel())
-        / jnp.linalg.norm(reference.ravel())
-    )
+    size = jnp.maximum(jnp.linalg.norm(reference.ravel()), NOTHING * reference.size**0.5)
+    return float(jnp.linalg.norm((x.astype(jnp.float32) - reference).ravel()) / size)

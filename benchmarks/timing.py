@@ -40,9 +40,16 @@ def wall_ms(function: Callable[[], Any], launches: int) -> float:
 
 
 def interleaved(
-    functions: Mapping[str, Callable[[], Any]], *, rounds: int, round_ms: float = 120.0
+    functions: Mapping[str, Callable[[], Any]],
+    *,
+    rounds: int,
+    round_ms: float = 120.0,
+    inner: int = 1,
 ) -> dict[str, Time]:
-    """Median times; the functions take turns in every round, so that all meet the same clocks."""
+    """Median times; the functions take turns in every round, so that all meet the same clocks.
+
+    `inner`: passes that one call makes; times are of one pass.
+    """
     launches: dict[str, int] = {}
     for name, function in functions.items():
         jax.block_until_ready(function())
@@ -52,8 +59,8 @@ def interleaved(
     order = list(functions)
     for turn in range(rounds):
         for name in order[turn % len(order) :] + order[: turn % len(order)]:
-            samples[name].append(wall_ms(functions[name], launches[name]))
+            samples[name].append(wall_ms(functions[name], launches[name]) / inner)
     return {
-        name: Time(statistics.median(times), min(times), max(times), launches[name])
+        name: Time(statistics.median(times), min(times), max(times), launches[name] * inner)
         for name, times in samples.items()
     }

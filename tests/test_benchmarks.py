@@ -86,7 +86,7 @@ def test_table_and_chart(tmp_path):
     shown = script(
         """
 import json, pathlib, sys
-from attention import table
+from tables import table
 from chart import bar_chart
 
 peers = json.load(open("peers.json"))
@@ -106,6 +106,63 @@ bar_chart(report, peers, pathlib.Path(sys.argv[1]))
 """,
         str(tmp_path / "chart.png"),
     )
-    (line,) = (line for line in shown.splitlines() if line.startswith("docs12_32k_d128   fwd "))
+    (line,) = (line for line in shown.splitlines() if line.startswith("docs12_32k_d128     fwd "))
     assert line.split()[2:6] == ["2.000", "321.0", "-", "-"]
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_odd_cases_and_head_dims_run_and_are_tabled(tmp_path):
+    """On the CPU, where cuDNN is absent: it is said so, packax is timed and compared all the same."""
+    shown = script("""
+import dataclasses
+import jax.numpy as jnp
+import attention
+from cases import CASES, Case, select
+from tables import deterministic_table, odd_table
+
+for case in CASES:
+    assert sum(case.lengths) == case.seq and len(case.lengths) == case.documents, case.name
+assert {case.group for case in select(None)} == {"board", "dims", "large"}
+assert [case.name for case in select("heads1_8k_d64,causal_16k_d64")] == ["causal_16k_d64", "heads1_8k_d64"]
+
+small = [
+    Case("ones", 1, 32, 2, 1, 16, 32, split=(1,) * 32, group="odd"),
+    Case("rows", 8, 1, 2, 1, 16, 1, group="odd"),
+    Case("many", 1, 256, 2, 1, 16, 128, split=(2,) * 128, group="odd"),
+    Case("unequal", 1, 64, 2, 1, 24, 1, v_dim=16, group="dims"),
+]
+assert small[3].forward_flops == 2 * 2 * (24 + 16) * 65 * 32
+assert small[3].backward_flops == 2 * 2 * (3 * 24 + 2 * 16) * 65 * 32
+results = {case.name: attention.run_case(case, 1) for case in small}
+for rows in results.values():
+    assert not rows["packax"]["failed"] and not rows["packax"]["wrong"], rows["packax"]
+    assert rows["cudnn"]["failed"]["fwd"]
+assert results["many"]["cudnn"]["failed"]["bwd"].startswith("not tried with 128 documents")
+assert results["unequal"]["deterministic"]["bit_identical"]
+assert results["ones"]["packax"]["times"]["fwd"]["launches"] >= 2 * attention.LOOP
+print(odd_table(results, small))
+print(deterministic_table({"unequal": results["unequal"]}))
+""")
+    lines = [line.split() for line in shown.splitlines()]
+    (row,) = (line for line in lines if line[:2] == ["many", "bwd"])
+    assert " ".join(row).endswith("cuDNN: not tried with 128 documents, for its workspace")
+    assert any(line[:1] == ["unequal"] and line[-2:] == ["the", "same"] for line in lines)
+
+
+def test_a_loop_runs_every_pass():
+    """XLA may not hoist it out of the loop, nor run it fewer times."""
+    script("""
+import jax
+from cases import Case
+from implementations import Compiled, Implementation, random_inputs
+
+case = Case("small", 1, 128, 2, 1, 32, 1)
+calls = []
+
+def attention(query, key, value, _):
+    return jax.pure_callback(lambda x: (calls.append(1), x)[1], query, query)
+
+compiled = Compiled(Implementation("counted", attention, ()), random_inputs(case))
+jax.block_until_ready(compiled.forward_loop(5)())
+assert len(calls) == 5, calls
+""")
