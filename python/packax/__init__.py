@@ -8,6 +8,8 @@ from packax import lowering as _lowering  # noqa: F401 (registers the FFI target
 from packax.attention import CHECKPOINT_NAMES, flash_attention
 from packax.build import AttentionMask, create_attention_mask
 from packax.masks import PADDING_SEGMENT_ID, causal, documents, full, ranges
+from packax.plan import ContextPlan, context_plan
+from packax.sharding import AttentionSharding
 
 __version__ = "0.1.0"
 
@@ -15,8 +17,11 @@ __all__ = [
     "CHECKPOINT_NAMES",
     "PADDING_SEGMENT_ID",
     "AttentionMask",
+    "AttentionSharding",
+    "ContextPlan",
     "__version__",
     "causal",
+    "context_plan",
     "create_attention_mask",
     "documents",
     "flash_attention",

@@ -5,16 +5,19 @@ from __future__ import annotations
 import functools
 import math
 import numbers
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from packax import partition
 from packax.build import AttentionMask, create_attention_mask
 from packax.masks import MaskExpression
-from packax.primitives import backward_p, forward_p, vary_together
+from packax.partition import Call
+from packax.primitives import vary_together
+from packax.sharding import AttentionSharding, Layout, check_tensors, layout_of
 
 Implementation = Literal["cubin", "xla"]
 
@@ -36,6 +39,7 @@ def flash_attention(
     return_lse: Literal[False] = False,
     deterministic: bool = False,
     implementation: Implementation | None = None,
+    sharding: AttentionSharding | None = None,
 ) -> jax.Array: ...
 @overload
 def flash_attention(
@@ -48,6 +52,7 @@ def flash_attention(
     return_lse: Literal[True],
     deterministic: bool = False,
     implementation: Implementation | None = None,
+    sharding: AttentionSharding | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...
 def flash_attention(
     query: Any,
@@ -59,6 +64,7 @@ def flash_attention(
     return_lse: bool = False,
     deterministic: bool = False,
     implementation: Implementation | None = None,
+    sharding: AttentionSharding | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Exact softmax attention, softmax(scale * query @ key^T where mask) @ value, in O(S) memory.
 
@@ -83,6 +89,10 @@ def flash_attention(
             key and value, and all that runs on other GPUs or as XLA are bit-identical either way.
         implementation: None: the CUDA kernels where this is lowered for CUDA, blockwise XLA
             elsewhere; "cubin": the CUDA kernels or an error; "xla": blockwise XLA everywhere.
+        sharding: an `AttentionSharding`, on the mesh that `jax.set_mesh` set: the batch, the query
+            rows and the heads are then split over it, and keys and values are gathered along the
+            context axes. The mask must be built with the same sharding. Results and gradients are
+            sharded as query, key and value are. docs/context_parallelism.md.
 
     Returns:
         out, (B, Sq, H, Dv) in query's dtype, or (out, lse), lse (B, H, Sq) float32 (float64 for
@@ -90,7 +100,8 @@ def flash_attention(
         cotangents that come in for it are ignored.
 
     Raises:
-        ValueError: shapes, dtypes, scale, mask or implementation that are not as above.
+        ValueError: shapes, dtypes, scale, mask, implementation or sharding that are not as above,
+            or sizes that the mesh does not divide.
         NotImplementedError: when lowered for CUDA, no kernel for the dtype or head dims; with
             implementation="cubin", when lowered for another platform.
 
@@ -102,7 +113,8 @@ def flash_attention(
     >>> out = packax.flash_attention(query, key, value, mask)
     """
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
-    _check_tensors(query, key, value)
+    layout = None if sharding is None else layout_of(sharding)
+    _check_tensors(query, key, value, layout)
     if implementation not in _IMPLEMENTATIONS:
         raise ValueError(
             f'implementation must be None, "cubin" or "xla", but is {implementation!r}'
@@ -110,78 +122,52 @@ def flash_attention(
     for name, flag in (("return_lse", return_lse), ("deterministic", deterministic)):
         if not isinstance(flag, (bool, np.bool_)):
             raise ValueError(f"{name} must be True or False, but is {flag!r}")
-    batch, q_len, _, qk_dim = query.shape
-    kv_len = key.shape[1]
+    batch, rows, _, qk_dim = query.shape
+    q_len, kv_len = rows, key.shape[1]
+    if layout is not None:  # of whole sequences
+        q_len *= layout.outside(layout.context)
+        kv_len *= layout.outside(layout.kv_context)
     scale = 1 / math.sqrt(qk_dim) if scale is None else _checked_scale(scale)
     if isinstance(mask, MaskExpression):
-        mask = create_attention_mask(mask, q_len=q_len, kv_len=kv_len)
-    _check_mask(mask, batch, q_len, kv_len)
+        mask = create_attention_mask(mask, q_len=q_len, kv_len=kv_len, sharding=sharding)
+    _check_mask(mask, batch, rows, q_len, kv_len, layout)
 
     query, scale = _with_positive_scale(query, scale)
     query, key, value, *operands = vary_together(query, key, value, *mask.operands())
-    static = _Static(
-        scale, mask.element_test, bool(return_lse), bool(deterministic), implementation
+    call = Call(
+        scale, mask.element_test, bool(return_lse), bool(deterministic), implementation, layout
     )
-    out, lse = _attention(static, query, key, value, tuple(operands))
+    out, lse = _attention(call, query, key, value, tuple(operands), mask.kv_plan)
     return (out, lse) if return_lse else out
 
 
-class _Static(NamedTuple):
-    """What the trace fixes."""
-
-    scale: float
-    element_test: int
-    return_lse: bool
-    deterministic: bool
-    implementation: Implementation | None
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(static, query, key, value, mask):
-    return _forward(static, query, key, value, mask)[0]
+def _attention(call, query, key, value, mask, kv_plan):
+    return _forward(call, query, key, value, mask, kv_plan)[0]
 
 
-def _forward(static, query, key, value, mask):
-    out, lse = forward_p.bind(
-        query,
-        key,
-        value,
-        *mask[:9],
-        scale=static.scale,
-        element_test=static.element_test,
-        implementation=static.implementation,
-    )
+def _forward(call, query, key, value, mask, kv_plan):
+    out, lse = partition.forward(call, query, key, value, mask, kv_plan)
     # The backward pass reads the named values, so a policy that keeps them spares the kernel.
     out, lse = map(checkpoint_name, (out, lse), CHECKPOINT_NAMES)
-    return (out, lse), (query, key, value, mask, out, lse)
+    return (out, lse), (query, key, value, mask, kv_plan, out, lse)
 
 
-def _backward(static, residuals, cotangents):
-    query, key, value, mask, out, lse = residuals
+def _backward(call, residuals, cotangents):
+    query, key, value, mask, kv_plan, out, lse = residuals
     dout, dlse = cotangents
-    gradients = backward_p.bind(
-        query,
-        key,
-        value,
-        out,
-        lse,
-        dout,
-        dlse if static.return_lse else lse,
-        *mask[:8],
-        *mask[9:],  # without q_order_192
-        scale=static.scale,
-        element_test=static.element_test,
-        has_dlse=static.return_lse,
-        deterministic=static.deterministic,
-        implementation=static.implementation,
+    gradients = partition.backward(
+        call, query, key, value, out, lse, dout, dlse if call.return_lse else lse, mask, kv_plan
     )
-    return (*gradients, None)
+    return (*gradients, None, None)
 
 
 _attention.defvjp(_forward, _backward)
 
 
-def _check_tensors(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
+def _check_tensors(
+    query: jax.Array, key: jax.Array, value: jax.Array, layout: Layout | None
+) -> None:
     tensors = {"query": query, "key": key, "value": value}
     for name, x in tensors.items():
         if x.ndim != 4:
@@ -205,15 +191,23 @@ def _check_tensors(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
             raise ValueError(
                 f"value must have the {what} of key, {key.shape[axis]}, but has {value.shape[axis]}"
             )
-    if query.shape[2] % key.shape[2]:
+    heads, kv_heads = query.shape[2], key.shape[2]
+    if layout is not None:
+        heads, kv_heads = (
+            n * layout.outside(axes)
+            for n, axes in ((heads, layout.heads), (kv_heads, layout.kv_heads))
+        )
+    if heads % kv_heads:
         raise ValueError(
             f"the heads of query must be a multiple of those of key and value, but there are "
-            f"{query.shape[2]} and {key.shape[2]}"
+            f"{heads} and {kv_heads}"
         )
     if query.shape[3] != key.shape[3]:
         raise ValueError(
             f"key must have the head dim of query, {query.shape[3]}, but has {key.shape[3]}"
         )
+    if layout is not None:
+        check_tensors(layout, query, key)
 
 
 def _checked_scale(scale: Any) -> float:
@@ -243,7 +237,9 @@ def _with_positive_scale(query: jax.Array, scale: float) -> tuple[jax.Array, flo
     return (query, scale) if scale > 0 else (-query, -scale)
 
 
-def _check_mask(mask: Any, batch: int, q_len: int, kv_len: int) -> None:
+def _check_mask(
+    mask: Any, batch: int, rows: int, q_len: int, kv_len: int, layout: Layout | None
+) -> None:
     if not isinstance(mask, AttentionMask):
         raise ValueError(
             "mask must come from create_attention_mask, or be an expression such as "
@@ -254,9 +250,20 @@ def _check_mask(mask: Any, batch: int, q_len: int, kv_len: int) -> None:
             f"mask was built for {mask.q_len} query rows and {mask.kv_len} keys, but query has "
             f"{q_len} and key {kv_len}"
         )
-    shape = jnp.shape(mask.q_lo)
-    if len(shape) != 2 or shape[0] not in (1, batch) or shape[1] != q_len:
+    context = () if layout is None else layout.context
+    shards = 1 if layout is None else layout.size(context)
+    if (mask.context, mask.shards) != (context, shards):
         raise ValueError(
-            f"mask has row ranges of shape {shape}, but query needs ({batch}, {q_len}) or "
-            f"(1, {q_len}), one mask for all: was it built for another batch, or cut?"
+            f"mask was built for {_split(mask.context, mask.shards)}, but sharding says "
+            f"{_split(context, shards)}: give both the same sharding="
         )
+    shape = jnp.shape(mask.q_lo)
+    if len(shape) != 2 or shape[0] not in (1, batch) or shape[1] != rows:
+        raise ValueError(
+            f"mask has row ranges of shape {shape}, but query needs ({batch}, {rows}) or "
+            f"(1, {rows}), one mask for all: was it built for another batch, or cut?"
+        )
+
+
+def _split(context: tuple[str, ...], shards: int) -> str:
+    return f"query rows in {shards} pieces over {context}" if context else "query rows in one piece"

@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from packax import masks
+from packax.plan import ContextPlan
 from packax.primitives import blocks_p, documents_p, vary_together
+from packax.sharding import AttentionSharding, Axes, Layout, check_divides, layout_of
 
 
 @functools.partial(
@@ -27,8 +30,9 @@ from packax.primitives import blocks_p, documents_p, vary_together
         "q_order",
         "q_order_192",
         "kv_order",
+        "kv_plan",
     ],
-    meta_fields=["q_len", "kv_len", "element_test"],
+    meta_fields=["q_len", "kv_len", "element_test", "context", "shards"],
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class AttentionMask:
@@ -36,8 +40,9 @@ class AttentionMask:
 
     It crosses jit, scan, remat and shard_map, and serves every layer, forward and backward. The
     first axis of every leaf is the batch, or 1 (one mask for all rows of the batch), so under
-    shard_map a mask with a batch takes the batch's spec. The leaves are those of docs/design.md,
-    section "The mask that create_attention_mask returns"; they are not meant to be written.
+    shard_map a mask with a batch takes the batch's spec; a mask for a context-parallel sharding
+    takes `sharding.mask_specs(mask)`. The leaves are those of docs/design.md, section "The mask
+    that create_attention_mask returns"; they are not meant to be written.
     """
 
     q_lo: jax.Array
@@ -54,6 +59,9 @@ class AttentionMask:
     q_len: int
     kv_len: int
     element_test: int
+    kv_plan: jax.Array | None = None
+    context: tuple[str, ...] = ()
+    shards: int = 1
 
     def operands(self) -> tuple[jax.Array, ...]:
         """The mask operands: forward_p takes the first nine, backward_p all but q_order_192."""
@@ -78,7 +86,13 @@ class AttentionMask:
 
 
 def create_attention_mask(
-    expression: masks.MaskExpression, *, q_len: int | None = None, kv_len: int | None = None
+    expression: masks.MaskExpression,
+    *,
+    q_len: int | None = None,
+    kv_len: int | None = None,
+    sharding: AttentionSharding | None = None,
+    plan: ContextPlan | None = None,
+    permuted_keys: bool = True,
 ) -> AttentionMask:
     """Build the mask that every layer of a step shares.
 
@@ -86,12 +100,23 @@ def create_attention_mask(
         expression: `causal()`, `full()`, `documents(...)`, `ranges(...)`, or `&` of them.
         q_len: number of query rows; needed only where no array of the expression says it.
         kv_len: number of keys; likewise.
+        sharding: the `AttentionSharding` that `flash_attention` gets: the row ranges are sharded as
+            the query rows are, and every rank has the block bounds of its own rows.
+        plan: the `ContextPlan` by which the query rows were permuted. The expression stays in the
+            order of the sequence, as do its arrays: this function permutes the rows.
+        permuted_keys: whether keys and values are permuted by `plan` too, as in self-attention of
+            permuted tokens. False: they are in the order of the sequence.
+
+    Inside a `shard_map` of your own over the context axes, the expression is still about whole
+    sequences (its arrays replicated along the context axes), and the mask that is returned has this
+    rank's rows.
 
     Returns:
         AttentionMask: O(batch * (q_len + kv_len)) int32 values, made in O(S) work for documents.
 
     Raises:
-        ValueError: not an expression, or lengths that are missing or do not agree.
+        ValueError: not an expression, or lengths, sharding and plan that are missing or do not
+            agree.
 
     >>> mask = packax.create_attention_mask(packax.causal() & packax.documents(segment_ids))
     """
@@ -109,6 +134,14 @@ def create_attention_mask(
             )
     assert q_len is not None and kv_len is not None
     batch = masks.batch_of(expression)
+    layout = None if sharding is None else layout_of(sharding)
+    if plan is not None:
+        _check_plan(plan, batch, q_len, kv_len, permuted_keys, layout)
+        batch = max(batch, plan.order.shape[0])
+    if layout is not None:
+        check_divides(layout, "the mask", "number of query rows", q_len, layout.context)
+        if batch > 1:
+            check_divides(layout, "the mask", "batch size", batch, layout.batch)
 
     parts = expression.parts()
     document = masks.documents_of(expression)
@@ -119,18 +152,42 @@ def create_attention_mask(
         sides = (document.q_ids, document.kv_ids)
         if by_position:
             sides += (document.q_pos, document.kv_pos)
-    return _build(
-        tuple(None if x is None else jnp.atleast_2d(x) for x in sides),
-        tuple(
-            (jnp.atleast_2d(part.lo), jnp.atleast_2d(part.hi))
-            for part in parts
-            if isinstance(part, masks.Ranges)
-        ),
-        by_index=has_causal and not by_position,
-        batch=batch,
-        q_len=q_len,
-        kv_len=kv_len,
+    sides = tuple(None if x is None else jnp.atleast_2d(x) for x in sides)
+    ranges = tuple(
+        (jnp.atleast_2d(part.lo), jnp.atleast_2d(part.hi))
+        for part in parts
+        if isinstance(part, masks.Ranges)
     )
+    static = {"by_index": has_causal and not by_position, "batch": batch, "kv_len": kv_len}
+    if layout is None and plan is None:
+        return _build(sides, ranges, None, q_len=q_len, **static)
+    return _build_rows(
+        sides, ranges, plan, q_len=q_len, layout=layout, permuted_keys=permuted_keys, **static
+    )
+
+
+def _check_plan(
+    plan: Any, batch: int, q_len: int, kv_len: int, permuted_keys: Any, layout: Layout | None
+) -> None:
+    if not isinstance(plan, ContextPlan):
+        raise ValueError(f"plan must come from context_plan, but is a {type(plan).__name__}")
+    if plan.length != q_len:
+        raise ValueError(f"plan was made for {plan.length} query rows, but there are {q_len}")
+    if permuted_keys and kv_len != q_len:
+        raise ValueError(
+            f"plan permutes {q_len} rows, but there are {kv_len} keys: pass permuted_keys=False, "
+            "keys and values then being in the order of the sequence"
+        )
+    plans = plan.order.shape[0]
+    if plans not in (1, batch) and batch != 1:
+        raise ValueError(
+            f"plan has {plans} rows of a batch, but the expression has batch size {batch}"
+        )
+    if layout is not None and plan.shards != layout.size(layout.context):
+        raise ValueError(
+            f"plan was made for {plan.shards} ranks, but the context axes of sharding have size "
+            f"{layout.size(layout.context)}"
+        )
 
 
 def _length(name: str, length: int | None) -> int | None:
@@ -145,12 +202,106 @@ def _length(name: str, length: int | None) -> int | None:
     return length
 
 
+@functools.partial(
+    jax.jit,
+    static_argnames=("by_index", "batch", "q_len", "kv_len", "layout", "permuted_keys"),
+    inline=True,
+)
+def _build_rows(
+    document, ranges, plan, *, by_index, batch, q_len, kv_len, layout, permuted_keys
+) -> AttentionMask:
+    """As `_build`, for permuted query rows, each rank for those that it holds."""
+    mask_batch: Axes = ()
+    context: Axes = ()
+    if layout is not None:
+        mask_batch, context = layout.batch if batch > 1 else (), layout.context
+
+    def place(x, *dims):
+        return x if layout is None else layout.place(x, *dims)
+
+    def keys(x):
+        return place(jnp.broadcast_to(x, (batch, x.shape[1])), mask_batch)
+
+    def rows(x):
+        """From whole sequences to the rows in the plan's order: this rank's, where manual."""
+        x = keys(x)
+        if plan is not None:
+            x = plan.permute(x)
+        if layout is not None and layout.outside(context) > 1:
+            own = q_len // layout.outside(context)
+            x, first = vary_together(x, jax.lax.axis_index(context) * own)
+            x = jax.lax.dynamic_slice_in_dim(x, first, own, axis=1)
+        return place(x, mask_batch, context)
+
+    if plan is not None:
+        plan_batch = mask_batch if plan.order.shape[0] > 1 else ()
+        order, inverse = (place(jnp.asarray(x), plan_batch) for x in (plan.order, plan.inverse))
+        plan = dataclasses.replace(plan, order=order, inverse=inverse)
+    # Rows are moved or cut, keys are not: no longer "the same as the query's".
+    q_ids, kv_ids, q_pos, kv_pos = [*document, *[None] * 4][:4]
+    document = ()
+    if q_ids is not None:
+        document += (rows(q_ids), keys(q_ids if kv_ids is None else kv_ids))
+    if q_pos is not None:
+        document += (rows(q_pos), keys(q_pos if kv_pos is None else kv_pos))
+    ranges = [(rows(lo), rows(hi)) for lo, hi in ranges]
+    index = rows(jnp.arange(q_len, dtype=jnp.int32)[None])
+
+    pieces = 1 if layout is None else layout.size(context)
+    static = {
+        "by_index": by_index,
+        "batch": batch if layout is None else batch // layout.inside(mask_batch),
+        "q_len": q_len // pieces,
+        "kv_len": kv_len,
+    }
+
+    def build(document, ranges, index):
+        mask = _build(document, ranges, index, **static)
+        return [getattr(mask, name) for name in _COMPUTED]
+
+    if layout is not None and layout.mapped:
+        row_spec, key_spec = layout.spec(mask_batch, context), layout.spec(mask_batch)
+        block_spec = layout.spec(mask_batch, (), context)
+        build = jax.shard_map(
+            build,
+            mesh=layout.mesh,
+            in_specs=((row_spec, key_spec) * (len(document) // 2), row_spec, row_spec),
+            # Blocks and tiles are each rank's own, beside each other in the last axis.
+            out_specs=[block_spec if "blocks" in name else row_spec for name in _COMPUTED],
+            axis_names=set(layout.mapped),
+        )
+    computed = dict(zip(_COMPUTED, build(document, ranges, index), strict=True))
+    q_ids, kv_ids, q_pos, kv_pos = [*document, *[None] * 4][:4]
+    kv_plan = None
+    if plan is not None and permuted_keys:
+        kv_plan = jnp.stack([plan.order, plan.inverse], axis=1)
+    return AttentionMask(
+        **computed,
+        q_ids=q_ids,
+        q_pos=q_pos,
+        kv_ids=kv_ids,
+        kv_pos=kv_pos,
+        q_len=q_len,
+        kv_len=kv_len,
+        element_test=len(document) // 2,
+        kv_plan=kv_plan,
+        context=context,
+        shards=pieces,
+    )
+
+
+_COMPUTED = ("q_lo", "q_hi", "q_blocks", "kv_blocks", "q_order", "q_order_192", "kv_order")
+
+
 @functools.partial(jax.jit, static_argnames=("by_index", "batch", "q_len", "kv_len"), inline=True)
-def _build(document, ranges, *, by_index, batch, q_len, kv_len) -> AttentionMask:
-    """document: () or ids or ids and positions, each of queries and of keys (None: the same)."""
-    document, ranges = jax.tree.unflatten(
-        jax.tree.structure((document, ranges)),
-        vary_together(*jax.tree.leaves((document, ranges))),
+def _build(document, ranges, index, *, by_index, batch, q_len, kv_len) -> AttentionMask:
+    """document: () or ids or ids and positions, each of queries and of keys (None: the same).
+
+    index: (1 or batch, q_len), the rows' places in the sequence; None: their order.
+    """
+    document, ranges, index = jax.tree.unflatten(
+        jax.tree.structure((document, ranges, index)),
+        vary_together(*jax.tree.leaves((document, ranges, index))),
     )
 
     def rows(x):
@@ -171,7 +322,8 @@ def _build(document, ranges, *, by_index, batch, q_len, kv_len) -> AttentionMask
         tested = lo
 
     if by_index:
-        hi = jnp.minimum(hi, jnp.arange(1, q_len + 1, dtype=jnp.int32))
+        ends = jnp.arange(1, q_len + 1, dtype=jnp.int32) if index is None else index + 1
+        hi = jnp.minimum(hi, ends)
     for first, last in ranges:
         lo = jnp.maximum(lo, jnp.clip(first, 0, kv_len))
         hi = jnp.minimum(hi, jnp.clip(last, 0, kv_len))

@@ -1,0 +1,292 @@
+"""What each rank of a mesh computes: its query rows against all keys, gathered group by group.
+
+Context parallelism by all-gather of keys and values (Llama 3, arXiv 2407.21783, section 3.3.2).
+The custom_vjp of attention.py lies outside of this: what it keeps for the backward pass are the
+ranks' own pieces, and the backward gathers again. A group of key/value heads is gathered while the
+attention of the group before runs, and its gradients are reduce-scattered while the next one runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from packax.plan import take_chunks
+from packax.primitives import backward_p, forward_p, vary_together
+from packax.sharding import Layout
+
+Arrays = tuple[jax.Array, ...]
+
+
+class Call(NamedTuple):
+    """What the trace fixes of one attention."""
+
+    scale: float
+    element_test: int
+    return_lse: bool
+    deterministic: bool
+    implementation: Literal["cubin", "xla"] | None
+    layout: Layout | None
+
+
+def forward(
+    call: Call, query: jax.Array, key: jax.Array, value: jax.Array, mask: Arrays, kv_plan: Any
+) -> Arrays:
+    """out (B, Sq, H, Dv) and lse (B, H, Sq). `mask`: AttentionMask.operands()."""
+    if call.layout is None:
+        return _forward(call, query, key, value, mask, kv_plan)
+    layout = call.layout
+    q_spec, kv_spec, lse_spec, mask_specs, plan_spec = _specs(call, layout, mask, kv_plan)
+    mapped = _shard_map(
+        layout,
+        lambda *operands: _forward(call, *operands),
+        (q_spec, kv_spec, kv_spec, mask_specs, plan_spec),
+        (q_spec, lse_spec),
+    )
+    return mapped(query, key, value, mask, kv_plan)
+
+
+def backward(
+    call: Call,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    dlse: jax.Array,
+    mask: Arrays,
+    kv_plan: Any,
+) -> Arrays:
+    """The gradients of query, key and value, sharded as they are. `dlse`: lse if there is none."""
+    if call.layout is None:
+        return _backward(call, query, key, value, out, lse, dout, dlse, mask, kv_plan)
+    layout = call.layout
+    q_spec, kv_spec, lse_spec, mask_specs, plan_spec = _specs(call, layout, mask, kv_plan)
+    rows = (q_spec, lse_spec, q_spec, lse_spec)
+    mapped = _shard_map(
+        layout,
+        lambda *operands: _backward(call, *operands),
+        (q_spec, kv_spec, kv_spec, *rows, mask_specs, plan_spec),
+        (q_spec, kv_spec, kv_spec),
+    )
+    return mapped(query, key, value, out, lse, dout, dlse, mask, kv_plan)
+
+
+def _specs(call: Call, layout: Layout, mask: Arrays, kv_plan: Any) -> tuple[Any, ...]:
+    batch, context, heads = layout.batch, layout.context, layout.heads
+    mask_batch = () if mask[0].shape[0] == 1 else batch
+    rows = layout.spec(mask_batch, context)
+    keys = layout.spec(mask_batch)
+    blocks = layout.spec(mask_batch, (), context)
+    # q_lo stands in for ids and positions that are not there
+    ids, positions = (keys if call.element_test >= n else rows for n in (1, 2))
+    mask_specs = (rows, rows, rows, ids, rows, positions, blocks, rows, rows, blocks, rows)
+    plan_spec = None
+    if kv_plan is not None:
+        plan_spec = layout.spec(() if kv_plan.shape[0] == 1 else batch)
+    return (
+        layout.spec(batch, context, heads),
+        layout.spec(batch, layout.kv_context, layout.kv_heads),
+        layout.spec(batch, heads, context),
+        mask_specs,
+        plan_spec,
+    )
+
+
+def _shard_map(layout: Layout, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
+    """Over all axes that the caller has not mapped: a custom call cannot be partitioned further."""
+    if not layout.mapped:
+        return function
+    return jax.shard_map(
+        function,
+        mesh=layout.mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=set(layout.mapped),
+    )
+
+
+def _forward(call: Call, query, key, value, mask, kv_plan) -> Arrays:
+    """On one rank."""
+    query, key, value, *mask = vary_together(query, key, value, *mask)
+    groups = _Groups(call.layout, query, key, value, kv_plan)
+    outs: list[jax.Array] = []
+    lses: list[jax.Array] = []
+    for group in range(groups.number):
+        keys, values = groups.next()
+        out, lse = forward_p.bind(
+            groups.rows(query, group, 2),
+            keys,
+            values,
+            *mask[:9],
+            scale=call.scale,
+            element_test=call.element_test,
+            implementation=call.implementation,
+        )
+        outs.append(out)
+        lses.append(lse)
+        lses = groups.gather_after(group, lses)
+    return _joined(outs, 2), _joined(lses, 1)
+
+
+def _backward(call: Call, query, key, value, out, lse, dout, dlse, mask, kv_plan) -> Arrays:
+    """On one rank."""
+    query, key, value, out, lse, dout, dlse, *mask = vary_together(
+        query, key, value, out, lse, dout, dlse, *mask
+    )
+    if call.layout is not None and call.layout.kv_context:
+        # Else XLA sees the forward's gathers here, and keeps the gathered keys for the backward.
+        key, value, dout = jax.lax.optimization_barrier((key, value, dout))
+    groups = _Groups(call.layout, query, key, value, kv_plan)
+    dqs: list[jax.Array] = []
+    dks: list[jax.Array] = []
+    dvs: list[jax.Array] = []
+    for group in range(groups.number):
+        keys, values = groups.next()
+        dq, dk, dv = backward_p.bind(
+            groups.rows(query, group, 2),
+            keys,
+            values,
+            groups.rows(out, group, 2),
+            groups.rows(lse, group, 1),
+            groups.rows(dout, group, 2),
+            groups.rows(dlse, group, 1),
+            *mask[:8],
+            *mask[9:],  # without q_order_192
+            scale=call.scale,
+            element_test=call.element_test,
+            has_dlse=call.return_lse,
+            deterministic=call.deterministic,
+            implementation=call.implementation,
+        )
+        dqs.append(dq)
+        dqs = groups.gather_after(group, dqs)
+        dks.append(groups.scatter(dk))
+        dvs.append(groups.scatter(dv))
+    return (
+        _joined(dqs, 2),
+        groups.summed(_joined(dks, 2), key),
+        groups.summed(_joined(dvs, 2), value),
+    )
+
+
+def _joined(parts: list[jax.Array], axis: int) -> jax.Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis)
+
+
+class _Groups:
+    """One rank's keys and values, gathered group by group in the order of the sequence.
+
+    At most two groups are held: the one in use and the one under way.
+    """
+
+    def __init__(self, layout: Layout | None, query, key, value, kv_plan) -> None:
+        self.layout = layout
+        self.kv_plan = kv_plan
+        self.own = _OwnHeads.of(layout, query.shape[2], key.shape[2])
+        self.key, self.value = (self.own.take(x) for x in (key, value))
+        self.number = 1 if layout is None else layout.groups(self.key.shape[2])
+        self.fetched = [
+            tuple(self._whole(self.rows(x, group, 2)) for x in (self.key, self.value))
+            for group in range(min(2, self.number))
+        ]
+
+    def next(self) -> tuple[jax.Array, ...]:
+        """Keys and values of the group whose turn it is, over the whole sequence."""
+        return self.fetched[0]
+
+    def gather_after(self, group: int, results: list[jax.Array]) -> list[jax.Array]:
+        """Drops this group and starts the next but one: not before `results`, those so far, are.
+
+        Without that order XLA may start all gathers at once, and hold them all.
+        """
+        self.fetched.pop(0)
+        following = group + 2
+        if following < self.number:
+            *done, last = results
+            key, value = (self.rows(x, following, 2) for x in (self.key, self.value))
+            key, value, last = jax.lax.optimization_barrier((key, value, last))
+            self.fetched.append((self._whole(key), self._whole(value)))
+            return [*done, last]
+        return results
+
+    def rows(self, x: jax.Array, group: int, axis: int) -> jax.Array:
+        """The heads of x that belong to the group."""
+        if self.number == 1:
+            return x
+        size = x.shape[axis] // self.number
+        return jax.lax.slice_in_dim(x, group * size, (group + 1) * size, axis=axis)
+
+    def scatter(self, gradient: jax.Array) -> jax.Array:
+        """The sum of all ranks' gradients of a group, each rank's rows of it; in its dtype."""
+        if self.kv_plan is not None:
+            gradient = take_chunks(self.kv_plan[:, 0], 1, gradient)
+        if self.layout is None or not self.layout.kv_context:
+            return gradient
+        return jax.lax.psum_scatter(
+            gradient, self.layout.kv_context, scatter_dimension=1, tiled=True
+        )
+
+    def summed(self, gradient: jax.Array, like: jax.Array) -> jax.Array:
+        """All heads of `like`, summed over the axes that query has and keys do not.
+
+        Where the caller's shard_map has the axis, jax sums: the transpose of a replicated operand.
+        """
+        gradient = self.own.put(gradient, like)
+        layout = self.layout
+        if layout is None:
+            return gradient
+        missing = set(layout.context + layout.heads) - set(layout.kv_context + layout.kv_heads)
+        axes = tuple(axis for axis, _ in layout.sizes if axis in missing & layout.mapped)
+        return jax.lax.psum(gradient, axes) if axes else gradient
+
+    def _whole(self, x: jax.Array) -> jax.Array:
+        if self.layout is not None and self.layout.kv_context:
+            x = jax.lax.all_gather(x, self.layout.kv_context, axis=1, tiled=True)
+        if self.kv_plan is not None:
+            x = take_chunks(self.kv_plan[:, 1], 1, x)
+        return x
+
+
+class _OwnHeads(NamedTuple):
+    """Which of the key/value heads at hand a rank's query heads read."""
+
+    number: int | None  # None: all
+    first: Any = None
+    every: Any = None  # indices, where they are not neighbours or repeat
+
+    @staticmethod
+    def of(layout: Layout | None, heads: int, kv_heads: int) -> _OwnHeads:
+        """Query head h of all reads head h // group: for replicated heads, this rank's part."""
+        if layout is None or layout.kv_heads or layout.size(layout.heads) == 1:
+            return _OwnHeads(None)
+        group = heads * layout.size(layout.heads) // kv_heads
+        rank = jax.lax.axis_index(layout.heads)
+        common = math.gcd(heads, group)
+        number = heads // common
+        if heads % group == 0 or group % heads == 0:
+            return _OwnHeads(number, rank * heads // group)
+        index = (rank * heads + common * jnp.arange(number)) // group
+        return _OwnHeads(number, None, index)
+
+    def take(self, x: jax.Array) -> jax.Array:
+        if self.number is None:
+            return x
+        if self.every is not None:
+            return jnp.take(x, self.every, axis=2)
+        return jax.lax.dynamic_slice_in_dim(x, self.first, self.number, axis=2)
+
+    def put(self, gradient: jax.Array, like: jax.Array) -> jax.Array:
+        if self.number is None:
+            return gradient
+        shape = (*gradient.shape[:2], like.shape[2], gradient.shape[3])
+        zeros = jnp.zeros_like(gradient, shape=shape)
+        if self.every is not None:
+            return zeros.at[:, :, self.every].add(gradient)
+        zeros, gradient, first = vary_together(zeros, gradient, self.first)
+        return jax.lax.dynamic_update_slice_in_dim(zeros, gradient, first, axis=2)

@@ -1,0 +1,96 @@
+"""What the tests of context parallelism share: meshes of CPU devices, inputs, one device's results."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import packax
+import pytest
+from cases import ids_of, positions_of
+from jax.sharding import AxisType
+
+BATCH, LENGTH, HEADS, KV_HEADS, DIM = 4, 1024, 8, 4, 8
+AXES = ("data", "fsdp", "context", "tensor")
+
+# Documents of very different lengths, padding inside and at the end, an id that comes back.
+ROWS = np.stack(
+    [
+        ids_of((0, LENGTH)),
+        ids_of((3, 500), (1, 20), (-1, 9), (2, 300), (-1, 195)),
+        ids_of((5, 90), (6, 200), (5, 334), (-2, 400)),
+        ids_of(*((n, 32) for n in range(32))),
+    ]
+)
+
+
+def mesh_of(*sizes: int, kind: str = "Auto", axes: tuple[str, ...] = AXES):
+    count = int(np.prod(sizes))
+    devices = jax.devices("cpu")
+    if len(devices) < count:
+        pytest.skip(f"needs {count} CPU devices: see conftest.py")
+    types = (getattr(AxisType, kind),) * len(sizes)
+    return jax.make_mesh(sizes, axes, devices=devices[:count], axis_types=types)
+
+
+def tensors(
+    dtype=jnp.float32, *, heads=HEADS, kv_heads=KV_HEADS, batch=BATCH, length=LENGTH, seed=0
+):
+    """query, key, value and the cotangents of output and log-sum-exp."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), dtype)
+
+    return (
+        normal(batch, length, heads, DIM),
+        normal(batch, length, kv_heads, DIM),
+        normal(batch, length, kv_heads, DIM),
+        normal(batch, length, heads, DIM),
+        normal(batch, heads, length).astype(jnp.float32),
+    )
+
+
+def expression_of(kind: str, ids: Any = ROWS) -> Any:
+    index = np.arange(LENGTH)
+    return {
+        "full": packax.full,
+        "causal": packax.causal,
+        "documents": lambda: packax.causal() & packax.documents(ids),
+        "one mask for all": lambda: packax.causal() & packax.documents(ROWS[1]),
+        "both ways": lambda: packax.documents(ids),
+        "ranges": lambda: packax.ranges(index - 70, index + 1) & packax.documents(ids),
+        "positions": lambda: (
+            packax.causal()
+            & packax.documents(ids, positions=np.stack([positions_of(row) for row in ROWS]))
+        ),
+    }[kind]()
+
+
+def results(query, key, value, dout, dlse, mask, sharding=None, **keywords):
+    """out, lse and the three gradients; rows that attend nothing have lse 0 here."""
+
+    def attention(*tensors):
+        return packax.flash_attention(
+            *tensors, mask, return_lse=True, sharding=sharding, **keywords
+        )
+
+    (out, lse), pullback = jax.vjp(attention, query, key, value)
+    return jnp.asarray(out), jnp.where(jnp.isfinite(lse), lse, 0), *pullback((dout, dlse))
+
+
+@functools.cache
+def one_device(kind: str, kv_heads: int = KV_HEADS, heads: int = HEADS, implementation=None):
+    function = jax.jit(functools.partial(results, implementation=implementation))
+    mask = packax.create_attention_mask(expression_of(kind), q_len=LENGTH, kv_len=LENGTH)
+    return function(*tensors(heads=heads, kv_heads=kv_heads), mask)
+
+
+def assert_same(got, expected, tolerance=1e-5):
+    names = ("out", "lse", "dq", "dk", "dv")
+    for name, x, y in zip(names, got, expected, strict=True):
+        x, y = (np.asarray(z, np.float32) for z in (x, y))
+        np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * np.abs(y).max(), err_msg=name)
