@@ -8,6 +8,7 @@ masks only as "same id and not later".
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -112,17 +113,26 @@ class Reference:
             scale=case.head_dim**-0.5,
         )
 
+    def slices(self) -> dict[str, list[int]]:
+        """What of the results is compared: rows of out and dQ, and a window and head of dK and dV."""
+        window = [self.window.start, self.window.stop]
+        return {"rows": [int(row) for row in self.rows], "window": window, "head": [self.head]}
+
     def errors(self, out: jax.Array | None, gradients: Arrays | None) -> dict[str, float]:
         """Relative errors of what was computed (either part may be missing)."""
-        pairs: dict[str, tuple[jax.Array, jax.Array]] = {}
+        found: dict[str, jax.Array] = {}
         if out is not None:
-            pairs["out"] = (out[0, self.rows], self.out)
+            found["out"] = out[0, self.rows]
         if gradients is not None:
             dq, dk, dv = gradients
-            pairs["dq"] = (dq[0, self.rows], self.dq)
-            pairs["dk"] = (dk[0, self.window, self.head], self.dk)
-            pairs["dv"] = (dv[0, self.window, self.head], self.dv)
-        return {name: _relative(x, reference) for name, (x, reference) in pairs.items()}
+            found["dq"] = dq[0, self.rows]
+            found["dk"] = dk[0, self.window, self.head]
+            found["dv"] = dv[0, self.window, self.head]
+        return self.slice_errors(found)
+
+    def slice_errors(self, found: Mapping[str, jax.Array]) -> dict[str, float]:
+        """Likewise, of the slices alone."""
+        return {name: _relative(x, getattr(self, name)) for name, x in found.items()}
 
 
 def wrong(errors: dict[str, float]) -> list[str]:

@@ -1,0 +1,120 @@
+"""FlashAttention-4's CuTe kernels under torch for versus_fa4.py, timed a burst at a time when asked.
+
+Inputs are the JAX worker's, and it judges the results: both come and go through files. Called as a user of torch calls them:
+flash_attn_func for one document, flash_attn_varlen_func for several; gradients by torch.autograd, residuals in memory.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.metadata
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from cases import CASES, Case
+from turns import burst, launches_of, serve
+
+OPERANDS = ("query", "key", "value", "cotangent")
+
+
+def finish(_: Any) -> None:
+    torch.cuda.synchronize()
+
+
+def attention(case: Case, device: str) -> Callable[..., torch.Tensor]:
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+
+    def first(result: Any) -> torch.Tensor:
+        return result[0] if isinstance(result, tuple) else result
+
+    if case.documents == 1:
+        return lambda q, k, v: first(flash_attn_func(q, k, v, causal=True))
+    if case.batch != 1:
+        raise NotImplementedError("documents in several rows")
+    edges = torch.tensor(np.cumsum([0, *case.lengths]), dtype=torch.int32, device=device)
+    longest = max(case.lengths)
+
+    def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = flash_attn_varlen_func(
+            *(x.flatten(0, 1) for x in (q, k, v)),
+            cu_seqlens_q=edges,
+            cu_seqlens_k=edges,
+            max_seqlen_q=longest,
+            max_seqlen_k=longest,
+            causal=True,
+        )
+        return first(out)[None]
+
+    return packed
+
+
+class State:
+    device = "cuda"
+
+    def __init__(self) -> None:
+        self.passes: dict[str, Callable[[], Any]] = {}
+
+    def answer(self, request: dict[str, Any]) -> Any:
+        return getattr(self, request["do"])(**{k: v for k, v in request.items() if k != "do"})
+
+    def hello(self) -> dict[str, str]:
+        names = ("torch", "flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels")
+        return {name: importlib.metadata.version(name) for name in names}
+
+    def load(self, folder: str) -> list[torch.Tensor]:
+        files = [Path(folder) / f"{name}.npy" for name in OPERANDS]
+        return [torch.from_numpy(np.load(f)).view(torch.bfloat16).to(self.device) for f in files]
+
+    def prepare(
+        self, case: str, folder: str, results: str, compared: dict[str, list[int]], round_ms: float
+    ) -> dict[str, Any]:
+        """Runs both passes and writes what the reference compares; {"failed", "launches"}."""
+        self.passes = {}
+        gc.collect()
+        torch.cuda.empty_cache()
+        (found,) = (item for item in CASES if item.name == case)
+        q, k, v, do = self.load(folder)
+        function = attention(found, self.device)
+        rows, (start, stop), (head,) = compared["rows"], compared["window"], compared["head"]
+
+        def write(name: str, x: torch.Tensor) -> None:
+            np.save(
+                Path(results) / f"{name}.npy",
+                x.detach().contiguous().view(torch.int16).cpu().numpy(),
+            )
+
+        def forward() -> torch.Tensor:
+            with torch.no_grad():
+                return function(q, k, v)
+
+        failed = {}
+        try:
+            write("out", forward()[0, rows])
+            self.passes["fwd"] = forward
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            out = function(*leaves)
+
+            def backward() -> tuple[torch.Tensor, ...]:
+                return torch.autograd.grad(out, leaves, do, retain_graph=True)
+
+            dq, dk, dv = backward()
+            write("dq", dq[0, rows])
+            write("dk", dk[0, start:stop, head])
+            write("dv", dv[0, start:stop, head])
+            del dq, dk, dv
+            self.passes["bwd"] = backward
+        except Exception as error:  # the forward may run where the backward does not
+            text = (str(error).strip().splitlines() or [""])[0]
+            failed["bwd" if self.passes else "fwd"] = f"{type(error).__name__}: {text}"[:300]
+        launches = {what: launches_of(f, finish, round_ms) for what, f in self.passes.items()}
+        return {"failed": failed, "launches": launches}
+
+    def time(self, name: str, what: str, launches: int) -> float:
+        return burst(self.passes[what], finish, launches)
+
+
+if __name__ == "__main__":
+    serve(State().answer)

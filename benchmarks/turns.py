@@ -1,0 +1,82 @@
+"""Two processes that time in turns: JSON lines over pipes, and never both at work.
+
+A worker answers one request at a time and does nothing between them; its parent asks the next one only when it
+has the answer, so nothing of one worker runs on the GPU while the other is timed. Nothing here imports jax or torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+
+def serve(answer: Callable[[dict[str, Any]], Any]) -> None:
+    """The worker's side: requests from standard input until it closes; all that is printed goes to standard error."""
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        try:
+            reply = {"value": answer(json.loads(line))}
+        except Exception as error:
+            traceback.print_exc(limit=4)
+            text = (str(error).strip().splitlines() or [""])[0]
+            reply = {"error": f"{type(error).__name__}: {text}"[:300]}
+        replies.write(json.dumps(reply) + "\n")
+
+
+class Failed(Exception):
+    """The worker could not do what it was asked."""
+
+
+class Worker:
+    def __init__(self, name: str, command: list[str], environment: dict[str, str]) -> None:
+        self.name = name
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+
+    def ask(self, **request: Any) -> Any:
+        stdin, stdout = self.process.stdin, self.process.stdout
+        assert stdin is not None and stdout is not None
+        try:
+            stdin.write(json.dumps(request) + "\n")
+            stdin.flush()
+            line = stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise Failed(f"{self.name} ended with status {self.process.wait()}")
+        reply = json.loads(line)
+        if "error" in reply:
+            raise Failed(reply["error"])
+        return reply["value"]
+
+    def end(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
+
+def burst(function: Callable[[], Any], finish: Callable[[Any], Any], launches: int) -> float:
+    """Milliseconds a launch, after one that is not counted: the other worker had the GPU before."""
+    finish(function())
+    start = time.perf_counter()
+    for _ in range(launches):
+        result = function()
+    finish(result)
+    return (time.perf_counter() - start) / launches * 1e3
+
+
+def launches_of(function: Callable[[], Any], finish: Callable[[Any], Any], round_ms: float) -> int:
+    """How many fill a round."""
+    burst(function, finish, 1)
+    return max(2, min(100, round(round_ms / burst(function, finish, 3))))

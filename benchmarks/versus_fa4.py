@@ -1,0 +1,214 @@
+"""packax, cuDNN and FlashAttention-4 on one GPU in one session, in turns: TFLOP/s and ratios to FA4.
+
+    python benchmarks/versus_fa4.py --fa4 dist/fa4.tar.xz [--cases board,dims] [--rounds 7] [--out DIR]
+
+Two processes, one with JAX (packax from the wheel, cuDNN) and one with torch (FA4), take turns: in every round each implementation
+runs a burst of about 120 ms, in rotating order, while the other process waits (turns.py). Ratios are of medians. Inputs are the
+same arrays and every output and gradient is compared with one float32 reference first; a wrong one is not timed.
+
+The machine needs torch 2.11 for CUDA 13 and, of Python packages, einops, cuda-bindings, protobuf and typing-extensions beside JAX.
+What it has not got comes in the archive that `bash benchmarks/pack_fa4.sh` makes where there is a package registry: flash-attn-4,
+nvidia-cutlass-dsl with its libs-base, libs-core and libs-cu13, quack-kernels, apache-tvm-ffi, torch-c-dlpack-ext. FA4 compiles its
+kernels at first use. Writes versus_fa4.json into --out (default: $OUT, else benchmarks/results).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import sys
+import tarfile
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from cases import Case, select
+from turns import Failed, Worker
+
+HERE = Path(__file__).parent
+START = time.perf_counter()
+PASSES = ("fwd", "bwd")
+ORDER = ("packax", "cudnn", "fa4")
+
+
+def say(text: str) -> None:
+    print(f"[{time.perf_counter() - START:6.1f} s] {text}", flush=True)
+
+
+def torch_environment(site: Path) -> dict[str, str]:
+    """This one's, but with FA4's packages and without what stands in the way of Triton for packax (.ci/gpu)."""
+    parts = [str(site), str(site / "nvidia_cutlass_dsl" / "dsl_packages")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(parts)}
+
+
+def prepare(
+    case: Case, jax: Worker, torch: Worker, scratch: Path, round_ms: float
+) -> dict[str, Any]:
+    """Rows of the report without times: errors, what failed, launches of a burst."""
+    with (
+        tempfile.TemporaryDirectory(dir=scratch) as inputs,
+        tempfile.TemporaryDirectory() as results,
+    ):
+        found = jax.ask(do="prepare", case=case.name, folder=inputs, round_ms=round_ms)
+        rows = found["implementations"]
+        try:
+            fa4 = torch.ask(
+                do="prepare",
+                case=case.name,
+                folder=inputs,
+                results=results,
+                compared=found["compared"],
+                round_ms=round_ms,
+            )
+            rows["fa4"] = fa4 | jax.ask(do="judge", folder=results)
+        except Failed as error:
+            rows["fa4"] = {"failed": {"fwd": str(error)}, "errors": {}, "wrong": [], "launches": {}}
+        if rows["fa4"]["wrong"]:
+            rows["fa4"]["launches"] = {}
+        return rows
+
+
+def run_case(
+    case: Case, jax: Worker, torch: Worker, scratch: Path, rounds: int, round_ms: float
+) -> dict[str, Any]:
+    rows = prepare(case, jax, torch, scratch, round_ms)
+    flops = {"fwd": case.forward_flops, "bwd": case.backward_flops}
+    for row in rows.values():
+        row["times"] = {}
+    for what in PASSES:
+        names = [name for name in ORDER if what in rows[name]["launches"]]
+        samples: dict[str, list[float]] = {name: [] for name in names}
+        for turn in range(rounds):
+            first = turn % max(1, len(names))
+            for name in names[first:] + names[:first]:
+                worker = torch if name == "fa4" else jax
+                launches = rows[name]["launches"][what]
+                samples[name].append(worker.ask(do="time", name=name, what=what, launches=launches))
+        for name, took in samples.items():
+            ms = statistics.median(took)
+            rows[name]["times"][what] = {
+                "ms": round(ms, 4), "ms_low": round(min(took), 4), "ms_high": round(max(took), 4),
+                "tflops": round(flops[what] / ms / 1e9, 1),
+            }  # fmt: skip
+    return rows
+
+
+def table(results: dict[str, Any]) -> str:
+    """One line a case and pass: ms and TFLOP/s of the three, packax against the others (over 1: packax is faster)."""
+    head = f"{'case':<20}{'pass':<5}"
+    head += "".join(f"{name + ' ms':>11}{'TFLOP/s':>9}" for name in ORDER)
+    lines = [head + f"{'to cuDNN':>10}{'to FA4':>8}{'error':>9}{'FA4':>9}"]
+    notes = []
+    for name, rows in results.items():
+        for what in PASSES:
+            cells = {who: rows.get(who, {}).get("times", {}).get(what) for who in ORDER}
+            line = f"{name:<20}{what:<5}"
+            for who in ORDER:
+                cell = cells[who]
+                line += (
+                    f"{cell['ms']:>11.3f}{cell['tflops']:>9.1f}" if cell else f"{'-':>11}{'-':>9}"
+                )
+            for who, width in (("cudnn", 10), ("fa4", 8)):
+                both = cells["packax"] and cells[who]
+                line += (
+                    f"{cells[who]['ms'] / cells['packax']['ms']:>{width}.3f}"
+                    if both
+                    else f"{'-':>{width}}"
+                )
+            for who in ("packax", "fa4"):
+                errors = rows.get(who, {}).get("errors") or {}
+                worst = [
+                    errors[x]
+                    for x in (("out",) if what == "fwd" else ("dq", "dk", "dv"))
+                    if x in errors
+                ]
+                line += f"{max(worst):>9.1e}" if worst else f"{'':>9}"
+            lines.append(line.rstrip())
+        for who in ORDER:
+            row = rows.get(who, {})
+            notes += [
+                f"{name} {who} {what} did not run: {text}"
+                for what, text in (row.get("failed") or {}).items()
+            ]
+            notes += [f"{name} {who} WRONG: {', '.join(row['wrong'])}"] if row.get("wrong") else []
+    return "\n".join(lines + notes)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--fa4",
+        type=Path,
+        required=True,
+        help="the archive of pack_fa4.sh, or a folder unpacked from it",
+    )
+    parser.add_argument(
+        "--cases", default="board", help="names and groups of cases.py (default: board)"
+    )
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--round-ms", type=float, default=120.0, help="length of a burst")
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", HERE / "results")))
+    arguments = parser.parse_args()
+    cases = select(arguments.cases)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    shm = Path("/dev/shm")
+    report: dict[str, Any] = {
+        "commit": os.environ.get("PACKAX_COMMIT", "unknown"),
+        "rounds": arguments.rounds,
+        "cases": {},
+    }
+    with contextlib.ExitStack() as stack:
+        site = arguments.fa4
+        if not site.is_dir():
+            site = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            with tarfile.open(arguments.fa4) as archive:
+                archive.extractall(site, filter="data")
+            say(f"unpacked {arguments.fa4}")
+        workers = {}
+        for name, script, environment in (
+            ("jax", "jax_worker.py", dict(os.environ)),
+            ("torch", "peers_torch.py", torch_environment(site.resolve())),
+        ):
+            workers[name] = Worker(name, [sys.executable, str(HERE / script)], environment)
+            stack.callback(workers[name].end)
+        for name, worker in workers.items():
+            report[name] = worker.ask(do="hello")
+            say(f"{name}: {report[name]}")
+        for case in cases:
+            scratch = shm if shm.is_dir() else Path(tempfile.gettempdir())
+            try:
+                rows = run_case(
+                    case,
+                    workers["jax"],
+                    workers["torch"],
+                    scratch,
+                    arguments.rounds,
+                    arguments.round_ms,
+                )
+            except Failed as error:
+                say(f"{case.name} FAILED: {error}")
+                rows = {}
+            report["cases"][case.name] = rows
+            say(f"{case.name}\n{table({case.name: rows})}")
+            (arguments.out / "versus_fa4.json").write_text(json.dumps(report, indent=1) + "\n")
+    print(
+        f"\n{table(report['cases'])}\n\nto cuDNN, to FA4: their ms / packax ms, medians of {arguments.rounds} rounds in turns"
+    )
+    print(f"wrote {arguments.out / 'versus_fa4.json'}")
+    bad = [
+        name
+        for name, rows in report["cases"].items()
+        if not rows or rows["packax"]["wrong"] or rows["packax"]["failed"]
+    ]
+    print(f"FAILED: {', '.join(bad)}" if bad else "")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

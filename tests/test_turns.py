@@ -1,0 +1,92 @@
+"""versus_fa4.py's two processes: one works at a time, wrong results are not timed, a dead worker is said to be dead."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+WORKER = """
+import sys, time
+sys.path.insert(0, "BENCHMARKS")
+from turns import serve
+
+NAME, LOG = sys.argv[1:]
+
+def log(text):
+    with open(LOG, "a") as file:
+        file.write(f"{NAME} {text}\\n")
+
+def answer(request):
+    print("a library's chatter is no reply")
+    log("begins")
+    time.sleep(0.002)
+    log("ends")
+    do = request["do"]
+    if do == "prepare" and NAME == "jax":
+        ready = {"errors": {"out": 1e-3}, "failed": {}, "wrong": [], "launches": {"fwd": 5, "bwd": 2}}
+        cudnn = ready | {"failed": {"bwd": "out of memory"}, "launches": {"fwd": 4}}
+        return {"implementations": {"packax": ready, "cudnn": cudnn}, "compared": {"rows": [1]}}
+    if do == "prepare":
+        if request["case"] == "causal_16k_d256":
+            raise AssertionError("no such head dim")
+        return {"failed": {}, "launches": {"fwd": 3, "bwd": 3}}
+    if do == "judge":
+        return {"errors": {"out": 2e-3, "dq": 1e-3}, "wrong": []}
+    if do == "time":
+        return {"packax": 1.0, "cudnn": 1.5, "fa4": 1.1}[request["name"]] + request["launches"] / 1000
+    if do == "die":
+        sys.exit(7)
+
+serve(answer)
+"""
+
+DRIVER = """
+import os, sys
+from pathlib import Path
+import versus_fa4
+from cases import select
+from turns import Failed, Worker
+
+script, log = sys.argv[1:]
+jax, torch = (Worker(name, [sys.executable, script, name, log], dict(os.environ)) for name in ("jax", "torch"))
+cases = select("causal_16k_d128,causal_16k_d256")
+rows = {c.name: versus_fa4.run_case(c, jax, torch, Path(log).parent, 3, 1.0) for c in cases}
+print(versus_fa4.table(rows))
+try:
+    torch.ask(do="die")
+except Failed as error:
+    print(error)
+for worker in (jax, torch):
+    worker.end()
+"""
+
+
+def test_they_take_turns(tmp_path):
+    (tmp_path / "worker.py").write_text(WORKER.replace("BENCHMARKS", str(BENCHMARKS)))
+    log = tmp_path / "log"
+    result = subprocess.run(
+        [sys.executable, "-c", DRIVER, str(tmp_path / "worker.py"), str(log)],
+        capture_output=True,
+        text=True,
+        cwd=BENCHMARKS,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    events = log.read_text().splitlines()
+    for begins, ends in zip(events[::2], events[1::2], strict=False):  # the last one dies between
+        assert begins.split()[1] == "begins" and ends == begins.replace("begins", "ends")
+    names = [event.split()[0] for event in events[::2]]
+    assert names.count("torch") >= 3 + 3 and names.count("jax") >= 2 * 3 * 2
+
+    lines = [line.split() for line in result.stdout.splitlines()]
+    (row,) = (line for line in lines if line[:2] == ["causal_16k_d128", "fwd"])
+    assert row[2] == "1.005" and row[4] == "1.504" and row[6] == "1.103"
+    assert row[8:] == ["1.497", "1.098", "1.0e-03", "2.0e-03"]
+    (row,) = (line for line in lines if line[:2] == ["causal_16k_d128", "bwd"])
+    assert row[4] == "-" and row[9] == "1.101"
+    assert "causal_16k_d128 cudnn bwd did not run: out of memory" in result.stdout
+    assert "causal_16k_d256 fa4 fwd did not run: AssertionError: no such head dim" in result.stdout
+    assert "torch ended with status 7" in result.stdout
