@@ -112,11 +112,11 @@ class Work:
             return heads * self.padded // block
         if name == "backward_delta":
             return heads * -(-rows // block)
-        if name == "backward_dkdv":
+        if name in ("backward_hopper", "backward_dkdv"):
             return kv_heads * -(-rows // 128) * (128 // block)
         if name in ("forward", "backward_dq"):
             return heads * -(-rows // 128) * (128 // block)
-        return (kv_heads if name == "backward_hopper" else heads) * -(-rows // block)
+        return heads * -(-rows // block)
 
     def launch(self, kernel: Kernel) -> Launch:
         """One kernel bound to this case. Programs that draw from the counter are as many as multiprocessors."""

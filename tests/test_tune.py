@@ -86,7 +86,7 @@ for row in rows.rows:
         assert launch["grid"] == ({
             "forward": 8 * per_tile, "forward_hopper": 10, "backward_dq": 8 * per_tile,
             "backward_dkdv": 2 * per_tile, "backward_delta": 8 * -(-3001 // block),
-            "backward_prepare": 8 * padded // block, "backward_hopper": 2 * -(-3001 // block),
+            "backward_prepare": 8 * padded // block, "backward_hopper": 2 * per_tile,
             "backward_finish": 8 * padded // block}[row["kernel"]], 1, 1), launch
         for name, value in launch.items():
             kept = work.given.get(name)
