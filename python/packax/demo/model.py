@@ -65,9 +65,10 @@ def logits(
     positions: jax.Array,
     mask: packax.AttentionMask,
     config: Config,
+    sharding: packax.AttentionSharding | None = None,
 ) -> jax.Array:
     """(batch, length, vocabulary) float32 for tokens and positions (batch, length)."""
-    return transform(parameters, parameters["embedding"][tokens], positions, mask, config)
+    return transform(parameters, parameters["embedding"][tokens], positions, mask, config, sharding)
 
 
 def transform(
@@ -76,12 +77,14 @@ def transform(
     positions: jax.Array,
     mask: packax.AttentionMask,
     config: Config,
+    sharding: packax.AttentionSharding | None = None,
 ) -> jax.Array:
     """As `logits`, from embedded tokens (batch, length, width)."""
     angles = rope_angles(positions, config)
 
     def layer(x: jax.Array, weights: Parameters) -> tuple[jax.Array, None]:
-        x = x + attention(weights, normalize(x, weights["attention_norm"]), angles, mask, config)
+        y = normalize(x, weights["attention_norm"])
+        x = x + attention(weights, y, angles, mask, config, sharding)
         x = x + mlp(weights, normalize(x, weights["mlp_norm"]))
         return x, None
 
@@ -93,10 +96,15 @@ def transform(
 
 
 def attention(
-    weights: Parameters, x: jax.Array, angles: jax.Array, mask: packax.AttentionMask, config: Config
+    weights: Parameters,
+    x: jax.Array,
+    angles: jax.Array,
+    mask: packax.AttentionMask,
+    config: Config,
+    sharding: packax.AttentionSharding | None = None,
 ) -> jax.Array:
     query, key, value = heads(weights, x, angles, config)
-    out = packax.flash_attention(query, key, value, mask)
+    out = packax.flash_attention(query, key, value, mask, sharding=sharding)
     return jnp.dot(out.reshape(*out.shape[:2], -1), weights["attention_out"])
 
 
@@ -146,11 +154,11 @@ def loss(
     weight: jax.Array,
     mask: packax.AttentionMask,
     config: Config,
+    sharding: packax.AttentionSharding | None = None,
 ) -> jax.Array:
     """Mean cross entropy of the next byte, in nats, over tokens that have one in their document."""
-    return jnp.sum(
-        token_losses(logits(parameters, tokens, positions, mask, config), following) * weight
-    ) / jnp.sum(weight)
+    scores = logits(parameters, tokens, positions, mask, config, sharding)
+    return jnp.sum(token_losses(scores, following) * weight) / jnp.sum(weight)
 
 
 def token_losses(scores: jax.Array, following: jax.Array) -> jax.Array:

@@ -1,0 +1,395 @@
+"""Context parallelism on the GPUs of one host, beside the same kernel on one GPU with as much work.
+
+    python benchmarks/context_parallel.py [--devices 4] [--rounds 5] [--quick] [--out DIR]
+
+12 documents in 128k tokens, 32/8 heads, head dim 128, bfloat16, the row over all devices. "One GPU"
+is one rank's share: its query rows of the area plan against all keys, already gathered. TFLOP/s are
+those of attended pairs, per GPU; the backward is timed alone. "kvax-like" moves data as kvax does,
+with packax's kernels and head-tail order: keys gathered at once and kept for the backward, their
+gradients summed whole in float32. Memory is XLA's plan for forward and backward in one program, per
+GPU, without arguments. Every output and gradient is compared with one GPU's before it is timed; a
+wrong one is not timed and makes the program exit 1.
+Writes context_parallel.json into --out (default: $OUT, else benchmarks/results); the table is last.
+On a CPU: XLA_FLAGS=--xla_force_host_platform_device_count=4 and --quick, to try the program itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import packax
+from cases import Case
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from machine import machine
+from packax import partition
+from timing import Time, interleaved
+
+START = time.perf_counter()
+HERE = Path(__file__).parent
+CASE = Case("docs12_128k_d128", 1, 131072, 32, 8, 128, 12)
+QUICK = Case("quick", 1, 1024, 8, 8, 16, 6)
+LIMIT = 1e-2  # ‖x - one GPU's‖ / ‖one GPU's‖ in bfloat16
+ROWS, LSE = P(None, "context"), P(None, None, "context")
+HIDE = {"xla_gpu_enable_latency_hiding_scheduler": True}
+Arrays = tuple[jax.Array, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    plan: str | None
+    groups: int = 4
+    scheduler: bool = False  # XLA's latency-hiding one, else its default
+    kvax: bool = False
+
+    @property
+    def name(self) -> str:
+        if self.kvax:
+            return "kvax-like"
+        hiding = ", latency-hiding scheduler" if self.scheduler else ""
+        return f"{self.plan or 'none'}, groups {self.groups}{hiding}"
+
+
+SCHEMES = (
+    Scheme("area"),
+    Scheme("head_tail"),
+    Scheme(None),
+    Scheme("area", 1),
+    Scheme("area", 2),
+    Scheme("area", 8),
+    Scheme("area", 4, scheduler=True),
+    Scheme("area", 8, scheduler=True),
+    Scheme("head_tail", kvax=True),
+)
+
+
+def say(text: str) -> None:
+    print(f"[{time.perf_counter() - START:6.1f} s] {text}", flush=True)
+
+
+def plan_of(case: Case, name: str | None, ranks: int) -> packax.ContextPlan | None:
+    if name is None:
+        return None
+    lengths = case.lengths if name == "area" else None
+    return packax.context_plan(name, ranks, length=case.seq, lengths=lengths)
+
+
+def kvax_like(mask: packax.AttentionMask, sharding: packax.AttentionSharding, plan: Any) -> Any:
+    """(query, key, value) -> output: gathered keys are residuals, float32 gradients all-reduced."""
+    own = mask.q_len // mask.shards
+    mask = dataclasses.replace(mask, kv_plan=None)
+    specs = sharding.mask_specs(mask)
+
+    def local(mask: packax.AttentionMask) -> packax.AttentionMask:
+        return dataclasses.replace(mask, q_len=own, context=(), shards=1)
+
+    def mapped(function: Callable[..., Any], *in_specs: Any, out_specs: Any) -> Any:
+        return jax.shard_map(
+            function, mesh=sharding.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
+
+    def whole(x: jax.Array) -> jax.Array:
+        return plan.unpermute(jax.lax.all_gather(x, "context", axis=1, tiled=True))
+
+    gather = mapped(whole, ROWS, out_specs=P())
+    attend = mapped(
+        lambda q, k, v, mask: packax.flash_attention(q, k, v, local(mask)),
+        *(ROWS, P(), P(), specs),
+        out_specs=ROWS,
+    )
+
+    def pull(q: Any, k: Any, v: Any, mask: Any, out: Any, lse: Any, dout: Any) -> Arrays:
+        # The backward primitive, as packax calls it: results of the forward are not computed again.
+        dq, dk, dv = partition.backward(
+            partition.Call(q.shape[3] ** -0.5, mask.element_test, False, False, None, None),
+            *(q, k, v, out, lse, dout, lse, local(mask).operands(), None),
+        )
+        rank = jax.lax.axis_index("context")
+        sums = (jax.lax.psum(x.astype(jnp.float32), "context") for x in (dk, dv))
+        dk, dv = (
+            jax.lax.dynamic_slice_in_dim(plan.permute(x), rank * own, own, axis=1).astype(q.dtype)
+            for x in sums
+        )
+        return dq, dk, dv
+
+    attend_lse = mapped(
+        lambda q, k, v, mask: packax.flash_attention(q, k, v, local(mask), return_lse=True),
+        *(ROWS, P(), P(), specs),
+        out_specs=(ROWS, LSE),
+    )
+    pull = mapped(pull, ROWS, P(), P(), specs, ROWS, LSE, ROWS, out_specs=(ROWS,) * 3)
+
+    @jax.custom_vjp
+    def attention(query, key, value, mask):
+        return attend(query, gather(key), gather(value), mask)
+
+    def forward(query, key, value, mask):
+        key, value = gather(key), gather(value)
+        out, lse = attend_lse(query, key, value, mask)
+        return out, (query, key, value, mask, out, lse)
+
+    attention.defvjp(forward, lambda residuals, dout: (*pull(*residuals, dout), None))
+    return lambda query, key, value: attention(query, key, value, mask)
+
+
+class Distributed:
+    """One scheme on a mesh: inputs in its order, passes, results back in the row's order."""
+
+    def __init__(self, case: Case, scheme: Scheme, mesh: Any, inputs: Arrays) -> None:
+        self.plan = plan_of(case, scheme.plan, mesh.size)
+        sharding = packax.AttentionSharding(
+            query=ROWS, key_value=ROWS, head_groups=scheme.groups, mesh=mesh
+        )
+        expression = packax.causal() & packax.documents(case.segment_ids())
+        self.mask = packax.create_attention_mask(expression, sharding=sharding, plan=self.plan)
+        place = NamedSharding(mesh, ROWS)
+        order = (lambda x: x) if self.plan is None else self.plan.permute
+        inputs = tuple(jax.device_put(order(x), place) for x in inputs)
+        self.inputs, self.cotangent = inputs[:3], inputs[3]
+        options = HIDE if scheme.scheduler and jax.default_backend() == "gpu" else None
+        self.jit = functools.partial(jax.jit, compiler_options=options)
+        if scheme.kvax:
+            assert self.plan is not None
+
+            def attention(query, key, value, mask):
+                return kvax_like(mask, sharding, self.plan)(query, key, value)
+        else:
+
+            def attention(query, key, value, mask):
+                return packax.flash_attention(query, key, value, mask, sharding=sharding)
+
+        self.attention = attention
+
+    def in_order(self, x: jax.Array) -> jax.Array:
+        x = jax.device_put(x, jax.devices()[0])
+        return x if self.plan is None else self.plan.unpermute(x)
+
+    def forward(self) -> Callable[[], jax.Array]:
+        return functools.partial(self.jit(self.attention), *self.inputs, self.mask)
+
+    def backward(self) -> Callable[[], Arrays]:
+        def with_residuals(query, key, value, mask):
+            return jax.vjp(lambda *x: self.attention(*x, mask), query, key, value)[1]
+
+        pullback = jax.block_until_ready(self.jit(with_residuals)(*self.inputs, self.mask))
+        function = self.jit(lambda pullback, cotangent: pullback(cotangent))
+        return lambda: function(pullback, self.cotangent)
+
+    def memory(self) -> dict[str, float]:
+        def both(query, key, value, mask, cotangent):
+            out, pullback = jax.vjp(lambda *x: self.attention(*x, mask), query, key, value)
+            return out, pullback(cotangent)
+
+        compiled = self.jit(both).lower(*self.inputs, self.mask, self.cotangent).compile()
+        plan = compiled.memory_analysis()
+        names = ("temp", "output", "argument")
+        return {name: round(getattr(plan, f"{name}_size_in_bytes") / 2**20, 1) for name in names}
+
+
+def one_share(case: Case, ranks: int, inputs: Arrays) -> tuple[dict[str, Callable[[], Any]], float]:
+    """Passes of rank 0's rows of the area plan against all keys, on one GPU; its attended pairs."""
+    plan = plan_of(case, "area", ranks)
+    assert plan is not None
+    rows = np.asarray(plan.index())[0, : case.seq // ranks]
+    starts = np.repeat(np.cumsum([0, *case.lengths[:-1]]), case.lengths)
+    lo, hi = starts[rows], rows + 1
+    mask = packax.create_attention_mask(packax.ranges(lo, hi), kv_len=case.seq)
+    query, key, value, dout = inputs
+    query, dout = query[:, rows], dout[:, rows]
+    forward = jax.jit(packax.flash_attention)
+    residuals = jax.jit(lambda *x: jax.vjp(lambda *y: packax.flash_attention(*y, x[3]), *x[:3])[1])
+    pullback = residuals(query, key, value, mask)
+    backward = jax.jit(lambda pullback, cotangent: pullback(cotangent))
+    passes = {
+        "fwd": lambda: forward(query, key, value, mask),
+        "bwd": lambda: backward(pullback, dout),
+    }
+    return passes, float(np.sum(hi - lo))
+
+
+def collectives(mesh: Any, case: Case) -> dict[str, Callable[[], Any]]:
+    """The gather of keys and values, and the reduce-scatter of their gradients, alone."""
+    shape = (2, case.seq, case.kv_heads, case.head_dim)
+    place = NamedSharding(mesh, ROWS)
+    x = jax.device_put(jnp.zeros(shape, jnp.bfloat16), place)
+    whole = jax.device_put(
+        jnp.zeros((mesh.size, *shape), jnp.bfloat16), NamedSharding(mesh, P("context"))
+    )
+    gather = jax.jit(
+        jax.shard_map(
+            lambda x: jax.lax.all_gather(x, "context", axis=1, tiled=True)[None],
+            mesh=mesh,
+            in_specs=ROWS,
+            out_specs=P("context"),
+        )
+    )
+    scatter = jax.jit(
+        jax.shard_map(
+            lambda x: jax.lax.psum_scatter(x[0], "context", scatter_dimension=1, tiled=True),
+            mesh=mesh,
+            in_specs=P("context"),
+            out_specs=ROWS,
+        )
+    )
+    return {"gather": lambda: gather(x), "reduce-scatter": lambda: scatter(whole)}
+
+
+def relative(x: jax.Array, reference: jax.Array) -> float:
+    x, reference = (y.astype(jnp.float32).ravel() for y in (x, reference))
+    return float(jnp.linalg.norm(x - reference) / jnp.linalg.norm(reference))
+
+
+def inputs_of(case: Case) -> Arrays:
+    keys = jax.random.split(jax.random.key(0), 4)
+    heads = (case.heads, case.kv_heads, case.kv_heads, case.heads)
+    return tuple(
+        jax.random.normal(key, (case.batch, case.seq, h, case.head_dim), jnp.bfloat16)
+        for key, h in zip(keys, heads, strict=True)
+    )
+
+
+def reference_of(case: Case, inputs: Arrays) -> Arrays:
+    """Output and gradients on one GPU, which benchmarks/attention.py holds against float32."""
+    mask = packax.create_attention_mask(packax.causal() & packax.documents(case.segment_ids()))
+
+    @jax.jit
+    def both(query, key, value, dout, mask):
+        out, pullback = jax.vjp(lambda *x: packax.flash_attention(*x, mask), query, key, value)
+        return out, *pullback(dout)
+
+    return both(*inputs, mask)
+
+
+def checked(scheme: Scheme, run: Distributed, reference: Arrays) -> dict[str, Any]:
+    """{"errors", "memory", "passes"}: no passes where a result is wrong."""
+    passes: dict[str, Callable[[], Any]] = {"fwd": run.forward(), "bwd": run.backward()}
+    out = jax.block_until_ready(passes["fwd"]())
+    results = jax.block_until_ready((out, *passes["bwd"]()))
+    errors = {
+        name: relative(run.in_order(x), y)
+        for name, x, y in zip(("out", "dq", "dk", "dv"), results, reference, strict=True)
+    }
+    wrong = [name for name, error in errors.items() if not error <= LIMIT]
+    memory = run.memory()
+    say(
+        f"{scheme.name}: errors "
+        + " ".join(f"{name} {error:.1e}" for name, error in errors.items())
+        + f"; memory {memory}"
+        + (f"; WRONG: {', '.join(wrong)}" if wrong else "")
+    )
+    return {"errors": errors, "memory": memory, "wrong": wrong, "passes": {} if wrong else passes}
+
+
+def timed_functions(functions: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Time]:
+    if jax.default_backend() != "gpu":  # fake devices wait for each other: one program at a time
+        functions = {
+            name: lambda function=function: jax.block_until_ready(function())
+            for name, function in functions.items()
+        }
+    return interleaved(functions, rounds=rounds)
+
+
+def table(report: dict[str, Any]) -> str:
+    head = (
+        f"{'':<44}{'fwd ms':>9}{'TFLOP/s':>9}{'of one':>8}{'bwd ms':>9}{'TFLOP/s':>9}{'of one':>8}"
+    )
+    lines = [head + f"{'MiB':>9}{'error':>9}"]
+    one = report["one_gpu"]
+    for name, row in {"one GPU, one rank's share": one, **report["schemes"]}.items():
+        line = f"{name:<44}"
+        for what in ("fwd", "bwd"):
+            cell = row["times"].get(what)
+            if cell is None:
+                line += f"{'-':>9}{'-':>9}{'-':>8}"
+                continue
+            share = cell["tflops"] / one["times"][what]["tflops"] if cell["tflops"] else 0.0
+            line += f"{cell['ms']:>9.3f}{cell['tflops']:>9.1f}{share:>8.1%}"
+        if "memory" in row:
+            line += f"{row['memory']['temp'] + row['memory']['output']:>9.0f}"
+            line += f"{max(row['errors'].values()):>9.1e}"
+        lines.append(line)
+    for name, cell in report["collectives"].items():
+        lines.append(f"{name + ' of keys and values, alone':<44}{cell['ms']:>9.3f}")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--devices", type=int, help="of this host (default: all)")
+    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds, for the median")
+    parser.add_argument("--quick", action="store_true", help="a tiny case: tries the program")
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", HERE / "results")))
+    arguments = parser.parse_args()
+    count = arguments.devices or len(jax.devices())
+    if not 2 <= count <= len(jax.devices()):
+        raise SystemExit(f"--devices must be from 2 to {len(jax.devices())}, but is {count}")
+    if jax.default_backend() != "gpu" and not arguments.quick:
+        raise SystemExit("without GPUs only --quick: jax.devices() = " + str(jax.devices()))
+    case = QUICK if arguments.quick else CASE
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    report: dict[str, Any] = {
+        "machine": machine(),
+        "commit": os.environ.get("PACKAX_COMMIT", "unknown"),
+        "case": dataclasses.asdict(case),
+        "devices": count,
+        "rounds": arguments.rounds,
+        "schemes": {},
+    }
+    say(", ".join(f"{key} {value}" for key, value in report["machine"].items()))
+    inputs = inputs_of(case)
+    reference = reference_of(case, inputs)
+    share, share_area = one_share(case, count, inputs)
+    mesh = jax.make_mesh(
+        (count,), ("context",), devices=jax.devices()[:count], axis_types=(AxisType.Auto,)
+    )
+    functions: dict[str, dict[str, Callable[[], Any]]] = {"fwd": {}, "bwd": {}}
+    for scheme in SCHEMES:
+        row = checked(scheme, Distributed(case, scheme, mesh, inputs), reference)
+        for what, function in row.pop("passes").items():
+            functions[what][scheme.name] = function
+        report["schemes"][scheme.name] = row | {"times": {}}
+    flops = {"fwd": case.forward_flops / count, "bwd": case.backward_flops / count}
+    timed = functools.partial(timed_functions, rounds=arguments.rounds)
+    for what, candidates in functions.items():
+        measured = timed(candidates)
+        for name, result in measured.items():
+            report["schemes"][name]["times"][what] = result.as_dict(flops[what])
+    report["collectives"] = {
+        name: result.as_dict() for name, result in timed(collectives(mesh, case)).items()
+    }
+    own = share_area / case.area * count
+    times = timed(share)
+    report["one_gpu"] = {
+        "area_of_mean": round(own, 4),
+        "times": {what: result.as_dict(flops[what] * own) for what, result in times.items()},
+    }
+    report["seconds"] = round(time.perf_counter() - START, 1)
+    path = arguments.out / "context_parallel.json"
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    print(
+        f"\n{case.documents} documents in {case.seq} tokens, {case.heads}/{case.kv_heads} heads, "
+        f"head dim {case.head_dim}, {count} devices; {report['seconds']} s; wrote {path}\n"
+    )
+    print(table(report))
+    wrong = [name for name, row in report["schemes"].items() if row["wrong"]]
+    if wrong:
+        print(f"WRONG: {', '.join(wrong)}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,168 @@
+"""Train the demo's model with FSDP, context and tensor parallelism on whatever devices there are.
+
+    python examples/train_context_parallel.py                      # all GPUs of this host
+    python examples/train_context_parallel.py --devices 8 --cpu    # eight fake CPU devices
+
+Every step: the documents' plan is made on the device, the batch is permuted by it, one mask is
+built and partitioned with the query rows, and the layers run on it. Parameters are sharded over the
+fsdp and tensor axes, rows of the batch over fsdp, the sequence over context. The first loss is
+compared with that of the same step on one device. Needs packax, optax and tqdm.
+
+On several hosts the only difference is one line before anything else, `jax.distributed.initialize()`,
+and that each host makes its part of the batch (`jax.make_array_from_process_local_data`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import packax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from packax.demo import model
+from packax.demo.data import VOCABULARY, pack, standard_library
+from packax.demo.train import batches
+from tqdm import tqdm
+
+AXES = ("fsdp", "context", "tensor")
+TOKENS = P("fsdp", "context")
+SHARDING = packax.AttentionSharding(
+    query=P("fsdp", "context", "tensor", None), key_value=P("fsdp", "context", "tensor", None)
+)
+
+
+def parameter_specs(parameters: model.Parameters) -> model.Parameters:
+    """The wide side of every matrix over tensor, the other over fsdp; norms are replicated."""
+    layers = {
+        "attention_norm": P(),
+        "query_key_value": P(None, "fsdp", None),
+        "attention_out": P(None, "tensor", "fsdp"),
+        "mlp_norm": P(),
+        "gate_up": P(None, "fsdp", "tensor"),
+        "down": P(None, "tensor", "fsdp"),
+    }
+    specs = {"embedding": P(None, "fsdp"), "layers": layers, "norm": P()}
+    specs["unembedding"] = P("fsdp", None)
+    assert jax.tree.structure(specs) == jax.tree.structure(parameters)
+    return specs
+
+
+def loss(parameters, batch, config, *, shards=1, kind="area", sharding=None):
+    """Mean loss; with a sharding, of the batch permuted by a plan: the mean is the same."""
+    plan = None
+    segment_ids = batch["segment_ids"]
+    if sharding is not None:
+        plan = packax.context_plan(kind, shards, segment_ids=segment_ids)
+        batch = plan.permute(batch)
+        batch = jax.lax.with_sharding_constraint(batch, TOKENS)
+    # The expression is about the documents in order; the plan moves the mask's rows.
+    mask = packax.create_attention_mask(
+        packax.causal() & packax.documents(segment_ids), sharding=sharding, plan=plan
+    )
+    return model.loss(
+        parameters,
+        *(batch[name] for name in ("tokens", "positions", "following", "weight")),
+        mask,
+        config,
+        sharding,
+    )
+
+
+def arguments_of() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cpu", action="store_true", help="fake CPU devices, 8 unless --devices")
+    parser.add_argument("--devices", type=int, help="how many (default: all)")
+    parser.add_argument("--mesh", help="sizes of fsdp,context,tensor, such as 2,2,2")
+    parser.add_argument("--plan", choices=("area", "head_tail"), default="area")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--seq-len", type=int, help="default: 1024 on CPUs, 32768 on GPUs")
+    return parser.parse_args()
+
+
+def mesh_sizes(text: str | None, count: int) -> tuple[int, ...]:
+    """Given, or factors of two: context first, then fsdp, then tensor."""
+    if text is not None:
+        sizes = tuple(map(int, text.split(",")))
+        if len(sizes) != 3 or int(np.prod(sizes)) != count:
+            raise SystemExit(f"--mesh must be three sizes with product {count}, but is {text}")
+        return sizes
+    sizes = {"fsdp": 1, "context": 1, "tensor": 1}
+    for axis in ("context", "fsdp", "tensor"):
+        if count % 2 == 0:
+            sizes[axis], count = 2, count // 2
+    sizes["context"] *= count
+    return tuple(sizes[axis] for axis in AXES)
+
+
+def main() -> int:
+    arguments = arguments_of()
+    if arguments.cpu:  # before jax looks for devices
+        flag = f"--xla_force_host_platform_device_count={arguments.devices or 8}"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+        jax.config.update("jax_platforms", "cpu")
+    devices = jax.devices()[: arguments.devices]
+    on_gpu = devices[0].platform == "gpu"
+    sizes = mesh_sizes(arguments.mesh, len(devices))
+    mesh = jax.make_mesh(sizes, AXES, devices=devices, axis_types=(AxisType.Auto,) * 3)
+    config = (
+        model.Config(VOCABULARY, 8, 1024, 16, 4, 64, 2816, jnp.bfloat16)
+        if on_gpu
+        else model.Config(VOCABULARY, 2, 128, 4, 2, 32, 352)
+    )
+    seq_len = arguments.seq_len or (32768 if on_gpu else 1024)
+    named = dict(zip(AXES, sizes, strict=True))
+    print(f"mesh       {named} on {len(devices)} x {devices[0].device_kind}")
+
+    batch = max(2, named["fsdp"])
+    documents = [text for text in standard_library() if len(text) < seq_len]
+    rows = pack(documents, seq_len, limit=arguments.steps * batch)
+    feed = batches(rows, batch, seed=0)
+    print(f"rows       {len(rows.tokens)} of {seq_len:,} tokens, {rows.documents:,} documents")
+
+    first = next(feed)
+    host = jax.jit(model.initialize, static_argnums=0)(config, jax.random.key(0))
+    alone = float(jax.jit(loss, static_argnums=2)(host, first, config))
+
+    parameters = jax.tree.map(
+        lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), host, parameter_specs(host)
+    )
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3, b2=0.95))
+    settings = {"shards": named["context"], "kind": arguments.plan, "sharding": SHARDING}
+
+    def step(parameters, state, batch):
+        value, gradients = jax.value_and_grad(loss)(parameters, batch, config, **settings)
+        updates, state = optimizer.update(gradients, state, parameters)
+        return optax.apply_updates(parameters, updates), state, value
+
+    with jax.set_mesh(mesh):
+        state = jax.jit(optimizer.init)(parameters)
+        kept = jax.tree.map(lambda x: x.sharding, (parameters, state))
+        step = jax.jit(step, donate_argnums=(0, 1), out_shardings=(*kept, None))
+        losses = []
+        batch = first
+        for _ in (progress := tqdm(range(arguments.steps), unit="step")):
+            place = NamedSharding(mesh, P("fsdp"))  # whole rows: the step permutes them
+            batch = {name: jax.device_put(x, place) for name, x in batch.items()}
+            parameters, state, value = step(parameters, state, batch)
+            losses.append(float(value))
+            progress.set_postfix_str(f"loss {losses[-1]:.3f}")
+            batch = next(feed)
+
+    difference = abs(losses[0] - alone) / alone
+    limit = 1e-2 if on_gpu else 1e-4  # bfloat16, float32
+    print(f"loss       {losses[0]:.3f} -> {losses[-1]:.3f} nats a byte")
+    same = "equals" if difference <= limit else "DIFFERS from"
+    print(f"first loss {same} one device's: {losses[0]:.6f} and {alone:.6f}")
+    return 0 if difference <= limit else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""Context parallelism with the cubins and NCCL, on 2 and 4 GPUs of one host. `pytest -m gpu`.
+
+tests/test_context_parallel.py has the combinations; here are what fake devices cannot show: kernels
+inside shard_map on every GPU, real collectives, and what XLA's GPU compiler makes of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+
+import jax
+import numpy as np
+import oracle
+import packax
+import pytest
+from context import results
+from gpu_runs import packed, tensors
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+pytestmark = pytest.mark.gpu
+LENGTH = 2048
+IDS = np.stack(
+    [packed(700, 5, -100, 600, 64, 300, -279), packed(1500, 30, 30, 30, 30, 30, 30, 368)]
+)
+EXPRESSION = packax.causal() & packax.documents(IDS)
+EVERY = packax.AttentionSharding(
+    query=P("data", "context", "tensor"), key_value=P("data", "context", "tensor"), head_groups=1
+)
+HEADS_REPLICATED = dataclasses.replace(EVERY, key_value=P("data", "context"), head_groups=1)
+CONTEXT = packax.AttentionSharding(query=P(None, "context"), key_value=P(None, "context"))
+
+
+def mesh_of(*sizes: int, kind: str = "Auto"):
+    """Axes data, context, tensor."""
+    count = int(np.prod(sizes))
+    devices = jax.devices("cuda")
+    if len(devices) < count:
+        pytest.skip(f"needs {count} GPUs, and there are {len(devices)}")
+    types = (getattr(AxisType, kind),) * 3
+    return jax.make_mesh(
+        sizes, ("data", "context", "tensor"), devices=devices[:count], axis_types=types
+    )
+
+
+@functools.cache
+def truth(dim: int, dtype: str):
+    x = tensors(2, LENGTH, LENGTH, 4, 2, dim, dtype)
+    allowed = np.asarray(EXPRESSION.as_array(LENGTH, LENGTH))
+    arguments = (*x[:3], allowed, dim**-0.5, *x[3:])
+    return x, oracle.exact(*arguments), oracle.plain(*arguments)
+
+
+def run(mesh, sharding, plan, dim=128, dtype="bfloat16", **keywords):
+    """Out, lse and gradients in the order of the sequence, from the cubins."""
+    x, true, plain = truth(dim, dtype)
+    plan = plan and packax.context_plan(plan, mesh.shape["context"], segment_ids=IDS)
+    moved = x
+    if plan is not None:
+        moved = [plan.permute(y, 2 if n == 4 else 1) for n, y in enumerate(x)]
+    batch, rows, heads = [*sharding.query, None, None][:3]
+    specs = [sharding.query, *[sharding.key_value] * 2, sharding.query, P(batch, heads, rows)]
+    moved = [
+        jax.device_put(y, NamedSharding(mesh, spec)) for y, spec in zip(moved, specs, strict=True)
+    ]
+    with jax.set_mesh(mesh):
+        mask = packax.create_attention_mask(EXPRESSION, sharding=sharding, plan=plan)
+        function = functools.partial(results, sharding=sharding, implementation="cubin", **keywords)
+        got = jax.block_until_ready(jax.jit(function)(*moved, mask))
+    got = [np.asarray(y) for y in got]
+    if plan is not None:
+        got = [plan.unpermute(y, 2 if n == 1 else 1) for n, y in enumerate(got)]
+    lse = np.where(np.isfinite(true.lse), got[1], -np.inf)  # results() has 0 for rows of nothing
+    return oracle.Results(got[0], lse, *got[2:]), true, plain
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("plan", [None, "head_tail", "area"])
+@pytest.mark.parametrize("dim,groups", [(128, 1), (128, 2), (64, None)])
+def test_context(count, plan, dim, groups):
+    sharding = dataclasses.replace(CONTEXT, head_groups=groups)
+    oracle.check(*run(mesh_of(1, count, 1), sharding, plan, dim))
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize(
+    "sizes,sharding",
+    [
+        ((1, 2, 1), EVERY),
+        ((2, 2, 1), EVERY),
+        ((1, 2, 2), EVERY),
+        ((1, 2, 2), HEADS_REPLICATED),
+        ((1, 1, 4), HEADS_REPLICATED),
+    ],
+)
+def test_combined_with_data_and_tensor(sizes, sharding, kind):
+    plan = "area" if sizes[1] > 1 else None
+    oracle.check(*run(mesh_of(*sizes, kind=kind), sharding, plan))
+
+
+def test_float16_and_deterministic():
+    """Twice the same bits: all sums, those between the GPUs too, come in one order."""
+    mesh = mesh_of(1, 2, 1)
+    first, true, plain = run(mesh, CONTEXT, "area", dtype="float16", deterministic=True)
+    oracle.check(first, true, plain)
+    again, *_ = run(mesh, CONTEXT, "area", dtype="float16", deterministic=True)
+    for name, x, y in zip(first._fields, first, again, strict=True):
+        np.testing.assert_array_equal(x, y, err_msg=name)
+
+
+def test_what_is_compiled():
+    """Asynchronous gathers and reduce-scatters in the operands' dtype, and no all-reduce."""
+    mesh = mesh_of(1, 2, 1)
+    x = tensors(2, LENGTH, LENGTH, 4, 2, 128, "bfloat16")
+    specs = [CONTEXT.query] * 4 + [P(None, None, "context")]
+    placed = [
+        jax.device_put(y, NamedSharding(mesh, spec)) for y, spec in zip(x, specs, strict=True)
+    ]
+    with jax.set_mesh(mesh):
+        mask = packax.create_attention_mask(EXPRESSION, sharding=CONTEXT)
+        function = jax.jit(functools.partial(results, sharding=CONTEXT))
+        text = function.lower(*placed, mask).compile().as_text()
+    assert not re.findall(r" all-reduce(-start)?\(", text)
+    scattered = re.findall(r"(\w+)\[[\d,]+\]\S* reduce-scatter\(", text)
+    assert scattered and set(scattered) == {"bf16"}, scattered
+    assert len(re.findall(r" all-gather(-start)?\(", text)) >= 2, "forward and backward gather"
