@@ -8,6 +8,7 @@ attention of the group before runs, and its gradients are reduce-scattered while
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -37,17 +38,8 @@ def forward(
     call: Call, query: jax.Array, key: jax.Array, value: jax.Array, mask: Arrays, kv_plan: Any
 ) -> Arrays:
     """out (B, Sq, H, Dv) and lse (B, H, Sq). `mask`: AttentionMask.operands()."""
-    if call.layout is None:
-        return _forward(call, query, key, value, mask, kv_plan)
-    layout = call.layout
-    q_spec, kv_spec, lse_spec, mask_specs, plan_spec = _specs(call, layout, mask, kv_plan)
-    mapped = _shard_map(
-        layout,
-        lambda *operands: _forward(call, *operands),
-        (q_spec, kv_spec, kv_spec, mask_specs, plan_spec),
-        (q_spec, lse_spec),
-    )
-    return mapped(query, key, value, mask, kv_plan)
+    function = _forward if call.layout is None else _forward_of_ranks
+    return function(call, query, key, value, mask, kv_plan)
 
 
 def backward(
@@ -63,13 +55,33 @@ def backward(
     kv_plan: Any,
 ) -> Arrays:
     """The gradients of query, key and value, sharded as they are. `dlse`: lse if there is none."""
-    if call.layout is None:
-        return _backward(call, query, key, value, out, lse, dout, dlse, mask, kv_plan)
-    layout = call.layout
-    q_spec, kv_spec, lse_spec, mask_specs, plan_spec = _specs(call, layout, mask, kv_plan)
+    function = _backward if call.layout is None else _backward_of_ranks
+    return function(call, query, key, value, out, lse, dout, dlse, mask, kv_plan)
+
+
+# jit, so that outside of jit it is one program and not one for every operation and collective.
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _forward_of_ranks(call: Call, query, key, value, mask, kv_plan) -> Arrays:
+    assert call.layout is not None
+    q_spec, kv_spec, lse_spec, mask_specs, plan_spec = _specs(call, call.layout, mask, kv_plan)
+    mapped = _shard_map(
+        call.layout,
+        lambda *operands: _forward(call, *operands),
+        (q_spec, kv_spec, kv_spec, mask_specs, plan_spec),
+        (q_spec, lse_spec),
+    )
+    return mapped(query, key, value, mask, kv_plan)
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _backward_of_ranks(
+    call: Call, query, key, value, out, lse, dout, dlse, mask, kv_plan
+) -> Arrays:
+    assert call.layout is not None
+    q_spec, kv_spec, lse_spec, mask_specs, plan_spec = _specs(call, call.layout, mask, kv_plan)
     rows = (q_spec, lse_spec, q_spec, lse_spec)
     mapped = _shard_map(
-        layout,
+        call.layout,
         lambda *operands: _backward(call, *operands),
         (q_spec, kv_spec, kv_spec, *rows, mask_specs, plan_spec),
         (q_spec, kv_spec, kv_spec),
