@@ -29,6 +29,8 @@ from context import (
 )
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from packax import partition
+from packax.sharding import layout_of
 
 BATCH_AXES = ("data", "fsdp")
 CONTEXT = packax.AttentionSharding(
@@ -208,6 +210,26 @@ def test_every_rank_has_the_hull_of_its_own_rows():
     in_order = packax.create_attention_mask(expression_of("one mask for all"))
     in_order = np.broadcast_to(in_order.q_hi, (BATCH, LENGTH))
     np.testing.assert_array_equal(plan.unpermute(mask.q_hi), in_order)
+
+
+@pytest.mark.parametrize("kind", ["causal", "documents", "positions", "one mask for all"])
+def test_the_specs_of_a_mask(kind):
+    """Kernels read block bounds and orders that XLA does not: each operand is cut as it was made."""
+    sharding = dataclasses.replace(FULL, mesh=mesh_of(1, 2, 2, 2))
+    mask = packax.create_attention_mask(
+        expression_of(kind), q_len=LENGTH, kv_len=LENGTH, sharding=sharding, plan=plan_of("area", 2)
+    )
+    layout = layout_of(sharding)
+    call = partition.Call(1.0, mask.element_test, True, False, None, layout)
+    specs = sharding.mask_specs(mask)
+    *_, of_operands, of_plan = partition._specs(call, layout, mask.operands(), mask.kv_plan)
+    assert [*of_operands, of_plan] == [*specs.operands(), specs.kv_plan]
+    sizes = {None: 1, BATCH_AXES: 2, "context": 2}
+    for x, spec in zip(mask.operands(), of_operands, strict=True):
+        pieces = [sizes[axes] for axes in (*spec, *[None] * (x.ndim - len(spec)))]
+        assert x.sharding.shard_shape(x.shape) == tuple(
+            size // n for size, n in zip(x.shape, pieces, strict=True)
+        )
 
 
 def manual_attention(mask, query, key, value):

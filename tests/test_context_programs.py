@@ -1,0 +1,49 @@
+"""The example and the host benchmark of context parallelism run, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(*arguments: str, **environment: str) -> str:
+    result = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "XLA_FLAGS": "", **environment},
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-3000:]
+    return result.stdout
+
+
+@pytest.mark.parametrize("mesh", ["2,2,1"])
+def test_the_example_trains_and_equals_one_device(mesh):
+    pytest.importorskip("optax")
+    pytest.importorskip("tqdm")
+    script = ROOT / "examples" / "train_context_parallel.py"
+    settings = ("--steps", "3", "--seq-len", "512", "--devices", "4", "--mesh", mesh)
+    shown = run(str(script), "--cpu", *settings)
+    assert "mesh       {'fsdp': 2, 'context': 2, 'tensor': 1} on 4 x cpu" in shown
+    assert "first loss equals one device's" in shown
+
+
+def test_the_plans_are_balanced(tmp_path):
+    pytest.importorskip("matplotlib")
+    script = ROOT / "benchmarks" / "context_plans.py"
+    shown = run(str(script), "--packings", "2", "--out", str(tmp_path), JAX_PLATFORMS="cpu")
+    assert "(limit 1.05)" in shown
+    report = json.loads((tmp_path / "context_plans.json").read_text())
+    row = report["plans"]["library, 131072 rows, 16 ranks, area"]
+    assert 1 <= row["area"] <= row["area_max"] <= 1.05 and 0 < row["unread"] < 1
+    assert report["plans"]["library, 131072 rows, 16 ranks, none"]["area"] > 1.2
+    assert (tmp_path / "context_plans.png").read_bytes().startswith(b"\x89PNG")
