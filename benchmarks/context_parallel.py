@@ -331,6 +331,7 @@ def main() -> int:
     )
     parser.add_argument("--devices", type=int, help="of this host (default: all)")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds, for the median")
+    parser.add_argument("--only", default="", help="schemes whose name holds this text")
     parser.add_argument("--quick", action="store_true", help="a tiny case: tries the program")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", HERE / "results")))
     arguments = parser.parse_args()
@@ -357,7 +358,7 @@ def main() -> int:
         (count,), ("context",), devices=jax.devices()[:count], axis_types=(AxisType.Auto,)
     )
     functions: dict[str, dict[str, Callable[[], Any]]] = {"fwd": {}, "bwd": {}}
-    for scheme in SCHEMES:
+    for scheme in (scheme for scheme in SCHEMES if arguments.only in scheme.name):
         row = checked(scheme, Distributed(case, scheme, mesh, inputs), reference)
         for what, function in row.pop("passes").items():
             functions[what][scheme.name] = function
