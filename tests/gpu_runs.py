@@ -25,12 +25,15 @@ class Tensors(NamedTuple):
     dlse: jax.Array
 
 
-def tensors(batch, q_len, kv_len, heads, kv_heads, dim, dtype, seed=0) -> Tensors:
+def tensors(batch, q_len, kv_len, heads, kv_heads, dims, dtype, seed=0) -> Tensors:
+    """`dims`: of query and key, and of value; or one for both."""
+    qk_dim, v_dim = (dims, dims) if isinstance(dims, int) else dims
     keys = jax.random.split(jax.random.key(seed), 5)
-    shapes = [(q_len, heads), (kv_len, kv_heads), (kv_len, kv_heads), (q_len, heads)]
+    rows, columns = (q_len, heads), (kv_len, kv_heads)
+    shapes = [(*rows, qk_dim), (*columns, qk_dim), (*columns, v_dim), (*rows, v_dim)]
     four = (
-        jax.random.normal(key, (batch, length, n, dim), jnp.float32).astype(dtype)
-        for key, (length, n) in zip(keys, shapes, strict=False)
+        jax.random.normal(key, (batch, *shape), jnp.float32).astype(dtype)
+        for key, shape in zip(keys, shapes, strict=False)
     )
     return Tensors(*four, jax.random.normal(keys[4], (batch, heads, q_len), jnp.float32))
 
@@ -39,7 +42,7 @@ def poison(x: Tensors) -> None:
     """NaNs into memory of the sizes that the results will ask for, and back to the pool."""
     batch, q_len, heads, _ = x.query.shape
     held = [jnp.full((batch, heads, q_len), jnp.nan, jnp.float32) for _ in range(4)]
-    held += [jnp.full(y.shape, jnp.nan, y.dtype) for y in (x.query, x.key, x.value) for _ in "12"]
+    held += [jnp.full(y.shape, jnp.nan, y.dtype) for y in x[:4] for _ in "12"]
     held.append(jnp.full((4 * batch, q_len + 64, heads, x.query.shape[3]), jnp.nan))  # workspace
     jax.block_until_ready(held)
     for y in held:

@@ -118,7 +118,7 @@ def main() -> int:
         if arguments.small:
             continue
         good &= run("packed", documents, 3, 213, 213, 4, 2, dims, "bfloat16", deterministic=True)
-        for dtype in ("bfloat16", "float16"):
+        for dtype in ("bfloat16", "float16") if max(dims) <= 128 else ("float16",):
             good &= run("packed", documents, 3, 213, 213, 4, 2, dims, dtype)
             good &= run("causal", causal, 2, 129, 65, 8, 1, dims, dtype)
     print("sanitize.py: ok" if good else "sanitize.py: WRONG results")

@@ -76,6 +76,21 @@ def test_scale_defaults_to_the_root_of_the_head_dim(mask):
     assert np.abs(out - packax.flash_attention(QUERY, KEY, VALUE, mask, scale=1)).max() > 0.01
 
 
+@pytest.mark.parametrize("dims", [(192, 128), (256, 256), (24, 40)], ids=str)
+def test_head_dims(mask, dims):
+    """The output has the value's; the scale is of the query's; the gradients have their own."""
+    query, key, value, dout, dlse = CASE.tensors(jnp.float32, *dims)
+
+    def attention(query, key, value):
+        return packax.flash_attention(query, key, value, mask, return_lse=True)
+
+    got = jax.jit(lambda *x: oracle.run(attention, *x, dout, dlse))(query, key, value)
+    assert got.out.shape == (*query.shape[:3], dims[1])
+    others = CASE.allowed(), dims[0] ** -0.5, dout, dlse
+    true = oracle.exact(query, key, value, *others)
+    oracle.check(got, true, oracle.plain(query, key, value, *others))
+
+
 @pytest.mark.parametrize("scale", [-0.3, 0.0, -0.0, 1e-40, np.float32(-2.5)])
 def test_any_sign_of_scale(mask, scale):
     """The kernels take positive ones only, so the sign goes into the query on every platform."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -28,7 +29,12 @@ from gpu_runs import (
 
 pytestmark = pytest.mark.gpu
 DTYPES = ("bfloat16", "float16")
-DIMS = (64, 128)
+DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))  # of query and key, and of value
+WIDE = DIMS[2:]
+# Each wide pair in one dtype: the other differs by the type of a load, and test_wide_cases has both.
+KINDS = [(dtype, dims) for dims in DIMS[:2] for dtype in DTYPES] + list(
+    zip(DTYPES, WIDE, strict=True)
+)
 
 
 @pytest.fixture(params=DTYPES)
@@ -41,8 +47,14 @@ def deterministic(request):
     return request.param
 
 
-@pytest.fixture(params=DIMS, ids=lambda dim: f"d{dim}")
-def dim(request):
+def name_of(kind):
+    dtype, (qk_dim, v_dim) = kind
+    return f"{dtype}-d{qk_dim}" + (f"x{v_dim}" if v_dim != qk_dim else "")
+
+
+@pytest.fixture(params=KINDS, ids=name_of)
+def kind(request):
+    """dtype, head dims"""
     return request.param
 
 
@@ -53,10 +65,30 @@ def causal_documents(*ids, **positions):
 # --- Numbers.
 
 
-@pytest.mark.parametrize("case", cases.CASES, ids=str)
-def test_cases(case, dtype, dim):
-    x = Tensors(*case.tensors(dtype, dim, dim))
+def check_case(case, dtype, dims):
+    x = Tensors(*case.tensors(dtype, *dims))
     assert_close(x, run(x, case.expression()), case.allowed())
+
+
+@pytest.mark.parametrize("dims", DIMS[:2], ids=lambda dims: f"d{dims[0]}")
+@pytest.mark.parametrize("case", cases.CASES, ids=str)
+def test_cases(case, dtype, dims):
+    check_case(case, dtype, dims)
+
+
+WIDE_KINDS = itertools.cycle((dtype, dims) for dims in WIDE for dtype in DTYPES)
+
+
+@pytest.mark.parametrize(
+    "case,kind",
+    [
+        pytest.param(case, kind, id=f"{case}-{name_of(kind)}")
+        for case, kind in zip(cases.CASES, WIDE_KINDS, strict=False)
+    ],
+)
+def test_wide_cases(case, kind):
+    """Every case once, with the pairs and dtypes in turns."""
+    check_case(case, *kind)
 
 
 THREE_ROWS = np.stack(
@@ -65,8 +97,9 @@ THREE_ROWS = np.stack(
 
 
 @pytest.mark.parametrize("kv_heads", (8, 2, 1), ids=("gqa1", "gqa4", "gqa8"))
-def test_three_rows_of_different_documents(kv_heads, dtype, dim):
-    x = tensors(3, 500, 500, 8, kv_heads, dim, dtype)
+def test_three_rows_of_different_documents(kv_heads, kind):
+    dtype, dims = kind
+    x = tensors(3, 500, 500, 8, kv_heads, dims, dtype)
     expression = causal_documents(THREE_ROWS)
     assert_close(x, run(x, expression), expression.as_array(500, 500))
 
@@ -91,8 +124,8 @@ def test_query_and_key_lengths_differ(q_len, kv_len, kind, dtype):
 @pytest.mark.parametrize("first", range(1, 301, 25))
 def test_every_length_to_300(first):
     for length in range(first, first + 25):
-        dim = DIMS[length % 7 == 0]
-        x = tensors(1, length, length, 2, 1, dim, "bfloat16", seed=length)
+        dims = DIMS[next((i for i, n in ((3, 13), (2, 11), (1, 7)) if length % n == 0), 0)]
+        x = tensors(1, length, length, 2, 1, dims, "bfloat16", seed=length)
         cut = (length * 5) // 11
         ids = packed(*(n for n in (cut, length - cut) if n))
         expression = causal_documents(ids)
@@ -110,11 +143,12 @@ def test_scale(scale, dtype):
     assert_close(x, run(x, expression, scale), expression.as_array(200, 200), scale)
 
 
-def test_ids_and_positions_of_any_shape(dtype, dim):
+def test_ids_and_positions_of_any_shape(kind):
+    dtype, dims = kind
     rng = np.random.default_rng(2)
     ids = rng.choice(np.array([-(2**31), -2, -1, 0, 5, 2**31 - 1], np.int32), (2, 333))
     positions = rng.integers(-50, 50, (2, 333)).astype(np.int32)
-    x = tensors(2, 333, 333, 4, 2, dim, dtype)
+    x = tensors(2, 333, 333, 4, 2, dims, dtype)
     expression = causal_documents(ids, positions=positions)
     assert_close(x, run(x, expression), expression.as_array(333, 333))
 
@@ -134,11 +168,12 @@ def test_xla_and_cubin_agree_on_the_gpu():
 
 
 @pytest.mark.parametrize("garbage", (6e4, -6e4, "max"))
-def test_garbage_in_padding_changes_nothing(garbage, dtype, dim, deterministic):
+def test_garbage_in_padding_changes_nothing(garbage, kind, deterministic):
+    dtype, dims = kind
     padding = (THREE_ROWS == packax.PADDING_SEGMENT_ID)[..., None, None]
     if garbage == "max":
         garbage = float(jnp.finfo(dtype).max)
-    clean = tensors(3, 500, 500, 8, 2, dim, dtype)
+    clean = tensors(3, 500, 500, 8, 2, dims, dtype)
     four = [jnp.where(padding, jnp.asarray(garbage, dtype), y) for y in clean[:4]]
     dlse = jnp.where(padding[:, None, :, 0, 0], 1e30, clean.dlse)
     dirty = type(clean)(*four, dlse)
@@ -157,11 +192,12 @@ def test_garbage_in_padding_changes_nothing(garbage, dtype, dim, deterministic):
     ).all()
 
 
-def test_other_documents_change_nothing(dtype, dim):
+def test_other_documents_change_nothing(kind):
+    dtype, dims = kind
     ids = packed(130, 257, 90)
     inside = (ids == 2)[None, :, None, None]
-    x = tensors(1, 477, 477, 8, 2, dim, dtype)
-    y = tensors(1, 477, 477, 8, 2, dim, dtype, seed=1)
+    x = tensors(1, 477, 477, 8, 2, dims, dtype)
+    y = tensors(1, 477, 477, 8, 2, dims, dtype, seed=1)
     mixed = type(x)(
         *(jnp.where(inside, a, 100 * b) for a, b in zip(x[:4], y[:4], strict=True)),
         jnp.where(inside[:, :, :, 0].swapaxes(1, 2), x.dlse, y.dlse),
@@ -177,10 +213,11 @@ def test_other_documents_change_nothing(dtype, dim):
         assert not np.array_equal(a, b), f"{name} of the other documents should have changed"
 
 
-def test_nan_stays_where_numerics_md_says(dtype, dim):
+def test_nan_stays_where_numerics_md_says(kind):
+    dtype, dims = kind
     ids = packed(384, 300, -84, 116)
     at = np.arange(884)
-    x = tensors(1, 884, 884, 4, 2, dim, dtype)
+    x = tensors(1, 884, 884, 4, 2, dims, dtype)
     expression = causal_documents(ids)
     expected = run(x, expression, None, True)
 
@@ -199,8 +236,9 @@ def test_nan_stays_where_numerics_md_says(dtype, dim):
         assert np.isnan(np.asarray(getattr(got, name), np.float32)).any()
 
 
-def test_the_same_bits_every_time(dtype, dim, deterministic):
-    x = tensors(3, 500, 500, 8, 2, dim, dtype)
+def test_the_same_bits_every_time(kind, deterministic):
+    dtype, dims = kind
+    x = tensors(3, 500, 500, 8, 2, dims, dtype)
     expression = causal_documents(THREE_ROWS)
     first = same_each_run(run(x, expression, None, deterministic), deterministic)
     for _ in range(10):

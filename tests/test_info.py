@@ -14,17 +14,17 @@ T4 = {"ordinal": 0, "name": "Tesla T4", "cc": 75}
 KERNELS = info.ATTENTION_KERNELS
 VARIANTS = tuple(
     {
-        "name": f"{kernel}_{dtype}_{dim}x{dim}_{arch.replace('_', '')}",
+        "name": f"{kernel}_{dtype}_{qk_dim}x{v_dim}_{arch.replace('_', '')}",
         "kernel": kernel,
         "arch": arch,
         "cc": cc,
         "dtype": dtype,
-        "qk_dim": dim,
-        "v_dim": dim,
+        "qk_dim": qk_dim,
+        "v_dim": v_dim,
     }
     for kernel in KERNELS
     for dtype in ("bf16", "f16")
-    for dim in (64, 128)
+    for qk_dim, v_dim in ((64, 64), (128, 128), (192, 128), (256, 256))
     for arch, cc in (("sm_80", 80), ("sm_90a", 90))
 )
 
@@ -55,12 +55,13 @@ def text(**changes) -> str:
 def test_everything_is_there():
     shown = text()
     assert "packax 0.1.0, jax 0.11.2, jax-cuda13-plugin 0.11.2, Python 3." in shown
-    assert "32 cubins for sm_80, sm_90a" in shown
-    assert "dtypes bfloat16, float16; head dims 64, 128" in shown
+    assert "64 cubins for sm_80, sm_90a" in shown
+    assert "dtypes bfloat16, float16; head dims 64, 128, 192/128, 256" in shown
     assert "supports CUDA 13.0" in shown
     assert "GPU 0: NVIDIA H200, compute capability 9.0" in shown
     assert "GPU 0, bfloat16, head dim 64: forward_bf16_64x64_sm90a" in shown
     assert "GPU 1, float16, head dim 128: forward_f16_128x128_sm80" in shown
+    assert "GPU 1, bfloat16, head dim 192/128: forward_bf16_192x128_sm80" in shown
     assert "XLA" not in shown
 
 

@@ -155,6 +155,9 @@ ATTENTION = {
 }  # fmt: skip
 
 
+Tiles = tuple[tuple[int, int], ...]  # of the forward, dkdv and dq
+
+
 @pytest.mark.parametrize(
     "tiles",
     [
@@ -164,7 +167,18 @@ ATTENTION = {
     ],
 )
 @pytest.mark.parametrize("case", ATTENTION)
-def test_attention_equals_the_oracle(case: str, tiles: tuple[tuple[int, int], ...]) -> None:
+def test_attention_equals_the_oracle(case: str, tiles: Tiles) -> None:
+    check_attention(case, tiles, 16, 32)
+
+
+@pytest.mark.parametrize("dims", [(192, 128), (256, 256), (24, 40), (8, 16)], ids=str)
+@pytest.mark.parametrize("case", ["documents", "tested by position", "longer queries"])
+def test_head_dims(case: str, dims: tuple[int, int]) -> None:
+    """Where a dim is no power of two, the columns behind it are the next head's. With the smallest tiles there are."""
+    check_attention(case, ((64, 32), (32, 32), (32, 64)), *dims)
+
+
+def check_attention(case: str, tiles: Tiles, qk_dim: int, v_dim: int) -> None:
     expression, q_len, kv_len, heads, kv_heads = ATTENTION[case]
     attends = np.asarray(expression.as_array(q_len, kv_len))
     attends = attends if attends.ndim == 3 else attends[None]
@@ -173,13 +187,13 @@ def test_attention_equals_the_oracle(case: str, tiles: tuple[tuple[int, int], ..
     rng = np.random.default_rng(len(case))
     draw = lambda n, h, d: rng.standard_normal((batch, n, h, d)).astype(np.float32)  # noqa: E731
     query, key, value = (
-        draw(q_len, heads, 16),
-        draw(kv_len, kv_heads, 16),
-        draw(kv_len, kv_heads, 32),
+        draw(q_len, heads, qk_dim),
+        draw(kv_len, kv_heads, qk_dim),
+        draw(kv_len, kv_heads, v_dim),
     )
-    dout = draw(q_len, heads, 32)
+    dout = draw(q_len, heads, v_dim)
     dlse = rng.standard_normal((batch, heads, q_len)).astype(np.float32)
-    scale = 0.37
+    scale = 1.5 * qk_dim**-0.5
     # nobody attends these keys, and these rows attend nothing: what they hold must not matter
     idle_keys, idle_rows = ~attends.any(1), ~attends.any(2)
     key[np.broadcast_to(idle_keys, key.shape[:2])] = 1e30

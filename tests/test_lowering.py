@@ -15,6 +15,8 @@ import pytest
 from jax.sharding import AxisType
 from packax import lowering, primitives
 
+DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+
 
 class Extension:
     """packax._ext as far as lowering asks it, whatever the build at hand has."""
@@ -24,20 +26,20 @@ class Extension:
         kernels = ("forward", "backward_delta", "backward_dkdv", "backward_dq")
         chip = {"cc": 80, "exact": False}
         return [
-            {"kernel": kernel, "dtype": dtype, "qk_dim": dim, "v_dim": dim, **chip}
+            {"kernel": kernel, "dtype": dtype, "qk_dim": qk_dim, "v_dim": v_dim, **chip}
             for kernel in kernels
             for dtype in ("bf16", "f16")
-            for dim in (64, 128)
+            for qk_dim, v_dim in DIMS
         ] + [{"kernel": "documents_init", "dtype": "any", "qk_dim": 0, "v_dim": 0, **chip}]
 
 
 PORTABLE = Extension.variants()
 
 
-def with_hopper(cc=90, exact=True, dims=(64, 128)):
+def with_hopper(cc=90, exact=True, dims=DIMS[:3]):
     """The rows of a build with a backward_hopper of bf16."""
     hopper = {"kernel": "backward_hopper", "dtype": "bf16", "cc": cc, "exact": exact}
-    return [*PORTABLE, *({**hopper, "qk_dim": d, "v_dim": d} for d in dims)]
+    return [*PORTABLE, *({**hopper, "qk_dim": qk, "v_dim": v} for qk, v in dims)]
 
 
 @pytest.fixture(autouse=True)
@@ -153,10 +155,14 @@ def test_workspace_by_request(monkeypatch):
 
 def test_workspace_by_build(monkeypatch):
     assert backward_workspace(monkeypatch, PORTABLE) == SMALL
-    assert backward_workspace(monkeypatch, with_hopper(dims=(128,))) == SMALL
+    assert backward_workspace(monkeypatch, with_hopper(dims=[(128, 128)])) == SMALL
     assert backward_workspace(monkeypatch, with_hopper(), tensors=abstract(jnp.float16)) == SMALL
     large = backward_workspace(monkeypatch, with_hopper(), tensors=abstract(dim=128, v_dim=128))
     assert large == LARGE + 64 * SMALL
+    large = backward_workspace(monkeypatch, with_hopper(), tensors=abstract(dim=192, v_dim=128))
+    assert large == LARGE + 128 * SMALL  # dQ has the query's columns
+    wide = abstract(dim=256, v_dim=256)
+    assert backward_workspace(monkeypatch, with_hopper(), tensors=wide) == SMALL
     rows = with_hopper(cc=86, exact=False)  # another rule than sm_90a's: later minors too
     for capability, elements in ((86, LARGE), (89, LARGE), (80, SMALL), (90, SMALL)):
         assert backward_workspace(monkeypatch, rows, {capability}) == elements
@@ -322,7 +328,8 @@ def test_no_kernel(direction, dtype, dim, v_dim, said, implementation):
         text_of(lambda *x: direction(*x, MASK, implementation=implementation), *args)
     text = str(error.value)
     assert said in text
-    assert "bfloat16 64/64, float16 64/64, bfloat16 128/128, float16 128/128" in text
+    listed = [f"{dtype} {qk}/{v}" for qk, v in DIMS for dtype in ("bfloat16", "float16")]
+    assert f"there are: {', '.join(listed)}." in text
     assert 'implementation="xla"' in text
     text_of(lambda *x: direction(*x, MASK, implementation="xla"), *args)
 
@@ -333,6 +340,18 @@ def test_a_backward_kernel_may_be_missing_alone(monkeypatch):
     text_of(loss, *abstract(), MASK)
     with pytest.raises(NotImplementedError, match="no backward kernel"):
         text_of(jax.grad(loss), *abstract(), MASK)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dim,v_dim", DIMS)
+def test_every_pair_of_head_dims(dim, v_dim, dtype):
+    """out and dv are of the value's, dq and dk of the query's."""
+    text = text_of(jax.grad(loss, (0, 1, 2)), *abstract(dtype, dim, v_dim), MASK)
+    (_, _, _, (out, _, _)), (_, _, operands, (dq, dk, dv, _)) = calls(text)
+    short = {jnp.bfloat16: "bf16", jnp.float16: "f16"}[dtype]
+    rows, keys = (f"2x300x{heads}x%dx{short}" for heads in (8, 2))
+    assert out == operands[3] == operands[5] == rows % v_dim
+    assert (dq, dk, dv) == (rows % dim, keys % dim, keys % v_dim)
 
 
 @pytest.mark.parametrize("platforms", [("cpu",), ("tpu",), ("cpu", "cuda")])

@@ -30,48 +30,79 @@ class Arch:
 
 ARCHS = {
     "80": Arch("sm_80", 80, False, 166_912, "ampere"),
-    "86": Arch("sm_86", 86, False, 101_376, "ampere"),
-    "89": Arch("sm_89", 89, False, 101_376, "ampere"),
+    "86": Arch("sm_86", 86, False, 101_376, "small"),
+    "89": Arch("sm_89", 89, False, 101_376, "small"),
     "90a": Arch("sm_90a", 90, True, 232_448, "hopper"),
     "100a": Arch("sm_100a", 100, True, 232_448, "blackwell"),
-    "120a": Arch("sm_120a", 120, True, 101_376, "ampere"),
+    "120a": Arch("sm_120a", 120, True, 101_376, "small"),
 }
 DTYPES = ("bf16", "f16")
-HEAD_DIMS = ((64, 64), (128, 128))  # (query and key, value)
+HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))  # (query and key, value)
 
 # The Triton wheel brings two assemblers. Cubins of 12.9 load with every driver of CUDA 12 and 13
 # that knows the GPU; those of 13.4 were seen to load on driver 580 (CUDA 13.0) and are promised for
 # no older one.
 ASSEMBLERS = {"12.9": ("ptxas", 12000), "13.4": ("ptxas-blackwell", 13000)}
 
-# kernel -> (kind of tile, head dim) -> BLOCK_M, BLOCK_N, STAGES of the mask-free loop, warps.
-# "hopper": the fastest of benchmarks/tune.py on one H200 (benchmarks/results/tune_h200.json). The
-# others were never timed, for want of such a GPU: the largest tiles that fit shared memory and, for
-# sm_80 to sm_89, registers without a spill.
+# kernel -> (kind of tile, larger head dim) -> BLOCK_M, BLOCK_N, STAGES of the mask-free loop, warps.
+# "hopper", 64 and 128: the fastest of benchmarks/tune.py on one H200
+# (benchmarks/results/tune_h200.json). No other was ever timed ("hopper" from 192 on: not yet; the
+# rest: for want of such a GPU): the largest tiles that fit shared memory ("small": 99 KiB a block)
+# with few spills, and none for "small".
 TILES = {
     "forward": {
         ("hopper", 64): (128, 64, 3, 4),
         ("hopper", 128): (128, 128, 3, 8),
+        ("hopper", 192): (128, 64, 1, 8),
+        ("hopper", 256): (64, 64, 3, 8),
         ("blackwell", 64): (128, 64, 3, 8),
         ("blackwell", 128): (128, 64, 3, 8),
+        ("blackwell", 192): (128, 64, 3, 8),
+        ("blackwell", 256): (128, 64, 2, 8),
         ("ampere", 64): (128, 64, 2, 8),
         ("ampere", 128): (128, 32, 2, 8),
+        ("ampere", 192): (64, 64, 2, 8),
+        ("ampere", 256): (64, 64, 2, 8),
+        ("small", 64): (128, 64, 2, 8),
+        ("small", 128): (128, 32, 2, 8),
+        ("small", 192): (64, 64, 2, 8),
+        ("small", 256): (64, 32, 2, 8),
     },
     "backward_dkdv": {
         ("hopper", 64): (128, 64, 2, 4),
         ("hopper", 128): (64, 128, 3, 8),
+        ("hopper", 192): (64, 64, 2, 8),
+        ("hopper", 256): (32, 64, 2, 8),
         ("blackwell", 64): (64, 128, 2, 8),
         ("blackwell", 128): (64, 64, 2, 8),
+        ("blackwell", 192): (64, 64, 2, 8),
+        ("blackwell", 256): (32, 64, 2, 8),
         ("ampere", 64): (32, 128, 2, 8),
         ("ampere", 128): (64, 64, 2, 8),
+        ("ampere", 192): (64, 32, 2, 8),
+        ("ampere", 256): (64, 32, 2, 8),
+        ("small", 64): (32, 128, 2, 8),
+        ("small", 128): (64, 64, 2, 8),
+        ("small", 192): (64, 32, 2, 8),
+        ("small", 256): (32, 32, 2, 8),
     },
     "backward_dq": {
         ("hopper", 64): (128, 64, 3, 4),
         ("hopper", 128): (128, 128, 2, 8),
+        ("hopper", 192): (64, 64, 2, 8),
+        ("hopper", 256): (64, 64, 2, 8),
         ("blackwell", 64): (128, 64, 2, 8),
         ("blackwell", 128): (64, 64, 2, 8),
+        ("blackwell", 192): (64, 64, 2, 8),
+        ("blackwell", 256): (64, 64, 2, 8),
         ("ampere", 64): (128, 32, 2, 8),
         ("ampere", 128): (64, 64, 2, 8),
+        ("ampere", 192): (32, 64, 2, 8),
+        ("ampere", 256): (64, 64, 2, 8),
+        ("small", 64): (128, 32, 2, 8),
+        ("small", 128): (64, 64, 2, 8),
+        ("small", 192): (32, 64, 2, 8),
+        ("small", 256): (32, 32, 2, 4),
     },
 }
 
@@ -138,10 +169,16 @@ TENSOR_MAPS: dict[str, dict[str, tuple[str, int | str, int | str]]] = {
 SPILLS = {
     ("forward", 64): 112,
     ("forward", 128): 96,
+    ("forward", 192): 24,
+    ("forward", 256): 112,
     ("backward_dkdv", 64): 488,
     ("backward_dkdv", 128): 256,
+    ("backward_dkdv", 192): 160,
+    ("backward_dkdv", 256): 176,
     ("backward_dq", 64): 64,
     ("backward_dq", 128): 56,
+    ("backward_dq", 192): 160,
+    ("backward_dq", 256): 104,
     ("forward_hopper", 64): 240,  # under ptxas 12.9; 120 under 13.4
     ("forward_hopper", 128): 128,  # under ptxas 12.9; 8 under 13.4
     ("backward_hopper", 128): 176,
@@ -258,10 +295,11 @@ def variants(
     for arch in archs:
         if ARCHS[arch].tiles != "hopper":
             continue
-        for kernel in HOPPER_TILES:
+        for kernel, tiles in HOPPER_TILES.items():
+            built = [dims for dims in head_dims if max(dims) in tiles]  # else the portable kernels
             for assembler in ASSEMBLERS if kernel in TWO_ASSEMBLERS else ("12.9",):
                 for dtype in dtypes:
-                    for qk_dim, v_dim in head_dims:
+                    for qk_dim, v_dim in built:
                         yield hopper(kernel, ARCHS[arch], dtype, qk_dim, v_dim, assembler)
     for kernel in TILES:
         for arch in archs:

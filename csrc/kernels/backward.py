@@ -10,7 +10,17 @@ atomics: the same bits every run.
 
 import triton
 import triton.language as tl
-from rows import keep, key_range, masked_step, row_range, split, tile_of_program
+from rows import (
+    columns,
+    keep,
+    key_range,
+    load_rows,
+    masked_step,
+    row_range,
+    split,
+    store_rows,
+    tile_of_program,
+)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -31,12 +41,11 @@ def backward_delta(
     attended = tl.load(q_hi + mask_row + rows, mask=there, other=0) > tl.load(
         q_lo + mask_row + rows, mask=there, other=0
     )
-    offset = ((b.to(tl.int64) * q_len + rows) * heads + head)[:, None] * V_DIM + tl.arange(
-        0, V_DIM
-    )[None, :]
+    offset = ((b.to(tl.int64) * q_len + rows) * heads + head)[:, None] * V_DIM
+    offset += columns(V_DIM)[None, :]
     # the cotangent of an empty row is ignored: it is not even read
-    o = tl.load(out + offset, mask=attended[:, None], other=0.0).to(tl.float32)
-    do = tl.load(dout + offset, mask=attended[:, None], other=0.0).to(tl.float32)
+    o = load_rows(out + offset, attended[:, None], V_DIM).to(tl.float32)
+    do = load_rows(dout + offset, attended[:, None], V_DIM).to(tl.float32)
     at = (b.to(tl.int64) * heads + head) * q_len + rows
     total = tl.sum(o * do, 1)
     if has_dlse != 0:
@@ -78,14 +87,12 @@ def backward_dkdv(
 
     keys = first_key + tl.arange(0, BLOCK_N)
     present = (keys < kv_len)[:, None]
-    qk_dims = tl.arange(0, QK_DIM)
-    v_dims = tl.arange(0, V_DIM)
+    qk_dims = columns(QK_DIM)
+    v_dims = columns(V_DIM)
     kv_first = (b.to(tl.int64) * kv_len + first_key) * kv_heads + kv_head
     local = tl.arange(0, BLOCK_N)[:, None].to(tl.int64) * kv_heads
-    k = tl.load(
-        key + kv_first * QK_DIM + local * QK_DIM + qk_dims[None, :], mask=present, other=0.0
-    )
-    v = tl.load(value + kv_first * V_DIM + local * V_DIM + v_dims[None, :], mask=present, other=0.0)
+    k = load_rows(key + kv_first * QK_DIM + local * QK_DIM + qk_dims[None, :], present, QK_DIM)
+    v = load_rows(value + kv_first * V_DIM + local * V_DIM + v_dims[None, :], present, V_DIM)
 
     mask_row = mask_b.to(tl.int64) * q_len
     q_lo += mask_row
@@ -109,8 +116,8 @@ def backward_dkdv(
     stat_head = q_len.to(tl.int64)
 
     scale2 = scale * LOG2E
-    dk_acc = tl.zeros([BLOCK_N, QK_DIM], tl.float32)
-    dv_acc = tl.zeros([BLOCK_N, V_DIM], tl.float32)
+    dk_acc = tl.zeros([BLOCK_N, qk_dims.shape[0]], tl.float32)
+    dv_acc = tl.zeros([BLOCK_N, v_dims.shape[0]], tl.float32)
     edges = steps - core_end + core_begin
     for i in tl.range(0, group * edges, num_stages=1):
         g = i // edges
@@ -121,8 +128,8 @@ def backward_dkdv(
         hi = tl.load(q_hi + rows, mask=there, other=0)
         # rows past the hull are not read: a block may reach over its end
         attended = (hi > lo) & (rows < end)
-        q = tl.load(q_ptr + step * q_step + g * QK_DIM, mask=attended[:, None], other=0.0)
-        do = tl.load(do_ptr + step * do_step + g * V_DIM, mask=attended[:, None], other=0.0)
+        q = load_rows(q_ptr + step * q_step + g * QK_DIM, attended[:, None], QK_DIM)
+        do = load_rows(do_ptr + step * do_step + g * V_DIM, attended[:, None], V_DIM)
         lse2 = tl.load(lse_ptr + g * stat_head + step * BLOCK_M, mask=attended, other=0.0) * LOG2E
         dlt = tl.load(delta_ptr + g * stat_head + step * BLOCK_M, mask=attended, other=0.0)
         block = (start + step * BLOCK_M) // 64
@@ -137,16 +144,16 @@ def backward_dkdv(
     for i in tl.range(0, group * core, num_stages=STAGES):
         g = i // core
         step = core_begin + i - g * core
-        q = tl.load(q_ptr + step * q_step + g * QK_DIM)
-        do = tl.load(do_ptr + step * do_step + g * V_DIM)
+        q = load_rows(q_ptr + step * q_step + g * QK_DIM, None, QK_DIM)
+        do = load_rows(do_ptr + step * do_step + g * V_DIM, None, V_DIM)
         lse2 = tl.load(lse_ptr + g * stat_head + step * BLOCK_M) * LOG2E
         dlt = tl.load(delta_ptr + g * stat_head + step * BLOCK_M)
         dk_acc, dv_acc = dkdv_step(dk_acc, dv_acc, k, v, q, do, lse2, dlt, None, scale2, False)
 
     dk_out = dk + kv_first * QK_DIM + local * QK_DIM + qk_dims[None, :]
     dv_out = dv + kv_first * V_DIM + local * V_DIM + v_dims[None, :]
-    tl.store(dk_out, (dk_acc * scale).to(dk.dtype.element_ty), mask=present)
-    tl.store(dv_out, dv_acc.to(dv.dtype.element_ty), mask=present)
+    store_rows(dk_out, (dk_acc * scale).to(dk.dtype.element_ty), present, QK_DIM)
+    store_rows(dv_out, dv_acc.to(dv.dtype.element_ty), present, V_DIM)
 
 
 @triton.jit
@@ -186,19 +193,15 @@ def backward_dq(
     kv_ids += mask_b.to(tl.int64) * kv_len
     kv_pos += mask_b.to(tl.int64) * kv_len
 
-    qk_dims = tl.arange(0, QK_DIM)
-    v_dims = tl.arange(0, V_DIM)
+    qk_dims = columns(QK_DIM)
+    v_dims = columns(V_DIM)
     first = (b.to(tl.int64) * q_len + row) * heads + head
     local = tl.arange(0, BLOCK_M)[:, None].to(tl.int64) * heads
     # rows that attend nothing are not read: zeros keep them finite in the mask-free loop
-    q = tl.load(
-        query + first * QK_DIM + local * QK_DIM + qk_dims[None, :],
-        mask=attended[:, None],
-        other=0.0,
+    q = load_rows(
+        query + first * QK_DIM + local * QK_DIM + qk_dims[None, :], attended[:, None], QK_DIM
     )
-    do = tl.load(
-        dout + first * V_DIM + local * V_DIM + v_dims[None, :], mask=attended[:, None], other=0.0
-    )
+    do = load_rows(dout + first * V_DIM + local * V_DIM + v_dims[None, :], attended[:, None], V_DIM)
     stat = (b.to(tl.int64) * heads + head) * q_len + rows
     lse2 = tl.load(lse + stat, mask=attended, other=0.0) * LOG2E
     dlt = tl.load(delta + stat, mask=attended, other=0.0)
@@ -211,25 +214,26 @@ def backward_dq(
     v_step = BLOCK_N * kv_heads.to(tl.int64) * V_DIM
 
     scale2 = scale * LOG2E
-    acc = tl.zeros([BLOCK_M, QK_DIM], tl.float32)
+    acc = tl.zeros([BLOCK_M, qk_dims.shape[0]], tl.float32)
     for i in tl.range(0, steps - core_end + core_begin, num_stages=1):
         step = masked_step(i, core_begin, core_end)
         keys = start + step * BLOCK_N + cols
         present = (keys < end)[:, None]
-        k = tl.load(k_ptr + step * k_step, mask=present, other=0.0)
-        v = tl.load(v_ptr + step * v_step, mask=present, other=0.0)
+        k = load_rows(k_ptr + step * k_step, present, QK_DIM)
+        v = load_rows(v_ptr + step * v_step, present, V_DIM)
         inside = keep(
             rows, keys, lo, hi, tested, q_ids, kv_ids, q_pos, kv_pos, element_test, q_len, kv_len, 0
         )
         acc = dq_step(acc, q, do, k, v, lse2, dlt, inside, scale2, True)
     for step in tl.range(core_begin, core_end, num_stages=STAGES):
-        k = tl.load(k_ptr + step * k_step)
-        v = tl.load(v_ptr + step * v_step)
+        k = load_rows(k_ptr + step * k_step, None, QK_DIM)
+        v = load_rows(v_ptr + step * v_step, None, V_DIM)
         acc = dq_step(acc, q, do, k, v, lse2, dlt, None, scale2, False)
 
     result = tl.where(attended[:, None], acc * scale, 0.0)
-    tl.store(
+    store_rows(
         dq + first * QK_DIM + local * QK_DIM + qk_dims[None, :],
         result.to(dq.dtype.element_ty),
-        mask=there[:, None],
+        there[:, None],
+        QK_DIM,
     )

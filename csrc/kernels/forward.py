@@ -8,7 +8,16 @@ The order of the key blocks does not matter, so the blocks that need a mask come
 
 import triton
 import triton.language as tl
-from rows import keep, key_range, masked_step, split, tile_of_program
+from rows import (
+    columns,
+    keep,
+    key_range,
+    load_rows,
+    masked_step,
+    split,
+    store_rows,
+    tile_of_program,
+)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -59,15 +68,13 @@ def forward(
     kv_ids += mask_b.to(tl.int64) * kv_len
     kv_pos += mask_b.to(tl.int64) * kv_len
 
-    qk_dims = tl.arange(0, QK_DIM)
-    v_dims = tl.arange(0, V_DIM)
+    qk_dims = columns(QK_DIM)
+    v_dims = columns(V_DIM)
     first = (b.to(tl.int64) * q_len + row) * heads + head
     local = tl.arange(0, BLOCK_M)[:, None].to(tl.int64) * heads
     # rows that attend nothing are not read
-    q = tl.load(
-        query + first * QK_DIM + local * QK_DIM + qk_dims[None, :],
-        mask=(hi > lo)[:, None],
-        other=0.0,
+    q = load_rows(
+        query + first * QK_DIM + local * QK_DIM + qk_dims[None, :], (hi > lo)[:, None], QK_DIM
     )
 
     kv_first = (b.to(tl.int64) * kv_len + start) * kv_heads + kv_head
@@ -80,29 +87,30 @@ def forward(
     scale2 = scale * LOG2E
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, V_DIM], tl.float32)
+    acc = tl.zeros([BLOCK_M, v_dims.shape[0]], tl.float32)
     for i in tl.range(0, steps - core_end + core_begin, num_stages=1):
         step = masked_step(i, core_begin, core_end)
         keys = start + step * BLOCK_N + cols
         # keys past the end of the tile's range are not read: their values never meet this tile
         present = (keys < end)[:, None]
-        k = tl.load(k_ptr + step * k_step, mask=present, other=0.0)
-        v = tl.load(v_ptr + step * v_step, mask=present, other=0.0)
+        k = load_rows(k_ptr + step * k_step, present, QK_DIM)
+        v = load_rows(v_ptr + step * v_step, present, V_DIM)
         inside = keep(
             rows, keys, lo, hi, tested, q_ids, kv_ids, q_pos, kv_pos, element_test, q_len, kv_len, 0
         )
         acc, m, l = attend(acc, m, l, q, k, v, inside, scale2, True)
     for step in tl.range(core_begin, core_end, num_stages=STAGES):
-        k = tl.load(k_ptr + step * k_step)
-        v = tl.load(v_ptr + step * v_step)
+        k = load_rows(k_ptr + step * k_step, None, QK_DIM)
+        v = load_rows(v_ptr + step * v_step, None, V_DIM)
         acc, m, l = attend(acc, m, l, q, k, v, None, scale2, False)
 
     attended = (hi > lo) & (l != 0.0)  # a NaN is attended: it must reach the result
     result = tl.where(attended[:, None], acc / tl.where(attended, l, 1.0)[:, None], 0.0)
-    tl.store(
+    store_rows(
         out + first * V_DIM + local * V_DIM + v_dims[None, :],
         result.to(out.dtype.element_ty),
-        mask=there[:, None],
+        there[:, None],
+        V_DIM,
     )
     logsumexp = tl.where(attended, (m + tl.log2(l)) * LN2, float("-inf"))
     tl.store(lse + (b.to(tl.int64) * heads + head) * q_len + rows, logsumexp, mask=there)

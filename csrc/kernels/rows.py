@@ -1,4 +1,4 @@
-"""Row ranges inside a kernel: which blocks of keys a tile of rows meets, and which keys a row keeps.
+"""Row ranges inside a kernel: which blocks of keys a tile of rows meets, and which keys a row keeps. And the columns of a tile.
 
 The only kernel file that knows how a mask is stored (docs/design.md, "The mask"). A tile merges the bounds of its blocks of
 64 rows; the blocks of keys it meets are numbered from `start`, those from `core_begin` to `core_end` need no mask.
@@ -10,6 +10,38 @@ import triton.language as tl
 BLOCK = tl.constexpr(64)
 TILE = tl.constexpr(128)
 EMPTY_MIN = tl.constexpr(2147483647)  # neutral for min: no row, no key
+
+
+@triton.jit
+def columns(DIM: tl.constexpr):
+    """The columns of a tile of head dim DIM: up to the next power of two, since Triton knows no other sizes."""
+    return tl.arange(0, triton.next_power_of_2(DIM))
+
+
+@triton.jit
+def load_rows(pointers, there, DIM: tl.constexpr):
+    """A tile (rows, columns(DIM)): 0 in columns past DIM, and in rows that are not `there` (N, 1); None: all are."""
+    PADDED: tl.constexpr = triton.next_power_of_2(DIM) != DIM
+    if PADDED:
+        real = columns(DIM)[None, :] < DIM
+        if there is None:
+            tile = tl.load(pointers, mask=real, other=0.0)
+        else:
+            tile = tl.load(pointers, mask=there & real, other=0.0)
+    elif there is None:
+        tile = tl.load(pointers)
+    else:
+        tile = tl.load(pointers, mask=there, other=0.0)
+    return tile
+
+
+@triton.jit
+def store_rows(pointers, tile, there, DIM: tl.constexpr):
+    """The rows that are `there` (N, 1), of a tile (rows, columns(DIM))."""
+    if triton.next_power_of_2(DIM) != DIM:
+        tl.store(pointers, tile, mask=there & (columns(DIM)[None, :] < DIM))
+    else:
+        tl.store(pointers, tile, mask=there)
 
 
 @triton.jit
@@ -45,7 +77,7 @@ def key_range(q_blocks, mask_b, row, q_len, BLOCK_M: tl.constexpr):
     core_hi = EMPTY_MIN
     end = 0
     tested = 0
-    for i in tl.static_range(0, BLOCK_M // BLOCK):
+    for i in tl.static_range(0, tl.cdiv(BLOCK_M, BLOCK)):
         t = first + i
         there = t < blocks
         start = tl.minimum(start, tl.load(base + t, mask=there, other=EMPTY_MIN))
@@ -66,7 +98,7 @@ def row_range(kv_blocks, mask_b, key, kv_len, BLOCK_N: tl.constexpr):
     end = 0
     core_lo = 0
     core_hi = EMPTY_MIN
-    for i in tl.static_range(0, BLOCK_N // BLOCK):
+    for i in tl.static_range(0, tl.cdiv(BLOCK_N, BLOCK)):
         t = first + i
         there = t < blocks
         start = tl.minimum(start, tl.load(base + t, mask=there, other=EMPTY_MIN))
