@@ -58,8 +58,6 @@ ffi::Error LaunchBackward(const HopperBackward& kernels, Stream stream, const Ba
     return TensorView{name, data, element, 1, 1, n};
   };
   constexpr TensorMapElement f32 = TensorMapElement::kF32, i32 = TensorMapElement::kI32;
-  constexpr int64_t kColumns = 32;  // of dq_sum, as the map sees it
-  const TensorView sums{"dq_sum", dq_sum, f32, 1, w.rows * w.qk_dim / kColumns, kColumns};
   Args args{
       .query = {},
       .key = {},
@@ -71,7 +69,7 @@ ffi::Error LaunchBackward(const HopperBackward& kernels, Stream stream, const Ba
       .hi = {},
       .dk = {},
       .dv = {},
-      .dq_sum = {},
+      .dq_sum = dq_sum,
       .q_ids = m.q_ids.untyped_data(),
       .kv_ids = m.kv_ids.untyped_data(),
       .q_pos = m.q_pos.untyped_data(),
@@ -98,7 +96,6 @@ ffi::Error LaunchBackward(const HopperBackward& kernels, Stream stream, const Ba
   PACKAX_TRY(Encode(gradients, Args::kHi, line("hi", hi, i32, w.mask_rows), &args.hi));
   PACKAX_TRY(Encode(gradients, Args::kDk, HeadsOf("dk", c.dk, s), &args.dk));
   PACKAX_TRY(Encode(gradients, Args::kDv, HeadsOf("dv", c.dv, s), &args.dv));
-  PACKAX_TRY(Encode(gradients, Args::kDqSum, sums, &args.dq_sum));
 
   PACKAX_TRY(Launch(*kernels.prepare, stream, Grid{w.rows / kernels.prepare->block()},
                     BackwardPrepareArgs{
@@ -119,9 +116,7 @@ ffi::Error LaunchBackward(const HopperBackward& kernels, Stream stream, const Ba
                         .q_len = s.q_len,
                         .heads = s.heads,
                     }));
-  PACKAX_TRY(Launch(gradients, stream,
-                    Grid{Product({s.kv_heads, s.batch, CeilDiv(s.kv_len, gradients.block())})},
-                    args));
+  PACKAX_TRY(Launch(gradients, stream, KeyGrid(s, gradients.block()), args));
   return Launch(*kernels.finish, stream, Grid{w.rows / kernels.finish->block()},
                 BackwardFinishArgs{
                     .dq_sum = dq_sum,

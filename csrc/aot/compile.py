@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import hashlib
 import importlib
 import inspect
@@ -64,8 +65,8 @@ def tensor_map_type(
     return f"tensordesc<{element}[{','.join(map(str, shape))}],{layout!r}>"
 
 
-def kernel_function(kernel: str) -> Any:
-    return getattr(importlib.import_module(table.KERNELS[kernel]), kernel)
+def kernel_function(kernel: str, source: str = "") -> Any:
+    return getattr(importlib.import_module(source or table.KERNELS[kernel]), kernel)
 
 
 def argument_names(kernel: str) -> list[str]:
@@ -177,7 +178,7 @@ def compile_variant(variant: table.Variant, out: pathlib.Path) -> None:
     )  # Triton would take 13.4 for all of sm_90 and above
     os.environ["TRITON_PTXAS_PATH"] = str(ptxas)
     os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # paths and a third of the size
-    fn = kernel_function(variant.kernel)
+    fn = kernel_function(variant.kernel, variant.source)
     arguments = argument_names(variant.kernel)
     constants = dict(variant.constants)
     params = parameters(variant.kernel, arguments)
@@ -248,13 +249,20 @@ def worker(variant: table.Variant, out: str) -> None:
     os._exit(0)
 
 
-def fingerprint(variant: table.Variant, sources: bytes) -> str:
+def fingerprint(variant: table.Variant) -> str:
     table_says = (variant, table.TENSOR_MAPS.get(variant.kernel), table.POINTERS, TRITON_VERSION)
-    return hashlib.sha256(repr(table_says).encode() + sources).hexdigest()[:24]
+    return hashlib.sha256(repr(table_says).encode() + source_bytes(variant.source)).hexdigest()[:24]
 
 
-def source_bytes() -> bytes:
-    files = [*sorted(KERNEL_DIR.glob("*.py")), pathlib.Path(__file__)]
+@functools.cache
+def source_bytes(source: str) -> bytes:
+    """A kernel's file, those it imports, theirs, and this one."""
+    files = [pathlib.Path(__file__), KERNEL_DIR / f"{source}.py"]
+    for file in files:  # grows
+        for name in re.findall(r"^from (\w+) import", file.read_text(), re.MULTILINE):
+            found = KERNEL_DIR / f"{name}.py"
+            if found.exists() and found not in files:
+                files.append(found)
     return b"\0".join(f.read_bytes() for f in files)
 
 
@@ -272,7 +280,6 @@ def compile_table(
     import triton.compiler  # imported once, inherited by every fork
 
     out.mkdir(parents=True, exist_ok=True)
-    sources = source_bytes()
     kept = {f"{v.name}{suffix}" for v in todo for suffix in (".cubin", ".json")}
     for old in out.iterdir():
         if old.suffix in (".cubin", ".json") and old.name not in kept:
@@ -284,7 +291,7 @@ def compile_table(
     while queue or running:
         while queue and len(running) < jobs:
             v = queue.pop(0)
-            store = cache / fingerprint(v, sources) if cache else None
+            store = cache / fingerprint(v) if cache else None
             if store and (store / f"{v.name}.json").exists():
                 for suffix in (".cubin", ".json"):
                     (out / f"{v.name}{suffix}").write_bytes(
@@ -312,7 +319,7 @@ def compile_table(
                 flush=True,
             )
             if cache:
-                store = cache / fingerprint(v, sources)
+                store = cache / fingerprint(v)
                 store.mkdir(parents=True, exist_ok=True)
                 for suffix in (".cubin", ".json"):
                     (store / f"{name}{suffix}").write_bytes((out / f"{name}{suffix}").read_bytes())

@@ -28,7 +28,7 @@ C_TYPES = {
 MAX_MAPS = 12  # kMaxTensorMaps of csrc/tensor_map.h
 # Orders of tiles that a mask holds, by the rows or keys of a tile. A kernel with tensor maps takes
 # whole tiles, so its block picks the order.
-ORDERS = {"q_order": (128, 192), "kv_order": (128,)}
+ORDERS = {"q_order": (128, 192), "kv_order": (64, 128)}
 OLDEST_DRIVER = 12000  # csrc/driver.cc needs functions of CUDA 12.0
 DTYPES = {"any": "kAny", "bf16": "kBf16", "f16": "kF16"}
 FIELDS = {

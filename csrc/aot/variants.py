@@ -108,31 +108,36 @@ TILES = {
 
 # Kernels of one GPU, in Gluon, and what goes with them: the same results as the portable kernels of
 # the same pass, which serve every other GPU.
-# kernel -> head dim -> constants: WARP_GROUPS (of 64 rows), BLOCK_N, STAGES of keys and values,
-# registers of a consumer and of a producer thread; ROWS of a block or of a program.
+# kernel -> larger head dim -> constants: WARP_GROUPS (of 64 rows), BLOCK_N, STAGES of keys and
+# values, QK_CHUNK (columns of a tile of queries or keys: a power of two), registers of a consumer and
+# of a producer thread; ROWS of a block or of a program.
 HOPPER_TILES: dict[str, dict[int, dict[str, int]]] = {
     "forward_hopper": {
-        64: {
-            "WARP_GROUPS": 3,
-            "BLOCK_N": 128,
+        dim: {
+            "QK_CHUNK": chunk,
+            "WARP_GROUPS": groups,
+            "BLOCK_N": keys,
             "STAGES": 2,
-            "CONSUMER_REGISTERS": 160,
-            "PRODUCER_REGISTERS": 32,
-        },
-        128: {
-            "WARP_GROUPS": 2,
-            "BLOCK_N": 128,
-            "STAGES": 2,
-            "CONSUMER_REGISTERS": 240,
-            "PRODUCER_REGISTERS": 24,
-        },
+            "OUT_IN_QUERY": out_in_query,
+            "CONSUMER_REGISTERS": 160 if groups == 3 else 240,
+            "PRODUCER_REGISTERS": 32 if groups == 3 else 24,
+        }
+        for dim, chunk, groups, keys, out_in_query in (
+            (64, 64, 3, 128, 0),
+            (128, 128, 2, 128, 0),
+            (192, 64, 2, 128, 1),
+            (256, 256, 2, 64, 1),
+        )
     },
     "backward_hopper": {
-        dim: {"ROWS": 64, "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24} for dim in (64, 128)
+        dim: {"QK_CHUNK": chunk, "ROWS": 64, "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24}
+        for dim, chunk in ((64, 64), (128, 128), (192, 64), (256, 64))
     },
-    "backward_prepare": {dim: {"ROWS": 32} for dim in (64, 128)},
-    "backward_finish": {dim: {"ROWS": 64} for dim in (64, 128)},
+    "backward_prepare": {dim: {"ROWS": 32} for dim in (64, 128, 192, 256)},
+    "backward_finish": {dim: {"ROWS": 64} for dim in (64, 128, 192, 256)},
 }
+# (kernel, larger head dim) -> the file of a kernel that is another for that dim, and its keys
+WIDE = {("backward_hopper", dim): ("hopper_wide", 64) for dim in (192, 256)}
 
 # Kernels compiled by both assemblers: 13.4 is 2 to 5 % faster on an H200
 # (benchmarks/results/trials_assemblers_h200.txt); a driver of CUDA 12 gets the other.
@@ -142,23 +147,22 @@ TWO_ASSEMBLERS = ("forward_hopper", "backward_hopper")
 # "" is its dtype. Maps are (batch, length, heads * dim) or, of float32 and int32, plain lines.
 TENSOR_MAPS: dict[str, dict[str, tuple[str, int | str, int | str]]] = {
     "forward_hopper": {
-        "query": ("", 64, "QK_DIM"),
-        "key": ("", "BLOCK_N", "QK_DIM"),
+        "query": ("", 64, "QK_CHUNK"),
+        "key": ("", "BLOCK_N", "QK_CHUNK"),
         "value": ("", "BLOCK_N", "V_DIM"),
         "out": ("", 64, "V_DIM"),
     },
     "backward_hopper": {
-        "query": ("", "ROWS", "QK_DIM"),
-        "key": ("", 64, "QK_DIM"),
+        "query": ("", "ROWS", "QK_CHUNK"),
+        "key": ("", 64, "QK_CHUNK"),
         "value": ("", 64, "V_DIM"),
         "dout": ("", "ROWS", "V_DIM"),
         "lse2": ("fp32", 1, "ROWS"),
         "delta": ("fp32", 1, "ROWS"),
         "lo": ("i32", 1, "ROWS"),
         "hi": ("i32", 1, "ROWS"),
-        "dk": ("", 64, "QK_DIM"),
+        "dk": ("", 64, "QK_CHUNK"),
         "dv": ("", 64, "V_DIM"),
-        "dq_sum": ("fp32", "QK_DIM", 32),  # half the columns of 64 rows, as rows of 32
     },
 }
 
@@ -181,7 +185,10 @@ SPILLS = {
     ("backward_dq", 256): 104,
     ("forward_hopper", 64): 240,  # under ptxas 12.9; 120 under 13.4
     ("forward_hopper", 128): 128,  # under ptxas 12.9; 8 under 13.4
-    ("backward_hopper", 128): 176,
+    ("forward_hopper", 192): 112,  # under ptxas 12.9; 56 under 13.4
+    ("forward_hopper", 256): 200,  # under ptxas 12.9; 120 under 13.4
+    ("backward_hopper", 128): 168,
+    ("backward_hopper", 256): 136,  # under ptxas 12.9; 112 under 13.4
 }
 # Kernels for Hopper whose wgmma the assembler may serialise (C7515): the portable dK/dV, which only
 # deterministic=True runs there.
@@ -246,6 +253,11 @@ class Variant:
         return f"{self.kernel}{shape}_{arch}" + ("_cuda13" if self.driver >= 13000 else "")
 
     @property
+    def source(self) -> str:
+        """The file in csrc/kernels."""
+        return WIDE.get((self.kernel, max(self.qk_dim, self.v_dim)), (KERNELS[self.kernel], 0))[0]
+
+    @property
     def driver(self) -> int:
         """The oldest driver that loads it, as CUDA numbers them."""
         return ASSEMBLERS[self.assembler][1]
@@ -267,12 +279,16 @@ def tiled(kernel: str, arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Varia
 def hopper(
     kernel: str, arch: Arch, dtype: str, qk_dim: int, v_dim: int, assembler: str = "12.9"
 ) -> Variant:
-    tile = HOPPER_TILES[kernel][max(qk_dim, v_dim)]
+    dim = max(qk_dim, v_dim)
+    tile = HOPPER_TILES[kernel][dim]
     constants = {"QK_DIM": qk_dim, "V_DIM": v_dim, **tile}
     if kernel == "backward_finish":
         del constants["V_DIM"]
     # rows of a program, but the keys of backward_hopper
-    block = {"forward_hopper": 64 * tile.get("WARP_GROUPS", 0), "backward_hopper": 128}
+    block = {
+        "forward_hopper": 64 * tile.get("WARP_GROUPS", 0),
+        "backward_hopper": WIDE.get((kernel, dim), ("", 128))[1],
+    }
     return Variant(
         kernel,
         arch,

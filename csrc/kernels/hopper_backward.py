@@ -17,12 +17,15 @@ in any order: dQ differs by rounding from run to run.
 """
 
 from hopper import (
+    LOG2E,
     accumulator,
     element_bits,
+    named_barrier,
     select_bits,
     split,
     warp_arrive,
 )
+from hopper_rows import add_staged, produce, row_bits, row_range
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -33,153 +36,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-LOG2E = gl.constexpr(1.4426950408889634)
-EMPTY_MIN = gl.constexpr(2147483647)
 
-
-@gluon.constexpr_function
-def store_registers_asm(outputs, inputs):
-    """Each thread writes its registers as float4s, the 128 threads of the warp group side by side: no bank conflicts."""
-    x, address = inputs
-    t = [
-        "{ .reg .u32 a; mov.u32 a, %tid.x; and.b32 a, a, 127;",
-        f"mad.lo.u32 a, a, 16, {address[0]};",
-    ]
-    for i in range(0, len(x), 4):
-        four = ", ".join(x[i : i + 4])
-        t.append(f"st.shared.v4.f32 [a+{i * 512}], {{{four}}};")
-    return " ".join(t) + " }"
-
-
-@gluon.constexpr_function
-def store_registers_constraints(n):
-    while hasattr(n, "value"):
-        n = n.value
-    return ",".join(["f"] * int(n) + ["r", "~{memory}"])
-
-
-@gluon.constexpr_function
-def row_bits_asm(n):
-    """Bits of hopper.range_bits_asm for rows along the columns: 1 where lo[row] <= key < hi[row].
-
-    Operands: bits (2), keys (2), shared addresses of lo and hi of the n rows.
-    """
-    while hasattr(n, "value"):
-        n = n.value
-    t = [
-        "{ .reg .u32 q, a, b, d, u; .reg .s32 lo<2>, hi<2>; .reg .pred p; mov.u32 q, %tid.x; and.b32 q, q, 3;"
-        "shl.b32 q, q, 3; add.u32 a, $4, q; add.u32 b, $5, q; mov.b32 $0, 0; mov.b32 $1, 0;"
-    ]
-    for o in range(int(n) // 8):
-        t.append(
-            f"ld.shared.v2.s32 {{lo0, lo1}}, [a+{32 * o}]; ld.shared.v2.s32 {{hi0, hi1}}, [b+{32 * o}];"
-        )
-        for j in (0, 1):
-            bit = 1 << (2 * o + j)
-            t.append(
-                f"sub.s32 u, hi{j}, lo{j};"
-                f"sub.s32 d, $2, lo{j}; setp.lt.u32 p, d, u; @p or.b32 $0, $0, {bit};"
-                f"sub.s32 d, $3, lo{j}; setp.lt.u32 p, d, u; @p or.b32 $1, $1, {bit};"
-            )
-    return " ".join(t) + " }"
+@gluon.jit
+def turn_wait(W: gl.constexpr):
+    """The warp groups take turns at issuing dK, dQ and the next scores: one's softmax runs under the other's products."""
+    gl.inline_asm(named_barrier("sync", 4 + W, 256), "~{memory}", ())
 
 
 @gluon.jit
-def row_bits(keys, lo_s, hi_s, ROWS: gl.constexpr):
-    return gl.inline_asm(
-        row_bits_asm(ROWS), "=&r,=&r,r,r,r,r,~{memory}", (keys, lo_s, hi_s), keys.type
-    )
-
-
-@gluon.jit
-def row_range(kv_blocks, mask_b, key, kv_len):
-    """As rows.row_range for a tile of 128 keys, but a tile with a key past the end has no core: such a key must not meet dQ."""
-    blocks = (kv_len + 63) // 64
-    base = kv_blocks + mask_b.to(gl.int64) * (4 * blocks)
-    t = key // 64
-    u = gl.minimum(t + 1, blocks - 1)
-    start = gl.minimum(gl.load(base + t), gl.load(base + u))
-    end = gl.maximum(gl.load(base + blocks + t), gl.load(base + blocks + u))
-    core_lo = gl.maximum(gl.load(base + 2 * blocks + t), gl.load(base + 2 * blocks + u))
-    core_hi = gl.minimum(gl.load(base + 3 * blocks + t), gl.load(base + 3 * blocks + u))
-    core_hi = gl.where(key + 128 > kv_len, 0, core_hi)
-    start = gl.where(end == 0, 0, start)
-    return start, end, core_lo, core_hi
-
-
-@gluon.jit
-def produce(
-    maps, lines, tiles_s, lines_s, bars, place, range_,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, ROWS: gl.constexpr,
-):  # fmt: skip
-    query, key, value, dout = maps
-    lse2, delta, lo, hi = lines
-    q_s, k_s, v_s, do_s = tiles_s
-    lse_s, delta_s, lo_s, hi_s = lines_s
-    kv_full, q_full, q_empty, do_full, do_empty = bars
-    b, first_key, kv_head, group, bh, mask_row, padded = place
-    start, steps, edges, core_begin, core_end = range_
-    dtype: gl.constexpr = query.dtype
-    f32: gl.constexpr = gl.float32
-    i32: gl.constexpr = gl.int32
-    k_tile = k_s.reinterpret(dtype, [1, 128, QK_DIM], key.layout)
-    for w in gl.static_range(2):
-        at = first_key + w * 64
-        mbarrier.expect(kv_full.index(w), 64 * (QK_DIM + V_DIM) * 2)
-        k_half = k_tile.slice(w * 64, 64, dim=1)
-        tma.async_load(key, [b, at, kv_head * QK_DIM], kv_full.index(w), k_half)
-        v_tile = v_s.index(w).reinterpret(dtype, [1, 64, V_DIM], value.layout)
-        tma.async_load(value, [b, at, kv_head * V_DIM], kv_full.index(w), v_tile)
-    total = steps * group
-    g = 0
-    n = 0
-    # masked blocks of every head, then core blocks of every head, then one block more than there
-    # are: the consumers start its scores and drop them
-    for i in range(0, gl.where(total > 0, total + 1, 0)):
-        stage = i % 2
-        phase = (i // 2) & 1
-        in_edges = i < edges * group
-        masked = gl.where(n < core_begin, n, n + core_end - core_begin)
-        row = start + gl.where(in_edges, masked, core_begin + n) * ROWS
-        stat = (bh + g) * padded + row
-        head = kv_head * group + g
-        mbarrier.wait(q_empty.index(stage), phase ^ 1)
-        full = q_full.index(stage)
-        mbarrier.expect(full, ROWS * QK_DIM * 2 + ROWS * 12)
-        q_tile = q_s.index(stage).reinterpret(dtype, [1, ROWS, QK_DIM], query.layout)
-        tma.async_load(query, [b, row, head * QK_DIM], full, q_tile)
-        lse_line = lse_s.index(stage).reinterpret(f32, [1, 1, ROWS], lse2.layout)
-        tma.async_load(lse2, [0, 0, stat], full, lse_line)
-        lo_line = lo_s.index(stage).reinterpret(i32, [1, 1, ROWS], lo.layout)
-        tma.async_load(lo, [0, 0, mask_row + row], full, lo_line)
-        hi_line = hi_s.index(stage).reinterpret(i32, [1, 1, ROWS], hi.layout)
-        tma.async_load(hi, [0, 0, mask_row + row], full, hi_line)
-        if i < total:
-            mbarrier.wait(do_empty.index(stage), phase ^ 1)
-            full = do_full.index(stage)
-            mbarrier.expect(full, ROWS * V_DIM * 2 + ROWS * 4)
-            do_tile = do_s.index(stage).reinterpret(dtype, [1, ROWS, V_DIM], dout.layout)
-            tma.async_load(dout, [b, row, head * V_DIM], full, do_tile)
-            delta_line = delta_s.index(stage).reinterpret(f32, [1, 1, ROWS], delta.layout)
-            tma.async_load(delta, [0, 0, stat], full, delta_line)
-        n += 1
-        wrap = n == gl.where(in_edges, edges, core_end - core_begin)
-        n = gl.where(wrap, 0, n)
-        g = gl.where(wrap, gl.where(g == group - 1, 0, g + 1), g)
-
-
-@gluon.jit
-def add_dq(dq, dq_sum, dq_s, block, W: gl.constexpr, ROWS: gl.constexpr, QK_DIM: gl.constexpr):
-    """Add half the columns of one block of rows, in register order."""
-    tma.store_wait(0)
-    gl.barrier()
-    gl.inline_asm(
-        store_registers_asm, store_registers_constraints(ROWS * QK_DIM // 256), (dq, dq_s.index(W))
-    )
-    fence_async_shared()
-    gl.barrier()
-    tma.async_atomic_add(dq_sum, [0, (block * 2 + W) * (ROWS * QK_DIM // 64), 0],
-                         dq_s.index(W).reinterpret(gl.float32, [1, ROWS * QK_DIM // 64, 32], dq_sum.layout))  # fmt: skip
+def turn_pass(W: gl.constexpr):
+    gl.inline_asm(named_barrier("arrive", 5 - W, 256), "~{memory}", ())
 
 
 @gluon.jit
@@ -196,6 +62,8 @@ def consume(
     b, first_key, kv_head, group, bh, _mask_row, padded = place
     start, steps, edges, core_begin, core_end = range_
     element_test, q_len, kv_len, scale = numbers
+    PART: gl.constexpr = QK_DIM // 2  # the columns of dQ that this warp group makes
+    CELLS: gl.constexpr = ROWS * PART
     row_blocks = padded // 64
     first_block = bh * row_blocks + start // ROWS
     scale2 = scale * LOG2E
@@ -203,19 +71,22 @@ def consume(
     s_layout: gl.constexpr = accumulator(ROWS)
     k_layout: gl.constexpr = accumulator(QK_DIM)
     v_layout: gl.constexpr = accumulator(V_DIM)
-    q_layout: gl.constexpr = accumulator(QK_DIM // 2)
+    q_layout: gl.constexpr = accumulator(PART)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, v_layout, 2)
     ds_layout: gl.constexpr = gl.DotOperandLayout(0, k_layout, 2)
     keys = first_key + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
-    dk_sum = gl.zeros([64, QK_DIM], gl.float32, k_layout)
     dv_sum = gl.zeros([64, V_DIM], gl.float32, v_layout)
+    dk_sum = gl.zeros([64, QK_DIM], gl.float32, k_layout)
     mbarrier.wait(kv_full.index(0), 0)
     mbarrier.wait(kv_full.index(1), 0)
-    k = k_s.slice(W * 64, 64, dim=0)
+    k = k_s.index(0).slice(W * 64, 64, dim=0)
+    k_part = k_s.index(0).slice(W * PART, PART, dim=1)
     v = v_s.index(W)
     zero = gl.zeros([64, ROWS], gl.float32, s_layout)
-    zero_dq = gl.zeros([ROWS, QK_DIM // 2], gl.float32, q_layout)
+    zero_dq = gl.zeros([ROWS, PART], gl.float32, q_layout)
     if steps > 0:
+        if W == 1:
+            turn_pass(1)
         mbarrier.wait(q_full.index(0), 0)
         s = warpgroup_mma(k, q_s.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s,))
@@ -269,23 +140,23 @@ def consume(
                 fence_async_shared()
                 mbarrier.arrive(ds_full.index(stage))
                 ds_half = gl.convert_layout(ds, ds_layout)
+                turn_wait(W)
                 dk_token = warpgroup_mma(ds_half, q_s.index(stage), dk_sum, is_async=True)
                 mbarrier.wait(ds_full.index(other), phase)
-                k_half = k_s.slice(W * (QK_DIM // 2), QK_DIM // 2, dim=1)
-                dq_token = warpgroup_mma(
-                    ds_s.index(other).permute((1, 0)), k_half, zero_dq, use_acc=False, is_async=True
-                )
+                ds_t = ds_s.index(other).permute((1, 0))
+                dq_token = warpgroup_mma(ds_t, k_part, zero_dq, use_acc=False, is_async=True)
                 dv_sum, dk_sum = warpgroup_mma_wait(1, deps=(dv_token, dk_token))
                 warp_arrive(do_empty.index(stage))
                 warp_arrive(q_empty.index(stage))
                 phase = phase ^ stage
                 mbarrier.wait(q_full.index(other), phase)
-                s_token = warpgroup_mma(
-                    k, q_s.index(other).permute((1, 0)), zero, use_acc=False, is_async=True
-                )
+                q_t = q_s.index(other).permute((1, 0))
+                s_token = warpgroup_mma(k, q_t, zero, use_acc=False, is_async=True)
+                turn_pass(W)
                 dq = warpgroup_mma_wait(1, deps=(dq_token,))
                 warp_arrive(ds_empty.index(other))
-                add_dq(dq, dq_sum, dq_s, before, W, ROWS, QK_DIM)
+                cells = dq_sum + (before.to(gl.int64) * 2 + W) * CELLS
+                add_staged(dq, cells, dq_s.index(W), CELLS)
                 s = warpgroup_mma_wait(0, deps=(s_token,))
                 stage = other
                 before = first_block + g * row_blocks + at
@@ -293,23 +164,22 @@ def consume(
                 wrap = n == count
                 n = gl.where(wrap, 0, n)
                 g = gl.where(wrap, g + 1, g)
-        tma.store_wait(0)
-        gl.barrier()
         mbarrier.wait(ds_full.index(stage ^ 1), phase)
-        k_half = k_s.slice(W * (QK_DIM // 2), QK_DIM // 2, dim=1)
-        dq = warpgroup_mma(
-            ds_s.index(stage ^ 1).permute((1, 0)), k_half, zero_dq, use_acc=False, is_async=True
-        )
+        ds_t = ds_s.index(stage ^ 1).permute((1, 0))
+        dq = warpgroup_mma(ds_t, k_part, zero_dq, use_acc=False, is_async=True)
         dq = warpgroup_mma_wait(0, deps=(dq,))
-        add_dq(dq, dq_sum, dq_s, before, W, ROWS, QK_DIM)
+        cells = dq_sum + (before.to(gl.int64) * 2 + W) * CELLS
+        add_staged(dq, cells, dq_s.index(W), CELLS)
         tma.store_wait(0)
-    # the other warp group may still read this one's keys for its half of dQ
+        if W == 0:
+            turn_wait(0)
+    # the other warp group may still read this one's keys for its part of dQ
     gl.inline_asm("bar.sync 9, 256;", "~{memory}", ())
     k.store((dk_sum * scale).to(dtype))
     v.store(dv_sum.to(dtype))
     fence_async_shared()
     gl.barrier()
-    dk_tile = k_s.reinterpret(dtype, [1, 128, QK_DIM], dk.layout).slice(W * 64, 64, dim=1)
+    dk_tile = k_s.index(0).reinterpret(dtype, [1, 128, QK_DIM], dk.layout).slice(W * 64, 64, dim=1)
     tma.async_store(dk, [b, first_key + W * 64, kv_head * QK_DIM], dk_tile)
     dv_tile = v.reinterpret(dtype, [1, 64, V_DIM], dv.layout)
     tma.async_store(dv, [b, first_key + W * 64, kv_head * V_DIM], dv_tile)
@@ -321,11 +191,10 @@ def backward_hopper(
     query, key, value, dout, lse2, delta, lo, hi, dk, dv, dq_sum, q_ids, kv_ids, q_pos, kv_pos,
     q_blocks, kv_blocks, kv_order,
     scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, ROWS: gl.constexpr,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, ROWS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Tensor maps: query, key, value, dout, dk, dv (batch, length, heads * dim); lse2, delta, lo, hi as one row each;
-    dq_sum as rows of 32."""
+    """Tensor maps: query, key, value, dout, dk, dv (batch, length, heads * dim); lse2, delta, lo, hi as one row each."""
     dtype: gl.constexpr = query.dtype
     row_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, QK_DIM], dtype)
     row_tile_v: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, V_DIM], dtype)
@@ -334,13 +203,13 @@ def backward_hopper(
     ds_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, ROWS], dtype)
     q_s = gl.allocate_shared_memory(dtype, [2, ROWS, QK_DIM], row_tile)
     do_s = gl.allocate_shared_memory(dtype, [2, ROWS, V_DIM], row_tile_v)
-    k_s = gl.allocate_shared_memory(dtype, [128, QK_DIM], k_tile)
+    k_s = gl.allocate_shared_memory(dtype, [1, 128, QK_DIM], k_tile)
     v_s = gl.allocate_shared_memory(dtype, [2, 64, V_DIM], v_tile)
     ds_s = gl.allocate_shared_memory(dtype, [2, 128, ROWS], ds_tile)
-    linear: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     line: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-    dq_s = gl.allocate_shared_memory(gl.float32, [2, ROWS * QK_DIM // 64, 32], linear)
     lse_s = gl.allocate_shared_memory(gl.float32, [2, ROWS], line)
+    linear: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    dq_s = gl.allocate_shared_memory(gl.float32, [2, ROWS * QK_DIM // 64, 32], linear)
     delta_s = gl.allocate_shared_memory(gl.float32, [2, ROWS], line)
     lo_s = gl.allocate_shared_memory(gl.int32, [2, ROWS], line)
     hi_s = gl.allocate_shared_memory(gl.int32, [2, ROWS], line)
@@ -391,7 +260,7 @@ def backward_hopper(
         [
             (consume, (0, grads, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, ROWS)),
             (consume, (1, grads, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, ROWS)),
-            (produce, (maps, lines, tiles_s, lines_s, bars, place, range_, QK_DIM, V_DIM, ROWS)),
+            (produce, (maps, lines, tiles_s, lines_s, bars, place, range_, QK_DIM, V_DIM, QK_CHUNK, ROWS, 2)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

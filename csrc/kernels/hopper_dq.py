@@ -47,8 +47,18 @@ def backward_prepare(
     at = bh * padded + rows
     tl.store(delta + at, total)
     tl.store(lse2 + at, natural * 1.4426950408889634)
-    cells = at[:, None] * QK_DIM + tl.arange(0, QK_DIM)[None, :]
-    tl.store(dq_sum + cells, tl.zeros([ROWS, QK_DIM], tl.float32))
+    cells = dq_sum + (pid // heads % tiles * ROWS + bh * padded) * QK_DIM
+    for i in tl.static_range(QK_DIM // 64):
+        tl.store(
+            cells + i * (64 * ROWS) + tl.arange(0, 64 * ROWS), tl.zeros([64 * ROWS], tl.float32)
+        )
+
+
+@gluon.constexpr_function
+def power_of_two(n):
+    while hasattr(n, "value"):
+        n = n.value
+    return 1 << (int(n) - 1).bit_length()
 
 
 @gluon.jit
@@ -56,10 +66,11 @@ def backward_finish(
     dq_sum, dq, scale, q_len, heads,
     QK_DIM: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """dq = scale * dq_sum, one block of ROWS rows of one head. dq_sum holds each half of the columns in accumulator order:
-    float4 number o * 128 + thread = columns 8 o + 2 (thread % 4) + {0, 1} of rows 16 (thread // 32) + thread % 32 // 4 + {0, 8}."""
+    """dq = scale * dq_sum, one block of 64 rows of one head. dq_sum holds eight columns after the other, each in accumulator order:
+    float4 number `thread` = columns 2 (thread % 4) + {0, 1} of rows 16 (thread // 32) + thread % 32 // 4 + {0, 8}."""
+    COLUMNS: gl.constexpr = power_of_two(QK_DIM)
     flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    rowwise: gl.constexpr = gl.BlockedLayout([1, 8], [256 // QK_DIM, QK_DIM // 8], [4, 1], [1, 0])
+    rowwise: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
     blocks = (q_len + ROWS - 1) // ROWS
     pid = gl.program_id(0)
     bh = pid // blocks
@@ -67,12 +78,17 @@ def backward_finish(
     b = bh // heads
     head = bh % heads
     r = block * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, rowwise))
-    c = gl.arange(0, QK_DIM, gl.SliceLayout(0, rowwise))
-    x = (
-        gl.load(dq_sum + pid.to(gl.int64) * (ROWS * QK_DIM) + gl.arange(0, ROWS * QK_DIM, flat))
-        * scale
-    )
-    x = x.to(dq.dtype.element_ty).reshape([2, ROWS // 64, QK_DIM // 16, 4, 8, 4, 2, 2])
-    x = x.permute((1, 3, 6, 4, 0, 2, 5, 7)).reshape([ROWS, QK_DIM])
+    c = gl.arange(0, COLUMNS, gl.SliceLayout(0, rowwise))
+    cells = gl.arange(0, ROWS * COLUMNS, flat)
+    sums = dq_sum + pid.to(gl.int64) * (ROWS * QK_DIM)
+    if COLUMNS == QK_DIM:
+        x = gl.load(sums + cells) * scale
+    else:
+        x = gl.load(sums + cells, mask=cells < ROWS * QK_DIM, other=0.0) * scale
+    x = x.to(dq.dtype.element_ty).reshape([COLUMNS // 8, 4, 8, 4, 2, 2])
+    x = x.permute((1, 4, 2, 0, 3, 5)).reshape([ROWS, COLUMNS])
     at = ((b.to(gl.int64) * q_len + r) * heads + head)[:, None] * QK_DIM + c[None, :]
-    gl.store(dq + at, gl.convert_layout(x, rowwise), mask=(r < q_len)[:, None])
+    there = (r < q_len)[:, None]
+    if COLUMNS != QK_DIM:
+        there = there & (c < QK_DIM)[None, :]
+    gl.store(dq + at, gl.convert_layout(x, rowwise), mask=there)

@@ -7,6 +7,9 @@ Each warp group of consumers multiplies 64 rows by wgmma: in step i it issues s_
 acc += p_(i-1) v_(i-1) together and runs the softmax of step i under the second product
 (FlashAttention-3, arXiv 2407.08608, section 3.2); named barriers make the groups take turns at
 issuing (section 3.1). Masked steps come first, then one mask-free loop.
+
+The query and key dim is cut into chunks of QK_CHUNK columns, one for each power of two and more only
+for dims that are none (192), since Gluon's tiles are powers of two.
 """
 
 from hopper import (
@@ -71,10 +74,18 @@ def before(stage, phase, STAGES: gl.constexpr):
     return gl.where(stage == 0, STAGES - 1, stage - 1), gl.where(stage == 0, phase ^ 1, phase)
 
 
+@gluon.constexpr_function
+def query_slots(chunks):
+    """Chunks of a warp group's queries, with empty ones up to a power of two: the output may take their place."""
+    while hasattr(chunks, "value"):
+        chunks = chunks.value
+    return 1 << (int(chunks) - 1).bit_length()
+
+
 @gluon.jit
 def produce(
     maps, q_order, q_blocks, counter, tiles_s, plan_s, full, empty, plan_bars, sizes,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, WARP_GROUPS: gl.constexpr,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, WARP_GROUPS: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     query, key, value = maps
@@ -85,6 +96,8 @@ def produce(
     batch, mask_batch, q_len, heads, kv_heads, programs = sizes
     dtype: gl.constexpr = query.dtype
     ROWS: gl.constexpr = 64 * WARP_GROUPS
+    CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
+    SLOTS: gl.constexpr = query_slots(CHUNKS)
     group = heads // kv_heads
     tiles = (q_len + ROWS - 1) // ROWS
     total = tiles * batch * heads
@@ -111,15 +124,20 @@ def produce(
         for w in gl.static_range(WARP_GROUPS):
             mbarrier.wait(q_empty.index(w), q_phase ^ 1)
             mbarrier.expect(q_full.index(w), 64 * QK_DIM * 2)
-            q_tile = q_s.index(w).reinterpret(dtype, [1, 64, QK_DIM], query.layout)
-            at_q = [b, row + w * 64, head * QK_DIM]
-            tma.async_load(query, at_q, q_full.index(w), q_tile)
+            for c in gl.static_range(CHUNKS):
+                q_tile = q_s.index(w * SLOTS + c)
+                q_tile = q_tile.reinterpret(dtype, [1, 64, QK_CHUNK], query.layout)
+                at_q = [b, row + w * 64, head * QK_DIM + c * QK_CHUNK]
+                tma.async_load(query, at_q, q_full.index(w), q_tile)
         for i in range(0, steps):
             at = start + nth_step(i, edges, core_begin, core_end) * BLOCK_N
             mbarrier.wait(k_empty.index(stage), phase ^ 1)
             mbarrier.expect(k_full.index(stage), BLOCK_N * QK_DIM * 2)
-            k_tile = k_s.index(stage).reinterpret(dtype, [1, BLOCK_N, QK_DIM], key.layout)
-            tma.async_load(key, [b, at, kv_head * QK_DIM], k_full.index(stage), k_tile)
+            for c in gl.static_range(CHUNKS):
+                k_tile = k_s.index(stage * CHUNKS + c)
+                k_tile = k_tile.reinterpret(dtype, [1, BLOCK_N, QK_CHUNK], key.layout)
+                at_k = [b, at, kv_head * QK_DIM + c * QK_CHUNK]
+                tma.async_load(key, at_k, k_full.index(stage), k_tile)
             mbarrier.wait(v_empty.index(stage), phase ^ 1)
             mbarrier.expect(v_full.index(stage), BLOCK_N * V_DIM * 2)
             v_tile = v_s.index(stage).reinterpret(dtype, [1, BLOCK_N, V_DIM], value.layout)
@@ -167,10 +185,21 @@ def turn_pass(W: gl.constexpr, WARP_GROUPS: gl.constexpr):
 
 
 @gluon.jit
+def scores(q_s, k_s, w, stage, zero, CHUNKS: gl.constexpr, SLOTS: gl.constexpr):
+    """q k^T, started."""
+    k_t = k_s.index(stage * CHUNKS).permute((1, 0))
+    s = warpgroup_mma(q_s.index(w * SLOTS), k_t, zero, use_acc=False, is_async=True)
+    for c in gl.static_range(1, CHUNKS):
+        k_t = k_s.index(stage * CHUNKS + c).permute((1, 0))
+        s = warpgroup_mma(q_s.index(w * SLOTS + c), k_t, s, is_async=True)
+    return s
+
+
+@gluon.jit
 def consume(
     W: gl.constexpr, out, lse, mask, tiles_s, o_s, plan_s, full, empty, plan_bars, numbers,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, WARP_GROUPS: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, WARP_GROUPS: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OUT_IN_QUERY: gl.constexpr,
 ):  # fmt: skip
     q_s, k_s, v_s = tiles_s
     q_full, k_full, v_full = full
@@ -179,13 +208,14 @@ def consume(
     element_test, mask_batch, q_len, kv_len, heads, scale2 = numbers
     dtype: gl.constexpr = out.dtype
     half: gl.constexpr = half_name(dtype)
+    CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
+    SLOTS: gl.constexpr = query_slots(CHUNKS)
     s_layout: gl.constexpr = accumulator(BLOCK_N)
     o_layout: gl.constexpr = accumulator(V_DIM)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     if W == 0:
         gl.inline_asm(named_barrier("arrive", 0, 256), "", (), ())
     zero = gl.zeros([64, BLOCK_N], gl.float32, s_layout)
-    q = q_s.index(W)
     stage = 0
     phase = 0
     slot = 0
@@ -207,8 +237,7 @@ def consume(
         # the first step has no second product to run beside
         mbarrier.wait(k_full.index(stage), phase)
         turn_wait(W)
-        k_t = k_s.index(stage).permute((1, 0))
-        s = warpgroup_mma(q, k_t, zero, use_acc=False, is_async=True)
+        s = scores(q_s, k_s, W, stage, zero, CHUNKS, SLOTS)
         turn_pass(W, WARP_GROUPS)
         s = warpgroup_mma_wait(0, deps=(s,))
         warp_arrive(k_empty.index(stage))
@@ -225,8 +254,7 @@ def consume(
                 old, old_phase = before(stage, phase, STAGES)
                 mbarrier.wait(k_full.index(stage), phase)
                 turn_wait(W)
-                k_t = k_s.index(stage).permute((1, 0))
-                s_token = warpgroup_mma(q, k_t, zero, use_acc=False, is_async=True)
+                s_token = scores(q_s, k_s, W, stage, zero, CHUNKS, SLOTS)
                 mbarrier.wait(v_full.index(old), old_phase)
                 p_half = unpack(p, BLOCK_N, p_layout, dtype)
                 acc_token = warpgroup_mma(p_half, v_s.index(old), acc, is_async=True)
@@ -241,7 +269,8 @@ def consume(
                 warp_arrive(v_empty.index(old))
                 acc = rescale(acc, alpha, V_DIM)
                 stage, phase = after(stage, phase, STAGES)
-        warp_arrive(q_empty.index(W))
+        if not OUT_IN_QUERY:
+            warp_arrive(q_empty.index(W))
         old, old_phase = before(stage, phase, STAGES)
         mbarrier.wait(v_full.index(old), old_phase)
         p_half = unpack(p, BLOCK_N, p_layout, dtype)
@@ -261,13 +290,17 @@ def consume(
         inverse = gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o_layout)), 1)
         # select, not multiply: a row that attends nothing may have met garbage in the core
         acc = gl.where(inverse != 0.0, acc * inverse, 0.0)
-        o = o_s.index(W)
+        o = o_s.index(W * (SLOTS * QK_CHUNK // V_DIM if OUT_IN_QUERY else 1))
         gl.barrier()
         o.store(acc.to(dtype))
         fence_async_shared()
         gl.barrier()
         o_tile = o.reinterpret(dtype, [1, 64, V_DIM], out.layout)
         tma.async_store(out, [b, row + W * 64, head * V_DIM], o_tile)
+        if OUT_IN_QUERY:
+            tma.store_wait(0)
+            gl.barrier()
+            warp_arrive(q_empty.index(W))
         slot, slot_phase = after(slot, slot_phase, 2)
         q_phase = q_phase ^ 1
         mbarrier.wait(plan_full.index(slot), slot_phase)
@@ -279,24 +312,29 @@ def consume(
 def forward_hopper(
     query, key, value, out, lse, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
     scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, WARP_GROUPS: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, WARP_GROUPS: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OUT_IN_QUERY: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """query, key, value, out are tensor maps (batch, length, heads * dim) with boxes of 64 or BLOCK_N
     rows of one head; counter holds 0 and lives as long as the launch."""
     dtype: gl.constexpr = query.dtype
     get_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for
-    qk_tile: gl.constexpr = get_layout([BLOCK_N, QK_DIM], dtype)
+    qk_tile: gl.constexpr = get_layout([BLOCK_N, QK_CHUNK], dtype)
+    CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
+    SLOTS: gl.constexpr = query_slots(CHUNKS)
     v_tile: gl.constexpr = get_layout([BLOCK_N, V_DIM], dtype)
     line: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     tiles_s = (
-        gl.allocate_shared_memory(dtype, [WARP_GROUPS, 64, QK_DIM], qk_tile),
-        gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, QK_DIM], qk_tile),
+        gl.allocate_shared_memory(dtype, [WARP_GROUPS * SLOTS, 64, QK_CHUNK], qk_tile),
+        gl.allocate_shared_memory(dtype, [STAGES * CHUNKS, BLOCK_N, QK_CHUNK], qk_tile),
         gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, V_DIM], v_tile),
     )
-    o_s = gl.allocate_shared_memory(dtype, [WARP_GROUPS, 64, V_DIM], v_tile)
+    if OUT_IN_QUERY:  # no room: a tile's output takes the place of its queries
+        o_s = tiles_s[0].reinterpret(dtype, [WARP_GROUPS * SLOTS * QK_CHUNK // V_DIM, 64, V_DIM], v_tile)  # fmt: skip
+    else:
+        o_s = gl.allocate_shared_memory(dtype, [WARP_GROUPS, 64, V_DIM], v_tile)
     plan_s = gl.allocate_shared_memory(gl.int32, [2, 16], line)
     q_full = gl.allocate_shared_memory(gl.int64, [WARP_GROUPS, 1], bar)
     q_empty = gl.allocate_shared_memory(gl.int64, [WARP_GROUPS, 1], bar)
@@ -328,9 +366,9 @@ def forward_hopper(
     if WARP_GROUPS == 2:
         gl.warp_specialize(
             [
-                (consume, (0, out, lse, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, WARP_GROUPS, BLOCK_N, STAGES)),
-                (consume, (1, out, lse, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, WARP_GROUPS, BLOCK_N, STAGES)),
-                (produce, (maps, q_order, q_blocks, counter, tiles_s, plan_s, full, empty, bars, sizes, QK_DIM, V_DIM, WARP_GROUPS, BLOCK_N, STAGES)),
+                (consume, (0, out, lse, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY)),
+                (consume, (1, out, lse, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY)),
+                (produce, (maps, q_order, q_blocks, counter, tiles_s, plan_s, full, empty, bars, sizes, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -338,10 +376,10 @@ def forward_hopper(
     else:
         gl.warp_specialize(
             [
-                (consume, (0, out, lse, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, WARP_GROUPS, BLOCK_N, STAGES)),
-                (consume, (1, out, lse, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, WARP_GROUPS, BLOCK_N, STAGES)),
-                (consume, (2, out, lse, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, WARP_GROUPS, BLOCK_N, STAGES)),
-                (produce, (maps, q_order, q_blocks, counter, tiles_s, plan_s, full, empty, bars, sizes, QK_DIM, V_DIM, WARP_GROUPS, BLOCK_N, STAGES)),
+                (consume, (0, out, lse, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY)),
+                (consume, (1, out, lse, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY)),
+                (consume, (2, out, lse, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY)),
+                (produce, (maps, q_order, q_blocks, counter, tiles_s, plan_s, full, empty, bars, sizes, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES)),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],

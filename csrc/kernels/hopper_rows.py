@@ -1,0 +1,191 @@
+"""Parts of the Hopper backward kernels: the producer warp, a tile's rows, masks of a block of rows, and the
+ways to add a block of dQ to the float32 sum.
+
+The sum lies in the order of the accumulator's registers, eight columns after the other (hopper_dq.py
+undoes it): stores without bank conflicts, whole lines, and one contiguous addition by the copy engine.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+
+@gluon.constexpr_function
+def add_registers_asm(outputs, inputs):
+    """Each thread adds its registers to memory as float4s, the 128 threads of the warp group side by side: whole lines."""
+    x, address = inputs
+    t = [
+        f"{{ .reg .u64 a; .reg .u32 t; mov.u32 t, %tid.x; and.b32 t, t, 127; mad.wide.u32 a, t, 16, {address[0]};"
+    ]
+    for i in range(0, len(x), 4):
+        four = ", ".join(x[i : i + 4])
+        t.append(f"red.relaxed.gpu.global.add.v4.f32 [a+{i * 512}], {{{four}}};")
+    return " ".join(t) + " }"
+
+
+@gluon.constexpr_function
+def store_registers_asm(outputs, inputs):
+    """The same into shared memory: no bank conflicts."""
+    x, address = inputs
+    t = [
+        "{ .reg .u32 a; mov.u32 a, %tid.x; and.b32 a, a, 127;",
+        f"mad.lo.u32 a, a, 16, {address[0]};",
+    ]
+    for i in range(0, len(x), 4):
+        four = ", ".join(x[i : i + 4])
+        t.append(f"st.shared.v4.f32 [a+{i * 512}], {{{four}}};")
+    return " ".join(t) + " }"
+
+
+@gluon.constexpr_function
+def bulk_add_asm(size):
+    """The first thread of the warp group adds `size` bytes of shared memory to global memory, by the copy engine."""
+    while hasattr(size, "value"):
+        size = size.value
+    return (
+        "{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; and.b32 t, t, 127; setp.eq.u32 p, t, 0;"
+        f"@p cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], {int(size)};"
+        "@p cp.async.bulk.commit_group; }"
+    )
+
+
+@gluon.constexpr_function
+def registers_constraints(n, address):
+    while hasattr(n, "value"):
+        n = n.value
+    while hasattr(address, "value"):
+        address = address.value
+    return ",".join(["f"] * int(n) + [address, "~{memory}"])
+
+
+@gluon.constexpr_function
+def row_bits_asm(n):
+    """Bits of hopper.range_bits_asm for rows along the columns: 1 where lo[row] <= key < hi[row].
+
+    Operands: bits (2), keys (2), shared addresses of lo and hi of the n rows.
+    """
+    while hasattr(n, "value"):
+        n = n.value
+    t = [
+        "{ .reg .u32 q, a, b, d, u; .reg .s32 lo<2>, hi<2>; .reg .pred p; mov.u32 q, %tid.x; and.b32 q, q, 3;"
+        "shl.b32 q, q, 3; add.u32 a, $4, q; add.u32 b, $5, q; mov.b32 $0, 0; mov.b32 $1, 0;"
+    ]
+    for o in range(int(n) // 8):
+        t.append(
+            f"ld.shared.v2.s32 {{lo0, lo1}}, [a+{32 * o}]; ld.shared.v2.s32 {{hi0, hi1}}, [b+{32 * o}];"
+        )
+        for j in (0, 1):
+            bit = 1 << (2 * o + j)
+            t.append(
+                f"sub.s32 u, hi{j}, lo{j};"
+                f"sub.s32 d, $2, lo{j}; setp.lt.u32 p, d, u; @p or.b32 $0, $0, {bit};"
+                f"sub.s32 d, $3, lo{j}; setp.lt.u32 p, d, u; @p or.b32 $1, $1, {bit};"
+            )
+    return " ".join(t) + " }"
+
+
+@gluon.jit
+def row_bits(keys, lo_s, hi_s, ROWS: gl.constexpr):
+    return gl.inline_asm(
+        row_bits_asm(ROWS), "=&r,=&r,r,r,r,r,~{memory}", (keys, lo_s, hi_s), keys.type
+    )
+
+
+@gluon.jit
+def row_range(kv_blocks, mask_b, key, kv_len):
+    """As rows.row_range for a tile of 128 keys, but a tile with a key past the end has no core: such a key must not meet dQ."""
+    blocks = (kv_len + 63) // 64
+    base = kv_blocks + mask_b.to(gl.int64) * (4 * blocks)
+    t = key // 64
+    u = gl.minimum(t + 1, blocks - 1)
+    start = gl.minimum(gl.load(base + t), gl.load(base + u))
+    end = gl.maximum(gl.load(base + blocks + t), gl.load(base + blocks + u))
+    core_lo = gl.maximum(gl.load(base + 2 * blocks + t), gl.load(base + 2 * blocks + u))
+    core_hi = gl.minimum(gl.load(base + 3 * blocks + t), gl.load(base + 3 * blocks + u))
+    core_hi = gl.where(key + 128 > kv_len, 0, core_hi)
+    start = gl.where(end == 0, 0, start)
+    return start, end, core_lo, core_hi
+
+
+@gluon.jit
+def produce(
+    maps, lines, tiles_s, lines_s, bars, place, range_,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, ROWS: gl.constexpr,
+    HALVES: gl.constexpr,
+):  # fmt: skip
+    query, key, value, dout = maps
+    lse2, delta, lo, hi = lines
+    q_s, k_s, v_s, do_s = tiles_s
+    lse_s, delta_s, lo_s, hi_s = lines_s
+    kv_full, q_full, q_empty, do_full, do_empty = bars
+    b, first_key, kv_head, group, bh, mask_row, padded = place
+    start, steps, edges, core_begin, core_end = range_
+    dtype: gl.constexpr = query.dtype
+    f32: gl.constexpr = gl.float32
+    i32: gl.constexpr = gl.int32
+    CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
+    for w in gl.static_range(HALVES):
+        at = first_key + w * 64
+        mbarrier.expect(kv_full.index(w), 64 * (QK_DIM + V_DIM) * 2)
+        for c in gl.static_range(CHUNKS):
+            k_tile = k_s.index(c).reinterpret(dtype, [1, 64 * HALVES, QK_CHUNK], key.layout)
+            at_k = [b, at, kv_head * QK_DIM + c * QK_CHUNK]
+            tma.async_load(key, at_k, kv_full.index(w), k_tile.slice(w * 64, 64, dim=1))
+        v_tile = v_s.index(w).reinterpret(dtype, [1, 64, V_DIM], value.layout)
+        tma.async_load(value, [b, at, kv_head * V_DIM], kv_full.index(w), v_tile)
+    total = steps * group
+    g = 0
+    n = 0
+    # masked blocks of every head, then core blocks of every head, then one block more than there
+    # are: the consumers start its scores (a tile of 64 keys its dP, too) and drop them
+    for i in range(0, gl.where(total > 0, total + 1, 0)):
+        stage = i % 2
+        phase = (i // 2) & 1
+        in_edges = i < edges * group
+        masked = gl.where(n < core_begin, n, n + core_end - core_begin)
+        row = start + gl.where(in_edges, masked, core_begin + n) * ROWS
+        stat = (bh + g) * padded + row
+        head = kv_head * group + g
+        mbarrier.wait(q_empty.index(stage), phase ^ 1)
+        full = q_full.index(stage)
+        mbarrier.expect(full, ROWS * QK_DIM * 2 + ROWS * 12)
+        for c in gl.static_range(CHUNKS):
+            q_tile = q_s.index(stage * CHUNKS + c)
+            q_tile = q_tile.reinterpret(dtype, [1, ROWS, QK_CHUNK], query.layout)
+            tma.async_load(query, [b, row, head * QK_DIM + c * QK_CHUNK], full, q_tile)
+        lse_line = lse_s.index(stage).reinterpret(f32, [1, 1, ROWS], lse2.layout)
+        tma.async_load(lse2, [0, 0, stat], full, lse_line)
+        lo_line = lo_s.index(stage).reinterpret(i32, [1, 1, ROWS], lo.layout)
+        tma.async_load(lo, [0, 0, mask_row + row], full, lo_line)
+        hi_line = hi_s.index(stage).reinterpret(i32, [1, 1, ROWS], hi.layout)
+        tma.async_load(hi, [0, 0, mask_row + row], full, hi_line)
+        if i < total + 2 - HALVES:
+            mbarrier.wait(do_empty.index(stage), phase ^ 1)
+            full = do_full.index(stage)
+            mbarrier.expect(full, ROWS * V_DIM * 2 + ROWS * 4)
+            do_tile = do_s.index(stage).reinterpret(dtype, [1, ROWS, V_DIM], dout.layout)
+            tma.async_load(dout, [b, row, head * V_DIM], full, do_tile)
+            delta_line = delta_s.index(stage).reinterpret(f32, [1, 1, ROWS], delta.layout)
+            tma.async_load(delta, [0, 0, stat], full, delta_line)
+        n += 1
+        wrap = n == gl.where(in_edges, edges, core_end - core_begin)
+        n = gl.where(wrap, 0, n)
+        g = gl.where(wrap, gl.where(g == group - 1, 0, g + 1), g)
+
+
+@gluon.jit
+def add_staged(dq, at, stage_s, CELLS: gl.constexpr):
+    """Add one warp group's part of a block of rows, in register order, by way of shared memory."""
+    tma.store_wait(0)
+    gl.barrier()
+    n: gl.constexpr = CELLS // 128
+    gl.inline_asm(store_registers_asm, registers_constraints(n, "r"), (dq, stage_s))
+    fence_async_shared()
+    gl.barrier()
+    gl.inline_asm(bulk_add_asm(CELLS * 4), "l,r,~{memory}", (at, stage_s))
+
+
+@gluon.jit
+def add_direct(dq, at, CELLS: gl.constexpr):
+    n: gl.constexpr = CELLS // 128
+    gl.inline_asm(add_registers_asm, registers_constraints(n, "l"), (dq, at))
