@@ -22,10 +22,8 @@ struct HopperWorkspace {
   explicit HopperWorkspace(const Shape& s)
       : rows(s.padded_rows()), mask_rows(Product({s.mask_batch, s.padded()})), qk_dim(s.qk_dim) {}
 
-  // The kernels count rows of all heads, and rows of 32 in dq_sum, in 32 bits.
-  bool fits_int32() const {
-    return rows <= kMaxInt32 && Product({rows / kBlock, 2, qk_dim}) <= kMaxInt32;
-  }
+  // The kernels count rows of all heads in 32 bits, cells of dq_sum in 64.
+  bool fits_int32() const { return rows <= kMaxInt32; }
   int64_t delta() const { return 0; }                  // (batch, heads, padded) float32
   int64_t lse2() const { return rows; }                // likewise
   int64_t lo() const { return lse2() + rows; }         // (mask_batch, padded) int32

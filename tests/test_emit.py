@@ -260,7 +260,7 @@ def test_missing_field(tmp_path, field):
         (mapped(block=384), "block is 384, but q_order is of tiles of 128 or 192"),
         (
             mapped(params=[MAPPED[0], {"name": "kv_order", "type": "ptr"}], tensor_maps=BOXES[:1]),
-            "block is 192, but kv_order is of tiles of 128",
+            "block is 192, but kv_order is of tiles of 64 or 128",
         ),
         ({"params": ["out"]}, "params[0] is 'out', expected an object with `name` and `type`"),
         (

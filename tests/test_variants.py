@@ -5,6 +5,7 @@ Keys unique, every row buildable, a surprise in the PTX refused, builds repeatab
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import pathlib
@@ -34,6 +35,14 @@ def load(name: str):  # type: ignore[no-untyped-def]
 table = load("variants")
 compiler = load("compile")
 ALL = list(table.variants())
+
+
+def arguments_of(kernel: str, source: str = "") -> list[str]:
+    """As a kernel's file declares them, constants included."""
+    text = (ROOT / "csrc" / "kernels" / f"{source or table.KERNELS[kernel]}.py").read_text()
+    found = re.search(rf"def {kernel}\((.*?)\):", text, re.S)
+    assert found, f"{kernel} is not in the file that the table names"
+    return [a.split(":")[0].strip() for a in found[1].split(",") if a.strip()]
 
 
 def test_keys_and_names_are_unique() -> None:
@@ -73,12 +82,13 @@ def test_the_backward_kernels_of_hopper_come_together() -> None:
 def test_tiles_fit_the_order_of_tiles_and_the_blocks() -> None:
     # An entry of q_order is 128 rows: a program takes a divisor of it, whole blocks of 64, whose
     # bounds it merges, or a part of one. Kernels with tensor maps take whole entries, of q_order or
-    # of q_order_192.
+    # of q_order_192; of kv_order also halves.
     for v in ALL:
         if v.kernel in table.TILES:
             assert v.block in (32, 64, 128), v.name
         if v.kernel in table.TENSOR_MAPS:
-            assert v.block in (128, 192), v.name
+            tiles = (64, 128) if "kv_order" in arguments_of(v.kernel) else (128, 192)
+            assert v.block in tiles, v.name
         # The backward's workspace has rows in whole blocks of 64.
         if v.kernel in ("backward_prepare", "backward_finish"):
             assert 64 % v.block == 0, v.name
@@ -98,11 +108,7 @@ def test_every_kernel_loads_on_a_driver_of_cuda_12() -> None:
 
 @pytest.mark.parametrize("kernel", sorted(table.KERNELS))
 def test_every_argument_has_a_type(kernel: str) -> None:
-    text = (ROOT / "csrc" / "kernels" / f"{table.KERNELS[kernel]}.py").read_text()
-    found = re.search(rf"def {kernel}\((.*?)\):", text, re.S)
-    assert found, f"{kernel} is not in the file that the table names"
-    arguments = [a.split(":")[0].strip() for a in found[1].split(",") if a.strip()]
-    kinds = {p["name"]: p["type"] for p in compiler.parameters(kernel, arguments)}
+    kinds = {p["name"]: p["type"] for p in compiler.parameters(kernel, arguments_of(kernel))}
     maps = [n for n, t in kinds.items() if t == "tma"]
     assert maps == list(table.TENSOR_MAPS.get(kernel, ())), "tensor maps in the order of the table"
     pointers = [n for n, t in kinds.items() if t in ("ptr", "tma")]
@@ -112,6 +118,79 @@ def test_every_argument_has_a_type(kernel: str) -> None:
     assert row, f"docs/design.md does not list {kernel}"
     names = re.sub(r"\(.*?\)|;", " ", row[1]).split()
     assert names == list(kinds), "docs/design.md and the kernel disagree on the arguments"
+
+
+@pytest.mark.parametrize("kernel,dim", sorted(table.WIDE))
+def test_a_kernel_for_wide_heads_stands_for_the_other(kernel: str, dim: int) -> None:
+    """The same arguments in the same order: C++ has one struct for both. Constants are its own."""
+    source, block = table.WIDE[kernel, dim]
+    assert source != table.KERNELS[kernel]
+    passed = [n for n in arguments_of(kernel) if not n.isupper()]
+    assert [n for n in arguments_of(kernel, source) if not n.isupper()] == passed
+    built = [v for v in ALL if v.kernel == kernel]
+    for v in built:
+        wide = max(v.qk_dim, v.v_dim) == dim
+        assert (v.source == source and v.block == block) or not wide
+        taken = [n for n in arguments_of(kernel, v.source) if n.isupper()]
+        assert sorted(taken) == sorted(n for n, _ in v.constants), v.name
+    assert {max(v.qk_dim, v.v_dim) for v in built if v.source == source} >= {dim}
+    others = {v.source for v in built if (kernel, max(v.qk_dim, v.v_dim)) not in table.WIDE}
+    assert others == {table.KERNELS[kernel]}
+
+
+@pytest.fixture
+def recompiled(monkeypatch, tmp_path, request):  # type: ignore[no-untyped-def]
+    """A function that changes a kernel file and names the variants that the cache no longer has."""
+    for file in (ROOT / "csrc" / "kernels").glob("*.py"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    monkeypatch.setattr(compiler, "KERNEL_DIR", tmp_path)
+    request.addfinalizer(compiler.source_bytes.cache_clear)
+
+    def fingerprints() -> dict[str, str]:
+        compiler.source_bytes.cache_clear()
+        return {v.name: compiler.fingerprint(v) for v in ALL}
+
+    def change(name: str) -> set[str]:
+        before = fingerprints()
+        file = tmp_path / f"{name}.py"
+        file.write_text(file.read_text() + "# changed\n")
+        return {name for name, now in fingerprints().items() if now != before[name]}
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "file,kernels",
+    [
+        ("hopper", ["forward_hopper", "backward_hopper"]),  # also by way of hopper_softmax
+        ("hopper_softmax", ["forward_hopper"]),
+        ("hopper_rows", ["backward_hopper"]),
+        ("hopper_dq", ["backward_prepare", "backward_finish"]),
+        ("rows", ["forward", *(f"backward_{k}" for k in ("delta", "dkdv", "dq"))]),
+        ("documents", ["documents_init", "documents_runs", "documents_rows"]),
+        ("blocks", ["blocks_rows", "blocks_keys", "blocks_order"]),
+    ],
+)
+def test_a_changed_file_recompiles_the_kernels_that_import_it(recompiled, file, kernels) -> None:  # type: ignore[no-untyped-def]
+    assert recompiled(file) == {v.name for v in ALL if v.kernel in kernels}
+
+
+def test_a_wide_kernel_has_a_file_of_its_own(recompiled) -> None:  # type: ignore[no-untyped-def]
+    for file in ("hopper_wide", "hopper_backward"):
+        assert recompiled(file) == {v.name for v in ALL if v.source == file}
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "csrc" / "kernels").glob("*.py")), ids=str)
+def test_files_are_imported_in_the_way_that_the_compiler_reads(file: pathlib.Path) -> None:
+    imported = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add(node.module)
+    own = {f.stem for f in file.parent.glob("*.py")}
+    read = set(re.findall(r"^from (\w+) import", file.read_text(), re.M))
+    assert imported & own == read & own
 
 
 def test_narrowing_names_what_is_accepted() -> None:

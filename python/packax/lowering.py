@@ -182,8 +182,7 @@ def _backward_workspace(query: Any, value: Any, mask_batch: int, deterministic: 
     if (
         deterministic
         or not _hopper_backward(str(query.dtype), qk_dim, value.shape[3])
-        # where the kernels' 32-bit indices end
-        or max(rows, rows // xla_masks.BLOCK * 2 * qk_dim) > xla_masks.INT_MAX
+        or rows > xla_masks.INT_MAX  # the kernels count them in 32 bits
     ):
         return rows
     return 2 * rows + 2 * mask_batch * padded + rows * qk_dim

@@ -28,7 +28,7 @@ POINTERS = {
     "forward_hopper": "query:t key:t value:t out:t lse q_lo q_hi q_ids kv_ids q_pos kv_pos "
     "q_blocks q_order counter",
     "backward_prepare": "out dout lse dlse q_lo q_hi delta lse2 lo hi dq_sum",
-    "backward_hopper": "query:t key:t value:t dout:t lse2:t delta:t lo:t hi:t dk:t dv:t dq_sum:t "
+    "backward_hopper": "query:t key:t value:t dout:t lse2:t delta:t lo:t hi:t dk:t dv:t dq_sum "
     "q_ids kv_ids q_pos kv_pos q_blocks kv_blocks kv_order",
     "backward_finish": "dq_sum dq",
     "backward_delta": "out dout dlse delta q_lo q_hi",
