@@ -2,18 +2,20 @@
 products instead of seven.
 
 It runs between the two kernels of hopper_dq.py: `backward_prepare` makes delta and the base-2 LSE and
-clears a float32 dQ; `backward_hopper` adds to it by TMA while it sums dK and dV of a tile of keys in
-registers; `backward_finish` scales dQ and rounds it.
+clears a float32 dQ; `backward_hopper` adds to it by the copy engine's bulk reduction while it sums dK
+and dV of a tile of keys in registers; `backward_finish` scales dQ and rounds it.
 
 A program of `backward_hopper` is 128 keys of one key/value head: two warp groups of 64 keys, and a
 producer warp that streams blocks of ROWS query rows of the group's heads. Scores are transposed
 (keys x rows), so that P^T and dS^T are left operands in registers. dS of both warp groups meets in
 shared memory, and each computes half of dQ's columns (FlashAttention-3, arXiv 2407.08608, section
-3.3), of the block before, so that the groups need not wait for each other in every step.
+3.3), of the block before, so that a group does not wait for the other's dS of this block.
+They take turns, by named barriers, at issuing dK, dQ and the next scores: the softmax of one runs
+under the products of the other.
 
-The float32 dQ lies in the order of the accumulator's registers: stores without bank conflicts, one
-contiguous TMA reduction, and a layout that only `backward_finish` needs to know. Its additions come
-in any order: dQ differs by rounding from run to run.
+The float32 dQ lies in the order of the accumulator's registers, which only `backward_finish` undoes.
+Its additions come in any order: dQ differs by rounding from run to run. hopper_rows.py has the
+producer and the additions, shared with hopper_wide.py, the kernel for head dims above 128.
 """
 
 from hopper import (
