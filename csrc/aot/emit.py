@@ -26,8 +26,8 @@ C_TYPES = {
     "tma": "TensorMap",
 }
 MAX_MAPS = 12  # kMaxTensorMaps of csrc/tensor_map.h
-# Orders of tiles that a mask holds, by the rows or keys of a tile. A kernel with tensor maps takes
-# whole tiles, so its block picks the order.
+# Orders of tiles that a mask holds, by the rows or keys that a kernel with tensor maps may take at
+# once: whole tiles of 128 or 192 rows, so its block picks the order; tiles of 128 keys or halves.
 ORDERS = {"q_order": (128, 192), "kv_order": (64, 128)}
 OLDEST_DRIVER = 12000  # csrc/driver.cc needs functions of CUDA 12.0
 DTYPES = {"any": "kAny", "bf16": "kBf16", "f16": "kF16"}
