@@ -37,7 +37,7 @@ RESULTS = {
     **dict.fromkeys(HOPPER_BACKWARD, ("dq", "dk", "dv")),
 }
 KERNELS = tuple(RESULTS)
-CLOSE = 2e-3  # relative difference of two right candidates in bfloat16
+CLOSE = 5e-3  # relative difference of two right candidates in bfloat16, which may round P, too
 
 # Small, for the comparison alone: documents that fit no tile, and many in one tile.
 CHECKS = {

@@ -378,12 +378,11 @@ def test_gradients_are_reduce_scattered_and_nothing_large_is_all_reduced(dtype):
 
     if dtype != jnp.float32:
         return  # CPUs have no bfloat16 collectives
-    if jax.__version_info__ < (0, 8):
-        return  # its CPU compiler drops the barrier that keeps the two apart
     compiled = collectives(lowered.compile().as_text())
     whole = BATCH * LENGTH * KV_HEADS * 8
     assert not [x for x in compiled if x[0] in ("all-reduce", "all-to-all")], compiled
-    # not one gather shared by forward and backward, which would keep all keys in memory between
-    gathered = sum(n for what, n in compiled if what == "all-gather" and n > 1000)
-    scattered = sum(n for what, n in compiled if what == "reduce-scatter")
-    assert (gathered, scattered) == (4 * whole, whole)
+    assert sum(n for what, n in compiled if what == "reduce-scatter") == whole
+    # Not one gather shared by forward and backward, which would keep all keys in memory between.
+    # The CPU compilers of older jax drop the barrier that keeps the two apart.
+    if jax.__version_info__ >= (0, 11):
+        assert sum(n for what, n in compiled if what == "all-gather" and n > 1000) == 4 * whole

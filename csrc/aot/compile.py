@@ -69,9 +69,9 @@ def kernel_function(kernel: str, source: str = "") -> Any:
     return getattr(importlib.import_module(source or table.KERNELS[kernel]), kernel)
 
 
-def argument_names(kernel: str) -> list[str]:
+def argument_names(kernel: str, source: str = "") -> list[str]:
     """As the kernel's source has them; those in upper case are compile-time constants."""
-    return list(inspect.signature(kernel_function(kernel).fn).parameters)
+    return list(inspect.signature(kernel_function(kernel, source).fn).parameters)
 
 
 def parameters(kernel: str, arguments: list[str]) -> list[dict[str, str]]:
@@ -179,7 +179,7 @@ def compile_variant(variant: table.Variant, out: pathlib.Path) -> None:
     os.environ["TRITON_PTXAS_PATH"] = str(ptxas)
     os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # paths and a third of the size
     fn = kernel_function(variant.kernel, variant.source)
-    arguments = argument_names(variant.kernel)
+    arguments = argument_names(variant.kernel, variant.source)
     constants = dict(variant.constants)
     params = parameters(variant.kernel, arguments)
     types = triton_types(variant.kernel, arguments, variant.dtype, constants)

@@ -130,8 +130,20 @@ HOPPER_TILES: dict[str, dict[int, dict[str, int]]] = {
         )
     },
     "backward_hopper": {
-        dim: {"QK_CHUNK": chunk, "ROWS": 64, "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24}
-        for dim, chunk in ((64, 64), (128, 128), (192, 64), (256, 64))
+        dim: {
+            "QK_CHUNK": chunk,
+            "ROWS": 64,
+            **turns,
+            "CONSUMER_REGISTERS": 240,
+            "PRODUCER_REGISTERS": 24,
+        }
+        for dim, chunk, turns in (
+            # TURNS: 4 to 12 % at 128, -1 to -5 % at 64 (benchmarks/results/tune_backward_h200.json)
+            (64, 64, {"TURNS": 0}),
+            (128, 128, {"TURNS": 1}),
+            (192, 64, {}),
+            (256, 64, {}),
+        )
     },
     "backward_prepare": {dim: {"ROWS": 32} for dim in (64, 128, 192, 256)},
     "backward_finish": {dim: {"ROWS": 64} for dim in (64, 128, 192, 256)},

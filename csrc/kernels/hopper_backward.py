@@ -53,7 +53,7 @@ def turn_pass(W: gl.constexpr):
 @gluon.jit
 def consume(
     W: gl.constexpr, grads, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, ROWS: gl.constexpr,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, ROWS: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     dk, dv, dq_sum = grads
     q_ids, kv_ids, q_pos, kv_pos, q_blocks = mask
@@ -87,7 +87,7 @@ def consume(
     zero = gl.zeros([64, ROWS], gl.float32, s_layout)
     zero_dq = gl.zeros([ROWS, PART], gl.float32, q_layout)
     if steps > 0:
-        if W == 1:
+        if TURNS and W == 1:
             turn_pass(1)
         mbarrier.wait(q_full.index(0), 0)
         s = warpgroup_mma(k, q_s.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -142,7 +142,8 @@ def consume(
                 fence_async_shared()
                 mbarrier.arrive(ds_full.index(stage))
                 ds_half = gl.convert_layout(ds, ds_layout)
-                turn_wait(W)
+                if TURNS:
+                    turn_wait(W)
                 dk_token = warpgroup_mma(ds_half, q_s.index(stage), dk_sum, is_async=True)
                 mbarrier.wait(ds_full.index(other), phase)
                 ds_t = ds_s.index(other).permute((1, 0))
@@ -154,7 +155,8 @@ def consume(
                 mbarrier.wait(q_full.index(other), phase)
                 q_t = q_s.index(other).permute((1, 0))
                 s_token = warpgroup_mma(k, q_t, zero, use_acc=False, is_async=True)
-                turn_pass(W)
+                if TURNS:
+                    turn_pass(W)
                 dq = warpgroup_mma_wait(1, deps=(dq_token,))
                 warp_arrive(ds_empty.index(other))
                 cells = dq_sum + (before.to(gl.int64) * 2 + W) * CELLS
@@ -173,7 +175,7 @@ def consume(
         cells = dq_sum + (before.to(gl.int64) * 2 + W) * CELLS
         add_staged(dq, cells, dq_s.index(W), CELLS)
         tma.store_wait(0)
-        if W == 0:
+        if TURNS and W == 0:
             turn_wait(0)
     # the other warp group may still read this one's keys for its part of dQ
     gl.inline_asm("bar.sync 9, 256;", "~{memory}", ())
@@ -194,7 +196,7 @@ def backward_hopper(
     q_blocks, kv_blocks, kv_order,
     scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, ROWS: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    TURNS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Tensor maps: query, key, value, dout, dk, dv (batch, length, heads * dim); lse2, delta, lo, hi as one row each."""
     dtype: gl.constexpr = query.dtype
@@ -260,8 +262,8 @@ def backward_hopper(
     numbers = (element_test, q_len, kv_len, scale)
     gl.warp_specialize(
         [
-            (consume, (0, grads, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, ROWS)),
-            (consume, (1, grads, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, ROWS)),
+            (consume, (0, grads, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, ROWS, TURNS)),
+            (consume, (1, grads, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, ROWS, TURNS)),
             (produce, (maps, lines, tiles_s, lines_s, bars, place, range_, QK_DIM, V_DIM, QK_CHUNK, ROWS, 2)),
         ],
         [4, 1],
