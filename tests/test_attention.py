@@ -282,6 +282,17 @@ def test_remat_that_keeps_the_results_runs_the_kernel_once(mask, gradients):
     assert_gradients(jax.jit(grad(keep))(QUERY, KEY, VALUE, mask), gradients)
 
 
+def test_remat_by_a_name_of_the_programs_own(mask):
+    def attention(q):
+        return jnp.sum(packax.flash_attention(q, KEY, VALUE, mask, checkpoint_name="mine"))
+
+    for name, times in (("mine", 1), (packax.CHECKPOINT_NAMES, 1), ("other", 2)):
+        names = (name,) if isinstance(name, str) else name
+        policy = jax.checkpoint_policies.save_only_these_names(*names)
+        grad = jax.grad(jax.checkpoint(attention, policy=policy))
+        assert count("packax_forward", grad, QUERY) == times, name
+
+
 def test_forward_alone_runs_no_backward(mask):
     assert count("packax_backward", loss, QUERY, KEY, VALUE, mask) == 0
 

@@ -92,6 +92,7 @@ def test_the_good_call_is_good():
         ({"implementation": ["xla"]}, ['implementation must be None, "cubin" or "xla"']),
         ({"return_lse": 1}, ["return_lse must be True or False, but is 1"]),
         ({"deterministic": None}, ["deterministic must be True or False, but is None"]),
+        ({"checkpoint_name": 1}, ["checkpoint_name must be None or a string, but is 1"]),
         ({"mask": None}, ["mask must come from create_attention_mask", "NoneType"]),
         (
             {"mask": np.ones((10, 10), bool)},

@@ -10,7 +10,7 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
+from jax.ad_checkpoint import checkpoint_name as named
 
 from packax import partition
 from packax.build import AttentionMask, create_attention_mask
@@ -40,6 +40,7 @@ def flash_attention(
     deterministic: bool = False,
     implementation: Implementation | None = None,
     sharding: AttentionSharding | None = None,
+    checkpoint_name: str | None = None,
 ) -> jax.Array: ...
 @overload
 def flash_attention(
@@ -53,6 +54,7 @@ def flash_attention(
     deterministic: bool = False,
     implementation: Implementation | None = None,
     sharding: AttentionSharding | None = None,
+    checkpoint_name: str | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...
 def flash_attention(
     query: Any,
@@ -65,6 +67,7 @@ def flash_attention(
     deterministic: bool = False,
     implementation: Implementation | None = None,
     sharding: AttentionSharding | None = None,
+    checkpoint_name: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Exact softmax attention, softmax(scale * query @ key^T where mask) @ value, in O(S) memory.
 
@@ -93,6 +96,8 @@ def flash_attention(
             rows and the heads are then split over it, and keys and values are gathered along the
             context axes. The mask must be built with the same sharding. Results and gradients are
             sharded as query, key and value are. docs/context_parallelism.md.
+        checkpoint_name: one more name for both results, for `jax.checkpoint` policies of a program
+            that has names of its own.
 
     Returns:
         out, (B, Sq, H, Dv) in query's dtype, or (out, lse), lse (B, H, Sq) float32 (float64 for
@@ -127,6 +132,8 @@ def flash_attention(
     if layout is not None:  # of whole sequences
         q_len *= layout.outside(layout.context)
         kv_len *= layout.outside(layout.kv_context)
+    if not isinstance(checkpoint_name, (str, type(None))):
+        raise ValueError(f"checkpoint_name must be None or a string, but is {checkpoint_name!r}")
     scale = 1 / math.sqrt(qk_dim) if scale is None else _checked_scale(scale)
     if isinstance(mask, MaskExpression):
         mask = create_attention_mask(mask, q_len=q_len, kv_len=kv_len, sharding=sharding)
@@ -135,7 +142,13 @@ def flash_attention(
     query, scale = _with_positive_scale(query, scale)
     query, key, value, *operands = vary_together(query, key, value, *mask.operands())
     call = Call(
-        scale, mask.element_test, bool(return_lse), bool(deterministic), implementation, layout
+        scale,
+        mask.element_test,
+        bool(return_lse),
+        bool(deterministic),
+        implementation,
+        layout,
+        checkpoint_name,
     )
     out, lse = _attention(call, query, key, value, tuple(operands), mask.kv_plan)
     return (out, lse) if return_lse else out
@@ -149,7 +162,9 @@ def _attention(call, query, key, value, mask, kv_plan):
 def _forward(call, query, key, value, mask, kv_plan):
     out, lse = partition.forward(call, query, key, value, mask, kv_plan)
     # The backward pass reads the named values, so a policy that keeps them spares the kernel.
-    out, lse = map(checkpoint_name, (out, lse), CHECKPOINT_NAMES)
+    out, lse = map(named, (out, lse), CHECKPOINT_NAMES)
+    if call.checkpoint_name is not None:  # beside: whichever name a policy keeps will do
+        out, lse = (named(x, call.checkpoint_name) for x in (out, lse))
     return (out, lse), (query, key, value, mask, kv_plan, out, lse)
 
 

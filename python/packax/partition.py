@@ -32,6 +32,7 @@ class Call(NamedTuple):
     deterministic: bool
     implementation: Literal["cubin", "xla"] | None
     layout: Layout | None
+    checkpoint_name: str | None = None
 
 
 def forward(
