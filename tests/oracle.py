@@ -92,7 +92,7 @@ def check(got: Results, true: Results, yardstick: Results, factor: float = 2.0) 
     """
     failures = []
     largest = max(float(np.abs(x).max()) for name, x in true._asdict().items() if name != "lse")
-    for name in Results._fields:
+    for name in true._fields:
         value, expected, plain_value = (getattr(x, name) for x in (got, true, yardstick))
         dtype = value.dtype
         value, plain_value = (np.asarray(x, np.float64) for x in (value, plain_value))

@@ -85,6 +85,9 @@ def test_the_good_call_is_good():
         ({"scale": True}, ["scale must be a Python or numpy number", "bool"]),
         ({"scale": 1j}, ["scale must be a Python or numpy number", "complex"]),
         ({"scale": jnp.float32(1)}, ["scale must be a Python or numpy number", "multiply query"]),
+        ({"sinks": zeros(3)}, ["sinks must have shape (4,), one logit per head of query", "(3,)"]),
+        ({"sinks": 1.0}, ["sinks must have shape (4,)", "()"]),
+        ({"sinks": np.zeros(4, int)}, ["sinks must be an array of floats", "int"]),
         (
             {"implementation": "triton"},
             ['implementation must be None, "cubin" or "xla"', "'triton'"],

@@ -17,6 +17,7 @@ from packax.build import AttentionMask, create_attention_mask
 from packax.masks import MaskExpression
 from packax.partition import Call
 from packax.primitives import vary_together
+from packax.scores import Scores, checked_sinks
 from packax.sharding import AttentionSharding, Layout, check_tensors, layout_of
 
 Implementation = Literal["cubin", "xla"]
@@ -36,6 +37,7 @@ def flash_attention(
     mask: AttentionMask | MaskExpression,
     *,
     scale: float | None = None,
+    sinks: Any = None,
     return_lse: Literal[False] = False,
     deterministic: bool = False,
     implementation: Implementation | None = None,
@@ -50,6 +52,7 @@ def flash_attention(
     mask: AttentionMask | MaskExpression,
     *,
     scale: float | None = None,
+    sinks: Any = None,
     return_lse: Literal[True],
     deterministic: bool = False,
     implementation: Implementation | None = None,
@@ -63,6 +66,7 @@ def flash_attention(
     mask: AttentionMask | MaskExpression,
     *,
     scale: float | None = None,
+    sinks: Any = None,
     return_lse: bool = False,
     deterministic: bool = False,
     implementation: Implementation | None = None,
@@ -84,8 +88,10 @@ def flash_attention(
             expression such as `causal() & documents(segment_ids)`, built on the spot. Its batch
             is B, or 1 for one mask for all.
         scale: a finite Python or numpy number, of any sign, or 0; None: 1 / sqrt(Dqk).
+        sinks: (H,) of any float dtype: a logit per query head that stands in the softmax's
+            denominator beside the scaled scores, and has no value (gpt-oss). Differentiable.
         return_lse: return also the log-sum-exp (natural logarithm) of each row's scaled scores.
-            It is differentiable.
+            It is differentiable, and counts the sink.
         deterministic: True: bit-identical gradients from run to run; on Hopper the backward then
             uses the portable kernels (slower). False: on Hopper, parts of the gradient of query
             are summed in any order, so it may differ by rounding. The results, the gradients of
@@ -101,11 +107,11 @@ def flash_attention(
 
     Returns:
         out, (B, Sq, H, Dv) in query's dtype, or (out, lse), lse (B, H, Sq) float32 (float64 for
-        float64). A row that attends nothing has out 0, lse -inf and gradients 0, and the
-        cotangents that come in for it are ignored.
+        float64). A row that attends nothing has out 0, lse -inf (also with a sink) and gradients
+        0, and the cotangents that come in for it are ignored.
 
     Raises:
-        ValueError: shapes, dtypes, scale, mask, implementation or sharding that are not as above,
+        ValueError: shapes, dtypes, scale, sinks, mask, implementation or sharding that are not as above,
             or sizes that the mesh does not divide.
         NotImplementedError: when lowered for CUDA, no kernel for the dtype or head dims; with
             implementation="cubin", when lowered for another platform.
@@ -140,7 +146,10 @@ def flash_attention(
     _check_mask(mask, batch, rows, q_len, kv_len, layout)
 
     query, scale = _with_positive_scale(query, scale)
-    query, key, value, *operands = vary_together(query, key, value, *mask.operands())
+    scores = Scores(checked_sinks(sinks, query.shape[2], layout))
+    scores, query, key, value, *operands = vary_together(
+        scores, query, key, value, *mask.operands()
+    )
     call = Call(
         scale,
         mask.element_test,
@@ -150,29 +159,30 @@ def flash_attention(
         layout,
         checkpoint_name,
     )
-    out, lse = _attention(call, query, key, value, tuple(operands), mask.kv_plan)
+    out, lse = _attention(call, query, key, value, scores, tuple(operands), mask.kv_plan)
     return (out, lse) if return_lse else out
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(call, query, key, value, mask, kv_plan):
-    return _forward(call, query, key, value, mask, kv_plan)[0]
+def _attention(call, query, key, value, scores, mask, kv_plan):
+    return _forward(call, query, key, value, scores, mask, kv_plan)[0]
 
 
-def _forward(call, query, key, value, mask, kv_plan):
-    out, lse = partition.forward(call, query, key, value, mask, kv_plan)
+def _forward(call, query, key, value, scores, mask, kv_plan):
+    out, lse = partition.forward(call, query, key, value, scores, mask, kv_plan)
     # The backward pass reads the named values, so a policy that keeps them spares the kernel.
     out, lse = map(named, (out, lse), CHECKPOINT_NAMES)
     if call.checkpoint_name is not None:  # beside: whichever name a policy keeps will do
         out, lse = (named(x, call.checkpoint_name) for x in (out, lse))
-    return (out, lse), (query, key, value, mask, kv_plan, out, lse)
+    return (out, lse), (query, key, value, scores, mask, kv_plan, out, lse)
 
 
 def _backward(call, residuals, cotangents):
-    query, key, value, mask, kv_plan, out, lse = residuals
+    query, key, value, scores, mask, kv_plan, out, lse = residuals
     dout, dlse = cotangents
+    dlse = dlse if call.return_lse else lse
     gradients = partition.backward(
-        call, query, key, value, out, lse, dout, dlse if call.return_lse else lse, mask, kv_plan
+        call, query, key, value, scores, out, lse, dout, dlse, mask, kv_plan
     )
     return (*gradients, None, None)
 

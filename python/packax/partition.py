@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from packax.plan import take_chunks
 from packax.primitives import backward_p, forward_p, vary_together
+from packax.scores import Scores, add_sinks, sinks_gradient, summed
 from packax.sharding import Layout
 
 Arrays = tuple[jax.Array, ...]
@@ -36,11 +37,17 @@ class Call(NamedTuple):
 
 
 def forward(
-    call: Call, query: jax.Array, key: jax.Array, value: jax.Array, mask: Arrays, kv_plan: Any
+    call: Call,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    scores: Scores,
+    mask: Arrays,
+    kv_plan: Any,
 ) -> Arrays:
     """out (B, Sq, H, Dv) and lse (B, H, Sq). `mask`: AttentionMask.operands()."""
     function = _forward if call.layout is None else _forward_of_ranks
-    return function(call, query, key, value, mask, kv_plan)
+    return function(call, query, key, value, scores, mask, kv_plan)
 
 
 def backward(
@@ -48,46 +55,51 @@ def backward(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
+    scores: Scores,
     out: jax.Array,
     lse: jax.Array,
     dout: jax.Array,
     dlse: jax.Array,
     mask: Arrays,
     kv_plan: Any,
-) -> Arrays:
-    """The gradients of query, key and value, sharded as they are. `dlse`: lse if there is none."""
+) -> tuple[jax.Array, jax.Array, jax.Array, Scores]:
+    """The gradients of query, key, value and scores, sharded as they are.
+
+    `dlse`: lse if there is none.
+    """
     function = _backward if call.layout is None else _backward_of_ranks
-    return function(call, query, key, value, out, lse, dout, dlse, mask, kv_plan)
+    return function(call, query, key, value, scores, out, lse, dout, dlse, mask, kv_plan)
 
 
 # jit, so that outside of jit it is one program and not one for every operation and collective.
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def _forward_of_ranks(call: Call, query, key, value, mask, kv_plan) -> Arrays:
+def _forward_of_ranks(call: Call, query, key, value, scores, mask, kv_plan) -> Arrays:
     assert call.layout is not None
     q_spec, kv_spec, lse_spec, mask_specs, plan_spec = _specs(call, call.layout, mask, kv_plan)
     mapped = _shard_map(
         call.layout,
         lambda *operands: _forward(call, *operands),
-        (q_spec, kv_spec, kv_spec, mask_specs, plan_spec),
+        (q_spec, kv_spec, kv_spec, scores.specs(call.layout), mask_specs, plan_spec),
         (q_spec, lse_spec),
     )
-    return mapped(query, key, value, mask, kv_plan)
+    return mapped(query, key, value, scores, mask, kv_plan)
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _backward_of_ranks(
-    call: Call, query, key, value, out, lse, dout, dlse, mask, kv_plan
-) -> Arrays:
+    call: Call, query, key, value, scores, out, lse, dout, dlse, mask, kv_plan
+) -> tuple[Any, ...]:
     assert call.layout is not None
     q_spec, kv_spec, lse_spec, mask_specs, plan_spec = _specs(call, call.layout, mask, kv_plan)
+    score_specs = scores.specs(call.layout)
     rows = (q_spec, lse_spec, q_spec, lse_spec)
     mapped = _shard_map(
         call.layout,
         lambda *operands: _backward(call, *operands),
-        (q_spec, kv_spec, kv_spec, *rows, mask_specs, plan_spec),
-        (q_spec, kv_spec, kv_spec),
+        (q_spec, kv_spec, kv_spec, score_specs, *rows, mask_specs, plan_spec),
+        (q_spec, kv_spec, kv_spec, score_specs),
     )
-    return mapped(query, key, value, out, lse, dout, dlse, mask, kv_plan)
+    return mapped(query, key, value, scores, out, lse, dout, dlse, mask, kv_plan)
 
 
 def _specs(call: Call, layout: Layout, mask: Arrays, kv_plan: Any) -> tuple[Any, ...]:
@@ -124,9 +136,9 @@ def _shard_map(layout: Layout, function: Callable[..., Any], in_specs: Any, out_
     )
 
 
-def _forward(call: Call, query, key, value, mask, kv_plan) -> Arrays:
+def _forward(call: Call, query, key, value, scores, mask, kv_plan) -> Arrays:
     """On one rank."""
-    query, key, value, *mask = vary_together(query, key, value, *mask)
+    scores, query, key, value, *mask = vary_together(scores, query, key, value, *mask)
     groups = _Groups(call.layout, query, key, value, kv_plan)
     outs: list[jax.Array] = []
     lses: list[jax.Array] = []
@@ -144,13 +156,16 @@ def _forward(call: Call, query, key, value, mask, kv_plan) -> Arrays:
         outs.append(out)
         lses.append(lse)
         lses = groups.gather_after(group, lses)
-    return _joined(outs, 2), _joined(lses, 1)
+    out, lse = _joined(outs, 2), _joined(lses, 1)
+    return (out, lse) if scores.sinks is None else add_sinks(out, lse, scores.sinks)
 
 
-def _backward(call: Call, query, key, value, out, lse, dout, dlse, mask, kv_plan) -> Arrays:
+def _backward(
+    call: Call, query, key, value, scores, out, lse, dout, dlse, mask, kv_plan
+) -> tuple[Any, ...]:
     """On one rank."""
-    query, key, value, out, lse, dout, dlse, *mask = vary_together(
-        query, key, value, out, lse, dout, dlse, *mask
+    scores, query, key, value, out, lse, dout, dlse, *mask = vary_together(
+        scores, query, key, value, out, lse, dout, dlse, *mask
     )
     if call.layout is not None and call.layout.kv_context:
         # Else XLA sees the forward's gathers here, and keeps the gathered keys for the backward.
@@ -181,10 +196,15 @@ def _backward(call: Call, query, key, value, out, lse, dout, dlse, mask, kv_plan
         dqs = groups.gather_after(group, dqs)
         dks.append(groups.scatter(dk))
         dvs.append(groups.scatter(dv))
+    dscores = Scores()
+    if scores.sinks is not None:
+        dlse = dlse if call.return_lse else None
+        dscores = dscores._replace(sinks=sinks_gradient(scores.sinks, out, lse, dout, dlse))
     return (
         _joined(dqs, 2),
         groups.summed(_joined(dks, 2), key),
         groups.summed(_joined(dvs, 2), value),
+        summed(call.layout, dscores),
     )
 
 

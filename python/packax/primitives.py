@@ -32,12 +32,12 @@ def varying_axes(aval: Any) -> frozenset[str]:
     return manual.varying if manual is not None else getattr(aval, "vma", frozenset())
 
 
-def vary_together(*arrays: Any) -> tuple[Any, ...]:
+def vary_together(*trees: Any) -> tuple[Any, ...]:
     """The arrays, each marked as varying over the axes that any of them varies over.
 
     The transpose of the mark is the psum that the gradient of a replicated operand needs.
     """
-    union = frozenset[str]().union(*(varying_axes(jax.typeof(x)) for x in arrays))
+    union = frozenset[str]().union(*(varying_axes(jax.typeof(x)) for x in jax.tree.leaves(trees)))
 
     def mark(x):
         missing = tuple(sorted(union - varying_axes(jax.typeof(x))))
@@ -47,7 +47,7 @@ def vary_together(*arrays: Any) -> tuple[Any, ...]:
             return jax.lax.pcast(x, missing, to="varying")
         return jax.lax.pvary(x, missing)  # type: ignore[attr-defined]  # jax 0.7
 
-    return tuple(mark(x) for x in arrays)
+    return jax.tree.map(mark, trees)
 
 
 def plain(aval: Any) -> Any:

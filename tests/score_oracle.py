@@ -1,0 +1,82 @@
+"""Dense attention with everything that changes scores: in float64 the truth, in a dtype the yardstick."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+
+x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
+
+
+class Results(NamedTuple):
+    out: Any  # (B, Sq, H, Dv)
+    lse: Any  # (B, H, Sq)
+    gradients: dict[str, Any]  # by the names of `arrays`
+
+
+def dense(arrays: dict[str, Any], allowed, *, soft_cap=None, places=None):
+    """out, lse and the largest logits (B, H); `arrays`: query, key, value, scale, sinks, slopes."""
+    q, k, v = arrays["query"], arrays["key"], arrays["value"]
+    k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], 2) for x in (k, v))
+    s = jnp.einsum("bihd,bjhd->bhij", q, k) * arrays["scale"].astype(q.dtype)
+    if soft_cap is not None:
+        s = soft_cap * jnp.tanh(s / soft_cap)
+    if "slopes" in arrays:
+        far = jnp.abs(places[0][:, None, :, None] - places[1][:, None, None, :])
+        s -= arrays["slopes"].astype(q.dtype)[:, None, None] * far.astype(q.dtype)
+    s = jnp.where(allowed, s, jnp.finfo(q.dtype).min)
+    some = allowed.any(-1)
+    top = s.max(-1)
+    z = jnp.full_like(top, -jnp.inf)
+    if "sinks" in arrays:
+        z = jnp.broadcast_to(arrays["sinks"].astype(q.dtype)[:, None], top.shape)
+    shift = jax.lax.stop_gradient(jnp.where(some, jnp.maximum(top, z), 0))
+    p = jnp.where(allowed, jnp.exp(s - shift[..., None]), 0)
+    total = jnp.where(some, p.sum(-1) + jnp.exp(z - shift), 1)
+    lse = jnp.where(some, shift + jnp.log(total), -jnp.inf)
+    out = jnp.einsum("bhij,bjhd->bihd", p / total[..., None], v)
+    return out, lse, jnp.where(some, top, -jnp.inf).max(-1)
+
+
+def run(attention, arrays, dout, dlse) -> Results:
+    """`attention(arrays) -> (out, lse, ...)` and its own gradients of all arrays."""
+    (out, lse), transpose = jax.vjp(lambda arrays: attention(arrays)[:2], arrays)
+    cotangents = jnp.asarray(dout, out.dtype), jnp.asarray(dlse, lse.dtype)
+    return Results(out, lse, *transpose(cotangents))
+
+
+@functools.partial(jax.jit, static_argnames="soft_cap")
+def _run(arrays, allowed, dout, dlse, places, soft_cap):
+    attention = functools.partial(dense, allowed=allowed, soft_cap=soft_cap, places=places)
+    return run(attention, arrays, dout, dlse), attention(arrays)[2]
+
+
+def true_and_plain(arrays, allowed, dout, dlse, *, soft_cap=None, places=None):
+    """Results in float64 and in the tensors' dtype; cotangents of empty rows count 0 there too."""
+    allowed = np.asarray(allowed)
+    allowed = (allowed if allowed.ndim == 3 else allowed[None])[:, None]
+    some = np.broadcast_to(allowed.any(-1), np.shape(dlse))
+    dlse = np.where(some, np.asarray(dlse), 0)
+    others = allowed, np.asarray(dout, np.float32), dlse, places, soft_cap
+    plain, _ = _run(arrays, *others)
+    with x64(True):
+        doubles = jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float64)), arrays)
+        true, top = _run(doubles, *others)
+        return jax.tree.map(np.asarray, (true, plain, top))
+
+
+def check(got: Results, true: Results, plain: Results, factor: float = 2.0) -> None:
+    """The rule of oracle.check, also for the gradients of sinks, slopes and scale."""
+    names = tuple(got.gradients)
+    flat = [oracle_fields(names)(x.out, x.lse, *(x.gradients[n] for n in names)) for x in (got, true, plain)]  # fmt: skip
+    oracle.check(*flat, factor)
+
+
+@functools.cache
+def oracle_fields(names):
+    return NamedTuple("Flat", [(name, Any) for name in ("out", "lse", *names)])  # type: ignore[misc]
