@@ -51,6 +51,26 @@ def turn_pass(W: gl.constexpr):
 
 
 @gluon.jit
+def own_rows(ds, W: gl.constexpr, ROWS: gl.constexpr):
+    """dS transposed: the rows of which this warp group makes dQ."""
+    if ROWS == 128:
+        ds = ds.slice(W * 64, 64, dim=1)
+    return ds.permute((1, 0))
+
+
+@gluon.jit
+def cells_of(block, in_head, row_blocks, W: gl.constexpr, ROWS: gl.constexpr):
+    """Where this warp group adds to dQ, in its parts. Past the head's rows there is nothing but zeros to add."""
+    if ROWS == 64:
+        part = block * 2 + W
+    elif W == 0:
+        part = block
+    else:
+        part = gl.where(in_head + 1 < row_blocks, block + 1, block)
+    return part
+
+
+@gluon.jit
 def consume(
     W: gl.constexpr, grads, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, ROWS: gl.constexpr, TURNS: gl.constexpr,
@@ -64,10 +84,11 @@ def consume(
     b, first_key, kv_head, group, bh, _mask_row, padded = place
     start, steps, edges, core_begin, core_end = range_
     element_test, q_len, kv_len, scale = numbers
-    PART: gl.constexpr = QK_DIM // 2  # the columns of dQ that this warp group makes
-    CELLS: gl.constexpr = ROWS * PART
+    # of dQ this warp group makes half: of 64 rows half the columns, of 128 rows every other 64
+    PART: gl.constexpr = QK_DIM // 2 if ROWS == 64 else QK_DIM
+    CELLS: gl.constexpr = 64 * PART
     row_blocks = padded // 64
-    first_block = bh * row_blocks + start // ROWS
+    first_block = bh * row_blocks + start // 64
     scale2 = scale * LOG2E
     dtype: gl.constexpr = dk.dtype
     s_layout: gl.constexpr = accumulator(ROWS)
@@ -82,10 +103,13 @@ def consume(
     mbarrier.wait(kv_full.index(0), 0)
     mbarrier.wait(kv_full.index(1), 0)
     k = k_s.index(0).slice(W * 64, 64, dim=0)
-    k_part = k_s.index(0).slice(W * PART, PART, dim=1)
+    if ROWS == 64:
+        k_part = k_s.index(0).slice(W * PART, PART, dim=1)
+    else:
+        k_part = k_s.index(0)
     v = v_s.index(W)
     zero = gl.zeros([64, ROWS], gl.float32, s_layout)
-    zero_dq = gl.zeros([ROWS, PART], gl.float32, q_layout)
+    zero_dq = gl.zeros([64, PART], gl.float32, q_layout)
     if steps > 0:
         if TURNS and W == 1:
             turn_pass(1)
@@ -98,7 +122,7 @@ def consume(
         mbarrier.arrive(ds_full.index(1))
         stage = 0
         phase = 0
-        before = first_block  # where the block before lies; zeros are added to the first one
+        before = cells_of(first_block, start // 64, row_blocks, W, ROWS)  # of the block before; zeros are added to the first one
         for part in gl.static_range(2):  # masked blocks of every head, then the core
             count = edges if part == 0 else core_end - core_begin
             n = 0
@@ -110,7 +134,8 @@ def consume(
                     if part == 0
                     else core_begin + n
                 )
-                lse = lse_s.index(stage).load(gl.SliceLayout(0, s_layout))
+                if ROWS == 64:
+                    lse = lse_s.index(stage).load(gl.SliceLayout(0, s_layout))
                 mbarrier.wait(do_full.index(stage), phase)
                 dp_token = warpgroup_mma(
                     v, do_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
@@ -118,8 +143,13 @@ def consume(
                 if part == 0:
                     row = start + at * ROWS
                     bits = row_bits(keys, lo_s.index(stage), hi_s.index(stage), ROWS)
+                    if ROWS == 128:  # the other half may be past the head's rows, in the next head's
+                        bits = gl.where(row + 64 < padded, bits, bits & 0xFFFF)
                     if element_test > 0:
                         flags = gl.load(q_blocks + 4 * row_blocks + row // 64)
+                        if ROWS == 128:
+                            second = gl.minimum(row // 64 + 1, row_blocks - 1)
+                            flags = flags | gl.load(q_blocks + 4 * row_blocks + second)
                         if flags & 1:
                             there = keys < kv_len
                             kv_id = gl.load(kv_ids + keys, mask=there, other=-1)
@@ -128,8 +158,13 @@ def consume(
                                 kv_at = gl.load(kv_pos + keys, mask=there, other=0)
                                 bits = bits & element_bits(kv_at, q_pos, row, q_len, ROWS, "ge")
                     s = select_bits(s, bits, float("-inf"))
+                if ROWS == 128:
+                    lse = lse_s.index(stage).load(gl.SliceLayout(0, s_layout))
                 p = gl.exp2(s * scale2 - lse[None, :])
-                p_half = gl.convert_layout(p.to(dtype), p_layout)
+                p16 = p.to(dtype)
+                p_half = gl.convert_layout(p16, p_layout)
+                if ROWS == 128:  # P in 32 bits has no room beside dP (docs/numerics.md)
+                    p = p16.to(gl.float32)
                 dp = warpgroup_mma_wait(0, deps=(dp_token,))
                 dv_token = warpgroup_mma(p_half, do_s.index(stage), dv_sum, is_async=True)
                 dl = delta_s.index(stage).load(gl.SliceLayout(0, s_layout))
@@ -146,7 +181,7 @@ def consume(
                     turn_wait(W)
                 dk_token = warpgroup_mma(ds_half, q_s.index(stage), dk_sum, is_async=True)
                 mbarrier.wait(ds_full.index(other), phase)
-                ds_t = ds_s.index(other).permute((1, 0))
+                ds_t = own_rows(ds_s.index(other), W, ROWS)
                 dq_token = warpgroup_mma(ds_t, k_part, zero_dq, use_acc=False, is_async=True)
                 dv_sum, dk_sum = warpgroup_mma_wait(1, deps=(dv_token, dk_token))
                 warp_arrive(do_empty.index(stage))
@@ -159,21 +194,20 @@ def consume(
                     turn_pass(W)
                 dq = warpgroup_mma_wait(1, deps=(dq_token,))
                 warp_arrive(ds_empty.index(other))
-                cells = dq_sum + (before.to(gl.int64) * 2 + W) * CELLS
-                add_staged(dq, cells, dq_s.index(W), CELLS)
+                add_staged(dq, dq_sum + before.to(gl.int64) * CELLS, dq_s.index(W), CELLS)
                 s = warpgroup_mma_wait(0, deps=(s_token,))
                 stage = other
-                before = first_block + g * row_blocks + at
+                in_head = start // 64 + at * (ROWS // 64)
+                before = cells_of((bh + g) * row_blocks + in_head, in_head, row_blocks, W, ROWS)
                 n += 1
                 wrap = n == count
                 n = gl.where(wrap, 0, n)
                 g = gl.where(wrap, g + 1, g)
         mbarrier.wait(ds_full.index(stage ^ 1), phase)
-        ds_t = ds_s.index(stage ^ 1).permute((1, 0))
+        ds_t = own_rows(ds_s.index(stage ^ 1), W, ROWS)
         dq = warpgroup_mma(ds_t, k_part, zero_dq, use_acc=False, is_async=True)
         dq = warpgroup_mma_wait(0, deps=(dq,))
-        cells = dq_sum + (before.to(gl.int64) * 2 + W) * CELLS
-        add_staged(dq, cells, dq_s.index(W), CELLS)
+        add_staged(dq, dq_sum + before.to(gl.int64) * CELLS, dq_s.index(W), CELLS)
         tma.store_wait(0)
         if TURNS and W == 0:
             turn_wait(0)
