@@ -122,7 +122,9 @@ def consume(
         mbarrier.arrive(ds_full.index(1))
         stage = 0
         phase = 0
-        before = cells_of(first_block, start // 64, row_blocks, W, ROWS)  # of the block before; zeros are added to the first one
+        before = cells_of(
+            first_block, start // 64, row_blocks, W, ROWS
+        )  # of the block before; zeros are added to the first one
         for part in gl.static_range(2):  # masked blocks of every head, then the core
             count = edges if part == 0 else core_end - core_begin
             n = 0
@@ -143,7 +145,9 @@ def consume(
                 if part == 0:
                     row = start + at * ROWS
                     bits = row_bits(keys, lo_s.index(stage), hi_s.index(stage), ROWS)
-                    if ROWS == 128:  # the other half may be past the head's rows, in the next head's
+                    if (
+                        ROWS == 128
+                    ):  # the other half may be past the head's rows, in the next head's
                         bits = gl.where(row + 64 < padded, bits, bits & 0xFFFF)
                     if element_test > 0:
                         flags = gl.load(q_blocks + 4 * row_blocks + row // 64)
