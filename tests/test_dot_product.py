@@ -1,0 +1,210 @@
+"""packax.dot_product_attention: what jax.nn.dot_product_attention gives, from row ranges."""
+
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import packax
+import pytest
+
+T, S, HEADS, KV_HEADS, DIM = 21, 37, 4, 2, 8
+
+
+def tensors(batch=2, rows=T, keys=S, dtype=jnp.float32):
+    rng = np.random.default_rng(5)
+    shapes = (batch, rows, HEADS, DIM), (batch, keys, KV_HEADS, DIM), (batch, keys, KV_HEADS, DIM)
+    return tuple(jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
+
+
+def lengths(*values):
+    return np.array(values, np.int32)
+
+
+RESIDUALS = "return_residual" in inspect.signature(jax.nn.dot_product_attention).parameters
+
+
+def theirs(*tensors, return_residual=True, **options):
+    """jax.nn's; jax 0.7 has no residual: the one of dense attention, which they return since."""
+    if RESIDUALS:
+        return jax.nn.dot_product_attention(*tensors, **options, return_residual=True)
+    out = jax.nn.dot_product_attention(*tensors, **options)
+    _, residual = packax.dot_product_attention(*tensors, **options, return_residual=True)
+    return out, residual
+
+
+KEYS = np.random.default_rng(6).random((2, 1, 1, S)) < 0.5
+CASES = {
+    "nothing": {},
+    "causal": {"is_causal": True},
+    "scale": {"scale": 0.7},
+    "lengths": {"query_seq_lengths": lengths(T, 4), "key_value_seq_lengths": lengths(9, S)},
+    "lengths, causal": {"key_value_seq_lengths": lengths(9, 99), "is_causal": True},
+    "left and right": {"local_window_size": (3, 2)},
+    "one number": {"local_window_size": 4},
+    "window, causal": {"local_window_size": (5, 7), "is_causal": True},
+    "window ahead": {"local_window_size": (-2, 6)},
+    "wide window": {"local_window_size": (10**6, 0), "query_seq_lengths": lengths(3, 20)},
+    "keys": {"mask": KEYS},
+    "keys of all": {"mask": KEYS[1, 0, 0]},
+    "keys, window": {"mask": KEYS, "local_window_size": (20, 20), "is_causal": True},
+}
+
+
+def run(attention, options, q, k, v):
+    """Output, residual and gradients of q, k and v."""
+
+    @jax.jit
+    def all_of_it(q, k, v):
+        call = functools.partial(attention, **options, return_residual=True)
+        out, transpose, residual = jax.vjp(call, q, k, v, has_aux=True)
+        return out, residual, *transpose(jnp.cos(jnp.arange(out.size)).reshape(out.shape))
+
+    return all_of_it(q, k, v)
+
+
+def assert_same(options, q, k, v):
+    """Rows with no key apart: theirs is then the mean of the values, ours 0."""
+    ours, expected = (run(f, options, q, k, v) for f in (packax.dot_product_attention, theirs))
+    some = np.asarray(expected[1]) > -1e30
+    assert some.mean() > 0.4
+    for x, y in zip(ours, expected, strict=True):
+        assert x.shape == y.shape and x.dtype == y.dtype
+    for x, y in zip(ours[:2], expected[:2], strict=True):
+        np.testing.assert_allclose(np.asarray(x)[some], np.asarray(y)[some], rtol=2e-5, atol=2e-6)
+    assert not np.any(ours[0][~some]) and np.all(np.isneginf(ours[1][~some]))
+    if some.all() or "query_seq_lengths" in options:
+        for x, y in zip(ours[2:], expected[2:], strict=True):
+            np.testing.assert_allclose(x, y, rtol=2e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_as_jax_nn(name):
+    assert_same(CASES[name], *tensors())
+
+
+def test_without_a_batch():
+    q, k, v = (x[0] for x in tensors(1))
+    assert_same({"is_causal": True, "key_value_seq_lengths": lengths(15)}, q, k, v)
+
+
+def test_residual_has_the_dtype_of_key_and_no_gradient():
+    """As there; in bfloat16 outputs are one rounding of each other apart."""
+    q, k, v = tensors(dtype=jnp.bfloat16)
+    call = functools.partial(packax.dot_product_attention, is_causal=True, return_residual=True)
+    out, residual = call(q, k, v)
+    other, expected = theirs(q, k, v, is_causal=True)
+    assert residual.dtype == expected.dtype == jnp.bfloat16
+    assert residual.shape == expected.shape == (2, T, HEADS)
+    for x, y in ((out, other), (residual, expected)):
+        np.testing.assert_allclose(np.float32(x), np.float32(y), rtol=2**-6, atol=2**-6)
+    gradient = jax.grad(lambda q: call(q, k, v)[1].astype(jnp.float32).sum())(q)
+    assert not np.any(gradient)
+
+
+def test_only_the_residual_asks_for_the_lse(monkeypatch):
+    """Its cotangent costs the backward an operand."""
+    asked = []
+    real = packax.dot_product.flash_attention
+    monkeypatch.setattr(
+        packax.dot_product,
+        "flash_attention",
+        lambda *x, **options: asked.append(options.get("return_lse")) or real(*x, **options),
+    )
+    packax.dot_product_attention(*tensors())
+    packax.dot_product_attention(*tensors(), return_residual=True)
+    assert asked == [None, True]
+
+
+def test_windows_beyond_int32():
+    x = tensors()
+    for far in (2**31 - 1, 10**12):
+        np.testing.assert_array_equal(
+            packax.dot_product_attention(*x, local_window_size=(far, np.int64(2))),
+            packax.dot_product_attention(*x, local_window_size=(50, 2)),
+        )
+
+
+IDS = np.repeat([0, 1, -1], [9, 8, 4])
+
+
+def test_expressions_and_built_masks():
+    q, k, v = tensors(keys=T)
+    expression = packax.causal() & packax.documents(IDS)
+    out = packax.dot_product_attention(q, k, v, mask=expression)
+    built = packax.dot_product_attention(q, k, v, mask=packax.create_attention_mask(expression))
+    beside = packax.dot_product_attention(q, k, v, mask=packax.documents(IDS), is_causal=True)
+    dense = jax.nn.dot_product_attention(q, k, v, mask=expression.as_array(T, T)[None, None])
+    np.testing.assert_array_equal(out, built)
+    np.testing.assert_array_equal(out, beside)
+    np.testing.assert_allclose(out[:, :17], dense[:, :17], rtol=2e-5, atol=2e-6)
+    assert not np.any(out[:, 17:])
+
+
+def test_implementations_of_jax_nn():
+    """An explicit choice, which takes all that jax.nn takes, and expressions too."""
+    q, k, v = tensors(keys=T)
+    rng = np.random.default_rng(7)
+    bias = jnp.asarray(rng.standard_normal((1, HEADS, T, T)), jnp.float32)
+    mask = rng.random((2, 1, T, T)) < 0.7
+    out = packax.dot_product_attention(q, k, v, bias, mask, implementation="xla")
+    np.testing.assert_array_equal(out, jax.nn.dot_product_attention(q, k, v, bias, mask))
+    documents = packax.documents(np.stack([IDS, IDS[::-1]]))
+    out = packax.dot_product_attention(q, k, v, mask=documents, implementation="xla")
+    expected = packax.dot_product_attention(q, k, v, mask=documents)
+    np.testing.assert_allclose(out[0, :17], expected[0, :17], rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(out[1, 4:], expected[1, 4:], rtol=2e-5, atol=2e-6)
+    if RESIDUALS:
+        options = {"mask": documents, "implementation": "xla", "return_residual": True}
+        assert packax.dot_product_attention(q, k, v, **options)[1].shape == (2, T, HEADS)
+
+
+def test_cudnn_is_passed_on(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        jax.nn, "dot_product_attention", lambda *x, **options: asked.append(options) or x[0]
+    )
+    packax.dot_product_attention(*tensors(), implementation="cudnn", is_causal=True)
+    assert asked[0]["implementation"] == "cudnn" and asked[0]["is_causal"] is True
+
+
+DENSE = np.ones((2, 1, T, S), bool)
+BUILT = packax.create_attention_mask(packax.full(), q_len=T, kv_len=S)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"bias": np.zeros((1, 1, T, S))}, NotImplementedError, r"bias must be None.*\"xla\""),
+        ({"mask": DENSE}, NotImplementedError, r"mask has shape \(2, 1, 21, 37\).*\"xla\""),
+        ({"mask": DENSE[0, 0]}, NotImplementedError, r"mask has shape \(1, 1, 21, 37\)"),
+        ({"mask": DENSE[:, :, :1].astype(int)}, ValueError, r"mask must be boolean"),
+        ({"mask": np.ones((3, 1, 1, S), bool)}, ValueError, r"mask must have shape \(2 or 1"),
+        ({"mask": np.ones((2, 1, 1, 5), bool)}, ValueError, r"mask must have shape \(2 or 1"),
+        ({"mask": BUILT, "is_causal": True}, ValueError, r"mask is built, so it must say every"),
+        ({"mask": BUILT, "implementation": "xla"}, ValueError, r"mask is built for packax"),
+        ({"implementation": "flash"}, ValueError, r"implementation must be None, \"cubin\""),
+        ({"is_causal": 1}, ValueError, r"is_causal must be True or False, but is 1"),
+        ({"local_window_size": 2.5}, ValueError, r"local_window_size must be an integer or"),
+        ({"local_window_size": (1, 2, 3)}, ValueError, r"local_window_size must be an integer or"),
+        ({"query_seq_lengths": lengths(1)}, ValueError, r"query_seq_lengths must be int32 of sh"),
+        (
+            {"key_value_seq_lengths": np.ones(2)},
+            ValueError,
+            r"key_value_seq_lengths must be int32 of shape \(2,\), but is float",
+        ),
+        ({"implementation": "cubin"}, NotImplementedError, r'"cubin" needs a CUDA device'),
+    ],
+)
+def test_errors(options, error, message):
+    with pytest.raises(error, match=message):
+        packax.dot_product_attention(*tensors(), **options)
+
+
+def test_errors_of_shapes():
+    q, k, v = tensors()
+    with pytest.raises(ValueError, match=r"value must have the shape of key, \(2, 37, 2, 8\)"):
+        packax.dot_product_attention(q, k, v[..., :4])
+    with pytest.raises(ValueError, match=r"query must have shape \(batch, length, heads, dim\) or"):
+        packax.dot_product_attention(q[0, 0], k, v)
