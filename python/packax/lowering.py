@@ -219,6 +219,16 @@ def _local_capabilities() -> set[int] | None:
         return None
 
 
+def has_kernels(query: Any, key: Any, value: Any) -> bool:
+    """Whether this build has both passes for the dtype and head dims; without a build: True."""
+    try:
+        for direction in _KERNELS:
+            _require_kernels(direction, query, key, value)
+    except NotImplementedError:
+        return _ext is None
+    return True
+
+
 def _require_kernels(direction: str, query: Any, key: Any, value: Any) -> None:
     """Which GPU it will be is not known yet: C++ checks that, this the rest of the table."""
     if _ext is None:
