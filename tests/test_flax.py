@@ -1,0 +1,232 @@
+"""Flax's attention layers with packax inside, against their own attention: the `test` extra has flax."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import packax
+import pytest
+from packax.integrations import flax as ours
+
+nn = pytest.importorskip("flax.linen")
+nnx = pytest.importorskip("flax.nnx")
+
+BATCH, LENGTH, WIDTH, HEADS = 2, 23, 16, 4
+RNG = np.random.default_rng(8)
+X = jnp.asarray(RNG.standard_normal((BATCH, LENGTH, WIDTH)), jnp.float32)
+IDS = np.stack([np.repeat([3, 1, 2], [9, 8, 6]), np.repeat([0, 7, -1], [2, 15, 6])])
+EXPRESSION = packax.causal() & packax.documents(IDS)
+DENSE = np.asarray(EXPRESSION.as_array(LENGTH, LENGTH))[:, None]
+REAL = (IDS != -1)[..., None]  # rows of padding: the mean of all values there, 0 here
+
+
+def same(x, y):
+    np.testing.assert_allclose(x, y, rtol=1e-4, atol=2e-6)
+
+
+# --- linen.
+
+
+def linen(attention_fn=None, **options):
+    given = {} if attention_fn is None else {"attention_fn": attention_fn}
+    return nn.MultiHeadDotProductAttention(num_heads=HEADS, **given, **options)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _linen(layer, parameters, x, mask):
+    """Output, and gradients of parameters and x, of the rows that are no padding."""
+
+    def loss(parameters, x):
+        out = layer.apply(parameters, x, mask=mask) * REAL
+        return jnp.sum(jnp.sin(out)), out
+
+    (_, out), gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)(parameters, x)
+    return out, gradients
+
+
+@pytest.fixture(scope="module")
+def parameters():
+    return jax.jit(linen().init)(jax.random.key(0), X)
+
+
+def test_linen_with_a_mask_of_the_call(parameters):
+    expected = _linen(linen(), parameters, X, DENSE)
+    got = _linen(
+        linen(ours.dot_product_attention), parameters, X, packax.create_attention_mask(EXPRESSION)
+    )
+    jax.tree.map(same, got, expected)
+
+
+def test_linen_with_a_mask_of_its_own(parameters):
+    expected = _linen(linen(), parameters, X, DENSE)
+    layer = linen(ours.attention_fn(packax.documents(IDS)))
+    jax.tree.map(same, layer.apply(parameters, X, mask=packax.causal()) * REAL, expected[0])
+
+
+def test_linen_decodes_with_its_cache(parameters):
+    """Step by step over the cache, whose mask of keys Flax makes, as with its own attention."""
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def decode(layer, parameters, x):
+        cache = layer.init(jax.random.key(0), x)["cache"]
+
+        def step(cache, one):
+            out, changed = layer.apply(
+                {**parameters, "cache": cache}, one[:, None], mutable=["cache"]
+            )
+            return changed["cache"], out[:, 0]
+
+        return jax.lax.scan(step, cache, x.swapaxes(0, 1))[1]
+
+    same(
+        decode(linen(ours.dot_product_attention, decode=True), parameters, X),
+        decode(linen(decode=True), parameters, X),
+    )
+
+
+def test_linen_scan_over_layers_with_remat():
+    """A built mask is a pytree: it crosses nn.remat and nn.scan."""
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, mask):
+            layer = linen(ours.dot_product_attention)
+            return x + layer(nn.LayerNorm()(x), mask=mask), None
+
+    blocks = nn.scan(
+        nn.remat(Block),
+        variable_axes={"params": 0},
+        split_rngs={"params": True},
+        in_axes=nn.broadcast,
+        length=2,
+    )()
+    mask = packax.create_attention_mask(EXPRESSION)
+    variables = jax.jit(blocks.init)(jax.random.key(0), X, mask)
+
+    @jax.jit
+    def run(variables):
+        return jax.value_and_grad(lambda p: jnp.sum(jnp.sin(blocks.apply(p, X, mask)[0])))(
+            variables
+        )
+
+    def plain(variables):
+        x = X
+        for i in range(2):
+            layer = jax.tree.map(lambda p, i=i: p[i], variables["params"])
+            normal = nn.LayerNorm().apply({"params": layer["LayerNorm_0"]}, x)
+            own = {"params": layer["MultiHeadDotProductAttention_0"]}
+            x = x + linen(ours.dot_product_attention).apply(own, normal, mask=mask)
+        return jnp.sum(jnp.sin(x))
+
+    value, gradients = run(variables)
+    expected, others = jax.jit(jax.value_and_grad(plain))(variables)
+    same(value, expected)
+    jax.tree.map(same, gradients, others)
+
+
+# --- nnx.
+
+
+def nnx_layer(**options):
+    return nnx.MultiHeadAttention(HEADS, WIDTH, rngs=nnx.Rngs(0), **options)
+
+
+@nnx.jit
+def _nnx(layer, x, mask):
+    def loss(layer, x):
+        return jnp.sum(jnp.sin(layer(x, mask=mask, decode=False) * REAL))
+
+    value, gradients = nnx.value_and_grad(loss, argnums=(0, 1))(layer, x)
+    return value, jax.tree.map(lambda x: x, gradients)
+
+
+def test_nnx_with_a_mask_of_the_call():
+    expected = _nnx(nnx_layer(), X, DENSE)
+    layer = nnx_layer(attention_fn=ours.dot_product_attention)
+    got = _nnx(layer, X, packax.create_attention_mask(EXPRESSION))
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        same(x, y)
+
+
+def test_nnx_is_causal_and_keys():
+    """Arguments that the function gets straight: nnx passes is_causal and a mask of keys."""
+    q, k, v = (jnp.asarray(RNG.standard_normal((2, 3, 9, 4, 8)), jnp.float32) for _ in range(3))
+    keys = RNG.random((2, 3, 1, 1, 9)) < 0.7
+    keys[..., 0] = True  # so that no row is without a key
+    from flax.nnx.nn import attention
+
+    causal = np.tril(np.ones((9, 9), bool))
+    same(
+        ours.dot_product_attention(q, k, v, mask=keys, is_causal=True),
+        attention.dot_product_attention(q, k, v, mask=keys & causal),
+    )
+    one = [x[0, 0] for x in (q, k, v)]  # no batch
+    same(
+        ours.dot_product_attention(*one, mask=keys[0, 0].astype(np.float32)),
+        attention.dot_product_attention(*one, mask=keys[0, 0]),
+    )
+
+
+def test_dtype_and_options():
+    q, k, v = (jnp.asarray(RNG.standard_normal((2, 9, 4, 8)), jnp.float32) for _ in range(3))
+    out = ours.dot_product_attention(
+        q, k.astype(jnp.bfloat16), v, dtype=jnp.bfloat16, precision="highest"
+    )
+    assert out.dtype == jnp.bfloat16
+    out = ours.dot_product_attention(q, k.astype(jnp.bfloat16), v)
+    assert out.dtype == jnp.float32
+    scaled = ours.attention_fn(packax.causal(), scale=1.0)(q, k, v)
+    np.testing.assert_array_equal(
+        scaled, packax.flash_attention(q, k, v, packax.causal(), scale=1.0)
+    )
+    assert np.abs(scaled - ours.attention_fn(packax.causal())(q, k, v)).max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"bias": 0}, NotImplementedError, "bias must be None"),
+        ({"dropout_rate": 0.1}, NotImplementedError, "dropout_rate must be 0 or deterministic"),
+        ({"module": object()}, NotImplementedError, "sow_weights must be False"),
+        (
+            {"qk_attn_weights_einsum": jnp.einsum},
+            NotImplementedError,
+            "qk_attn_weights_einsum must",
+        ),
+        (
+            {"attn_weights_value_einsum": 1},
+            NotImplementedError,
+            "attn_weights_value_einsum must be",
+        ),
+        ({"precision": "highest"}, NotImplementedError, "precision must be None for float32"),
+        ({"mask": DENSE}, NotImplementedError, r"mask has shape \(2, 1, 23, 23\): a dense mask"),
+        (
+            {"mask": np.ones((3, 1, 1, 23))},
+            ValueError,
+            r"mask must be broadcastable to \(2, 1, 1, 23",
+        ),
+        (
+            {"mask": packax.create_attention_mask(EXPRESSION), "is_causal": True},
+            ValueError,
+            "mask is built, so it must say everything",
+        ),
+    ],
+)
+def test_errors(arguments, error, message):
+    q = X.reshape(BATCH, LENGTH, HEADS, -1)
+    with pytest.raises(error, match=message):
+        ours.dot_product_attention(q, q, q, **arguments)
+
+
+def test_errors_of_shapes_and_options():
+    q = X.reshape(BATCH, LENGTH, HEADS, -1)
+    with pytest.raises(ValueError, match="key must have the batch dimensions of query"):
+        ours.dot_product_attention(q, q[0], q)
+    with pytest.raises(ValueError, match=r"query must have shape \(\*batch, length, heads, dim\)"):
+        ours.dot_product_attention(q[0, 0], q, q)
+    with pytest.raises(ValueError, match="return_lse is no option of attention_fn"):
+        ours.attention_fn(return_lse=True)
+    assert not np.any(
+        ours.dot_product_attention(q, q, q, dropout_rate=0.1, deterministic=True)[0] * 0
+    )
