@@ -1,0 +1,50 @@
+"""The examples run, each in a process of its own, and what they train gets better."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def run(name: str) -> str:
+    result = subprocess.run(
+        [sys.executable, str(EXAMPLES / name)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"},
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-3000:]
+    return result.stdout
+
+
+def test_pack_documents():
+    shown = run("pack_documents.py")
+    assert re.search(r"documents in \d+ rows of 1024, (9\d\.\d|100\.0)% full", shown)
+    assert shown.count("largest difference") == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "needed"),
+    [
+        ("pack_and_train.py", ("optax",)),
+        ("llama.py", ("optax",)),
+        ("flax_linen.py", ("optax", "flax")),
+        ("flax_nnx.py", ("optax", "flax")),
+    ],
+)
+def test_training(name, needed):
+    for module in needed:
+        pytest.importorskip(module)
+    shown = run(name)
+    losses = [float(x) for x in re.findall(r"step \d+: loss ([\d.]+)", shown)]
+    assert len(losses) >= 8 and losses[-1] < 0.9 * losses[0]
+    if name == "llama.py":
+        assert "gradients equal those without remat" in shown
