@@ -297,11 +297,6 @@ def test_forward_alone_runs_no_backward(mask):
     assert count("packax_backward", loss, QUERY, KEY, VALUE, mask) == 0
 
 
-def test_second_derivatives_are_refused(mask):
-    with pytest.raises(NotImplementedError, match="packax_forward"):
-        jax.grad(lambda q: jnp.sum(jax.grad(loss)(q, KEY, VALUE, mask) ** 2))(QUERY)
-
-
 def test_donation(mask):
     step = jax.jit(lambda q, k, v, m: packax.flash_attention(q, k, v, m), donate_argnums=0)
     expected = np.asarray(packax.flash_attention(QUERY, KEY, VALUE, mask))

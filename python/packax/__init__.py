@@ -5,8 +5,9 @@
 """
 
 from packax import lowering as _lowering  # noqa: F401 (registers the FFI targets and the rules)
-from packax.attention import CHECKPOINT_NAMES, flash_attention
+from packax.attention import flash_attention
 from packax.build import AttentionMask, create_attention_mask
+from packax.derivatives import CHECKPOINT_NAMES
 from packax.dot_product import dot_product_attention
 from packax.masks import PADDING_SEGMENT_ID, causal, documents, full, ranges
 from packax.plan import ContextPlan, context_plan

@@ -1,8 +1,7 @@
-"""`flash_attention`: the user's request checked once, defaults, the gradient rule, checkpoints."""
+"""`flash_attention`: the user's request checked once, and defaults."""
 
 from __future__ import annotations
 
-import functools
 import math
 import numbers
 from typing import Any, Literal, overload
@@ -10,10 +9,9 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name as named
 
-from packax import partition
 from packax.build import AttentionMask, create_attention_mask
+from packax.derivatives import attention
 from packax.masks import MaskExpression
 from packax.partition import Call
 from packax.primitives import vary_together
@@ -21,9 +19,6 @@ from packax.scores import Scores, checked_sinks
 from packax.sharding import AttentionSharding, Layout, check_tensors, layout_of
 
 Implementation = Literal["cubin", "xla"]
-
-CHECKPOINT_NAMES = ("packax_out", "packax_lse")
-"""The results' names for `jax.checkpoint_policies.save_only_these_names`."""
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 _IMPLEMENTATIONS = (None, "cubin", "xla")
@@ -159,35 +154,8 @@ def flash_attention(
         layout,
         checkpoint_name,
     )
-    out, lse = _attention(call, query, key, value, scores, tuple(operands), mask.kv_plan)
+    out, lse = attention(call, (query, key, value, scores), tuple(operands), mask.kv_plan)
     return (out, lse) if return_lse else out
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(call, query, key, value, scores, mask, kv_plan):
-    return _forward(call, query, key, value, scores, mask, kv_plan)[0]
-
-
-def _forward(call, query, key, value, scores, mask, kv_plan):
-    out, lse = partition.forward(call, query, key, value, scores, mask, kv_plan)
-    # The backward pass reads the named values, so a policy that keeps them spares the kernel.
-    out, lse = map(named, (out, lse), CHECKPOINT_NAMES)
-    if call.checkpoint_name is not None:  # beside: whichever name a policy keeps will do
-        out, lse = (named(x, call.checkpoint_name) for x in (out, lse))
-    return (out, lse), (query, key, value, scores, mask, kv_plan, out, lse)
-
-
-def _backward(call, residuals, cotangents):
-    query, key, value, scores, mask, kv_plan, out, lse = residuals
-    dout, dlse = cotangents
-    dlse = dlse if call.return_lse else lse
-    gradients = partition.backward(
-        call, query, key, value, scores, out, lse, dout, dlse, mask, kv_plan
-    )
-    return (*gradients, None, None)
-
-
-_attention.defvjp(_forward, _backward)
 
 
 def _check_tensors(

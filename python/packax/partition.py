@@ -1,7 +1,7 @@
 """What each rank of a mesh computes: its query rows against all keys, gathered group by group.
 
 Context parallelism by all-gather of keys and values (Llama 3, arXiv 2407.21783, section 3.3.2).
-The custom_vjp of attention.py lies outside of this: what it keeps for the backward pass are the
+The rules of derivatives.py lie outside of this: what it keeps for the backward pass are the
 ranks' own pieces, and the backward gathers again. A group of key/value heads is gathered while the
 attention of the group before runs, and its gradients are reduce-scattered while the next one runs.
 """
@@ -34,6 +34,7 @@ class Call(NamedTuple):
     implementation: Literal["cubin", "xla"] | None
     layout: Layout | None
     checkpoint_name: str | None = None
+    wanted: tuple[bool, ...] = ()  # which gradients, of the leaves of the inputs in order
 
 
 def forward(
