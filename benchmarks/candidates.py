@@ -44,8 +44,19 @@ CANDIDATES: dict[str, dict[tuple[int, int], list[Constants]]] = {
         (256, 256): [{}, {"BLOCK_N": 64}],
     },
     "backward_hopper": {
-        dims: [{}, *registers((232, 40), (224, 56))]
-        for dims in ((64, 64), (128, 128), (192, 128), (256, 256))
+        dims: [{}, *registers((232, 40), (224, 56)), *more]
+        for dims, more in (
+            ((64, 64), [{"ROWS": 128}, {"ROWS": 128, "TURNS": 1}]),
+            ((128, 128), []), ((192, 128), []), ((256, 256), []),
+        )
+    },
+    "backward_dkdv_hopper": {
+        (64, 64): [{}, {"ROWS": 128}, {"TURNS": 1}],
+        (128, 128): [{}, {"TURNS": 0}],
+    },
+    "backward_dq_hopper": {
+        (64, 64): [{}, {"TURNS": 0}, {"BLOCK_N": 64, "STAGES": 3}],
+        (128, 128): [{}, {"TURNS": 0}, {"BLOCK_N": 64, "STAGES": 3}],
     },
     "backward_prepare": {
         dims: [{}, {"ROWS": 16}, {"ROWS": 64}]
@@ -73,7 +84,10 @@ CANDIDATES: dict[str, dict[tuple[int, int], list[Constants]]] = {
         (256, 256): tiles((128, 32, 2, 8), (64, 64, 2, 4), (64, 32, 2, 8), (64, 32, 2, 4), (64, 64, 1, 8)),
     },
 }  # fmt: skip
-PIPELINES = ({"backward_prepare", "backward_hopper", "backward_finish"},)  # run together
+PIPELINES = (  # run together
+    {"backward_prepare", "backward_hopper", "backward_finish"},
+    {"backward_prepare", "backward_dkdv_hopper", "backward_dq_hopper"},
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,8 +107,9 @@ def variant(
     kernel: str, arch: table.Arch, dims: tuple[int, int], changed: Constants, assembler: str
 ) -> Candidate:
     """The table's own variant with `changed` constants; LookupError where there is none to change."""
-    hopper = kernel in table.HOPPER_TILES
-    rows: dict[Any, Any] = table.HOPPER_TILES[kernel] if hopper else table.TILES[kernel]
+    hopper_tiles = table.TRIALS if kernel in table.TRIALS else table.HOPPER_TILES
+    hopper = kernel in hopper_tiles
+    rows: dict[Any, Any] = hopper_tiles[kernel] if hopper else table.TILES[kernel]
     wanted = (dims, max(dims)) if hopper else ((arch.tiles, dims), (arch.tiles, max(dims)))
     key = next((key for key in wanted if key in rows), None)
     if dims not in table.HEAD_DIMS or key is None or (hopper and arch.tiles != "hopper"):

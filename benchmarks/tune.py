@@ -7,7 +7,8 @@
 `build` takes the candidates of candidates.py. `time` first compares every candidate's results with the portable kernels' on
 small odd documents, whole, and on sampled rows of the timed case (the forward's also with float64); a wrong one is not timed.
 Then all kernels of a case take turns, round by round; medians go to a table and to $OUT/tune.json (default: DIR).
-`backward` is the three kernels of Hopper's backward launched together. The winners go to csrc/aot/variants.py.
+`backward` is the three kernels of Hopper's backward launched together, `deterministic` the three that add nothing to
+memory (TRIALS in csrc/aot/variants.py: no wheel has them yet). The winners go to csrc/aot/variants.py.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
 from cases import Case
 from cubin import Driver, Kernel
-from work import HOPPER_BACKWARD, Launch, Work, difference
+from work import DETERMINISTIC, HOPPER_BACKWARD, Launch, Work, difference
 
 MASK = ("documents_init", "documents_runs", "documents_rows", "blocks_rows", "blocks_keys", "blocks_order")  # fmt: skip
 FORWARD = ("forward", "forward_hopper")
@@ -35,6 +36,8 @@ RESULTS = {
     "backward_dkdv": ("dk", "dv"),
     "backward_dq": ("dq",),
     **dict.fromkeys(HOPPER_BACKWARD, ("dq", "dk", "dv")),
+    "backward_dkdv_hopper": ("dk", "dv"),
+    "backward_dq_hopper": ("dq",),
 }
 KERNELS = tuple(RESULTS)
 CLOSE = 5e-3  # relative difference of two right candidates in bfloat16, which may round P, too
@@ -63,8 +66,9 @@ def operations(case: Case, kernel: str) -> float | None:
         "forward_hopper": case.forward_flops,
         "backward_hopper": case.backward_flops,
         "backward": case.backward_flops,
-        "backward_dkdv": pairs * 2 * (qk + v),
-        "backward_dq": pairs * (2 * qk + v),
+        "deterministic": case.backward_flops,
+        **dict.fromkeys(("backward_dkdv", "backward_dkdv_hopper"), pairs * 2 * (qk + v)),
+        **dict.fromkeys(("backward_dq", "backward_dq_hopper"), pairs * (2 * qk + v)),
     }.get(kernel)
 
 
@@ -127,9 +131,10 @@ class Plan:
     def together(self, title: str) -> Launch | None:
         """Hopper's three kernels with this candidate in its place; None if one of them is missing."""
         name = self.candidates[title][0]
-        if any(part not in self.own for part in HOPPER_BACKWARD):
+        names = HOPPER_BACKWARD if name in HOPPER_BACKWARD else DETERMINISTIC
+        if any(part not in self.own for part in names):
             return None
-        parts = [self.alone[title] if part == name else self.own[part] for part in HOPPER_BACKWARD]
+        parts = [self.alone[title] if part == name else self.own[part] for part in names]
 
         def run() -> None:
             for part in parts:
@@ -158,13 +163,14 @@ class Plan:
         found = {}
         for title, (name, _) in self.candidates.items():
             names = RESULTS[name]
-            run = self.together(title) if name in HOPPER_BACKWARD else self.alone[title]
+            pipeline = name in HOPPER_BACKWARD or name in DETERMINISTIC
+            run = self.together(title) if pipeline else self.alone[title]
             if run is None:
-                print(f"{title}: not compared: not all of {', '.join(HOPPER_BACKWARD)} were built")
+                print(f"{title}: not compared: not all of its pipeline's kernels were built")
                 continue
             print(f"  {title} ...", end="", flush=True)  # the last line, if it never ends
             self.work.poison(names)
-            if name in HOPPER_BACKWARD:
+            if pipeline:
                 self.work.poison(("delta", "lse2", "lo", "hi", "dq_sum"))
             elif name in PORTABLE_BACKWARD:
                 self.twins["backward_delta"]()
@@ -184,6 +190,8 @@ class Plan:
             run = self.together(title)
             if self.candidates[title][0] == "backward_hopper" and run is not None:
                 launches[title.replace("backward_hopper", "backward", 1)] = run
+            if self.candidates[title][0] == "backward_dq_hopper" and run is not None:
+                launches[title.replace("backward_dq_hopper", "deterministic", 1)] = run
         return launches
 
 
@@ -194,7 +202,8 @@ def time_case(plan: Plan, differences: dict[str, float], rounds: int) -> list[di
     for title, (ms, low, high) in plan.work.driver.interleaved(launches, rounds).items():
         name, _, rest = title.partition(" ")
         flops = operations(case, name)
-        own = title if title in plan.candidates else title.replace("backward", "backward_hopper", 1)
+        first = {"backward": "backward_hopper", "deterministic": "backward_dq_hopper"}.get(name)
+        own = title if title in plan.candidates else f"{first} {rest}"
         meta = plan.candidates[own][1].meta if own in plan.candidates else {}
         rows.append({
             "case": case.name, "dims": [case.head_dim, case.value_dim], "kernel": name, "tile": rest,
@@ -236,9 +245,10 @@ def time_candidates(
     there = dict.fromkeys(tuple(row["dims"]) for row in built.rows if row["label"])
     for pair in [d for d in there if dims is None or d in dims]:
         wanted = {t: c for t, c in built.candidates(pair).items() if c[0] in kernels}
-        if any(name in HOPPER_BACKWARD for name, _ in wanted.values()):  # its mates, to run beside
-            mates = {t: c for t, c in built.candidates(pair).items() if c[0] in HOPPER_BACKWARD}
-            wanted |= {t: c for t, c in mates.items() if t.split()[1] == "table"}
+        for pipeline in (HOPPER_BACKWARD, DETERMINISTIC):
+            if any(name in pipeline for name, _ in wanted.values()):  # its mates, to run beside
+                mates = {t: c for t, c in built.candidates(pair).items() if c[0] in pipeline}
+                wanted |= {t: c for t, c in mates.items() if t.split()[1] == "table"}
         for name in [*CHECKS, *names]:
             print(f"{name} {pair[0]}x{pair[1]}, {time.perf_counter() - began:.0f} s", flush=True)
             work = Work(driver, case(name, pair), built.masks())

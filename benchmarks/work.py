@@ -17,6 +17,7 @@ from cubin import Buffer, Driver, Kernel
 Launch = Callable[[], None]
 SAMPLED = 8192  # rows of a long case that are compared
 HOPPER_BACKWARD = ("backward_prepare", "backward_hopper", "backward_finish")
+DETERMINISTIC = ("backward_prepare", "backward_dkdv_hopper", "backward_dq_hopper")
 
 
 def bfloat16(x: np.ndarray) -> np.ndarray:
@@ -112,7 +113,7 @@ class Work:
             return heads * self.padded // block
         if name == "backward_delta":
             return heads * -(-rows // block)
-        if name in ("backward_hopper", "backward_dkdv"):
+        if name in ("backward_hopper", "backward_dkdv_hopper", "backward_dkdv"):
             return kv_heads * -(-rows // 128) * (128 // block)
         if name in ("forward", "backward_dq"):
             return heads * -(-rows // 128) * (128 // block)

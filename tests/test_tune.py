@@ -29,7 +29,7 @@ HOPPER = variants.ARCHS["90a"]
 DIMS = (128, 128)
 
 def write(variant, label):
-    params = aot.parameters(variant.kernel, aot.argument_names(variant.kernel))
+    params = aot.parameters(variant.kernel, aot.argument_names(variant.kernel, variant.source))
     constants = dict(variant.constants)
     boxes = []
     for _, *sizes in variants.TENSOR_MAPS.get(variant.kernel, {}).values():
@@ -87,6 +87,7 @@ for row in rows.rows:
             "forward": 8 * per_tile, "forward_hopper": 10, "backward_dq": 8 * per_tile,
             "backward_dkdv": 2 * per_tile, "backward_delta": 8 * -(-3001 // block),
             "backward_prepare": 8 * padded // block, "backward_hopper": 2 * per_tile,
+            "backward_dkdv_hopper": 2 * per_tile, "backward_dq_hopper": 10,
             "backward_finish": 8 * padded // block}[row["kernel"]], 1, 1), launch
         for name, value in launch.items():
             kept = work.given.get(name)
@@ -95,7 +96,7 @@ for row in rows.rows:
                 assert value == order.pointer.value, (row, name)
             elif kept is not None:
                 assert abs(value - kept) < 1e-6, (row, name)
-        if row["kernel"] == "forward_hopper":
+        if row["kernel"] in ("forward_hopper", "backward_dq_hopper"):
             assert cuda.memsets[-1] == work.given["counter"].pointer.value
 work.free()
 assert not cuda.memory

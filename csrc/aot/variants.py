@@ -148,12 +148,31 @@ HOPPER_TILES: dict[str, dict[int, dict[str, int]]] = {
     "backward_prepare": {dim: {"ROWS": 32} for dim in (64, 128, 192, 256)},
     "backward_finish": {dim: {"ROWS": 64} for dim in (64, 128, 192, 256)},
 }
+# Kernels that no GPU has run yet, which no wheel holds: benchmarks/tune.py builds, compares and times
+# them. These two would make gradients deterministic without the portable kernels.
+TRIALS: dict[str, dict[int, dict[str, int]]] = {
+    "backward_dkdv_hopper": {dim: dict(HOPPER_TILES["backward_hopper"][dim]) for dim in (64, 128)},
+    "backward_dq_hopper": {
+        dim: {
+            "BLOCK_N": 128,
+            "STAGES": 2,
+            "TURNS": 1,
+            "CONSUMER_REGISTERS": 240,
+            "PRODUCER_REGISTERS": 24,
+        }
+        for dim in (64, 128)
+    },
+}
+TRIAL_SOURCES = {
+    "backward_dkdv_hopper": "hopper_backward",
+    "backward_dq_hopper": "hopper_queries",
+}
 # (kernel, larger head dim) -> the file of a kernel that is another for that dim, and its keys
 WIDE = {("backward_hopper", dim): ("hopper_wide", 64) for dim in (192, 256)}
 
 # Kernels compiled by both assemblers: 13.4 is 2 to 5 % faster on an H200
 # (benchmarks/results/trials_assemblers_h200.txt); a driver of CUDA 12 gets the other.
-TWO_ASSEMBLERS = ("forward_hopper", "backward_hopper")
+TWO_ASSEMBLERS = ("forward_hopper", "backward_hopper", *TRIALS)
 
 # kernel -> argument -> (element, rows, columns) that TMA moves; names are constants of the variant,
 # "" is its dtype. Maps are (batch, length, heads * dim) or, of float32 and int32, plain lines.
@@ -176,7 +195,15 @@ TENSOR_MAPS: dict[str, dict[str, tuple[str, int | str, int | str]]] = {
         "dk": ("", 64, "QK_CHUNK"),
         "dv": ("", 64, "V_DIM"),
     },
+    "backward_dq_hopper": {
+        "query": ("", 64, "QK_DIM"),
+        "key": ("", "BLOCK_N", "QK_DIM"),
+        "value": ("", "BLOCK_N", "V_DIM"),
+        "dout": ("", 64, "V_DIM"),
+        "dq": ("", 64, "QK_DIM"),
+    },
 }
+TENSOR_MAPS["backward_dkdv_hopper"] = TENSOR_MAPS["backward_hopper"]
 
 # Bytes of local memory a thread (spills) that a variant for Hopper may have, by kernel and head dim;
 # the build refuses more, and any wgmma that the assembler serialises. Accepted because: the portable
@@ -267,7 +294,8 @@ class Variant:
     @property
     def source(self) -> str:
         """The file in csrc/kernels."""
-        return WIDE.get((self.kernel, max(self.qk_dim, self.v_dim)), (KERNELS[self.kernel], 0))[0]
+        own = KERNELS.get(self.kernel) or TRIAL_SOURCES[self.kernel]
+        return WIDE.get((self.kernel, max(self.qk_dim, self.v_dim)), (own, 0))[0]
 
     @property
     def driver(self) -> int:
@@ -292,7 +320,7 @@ def hopper(
     kernel: str, arch: Arch, dtype: str, qk_dim: int, v_dim: int, assembler: str = "12.9"
 ) -> Variant:
     dim = max(qk_dim, v_dim)
-    tile = HOPPER_TILES[kernel][dim]
+    tile = (HOPPER_TILES | TRIALS)[kernel][dim]
     constants = {"QK_DIM": qk_dim, "V_DIM": v_dim, **tile}
     if kernel == "backward_finish":
         del constants["V_DIM"]
@@ -300,6 +328,7 @@ def hopper(
     block = {
         "forward_hopper": 64 * tile.get("WARP_GROUPS", 0),
         "backward_hopper": WIDE.get((kernel, dim), ("", 128))[1],
+        **dict.fromkeys(TRIALS, 128),
     }
     return Variant(
         kernel,

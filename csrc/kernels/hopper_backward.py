@@ -73,7 +73,7 @@ def cells_of(block, in_head, row_blocks, W: gl.constexpr, ROWS: gl.constexpr):
 @gluon.jit
 def consume(
     W: gl.constexpr, grads, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, ROWS: gl.constexpr, TURNS: gl.constexpr,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, ROWS: gl.constexpr, TURNS: gl.constexpr, WITH_DQ: gl.constexpr,
 ):  # fmt: skip
     dk, dv, dq_sum = grads
     q_ids, kv_ids, q_pos, kv_pos, q_blocks = mask
@@ -116,15 +116,14 @@ def consume(
         mbarrier.wait(q_full.index(0), 0)
         s = warpgroup_mma(k, q_s.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s,))
-        # "block -1": adds zero to dQ
-        ds_s.index(1).slice(W * 64, 64, dim=0).store(gl.zeros([64, ROWS], dtype, s_layout))
-        fence_async_shared()
-        mbarrier.arrive(ds_full.index(1))
+        if WITH_DQ:  # "block -1": adds zero to dQ
+            ds_s.index(1).slice(W * 64, 64, dim=0).store(gl.zeros([64, ROWS], dtype, s_layout))
+            fence_async_shared()
+            mbarrier.arrive(ds_full.index(1))
         stage = 0
         phase = 0
-        before = cells_of(
-            first_block, start // 64, row_blocks, W, ROWS
-        )  # of the block before; zeros are added to the first one
+        # of the block before; zeros are added to the first one
+        before = cells_of(first_block, start // 64, row_blocks, W, ROWS)
         for part in gl.static_range(2):  # masked blocks of every head, then the core
             count = edges if part == 0 else core_end - core_begin
             n = 0
@@ -145,9 +144,7 @@ def consume(
                 if part == 0:
                     row = start + at * ROWS
                     bits = row_bits(keys, lo_s.index(stage), hi_s.index(stage), ROWS)
-                    if (
-                        ROWS == 128
-                    ):  # the other half may be past the head's rows, in the next head's
+                    if ROWS == 128:  # the second half may be past the head's rows: the next head's
                         bits = gl.where(row + 64 < padded, bits, bits & 0xFFFF)
                     if element_test > 0:
                         flags = gl.load(q_blocks + 4 * row_blocks + row // 64)
@@ -176,29 +173,36 @@ def consume(
                 if part == 0:
                     ds32 = select_bits(ds32, bits, 0.0)
                 ds = ds32.to(dtype)
-                mbarrier.wait(ds_empty.index(stage), phase ^ stage ^ 1)
-                ds_s.index(stage).slice(W * 64, 64, dim=0).store(ds)
-                fence_async_shared()
-                mbarrier.arrive(ds_full.index(stage))
+                if WITH_DQ:
+                    mbarrier.wait(ds_empty.index(stage), phase ^ stage ^ 1)
+                    ds_s.index(stage).slice(W * 64, 64, dim=0).store(ds)
+                    fence_async_shared()
+                    mbarrier.arrive(ds_full.index(stage))
                 ds_half = gl.convert_layout(ds, ds_layout)
                 if TURNS:
                     turn_wait(W)
                 dk_token = warpgroup_mma(ds_half, q_s.index(stage), dk_sum, is_async=True)
-                mbarrier.wait(ds_full.index(other), phase)
-                ds_t = own_rows(ds_s.index(other), W, ROWS)
-                dq_token = warpgroup_mma(ds_t, k_part, zero_dq, use_acc=False, is_async=True)
-                dv_sum, dk_sum = warpgroup_mma_wait(1, deps=(dv_token, dk_token))
-                warp_arrive(do_empty.index(stage))
-                warp_arrive(q_empty.index(stage))
+                if WITH_DQ:
+                    mbarrier.wait(ds_full.index(other), phase)
+                    ds_t = own_rows(ds_s.index(other), W, ROWS)
+                    dq_token = warpgroup_mma(ds_t, k_part, zero_dq, use_acc=False, is_async=True)
+                    dv_sum, dk_sum = warpgroup_mma_wait(1, deps=(dv_token, dk_token))
+                    warp_arrive(do_empty.index(stage))
+                    warp_arrive(q_empty.index(stage))
                 phase = phase ^ stage
                 mbarrier.wait(q_full.index(other), phase)
                 q_t = q_s.index(other).permute((1, 0))
                 s_token = warpgroup_mma(k, q_t, zero, use_acc=False, is_async=True)
                 if TURNS:
                     turn_pass(W)
-                dq = warpgroup_mma_wait(1, deps=(dq_token,))
-                warp_arrive(ds_empty.index(other))
-                add_staged(dq, dq_sum + before.to(gl.int64) * CELLS, dq_s.index(W), CELLS)
+                if WITH_DQ:
+                    dq = warpgroup_mma_wait(1, deps=(dq_token,))
+                    warp_arrive(ds_empty.index(other))
+                    add_staged(dq, dq_sum + before.to(gl.int64) * CELLS, dq_s.index(W), CELLS)
+                else:
+                    dv_sum, dk_sum = warpgroup_mma_wait(1, deps=(dv_token, dk_token))
+                    warp_arrive(do_empty.index(stage))
+                    warp_arrive(q_empty.index(stage))
                 s = warpgroup_mma_wait(0, deps=(s_token,))
                 stage = other
                 in_head = start // 64 + at * (ROWS // 64)
@@ -207,12 +211,13 @@ def consume(
                 wrap = n == count
                 n = gl.where(wrap, 0, n)
                 g = gl.where(wrap, g + 1, g)
-        mbarrier.wait(ds_full.index(stage ^ 1), phase)
-        ds_t = own_rows(ds_s.index(stage ^ 1), W, ROWS)
-        dq = warpgroup_mma(ds_t, k_part, zero_dq, use_acc=False, is_async=True)
-        dq = warpgroup_mma_wait(0, deps=(dq,))
-        add_staged(dq, dq_sum + before.to(gl.int64) * CELLS, dq_s.index(W), CELLS)
-        tma.store_wait(0)
+        if WITH_DQ:
+            mbarrier.wait(ds_full.index(stage ^ 1), phase)
+            ds_t = own_rows(ds_s.index(stage ^ 1), W, ROWS)
+            dq = warpgroup_mma(ds_t, k_part, zero_dq, use_acc=False, is_async=True)
+            dq = warpgroup_mma_wait(0, deps=(dq,))
+            add_staged(dq, dq_sum + before.to(gl.int64) * CELLS, dq_s.index(W), CELLS)
+            tma.store_wait(0)
         if TURNS and W == 0:
             turn_wait(0)
     # the other warp group may still read this one's keys for its part of dQ
@@ -229,14 +234,15 @@ def consume(
 
 
 @gluon.jit
-def backward_hopper(
+def tile_of_keys(
     query, key, value, dout, lse2, delta, lo, hi, dk, dv, dq_sum, q_ids, kv_ids, q_pos, kv_pos,
     q_blocks, kv_blocks, kv_order,
     scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, ROWS: gl.constexpr,
     TURNS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    WITH_DQ: gl.constexpr,
 ):  # fmt: skip
-    """Tensor maps: query, key, value, dout, dk, dv (batch, length, heads * dim); lse2, delta, lo, hi as one row each."""
+    """One program of the kernels below."""
     dtype: gl.constexpr = query.dtype
     row_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, QK_DIM], dtype)
     row_tile_v: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, V_DIM], dtype)
@@ -247,11 +253,15 @@ def backward_hopper(
     do_s = gl.allocate_shared_memory(dtype, [2, ROWS, V_DIM], row_tile_v)
     k_s = gl.allocate_shared_memory(dtype, [1, 128, QK_DIM], k_tile)
     v_s = gl.allocate_shared_memory(dtype, [2, 64, V_DIM], v_tile)
-    ds_s = gl.allocate_shared_memory(dtype, [2, 128, ROWS], ds_tile)
     line: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     lse_s = gl.allocate_shared_memory(gl.float32, [2, ROWS], line)
     linear: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    dq_s = gl.allocate_shared_memory(gl.float32, [2, ROWS * QK_DIM // 64, 32], linear)
+    if WITH_DQ:
+        ds_s = gl.allocate_shared_memory(dtype, [2, 128, ROWS], ds_tile)
+        dq_s = gl.allocate_shared_memory(gl.float32, [2, ROWS * QK_DIM // 64, 32], linear)
+    else:  # never touched
+        ds_s = q_s
+        dq_s = lse_s
     delta_s = gl.allocate_shared_memory(gl.float32, [2, ROWS], line)
     lo_s = gl.allocate_shared_memory(gl.int32, [2, ROWS], line)
     hi_s = gl.allocate_shared_memory(gl.int32, [2, ROWS], line)
@@ -300,10 +310,44 @@ def backward_hopper(
     numbers = (element_test, q_len, kv_len, scale)
     gl.warp_specialize(
         [
-            (consume, (0, grads, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, ROWS, TURNS)),
-            (consume, (1, grads, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, ROWS, TURNS)),
+            (consume, (0, grads, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, ROWS, TURNS, WITH_DQ)),
+            (consume, (1, grads, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, ROWS, TURNS, WITH_DQ)),
             (produce, (maps, lines, tiles_s, lines_s, bars, place, range_, QK_DIM, V_DIM, QK_CHUNK, ROWS, 2)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip
+
+
+@gluon.jit
+def backward_hopper(
+    query, key, value, dout, lse2, delta, lo, hi, dk, dv, dq_sum, q_ids, kv_ids, q_pos, kv_pos,
+    q_blocks, kv_blocks, kv_order,
+    scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, ROWS: gl.constexpr,
+    TURNS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Tensor maps: query, key, value, dout, dk, dv (batch, length, heads * dim); lse2, delta, lo, hi as one row each."""
+    tile_of_keys(
+        query, key, value, dout, lse2, delta, lo, hi, dk, dv, dq_sum, q_ids, kv_ids, q_pos, kv_pos,
+        q_blocks, kv_blocks, kv_order,
+        scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+        QK_DIM, V_DIM, QK_CHUNK, ROWS, TURNS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, True,
+    )  # fmt: skip
+
+
+@gluon.jit
+def backward_dkdv_hopper(
+    query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, kv_ids, q_pos, kv_pos,
+    q_blocks, kv_blocks, kv_order,
+    scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, ROWS: gl.constexpr,
+    TURNS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """`backward_hopper` without dQ, for deterministic gradients: hopper_queries.py makes that."""
+    tile_of_keys(
+        query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, q_ids, kv_ids, q_pos, kv_pos,
+        q_blocks, kv_blocks, kv_order,
+        scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+        QK_DIM, V_DIM, QK_CHUNK, ROWS, TURNS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, False,
     )  # fmt: skip

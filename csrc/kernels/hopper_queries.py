@@ -1,0 +1,260 @@
+"""dQ on Hopper in Gluon without additions to memory, for deterministic gradients: the same as backward_dq, its
+checked twin. hopper_backward.py's `backward_dkdv_hopper` makes the other two gradients.
+
+A program takes tiles of 128 rows of one head until none is left, as forward_hopper does: two warp
+groups of 64 rows, and a producer warp that draws the next tile and streams its queries and cotangents,
+then keys and values. A step is three products: S = Q K^T and dP = dO V^T, then dQ += dS K with dS from
+registers. The scores of the next step run under the third product.
+"""
+
+from hopper import (
+    LOG2E,
+    accumulator,
+    key_range,
+    nth_step,
+    place_of_tile,
+    split,
+    warp_arrive,
+)
+from hopper_forward import after, hear, masked, tell_asm, turn_pass, turn_wait
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+
+@gluon.jit
+def produce(
+    maps, q_order, q_blocks, counter, tiles_s, plan_s, full, empty, plan_bars, sizes,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    query, dout, key, value = maps
+    q_s, do_s, k_s, v_s = tiles_s
+    q_full, k_full, v_full = full
+    q_empty, k_empty, v_empty = empty
+    plan_full, plan_empty = plan_bars
+    batch, mask_batch, q_len, heads, kv_heads, programs = sizes
+    dtype: gl.constexpr = query.dtype
+    group = heads // kv_heads
+    tiles = (q_len + 127) // 128
+    total = tiles * batch * heads
+    stage = 0
+    phase = 0
+    slot = 0
+    slot_phase = 0
+    q_phase = 0
+    tile = gl.program_id(0)
+    while tile < total:
+        head, kv_head, b, mask_b, row = place_of_tile(
+            tile, q_order, batch, mask_batch, tiles, group, 128
+        )
+        start, end, core_lo, core_hi, tested = key_range(q_blocks, mask_b, row, q_len, 128)
+        steps, core_begin, core_end = split(start, end, core_lo, core_hi, BLOCK_N)
+        edges = steps - core_end + core_begin
+        mbarrier.wait(plan_empty.index(slot), slot_phase ^ 1)
+        gl.inline_asm(
+            tell_asm,
+            "r,r,r,r,r,r,r,r,r,r,~{memory}",
+            (plan_s.index(slot), row, head, b, start, steps, edges, core_begin, core_end, tested),
+        )
+        mbarrier.arrive(plan_full.index(slot))
+        for w in gl.static_range(2):
+            mbarrier.wait(q_empty.index(w), q_phase ^ 1)
+            mbarrier.expect(q_full.index(w), 64 * (QK_DIM + V_DIM) * 2)
+            q_tile = q_s.index(w).reinterpret(dtype, [1, 64, QK_DIM], query.layout)
+            tma.async_load(query, [b, row + w * 64, head * QK_DIM], q_full.index(w), q_tile)
+            do_tile = do_s.index(w).reinterpret(dtype, [1, 64, V_DIM], dout.layout)
+            tma.async_load(dout, [b, row + w * 64, head * V_DIM], q_full.index(w), do_tile)
+        for i in range(0, steps):
+            at = start + nth_step(i, edges, core_begin, core_end) * BLOCK_N
+            mbarrier.wait(k_empty.index(stage), phase ^ 1)
+            mbarrier.expect(k_full.index(stage), BLOCK_N * QK_DIM * 2)
+            k_tile = k_s.index(stage).reinterpret(dtype, [1, BLOCK_N, QK_DIM], key.layout)
+            tma.async_load(key, [b, at, kv_head * QK_DIM], k_full.index(stage), k_tile)
+            mbarrier.wait(v_empty.index(stage), phase ^ 1)
+            mbarrier.expect(v_full.index(stage), BLOCK_N * V_DIM * 2)
+            v_tile = v_s.index(stage).reinterpret(dtype, [1, BLOCK_N, V_DIM], value.layout)
+            tma.async_load(value, [b, at, kv_head * V_DIM], v_full.index(stage), v_tile)
+            stage, phase = after(stage, phase, STAGES)
+        tile = gl.atomic_add(counter, 1, sem="relaxed") + programs
+        slot, slot_phase = after(slot, slot_phase, 2)
+        q_phase = q_phase ^ 1
+    # a plan of no steps ends the consumers
+    mbarrier.wait(plan_empty.index(slot), slot_phase ^ 1)
+    gl.inline_asm(
+        tell_asm,
+        "r,r,r,r,r,r,r,r,r,r,~{memory}",
+        (plan_s.index(slot), 0, 0, 0, 0, 0, 0, 0, 0, 0),
+    )
+    mbarrier.arrive(plan_full.index(slot))
+
+
+@gluon.jit
+def consume(
+    W: gl.constexpr, dq, stats, mask, tiles_s, plan_s, full, empty, plan_bars, numbers,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    TURNS: gl.constexpr,
+):  # fmt: skip
+    lse2, delta = stats
+    q_s, do_s, k_s, v_s = tiles_s
+    q_full, k_full, v_full = full
+    q_empty, k_empty, v_empty = empty
+    plan_full, plan_empty = plan_bars
+    element_test, mask_batch, q_len, kv_len, heads, scale = numbers
+    padded = (q_len + 63) // 64 * 64
+    scale2 = scale * LOG2E
+    dtype: gl.constexpr = dq.dtype
+    s_layout: gl.constexpr = accumulator(BLOCK_N)
+    q_layout: gl.constexpr = accumulator(QK_DIM)
+    ds_layout: gl.constexpr = gl.DotOperandLayout(0, q_layout, 2)
+    zero = gl.zeros([64, BLOCK_N], gl.float32, s_layout)
+    q = q_s.index(W)
+    do = do_s.index(W)
+    stage = 0
+    phase = 0
+    slot = 0
+    slot_phase = 0
+    q_phase = 0
+    if TURNS and W == 1:
+        turn_pass(1, 2)
+    mbarrier.wait(plan_full.index(0), 0)
+    row, head, b, start, steps, edges, core_begin, core_end, tested = hear(plan_s.index(0))
+    while steps > 0:
+        warp_arrive(plan_empty.index(slot))
+        mask_b = gl.where(mask_batch > 1, b, 0)
+        mask_row = mask_b.to(gl.int64) * q_len
+        mask_key = mask_b.to(gl.int64) * kv_len
+        q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos = mask
+        mask_here = (q_lo + mask_row, q_hi + mask_row, q_ids + mask_row, kv_ids + mask_key, q_pos + mask_row, kv_pos + mask_key)  # fmt: skip
+        rows = row + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
+        # rows past the end: lse2 +inf and delta 0 as of a row that attends nothing
+        there = rows < q_len
+        stat = (b.to(gl.int64) * heads + head) * padded + rows
+        lse = gl.load(lse2 + stat, mask=there, other=float("inf"))
+        dl = gl.load(delta + stat, mask=there, other=0.0)
+        dq_sum = gl.zeros([64, QK_DIM], gl.float32, q_layout)
+        mbarrier.wait(q_full.index(W), q_phase)
+        mbarrier.wait(k_full.index(stage), phase)
+        s = warpgroup_mma(q, k_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        for part in gl.static_range(2):  # masked steps, then the core
+            first = 0 if part == 0 else edges
+            last = edges if part == 0 else steps
+            for i in range(first, last):
+                mbarrier.wait(v_full.index(stage), phase)
+                v_t = v_s.index(stage).permute((1, 0))
+                dp_token = warpgroup_mma(do, v_t, zero, use_acc=False, is_async=True)
+                if part == 0:
+                    at = start + nth_step(i, edges, core_begin, core_end) * BLOCK_N
+                    s = masked(s, rows, at, mask_here, tested, element_test, q_len, kv_len, BLOCK_N)
+                p = gl.exp2(s * scale2 - gl.expand_dims(lse, 1))
+                dp = warpgroup_mma_wait(0, deps=(dp_token,))
+                warp_arrive(v_empty.index(stage))
+                ds = p * (dp - gl.expand_dims(dl, 1))
+                if part == 0:  # P is 0 where masked, dP may be anything there
+                    ds = gl.where(p == 0.0, 0.0, ds)
+                ds_half = gl.convert_layout(ds.to(dtype), ds_layout)
+                if TURNS:
+                    turn_wait(W)
+                dq_token = warpgroup_mma(ds_half, k_s.index(stage), dq_sum, is_async=True)
+                old = stage
+                stage, phase = after(stage, phase, STAGES)
+                more = i + 1 < steps
+                if more:
+                    mbarrier.wait(k_full.index(stage), phase)
+                # after the last step the scores of this one, again: they are dropped
+                k_t = k_s.index(gl.where(more, stage, old)).permute((1, 0))
+                s_token = warpgroup_mma(q, k_t, zero, use_acc=False, is_async=True)
+                if TURNS:
+                    turn_pass(W, 2)
+                dq_sum = warpgroup_mma_wait(1, deps=(dq_token,))
+                if more:
+                    warp_arrive(k_empty.index(old))
+                s = warpgroup_mma_wait(0, deps=(s_token,))
+        warp_arrive(k_empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)))
+        lo = gl.load(q_lo + mask_row + rows, mask=there, other=0)
+        hi = gl.load(q_hi + mask_row + rows, mask=there, other=0)
+        attended = gl.where((hi > lo) & (lse < float("inf")), 1, 0)
+        attended = gl.convert_layout(attended, gl.SliceLayout(1, q_layout))
+        # select, not multiply: a row that attends nothing may have met garbage
+        result = gl.where(gl.expand_dims(attended, 1) != 0, dq_sum * scale, 0.0)
+        gl.barrier()
+        q.store(result.to(dtype))
+        fence_async_shared()
+        gl.barrier()
+        q_tile = q.reinterpret(dtype, [1, 64, QK_DIM], dq.layout)
+        tma.async_store(dq, [b, row + W * 64, head * QK_DIM], q_tile)
+        tma.store_wait(0)
+        gl.barrier()
+        warp_arrive(q_empty.index(W))
+        slot, slot_phase = after(slot, slot_phase, 2)
+        q_phase = q_phase ^ 1
+        mbarrier.wait(plan_full.index(slot), slot_phase)
+        row, head, b, start, steps, edges, core_begin, core_end, tested = hear(plan_s.index(slot))
+    if TURNS and W == 0:
+        turn_wait(0)
+
+
+@gluon.jit
+def backward_dq_hopper(
+    query, key, value, dout, dq, lse2, delta, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
+    scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    TURNS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """query, key, value, dout, dq are tensor maps (batch, length, heads * dim) with boxes of 64 or BLOCK_N rows of one
+    head; lse2 and delta as backward_prepare leaves them; counter holds 0 and lives as long as the launch."""
+    dtype: gl.constexpr = query.dtype
+    get_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for
+    line: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    bar: gl.constexpr = mbarrier.MBarrierLayout()
+    qk_tile: gl.constexpr = get_layout([64, QK_DIM], dtype)
+    v_tile: gl.constexpr = get_layout([64, V_DIM], dtype)
+    tiles_s = (
+        gl.allocate_shared_memory(dtype, [2, 64, QK_DIM], qk_tile),
+        gl.allocate_shared_memory(dtype, [2, 64, V_DIM], v_tile),
+        gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, QK_DIM], qk_tile),
+        gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, V_DIM], v_tile),
+    )
+    plan_s = gl.allocate_shared_memory(gl.int32, [2, 16], line)
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    plan_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    plan_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    for j in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(j), 1)
+        mbarrier.init(v_full.index(j), 1)
+        mbarrier.init(k_empty.index(j), 8)
+        mbarrier.init(v_empty.index(j), 8)
+    for j in gl.static_range(2):
+        mbarrier.init(q_full.index(j), 1)
+        mbarrier.init(q_empty.index(j), 4)
+        mbarrier.init(plan_full.index(j), 1)
+        mbarrier.init(plan_empty.index(j), 8)
+
+    maps = (query, dout, key, value)
+    stats = (lse2, delta)
+    mask = (q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos)
+    full = (q_full, k_full, v_full)
+    empty = (q_empty, k_empty, v_empty)
+    bars = (plan_full, plan_empty)
+    sizes = (batch, mask_batch, q_len, heads, kv_heads, gl.num_programs(0))
+    numbers = (element_test, mask_batch, q_len, kv_len, heads, scale)
+    gl.warp_specialize(
+        [
+            (consume, (0, dq, stats, mask, tiles_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, BLOCK_N, STAGES, TURNS)),
+            (consume, (1, dq, stats, mask, tiles_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, BLOCK_N, STAGES, TURNS)),
+            (produce, (maps, q_order, q_blocks, counter, tiles_s, plan_s, full, empty, bars, sizes, QK_DIM, V_DIM, BLOCK_N, STAGES)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip
