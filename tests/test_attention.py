@@ -17,6 +17,7 @@ import numpy as np
 import oracle
 import packax
 import pytest
+from jaxprs import count
 
 CASE = cases.BY_NAME["batch_of_three"]
 QUERY, KEY, VALUE, DOUT, DLSE = CASE.tensors(jnp.float32, 16, 16)
@@ -47,24 +48,6 @@ def gradients(mask):
 def assert_gradients(got, expected, atol=2e-5):
     for name, x, y in zip("qkv", got, (expected.dq, expected.dk, expected.dv), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=atol, err_msg=f"d{name}")
-
-
-def count(name, function, *args):
-    """How often a primitive occurs in the jaxpr of a call, at any depth."""
-
-    def walk(jaxpr):
-        found = 0
-        for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-            found += equation.primitive.name == name
-            inner = jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr)
-            found += sum(walk(x) for x in inner if _is_jaxpr(x))
-        return found
-
-    return walk(jax.make_jaxpr(function)(*args))
-
-
-def _is_jaxpr(x):
-    return hasattr(x, "eqns") or hasattr(x, "jaxpr")
 
 
 def test_scale_defaults_to_the_root_of_the_head_dim(mask):

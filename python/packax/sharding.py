@@ -232,7 +232,7 @@ def _mesh(sharding: AttentionSharding) -> tuple[Any, Any]:
     if sharding.mesh is not None:
         mesh = sharding.mesh
     else:
-        mesh = _entered_mesh()
+        mesh = entered_mesh()
     if mesh is None or mesh.empty:
         raise ValueError(
             "sharding needs a mesh: set one with jax.set_mesh(mesh), or give "
@@ -241,7 +241,7 @@ def _mesh(sharding: AttentionSharding) -> tuple[Any, Any]:
     return mesh, getattr(mesh, "abstract_mesh", mesh)
 
 
-def _entered_mesh() -> Any:
+def entered_mesh() -> Any:
     """The mesh of a `with mesh:` block, the way of jax before set_mesh."""
     try:
         from jax._src.mesh import thread_resources

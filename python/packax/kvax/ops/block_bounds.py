@@ -1,0 +1,100 @@
+"""Bounds of blocks as kvax defines them, for whoever looks at a mask. packax's kernels have their own.
+
+Every pair of an outer and an inner block is judged by the least and greatest id and position of
+each: O(blocks of queries * blocks of keys), nothing per token.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from packax.kvax.utils.common import PADDING_SEGMENT_ID, pad_to_block_size
+
+_LARGEST = np.iinfo(np.int32).max
+
+
+class Side(NamedTuple):
+    """Positions and segment ids (B, pieces, length) int32; each piece has whole blocks of its own."""
+
+    positions: jax.Array
+    ids: jax.Array
+
+
+class _Blocks(NamedTuple):
+    """Each (B, pieces, blocks)."""
+
+    low: jax.Array  # the least id, padding counting as the greatest of all
+    high: jax.Array
+    padding: jax.Array  # nothing else in it
+    single: jax.Array  # one id, or nothing but padding
+    first: jax.Array  # the least position
+    last: jax.Array
+
+
+@functools.partial(
+    jax.jit, static_argnames=("query_block", "kv_block", "outer", "skip_pad_tokens"), inline=True
+)
+def block_bounds(
+    query: Side, kv: Side, *, query_block: int, kv_block: int, outer: str, skip_pad_tokens: bool
+) -> tuple[jax.Array, ...]:
+    """lower, upper, lower_full, upper_full: int32, (B, 1, query blocks) or (B, shards, key blocks).
+
+    Args:
+        query: B, shards pieces.
+        kv: B, one piece.
+        query_block, kv_block: tokens of a block.
+        outer: "query": bounds in key blocks for each query block. "kv": bounds in query blocks of
+            a shard for each key block.
+        skip_pad_tokens: False: padding attends padding.
+    """
+    queries = _blocks(query, query_block, fill=-1)
+    keys = _blocks(kv, kv_block, fill=_LARGEST)
+    q, k = (jax.tree.map(lambda x: x[..., :, None], queries), keys)
+    k = jax.tree.map(lambda x: x[..., None, :], k)
+    attended = (q.low <= k.high) & (k.low <= q.high) & (q.last >= k.first)
+    if skip_pad_tokens:
+        attended &= ~q.padding & ~k.padding
+    full = attended & q.single & k.single & (q.padding == k.padding) & (q.first >= k.last)
+    if outer == "kv":
+        attended, full = (jnp.swapaxes(x, 2, 3) for x in (attended, full))
+
+    count = attended.shape[3]
+    index = jnp.arange(count, dtype=jnp.int32)
+    some, some_full = attended.any(3), full.any(3)
+    lower = jnp.where(some, jnp.where(attended, index, count).min(3), 0)
+    upper = jnp.where(attended, index + 1, 0).max(3)
+    # Blocks between full ones need not be full (an id that comes back): one unbroken run of them.
+    lower_full = jnp.where(full, index, count).min(3)
+    after = ~full & (index > lower_full[..., None])
+    upper_full = jnp.where(after, index, count).min(3)
+    without = upper if outer == "kv" else lower
+    lower_full, upper_full = (jnp.where(some_full, x, without) for x in (lower_full, upper_full))
+    bounds: tuple[jax.Array, ...] = (lower, upper, lower_full, upper_full)
+    if outer == "query":  # the shards' blocks beside each other
+        bounds = tuple(x.reshape(x.shape[0], 1, -1) for x in bounds)
+    return bounds
+
+
+def _blocks(side: Side, size: int, fill: int) -> _Blocks:
+    batch, pieces, length = side.ids.shape
+    positions, segment_ids = (x.reshape(batch * pieces, length) for x in side)
+    _, positions, ids = pad_to_block_size(None, positions, segment_ids, size, fill)
+    assert ids is not None
+    positions, ids = (x.reshape(batch, pieces, -1, size) for x in (positions, ids))
+    is_padding = ids == PADDING_SEGMENT_ID
+    ids = jnp.where(is_padding, _LARGEST, ids)
+    low, high = ids.min(3), ids.max(3)
+    padding = is_padding.all(3)
+    return _Blocks(
+        low,
+        high,
+        padding,
+        (low == high) & (padding | ~is_padding.any(3)),
+        positions.min(3),
+        positions.max(3),
+    )

@@ -1,0 +1,266 @@
+"""`create_attention_mask`: packax's mask once per step, with kvax's bounds of blocks beside it."""
+
+from __future__ import annotations
+
+import logging
+import operator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import packax
+from packax.kvax.ops.block_bounds import Side, block_bounds
+from packax.kvax.utils.common import (
+    PADDING_SEGMENT_ID,
+    FlashAttentionParamsConfig,
+    get_default_flash_attention_params,
+)
+from packax.kvax.utils.permutation import head_tail_plan
+from packax.kvax.utils.sharding import attention_layout
+from packax.kvax.utils.typing import AttentionMask, DeviceArray, RowMasks
+from packax.sharding import AttentionSharding, Layout, check_divides
+
+logger = logging.getLogger(__name__)
+
+
+class Tokens(NamedTuple):
+    """Queries (B, Sq) and keys (B, Skv), int32."""
+
+    query_positions: jax.Array
+    query_segment_ids: jax.Array
+    kv_positions: jax.Array
+    kv_segment_ids: jax.Array
+
+
+def create_attention_mask(
+    query_positions: DeviceArray,
+    query_segment_ids: DeviceArray,
+    kv_positions: DeviceArray,
+    kv_segment_ids: DeviceArray,
+    fwd_params: FlashAttentionParamsConfig | None = None,
+    bwd_params: FlashAttentionParamsConfig | None = None,
+    calc_bwd_mask: bool = False,
+    skip_pad_tokens: bool = True,
+    mesh: Any = None,
+) -> tuple[AttentionMask, ...]:
+    """The mask that all layers of a step share: row i attends key j of its own segment id, if its
+    position is at least the key's.
+
+    To be called inside `attention_specs`. Ids and positions may hold anything; -1 is padding.
+
+    Args:
+        query_positions, query_segment_ids: (B, Sq) integers that fit int32, in the order of the
+            query rows: permuted, where those are (context parallelism).
+        kv_positions, kv_segment_ids: (B, Skv), always in the order of the sequence.
+        fwd_params, bwd_params: the block sizes that the bounds count, nothing else; None: the
+            defaults of `get_default_flash_attention_params`.
+        calc_bwd_mask: return the bounds of the dQ and of the dK/dV kernels too. Gradients do not
+            need them.
+        skip_pad_tokens: False: padding attends padding, by position. True: it attends nothing.
+        mesh: the device mesh; None: the one entered by `with mesh:` or jax.set_mesh.
+
+    Returns:
+        (forward,) or (forward, dQ, dK/dV): `AttentionMask`, pytrees.
+
+    Raises:
+        ValueError: no attention specs, no mesh for their axes, shapes or dtypes that are not as
+            above, or sizes that the mesh does not divide.
+
+    >>> mask = create_attention_mask(positions, ids, kv_positions, kv_ids, calc_bwd_mask=True)
+    """
+    sharding, layout = attention_layout(mesh)
+    tokens = checked_tokens(query_positions, query_segment_ids, kv_positions, kv_segment_ids)
+    row_masks = row_masks_of(tokens, sharding, layout, skip_pad_tokens=bool(skip_pad_tokens))
+
+    shards = 1 if layout is None else layout.size(layout.context)
+    batch, q_len = tokens.query_segment_ids.shape
+    if layout is not None:  # bounds are small: every rank has those of all rows
+        tokens = Tokens(*(layout.place(x, layout.batch) for x in tokens))
+    pieces = (batch, shards, q_len // shards)
+    query = Side(*(x.reshape(pieces) for x in tokens[:2]))
+    keys = Side(*(x[:, None] for x in tokens[2:]))
+
+    def bounds_of(sizes: tuple[int, int], outer: str, rows: RowMasks | None) -> AttentionMask:
+        lower, upper, lower_full, upper_full = block_bounds(
+            query,
+            keys,
+            query_block=sizes[0],
+            kv_block=sizes[1],
+            outer=outer,
+            skip_pad_tokens=bool(skip_pad_tokens),
+        )
+        return AttentionMask(lower, upper, lower_full, upper_full, rows, sizes)
+
+    forward, dq, dkdv = block_sizes(
+        fwd_params or get_default_flash_attention_params(backward=False),
+        bwd_params or get_default_flash_attention_params(backward=True),
+    )
+    masks = [bounds_of(forward, "query", row_masks)]
+    if calc_bwd_mask:
+        masks += [bounds_of(dq, "query", None), bounds_of(dkdv, "kv", None)]
+    return tuple(masks)
+
+
+def block_sizes(
+    fwd_params: FlashAttentionParamsConfig, bwd_params: FlashAttentionParamsConfig
+) -> tuple[tuple[int, int], ...]:
+    """(query block, key block) of the forward, dQ and dK/dV masks: dQ's are the other two, swapped."""
+    sizes = []
+    for name, params in (("fwd_params", fwd_params), ("bwd_params", bwd_params)):
+        pair = (params.query_block_size, params.kv_block_size)
+        try:
+            pair = (operator.index(pair[0]), operator.index(pair[1]))
+        except TypeError:
+            pair = (0, 0)
+        if min(pair) < 1:
+            raise ValueError(f"{name} must have block sizes that are positive integers: {params}")
+        sizes.append(pair)
+    forward, backward = sizes
+    return forward, backward[::-1], backward
+
+
+def checked_tokens(
+    query_positions: Any, query_segment_ids: Any, kv_positions: Any, kv_segment_ids: Any
+) -> Tokens:
+    """int32 arrays.
+
+    Raises:
+        ValueError: shapes or dtypes that are not as `create_attention_mask` says.
+    """
+    arrays = {
+        "query_positions": query_positions,
+        "query_segment_ids": query_segment_ids,
+        "kv_positions": kv_positions,
+        "kv_segment_ids": kv_segment_ids,
+    }
+    for name, x in arrays.items():
+        arrays[name] = x = jnp.asarray(x)
+        if x.ndim != 2 or 0 in x.shape:
+            raise ValueError(f"{name} must have shape (batch, length), but has {x.shape}")
+        if not (np.issubdtype(x.dtype, np.integer) and np.can_cast(x.dtype, np.int32)):
+            raise ValueError(f"{name} must be integers that fit int32, but has dtype {x.dtype}")
+    for side in ("query", "kv"):
+        positions, ids = (arrays[f"{side}_{what}"].shape for what in ("positions", "segment_ids"))
+        if positions != ids:
+            raise ValueError(
+                f"{side}_positions and {side}_segment_ids must have one shape, but have "
+                f"{positions} and {ids}"
+            )
+    batch, kv_batch = (arrays[name].shape[0] for name in ("query_positions", "kv_positions"))
+    if batch != kv_batch:
+        raise ValueError(
+            f"queries and keys must have one batch size, but there are positions for {batch} and "
+            f"{kv_batch}"
+        )
+    return Tokens(*(x.astype(jnp.int32) for x in arrays.values()))
+
+
+def row_masks_of(
+    tokens: Tokens,
+    sharding: AttentionSharding | None,
+    layout: Layout | None,
+    *,
+    skip_pad_tokens: bool = True,
+) -> RowMasks:
+    """packax's masks of the pairs that `flash_attention` may be asked for."""
+    q_pos, q_ids, kv_pos, kv_ids = tokens
+    q_len = q_ids.shape[1]
+    if layout is not None:
+        check_divides(layout, "query_segment_ids", "length", q_len, layout.context)
+    if not skip_pad_tokens:
+        if layout is not None:
+            q_ids, kv_ids = (layout.place(x, layout.batch) for x in (q_ids, kv_ids))
+        q_ids, kv_ids = _padding_as_a_document(q_ids, kv_ids)
+    documents = packax.documents(q_ids, kv_ids)
+    placed = packax.documents(q_ids, kv_ids, positions=q_pos, kv_positions=kv_pos)
+
+    def build(expression: Any) -> packax.AttentionMask:
+        return packax.create_attention_mask(expression, sharding=sharding)
+
+    by_permuted_index = None
+    shards = 1 if layout is None else layout.size(layout.context)
+    if shards > 1 and q_len % (2 * shards) == 0:  # else rows cannot have been permuted
+        index = head_tail_plan(2 * shards, q_len).index()[0]
+        by_permuted_index = build(documents & packax.ranges(np.zeros_like(index), index + 1))
+    return RowMasks(
+        build(packax.causal() & placed), build(packax.causal() & documents), by_permuted_index
+    )
+
+
+def _padding_as_a_document(q_ids: jax.Array, kv_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Ids with, in place of -1, one that no token of the row of the batch has."""
+
+    def of_row(q_ids: jax.Array, kv_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        ids = jnp.concatenate([q_ids, kv_ids])
+        # Of the ids -2, -3, ..., one more than there are tokens, one at least is free.
+        slot = jnp.where(ids < PADDING_SEGMENT_ID, -2 - ids, ids.size + 1)
+        used = jnp.zeros(ids.size + 1, bool).at[slot].set(True, mode="drop")
+        free = -2 - jnp.argmin(used).astype(jnp.int32)
+        ids = jnp.where(ids == PADDING_SEGMENT_ID, free, ids)
+        return ids[: q_ids.size], ids[q_ids.size :]
+
+    return jax.vmap(of_row)(q_ids, kv_ids)
+
+
+def calculate_mask_sparsity(
+    mask: AttentionMask,
+    query_block_size: int,
+    kv_block_size: int,
+    query_seq_len: int,
+    kv_seq_len: int,
+) -> float:
+    """The share of all blocks, of the whole batch, that the mask attends: 1 where it attends all."""
+    attended = np.asarray(mask.upper_bounds) - np.asarray(mask.lower_bounds)
+    blocks = -(-query_seq_len // query_block_size) * -(-kv_seq_len // kv_block_size)
+    return float(attended.sum() / (blocks * attended.shape[0]))
+
+
+_ROWS, _COLUMNS = 32, 64  # of a picture that fits a screen
+
+
+def print_mask(
+    mask: AttentionMask,
+    num_inner_blocks: int,
+    print_only_first_in_batch: bool = True,
+    fit_in_screen: bool = True,
+) -> None:
+    """Logs (level info) a picture of the blocks: full, in part, not attended.
+
+    Args:
+        mask: one of those that `create_attention_mask` returns.
+        num_inner_blocks: blocks of the inner side, of all shards together.
+        print_only_first_in_batch: False: every row of the batch.
+        fit_in_screen: draw several blocks as one where there are more than 32 by 64.
+    """
+    bounds = [np.asarray(x) for x in mask.flatten()]
+    rows = 1 if print_only_first_in_batch else bounds[0].shape[0]
+    pictures = (
+        _picture([x[n] for x in bounds], num_inner_blocks, fit_in_screen) for n in range(rows)
+    )
+    logger.info("Attention masks:\n%s", "\n".join(pictures))
+
+
+def _picture(bounds: list[np.ndarray], inner: int, fit: bool) -> str:
+    """bounds: each (shards, outer blocks)."""
+    shards, outer = bounds[0].shape
+    own = inner // shards
+    lower, upper, lower_full, upper_full = (x.T[:, :, None] for x in bounds)
+    index = np.arange(own)
+    attended = (lower <= index) & (index < upper)
+    full = (lower_full <= index) & (index < upper_full)
+    share = (attended.astype(float) + full).reshape(outer, shards * own) / 2
+    if fit:
+        down, across = (
+            max(1, -(-n // most)) for n, most in zip(share.shape, (_ROWS, _COLUMNS), strict=True)
+        )
+        share = np.pad(
+            share,
+            [(0, -n % step) for n, step in zip(share.shape, (down, across), strict=True)],
+            "edge",
+        )
+        share = share.reshape(share.shape[0] // down, down, -1, across).mean(axis=(1, 3))
+    line = "+" + "--" * share.shape[1] + "+"
+    cells = np.where(share == 1, "██", np.where(share == 0, "  ", "░░"))
+    return "\n".join([line, *("|" + "".join(row) + "|" for row in cells), line])

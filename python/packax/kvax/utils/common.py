@@ -1,0 +1,76 @@
+"""Constants and settings."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from packax.kvax.utils.typing import DeviceArray
+from packax.masks import PADDING_SEGMENT_ID
+
+H100_NAME = "H100"
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashAttentionParamsConfig:
+    """Settings of kvax's kernels.
+
+    packax's kernels have settings of their own, chosen for the GPU when the wheel is built: of these
+    the block sizes decide what the bounds of a mask count, and nothing else.
+    """
+
+    query_block_size: int = 64
+    kv_block_size: int = 64
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+def get_default_flash_attention_params(backward: bool) -> FlashAttentionParamsConfig:
+    """kvax's defaults: larger blocks on a GPU named H100. Without a GPU, those of other GPUs."""
+    try:
+        devices = jax.devices("gpu")
+    except RuntimeError:  # no GPU here
+        devices = []
+    if devices and H100_NAME in devices[0].device_kind:
+        return FlashAttentionParamsConfig(64 if backward else 128, 128, num_warps=8, num_stages=3)
+    return FlashAttentionParamsConfig()
+
+
+def pad_to_block_size(
+    embeddings: Sequence[DeviceArray] | None,
+    positions: DeviceArray,
+    segment_ids: DeviceArray | None,
+    block_size: int,
+    pos_fill_value: int,
+    transposed_inputs: bool = False,
+) -> tuple[Sequence[DeviceArray] | None, DeviceArray, DeviceArray | None]:
+    """Lengthens the sequences to whole blocks.
+
+    Args:
+        embeddings: arrays (B, S, H, D), or (B, H, S, D) with transposed_inputs; filled with 0.
+        positions: (B, S), filled with pos_fill_value.
+        segment_ids: (B, S), filled with PADDING_SEGMENT_ID.
+    """
+    missing = -positions.shape[1] % block_size
+    if not missing:
+        return embeddings, positions, segment_ids
+    rows = ((0, 0), (0, missing))
+    if embeddings is not None:
+        widths = ((0, 0), *rows, (0, 0)) if transposed_inputs else (*rows, (0, 0), (0, 0))
+        embeddings = [jnp.pad(x, widths) for x in embeddings]
+    positions = jnp.pad(positions, rows, constant_values=pos_fill_value)
+    if segment_ids is not None:
+        segment_ids = jnp.pad(segment_ids, rows, constant_values=PADDING_SEGMENT_ID)
+    return embeddings, positions, segment_ids
+
+
+__all__ = [
+    "H100_NAME",
+    "PADDING_SEGMENT_ID",
+    "FlashAttentionParamsConfig",
+    "get_default_flash_attention_params",
+    "pad_to_block_size",
+]

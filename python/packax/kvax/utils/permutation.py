@@ -1,0 +1,91 @@
+"""The order in which context parallelism deals the rows: the first and the last chunk to rank 0, ...
+
+Llama 3 (arXiv 2407.21783, section 3.3.2): n ranks, 2n chunks, rank r gets the chunks r and 2n-1-r,
+so that all have the same work for one causal document.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from packax.kvax.utils.sharding import get_query_context_mesh_axis_size
+from packax.kvax.utils.typing import DeviceArray
+from packax.plan import ContextPlan
+
+
+def generate_shard_indices(num_shards: int, reverse: bool = False) -> jax.Array:
+    """(num_shards,) int32: which chunk stands at each place, 0, n-1, 1, n-2, ...; or its inverse."""
+    return jnp.asarray(chunk_order(num_shards)[1 if reverse else 0])
+
+
+def chunk_order(num_shards: int) -> tuple[np.ndarray, np.ndarray]:
+    """The order of an even number of chunks, and its inverse, on the host."""
+    first = np.arange(num_shards // 2, dtype=np.int32)
+    order = np.stack([first, num_shards - 1 - first], axis=1).reshape(-1)
+    return order, np.argsort(order).astype(np.int32)
+
+
+def head_tail_plan(num_shards: int, length: int) -> ContextPlan:
+    """packax's plan for `num_shards` chunks, of any length that they divide.
+
+    Raises:
+        ValueError: a length that they do not divide.
+    """
+    if length % num_shards:
+        raise ValueError(
+            f"the sequence must be a multiple of {num_shards}, twice the size of the context axis, "
+            f"but has length {length}"
+        )
+    order, inverse = (x[None] for x in chunk_order(num_shards))
+    return ContextPlan(order, inverse, "head_tail", num_shards // 2, length, length // num_shards)
+
+
+def apply_permutation(
+    inputs: tuple[DeviceArray, ...], num_shards: int, reverse_permutation: bool
+) -> list[DeviceArray]:
+    """Every array (B, S, ...) with the `num_shards` chunks of axis 1 in order, or back."""
+    plan = head_tail_plan(num_shards, inputs[0].shape[1])
+    move = plan.unpermute if reverse_permutation else plan.permute
+    return [move(x) for x in inputs]
+
+
+def permute_tokens_context_parallelism(inputs: Any, mesh: Any = None) -> Any:
+    """Arrays (B, S, ...) with their rows (axis 1) in the order that balances a causal document.
+
+    Args:
+        inputs: an array, or a tuple of arrays that agree in B and S.
+        mesh: the device mesh; None: the one entered by `with mesh:` or jax.set_mesh.
+
+    Returns:
+        The array, or a list of the arrays.
+
+    Raises:
+        ValueError: no mesh, no context axis in the attention specs, shapes that do not agree, or S
+            that is not a multiple of twice the context axis.
+
+    >>> tokens, positions, ids = permute_tokens_context_parallelism((tokens, positions, ids))
+    """
+    return _move(inputs, mesh, reverse=False)
+
+
+def unpermute_tokens_context_parallelism(inputs: Any, mesh: Any = None) -> Any:
+    """The inverse of `permute_tokens_context_parallelism`."""
+    return _move(inputs, mesh, reverse=True)
+
+
+def _move(inputs: Any, mesh: Any, *, reverse: bool) -> Any:
+    shards = get_query_context_mesh_axis_size(mesh)
+    several = isinstance(inputs, (tuple, list))
+    arrays = tuple(jnp.asarray(x) for x in (inputs if several else (inputs,)))
+    shapes = [x.shape for x in arrays]
+    if not shapes or any(len(shape) < 2 or shape[:2] != shapes[0][:2] for shape in shapes):
+        raise ValueError(
+            "inputs must be an array (batch, length, ...) or a tuple of arrays with one batch size "
+            f"and one length, but the shapes are {shapes}"
+        )
+    moved = list(arrays) if shards == 1 else apply_permutation(arrays, 2 * shards, reverse)
+    return moved if several else moved[0]

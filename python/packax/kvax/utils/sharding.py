@@ -1,0 +1,123 @@
+"""From attention specs and a mesh to packax's sharding."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from packax.kvax.utils.specs import Axes, get_attention_specs
+from packax.kvax.utils.typing import Specs
+from packax.sharding import AttentionSharding, Layout, entered_mesh, layout_of
+
+
+def mesh_in_use(mesh: Any = None) -> Any:
+    """The mesh given, else that of `jax.set_mesh`, else that of a `with mesh:` block, else None.
+
+    Raises:
+        ValueError: a mesh that is not the one that jax.set_mesh set.
+    """
+    context = jax.sharding.get_abstract_mesh()
+    if mesh is None:
+        mesh = entered_mesh() if context.empty else context
+        return None if mesh is None or mesh.empty else mesh
+    if not context.empty and dict(context.shape) != dict(mesh.shape):
+        raise ValueError(
+            f"mesh has the axes {dict(mesh.shape)}, but jax.set_mesh set one with "
+            f"{dict(context.shape)}"
+        )
+    return mesh
+
+
+def _mesh(mesh: Any, why: str) -> Any:
+    mesh = mesh_in_use(mesh)
+    if mesh is None:
+        raise ValueError(
+            f"{why} a mesh: give mesh=, or enter one by `with mesh:` or jax.set_mesh(mesh)"
+        )
+    return mesh
+
+
+def attention_layout(mesh: Any = None) -> tuple[AttentionSharding | None, Layout | None]:
+    """The attention specs on the mesh in use; None, None where there is no mesh and no axis named.
+
+    Raises:
+        ValueError: axes named without a mesh, or that it does not have.
+        NotImplementedError: inside a shard_map of the caller's own over the context axes.
+    """
+    specs = get_attention_specs()
+    query, kv = tuple(specs.query_specs), tuple(specs.kv_specs)
+    mesh = mesh_in_use(mesh)
+    if mesh is None:
+        if all(axes is None for axes in query + kv):
+            return None, None
+        mesh = _mesh(mesh, f"the attention specs {query} and {kv} need")
+    sharding = AttentionSharding(P(*query), P(*kv), mesh=mesh)
+    layout = layout_of(sharding)
+    if layout.outside(layout.context) > 1:
+        raise NotImplementedError(
+            f"inside a shard_map over the context axes {layout.context} ids and keys would be one "
+            "rank's alone: call this outside of it, or use packax.flash_attention"
+        )
+    return sharding, layout
+
+
+def gathered(sharding: AttentionSharding, layout: Layout) -> AttentionSharding:
+    """The sharding whose keys are cut along the context axes, as the rows they were made of are.
+
+    Each rank then gathers them by groups of heads, beside the attention, and gradients are
+    reduce-scattered. Results are the same.
+    """
+    batch, rows = sharding.query[:2]
+    heads = sharding.key_value[Axes.kv_heads]
+    return dataclasses.replace(sharding, key_value=P(batch, rows, heads, None))
+
+
+def shard_map(f: Callable[..., Any], in_specs: Specs, out_specs: Specs, mesh: Any = None) -> Any:
+    """`jax.shard_map` with specs as tuples: None, or a tuple that begins with None or holds an axis.
+
+    Other tuples are trees of specs. A PartitionSpec is one in any case, so it serves where the
+    first entry is a tuple of axes and the others are None.
+    """
+
+    def is_spec(node: Any) -> bool:
+        if isinstance(node, P):
+            return True
+        if not isinstance(node, tuple):
+            return False
+        return not node or node[0] is None or any(isinstance(entry, str) for entry in node)
+
+    def convert(specs: Any) -> Any:
+        return jax.tree.map(lambda spec: P(*spec), specs, is_leaf=is_spec)
+
+    mesh = _mesh(mesh, "shard_map needs")
+    return jax.shard_map(
+        f, mesh=mesh, in_specs=convert(in_specs), out_specs=convert(out_specs), check_vma=False
+    )
+
+
+def get_query_context_mesh_axis_name(mesh: Any = None) -> Any:
+    """The sequence entry of the query specs: None, an axis, or a tuple of axes."""
+    return get_attention_specs().query_specs[Axes.query_sequence]
+
+
+def get_query_context_mesh_axis_size(mesh: Any = None) -> int:
+    """How many pieces the query rows are cut into.
+
+    Raises:
+        ValueError: no mesh, or specs without a context axis, or one that the mesh does not have.
+    """
+    name = get_query_context_mesh_axis_name()
+    mesh = _mesh(mesh, "the size of the context axis needs")
+    axes = name if isinstance(name, tuple) else (name,)
+    for axis in axes:
+        if axis not in mesh.shape:
+            raise ValueError(
+                f"the mesh has no axis {axis!r}, which query_specs names for the sequence: it has "
+                f"{', '.join(map(repr, mesh.shape))}"
+            )
+    return math.prod(mesh.shape[axis] for axis in axes)

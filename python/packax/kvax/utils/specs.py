@@ -1,0 +1,101 @@
+"""How query, key and value lie on the mesh: one setting for the whole process, as in kvax."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+
+from packax.kvax.utils.typing import Specs
+
+
+class Axes(IntEnum):
+    """Places in a spec; the key/value names are aliases."""
+
+    batch = 0
+    query_sequence = 1
+    kv_sequence = 1
+    heads = 2
+    kv_heads = 2
+    head_dim = 3
+
+
+@dataclasses.dataclass
+class AttentionSpecs:
+    """Each (batch, sequence, heads, head dim): None, a mesh axis, or a tuple of axes."""
+
+    query_specs: Specs = None
+    kv_specs: Specs = None
+
+
+_current = AttentionSpecs()
+
+
+def set_attention_specs(query_specs: Specs, kv_specs: Specs) -> None:
+    """Sets the specs for all threads, until they are set again.
+
+    Args:
+        query_specs: (batch, sequence, heads, head dim) of query and output. A sequence axis turns
+            context parallelism on.
+        kv_specs: (batch, sequence, heads, head dim) of key and value.
+
+    Raises:
+        ValueError: specs that do not have four entries, or differ in batch or head dim, or shard the
+            keys' sequence or the head dim.
+    """
+    _check(query_specs, kv_specs)
+    _current.query_specs, _current.kv_specs = query_specs, kv_specs
+
+
+def get_attention_specs() -> AttentionSpecs:
+    """The specs in force.
+
+    Raises:
+        ValueError: if none are.
+    """
+    if _current.query_specs is None or _current.kv_specs is None:
+        raise ValueError(
+            "no attention specs are set: call this inside `with attention_specs(query_specs, "
+            "kv_specs):`, or after set_attention_specs"
+        )
+    return dataclasses.replace(_current)
+
+
+@contextmanager
+def attention_specs(query_specs: Specs, kv_specs: Specs) -> Iterator[None]:
+    """`set_attention_specs` for the length of a `with` block; then what was set before.
+
+    >>> with attention_specs(("data", "context", None, None), ("data", None, None, None)):
+    ...     mask = create_attention_mask(positions, ids, kv_positions, kv_ids, calc_bwd_mask=True)
+    """
+    before = dataclasses.replace(_current)
+    set_attention_specs(query_specs, kv_specs)
+    try:
+        yield
+    finally:
+        _current.query_specs, _current.kv_specs = before.query_specs, before.kv_specs
+
+
+def _check(query_specs: Specs, kv_specs: Specs) -> None:
+    for name, specs in (("query_specs", query_specs), ("kv_specs", kv_specs)):
+        if len(specs) != 4:
+            raise ValueError(
+                f"{name} must have 4 entries, (batch, sequence, heads, head dim), but has "
+                f"{len(specs)}: {specs}"
+            )
+    for axis in (Axes.batch, Axes.head_dim):
+        if query_specs[axis] != kv_specs[axis]:
+            raise ValueError(
+                f"query_specs and kv_specs must have one {axis.name} sharding, but have "
+                f"{query_specs[axis]!r} and {kv_specs[axis]!r}"
+            )
+    if kv_specs[Axes.kv_sequence] is not None:
+        raise ValueError(
+            f"kv_specs must have None for the sequence, but has {kv_specs[Axes.kv_sequence]!r}: every "
+            "rank attends all keys. packax.AttentionSharding takes sharded keys"
+        )
+    if kv_specs[Axes.head_dim] is not None:
+        raise ValueError(
+            f"the head dim cannot be sharded, but the specs say {kv_specs[Axes.head_dim]!r}"
+        )

@@ -1,0 +1,77 @@
+"""Types: arrays, specs, and the mask that `create_attention_mask` returns."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+
+import packax
+
+DeviceArray: TypeAlias = jax.Array
+PRNGKey: TypeAlias = jax.Array
+Specs: TypeAlias = Any  # (batch, sequence, heads, head dim): None, mesh axes or tuples of them
+
+FlattenedAttentionMask = tuple[DeviceArray, DeviceArray, DeviceArray, DeviceArray]
+
+
+class RowMasks(NamedTuple):
+    """packax's masks, by what `flash_attention` may be told to compare.
+
+    XLA drops those that a program does not use.
+    """
+
+    by_position: packax.AttentionMask
+    by_index: packax.AttentionMask  # assume_sequential_positions
+    by_permuted_index: packax.AttentionMask | None  # and query rows permuted over a context axis
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=[
+        "lower_bounds",
+        "upper_bounds",
+        "lower_full_bounds",
+        "upper_full_bounds",
+        "row_masks",
+    ],
+    meta_fields=["block_sizes"],
+)
+@dataclasses.dataclass
+class AttentionMask:
+    """Bounds of blocks, half-open, in blocks of the inner side for every block of the outer side.
+
+    Blocks in [lower, upper) are attended, those in [lower_full, upper_full) by every pair; lower <=
+    lower_full <= upper_full <= upper. All int32. Outer is the query side, (B, 1, query blocks), for
+    the forward and dQ masks; for the dK/dV mask it is the key side, (B, context shards, key blocks),
+    and the bounds count the query blocks of each shard. A pytree: it crosses jit, scan and remat.
+
+    Attributes:
+        row_masks: what packax attends by; held by the forward mask only. None in a mask made of four
+            arrays: `flash_attention` then makes it of its own ids and positions, in every layer.
+        block_sizes: (query block, key block) that the bounds count; None where nobody said.
+    """
+
+    lower_bounds: DeviceArray
+    upper_bounds: DeviceArray
+    lower_full_bounds: DeviceArray
+    upper_full_bounds: DeviceArray
+    row_masks: RowMasks | None = None
+    block_sizes: tuple[int, int] | None = None
+
+    def flatten(self) -> FlattenedAttentionMask:
+        """The four bounds, in the order of the fields."""
+        return (
+            self.lower_bounds,
+            self.upper_bounds,
+            self.lower_full_bounds,
+            self.upper_full_bounds,
+        )
+
+    @classmethod
+    def unflatten(cls, flatten_mask: FlattenedAttentionMask) -> AttentionMask:
+        """A mask of four bounds."""
+        lower, upper, lower_full, upper_full = flatten_mask
+        return cls(lower, upper, lower_full, upper_full)
