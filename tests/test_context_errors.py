@@ -47,6 +47,17 @@ def test_the_good_calls_are_good():
     assert build(packax.causal(), q_len=512, kv_len=512, sharding=GOOD).q_lo.shape == (1, 512)
 
 
+def test_a_bias_needs_places_where_the_sequence_is_cut():
+    bias = packax.alibi(np.ones(4), positions=np.arange(512))
+    with (
+        jax.set_mesh(mesh_of(2, 2, 2, axes=("data", "context", "tensor"))),
+        pytest.raises(ValueError, match=r"alibi needs positions and kv_positions.*'context'"),
+    ):
+        packax.flash_attention(
+            *[zeros(2, 512, 4, 8)] * 3, packax.causal(), bias=bias, sharding=GOOD
+        )
+
+
 @pytest.mark.parametrize(
     "call,texts",
     [

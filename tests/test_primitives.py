@@ -8,8 +8,15 @@ import packax
 import pytest
 from packax.primitives import backward_p, blocks_p, documents_p, forward_p
 
-STATIC = {"scale": 0.3, "element_test": 2, "implementation": None}
-BACKWARD = {**STATIC, "has_dlse": False, "deterministic": False}
+SHARED = {
+    "scale": 0.3,
+    "soft_cap": 0.0,
+    "element_test": 2,
+    "extras": 0,
+    "implementation": None,
+}
+STATIC = {**SHARED, "max_logits": False}
+BACKWARD = {**SHARED, "has_dlse": False, "deterministic": False, "dnumbers": False}
 
 
 def shapes(function, *shapes_and_dtypes):

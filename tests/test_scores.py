@@ -4,6 +4,8 @@ Guards against a term that only the forward has, a gradient that misses a sum, a
 gets a share of something.
 """
 
+import functools
+
 import cases
 import context
 import jax
@@ -23,11 +25,17 @@ def arrays_of(case, dtype, dims=(16, 16), **others):
     return arrays | others, dout, dlse
 
 
-def attention_of(mask, **static):
+def attention_of(mask, *, positions=None, **static):
+    """Of a dict of arrays: those that flash_attention is differentiable in."""
+
     def attention(arrays):
         arrays = dict(arrays)
         tensors = [arrays.pop(name) for name in ("query", "key", "value")]
-        arrays.pop("scale")
+        if "slopes" in arrays:
+            arrays["bias"] = packax.alibi(
+                arrays.pop("slopes"), positions=positions and positions[0],
+                kv_positions=positions and positions[1],
+            )  # fmt: skip
         return packax.flash_attention(*tensors, mask, return_lse=True, **arrays, **static)
 
     return attention
@@ -37,19 +45,119 @@ def sinks_of(heads, dtype=jnp.float32):
     return jnp.linspace(-3, 4, heads).astype(dtype)
 
 
+def slopes_of(heads):
+    return 2.0 ** (-8 * jnp.arange(1.0, heads + 1) / heads)
+
+
+def check(case, dtype, dims=(16, 16), *, soft_cap=None, positions=None, scale=None, **others):
+    """Everything of one request, forward and backward, and the largest logits."""
+    arrays, dout, dlse = arrays_of(case, dtype, dims, **others)
+    if scale is not None:
+        arrays["scale"] = jnp.float32(scale)
+    mask = packax.create_attention_mask(case.expression(), q_len=case.q_len, kv_len=case.kv_len)
+    attention = attention_of(mask, soft_cap=soft_cap, positions=positions, return_max_logits=True)
+
+    @jax.jit
+    def function(arrays):
+        return score_oracle.run(attention, arrays, dout, dlse), attention(arrays)[2]
+
+    got, top = function(arrays)
+    places = positions or (np.arange(case.q_len)[None], np.arange(case.kv_len)[None])
+    true, plain, largest = score_oracle.true_and_plain(
+        arrays, case.allowed(), dout, dlse, soft_cap=soft_cap, places=places
+    )
+    score_oracle.check(got, true, plain)
+    assert top.dtype == jnp.float32
+    np.testing.assert_allclose(top, largest, rtol=1e-5, atol=1e-5)
+    return got
+
+
 @pytest.mark.parametrize(
     "name,dtype",
     [("batch_of_three", "float32"), ("ids_reappear", "bfloat16"), ("all_padding", "float16")],
 )
 def test_sinks(name, dtype):
     case = cases.BY_NAME[name]
-    arrays, dout, dlse = arrays_of(case, dtype, sinks=sinks_of(case.heads))
-    mask = packax.create_attention_mask(case.expression(), q_len=case.q_len, kv_len=case.kv_len)
-    function = jax.jit(lambda x: score_oracle.run(attention_of(mask), x, dout, dlse))
-    got = function(arrays)
-    true, plain, _ = score_oracle.true_and_plain(arrays, case.allowed(), dout, dlse)
-    del got.gradients["scale"]
-    score_oracle.check(got, true, plain)
+    check(case, dtype, sinks=sinks_of(case.heads))
+
+
+@pytest.mark.parametrize(
+    "name,dtype,options",
+    [
+        ("documents_odd", "float32", {"soft_cap": 1.5}),
+        ("positions_fall", "bfloat16", {"soft_cap": 20.0, "sinks": True}),
+        ("causal_wide", "bfloat16", {"slopes": True, "soft_cap": 2.0}),
+        ("cross_documents", "float32", {"slopes": True, "sinks": True, "soft_cap": 3.0}),
+        ("gqa_4", "float32", {"scale": -0.7, "soft_cap": 5.0}),
+        ("causal", "float32", {"scale": 0.0, "slopes": True}),
+    ],
+)
+def test_options(name, dtype, options):
+    """An option alone, and several together, on masks of every kind."""
+    case = cases.BY_NAME[name]
+    options = dict(options)
+    for option, made in (("sinks", sinks_of), ("slopes", slopes_of)):
+        if options.pop(option, False):
+            options[option] = made(case.heads)
+    got = check(case, dtype, (24, 40), **options)
+    assert np.abs(got.gradients["scale"]) > 1e-3
+
+
+def test_alibi_by_positions():
+    """Per batch row, of rows and of keys, negative ones too."""
+    case = cases.BY_NAME["batch_of_three"]
+    rng = np.random.default_rng(0)
+    places = rng.integers(-30, 60, (2, 3, case.q_len)).astype(np.int32)
+    check(case, "float32", positions=(places[0], places[1]), slopes=slopes_of(case.heads))
+
+
+def test_positions_of_rows_are_those_of_keys():
+    arrays, *_ = arrays_of(CASE, "float32")
+    mask = packax.create_attention_mask(CASE.expression())
+    tensors = [arrays[name] for name in ("query", "key", "value")]
+    slopes = slopes_of(CASE.heads)
+    index = np.arange(CASE.q_len) * 3
+    got = [
+        packax.flash_attention(*tensors, mask, bias=bias)
+        for bias in (
+            packax.alibi(slopes, positions=index),
+            packax.alibi(slopes, positions=index, kv_positions=index[None]),
+            packax.alibi(3 * slopes),
+        )
+    ]
+    np.testing.assert_array_equal(got[0], got[1])
+    np.testing.assert_allclose(got[0], got[2], atol=1e-5)
+
+
+def test_garbage_in_padding_stays_there():
+    """Under a cap, a sink and a bias, what overflows in padding reaches neither results nor gradients."""
+    case = cases.BY_NAME["padding"]
+    options = {"sinks": sinks_of(case.heads), "slopes": slopes_of(case.heads)}
+    arrays, dout, dlse = arrays_of(case, "float32", **options)
+    mask = packax.create_attention_mask(case.expression())
+    padding = (cases.PADDED == -1)[None, :, None, None]
+    attention = attention_of(mask, soft_cap=2.0)
+    run = jax.jit(lambda x, dout: score_oracle.run(attention, x, dout, dlse))
+    clean = run(arrays, dout)
+    loud = {n: jnp.where(padding, 3e38, arrays[n]) for n in ("query", "key", "value")}
+    got = run(arrays | loud, jnp.where(padding, 3e38, dout))
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(clean), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_the_order_of_results():
+    arrays, *_ = arrays_of(CASE, "bfloat16")
+    mask = packax.create_attention_mask(CASE.expression())
+    tensors = [arrays[name] for name in ("query", "key", "value")]
+    out, lse, top = packax.flash_attention(*tensors, mask, return_lse=True, return_max_logits=True)
+    assert (lse.shape, top.shape) == ((3, 4, 409), (3, 4)) and top.dtype == jnp.float32
+    again, only = packax.flash_attention(*tensors, mask, return_max_logits=True)
+    np.testing.assert_array_equal(only, top)
+    np.testing.assert_array_equal(again, out)
+    gradient = jax.grad(
+        lambda q: packax.flash_attention(q, *tensors[1:], mask, return_max_logits=True)[1].sum()
+    )(tensors[0])
+    assert not np.any(gradient)  # as documented: stop_gradient
 
 
 def test_a_sink_of_minus_infinity_is_none():
@@ -61,87 +169,134 @@ def test_a_sink_of_minus_infinity_is_none():
         np.testing.assert_array_equal(x, y)
 
 
-def test_sinks_under_vmap():
-    """Over sinks alone, and over sinks and tensors: as a loop."""
+def test_vmap_over_any_of_them():
+    """Over sinks, scale and slopes alone, or with tensors and places: as a loop."""
     rng = np.random.default_rng(0)
-    tensors = [jnp.asarray(rng.standard_normal((2, 1, 30, 2, 8)), jnp.float32) for _ in range(3)]
+    tensors = [jnp.asarray(rng.standard_normal((2, 2, 30, 2, 8)), jnp.float32) for _ in range(3)]
     sinks = jnp.asarray([[0.5, -1], [2, 0]], jnp.float32)
+    scales = jnp.asarray([0.3, -0.5], jnp.float32)
+    slopes = jnp.asarray([[0.1, 0.5], [0, 0.2]], jnp.float32)
+    places = jnp.asarray(np.stack([np.arange(30), np.arange(30) * 2]), jnp.int32)
     mask = packax.create_attention_mask(packax.causal(), q_len=30, kv_len=30)
 
-    def total(q, k, v, sinks):
-        return jnp.sum(packax.flash_attention(q, k, v, mask, sinks=sinks) ** 2)
+    def total(q, k, v, sinks, scale, slopes, places):
+        bias = packax.alibi(slopes, positions=places)
+        out, top = packax.flash_attention(
+            q, k, v, mask, sinks=sinks, scale=scale, bias=bias, soft_cap=3.0, return_max_logits=True
+        )
+        return jnp.sum(out**2) + jnp.sum(top)
 
-    gradient = jax.grad(total, (0, 3))
-    for axes in ((None, None, None, 0), (0, 0, 0, 0), (0, 0, 0, None)):
-        operands = [x[0] if a is None else x for x, a in zip((*tensors, sinks), axes, strict=True)]
+    gradient = jax.value_and_grad(total, (0, 3, 4, 5))
+    given = (*tensors, sinks, scales, slopes, places)
+    for mapped in ("1111111", "0001110", "0000001"):
+        axes = tuple(0 if flag == "1" else None for flag in mapped)
+        operands = [x[0] if a is None else x for x, a in zip(given, axes, strict=True)]
         got = jax.jit(jax.vmap(gradient, axes))(*operands)
         for n in range(2):
             one = [x if a is None else x[n] for x, a in zip(operands, axes, strict=True)]
-            for x, y in zip(got, gradient(*one), strict=True):
-                np.testing.assert_allclose(x[n], y, rtol=1e-5, atol=1e-5)
+            for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(gradient(*one)), strict=True):
+                np.testing.assert_allclose(x[n], y, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_sinks_on_a_mesh(kind):
-    """Split with the heads; their gradients summed over the axes of batch and context."""
-    sharding = packax.AttentionSharding(
-        query=P("data", "context", "tensor"),
-        key_value=P("data", "context", "tensor"),
-        head_groups=1,
-    )
+@pytest.mark.parametrize("kind,groups", [("Auto", 2), ("Explicit", 1)])
+def test_on_a_mesh(kind, groups):
+    """Arrays per head are split with the heads, places with the rows; their gradients summed over the other axes."""
+    rows = P("data", "context", "tensor")
+    sharding = packax.AttentionSharding(query=rows, key_value=rows, head_groups=groups)
     mesh = context.mesh_of(2, 2, 2, kind=kind, axes=("data", "context", "tensor"))
-    query, key, value, dout, dlse = context.tensors(batch=2, length=256)
+    tensors = context.tensors(batch=2, length=256)
     ids = context.ROWS[1:3, 400:656]
-    sinks = sinks_of(context.HEADS)
+    places = np.stack([np.arange(256), np.arange(256) // 2]).astype(np.int32)
+    numbers = sinks_of(context.HEADS), slopes_of(context.HEADS), jnp.float32(0.4)
 
-    def results(query, key, value, sinks, sharding):
+    @functools.partial(jax.jit, static_argnums=2)
+    def results(tensors, numbers, sharding):
         mask = packax.create_attention_mask(
             packax.causal() & packax.documents(ids), sharding=sharding
         )
 
-        def attention(*x):
-            out, lse = packax.flash_attention(
-                *x[:3], mask, sinks=x[3], return_lse=True, sharding=sharding
-            )
-            return out, jnp.where(jnp.isfinite(lse), lse, 0)
+        def attention(query, key, value, sinks, slopes, scale):
+            bias = packax.alibi(slopes, positions=places, kv_positions=places)
+            options = {"scale": scale, "soft_cap": 2.0, "sinks": sinks, "bias": bias}
+            out, lse, top = packax.flash_attention(
+                *(query, key, value, mask), **options,
+                return_lse=True, return_max_logits=True, sharding=sharding,
+            )  # fmt: skip
+            return out, jnp.where(jnp.isfinite(lse), lse, 0), top
 
-        (out, lse), transpose = jax.vjp(attention, query, key, value, sinks)
-        return out, lse, *transpose((dout.astype(out.dtype), dlse))
+        query, key, value, dout, dlse = tensors
+        results, transpose = jax.vjp(attention, query, key, value, *numbers)
+        return *results, *transpose((dout, dlse, jnp.zeros_like(results[2])))
 
-    expected = jax.jit(results, static_argnums=4)(query, key, value, sinks, None)
+    expected = results(tensors, numbers, None)
     with jax.set_mesh(mesh):
         if kind == "Explicit":
-            place = jax.sharding.NamedSharding(mesh, sharding.query)
-            query, key, value, dout = (jax.device_put(x, place) for x in (query, key, value, dout))
-            dlse = jax.device_put(
-                dlse, jax.sharding.NamedSharding(mesh, P("data", "tensor", "context"))
-            )
-        got = jax.block_until_ready(
-            jax.jit(results, static_argnums=4)(query, key, value, sinks, sharding)
-        )
+            place = functools.partial(jax.sharding.NamedSharding, mesh)
+            specs = [rows] * 4 + [P("data", "tensor", "context")]
+            tensors = [jax.device_put(x, place(p)) for x, p in zip(tensors, specs, strict=True)]
+        got = jax.block_until_ready(results(tensors, numbers, sharding))
     for x, y in zip(got, expected, strict=True):
-        np.testing.assert_allclose(x, y, rtol=0, atol=1e-5 * float(np.abs(y).max()))
+        np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * float(np.abs(y).max()))
 
 
-def test_sinks_inside_the_callers_shard_map():
-    """A rank of the caller's sees its own sinks; replicated ones get the sum of all ranks' gradients."""
-    mesh = context.mesh_of(2, axes=("data",))
+def test_inside_the_callers_shard_map():
+    """Replicated arrays get the sum of all ranks' gradients; the largest logit is that of all rows."""
+    mesh = context.mesh_of(2, axes=("context",))
     query, key, value, *_ = context.tensors(batch=2, length=64)
-    sinks = sinks_of(context.HEADS)
+    sharding = packax.AttentionSharding(query=P(None, "context"), key_value=P())
+    numbers = sinks_of(context.HEADS), slopes_of(context.HEADS), jnp.float32(0.4)
+    index = jnp.arange(64)
 
-    def total(query, key, value, sinks):
-        return jnp.sum(packax.flash_attention(query, key, value, packax.causal(), sinks=sinks) ** 2)
+    def total(query, key, value, sinks, slopes, scale, places, sharding=None):
+        bias = packax.alibi(slopes, positions=places, kv_positions=index)
+        out, top = packax.flash_attention(
+            query, key, value, packax.ranges(jnp.zeros(64, int), index + 1),
+            sinks=sinks, bias=bias, scale=scale, return_max_logits=True, sharding=sharding,
+        )  # fmt: skip
+        return jnp.sum(out**2), top
 
-    def mapped(*operands):
-        one = jax.shard_map(
-            lambda *x: jax.lax.psum(total(*x), "data"),
-            mesh=mesh,
-            in_specs=(P("data"), P("data"), P("data"), P()),
-            out_specs=P(),
-        )
-        return one(*operands)
+    def rank(*operands):
+        out, top = total(*operands, sharding)
+        return jax.lax.psum(out, "context"), top
 
-    got = jax.jit(jax.grad(mapped, (0, 3)))(query, key, value, sinks)
-    expected = jax.grad(total, (0, 3))(query, key, value, sinks)
-    for x, y in zip(got, expected, strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
+    rows = P(None, "context")
+    mapped = jax.shard_map(
+        rank, mesh=mesh, in_specs=(rows, *[P()] * 5, P("context")), out_specs=(P(), P())
+    )
+    operands = (query, key, value, *numbers, index)
+    wanted = tuple(range(6))
+    with jax.set_mesh(mesh):
+        got = jax.jit(jax.value_and_grad(mapped, wanted, has_aux=True))(*operands)
+    expected = jax.value_and_grad(total, wanted, has_aux=True)(*operands)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-3)
+
+
+def test_forward_mode_and_second_derivatives():
+    """Of sinks, slopes and an array's scale, beside the tensors: in float64, by finite differences."""
+    with score_oracle.x64(True):
+        rng = np.random.default_rng(3)
+        at = [rng.standard_normal((1, 9, 2, 4)) for _ in range(3)]
+        at += [np.asarray([0.5, -1]), np.asarray([0.2, 0.1]), np.asarray(0.7)]
+        along = [jnp.asarray(rng.standard_normal(x.shape)) for x in at]
+        at = [jnp.asarray(x) for x in at]
+        mask = packax.create_attention_mask(packax.causal(), q_len=9, kv_len=9)
+
+        def total(q, k, v, sinks, slopes, scale):
+            out, lse = packax.flash_attention(
+                q, k, v, mask, sinks=sinks, bias=packax.alibi(slopes), scale=scale, soft_cap=2.0,
+                return_lse=True,
+            )  # fmt: skip
+            return jnp.sum(jnp.sin(out)) + jnp.sum(lse**2)
+
+        def line(function, t):
+            return function(*(x + t * d for x, d in zip(at, along, strict=True)))
+
+        first = jax.jit(lambda t: line(total, t))
+        slope = jax.jit(lambda: jax.jvp(total, tuple(at), tuple(along))[1])()
+        np.testing.assert_allclose(slope, (first(1e-5) - first(-1e-5)) / 2e-5, rtol=1e-7)
+        gradient = jax.grad(total, tuple(range(6)))
+        second = jax.jit(lambda t: line(gradient, t))
+        got = jax.jit(lambda: jax.jvp(gradient, tuple(at), tuple(along))[1])()
+        for x, up, down in zip(got, second(1e-5), second(-1e-5), strict=True):
+            np.testing.assert_allclose(x, (up - down) / 2e-5, rtol=1e-5, atol=1e-6)

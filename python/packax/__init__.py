@@ -11,6 +11,7 @@ from packax.derivatives import CHECKPOINT_NAMES
 from packax.dot_product import dot_product_attention
 from packax.masks import PADDING_SEGMENT_ID, causal, documents, full, ranges
 from packax.plan import ContextPlan, context_plan
+from packax.scores import Alibi, alibi
 from packax.sharding import AttentionSharding
 
 __version__ = "0.1.0"
@@ -18,10 +19,12 @@ __version__ = "0.1.0"
 __all__ = [
     "CHECKPOINT_NAMES",
     "PADDING_SEGMENT_ID",
+    "Alibi",
     "AttentionMask",
     "AttentionSharding",
     "ContextPlan",
     "__version__",
+    "alibi",
     "causal",
     "context_plan",
     "create_attention_mask",

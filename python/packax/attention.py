@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 from typing import Any, Literal, overload
 
 import jax
@@ -15,7 +14,7 @@ from packax.derivatives import attention
 from packax.masks import MaskExpression
 from packax.partition import Call
 from packax.primitives import vary_together
-from packax.scores import Scores, checked_sinks
+from packax.scores import Alibi, checked_scale, checked_soft_cap, largest, scores_of
 from packax.sharding import AttentionSharding, Layout, check_tensors, layout_of
 
 Implementation = Literal["cubin", "xla"]
@@ -31,9 +30,12 @@ def flash_attention(
     value: Any,
     mask: AttentionMask | MaskExpression,
     *,
-    scale: float | None = None,
+    scale: Any = None,
+    soft_cap: float | None = None,
     sinks: Any = None,
+    bias: Alibi | None = None,
     return_lse: Literal[False] = False,
+    return_max_logits: Literal[False] = False,
     deterministic: bool = False,
     implementation: Implementation | None = None,
     sharding: AttentionSharding | None = None,
@@ -46,33 +48,60 @@ def flash_attention(
     value: Any,
     mask: AttentionMask | MaskExpression,
     *,
-    scale: float | None = None,
+    scale: Any = None,
+    soft_cap: float | None = None,
     sinks: Any = None,
+    bias: Alibi | None = None,
     return_lse: Literal[True],
+    return_max_logits: Literal[False] = False,
     deterministic: bool = False,
     implementation: Implementation | None = None,
     sharding: AttentionSharding | None = None,
     checkpoint_name: str | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...
+@overload
 def flash_attention(
     query: Any,
     key: Any,
     value: Any,
     mask: AttentionMask | MaskExpression,
     *,
-    scale: float | None = None,
+    scale: Any = None,
+    soft_cap: float | None = None,
     sinks: Any = None,
+    bias: Alibi | None = None,
     return_lse: bool = False,
+    return_max_logits: Literal[True],
     deterministic: bool = False,
     implementation: Implementation | None = None,
     sharding: AttentionSharding | None = None,
     checkpoint_name: str | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Exact softmax attention, softmax(scale * query @ key^T where mask) @ value, in O(S) memory.
+) -> tuple[jax.Array, ...]: ...
+def flash_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: AttentionMask | MaskExpression,
+    *,
+    scale: Any = None,
+    soft_cap: float | None = None,
+    sinks: Any = None,
+    bias: Alibi | None = None,
+    return_lse: bool = False,
+    return_max_logits: bool = False,
+    deterministic: bool = False,
+    implementation: Implementation | None = None,
+    sharding: AttentionSharding | None = None,
+    checkpoint_name: str | None = None,
+) -> jax.Array | tuple[jax.Array, ...]:
+    """Exact softmax attention, softmax(logits where mask) @ value, in O(S) memory.
+
+    The logits are `scale * query @ key^T`, soft-capped, with a bias and a sink on request.
 
     The algorithm is FlashAttention-2 (arXiv 2307.08691) over row ranges: blocks of keys that no
-    row of a tile attends are never visited, forward or backward. Differentiable in query, key
-    and value; softmax and all sums are float32 (float64 for float64 operands).
+    row of a tile attends are never visited, forward or backward. Differentiable in query, key,
+    value, sinks, slopes of the bias and an array's scale; softmax and all sums are float32
+    (float64 for float64 operands).
 
     Args:
         query: (B, Sq, H, Dqk) bfloat16, float16 or float32 (float64 where jax has it enabled).
@@ -82,11 +111,19 @@ def flash_attention(
         mask: a mask from `create_attention_mask`, built once and used by every layer, or an
             expression such as `causal() & documents(segment_ids)`, built on the spot. Its batch
             is B, or 1 for one mask for all.
-        scale: a finite Python or numpy number, of any sign, or 0; None: 1 / sqrt(Dqk).
+        scale: of any sign, or 0; a finite Python or numpy number, or an array of shape () and a
+            float dtype, traced or not, in which it is differentiable. None: 1 / sqrt(Dqk).
+        soft_cap: a Python or numpy number from 1e-30 to 1e30: logits become
+            soft_cap * tanh(logits / soft_cap) (Gemma 2, arXiv 2408.00118). None: no cap.
         sinks: (H,) of any float dtype: a logit per query head that stands in the softmax's
-            denominator beside the scaled scores, and has no value (gpt-oss). Differentiable.
-        return_lse: return also the log-sum-exp (natural logarithm) of each row's scaled scores.
-            It is differentiable, and counts the sink.
+            denominator beside the logits, and has no value (gpt-oss). Differentiable.
+        bias: `alibi(slopes)`: minus the slope of the head times the distance of row and key,
+            added behind the soft cap. No array of Sq x Skv is made.
+        return_lse: return also the log-sum-exp (natural logarithm) of each row's logits. It is
+            differentiable, and counts the sink.
+        return_max_logits: return also the largest logit of each head, as it enters the softmax,
+            over the attended pairs (for QK-clip, arXiv 2507.20534). It has no gradient, as from
+            `jax.lax.stop_gradient`.
         deterministic: True: bit-identical gradients from run to run; on Hopper the backward then
             uses the portable kernels (slower). False: on Hopper, parts of the gradient of query
             are summed in any order, so it may differ by rounding. The results, the gradients of
@@ -101,14 +138,17 @@ def flash_attention(
             that has names of its own.
 
     Returns:
-        out, (B, Sq, H, Dv) in query's dtype, or (out, lse), lse (B, H, Sq) float32 (float64 for
-        float64). A row that attends nothing has out 0, lse -inf (also with a sink) and gradients
+        out, (B, Sq, H, Dv) in query's dtype; with return_lse or return_max_logits a tuple: out,
+        then lse (B, H, Sq), then max_logits (B, H), -inf where nothing is attended, both float32
+        (float64 for float64). Inside a `shard_map` of the caller's, max_logits of all rows needs
+        `sharding`. A row that attends nothing has out 0, lse -inf (also with a sink) and gradients
         0, and the cotangents that come in for it are ignored.
 
     Raises:
-        ValueError: shapes, dtypes, scale, sinks, mask, implementation or sharding that are not as above,
+        ValueError: shapes, dtypes, scale, soft_cap, sinks, bias, mask, implementation or sharding that are not as above,
             or sizes that the mesh does not divide.
-        NotImplementedError: when lowered for CUDA, no kernel for the dtype or head dims; with
+        NotImplementedError: when lowered for CUDA, no kernel for the dtype or head dims (there
+            are some for bfloat16 and float16, and all multiples of 8 up to 256); with
             implementation="cubin", when lowered for another platform.
 
     Under `jax.checkpoint`, the policy `save_only_these_names("packax_out", "packax_lse")`
@@ -125,7 +165,11 @@ def flash_attention(
         raise ValueError(
             f'implementation must be None, "cubin" or "xla", but is {implementation!r}'
         )
-    for name, flag in (("return_lse", return_lse), ("deterministic", deterministic)):
+    for name, flag in (
+        ("return_lse", return_lse),
+        ("return_max_logits", return_max_logits),
+        ("deterministic", deterministic),
+    ):
         if not isinstance(flag, (bool, np.bool_)):
             raise ValueError(f"{name} must be True or False, but is {flag!r}")
     batch, rows, _, qk_dim = query.shape
@@ -135,27 +179,35 @@ def flash_attention(
         kv_len *= layout.outside(layout.kv_context)
     if not isinstance(checkpoint_name, (str, type(None))):
         raise ValueError(f"checkpoint_name must be None or a string, but is {checkpoint_name!r}")
-    scale = 1 / math.sqrt(qk_dim) if scale is None else _checked_scale(scale)
+    factor = 1 / math.sqrt(qk_dim) if scale is None else checked_scale(scale)
+    soft_cap = checked_soft_cap(soft_cap)
     if isinstance(mask, MaskExpression):
         mask = create_attention_mask(mask, q_len=q_len, kv_len=kv_len, sharding=sharding)
     _check_mask(mask, batch, rows, q_len, kv_len, layout)
 
-    query, scale = _with_positive_scale(query, scale)
-    scores = Scores(checked_sinks(sinks, query.shape[2], layout))
+    if not isinstance(factor, jax.Array):
+        query, factor = _with_positive_scale(query, factor)
+    scores, places = scores_of(query, q_len, kv_len, factor, sinks, bias, layout)
     scores, query, key, value, *operands = vary_together(
-        scores, query, key, value, *mask.operands()
+        scores, query, key, value, *mask.operands(), *places
     )
     call = Call(
-        scale,
+        1.0 if isinstance(factor, jax.Array) else factor,
         mask.element_test,
         bool(return_lse),
         bool(deterministic),
         implementation,
         layout,
         checkpoint_name,
+        soft_cap=soft_cap,
+        return_max_logits=bool(return_max_logits),
     )
-    out, lse = attention(call, (query, key, value, scores), tuple(operands), mask.kv_plan)
-    return (out, lse) if return_lse else out
+    results = list(attention(call, (query, key, value, scores), tuple(operands), mask.kv_plan))
+    if return_max_logits:
+        results[2] = largest(results[2], layout)
+    if not return_lse:
+        del results[1]
+    return tuple(results) if len(results) > 1 else results[0]
 
 
 def _check_tensors(
@@ -201,21 +253,6 @@ def _check_tensors(
         )
     if layout is not None:
         check_tensors(layout, query, key)
-
-
-def _checked_scale(scale: Any) -> float:
-    if not isinstance(scale, numbers.Real) or isinstance(scale, bool):
-        raise ValueError(
-            f"scale must be a Python or numpy number, known when tracing, but is a "
-            f"{type(scale).__name__}: to scale by an array, multiply query by it"
-        )
-    try:
-        number = float(scale)
-    except OverflowError:  # an integer beyond float64
-        number = math.inf
-    if not abs(number) <= float(np.finfo(np.float32).max):
-        raise ValueError(f"scale must be finite in float32, but is {number}")
-    return number
 
 
 def _with_positive_scale(query: jax.Array, scale: float) -> tuple[jax.Array, float]:

@@ -33,14 +33,14 @@ CHECKPOINT_NAMES = ("packax_out", "packax_lse")
 Arrays = Sequence[Any]
 
 
-def attention(call: partition.Call, inputs: Any, mask: Any, kv_plan: Any) -> tuple[Any, Any]:
-    """out (B, Sq, H, Dv) and lse (B, H, Sq).
+def attention(call: partition.Call, inputs: Any, mask: Any, kv_plan: Any) -> list[Any]:
+    """out (B, Sq, H, Dv), lse (B, H, Sq), and on request the rows' largest logits, like lse.
 
-    inputs: query, key, value, scores: what has a gradient. mask: AttentionMask.operands().
+    inputs: query, key, value, scores: what has a gradient. mask: AttentionMask.operands() and
+    places. The largest logits have no gradient: for `jax.lax.stop_gradient`.
     """
     leaves, tree = jax.tree.flatten((inputs, mask, kv_plan))
-    out, lse = _bind(_Attention(call, len(jax.tree.leaves(inputs)), tree), leaves)
-    return out, lse
+    return _bind(_Attention(call, len(jax.tree.leaves(inputs)), tree), leaves)
 
 
 class _Attention(NamedTuple):
@@ -50,15 +50,17 @@ class _Attention(NamedTuple):
 
     def apply(self, operands: Arrays) -> Arrays:
         (query, key, value, scores), mask, kv_plan = jax.tree.unflatten(self.tree, operands)
-        return partition.forward(self.call, query, key, value, scores, mask, kv_plan)
+        results = partition.forward(self.call, query, key, value, scores, mask, kv_plan)
+        return [x for x in results if x is not None]
 
     def named(self, results: Arrays) -> Arrays:
         # The backward pass reads the named values, so a policy that keeps them spares the kernel.
-        results = [checkpoint_name(x, n) for x, n in zip(results, CHECKPOINT_NAMES, strict=True)]
+        read, others = results[:2], results[2:]
+        read = [checkpoint_name(x, n) for x, n in zip(read, CHECKPOINT_NAMES, strict=True)]
         name = self.call.checkpoint_name
-        if name is None:
-            return results
-        return [checkpoint_name(x, name) for x in results]  # beside: a policy keeps any of them
+        if name is not None:
+            read = [checkpoint_name(x, name) for x in read]  # beside: a policy keeps any of them
+        return [*read, *others]
 
     def tangents(self, moving: tuple[bool, ...], results: int) -> _OfAttention:
         return _OfAttention(self, moving[: self.inputs])
@@ -90,18 +92,22 @@ class _Gradients(NamedTuple):
 
 
 class _OfAttention(NamedTuple):
-    """From tangents of the moving inputs to those of out and lse; residuals: operands, results."""
+    """From tangents of the moving inputs to those of the results; residuals: operands, results."""
 
     attention: _Attention
     moving: tuple[bool, ...]  # which inputs
 
     def apply(self, tangents: Arrays, residuals: Arrays) -> Arrays:
-        return _derivative(self.attention.apply, residuals[:-2], self.moving, tangents)
+        operands = residuals[: self.attention.tree.num_leaves]
+        return _derivative(self.attention.apply, operands, self.moving, tangents)
 
     def transpose(self, cotangents: Arrays, residuals: Arrays) -> Arrays:
-        dout, dlse = cotangents
+        dout, dlse = cotangents[:2]  # the largest logits have none
+        residuals = residuals[: self.attention.tree.num_leaves + 2]
         dout = jnp.zeros_like(residuals[-2]) if dout is None else dout
-        call = self.attention.call._replace(wanted=self.moving, return_lse=dlse is not None)
+        call = self.attention.call._replace(
+            wanted=self.moving, return_lse=dlse is not None, return_max_logits=False
+        )
         rule = _Gradients(self.attention._replace(call=call))
         return _bind(rule, [*residuals, dout, *([] if dlse is None else [dlse])])
 

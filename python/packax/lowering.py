@@ -29,6 +29,7 @@ else:
 
 _DTYPES = {"bfloat16": "bf16", "float16": "f16"}
 _KERNELS = {"forward": ("forward",), "backward": ("backward_dkdv", "backward_dq")}
+_MULTIPLE = 8  # of head dims: rows of 16 bytes
 _CHUNK = 1024  # keys per program of the document kernels: the workspace holds one int per chunk
 
 
@@ -42,22 +43,33 @@ def _xla_blocks(q_lo, q_hi, tested, *, kv_len):
     return xla_masks.block_bounds(q_lo, q_hi, tested, kv_len=kv_len)
 
 
-def _xla_forward(query, key, value, *mask, scale, element_test):
-    return xla_attention.forward(
+def _behind_mask(operands, extras):
+    """The operands behind the tensors as xla_attention takes them."""
+    end = len(operands) - extras
+    return xla_attention.Mask(*operands[:6]), xla_attention.Extras(*operands[end:])
+
+
+def _xla_forward(
+    query, key, value, *operands, scale, soft_cap, element_test, max_logits, extras
+):  # fmt: skip
+    out, lse, top = xla_attention.forward(
         query,
         key,
         value,
-        xla_attention.Mask(*mask[:6]),
+        *_behind_mask(operands, extras),
         scale=scale,
+        soft_cap=soft_cap,
         element_test=element_test,
     )
+    return (out, lse, top) if max_logits else (out, lse)
 
 
 def _xla_backward(
-    query, key, value, out, lse, dout, dlse, *mask, scale, element_test, has_dlse, deterministic
-):
+    query, key, value, out, lse, dout, dlse, *operands,
+    scale, soft_cap, element_test, has_dlse, deterministic, dnumbers, extras,
+):  # fmt: skip
     # One order of sums in any case.
-    return xla_attention.backward(
+    *gradients, parts = xla_attention.backward(
         query,
         key,
         value,
@@ -65,10 +77,12 @@ def _xla_backward(
         lse,
         dout,
         dlse if has_dlse else None,
-        xla_attention.Mask(*mask[:6]),
+        *_behind_mask(operands, extras),
         scale=scale,
+        soft_cap=soft_cap,
         element_test=element_test,
     )
+    return (*gradients, parts) if dnumbers else gradients
 
 
 def _lower_xla(function: Any, static: tuple[str, ...]) -> Any:
@@ -86,8 +100,12 @@ def _lower_xla(function: Any, static: tuple[str, ...]) -> Any:
 
 _documents_xla = _lower_xla(_xla_documents, ("compare_positions",))
 _blocks_xla = _lower_xla(_xla_blocks, ("kv_len",))
-_forward_xla = _lower_xla(_xla_forward, ("scale", "element_test"))
-_backward_xla = _lower_xla(_xla_backward, ("scale", "element_test", "has_dlse", "deterministic"))
+_FORWARD = ("scale", "soft_cap", "element_test", "max_logits", "extras")
+_BACKWARD = (
+    *("scale", "soft_cap", "element_test", "has_dlse", "deterministic", "dnumbers", "extras"),
+)
+_forward_xla = _lower_xla(_xla_forward, _FORWARD)
+_backward_xla = _lower_xla(_xla_backward, _BACKWARD)
 
 
 def _elsewhere(rule: Any) -> Any:
@@ -136,41 +154,90 @@ def _blocks_cuda(ctx, *operands, kv_len):
     return _call(ctx, "packax_blocks_v1", operands, kv_len=np.int64(kv_len))
 
 
-def _forward_cuda(ctx, *operands, scale, element_test, implementation):
+def _forward_cuda(ctx, *operands, implementation, **params):
     if implementation == "xla":
-        return _forward_xla(ctx, *operands, scale=scale, element_test=element_test)
-    _require_kernels("forward", *ctx.avals_in[:3])
-    return _call(
+        return _forward_xla(ctx, *operands, **params)
+    query, _, value = ctx.avals_in[:3]
+    attributes = {
+        "scale": np.float32(params["scale"]),
+        "element_test": np.int32(params["element_test"]),
+    }
+    if not _general("forward", query, value, params):
+        _require_kernels("forward", query, value)
+        return _call(
+            ctx,
+            "packax_forward_v1",
+            operands,
+            (_array(1, dtype=jnp.int32),),  # from which programs draw tiles
+            **attributes,
+        )
+    _require_kernels("forward", query, value, general=True)
+    batch, q_len, heads, _ = query.shape
+    return _general_call(
         ctx,
-        "packax_forward_v1",
+        "packax_forward_general_v1",
         operands,
-        (jax.core.ShapedArray((1,), jnp.dtype(jnp.int32)),),  # from which programs draw tiles
-        scale=np.float32(scale),
-        element_test=np.int32(element_test),
+        9 + 2,  # tensors and mask, but q_order_192
+        () if params["max_logits"] else (_array(batch, heads, q_len),),
+        params,
+        **attributes,
     )
 
 
-def _backward_cuda(ctx, *operands, scale, element_test, has_dlse, deterministic, implementation):
+def _backward_cuda(ctx, *operands, implementation, **params):
     if implementation == "xla":
-        return _backward_xla(
-            ctx,
-            *operands,
-            scale=scale,
-            element_test=element_test,
-            has_dlse=has_dlse,
-            deterministic=deterministic,
-        )
-    query, key, value = ctx.avals_in[:3]
-    _require_kernels("backward", query, key, value)
-    elements = _backward_workspace(query, value, ctx.avals_in[7].shape[0], deterministic)
-    return _call(
+        return _backward_xla(ctx, *operands, **params)
+    query, _, value = ctx.avals_in[:3]
+    attributes = {
+        "scale": np.float32(params["scale"]),
+        "element_test": np.int32(params["element_test"]),
+        "has_dlse": np.int32(params["has_dlse"]),
+    }
+    if not _general("backward", query, value, params):
+        _require_kernels("backward", query, value)
+        mask_batch = ctx.avals_in[7].shape[0]
+        elements = _backward_workspace(query, value, mask_batch, params["deterministic"])
+        return _call(ctx, "packax_backward_v1", operands, (_array(elements),), **attributes)
+    _require_kernels("backward", query, value, general=True)
+    batch, q_len, heads, _ = query.shape
+    delta = _array(batch, heads, q_len)
+    return _general_call(
         ctx,
-        "packax_backward_v1",
+        "packax_backward_general_v1",
         operands,
-        (jax.core.ShapedArray((elements,), jnp.dtype(jnp.float32)),),
-        scale=np.float32(scale),
-        element_test=np.int32(element_test),
-        has_dlse=np.int32(has_dlse),
+        7 + 10,
+        (delta,) if params["dnumbers"] else (_array(1), delta),
+        params,
+        has_dnumbers=np.int32(params["dnumbers"]),
+        **attributes,
+    )
+
+
+def _array(*shape: int, dtype: Any = jnp.float32) -> Any:
+    return jax.core.ShapedArray(shape, jnp.dtype(dtype))
+
+
+def _general(direction: str, query: Any, value: Any, params: Any) -> bool:
+    """Whether it takes the general kernels: something changes scores, or the head dims are others."""
+    if params["extras"] or params["soft_cap"] or params.get("max_logits"):
+        return True
+    return _ext is not None and not _found(direction, query, value, general=False)
+
+
+def _general_call(ctx, target, operands, count, workspace, params, **attributes):
+    """With the first `count` operands and four extras: another stands in for those not there."""
+    extras = params["extras"]
+    places = [*range(count), *range(len(operands) - extras, len(operands))]
+    places += [3] * (count + 4 - len(places))  # some operand of the batch, never read
+    return _call(
+        ctx.replace(avals_in=[ctx.avals_in[i] for i in places]),
+        target,
+        [operands[i] for i in places],
+        workspace,
+        soft_cap=np.float32(params["soft_cap"]),
+        has_scales=np.int32(extras >= 1),
+        has_bias=np.int32(extras == 4),
+        **attributes,
     )
 
 
@@ -221,33 +288,54 @@ def _local_capabilities() -> set[int] | None:
 
 def has_kernels(query: Any, key: Any, value: Any) -> bool:
     """Whether this build has both passes for the dtype and head dims; without a build: True."""
-    try:
-        for direction in _KERNELS:
-            _require_kernels(direction, query, key, value)
-    except NotImplementedError:
-        return _ext is None
-    return True
+    return _ext is None or all(
+        any(_found(direction, query, value, general) for general in (False, True))
+        for direction in _KERNELS
+    )
 
 
-def _require_kernels(direction: str, query: Any, key: Any, value: Any) -> None:
+def _rows(direction: str, general: bool) -> list[Any]:
+    assert _ext is not None
+    suffix = "_general" if general else ""
+    names = [name + suffix for name in _KERNELS[direction]]
+    return [row for row in _ext.variants() if row["kernel"] in names]
+
+
+def _found(direction: str, query: Any, value: Any, general: bool) -> bool:
+    """Whether this build has all kernels of a direction: for just these head dims, or any up to some."""
+    dtype, dims = _DTYPES.get(str(query.dtype)), (query.shape[3], value.shape[3])
+    if general and any(dim % _MULTIPLE for dim in dims):
+        return False
+    by_dims: dict[tuple[int, int], set[str]] = {}
+    for row in _rows(direction, general):
+        if row["dtype"] == dtype:
+            by_dims.setdefault((row["qk_dim"], row["v_dim"]), set()).add(row["kernel"])
+    return any(
+        len(kernels) == len(_KERNELS[direction])
+        and (have[0] >= dims[0] and have[1] >= dims[1] if general else have == dims)
+        for have, kernels in by_dims.items()
+    )
+
+
+def _require_kernels(direction: str, query: Any, value: Any, general: bool = False) -> None:
     """Which GPU it will be is not known yet: C++ checks that, this the rest of the table."""
     if _ext is None:
         raise NotImplementedError(
             f"the extension module packax._ext, which holds the kernels, did not load "
             f'({_ext_error}): reinstall packax, or pass implementation="xla"'
         )
-    rows = [row for row in _ext.variants() if row["kernel"] in _KERNELS[direction]]
-    qk_dim, v_dim = query.shape[3], value.shape[3]
-    wanted = (_DTYPES.get(str(query.dtype)), qk_dim, v_dim)
-    found = {row["kernel"] for row in rows if (row["dtype"], row["qk_dim"], row["v_dim"]) == wanted}
-    if found.issuperset(_KERNELS[direction]):
+    if _found(direction, query, value, general):
         return
     names = {short: name for name, short in _DTYPES.items()}
-    have = sorted({(row["qk_dim"], row["v_dim"], names[row["dtype"]]) for row in rows})
+    have = sorted({(r["qk_dim"], r["v_dim"], names[r["dtype"]]) for r in _rows(direction, general)})
     listed = ", ".join(f"{dtype} {qk}/{v}" for qk, v, dtype in have) or "none in this build"
+    if general and not have:
+        listed += ", of those that take soft_cap, bias, an array's scale, max logits, any head dim"
+    up_to = f", and all multiples of {_MULTIPLE} up to them" if general and have else ""
     raise NotImplementedError(
-        f"no {direction} kernel for {query.dtype} with head dims {qk_dim}/{v_dim} (query and key / "
-        f'value); there are: {listed}. implementation="xla" takes any head dim, and float32'
+        f"no {direction} kernel for {query.dtype} with head dims {query.shape[3]}/{value.shape[3]} "
+        f"(query and key / value); there are: {listed}{up_to}. "
+        'implementation="xla" takes any head dim, and float32'
     )
 
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from packax.plan import take_chunks
 from packax.primitives import backward_p, forward_p, vary_together
-from packax.scores import Scores, add_sinks, sinks_gradient, summed
+from packax.scores import Scores, add_sinks, place_specs, sinks_gradient, summed
 from packax.sharding import Layout
 
 Arrays = tuple[jax.Array, ...]
@@ -35,6 +35,8 @@ class Call(NamedTuple):
     layout: Layout | None
     checkpoint_name: str | None = None
     wanted: tuple[bool, ...] = ()  # which gradients, of the leaves of the inputs in order
+    soft_cap: float = 0.0  # 0: none
+    return_max_logits: bool = False
 
 
 def forward(
@@ -45,8 +47,11 @@ def forward(
     scores: Scores,
     mask: Arrays,
     kv_plan: Any,
-) -> Arrays:
-    """out (B, Sq, H, Dv) and lse (B, H, Sq). `mask`: AttentionMask.operands()."""
+) -> tuple[Any, ...]:
+    """out (B, Sq, H, Dv), lse (B, H, Sq), and the rows' largest logits like lse, on request.
+
+    `mask`: AttentionMask.operands(), then the places of rows and keys if there is a bias.
+    """
     function = _forward if call.layout is None else _forward_of_ranks
     return function(call, query, key, value, scores, mask, kv_plan)
 
@@ -74,14 +79,14 @@ def backward(
 
 # jit, so that outside of jit it is one program and not one for every operation and collective.
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def _forward_of_ranks(call: Call, query, key, value, scores, mask, kv_plan) -> Arrays:
+def _forward_of_ranks(call: Call, query, key, value, scores, mask, kv_plan) -> tuple[Any, ...]:
     assert call.layout is not None
     q_spec, kv_spec, lse_spec, mask_specs, plan_spec = _specs(call, call.layout, mask, kv_plan)
     mapped = _shard_map(
         call.layout,
         lambda *operands: _forward(call, *operands),
         (q_spec, kv_spec, kv_spec, scores.specs(call.layout), mask_specs, plan_spec),
-        (q_spec, lse_spec),
+        (q_spec, lse_spec, lse_spec if call.return_max_logits else None),
     )
     return mapped(query, key, value, scores, mask, kv_plan)
 
@@ -112,6 +117,7 @@ def _specs(call: Call, layout: Layout, mask: Arrays, kv_plan: Any) -> tuple[Any,
     # q_lo stands in for ids and positions that are not there
     ids, positions = (keys if call.element_test >= n else rows for n in (1, 2))
     mask_specs = (rows, rows, rows, ids, rows, positions, blocks, rows, rows, blocks, rows)
+    mask_specs += place_specs(layout, mask[11:])
     plan_spec = None
     if kv_plan is not None:
         plan_spec = layout.spec(() if kv_plan.shape[0] == 1 else batch)
@@ -137,28 +143,50 @@ def _shard_map(layout: Layout, function: Callable[..., Any], in_specs: Any, out_
     )
 
 
-def _forward(call: Call, query, key, value, scores, mask, kv_plan) -> Arrays:
+def _forward(call: Call, query, key, value, scores, mask, kv_plan) -> tuple[Any, ...]:
     """On one rank."""
     scores, query, key, value, *mask = vary_together(scores, query, key, value, *mask)
     groups = _Groups(call.layout, query, key, value, kv_plan)
     outs: list[jax.Array] = []
     lses: list[jax.Array] = []
+    tops: list[jax.Array] = []
     for group in range(groups.number):
         keys, values = groups.next()
-        out, lse = forward_p.bind(
+        extras = _extras(call, scores, mask[11:], groups, group)
+        out, lse, *top = forward_p.bind(
             groups.rows(query, group, 2),
             keys,
             values,
             *mask[:9],
+            *extras,
             scale=call.scale,
+            soft_cap=call.soft_cap,
             element_test=call.element_test,
+            max_logits=call.return_max_logits,
+            extras=len(extras),
             implementation=call.implementation,
         )
         outs.append(out)
+        tops += top
         lses.append(lse)
         lses = groups.gather_after(group, lses)
     out, lse = _joined(outs, 2), _joined(lses, 1)
-    return (out, lse) if scores.sinks is None else add_sinks(out, lse, scores.sinks)
+    if scores.sinks is not None:
+        out, lse = add_sinks(out, lse, scores.sinks)
+    return out, lse, _joined(tops, 1) if tops else None
+
+
+def _extras(call: Call, scores: Scores, places: Any, groups: _Groups, group: int) -> Arrays:
+    """The operands of the primitives behind the mask's: scales, then slopes and places."""
+    if not scores.numbers():
+        return ()
+    real = jnp.float32 if scores.slopes is None else scores.slopes.dtype
+    scale = jnp.full((1,), call.scale, real) if scores.scale is None else scores.scale
+    if scores.slopes is None:
+        return (scale,)
+    batch = max(x.shape[0] for x in places)
+    slopes = groups.rows(scores.slopes, group, 1)
+    return scale, *(jnp.broadcast_to(x, (batch, x.shape[1])) for x in (slopes, *places))
 
 
 def _backward(
@@ -175,9 +203,12 @@ def _backward(
     dqs: list[jax.Array] = []
     dks: list[jax.Array] = []
     dvs: list[jax.Array] = []
+    dnumbers: list[jax.Array] = []
+    wanted = call.wanted[3 + (scores.sinks is not None) :]
     for group in range(groups.number):
         keys, values = groups.next()
-        dq, dk, dv = backward_p.bind(
+        extras = _extras(call, scores, mask[11:], groups, group)
+        dq, dk, dv, *dnumber = backward_p.bind(
             groups.rows(query, group, 2),
             keys,
             values,
@@ -186,21 +217,32 @@ def _backward(
             groups.rows(dout, group, 2),
             groups.rows(dlse, group, 1),
             *mask[:8],
-            *mask[9:],  # without q_order_192
+            *mask[9:11],  # without q_order_192
+            *extras,
             scale=call.scale,
+            soft_cap=call.soft_cap,
             element_test=call.element_test,
+            dnumbers=scores.numbers() and any(wanted),
+            extras=len(extras),
             has_dlse=call.return_lse,
             deterministic=call.deterministic,
             implementation=call.implementation,
         )
+        dnumbers += dnumber
         dqs.append(dq)
         dqs = groups.gather_after(group, dqs)
         dks.append(groups.scatter(dk))
         dvs.append(groups.scatter(dv))
-    dscores = Scores()
+    dscores = jax.tree.map(jnp.zeros_like, scores)  # for those that nobody wants
     if scores.sinks is not None:
         dlse = dlse if call.return_lse else None
         dscores = dscores._replace(sinks=sinks_gradient(scores.sinks, out, lse, dout, dlse))
+    if dnumbers:
+        parts = _joined(dnumbers, 1).sum(axis=(0, 3))  # (H, 2) of this rank's rows
+        if scores.scale is not None:
+            dscores = dscores._replace(scale=parts[:, 0].sum()[None])
+        if scores.slopes is not None:
+            dscores = dscores._replace(slopes=parts[:, 1][None])
     return (
         _joined(dqs, 2),
         groups.summed(_joined(dks, 2), key),

@@ -3,9 +3,12 @@
 documents_p: q_ids, kv_ids, q_pos, kv_pos -> lo, hi, tested
 blocks_p: q_lo, q_hi, tested -> q_blocks, kv_blocks, q_order, q_order_192, kv_order
 forward_p: query, key, value, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order,
-    q_order_192 -> out, lse
+    q_order_192, *extras -> out, lse, and with max_logits the largest logit of every row
 backward_p: query, key, value, out, lse, dout, dlse, q_lo to q_order as in forward_p, kv_blocks,
-    kv_order -> dq, dk, dv
+    kv_order, *extras -> dq, dk, dv, and with dnumbers (B, H, 2, Sq), every row's part of the
+    gradients of scale and slope
+extras: none; scales (1 or B,), which count instead of `scale`; or scales, slopes (Bp, H), q_places
+    (Bp, Sq) and kv_places (Bp, Skv), Bp 1 or B.
 docs/design.md gives every shape; lowering.py gives them a meaning per platform.
 """
 
@@ -78,9 +81,16 @@ def _primitive(name: str, static: tuple[str, ...]) -> Primitive:
 
 documents_p = _primitive("packax_documents", ("compare_positions",))
 blocks_p = _primitive("packax_blocks", ("kv_len",))
-forward_p = _primitive("packax_forward", ("scale", "element_test", "implementation"))
+forward_p = _primitive(
+    "packax_forward",
+    ("scale", "soft_cap", "element_test", "max_logits", "extras", "implementation"),
+)
 backward_p = _primitive(
-    "packax_backward", ("scale", "element_test", "has_dlse", "deterministic", "implementation")
+    "packax_backward",
+    (
+        *("scale", "soft_cap", "element_test", "has_dlse", "deterministic", "dnumbers", "extras"),
+        "implementation",
+    ),
 )
 
 
@@ -105,19 +115,25 @@ def _blocks_shapes(q_lo, q_hi, tested, *, kv_len):
     ]
 
 
+def _real(query: Any) -> Any:
+    return jnp.float64 if query.dtype == jnp.float64 else jnp.float32
+
+
 @forward_p.def_abstract_eval
-def _forward_shapes(query, key, value, *mask, scale, element_test, implementation):
+def _forward_shapes(query, key, value, *operands, max_logits, **static):
     batch, q_len, heads, _ = query.shape
-    lse_dtype = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
-    return [
-        _like(query, (batch, q_len, heads, value.shape[3]), query.dtype, (0, 1, 2, None)),
-        _like(query, (batch, heads, q_len), lse_dtype, (0, 2, 1)),
-    ]
+    rows = _like(query, (batch, heads, q_len), _real(query), (0, 2, 1))
+    out = _like(query, (batch, q_len, heads, value.shape[3]), query.dtype, (0, 1, 2, None))
+    return [out, rows, rows] if max_logits else [out, rows]
 
 
 @backward_p.def_abstract_eval
-def _backward_shapes(query, key, value, *operands, **static):
-    return [_like(x, x.shape, x.dtype, range(4)) for x in (query, key, value)]
+def _backward_shapes(query, key, value, *operands, dnumbers, **static):
+    gradients = [_like(x, x.shape, x.dtype, range(4)) for x in (query, key, value)]
+    if dnumbers:
+        batch, q_len, heads, _ = query.shape
+        gradients.append(_like(query, (batch, heads, 2, q_len), _real(query), (0, 2, None, 1)))
+    return gradients
 
 
 def _to_front(x: jax.Array, dim: int | None, size: int) -> jax.Array:
@@ -146,22 +162,50 @@ def _batch_mask(primitive: Primitive, operands, dims, **params):
     return _unfold(primitive.bind(*folded, **params), size)
 
 
-def _batch_attention(primitive: Primitive, tensors: int, operands, dims, **params):
-    """The first `tensors` operands have the batch; the mask operands after them have it, or 1."""
-    size = _mapped_size(operands, dims)
-    folded = [_fold(x, d, size) for x, d in zip(operands[:tensors], dims[:tensors], strict=True)]
-    mask, mask_dims = operands[tensors:], dims[tensors:]
+def _batch_attention(
+    primitive: Primitive, tensors: int, operands, dims, tangents=(), tangent_dims=(), *,
+    extras, **params,
+):  # fmt: skip
+    """The first `tensors` operands have the batch; mask operands and extras have it, or 1.
+
+    `tangents`: of the tensors, scales and slopes, which are folded as those are.
+    """
+    size = _mapped_size((*operands, *tangents), (*dims, *tangent_dims))
+
+    def fold(some):
+        return [_fold(x, d, size) for x, d in some]
+
+    values = list(zip(operands, dims, strict=True))
+    moved = list(zip(tangents, tangent_dims, strict=True))
+    folded = fold(values[:tensors])
+    new = fold(moved[:tensors])
     batch = folded[0].shape[0] // size
-    mapped = any(d is not None for d in mask_dims)
-    mask_batch = mask[0].shape[0 if mask_dims[0] != 0 else 1]
-    if mapped or mask_batch > 1:  # else one mask for all, still
-        for x, d in zip(mask, mask_dims, strict=True):
-            x = _to_front(x, d, size)
-            x = jnp.broadcast_to(x, (size, batch, *x.shape[2:]))
-            folded.append(x.reshape(size * batch, *x.shape[2:]))
-    else:
-        folded.extend(mask)
-    return _unfold(primitive.bind(*folded, **params), size)
+    end = len(operands) - extras
+    for group, n in (
+        (slice(tensors, end), None),
+        (slice(end, end + 1), tensors),
+        (slice(end + 1, None), tensors + 1),
+    ):
+        own, other = values[group], moved[n : n + 1] if n and values[group] else []
+        both = _fold_shared([x for x, _ in own + other], [d for _, d in own + other], size, batch)
+        folded += both[: len(own)]
+        new += both[len(own) :]
+    return _unfold(primitive.bind(*folded, *new, extras=extras, **params), size)
+
+
+def _fold_shared(operands, dims, size: int, batch: int) -> list[jax.Array]:
+    """Operands that all have the batch, or all 1: one for all stays so, unless it is mapped."""
+    if not operands:
+        return []
+    given = operands[0].shape[0 if dims[0] != 0 else 1]
+    if given == 1 and all(d is None for d in dims):
+        return list(operands)
+    folded = []
+    for x, d in zip(operands, dims, strict=True):
+        x = _to_front(x, d, size)
+        x = jnp.broadcast_to(x, (size, batch, *x.shape[2:]))
+        folded.append(x.reshape(size * batch, *x.shape[2:]))
+    return folded
 
 
 def _register_batching(primitive: Primitive, rule: Callable) -> None:

@@ -27,14 +27,27 @@ NO_MORE_DERIVATIVES = (
 
 
 def _add_tangent(of: Primitive, name: str, tensors: int, function: Callable[..., Any]) -> Primitive:
-    """The primitive whose operands are tangents of the first `tensors` operands of `of`, then all
-    of them, and whose results are the tangents of its results; `function`: its meaning in XLA."""
+    """The primitive whose operands are those of `of`, then tangents of the first `tensors` ones and
+    of the scales and slopes there are; its results are the tangents of the results of `of`.
+
+    `function`: the meaning of `of` in XLA.
+    """
     primitive = Primitive(name)
     primitive.multiple_results = True
 
+    def moving(operands, extras):
+        """Which operands of `of` may move."""
+        first = len(operands) - extras
+        return [*range(tensors), *range(first, first + min(extras, 2))]
+
+    def split(operands, extras):
+        """Operands of `of`, and the tangents."""
+        end = len(operands) - tensors - min(extras, 2)
+        return operands[:end], operands[end:]
+
     @primitive.def_abstract_eval
     def shapes(*operands, **params):
-        return of.abstract_eval(*operands[tensors:], **params)[0]
+        return of.abstract_eval(*split(operands, params["extras"])[0], **params)[0]
 
     def call(*operands, params):
         return primitive.bind(*operands, **dict(params))
@@ -46,12 +59,17 @@ def _add_tangent(of: Primitive, name: str, tensors: int, function: Callable[...,
         return jitted(*operands, params=tuple(params.items()))
 
     def run(*operands, params):
-        tangents, moving, rest = (
-            operands[:tensors],
-            operands[tensors : 2 * tensors],
-            operands[2 * tensors :],
-        )
-        return jax.jvp(lambda *x: tuple(function(*x, *rest, **dict(params))), moving, tangents)[1]
+        static = dict(params)
+        operands, tangents = split(operands, static["extras"])
+        places = moving(operands, static["extras"])
+
+        def of_moving(*some):
+            merged = list(operands)
+            for place, x in zip(places, some, strict=True):
+                merged[place] = x
+            return tuple(function(*merged, **static))
+
+        return jax.jvp(of_moving, tuple(operands[i] for i in places), tuple(tangents))[1]
 
     lower = lowering._lower_xla(run, ("params",))
 
@@ -59,12 +77,12 @@ def _add_tangent(of: Primitive, name: str, tensors: int, function: Callable[...,
     def _(ctx, *operands, implementation, **params):
         return lower(ctx, *operands, params=tuple(params.items()))
 
-    primitives._register_batching(
-        primitive,
-        lambda p, operands, dims, **params: primitives._batch_attention(
-            p, 2 * tensors, operands, dims, **params
-        ),
-    )
+    def batch(p, operands, dims, **params):
+        # Tensors with the tensors, scales with the scales: what goes together has one batch.
+        (old, new), (old_dims, new_dims) = (split(x, params["extras"]) for x in (operands, dims))
+        return primitives._batch_attention(p, tensors, old, old_dims, new, new_dims, **params)
+
+    primitives._register_batching(primitive, batch)
 
     def refuse(primals, tangents, **params):
         raise NotImplementedError(NO_MORE_DERIVATIVES)
@@ -77,8 +95,8 @@ def _add_tangent(of: Primitive, name: str, tensors: int, function: Callable[...,
                 "implementation=None these run as blockwise XLA beside the kernels"
             )
         params["implementation"] = implementation
-        moved = [ad.instantiate_zeros(x) for x in tangents[:tensors]]
-        return of.bind(*primals, **params), primitive.bind(*moved, *primals, **params)
+        moved = [ad.instantiate_zeros(tangents[i]) for i in moving(primals, params["extras"])]
+        return of.bind(*primals, **params), primitive.bind(*primals, *moved, **params)
 
     ad.primitive_jvps[of] = jvp
     ad.primitive_jvps[primitive] = refuse

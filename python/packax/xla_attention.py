@@ -33,6 +33,18 @@ class Mask(NamedTuple):
     kv_pos: jax.Array
 
 
+class Extras(NamedTuple):
+    """What changes scores, in the order the primitives take it; batches 1 or B."""
+
+    scales: jax.Array | None = None  # (1 or B,)
+    slopes: jax.Array | None = None  # (Bp, H)
+    q_places: jax.Array | None = None  # (Bp, Sq)
+    kv_places: jax.Array | None = None  # (Bp, Skv)
+
+
+_NO_EXTRAS = Extras()
+
+
 class _Tiles(NamedTuple):
     """How one call is cut: tile sizes, their numbers, query heads per key head (group)."""
 
@@ -50,15 +62,21 @@ def forward(
     key: jax.Array,
     value: jax.Array,
     mask: Mask,
+    extras: Extras = _NO_EXTRAS,
     *,
     scale: float,
+    soft_cap: float = 0.0,
     element_test: int,
-) -> tuple[jax.Array, jax.Array]:
-    """out (B, Sq, H, Dv) in query's dtype and lse (B, H, Sq); shapes as in flash_attention."""
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """out (B, Sq, H, Dv) in query's dtype, lse (B, H, Sq), and like it the largest logits.
+
+    Shapes as in flash_attention; `scale` where there are no scales; soft_cap 0: none.
+    """
     tiles = _tiles(query, key)
     keys, values = _key_blocks(key, tiles), _key_blocks(value, tiles)
     rows_of = _mask_rows(mask, tiles)
     keys_of = _mask_keys(mask, tiles)
+    logits_of = _logits(extras, scale, soft_cap, tiles)
     real = _accumulator(query.dtype)
     shape = (tiles.kv_heads, tiles.group * tiles.rows)
 
@@ -67,12 +85,14 @@ def forward(
         batch = step // tiles.row_tiles
         rows = rows_of(step)
         q_tile = q_tile.astype(real)
+        logits = logits_of(step)
 
         def one_block(block, state):
             acc, top, total = state
             at = batch * tiles.key_blocks + block
             allowed = _allowed(rows, keys_of(batch, block), element_test)
-            s = _scores(q_tile, keys[at].astype(real), scale, allowed, tiles)
+            s = logits(_dot(q_tile, keys[at].astype(real), 2, 2), block).logit
+            s = _where(allowed, s, -jnp.inf, tiles)
             new_top = jnp.maximum(top, s.max(axis=-1))
             # A row that has met no key yet keeps -inf: shift by 0 so that -inf - -inf never is.
             shift = jnp.where(new_top == -jnp.inf, 0, new_top)
@@ -92,13 +112,13 @@ def forward(
         empty = total == 0
         out = acc / jnp.where(empty, 1, total)[..., None]
         lse = jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1, total)))
-        return out.astype(query.dtype), lse
+        return out.astype(query.dtype), jnp.stack([lse, top], -1)
 
     steps = jnp.arange(tiles.batch * tiles.row_tiles, dtype=jnp.int32)
-    out, lse = jax.lax.map(one_tile, (steps, _row_tiles(query, tiles)))
+    out, sums = jax.lax.map(one_tile, (steps, _row_tiles(query, tiles)))
     out = _from_row_tiles(out, tiles, query.shape[1])
-    lse = _from_row_tiles(lse[..., None], tiles, query.shape[1])[..., 0]
-    return out, lse.transpose(0, 2, 1)
+    lse, top = _from_row_tiles(sums, tiles, query.shape[1]).transpose(3, 0, 2, 1)
+    return out, lse, top
 
 
 def backward(
@@ -110,15 +130,21 @@ def backward(
     dout: jax.Array,
     dlse: jax.Array | None,
     mask: Mask,
+    extras: Extras = _NO_EXTRAS,
     *,
     scale: float,
+    soft_cap: float = 0.0,
     element_test: int,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of query, key and value, in their dtypes, in one pass over the attended blocks."""
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Gradients of query, key and value, in their dtypes, in one pass over the attended blocks.
+
+    And every row's part of those of scale and slope, (B, H, 2, Sq).
+    """
     tiles = _tiles(query, key)
     keys, values = _key_blocks(key, tiles), _key_blocks(value, tiles)
     rows_of = _mask_rows(mask, tiles)
     keys_of = _mask_keys(mask, tiles)
+    logits_of = _logits(extras, scale, soft_cap, tiles)
     real = _accumulator(query.dtype)
 
     # The cotangents of a row that attends nothing are ignored, whatever they hold.
@@ -134,27 +160,38 @@ def backward(
         batch = step // tiles.row_tiles
         rows = rows_of(step)
         q_tile, do_tile = q_tile.astype(real), do_tile.astype(real)
+        logits = logits_of(step)
 
         def one_block(block, state):
-            dq, dk, dv = state
+            dq, parts, dk, dv = state
             at = batch * tiles.key_blocks + block
             k_block, v_block = keys[at].astype(real), values[at].astype(real)
             allowed = _allowed(rows, keys_of(batch, block), element_test)
-            s = _scores(q_tile, k_block, scale, allowed, tiles)
+            s = _dot(q_tile, k_block, 2, 2)
+            of = logits(s, block)
             # Where no pair is, the row's lse and dp may be inf or nan (garbage in padding, another
             # document's overflow): select, never multiply.
-            p = _where(allowed, jnp.exp(s - shift_tile), 0, tiles)
+            p = _where(allowed, jnp.exp(of.logit - shift_tile), 0, tiles)
             dp = _dot(do_tile, v_block, 2, 2)
-            ds = _where(allowed, p * (dp - delta_tile) * scale, 0, tiles)
+            dlogit = p * (dp - delta_tile)
+            ds = dlogit if of.cap_slope is None else dlogit * of.cap_slope
+            if extras.scales is not None:
+                by_scale = _where(allowed, ds * s, 0, tiles).sum(axis=-1)
+                parts = parts.at[..., 0].add(by_scale)
+            if of.far is not None:
+                by_slope = _where(allowed, dlogit * of.far, 0, tiles).sum(axis=-1)
+                parts = parts.at[..., 1].add(-by_slope)
+            ds = _where(allowed, ds * of.scale, 0, tiles)
             dq = dq + _dot(ds, k_block, 2, 1)
             dk = dk.at[at].add(_dot(ds, q_tile, 1, 1))
             dv = dv.at[at].add(_dot(p, do_tile, 1, 1))
-            return dq, dk, dv
+            return dq, parts, dk, dv
 
-        state = (jnp.zeros(q_tile.shape, real), *sums)
+        parts = jnp.zeros((*q_tile.shape[:2], 2), real)
+        state = (jnp.zeros(q_tile.shape, real), parts, *sums)
         first, last = _block_range(rows, tiles)
-        dq, *sums = jax.lax.fori_loop(first, last, one_block, state)
-        return tuple(sums), dq.astype(query.dtype)
+        dq, parts, *sums = jax.lax.fori_loop(first, last, one_block, state)
+        return tuple(sums), (dq.astype(query.dtype), parts)
 
     steps = jnp.arange(tiles.batch * tiles.row_tiles, dtype=jnp.int32)
     operands = (
@@ -165,11 +202,12 @@ def backward(
         _row_tiles(delta[..., None], tiles),
     )
     sums = jnp.zeros(keys.shape, real), jnp.zeros(values.shape, real)
-    (dk, dv), dq = jax.lax.scan(one_tile, sums, operands)
+    (dk, dv), (dq, parts) = jax.lax.scan(one_tile, sums, operands)
     return (
         _from_row_tiles(dq, tiles, query.shape[1]),
         _from_key_blocks(dk, tiles, key),
         _from_key_blocks(dv, tiles, value),
+        _from_row_tiles(parts, tiles, query.shape[1]).transpose(0, 2, 3, 1),
     )
 
 
@@ -199,9 +237,45 @@ def _dot(a, b, a_axis, b_axis):
     )
 
 
-def _scores(q_tile, k_block, scale, allowed, tiles):
-    s = _dot(q_tile, k_block, 2, 2) * scale
-    return _where(allowed, s, -jnp.inf, tiles)
+class _Logits(NamedTuple):
+    """Of a block: what the softmax takes, and what its gradient is multiplied with on the way back."""
+
+    logit: jax.Array
+    scale: jax.Array | float
+    cap_slope: jax.Array | None  # of soft_cap * tanh(s * scale / soft_cap)
+    far: jax.Array | None  # (heads, group * rows, keys)
+
+
+def _logits(extras, scale, soft_cap, tiles):
+    """A function from a step to one from a block of scores and its number to _Logits."""
+    biased = extras.slopes is not None
+    if biased:
+        rows = _split(extras.q_places, tiles.row_tiles, tiles.rows)
+        keys = _split(extras.kv_places, tiles.key_blocks, tiles.keys)
+
+    def of_batch(x, batch):
+        return x[batch if x.shape[0] > 1 else 0]
+
+    def of_step(step):
+        batch = step // tiles.row_tiles
+        factor = scale if extras.scales is None else of_batch(extras.scales, batch)
+
+        def of_block(s, block):
+            logit, cap_slope, far = s * factor, None, None
+            if soft_cap:
+                t = jnp.tanh(logit / soft_cap)
+                logit, cap_slope = soft_cap * t, 1 - t * t
+            if biased:
+                row = of_batch(rows, batch)[step % tiles.row_tiles]
+                far = jnp.abs(row[:, None] - of_batch(keys, batch)[block][None, :]).astype(s.dtype)
+                far = jnp.tile(far, (tiles.group, 1))[None]
+                slopes = of_batch(extras.slopes, batch).reshape(tiles.kv_heads, tiles.group)
+                logit -= jnp.repeat(slopes, tiles.rows, axis=1)[..., None] * far
+            return _Logits(logit, factor, cap_slope, far)
+
+        return of_block
+
+    return of_step
 
 
 def _where(allowed, x, other, tiles):
