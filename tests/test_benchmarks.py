@@ -166,3 +166,16 @@ compiled = Compiled(Implementation("counted", attention, ()), random_inputs(case
 jax.block_until_ready(compiled.forward_loop(5)())
 assert len(calls) == 5, calls
 """)
+
+
+def test_the_program_that_times_kvax_traces():
+    result = subprocess.run(
+        [sys.executable, "versus_kvax.py", "--trace"],
+        capture_output=True,
+        text=True,
+        cwd=BENCHMARKS,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "packax.kvax: traced, results as inputs" in result.stdout
+    assert "OTHER" not in result.stdout

@@ -170,9 +170,11 @@ def test_a_layer_costs_packaxs_own_call_and_nothing_more():
     query, key, value, _ = tensors()
     masks = jax.jit(functools.partial(create_attention_mask, *TOKENS, calc_bwd_mask=True))()
 
+    tokens = [jnp.asarray(x) for x in TOKENS]  # numpy's would be moved to the device, in each layer
+
     def through_kvax(query, sequential):
         return flash_attention(
-            query, key, value, *TOKENS, masks, assume_sequential_positions=sequential
+            query, key, value, *tokens, masks, assume_sequential_positions=sequential
         )
 
     mask = masks[0].row_masks.by_position

@@ -1,0 +1,207 @@
+"""packax.kvax and kvax itself by the same calls, in one process, in turns: TFLOP/s and ratio.
+
+    pip install --no-deps kvax==0.1.0 && pip install chex jax-triton
+    python benchmarks/versus_kvax.py [--cases board] [--rounds 7] [--out DIR]
+
+One function is written against kvax's names and run with either package: kvax at its H100 block sizes,
+64 x 64 where those do not compile. Every output and gradient is compared with the float32 reference
+of attention.py before anything is timed; a wrong one is not timed and makes the program exit 1.
+
+kvax 0.1.0 does not import with today's jax and Triton. `importable` supplies what they dropped (the old
+place of shard_map, the mesh in pxla, two helpers of jax-triton) and marks two constants for Triton: nothing that it computes by.
+Not run on a GPU yet; without one, `--trace` shows that both packages trace. Writes versus_kvax.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import importlib
+import importlib.metadata
+import json
+import os
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from attention import first_line, say, usable
+from cases import Case, select
+from implementations import Compiled, Implementation, random_inputs
+from machine import machine
+from reference import Reference
+from timing import interleaved
+
+HERE = Path(__file__).parent
+PACKAGES = ("packax.kvax", "kvax")
+BLOCKS = ((128, 128, 64, 128), (64, 64, 64, 64))  # forward queries, keys; backward queries, keys
+
+
+def importable() -> None:
+    """Lets `import kvax` work beside a jax that has moved on."""
+    with contextlib.suppress(ImportError):
+        from jax._src.mesh import thread_resources
+        from jax.interpreters import pxla
+
+        if not hasattr(pxla, "thread_resources"):
+            pxla.thread_resources = thread_resources  # type: ignore[attr-defined]
+
+    def shard_map(f: Any, mesh: Any, in_specs: Any, out_specs: Any, check_rep: bool) -> Any:
+        specs = {"in_specs": in_specs, "out_specs": out_specs}
+        return jax.shard_map(f, mesh=mesh, check_vma=check_rep, **specs)
+
+    old = types.ModuleType("jax.experimental.shard_map")
+    old.shard_map, old.Specs = shard_map, Any  # type: ignore[attr-defined]
+    sys.modules[old.__name__] = old
+    importlib.import_module("jax.experimental").shard_map = old  # type: ignore[attr-defined]
+    triton, jax_triton = map(importlib.import_module, ("triton", "jax_triton"))
+    for name in ("cdiv", "next_power_of_2"):
+        setattr(jax_triton, name, getattr(triton, name))
+    kernels = importlib.import_module("kvax.ops.flash_attention_triton")
+    constexpr = importlib.import_module("triton.language").constexpr
+    for name in ("LOG2_CONST", "NEG_INF"):
+        value = getattr(kernels, name)
+        if not isinstance(value, constexpr):
+            setattr(kernels, name, constexpr(value))
+
+
+def enter(packages: list[str]) -> None:
+    """For the whole program: kvax asks for a mesh and specs on one device too."""
+    specs = ("data", None, None, None)
+    for package in packages:
+        importlib.import_module(f"{package}.utils.specs").set_attention_specs(specs, specs)
+    jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",)).__enter__()
+
+
+def attention_of(package: str, case: Case, blocks: tuple[int, ...]) -> Implementation:
+    ops = importlib.import_module(f"{package}.ops")
+    mask_type = importlib.import_module(f"{package}.utils.typing").AttentionMask
+    params = importlib.import_module(f"{package}.utils").FlashAttentionParamsConfig
+    settings = {
+        "fwd_params": params(*blocks[:2], num_warps=8 if blocks[0] == 128 else 4),
+        "bwd_params": params(*blocks[2:], num_warps=8 if blocks[0] == 128 else 4),
+    }
+    ids = jnp.asarray(case.segment_ids())
+    positions = jnp.broadcast_to(jnp.arange(case.seq, dtype=jnp.int32), ids.shape)
+    tokens = (positions, ids, positions, ids)
+
+    def build(*tokens: Any) -> Any:
+        masks = ops.create_attention_mask(*tokens, calc_bwd_mask=True, **settings)
+        return masks if package == "packax.kvax" else tuple(mask.flatten() for mask in masks)
+
+    def function(query: Any, key: Any, value: Any, operands: Any) -> jax.Array:
+        tokens, masks = operands
+        if package == "kvax":  # its masks do not cross jit
+            masks = tuple(mask_type.unflatten(mask) for mask in masks)
+        scale = case.head_dim**-0.5
+        return ops.flash_attention(query, key, value, *tokens, masks, scale=scale, **settings)
+
+    return Implementation(package, function, (tokens, jax.jit(build)(*tokens)))
+
+
+def run_package(package: str, case: Case, inputs: Any, reference: Reference) -> dict[str, Any]:
+    """As `usable` of attention.py, with the first block sizes that run."""
+    tried: dict[str, str] = {}
+    for blocks in BLOCKS:
+        try:
+            implementation = attention_of(package, case, blocks)
+            result = usable(implementation, Compiled(implementation, inputs), reference)
+        except Exception as error:
+            failed = {"mask": first_line(error)}
+            result = {"errors": {}, "passes": {}, "failed": failed, "wrong": []}
+        result["tried"] = dict(tried)
+        if result["wrong"] or not result["failed"]:
+            return result | {"blocks": blocks}
+        tried[" ".join(map(str, blocks))] = "; ".join(result["failed"].values())
+    return result | {"blocks": blocks}
+
+
+def run_case(case: Case, packages: list[str], rounds: int) -> dict[str, Any]:
+    inputs = random_inputs(case)
+    reference = Reference(case, inputs)
+    found = {package: run_package(package, case, inputs, reference) for package in packages}
+    rows: dict[str, Any] = {
+        package: {name: x for name, x in result.items() if name != "passes"} | {"times": {}}
+        for package, result in found.items()
+    }
+    flops = {"fwd": case.forward_flops, "bwd": case.backward_flops}
+    for what in flops:
+        functions = {
+            package: result["passes"][what]
+            for package, result in found.items()
+            if what in result["passes"]
+        }
+        for package, time in interleaved(functions, rounds=rounds).items() if functions else ():
+            rows[package]["times"][what] = time.as_dict(flops[what])
+    ours, theirs = (rows.get(package, {}).get("times", {}) for package in PACKAGES)
+    rows["speed"] = {
+        what: round(theirs[what]["ms"] / ours[what]["ms"], 3)
+        for what in flops
+        if what in ours and what in theirs
+    }
+    return rows
+
+
+def trace(packages: list[str]) -> None:
+    """Forward and backward as a jaxpr: what can be seen of the calls where there is no GPU."""
+    case = Case("small", 1, 256, 4, 2, 64, 2, split=(128, 128))
+    inputs = random_inputs(case)
+    for package in packages:
+
+        def both(query: Any, key: Any, value: Any, cotangent: Any, package: str = package) -> Any:
+            attention = attention_of(package, case, BLOCKS[0])
+            function = functools.partial(attention.function, operands=attention.operands)
+            out, pullback = jax.vjp(function, query, key, value)
+            return out, pullback(cotangent)
+
+        shapes = jax.eval_shape(both, *inputs)
+        same = [x.shape for x in jax.tree.leaves(shapes)] == [inputs[n].shape for n in (3, 0, 1, 2)]
+        say(f"{package}: traced, results {'as inputs' if same else 'of OTHER shapes'}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", default="board")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--trace", action="store_true", help="trace both packages, time nothing")
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", HERE / "results")))
+    arguments = parser.parse_args()
+    packages = list(PACKAGES)
+    report: dict[str, Any] = {"machine": machine(), "rounds": arguments.rounds, "cases": {}}
+    try:
+        importable()
+        report["kvax"] = importlib.metadata.version("kvax")
+    except Exception as error:
+        say(f"kvax cannot be imported, packax.kvax runs alone: {first_line(error)}")
+        report["kvax"] = first_line(error)
+        packages.remove("kvax")
+    enter(packages)
+    if arguments.trace:
+        trace(packages)
+        return 0
+    if jax.default_backend() != "gpu":
+        raise SystemExit(f"this times GPU kernels, and jax has {jax.devices()}")
+
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    wrong = 0
+    for case in select(arguments.cases):
+        rows = run_case(case, packages, arguments.rounds)
+        report["cases"][case.name] = rows
+        (arguments.out / "versus_kvax.json").write_text(json.dumps(report, indent=1) + "\n")
+        for package in packages:
+            row = rows[package]
+            times = ", ".join(f"{what} {t['tflops']} TFLOP/s" for what, t in row["times"].items())
+            say(f"{case.name}: {package}: {times or row['failed'] or row['wrong']}")
+            wrong += bool(row["wrong"]) or (package == PACKAGES[0] and bool(row["failed"]))
+        say(f"{case.name}: times as fast: {rows['speed']}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

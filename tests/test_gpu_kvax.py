@@ -1,0 +1,67 @@
+"""packax.kvax on a GPU: the kernels run, and give what packax's own call and dense attention give."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import packax
+import pytest
+from cases import ids_of, positions_of
+from packax.kvax.ops import create_attention_mask, flash_attention
+from packax.kvax.utils import attention_specs
+
+pytestmark = pytest.mark.gpu
+
+IDS = np.stack([ids_of((0, 300), (1, 20), (-1, 9), (2, 500), (-1, 71)), ids_of((5, 900))])
+POSITIONS = np.stack([positions_of(ids) for ids in IDS])
+
+
+@pytest.mark.parametrize("sequential", [False, True])
+def test_equals_dense_attention_and_packaxs_own_call(sequential):
+    rng = np.random.default_rng(0)
+    query, key, value, dout = (
+        jnp.asarray(rng.standard_normal((2, 900, heads, 64)), jnp.bfloat16)
+        for heads in (4, 2, 2, 4)
+    )
+    tokens = (POSITIONS, IDS, POSITIONS, IDS)
+
+    @jax.jit
+    def run(query, key, value, dout):
+        masks = create_attention_mask(*tokens, calc_bwd_mask=True)
+
+        def attention(query, key, value):
+            return flash_attention(
+                query, key, value, *tokens, masks, scale=0.125,
+                assume_sequential_positions=sequential,
+            )  # fmt: skip
+
+        out, transpose = jax.vjp(attention, query, key, value)
+        return out, *transpose(dout)
+
+    with attention_specs((None,) * 4, (None,) * 4):
+        out, *gradients = run(query, key, value, dout)
+    expression = packax.causal() & packax.documents(IDS)
+    own = packax.flash_attention(query, key, value, expression, scale=0.125)
+    np.testing.assert_array_equal(out.astype(jnp.float32), own.astype(jnp.float32))
+    dense = (query, key, value, np.asarray(expression.as_array(900, 900)), 0.125, dout)
+    true, yardstick = oracle.exact(*dense), oracle.plain(*dense)
+    oracle.check(oracle.Results(out, yardstick.lse, *gradients), true, yardstick)
+
+
+def test_the_program_for_kvax_trains(monkeypatch, capsys):
+    pytest.importorskip("optax")
+    script = Path(__file__).parent.parent / "examples" / "from_kvax.py"
+    monkeypatch.setattr(sys, "argv", [str(script), "--devices", "1", "--steps", "12"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # `with mesh:`
+        runpy.run_path(str(script), run_name="__main__")
+    shown = capsys.readouterr().out
+    losses = [float(line.split()[-1]) for line in shown.splitlines() if "loss" in line]
+    assert losses[-1] < losses[0] - 0.5, shown
