@@ -47,15 +47,19 @@ ffi::Error ReadShape(const ffi::AnyBuffer& query, const ffi::AnyBuffer& key,
 
 ffi::Error CheckMask(const Shape& s, const Mask& m) {
   const Axis batch{"mask_batch", s.mask_batch}, q_len{"q_len", s.q_len}, kv_len{"kv_len", s.kv_len};
-  PACKAX_TRY(ExpectAttribute("element_test", m.element_test, 2));
+  PACKAX_TRY(ExpectAttribute("element_test", m.element_test, 3));
   PACKAX_TRY(Expect("q_lo", m.q_lo, ffi::DataType::S32, {batch, q_len}));
   PACKAX_TRY(Expect("q_hi", m.q_hi, ffi::DataType::S32, {batch, q_len}));
   if (m.element_test >= 1) {
     PACKAX_TRY(Expect("q_ids", m.q_ids, ffi::DataType::S32, {batch, q_len}));
     PACKAX_TRY(Expect("kv_ids", m.kv_ids, ffi::DataType::S32, {batch, kv_len}));
   }
-  if (m.element_test == 2) {
+  if (m.element_test == 3) {
+    PACKAX_TRY(Expect("q_pos", m.q_pos, ffi::DataType::S32, {batch, {"limits", 2}, q_len}));
+  } else if (m.element_test == 2) {
     PACKAX_TRY(Expect("q_pos", m.q_pos, ffi::DataType::S32, {batch, q_len}));
+  }
+  if (m.element_test >= 2) {
     PACKAX_TRY(Expect("kv_pos", m.kv_pos, ffi::DataType::S32, {batch, kv_len}));
   }
   PACKAX_TRY(Expect("q_blocks", m.q_blocks, ffi::DataType::S32,

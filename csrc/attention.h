@@ -36,7 +36,7 @@ struct Shape {
 struct Mask {
   ffi::AnyBuffer q_lo, q_hi;     // (mask_batch, q_len)
   ffi::AnyBuffer q_ids, kv_ids;  // read where element_test >= 1
-  ffi::AnyBuffer q_pos, kv_pos;  // read where element_test == 2
+  ffi::AnyBuffer q_pos, kv_pos;  // read where element_test >= 2; at 3 q_pos holds two limits
   ffi::AnyBuffer q_blocks;       // (mask_batch, 5, q_blocks)
   ffi::AnyBuffer q_order;        // (mask_batch, q_tiles)
   int32_t element_test;

@@ -284,7 +284,7 @@ auto BackwardSignature(Binding&& binding) {
       .template Arg<ffi::AnyBuffer>()  // q_hi: like q_lo
       .template Arg<ffi::AnyBuffer>()  // q_ids: like q_lo
       .template Arg<ffi::AnyBuffer>()  // kv_ids: (mask_batch, kv_len) int32
-      .template Arg<ffi::AnyBuffer>()  // q_pos: like q_lo
+      .template Arg<ffi::AnyBuffer>()  // q_pos: like q_lo; (mask_batch, 2, q_len) at 3
       .template Arg<ffi::AnyBuffer>()  // kv_pos: like kv_ids
       .template Arg<ffi::AnyBuffer>()  // q_blocks: (mask_batch, 5, ceil(q_len/64)) int32
       .template Arg<ffi::AnyBuffer>()  // q_order: (mask_batch, ceil(q_len/128)) int32

@@ -47,11 +47,15 @@ ffi::Error Documents(Stream stream, ffi::AnyBuffer q_ids, ffi::AnyBuffer kv_ids,
   const int32_t search_steps = std::bit_width(static_cast<uint32_t>(r.kv_len));
   const int64_t words = 5 * int64_t{table_size} + r.kv_len + CeilDiv(r.kv_len, kWorkspaceChunk);
 
-  PACKAX_TRY(ExpectAttribute("compare_positions", compare_positions, 1));
+  PACKAX_TRY(ExpectAttribute("compare_positions", compare_positions, 2));
   const ffi::DataType s32 = ffi::DataType::S32;
   PACKAX_TRY(Expect("q_ids", q_ids, s32, {r.batch_axis(), r.q_axis()}));
   PACKAX_TRY(Expect("kv_ids", kv_ids, s32, {r.batch_axis(), r.kv_axis()}));
-  PACKAX_TRY(Expect("q_pos", q_pos, s32, {r.batch_axis(), r.q_axis()}));
+  if (compare_positions == 2) {
+    PACKAX_TRY(Expect("q_pos", q_pos, s32, {r.batch_axis(), {"limits", 2}, r.q_axis()}));
+  } else {
+    PACKAX_TRY(Expect("q_pos", q_pos, s32, {r.batch_axis(), r.q_axis()}));
+  }
   PACKAX_TRY(Expect("kv_pos", kv_pos, s32, {r.batch_axis(), r.kv_axis()}));
   PACKAX_TRY(Expect("lo", *lo, s32, {r.batch_axis(), r.q_axis()}));
   PACKAX_TRY(Expect("hi", *hi, s32, {r.batch_axis(), r.q_axis()}));
@@ -173,7 +177,7 @@ auto DocumentsSignature(Binding&& binding) {
   return std::forward<Binding>(binding)
       .template Arg<ffi::AnyBuffer>()  // q_ids: (mask_batch, q_len) int32
       .template Arg<ffi::AnyBuffer>()  // kv_ids: (mask_batch, kv_len) int32
-      .template Arg<ffi::AnyBuffer>()  // q_pos: like q_ids
+      .template Arg<ffi::AnyBuffer>()  // q_pos: like q_ids; (mask_batch, 2, q_len) at 2
       .template Arg<ffi::AnyBuffer>()  // kv_pos: like kv_ids
       .template Ret<ffi::AnyBuffer>()  // lo: like q_ids
       .template Ret<ffi::AnyBuffer>()  // hi: like q_ids

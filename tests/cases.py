@@ -104,6 +104,15 @@ def _falling():
     return _causal_documents(PADDED, positions=rng.integers(0, 60, len(PADDED)))
 
 
+def _random_positions(seed, end):
+    return np.random.default_rng(seed).integers(0, end, LENGTH)
+
+
+def _images():
+    """Spans of one id and of another, side by side, across the ends of documents, of one token."""
+    return ids_of((-1, 10), (0, 30), (1, 60), (-1, 5), (0, 1), (-1, 100), (4, 129), (-1, 74))
+
+
 def _cross():
     return packax.documents(
         ids_of((0, 33), (1, 70), (-1, 10), (3, 60)), ids_of((1, 120), (3, 44), (-1, 30), (0, 106))
@@ -179,6 +188,62 @@ CASES = [
         "ranges_of_hulls",
         "ranges narrow tested rows until they attend nothing",
         lambda: packax.ranges(np.arange(LENGTH) - 3, np.arange(LENGTH)) & packax.documents(BACK),
+    ),
+    Case(
+        "causal_offsets",
+        "rows that continue a cache, another length in each row of the batch",
+        lambda: packax.causal(offset=np.array([120, -7])),
+        190,
+        310,
+        batch=2,
+    ),
+    Case(
+        "window_of_documents",
+        "Mistral: both ends are edges",
+        lambda: packax.sliding_window(50) & packax.documents(ODD),
+    ),
+    Case(
+        "chunked",
+        "Llama 4, padding in chunks",
+        lambda: _causal_documents(PADDED) & packax.chunked(100),
+    ),
+    Case("prefix", "the first keys for all", lambda: packax.prefix(99) & packax.documents(PADDED)),
+    Case(
+        "spans",
+        "Gemma 3's local layers: images wider than the window, cut by documents",
+        lambda: packax.spans(_images(), packax.sliding_window(40)) & packax.documents(ODD),
+    ),
+    Case(
+        "union",
+        "`|`: the chunk, and never less than a window",
+        lambda: (packax.causal() & packax.chunked(64)) | packax.sliding_window(30),
+    ),
+    Case(
+        "window_of_positions",
+        "two limits of positions, no row is tested",
+        lambda: (
+            packax.sliding_window(20, 3) & packax.documents(ODD, positions=2 * positions_of(ODD))
+        ),
+    ),
+    Case(
+        "window_of_any_positions",
+        "two limits of positions, rows are tested",
+        lambda: (
+            packax.sliding_window(15, 10)
+            & packax.documents(BACK, positions=_random_positions(3, 100))
+        ),
+        batch=3,
+    ),
+    Case(
+        "spans_of_positions",
+        "spans in documents that come back, positions that restart",
+        lambda: (
+            packax.spans(_images(), packax.causal() & packax.chunked(32))
+            & packax.documents(
+                np.stack([BACK, ODD]), positions=np.stack([positions_of(BACK), positions_of(ODD)])
+            )
+        ),
+        batch=2,
     ),
 ]
 BY_NAME = {case.name: case for case in CASES}

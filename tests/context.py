@@ -63,6 +63,15 @@ def expression_of(kind: str, ids: Any = ROWS) -> Any:
         "one mask for all": lambda: packax.causal() & packax.documents(ROWS[1]),
         "both ways": lambda: packax.documents(ids),
         "ranges": lambda: packax.ranges(index - 70, index + 1) & packax.documents(ids),
+        "spans": lambda: (
+            packax.spans(np.stack([np.roll(row, 37) for row in ROWS]), packax.sliding_window(100))
+            & packax.documents(ids)
+        ),
+        "spans of positions": lambda: (
+            packax.spans(np.roll(ROWS[1], 50), packax.causal() & packax.chunked(96))
+            & packax.documents(ids, positions=np.stack([positions_of(row[::-1]) for row in ROWS]))
+        ),
+        "offsets": lambda: packax.causal(offset=np.array([0, -30, 200, 2000])),
         "positions": lambda: (
             packax.causal()
             & packax.documents(ids, positions=np.stack([positions_of(row) for row in ROWS]))

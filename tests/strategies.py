@@ -47,12 +47,12 @@ def bounds(draw, length, kv_len, batch):
 
 
 @st.composite
-def documents(draw):
+def documents(draw, batch=None):
     """Arguments of documents(...), unbatched or not, self or cross."""
     q_len = draw(lengths)
     cross = draw(st.booleans())
     kv_len = draw(lengths) if cross else q_len
-    batch = draw(st.sampled_from([1, 2]))
+    batch = draw(st.sampled_from([1, 2])) if batch is None else batch
     args = {"segment_ids": draw(ids(q_len, batch))}
     if cross:
         args["kv_segment_ids"] = draw(ids(kv_len, batch))

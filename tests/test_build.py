@@ -20,8 +20,12 @@ def attended(mask, use_test=True):
         kv_ids = mask.q_ids if mask.kv_ids is None else mask.kv_ids
         allowed &= np.asarray(mask.q_ids)[..., None] == np.asarray(kv_ids)[:, None]
     if use_test and mask.element_test >= 2:
-        kv_pos = mask.q_pos if mask.kv_pos is None else mask.kv_pos
-        allowed &= np.asarray(mask.q_pos)[..., None] >= np.asarray(kv_pos)[:, None]
+        limits = np.asarray(mask.q_pos)
+        upper, lower = (limits[:, 0], limits[:, 1]) if mask.element_test == 3 else (limits, None)
+        kv_pos = np.asarray(mask.q_pos if mask.kv_pos is None else mask.kv_pos)[:, None]
+        allowed &= upper[..., None] >= kv_pos
+        if lower is not None:
+            allowed &= lower[..., None] <= kv_pos
     return allowed
 
 

@@ -95,6 +95,10 @@ def sharded(mesh, sharding, kind, plan=None, *, inputs=None, explicit=False):
         ((1, 2, 2, 2), FULL, "one mask for all", "area"),
         ((2, 1, 2, 2), FULL, "ranges", "head_tail"),
         ((1, 1, 2, 4), FULL, "both ways", "area"),
+        ((1, 2, 4, 1), FULL, "spans", "area"),
+        ((2, 2, 2, 1), FULL, "spans of positions", "area"),
+        ((1, 1, 4, 1), CONTEXT, "spans of positions", "head_tail"),
+        ((2, 1, 2, 1), FULL, "offsets", "area"),
         ((2, 2, 1, 2), FULL, "documents", None),
         ((1, 2, 2, 2), TENSOR_REPLICATED, "documents", "area"),
         ((1, 1, 1, 8), TENSOR_REPLICATED, "positions", None),
@@ -110,8 +114,9 @@ def test_equals_one_device(sizes, sharding, kind, plan):
 @pytest.mark.parametrize("sharding", [FULL, TENSOR_REPLICATED], ids=["sharded", "replicated"])
 def test_explicit_axis_types(sharding):
     mesh = mesh_of(1, 2, 2, 2, kind="Explicit")
-    got = sharded(mesh, sharding, "documents", plan_of("area", 2), explicit=True)
-    assert_same(got, one_device("documents"))
+    kind = "documents" if sharding is TENSOR_REPLICATED else "spans of positions"
+    got = sharded(mesh, sharding, kind, plan_of("area", 2), explicit=True)
+    assert_same(got, one_device(kind))
 
 
 @pytest.mark.parametrize("heads,kv_heads,tensor", [(8, 1, 4), (8, 2, 4), (12, 2, 4)])
@@ -213,7 +218,9 @@ def test_every_rank_has_the_hull_of_its_own_rows():
     np.testing.assert_array_equal(plan.unpermute(mask.q_hi), in_order)
 
 
-@pytest.mark.parametrize("kind", ["causal", "documents", "positions", "one mask for all"])
+@pytest.mark.parametrize(
+    "kind", ["causal", "documents", "positions", "spans of positions", "one mask for all"]
+)
 def test_the_specs_of_a_mask(kind):
     """Kernels read block bounds and orders that XLA does not: each operand is cut as it was made."""
     sharding = dataclasses.replace(FULL, mesh=mesh_of(1, 2, 2, 2))

@@ -272,7 +272,7 @@ def test_as_array_of_other_lengths():
         ),
         (packax.causal(), {"q_len": 1, "kv_len": 2**31}, ["kv_len must be from 1", "2147483648"]),
         (packax.causal(), {"q_len": 1.5, "kv_len": 2}, ["q_len must be an integer, but is 1.5"]),
-        (MASK, {}, ["expression must be causal(), full(), documents(...)", "AttentionMask"]),
+        (MASK, {}, ["expression must be causal(), sliding_window(...), chunked", "AttentionMask"]),
         (np.ones((3, 3), bool), {}, ["expression must be", "ndarray"]),
     ],
 )

@@ -62,7 +62,7 @@ def test_the_unchanged_call_works():
         ({"q_blocks": lambda y: y[:, :4]}, r"q_blocks is int32\[2, 4, 4\], expected .*bounds=5"),
         ({"q_order": lambda y: y[:, :1]}, r"q_order is int32\[2, 1\]"),
         ({"q_order_192": lambda y: y[:, :1]}, r"q_order_192 is int32\[2, 1\]"),
-        ({"element_test": lambda _: np.int32(9)}, r"element_test is 9, expected 0 to 2"),
+        ({"element_test": lambda _: np.int32(9)}, r"element_test is 9, expected 0 to 3"),
         ({"scale": lambda _: np.float32("nan")}, r"scale is .*nan, expected a finite number"),
     ),
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

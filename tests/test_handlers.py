@@ -384,7 +384,7 @@ def test_a_misaligned_buffer_of_the_backward(hopper, name):
     assert hopper.launches() == []
 
 
-@pytest.mark.parametrize("compare_positions", [0, 1])
+@pytest.mark.parametrize("compare_positions", [0, 1, 2])
 @pytest.mark.parametrize("s", [*SIZES, Sizes(q_len=5, kv_len=512), Sizes(q_len=5, kv_len=513)])
 def test_documents(machine, s, compare_positions):
     call = documents(machine, s, compare_positions)
@@ -438,7 +438,7 @@ def test_empty_batch_launches_nothing(machine, name, mask_batch):
 
 @pytest.mark.parametrize(
     ("element_test", "unread"),
-    [(0, ("q_ids", "kv_ids", "q_pos", "kv_pos")), (1, ("q_pos", "kv_pos")), (2, ())],
+    [(0, ("q_ids", "kv_ids", "q_pos", "kv_pos")), (1, ("q_pos", "kv_pos")), (2, ()), (3, ())],
 )
 def test_unread_operands_may_be_anything(machine, element_test, unread):
     """What a mask does not have arrives as q_lo once more."""

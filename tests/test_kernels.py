@@ -57,13 +57,16 @@ def positions(ids: np.ndarray, kind: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("case", id_cases())
-@pytest.mark.parametrize("kind", ["none", "restart", "in pairs", "random"])
+@pytest.mark.parametrize("kind", ["none", "restart", "in pairs", "random", "two limits"])
 def test_documents_equal_the_xla_twin(case: str, kind: str) -> None:
     q, kv = id_cases()[case]
-    compare = kind != "none"
+    compare = {"none": 0, "two limits": 2}.get(kind, 1)
+    kind = "restart" if compare == 2 else kind
     q_pos, kv_pos = (positions(x, kind) if compare else x for x in (q, kv))
     # a second batch row, reversed, so that a mix-up of rows shows
     arrays = [np.ascontiguousarray(np.stack([x, x[::-1]])) for x in (q, kv, q_pos, kv_pos)]
+    if compare == 2:
+        arrays[2] = np.stack([arrays[2] + 1, arrays[2] - 5], axis=1)
     got = interpreter.documents(*arrays, compare)
     want = xla_masks.document_ranges(*arrays, compare_positions=compare)
     for name, a, b in zip(("lo", "hi", "tested"), got, want, strict=True):
@@ -145,6 +148,9 @@ ATTENTION = {
     "tested by position": (
         packax.causal() & packax.documents(IDS3[0], positions=positions(IDS3[0], "random")),
         200, 200, 2, 1),
+    "tested by two limits": (
+        packax.sliding_window(9, 4) & packax.documents(
+            np.stack([IDS3[2], IDS3[0]]), positions=positions(IDS3[0], "random")), 200, 200, 2, 1),
     "restarting positions": (
         packax.causal() & packax.documents(IDS3[1], positions=restarting(IDS3[1])), 200, 200, 2, 1),
     "longer keys": (packax.full(), 70, 333, 8, 1),

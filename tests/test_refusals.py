@@ -107,8 +107,8 @@ def refusals():
         {"value": Array("D", (2, 701, 2, "V"))},
         ("value is D[2, 701, 2, V], expected D[batch=2, kv_len=700, kv_heads=2, v_dim=V]"),
     )
-    yield forward, {"element_test": (I32, 3)}, "attribute element_test is 3, expected 0 to 2"
-    yield forward, {"element_test": (I32, -1)}, "attribute element_test is -1, expected 0 to 2"
+    yield forward, {"element_test": (I32, 4)}, "attribute element_test is 4, expected 0 to 3"
+    yield forward, {"element_test": (I32, -1)}, "attribute element_test is -1, expected 0 to 3"
     yield (
         forward,
         {"scale": ("float32", float("nan"))},
@@ -130,6 +130,16 @@ def refusals():
     for name in ("q_hi", "q_ids", "q_pos"):
         bad = Array(I32, (2, 301))
         yield forward, {name: bad}, f"{name} is int32[2, 301], expected {rows}"
+    yield (  # one limit a row where two are read, and the other way round
+        forward,
+        {"element_test": (I32, 3)},
+        f"q_pos is int32[2, 300], expected {I32}[mask_batch=2, limits=2, q_len=300]",
+    )
+    yield (
+        forward,
+        {"q_pos": Array(I32, (2, 2, 300))},
+        f"q_pos is int32[2, 2, 300], expected {rows}",
+    )
     for name in ("kv_ids", "kv_pos"):
         bad = Array("int64", (2, 700))
         yield forward, {name: bad}, f"{name} is int64[2, 700], expected {keys}"
@@ -260,8 +270,13 @@ def refusals():
     )
     yield (
         documents,
+        {"compare_positions": (I32, 3)},
+        ("attribute compare_positions is 3, expected 0 to 2"),
+    )
+    yield (
+        documents,
         {"compare_positions": (I32, 2)},
-        ("attribute compare_positions is 2, expected 0 to 1"),
+        f"q_pos is int32[2, 300], expected {I32}[mask_batch=2, limits=2, q_len=300]",
     )
     bad = Array("uint32", (2, 300))
     yield documents, {"q_ids": bad}, f"q_ids is uint32[2, 300], expected {rows}"

@@ -50,7 +50,9 @@ def documents_by_hand(q_ids, kv_ids, q_pos, kv_pos, compare_positions):
         j = end
 
     rows = []
-    for q_id, position in zip(q_ids, q_pos, strict=True):
+    # one upper limit of positions for each row, or an upper and a lower one
+    upper, lower = q_pos if compare_positions == 2 else (q_pos, [None] * len(q_ids))
+    for q_id, last, first in zip(q_ids, upper, lower, strict=True):
         a, b = slot_a(q_id), slot_b(q_id)
         lo = max(starts["a"][a], starts["b"][b])
         hi = min(ends["a"][a], ends["b"][b])
@@ -62,7 +64,9 @@ def documents_by_hand(q_ids, kv_ids, q_pos, kv_pos, compare_positions):
             if falls[a]:
                 tested = True
             else:
-                hi = next((n for n in range(lo, hi) if kv_pos[n] > position), hi)
+                hi = next((n for n in range(lo, hi) if kv_pos[n] > last), hi)
+                if compare_positions == 2:
+                    lo = next((n for n in range(lo, hi) if kv_pos[n] >= first), hi)
         rows.append((lo, hi, int(tested)) if lo < hi else (0, 0, 0))
     return np.array(rows, np.int64).T
 
@@ -136,13 +140,16 @@ def check_documents(q_ids, kv_ids, q_pos, kv_pos, compare):
     return [np.asarray(x) for x in got]
 
 
-@given(st.data(), strategies.lengths, strategies.lengths, st.booleans())
+@given(st.data(), strategies.lengths, strategies.lengths, st.sampled_from([0, 1, 2]))
 def test_documents(data, q_len, kv_len, compare):
     q_ids, kv_ids = data.draw(strategies.ids(q_len, 2)), data.draw(strategies.ids(kv_len, 2))
     q_pos, kv_pos = q_ids, kv_ids
     if compare:
         q_pos = data.draw(strategies.positions(q_len, 2))
         kv_pos = data.draw(strategies.positions(kv_len, 2))
+    if compare == 2:
+        reach = data.draw(st.sampled_from([0, 3, 50]))
+        q_pos = np.stack([q_pos, q_pos - reach], axis=1)
     check_documents(q_ids, kv_ids, q_pos, kv_pos, compare)
 
 
@@ -181,6 +188,8 @@ def test_ordinary_packing_is_never_tested(case):
         "positions_reappear",
         "positions_fall",
         "ranges_of_hulls",
+        "window_of_any_positions",
+        "spans_of_positions",
     }
     assert bool((np.asarray(mask.q_blocks)[:, 4] & 1).any()) == expected
 

@@ -105,7 +105,7 @@ def documents(
     kv_ids: np.ndarray,
     q_pos: np.ndarray,
     kv_pos: np.ndarray,
-    compare_positions: bool,
+    compare_positions: int,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     batch, q_len = q_ids.shape
     kv_len = kv_ids.shape[1]
@@ -114,14 +114,21 @@ def documents(
     chunks = ceil(kv_len, 1024)
     workspace = guarded((batch, 5 * table + kv_len + chunks), np.int32)
     lo, hi, tested = (guarded((batch, q_len), np.int32) for _ in range(3))
-    compare = int(compare_positions)
     launch("documents_init", (chunks, batch), kv_ids, workspace, kv_len, table)
     launch(
-        "documents_runs", (chunks, batch), kv_ids, kv_pos, workspace, compare, kv_len, table, shift
+        "documents_runs",
+        (chunks, batch),
+        kv_ids,
+        kv_pos,
+        workspace,
+        compare_positions,
+        kv_len,
+        table,
+        shift,
     )
     launch(
         "documents_rows", (ceil(q_len, 1024), batch), q_ids, kv_ids, q_pos, kv_pos, workspace, lo, hi, tested,
-        compare, q_len, kv_len, table, shift, kv_len.bit_length(),
+        compare_positions, q_len, kv_len, table, shift, kv_len.bit_length(),
     )  # fmt: skip
     return lo, hi, tested
 

@@ -210,22 +210,22 @@ TENSOR_MAPS["backward_dkdv_hopper"] = TENSOR_MAPS["backward_hopper"]
 # tiles were chosen by their time, spills included; in the Hopper kernels these are sizes and pointers
 # around the loops (the forward's mask-free loop has none), and nothing with fewer has been tried yet.
 SPILLS = {
-    ("forward", 64): 112,
-    ("forward", 128): 96,
+    ("forward", 64): 128,
+    ("forward", 128): 112,
     ("forward", 192): 24,
     ("forward", 256): 112,
     ("backward_dkdv", 64): 488,
     ("backward_dkdv", 128): 256,
-    ("backward_dkdv", 192): 160,
-    ("backward_dkdv", 256): 176,
-    ("backward_dq", 64): 64,
-    ("backward_dq", 128): 56,
+    ("backward_dkdv", 192): 192,
+    ("backward_dkdv", 256): 200,
+    ("backward_dq", 64): 104,
+    ("backward_dq", 128): 80,
     ("backward_dq", 192): 160,
     ("backward_dq", 256): 104,
     ("forward_hopper", 64): 240,  # under ptxas 12.9; 120 under 13.4
     ("forward_hopper", 128): 128,  # under ptxas 12.9; 8 under 13.4
-    ("forward_hopper", 192): 112,  # under ptxas 12.9; 56 under 13.4
-    ("forward_hopper", 256): 200,  # under ptxas 12.9; 120 under 13.4
+    ("forward_hopper", 192): 128,  # under ptxas 12.9; 56 under 13.4
+    ("forward_hopper", 256): 208,  # under ptxas 12.9; 120 under 13.4
     ("backward_hopper", 128): 168,
     ("backward_hopper", 256): 136,  # under ptxas 12.9; 112 under 13.4
 }

@@ -16,6 +16,7 @@ from rows import (
     key_range,
     load_rows,
     masked_step,
+    position_row,
     row_range,
     split,
     store_rows,
@@ -98,7 +99,7 @@ def backward_dkdv(
     q_lo += mask_row
     q_hi += mask_row
     q_ids += mask_row
-    q_pos += mask_row
+    q_pos += position_row(mask_row, element_test)
     kv_ids += mask_b.to(tl.int64) * kv_len
     kv_pos += mask_b.to(tl.int64) * kv_len
     row_blocks = tl.cdiv(q_len, 64)
@@ -189,7 +190,7 @@ def backward_dq(
     hi = tl.load(q_hi + mask_row + rows, mask=there, other=0)
     attended = hi > lo
     q_ids += mask_row
-    q_pos += mask_row
+    q_pos += position_row(mask_row, element_test)
     kv_ids += mask_b.to(tl.int64) * kv_len
     kv_pos += mask_b.to(tl.int64) * kv_len
 

@@ -134,8 +134,9 @@ def documents_rows(
         down = tl.load(table + 4 * table_size + slot_a, mask=found, other=0) != 0
         test = found & (down | ~one_run)
         search = found & ~test
-        at = tl.load(q_pos + q_row + rows, mask=there, other=0)
-        # first key of the run behind the row's position
+        q_pos += q_row * tl.where(compare_positions > 1, 2, 1)
+        at = tl.load(q_pos + rows, mask=there, other=0)
+        # first key of the run behind the row's upper limit
         left = start
         right = end
         for _ in range(search_steps):
@@ -145,6 +146,18 @@ def documents_rows(
             left = tl.where(open_ & before, middle + 1, left)
             right = tl.where(open_ & ~before, middle, right)
         end = tl.where(search, left, end)
+        if compare_positions > 1:
+            at = tl.load(q_pos + q_len + rows, mask=there, other=0)
+            # first key that is not below the lower limit
+            left = start
+            right = end
+            for _ in range(search_steps):
+                open_ = search & (left < right)
+                middle = left + (right - left) // 2
+                before = tl.load(kv_pos + middle, mask=open_, other=0) < at
+                left = tl.where(open_ & before, middle + 1, left)
+                right = tl.where(open_ & ~before, middle, right)
+            start = tl.where(search, left, start)
         found = start < end
     tl.store(lo + q_row + rows, tl.where(found, start, 0), mask=there)
     tl.store(hi + q_row + rows, tl.where(found, end, 0), mask=there)

@@ -14,6 +14,7 @@ from rows import (
     key_range,
     load_rows,
     masked_step,
+    position_row,
     split,
     store_rows,
     tile_of_program,
@@ -64,7 +65,7 @@ def forward(
     lo = tl.load(q_lo + mask_row + rows, mask=there, other=0)
     hi = tl.load(q_hi + mask_row + rows, mask=there, other=0)
     q_ids += mask_row
-    q_pos += mask_row
+    q_pos += position_row(mask_row, element_test)
     kv_ids += mask_b.to(tl.int64) * kv_len
     kv_pos += mask_b.to(tl.int64) * kv_len
 

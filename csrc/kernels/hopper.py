@@ -157,6 +157,18 @@ def element_bits(row_values, columns, first, end, N: gl.constexpr, compare: gl.c
     )
 
 
+@gluon.jit
+def position_row(mask_row, element_test):
+    """As rows.position_row."""
+    return mask_row * gl.where(element_test > 2, 2, 1)
+
+
+@gluon.jit
+def stay(x):
+    """x, and what is computed from it stays in its branch: hoisted out of the loop it would cost all tiles registers."""
+    return gl.inline_asm("mov.b32 $0, $1;", "=r,r", (x,), gl.int32)
+
+
 @gluon.constexpr_function
 def select_bits_asm(outputs, inputs):
     """A score stays where its bit is 1: two instructions each. Operands: scores, bits (2), what the others become."""

@@ -23,8 +23,10 @@ from hopper import (
     accumulator,
     element_bits,
     named_barrier,
+    position_row,
     select_bits,
     split,
+    stay,
     warp_arrive,
 )
 from hopper_rows import add_staged, produce, row_bits, row_range
@@ -158,6 +160,9 @@ def consume(
                             if element_test > 1:
                                 kv_at = gl.load(kv_pos + keys, mask=there, other=0)
                                 bits = bits & element_bits(kv_at, q_pos, row, q_len, ROWS, "ge")
+                                if element_test > 2:
+                                    after = stay(q_len)
+                                    bits = bits & element_bits(kv_at, q_pos, row + after, q_len + after, ROWS, "le")
                     s = select_bits(s, bits, float("-inf"))
                 if ROWS == 128:
                     lse = lse_s.index(stage).load(gl.SliceLayout(0, s_layout))
@@ -299,7 +304,8 @@ def tile_of_keys(
     maps = (query, key, value, dout)
     lines = (lse2, delta, lo, hi)
     grads = (dk, dv, dq_sum)
-    mask = (q_ids + mask_row, kv_ids + mask_key, q_pos + mask_row, kv_pos + mask_key, flags)
+    q_pos += position_row(mask_row, element_test)
+    mask = (q_ids + mask_row, kv_ids + mask_key, q_pos, kv_pos + mask_key, flags)
     tiles_s = (q_s, k_s, v_s, do_s)
     lines_s = (lse_s, delta_s, lo_s, hi_s)
     bars = (kv_full, q_full, q_empty, do_full, do_empty)

@@ -21,10 +21,12 @@ from hopper import (
     named_barrier,
     nth_step,
     place_of_tile,
+    position_row,
     quad_sum_asm,
     range_bits_asm,
     select_bits,
     split,
+    stay,
     warp_arrive,
 )
 from hopper_softmax import half_name, rescale, softmax, unpack
@@ -171,6 +173,9 @@ def masked(s, rows, start, mask, tested, element_test, q_len, kv_len, N: gl.cons
         if element_test > 1:
             q_at = gl.load(q_pos + rows, mask=there, other=0)
             bits = bits & element_bits(q_at, kv_pos, start, kv_len, N, "le")
+            if element_test > 2:
+                q_from = gl.load(q_pos + (stay(q_len) + rows), mask=there, other=0)
+                bits = bits & element_bits(q_from, kv_pos, start, kv_len, N, "ge")
     return select_bits(s, bits, float("-inf"))
 
 
@@ -229,7 +234,7 @@ def consume(
         mask_row = mask_b.to(gl.int64) * q_len
         mask_key = mask_b.to(gl.int64) * kv_len
         q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos = mask
-        mask_here = (q_lo + mask_row, q_hi + mask_row, q_ids + mask_row, kv_ids + mask_key, q_pos + mask_row, kv_pos + mask_key)  # fmt: skip
+        mask_here = (q_lo + mask_row, q_hi + mask_row, q_ids + mask_row, kv_ids + mask_key, q_pos + position_row(mask_row, element_test), kv_pos + mask_key)  # fmt: skip
         rows = row + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
         acc = gl.zeros([64, V_DIM], gl.float32, o_layout)
         mbarrier.wait(q_full.index(W), q_phase)

@@ -7,7 +7,16 @@ with dO takes it) and dS pass from one to the other through shared memory. While
 exponentials, the other's products run. Tiles of queries and keys are chunks of 64 columns.
 """
 
-from hopper import LOG2E, accumulator, element_bits, select_bits, split, warp_arrive
+from hopper import (
+    LOG2E,
+    accumulator,
+    element_bits,
+    position_row,
+    select_bits,
+    split,
+    stay,
+    warp_arrive,
+)
 from hopper_rows import add_direct, produce, row_bits
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -45,6 +54,9 @@ def mask_bits(keys, lo, hi, mask, row, element_test, q_len, kv_len, row_blocks):
             if element_test > 1:
                 kv_at = gl.load(kv_pos + keys, mask=there, other=0)
                 bits = bits & element_bits(kv_at, q_pos, row, q_len, 64, "ge")
+                if element_test > 2:
+                    n = stay(q_len)
+                    bits = bits & element_bits(kv_at, q_pos, row + n, q_len + n, 64, "le")
     return bits
 
 
@@ -353,7 +365,8 @@ def backward_hopper(
     maps = (query, key, value, dout)
     lines = (lse2, delta, lo, hi)
     grads = (dk, dv, dq_sum)
-    mask = (q_ids + mask_row, kv_ids + mask_key, q_pos + mask_row, kv_pos + mask_key, flags)
+    q_pos += position_row(mask_row, element_test)
+    mask = (q_ids + mask_row, kv_ids + mask_key, q_pos, kv_pos + mask_key, flags)
     bars = (kv_full, q_full, q_empty, do_full, do_empty)
     own_bars = (p_full, p_empty, ds_full, ds_empty)
     bh = b * heads + kv_head * group

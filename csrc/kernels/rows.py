@@ -125,13 +125,20 @@ def masked_step(i, core_begin, core_end):
 
 
 @triton.jit
+def position_row(mask_row, element_test):
+    """Where a batch row of q_pos begins: it holds a limit for every query row, or an upper and a lower one."""
+    return mask_row * tl.where(element_test > 2, 2, 1)
+
+
+@triton.jit
 def keep(
     rows, keys, lo, hi, tested, q_ids, kv_ids, q_pos, kv_pos, element_test, q_len, kv_len,
     ROW_AXIS: tl.constexpr,
 ):  # fmt: skip
     """Whether a row attends a key: a block of rows x keys (ROW_AXIS 0) or of keys x rows (ROW_AXIS 1).
 
-    `lo` and `hi` are the ranges of `rows`; the pointers are those of the mask's batch row. One unsigned comparison tests both ends.
+    `lo` and `hi` are the ranges of `rows`; the pointers are those of the mask's batch row, and behind the last limit of `q_pos` begin the
+    lower ones, where there are any. One unsigned comparison tests both ends.
     """
     distance = tl.expand_dims(keys, ROW_AXIS) - tl.expand_dims(lo, 1 - ROW_AXIS)
     length = tl.expand_dims(hi - lo, 1 - ROW_AXIS)
@@ -144,4 +151,7 @@ def keep(
             q_at = tl.load(q_pos + rows, mask=rows < q_len, other=0)
             kv_at = tl.load(kv_pos + keys, mask=keys < kv_len, other=0)
             inside &= tl.expand_dims(kv_at, ROW_AXIS) <= tl.expand_dims(q_at, 1 - ROW_AXIS)
+            if element_test > 2:
+                q_from = tl.load(q_pos + (q_len + rows), mask=rows < q_len, other=0)
+                inside &= tl.expand_dims(q_from, 1 - ROW_AXIS) <= tl.expand_dims(kv_at, ROW_AXIS)
     return inside

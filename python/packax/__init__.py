@@ -9,7 +9,8 @@ from packax.attention import flash_attention
 from packax.build import AttentionMask, create_attention_mask
 from packax.derivatives import CHECKPOINT_NAMES
 from packax.dot_product import dot_product_attention
-from packax.masks import PADDING_SEGMENT_ID, causal, documents, full, ranges
+from packax.intervals import causal, chunked, full, prefix, sliding_window, spans
+from packax.masks import PADDING_SEGMENT_ID, documents, ranges
 from packax.plan import ContextPlan, context_plan
 from packax.scores import Alibi, alibi
 from packax.sharding import AttentionSharding
@@ -26,11 +27,15 @@ __all__ = [
     "__version__",
     "alibi",
     "causal",
+    "chunked",
     "context_plan",
     "create_attention_mask",
     "documents",
     "dot_product_attention",
     "flash_attention",
     "full",
+    "prefix",
     "ranges",
+    "sliding_window",
+    "spans",
 ]

@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from packax import masks
 from packax.plan import ContextPlan
 from packax.primitives import blocks_p, documents_p, vary_together
 from packax.sharding import AttentionSharding, Axes, Layout, check_divides, layout_of
+
+_INT32 = np.iinfo(np.int32)
 
 
 @functools.partial(
@@ -97,7 +100,7 @@ def create_attention_mask(
     """Build the mask that every layer of a step shares.
 
     Args:
-        expression: `causal()`, `full()`, `documents(...)`, `ranges(...)`, or `&` of them.
+        expression: `causal()`, `documents(...)` or another of docs/masks.md, or `&` and `|` of them.
         q_len: number of query rows; needed only where no array of the expression says it.
         kv_len: number of keys; likewise.
         sharding: the `AttentionSharding` that `flash_attention` gets: the row ranges are sharded as
@@ -122,8 +125,9 @@ def create_attention_mask(
     """
     if not isinstance(expression, masks.MaskExpression):
         raise ValueError(
-            "expression must be causal(), full(), documents(...), ranges(...) or `&` of them, "
-            f"but is a {type(expression).__name__}"
+            "expression must be causal(), sliding_window(...), chunked(...), prefix(...), spans(...), "
+            "full(), documents(...), ranges(...), or `&` and `|` of them, but is a "
+            f"{type(expression).__name__}"
         )
     q_len, kv_len = _length("q_len", q_len), _length("kv_len", kv_len)
     q_len, kv_len = masks.check_lengths(expression, q_len, kv_len)
@@ -145,24 +149,21 @@ def create_attention_mask(
 
     parts = expression.parts()
     document = masks.documents_of(expression)
-    has_causal = any(isinstance(part, masks.Causal) for part in parts)
-    by_position = has_causal and document is not None and document.q_pos is not None
-    sides: tuple[masks.Array | None, ...] = ()
+    sides: tuple[masks.Array | None, ...] = (None,) * 4
     if document is not None:
-        sides = (document.q_ids, document.kv_ids)
-        if by_position:
-            sides += (document.q_pos, document.kv_pos)
+        sides = (document.q_ids, document.kv_ids, document.q_pos, document.kv_pos)
     sides = tuple(None if x is None else jnp.atleast_2d(x) for x in sides)
+    interval = masks.And(tuple(part for part in parts if isinstance(part, masks.Interval)))
     ranges = tuple(
         (jnp.atleast_2d(part.lo), jnp.atleast_2d(part.hi))
         for part in parts
         if isinstance(part, masks.Ranges)
     )
-    static = {"by_index": has_causal and not by_position, "batch": batch, "kv_len": kv_len}
+    static = {"batch": batch, "q_len": q_len, "kv_len": kv_len}
     if layout is None and plan is None:
-        return _build(sides, ranges, None, q_len=q_len, **static)
+        return _build(sides, interval, ranges, **static)
     return _build_rows(
-        sides, ranges, plan, q_len=q_len, layout=layout, permuted_keys=permuted_keys, **static
+        sides, interval, ranges, plan, layout=layout, permuted_keys=permuted_keys, **static
     )
 
 
@@ -202,13 +203,61 @@ def _length(name: str, length: int | None) -> int | None:
     return length
 
 
+class _Document(NamedTuple):
+    """The two sides of documents(...), each (1 or batch, length), or None."""
+
+    q_ids: jax.Array | None
+    kv_ids: jax.Array | None  # None: as the query's
+    q_pos: jax.Array | None
+    kv_pos: jax.Array | None  # None: as the query's
+
+    def keys(self) -> tuple[jax.Array | None, jax.Array | None]:
+        return (
+            self.q_ids if self.kv_ids is None else self.kv_ids,
+            self.q_pos if self.kv_pos is None else self.kv_pos,
+        )
+
+
+class _Rows(NamedTuple):
+    """What row ranges are made from: one value for every row, (batch, rows) each."""
+
+    ids: jax.Array | None
+    low: jax.Array | None  # the lowest and the highest place that the row attends
+    high: jax.Array | None
+    ranges: tuple[tuple[jax.Array, jax.Array], ...]
+
+
+def _limits(document: _Document, interval: masks.And, q_len: int) -> masks.Limits:
+    """The interval of every row of the sequence: (low, high), each (1 or batch, q_len) or None."""
+    if not interval.members:
+        return None, None
+    by_position = document.q_pos is not None
+    leaves, structure = jax.tree.flatten((document.q_ids, interval))
+    if not by_position:
+        index = jnp.arange(q_len, dtype=jnp.int32)[None]
+        index, *leaves = vary_together(index, *leaves)
+    ids, interval = structure.unflatten(leaves)
+    places = document.q_pos if by_position else index
+    # No interval asks for the places of keys, except that of spans, whose keys are the rows.
+    return interval.limits(masks.Places(places, places, ids, by_position))
+
+
+def _element_test(document: _Document, low: Any, high: Any) -> int:
+    """0: none, 1: ids, 2: ids and an upper limit of positions, 3: both limits (docs/design.md)."""
+    if document.q_ids is None:
+        return 0
+    if document.q_pos is None or (low is None and high is None):
+        return 1
+    return 2 if low is None else 3
+
+
 @functools.partial(
     jax.jit,
-    static_argnames=("by_index", "batch", "q_len", "kv_len", "layout", "permuted_keys"),
+    static_argnames=("batch", "q_len", "kv_len", "layout", "permuted_keys"),
     inline=True,
 )
 def _build_rows(
-    document, ranges, plan, *, by_index, batch, q_len, kv_len, layout, permuted_keys
+    document, interval, ranges, plan, *, batch, q_len, kv_len, layout, permuted_keys
 ) -> AttentionMask:
     """As `_build`, for permuted query rows, each rank for those that it holds."""
     mask_batch: Axes = ()
@@ -237,116 +286,152 @@ def _build_rows(
         plan_batch = mask_batch if plan.order.shape[0] > 1 else ()
         order, inverse = (place(jnp.asarray(x), plan_batch) for x in (plan.order, plan.inverse))
         plan = dataclasses.replace(plan, order=order, inverse=inverse)
-    # Rows are moved or cut, keys are not: no longer "the same as the query's".
-    q_ids, kv_ids, q_pos, kv_pos = [*document, *[None] * 4][:4]
-    document = ()
-    if q_ids is not None:
-        document += (rows(q_ids), keys(q_ids if kv_ids is None else kv_ids))
-    if q_pos is not None:
-        document += (rows(q_pos), keys(q_pos if kv_pos is None else kv_pos))
-    ranges = [(rows(lo), rows(hi)) for lo, hi in ranges]
-    index = rows(jnp.arange(q_len, dtype=jnp.int32)[None])
 
     pieces = 1 if layout is None else layout.size(context)
     static = {
-        "by_index": by_index,
         "batch": batch if layout is None else batch // layout.inside(mask_batch),
         "q_len": q_len // pieces,
         "kv_len": kv_len,
     }
+    mapped = layout is not None and bool(layout.mapped)
 
-    def build(document, ranges, index):
-        mask = _build(document, ranges, index, **static)
-        return [getattr(mask, name) for name in _COMPUTED]
+    # Intervals are about the sequence, its indices and its spans: only then rows are moved or cut.
+    def limits(document, interval):
+        ends = _limits(document, interval, q_len)
+        shape = static["batch"], q_len
+        return [None if x is None else jnp.broadcast_to(x, shape) for x in ends]
 
-    if layout is not None and layout.mapped:
-        row_spec, key_spec = layout.spec(mask_batch, context), layout.spec(mask_batch)
-        block_spec = layout.spec(mask_batch, (), context)
-        build = jax.shard_map(
-            build,
+    document = _Document(*(None if x is None else keys(x) for x in document))
+    if layout is not None:
+        of_leaf = functools.partial(_batch_axes, batch, mask_batch)
+        interval = jax.tree.map(lambda x: place(jnp.asarray(x), of_leaf(x)), interval)
+        if mapped:
+            key_spec = layout.spec(mask_batch)
+            limits = jax.shard_map(
+                limits,
+                mesh=layout.mesh,
+                in_specs=(key_spec, jax.tree.map(lambda x: layout.spec(of_leaf(x)), interval)),
+                out_specs=key_spec,
+                axis_names=set(layout.mapped),
+            )
+    low, high = (None if x is None else rows(x) for x in limits(document, interval))
+    # Keys stay whole and in order, so they are no longer "as the query's".
+    kv_ids, kv_pos = document.keys()
+    level = _element_test(document, low, high)
+    held = _Rows(
+        None if document.q_ids is None else rows(document.q_ids),
+        low,
+        high,
+        tuple((rows(lo), rows(hi)) for lo, hi in ranges),
+    )
+
+    assemble = functools.partial(_assemble, level=level, **static)
+    if mapped:
+        row_spec, block_spec = (
+            layout.spec(mask_batch, context),
+            layout.spec(mask_batch, (), context),
+        )
+        # Blocks and tiles are each rank's own, beside each other in the last axis.
+        out_specs = dict.fromkeys(_COMPUTED, row_spec) | dict.fromkeys(_BLOCKS, block_spec)
+        if level >= 2:
+            out_specs["q_pos"] = row_spec if level == 2 else block_spec
+        assemble = jax.shard_map(
+            assemble,
             mesh=layout.mesh,
-            in_specs=((row_spec, key_spec) * (len(document) // 2), row_spec, row_spec),
-            # Blocks and tiles are each rank's own, beside each other in the last axis.
-            out_specs=[block_spec if "blocks" in name else row_spec for name in _COMPUTED],
+            in_specs=(row_spec, key_spec, key_spec),
+            out_specs=out_specs,
             axis_names=set(layout.mapped),
         )
-    computed = dict(zip(_COMPUTED, build(document, ranges, index), strict=True))
-    q_ids, kv_ids, q_pos, kv_pos = [*document, *[None] * 4][:4]
+    computed = assemble(held, kv_ids, kv_pos)
     kv_plan = None
     if plan is not None and permuted_keys:
         kv_plan = jnp.stack([plan.order, plan.inverse], axis=1)
     return AttentionMask(
-        **computed,
-        q_ids=q_ids,
-        q_pos=q_pos,
+        **{"q_pos": None, **computed},
+        q_ids=held.ids,
         kv_ids=kv_ids,
-        kv_pos=kv_pos,
+        kv_pos=kv_pos if level >= 2 else None,
         q_len=q_len,
         kv_len=kv_len,
-        element_test=len(document) // 2,
+        element_test=level,
         kv_plan=kv_plan,
         context=context,
         shards=pieces,
     )
 
 
-_COMPUTED = ("q_lo", "q_hi", "q_blocks", "kv_blocks", "q_order", "q_order_192", "kv_order")
+_BLOCKS = ("q_blocks", "kv_blocks")
+_COMPUTED = ("q_lo", "q_hi", *_BLOCKS, "q_order", "q_order_192", "kv_order")
 
 
-@functools.partial(jax.jit, static_argnames=("by_index", "batch", "q_len", "kv_len"), inline=True)
-def _build(document, ranges, index, *, by_index, batch, q_len, kv_len) -> AttentionMask:
-    """document: () or ids or ids and positions, each of queries and of keys (None: the same).
+def _batch_axes(batch: int, mask_batch: Axes, x: Any) -> Axes:
+    """The mesh axes over which the first axis of an interval's array lies."""
+    return mask_batch if jnp.ndim(x) and jnp.shape(x)[0] == batch > 1 else ()
 
-    index: (1 or batch, q_len), the rows' places in the sequence; None: their order.
-    """
-    document, ranges, index = jax.tree.unflatten(
-        jax.tree.structure((document, ranges, index)),
-        vary_together(*jax.tree.leaves((document, ranges, index))),
-    )
+
+@functools.partial(jax.jit, static_argnames=("batch", "q_len", "kv_len"), inline=True)
+def _build(document, interval, ranges, *, batch, q_len, kv_len) -> AttentionMask:
+    """document: the arrays of `_Document`; interval: And of what else narrows the rows."""
 
     def rows(x):
         return None if x is None else jnp.broadcast_to(x, (batch, x.shape[1]))
 
-    sides = [rows(x) for x in document]
-    q_ids, kv_ids, q_pos, kv_pos = sides + [None] * (4 - len(sides))
-    if q_ids is not None:
-        keys = q_ids if kv_ids is None else kv_ids
-        if q_pos is None:
-            operands = (q_ids, keys, q_ids, keys)
-        else:
-            operands = (q_ids, keys, q_pos, q_pos if kv_pos is None else kv_pos)
-        lo, hi, tested = documents_p.bind(*operands, compare_positions=q_pos is not None)
+    leaves, structure = jax.tree.flatten((document, interval, ranges))
+    document, interval, ranges = structure.unflatten(vary_together(*leaves))
+    document = _Document(*map(rows, document))
+    low, high = _limits(document, interval, q_len)
+    level = _element_test(document, low, high)
+    # The limits of causal() are the positions themselves: then the keys' need not be held twice.
+    shared = document.kv_pos is None and level == 2 and high is document.q_pos
+    kv_ids, kv_pos = document.keys()
+    held = _Rows(document.q_ids, rows(low), rows(high), ranges)
+    computed = _assemble(held, kv_ids, kv_pos, level=level, batch=batch, q_len=q_len, kv_len=kv_len)
+    return AttentionMask(
+        **{"q_pos": None, **computed},
+        q_ids=document.q_ids,
+        kv_ids=document.kv_ids,
+        kv_pos=kv_pos if level >= 2 and not shared else None,
+        q_len=q_len,
+        kv_len=kv_len,
+        element_test=level,
+    )
+
+
+def _assemble(held: _Rows, kv_ids, kv_pos, *, level, batch, q_len, kv_len) -> dict[str, jax.Array]:
+    """The arrays of a mask that are computed: of these rows, and of all keys in order."""
+    leaves, structure = jax.tree.flatten((held, kv_ids, kv_pos))
+    held, kv_ids, kv_pos = structure.unflatten(vary_together(*leaves))
+    q_pos = held.ids
+    if level == 2:
+        q_pos = held.high
+    elif level == 3:
+        high = jnp.full_like(held.low, _INT32.max) if held.high is None else held.high
+        q_pos = jnp.stack([high, held.low], axis=1)
+    if level > 0:
+        lo, hi, tested = documents_p.bind(
+            held.ids,
+            kv_ids,
+            q_pos,
+            kv_pos if level > 1 else kv_ids,
+            compare_positions=max(level - 1, 0),
+        )
     else:
         lo = jnp.zeros((batch, q_len), jnp.int32)
         hi = jnp.full((batch, q_len), kv_len, jnp.int32)
         tested = lo
 
-    if by_index:
-        ends = jnp.arange(1, q_len + 1, dtype=jnp.int32) if index is None else index + 1
-        hi = jnp.minimum(hi, ends)
-    for first, last in ranges:
+    if level < 2:  # places are indices
+        if held.high is not None:
+            hi = jnp.minimum(hi, jnp.minimum(held.high, kv_len - 1) + 1)
+        if held.low is not None:
+            lo = jnp.maximum(lo, held.low)
+    for first, last in held.ranges:
         lo = jnp.maximum(lo, jnp.clip(first, 0, kv_len))
         hi = jnp.minimum(hi, jnp.clip(last, 0, kv_len))
     empty = lo >= hi
     lo, hi, tested = (jnp.where(empty, 0, x) for x in (lo, hi, tested))
 
-    q_blocks, kv_blocks, q_order, q_order_192, kv_order = blocks_p.bind(
-        *vary_together(lo, hi, tested), kv_len=kv_len
-    )
-    element_test = 0 if q_ids is None else 1 if q_pos is None else 2
-    return AttentionMask(
-        q_lo=lo,
-        q_hi=hi,
-        q_ids=q_ids,
-        q_pos=q_pos,
-        kv_ids=kv_ids,
-        kv_pos=kv_pos,
-        q_blocks=q_blocks,
-        kv_blocks=kv_blocks,
-        q_order=q_order,
-        q_order_192=q_order_192,
-        kv_order=kv_order,
-        q_len=q_len,
-        kv_len=kv_len,
-        element_test=element_test,
-    )
+    names = ("q_blocks", "kv_blocks", "q_order", "q_order_192", "kv_order")
+    blocks = blocks_p.bind(*vary_together(lo, hi, tested), kv_len=kv_len)
+    computed = {"q_lo": lo, "q_hi": hi, **dict(zip(names, blocks, strict=True))}
+    return computed | ({"q_pos": q_pos} if level >= 2 else {})

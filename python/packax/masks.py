@@ -1,12 +1,17 @@
 """Mask expressions: frozen values whose meaning is a dense boolean, `as_array`.
 
-Nothing here computes row ranges (build.py does) or knows a kernel.
+This file has their algebra, and the expressions that are no interval of places: documents(...) and
+ranges(...). Those that are one, causal() and its kin, are in intervals.py. Nothing here computes
+row ranges (build.py does) or knows a kernel.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypeAlias
+import functools
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +22,22 @@ PADDING_SEGMENT_ID = -1
 
 Array: TypeAlias = jax.Array | np.ndarray
 ArrayLike: TypeAlias = Any  # an array, or nested sequences of integers
+Limits: TypeAlias = tuple[Any, Any]  # lowest and highest place of each row; None: unbounded
 
 _INT32 = np.iinfo(np.int32)
 
 
+class Places(NamedTuple):
+    """What intervals compare: the positions of documents(...), or else indices. All int32."""
+
+    q: Array  # (Sq,) or (B, Sq)
+    kv: Array  # (Skv,) or (B, Skv)
+    ids: Array | None  # (Sq,) or (B, Sq): segment ids of the rows, where there are documents
+    by_position: bool
+
+
 class MaskExpression:
-    """What `causal()`, `full()`, `documents(...)`, `ranges(...)` and `&` of them return."""
+    """What `causal()`, `documents(...)` and the others return, and `&` and `|` of them."""
 
     def as_array(self, q_len: int, kv_len: int) -> Array:
         """Whether query row i attends key j: boolean, (q_len, kv_len), after the batch if any.
@@ -33,45 +48,64 @@ class MaskExpression:
             ValueError: if the expression's own arrays have other lengths.
         """
         check_lengths(self, q_len, kv_len)
-        return self._as_array(q_len, kv_len)
+        return self._as_array(places_of(documents_of(self), q_len, kv_len))
 
-    def _as_array(self, q_len: int, kv_len: int) -> Array:
+    def _as_array(self, at: Places) -> Array:
         raise NotImplementedError
 
     def arrays(self) -> list[tuple[str, Array, str]]:
-        """(name, array, "q" or "kv"): the arrays held, and the length that each one must have."""
+        """(name, array, side): the arrays held, and what they have one value for.
+
+        Sides: "q" a query row and "kv" a key (last axis, behind the batch if any), "batch".
+        """
         return []
 
     def parts(self) -> tuple[MaskExpression, ...]:
+        """What is intersected."""
         return (self,)
+
+    def walk(self) -> Iterator[MaskExpression]:
+        """Itself and all that it is made of."""
+        yield self
+
+    def check_beside(self, document: Documents | None) -> None:
+        """Raises ValueError if it cannot be intersected with these documents."""
 
     def __and__(self, other: MaskExpression) -> MaskExpression:
         if not isinstance(other, MaskExpression):
             return NotImplemented
-        both = self.parts() + other.parts()
-        if sum(isinstance(part, Documents) for part in both) > 1:
-            raise NotImplementedError(
-                "an expression can hold one documents(...), and `&` was given two: combine the "
-                "ids into one array, such as first_ids * (second_ids.max() + 1) + second_ids "
-                f"with {PADDING_SEGMENT_ID} where either is padding"
-            )
-        return And(both)
+        both = And(self.parts() + other.parts())
+        _check_and(both)
+        return both
+
+    def __or__(self, other: MaskExpression) -> MaskExpression:
+        if not isinstance(other, MaskExpression):
+            return NotImplemented
+        both = Or((self, other))
+        _check_or(both)
+        return both
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Full(MaskExpression):
-    """See `full`."""
+class Interval(MaskExpression):
+    """Row i attends an interval of places that depends on i alone: not on what the keys are.
 
-    def _as_array(self, q_len: int, kv_len: int) -> Array:
-        return np.ones((q_len, kv_len), bool)
+    A pytree, so that it crosses jit: its arrays have the batch, or 1, as their first axis.
+    """
 
+    def limits(self, at: Places) -> Limits:
+        """The lowest and the highest place of each row, (B or 1, Sq) int32; None: unbounded.
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Causal(MaskExpression):
-    """See `causal`."""
+        Nothing is lost where a limit saturates: no place lies beyond int32.
+        """
+        raise NotImplementedError
 
-    def _as_array(self, q_len: int, kv_len: int) -> Array:
-        return np.arange(q_len)[:, None] >= np.arange(kv_len)[None, :]
+    def anchors(self) -> frozenset[Any] | None:
+        """Offsets o so that every row's interval surely holds its place + o; None: all offsets."""
+        raise NotImplementedError
+
+    def unbounded(self) -> tuple[bool, bool]:
+        """Whether every row's interval is surely unbounded below, and above."""
+        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -84,8 +118,8 @@ class Ranges(MaskExpression):
     def arrays(self) -> list[tuple[str, Array, str]]:
         return [("lo", self.lo, "q"), ("hi", self.hi, "q")]
 
-    def _as_array(self, q_len: int, kv_len: int) -> Array:
-        index = np.arange(kv_len)
+    def _as_array(self, at: Places) -> Array:
+        index = np.arange(at.kv.shape[-1])
         return (self.lo[..., None] <= index) & (index < self.hi[..., None])
 
 
@@ -109,62 +143,119 @@ class Documents(MaskExpression):
             held.append(("segment_ids", self.q_ids, "kv"))
         return [(name, x, side) for name, x, side in held if x is not None]
 
-    def _as_array(self, q_len: int, kv_len: int) -> Array:
+    def _as_array(self, at: Places) -> Array:
         kv_ids = self.q_ids if self.kv_ids is None else self.kv_ids
         same = self.q_ids[..., :, None] == kv_ids[..., None, :]
         return same & (self.q_ids != PADDING_SEGMENT_ID)[..., :, None]
 
-    def causal_array(self) -> Array:
-        """What causal() means beside positions."""
-        assert self.q_pos is not None
-        kv_pos = self.q_pos if self.kv_pos is None else self.kv_pos
-        return self.q_pos[..., :, None] >= kv_pos[..., None, :]
 
-
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["members"], meta_fields=[])
 @dataclasses.dataclass(frozen=True, eq=False)
-class And(MaskExpression):
-    """A pair is attended if every member says so."""
+class And(Interval):
+    """A pair is attended if every member says so. An interval if all members are."""
 
-    members: tuple[MaskExpression, ...]
+    members: tuple[Any, ...]
 
     def parts(self) -> tuple[MaskExpression, ...]:
         return self.members
 
+    def walk(self) -> Iterator[MaskExpression]:
+        yield self
+        for member in self.members:
+            yield from member.walk()
+
     def arrays(self) -> list[tuple[str, Array, str]]:
         return [held for member in self.members for held in member.arrays()]
 
-    def _as_array(self, q_len: int, kv_len: int) -> Array:
-        document = documents_of(self)
-        result: Array = np.ones((q_len, kv_len), bool)
+    def _as_array(self, at: Places) -> Array:
+        result: Array = np.ones((at.q.shape[-1], at.kv.shape[-1]), bool)
         for member in self.members:
-            if isinstance(member, Causal) and document is not None and document.q_pos is not None:
-                result = result & document.causal_array()
-            else:
-                result = result & member.as_array(q_len, kv_len)
+            result = result & member._as_array(at)
         return result
 
+    def limits(self, at: Places) -> Limits:
+        return _combine(self.members, at, jnp.maximum, jnp.minimum, unbounded_wins=False)
 
-def full() -> MaskExpression:
-    """Every query row attends every key.
+    def anchors(self) -> frozenset[Any] | None:
+        return _common(self.members)
 
-    >>> packax.full().as_array(2, 3)
-    array([[ True,  True,  True],
-           [ True,  True,  True]])
-    """
-    return Full()
+    def unbounded(self) -> tuple[bool, bool]:
+        below, above = zip(*(member.unbounded() for member in self.members), strict=True)
+        return all(below), all(above)
 
 
-def causal() -> MaskExpression:
-    """Query row i attends the keys j <= i, counted from the first row and the first key.
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["members"], meta_fields=[])
+@dataclasses.dataclass(frozen=True, eq=False)
+class Or(Interval):
+    """A pair is attended if a member says so; all are intervals, and so is their union."""
 
-    Beside `documents(..., positions=...)` positions are compared in place of indices: row i
-    attends key j if the row's position is at least the key's.
+    members: tuple[Any, ...]
 
-    >>> packax.causal().as_array(2, 3)
-    array([[ True, False, False],
-           [ True,  True, False]])
-    """
-    return Causal()
+    walk = And.walk
+    arrays = And.arrays
+
+    def _as_array(self, at: Places) -> Array:
+        first, second = (member._as_array(at) for member in self.members)
+        return first | second
+
+    def limits(self, at: Places) -> Limits:
+        return _combine(self.members, at, jnp.minimum, jnp.maximum, unbounded_wins=True)
+
+    def anchors(self) -> frozenset[Any] | None:
+        sets = [member.anchors() for member in self.members]
+        return None if None in sets else frozenset[Any]().union(*sets)
+
+    def unbounded(self) -> tuple[bool, bool]:
+        below, above = zip(*(member.unbounded() for member in self.members), strict=True)
+        return any(below), any(above)
+
+
+def _combine(members: Any, at: Places, lower: Any, upper: Any, unbounded_wins: bool) -> Limits:
+    def fold(function: Any, limits: Any) -> Any:
+        bounded = [x for x in limits if x is not None]
+        if not bounded or (unbounded_wins and len(bounded) < len(limits)):
+            return None
+        return functools.reduce(function, bounded)
+
+    lows, highs = zip(*(member.limits(at) for member in members), strict=True)
+    return fold(lower, lows), fold(upper, highs)
+
+
+def _common(members: Any) -> frozenset[Any] | None:
+    sets = [anchors for member in members if (anchors := member.anchors()) is not None]
+    return frozenset.intersection(*sets) if sets else None
+
+
+def _check_and(both: And) -> None:
+    if sum(isinstance(part, Documents) for part in both.members) > 1:
+        raise NotImplementedError(
+            "an expression can hold one documents(...), and `&` was given two: combine the "
+            "ids into one array, such as first_ids * (second_ids.max() + 1) + second_ids "
+            f"with {PADDING_SEGMENT_ID} where either is padding"
+        )
+    document = documents_of(both)
+    for part in both.walk():
+        part.check_beside(document)
+
+
+def _check_or(both: Or) -> None:
+    for part in both.walk():
+        if isinstance(part, (Documents, Ranges)):
+            name = type(part).__name__.lower()
+            raise NotImplementedError(
+                f"`|` cannot take {name}(...), whose keys may be many ranges: unite the others and "
+                f"intersect the union with it, as in (a | b) & {name}(...)"
+            )
+    sides = [member.unbounded() for member in both.members]
+    same_side = any(all(side) for side in zip(*sides, strict=True))
+    if not same_side and (True, True) not in sides and _common(both.members) == frozenset():
+        raise NotImplementedError(
+            "`|` needs a union that surely is one range for every row, and here it may be two. It is "
+            "one where all members hold the row's own place, as causal, sliding_window, chunked, "
+            "prefix and spans with equal offsets do, or all are unbounded on the same side, as "
+            "causal, prefix and sliding_window(None) are below. Otherwise give ranges(lo, hi), or "
+            "join the attention of two disjoint masks by their log-sum-exps (return_lse=True)"
+        )
 
 
 def documents(
@@ -184,8 +275,8 @@ def documents(
         segment_ids: (B, Sq) or (Sq,), any integer dtype that fits int32. Only -1
             (`PADDING_SEGMENT_ID`) is padding.
         kv_segment_ids: (B, Skv) or (Skv,), the keys' ids; None: the same as segment_ids.
-        positions: like segment_ids. What `causal()` compares, beside this documents(...).
-            Without `causal()` they have no effect.
+        positions: like segment_ids. What `causal()` and all that is not documents(...) or ranges(...)
+            compare in place of indices, beside this documents(...). Alone they have no effect.
         kv_positions: like kv_segment_ids; None: the same as positions, which needs
             kv_segment_ids to be None too.
 
@@ -198,10 +289,10 @@ def documents(
            [0, 0, 0, 0],
            [0, 0, 0, 1]])
     """
-    q_ids = _int32("segment_ids", segment_ids)
-    kv_ids = None if kv_segment_ids is None else _int32("kv_segment_ids", kv_segment_ids)
-    q_pos = None if positions is None else _int32("positions", positions)
-    kv_pos = None if kv_positions is None else _int32("kv_positions", kv_positions)
+    q_ids = as_int32("segment_ids", segment_ids)
+    kv_ids = None if kv_segment_ids is None else as_int32("kv_segment_ids", kv_segment_ids)
+    q_pos = None if positions is None else as_int32("positions", positions)
+    kv_pos = None if kv_positions is None else as_int32("kv_positions", kv_positions)
     if kv_pos is not None and q_pos is None:
         raise ValueError("kv_positions was given without positions: give both, or neither")
     if kv_ids is not None and q_pos is not None and kv_pos is None:
@@ -228,7 +319,7 @@ def ranges(lo: ArrayLike, hi: ArrayLike) -> MaskExpression:
     array([[1, 0, 0],
            [0, 1, 1]])
     """
-    expression = Ranges(_int32("lo", lo, saturate=True), _int32("hi", hi, saturate=True))
+    expression = Ranges(as_int32("lo", lo, saturate=True), as_int32("hi", hi, saturate=True))
     check_lengths(expression)
     batch_of(expression)
     return expression
@@ -240,6 +331,16 @@ def documents_of(expression: MaskExpression) -> Documents | None:
         if isinstance(part, Documents):
             return part
     return None
+
+
+def places_of(document: Documents | None, q_len: int, kv_len: int) -> Places:
+    """What the intervals beside this documents(...), if any, compare."""
+    ids = None if document is None else document.q_ids
+    if document is None or document.q_pos is None:
+        q, kv = (np.arange(length, dtype=np.int32) for length in (q_len, kv_len))
+        return Places(q, kv, ids, False)
+    kv_pos = document.q_pos if document.kv_pos is None else document.kv_pos
+    return Places(document.q_pos, kv_pos, ids, True)
 
 
 def check_lengths(
@@ -256,6 +357,8 @@ def check_lengths(
     if kv_len is not None:
         known["kv"] = ("kv_len", kv_len)
     for name, x, side in expression.arrays():
+        if side == "batch":
+            continue
         length = x.shape[-1]
         first, expected = known.setdefault(side, (name, length))
         if length != expected:
@@ -273,8 +376,8 @@ def batch_of(expression: MaskExpression) -> int:
         ValueError: if two arrays have different batch sizes, neither of them 1.
     """
     batch, first = 1, ""
-    for name, x, _ in expression.arrays():
-        size = x.shape[0] if x.ndim == 2 else 1
+    for name, x, side in expression.arrays():
+        size = x.shape[0] if x.ndim == 2 or side == "batch" else 1
         if size not in (1, batch) and batch != 1:
             raise ValueError(f"{name} has batch size {size}, but {first} has {batch}")
         if size != 1:
@@ -282,16 +385,37 @@ def batch_of(expression: MaskExpression) -> int:
     return batch
 
 
-def _int32(name: str, x: ArrayLike, *, saturate: bool = False) -> Array:
-    """x as int32 of rank 1 or 2; values that do not fit are an error, or saturate."""
+def plus(x: Any, step: Any) -> Array:
+    """x + step for an int32 array x and integers of int32: where that leaves int32, its end."""
+    xp = numpy_of(x, step)
+    with np.errstate(over="ignore"):  # numpy scalars would warn
+        total = x + step
+    total = xp.where((step > 0) & (total < x), _INT32.max, total)
+    return xp.where((step < 0) & (total > x), _INT32.min, total).astype(np.int32)
+
+
+def numpy_of(*arrays: Any) -> ModuleType:
+    return jnp if any(isinstance(x, jax.Array) for x in arrays) else np
+
+
+def as_int32(
+    name: str,
+    x: ArrayLike,
+    *,
+    saturate: bool = False,
+    ranks: tuple[int, ...] = (1, 2),
+    shapes: str = "(batch, length) or (length,)",
+) -> Array:
+    """x as int32 of one of these ranks; values that do not fit are an error, or saturate."""
     if not isinstance(x, jax.Array):
         x = np.asarray(x)
-    if x.ndim not in (1, 2) or 0 in x.shape:
-        raise ValueError(f"{name} must have shape (batch, length) or (length,), but has {x.shape}")
+    if x.ndim not in ranks or 0 in x.shape:
+        raise ValueError(f"{name} must have shape {shapes}, but has {x.shape}")
     if not np.issubdtype(x.dtype, np.integer):
         raise ValueError(f"{name} must be integers, but has dtype {x.dtype}")
     if np.can_cast(x.dtype, np.int32):
-        return x.astype(np.int32)
+        same = isinstance(x, jax.Array) and x.dtype == np.int32  # jax arrays never change
+        return x if same else x.astype(np.int32)
     if saturate:
         clip = jnp.clip if isinstance(x, jax.Array) else np.clip
         low = max(_INT32.min, np.iinfo(x.dtype).min)

@@ -116,7 +116,8 @@ def _specs(call: Call, layout: Layout, mask: Arrays, kv_plan: Any) -> tuple[Any,
     blocks = layout.spec(mask_batch, (), context)
     # q_lo stands in for ids and positions that are not there
     ids, positions = (keys if call.element_test >= n else rows for n in (1, 2))
-    mask_specs = (rows, rows, rows, ids, rows, positions, blocks, rows, rows, blocks, rows)
+    limits = layout.spec(mask_batch, (), context) if call.element_test >= 3 else rows
+    mask_specs = (rows, rows, rows, ids, limits, positions, blocks, rows, rows, blocks, rows)
     mask_specs += place_specs(layout, mask[11:])
     plan_spec = None
     if kv_plan is not None:

@@ -64,6 +64,8 @@ class AttentionSharding:
         specs: dict[str, Any] = dict.fromkeys(("q_lo", "q_hi", "q_ids", "q_pos"), rows)
         specs |= dict.fromkeys(("kv_ids", "kv_pos", "kv_plan"), keys)
         specs |= dict.fromkeys(("q_blocks", "kv_blocks"), blocks)
+        if mask.element_test >= 3:  # two limits a row
+            specs["q_pos"] = blocks
         specs |= dict.fromkeys(("q_order", "q_order_192", "kv_order"), rows)
         specs = {name: x for name, x in specs.items() if getattr(mask, name) is not None}
         return dataclasses.replace(mask, **specs)

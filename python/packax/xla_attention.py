@@ -29,7 +29,7 @@ class Mask(NamedTuple):
     q_hi: jax.Array
     q_ids: jax.Array
     kv_ids: jax.Array  # (Bm, Skv)
-    q_pos: jax.Array
+    q_pos: jax.Array  # (Bm, Sq), or (Bm, 2, Sq): upper limits, then lower ones
     kv_pos: jax.Array
 
 
@@ -286,14 +286,16 @@ def _where(allowed, x, other, tiles):
 
 def _allowed(rows, keys, element_test):
     """Which keys each row attends, (rows, keys): its range, and inside it the element test."""
-    lo, hi, q_ids, q_pos = (x[:, None] for x in rows)
+    lo, hi, q_ids, upper, *lower = (x[:, None] for x in rows)
     index, kv_ids, kv_pos = (x[None, :] for x in keys)
     allowed = (lo <= index) & (index < hi)
     # The test holds by construction in rows that are not tested, so it needs no flag.
     if element_test >= 1:
         allowed &= q_ids == kv_ids
     if element_test >= 2:
-        allowed &= kv_pos <= q_pos
+        allowed &= kv_pos <= upper
+    if element_test >= 3:
+        allowed &= lower[0] <= kv_pos
     return allowed
 
 
@@ -305,8 +307,10 @@ def _block_range(rows, tiles):
 
 
 def _mask_rows(mask, tiles):
-    """A function from a step to its rows' lo, hi, ids and positions; rows past Sq are empty."""
-    arrays = [_split(x, tiles.row_tiles, tiles.rows) for x in (mask[0], mask[1], mask[2], mask[4])]
+    """A function from a step to its rows' lo, hi, ids and limits of positions; rows past Sq are empty."""
+    limits = [mask.q_pos] if mask.q_pos.ndim == 2 else [mask.q_pos[:, 0], mask.q_pos[:, 1]]
+    arrays = [mask.q_lo, mask.q_hi, mask.q_ids, *limits]
+    arrays = [_split(x, tiles.row_tiles, tiles.rows) for x in arrays]
 
     def rows_of(step):
         batch = step // tiles.row_tiles if mask.q_lo.shape[0] > 1 else 0

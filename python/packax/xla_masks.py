@@ -27,9 +27,13 @@ def document_ranges(
     q_pos: jax.Array,
     kv_pos: jax.Array,
     *,
-    compare_positions: bool,
+    compare_positions: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Row ranges of documents: lo, hi, tested, each (Bm, Sq) int32."""
+    """Row ranges of documents: lo, hi, tested, each (Bm, Sq) int32.
+
+    compare_positions: 0, 1 (q_pos holds upper limits) or 2 (q_pos is (Bm, 2, Sq), upper limits
+    first, then lower ones).
+    """
 
     def one_row(q_ids, kv_ids, q_pos, kv_pos):
         return _document_ranges(q_ids, kv_ids, q_pos, kv_pos, compare_positions)
@@ -70,7 +74,10 @@ def _document_ranges(q_ids, kv_ids, q_pos, kv_pos, compare_positions):
         falls &= ~changes & (kv_ids != PADDING)
         unordered = jnp.zeros(slots, jnp.int32).at[kv_a].max(falls.astype(jnp.int32))[q_a] != 0
         tested |= unordered
-        hi = jnp.where(tested, hi, _first_later(kv_pos, q_pos, lo, hi))
+        upper = q_pos if compare_positions == 1 else q_pos[0]
+        hi = jnp.where(tested, hi, _first(jnp.greater, kv_pos, upper, lo, hi))
+    if compare_positions == 2:
+        lo = jnp.where(tested, lo, _first(jnp.greater_equal, kv_pos, q_pos[1], lo, hi))
 
     empty = (q_ids == PADDING) | (lo >= hi)
     zero = jnp.zeros_like(lo)
@@ -89,14 +96,17 @@ def _slots(ids, slots):
     return a.astype(jnp.int32), b.astype(jnp.int32)
 
 
-def _first_later(kv_pos, q_pos, lo, hi):
-    """The first j in [lo, hi) with kv_pos[j] > q_pos, or hi: binary search in ordered positions."""
+def _first(compare, kv_pos, limit, lo, hi):
+    """The first j in [lo, hi) where kv_pos[j] compares so to the row's limit, or hi.
+
+    Binary search: positions do not go down there.
+    """
     kv_len = kv_pos.shape[0]
 
     def halve(_, bounds):
         left, right = bounds
         middle = left + (right - left) // 2
-        later = kv_pos[jnp.clip(middle, 0, kv_len - 1)] > q_pos
+        later = compare(kv_pos[jnp.clip(middle, 0, kv_len - 1)], limit)
         open_ = left < right
         return (
             jnp.where(open_ & ~later, middle + 1, left),

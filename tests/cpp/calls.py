@@ -49,14 +49,18 @@ class Sizes:
     heads: int = 6
     kv_heads: int = 2
 
-    def mask(self):
+    def limits(self, two):
+        """q_pos: an upper limit of each row, or both."""
+        return Array("int32", (self.mask_batch, *[2] * two, self.q_len))
+
+    def mask(self, element_test):
         rows, keys = (self.mask_batch, self.q_len), (self.mask_batch, self.kv_len)
         return {
             "q_lo": Array("int32", rows),
             "q_hi": Array("int32", rows),
             "q_ids": Array("int32", rows),
             "kv_ids": Array("int32", keys),
-            "q_pos": Array("int32", rows),
+            "q_pos": self.limits(element_test == 3),
             "kv_pos": Array("int32", keys),
             "q_blocks": Array("int32", (self.mask_batch, 5, ceil(self.q_len / 64))),
             "q_order": Array("int32", (self.mask_batch, ceil(self.q_len / 128))),
@@ -72,7 +76,7 @@ def forward(m, s=Sizes(), scale=0.125, element_test=2):
             "query": Array(dtype, (s.batch, s.q_len, s.heads, qk_dim)),
             "key": Array(dtype, (s.batch, s.kv_len, s.kv_heads, qk_dim)),
             "value": Array(dtype, (s.batch, s.kv_len, s.kv_heads, v_dim)),
-            **s.mask(),
+            **s.mask(element_test),
             "q_order_192": Array("int32", (s.mask_batch, ceil(s.q_len / 192))),
         },
         {
@@ -105,7 +109,7 @@ def backward(m, s=Sizes(), scale=0.125, element_test=2, has_dlse=1, deterministi
         "lse": lse,
         "dout": out,
         "dlse": lse,
-        **s.mask(),
+        **s.mask(element_test),
         "kv_blocks": Array("int32", (s.mask_batch, 4, ceil(s.kv_len / 64))),
         "kv_order": Array("int32", (s.mask_batch, ceil(s.kv_len / 128))),
     }
@@ -132,7 +136,7 @@ def documents(m, s=Sizes(), compare_positions=1):
     words = 5 * table_size(s.kv_len) + s.kv_len + ceil(s.kv_len / 1024)
     return make_call(
         "packax_documents_v1",
-        {"q_ids": rows, "kv_ids": keys, "q_pos": rows, "kv_pos": keys},
+        {"q_ids": rows, "kv_ids": keys, "q_pos": s.limits(compare_positions == 2), "kv_pos": keys},
         {
             "lo": rows,
             "hi": rows,

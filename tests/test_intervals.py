@@ -1,0 +1,318 @@
+"""Intervals of places, and `&` and `|` of them: `as_array` and the arrays of a mask against a
+definition in Python integers, one pair at a time.
+
+Guards against a limit that wraps around int32, a union that is two ranges, a span that ends in the
+wrong place, an offset of another row of the batch.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import packax
+import pytest
+import strategies
+from hypothesis import given
+from hypothesis import strategies as st
+from packax import build
+from test_build import check
+
+PADDING = packax.PADDING_SEGMENT_ID
+
+
+@pytest.fixture(autouse=True, scope="module")
+def without_jit():
+    """Every expression is a program of its own: too many to compile, so operations run by themselves."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "_build", build._build.__wrapped__)
+        yield
+
+
+def expression_of(recipe):
+    """The expression that nested tuples stand for."""
+    kind, *rest = recipe
+    if kind == "and":
+        return expression_of(rest[0]) & expression_of(rest[1])
+    if kind == "or":
+        return expression_of(rest[0]) | expression_of(rest[1])
+    if kind == "spans":
+        return packax.spans(rest[0], expression_of(rest[1]))
+    return getattr(packax, kind)(*rest[0], **rest[1])
+
+
+class Definition:
+    """Whether row i of batch row b attends key j, in words."""
+
+    def __init__(self, document, q_len, kv_len, ranges=None):
+        self.document, self.ranges = document or {}, ranges
+        self.q_len, self.kv_len = q_len, kv_len
+
+    def of_document(self, name, b, index):
+        x = self.document[name]
+        return int(x[index] if x.ndim == 1 else x[min(b, len(x) - 1), index])
+
+    def key_side(self, name):
+        return "kv_" + name if "kv_" + name in self.document else name
+
+    def row_place(self, b, i):
+        return self.of_document("positions", b, i) if "positions" in self.document else i
+
+    def key_place(self, b, j):
+        if "positions" not in self.document:
+            return j
+        return self.of_document(self.key_side("positions"), b, j)
+
+    def attends(self, recipe, b, i, j):
+        if self.ranges is not None:
+            lo, hi = (int(x[min(b, len(x) - 1), i]) for x in self.ranges)
+            if not lo <= j < hi:
+                return False
+        if self.document:
+            q_id = self.of_document("segment_ids", b, i)
+            kv_id = self.of_document(self.key_side("segment_ids"), b, j)
+            if q_id == PADDING or q_id != kv_id:
+                return False
+        return self.in_interval(recipe, b, i, j)
+
+    def in_interval(self, recipe, b, i, j):
+        kind, *rest = recipe
+        if kind == "and":
+            return all(self.in_interval(member, b, i, j) for member in rest)
+        if kind == "or":
+            return any(self.in_interval(member, b, i, j) for member in rest)
+        row, key = self.row_place(b, i), self.key_place(b, j)
+        if kind == "spans":
+            return self.in_interval(rest[1], b, i, j) or self.in_span(rest[0], b, i, key)
+        arguments, keywords = rest
+        offset = np.ravel(keywords.get("offset", 0))
+        row += int(offset[min(b, len(offset) - 1)])
+        if kind == "full":
+            return True
+        if kind == "causal":
+            return key <= row
+        if kind == "chunked":
+            return key // arguments[0] == row // arguments[0]
+        if kind == "prefix":
+            lengths = np.asarray(arguments[0])
+            if lengths.ndim:
+                lengths = lengths[min(b, len(lengths) - 1)]
+            return key <= row or key < int(lengths[i] if lengths.ndim else lengths)
+        left, right = arguments
+        return (left is None or row - left <= key) and (right is None or key <= row + right)
+
+    def in_span(self, span_ids, b, i, key):
+        ids = span_ids if span_ids.ndim == 1 else span_ids[min(b, len(span_ids) - 1)]
+
+        def one_span(m, n):
+            same = ids[m] == ids[n]
+            if self.document:
+                same &= self.of_document("segment_ids", b, m) == self.of_document(
+                    "segment_ids", b, n
+                )
+            return same
+
+        if ids[i] == -1:
+            return False
+        first = last = i
+        while first > 0 and one_span(first, first - 1):
+            first -= 1
+        while last + 1 < self.q_len and one_span(last, last + 1):
+            last += 1
+        places = [self.row_place(b, n) for n in range(first, last + 1)]
+        return min(places) <= key <= max(places)
+
+
+INT32 = np.iinfo(np.int32)
+SIZES = st.sampled_from([0, 1, 3, 40, int(INT32.max)])
+
+
+@st.composite
+def leaves(draw, q_len, batch, offsets):
+    kind = draw(st.sampled_from(["full", "causal", "sliding_window", "chunked", "prefix"]))
+    if kind == "full":
+        return ("full", (), {})
+    if kind == "prefix":
+        value = st.integers(-5, 140) | st.sampled_from([int(INT32.min), int(INT32.max)])
+        shape = draw(st.sampled_from([(), (batch,), (batch, q_len)]))
+        if shape == (batch, q_len):
+            lengths = np.random.default_rng(draw(st.integers(0, 99))).integers(-5, 140, shape)
+        else:
+            lengths = np.array([draw(value) for _ in range(batch if shape else 1)]).reshape(shape)
+        return ("prefix", (lengths.astype(np.int32),), {})
+    keywords = {}
+    if offsets and draw(st.booleans()):
+        value = st.integers(-140, 140) | st.sampled_from([int(INT32.min), int(INT32.max)])
+        shape = draw(st.sampled_from([(), (batch,)]))
+        offset = np.array([draw(value) for _ in range(batch if shape else 1)]).reshape(shape)
+        keywords = {"offset": offset.astype(np.int32) if shape else int(offset)}
+    if kind == "sliding_window":
+        return (kind, (draw(st.none() | SIZES), draw(st.none() | SIZES)), keywords)
+    if kind == "chunked":
+        return (kind, (max(1, draw(SIZES)),), keywords)
+    return (kind, (), keywords)
+
+
+@st.composite
+def intervals(draw, q_len, batch, offsets, spans, depth=2):
+    kind = draw(st.sampled_from(["leaf", "and", "or", *["spans"] * spans])) if depth else "leaf"
+    if kind == "leaf":
+        return draw(leaves(q_len, batch, offsets))
+    if kind == "spans":
+        ids = draw(strategies.ids(q_len, batch))
+        ids = ids[0] if batch == 1 and draw(st.booleans()) else ids
+        return ("spans", ids, draw(intervals(q_len, batch, False, spans, depth - 1)))
+    sides = [draw(intervals(q_len, batch, offsets, spans, depth - 1)) for _ in range(2)]
+    return (kind, *sides)
+
+
+@st.composite
+def extremes(draw, length, batch):
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    ends = np.array([INT32.min, INT32.min + 1, -3, 0, 2, INT32.max - 2, INT32.max], np.int32)
+    values = rng.choice(ends, (batch, length))
+    return np.sort(values, axis=1) if draw(st.booleans()) else values
+
+
+@st.composite
+def masks(draw):
+    """(recipe, document, ranges, q_len, kv_len) with one batch size, or 1, for all arrays."""
+    batch = draw(st.sampled_from([1, 2]))
+    document, q_len, kv_len = draw(strategies.documents(batch))
+    if not draw(st.booleans()):
+        document = {}
+    if "positions" in document and draw(st.booleans()):
+        kinds = [name for name in ("positions", "kv_positions") if name in document]
+        document |= {
+            name: draw(extremes(q_len if name == "positions" else kv_len, batch)) for name in kinds
+        }
+    spans = q_len == kv_len and not any(name.startswith("kv_") for name in document)
+    recipe = draw(intervals(q_len, batch, "positions" not in document, spans))
+    ranges = draw(st.none() | strategies.bounds(q_len, kv_len, batch))
+    return recipe, document, ranges, q_len, kv_len
+
+
+@given(masks())
+def test_arrays_and_as_array_are_the_definition(drawn):
+    recipe, document, ranges, q_len, kv_len = drawn
+    try:
+        expression = expression_of(recipe)
+    except NotImplementedError:  # `|` that may be two ranges: test_refused_unions
+        return
+    if document:
+        expression = expression & packax.documents(**document)
+    if ranges is not None:
+        expression = packax.ranges(*ranges) & expression
+    mask = packax.create_attention_mask(expression, q_len=q_len, kv_len=kv_len)
+    check(mask, expression)
+
+    dense = np.asarray(expression.as_array(q_len, kv_len))
+    assert dense.dtype == bool and dense.shape[-2:] == (q_len, kv_len)
+    dense = dense if dense.ndim == 3 else dense[None]
+    definition = Definition(document, q_len, kv_len, ranges)
+    pairs = np.random.default_rng(0).integers(0, (q_len, kv_len), (60, 2))
+    for b in range(len(dense)):
+        for i, j in pairs:
+            assert dense[b, i, j] == definition.attends(recipe, b, i, j), (b, i, j)
+
+
+IDS = np.zeros(4, np.int32)
+POSITIONS = packax.documents(IDS, positions=IDS)
+CACHE = jnp.arange(2)
+
+
+def two_batches():
+    expression = packax.causal([1, 2]) & packax.prefix([1, 2, 3])
+    return packax.create_attention_mask(expression, q_len=4, kv_len=4)
+
+
+@pytest.mark.parametrize(
+    "error,build,text",
+    [
+        (ValueError, lambda: packax.sliding_window(-1), "left must be an integer from 0 to 2147483647, but is -1"),
+        (ValueError, lambda: packax.sliding_window(1, 2**31), "right must be an integer from 0"),
+        (ValueError, lambda: packax.sliding_window(1.5), "left must be an integer, but is 1.5"),
+        (ValueError, lambda: packax.chunked(0), "size must be an integer from 1"),
+        (ValueError, lambda: packax.chunked(None), "size must be an integer from 1"),
+        (ValueError, lambda: packax.causal(0.5), "offset must be integers, but has dtype float64"),
+        (ValueError, lambda: packax.causal(2**40), "offset must fit int32"),
+        (ValueError, lambda: packax.chunked(4, offset=[[1]]), "offset must have shape () or (batch,)"),
+        (ValueError, lambda: packax.prefix([[[1]]]), "lengths must have shape (), (batch,) or (batch, length)"),
+        (ValueError, lambda: packax.spans(3), "span_ids must have shape (batch, length)"),
+        (ValueError, lambda: packax.spans(IDS, "causal"), "text must be a mask expression, but is a str"),
+        (ValueError, lambda: packax.spans(IDS, packax.causal(1)), "the text of spans must not have an offset, but causal has"),
+        (ValueError, lambda: packax.spans(IDS).as_array(4, 5), "span_ids is for 4 keys, but kv_len says 5"),
+        (ValueError, lambda: packax.prefix(np.ones((1, 3), int)).as_array(4, 4), "lengths is for 3 query rows, but q_len says 4"),
+        (ValueError, two_batches, "lengths has batch size 3, but offset has 2"),
+        (ValueError, lambda: POSITIONS & packax.causal(3), "causal has an offset, beside documents(..., positions=...)"),
+        (ValueError, lambda: (packax.chunked(2, offset=1) & packax.causal(1)) & POSITIONS, "the positions say it"),
+        (ValueError, lambda: packax.spans(IDS) & packax.documents(IDS, IDS), "for self-attention, but documents(...) has kv_"),
+        (NotImplementedError, lambda: packax.spans(IDS, packax.causal() & POSITIONS), "spans(span_ids) & documents(...)"),
+        (NotImplementedError, lambda: packax.causal() | POSITIONS, "(a | b) & documents(...)"),
+        (NotImplementedError, lambda: (packax.causal() & packax.ranges(IDS, IDS)) | packax.full(), "(a | b) & ranges(...)"),
+        (NotImplementedError, lambda: packax.sliding_window(1, offset=3) | packax.chunked(4), "surely is one range"),
+        (NotImplementedError, lambda: packax.sliding_window(1, offset=CACHE) | packax.chunked(4, offset=CACHE + 0), "return_lse=True"),
+    ],
+)  # fmt: skip
+def test_refusals(error, build, text):
+    with pytest.raises(error) as caught:
+        build()
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: packax.causal(7) | packax.prefix(3),  # unbounded below, both
+        lambda: packax.sliding_window(3, None, offset=2) | packax.sliding_window(1, None),
+        lambda: packax.full() | packax.chunked(3, offset=9),
+        lambda: packax.sliding_window(1, offset=CACHE) | packax.chunked(4, offset=CACHE),
+        lambda: (
+            packax.sliding_window(1, offset=[4, 5]) | packax.chunked(4, offset=np.array([4, 5]))
+        ),
+        lambda: (packax.causal() & packax.chunked(4)) | packax.spans(IDS, packax.sliding_window(1)),
+        # a member of the first union holds the row's own place, so the union does
+        lambda: (packax.full() | packax.chunked(3, offset=9)) | packax.chunked(3),
+    ],
+)
+def test_unions_that_are_one_range(build):
+    expression = build()
+    check(packax.create_attention_mask(expression, q_len=4, kv_len=4), expression)
+
+
+def test_spans_by_hand():
+    """Equal ids apart are two spans, side by side they are one; a document cuts it."""
+    ids = np.array([0, 0, -1, 0, 1, 1, 1], np.int32)
+    expected = np.tril(np.ones((7, 7), bool))
+    expected[0, 1] = expected[4, 5:] = expected[5, 6] = True
+    np.testing.assert_array_equal(packax.spans(ids).as_array(7, 7), expected)
+    documents = np.array([3, 3, 3, 3, 3, 4, 4], np.int32)
+    expected &= documents[:, None] == documents
+    restart = np.array([0, 1, 2, 3, 4, 0, 1], np.int32)
+    for positions in (None, restart):  # the second document's positions are not the first one's
+        cut = packax.spans(ids) & packax.documents(documents, positions=positions)
+        np.testing.assert_array_equal(cut.as_array(7, 7), expected)
+        check(packax.create_attention_mask(cut), cut)
+
+
+def test_expressions_cross_jit_and_vmap():
+    """Offsets, lengths and span ids may be traced; under vmap they lose their batch."""
+    offsets, lengths = np.array([3, -2, 500], np.int32), np.array([5, 0, 2], np.int32)
+    spans = np.array([[-1, 4, 4, -1], [0, 0, 1, 1], [2, 2, 2, 2]], np.int32)
+
+    def expression(offset, length, span_ids):
+        window = packax.sliding_window(1, offset=offset) | packax.chunked(2, offset=offset)
+        return window & packax.prefix(length), packax.spans(span_ids, packax.sliding_window(1))
+
+    @jax.jit
+    def build(*arrays):
+        def mask(*row):
+            return [
+                packax.create_attention_mask(one, q_len=4, kv_len=4) for one in expression(*row)
+            ]
+
+        return jax.vmap(mask)(*arrays), mask(*arrays)
+
+    each, together = build(offsets, lengths, spans)
+    for mask, whole, one in zip(each, together, expression(offsets, lengths, spans), strict=True):
+        check(whole, one)
+        np.testing.assert_array_equal(mask.q_lo[:, 0], whole.q_lo)
+        np.testing.assert_array_equal(mask.q_hi[:, 0], whole.q_hi)
