@@ -54,6 +54,14 @@ def tensors(
     )
 
 
+def of_ids_alone(ids: Any) -> Any:
+    """Two limits of positions, spans, rows that are tested: all from ids, whole or a batch's part."""
+    positions = jnp.broadcast_to(jnp.arange(LENGTH) % 300, ids.shape).astype(jnp.int32)
+    spans = jnp.where(ids % 2 == 0, ids, -1)
+    window = packax.spans(spans, packax.sliding_window(100))
+    return window & packax.documents(ids, positions=positions)
+
+
 def expression_of(kind: str, ids: Any = ROWS) -> Any:
     index = np.arange(LENGTH)
     return {
@@ -71,6 +79,7 @@ def expression_of(kind: str, ids: Any = ROWS) -> Any:
             packax.spans(np.roll(ROWS[1], 50), packax.causal() & packax.chunked(96))
             & packax.documents(ids, positions=np.stack([positions_of(row[::-1]) for row in ROWS]))
         ),
+        "of ids alone": lambda: of_ids_alone(jnp.asarray(ids)),
         "offsets": lambda: packax.causal(offset=np.array([0, -30, 200, 2000])),
         "positions": lambda: (
             packax.causal()

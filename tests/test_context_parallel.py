@@ -23,6 +23,7 @@ from context import (
     assert_same,
     expression_of,
     mesh_of,
+    of_ids_alone,
     one_device,
     results,
     tensors,
@@ -242,9 +243,7 @@ def test_the_specs_of_a_mask(kind):
 
 def manual_attention(mask, query, key, value):
     if not isinstance(mask, packax.AttentionMask):
-        mask = packax.create_attention_mask(
-            packax.causal() & packax.documents(mask), sharding=TENSOR_REPLICATED
-        )
+        mask = packax.create_attention_mask(of_ids_alone(mask), sharding=TENSOR_REPLICATED)
     out, lse = packax.flash_attention(
         query, key, value, mask, return_lse=True, sharding=TENSOR_REPLICATED
     )
@@ -285,7 +284,7 @@ def test_inside_a_shard_map(names, inside, check_vma):
             mask, mask_spec = jnp.asarray(ROWS), kept(P(BATCH_AXES))
         else:
             mask = packax.create_attention_mask(
-                expression_of("documents"), sharding=TENSOR_REPLICATED
+                expression_of("of ids alone"), sharding=TENSOR_REPLICATED
             )
             mask_spec = jax.tree.map(kept, TENSOR_REPLICATED.mask_specs(mask))
         mapped = jax.shard_map(
@@ -302,7 +301,7 @@ def test_inside_a_shard_map(names, inside, check_vma):
             return *results, *pullback((dout, dlse))
 
         got = jax.block_until_ready(run(mask, query, key, value))
-    assert_same(got, one_device("documents"))
+    assert_same(got, one_device("of ids alone"))
 
 
 def test_scan_over_layers_and_remat():

@@ -5,18 +5,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from packax import masks
+from packax.assemble import Document, Rows, assemble, element_test_of, limits_of
 from packax.plan import ContextPlan
-from packax.primitives import blocks_p, documents_p, vary_together
+from packax.primitives import vary_together
 from packax.sharding import AttentionSharding, Axes, Layout, check_divides, layout_of
-
-_INT32 = np.iinfo(np.int32)
 
 
 @functools.partial(
@@ -203,54 +201,6 @@ def _length(name: str, length: int | None) -> int | None:
     return length
 
 
-class _Document(NamedTuple):
-    """The two sides of documents(...), each (1 or batch, length), or None."""
-
-    q_ids: jax.Array | None
-    kv_ids: jax.Array | None  # None: as the query's
-    q_pos: jax.Array | None
-    kv_pos: jax.Array | None  # None: as the query's
-
-    def keys(self) -> tuple[jax.Array | None, jax.Array | None]:
-        return (
-            self.q_ids if self.kv_ids is None else self.kv_ids,
-            self.q_pos if self.kv_pos is None else self.kv_pos,
-        )
-
-
-class _Rows(NamedTuple):
-    """What row ranges are made from: one value for every row, (batch, rows) each."""
-
-    ids: jax.Array | None
-    low: jax.Array | None  # the lowest and the highest place that the row attends
-    high: jax.Array | None
-    ranges: tuple[tuple[jax.Array, jax.Array], ...]
-
-
-def _limits(document: _Document, interval: masks.And, q_len: int) -> masks.Limits:
-    """The interval of every row of the sequence: (low, high), each (1 or batch, q_len) or None."""
-    if not interval.members:
-        return None, None
-    by_position = document.q_pos is not None
-    leaves, structure = jax.tree.flatten((document.q_ids, interval))
-    if not by_position:
-        index = jnp.arange(q_len, dtype=jnp.int32)[None]
-        index, *leaves = vary_together(index, *leaves)
-    ids, interval = structure.unflatten(leaves)
-    places = document.q_pos if by_position else index
-    # No interval asks for the places of keys, except that of spans, whose keys are the rows.
-    return interval.limits(masks.Places(places, places, ids, by_position))
-
-
-def _element_test(document: _Document, low: Any, high: Any) -> int:
-    """0: none, 1: ids, 2: ids and an upper limit of positions, 3: both limits (docs/design.md)."""
-    if document.q_ids is None:
-        return 0
-    if document.q_pos is None or (low is None and high is None):
-        return 1
-    return 2 if low is None else 3
-
-
 @functools.partial(
     jax.jit,
     static_argnames=("batch", "q_len", "kv_len", "layout", "permuted_keys"),
@@ -297,11 +247,11 @@ def _build_rows(
 
     # Intervals are about the sequence, its indices and its spans: only then rows are moved or cut.
     def limits(document, interval):
-        ends = _limits(document, interval, q_len)
+        ends = limits_of(document, interval, q_len)
         shape = static["batch"], q_len
         return [None if x is None else jnp.broadcast_to(x, shape) for x in ends]
 
-    document = _Document(*(None if x is None else keys(x) for x in document))
+    document = Document(*(None if x is None else keys(x) for x in document))
     if layout is not None:
         of_leaf = functools.partial(_batch_axes, batch, mask_batch)
         interval = jax.tree.map(lambda x: place(jnp.asarray(x), of_leaf(x)), interval)
@@ -317,15 +267,15 @@ def _build_rows(
     low, high = (None if x is None else rows(x) for x in limits(document, interval))
     # Keys stay whole and in order, so they are no longer "as the query's".
     kv_ids, kv_pos = document.keys()
-    level = _element_test(document, low, high)
-    held = _Rows(
+    level = element_test_of(document, low, high)
+    held = Rows(
         None if document.q_ids is None else rows(document.q_ids),
         low,
         high,
         tuple((rows(lo), rows(hi)) for lo, hi in ranges),
     )
 
-    assemble = functools.partial(_assemble, level=level, **static)
+    whole: Any = functools.partial(assemble, level=level, **static)
     if mapped:
         row_spec, block_spec = (
             layout.spec(mask_batch, context),
@@ -335,19 +285,19 @@ def _build_rows(
         out_specs = dict.fromkeys(_COMPUTED, row_spec) | dict.fromkeys(_BLOCKS, block_spec)
         if level >= 2:
             out_specs["q_pos"] = row_spec if level == 2 else block_spec
-        assemble = jax.shard_map(
-            assemble,
+        whole = jax.shard_map(
+            whole,
             mesh=layout.mesh,
             in_specs=(row_spec, key_spec, key_spec),
             out_specs=out_specs,
             axis_names=set(layout.mapped),
         )
-    computed = assemble(held, kv_ids, kv_pos)
+    computed: dict[str, Any] = {"q_pos": None, **whole(held, kv_ids, kv_pos)}
     kv_plan = None
     if plan is not None and permuted_keys:
         kv_plan = jnp.stack([plan.order, plan.inverse], axis=1)
     return AttentionMask(
-        **{"q_pos": None, **computed},
+        **computed,
         q_ids=held.ids,
         kv_ids=kv_ids,
         kv_pos=kv_pos if level >= 2 else None,
@@ -371,23 +321,25 @@ def _batch_axes(batch: int, mask_batch: Axes, x: Any) -> Axes:
 
 @functools.partial(jax.jit, static_argnames=("batch", "q_len", "kv_len"), inline=True)
 def _build(document, interval, ranges, *, batch, q_len, kv_len) -> AttentionMask:
-    """document: the arrays of `_Document`; interval: And of what else narrows the rows."""
+    """document: the arrays of `Document`; interval: And of what else narrows the rows."""
 
     def rows(x):
         return None if x is None else jnp.broadcast_to(x, (batch, x.shape[1]))
 
+    structure: Any
     leaves, structure = jax.tree.flatten((document, interval, ranges))
     document, interval, ranges = structure.unflatten(vary_together(*leaves))
-    document = _Document(*map(rows, document))
-    low, high = _limits(document, interval, q_len)
-    level = _element_test(document, low, high)
+    document = Document(*map(rows, document))
+    low, high = limits_of(document, interval, q_len)
+    level = element_test_of(document, low, high)
     # The limits of causal() are the positions themselves: then the keys' need not be held twice.
     shared = document.kv_pos is None and level == 2 and high is document.q_pos
     kv_ids, kv_pos = document.keys()
-    held = _Rows(document.q_ids, rows(low), rows(high), ranges)
-    computed = _assemble(held, kv_ids, kv_pos, level=level, batch=batch, q_len=q_len, kv_len=kv_len)
+    held = Rows(document.q_ids, rows(low), rows(high), ranges)
+    arrays = assemble(held, kv_ids, kv_pos, level=level, batch=batch, q_len=q_len, kv_len=kv_len)
+    computed: dict[str, Any] = {"q_pos": None, **arrays}
     return AttentionMask(
-        **{"q_pos": None, **computed},
+        **computed,
         q_ids=document.q_ids,
         kv_ids=document.kv_ids,
         kv_pos=kv_pos if level >= 2 and not shared else None,
@@ -395,43 +347,3 @@ def _build(document, interval, ranges, *, batch, q_len, kv_len) -> AttentionMask
         kv_len=kv_len,
         element_test=level,
     )
-
-
-def _assemble(held: _Rows, kv_ids, kv_pos, *, level, batch, q_len, kv_len) -> dict[str, jax.Array]:
-    """The arrays of a mask that are computed: of these rows, and of all keys in order."""
-    leaves, structure = jax.tree.flatten((held, kv_ids, kv_pos))
-    held, kv_ids, kv_pos = structure.unflatten(vary_together(*leaves))
-    q_pos = held.ids
-    if level == 2:
-        q_pos = held.high
-    elif level == 3:
-        high = jnp.full_like(held.low, _INT32.max) if held.high is None else held.high
-        q_pos = jnp.stack([high, held.low], axis=1)
-    if level > 0:
-        lo, hi, tested = documents_p.bind(
-            held.ids,
-            kv_ids,
-            q_pos,
-            kv_pos if level > 1 else kv_ids,
-            compare_positions=max(level - 1, 0),
-        )
-    else:
-        lo = jnp.zeros((batch, q_len), jnp.int32)
-        hi = jnp.full((batch, q_len), kv_len, jnp.int32)
-        tested = lo
-
-    if level < 2:  # places are indices
-        if held.high is not None:
-            hi = jnp.minimum(hi, jnp.minimum(held.high, kv_len - 1) + 1)
-        if held.low is not None:
-            lo = jnp.maximum(lo, held.low)
-    for first, last in held.ranges:
-        lo = jnp.maximum(lo, jnp.clip(first, 0, kv_len))
-        hi = jnp.minimum(hi, jnp.clip(last, 0, kv_len))
-    empty = lo >= hi
-    lo, hi, tested = (jnp.where(empty, 0, x) for x in (lo, hi, tested))
-
-    names = ("q_blocks", "kv_blocks", "q_order", "q_order_192", "kv_order")
-    blocks = blocks_p.bind(*vary_together(lo, hi, tested), kv_len=kv_len)
-    computed = {"q_lo": lo, "q_hi": hi, **dict(zip(names, blocks, strict=True))}
-    return computed | ({"q_pos": q_pos} if level >= 2 else {})

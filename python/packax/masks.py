@@ -191,8 +191,13 @@ class Or(Interval):
 
     members: tuple[Any, ...]
 
-    walk = And.walk
-    arrays = And.arrays
+    def walk(self) -> Iterator[MaskExpression]:
+        yield self
+        for member in self.members:
+            yield from member.walk()
+
+    def arrays(self) -> list[tuple[str, Array, str]]:
+        return [held for member in self.members for held in member.arrays()]
 
     def _as_array(self, at: Places) -> Array:
         first, second = (member._as_array(at) for member in self.members)
