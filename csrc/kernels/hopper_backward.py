@@ -162,7 +162,9 @@ def consume(
                                 bits = bits & element_bits(kv_at, q_pos, row, q_len, ROWS, "ge")
                                 if element_test > 2:
                                     after = stay(q_len)
-                                    bits = bits & element_bits(kv_at, q_pos, row + after, q_len + after, ROWS, "le")
+                                    bits = bits & element_bits(
+                                        kv_at, q_pos, row + after, q_len + after, ROWS, "le"
+                                    )
                     s = select_bits(s, bits, float("-inf"))
                 if ROWS == 128:
                     lse = lse_s.index(stage).load(gl.SliceLayout(0, s_layout))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from packax import masks
+from packax import intervals, masks
 from packax.attention import flash_attention
 from packax.build import AttentionMask
 from packax.masks import MaskExpression
@@ -195,7 +195,7 @@ def _combined(
             )
         return mask
     if mask is None:
-        return masks.full() if limits is None else limits
+        return intervals.full() if limits is None else limits
     if not isinstance(mask, MaskExpression):
         mask = _from_boolean(mask, batch, rows, keys)
     return mask if limits is None else mask & limits

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from packax import attention as _attention
-from packax import dot_product, lowering, masks
+from packax import dot_product, intervals, lowering, masks
 
 __all__ = [
     "PRNGKeyGenerator",
@@ -140,7 +140,7 @@ def _key_mask(
     query: jax.Array, key: jax.Array, batch: tuple[int, ...], key_mask: Any
 ) -> masks.MaskExpression:
     if key_mask is None:
-        return masks.full()
+        return intervals.full()
     mask = jnp.asarray(key_mask) != 0
     length = key.shape[1]
     if mask.ndim == 0 or mask.shape[-1] != length or mask.ndim > len(batch) + 1:

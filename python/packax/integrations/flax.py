@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from packax import masks
+from packax import intervals
 from packax.attention import flash_attention
 from packax.build import AttentionMask
 from packax.dot_product import key_mask
@@ -173,8 +173,8 @@ def _mask_of(
         return built[0]
     expressions = [x for x in given if isinstance(x, MaskExpression)]
     if is_causal:
-        expressions.append(masks.causal())
-    return functools.reduce(operator.and_, expressions) if expressions else masks.full()
+        expressions.append(intervals.causal())
+    return functools.reduce(operator.and_, expressions) if expressions else intervals.full()
 
 
 def _checked(
