@@ -79,7 +79,9 @@ def flash_attention_triton(
     >>> out = flash_attention(q, k, v, positions, ids, positions, ids, mask, scale=q.shape[-1] ** -0.5)
     """
     if bias is not None:
-        raise NotImplementedError("bias must be None: there is no attention with a bias here")
+        raise NotImplementedError(
+            "bias must be None, as for kvax: packax.flash_attention has biases by position"
+        )
     if scale is None:
         raise ValueError("scale must be a number, but is None: leave it out for 1")
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
