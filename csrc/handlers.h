@@ -1,4 +1,4 @@
-// What the four FFI targets share: their names, their two stages, finding a kernel, and host time.
+// What the FFI targets share: their names, their two stages, finding a kernel, and host time.
 //
 // A target is one function `ffi::Error F(Stream, operands...)`, run in both stages. In XLA's
 // initialize stage there is no stream: it checks, finds and loads. In execute, possibly under CUDA
@@ -20,15 +20,13 @@ namespace packax {
 // CUstream; empty in the initialize stage.
 using Stream = std::optional<void*>;
 
-enum class Target { kDocuments, kBlocks, kForward, kBackward };
+enum class Target { kDocuments, kBlocks, kForward, kBackward, kDecode };
 
 inline constexpr const char* kTargetNames[] = {
-    "packax_documents_v1",
-    "packax_blocks_v1",
-    "packax_forward_v1",
-    "packax_backward_v1",
+    "packax_documents_v1", "packax_blocks_v1", "packax_forward_v1",
+    "packax_backward_v1",  "packax_decode_v1",
 };
-inline constexpr int kTargets = 4;
+inline constexpr int kTargets = 5;
 
 // Time spent in the execute stage, on the host, over the life of the process.
 struct HostTime {
@@ -123,7 +121,7 @@ ffi::Error Launch(const Ready<Args>& ready, Stream stream, Grid grid, const Args
 
 }  // namespace packax
 
-// The exported stages, defined in forward.cc, backward.cc and masks.cc.
+// The exported stages, defined in forward.cc, backward.cc, decode.cc and masks.cc.
 XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_documents_initialize);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_documents_execute);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_blocks_initialize);
@@ -132,3 +130,5 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_forward_initialize);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_forward_execute);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_backward_initialize);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_backward_execute);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_decode_initialize);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_decode_execute);

@@ -87,6 +87,7 @@ def test_handlers_declare_themselves():
         "packax_blocks_v1",
         "packax_forward_v1",
         "packax_backward_v1",
+        "packax_decode_v1",
     }
     for stages in registrations.values():
         assert set(stages) == {"initialize", "execute"}

@@ -35,6 +35,7 @@ def load(name: str):  # type: ignore[no-untyped-def]
 table = load("variants")
 compiler = load("compile")
 ALL = list(table.variants())
+DECODE = ["decode", "decode_tall", "decode_combine"]
 
 
 def arguments_of(kernel: str, source: str = "") -> list[str]:
@@ -54,7 +55,13 @@ def test_every_architecture_has_every_kernel() -> None:
     for arch in table.ARCHS.values():
         own = set() if arch.tiles == "hopper" else set(table.HOPPER_TILES)
         assert {v.kernel for v in ALL if v.arch is arch} == set(table.KERNELS) - own
-        for kernel in (*table.TILES, *set(table.HOPPER_TILES) - own, "backward_delta"):
+        decoding = (*table.DECODE_TILES, "decode_combine")
+        for kernel in (
+            *table.TILES,
+            *decoding,
+            *set(table.HOPPER_TILES) - own,
+            "backward_delta",
+        ):
             got = {
                 (v.dtype, v.qk_dim, v.v_dim) for v in ALL if v.arch is arch and v.kernel == kernel
             }
@@ -92,6 +99,17 @@ def test_tiles_fit_the_order_of_tiles_and_the_blocks() -> None:
         # The backward's workspace has rows in whole blocks of 64.
         if v.kernel in ("backward_prepare", "backward_finish"):
             assert 64 % v.block == 0, v.name
+
+
+def test_tiles_of_decoding_are_those_that_cpp_counts_with() -> None:
+    """csrc/decode.cc chooses between the two by rows before it looks one up; a block of decode_combine is its most shares."""
+    source = (ROOT / "csrc" / "decode.cc").read_text()
+    few = int(re.search(r"kFewRows = (\d+)", source)[1])  # type: ignore[index]
+    assert {v.block for v in ALL if v.kernel == "decode"} == {few}
+    assert {v.block for v in ALL if v.kernel == "decode_tall"} == {64}
+    lowering = (ROOT / "python" / "packax" / "decode_lowering.py").read_text()
+    most = int(re.search(r"max\(1, min\((\d+), ", lowering)[1])  # type: ignore[index]
+    assert {v.block for v in ALL if v.kernel == "decode_combine"} == {most} == {table.DECODE_SPLITS}
 
 
 def test_every_kernel_loads_on_a_driver_of_cuda_12() -> None:
@@ -166,7 +184,11 @@ def recompiled(monkeypatch, tmp_path, request):  # type: ignore[no-untyped-def]
         ("hopper_softmax", ["forward_hopper"]),
         ("hopper_rows", ["backward_hopper"]),
         ("hopper_dq", ["backward_prepare", "backward_finish"]),
-        ("rows", ["forward", *(f"backward_{k}" for k in ("delta", "dkdv", "dq"))]),
+        (
+            "rows",
+            ["forward", *(f"backward_{k}" for k in ("delta", "dkdv", "dq")), *DECODE],
+        ),
+        ("decode", DECODE),
         ("documents", ["documents_init", "documents_runs", "documents_rows"]),
         ("blocks", ["blocks_rows", "blocks_keys", "blocks_order"]),
     ],

@@ -33,7 +33,7 @@ def load_kernels() -> dict[str, Any]:
         )  # imported lazily otherwise, and asks for the variable too
         modules = [
             importlib.import_module(m)
-            for m in ("rows", "forward", "backward", "documents", "blocks")
+            for m in ("rows", "forward", "backward", "documents", "blocks", "decode")
         ]
     finally:
         sys.path.pop(0)
@@ -230,3 +230,32 @@ def backward(
         QK_DIM=qk_dim, V_DIM=v_dim, BLOCK_M=rows, BLOCK_N=keys, STAGES=2,
     )  # fmt: skip
     return dq, dk, dv
+
+
+def decode(
+    query: np.ndarray, key: np.ndarray, value: np.ndarray, q_lo: np.ndarray, q_hi: np.ndarray,
+    table: np.ndarray | None, sinks: np.ndarray | None, scale: float, soft_cap: float, splits: int,
+    *, kernel: str, room: tuple[int, int], tile: tuple[int, int],
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """`room`: the head dims that the kernel is compiled for."""
+    batch, q_len, heads, qk_dim = query.shape
+    first, second, kv_heads, v_dim = value.shape
+    pages, page_size, width = (first, second, table.shape[1]) if table is not None else (0, 0, 0)
+    kv_len = page_size * width if table is not None else second
+    block_m, block_n = tile
+    partial = guarded((splits, batch, q_len, heads, v_dim), np.float32)
+    sums = guarded((splits, batch, q_len, heads), np.float32)
+    out = guarded((batch, q_len, heads, v_dim), query.dtype)
+    lse = guarded((batch, heads, q_len), np.float32)
+    grid = (ceil(q_len * (heads // kv_heads), block_m) * kv_heads * batch * splits,)
+    launch(
+        kernel, grid, query, key, value, q_lo, q_hi, q_lo if table is None else table, partial, sums, scale, soft_cap,
+        batch, q_len, kv_len, pages, page_size, width, heads, kv_heads, qk_dim // 8, v_dim // 8, splits,
+        QK_DIM=room[0], V_DIM=room[1], BLOCK_M=block_m, BLOCK_N=block_n, STAGES=2,
+    )  # fmt: skip
+    launch(
+        "decode_combine", (batch * q_len * heads,), partial, sums, q_lo if sinks is None else sinks, q_lo, q_hi, out,
+        lse, int(sinks is not None), batch, 1 if sinks is None else len(sinks), q_len, kv_len, heads, v_dim // 8, splits,
+        V_DIM=room[1], SPLITS=128, STEP=16,
+    )  # fmt: skip
+    return out, lse

@@ -85,7 +85,7 @@ def parameters(kernel: str, arguments: list[str]) -> list[dict[str, str]]:
         elif name in table.POINTERS:
             kind = "ptr"
         else:
-            kind = "f32" if name == "scale" else "i32"
+            kind = "f32" if name in table.FLOATS else "i32"
         params.append({"name": name, "type": kind})
     return params
 

@@ -227,6 +227,7 @@ SPILLS = {
     ("forward_hopper", 192): 128,  # under ptxas 12.9; 56 under 13.4
     ("forward_hopper", 256): 208,  # under ptxas 12.9; 120 under 13.4
     ("backward_hopper", 128): 168,
+    ("decode_tall", 128): 48,
     ("backward_hopper", 256): 136,  # under ptxas 12.9; 112 under 13.4
 }
 # Kernels for Hopper whose wgmma the assembler may serialise (C7515): the portable dK/dV, which only
@@ -245,6 +246,53 @@ MASK_KERNELS: dict[str, tuple[dict[str, int], int, int]] = {
 }
 DELTA_ROWS = 64
 
+# Kernels of decoding: (kind of tile, larger head dim) -> BLOCK_M (rows of one key/value head's group),
+# BLOCK_N, STAGES, warps. Not timed on any GPU yet: 16 rows are the least of a matrix product, 64 one
+# warp group's; keys and stages so that, but for the widest heads, two programs or more share a
+# multiprocessor's shared memory. STAGES 2 needs wgmma, else it is one buffer.
+DECODE_TILES = {
+    "decode": {
+        ("hopper", 64): (16, 64, 4, 4),
+        ("hopper", 128): (16, 64, 3, 4),
+        ("hopper", 192): (16, 32, 3, 4),
+        ("hopper", 256): (16, 32, 3, 4),
+        ("blackwell", 64): (16, 64, 4, 4),
+        ("blackwell", 128): (16, 64, 3, 4),
+        ("blackwell", 192): (16, 32, 3, 4),
+        ("blackwell", 256): (16, 32, 3, 4),
+        ("ampere", 64): (16, 64, 3, 4),
+        ("ampere", 128): (16, 64, 3, 4),
+        ("ampere", 192): (16, 32, 3, 4),
+        ("ampere", 256): (16, 32, 3, 4),
+        ("small", 64): (16, 64, 3, 4),
+        ("small", 128): (16, 32, 3, 4),
+        ("small", 192): (16, 32, 3, 4),
+        ("small", 256): (16, 32, 3, 4),
+    },
+    "decode_tall": {
+        ("hopper", 64): (64, 64, 3, 4),
+        ("hopper", 128): (64, 64, 2, 4),
+        ("hopper", 192): (64, 64, 2, 8),
+        ("hopper", 256): (64, 32, 3, 8),
+        ("blackwell", 64): (64, 64, 3, 4),
+        ("blackwell", 128): (64, 64, 2, 8),
+        ("blackwell", 192): (64, 64, 2, 8),
+        ("blackwell", 256): (64, 64, 2, 8),
+        ("ampere", 64): (64, 64, 3, 4),
+        ("ampere", 128): (64, 64, 3, 8),
+        ("ampere", 192): (64, 32, 3, 8),
+        ("ampere", 256): (64, 32, 3, 8),
+        ("small", 64): (64, 64, 3, 4),
+        ("small", 128): (64, 32, 3, 4),
+        ("small", 192): (64, 32, 2, 8),
+        ("small", 256): (64, 32, 2, 8),
+    },
+}
+DECODE_SPLITS = (
+    128  # shares of the keys that decode_combine can merge: csrc/decode.cc asks for no more
+)
+DECODE_STEP = 16  # shares that it holds at once
+
 KERNELS = {  # kernel -> file in csrc/kernels
     "forward": "forward",
     "forward_hopper": "hopper_forward",
@@ -260,9 +308,12 @@ KERNELS = {  # kernel -> file in csrc/kernels
     "blocks_rows": "blocks",
     "blocks_keys": "blocks",
     "blocks_order": "blocks",
+    "decode": "decode",
+    "decode_tall": "decode",
+    "decode_combine": "decode",
 }
 
-# argument -> element; "" is the variant's dtype. Every other argument is an int32, but `scale` a
+# argument -> element; "" is the variant's dtype. Every other argument is an int32, but those of FLOATS a
 # float32.
 POINTERS = {
     **dict.fromkeys(("query", "key", "value", "out", "dout", "dq", "dk", "dv"), ""),
@@ -270,7 +321,10 @@ POINTERS = {
     **dict.fromkeys(("q_lo", "q_hi", "q_ids", "kv_ids", "q_pos", "kv_pos"), "i32"),
     **dict.fromkeys(("q_blocks", "kv_blocks", "q_order", "q_order_192", "kv_order"), "i32"),
     **dict.fromkeys(("workspace", "lo", "hi", "tested", "counter"), "i32"),
+    **dict.fromkeys(("partial", "sums", "sinks"), "fp32"),
+    "block_table": "i32",
 }
+FLOATS = ("scale", "soft_cap")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -314,6 +368,22 @@ def tiled(kernel: str, arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Varia
     }
     block = keys if kernel == "backward_dkdv" else rows
     return Variant(kernel, arch, dtype, qk_dim, v_dim, tuple(constants.items()), block, warps)
+
+
+def decoding(arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Iterator[Variant]:
+    shape = arch, dtype, qk_dim, v_dim
+    for kernel, tiles in DECODE_TILES.items():
+        rows, keys, stages, warps = tiles[arch.tiles, max(qk_dim, v_dim)]
+        constants = {
+            "QK_DIM": qk_dim,
+            "V_DIM": v_dim,
+            "BLOCK_M": rows,
+            "BLOCK_N": keys,
+            "STAGES": stages,
+        }
+        yield Variant(kernel, *shape, tuple(constants.items()), rows, warps)
+    merge = (("V_DIM", v_dim), ("SPLITS", DECODE_SPLITS), ("STEP", DECODE_STEP))
+    yield Variant("decode_combine", *shape, merge, DECODE_SPLITS, 4)
 
 
 def hopper(
@@ -363,6 +433,10 @@ def variants(
             for dtype in dtypes:
                 for qk_dim, v_dim in head_dims:
                     yield tiled(kernel, ARCHS[arch], dtype, qk_dim, v_dim)
+    for arch in archs:
+        for dtype in dtypes:
+            for qk_dim, v_dim in head_dims:
+                yield from decoding(ARCHS[arch], dtype, qk_dim, v_dim)
     for arch in archs:
         for dtype in dtypes:
             for qk_dim, v_dim in head_dims:

@@ -4,9 +4,11 @@
 >>> out = packax.flash_attention(query, key, value, mask)
 """
 
+from packax import decode_lowering as _decode_lowering  # noqa: F401 (registers the rules)
 from packax import lowering as _lowering  # noqa: F401 (registers the FFI targets and the rules)
 from packax.attention import flash_attention
 from packax.build import AttentionMask, create_attention_mask
+from packax.decode import decode_attention
 from packax.derivatives import CHECKPOINT_NAMES
 from packax.dot_product import dot_product_attention
 from packax.intervals import causal, chunked, full, prefix, sliding_window, spans
@@ -30,6 +32,7 @@ __all__ = [
     "chunked",
     "context_plan",
     "create_attention_mask",
+    "decode_attention",
     "documents",
     "dot_product_attention",
     "flash_attention",

@@ -173,7 +173,7 @@ def _forward_cuda(ctx, *operands, implementation, **params):
         )
     _require_kernels("forward", query, value, general=True)
     batch, q_len, heads, _ = query.shape
-    return _general_call(
+    return _generalcall(
         ctx,
         "packax_forward_general_v1",
         operands,
@@ -201,7 +201,7 @@ def _backward_cuda(ctx, *operands, implementation, **params):
     _require_kernels("backward", query, value, general=True)
     batch, q_len, heads, _ = query.shape
     delta = _array(batch, heads, q_len)
-    return _general_call(
+    return _generalcall(
         ctx,
         "packax_backward_general_v1",
         operands,
@@ -224,7 +224,7 @@ def _general(direction: str, query: Any, value: Any, params: Any) -> bool:
     return _ext is not None and not _found(direction, query, value, general=False)
 
 
-def _general_call(ctx, target, operands, count, workspace, params, **attributes):
+def _generalcall(ctx, target, operands, count, workspace, params, **attributes):
     """With the first `count` operands and four extras: another stands in for those not there."""
     extras = params["extras"]
     places = [*range(count), *range(len(operands) - extras, len(operands))]
@@ -319,24 +319,33 @@ def _found(direction: str, query: Any, value: Any, general: bool) -> bool:
 
 def _require_kernels(direction: str, query: Any, value: Any, general: bool = False) -> None:
     """Which GPU it will be is not known yet: C++ checks that, this the rest of the table."""
+    _require_extension()
+    if _found(direction, query, value, general):
+        return
+    have = _rows(direction, general)
+    text = _listed(have)
+    if general and not have:
+        text += ", of those that take soft_cap, bias, an array's scale, max logits, any head dim"
+    up_to = f", and all multiples of {_MULTIPLE} up to them" if general and have else ""
+    raise NotImplementedError(
+        f"no {direction} kernel for {query.dtype} with head dims {query.shape[3]}/{value.shape[3]} "
+        f"(query and key / value); there are: {text}{up_to}. "
+        'implementation="xla" takes any head dim, and float32'
+    )
+
+
+def _require_extension() -> None:
     if _ext is None:
         raise NotImplementedError(
             f"the extension module packax._ext, which holds the kernels, did not load "
             f'({_ext_error}): reinstall packax, or pass implementation="xla"'
         )
-    if _found(direction, query, value, general):
-        return
+
+
+def _listed(rows: Any) -> str:
     names = {short: name for name, short in _DTYPES.items()}
-    have = sorted({(r["qk_dim"], r["v_dim"], names[r["dtype"]]) for r in _rows(direction, general)})
-    listed = ", ".join(f"{dtype} {qk}/{v}" for qk, v, dtype in have) or "none in this build"
-    if general and not have:
-        listed += ", of those that take soft_cap, bias, an array's scale, max logits, any head dim"
-    up_to = f", and all multiples of {_MULTIPLE} up to them" if general and have else ""
-    raise NotImplementedError(
-        f"no {direction} kernel for {query.dtype} with head dims {query.shape[3]}/{value.shape[3]} "
-        f"(query and key / value); there are: {listed}{up_to}. "
-        'implementation="xla" takes any head dim, and float32'
-    )
+    have = sorted({(row["qk_dim"], row["v_dim"], names[row["dtype"]]) for row in rows})
+    return ", ".join(f"{dtype} {qk}/{v}" for qk, v, dtype in have) or "none in this build"
 
 
 mlir.register_lowering(documents_p, _documents_xla)

@@ -1,4 +1,4 @@
-"""The four primitives: shapes of their results and how vmap folds into the batch. No policy.
+"""The five primitives: shapes of their results and how vmap folds into the batch. No policy.
 
 documents_p: q_ids, kv_ids, q_pos, kv_pos -> lo, hi, tested
 blocks_p: q_lo, q_hi, tested -> q_blocks, kv_blocks, q_order, q_order_192, kv_order
@@ -9,6 +9,7 @@ backward_p: query, key, value, out, lse, dout, dlse, q_lo to q_order as in forwa
     gradients of scale and slope
 extras: none; scales (1 or B,), which count instead of `scale`; or scales, slopes (Bp, H), q_places
     (Bp, Sq) and kv_places (Bp, Skv), Bp 1 or B.
+decode_p: query, key, value, q_lo, q_hi, block_table if paged, sinks if has_sinks -> out, lse
 docs/design.md gives every shape; lowering.py gives them a meaning per platform.
 """
 
@@ -22,7 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
-from jax.interpreters import batching
+from jax.interpreters import ad, batching
 
 from packax.xla_masks import BLOCK, TILE, TILE_192
 
@@ -226,3 +227,58 @@ def _batch_backward(primitive, operands, dims, **params):
 
 _register_batching(forward_p, _batch_forward)
 _register_batching(backward_p, _batch_backward)
+
+
+# --- Decoding: keys and values of a batch row, or of pages that a table orders.
+
+decode_p = _primitive(
+    "packax_decode", ("scale", "soft_cap", "paged", "has_sinks", "implementation")
+)
+
+
+@decode_p.def_abstract_eval
+def _decode_shapes(query, key, value, *operands, **static):
+    batch, q_len, heads, _ = query.shape
+    return [
+        _like(query, (batch, q_len, heads, value.shape[3]), query.dtype, (0, 1, 2, None)),
+        _like(query, (batch, heads, q_len), _real(query), (0, 2, 1)),
+    ]
+
+
+def _decode_gradient(primals, tangents, **params):
+    raise NotImplementedError(
+        "decode_attention has no gradient: differentiate flash_attention, or put "
+        "jax.lax.stop_gradient around query, key_cache, value_cache and sinks if none is wanted"
+    )
+
+
+def _batch_decode(primitive, operands, dims, *, paged, has_sinks, **params):
+    """Caches that are not mapped stay one: the folded batch finds its rows of it by a table."""
+    size = _mapped_size(operands, dims)
+    query, key, value, q_lo, q_hi, *rest = zip(operands, dims, strict=True)
+    table = rest[0] if paged else None
+    shared = key[1] is None and value[1] is None
+    if shared and not paged:
+        batch = key[0].shape[0]
+        table = (jnp.arange(batch, dtype=jnp.int32)[:, None], None)
+    if table is not None:
+        folded_table = _fold(*table, size)
+        if not shared:  # pages of one mapped element after those of the other
+            pages = key[0].shape[0 if key[1] is None or key[1] > 0 else 1]
+            own = jnp.arange(size, dtype=jnp.int32).repeat(folded_table.shape[0] // size)
+            there = (folded_table >= 0) & (folded_table < pages)
+            folded_table = jnp.where(there, folded_table + own[:, None] * pages, -1)
+    folded = [_fold(*query, size)]
+    folded += [key[0], value[0]] if shared else [_fold(*key, size), _fold(*value, size)]
+    folded += [_fold(*q_lo, size), _fold(*q_hi, size)]
+    if table is not None:
+        folded.append(folded_table)
+    if has_sinks:
+        sinks, dim = rest[-1]
+        folded += _fold_shared([sinks], [dim], size, folded[0].shape[0] // size)
+    results = primitive.bind(*folded, paged=table is not None, has_sinks=has_sinks, **params)
+    return _unfold(results, size)
+
+
+_register_batching(decode_p, _batch_decode)
+ad.primitive_jvps[decode_p] = _decode_gradient

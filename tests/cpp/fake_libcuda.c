@@ -103,6 +103,10 @@ void fake_new_context(int device) { devices[device].context.id = next_context++;
 
 void fake_set_version(int value) { version = value; }
 
+static int multiprocessors = kMultiprocessors;
+// Before the device is first used.
+void fake_set_multiprocessors(int value) { multiprocessors = value; }
+
 /* `code` from the next `times` calls of `function`. */
 void fake_fail_times(const char* function, int code, int times) {
   int i = 0;
@@ -219,7 +223,7 @@ int cuDeviceGetName(char* name, int size, int device) {
 
 int cuDeviceGetAttribute(int* value, int attribute, int device) {
   ENTER();
-  if (attribute == 16) return *value = kMultiprocessors, kSuccess;
+  if (attribute == 16) return *value = multiprocessors, kSuccess;
   if (attribute != 75 && attribute != 76) return kInvalidValue;
   *value = attribute == 75 ? devices[device].cc / 10 : devices[device].cc % 10;
   return kSuccess;

@@ -42,8 +42,16 @@ POINTERS = {
     "blocks_rows": "q_lo q_hi tested q_blocks",
     "blocks_keys": "q_blocks kv_blocks",
     "blocks_order": "q_blocks kv_blocks q_order q_order_192 kv_order",
+    **dict.fromkeys(
+        ("decode", "decode_tall"), "query key value q_lo q_hi block_table partial sums"
+    ),
+    "decode_combine": "partial sums sinks q_lo q_hi out lse",
 }
 ATTENTION = "scale:f element_test batch mask_batch q_len kv_len heads kv_heads"
+DECODE = (
+    "scale:f soft_cap:f batch q_len kv_len pages page_size table_width heads kv_heads "
+    "qk_eighths v_eighths splits"
+)
 SCALARS = {
     "forward": ATTENTION,
     "forward_hopper": ATTENTION,
@@ -59,6 +67,9 @@ SCALARS = {
     "blocks_rows": "q_len",
     "blocks_keys": "q_len kv_len",
     "blocks_order": "q_len kv_len",
+    "decode": DECODE,
+    "decode_tall": DECODE,
+    "decode_combine": "has_sinks batch sink_batch q_len kv_len heads v_eighths splits",
 }
 
 
@@ -83,6 +94,7 @@ KERNELS = {
     "backward": ["backward_delta", "backward_dkdv", "backward_dq"],
     "documents": ["documents_init", "documents_runs", "documents_rows"],
     "blocks": ["blocks_rows", "blocks_keys", "blocks_order"],
+    "decode": ["decode", "decode_combine"],
 }
 
 MULTIPROCESSORS = 10  # of the fake's devices
@@ -159,7 +171,7 @@ class Machine:
     def row(self, kernel, device_cc, driver=12040):
         v = self.variant
         dims = (v["dtype"], v["qk_dim"], v["v_dim"])
-        attention = kernel.startswith(("forward", "backward"))
+        attention = kernel.startswith(("forward", "backward", "decode"))
         name = self.ext.find(kernel, device_cc, *(dims if attention else ("any", 0, 0)), driver)
         return next(r for r in self.ext.variants() if r["name"] == name)
 

@@ -1,0 +1,238 @@
+"""Attention of a few new rows over a long cache of keys and values: the keys are split, the parts merged.
+
+`decode` and `decode_tall` (FlashAttention-2's recurrence, arXiv 2307.08691, split over keys as in Flash-Decoding, pytorch.org/blog/
+flash-decoding): a program takes one key/value head of one sequence, a tile of the rows of its group (rows of one query token are
+beside each other), and one of `splits` equal shares of the keys that those rows attend. It leaves the normalised float32 sum of the
+values and the share's log-sum-exp, base 2. A share without keys leaves -inf and its values are never read.
+`decode_combine` merges the shares of a row, adds the sink to the sum and writes the results.
+
+A cache is (batch, kv_len, ...), or pages that `block_table` orders; page_size is 0 for the first. Head dims are known at run time only, in
+eighths, which tells the compiler that rows begin at multiples of 16 bytes; the tile's columns behind them are not read.
+A row whose range ends behind the cache, or meets a page that is not there, is NaN.
+"""
+
+import triton
+import triton.language as tl
+from rows import EMPTY_MIN, columns
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def tanh(x):
+    """To about 2 units of float32: a Taylor polynomial where 1 - 2 / (1 + e^2x) would cancel."""
+    square = x * x
+    small = 62.0 / 2835.0 * square - 17.0 / 315.0
+    small = (small * square + 2.0 / 15.0) * square - 1.0 / 3.0
+    small = (small * square) * x + x
+    large = 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2E)))
+    return tl.where(tl.abs(x) < 0.3, small, large)
+
+
+@triton.jit
+def load_columns(pointers, there, dim, DIM: tl.constexpr):
+    """A tile (rows, columns(DIM)) of rows that have `dim` columns: 0 behind them, and in rows that are not `there`."""
+    return tl.load(pointers, mask=there[:, None] & (columns(DIM)[None, :] < dim), other=0.0)
+
+
+@triton.jit
+def share_of_keys(start, end, split, splits, STEP: tl.constexpr):
+    """The split's part [begin, stop) of the keys [start, end), in whole steps from `start` but for the last."""
+    steps = tl.cdiv(tl.maximum(end - start, 0), STEP)
+    part = tl.cdiv(steps, splits)
+    begin = tl.minimum(split * part, steps)
+    stop = tl.minimum(begin + part, steps)
+    # in two steps, since start + stop * STEP may reach over 2^31 where there is no key at all
+    length = tl.minimum(stop * STEP, tl.maximum(end - start, 0)) - begin * STEP
+    begin = start + begin * STEP
+    return begin, begin + length
+
+
+@triton.jit
+def attend(
+    acc, m, l, q, key, value, block_table, lo, hi, begin, stop, first_row, kv_head, pages, page_size, scale,
+    soft_cap, kv_heads, qk_dim, v_dim,
+    QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PAGED: tl.constexpr,
+):  # fmt: skip
+    """The keys [begin, stop). Key j of the sequence is row first_row + j of the cache, or in the page that `block_table` says."""
+    DEPTH: tl.constexpr = (
+        2 * STAGES - 1 if PAGED else STAGES
+    )  # half of them fetch entries of the block table ahead of their rows
+    scale2 = scale * LOG2E
+    cap2 = tl.where(soft_cap > 0, soft_cap, 1.0) * LOG2E
+    cols = tl.arange(0, BLOCK_N)
+    qk_dims = columns(QK_DIM)
+    v_dims = columns(V_DIM)
+    k_ptr = key + kv_head.to(tl.int64) * qk_dim + qk_dims[None, :]
+    v_ptr = value + kv_head.to(tl.int64) * v_dim + v_dims[None, :]
+    k_row = kv_heads.to(tl.int64) * qk_dim
+    v_row = kv_heads.to(tl.int64) * v_dim
+    for at in tl.range(begin, stop, BLOCK_N, num_stages=DEPTH):
+        keys = at + cols
+        present = keys < stop
+        readable = present
+        row = first_row + keys
+        if PAGED:
+            entry = keys // page_size
+            page = tl.load(block_table + entry, mask=present, other=0)
+            readable = present & (page >= 0) & (page < pages)
+            row = page.to(tl.int64) * page_size + (keys - entry * page_size)
+        k = load_columns(k_ptr + row[:, None] * k_row, readable, qk_dim, QK_DIM)
+        v = load_columns(v_ptr + row[:, None] * v_row, readable, v_dim, V_DIM)
+        s = tl.dot(q, tl.trans(k))
+        # selected and not branched around: ptxas serialises wgmma around a branch, and this hides behind the loads
+        s = s * scale2
+        s = tl.where(soft_cap > 0, tanh(s / cap2) * cap2, s)
+        if PAGED:
+            s = tl.where(readable[None, :], s, float("nan"))
+        inside = (keys[None, :] >= lo[:, None]) & (keys[None, :] < hi[:, None]) & present[None, :]
+        s = tl.where(inside, s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 1))
+        # a row that has met no key yet: 2^(-inf - 0) = 0, not NaN
+        base = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(s - base[:, None])
+        alpha = tl.exp2(m - base)
+        l = l * alpha + tl.sum(p, 1)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
+        m = m_new
+    return acc, m, l
+
+
+@triton.jit
+def share(
+    query, key, value, q_lo, q_hi, block_table, partial, sums,
+    scale, soft_cap, batch, q_len, kv_len, pages, page_size, table_width, heads, kv_heads, qk_eighths, v_eighths, splits,
+    QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One program of `decode`. Programs that run together read neighbouring heads of the same keys."""
+    group = heads // kv_heads
+    qk_dim = qk_eighths * 8
+    v_dim = v_eighths * 8
+    tiles = tl.cdiv(q_len * group, BLOCK_M)
+    pid = tl.program_id(0)
+    tile = pid % tiles
+    rest = pid // tiles
+    kv_head = rest % kv_heads
+    rest = rest // kv_heads
+    split = rest % splits
+    b = rest // splits
+
+    member = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    there = member < q_len * group
+    token = member // group
+    bounds = b.to(tl.int64) * q_len + token
+    lo = tl.maximum(tl.load(q_lo + bounds, mask=there, other=0), 0)
+    hi = tl.load(q_hi + bounds, mask=there, other=0)
+    hi = tl.where(hi <= kv_len, hi, 0)  # decode_combine makes NaN of such a row
+    some = lo < hi
+    start = tl.min(tl.where(some, lo, EMPTY_MIN), 0)
+    end = tl.max(tl.where(some, hi, 0), 0)
+    begin, stop = share_of_keys(start, end, split, splits, BLOCK_N)
+
+    # (batch, q_len, heads): rows of the query, of `sums` and, times the number of splits, of `partial`
+    row = bounds * heads + kv_head * group + member % group
+    left = (split.to(tl.int64) * batch) * q_len * heads + row
+    if begin >= stop:
+        tl.store(sums + left, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=there)
+    else:
+        qk_dims = columns(QK_DIM)
+        v_dims = columns(V_DIM)
+        q = load_columns(query + row[:, None] * qk_dim + qk_dims[None, :], some, qk_dim, QK_DIM)
+        m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        l = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, v_dims.shape[0]], tl.float32)
+        if page_size > 0:
+            acc, m, l = attend(
+                acc, m, l, q, key, value, block_table + b.to(tl.int64) * table_width, lo, hi, begin, stop,
+                b.to(tl.int64) * 0, kv_head, pages, page_size, scale, soft_cap, kv_heads, qk_dim, v_dim,
+                QK_DIM, V_DIM, BLOCK_N, STAGES, True,
+            )  # fmt: skip
+        else:
+            acc, m, l = attend(
+                acc, m, l, q, key, value, block_table, lo, hi, begin, stop,
+                b.to(tl.int64) * kv_len, kv_head, pages, page_size, scale, soft_cap, kv_heads, qk_dim, v_dim,
+                QK_DIM, V_DIM, BLOCK_N, STAGES, False,
+            )  # fmt: skip
+        attended = l != 0.0  # a NaN is attended: it must reach the result
+        result = acc / tl.where(attended, l, 1.0)[:, None]
+        tl.store(
+            partial + left[:, None] * v_dim + v_dims[None, :],
+            result,
+            mask=there[:, None] & (v_dims[None, :] < v_dim),
+        )
+        tl.store(sums + left, tl.where(attended, m + tl.log2(l), float("-inf")), mask=there)
+
+
+@triton.jit
+def decode(
+    query, key, value, q_lo, q_hi, block_table, partial, sums,
+    scale, soft_cap, batch, q_len, kv_len, pages, page_size, table_width, heads, kv_heads, qk_eighths, v_eighths, splits,
+    QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    share(
+        query, key, value, q_lo, q_hi, block_table, partial, sums, scale, soft_cap, batch, q_len, kv_len, pages,
+        page_size, table_width, heads, kv_heads, qk_eighths, v_eighths, splits, QK_DIM, V_DIM, BLOCK_M, BLOCK_N, STAGES,
+    )  # fmt: skip
+
+
+@triton.jit
+def decode_tall(
+    query, key, value, q_lo, q_hi, block_table, partial, sums,
+    scale, soft_cap, batch, q_len, kv_len, pages, page_size, table_width, heads, kv_heads, qk_eighths, v_eighths, splits,
+    QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The same for groups of more rows than a tile of `decode` has: a name of its own in the table."""
+    share(
+        query, key, value, q_lo, q_hi, block_table, partial, sums, scale, soft_cap, batch, q_len, kv_len, pages,
+        page_size, table_width, heads, kv_heads, qk_eighths, v_eighths, splits, QK_DIM, V_DIM, BLOCK_M, BLOCK_N, STAGES,
+    )  # fmt: skip
+
+
+@triton.jit
+def decode_combine(
+    partial, sums, sinks, q_lo, q_hi, out, lse, has_sinks, batch, sink_batch, q_len, kv_len, heads, v_eighths, splits,
+    V_DIM: tl.constexpr, SPLITS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """One row (batch, q_len, heads): at most SPLITS shares, STEP at once."""
+    v_dim = v_eighths * 8
+    rows = batch.to(tl.int64) * q_len * heads  # of one split
+    row = tl.program_id(0).to(tl.int64)
+    head = row % heads
+    bounds = row // heads
+    b = bounds // q_len
+    token = bounds % q_len
+    lo = tl.maximum(tl.load(q_lo + bounds), 0)
+    hi = tl.load(q_hi + bounds)
+
+    every = tl.arange(0, SPLITS)
+    parts = tl.load(sums + every * rows + row, mask=every < splits, other=float("-inf"))
+    top = tl.max(parts, 0)
+    met = tl.max((parts != float("-inf")).to(tl.int32), 0) > 0  # NaN included
+    sink = float("-inf")
+    if has_sinks != 0:
+        sink = tl.load(sinks + (b % sink_batch) * heads + head) * LOG2E
+    top = tl.maximum(top, sink)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    # a sink of +inf takes everything: inf - inf would be NaN
+    total = tl.sum(tl.exp2(parts - base), 0) + tl.where(sink == base, 1.0, tl.exp2(sink - base))
+
+    v_dims = columns(V_DIM)
+    acc = tl.zeros([v_dims.shape[0]], tl.float32)
+    for first in tl.range(0, splits, STEP):
+        some = first + tl.arange(0, STEP)
+        part = tl.load(sums + some * rows + row, mask=some < splits, other=float("-inf"))
+        full = part != float("-inf")
+        values = tl.load(
+            partial + (some * rows + row)[:, None] * v_dim + v_dims[None, :],
+            mask=full[:, None] & (v_dims[None, :] < v_dim),
+            other=0.0,
+        )
+        acc += tl.sum(values * tl.exp2(part - base)[:, None], 0)
+    result = tl.where(met, acc / tl.where(met, total, 1.0), 0.0)
+    logsumexp = tl.where(met, (base + tl.log2(total)) * LN2, float("-inf"))
+    beyond = (lo < hi) & (hi > kv_len)
+    result = tl.where(beyond, float("nan"), result)
+    logsumexp = tl.where(beyond, float("nan"), logsumexp)
+    tl.store(out + row * v_dim + v_dims, result.to(out.dtype.element_ty), mask=v_dims < v_dim)
+    tl.store(lse + (b * heads + head) * q_len + token, logsumexp)

@@ -1,0 +1,86 @@
+"""From decode_p to platforms, as lowering.py does it for the other primitives.
+
+The workspace is a result of the call, so how many shares of the keys it has room for is said here, from sizes alone; which GPU it will
+be, and how many it then takes, only C++ knows (csrc/decode.cc).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import mlir
+
+from packax import lowering, xla_decode
+from packax.primitives import decode_p
+
+_PROGRAMS = 1024  # that csrc/decode.cc may want at once, on the largest GPU
+
+
+def _xla(query, key, value, q_lo, q_hi, *rest, scale, soft_cap, paged, has_sinks):
+    table = rest[0] if paged else None
+    sinks = rest[-1] if has_sinks else None
+    return xla_decode.decode(
+        query, key, value, q_lo, q_hi, table, sinks, scale=scale, soft_cap=soft_cap
+    )
+
+
+_lowered_xla = lowering._lower_xla(_xla, ("scale", "soft_cap", "paged", "has_sinks"))
+
+
+def _cuda(ctx, *operands, scale, soft_cap, paged, has_sinks, implementation):
+    static = {"scale": scale, "soft_cap": soft_cap, "paged": paged, "has_sinks": has_sinks}
+    if implementation == "xla":
+        return _lowered_xla(ctx, *operands, **static)
+    query, key, value, q_lo = ctx.avals_in[:4]
+    _require_kernel(query, value)
+    # What there is not is q_lo once more, and never read.
+    buffers, avals = list(operands), list(ctx.avals_in)
+    for place, there in ((5, paged), (6, has_sinks)):
+        if not there:
+            buffers.insert(place, buffers[3])
+            avals.insert(place, q_lo)
+    batch, q_len, heads, _ = query.shape
+    keys = key.shape[1] * (avals[5].shape[1] if paged else 1)
+    rows = (splits(batch, q_len, heads, key.shape[2], keys), batch, q_len, heads)
+    workspace = ((*rows, value.shape[3]), rows)
+    return lowering._call(
+        ctx.replace(avals_in=avals),
+        "packax_decode_v1",
+        buffers,
+        tuple(jax.core.ShapedArray(shape, jnp.dtype(jnp.float32)) for shape in workspace),
+        scale=np.float32(scale),
+        soft_cap=np.float32(soft_cap),
+        paged=np.int32(paged),
+        has_sinks=np.int32(has_sinks),
+    )
+
+
+def splits(batch: int, q_len: int, heads: int, kv_heads: int, keys: int) -> int:
+    """Shares of the keys that the workspace has room for; csrc/decode.cc takes no more."""
+    rows = q_len * (heads // kv_heads)
+    fill = -(-_PROGRAMS // max(batch * kv_heads * -(-rows // 64), 1))
+    balance = keys // (1024 + 64 * rows)
+    return max(1, min(128, -(-keys // 128), max(fill, balance)))
+
+
+def _require_kernel(query: Any, value: Any) -> None:
+    lowering._require_extension()
+    assert lowering._ext is not None
+    rows = [row for row in lowering._ext.variants() if row["kernel"] == "decode"]
+    qk_dim, v_dim = query.shape[3], value.shape[3]
+    dtype = lowering._DTYPES.get(str(query.dtype))
+    rooms = [row for row in rows if row["qk_dim"] >= qk_dim and row["v_dim"] >= v_dim]
+    if qk_dim % 8 == v_dim % 8 == 0 and any(row["dtype"] == dtype for row in rooms):
+        return
+    raise NotImplementedError(
+        f"no decode kernel for {query.dtype} with head dims {qk_dim}/{v_dim} (query and key / "
+        f"value); there are, for multiples of 8 up to these: {lowering._listed(rows)}. "
+        'implementation="xla" takes any head dim, and float32'
+    )
+
+
+mlir.register_lowering(decode_p, lowering._elsewhere(_lowered_xla))
+mlir.register_lowering(decode_p, _cuda, platform="cuda")

@@ -1,0 +1,183 @@
+"""Decoding by its definition, for the tests of decode_attention: float64 is the truth, a dtype itself the yardstick.
+
+It shares no code with the package: rows, keys and pages are counted in Python.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+GARBAGE = 1e30  # what lies where nothing may read
+
+
+class Results(NamedTuple):
+    out: Any  # (B, Sq, H, Dv)
+    lse: Any  # (B, H, Sq)
+
+
+class Case(NamedTuple):
+    """Sizes of one call, and what it asks for."""
+
+    lengths: tuple[int, ...]
+    q_len: int = 1
+    capacity: int = 300
+    heads: int = 4
+    kv_heads: int = 2
+    dims: tuple[int, int] = (16, 24)
+    page_size: int = 0
+    starts: Any = None
+    left: int | None = None
+    causal: bool = True
+    soft_cap: float | None = None
+    sinks: bool = False
+
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of decode_attention that are no arrays."""
+        return {"left": self.left, "causal": self.causal, "soft_cap": self.soft_cap}
+
+    def allowed(self) -> np.ndarray:
+        """(B, Sq, capacity), by the docstring's words."""
+        allowed = np.zeros((len(self.lengths), self.q_len, self.capacity), bool)
+        for b, length in enumerate(self.lengths):
+            for i in range(self.q_len):
+                position = length - self.q_len + i
+                for j in range(min(length, self.capacity)):
+                    start = 0 if self.starts is None else self.starts[b]
+                    start = start if np.ndim(start) == 0 else start[i]
+                    allowed[b, i, j] = (
+                        position >= 0
+                        and (j <= position or not self.causal)
+                        and j >= start
+                        and (self.left is None or j >= position - self.left)
+                    )
+        return allowed
+
+
+CASES = {
+    "one row": Case((300, 1, 129, 77)),
+    "an empty sequence": Case((0, 5, 0)),
+    "16 rows": Case((300, 16, 3, 0), q_len=16),
+    "causal=False": Case((200, 2, 130), q_len=3, causal=False),
+    "one head each": Case((131,), q_len=2, heads=3, kv_heads=3),
+    "multi-query": Case((299, 40), q_len=5, heads=8, kv_heads=1, dims=(8, 40)),
+    "starts": Case((290, 60, 7), q_len=2, starts=(130, 0, 7)),
+    "starts by row": Case((290, 60), q_len=2, starts=((256, 257), (59, -3))),
+    "left": Case((290, 60, 2), q_len=3, left=31),
+    "soft cap and sinks": Case((290, 60, 0), q_len=2, soft_cap=2.5, sinks=True),
+    "pages": Case((300, 1, 129, 0), capacity=320, page_size=16),
+    "pages of 1, left": Case((50, 7), q_len=2, capacity=60, page_size=1, left=9),
+    "pages longer than a block": Case(
+        (391, 200), q_len=4, capacity=402, page_size=201, sinks=True, starts=(190, 0)
+    ),
+}
+
+
+class Tensors(NamedTuple):
+    query: Any
+    key_cache: Any
+    value_cache: Any
+    lengths: np.ndarray
+    block_table: np.ndarray | None
+    starts: np.ndarray | None
+    sinks: Any
+    key: np.ndarray  # (B, capacity, Hkv, Dqk) float64: what the caches hold, garbage as 0
+    value: np.ndarray
+
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Those of decode_attention that are arrays."""
+        names = ("block_table", "starts", "sinks")
+        return self[:4], {n: getattr(self, n) for n in names if getattr(self, n) is not None}
+
+
+def tensors(case: Case, dtype: Any = jnp.float32, seed: int | None = None) -> Tensors:
+    """Fresh random operands; what no row attends is garbage, unused entries of a table too."""
+    rng = np.random.default_rng(seed)
+    batch = len(case.lengths)
+
+    def draw(*shape: int) -> np.ndarray:
+        return np.asarray(jnp.asarray(rng.standard_normal(shape), dtype))
+
+    query = draw(batch, case.q_len, case.heads, case.dims[0])
+    key, value = (draw(batch, case.capacity, case.kv_heads, dim) for dim in case.dims)
+    allowed = case.allowed()
+    idle = ~allowed.any(1)
+    dirty = [np.where(idle[..., None, None], sign * GARBAGE, x) for sign, x in ((1, key), (-1, value))]  # fmt: skip
+    query = np.where(allowed.any(2)[..., None, None], query, GARBAGE)
+    table = None
+    if case.page_size:
+        blocks = case.capacity // case.page_size
+        pages = batch * blocks + 3
+        order = rng.permutation(pages)[: batch * blocks].reshape(batch, blocks)
+        used = allowed.any(1).reshape(batch, blocks, case.page_size).any(-1)
+        table = np.where(used, order, rng.choice([-1, pages, 2**31 - 1, 0], order.shape))
+        table = table.astype(np.int32)
+        paged = []
+        for sign, x in zip((1, -1), dirty, strict=True):
+            pool = np.full((pages, case.page_size, *x.shape[2:]), sign * GARBAGE, x.dtype)
+            pool[order.ravel()] = x.reshape(-1, case.page_size, *x.shape[2:])
+            paged.append(pool)
+        dirty = paged
+    clean = [np.where(idle[..., None, None], 0, x.astype(np.float64)) for x in (key, value)]
+    sinks = 2 * rng.standard_normal(case.heads).astype(np.float32) if case.sinks else None
+    starts = None if case.starts is None else np.asarray(case.starts, np.int32)
+    on_device = [jnp.asarray(x, dtype) for x in (query, *dirty)]
+    return Tensors(*on_device, np.asarray(case.lengths, np.int32), table, starts, sinks, *clean)
+
+
+def exact(case: Case, x: Tensors, scale: float) -> Results:
+    """float64."""
+    q = np.asarray(x.query, np.float64)
+    q = np.where(np.abs(q) > 0.9 * GARBAGE, 0, q)
+    return Results(*(np.asarray(r) for r in _dense(np, case, x.sinks, q, x.key, x.value, scale)))
+
+
+def plain(case: Case, x: Tensors, scale: float) -> Results:
+    """What anybody would write in jax.numpy, in the operands' dtype."""
+    q = np.where(np.abs(np.asarray(x.query, np.float64)) > 0.9 * GARBAGE, 0, x.query)
+    arrays = (jnp.asarray(y, x.query.dtype) for y in (q, x.key, x.value))
+    return Results(*_plain(case, x.sinks, *arrays, scale))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 5))
+def _plain(case, sinks, q, key, value, scale):
+    return _dense(jnp, case, sinks, q, key, value, scale)
+
+
+def _dense(np_, case, sinks, q, key, value, scale):
+    group = case.heads // case.kv_heads
+    key, value = np_.repeat(key, group, 2), np_.repeat(value, group, 2)
+    allowed = case.allowed()[:, None]
+    s = np_.einsum("bihd,bjhd->bhij", q, key) * np_.asarray(scale, q.dtype)
+    if case.soft_cap:
+        s = case.soft_cap * np_.tanh(s / case.soft_cap)
+    some = allowed.any(-1)
+    low = np_.asarray(-1e4, q.dtype)
+    z = low if sinks is None else np_.asarray(sinks, q.dtype)[:, None]
+    top = np_.maximum(np_.where(allowed, s, low).max(-1), z)
+    p = np_.where(allowed, np_.exp(np_.where(allowed, s, low) - top[..., None]), 0)
+    total = p.sum(-1) + (0 if sinks is None else np_.exp(z - top))
+    total = np_.where(some, total, 1)
+    out = np_.einsum("bhij,bjhd->bihd", p / total[..., None], value)
+    return out, np_.where(some, top + np_.log(total), -np_.inf)
+
+
+@functools.cache
+def jitted(implementation: str | None, **options: Any) -> Any:
+    import packax
+
+    return jax.jit(
+        functools.partial(
+            packax.decode_attention, return_lse=True, implementation=implementation, **options
+        )
+    )
+
+
+def run(case: Case, x: Tensors, scale: float, implementation: str | None = None) -> Results:
+    operands, keywords = x.arguments()
+    function = jitted(implementation, scale=scale, **case.options())
+    return Results(*function(*operands, **keywords))

@@ -1,0 +1,319 @@
+"""packax_decode_v1 with good buffers and bad ones: kernels, grids, arguments, the number of shares, every message.
+
+Guards against an argument in the wrong place, more shares than the workspace or the merging kernel has room for, and a launch
+after a check that failed. Runs on a fake libcuda (tests/cpp): needs the built extension and a C compiler.
+"""
+
+import struct
+from math import ceil
+
+import pytest
+from cpp.call_frame import EXECUTE, INITIALIZE, Array
+from cpp.calls import Sizes, decode
+from cpp.machine import MULTIPROCESSORS, make_machine, needs_compiler, needs_extension
+from test_handlers import expect_launches
+from test_refusals import test_refusal as check_refusal
+
+pytest_plugins = ("cpp.fixtures",)
+pytestmark = [needs_extension, needs_compiler]
+
+AT_ONCE = 2 * MULTIPROCESSORS  # programs, as csrc/decode.cc has it
+I32, F32 = "int32", "float32"
+
+
+def f32(x):
+    return struct.unpack("f", struct.pack("f", x))[0]
+
+
+def expect(machine, call, s, splits, *, pages=0, page_size=0, width=0, sink_batch=1):
+    """`splits`: how many shares must have been chosen."""
+    group = s.heads // s.kv_heads
+    kernel = "decode" if s.q_len * group <= 16 else "decode_tall"
+    dims = [call.operands[n].shape[3] for n in ("query", "value")]
+    scalars = {
+        **{n: f32(call.attributes[n][1]) for n in ("scale", "soft_cap")},
+        "has_sinks": call.attributes["has_sinks"][1],
+        "batch": s.batch,
+        "sink_batch": sink_batch,
+        "q_len": s.q_len,
+        "kv_len": page_size * width or s.kv_len,
+        "pages": pages,
+        "page_size": page_size,
+        "table_width": width,
+        "heads": s.heads,
+        "kv_heads": s.kv_heads,
+        "qk_eighths": dims[0] // 8,
+        "v_eighths": dims[1] // 8,
+        "splits": splits,
+    }
+    grids = {
+        kernel: lambda m: [ceil(s.q_len * group / m) * s.kv_heads * s.batch * splits],
+        "decode_combine": lambda _: [s.batch * s.q_len * s.heads],
+    }
+    expect_launches(machine, call, scalars, grids)
+
+
+SHARES = [
+    # sizes, shares: 128 keys at least; as many programs as the multiprocessors take, in whole turns
+    (Sizes(1, 1, 1, 100, 8, 2), 1),
+    (Sizes(1, 1, 1, 700, 8, 2), 6),
+    (Sizes(1, 1, 1, 1 << 17, 8, 2), AT_ONCE // 2),
+    (Sizes(1, 1, 1, 1 << 17, 8, 8), 5),  # 40 programs, two turns: 2 would be four fifths of one
+    (Sizes(19, 19, 1, 4096, 1, 1), 3),  # balanced: for one long sequence among short ones
+    (Sizes(64, 64, 1, 1 << 14, 8, 8), 3),  # of 20 / 8 programs
+    (Sizes(20, 20, 16, 1 << 14, 8, 1), 1),  # 128 rows, tiles of 64: two turns; sums cost more
+    (Sizes(1, 1, 16, 1 << 14, 8, 1), AT_ONCE // 2),
+]
+
+
+@pytest.mark.parametrize("s,splits", SHARES, ids=str)
+def test_shares(machine, s, splits):
+    call = decode(machine, s, scale=-0.375, soft_cap=30.0)
+    expect(machine, call, s, splits)
+    assert machine.run(call, INITIALIZE) is None and len(machine.launches()) == 2
+
+
+@pytest.mark.parametrize("room,splits", [(1, 1), (7, 7), (64, 10)])
+def test_no_more_shares_than_the_workspace_has_room_for(machine, room, splits):
+    s = Sizes(1, 1, 1, 1 << 17, 8, 2)
+    expect(machine, decode(machine, s, room=room), s, splits)
+
+
+def test_no_more_shares_than_are_merged(machine):
+    """The kernel's block says how many those are."""
+    machine.cuda.fake_set_multiprocessors(100)
+    s = Sizes(1, 1, 1, 1 << 29, 1, 1)
+    expect(machine, decode(machine, s, room=1000), s, 128)
+    assert machine.row("decode_combine", machine.variant["cc"])["block"] == 128
+
+
+@pytest.mark.parametrize("sink_batch", (0, 1, 3))
+def test_pages_and_sinks(machine, sink_batch):
+    s = Sizes(3, 3, 4, 1000, 6, 2)
+    call = decode(machine, s, page_size=48, sink_batch=sink_batch)
+    layout = {"pages": 99, "page_size": 48, "width": 21}
+    expect(machine, call, s, 3, **layout, sink_batch=max(sink_batch, 1))
+
+
+def test_dims_in_between(tmp_path, driver):
+    """The smallest compiled pair that has room for both."""
+    machine = make_machine(tmp_path, driver, choose=lambda m: m.variant["qk_dim"] == 128)
+    small = machine.ext.find("decode", machine.variant["cc"], machine.variant["dtype"], 64, 64)
+    for dims, room in (((72, 64), 128), ((8, 128), 128), ((64, 64), 64), ((8, 24), 64)):
+        if room == 64 and small is None:
+            continue
+        machine.cuda.fake_clear()
+        s = Sizes(1, 1, 1, 700, 4, 1)
+        call = decode(machine, s, dims=dims)
+        assert machine.run(call) is None
+        launch, merge = machine.launches()
+        dtype, cc = machine.variant["dtype"], machine.variant["cc"]
+        for kernel, got in (("decode", launch), ("decode_combine", merge)):
+            name = machine.ext.find(kernel, cc, dtype, room, room)
+            row = next(r for r in machine.ext.variants() if r["name"] == name)
+            assert got["shared"] == row["shared"] and got["kernel"] == kernel
+
+
+@pytest.mark.parametrize(
+    "dims,text",
+    [
+        ((60, 64), "head dims 60x64 (query and key x value), which must be multiples of 8"),
+        ((64, 7), "head dims 64x7 (query and key x value), which must be multiples of 8"),
+    ],
+)
+def test_dims_that_no_kernel_has(machine, dims, text):
+    for stage in (INITIALIZE, EXECUTE):
+        failure = machine.run(decode(machine, dims=dims), stage)
+        assert failure.code == "Unimplemented"
+        assert failure.message == f"packax_decode_v1: no decode kernel for {text}"
+    failure = machine.run(decode(machine, dims=(264, 8)))
+    assert failure.code == "Unimplemented"
+    assert "head dims 264x8 (query and key x value); this build has it for" in failure.message
+    assert machine.launches() == []
+
+
+def test_empty_batch_launches_nothing(machine):
+    call = decode(machine, Sizes(0, 0, 1))
+    assert machine.run(call, INITIALIZE) is None and machine.run(call) is None
+    assert machine.calls("cuLibraryLoadData") == machine.calls("cuLaunchKernel") == 0
+
+
+def test_unread_operands_may_be_anything(machine):
+    call = decode(machine)
+    odd = Array("bool", (3,))
+    assert machine.run(call.change(block_table=odd, sinks=odd)) is None
+
+
+def refusals():
+    """As in test_refusals.py; the numbers are those of decode()."""
+    paged = {"page_size": 16}
+    yield {}, {"paged": (I32, 2)}, "attribute paged is 2, expected 0 to 1"
+    yield {}, {"has_sinks": (I32, -1)}, "attribute has_sinks is -1, expected 0 to 1"
+    yield (
+        {},
+        {"query": Array("D", (2, 6, "QK"))},
+        "query is D[2, 6, QK], expected 4 axes (batch, q_len, heads, qk_dim)",
+    )
+    yield (
+        {},
+        {"key": Array("D", ())},
+        "key is D[], expected 4 axes (batch, kv_len, kv_heads, qk_dim)",
+    )
+    yield (
+        {},
+        {"value": Array("D", (1,))},
+        "value is D[1], expected 4 axes (batch, kv_len, kv_heads, v_dim)",
+    )
+    yield (
+        paged,
+        {"key": Array("D", (1,))},
+        "key is D[1], expected 4 axes (pages, page_size, kv_heads, qk_dim)",
+    )
+    yield (
+        paged,
+        {"value": Array("D", (1,))},
+        "value is D[1], expected 4 axes (pages, page_size, kv_heads, v_dim)",
+    )
+    yield (
+        {},
+        {"query": Array(F32, (2, 2, 6, "QK"))},
+        "query is float32, expected bfloat16 or float16",
+    )
+    yield (
+        {},
+        {"query": Array("D", (2, 17, 6, "QK"))},
+        "q_len (query axis 1) is 17, expected 1 to 16",
+    )
+    yield (
+        {},
+        {"query": Array("D", (2, 2, 0, "QK"))},
+        "heads (query axis 2) is 0, expected 1 to 2147483647",
+    )
+    yield (
+        {},
+        {"query": Array("D", (1 << 31, 2, 6, "QK"))},
+        "batch (query axis 0) is 2147483648, expected 0 to 2147483647",
+    )
+    yield (
+        {},
+        {"key": Array("D", (2, 0, 2, "QK"))},
+        "kv_len (key axis 1) is 0, expected 1 to 536870912",
+    )
+    yield (
+        {},
+        {"key": Array("D", (2, 700, 4, "QK"))},
+        "query has 6 heads, expected a multiple of the 4 heads of key and value",
+    )
+    yield (
+        {},
+        {"key": Array("D", (3, 700, 2, "QK"))},
+        "key is D[3, 700, 2, QK], expected D[batch=2, kv_len=700, kv_heads=2, qk_dim=QK]",
+    )
+    yield (
+        {},
+        {"value": Array("D", (2, 701, 2, "V"))},
+        "value is D[2, 701, 2, V], expected D[batch=2, kv_len=700, kv_heads=2, v_dim=V]",
+    )
+    yield (
+        paged,
+        {"value": Array("D", (99, 17, 2, "V"))},
+        "value is D[99, 17, 2, V], expected D[pages=99, page_size=16, kv_heads=2, v_dim=V]",
+    )
+    yield (
+        paged,
+        {"block_table": Array(I32, (44,))},
+        "block_table is int32[44], expected 2 axes (batch, table_width)",
+    )
+    yield (
+        paged,
+        {"block_table": Array(I32, (3, 44))},
+        "block_table is int32[3, 44], expected int32[batch=2, table_width=44]",
+    )
+    yield (
+        paged,
+        {"block_table": Array("int64", (2, 44))},
+        "block_table is int64[2, 44], expected int32[batch=2, table_width=44]",
+    )
+    yield (
+        paged,
+        {"block_table": Array(I32, (2, 0))},
+        "table_width (block_table axis 1) is 0, expected 1 to 536870912",
+    )
+    yield (
+        paged,
+        {"block_table": Array(I32, (2, 1 << 26))},
+        "table_width * page_size is 1073741824, expected 1 to 536870912",
+    )
+    yield (
+        paged,
+        {"key": Array("D", (0, 16, 2, "QK"))},
+        "pages (key axis 0) is 0, expected 1 to 2147483647",
+    )
+    yield {}, {"q_lo": Array(I32, (2, 3))}, "q_lo is int32[2, 3], expected int32[batch=2, q_len=2]"
+    yield (
+        {},
+        {"q_hi": Array(F32, (2, 2))},
+        "q_hi is float32[2, 2], expected int32[batch=2, q_len=2]",
+    )
+    sinks = {"sink_batch": 2}
+    yield (
+        sinks,
+        {"sinks": Array(F32, (6,))},
+        "sinks is float32[6], expected 2 axes (1 or batch, heads)",
+    )
+    yield (
+        sinks,
+        {"sinks": Array(F32, (3, 6))},
+        "sinks is float32[3, 6], expected float32[1 or batch=2, heads=6]",
+    )
+    yield (
+        sinks,
+        {"sinks": Array(F32, (1, 5))},
+        "sinks is float32[1, 5], expected float32[1 or batch=1, heads=6]",
+    )
+    yield (
+        {},
+        {"out": Array(F32, (2, 2, 6, "V"))},
+        "out is float32[2, 2, 6, V], expected D[batch=2, q_len=2, heads=6, v_dim=V]",
+    )
+    yield (
+        {},
+        {"lse": Array(F32, (2, 2, 6))},
+        "lse is float32[2, 2, 6], expected float32[batch=2, heads=6, q_len=2]",
+    )
+    yield (
+        {},
+        {"partial": Array(F32, (2, 2, 6, "V"))},
+        "partial is float32[2, 2, 6, V], expected 5 axes (splits, batch, q_len, heads, v_dim)",
+    )
+    yield (
+        {},
+        {"partial": Array(F32, (0, 2, 2, 6, "V"))},
+        "splits (partial axis 0) is 0, expected 1 to 2147483647",
+    )
+    yield (
+        {},
+        {"partial": Array(F32, (64, 2, 6, 2, "V"))},
+        "partial is float32[64, 2, 6, 2, V], expected float32[splits=64, batch=2, q_len=2, heads=6, v_dim=V]",
+    )
+    yield (
+        {},
+        {"sums": Array(F32, (63, 2, 2, 6))},
+        "sums is float32[63, 2, 2, 6], expected float32[splits=64, batch=2, q_len=2, heads=6]",
+    )
+    yield {}, {"scale": (F32, float("nan"))}, "attribute scale is nan, expected a finite number"
+    yield (
+        {},
+        {"soft_cap": (F32, -1.0)},
+        "attribute soft_cap is -1, expected a finite number, 0 for none",
+    )
+    yield (
+        {},
+        {"soft_cap": (F32, float("inf"))},
+        "attribute soft_cap is inf, expected a finite number, 0 for none",
+    )
+
+
+@pytest.mark.parametrize("options,changes,text", list(refusals()))
+def test_refusals(shared_machine, options, changes, text):
+    check_refusal(shared_machine, lambda m: decode(m, **options), changes, text)

@@ -1,0 +1,102 @@
+"""The kernels of decoding in the interpreter, against decoding by its definition in float64.
+
+Guards against shares of the keys that overlap or leave some out, against a share without keys, a tile's columns behind the
+head dim, and a read of what no row attends: it is 1e30 or behind a table entry that is no page.
+"""
+
+from __future__ import annotations
+
+import decoding
+import numpy as np
+import pytest
+import triton_interpreter as interpreter
+from decoding import CASES, Case
+from packax import decode
+
+SCALE = 0.4
+SHORT = {"kernel": "decode", "room": (64, 64), "tile": (16, 32)}
+TALL = {"kernel": "decode_tall", "room": (16, 32), "tile": (32, 64)}
+
+
+def run(case: Case, x: decoding.Tensors, splits: int, **kernel) -> decoding.Results:  # type: ignore[no-untyped-def]
+    lo, hi = decode._ranges(x.lengths, x.starts, case.left, case.causal, case.q_len)
+    sinks = None if x.sinks is None else x.sinks[None]
+    tensors = [np.ascontiguousarray(y, np.float32) for y in x[:3]]
+    ranges = [np.ascontiguousarray(y) for y in (lo, hi)]
+    return decoding.Results(
+        *interpreter.decode(
+            *tensors, *ranges, x.block_table, sinks, SCALE, case.soft_cap or 0.0, splits, **kernel
+        )
+    )
+
+
+def check(case: Case, splits: int, **kernel) -> None:  # type: ignore[no-untyped-def]
+    x = decoding.tensors(case, seed=len(case.lengths) + splits)
+    got, want = run(case, x, splits, **kernel), decoding.exact(case, x, SCALE)
+    for name, a, b in zip(("out", "lse"), got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_definition(name: str) -> None:
+    check(CASES[name]._replace(dims=(24, 40)), 3, **SHORT)
+
+
+@pytest.mark.parametrize("name", ["16 rows", "causal=False", "starts by row", "pages of 1, left"])
+def test_tall_tiles(name: str) -> None:
+    """More rows than one tile has in the first, fewer in the others; dims that fill the columns, and not."""
+    case = CASES[name]._replace(heads=6, dims=(16, 24) if name == "16 rows" else (16, 32))
+    check(case, 2, **TALL)
+
+
+@pytest.mark.parametrize("splits", (1, 7, 128))
+@pytest.mark.parametrize("lengths", [(300,), (1, 33)], ids=str)
+def test_any_number_of_shares(splits: int, lengths: tuple[int, ...]) -> None:
+    """Also more than there are steps of keys, and more than decode_combine holds at once."""
+    check(Case(lengths, heads=2, kv_heads=1, dims=(8, 8), sinks=True), splits, **SHORT)
+
+
+def test_a_sink_of_each_sequence() -> None:
+    """As vmap makes them."""
+    case = Case((40, 9), heads=2, kv_heads=1, dims=(8, 8), sinks=True)
+    x = decoding.tensors(case)
+    sinks = np.array([[1.0, -2.0], [np.inf, 0.5]], np.float32)
+    lo, hi = (np.ascontiguousarray(y) for y in decode._ranges(x.lengths, None, None, True, 1))
+    tensors = [np.ascontiguousarray(y) for y in x[:3]]
+    out, lse = interpreter.decode(*tensors, lo, hi, None, sinks, SCALE, 0.0, 2, **SHORT)
+    for b in range(2):
+        want = decoding.exact(case, x._replace(sinks=sinks[b]), SCALE)
+        for h in range(2):
+            if np.isinf(sinks[b, h]):
+                assert not out[b, :, h].any() and np.isposinf(lse[b, h]).all()
+            else:
+                np.testing.assert_allclose(out[b, :, h], want.out[b, :, h], atol=1e-5)
+                np.testing.assert_allclose(lse[b, h], want.lse[b, h], atol=1e-5)
+
+
+def test_what_cannot_be_is_nan_in_its_row_alone() -> None:
+    case = Case((33, 20, 9), q_len=2, capacity=32, page_size=8, dims=(8, 8))
+    x = decoding.tensors(case)
+    table = x.block_table
+    assert table is not None
+    table[2] = [table[2, 0], table[2, 1], 2**31 - 1, -(2**31)]  # no key of it is there
+    table[1, 2] = x.key_cache.shape[0]  # keys 16 to 23; rows are at 18 and 19
+    out, lse = run(case, x, 2, **SHORT)
+    want = decoding.exact(case, x, SCALE)
+    lost = np.zeros((3, 2), bool)
+    lost[0, 1] = lost[1] = True
+    np.testing.assert_array_equal(np.isnan(out).all((2, 3)), lost)
+    np.testing.assert_array_equal(np.isnan(lse).all(1), lost)
+    np.testing.assert_allclose(out[~lost], want.out[~lost], atol=1e-5)
+    np.testing.assert_allclose(lse.swapaxes(1, 2)[~lost], want.lse.swapaxes(1, 2)[~lost], atol=1e-5)
+
+
+@pytest.mark.parametrize("soft_cap,size", [(0.01, 1000), (1e-30, 1), (30, 1), (1e30, 1)])
+def test_soft_caps_far_from_the_scores(soft_cap: float, size: float) -> None:
+    """Where 2^x of the tanh overflows, and where 1 - tanh would cancel."""
+    case = Case((60,), heads=2, kv_heads=1, dims=(8, 8), soft_cap=soft_cap)
+    x = decoding.tensors(case)
+    x = x._replace(query=x.query * size)
+    got, want = run(case, x, 1, **SHORT), decoding.exact(case, x, SCALE)
+    np.testing.assert_allclose(got.out, want.out, atol=3e-6)
+    np.testing.assert_allclose(got.lse, want.lse, atol=3e-6)
