@@ -81,6 +81,8 @@ def assert_same(options, q, k, v):
 
 @pytest.mark.parametrize("name", CASES)
 def test_as_jax_nn(name):
+    if not RESIDUALS and CASES[name].keys() == {"local_window_size"}:
+        pytest.skip("this jax.nn (0.7) takes no notice of a window that comes alone")
     assert_same(CASES[name], *tensors())
 
 

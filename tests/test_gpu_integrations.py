@@ -1,0 +1,93 @@
+"""The calls of other projects on a GPU: that they reach the kernels, and what comes out."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import packax
+import pytest
+from packax.integrations import flash_attention_jax
+
+pytestmark = pytest.mark.gpu
+B, S, HEADS, KV_HEADS, DIM = 2, 300, 4, 2, 64
+IDS = np.stack([np.repeat([3, 1, 2], [90, 100, 110]), np.repeat([0, 7, -1], [20, 200, 80])])
+EXPRESSION = packax.causal() & packax.documents(IDS)
+ALLOWED = np.asarray(EXPRESSION.as_array(S, S))
+
+
+def tensors(dtype=jnp.bfloat16):
+    keys = jax.random.split(jax.random.key(3), 4)
+    heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    return [
+        jax.random.normal(key, (B, S, count, DIM)).astype(dtype)
+        for key, count in zip(keys, heads, strict=True)
+    ]
+
+
+def check(attention, allowed, scale=DIM**-0.5):
+    """Output and gradients by the rule of oracle.py."""
+    q, k, v, dout = tensors()
+
+    def both(q, k, v):
+        out = attention(q, k, v)
+        return out, jnp.zeros((B, HEADS, S), jnp.float32)
+
+    run = jax.jit(lambda *x: oracle.run(both, *x, dout))
+    assert "packax_forward" in run.lower(q, k, v).as_text()
+    got = run(q, k, v)
+    true = oracle.exact(q, k, v, allowed, scale, dout)
+    plain = oracle.plain(q, k, v, allowed, scale, dout)
+    nothing = np.zeros((B, HEADS, S), np.float32)
+    oracle.check(got, true._replace(lse=nothing), plain._replace(lse=nothing))
+
+
+def test_dot_product_attention():
+    lengths = jnp.array([300, 123], jnp.int32)
+    place = np.arange(S)
+    allowed = (place <= place[:, None]) & (place > place[:, None] - 51)
+    allowed = allowed & (place < np.asarray(lengths)[:, None, None])
+    options = {"is_causal": True, "local_window_size": (50, 0), "key_value_seq_lengths": lengths}
+    check(functools.partial(packax.dot_product_attention, **options), allowed)
+
+
+def test_mask_of_keys():
+    keys = np.random.default_rng(0).random((B, 1, 1, S)) < 0.5
+    check(functools.partial(packax.dot_product_attention, mask=keys), keys[:, 0].repeat(S, 1))
+
+
+def test_flax():
+    flax = pytest.importorskip("packax.integrations.flax")
+    mask = packax.create_attention_mask(EXPRESSION)
+    check(functools.partial(flax.dot_product_attention, mask=mask), ALLOWED)
+
+
+def test_maxtext():
+    pytest.importorskip("flax")
+    from packax.integrations.maxtext import AttentionOp
+
+    op = AttentionOp(attention_type="local_sliding", sliding_window_size=70)
+    place = np.arange(S)
+    window = place > place[:, None] - 70
+    check(lambda q, k, v: op(q, k, v, IDS), ALLOWED & window, 1.0)
+
+
+def test_flash_attention_jax():
+    def attention(q, k, v):
+        q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+        return flash_attention_jax.causal_flash_attention(q, k, v).swapaxes(1, 2)
+
+    check(attention, np.tril(np.ones((S, S), bool)))
+
+
+def test_flash_attention_jax_in_float32():
+    """No kernel: blockwise XLA, on the GPU too."""
+    q, k, v, _ = (x.swapaxes(1, 2) for x in tensors(jnp.float32))
+    with jax.default_matmul_precision("highest"):
+        out = jax.jit(flash_attention_jax.causal_flash_attention)(q, k, v)
+        k, v = (x.repeat(HEADS // KV_HEADS, 1) for x in (k, v))
+        expected = flash_attention_jax.causal_attention(q, k, v)
+    np.testing.assert_allclose(out, expected, atol=2e-3)
