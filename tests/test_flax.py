@@ -225,8 +225,9 @@ def test_errors_of_shapes_and_options():
         ours.dot_product_attention(q, q[0], q)
     with pytest.raises(ValueError, match=r"query must have shape \(\*batch, length, heads, dim\)"):
         ours.dot_product_attention(q[0, 0], q, q)
-    with pytest.raises(ValueError, match="return_lse is no option of attention_fn"):
-        ours.attention_fn(return_lse=True)
+    for name in ("return_lse", "return_max_logits"):
+        with pytest.raises(ValueError, match=f"{name} is no option of attention_fn"):
+            ours.attention_fn(**{name: True})
     assert not np.any(
         ours.dot_product_attention(q, q, q, dropout_rate=0.1, deterministic=True)[0] * 0
     )

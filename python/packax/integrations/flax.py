@@ -39,16 +39,17 @@ def attention_fn(
         mask: holds for every call, beside the mask of the call if that is a mask of keys or an
             expression; a built one stands alone. In a trained model pass the mask to the layer's
             call instead: a function made anew each step is compiled anew each step.
-        options: keyword arguments of `packax.flash_attention`: scale, implementation, sharding, ...
+        options: keyword arguments of `packax.flash_attention`: scale, soft_cap, sinks, bias, ...
             (its `deterministic` too, which here means gradients, not dropout).
 
     Raises:
-        ValueError: return_lse among the options: a layer takes one result.
+        ValueError: return_lse or return_max_logits among the options: a layer takes one result.
 
     >>> layer = nn.MultiHeadAttention(num_heads=8, attention_fn=attention_fn(packax.causal()))
     """
-    if "return_lse" in options:
-        raise ValueError("return_lse is no option of attention_fn: a layer takes one result")
+    for name in ("return_lse", "return_max_logits"):
+        if name in options:
+            raise ValueError(f"{name} is no option of attention_fn: a layer takes one result")
     return functools.partial(dot_product_attention, _mask=mask, _options=options)
 
 
