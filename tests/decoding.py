@@ -129,6 +129,14 @@ def tensors(case: Case, dtype: Any = jnp.float32, seed: int | None = None) -> Te
     return Tensors(*on_device, np.asarray(case.lengths, np.int32), table, starts, sinks, *clean)
 
 
+def cast(x: Tensors, dtype: Any) -> Tensors:
+    """The tensors rounded to a smaller dtype; float16 has no 1e30, infinity is the garbage that it has."""
+    names = ("query", "key_cache", "value_cache")
+    key, value = (np.asarray(jnp.asarray(y, dtype), np.float64) for y in (x.key, x.value))
+    rounded = {name: getattr(x, name).astype(dtype) for name in names}
+    return x._replace(**rounded, key=key, value=value)
+
+
 def exact(case: Case, x: Tensors, scale: float) -> Results:
     """float64."""
     q = np.asarray(x.query, np.float64)

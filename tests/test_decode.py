@@ -7,7 +7,11 @@ lies behind a length, and against a copy of the cache where vmap need not make o
 from __future__ import annotations
 
 import functools
+import importlib.util
+import json
+import pathlib
 import re
+import sys
 
 import decoding
 import jax
@@ -38,11 +42,7 @@ def test_equals_the_definition(name):
 )
 def test_small_dtypes(name, dtype):
     case = CASES[name]
-    x = decoding.tensors(case, jnp.float32)
-    # float16 has no 1e30: infinity is the garbage that it has
-    x = x._replace(**{n: getattr(x, n).astype(dtype) for n in ("query", "key_cache", "value_cache")})  # fmt: skip
-    key, value = (np.asarray(jnp.asarray(y, dtype), np.float64) for y in (x.key, x.value))
-    x = x._replace(key=key, value=value)
+    x = decoding.cast(decoding.tensors(case), dtype)
     true = decoding.exact(case, x, SCALE)
     got = decoding.run(case, x, SCALE)
     assert got.out.dtype == dtype and got.lse.dtype == jnp.float32
@@ -360,3 +360,31 @@ def test_refusals(message):
     others = {n: x for n, x in call.items() if n not in arrays}
     with pytest.raises(ValueError, match=f"^{re.escape(message)}(\n|$)"):
         jax.eval_shape(lambda x: packax.decode_attention(**x, **others), arrays)
+
+
+# --- The benchmark, with XLA in the kernels' place.
+
+
+def test_benchmark(tmp_path, monkeypatch, capsys):
+    """Every column; a wrong result is not timed and fails the run."""
+    monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parent.parent / "benchmarks"))
+    spec = importlib.util.spec_from_file_location(
+        "decode_benchmark", pathlib.Path(__file__).parent.parent / "benchmarks" / "decode.py"
+    )
+    benchmark = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, benchmark)
+    spec.loader.exec_module(benchmark)
+    monkeypatch.setattr(benchmark, "COPIED", 1 << 12)
+    monkeypatch.setattr(benchmark, "machine", dict)
+    small = benchmark.Case("small", (64,), heads=2, kv_heads=1, dim=8, page_size=16)
+    arguments = ["--out", str(tmp_path), "--implementation", "xla", "--rounds", "1"]
+    assert benchmark.main(arguments, (small,)) == 0
+    (row,) = json.loads((tmp_path / "decode.json").read_text())["cases"]
+    assert row["bytes"] == 2 * 2 * 64 * 8 and set(row["times"]) == {"packax", "copy"}
+    assert row["left_out"] == {"cudnn": "no pages"}
+    dense = small.__class__("dense", (64,), heads=2, kv_heads=1, dim=8)
+    monkeypatch.setattr(benchmark, "LIMIT", {"bfloat16": -1.0})
+    assert benchmark.main(arguments, (dense,)) == 1
+    (row,) = json.loads((tmp_path / "decode.json").read_text())["cases"]
+    assert row["left_out"]["packax"].startswith("wrong") and "packax" not in row["times"]
+    assert "| dense | wrong" in capsys.readouterr().out

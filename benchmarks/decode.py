@@ -1,0 +1,204 @@
+"""Decoding beside cuDNN, as a share of the memory bandwidth that a copy reaches on the same card.
+
+    python benchmarks/decode.py [--out DIR] [--cases 1x128k ...] [--dtype bfloat16] [--rounds 11]
+
+Bytes are those of the attended keys and values, once. Results are compared with blockwise XLA in float32 sums before anything is
+timed; a wrong one is not timed, and the run fails. cuDNN is jax.nn.dot_product_attention with key_value_seq_lengths; it has no pages
+and is left out where it cannot run, with its reason. All implementations of a case take turns in one process. Prints a table and
+writes DIR/decode.json (DIR: --out, or $OUT, or the working folder).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import packax
+from machine import machine
+from timing import interleaved
+
+LIMIT = {"bfloat16": 1e-2, "float16": 2e-3}  # ‖x - y‖ / ‖y‖
+COPIED = 1 << 30  # bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    name: str
+    lengths: tuple[int, ...]
+    q_len: int = 1
+    heads: int = 32
+    kv_heads: int = 8
+    dim: int = 128
+    page_size: int = 0
+
+    @property
+    def room(self) -> int:
+        return max(self.lengths)
+
+    @property
+    def bytes(self) -> int:
+        """Of the keys and values that some row attends."""
+        return 2 * 2 * sum(self.lengths) * self.kv_heads * self.dim
+
+
+K = 1024
+CASES = (
+    Case("1x128k", (128 * K,)),
+    Case("8x32k", (32 * K,) * 8),
+    Case("64x8k", (8 * K,) * 64),
+    Case("8x32k, pages of 16", (32 * K,) * 8, page_size=16),
+    Case("8x32k, pages of 256", (32 * K,) * 8, page_size=256),
+    Case("8x32k, 4 rows", (32 * K,) * 8, q_len=4),
+    Case("8x32k, 16 rows", (32 * K,) * 8, q_len=16),
+    Case("1x128k and 31x1k", (128 * K, *(K,) * 31)),
+    Case("8x32k, d64", (32 * K,) * 8, heads=64, dim=64),
+    Case("8x32k, multi-query", (32 * K,) * 8, kv_heads=1),
+)
+
+
+def tensors(case: Case, dtype: str, seed: int = 0) -> dict[str, jax.Array]:
+    keys = iter(jax.random.split(jax.random.key(seed), 4))
+    batch = len(case.lengths)
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def draw(key, shape):
+        return jax.random.normal(key, shape, dtype)
+
+    cache = (batch, case.room, case.kv_heads, case.dim)
+    if case.page_size:
+        cache = (batch * case.room // case.page_size, case.page_size, case.kv_heads, case.dim)
+    arrays = {
+        "query": draw(next(keys), (batch, case.q_len, case.heads, case.dim)),
+        "key_cache": draw(next(keys), cache),
+        "value_cache": draw(next(keys), cache),
+        "lengths": jnp.asarray(case.lengths, jnp.int32),
+    }
+    if case.page_size:
+        order = jax.random.permutation(next(keys), cache[0]).astype(jnp.int32)
+        arrays["block_table"] = order.reshape(batch, -1)
+    return arrays
+
+
+def cudnn(query, key_cache, value_cache, lengths):
+    rows = jnp.full_like(lengths, query.shape[1])
+    return jax.nn.dot_product_attention(
+        query,
+        key_cache,
+        value_cache,
+        query_seq_lengths=rows,
+        key_value_seq_lengths=lengths,
+        implementation="cudnn",
+    )
+
+
+def difference(x: jax.Array, y: jax.Array) -> float:
+    x, y = (np.asarray(a, np.float64) for a in (x, y))
+    return float(np.linalg.norm(x - y) / np.linalg.norm(y))
+
+
+def copy_of(elements: int) -> Callable[[], Any]:
+    """Reads and writes `elements` float32."""
+    x = jnp.zeros(elements, jnp.float32)
+    copy = jax.jit(lambda x: x + 1)
+    return lambda: copy(x)
+
+
+def measure(case: Case, dtype: str, implementation: str, rounds: int) -> dict[str, Any]:
+    arrays = tensors(case, dtype)
+    ours = jax.jit(functools.partial(packax.decode_attention, implementation=implementation))
+    xla = jax.jit(functools.partial(packax.decode_attention, implementation="xla"))
+    functions: dict[str, Callable[[], Any]] = {"packax": lambda: ours(**arrays)}
+    row: dict[str, Any] = {"case": case.name, "dtype": dtype, "bytes": case.bytes, "times": {}}
+    row["left_out"] = left_out = {}
+    if case.page_size or case.q_len > 1:  # cuDNN's causal mask begins at the first key
+        left_out["cudnn"] = "no pages" if case.page_size else "no causal rows at the end"
+    else:
+        theirs = jax.jit(cudnn)
+        functions["cudnn"] = lambda: theirs(**arrays)
+    reference = xla(**arrays)
+    for name in list(functions):
+        try:
+            error = difference(functions[name](), reference)
+        except Exception as failure:
+            if name == "packax":
+                raise
+            left_out[name] = (str(failure).splitlines() or [type(failure).__name__])[0][:200]
+            del functions[name]
+            continue
+        row.setdefault("errors", {})[name] = error
+        if not error < LIMIT[dtype]:
+            left_out[name] = f"wrong: {error:.1e} from XLA"
+            del functions[name]
+    del reference
+    elements = COPIED // 4
+    functions["copy"] = copy_of(elements)
+    bytes_of = {"copy": 2 * COPIED}
+    times = interleaved(functions, rounds=rounds)
+    rates = {name: bytes_of.get(name, case.bytes) / t.ms / 1e6 for name, t in times.items()}
+    for name, t in times.items():
+        row["times"][name] = {
+            **t.as_dict(),
+            "gb_per_s": round(rates[name], 1),
+            "of_copy": round(rates[name] / rates["copy"], 3),
+        }
+    return row
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| case | packax us | GB/s | of the copy | cuDNN us | GB/s | of the copy | copy GB/s |"
+    ]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    for row in rows:
+        cells = [row["case"]]
+        for name in ("packax", "cudnn"):
+            t = row["times"].get(name)
+            if t is None:
+                cells += [row["left_out"][name], "", ""]
+            else:
+                cells += [f"{1e3 * t['ms']:.1f}", f"{t['gb_per_s']:.0f}", f"{t['of_copy']:.0%}"]
+        cells.append(f"{row['times']['copy']['gb_per_s']:.0f}")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None, cases: tuple[Case, ...] = CASES) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--out", type=pathlib.Path, default=pathlib.Path(os.environ.get("OUT", "."))
+    )
+    parser.add_argument("--cases", nargs="*", help="names; default: all")
+    parser.add_argument("--dtype", default="bfloat16", choices=sorted(LIMIT))
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--implementation", default="cubin", choices=("cubin", "xla"))
+    options = parser.parse_args(arguments)
+    unknown = set(options.cases or ()) - {case.name for case in cases}
+    if unknown:
+        parser.error(f"no case {', '.join(sorted(unknown))}; there are {[c.name for c in cases]}")
+    rows = []
+    for case in cases:
+        if options.cases and case.name not in options.cases:
+            continue
+        rows.append(measure(case, options.dtype, options.implementation, options.rounds))
+        print(json.dumps(rows[-1]), flush=True)
+    print(table(rows))
+    options.out.mkdir(parents=True, exist_ok=True)
+    result = {"machine": machine(), "copied_bytes": COPIED, "cases": rows}
+    (options.out / "decode.json").write_text(json.dumps(result, indent=1) + "\n")
+    return 0 if all("packax" in row["times"] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

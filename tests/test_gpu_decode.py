@@ -1,0 +1,109 @@
+"""The cubins of decoding on a GPU: `pytest -m gpu tests/test_gpu_decode.py`."""
+
+from __future__ import annotations
+
+import itertools
+
+import decoding
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import packax
+import pytest
+from decoding import CASES, Case
+
+pytestmark = pytest.mark.gpu
+SCALE = 0.15
+DTYPES = (jnp.bfloat16, jnp.float16)
+DIMS = ((64, 64), (128, 128), (192, 128), (256, 256), (72, 40), (8, 200))
+KINDS = itertools.cycle(itertools.product(DIMS, DTYPES))
+
+LONG = {
+    "one long row": Case((20011,), capacity=20224, heads=8, kv_heads=2),
+    "long and short": Case((9000, 3, 0, 700), capacity=9216, heads=8, kv_heads=8),
+    "tall tiles": Case((5003, 66), capacity=5120, q_len=16, heads=8, kv_heads=1),
+    "two tiles and a part": Case((2001,), capacity=2048, q_len=13, heads=22, kv_heads=2),
+    "long pages": Case((5003, 66), capacity=5120, q_len=3, heads=8, kv_heads=2, page_size=16, sinks=True),
+    "pages and tall tiles": Case((1500, 66), capacity=1536, q_len=16, heads=8, kv_heads=1, page_size=256, soft_cap=3.0),
+    "long, left": Case((8000, 200), capacity=8192, q_len=2, heads=8, kv_heads=2, left=1023),
+}  # fmt: skip
+
+
+def check(case: Case, dtype) -> None:
+    x = decoding.cast(decoding.tensors(case), dtype)
+    got = decoding.run(case, x, SCALE, "cubin")
+    assert got.out.dtype == dtype and got.lse.dtype == jnp.float32
+    oracle.check(got, decoding.exact(case, x, SCALE), decoding.plain(case, x, SCALE))
+
+
+@pytest.mark.parametrize("dims,dtype", list(zip(DIMS, DTYPES * 3, strict=True)), ids=str)
+@pytest.mark.parametrize("name", ["soft cap and sinks", "16 rows", "pages longer than a block"])
+def test_head_dims(name, dims, dtype):
+    check(CASES[name]._replace(dims=dims), dtype)
+
+
+@pytest.mark.parametrize(
+    "name,kind", [pytest.param(n, k, id=n) for n, k in zip(CASES, KINDS, strict=False)]
+)
+def test_cases(name, kind):
+    check(CASES[name]._replace(dims=kind[0]), kind[1])
+
+
+@pytest.mark.parametrize("dims", DIMS[:2], ids=str)
+@pytest.mark.parametrize("name", LONG)
+def test_split_over_the_gpu(name, dims):
+    check(LONG[name]._replace(dims=dims), jnp.bfloat16)
+
+
+@pytest.mark.parametrize("dims", DIMS[2:4], ids=str)
+@pytest.mark.parametrize("name", ["one long row", "pages and tall tiles"])
+def test_wide_heads_split_over_the_gpu(name, dims):
+    check(LONG[name]._replace(dims=dims), jnp.float16)
+
+
+def test_what_cannot_be_is_nan_in_its_row_alone():
+    case = Case((32, 20, 9), q_len=2, capacity=32, page_size=8, dims=(64, 64))
+    x = decoding.cast(decoding.tensors(case), jnp.bfloat16)
+    good = decoding.run(case, x, SCALE, "cubin")
+    table = x.block_table.copy()
+    for entry in (-1, x.key_cache.shape[0], 2**31 - 1, -(2**31)):
+        table[1, 2] = entry
+        lengths = x.lengths + np.array([1, 0, 0], np.int32)
+        got = decoding.run(case, x._replace(block_table=table, lengths=lengths), SCALE, "cubin")
+        lost = np.array([[False, True], [True, True], [False, False]])
+        np.testing.assert_array_equal(np.isnan(np.asarray(got.out, np.float32)).all((2, 3)), lost)
+        np.testing.assert_array_equal(np.isnan(got.lse).all(1), lost)
+        np.testing.assert_array_equal(got.out[2], good.out[2])
+
+
+def test_the_same_bits_every_run_and_under_a_graph():
+    """A loop of steps, which XLA records as one CUDA graph, is what the steps are one by one."""
+    case = Case((4000, 70), capacity=4096, heads=8, kv_heads=2, dims=(128, 128))
+    x = decoding.cast(decoding.tensors(case), jnp.bfloat16)
+
+    def step(lengths, _):
+        out = packax.decode_attention(
+            x.query, x.key_cache, x.value_cache, lengths, implementation="cubin"
+        )
+        return lengths - 7, out
+
+    lengths = jnp.asarray(x.lengths)
+    loop = jax.jit(lambda n: jax.lax.scan(step, n, None, length=9)[1])
+    first, again = loop(lengths), loop(lengths)
+    np.testing.assert_array_equal(first, again)
+    for i in range(9):
+        np.testing.assert_array_equal(first[i], jax.jit(step)(lengths - 7 * i, None)[1])
+
+
+def test_vmap_of_queries_over_one_cache():
+    case = Case((300, 77), capacity=320, dims=(64, 64))
+    x = decoding.cast(decoding.tensors(case), jnp.bfloat16)
+    lengths = jnp.stack([jnp.asarray(x.lengths) - i for i in range(3)])
+    f = lambda n: packax.decode_attention(  # noqa: E731
+        x.query, x.key_cache, x.value_cache, n, implementation="cubin"
+    )
+    got = jax.jit(jax.vmap(f))(lengths)
+    for i in range(3):
+        error = jnp.abs((got[i] - jax.jit(f)(lengths[i])).astype(jnp.float32)).max()
+        assert error < 0.02
