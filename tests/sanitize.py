@@ -83,6 +83,41 @@ def run(
     return good
 
 
+def decode(dims, dtype, page_size) -> bool:
+    """Both tiles of rows; a length of the whole cache, and entries of the table that are no page behind the others."""
+    rng = np.random.default_rng(1)
+    lengths, room, kv_heads = np.array([200, 0, 3, 131], np.int32), 200, 2
+    table = None
+    cache = (4, room)
+    if page_size:
+        blocks = -(-room // page_size)
+        table = rng.permutation(4 * blocks).reshape(4, blocks).astype(np.int32)
+        table[np.arange(blocks) * page_size >= lengths[:, None]] = 2**31 - 1
+        cache = (4 * blocks, page_size)
+    key, value = (jnp.asarray(rng.normal(size=(*cache, kv_heads, d)), dtype) for d in dims)
+    good = True
+    for q_len, heads in ((1, 6), (7, 20)):
+        query = jnp.asarray(rng.normal(size=(4, q_len, heads, dims[0])), dtype)
+        outs = [
+            np.asarray(
+                packax.decode_attention(
+                    query, key, value, lengths, block_table=table, implementation=implementation
+                ),
+                np.float64,
+            )
+            for implementation in ("cubin", "xla")
+        ]
+        error = np.linalg.norm(outs[0] - outs[1]) / np.linalg.norm(outs[1])
+        right = error < LIMIT[dtype]
+        name = f"decode {q_len} x {heads} pages of {page_size}"
+        print(
+            f"{name} {dtype} {dims[0]}x{dims[1]}: error {error:.1e}{'' if right else ' WRONG'}",
+            flush=True,
+        )
+        good &= bool(right)
+    return good
+
+
 def packed(*lengths: int) -> np.ndarray:
     """Segment ids of runs: a positive length is a new document, a negative one padding."""
     ids, document = [], 0
@@ -115,8 +150,11 @@ def main() -> int:
     for dims in head_dims():
         good &= run("long", long, 1, 700, 700, 2, 1, dims, "bfloat16")
         good &= run("tested", tested, 1, 137, 137, 2, 2, dims, "bfloat16")
+        good &= decode(dims, "bfloat16", 16)
         if arguments.small:
             continue
+        good &= decode(dims, "float16", 0)
+        good &= decode((dims[0] - 8, dims[1] - 24), "bfloat16", 3)
         good &= run("packed", documents, 3, 213, 213, 4, 2, dims, "bfloat16", deterministic=True)
         for dtype in ("bfloat16", "float16") if max(dims) <= 128 else ("float16",):
             good &= run("packed", documents, 3, 213, 213, 4, 2, dims, dtype)
