@@ -15,6 +15,7 @@ struct BackwardCall {
   ffi::AnyBuffer workspace;
   float scale;
   int32_t has_dlse;
+  bool want_dq, want_dkv;
 };
 
 // The sections of the workspace for Hopper. All begin at multiples of 256 bytes from its start.
@@ -115,6 +116,7 @@ ffi::Error LaunchBackward(const HopperBackward& kernels, Stream stream, const Ba
                         .heads = s.heads,
                     }));
   PACKAX_TRY(Launch(gradients, stream, KeyGrid(s, gradients.block()), args));
+  if (!c.want_dq) return ffi::Error::Success();
   return Launch(*kernels.finish, stream, Grid{w.rows / kernels.finish->block()},
                 BackwardFinishArgs{
                     .dq_sum = dq_sum,
@@ -150,34 +152,37 @@ ffi::Error LaunchBackward(const PortableBackward& kernels, Stream stream, const 
                         .q_len = s.q_len,
                         .heads = s.heads,
                     }));
-  PACKAX_TRY(Launch(keys, stream, KeyGrid(s, keys.block()),
-                    BackwardDkdvArgs{
-                        .query = c.query.untyped_data(),
-                        .key = c.key.untyped_data(),
-                        .value = c.value.untyped_data(),
-                        .dout = c.dout.untyped_data(),
-                        .lse = c.lse.untyped_data(),
-                        .delta = c.workspace.untyped_data(),
-                        .dk = c.dk.untyped_data(),
-                        .dv = c.dv.untyped_data(),
-                        .q_lo = m.q_lo.untyped_data(),
-                        .q_hi = m.q_hi.untyped_data(),
-                        .q_ids = m.q_ids.untyped_data(),
-                        .kv_ids = m.kv_ids.untyped_data(),
-                        .q_pos = m.q_pos.untyped_data(),
-                        .kv_pos = m.kv_pos.untyped_data(),
-                        .q_blocks = m.q_blocks.untyped_data(),
-                        .kv_blocks = c.kv_blocks.untyped_data(),
-                        .kv_order = c.kv_order.untyped_data(),
-                        .scale = c.scale,
-                        .element_test = m.element_test,
-                        .batch = s.batch,
-                        .mask_batch = s.mask_batch,
-                        .q_len = s.q_len,
-                        .kv_len = s.kv_len,
-                        .heads = s.heads,
-                        .kv_heads = s.kv_heads,
-                    }));
+  if (c.want_dkv) {
+    PACKAX_TRY(Launch(keys, stream, KeyGrid(s, keys.block()),
+                      BackwardDkdvArgs{
+                          .query = c.query.untyped_data(),
+                          .key = c.key.untyped_data(),
+                          .value = c.value.untyped_data(),
+                          .dout = c.dout.untyped_data(),
+                          .lse = c.lse.untyped_data(),
+                          .delta = c.workspace.untyped_data(),
+                          .dk = c.dk.untyped_data(),
+                          .dv = c.dv.untyped_data(),
+                          .q_lo = m.q_lo.untyped_data(),
+                          .q_hi = m.q_hi.untyped_data(),
+                          .q_ids = m.q_ids.untyped_data(),
+                          .kv_ids = m.kv_ids.untyped_data(),
+                          .q_pos = m.q_pos.untyped_data(),
+                          .kv_pos = m.kv_pos.untyped_data(),
+                          .q_blocks = m.q_blocks.untyped_data(),
+                          .kv_blocks = c.kv_blocks.untyped_data(),
+                          .kv_order = c.kv_order.untyped_data(),
+                          .scale = c.scale,
+                          .element_test = m.element_test,
+                          .batch = s.batch,
+                          .mask_batch = s.mask_batch,
+                          .q_len = s.q_len,
+                          .kv_len = s.kv_len,
+                          .heads = s.heads,
+                          .kv_heads = s.kv_heads,
+                      }));
+  }
+  if (!c.want_dq) return ffi::Error::Success();
   return Launch(rows, stream, QueryGrid(s, rows.block()),
                 BackwardDqArgs{
                     .query = c.query.untyped_data(),
@@ -226,7 +231,7 @@ ffi::Error Backward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi
                     ffi::AnyBuffer kv_blocks, ffi::AnyBuffer kv_order,
                     ffi::Result<ffi::AnyBuffer> dq, ffi::Result<ffi::AnyBuffer> dk,
                     ffi::Result<ffi::AnyBuffer> dv, ffi::Result<ffi::AnyBuffer> workspace,
-                    float scale, int32_t element_test, int32_t has_dlse) {
+                    float scale, int32_t element_test, int32_t has_dlse, int32_t wanted) {
   Shape s;
   PACKAX_TRY(ReadShape(query, key, value, q_lo, &s));
   const Mask mask{q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, element_test};
@@ -242,19 +247,27 @@ ffi::Error Backward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi
   PACKAX_TRY(ExpectRows("dout", dout, s, v_dim));
   PACKAX_TRY(ExpectAttribute("has_dlse", has_dlse, 1));
   if (has_dlse == 1) PACKAX_TRY(ExpectSums("dlse", dlse, s));
-  PACKAX_TRY(ExpectRows("dq", *dq, s, qk_dim));
-  PACKAX_TRY(ExpectKeys("dk", *dk, s, qk_dim));
-  PACKAX_TRY(ExpectKeys("dv", *dv, s, v_dim));
   PACKAX_TRY(CheckWorkspace(*workspace, s));
+  const HopperWorkspace w(s);
+  const bool fused = w.fits_int32() && workspace->dimensions()[0] >= w.size();
+  // Bit 0: dq, bit 1: dk and dv. What no kernel writes has no elements.
+  PACKAX_TRY(ExpectAttribute("wanted", wanted, 3));
+  const bool want_dq = (wanted & 1) != 0, want_dkv = (wanted & 2) != 0;
+  if (want_dq) PACKAX_TRY(ExpectRows("dq", *dq, s, qk_dim));
+  if (want_dkv || fused) {
+    PACKAX_TRY(ExpectKeys("dk", *dk, s, qk_dim));
+    PACKAX_TRY(ExpectKeys("dv", *dv, s, v_dim));
+  }
   PACKAX_TRY(CheckScale(scale));
   if (s.batch == 0) return ffi::Error::Success();
 
-  const BackwardCall call{s,         mask,     query, key, value, out,        lse,   dout,    dlse,
-                          kv_blocks, kv_order, *dq,   *dk, *dv,   *workspace, scale, has_dlse};
+  const BackwardCall call{s,          mask,  query,     key,      value,   out, lse,
+                          dout,       dlse,  kv_blocks, kv_order, *dq,     *dk, *dv,
+                          *workspace, scale, has_dlse,  want_dq,  want_dkv};
   // All three before the first launch: a missing kernel must not leave half a backward behind.
   Device* device;
   PACKAX_TRY(CurrentDevice(&device));
-  if (const HopperWorkspace w(s); w.fits_int32() && workspace->dimensions()[0] >= w.size()) {
+  if (fused) {
     HopperBackward hopper;
     PACKAX_TRY(PrepareIfAny(device, s.kernel_dtype(), s.qk_dim, s.v_dim, &hopper.prepare));
     PACKAX_TRY(PrepareIfAny(device, s.kernel_dtype(), s.qk_dim, s.v_dim, &hopper.gradients));
@@ -296,7 +309,8 @@ auto BackwardSignature(Binding&& binding) {
       .template Ret<ffi::AnyBuffer>()  // workspace: (elements) float32
       .template Attr<float>("scale")
       .template Attr<int32_t>("element_test")
-      .template Attr<int32_t>("has_dlse");
+      .template Attr<int32_t>("has_dlse")
+      .template Attr<int32_t>("wanted");
 }
 
 }  // namespace

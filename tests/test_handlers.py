@@ -260,13 +260,17 @@ def test_map_that_the_driver_refuses(hopper):
     assert hopper.run(call) is None
 
 
-def expect_portable_backward(machine, call, s, has_dlse=1):
+def expect_portable_backward(machine, call, s, has_dlse=1, wanted=3):
     """delta lies at the start of the workspace."""
     grids = {
         "backward_delta": lambda r: [ceil(s.q_len / r) * s.heads * s.batch],
         "backward_dkdv": lambda n: [s.kv_heads * s.batch * ceil(s.kv_len / 128) * (128 // n)],
         "backward_dq": lambda m: [s.heads * s.batch * ceil(s.q_len / 128) * (128 // m)],
     }
+    if not wanted & 1:
+        del grids["backward_dq"]
+    if not wanted & 2:
+        del grids["backward_dkdv"]
     scalars = attention(s, call.attributes["scale"][1], 2, has_dlse)
     scalars["delta"] = call.results["workspace"].address
     expect_launches(machine, call, scalars, grids)
@@ -279,6 +283,14 @@ def test_backward(machine, s, has_dlse):
     """The small workspace: these kernels also where there are those of Hopper."""
     call = backward(machine, s, scale=1.5, has_dlse=has_dlse, deterministic=True)
     expect_portable_backward(machine, call, s, has_dlse)
+
+
+@pytest.mark.parametrize("wanted", [0, 1, 2])
+def test_backward_of_some(machine, wanted):
+    """Frozen keys or a frozen query: the kernels of the others are not launched."""
+    s = SIZES[0]
+    call = backward(machine, s, deterministic=True, wanted=wanted)
+    expect_portable_backward(machine, call, s, 1, wanted)
 
 
 @pytest.mark.parametrize("s", SIZES)
@@ -449,3 +461,16 @@ def test_unread_operands_may_be_anything(machine, element_test, unread):
     call = call.change(dlse=Array("float32", (1,)))
     call = call.change(**dict.fromkeys(unread, call.operands["q_lo"]))
     assert machine.run(call) is None
+
+
+@pytest.mark.parametrize("wanted", [1, 2])
+def test_backward_of_some_on_hopper(hopper, wanted):
+    """One kernel makes all three, so dk and dv are there; only dq has a kernel of its own after it."""
+    call = backward(hopper, wanted=wanted)
+    assert hopper.run(call) is None
+    kernels = [launch["kernel"] for launch in hopper.launches()]
+    finish = ["backward_finish"] if wanted & 1 else []
+    assert kernels == ["backward_prepare", "backward_hopper", *finish]
+    call.results["dk"] = Array("float16", (0,))
+    failure = hopper.run(call)
+    assert failure.code == "InvalidArgument" and "dk is float16[0], expected" in failure.message

@@ -16,7 +16,13 @@ SHARED = {
     "implementation": None,
 }
 STATIC = {**SHARED, "max_logits": False}
-BACKWARD = {**SHARED, "has_dlse": False, "deterministic": False, "dnumbers": False}
+BACKWARD = {
+    **SHARED,
+    "has_dlse": False,
+    "deterministic": False,
+    "dnumbers": False,
+    "wanted": (True,) * 3,
+}
 
 
 def shapes(function, *shapes_and_dtypes):

@@ -195,6 +195,7 @@ def refusals():
         ("kv_order is int32[1, 6], expected int32[mask_batch=2, ceil(kv_len/128)=6]"),
     )
     yield backward, {"has_dlse": (I32, 2)}, "attribute has_dlse is 2, expected 0 to 1"
+    yield backward, {"wanted": (I32, 4)}, "attribute wanted is 4, expected 0 to 3"
     yield (
         backward,
         {"scale": ("float32", -0.5)},

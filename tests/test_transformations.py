@@ -1,13 +1,17 @@
-"""jax's transformations of flash_attention beyond grad and jit: forward mode, second derivatives.
+"""jax's transformations of flash_attention beyond plain grad and jit.
 
 docs/transformations.md says what holds. Guards against a tangent that drops a term, a second
-derivative of another function than the first one's, an error that does not say what to do.
+derivative of another function than the first one's, a vmap that mixes operands, an exported program
+that holds for one size, an error that does not say what to do.
 """
 
 import functools
+import importlib.util
+import warnings
 
 import cases
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import packax
@@ -15,7 +19,8 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from packax import lowering
-from test_lowering import Extension, abstract
+from test_attention import count
+from test_lowering import PORTABLE, Extension, abstract, calls, with_hopper
 
 X64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
 IDS = cases.ids_of((3, 4), (-1, 1), (5, 3), (3, 2), (-1, 3))  # an id that reappears, padding
@@ -213,3 +218,327 @@ def test_kernels_alone_have_no_forward_mode(monkeypatch):
     for function in (out, gradient):
         with pytest.raises(NotImplementedError, match=r"none for forward-mode derivatives.*=None"):
             lower_for_cuda(lambda *x, f=function: jax.jvp(f, x, x), query, key, value)
+
+
+# vmap
+
+POSITIONS = np.arange(LENGTH)[::-1].copy() % 5
+
+
+def attend(query, key, value, sinks, ids, positions):
+    """Results and all gradients, the mask built inside."""
+    mask = packax.create_attention_mask(
+        packax.causal() & packax.documents(ids, positions=positions)
+    )
+
+    def loss(*operands):
+        *tensors, sinks = operands
+        out, lse = packax.flash_attention(*tensors, mask, sinks=sinks, return_lse=True)
+        return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.where(jnp.isfinite(lse), lse, 0)), out
+
+    return jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True)(query, key, value, sinks)
+
+
+attend_once = jax.jit(attend)
+
+
+def mapped_operands(axes, size=3):
+    """Operands of `attend`, each mapped along the axis that `axes` says, and those of one call."""
+    rng = np.random.default_rng(11)
+    shapes = (LENGTH, HEADS, DIM), (LENGTH, KV_HEADS, DIM), (LENGTH, KV_HEADS, V_DIM)
+    base = [rng.standard_normal((2, *shape)).astype(np.float32) for shape in shapes]
+    base += [rng.standard_normal(HEADS).astype(np.float32)]
+    base += [np.stack([IDS, np.roll(IDS, 3)]), np.stack([POSITIONS, POSITIONS])]
+    every = [
+        x if axis is None else np.stack([np.roll(x, n, axis=-1) for n in range(size)], axis)
+        for x, axis in zip(base, axes, strict=True)
+    ]
+    return every, lambda n: [
+        x if axis is None else np.take(x, n, axis) for x, axis in zip(every, axes, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        (0, None, None, None, None, None),
+        (None, 1, None, None, None, 0),
+        (None, None, 3, None, 2, None),
+        (None, None, None, 1, None, None),
+        (None, None, None, None, None, 1),
+        (4, 0, 1, 0, 0, 2),
+    ],
+    ids=str,
+)
+def test_vmap_over_any_operand(axes):
+    every, one = mapped_operands(axes)
+    got = jax.jit(jax.vmap(attend, in_axes=axes))(*every)
+    for n in range(3):
+        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(attend_once(*one(n))), strict=True):
+            np.testing.assert_allclose(x[n], y, rtol=1e-5, atol=1e-5)
+
+
+def test_vmap_in_vmap_and_of_a_built_mask():
+    """Queries of one axis against masks of another: each pair, from masks built outside."""
+    every, one = mapped_operands((0, None, None, None, 0, 0))
+    query, key, value, sinks, ids, positions = every
+    masks = jax.vmap(
+        lambda i, p: packax.create_attention_mask(
+            packax.causal() & packax.documents(i, positions=p)
+        )
+    )(ids, positions)
+
+    def out(query, mask):
+        return packax.flash_attention(query, key, value, mask, sinks=sinks)
+
+    pairs = jax.jit(jax.vmap(jax.vmap(out, in_axes=(None, 0)), in_axes=(0, None)))(query, masks)
+    assert pairs.shape[:2] == (3, 3)
+    for n, m in ((0, 0), (1, 2), (2, 1)):
+        operands = [*one(n)[:4], *one(m)[4:]]
+        np.testing.assert_allclose(pairs[n, m], attend_once(*operands)[0][1], rtol=1e-5, atol=1e-5)
+
+
+def test_vmap_over_stages_of_a_pipeline():
+    """vmap(..., spmd_axis_name="stage") beside context parallelism: each rank its own stage."""
+    mesh = jax.make_mesh(
+        (2, 2),
+        ("stage", "context"),
+        devices=jax.devices("cpu")[:4],
+        axis_types=(AxisType.Auto,) * 2,
+    )
+    spec = P(None, "context", None, None)
+    sharding = packax.AttentionSharding(query=spec, key_value=spec)
+    operands = [np.stack([x, -x])[:, :, :12] for x in map(np.float32, random(12)[:3])]
+    ids = np.broadcast_to(cases.ids_of((0, 5), (1, 7)), (2, 12))
+
+    def gradients(sharding):
+        def loss(query, key, value):
+            expression = packax.causal() & packax.documents(ids)
+            mask = packax.create_attention_mask(expression, sharding=sharding)
+            return jnp.sum(
+                jnp.sin(packax.flash_attention(query, key, value, mask, sharding=sharding))
+            )
+
+        return jax.vmap(
+            jax.grad(loss, (0, 1, 2)), spmd_axis_name=None if sharding is None else "stage"
+        )
+
+    expected = jax.jit(gradients(None))(*operands)
+    with jax.set_mesh(mesh):
+        place = jax.sharding.NamedSharding(mesh, P("stage", None, "context"))
+        got = jax.jit(gradients(sharding))(*jax.device_put(operands, place))
+    for x, y in zip(got, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+# Gradients of some operands
+
+
+@pytest.mark.parametrize(
+    "argnums,products",
+    [((0, 1, 2), 5), ((0,), 3), ((1,), 3), ((1, 2), 4)],
+)
+def test_frozen_operands_cost_no_products(argnums, products):
+    """In XLA: a forward has 2 products of tiles, S and the output; a backward 5 at most."""
+    operands = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in random(0)[:3]]
+    gradient = jax.grad(lambda *x: packax.flash_attention(*x, EXPRESSION).sum(), argnums)
+    text = jax.jit(gradient).lower(*operands).as_text()
+    assert text.count("stablehlo.dot_general") == 2 + products
+
+
+def calls_of_backward(argnums, monkeypatch, fused):
+    rows = with_hopper() if fused else PORTABLE
+    monkeypatch.setattr(lowering, "_ext", Extension)
+    monkeypatch.setattr(Extension, "variants", staticmethod(lambda: rows))
+    monkeypatch.setattr(lowering, "_local_capabilities", lambda: None)
+
+    def gradient(*operands):
+        return jax.grad(loss_of, argnums)(*operands)
+
+    def loss_of(*operands):
+        return packax.flash_attention(*operands, packax.causal()).astype(jnp.float32).sum()
+
+    (call,) = (c for c in calls(lower_for_cuda(gradient, *abstract())) if "backward" in c[0])
+    _, attributes, _, results = call
+    return attributes["wanted"], results[:3]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_frozen_operands_for_the_kernels(monkeypatch, fused):
+    """What is not wanted has no elements, unless one kernel of Hopper makes dk and dv with dq."""
+    query, key, none = "2x300x8x64xbf16", "2x300x2x64xbf16", "0xbf16"
+    keys = key if fused else none
+    for argnums, wanted, results in (
+        ((0, 1, 2), "3 : i32", [query, key, key]),
+        ((0,), "1 : i32", [query, keys, keys]),
+        ((1, 2), "2 : i32", [none, key, key]),
+        ((2,), "2 : i32", [none, key, key]),
+    ):
+        assert calls_of_backward(argnums, monkeypatch, fused) == (wanted, results)
+
+
+# Donation and checkpoint policies
+
+
+def test_donated_operands():
+    """Gradients take the places of the tensors: no warning that a buffer was not usable."""
+    operands = [jnp.asarray(x, jnp.float32) for x in random(13)[:3]]
+    expected = jax.jit(gradient_of_sum)(*operands)
+    donated = [jnp.array(x, copy=True) for x in operands]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = jax.jit(gradient_of_sum, donate_argnums=(0, 1, 2))(*donated)
+    assert all(x.is_deleted() for x in donated)
+    for x, y in zip(got, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
+
+
+def gradient_of_sum(query, key, value):
+    def total(*operands):
+        return jnp.sum(jnp.sin(packax.flash_attention(*operands, EXPRESSION)))
+
+    return jax.grad(total, (0, 1, 2))(query, key, value)
+
+
+@pytest.mark.parametrize("policy", ["save", "offload", "nothing"])
+def test_checkpointed_layers_in_a_scan(policy):
+    """Kept or offloaded by their names, the results are not computed again, in a scan either."""
+    policies = jax.checkpoint_policies
+    names = list(packax.CHECKPOINT_NAMES)
+    rule = {
+        "save": policies.save_only_these_names(*names),
+        "offload": policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=names,
+            offload_src="device",
+            offload_dst="pinned_host",
+        ),
+        "nothing": policies.nothing_saveable,
+    }[policy]
+
+    def loss(query, weights, key, value):
+        @functools.partial(jax.checkpoint, policy=rule)
+        def layer(query, weight):
+            out = packax.flash_attention(query * weight, key, value, EXPRESSION)
+            return query.at[..., :V_DIM].add(out), None
+
+        return jnp.sum(jax.lax.scan(layer, query, weights)[0] ** 2)
+
+    query, key, value = (jnp.asarray(x, jnp.float32) for x in random(14)[:3])
+    gradient = jax.grad(loss, (0, 1))
+    runs = count("packax_forward", gradient, query, jnp.ones(2), key, value)
+    assert runs == (2 if policy == "nothing" else 1)
+
+
+# jax.export
+
+
+def step(query, key, value, ids, positions):
+    mask = packax.create_attention_mask(
+        packax.causal() & packax.documents(ids, positions=positions)
+    )
+
+    def loss(*tensors):
+        out, lse = packax.flash_attention(*tensors, mask, return_lse=True)
+        loss = jnp.sum(jnp.sin(out)) + jnp.sum(jnp.where(jnp.isfinite(lse), lse, 0))
+        return loss, (out, lse)
+
+    return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(query, key, value), mask.kv_order
+
+
+def symbolic(dtype, dim, key_length="s"):
+    batch, length, kv_length = jax.export.symbolic_shape(f"b, s, {key_length}")
+    query = jax.ShapeDtypeStruct((batch, length, HEADS, dim), dtype)
+    key = jax.ShapeDtypeStruct((batch, kv_length, KV_HEADS, dim), dtype)
+    ids = jax.ShapeDtypeStruct((batch, length), jnp.int32)
+    return query, key, key, ids, ids
+
+
+def restored(exported):
+    """As another process would have it, if flatbuffers is there, without which jax has no files."""
+    if importlib.util.find_spec("flatbuffers") is None:
+        return exported
+    return jax.export.deserialize(exported.serialize())
+
+
+def test_export_with_symbolic_sizes():
+    """One program for every batch and length: forward, backward and mask equal to jit's."""
+    program = restored(
+        jax.export.export(jax.jit(step), platforms=["cpu"])(*symbolic(jnp.float32, 8))
+    )
+    rng = np.random.default_rng(0)
+    for batch, length in ((1, 1), (3, 129), (2, 700)):
+        tensors = [
+            rng.standard_normal((batch, length, heads, 8)).astype(np.float32)
+            for heads in (HEADS, KV_HEADS, KV_HEADS)
+        ]
+        ids = np.sort(rng.integers(-1, 5, (batch, length))).astype(np.int32)
+        positions = rng.integers(0, 50, (batch, length)).astype(np.int32)  # rows that are tested
+        if length == 700:
+            positions.sort()
+        got = program.call(*tensors, ids, positions)
+        expected = jax.jit(step)(*tensors, ids, positions)
+        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
+
+
+def test_export_for_cuda(monkeypatch):
+    """From a machine without a GPU, all sizes symbolic; the check of custom calls is needed."""
+    monkeypatch.setattr(lowering, "_ext", Extension)
+
+    def gradient(query, key, value, ids, kv_ids):
+        mask = packax.create_attention_mask(packax.documents(ids, kv_ids))
+        return jax.grad(
+            lambda *x: packax.flash_attention(*x, mask).astype(jnp.float32).sum(), (0, 1, 2)
+        )(query, key, value)
+
+    query, key, value, ids, _ = symbolic(jnp.bfloat16, 64, "t")
+    shapes = query, key, value, ids, jax.ShapeDtypeStruct(key.shape[:2], jnp.int32)
+    with pytest.raises(ValueError, match="custom calls whose targets have no compatibility"):
+        jax.export.export(jax.jit(gradient), platforms=["cuda"])(*shapes)
+    program = restored(
+        jax.export.export(
+            jax.jit(gradient),
+            platforms=["cuda", "cpu"],
+            disabled_checks=packax.export_checks(),
+        )(*shapes)
+    )
+    text = program.mlir_module()
+    assert "@packax_forward_v1" in text and "@packax_backward_v1" in text
+    assert program.platforms == ("cuda", "cpu")
+    assert [str(x.shape) for x in program.out_avals] == [str(x.shape) for x in shapes[:3]]
+
+
+def test_masks_as_arguments_of_exported_programs():
+    """Of known lengths as they are; of symbolic ones as leaves."""
+
+    def attention(query, key, value, mask):
+        return packax.flash_attention(query, key, value, mask)
+
+    query, key, value, ids, _ = symbolic(jnp.float32, 8)
+    build = lambda ids: packax.create_attention_mask(packax.documents(ids))  # noqa: E731
+    shapes = jax.eval_shape(build, ids)
+    structure = jax.tree.structure(shapes)
+
+    def from_leaves(query, key, value, leaves):
+        return attention(query, key, value, jax.tree.unflatten(structure, leaves))
+
+    program = restored(
+        jax.export.export(jax.jit(from_leaves), platforms=["cpu"])(
+            query, key, value, jax.tree.leaves(shapes)
+        )
+    )
+    tensors = [np.asarray(x[..., :3].repeat(3, -1)[..., :8], np.float32) for x in random(15)[:3]]
+    mask = build(np.stack([IDS, IDS]))
+    expected = attention(*tensors, mask)
+    got = program.call(*tensors, jax.tree.leaves(mask))
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+    export = jax.export.export(jax.jit(attention), platforms=["cpu"])
+    whole = restored(export(*tensors, mask))
+    np.testing.assert_allclose(whole.call(*tensors, mask), expected, rtol=1e-5, atol=1e-5)
+    if importlib.util.find_spec("flatbuffers") is not None:
+        with pytest.raises(
+            NotImplementedError, match=r"pass its leaves \(docs/transformations\.md"
+        ):
+            export(query, key, value, shapes).serialize()

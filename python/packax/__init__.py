@@ -5,13 +5,13 @@
 """
 
 from packax import decode_lowering as _decode_lowering  # noqa: F401 (registers the rules)
-from packax import lowering as _lowering  # noqa: F401 (registers the FFI targets and the rules)
 from packax.attention import flash_attention
 from packax.build import AttentionMask, create_attention_mask
 from packax.decode import decode_attention
 from packax.derivatives import CHECKPOINT_NAMES
 from packax.dot_product import dot_product_attention
 from packax.intervals import causal, chunked, full, prefix, sliding_window, spans
+from packax.lowering import export_checks
 from packax.masks import PADDING_SEGMENT_ID, documents, ranges
 from packax.plan import ContextPlan, context_plan
 from packax.scores import Alibi, alibi
@@ -35,6 +35,7 @@ __all__ = [
     "decode_attention",
     "documents",
     "dot_product_attention",
+    "export_checks",
     "flash_attention",
     "full",
     "prefix",

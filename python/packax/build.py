@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import operator
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
+from jax.export import is_symbolic_dim
 
 from packax import masks
 from packax.assemble import Document, Rows, assemble, element_test_of, limits_of
@@ -84,6 +87,29 @@ class AttentionMask:
             self.kv_blocks,
             self.kv_order,
         )
+
+
+def _serialized(static: Any) -> bytes:
+    """An AttentionMask's static fields, for jax.export."""
+    if any(is_symbolic_dim(x) for x in static):
+        raise NotImplementedError(
+            "a mask of symbolic lengths can not be an argument of an exported program, because its "
+            "lengths are not those of the mask that a caller has: build the mask in the program, "
+            "or pass its leaves (docs/transformations.md)"
+        )
+    return json.dumps(static).encode()
+
+
+def _deserialized(static: bytes) -> Any:
+    return tuple(tuple(x) if isinstance(x, list) else x for x in json.loads(static))
+
+
+jax.export.register_pytree_node_serialization(
+    AttentionMask,
+    serialized_name="packax.AttentionMask",
+    serialize_auxdata=_serialized,
+    deserialize_auxdata=_deserialized,
+)
 
 
 def create_attention_mask(
@@ -190,8 +216,8 @@ def _check_plan(
 
 
 def _length(name: str, length: int | None) -> int | None:
-    if length is None:
-        return None
+    if length is None or is_symbolic_dim(length):
+        return length
     try:
         length = operator.index(length)
     except TypeError:

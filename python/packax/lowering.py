@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import mlir
@@ -26,6 +27,25 @@ except ImportError as error:  # a source tree, or a broken install: XLA still wo
 else:
     for _name, _stages in _ext.registrations().items():
         jax.ffi.register_ffi_target(_name, _stages, platform="CUDA")
+
+TARGETS = tuple(
+    f"packax_{name}_v1" for name in ("documents", "blocks", "forward", "backward", "decode")
+)
+
+
+def export_checks() -> list[jax.export.DisabledSafetyCheck]:
+    """What `jax.export.export(..., disabled_checks=)` needs for programs with packax's kernels.
+
+    jax does not promise that custom calls it does not know will still be there when the program
+    runs. Of packax's, the name has a version, which goes up with every change of the call: where
+    it runs, `import packax` of a version that has the same ones.
+
+    >>> exported = jax.export.export(
+    ...     jax.jit(step), platforms=["cuda"], disabled_checks=packax.export_checks()
+    ... )(*shapes)
+    """
+    return [jax.export.DisabledSafetyCheck.custom_call(name) for name in TARGETS]
+
 
 _DTYPES = {"bfloat16": "bf16", "float16": "f16"}
 _KERNELS = {"forward": ("forward",), "backward": ("backward_dkdv", "backward_dq")}
@@ -66,7 +86,7 @@ def _xla_forward(
 
 def _xla_backward(
     query, key, value, out, lse, dout, dlse, *operands,
-    scale, soft_cap, element_test, has_dlse, deterministic, dnumbers, extras,
+    scale, soft_cap, element_test, has_dlse, deterministic, dnumbers, extras, wanted,
 ):  # fmt: skip
     # One order of sums in any case.
     *gradients, parts = xla_attention.backward(
@@ -81,6 +101,7 @@ def _xla_backward(
         scale=scale,
         soft_cap=soft_cap,
         element_test=element_test,
+        wanted=wanted,
     )
     return (*gradients, parts) if dnumbers else gradients
 
@@ -103,6 +124,7 @@ _blocks_xla = _lower_xla(_xla_blocks, ("kv_len",))
 _FORWARD = ("scale", "soft_cap", "element_test", "max_logits", "extras")
 _BACKWARD = (
     *("scale", "soft_cap", "element_test", "has_dlse", "deterministic", "dnumbers", "extras"),
+    "wanted",
 )
 _forward_xla = _lower_xla(_xla_forward, _FORWARD)
 _backward_xla = _lower_xla(_xla_backward, _BACKWARD)
@@ -134,9 +156,11 @@ def _call(ctx, target: str, operands, workspace: tuple[Any, ...] = (), **attribu
 
 
 def _documents_cuda(ctx, *operands, compare_positions):
-    if _ext is None:  # the same integers, so that implementation="xla" is complete
-        return _documents_xla(ctx, *operands, compare_positions=compare_positions)
     batch, kv_len = ctx.avals_in[1].shape
+    # XLA makes the same integers: without the extension, and where the size of the tables is not
+    # known yet.
+    if _ext is None or xla_masks.is_symbolic(kv_len):
+        return _documents_xla(ctx, *operands, compare_positions=compare_positions)
     width = 5 * xla_masks.table_size(kv_len) + kv_len + -(-kv_len // _CHUNK)
     workspace = jax.core.ShapedArray((batch, width), jnp.dtype(jnp.int32))
     return _call(
@@ -149,7 +173,7 @@ def _documents_cuda(ctx, *operands, compare_positions):
 
 
 def _blocks_cuda(ctx, *operands, kv_len):
-    if _ext is None:
+    if _ext is None or xla_masks.is_symbolic(kv_len):  # an attribute is a number
         return _blocks_xla(ctx, *operands, kv_len=kv_len)
     return _call(ctx, "packax_blocks_v1", operands, kv_len=np.int64(kv_len))
 
@@ -196,8 +220,8 @@ def _backward_cuda(ctx, *operands, implementation, **params):
     if not _general("backward", query, value, params):
         _require_kernels("backward", query, value)
         mask_batch = ctx.avals_in[7].shape[0]
-        elements = _backward_workspace(query, value, mask_batch, params["deterministic"])
-        return _call(ctx, "packax_backward_v1", operands, (_array(elements),), **attributes)
+        elements, fused = _backward_workspace(query, value, mask_batch, params["deterministic"])
+        return _wanted_call(ctx, operands, elements, fused, params["wanted"], attributes)
     _require_kernels("backward", query, value, general=True)
     batch, q_len, heads, _ = query.shape
     delta = _array(batch, heads, q_len)
@@ -241,18 +265,44 @@ def _generalcall(ctx, target, operands, count, workspace, params, **attributes):
     )
 
 
-def _backward_workspace(query: Any, value: Any, mask_batch: int, deterministic: bool) -> int:
-    """Its size in float32, by which C++ knows which kernels may run (docs/design.md)."""
+def _wanted_call(ctx, operands, elements, fused, wanted, attributes):
+    """A result that no kernel writes has no elements. One kernel of Hopper writes dk and dv."""
+    dq, dkv = wanted[0], any(wanted[1:])
+    written = (dq, dkv or fused, dkv or fused)
+    nothing = _array(0, dtype=ctx.avals_in[0].dtype)
+    made = _call(
+        ctx.replace(
+            avals_out=[x if w else nothing for x, w in zip(ctx.avals_out, written, strict=True)]
+        ),
+        "packax_backward_v1",
+        operands,
+        (_array(elements),),
+        wanted=np.int32(dq + 2 * dkv),
+        **attributes,
+    )
+    return [
+        x if w else _zeros(ctx, plain(aval))  # not used, so never made
+        for x, w, aval in zip(made, written, ctx.avals_out, strict=True)
+    ]
+
+
+def _zeros(ctx, aval):
+    make = mlir.lower_fun(lambda: jnp.zeros(aval.shape, aval.dtype), multiple_results=False)
+    (zeros,) = make(ctx.replace(primitive=None, avals_in=[], avals_out=[aval]))
+    return zeros
+
+
+def _backward_workspace(query: Any, value: Any, mask_batch: int, deterministic: bool) -> Any:
+    """Its size in float32, by which C++ knows which kernels may run (docs/design.md), and whether
+    those of Hopper may."""
     batch, q_len, heads, qk_dim = query.shape
-    padded = xla_masks.BLOCK * -(-q_len // xla_masks.BLOCK)
+    padded = xla_masks.BLOCK * xla_masks.ceil_div(q_len, xla_masks.BLOCK)
     rows = batch * heads * padded
-    if (
-        deterministic
-        or not _hopper_backward(str(query.dtype), qk_dim, value.shape[3])
-        or rows > xla_masks.INT_MAX  # the kernels count them in 32 bits
-    ):
-        return rows
-    return 2 * rows + 2 * mask_batch * padded + rows * qk_dim
+    # The kernels count rows in 32 bits. If there are more when an exported program runs, C++ knows.
+    too_many = not xla_masks.is_symbolic(rows) and rows > xla_masks.INT_MAX
+    if deterministic or not _hopper_backward(str(query.dtype), qk_dim, value.shape[3]) or too_many:
+        return rows, False
+    return 2 * rows + 2 * mask_batch * padded + rows * qk_dim, True
 
 
 def _hopper_backward(dtype: str, qk_dim: int, v_dim: int) -> bool:

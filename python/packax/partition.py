@@ -71,7 +71,7 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array, Scores]:
     """The gradients of query, key, value and scores, sharded as they are.
 
-    `dlse`: lse if there is none.
+    Those that call.wanted does not say may hold anything. `dlse`: lse if there is none.
     """
     function = _backward if call.layout is None else _backward_of_ranks
     return function(call, query, key, value, scores, out, lse, dout, dlse, mask, kv_plan)
@@ -227,6 +227,7 @@ def _backward(
             extras=len(extras),
             has_dlse=call.return_lse,
             deterministic=call.deterministic,
+            wanted=call.wanted[:3],
             implementation=call.implementation,
         )
         dnumbers += dnumber

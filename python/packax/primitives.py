@@ -5,8 +5,8 @@ blocks_p: q_lo, q_hi, tested -> q_blocks, kv_blocks, q_order, q_order_192, kv_or
 forward_p: query, key, value, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order,
     q_order_192, *extras -> out, lse, and with max_logits the largest logit of every row
 backward_p: query, key, value, out, lse, dout, dlse, q_lo to q_order as in forward_p, kv_blocks,
-    kv_order, *extras -> dq, dk, dv, and with dnumbers (B, H, 2, Sq), every row's part of the
-    gradients of scale and slope
+    kv_order, *extras -> dq, dk, dv (those that `wanted` says, others may hold anything), and with
+    dnumbers (B, H, 2, Sq), every row's part of the gradients of scale and slope
 extras: none; scales (1 or B,), which count instead of `scale`; or scales, slopes (Bp, H), q_places
     (Bp, Sq) and kv_places (Bp, Skv), Bp 1 or B.
 decode_p: query, key, value, q_lo, q_hi, block_table if paged, sinks if has_sinks -> out, lse
@@ -16,7 +16,6 @@ docs/design.md gives every shape; lowering.py gives them a meaning per platform.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,7 +24,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
-from packax.xla_masks import BLOCK, TILE, TILE_192
+from packax.xla_masks import BLOCK, TILE, TILE_192, ceil_div
 
 P = jax.sharding.PartitionSpec
 
@@ -90,6 +89,7 @@ backward_p = _primitive(
     "packax_backward",
     (
         *("scale", "soft_cap", "element_test", "has_dlse", "deterministic", "dnumbers", "extras"),
+        "wanted",
         "implementation",
     ),
 )
@@ -108,11 +108,11 @@ def _blocks_shapes(q_lo, q_hi, tested, *, kv_len):
         return _like(q_lo, (batch, *shape), jnp.int32, (0, *[None] * len(shape)))
 
     return [
-        array(5, math.ceil(q_len / BLOCK)),
-        array(4, math.ceil(kv_len / BLOCK)),
-        array(math.ceil(q_len / TILE)),
-        array(math.ceil(q_len / TILE_192)),
-        array(math.ceil(kv_len / TILE)),
+        array(5, ceil_div(q_len, BLOCK)),
+        array(4, ceil_div(kv_len, BLOCK)),
+        array(ceil_div(q_len, TILE)),
+        array(ceil_div(q_len, TILE_192)),
+        array(ceil_div(kv_len, TILE)),
     ]
 
 

@@ -7,13 +7,12 @@ its inner loop visits only the key blocks of the tile's row ranges, so documents
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from packax.xla_masks import INT_MAX
+from packax.xla_masks import INT_MAX, ceil_div, fill_up, is_symbolic
 
 # Tile sizes measured on two cores (float32 and bfloat16, 8/2 heads of 64): with 6 documents in 8k
 # tokens 128x128 to 256x256 are level, 512 is half as fast; with 160 documents in 16k tokens 128x128
@@ -135,10 +134,12 @@ def backward(
     scale: float,
     soft_cap: float = 0.0,
     element_test: int,
+    wanted: tuple[bool, bool, bool] = (True, True, True),
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Gradients of query, key and value, in their dtypes, in one pass over the attended blocks.
 
-    And every row's part of those of scale and slope, (B, H, 2, Sq).
+    And every row's part of those of scale and slope, (B, H, 2, Sq). Gradients not wanted are zeros:
+    XLA would not drop a sum that a loop carries.
     """
     tiles = _tiles(query, key)
     keys, values = _key_blocks(key, tiles), _key_blocks(value, tiles)
@@ -182,16 +183,16 @@ def backward(
                 by_slope = _where(allowed, dlogit * of.far, 0, tiles).sum(axis=-1)
                 parts = parts.at[..., 1].add(-by_slope)
             ds = _where(allowed, ds * of.scale, 0, tiles)
-            dq = dq + _dot(ds, k_block, 2, 1)
-            dk = dk.at[at].add(_dot(ds, q_tile, 1, 1))
-            dv = dv.at[at].add(_dot(p, do_tile, 1, 1))
+            dq = None if dq is None else dq + _dot(ds, k_block, 2, 1)
+            dk = None if dk is None else dk.at[at].add(_dot(ds, q_tile, 1, 1))
+            dv = None if dv is None else dv.at[at].add(_dot(p, do_tile, 1, 1))
             return dq, parts, dk, dv
 
         parts = jnp.zeros((*q_tile.shape[:2], 2), real)
-        state = (jnp.zeros(q_tile.shape, real), parts, *sums)
+        state = (jnp.zeros(q_tile.shape, real) if wanted[0] else None, parts, *sums)
         first, last = _block_range(rows, tiles)
         dq, parts, *sums = jax.lax.fori_loop(first, last, one_block, state)
-        return tuple(sums), (dq.astype(query.dtype), parts)
+        return tuple(sums), (None if dq is None else dq.astype(query.dtype), parts)
 
     steps = jnp.arange(tiles.batch * tiles.row_tiles, dtype=jnp.int32)
     operands = (
@@ -201,12 +202,15 @@ def backward(
         _row_tiles(shift[..., None], tiles),
         _row_tiles(delta[..., None], tiles),
     )
-    sums = jnp.zeros(keys.shape, real), jnp.zeros(values.shape, real)
+    sums = tuple(
+        jnp.zeros(x.shape, real) if wants else None
+        for x, wants in zip((keys, values), wanted[1:], strict=True)
+    )
     (dk, dv), (dq, parts) = jax.lax.scan(one_tile, sums, operands)
     return (
-        _from_row_tiles(dq, tiles, query.shape[1]),
-        _from_key_blocks(dk, tiles, key),
-        _from_key_blocks(dv, tiles, value),
+        jnp.zeros_like(query) if dq is None else _from_row_tiles(dq, tiles, query.shape[1]),
+        jnp.zeros_like(key) if dk is None else _from_key_blocks(dk, tiles, key),
+        jnp.zeros_like(value) if dv is None else _from_key_blocks(dv, tiles, value),
         _from_row_tiles(parts, tiles, query.shape[1]).transpose(0, 2, 3, 1),
     )
 
@@ -218,15 +222,18 @@ def _accumulator(dtype) -> jnp.dtype:
 def _tiles(query, key) -> _Tiles:
     batch, q_len, heads, _ = query.shape
     kv_len, kv_heads = key.shape[1:3]
-    rows, keys = min(ROWS, q_len), min(KEYS, kv_len)
+    rows, keys = (
+        size if is_symbolic(length) else min(size, length)
+        for size, length in ((ROWS, q_len), (KEYS, kv_len))
+    )
     return _Tiles(
         batch=batch,
         kv_heads=kv_heads,
         group=heads // kv_heads,
         rows=rows,
-        row_tiles=math.ceil(q_len / rows),
+        row_tiles=ceil_div(q_len, rows),
         keys=keys,
-        key_blocks=math.ceil(kv_len / keys),
+        key_blocks=ceil_div(kv_len, keys),
     )
 
 
@@ -254,7 +261,7 @@ def _logits(extras, scale, soft_cap, tiles):
         keys = _split(extras.kv_places, tiles.key_blocks, tiles.keys)
 
     def of_batch(x, batch):
-        return x[batch if x.shape[0] > 1 else 0]
+        return x[batch if x.shape[0] != 1 else 0]
 
     def of_step(step):
         batch = step // tiles.row_tiles
@@ -313,7 +320,7 @@ def _mask_rows(mask, tiles):
     arrays = [_split(x, tiles.row_tiles, tiles.rows) for x in arrays]
 
     def rows_of(step):
-        batch = step // tiles.row_tiles if mask.q_lo.shape[0] > 1 else 0
+        batch = step // tiles.row_tiles if mask.q_lo.shape[0] != 1 else 0
         return [x[batch, step % tiles.row_tiles] for x in arrays]
 
     return rows_of
@@ -325,7 +332,7 @@ def _mask_keys(mask, tiles):
     index = jnp.arange(tiles.keys, dtype=jnp.int32)
 
     def keys_of(batch, block):
-        batch = batch if mask.q_lo.shape[0] > 1 else 0
+        batch = batch if mask.q_lo.shape[0] != 1 else 0
         return [block * tiles.keys + index, *(x[batch, block] for x in arrays)]
 
     return keys_of
@@ -333,20 +340,20 @@ def _mask_keys(mask, tiles):
 
 def _split(x, count, size):
     """(Bm, S) to (Bm, count, size), filled up with zeros."""
-    missing = max(count * size - x.shape[1], 0)
     # A mask without ids has the query's ranges in their place: of another length, never read.
-    x = jnp.pad(x, ((0, 0), (0, missing)))[:, : count * size]
+    whole = count * size
+    missing = whole if is_symbolic(whole - x.shape[1]) else max(whole - x.shape[1], 0)
+    x = fill_up(x, 1, x.shape[1] + missing)[:, :whole]
     return x.reshape(x.shape[0], count, size)
 
 
 def _row_tiles(x, tiles):
     """(B, Sq, H, D) to (steps, Hkv, group * rows, D): one contiguous tile per step."""
     depth = x.shape[-1]
-    missing = tiles.row_tiles * tiles.rows - x.shape[1]
-    x = jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0)))
+    x = fill_up(x, 1, tiles.row_tiles * tiles.rows)
     x = x.reshape(tiles.batch, tiles.row_tiles, tiles.rows, tiles.kv_heads, tiles.group, depth)
     x = x.transpose(0, 1, 3, 4, 2, 5)
-    return x.reshape(-1, tiles.kv_heads, tiles.group * tiles.rows, depth)
+    return x.reshape(tiles.batch * tiles.row_tiles, tiles.kv_heads, tiles.group * tiles.rows, depth)
 
 
 def _from_row_tiles(x, tiles, q_len):
@@ -354,17 +361,18 @@ def _from_row_tiles(x, tiles, q_len):
     x = x.reshape(
         tiles.batch, tiles.row_tiles, tiles.kv_heads, tiles.group, tiles.rows, depth
     ).transpose(0, 1, 4, 2, 3, 5)
-    return x.reshape(tiles.batch, -1, tiles.kv_heads * tiles.group, depth)[:, :q_len]
+    rows = tiles.row_tiles * tiles.rows
+    return x.reshape(tiles.batch, rows, tiles.kv_heads * tiles.group, depth)[:, :q_len]
 
 
 def _key_blocks(x, tiles):
     """(B, Skv, Hkv, D) to (B * blocks, Hkv, keys, D): one contiguous block per index."""
-    missing = tiles.key_blocks * tiles.keys - x.shape[1]
-    x = jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0)))
-    x = x.reshape(-1, tiles.keys, tiles.kv_heads, x.shape[-1])
+    x = fill_up(x, 1, tiles.key_blocks * tiles.keys)
+    x = x.reshape(tiles.batch * tiles.key_blocks, tiles.keys, tiles.kv_heads, x.shape[-1])
     return x.transpose(0, 2, 1, 3)
 
 
 def _from_key_blocks(x, tiles, like):
-    x = x.transpose(0, 2, 1, 3).reshape(tiles.batch, -1, tiles.kv_heads, like.shape[-1])
+    keys = tiles.key_blocks * tiles.keys
+    x = x.transpose(0, 2, 1, 3).reshape(tiles.batch, keys, tiles.kv_heads, like.shape[-1])
     return x[:, : like.shape[1]].astype(like.dtype)

@@ -5,6 +5,8 @@ The same integers as csrc/kernels/documents.py and blocks.py; docs/design.md def
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -16,9 +18,29 @@ PADDING = -1
 HASH_MULTIPLIER = 0x9E3779B1  # 2^32 divided by the golden ratio: spreads consecutive ids
 
 
+def ceil_div(size: Any, by: int) -> Any:
+    """Of a number, or of a symbolic dimension of jax.export."""
+    return -(-size // by)
+
+
+def is_symbolic(size: Any) -> bool:
+    """Whether it is known only when an exported program runs."""
+    return not isinstance(size, int)
+
+
 def table_size(kv_len: int) -> int:
     """Slots of each id table: a power of two, at least twice the possible number of runs."""
     return max(1024, 2 << (kv_len - 1).bit_length())
+
+
+def _table(kv_len: Any) -> tuple[Any, Any, Any]:
+    """What table_size says, its logarithm, and a size that is enough to hold so many slots."""
+    if not is_symbolic(kv_len):
+        slots = table_size(kv_len)
+        return slots, slots.bit_length() - 1, slots
+    last = jnp.asarray(kv_len).astype(jnp.int32) - 1
+    bits = jnp.maximum(10, 33 - jax.lax.clz(last))
+    return jnp.int32(1) << bits, bits, 4 * kv_len + 1024
 
 
 def document_ranges(
@@ -48,18 +70,18 @@ def _document_ranges(q_ids, kv_ids, q_pos, kv_pos, compare_positions):
     starts = changes & (kv_ids != PADDING)
 
     # The end of the run that starts at j is the next change after j.
-    next_change = jax.lax.cummin(jnp.where(changes, index, kv_len), reverse=True)
+    next_change = _minimum_from(jnp.where(changes, index, kv_len).astype(jnp.int32))
     next_change = jnp.concatenate([next_change[1:], jnp.full(1, kv_len, jnp.int32)])
     run_end = jnp.where(starts, next_change, 0)
 
-    slots = table_size(kv_len)
-    kv_a, kv_b = _slots(kv_ids, slots)
-    q_a, q_b = _slots(q_ids, slots)
+    slots, bits, capacity = _table(kv_len)
+    kv_a, kv_b = _slots(kv_ids, slots, bits)
+    q_a, q_b = _slots(q_ids, slots, bits)
     start = jnp.where(starts, index, INT_MAX)
 
     def table(kv_slot, q_slot):
-        first = jnp.full(slots, INT_MAX, jnp.int32).at[kv_slot].min(start)
-        last = jnp.zeros(slots, jnp.int32).at[kv_slot].max(run_end)
+        first = jnp.full(capacity, INT_MAX, jnp.int32).at[kv_slot].min(start)
+        last = jnp.zeros(capacity, jnp.int32).at[kv_slot].max(run_end)
         return first[q_slot], last[q_slot]
 
     lo_a, hi_a = table(kv_a, q_a)
@@ -72,7 +94,7 @@ def _document_ranges(q_ids, kv_ids, q_pos, kv_pos, compare_positions):
     if compare_positions:
         falls = jnp.concatenate([jnp.zeros(1, bool), kv_pos[1:] < kv_pos[:-1]])
         falls &= ~changes & (kv_ids != PADDING)
-        unordered = jnp.zeros(slots, jnp.int32).at[kv_a].max(falls.astype(jnp.int32))[q_a] != 0
+        unordered = jnp.zeros(capacity, jnp.int32).at[kv_a].max(falls.astype(jnp.int32))[q_a] != 0
         tested |= unordered
         upper = q_pos if compare_positions == 1 else q_pos[0]
         hi = jnp.where(tested, hi, _first(jnp.greater, kv_pos, upper, lo, hi))
@@ -88,11 +110,25 @@ def _document_ranges(q_ids, kv_ids, q_pos, kv_pos, compare_positions):
     )
 
 
-def _slots(ids, slots):
-    bits = slots.bit_length() - 1
+def _minimum_from(x):
+    """At every index the minimum of x from there on."""
+    if not is_symbolic(x.shape[0]):
+        return jax.lax.cummin(x, reverse=True)
+    # cummin is unrolled by the logarithm of a length that is not known: here by that of any.
+    length = jnp.asarray(x.shape[0]).astype(jnp.int32)
+    index = jnp.arange(x.shape[0], dtype=jnp.int32)
+
+    def double(step, x):
+        return jnp.minimum(x, x[jnp.minimum(index + (jnp.int32(1) << step), length - 1)])
+
+    steps = jnp.int32(32) - jax.lax.clz(length)
+    return jax.lax.fori_loop(jnp.int32(0), steps, double, x)
+
+
+def _slots(ids, slots, bits):
     unsigned = ids.astype(jnp.uint32)
-    a = unsigned & jnp.uint32(slots - 1)
-    b = (unsigned * jnp.uint32(HASH_MULTIPLIER)) >> jnp.uint32(32 - bits)
+    a = unsigned & jnp.asarray(slots - 1).astype(jnp.uint32)
+    b = (unsigned * jnp.uint32(HASH_MULTIPLIER)) >> jnp.asarray(32 - bits).astype(jnp.uint32)
     return a.astype(jnp.int32), b.astype(jnp.int32)
 
 
@@ -113,7 +149,8 @@ def _first(compare, kv_pos, limit, lo, hi):
             jnp.where(open_ & later, middle, right),
         )
 
-    left, _ = jax.lax.fori_loop(0, kv_len.bit_length(), halve, (lo, hi))
+    steps = 31 if is_symbolic(kv_len) else kv_len.bit_length()
+    left, _ = jax.lax.fori_loop(0, steps, halve, (lo, hi))
     return left
 
 
@@ -135,8 +172,8 @@ def block_bounds(
 
 
 def _query_blocks(lo, hi, tested):
-    missing = -lo.shape[0] % BLOCK
-    lo, hi, tested = (jnp.pad(x, (0, missing)).reshape(-1, BLOCK) for x in (lo, hi, tested))
+    count = ceil_div(lo.shape[0], BLOCK)
+    lo, hi, tested = (fill_up(x, 0, count * BLOCK).reshape(count, BLOCK) for x in (lo, hi, tested))
     filled = lo < hi
     lo_min = jnp.min(jnp.where(filled, lo, INT_MAX), axis=1)
     lo_max = jnp.max(jnp.where(filled, lo, 0), axis=1)
@@ -169,9 +206,11 @@ def _key_blocks(q_blocks, q_len, kv_len):
         core_hi = jnp.where(none, 0, core_end * BLOCK)
         return jnp.stack([row_lo, row_hi, core_lo, core_hi])
 
-    first_keys = jnp.arange(0, kv_len, BLOCK, dtype=jnp.int32)
     # Each key block looks at all query blocks: in batches, so that memory stays linear.
-    return jax.lax.map(one_block, first_keys, batch_size=64).T
+    count = ceil_div(kv_len, BLOCK)
+    first_keys = BLOCK * jnp.arange(64 * ceil_div(count, 64), dtype=jnp.int32)
+    found = jax.lax.map(jax.vmap(one_block), first_keys.reshape(ceil_div(count, 64), 64))
+    return found.reshape(64 * ceil_div(count, 64), 4)[:count].T
 
 
 def _query_order(q_blocks, tile):
@@ -193,7 +232,14 @@ def _key_order(q_blocks, kv_blocks):
 def _merge(low, high, tile):
     """Ranges of blocks to ranges of tiles."""
     blocks = tile // BLOCK
-    missing = -low.shape[0] % blocks
-    low = jnp.pad(low, (0, missing), constant_values=INT_MAX)
-    high = jnp.pad(high, (0, missing))
-    return jnp.min(low.reshape(-1, blocks), axis=1), jnp.max(high.reshape(-1, blocks), axis=1)
+    count = ceil_div(low.shape[0], blocks)
+    low = fill_up(low, 0, count * blocks, INT_MAX).reshape(count, blocks)
+    high = fill_up(high, 0, count * blocks).reshape(count, blocks)
+    return jnp.min(low, axis=1), jnp.max(high, axis=1)
+
+
+def fill_up(x: jax.Array, axis: int, size: Any, value: int = 0) -> jax.Array:
+    """x with so many entries of `value` behind it that the axis has the size."""
+    missing = size - x.shape[axis]
+    shape = (*x.shape[:axis], missing, *x.shape[axis + 1 :])
+    return jnp.concatenate([x, jnp.full(shape, value, x.dtype)], axis)

@@ -97,7 +97,8 @@ def workspace(m, s, deterministic):
     return 2 * rows + 2 * s.mask_batch * padded + rows * m.variant["qk_dim"]
 
 
-def backward(m, s=Sizes(), scale=0.125, element_test=2, has_dlse=1, deterministic=False):
+def backward(m, s=Sizes(), scale=0.125, element_test=2, has_dlse=1, deterministic=False, wanted=3):
+    """wanted: bit 0 dq, bit 1 dk and dv; what no kernel writes has no elements."""
     f = forward(m, s, scale, element_test)
     query, key, value = (f.operands[n] for n in ("query", "key", "value"))
     out, lse = f.results["out"], f.results["lse"]
@@ -119,7 +120,11 @@ def backward(m, s=Sizes(), scale=0.125, element_test=2, has_dlse=1, deterministi
         "dv": value,
         "workspace": Array("float32", (workspace(m, s, deterministic),)),
     }
-    attributes = {**f.attributes, "has_dlse": ("int32", has_dlse)}
+    large = m.has_hopper() and not deterministic
+    unwritten = [] if wanted & 1 else ["dq"]
+    unwritten += [] if wanted & 2 or large else ["dk", "dv"]
+    results |= {name: Array(query.dtype, (0,)) for name in unwritten}
+    attributes = {**f.attributes, "has_dlse": ("int32", has_dlse), "wanted": ("int32", wanted)}
     return make_call("packax_backward_v1", operands, results, attributes)
 
 
