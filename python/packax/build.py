@@ -215,7 +215,7 @@ def _check_plan(
         )
 
 
-def _length(name: str, length: int | None) -> int | None:
+def _length(name: str, length: Any) -> Any:
     if length is None or is_symbolic_dim(length):
         return length
     try:
