@@ -1,5 +1,7 @@
 """Plans: exact inverses, equal token counts, the same on host and device, and balanced."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,8 @@ import packax
 import pytest
 from cases import ids_of
 from packax.plan import ContextPlan
+
+MASK = packax.create_attention_mask(packax.causal(), q_len=256, kv_len=256)
 
 
 def causal_areas(ids):
@@ -59,6 +63,29 @@ def test_area(shards, chunk):
         load = work[order].reshape(shards, -1).sum(1)
         # dealing in rounds: no two ranks differ by more than the largest chunk
         assert load.max() - load.min() <= work.max() + 128 * chunks
+
+
+def test_area_of_a_mask():
+    """A causal mask of documents gives the documents' plan; a window's area is its own."""
+    length, shards = 2048, 4
+    ids = np.repeat(np.arange(3), [1500, 300, 248])
+    causal = packax.create_attention_mask(packax.causal() & packax.documents(ids))
+    np.testing.assert_array_equal(
+        packax.context_plan("area", shards, mask=causal).order,
+        packax.context_plan("area", shards, segment_ids=ids).order,
+    )
+    # All work is in spans that fill every fourth chunk: what knows no areas deals them to one rank.
+    spans = np.where(np.arange(length) // 128 % 4 == 0, 7, -1)
+    expression = packax.spans(np.stack([spans, spans[::-1]]), packax.sliding_window(9))
+    plan = packax.context_plan("area", shards, mask=packax.create_attention_mask(expression))
+    traced = jax.jit(
+        lambda: packax.context_plan("area", shards, mask=packax.create_attention_mask(expression))
+    )()
+    np.testing.assert_array_equal(plan.order, traced.order)
+    for allowed, order in zip(expression.as_array(length, length), plan.order, strict=True):
+        work = allowed.sum(axis=1).reshape(length // plan.chunk, -1).sum(axis=1)
+        load = work[order].reshape(shards, -1).sum(axis=1)
+        assert load.max() <= 1.05 * load.min()
 
 
 def test_default_chunk():
@@ -138,6 +165,24 @@ TWO = packax.context_plan("area", 2, lengths=[[512], [100, 412]], chunk=128)
             ["shards must be an integer", "1.5"],
         ),
         (lambda: packax.context_plan("head_tail", 2), ["length is not known"]),
+        (
+            lambda: packax.context_plan("area", 2, mask=MASK, segment_ids=np.zeros(256, int)),
+            ["give mask, or documents as lengths or segment_ids, not both"],
+        ),
+        (
+            lambda: packax.context_plan("area", 2, mask=packax.causal()),
+            ["mask must come from create_attention_mask, but is a Causal"],
+        ),
+        (
+            lambda: packax.context_plan("area", 2, mask=MASK, length=512),
+            ["mask has 256 rows, but length says 512"],
+        ),
+        (
+            lambda: packax.context_plan(
+                "area", 2, mask=dataclasses.replace(MASK, kv_plan=np.zeros((1, 2, 2), int))
+            ),
+            ["mask must be in the order of the sequence and whole"],
+        ),
         (lambda: packax.context_plan("area", 2, length=512), ["needs the documents"]),
         (
             lambda: packax.context_plan("area", 2, lengths=[512], segment_ids=IDS),

@@ -153,6 +153,21 @@ def test_ids_and_positions_of_any_shape(kind):
     assert_close(x, run(x, expression), expression.as_array(333, 333))
 
 
+@pytest.mark.parametrize("ordered", (False, True), ids=("tested", "ordered"))
+def test_two_limits_of_positions(kind, ordered, deterministic):
+    """Windows of positions in several tiles: the element test with a lower limit, and without one."""
+    dtype, dims = kind
+    rng = np.random.default_rng(7)
+    ids = np.stack([packed(300, 1, -40, 359), packed(-7, 64, 200, 429)])
+    positions = rng.integers(0, 500, ids.shape).astype(np.int32)
+    if ordered:
+        positions = np.sort(positions, axis=1)
+    x = tensors(2, 700, 700, 4, 2, dims, dtype)
+    expression = packax.sliding_window(60, 25) & packax.documents(ids, positions=positions)
+    got = run(x, expression, deterministic=deterministic)
+    assert_close(x, got, expression.as_array(700, 700))
+
+
 def test_xla_and_cubin_agree_on_the_gpu():
     x = tensors(3, 500, 500, 8, 2, 128, "bfloat16")
     mask = build(causal_documents(THREE_ROWS), x)

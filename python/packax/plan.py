@@ -142,13 +142,15 @@ def context_plan(
     length: int | None = None,
     lengths: Sequence[int] | Sequence[Sequence[int]] | None = None,
     segment_ids: Any = None,
+    mask: Any = None,
     chunk: int | None = None,
 ) -> ContextPlan:
     """Which chunks of rows each of `shards` ranks gets: equally many, and as equal work as can be.
 
     "head_tail": rank r gets the chunks r and 2 * shards - 1 - r of 2 * shards (Llama 3, arXiv
     2407.21783, section 3.3.2): the same work for one causal document, whatever the documents are.
-    "area": chunks dealt by the attended area of these documents, causal inside each. The rule is
+    "area": chunks dealt by the attended area of these documents, causal inside each, or of `mask`.
+    The rule is
     longest-processing-time-first (Graham 1969) in rounds: the chunks sorted by area, in each round
     the largest of the next `shards` to the rank with least so far. Deterministic, and the same on
     the host and on the device.
@@ -161,6 +163,9 @@ def context_plan(
             what is left of `length` is padding. A sequence, or one sequence per row of the batch.
         segment_ids: for "area", on the device, inside jit or not: (B, length) or (length,) integers,
             -1 is padding. numpy arrays are worked on by the host.
+        mask: for "area", on the device, inside jit or not: what `create_attention_mask` made of the
+            expression, without sharding and plan, where windows, chunks or spans make the area
+            another than that of causal documents. A row counts for its range of keys.
         chunk: rows of a chunk, a multiple of 128 (a tile of the kernels), for "area". None: the
             largest power of two times 128 that leaves a rank 16 chunks, at least 128.
 
@@ -179,28 +184,36 @@ def context_plan(
     shards = _positive("shards", shards)
     if lengths is not None and segment_ids is not None:
         raise ValueError("give lengths (on the host) or segment_ids, not both")
+    if mask is not None:
+        _check_mask(mask, lengths is not None or segment_ids is not None)
     ids = _ids_of_lengths(lengths, length) if lengths is not None else _ids(segment_ids)
+    rows: Any = ids if mask is None else mask.q_lo
     if length is None:
-        if ids is None:
-            raise ValueError("length is not known: give length=, lengths= or segment_ids=")
-        length = ids.shape[1]
+        if rows is None:
+            raise ValueError("length is not known: give length=, lengths=, segment_ids= or mask=")
+        length = rows.shape[1]
     length = _positive("length", length)
-    if ids is not None and ids.shape[1] != length:
-        raise ValueError(f"segment_ids has {ids.shape[1]} rows, but length says {length}")
+    if rows is not None and rows.shape[1] != length:
+        name = "segment_ids" if mask is None else "mask"
+        raise ValueError(f"{name} has {rows.shape[1]} rows, but length says {length}")
 
     if kind == "head_tail":
         order = _head_tail(shards)
         chunk = _head_tail_chunk(length, shards, chunk)
         inverse = np.argsort(order, axis=1).astype(np.int32)
         return ContextPlan(order, inverse, kind, shards, length, chunk)
-    if ids is None:
-        raise ValueError('kind "area" needs the documents: give lengths= or segment_ids=')
+    if rows is None:
+        raise ValueError('kind "area" needs the documents: give lengths=, segment_ids= or mask=')
     chunk = _area_chunk(length, shards, chunk)
-    if isinstance(ids, np.ndarray):
-        order = _deal_on_host(_chunk_areas(ids, chunk, np), shards)
+    if isinstance(rows, np.ndarray) and mask is None:
+        order = _deal_on_host(_chunk_areas(_causal_keys(rows, np), chunk, np), shards)
         inverse = np.argsort(order, axis=1).astype(np.int32)
+    elif mask is None:
+        order, inverse = _area_on_device(_causal_keys_on_device(_whole_rows(rows)), chunk, shards)
     else:
-        order, inverse = _area_on_device(_whole_rows(ids), chunk, shards)
+        lo, hi = (_whole_rows(jnp.asarray(x)) for x in (mask.q_lo, mask.q_hi))
+        keys = hi - lo >> max(0, mask.kv_len.bit_length() - length.bit_length())
+        order, inverse = _area_on_device(keys, chunk, shards)
     return ContextPlan(order, inverse, kind, shards, length, chunk)
 
 
@@ -288,8 +301,21 @@ def _area_chunk(length: int, shards: int, chunk: int | None) -> int:
     return chunk
 
 
-def _chunk_areas(ids: Any, chunk: int, xp: ModuleType) -> Any:
-    """(B, chunks) int32: attended pairs of each chunk, in units of a tile's rows, rounded down."""
+def _check_mask(mask: Any, more: bool) -> None:
+    if more:
+        raise ValueError("give mask, or documents as lengths or segment_ids, not both")
+    if not hasattr(mask, "q_lo"):  # the class is in build.py, which needs this file
+        raise ValueError(
+            f"mask must come from create_attention_mask, but is a {type(mask).__name__}"
+        )
+    if mask.shards != 1 or mask.kv_plan is not None:
+        raise ValueError(
+            "mask must be in the order of the sequence and whole: build it without sharding and plan"
+        )
+
+
+def _causal_keys(ids: Any, xp: ModuleType) -> Any:
+    """(B, length) int32: the keys that each row attends, causal in runs of one id."""
     length = ids.shape[1]
     index = xp.arange(length, dtype=np.int32)
     changes = xp.concatenate([xp.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], axis=1)
@@ -298,10 +324,20 @@ def _chunk_areas(ids: Any, chunk: int, xp: ModuleType) -> Any:
         starts = np.maximum.accumulate(starts, axis=1)
     else:
         starts = jax.lax.cummax(starts, axis=1)
-    keys = xp.where(ids == PADDING_SEGMENT_ID, 0, index - starts + 1)
+    return xp.where(ids == PADDING_SEGMENT_ID, 0, index - starts + 1)
+
+
+@functools.partial(jax.jit, inline=True)
+def _causal_keys_on_device(ids: jax.Array) -> jax.Array:
+    return _causal_keys(ids, jnp)
+
+
+def _chunk_areas(keys: Any, chunk: int, xp: ModuleType) -> Any:
+    """(B, chunks) int32: attended pairs of each chunk, in units of a tile's rows, rounded down."""
+    batch, length = keys.shape
     keys = keys >> max(0, length.bit_length() - 24)  # so that a tile's sum fits int32
-    tiles = keys.reshape(ids.shape[0], -1, TILE).sum(axis=2, dtype=np.int32) // TILE
-    return tiles.reshape(ids.shape[0], length // chunk, -1).sum(axis=2, dtype=np.int32)
+    tiles = keys.reshape(batch, -1, TILE).sum(axis=2, dtype=np.int32) // TILE
+    return tiles.reshape(batch, length // chunk, -1).sum(axis=2, dtype=np.int32)
 
 
 def _next_round(load: Any, areas: Any, xp: ModuleType) -> tuple[Any, Any]:
@@ -332,7 +368,7 @@ def _deal_on_host(areas: np.ndarray, shards: int) -> np.ndarray:
 
 
 @functools.partial(jax.jit, static_argnames=("chunk", "shards"), inline=True)
-def _area_on_device(ids: jax.Array, chunk: int, shards: int) -> tuple[jax.Array, jax.Array]:
+def _area_on_device(keys: jax.Array, chunk: int, shards: int) -> tuple[jax.Array, jax.Array]:
     def one_row(areas: jax.Array) -> tuple[jax.Array, jax.Array]:
         chunks = jnp.argsort(-areas, stable=True).astype(jnp.int32).reshape(-1, shards)
 
@@ -344,4 +380,4 @@ def _area_on_device(ids: jax.Array, chunk: int, shards: int) -> tuple[jax.Array,
         order = jnp.sort(dealt.T, axis=1).reshape(-1)
         return order, jnp.argsort(order).astype(jnp.int32)
 
-    return jax.vmap(one_row)(_chunk_areas(ids, chunk, jnp))
+    return jax.vmap(one_row)(_chunk_areas(keys, chunk, jnp))
