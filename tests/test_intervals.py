@@ -280,17 +280,60 @@ def test_unions_that_are_one_range(build):
 
 def test_spans_by_hand():
     """Equal ids apart are two spans, side by side they are one; a document cuts it."""
-    ids = np.array([0, 0, -1, 0, 1, 1, 1], np.int32)
-    expected = np.tril(np.ones((7, 7), bool))
-    expected[0, 1] = expected[4, 5:] = expected[5, 6] = True
-    np.testing.assert_array_equal(packax.spans(ids).as_array(7, 7), expected)
-    documents = np.array([3, 3, 3, 3, 3, 4, 4], np.int32)
+    ids = np.array([0, 0, -1, 0, 1, 1, 1, -1], np.int32)
+    expected = np.tril(np.ones((8, 8), bool))
+    expected[0, 1] = expected[4, 5:7] = expected[5, 6] = True
+    np.testing.assert_array_equal(packax.spans(ids).as_array(8, 8), expected)
+    documents = np.array([3, 3, 3, 3, 3, 4, 4, 4], np.int32)
     expected &= documents[:, None] == documents
-    restart = np.array([0, 1, 2, 3, 4, 0, 1], np.int32)
-    for positions in (None, restart):  # the second document's positions are not the first one's
+    # The first document's part of a span has positions up to 4: not the second one's last key.
+    restart = np.array([0, 1, 2, 3, 4, 0, 1, 2], np.int32)
+    for positions in (None, restart):
         cut = packax.spans(ids) & packax.documents(documents, positions=positions)
-        np.testing.assert_array_equal(cut.as_array(7, 7), expected)
+        np.testing.assert_array_equal(cut.as_array(8, 8), expected)
         check(packax.create_attention_mask(cut), cut)
+
+
+ENDS = np.array([INT32.min, INT32.min + 1, -4, 0, 3, INT32.max - 1, INT32.max], np.int32)
+
+
+@pytest.mark.parametrize("falling", [False, True], ids=["ordered", "tested"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        ("sliding_window", (2, 2), {}),
+        ("sliding_window", (int(INT32.max), None), {}),
+        ("sliding_window", (None, int(INT32.max)), {}),
+        ("chunked", (3,), {}),
+        ("chunked", (int(INT32.max),), {}),
+        ("prefix", (np.int32(INT32.min),), {}),
+    ],
+    ids=str,
+)
+def test_positions_at_the_ends_of_int32(recipe, falling):
+    """Limits that would leave int32: all pairs."""
+    positions = np.roll(ENDS, 3) if falling else ENDS
+    document = {"segment_ids": np.zeros(7, np.int32), "positions": positions}
+    definition = Definition(document, 7, 7)
+    expression = expression_of(recipe) & packax.documents(**document)
+    expected = [[definition.attends(recipe, 0, i, j) for j in range(7)] for i in range(7)]
+    np.testing.assert_array_equal(expression.as_array(7, 7), expected)
+    check(packax.create_attention_mask(expression), expression)
+
+
+@pytest.mark.parametrize("offset", [-1, 2, int(INT32.min), int(INT32.max)])
+def test_offsets_to_the_ends_of_int32(offset):
+    for recipe in (
+        ("causal", (), {"offset": offset}),
+        ("sliding_window", (int(INT32.max), 1), {"offset": offset}),
+        ("sliding_window", (1, int(INT32.max)), {"offset": offset}),
+        ("chunked", (3,), {"offset": offset}),
+    ):
+        definition = Definition({}, 4, 6)
+        expected = [[definition.attends(recipe, 0, i, j) for j in range(6)] for i in range(4)]
+        expression = expression_of(recipe)
+        np.testing.assert_array_equal(expression.as_array(4, 6), expected)
+        check(packax.create_attention_mask(expression, q_len=4, kv_len=6), expression)
 
 
 def test_expressions_cross_jit_and_vmap():
