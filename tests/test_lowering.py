@@ -109,6 +109,19 @@ def test_forward():
     assert results == [QUERY, SUMS, "1xi32"]  # the last is the counter, a workspace
 
 
+def test_two_limits_of_positions():
+    """An upper and a lower limit a row, wherever positions are compared."""
+    expression = packax.sliding_window(9) & packax.documents(IDS, positions=IDS)
+    made = calls(text_of(lambda *x: step(*x, expression), *abstract()))
+    assert [target for target, *_ in made] == [
+        f"packax_{x}_v1" for x in ("documents", "blocks", "forward")
+    ]
+    (_, documents, rows, _), _, (_, forward, operands, _) = made
+    assert documents == {"compare_positions": "2 : i32"} and forward["element_test"] == "3 : i32"
+    assert rows == [ROWS, ROWS, "2x2x300xi32", ROWS]
+    assert operands[3:9] == [ROWS, ROWS, ROWS, ROWS, "2x2x300xi32", ROWS]
+
+
 def general(function, *args):
     """Attributes beside the plain ones, extras and last results of the general calls."""
     found = []

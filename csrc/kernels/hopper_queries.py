@@ -13,6 +13,7 @@ from hopper import (
     key_range,
     nth_step,
     place_of_tile,
+    position_row,
     split,
     warp_arrive,
 )
@@ -130,7 +131,7 @@ def consume(
         mask_row = mask_b.to(gl.int64) * q_len
         mask_key = mask_b.to(gl.int64) * kv_len
         q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos = mask
-        mask_here = (q_lo + mask_row, q_hi + mask_row, q_ids + mask_row, kv_ids + mask_key, q_pos + mask_row, kv_pos + mask_key)  # fmt: skip
+        mask_here = (q_lo + mask_row, q_hi + mask_row, q_ids + mask_row, kv_ids + mask_key, q_pos + position_row(mask_row, element_test), kv_pos + mask_key)  # fmt: skip
         rows = row + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
         # rows past the end: lse2 +inf and delta 0 as of a row that attends nothing
         there = rows < q_len
