@@ -20,13 +20,22 @@ namespace packax {
 // CUstream; empty in the initialize stage.
 using Stream = std::optional<void*>;
 
-enum class Target { kDocuments, kBlocks, kForward, kBackward, kDecode };
+enum class Target {
+  kDocuments,
+  kBlocks,
+  kForward,
+  kBackward,
+  kDecode,
+  kForwardGeneral,
+  kBackwardGeneral
+};
 
 inline constexpr const char* kTargetNames[] = {
-    "packax_documents_v1", "packax_blocks_v1", "packax_forward_v1",
-    "packax_backward_v1",  "packax_decode_v1",
+    "packax_documents_v1",        "packax_blocks_v1", "packax_forward_v1",
+    "packax_backward_v1",         "packax_decode_v1", "packax_forward_general_v1",
+    "packax_backward_general_v1",
 };
-inline constexpr int kTargets = 5;
+inline constexpr int kTargets = 7;
 
 // Time spent in the execute stage, on the host, over the life of the process.
 struct HostTime {
@@ -96,6 +105,17 @@ ffi::Error Prepare(Device* device, Dtype dtype, int64_t qk_dim, int64_t v_dim, R
   return Load(device, *variant, &ready->kernel);
 }
 
+// Prepare() of the smallest kernel whose head dims are at least these.
+template <typename Args>
+ffi::Error PrepareCovering(Device* device, Dtype dtype, int64_t qk_dim, int64_t v_dim,
+                           Ready<Args>* ready) {
+  const Query query{Args::kKernel, device->cc, dtype, qk_dim, v_dim, device->driver};
+  const Variant* variant = FindCovering(query);
+  PACKAX_CHECK(variant != nullptr, kUnimplemented)
+      << DescribeMissing(query) << "; device " << device->ordinal << " is " << device->name;
+  return Load(device, *variant, &ready->kernel);
+}
+
 // Prepare() for a kernel that only some devices have and that another one stands in for: empty if
 // there is none here.
 template <typename Args>
@@ -121,7 +141,7 @@ ffi::Error Launch(const Ready<Args>& ready, Stream stream, Grid grid, const Args
 
 }  // namespace packax
 
-// The exported stages, defined in forward.cc, backward.cc, decode.cc and masks.cc.
+// The exported stages, defined in forward.cc, backward.cc, decode.cc, general.cc and masks.cc.
 XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_documents_initialize);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_documents_execute);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_blocks_initialize);
@@ -132,3 +152,7 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_backward_initialize);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_backward_execute);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_decode_initialize);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_decode_execute);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_forward_general_initialize);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_forward_general_execute);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_backward_general_initialize);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_backward_general_execute);

@@ -25,6 +25,8 @@ constexpr Handler kHandlers[kTargets] = {
     {Target::kForward, packax_forward_initialize, packax_forward_execute},
     {Target::kBackward, packax_backward_initialize, packax_backward_execute},
     {Target::kDecode, packax_decode_initialize, packax_decode_execute},
+    {Target::kForwardGeneral, packax_forward_general_initialize, packax_forward_general_execute},
+    {Target::kBackwardGeneral, packax_backward_general_initialize, packax_backward_general_execute},
 };
 
 const char* Name(Target target) { return kTargetNames[static_cast<int>(target)]; }

@@ -73,6 +73,18 @@ const Variant* Find(const Query& q) {
   return best;
 }
 
+const Variant* FindCovering(const Query& q) {
+  const Variant* best = nullptr;
+  for (const Variant& v : kTable) {
+    if (v.kernel != q.kernel || v.dtype != q.dtype || v.qk_dim < q.qk_dim || v.v_dim < q.v_dim)
+      continue;
+    if (!Runs(v, q.cc, q.driver)) continue;
+    const int size = v.qk_dim + v.v_dim, least = best ? best->qk_dim + best->v_dim : 0;
+    if (best == nullptr || size < least || (size == least && Better(v, *best))) best = &v;
+  }
+  return best;
+}
+
 std::string DescribeMissing(const Query& q) {
   // Ordered by number, not by text: sm_100a comes after sm_90a, 128x128 after 64x64.
   std::set<std::tuple<int, std::string>> archs;

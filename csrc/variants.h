@@ -58,6 +58,9 @@ std::span<const Variant> Variants();
 // one. Null if there is none.
 const Variant* Find(const Query& query);
 
+// As Find() among the rows with at least these head dims, of which it takes the smallest.
+const Variant* FindCovering(const Query& query);
+
 // Why Find() gave nothing: what the device is, what was asked, what this build has of that kernel.
 std::string DescribeMissing(const Query& query);
 

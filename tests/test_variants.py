@@ -124,6 +124,10 @@ def test_every_kernel_loads_on_a_driver_of_cuda_12() -> None:
         assert v.name.endswith("_cuda13") == (v.driver == 13000)
 
 
+PLAIN = ["forward", "backward_delta", "backward_dkdv", "backward_dq"]
+GENERAL = [f"{kernel}_general" for kernel in PLAIN]
+
+
 @pytest.mark.parametrize("kernel", sorted(table.KERNELS))
 def test_every_argument_has_a_type(kernel: str) -> None:
     kinds = {p["name"]: p["type"] for p in compiler.parameters(kernel, arguments_of(kernel))}
@@ -184,11 +188,9 @@ def recompiled(monkeypatch, tmp_path, request):  # type: ignore[no-untyped-def]
         ("hopper_softmax", ["forward_hopper"]),
         ("hopper_rows", ["backward_hopper"]),
         ("hopper_dq", ["backward_prepare", "backward_finish"]),
-        (
-            "rows",
-            ["forward", *(f"backward_{k}" for k in ("delta", "dkdv", "dq")), *DECODE],
-        ),
+        ("rows", [*PLAIN, *GENERAL, *DECODE]),
         ("decode", DECODE),
+        ("logits", GENERAL),
         ("documents", ["documents_init", "documents_runs", "documents_rows"]),
         ("blocks", ["blocks_rows", "blocks_keys", "blocks_order"]),
     ],

@@ -33,7 +33,17 @@ def load_kernels() -> dict[str, Any]:
         )  # imported lazily otherwise, and asks for the variable too
         modules = [
             importlib.import_module(m)
-            for m in ("rows", "forward", "backward", "documents", "blocks", "decode")
+            for m in (
+                "rows",
+                "forward",
+                "backward",
+                "logits",
+                "general_forward",
+                "general_backward",
+                "documents",
+                "blocks",
+                "decode",
+            )
         ]
     finally:
         sys.path.pop(0)
@@ -259,3 +269,75 @@ def decode(
         V_DIM=room[1], SPLITS=128, STEP=16,
     )  # fmt: skip
     return out, lse
+
+
+class Extras:
+    """What the general kernels take beside the others: operands, then scalars."""
+
+    def __init__(self, mask: Operands, scale: float, soft_cap: float = 0.0, scales: np.ndarray | None = None,
+                 slopes: np.ndarray | None = None, places: tuple[np.ndarray, np.ndarray] | None = None):  # fmt: skip
+        self.scale, self.soft_cap = scale, soft_cap
+        stand_in = mask.lo
+        self.batches = (
+            0 if scales is None else len(scales),
+            0 if slopes is None else len(slopes),
+        )
+        given = (scales, slopes, *(places or (None, None)))
+        self.operands = tuple(stand_in if x is None else x for x in given)
+
+
+def general_sizes(mask: Operands, extras: Extras, query, key, value, *flags: int):  # type: ignore[no-untyped-def]
+    """From element_test on; `flags` come behind it."""
+    element_test, batch, mask_batch, *lengths = sizes(mask, query, key)
+    dims = (query.shape[3], value.shape[3])
+    return (element_test, *flags, batch, mask_batch, *extras.batches, *lengths, *dims)
+
+
+def forward_general(
+    query: np.ndarray, key: np.ndarray, value: np.ndarray, mask: Operands, extras: Extras,
+    tile: tuple[int, int], dims: tuple[int, int],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
+    """`dims`: those that the kernel is compiled for."""
+    batch, q_len, heads, _ = query.shape
+    rows, keys = tile
+    out = guarded((batch, q_len, heads, value.shape[3]), query.dtype)
+    lse, top = (guarded((batch, heads, q_len), np.float32) for _ in range(2))
+    launch(
+        "forward_general", (batch * heads * ceil(q_len, 128) * (128 // rows),), query, key, value, out, lse, top,
+        *mask.rows, mask.q_blocks, mask.q_order, *extras.operands, extras.scale, extras.soft_cap,
+        *general_sizes(mask, extras, query, key, value),
+        QK_DIM=dims[0], V_DIM=dims[1], BLOCK_M=rows, BLOCK_N=keys, STAGES=2,
+    )  # fmt: skip
+    return out, lse, top
+
+
+def backward_general(
+    query: np.ndarray, key: np.ndarray, value: np.ndarray, out: np.ndarray, lse: np.ndarray,
+    dout: np.ndarray, dlse: np.ndarray, mask: Operands, extras: Extras,
+    dkdv_tile: tuple[int, int], dq_tile: tuple[int, int], dims: tuple[int, int],
+) -> tuple[np.ndarray, ...]:  # fmt: skip
+    """dq, dk, dv and dnumbers."""
+    batch, q_len, heads, _ = query.shape
+    kv_len, kv_heads, v_dim = key.shape[1], key.shape[2], value.shape[3]
+    delta = guarded((batch, heads, q_len), np.float32)
+    dq, dk, dv = (guarded(x.shape, x.dtype) for x in (query, key, value))
+    dnumbers = guarded((batch, heads, 2, q_len), np.float32)
+    launch(
+        "backward_delta_general", (ceil(q_len, 32) * heads * batch,), out, dout, dlse, delta,
+        mask.lo, mask.hi, 1, batch, mask.batch, q_len, heads, v_dim, V_DIM=dims[1], ROWS=32,
+    )  # fmt: skip
+    rows, keys = dkdv_tile
+    launch(
+        "backward_dkdv_general", (kv_heads * batch * ceil(kv_len, 128) * (128 // keys),), query, key, value, dout,
+        lse, delta, dk, dv, *mask.rows, mask.q_blocks, mask.kv_blocks, mask.kv_order, *extras.operands,
+        extras.scale, extras.soft_cap, *general_sizes(mask, extras, query, key, value),
+        QK_DIM=dims[0], V_DIM=dims[1], BLOCK_M=rows, BLOCK_N=keys, STAGES=2,
+    )  # fmt: skip
+    rows, keys = dq_tile
+    launch(
+        "backward_dq_general", (batch * heads * ceil(q_len, 128) * (128 // rows),), query, key, value, dout, lse,
+        delta, dq, dnumbers, *mask.rows, mask.q_blocks, mask.q_order, *extras.operands, extras.scale,
+        extras.soft_cap, *general_sizes(mask, extras, query, key, value, 1),
+        QK_DIM=dims[0], V_DIM=dims[1], BLOCK_M=rows, BLOCK_N=keys, STAGES=2,
+    )  # fmt: skip
+    return dq, dk, dv, dnumbers

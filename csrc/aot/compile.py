@@ -185,7 +185,9 @@ def compile_variant(variant: table.Variant, out: pathlib.Path) -> None:
     types = triton_types(variant.kernel, arguments, variant.dtype, constants)
     # XLA's buffers are aligned; a view of one never reaches a custom call
     aligned = {
-        (i,): [["tt.divisibility", 16]] for i, a in enumerate(arguments) if types[a][0] == "*"
+        (i,): [["tt.divisibility", table.MULTIPLES.get(a, 16)]]
+        for i, a in enumerate(arguments)
+        if types[a][0] == "*" or a in table.MULTIPLES
     }
     is_gluon = isinstance(fn, GluonJITFunction)
     source = (GluonASTSource if is_gluon else ASTSource)(

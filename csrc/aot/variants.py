@@ -106,6 +106,26 @@ TILES = {
     },
 }
 
+# Kernels for what changes scores, and for head dims up to a compiled one: which of it is asked for
+# they see at run time, so one variant serves all. Tiles of the plain kernels, but on Hopper the
+# largest with few spills; nobody has timed them.
+GENERAL = {
+    "forward_general": (
+        "forward",
+        {64: (128, 64, 3, 8), 128: (64, 64, 3, 4), 192: (128, 64, 1, 8), 256: (64, 64, 2, 8)},
+    ),
+    "backward_dkdv_general": (
+        "backward_dkdv",
+        {64: (128, 64, 2, 8), 128: (64, 64, 2, 8), 192: (32, 64, 2, 8), 256: (32, 32, 2, 8)},
+    ),
+    "backward_dq_general": (
+        "backward_dq",
+        {64: (128, 64, 2, 8), 128: (64, 64, 2, 8), 192: (64, 64, 2, 8), 256: (64, 64, 2, 8)},
+    ),
+}
+for _general, (_plain, _hopper) in GENERAL.items():
+    TILES[_general] = TILES[_plain] | {("hopper", dim): tile for dim, tile in _hopper.items()}
+
 # Kernels of one GPU, in Gluon, and what goes with them: the same results as the portable kernels of
 # the same pass, which serve every other GPU.
 # kernel -> larger head dim -> constants: WARP_GROUPS (of 64 rows), BLOCK_N, STAGES of keys and
@@ -222,6 +242,8 @@ SPILLS = {
     ("backward_dq", 128): 80,
     ("backward_dq", 192): 160,
     ("backward_dq", 256): 104,
+    ("backward_dq_general", 192): 48,
+    ("backward_dq_general", 256): 96,
     ("forward_hopper", 64): 240,  # under ptxas 12.9; 120 under 13.4
     ("forward_hopper", 128): 128,  # under ptxas 12.9; 8 under 13.4
     ("forward_hopper", 192): 128,  # under ptxas 12.9; 56 under 13.4
@@ -231,8 +253,8 @@ SPILLS = {
     ("backward_hopper", 256): 136,  # under ptxas 12.9; 112 under 13.4
 }
 # Kernels for Hopper whose wgmma the assembler may serialise (C7515): the portable dK/dV, which only
-# deterministic=True runs there.
-SERIALISED = ("backward_dkdv",)
+# deterministic=True runs there, and the general one: what it does to scores reads its accumulators.
+SERIALISED = ("backward_dkdv", "backward_dkdv_general")
 
 # Kernels that see neither dtype nor head dim: compile-time constants, rows or keys per program,
 # warps.
@@ -302,6 +324,10 @@ KERNELS = {  # kernel -> file in csrc/kernels
     "backward_delta": "backward",
     "backward_dkdv": "backward",
     "backward_dq": "backward",
+    "forward_general": "general_forward",
+    "backward_delta_general": "general_backward",
+    "backward_dkdv_general": "general_backward",
+    "backward_dq_general": "general_backward",
     "documents_init": "documents",
     "documents_runs": "documents",
     "documents_rows": "documents",
@@ -315,9 +341,13 @@ KERNELS = {  # kernel -> file in csrc/kernels
 
 # argument -> element; "" is the variant's dtype. Every other argument is an int32, but those of FLOATS a
 # float32.
+# Run-time numbers that are multiples of this: rows of such head dims begin at whole 16 bytes.
+MULTIPLES = {"qk_dim": 8, "v_dim": 8}
 POINTERS = {
     **dict.fromkeys(("query", "key", "value", "out", "dout", "dq", "dk", "dv"), ""),
     **dict.fromkeys(("lse", "dlse", "delta", "lse2", "dq_sum"), "fp32"),
+    **dict.fromkeys(("top", "scales", "slopes", "dnumbers"), "fp32"),
+    **dict.fromkeys(("q_places", "kv_places"), "i32"),
     **dict.fromkeys(("q_lo", "q_hi", "q_ids", "kv_ids", "q_pos", "kv_pos"), "i32"),
     **dict.fromkeys(("q_blocks", "kv_blocks", "q_order", "q_order_192", "kv_order"), "i32"),
     **dict.fromkeys(("workspace", "lo", "hi", "tested", "counter"), "i32"),
@@ -366,7 +396,7 @@ def tiled(kernel: str, arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Varia
         "BLOCK_N": keys,
         "STAGES": stages,
     }
-    block = keys if kernel == "backward_dkdv" else rows
+    block = keys if kernel.startswith("backward_dkdv") else rows
     return Variant(kernel, arch, dtype, qk_dim, v_dim, tuple(constants.items()), block, warps)
 
 
@@ -441,8 +471,9 @@ def variants(
         for dtype in dtypes:
             for qk_dim, v_dim in head_dims:
                 constants = (("V_DIM", v_dim), ("ROWS", DELTA_ROWS))
-                yield Variant(
-                    "backward_delta", ARCHS[arch], dtype, qk_dim, v_dim, constants, DELTA_ROWS, 4
-                )
+                for kernel in ("backward_delta", "backward_delta_general"):
+                    yield Variant(
+                        kernel, ARCHS[arch], dtype, qk_dim, v_dim, constants, DELTA_ROWS, 4
+                    )
         for kernel, (named, block, warps) in MASK_KERNELS.items():
             yield Variant(kernel, ARCHS[arch], "any", 0, 0, tuple(named.items()), block, warps)

@@ -197,7 +197,7 @@ def _forward_cuda(ctx, *operands, implementation, **params):
         )
     _require_kernels("forward", query, value, general=True)
     batch, q_len, heads, _ = query.shape
-    return _generalcall(
+    return _general_call(
         ctx,
         "packax_forward_general_v1",
         operands,
@@ -225,7 +225,7 @@ def _backward_cuda(ctx, *operands, implementation, **params):
     _require_kernels("backward", query, value, general=True)
     batch, q_len, heads, _ = query.shape
     delta = _array(batch, heads, q_len)
-    return _generalcall(
+    return _general_call(
         ctx,
         "packax_backward_general_v1",
         operands,
@@ -248,7 +248,7 @@ def _general(direction: str, query: Any, value: Any, params: Any) -> bool:
     return _ext is not None and not _found(direction, query, value, general=False)
 
 
-def _generalcall(ctx, target, operands, count, workspace, params, **attributes):
+def _general_call(ctx, target, operands, count, workspace, params, **attributes):
     """With the first `count` operands and four extras: another stands in for those not there."""
     extras = params["extras"]
     places = [*range(count), *range(len(operands) - extras, len(operands))]

@@ -128,6 +128,61 @@ def backward(m, s=Sizes(), scale=0.125, element_test=2, has_dlse=1, deterministi
     return make_call("packax_backward_v1", operands, results, attributes)
 
 
+def extras(s, scales_batch, bias_batch):
+    return {
+        "scales": Array("float32", (scales_batch,)),
+        "slopes": Array("float32", (bias_batch, s.heads)),
+        "q_places": Array("int32", (bias_batch, s.q_len)),
+        "kv_places": Array("int32", (bias_batch, s.kv_len)),
+    }
+
+
+def flags(soft_cap, **more):
+    named = {name: ("int32", value) for name, value in more.items()}
+    return {"soft_cap": ("float32", soft_cap), **named}
+
+
+def forward_general(m, s=Sizes(), dims=None, batches=(1, 1), has=(1, 1), soft_cap=30.0):
+    """`dims`: those asked for, by default those of a plain kernel; `batches`: of scales and bias."""
+    f = forward(m, s)  # element_test 2
+    query, key, value = (f.operands[n] for n in ("query", "key", "value"))
+    qk_dim, v_dim = dims or (query.shape[3], value.shape[3])
+    query, key = (replace(x, shape=(*x.shape[:3], qk_dim)) for x in (query, key))
+    value = replace(value, shape=(*value.shape[:3], v_dim))
+    out = replace(query, shape=(*query.shape[:3], v_dim))
+    lse = f.results["lse"]
+    return make_call(
+        "packax_forward_general_v1",
+        {"query": query, "key": key, "value": value, **s.mask(2), **extras(s, *batches)},
+        {"out": out, "lse": lse, "top": lse},
+        {**f.attributes, **flags(soft_cap, has_scales=has[0], has_bias=has[1])},
+    )
+
+
+def backward_general(m, s=Sizes(), dims=None, batches=(1, 1), has=(1, 1), soft_cap=30.0):
+    f, b = forward_general(m, s, dims, batches, has, soft_cap), backward(m, s)
+    query, key, value = (f.operands[n] for n in ("query", "key", "value"))
+    out, lse = f.results["out"], f.results["lse"]
+    sums = {"lse": lse, "dout": out, "dlse": lse}
+    keys = {name: b.operands[name] for name in ("kv_blocks", "kv_order")}
+    numbers = Array("float32", (s.batch, s.heads, 2, s.q_len))
+    return make_call(
+        "packax_backward_general_v1",
+        {
+            "query": query,
+            "key": key,
+            "value": value,
+            "out": out,
+            **sums,
+            **s.mask(2),
+            **keys,
+            **extras(s, *batches),
+        },
+        {"dq": query, "dk": key, "dv": value, "dnumbers": numbers, "delta": lse},
+        {**f.attributes, "has_dlse": ("int32", 1), "has_dnumbers": ("int32", 1)},
+    )
+
+
 def table_size(kv_len):
     power = 1
     while power < kv_len:
@@ -210,4 +265,6 @@ CALLS = {
     "documents": documents,
     "blocks": blocks,
     "decode": lambda m, s=Sizes(): decode(m, replace(s, q_len=min(s.q_len, 2))),
+    "forward_general": forward_general,
+    "backward_general": backward_general,
 }

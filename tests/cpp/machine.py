@@ -21,6 +21,8 @@ COMPILER = next((c for c in ("cc", "gcc", "clang") if shutil.which(c)), None)
 needs_extension = pytest.mark.skipif(SPEC is None, reason="packax._ext is not built")
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C compiler for the fake libcuda")
 
+ROWS = "q_lo q_hi q_ids kv_ids q_pos kv_pos q_blocks q_order"
+KEYS = "q_lo q_hi q_ids kv_ids q_pos kv_pos q_blocks kv_blocks kv_order"
 # docs/design.md, "Kernels": arguments in order; a colon gives the type where it is neither a
 # pointer nor int32: t(ensor map), f(loat).
 POINTERS = {
@@ -36,6 +38,15 @@ POINTERS = {
     "q_blocks kv_blocks kv_order",
     "backward_dq": "query key value dout lse delta dq q_lo q_hi q_ids kv_ids q_pos kv_pos "
     "q_blocks q_order",
+    **{
+        f"{kernel}_general": f"{pointers} scales slopes q_places kv_places"
+        for kernel, pointers in (
+            ("forward", f"query key value out lse top {ROWS}"),
+            ("backward_dkdv", f"query key value dout lse delta dk dv {KEYS}"),
+            ("backward_dq", f"query key value dout lse delta dq dnumbers {ROWS}"),
+        )
+    },
+    "backward_delta_general": "out dout dlse delta q_lo q_hi",
     "documents_init": "kv_ids workspace",
     "documents_runs": "kv_ids kv_pos workspace",
     "documents_rows": "q_ids kv_ids q_pos kv_pos workspace lo hi tested",
@@ -52,7 +63,12 @@ DECODE = (
     "scale:f soft_cap:f batch q_len kv_len pages page_size table_width heads kv_heads "
     "qk_eighths v_eighths splits"
 )
+GENERAL = "batch mask_batch scales_batch bias_batch q_len kv_len heads kv_heads qk_dim v_dim"
 SCALARS = {
+    "forward_general": f"scale:f soft_cap:f element_test {GENERAL}",
+    "backward_dkdv_general": f"scale:f soft_cap:f element_test {GENERAL}",
+    "backward_dq_general": f"scale:f soft_cap:f element_test has_dnumbers {GENERAL}",
+    "backward_delta_general": "has_dlse batch mask_batch q_len heads v_dim",
     "forward": ATTENTION,
     "forward_hopper": ATTENTION,
     "backward_prepare": "has_dlse batch mask_batch q_len heads",
@@ -92,6 +108,12 @@ HOPPER = {
 KERNELS = {
     "forward": ["forward"],
     "backward": ["backward_delta", "backward_dkdv", "backward_dq"],
+    "forward_general": ["forward_general"],
+    "backward_general": [
+        "backward_delta_general",
+        "backward_dkdv_general",
+        "backward_dq_general",
+    ],
     "documents": ["documents_init", "documents_runs", "documents_rows"],
     "blocks": ["blocks_rows", "blocks_keys", "blocks_order"],
     "decode": ["decode", "decode_combine"],

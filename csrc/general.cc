@@ -1,0 +1,351 @@
+// packax_forward_general_v1 and packax_backward_general_v1: what changes scores, and head dims
+// between the compiled ones. As forward.cc and backward.cc, with the general kernels.
+//
+// A kernel is compiled for head dims of its own and serves all multiples of 8 up to them.
+
+#include <cmath>
+
+#include "attention.h"
+
+namespace packax {
+namespace {
+
+constexpr int32_t kMultiple = 8;  // of head dims: rows begin at whole 16 bytes
+
+// Numbers and places beside the mask. A buffer that its flag says is not there is never read.
+struct Extras {
+  ffi::AnyBuffer scales;               // (scales_batch) float32
+  ffi::AnyBuffer slopes;               // (bias_batch, heads) float32
+  ffi::AnyBuffer q_places, kv_places;  // (bias_batch, q_len), (bias_batch, kv_len) int32
+  float scale, soft_cap;
+  int32_t scales_batch = 0, bias_batch = 0;  // 1 or batch; 0: not there
+};
+
+ffi::Error ReadBatch(const char* name, const ffi::AnyBuffer& buffer, const Shape& s,
+                     int32_t* batch) {
+  const int64_t rows = buffer.dimensions()[0];
+  PACKAX_CHECK(rows == 1 || rows == s.batch, kInvalidArgument)
+      << name << " has " << rows << " rows (axis 0), expected 1 or the batch, " << s.batch;
+  *batch = static_cast<int32_t>(rows);
+  return ffi::Error::Success();
+}
+
+ffi::Error ReadExtras(const Shape& s, int32_t has_scales, int32_t has_bias, Extras* e) {
+  for (const auto& [name, dim] : {std::pair{"qk_dim", s.qk_dim}, std::pair{"v_dim", s.v_dim}}) {
+    PACKAX_CHECK(dim % kMultiple == 0, kUnimplemented)
+        << name << " is " << dim << ", there are kernels for multiples of " << kMultiple;
+  }
+  PACKAX_TRY(ExpectAttribute("has_scales", has_scales, 1));
+  PACKAX_TRY(ExpectAttribute("has_bias", has_bias, 1));
+  PACKAX_TRY(CheckScale(e->scale));
+  PACKAX_CHECK(std::isfinite(e->soft_cap) && e->soft_cap >= 0, kInvalidArgument)
+      << "attribute soft_cap is " << e->soft_cap << ", expected a finite number, 0 for none";
+  if (has_scales == 1) {
+    PACKAX_TRY(ExpectRank("scales", e->scales, 1, "(scales_batch)"));
+    PACKAX_TRY(ReadBatch("scales", e->scales, s, &e->scales_batch));
+    PACKAX_TRY(
+        Expect("scales", e->scales, ffi::DataType::F32, {{"scales_batch", e->scales_batch}}));
+  }
+  if (has_bias == 1) {
+    PACKAX_TRY(ExpectRank("slopes", e->slopes, 2, "(bias_batch, heads)"));
+    PACKAX_TRY(ReadBatch("slopes", e->slopes, s, &e->bias_batch));
+    const Axis batch{"bias_batch", e->bias_batch};
+    PACKAX_TRY(Expect("slopes", e->slopes, ffi::DataType::F32, {batch, {"heads", s.heads}}));
+    PACKAX_TRY(Expect("q_places", e->q_places, ffi::DataType::S32, {batch, {"q_len", s.q_len}}));
+    PACKAX_TRY(
+        Expect("kv_places", e->kv_places, ffi::DataType::S32, {batch, {"kv_len", s.kv_len}}));
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error Forward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi::AnyBuffer value,
+                   ffi::AnyBuffer q_lo, ffi::AnyBuffer q_hi, ffi::AnyBuffer q_ids,
+                   ffi::AnyBuffer kv_ids, ffi::AnyBuffer q_pos, ffi::AnyBuffer kv_pos,
+                   ffi::AnyBuffer q_blocks, ffi::AnyBuffer q_order, ffi::AnyBuffer scales,
+                   ffi::AnyBuffer slopes, ffi::AnyBuffer q_places, ffi::AnyBuffer kv_places,
+                   ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> lse,
+                   ffi::Result<ffi::AnyBuffer> top, float scale, float soft_cap,
+                   int32_t element_test, int32_t has_scales, int32_t has_bias) {
+  Shape s;
+  PACKAX_TRY(ReadShape(query, key, value, q_lo, &s));
+  const Mask m{q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, element_test};
+  PACKAX_TRY(CheckMask(s, m));
+  Extras e{scales, slopes, q_places, kv_places, scale, soft_cap};
+  PACKAX_TRY(ReadExtras(s, has_scales, has_bias, &e));
+  PACKAX_TRY(ExpectRows("out", *out, s, {"v_dim", s.v_dim}));
+  PACKAX_TRY(ExpectSums("lse", *lse, s));
+  PACKAX_TRY(ExpectSums("top", *top, s));
+  if (s.batch == 0) return ffi::Error::Success();
+
+  Device* device;
+  PACKAX_TRY(CurrentDevice(&device));
+  Ready<ForwardGeneralArgs> forward;
+  PACKAX_TRY(PrepareCovering(device, s.kernel_dtype(), s.qk_dim, s.v_dim, &forward));
+  if (!stream) return ffi::Error::Success();
+  return Launch(forward, stream, QueryGrid(s, forward.block()),
+                ForwardGeneralArgs{
+                    .query = query.untyped_data(),
+                    .key = key.untyped_data(),
+                    .value = value.untyped_data(),
+                    .out = out->untyped_data(),
+                    .lse = lse->untyped_data(),
+                    .top = top->untyped_data(),
+                    .q_lo = q_lo.untyped_data(),
+                    .q_hi = q_hi.untyped_data(),
+                    .q_ids = q_ids.untyped_data(),
+                    .kv_ids = kv_ids.untyped_data(),
+                    .q_pos = q_pos.untyped_data(),
+                    .kv_pos = kv_pos.untyped_data(),
+                    .q_blocks = q_blocks.untyped_data(),
+                    .q_order = q_order.untyped_data(),
+                    .scales = scales.untyped_data(),
+                    .slopes = slopes.untyped_data(),
+                    .q_places = q_places.untyped_data(),
+                    .kv_places = kv_places.untyped_data(),
+                    .scale = scale,
+                    .soft_cap = soft_cap,
+                    .element_test = element_test,
+                    .batch = s.batch,
+                    .mask_batch = s.mask_batch,
+                    .scales_batch = e.scales_batch,
+                    .bias_batch = e.bias_batch,
+                    .q_len = s.q_len,
+                    .kv_len = s.kv_len,
+                    .heads = s.heads,
+                    .kv_heads = s.kv_heads,
+                    .qk_dim = s.qk_dim,
+                    .v_dim = s.v_dim,
+                });
+}
+
+ffi::Error Backward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi::AnyBuffer value,
+                    ffi::AnyBuffer out, ffi::AnyBuffer lse, ffi::AnyBuffer dout,
+                    ffi::AnyBuffer dlse, ffi::AnyBuffer q_lo, ffi::AnyBuffer q_hi,
+                    ffi::AnyBuffer q_ids, ffi::AnyBuffer kv_ids, ffi::AnyBuffer q_pos,
+                    ffi::AnyBuffer kv_pos, ffi::AnyBuffer q_blocks, ffi::AnyBuffer q_order,
+                    ffi::AnyBuffer kv_blocks, ffi::AnyBuffer kv_order, ffi::AnyBuffer scales,
+                    ffi::AnyBuffer slopes, ffi::AnyBuffer q_places, ffi::AnyBuffer kv_places,
+                    ffi::Result<ffi::AnyBuffer> dq, ffi::Result<ffi::AnyBuffer> dk,
+                    ffi::Result<ffi::AnyBuffer> dv, ffi::Result<ffi::AnyBuffer> dnumbers,
+                    ffi::Result<ffi::AnyBuffer> delta, float scale, float soft_cap,
+                    int32_t element_test, int32_t has_dlse, int32_t has_dnumbers,
+                    int32_t has_scales, int32_t has_bias) {
+  Shape s;
+  PACKAX_TRY(ReadShape(query, key, value, q_lo, &s));
+  const Mask m{q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, element_test};
+  PACKAX_TRY(CheckMask(s, m));
+  const Axis mask_batch{"mask_batch", s.mask_batch}, qk_dim{"qk_dim", s.qk_dim},
+      v_dim{"v_dim", s.v_dim};
+  PACKAX_TRY(Expect("kv_blocks", kv_blocks, ffi::DataType::S32,
+                    {mask_batch, {"bounds", 4}, {"ceil(kv_len/64)", s.kv_blocks()}}));
+  PACKAX_TRY(Expect("kv_order", kv_order, ffi::DataType::S32,
+                    {mask_batch, {"ceil(kv_len/128)", s.kv_tiles()}}));
+  Extras e{scales, slopes, q_places, kv_places, scale, soft_cap};
+  PACKAX_TRY(ReadExtras(s, has_scales, has_bias, &e));
+  PACKAX_TRY(ExpectRows("out", out, s, v_dim));
+  PACKAX_TRY(ExpectSums("lse", lse, s));
+  PACKAX_TRY(ExpectRows("dout", dout, s, v_dim));
+  PACKAX_TRY(ExpectAttribute("has_dlse", has_dlse, 1));
+  if (has_dlse == 1) PACKAX_TRY(ExpectSums("dlse", dlse, s));
+  PACKAX_TRY(ExpectRows("dq", *dq, s, qk_dim));
+  PACKAX_TRY(ExpectKeys("dk", *dk, s, qk_dim));
+  PACKAX_TRY(ExpectKeys("dv", *dv, s, v_dim));
+  PACKAX_TRY(ExpectAttribute("has_dnumbers", has_dnumbers, 1));
+  if (has_dnumbers == 1) {
+    PACKAX_TRY(
+        Expect("dnumbers", *dnumbers, ffi::DataType::F32,
+               {{"batch", s.batch}, {"heads", s.heads}, {"numbers", 2}, {"q_len", s.q_len}}));
+  }
+  PACKAX_TRY(ExpectSums("delta", *delta, s));
+  if (s.batch == 0) return ffi::Error::Success();
+
+  // All three before the first launch: a missing kernel must not leave half a backward behind.
+  Device* device;
+  PACKAX_TRY(CurrentDevice(&device));
+  Ready<BackwardDeltaGeneralArgs> sums;
+  Ready<BackwardDkdvGeneralArgs> keys;
+  Ready<BackwardDqGeneralArgs> rows;
+  PACKAX_TRY(PrepareCovering(device, s.kernel_dtype(), s.qk_dim, s.v_dim, &sums));
+  PACKAX_TRY(PrepareCovering(device, s.kernel_dtype(), s.qk_dim, s.v_dim, &keys));
+  PACKAX_TRY(PrepareCovering(device, s.kernel_dtype(), s.qk_dim, s.v_dim, &rows));
+  if (!stream) return ffi::Error::Success();
+  PACKAX_TRY(Launch(sums, stream, Grid{Product({CeilDiv(s.q_len, sums.block()), s.heads, s.batch})},
+                    BackwardDeltaGeneralArgs{
+                        .out = out.untyped_data(),
+                        .dout = dout.untyped_data(),
+                        .dlse = dlse.untyped_data(),
+                        .delta = delta->untyped_data(),
+                        .q_lo = q_lo.untyped_data(),
+                        .q_hi = q_hi.untyped_data(),
+                        .has_dlse = has_dlse,
+                        .batch = s.batch,
+                        .mask_batch = s.mask_batch,
+                        .q_len = s.q_len,
+                        .heads = s.heads,
+                        .v_dim = s.v_dim,
+                    }));
+  PACKAX_TRY(Launch(keys, stream, KeyGrid(s, keys.block()),
+                    BackwardDkdvGeneralArgs{
+                        .query = query.untyped_data(),
+                        .key = key.untyped_data(),
+                        .value = value.untyped_data(),
+                        .dout = dout.untyped_data(),
+                        .lse = lse.untyped_data(),
+                        .delta = delta->untyped_data(),
+                        .dk = dk->untyped_data(),
+                        .dv = dv->untyped_data(),
+                        .q_lo = q_lo.untyped_data(),
+                        .q_hi = q_hi.untyped_data(),
+                        .q_ids = q_ids.untyped_data(),
+                        .kv_ids = kv_ids.untyped_data(),
+                        .q_pos = q_pos.untyped_data(),
+                        .kv_pos = kv_pos.untyped_data(),
+                        .q_blocks = q_blocks.untyped_data(),
+                        .kv_blocks = kv_blocks.untyped_data(),
+                        .kv_order = kv_order.untyped_data(),
+                        .scales = scales.untyped_data(),
+                        .slopes = slopes.untyped_data(),
+                        .q_places = q_places.untyped_data(),
+                        .kv_places = kv_places.untyped_data(),
+                        .scale = scale,
+                        .soft_cap = soft_cap,
+                        .element_test = element_test,
+                        .batch = s.batch,
+                        .mask_batch = s.mask_batch,
+                        .scales_batch = e.scales_batch,
+                        .bias_batch = e.bias_batch,
+                        .q_len = s.q_len,
+                        .kv_len = s.kv_len,
+                        .heads = s.heads,
+                        .kv_heads = s.kv_heads,
+                        .qk_dim = s.qk_dim,
+                        .v_dim = s.v_dim,
+                    }));
+  return Launch(rows, stream, QueryGrid(s, rows.block()),
+                BackwardDqGeneralArgs{
+                    .query = query.untyped_data(),
+                    .key = key.untyped_data(),
+                    .value = value.untyped_data(),
+                    .dout = dout.untyped_data(),
+                    .lse = lse.untyped_data(),
+                    .delta = delta->untyped_data(),
+                    .dq = dq->untyped_data(),
+                    .dnumbers = dnumbers->untyped_data(),
+                    .q_lo = q_lo.untyped_data(),
+                    .q_hi = q_hi.untyped_data(),
+                    .q_ids = q_ids.untyped_data(),
+                    .kv_ids = kv_ids.untyped_data(),
+                    .q_pos = q_pos.untyped_data(),
+                    .kv_pos = kv_pos.untyped_data(),
+                    .q_blocks = q_blocks.untyped_data(),
+                    .q_order = q_order.untyped_data(),
+                    .scales = scales.untyped_data(),
+                    .slopes = slopes.untyped_data(),
+                    .q_places = q_places.untyped_data(),
+                    .kv_places = kv_places.untyped_data(),
+                    .scale = scale,
+                    .soft_cap = soft_cap,
+                    .element_test = element_test,
+                    .has_dnumbers = has_dnumbers,
+                    .batch = s.batch,
+                    .mask_batch = s.mask_batch,
+                    .scales_batch = e.scales_batch,
+                    .bias_batch = e.bias_batch,
+                    .q_len = s.q_len,
+                    .kv_len = s.kv_len,
+                    .heads = s.heads,
+                    .kv_heads = s.kv_heads,
+                    .qk_dim = s.qk_dim,
+                    .v_dim = s.v_dim,
+                });
+}
+
+template <typename Binding>
+auto ForwardSignature(Binding&& binding) {
+  return std::forward<Binding>(binding)
+      .template Arg<ffi::AnyBuffer>()  // query: (batch, q_len, heads, qk_dim)
+      .template Arg<ffi::AnyBuffer>()  // key: (batch, kv_len, kv_heads, qk_dim)
+      .template Arg<ffi::AnyBuffer>()  // value: (batch, kv_len, kv_heads, v_dim)
+      .template Arg<ffi::AnyBuffer>()  // q_lo: (mask_batch, q_len) int32
+      .template Arg<ffi::AnyBuffer>()  // q_hi: like q_lo
+      .template Arg<ffi::AnyBuffer>()  // q_ids: like q_lo
+      .template Arg<ffi::AnyBuffer>()  // kv_ids: (mask_batch, kv_len) int32
+      .template Arg<ffi::AnyBuffer>()  // q_pos: as packax_forward_v1
+      .template Arg<ffi::AnyBuffer>()  // kv_pos: like kv_ids
+      .template Arg<ffi::AnyBuffer>()  // q_blocks: (mask_batch, 5, ceil(q_len/64)) int32
+      .template Arg<ffi::AnyBuffer>()  // q_order: (mask_batch, ceil(q_len/128)) int32
+      .template Arg<ffi::AnyBuffer>()  // scales: (scales_batch) float32
+      .template Arg<ffi::AnyBuffer>()  // slopes: (bias_batch, heads) float32
+      .template Arg<ffi::AnyBuffer>()  // q_places: (bias_batch, q_len) int32
+      .template Arg<ffi::AnyBuffer>()  // kv_places: (bias_batch, kv_len) int32
+      .template Ret<ffi::AnyBuffer>()  // out: (batch, q_len, heads, v_dim)
+      .template Ret<ffi::AnyBuffer>()  // lse: (batch, heads, q_len) float32
+      .template Ret<ffi::AnyBuffer>()  // top: like lse
+      .template Attr<float>("scale")
+      .template Attr<float>("soft_cap")
+      .template Attr<int32_t>("element_test")
+      .template Attr<int32_t>("has_scales")
+      .template Attr<int32_t>("has_bias");
+}
+
+template <typename Binding>
+auto BackwardSignature(Binding&& binding) {
+  return std::forward<Binding>(binding)
+      .template Arg<ffi::AnyBuffer>()  // query: (batch, q_len, heads, qk_dim)
+      .template Arg<ffi::AnyBuffer>()  // key: (batch, kv_len, kv_heads, qk_dim)
+      .template Arg<ffi::AnyBuffer>()  // value: (batch, kv_len, kv_heads, v_dim)
+      .template Arg<ffi::AnyBuffer>()  // out: (batch, q_len, heads, v_dim)
+      .template Arg<ffi::AnyBuffer>()  // lse: (batch, heads, q_len) float32
+      .template Arg<ffi::AnyBuffer>()  // dout: like out
+      .template Arg<ffi::AnyBuffer>()  // dlse: like lse
+      .template Arg<ffi::AnyBuffer>()  // q_lo: (mask_batch, q_len) int32
+      .template Arg<ffi::AnyBuffer>()  // q_hi: like q_lo
+      .template Arg<ffi::AnyBuffer>()  // q_ids: like q_lo
+      .template Arg<ffi::AnyBuffer>()  // kv_ids: (mask_batch, kv_len) int32
+      .template Arg<ffi::AnyBuffer>()  // q_pos: as packax_backward_v1
+      .template Arg<ffi::AnyBuffer>()  // kv_pos: like kv_ids
+      .template Arg<ffi::AnyBuffer>()  // q_blocks: (mask_batch, 5, ceil(q_len/64)) int32
+      .template Arg<ffi::AnyBuffer>()  // q_order: (mask_batch, ceil(q_len/128)) int32
+      .template Arg<ffi::AnyBuffer>()  // kv_blocks: (mask_batch, 4, ceil(kv_len/64)) int32
+      .template Arg<ffi::AnyBuffer>()  // kv_order: (mask_batch, ceil(kv_len/128)) int32
+      .template Arg<ffi::AnyBuffer>()  // scales: (scales_batch) float32
+      .template Arg<ffi::AnyBuffer>()  // slopes: (bias_batch, heads) float32
+      .template Arg<ffi::AnyBuffer>()  // q_places: (bias_batch, q_len) int32
+      .template Arg<ffi::AnyBuffer>()  // kv_places: (bias_batch, kv_len) int32
+      .template Ret<ffi::AnyBuffer>()  // dq: like query
+      .template Ret<ffi::AnyBuffer>()  // dk: like key
+      .template Ret<ffi::AnyBuffer>()  // dv: like value
+      .template Ret<ffi::AnyBuffer>()  // dnumbers: (batch, heads, 2, q_len) float32
+      .template Ret<ffi::AnyBuffer>()  // delta: like lse; workspace
+      .template Attr<float>("scale")
+      .template Attr<float>("soft_cap")
+      .template Attr<int32_t>("element_test")
+      .template Attr<int32_t>("has_dlse")
+      .template Attr<int32_t>("has_dnumbers")
+      .template Attr<int32_t>("has_scales")
+      .template Attr<int32_t>("has_bias");
+}
+
+}  // namespace
+}  // namespace packax
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    packax_forward_general_initialize,
+    (packax::Initialize<packax::Target::kForwardGeneral, packax::Forward>()),
+    packax::ForwardSignature(xla::ffi::Ffi::Bind<xla::ffi::ExecutionStage::kInitialize>()),
+    {xla::ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    packax_forward_general_execute,
+    (packax::Execute<packax::Target::kForwardGeneral, packax::Forward>()),
+    packax::ForwardSignature(xla::ffi::Ffi::Bind().Ctx<xla::ffi::PlatformStream<void*>>()),
+    {xla::ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    packax_backward_general_initialize,
+    (packax::Initialize<packax::Target::kBackwardGeneral, packax::Backward>()),
+    packax::BackwardSignature(xla::ffi::Ffi::Bind<xla::ffi::ExecutionStage::kInitialize>()),
+    {xla::ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    packax_backward_general_execute,
+    (packax::Execute<packax::Target::kBackwardGeneral, packax::Backward>()),
+    packax::BackwardSignature(xla::ffi::Ffi::Bind().Ctx<xla::ffi::PlatformStream<void*>>()),
+    {xla::ffi::Traits::kCmdBufferCompatible});

@@ -1,0 +1,144 @@
+"""Forward attention with all that changes scores, and any head dim up to a compiled one (logits.py), for every GPU that Triton serves.
+
+As forward.py, which serves what needs none of this. Beside output and log-sum-exp: `top`, the largest logit of every row.
+"""
+
+import triton
+import triton.language as tl
+from logits import (
+    LOG2E,
+    distances,
+    load_part,
+    logits,
+    places_of,
+    scale_of,
+    slope_of,
+    store_part,
+)
+from rows import (
+    columns,
+    keep,
+    key_range,
+    masked_step,
+    position_row,
+    split,
+    tile_of_program,
+)
+
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def attend_general(
+    acc, m, l, q, k, v, inside, far, scale2, cap2, slope2, bias_batch, MASKED: tl.constexpr
+):  # fmt: skip
+    """One block of keys. k (N, Dqk), v (N, Dv); `inside` (M, N) where MASKED."""
+    _, x = logits(tl.dot(q, tl.trans(k)), far, scale2, cap2, slope2, bias_batch)
+    if MASKED:
+        x = tl.where(inside, x, float("-inf"))
+        m_new = tl.maximum(m, tl.max(x, 1))
+        # a row that has met no key yet: 2^(-inf - 0) = 0, not NaN
+        base = tl.where(m_new == float("-inf"), 0.0, m_new)
+    else:
+        m_new = tl.maximum(m, tl.max(x, 1))
+        base = m_new
+    p = tl.exp2(x - base[:, None])
+    alpha = tl.exp2(m - base)
+    l = l * alpha + tl.sum(p, 1)
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
+    return acc, m_new, l
+
+
+@triton.jit
+def forward_general(
+    query, key, value, out, lse, top, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order,
+    scales, slopes, q_places, kv_places,
+    scale, soft_cap, element_test, batch, mask_batch, scales_batch, bias_batch,
+    q_len, kv_len, heads, kv_heads, qk_dim, v_dim,
+    QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    group = heads // kv_heads
+    head, kv_head, b, mask_b, row = tile_of_program(
+        q_order, batch, mask_batch, tl.cdiv(q_len, 128), group, BLOCK_M
+    )
+    if row >= q_len:
+        return
+    start, end, core_lo, core_hi, tested = key_range(q_blocks, mask_b, row, q_len, BLOCK_M)
+    steps, core_begin, core_end = split(start, end, core_lo, core_hi, BLOCK_N)
+
+    rows = row + tl.arange(0, BLOCK_M)
+    there = rows < q_len
+    mask_row = mask_b.to(tl.int64) * q_len
+    lo = tl.load(q_lo + mask_row + rows, mask=there, other=0)
+    hi = tl.load(q_hi + mask_row + rows, mask=there, other=0)
+    q_ids += mask_row
+    q_pos += position_row(mask_row, element_test)
+    kv_ids += mask_b.to(tl.int64) * kv_len
+    kv_pos += mask_b.to(tl.int64) * kv_len
+
+    scale2 = scale_of(scales, scale, scales_batch, b) * LOG2E
+    cap2 = soft_cap * LOG2E
+    slope2 = slope_of(slopes, bias_batch, b, heads, head)
+    q_places, placed_rows = places_of(q_places, bias_batch, b, q_len)
+    kv_places, placed_keys = places_of(kv_places, bias_batch, b, kv_len)
+    q_at = tl.load(q_places + rows, mask=rows < placed_rows, other=0)
+
+    qk_dims = columns(QK_DIM)
+    v_dims = columns(V_DIM)
+    first = (b.to(tl.int64) * q_len + row) * heads + head
+    local = tl.arange(0, BLOCK_M)[:, None].to(tl.int64) * heads
+    # rows that attend nothing are not read
+    q = load_part(
+        query + first * qk_dim + local * qk_dim + qk_dims[None, :],
+        (hi > lo)[:, None],
+        qk_dim,
+        QK_DIM,
+    )
+
+    kv_first = (b.to(tl.int64) * kv_len + start) * kv_heads + kv_head
+    cols = tl.arange(0, BLOCK_N)
+    k_ptr = key + kv_first * qk_dim + cols[:, None] * (kv_heads * qk_dim) + qk_dims[None, :]
+    v_ptr = value + kv_first * v_dim + cols[:, None] * (kv_heads * v_dim) + v_dims[None, :]
+    k_step = BLOCK_N * kv_heads.to(tl.int64) * qk_dim
+    v_step = BLOCK_N * kv_heads.to(tl.int64) * v_dim
+
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, v_dims.shape[0]], tl.float32)
+    for i in tl.range(0, steps - core_end + core_begin, num_stages=1):
+        step = masked_step(i, core_begin, core_end)
+        keys = start + step * BLOCK_N + cols
+        # keys past the end of the tile's range are not read: their values never meet this tile
+        present = (keys < end)[:, None]
+        k = load_part(k_ptr + step * k_step, present, qk_dim, QK_DIM)
+        v = load_part(v_ptr + step * v_step, present, v_dim, V_DIM)
+        inside = keep(
+            rows, keys, lo, hi, tested, q_ids, kv_ids, q_pos, kv_pos, element_test, q_len, kv_len, 0
+        )
+        far = distances(q_at, tl.load(kv_places + keys, mask=keys < placed_keys, other=0))
+        acc, m, l = attend_general(
+            acc, m, l, q, k, v, inside, far, scale2, cap2, slope2, bias_batch, True
+        )
+    for step in tl.range(core_begin, core_end, num_stages=STAGES):
+        keys = start + step * BLOCK_N + cols
+        k = load_part(k_ptr + step * k_step, None, qk_dim, QK_DIM)
+        v = load_part(v_ptr + step * v_step, None, v_dim, V_DIM)
+        far = distances(q_at, tl.load(kv_places + keys, mask=keys < placed_keys, other=0))
+        acc, m, l = attend_general(
+            acc, m, l, q, k, v, None, far, scale2, cap2, slope2, bias_batch, False
+        )
+
+    attended = (hi > lo) & (l != 0.0)  # a NaN is attended: it must reach the result
+    result = tl.where(attended[:, None], acc / tl.where(attended, l, 1.0)[:, None], 0.0)
+    store_part(
+        out + first * v_dim + local * v_dim + v_dims[None, :],
+        result.to(out.dtype.element_ty),
+        there[:, None],
+        v_dim,
+        V_DIM,
+    )
+    stat = (b.to(tl.int64) * heads + head) * q_len + rows
+    logsumexp = tl.where(attended, (m + tl.log2(l)) * LN2, float("-inf"))
+    tl.store(lse + stat, logsumexp, mask=there)
+    tl.store(top + stat, tl.where(attended, m * LN2, float("-inf")), mask=there)

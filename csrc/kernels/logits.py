@@ -1,0 +1,92 @@
+"""What the general kernels do to a score before the softmax, and how they read tiles of any head dim.
+
+With s = q k^T of a row at place i and a key at place j, all of it in base 2 (times log2(e)):
+    capped = cap * tanh(s * scale / cap), or s * scale        (Gemma 2, arXiv 2408.00118)
+    logit  = capped - slope * |i - j|                         (ALiBi, arXiv 2108.12409)
+The scale comes from a buffer or a scalar and has any sign. A program decides at run time, once for all of its elements, what
+there is to do: one variant serves all.
+"""
+
+import triton
+import triton.language as tl
+from rows import columns
+
+LOG2E = tl.constexpr(1.4426950408889634)
+SMALL = tl.constexpr(0.3)
+
+
+@triton.jit
+def tanh(x):
+    """To about 2 units of float32: a Taylor polynomial where 1 - 2 / (1 + e^2x) would cancel."""
+    square = x * x
+    small = 62.0 / 2835.0 * square - 17.0 / 315.0
+    small = (small * square + 2.0 / 15.0) * square - 1.0 / 3.0
+    small = (small * square) * x + x
+    large = 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2E)))
+    return tl.where(tl.abs(x) < SMALL, small, large)
+
+
+@triton.jit
+def scale_of(scales, scale, scales_batch, b):
+    """The scale of a batch row: of the buffer (1 or batch), or the scalar where there is none."""
+    at = tl.where(scales_batch > 1, b, 0)
+    read = tl.load(scales + at, mask=scales_batch > 0, other=0.0)
+    return tl.where(scales_batch > 0, read, scale)
+
+
+@triton.jit
+def slope_of(slopes, bias_batch, b, heads, head):
+    """In base 2; 0 where there is no bias."""
+    at = tl.where(bias_batch > 1, b, 0) * heads + head
+    return tl.load(slopes + at, mask=bias_batch > 0, other=0.0) * LOG2E
+
+
+@triton.jit
+def places_of(places, bias_batch, b, length):
+    """The places of a batch row, and how many of them there are: none without a bias."""
+    first = tl.where(bias_batch > 1, b, 0).to(tl.int64) * length
+    return places + first, tl.where(bias_batch > 0, length, 0)
+
+
+@triton.jit
+def distances(places, other_places):
+    """(N, M) of places (N,) and (M,)."""
+    return tl.abs(places[:, None] - other_places[None, :]).to(tl.float32)
+
+
+@triton.jit
+def logits(s, far, scale2, cap2, slope2, bias_batch):
+    """capped and logit of the scores."""
+    capped = s * scale2
+    if cap2 > 0:
+        capped = tanh(capped / cap2) * cap2
+    logit = capped
+    if bias_batch > 0:
+        logit = capped - far * slope2
+    return capped, logit
+
+
+@triton.jit
+def through_cap(ds, capped, cap2):
+    """The gradient of s * scale, from that of capped."""
+    if cap2 > 0:
+        t = capped / cap2
+        ds = ds * (1.0 - t * t)
+    return ds
+
+
+@triton.jit
+def load_part(pointers, there, dim, DIM: tl.constexpr):
+    """A tile (rows, columns(DIM)) of head dim `dim` up to DIM: 0 in columns past it, and in rows that are not `there` (N, 1)."""
+    real = columns(DIM)[None, :] < dim
+    if there is None:
+        tile = tl.load(pointers, mask=real, other=0.0)
+    else:
+        tile = tl.load(pointers, mask=there & real, other=0.0)
+    return tile
+
+
+@triton.jit
+def store_part(pointers, tile, there, dim, DIM: tl.constexpr):
+    """The rows that are `there` (N, 1), of a tile (rows, columns(DIM)) of head dim `dim`."""
+    tl.store(pointers, tile, mask=there & (columns(DIM)[None, :] < dim))

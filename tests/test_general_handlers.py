@@ -1,0 +1,124 @@
+"""The general handlers: the smallest kernel that covers the head dims, its arguments, what they refuse.
+
+On a fake libcuda, as test_handlers.py.
+"""
+
+from math import ceil
+
+import pytest
+from cpp.calls import Array, Sizes, backward_general, forward_general
+from cpp.machine import needs_compiler, needs_extension
+from test_handlers import attention, expect_launches
+
+pytest_plugins = ("cpp.fixtures",)
+pytestmark = [needs_extension, needs_compiler]
+
+
+def scalars_of(s, dims, batches=(1, 1), soft_cap=30.0):
+    return {
+        **attention(s, 0.125, 2, has_dlse=1),
+        "soft_cap": soft_cap,
+        "has_dnumbers": 1,
+        "scales_batch": batches[0],
+        "bias_batch": batches[1],
+        "qk_dim": dims[0],
+        "v_dim": dims[1],
+    }
+
+
+def grids_of(s):
+    return {
+        "forward_general": lambda m: [s.heads * s.batch * ceil(s.q_len / 128) * (128 // m)],
+        "backward_delta_general": lambda r: [ceil(s.q_len / r) * s.heads * s.batch],
+        "backward_dkdv_general": lambda n: [
+            s.kv_heads * s.batch * ceil(s.kv_len / 128) * (128 // n)
+        ],
+        "backward_dq_general": lambda m: [s.heads * s.batch * ceil(s.q_len / 128) * (128 // m)],
+    }
+
+
+def only(direction, grids):
+    return {kernel: grid for kernel, grid in grids.items() if kernel.startswith(direction)}
+
+
+MAKE = {"forward": forward_general, "backward": backward_general}
+
+
+@pytest.mark.parametrize("direction", MAKE)
+@pytest.mark.parametrize("smaller,batches", [(0, (1, 1)), (8, (2, 2)), (24, (2, 1))])
+def test_launches(machine, direction, smaller, batches):
+    """A multiple of 8 just below the compiled dims runs on them."""
+    s = Sizes()
+    v = machine.variant
+    dims = v["qk_dim"] - smaller, v["v_dim"] - smaller
+    call = MAKE[direction](machine, s, dims, batches)
+    grids = only(direction, grids_of(s))
+    expect_launches(machine, call, scalars_of(s, dims, batches), grids)
+
+
+@pytest.mark.parametrize("direction", MAKE)
+def test_what_is_not_there_is_not_looked_at(machine, direction):
+    """Any buffer stands in for numbers and places; the kernels get batches of 0."""
+    s = Sizes(batch=1, mask_batch=1, q_len=1, kv_len=129, heads=8, kv_heads=1)
+    dims = machine.variant["qk_dim"], machine.variant["v_dim"]
+    call = MAKE[direction](machine, s, dims, has=(0, 0), soft_cap=0.0)
+    stand_in = Array("bfloat16", (7,))
+    call = call.change(**dict.fromkeys(("scales", "slopes", "q_places", "kv_places"), stand_in))
+    scalars = scalars_of(s, dims, (0, 0), 0.0)
+    expect_launches(machine, call, scalars, only(direction, grids_of(s)))
+
+
+@pytest.mark.parametrize("direction", MAKE)
+@pytest.mark.parametrize(
+    "changes,text",
+    [
+        (
+            {"scales": Array("float32", (3,))},
+            "scales has 3 rows (axis 0), expected 1 or the batch, 2",
+        ),
+        (
+            {"scales": Array("float16", (2,))},
+            "scales is float16[2], expected float32[scales_batch=2]",
+        ),
+        ({"scales": Array("float32", ())}, "scales is float32[], expected 1 axes (scales_batch)"),
+        (
+            {"slopes": Array("float32", (1, 5))},
+            "slopes is float32[1, 5], expected float32[bias_batch=1, heads=6]",
+        ),
+        ({"q_places": Array("int32", (1, 299))}, "q_places is int32[1, 299]"),
+        ({"kv_places": Array("int32", (2, 700))}, "kv_places is int32[2, 700]"),
+        ({"soft_cap": ("float32", -1.0)}, "attribute soft_cap is -1, expected a finite number"),
+        ({"soft_cap": ("float32", float("nan"))}, "attribute soft_cap is "),
+        ({"scale": ("float32", 0.0)}, "attribute scale is 0, expected"),
+        ({"has_bias": ("int32", 2)}, "has_bias"),
+        ({"has_scales": ("int32", -1)}, "has_scales"),
+    ],
+)
+def test_refusals(shared_machine, direction, changes, text):
+    call = MAKE[direction](shared_machine).change(**changes)
+    failure = shared_machine.run(call)
+    assert text in failure.message and f"packax_{direction}_general_v1: " in failure.message
+    assert not shared_machine.launches()
+
+
+def test_refusals_of_the_backward(shared_machine):
+    call = backward_general(shared_machine)
+    for changes in (
+        {"dnumbers": Array("float32", (2, 6, 1, 300))},
+        {"delta": Array("float32", (2, 6, 299))},
+        {"has_dnumbers": ("int32", 3)},
+    ):
+        failure = shared_machine.run(call.change(**changes))
+        assert next(iter(changes)) in failure.message
+
+
+@pytest.mark.parametrize("dims,text", [((84, 80), "qk_dim is 84"), ((64, 20), "v_dim is 20")])
+def test_other_head_dims_are_refused(shared_machine, dims, text):
+    failure = shared_machine.run(forward_general(shared_machine, dims=dims))
+    assert f"{text}, there are kernels for multiples of 8" in failure.message
+
+
+def test_larger_head_dims_are_refused(shared_machine):
+    failure = shared_machine.run(forward_general(shared_machine, dims=(8, 264)))
+    assert "no forward_general kernel for compute capability" in failure.message
+    assert "head dims 8x264" in failure.message

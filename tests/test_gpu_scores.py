@@ -1,0 +1,53 @@
+"""The general kernels on a GPU: what changes scores, and head dims between the compiled ones. `pytest -m gpu`."""
+
+from __future__ import annotations
+
+import cases
+import jax.numpy as jnp
+import numpy as np
+import packax
+import pytest
+from test_scores import check, sinks_of, slopes_of
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "name,dims,options",
+    [
+        ("causal_long", (64, 64), {"soft_cap": 2.0}),
+        ("batch_of_three", (128, 128), {"slopes": True, "sinks": True}),
+        ("positions_fall", (192, 128), {"soft_cap": 3.0, "slopes": True}),
+        ("padding", (256, 256), {"soft_cap": 3.0, "slopes": True, "sinks": True}),
+        ("gqa_4", (128, 128), {"scale": -0.2}),
+        ("cross_documents", (64, 64), {"scale": 0.0, "slopes": True}),
+    ],
+)
+def test_options(name, dims, options, dtype):
+    case = cases.BY_NAME[name]
+    options = dict(options)
+    for option, made in (("sinks", sinks_of), ("slopes", slopes_of)):
+        if options.pop(option, False):
+            options[option] = made(case.heads)
+    check(case, dtype, dims, **options)
+
+
+@pytest.mark.parametrize(
+    "dims", [(8, 8), (16, 24), (40, 64), (64, 72), (96, 96), (136, 80), (200, 232), (256, 8)]
+)
+@pytest.mark.parametrize("name", ["documents_odd", "ids_reappear"])
+def test_head_dims(name, dims):
+    check(cases.BY_NAME[name], "bfloat16", dims)
+
+
+def test_plain_requests_are_what_they_were():
+    """Where nothing changes a score, general kernels agree with the plain ones to rounding."""
+    query, key, value, *_ = cases.BY_NAME["causal_long"].tensors("bfloat16", 128, 128)
+    plain = packax.flash_attention(query, key, value, packax.causal())
+    general, top = packax.flash_attention(
+        query, key, value, packax.causal(), return_max_logits=True
+    )
+    x, y = (np.asarray(x, np.float32) for x in (plain, general))
+    np.testing.assert_allclose(x, y, atol=2.0**-7)
+    assert top.dtype == jnp.float32 and np.isfinite(top).all()
