@@ -1,0 +1,93 @@
+"""What jax's transformations need of the kernels, on a GPU. `pytest -m gpu`; test_transformations.py is the rest."""
+
+from __future__ import annotations
+
+import cases
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import packax
+import pytest
+from gpu_runs import assert_identical, tensors
+
+pytestmark = pytest.mark.gpu
+IDS = np.stack([cases.ODD, cases.PADDED])
+
+
+def causal_documents(ids):
+    return packax.causal() & packax.documents(ids)
+
+
+def operands(length=cases.LENGTH):
+    x = tensors(2, length, length, 4, 2, 64, "bfloat16")
+    return [x.query, x.key, x.value], x.dout.astype(jnp.float32)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("argnums", [(0,), (1,), (2,), (1, 2)], ids=str)
+def test_frozen_operands(argnums, deterministic):
+    """The same gradients as beside the others: no kernel that is left out made a part of them."""
+    x, dout = operands()
+    mask = packax.create_attention_mask(causal_documents(IDS))
+
+    def loss(*x):
+        out = packax.flash_attention(*x, mask, deterministic=deterministic)
+        return jnp.sum(out.astype(jnp.float32) * dout)
+
+    every = jax.jit(jax.grad(loss, (0, 1, 2)))(*x)
+    some = jax.jit(jax.grad(loss, argnums))(*x)
+    for n, got in zip(argnums, some, strict=True):
+        if n == 0 and not deterministic:  # on Hopper the order of its sum is open
+            np.testing.assert_allclose(
+                *(np.float32(y) for y in (got, every[n])), rtol=0.02, atol=0.02
+            )
+        else:
+            assert_identical([got], [every[n]], f"gradient {n}: ")
+
+
+def test_forward_mode_and_second_derivatives_beside_the_kernels():
+    """As with implementation="xla": the tangents are XLA's, of residuals that kernels made."""
+    x, dout = operands()
+
+    def results(implementation):
+        def loss(*x):
+            mask = causal_documents(IDS)
+            out = packax.flash_attention(*x, mask, implementation=implementation)
+            return jnp.sum(jnp.sin(out.astype(jnp.float32)) * dout)
+
+        gradient = jax.grad(loss, (0, 1, 2))
+        return jax.jit(lambda *x: jax.jvp(gradient, x, x)[1])(*x)
+
+    for got, expected in zip(results(None), results("xla"), strict=True):
+        got, expected = np.float32(got), np.float32(expected)
+        assert np.abs(got - expected).max() < 0.05 * np.abs(expected).max()
+
+
+def test_exported_programs():
+    """One program of symbolic sizes, read back, gives jit's bits at every size."""
+
+    def step(query, key, value, ids, dout):
+        def out(*x):
+            return packax.flash_attention(*x, causal_documents(ids), deterministic=True)
+
+        return jax.vjp(out, query, key, value)[1](dout.astype(query.dtype))
+
+    batch, length = jax.export.symbolic_shape("b, s")
+    rows, keys = ((batch, length, heads, 64) for heads in (4, 2))
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (rows, keys, keys)]
+    shapes += [
+        jax.ShapeDtypeStruct((batch, length), jnp.int32),
+        jax.ShapeDtypeStruct(rows, jnp.float32),
+    ]
+    exported = jax.export.export(
+        jax.jit(step), platforms=["cuda"], disabled_checks=packax.export_checks()
+    )(*shapes)
+    pytest.importorskip("flatbuffers")
+    program = jax.export.deserialize(exported.serialize())
+    for size in (1, 130, len(cases.ODD)):
+        x, dout = operands(size)
+        ids = jnp.asarray(IDS[:, :size])
+        assert_identical(
+            program.call(*x, ids, dout), jax.jit(step)(*x, ids, dout), f"length {size}: "
+        )
