@@ -28,8 +28,9 @@ else:
     for _name, _stages in _ext.registrations().items():
         jax.ffi.register_ffi_target(_name, _stages, platform="CUDA")
 
-TARGETS = tuple(
-    f"packax_{name}_v1" for name in ("documents", "blocks", "forward", "backward", "decode")
+TARGETS = (
+    *("packax_documents_v1", "packax_blocks_v1", "packax_forward_v1", "packax_backward_v1"),
+    *("packax_forward_general_v1", "packax_backward_general_v1", "packax_decode_v1"),
 )
 
 
