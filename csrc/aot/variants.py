@@ -243,7 +243,7 @@ SPILLS = {
     ("backward_dq", 192): 160,
     ("backward_dq", 256): 104,
     ("backward_dq_general", 192): 48,
-    ("backward_dq_general", 256): 96,
+    ("backward_dq_general", 256): 112,
     ("forward_hopper", 64): 240,  # under ptxas 12.9; 120 under 13.4
     ("forward_hopper", 128): 128,  # under ptxas 12.9; 8 under 13.4
     ("forward_hopper", 192): 128,  # under ptxas 12.9; 56 under 13.4
