@@ -161,11 +161,6 @@ def test_flash_attention(changes, texts):
             jax.jit(lambda traced: call(**static, **traced))(traced)
 
 
-def test_a_traced_scale():
-    with raises(ValueError, "scale must be a Python or numpy number", "multiply query by it"):
-        jax.jit(lambda s: call(scale=s))(0.5)
-
-
 @pytest.mark.parametrize(
     "build,texts",
     [

@@ -172,7 +172,10 @@ def backward(
             of = logits(s, block)
             # Where no pair is, the row's lse and dp may be inf or nan (garbage in padding, another
             # document's overflow): select, never multiply.
-            p = _where(allowed, jnp.exp(of.logit - shift_tile), 0, tiles)
+            # The first select also keeps the compiler from one multiply-add of s * scale - lse: lse
+            # is of rounded logits, and p is more exact where the same rounding cancels.
+            logit = _where(allowed, of.logit, -jnp.inf, tiles)
+            p = _where(allowed, jnp.exp(logit - shift_tile), 0, tiles)
             dp = _dot(do_tile, v_block, 2, 2)
             dlogit = p * (dp - delta_tile)
             ds = dlogit if of.cap_slope is None else dlogit * of.cap_slope
