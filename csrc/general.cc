@@ -129,7 +129,7 @@ ffi::Error Backward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi
                     ffi::Result<ffi::AnyBuffer> dv, ffi::Result<ffi::AnyBuffer> dnumbers,
                     ffi::Result<ffi::AnyBuffer> delta, float scale, float soft_cap,
                     int32_t element_test, int32_t has_dlse, int32_t has_dnumbers,
-                    int32_t has_scales, int32_t has_bias) {
+                    int32_t has_scales, int32_t has_bias, int32_t wanted) {
   Shape s;
   PACKAX_TRY(ReadShape(query, key, value, q_lo, &s));
   const Mask m{q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, element_test};
@@ -147,10 +147,15 @@ ffi::Error Backward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi
   PACKAX_TRY(ExpectRows("dout", dout, s, v_dim));
   PACKAX_TRY(ExpectAttribute("has_dlse", has_dlse, 1));
   if (has_dlse == 1) PACKAX_TRY(ExpectSums("dlse", dlse, s));
-  PACKAX_TRY(ExpectRows("dq", *dq, s, qk_dim));
-  PACKAX_TRY(ExpectKeys("dk", *dk, s, qk_dim));
-  PACKAX_TRY(ExpectKeys("dv", *dv, s, v_dim));
   PACKAX_TRY(ExpectAttribute("has_dnumbers", has_dnumbers, 1));
+  // Bit 0: dq, bit 1: dk and dv. What no kernel writes has no elements.
+  PACKAX_TRY(ExpectAttribute("wanted", wanted, 3));
+  const bool want_rows = (wanted & 1) != 0 || has_dnumbers == 1, want_keys = (wanted & 2) != 0;
+  if (want_rows) PACKAX_TRY(ExpectRows("dq", *dq, s, qk_dim));
+  if (want_keys) {
+    PACKAX_TRY(ExpectKeys("dk", *dk, s, qk_dim));
+    PACKAX_TRY(ExpectKeys("dv", *dv, s, v_dim));
+  }
   if (has_dnumbers == 1) {
     PACKAX_TRY(
         Expect("dnumbers", *dnumbers, ffi::DataType::F32,
@@ -184,43 +189,46 @@ ffi::Error Backward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi
                         .heads = s.heads,
                         .v_dim = s.v_dim,
                     }));
-  PACKAX_TRY(Launch(keys, stream, KeyGrid(s, keys.block()),
-                    BackwardDkdvGeneralArgs{
-                        .query = query.untyped_data(),
-                        .key = key.untyped_data(),
-                        .value = value.untyped_data(),
-                        .dout = dout.untyped_data(),
-                        .lse = lse.untyped_data(),
-                        .delta = delta->untyped_data(),
-                        .dk = dk->untyped_data(),
-                        .dv = dv->untyped_data(),
-                        .q_lo = q_lo.untyped_data(),
-                        .q_hi = q_hi.untyped_data(),
-                        .q_ids = q_ids.untyped_data(),
-                        .kv_ids = kv_ids.untyped_data(),
-                        .q_pos = q_pos.untyped_data(),
-                        .kv_pos = kv_pos.untyped_data(),
-                        .q_blocks = q_blocks.untyped_data(),
-                        .kv_blocks = kv_blocks.untyped_data(),
-                        .kv_order = kv_order.untyped_data(),
-                        .scales = scales.untyped_data(),
-                        .slopes = slopes.untyped_data(),
-                        .q_places = q_places.untyped_data(),
-                        .kv_places = kv_places.untyped_data(),
-                        .scale = scale,
-                        .soft_cap = soft_cap,
-                        .element_test = element_test,
-                        .batch = s.batch,
-                        .mask_batch = s.mask_batch,
-                        .scales_batch = e.scales_batch,
-                        .bias_batch = e.bias_batch,
-                        .q_len = s.q_len,
-                        .kv_len = s.kv_len,
-                        .heads = s.heads,
-                        .kv_heads = s.kv_heads,
-                        .qk_dim = s.qk_dim,
-                        .v_dim = s.v_dim,
-                    }));
+  if (want_keys) {
+    PACKAX_TRY(Launch(keys, stream, KeyGrid(s, keys.block()),
+                      BackwardDkdvGeneralArgs{
+                          .query = query.untyped_data(),
+                          .key = key.untyped_data(),
+                          .value = value.untyped_data(),
+                          .dout = dout.untyped_data(),
+                          .lse = lse.untyped_data(),
+                          .delta = delta->untyped_data(),
+                          .dk = dk->untyped_data(),
+                          .dv = dv->untyped_data(),
+                          .q_lo = q_lo.untyped_data(),
+                          .q_hi = q_hi.untyped_data(),
+                          .q_ids = q_ids.untyped_data(),
+                          .kv_ids = kv_ids.untyped_data(),
+                          .q_pos = q_pos.untyped_data(),
+                          .kv_pos = kv_pos.untyped_data(),
+                          .q_blocks = q_blocks.untyped_data(),
+                          .kv_blocks = kv_blocks.untyped_data(),
+                          .kv_order = kv_order.untyped_data(),
+                          .scales = scales.untyped_data(),
+                          .slopes = slopes.untyped_data(),
+                          .q_places = q_places.untyped_data(),
+                          .kv_places = kv_places.untyped_data(),
+                          .scale = scale,
+                          .soft_cap = soft_cap,
+                          .element_test = element_test,
+                          .batch = s.batch,
+                          .mask_batch = s.mask_batch,
+                          .scales_batch = e.scales_batch,
+                          .bias_batch = e.bias_batch,
+                          .q_len = s.q_len,
+                          .kv_len = s.kv_len,
+                          .heads = s.heads,
+                          .kv_heads = s.kv_heads,
+                          .qk_dim = s.qk_dim,
+                          .v_dim = s.v_dim,
+                      }));
+  }
+  if (!want_rows) return ffi::Error::Success();
   return Launch(rows, stream, QueryGrid(s, rows.block()),
                 BackwardDqGeneralArgs{
                     .query = query.untyped_data(),
@@ -323,7 +331,8 @@ auto BackwardSignature(Binding&& binding) {
       .template Attr<int32_t>("has_dlse")
       .template Attr<int32_t>("has_dnumbers")
       .template Attr<int32_t>("has_scales")
-      .template Attr<int32_t>("has_bias");
+      .template Attr<int32_t>("has_bias")
+      .template Attr<int32_t>("wanted");
 }
 
 }  // namespace

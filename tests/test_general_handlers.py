@@ -56,6 +56,20 @@ def test_launches(machine, direction, smaller, batches):
     expect_launches(machine, call, scalars_of(s, dims, batches), grids)
 
 
+@pytest.mark.parametrize("wanted,has_dnumbers", [(0, 0), (0, 1), (1, 0), (2, 0), (2, 1)])
+def test_backward_of_some(machine, wanted, has_dnumbers):
+    """Kernels whose results nobody wants are not launched; that of dq also makes dnumbers."""
+    s = Sizes()
+    dims = machine.variant["qk_dim"], machine.variant["v_dim"]
+    call = backward_general(machine, s, dims, wanted=wanted, has_dnumbers=has_dnumbers)
+    grids = only("backward", grids_of(s))
+    if not wanted & 2:
+        del grids["backward_dkdv_general"]
+    if not (wanted & 1 or has_dnumbers):
+        del grids["backward_dq_general"]
+    expect_launches(machine, call, scalars_of(s, dims) | {"has_dnumbers": has_dnumbers}, grids)
+
+
 @pytest.mark.parametrize("direction", MAKE)
 def test_what_is_not_there_is_not_looked_at(machine, direction):
     """Any buffer stands in for numbers and places; the kernels get batches of 0."""
@@ -107,6 +121,9 @@ def test_refusals_of_the_backward(shared_machine):
         {"dnumbers": Array("float32", (2, 6, 1, 300))},
         {"delta": Array("float32", (2, 6, 299))},
         {"has_dnumbers": ("int32", 3)},
+        {"wanted": ("int32", 4)},
+        {"dq": Array("bfloat16", (0,))},
+        {"dk": Array("bfloat16", (0,))},
     ):
         failure = shared_machine.run(call.change(**changes))
         assert next(iter(changes)) in failure.message

@@ -157,11 +157,13 @@ def test_general_backward():
     gradient = jax.grad(lambda q, k, v, s: loss(q, k, v, MASK, scale=s), (0, 1, 2, 3))
     forward, (attributes, extras, results) = general(gradient, *abstract(), number)
     flags = {"soft_cap": "0.000000e+00 : f32", "has_scales": "1 : i32", "has_bias": "0 : i32"}
-    assert attributes == flags | {"has_dnumbers": "1 : i32"} and forward[0] == flags
+    assert attributes == flags | {"has_dnumbers": "1 : i32", "wanted": "3 : i32"}
+    assert forward[0] == flags
     assert extras == ["1xf32", *[QUERY] * 3] and results == ["2x8x2x300xf32", SUMS]
     gradient = jax.grad(lambda *x: loss(*x, MASK, soft_cap=5.0))
     _, (attributes, _, results) = general(gradient, *abstract())
     assert attributes["has_dnumbers"] == "0 : i32" and results == ["1xf32", SUMS]
+    assert attributes["wanted"] == "1 : i32"
 
 
 def test_other_head_dims_take_the_general_kernels():

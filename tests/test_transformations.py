@@ -346,7 +346,7 @@ def test_frozen_operands_cost_no_products(argnums, products):
     assert text.count("stablehlo.dot_general") == 2 + products
 
 
-def calls_of_backward(argnums, monkeypatch, fused):
+def calls_of_backward(argnums, monkeypatch, fused, more=(), **kwargs):
     rows = with_hopper() if fused else PORTABLE
     monkeypatch.setattr(lowering, "_ext", Extension)
     monkeypatch.setattr(Extension, "variants", staticmethod(lambda: rows))
@@ -355,11 +355,21 @@ def calls_of_backward(argnums, monkeypatch, fused):
     def gradient(*operands):
         return jax.grad(loss_of, argnums)(*operands)
 
-    def loss_of(*operands):
-        return packax.flash_attention(*operands, packax.causal()).astype(jnp.float32).sum()
+    def loss_of(query, key, value, *scale):
+        out = packax.flash_attention(
+            query,
+            key,
+            value,
+            packax.causal(),
+            **kwargs,
+            **dict(zip(["scale"], scale, strict=False)),
+        )
+        return out.astype(jnp.float32).sum()
 
-    (call,) = (c for c in calls(lower_for_cuda(gradient, *abstract())) if "backward" in c[0])
-    _, attributes, _, results = call
+    text = lower_for_cuda(gradient, *abstract(), *more)
+    (call,) = (c for c in calls(text) if "backward" in c[0])
+    target, attributes, _, results = call
+    assert ("general" in target) == bool(kwargs or more)
     return attributes["wanted"], results[:3]
 
 
@@ -375,6 +385,22 @@ def test_frozen_operands_for_the_kernels(monkeypatch, fused):
         ((2,), "2 : i32", [none, key, key]),
     ):
         assert calls_of_backward(argnums, monkeypatch, fused) == (wanted, results)
+
+
+def test_frozen_operands_for_the_general_kernels(monkeypatch):
+    """Likewise; the kernel of dq makes the parts of the gradient of a scale, too."""
+    query, key, none = "2x300x8x64xbf16", "2x300x2x64xbf16", "0xbf16"
+    number = jax.ShapeDtypeStruct((), jnp.float32)
+    for argnums, more, wanted, results in (
+        ((0, 1, 2), (), "3 : i32", [query, key, key]),
+        ((0,), (), "1 : i32", [query, none, none]),
+        ((1,), (), "2 : i32", [none, key, key]),
+        ((2,), (number,), "2 : i32", [none, key, key]),
+        ((2, 3), (number,), "2 : i32", [query, key, key]),
+        ((3,), (number,), "0 : i32", [query, none, none]),
+    ):
+        got = calls_of_backward(argnums, monkeypatch, True, more, soft_cap=9.0)
+        assert got == (wanted, results)
 
 
 # Donation and checkpoint policies

@@ -6,6 +6,7 @@ dtypes) is no attribute; Python never names a kernel's launch, only asks whether
 
 from __future__ import annotations
 
+import functools
 import importlib
 from types import ModuleType
 from typing import Any
@@ -226,16 +227,20 @@ def _backward_cuda(ctx, *operands, implementation, **params):
     _require_kernels("backward", query, value, general=True)
     batch, q_len, heads, _ = query.shape
     delta = _array(batch, heads, q_len)
-    return _general_call(
-        ctx,
-        "packax_backward_general_v1",
-        operands,
-        7 + 10,
-        (delta,) if params["dnumbers"] else (_array(1), delta),
-        params,
-        has_dnumbers=np.int32(params["dnumbers"]),
+    dnumbers, wanted = params["dnumbers"], params["wanted"]
+    call = functools.partial(
+        _general_call,
+        target="packax_backward_general_v1",
+        operands=operands,
+        count=7 + 10,
+        workspace=(delta,) if dnumbers else (_array(1), delta),
+        params=params,
+        has_dnumbers=np.int32(dnumbers),
+        wanted=_wanted_bits(wanted),
         **attributes,
     )
+    # The kernel of dq makes dnumbers.
+    return _written(ctx, call, wanted[0] or dnumbers, any(wanted[1:]))
 
 
 def _array(*shape: int, dtype: Any = jnp.float32) -> Any:
@@ -267,19 +272,31 @@ def _general_call(ctx, target, operands, count, workspace, params, **attributes)
 
 
 def _wanted_call(ctx, operands, elements, fused, wanted, attributes):
-    """A result that no kernel writes has no elements. One kernel of Hopper writes dk and dv."""
-    dq, dkv = wanted[0], any(wanted[1:])
-    written = (dq, dkv or fused, dkv or fused)
+    """One kernel of Hopper writes dk and dv with dq's sum."""
+    call = functools.partial(
+        _call,
+        target="packax_backward_v1",
+        operands=operands,
+        workspace=(_array(elements),),
+        wanted=_wanted_bits(wanted),
+        **attributes,
+    )
+    return _written(ctx, call, wanted[0], fused or any(wanted[1:]))
+
+
+def _wanted_bits(wanted):
+    return np.int32(wanted[0] + 2 * any(wanted[1:]))
+
+
+def _written(ctx, call, dq: bool, dkv: bool):
+    """The results of `call`, a function of ctx: of dq, dk and dv, those that no kernel writes have no
+    elements there."""
+    written = (dq, dkv, dkv, *[True] * (len(ctx.avals_out) - 3))
     nothing = _array(0, dtype=ctx.avals_in[0].dtype)
-    made = _call(
+    made = call(
         ctx.replace(
             avals_out=[x if w else nothing for x, w in zip(ctx.avals_out, written, strict=True)]
-        ),
-        "packax_backward_v1",
-        operands,
-        (_array(elements),),
-        wanted=np.int32(dq + 2 * dkv),
-        **attributes,
+        )
     )
     return [
         x if w else _zeros(ctx, plain(aval))  # not used, so never made

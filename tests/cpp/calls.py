@@ -159,13 +159,20 @@ def forward_general(m, s=Sizes(), dims=None, batches=(1, 1), has=(1, 1), soft_ca
     )
 
 
-def backward_general(m, s=Sizes(), dims=None, batches=(1, 1), has=(1, 1), soft_cap=30.0):
+def backward_general(
+    m, s=Sizes(), dims=None, batches=(1, 1), has=(1, 1), soft_cap=30.0, wanted=3, has_dnumbers=1
+):  # fmt: skip
+    """wanted: bit 0 dq, bit 1 dk and dv; what no kernel writes has no elements."""
     f, b = forward_general(m, s, dims, batches, has, soft_cap), backward(m, s)
     query, key, value = (f.operands[n] for n in ("query", "key", "value"))
     out, lse = f.results["out"], f.results["lse"]
     sums = {"lse": lse, "dout": out, "dlse": lse}
     keys = {name: b.operands[name] for name in ("kv_blocks", "kv_order")}
-    numbers = Array("float32", (s.batch, s.heads, 2, s.q_len))
+    numbers = Array("float32", (s.batch, s.heads, 2, s.q_len) if has_dnumbers else (1,))
+    none = Array(query.dtype, (0,))
+    dq = query if wanted & 1 or has_dnumbers else none
+    dk, dv = (key, value) if wanted & 2 else (none, none)
+    flags = {"has_dlse": 1, "has_dnumbers": has_dnumbers, "wanted": wanted}
     return make_call(
         "packax_backward_general_v1",
         {
@@ -178,8 +185,8 @@ def backward_general(m, s=Sizes(), dims=None, batches=(1, 1), has=(1, 1), soft_c
             **keys,
             **extras(s, *batches),
         },
-        {"dq": query, "dk": key, "dv": value, "dnumbers": numbers, "delta": lse},
-        {**f.attributes, "has_dlse": ("int32", 1), "has_dnumbers": ("int32", 1)},
+        {"dq": dq, "dk": dk, "dv": dv, "dnumbers": numbers, "delta": lse},
+        {**f.attributes, **{name: ("int32", value) for name, value in flags.items()}},
     )
 
 
