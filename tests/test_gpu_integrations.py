@@ -75,6 +75,26 @@ def test_maxtext():
     check(lambda q, k, v: op(q, k, v, IDS), ALLOWED & window, 1.0)
 
 
+def test_maxtext_decoding():
+    """A cache whose tokens are a ring that went round and a hole; the others hold NaN."""
+    pytest.importorskip("flax")
+    from packax.integrations.maxtext import AttentionOp
+
+    op = AttentionOp(attention_type="local_sliding", sliding_window_size=200)
+    ids = np.ones((B, S), int)
+    ids[0, 100:170] = ids[1, 250] = 0
+    q, k, v, _ = tensors()
+    q, hidden = q[:, :1], (ids == 0)[..., None, None]
+    cached = (*(jnp.where(hidden, jnp.nan, x) for x in (k, v)), ids), None
+    run = jax.jit(lambda q, cached: op(q, *[None] * 4, "autoregressive", cached))
+    assert "packax_decode" in run.lower(q, cached).as_text()
+    allowed = ((ids == 1) & (np.arange(S) >= S - 200))[:, None]
+    true, plain = (
+        f(q, k, v, allowed, 1.0, jnp.zeros_like(q)) for f in (oracle.exact, oracle.plain)
+    )
+    oracle.check(true._replace(out=run(q, cached)), true, plain)
+
+
 def test_flash_attention_jax():
     def attention(q, k, v):
         q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))

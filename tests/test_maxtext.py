@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("flax.nnx")
 from packax.integrations import maxtext
+from test_attention import count
 
 B, S, HEADS, KV_HEADS, DIM = 2, 33, 4, 2, 8
 RNG = np.random.default_rng(9)
@@ -197,43 +198,81 @@ def test_chunked_prefill(kind, size):
     close(out, reference(q, k, v, allowed)[0])
 
 
-@pytest.mark.parametrize(("kind", "size"), [("global", None), ("local_sliding", 6)])
+def in_cache(kind, size, ids):
+    """The keys of a cache that the row attends, (B, 1, S): active ones, by place."""
+    keys = ids.shape[1]
+    row = np.full((1, 1), keys - 1)
+    own = np.ones((B, 1), int), np.where(ids == 1, 1, -1)
+    kind = kind if kind in ("local_sliding", "chunk") else "full"
+    return pairs(kind, size, *own, row, np.arange(keys)[None])
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"), [("global", None), ("full", None), ("local_sliding", 6), ("chunk", 8)]
+)
 def test_autoregressive(kind, size):
-    """Active tokens of both caches, places counted in each; the sink counts once."""
+    """Active tokens of both caches, places counted in each; the sink counts once.
+
+    What is not active holds NaN: a key that is read into a result shows. One cache is a ring that
+    went round, one has a hole, one holds nothing.
+    """
     q, k, v = tensors(1, 20)
-    _, k_ar, v_ar = tensors(1, 9)
+    _, k_ar, v_ar = tensors(1, 13)
     ids = (np.arange(20) < np.array([[17], [4]])).astype(int)
-    ids_ar = (np.arange(9) < np.array([[3], [9]])).astype(int)
-    ids_ar[0, 1] = 0  # a hole
     ids[1] = 0  # nothing was prefilled
+    ids_ar = np.ones((B, 13), int)
+    ids_ar[0, 3:6] = 0  # a ring: the oldest tokens come last
+    ids_ar[1, [0, 2, 9]] = 0, 2, -1
     sinks = RNG.standard_normal(HEADS).astype(np.float32)
-    cached = ((k, v, ids), (k_ar, v_ar, ids_ar, ids_ar.sum(1)))
-
-    def active(ids):
-        place = np.full((1, 1), ids.shape[1] - 1)
-        row_ids = np.ones((B, 1), int)
-        kind_here = "full" if kind == "global" else kind
-        return pairs(
-            kind_here,
-            size,
-            row_ids,
-            np.where(ids == 1, 1, -1),
-            place,
-            np.arange(ids.shape[1])[None],
-        )
-
-    allowed = np.concatenate([active(ids), active(ids_ar)], -1)
+    poisoned = [
+        np.where((i == 1)[..., None, None], x, np.nan)
+        for x, i in ((k, ids), (v, ids), (k_ar, ids_ar), (v_ar, ids_ar))
+    ]
+    cached = ((*poisoned[:2], ids), (*poisoned[2:], ids_ar, ids_ar.sum(1)))
+    allowed = np.concatenate([in_cache(kind, size, i) for i in (ids, ids_ar)], -1)
     keys, values = np.concatenate([k, k_ar], 1), np.concatenate([v, v_ar], 1)
 
-    @jax.jit
     def run(q, cached, sink):
-        return op(kind, size)(q, None, None, None, None, "autoregressive", cached, sinks=sink)
+        one = op(kind, size, attn_logits_soft_cap=3.0)
+        return one(q, None, None, None, None, "autoregressive", cached, sinks=sink)
 
-    for sink in (None, sinks):
-        out = run(q, cached, sink)
-        close(out, reference(q, keys, values, allowed, sinks=sink)[0])
-    alone = run(q, (cached[0], None), None)
-    close(alone, reference(q, k, v, active(ids))[0])
+    assert count("packax_decode", run, q, cached, sinks) == 2
+    assert count("packax_forward", run, q, cached, sinks) == 0
+    out = jax.jit(run)(q, cached, sinks)
+    close(out, reference(q, keys, values, allowed, 3.0, sinks)[0])
+    alone = jax.jit(run)(q, (cached[0], None), None)
+    close(alone, reference(q, k, v, in_cache(kind, size, ids), 3.0)[0])
+
+
+def test_autoregressive_other_calls():
+    """No ids: all keys; several rows, and recorded logits: by flash_attention; nothing at all: 0."""
+    q, k, v = tensors(1, 13)
+    q3, _, _ = tensors(3, 1)
+    ids = np.ones((B, 13), int)
+    ids[:, 4:6] = 0
+
+    @jax.jit
+    def run(q, q3):
+        call = lambda one, *x, **more: one(*x[:1], *[None] * 4, "autoregressive", *x[1:], **more)  # noqa: E731
+        recording = op("chunk", 8)
+        recorded = call(recording, q, ((k, v, ids), None), record_max_logits=True)
+        return (
+            call(op(), q, ((k, v, None), None)),
+            call(op("local_sliding", 4), q3, ((k, v, ids), None)),
+            recorded,
+            jax.tree.leaves(recording.max_logits)[0],
+            call(op(), q, ((k, v, ids * 0), (k, v, ids * 0, None)), sinks=np.ones(HEADS)),
+        )
+
+    everything, rows, recorded, logits, nothing = run(q, q3)
+    close(everything, reference(q, k, v, np.ones((B, 1, 13), bool))[0])
+    own = np.ones((B, 3), int), np.where(ids == 1, 1, -1)
+    allowed = pairs("local_sliding", 4, *own, np.arange(3)[None], np.arange(13)[None])
+    close(rows, reference(q3, k, v, allowed)[0])
+    expected = reference(q, k, v, in_cache("chunk", 8, ids))
+    close(recorded, expected[0])
+    close(logits, expected[1])
+    assert not np.any(nothing)
 
 
 MOBA = types.SimpleNamespace(moba=True, moba_chunk_size=6, moba_topk=3)
@@ -254,9 +293,9 @@ def moba_pairs(q, k, before, size=6, count=3):
     return allowed
 
 
-def dense(q, k, v, allowed, sinks=None):
+def of_heads(q, k, v, allowed, *options):
     """`reference` for a mask of each head, (B, H, Sq, Skv)."""
-    outs = [reference(q, k, v, allowed[:, h], sinks=sinks)[0][:, :, h] for h in range(HEADS)]
+    outs = [reference(q, k, v, allowed[:, h], *options)[0][:, :, h] for h in range(HEADS)]
     return np.stack(outs, 2)
 
 
@@ -288,31 +327,40 @@ def test_moba_and_indexer_mask(cap):
     run = jax.jit(lambda *x: one(*x[:3], ids, indexer_mask=x[3]))
     allowed = moba_pairs(q, k, 0) & pairs("global", None, ids)[:, None]
     assert allowed.sum() < pairs("global", None, ids).sum() * HEADS
-    outs = [
-        reference(q, k, v, (allowed & kept[:, None])[:, h], cap)[0][:, :, h] for h in range(HEADS)
-    ]
-    close(run(q, k, v, indexer), np.stack(outs, 2))
+    close(run(q, k, v, indexer), of_heads(q, k, v, allowed & kept[:, None], cap))
 
 
-def test_moba_and_indexer_mask_while_decoding():
+@pytest.mark.parametrize("implementation", [None, "dense"])
+def test_moba_and_indexer_mask_while_decoding(implementation):
     """Of each cache its own part of the mask; MoBA counts in each cache from its end."""
     q, k, v = tensors(1, 20)
     _, k_ar, v_ar = tensors(1, 15)
     ids, ids_ar = np.ones((B, 20), int), np.ones((B, 15), int)
+    ids_ar[0, 3] = 0
     kept = RNG.random((B, 1, 35)) < 0.7
-    kept[..., -1] = True
-    indexer = np.where(kept, 0.0, -2e38)
+    indexer = np.where(kept, 0.0, -2e38).astype(np.float32)
+    sinks = RNG.standard_normal(HEADS).astype(np.float32)
     cached = ((k, v, ids), (k_ar, v_ar, ids_ar, None))
-    one = op(config=MOBA, implementation="dense")
 
-    @jax.jit
-    def run(q, cached, indexer):
-        return one(q, None, None, None, None, "autoregressive", cached, indexer_mask=indexer)
+    def run(q, cached, indexer, moba=MOBA):
+        one = op(config=moba, implementation=implementation, attn_logits_soft_cap=3.0)
+        options = {"sinks": sinks, "indexer_mask": indexer}
+        return one(q, *[None] * 4, "autoregressive", cached, **options)
 
-    out = run(q, cached, indexer)
-    allowed = np.concatenate([moba_pairs(q, k, 19), moba_pairs(q, k_ar, 14)], -1)
+    if implementation is None:
+        assert count("packax_decode", run, q, cached, indexer) == 2
+    active = np.concatenate([ids, ids_ar], 1)[:, None, None] == 1
+    chosen = np.concatenate([moba_pairs(q, k, 19), moba_pairs(q, k_ar, 14)], -1) & active
     keys, values = np.concatenate([k, k_ar], 1), np.concatenate([v, v_ar], 1)
-    close(out, dense(q, keys, values, allowed & kept[:, None]))
+
+    def expected(allowed):
+        return of_heads(q, keys, values, np.broadcast_to(allowed, chosen.shape), 3.0, sinks)
+
+    close(jax.jit(run)(q, cached, indexer), expected(chosen & kept[:, None]))
+    close(jax.jit(run)(q, cached, None), expected(chosen))
+    if implementation is None:
+        of_indexer = jax.jit(lambda *x: run(*x, None))(q, cached, indexer)
+        close(of_indexer, expected(active & kept[:, None]))
 
 
 class Mesh:
@@ -386,7 +434,6 @@ def test_attention_types_of_maxtext():
         ({"attention_type": "local_sliding"}, ValueError, "sliding_window_size must be a positive"),
         ({"attention_type": "chunk", "chunk_attn_window_size": 0}, ValueError, "but is 0"),
         ({"attention_type": "block_diffusion"}, ValueError, "config.causal_block_size must be"),
-        ({"config": MOBA}, NotImplementedError, r"config.moba must be False without implem"),
         ({"dropout_rate": 0.1}, NotImplementedError, "dropout_rate must be 0"),
         ({"kv_quant": object()}, NotImplementedError, "kv_quant must be None"),
         ({"use_ragged_attention": True}, NotImplementedError, "use_ragged_attention must be False"),
@@ -402,7 +449,12 @@ def test_errors_of_the_op(options, error, message):
     ("options", "error", "message"),
     [
         (
-            {"indexer_mask": 0},
+            {"indexer_mask": np.zeros((B, S, S), bool)},
+            ValueError,
+            r"indexer_mask must be floating point of shape \(2, 33, 33\), but is bool of shape",
+        ),
+        (
+            {"indexer_mask": np.zeros((B, S, S), np.float32)},
             NotImplementedError,
             "indexer_mask must be None: its keys are no range",
         ),
@@ -436,5 +488,14 @@ def test_errors_of_the_caches():
     for name in ("previous_chunk", "bidirectional_mask", "decoder_segment_ids_kv"):
         with pytest.raises(ValueError, match=f"{name} must be None in model_mode"):
             op()(q, None, None, None, None, "autoregressive", (part, None), **{name: IMAGES})
+    wrong = (k, v, np.ones((B, 5), int))
+    with pytest.raises(
+        ValueError, match=r"segment ids of a cache must have shape \(2, 33\), as its"
+    ):
+        op()(q, None, None, None, None, "autoregressive", (wrong, None))
+    with pytest.raises(ValueError, match="sinks must have shape"):
+        op()(q, None, None, None, None, "autoregressive", (part, None), sinks=np.ones(3))
+    with pytest.raises(ValueError, match="heads of query must be a multiple of those of key, but"):
+        op(config=MOBA)(q[:, :, :1], None, None, None, None, "autoregressive", (part, None))
     with pytest.raises(ValueError, match="the autoregressive cache is for model_mode"):
         op()(q, None, None, None, None, "prefill", (part, (*part, None)))

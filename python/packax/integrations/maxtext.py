@@ -24,9 +24,12 @@ from packax.attention import flash_attention
 from packax.build import create_attention_mask
 from packax.dot_product import key_mask
 from packax.integrations import maxtext_dense
+from packax.integrations import maxtext_selection as selection
+from packax.integrations.maxtext_decode import decode, merged
 from packax.integrations.maxtext_tokens import documents_of, reorder_sequence, runs_of
 from packax.masks import MaskExpression
 from packax.plan import context_plan
+from packax.scores import scores_of
 from packax.sharding import AttentionSharding
 
 __all__ = ["AttentionOp", "reorder_sequence"]
@@ -34,6 +37,7 @@ __all__ = ["AttentionOp", "reorder_sequence"]
 TRAIN, PREFILL, AUTOREGRESSIVE = "train", "prefill", "autoregressive"
 ACTIVE = 1  # the id of a cache's tokens while decoding: all others are no tokens
 _TYPES = ("global", "local_sliding", "chunk", "full", "mla", "block_diffusion")
+_LOCAL = ("local_sliding", "chunk")
 _NO_EFFECT = (  # how MaxText computes, or lays out what packax does not have
     "attention_kernel",
     "cache_logical_axis_names",
@@ -112,8 +116,6 @@ class AttentionOp(nnx.Module):
         if getattr(config, "moba", False):
             self.moba = (config.moba_chunk_size, config.moba_topk)
         refused = {
-            'config.moba must be False without implementation="dense"': self.moba
-            and not self.dense,
             "dropout_rate must be 0": dropout_rate,
             "quant must be None": quant is not None,
             "kv_quant must be None": kv_quant is not None,
@@ -179,7 +181,8 @@ class AttentionOp(nnx.Module):
                 key, value and decoder_segment_ids hold too.
             bidirectional_mask: (B, S): runs of True attend each other both ways, inside a document.
             sinks: (H,), a logit of each head in the softmax's denominator.
-            indexer_mask: (B, Sq, Skv) additive, 0 or very negative; with implementation="dense".
+            indexer_mask: (B, Sq, Skv) additive, 0 or very negative; the keys of both caches while
+                decoding. With implementation="dense", or for decoding one row.
             record_max_logits: keep the largest logit of each head as `self.max_logits`, an
                 nnx.Intermediate of shape (B, H): capped, of attended pairs; -inf where there are none.
             decoder_segment_ids_kv: (B, Skv), the keys' ids where they differ.
@@ -192,11 +195,6 @@ class AttentionOp(nnx.Module):
             NotImplementedError: indexer_mask without implementation="dense", compressed_mask and
                 compressed_kv, whose keys no range holds; no kernel for the dtype or head dim.
         """
-        if indexer_mask is not None and not self.dense:
-            raise NotImplementedError(
-                "indexer_mask must be None: its keys are no range for a row, and there is no kernel "
-                'for them; AttentionOp(implementation="dense") takes it'
-            )
         for name, x in (("compressed_mask", compressed_mask), ("compressed_kv", compressed_kv)):
             if x is not None:
                 raise NotImplementedError(
@@ -217,6 +215,12 @@ class AttentionOp(nnx.Module):
             raise ValueError('the autoregressive cache is for model_mode "autoregressive"')
         query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
         if decoding:
+            own = key, value, decoder_segment_ids
+            caches = [own] if cache is None else [own, cache[:3]]
+        if indexer_mask is not None:
+            keys = sum(one[0].shape[1] for one in caches) if decoding else key.shape[1]
+            indexer_mask = selection.checked_indexer(indexer_mask, (*query.shape[:2], keys))
+        if decoding:
             for name, x in (
                 ("previous_chunk", previous_chunk),
                 ("bidirectional_mask", bidirectional_mask),
@@ -224,34 +228,72 @@ class AttentionOp(nnx.Module):
             ):
                 if x is not None:
                     raise ValueError(f'{name} must be None in model_mode "autoregressive"')
-            mask = self._cache_mask(query, key, decoder_segment_ids)
-        else:
-            mask = self._mask(
-                query,
-                key,
-                decoder_segment_ids,
-                decoder_segment_ids_kv,
-                inputs_positions,
-                previous_chunk,
-                bidirectional_mask,
+            parts, at = [], 0
+            for key, value, ids in caches:
+                to = at + key.shape[1]
+                indexer = None if indexer_mask is None else indexer_mask[..., at:to]
+                record = record_max_logits and at == 0
+                parts.append(self._decode(query, key, value, ids, indexer, record))
+                at = to
+            return merged(parts, scores_of(query, 0, 0, 1.0, sinks, None, None)[0].sinks)
+        mask = self._mask(
+            query,
+            key,
+            decoder_segment_ids,
+            decoder_segment_ids_kv,
+            inputs_positions,
+            previous_chunk,
+            bidirectional_mask,
+        )
+        before = _length(previous_chunk)
+        return self._attend(
+            query, key, value, mask, before, indexer_mask, sinks, record_max_logits
+        )[0]
+
+    def _decode(
+        self, query: Any, key: Any, value: Any, ids: Any, indexer: Any, record: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        """(out, lse) of one cache."""
+        key, value = jnp.asarray(key), jnp.asarray(value)
+        rows, keys = query.shape[1], key.shape[1]
+        before = keys - 1 if rows == 1 else 0  # the place of the row, as MaxText counts it
+        active = None
+        if ids is not None:
+            active = jnp.asarray(ids) == ACTIVE
+            if active.shape not in ((query.shape[0], keys), (1, keys)):
+                raise ValueError(
+                    f"the segment ids of a cache must have shape {(query.shape[0], keys)}, as its "
+                    f"keys, but have {active.shape}"
+                )
+        if self.dense or self.sharding is not None or record or rows != 1:
+            expression = intervals.full()
+            if active is not None:
+                expression = key_mask(active, rows)
+                if self.attention_type in _LOCAL:
+                    expression = expression & self._interval(before)
+            mask = self._built(expression, rows, keys, None)
+            return self._attend(query, key, value, mask, before, indexer, None, record)
+        place = jnp.arange(keys, dtype=jnp.int32)
+        most, attended = keys, active
+        if active is not None and self.attention_type in _LOCAL:
+            size = int(self.size)
+            first = keys - size if self.attention_type == "local_sliding" else before // size * size
+            most, attended = min(size, keys), active & (place >= first)
+        if indexer is not None:
+            attended = _and(attended, selection.indexed(indexer)[:, 0])
+        if self.moba is not None:
+            size, count = self.moba
+            chunks = selection.moba(query, key, before, size, count)[:, :, 0]
+            most = min(most, size * count)
+            attended = _and(
+                None if attended is None else attended[:, None], chunks[..., place // size]
             )
-        first = key.shape[1]
-        before = _last(query, key) if decoding else _length(previous_chunk)
-        indexer_ar = None
-        if cache is not None and indexer_mask is not None:
-            indexer_mask, indexer_ar = indexer_mask[..., :first], indexer_mask[..., first:]
-        own = (query, key, value, mask, before, indexer_mask)
-        if cache is None:
-            return self._attend(*own, sinks, record_max_logits)[0]
-        key_ar, value_ar, ids_ar, _ = cache
-        key_ar, value_ar = jnp.asarray(key_ar), jnp.asarray(value_ar)
-        mask_ar = self._cache_mask(query, key_ar, ids_ar)
-        own_ar = (query, key_ar, value_ar, mask_ar, _last(query, key_ar), indexer_ar)
-        parts = [
-            self._attend(*own, None, record_max_logits),
-            self._attend(*own_ar, None, False),
-        ]
-        return _merged(parts, sinks)
+        if attended is not None:
+            attended = jnp.broadcast_to(attended, (query.shape[0], *attended.shape[1:]))
+        cap = self.attn_logits_soft_cap
+        return decode(
+            query, key, value, attended, most, soft_cap=cap, implementation=self.implementation
+        )
 
     def _attend(
         self,
@@ -266,12 +308,23 @@ class AttentionOp(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """(out, lse); `before`: the place of the first row, by which MoBA counts."""
         results: Any
+        refused = {
+            "config.moba must be False": self.moba,
+            "indexer_mask must be None": indexer_mask,
+        }
+        for what, given in refused.items():
+            if given is not None and not self.dense:
+                raise NotImplementedError(
+                    f"{what}: its keys are no range for a row, and only decoding of one row has a "
+                    'kernel for them; AttentionOp(implementation="dense") takes it'
+                )
         if self.dense:
             allowed = jnp.reshape(mask, (-1, 1, 1, *mask.shape[-2:]))
             if self.moba is not None:
-                allowed = allowed & maxtext_dense.moba(query, key, before, *self.moba)
+                chosen = selection.moba(query, key, before, *self.moba)
+                allowed = allowed & maxtext_dense.by_chunks(chosen, key, before, self.moba[0])
             if indexer_mask is not None:
-                allowed = allowed & maxtext_dense.indexed(indexer_mask)
+                allowed = allowed & selection.indexed(indexer_mask)[:, None, None]
             cap = self.attn_logits_soft_cap
             results = maxtext_dense.attend(query, key, value, allowed, cap, sinks)
         else:
@@ -309,15 +362,6 @@ class AttentionOp(nnx.Module):
         if plan is not None:  # the expression is about tokens in order
             allowed = plan.permute(plan.permute(allowed, axis=1), axis=2)
         return allowed
-
-    def _cache_mask(self, query: Any, key: Any, ids: Any) -> Any:
-        """While decoding: the active tokens of one cache, by place in it if the type says so."""
-        expression = intervals.full()
-        if ids is not None:
-            expression = key_mask(jnp.asarray(ids) == ACTIVE, query.shape[1])
-            if self.attention_type in ("local_sliding", "chunk"):
-                expression = expression & self._interval(_last(query, key))
-        return self._built(expression, query.shape[1], key.shape[1], None)
 
     def _mask(
         self,
@@ -412,19 +456,5 @@ def _length(previous_chunk: Any) -> int:
     return 0 if previous_chunk is None else previous_chunk.shape[1]
 
 
-def _last(query: Any, key: Any) -> int:
-    """While decoding: the place of the row in a cache, as MaxText counts it."""
-    return key.shape[1] - 1 if query.shape[1] == 1 else 0
-
-
-def _merged(parts: list[tuple[jax.Array, jax.Array]], sinks: Any) -> jax.Array:
-    """One softmax over the keys of all parts, and the sink."""
-    lses = [lse for _, lse in parts]
-    if sinks is not None:
-        lses.append(jnp.broadcast_to(jnp.asarray(sinks, lses[0].dtype)[:, None], lses[0].shape))
-    total = jax.scipy.special.logsumexp(jnp.stack(lses), axis=0)
-    merged = jnp.zeros((), total.dtype)
-    for out, lse in parts:
-        weight = jnp.where(jnp.isneginf(lse), 0, jnp.exp(lse - total))  # nothing attended: 0
-        merged = merged + weight.swapaxes(1, 2)[..., None] * out.astype(lse.dtype)
-    return merged.astype(parts[0][0].dtype)
+def _and(a: Any, b: Any) -> Any:
+    return b if a is None else a & b

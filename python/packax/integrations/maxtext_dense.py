@@ -5,13 +5,12 @@ Quadratic in the lengths, in plain XLA: what `AttentionOp(implementation="dense"
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-_MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # what an additive mask of MaxText's holds
+from packax.integrations.maxtext_selection import MASKED
 
 
 def attend(
@@ -29,7 +28,7 @@ def attend(
     if cap is not None:
         logits = cap * jnp.tanh(logits / cap)
     some = jnp.any(allowed, axis=-1)
-    logits = jnp.where(allowed, logits, _MASKED)  # finite, so that no gradient is a NaN
+    logits = jnp.where(allowed, logits, MASKED)  # finite, so that no gradient is a NaN
     lse = jax.scipy.special.logsumexp(logits, axis=-1)
     if sinks is not None:
         lse = jnp.logaddexp(lse, jnp.asarray(sinks, wide).reshape(kv_heads, -1, 1))
@@ -43,31 +42,10 @@ def attend(
     return out, lse, jax.lax.stop_gradient(top.reshape(batch, heads))
 
 
-def indexed(mask: Any) -> jax.Array:
-    """An indexer's additive mask (B, Sq, Skv), 0 for what it keeps: boolean, (B, 1, 1, Sq, Skv)."""
-    return (jnp.asarray(mask) >= _MASKED / 2)[:, None, None]
-
-
-def moba(query: jax.Array, key: jax.Array, before: int, size: int, count: int) -> jax.Array:
-    """The keys that MoBA's gate leaves (arXiv 2502.13189): (B, Hkv, H / Hkv, Sq, Skv), causal.
-
-    Each row of each head attends the chunk of `size` keys that it lies in, and of the chunks before
-    the `count` - 1 whose mean key has the largest product with the query.
-    """
-    batch, rows, heads, dim = query.shape
+def by_chunks(chosen: jax.Array, key: jax.Array, before: int, size: int) -> jax.Array:
+    """The keys of chunks chosen for each row (B, H, Sq, chunks), causal: (B, Hkv, H / Hkv, Sq, Skv)."""
+    batch, heads, rows, _ = chosen.shape
     keys, kv_heads = key.shape[1:3]
-    chunks = math.ceil(keys / size)
-    padded = jnp.pad(key.astype(jnp.float32), ((0, 0), (0, chunks * size - keys), (0, 0), (0, 0)))
-    sums = padded.reshape(batch, chunks, size, kv_heads, dim).sum(2)
-    held = jnp.minimum(size, keys - size * jnp.arange(chunks))
-    means = sums / held[:, None, None]
-    grouped = query.astype(jnp.float32).reshape(batch, rows, kv_heads, heads // kv_heads, dim)
-    gate = jnp.einsum("btkgd,bnkd->bkgtn", grouped, means, precision="highest")
-    row = before + jnp.arange(rows)
-    own, chunk = row[:, None] // size, jnp.arange(chunks)
-    gate = jnp.where(chunk < own, gate, -jnp.inf)
-    gate = jax.lax.stop_gradient(jnp.where(chunk == own, jnp.inf, gate))
-    _, chosen = jax.lax.top_k(gate, min(count, chunks))
-    attended = jax.nn.one_hot(chosen, chunks, dtype=bool).any(-2)
     place = jnp.arange(keys)
-    return attended[..., place // size] & (place <= row[:, None])
+    allowed = chosen[..., place // size] & (place <= before + jnp.arange(rows)[:, None])
+    return allowed.reshape(batch, kv_heads, heads // kv_heads, rows, keys)
