@@ -65,3 +65,14 @@ def test_the_program_for_kvax_trains(monkeypatch, capsys):
     shown = capsys.readouterr().out
     losses = [float(line.split()[-1]) for line in shown.splitlines() if "loss" in line]
     assert losses[-1] < losses[0] - 0.5, shown
+
+
+def test_the_flow_of_its_readme_trains():
+    """tests/test_kvax_readme.py in bfloat16, whose loss there is that of dense attention in float32."""
+    readme = pytest.importorskip("test_kvax_readme")
+    dense = readme.Transformer(readme.config(), attention=readme.dense)
+    expected, _ = readme.training(dense, (1, 1), 1)
+    model = readme.Transformer(readme.config(dtype=jnp.bfloat16))
+    losses, _ = readme.training(model, (1, 1), 2, "cuda")
+    np.testing.assert_allclose(losses[0], expected[0], rtol=1e-2)
+    assert losses[1] < losses[0] - 1e-3

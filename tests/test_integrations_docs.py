@@ -1,10 +1,13 @@
 """The Python blocks of docs/integrations.md, in order, in one namespace."""
 
+import functools
 import re
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import packax
 import pytest
 
 DOCS = Path(__file__).parents[1] / "docs" / "integrations.md"
@@ -37,3 +40,39 @@ def test_equinox_rows_of_documents(namespace):
     np.testing.assert_array_equal(out[0, 40:], other[0, 40:])
     assert np.abs(out[0, :40] - other[0, :40]).max() > 0.01
     assert not np.any(out[1, 90:])
+
+
+def test_equinox_is_its_own_attention(namespace):
+    """Output and gradients of equinox.nn.MultiheadAttention, whose weights the block's module takes."""
+    eqx = pytest.importorskip("equinox")
+    theirs = eqx.nn.MultiheadAttention(4, 32, qk_size=8, vo_size=8, key=jax.random.key(2))
+    ours = namespace["Attention"](32, heads=4, kv_heads=4, head_dim=8, key=jax.random.key(3))
+
+    def taking(theirs):
+        key_value = jnp.concatenate([theirs.key_proj.weight, theirs.value_proj.weight])
+        weights = theirs.query_proj.weight, key_value, theirs.output_proj.weight
+        places = lambda m: (m.query.weight, m.key_value.weight, m.out.weight)  # noqa: E731
+        return eqx.tree_at(places, ours, weights)
+
+    ids = jnp.asarray([0] * 7 + [1] * 13)
+    expression = packax.causal() & packax.documents(ids)
+    allowed = expression.as_array(20, 20).reshape(20, 20)
+    x = jax.random.normal(jax.random.key(4), (20, 32))
+
+    @eqx.filter_jit
+    def both(theirs):
+        def of_ours(theirs):
+            out = taking(theirs)(x, packax.create_attention_mask(expression))
+            return jnp.sum(jnp.sin(out)), out
+
+        def of_theirs(theirs):
+            out = theirs(x, x, x, allowed)
+            return jnp.sum(jnp.sin(out)), out
+
+        return [eqx.filter_grad(f, has_aux=True)(theirs) for f in (of_ours, of_theirs)]
+
+    (gradients, out), expected = both(theirs)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+    close(out, expected[1])
+    for x, y in zip(*map(jax.tree.leaves, (gradients, expected[0])), strict=True):
+        close(x, y)
