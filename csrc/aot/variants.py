@@ -126,6 +126,11 @@ GENERAL = {
 for _general, (_plain, _hopper) in GENERAL.items():
     TILES[_general] = TILES[_plain] | {("hopper", dim): tile for dim, tile in _hopper.items()}
 
+# Of hopper_backward.py. KV_REGISTERS: keys and values of a program stay in registers. BY_WARP: every warp hands on dS and
+# adds its part of dQ by itself. DQ: who makes dQ: nobody, the two warp groups (1), a third one (2). Nothing but DQ 1
+# alone was timed yet.
+BACKWARD_PLAN = {"KV_REGISTERS": 0, "BY_WARP": 0}
+
 # Kernels of one GPU, in Gluon, and what goes with them: the same results as the portable kernels of
 # the same pass, which serve every other GPU.
 # kernel -> larger head dim -> constants: WARP_GROUPS (of 64 rows), BLOCK_N, STAGES of keys and
@@ -159,8 +164,8 @@ HOPPER_TILES: dict[str, dict[int, dict[str, int]]] = {
         }
         for dim, chunk, turns in (
             # TURNS: 4 to 12 % at 128, -1 to -5 % at 64 (benchmarks/results/tune_backward_h200.json)
-            (64, 64, {"TURNS": 0}),
-            (128, 128, {"TURNS": 1}),
+            (64, 64, {"TURNS": 0, **BACKWARD_PLAN, "DQ": 1}),
+            (128, 128, {"TURNS": 1, **BACKWARD_PLAN, "DQ": 1}),
             (192, 64, {}),
             (256, 64, {}),
         )
@@ -171,7 +176,10 @@ HOPPER_TILES: dict[str, dict[int, dict[str, int]]] = {
 # Kernels that no GPU has run yet, which no wheel holds: benchmarks/tune.py builds, compares and times
 # them. These two would make gradients deterministic without the portable kernels.
 TRIALS: dict[str, dict[int, dict[str, int]]] = {
-    "backward_dkdv_hopper": {dim: dict(HOPPER_TILES["backward_hopper"][dim]) for dim in (64, 128)},
+    "backward_dkdv_hopper": {
+        dim: {k: n for k, n in HOPPER_TILES["backward_hopper"][dim].items() if k != "DQ"}
+        for dim in (64, 128)
+    },
     "backward_dq_hopper": {
         dim: {
             "BLOCK_N": 128,
@@ -248,9 +256,9 @@ SPILLS = {
     ("forward_hopper", 128): 128,  # under ptxas 12.9; 8 under 13.4
     ("forward_hopper", 192): 128,  # under ptxas 12.9; 56 under 13.4
     ("forward_hopper", 256): 208,  # under ptxas 12.9; 120 under 13.4
-    ("backward_hopper", 128): 168,
+    ("backward_hopper", 128): 176,  # under ptxas 13.4; 160 under 12.9
     ("decode_tall", 128): 48,
-    ("backward_hopper", 256): 136,  # under ptxas 12.9; 112 under 13.4
+    ("backward_hopper", 256): 128,  # under ptxas 12.9; 96 under 13.4
 }
 # Kernels for Hopper whose wgmma the assembler may serialise (C7515): the portable dK/dV, which only
 # deterministic=True runs there, and the general one: what it does to scores reads its accumulators.

@@ -29,7 +29,18 @@ from hopper import (
     stay,
     warp_arrive,
 )
-from hopper_rows import add_staged, produce, row_bits, row_range
+from hopper_rows import (
+    add_staged,
+    ds_arrive,
+    ds_constraints,
+    in_pairs,
+    keys_read,
+    produce,
+    row_bits,
+    row_range,
+    store_ds_asm,
+    sum_rows,
+)
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -75,7 +86,7 @@ def cells_of(block, in_head, row_blocks, W: gl.constexpr, ROWS: gl.constexpr):
 @gluon.jit
 def consume(
     W: gl.constexpr, grads, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, ROWS: gl.constexpr, TURNS: gl.constexpr, WITH_DQ: gl.constexpr,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, ROWS: gl.constexpr, TURNS: gl.constexpr, KV_REGISTERS: gl.constexpr, BY_WARP: gl.constexpr, DQ: gl.constexpr,
 ):  # fmt: skip
     dk, dv, dq_sum = grads
     q_ids, kv_ids, q_pos, kv_pos, q_blocks = mask
@@ -110,18 +121,25 @@ def consume(
     else:
         k_part = k_s.index(0)
     v = v_s.index(W)
+    if KV_REGISTERS:  # left operands of every score: half the reads of shared memory
+        kv_layout: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
+        k_left = k.load(kv_layout)
+        v_left = v.load(kv_layout)
+    else:
+        k_left = k
+        v_left = v
     zero = gl.zeros([64, ROWS], gl.float32, s_layout)
     zero_dq = gl.zeros([64, PART], gl.float32, q_layout)
     if steps > 0:
         if TURNS and W == 1:
             turn_pass(1)
         mbarrier.wait(q_full.index(0), 0)
-        s = warpgroup_mma(k, q_s.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma(k_left, q_s.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s,))
-        if WITH_DQ:  # "block -1": adds zero to dQ
+        if DQ == 1:  # "block -1": adds zero to dQ
             ds_s.index(1).slice(W * 64, 64, dim=0).store(gl.zeros([64, ROWS], dtype, s_layout))
             fence_async_shared()
-            mbarrier.arrive(ds_full.index(1))
+            ds_arrive(ds_full.index(1), BY_WARP)
         stage = 0
         phase = 0
         # of the block before; zeros are added to the first one
@@ -141,7 +159,7 @@ def consume(
                     lse = lse_s.index(stage).load(gl.SliceLayout(0, s_layout))
                 mbarrier.wait(do_full.index(stage), phase)
                 dp_token = warpgroup_mma(
-                    v, do_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
+                    v_left, do_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
                 )
                 if part == 0:
                     row = start + at * ROWS
@@ -170,9 +188,10 @@ def consume(
                     lse = lse_s.index(stage).load(gl.SliceLayout(0, s_layout))
                 p = gl.exp2(s * scale2 - lse[None, :])
                 p16 = p.to(dtype)
-                p_half = gl.convert_layout(p16, p_layout)
                 if ROWS == 128:  # P in 32 bits has no room beside dP (docs/numerics.md)
+                    p16 = in_pairs(p16)
                     p = p16.to(gl.float32)
+                p_half = gl.convert_layout(p16, p_layout)
                 dp = warpgroup_mma_wait(0, deps=(dp_token,))
                 dv_token = warpgroup_mma(p_half, do_s.index(stage), dv_sum, is_async=True)
                 dl = delta_s.index(stage).load(gl.SliceLayout(0, s_layout))
@@ -180,16 +199,21 @@ def consume(
                 if part == 0:
                     ds32 = select_bits(ds32, bits, 0.0)
                 ds = ds32.to(dtype)
-                if WITH_DQ:
-                    mbarrier.wait(ds_empty.index(stage), phase ^ stage ^ 1)
-                    ds_s.index(stage).slice(W * 64, 64, dim=0).store(ds)
+                if DQ:
+                    free = phase ^ stage if DQ == 1 else phase
+                    mbarrier.wait(ds_empty.index(stage), free ^ 1)
+                    own_ds = ds_s.index(stage).slice(W * 64, 64, dim=0)
+                    if BY_WARP:
+                        gl.inline_asm(store_ds_asm, ds_constraints(ROWS // 2), (ds, own_ds))
+                    else:
+                        own_ds.store(ds)
                     fence_async_shared()
-                    mbarrier.arrive(ds_full.index(stage))
+                    ds_arrive(ds_full.index(stage), BY_WARP)
                 ds_half = gl.convert_layout(ds, ds_layout)
                 if TURNS:
                     turn_wait(W)
                 dk_token = warpgroup_mma(ds_half, q_s.index(stage), dk_sum, is_async=True)
-                if WITH_DQ:
+                if DQ == 1:
                     mbarrier.wait(ds_full.index(other), phase)
                     ds_t = own_rows(ds_s.index(other), W, ROWS)
                     dq_token = warpgroup_mma(ds_t, k_part, zero_dq, use_acc=False, is_async=True)
@@ -199,13 +223,15 @@ def consume(
                 phase = phase ^ stage
                 mbarrier.wait(q_full.index(other), phase)
                 q_t = q_s.index(other).permute((1, 0))
-                s_token = warpgroup_mma(k, q_t, zero, use_acc=False, is_async=True)
+                s_token = warpgroup_mma(k_left, q_t, zero, use_acc=False, is_async=True)
                 if TURNS:
                     turn_pass(W)
-                if WITH_DQ:
+                if DQ == 1:
                     dq = warpgroup_mma_wait(1, deps=(dq_token,))
                     warp_arrive(ds_empty.index(other))
-                    add_staged(dq, dq_sum + before.to(gl.int64) * CELLS, dq_s.index(W), CELLS)
+                    add_staged(
+                        dq, dq_sum + before.to(gl.int64) * CELLS, dq_s.index(W), CELLS, BY_WARP
+                    )
                 else:
                     dv_sum, dk_sum = warpgroup_mma_wait(1, deps=(dv_token, dk_token))
                     warp_arrive(do_empty.index(stage))
@@ -218,17 +244,17 @@ def consume(
                 wrap = n == count
                 n = gl.where(wrap, 0, n)
                 g = gl.where(wrap, g + 1, g)
-        if WITH_DQ:
+        if DQ == 1:
             mbarrier.wait(ds_full.index(stage ^ 1), phase)
             ds_t = own_rows(ds_s.index(stage ^ 1), W, ROWS)
             dq = warpgroup_mma(ds_t, k_part, zero_dq, use_acc=False, is_async=True)
             dq = warpgroup_mma_wait(0, deps=(dq,))
-            add_staged(dq, dq_sum + before.to(gl.int64) * CELLS, dq_s.index(W), CELLS)
+            add_staged(dq, dq_sum + before.to(gl.int64) * CELLS, dq_s.index(W), CELLS, BY_WARP)
             tma.store_wait(0)
         if TURNS and W == 0:
             turn_wait(0)
-    # the other warp group may still read this one's keys for its part of dQ
-    gl.inline_asm("bar.sync 9, 256;", "~{memory}", ())
+    # other warp groups may still read this one's keys for their part of dQ
+    keys_read("sync", DQ)
     k.store((dk_sum * scale).to(dtype))
     v.store(dv_sum.to(dtype))
     fence_async_shared()
@@ -246,8 +272,8 @@ def tile_of_keys(
     q_blocks, kv_blocks, kv_order,
     scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, ROWS: gl.constexpr,
-    TURNS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
-    WITH_DQ: gl.constexpr,
+    TURNS: gl.constexpr, KV_REGISTERS: gl.constexpr, BY_WARP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    DQ: gl.constexpr,
 ):  # fmt: skip
     """One program of the kernels below."""
     dtype: gl.constexpr = query.dtype
@@ -263,9 +289,9 @@ def tile_of_keys(
     line: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     lse_s = gl.allocate_shared_memory(gl.float32, [2, ROWS], line)
     linear: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    if WITH_DQ:
+    if DQ:
         ds_s = gl.allocate_shared_memory(dtype, [2, 128, ROWS], ds_tile)
-        dq_s = gl.allocate_shared_memory(gl.float32, [2, ROWS * QK_DIM // 64, 32], linear)
+        dq_s = gl.allocate_shared_memory(gl.float32, [2, ROWS * QK_DIM * DQ // 64, 32], linear)
     else:  # never touched
         ds_s = q_s
         dq_s = lse_s
@@ -283,8 +309,8 @@ def tile_of_keys(
         mbarrier.init(kv_full.index(j), 1)
         mbarrier.init(q_full.index(j), 1)
         mbarrier.init(do_full.index(j), 1)
-        mbarrier.init(ds_full.index(j), 2)
-        mbarrier.init(ds_empty.index(j), 8)
+        mbarrier.init(ds_full.index(j), 8 if BY_WARP else 2)
+        mbarrier.init(ds_empty.index(j), 4 if DQ == 2 else 8)
         mbarrier.init(q_empty.index(j), 8)
         mbarrier.init(do_empty.index(j), 8)
 
@@ -316,15 +342,27 @@ def tile_of_keys(
     place = (b, first_key, kv_head, group, bh, mask_b * (row_blocks * 64), row_blocks * 64)
     range_ = (start, steps, steps - core_end + core_begin, core_begin, core_end)
     numbers = (element_test, q_len, kv_len, scale)
-    gl.warp_specialize(
-        [
-            (consume, (0, grads, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, ROWS, TURNS, WITH_DQ)),
-            (consume, (1, grads, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, ROWS, TURNS, WITH_DQ)),
-            (produce, (maps, lines, tiles_s, lines_s, bars, place, range_, QK_DIM, V_DIM, QK_CHUNK, ROWS, 2)),
-        ],
-        [4, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )  # fmt: skip
+    if DQ == 2:
+        gl.warp_specialize(
+            [
+                (consume, (0, grads, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, ROWS, TURNS, KV_REGISTERS, BY_WARP, DQ)),
+                (consume, (1, grads, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, ROWS, TURNS, KV_REGISTERS, BY_WARP, DQ)),
+                (sum_rows, (dq_sum, k_s.index(0), ds_s, dq_s, kv_full, ds_bars, place, range_, QK_DIM, ROWS, BY_WARP, DQ)),
+                (produce, (maps, lines, tiles_s, lines_s, bars, place, range_, QK_DIM, V_DIM, QK_CHUNK, ROWS, 2)),
+            ],
+            [4, 4, 1],
+            [CONSUMER_REGISTERS, 512 - 2 * CONSUMER_REGISTERS - PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (0, grads, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, ROWS, TURNS, KV_REGISTERS, BY_WARP, DQ)),
+                (consume, (1, grads, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, ROWS, TURNS, KV_REGISTERS, BY_WARP, DQ)),
+                (produce, (maps, lines, tiles_s, lines_s, bars, place, range_, QK_DIM, V_DIM, QK_CHUNK, ROWS, 2)),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -333,14 +371,14 @@ def backward_hopper(
     q_blocks, kv_blocks, kv_order,
     scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, ROWS: gl.constexpr,
-    TURNS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    TURNS: gl.constexpr, KV_REGISTERS: gl.constexpr, BY_WARP: gl.constexpr, DQ: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Tensor maps: query, key, value, dout, dk, dv (batch, length, heads * dim); lse2, delta, lo, hi as one row each."""
     tile_of_keys(
         query, key, value, dout, lse2, delta, lo, hi, dk, dv, dq_sum, q_ids, kv_ids, q_pos, kv_pos,
         q_blocks, kv_blocks, kv_order,
         scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, ROWS, TURNS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, True,
+        QK_DIM, V_DIM, QK_CHUNK, ROWS, TURNS, KV_REGISTERS, BY_WARP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, DQ,
     )  # fmt: skip
 
 
@@ -350,12 +388,12 @@ def backward_dkdv_hopper(
     q_blocks, kv_blocks, kv_order,
     scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, ROWS: gl.constexpr,
-    TURNS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    TURNS: gl.constexpr, KV_REGISTERS: gl.constexpr, BY_WARP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """`backward_hopper` without dQ, for deterministic gradients: hopper_queries.py makes that."""
     tile_of_keys(
         query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, q_ids, kv_ids, q_pos, kv_pos,
         q_blocks, kv_blocks, kv_order,
         scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, ROWS, TURNS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, False,
+        QK_DIM, V_DIM, QK_CHUNK, ROWS, TURNS, KV_REGISTERS, BY_WARP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 0,
     )  # fmt: skip

@@ -61,13 +61,23 @@ def power_of_two(n):
     return 1 << (int(n) - 1).bit_length()
 
 
+@gluon.constexpr_function
+def sum_shape(columns):
+    """Of dq_sum's floats for 64 rows: 32 columns, 16 rows, 8 columns, row, 2 columns, row + 8, column."""
+    while hasattr(columns, "value"):
+        columns = columns.value
+    return [int(columns) // 32, 4, 4, 8, 4, 2, 2]
+
+
+SUM_TO_ROWS = gl.constexpr((1, 5, 3, 0, 2, 4, 6))  # of these axes: the rows', then the columns'
+
+
 @gluon.jit
 def backward_finish(
     dq_sum, dq, scale, q_len, heads,
     QK_DIM: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """dq = scale * dq_sum, one block of 64 rows of one head. dq_sum holds eight columns after the other, each in accumulator order:
-    float4 number `thread` = columns 2 (thread % 4) + {0, 1} of rows 16 (thread // 32) + thread % 32 // 4 + {0, 8}."""
+    """dq = scale * dq_sum, one block of 64 rows of one head. dq_sum is in accumulator order: hopper_rows.float4s."""
     COLUMNS: gl.constexpr = power_of_two(QK_DIM)
     flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     rowwise: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
@@ -85,8 +95,8 @@ def backward_finish(
         x = gl.load(sums + cells) * scale
     else:
         x = gl.load(sums + cells, mask=cells < ROWS * QK_DIM, other=0.0) * scale
-    x = x.to(dq.dtype.element_ty).reshape([COLUMNS // 8, 4, 8, 4, 2, 2])
-    x = x.permute((1, 4, 2, 0, 3, 5)).reshape([ROWS, COLUMNS])
+    x = x.to(dq.dtype.element_ty).reshape(sum_shape(COLUMNS))
+    x = x.permute(SUM_TO_ROWS).reshape([ROWS, COLUMNS])
     at = ((b.to(gl.int64) * q_len + r) * heads + head)[:, None] * QK_DIM + c[None, :]
     there = (r < q_len)[:, None]
     if COLUMNS != QK_DIM:

@@ -1,25 +1,45 @@
-"""Parts of the Hopper backward kernels: the producer warp, a tile's rows, masks of a block of rows, and the
-ways to add a block of dQ to the float32 sum.
+"""Parts of the Hopper backward kernels: the producer warp, a tile's rows, masks of a block of rows, the ways
+to add a block of dQ to the float32 sum, and to hand dS to another warp group.
 
-The sum lies in the order of the accumulator's registers, eight columns after the other (hopper_dq.py
-undoes it): stores without bank conflicts, whole lines, and one contiguous addition by the copy engine.
+The sum lies in the order of the accumulator's registers (`float4s`; hopper_dq.py undoes it): stores without
+bank conflicts, whole lines, and one contiguous addition by the copy engine.
 """
 
+from hopper import accumulator, named_barrier, warp_arrive
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+
+@gluon.constexpr_function
+def float4s(x):
+    """Registers of one thread in fours, each with its offset in bytes from the thread's first place in the sum.
+
+    The sum: 32 columns after the other; of those each warp's 2048 bytes, so that a warp can add its part alone; eight
+    columns after the other; and then float4 number `lane`.
+    """
+    return [
+        (i // 16 * 8192 + i // 4 % 4 * 512, ", ".join(x[i : i + 4])) for i in range(0, len(x), 4)
+    ]
+
+
+# a thread's first place, in bytes: t
+FIRST = "{ .reg .u32 t, w; mov.u32 t, %tid.x; and.b32 w, t, 96; and.b32 t, t, 31; shl.b32 w, w, 6; mad.lo.u32 t, t, 16, w;"
 
 
 @gluon.constexpr_function
 def add_registers_asm(outputs, inputs):
-    """Each thread adds its registers to memory as float4s, the 128 threads of the warp group side by side: whole lines."""
+    """Each thread adds its registers to memory as float4s, the threads of a warp side by side: whole lines."""
     x, address = inputs
-    t = [
-        f"{{ .reg .u64 a; .reg .u32 t; mov.u32 t, %tid.x; and.b32 t, t, 127; mad.wide.u32 a, t, 16, {address[0]};"
-    ]
-    for i in range(0, len(x), 4):
-        four = ", ".join(x[i : i + 4])
-        t.append(f"red.relaxed.gpu.global.add.v4.f32 [a+{i * 512}], {{{four}}};")
+    t = [FIRST, f".reg .u64 a; cvt.u64.u32 a, t; add.u64 a, a, {address[0]};"]
+    for offset, four in float4s(x):
+        t.append(f"red.relaxed.gpu.global.add.v4.f32 [a+{offset}], {{{four}}};")
     return " ".join(t) + " }"
 
 
@@ -27,14 +47,31 @@ def add_registers_asm(outputs, inputs):
 def store_registers_asm(outputs, inputs):
     """The same into shared memory: no bank conflicts."""
     x, address = inputs
-    t = [
-        "{ .reg .u32 a; mov.u32 a, %tid.x; and.b32 a, a, 127;",
-        f"mad.lo.u32 a, a, 16, {address[0]};",
-    ]
-    for i in range(0, len(x), 4):
-        four = ", ".join(x[i : i + 4])
-        t.append(f"st.shared.v4.f32 [a+{i * 512}], {{{four}}};")
+    t = [FIRST, f"add.u32 t, t, {address[0]};"]
+    for offset, four in float4s(x):
+        t.append(f"st.shared.v4.f32 [t+{offset}], {{{four}}};")
     return " ".join(t) + " }"
+
+
+@gluon.constexpr_function
+def add_by_warp_asm(outputs, inputs):
+    """Registers to shared memory, and from there to the sum by the copy engine: every warp its own part, no barrier of the warp group."""
+    x, address, stage = inputs
+    t = [FIRST, f"add.u32 t, t, {stage[0]};"]
+    t.append("bar.warp.sync -1;")  # its first thread has waited for the addition before
+    for offset, four in float4s(x):
+        t.append(f"st.shared.v4.f32 [t+{offset}], {{{four}}};")
+    t.append("fence.proxy.async.shared::cta; bar.warp.sync -1;")
+    t.append(".reg .pred p; .reg .u64 a; mov.u32 w, %laneid; setp.eq.u32 p, w, 0;")
+    t.append(
+        f"mov.u32 w, %tid.x; and.b32 w, w, 96; mul.wide.u32 a, w, 64; add.u64 a, a, {address[0]};"
+    )
+    for chunk in range(len(x) // 16):
+        t.append(
+            "@p cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32"
+            f" [a+{chunk * 8192}], [t+{chunk * 8192}], 2048;"
+        )
+    return " ".join(t) + " @p cp.async.bulk.commit_group; }"
 
 
 @gluon.constexpr_function
@@ -50,12 +87,12 @@ def bulk_add_asm(size):
 
 
 @gluon.constexpr_function
-def registers_constraints(n, address):
+def registers_constraints(n, addresses):
     while hasattr(n, "value"):
         n = n.value
-    while hasattr(address, "value"):
-        address = address.value
-    return ",".join(["f"] * int(n) + [address, "~{memory}"])
+    while hasattr(addresses, "value"):
+        addresses = addresses.value
+    return ",".join(["f"] * int(n) + [*addresses, "~{memory}"])
 
 
 @gluon.constexpr_function
@@ -174,18 +211,115 @@ def produce(
 
 
 @gluon.jit
-def add_staged(dq, at, stage_s, CELLS: gl.constexpr):
-    """Add one warp group's part of a block of rows, in register order, by way of shared memory."""
-    tma.store_wait(0)
-    gl.barrier()
+def add_staged(
+    dq, at, stage_s, CELLS: gl.constexpr, BY_WARP: gl.constexpr = 0, PENDING: gl.constexpr = 0
+):
+    """Add one warp group's part of a block of rows, in register order, by way of shared memory.
+
+    PENDING: additions before this one that may still read other stages.
+    """
     n: gl.constexpr = CELLS // 128
-    gl.inline_asm(store_registers_asm, registers_constraints(n, "r"), (dq, stage_s))
-    fence_async_shared()
-    gl.barrier()
-    gl.inline_asm(bulk_add_asm(CELLS * 4), "l,r,~{memory}", (at, stage_s))
+    if BY_WARP:
+        wait: gl.constexpr = (
+            "cp.async.bulk.wait_group.read 1;" if PENDING else "cp.async.bulk.wait_group.read 0;"
+        )
+        gl.inline_asm(wait, "~{memory}", ())
+        gl.inline_asm(add_by_warp_asm, registers_constraints(n, "lr"), (dq, at, stage_s))
+    else:
+        tma.store_wait(PENDING)
+        gl.barrier()
+        gl.inline_asm(store_registers_asm, registers_constraints(n, "r"), (dq, stage_s))
+        fence_async_shared()
+        gl.barrier()
+        gl.inline_asm(bulk_add_asm(CELLS * 4), "l,r,~{memory}", (at, stage_s))
 
 
 @gluon.jit
 def add_direct(dq, at, CELLS: gl.constexpr):
     n: gl.constexpr = CELLS // 128
     gl.inline_asm(add_registers_asm, registers_constraints(n, "l"), (dq, at))
+
+
+@gluon.constexpr_function
+def store_ds_asm(outputs, inputs):
+    """What `store` does for dS of one warp group, rows of 128 bytes, their 16 bytes swizzled by the row: but Triton, which does not
+    see it, puts no barriers of the warp group around it."""
+    x, address = inputs
+    t = [
+        "{ .reg .u32 t, a, e, c; .reg .b32 m<4>; mov.u32 t, %tid.x; and.b32 a, t, 96; shr.u32 a, a, 1; and.b32 e, t, 15;"
+        f"or.b32 a, a, e; mad.lo.u32 a, a, 128, {address[0]}; shr.u32 e, t, 4; xor.b32 e, e, t; and.b32 e, e, 1;"
+        "and.b32 t, t, 6; or.b32 e, e, t; shl.b32 e, e, 4;"
+    ]
+    for j in range(len(x) // 8):
+        for i in range(4):
+            t.append(f"mov.b32 m{i}, {{{x[8 * j + 2 * i]}, {x[8 * j + 2 * i + 1]}}};")
+        t.append(
+            f"xor.b32 c, e, {j % 4 * 32}; add.u32 c, c, a;"
+            f"stmatrix.sync.aligned.m8n8.x4.shared.b16 [c+{j // 4 * 16384}], {{m0, m1, m2, m3}};"
+        )
+    return " ".join(t) + " }"
+
+
+@gluon.constexpr_function
+def ds_constraints(n):
+    while hasattr(n, "value"):
+        n = n.value
+    return ",".join(["h"] * int(n) + ["r", "~{memory}"])
+
+
+@gluon.jit
+def ds_arrive(barrier, BY_WARP: gl.constexpr):
+    """dS is in shared memory: once per warp, or once per warp group, which waits for its warps."""
+    if BY_WARP:
+        gl.inline_asm("bar.warp.sync -1;", "~{memory}", ())
+        warp_arrive(barrier)
+    else:
+        mbarrier.arrive(barrier)
+
+
+@gluon.jit
+def in_pairs(x):
+    """x of 16 bits, which the compiler must round two at a time: one at a time costs as much as exp2."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", (x,), x.dtype, is_pure=True, pack=2)
+
+
+@gluon.jit
+def keys_read(kind: gl.constexpr, DQ: gl.constexpr):
+    """All that read the keys are done with them."""
+    gl.inline_asm(named_barrier(kind, 1, 384 if DQ == 2 else 256), "~{memory}", ())
+
+
+@gluon.jit
+def sum_rows(
+    dq_sum, k, ds_s, dq_s, kv_full, ds_bars, place, range_,
+    QK_DIM: gl.constexpr, ROWS: gl.constexpr, BY_WARP: gl.constexpr, DQ: gl.constexpr,
+):  # fmt: skip
+    """A third warp group: dQ of every block of rows, from the dS of the other two."""
+    ds_full, ds_empty = ds_bars
+    _b, _first_key, _kv_head, group, bh, _mask_row, padded = place
+    start, steps, edges, core_begin, core_end = range_
+    CELLS: gl.constexpr = ROWS * QK_DIM
+    row_blocks = padded // ROWS
+    zero = gl.zeros([ROWS, QK_DIM], gl.float32, accumulator(QK_DIM))
+    mbarrier.wait(kv_full.index(0), 0)
+    mbarrier.wait(kv_full.index(1), 0)
+    g = 0
+    n = 0
+    for i in range(0, steps * group):
+        stage = i % 2
+        in_edges = i < edges * group
+        masked = gl.where(n < core_begin, n, n + core_end - core_begin)
+        block = start // ROWS + gl.where(in_edges, masked, core_begin + n)
+        mbarrier.wait(ds_full.index(stage), (i // 2) & 1)
+        ds_t = ds_s.index(stage).permute((1, 0))
+        dq = warpgroup_mma(ds_t, k, zero, use_acc=False, is_async=True)
+        dq = warpgroup_mma_wait(0, deps=(dq,))
+        warp_arrive(ds_empty.index(stage))
+        cells = ((bh + g) * row_blocks + block).to(gl.int64) * CELLS
+        add_staged(dq, dq_sum + cells, dq_s.index(stage), CELLS, BY_WARP, 1)
+        n += 1
+        wrap = n == gl.where(in_edges, edges, core_end - core_begin)
+        n = gl.where(wrap, 0, n)
+        g = gl.where(wrap, gl.where(g == group - 1, 0, g + 1), g)
+    keys_read("arrive", DQ)
+    tma.store_wait(0)
