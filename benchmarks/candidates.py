@@ -38,8 +38,9 @@ def registers(*pairs: tuple[int, int]) -> list[Constants]:
 # left out by the build, which says so.
 CANDIDATES: dict[str, dict[tuple[int, int], list[Constants]]] = {
     "forward_hopper": {
-        (64, 64): [{}, {"WARP_GROUPS": 2, "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24}, {"BLOCK_N": 64, "STAGES": 3}],
-        (128, 128): [{}, {"BLOCK_N": 64, "STAGES": 4}],
+        (64, 64): [{}, {"WARP_GROUPS": 2, "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24}, {"BLOCK_N": 64, "STAGES": 3},
+                   {"EXP_BY_FMA": 16}, {"EXP_BY_FMA": 8}, {"EXP_BY_FMA": 4}],
+        (128, 128): [{}, {"BLOCK_N": 64, "STAGES": 4}, {"EXP_BY_FMA": 8}],
         (192, 128): [{}, {"BLOCK_N": 64}],
         (256, 256): [{}, {"BLOCK_N": 64}],
     },

@@ -144,6 +144,7 @@ HOPPER_TILES: dict[str, dict[int, dict[str, int]]] = {
             "BLOCK_N": keys,
             "STAGES": 2,
             "OUT_IN_QUERY": out_in_query,
+            "EXP_BY_FMA": 0,  # every so many exponentials one without the exp unit; not timed yet
             "CONSUMER_REGISTERS": 160 if groups == 3 else 240,
             "PRODUCER_REGISTERS": 32 if groups == 3 else 24,
         }

@@ -204,7 +204,7 @@ def scores(q_s, k_s, w, stage, zero, CHUNKS: gl.constexpr, SLOTS: gl.constexpr):
 def consume(
     W: gl.constexpr, out, lse, mask, tiles_s, o_s, plan_s, full, empty, plan_bars, numbers,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, WARP_GROUPS: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OUT_IN_QUERY: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OUT_IN_QUERY: gl.constexpr, EXP_BY_FMA: gl.constexpr,
 ):  # fmt: skip
     q_s, k_s, v_s = tiles_s
     q_full, k_full, v_full = full
@@ -250,7 +250,7 @@ def consume(
         s = masked(s, rows, at, mask_here, tested, element_test, q_len, kv_len, BLOCK_N)
         m = gl.full([64], -1e30, gl.float32, gl.SliceLayout(1, s_layout))
         l = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
-        p, m, l, alpha = softmax(s, m, l, scale2, BLOCK_N, half)
+        p, m, l, alpha = softmax(s, m, l, scale2, BLOCK_N, half, 0)
         stage, phase = after(stage, phase, STAGES)
         for part in gl.static_range(2):  # masked steps, then the core
             first = 1 if part == 0 else gl.maximum(edges, 1)
@@ -269,7 +269,8 @@ def consume(
                 if part == 0:
                     at = start + nth_step(i, edges, core_begin, core_end) * BLOCK_N
                     s = masked(s, rows, at, mask_here, tested, element_test, q_len, kv_len, BLOCK_N)
-                p, m, l, alpha = softmax(s, m, l, scale2, BLOCK_N, half)
+                every: gl.constexpr = EXP_BY_FMA if part == 1 else 0
+                p, m, l, alpha = softmax(s, m, l, scale2, BLOCK_N, half, every)
                 acc = warpgroup_mma_wait(0, deps=(acc_token,))
                 warp_arrive(v_empty.index(old))
                 acc = rescale(acc, alpha, V_DIM)
@@ -318,7 +319,7 @@ def forward_hopper(
     query, key, value, out, lse, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
     scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, WARP_GROUPS: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OUT_IN_QUERY: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OUT_IN_QUERY: gl.constexpr, EXP_BY_FMA: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """query, key, value, out are tensor maps (batch, length, heads * dim) with boxes of 64 or BLOCK_N
@@ -371,8 +372,8 @@ def forward_hopper(
     if WARP_GROUPS == 2:
         gl.warp_specialize(
             [
-                (consume, (0, out, lse, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY)),
-                (consume, (1, out, lse, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY)),
+                (consume, (0, out, lse, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, EXP_BY_FMA)),
+                (consume, (1, out, lse, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, EXP_BY_FMA)),
                 (produce, (maps, q_order, q_blocks, counter, tiles_s, plan_s, full, empty, bars, sizes, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES)),
             ],
             [4, 1],
@@ -381,9 +382,9 @@ def forward_hopper(
     else:
         gl.warp_specialize(
             [
-                (consume, (0, out, lse, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY)),
-                (consume, (1, out, lse, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY)),
-                (consume, (2, out, lse, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY)),
+                (consume, (0, out, lse, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, EXP_BY_FMA)),
+                (consume, (1, out, lse, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, EXP_BY_FMA)),
+                (consume, (2, out, lse, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, EXP_BY_FMA)),
                 (produce, (maps, q_order, q_blocks, counter, tiles_s, plan_s, full, empty, bars, sizes, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES)),
             ],
             [4, 4, 1],
