@@ -187,8 +187,8 @@ def _places(
                 f"{q_len} query rows and {kv_len} keys"
             )
         kv = q
-    q = np.arange(q_len) if q is None else q
-    kv = np.arange(kv_len) if kv is None else kv
+    q = jnp.arange(q_len, dtype=jnp.int32) if q is None else q
+    kv = jnp.arange(kv_len, dtype=jnp.int32) if kv is None else kv
     places = []
     batch = rows[0]
     for name, x, length in (("positions", q, rows[1]), ("kv_positions", kv, kv_len)):
@@ -200,7 +200,7 @@ def _places(
                 f"{name} must have shape ({length},), (1, {length}) or ({batch}, {length}), but "
                 f"has {x.shape}"
             )
-        x = x.astype(jnp.int32).reshape(-1, length)
+        x = jnp.atleast_2d(x.astype(jnp.int32))
         if layout is not None:
             dims = layout.context if name == "positions" else ()
             x = layout.place(x, () if x.shape[0] == 1 else layout.batch, dims)

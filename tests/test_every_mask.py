@@ -1,0 +1,236 @@
+"""Every kind of mask under jax's transformations: what docs/transformations.md says of all masks.
+
+test_transformations.py goes deep with one mask; here each kind, with every option that changes
+scores, goes once through derivatives of both orders under vmap and checkpoint, through an exported
+program of symbolic sizes, and through lowering for CUDA.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import packax
+import pytest
+import score_oracle
+from packax import lowering
+from test_lowering import Extension
+from test_transformations import restored
+
+B, S, HEADS, KV_HEADS, DIM = 3, 14, 2, 1, 8
+RNG = np.random.default_rng(21)
+
+
+def documents(a, **more):
+    return packax.documents(a["ids"], **more)
+
+
+def by_positions(a):
+    return documents(a, positions=a["positions"])
+
+
+# From arrays (B, S), of rows (B,): so that they may be mapped, or have symbolic sizes.
+KINDS = {
+    "full": lambda a: packax.full(),
+    "causal": lambda a: packax.causal(),
+    "causal, offset": lambda a: packax.causal(2) & documents(a),
+    "causal, an offset of each row": lambda a: packax.causal(a["offset"]),
+    "sliding window": lambda a: packax.sliding_window(3, 1),
+    "sliding window, left alone": lambda a: packax.sliding_window(4) & documents(a),
+    "sliding window, offset": lambda a: packax.sliding_window(4, 2, offset=a["offset"]),
+    "sliding window by positions": lambda a: packax.sliding_window(2) & by_positions(a),
+    "chunked": lambda a: packax.causal() & packax.chunked(4),
+    "chunked by positions": lambda a: packax.chunked(3) & by_positions(a),
+    "prefix": lambda a: packax.prefix(a["lengths"]) & documents(a),
+    "prefix of each row": lambda a: packax.prefix(a["span_ids"] + 4) & by_positions(a),
+    "spans": lambda a: packax.spans(a["span_ids"], packax.sliding_window(3)) & documents(a),
+    "documents": lambda a: documents(a),
+    "documents by positions": lambda a: packax.causal() & by_positions(a),
+    "documents, other ids of keys": lambda a: packax.documents(a["ids"], a["span_ids"]),
+    "ranges": lambda a: packax.ranges(a["lo"], a["lo"] + a["offset"][:, None]) & documents(a),
+    "one or the other": lambda a: packax.causal() & packax.chunked(5) | packax.sliding_window(2),
+    "or on one side": lambda a: packax.causal(1) | packax.prefix(a["lengths"]),
+}
+
+
+def arrays(length=S, batch=B, seed=0):
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(-1, 3, (batch, length))
+    return {
+        "ids": ids.astype(np.int32),  # not sorted: rows are tested by elements
+        "positions": rng.integers(0, 9, (batch, length)).astype(np.int32),
+        "span_ids": np.sort(rng.integers(-1, 4, (batch, length))).astype(np.int32),
+        "lo": rng.integers(-2, length, (batch, length)).astype(np.int32),
+        "lengths": rng.integers(0, length, batch).astype(np.int32),
+        "offset": rng.integers(1, 5, batch).astype(np.int32),
+    }
+
+
+def tensors(dtype, length=S, batch=B):
+    shapes = {"query": (batch, length, HEADS, DIM), "sinks": (HEADS,), "slopes": (HEADS,)}
+    shapes |= {"key": (batch, length, KV_HEADS, DIM), "value": (batch, length, KV_HEADS, DIM)}
+    made = {name: jnp.asarray(RNG.standard_normal(shape), dtype) for name, shape in shapes.items()}
+    return made | {"scale": jnp.asarray(0.7, dtype)}
+
+
+def ours(x, mask):
+    out, lse, top = packax.flash_attention(
+        x["query"],
+        x["key"],
+        x["value"],
+        mask,
+        scale=x["scale"],
+        sinks=x["sinks"],
+        bias=packax.alibi(x["slopes"]),
+        soft_cap=2.0,
+        return_lse=True,
+        return_max_logits=True,
+    )
+    return out, jnp.where(jnp.isfinite(lse), lse, 0), jnp.where(jnp.isfinite(top), top, 0)
+
+
+def dense(x, allowed):
+    place = jnp.arange(S)[None]
+    out, lse, top = score_oracle.dense(x, allowed[:, None], soft_cap=2.0, places=(place, place))
+    return out, jnp.where(jnp.isfinite(lse), lse, 0), jnp.where(jnp.isfinite(top), top, 0)
+
+
+def derivatives(attention):
+    """Of two rows of a vmap, each with its mask: every order that docs/transformations.md lists."""
+
+    def of_one(x, along, mask):
+        def loss(x):
+            out, lse, _ = jax.checkpoint(attention)(x, mask)
+            return jnp.sum(jnp.sin(out)) + jnp.sum(lse**2)
+
+        gradient = jax.grad(loss)
+
+        def penalty(x):
+            return sum(jnp.sum(jnp.sin(g)) for g in jax.tree.leaves(gradient(x)))
+
+        def results(x):
+            out, lse, top = attention(x, mask)
+            return (out, lse), top
+
+        return (
+            jax.jvp(results, (x,), (along,), has_aux=True),
+            jax.jvp(gradient, (x,), (along,)),
+            jax.grad(penalty)(x),
+        )
+
+    return jax.jit(jax.vmap(of_one))
+
+
+of_ours, of_dense = derivatives(ours), derivatives(dense)  # compiled once for every structure
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_derivatives_under_vmap_and_checkpoint(kind):
+    """In float64, beside dense attention by the expression's own as_array."""
+    given = [arrays(seed=seed) for seed in (1, 2)]
+
+    def build(a):
+        return packax.create_attention_mask(KINDS[kind](a), q_len=S, kv_len=S)
+
+    expressions = [KINDS[kind](a) for a in given]
+    stacked = {name: np.stack([a[name] for a in given]) for name in given[0]}
+    masks = jax.vmap(lambda a: packax.create_attention_mask(KINDS[kind](a), q_len=S, kv_len=S))(
+        stacked
+    )
+    allowed = np.stack(
+        [np.broadcast_to(np.asarray(e.as_array(S, S)), (B, S, S)) for e in expressions]
+    )
+    assert allowed.any() and (kind == "full" or not allowed.all())
+    with score_oracle.x64(True):
+        x, along = (
+            jax.tree.map(lambda *leaves: jnp.stack(leaves), *(tensors(float) for _ in range(2)))
+            for _ in range(2)
+        )
+        got, expected = of_ours(x, along, masks), of_dense(x, along, jnp.asarray(allowed))
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-9)
+
+
+def symbolic(dtype):
+    """Shapes of `tensors` and `arrays` with batch and length unknown."""
+    batch, length = jax.export.symbolic_shape("b, s")
+    sizes = {B: batch, S: length}
+
+    def shape(x):
+        lead = [sizes.get(n, n) for n in x.shape[:2]]
+        return jax.ShapeDtypeStruct((*lead, *x.shape[2:]), x.dtype)
+
+    x = tensors(dtype)
+    for name in ("query", "key", "value"):
+        x[name] = shape(x[name])
+    return x, {name: shape(y) for name, y in arrays().items()}
+
+
+def test_export_every_mask_with_symbolic_sizes(monkeypatch):
+    """One program builds all kinds for every batch and length: integer by integer what jit builds."""
+    monkeypatch.setattr(lowering, "_ext", Extension)  # for CUDA too, without a GPU
+
+    def build(query, a):
+        length = query.shape[1]
+        return {
+            kind: jax.tree.leaves(
+                packax.create_attention_mask(expression(a), q_len=length, kv_len=length)
+            )
+            for kind, expression in KINDS.items()
+        }
+
+    x, a = symbolic(jnp.float32)
+    export = jax.export.export(
+        jax.jit(build), platforms=["cpu", "cuda"], disabled_checks=packax.export_checks()
+    )
+    program = restored(export(x["query"], a))
+    x, a = tensors(jnp.float32, 70, 3), arrays(70, 3)
+    got, expected = program.call(x["query"], a), jax.jit(build)(x["query"], a)
+    for kind, leaves in expected.items():
+        for one, other in zip(got[kind], leaves, strict=True):
+            np.testing.assert_array_equal(one, other, err_msg=kind)
+
+
+def step(kind, x, a):
+    """The mask built inside, results and gradients."""
+
+    def loss(x):
+        lengths = {"q_len": x["query"].shape[1], "kv_len": x["key"].shape[1]}
+        results = ours(x, packax.create_attention_mask(KINDS[kind](a), **lengths))
+        return sum(jnp.sum(jnp.sin(y)) for y in results[:2]), results
+
+    return jax.grad(loss, has_aux=True)(x)
+
+
+def test_export_every_option_with_symbolic_sizes():
+    """Of the mask with the most operands."""
+    function = jax.jit(functools.partial(step, "sliding window by positions"))
+    program = restored(jax.export.export(function, platforms=["cpu"])(*symbolic(jnp.float32)))
+    operands = tensors(jnp.float32, 70, 3), arrays(70, 3)
+    got, expected = program.call(*operands), function(*operands)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
+
+
+STRUCTURES = [  # what attention gets differs by them
+    "full",
+    "documents, other ids of keys",
+    "documents by positions",
+    "sliding window by positions",
+]
+
+
+@pytest.mark.parametrize("kind", STRUCTURES)
+def test_export_for_cuda(kind, monkeypatch):
+    """Sizes symbolic, forward and backward: the kernels' calls, on a machine without a GPU."""
+    monkeypatch.setattr(lowering, "_ext", Extension)
+    export = jax.export.export(
+        jax.jit(functools.partial(step, kind)),
+        platforms=["cuda"],
+        disabled_checks=packax.export_checks(),
+    )
+    text = export(*symbolic(jnp.bfloat16)).mlir_module()
+    assert "@packax_forward_general_v" in text and "@packax_backward_general_v" in text
