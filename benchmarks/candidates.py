@@ -109,9 +109,8 @@ def variant(
     kernel: str, arch: table.Arch, dims: tuple[int, int], changed: Constants, assembler: str
 ) -> Candidate:
     """The table's own variant with `changed` constants; LookupError where there is none to change."""
-    hopper_tiles = table.TRIALS if kernel in table.TRIALS else table.HOPPER_TILES
-    hopper = kernel in hopper_tiles
-    rows: dict[Any, Any] = hopper_tiles[kernel] if hopper else table.TILES[kernel]
+    hopper = kernel in table.HOPPER_TILES
+    rows: dict[Any, Any] = table.HOPPER_TILES[kernel] if hopper else table.TILES[kernel]
     wanted = (dims, max(dims)) if hopper else ((arch.tiles, dims), (arch.tiles, max(dims)))
     key = next((key for key in wanted if key in rows), None)
     if dims not in table.HEAD_DIMS or key is None or (hopper and arch.tiles != "hopper"):

@@ -8,7 +8,7 @@
 small odd documents, whole, and on sampled rows of the timed case (the forward's also with float64); a wrong one is not timed.
 Then all kernels of a case take turns, round by round; medians go to a table and to $OUT/tune.json (default: DIR).
 `backward` is the three kernels of Hopper's backward launched together, `deterministic` the three that add nothing to
-memory (TRIALS in csrc/aot/variants.py: no wheel has them yet). The winners go to csrc/aot/variants.py.
+memory. The winners go to csrc/aot/variants.py.
 """
 
 from __future__ import annotations
@@ -122,6 +122,12 @@ class Plan:
         self.own: dict[str, Launch] = {}
         for title, (name, _) in candidates.items():
             self.own.setdefault(name, self.alone[title])
+        # what comes before kernels that add nothing to memory
+        self.without_sum = {
+            title: work.launch(kernel, clear_dq=0)
+            for title, (name, kernel) in candidates.items()
+            if name == "backward_prepare"
+        }
         self.twins = {
             name: work.launch(twin)
             for name in ("forward", "backward_delta", *PORTABLE_BACKWARD)
@@ -135,6 +141,8 @@ class Plan:
         if any(part not in self.own for part in names):
             return None
         parts = [self.alone[title] if part == name else self.own[part] for part in names]
+        if names == DETERMINISTIC:
+            parts[0] = next(iter(self.without_sum.values()))
 
         def run() -> None:
             for part in parts:

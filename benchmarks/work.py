@@ -60,7 +60,7 @@ class Work:
             "q_blocks": ints((5 * blocks,)), "kv_blocks": ints((4 * blocks,)),
             "q_order": ints((tiles,)), "q_order_192": ints((-(-rows // 192),)),
             "kv_order": ints((tiles,)),
-            "scale": qk**-0.5, "element_test": 0, "batch": 1, "mask_batch": 1, "has_dlse": 0,
+            "scale": qk**-0.5, "element_test": 0, "batch": 1, "mask_batch": 1, "has_dlse": 0, "clear_dq": 1,
             "q_len": rows, "kv_len": rows, "heads": heads, "kv_heads": kv_heads,
         }  # fmt: skip
         # never read without an element test or dlse
@@ -119,9 +119,9 @@ class Work:
             return heads * -(-rows // 128) * (128 // block)
         return heads * -(-rows // block)
 
-    def launch(self, kernel: Kernel) -> Launch:
+    def launch(self, kernel: Kernel, **other: int) -> Launch:
         """One kernel bound to this case. Programs that draw from the counter are as many as multiprocessors."""
-        given, grid = dict(self.given), self.grid(kernel)
+        given, grid = self.given | other, self.grid(kernel)
         if kernel.meta["block"] == 192:
             given["q_order"] = given["q_order_192"]
         if not any(p["name"] == "counter" for p in kernel.meta["params"]):

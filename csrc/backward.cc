@@ -3,129 +3,10 @@
 //
 // Sizes come from the buffers; attributes hold only what no buffer says.
 
-#include "attention.h"
+#include "backward.h"
 
 namespace packax {
 namespace {
-
-struct BackwardCall {
-  Shape shape;
-  Mask mask;
-  ffi::AnyBuffer query, key, value, out, lse, dout, dlse, kv_blocks, kv_order, dq, dk, dv;
-  ffi::AnyBuffer workspace;
-  float scale;
-  int32_t has_dlse;
-  bool want_dq, want_dkv;
-};
-
-// The sections of the workspace for Hopper. All begin at multiples of 256 bytes from its start.
-struct HopperWorkspace {
-  explicit HopperWorkspace(const Shape& s)
-      : rows(s.padded_rows()), mask_rows(Product({s.mask_batch, s.padded()})), qk_dim(s.qk_dim) {}
-
-  // The kernels count rows of all heads in 32 bits, cells of dq_sum in 64.
-  bool fits_int32() const { return rows <= kMaxInt32; }
-  int64_t delta() const { return 0; }                  // (batch, heads, padded) float32
-  int64_t lse2() const { return rows; }                // likewise
-  int64_t lo() const { return lse2() + rows; }         // (mask_batch, padded) int32
-  int64_t hi() const { return lo() + mask_rows; }      // likewise
-  int64_t dq_sum() const { return hi() + mask_rows; }  // (batch, heads, padded, qk_dim) float32
-  int64_t size() const { return dq_sum() + rows * qk_dim; }
-
-  int64_t rows, mask_rows, qk_dim;
-};
-
-// The sum of dQ is in float32 and comes together in any order; dK and dV do not depend on it.
-struct HopperBackward {
-  std::optional<Ready<BackwardPrepareArgs>> prepare;
-  std::optional<Ready<BackwardHopperArgs>> gradients;
-  std::optional<Ready<BackwardFinishArgs>> finish;
-};
-
-ffi::Error LaunchBackward(const HopperBackward& kernels, Stream stream, const BackwardCall& c) {
-  using Args = BackwardHopperArgs;
-  const Shape& s = c.shape;
-  const Mask& m = c.mask;
-  const HopperWorkspace w(s);
-  const Ready<Args>& gradients = *kernels.gradients;
-  float* const workspace = static_cast<float*>(c.workspace.untyped_data());
-  float *const delta = workspace + w.delta(), *const lse2 = workspace + w.lse2();
-  float *const lo = workspace + w.lo(), *const hi = workspace + w.hi();
-  float* const dq_sum = workspace + w.dq_sum();
-
-  const auto line = [](const char* name, const void* data, TensorMapElement element, int64_t n) {
-    return TensorView{name, data, element, 1, 1, n};
-  };
-  constexpr TensorMapElement f32 = TensorMapElement::kF32, i32 = TensorMapElement::kI32;
-  Args args{
-      .query = {},
-      .key = {},
-      .value = {},
-      .dout = {},
-      .lse2 = {},
-      .delta = {},
-      .lo = {},
-      .hi = {},
-      .dk = {},
-      .dv = {},
-      .dq_sum = dq_sum,
-      .q_ids = m.q_ids.untyped_data(),
-      .kv_ids = m.kv_ids.untyped_data(),
-      .q_pos = m.q_pos.untyped_data(),
-      .kv_pos = m.kv_pos.untyped_data(),
-      .q_blocks = m.q_blocks.untyped_data(),
-      .kv_blocks = c.kv_blocks.untyped_data(),
-      .kv_order = c.kv_order.untyped_data(),
-      .scale = c.scale,
-      .element_test = m.element_test,
-      .batch = s.batch,
-      .mask_batch = s.mask_batch,
-      .q_len = s.q_len,
-      .kv_len = s.kv_len,
-      .heads = s.heads,
-      .kv_heads = s.kv_heads,
-  };
-  PACKAX_TRY(Encode(gradients, Args::kQuery, HeadsOf("query", c.query, s), &args.query));
-  PACKAX_TRY(Encode(gradients, Args::kKey, HeadsOf("key", c.key, s), &args.key));
-  PACKAX_TRY(Encode(gradients, Args::kValue, HeadsOf("value", c.value, s), &args.value));
-  PACKAX_TRY(Encode(gradients, Args::kDout, HeadsOf("dout", c.dout, s), &args.dout));
-  PACKAX_TRY(Encode(gradients, Args::kLse2, line("lse2", lse2, f32, w.rows), &args.lse2));
-  PACKAX_TRY(Encode(gradients, Args::kDelta, line("delta", delta, f32, w.rows), &args.delta));
-  PACKAX_TRY(Encode(gradients, Args::kLo, line("lo", lo, i32, w.mask_rows), &args.lo));
-  PACKAX_TRY(Encode(gradients, Args::kHi, line("hi", hi, i32, w.mask_rows), &args.hi));
-  PACKAX_TRY(Encode(gradients, Args::kDk, HeadsOf("dk", c.dk, s), &args.dk));
-  PACKAX_TRY(Encode(gradients, Args::kDv, HeadsOf("dv", c.dv, s), &args.dv));
-
-  PACKAX_TRY(Launch(*kernels.prepare, stream, Grid{w.rows / kernels.prepare->block()},
-                    BackwardPrepareArgs{
-                        .out = c.out.untyped_data(),
-                        .dout = c.dout.untyped_data(),
-                        .lse = c.lse.untyped_data(),
-                        .dlse = c.dlse.untyped_data(),
-                        .q_lo = m.q_lo.untyped_data(),
-                        .q_hi = m.q_hi.untyped_data(),
-                        .delta = delta,
-                        .lse2 = lse2,
-                        .lo = lo,
-                        .hi = hi,
-                        .dq_sum = dq_sum,
-                        .has_dlse = c.has_dlse,
-                        .batch = s.batch,
-                        .mask_batch = s.mask_batch,
-                        .q_len = s.q_len,
-                        .heads = s.heads,
-                    }));
-  PACKAX_TRY(Launch(gradients, stream, KeyGrid(s, gradients.block()), args));
-  if (!c.want_dq) return ffi::Error::Success();
-  return Launch(*kernels.finish, stream, Grid{w.rows / kernels.finish->block()},
-                BackwardFinishArgs{
-                    .dq_sum = dq_sum,
-                    .dq = c.dq.untyped_data(),
-                    .scale = c.scale,
-                    .q_len = s.q_len,
-                    .heads = s.heads,
-                });
-}
 
 struct PortableBackward {
   Ready<BackwardDeltaArgs> sums;
@@ -212,7 +93,7 @@ ffi::Error LaunchBackward(const PortableBackward& kernels, Stream stream, const 
 }
 
 // At least what the portable kernels need. How large it is beyond that is how the lowering says
-// whether the Hopper kernels may run.
+// which kernels of Hopper may run (backward.h).
 ffi::Error CheckWorkspace(const ffi::AnyBuffer& workspace, const Shape& s) {
   PACKAX_TRY(ExpectRank("workspace", workspace, 1, "(elements)"));
   PACKAX_TRY(Expect("workspace", workspace, ffi::DataType::F32,
@@ -264,18 +145,12 @@ ffi::Error Backward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi
   const BackwardCall call{s,          mask,  query,     key,      value,   out, lse,
                           dout,       dlse,  kv_blocks, kv_order, *dq,     *dk, *dv,
                           *workspace, scale, has_dlse,  want_dq,  want_dkv};
-  // All three before the first launch: a missing kernel must not leave half a backward behind.
+  // All kernels before the first launch: a missing one must not leave half a backward behind.
   Device* device;
   PACKAX_TRY(CurrentDevice(&device));
-  if (fused) {
-    HopperBackward hopper;
-    PACKAX_TRY(PrepareIfAny(device, s.kernel_dtype(), s.qk_dim, s.v_dim, &hopper.prepare));
-    PACKAX_TRY(PrepareIfAny(device, s.kernel_dtype(), s.qk_dim, s.v_dim, &hopper.gradients));
-    PACKAX_TRY(PrepareIfAny(device, s.kernel_dtype(), s.qk_dim, s.v_dim, &hopper.finish));
-    if (hopper.prepare && hopper.gradients && hopper.finish) {
-      return stream ? LaunchBackward(hopper, stream, call) : ffi::Error::Success();
-    }
-  }
+  bool on_hopper;
+  PACKAX_TRY(BackwardOnHopper(device, stream, call, &on_hopper));
+  if (on_hopper) return ffi::Error::Success();
   PortableBackward portable;
   PACKAX_TRY(Prepare(device, s.kernel_dtype(), s.qk_dim, s.v_dim, &portable.sums));
   PACKAX_TRY(Prepare(device, s.kernel_dtype(), s.qk_dim, s.v_dim, &portable.keys));

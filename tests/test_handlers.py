@@ -281,7 +281,7 @@ def expect_portable_backward(machine, call, s, has_dlse=1, wanted=3):
 @pytest.mark.parametrize("s", SIZES)
 def test_backward(machine, s, has_dlse):
     """The small workspace: these kernels also where there are those of Hopper."""
-    call = backward(machine, s, scale=1.5, has_dlse=has_dlse, deterministic=True)
+    call = backward(machine, s, scale=1.5, has_dlse=has_dlse, kernels="portable")
     expect_portable_backward(machine, call, s, has_dlse)
 
 
@@ -289,14 +289,15 @@ def test_backward(machine, s, has_dlse):
 def test_backward_of_some(machine, wanted):
     """Frozen keys or a frozen query: the kernels of the others are not launched."""
     s = SIZES[0]
-    call = backward(machine, s, deterministic=True, wanted=wanted)
+    call = backward(machine, s, kernels="portable", wanted=wanted)
     expect_portable_backward(machine, call, s, 1, wanted)
 
 
+@pytest.mark.parametrize("kernels", ["fused", "apart"])
 @pytest.mark.parametrize("s", SIZES)
-def test_backward_elsewhere_with_a_large_workspace(portable, s):
+def test_backward_elsewhere_with_a_large_workspace(portable, s, kernels):
     """The lowering does not always know the GPU."""
-    expect_portable_backward(portable, backward(portable, s), s)
+    expect_portable_backward(portable, backward(portable, s, kernels=kernels), s)
 
 
 def hopper_sections(machine, s, start):
@@ -318,6 +319,15 @@ def hopper_sections(machine, s, start):
     return arrays, start
 
 
+def backward_maps(machine, kernel, arrays):
+    row = machine.row(kernel, machine.variant["cc"])
+    names = [n.partition(":")[0] for n in POINTERS[kernel].split() if ":t" in n]
+    return {
+        name: expected_map(arrays[name], box)
+        for name, box in zip(names, row["tensor_maps"], strict=True)
+    }
+
+
 @pytest.mark.parametrize("qk_dim,block", [(64, 128), (128, 128), (192, 64), (256, 64)])
 @pytest.mark.parametrize("has_dlse", [0, 1])
 @pytest.mark.parametrize("s", SIZES)
@@ -334,12 +344,7 @@ def test_backward_on_hopper(tmp_path, driver, s, has_dlse, qk_dim, block):
     sections, end = hopper_sections(machine, s, workspace.address)
     assert end == workspace.address + 4 * workspace.shape[0]
     row = machine.row("backward_hopper", machine.variant["cc"])
-    names = [n.partition(":")[0] for n in POINTERS["backward_hopper"].split() if ":t" in n]
-    arrays = {**call.operands, **call.results, **sections}
-    maps = {
-        name: expected_map(arrays[name], box)
-        for name, box in zip(names, row["tensor_maps"], strict=True)
-    }
+    maps = backward_maps(machine, "backward_hopper", {**call.operands, **call.results, **sections})
     assert row["block"] == block and "dq_sum" not in maps
     for name in sections.keys() - {"dq_sum"}:
         assert maps[name]["box"] + [maps[name]["swizzle"]] == [64, 1, 1, 0]
@@ -351,18 +356,60 @@ def test_backward_on_hopper(tmp_path, driver, s, has_dlse, qk_dim, block):
     }
     scalars = attention(s, 0.375, 1, has_dlse)
     pointers = {name: array.address for name, array in sections.items()}
-    values = {name: {**scalars, **pointers} for name in grids}
+    values = {name: {**scalars, **pointers, "clear_dq": 1} for name in grids}
     values["backward_hopper"] = {**scalars, **maps, "dq_sum": pointers["dq_sum"]}
     expect_launches(machine, call, values, grids)
     assert machine.calls("cuLibraryLoadData") == 3  # not the portable ones
 
 
+@pytest.mark.parametrize("wanted", [0, 1, 2, 3])
+@pytest.mark.parametrize("qk_dim", [64, 128])
+@pytest.mark.parametrize("s", SIZES)
+def test_backward_apart_on_hopper(tmp_path, driver, s, qk_dim, wanted):
+    """Kernels that add nothing to memory: nothing is cleared but the counter, in the place of dQ's sum."""
+    machine = make_machine(
+        tmp_path, driver, choose=lambda m: m.has_apart() and m.variant["qk_dim"] == qk_dim
+    )
+    call = backward(machine, s, scale=0.375, element_test=3, kernels="apart", wanted=wanted)
+    workspace = call.results["workspace"]
+    sections, _ = hopper_sections(machine, s, workspace.address)
+    counter = sections["dq_sum"].address
+    assert counter + 4 == workspace.address + 4 * workspace.shape[0]
+    rows = prod(sections["delta"].shape)
+    grids = {
+        "backward_prepare": lambda r: [rows // r],
+        "backward_dkdv_hopper": lambda n: [s.kv_heads * s.batch * ceil(s.kv_len / n)],
+        "backward_dq_hopper": lambda m: [
+            min(MULTIPROCESSORS, s.heads * s.batch * ceil(s.q_len / m))
+        ],
+    }
+    for kernel, bit in (("backward_dq_hopper", 1), ("backward_dkdv_hopper", 2)):
+        if not wanted & bit:
+            del grids[kernel]
+    scalars = attention(s, 0.375, 3, 1) | {"clear_dq": 0, "counter": counter}
+    pointers = {name: array.address for name, array in sections.items()}
+    arrays = {**call.operands, **call.results, **sections}
+    values = {name: {**scalars, **pointers} for name in grids}
+    for kernel in grids.keys() - {"backward_prepare"}:
+        values[kernel] |= backward_maps(machine, kernel, arrays)
+    expect_launches(machine, call, values, grids)
+    clear = {"memset": [counter, 0, 1], "stream": machine.xla.stream}
+    record = machine.record()
+    assert record.count(clear) == (wanted & 1) == len(record) - len(grids)
+    assert not wanted & 1 or record[-2] == clear
+    assert machine.calls("cuLibraryLoadData") == 3  # not the portable ones
+
+
 def test_a_workspace_too_small_for_hopper(hopper):
-    """One element short, and the portable kernels run."""
+    """One element short of dQ's sum, and other kernels run; one short of their counter, the portable."""
     s = Sizes()
     call = backward(hopper, s)
     size = call.results["workspace"].shape[0]
-    expect_portable_backward(hopper, call.change(workspace=Array("float32", (size - 1,))), s)
+    assert hopper.run(call.change(workspace=Array("float32", (size - 1,)))) is None
+    assert [r["kernel"] for r in hopper.launches()] == hopper.kernels("backward_apart")
+    hopper.cuda.fake_clear()
+    short = backward(hopper, s, kernels="apart").results["workspace"].shape[0] - 1
+    expect_portable_backward(hopper, call.change(workspace=Array("float32", (short,))), s)
     hopper.cuda.fake_clear()
     larger = call.change(workspace=Array("float32", (size + 1,)))
     assert hopper.run(larger) is None

@@ -4,6 +4,7 @@ Guards against an operand or attribute out of the order of docs/design.md, which
 another, and against an implementation that is not the one asked for.
 """
 
+import itertools
 import re
 
 import cases
@@ -37,10 +38,11 @@ class Extension:
 PORTABLE = Extension.variants()
 
 
-def with_hopper(cc=90, exact=True, dims=DIMS[:3]):
-    """The rows of a build with a backward_hopper of bf16."""
-    hopper = {"kernel": "backward_hopper", "dtype": "bf16", "cc": cc, "exact": exact}
-    return [*PORTABLE, *({**hopper, "qk_dim": qk, "v_dim": v} for qk, v in dims)]
+def with_hopper(cc=90, exact=True, dims=DIMS[:3], kernels=("backward_hopper",)):
+    """The rows of a build with kernels for Hopper, of bf16."""
+    hopper = {"dtype": "bf16", "cc": cc, "exact": exact}
+    made = itertools.product(kernels, dims)
+    return [*PORTABLE, *({**hopper, "kernel": k, "qk_dim": qk, "v_dim": v} for k, (qk, v) in made)]
 
 
 @pytest.fixture(autouse=True)
@@ -223,6 +225,28 @@ def test_workspace_by_device(monkeypatch, capabilities, large):
 def test_workspace_by_request(monkeypatch):
     for flag, elements in ((True, SMALL), (False, LARGE), (np.bool_(True), SMALL)):
         assert backward_workspace(monkeypatch, with_hopper(), deterministic=flag) == elements
+
+
+APART = ("backward_hopper", "backward_dkdv_hopper", "backward_dq_hopper")
+
+
+@pytest.mark.parametrize("capability,large", [(90, True), (80, False)])
+def test_workspace_of_kernels_apart(monkeypatch, capability, large):
+    """For deterministic gradients, and for some of them; not for all head dims."""
+    rows = with_hopper(dims=[(192, 128)]) + with_hopper(dims=[(64, 64)], kernels=APART)
+    local = {capability}
+    sums = 2 * SMALL + 2 * 2 * PADDED + 1 if large else SMALL
+    assert backward_workspace(monkeypatch, rows, local, deterministic=True) == sums
+    wide = abstract(dim=192, v_dim=128)
+    assert backward_workspace(monkeypatch, rows, local, wide, deterministic=True) == SMALL
+    text = text_of(jax.grad(lambda *x: loss(*x, MASK), (1, 2)), *abstract())
+    (_, (_, attributes, _, results)) = calls(text)
+    assert attributes["wanted"] == "2 : i32"
+    assert results == ["0xbf16", KEY, KEY, f"{sums}xf32"]
+    text = text_of(jax.grad(lambda *x: loss(*x, MASK)), *abstract())
+    (_, (_, attributes, _, results)) = calls(text)
+    assert attributes["wanted"] == "1 : i32"
+    assert results == [QUERY, "0xbf16", "0xbf16", f"{sums}xf32"]
 
 
 def test_workspace_by_build(monkeypatch):

@@ -84,6 +84,8 @@ def test_the_backward_kernels_of_hopper_come_together() -> None:
     """C++ takes all three or none, and the workspace is large where there is a backward_hopper."""
     rows = [set(table.HOPPER_TILES[f"backward_{k}"]) for k in ("prepare", "hopper", "finish")]
     assert rows[0] == rows[1] == rows[2]
+    apart = [set(table.HOPPER_TILES[f"backward_{k}_hopper"]) for k in ("dkdv", "dq")]
+    assert apart[0] == apart[1] <= rows[0]
 
 
 def test_tiles_fit_the_order_of_tiles_and_the_blocks() -> None:
@@ -126,6 +128,7 @@ def test_every_kernel_loads_on_a_driver_of_cuda_12() -> None:
 
 PLAIN = ["forward", "backward_delta", "backward_dkdv", "backward_dq"]
 GENERAL = [f"{kernel}_general" for kernel in PLAIN]
+APART = ["backward_dkdv_hopper", "backward_dq_hopper"]
 
 
 @pytest.mark.parametrize("kernel", sorted(table.KERNELS))
@@ -184,9 +187,9 @@ def recompiled(monkeypatch, tmp_path, request):  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize(
     "file,kernels",
     [
-        ("hopper", ["forward_hopper", "backward_hopper"]),  # also by way of hopper_softmax
-        ("hopper_softmax", ["forward_hopper"]),
-        ("hopper_rows", ["backward_hopper"]),
+        ("hopper", ["forward_hopper", "backward_hopper", *APART]),  # also by way of hopper_softmax
+        ("hopper_softmax", ["forward_hopper", "backward_dq_hopper"]),  # of the forward's parts
+        ("hopper_rows", ["backward_hopper", "backward_dkdv_hopper"]),
         ("hopper_dq", ["backward_prepare", "backward_finish"]),
         ("rows", [*PLAIN, *GENERAL, *DECODE]),
         ("decode", DECODE),

@@ -171,16 +171,7 @@ HOPPER_TILES: dict[str, dict[int, dict[str, int]]] = {
             (256, 64, {}),
         )
     },
-    "backward_prepare": {dim: {"ROWS": 32} for dim in (64, 128, 192, 256)},
-    "backward_finish": {dim: {"ROWS": 64} for dim in (64, 128, 192, 256)},
-}
-# Kernels that no GPU has run yet, which no wheel holds: benchmarks/tune.py builds, compares and times
-# them. These two would make gradients deterministic without the portable kernels.
-TRIALS: dict[str, dict[int, dict[str, int]]] = {
-    "backward_dkdv_hopper": {
-        dim: {k: n for k, n in HOPPER_TILES["backward_hopper"][dim].items() if k != "DQ"}
-        for dim in (64, 128)
-    },
+    # dK and dV, dQ: no additions to memory, for deterministic gradients. Not timed yet.
     "backward_dq_hopper": {
         dim: {
             "BLOCK_N": 128,
@@ -191,17 +182,24 @@ TRIALS: dict[str, dict[int, dict[str, int]]] = {
         }
         for dim in (64, 128)
     },
+    "backward_prepare": {dim: {"ROWS": 32} for dim in (64, 128, 192, 256)},
+    "backward_finish": {dim: {"ROWS": 64} for dim in (64, 128, 192, 256)},
 }
-TRIAL_SOURCES = {
-    "backward_dkdv_hopper": "hopper_backward",
-    "backward_dq_hopper": "hopper_queries",
+HOPPER_TILES["backward_dkdv_hopper"] = {
+    dim: {name: n for name, n in HOPPER_TILES["backward_hopper"][dim].items() if name != "DQ"}
+    for dim in (64, 128)
 }
 # (kernel, larger head dim) -> the file of a kernel that is another for that dim, and its keys
 WIDE = {("backward_hopper", dim): ("hopper_wide", 64) for dim in (192, 256)}
 
 # Kernels compiled by both assemblers: 13.4 is 2 to 5 % faster on an H200
 # (benchmarks/results/trials_assemblers_h200.txt); a driver of CUDA 12 gets the other.
-TWO_ASSEMBLERS = ("forward_hopper", "backward_hopper", *TRIALS)
+TWO_ASSEMBLERS = (
+    "forward_hopper",
+    "backward_hopper",
+    "backward_dkdv_hopper",
+    "backward_dq_hopper",
+)
 
 # kernel -> argument -> (element, rows, columns) that TMA moves; names are constants of the variant,
 # "" is its dtype. Maps are (batch, length, heads * dim) or, of float32 and int32, plain lines.
@@ -259,10 +257,13 @@ SPILLS = {
     ("forward_hopper", 256): 208,  # under ptxas 12.9; 120 under 13.4
     ("backward_hopper", 128): 176,  # under ptxas 13.4; 160 under 12.9
     ("decode_tall", 128): 48,
+    ("backward_dkdv_hopper", 128): 168,  # under ptxas 12.9; 104 under 13.4
+    ("backward_dq_hopper", 64): 136,  # under ptxas 12.9; 8 under 13.4
+    ("backward_dq_hopper", 128): 272,  # under ptxas 12.9; 160 under 13.4
     ("backward_hopper", 256): 128,  # under ptxas 12.9; 96 under 13.4
 }
-# Kernels for Hopper whose wgmma the assembler may serialise (C7515): the portable dK/dV, which only
-# deterministic=True runs there, and the general one: what it does to scores reads its accumulators.
+# Kernels for Hopper whose wgmma the assembler may serialise (C7515): the portable dK/dV, which is a
+# stand-in there, and the general one: what it does to scores reads its accumulators.
 SERIALISED = ("backward_dkdv", "backward_dkdv_general")
 
 # Kernels that see neither dtype nor head dim: compile-time constants, rows or keys per program,
@@ -330,6 +331,8 @@ KERNELS = {  # kernel -> file in csrc/kernels
     "backward_prepare": "hopper_dq",
     "backward_hopper": "hopper_backward",
     "backward_finish": "hopper_dq",
+    "backward_dkdv_hopper": "hopper_backward",
+    "backward_dq_hopper": "hopper_queries",
     "backward_delta": "backward",
     "backward_dkdv": "backward",
     "backward_dq": "backward",
@@ -387,7 +390,7 @@ class Variant:
     @property
     def source(self) -> str:
         """The file in csrc/kernels."""
-        own = KERNELS.get(self.kernel) or TRIAL_SOURCES[self.kernel]
+        own = KERNELS[self.kernel]
         return WIDE.get((self.kernel, max(self.qk_dim, self.v_dim)), (own, 0))[0]
 
     @property
@@ -429,7 +432,7 @@ def hopper(
     kernel: str, arch: Arch, dtype: str, qk_dim: int, v_dim: int, assembler: str = "12.9"
 ) -> Variant:
     dim = max(qk_dim, v_dim)
-    tile = (HOPPER_TILES | TRIALS)[kernel][dim]
+    tile = HOPPER_TILES[kernel][dim]
     constants = {"QK_DIM": qk_dim, "V_DIM": v_dim, **tile}
     if kernel == "backward_finish":
         del constants["V_DIM"]
@@ -437,7 +440,8 @@ def hopper(
     block = {
         "forward_hopper": 64 * tile.get("WARP_GROUPS", 0),
         "backward_hopper": WIDE.get((kernel, dim), ("", 128))[1],
-        **dict.fromkeys(TRIALS, 128),
+        "backward_dkdv_hopper": 128,
+        "backward_dq_hopper": 128,
     }
     return Variant(
         kernel,

@@ -12,12 +12,12 @@ from triton.experimental.gluon import language as gl
 @triton.jit
 def backward_prepare(
     out, dout, lse, dlse, q_lo, q_hi, delta, lse2, lo, hi, dq_sum,
-    has_dlse, batch, mask_batch, q_len, heads,
+    has_dlse, clear_dq, batch, mask_batch, q_len, heads,
     V_DIM: tl.constexpr, QK_DIM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Results in rows of P = Sq rounded up to 64, so that TMA finds every block aligned and rows past the end empty:
     delta (B, H, P) = sum(do * out) - dlse; lse2 (B, H, P) = lse * log2(e), +inf for an empty row; lo, hi (Bm, P) copies of the
-    row ranges; dq_sum (B, H, P, Dqk) = 0."""
+    row ranges; dq_sum (B, H, P, Dqk) = 0, with clear_dq."""
     padded = tl.cdiv(q_len, 64) * 64
     pid = tl.program_id(0)
     head = pid % heads
@@ -47,11 +47,12 @@ def backward_prepare(
     at = bh * padded + rows
     tl.store(delta + at, total)
     tl.store(lse2 + at, natural * 1.4426950408889634)
-    cells = dq_sum + (pid // heads % tiles * ROWS + bh * padded) * QK_DIM
-    for i in tl.static_range(QK_DIM // 64):
-        tl.store(
-            cells + i * (64 * ROWS) + tl.arange(0, 64 * ROWS), tl.zeros([64 * ROWS], tl.float32)
-        )
+    if clear_dq != 0:
+        cells = dq_sum + (pid // heads % tiles * ROWS + bh * padded) * QK_DIM
+        for i in tl.static_range(QK_DIM // 64):
+            tl.store(
+                cells + i * (64 * ROWS) + tl.arange(0, 64 * ROWS), tl.zeros([64 * ROWS], tl.float32)
+            )
 
 
 @gluon.constexpr_function

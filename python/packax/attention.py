@@ -125,7 +125,7 @@ def flash_attention(
             over the attended pairs (for QK-clip, arXiv 2507.20534). It has no gradient, as from
             `jax.lax.stop_gradient`.
         deterministic: True: bit-identical gradients from run to run; on Hopper the backward then
-            uses the portable kernels (slower). False: on Hopper, parts of the gradient of query
+            uses other kernels (slower). False: on Hopper, parts of the gradient of query
             are summed in any order, so it may differ by rounding. The results, the gradients of
             key and value, and all that runs on other GPUs or as XLA are bit-identical either way.
         implementation: None: the CUDA kernels where this is lowered for CUDA, blockwise XLA

@@ -222,7 +222,9 @@ def _backward_cuda(ctx, *operands, implementation, **params):
     if not _general("backward", query, value, params):
         _require_kernels("backward", query, value)
         mask_batch = ctx.avals_in[7].shape[0]
-        elements, fused = _backward_workspace(query, value, mask_batch, params["deterministic"])
+        elements, fused = _backward_workspace(
+            query, value, mask_batch, params["deterministic"], params["wanted"]
+        )
         return _wanted_call(ctx, operands, elements, fused, params["wanted"], attributes)
     _require_kernels("backward", query, value, general=True)
     batch, q_len, heads, _ = query.shape
@@ -310,23 +312,30 @@ def _zeros(ctx, aval):
     return zeros
 
 
-def _backward_workspace(query: Any, value: Any, mask_batch: int, deterministic: bool) -> Any:
-    """Its size in float32, by which C++ knows which kernels may run (docs/design.md), and whether
-    those of Hopper may."""
+def _backward_workspace(
+    query: Any, value: Any, mask_batch: int, deterministic: bool, wanted: tuple[bool, ...]
+) -> Any:
+    """Its size in float32, by which C++ knows which kernels may run (csrc/backward.h), and whether
+    one of them writes all gradients."""
     batch, q_len, heads, qk_dim = query.shape
     padded = xla_masks.BLOCK * xla_masks.ceil_div(q_len, xla_masks.BLOCK)
     rows = batch * heads * padded
+    sums = 2 * rows + 2 * mask_batch * padded
     # The kernels count rows in 32 bits. If there are more when an exported program runs, C++ knows.
-    too_many = not xla_masks.is_symbolic(rows) and rows > xla_masks.INT_MAX
-    if deterministic or not _hopper_backward(str(query.dtype), qk_dim, value.shape[3]) or too_many:
+    if not xla_masks.is_symbolic(rows) and rows > xla_masks.INT_MAX:
         return rows, False
-    return 2 * rows + 2 * mask_batch * padded + rows * qk_dim, True
+    dims = (str(query.dtype), qk_dim, value.shape[3])
+    if (deterministic or not all(wanted)) and _on_hopper("backward_dkdv_hopper", *dims):
+        return sums + 1, False  # the one kernel for dk and dv, or the one for dq, or both
+    if deterministic or not _on_hopper("backward_hopper", *dims):
+        return rows, False
+    return sums + rows * qk_dim, True
 
 
-def _hopper_backward(dtype: str, qk_dim: int, v_dim: int) -> bool:
+def _on_hopper(kernel: str, dtype: str, qk_dim: int, v_dim: int) -> bool:
     """Whether this build has that kernel, and this process a GPU for it, as far as it can tell."""
     assert _ext is not None
-    wanted = ("backward_hopper", _DTYPES.get(dtype), qk_dim, v_dim)
+    wanted = (kernel, _DTYPES.get(dtype), qk_dim, v_dim)
     rows = [
         row
         for row in _ext.variants()

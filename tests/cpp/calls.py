@@ -88,16 +88,19 @@ def forward(m, s=Sizes(), scale=0.125, element_test=2):
     )
 
 
-def workspace(m, s, deterministic):
-    """Elements: what the kernels of Hopper need, or the others."""
+def workspace(m, s, kernels):
+    """Elements: what the one kernel of Hopper for all gradients needs, those apart, or the portable."""
     padded = 64 * ceil(s.q_len / 64)
     rows = s.batch * s.heads * padded
-    if deterministic:
-        return rows
-    return 2 * rows + 2 * s.mask_batch * padded + rows * m.variant["qk_dim"]
+    sums = 2 * rows + 2 * s.mask_batch * padded
+    return {"fused": sums + rows * m.variant["qk_dim"], "apart": sums + 1, "portable": rows}[
+        kernels
+    ]
 
 
-def backward(m, s=Sizes(), scale=0.125, element_test=2, has_dlse=1, deterministic=False, wanted=3):
+def backward(
+    m, s=Sizes(), scale=0.125, element_test=2, has_dlse=1, kernels="fused", wanted=3
+):  # fmt: skip
     """wanted: bit 0 dq, bit 1 dk and dv; what no kernel writes has no elements."""
     f = forward(m, s, scale, element_test)
     query, key, value = (f.operands[n] for n in ("query", "key", "value"))
@@ -118,9 +121,9 @@ def backward(m, s=Sizes(), scale=0.125, element_test=2, has_dlse=1, deterministi
         "dq": query,
         "dk": key,
         "dv": value,
-        "workspace": Array("float32", (workspace(m, s, deterministic),)),
+        "workspace": Array("float32", (workspace(m, s, kernels),)),
     }
-    large = m.has_hopper() and not deterministic
+    large = m.has_hopper() and kernels == "fused"
     unwritten = [] if wanted & 1 else ["dq"]
     unwritten += [] if wanted & 2 or large else ["dk", "dv"]
     results |= {name: Array(query.dtype, (0,)) for name in unwritten}

@@ -33,6 +33,10 @@ POINTERS = {
     "backward_hopper": "query:t key:t value:t dout:t lse2:t delta:t lo:t hi:t dk:t dv:t dq_sum "
     "q_ids kv_ids q_pos kv_pos q_blocks kv_blocks kv_order",
     "backward_finish": "dq_sum dq",
+    "backward_dkdv_hopper": "query:t key:t value:t dout:t lse2:t delta:t lo:t hi:t dk:t dv:t "
+    "q_ids kv_ids q_pos kv_pos q_blocks kv_blocks kv_order",
+    "backward_dq_hopper": "query:t key:t value:t dout:t dq:t lse2 delta q_lo q_hi q_ids kv_ids "
+    "q_pos kv_pos q_blocks q_order counter",
     "backward_delta": "out dout dlse delta q_lo q_hi",
     "backward_dkdv": "query key value dout lse delta dk dv q_lo q_hi q_ids kv_ids q_pos kv_pos "
     "q_blocks kv_blocks kv_order",
@@ -71,8 +75,10 @@ SCALARS = {
     "backward_delta_general": "has_dlse batch mask_batch q_len heads v_dim",
     "forward": ATTENTION,
     "forward_hopper": ATTENTION,
-    "backward_prepare": "has_dlse batch mask_batch q_len heads",
+    "backward_prepare": "has_dlse clear_dq batch mask_batch q_len heads",
     "backward_hopper": ATTENTION,
+    "backward_dkdv_hopper": ATTENTION,
+    "backward_dq_hopper": ATTENTION,
     "backward_finish": "scale:f q_len heads",
     "backward_delta": "has_dlse batch mask_batch q_len heads",
     "backward_dkdv": ATTENTION,
@@ -104,6 +110,8 @@ def arguments(kernel):
 HOPPER = {
     "forward": ["forward_hopper"],
     "backward": ["backward_prepare", "backward_hopper", "backward_finish"],
+    # deterministic, or of some gradients; 64 and 128 alone
+    "backward_apart": ["backward_prepare", "backward_dkdv_hopper", "backward_dq_hopper"],
 }
 KERNELS = {
     "forward": ["forward"],
@@ -163,6 +171,12 @@ class Machine:
         v = self.variant
         found = self.ext.find("forward_hopper", v["cc"], v["dtype"], v["qk_dim"], v["v_dim"])
         return found is not None
+
+    def has_apart(self):
+        v = self.variant
+        names = HOPPER["backward_apart"]
+        dims = (v["dtype"], v["qk_dim"], v["v_dim"])
+        return all(self.ext.find(name, v["cc"], *dims) is not None for name in names)
 
     def kernels(self, name):
         """What packax_<name>_v1 launches on device 0, in order."""

@@ -1,0 +1,46 @@
+// What the backward's handler (backward.cc) and the launches of its kernels for Hopper share.
+
+#pragma once
+
+#include "attention.h"
+
+namespace packax {
+
+struct BackwardCall {
+  Shape shape;
+  Mask mask;
+  ffi::AnyBuffer query, key, value, out, lse, dout, dlse, kv_blocks, kv_order, dq, dk, dv;
+  ffi::AnyBuffer workspace;
+  float scale;
+  int32_t has_dlse;
+  bool want_dq, want_dkv;
+};
+
+// The sections of the workspace for Hopper. All begin at multiples of 256 bytes from its start.
+// Which kernels may run is how large it is: those that add to dQ need all of it, those that make dQ
+// and dK, dV apart have a counter in the place of the sum, the portable ones take whatever there
+// is.
+struct HopperWorkspace {
+  explicit HopperWorkspace(const Shape& s)
+      : rows(s.padded_rows()), mask_rows(Product({s.mask_batch, s.padded()})), qk_dim(s.qk_dim) {}
+
+  // The kernels count rows of all heads in 32 bits, cells of dq_sum in 64.
+  bool fits_int32() const { return rows <= kMaxInt32; }
+  int64_t delta() const { return 0; }                  // (batch, heads, padded) float32
+  int64_t lse2() const { return rows; }                // likewise
+  int64_t lo() const { return lse2() + rows; }         // (mask_batch, padded) int32
+  int64_t hi() const { return lo() + mask_rows; }      // likewise
+  int64_t dq_sum() const { return hi() + mask_rows; }  // (batch, heads, padded, qk_dim) float32
+  int64_t counter() const { return dq_sum(); }         // (1) int32
+  int64_t size() const { return dq_sum() + rows * qk_dim; }
+  int64_t apart_size() const { return counter() + 1; }
+
+  int64_t rows, mask_rows, qk_dim;
+};
+
+// Kernels of Hopper for this call: one for all gradients, which adds dQ up in any order, or one for
+// dK and dV and one for dQ, whose sums have one order. `*found` says whether this device has them;
+// in the initialize stage nothing is launched.
+ffi::Error BackwardOnHopper(Device* device, Stream stream, const BackwardCall& c, bool* found);
+
+}  // namespace packax

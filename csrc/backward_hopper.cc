@@ -1,0 +1,256 @@
+// The backward's kernels for Hopper: tensor maps, the workspace, and which of them run.
+
+#include "backward.h"
+
+namespace packax {
+namespace {
+
+struct Sections {
+  Sections(const BackwardCall& c, const HopperWorkspace& w)
+      : Sections(static_cast<float*>(c.workspace.untyped_data()), w) {}
+  Sections(float* start, const HopperWorkspace& w)
+      : delta(start + w.delta()),
+        lse2(start + w.lse2()),
+        lo(start + w.lo()),
+        hi(start + w.hi()),
+        dq_sum(start + w.dq_sum()),
+        counter(start + w.counter()) {}
+
+  float *delta, *lse2, *lo, *hi, *dq_sum, *counter;
+};
+
+// The tensor maps of a kernel that makes dK and dV, of blocks of rows that a tile of keys meets.
+template <typename Args>
+ffi::Error MapTiles(const Ready<Args>& kernel, const BackwardCall& c, Args* args) {
+  const Shape& s = c.shape;
+  const HopperWorkspace w(s);
+  const Sections at(c, w);
+  const auto line = [](const char* name, const void* data, TensorMapElement element, int64_t n) {
+    return TensorView{name, data, element, 1, 1, n};
+  };
+  constexpr TensorMapElement f32 = TensorMapElement::kF32, i32 = TensorMapElement::kI32;
+  PACKAX_TRY(Encode(kernel, Args::kQuery, HeadsOf("query", c.query, s), &args->query));
+  PACKAX_TRY(Encode(kernel, Args::kKey, HeadsOf("key", c.key, s), &args->key));
+  PACKAX_TRY(Encode(kernel, Args::kValue, HeadsOf("value", c.value, s), &args->value));
+  PACKAX_TRY(Encode(kernel, Args::kDout, HeadsOf("dout", c.dout, s), &args->dout));
+  PACKAX_TRY(Encode(kernel, Args::kLse2, line("lse2", at.lse2, f32, w.rows), &args->lse2));
+  PACKAX_TRY(Encode(kernel, Args::kDelta, line("delta", at.delta, f32, w.rows), &args->delta));
+  PACKAX_TRY(Encode(kernel, Args::kLo, line("lo", at.lo, i32, w.mask_rows), &args->lo));
+  PACKAX_TRY(Encode(kernel, Args::kHi, line("hi", at.hi, i32, w.mask_rows), &args->hi));
+  PACKAX_TRY(Encode(kernel, Args::kDk, HeadsOf("dk", c.dk, s), &args->dk));
+  return Encode(kernel, Args::kDv, HeadsOf("dv", c.dv, s), &args->dv);
+}
+
+ffi::Error LaunchPrepare(const Ready<BackwardPrepareArgs>& prepare, Stream stream,
+                         const BackwardCall& c, bool clear_dq) {
+  const Shape& s = c.shape;
+  const Mask& m = c.mask;
+  const HopperWorkspace w(s);
+  const Sections at(c, w);
+  return Launch(prepare, stream, Grid{w.rows / prepare.block()},
+                BackwardPrepareArgs{
+                    .out = c.out.untyped_data(),
+                    .dout = c.dout.untyped_data(),
+                    .lse = c.lse.untyped_data(),
+                    .dlse = c.dlse.untyped_data(),
+                    .q_lo = m.q_lo.untyped_data(),
+                    .q_hi = m.q_hi.untyped_data(),
+                    .delta = at.delta,
+                    .lse2 = at.lse2,
+                    .lo = at.lo,
+                    .hi = at.hi,
+                    .dq_sum = at.dq_sum,
+                    .has_dlse = c.has_dlse,
+                    .clear_dq = clear_dq,
+                    .batch = s.batch,
+                    .mask_batch = s.mask_batch,
+                    .q_len = s.q_len,
+                    .heads = s.heads,
+                });
+}
+
+// One kernel for all gradients. The sum of dQ is in float32 and comes together in any order; dK and
+// dV do not depend on it.
+struct Fused {
+  std::optional<Ready<BackwardPrepareArgs>> prepare;
+  std::optional<Ready<BackwardHopperArgs>> gradients;
+  std::optional<Ready<BackwardFinishArgs>> finish;
+
+  ffi::Error Find(Device* device, const Shape& s) {
+    PACKAX_TRY(PrepareIfAny(device, s.kernel_dtype(), s.qk_dim, s.v_dim, &prepare));
+    PACKAX_TRY(PrepareIfAny(device, s.kernel_dtype(), s.qk_dim, s.v_dim, &gradients));
+    return PrepareIfAny(device, s.kernel_dtype(), s.qk_dim, s.v_dim, &finish);
+  }
+  bool found() const { return prepare && gradients && finish; }
+};
+
+ffi::Error LaunchBackward(const Fused& kernels, Stream stream, const BackwardCall& c) {
+  const Shape& s = c.shape;
+  const Mask& m = c.mask;
+  const HopperWorkspace w(s);
+  const Sections at(c, w);
+  const auto& gradients = *kernels.gradients;
+  BackwardHopperArgs args{
+      .query = {},
+      .key = {},
+      .value = {},
+      .dout = {},
+      .lse2 = {},
+      .delta = {},
+      .lo = {},
+      .hi = {},
+      .dk = {},
+      .dv = {},
+      .dq_sum = at.dq_sum,
+      .q_ids = m.q_ids.untyped_data(),
+      .kv_ids = m.kv_ids.untyped_data(),
+      .q_pos = m.q_pos.untyped_data(),
+      .kv_pos = m.kv_pos.untyped_data(),
+      .q_blocks = m.q_blocks.untyped_data(),
+      .kv_blocks = c.kv_blocks.untyped_data(),
+      .kv_order = c.kv_order.untyped_data(),
+      .scale = c.scale,
+      .element_test = m.element_test,
+      .batch = s.batch,
+      .mask_batch = s.mask_batch,
+      .q_len = s.q_len,
+      .kv_len = s.kv_len,
+      .heads = s.heads,
+      .kv_heads = s.kv_heads,
+  };
+  PACKAX_TRY(MapTiles(gradients, c, &args));
+  PACKAX_TRY(LaunchPrepare(*kernels.prepare, stream, c, true));
+  PACKAX_TRY(Launch(gradients, stream, KeyGrid(s, gradients.block()), args));
+  if (!c.want_dq) return ffi::Error::Success();
+  return Launch(*kernels.finish, stream, Grid{w.rows / kernels.finish->block()},
+                BackwardFinishArgs{
+                    .dq_sum = at.dq_sum,
+                    .dq = c.dq.untyped_data(),
+                    .scale = c.scale,
+                    .q_len = s.q_len,
+                    .heads = s.heads,
+                });
+}
+
+// One kernel for dK and dV and one for dQ, which add nothing to memory: the same bits every run,
+// and only the gradients that are wanted.
+struct Apart {
+  std::optional<Ready<BackwardPrepareArgs>> prepare;
+  std::optional<Ready<BackwardDkdvHopperArgs>> keys;
+  std::optional<Ready<BackwardDqHopperArgs>> rows;
+
+  ffi::Error Find(Device* device, const Shape& s) {
+    PACKAX_TRY(PrepareIfAny(device, s.kernel_dtype(), s.qk_dim, s.v_dim, &prepare));
+    PACKAX_TRY(PrepareIfAny(device, s.kernel_dtype(), s.qk_dim, s.v_dim, &keys));
+    return PrepareIfAny(device, s.kernel_dtype(), s.qk_dim, s.v_dim, &rows);
+  }
+  bool found() const { return prepare && keys && rows; }
+};
+
+ffi::Error LaunchKeys(const Ready<BackwardDkdvHopperArgs>& keys, Stream stream,
+                      const BackwardCall& c) {
+  const Shape& s = c.shape;
+  const Mask& m = c.mask;
+  BackwardDkdvHopperArgs args{
+      .query = {},
+      .key = {},
+      .value = {},
+      .dout = {},
+      .lse2 = {},
+      .delta = {},
+      .lo = {},
+      .hi = {},
+      .dk = {},
+      .dv = {},
+      .q_ids = m.q_ids.untyped_data(),
+      .kv_ids = m.kv_ids.untyped_data(),
+      .q_pos = m.q_pos.untyped_data(),
+      .kv_pos = m.kv_pos.untyped_data(),
+      .q_blocks = m.q_blocks.untyped_data(),
+      .kv_blocks = c.kv_blocks.untyped_data(),
+      .kv_order = c.kv_order.untyped_data(),
+      .scale = c.scale,
+      .element_test = m.element_test,
+      .batch = s.batch,
+      .mask_batch = s.mask_batch,
+      .q_len = s.q_len,
+      .kv_len = s.kv_len,
+      .heads = s.heads,
+      .kv_heads = s.kv_heads,
+  };
+  PACKAX_TRY(MapTiles(keys, c, &args));
+  return Launch(keys, stream, KeyGrid(s, keys.block()), args);
+}
+
+ffi::Error LaunchRows(const Ready<BackwardDqHopperArgs>& rows, Stream stream,
+                      const BackwardCall& c) {
+  using Args = BackwardDqHopperArgs;
+  const Shape& s = c.shape;
+  const Mask& m = c.mask;
+  const Sections at(c, HopperWorkspace(s));
+  Args args{
+      .query = {},
+      .key = {},
+      .value = {},
+      .dout = {},
+      .dq = {},
+      .lse2 = at.lse2,
+      .delta = at.delta,
+      .q_lo = m.q_lo.untyped_data(),
+      .q_hi = m.q_hi.untyped_data(),
+      .q_ids = m.q_ids.untyped_data(),
+      .kv_ids = m.kv_ids.untyped_data(),
+      .q_pos = m.q_pos.untyped_data(),
+      .kv_pos = m.kv_pos.untyped_data(),
+      .q_blocks = m.q_blocks.untyped_data(),
+      .q_order = m.q_order.untyped_data(),
+      .counter = at.counter,
+      .scale = c.scale,
+      .element_test = m.element_test,
+      .batch = s.batch,
+      .mask_batch = s.mask_batch,
+      .q_len = s.q_len,
+      .kv_len = s.kv_len,
+      .heads = s.heads,
+      .kv_heads = s.kv_heads,
+  };
+  PACKAX_TRY(Encode(rows, Args::kQuery, HeadsOf("query", c.query, s), &args.query));
+  PACKAX_TRY(Encode(rows, Args::kKey, HeadsOf("key", c.key, s), &args.key));
+  PACKAX_TRY(Encode(rows, Args::kValue, HeadsOf("value", c.value, s), &args.value));
+  PACKAX_TRY(Encode(rows, Args::kDout, HeadsOf("dout", c.dout, s), &args.dout));
+  PACKAX_TRY(Encode(rows, Args::kDq, HeadsOf("dq", c.dq, s), &args.dq));
+  // One program per multiprocessor; they draw further tiles from the counter.
+  const int64_t tiles = Product({s.heads, s.batch, CeilDiv(s.q_len, rows.block())});
+  const int64_t programs = rows.kernel.device->multiprocessors;
+  PACKAX_TRY(Clear(*rows.kernel.device, *stream, at.counter));
+  return Launch(rows, stream, Grid{tiles < programs ? tiles : programs}, args);
+}
+
+ffi::Error LaunchBackward(const Apart& kernels, Stream stream, const BackwardCall& c) {
+  PACKAX_TRY(LaunchPrepare(*kernels.prepare, stream, c, false));
+  if (c.want_dkv) PACKAX_TRY(LaunchKeys(*kernels.keys, stream, c));
+  if (c.want_dq) PACKAX_TRY(LaunchRows(*kernels.rows, stream, c));
+  return ffi::Error::Success();
+}
+
+template <typename Kernels>
+ffi::Error RunIfFound(Device* device, Stream stream, const BackwardCall& c, bool* found) {
+  Kernels kernels;
+  PACKAX_TRY(kernels.Find(device, c.shape));
+  *found = kernels.found();
+  return *found && stream ? LaunchBackward(kernels, stream, c) : ffi::Error::Success();
+}
+
+}  // namespace
+
+ffi::Error BackwardOnHopper(Device* device, Stream stream, const BackwardCall& c, bool* found) {
+  *found = false;
+  const HopperWorkspace w(c.shape);
+  const int64_t elements = c.workspace.dimensions()[0];
+  if (!w.fits_int32()) return ffi::Error::Success();
+  if (elements >= w.size()) return RunIfFound<Fused>(device, stream, c, found);
+  if (elements >= w.apart_size()) return RunIfFound<Apart>(device, stream, c, found);
+  return ffi::Error::Success();
+}
+
+}  // namespace packax
