@@ -400,8 +400,9 @@ def test_backward_apart_on_hopper(tmp_path, driver, s, qk_dim, wanted):
     assert machine.calls("cuLibraryLoadData") == 3  # not the portable ones
 
 
-def test_a_workspace_too_small_for_hopper(hopper):
+def test_a_workspace_too_small_for_hopper(tmp_path, driver):
     """One element short of dQ's sum, and other kernels run; one short of their counter, the portable."""
+    hopper = make_machine(tmp_path, driver, choose=lambda m: m.has_apart())
     s = Sizes()
     call = backward(hopper, s)
     size = call.results["workspace"].shape[0]
