@@ -4,7 +4,8 @@
         [--try backward_hopper:128:CONSUMER_REGISTERS=232,ROWS=64]          (build machine: Triton, no GPU)
     python benchmarks/tune.py time DIR [--kernels ...] [--dims ...] [--cases ...] [--rounds 11]   (GPU machine)
 
-`build` takes the candidates of candidates.py. `time` first compares every candidate's results with the portable kernels' on
+`build` takes the candidates of candidates.py. `time` first runs every candidate once in another process, which may hang or die of
+it (`check` is that process): such a one is left out. Then it compares every candidate's results with the portable kernels' on
 small odd documents, whole, and on sampled rows of the timed case (the forward's also with float64); a wrong one is not timed.
 Then all kernels of a case take turns, round by round; medians go to a table and to $OUT/tune.json (default: DIR).
 `backward` is the three kernels of Hopper's backward launched together, `deterministic` the three that add nothing to
@@ -25,6 +26,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
 from cases import Case
 from cubin import Driver, Kernel
+from probe import fatal_steps, say_begin, say_end
 from work import DETERMINISTIC, HOPPER_BACKWARD, Launch, Work, difference
 
 MASK = ("documents_init", "documents_runs", "documents_rows", "blocks_rows", "blocks_keys", "blocks_order")  # fmt: skip
@@ -166,7 +168,7 @@ class Plan:
         self.work.driver.synchronize()
         return found
 
-    def check(self, want: dict[str, Any]) -> dict[str, float]:
+    def check(self, want: dict[str, Any], announce: str | None = None) -> dict[str, float]:
         """Title -> largest relative difference. The first of a kernel without a reference becomes it."""
         found = {}
         for title, (name, _) in self.candidates.items():
@@ -176,7 +178,9 @@ class Plan:
             if run is None:
                 print(f"{title}: not compared: not all of its pipeline's kernels were built")
                 continue
-            print(f"  {title} ...", end="", flush=True)  # the last line, if it never ends
+            if announce:
+                say_begin(f"{title} {announce}")
+            print(f"  {title} ...", end="", flush=True)
             self.work.poison(names)
             if pipeline:
                 self.work.poison(("delta", "lse2", "lo", "hi", "dq_sum"))
@@ -241,13 +245,16 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def time_candidates(
-    folder: pathlib.Path, kernels: list[str], dims: list[tuple[int, int]] | None, names: list[str], rounds: int
+    folder: pathlib.Path, kernels: list[str], dims: list[tuple[int, int]] | None, names: list[str], rounds: int,
+    without: dict[str, str] | None = None, announce: bool = False,
 ) -> int:  # fmt: skip
+    """Compare and time; without names, compare alone, and `announce` every candidate before it runs."""
+    without = without or {}
     began = time.perf_counter()
     driver = Driver()
     built = Built(driver, folder)
     report: dict[str, Any] = {"device": driver.name, "driver": driver.version, "rounds": rounds,
-                              "commit": os.environ.get("PACKAX_COMMIT", "unknown"), "rows": [], "wrong": []}  # fmt: skip
+                              "commit": os.environ.get("PACKAX_COMMIT", "unknown"), "rows": [], "wrong": [], "fatal": without}  # fmt: skip
     out = pathlib.Path(os.environ.get("OUT", folder)) / "tune.json"
     print(f"{driver.name}, driver {driver.version}, {rounds} rounds", flush=True)
     there = dict.fromkeys(tuple(row["dims"]) for row in built.rows if row["label"])
@@ -257,6 +264,7 @@ def time_candidates(
             if any(name in pipeline for name, _ in wanted.values()):  # its mates, to run beside
                 mates = {t: c for t, c in built.candidates(pair).items() if c[0] in pipeline}
                 wanted |= {t: c for t, c in mates.items() if t.split()[1] == "table"}
+        wanted = {t: c for t, c in wanted.items() if f"{t} {pair[0]}x{pair[1]}" not in without}
         for name in [*CHECKS, *names]:
             print(f"{name} {pair[0]}x{pair[1]}, {time.perf_counter() - began:.0f} s", flush=True)
             work = Work(driver, case(name, pair), built.masks())
@@ -265,7 +273,7 @@ def time_candidates(
             want = plan.reference()
             if wanted and "out" in want:
                 print(f"  forward: error against float64 {work.forward_error():.1e}", flush=True)
-            differences = plan.check(want)
+            differences = plan.check(want, f"{pair[0]}x{pair[1]}" if announce else None)
             wrong = [title for title, value in differences.items() if not value < CLOSE]
             report["wrong"] += [f"{name} {pair[0]}x{pair[1]} {title}" for title in wrong]
             wanted = {title: c for title, c in wanted.items() if title not in wrong}
@@ -274,11 +282,17 @@ def time_candidates(
                 report["rows"] += rows
                 print(table(rows), flush=True)
             work.free()
-            out.write_text(json.dumps(report, indent=1) + "\n")
+            if not announce:
+                out.write_text(json.dumps(report, indent=1) + "\n")
+    if announce:
+        say_end()
+        return 0
     print(f"\n{table(report['rows'])}\n\nwrote {out}, {time.perf_counter() - began:.0f} s")
     for line in report["wrong"]:
         print(f"WRONG, not timed: {line}")
-    return 1 if report["wrong"] else 0
+    for title, why in without.items():
+        print(f"FATAL, not timed: {title} {why}")
+    return 1 if report["wrong"] or without else 0
 
 
 def pair(text: str) -> tuple[int, int]:
@@ -293,7 +307,9 @@ def main() -> int:
     sub = parser.add_subparsers(dest="command", required=True)
     first = sub.add_parser("build", help="compile the candidates")
     second = sub.add_parser("time", help="time them")
-    for command in (first, second):
+    third = sub.add_parser("check", help="run them once")
+    third.add_argument("--without", nargs="+", default=[])
+    for command in (first, second, third):
         command.add_argument("folder", type=pathlib.Path)
         command.add_argument("--kernels", nargs="+", default=list(KERNELS), choices=KERNELS)
         command.add_argument("--dims", nargs="+", type=pair, help="e.g. 128x128 (default: all)")
@@ -309,7 +325,14 @@ def main() -> int:
 
         build(args.folder, args.arch, args.jobs, args.kernels, args.dims, args.assemblers, args.extra)  # fmt: skip
         return 0
-    return time_candidates(args.folder, args.kernels, args.dims, args.cases, args.rounds)
+    if args.command == "check":
+        without = dict.fromkeys(args.without, "")
+        return time_candidates(args.folder, args.kernels, args.dims, [], 0, without, True)
+    child = [sys.executable, __file__, "check", str(args.folder), "--kernels", *args.kernels]
+    if args.dims:
+        child += ["--dims", *(f"{qk}x{v}" for qk, v in args.dims)]
+    fatal = fatal_steps(lambda found: [*child, *(["--without", *found] if found else [])], 45.0)
+    return time_candidates(args.folder, args.kernels, args.dims, args.cases, args.rounds, fatal)
 
 
 if __name__ == "__main__":

@@ -170,3 +170,44 @@ assert sum("backward_hopper" in name for name in names) == 2  # its pipeline, by
     )
     assert "forward_hopper has no constant ROWS: " in shown
     assert "no row for forward_hopper 32x32" in shown
+
+
+CHILD = """
+import sys, time
+from probe import say_begin, say_end
+for name in "abcd":
+    if name not in sys.argv[1:]:
+        say_begin(name)
+        time.sleep(99 if name == "b" else 0)
+        assert name != "d"
+say_end()
+"""
+
+
+def test_fatal_steps_are_left_out(monkeypatch, capfd):
+    """One that hangs, one that dies; and a child that never gets as far."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setenv("PYTHONPATH", str(BENCHMARKS))
+    from probe import fatal_steps
+
+    found = fatal_steps(lambda without: [sys.executable, "-c", CHILD, *without], 5.0)
+    assert found == {"b": "was silent for 5 s", "d": "ended the process"}
+    assert "AssertionError" in capfd.readouterr().err
+    with pytest.raises(
+        RuntimeError, match=r"ended the process before it began a step:(.|\n)*no GPU"
+    ):
+        fatal_steps(lambda _: [sys.executable, "-c", "raise OSError('no GPU')"], 5.0)
+
+
+def test_check_announces_and_leaves_out(tmp_path):
+    shown = script(
+        tmp_path,
+        """
+built("backward_hopper")
+without = {"backward_hopper table 13.4 128x128": ""}
+assert tune.time_candidates(folder, ["backward_hopper"], None, [], 0, without, True) == 0
+""",
+    )
+    begun = [x for x in shown.splitlines() if x.startswith("@begin ")]
+    assert "@begin backward_hopper table 12.9 128x128" in begun and shown.endswith("@end\n")
+    assert "@begin backward_hopper table 13.4 128x128" not in begun
