@@ -170,27 +170,33 @@ def symbolic(dtype):
 
 
 def test_export_every_mask_with_symbolic_sizes(monkeypatch):
-    """One program builds all kinds for every batch and length: integer by integer what jit builds."""
+    """One program builds all kinds for every batch and length: integer by integer what jit builds.
+
+    There the expressions are arguments: they are pytrees.
+    """
     monkeypatch.setattr(lowering, "_ext", Extension)  # for CUDA too, without a GPU
 
-    def build(query, a):
-        length = query.shape[1]
+    def build(expressions, length):
+        lengths = {"q_len": length, "kv_len": length}
         return {
-            kind: jax.tree.leaves(
-                packax.create_attention_mask(expression(a), q_len=length, kv_len=length)
-            )
-            for kind, expression in KINDS.items()
+            kind: jax.tree.leaves(packax.create_attention_mask(expression, **lengths))
+            for kind, expression in expressions.items()
         }
 
+    def expressions(a):
+        return {kind: make(a) for kind, make in KINDS.items()}
+
     x, a = symbolic(jnp.float32)
+    function = jax.jit(lambda query, a: build(expressions(a), query.shape[1]))
     export = jax.export.export(
-        jax.jit(build), platforms=["cpu", "cuda"], disabled_checks=packax.export_checks()
+        function, platforms=["cpu", "cuda"], disabled_checks=packax.export_checks()
     )
     program = restored(export(x["query"], a))
     x, a = tensors(jnp.float32, 70, 3), arrays(70, 3)
-    got, expected = program.call(x["query"], a), jax.jit(build)(x["query"], a)
-    for kind, leaves in expected.items():
-        for one, other in zip(got[kind], leaves, strict=True):
+    got = program.call(x["query"], a)
+    expected = jax.jit(build, static_argnums=1)(expressions(a), 70)
+    for kind in KINDS:
+        for one, other in zip(got[kind], expected[kind], strict=True):
             np.testing.assert_array_equal(one, other, err_msg=kind)
 
 

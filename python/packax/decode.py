@@ -191,13 +191,14 @@ def _ranges(
 
 def _integers(name: str, x: Any) -> jax.Array:
     """As int32; what does not fit becomes the nearest there is, which is behind every cache."""
-    x = jnp.asarray(x)
+    if not isinstance(x, jax.Array):
+        x = np.asarray(x)  # jax would cut 64 bits to 32, and a length become another
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise ValueError(f"{name} must be an array of integers, but is {x.dtype}")
     limits = jnp.iinfo(x.dtype)
     if limits.max > INT_MAX:
-        x = jnp.clip(x, max(limits.min, -INT_MAX - 1), INT_MAX)
-    return x.astype(jnp.int32)
+        x = x.clip(max(limits.min, -INT_MAX - 1), INT_MAX)
+    return jnp.asarray(x.astype(np.int32))
 
 
 def _check_tensors(

@@ -148,12 +148,15 @@ def _limits(
     for name, x in lengths.items():
         if x is None:
             continue
-        x = jnp.asarray(x)
+        if not isinstance(x, jax.Array):
+            x = np.asarray(x)
+            if np.issubdtype(x.dtype, np.integer):
+                x = masks.as_int32(name, x, ranks=(1,), shapes=f"({batch},)")
         if x.shape != (batch,) or x.dtype != jnp.int32:
             raise ValueError(
                 f"{name} must be int32 of shape ({batch},), but is {x.dtype} of shape {x.shape}"
             )
-        lengths[name] = x[:, None]
+        lengths[name] = jnp.asarray(x)[:, None]
     q_lengths, kv_lengths = lengths.values()
     if not is_causal and window is None and q_lengths is None and kv_lengths is None:
         return None

@@ -420,6 +420,8 @@ def _size(name: str, size: Any, least: int) -> int | None:
     try:
         number = operator.index(size)
     except TypeError:
+        number = None
+    if number is None or isinstance(size, bool):
         raise ValueError(f"{name} must be an integer, but is {size!r}") from None
     if not least <= number <= _INT32.max:
         raise ValueError(f"{name} must be an integer from {least} to {_INT32.max}, but is {number}")

@@ -37,7 +37,10 @@ class Places(NamedTuple):
 
 
 class MaskExpression:
-    """What `causal()`, `documents(...)` and the others return, and `&` and `|` of them."""
+    """What `causal()`, `documents(...)` and the others return, and `&` and `|` of them.
+
+    A pytree of its arrays: it may be an argument of jit, and vmap may map it.
+    """
 
     def as_array(self, q_len: int, kv_len: int) -> Array:
         """Whether query row i attends key j: boolean, (q_len, kv_len), after the batch if any.
@@ -85,6 +88,12 @@ class MaskExpression:
         _check_or(both)
         return both
 
+    def __bool__(self) -> bool:
+        raise ValueError(
+            "a mask expression is neither true nor false: join expressions with `&` and `|`, not "
+            "with `and` and `or`"
+        )
+
 
 class Interval(MaskExpression):
     """Row i attends an interval of places that depends on i alone: not on what the keys are.
@@ -108,6 +117,7 @@ class Interval(MaskExpression):
         raise NotImplementedError
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["lo", "hi"], meta_fields=[])
 @dataclasses.dataclass(frozen=True, eq=False)
 class Ranges(MaskExpression):
     """See `ranges`."""
@@ -123,6 +133,11 @@ class Ranges(MaskExpression):
         return (self.lo[..., None] <= index) & (index < self.hi[..., None])
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["q_ids", "kv_ids", "q_pos", "kv_pos"],
+    meta_fields=[],
+)
 @dataclasses.dataclass(frozen=True, eq=False)
 class Documents(MaskExpression):
     """See `documents`. The key side is None where it is the query side."""
@@ -415,7 +430,8 @@ def as_int32(
     if not isinstance(x, jax.Array):
         x = np.asarray(x)
     if x.ndim not in ranks or 0 in x.shape:
-        raise ValueError(f"{name} must have shape {shapes}, but has {x.shape}")
+        some = " and must not be empty" if x.ndim in ranks else ""
+        raise ValueError(f"{name} must have shape {shapes}{some}, but has {x.shape}")
     if not np.issubdtype(x.dtype, np.integer):
         raise ValueError(f"{name} must be integers, but has dtype {x.dtype}")
     if np.can_cast(x.dtype, np.int32):

@@ -71,11 +71,16 @@ def _primitive(name: str, static: tuple[str, ...]) -> Primitive:
     primitive = Primitive(name)
     primitive.multiple_results = True
 
-    # Outside jit, a call compiles by itself.
+    @functools.partial(jax.jit, static_argnames=static)
     def call(*operands, **params):
         return primitive.bind(*operands, **params)
 
-    primitive.def_impl(jax.jit(call, static_argnames=static))
+    # Outside jit, a call compiles by itself; also under disable_jit, where it would call itself.
+    @primitive.def_impl
+    def _(*operands, **params):
+        with jax.disable_jit(False):
+            return call(*operands, **params)
+
     return primitive
 
 

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from packax.masks import as_int32
 from packax.sharding import Layout
 
 _CAPS = (1e-30, 1e30)
@@ -192,7 +193,8 @@ def _places(
     places = []
     batch = rows[0]
     for name, x, length in (("positions", q, rows[1]), ("kv_positions", kv, kv_len)):
-        x = jnp.asarray(x)
+        if not isinstance(x, jax.Array):
+            x = np.asarray(x)
         if not jnp.issubdtype(x.dtype, jnp.integer):
             raise ValueError(f"{name} must be integers, but is {x.dtype}")
         if x.shape not in ((length,), (1, length), (batch, length)):
@@ -200,7 +202,7 @@ def _places(
                 f"{name} must have shape ({length},), (1, {length}) or ({batch}, {length}), but "
                 f"has {x.shape}"
             )
-        x = jnp.atleast_2d(x.astype(jnp.int32))
+        x = jnp.atleast_2d(x if isinstance(x, jax.Array) else as_int32(name, x)).astype(jnp.int32)
         if layout is not None:
             dims = layout.context if name == "positions" else ()
             x = layout.place(x, () if x.shape[0] == 1 else layout.batch, dims)

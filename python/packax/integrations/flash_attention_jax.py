@@ -136,12 +136,17 @@ def _with_heads(name: str, x: jax.Array, batch: tuple[int, ...], ndim: int) -> j
     return x.reshape(-1, *x.shape[-3:]).swapaxes(1, 2)
 
 
+def _numbers(key_mask: Any) -> Any:
+    """An array; numpy's stays numpy's, since jax would cut numbers of 64 bits to 32."""
+    return key_mask if isinstance(key_mask, jax.Array) else np.asarray(key_mask)
+
+
 def _key_mask(
     query: jax.Array, key: jax.Array, batch: tuple[int, ...], key_mask: Any
 ) -> masks.MaskExpression:
     if key_mask is None:
         return intervals.full()
-    mask = jnp.asarray(key_mask) != 0
+    mask = jnp.asarray(_numbers(key_mask) != 0)
     length = key.shape[1]
     if mask.ndim == 0 or mask.shape[-1] != length or mask.ndim > len(batch) + 1:
         raise ValueError(
@@ -174,7 +179,7 @@ def _normalised(x: jax.Array) -> jax.Array:
 def attention(q: Any, k: Any, v: Any, key_mask: Any) -> jax.Array:
     """Dense `flash_attention`; a batch row with no key gives the mean of the values."""
     scores = jnp.einsum("...id,...jd->...ij", q * (1 / jnp.sqrt(q.shape[-1])), k)
-    return _weighted(scores, jnp.asarray(key_mask)[..., None, None, :] != 0, v)
+    return _weighted(scores, _numbers(key_mask)[..., None, None, :] != 0, v)
 
 
 plain_attention = attention
@@ -191,7 +196,7 @@ def cosine_sim_attention(q: Any, k: Any, v: Any, key_mask: Any) -> jax.Array:
     """Dense `cosine_sim_flash_attention`."""
     q, k = _normalised(jnp.asarray(q)), _normalised(jnp.asarray(k))
     scores = jnp.einsum("...id,...jd->...ij", q, k) * COSINE_SIM_SCALE
-    return _weighted(scores, jnp.asarray(key_mask)[..., None, None, :] != 0, v)
+    return _weighted(scores, _numbers(key_mask)[..., None, None, :] != 0, v)
 
 
 def _weighted(scores: jax.Array, allowed: jax.Array, v: Any) -> jax.Array:

@@ -259,7 +259,7 @@ class AttentionOp(nnx.Module):
         before = keys - 1 if rows == 1 else 0  # the place of the row, as MaxText counts it
         active = None
         if ids is not None:
-            active = jnp.asarray(ids) == ACTIVE
+            active = jnp.asarray(masks.as_int32("the segment ids of a cache", ids) == ACTIVE)
             if active.shape not in ((query.shape[0], keys), (1, keys)):
                 raise ValueError(
                     f"the segment ids of a cache must have shape {(query.shape[0], keys)}, as its "
@@ -378,9 +378,9 @@ class AttentionOp(nnx.Module):
         if ids is None and kv_ids is not None:
             raise ValueError("decoder_segment_ids_kv was given without decoder_segment_ids")
         if ids is not None:
-            ids = documents_of(ids)
+            ids = documents_of("decoder_segment_ids", ids)
             if kv_ids is not None or before:
-                kv_ids = ids if kv_ids is None else documents_of(kv_ids)
+                kv_ids = ids if kv_ids is None else documents_of("decoder_segment_ids_kv", kv_ids)
             if before:
                 ids = ids[:, before : before + rows]
         plan = None
@@ -396,7 +396,7 @@ class AttentionOp(nnx.Module):
                 )
             plan = context_plan("head_tail", self.reordered, length=rows)
             ids, kv_ids, positions, bidirectional_mask = (
-                None if x is None else plan.unpermute(jnp.asarray(x))
+                None if x is None else plan.unpermute(x)
                 for x in (ids, kv_ids, positions, bidirectional_mask)
             )
             if ids is None:

@@ -38,9 +38,9 @@ def reorder_sequence(
     return split.take(order, axis=seq_dim).reshape(shape)
 
 
-def documents_of(ids: Any) -> jax.Array:
+def documents_of(name: str, ids: Any) -> jax.Array:
     """Every negative id is padding in MaxText, and 0 is a document."""
-    ids = jnp.asarray(ids)
+    ids = jnp.asarray(masks.as_int32(name, ids))
     return jnp.where(ids < 0, masks.PADDING_SEGMENT_ID, ids)
 
 

@@ -20,6 +20,7 @@ from packax.kvax.utils.common import (
 from packax.kvax.utils.permutation import head_tail_plan
 from packax.kvax.utils.sharding import attention_layout
 from packax.kvax.utils.typing import AttentionMask, DeviceArray, RowMasks
+from packax.masks import as_int32
 from packax.sharding import AttentionSharding, Layout, check_divides
 
 logger = logging.getLogger(__name__)
@@ -136,10 +137,14 @@ def checked_tokens(
         "kv_segment_ids": kv_segment_ids,
     }
     for name, x in arrays.items():
-        arrays[name] = x = jnp.asarray(x)
+        if not isinstance(x, jax.Array):
+            x = np.asarray(x)
+        arrays[name] = x
         if x.ndim != 2 or 0 in x.shape:
             raise ValueError(f"{name} must have shape (batch, length), but has {x.shape}")
-        if not (np.issubdtype(x.dtype, np.integer) and np.can_cast(x.dtype, np.int32)):
+        if isinstance(x, np.ndarray):
+            arrays[name] = jnp.asarray(as_int32(name, x))
+        elif not (np.issubdtype(x.dtype, np.integer) and np.can_cast(x.dtype, np.int32)):
             raise ValueError(f"{name} must be integers that fit int32, but has dtype {x.dtype}")
     for side in ("query", "kv"):
         positions, ids = (arrays[f"{side}_{what}"].shape for what in ("positions", "segment_ids"))

@@ -1,0 +1,160 @@
+"""What users hand over that no example has: odd containers and dtypes, jax's debugging modes, threads.
+
+A request gives the right numbers or a ValueError that says what was wrong; never other numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import packax
+import pytest
+from packax.kvax.ops import create_attention_mask as kvax_mask
+from packax.kvax.utils import attention_specs
+
+RNG = np.random.default_rng(4)
+B, LENGTH, HEADS, KV_HEADS, DIM = 2, 12, 4, 2, 8
+PADDED = np.stack([cases.ids_of((0, 4), (3, 5), (-1, 3)), np.full(LENGTH, -1)])
+QUERY, KEY, VALUE = (
+    RNG.standard_normal((B, LENGTH, heads, DIM)).astype(np.float32)
+    for heads in (HEADS, KV_HEADS, KV_HEADS)
+)
+EXPRESSION = packax.causal() & packax.documents(PADDED)
+FAR = 2**32 + 1  # 1 where 64 bits are cut to 32
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return np.asarray(jax.jit(lambda: packax.flash_attention(QUERY, KEY, VALUE, EXPRESSION))())
+
+
+def close(x, y):
+    np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+def test_vmap_over_an_expression(expected):
+    """A pytree: its arrays lose the mapped axis, as all arrays under vmap do."""
+    rows = jax.vmap(lambda q, k, v, mask: packax.flash_attention(q, k, v, mask))
+    tensors = (x[:, None] for x in (QUERY, KEY, VALUE))
+    close(rows(*tensors, EXPRESSION)[:, 0], expected)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32", "int64", "uint64"])
+def test_ids_of_any_integer_dtype(dtype):
+    ids = np.asarray([[0, 0, 9, 9, 9, 120, 120, 0]]).astype(dtype)
+    same = packax.documents(ids.astype(np.int32)).as_array(8, 8)
+    np.testing.assert_array_equal(packax.documents(ids).as_array(8, 8), same)
+    np.testing.assert_array_equal(packax.documents(ids.tolist()).as_array(8, 8), same)
+
+
+def test_numbers_of_64_bits_are_not_cut():
+    """jax makes int32 of numpy's int64 by dropping bits: 2^32 + 1 would be 1, a place that is there."""
+    out = packax.decode_attention(QUERY[:, :1], KEY, VALUE, np.array([FAR, 5]))
+    assert np.isnan(out[0]).all() and np.isfinite(out[1]).all()
+    pages = (x.reshape(6, 4, KV_HEADS, DIM) for x in (KEY, VALUE))
+    table = np.array([[FAR, 1, 2], [3, 4, 5]])
+    out = packax.decode_attention(QUERY[:, :1], *pages, np.array([9, 9]), block_table=table)
+    assert np.isnan(out[0]).all() and np.isfinite(out[1]).all()
+
+    ids = np.array([[1] * 6 + [FAR] * 6] * 2)
+    bias = packax.alibi(np.ones(HEADS, np.float32), positions=ids[0])
+    with attention_specs((None,) * 4, (None,) * 4):
+        for call in (
+            lambda: packax.documents(ids),
+            lambda: packax.flash_attention(QUERY, KEY, VALUE, packax.causal(), bias=bias),
+            lambda: packax.dot_product_attention(
+                QUERY, KEY, VALUE, key_value_seq_lengths=np.array([FAR, 3])
+            ),
+            lambda: kvax_mask(ids % 2, ids, ids % 2, ids),
+        ):
+            with pytest.raises(ValueError, match="fit int32, but holds values from"):
+                call()
+
+
+def test_copies_of_a_mask(expected):
+    mask = packax.create_attention_mask(EXPRESSION)
+    attend = jax.jit(packax.flash_attention)
+    for other in (
+        pickle.loads(pickle.dumps(mask)),
+        copy.deepcopy(mask),
+        jax.tree.map(np.asarray, mask),
+        packax.create_attention_mask(pickle.loads(pickle.dumps(EXPRESSION))),
+        packax.create_attention_mask(jax.tree.map(lambda x: x, EXPRESSION)),
+    ):
+        close(attend(QUERY, KEY, VALUE, other), expected)
+
+
+def loss(query, mask, **options):
+    results = packax.flash_attention(query, KEY, VALUE, mask, return_lse=True, **options)
+    return jnp.sum(jnp.where(jnp.isfinite(results[1]), results[1], 0)) + jnp.sum(results[0] ** 2)
+
+
+def test_disable_jit(expected):
+    """Primitives compile by themselves there too, and do not call themselves for ever."""
+    gradient = jax.jit(jax.grad(loss))(QUERY, EXPRESSION)
+    decoded = packax.decode_attention(QUERY[:, :1], KEY, VALUE, np.array([3, 9]))
+    with jax.disable_jit():
+        close(packax.flash_attention(QUERY, KEY, VALUE, EXPRESSION), expected)
+        close(jax.grad(loss)(jnp.asarray(QUERY), EXPRESSION), gradient)
+        close(packax.decode_attention(QUERY[:, :1], KEY, VALUE, np.array([3, 9])), decoded)
+
+
+def test_debug_nans():
+    """Rows and batches that attend nothing make no NaN on the way, forward, backward or in a tangent."""
+    options = {"sinks": np.ones(HEADS, np.float32), "soft_cap": 2.0}
+    options["bias"] = packax.alibi(np.ones(HEADS, np.float32))
+
+    @jax.jit
+    def everything(query):
+        plain, with_options = (jax.grad(loss)(query, EXPRESSION, **more) for more in ({}, options))
+        tangent = jax.jvp(
+            lambda q: packax.flash_attention(q, KEY, VALUE, EXPRESSION), (query,), (query,)
+        )
+        decoded = packax.decode_attention(query[:, :1], KEY, VALUE, np.array([0, 9]))
+        return plain, with_options, tangent, decoded
+
+    with jax.debug_nans(True):
+        results = everything(QUERY)
+        jax.grad(loss)(jnp.asarray(QUERY), EXPRESSION)  # outside jit every primitive is looked at
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(results))
+
+
+def test_threads():
+    """Each traces and compiles for itself, at the same time."""
+    results = {}
+
+    def work(number):
+        ids = np.full((B, LENGTH - number), number)
+        cut = (x[:, : LENGTH - number] for x in (QUERY, KEY, VALUE))
+        results[number] = jax.jit(packax.flash_attention)(*cut, packax.documents(ids))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number in range(2):
+        cut = (x[:, : LENGTH - number] for x in (QUERY, KEY, VALUE))
+        close(results[number], packax.flash_attention(*cut, packax.full()))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: packax.causal() and packax.documents(PADDED), "join expressions with `&` and"),
+        (lambda: packax.causal() or packax.full(), "not with `and` and `or`"),
+        (lambda: packax.documents(np.zeros((2, 0), int)), "must not be empty, but has"),
+        (lambda: packax.chunked(True), "size must be an integer, but is True"),
+        (lambda: packax.sliding_window(True), "left must be an integer, but is True"),
+        (lambda: packax.flash_attention(QUERY[:0], KEY, VALUE, EXPRESSION), "query must not be em"),
+    ],
+)
+def test_errors(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
