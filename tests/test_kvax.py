@@ -341,8 +341,8 @@ MASK_ERRORS = [
         ["query_positions must have shape (batch, length)", "(90,)"],
     ),
     ({"kv_segment_ids": np.zeros((4, 0), int)}, ["kv_segment_ids must have shape", "(4, 0)"]),
-    ({"query_segment_ids": np.zeros((4, 90))}, ["query_segment_ids must be integers", "float32"]),
-    ({"kv_positions": np.zeros((4, 110), np.uint32)}, ["fit int32", "uint32"]),
+    ({"query_segment_ids": np.zeros((4, 90))}, ["query_segment_ids must be integers", "float64"]),
+    ({"kv_positions": jnp.zeros((4, 110), jnp.uint32)}, ["fit int32", "uint32"]),
     (
         {"kv_positions": np.zeros((4, 111), int)},
         ["kv_positions and kv_segment_ids must have one shape", "(4, 111) and (4, 110)"],

@@ -1,0 +1,154 @@
+"""The Python of README.md, docs/ and the docstrings runs, in a namespace of what the text around it names.
+
+Blocks of docs/integrations.md have a test of their own (test_integrations_docs.py), bash blocks of the
+README run in CI. A block that must not run starts with a comment `# not run: why`.
+"""
+
+from __future__ import annotations
+
+import doctest
+import functools
+import importlib
+import inspect
+import pkgutil
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import packax
+import packax.kvax
+import pytest
+from jax.sharding import PartitionSpec as P
+from packax import lowering
+from test_lowering import Extension
+
+ROOT = Path(__file__).parents[1]
+TEXTS = {
+    str(path.relative_to(ROOT)): path.read_text()
+    for path in (
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *sorted((ROOT / "docs").glob("*.md")),
+    )
+    if path.name != "integrations.md"
+}
+BLOCKS = [
+    pytest.param(text, number, id=f"{name}-{number}")
+    for name, text in TEXTS.items()
+    for number in range(len(re.findall(r"^```python$", text, re.MULTILINE)))
+]
+LENGTH = 1024  # a plan for four ranks deals chunks of 128 rows
+IDS = np.repeat(np.arange(4, dtype=np.int32), LENGTH // 4)[None].repeat(2, 0)
+
+
+def names(length=LENGTH):
+    """What the texts speak of as the reader's own: small arrays of the shapes that they say."""
+    rng = np.random.default_rng(0)
+
+    def tensor(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    query, key, value = tensor(2, length, 2, 8), tensor(2, length, 1, 8), tensor(2, length, 1, 8)
+    ids = jnp.asarray(IDS[:, :length])
+    space = {"jax": jax, "jnp": jnp, "np": np, "packax": packax, "P": P, "functools": functools}
+    space |= {"query": query, "key": key, "value": value, "heads": 2, "segment_ids": ids}
+    space |= {"batch": {"tokens": ids, "segment_ids": ids}, "local_batch": {"tokens": IDS}}
+    return space | {"mask": packax.create_attention_mask(packax.documents(ids))}
+
+
+def around():
+    """The mesh of docs/context_parallelism.md, under which the README's second block stands, too."""
+    kinds = (jax.sharding.AxisType.Auto,) * 3
+    return jax.set_mesh(jax.make_mesh((2, 4, 1), ("fsdp", "context", "tensor"), axis_types=kinds))
+
+
+@pytest.mark.parametrize(("text", "number"), BLOCKS)
+def test_block(text, number, monkeypatch):
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    space = names()
+    if "serialize" in blocks[number]:
+        pytest.importorskip("flatbuffers")
+    monkeypatch.setattr(lowering, "_ext", Extension)  # of a machine with all kernels
+    monkeypatch.setattr(jax.distributed, "initialize", lambda: None)
+    with around():
+        for block in blocks[: number + 1]:  # a later block goes on from an earlier one
+            if not block.startswith("# not run:"):
+                exec(compile(block, f"block {number}", "exec"), space)
+    out = space.get("out")
+    assert out is None or np.isfinite(np.asarray(out, np.float32)).all()
+    if "step" in space and "def step" in blocks[number]:
+        _run_step(space)
+
+
+def _run_step(space):
+    """The loop steps that the texts define, called as they say."""
+    step = space["step"]
+    query, key, value = space["query"], space["key"], space["value"]
+    if "key_cache" in inspect.signature(step).parameters:
+        lengths = jnp.asarray([3, 9])
+        caches = jnp.copy(key), jnp.copy(value)
+        out, key_cache, _, after = step(query[:, :1], key[:, :1], value[:, :1], *caches, lengths)
+        assert np.isfinite(out).all() and list(after) == [4, 10]
+        np.testing.assert_array_equal(key_cache[1, 9], key[1, 0])
+    elif "parameters" in inspect.signature(step).parameters:
+        with around():
+            step(None, {"segment_ids": space["segment_ids"]})
+
+
+def modules():
+    yield packax
+    for found in pkgutil.walk_packages(packax.__path__, "packax."):
+        if not re.search(r"__main__|_ext|\.demo|integrations\.(flax|maxtext)", found.name):
+            yield importlib.import_module(found.name)
+
+
+def examples():
+    found = {}
+    for module in modules():
+        for test in doctest.DocTestFinder(exclude_empty=True).find(module):
+            if test.examples:
+                found[test.name] = test
+    return found
+
+
+EXAMPLES = examples()
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_docstring(name, monkeypatch):
+    test = EXAMPLES[name]
+    length = LENGTH if "plan" in name else 64
+    space = names(length)
+    ids = space["segment_ids"]
+    space |= {"positions": jnp.arange(length)[None].repeat(2, 0), "key_mask": ids >= 0}
+    space |= {"plan": packax.context_plan("head_tail", 4, length=LENGTH)}
+    space |= {"step": lambda q: packax.flash_attention(q, q, q, packax.causal())}
+    space |= {"shapes": [jax.ShapeDtypeStruct((2, 64, 2, 64), jnp.bfloat16)]}
+    specs = (None, "context", None, None), (None,) * 4
+    if ".kvax" in name:
+        space |= {"q": space["query"], "k": space["key"], "v": space["value"], "tokens": ids}
+        space |= {"ids": ids, "kv_ids": ids, "kv_positions": space["positions"]}
+        space |= {x: getattr(packax.kvax.ops, x) for x in packax.kvax.ops.__all__}
+    if "flash_attention_jax" in name:
+        space |= {x: space["query"].swapaxes(1, 2) for x in "qkv"}
+    monkeypatch.setattr(lowering, "_ext", Extension)
+    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
+    report: list[str] = []
+    mesh = jax.make_mesh((1, 2), ("data", "context"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh), packax.kvax.utils.attention_specs(*specs):
+        if ".kvax" in name:
+            tokens = (space["positions"], ids) * 2
+            space["mask"] = packax.kvax.ops.create_attention_mask(*tokens)
+        test.globs = test.globs | space
+        runner.run(test, out=report.append)
+    assert not runner.failures, "".join(report)
+
+
+def test_every_public_function_has_an_example():
+    for name in packax.__all__:
+        thing = getattr(packax, name)
+        if inspect.isfunction(thing):
+            assert f"packax.{thing.__module__.split('.')[-1]}.{name}" in EXAMPLES, name
+            assert "Raises:" in thing.__doc__ or name in ("full", "alibi", "export_checks")
