@@ -7,16 +7,19 @@
 namespace packax {
 
 ffi::Error ReadShape(const ffi::AnyBuffer& query, const ffi::AnyBuffer& key,
-                     const ffi::AnyBuffer& value, const ffi::AnyBuffer& q_lo, Shape* shape) {
+                     const ffi::AnyBuffer& value, const ffi::AnyBuffer& q_lo, Shape* shape,
+                     bool float32) {
   PACKAX_TRY(ExpectRank("query", query, 4, "(batch, q_len, heads, qk_dim)"));
   PACKAX_TRY(ExpectRank("key", key, 4, "(batch, kv_len, kv_heads, qk_dim)"));
   PACKAX_TRY(ExpectRank("value", value, 4, "(batch, kv_len, kv_heads, v_dim)"));
   PACKAX_TRY(ExpectRank("q_lo", q_lo, 2, "(mask_batch, q_len)"));
 
   shape->dtype = query.element_type();
-  PACKAX_CHECK(shape->dtype == ffi::DataType::BF16 || shape->dtype == ffi::DataType::F16,
+  PACKAX_CHECK(shape->dtype == ffi::DataType::BF16 || shape->dtype == ffi::DataType::F16 ||
+                   (float32 && shape->dtype == ffi::DataType::F32),
                kInvalidArgument)
-      << "query is " << DtypeText(shape->dtype) << ", expected bfloat16 or float16";
+      << "query is " << DtypeText(shape->dtype) << ", expected "
+      << (float32 ? "bfloat16, float16 or float32" : "bfloat16 or float16");
   PACKAX_TRY(ToInt32("batch (query axis 0)", query.dimensions()[0], 0, kMaxInt32, &shape->batch));
   PACKAX_TRY(ToInt32("q_len (query axis 1)", query.dimensions()[1], 1, kMaxLength, &shape->q_len));
   PACKAX_TRY(ToInt32("heads (query axis 2)", query.dimensions()[2], 1, kMaxInt32, &shape->heads));

@@ -18,6 +18,7 @@ inline constexpr int64_t kTile192 = 192;  // rows, in q_order_192
 struct Shape {
   ffi::DataType dtype;
   int32_t batch, mask_batch, q_len, kv_len, heads, kv_heads, qk_dim, v_dim;
+  bool exact = true;  // products of float32 operands; otherwise TF32
 
   int64_t q_blocks() const { return CeilDiv(q_len, kBlock); }
   int64_t kv_blocks() const { return CeilDiv(kv_len, kBlock); }
@@ -27,7 +28,10 @@ struct Shape {
   // Rows of query in whole blocks, and those of all heads: what the backward's workspace has.
   int64_t padded() const { return kBlock * q_blocks(); }
   int64_t padded_rows() const { return Product({batch, heads, padded()}); }
-  Dtype kernel_dtype() const { return dtype == ffi::DataType::BF16 ? Dtype::kBf16 : Dtype::kF16; }
+  Dtype kernel_dtype() const {
+    if (dtype == ffi::DataType::F32) return exact ? Dtype::kF32 : Dtype::kTf32;
+    return dtype == ffi::DataType::BF16 ? Dtype::kBf16 : Dtype::kF16;
+  }
   TensorMapElement element() const {
     return dtype == ffi::DataType::BF16 ? TensorMapElement::kBf16 : TensorMapElement::kF16;
   }
@@ -42,8 +46,10 @@ struct Mask {
   int32_t element_test;
 };
 
+// `float32`: whether the target has kernels for it, too.
 ffi::Error ReadShape(const ffi::AnyBuffer& query, const ffi::AnyBuffer& key,
-                     const ffi::AnyBuffer& value, const ffi::AnyBuffer& q_lo, Shape* shape);
+                     const ffi::AnyBuffer& value, const ffi::AnyBuffer& q_lo, Shape* shape,
+                     bool float32 = false);
 
 ffi::Error CheckMask(const Shape& s, const Mask& m);
 

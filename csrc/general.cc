@@ -1,7 +1,8 @@
 // packax_forward_general_v1 and packax_backward_general_v1: what changes scores, and head dims
 // between the compiled ones. As forward.cc and backward.cc, with the general kernels.
 //
-// A kernel is compiled for head dims of its own and serves all multiples of 8 up to them.
+// A kernel is compiled for head dims of its own and serves all multiples of 8 up to them. These
+// have float32, too.
 
 #include <cmath>
 
@@ -65,9 +66,11 @@ ffi::Error Forward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi:
                    ffi::AnyBuffer slopes, ffi::AnyBuffer q_places, ffi::AnyBuffer kv_places,
                    ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> lse,
                    ffi::Result<ffi::AnyBuffer> top, float scale, float soft_cap,
-                   int32_t element_test, int32_t has_scales, int32_t has_bias) {
+                   int32_t element_test, int32_t has_scales, int32_t has_bias, int32_t exact) {
   Shape s;
-  PACKAX_TRY(ReadShape(query, key, value, q_lo, &s));
+  PACKAX_TRY(ReadShape(query, key, value, q_lo, &s, /*float32=*/true));
+  PACKAX_TRY(ExpectAttribute("exact", exact, 1));
+  s.exact = exact == 1;
   const Mask m{q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, element_test};
   PACKAX_TRY(CheckMask(s, m));
   Extras e{scales, slopes, q_places, kv_places, scale, soft_cap};
@@ -129,9 +132,11 @@ ffi::Error Backward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi
                     ffi::Result<ffi::AnyBuffer> dv, ffi::Result<ffi::AnyBuffer> dnumbers,
                     ffi::Result<ffi::AnyBuffer> delta, float scale, float soft_cap,
                     int32_t element_test, int32_t has_dlse, int32_t has_dnumbers,
-                    int32_t has_scales, int32_t has_bias, int32_t wanted) {
+                    int32_t has_scales, int32_t has_bias, int32_t exact, int32_t wanted) {
   Shape s;
-  PACKAX_TRY(ReadShape(query, key, value, q_lo, &s));
+  PACKAX_TRY(ReadShape(query, key, value, q_lo, &s, /*float32=*/true));
+  PACKAX_TRY(ExpectAttribute("exact", exact, 1));
+  s.exact = exact == 1;
   const Mask m{q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, element_test};
   PACKAX_TRY(CheckMask(s, m));
   const Axis mask_batch{"mask_batch", s.mask_batch}, qk_dim{"qk_dim", s.qk_dim},
@@ -170,7 +175,9 @@ ffi::Error Backward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi
   Ready<BackwardDeltaGeneralArgs> sums;
   Ready<BackwardDkdvGeneralArgs> keys;
   Ready<BackwardDqGeneralArgs> rows;
-  PACKAX_TRY(PrepareCovering(device, s.kernel_dtype(), s.qk_dim, s.v_dim, &sums));
+  // Of float32, one kernel serves both precisions: it has no products.
+  const Dtype dtype = s.dtype == ffi::DataType::F32 ? Dtype::kF32 : s.kernel_dtype();
+  PACKAX_TRY(PrepareCovering(device, dtype, s.qk_dim, s.v_dim, &sums));
   PACKAX_TRY(PrepareCovering(device, s.kernel_dtype(), s.qk_dim, s.v_dim, &keys));
   PACKAX_TRY(PrepareCovering(device, s.kernel_dtype(), s.qk_dim, s.v_dim, &rows));
   if (!stream) return ffi::Error::Success();
@@ -293,7 +300,8 @@ auto ForwardSignature(Binding&& binding) {
       .template Attr<float>("soft_cap")
       .template Attr<int32_t>("element_test")
       .template Attr<int32_t>("has_scales")
-      .template Attr<int32_t>("has_bias");
+      .template Attr<int32_t>("has_bias")
+      .template Attr<int32_t>("exact");
 }
 
 template <typename Binding>
@@ -332,6 +340,7 @@ auto BackwardSignature(Binding&& binding) {
       .template Attr<int32_t>("has_dnumbers")
       .template Attr<int32_t>("has_scales")
       .template Attr<int32_t>("has_bias")
+      .template Attr<int32_t>("exact")
       .template Attr<int32_t>("wanted");
 }
 

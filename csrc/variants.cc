@@ -14,7 +14,7 @@
 namespace packax {
 namespace {
 
-constexpr const char* kDtypeNames[] = {"any", "bf16", "f16"};
+constexpr const char* kDtypeNames[] = {"any", "bf16", "f16", "f32", "tf32"};
 
 #define PACKAX_VARIANT(name, kernel, arch, cc, exact, driver, dtype, qk_dim, v_dim, symbol, \
                        threads, shared, block, ...)                                         \

@@ -17,7 +17,8 @@
 
 namespace packax {
 
-enum class Dtype { kAny, kBf16, kF16 };
+// kTf32: float32 operands, of which products take 11 bits.
+enum class Dtype { kAny, kBf16, kF16, kF32, kTf32 };
 
 struct Variant {
   const char* name;

@@ -214,7 +214,7 @@ def test_missing_field(tmp_path, field):
             for driver in (12, 11080, 12009)
         ),
         ({"driver": "13.0"}, "driver is '13.0', expected int"),
-        ({"dtype": "f32"}, "dtype is 'f32', expected one of any, bf16, f16"),
+        ({"dtype": "f64"}, "dtype is 'f64', expected one of any, bf16, f16, f32, tf32"),
         (
             {"v_dim": 0},
             "head dims (64, 0) with dtype bf16; "
@@ -407,7 +407,7 @@ def test_find_wants_every_part(lookup):
     for question in ("80 f16 64 64", "86 bf16 128 192", "86 any 0 0", "90 bf16 192 128"):
         (answer,) = ask(f"sideways {question}")
         assert answer.startswith("no sideways kernel for compute capability ")
-    assert ask("downwards 90 bf16 64 64", "sideways 90 f32 64 64") == ["unknown", "unknown"]
+    assert ask("downwards 90 bf16 64 64", "sideways 90 f64 64 64") == ["unknown", "unknown"]
 
 
 @pytest.mark.parametrize(

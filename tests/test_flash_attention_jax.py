@@ -123,7 +123,8 @@ def test_errors(shapes, key_mask, message):
     [
         ("bfloat16", 64, True),
         ("float16", 128, True),
-        ("float32", 64, False),
+        ("float32", 64, True),
+        ("float32", 20, False),
         ("bfloat16", 600, False),
     ],
 )

@@ -176,6 +176,10 @@ def test_dtype_and_options():
     assert out.dtype == jnp.bfloat16
     out = ours.dot_product_attention(q, k.astype(jnp.bfloat16), v)
     assert out.dtype == jnp.float32
+    text = jax.jit(ours.dot_product_attention, static_argnames="precision").lower(
+        q, k, v, precision="highest"
+    )
+    assert "precision = [HIGHEST, HIGHEST]" in text.as_text()
     scaled = ours.attention_fn(packax.causal(), scale=1.0)(q, k, v)
     np.testing.assert_array_equal(
         scaled, packax.flash_attention(q, k, v, packax.causal(), scale=1.0)
@@ -199,7 +203,7 @@ def test_dtype_and_options():
             NotImplementedError,
             "attn_weights_value_einsum must be",
         ),
-        ({"precision": "highest"}, NotImplementedError, "precision must be None for float32"),
+        ({"precision": "exact"}, ValueError, "precision must be None, a"),
         ({"mask": DENSE}, NotImplementedError, r"mask has shape \(2, 1, 23, 23\): a dense mask"),
         (
             {"mask": np.ones((3, 1, 1, 23))},

@@ -56,6 +56,29 @@ def test_launches(machine, direction, smaller, batches):
     expect_launches(machine, call, scalars_of(s, dims, batches), grids)
 
 
+@pytest.mark.parametrize("direction", MAKE)
+@pytest.mark.parametrize("exact,short", [(0, "tf32"), (1, "f32")])
+def test_float32(machine, direction, exact, short):
+    """Kernels of the precision asked for, of the smallest pair that has room; delta has no products."""
+    s = Sizes()
+    cc, asked = machine.variant["cc"], (56, 24)
+    pairs = {(v["qk_dim"], v["v_dim"]) for v in machine.ext.variants() if v["dtype"] == short}
+    pairs = sorted(pair for pair in pairs if pair[0] >= asked[0] and pair[1] >= asked[1])
+    if not pairs:
+        pytest.skip("this build has no such kernel")
+    call = MAKE[direction](machine, s, asked, dtype="float32", exact=exact)
+    assert machine.run(call) is None
+    grids = only(direction, grids_of(s))
+    launches = machine.launches()
+    assert [launch["kernel"] for launch in launches] == list(grids)
+    for launch, (kernel, grid) in zip(launches, grids.items(), strict=True):
+        kind = "f32" if "delta" in kernel else short
+        name = machine.ext.find(kernel, cc, kind, *pairs[0], 12040)
+        row = next(r for r in machine.ext.variants() if r["name"] == name)
+        assert launch["shared"] == row["shared"], kernel
+        assert launch["grid"] == [*grid(row["block"]), 1, 1], kernel
+
+
 @pytest.mark.parametrize("wanted,has_dnumbers", [(0, 0), (0, 1), (1, 0), (2, 0), (2, 1)])
 def test_backward_of_some(machine, wanted, has_dnumbers):
     """Kernels whose results nobody wants are not launched; that of dq also makes dnumbers."""
@@ -106,6 +129,11 @@ def test_what_is_not_there_is_not_looked_at(machine, direction):
         ({"scale": ("float32", 0.0)}, "attribute scale is 0, expected"),
         ({"has_bias": ("int32", 2)}, "has_bias"),
         ({"has_scales": ("int32", -1)}, "has_scales"),
+        ({"exact": ("int32", 2)}, "attribute exact is 2, expected 0 to 1"),
+        (
+            {"query": Array("float64", (2, 300, 6, 64))},
+            "query is float64, expected bfloat16, float16 or float32",
+        ),
     ],
 )
 def test_refusals(shared_machine, direction, changes, text):

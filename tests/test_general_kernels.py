@@ -14,6 +14,7 @@ import triton_interpreter as interpreter
 from test_kernels import ATTENTION, mask_of
 
 TILES = ((128, 64), (64, 128), (64, 64))  # of the forward, dkdv and dq
+SMALL = ((32, 16), (16, 32), (16, 32))  # of float32 at 256: eighths of an order's entry
 SLOPES = 2.0 ** (-8 * np.arange(1, 9) / 8)
 
 
@@ -26,6 +27,7 @@ SLOPES = 2.0 ** (-8 * np.arange(1, 9) / 8)
         ("longer keys", {"slopes": True, "scales": 1}, (24, 16), (32, 16)),
         ("ranges with empty rows", {"slopes": True, "soft_cap": 1.0, "scales": 1}, (16, 24), (16, 48)),
         ("longer queries", {}, (8, 56), (64, 64)),
+        ("tested by id", {"tiles": SMALL, "soft_cap": 3.0, "slopes": True}, (16, 16), (16, 16)),
     ],
 )  # fmt: skip
 def test_general_kernels_equal_the_oracle(case, options, dims, compiled):
@@ -65,7 +67,7 @@ def test_general_kernels_equal_the_oracle(case, options, dims, compiled):
         places = tuple(rng.integers(-9, n, (batch, n)).astype(np.int32) for n in (q_len, kv_len))
     extras = interpreter.Extras(mask, scale, soft_cap or 0.0, scales, slopes, places)
 
-    forward_tile, dkdv_tile, dq_tile = TILES
+    forward_tile, dkdv_tile, dq_tile = options.get("tiles", TILES)
     out, lse, top = interpreter.forward_general(
         query, key, value, mask, extras, forward_tile, compiled
     )

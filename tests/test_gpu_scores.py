@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import cases
+import jax
 import jax.numpy as jnp
 import numpy as np
 import packax
@@ -39,6 +40,27 @@ def test_options(name, dims, options, dtype):
 @pytest.mark.parametrize("name", ["documents_odd", "ids_reappear"])
 def test_head_dims(name, dims):
     check(cases.BY_NAME[name], "bfloat16", dims)
+
+
+@pytest.mark.parametrize("precision,close", [("highest", 1e-5), ("tensorfloat32", 1e-2)])
+@pytest.mark.parametrize(
+    "name,dims,options",
+    [
+        ("documents_odd", (64, 64), {}),
+        ("causal_long", (128, 128), {"soft_cap": 2.0}),
+        ("gqa_4", (192, 128), {}),
+        ("padding", (256, 256), {"slopes": True}),
+        ("ids_reappear", (40, 72), {}),
+    ],
+)
+def test_float32(name, dims, options, precision, close):
+    """The yardstick is plain jax.numpy in float32, at the same precision."""
+    case = cases.BY_NAME[name]
+    options = dict(options)
+    if options.pop("slopes", False):
+        options["slopes"] = slopes_of(case.heads)
+    with jax.default_matmul_precision(precision):
+        check(case, "float32", dims, close=close, **options)
 
 
 def test_plain_requests_are_what_they_were():

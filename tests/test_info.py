@@ -27,6 +27,11 @@ VARIANTS = tuple(
     for qk_dim, v_dim in ((64, 64), (128, 128), (192, 128), (256, 256))
     for arch, cc in (("sm_80", 80), ("sm_90a", 90))
 )
+FLOAT32 = tuple(
+    VARIANTS[0] | {"kernel": k, "dtype": t, "name": f"{k}_{t}_64x64_sm80"}
+    for k in info.GENERAL_KERNELS
+    for t in ("f32", "tf32")
+)
 
 
 def find(kernel, cc, dtype, qk_dim, v_dim, driver, variants=VARIANTS):
@@ -63,6 +68,17 @@ def test_everything_is_there():
     assert "GPU 1, float16, head dim 128: forward_f16_128x128_sm80" in shown
     assert "GPU 1, bfloat16, head dim 192/128: forward_bf16_192x128_sm80" in shown
     assert "XLA" not in shown
+
+
+def test_float32():
+    """A line of what the wheel has, and one for every GPU and precision."""
+    rows = VARIANTS + FLOAT32
+    shown = text(variants=rows, find=lambda *query: find(*query, variants=rows))
+    assert "float32, float32 in TF32; head dims up to 64" in shown
+    assert "GPU 0, float32, head dims up to 64: no cubin for 9.0" in shown
+    assert "GPU 1, float32, head dims up to 64: forward_general_f32_64x64_sm80" in shown
+    assert "GPU 1, float32 in TF32, head dims up to 64: forward_general_tf32_64x64_sm80" in shown
+    assert "float32" not in text()
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ class Extension:
         return [
             {"kernel": kernel, "dtype": dtype, "qk_dim": qk_dim, "v_dim": v_dim, **chip}
             for kernel in kernels
-            for dtype in ("bf16", "f16")
+            for dtype in (("bf16", "f16") if kernel in plain else ("bf16", "f16", "f32", "tf32"))
             for qk_dim, v_dim in DIMS
         ] + [{"kernel": "documents_init", "dtype": "any", "qk_dim": 0, "v_dim": 0, **chip}]
 
@@ -139,6 +139,7 @@ def general(function, *args):
 def test_general_forward():
     """A stand-in, the output, where an extra is not there."""
     flags = {"soft_cap": "0.000000e+00 : f32", "has_scales": "0 : i32", "has_bias": "0 : i32"}
+    flags |= {"exact": "0 : i32"}
     ((attributes, extras, results),) = general(
         lambda *x: step(*x, MASK, soft_cap=30.0), *abstract()
     )
@@ -159,6 +160,7 @@ def test_general_backward():
     gradient = jax.grad(lambda q, k, v, s: loss(q, k, v, MASK, scale=s), (0, 1, 2, 3))
     forward, (attributes, extras, results) = general(gradient, *abstract(), number)
     flags = {"soft_cap": "0.000000e+00 : f32", "has_scales": "1 : i32", "has_bias": "0 : i32"}
+    flags |= {"exact": "0 : i32"}
     assert attributes == flags | {"has_dnumbers": "1 : i32", "wanted": "3 : i32"}
     assert forward[0] == flags
     assert extras == ["1xf32", *[QUERY] * 3] and results == ["2x8x2x300xf32", SUMS]
@@ -414,7 +416,7 @@ def test_several_platforms_in_one_module():
     [
         (jnp.bfloat16, 84, 80, "bfloat16 with head dims 84/80"),
         (jnp.float16, 64, 264, "float16 with head dims 64/264"),
-        (jnp.float32, 64, 64, "float32 with head dims 64/64"),
+        (jnp.float32, 72, 20, "float32 with head dims 72/20"),
     ],
 )
 @pytest.mark.parametrize("implementation", [None, "cubin"])
@@ -424,9 +426,9 @@ def test_no_kernel(direction, dtype, dim, v_dim, said, implementation):
         text_of(lambda *x: direction(*x, MASK, implementation=implementation), *args)
     text = str(error.value)
     assert said in text
-    listed = [f"{dtype} {qk}/{v}" for qk, v in DIMS for dtype in ("bfloat16", "float16")]
+    listed = [f"{dtype} {qk}/{v}" for qk, v in DIMS for dtype in ("bfloat16", "float16", "float32")]
     assert f"there are: {', '.join(listed)}, and all multiples of 8 up to them." in text
-    assert 'implementation="xla"' in text
+    assert 'implementation="xla" takes any head dim, and float64' in text
     text_of(lambda *x: direction(*x, MASK, implementation="xla"), *args)
 
 

@@ -12,6 +12,7 @@ SHARED = {
     "scale": 0.3,
     "soft_cap": 0.0,
     "element_test": 2,
+    "precision": jax.lax.Precision.DEFAULT,
     "extras": 0,
     "implementation": None,
 }

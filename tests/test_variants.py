@@ -68,7 +68,31 @@ def test_every_architecture_has_every_kernel() -> None:
             # a Hopper kernel may leave a head dim to the portable ones
             rows = table.HOPPER_TILES.get(kernel, {max(dims) for dims in table.HEAD_DIMS})
             wanted = [dims for dims in table.HEAD_DIMS if max(dims) in rows]
-            assert got == {(d, *dims) for d in table.DTYPES for dims in wanted}
+            of_float32 = {row for row in got if row[0] in table.FLOAT32}
+            assert got - of_float32 == {(d, *dims) for d in table.DTYPES for dims in wanted}
+            assert not of_float32 or kernel in table.GENERAL
+
+
+def test_float32() -> None:
+    """Every GPU has both precisions of every general kernel, from one set for all of a family."""
+    rows = [v for v in ALL if v.dtype in table.FLOAT32]
+    assert {v.kernel for v in rows} == set(GENERAL)
+    for arch in table.ARCHS.values():
+        mine = [v for v in rows if arch in table.served_by(v.arch)]
+        for kernel in table.GENERAL:
+            got = [(v.dtype, v.qk_dim, v.v_dim) for v in mine if v.kernel == kernel]
+            assert sorted(got) == sorted(
+                (d, *dims) for d in table.FLOAT32 for dims in table.FLOAT32_DIMS
+            )
+        sums = [v for v in mine if v.kernel == "backward_delta_general"]
+        assert sorted((v.dtype, v.qk_dim, v.v_dim) for v in sums) == [
+            ("f32", *dims) for dims in table.FLOAT32_DIMS
+        ]
+        assert all(v.shared <= arch.shared for v in mine)
+    assert all(dict(v.constants).get("EXACT", 1) == (v.dtype == "f32") for v in rows)
+    assert {v.dtype for v in table.variants(("89",), ("tf32",))} == {"tf32", "f32", "any"}
+    few = [v.arch.name for v in table.variants(("86", "89")) if v.dtype == "f32"]
+    assert few and set(few) == {"sm_86"}
 
 
 def test_a_head_dim_without_a_hopper_kernel_has_the_portable_ones(monkeypatch) -> None:  # type: ignore[no-untyped-def]
@@ -94,7 +118,7 @@ def test_tiles_fit_the_order_of_tiles_and_the_blocks() -> None:
     # of q_order_192; of kv_order also halves.
     for v in ALL:
         if v.kernel in table.TILES:
-            assert v.block in (32, 64, 128), v.name
+            assert v.block in (16, 32, 64, 128), v.name
         if v.kernel in table.TENSOR_MAPS:
             tiles = (64, 128) if "kv_order" in arguments_of(v.kernel) else (128, 192)
             assert v.block in tiles, v.name
@@ -298,9 +322,10 @@ def test_spills_and_serialised_products_are_refused() -> None:
     compiler.check_assembly(other, 1000, REPORT)  # accepted, and printed by the build
 
 
-@pytest.mark.parametrize("kernel,dim", sorted(table.SPILLS))
-def test_accepted_spills_belong_to_a_variant(kernel: str, dim: int) -> None:
-    assert any(v.kernel == kernel and dim == max(v.qk_dim, v.v_dim) for v in ALL)
+@pytest.mark.parametrize("key", sorted(table.SPILLS), ids=str)
+def test_accepted_spills_belong_to_a_variant(key: tuple[str, int]) -> None:
+    accepted = [v for v in ALL if (v.kernel, max(v.qk_dim, v.v_dim)) == key[:2]]
+    assert any(v.spills == table.SPILLS[key] for v in accepted)
 
 
 @pytest.mark.parametrize("dtype,dims", [("bf16", "64x64")])

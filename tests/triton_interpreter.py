@@ -306,7 +306,7 @@ def forward_general(
         "forward_general", (batch * heads * ceil(q_len, 128) * (128 // rows),), query, key, value, out, lse, top,
         *mask.rows, mask.q_blocks, mask.q_order, *extras.operands, extras.scale, extras.soft_cap,
         *general_sizes(mask, extras, query, key, value),
-        QK_DIM=dims[0], V_DIM=dims[1], BLOCK_M=rows, BLOCK_N=keys, STAGES=2,
+        QK_DIM=dims[0], V_DIM=dims[1], BLOCK_M=rows, BLOCK_N=keys, STAGES=2, EXACT=1,
     )  # fmt: skip
     return out, lse, top
 
@@ -331,13 +331,13 @@ def backward_general(
         "backward_dkdv_general", (kv_heads * batch * ceil(kv_len, 128) * (128 // keys),), query, key, value, dout,
         lse, delta, dk, dv, *mask.rows, mask.q_blocks, mask.kv_blocks, mask.kv_order, *extras.operands,
         extras.scale, extras.soft_cap, *general_sizes(mask, extras, query, key, value),
-        QK_DIM=dims[0], V_DIM=dims[1], BLOCK_M=rows, BLOCK_N=keys, STAGES=2,
+        QK_DIM=dims[0], V_DIM=dims[1], BLOCK_M=rows, BLOCK_N=keys, STAGES=2, EXACT=1,
     )  # fmt: skip
     rows, keys = dq_tile
     launch(
         "backward_dq_general", (batch * heads * ceil(q_len, 128) * (128 // rows),), query, key, value, dout, lse,
         delta, dq, dnumbers, *mask.rows, mask.q_blocks, mask.q_order, *extras.operands, extras.scale,
         extras.soft_cap, *general_sizes(mask, extras, query, key, value, 1),
-        QK_DIM=dims[0], V_DIM=dims[1], BLOCK_M=rows, BLOCK_N=keys, STAGES=2,
+        QK_DIM=dims[0], V_DIM=dims[1], BLOCK_M=rows, BLOCK_N=keys, STAGES=2, EXACT=1,
     )  # fmt: skip
     return dq, dk, dv, dnumbers

@@ -45,7 +45,7 @@ PTX_TYPES = {
     "b64": "ptr",
     "b32": "i32",
 }
-TRITON_DTYPES = {"bf16": "bf16", "f16": "fp16"}
+TRITON_DTYPES = {"bf16": "bf16", "f16": "fp16", "f32": "fp32", "tf32": "fp32"}
 
 
 def tensor_map_type(
@@ -150,10 +150,9 @@ def check_assembly(variant: table.Variant, stack: int, log: str) -> None:
         raise SystemExit(f"{variant.name}: the assembler's report is missing")
     if variant.arch.tiles != "hopper":
         return
-    accepted = table.SPILLS.get((variant.kernel, max(variant.qk_dim, variant.v_dim)), 0)
-    if stack > accepted:
+    if stack > variant.spills:
         raise SystemExit(
-            f"{variant.name}: {stack} bytes of local memory a thread, {accepted} are accepted "
+            f"{variant.name}: {stack} bytes of local memory a thread, {variant.spills} are accepted "
             "(SPILLS in variants.py)"
         )
     serialised = re.search(r".*(C75\d\d|wgmma.*serializ).*", log)
@@ -203,10 +202,10 @@ def compile_variant(variant: table.Variant, out: pathlib.Path) -> None:
     check_parameters(binary.asm["ptx"], params, variant.name)
     if f".target {variant.arch.name}" not in binary.asm["ptx"]:
         raise SystemExit(f"{variant.name}: the PTX is not for {variant.arch.name}")
-    if meta.shared > variant.arch.shared:
+    if meta.shared > variant.shared:
         raise SystemExit(
             f"{variant.name}: {meta.shared} bytes of shared memory, "
-            f"{variant.arch.name} has {variant.arch.shared}: smaller tile"
+            f"{variant.arch.name} has {variant.shared}: smaller tile"
         )
     if meta.global_scratch_size or meta.profile_scratch_size or meta.num_ctas != 1:
         raise SystemExit(
@@ -346,13 +345,13 @@ def main() -> int:
     parser.add_argument("--cache", type=pathlib.Path)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 2)
     parser.add_argument("--archs", default="", help="architectures, e.g. 90a;80 (default: all)")
-    parser.add_argument("--dtypes", default="", help="bf16;f16 (default: both)")
+    parser.add_argument("--dtypes", default="", help="e.g. bf16;f16 (default: all)")
     parser.add_argument(
         "--head-dims", default="", help="64x64;128x128, or 64 for 64x64 (default: all)"
     )
     args = parser.parse_args()
     archs = names(args.archs.replace("sm_", ""), dict(table.ARCHS), "--archs")
-    dtypes = names(args.dtypes, dict.fromkeys(table.DTYPES), "--dtypes")
+    dtypes = names(args.dtypes, dict.fromkeys(table.DTYPES + table.FLOAT32), "--dtypes")
     known = {f"{a}x{b}": (a, b) for a, b in table.HEAD_DIMS}
     dims = names(
         re.sub(r"(?<![x\d])(\d+)(?![x\d])", r"\1x\1", args.head_dims), dict(known), "--head-dims"

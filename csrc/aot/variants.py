@@ -37,6 +37,9 @@ ARCHS = {
     "120a": Arch("sm_120a", 120, True, 101_376, "small"),
 }
 DTYPES = ("bf16", "f16")
+# float32, in two precisions of products: that of float32, and TF32 (11 bits of each operand). Only
+# the general kernels have them.
+FLOAT32 = ("f32", "tf32")
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))  # (query and key, value)
 
 # The Triton wheel brings two assemblers. Cubins of 12.9 load with every driver of CUDA 12 and 13
@@ -125,6 +128,29 @@ GENERAL = {
 }
 for _general, (_plain, _hopper) in GENERAL.items():
     TILES[_general] = TILES[_plain] | {("hopper", dim): tile for dim, tile in _hopper.items()}
+
+# The same kernels for float32: twice the bytes, so smaller tiles. Fewer of them, too: one set for all
+# of compute capability 8.x (it fits 99 KiB), and 256 serves what 192/128 would. f32 multiplies
+# without tensor cores (logits.dot), the same on every GPU. Chosen for no or few spills; nobody has
+# timed them.
+FLOAT32_DIMS = ((64, 64), (128, 128), (256, 256))
+FLOAT32_TILES = {
+    "f32": {
+        "forward_general": {64: (64, 32, 2, 8), 128: (64, 32, 2, 8), 256: (32, 16, 2, 8)},
+        "backward_dkdv_general": {64: (32, 32, 2, 8), 128: (32, 32, 1, 8), 256: (16, 32, 1, 8)},
+        "backward_dq_general": {64: (32, 32, 2, 8), 128: (32, 32, 2, 8), 256: (16, 32, 1, 8)},
+    },
+    "tf32": {
+        "forward_general": {64: (64, 64, 2, 8), 128: (64, 32, 2, 8), 256: (32, 16, 2, 8)},
+        "backward_dkdv_general": {64: (64, 32, 2, 8), 128: (32, 32, 2, 8), 256: (16, 16, 1, 8)},
+        "backward_dq_general": {64: (64, 64, 2, 8), 128: (32, 32, 2, 8), 256: (16, 16, 1, 8)},
+    },
+    "tf32 hopper": {
+        "forward_general": {64: (128, 64, 1, 8), 128: (128, 32, 1, 8), 256: (64, 32, 1, 8)},
+        "backward_dkdv_general": {64: (64, 64, 2, 8), 128: (32, 64, 1, 8), 256: (16, 16, 1, 8)},
+        "backward_dq_general": {64: (64, 64, 2, 8), 128: (64, 32, 2, 8), 256: (16, 32, 1, 8)},
+    },
+}
 
 # Of hopper_backward.py. KV_REGISTERS: keys and values of a program stay in registers. BY_WARP: every warp hands on dS and
 # adds its part of dQ by itself. DQ: who makes dQ: nobody, the two warp groups (1), a third one (2). Nothing but DQ 1
@@ -232,8 +258,8 @@ TENSOR_MAPS: dict[str, dict[str, tuple[str, int | str, int | str]]] = {
 }
 TENSOR_MAPS["backward_dkdv_hopper"] = TENSOR_MAPS["backward_hopper"]
 
-# Bytes of local memory a thread (spills) that a variant for Hopper may have, by kernel and head dim;
-# the build refuses more, and any wgmma that the assembler serialises. Accepted because: the portable
+# Bytes of local memory a thread (spills) that a variant for Hopper may have, by kernel and head dim
+# (and the dtype, of float32); the build refuses more, and any wgmma that the assembler serialises. Accepted because: the portable
 # tiles were chosen by their time, spills included; in the Hopper kernels these are sizes and pointers
 # around the loops (the forward's mask-free loop has none), and nothing with fewer has been tried yet.
 SPILLS = {
@@ -251,6 +277,9 @@ SPILLS = {
     ("backward_dq", 256): 104,
     ("backward_dq_general", 192): 48,
     ("backward_dq_general", 256): 112,
+    ("forward_general", 256, "f32"): 40,
+    ("backward_dkdv_general", 128, "f32"): 64,
+    ("backward_dq_general", 128, "f32"): 32,
     ("forward_hopper", 64): 240,  # under ptxas 12.9; 120 under 13.4
     ("forward_hopper", 128): 128,  # under ptxas 12.9; 8 under 13.4
     ("forward_hopper", 192): 128,  # under ptxas 12.9; 56 under 13.4
@@ -394,13 +423,37 @@ class Variant:
         return WIDE.get((self.kernel, max(self.qk_dim, self.v_dim)), (own, 0))[0]
 
     @property
+    def spills(self) -> int:
+        """Bytes that SPILLS accepts."""
+        key = (self.kernel, max(self.qk_dim, self.v_dim))
+        return SPILLS.get((*key, self.dtype) if self.dtype in FLOAT32 else key, 0)
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory that a block may ask for, on every GPU that runs it."""
+        served = served_by(self.arch) if self.dtype in FLOAT32 else [self.arch]
+        return min(arch.shared for arch in served)
+
+    @property
     def driver(self) -> int:
         """The oldest driver that loads it, as CUDA numbers them."""
         return ASSEMBLERS[self.assembler][1]
 
 
+def served_by(arch: Arch) -> list[Arch]:
+    """The architectures whose GPUs can run a cubin of this one."""
+    if arch.exact:
+        return [arch]
+    return [a for a in ARCHS.values() if a.cc // 10 == arch.cc // 10 and a.cc >= arch.cc]
+
+
 def tiled(kernel: str, arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Variant:
-    rows, keys, stages, warps = TILES[kernel][arch.tiles, max(qk_dim, v_dim)]
+    dim = max(qk_dim, v_dim)
+    if dtype in FLOAT32:
+        own = FLOAT32_TILES.get(f"{dtype} {arch.tiles}", FLOAT32_TILES[dtype])
+        rows, keys, stages, warps = own[kernel][dim]
+    else:
+        rows, keys, stages, warps = TILES[kernel][arch.tiles, dim]
     constants = {
         "QK_DIM": qk_dim,
         "V_DIM": v_dim,
@@ -408,8 +461,31 @@ def tiled(kernel: str, arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Varia
         "BLOCK_N": keys,
         "STAGES": stages,
     }
+    if kernel in GENERAL:
+        constants["EXACT"] = int(dtype == "f32")
     block = keys if kernel.startswith("backward_dkdv") else rows
     return Variant(kernel, arch, dtype, qk_dim, v_dim, tuple(constants.items()), block, warps)
+
+
+def float32(
+    archs: tuple[str, ...], dtypes: tuple[str, ...], head_dims: tuple[tuple[int, int], ...]
+) -> Iterator[Variant]:
+    """One set for every group of architectures that can run the same cubin."""
+    for name in archs:
+        arch = ARCHS[name]
+        if any(arch in served_by(ARCHS[other])[1:] for other in archs):
+            continue
+        for dims in FLOAT32_DIMS:
+            if dims not in head_dims:
+                continue
+            for dtype in FLOAT32:
+                if dtype in dtypes:
+                    for kernel in GENERAL:
+                        yield tiled(kernel, arch, dtype, *dims)
+            if "f32" in dtypes or "tf32" in dtypes:  # it has no products
+                constants = (("V_DIM", dims[1]), ("ROWS", DELTA_ROWS))
+                kernel = "backward_delta_general"
+                yield Variant(kernel, arch, "f32", *dims, constants, DELTA_ROWS, 4)
 
 
 def decoding(arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Iterator[Variant]:
@@ -458,10 +534,12 @@ def hopper(
 
 def variants(
     archs: tuple[str, ...] = tuple(ARCHS),
-    dtypes: tuple[str, ...] = DTYPES,
+    dtypes: tuple[str, ...] = DTYPES + FLOAT32,
     head_dims: tuple[tuple[int, int], ...] = HEAD_DIMS,
 ) -> Iterator[Variant]:
     """Every variant of the narrowed table, heaviest to compile first."""
+    yield from float32(archs, dtypes, head_dims)
+    dtypes = tuple(dtype for dtype in dtypes if dtype in DTYPES)
     for arch in archs:
         if ARCHS[arch].tiles != "hopper":
             continue

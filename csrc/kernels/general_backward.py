@@ -12,6 +12,7 @@ import triton.language as tl
 from logits import (
     LOG2E,
     distances,
+    dot,
     load_part,
     logits,
     places_of,
@@ -63,18 +64,18 @@ def backward_delta_general(
 @triton.jit
 def dkdv_step_general(
     dk, dv, k, v, q, do, lse2, dlt, inside, far, scale2, cap2, slope2, bias_batch,
-    MASKED: tl.constexpr,
+    MASKED: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """One block of rows, transposed: scores are keys x rows, so that p^T and ds^T are left operands in registers."""
-    capped, x = logits(tl.dot(k, tl.trans(q)), far, scale2, cap2, slope2, bias_batch)
+    capped, x = logits(dot(k, tl.trans(q), None, EXACT), far, scale2, cap2, slope2, bias_batch)
     p = tl.exp2(x - lse2[None, :])
     if MASKED:
         p = tl.where(inside, p, 0.0)
-    dv = tl.dot(p.to(do.dtype), do, dv)
-    ds = through_cap(p * (tl.dot(v, tl.trans(do)) - dlt[None, :]), capped, cap2)
+    dv = dot(p.to(do.dtype), do, dv, EXACT)
+    ds = through_cap(p * (dot(v, tl.trans(do), None, EXACT) - dlt[None, :]), capped, cap2)
     if MASKED:
         ds = tl.where(inside, ds, 0.0)
-    dk = tl.dot(ds.to(q.dtype), q, dk)
+    dk = dot(ds.to(q.dtype), q, dk, EXACT)
     return dk, dv
 
 
@@ -85,7 +86,7 @@ def backward_dkdv_general(
     scale, soft_cap, element_test, batch, mask_batch, scales_batch, bias_batch,
     q_len, kv_len, heads, kv_heads, qk_dim, v_dim,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """A tile of keys of one key/value head; the query heads of its group are summed in registers."""
     group = heads // kv_heads
@@ -163,7 +164,7 @@ def backward_dkdv_general(
         far = distances(kv_at, tl.load(q_places + rows, mask=rows < placed_rows, other=0))
         dk_acc, dv_acc = dkdv_step_general(
             dk_acc, dv_acc, k, v, q, do, lse2, dlt, inside, far, scale2, cap2, slope2, bias_batch,
-            True,
+            True, EXACT,
         )  # fmt: skip
     core = core_end - core_begin
     for i in tl.range(0, group * core, num_stages=STAGES):
@@ -178,7 +179,7 @@ def backward_dkdv_general(
         far = distances(kv_at, tl.load(q_places + rows, mask=rows < placed_rows, other=0))
         dk_acc, dv_acc = dkdv_step_general(
             dk_acc, dv_acc, k, v, q, do, lse2, dlt, None, far, scale2, cap2, slope2, bias_batch,
-            False,
+            False, EXACT,
         )  # fmt: skip
 
     dk_out = dk + kv_first * qk_dim + local * qk_dim + qk_dims[None, :]
@@ -190,12 +191,12 @@ def backward_dkdv_general(
 @triton.jit
 def dq_step_general(
     dq, dscale, dslope, q, do, k, v, lse2, dlt, inside, far, scale2, cap2, slope2, bias_batch,
-    has_dnumbers, MASKED: tl.constexpr,
+    has_dnumbers, MASKED: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    s = tl.dot(q, tl.trans(k))
+    s = dot(q, tl.trans(k), None, EXACT)
     capped, x = logits(s, far, scale2, cap2, slope2, bias_batch)
     p = tl.exp2(x - lse2[:, None])
-    dlogit = p * (tl.dot(do, tl.trans(v)) - dlt[:, None])
+    dlogit = p * (dot(do, tl.trans(v), None, EXACT) - dlt[:, None])
     ds = through_cap(dlogit, capped, cap2)
     if MASKED:
         ds = tl.where(inside, ds, 0.0)
@@ -207,7 +208,7 @@ def dq_step_general(
             by_slope = tl.where(inside, by_slope, 0.0)
         dscale += tl.sum(by_scale, 1)
         dslope -= tl.sum(by_slope, 1)
-    return tl.dot(ds.to(k.dtype), k, dq), dscale, dslope
+    return dot(ds.to(k.dtype), k, dq, EXACT), dscale, dslope
 
 
 @triton.jit
@@ -217,7 +218,7 @@ def backward_dq_general(
     scale, soft_cap, element_test, has_dnumbers, batch, mask_batch, scales_batch, bias_batch,
     q_len, kv_len, heads, kv_heads, qk_dim, v_dim,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """`dnumbers` (B, H, 2, Sq): every row's part of the gradients of scale and slope."""
     group = heads // kv_heads
@@ -288,7 +289,7 @@ def backward_dq_general(
         far = distances(q_at, tl.load(kv_places + keys, mask=keys < placed_keys, other=0))
         acc, dscale, dslope = dq_step_general(
             acc, dscale, dslope, q, do, k, v, lse2, dlt, inside, far, scale2, cap2, slope2,
-            bias_batch, has_dnumbers, True,
+            bias_batch, has_dnumbers, True, EXACT,
         )  # fmt: skip
     for step in tl.range(core_begin, core_end, num_stages=STAGES):
         keys = start + step * BLOCK_N + cols
@@ -297,7 +298,7 @@ def backward_dq_general(
         far = distances(q_at, tl.load(kv_places + keys, mask=keys < placed_keys, other=0))
         acc, dscale, dslope = dq_step_general(
             acc, dscale, dslope, q, do, k, v, lse2, dlt, None, far, scale2, cap2, slope2,
-            bias_batch, has_dnumbers, False,
+            bias_batch, has_dnumbers, False, EXACT,
         )  # fmt: skip
 
     result = tl.where(attended[:, None], acc * scale, 0.0)

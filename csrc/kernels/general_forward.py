@@ -8,6 +8,7 @@ import triton.language as tl
 from logits import (
     LOG2E,
     distances,
+    dot,
     load_part,
     logits,
     places_of,
@@ -30,10 +31,11 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def attend_general(
-    acc, m, l, q, k, v, inside, far, scale2, cap2, slope2, bias_batch, MASKED: tl.constexpr
+    acc, m, l, q, k, v, inside, far, scale2, cap2, slope2, bias_batch, MASKED: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
     """One block of keys. k (N, Dqk), v (N, Dv); `inside` (M, N) where MASKED."""
-    _, x = logits(tl.dot(q, tl.trans(k)), far, scale2, cap2, slope2, bias_batch)
+    _, x = logits(dot(q, tl.trans(k), None, EXACT), far, scale2, cap2, slope2, bias_batch)
     if MASKED:
         x = tl.where(inside, x, float("-inf"))
         m_new = tl.maximum(m, tl.max(x, 1))
@@ -45,7 +47,7 @@ def attend_general(
     p = tl.exp2(x - base[:, None])
     alpha = tl.exp2(m - base)
     l = l * alpha + tl.sum(p, 1)
-    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
+    acc = dot(p.to(v.dtype), v, acc * alpha[:, None], EXACT)
     return acc, m_new, l
 
 
@@ -56,7 +58,7 @@ def forward_general(
     scale, soft_cap, element_test, batch, mask_batch, scales_batch, bias_batch,
     q_len, kv_len, heads, kv_heads, qk_dim, v_dim,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     group = heads // kv_heads
     head, kv_head, b, mask_b, row = tile_of_program(
@@ -118,7 +120,7 @@ def forward_general(
         )
         far = distances(q_at, tl.load(kv_places + keys, mask=keys < placed_keys, other=0))
         acc, m, l = attend_general(
-            acc, m, l, q, k, v, inside, far, scale2, cap2, slope2, bias_batch, True
+            acc, m, l, q, k, v, inside, far, scale2, cap2, slope2, bias_batch, True, EXACT
         )
     for step in tl.range(core_begin, core_end, num_stages=STAGES):
         keys = start + step * BLOCK_N + cols
@@ -126,7 +128,7 @@ def forward_general(
         v = load_part(v_ptr + step * v_step, None, v_dim, V_DIM)
         far = distances(q_at, tl.load(kv_places + keys, mask=keys < placed_keys, other=0))
         acc, m, l = attend_general(
-            acc, m, l, q, k, v, None, far, scale2, cap2, slope2, bias_batch, False
+            acc, m, l, q, k, v, None, far, scale2, cap2, slope2, bias_batch, False, EXACT
         )
 
     attended = (hi > lo) & (l != 0.0)  # a NaN is attended: it must reach the result

@@ -76,6 +76,17 @@ def through_cap(ds, capped, cap2):
 
 
 @triton.jit
+def dot(a, b, acc, EXACT: tl.constexpr):
+    """a @ b, onto `acc` unless it is None.
+
+    EXACT: products of float32, without tensor cores, else of the first 11 bits of float32 operands
+    (TF32). Neither says anything for operands of 16 bits.
+    """
+    PRECISION: tl.constexpr = "ieee" if EXACT else "tf32"
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
 def load_part(pointers, there, dim, DIM: tl.constexpr):
     """A tile (rows, columns(DIM)) of head dim `dim` up to DIM: 0 in columns past it, and in rows that are not `there` (N, 1)."""
     real = columns(DIM)[None, :] < dim

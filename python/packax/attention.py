@@ -13,6 +13,7 @@ from packax.build import AttentionMask, create_attention_mask
 from packax.derivatives import attention
 from packax.masks import MaskExpression
 from packax.partition import Call
+from packax.precision import checked_precision
 from packax.primitives import vary_together
 from packax.scores import Alibi, checked_scale, checked_soft_cap, largest, scores_of
 from packax.sharding import AttentionSharding, Layout, check_tensors, layout_of
@@ -37,6 +38,7 @@ def flash_attention(
     return_lse: Literal[False] = False,
     return_max_logits: Literal[False] = False,
     deterministic: bool = False,
+    precision: Any = None,
     implementation: Implementation | None = None,
     sharding: AttentionSharding | None = None,
     checkpoint_name: str | None = None,
@@ -55,6 +57,7 @@ def flash_attention(
     return_lse: Literal[True],
     return_max_logits: Literal[False] = False,
     deterministic: bool = False,
+    precision: Any = None,
     implementation: Implementation | None = None,
     sharding: AttentionSharding | None = None,
     checkpoint_name: str | None = None,
@@ -73,6 +76,7 @@ def flash_attention(
     return_lse: bool = False,
     return_max_logits: Literal[True],
     deterministic: bool = False,
+    precision: Any = None,
     implementation: Implementation | None = None,
     sharding: AttentionSharding | None = None,
     checkpoint_name: str | None = None,
@@ -90,6 +94,7 @@ def flash_attention(
     return_lse: bool = False,
     return_max_logits: bool = False,
     deterministic: bool = False,
+    precision: Any = None,
     implementation: Implementation | None = None,
     sharding: AttentionSharding | None = None,
     checkpoint_name: str | None = None,
@@ -128,6 +133,11 @@ def flash_attention(
             uses other kernels (slower). False: on Hopper, parts of the gradient of query
             are summed in any order, so it may differ by rounding. The results, the gradients of
             key and value, and all that runs on other GPUs or as XLA are bit-identical either way.
+        precision: of the products of float32 operands, as in jax.numpy.matmul: a
+            `jax.lax.Precision`, the name of one, or anything else that `jax.lax.dot` takes for
+            float32. On GPUs "highest" means float32 and less means TF32, 11 bits of each operand,
+            also in the gradients. None: what `jax.default_matmul_precision` says, by default
+            TF32. For bfloat16 and float16 it changes nothing in the kernels. docs/numerics.md.
         implementation: None: the CUDA kernels where this is lowered for CUDA, blockwise XLA
             elsewhere; "cubin": the CUDA kernels or an error; "xla": blockwise XLA everywhere.
         sharding: an `AttentionSharding`, on the mesh that `jax.set_mesh` set: the batch, the query
@@ -145,10 +155,10 @@ def flash_attention(
         0, and the cotangents that come in for it are ignored.
 
     Raises:
-        ValueError: shapes, dtypes, scale, soft_cap, sinks, bias, mask, implementation or sharding that are not as above,
+        ValueError: shapes, dtypes, scale, soft_cap, sinks, bias, precision, mask, implementation or sharding that are not as above,
             or sizes that the mesh does not divide.
         NotImplementedError: when lowered for CUDA, no kernel for the dtype or head dims (there
-            are some for bfloat16 and float16, and all multiples of 8 up to 256); with
+            are some for bfloat16, float16 and float32, and all multiples of 8 up to 256); with
             implementation="cubin", when lowered for another platform.
 
     Under `jax.checkpoint`, the policy `save_only_these_names("packax_out", "packax_lse")`
@@ -179,6 +189,7 @@ def flash_attention(
         kv_len *= layout.outside(layout.kv_context)
     if not isinstance(checkpoint_name, (str, type(None))):
         raise ValueError(f"checkpoint_name must be None or a string, but is {checkpoint_name!r}")
+    precision = checked_precision(precision)
     factor = 1 / math.sqrt(qk_dim) if scale is None else checked_scale(scale)
     soft_cap = checked_soft_cap(soft_cap)
     if isinstance(mask, MaskExpression):
@@ -200,6 +211,7 @@ def flash_attention(
         layout,
         checkpoint_name,
         soft_cap=soft_cap,
+        precision=precision,
         return_max_logits=bool(return_max_logits),
     )
     results = list(attention(call, (query, key, value, scores), tuple(operands), mask.kv_plan))

@@ -21,6 +21,8 @@ PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 ATTENTION_KERNELS = ("forward", "backward_delta", "backward_dkdv", "backward_dq")
 FASTER_FORWARD = "forward_hopper"  # runs in place of forward where there is one
 DTYPES = {"bfloat16": "bf16", "float16": "f16"}
+FLOAT32 = {"float32": "f32", "float32 in TF32": "tf32"}  # kernels for any head dim up to theirs
+GENERAL_KERNELS = ("forward_general", "backward_dkdv_general", "backward_dq_general")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +47,12 @@ class Report:
     def head_dims(self) -> list[tuple[int, int]]:
         forward = (v for v in self.variants if v["kernel"] == "forward")
         return sorted({(v["qk_dim"], v["v_dim"]) for v in forward})
+
+    @property
+    def float32_dims(self) -> list[tuple[int, int]]:
+        """Head dims of kernels for float32; each serves those up to it."""
+        of = (v for v in self.variants if v["dtype"] in FLOAT32.values())
+        return sorted({(v["qk_dim"], v["v_dim"]) for v in of})
 
     @property
     def capabilities(self) -> list[int]:
@@ -122,11 +130,16 @@ def _wheel_lines(report: Report) -> list[str]:
     archs = [arch for _, arch in sorted({(v["cc"], v["arch"]) for v in report.variants})]
     built = {v["dtype"] for v in report.variants}
     dtypes = [name for name, short in DTYPES.items() if short in built]
-    dims = [str(qk) if qk == v else f"{qk}/{v}" for qk, v in report.head_dims]
-    return [
+    dims = [_dims(*pair) for pair in report.head_dims]
+    lines = [
         f"{len(report.variants)} cubins for {', '.join(archs) or 'no GPU'}",
         f"dtypes {', '.join(dtypes) or 'none'}; head dims {', '.join(dims) or 'none'}",
     ]
+    names = [name for name, short in FLOAT32.items() if short in built]
+    if names:
+        dims = [_dims(*pair) for pair in report.float32_dims]
+        lines.append(f"{', '.join(names)}; head dims up to {', '.join(dims)}")
+    return lines
 
 
 def _driver_lines(report: Report) -> list[str]:
@@ -195,9 +208,20 @@ def _runs_lines(report: Report) -> list[str]:
             lines.append('there, implementation="xla" runs, and the default is an error')
             continue
         for (dtype, qk, v), (name, why) in rows.items():
-            dims = str(qk) if qk == v else f"{qk}/{v}"
-            lines.append(f"{gpu}, {dtype}, head dim {dims}: {name or why}")
+            lines.append(f"{gpu}, {dtype}, head dim {_dims(qk, v)}: {name or why}")
+        for name, short in FLOAT32.items():
+            for pair in report.float32_dims:
+                found = [
+                    report.find(kernel, cc, short, *pair, report.driver_version)
+                    for kernel in GENERAL_KERNELS
+                ]
+                what = found[0] if all(found) else f"no cubin for {capability(cc)}"
+                lines.append(f"{gpu}, {name}, head dims up to {_dims(*pair)}: {what}")
     return lines
+
+
+def _dims(qk_dim: int, v_dim: int) -> str:
+    return str(qk_dim) if qk_dim == v_dim else f"{qk_dim}/{v_dim}"
 
 
 def cuda(version: int) -> str:

@@ -18,6 +18,7 @@ import numpy as np
 from jax.interpreters import mlir
 
 from packax import xla_attention, xla_masks
+from packax.precision import is_exact
 from packax.primitives import backward_p, blocks_p, documents_p, forward_p, plain
 
 _ext: ModuleType | None
@@ -50,6 +51,7 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
 
 
 _DTYPES = {"bfloat16": "bf16", "float16": "f16"}
+_FLOAT32 = {False: "tf32", True: "f32"}  # by whether products are those of float32
 _KERNELS = {"forward": ("forward",), "backward": ("backward_dkdv", "backward_dq")}
 _MULTIPLE = 8  # of head dims: rows of 16 bytes
 _CHUNK = 1024  # keys per program of the document kernels: the workspace holds one int per chunk
@@ -72,7 +74,7 @@ def _behind_mask(operands, extras):
 
 
 def _xla_forward(
-    query, key, value, *operands, scale, soft_cap, element_test, max_logits, extras
+    query, key, value, *operands, scale, soft_cap, precision, element_test, max_logits, extras
 ):  # fmt: skip
     out, lse, top = xla_attention.forward(
         query,
@@ -81,6 +83,7 @@ def _xla_forward(
         *_behind_mask(operands, extras),
         scale=scale,
         soft_cap=soft_cap,
+        precision=precision,
         element_test=element_test,
     )
     return (out, lse, top) if max_logits else (out, lse)
@@ -88,7 +91,7 @@ def _xla_forward(
 
 def _xla_backward(
     query, key, value, out, lse, dout, dlse, *operands,
-    scale, soft_cap, element_test, has_dlse, deterministic, dnumbers, extras, wanted,
+    scale, soft_cap, precision, element_test, has_dlse, deterministic, dnumbers, extras, wanted,
 ):  # fmt: skip
     # One order of sums in any case.
     *gradients, parts = xla_attention.backward(
@@ -102,6 +105,7 @@ def _xla_backward(
         *_behind_mask(operands, extras),
         scale=scale,
         soft_cap=soft_cap,
+        precision=precision,
         element_test=element_test,
         wanted=wanted,
     )
@@ -123,10 +127,10 @@ def _lower_xla(function: Any, static: tuple[str, ...]) -> Any:
 
 _documents_xla = _lower_xla(_xla_documents, ("compare_positions",))
 _blocks_xla = _lower_xla(_xla_blocks, ("kv_len",))
-_FORWARD = ("scale", "soft_cap", "element_test", "max_logits", "extras")
+_FORWARD = ("scale", "soft_cap", "precision", "element_test", "max_logits", "extras")
 _BACKWARD = (
-    *("scale", "soft_cap", "element_test", "has_dlse", "deterministic", "dnumbers", "extras"),
-    "wanted",
+    *("scale", "soft_cap", "precision", "element_test", "has_dlse", "deterministic"),
+    *("dnumbers", "extras", "wanted"),
 )
 _forward_xla = _lower_xla(_xla_forward, _FORWARD)
 _backward_xla = _lower_xla(_xla_backward, _BACKWARD)
@@ -184,6 +188,7 @@ def _forward_cuda(ctx, *operands, implementation, **params):
     if implementation == "xla":
         return _forward_xla(ctx, *operands, **params)
     query, _, value = ctx.avals_in[:3]
+    exact = is_exact(params["precision"])
     attributes = {
         "scale": np.float32(params["scale"]),
         "element_test": np.int32(params["element_test"]),
@@ -197,7 +202,7 @@ def _forward_cuda(ctx, *operands, implementation, **params):
             (_array(1, dtype=jnp.int32),),  # from which programs draw tiles
             **attributes,
         )
-    _require_kernels("forward", query, value, general=True)
+    _require_kernels("forward", query, value, general=True, exact=exact)
     batch, q_len, heads, _ = query.shape
     return _general_call(
         ctx,
@@ -219,6 +224,7 @@ def _backward_cuda(ctx, *operands, implementation, **params):
         "element_test": np.int32(params["element_test"]),
         "has_dlse": np.int32(params["has_dlse"]),
     }
+    exact = is_exact(params["precision"])
     if not _general("backward", query, value, params):
         _require_kernels("backward", query, value)
         mask_batch = ctx.avals_in[7].shape[0]
@@ -226,7 +232,7 @@ def _backward_cuda(ctx, *operands, implementation, **params):
             query, value, mask_batch, params["deterministic"], params["wanted"]
         )
         return _wanted_call(ctx, operands, elements, fused, params["wanted"], attributes)
-    _require_kernels("backward", query, value, general=True)
+    _require_kernels("backward", query, value, general=True, exact=exact)
     batch, q_len, heads, _ = query.shape
     delta = _array(batch, heads, q_len)
     dnumbers, wanted = params["dnumbers"], params["wanted"]
@@ -269,6 +275,7 @@ def _general_call(ctx, target, operands, count, workspace, params, **attributes)
         soft_cap=np.float32(params["soft_cap"]),
         has_scales=np.int32(extras >= 1),
         has_bias=np.int32(extras == 4),
+        exact=np.int32(is_exact(params["precision"])),
         **attributes,
     )
 
@@ -365,9 +372,11 @@ def _local_capabilities() -> set[int] | None:
 
 def has_kernels(query: Any, key: Any, value: Any) -> bool:
     """Whether this build has both passes for the dtype and head dims; without a build: True."""
+    precisions = (False, True) if str(query.dtype) == "float32" else (True,)
     return _ext is None or all(
-        any(_found(direction, query, value, general) for general in (False, True))
+        any(_found(direction, query, value, general, exact) for general in (False, True))
         for direction in _KERNELS
+        for exact in precisions
     )
 
 
@@ -378,9 +387,13 @@ def _rows(direction: str, general: bool) -> list[Any]:
     return [row for row in _ext.variants() if row["kernel"] in names]
 
 
-def _found(direction: str, query: Any, value: Any, general: bool) -> bool:
-    """Whether this build has all kernels of a direction: for just these head dims, or any up to some."""
-    dtype, dims = _DTYPES.get(str(query.dtype)), (query.shape[3], value.shape[3])
+def _found(direction: str, query: Any, value: Any, general: bool, exact: bool = True) -> bool:
+    """Whether this build has all kernels of a direction: for just these head dims, or any up to some.
+
+    `exact` is for float32.
+    """
+    name, dims = str(query.dtype), (query.shape[3], value.shape[3])
+    dtype = _FLOAT32[exact] if name == "float32" else _DTYPES.get(name)
     if general and any(dim % _MULTIPLE for dim in dims):
         return False
     by_dims: dict[tuple[int, int], set[str]] = {}
@@ -394,10 +407,12 @@ def _found(direction: str, query: Any, value: Any, general: bool) -> bool:
     )
 
 
-def _require_kernels(direction: str, query: Any, value: Any, general: bool = False) -> None:
+def _require_kernels(
+    direction: str, query: Any, value: Any, general: bool = False, exact: bool = True
+) -> None:
     """Which GPU it will be is not known yet: C++ checks that, this the rest of the table."""
     _require_extension()
-    if _found(direction, query, value, general):
+    if _found(direction, query, value, general, exact):
         return
     have = _rows(direction, general)
     text = _listed(have)
@@ -407,7 +422,7 @@ def _require_kernels(direction: str, query: Any, value: Any, general: bool = Fal
     raise NotImplementedError(
         f"no {direction} kernel for {query.dtype} with head dims {query.shape[3]}/{value.shape[3]} "
         f"(query and key / value); there are: {text}{up_to}. "
-        'implementation="xla" takes any head dim, and float32'
+        'implementation="xla" takes any head dim, and float64'
     )
 
 
@@ -421,6 +436,7 @@ def _require_extension() -> None:
 
 def _listed(rows: Any) -> str:
     names = {short: name for name, short in _DTYPES.items()}
+    names |= dict.fromkeys(_FLOAT32.values(), "float32")
     have = sorted({(row["qk_dim"], row["v_dim"], names[row["dtype"]]) for row in rows})
     return ", ".join(f"{dtype} {qk}/{v}" for qk, v, dtype in have) or "none in this build"
 

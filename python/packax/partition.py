@@ -37,6 +37,7 @@ class Call(NamedTuple):
     wanted: tuple[bool, ...] = ()  # which gradients, of the leaves of the inputs in order
     soft_cap: float = 0.0  # 0: none
     return_max_logits: bool = False
+    precision: jax.lax.Precision = jax.lax.Precision.DEFAULT
 
 
 def forward(
@@ -162,6 +163,7 @@ def _forward(call: Call, query, key, value, scores, mask, kv_plan) -> tuple[Any,
             *extras,
             scale=call.scale,
             soft_cap=call.soft_cap,
+            precision=call.precision,
             element_test=call.element_test,
             max_logits=call.return_max_logits,
             extras=len(extras),
@@ -222,6 +224,7 @@ def _backward(
             *extras,
             scale=call.scale,
             soft_cap=call.soft_cap,
+            precision=call.precision,
             element_test=call.element_test,
             dnumbers=scores.numbers() and any(wanted),
             extras=len(extras),

@@ -88,14 +88,16 @@ documents_p = _primitive("packax_documents", ("compare_positions",))
 blocks_p = _primitive("packax_blocks", ("kv_len",))
 forward_p = _primitive(
     "packax_forward",
-    ("scale", "soft_cap", "element_test", "max_logits", "extras", "implementation"),
+    (
+        *("scale", "soft_cap", "precision", "element_test", "max_logits", "extras"),
+        "implementation",
+    ),
 )
 backward_p = _primitive(
     "packax_backward",
     (
-        *("scale", "soft_cap", "element_test", "has_dlse", "deterministic", "dnumbers", "extras"),
-        "wanted",
-        "implementation",
+        *("scale", "soft_cap", "precision", "element_test", "has_dlse", "deterministic"),
+        *("dnumbers", "extras", "wanted", "implementation"),
     ),
 )
 

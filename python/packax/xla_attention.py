@@ -65,6 +65,7 @@ def forward(
     *,
     scale: float,
     soft_cap: float = 0.0,
+    precision: jax.lax.Precision = jax.lax.Precision.DEFAULT,
     element_test: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """out (B, Sq, H, Dv) in query's dtype, lse (B, H, Sq), and like it the largest logits.
@@ -77,6 +78,7 @@ def forward(
     keys_of = _mask_keys(mask, tiles)
     logits_of = _logits(extras, scale, soft_cap, tiles)
     real = _accumulator(query.dtype)
+    dot = _dots(precision)
     shape = (tiles.kv_heads, tiles.group * tiles.rows)
 
     def one_tile(step_and_query):
@@ -90,7 +92,7 @@ def forward(
             acc, top, total = state
             at = batch * tiles.key_blocks + block
             allowed = _allowed(rows, keys_of(batch, block), element_test)
-            s = logits(_dot(q_tile, keys[at].astype(real), 2, 2), block).logit
+            s = logits(dot(q_tile, keys[at].astype(real), 2, 2), block).logit
             s = _where(allowed, s, -jnp.inf, tiles)
             new_top = jnp.maximum(top, s.max(axis=-1))
             # A row that has met no key yet keeps -inf: shift by 0 so that -inf - -inf never is.
@@ -98,7 +100,7 @@ def forward(
             p = jnp.exp(s - shift[..., None])
             keep = jnp.exp(top - shift)
             total = total * keep + p.sum(axis=-1)
-            acc = acc * keep[..., None] + _dot(p, values[at].astype(real), 2, 1)
+            acc = acc * keep[..., None] + dot(p, values[at].astype(real), 2, 1)
             return acc, new_top, total
 
         start = (
@@ -133,6 +135,7 @@ def backward(
     *,
     scale: float,
     soft_cap: float = 0.0,
+    precision: jax.lax.Precision = jax.lax.Precision.DEFAULT,
     element_test: int,
     wanted: tuple[bool, bool, bool] = (True, True, True),
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -147,6 +150,7 @@ def backward(
     keys_of = _mask_keys(mask, tiles)
     logits_of = _logits(extras, scale, soft_cap, tiles)
     real = _accumulator(query.dtype)
+    dot = _dots(precision)
 
     # The cotangents of a row that attends nothing are ignored, whatever they hold.
     nothing = lse.transpose(0, 2, 1) == -jnp.inf
@@ -168,7 +172,7 @@ def backward(
             at = batch * tiles.key_blocks + block
             k_block, v_block = keys[at].astype(real), values[at].astype(real)
             allowed = _allowed(rows, keys_of(batch, block), element_test)
-            s = _dot(q_tile, k_block, 2, 2)
+            s = dot(q_tile, k_block, 2, 2)
             of = logits(s, block)
             # Where no pair is, the row's lse and dp may be inf or nan (garbage in padding, another
             # document's overflow): select, never multiply.
@@ -176,7 +180,7 @@ def backward(
             # is of rounded logits, and p is more exact where the same rounding cancels.
             logit = _where(allowed, of.logit, -jnp.inf, tiles)
             p = _where(allowed, jnp.exp(logit - shift_tile), 0, tiles)
-            dp = _dot(do_tile, v_block, 2, 2)
+            dp = dot(do_tile, v_block, 2, 2)
             dlogit = p * (dp - delta_tile)
             ds = dlogit if of.cap_slope is None else dlogit * of.cap_slope
             if extras.scales is not None:
@@ -186,9 +190,9 @@ def backward(
                 by_slope = _where(allowed, dlogit * of.far, 0, tiles).sum(axis=-1)
                 parts = parts.at[..., 1].add(-by_slope)
             ds = _where(allowed, ds * of.scale, 0, tiles)
-            dq = None if dq is None else dq + _dot(ds, k_block, 2, 1)
-            dk = None if dk is None else dk.at[at].add(_dot(ds, q_tile, 1, 1))
-            dv = None if dv is None else dv.at[at].add(_dot(p, do_tile, 1, 1))
+            dq = None if dq is None else dq + dot(ds, k_block, 2, 1)
+            dk = None if dk is None else dk.at[at].add(dot(ds, q_tile, 1, 1))
+            dv = None if dv is None else dv.at[at].add(dot(p, do_tile, 1, 1))
             return dq, parts, dk, dv
 
         parts = jnp.zeros((*q_tile.shape[:2], 2), real)
@@ -240,11 +244,14 @@ def _tiles(query, key) -> _Tiles:
     )
 
 
-def _dot(a, b, a_axis, b_axis):
+def _dots(precision):
     """Product per key head (axis 0), contracting the two axes named; sums in a's dtype."""
-    return jax.lax.dot_general(
-        a, b, (((a_axis,), (b_axis,)), ((0,), (0,))), preferred_element_type=a.dtype
-    )
+
+    def dot(a, b, a_axis, b_axis):
+        dims = ((a_axis,), (b_axis,)), ((0,), (0,))
+        return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=a.dtype)
+
+    return dot
 
 
 class _Logits(NamedTuple):

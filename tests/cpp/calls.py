@@ -145,28 +145,32 @@ def flags(soft_cap, **more):
     return {"soft_cap": ("float32", soft_cap), **named}
 
 
-def forward_general(m, s=Sizes(), dims=None, batches=(1, 1), has=(1, 1), soft_cap=30.0):
+def forward_general(
+    m, s=Sizes(), dims=None, batches=(1, 1), has=(1, 1), soft_cap=30.0, dtype=None, exact=0
+):  # fmt: skip
     """`dims`: those asked for, by default those of a plain kernel; `batches`: of scales and bias."""
     f = forward(m, s)  # element_test 2
     query, key, value = (f.operands[n] for n in ("query", "key", "value"))
     qk_dim, v_dim = dims or (query.shape[3], value.shape[3])
-    query, key = (replace(x, shape=(*x.shape[:3], qk_dim)) for x in (query, key))
-    value = replace(value, shape=(*value.shape[:3], v_dim))
+    dtype = dtype or query.dtype
+    query, key = (replace(x, shape=(*x.shape[:3], qk_dim), dtype=dtype) for x in (query, key))
+    value = replace(value, shape=(*value.shape[:3], v_dim), dtype=dtype)
     out = replace(query, shape=(*query.shape[:3], v_dim))
     lse = f.results["lse"]
     return make_call(
         "packax_forward_general_v1",
         {"query": query, "key": key, "value": value, **s.mask(2), **extras(s, *batches)},
         {"out": out, "lse": lse, "top": lse},
-        {**f.attributes, **flags(soft_cap, has_scales=has[0], has_bias=has[1])},
+        {**f.attributes, **flags(soft_cap, has_scales=has[0], has_bias=has[1], exact=exact)},
     )
 
 
 def backward_general(
-    m, s=Sizes(), dims=None, batches=(1, 1), has=(1, 1), soft_cap=30.0, wanted=3, has_dnumbers=1
+    m, s=Sizes(), dims=None, batches=(1, 1), has=(1, 1), soft_cap=30.0, dtype=None, exact=0,
+    wanted=3, has_dnumbers=1,
 ):  # fmt: skip
     """wanted: bit 0 dq, bit 1 dk and dv; what no kernel writes has no elements."""
-    f, b = forward_general(m, s, dims, batches, has, soft_cap), backward(m, s)
+    f, b = forward_general(m, s, dims, batches, has, soft_cap, dtype, exact), backward(m, s)
     query, key, value = (f.operands[n] for n in ("query", "key", "value"))
     out, lse = f.results["out"], f.results["lse"]
     sums = {"lse": lse, "dout": out, "dlse": lse}

@@ -87,8 +87,7 @@ def dot_product_attention(
         dropout_rate: must be 0, or deterministic True. broadcast_dropout and dropout_rng then have
             no effect.
         dtype: of the computation and the result; None: what the operands promote to.
-        precision: any for bfloat16 and float16, whose products are exact in float32 in any case;
-            None for others.
+        precision: as of `packax.flash_attention`: of products of float32 operands.
         module: must be None: the weights that `sow_weights=True` asks for are never formed.
         force_fp32_for_softmax: always so.
         qk_attn_weights_einsum, attn_weights_value_einsum: must be None.
@@ -100,8 +99,8 @@ def dot_product_attention(
 
     Raises:
         ValueError: shapes, dtypes or masks that are not as above.
-        NotImplementedError: a bias, dropout, a dense mask, sown weights, other einsums or a
-            precision; no kernel for the dtype or head dim (as `packax.flash_attention`).
+        NotImplementedError: a bias, dropout, a dense mask, sown weights, other einsums; no
+            kernel for the dtype or head dim (as `packax.flash_attention`).
     """
     _check_refused(
         bias, dropout_rate, deterministic, module, qk_attn_weights_einsum, attn_weights_value_einsum
@@ -117,11 +116,6 @@ def dot_product_attention(
                 f"{name} must have the batch dimensions of query, {batch}, but has {x.shape[:-3]}"
             )
     dtype = jnp.result_type(query, key, value) if dtype is None else jnp.dtype(dtype)
-    if precision is not None and dtype.itemsize > 2:
-        raise NotImplementedError(
-            f"precision must be None for {dtype}, but is {precision!r}: "
-            "jax.config.jax_default_matmul_precision says it for blockwise XLA"
-        )
     q, k, v = (
         x.reshape(math.prod(batch), *x.shape[-3:]).astype(dtype) for x in (query, key, value)
     )
@@ -130,7 +124,7 @@ def dot_product_attention(
         k,
         v,
         _mask_of(mask, _mask, is_causal, batch, query.shape[-3], key.shape[-3]),
-        **_options,
+        **{"precision": precision, **_options},
     )
     return out.reshape(*query.shape[:-1], value.shape[-1])
 
