@@ -25,7 +25,11 @@ import numpy as np  # noqa: E402
 import packax  # noqa: E402
 from packax import _ext  # noqa: E402
 
-LIMIT = {"bfloat16": 3e-2, "float16": 4e-3}  # ‖x - reference‖ / ‖reference‖
+LIMIT = {
+    "bfloat16": 3e-2,
+    "float16": 4e-3,
+    "float32": 4e-3,
+}  # (of TF32) ‖x - reference‖ / ‖reference‖
 
 
 def reference(query, key, value, cotangent, attends, scale):
@@ -159,6 +163,9 @@ def main() -> int:
         for dtype in ("bfloat16", "float16") if max(dims) <= 128 else ("float16",):
             good &= run("packed", documents, 3, 213, 213, 4, 2, dims, dtype)
             good &= run("causal", causal, 2, 129, 65, 8, 1, dims, dtype)
+        for precision in ("tensorfloat32", "highest"):
+            with jax.default_matmul_precision(precision):
+                good &= run(precision, documents, 3, 213, 213, 4, 2, dims, "float32")
     print("sanitize.py: ok" if good else "sanitize.py: WRONG results")
     return 0 if good else 1
 
