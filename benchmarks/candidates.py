@@ -45,16 +45,17 @@ CANDIDATES: dict[str, dict[tuple[int, int], list[Constants]]] = {
         (256, 256): [{}, {"BLOCK_N": 64}],
     },
     "backward_hopper": {
-        (64, 64): [{}, {"BY_WARP": 1}, {"KV_REGISTERS": 1}, {"KV_REGISTERS": 1, "BY_WARP": 1},
+        (64, 64): [{}, {"SKIP": 1}, {"BY_WARP": 1}, {"KV_REGISTERS": 1}, {"KV_REGISTERS": 1, "BY_WARP": 1},
                    {"ROWS": 128}, {"ROWS": 128, "BY_WARP": 1}, {"ROWS": 128, "BY_WARP": 1, "TURNS": 1},
                    {"DQ": 2, "CONSUMER_REGISTERS": 200}, {"DQ": 2, "BY_WARP": 1, "CONSUMER_REGISTERS": 200},
+                   {"DQ": 2, "BY_WARP": 1, "SKIP": 1, "CONSUMER_REGISTERS": 200},
                    {"DQ": 2, "BY_WARP": 1, "KV_REGISTERS": 1, "CONSUMER_REGISTERS": 208}],
-        (128, 128): [{}, {"BY_WARP": 1}, {"BY_WARP": 1, "TURNS": 0}],
+        (128, 128): [{}, {"SKIP": 1}, {"BY_WARP": 1}, {"BY_WARP": 1, "TURNS": 0}, {"BY_WARP": 1, "SKIP": 1}],
         **{dims: [{}, *registers((232, 40), (224, 56))] for dims in ((192, 128), (256, 256))},
     },
     "backward_dkdv_hopper": {
-        (64, 64): [{}, {"ROWS": 128}, {"TURNS": 1}, {"KV_REGISTERS": 1}],
-        (128, 128): [{}, {"TURNS": 0}],
+        (64, 64): [{}, {"ROWS": 128}, {"TURNS": 1}, {"KV_REGISTERS": 1}, {"SKIP": 1}],
+        (128, 128): [{}, {"TURNS": 0}, {"SKIP": 1}],
     },
     "backward_dq_hopper": {
         (64, 64): [{}, {"TURNS": 0}, {"BLOCK_N": 64, "STAGES": 3}],

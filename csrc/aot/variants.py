@@ -152,10 +152,11 @@ FLOAT32_TILES = {
     },
 }
 
-# Of hopper_backward.py. KV_REGISTERS: keys and values of a program stay in registers. BY_WARP: every warp hands on dS and
-# adds its part of dQ by itself. DQ: who makes dQ: nobody, the two warp groups (1), a third one (2). Nothing but DQ 1
-# alone was timed yet.
-BACKWARD_PLAN = {"KV_REGISTERS": 0, "BY_WARP": 0}
+# Of hopper_backward.py. KV_REGISTERS: keys and values of a program stay in registers. BY_WARP: every
+# warp hands on dS and adds its part of dQ by itself. SKIP: of masked blocks a warp group leaves out
+# those without a pair of its keys. DQ: who makes dQ: nobody, the two warp groups (1), a third one (2).
+# Nothing but DQ 1 alone was timed yet.
+BACKWARD_PLAN = {"KV_REGISTERS": 0, "BY_WARP": 0, "SKIP": 0}
 
 # Kernels of one GPU, in Gluon, and what goes with them: the same results as the portable kernels of
 # the same pass, which serve every other GPU.

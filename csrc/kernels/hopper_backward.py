@@ -21,12 +21,10 @@ producer and the additions, shared with hopper_wide.py, the kernel for head dims
 from hopper import (
     LOG2E,
     accumulator,
-    element_bits,
     named_barrier,
     position_row,
     select_bits,
     split,
-    stay,
     warp_arrive,
 )
 from hopper_rows import (
@@ -35,9 +33,10 @@ from hopper_rows import (
     ds_constraints,
     in_pairs,
     keys_read,
+    mask_bits,
     produce,
-    row_bits,
     row_range,
+    rows_of_half,
     store_ds_asm,
     sum_rows,
 )
@@ -84,35 +83,121 @@ def cells_of(block, in_head, row_blocks, W: gl.constexpr, ROWS: gl.constexpr):
 
 
 @gluon.jit
+def step(
+    W: gl.constexpr, sums, s, row, stage, phase, before, left, keys, dq_sum, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, numbers,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, ROWS: gl.constexpr, TURNS: gl.constexpr, BY_WARP: gl.constexpr, DQ: gl.constexpr,
+    MASKED: gl.constexpr, LIVE: gl.constexpr,
+):  # fmt: skip
+    """One block of rows: adds to dk and dv, hands on dS, adds dQ of the block `before`, makes the next scores.
+
+    LIVE: there may be a pair of this warp group's keys and these rows.
+    """
+    dk_sum, dv_sum = sums
+    k_left, v_left, k_part = left
+    q_s, _, _, do_s = tiles_s
+    lse_s, delta_s, lo_s, hi_s = lines_s
+    _, q_full, q_empty, do_full, do_empty = bars
+    ds_full, ds_empty = ds_bars
+    scale2 = numbers[3] * LOG2E
+    dtype: gl.constexpr = q_s.dtype
+    PART: gl.constexpr = QK_DIM // 2 if ROWS == 64 else QK_DIM
+    CELLS: gl.constexpr = 64 * PART
+    s_layout: gl.constexpr = accumulator(ROWS)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, accumulator(V_DIM), 2)
+    ds_layout: gl.constexpr = gl.DotOperandLayout(0, accumulator(QK_DIM), 2)
+    zero = gl.zeros([64, ROWS], gl.float32, s_layout)
+    zero_dq = gl.zeros([64, PART], gl.float32, accumulator(PART))
+    other = stage ^ 1
+    if LIVE and ROWS == 64:
+        lse = lse_s.index(stage).load(gl.SliceLayout(0, s_layout))
+    mbarrier.wait(do_full.index(stage), phase)
+    if LIVE:
+        do_t = do_s.index(stage).permute((1, 0))
+        dp_token = warpgroup_mma(v_left, do_t, zero, use_acc=False, is_async=True)
+        if MASKED:
+            bits = mask_bits(keys, row, lo_s.index(stage), hi_s.index(stage), mask, numbers, ROWS)
+            s = select_bits(s, bits, float("-inf"))
+        if ROWS == 128:
+            lse = lse_s.index(stage).load(gl.SliceLayout(0, s_layout))
+        p = gl.exp2(s * scale2 - lse[None, :])
+        p16 = p.to(dtype)
+        if ROWS == 128:  # P in 32 bits has no room beside dP (docs/numerics.md)
+            p16 = in_pairs(p16)
+            p = p16.to(gl.float32)
+        p_half = gl.convert_layout(p16, p_layout)
+        dp = warpgroup_mma_wait(0, deps=(dp_token,))
+        dv_token = warpgroup_mma(p_half, do_s.index(stage), dv_sum, is_async=True)
+        dl = delta_s.index(stage).load(gl.SliceLayout(0, s_layout))
+        ds32 = p * (dp - dl[None, :])
+        if MASKED:
+            ds32 = select_bits(ds32, bits, 0.0)
+        ds = ds32.to(dtype)
+    else:
+        ds = gl.zeros([64, ROWS], dtype, s_layout)
+    if DQ:
+        free = phase ^ stage if DQ == 1 else phase
+        mbarrier.wait(ds_empty.index(stage), free ^ 1)
+        own_ds = ds_s.index(stage).slice(W * 64, 64, dim=0)
+        if BY_WARP:
+            gl.inline_asm(store_ds_asm, ds_constraints(ROWS // 2), (ds, own_ds))
+        else:
+            own_ds.store(ds)
+        fence_async_shared()
+        ds_arrive(ds_full.index(stage), BY_WARP)
+    if TURNS:
+        turn_wait(W)
+    if LIVE:
+        ds_half = gl.convert_layout(ds, ds_layout)
+        dk_token = warpgroup_mma(ds_half, q_s.index(stage), dk_sum, is_async=True)
+    if DQ == 1:
+        mbarrier.wait(ds_full.index(other), phase)
+        ds_t = own_rows(ds_s.index(other), W, ROWS)
+        dq_token = warpgroup_mma(ds_t, k_part, zero_dq, use_acc=False, is_async=True)
+        if LIVE:
+            dv_sum, dk_sum = warpgroup_mma_wait(1, deps=(dv_token, dk_token))
+        warp_arrive(do_empty.index(stage))
+        warp_arrive(q_empty.index(stage))
+    phase = phase ^ stage
+    mbarrier.wait(q_full.index(other), phase)
+    q_t = q_s.index(other).permute((1, 0))
+    s_token = warpgroup_mma(k_left, q_t, zero, use_acc=False, is_async=True)
+    if TURNS:
+        turn_pass(W)
+    if DQ == 1:
+        dq = warpgroup_mma_wait(1, deps=(dq_token,))
+        warp_arrive(ds_empty.index(other))
+        add_staged(dq, dq_sum + before.to(gl.int64) * CELLS, dq_s.index(W), CELLS, BY_WARP)
+    else:
+        if LIVE:
+            dv_sum, dk_sum = warpgroup_mma_wait(1, deps=(dv_token, dk_token))
+        warp_arrive(do_empty.index(stage))
+        warp_arrive(q_empty.index(stage))
+    s = warpgroup_mma_wait(0, deps=(s_token,))
+    return dk_sum, dv_sum, s, phase
+
+
+@gluon.jit
 def consume(
-    W: gl.constexpr, grads, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, ROWS: gl.constexpr, TURNS: gl.constexpr, KV_REGISTERS: gl.constexpr, BY_WARP: gl.constexpr, DQ: gl.constexpr,
+    W: gl.constexpr, grads, mask, own_blocks, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, ROWS: gl.constexpr, TURNS: gl.constexpr, KV_REGISTERS: gl.constexpr, BY_WARP: gl.constexpr, SKIP: gl.constexpr,
+    DQ: gl.constexpr,
 ):  # fmt: skip
     dk, dv, dq_sum = grads
-    q_ids, kv_ids, q_pos, kv_pos, q_blocks = mask
-    q_s, k_s, v_s, do_s = tiles_s
-    lse_s, delta_s, lo_s, hi_s = lines_s
-    kv_full, q_full, q_empty, do_full, do_empty = bars
-    ds_full, ds_empty = ds_bars
+    q_s, k_s, v_s, _ = tiles_s
+    kv_full, q_full, _, _, _ = bars
+    ds_full, _ = ds_bars
     b, first_key, kv_head, group, bh, _mask_row, padded = place
     start, steps, edges, core_begin, core_end = range_
-    element_test, q_len, kv_len, scale = numbers
+    _element_test, _q_len, kv_len, scale = numbers
     # of dQ this warp group makes half: of 64 rows half the columns, of 128 rows every other 64
     PART: gl.constexpr = QK_DIM // 2 if ROWS == 64 else QK_DIM
     CELLS: gl.constexpr = 64 * PART
     row_blocks = padded // 64
-    first_block = bh * row_blocks + start // 64
-    scale2 = scale * LOG2E
     dtype: gl.constexpr = dk.dtype
     s_layout: gl.constexpr = accumulator(ROWS)
-    k_layout: gl.constexpr = accumulator(QK_DIM)
-    v_layout: gl.constexpr = accumulator(V_DIM)
-    q_layout: gl.constexpr = accumulator(PART)
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, v_layout, 2)
-    ds_layout: gl.constexpr = gl.DotOperandLayout(0, k_layout, 2)
     keys = first_key + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
-    dv_sum = gl.zeros([64, V_DIM], gl.float32, v_layout)
-    dk_sum = gl.zeros([64, QK_DIM], gl.float32, k_layout)
+    dv_sum = gl.zeros([64, V_DIM], gl.float32, accumulator(V_DIM))
+    dk_sum = gl.zeros([64, QK_DIM], gl.float32, accumulator(QK_DIM))
     mbarrier.wait(kv_full.index(0), 0)
     mbarrier.wait(kv_full.index(1), 0)
     k = k_s.index(0).slice(W * 64, 64, dim=0)
@@ -123,18 +208,17 @@ def consume(
     v = v_s.index(W)
     if KV_REGISTERS:  # left operands of every score: half the reads of shared memory
         kv_layout: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
-        k_left = k.load(kv_layout)
-        v_left = v.load(kv_layout)
+        left = (k.load(kv_layout), v.load(kv_layout), k_part)
     else:
-        k_left = k
-        v_left = v
-    zero = gl.zeros([64, ROWS], gl.float32, s_layout)
-    zero_dq = gl.zeros([64, PART], gl.float32, q_layout)
+        left = (k, v, k_part)
     if steps > 0:
+        if SKIP:
+            own_start, own_end = rows_of_half(own_blocks, first_key // 64 + W, kv_len)
         if TURNS and W == 1:
             turn_pass(1)
+        zero = gl.zeros([64, ROWS], gl.float32, s_layout)
         mbarrier.wait(q_full.index(0), 0)
-        s = warpgroup_mma(k_left, q_s.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma(left[0], q_s.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s,))
         if DQ == 1:  # "block -1": adds zero to dQ
             ds_s.index(1).slice(W * 64, 64, dim=0).store(gl.zeros([64, ROWS], dtype, s_layout))
@@ -143,102 +227,29 @@ def consume(
         stage = 0
         phase = 0
         # of the block before; zeros are added to the first one
-        before = cells_of(first_block, start // 64, row_blocks, W, ROWS)
+        before = cells_of(bh * row_blocks + start // 64, start // 64, row_blocks, W, ROWS)
         for part in gl.static_range(2):  # masked blocks of every head, then the core
             count = edges if part == 0 else core_end - core_begin
             n = 0
             g = 0
             for i in range(0, count * group):
-                other = stage ^ 1
                 at = (
                     gl.where(n < core_begin, n, n + core_end - core_begin)
                     if part == 0
                     else core_begin + n
                 )
-                if ROWS == 64:
-                    lse = lse_s.index(stage).load(gl.SliceLayout(0, s_layout))
-                mbarrier.wait(do_full.index(stage), phase)
-                dp_token = warpgroup_mma(
-                    v_left, do_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
-                )
-                if part == 0:
-                    row = start + at * ROWS
-                    bits = row_bits(keys, lo_s.index(stage), hi_s.index(stage), ROWS)
-                    if ROWS == 128:  # the second half may be past the head's rows: the next head's
-                        bits = gl.where(row + 64 < padded, bits, bits & 0xFFFF)
-                    if element_test > 0:
-                        flags = gl.load(q_blocks + 4 * row_blocks + row // 64)
-                        if ROWS == 128:
-                            second = gl.minimum(row // 64 + 1, row_blocks - 1)
-                            flags = flags | gl.load(q_blocks + 4 * row_blocks + second)
-                        if flags & 1:
-                            there = keys < kv_len
-                            kv_id = gl.load(kv_ids + keys, mask=there, other=-1)
-                            bits = bits & element_bits(kv_id, q_ids, row, q_len, ROWS, "eq")
-                            if element_test > 1:
-                                kv_at = gl.load(kv_pos + keys, mask=there, other=0)
-                                bits = bits & element_bits(kv_at, q_pos, row, q_len, ROWS, "ge")
-                                if element_test > 2:
-                                    after = stay(q_len)
-                                    bits = bits & element_bits(
-                                        kv_at, q_pos, row + after, q_len + after, ROWS, "le"
-                                    )
-                    s = select_bits(s, bits, float("-inf"))
-                if ROWS == 128:
-                    lse = lse_s.index(stage).load(gl.SliceLayout(0, s_layout))
-                p = gl.exp2(s * scale2 - lse[None, :])
-                p16 = p.to(dtype)
-                if ROWS == 128:  # P in 32 bits has no room beside dP (docs/numerics.md)
-                    p16 = in_pairs(p16)
-                    p = p16.to(gl.float32)
-                p_half = gl.convert_layout(p16, p_layout)
-                dp = warpgroup_mma_wait(0, deps=(dp_token,))
-                dv_token = warpgroup_mma(p_half, do_s.index(stage), dv_sum, is_async=True)
-                dl = delta_s.index(stage).load(gl.SliceLayout(0, s_layout))
-                ds32 = p * (dp - dl[None, :])
-                if part == 0:
-                    ds32 = select_bits(ds32, bits, 0.0)
-                ds = ds32.to(dtype)
-                if DQ:
-                    free = phase ^ stage if DQ == 1 else phase
-                    mbarrier.wait(ds_empty.index(stage), free ^ 1)
-                    own_ds = ds_s.index(stage).slice(W * 64, 64, dim=0)
-                    if BY_WARP:
-                        gl.inline_asm(store_ds_asm, ds_constraints(ROWS // 2), (ds, own_ds))
+                row = start + at * ROWS
+                if part == 1:
+                    dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, stage, phase, before, left, keys, dq_sum, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, numbers, QK_DIM, V_DIM, ROWS, TURNS, BY_WARP, DQ, False, True)  # fmt: skip
+                elif SKIP:
+                    if (row < own_end) & (row + ROWS > own_start):
+                        dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, stage, phase, before, left, keys, dq_sum, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, numbers, QK_DIM, V_DIM, ROWS, TURNS, BY_WARP, DQ, True, True)  # fmt: skip
                     else:
-                        own_ds.store(ds)
-                    fence_async_shared()
-                    ds_arrive(ds_full.index(stage), BY_WARP)
-                ds_half = gl.convert_layout(ds, ds_layout)
-                if TURNS:
-                    turn_wait(W)
-                dk_token = warpgroup_mma(ds_half, q_s.index(stage), dk_sum, is_async=True)
-                if DQ == 1:
-                    mbarrier.wait(ds_full.index(other), phase)
-                    ds_t = own_rows(ds_s.index(other), W, ROWS)
-                    dq_token = warpgroup_mma(ds_t, k_part, zero_dq, use_acc=False, is_async=True)
-                    dv_sum, dk_sum = warpgroup_mma_wait(1, deps=(dv_token, dk_token))
-                    warp_arrive(do_empty.index(stage))
-                    warp_arrive(q_empty.index(stage))
-                phase = phase ^ stage
-                mbarrier.wait(q_full.index(other), phase)
-                q_t = q_s.index(other).permute((1, 0))
-                s_token = warpgroup_mma(k_left, q_t, zero, use_acc=False, is_async=True)
-                if TURNS:
-                    turn_pass(W)
-                if DQ == 1:
-                    dq = warpgroup_mma_wait(1, deps=(dq_token,))
-                    warp_arrive(ds_empty.index(other))
-                    add_staged(
-                        dq, dq_sum + before.to(gl.int64) * CELLS, dq_s.index(W), CELLS, BY_WARP
-                    )
+                        dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, stage, phase, before, left, keys, dq_sum, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, numbers, QK_DIM, V_DIM, ROWS, TURNS, BY_WARP, DQ, True, False)  # fmt: skip
                 else:
-                    dv_sum, dk_sum = warpgroup_mma_wait(1, deps=(dv_token, dk_token))
-                    warp_arrive(do_empty.index(stage))
-                    warp_arrive(q_empty.index(stage))
-                s = warpgroup_mma_wait(0, deps=(s_token,))
-                stage = other
-                in_head = start // 64 + at * (ROWS // 64)
+                    dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, stage, phase, before, left, keys, dq_sum, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, numbers, QK_DIM, V_DIM, ROWS, TURNS, BY_WARP, DQ, True, True)  # fmt: skip
+                stage = stage ^ 1
+                in_head = row // 64
                 before = cells_of((bh + g) * row_blocks + in_head, in_head, row_blocks, W, ROWS)
                 n += 1
                 wrap = n == count
@@ -247,6 +258,7 @@ def consume(
         if DQ == 1:
             mbarrier.wait(ds_full.index(stage ^ 1), phase)
             ds_t = own_rows(ds_s.index(stage ^ 1), W, ROWS)
+            zero_dq = gl.zeros([64, PART], gl.float32, accumulator(PART))
             dq = warpgroup_mma(ds_t, k_part, zero_dq, use_acc=False, is_async=True)
             dq = warpgroup_mma_wait(0, deps=(dq,))
             add_staged(dq, dq_sum + before.to(gl.int64) * CELLS, dq_s.index(W), CELLS, BY_WARP)
@@ -272,7 +284,7 @@ def tile_of_keys(
     q_blocks, kv_blocks, kv_order,
     scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, ROWS: gl.constexpr,
-    TURNS: gl.constexpr, KV_REGISTERS: gl.constexpr, BY_WARP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    TURNS: gl.constexpr, KV_REGISTERS: gl.constexpr, BY_WARP: gl.constexpr, SKIP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     DQ: gl.constexpr,
 ):  # fmt: skip
     """One program of the kernels below."""
@@ -333,6 +345,7 @@ def tile_of_keys(
     lines = (lse2, delta, lo, hi)
     grads = (dk, dv, dq_sum)
     q_pos += position_row(mask_row, element_test)
+    own_blocks = kv_blocks + mask_b.to(gl.int64) * (4 * ((kv_len + 63) // 64))
     mask = (q_ids + mask_row, kv_ids + mask_key, q_pos, kv_pos + mask_key, flags)
     tiles_s = (q_s, k_s, v_s, do_s)
     lines_s = (lse_s, delta_s, lo_s, hi_s)
@@ -345,8 +358,8 @@ def tile_of_keys(
     if DQ == 2:
         gl.warp_specialize(
             [
-                (consume, (0, grads, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, ROWS, TURNS, KV_REGISTERS, BY_WARP, DQ)),
-                (consume, (1, grads, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, ROWS, TURNS, KV_REGISTERS, BY_WARP, DQ)),
+                (consume, (0, grads, mask, own_blocks, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, ROWS, TURNS, KV_REGISTERS, BY_WARP, SKIP, DQ)),
+                (consume, (1, grads, mask, own_blocks, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, ROWS, TURNS, KV_REGISTERS, BY_WARP, SKIP, DQ)),
                 (sum_rows, (dq_sum, k_s.index(0), ds_s, dq_s, kv_full, ds_bars, place, range_, QK_DIM, ROWS, BY_WARP, DQ)),
                 (produce, (maps, lines, tiles_s, lines_s, bars, place, range_, QK_DIM, V_DIM, QK_CHUNK, ROWS, 2)),
             ],
@@ -356,8 +369,8 @@ def tile_of_keys(
     else:
         gl.warp_specialize(
             [
-                (consume, (0, grads, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, ROWS, TURNS, KV_REGISTERS, BY_WARP, DQ)),
-                (consume, (1, grads, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, ROWS, TURNS, KV_REGISTERS, BY_WARP, DQ)),
+                (consume, (0, grads, mask, own_blocks, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, ROWS, TURNS, KV_REGISTERS, BY_WARP, SKIP, DQ)),
+                (consume, (1, grads, mask, own_blocks, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, ROWS, TURNS, KV_REGISTERS, BY_WARP, SKIP, DQ)),
                 (produce, (maps, lines, tiles_s, lines_s, bars, place, range_, QK_DIM, V_DIM, QK_CHUNK, ROWS, 2)),
             ],
             [4, 1],
@@ -371,14 +384,14 @@ def backward_hopper(
     q_blocks, kv_blocks, kv_order,
     scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, ROWS: gl.constexpr,
-    TURNS: gl.constexpr, KV_REGISTERS: gl.constexpr, BY_WARP: gl.constexpr, DQ: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    TURNS: gl.constexpr, KV_REGISTERS: gl.constexpr, BY_WARP: gl.constexpr, SKIP: gl.constexpr, DQ: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Tensor maps: query, key, value, dout, dk, dv (batch, length, heads * dim); lse2, delta, lo, hi as one row each."""
     tile_of_keys(
         query, key, value, dout, lse2, delta, lo, hi, dk, dv, dq_sum, q_ids, kv_ids, q_pos, kv_pos,
         q_blocks, kv_blocks, kv_order,
         scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, ROWS, TURNS, KV_REGISTERS, BY_WARP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, DQ,
+        QK_DIM, V_DIM, QK_CHUNK, ROWS, TURNS, KV_REGISTERS, BY_WARP, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, DQ,
     )  # fmt: skip
 
 
@@ -388,12 +401,12 @@ def backward_dkdv_hopper(
     q_blocks, kv_blocks, kv_order,
     scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, ROWS: gl.constexpr,
-    TURNS: gl.constexpr, KV_REGISTERS: gl.constexpr, BY_WARP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    TURNS: gl.constexpr, KV_REGISTERS: gl.constexpr, BY_WARP: gl.constexpr, SKIP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """`backward_hopper` without dQ, for deterministic gradients: hopper_queries.py makes that."""
     tile_of_keys(
         query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, q_ids, kv_ids, q_pos, kv_pos,
         q_blocks, kv_blocks, kv_order,
         scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, ROWS, TURNS, KV_REGISTERS, BY_WARP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 0,
+        QK_DIM, V_DIM, QK_CHUNK, ROWS, TURNS, KV_REGISTERS, BY_WARP, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 0,
     )  # fmt: skip

@@ -5,7 +5,7 @@ The sum lies in the order of the accumulator's registers (`float4s`; hopper_dq.p
 bank conflicts, whole lines, and one contiguous addition by the copy engine.
 """
 
-from hopper import accumulator, named_barrier, warp_arrive
+from hopper import accumulator, element_bits, named_barrier, stay, warp_arrive
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -142,6 +142,42 @@ def row_range(kv_blocks, mask_b, key, kv_len):
     core_hi = gl.where(key + 128 > kv_len, 0, core_hi)
     start = gl.where(end == 0, 0, start)
     return start, end, core_lo, core_hi
+
+
+@gluon.jit
+def rows_of_half(own_blocks, t, kv_len):
+    """Rows [start, end) that may meet the t-th 64 keys; none past the last key."""
+    blocks = (kv_len + 63) // 64
+    at = gl.minimum(t, blocks - 1)
+    end = gl.load(own_blocks + blocks + at)
+    return gl.load(own_blocks + at), gl.where(t < blocks, end, 0)
+
+
+@gluon.jit
+def mask_bits(keys, row, lo_s, hi_s, mask, numbers, ROWS: gl.constexpr):
+    """Bits of hopper.range_bits_asm for a block of rows along the columns."""
+    q_ids, kv_ids, q_pos, kv_pos, q_blocks = mask
+    element_test, q_len, kv_len, _ = numbers
+    row_blocks = (q_len + 63) // 64
+    bits = row_bits(keys, lo_s, hi_s, ROWS)
+    if ROWS == 128:  # the second half may be past the head's rows: the next head's
+        bits = gl.where(row + 64 < row_blocks * 64, bits, bits & 0xFFFF)
+    if element_test > 0:
+        flags = gl.load(q_blocks + 4 * row_blocks + row // 64)
+        if ROWS == 128:
+            second = gl.minimum(row // 64 + 1, row_blocks - 1)
+            flags = flags | gl.load(q_blocks + 4 * row_blocks + second)
+        if flags & 1:
+            there = keys < kv_len
+            kv_id = gl.load(kv_ids + keys, mask=there, other=-1)
+            bits = bits & element_bits(kv_id, q_ids, row, q_len, ROWS, "eq")
+            if element_test > 1:
+                kv_at = gl.load(kv_pos + keys, mask=there, other=0)
+                bits = bits & element_bits(kv_at, q_pos, row, q_len, ROWS, "ge")
+                if element_test > 2:
+                    after = stay(q_len)
+                    bits = bits & element_bits(kv_at, q_pos, row + after, q_len + after, ROWS, "le")
+    return bits
 
 
 @gluon.jit
