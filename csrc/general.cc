@@ -1,5 +1,5 @@
-// packax_forward_general_v1 and packax_backward_general_v1: what changes scores, and head dims
-// between the compiled ones. As forward.cc and backward.cc, with the general kernels.
+// packax_forward_general_v1 and packax_backward_general_v1: what changes scores, maps of blocks,
+// and head dims between the compiled ones. As forward.cc and backward.cc, with the general kernels.
 //
 // A kernel is compiled for head dims of its own and serves all multiples of 8 up to them. These
 // have float32, too.
@@ -21,6 +21,44 @@ struct Extras {
   float scale, soft_cap;
   int32_t scales_batch = 0, bias_batch = 0;  // 1 or batch; 0: not there
 };
+
+// A map of blocks that narrows the mask, and the lists of what a tile of rows, and in the backward
+// one of keys, meets in it. Without blocks (of 0) there is none, and no buffer is ever read.
+struct BlockMap {
+  ffi::AnyBuffer bits;     // (batch, heads, ceil(q_len/q_block), words) int32
+  ffi::AnyBuffer entries;  // (mask_batch, heads, q_tiles, 2 + kv_blocks) int32
+  int32_t q_block, kv_block;
+  int32_t batch = 1, heads = 0;  // 1 or mask_batch, 1 or the heads of query; no heads: not there
+};
+
+ffi::Error ReadBlockMap(const Shape& s, BlockMap* m) {
+  PACKAX_CHECK(m->q_block >= 0 && m->kv_block >= 0 && (m->q_block > 0) == (m->kv_block > 0),
+               kInvalidArgument)
+      << "attributes q_block and kv_block are " << m->q_block << " and " << m->kv_block
+      << ", expected both above 0, or both 0 without a map";
+  if (m->q_block == 0) {
+    m->q_block = m->kv_block = 1;  // divisors
+    return ffi::Error::Success();
+  }
+  PACKAX_TRY(ExpectRank("map_bits", m->bits, 4, "(map_batch, map_heads, rows, words)"));
+  const int64_t batch = m->bits.dimensions()[0], heads = m->bits.dimensions()[1];
+  PACKAX_CHECK(batch == 1 || batch == s.mask_batch, kInvalidArgument)
+      << "map_bits has " << batch << " rows (axis 0), expected 1 or mask_batch, " << s.mask_batch;
+  PACKAX_CHECK(heads == 1 || heads == s.heads, kInvalidArgument)
+      << "map_bits has " << heads << " heads (axis 1), expected 1 or those of query, " << s.heads;
+  m->batch = static_cast<int32_t>(batch);
+  m->heads = static_cast<int32_t>(heads);
+  PACKAX_TRY(Expect("map_bits", m->bits, ffi::DataType::S32,
+                    {{"map_batch", batch},
+                     {"map_heads", heads},
+                     {"ceil(q_len/q_block)", CeilDiv(s.q_len, m->q_block)},
+                     {"ceil(kv_len/kv_block/32)", CeilDiv(CeilDiv(s.kv_len, m->kv_block), 32)}}));
+  return Expect("q_entries", m->entries, ffi::DataType::S32,
+                {{"mask_batch", s.mask_batch},
+                 {"map_heads", heads},
+                 {"ceil(q_len/128)", s.q_tiles()},
+                 {"2+ceil(kv_len/64)", 2 + s.kv_blocks()}});
+}
 
 ffi::Error ReadBatch(const char* name, const ffi::AnyBuffer& buffer, const Shape& s,
                      int32_t* batch) {
@@ -62,11 +100,13 @@ ffi::Error ReadExtras(const Shape& s, int32_t has_scales, int32_t has_bias, Extr
 ffi::Error Forward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi::AnyBuffer value,
                    ffi::AnyBuffer q_lo, ffi::AnyBuffer q_hi, ffi::AnyBuffer q_ids,
                    ffi::AnyBuffer kv_ids, ffi::AnyBuffer q_pos, ffi::AnyBuffer kv_pos,
-                   ffi::AnyBuffer q_blocks, ffi::AnyBuffer q_order, ffi::AnyBuffer scales,
-                   ffi::AnyBuffer slopes, ffi::AnyBuffer q_places, ffi::AnyBuffer kv_places,
+                   ffi::AnyBuffer q_blocks, ffi::AnyBuffer q_order, ffi::AnyBuffer map_bits,
+                   ffi::AnyBuffer q_entries, ffi::AnyBuffer scales, ffi::AnyBuffer slopes,
+                   ffi::AnyBuffer q_places, ffi::AnyBuffer kv_places,
                    ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> lse,
                    ffi::Result<ffi::AnyBuffer> top, float scale, float soft_cap,
-                   int32_t element_test, int32_t has_scales, int32_t has_bias, int32_t exact) {
+                   int32_t element_test, int32_t has_scales, int32_t has_bias, int32_t q_block,
+                   int32_t kv_block, int32_t exact) {
   Shape s;
   PACKAX_TRY(ReadShape(query, key, value, q_lo, &s, /*float32=*/true));
   PACKAX_TRY(ExpectAttribute("exact", exact, 1));
@@ -75,6 +115,8 @@ ffi::Error Forward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi:
   PACKAX_TRY(CheckMask(s, m));
   Extras e{scales, slopes, q_places, kv_places, scale, soft_cap};
   PACKAX_TRY(ReadExtras(s, has_scales, has_bias, &e));
+  BlockMap b{map_bits, q_entries, q_block, kv_block};
+  PACKAX_TRY(ReadBlockMap(s, &b));
   PACKAX_TRY(ExpectRows("out", *out, s, {"v_dim", s.v_dim}));
   PACKAX_TRY(ExpectSums("lse", *lse, s));
   PACKAX_TRY(ExpectSums("top", *top, s));
@@ -101,6 +143,8 @@ ffi::Error Forward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi:
                     .kv_pos = kv_pos.untyped_data(),
                     .q_blocks = q_blocks.untyped_data(),
                     .q_order = q_order.untyped_data(),
+                    .map_bits = map_bits.untyped_data(),
+                    .q_entries = q_entries.untyped_data(),
                     .scales = scales.untyped_data(),
                     .slopes = slopes.untyped_data(),
                     .q_places = q_places.untyped_data(),
@@ -112,6 +156,10 @@ ffi::Error Forward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi:
                     .mask_batch = s.mask_batch,
                     .scales_batch = e.scales_batch,
                     .bias_batch = e.bias_batch,
+                    .map_batch = b.batch,
+                    .map_heads = b.heads,
+                    .q_block = b.q_block,
+                    .kv_block = b.kv_block,
                     .q_len = s.q_len,
                     .kv_len = s.kv_len,
                     .heads = s.heads,
@@ -126,13 +174,15 @@ ffi::Error Backward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi
                     ffi::AnyBuffer dlse, ffi::AnyBuffer q_lo, ffi::AnyBuffer q_hi,
                     ffi::AnyBuffer q_ids, ffi::AnyBuffer kv_ids, ffi::AnyBuffer q_pos,
                     ffi::AnyBuffer kv_pos, ffi::AnyBuffer q_blocks, ffi::AnyBuffer q_order,
-                    ffi::AnyBuffer kv_blocks, ffi::AnyBuffer kv_order, ffi::AnyBuffer scales,
+                    ffi::AnyBuffer kv_blocks, ffi::AnyBuffer kv_order, ffi::AnyBuffer map_bits,
+                    ffi::AnyBuffer q_entries, ffi::AnyBuffer kv_entries, ffi::AnyBuffer scales,
                     ffi::AnyBuffer slopes, ffi::AnyBuffer q_places, ffi::AnyBuffer kv_places,
                     ffi::Result<ffi::AnyBuffer> dq, ffi::Result<ffi::AnyBuffer> dk,
                     ffi::Result<ffi::AnyBuffer> dv, ffi::Result<ffi::AnyBuffer> dnumbers,
                     ffi::Result<ffi::AnyBuffer> delta, float scale, float soft_cap,
                     int32_t element_test, int32_t has_dlse, int32_t has_dnumbers,
-                    int32_t has_scales, int32_t has_bias, int32_t exact, int32_t wanted) {
+                    int32_t has_scales, int32_t has_bias, int32_t q_block, int32_t kv_block,
+                    int32_t exact, int32_t wanted) {
   Shape s;
   PACKAX_TRY(ReadShape(query, key, value, q_lo, &s, /*float32=*/true));
   PACKAX_TRY(ExpectAttribute("exact", exact, 1));
@@ -147,6 +197,15 @@ ffi::Error Backward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi
                     {mask_batch, {"ceil(kv_len/128)", s.kv_tiles()}}));
   Extras e{scales, slopes, q_places, kv_places, scale, soft_cap};
   PACKAX_TRY(ReadExtras(s, has_scales, has_bias, &e));
+  BlockMap b{map_bits, q_entries, q_block, kv_block};
+  PACKAX_TRY(ReadBlockMap(s, &b));
+  if (b.heads > 0) {
+    PACKAX_TRY(Expect("kv_entries", kv_entries, ffi::DataType::S32,
+                      {mask_batch,
+                       {"map_heads", b.heads},
+                       {"ceil(kv_len/128)", s.kv_tiles()},
+                       {"2+ceil(q_len/64)", 2 + s.q_blocks()}}));
+  }
   PACKAX_TRY(ExpectRows("out", out, s, v_dim));
   PACKAX_TRY(ExpectSums("lse", lse, s));
   PACKAX_TRY(ExpectRows("dout", dout, s, v_dim));
@@ -216,6 +275,8 @@ ffi::Error Backward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi
                           .q_blocks = q_blocks.untyped_data(),
                           .kv_blocks = kv_blocks.untyped_data(),
                           .kv_order = kv_order.untyped_data(),
+                          .map_bits = map_bits.untyped_data(),
+                          .kv_entries = kv_entries.untyped_data(),
                           .scales = scales.untyped_data(),
                           .slopes = slopes.untyped_data(),
                           .q_places = q_places.untyped_data(),
@@ -227,6 +288,10 @@ ffi::Error Backward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi
                           .mask_batch = s.mask_batch,
                           .scales_batch = e.scales_batch,
                           .bias_batch = e.bias_batch,
+                          .map_batch = b.batch,
+                          .map_heads = b.heads,
+                          .q_block = b.q_block,
+                          .kv_block = b.kv_block,
                           .q_len = s.q_len,
                           .kv_len = s.kv_len,
                           .heads = s.heads,
@@ -254,6 +319,8 @@ ffi::Error Backward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi
                     .kv_pos = kv_pos.untyped_data(),
                     .q_blocks = q_blocks.untyped_data(),
                     .q_order = q_order.untyped_data(),
+                    .map_bits = map_bits.untyped_data(),
+                    .q_entries = q_entries.untyped_data(),
                     .scales = scales.untyped_data(),
                     .slopes = slopes.untyped_data(),
                     .q_places = q_places.untyped_data(),
@@ -266,6 +333,10 @@ ffi::Error Backward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi
                     .mask_batch = s.mask_batch,
                     .scales_batch = e.scales_batch,
                     .bias_batch = e.bias_batch,
+                    .map_batch = b.batch,
+                    .map_heads = b.heads,
+                    .q_block = b.q_block,
+                    .kv_block = b.kv_block,
                     .q_len = s.q_len,
                     .kv_len = s.kv_len,
                     .heads = s.heads,
@@ -289,6 +360,8 @@ auto ForwardSignature(Binding&& binding) {
       .template Arg<ffi::AnyBuffer>()  // kv_pos: like kv_ids
       .template Arg<ffi::AnyBuffer>()  // q_blocks: (mask_batch, 5, ceil(q_len/64)) int32
       .template Arg<ffi::AnyBuffer>()  // q_order: (mask_batch, ceil(q_len/128)) int32
+      .template Arg<ffi::AnyBuffer>()  // map_bits: (map_batch, map_heads, rows, words) int32
+      .template Arg<ffi::AnyBuffer>()  // q_entries: (mask_batch, map_heads, tiles, entries) int32
       .template Arg<ffi::AnyBuffer>()  // scales: (scales_batch) float32
       .template Arg<ffi::AnyBuffer>()  // slopes: (bias_batch, heads) float32
       .template Arg<ffi::AnyBuffer>()  // q_places: (bias_batch, q_len) int32
@@ -301,6 +374,8 @@ auto ForwardSignature(Binding&& binding) {
       .template Attr<int32_t>("element_test")
       .template Attr<int32_t>("has_scales")
       .template Attr<int32_t>("has_bias")
+      .template Attr<int32_t>("q_block")
+      .template Attr<int32_t>("kv_block")
       .template Attr<int32_t>("exact");
 }
 
@@ -324,6 +399,9 @@ auto BackwardSignature(Binding&& binding) {
       .template Arg<ffi::AnyBuffer>()  // q_order: (mask_batch, ceil(q_len/128)) int32
       .template Arg<ffi::AnyBuffer>()  // kv_blocks: (mask_batch, 4, ceil(kv_len/64)) int32
       .template Arg<ffi::AnyBuffer>()  // kv_order: (mask_batch, ceil(kv_len/128)) int32
+      .template Arg<ffi::AnyBuffer>()  // map_bits: as packax_forward_general_v1
+      .template Arg<ffi::AnyBuffer>()  // q_entries: likewise
+      .template Arg<ffi::AnyBuffer>()  // kv_entries: those of tiles of keys
       .template Arg<ffi::AnyBuffer>()  // scales: (scales_batch) float32
       .template Arg<ffi::AnyBuffer>()  // slopes: (bias_batch, heads) float32
       .template Arg<ffi::AnyBuffer>()  // q_places: (bias_batch, q_len) int32
@@ -340,6 +418,8 @@ auto BackwardSignature(Binding&& binding) {
       .template Attr<int32_t>("has_dnumbers")
       .template Attr<int32_t>("has_scales")
       .template Attr<int32_t>("has_bias")
+      .template Attr<int32_t>("q_block")
+      .template Attr<int32_t>("kv_block")
       .template Attr<int32_t>("exact")
       .template Attr<int32_t>("wanted");
 }

@@ -40,7 +40,7 @@ class Case:
         )
 
     def allowed(self) -> np.ndarray:
-        """The dense mask, (Sq, Skv) or (B or 1, Sq, Skv)."""
+        """The dense mask, (Sq, Skv) or (B or 1, Sq, Skv), or with heads, (B or 1, H or 1, Sq, Skv)."""
         return np.asarray(self.expression().as_array(self.q_len, self.kv_len))
 
     def __str__(self) -> str:
@@ -246,5 +246,65 @@ CASES = [
         batch=2,
     ),
 ]
-BY_NAME = {case.name: case for case in CASES}
-assert len(BY_NAME) == len(CASES)
+
+
+def random_map(seed, size, share, shape=(), lengths=(LENGTH, LENGTH)):
+    """A map of blocks with this share of them, and its sizes of a block."""
+    blocks = [-(-length // of) for length, of in zip(lengths, size, strict=True)]
+    return np.random.default_rng(seed).random((*shape, *blocks)) < share, size
+
+
+def _moba():
+    """Each row attends its own block of keys and two of four earlier ones, every head others."""
+    size, top = 64, 2
+    scores = np.random.default_rng(5).random((1, 4, LENGTH, -(-LENGTH // size)))
+    own = np.arange(LENGTH)[:, None] // size
+    block = np.arange(scores.shape[-1])
+    scores = np.where(block < own, scores, -1)
+    best = np.sort(scores, axis=-1)[..., -top, None]
+    return packax.causal() & packax.block_sparse(
+        ((scores >= best) & (block < own)) | (block == own), (1, size)
+    )
+
+
+def _indexer():
+    """Keys one by one, the same for all heads."""
+    chosen, size = random_map(6, (1, 1), 0.1, (2,))
+    return packax.block_sparse(chosen, size) & packax.causal() & packax.documents(PADDED)
+
+
+# What only the general kernels take: not among CASES.
+SPARSE = [
+    Case("moba", "rows choose blocks of keys, heads their own", _moba, heads=4, kv_heads=2),
+    Case("indexer", "keys one by one, a map for each batch row", _indexer, batch=2, heads=4),
+    Case(
+        "sparse_tiles",
+        "whole tiles, full ones among them; rows that attend nothing",
+        lambda: packax.causal() & packax.block_sparse(*random_map(7, (128, 128), 0.5, (1, 2))),
+    ),
+    Case(
+        "sparse_threes",
+        "blocks of odd sizes, on tested rows, in batches and heads",
+        lambda: (
+            packax.block_sparse(*random_map(8, (3, 5), 0.4, (2, 2)))
+            & packax.documents(BACK, positions=positions_of(BACK))
+            & packax.sliding_window(70, 9)
+        ),
+        batch=2,
+    ),
+    Case(
+        "sparse_wide",
+        "blocks longer than all there is, another length of keys, one map for documents of a batch",
+        lambda: (
+            packax.block_sparse(*random_map(9, (100, 512), 0.6, (1, 4), (150, 333)))
+            & packax.ranges(*_random_ranges(4, 2, 150, 333))
+        ),
+        150,
+        333,
+        batch=2,
+        heads=4,
+        kv_heads=4,
+    ),
+]
+BY_NAME = {case.name: case for case in CASES + SPARSE}
+assert len(BY_NAME) == len(CASES + SPARSE)

@@ -21,13 +21,20 @@ class Results(NamedTuple):
     dv: Any
 
 
+def of_heads(allowed) -> np.ndarray:
+    """(B or 1, H or 1, Sq, Skv) of a mask's as_array."""
+    allowed = np.asarray(allowed)
+    allowed = allowed if allowed.ndim > 2 else allowed[None]
+    return allowed if allowed.ndim > 3 else allowed[:, None]
+
+
 def exact(query, key, value, allowed, scale, dout, dlse=None) -> Results:
-    """Forward and backward; `allowed` is boolean (Sq, Skv) or (B or 1, Sq, Skv)."""
+    """Forward and backward; `allowed` is boolean (Sq, Skv), (B or 1, Sq, Skv), or of heads."""
     q, k, v, do = (np.asarray(x, np.float64) for x in (query, key, value, dout))
-    batch, q_len, heads, _ = q.shape
+    heads = q.shape[2]
     group = heads // k.shape[2]
     k, v = (np.repeat(x, group, axis=2) for x in (k, v))
-    allowed = np.broadcast_to(np.asarray(allowed), (batch, q_len, k.shape[1]))[:, None]
+    allowed = of_heads(allowed)
 
     # Heads before rows, (B, H, S, D): the products are then numpy's fast ones.
     q, k, v, do = (x.transpose(0, 2, 1, 3) for x in (q, k, v, do))
@@ -54,8 +61,7 @@ def exact(query, key, value, allowed, scale, dout, dlse=None) -> Results:
 def plain(query, key, value, allowed, scale, dout, dlse=None) -> Results:
     """What anybody would write in jax.numpy, in the operands' own dtype: the yardstick."""
     dlse = None if dlse is None else jnp.asarray(dlse, query.dtype)
-    allowed = np.asarray(allowed)
-    allowed = (allowed if allowed.ndim == 3 else allowed[None])[:, None]
+    allowed = of_heads(allowed)
     return _plain(query, key, value, allowed, dout, dlse, scale=scale)
 
 

@@ -59,7 +59,7 @@ def _run(arrays, allowed, dout, dlse, places, soft_cap):
 def true_and_plain(arrays, allowed, dout, dlse, *, soft_cap=None, places=None):
     """Results in float64 and in the tensors' dtype; cotangents of empty rows count 0 there too."""
     allowed = np.asarray(allowed)
-    allowed = (allowed if allowed.ndim == 3 else allowed[None])[:, None]
+    allowed = oracle.of_heads(allowed)
     some = np.broadcast_to(allowed.any(-1), np.shape(dlse))
     dlse = np.where(some, np.asarray(dlse), 0)
     others = allowed, np.asarray(dout, np.float32), dlse, places, soft_cap

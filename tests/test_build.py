@@ -62,12 +62,13 @@ def test_leaves_are_as_documented():
     mask = packax.create_attention_mask(
         packax.causal()
         & packax.documents(ids, kv_ids, positions=cases.ODD, kv_positions=np.zeros(300, np.int32))
+        & packax.block_sparse(np.ones((1, 6, 9, 38), bool), (50, 8))
     )
     assert mask.kv_plan is None  # there only with a plan
     assert {
         name: getattr(mask, name).shape
         for name in vars(mask)
-        if name[:2] in ("q_", "kv") and "len" not in name and name != "kv_plan"
+        if name[:2] in ("q_", "kv", "ma") and "len" not in name and name != "kv_plan"
     } == {
         "q_lo": (2, 409),
         "q_hi": (2, 409),
@@ -80,7 +81,11 @@ def test_leaves_are_as_documented():
         "q_order": (2, 4),
         "q_order_192": (2, 3),
         "kv_order": (2, 3),
+        "map_bits": (1, 6, 9, 2),
+        "q_entries": (2, 6, 4, 2 + 5),
+        "kv_entries": (2, 6, 3, 2 + 7),
     }
+    assert mask.block_size == (50, 8)
     assert all(x.dtype == jnp.int32 for x in jax.tree.leaves(mask))
     assert (mask.q_len, mask.kv_len, mask.element_test) == (409, 300, 2)
 

@@ -6,7 +6,7 @@ On a fake libcuda, as test_handlers.py.
 from math import ceil
 
 import pytest
-from cpp.calls import Array, Sizes, backward_general, forward_general
+from cpp.calls import MAP, Array, Sizes, backward_general, forward_general
 from cpp.machine import needs_compiler, needs_extension
 from test_handlers import attention, expect_launches
 
@@ -14,13 +14,14 @@ pytest_plugins = ("cpp.fixtures",)
 pytestmark = [needs_extension, needs_compiler]
 
 
-def scalars_of(s, dims, batches=(1, 1), soft_cap=30.0):
+def scalars_of(s, dims, batches=(1, 1), soft_cap=30.0, blocks=MAP):
     return {
         **attention(s, 0.125, 2, has_dlse=1),
         "soft_cap": soft_cap,
         "has_dnumbers": 1,
         "scales_batch": batches[0],
         "bias_batch": batches[1],
+        **dict(zip(("map_batch", "map_heads", "q_block", "kv_block"), blocks, strict=True)),
         "qk_dim": dims[0],
         "v_dim": dims[1],
     }
@@ -45,15 +46,18 @@ MAKE = {"forward": forward_general, "backward": backward_general}
 
 
 @pytest.mark.parametrize("direction", MAKE)
-@pytest.mark.parametrize("smaller,batches", [(0, (1, 1)), (8, (2, 2)), (24, (2, 1))])
-def test_launches(machine, direction, smaller, batches):
+@pytest.mark.parametrize(
+    "smaller,batches,blocks",
+    [(0, (1, 1), MAP), (8, (2, 2), (2, 1, 1, 1)), (24, (2, 1), (1, 1, 512, 999))],
+)
+def test_launches(machine, direction, smaller, batches, blocks):
     """A multiple of 8 just below the compiled dims runs on them."""
     s = Sizes()
     v = machine.variant
     dims = v["qk_dim"] - smaller, v["v_dim"] - smaller
-    call = MAKE[direction](machine, s, dims, batches)
+    call = MAKE[direction](machine, s, dims, batches, blocks=blocks)
     grids = only(direction, grids_of(s))
-    expect_launches(machine, call, scalars_of(s, dims, batches), grids)
+    expect_launches(machine, call, scalars_of(s, dims, batches, blocks=blocks), grids)
 
 
 @pytest.mark.parametrize("direction", MAKE)
@@ -95,13 +99,15 @@ def test_backward_of_some(machine, wanted, has_dnumbers):
 
 @pytest.mark.parametrize("direction", MAKE)
 def test_what_is_not_there_is_not_looked_at(machine, direction):
-    """Any buffer stands in for numbers and places; the kernels get batches of 0."""
+    """Any buffer stands in for numbers, places and maps; the kernels get batches and heads of 0."""
     s = Sizes(batch=1, mask_batch=1, q_len=1, kv_len=129, heads=8, kv_heads=1)
     dims = machine.variant["qk_dim"], machine.variant["v_dim"]
-    call = MAKE[direction](machine, s, dims, has=(0, 0), soft_cap=0.0)
-    stand_in = Array("bfloat16", (7,))
-    call = call.change(**dict.fromkeys(("scales", "slopes", "q_places", "kv_places"), stand_in))
-    scalars = scalars_of(s, dims, (0, 0), 0.0)
+    call = MAKE[direction](machine, s, dims, has=(0, 0), soft_cap=0.0, blocks=(1, 1, 1, 1))
+    names = {"scales", "slopes", "q_places", "kv_places", "map_bits", "q_entries", "kv_entries"}
+    names &= set(call.operands)
+    call = call.change(**dict.fromkeys(names, Array("bfloat16", (7,))))
+    call = call.change(q_block=("int32", 0), kv_block=("int32", 0))
+    scalars = scalars_of(s, dims, (0, 0), 0.0, (1, 0, 1, 1))
     expect_launches(machine, call, scalars, only(direction, grids_of(s)))
 
 
@@ -134,6 +140,34 @@ def test_what_is_not_there_is_not_looked_at(machine, direction):
             {"query": Array("float64", (2, 300, 6, 64))},
             "query is float64, expected bfloat16, float16 or float32",
         ),
+        ({"q_block": ("int32", 0)}, "attributes q_block and kv_block are 0 and 20, expected both"),
+        (
+            {"kv_block": ("int32", -1)},
+            "attributes q_block and kv_block are 3 and -1, expected both",
+        ),
+        (
+            {"map_bits": Array("int32", (6, 100, 2))},
+            "map_bits is int32[6, 100, 2], expected 4 axes",
+        ),
+        (
+            {"map_bits": Array("int32", (3, 6, 100, 2))},
+            "map_bits has 3 rows (axis 0), expected 1 or mask_batch, 2",
+        ),
+        (
+            {"map_bits": Array("int32", (1, 2, 100, 2))},
+            "map_bits has 2 heads (axis 1), expected 1 or those of query, 6",
+        ),
+        (
+            {"map_bits": Array("int32", (1, 6, 100, 1))},
+            "expected int32[map_batch=1, map_heads=6, ceil(q_len/q_block)=100, "
+            "ceil(kv_len/kv_block/32)=2]",
+        ),
+        ({"q_block": ("int32", 2)}, "ceil(q_len/q_block)=150"),
+        (
+            {"q_entries": Array("int32", (2, 6, 3, 12))},
+            "q_entries is int32[2, 6, 3, 12], expected int32[mask_batch=2, map_heads=6, "
+            "ceil(q_len/128)=3, 2+ceil(kv_len/64)=13]",
+        ),
     ],
 )
 def test_refusals(shared_machine, direction, changes, text):
@@ -149,6 +183,7 @@ def test_refusals_of_the_backward(shared_machine):
         {"dnumbers": Array("float32", (2, 6, 1, 300))},
         {"delta": Array("float32", (2, 6, 299))},
         {"has_dnumbers": ("int32", 3)},
+        {"kv_entries": Array("int32", (2, 6, 6, 6))},
         {"wanted": ("int32", 4)},
         {"dq": Array("bfloat16", (0,))},
         {"dk": Array("bfloat16", (0,))},

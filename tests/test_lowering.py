@@ -131,15 +131,18 @@ def general(function, *args):
         assert target in ("packax_forward_general_v1", "packax_backward_general_v1")
         backward = "backward" in target
         attributes.pop("element_test"), attributes.pop("scale"), attributes.pop("has_dlse", None)
-        assert len(operands) == (21 if backward else 15) and len(results) == (5 if backward else 3)
+        assert len(operands) == (24 if backward else 17) and len(results) == (5 if backward else 3)
         found.append((attributes, operands[-4:], results[3 if backward else 2 :]))
     return found
+
+
+NO_MAP = {"q_block": "0 : i32", "kv_block": "0 : i32"}
 
 
 def test_general_forward():
     """A stand-in, the output, where an extra is not there."""
     flags = {"soft_cap": "0.000000e+00 : f32", "has_scales": "0 : i32", "has_bias": "0 : i32"}
-    flags |= {"exact": "0 : i32"}
+    flags |= {"exact": "0 : i32"} | NO_MAP
     ((attributes, extras, results),) = general(
         lambda *x: step(*x, MASK, soft_cap=30.0), *abstract()
     )
@@ -160,7 +163,7 @@ def test_general_backward():
     gradient = jax.grad(lambda q, k, v, s: loss(q, k, v, MASK, scale=s), (0, 1, 2, 3))
     forward, (attributes, extras, results) = general(gradient, *abstract(), number)
     flags = {"soft_cap": "0.000000e+00 : f32", "has_scales": "1 : i32", "has_bias": "0 : i32"}
-    flags |= {"exact": "0 : i32"}
+    flags |= {"exact": "0 : i32"} | NO_MAP
     assert attributes == flags | {"has_dnumbers": "1 : i32", "wanted": "3 : i32"}
     assert forward[0] == flags
     assert extras == ["1xf32", *[QUERY] * 3] and results == ["2x8x2x300xf32", SUMS]
@@ -168,6 +171,23 @@ def test_general_backward():
     _, (attributes, _, results) = general(gradient, *abstract())
     assert attributes["has_dnumbers"] == "0 : i32" and results == ["1xf32", SUMS]
     assert attributes["wanted"] == "1 : i32"
+
+
+@pytest.mark.parametrize("extra", [{}, {"bias": packax.alibi(np.ones(8), positions=IDS)}])
+def test_block_sparse(extra):
+    """The map's operands lie between the mask's and the extras; the keys' list only in the backward."""
+    block_map = np.ones((2, 8, 100, 5), bool)
+    mask = packax.create_attention_mask(
+        packax.block_sparse(block_map, (3, 64)), q_len=300, kv_len=300
+    )
+    gradient = jax.grad(lambda *x: loss(*x, mask, **extra), (0, 1, 2))
+    (_, forward, operands, _), (_, backward, others, _) = calls(text_of(gradient, *abstract()))
+    bits, lists = "2x8x100x1xi32", "2x8x3x7xi32"
+    stand_ins = ["1xf32", "2x8xf32", "2x300xi32", "2x300xi32"] if extra else []
+    assert operands[10:] == [ORDER, bits, lists, *(stand_ins or [ROWS] * 4)]
+    assert others[16:] == [ORDER, bits, lists, lists, *(stand_ins or [QUERY] * 4)]
+    for attributes in (forward, backward):
+        assert attributes["q_block"] == "3 : i32" and attributes["kv_block"] == "64 : i32"
 
 
 def test_other_head_dims_take_the_general_kernels():

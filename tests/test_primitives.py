@@ -13,6 +13,7 @@ SHARED = {
     "soft_cap": 0.0,
     "element_test": 2,
     "precision": jax.lax.Precision.DEFAULT,
+    "block_size": None,
     "extras": 0,
     "implementation": None,
 }

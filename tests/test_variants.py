@@ -155,6 +155,18 @@ GENERAL = [f"{kernel}_general" for kernel in PLAIN]
 APART = ["backward_dkdv_hopper", "backward_dq_hopper"]
 
 
+@pytest.mark.parametrize(
+    "kernel", ["forward_general", "backward_dkdv_general", "backward_dq_general"]
+)
+def test_steps_of_general_kernels_fit_the_lists_of_a_map(kernel: str) -> None:
+    """Entries are blocks of 64: a step is one of them or a part, a program part of a tile of 128."""
+    inner, outer = ("BLOCK_M", "BLOCK_N") if "dkdv" in kernel else ("BLOCK_N", "BLOCK_M")
+    for v in ALL:
+        if v.kernel == kernel:
+            sizes = dict(v.constants)
+            assert 64 % sizes[inner] == 0 and 128 % sizes[outer] == 0, v.name
+
+
 @pytest.mark.parametrize("kernel", sorted(table.KERNELS))
 def test_every_argument_has_a_type(kernel: str) -> None:
     kinds = {p["name"]: p["type"] for p in compiler.parameters(kernel, arguments_of(kernel))}
@@ -218,6 +230,7 @@ def recompiled(monkeypatch, tmp_path, request):  # type: ignore[no-untyped-def]
         ("rows", [*PLAIN, *GENERAL, *DECODE]),
         ("decode", DECODE),
         ("logits", GENERAL),
+        ("block_map", GENERAL),
         ("documents", ["documents_init", "documents_runs", "documents_rows"]),
         ("blocks", ["blocks_rows", "blocks_keys", "blocks_order"]),
     ],

@@ -38,6 +38,7 @@ def load_kernels() -> dict[str, Any]:
                 "forward",
                 "backward",
                 "logits",
+                "block_map",
                 "general_forward",
                 "general_backward",
                 "documents",
@@ -183,6 +184,20 @@ class Operands:
         self.rows = (lo, hi, q_ids, kv_ids, q_pos, kv_pos)
         self.batch, self.q_len = lo.shape
 
+    @staticmethod
+    def of(mask: Any) -> Operands:
+        """From an AttentionMask."""
+        made = Operands.__new__(Operands)
+        made.rows = tuple(map(np.asarray, mask.operands()[:6]))
+        made.lo, made.hi = made.rows[:2]
+        names = ("q_blocks", "kv_blocks", "q_order", "kv_order")
+        made.q_blocks, made.kv_blocks, made.q_order, made.kv_order = (
+            np.asarray(getattr(mask, name)) for name in names
+        )
+        made.kv_len, made.element_test = mask.kv_len, mask.element_test
+        made.batch, made.q_len = made.lo.shape
+        return made
+
 
 def sizes(mask: Operands, query: np.ndarray, key: np.ndarray) -> tuple[int, ...]:
     batch, q_len, heads, _ = query.shape
@@ -272,11 +287,17 @@ def decode(
 
 
 class Extras:
-    """What the general kernels take beside the others: operands, then scalars."""
+    """What the general kernels take beside the others: operands, then scalars.
+
+    `block_map`: bits, lists of the tiles of rows and of those of keys, and the sizes of a block."""
 
     def __init__(self, mask: Operands, scale: float, soft_cap: float = 0.0, scales: np.ndarray | None = None,
-                 slopes: np.ndarray | None = None, places: tuple[np.ndarray, np.ndarray] | None = None):  # fmt: skip
+                 slopes: np.ndarray | None = None, places: tuple[np.ndarray, np.ndarray] | None = None,
+                 block_map: tuple[np.ndarray, np.ndarray, np.ndarray, tuple[int, int]] | None = None):  # fmt: skip
         self.scale, self.soft_cap = scale, soft_cap
+        bits, q_entries, kv_entries, blocks = block_map or (mask.lo, mask.lo, mask.lo, (1, 1))
+        self.rows_map, self.keys_map = (bits, q_entries), (bits, kv_entries)
+        self.map = (*(bits.shape[:2] if block_map else (1, 0)), *blocks)
         stand_in = mask.lo
         self.batches = (
             0 if scales is None else len(scales),
@@ -290,7 +311,7 @@ def general_sizes(mask: Operands, extras: Extras, query, key, value, *flags: int
     """From element_test on; `flags` come behind it."""
     element_test, batch, mask_batch, *lengths = sizes(mask, query, key)
     dims = (query.shape[3], value.shape[3])
-    return (element_test, *flags, batch, mask_batch, *extras.batches, *lengths, *dims)
+    return (element_test, *flags, batch, mask_batch, *extras.batches, *extras.map, *lengths, *dims)
 
 
 def forward_general(
@@ -304,8 +325,8 @@ def forward_general(
     lse, top = (guarded((batch, heads, q_len), np.float32) for _ in range(2))
     launch(
         "forward_general", (batch * heads * ceil(q_len, 128) * (128 // rows),), query, key, value, out, lse, top,
-        *mask.rows, mask.q_blocks, mask.q_order, *extras.operands, extras.scale, extras.soft_cap,
-        *general_sizes(mask, extras, query, key, value),
+        *mask.rows, mask.q_blocks, mask.q_order, *extras.rows_map, *extras.operands, extras.scale,
+        extras.soft_cap, *general_sizes(mask, extras, query, key, value),
         QK_DIM=dims[0], V_DIM=dims[1], BLOCK_M=rows, BLOCK_N=keys, STAGES=2, EXACT=1,
     )  # fmt: skip
     return out, lse, top
@@ -329,15 +350,15 @@ def backward_general(
     rows, keys = dkdv_tile
     launch(
         "backward_dkdv_general", (kv_heads * batch * ceil(kv_len, 128) * (128 // keys),), query, key, value, dout,
-        lse, delta, dk, dv, *mask.rows, mask.q_blocks, mask.kv_blocks, mask.kv_order, *extras.operands,
-        extras.scale, extras.soft_cap, *general_sizes(mask, extras, query, key, value),
+        lse, delta, dk, dv, *mask.rows, mask.q_blocks, mask.kv_blocks, mask.kv_order, *extras.keys_map,
+        *extras.operands, extras.scale, extras.soft_cap, *general_sizes(mask, extras, query, key, value),
         QK_DIM=dims[0], V_DIM=dims[1], BLOCK_M=rows, BLOCK_N=keys, STAGES=2, EXACT=1,
     )  # fmt: skip
     rows, keys = dq_tile
     launch(
         "backward_dq_general", (batch * heads * ceil(q_len, 128) * (128 // rows),), query, key, value, dout, lse,
-        delta, dq, dnumbers, *mask.rows, mask.q_blocks, mask.q_order, *extras.operands, extras.scale,
-        extras.soft_cap, *general_sizes(mask, extras, query, key, value, 1),
+        delta, dq, dnumbers, *mask.rows, mask.q_blocks, mask.q_order, *extras.rows_map, *extras.operands,
+        extras.scale, extras.soft_cap, *general_sizes(mask, extras, query, key, value, 1),
         QK_DIM=dims[0], V_DIM=dims[1], BLOCK_M=rows, BLOCK_N=keys, STAGES=2, EXACT=1,
     )  # fmt: skip
     return dq, dk, dv, dnumbers

@@ -111,7 +111,8 @@ TILES = {
 
 # Kernels for what changes scores, and for head dims up to a compiled one: which of it is asked for
 # they see at run time, so one variant serves all. Tiles of the plain kernels, but on Hopper the
-# largest with few spills; nobody has timed them.
+# largest with few spills; nobody has timed them. A step of keys (dK/dV: of rows) is 64 at most: the
+# lists of a map of blocks count in 64.
 GENERAL = {
     "forward_general": (
         "forward",
@@ -119,7 +120,7 @@ GENERAL = {
     ),
     "backward_dkdv_general": (
         "backward_dkdv",
-        {64: (128, 64, 2, 8), 128: (64, 64, 2, 8), 192: (32, 64, 2, 8), 256: (32, 32, 2, 8)},
+        {64: (64, 64, 2, 8), 128: (64, 64, 2, 8), 192: (32, 64, 2, 8), 256: (32, 32, 2, 8)},
     ),
     "backward_dq_general": (
         "backward_dq",
@@ -147,7 +148,7 @@ FLOAT32_TILES = {
     },
     "tf32 hopper": {
         "forward_general": {64: (128, 64, 1, 8), 128: (128, 32, 1, 8), 256: (64, 32, 1, 8)},
-        "backward_dkdv_general": {64: (64, 64, 2, 8), 128: (32, 64, 1, 8), 256: (16, 16, 1, 8)},
+        "backward_dkdv_general": {64: (64, 64, 2, 8), 128: (64, 32, 1, 8), 256: (16, 16, 1, 8)},
         "backward_dq_general": {64: (64, 64, 2, 8), 128: (64, 32, 2, 8), 256: (16, 32, 1, 8)},
     },
 }
@@ -276,11 +277,14 @@ SPILLS = {
     ("backward_dq", 128): 80,
     ("backward_dq", 192): 160,
     ("backward_dq", 256): 104,
-    ("backward_dq_general", 192): 48,
-    ("backward_dq_general", 256): 112,
-    ("forward_general", 256, "f32"): 40,
-    ("backward_dkdv_general", 128, "f32"): 64,
-    ("backward_dq_general", 128, "f32"): 32,
+    ("backward_dkdv_general", 128): 48,
+    ("backward_dkdv_general", 192): 96,
+    ("backward_dq_general", 192): 16,
+    ("backward_dq_general", 256): 56,
+    ("backward_dq_general", 128, "f32"): 40,
+    ("backward_dq_general", 256, "f32"): 40,
+    ("backward_dkdv_general", 64, "tf32"): 8,
+    ("backward_dkdv_general", 128, "tf32"): 24,
     ("forward_hopper", 64): 240,  # under ptxas 12.9; 120 under 13.4
     ("forward_hopper", 128): 128,  # under ptxas 12.9; 8 under 13.4
     ("forward_hopper", 192): 128,  # under ptxas 12.9; 56 under 13.4
@@ -293,8 +297,8 @@ SPILLS = {
     ("backward_hopper", 256): 128,  # under ptxas 12.9; 96 under 13.4
 }
 # Kernels for Hopper whose wgmma the assembler may serialise (C7515): the portable dK/dV, which is a
-# stand-in there, and the general one: what it does to scores reads its accumulators.
-SERIALISED = ("backward_dkdv", "backward_dkdv_general")
+# stand-in there.
+SERIALISED = ("backward_dkdv",)
 
 # Kernels that see neither dtype nor head dim: compile-time constants, rows or keys per program,
 # warps.
@@ -390,6 +394,7 @@ POINTERS = {
     **dict.fromkeys(("lse", "dlse", "delta", "lse2", "dq_sum"), "fp32"),
     **dict.fromkeys(("top", "scales", "slopes", "dnumbers"), "fp32"),
     **dict.fromkeys(("q_places", "kv_places"), "i32"),
+    **dict.fromkeys(("map_bits", "q_entries", "kv_entries"), "i32"),
     **dict.fromkeys(("q_lo", "q_hi", "q_ids", "kv_ids", "q_pos", "kv_pos"), "i32"),
     **dict.fromkeys(("q_blocks", "kv_blocks", "q_order", "q_order_192", "kv_order"), "i32"),
     **dict.fromkeys(("workspace", "lo", "hi", "tested", "counter"), "i32"),

@@ -4,11 +4,13 @@
     dk = scale * ds^T q,     dq = scale * ds k,                delta = sum(do * out) - dlse
     dscale = sum(ds * s),    dslope = -sum(dlogit * |i - j|), of every row, on request: `dnumbers`
 
-Masked elements are selected away, never multiplied. No atomics: the same bits every run.
+Masked elements are selected away, never multiplied; rows of which the forward says that they attend nothing (lse -inf) are not read.
+No atomics: the same bits every run.
 """
 
 import triton
 import triton.language as tl
+from block_map import keep_in_map, list_of, map_of, step_at, steps_of
 from logits import (
     LOG2E,
     distances,
@@ -82,9 +84,9 @@ def dkdv_step_general(
 @triton.jit
 def backward_dkdv_general(
     query, key, value, dout, lse, delta, dk, dv, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, kv_blocks, kv_order,
-    scales, slopes, q_places, kv_places,
+    map_bits, kv_entries, scales, slopes, q_places, kv_places,
     scale, soft_cap, element_test, batch, mask_batch, scales_batch, bias_batch,
-    q_len, kv_len, heads, kv_heads, qk_dim, v_dim,
+    map_batch, map_heads, q_block, kv_block, q_len, kv_len, heads, kv_heads, qk_dim, v_dim,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -127,60 +129,83 @@ def backward_dkdv_general(
     flags = q_blocks + (mask_b.to(tl.int64) * 5 + 4) * row_blocks
 
     cols = tl.arange(0, BLOCK_M)
-    q_first = (b.to(tl.int64) * q_len + start) * heads + kv_head * group
+    q_first = b.to(tl.int64) * q_len * heads + kv_head * group
     q_ptr = query + q_first * qk_dim + cols[:, None] * (heads * qk_dim) + qk_dims[None, :]
     do_ptr = dout + q_first * v_dim + cols[:, None] * (heads * v_dim) + v_dims[None, :]
-    stat = (b.to(tl.int64) * heads + kv_head * group) * q_len + start
+    stat = (b.to(tl.int64) * heads + kv_head * group) * q_len
     lse_ptr = lse + stat + cols
     delta_ptr = delta + stat + cols
-    q_step = BLOCK_M * heads.to(tl.int64) * qk_dim
-    do_step = BLOCK_M * heads.to(tl.int64) * v_dim
+    q_row = heads.to(tl.int64) * qk_dim
+    do_row = heads.to(tl.int64) * v_dim
     stat_head = q_len.to(tl.int64)
 
     dk_acc = tl.zeros([BLOCK_N, qk_dims.shape[0]], tl.float32)
     dv_acc = tl.zeros([BLOCK_N, v_dims.shape[0]], tl.float32)
-    edges = steps - core_end + core_begin
-    for i in tl.range(0, group * edges, num_stages=1):
-        g = i // edges
-        step = masked_step(i - g * edges, core_begin, core_end)
-        rows = start + step * BLOCK_M + cols
-        there = rows < q_len
-        lo = tl.load(q_lo + rows, mask=there, other=0)
-        hi = tl.load(q_hi + rows, mask=there, other=0)
-        # rows past the hull are not read: a block may reach over its end
-        attended = (hi > lo) & (rows < end)
-        q = load_part(q_ptr + step * q_step + g * qk_dim, attended[:, None], qk_dim, QK_DIM)
-        do = load_part(do_ptr + step * do_step + g * v_dim, attended[:, None], v_dim, V_DIM)
-        lse2 = tl.load(lse_ptr + g * stat_head + step * BLOCK_M, mask=attended, other=0.0) * LOG2E
-        dlt = tl.load(delta_ptr + g * stat_head + step * BLOCK_M, mask=attended, other=0.0)
-        block = (start + step * BLOCK_M) // 64
-        tested = tl.load(flags + block) & 1
-        for j in tl.static_range(1, BLOCK_M // 64):
-            tested |= tl.load(flags + block + j, mask=block + j < row_blocks, other=0) & 1
-        inside = keep(
-            rows, keys, lo, hi, tested, q_ids, kv_ids, q_pos, kv_pos, element_test, q_len, kv_len, 1
+    # heads with maps of their own one after the other, else all in one loop
+    turns = tl.where(map_heads > 1, group, 1)
+    members = tl.where(map_heads > 1, 1, group)
+    for turn in tl.range(0, turns):
+        listed = list_of(
+            kv_entries, map_heads, mask_b, kv_head * group + turn, first_key // 128,
+            tl.cdiv(kv_len, 128), row_blocks,
+        )  # fmt: skip
+        edges, core = steps_of(
+            listed, map_heads, steps - core_end + core_begin, core_end - core_begin, BLOCK_M
         )
-        slope2 = slope_of(slopes, bias_batch, b, heads, kv_head * group + g)
-        far = distances(kv_at, tl.load(q_places + rows, mask=rows < placed_rows, other=0))
-        dk_acc, dv_acc = dkdv_step_general(
-            dk_acc, dv_acc, k, v, q, do, lse2, dlt, inside, far, scale2, cap2, slope2, bias_batch,
-            True, EXACT,
-        )  # fmt: skip
-    core = core_end - core_begin
-    for i in tl.range(0, group * core, num_stages=STAGES):
-        g = i // core
-        step = core_begin + i - g * core
-        rows = start + step * BLOCK_M + cols
-        q = load_part(q_ptr + step * q_step + g * qk_dim, None, qk_dim, QK_DIM)
-        do = load_part(do_ptr + step * do_step + g * v_dim, None, v_dim, V_DIM)
-        lse2 = tl.load(lse_ptr + g * stat_head + step * BLOCK_M) * LOG2E
-        dlt = tl.load(delta_ptr + g * stat_head + step * BLOCK_M)
-        slope2 = slope_of(slopes, bias_batch, b, heads, kv_head * group + g)
-        far = distances(kv_at, tl.load(q_places + rows, mask=rows < placed_rows, other=0))
-        dk_acc, dv_acc = dkdv_step_general(
-            dk_acc, dv_acc, k, v, q, do, lse2, dlt, None, far, scale2, cap2, slope2, bias_batch,
-            False, EXACT,
-        )  # fmt: skip
+        for i in tl.range(0, members * edges, num_stages=1):
+            g = turn + i // edges
+            step = i % edges
+            ranged = start + masked_step(step, core_begin, core_end) * BLOCK_M
+            at = step_at(listed, step, edges, map_heads, ranged, BLOCK_M)
+            rows = at + cols
+            there = rows < q_len
+            lo = tl.load(q_lo + rows, mask=there, other=0)
+            hi = tl.load(q_hi + rows, mask=there, other=0)
+            # rows past the hull are not read: a block may reach over its end
+            attended = (hi > lo) & (rows < end)
+            total = tl.load(lse_ptr + g * stat_head + at, mask=attended, other=float("-inf"))
+            attended &= total != float("-inf")
+            lse2 = tl.where(attended, total, 0.0) * LOG2E
+            q = load_part(q_ptr + at * q_row + g * qk_dim, attended[:, None], qk_dim, QK_DIM)
+            do = load_part(do_ptr + at * do_row + g * v_dim, attended[:, None], v_dim, V_DIM)
+            dlt = tl.load(delta_ptr + g * stat_head + at, mask=attended, other=0.0)
+            tested = tl.load(flags + at // 64) & 1
+            inside = keep(
+                rows, keys, lo, hi, tested, q_ids, kv_ids, q_pos, kv_pos, element_test, q_len,
+                kv_len, 1,
+            )  # fmt: skip
+            if map_heads > 0:
+                this_map, map_width = map_of(
+                    map_bits, map_batch, map_heads, mask_b, kv_head * group + g, q_len, kv_len,
+                    q_block, kv_block,
+                )  # fmt: skip
+                inside = keep_in_map(
+                    inside, this_map, map_width, rows, keys, first_key, q_len, q_block, kv_block,
+                    BLOCK_N, 1,
+                )  # fmt: skip
+            slope2 = slope_of(slopes, bias_batch, b, heads, kv_head * group + g)
+            far = distances(kv_at, tl.load(q_places + rows, mask=rows < placed_rows, other=0))
+            dk_acc, dv_acc = dkdv_step_general(
+                dk_acc, dv_acc, k, v, q, do, lse2, dlt, inside, far, scale2, cap2, slope2,
+                bias_batch, True, EXACT,
+            )  # fmt: skip
+        at = step_at(listed, edges, edges + core, map_heads, start + core_begin * BLOCK_M, BLOCK_M)
+        for i in tl.range(0, members * core, num_stages=STAGES):
+            g = turn + i // core
+            rows = at + cols
+            q = load_part(q_ptr + at * q_row + g * qk_dim, None, qk_dim, QK_DIM)
+            do = load_part(do_ptr + at * do_row + g * v_dim, None, v_dim, V_DIM)
+            lse2 = tl.load(lse_ptr + g * stat_head + at) * LOG2E
+            dlt = tl.load(delta_ptr + g * stat_head + at)
+            slope2 = slope_of(slopes, bias_batch, b, heads, kv_head * group + g)
+            far = distances(kv_at, tl.load(q_places + rows, mask=rows < placed_rows, other=0))
+            dk_acc, dv_acc = dkdv_step_general(
+                dk_acc, dv_acc, k, v, q, do, lse2, dlt, None, far, scale2, cap2, slope2,
+                bias_batch, False, EXACT,
+            )  # fmt: skip
+            step = (i + 1) % core
+            ranged = start + (core_begin + step) * BLOCK_M
+            at = step_at(listed, edges + step, edges + core, map_heads, ranged, BLOCK_M)
 
     dk_out = dk + kv_first * qk_dim + local * qk_dim + qk_dims[None, :]
     dv_out = dv + kv_first * v_dim + local * v_dim + v_dims[None, :]
@@ -214,9 +239,9 @@ def dq_step_general(
 @triton.jit
 def backward_dq_general(
     query, key, value, dout, lse, delta, dq, dnumbers, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order,
-    scales, slopes, q_places, kv_places,
+    map_bits, q_entries, scales, slopes, q_places, kv_places,
     scale, soft_cap, element_test, has_dnumbers, batch, mask_batch, scales_batch, bias_batch,
-    q_len, kv_len, heads, kv_heads, qk_dim, v_dim,
+    map_batch, map_heads, q_block, kv_block, q_len, kv_len, heads, kv_heads, qk_dim, v_dim,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -229,13 +254,25 @@ def backward_dq_general(
         return
     start, end, core_lo, core_hi, tested = key_range(q_blocks, mask_b, row, q_len, BLOCK_M)
     steps, core_begin, core_end = split(start, end, core_lo, core_hi, BLOCK_N)
+    this_map, map_width = map_of(
+        map_bits, map_batch, map_heads, mask_b, head, q_len, kv_len, q_block, kv_block
+    )
+    listed = list_of(
+        q_entries, map_heads, mask_b, head, row // 128, tl.cdiv(q_len, 128), tl.cdiv(kv_len, 64)
+    )
+    edges, core = steps_of(
+        listed, map_heads, steps - core_end + core_begin, core_end - core_begin, BLOCK_N
+    )
 
     rows = row + tl.arange(0, BLOCK_M)
     there = rows < q_len
     mask_row = mask_b.to(tl.int64) * q_len
     lo = tl.load(q_lo + mask_row + rows, mask=there, other=0)
     hi = tl.load(q_hi + mask_row + rows, mask=there, other=0)
-    attended = hi > lo
+    stat = (b.to(tl.int64) * heads + head) * q_len + rows
+    total = tl.load(lse + stat, mask=hi > lo, other=float("-inf"))
+    attended = total != float("-inf")
+    lse2 = tl.where(attended, total, 0.0) * LOG2E
     q_ids += mask_row
     q_pos += position_row(mask_row, element_test)
     kv_ids += mask_b.to(tl.int64) * kv_len
@@ -263,43 +300,48 @@ def backward_dq_general(
     do = load_part(
         dout + first * v_dim + local * v_dim + v_dims[None, :], attended[:, None], v_dim, V_DIM
     )
-    stat = (b.to(tl.int64) * heads + head) * q_len + rows
-    lse2 = tl.load(lse + stat, mask=attended, other=0.0) * LOG2E
     dlt = tl.load(delta + stat, mask=attended, other=0.0)
 
-    kv_first = (b.to(tl.int64) * kv_len + start) * kv_heads + kv_head
+    kv_first = b.to(tl.int64) * kv_len * kv_heads + kv_head
     cols = tl.arange(0, BLOCK_N)
     k_ptr = key + kv_first * qk_dim + cols[:, None] * (kv_heads * qk_dim) + qk_dims[None, :]
     v_ptr = value + kv_first * v_dim + cols[:, None] * (kv_heads * v_dim) + v_dims[None, :]
-    k_step = BLOCK_N * kv_heads.to(tl.int64) * qk_dim
-    v_step = BLOCK_N * kv_heads.to(tl.int64) * v_dim
+    k_row = kv_heads.to(tl.int64) * qk_dim
+    v_row = kv_heads.to(tl.int64) * v_dim
 
     acc = tl.zeros([BLOCK_M, qk_dims.shape[0]], tl.float32)
     dscale = tl.zeros([BLOCK_M], tl.float32)
     dslope = tl.zeros([BLOCK_M], tl.float32)
-    for i in tl.range(0, steps - core_end + core_begin, num_stages=1):
-        step = masked_step(i, core_begin, core_end)
-        keys = start + step * BLOCK_N + cols
+    for i in tl.range(0, edges, num_stages=1):
+        ranged = start + masked_step(i, core_begin, core_end) * BLOCK_N
+        at = step_at(listed, i, edges, map_heads, ranged, BLOCK_N)
+        keys = at + cols
         present = (keys < end)[:, None]
-        k = load_part(k_ptr + step * k_step, present, qk_dim, QK_DIM)
-        v = load_part(v_ptr + step * v_step, present, v_dim, V_DIM)
+        k = load_part(k_ptr + at * k_row, present, qk_dim, QK_DIM)
+        v = load_part(v_ptr + at * v_row, present, v_dim, V_DIM)
         inside = keep(
             rows, keys, lo, hi, tested, q_ids, kv_ids, q_pos, kv_pos, element_test, q_len, kv_len, 0
         )
+        if map_heads > 0:
+            inside = keep_in_map(
+                inside, this_map, map_width, rows, keys, at, q_len, q_block, kv_block, BLOCK_N, 0
+            )
         far = distances(q_at, tl.load(kv_places + keys, mask=keys < placed_keys, other=0))
         acc, dscale, dslope = dq_step_general(
             acc, dscale, dslope, q, do, k, v, lse2, dlt, inside, far, scale2, cap2, slope2,
             bias_batch, has_dnumbers, True, EXACT,
         )  # fmt: skip
-    for step in tl.range(core_begin, core_end, num_stages=STAGES):
-        keys = start + step * BLOCK_N + cols
-        k = load_part(k_ptr + step * k_step, None, qk_dim, QK_DIM)
-        v = load_part(v_ptr + step * v_step, None, v_dim, V_DIM)
+    at = step_at(listed, edges, edges + core, map_heads, start + core_begin * BLOCK_N, BLOCK_N)
+    for i in tl.range(0, core, num_stages=STAGES):
+        keys = at + cols
+        k = load_part(k_ptr + at * k_row, None, qk_dim, QK_DIM)
+        v = load_part(v_ptr + at * v_row, None, v_dim, V_DIM)
         far = distances(q_at, tl.load(kv_places + keys, mask=keys < placed_keys, other=0))
         acc, dscale, dslope = dq_step_general(
             acc, dscale, dslope, q, do, k, v, lse2, dlt, None, far, scale2, cap2, slope2,
             bias_batch, has_dnumbers, False, EXACT,
         )  # fmt: skip
+        at = step_at(listed, edges + i + 1, edges + core, map_heads, at + BLOCK_N, BLOCK_N)
 
     result = tl.where(attended[:, None], acc * scale, 0.0)
     store_part(
@@ -310,6 +352,6 @@ def backward_dq_general(
         QK_DIM,
     )
     if has_dnumbers != 0:
-        at = (b.to(tl.int64) * heads + head) * (2 * q_len) + rows
-        tl.store(dnumbers + at, tl.where(attended, dscale, 0.0), mask=there)
-        tl.store(dnumbers + q_len + at, tl.where(attended, dslope, 0.0), mask=there)
+        parts = dnumbers + (b.to(tl.int64) * heads + head) * (2 * q_len)
+        tl.store(parts + rows, tl.where(attended, dscale, 0.0), mask=there)
+        tl.store(parts + q_len + rows, tl.where(attended, dslope, 0.0), mask=there)

@@ -1,10 +1,12 @@
-"""Forward attention with all that changes scores, and any head dim up to a compiled one (logits.py), for every GPU that Triton serves.
+"""Forward attention with all that changes scores, any head dim up to a compiled one (logits.py), and maps of blocks (block_map.py).
 
-As forward.py, which serves what needs none of this. Beside output and log-sum-exp: `top`, the largest logit of every row.
+For every GPU that Triton serves. As forward.py, which serves what needs none of this. Beside output and log-sum-exp: `top`, the
+largest logit of every row.
 """
 
 import triton
 import triton.language as tl
+from block_map import keep_in_map, list_of, map_of, step_at, steps_of
 from logits import (
     LOG2E,
     distances,
@@ -54,9 +56,9 @@ def attend_general(
 @triton.jit
 def forward_general(
     query, key, value, out, lse, top, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order,
-    scales, slopes, q_places, kv_places,
+    map_bits, q_entries, scales, slopes, q_places, kv_places,
     scale, soft_cap, element_test, batch, mask_batch, scales_batch, bias_batch,
-    q_len, kv_len, heads, kv_heads, qk_dim, v_dim,
+    map_batch, map_heads, q_block, kv_block, q_len, kv_len, heads, kv_heads, qk_dim, v_dim,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -68,6 +70,15 @@ def forward_general(
         return
     start, end, core_lo, core_hi, tested = key_range(q_blocks, mask_b, row, q_len, BLOCK_M)
     steps, core_begin, core_end = split(start, end, core_lo, core_hi, BLOCK_N)
+    this_map, map_width = map_of(
+        map_bits, map_batch, map_heads, mask_b, head, q_len, kv_len, q_block, kv_block
+    )
+    listed = list_of(
+        q_entries, map_heads, mask_b, head, row // 128, tl.cdiv(q_len, 128), tl.cdiv(kv_len, 64)
+    )
+    edges, core = steps_of(
+        listed, map_heads, steps - core_end + core_begin, core_end - core_begin, BLOCK_N
+    )
 
     rows = row + tl.arange(0, BLOCK_M)
     there = rows < q_len
@@ -98,40 +109,49 @@ def forward_general(
         QK_DIM,
     )
 
-    kv_first = (b.to(tl.int64) * kv_len + start) * kv_heads + kv_head
+    kv_first = b.to(tl.int64) * kv_len * kv_heads + kv_head
     cols = tl.arange(0, BLOCK_N)
     k_ptr = key + kv_first * qk_dim + cols[:, None] * (kv_heads * qk_dim) + qk_dims[None, :]
     v_ptr = value + kv_first * v_dim + cols[:, None] * (kv_heads * v_dim) + v_dims[None, :]
-    k_step = BLOCK_N * kv_heads.to(tl.int64) * qk_dim
-    v_step = BLOCK_N * kv_heads.to(tl.int64) * v_dim
+    k_row = kv_heads.to(tl.int64) * qk_dim
+    v_row = kv_heads.to(tl.int64) * v_dim
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, v_dims.shape[0]], tl.float32)
-    for i in tl.range(0, steps - core_end + core_begin, num_stages=1):
-        step = masked_step(i, core_begin, core_end)
-        keys = start + step * BLOCK_N + cols
+    for i in tl.range(0, edges, num_stages=1):
+        ranged = start + masked_step(i, core_begin, core_end) * BLOCK_N
+        at = step_at(listed, i, edges, map_heads, ranged, BLOCK_N)
+        keys = at + cols
         # keys past the end of the tile's range are not read: their values never meet this tile
         present = (keys < end)[:, None]
-        k = load_part(k_ptr + step * k_step, present, qk_dim, QK_DIM)
-        v = load_part(v_ptr + step * v_step, present, v_dim, V_DIM)
+        k = load_part(k_ptr + at * k_row, present, qk_dim, QK_DIM)
+        v = load_part(v_ptr + at * v_row, present, v_dim, V_DIM)
         inside = keep(
             rows, keys, lo, hi, tested, q_ids, kv_ids, q_pos, kv_pos, element_test, q_len, kv_len, 0
         )
+        if map_heads > 0:
+            inside = keep_in_map(
+                inside, this_map, map_width, rows, keys, at, q_len, q_block, kv_block, BLOCK_N, 0
+            )
         far = distances(q_at, tl.load(kv_places + keys, mask=keys < placed_keys, other=0))
         acc, m, l = attend_general(
             acc, m, l, q, k, v, inside, far, scale2, cap2, slope2, bias_batch, True, EXACT
         )
-    for step in tl.range(core_begin, core_end, num_stages=STAGES):
-        keys = start + step * BLOCK_N + cols
-        k = load_part(k_ptr + step * k_step, None, qk_dim, QK_DIM)
-        v = load_part(v_ptr + step * v_step, None, v_dim, V_DIM)
+    at = step_at(listed, edges, edges + core, map_heads, start + core_begin * BLOCK_N, BLOCK_N)
+    for i in tl.range(0, core, num_stages=STAGES):
+        keys = at + cols
+        k = load_part(k_ptr + at * k_row, None, qk_dim, QK_DIM)
+        v = load_part(v_ptr + at * v_row, None, v_dim, V_DIM)
         far = distances(q_at, tl.load(kv_places + keys, mask=keys < placed_keys, other=0))
         acc, m, l = attend_general(
             acc, m, l, q, k, v, None, far, scale2, cap2, slope2, bias_batch, False, EXACT
         )
+        # carried from step to step: loads of an address loaded in the same one are not pipelined as far ahead
+        at = step_at(listed, edges + i + 1, edges + core, map_heads, at + BLOCK_N, BLOCK_N)
 
-    attended = (hi > lo) & (l != 0.0)  # a NaN is attended: it must reach the result
+    # none of a row's keys may be in the map; a NaN is attended: it must reach the result
+    attended = (hi > lo) & (l != 0.0)
     result = tl.where(attended[:, None], acc / tl.where(attended, l, 1.0)[:, None], 0.0)
     store_part(
         out + first * v_dim + local * v_dim + v_dims[None, :],

@@ -6,6 +6,7 @@
 
 from packax import decode_lowering as _decode_lowering  # noqa: F401 (registers the rules)
 from packax.attention import flash_attention
+from packax.block_sparse import block_sparse
 from packax.build import AttentionMask, create_attention_mask
 from packax.decode import decode_attention
 from packax.derivatives import CHECKPOINT_NAMES
@@ -28,6 +29,7 @@ __all__ = [
     "ContextPlan",
     "__version__",
     "alibi",
+    "block_sparse",
     "causal",
     "chunked",
     "context_plan",

@@ -182,7 +182,7 @@ def flash_attention(
     ):
         if not isinstance(flag, (bool, np.bool_)):
             raise ValueError(f"{name} must be True or False, but is {flag!r}")
-    batch, rows, _, qk_dim = query.shape
+    _, rows, _, qk_dim = query.shape
     q_len, kv_len = rows, key.shape[1]
     if layout is not None:  # of whole sequences
         q_len *= layout.outside(layout.context)
@@ -194,7 +194,7 @@ def flash_attention(
     soft_cap = checked_soft_cap(soft_cap)
     if isinstance(mask, MaskExpression):
         mask = create_attention_mask(mask, q_len=q_len, kv_len=kv_len, sharding=sharding)
-    _check_mask(mask, batch, rows, q_len, kv_len, layout)
+    _check_mask(mask, query.shape, q_len, kv_len, layout)
 
     if not isinstance(factor, jax.Array):
         query, factor = _with_positive_scale(query, factor)
@@ -213,6 +213,7 @@ def flash_attention(
         soft_cap=soft_cap,
         precision=precision,
         return_max_logits=bool(return_max_logits),
+        block_size=mask.block_size,
     )
     results = list(attention(call, (query, key, value, scores), tuple(operands), mask.kv_plan))
     if return_max_logits:
@@ -280,8 +281,9 @@ def _with_positive_scale(query: jax.Array, scale: float) -> tuple[jax.Array, flo
 
 
 def _check_mask(
-    mask: Any, batch: int, rows: int, q_len: int, kv_len: int, layout: Layout | None
+    mask: Any, query: tuple[int, ...], q_len: int, kv_len: int, layout: Layout | None
 ) -> None:
+    batch, rows, heads, _ = query
     if not isinstance(mask, AttentionMask):
         raise ValueError(
             "mask must come from create_attention_mask, or be an expression such as "
@@ -304,6 +306,11 @@ def _check_mask(
         raise ValueError(
             f"mask has row ranges of shape {shape}, but query needs ({batch}, {rows}) or "
             f"(1, {rows}), one mask for all: was it built for another batch, or cut?"
+        )
+    if mask.map_bits is not None and jnp.shape(mask.map_bits)[1] not in (1, heads):
+        raise ValueError(
+            f"mask has a block_map of {jnp.shape(mask.map_bits)[1]} heads, but query has {heads}: "
+            "give it one for each head of query, or one for all"
         )
 
 

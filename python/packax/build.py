@@ -15,6 +15,8 @@ from jax.export import is_symbolic_dim
 
 from packax import masks
 from packax.assemble import Document, Rows, assemble, element_test_of, limits_of
+from packax.block_map import entries, packed
+from packax.block_sparse import BlockSparse
 from packax.plan import ContextPlan
 from packax.primitives import vary_together
 from packax.sharding import AttentionSharding, Axes, Layout, check_divides, layout_of
@@ -35,15 +37,19 @@ from packax.sharding import AttentionSharding, Axes, Layout, check_divides, layo
         "q_order_192",
         "kv_order",
         "kv_plan",
+        "map_bits",
+        "q_entries",
+        "kv_entries",
     ],
-    meta_fields=["q_len", "kv_len", "element_test", "context", "shards"],
+    meta_fields=["q_len", "kv_len", "element_test", "context", "shards", "block_size"],
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class AttentionMask:
-    """What `create_attention_mask` returns: a pytree of int32 arrays, O(S) in memory.
+    """What `create_attention_mask` returns: a pytree of int32 arrays, O(S) in memory, or O(blocks).
 
     It crosses jit, scan, remat and shard_map, and serves every layer, forward and backward. The
-    first axis of every leaf is the batch, or 1 (one mask for all rows of the batch), so under
+    first axis of every leaf is the batch, or 1 (one mask for all rows of the batch, or one map of
+    blocks), so under
     shard_map a mask with a batch takes the batch's spec; a mask for a context-parallel sharding
     takes `sharding.mask_specs(mask)`. The leaves are those of docs/design.md, section "The mask
     that create_attention_mask returns"; they are not meant to be written.
@@ -66,9 +72,13 @@ class AttentionMask:
     kv_plan: jax.Array | None = None
     context: tuple[str, ...] = ()
     shards: int = 1
+    map_bits: jax.Array | None = None
+    q_entries: jax.Array | None = None
+    kv_entries: jax.Array | None = None
+    block_size: tuple[int, int] | None = None
 
     def operands(self) -> tuple[jax.Array, ...]:
-        """The mask operands: forward_p takes the first nine, backward_p all but q_order_192."""
+        """The mask operands, eleven, and those of a map of blocks behind them (partition.py)."""
 
         # Operands that are not there are never read: q_lo stands in, so that nothing is made.
         def first(*arrays: jax.Array | None) -> jax.Array:
@@ -86,6 +96,7 @@ class AttentionMask:
             self.q_order_192,
             self.kv_blocks,
             self.kv_order,
+            *(x for x in (self.map_bits, self.q_entries, self.kv_entries) if x is not None),
         )
 
 
@@ -144,13 +155,14 @@ def create_attention_mask(
     Raises:
         ValueError: not an expression, or lengths, sharding and plan that are missing or do not
             agree.
+        NotImplementedError: block_sparse(...) with a plan, or query rows sharded over a mesh.
 
     >>> mask = packax.create_attention_mask(packax.causal() & packax.documents(segment_ids))
     """
     if not isinstance(expression, masks.MaskExpression):
         raise ValueError(
             "expression must be causal(), sliding_window(...), chunked(...), prefix(...), spans(...), "
-            "full(), documents(...), ranges(...), or `&` and `|` of them, but is a "
+            "full(), documents(...), ranges(...), block_sparse(...), or `&` and `|` of them, but is a "
             f"{type(expression).__name__}"
         )
     q_len, kv_len = _length("q_len", q_len), _length("kv_len", kv_len)
@@ -183,12 +195,41 @@ def create_attention_mask(
         for part in parts
         if isinstance(part, masks.Ranges)
     )
-    static = {"batch": batch, "q_len": q_len, "kv_len": kv_len}
+    block_map, block_size = None, None
+    for part in parts:
+        if isinstance(part, BlockSparse):
+            block_map, block_size = jnp.asarray(part.of_heads()), part.block_size
+            _check_map(block_map, layout, plan)
+    static = {"batch": batch, "q_len": q_len, "kv_len": kv_len, "block_size": block_size}
     if layout is None and plan is None:
-        return _build(sides, interval, ranges, **static)
+        return _build(sides, interval, ranges, block_map, **static)
     return _build_rows(
-        sides, interval, ranges, plan, layout=layout, permuted_keys=permuted_keys, **static
+        sides,
+        interval,
+        ranges,
+        block_map,
+        plan,
+        layout=layout,
+        permuted_keys=permuted_keys,
+        **static,
     )
+
+
+def _check_map(block_map: jax.Array, layout: Layout | None, plan: Any) -> None:
+    if plan is not None:
+        raise NotImplementedError(
+            "plan permutes the query rows, which block_sparse(...) cannot follow yet: leave plan out, "
+            "and shard the batch or the heads"
+        )
+    if layout is None:
+        return
+    if layout.size(layout.context) > 1:
+        raise NotImplementedError(
+            f"sharding.query shards the sequence over {layout.context}, which block_sparse(...) "
+            "cannot follow yet: shard the batch or the heads"
+        )
+    if block_map.shape[1] > 1:
+        check_divides(layout, "block_map", "number of heads", block_map.shape[1], layout.heads)
 
 
 def _check_plan(
@@ -229,12 +270,13 @@ def _length(name: str, length: Any) -> Any:
 
 @functools.partial(
     jax.jit,
-    static_argnames=("batch", "q_len", "kv_len", "layout", "permuted_keys"),
+    static_argnames=("batch", "q_len", "kv_len", "block_size", "layout", "permuted_keys"),
     inline=True,
 )
 def _build_rows(
-    document, interval, ranges, plan, *, batch, q_len, kv_len, layout, permuted_keys
-) -> AttentionMask:
+    document, interval, ranges, block_map, plan, *,
+    batch, q_len, kv_len, block_size, layout, permuted_keys,
+) -> AttentionMask:  # fmt: skip
     """As `_build`, for permuted query rows, each rank for those that it holds."""
     mask_batch: Axes = ()
     context: Axes = ()
@@ -319,6 +361,24 @@ def _build_rows(
             axis_names=set(layout.mapped),
         )
     computed: dict[str, Any] = {"q_pos": None, **whole(held, kv_ids, kv_pos)}
+    if block_map is not None:
+        map_axes = _batch_axes(batch, mask_batch, block_map), layout.heads
+        if block_map.shape[1] == 1:
+            map_axes = map_axes[0], ()
+        lists: Any = functools.partial(
+            _map_arrays, block_size=block_size, q_len=q_len, kv_len=kv_len
+        )
+        if mapped:
+            map_spec, list_spec = layout.spec(*map_axes), layout.spec(mask_batch, map_axes[1])
+            lists = jax.shard_map(
+                lists,
+                mesh=layout.mesh,
+                in_specs=(map_spec, layout.spec(mask_batch)),
+                out_specs=dict.fromkeys(("q_entries", "kv_entries"), list_spec)
+                | {"map_bits": map_spec},
+                axis_names=set(layout.mapped),
+            )
+        computed |= lists(place(block_map, *map_axes), computed["q_blocks"])
     kv_plan = None
     if plan is not None and permuted_keys:
         kv_plan = jnp.stack([plan.order, plan.inverse], axis=1)
@@ -333,6 +393,7 @@ def _build_rows(
         kv_plan=kv_plan,
         context=context,
         shards=pieces,
+        block_size=block_size,
     )
 
 
@@ -345,16 +406,24 @@ def _batch_axes(batch: int, mask_batch: Axes, x: Any) -> Axes:
     return mask_batch if jnp.ndim(x) and jnp.shape(x)[0] == batch > 1 else ()
 
 
-@functools.partial(jax.jit, static_argnames=("batch", "q_len", "kv_len"), inline=True)
-def _build(document, interval, ranges, *, batch, q_len, kv_len) -> AttentionMask:
+def _map_arrays(block_map, q_blocks, *, block_size, q_len, kv_len) -> dict[str, jax.Array]:
+    block_map, q_blocks = vary_together(block_map, q_blocks)
+    q_entries, kv_entries = entries(block_map, block_size, q_blocks, q_len, kv_len)
+    return {"map_bits": packed(block_map), "q_entries": q_entries, "kv_entries": kv_entries}
+
+
+@functools.partial(jax.jit, static_argnames=("batch", "q_len", "kv_len", "block_size"), inline=True)
+def _build(
+    document, interval, ranges, block_map, *, batch, q_len, kv_len, block_size
+) -> AttentionMask:
     """document: the arrays of `Document`; interval: And of what else narrows the rows."""
 
     def rows(x):
         return None if x is None else jnp.broadcast_to(x, (batch, x.shape[1]))
 
     structure: Any
-    leaves, structure = jax.tree.flatten((document, interval, ranges))
-    document, interval, ranges = structure.unflatten(vary_together(*leaves))
+    leaves, structure = jax.tree.flatten((document, interval, ranges, block_map))
+    document, interval, ranges, block_map = structure.unflatten(vary_together(*leaves))
     document = Document(*map(rows, document))
     low, high = limits_of(document, interval, q_len)
     level = element_test_of(document, low, high)
@@ -364,6 +433,10 @@ def _build(document, interval, ranges, *, batch, q_len, kv_len) -> AttentionMask
     held = Rows(document.q_ids, rows(low), rows(high), ranges)
     arrays = assemble(held, kv_ids, kv_pos, level=level, batch=batch, q_len=q_len, kv_len=kv_len)
     computed: dict[str, Any] = {"q_pos": None, **arrays}
+    if block_map is not None:
+        computed |= _map_arrays(
+            block_map, arrays["q_blocks"], block_size=block_size, q_len=q_len, kv_len=kv_len
+        )
     return AttentionMask(
         **computed,
         q_ids=document.q_ids,
@@ -372,4 +445,5 @@ def _build(document, interval, ranges, *, batch, q_len, kv_len) -> AttentionMask
         q_len=q_len,
         kv_len=kv_len,
         element_test=level,
+        block_size=block_size,
     )

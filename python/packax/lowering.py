@@ -67,31 +67,35 @@ def _xla_blocks(q_lo, q_hi, tested, *, kv_len):
     return xla_masks.block_bounds(q_lo, q_hi, tested, kv_len=kv_len)
 
 
-def _behind_mask(operands, extras):
-    """The operands behind the tensors as xla_attention takes them."""
+def _behind_mask(operands, extras, maps):
+    """The operands behind the tensors as xla_attention takes them; `maps`: how many a map has."""
     end = len(operands) - extras
-    return xla_attention.Mask(*operands[:6]), xla_attention.Extras(*operands[end:])
+    bits_and_list = operands[end - maps : end - maps + 2] if maps else ()
+    return xla_attention.Mask(*operands[:6], *bits_and_list), xla_attention.Extras(*operands[end:])
 
 
 def _xla_forward(
-    query, key, value, *operands, scale, soft_cap, precision, element_test, max_logits, extras
+    query, key, value, *operands,
+    scale, soft_cap, precision, element_test, max_logits, block_size, extras,
 ):  # fmt: skip
     out, lse, top = xla_attention.forward(
         query,
         key,
         value,
-        *_behind_mask(operands, extras),
+        *_behind_mask(operands, extras, 2 if block_size else 0),
         scale=scale,
         soft_cap=soft_cap,
         precision=precision,
         element_test=element_test,
+        block_size=block_size,
     )
     return (out, lse, top) if max_logits else (out, lse)
 
 
 def _xla_backward(
     query, key, value, out, lse, dout, dlse, *operands,
-    scale, soft_cap, precision, element_test, has_dlse, deterministic, dnumbers, extras, wanted,
+    scale, soft_cap, precision, element_test, has_dlse, deterministic, dnumbers, block_size, extras,
+    wanted,
 ):  # fmt: skip
     # One order of sums in any case.
     *gradients, parts = xla_attention.backward(
@@ -102,11 +106,12 @@ def _xla_backward(
         lse,
         dout,
         dlse if has_dlse else None,
-        *_behind_mask(operands, extras),
+        *_behind_mask(operands, extras, 3 if block_size else 0),
         scale=scale,
         soft_cap=soft_cap,
         precision=precision,
         element_test=element_test,
+        block_size=block_size,
         wanted=wanted,
     )
     return (*gradients, parts) if dnumbers else gradients
@@ -127,10 +132,10 @@ def _lower_xla(function: Any, static: tuple[str, ...]) -> Any:
 
 _documents_xla = _lower_xla(_xla_documents, ("compare_positions",))
 _blocks_xla = _lower_xla(_xla_blocks, ("kv_len",))
-_FORWARD = ("scale", "soft_cap", "precision", "element_test", "max_logits", "extras")
+_FORWARD = ("scale", "soft_cap", "precision", "element_test", "max_logits", "block_size", "extras")
 _BACKWARD = (
     *("scale", "soft_cap", "precision", "element_test", "has_dlse", "deterministic"),
-    *("dnumbers", "extras", "wanted"),
+    *("dnumbers", "block_size", "extras", "wanted"),
 )
 _forward_xla = _lower_xla(_xla_forward, _FORWARD)
 _backward_xla = _lower_xla(_xla_backward, _BACKWARD)
@@ -209,6 +214,7 @@ def _forward_cuda(ctx, *operands, implementation, **params):
         "packax_forward_general_v1",
         operands,
         9 + 2,  # tensors and mask, but q_order_192
+        2,
         () if params["max_logits"] else (_array(batch, heads, q_len),),
         params,
         **attributes,
@@ -241,6 +247,7 @@ def _backward_cuda(ctx, *operands, implementation, **params):
         target="packax_backward_general_v1",
         operands=operands,
         count=7 + 10,
+        maps=3,
         workspace=(delta,) if dnumbers else (_array(1), delta),
         params=params,
         has_dnumbers=np.int32(dnumbers),
@@ -257,16 +264,19 @@ def _array(*shape: int, dtype: Any = jnp.float32) -> Any:
 
 def _general(direction: str, query: Any, value: Any, params: Any) -> bool:
     """Whether it takes the general kernels: something changes scores, or the head dims are others."""
-    if params["extras"] or params["soft_cap"] or params.get("max_logits"):
+    if params["extras"] or params["soft_cap"] or params.get("max_logits") or params["block_size"]:
         return True
     return _ext is not None and not _found(direction, query, value, general=False)
 
 
-def _general_call(ctx, target, operands, count, workspace, params, **attributes):
-    """With the first `count` operands and four extras: another stands in for those not there."""
-    extras = params["extras"]
-    places = [*range(count), *range(len(operands) - extras, len(operands))]
-    places += [3] * (count + 4 - len(places))  # some operand of the batch, never read
+def _general_call(ctx, target, operands, count, maps, workspace, params, **attributes):
+    """With the first `count` operands, `maps` of a map and four extras: another stands in for those
+    not there."""
+    extras, stand_in = params["extras"], 3  # some operand of the batch, never read
+    end = len(operands) - extras
+    q_block, kv_block = params["block_size"] or (0, 0)
+    places = [*range(count), *(range(end - maps, end) if q_block else [stand_in] * maps)]
+    places += [*range(end, len(operands)), *[stand_in] * (4 - extras)]
     return _call(
         ctx.replace(avals_in=[ctx.avals_in[i] for i in places]),
         target,
@@ -276,6 +286,8 @@ def _general_call(ctx, target, operands, count, workspace, params, **attributes)
         has_scales=np.int32(extras >= 1),
         has_bias=np.int32(extras == 4),
         exact=np.int32(is_exact(params["precision"])),
+        q_block=np.int32(q_block),
+        kv_block=np.int32(kv_block),
         **attributes,
     )
 
@@ -417,7 +429,8 @@ def _require_kernels(
     have = _rows(direction, general)
     text = _listed(have)
     if general and not have:
-        text += ", of those that take soft_cap, bias, an array's scale, max logits, any head dim"
+        text += ", of those that take soft_cap, bias, an array's scale, max logits, any head dim, "
+        text += "block_sparse masks"
     up_to = f", and all multiples of {_MULTIPLE} up to them" if general and have else ""
     raise NotImplementedError(
         f"no {direction} kernel for {query.dtype} with head dims {query.shape[3]}/{value.shape[3]} "

@@ -1,8 +1,8 @@
 """Mask expressions: frozen values whose meaning is a dense boolean, `as_array`.
 
-This file has their algebra, and the expressions that are no interval of places: documents(...) and
-ranges(...). Those that are one, causal() and its kin, are in intervals.py. Nothing here computes
-row ranges (build.py does) or knows a kernel.
+This file has their algebra, documents(...) and ranges(...). Those that are an interval of places,
+causal() and its kin, are in intervals.py, block_sparse(...) in block_sparse.py. Nothing here
+computes row ranges (build.py does) or knows a kernel.
 """
 
 from __future__ import annotations
@@ -42,8 +42,17 @@ class MaskExpression:
     A pytree of its arrays: it may be an argument of jit, and vmap may map it.
     """
 
+    once = ""
+    """Where `&` can have only one of a kind: what to do with two."""
+
+    @property
+    def name(self) -> str:
+        """The function that makes it."""
+        return type(self).__name__.lower()
+
     def as_array(self, q_len: int, kv_len: int) -> Array:
-        """Whether query row i attends key j: boolean, (q_len, kv_len), after the batch if any.
+        """Whether query row i attends key j: boolean, (q_len, kv_len), after the batch if any, and
+        after the heads if a block_sparse(...) has them.
 
         This is the meaning of the expression, and quadratic: for tests, plots and small inputs.
 
@@ -73,6 +82,9 @@ class MaskExpression:
 
     def check_beside(self, document: Documents | None) -> None:
         """Raises ValueError if it cannot be intersected with these documents."""
+
+    def check_sizes(self, q_len: int | None, kv_len: int | None) -> None:
+        """Raises ValueError if it is for other lengths; None: not known."""
 
     def __and__(self, other: MaskExpression) -> MaskExpression:
         if not isinstance(other, MaskExpression):
@@ -142,6 +154,11 @@ class Ranges(MaskExpression):
 class Documents(MaskExpression):
     """See `documents`. The key side is None where it is the query side."""
 
+    once = (
+        "combine the ids into one array, such as first_ids * (second_ids.max() + 1) + second_ids "
+        f"with {PADDING_SEGMENT_ID} where either is padding"
+    )
+
     q_ids: Array
     kv_ids: Array | None
     q_pos: Array | None
@@ -184,8 +201,10 @@ class And(Interval):
 
     def _as_array(self, at: Places) -> Array:
         result: Array = np.ones((at.q.shape[-1], at.kv.shape[-1]), bool)
-        for member in self.members:
-            result = result & member._as_array(at)
+        arrays = [member._as_array(at) for member in self.members]
+        heads = any(x.ndim == 4 for x in arrays)
+        for x in arrays:
+            result = result & (x[:, None] if heads and x.ndim == 3 else x)
         return result
 
     def limits(self, at: Places) -> Limits:
@@ -247,12 +266,11 @@ def _common(members: Any) -> frozenset[Any] | None:
 
 
 def _check_and(both: And) -> None:
-    if sum(isinstance(part, Documents) for part in both.members) > 1:
-        raise NotImplementedError(
-            "an expression can hold one documents(...), and `&` was given two: combine the "
-            "ids into one array, such as first_ids * (second_ids.max() + 1) + second_ids "
-            f"with {PADDING_SEGMENT_ID} where either is padding"
-        )
+    for part in both.members:
+        if part.once and sum(type(other) is type(part) for other in both.members) > 1:
+            raise NotImplementedError(
+                f"an expression can hold one {part.name}(...), and `&` was given two: {part.once}"
+            )
     document = documents_of(both)
     for part in both.walk():
         part.check_beside(document)
@@ -260,11 +278,10 @@ def _check_and(both: And) -> None:
 
 def _check_or(both: Or) -> None:
     for part in both.walk():
-        if isinstance(part, (Documents, Ranges)):
-            name = type(part).__name__.lower()
+        if not isinstance(part, Interval):
             raise NotImplementedError(
-                f"`|` cannot take {name}(...), whose keys may be many ranges: unite the others and "
-                f"intersect the union with it, as in (a | b) & {name}(...)"
+                f"`|` cannot take {part.name}(...), whose keys may be many ranges: unite the others "
+                f"and intersect the union with it, as in (a | b) & {part.name}(...)"
             )
     sides = [member.unbounded() for member in both.members]
     same_side = any(all(side) for side in zip(*sides, strict=True))
@@ -386,7 +403,10 @@ def check_lengths(
             where = f"{first} says" if first in ("q_len", "kv_len") else f"{first} is for"
             raise ValueError(f"{name} is for {length} {what}, but {where} {expected}")
     nothing = ("", None)
-    return known.get("q", nothing)[1], known.get("kv", nothing)[1]
+    lengths = known.get("q", nothing)[1], known.get("kv", nothing)[1]
+    for part in expression.walk():
+        part.check_sizes(*lengths)
+    return lengths
 
 
 def batch_of(expression: MaskExpression) -> int:

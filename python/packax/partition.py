@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from packax.plan import take_chunks
 from packax.primitives import backward_p, forward_p, vary_together
 from packax.scores import Scores, add_sinks, place_specs, sinks_gradient, summed
-from packax.sharding import Layout
+from packax.sharding import Axes, Layout
 
 Arrays = tuple[jax.Array, ...]
 
@@ -38,6 +38,12 @@ class Call(NamedTuple):
     soft_cap: float = 0.0  # 0: none
     return_max_logits: bool = False
     precision: jax.lax.Precision = jax.lax.Precision.DEFAULT
+    block_size: tuple[int, int] | None = None  # of the mask's map of blocks
+
+    def split(self, mask: Any) -> tuple[Any, Any, Any]:
+        """The mask's eleven operands; those of a map of blocks: none, or bits and two lists; places."""
+        end = 11 if self.block_size is None else 14
+        return mask[:11], mask[11:end], mask[end:]
 
 
 def forward(
@@ -51,7 +57,7 @@ def forward(
 ) -> tuple[Any, ...]:
     """out (B, Sq, H, Dv), lse (B, H, Sq), and the rows' largest logits like lse, on request.
 
-    `mask`: AttentionMask.operands(), then the places of rows and keys if there is a bias.
+    `mask`: AttentionMask.operands(), then the places of rows and keys if there is a bias: Call.split.
     """
     function = _forward if call.layout is None else _forward_of_ranks
     return function(call, query, key, value, scores, mask, kv_plan)
@@ -118,8 +124,12 @@ def _specs(call: Call, layout: Layout, mask: Arrays, kv_plan: Any) -> tuple[Any,
     # q_lo stands in for ids and positions that are not there
     ids, positions = (keys if call.element_test >= n else rows for n in (1, 2))
     limits = layout.spec(mask_batch, (), context) if call.element_test >= 3 else rows
-    mask_specs = (rows, rows, rows, ids, limits, positions, blocks, rows, rows, blocks, rows)
-    mask_specs += place_specs(layout, mask[11:])
+    _, maps, places = call.split(mask)
+    mask_specs = (
+        *(rows, rows, rows, ids, limits, positions, blocks, rows, rows, blocks, rows),
+        *_map_specs(layout, maps, mask_batch),
+        *place_specs(layout, places),
+    )
     plan_spec = None
     if kv_plan is not None:
         plan_spec = layout.spec(() if kv_plan.shape[0] == 1 else batch)
@@ -129,6 +139,14 @@ def _specs(call: Call, layout: Layout, mask: Arrays, kv_plan: Any) -> tuple[Any,
         layout.spec(batch, heads, context),
         mask_specs,
         plan_spec,
+    )
+
+
+def _map_specs(layout: Layout, maps: Any, mask_batch: Axes) -> tuple[Any, ...]:
+    """Of the operands of a map of blocks: bits may be one for all rows of the mask's batch."""
+    return tuple(
+        layout.spec(() if x.shape[0] == 1 else mask_batch, () if x.shape[1] == 1 else layout.heads)
+        for x in maps
     )
 
 
@@ -148,23 +166,26 @@ def _shard_map(layout: Layout, function: Callable[..., Any], in_specs: Any, out_
 def _forward(call: Call, query, key, value, scores, mask, kv_plan) -> tuple[Any, ...]:
     """On one rank."""
     scores, query, key, value, *mask = vary_together(scores, query, key, value, *mask)
+    mask, maps, places = call.split(mask)
     groups = _Groups(call.layout, query, key, value, kv_plan)
     outs: list[jax.Array] = []
     lses: list[jax.Array] = []
     tops: list[jax.Array] = []
     for group in range(groups.number):
         keys, values = groups.next()
-        extras = _extras(call, scores, mask[11:], groups, group)
+        extras = _extras(call, scores, places, groups, group)
         out, lse, *top = forward_p.bind(
             groups.rows(query, group, 2),
             keys,
             values,
             *mask[:9],
+            *groups.maps(maps, group)[:2],
             *extras,
             scale=call.scale,
             soft_cap=call.soft_cap,
             precision=call.precision,
             element_test=call.element_test,
+            block_size=call.block_size,
             max_logits=call.return_max_logits,
             extras=len(extras),
             implementation=call.implementation,
@@ -199,6 +220,7 @@ def _backward(
     scores, query, key, value, out, lse, dout, dlse, *mask = vary_together(
         scores, query, key, value, out, lse, dout, dlse, *mask
     )
+    mask, maps, places = call.split(mask)
     if call.layout is not None and call.layout.kv_context:
         # Else XLA sees the forward's gathers here, and keeps the gathered keys for the backward.
         key, value, dout = jax.lax.optimization_barrier((key, value, dout))
@@ -210,7 +232,7 @@ def _backward(
     wanted = call.wanted[3 + (scores.sinks is not None) :]
     for group in range(groups.number):
         keys, values = groups.next()
-        extras = _extras(call, scores, mask[11:], groups, group)
+        extras = _extras(call, scores, places, groups, group)
         dq, dk, dv, *dnumber = backward_p.bind(
             groups.rows(query, group, 2),
             keys,
@@ -221,11 +243,13 @@ def _backward(
             groups.rows(dlse, group, 1),
             *mask[:8],
             *mask[9:11],  # without q_order_192
+            *groups.maps(maps, group),
             *extras,
             scale=call.scale,
             soft_cap=call.soft_cap,
             precision=call.precision,
             element_test=call.element_test,
+            block_size=call.block_size,
             dnumbers=scores.numbers() and any(wanted),
             extras=len(extras),
             has_dlse=call.return_lse,
@@ -302,6 +326,10 @@ class _Groups:
             return x
         size = x.shape[axis] // self.number
         return jax.lax.slice_in_dim(x, group * size, (group + 1) * size, axis=axis)
+
+    def maps(self, maps: Any, group: int) -> list[jax.Array]:
+        """Of a map of blocks: its heads that belong to the group, or the one for all."""
+        return [self.rows(x, group, 1) if x.shape[1] > 1 else x for x in maps]
 
     def scatter(self, gradient: jax.Array) -> jax.Array:
         """The sum of all ranks' gradients of a group, each rank's rows of it; in its dtype."""

@@ -308,6 +308,11 @@ def _check_mask(mask: Any, more: bool) -> None:
         raise ValueError(
             f"mask must come from create_attention_mask, but is a {type(mask).__name__}"
         )
+    if mask.block_size is not None:
+        raise NotImplementedError(
+            "mask has a block_sparse(...), by which no plan can be made yet: build it for the plan "
+            "from the rest of the expression"
+        )
     if mask.shards != 1 or mask.kv_plan is not None:
         raise ValueError(
             "mask must be in the order of the sequence and whole: build it without sharding and plan"

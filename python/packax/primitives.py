@@ -3,10 +3,11 @@
 documents_p: q_ids, kv_ids, q_pos, kv_pos -> lo, hi, tested
 blocks_p: q_lo, q_hi, tested -> q_blocks, kv_blocks, q_order, q_order_192, kv_order
 forward_p: query, key, value, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order,
-    q_order_192, *extras -> out, lse, and with max_logits the largest logit of every row
+    q_order_192, *map, *extras -> out, lse, and with max_logits the largest logit of every row
 backward_p: query, key, value, out, lse, dout, dlse, q_lo to q_order as in forward_p, kv_blocks,
-    kv_order, *extras -> dq, dk, dv (those that `wanted` says, others may hold anything), and with
+    kv_order, *map, *extras -> dq, dk, dv (those that `wanted` says, others may hold anything), and with
     dnumbers (B, H, 2, Sq), every row's part of the gradients of scale and slope
+map: none; with block_size, map_bits and q_entries, and in backward_p kv_entries.
 extras: none; scales (1 or B,), which count instead of `scale`; or scales, slopes (Bp, H), q_places
     (Bp, Sq) and kv_places (Bp, Skv), Bp 1 or B.
 decode_p: query, key, value, q_lo, q_hi, block_table if paged, sinks if has_sinks -> out, lse
@@ -89,7 +90,7 @@ blocks_p = _primitive("packax_blocks", ("kv_len",))
 forward_p = _primitive(
     "packax_forward",
     (
-        *("scale", "soft_cap", "precision", "element_test", "max_logits", "extras"),
+        *("scale", "soft_cap", "precision", "element_test", "max_logits", "block_size", "extras"),
         "implementation",
     ),
 )
@@ -97,7 +98,7 @@ backward_p = _primitive(
     "packax_backward",
     (
         *("scale", "soft_cap", "precision", "element_test", "has_dlse", "deterministic"),
-        *("dnumbers", "extras", "wanted", "implementation"),
+        *("dnumbers", "block_size", "extras", "wanted", "implementation"),
     ),
 )
 

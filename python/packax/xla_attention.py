@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from packax import block_map
 from packax.xla_masks import INT_MAX, ceil_div, fill_up, is_symbolic
 
 # Tile sizes measured on two cores (float32 and bfloat16, 8/2 heads of 64): with 6 documents in 8k
@@ -30,6 +31,8 @@ class Mask(NamedTuple):
     kv_ids: jax.Array  # (Bm, Skv)
     q_pos: jax.Array  # (Bm, Sq), or (Bm, 2, Sq): upper limits, then lower ones
     kv_pos: jax.Array
+    map_bits: jax.Array | None = None  # a map of blocks: (Bp, H or 1, NQ, words), Bp 1 or Bm
+    q_entries: jax.Array | None = None  # (Bm, H or 1, ceil(Sq / 128), 2 + ceil(Skv / 64))
 
 
 class Extras(NamedTuple):
@@ -67,16 +70,19 @@ def forward(
     soft_cap: float = 0.0,
     precision: jax.lax.Precision = jax.lax.Precision.DEFAULT,
     element_test: int,
+    block_size: tuple[int, int] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """out (B, Sq, H, Dv) in query's dtype, lse (B, H, Sq), and like it the largest logits.
 
-    Shapes as in flash_attention; `scale` where there are no scales; soft_cap 0: none.
+    Shapes as in flash_attention; `scale` where there are no scales; soft_cap 0: none; `block_size` of
+    the mask's map.
     """
     tiles = _tiles(query, key)
     keys, values = _key_blocks(key, tiles), _key_blocks(value, tiles)
     rows_of = _mask_rows(mask, tiles)
     keys_of = _mask_keys(mask, tiles)
     logits_of = _logits(extras, scale, soft_cap, tiles)
+    visits_of, in_map = _visits(mask, tiles), _in_map(mask, block_size, tiles)
     real = _accumulator(query.dtype)
     dot = _dots(precision)
     shape = (tiles.kv_heads, tiles.group * tiles.rows)
@@ -87,11 +93,13 @@ def forward(
         rows = rows_of(step)
         q_tile = q_tile.astype(real)
         logits = logits_of(step)
+        first, last, block_of = visits_of(step, rows)
 
-        def one_block(block, state):
+        def one_block(visit, state):
             acc, top, total = state
+            block = block_of(visit)
             at = batch * tiles.key_blocks + block
-            allowed = _allowed(rows, keys_of(batch, block), element_test)
+            allowed = in_map(_allowed(rows, keys_of(batch, block), element_test), step, block)
             s = logits(dot(q_tile, keys[at].astype(real), 2, 2), block).logit
             s = _where(allowed, s, -jnp.inf, tiles)
             new_top = jnp.maximum(top, s.max(axis=-1))
@@ -108,7 +116,6 @@ def forward(
             jnp.full(shape, -jnp.inf, real),
             jnp.zeros(shape, real),
         )
-        first, last = _block_range(rows, tiles)
         acc, top, total = jax.lax.fori_loop(first, last, one_block, start)
         empty = total == 0
         out = acc / jnp.where(empty, 1, total)[..., None]
@@ -137,6 +144,7 @@ def backward(
     soft_cap: float = 0.0,
     precision: jax.lax.Precision = jax.lax.Precision.DEFAULT,
     element_test: int,
+    block_size: tuple[int, int] | None = None,
     wanted: tuple[bool, bool, bool] = (True, True, True),
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Gradients of query, key and value, in their dtypes, in one pass over the attended blocks.
@@ -149,11 +157,13 @@ def backward(
     rows_of = _mask_rows(mask, tiles)
     keys_of = _mask_keys(mask, tiles)
     logits_of = _logits(extras, scale, soft_cap, tiles)
+    visits_of, in_map = _visits(mask, tiles), _in_map(mask, block_size, tiles)
     real = _accumulator(query.dtype)
     dot = _dots(precision)
 
-    # The cotangents of a row that attends nothing are ignored, whatever they hold.
+    # A row that attends nothing and its cotangents are ignored, whatever they hold.
     nothing = lse.transpose(0, 2, 1) == -jnp.inf
+    query = jnp.where(nothing[..., None], 0, query)
     dout = jnp.where(nothing[..., None], 0, dout)
     delta = jnp.sum(out.astype(real) * dout.astype(real), axis=-1)
     if dlse is not None:
@@ -166,12 +176,14 @@ def backward(
         rows = rows_of(step)
         q_tile, do_tile = q_tile.astype(real), do_tile.astype(real)
         logits = logits_of(step)
+        first, last, block_of = visits_of(step, rows)
 
-        def one_block(block, state):
+        def one_block(visit, state):
             dq, parts, dk, dv = state
+            block = block_of(visit)
             at = batch * tiles.key_blocks + block
             k_block, v_block = keys[at].astype(real), values[at].astype(real)
-            allowed = _allowed(rows, keys_of(batch, block), element_test)
+            allowed = in_map(_allowed(rows, keys_of(batch, block), element_test), step, block)
             s = dot(q_tile, k_block, 2, 2)
             of = logits(s, block)
             # Where no pair is, the row's lse and dp may be inf or nan (garbage in padding, another
@@ -197,7 +209,6 @@ def backward(
 
         parts = jnp.zeros((*q_tile.shape[:2], 2), real)
         state = (jnp.zeros(q_tile.shape, real) if wanted[0] else None, parts, *sums)
-        first, last = _block_range(rows, tiles)
         dq, parts, *sums = jax.lax.fori_loop(first, last, one_block, state)
         return tuple(sums), (None if dq is None else dq.astype(query.dtype), parts)
 
@@ -296,7 +307,7 @@ def _logits(extras, scale, soft_cap, tiles):
 
 
 def _where(allowed, x, other, tiles):
-    """x (heads, group * rows, keys) where allowed (rows, keys), else other."""
+    """x (heads, group * rows, keys) where allowed (rows, keys), or of every head, else other."""
     by_group = x.reshape(tiles.kv_heads, tiles.group, tiles.rows, tiles.keys)
     return jnp.where(allowed, by_group, jnp.asarray(other, x.dtype)).reshape(x.shape)
 
@@ -321,6 +332,42 @@ def _block_range(rows, tiles):
     first = jnp.min(jnp.where(lo < hi, lo, INT_MAX))
     last = jnp.max(jnp.where(lo < hi, hi, 0))
     return first // tiles.keys, -(-last // tiles.keys)
+
+
+def _visits(mask, tiles):
+    """A function from a step and its rows to the numbers of its visits, and one from those to blocks."""
+    if mask.q_entries is None:
+        return lambda step, rows: (*_block_range(rows, tiles), lambda visit: visit)
+
+    def of_step(step, rows):
+        batch = step // tiles.row_tiles if mask.q_entries.shape[0] != 1 else 0
+        met = block_map.met(mask.q_entries[batch, :, step % tiles.row_tiles])
+        number = jnp.arange(met.shape[0], dtype=jnp.int32)
+        blocks = jnp.sort(jnp.where(met, number, INT_MAX))
+        return jnp.int32(0), met.sum(dtype=jnp.int32), lambda visit: blocks[visit]
+
+    return of_step
+
+
+def _in_map(mask, block_size, tiles):
+    """A function from what a step's rows attend of a block, (rows, keys), to what of it the map has,
+    also (key heads or 1, group or 1, rows, keys)."""
+    if block_size is None:
+        return lambda allowed, step, block: allowed
+
+    def of_block(allowed, step, block):
+        batch = step // tiles.row_tiles if mask.map_bits.shape[0] != 1 else 0
+        places = [
+            (first * size + jnp.arange(size, dtype=jnp.int32)) // of_map
+            for first, size, of_map in zip(
+                (step % tiles.row_tiles, block), (tiles.rows, tiles.keys), block_size, strict=True
+            )
+        ]
+        bits = block_map.bit(mask.map_bits[batch], *places)
+        heads = (tiles.kv_heads, tiles.group) if bits.shape[0] > 1 else (1, 1)
+        return allowed & bits.reshape(*heads, *bits.shape[1:])
+
+    return of_block
 
 
 def _mask_rows(mask, tiles):

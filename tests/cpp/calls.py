@@ -145,8 +145,23 @@ def flags(soft_cap, **more):
     return {"soft_cap": ("float32", soft_cap), **named}
 
 
+def block_map(s, batch, heads, q_block, kv_block):
+    """Its operands: those of the forward, then one that the backward has beside them."""
+    rows, columns = ceil(s.q_len / q_block), ceil(s.kv_len / kv_block)
+    lists = (s.mask_batch, heads)
+    return {
+        "map_bits": Array("int32", (batch, heads, rows, ceil(columns / 32))),
+        "q_entries": Array("int32", (*lists, ceil(s.q_len / 128), 2 + ceil(s.kv_len / 64))),
+        "kv_entries": Array("int32", (*lists, ceil(s.kv_len / 128), 2 + ceil(s.q_len / 64))),
+    }
+
+
+MAP = (1, 6, 3, 20)  # batch, heads, rows and keys of a block
+
+
 def forward_general(
-    m, s=Sizes(), dims=None, batches=(1, 1), has=(1, 1), soft_cap=30.0, dtype=None, exact=0
+    m, s=Sizes(), dims=None, batches=(1, 1), has=(1, 1), soft_cap=30.0, dtype=None, exact=0,
+    blocks=MAP,
 ):  # fmt: skip
     """`dims`: those asked for, by default those of a plain kernel; `batches`: of scales and bias."""
     f = forward(m, s)  # element_test 2
@@ -157,20 +172,26 @@ def forward_general(
     value = replace(value, shape=(*value.shape[:3], v_dim), dtype=dtype)
     out = replace(query, shape=(*query.shape[:3], v_dim))
     lse = f.results["lse"]
+    maps = block_map(s, *blocks)
+    del maps["kv_entries"]
+    sizes = {"q_block": blocks[2], "kv_block": blocks[3]}
     return make_call(
         "packax_forward_general_v1",
-        {"query": query, "key": key, "value": value, **s.mask(2), **extras(s, *batches)},
+        {"query": query, "key": key, "value": value, **s.mask(2), **maps, **extras(s, *batches)},
         {"out": out, "lse": lse, "top": lse},
-        {**f.attributes, **flags(soft_cap, has_scales=has[0], has_bias=has[1], exact=exact)},
+        {
+            **f.attributes,
+            **flags(soft_cap, **sizes, has_scales=has[0], has_bias=has[1], exact=exact),
+        },
     )
 
 
 def backward_general(
     m, s=Sizes(), dims=None, batches=(1, 1), has=(1, 1), soft_cap=30.0, dtype=None, exact=0,
-    wanted=3, has_dnumbers=1,
+    wanted=3, has_dnumbers=1, blocks=MAP,
 ):  # fmt: skip
     """wanted: bit 0 dq, bit 1 dk and dv; what no kernel writes has no elements."""
-    f, b = forward_general(m, s, dims, batches, has, soft_cap, dtype, exact), backward(m, s)
+    f, b = forward_general(m, s, dims, batches, has, soft_cap, dtype, exact, blocks), backward(m, s)
     query, key, value = (f.operands[n] for n in ("query", "key", "value"))
     out, lse = f.results["out"], f.results["lse"]
     sums = {"lse": lse, "dout": out, "dlse": lse}
@@ -190,6 +211,7 @@ def backward_general(
             **sums,
             **s.mask(2),
             **keys,
+            **block_map(s, *blocks),
             **extras(s, *batches),
         },
         {"dq": dq, "dk": dk, "dv": dv, "dnumbers": numbers, "delta": lse},

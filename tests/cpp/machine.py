@@ -43,11 +43,11 @@ POINTERS = {
     "backward_dq": "query key value dout lse delta dq q_lo q_hi q_ids kv_ids q_pos kv_pos "
     "q_blocks q_order",
     **{
-        f"{kernel}_general": f"{pointers} scales slopes q_places kv_places"
+        f"{kernel}_general": f"{pointers}_entries scales slopes q_places kv_places"
         for kernel, pointers in (
-            ("forward", f"query key value out lse top {ROWS}"),
-            ("backward_dkdv", f"query key value dout lse delta dk dv {KEYS}"),
-            ("backward_dq", f"query key value dout lse delta dq dnumbers {ROWS}"),
+            ("forward", f"query key value out lse top {ROWS} map_bits q"),
+            ("backward_dkdv", f"query key value dout lse delta dk dv {KEYS} map_bits kv"),
+            ("backward_dq", f"query key value dout lse delta dq dnumbers {ROWS} map_bits q"),
         )
     },
     "backward_delta_general": "out dout dlse delta q_lo q_hi",
@@ -67,7 +67,10 @@ DECODE = (
     "scale:f soft_cap:f batch q_len kv_len pages page_size table_width heads kv_heads "
     "qk_eighths v_eighths splits"
 )
-GENERAL = "batch mask_batch scales_batch bias_batch q_len kv_len heads kv_heads qk_dim v_dim"
+GENERAL = (
+    "batch mask_batch scales_batch bias_batch map_batch map_heads q_block kv_block "
+    "q_len kv_len heads kv_heads qk_dim v_dim"
+)
 SCALARS = {
     "forward_general": f"scale:f soft_cap:f element_test {GENERAL}",
     "backward_dkdv_general": f"scale:f soft_cap:f element_test {GENERAL}",

@@ -1,0 +1,419 @@
+"""block_sparse: its meaning, the lists that the kernels get, attention and gradients in XLA.
+
+Guards against a list that misses a block or calls one full that is not, a head that gets another's
+map, a row without a key that leaves anything but zeros, an array of Sq x Skv.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import cases
+import context
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import packax
+import pytest
+import score_oracle
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+from packax import block_map
+from test_scores import check, sinks_of, slopes_of
+
+TILE = 128
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_as_array_is_the_definition(data):
+    draw = data.draw
+    q_len, kv_len = draw(st.integers(1, 40)), draw(st.integers(1, 40))
+    size = draw(st.one_of(st.integers(1, 45), st.tuples(*[st.integers(1, 45)] * 2)))
+    m, n = (size, size) if isinstance(size, int) else size
+    lead = draw(st.sampled_from([(), (1,), (3,), (1, 1), (3, 1), (1, 2), (3, 2)]))
+    chosen, _ = cases.random_map(
+        draw(st.integers(0, 999)), (m, n), draw(st.floats(0, 1)), lead, (q_len, kv_len)
+    )
+    ids = np.random.default_rng(q_len).integers(-1, 3, (3, q_len))
+    kv_ids = np.random.default_rng(kv_len).integers(-1, 3, (3, kv_len))
+    parts = [packax.block_sparse(chosen, size)]
+    allowed = np.empty((3, 2, q_len, kv_len), bool)
+    full = np.broadcast_to(
+        chosen.reshape(*[*lead, 1, 1][:2], *chosen.shape[-2:]), (3, 2, *chosen.shape[-2:])
+    )
+    documents, causal = draw(st.booleans()), draw(st.booleans())
+    parts += [packax.documents(ids, kv_ids)] * documents + [packax.causal(offset=3)] * causal
+    for b, h, i, j in np.ndindex(allowed.shape):
+        allowed[b, h, i, j] = full[b, h, i // m, j // n]
+        allowed[b, h, i, j] &= not documents or (ids[b, i] == kv_ids[b, j] and ids[b, i] != -1)
+        allowed[b, h, i, j] &= not causal or j <= i + 3
+    expression = functools.reduce(lambda a, b: a & b, draw(st.permutations(parts)))
+    got = np.asarray(expression.as_array(q_len, kv_len))
+    heads = len(lead) == 2
+    assert got.ndim == (4 if heads else 3 if lead or documents else 2)
+    wanted = got if heads or got.ndim == 2 else got[:, None]
+    np.testing.assert_array_equal(np.broadcast_to(wanted, allowed.shape), allowed)
+
+
+def blocks_of(x, axis, how, fill):
+    """(any or all) of blocks of 64 along an axis."""
+    pad = [(0, 0)] * x.ndim
+    pad[axis] = (0, -x.shape[axis] % 64)
+    x = np.pad(x, pad, constant_values=fill)
+    return how(x.reshape(*x.shape[:axis], -1, 64, *x.shape[axis + 1 :]), axis=axis + 1)
+
+
+def pairs(x, how, fill):
+    """Of blocks of 64 along axis 2, tiles of 128."""
+    x = np.pad(x, ((0, 0), (0, 0), (0, x.shape[2] % 2), (0, 0)), constant_values=fill)
+    return how(x.reshape(*x.shape[:2], -1, 2, x.shape[3]), axis=3)
+
+
+def listed(lists):
+    """Which blocks are listed at all, and which as full; each block's number is there once."""
+    number = lists.shape[-1] - 2
+    order, (masked, full) = lists[..., 2:], np.moveaxis(lists[..., :2], -1, 0)[..., None]
+    np.testing.assert_array_equal(np.sort(order), np.broadcast_to(np.arange(number), order.shape))
+    place = np.argsort(order)
+    return place < masked + full, (masked <= place) & (place < masked + full)
+
+
+@pytest.mark.parametrize(
+    "lengths,size,heads,share",
+    [
+        ((300, 300), (1, 1), 2, 0.02),
+        ((130, 450), (3, 70), 2, 0.4),
+        ((450, 200), (64, 64), 1, 0.8),
+        ((513, 300), (128, 256), 2, 0.8),
+        ((64, 1), (1000, 7), 1, 0.7),
+        ((1, 513), (1, 64), 1, 0.5),
+    ],
+)
+def test_lists(lengths, size, heads, share):
+    """Of eight masks at once: no block is missed, every block called full is, and few come in vain."""
+    q_len, kv_len = lengths
+    rng = np.random.default_rng(q_len)
+    lo = rng.integers(0, kv_len, (8, 1)) + rng.integers(0, 9, (8, q_len))
+    lo[:4], hi = np.maximum(lo[:4] - kv_len, 0), rng.integers(1, kv_len + 1, (8, 1)) + 0 * lo
+    hi[:4] = kv_len
+    hi[3] = np.where(rng.random(q_len) < 0.3, 0, hi[3])  # empty rows here and there
+    chosen, _ = cases.random_map(1, size, share, (8, heads), lengths)
+    expression = packax.block_sparse(chosen, size) & packax.ranges(lo, hi)
+    mask = packax.create_attention_mask(expression, kv_len=kv_len)
+    allowed = np.asarray(expression.as_array(*lengths))
+    hull = np.asarray(packax.ranges(lo, hi).as_array(*lengths))
+    q_entries, kv_entries = np.asarray(mask.q_entries), np.asarray(mask.kv_entries)
+    tiles, key_tiles = (-(-n // TILE) for n in lengths)
+    assert (
+        q_entries.shape == (8, heads, tiles, 2 + -(-kv_len // 64)) and q_entries.dtype == np.int32
+    )
+    assert kv_entries.shape == (8, heads, key_tiles, 2 + -(-q_len // 64))
+
+    some = blocks_of(blocks_of(allowed, 2, np.any, False), 3, np.any, False)
+    empty = ~hull.any(2)[:, None, :, None]  # of a tile of rows these do not count
+    meets, full = listed(q_entries)
+    attended = pairs(some, np.any, False)
+    assert not (attended & ~meets).any()
+    here = blocks_of(allowed | empty, 3, np.all, False)  # a partial last block is none
+    every = blocks_of(here, 2, np.all, True)
+    tile_full = pairs(every, np.all, True)
+    assert not (full & ~tile_full).any()
+    # Where rows have one hull, the lists are exact.
+    one = [0, 1, 2] if q_len < TILE else []
+    np.testing.assert_array_equal((full[one] & attended[one]), (tile_full & attended)[one])
+
+    meets, full = listed(kv_entries)
+    attended = pairs(some.swapaxes(2, 3), np.any, False)
+    assert not (attended & ~meets).any()
+    every = blocks_of(blocks_of(allowed, 2, np.all, False), 3, np.all, False).swapaxes(2, 3)
+    every = pairs(every, np.all, True)
+    assert not (full & ~every).any()
+    if size == (64, 64):
+        assert full.any() and (full == every)[:3].all()
+    if share < 0.1:
+        assert meets[:3].mean() > 0.9 and not full.any()  # 1 x 1: hardly a block has nothing
+
+
+def test_bits():
+    rng = np.random.default_rng(0)
+    for columns in (32, 101):
+        chosen = rng.random((2, 5, columns)) < 0.5
+        bits = block_map.packed(jnp.asarray(chosen))
+        assert bits.shape == (2, 5, -(-columns // 32)) and bits.dtype == jnp.int32
+        got = block_map.bit(bits, jnp.arange(5), jnp.arange(columns))
+        np.testing.assert_array_equal(got, chosen)
+
+
+@pytest.mark.parametrize(
+    "name,dtype,dims,options",
+    [
+        ("moba", "bfloat16", (24, 40), {"soft_cap": 2.0, "slopes": True, "sinks": True}),
+        ("indexer", "bfloat16", (16, 8), {"sinks": True}),
+        ("sparse_tiles", "float32", (16, 16), {"scale": -0.3}),
+        ("sparse_threes", "float32", (16, 16), {"slopes": True}),
+        ("sparse_wide", "float32", (8, 16), {"soft_cap": 3.0}),
+    ],
+)
+def test_attention(name, dtype, dims, options):
+    case = cases.BY_NAME[name]
+    options = dict(options)
+    for option, made in (("sinks", sinks_of), ("slopes", slopes_of)):
+        if options.pop(option, False):
+            options[option] = made(case.heads)
+    check(case, dtype, dims, **options)
+
+
+def small(seed=0, heads=4, kv_heads=2, dtype=np.float32):
+    """Tensors of 2 x 70 rows and 140 keys, and cotangents."""
+    rng = np.random.default_rng(seed)
+    shapes = (2, 70, heads, 8), (2, 140, kv_heads, 8), (2, 140, kv_heads, 8), (2, 70, heads, 8)
+    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+
+
+SIZE = (1, 20)
+CHOSEN, _ = cases.random_map(3, SIZE, 0.3, (2, 4), (70, 140))
+ATTENDS = np.asarray(packax.block_sparse(CHOSEN, SIZE).as_array(70, 140))
+
+
+@functools.partial(jax.jit, static_argnames="sharding")
+def step(query, key, value, dout, chosen, sharding=None):
+    """out, lse and gradients."""
+    mask = packax.create_attention_mask(
+        packax.block_sparse(chosen, SIZE), q_len=70, kv_len=140, sharding=sharding
+    )
+
+    def attention(*tensors):
+        return packax.flash_attention(*tensors, mask, return_lse=True, sharding=sharding)
+
+    (out, lse), pullback = jax.vjp(attention, query, key, value)
+    return out, lse, *pullback((dout, jnp.cos(out).sum(-1).swapaxes(1, 2)))
+
+
+def test_rows_that_attend_nothing_may_hold_anything():
+    query, key, value, dout = small()
+    idle = ~ATTENDS.any(3).swapaxes(1, 2)
+    assert idle.any() and not idle.all()
+    clean = step(
+        *(
+            np.where(idle[..., None], 0, x) if x.shape[1] == 70 else x
+            for x in (query, key, value, dout)
+        ),
+        CHOSEN,
+    )
+    query[idle] = dout[idle] = np.nan
+    dirty = step(query, key, value, dout, CHOSEN)
+    for x, y in zip(clean, dirty, strict=True):
+        np.testing.assert_array_equal(x, y)
+    out, lse, dq, *_ = dirty
+    assert not np.asarray(out)[idle].any() and not np.asarray(dq)[idle].any()
+    assert (np.asarray(lse).swapaxes(1, 2)[idle] == -np.inf).all()
+    nothing = step(*small(), np.zeros_like(CHOSEN))
+    assert not any(np.asarray(x).any() for x in (nothing[0], *nothing[2:]))
+
+
+def test_blocks_that_no_head_attends_are_not_read():
+    query, key, value, dout = small()
+    chosen = CHOSEN.copy()
+    chosen[1, :, :, 6] = False  # the keys from 120 on; XLA's blocks are 128 and 12 keys
+    chosen[0, :, :, :] = False
+    key[0] = value[0] = np.nan
+    key[1, 128:] = value[1, 128:] = np.nan
+    assert all(
+        np.isfinite(x).all() for n, x in enumerate(step(query, key, value, dout, chosen)) if n != 1
+    )
+
+
+def test_vmap_over_the_map():
+    tensors = small()
+    maps = np.stack([CHOSEN, ~CHOSEN, CHOSEN[::-1]])
+    alone = [step(*tensors, x) for x in maps]
+    together = jax.vmap(step, (None, None, None, None, 0))(*tensors, maps)
+    for x, *ys in zip(together, *alone, strict=True):
+        np.testing.assert_allclose(x, np.stack(ys), atol=2e-6)
+    # one map for all, tensors mapped: it stays one
+    one = jax.vmap(step, (0, 0, 0, 0, None))(*(x[:, None] for x in tensors), CHOSEN[:1])
+    wanted = step(*tensors, CHOSEN[:1])
+    for x, y in zip(one, wanted, strict=True):
+        np.testing.assert_allclose(np.asarray(x)[:, 0], y, atol=2e-6)
+
+
+def test_forward_mode_and_second_derivatives():
+    """Of a map that is traced: they are those of the dense attention."""
+
+    def ours(query, key, value, chosen):
+        mask = packax.create_attention_mask(packax.block_sparse(chosen, SIZE), q_len=70, kv_len=140)
+        return packax.flash_attention(query, key, value, mask, scale=0.3)
+
+    def dense(query, key, value, chosen):
+        arrays = {"query": query, "key": key, "value": value, "scale": jnp.float32(0.3)}
+        return score_oracle.dense(arrays, jnp.asarray(ATTENDS))[0]
+
+    tensors = small()[:3]
+
+    def curvature(attention):
+        def loss(*x):
+            return jnp.sin(attention(*x, jnp.asarray(CHOSEN))).sum()
+
+        gradient = jax.grad(loss, (0, 1, 2))
+        return jax.jit(lambda *x: jax.jvp(gradient, x, tuple(jnp.cos(y) for y in x)))
+
+    for x, y in zip(*(jax.tree.leaves(curvature(f)(*tensors)) for f in (ours, dense)), strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-5)
+
+
+@pytest.mark.parametrize("heads_axis", ["tensor", None])
+def test_batch_and_heads_over_a_mesh(heads_axis):
+    tensors, chosen = small(), CHOSEN if heads_axis else CHOSEN[:1, :1]
+    wanted = step(*tensors, chosen)
+    spec = P("data", None, heads_axis, None)
+    sharding = packax.AttentionSharding(query=spec, key_value=spec)
+    with jax.set_mesh(context.mesh_of(2, 2, axes=("data", "tensor"))):
+        got = step(*tensors, chosen, sharding=sharding)
+        mask = packax.create_attention_mask(
+            packax.block_sparse(chosen, SIZE), q_len=70, kv_len=140, sharding=sharding
+        )
+        # and inside a shard_map of the caller's, by the specs of its arrays
+        lse = jax.shard_map(
+            lambda q, k, v, mask: packax.flash_attention(q, k, v, mask, return_lse=True)[1],
+            in_specs=(spec, spec, spec, sharding.mask_specs(mask)),
+            out_specs=P("data", heads_axis),
+        )(
+            *tensors[:3],
+            packax.create_attention_mask(packax.block_sparse(chosen, SIZE), q_len=70, kv_len=140),
+        )
+    for x, y in zip((*got, lse), (*wanted, wanted[1]), strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-6)
+
+
+def test_export_with_symbolic_sizes():
+    def attention(query, key, chosen):
+        mask = packax.create_attention_mask(
+            packax.causal() & packax.block_sparse(chosen, (1, 20)),
+            q_len=query.shape[1],
+            kv_len=key.shape[1],
+        )
+        out = lambda *x: packax.flash_attention(*x, mask).sum()  # noqa: E731
+        return jax.grad(out, (0, 1, 2))(query, key, key)
+
+    b, s, n = jax.export.symbolic_shape("b, s, n")
+    shapes = [
+        jax.ShapeDtypeStruct(x, d)
+        for x, d in (
+            ((b, s, 2, 8), "float32"),
+            ((b, 20 * n, 1, 8), "float32"),
+            ((b, 2, s, n), "bool"),
+        )
+    ]
+    program = jax.export.export(jax.jit(attention), platforms=["cpu"])(*shapes)
+    rng = np.random.default_rng(0)
+    for batch, length, blocks in ((1, 1, 1), (2, 150, 7)):
+        query, key = (
+            rng.standard_normal(x).astype(np.float32)
+            for x in ((batch, length, 2, 8), (batch, 20 * blocks, 1, 8))
+        )
+        chosen = rng.random((batch, 2, length, blocks)) < 0.5
+        got, wanted = program.call(query, key, chosen), jax.jit(attention)(query, key, chosen)
+        for x, y in zip(got, wanted, strict=True):
+            np.testing.assert_allclose(x, y, atol=2e-5)
+
+
+def test_memory_is_that_of_the_blocks():
+    """Four times the tokens and blocks of keys, four times the memory, but for the map itself."""
+
+    def temporary(length):
+        def loss(query, key, value, chosen):
+            mask = packax.create_attention_mask(
+                packax.causal() & packax.block_sparse(chosen, (128, 512)),
+                q_len=length,
+                kv_len=length,
+            )
+            return packax.flash_attention(query, key, value, mask).astype(jnp.float32).sum()
+
+        tensor = jax.ShapeDtypeStruct((1, length, 2, 16), jnp.bfloat16)
+        chosen = jax.ShapeDtypeStruct((1, 2, length // 128, length // 512), jnp.bool_)
+        lowered = jax.jit(jax.grad(loss, (0, 1, 2))).lower(tensor, tensor, tensor, chosen)
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    small, large = temporary(1 << 12), temporary(1 << 14)
+    assert large < 5 * small and large < 32 * (1 << 20)  # scores of 16k tokens would be 2 GiB
+
+
+def test_a_mask_without_a_map_has_none_of_its_arrays():
+    mask = packax.create_attention_mask(packax.causal(), q_len=9, kv_len=9)
+    assert len(mask.operands()) == 11 and mask.block_size is None
+    assert mask.map_bits is None and mask.q_entries is None and mask.kv_entries is None
+
+
+BLOCKS = np.ones((5, 5), bool)
+
+
+@pytest.mark.parametrize(
+    "make,error,message",
+    [
+        (lambda: packax.block_sparse(np.ones(5, bool), 1), ValueError,
+         r"block_map must have shape \(q blocks, key blocks\), .* but has \(5,\)"),
+        (lambda: packax.block_sparse(np.ones((2, 0), bool), 1), ValueError, r"but has \(2, 0\)"),
+        (lambda: packax.block_sparse(np.ones((5, 5)), 1), ValueError,
+         "block_map must be boolean, but has dtype float64"),
+        (lambda: packax.block_sparse(BLOCKS, 0), ValueError, "block_size must be a positive .* but is 0"),
+        (lambda: packax.block_sparse(BLOCKS, (1, 2, 3)), ValueError, r"but is \(1, 2, 3\)"),
+        (lambda: packax.block_sparse(BLOCKS, (1, 2.0)), ValueError, r"but is \(1, 2.0\)"),
+        (lambda: packax.block_sparse(BLOCKS, 2**31), ValueError, "below 2\\*\\*31, but is 2147483648"),
+        (lambda: packax.block_sparse(BLOCKS, 2).as_array(9, 11), ValueError,
+         r"block_map has shape \(5, 5\), so 5 blocks of keys, but 11 keys are 6 blocks of 2"),
+        (lambda: packax.create_attention_mask(
+            packax.block_sparse(BLOCKS, (3, 2)) & packax.documents(np.ones(9, int))), ValueError,
+         "so 5 blocks of query rows, but 9 query rows are 3 blocks of 3"),
+        (lambda: packax.create_attention_mask(packax.block_sparse(BLOCKS, 2), q_len=9), ValueError,
+         "kv_len is not known"),
+        (lambda: packax.block_sparse(BLOCKS, 2) & packax.causal() & packax.block_sparse(BLOCKS, 2),
+         NotImplementedError, r"one block_sparse\(...\), and `&` was given two: combine the maps into one"),
+        (lambda: packax.block_sparse(BLOCKS, 2) | packax.causal(), NotImplementedError,
+         r"`\|` cannot take block_sparse\(...\), .* as in \(a \| b\) & block_sparse\(...\)"),
+        (lambda: packax.create_attention_mask(packax.block_sparse(np.ones((2, 5, 5), bool), 2)
+                                              & packax.documents(np.ones((3, 9), int))), ValueError,
+         "segment_ids has batch size 3, but block_map has 2"),
+    ],
+)  # fmt: skip
+def test_errors(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_errors_of_heads_plans_and_meshes():
+    query, key, value, _ = small()
+    with pytest.raises(
+        ValueError, match="block_map of 3 heads, but query has 4: give it one for each"
+    ):
+        expression = packax.block_sparse(np.ones((2, 3, 70, 7), bool), SIZE)
+        packax.flash_attention(query, key, value, expression)
+    expression = packax.block_sparse(np.ones((2, 2), bool), 128)
+    mask = packax.create_attention_mask(expression, q_len=256, kv_len=256)
+    with pytest.raises(
+        NotImplementedError, match=r"mask has a block_sparse\(...\), by which no plan"
+    ):
+        packax.context_plan("area", 2, mask=mask)
+    plan = packax.context_plan("area", 2, segment_ids=np.zeros((1, 256), np.int32))
+    with pytest.raises(
+        NotImplementedError, match=r"plan permutes .* block_sparse\(...\) cannot follow"
+    ):
+        packax.create_attention_mask(expression, q_len=256, kv_len=256, plan=plan)
+    with jax.set_mesh(context.mesh_of(2, 2, axes=("data", "tensor"))):
+        spec = P(None, "data", None, None)
+        with pytest.raises(
+            NotImplementedError, match=r"sharding.query shards the sequence over \('data',\)"
+        ):
+            packax.create_attention_mask(
+                expression, q_len=256, kv_len=256, sharding=packax.AttentionSharding(spec, spec)
+            )
+        spec = P(None, None, "tensor", None)
+        with pytest.raises(
+            ValueError, match="the number of heads of block_map, 3, must be a multiple"
+        ):
+            packax.create_attention_mask(
+                packax.block_sparse(np.ones((1, 3, 2, 2), bool), 128), q_len=256, kv_len=256,
+                sharding=packax.AttentionSharding(spec, spec),
+            )  # fmt: skip
