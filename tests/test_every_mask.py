@@ -51,6 +51,7 @@ KINDS = {
     "documents by positions": lambda a: packax.causal() & by_positions(a),
     "documents, other ids of keys": lambda a: packax.documents(a["ids"], a["span_ids"]),
     "ranges": lambda a: packax.ranges(a["lo"], a["lo"] + a["offset"][:, None]) & documents(a),
+    "block sparse": lambda a: packax.block_sparse(a["map"], 1) & by_positions(a),
     "one or the other": lambda a: packax.causal() & packax.chunked(5) | packax.sliding_window(2),
     "or on one side": lambda a: packax.causal(1) | packax.prefix(a["lengths"]),
 }
@@ -63,6 +64,7 @@ def arrays(length=S, batch=B, seed=0):
         "ids": ids.astype(np.int32),  # not sorted: rows are tested by elements
         "positions": rng.integers(0, 9, (batch, length)).astype(np.int32),
         "span_ids": np.sort(rng.integers(-1, 4, (batch, length))).astype(np.int32),
+        "map": rng.random((batch, length, length)) < 0.4,
         "lo": rng.integers(-2, length, (batch, length)).astype(np.int32),
         "lengths": rng.integers(0, length, batch).astype(np.int32),
         "offset": rng.integers(1, 5, batch).astype(np.int32),

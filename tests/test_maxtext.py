@@ -317,17 +317,58 @@ def test_dense_path_is_the_same_attention():
     jax.tree.map(close, run("dense"), run(None))
 
 
-@pytest.mark.parametrize("cap", [None, 2.0])
-def test_moba_and_indexer_mask(cap):
+MASKED = -0.7 * float(np.finfo(np.float32).max)  # of an additive mask
+
+
+@pytest.mark.parametrize("implementation", [None, "dense"])
+@pytest.mark.parametrize(
+    ("kind", "size", "moba", "indexer"),
+    [
+        ("global", None, True, False),
+        ("full", None, True, True),
+        ("local_sliding", 13, True, False),
+        ("full", None, False, True),
+    ],
+)
+def test_moba_and_indexer_mask(kind, size, moba, indexer, implementation):
+    """Beside segment ids, cap and sinks. MoBA is causal with every type; rows without a key are 0."""
     q, k, v = tensors()
     ids, _ = ids_and_positions()
+    sinks = RNG.standard_normal(HEADS).astype(np.float32)
     kept = RNG.random((B, S, S)) < 0.6
-    indexer = jnp.where(kept, 0.0, -0.7 * float(jnp.finfo(jnp.float32).max))
-    one = op(config=MOBA, implementation="dense", attn_logits_soft_cap=cap)
-    run = jax.jit(lambda *x: one(*x[:3], ids, indexer_mask=x[3]))
-    allowed = moba_pairs(q, k, 0) & pairs("global", None, ids)[:, None]
-    assert allowed.sum() < pairs("global", None, ids).sum() * HEADS
-    close(run(q, k, v, indexer), of_heads(q, k, v, allowed & kept[:, None], cap))
+    kept[1, 3] = False
+    mask = jnp.where(kept, 0.0, MASKED) if indexer else None
+    options = {"attn_logits_soft_cap": 2.0, "implementation": implementation}
+    one = op(kind, size, config=MOBA if moba else None, **options)
+    run = jax.jit(lambda *x: one(*x[:3], ids, sinks=sinks, indexer_mask=x[3]))
+    allowed = np.broadcast_to(pairs(kind, size, ids)[:, None], (B, HEADS, S, S))
+    whole = allowed.sum()
+    allowed = allowed & (moba_pairs(q, k, 0) if moba else True)
+    allowed = allowed & (kept[:, None] if indexer else True)
+    assert allowed.sum() < whole
+    close(run(q, k, v, mask), of_heads(q, k, v, allowed, 2.0, sinks))
+
+
+def test_moba_in_chunked_prefill_and_its_gradients():
+    """Chunks are of the whole prompt. The gate has no gradient: as the dense path's."""
+    before, rows = 13, 10
+    q, k, v = tensors(rows, before + rows)
+    ids = np.ones((B, before + rows), int)
+    previous = np.zeros((B, before, 1))
+
+    def results(implementation):
+        one = op(config=MOBA, implementation=implementation)
+
+        def loss(q, k, v):
+            cached = ((k, v, ids), None)
+            out = one(q, *[None] * 4, "prefill", cached, previous_chunk=previous)
+            return jnp.sum(jnp.sin(out)), out
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
+
+    got = results(None)
+    close(got[0][1], of_heads(q, k, v, moba_pairs(q, k, before)))
+    jax.tree.map(close, got, results("dense"))
 
 
 @pytest.mark.parametrize("implementation", [None, "dense"])
@@ -385,6 +426,14 @@ def test_load_balanced_order(kind, size):
     out = maxtext.reorder_sequence(jax.jit(one)(*there), 2, to_contiguous=True)
     allowed = pairs(kind, size, ids, row=positions, col=positions)
     close(out, reference(q, k, v, allowed)[0])
+    mesh = jax.make_mesh((1, 2), ("data", "context"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    spec = jax.sharding.PartitionSpec("data", "context", None, None)
+    sharding = packax.AttentionSharding(query=spec, key_value=spec)
+    split = maxtext.AttentionOp(config, mesh, attention_type=kind, sharding=sharding, **sizes)
+    with jax.set_mesh(mesh):
+        out = jax.jit(split)(*there)
+    out = maxtext.reorder_sequence(out, 2, to_contiguous=True)
+    close(out, reference(q, k, v, allowed)[0])
     if kind == "chunk":
         plain = maxtext.AttentionOp(
             config=config, mesh=Mesh, attention_type=kind, implementation="dense", **sizes
@@ -393,9 +442,29 @@ def test_load_balanced_order(kind, size):
         close(out, reference(q, k, v, allowed)[0])
     with pytest.raises(ValueError, match="inputs_positions must be given"):
         one(*there[:4])
-    config = types.SimpleNamespace(**{**vars(config), **vars(MOBA)})
-    with pytest.raises(NotImplementedError, match=r"config.moba must be False for reordered"):
-        maxtext.AttentionOp(config=config, mesh=Mesh, implementation="dense")(*there)
+
+
+@pytest.mark.parametrize("implementation", [None, "dense"])
+def test_reordered_moba_and_indexer_mask(implementation):
+    """Any length that 2 * ranks divide; what is chosen is of the sequence in order."""
+    length = 36
+    q, k, v = tensors(length, length)
+    ids, positions = ids_and_positions(length)
+    kept = RNG.random((B, length, length)) < 0.6
+    config = {"context_parallel_load_balance": True, "context_sharding": "context"}
+    config = types.SimpleNamespace(**vars(MOBA), **config)
+    there = [maxtext.reorder_sequence(jnp.asarray(x), 2) for x in (q, k, v, ids, positions)]
+    indexer = jnp.where(kept, 0.0, MASKED)
+    indexer = maxtext.reorder_sequence(maxtext.reorder_sequence(indexer, 2), 2, seq_dim=2)
+    one = maxtext.AttentionOp(config, Mesh, implementation=implementation)
+    out = jax.jit(lambda *x: one(*x[:5], indexer_mask=x[5]))(*there, indexer)
+    allowed = pairs("global", None, ids, row=positions, col=positions) & kept
+    expected = of_heads(q, k, v, allowed[:, None] & moba_pairs(q, k, 0))
+    close(maxtext.reorder_sequence(out, 2, to_contiguous=True), expected)
+    spec = jax.sharding.PartitionSpec(None, "context", None, None)
+    sharding = packax.AttentionSharding(query=spec, key_value=spec)
+    with pytest.raises(NotImplementedError, match=r"config.moba must be False and indexer_mask No"):
+        maxtext.AttentionOp(config, Mesh, sharding=sharding)(*there)
 
 
 def test_reorder_sequence():
@@ -452,11 +521,6 @@ def test_errors_of_the_op(options, error, message):
             {"indexer_mask": np.zeros((B, S, S), bool)},
             ValueError,
             r"indexer_mask must be floating point of shape \(2, 33, 33\), but is bool of shape",
-        ),
-        (
-            {"indexer_mask": np.zeros((B, S, S), np.float32)},
-            NotImplementedError,
-            "indexer_mask must be None: its keys are no range",
         ),
         ({"compressed_kv": 0}, NotImplementedError, "compressed_kv must be None"),
         ({"model_mode": "decode"}, ValueError, 'model_mode must be "train", "prefill" or'),

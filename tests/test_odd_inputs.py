@@ -103,6 +103,7 @@ def test_disable_jit(expected):
         close(packax.flash_attention(QUERY, KEY, VALUE, EXPRESSION), expected)
         close(jax.grad(loss)(jnp.asarray(QUERY), EXPRESSION), gradient)
         close(packax.decode_attention(QUERY[:, :1], KEY, VALUE, np.array([3, 9])), decoded)
+        jax.jvp(lambda q: packax.flash_attention(q, KEY, VALUE, EXPRESSION), (QUERY,), (QUERY,))
 
 
 def test_debug_nans():

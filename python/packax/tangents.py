@@ -56,7 +56,8 @@ def _add_tangent(of: Primitive, name: str, tensors: int, function: Callable[...,
 
     @primitive.def_impl
     def outside_jit(*operands, **params):
-        return jitted(*operands, params=tuple(params.items()))
+        with jax.disable_jit(False):
+            return jitted(*operands, params=tuple(params.items()))
 
     def run(*operands, params):
         static = dict(params)

@@ -102,7 +102,9 @@ def forward(
             allowed = in_map(_allowed(rows, keys_of(batch, block), element_test), step, block)
             s = logits(dot(q_tile, keys[at].astype(real), 2, 2), block).logit
             s = _where(allowed, s, -jnp.inf, tiles)
-            new_top = jnp.maximum(top, s.max(axis=-1))
+            # Results do not depend on the shift, so it needs no tangent. That of a maximum asks which
+            # scores equal it, and none may: the compiler rounds them anew (a multiply-add) for that.
+            new_top = jnp.maximum(top, jax.lax.stop_gradient(s).max(axis=-1))
             # A row that has met no key yet keeps -inf: shift by 0 so that -inf - -inf never is.
             shift = jnp.where(new_top == -jnp.inf, 0, new_top)
             p = jnp.exp(s - shift[..., None])

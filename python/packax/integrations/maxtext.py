@@ -21,11 +21,13 @@ from flax import nnx
 
 from packax import intervals, masks
 from packax.attention import flash_attention
+from packax.block_sparse import block_sparse
 from packax.build import create_attention_mask
 from packax.dot_product import key_mask
 from packax.integrations import maxtext_dense
 from packax.integrations import maxtext_selection as selection
 from packax.integrations.maxtext_decode import decode, merged
+from packax.integrations.maxtext_options import NO_EFFECT, attention_type_of, size_of
 from packax.integrations.maxtext_tokens import documents_of, reorder_sequence, runs_of
 from packax.masks import MaskExpression
 from packax.plan import context_plan
@@ -36,31 +38,7 @@ __all__ = ["AttentionOp", "reorder_sequence"]
 
 TRAIN, PREFILL, AUTOREGRESSIVE = "train", "prefill", "autoregressive"
 ACTIVE = 1  # the id of a cache's tokens while decoding: all others are no tokens
-_TYPES = ("global", "local_sliding", "chunk", "full", "mla", "block_diffusion")
 _LOCAL = ("local_sliding", "chunk")
-_NO_EFFECT = (  # how MaxText computes, or lays out what packax does not have
-    "attention_kernel",
-    "cache_logical_axis_names",
-    "cache_scale_logical_axis_names",
-    "compute_axis_order",
-    "dtype",
-    "flash_axis_names_kv",
-    "flash_axis_names_q",
-    "flash_axis_names_splash_kernel",
-    "float32_logits",
-    "float32_qk_product",
-    "key_axis_order",
-    "max_prefill_predict_length",
-    "max_target_length",
-    "num_kv_heads",
-    "num_query_heads",
-    "prefill_cache_logical_axis_names",
-    "ragged_block_size",
-    "ragged_lengths_names",
-    "ragged_qkv_axis_names",
-    "reshape_q",
-    "rngs",
-)
 
 
 class AttentionOp(nnx.Module):
@@ -81,7 +59,7 @@ class AttentionOp(nnx.Module):
         use_ragged_attention: must be False; the result would be the same.
         sharding: a `packax.AttentionSharding` for context parallelism.
         implementation: as of `packax.flash_attention`; "dense": plain XLA with memory quadratic in
-            the lengths, which takes MoBA and indexer masks too, and no notice of sharding.
+            the lengths, to compare with; it takes no notice of sharding.
         others: MaxText's other keyword arguments are accepted and have no effect.
 
     Raises:
@@ -107,10 +85,10 @@ class AttentionOp(nnx.Module):
         implementation: Any = None,
         **others: Any,
     ):
-        unknown = sorted(others.keys() - set(_NO_EFFECT))
+        unknown = sorted(others.keys() - set(NO_EFFECT))
         if unknown:
             raise TypeError(f"AttentionOp has no argument {', '.join(unknown)}")
-        self.attention_type = _attention_type(config, attention_type)
+        self.attention_type = attention_type_of(config, attention_type)
         self.dense = implementation == "dense"
         self.moba = None
         if getattr(config, "moba", False):
@@ -127,21 +105,9 @@ class AttentionOp(nnx.Module):
                     f"{what}: there is no kernel for it; MaxText's dot_product attention takes it"
                 )
         self.attn_logits_soft_cap = attn_logits_soft_cap or None
-        self.size: Any = {
-            "local_sliding": sliding_window_size,
-            "chunk": chunk_attn_window_size,
-            "block_diffusion": getattr(config, "causal_block_size", None),
-        }.get(self.attention_type)
-        sized = {
-            "local_sliding": "sliding_window_size",
-            "chunk": "chunk_attn_window_size",
-            "block_diffusion": "config.causal_block_size",
-        }.get(self.attention_type)
-        if sized is not None and (not isinstance(self.size, (int, np.integer)) or self.size < 1):
-            raise ValueError(
-                f"{sized} must be a positive integer for attention_type "
-                f'"{self.attention_type}", but is {self.size!r}'
-            )
+        self.size = size_of(
+            config, self.attention_type, sliding_window_size, chunk_attn_window_size
+        )
         axis = getattr(config, "context_sharding", "context")
         balanced = getattr(config, "context_parallel_load_balance", False)
         self.reordered = mesh.shape.get(axis, 1) if balanced and mesh is not None else 1
@@ -182,7 +148,7 @@ class AttentionOp(nnx.Module):
             bidirectional_mask: (B, S): runs of True attend each other both ways, inside a document.
             sinks: (H,), a logit of each head in the softmax's denominator.
             indexer_mask: (B, Sq, Skv) additive, 0 or very negative; the keys of both caches while
-                decoding. With implementation="dense", or for decoding one row.
+                decoding.
             record_max_logits: keep the largest logit of each head as `self.max_logits`, an
                 nnx.Intermediate of shape (B, H): capped, of attended pairs; -inf where there are none.
             decoder_segment_ids_kv: (B, Skv), the keys' ids where they differ.
@@ -192,8 +158,8 @@ class AttentionOp(nnx.Module):
 
         Raises:
             ValueError: shapes, dtypes or arguments that are not as above.
-            NotImplementedError: indexer_mask without implementation="dense", compressed_mask and
-                compressed_kv, whose keys no range holds; no kernel for the dtype or head dim.
+            NotImplementedError: compressed_mask, compressed_kv; MoBA or indexer_mask for tokens that
+                are reordered and sharded; no kernel for the dtype or head dim.
         """
         for name, x in (("compressed_mask", compressed_mask), ("compressed_kv", compressed_kv)):
             if x is not None:
@@ -236,19 +202,32 @@ class AttentionOp(nnx.Module):
                 parts.append(self._decode(query, key, value, ids, indexer, record))
                 at = to
             return merged(parts, scores_of(query, 0, 0, 1.0, sinks, None, None)[0].sinks)
-        mask = self._mask(
-            query,
-            key,
-            decoder_segment_ids,
-            decoder_segment_ids_kv,
-            inputs_positions,
-            previous_chunk,
-            bidirectional_mask,
-        )
-        before = _length(previous_chunk)
-        return self._attend(
-            query, key, value, mask, before, indexer_mask, sinks, record_max_logits
-        )[0]
+        ids, kv_ids = decoder_segment_ids, decoder_segment_ids_kv
+        if ids is None and kv_ids is not None:
+            raise ValueError("decoder_segment_ids_kv was given without decoder_segment_ids")
+        ids = None if ids is None else documents_of("decoder_segment_ids", ids)
+        kv_ids = None if kv_ids is None else documents_of("decoder_segment_ids_kv", kv_ids)
+        before = 0 if previous_chunk is None else previous_chunk.shape[1]
+        ranks = 1 if before else self.reordered
+        if ranks > 1 and inputs_positions is None:
+            raise ValueError(
+                "inputs_positions must be given: the tokens are reordered over "
+                f"{ranks} context-parallel ranks"
+            )
+        positions = inputs_positions if ranks > 1 else None
+        in_order = ranks > 1 and self.sharding is None  # then nothing speaks for MaxText's order
+        if in_order:
+            query, key, value, ids, kv_ids, positions, bidirectional_mask, indexer_mask = (
+                reorder_sequence(x, ranks, to_contiguous=True)
+                for x in (
+                    *(query, key, value, ids, kv_ids, positions, bidirectional_mask),
+                    reorder_sequence(indexer_mask, ranks, 2, to_contiguous=True),
+                )
+            )
+        images = None if bidirectional_mask is None else jnp.asarray(bidirectional_mask)
+        mask = self._mask(query, key, ids, kv_ids, positions, images, indexer_mask, before)
+        out, _ = self._attend(query, key, value, mask, sinks, record_max_logits)
+        return reorder_sequence(out, ranks) if in_order else out
 
     def _decode(
         self, query: Any, key: Any, value: Any, ids: Any, indexer: Any, record: bool
@@ -271,12 +250,13 @@ class AttentionOp(nnx.Module):
                 expression = key_mask(active, rows)
                 if self.attention_type in _LOCAL:
                     expression = expression & self._interval(before)
+            expression = self._chosen(expression, query, key, before, indexer)
             mask = self._built(expression, rows, keys, None)
-            return self._attend(query, key, value, mask, before, indexer, None, record)
+            return self._attend(query, key, value, mask, None, record)
         place = jnp.arange(keys, dtype=jnp.int32)
         most, attended = keys, active
         if active is not None and self.attention_type in _LOCAL:
-            size = int(self.size)
+            size = self.size
             first = keys - size if self.attention_type == "local_sliding" else before // size * size
             most, attended = min(size, keys), active & (place >= first)
         if indexer is not None:
@@ -296,37 +276,13 @@ class AttentionOp(nnx.Module):
         )
 
     def _attend(
-        self,
-        query: Any,
-        key: Any,
-        value: Any,
-        mask: Any,
-        before: int,
-        indexer_mask: Any,
-        sinks: Any,
-        record: bool,
+        self, query: Any, key: Any, value: Any, mask: Any, sinks: Any, record: bool
     ) -> tuple[jax.Array, jax.Array]:
-        """(out, lse); `before`: the place of the first row, by which MoBA counts."""
+        """(out, lse)."""
         results: Any
-        refused = {
-            "config.moba must be False": self.moba,
-            "indexer_mask must be None": indexer_mask,
-        }
-        for what, given in refused.items():
-            if given is not None and not self.dense:
-                raise NotImplementedError(
-                    f"{what}: its keys are no range for a row, and only decoding of one row has a "
-                    'kernel for them; AttentionOp(implementation="dense") takes it'
-                )
         if self.dense:
-            allowed = jnp.reshape(mask, (-1, 1, 1, *mask.shape[-2:]))
-            if self.moba is not None:
-                chosen = selection.moba(query, key, before, *self.moba)
-                allowed = allowed & maxtext_dense.by_chunks(chosen, key, before, self.moba[0])
-            if indexer_mask is not None:
-                allowed = allowed & selection.indexed(indexer_mask)[:, None, None]
             cap = self.attn_logits_soft_cap
-            results = maxtext_dense.attend(query, key, value, allowed, cap, sinks)
+            results = maxtext_dense.attend(query, key, value, mask, cap, sinks)
         else:
             options: dict[str, Any] = {}
             if self.attn_logits_soft_cap is not None:
@@ -351,16 +307,16 @@ class AttentionOp(nnx.Module):
         return results[0], results[1]
 
     def _built(self, expression: MaskExpression, rows: int, keys: int, plan: Any) -> Any:
-        """An AttentionMask; for the dense path the boolean (B or 1, rows, keys)."""
+        """An AttentionMask; for the dense path the boolean (B or 1, H or 1, rows, keys)."""
         if not self.dense:
             sharding = self.sharding
             return create_attention_mask(
                 expression, q_len=rows, kv_len=keys, sharding=sharding, plan=plan
             )
         allowed = jnp.asarray(expression.as_array(rows, keys))
-        allowed = allowed.reshape(-1, rows, keys)
+        allowed = allowed if allowed.ndim == 4 else allowed.reshape(-1, 1, rows, keys)
         if plan is not None:  # the expression is about tokens in order
-            allowed = plan.permute(plan.permute(allowed, axis=1), axis=2)
+            allowed = plan.permute(plan.permute(allowed, axis=2), axis=3)
         return allowed
 
     def _mask(
@@ -370,90 +326,74 @@ class AttentionOp(nnx.Module):
         ids: Any,
         kv_ids: Any,
         positions: Any,
-        previous_chunk: Any,
-        bidirectional_mask: Any,
+        images: Any,
+        indexer_mask: Any,
+        before: int,
     ) -> Any:
+        """`positions`: of reordered tokens; they are in order again where nothing is sharded."""
         rows, keys = query.shape[1], key.shape[1]
-        before = _length(previous_chunk)
-        if ids is None and kv_ids is not None:
-            raise ValueError("decoder_segment_ids_kv was given without decoder_segment_ids")
-        if ids is not None:
-            ids = documents_of("decoder_segment_ids", ids)
-            if kv_ids is not None or before:
-                kv_ids = ids if kv_ids is None else documents_of("decoder_segment_ids_kv", kv_ids)
-            if before:
-                ids = ids[:, before : before + rows]
+        if before and ids is not None:
+            kv_ids = ids if kv_ids is None else kv_ids
+            ids = ids[:, before : before + rows]
         plan = None
-        if self.reordered > 1 and not before:
-            if positions is None:
-                raise ValueError(
-                    "inputs_positions must be given: the tokens are reordered over "
-                    f"{self.reordered} context-parallel ranks"
+        if positions is not None:
+            if self.sharding is not None:
+                if self.moba is not None or indexer_mask is not None:
+                    raise NotImplementedError(
+                        "config.moba must be False and indexer_mask None for tokens that are "
+                        "reordered and sharded: which keys a row attends is of the sequence"
+                    )
+                plan = context_plan("head_tail", self.reordered, length=rows)
+                ids, kv_ids, positions, images = (
+                    None if x is None else plan.unpermute(x)
+                    for x in (ids, kv_ids, positions, images)
                 )
-            if self.moba is not None:
-                raise NotImplementedError(
-                    "config.moba must be False for reordered tokens: its chunks are of the sequence"
-                )
-            plan = context_plan("head_tail", self.reordered, length=rows)
-            ids, kv_ids, positions, bidirectional_mask = (
-                None if x is None else plan.unpermute(x)
-                for x in (ids, kv_ids, positions, bidirectional_mask)
-            )
             if ids is None:
                 ids = jnp.zeros_like(positions)
-            by_position = masks.documents(
-                ids,
-                kv_ids,
-                positions=positions,
-                kv_positions=None if kv_ids is None else positions,
-            )
-        if bidirectional_mask is not None and (before or rows != keys):
+        if images is not None and (before or rows != keys):
             raise NotImplementedError(
                 "bidirectional_mask is for self-attention without previous_chunk: "
                 f"there are {rows} rows and {keys} keys"
             )
         expression = self._interval(before)
-        if bidirectional_mask is not None and self.attention_type != "full":
-            expression = intervals.spans(runs_of(jnp.asarray(bidirectional_mask)), expression)
-        if plan is not None:
-            expression = expression & by_position
-        elif ids is not None:
-            expression = expression & masks.documents(ids, kv_ids)
+        if images is not None and self.attention_type != "full":
+            expression = intervals.spans(runs_of(images), expression)
+        if ids is not None:
+            kv_positions = None if kv_ids is None else positions
+            document = masks.documents(ids, kv_ids, positions=positions, kv_positions=kv_positions)
+            expression = expression & document
+        expression = self._chosen(expression, query, key, before, indexer_mask)
         return self._built(expression, rows, keys, plan)
+
+    def _chosen(
+        self, expression: MaskExpression, query: Any, key: Any, before: int, indexer_mask: Any
+    ) -> MaskExpression:
+        """Of what `expression` says, the keys that MoBA and the indexer choose."""
+        blocks, size = None, 1
+        if indexer_mask is not None:
+            blocks = selection.indexed(indexer_mask)[:, None]
+        if self.moba is not None:
+            size, count = self.moba
+            chunks = selection.moba(query, key, before, size, count)
+            if blocks is not None:
+                chunks, size = chunks[..., jnp.arange(key.shape[1]) // size], 1
+            blocks = _and(blocks, chunks)
+            row = before + np.arange(query.shape[1])  # by index, whatever the positions say
+            expression = expression & masks.ranges(np.zeros_like(row), row + 1)
+        return expression if blocks is None else expression & block_sparse(blocks, (1, size))
 
     def _interval(self, before: int = 0) -> MaskExpression:
         """What the type says of places; the first row comes after `before` keys."""
         if self.attention_type == "full":
             return intervals.full()
         if self.attention_type == "local_sliding":
-            return intervals.sliding_window(int(self.size) - 1, offset=before)
+            return intervals.sliding_window(self.size - 1, offset=before)
         causal = intervals.causal(before)
         if self.attention_type == "chunk":
-            return causal & intervals.chunked(int(self.size), offset=before)
+            return causal & intervals.chunked(self.size, offset=before)
         if self.attention_type == "block_diffusion":  # a row's block to its end, and all before
-            return causal | intervals.chunked(int(self.size), offset=before)
+            return causal | intervals.chunked(self.size, offset=before)
         return causal
-
-
-def _attention_type(config: Any, given: Any) -> str:
-    def name(x: Any) -> str:
-        return str(getattr(x, "value", x))
-
-    configured = name(getattr(config, "attention_type", "global"))
-    kind = configured if given is None else name(given)
-    if configured == "block_diffusion" and kind == "global":
-        kind = configured
-    if kind == "compressed":
-        raise NotImplementedError(
-            f'attention_type "compressed" has no kernel; there are: {", ".join(_TYPES)}'
-        )
-    if kind not in _TYPES:
-        raise ValueError(f"attention_type must be one of {', '.join(_TYPES)}, but is {kind!r}")
-    return kind
-
-
-def _length(previous_chunk: Any) -> int:
-    return 0 if previous_chunk is None else previous_chunk.shape[1]
 
 
 def _and(a: Any, b: Any) -> Any:

@@ -32,6 +32,8 @@ def decode(
     """
     batch, _, heads, dim = query.shape
     keys, kv_heads = key.shape[1:3]
+    if implementation is None and query.dtype not in (jnp.bfloat16, jnp.float16):
+        implementation = "xla"  # decoding has no kernels for others, on a GPU neither
     options: dict[str, Any] = {"scale": 1.0, "soft_cap": soft_cap, "implementation": implementation}
     if attended is None:
         lengths = jnp.full(batch, keys, jnp.int32)

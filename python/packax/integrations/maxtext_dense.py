@@ -1,4 +1,4 @@
-"""Dense attention of `packax.integrations.maxtext`, for masks that depend on the data.
+"""Dense attention of `packax.integrations.maxtext`, to compare with.
 
 Quadratic in the lengths, in plain XLA: what `AttentionOp(implementation="dense")` asks for.
 """
@@ -18,7 +18,7 @@ def attend(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(out, lse (B, H, Sq), largest logits (B, H)), scale 1; a row that attends nothing gives 0, -inf.
 
-    `allowed` is boolean, broadcastable to (B, Hkv, H / Hkv, Sq, Skv).
+    `allowed` is boolean, (B or 1, H or 1, Sq, Skv).
     """
     batch, rows, heads, dim = query.shape
     kv_heads = key.shape[2]
@@ -27,6 +27,10 @@ def attend(
     logits = jnp.einsum("btkgd,bskd->bkgts", grouped, key, preferred_element_type=wide)
     if cap is not None:
         logits = cap * jnp.tanh(logits / cap)
+    if allowed.shape[1] == 1:
+        allowed = allowed[:, :, None]
+    else:
+        allowed = allowed.reshape(-1, kv_heads, heads // kv_heads, *allowed.shape[2:])
     some = jnp.any(allowed, axis=-1)
     logits = jnp.where(allowed, logits, MASKED)  # finite, so that no gradient is a NaN
     lse = jax.scipy.special.logsumexp(logits, axis=-1)
@@ -40,12 +44,3 @@ def attend(
     top = jnp.where(jnp.any(some, -1), jnp.max(logits, (-2, -1)), -jnp.inf)
     out = out.reshape(batch, rows, heads, -1).astype(query.dtype)
     return out, lse, jax.lax.stop_gradient(top.reshape(batch, heads))
-
-
-def by_chunks(chosen: jax.Array, key: jax.Array, before: int, size: int) -> jax.Array:
-    """The keys of chunks chosen for each row (B, H, Sq, chunks), causal: (B, Hkv, H / Hkv, Sq, Skv)."""
-    batch, heads, rows, _ = chosen.shape
-    keys, kv_heads = key.shape[1:3]
-    place = jnp.arange(keys)
-    allowed = chosen[..., place // size] & (place <= before + jnp.arange(rows)[:, None])
-    return allowed.reshape(batch, kv_heads, heads // kv_heads, rows, keys)
