@@ -168,7 +168,8 @@ def symbolic(dtype):
     x = tensors(dtype)
     for name in ("query", "key", "value"):
         x[name] = shape(x[name])
-    return x, {name: shape(y) for name, y in arrays().items()}
+    a = {name: shape(y) for name, y in arrays().items()}
+    return x, a | {"map": jax.ShapeDtypeStruct((batch, length, length), bool)}
 
 
 def test_export_every_mask_with_symbolic_sizes(monkeypatch):
