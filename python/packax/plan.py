@@ -175,6 +175,7 @@ def context_plan(
     Raises:
         ValueError: an unknown kind, a length that does not divide into whole chunks for every rank,
             or documents missing for "area".
+        NotImplementedError: a mask that holds a block_sparse(...).
 
     >>> plan = packax.context_plan("area", 4, segment_ids=segment_ids)
     >>> batch = plan.permute(batch)  # tokens, positions, targets: (B, length, ...)
