@@ -179,3 +179,55 @@ def test_the_program_that_times_kvax_traces():
     assert result.returncode == 0, result.stderr[-3000:]
     assert "packax.kvax: traced, results as inputs" in result.stdout
     assert "OTHER" not in result.stdout
+
+
+def test_options_are_said_alike():
+    """Pair by pair, as packax has it: the predicate that FlexAttention and the reference take."""
+    script("""
+import dataclasses
+import numpy as np
+from option_cases import CASES, select
+
+assert select("causal_16k_d64")[0].name == "causal_16k_d64" and len(select(None)) == len(CASES)
+done = set()
+for case in CASES:
+    if case.mask in done:
+        continue
+    done.add(case.mask)
+    case = dataclasses.replace(case, seq=9216)
+    i, j = np.ogrid[:9216, :9216]
+    allowed = case.allowed(i, j, case.tables())
+    assert np.array_equal(np.squeeze(case.expression().as_array(9216, 9216)), allowed), case.name
+assert 0 < allowed.mean() < 1
+""")
+
+
+def test_the_reference_of_options():
+    """packax on the CPU, whatever option: every result within the limits, and not with another option."""
+    script("""
+import dataclasses
+import jax
+import options
+from option_cases import CASES
+
+jax.config.update("jax_platforms", "cpu")
+wrong = {}
+for case in CASES:
+    if case.name not in ("window1k_32k_d64", "spans_32k_d128", "softcap_16k_d128", "alibi_16k_d128", "sinks_16k_d64"):
+        continue
+    case = dataclasses.replace(case, seq=1536, heads=4, kv_heads=2, dim=16)
+    inputs = [4 * x for x in options.inputs_of(case)[:2]] + list(options.inputs_of(case)[2:])
+    reference = options.Reference(case, inputs)
+    function, mask, area = options.packax_function(case)
+    assert area == case.expression().as_array(1536, 1536).sum()
+    row = options.usable(function, mask, inputs, reference, 1.0)
+    assert not row["wrong"] and not row["failed"], (case.name, row)
+    assert set(row["errors"]) == {"out", "dq", "dk", "dv"} and set(row["launches"]) == {"fwd", "bwd"}
+    plain = dataclasses.replace(case, soft_cap=None, sinks=False, alibi=False, mask=CASES[-1].mask)
+    function, mask, _ = options.packax_function(plain)
+    row = options.usable(function, mask, inputs, reference, 1.0)
+    assert row["wrong"] and not row["passes"], (case.name, row)
+shown = options.table({"x": {"packax": {"times": {"fwd": {"ms": 1.0, "tflops": 5.0}}, "errors": {"out": 1e-3},
+                                       "failed": {"bwd": "no kernel"}, "wrong": []}}})
+assert "x packax bwd did not run: no kernel" in shown and "1.0e-03" in shown
+""")

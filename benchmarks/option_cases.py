@@ -1,0 +1,106 @@
+"""Masks and options of models of today, each said twice: as packax says it, and pair by pair.
+
+`allowed(i, j, tables)` uses operators and lookups alone, so numpy, jax and torch (FlexAttention's mask_mod) take the same one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+Tables = Mapping[str, Any]
+
+
+def causal(i: Any, j: Any, _: Tables) -> Any:
+    return j <= i
+
+
+def window(size: int) -> Callable[[Any, Any, Tables], Any]:
+    return lambda i, j, _: (j <= i) & (i - j < size)
+
+
+def chunk(size: int) -> Callable[[Any, Any, Tables], Any]:
+    return lambda i, j, _: (j <= i) & (i // size == j // size)
+
+
+def prefix(length: int) -> Callable[[Any, Any, Tables], Any]:
+    return lambda i, j, _: (j <= i) | (j < length)
+
+
+def spans(i: Any, j: Any, tables: Tables) -> Any:
+    ids = tables["ids"]
+    return (j <= i) | ((ids[i] == ids[j]) & (ids[i] >= 0))
+
+
+@dataclasses.dataclass(frozen=True)
+class OptionCase:
+    name: str
+    seq: int
+    dim: int
+    allowed: Callable[[Any, Any, Tables], Any]
+    mask: Callable[[Any, Tables], Any]  # the expression, of packax and the tables
+    heads: int = 32
+    kv_heads: int = 8
+    soft_cap: float | None = None
+    sinks: bool = False
+    alibi: bool = False
+    cudnn: dict[str, Any] | None = (
+        None  # arguments of jax.nn.dot_product_attention, if it has the mask
+    )
+
+    def tables(self) -> dict[str, np.ndarray]:
+        """Images of 576 tokens in text, one every 1500."""
+        at = np.arange(self.seq)
+        return {"ids": np.where(at % 1500 < 576, at // 1500, -1).astype(np.int32)}
+
+    def expression(self) -> Any:
+        import packax
+
+        return self.mask(packax, self.tables())
+
+    def slopes(self) -> np.ndarray:
+        """Press et al.'s, of as many heads as a power of two."""
+        return (2.0 ** (-8 * (1 + np.arange(self.heads)) / self.heads)).astype(np.float32)
+
+    def sink_logits(self) -> np.ndarray:
+        return np.linspace(-1, 4, self.heads, dtype=np.float32)
+
+
+def _causal(p: Any, _: Tables) -> Any:
+    return p.causal()
+
+
+def _window(size: int) -> Callable[[Any, Tables], Any]:
+    return lambda p, _: p.sliding_window(size - 1)
+
+
+CAUSAL = {"is_causal": True}
+WINDOW = CAUSAL | {"local_window_size": (1023, 0)}
+CASES = (
+    OptionCase("window1k_32k_d64", 32768, 64, window(1024), _window(1024), cudnn=WINDOW),
+    OptionCase("window1k_32k_d128", 32768, 128, window(1024), _window(1024), cudnn=WINDOW),
+    OptionCase("chunk8k_64k_d128", 65536, 128, chunk(8192), lambda p, _: p.causal() & p.chunked(8192)),
+    OptionCase("prefix8k_32k_d128", 32768, 128, prefix(8192), lambda p, _: p.prefix(8192)),
+    OptionCase("spans_32k_d128", 32768, 128, spans, lambda p, tables: p.spans(tables["ids"])),
+    OptionCase("softcap_16k_d128", 16384, 128, causal, _causal, soft_cap=50.0),
+    OptionCase("softcap_16k_d256", 16384, 256, causal, _causal, soft_cap=50.0),
+    OptionCase("alibi_16k_d128", 16384, 128, causal, _causal, alibi=True),
+    OptionCase("sinks_16k_d64", 16384, 64, causal, _causal, sinks=True),
+    OptionCase("sinks_window128_32k_d64", 32768, 64, window(128), _window(128), sinks=True),
+    OptionCase("causal_16k_d64", 16384, 64, causal, _causal, cudnn=CAUSAL),
+    OptionCase("causal_16k_d128", 16384, 128, causal, _causal, cudnn=CAUSAL),
+)  # fmt: skip
+
+
+def select(names: str | None) -> list[OptionCase]:
+    wanted = [case.name for case in CASES] if names is None else names.split(",")
+    known = {case.name: case for case in CASES}
+    unknown = [name for name in wanted if name not in known]
+    if unknown:
+        raise SystemExit(
+            f"--cases: no case named {', '.join(unknown)}; there are: {', '.join(known)}"
+        )
+    return [known[name] for name in wanted]

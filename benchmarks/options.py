@@ -1,0 +1,320 @@
+"""Masks and options of models of today: packax, cuDNN where jax.nn has the mask, and FlexAttention under torch, in turns on one GPU.
+
+    python benchmarks/options.py [--cases NAME,NAME] [--rounds 5] [--without-flex] [--out DIR]
+
+Cases: option_cases.py. FLOPs are those of attended pairs, 4 * H * D a pair forward, 2.5 times that backward; ratios are of medians, over 1:
+packax is faster. Every output and gradient is compared with one float32 reference first; a wrong one is not timed. torch runs in another
+process, which compiles FlexAttention for each case. Writes options.json into --out (default: $OUT, else benchmarks/results).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import gc
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the other process wants memory
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import packax
+from machine import machine
+from option_cases import OptionCase, select
+from reference import LIMIT, einsum
+from turns import Failed, Worker, burst, launches_of
+
+HERE = Path(__file__).parent
+START = time.perf_counter()
+ORDER = ("packax", "cudnn", "flex")
+PASSES = ("fwd", "bwd")
+ROWS, BLOCK = 32, 256
+OPERANDS = ("query", "key", "value", "cotangent")
+
+
+def say(text: str) -> None:
+    print(f"[{time.perf_counter() - START:6.1f} s] {text}", flush=True)
+
+
+def inputs_of(case: OptionCase) -> tuple[jax.Array, ...]:
+    heads = (case.heads, case.kv_heads, case.kv_heads, case.heads)
+    keys = jax.random.split(jax.random.key(0), 4)
+    return tuple(
+        jax.random.normal(key, (1, case.seq, n, case.dim), jnp.bfloat16)
+        for key, n in zip(keys, heads, strict=True)
+    )
+
+
+# --- What is right: float32, by the predicate, some rows of all heads and all rows of one.
+
+
+def dense_rows(case: OptionCase, q, k, v, i, slopes, sinks):
+    """(rows, G, D) of rows `i` of one key/value head's group. q (rows, G, D), k and v (S, D), slopes and sinks (G,)."""
+    j = jnp.arange(k.shape[0])
+    s = einsum("rgd,kd->rgk", q, k) * case.dim**-0.5
+    if case.soft_cap is not None:
+        s = case.soft_cap * jnp.tanh(s / case.soft_cap)
+    if case.alibi:
+        s -= slopes[:, None] * jnp.abs(i[:, None] - j)[:, None]
+    tables = {name: jnp.asarray(x) for name, x in case.tables().items()}
+    s = jnp.where(case.allowed(i[:, None], j[None], tables)[:, None], s, -jnp.inf)
+    sink = jnp.broadcast_to(sinks[:, None], (*s.shape[:2], 1)) if case.sinks else s[..., :0]
+    p = jax.nn.softmax(jnp.concatenate([s, sink], -1), -1)[..., : k.shape[0]]
+    return einsum("rgk,kd->rgd", p, v)
+
+
+class Reference:
+    def __init__(self, case: OptionCase, inputs: tuple[jax.Array, ...]) -> None:
+        rng = np.random.default_rng(1)
+        self.rows = np.sort(rng.choice(case.seq, min(ROWS, case.seq), replace=False))
+        self.head = int(rng.integers(case.kv_heads))
+        group = case.heads // case.kv_heads
+        query, key, value, cotangent = (x[0].astype(jnp.float32) for x in inputs)
+        slopes = jnp.asarray(case.slopes()).reshape(-1, group)
+        sinks = jnp.asarray(case.sink_logits()).reshape(-1, group)
+        grouped = [x.reshape(case.seq, case.kv_heads, group, case.dim) for x in (query, cotangent)]
+
+        @jax.jit
+        def some_rows(q, do, k, v, rows):
+            def of_head(q, do, k, v, slopes, sinks):
+                function = functools.partial(dense_rows, case)
+                out, back = jax.vjp(lambda q: function(q, k, v, rows, slopes, sinks), q[rows])
+                return out, back(do[rows])[0]
+
+            out, dq = jax.vmap(of_head, (1, 1, 1, 1, 0, 0), 1)(q, do, k, v, slopes, sinks)
+            return out.reshape(len(rows), -1, case.dim), dq.reshape(len(rows), -1, case.dim)
+
+        @jax.jit
+        def one_head(q, do, k, v, slopes, sinks):
+            def step(sums, block):
+                q, do, i = block
+                _, back = jax.vjp(lambda k, v: dense_rows(case, q, k, v, i, slopes, sinks), k, v)
+                return jax.tree.map(jnp.add, sums, back(do)), None
+
+            blocks = [x.reshape(-1, BLOCK, *x.shape[1:]) for x in (q, do, jnp.arange(case.seq))]
+            return jax.lax.scan(step, (jnp.zeros_like(k), jnp.zeros_like(v)), tuple(blocks))[0]
+
+        h = self.head
+        out, dq = some_rows(*grouped, key, value, jnp.asarray(self.rows))
+        of_h = [x[:, h] for x in (*grouped, key, value)]
+        dk, dv = one_head(*of_h, slopes[h], sinks[h])
+        self.values = {"out": out, "dq": dq, "dk": dk, "dv": dv}
+
+    def slices(self, out=None, gradients=None) -> dict[str, jax.Array]:
+        found = {} if out is None else {"out": out[0, self.rows]}
+        if gradients is not None:
+            dq, dk, dv = gradients
+            found |= {"dq": dq[0, self.rows], "dk": dk[0, :, self.head], "dv": dv[0, :, self.head]}
+        return found
+
+    def errors(self, found: dict[str, jax.Array]) -> dict[str, float]:
+        def relative(x, y):
+            return float(jnp.linalg.norm((x.astype(jnp.float32) - y).ravel()) / jnp.linalg.norm(y))
+
+        return {name: relative(x, self.values[name]) for name, x in found.items()}
+
+
+# --- What is timed in this process.
+
+
+def packax_function(case: OptionCase) -> tuple[Callable[..., jax.Array], Any, int]:
+    """The function of (query, key, value, mask), the mask, and the attended pairs."""
+    n = case.seq
+    mask = jax.jit(lambda: packax.create_attention_mask(case.expression(), q_len=n, kv_len=n))()
+    area = int(np.sum(np.asarray(mask.q_hi, np.int64) - np.asarray(mask.q_lo, np.int64)))
+    more: dict[str, Any] = {} if case.soft_cap is None else {"soft_cap": case.soft_cap}
+    if case.sinks:
+        more["sinks"] = jnp.asarray(case.sink_logits())
+    if case.alibi:
+        more["bias"] = packax.alibi(jnp.asarray(case.slopes()))
+    return lambda q, k, v, mask: packax.flash_attention(q, k, v, mask, **more), mask, area
+
+
+def cudnn_function(case: OptionCase) -> Callable[..., jax.Array]:
+    return lambda q, k, v, _: jax.nn.dot_product_attention(
+        q, k, v, scale=case.dim**-0.5, implementation="cudnn", **case.cudnn
+    )
+
+
+def usable(function, operands, inputs, reference: Reference, round_ms: float) -> dict[str, Any]:
+    """Runs and compares both passes: {"errors", "failed", "wrong", "launches", "passes"}."""
+    query, key, value, cotangent = inputs
+    row: dict[str, Any] = {"errors": {}, "failed": {}, "wrong": [], "launches": {}, "passes": {}}
+    try:
+        forward = jax.jit(function)
+        row["errors"] |= reference.errors(
+            reference.slices(out=forward(query, key, value, operands))
+        )
+        row["passes"]["fwd"] = lambda: forward(query, key, value, operands)
+        pullback = jax.jit(
+            lambda q, k, v, o: jax.vjp(lambda *x: function(*x, o), q, k, v)[1]
+        )(query, key, value, operands)  # fmt: skip
+        backward = jax.jit(lambda pullback, cotangent: pullback(cotangent))
+        gradients = backward(pullback, cotangent)
+        row["errors"] |= reference.errors(reference.slices(gradients=gradients))
+        row["passes"]["bwd"] = lambda: backward(pullback, cotangent)
+    except Exception as error:  # one that cannot run a case must not end the others
+        text = (str(error).strip().splitlines() or [""])[0]
+        row["failed"]["bwd" if row["passes"] else "fwd"] = f"{type(error).__name__}: {text}"[:300]
+    row["wrong"] = [name for name, error in row["errors"].items() if not error <= LIMIT[name]]
+    if row["wrong"]:
+        row["passes"] = {}
+    for what, run in row["passes"].items():
+        row["launches"][what] = launches_of(run, jax.block_until_ready, round_ms)
+    return row
+
+
+def flex(case: OptionCase, torch: Worker, inputs, reference: Reference, round_ms: float) -> Any:
+    shm = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
+    with tempfile.TemporaryDirectory(dir=shm) as folder, tempfile.TemporaryDirectory() as results:
+        for name, x in zip(OPERANDS, inputs, strict=True):
+            np.save(Path(folder) / f"{name}.npy", np.asarray(x).view(np.int16))
+        row = torch.ask(
+            do="prepare", case=case.name, folder=folder, results=results,
+            rows=[int(n) for n in reference.rows], head=reference.head, round_ms=round_ms,
+        )  # fmt: skip
+        found = {
+            path.stem: jnp.asarray(np.load(path).view(jnp.bfloat16))
+            for path in Path(results).glob("*.npy")
+        }
+    row["errors"] = reference.errors(found)
+    row["wrong"] = [name for name, error in row["errors"].items() if not error <= LIMIT[name]]
+    if row["wrong"]:
+        row["launches"] = {}
+    return row
+
+
+def run_case(
+    case: OptionCase, torch: Worker | None, rounds: int, round_ms: float
+) -> dict[str, Any]:
+    inputs = inputs_of(case)
+    reference = Reference(case, inputs)
+    function, mask, area = packax_function(case)
+    rows = {"packax": usable(function, mask, inputs, reference, round_ms)}
+    if case.cudnn is not None:
+        rows["cudnn"] = usable(cudnn_function(case), (), inputs, reference, round_ms)
+    if torch is not None:
+        try:
+            rows["flex"] = flex(case, torch, inputs, reference, round_ms)
+        except Failed as error:
+            rows["flex"] = {
+                "errors": {},
+                "failed": {"fwd": str(error)},
+                "wrong": [],
+                "launches": {},
+            }
+    flops = {"fwd": 4.0 * case.heads * case.dim * area, "bwd": 10.0 * case.heads * case.dim * area}
+    for row in rows.values():
+        row["times"] = {}
+    for what in PASSES:
+        names = [name for name in ORDER if what in rows.get(name, {}).get("launches", {})]
+        samples: dict[str, list[float]] = {name: [] for name in names}
+        for turn in range(rounds):
+            first = turn % max(1, len(names))
+            for name in names[first:] + names[:first]:
+                launches = rows[name]["launches"][what]
+                if name == "flex":
+                    assert torch is not None
+                    took = torch.ask(do="time", name=name, what=what, launches=launches)
+                else:
+                    took = burst(rows[name]["passes"][what], jax.block_until_ready, launches)
+                samples[name].append(took)
+        for name, times in samples.items():
+            ms = statistics.median(times)
+            rows[name]["times"][what] = {
+                "ms": round(ms, 4), "ms_low": round(min(times), 4), "ms_high": round(max(times), 4),
+                "tflops": round(flops[what] / ms / 1e9, 1),
+            }  # fmt: skip
+    for row in rows.values():
+        row.pop("passes", None)
+    return rows
+
+
+def table(results: dict[str, Any]) -> str:
+    head = f"{'case':<26}{'pass':<5}"
+    head += "".join(f"{name + ' ms':>11}{'TFLOP/s':>9}" for name in ORDER)
+    lines, notes = [head + f"{'to cuDNN':>10}{'to Flex':>9}{'error':>9}"], []
+    for name, rows in results.items():
+        for what in PASSES:
+            cells = {who: rows.get(who, {}).get("times", {}).get(what) for who in ORDER}
+            line = f"{name:<26}{what:<5}"
+            for cell in cells.values():
+                line += (
+                    f"{cell['ms']:>11.3f}{cell['tflops']:>9.1f}" if cell else f"{'-':>11}{'-':>9}"
+                )
+            for who, width in (("cudnn", 10), ("flex", 9)):
+                ours, theirs = cells["packax"], cells[who]
+                line += (
+                    f"{theirs['ms'] / ours['ms']:>{width}.3f}"
+                    if ours and theirs
+                    else f"{'-':>{width}}"
+                )
+            errors = rows.get("packax", {}).get("errors", {})
+            some = [errors[x] for x in (("out",) if what == "fwd" else ("dq", "dk", "dv")) if x in errors]  # fmt: skip
+            lines.append(line + (f"{max(some):>9.1e}" if some else ""))
+        for who, row in rows.items():
+            notes += [
+                f"{name} {who} {what} did not run: {text}" for what, text in row["failed"].items()
+            ]
+            notes += [f"{name} {who} WRONG: {', '.join(row['wrong'])}"] if row["wrong"] else []
+    return "\n".join(lines + notes)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", help="names of option_cases.py (default: all)")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--round-ms", type=float, default=80.0, help="length of a burst")
+    parser.add_argument("--without-flex", action="store_true", help="no torch")
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", HERE / "results")))
+    arguments = parser.parse_args()
+    cases = select(arguments.cases)
+    if jax.default_backend() != "gpu":
+        raise SystemExit(
+            f"options.py times GPU kernels, and jax runs on {jax.default_backend()!r} here"
+        )
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    report: dict[str, Any] = {
+        "machine": machine(),
+        "commit": os.environ.get("PACKAX_COMMIT", "unknown"),
+        "rounds": arguments.rounds,
+        "cases": {},
+    }
+    with contextlib.ExitStack() as stack:
+        torch = None
+        if not arguments.without_flex:  # without what keeps Triton from packax (.ci/gpu)
+            command = [sys.executable, str(HERE / "options_torch.py")]
+            torch = Worker("torch", command, os.environ | {"PYTHONPATH": str(HERE)})
+            stack.callback(torch.end)
+            report["torch"] = torch.ask(do="hello")
+        say(f"{report['machine']}, {report.get('torch', 'without torch')}")
+        for case in cases:
+            rows = run_case(case, torch, arguments.rounds, arguments.round_ms)
+            report["cases"][case.name] = rows
+            gc.collect()
+            say(f"{case.name}\n{table({case.name: rows})}")
+            (arguments.out / "options.json").write_text(json.dumps(report, indent=1) + "\n")
+    print(f"\n{table(report['cases'])}\n\nwrote {arguments.out / 'options.json'}")
+    bad = [
+        name
+        for name, rows in report["cases"].items()
+        if rows["packax"]["wrong"] or rows["packax"]["failed"]
+    ]
+    print(f"FAILED: {', '.join(bad)}" if bad else "")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
