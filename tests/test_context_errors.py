@@ -30,7 +30,8 @@ def attend(sharding=GOOD, mask=None, query=(2, 512, 4, 8), key=(2, 512, 2, 8)):
 
 def build(expression=None, shape=(2, 2, 2), **keywords):
     with jax.set_mesh(mesh_of(*shape, axes=("data", "context", "tensor"))):
-        return packax.create_attention_mask(expression or packax.documents(IDS), **keywords)
+        expression = packax.documents(IDS) if expression is None else expression
+        return packax.create_attention_mask(expression, **keywords)
 
 
 def of(query=SPEC, key_value=SPEC, **keywords):
