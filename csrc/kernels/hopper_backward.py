@@ -30,11 +30,11 @@ from hopper import (
 from hopper_rows import (
     add_staged,
     ds_arrive,
-    ds_constraints,
     in_pairs,
     keys_read,
     mask_bits,
     produce,
+    registers_constraints,
     row_range,
     rows_of_half,
     store_ds_asm,
@@ -139,7 +139,7 @@ def step(
         mbarrier.wait(ds_empty.index(stage), free ^ 1)
         own_ds = ds_s.index(stage).slice(W * 64, 64, dim=0)
         if BY_WARP:
-            gl.inline_asm(store_ds_asm, ds_constraints(ROWS // 2), (ds, own_ds))
+            gl.inline_asm(store_ds_asm, registers_constraints(ROWS // 2, "r", "h"), (ds, own_ds))
         else:
             own_ds.store(ds)
         fence_async_shared()

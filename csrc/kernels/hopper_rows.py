@@ -87,12 +87,15 @@ def bulk_add_asm(size):
 
 
 @gluon.constexpr_function
-def registers_constraints(n, addresses):
+def registers_constraints(n, addresses, kind="f"):
+    """`n` registers of a kind (f: 32 bits, h: 16), then addresses, as letters: l of 64 bits, r of 32."""
     while hasattr(n, "value"):
         n = n.value
     while hasattr(addresses, "value"):
         addresses = addresses.value
-    return ",".join(["f"] * int(n) + [*addresses, "~{memory}"])
+    while hasattr(kind, "value"):
+        kind = kind.value
+    return ",".join([kind] * int(n) + [*addresses, "~{memory}"])
 
 
 @gluon.constexpr_function
@@ -294,13 +297,6 @@ def store_ds_asm(outputs, inputs):
             f"stmatrix.sync.aligned.m8n8.x4.shared.b16 [c+{j // 4 * 16384}], {{m0, m1, m2, m3}};"
         )
     return " ".join(t) + " }"
-
-
-@gluon.constexpr_function
-def ds_constraints(n):
-    while hasattr(n, "value"):
-        n = n.value
-    return ",".join(["h"] * int(n) + ["r", "~{memory}"])
 
 
 @gluon.jit

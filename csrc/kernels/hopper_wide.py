@@ -10,14 +10,12 @@ exponentials, the other's products run. Tiles of queries and keys are chunks of 
 from hopper import (
     LOG2E,
     accumulator,
-    element_bits,
     position_row,
     select_bits,
     split,
-    stay,
     warp_arrive,
 )
-from hopper_rows import add_direct, produce, row_bits
+from hopper_rows import add_direct, mask_bits, produce
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -38,26 +36,6 @@ def scores(k_s, q_s, stage, zero, CHUNKS: gl.constexpr):
         q_t = q_s.index(stage * CHUNKS + c).permute((1, 0))
         s = warpgroup_mma(k_s.index(c), q_t, s, is_async=True)
     return s
-
-
-@gluon.jit
-def mask_bits(keys, lo, hi, mask, row, element_test, q_len, kv_len, row_blocks):
-    """A bit per score of a block of 64 rows, 0 where it is masked."""
-    q_ids, kv_ids, q_pos, kv_pos, q_blocks = mask
-    bits = row_bits(keys, lo, hi, 64)
-    if element_test > 0:
-        flags = gl.load(q_blocks + 4 * row_blocks + row // 64)
-        if flags & 1:
-            there = keys < kv_len
-            kv_id = gl.load(kv_ids + keys, mask=there, other=-1)
-            bits = bits & element_bits(kv_id, q_ids, row, q_len, 64, "eq")
-            if element_test > 1:
-                kv_at = gl.load(kv_pos + keys, mask=there, other=0)
-                bits = bits & element_bits(kv_at, q_pos, row, q_len, 64, "ge")
-                if element_test > 2:
-                    n = stay(q_len)
-                    bits = bits & element_bits(kv_at, q_pos, row + n, q_len + n, 64, "le")
-    return bits
 
 
 @gluon.jit
@@ -99,7 +77,7 @@ def consume_scores(
     p_full, p_empty, ds_full, ds_empty = own_bars
     b, first_key, kv_head, group, bh, _mask_row, padded = place
     start, steps, edges, core_begin, core_end = range_
-    element_test, q_len, kv_len, scale = numbers
+    _, _, _, scale = numbers
     CHUNKS: gl.constexpr = QK_DIM // 64
     row_blocks = padded // 64
     first_block = bh * row_blocks + start // 64
@@ -132,12 +110,9 @@ def consume_scores(
                 )
                 lse = lse_s.index(stage).load(gl.SliceLayout(0, s_layout))
                 if part == 0:
-                    lo = lo_s.index(stage)
-                    hi = hi_s.index(stage)
                     row = start + at * 64
-                    bits = mask_bits(
-                        keys, lo, hi, mask, row, element_test, q_len, kv_len, row_blocks
-                    )
+                    lo = lo_s.index(stage)
+                    bits = mask_bits(keys, row, lo, hi_s.index(stage), mask, numbers, 64)
                     s = select_bits(s, bits, float("-inf"))
                 warp_arrive(q_empty.index(stage))
                 p = gl.exp2(s * scale2 - lse[None, :]).to(dtype)
@@ -196,7 +171,7 @@ def consume_gradients(
     p_full, p_empty, ds_full, ds_empty = own_bars
     b, first_key, kv_head, group, bh, _mask_row, padded = place
     start, steps, edges, core_begin, core_end = range_
-    element_test, q_len, kv_len, scale = numbers
+    _, _, _, scale = numbers
     CHUNKS: gl.constexpr = QK_DIM // 64
     row_blocks = padded // 64
     first_block = bh * row_blocks + start // 64
@@ -242,12 +217,9 @@ def consume_gradients(
                 warp_arrive(p_empty.index(stage))
                 mbarrier.wait(q_full.index(stage), phase)
                 if part == 0:
-                    lo = lo_s.index(stage)
-                    hi = hi_s.index(stage)
                     row = start + at * 64
-                    bits = mask_bits(
-                        keys, lo, hi, mask, row, element_test, q_len, kv_len, row_blocks
-                    )
+                    lo = lo_s.index(stage)
+                    bits = mask_bits(keys, row, lo, hi_s.index(stage), mask, numbers, 64)
                     ds32 = select_bits(ds32, bits, 0.0)
                 ds = ds32.to(dtype)
                 mbarrier.wait(ds_empty.index(stage), phase ^ stage ^ 1)
