@@ -29,9 +29,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import packax
+from attention import first_line
 from machine import machine
 from option_cases import OptionCase, select
-from reference import LIMIT, einsum
+from reference import einsum, wrong
 from turns import Failed, Worker, burst, launches_of
 
 HERE = Path(__file__).parent
@@ -164,9 +165,8 @@ def usable(function, operands, inputs, reference: Reference, round_ms: float) ->
         row["errors"] |= reference.errors(reference.slices(gradients=gradients))
         row["passes"]["bwd"] = lambda: backward(pullback, cotangent)
     except Exception as error:  # one that cannot run a case must not end the others
-        text = (str(error).strip().splitlines() or [""])[0]
-        row["failed"]["bwd" if row["passes"] else "fwd"] = f"{type(error).__name__}: {text}"[:300]
-    row["wrong"] = [name for name, error in row["errors"].items() if not error <= LIMIT[name]]
+        row["failed"]["bwd" if row["passes"] else "fwd"] = first_line(error)
+    row["wrong"] = wrong(row["errors"])
     if row["wrong"]:
         row["passes"] = {}
     for what, run in row["passes"].items():
@@ -188,7 +188,7 @@ def flex(case: OptionCase, torch: Worker, inputs, reference: Reference, round_ms
             for path in Path(results).glob("*.npy")
         }
     row["errors"] = reference.errors(found)
-    row["wrong"] = [name for name, error in row["errors"].items() if not error <= LIMIT[name]]
+    row["wrong"] = wrong(row["errors"])
     if row["wrong"]:
         row["launches"] = {}
     return row
