@@ -1,6 +1,6 @@
 """Which tiles tune.py compares, and how it compiles them: on the build machine, with Triton and no GPU.
 
-A candidate changes some constants of its kernel's row in csrc/aot/variants.py; {} is the row itself.
+A candidate changes some constants of its kernel's row in the table (csrc/aot/variants.py); {} is the row itself.
 Hopper kernels are compiled by both assemblers. What the table's limits would refuse (spills) is
 compiled all the same and said.
 """

@@ -9,7 +9,7 @@ it (`check` is that process): such a one is left out. Then it compares every can
 small odd documents, whole, and on sampled rows of the timed case (the forward's also with float64); a wrong one is not timed.
 Then all kernels of a case take turns, round by round; medians go to a table and to $OUT/tune.json (default: DIR).
 `backward` is the three kernels of Hopper's backward launched together, `deterministic` the three that add nothing to
-memory. The winners go to csrc/aot/variants.py.
+memory. The winners go to their rows, in csrc/aot.
 """
 
 from __future__ import annotations

@@ -1,16 +1,21 @@
 """THE table: every kernel the wheel holds.
 
 Build, C++ lookup, tests, `packax info` and error texts all read it. A variant is a kernel for one
-architecture, dtype and pair of head dims, with its tile. To add a head dim, add it to HEAD_DIMS and
-a row to TILES; to add a GPU, add it to ARCHS (and its tiles, if its shared memory differs from
-those there are).
-This file declares; it compiles nothing and imports nothing but the standard library.
+architecture, dtype and pair of head dims, with its tile. Rows of tiles stand by stage:
+portable_tiles.py, general_tiles.py (float32, too), decode_tiles.py, and of Hopper's own kernels
+here. To add a head dim, add it to HEAD_DIMS and a row of tiles for it to each; to add a GPU, add it
+to ARCHS (and its tiles, if its shared memory differs from those there are).
+These files declare; they compile nothing and import nothing but the standard library.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+
+from decode_tiles import DECODE_SPLITS, DECODE_STEP, DECODE_TILES
+from general_tiles import FLOAT32_DIMS, FLOAT32_TILES, GENERAL_TILES
+from portable_tiles import PORTABLE_TILES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,111 +52,8 @@ HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))  # (query and key, va
 # no older one.
 ASSEMBLERS = {"12.9": ("ptxas", 12000), "13.4": ("ptxas-blackwell", 13000)}
 
-# kernel -> (kind of tile, larger head dim) -> BLOCK_M, BLOCK_N, STAGES of the mask-free loop, warps.
-# "hopper", 64 and 128: the fastest of benchmarks/tune.py on one H200
-# (benchmarks/results/tune_h200.json). No other was ever timed ("hopper" from 192 on: not yet; the
-# rest: for want of such a GPU): the largest tiles that fit shared memory ("small": 99 KiB a block)
-# with few spills, and none for "small".
-TILES = {
-    "forward": {
-        ("hopper", 64): (128, 64, 3, 4),
-        ("hopper", 128): (128, 128, 3, 8),
-        ("hopper", 192): (128, 64, 1, 8),
-        ("hopper", 256): (64, 64, 3, 8),
-        ("blackwell", 64): (128, 64, 3, 8),
-        ("blackwell", 128): (128, 64, 3, 8),
-        ("blackwell", 192): (128, 64, 3, 8),
-        ("blackwell", 256): (128, 64, 2, 8),
-        ("ampere", 64): (128, 64, 2, 8),
-        ("ampere", 128): (128, 32, 2, 8),
-        ("ampere", 192): (64, 64, 2, 8),
-        ("ampere", 256): (64, 64, 2, 8),
-        ("small", 64): (128, 64, 2, 8),
-        ("small", 128): (128, 32, 2, 8),
-        ("small", 192): (64, 64, 2, 8),
-        ("small", 256): (64, 32, 2, 8),
-    },
-    "backward_dkdv": {
-        ("hopper", 64): (128, 64, 2, 4),
-        ("hopper", 128): (64, 128, 3, 8),
-        ("hopper", 192): (64, 64, 2, 8),
-        ("hopper", 256): (32, 64, 2, 8),
-        ("blackwell", 64): (64, 128, 2, 8),
-        ("blackwell", 128): (64, 64, 2, 8),
-        ("blackwell", 192): (64, 64, 2, 8),
-        ("blackwell", 256): (32, 64, 2, 8),
-        ("ampere", 64): (32, 128, 2, 8),
-        ("ampere", 128): (64, 64, 2, 8),
-        ("ampere", 192): (64, 32, 2, 8),
-        ("ampere", 256): (64, 32, 2, 8),
-        ("small", 64): (32, 128, 2, 8),
-        ("small", 128): (64, 64, 2, 8),
-        ("small", 192): (64, 32, 2, 8),
-        ("small", 256): (32, 32, 2, 8),
-    },
-    "backward_dq": {
-        ("hopper", 64): (128, 64, 3, 4),
-        ("hopper", 128): (128, 128, 2, 8),
-        ("hopper", 192): (64, 64, 2, 8),
-        ("hopper", 256): (64, 64, 2, 8),
-        ("blackwell", 64): (128, 64, 2, 8),
-        ("blackwell", 128): (64, 64, 2, 8),
-        ("blackwell", 192): (64, 64, 2, 8),
-        ("blackwell", 256): (64, 64, 2, 8),
-        ("ampere", 64): (128, 32, 2, 8),
-        ("ampere", 128): (64, 64, 2, 8),
-        ("ampere", 192): (32, 64, 2, 8),
-        ("ampere", 256): (64, 64, 2, 8),
-        ("small", 64): (128, 32, 2, 8),
-        ("small", 128): (64, 64, 2, 8),
-        ("small", 192): (32, 64, 2, 8),
-        ("small", 256): (32, 32, 2, 4),
-    },
-}
-
-# Kernels for what changes scores, and for head dims up to a compiled one: which of it is asked for
-# they see at run time, so one variant serves all. Tiles of the plain kernels, but on Hopper the
-# largest with few spills; nobody has timed them. A step of keys (dK/dV: of rows) is 64 at most: the
-# lists of a map of blocks count in 64.
-GENERAL = {
-    "forward_general": (
-        "forward",
-        {64: (128, 64, 3, 8), 128: (64, 64, 3, 4), 192: (128, 64, 1, 8), 256: (64, 64, 2, 8)},
-    ),
-    "backward_dkdv_general": (
-        "backward_dkdv",
-        {64: (64, 64, 2, 8), 128: (64, 64, 2, 8), 192: (32, 64, 2, 8), 256: (32, 32, 2, 8)},
-    ),
-    "backward_dq_general": (
-        "backward_dq",
-        {64: (128, 64, 2, 8), 128: (64, 64, 2, 8), 192: (64, 64, 2, 8), 256: (64, 64, 2, 8)},
-    ),
-}
-for _general, (_plain, _hopper) in GENERAL.items():
-    TILES[_general] = TILES[_plain] | {("hopper", dim): tile for dim, tile in _hopper.items()}
-
-# The same kernels for float32: twice the bytes, so smaller tiles. Fewer of them, too: one set for all
-# of compute capability 8.x (it fits 99 KiB), and 256 serves what 192/128 would. f32 multiplies
-# without tensor cores (logits.dot), the same on every GPU. Chosen for no or few spills; nobody has
-# timed them.
-FLOAT32_DIMS = ((64, 64), (128, 128), (256, 256))
-FLOAT32_TILES = {
-    "f32": {
-        "forward_general": {64: (64, 32, 2, 8), 128: (64, 32, 2, 8), 256: (32, 16, 2, 8)},
-        "backward_dkdv_general": {64: (32, 32, 2, 8), 128: (32, 32, 1, 8), 256: (16, 32, 1, 8)},
-        "backward_dq_general": {64: (32, 32, 2, 8), 128: (32, 32, 2, 8), 256: (16, 32, 1, 8)},
-    },
-    "tf32": {
-        "forward_general": {64: (64, 64, 2, 8), 128: (64, 32, 2, 8), 256: (32, 16, 2, 8)},
-        "backward_dkdv_general": {64: (64, 32, 2, 8), 128: (32, 32, 2, 8), 256: (16, 16, 1, 8)},
-        "backward_dq_general": {64: (64, 64, 2, 8), 128: (32, 32, 2, 8), 256: (16, 16, 1, 8)},
-    },
-    "tf32 hopper": {
-        "forward_general": {64: (128, 64, 1, 8), 128: (128, 32, 1, 8), 256: (64, 32, 1, 8)},
-        "backward_dkdv_general": {64: (64, 64, 2, 8), 128: (64, 32, 1, 8), 256: (16, 16, 1, 8)},
-        "backward_dq_general": {64: (64, 64, 2, 8), 128: (64, 32, 2, 8), 256: (16, 32, 1, 8)},
-    },
-}
+# kernel -> (kind of tile, larger head dim) -> BLOCK_M, BLOCK_N, STAGES of the mask-free loop, warps
+TILES = PORTABLE_TILES | GENERAL_TILES
 
 # Of hopper_backward.py. KV_REGISTERS: keys and values of a program stay in registers. BY_WARP: every
 # warp hands on dS and adds its part of dQ by itself. SKIP: of masked blocks a warp group leaves out
@@ -312,53 +214,6 @@ MASK_KERNELS: dict[str, tuple[dict[str, int], int, int]] = {
 }
 DELTA_ROWS = 64
 
-# Kernels of decoding: (kind of tile, larger head dim) -> BLOCK_M (rows of one key/value head's group),
-# BLOCK_N, STAGES, warps. Not timed on any GPU yet: 16 rows are the least of a matrix product, 64 one
-# warp group's; keys and stages so that, but for the widest heads, two programs or more share a
-# multiprocessor's shared memory. STAGES 2 needs wgmma, else it is one buffer.
-DECODE_TILES = {
-    "decode": {
-        ("hopper", 64): (16, 64, 4, 4),
-        ("hopper", 128): (16, 64, 3, 4),
-        ("hopper", 192): (16, 32, 3, 4),
-        ("hopper", 256): (16, 32, 3, 4),
-        ("blackwell", 64): (16, 64, 4, 4),
-        ("blackwell", 128): (16, 64, 3, 4),
-        ("blackwell", 192): (16, 32, 3, 4),
-        ("blackwell", 256): (16, 32, 3, 4),
-        ("ampere", 64): (16, 64, 3, 4),
-        ("ampere", 128): (16, 64, 3, 4),
-        ("ampere", 192): (16, 32, 3, 4),
-        ("ampere", 256): (16, 32, 3, 4),
-        ("small", 64): (16, 64, 3, 4),
-        ("small", 128): (16, 32, 3, 4),
-        ("small", 192): (16, 32, 3, 4),
-        ("small", 256): (16, 32, 3, 4),
-    },
-    "decode_tall": {
-        ("hopper", 64): (64, 64, 3, 4),
-        ("hopper", 128): (64, 64, 2, 4),
-        ("hopper", 192): (64, 64, 2, 8),
-        ("hopper", 256): (64, 32, 3, 8),
-        ("blackwell", 64): (64, 64, 3, 4),
-        ("blackwell", 128): (64, 64, 2, 8),
-        ("blackwell", 192): (64, 64, 2, 8),
-        ("blackwell", 256): (64, 64, 2, 8),
-        ("ampere", 64): (64, 64, 3, 4),
-        ("ampere", 128): (64, 64, 3, 8),
-        ("ampere", 192): (64, 32, 3, 8),
-        ("ampere", 256): (64, 32, 3, 8),
-        ("small", 64): (64, 64, 3, 4),
-        ("small", 128): (64, 32, 3, 4),
-        ("small", 192): (64, 32, 2, 8),
-        ("small", 256): (64, 32, 2, 8),
-    },
-}
-DECODE_SPLITS = (
-    128  # shares of the keys that decode_combine can merge: csrc/decode.cc asks for no more
-)
-DECODE_STEP = 16  # shares that it holds at once
-
 KERNELS = {  # kernel -> file in csrc/kernels
     "forward": "forward",
     "forward_hopper": "hopper_forward",
@@ -467,7 +322,7 @@ def tiled(kernel: str, arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Varia
         "BLOCK_N": keys,
         "STAGES": stages,
     }
-    if kernel in GENERAL:
+    if kernel in GENERAL_TILES:
         constants["EXACT"] = int(dtype == "f32")
     block = keys if kernel.startswith("backward_dkdv") else rows
     return Variant(kernel, arch, dtype, qk_dim, v_dim, tuple(constants.items()), block, warps)
@@ -486,7 +341,7 @@ def float32(
                 continue
             for dtype in FLOAT32:
                 if dtype in dtypes:
-                    for kernel in GENERAL:
+                    for kernel in GENERAL_TILES:
                         yield tiled(kernel, arch, dtype, *dims)
             if "f32" in dtypes or "tf32" in dtypes:  # it has no products
                 constants = (("V_DIM", dims[1]), ("ROWS", DELTA_ROWS))

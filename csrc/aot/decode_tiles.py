@@ -1,0 +1,47 @@
+"""Tiles of the kernels of decoding: rows of the table (variants.py)."""
+
+# kernel -> (kind of tile, larger head dim) -> BLOCK_M (rows of one key/value head's group),
+# BLOCK_N, STAGES, warps. Not timed on any GPU yet: 16 rows are the least of a matrix product, 64 one
+# warp group's; keys and stages so that, but for the widest heads, two programs or more share a
+# multiprocessor's shared memory. STAGES 2 needs wgmma, else it is one buffer.
+DECODE_TILES = {
+    "decode": {
+        ("hopper", 64): (16, 64, 4, 4),
+        ("hopper", 128): (16, 64, 3, 4),
+        ("hopper", 192): (16, 32, 3, 4),
+        ("hopper", 256): (16, 32, 3, 4),
+        ("blackwell", 64): (16, 64, 4, 4),
+        ("blackwell", 128): (16, 64, 3, 4),
+        ("blackwell", 192): (16, 32, 3, 4),
+        ("blackwell", 256): (16, 32, 3, 4),
+        ("ampere", 64): (16, 64, 3, 4),
+        ("ampere", 128): (16, 64, 3, 4),
+        ("ampere", 192): (16, 32, 3, 4),
+        ("ampere", 256): (16, 32, 3, 4),
+        ("small", 64): (16, 64, 3, 4),
+        ("small", 128): (16, 32, 3, 4),
+        ("small", 192): (16, 32, 3, 4),
+        ("small", 256): (16, 32, 3, 4),
+    },
+    "decode_tall": {
+        ("hopper", 64): (64, 64, 3, 4),
+        ("hopper", 128): (64, 64, 2, 4),
+        ("hopper", 192): (64, 64, 2, 8),
+        ("hopper", 256): (64, 32, 3, 8),
+        ("blackwell", 64): (64, 64, 3, 4),
+        ("blackwell", 128): (64, 64, 2, 8),
+        ("blackwell", 192): (64, 64, 2, 8),
+        ("blackwell", 256): (64, 64, 2, 8),
+        ("ampere", 64): (64, 64, 3, 4),
+        ("ampere", 128): (64, 64, 3, 8),
+        ("ampere", 192): (64, 32, 3, 8),
+        ("ampere", 256): (64, 32, 3, 8),
+        ("small", 64): (64, 64, 3, 4),
+        ("small", 128): (64, 32, 3, 4),
+        ("small", 192): (64, 32, 2, 8),
+        ("small", 256): (64, 32, 2, 8),
+    },
+}
+# shares of the keys that decode_combine can merge: csrc/decode.cc asks for no more
+DECODE_SPLITS = 128
+DECODE_STEP = 16  # shares that it holds at once
