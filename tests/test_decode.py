@@ -23,8 +23,8 @@ import pytest
 from decoding import CASES, Case
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from lowered import calls, text_of
 from packax import decode_lowering, lowering
-from test_lowering import calls, text_of
 
 SCALE = 0.4
 

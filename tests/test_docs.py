@@ -21,8 +21,8 @@ import packax
 import packax.kvax
 import pytest
 from jax.sharding import PartitionSpec as P
+from lowered import Extension
 from packax import lowering
-from test_lowering import Extension
 
 ROOT = Path(__file__).parents[1]
 TEXTS = {

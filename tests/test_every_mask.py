@@ -16,9 +16,9 @@ import numpy as np
 import packax
 import pytest
 import score_oracle
+from lowered import Extension
 from packax import lowering
-from test_lowering import Extension
-from test_transformations import restored
+from test_export import restored
 
 B, S, HEADS, KV_HEADS, DIM = 3, 14, 2, 1, 8
 RNG = np.random.default_rng(21)

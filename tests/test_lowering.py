@@ -1,10 +1,9 @@
-"""What the compiler gets, with no GPU: targets, attributes, operands; and which platform gets what.
+"""What the compiler gets, with no GPU: targets, attributes, operands.
 
 Guards against an operand or attribute out of the order of docs/design.md, which C++ would read as
-another, and against an implementation that is not the one asked for.
+another.
 """
 
-import itertools
 import re
 
 import cases
@@ -14,91 +13,30 @@ import numpy as np
 import packax
 import pytest
 from jax.sharding import AxisType
+from lowered import (
+    BLOCKS,
+    DIMS,
+    IDS,
+    KEY,
+    MASK,
+    ORDER,
+    ORDER_192,
+    QUERY,
+    ROWS,
+    SUMS,
+    abstract,
+    calls,
+    loss,
+    step,
+    text_of,
+)
 from packax import lowering, primitives
 
-DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+pytestmark = pytest.mark.usefixtures("extension")
 
-
-class Extension:
-    """packax._ext as far as lowering asks it, whatever the build at hand has."""
-
-    @staticmethod
-    def variants():
-        plain = ("forward", "backward_delta", "backward_dkdv", "backward_dq")
-        kernels = (*plain, *(f"{name}_general" for name in plain))
-        chip = {"cc": 80, "exact": False}
-        return [
-            {"kernel": kernel, "dtype": dtype, "qk_dim": qk_dim, "v_dim": v_dim, **chip}
-            for kernel in kernels
-            for dtype in (("bf16", "f16") if kernel in plain else ("bf16", "f16", "f32", "tf32"))
-            for qk_dim, v_dim in DIMS
-        ] + [{"kernel": "documents_init", "dtype": "any", "qk_dim": 0, "v_dim": 0, **chip}]
-
-
-PORTABLE = Extension.variants()
-
-
-def with_hopper(cc=90, exact=True, dims=DIMS[:3], kernels=("backward_hopper",)):
-    """The rows of a build with kernels for Hopper, of bf16."""
-    hopper = {"dtype": "bf16", "cc": cc, "exact": exact}
-    made = itertools.product(kernels, dims)
-    return [*PORTABLE, *({**hopper, "kernel": k, "qk_dim": qk, "v_dim": v} for k, (qk, v) in made)]
-
-
-@pytest.fixture(autouse=True)
-def extension(monkeypatch):
-    monkeypatch.setattr(lowering, "_ext", Extension)
-
-
-def abstract(dtype=jnp.bfloat16, dim=64, v_dim=64, q_len=300, kv_len=300, batch=2):
-    return (
-        jax.ShapeDtypeStruct((batch, q_len, 8, dim), dtype),
-        jax.ShapeDtypeStruct((batch, kv_len, 2, dim), dtype),
-        jax.ShapeDtypeStruct((batch, kv_len, 2, v_dim), dtype),
-    )
-
-
-def text_of(function, *args, platforms=("cuda",)):
-    return jax.jit(function).trace(*args).lower(lowering_platforms=platforms).as_text()
-
-
-def calls(text):
-    """[(target, {attribute: text}, [operand type], [result type])] of the FFI calls."""
-    found = []
-    for line in text.splitlines():
-        call = re.search(r"custom_call @(packax\w+)\((.*?)\) \{(.*)\} : \((.*)\) -> (.*)$", line)
-        if call:
-            target, operands, body, types, results = call.groups()
-            attributes = re.search(r"mhlo.backend_config = \{(.*?)\}", body)
-            pairs = re.findall(r"(\w+) = ([^,}]+)", attributes.group(1))
-            kinds = re.findall(r"tensor<([^>]+)>", types)
-            assert len(operands.split(",")) == len(kinds)
-            found.append((target, dict(pairs), kinds, re.findall(r"tensor<([^>]+)>", results)))
-    return found
-
-
-def step(query, key, value, mask, **kwargs):
-    return packax.flash_attention(query, key, value, mask, **kwargs)
-
-
-def loss(query, key, value, mask, **kwargs):
-    return step(query, key, value, mask, **kwargs).astype(jnp.float32).sum()
-
-
-IDS = np.stack([np.arange(300) // 70, np.arange(300) // 41]).astype(np.int32)
-
-
-MASK = packax.create_attention_mask(packax.causal() & packax.documents(IDS))
 MASK_BY_POSITION = packax.create_attention_mask(
     packax.causal() & packax.documents(IDS, positions=IDS)
 )
-
-ROWS, BLOCKS, ORDER, ORDER_192 = "2x300xi32", "2x5x5xi32", "2x3xi32", "2x2xi32"
-QUERY, KEY = "2x300x8x64xbf16", "2x300x2x64xbf16"
-SUMS = "2x8x300xf32"
-PADDED = 320
-SMALL = 2 * 8 * PADDED  # workspace of the backward, for the portable kernels
-LARGE = 2 * SMALL + 2 * 2 * PADDED + 64 * SMALL  # for those of Hopper
 
 
 def test_forward():
@@ -217,100 +155,12 @@ def test_backward():
     tensors = [QUERY, KEY, KEY, QUERY, SUMS, QUERY, SUMS]
     kv_blocks = "2x4x5xi32"
     assert operands == [*tensors, *[ROWS] * 6, BLOCKS, ORDER, kv_blocks, ORDER]
-    assert results == [QUERY, KEY, KEY, f"{SMALL}xf32"]  # the last is the workspace
-
-
-def backward_workspace(monkeypatch, rows, capabilities=None, tensors=None, mask=MASK, **kwargs):
-    """Elements of the backward's float32 workspace, its last result; local devices made up."""
-    monkeypatch.setattr(lowering._ext, "variants", staticmethod(lambda: rows))
-    monkeypatch.setattr(lowering, "_local_capabilities", lambda: capabilities)
-    text = text_of(
-        jax.grad(lambda *x: loss(*x, mask, **kwargs), (0, 1, 2)), *(tensors or abstract())
-    )
-    (_, (target, attributes, _, results)) = calls(text)
-    assert target == "packax_backward_v1" and len(results) == 4
-    assert "deterministic" not in attributes  # the size says it
-    (elements,) = re.fullmatch(r"(\d+)xf32", results[3]).groups()
-    return int(elements)
-
-
-@pytest.mark.parametrize(
-    "capabilities,large",
-    [(None, True), ({90}, True), ({80, 90}, True), ({80}, False), ({100, 120}, False)],
-)
-def test_workspace_by_device(monkeypatch, capabilities, large):
-    """Without a local GPU, it may be compiled for any."""
-    elements = backward_workspace(monkeypatch, with_hopper(), capabilities)
-    assert elements == (LARGE if large else SMALL)
-
-
-def test_workspace_by_request(monkeypatch):
-    for flag, elements in ((True, SMALL), (False, LARGE), (np.bool_(True), SMALL)):
-        assert backward_workspace(monkeypatch, with_hopper(), deterministic=flag) == elements
-
-
-APART = ("backward_hopper", "backward_dkdv_hopper", "backward_dq_hopper")
-
-
-@pytest.mark.parametrize("capability,large", [(90, True), (80, False)])
-def test_workspace_of_kernels_apart(monkeypatch, capability, large):
-    """For deterministic gradients, and for some of them; not for all head dims."""
-    rows = with_hopper(dims=[(192, 128)]) + with_hopper(dims=[(64, 64)], kernels=APART)
-    local = {capability}
-    sums = 2 * SMALL + 2 * 2 * PADDED + 1 if large else SMALL
-    assert backward_workspace(monkeypatch, rows, local, deterministic=True) == sums
-    wide = abstract(dim=192, v_dim=128)
-    assert backward_workspace(monkeypatch, rows, local, wide, deterministic=True) == SMALL
-    text = text_of(jax.grad(lambda *x: loss(*x, MASK), (1, 2)), *abstract())
-    (_, (_, attributes, _, results)) = calls(text)
-    assert attributes["wanted"] == "2 : i32"
-    assert results == ["0xbf16", KEY, KEY, f"{sums}xf32"]
-    text = text_of(jax.grad(lambda *x: loss(*x, MASK)), *abstract())
-    (_, (_, attributes, _, results)) = calls(text)
-    assert attributes["wanted"] == "1 : i32"
-    assert results == [QUERY, "0xbf16", "0xbf16", f"{sums}xf32"]
-
-
-def test_workspace_by_build(monkeypatch):
-    assert backward_workspace(monkeypatch, PORTABLE) == SMALL
-    assert backward_workspace(monkeypatch, with_hopper(dims=[(128, 128)])) == SMALL
-    assert backward_workspace(monkeypatch, with_hopper(), tensors=abstract(jnp.float16)) == SMALL
-    large = backward_workspace(monkeypatch, with_hopper(), tensors=abstract(dim=128, v_dim=128))
-    assert large == LARGE + 64 * SMALL
-    large = backward_workspace(monkeypatch, with_hopper(), tensors=abstract(dim=192, v_dim=128))
-    assert large == LARGE + 128 * SMALL  # dQ has the query's columns
-    wide = abstract(dim=256, v_dim=256)
-    assert backward_workspace(monkeypatch, with_hopper(), tensors=wide) == SMALL
-    rows = with_hopper(cc=86, exact=False)  # another rule than sm_90a's: later minors too
-    for capability, elements in ((86, LARGE), (89, LARGE), (80, SMALL), (90, SMALL)):
-        assert backward_workspace(monkeypatch, rows, {capability}) == elements
-
-
-def test_workspace_with_one_mask_for_all(monkeypatch):
-    mask = packax.create_attention_mask(packax.causal(), q_len=300, kv_len=300)
-    assert backward_workspace(monkeypatch, with_hopper(), mask=mask) == LARGE - 2 * PADDED
-
-
-@pytest.mark.parametrize("length,large", [((1 << 22) - 64, True), (1 << 22, False)])
-def test_workspace_up_to_32_bits(monkeypatch, length, large):
-    """Rows of all heads: 64 * 8 * 2^22 = 2^31. Elements of the workspace may be more."""
-    tensors = abstract(q_len=length, kv_len=64, batch=64)
-    mask = packax.create_attention_mask(packax.full(), q_len=length, kv_len=64)
-    rows = 64 * 8 * length
-    elements = backward_workspace(monkeypatch, with_hopper(), tensors=tensors, mask=mask)
-    assert elements == (2 * rows + 2 * length + 64 * rows if large else rows)
-
-
-def test_capabilities_of_this_process(monkeypatch):
-    class Device:
-        def __init__(self, text):
-            self.compute_capability = text
-
-    assert lowering._local_capabilities() is None  # a test of the CPU suite
-    for texts, found in ((["9.0", "8.6", "9.0"], {90, 86}), (["12.1"], {121}), ([], None)):
-        devices = [Device(t) for t in texts]
-        monkeypatch.setattr(jax, "local_devices", lambda *, backend, devices=devices: devices)
-        assert lowering._local_capabilities() == found
+    assert results == [
+        QUERY,
+        KEY,
+        KEY,
+        f"{2 * 8 * 320}xf32",
+    ]  # the last is the workspace: delta, rows padded to 64
 
 
 @pytest.mark.parametrize("scale,attribute", [(-0.25, "2.5"), (0, "1.0"), (1e-39, "1.0")])
@@ -411,55 +261,6 @@ def test_inside_shard_map_the_call_is_local():
     assert operands[0] == "1x300x8x64xbf16" and operands[3] == "1x300xi32"
 
 
-# Platforms
-
-
-def test_elsewhere_there_is_no_call():
-    assert not calls(text_of(loss, *abstract(), MASK, platforms=("cpu",)))
-    assert not calls(text_of(loss, *abstract(), MASK, platforms=("tpu",)))
-
-
-def test_xla_on_cuda_runs_no_attention_kernel():
-    text = text_of(lambda *x: jax.grad(loss)(*x, MASK, implementation="xla"), *abstract())
-    assert not calls(text)
-
-
-def test_several_platforms_in_one_module():
-    text = text_of(jax.grad(loss), *abstract(), MASK, platforms=("cpu", "cuda"))
-    assert [call[0] for call in calls(text)] == ["packax_forward_v1", "packax_backward_v1"]
-    assert text.count("stablehlo.while") > 0  # the CPU's branch
-
-
-@pytest.mark.parametrize("direction", [step, jax.grad(loss)])
-@pytest.mark.parametrize(
-    "dtype,dim,v_dim,said",
-    [
-        (jnp.bfloat16, 84, 80, "bfloat16 with head dims 84/80"),
-        (jnp.float16, 64, 264, "float16 with head dims 64/264"),
-        (jnp.float32, 72, 20, "float32 with head dims 72/20"),
-    ],
-)
-@pytest.mark.parametrize("implementation", [None, "cubin"])
-def test_no_kernel(direction, dtype, dim, v_dim, said, implementation):
-    args = abstract(dtype, dim, v_dim)
-    with pytest.raises(NotImplementedError) as error:
-        text_of(lambda *x: direction(*x, MASK, implementation=implementation), *args)
-    text = str(error.value)
-    assert said in text
-    listed = [f"{dtype} {qk}/{v}" for qk, v in DIMS for dtype in ("bfloat16", "float16", "float32")]
-    assert f"there are: {', '.join(listed)}, and all multiples of 8 up to them." in text
-    assert 'implementation="xla" takes any head dim, and float64' in text
-    text_of(lambda *x: direction(*x, MASK, implementation="xla"), *args)
-
-
-def test_a_backward_kernel_may_be_missing_alone(monkeypatch):
-    rows = [row for row in Extension.variants() if not row["kernel"].startswith("backward_dq")]
-    monkeypatch.setattr(lowering._ext, "variants", staticmethod(lambda: rows))
-    text_of(loss, *abstract(), MASK)
-    with pytest.raises(NotImplementedError, match="no backward kernel"):
-        text_of(jax.grad(loss), *abstract(), MASK)
-
-
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("dim,v_dim", DIMS)
 def test_every_pair_of_head_dims(dim, v_dim, dtype):
@@ -470,31 +271,6 @@ def test_every_pair_of_head_dims(dim, v_dim, dtype):
     rows, keys = (f"2x300x{heads}x%dx{short}" for heads in (8, 2))
     assert out == operands[3] == operands[5] == rows % v_dim
     assert (dq, dk, dv) == (rows % dim, keys % dim, keys % v_dim)
-
-
-@pytest.mark.parametrize("platforms", [("cpu",), ("tpu",), ("cpu", "cuda")])
-def test_cubin_elsewhere_is_an_error(platforms):
-    with pytest.raises(NotImplementedError, match="needs a CUDA device, but"):
-        text_of(lambda *x: step(*x, MASK, implementation="cubin"), *abstract(), platforms=platforms)
-    with pytest.raises(NotImplementedError, match="needs a CUDA device"):
-        jax.jit(lambda *x: step(*x, MASK, implementation="cubin"))(
-            *(jnp.zeros(x.shape, x.dtype) for x in abstract())
-        )
-
-
-def test_without_the_extension(monkeypatch):
-    """A source tree: XLA does everything, the kernels are an error that says why."""
-    monkeypatch.setattr(lowering, "_ext", None)
-    monkeypatch.setattr(lowering, "_ext_error", "no such file", raising=False)
-
-    def whole(ids, *tensors, **kwargs):
-        mask = packax.create_attention_mask(packax.documents(ids))
-        return packax.flash_attention(*tensors, mask, **kwargs)
-
-    ids = jax.ShapeDtypeStruct((2, 300), jnp.int32)
-    assert not calls(text_of(lambda *x: whole(*x, implementation="xla"), ids, *abstract()))
-    with pytest.raises(NotImplementedError, match=r"packax\._ext.*no such file.*reinstall"):
-        text_of(whole, ids, *abstract())
 
 
 def test_the_extension_s_targets_are_those_called():

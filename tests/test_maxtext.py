@@ -12,8 +12,8 @@ import packax
 import pytest
 
 pytest.importorskip("flax.nnx")
+from jaxprs import count
 from packax.integrations import maxtext
-from test_attention import count
 
 B, S, HEADS, KV_HEADS, DIM = 2, 33, 4, 2, 8
 RNG = np.random.default_rng(9)

@@ -9,9 +9,9 @@ import numpy as np
 import packax
 import pytest
 from jax.lax import DotAlgorithmPreset, Precision
+from lowered import MASK, Extension, abstract, calls, loss, text_of
 from packax import lowering
 from packax.precision import checked_precision
-from test_lowering import MASK, Extension, abstract, calls, loss, text_of
 
 
 @pytest.mark.parametrize(

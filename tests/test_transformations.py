@@ -1,31 +1,27 @@
 """jax's transformations of flash_attention beyond plain grad and jit.
 
-docs/transformations.md says what holds. Guards against a tangent that drops a term, a second
-derivative of another function than the first one's, a vmap that mixes operands, an exported program
-that holds for one size, an error that does not say what to do.
+docs/transformations.md says what holds; test_frozen_operands.py and test_export.py are of it, too.
+Guards against a tangent that drops a term, a second derivative of another function than the first
+one's, a vmap that mixes operands, an error that does not say what to do.
 """
 
 import functools
-import importlib.util
 import warnings
 
 import cases
 import jax
-import jax.export
 import jax.numpy as jnp
 import numpy as np
 import packax
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from jaxprs import count
+from lowered import Extension, abstract, text_of
 from packax import lowering
-from test_attention import count
-from test_lowering import PORTABLE, Extension, abstract, calls, with_hopper
+from transformed import DIM, EXPRESSION, HEADS, IDS, KV_HEADS, LENGTH, V_DIM, random
 
 X64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
-IDS = cases.ids_of((3, 4), (-1, 1), (5, 3), (3, 2), (-1, 3))  # an id that reappears, padding
-LENGTH, HEADS, KV_HEADS, DIM, V_DIM = len(IDS), 4, 2, 4, 3
-EXPRESSION = packax.causal() & packax.documents(IDS)
 ALLOWED = np.asarray(EXPRESSION.as_array(LENGTH, LENGTH))
 
 
@@ -33,14 +29,6 @@ ALLOWED = np.asarray(EXPRESSION.as_array(LENGTH, LENGTH))
 def x64():
     with X64(True):
         yield
-
-
-def random(seed, *lead):
-    """query, key, value, sinks in float64."""
-    rng = np.random.default_rng(seed)
-    shapes = (LENGTH, HEADS, DIM), (LENGTH, KV_HEADS, DIM), (LENGTH, KV_HEADS, V_DIM)
-    tensors = [jnp.asarray(rng.standard_normal((*lead, 2, *shape))) for shape in shapes]
-    return (*tensors, jnp.asarray(rng.standard_normal((*lead, HEADS))))
 
 
 def dense(query, key, value, sinks):
@@ -198,10 +186,6 @@ def test_a_third_derivative_says_what_to_do(x64):
         assert "Take the gradient first" in text and "jax.hessian(f)" in text
 
 
-def lower_for_cuda(function, *operands):
-    return jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
-
-
 def test_kernels_alone_have_no_forward_mode(monkeypatch):
     """implementation="cubin" means the kernels or an error."""
     monkeypatch.setattr(lowering, "_ext", Extension)
@@ -214,10 +198,10 @@ def test_kernels_alone_have_no_forward_mode(monkeypatch):
     def gradient(*operands):
         return jax.grad(lambda *x: out(*x).astype(jnp.float32).sum())(*operands)
 
-    lower_for_cuda(gradient, query, key, value)
+    text_of(gradient, query, key, value)
     for function in (out, gradient):
         with pytest.raises(NotImplementedError, match=r"none for forward-mode derivatives.*=None"):
-            lower_for_cuda(lambda *x, f=function: jax.jvp(f, x, x), query, key, value)
+            text_of(lambda *x, f=function: jax.jvp(f, x, x), query, key, value)
 
 
 # vmap
@@ -331,78 +315,6 @@ def test_vmap_over_stages_of_a_pipeline():
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
-# Gradients of some operands
-
-
-@pytest.mark.parametrize(
-    "argnums,products",
-    [((0, 1, 2), 5), ((0,), 3), ((1,), 3), ((1, 2), 4)],
-)
-def test_frozen_operands_cost_no_products(argnums, products):
-    """In XLA: a forward has 2 products of tiles, S and the output; a backward 5 at most."""
-    operands = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in random(0)[:3]]
-    gradient = jax.grad(lambda *x: packax.flash_attention(*x, EXPRESSION).sum(), argnums)
-    text = jax.jit(gradient).lower(*operands).as_text()
-    assert text.count("stablehlo.dot_general") == 2 + products
-
-
-def calls_of_backward(argnums, monkeypatch, fused, more=(), **kwargs):
-    rows = with_hopper() if fused else PORTABLE
-    monkeypatch.setattr(lowering, "_ext", Extension)
-    monkeypatch.setattr(Extension, "variants", staticmethod(lambda: rows))
-    monkeypatch.setattr(lowering, "_local_capabilities", lambda: None)
-
-    def gradient(*operands):
-        return jax.grad(loss_of, argnums)(*operands)
-
-    def loss_of(query, key, value, *scale):
-        out = packax.flash_attention(
-            query,
-            key,
-            value,
-            packax.causal(),
-            **kwargs,
-            **dict(zip(["scale"], scale, strict=False)),
-        )
-        return out.astype(jnp.float32).sum()
-
-    text = lower_for_cuda(gradient, *abstract(), *more)
-    (call,) = (c for c in calls(text) if "backward" in c[0])
-    target, attributes, _, results = call
-    assert ("general" in target) == bool(kwargs or more)
-    return attributes["wanted"], results[:3]
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_frozen_operands_for_the_kernels(monkeypatch, fused):
-    """What is not wanted has no elements, unless one kernel of Hopper makes dk and dv with dq."""
-    query, key, none = "2x300x8x64xbf16", "2x300x2x64xbf16", "0xbf16"
-    keys = key if fused else none
-    for argnums, wanted, results in (
-        ((0, 1, 2), "3 : i32", [query, key, key]),
-        ((0,), "1 : i32", [query, keys, keys]),
-        ((1, 2), "2 : i32", [none, key, key]),
-        ((2,), "2 : i32", [none, key, key]),
-    ):
-        assert calls_of_backward(argnums, monkeypatch, fused) == (wanted, results)
-
-
-def test_frozen_operands_for_the_general_kernels(monkeypatch):
-    """Likewise; the kernel of dq makes the parts of the gradient of a scale, too."""
-    query, key, none = "2x300x8x64xbf16", "2x300x2x64xbf16", "0xbf16"
-    number = jax.ShapeDtypeStruct((), jnp.float32)
-    for argnums, more, wanted, results in (
-        ((0, 1, 2), (), "3 : i32", [query, key, key]),
-        ((0,), (), "1 : i32", [query, none, none]),
-        ((1,), (), "2 : i32", [none, key, key]),
-        ((2,), (number,), "2 : i32", [none, key, key]),
-        ((2, 3), (number,), "2 : i32", [query, key, key]),
-        ((3,), (number,), "0 : i32", [query, none, none]),
-    ):
-        got = calls_of_backward(argnums, monkeypatch, True, more, soft_cap=9.0)
-        assert got == (wanted, results)
-
-
 # Donation and checkpoint policies
 
 
@@ -454,117 +366,3 @@ def test_checkpointed_layers_in_a_scan(policy):
     gradient = jax.grad(loss, (0, 1))
     runs = count("packax_forward", gradient, query, jnp.ones(2), key, value)
     assert runs == (2 if policy == "nothing" else 1)
-
-
-# jax.export
-
-
-def step(query, key, value, ids, positions):
-    mask = packax.create_attention_mask(
-        packax.causal() & packax.documents(ids, positions=positions)
-    )
-
-    def loss(*tensors):
-        out, lse = packax.flash_attention(*tensors, mask, return_lse=True)
-        loss = jnp.sum(jnp.sin(out)) + jnp.sum(jnp.where(jnp.isfinite(lse), lse, 0))
-        return loss, (out, lse)
-
-    return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(query, key, value), mask.kv_order
-
-
-def symbolic(dtype, dim, key_length="s"):
-    batch, length, kv_length = jax.export.symbolic_shape(f"b, s, {key_length}")
-    query = jax.ShapeDtypeStruct((batch, length, HEADS, dim), dtype)
-    key = jax.ShapeDtypeStruct((batch, kv_length, KV_HEADS, dim), dtype)
-    ids = jax.ShapeDtypeStruct((batch, length), jnp.int32)
-    return query, key, key, ids, ids
-
-
-def restored(exported):
-    """As another process would have it, if flatbuffers is there, without which jax has no files."""
-    if importlib.util.find_spec("flatbuffers") is None:
-        return exported
-    return jax.export.deserialize(exported.serialize())
-
-
-def test_export_with_symbolic_sizes():
-    """One program for every batch and length: forward, backward and mask equal to jit's."""
-    program = restored(
-        jax.export.export(jax.jit(step), platforms=["cpu"])(*symbolic(jnp.float32, 8))
-    )
-    rng = np.random.default_rng(0)
-    for batch, length in ((1, 1), (3, 129), (2, 700)):
-        tensors = [
-            rng.standard_normal((batch, length, heads, 8)).astype(np.float32)
-            for heads in (HEADS, KV_HEADS, KV_HEADS)
-        ]
-        ids = np.sort(rng.integers(-1, 5, (batch, length))).astype(np.int32)
-        positions = rng.integers(0, 50, (batch, length)).astype(np.int32)  # rows that are tested
-        if length == 700:
-            positions.sort()
-        got = program.call(*tensors, ids, positions)
-        expected = jax.jit(step)(*tensors, ids, positions)
-        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
-
-
-def test_export_for_cuda(monkeypatch):
-    """From a machine without a GPU, all sizes symbolic; the check of custom calls is needed."""
-    monkeypatch.setattr(lowering, "_ext", Extension)
-
-    def gradient(query, key, value, ids, kv_ids):
-        mask = packax.create_attention_mask(packax.documents(ids, kv_ids))
-        return jax.grad(
-            lambda *x: packax.flash_attention(*x, mask).astype(jnp.float32).sum(), (0, 1, 2)
-        )(query, key, value)
-
-    query, key, value, ids, _ = symbolic(jnp.bfloat16, 64, "t")
-    shapes = query, key, value, ids, jax.ShapeDtypeStruct(key.shape[:2], jnp.int32)
-    with pytest.raises(ValueError, match="custom calls whose targets have no compatibility"):
-        jax.export.export(jax.jit(gradient), platforms=["cuda"])(*shapes)
-    program = restored(
-        jax.export.export(
-            jax.jit(gradient),
-            platforms=["cuda", "cpu"],
-            disabled_checks=packax.export_checks(),
-        )(*shapes)
-    )
-    text = program.mlir_module()
-    assert "@packax_forward_v1" in text and "@packax_backward_v1" in text
-    assert program.platforms == ("cuda", "cpu")
-    assert [str(x.shape) for x in program.out_avals] == [str(x.shape) for x in shapes[:3]]
-
-
-def test_masks_as_arguments_of_exported_programs():
-    """Of known lengths as they are; of symbolic ones as leaves."""
-
-    def attention(query, key, value, mask):
-        return packax.flash_attention(query, key, value, mask)
-
-    query, key, value, ids, _ = symbolic(jnp.float32, 8)
-    build = lambda ids: packax.create_attention_mask(packax.documents(ids))  # noqa: E731
-    shapes = jax.eval_shape(build, ids)
-    structure = jax.tree.structure(shapes)
-
-    def from_leaves(query, key, value, leaves):
-        return attention(query, key, value, jax.tree.unflatten(structure, leaves))
-
-    program = restored(
-        jax.export.export(jax.jit(from_leaves), platforms=["cpu"])(
-            query, key, value, jax.tree.leaves(shapes)
-        )
-    )
-    tensors = [np.asarray(x[..., :3].repeat(3, -1)[..., :8], np.float32) for x in random(15)[:3]]
-    mask = build(np.stack([IDS, IDS]))
-    expected = attention(*tensors, mask)
-    got = program.call(*tensors, jax.tree.leaves(mask))
-    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
-
-    export = jax.export.export(jax.jit(attention), platforms=["cpu"])
-    whole = restored(export(*tensors, mask))
-    np.testing.assert_allclose(whole.call(*tensors, mask), expected, rtol=1e-5, atol=1e-5)
-    if importlib.util.find_spec("flatbuffers") is not None:
-        with pytest.raises(
-            NotImplementedError, match=r"pass its leaves \(docs/transformations\.md"
-        ):
-            export(query, key, value, shapes).serialize()

@@ -1,0 +1,84 @@
+"""What the compiler gets, as text, and a stand-in for the extension that lowering asks.
+
+For the tests of lowering; the fixture `extension` (conftest.py) puts the stand-in in its place.
+"""
+
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import packax
+
+DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+
+
+class Extension:
+    """packax._ext as far as lowering asks it, whatever the build at hand has."""
+
+    @staticmethod
+    def variants():
+        plain = ("forward", "backward_delta", "backward_dkdv", "backward_dq")
+        kernels = (*plain, *(f"{name}_general" for name in plain))
+        chip = {"cc": 80, "exact": False}
+        return [
+            {"kernel": kernel, "dtype": dtype, "qk_dim": qk_dim, "v_dim": v_dim, **chip}
+            for kernel in kernels
+            for dtype in (("bf16", "f16") if kernel in plain else ("bf16", "f16", "f32", "tf32"))
+            for qk_dim, v_dim in DIMS
+        ] + [{"kernel": "documents_init", "dtype": "any", "qk_dim": 0, "v_dim": 0, **chip}]
+
+
+PORTABLE = Extension.variants()
+
+
+def with_hopper(cc=90, exact=True, dims=DIMS[:3], kernels=("backward_hopper",)):
+    """The rows of a build with kernels for Hopper, of bf16."""
+    hopper = {"dtype": "bf16", "cc": cc, "exact": exact}
+    made = itertools.product(kernels, dims)
+    return [*PORTABLE, *({**hopper, "kernel": k, "qk_dim": qk, "v_dim": v} for k, (qk, v) in made)]
+
+
+def abstract(dtype=jnp.bfloat16, dim=64, v_dim=64, q_len=300, kv_len=300, batch=2):
+    return (
+        jax.ShapeDtypeStruct((batch, q_len, 8, dim), dtype),
+        jax.ShapeDtypeStruct((batch, kv_len, 2, dim), dtype),
+        jax.ShapeDtypeStruct((batch, kv_len, 2, v_dim), dtype),
+    )
+
+
+def text_of(function, *args, platforms=("cuda",)):
+    return jax.jit(function).trace(*args).lower(lowering_platforms=platforms).as_text()
+
+
+def calls(text):
+    """[(target, {attribute: text}, [operand type], [result type])] of the FFI calls."""
+    found = []
+    for line in text.splitlines():
+        call = re.search(r"custom_call @(packax\w+)\((.*?)\) \{(.*)\} : \((.*)\) -> (.*)$", line)
+        if call:
+            target, operands, body, types, results = call.groups()
+            attributes = re.search(r"mhlo.backend_config = \{(.*?)\}", body)
+            pairs = re.findall(r"(\w+) = ([^,}]+)", attributes.group(1))
+            kinds = re.findall(r"tensor<([^>]+)>", types)
+            assert len(operands.split(",")) == len(kinds)
+            found.append((target, dict(pairs), kinds, re.findall(r"tensor<([^>]+)>", results)))
+    return found
+
+
+def step(query, key, value, mask, **kwargs):
+    return packax.flash_attention(query, key, value, mask, **kwargs)
+
+
+def loss(query, key, value, mask, **kwargs):
+    return step(query, key, value, mask, **kwargs).astype(jnp.float32).sum()
+
+
+IDS = np.stack([np.arange(300) // 70, np.arange(300) // 41]).astype(np.int32)
+MASK = packax.create_attention_mask(packax.causal() & packax.documents(IDS))
+
+# Operands of `abstract`, of MASK and of its blocks
+QUERY, KEY = "2x300x8x64xbf16", "2x300x2x64xbf16"
+SUMS = "2x8x300xf32"
+ROWS, BLOCKS, ORDER, ORDER_192 = "2x300xi32", "2x5x5xi32", "2x3xi32", "2x2xi32"

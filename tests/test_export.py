@@ -1,0 +1,127 @@
+"""jax.export: programs of known and of symbolic sizes, for the CPU and for CUDA, from a machine without a GPU.
+
+Guards against an exported program that holds for one size only, and an error that does not say what to do.
+"""
+
+import importlib.util
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import packax
+import pytest
+from lowered import Extension
+from packax import lowering
+from transformed import HEADS, IDS, KV_HEADS, random
+
+
+def step(query, key, value, ids, positions):
+    mask = packax.create_attention_mask(
+        packax.causal() & packax.documents(ids, positions=positions)
+    )
+
+    def loss(*tensors):
+        out, lse = packax.flash_attention(*tensors, mask, return_lse=True)
+        loss = jnp.sum(jnp.sin(out)) + jnp.sum(jnp.where(jnp.isfinite(lse), lse, 0))
+        return loss, (out, lse)
+
+    return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(query, key, value), mask.kv_order
+
+
+def symbolic(dtype, dim, key_length="s"):
+    batch, length, kv_length = jax.export.symbolic_shape(f"b, s, {key_length}")
+    query = jax.ShapeDtypeStruct((batch, length, HEADS, dim), dtype)
+    key = jax.ShapeDtypeStruct((batch, kv_length, KV_HEADS, dim), dtype)
+    ids = jax.ShapeDtypeStruct((batch, length), jnp.int32)
+    return query, key, key, ids, ids
+
+
+def restored(exported):
+    """As another process would have it, if flatbuffers is there, without which jax has no files."""
+    if importlib.util.find_spec("flatbuffers") is None:
+        return exported
+    return jax.export.deserialize(exported.serialize())
+
+
+def test_export_with_symbolic_sizes():
+    """One program for every batch and length: forward, backward and mask equal to jit's."""
+    program = restored(
+        jax.export.export(jax.jit(step), platforms=["cpu"])(*symbolic(jnp.float32, 8))
+    )
+    rng = np.random.default_rng(0)
+    for batch, length in ((1, 1), (3, 129), (2, 700)):
+        tensors = [
+            rng.standard_normal((batch, length, heads, 8)).astype(np.float32)
+            for heads in (HEADS, KV_HEADS, KV_HEADS)
+        ]
+        ids = np.sort(rng.integers(-1, 5, (batch, length))).astype(np.int32)
+        positions = rng.integers(0, 50, (batch, length)).astype(np.int32)  # rows that are tested
+        if length == 700:
+            positions.sort()
+        got = program.call(*tensors, ids, positions)
+        expected = jax.jit(step)(*tensors, ids, positions)
+        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
+
+
+def test_export_for_cuda(monkeypatch):
+    """From a machine without a GPU, all sizes symbolic; the check of custom calls is needed."""
+    monkeypatch.setattr(lowering, "_ext", Extension)
+
+    def gradient(query, key, value, ids, kv_ids):
+        mask = packax.create_attention_mask(packax.documents(ids, kv_ids))
+        return jax.grad(
+            lambda *x: packax.flash_attention(*x, mask).astype(jnp.float32).sum(), (0, 1, 2)
+        )(query, key, value)
+
+    query, key, value, ids, _ = symbolic(jnp.bfloat16, 64, "t")
+    shapes = query, key, value, ids, jax.ShapeDtypeStruct(key.shape[:2], jnp.int32)
+    with pytest.raises(ValueError, match="custom calls whose targets have no compatibility"):
+        jax.export.export(jax.jit(gradient), platforms=["cuda"])(*shapes)
+    program = restored(
+        jax.export.export(
+            jax.jit(gradient),
+            platforms=["cuda", "cpu"],
+            disabled_checks=packax.export_checks(),
+        )(*shapes)
+    )
+    text = program.mlir_module()
+    assert "@packax_forward_v1" in text and "@packax_backward_v1" in text
+    assert program.platforms == ("cuda", "cpu")
+    assert [str(x.shape) for x in program.out_avals] == [str(x.shape) for x in shapes[:3]]
+
+
+def test_masks_as_arguments_of_exported_programs():
+    """Of known lengths as they are; of symbolic ones as leaves."""
+
+    def attention(query, key, value, mask):
+        return packax.flash_attention(query, key, value, mask)
+
+    query, key, value, ids, _ = symbolic(jnp.float32, 8)
+    build = lambda ids: packax.create_attention_mask(packax.documents(ids))  # noqa: E731
+    shapes = jax.eval_shape(build, ids)
+    structure = jax.tree.structure(shapes)
+
+    def from_leaves(query, key, value, leaves):
+        return attention(query, key, value, jax.tree.unflatten(structure, leaves))
+
+    program = restored(
+        jax.export.export(jax.jit(from_leaves), platforms=["cpu"])(
+            query, key, value, jax.tree.leaves(shapes)
+        )
+    )
+    tensors = [np.asarray(x[..., :3].repeat(3, -1)[..., :8], np.float32) for x in random(15)[:3]]
+    mask = build(np.stack([IDS, IDS]))
+    expected = attention(*tensors, mask)
+    got = program.call(*tensors, jax.tree.leaves(mask))
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+    export = jax.export.export(jax.jit(attention), platforms=["cpu"])
+    whole = restored(export(*tensors, mask))
+    np.testing.assert_allclose(whole.call(*tensors, mask), expected, rtol=1e-5, atol=1e-5)
+    if importlib.util.find_spec("flatbuffers") is not None:
+        with pytest.raises(
+            NotImplementedError, match=r"pass its leaves \(docs/transformations\.md"
+        ):
+            export(query, key, value, shapes).serialize()

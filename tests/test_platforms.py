@@ -1,0 +1,84 @@
+"""Which platform gets what: kernels on CUDA, XLA elsewhere, an error where the kernels that were asked for are not there.
+
+Guards against an implementation that is not the one asked for.
+"""
+
+import jax
+import jax.numpy as jnp
+import packax
+import pytest
+from lowered import DIMS, MASK, Extension, abstract, calls, loss, step, text_of
+from packax import lowering
+
+pytestmark = pytest.mark.usefixtures("extension")
+
+
+def test_elsewhere_there_is_no_call():
+    assert not calls(text_of(loss, *abstract(), MASK, platforms=("cpu",)))
+    assert not calls(text_of(loss, *abstract(), MASK, platforms=("tpu",)))
+
+
+def test_xla_on_cuda_runs_no_attention_kernel():
+    text = text_of(lambda *x: jax.grad(loss)(*x, MASK, implementation="xla"), *abstract())
+    assert not calls(text)
+
+
+def test_several_platforms_in_one_module():
+    text = text_of(jax.grad(loss), *abstract(), MASK, platforms=("cpu", "cuda"))
+    assert [call[0] for call in calls(text)] == ["packax_forward_v1", "packax_backward_v1"]
+    assert text.count("stablehlo.while") > 0  # the CPU's branch
+
+
+@pytest.mark.parametrize("direction", [step, jax.grad(loss)])
+@pytest.mark.parametrize(
+    "dtype,dim,v_dim,said",
+    [
+        (jnp.bfloat16, 84, 80, "bfloat16 with head dims 84/80"),
+        (jnp.float16, 64, 264, "float16 with head dims 64/264"),
+        (jnp.float32, 72, 20, "float32 with head dims 72/20"),
+    ],
+)
+@pytest.mark.parametrize("implementation", [None, "cubin"])
+def test_no_kernel(direction, dtype, dim, v_dim, said, implementation):
+    args = abstract(dtype, dim, v_dim)
+    with pytest.raises(NotImplementedError) as error:
+        text_of(lambda *x: direction(*x, MASK, implementation=implementation), *args)
+    text = str(error.value)
+    assert said in text
+    listed = [f"{dtype} {qk}/{v}" for qk, v in DIMS for dtype in ("bfloat16", "float16", "float32")]
+    assert f"there are: {', '.join(listed)}, and all multiples of 8 up to them." in text
+    assert 'implementation="xla" takes any head dim, and float64' in text
+    text_of(lambda *x: direction(*x, MASK, implementation="xla"), *args)
+
+
+def test_a_backward_kernel_may_be_missing_alone(monkeypatch):
+    rows = [row for row in Extension.variants() if not row["kernel"].startswith("backward_dq")]
+    monkeypatch.setattr(lowering._ext, "variants", staticmethod(lambda: rows))
+    text_of(loss, *abstract(), MASK)
+    with pytest.raises(NotImplementedError, match="no backward kernel"):
+        text_of(jax.grad(loss), *abstract(), MASK)
+
+
+@pytest.mark.parametrize("platforms", [("cpu",), ("tpu",), ("cpu", "cuda")])
+def test_cubin_elsewhere_is_an_error(platforms):
+    with pytest.raises(NotImplementedError, match="needs a CUDA device, but"):
+        text_of(lambda *x: step(*x, MASK, implementation="cubin"), *abstract(), platforms=platforms)
+    with pytest.raises(NotImplementedError, match="needs a CUDA device"):
+        jax.jit(lambda *x: step(*x, MASK, implementation="cubin"))(
+            *(jnp.zeros(x.shape, x.dtype) for x in abstract())
+        )
+
+
+def test_without_the_extension(monkeypatch):
+    """A source tree: XLA does everything, the kernels are an error that says why."""
+    monkeypatch.setattr(lowering, "_ext", None)
+    monkeypatch.setattr(lowering, "_ext_error", "no such file", raising=False)
+
+    def whole(ids, *tensors, **kwargs):
+        mask = packax.create_attention_mask(packax.documents(ids))
+        return packax.flash_attention(*tensors, mask, **kwargs)
+
+    ids = jax.ShapeDtypeStruct((2, 300), jnp.int32)
+    assert not calls(text_of(lambda *x: whole(*x, implementation="xla"), ids, *abstract()))
+    with pytest.raises(NotImplementedError, match=r"packax\._ext.*no such file.*reinstall"):
+        text_of(whole, ids, *abstract())

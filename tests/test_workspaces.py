@@ -1,0 +1,113 @@
+"""The size of the backward's workspace, by which the lowering says which kernels may run: by device, request and build.
+
+Guards against a workspace that is too small for the kernels that C++ then takes.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import packax
+import pytest
+from lowered import KEY, MASK, PORTABLE, QUERY, abstract, calls, loss, text_of, with_hopper
+from packax import lowering
+
+pytestmark = pytest.mark.usefixtures("extension")
+
+PADDED = 320
+SMALL = 2 * 8 * PADDED  # workspace of the backward, for the portable kernels
+LARGE = 2 * SMALL + 2 * 2 * PADDED + 64 * SMALL  # for those of Hopper
+
+
+def backward_workspace(monkeypatch, rows, capabilities=None, tensors=None, mask=MASK, **kwargs):
+    """Elements of the backward's float32 workspace, its last result; local devices made up."""
+    monkeypatch.setattr(lowering._ext, "variants", staticmethod(lambda: rows))
+    monkeypatch.setattr(lowering, "_local_capabilities", lambda: capabilities)
+    text = text_of(
+        jax.grad(lambda *x: loss(*x, mask, **kwargs), (0, 1, 2)), *(tensors or abstract())
+    )
+    (_, (target, attributes, _, results)) = calls(text)
+    assert target == "packax_backward_v1" and len(results) == 4
+    assert "deterministic" not in attributes  # the size says it
+    (elements,) = re.fullmatch(r"(\d+)xf32", results[3]).groups()
+    return int(elements)
+
+
+@pytest.mark.parametrize(
+    "capabilities,large",
+    [(None, True), ({90}, True), ({80, 90}, True), ({80}, False), ({100, 120}, False)],
+)
+def test_workspace_by_device(monkeypatch, capabilities, large):
+    """Without a local GPU, it may be compiled for any."""
+    elements = backward_workspace(monkeypatch, with_hopper(), capabilities)
+    assert elements == (LARGE if large else SMALL)
+
+
+def test_workspace_by_request(monkeypatch):
+    for flag, elements in ((True, SMALL), (False, LARGE), (np.bool_(True), SMALL)):
+        assert backward_workspace(monkeypatch, with_hopper(), deterministic=flag) == elements
+
+
+APART = ("backward_hopper", "backward_dkdv_hopper", "backward_dq_hopper")
+
+
+@pytest.mark.parametrize("capability,large", [(90, True), (80, False)])
+def test_workspace_of_kernels_apart(monkeypatch, capability, large):
+    """For deterministic gradients, and for some of them; not for all head dims."""
+    rows = with_hopper(dims=[(192, 128)]) + with_hopper(dims=[(64, 64)], kernels=APART)
+    local = {capability}
+    sums = 2 * SMALL + 2 * 2 * PADDED + 1 if large else SMALL
+    assert backward_workspace(monkeypatch, rows, local, deterministic=True) == sums
+    wide = abstract(dim=192, v_dim=128)
+    assert backward_workspace(monkeypatch, rows, local, wide, deterministic=True) == SMALL
+    text = text_of(jax.grad(lambda *x: loss(*x, MASK), (1, 2)), *abstract())
+    (_, (_, attributes, _, results)) = calls(text)
+    assert attributes["wanted"] == "2 : i32"
+    assert results == ["0xbf16", KEY, KEY, f"{sums}xf32"]
+    text = text_of(jax.grad(lambda *x: loss(*x, MASK)), *abstract())
+    (_, (_, attributes, _, results)) = calls(text)
+    assert attributes["wanted"] == "1 : i32"
+    assert results == [QUERY, "0xbf16", "0xbf16", f"{sums}xf32"]
+
+
+def test_workspace_by_build(monkeypatch):
+    assert backward_workspace(monkeypatch, PORTABLE) == SMALL
+    assert backward_workspace(monkeypatch, with_hopper(dims=[(128, 128)])) == SMALL
+    assert backward_workspace(monkeypatch, with_hopper(), tensors=abstract(jnp.float16)) == SMALL
+    large = backward_workspace(monkeypatch, with_hopper(), tensors=abstract(dim=128, v_dim=128))
+    assert large == LARGE + 64 * SMALL
+    large = backward_workspace(monkeypatch, with_hopper(), tensors=abstract(dim=192, v_dim=128))
+    assert large == LARGE + 128 * SMALL  # dQ has the query's columns
+    wide = abstract(dim=256, v_dim=256)
+    assert backward_workspace(monkeypatch, with_hopper(), tensors=wide) == SMALL
+    rows = with_hopper(cc=86, exact=False)  # another rule than sm_90a's: later minors too
+    for capability, elements in ((86, LARGE), (89, LARGE), (80, SMALL), (90, SMALL)):
+        assert backward_workspace(monkeypatch, rows, {capability}) == elements
+
+
+def test_workspace_with_one_mask_for_all(monkeypatch):
+    mask = packax.create_attention_mask(packax.causal(), q_len=300, kv_len=300)
+    assert backward_workspace(monkeypatch, with_hopper(), mask=mask) == LARGE - 2 * PADDED
+
+
+@pytest.mark.parametrize("length,large", [((1 << 22) - 64, True), (1 << 22, False)])
+def test_workspace_up_to_32_bits(monkeypatch, length, large):
+    """Rows of all heads: 64 * 8 * 2^22 = 2^31. Elements of the workspace may be more."""
+    tensors = abstract(q_len=length, kv_len=64, batch=64)
+    mask = packax.create_attention_mask(packax.full(), q_len=length, kv_len=64)
+    rows = 64 * 8 * length
+    elements = backward_workspace(monkeypatch, with_hopper(), tensors=tensors, mask=mask)
+    assert elements == (2 * rows + 2 * length + 64 * rows if large else rows)
+
+
+def test_capabilities_of_this_process(monkeypatch):
+    class Device:
+        def __init__(self, text):
+            self.compute_capability = text
+
+    assert lowering._local_capabilities() is None  # a test of the CPU suite
+    for texts, found in ((["9.0", "8.6", "9.0"], {90, 86}), (["12.1"], {121}), ([], None)):
+        devices = [Device(t) for t in texts]
+        monkeypatch.setattr(jax, "local_devices", lambda *, backend, devices=devices: devices)
+        assert lowering._local_capabilities() == found
