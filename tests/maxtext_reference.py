@@ -1,0 +1,127 @@
+"""MaxText's attention as a dense reference, written from what its dense path says, and operands for it.
+
+The reference is float64 numpy: a boolean of every pair from index comparisons, one softmax.
+"""
+
+import types
+
+import numpy as np
+import pytest
+
+pytest.importorskip("flax.nnx")
+from packax.integrations import maxtext
+
+B, S, HEADS, KV_HEADS, DIM = 2, 33, 4, 2, 8
+RNG = np.random.default_rng(9)
+
+
+def tensors(rows=S, keys=S, scale=1.5):
+    shapes = (B, rows, HEADS, DIM), (B, keys, KV_HEADS, DIM), (B, keys, KV_HEADS, DIM + 4)
+    q, k, v = (RNG.standard_normal(shape).astype(np.float32) for shape in shapes)
+    return scale * q, k, v
+
+
+def ids_and_positions(length=S):
+    """Two packings: documents of ids from 1, then MaxText's padding, 0; and negative ids."""
+    thirds = length // 3
+    ids = np.stack([np.r_[[1] * thirds, [2] * thirds, [0] * (length - 2 * thirds)]] * 2)
+    ids[1] = np.r_[[5] * (length - 8), [-3] * 4, [-1] * 4]
+    starts = np.diff(ids, axis=1, prepend=-99) != 0
+    index = np.arange(length)
+    return ids, index - np.maximum.accumulate(np.where(starts, index, 0), axis=1)
+
+
+def pairs(kind, size, ids, kv_ids=None, row=None, col=None, spans=None):
+    """Which keys are attended, (B, Sq, Skv): `row`, `col` are their places, (B or 1, length)."""
+    row = np.arange(ids.shape[1])[None] if row is None else row
+    col = np.arange(ids.shape[1])[None] if col is None else col
+    kv_ids = ids if kv_ids is None else kv_ids
+    r, c = row[:, :, None], col[:, None, :]
+    same = (ids[:, :, None] == kv_ids[:, None]) & (kv_ids >= 0)[:, None]
+    allowed = {
+        "global": c <= r,
+        "mla": c <= r,
+        "full": np.ones_like(c <= r),
+        "local_sliding": (c <= r) & (c > r - (size or 0)),
+        "chunk": (c <= r) & (c // (size or 1) == r // (size or 1)),
+        "block_diffusion": c // (size or 1) <= r // (size or 1),
+    }[kind]
+    if spans is not None:  # numbered by hand: two tokens are in one image if all between are too
+        for b in range(len(spans)):
+            for i in np.flatnonzero(spans[b]):
+                for j in np.flatnonzero(spans[b]):
+                    inside = spans[b, min(i, j) : max(i, j) + 1].all()
+                    allowed = np.broadcast_to(allowed, same.shape).copy()
+                    allowed[b, i, j] |= inside
+    return allowed & same
+
+
+def reference(q, k, v, allowed, cap=None, sinks=None):
+    """(out, largest logit of each head), scale 1; a row of no key gives 0."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    k, v = (np.repeat(x, HEADS // KV_HEADS, 2) for x in (k, v))
+    logits = np.einsum("bihd,bjhd->bhij", q, k)
+    if cap:
+        logits = cap * np.tanh(logits / cap)
+    logits = np.where(np.broadcast_to(allowed, (B, *allowed.shape[1:]))[:, None], logits, -np.inf)
+    top = logits.max((2, 3))
+    if sinks is not None:
+        sink = np.broadcast_to(np.asarray(sinks, np.float64)[:, None, None], (*logits.shape[:3], 1))
+        logits = np.concatenate([logits, sink], -1)
+    high = np.maximum(logits.max(-1, keepdims=True), -1e30)
+    p = np.exp(logits - high)
+    p /= np.maximum(p.sum(-1, keepdims=True), 1e-300)
+    return np.einsum("bhij,bjhd->bihd", p[..., : k.shape[1]], v), top
+
+
+def close(x, y):
+    np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
+
+
+def op(kind="global", size=None, config=None, **options):
+    sizes = {"local_sliding": "sliding_window_size", "chunk": "chunk_attn_window_size"}
+    if kind == "block_diffusion":
+        config = types.SimpleNamespace(causal_block_size=size)
+    elif kind in sizes:
+        options[sizes[kind]] = size
+    return maxtext.AttentionOp(config=config, attention_type=kind, **options)
+
+
+KINDS = [
+    ("global", None),
+    ("local_sliding", 5),
+    ("chunk", 7),
+    ("full", None),
+    ("mla", None),
+    ("block_diffusion", 6),
+]
+
+IMAGES = np.zeros((B, S), bool)
+IMAGES[0, 2:6] = IMAGES[0, 14:21] = IMAGES[1, 4:9] = IMAGES[1, 10:12] = IMAGES[1, 15:30] = True
+MASKED = -0.7 * float(np.finfo(np.float32).max)  # of an additive mask
+MOBA = types.SimpleNamespace(moba=True, moba_chunk_size=6, moba_topk=3)
+
+
+class Mesh:
+    shape = types.MappingProxyType({"data": 1, "context": 2})
+
+
+def moba_pairs(q, k, before, size=6, count=3):
+    """By loops: the own chunk, and the best of those before it by the product with their mean."""
+    rows, keys = q.shape[1], k.shape[1]
+    allowed = np.zeros((B, HEADS, rows, keys), bool)
+    for b, h, i in np.ndindex(B, HEADS, rows):
+        place = before + i
+        means = [
+            k[b, at : at + size, h // (HEADS // KV_HEADS)].mean(0) for at in range(0, keys, size)
+        ]
+        best = sorted(range(place // size), key=lambda n: -float(q[b, i, h] @ means[n]))
+        for n in [place // size, *best[: count - 1]]:
+            allowed[b, h, i, n * size : min((n + 1) * size, place + 1)] = True
+    return allowed
+
+
+def of_heads(q, k, v, allowed, *options):
+    """`reference` for a mask of each head, (B, H, Sq, Skv)."""
+    outs = [reference(q, k, v, allowed[:, h], *options)[0][:, :, h] for h in range(HEADS)]
+    return np.stack(outs, 2)

@@ -1,0 +1,106 @@
+"""packax.integrations.maxtext while decoding, against a dense reference: both caches, what is active in them, errors.
+
+Guards against a key that is not active and is read all the same, and a sink that counts twice.
+"""
+
+import jax
+import numpy as np
+import pytest
+from jaxprs import count
+from maxtext_reference import HEADS, IMAGES, MOBA, RNG, B, S, close, op, pairs, reference, tensors
+
+
+def in_cache(kind, size, ids):
+    """The keys of a cache that the row attends, (B, 1, S): active ones, by place."""
+    keys = ids.shape[1]
+    row = np.full((1, 1), keys - 1)
+    own = np.ones((B, 1), int), np.where(ids == 1, 1, -1)
+    kind = kind if kind in ("local_sliding", "chunk") else "full"
+    return pairs(kind, size, *own, row, np.arange(keys)[None])
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"), [("global", None), ("full", None), ("local_sliding", 6), ("chunk", 8)]
+)
+def test_autoregressive(kind, size):
+    """Active tokens of both caches, places counted in each; the sink counts once.
+
+    What is not active holds NaN: a key that is read into a result shows. One cache is a ring that
+    went round, one has a hole, one holds nothing.
+    """
+    q, k, v = tensors(1, 20)
+    _, k_ar, v_ar = tensors(1, 13)
+    ids = (np.arange(20) < np.array([[17], [4]])).astype(int)
+    ids[1] = 0  # nothing was prefilled
+    ids_ar = np.ones((B, 13), int)
+    ids_ar[0, 3:6] = 0  # a ring: the oldest tokens come last
+    ids_ar[1, [0, 2, 9]] = 0, 2, -1
+    sinks = RNG.standard_normal(HEADS).astype(np.float32)
+    poisoned = [
+        np.where((i == 1)[..., None, None], x, np.nan)
+        for x, i in ((k, ids), (v, ids), (k_ar, ids_ar), (v_ar, ids_ar))
+    ]
+    cached = ((*poisoned[:2], ids), (*poisoned[2:], ids_ar, ids_ar.sum(1)))
+    allowed = np.concatenate([in_cache(kind, size, i) for i in (ids, ids_ar)], -1)
+    keys, values = np.concatenate([k, k_ar], 1), np.concatenate([v, v_ar], 1)
+
+    def run(q, cached, sink):
+        one = op(kind, size, attn_logits_soft_cap=3.0)
+        return one(q, None, None, None, None, "autoregressive", cached, sinks=sink)
+
+    assert count("packax_decode", run, q, cached, sinks) == 2
+    assert count("packax_forward", run, q, cached, sinks) == 0
+    out = jax.jit(run)(q, cached, sinks)
+    close(out, reference(q, keys, values, allowed, 3.0, sinks)[0])
+    alone = jax.jit(run)(q, (cached[0], None), None)
+    close(alone, reference(q, k, v, in_cache(kind, size, ids), 3.0)[0])
+
+
+def test_autoregressive_other_calls():
+    """No ids: all keys; several rows, and recorded logits: by flash_attention; nothing at all: 0."""
+    q, k, v = tensors(1, 13)
+    q3, _, _ = tensors(3, 1)
+    ids = np.ones((B, 13), int)
+    ids[:, 4:6] = 0
+
+    @jax.jit
+    def run(q, q3):
+        call = lambda one, *x, **more: one(*x[:1], *[None] * 4, "autoregressive", *x[1:], **more)  # noqa: E731
+        recording = op("chunk", 8)
+        recorded = call(recording, q, ((k, v, ids), None), record_max_logits=True)
+        return (
+            call(op(), q, ((k, v, None), None)),
+            call(op("local_sliding", 4), q3, ((k, v, ids), None)),
+            recorded,
+            jax.tree.leaves(recording.max_logits)[0],
+            call(op(), q, ((k, v, ids * 0), (k, v, ids * 0, None)), sinks=np.ones(HEADS)),
+        )
+
+    everything, rows, recorded, logits, nothing = run(q, q3)
+    close(everything, reference(q, k, v, np.ones((B, 1, 13), bool))[0])
+    own = np.ones((B, 3), int), np.where(ids == 1, 1, -1)
+    allowed = pairs("local_sliding", 4, *own, np.arange(3)[None], np.arange(13)[None])
+    close(rows, reference(q3, k, v, allowed)[0])
+    expected = reference(q, k, v, in_cache("chunk", 8, ids))
+    close(recorded, expected[0])
+    close(logits, expected[1])
+    assert not np.any(nothing)
+
+
+def test_errors_of_the_caches():
+    q, k, v = tensors(1, S)
+    part = (k, v, np.ones((B, S), int))
+    for name in ("previous_chunk", "bidirectional_mask", "decoder_segment_ids_kv"):
+        with pytest.raises(ValueError, match=f"{name} must be None in model_mode"):
+            op()(q, None, None, None, None, "autoregressive", (part, None), **{name: IMAGES})
+    wrong = (k, v, np.ones((B, 5), int))
+    with pytest.raises(
+        ValueError, match=r"segment ids of a cache must have shape \(2, 33\), as its"
+    ):
+        op()(q, None, None, None, None, "autoregressive", (wrong, None))
+    with pytest.raises(ValueError, match="sinks must have shape"):
+        op()(q, None, None, None, None, "autoregressive", (part, None), sinks=np.ones(3))
+    with pytest.raises(ValueError, match="heads of query must be a multiple of those of key, but"):
+        op(config=MOBA)(q[:, :, :1], None, None, None, None, "autoregressive", (part, None))
+    with pytest.raises(ValueError, match="the autoregressive cache is for model_mode"):
+        op()(q, None, None, None, None, "prefill", (part, (*part, None)))

@@ -1,0 +1,156 @@
+"""packax.integrations.maxtext with MoBA and the indexer's mask, against a dense reference.
+
+Guards against chunks that are counted from another place than MaxText's, in training, chunked
+prefill, decoding and the reordered batches of context parallelism.
+"""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import packax
+import pytest
+from jaxprs import count
+from maxtext_reference import (
+    HEADS,
+    MASKED,
+    MOBA,
+    RNG,
+    B,
+    Mesh,
+    S,
+    close,
+    ids_and_positions,
+    moba_pairs,
+    of_heads,
+    op,
+    pairs,
+    tensors,
+)
+from packax.integrations import maxtext
+
+
+def test_dense_path_is_the_same_attention():
+    """implementation="dense" beside the kernels' path, gradients too: cap, sinks, largest logits."""
+    q, k, v = tensors()
+    ids, _ = ids_and_positions()
+    sinks = RNG.standard_normal(HEADS).astype(np.float32)
+
+    def run(implementation):
+        one = op("chunk", 7, implementation=implementation)
+
+        def loss(q, k, v, sinks):
+            out = one(q, k, v, ids, sinks=sinks)
+            return jnp.sum(jnp.sin(out)), out
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True))(q, k, v, sinks)
+
+    jax.tree.map(close, run("dense"), run(None))
+
+
+@pytest.mark.parametrize("implementation", [None, "dense"])
+@pytest.mark.parametrize(
+    ("kind", "size", "moba", "indexer"),
+    [
+        ("global", None, True, False),
+        ("full", None, True, True),
+        ("local_sliding", 13, True, False),
+        ("full", None, False, True),
+    ],
+)
+def test_moba_and_indexer_mask(kind, size, moba, indexer, implementation):
+    """Beside segment ids, cap and sinks. MoBA is causal with every type; rows without a key are 0."""
+    q, k, v = tensors()
+    ids, _ = ids_and_positions()
+    sinks = RNG.standard_normal(HEADS).astype(np.float32)
+    kept = RNG.random((B, S, S)) < 0.6
+    kept[1, 3] = False
+    mask = jnp.where(kept, 0.0, MASKED) if indexer else None
+    options = {"attn_logits_soft_cap": 2.0, "implementation": implementation}
+    one = op(kind, size, config=MOBA if moba else None, **options)
+    run = jax.jit(lambda *x: one(*x[:3], ids, sinks=sinks, indexer_mask=x[3]))
+    allowed = np.broadcast_to(pairs(kind, size, ids)[:, None], (B, HEADS, S, S))
+    whole = allowed.sum()
+    allowed = allowed & (moba_pairs(q, k, 0) if moba else True)
+    allowed = allowed & (kept[:, None] if indexer else True)
+    assert allowed.sum() < whole
+    close(run(q, k, v, mask), of_heads(q, k, v, allowed, 2.0, sinks))
+
+
+def test_moba_in_chunked_prefill_and_its_gradients():
+    """Chunks are of the whole prompt. The gate has no gradient: as the dense path's."""
+    before, rows = 13, 10
+    q, k, v = tensors(rows, before + rows)
+    ids = np.ones((B, before + rows), int)
+    previous = np.zeros((B, before, 1))
+
+    def results(implementation):
+        one = op(config=MOBA, implementation=implementation)
+
+        def loss(q, k, v):
+            cached = ((k, v, ids), None)
+            out = one(q, *[None] * 4, "prefill", cached, previous_chunk=previous)
+            return jnp.sum(jnp.sin(out)), out
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
+
+    got = results(None)
+    close(got[0][1], of_heads(q, k, v, moba_pairs(q, k, before)))
+    jax.tree.map(close, got, results("dense"))
+
+
+@pytest.mark.parametrize("implementation", [None, "dense"])
+def test_moba_and_indexer_mask_while_decoding(implementation):
+    """Of each cache its own part of the mask; MoBA counts in each cache from its end."""
+    q, k, v = tensors(1, 20)
+    _, k_ar, v_ar = tensors(1, 15)
+    ids, ids_ar = np.ones((B, 20), int), np.ones((B, 15), int)
+    ids_ar[0, 3] = 0
+    kept = RNG.random((B, 1, 35)) < 0.7
+    indexer = np.where(kept, 0.0, -2e38).astype(np.float32)
+    sinks = RNG.standard_normal(HEADS).astype(np.float32)
+    cached = ((k, v, ids), (k_ar, v_ar, ids_ar, None))
+
+    def run(q, cached, indexer, moba=MOBA):
+        one = op(config=moba, implementation=implementation, attn_logits_soft_cap=3.0)
+        options = {"sinks": sinks, "indexer_mask": indexer}
+        return one(q, *[None] * 4, "autoregressive", cached, **options)
+
+    if implementation is None:
+        assert count("packax_decode", run, q, cached, indexer) == 2
+    active = np.concatenate([ids, ids_ar], 1)[:, None, None] == 1
+    chosen = np.concatenate([moba_pairs(q, k, 19), moba_pairs(q, k_ar, 14)], -1) & active
+    keys, values = np.concatenate([k, k_ar], 1), np.concatenate([v, v_ar], 1)
+
+    def expected(allowed):
+        return of_heads(q, keys, values, np.broadcast_to(allowed, chosen.shape), 3.0, sinks)
+
+    close(jax.jit(run)(q, cached, indexer), expected(chosen & kept[:, None]))
+    close(jax.jit(run)(q, cached, None), expected(chosen))
+    if implementation is None:
+        of_indexer = jax.jit(lambda *x: run(*x, None))(q, cached, indexer)
+        close(of_indexer, expected(active & kept[:, None]))
+
+
+@pytest.mark.parametrize("implementation", [None, "dense"])
+def test_reordered_moba_and_indexer_mask(implementation):
+    """Any length that 2 * ranks divide; what is chosen is of the sequence in order."""
+    length = 36
+    q, k, v = tensors(length, length)
+    ids, positions = ids_and_positions(length)
+    kept = RNG.random((B, length, length)) < 0.6
+    config = {"context_parallel_load_balance": True, "context_sharding": "context"}
+    config = types.SimpleNamespace(**vars(MOBA), **config)
+    there = [maxtext.reorder_sequence(jnp.asarray(x), 2) for x in (q, k, v, ids, positions)]
+    indexer = jnp.where(kept, 0.0, MASKED)
+    indexer = maxtext.reorder_sequence(maxtext.reorder_sequence(indexer, 2), 2, seq_dim=2)
+    one = maxtext.AttentionOp(config, Mesh, implementation=implementation)
+    out = jax.jit(lambda *x: one(*x[:5], indexer_mask=x[5]))(*there, indexer)
+    allowed = pairs("global", None, ids, row=positions, col=positions) & kept
+    expected = of_heads(q, k, v, allowed[:, None] & moba_pairs(q, k, 0))
+    close(maxtext.reorder_sequence(out, 2, to_contiguous=True), expected)
+    spec = jax.sharding.PartitionSpec(None, "context", None, None)
+    sharding = packax.AttentionSharding(query=spec, key_value=spec)
+    with pytest.raises(NotImplementedError, match=r"config.moba must be False and indexer_mask No"):
+        maxtext.AttentionOp(config, Mesh, sharding=sharding)(*there)
