@@ -17,6 +17,9 @@ from hypothesis import settings
 settings.register_profile("packax", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("packax")
 
+# Assertions of these helpers, too, say what was there.
+pytest.register_assert_rewrite("cpp.launches", "lowered")
+
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped where there is none")

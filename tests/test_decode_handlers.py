@@ -10,8 +10,8 @@ from math import ceil
 import pytest
 from cpp.call_frame import EXECUTE, INITIALIZE, Array
 from cpp.calls import Sizes, decode
+from cpp.launches import expect_launches
 from cpp.machine import MULTIPROCESSORS, make_machine, needs_compiler, needs_extension
-from test_handlers import expect_launches
 from test_refusals import test_refusal as check_refusal
 
 pytest_plugins = ("cpp.fixtures",)

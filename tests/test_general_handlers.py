@@ -7,8 +7,8 @@ from math import ceil
 
 import pytest
 from cpp.calls import MAP, Array, Sizes, backward_general, forward_general
+from cpp.launches import attention, expect_launches
 from cpp.machine import needs_compiler, needs_extension
-from test_handlers import attention, expect_launches
 
 pytest_plugins = ("cpp.fixtures",)
 pytestmark = [needs_extension, needs_compiler]

@@ -1,0 +1,65 @@
+"""What a handler must launch: kernels in order, grids, every argument; and the sizes that the tests take."""
+
+import struct
+from math import ceil
+
+from cpp.calls import Sizes
+from cpp.machine import arguments
+
+SIZES = [
+    Sizes(),
+    Sizes(batch=3, mask_batch=1, q_len=1, kv_len=1, heads=4, kv_heads=4),
+    Sizes(batch=1, mask_batch=1, q_len=128, kv_len=129, heads=8, kv_heads=1),
+    Sizes(batch=5, mask_batch=5, q_len=1 << 20, kv_len=(1 << 20) + 1, heads=2, kv_heads=1),
+]
+
+
+def expect_launches(machine, call, scalars, grids):
+    """Exactly these kernels in this order; `grids`: kernel -> grid as a function of its block.
+
+    `scalars`: values of the arguments that are no operand or result, for all or by kernel."""
+    assert machine.run(call) is None
+    launches = machine.launches()
+    assert [launch["kernel"] for launch in launches] == list(grids)
+    for launch, (kernel, grid) in zip(launches, grids.items(), strict=True):
+        row = machine.row(kernel, machine.variant["cc"])
+        assert launch["grid"] == [*grid(row["block"]), 1, 1][:3], kernel
+        assert launch["block"] == [row["threads"], 1, 1]
+        assert launch["shared"] == row["shared"]
+        assert launch["stream"] == machine.xla.stream
+        values = {**call.addresses(), **scalars.get(kernel, scalars)}
+        names = arguments(kernel)
+        got = dict(zip(names, launch["params"], strict=False))
+        assert got == {name: values[name] for name in names}, kernel
+        assert launch["params"][len(names) :] == [0, 0]  # Triton's scratch pointers
+
+
+def attention(s, scale, element_test, has_dlse=0):
+    return {
+        "scale": struct.unpack("f", struct.pack("f", scale))[0],
+        "element_test": element_test,
+        "has_dlse": has_dlse,
+        "batch": s.batch,
+        "mask_batch": s.mask_batch,
+        "q_len": s.q_len,
+        "kv_len": s.kv_len,
+        "heads": s.heads,
+        "kv_heads": s.kv_heads,
+    }
+
+
+def expect_portable_backward(machine, call, s, has_dlse=1, wanted=3):
+    """delta lies at the start of the workspace."""
+    grids = {
+        "backward_delta": lambda r: [ceil(s.q_len / r) * s.heads * s.batch],
+        "backward_dkdv": lambda n: [s.kv_heads * s.batch * ceil(s.kv_len / 128) * (128 // n)],
+        "backward_dq": lambda m: [s.heads * s.batch * ceil(s.q_len / 128) * (128 // m)],
+    }
+    if not wanted & 1:
+        del grids["backward_dq"]
+    if not wanted & 2:
+        del grids["backward_dkdv"]
+    scalars = attention(s, call.attributes["scale"][1], 2, has_dlse)
+    scalars["delta"] = call.results["workspace"].address
+    expect_launches(machine, call, scalars, grids)
+    assert machine.calls("cuTensorMapEncodeTiled") == 0

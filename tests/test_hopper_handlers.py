@@ -1,0 +1,360 @@
+"""The handlers of forward and backward on a GPU of Hopper: tensor maps, the counter, the workspace, which kernels run.
+
+Guards against a map of another tensor or of a wrong box, a counter that is not cleared, a section of
+the workspace in another place than the kernels have it. Runs on a fake libcuda (tests/cpp): needs
+the built extension and a C compiler.
+"""
+
+from dataclasses import replace
+from math import ceil, prod
+
+import pytest
+from cpp.call_frame import INITIALIZE
+from cpp.calls import Array, Sizes, backward, forward
+from cpp.launches import SIZES, attention, expect_launches, expect_portable_backward
+from cpp.machine import MULTIPROCESSORS, POINTERS, make_machine, needs_compiler, needs_extension
+
+pytest_plugins = ("cpp.fixtures",)
+pytestmark = [needs_extension, needs_compiler]
+
+MAP_TYPES = {"int32": 3, "float16": 6, "float32": 7, "bfloat16": 9}  # CUtensorMapDataType
+
+
+def expected_map(array, box, bit21=0):
+    """Of a (batch, length, width) or (batch, length, heads, dim) array; sizes, strides and boxes
+    from the innermost axis."""
+    rows, columns, swizzle = box
+    batch, length, *widths = array.shape
+    width, size = prod(widths), 4 if array.dtype in ("int32", "float32") else 2
+    return {
+        "address": array.address,
+        "bit21": int(batch * length * width * size - size + 1 >= 128 * 1024) or bit21,
+        "sizes": [width, length, batch],
+        "byte_strides": [size * width, size * width * length],
+        "box": [columns, rows, 1],
+        "steps": [1, 1, 1],
+        "type": MAP_TYPES[array.dtype],
+        "interleave": 0,
+        "swizzle": swizzle,
+        "promotion": 2,
+        "fill": 0,
+        "shape": [batch, length, width],
+        "strides": [width * length, width, 1],
+    }
+
+
+def hopper_maps(machine, call, **more):
+    boxes = machine.row("forward_hopper", machine.variant["cc"])["tensor_maps"]
+    arrays = {**call.operands, **call.results}
+    names = ("query", "key", "value", "out")
+    return {
+        name: expected_map(arrays[name], box, **more)
+        for name, box in zip(names, boxes, strict=True)
+    }
+
+
+@pytest.mark.parametrize("qk_dim", [64, 128])
+@pytest.mark.parametrize("s", SIZES)
+def test_forward_on_hopper(tmp_path, driver, s, qk_dim):
+    """Tensor maps in the places of query, key, value and out; the order is that of its tiles."""
+    machine = make_machine(
+        tmp_path, driver, choose=lambda m: m.has_hopper() and m.variant["qk_dim"] == qk_dim
+    )
+    row = machine.row("forward_hopper", machine.variant["cc"])
+    assert all(box[1:] == (64, 3) for box in row["tensor_maps"])  # 128 bytes of columns
+    call = forward(machine, s, scale=0.0625, element_test=1)
+    order = {128: "q_order", 192: "q_order_192"}[row["block"]]
+    more = {"q_order": call.operands[order].address, **hopper_maps(machine, call)}
+    grids = {
+        "forward_hopper": lambda m: [min(MULTIPROCESSORS, s.heads * s.batch * ceil(s.q_len / m))]
+    }
+    expect_launches(machine, call, {**attention(s, 0.0625, 1), **more}, grids)
+    # Before the launch, from which programs draw their tiles.
+    clear = {"memset": [call.results["counter"].address, 0, 1], "stream": machine.xla.stream}
+    assert machine.record()[0] == clear and len(machine.record()) == 2
+
+
+def test_more_tiles_than_the_counter_counts(hopper):
+    """Programs past the last tile draw, too: one number each."""
+    block = hopper.row("forward_hopper", hopper.variant["cc"])["block"]
+    most = 2**31 - 1 - 4096
+    s = Sizes(batch=1, mask_batch=1, q_len=block, kv_len=1, heads=1, kv_heads=1)
+    assert hopper.run(forward(hopper, replace(s, batch=most))) is None
+    failure = hopper.run(forward(hopper, replace(s, batch=most + 1)))
+    assert failure.code == "InvalidArgument"
+    assert failure.message == (
+        f"packax_forward_v1: batch * heads * ceil(q_len/{block}) is {most + 1}, a GPU takes "
+        f"{most} at most; split the batch"
+    )
+    assert len(hopper.record()) == 2
+
+
+def test_a_counter_that_is_not_cleared(hopper):
+    hopper.fail("cuMemsetD32Async", 1)
+    failure = hopper.run(forward(hopper))
+    assert failure.code == "Internal"
+    assert failure.message == (
+        "packax_forward_v1: cuMemsetD32Async failed: CUDA_ERROR_INVALID_VALUE (invalid argument), "
+        "device 0"
+    )
+    assert hopper.launches() == []
+
+
+def test_maps_are_encoded_for_each_call(hopper):
+    """The buffers of the next call may lie elsewhere, under the same sizes."""
+    call = forward(hopper)
+    assert hopper.run(call, INITIALIZE) is None
+    assert hopper.calls("cuTensorMapEncodeTiled") == 0
+    moved = replace(call.operands["query"], address=0x7700)
+    for operand in (call.operands["query"], moved):
+        call.operands["query"] = operand
+        assert hopper.run(call) is None
+    assert [r["params"][0]["address"] for r in hopper.launches()] == [0x10000, 0x7700]
+
+
+@pytest.mark.parametrize(("version", "bit21"), [(12040, 0), (13010, 0), (13020, 1)])
+def test_maps_of_small_tensors(hopper, version, bit21):
+    """Under 128 KiB, drivers up to 13.1 set a bit that has to be cleared; later ones are right."""
+    hopper.cuda.fake_set_version(version)
+    call = forward(hopper, Sizes(batch=1, mask_batch=1, q_len=64, kv_len=64, heads=1, kv_heads=1))
+    assert hopper.run(call) is None
+    (launch,) = hopper.launches()
+    assert launch["params"][:4] == list(hopper_maps(hopper, call, bit21=bit21).values())
+    assert launch["params"][0]["bit21"] == bit21
+
+
+@pytest.mark.parametrize("more", [-1, 0, 1])
+def test_the_edge_of_small_tensors(hopper, more):
+    """128 KiB, a row less, a row more."""
+    kv_len = 128 * 1024 // (2 * hopper.variant["qk_dim"]) + more
+    s = Sizes(batch=1, mask_batch=1, kv_len=kv_len, heads=1, kv_heads=1)
+    call = forward(hopper, s)
+    assert hopper.run(call) is None
+    (launch,) = hopper.launches()
+    assert launch["params"][1] == hopper_maps(hopper, call)["key"]
+    assert launch["params"][1]["bit21"] == (more > 0)
+
+
+def map_text(machine, name, array):
+    boxes = machine.row("forward_hopper", machine.variant["cc"])["tensor_maps"]
+    rows, columns, swizzle = boxes[("query", "key", "value", "out").index(name)]
+    batch, length, heads, dim = array.shape
+    return (
+        f"tensor map of {name}, {array.dtype}[{batch}, {length}, {heads * dim}] in boxes of "
+        f"{rows} x {columns}, swizzle {swizzle}"
+    )
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value", "out"])
+def test_map_of_a_misaligned_buffer(hopper, name):
+    call = forward(hopper)
+    group = call.results if name == "out" else call.operands
+    group[name] = replace(group[name], address=0x12348)
+    failure = hopper.run(call)
+    kernel = hopper.row("forward_hopper", hopper.variant["cc"])["name"]
+    assert failure.code == "InvalidArgument"
+    assert failure.message == (
+        f"packax_forward_v1: {map_text(hopper, name, group[name])}: "
+        f"address 0x12348 is no multiple of 16; {kernel}"
+    )
+    assert hopper.launches() == []
+
+
+@pytest.mark.parametrize(
+    ("sizes", "name", "why"),
+    [
+        ({"heads": 1 << 27}, "query", "a size is over 2147483647"),
+        (
+            {"q_len": 1 << 29, "heads": 1 << 10},
+            "query",
+            "one row of the batch has 2^40 bytes or more",
+        ),
+        (
+            {"kv_len": 1 << 29, "heads": 1 << 22, "kv_heads": 1 << 22, "q_len": 1},
+            "key",
+            "one row of the batch has 2^40 bytes or more",
+        ),
+    ],
+)
+def test_map_over_the_limits(hopper, sizes, name, why):
+    call = forward(hopper, Sizes(**{"batch": 1, "mask_batch": 1, "kv_heads": 1, **sizes}))
+    failure = hopper.run(call)
+    kernel = hopper.row("forward_hopper", hopper.variant["cc"])["name"]
+    assert failure.code == "InvalidArgument"
+    assert failure.message == (
+        f"packax_forward_v1: {map_text(hopper, name, call.operands[name])}: {why}; {kernel}"
+    )
+
+
+def test_map_that_the_driver_refuses(hopper):
+    hopper.fail("cuTensorMapEncodeTiled", 1)
+    call = forward(hopper)
+    failure = hopper.run(call)
+    row = hopper.row("forward_hopper", hopper.variant["cc"])
+    assert failure.code == "Internal"
+    assert failure.message == (
+        "packax_forward_v1: cuTensorMapEncodeTiled failed: CUDA_ERROR_INVALID_VALUE (invalid "
+        f"argument); {map_text(hopper, 'query', call.operands['query'])}, address 0x10000; "
+        f"{row['name']} (cubin for {row['arch']}) on device 0, Fake GPU 0 "
+        f"(compute capability {row['cc'] // 10}.{row['cc'] % 10})"
+    )
+    assert hopper.launches() == []
+    hopper.fail("cuTensorMapEncodeTiled", 0)
+    assert hopper.run(call) is None
+
+
+def hopper_sections(machine, s, start):
+    """name -> that section of the workspace, as a tensor map would see it (docs/design.md)."""
+    padded = 64 * ceil(s.q_len / 64)
+    rows, dim = s.batch * s.heads * padded, machine.variant["qk_dim"]
+    sections = {
+        "delta": ("float32", (1, 1, rows)),
+        "lse2": ("float32", (1, 1, rows)),
+        "lo": ("int32", (1, 1, s.mask_batch * padded)),
+        "hi": ("int32", (1, 1, s.mask_batch * padded)),
+        "dq_sum": ("float32", (1, 1, rows * dim)),
+    }
+    arrays = {}
+    for name, (dtype, shape) in sections.items():
+        arrays[name] = Array(dtype, shape, start)
+        assert (start - 0x90300) % 256 == 0
+        start += 4 * prod(shape)
+    return arrays, start
+
+
+def backward_maps(machine, kernel, arrays):
+    row = machine.row(kernel, machine.variant["cc"])
+    names = [n.partition(":")[0] for n in POINTERS[kernel].split() if ":t" in n]
+    return {
+        name: expected_map(arrays[name], box)
+        for name, box in zip(names, row["tensor_maps"], strict=True)
+    }
+
+
+@pytest.mark.parametrize("qk_dim,block", [(64, 128), (128, 128), (192, 64), (256, 64)])
+@pytest.mark.parametrize("has_dlse", [0, 1])
+@pytest.mark.parametrize("s", SIZES)
+def test_backward_on_hopper(tmp_path, driver, s, has_dlse, qk_dim, block):
+    """The sections of the workspace, in raw pointers and in tensor maps; dQ comes last.
+
+    A program takes a tile of 128 keys or half of one, also the half past the last key.
+    """
+    machine = make_machine(
+        tmp_path, driver, choose=lambda m: m.has_hopper() and m.variant["qk_dim"] == qk_dim
+    )
+    call = backward(machine, s, scale=0.375, element_test=1, has_dlse=has_dlse)
+    workspace = call.results["workspace"]
+    sections, end = hopper_sections(machine, s, workspace.address)
+    assert end == workspace.address + 4 * workspace.shape[0]
+    row = machine.row("backward_hopper", machine.variant["cc"])
+    maps = backward_maps(machine, "backward_hopper", {**call.operands, **call.results, **sections})
+    assert row["block"] == block and "dq_sum" not in maps
+    for name in sections.keys() - {"dq_sum"}:
+        assert maps[name]["box"] + [maps[name]["swizzle"]] == [64, 1, 1, 0]
+    rows = prod(sections["delta"].shape)
+    grids = {
+        "backward_prepare": lambda r: [rows // r],
+        "backward_hopper": lambda n: [s.kv_heads * s.batch * ceil(s.kv_len / 128) * (128 // n)],
+        "backward_finish": lambda r: [rows // r],
+    }
+    scalars = attention(s, 0.375, 1, has_dlse)
+    pointers = {name: array.address for name, array in sections.items()}
+    values = {name: {**scalars, **pointers, "clear_dq": 1} for name in grids}
+    values["backward_hopper"] = {**scalars, **maps, "dq_sum": pointers["dq_sum"]}
+    expect_launches(machine, call, values, grids)
+    assert machine.calls("cuLibraryLoadData") == 3  # not the portable ones
+
+
+@pytest.mark.parametrize("wanted", [0, 1, 2, 3])
+@pytest.mark.parametrize("qk_dim", [64, 128])
+@pytest.mark.parametrize("s", SIZES)
+def test_backward_apart_on_hopper(tmp_path, driver, s, qk_dim, wanted):
+    """Kernels that add nothing to memory: nothing is cleared but the counter, in the place of dQ's sum."""
+    machine = make_machine(
+        tmp_path, driver, choose=lambda m: m.has_apart() and m.variant["qk_dim"] == qk_dim
+    )
+    call = backward(machine, s, scale=0.375, element_test=3, kernels="apart", wanted=wanted)
+    workspace = call.results["workspace"]
+    sections, _ = hopper_sections(machine, s, workspace.address)
+    counter = sections["dq_sum"].address
+    assert counter + 4 == workspace.address + 4 * workspace.shape[0]
+    rows = prod(sections["delta"].shape)
+    grids = {
+        "backward_prepare": lambda r: [rows // r],
+        "backward_dkdv_hopper": lambda n: [s.kv_heads * s.batch * ceil(s.kv_len / n)],
+        "backward_dq_hopper": lambda m: [
+            min(MULTIPROCESSORS, s.heads * s.batch * ceil(s.q_len / m))
+        ],
+    }
+    for kernel, bit in (("backward_dq_hopper", 1), ("backward_dkdv_hopper", 2)):
+        if not wanted & bit:
+            del grids[kernel]
+    scalars = attention(s, 0.375, 3, 1) | {"clear_dq": 0, "counter": counter}
+    pointers = {name: array.address for name, array in sections.items()}
+    arrays = {**call.operands, **call.results, **sections}
+    values = {name: {**scalars, **pointers} for name in grids}
+    for kernel in grids.keys() - {"backward_prepare"}:
+        values[kernel] |= backward_maps(machine, kernel, arrays)
+    expect_launches(machine, call, values, grids)
+    clear = {"memset": [counter, 0, 1], "stream": machine.xla.stream}
+    record = machine.record()
+    assert record.count(clear) == (wanted & 1) == len(record) - len(grids)
+    assert not wanted & 1 or record[-2] == clear
+    assert machine.calls("cuLibraryLoadData") == 3  # not the portable ones
+
+
+def test_a_workspace_too_small_for_hopper(tmp_path, driver):
+    """One element short of dQ's sum, and other kernels run; one short of their counter, the portable."""
+    hopper = make_machine(tmp_path, driver, choose=lambda m: m.has_apart())
+    s = Sizes()
+    call = backward(hopper, s)
+    size = call.results["workspace"].shape[0]
+    assert hopper.run(call.change(workspace=Array("float32", (size - 1,)))) is None
+    assert [r["kernel"] for r in hopper.launches()] == hopper.kernels("backward_apart")
+    hopper.cuda.fake_clear()
+    short = backward(hopper, s, kernels="apart").results["workspace"].shape[0] - 1
+    expect_portable_backward(hopper, call.change(workspace=Array("float32", (short,))), s)
+    hopper.cuda.fake_clear()
+    larger = call.change(workspace=Array("float32", (size + 1,)))
+    assert hopper.run(larger) is None
+    assert [r["kernel"] for r in hopper.launches()] == hopper.kernels("backward")
+
+
+@pytest.mark.parametrize("past", [False, True])
+def test_the_limit_of_32_bits_on_hopper(hopper, past):
+    """Rows of all heads; dQ's sum may have more cells than that."""
+    batch = 2**31 // 64 - (0 if past else 1)  # of one block of 64 rows
+    s = Sizes(batch=batch, mask_batch=1, q_len=64, kv_len=64, heads=1, kv_heads=1)
+    call = backward(hopper, s)
+    if past:
+        expect_portable_backward(hopper, call, s)
+        return
+    assert hopper.run(call) is None
+    assert [r["kernel"] for r in hopper.launches()] == hopper.kernels("backward")
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value", "dout", "dk", "dv", "workspace"])
+def test_a_misaligned_buffer_of_the_backward(hopper, name):
+    """Before anything is launched; the workspace is called by its first section of a map."""
+    call = backward(hopper)
+    group = call.operands if name in call.operands else call.results
+    group[name] = replace(group[name], address=0x12348)
+    failure = hopper.run(call)
+    assert failure.code == "InvalidArgument"
+    said = {"workspace": "lse2, float32[1, 1, "}.get(name, f"{name}, {group[name].dtype}[2, ")
+    assert failure.message.startswith(f"packax_backward_v1: tensor map of {said}")
+    assert "is no multiple of 16; backward_hopper_" in failure.message
+    assert hopper.launches() == []
+
+
+@pytest.mark.parametrize("wanted", [1, 2])
+def test_backward_of_some_on_hopper(hopper, wanted):
+    """One kernel makes all three, so dk and dv are there; only dq has a kernel of its own after it."""
+    call = backward(hopper, wanted=wanted)
+    assert hopper.run(call) is None
+    kernels = [launch["kernel"] for launch in hopper.launches()]
+    finish = ["backward_finish"] if wanted & 1 else []
+    assert kernels == ["backward_prepare", "backward_hopper", *finish]
+    call.results["dk"] = Array("float16", (0,))
+    failure = hopper.run(call)
+    assert failure.code == "InvalidArgument" and "dk is float16[0], expected" in failure.message
