@@ -1,0 +1,306 @@
+"""How the extension loads kernels: once, outside of CUDA graph capture, the cubin that the driver takes; and what fails.
+
+Guards against what no CPU run of JAX reaches: a kernel loaded under CUDA graph capture or twice, a
+function used in another context than its own, a failure that does not say what failed. Runs on a
+fake libcuda (tests/cpp): needs the built extension and a C compiler, no GPU.
+"""
+
+import threading
+from dataclasses import replace
+from math import ceil
+
+import pytest
+from cpp.call_frame import EXECUTE, INITIALIZE, Array
+from cpp.calls import CALLS, Sizes, backward, documents, forward
+from cpp.machine import MULTIPROCESSORS, make_machine, needs_compiler, needs_extension
+
+pytest_plugins = ("cpp.fixtures",)
+pytestmark = [needs_extension, needs_compiler]
+
+
+# --- Loading --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_initialize_loads_and_execute_launches(machine, name):
+    """Loading is not allowed under CUDA graph capture, which only the execute stage may run in."""
+    call = CALLS[name](machine)
+    assert machine.run(call, INITIALIZE) is None
+    assert machine.launches() == []
+    assert machine.calls("cuLibraryLoadData") == len(machine.kernels(name))
+    machine.cuda.fake_clear()
+    for function in ("cuLibraryLoadData", "cuKernelSetAttribute", "cuKernelGetFunction"):
+        machine.fail(function, 1)
+    assert machine.run(call) is None
+    assert [r["kernel"] for r in machine.launches()] == machine.kernels(name)
+    assert machine.run(call, INITIALIZE) is None  # before every execution: by now a lookup
+
+
+def test_each_device_loads_for_itself(tmp_path, driver):
+    """One library a process, one function a context, with the shared memory set for each device."""
+    machine = make_machine(tmp_path, driver, ccs=(None, None))
+    call = forward(machine)
+    for device in (0, 1, 0, 1):
+        machine.cuda.fake_set_current(device)
+        assert machine.run(call, INITIALIZE) is None
+        assert machine.run(call) is None
+    assert [r["device"] for r in machine.launches()] == [0, 1, 0, 1]
+    assert machine.calls("cuLibraryLoadData") == 1
+    assert machine.calls("cuKernelSetAttribute") == machine.calls("cuKernelGetFunction") == 2
+
+
+def test_a_new_context_loads_anew(machine):
+    """The address of a destroyed context may come back; its functions must not."""
+    call = forward(machine)
+    assert machine.run(call) is None
+    machine.cuda.fake_new_context(0)
+    assert machine.run(call, INITIALIZE) is None
+    assert machine.run(call) is None
+    assert machine.calls("cuLibraryLoadData") == 1
+    assert machine.calls("cuKernelGetFunction") == 2
+
+
+def test_threads_load_once(tmp_path, driver):
+    machine = make_machine(tmp_path, driver, ccs=(None, None))
+    calls = [make(machine) for make in CALLS.values()]
+    barrier = threading.Barrier(8)
+    failures = []
+
+    def work(i):
+        machine.cuda.fake_set_current(i % 2)
+        barrier.wait()
+        for stage in (INITIALIZE, EXECUTE, EXECUTE):
+            for call in calls:
+                failure = machine.run(call, stage)
+                if failure:
+                    failures.append(failure)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert failures == []
+    kernels = sum(len(machine.kernels(name)) for name in CALLS)
+    assert machine.calls("cuLibraryLoadData") == kernels
+    assert machine.calls("cuKernelGetFunction") == 2 * kernels
+    assert len(machine.launches()) == 8 * 2 * kernels
+
+
+def test_host_times(machine):
+    ext, call = machine.ext, forward(machine)
+    assert machine.run(call, INITIALIZE) is None
+    assert set(ext.host_times().values()) == {(0, 0)}
+    for _ in range(3):
+        assert machine.run(call) is None
+    times = ext.host_times()
+    calls, nanoseconds = times.pop("packax_forward_v1")
+    assert calls == 3 and 0 < nanoseconds < 10**9
+    assert set(times.values()) == {(0, 0)}
+    ext.reset_host_times()
+    assert set(ext.host_times().values()) == {(0, 0)}
+
+
+# --- Cubins for newer drivers --------------------------------------------------------------------
+
+
+def launched(machine, call, version, wanted):
+    """(row of the table, launch) of `call` with a driver of that version; `wanted`: the row's."""
+    machine.cuda.fake_set_version(version)
+    assert machine.run(call, INITIALIZE) is None
+    loads = machine.calls("cuLibraryLoadData")
+    assert machine.run(call) is None
+    assert machine.calls("cuLibraryLoadData") == loads
+    (launch,) = machine.launches()
+    row = machine.row("forward_hopper", machine.variant["cc"], version)
+    assert row["driver"] == wanted
+    return row, launch
+
+
+@pytest.mark.parametrize(("version", "wanted"), [(12090, 12000), (13000, 13000), (13020, 13000)])
+def test_the_newest_cubin_that_the_driver_loads(hopper, version, wanted):
+    row, launch = launched(hopper, forward(hopper), version, wanted)
+    assert row["name"].endswith("_cuda13") == (wanted == 13000)
+    assert hopper.calls("cuLibraryLoadData") == 1
+    assert launch["shared"] == row["shared"]
+
+
+UNREADABLE = (200, 209, 218, 222, 300, 801)
+LOADING = ("cuLibraryLoadData", "cuLibraryGetKernel", "cuKernelSetAttribute", "cuKernelGetFunction")
+
+
+@pytest.mark.parametrize("function", LOADING)
+@pytest.mark.parametrize("code", UNREADABLE)
+def test_a_cubin_that_the_driver_cannot_read(hopper, function, code):
+    """Once, then the one for older drivers, for as long as the context lives."""
+    hopper.cuda.fake_fail_times(function.encode(), code, 1)
+    launched(hopper, forward(hopper), 13000, 13000)
+    assert hopper.calls("cuLibraryLoadData") == 2
+
+
+@pytest.mark.parametrize("function", LOADING)
+def test_both_cubins_unreadable(hopper, function):
+    """The error is that of the second: any driver that packax runs on should load it."""
+    hopper.cuda.fake_set_version(13000)
+    hopper.fail(function, 209)
+    failure = hopper.run(forward(hopper))
+    row = hopper.row("forward_hopper", hopper.variant["cc"], 12090)
+    assert f"{function} failed: CUDA_ERROR_NO_BINARY_FOR_GPU" in failure.message
+    assert f"; {row['name']} (cubin for sm_90a)" in failure.message
+    assert hopper.calls(function) == 2
+
+
+def test_a_driver_out_of_memory_is_no_reason_for_the_older_cubin(hopper):
+    hopper.cuda.fake_set_version(13000)
+    hopper.cuda.fake_fail_times(b"cuLibraryLoadData", 2, 1)
+    failure = hopper.run(forward(hopper))
+    row = hopper.row("forward_hopper", hopper.variant["cc"], 13000)
+    assert f"; {row['name']} (cubin for sm_90a)" in failure.message
+    assert "driver for CUDA 13.0" in failure.message
+    assert hopper.run(forward(hopper)) is None
+
+
+def test_a_kernel_without_an_older_cubin(machine):
+    machine.cuda.fake_set_version(13000)
+    machine.fail("cuLibraryLoadData", 209)
+    assert "documents_init_" in machine.run(documents(machine)).message
+    assert machine.calls("cuLibraryLoadData") == 1
+
+
+# --- Refusals -------------------------------------------------------------------------------------
+
+
+def test_no_context(machine):
+    machine.cuda.fake_set_current(-1)
+    failure = machine.run(forward(machine))
+    machine.cuda.fake_set_current(0)
+    assert failure.code == "Internal"
+    assert failure.message == ("packax_forward_v1: the calling thread has no current CUDA context")
+
+
+def test_unknown_gpu(tmp_path, driver):
+    machine = make_machine(tmp_path, driver, ccs=(75,))
+    rows = machine.ext.variants()
+    archs = ", ".join(a for _, a in sorted({(r["cc"], r["arch"]) for r in rows}))
+    forwards = [r for r in rows if r["kernel"] == "forward"]
+    dtypes = ", ".join(sorted({r["dtype"] for r in forwards}))
+    dims = sorted({(r["qk_dim"], r["v_dim"]) for r in forwards})
+    dims = ", ".join(f"{a}x{b}" for a, b in dims)
+    v = machine.variant
+    for stage in (INITIALIZE, EXECUTE):
+        failure = machine.run(forward(machine), stage)
+        assert failure.code == "Unimplemented"
+        assert failure.message == (
+            f"packax_forward_v1: no forward kernel for compute capability 7.5, {v['dtype']}, "
+            f"head dims {v['qk_dim']}x{v['v_dim']} (query and key x value); this build has it for "
+            f"{archs}; {dtypes}; head dims {dims}; device 0 is Fake GPU 0"
+        )
+        failure = machine.run(documents(machine), stage)
+        assert failure.code == "Unimplemented"
+        assert failure.message == (
+            "packax_documents_v1: no documents_init kernel for compute capability 7.5; "
+            f"this build has it for {archs}; device 0 is Fake GPU 0"
+        )
+    assert machine.launches() == []
+
+
+def test_unknown_head_dim(machine):
+    call = forward(machine)
+    for name in ("query", "key"):
+        a = call.operands[name]
+        call = call.change(**{name: replace(a, shape=(*a.shape[:3], 80))})
+    failure = machine.run(call)
+    assert failure.code == "Unimplemented"
+    assert f"head dims 80x{machine.variant['v_dim']} (query and key x value)" in failure.message
+
+
+@pytest.mark.parametrize(
+    ("function", "more"),
+    [
+        ("cuLibraryLoadData", "{bytes} bytes, driver for CUDA 12.4"),
+        ("cuLibraryGetKernel", "symbol {kernel}"),
+        ("cuKernelSetAttribute", "{shared} bytes of shared memory"),
+        ("cuKernelGetFunction", "{bytes} bytes"),
+        (
+            "cuLaunchKernel",
+            "grid ({grid}, 1, 1), {threads} threads, {shared} bytes of shared memory",
+        ),
+    ],
+)
+def test_driver_failure(machine, function, more):
+    """Kernel, cubin's architecture, device's capability, the driver's words; then tried again."""
+    call = forward(machine)
+    machine.fail(function, 209)
+    failure = machine.run(call)
+    (kernel,) = machine.kernels("forward")
+    v, s = machine.row(kernel, machine.variant["cc"]), Sizes()
+    grid = min(MULTIPROCESSORS, s.heads * s.batch * ceil(s.q_len / v["block"]))
+    if kernel == "forward":  # parts of tiles of 128
+        grid = s.heads * s.batch * ceil(s.q_len / 128) * (128 // v["block"])
+    assert failure.code == "Internal"
+    assert failure.message == (
+        f"packax_forward_v1: {function} failed: CUDA_ERROR_NO_BINARY_FOR_GPU (no kernel image is "
+        f"available); {v['name']} (cubin for {v['arch']}) on device 0, Fake GPU 0 (compute "
+        f"capability {v['cc'] // 10}.{v['cc'] % 10}), " + more.format(**v, grid=grid)
+    )
+    machine.fail(function, 0)
+    assert machine.run(call) is None
+    assert len(machine.launches()) == 1
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        "cuCtxGetCurrent",
+        "cuCtxGetId",
+        "cuCtxGetDevice",
+        "cuDeviceGetName",
+        "cuDeviceGetAttribute",
+        "cuDriverGetVersion",
+    ],
+)
+def test_context_failure(machine, function):
+    machine.fail(function, 777)  # a code that the driver has no words for
+    failure = machine.run(forward(machine))
+    assert failure.code == "Internal"
+    device = ", device 0" if function.startswith("cuDevice") else ""
+    assert failure.message == f"packax_forward_v1: {function} failed: CUDA error 777{device}"
+    machine.fail(function, 0)
+    assert machine.run(forward(machine)) is None
+
+
+def test_a_failed_launch_stops_the_backward(machine):
+    call = backward(machine)
+    machine.fail("cuLaunchKernel", 1)
+    failure = machine.run(call)
+    (first, *_) = machine.kernels("backward")
+    assert f"cuLaunchKernel failed: CUDA_ERROR_INVALID_VALUE (invalid argument); {first}_" in (
+        failure.message
+    )
+    assert machine.calls("cuLaunchKernel") == 1
+
+
+@pytest.mark.parametrize("function", ["cuLibraryLoadData"])
+def test_a_failed_load_stops_the_backward_before_it_starts(machine, function):
+    machine.fail(function, 1)
+    assert machine.run(backward(machine)).code == "Internal"
+    assert machine.calls("cuLaunchKernel") == 0
+
+
+def test_grid_too_large(machine):
+    failure = machine.run(documents(machine, Sizes(batch=70000, mask_batch=70000)))
+    assert failure.code == "InvalidArgument"
+    name = machine.row("documents_init", machine.variant["cc"])["name"]
+    assert failure.message == (
+        f"packax_documents_v1: {name} would need a grid of (1, 70000), "
+        "a GPU takes (2147483647, 65535) at most; split the batch"
+    )
+    s = Sizes(batch=1, mask_batch=1, q_len=1 << 29, heads=1 << 22, kv_heads=1)
+    failure = machine.run(backward(machine, s))
+    block = machine.row("backward_delta", machine.variant["cc"])["block"]
+    assert f"would need a grid of ({2**51 // block}, 1)" in failure.message
+    s = Sizes(batch=1 << 30, mask_batch=1, q_len=1 << 29, heads=1 << 30, kv_heads=1)
+    call = backward(machine, s).change(workspace=Array("float32", (1 << 62,)))
+    failure = machine.run(call)  # no wrap-around
+    assert f"has {2**62} elements, expected at least {2**63 - 1}, batch" in failure.message
+    assert machine.launches() == []
