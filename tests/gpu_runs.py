@@ -1,4 +1,4 @@
-"""How the GPU tests run the kernels, and what they compare with. Imported by test_gpu.py only.
+"""How the GPU tests run the kernels, and what they compare with.
 
 `run` poisons the memory that results will get, so that an element which no kernel wrote is a NaN.
 Numbers are judged by oracle.py: twice the error of plain attention in the same dtype.

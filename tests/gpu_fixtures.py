@@ -1,0 +1,20 @@
+"""Fixtures of the GPU tests, as a pytest plugin."""
+
+import pytest
+from gpu_kinds import DTYPES, KINDS, name_of
+
+
+@pytest.fixture(params=DTYPES)
+def dtype(request):
+    return request.param
+
+
+@pytest.fixture(params=(False, True), ids=("", "deterministic"))
+def deterministic(request):
+    return request.param
+
+
+@pytest.fixture(params=KINDS, ids=name_of)
+def kind(request):
+    """dtype, head dims"""
+    return request.param

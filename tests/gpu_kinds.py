@@ -1,0 +1,27 @@
+"""dtypes and head dims that the GPU tests take, and masks that they share."""
+
+import numpy as np
+import packax
+from gpu_runs import packed
+
+DTYPES = ("bfloat16", "float16")
+DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))  # of query and key, and of value
+WIDE = DIMS[2:]
+# Each wide pair in one dtype: the other differs by the type of a load, and test_wide_cases has both.
+KINDS = [(dtype, dims) for dims in DIMS[:2] for dtype in DTYPES] + list(
+    zip(DTYPES, WIDE, strict=True)
+)
+
+
+def name_of(kind):
+    dtype, (qk_dim, v_dim) = kind
+    return f"{dtype}-d{qk_dim}" + (f"x{v_dim}" if v_dim != qk_dim else "")
+
+
+def causal_documents(*ids, **positions):
+    return packax.causal() & packax.documents(*ids, **positions)
+
+
+THREE_ROWS = np.stack(
+    [packed(300, 1, -40, 129, -30), packed(500), packed(-7, 64, 64, 200, -100, 65)]
+)
