@@ -1,6 +1,6 @@
 """Masks and options of models of today, each said twice: as packax says it, and pair by pair.
 
-`allowed(i, j, tables)` uses operators and lookups alone, so numpy, jax and torch (FlexAttention's mask_mod) take the same one.
+`allows(h, i, j, tables)` uses operators and lookups alone, so numpy, jax and torch (FlexAttention's mask_mod) take the same one.
 """
 
 from __future__ import annotations
@@ -36,6 +36,18 @@ def spans(i: Any, j: Any, tables: Tables) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
+class Selection:
+    """A map of blocks that the data decides (selections.py): every `rows` rows choose `top` blocks of `keys` keys."""
+
+    rows: int
+    keys: int
+    top: int
+    alike: int  # over so many rows, and keys, scores change slowly; 1: each has its own
+    by_head: bool = False
+    own: bool = True  # the block of the diagonal is among them, whatever its score
+
+
+@dataclasses.dataclass(frozen=True)
 class OptionCase:
     name: str
     seq: int
@@ -50,16 +62,27 @@ class OptionCase:
     cudnn: dict[str, Any] | None = (
         None  # arguments of jax.nn.dot_product_attention, if it has the mask
     )
+    selection: Selection | None = None
 
     def tables(self) -> dict[str, np.ndarray]:
-        """Images of 576 tokens in text, one every 1500."""
+        """Images of 576 tokens in text, one every 1500. Of a selection, options.py adds "chosen"."""
         at = np.arange(self.seq)
         return {"ids": np.where(at % 1500 < 576, at // 1500, -1).astype(np.int32)}
 
-    def expression(self) -> Any:
+    def allows(self, h: Any, i: Any, j: Any, tables: Tables) -> Any:
+        """Whether row i of query head h attends key j."""
+        found, of = self.allowed(i, j, tables), self.selection
+        if of is None:
+            return found
+        return found & tables["chosen"][h if of.by_head else 0, i // of.rows, j // of.keys]
+
+    def expression(self, tables: Tables) -> Any:
         import packax
 
-        return self.mask(packax, self.tables())
+        found, of = self.mask(packax, tables), self.selection
+        if of is None:
+            return found
+        return found & packax.block_sparse(tables["chosen"][None], (of.rows, of.keys))
 
     def slopes(self) -> np.ndarray:
         """Press et al.'s, of as many heads as a power of two."""
@@ -79,6 +102,12 @@ def _window(size: int) -> Callable[[Any, Tables], Any]:
 
 CAUSAL = {"is_causal": True}
 WINDOW = CAUSAL | {"local_window_size": (1023, 0)}
+MOBA = Selection(1, 512, 3, alike=256, by_head=True)  # of arXiv 2502.13189: blocks of 512, top 3
+MOBA_OWN = dataclasses.replace(MOBA, alike=1)
+INDEXER = Selection(
+    1, 1, 2048, alike=256, own=False
+)  # DeepSeek-V3.2: 2048 keys, one choice for all heads
+INDEXER_64 = Selection(64, 64, 32, alike=256)  # as many keys, by blocks
 CASES = (
     OptionCase("window1k_32k_d64", 32768, 64, window(1024), _window(1024), cudnn=WINDOW),
     OptionCase("window1k_32k_d128", 32768, 128, window(1024), _window(1024), cudnn=WINDOW),
@@ -90,13 +119,20 @@ CASES = (
     OptionCase("alibi_16k_d128", 16384, 128, causal, _causal, alibi=True),
     OptionCase("sinks_16k_d64", 16384, 64, causal, _causal, sinks=True),
     OptionCase("sinks_window128_32k_d64", 32768, 64, window(128), _window(128), sinks=True),
+    OptionCase("moba_32k_d128", 32768, 128, causal, _causal, selection=MOBA),
+    OptionCase("moba_own_32k_d128", 32768, 128, causal, _causal, selection=MOBA_OWN),
+    OptionCase("indexer_32k_d128", 32768, 128, causal, _causal, selection=INDEXER),
+    OptionCase("indexer_blocks_32k_d128", 32768, 128, causal, _causal, selection=INDEXER_64),
     OptionCase("causal_16k_d64", 16384, 64, causal, _causal, cudnn=CAUSAL),
     OptionCase("causal_16k_d128", 16384, 128, causal, _causal, cudnn=CAUSAL),
 )  # fmt: skip
 
 
 def select(names: str | None) -> list[OptionCase]:
+    """All; those named; of `selections`, those that have one."""
     wanted = [case.name for case in CASES] if names is None else names.split(",")
+    if names == "selections":
+        wanted = [case.name for case in CASES if case.selection is not None]
     known = {case.name: case for case in CASES}
     unknown = [name for name in wanted if name not in known]
     if unknown:

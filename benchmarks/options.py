@@ -2,15 +2,18 @@
 
     python benchmarks/options.py [--cases NAME,NAME] [--rounds 5] [--without-flex] [--out DIR]
 
-Cases: option_cases.py. FLOPs are those of attended pairs, 4 * H * D a pair forward, 2.5 times that backward; ratios are of medians, over 1:
-packax is faster. Every output and gradient is compared with one float32 reference first; a wrong one is not timed. torch runs in another
-process, which compiles FlexAttention for each case. Writes options.json into --out (default: $OUT, else benchmarks/results).
+Cases: option_cases.py; `--cases selections`: maps of blocks that the data decides (selections.py), beside packax's causal
+attention of all keys. FLOPs are those of attended pairs, 4 * H * D a pair forward, 2.5 times that backward; ratios are of
+medians, over 1: packax is faster. Every output and gradient is compared with one float32 reference first; a wrong one is not
+timed. torch runs in another process, which compiles FlexAttention for each case. Writes options.json into --out (default: $OUT,
+else benchmarks/results).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import gc
 import json
@@ -29,6 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import packax
+import selections
 from attention import first_line
 from machine import machine
 from option_cases import OptionCase, select
@@ -37,7 +41,8 @@ from turns import Failed, Worker, burst, launches_of
 
 HERE = Path(__file__).parent
 START = time.perf_counter()
-ORDER = ("packax", "cudnn", "flex")
+SHOWN = ("packax", "cudnn", "flex")
+ORDER = (*SHOWN, "dense")  # packax's causal attention, where a case selects of its pairs
 PASSES = ("fwd", "bwd")
 ROWS, BLOCK = 32, 256
 OPERANDS = ("query", "key", "value", "cotangent")
@@ -59,23 +64,24 @@ def inputs_of(case: OptionCase) -> tuple[jax.Array, ...]:
 # --- What is right: float32, by the predicate, some rows of all heads and all rows of one.
 
 
-def dense_rows(case: OptionCase, q, k, v, i, slopes, sinks):
-    """(rows, G, D) of rows `i` of one key/value head's group. q (rows, G, D), k and v (S, D), slopes and sinks (G,)."""
+def dense_rows(case: OptionCase, tables, q, k, v, i, h, slopes, sinks):
+    """(rows, G, D) of rows `i` of one key/value head's group. q (rows, G, D), k and v (S, D), h, slopes and sinks (G,)."""
     j = jnp.arange(k.shape[0])
     s = einsum("rgd,kd->rgk", q, k) * case.dim**-0.5
     if case.soft_cap is not None:
         s = case.soft_cap * jnp.tanh(s / case.soft_cap)
     if case.alibi:
         s -= slopes[:, None] * jnp.abs(i[:, None] - j)[:, None]
-    tables = {name: jnp.asarray(x) for name, x in case.tables().items()}
-    s = jnp.where(case.allowed(i[:, None], j[None], tables)[:, None], s, -jnp.inf)
+    s = jnp.where(case.allows(h[:, None], i[:, None, None], j, tables), s, -jnp.inf)
     sink = jnp.broadcast_to(sinks[:, None], (*s.shape[:2], 1)) if case.sinks else s[..., :0]
     p = jax.nn.softmax(jnp.concatenate([s, sink], -1), -1)[..., : k.shape[0]]
     return einsum("rgk,kd->rgd", p, v)
 
 
 class Reference:
-    def __init__(self, case: OptionCase, inputs: tuple[jax.Array, ...]) -> None:
+    def __init__(
+        self, case: OptionCase, inputs: tuple[jax.Array, ...], tables: dict[str, np.ndarray]
+    ) -> None:
         rng = np.random.default_rng(1)
         self.rows = np.sort(rng.choice(case.seq, min(ROWS, case.seq), replace=False))
         self.head = int(rng.integers(case.kv_heads))
@@ -83,32 +89,35 @@ class Reference:
         query, key, value, cotangent = (x[0].astype(jnp.float32) for x in inputs)
         slopes = jnp.asarray(case.slopes()).reshape(-1, group)
         sinks = jnp.asarray(case.sink_logits()).reshape(-1, group)
+        heads = jnp.arange(case.heads).reshape(-1, group)
+        on_device = {name: jnp.asarray(x) for name, x in tables.items()}
         grouped = [x.reshape(case.seq, case.kv_heads, group, case.dim) for x in (query, cotangent)]
 
         @jax.jit
-        def some_rows(q, do, k, v, rows):
-            def of_head(q, do, k, v, slopes, sinks):
-                function = functools.partial(dense_rows, case)
-                out, back = jax.vjp(lambda q: function(q, k, v, rows, slopes, sinks), q[rows])
+        def some_rows(tables, q, do, k, v, rows):
+            def of_head(q, do, k, v, *of_h):
+                function = functools.partial(dense_rows, case, tables)
+                out, back = jax.vjp(lambda q: function(q, k, v, rows, *of_h), q[rows])
                 return out, back(do[rows])[0]
 
-            out, dq = jax.vmap(of_head, (1, 1, 1, 1, 0, 0), 1)(q, do, k, v, slopes, sinks)
+            of_h = heads, slopes, sinks
+            out, dq = jax.vmap(of_head, (1, 1, 1, 1, 0, 0, 0), 1)(q, do, k, v, *of_h)
             return out.reshape(len(rows), -1, case.dim), dq.reshape(len(rows), -1, case.dim)
 
         @jax.jit
-        def one_head(q, do, k, v, slopes, sinks):
+        def one_head(tables, q, do, k, v, *of_h):
             def step(sums, block):
                 q, do, i = block
-                _, back = jax.vjp(lambda k, v: dense_rows(case, q, k, v, i, slopes, sinks), k, v)
+                _, back = jax.vjp(lambda k, v: dense_rows(case, tables, q, k, v, i, *of_h), k, v)
                 return jax.tree.map(jnp.add, sums, back(do)), None
 
             blocks = [x.reshape(-1, BLOCK, *x.shape[1:]) for x in (q, do, jnp.arange(case.seq))]
             return jax.lax.scan(step, (jnp.zeros_like(k), jnp.zeros_like(v)), tuple(blocks))[0]
 
         h = self.head
-        out, dq = some_rows(*grouped, key, value, jnp.asarray(self.rows))
+        out, dq = some_rows(on_device, *grouped, key, value, jnp.asarray(self.rows))
         of_h = [x[:, h] for x in (*grouped, key, value)]
-        dk, dv = one_head(*of_h, slopes[h], sinks[h])
+        dk, dv = one_head(on_device, *of_h, heads[h], slopes[h], sinks[h])
         self.values = {"out": out, "dq": dq, "dk": dk, "dv": dv}
 
     def slices(self, out=None, gradients=None) -> dict[str, jax.Array]:
@@ -128,11 +137,15 @@ class Reference:
 # --- What is timed in this process.
 
 
-def packax_function(case: OptionCase) -> tuple[Callable[..., jax.Array], Any, int]:
-    """The function of (query, key, value, mask), the mask, and the attended pairs."""
-    n = case.seq
-    mask = jax.jit(lambda: packax.create_attention_mask(case.expression(), q_len=n, kv_len=n))()
-    area = int(np.sum(np.asarray(mask.q_hi, np.int64) - np.asarray(mask.q_lo, np.int64)))
+def packax_function(
+    case: OptionCase, tables: dict[str, np.ndarray]
+) -> tuple[Callable[..., jax.Array], Any, float]:
+    """The function of (query, key, value, mask), the mask, and the attended pairs of a head."""
+    build = jax.jit(packax.create_attention_mask, static_argnames=("q_len", "kv_len"))
+    mask = build(case.expression(tables), q_len=case.seq, kv_len=case.seq)
+    area = float(np.sum(np.asarray(mask.q_hi, np.int64) - np.asarray(mask.q_lo, np.int64)))
+    if case.selection is not None:
+        area = selections.pairs(case, case.selection, tables["chosen"])
     more: dict[str, Any] = {} if case.soft_cap is None else {"soft_cap": case.soft_cap}
     if case.sinks:
         more["sinks"] = jnp.asarray(case.sink_logits())
@@ -147,22 +160,25 @@ def cudnn_function(case: OptionCase) -> Callable[..., jax.Array]:
     )
 
 
-def usable(function, operands, inputs, reference: Reference, round_ms: float) -> dict[str, Any]:
-    """Runs and compares both passes: {"errors", "failed", "wrong", "launches", "passes"}."""
+def usable(
+    function, operands, inputs, reference: Reference | None, round_ms: float
+) -> dict[str, Any]:
+    """Runs and, with a reference, compares both passes: {"errors", "failed", "wrong", "launches", "passes"}."""
     query, key, value, cotangent = inputs
     row: dict[str, Any] = {"errors": {}, "failed": {}, "wrong": [], "launches": {}, "passes": {}}
     try:
         forward = jax.jit(function)
-        row["errors"] |= reference.errors(
-            reference.slices(out=forward(query, key, value, operands))
-        )
+        out = forward(query, key, value, operands)
+        if reference is not None:
+            row["errors"] |= reference.errors(reference.slices(out=out))
         row["passes"]["fwd"] = lambda: forward(query, key, value, operands)
         pullback = jax.jit(
             lambda q, k, v, o: jax.vjp(lambda *x: function(*x, o), q, k, v)[1]
         )(query, key, value, operands)  # fmt: skip
         backward = jax.jit(lambda pullback, cotangent: pullback(cotangent))
         gradients = backward(pullback, cotangent)
-        row["errors"] |= reference.errors(reference.slices(gradients=gradients))
+        if reference is not None:
+            row["errors"] |= reference.errors(reference.slices(gradients=gradients))
         row["passes"]["bwd"] = lambda: backward(pullback, cotangent)
     except Exception as error:  # one that cannot run a case must not end the others
         row["failed"]["bwd" if row["passes"] else "fwd"] = first_line(error)
@@ -174,11 +190,14 @@ def usable(function, operands, inputs, reference: Reference, round_ms: float) ->
     return row
 
 
-def flex(case: OptionCase, torch: Worker, inputs, reference: Reference, round_ms: float) -> Any:
+def flex(
+    case: OptionCase, torch: Worker, inputs, tables, reference: Reference, round_ms: float
+) -> Any:
     shm = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(dir=shm) as folder, tempfile.TemporaryDirectory() as results:
         for name, x in zip(OPERANDS, inputs, strict=True):
             np.save(Path(folder) / f"{name}.npy", np.asarray(x).view(np.int16))
+        np.savez(Path(folder) / "tables.npz", **tables)
         row = torch.ask(
             do="prepare", case=case.name, folder=folder, results=results,
             rows=[int(n) for n in reference.rows], head=reference.head, round_ms=round_ms,
@@ -197,15 +216,19 @@ def flex(case: OptionCase, torch: Worker, inputs, reference: Reference, round_ms
 def run_case(
     case: OptionCase, torch: Worker | None, rounds: int, round_ms: float
 ) -> dict[str, Any]:
-    inputs = inputs_of(case)
-    reference = Reference(case, inputs)
-    function, mask, area = packax_function(case)
+    inputs, tables = inputs_of(case), selections.tables(case)
+    reference = Reference(case, inputs, tables)
+    function, mask, area = packax_function(case, tables)
     rows = {"packax": usable(function, mask, inputs, reference, round_ms)}
+    if case.selection is not None:
+        rows["packax"]["shares"] = selections.shares(case, mask, area)
+        whole, causal, _ = packax_function(dataclasses.replace(case, selection=None), tables)
+        rows["dense"] = usable(whole, causal, inputs, None, round_ms)
     if case.cudnn is not None:
         rows["cudnn"] = usable(cudnn_function(case), (), inputs, reference, round_ms)
     if torch is not None:
         try:
-            rows["flex"] = flex(case, torch, inputs, reference, round_ms)
+            rows["flex"] = flex(case, torch, inputs, tables, reference, round_ms)
         except Failed as error:
             rows["flex"] = {
                 "errors": {},
@@ -242,11 +265,11 @@ def run_case(
 
 def table(results: dict[str, Any]) -> str:
     head = f"{'case':<26}{'pass':<5}"
-    head += "".join(f"{name + ' ms':>11}{'TFLOP/s':>9}" for name in ORDER)
+    head += "".join(f"{name + ' ms':>11}{'TFLOP/s':>9}" for name in SHOWN)
     lines, notes = [head + f"{'to cuDNN':>10}{'to Flex':>9}{'error':>9}"], []
     for name, rows in results.items():
         for what in PASSES:
-            cells = {who: rows.get(who, {}).get("times", {}).get(what) for who in ORDER}
+            cells = {who: rows.get(who, {}).get("times", {}).get(what) for who in SHOWN}
             line = f"{name:<26}{what:<5}"
             for cell in cells.values():
                 line += (
@@ -262,6 +285,7 @@ def table(results: dict[str, Any]) -> str:
             errors = rows.get("packax", {}).get("errors", {})
             some = [errors[x] for x in (("out",) if what == "fwd" else ("dq", "dk", "dv")) if x in errors]  # fmt: skip
             lines.append(line + (f"{max(some):>9.1e}" if some else ""))
+        notes += of_dense(name, rows)
         for who, row in rows.items():
             notes += [
                 f"{name} {who} {what} did not run: {text}" for what, text in row["failed"].items()
@@ -270,11 +294,26 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join(lines + notes)
 
 
+def of_dense(name: str, rows: dict[str, Any]) -> list[str]:
+    """What a selection keeps, and what it costs, beside causal attention of all keys."""
+    shares = rows.get("packax", {}).get("shares")
+    if shares is None:
+        return []
+    times = [rows[who].get("times", {}) for who in ("packax", "dense")]
+    ratios = [
+        f"{what} {times[0][what]['ms'] / times[1][what]['ms']:.1%} of {times[1][what]['ms']:.3f} ms"
+        for what in PASSES
+        if all(what in x for x in times)
+    ]
+    kept = f"{shares['pairs']:.1%} of causal's pairs, {shares['blocks']:.1%} of its blocks"
+    return [f"{name} has {kept}; time: {', '.join(ratios) or 'none'}"]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--cases", help="names of option_cases.py (default: all)")
+    parser.add_argument("--cases", help="names of option_cases.py, or selections (default: all)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--round-ms", type=float, default=80.0, help="length of a burst")
     parser.add_argument("--without-flex", action="store_true", help="no torch")

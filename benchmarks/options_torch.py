@@ -24,13 +24,15 @@ def finish(_: Any) -> None:
     torch.cuda.synchronize()
 
 
-def attention(case: OptionCase, device: str) -> Callable[..., torch.Tensor]:
-    tables = {name: torch.from_numpy(x).to(device) for name, x in case.tables().items()}
+def attention(case: OptionCase, found: Any, device: str) -> Callable[..., torch.Tensor]:
+    """`found`: the arrays of the case's tables, by their names."""
+    tables = {name: torch.from_numpy(x).to(device) for name, x in found.items()}
+    by_head = case.selection is not None and case.selection.by_head
     slopes = torch.from_numpy(case.slopes()).to(device)
     sinks = torch.from_numpy(case.sink_logits()).to(device)
     block_mask = create_block_mask(
-        lambda b, h, i, j: case.allowed(i, j, tables),
-        None, None, case.seq, case.seq, device=device, _compile=True,
+        lambda b, h, i, j: case.allows(h, i, j, tables),
+        None, case.heads if by_head else None, case.seq, case.seq, device=device, _compile=True,
     )  # fmt: skip
     cap = case.soft_cap
     score = None
@@ -89,7 +91,7 @@ class State:
 
         failed = {}
         try:
-            function = attention(found, self.device)
+            function = attention(found, np.load(Path(folder) / "tables.npz"), self.device)
 
             def forward() -> torch.Tensor:
                 with torch.no_grad():
