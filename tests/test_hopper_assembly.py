@@ -1,7 +1,6 @@
 """Inline assembly of the Hopper kernels on the CPU, instruction by instruction: Gluon has no interpreter.
 
-Guards against a float of dS or dQ that lies where backward_finish or a matrix product does not look
-for it, and against an exponential that is none.
+Guards against a float of dS or dQ that lies where backward_finish or a matrix product does not look for it.
 """
 
 import re
@@ -16,7 +15,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "csrc" / "kernels"))
 
 import hopper_dq
 import hopper_rows
-import hopper_softmax
 
 ROW, COLUMN = 16, 8  # of one warp and one octet of accumulator registers
 OPERATIONS = {
@@ -154,46 +152,3 @@ def test_ds_lies_in_the_swizzle_of_matrix_products(rows):
     for address, (key, row) in found.items():
         chunk = (row % 64 * 2 // 16) ^ (key % 8)
         assert address == row // 64 * 16384 + key * 128 + chunk * 16 + row * 2 % 16
-
-
-def fused(a, b, c):
-    return np.float32(np.float64(a) * np.float64(b) + np.float64(c))
-
-
-FLOATS = {
-    "max.NaN.f32": np.maximum,  # of numpy, which keeps a NaN
-    "add.rn.f32": lambda a, b: a + b,
-    "sub.rn.f32": lambda a, b: a - b,
-    "mul.rn.f32": lambda a, b: a * b,
-    "mov.f32": lambda a: a,
-    "fma.rn.f32": fused,
-    "mov.b32": lambda a: np.asarray(a).view(np.uint32 if a.dtype == np.float32 else np.float32),
-    "shl.b32": lambda a, n: a << np.uint32(n),
-    "add.s32": lambda a, n: a + np.uint32(n),
-}
-
-
-def exp2_by_fma(x):
-    values = {"x": x}
-
-    def value(text):
-        if text.startswith("0f"):
-            return np.uint32(int(text[2:], 16)).view(np.float32)
-        return values[text] if text in values else int(text, 0)
-
-    for line in filter(None, (x.strip() for x in call(hopper_softmax.exp2_by_fma, "x").split(";"))):
-        opcode, _, rest = line.partition(" ")
-        name, *arguments = (x.strip() for x in rest.split(","))
-        values[name] = np.asarray(FLOATS[opcode](*map(value, arguments)))
-    return values["x"]
-
-
-def test_exponentials_without_the_exp_unit():
-    with np.errstate(all="ignore"):
-        x = np.concatenate([np.linspace(-126, 8, 200_001), np.arange(-126, 9)]).astype(np.float32)
-        error = exp2_by_fma(x) / np.exp2(x.astype(np.float64)) - 1
-        assert np.abs(error).max() < 3e-6
-        assert abs(error.mean()) < 1e-7  # so the row sum's error does not grow with its length
-        low = exp2_by_fma(np.array([-126.001, -1e30, -np.inf], np.float32))
-        assert np.all((low >= 0) & (low < 1.2e-38))
-        assert np.isnan(exp2_by_fma(np.array([np.nan], np.float32))).all()

@@ -74,7 +74,7 @@ HOPPER_TILES: dict[str, dict[int, dict[str, int]]] = {
             "BLOCK_N": keys,
             "STAGES": 2,
             "OUT_IN_QUERY": out_in_query,
-            "EXP_BY_FMA": 0,  # every so many exponentials one without the exp unit; not timed yet
+            "SKIP": 1,
             "CONSUMER_REGISTERS": 160 if groups == 3 else 240,
             "PRODUCER_REGISTERS": 32 if groups == 3 else 24,
         }
@@ -89,24 +89,26 @@ HOPPER_TILES: dict[str, dict[int, dict[str, int]]] = {
         dim: {
             "QK_CHUNK": chunk,
             "ROWS": 64,
-            **turns,
-            "CONSUMER_REGISTERS": 240,
+            **plan,
+            "CONSUMER_REGISTERS": consumer,
             "PRODUCER_REGISTERS": 24,
         }
-        for dim, chunk, turns in (
-            # TURNS: 4 to 12 % at 128, -1 to -5 % at 64 (benchmarks/results/tune_backward_h200.json)
-            (64, 64, {"TURNS": 0, **BACKWARD_PLAN, "DQ": 1}),
-            (128, 128, {"TURNS": 1, **BACKWARD_PLAN, "DQ": 1}),
-            (192, 64, {}),
-            (256, 64, {}),
+        for dim, chunk, consumer, plan in (
+            # at 64 DQ 2 with SKIP: 12 to 19 % over DQ 1; at 128 SKIP: -3 to 1 %, TURNS: 4 to 12 %
+            # (benchmarks/results/tune_hopper_h200.json, tune_backward_h200.json)
+            (64, 64, 200, {"TURNS": 0, **BACKWARD_PLAN, "SKIP": 1, "DQ": 2}),
+            (128, 128, 240, {"TURNS": 1, **BACKWARD_PLAN, "DQ": 1}),
+            (192, 64, 240, {}),
+            (256, 64, 240, {}),
         )
     },
-    # dK and dV, dQ: no additions to memory, for deterministic gradients. Not timed yet.
+    # dK and dV, dQ: no additions to memory, for deterministic gradients. SKIP: 2 to 14 % of dK and dV.
     "backward_dq_hopper": {
         dim: {
             "BLOCK_N": 128,
             "STAGES": 2,
             "TURNS": 1,
+            "SKIP": 1,
             "CONSUMER_REGISTERS": 240,
             "PRODUCER_REGISTERS": 24,
         }
@@ -117,6 +119,7 @@ HOPPER_TILES: dict[str, dict[int, dict[str, int]]] = {
 }
 HOPPER_TILES["backward_dkdv_hopper"] = {
     dim: {name: n for name, n in HOPPER_TILES["backward_hopper"][dim].items() if name != "DQ"}
+    | {"SKIP": 1, "CONSUMER_REGISTERS": 240}
     for dim in (64, 128)
 }
 # (kernel, larger head dim) -> the file of a kernel that is another for that dim, and its keys
@@ -187,15 +190,16 @@ SPILLS = {
     ("backward_dq_general", 256, "f32"): 40,
     ("backward_dkdv_general", 64, "tf32"): 8,
     ("backward_dkdv_general", 128, "tf32"): 24,
-    ("forward_hopper", 64): 240,  # under ptxas 12.9; 120 under 13.4
-    ("forward_hopper", 128): 128,  # under ptxas 12.9; 8 under 13.4
-    ("forward_hopper", 192): 128,  # under ptxas 12.9; 56 under 13.4
-    ("forward_hopper", 256): 208,  # under ptxas 12.9; 120 under 13.4
+    ("forward_hopper", 64): 288,  # under ptxas 12.9; 136 under 13.4
+    ("forward_hopper", 128): 128,  # under ptxas 12.9; 56 under 13.4
+    ("forward_hopper", 192): 144,  # under ptxas 12.9; 96 under 13.4
+    ("forward_hopper", 256): 224,  # under ptxas 12.9; 192 under 13.4
+    ("backward_hopper", 64): 32,  # under ptxas 12.9
     ("backward_hopper", 128): 176,  # under ptxas 13.4; 160 under 12.9
     ("decode_tall", 128): 48,
-    ("backward_dkdv_hopper", 128): 168,  # under ptxas 12.9; 104 under 13.4
-    ("backward_dq_hopper", 64): 136,  # under ptxas 12.9; 8 under 13.4
-    ("backward_dq_hopper", 128): 272,  # under ptxas 12.9; 160 under 13.4
+    ("backward_dkdv_hopper", 128): 168,  # under ptxas 12.9; 88 under 13.4
+    ("backward_dq_hopper", 64): 160,  # under ptxas 12.9; 8 under 13.4
+    ("backward_dq_hopper", 128): 280,  # under ptxas 12.9; 176 under 13.4
     ("backward_hopper", 256): 128,  # under ptxas 12.9; 96 under 13.4
 }
 # Kernels for Hopper whose wgmma the assembler may serialise (C7515): the portable dK/dV, which is a

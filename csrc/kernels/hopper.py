@@ -93,10 +93,29 @@ def split(start, end, core_lo, core_hi, STEP: gl.constexpr):
 
 
 @gluon.jit
-def nth_step(i, edges, core_begin, core_end):
-    """The i-th step: the masked ones on both sides of the core first, then the core."""
-    masked = gl.where(i < core_begin, i, i + core_end - core_begin)
+def nth_step(i, steps, edges, core_begin, core_end):
+    """The i-th step: the masked ones on both sides of the core first, from the last to the first, then the core."""
+    back = steps - 1 - i
+    masked = gl.where(back < core_end, back - core_end + core_begin, back)
     return gl.where(i < edges, masked, core_begin + i - edges)
+
+
+@gluon.jit
+def own_steps(q_blocks, mask_b, block, q_len, start, steps, edges, STEP: gl.constexpr):
+    """Of a tile's masked steps, the first of this block of 64 rows, and their end: the others have no pair of its rows.
+
+    A core is met by all rows, so only steps past it are left out then: those before it lie between.
+    At least one step is left.
+    """
+    blocks = (q_len + BLOCK - 1) // BLOCK
+    at = q_blocks + mask_b.to(gl.int64) * (5 * blocks) + gl.minimum(block, blocks - 1)
+    own_start = gl.load(at)
+    own_end = gl.load(at + 3 * blocks)
+    past = steps - gl.maximum(own_end - start + STEP - 1, 0) // STEP
+    first = gl.minimum(gl.maximum(past, 0), steps - 1)
+    before = gl.maximum(own_start - start, 0) // STEP
+    last = gl.where(edges == steps, gl.maximum(steps - before, first + 1), edges)
+    return first, last
 
 
 @gluon.constexpr_function

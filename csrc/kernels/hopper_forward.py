@@ -20,6 +20,7 @@ from hopper import (
     key_range,
     named_barrier,
     nth_step,
+    own_steps,
     place_of_tile,
     position_row,
     quad_sum_asm,
@@ -132,7 +133,7 @@ def produce(
                 at_q = [b, row + w * 64, head * QK_DIM + c * QK_CHUNK]
                 tma.async_load(query, at_q, q_full.index(w), q_tile)
         for i in range(0, steps):
-            at = start + nth_step(i, edges, core_begin, core_end) * BLOCK_N
+            at = start + nth_step(i, steps, edges, core_begin, core_end) * BLOCK_N
             mbarrier.wait(k_empty.index(stage), phase ^ 1)
             mbarrier.expect(k_full.index(stage), BLOCK_N * QK_DIM * 2)
             for c in gl.static_range(CHUNKS):
@@ -190,6 +191,23 @@ def turn_pass(W: gl.constexpr, WARP_GROUPS: gl.constexpr):
 
 
 @gluon.jit
+def pass_by(count, W: gl.constexpr, full, empty, stage, phase, STAGES: gl.constexpr, WARP_GROUPS: gl.constexpr, TURNS: gl.constexpr):  # fmt: skip
+    """Steps in which this warp group has nothing to do but to take its turn."""
+    _, k_full, v_full = full
+    _, k_empty, v_empty = empty
+    for _i in range(0, count):
+        mbarrier.wait(k_full.index(stage), phase)
+        if TURNS:
+            turn_wait(W)
+            turn_pass(W, WARP_GROUPS)
+        warp_arrive(k_empty.index(stage))
+        mbarrier.wait(v_full.index(stage), phase)
+        warp_arrive(v_empty.index(stage))
+        stage, phase = after(stage, phase, STAGES)
+    return stage, phase
+
+
+@gluon.jit
 def scores(q_s, k_s, w, stage, zero, CHUNKS: gl.constexpr, SLOTS: gl.constexpr):
     """q k^T, started."""
     k_t = k_s.index(stage * CHUNKS).permute((1, 0))
@@ -202,9 +220,9 @@ def scores(q_s, k_s, w, stage, zero, CHUNKS: gl.constexpr, SLOTS: gl.constexpr):
 
 @gluon.jit
 def consume(
-    W: gl.constexpr, out, lse, mask, tiles_s, o_s, plan_s, full, empty, plan_bars, numbers,
+    W: gl.constexpr, out, lse, q_blocks, mask, tiles_s, o_s, plan_s, full, empty, plan_bars, numbers,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, WARP_GROUPS: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OUT_IN_QUERY: gl.constexpr, EXP_BY_FMA: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OUT_IN_QUERY: gl.constexpr, SKIP: gl.constexpr,
 ):  # fmt: skip
     q_s, k_s, v_s = tiles_s
     q_full, k_full, v_full = full
@@ -239,6 +257,11 @@ def consume(
         acc = gl.zeros([64, V_DIM], gl.float32, o_layout)
         mbarrier.wait(q_full.index(W), q_phase)
 
+        first = 0
+        last = edges
+        if SKIP:
+            first, last = own_steps(q_blocks, mask_b, row // 64 + W, q_len, start, steps, edges, BLOCK_N)  # fmt: skip
+            stage, phase = pass_by(first, W, full, empty, stage, phase, STAGES, WARP_GROUPS, True)
         # the first step has no second product to run beside
         mbarrier.wait(k_full.index(stage), phase)
         turn_wait(W)
@@ -246,16 +269,16 @@ def consume(
         turn_pass(W, WARP_GROUPS)
         s = warpgroup_mma_wait(0, deps=(s,))
         warp_arrive(k_empty.index(stage))
-        at = start + nth_step(0, edges, core_begin, core_end) * BLOCK_N
+        at = start + nth_step(first, steps, edges, core_begin, core_end) * BLOCK_N
         s = masked(s, rows, at, mask_here, tested, element_test, q_len, kv_len, BLOCK_N)
         m = gl.full([64], -1e30, gl.float32, gl.SliceLayout(1, s_layout))
         l = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
-        p, m, l, alpha = softmax(s, m, l, scale2, BLOCK_N, half, 0)
+        p, m, l, alpha = softmax(s, m, l, scale2, BLOCK_N, half)
         stage, phase = after(stage, phase, STAGES)
         for part in gl.static_range(2):  # masked steps, then the core
-            first = 1 if part == 0 else gl.maximum(edges, 1)
-            last = edges if part == 0 else steps
-            for i in range(first, last):
+            begin = first + 1 if part == 0 else gl.maximum(edges, first + 1)
+            stop = last if part == 0 else steps
+            for i in range(begin, stop):
                 old, old_phase = before(stage, phase, STAGES)
                 mbarrier.wait(k_full.index(stage), phase)
                 turn_wait(W)
@@ -267,10 +290,9 @@ def consume(
                 s = warpgroup_mma_wait(1, deps=(s_token,))
                 warp_arrive(k_empty.index(stage))
                 if part == 0:
-                    at = start + nth_step(i, edges, core_begin, core_end) * BLOCK_N
+                    at = start + nth_step(i, steps, edges, core_begin, core_end) * BLOCK_N
                     s = masked(s, rows, at, mask_here, tested, element_test, q_len, kv_len, BLOCK_N)
-                every: gl.constexpr = EXP_BY_FMA if part == 1 else 0
-                p, m, l, alpha = softmax(s, m, l, scale2, BLOCK_N, half, every)
+                p, m, l, alpha = softmax(s, m, l, scale2, BLOCK_N, half)
                 acc = warpgroup_mma_wait(0, deps=(acc_token,))
                 warp_arrive(v_empty.index(old))
                 acc = rescale(acc, alpha, V_DIM)
@@ -293,6 +315,10 @@ def consume(
         tma.store_wait(0)  # the tile before has left o_s
         acc = warpgroup_mma_wait(0, deps=(acc,))
         warp_arrive(v_empty.index(old))
+        if SKIP:
+            stage, phase = pass_by(
+                edges - last, W, full, empty, stage, phase, STAGES, WARP_GROUPS, True
+            )
         inverse = gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o_layout)), 1)
         # select, not multiply: a row that attends nothing may have met garbage in the core
         acc = gl.where(inverse != 0.0, acc * inverse, 0.0)
@@ -319,7 +345,7 @@ def forward_hopper(
     query, key, value, out, lse, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
     scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, WARP_GROUPS: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OUT_IN_QUERY: gl.constexpr, EXP_BY_FMA: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OUT_IN_QUERY: gl.constexpr, SKIP: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """query, key, value, out are tensor maps (batch, length, heads * dim) with boxes of 64 or BLOCK_N
@@ -372,8 +398,8 @@ def forward_hopper(
     if WARP_GROUPS == 2:
         gl.warp_specialize(
             [
-                (consume, (0, out, lse, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, EXP_BY_FMA)),
-                (consume, (1, out, lse, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, EXP_BY_FMA)),
+                (consume, (0, out, lse, q_blocks, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, SKIP)),
+                (consume, (1, out, lse, q_blocks, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, SKIP)),
                 (produce, (maps, q_order, q_blocks, counter, tiles_s, plan_s, full, empty, bars, sizes, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES)),
             ],
             [4, 1],
@@ -382,9 +408,9 @@ def forward_hopper(
     else:
         gl.warp_specialize(
             [
-                (consume, (0, out, lse, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, EXP_BY_FMA)),
-                (consume, (1, out, lse, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, EXP_BY_FMA)),
-                (consume, (2, out, lse, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, EXP_BY_FMA)),
+                (consume, (0, out, lse, q_blocks, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, SKIP)),
+                (consume, (1, out, lse, q_blocks, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, SKIP)),
+                (consume, (2, out, lse, q_blocks, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, SKIP)),
                 (produce, (maps, q_order, q_blocks, counter, tiles_s, plan_s, full, empty, bars, sizes, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES)),
             ],
             [4, 4, 1],

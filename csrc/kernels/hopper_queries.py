@@ -12,12 +12,13 @@ from hopper import (
     accumulator,
     key_range,
     nth_step,
+    own_steps,
     place_of_tile,
     position_row,
     split,
     warp_arrive,
 )
-from hopper_forward import after, hear, masked, tell_asm, turn_pass, turn_wait
+from hopper_forward import after, hear, masked, pass_by, tell_asm, turn_pass, turn_wait
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -72,7 +73,7 @@ def produce(
             do_tile = do_s.index(w).reinterpret(dtype, [1, 64, V_DIM], dout.layout)
             tma.async_load(dout, [b, row + w * 64, head * V_DIM], q_full.index(w), do_tile)
         for i in range(0, steps):
-            at = start + nth_step(i, edges, core_begin, core_end) * BLOCK_N
+            at = start + nth_step(i, steps, edges, core_begin, core_end) * BLOCK_N
             mbarrier.wait(k_empty.index(stage), phase ^ 1)
             mbarrier.expect(k_full.index(stage), BLOCK_N * QK_DIM * 2)
             k_tile = k_s.index(stage).reinterpret(dtype, [1, BLOCK_N, QK_DIM], key.layout)
@@ -97,9 +98,9 @@ def produce(
 
 @gluon.jit
 def consume(
-    W: gl.constexpr, dq, stats, mask, tiles_s, plan_s, full, empty, plan_bars, numbers,
+    W: gl.constexpr, dq, stats, q_blocks, mask, tiles_s, plan_s, full, empty, plan_bars, numbers,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    TURNS: gl.constexpr,
+    TURNS: gl.constexpr, SKIP: gl.constexpr,
 ):  # fmt: skip
     lse2, delta = stats
     q_s, do_s, k_s, v_s = tiles_s
@@ -140,18 +141,24 @@ def consume(
         dl = gl.load(delta + stat, mask=there, other=0.0)
         dq_sum = gl.zeros([64, QK_DIM], gl.float32, q_layout)
         mbarrier.wait(q_full.index(W), q_phase)
+        first = 0
+        last = edges
+        if SKIP:
+            first, last = own_steps(q_blocks, mask_b, row // 64 + W, q_len, start, steps, edges, BLOCK_N)  # fmt: skip
+            stage, phase = pass_by(first, W, full, empty, stage, phase, STAGES, 2, TURNS)
+        end = gl.where(edges == steps, last, steps)
         mbarrier.wait(k_full.index(stage), phase)
         s = warpgroup_mma(q, k_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s,))
         for part in gl.static_range(2):  # masked steps, then the core
-            first = 0 if part == 0 else edges
-            last = edges if part == 0 else steps
-            for i in range(first, last):
+            begin = first if part == 0 else gl.maximum(first, edges)
+            stop = last if part == 0 else steps
+            for i in range(begin, stop):
                 mbarrier.wait(v_full.index(stage), phase)
                 v_t = v_s.index(stage).permute((1, 0))
                 dp_token = warpgroup_mma(do, v_t, zero, use_acc=False, is_async=True)
                 if part == 0:
-                    at = start + nth_step(i, edges, core_begin, core_end) * BLOCK_N
+                    at = start + nth_step(i, steps, edges, core_begin, core_end) * BLOCK_N
                     s = masked(s, rows, at, mask_here, tested, element_test, q_len, kv_len, BLOCK_N)
                 p = gl.exp2(s * scale2 - gl.expand_dims(lse, 1))
                 dp = warpgroup_mma_wait(0, deps=(dp_token,))
@@ -165,7 +172,7 @@ def consume(
                 dq_token = warpgroup_mma(ds_half, k_s.index(stage), dq_sum, is_async=True)
                 old = stage
                 stage, phase = after(stage, phase, STAGES)
-                more = i + 1 < steps
+                more = i + 1 < end
                 if more:
                     mbarrier.wait(k_full.index(stage), phase)
                 # after the last step the scores of this one, again: they are dropped
@@ -178,9 +185,12 @@ def consume(
                     warp_arrive(k_empty.index(old))
                 s = warpgroup_mma_wait(0, deps=(s_token,))
         warp_arrive(k_empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)))
+        if SKIP:
+            stage, phase = pass_by(steps - end, W, full, empty, stage, phase, STAGES, 2, TURNS)
         lo = gl.load(q_lo + mask_row + rows, mask=there, other=0)
         hi = gl.load(q_hi + mask_row + rows, mask=there, other=0)
-        attended = gl.where((hi > lo) & (lse < float("inf")), 1, 0)
+        # of a NaN, too: it must reach the result
+        attended = gl.where((hi > lo) & (lse != float("inf")), 1, 0)
         attended = gl.convert_layout(attended, gl.SliceLayout(1, q_layout))
         # select, not multiply: a row that attends nothing may have met garbage
         result = gl.where(gl.expand_dims(attended, 1) != 0, dq_sum * scale, 0.0)
@@ -206,7 +216,7 @@ def backward_dq_hopper(
     query, key, value, dout, dq, lse2, delta, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
     scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    TURNS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    TURNS: gl.constexpr, SKIP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """query, key, value, dout, dq are tensor maps (batch, length, heads * dim) with boxes of 64 or BLOCK_N rows of one
     head; lse2 and delta as backward_prepare leaves them; counter holds 0 and lives as long as the launch."""
@@ -252,8 +262,8 @@ def backward_dq_hopper(
     numbers = (element_test, mask_batch, q_len, kv_len, heads, scale)
     gl.warp_specialize(
         [
-            (consume, (0, dq, stats, mask, tiles_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, BLOCK_N, STAGES, TURNS)),
-            (consume, (1, dq, stats, mask, tiles_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, BLOCK_N, STAGES, TURNS)),
+            (consume, (0, dq, stats, q_blocks, mask, tiles_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, BLOCK_N, STAGES, TURNS, SKIP)),
+            (consume, (1, dq, stats, q_blocks, mask, tiles_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, BLOCK_N, STAGES, TURNS, SKIP)),
             (produce, (maps, q_order, q_blocks, counter, tiles_s, plan_s, full, empty, bars, sizes, QK_DIM, V_DIM, BLOCK_N, STAGES)),
         ],
         [4, 1],

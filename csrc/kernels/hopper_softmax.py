@@ -12,36 +12,11 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.constexpr_function
-def exp2_by_fma(x):
-    """2^x of register x, in place, for x up to 8: 2^round(x) times a polynomial of the rest, to 2.6e-6 (Remez; bfloat16 rounds
-    at 2e-3). Cody and Waite's reduction, and FlashAttention-4's reason for it: ex2 has a fourth of a multiply-add's rate at most.
-
-    A NaN stays one, less than -126 becomes 2^-126: for scores that no mask has touched.
-    """
-    t = [
-        f"max.NaN.f32 {x}, {x}, 0fC2FC0000; add.rn.f32 t, {x}, 0f4B400000; sub.rn.f32 u, t, 0f4B400000; sub.rn.f32 {x}, {x}, u;"
-        f"mov.f32 u, 0f{POLYNOMIAL[0]};"
-    ]
-    t += [f"fma.rn.f32 u, u, {x}, 0f{c};" for c in POLYNOMIAL[1:]]
-    t.append(
-        f"mov.b32 i, t; shl.b32 i, i, 23; add.s32 i, i, 0x3F800000; mov.b32 t, i; mul.rn.f32 {x}, u, t;"
-    )
-    return " ".join(t)
-
-
-# From the highest power down: 0.00957, 0.0559, 0.2402, 0.6931, 1.
-POLYNOMIAL = ("3C1CCBEB", "3D650A20", "3E76036D", "3F31706E", "3F7FFFF4")
-
-
-@gluon.constexpr_function
-def softmax_asm(n, half, by_fma):
+def softmax_asm(n, half):
     """One thread's share of a softmax step. Operands: n / 2 packed P, m (2), l (2), alpha (2), then n scores, m (2), l (2), scale.
 
     Score register i belongs to row 8 * (i >> 1 & 1). The maximum is reduced over the quad; alpha is the same in the whole quad.
-    by_fma: every so many exponentials one is made without the exp unit; 0: none.
     """
-    while hasattr(by_fma, "value"):
-        by_fma = by_fma.value
     while hasattr(n, "value"):
         n = n.value
     while hasattr(half, "value"):
@@ -49,7 +24,7 @@ def softmax_asm(n, half, by_fma):
     o = n // 2
     m_out, l_out, a_out, s = [o, o + 1], [o + 2, o + 3], [o + 4, o + 5], o + 6
     m_in, l_in, scale = [s + n, s + n + 1], [s + n + 2, s + n + 3], s + n + 4
-    t = [f"{{ .reg .f32 x<4>, w<4>, g<2>, k<2>, e<{n}>, t, u; .reg .b32 i; .reg .pred q;"]
+    t = [f"{{ .reg .f32 x<4>, w<4>, g<2>, k<2>, e<{n}>; .reg .pred q;"]
     for r in (0, 1):
         mine = [i for i in range(n) if (i >> 1) & 1 == r]
         for c in (0, 1):
@@ -67,9 +42,8 @@ def softmax_asm(n, half, by_fma):
             f"ex2.approx.ftz.f32 ${a_out[r]}, k{r}; neg.f32 g{r}, ${m_out[r]};"
         )
     for i in range(n):
-        own = by_fma and i % by_fma == by_fma - 1
         t.append(f"fma.rn.f32 e{i}, ${s + i}, ${scale}, g{(i >> 1) & 1};")
-        t.append(exp2_by_fma(f"e{i}") if own else f"ex2.approx.ftz.f32 e{i}, e{i};")
+        t.append(f"ex2.approx.ftz.f32 e{i}, e{i};")
         if i & 1:
             t.append(f"cvt.rn.{half}x2.f32 ${i // 2}, e{i}, e{i - 1};")
     for r in (0, 1):
@@ -92,11 +66,11 @@ def half_name(dtype):
 
 
 @gluon.jit
-def softmax(s, m, l, scale2, N: gl.constexpr, half: gl.constexpr, BY_FMA: gl.constexpr):
+def softmax(s, m, l, scale2, N: gl.constexpr, half: gl.constexpr):
     """P as pairs of 16 bits (int32 [64, N / 2]: carried 16-bit values would cost a PRMT each), new m, partial l, alpha."""
     packed: gl.constexpr = gl.distributed_type(gl.int32, [64, N // 2], accumulator(N // 2))
     return gl.inline_asm(
-        softmax_asm(N // 2, half, BY_FMA),
+        softmax_asm(N // 2, half),
         ("=&r", "=&f", "=&f", "=&f", "f", "f", "f", "f"),
         (s, m, l, scale2),
         (packed, m.type, l.type, m.type),
