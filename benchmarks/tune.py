@@ -1,7 +1,7 @@
 """Compare candidate tiles of one architecture: compile them here, time them on a machine that has nothing but numpy and a driver.
 
     python benchmarks/tune.py build DIR --arch 90a [--kernels forward_hopper ...] [--dims 128x128 ...]
-        [--try backward_hopper:128:CONSUMER_REGISTERS=232,ROWS=64]          (build machine: Triton, no GPU)
+        [--try backward_hopper:128:CONSUMER_REGISTERS=232,TURNS=0]         (build machine: Triton, no GPU)
     python benchmarks/tune.py time DIR [--kernels ...] [--dims ...] [--cases ...] [--rounds 11]   (GPU machine)
 
 `build` takes the candidates of candidates.py. `time` first runs every candidate once in another process, which may hang or die of

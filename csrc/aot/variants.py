@@ -55,17 +55,16 @@ ASSEMBLERS = {"12.9": ("ptxas", 12000), "13.4": ("ptxas-blackwell", 13000)}
 # kernel -> (kind of tile, larger head dim) -> BLOCK_M, BLOCK_N, STAGES of the mask-free loop, warps
 TILES = PORTABLE_TILES | GENERAL_TILES
 
-# Of hopper_backward.py. KV_REGISTERS: keys and values of a program stay in registers. BY_WARP: every
-# warp hands on dS and adds its part of dQ by itself. SKIP: of masked blocks a warp group leaves out
-# those without a pair of its keys. DQ: who makes dQ: nobody, the two warp groups (1), a third one (2).
-# Nothing but DQ 1 alone was timed yet.
-BACKWARD_PLAN = {"KV_REGISTERS": 0, "BY_WARP": 0, "SKIP": 0}
+# Of hopper_backward.py. KV_REGISTERS: keys and values of a program stay in registers. SKIP: of masked
+# blocks a warp group leaves out those without a pair of its keys. DQ: who makes dQ: nobody, the two
+# warp groups (1), a third one (2).
+BACKWARD_PLAN = {"KV_REGISTERS": 0, "SKIP": 0}
 
 # Kernels of one GPU, in Gluon, and what goes with them: the same results as the portable kernels of
 # the same pass, which serve every other GPU.
 # kernel -> larger head dim -> constants: WARP_GROUPS (of 64 rows), BLOCK_N, STAGES of keys and
 # values, QK_CHUNK (columns of a tile of queries or keys: a power of two), registers of a consumer and
-# of a producer thread; ROWS of a block or of a program.
+# of a producer thread; ROWS of a program.
 HOPPER_TILES: dict[str, dict[int, dict[str, int]]] = {
     "forward_hopper": {
         dim: {
@@ -88,7 +87,6 @@ HOPPER_TILES: dict[str, dict[int, dict[str, int]]] = {
     "backward_hopper": {
         dim: {
             "QK_CHUNK": chunk,
-            "ROWS": 64,
             **plan,
             "CONSUMER_REGISTERS": consumer,
             "PRODUCER_REGISTERS": 24,
@@ -144,14 +142,14 @@ TENSOR_MAPS: dict[str, dict[str, tuple[str, int | str, int | str]]] = {
         "out": ("", 64, "V_DIM"),
     },
     "backward_hopper": {
-        "query": ("", "ROWS", "QK_CHUNK"),
+        "query": ("", 64, "QK_CHUNK"),
         "key": ("", 64, "QK_CHUNK"),
         "value": ("", 64, "V_DIM"),
-        "dout": ("", "ROWS", "V_DIM"),
-        "lse2": ("fp32", 1, "ROWS"),
-        "delta": ("fp32", 1, "ROWS"),
-        "lo": ("i32", 1, "ROWS"),
-        "hi": ("i32", 1, "ROWS"),
+        "dout": ("", 64, "V_DIM"),
+        "lse2": ("fp32", 1, 64),
+        "delta": ("fp32", 1, 64),
+        "lo": ("i32", 1, 64),
+        "hi": ("i32", 1, 64),
         "dk": ("", 64, "QK_CHUNK"),
         "dv": ("", 64, "V_DIM"),
     },

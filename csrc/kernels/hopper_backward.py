@@ -28,16 +28,13 @@ from hopper import (
     warp_arrive,
 )
 from hopper_rows import (
+    ROWS,
     add_staged,
-    ds_arrive,
-    in_pairs,
     keys_read,
     mask_bits,
     produce,
-    registers_constraints,
     row_range,
     rows_of_half,
-    store_ds_asm,
     sum_rows,
 )
 from triton.experimental import gluon
@@ -63,29 +60,9 @@ def turn_pass(W: gl.constexpr):
 
 
 @gluon.jit
-def own_rows(ds, W: gl.constexpr, ROWS: gl.constexpr):
-    """dS transposed: the rows of which this warp group makes dQ."""
-    if ROWS == 128:
-        ds = ds.slice(W * 64, 64, dim=1)
-    return ds.permute((1, 0))
-
-
-@gluon.jit
-def cells_of(block, in_head, row_blocks, W: gl.constexpr, ROWS: gl.constexpr):
-    """Where this warp group adds to dQ, in its parts. Past the head's rows there is nothing but zeros to add."""
-    if ROWS == 64:
-        part = block * 2 + W
-    elif W == 0:
-        part = block
-    else:
-        part = gl.where(in_head + 1 < row_blocks, block + 1, block)
-    return part
-
-
-@gluon.jit
 def step(
     W: gl.constexpr, sums, s, row, stage, phase, before, left, keys, dq_sum, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, numbers,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, ROWS: gl.constexpr, TURNS: gl.constexpr, BY_WARP: gl.constexpr, DQ: gl.constexpr,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, TURNS: gl.constexpr, DQ: gl.constexpr,
     MASKED: gl.constexpr, LIVE: gl.constexpr,
 ):  # fmt: skip
     """One block of rows: adds to dk and dv, hands on dS, adds dQ of the block `before`, makes the next scores.
@@ -100,31 +77,25 @@ def step(
     ds_full, ds_empty = ds_bars
     scale2 = numbers[3] * LOG2E
     dtype: gl.constexpr = q_s.dtype
-    PART: gl.constexpr = QK_DIM // 2 if ROWS == 64 else QK_DIM
-    CELLS: gl.constexpr = 64 * PART
+    PART: gl.constexpr = QK_DIM // 2
+    CELLS: gl.constexpr = ROWS * PART
     s_layout: gl.constexpr = accumulator(ROWS)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, accumulator(V_DIM), 2)
     ds_layout: gl.constexpr = gl.DotOperandLayout(0, accumulator(QK_DIM), 2)
     zero = gl.zeros([64, ROWS], gl.float32, s_layout)
-    zero_dq = gl.zeros([64, PART], gl.float32, accumulator(PART))
+    zero_dq = gl.zeros([ROWS, PART], gl.float32, accumulator(PART))
     other = stage ^ 1
-    if LIVE and ROWS == 64:
+    if LIVE:
         lse = lse_s.index(stage).load(gl.SliceLayout(0, s_layout))
     mbarrier.wait(do_full.index(stage), phase)
     if LIVE:
         do_t = do_s.index(stage).permute((1, 0))
         dp_token = warpgroup_mma(v_left, do_t, zero, use_acc=False, is_async=True)
         if MASKED:
-            bits = mask_bits(keys, row, lo_s.index(stage), hi_s.index(stage), mask, numbers, ROWS)
+            bits = mask_bits(keys, row, lo_s.index(stage), hi_s.index(stage), mask, numbers)
             s = select_bits(s, bits, float("-inf"))
-        if ROWS == 128:
-            lse = lse_s.index(stage).load(gl.SliceLayout(0, s_layout))
         p = gl.exp2(s * scale2 - lse[None, :])
-        p16 = p.to(dtype)
-        if ROWS == 128:  # P in 32 bits has no room beside dP (docs/numerics.md)
-            p16 = in_pairs(p16)
-            p = p16.to(gl.float32)
-        p_half = gl.convert_layout(p16, p_layout)
+        p_half = gl.convert_layout(p.to(dtype), p_layout)
         dp = warpgroup_mma_wait(0, deps=(dp_token,))
         dv_token = warpgroup_mma(p_half, do_s.index(stage), dv_sum, is_async=True)
         dl = delta_s.index(stage).load(gl.SliceLayout(0, s_layout))
@@ -137,13 +108,9 @@ def step(
     if DQ:
         free = phase ^ stage if DQ == 1 else phase
         mbarrier.wait(ds_empty.index(stage), free ^ 1)
-        own_ds = ds_s.index(stage).slice(W * 64, 64, dim=0)
-        if BY_WARP:
-            gl.inline_asm(store_ds_asm, registers_constraints(ROWS // 2, "r", "h"), (ds, own_ds))
-        else:
-            own_ds.store(ds)
+        ds_s.index(stage).slice(W * 64, 64, dim=0).store(ds)
         fence_async_shared()
-        ds_arrive(ds_full.index(stage), BY_WARP)
+        mbarrier.arrive(ds_full.index(stage))
     if TURNS:
         turn_wait(W)
     if LIVE:
@@ -151,7 +118,7 @@ def step(
         dk_token = warpgroup_mma(ds_half, q_s.index(stage), dk_sum, is_async=True)
     if DQ == 1:
         mbarrier.wait(ds_full.index(other), phase)
-        ds_t = own_rows(ds_s.index(other), W, ROWS)
+        ds_t = ds_s.index(other).permute((1, 0))
         dq_token = warpgroup_mma(ds_t, k_part, zero_dq, use_acc=False, is_async=True)
         if LIVE:
             dv_sum, dk_sum = warpgroup_mma_wait(1, deps=(dv_token, dk_token))
@@ -166,7 +133,7 @@ def step(
     if DQ == 1:
         dq = warpgroup_mma_wait(1, deps=(dq_token,))
         warp_arrive(ds_empty.index(other))
-        add_staged(dq, dq_sum + before.to(gl.int64) * CELLS, dq_s.index(W), CELLS, BY_WARP)
+        add_staged(dq, dq_sum + before.to(gl.int64) * CELLS, dq_s.index(W), CELLS)
     else:
         if LIVE:
             dv_sum, dk_sum = warpgroup_mma_wait(1, deps=(dv_token, dk_token))
@@ -179,7 +146,7 @@ def step(
 @gluon.jit
 def consume(
     W: gl.constexpr, grads, mask, own_blocks, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, ROWS: gl.constexpr, TURNS: gl.constexpr, KV_REGISTERS: gl.constexpr, BY_WARP: gl.constexpr, SKIP: gl.constexpr,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, TURNS: gl.constexpr, KV_REGISTERS: gl.constexpr, SKIP: gl.constexpr,
     DQ: gl.constexpr,
 ):  # fmt: skip
     dk, dv, dq_sum = grads
@@ -189,10 +156,10 @@ def consume(
     b, first_key, kv_head, group, bh, _mask_row, padded = place
     start, steps, edges, core_begin, core_end = range_
     _element_test, _q_len, kv_len, scale = numbers
-    # of dQ this warp group makes half: of 64 rows half the columns, of 128 rows every other 64
-    PART: gl.constexpr = QK_DIM // 2 if ROWS == 64 else QK_DIM
-    CELLS: gl.constexpr = 64 * PART
-    row_blocks = padded // 64
+    # of dQ this warp group makes half of the columns
+    PART: gl.constexpr = QK_DIM // 2
+    CELLS: gl.constexpr = ROWS * PART
+    row_blocks = padded // ROWS
     dtype: gl.constexpr = dk.dtype
     s_layout: gl.constexpr = accumulator(ROWS)
     keys = first_key + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
@@ -201,10 +168,7 @@ def consume(
     mbarrier.wait(kv_full.index(0), 0)
     mbarrier.wait(kv_full.index(1), 0)
     k = k_s.index(0).slice(W * 64, 64, dim=0)
-    if ROWS == 64:
-        k_part = k_s.index(0).slice(W * PART, PART, dim=1)
-    else:
-        k_part = k_s.index(0)
+    k_part = k_s.index(0).slice(W * PART, PART, dim=1)
     v = v_s.index(W)
     if KV_REGISTERS:  # left operands of every score: half the reads of shared memory
         kv_layout: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
@@ -223,11 +187,11 @@ def consume(
         if DQ == 1:  # "block -1": adds zero to dQ
             ds_s.index(1).slice(W * 64, 64, dim=0).store(gl.zeros([64, ROWS], dtype, s_layout))
             fence_async_shared()
-            ds_arrive(ds_full.index(1), BY_WARP)
+            mbarrier.arrive(ds_full.index(1))
         stage = 0
         phase = 0
         # of the block before; zeros are added to the first one
-        before = cells_of(bh * row_blocks + start // 64, start // 64, row_blocks, W, ROWS)
+        before = (bh * row_blocks + start // ROWS) * 2 + W
         for part in gl.static_range(2):  # masked blocks of every head, then the core
             count = edges if part == 0 else core_end - core_begin
             n = 0
@@ -240,28 +204,28 @@ def consume(
                 )
                 row = start + at * ROWS
                 if part == 1:
-                    dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, stage, phase, before, left, keys, dq_sum, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, numbers, QK_DIM, V_DIM, ROWS, TURNS, BY_WARP, DQ, False, True)  # fmt: skip
+                    dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, stage, phase, before, left, keys, dq_sum, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, numbers, QK_DIM, V_DIM, TURNS, DQ, False, True)  # fmt: skip
                 elif SKIP:
                     if (row < own_end) & (row + ROWS > own_start):
-                        dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, stage, phase, before, left, keys, dq_sum, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, numbers, QK_DIM, V_DIM, ROWS, TURNS, BY_WARP, DQ, True, True)  # fmt: skip
+                        dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, stage, phase, before, left, keys, dq_sum, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, numbers, QK_DIM, V_DIM, TURNS, DQ, True, True)  # fmt: skip
                     else:
-                        dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, stage, phase, before, left, keys, dq_sum, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, numbers, QK_DIM, V_DIM, ROWS, TURNS, BY_WARP, DQ, True, False)  # fmt: skip
+                        dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, stage, phase, before, left, keys, dq_sum, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, numbers, QK_DIM, V_DIM, TURNS, DQ, True, False)  # fmt: skip
                 else:
-                    dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, stage, phase, before, left, keys, dq_sum, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, numbers, QK_DIM, V_DIM, ROWS, TURNS, BY_WARP, DQ, True, True)  # fmt: skip
+                    dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, stage, phase, before, left, keys, dq_sum, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, numbers, QK_DIM, V_DIM, TURNS, DQ, True, True)  # fmt: skip
                 stage = stage ^ 1
-                in_head = row // 64
-                before = cells_of((bh + g) * row_blocks + in_head, in_head, row_blocks, W, ROWS)
+                block = row // ROWS
+                before = ((bh + g) * row_blocks + block) * 2 + W
                 n += 1
                 wrap = n == count
                 n = gl.where(wrap, 0, n)
                 g = gl.where(wrap, g + 1, g)
         if DQ == 1:
             mbarrier.wait(ds_full.index(stage ^ 1), phase)
-            ds_t = own_rows(ds_s.index(stage ^ 1), W, ROWS)
-            zero_dq = gl.zeros([64, PART], gl.float32, accumulator(PART))
+            ds_t = ds_s.index(stage ^ 1).permute((1, 0))
+            zero_dq = gl.zeros([ROWS, PART], gl.float32, accumulator(PART))
             dq = warpgroup_mma(ds_t, k_part, zero_dq, use_acc=False, is_async=True)
             dq = warpgroup_mma_wait(0, deps=(dq,))
-            add_staged(dq, dq_sum + before.to(gl.int64) * CELLS, dq_s.index(W), CELLS, BY_WARP)
+            add_staged(dq, dq_sum + before.to(gl.int64) * CELLS, dq_s.index(W), CELLS)
             tma.store_wait(0)
         if TURNS and W == 0:
             turn_wait(0)
@@ -283,8 +247,8 @@ def tile_of_keys(
     query, key, value, dout, lse2, delta, lo, hi, dk, dv, dq_sum, q_ids, kv_ids, q_pos, kv_pos,
     q_blocks, kv_blocks, kv_order,
     scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, ROWS: gl.constexpr,
-    TURNS: gl.constexpr, KV_REGISTERS: gl.constexpr, BY_WARP: gl.constexpr, SKIP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
+    TURNS: gl.constexpr, KV_REGISTERS: gl.constexpr, SKIP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     DQ: gl.constexpr,
 ):  # fmt: skip
     """One program of the kernels below."""
@@ -303,7 +267,7 @@ def tile_of_keys(
     linear: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     if DQ:
         ds_s = gl.allocate_shared_memory(dtype, [2, 128, ROWS], ds_tile)
-        dq_s = gl.allocate_shared_memory(gl.float32, [2, ROWS * QK_DIM * DQ // 64, 32], linear)
+        dq_s = gl.allocate_shared_memory(gl.float32, [2, QK_DIM * DQ, 32], linear)
     else:  # never touched
         ds_s = q_s
         dq_s = lse_s
@@ -321,7 +285,7 @@ def tile_of_keys(
         mbarrier.init(kv_full.index(j), 1)
         mbarrier.init(q_full.index(j), 1)
         mbarrier.init(do_full.index(j), 1)
-        mbarrier.init(ds_full.index(j), 8 if BY_WARP else 2)
+        mbarrier.init(ds_full.index(j), 2)
         mbarrier.init(ds_empty.index(j), 4 if DQ == 2 else 8)
         mbarrier.init(q_empty.index(j), 8)
         mbarrier.init(do_empty.index(j), 8)
@@ -358,10 +322,10 @@ def tile_of_keys(
     if DQ == 2:
         gl.warp_specialize(
             [
-                (consume, (0, grads, mask, own_blocks, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, ROWS, TURNS, KV_REGISTERS, BY_WARP, SKIP, DQ)),
-                (consume, (1, grads, mask, own_blocks, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, ROWS, TURNS, KV_REGISTERS, BY_WARP, SKIP, DQ)),
-                (sum_rows, (dq_sum, k_s.index(0), ds_s, dq_s, kv_full, ds_bars, place, range_, QK_DIM, ROWS, BY_WARP, DQ)),
-                (produce, (maps, lines, tiles_s, lines_s, bars, place, range_, QK_DIM, V_DIM, QK_CHUNK, ROWS, 2)),
+                (consume, (0, grads, mask, own_blocks, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, KV_REGISTERS, SKIP, DQ)),
+                (consume, (1, grads, mask, own_blocks, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, KV_REGISTERS, SKIP, DQ)),
+                (sum_rows, (dq_sum, k_s.index(0), ds_s, dq_s, kv_full, ds_bars, place, range_, QK_DIM, DQ)),
+                (produce, (maps, lines, tiles_s, lines_s, bars, place, range_, QK_DIM, V_DIM, QK_CHUNK, 2)),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS, 512 - 2 * CONSUMER_REGISTERS - PRODUCER_REGISTERS, PRODUCER_REGISTERS],
@@ -369,9 +333,9 @@ def tile_of_keys(
     else:
         gl.warp_specialize(
             [
-                (consume, (0, grads, mask, own_blocks, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, ROWS, TURNS, KV_REGISTERS, BY_WARP, SKIP, DQ)),
-                (consume, (1, grads, mask, own_blocks, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, ROWS, TURNS, KV_REGISTERS, BY_WARP, SKIP, DQ)),
-                (produce, (maps, lines, tiles_s, lines_s, bars, place, range_, QK_DIM, V_DIM, QK_CHUNK, ROWS, 2)),
+                (consume, (0, grads, mask, own_blocks, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, KV_REGISTERS, SKIP, DQ)),
+                (consume, (1, grads, mask, own_blocks, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, KV_REGISTERS, SKIP, DQ)),
+                (produce, (maps, lines, tiles_s, lines_s, bars, place, range_, QK_DIM, V_DIM, QK_CHUNK, 2)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -383,15 +347,15 @@ def backward_hopper(
     query, key, value, dout, lse2, delta, lo, hi, dk, dv, dq_sum, q_ids, kv_ids, q_pos, kv_pos,
     q_blocks, kv_blocks, kv_order,
     scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, ROWS: gl.constexpr,
-    TURNS: gl.constexpr, KV_REGISTERS: gl.constexpr, BY_WARP: gl.constexpr, SKIP: gl.constexpr, DQ: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
+    TURNS: gl.constexpr, KV_REGISTERS: gl.constexpr, SKIP: gl.constexpr, DQ: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Tensor maps: query, key, value, dout, dk, dv (batch, length, heads * dim); lse2, delta, lo, hi as one row each."""
     tile_of_keys(
         query, key, value, dout, lse2, delta, lo, hi, dk, dv, dq_sum, q_ids, kv_ids, q_pos, kv_pos,
         q_blocks, kv_blocks, kv_order,
         scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, ROWS, TURNS, KV_REGISTERS, BY_WARP, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, DQ,
+        QK_DIM, V_DIM, QK_CHUNK, TURNS, KV_REGISTERS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, DQ,
     )  # fmt: skip
 
 
@@ -400,13 +364,13 @@ def backward_dkdv_hopper(
     query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, kv_ids, q_pos, kv_pos,
     q_blocks, kv_blocks, kv_order,
     scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, ROWS: gl.constexpr,
-    TURNS: gl.constexpr, KV_REGISTERS: gl.constexpr, BY_WARP: gl.constexpr, SKIP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
+    TURNS: gl.constexpr, KV_REGISTERS: gl.constexpr, SKIP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """`backward_hopper` without dQ, for deterministic gradients: hopper_queries.py makes that."""
     tile_of_keys(
         query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, q_ids, kv_ids, q_pos, kv_pos,
         q_blocks, kv_blocks, kv_order,
         scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, ROWS, TURNS, KV_REGISTERS, BY_WARP, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 0,
+        QK_DIM, V_DIM, QK_CHUNK, TURNS, KV_REGISTERS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 0,
     )  # fmt: skip

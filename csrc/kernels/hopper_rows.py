@@ -1,5 +1,5 @@
-"""Parts of the Hopper backward kernels: the producer warp, a tile's rows, masks of a block of rows, the ways
-to add a block of dQ to the float32 sum, and to hand dS to another warp group.
+"""Parts of the Hopper backward kernels: the producer warp, a tile's rows, masks of a block of rows, and the
+ways to add a block of dQ to the float32 sum.
 
 The sum lies in the order of the accumulator's registers (`float4s`; hopper_dq.py undoes it): stores without
 bank conflicts, whole lines, and one contiguous addition by the copy engine.
@@ -16,13 +16,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+ROWS = gl.constexpr(64)  # of a block
+
 
 @gluon.constexpr_function
 def float4s(x):
     """Registers of one thread in fours, each with its offset in bytes from the thread's first place in the sum.
 
-    The sum: 32 columns after the other; of those each warp's 2048 bytes, so that a warp can add its part alone; eight
-    columns after the other; and then float4 number `lane`.
+    The sum: 32 columns after the other; of those each warp's 2048 bytes; of those eight columns after the other; and
+    then float4 number `lane`.
     """
     return [
         (i // 16 * 8192 + i // 4 % 4 * 512, ", ".join(x[i : i + 4])) for i in range(0, len(x), 4)
@@ -54,27 +56,6 @@ def store_registers_asm(outputs, inputs):
 
 
 @gluon.constexpr_function
-def add_by_warp_asm(outputs, inputs):
-    """Registers to shared memory, and from there to the sum by the copy engine: every warp its own part, no barrier of the warp group."""
-    x, address, stage = inputs
-    t = [FIRST, f"add.u32 t, t, {stage[0]};"]
-    t.append("bar.warp.sync -1;")  # its first thread has waited for the addition before
-    for offset, four in float4s(x):
-        t.append(f"st.shared.v4.f32 [t+{offset}], {{{four}}};")
-    t.append("fence.proxy.async.shared::cta; bar.warp.sync -1;")
-    t.append(".reg .pred p; .reg .u64 a; mov.u32 w, %laneid; setp.eq.u32 p, w, 0;")
-    t.append(
-        f"mov.u32 w, %tid.x; and.b32 w, w, 96; mul.wide.u32 a, w, 64; add.u64 a, a, {address[0]};"
-    )
-    for chunk in range(len(x) // 16):
-        t.append(
-            "@p cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32"
-            f" [a+{chunk * 8192}], [t+{chunk * 8192}], 2048;"
-        )
-    return " ".join(t) + " @p cp.async.bulk.commit_group; }"
-
-
-@gluon.constexpr_function
 def bulk_add_asm(size):
     """The first thread of the warp group adds `size` bytes of shared memory to global memory, by the copy engine."""
     while hasattr(size, "value"):
@@ -87,15 +68,13 @@ def bulk_add_asm(size):
 
 
 @gluon.constexpr_function
-def registers_constraints(n, addresses, kind="f"):
-    """`n` registers of a kind (f: 32 bits, h: 16), then addresses, as letters: l of 64 bits, r of 32."""
+def registers_constraints(n, address):
+    """`n` floats, then an address as a letter: l of 64 bits, r of 32."""
     while hasattr(n, "value"):
         n = n.value
-    while hasattr(addresses, "value"):
-        addresses = addresses.value
-    while hasattr(kind, "value"):
-        kind = kind.value
-    return ",".join([kind] * int(n) + [*addresses, "~{memory}"])
+    while hasattr(address, "value"):
+        address = address.value
+    return ",".join(["f"] * int(n) + [address, "~{memory}"])
 
 
 @gluon.constexpr_function
@@ -125,7 +104,7 @@ def row_bits_asm(n):
 
 
 @gluon.jit
-def row_bits(keys, lo_s, hi_s, ROWS: gl.constexpr):
+def row_bits(keys, lo_s, hi_s):
     return gl.inline_asm(
         row_bits_asm(ROWS), "=&r,=&r,r,r,r,r,~{memory}", (keys, lo_s, hi_s), keys.type
     )
@@ -157,19 +136,14 @@ def rows_of_half(own_blocks, t, kv_len):
 
 
 @gluon.jit
-def mask_bits(keys, row, lo_s, hi_s, mask, numbers, ROWS: gl.constexpr):
+def mask_bits(keys, row, lo_s, hi_s, mask, numbers):
     """Bits of hopper.range_bits_asm for a block of rows along the columns."""
     q_ids, kv_ids, q_pos, kv_pos, q_blocks = mask
     element_test, q_len, kv_len, _ = numbers
     row_blocks = (q_len + 63) // 64
-    bits = row_bits(keys, lo_s, hi_s, ROWS)
-    if ROWS == 128:  # the second half may be past the head's rows: the next head's
-        bits = gl.where(row + 64 < row_blocks * 64, bits, bits & 0xFFFF)
+    bits = row_bits(keys, lo_s, hi_s)
     if element_test > 0:
         flags = gl.load(q_blocks + 4 * row_blocks + row // 64)
-        if ROWS == 128:
-            second = gl.minimum(row // 64 + 1, row_blocks - 1)
-            flags = flags | gl.load(q_blocks + 4 * row_blocks + second)
         if flags & 1:
             there = keys < kv_len
             kv_id = gl.load(kv_ids + keys, mask=there, other=-1)
@@ -186,8 +160,7 @@ def mask_bits(keys, row, lo_s, hi_s, mask, numbers, ROWS: gl.constexpr):
 @gluon.jit
 def produce(
     maps, lines, tiles_s, lines_s, bars, place, range_,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, ROWS: gl.constexpr,
-    HALVES: gl.constexpr,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
     query, key, value, dout = maps
     lse2, delta, lo, hi = lines
@@ -250,69 +223,24 @@ def produce(
 
 
 @gluon.jit
-def add_staged(
-    dq, at, stage_s, CELLS: gl.constexpr, BY_WARP: gl.constexpr = 0, PENDING: gl.constexpr = 0
-):
+def add_staged(dq, at, stage_s, CELLS: gl.constexpr, PENDING: gl.constexpr = 0):
     """Add one warp group's part of a block of rows, in register order, by way of shared memory.
 
     PENDING: additions before this one that may still read other stages.
     """
     n: gl.constexpr = CELLS // 128
-    if BY_WARP:
-        wait: gl.constexpr = (
-            "cp.async.bulk.wait_group.read 1;" if PENDING else "cp.async.bulk.wait_group.read 0;"
-        )
-        gl.inline_asm(wait, "~{memory}", ())
-        gl.inline_asm(add_by_warp_asm, registers_constraints(n, "lr"), (dq, at, stage_s))
-    else:
-        tma.store_wait(PENDING)
-        gl.barrier()
-        gl.inline_asm(store_registers_asm, registers_constraints(n, "r"), (dq, stage_s))
-        fence_async_shared()
-        gl.barrier()
-        gl.inline_asm(bulk_add_asm(CELLS * 4), "l,r,~{memory}", (at, stage_s))
+    tma.store_wait(PENDING)
+    gl.barrier()
+    gl.inline_asm(store_registers_asm, registers_constraints(n, "r"), (dq, stage_s))
+    fence_async_shared()
+    gl.barrier()
+    gl.inline_asm(bulk_add_asm(CELLS * 4), "l,r,~{memory}", (at, stage_s))
 
 
 @gluon.jit
 def add_direct(dq, at, CELLS: gl.constexpr):
     n: gl.constexpr = CELLS // 128
     gl.inline_asm(add_registers_asm, registers_constraints(n, "l"), (dq, at))
-
-
-@gluon.constexpr_function
-def store_ds_asm(outputs, inputs):
-    """What `store` does for dS of one warp group, rows of 128 bytes, their 16 bytes swizzled by the row: but Triton, which does not
-    see it, puts no barriers of the warp group around it."""
-    x, address = inputs
-    t = [
-        "{ .reg .u32 t, a, e, c; .reg .b32 m<4>; mov.u32 t, %tid.x; and.b32 a, t, 96; shr.u32 a, a, 1; and.b32 e, t, 15;"
-        f"or.b32 a, a, e; mad.lo.u32 a, a, 128, {address[0]}; shr.u32 e, t, 4; xor.b32 e, e, t; and.b32 e, e, 1;"
-        "and.b32 t, t, 6; or.b32 e, e, t; shl.b32 e, e, 4;"
-    ]
-    for j in range(len(x) // 8):
-        for i in range(4):
-            t.append(f"mov.b32 m{i}, {{{x[8 * j + 2 * i]}, {x[8 * j + 2 * i + 1]}}};")
-        t.append(
-            f"xor.b32 c, e, {j % 4 * 32}; add.u32 c, c, a;"
-            f"stmatrix.sync.aligned.m8n8.x4.shared.b16 [c+{j // 4 * 16384}], {{m0, m1, m2, m3}};"
-        )
-    return " ".join(t) + " }"
-
-
-@gluon.jit
-def ds_arrive(barrier, BY_WARP: gl.constexpr):
-    """dS is in shared memory: once per warp, or once per warp group, which waits for its warps."""
-    if BY_WARP:
-        gl.inline_asm("bar.warp.sync -1;", "~{memory}", ())
-        warp_arrive(barrier)
-    else:
-        mbarrier.arrive(barrier)
-
-
-@gluon.jit
-def in_pairs(x):
-    """x of 16 bits, which the compiler must round two at a time: one at a time costs as much as exp2."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", (x,), x.dtype, is_pure=True, pack=2)
 
 
 @gluon.jit
@@ -324,7 +252,7 @@ def keys_read(kind: gl.constexpr, DQ: gl.constexpr):
 @gluon.jit
 def sum_rows(
     dq_sum, k, ds_s, dq_s, kv_full, ds_bars, place, range_,
-    QK_DIM: gl.constexpr, ROWS: gl.constexpr, BY_WARP: gl.constexpr, DQ: gl.constexpr,
+    QK_DIM: gl.constexpr, DQ: gl.constexpr,
 ):  # fmt: skip
     """A third warp group: dQ of every block of rows, from the dS of the other two."""
     ds_full, ds_empty = ds_bars
@@ -348,7 +276,7 @@ def sum_rows(
         dq = warpgroup_mma_wait(0, deps=(dq,))
         warp_arrive(ds_empty.index(stage))
         cells = ((bh + g) * row_blocks + block).to(gl.int64) * CELLS
-        add_staged(dq, dq_sum + cells, dq_s.index(stage), CELLS, BY_WARP, 1)
+        add_staged(dq, dq_sum + cells, dq_s.index(stage), CELLS, 1)
         n += 1
         wrap = n == gl.where(in_edges, edges, core_end - core_begin)
         n = gl.where(wrap, 0, n)

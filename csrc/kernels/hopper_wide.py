@@ -112,7 +112,7 @@ def consume_scores(
                 if part == 0:
                     row = start + at * 64
                     lo = lo_s.index(stage)
-                    bits = mask_bits(keys, row, lo, hi_s.index(stage), mask, numbers, 64)
+                    bits = mask_bits(keys, row, lo, hi_s.index(stage), mask, numbers)
                     s = select_bits(s, bits, float("-inf"))
                 warp_arrive(q_empty.index(stage))
                 p = gl.exp2(s * scale2 - lse[None, :]).to(dtype)
@@ -219,7 +219,7 @@ def consume_gradients(
                 if part == 0:
                     row = start + at * 64
                     lo = lo_s.index(stage)
-                    bits = mask_bits(keys, row, lo, hi_s.index(stage), mask, numbers, 64)
+                    bits = mask_bits(keys, row, lo, hi_s.index(stage), mask, numbers)
                     ds32 = select_bits(ds32, bits, 0.0)
                 ds = ds32.to(dtype)
                 mbarrier.wait(ds_empty.index(stage), phase ^ stage ^ 1)
@@ -276,10 +276,10 @@ def backward_hopper(
     query, key, value, dout, lse2, delta, lo, hi, dk, dv, dq_sum, q_ids, kv_ids, q_pos, kv_pos,
     q_blocks, kv_blocks, kv_order,
     scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, ROWS: gl.constexpr,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """As hopper_backward.backward_hopper, for ROWS = 64 and QK_CHUNK = 64."""
+    """As hopper_backward.backward_hopper, for QK_CHUNK = 64."""
     dtype: gl.constexpr = query.dtype
     CHUNKS: gl.constexpr = QK_DIM // 64
     qk_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
@@ -349,7 +349,7 @@ def backward_hopper(
         [
             (consume_scores, (grads, mask, tiles_s, lines_s, p_s, ds_s, bars, own_bars, place, range_, numbers, QK_DIM, V_DIM)),
             (consume_gradients, (grads, mask, tiles_s, lines_s, p_s, ds_s, bars, own_bars, place, range_, numbers, QK_DIM, V_DIM)),
-            (produce, (maps, lines, tiles_s, lines_s, bars, place, range_, QK_DIM, V_DIM, QK_CHUNK, ROWS, 1)),
+            (produce, (maps, lines, tiles_s, lines_s, bars, place, range_, QK_DIM, V_DIM, QK_CHUNK, 1)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
