@@ -46,6 +46,7 @@ def load_kernels() -> dict[str, Any]:
                 "decode",
             )
         ]
+        importlib.import_module("logits").to_tf32 = importlib.import_module("interpreted").to_tf32
     finally:
         sys.path.pop(0)
         if before is None:

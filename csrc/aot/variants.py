@@ -186,8 +186,8 @@ SPILLS = {
     ("backward_dq_general", 256): 56,
     ("backward_dq_general", 128, "f32"): 40,
     ("backward_dq_general", 256, "f32"): 40,
-    ("backward_dkdv_general", 64, "tf32"): 8,
-    ("backward_dkdv_general", 128, "tf32"): 24,
+    ("backward_dkdv_general", 256, "tf32"): 56,
+    ("backward_dq_general", 128, "tf32"): 16,
     ("forward_hopper", 64): 288,  # under ptxas 12.9; 136 under 13.4
     ("forward_hopper", 128): 128,  # under ptxas 12.9; 56 under 13.4
     ("forward_hopper", 192): 144,  # under ptxas 12.9; 96 under 13.4

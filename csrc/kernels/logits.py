@@ -76,13 +76,23 @@ def through_cap(ds, capped, cap2):
 
 
 @triton.jit
+def to_tf32(x):
+    """x rounded to the nearest number of 11 bits; of two as near, to the larger one. A NaN stays one."""
+    return tl.inline_asm_elementwise(
+        "cvt.rna.tf32.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def dot(a, b, acc, EXACT: tl.constexpr):
     """a @ b, onto `acc` unless it is None.
 
-    EXACT: products of float32, without tensor cores, else of the first 11 bits of float32 operands
+    EXACT: products of float32, without tensor cores, else of float32 operands rounded to 11 bits
     (TF32). Neither says anything for operands of 16 bits.
     """
     PRECISION: tl.constexpr = "ieee" if EXACT else "tf32"
+    if not EXACT and a.dtype == tl.float32:  # tensor cores would cut the rest off: twice the error
+        a, b = to_tf32(a), to_tf32(b)
     return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
