@@ -2,6 +2,7 @@
 //
 // Two kernels: `decode` leaves float32 sums of every share of the keys in the workspace,
 // `decode_combine` merges them. How many shares is chosen here, of those that the workspace holds.
+// A kernel is compiled for head dims of its own and serves all multiples of 8 up to them.
 
 #include <cmath>
 
@@ -19,13 +20,19 @@ constexpr double kGoodEnough = 0.95;       // of the best share of time in which
 
 struct DecodeShape {
   ffi::DataType dtype;
+  bool exact;  // products of float32 operands; otherwise TF32
   int32_t batch, q_len, heads, kv_heads, qk_dim, v_dim;
   int32_t kv_len;                         // keys that a sequence has room for
   int32_t pages, page_size, table_width;  // 0 and unused where the cache is not paged
   int32_t sink_batch, room;               // room: shares that the workspace holds
 
   int64_t rows() const { return int64_t{q_len} * (heads / kv_heads); }
-  Dtype kernel_dtype() const { return dtype == ffi::DataType::BF16 ? Dtype::kBf16 : Dtype::kF16; }
+  Dtype kernel_dtype() const {
+    if (dtype == ffi::DataType::F32) return exact ? Dtype::kF32 : Dtype::kTf32;
+    return dtype == ffi::DataType::BF16 ? Dtype::kBf16 : Dtype::kF16;
+  }
+  // Merging multiplies nothing: one kernel for both precisions.
+  Dtype merged_dtype() const { return dtype == ffi::DataType::F32 ? Dtype::kF32 : kernel_dtype(); }
 };
 
 struct DecodeCall {
@@ -38,8 +45,10 @@ struct DecodeCall {
 ffi::Error ReadQuery(const ffi::AnyBuffer& query, const ffi::AnyBuffer& value, DecodeShape* s) {
   PACKAX_TRY(ExpectRank("query", query, 4, "(batch, q_len, heads, qk_dim)"));
   s->dtype = query.element_type();
-  PACKAX_CHECK(s->dtype == ffi::DataType::BF16 || s->dtype == ffi::DataType::F16, kInvalidArgument)
-      << "query is " << DtypeText(s->dtype) << ", expected bfloat16 or float16";
+  PACKAX_CHECK(s->dtype == ffi::DataType::BF16 || s->dtype == ffi::DataType::F16 ||
+                   s->dtype == ffi::DataType::F32,
+               kInvalidArgument)
+      << "query is " << DtypeText(s->dtype) << ", expected bfloat16, float16 or float32";
   PACKAX_TRY(ToInt32("batch (query axis 0)", query.dimensions()[0], 0, kMaxInt32, &s->batch));
   PACKAX_TRY(ToInt32("q_len (query axis 1)", query.dimensions()[1], 1, kMaxRows, &s->q_len));
   PACKAX_TRY(ToInt32("heads (query axis 2)", query.dimensions()[2], 1, kMaxInt32, &s->heads));
@@ -181,7 +190,7 @@ ffi::Error Run(Device* device, Stream stream, const DecodeCall& c) {
   Ready<Args> decode;
   Ready<DecodeCombineArgs> combine;
   PACKAX_TRY(Prepare(device, s.kernel_dtype(), qk_dim, v_dim, &decode));
-  PACKAX_TRY(Prepare(device, s.kernel_dtype(), qk_dim, v_dim, &combine));
+  PACKAX_TRY(Prepare(device, s.merged_dtype(), qk_dim, v_dim, &combine));
   if (!stream) return ffi::Error::Success();
 
   const int64_t tiles = CeilDiv(s.rows(), decode.block());
@@ -214,11 +223,13 @@ ffi::Error Decode(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi::
                   ffi::AnyBuffer sinks, ffi::Result<ffi::AnyBuffer> out,
                   ffi::Result<ffi::AnyBuffer> lse, ffi::Result<ffi::AnyBuffer> partial,
                   ffi::Result<ffi::AnyBuffer> sums, float scale, float soft_cap, int32_t paged,
-                  int32_t has_sinks) {
+                  int32_t has_sinks, int32_t exact) {
   DecodeCall c{{},   query, key,      value, q_lo,  q_hi,     block_table, sinks,
                *out, *lse,  *partial, *sums, scale, soft_cap, has_sinks};
   DecodeShape& s = c.shape;
   PACKAX_TRY(ExpectAttribute("paged", paged, 1));
+  PACKAX_TRY(ExpectAttribute("exact", exact, 1));
+  s.exact = exact == 1;
   PACKAX_TRY(ExpectRank(
       "key", key, 4,
       paged ? "(pages, page_size, kv_heads, qk_dim)" : "(batch, kv_len, kv_heads, qk_dim)"));
@@ -258,7 +269,8 @@ auto DecodeSignature(Binding&& binding) {
       .template Attr<float>("scale")
       .template Attr<float>("soft_cap")
       .template Attr<int32_t>("paged")
-      .template Attr<int32_t>("has_sinks");
+      .template Attr<int32_t>("has_sinks")
+      .template Attr<int32_t>("exact");
 }
 
 }  // namespace

@@ -166,6 +166,7 @@ def main() -> int:
         for precision in ("tensorfloat32", "highest"):
             with jax.default_matmul_precision(precision):
                 good &= run(precision, documents, 3, 213, 213, 4, 2, dims, "float32")
+                good &= decode(dims, "float32", 16)
     print("sanitize.py: ok" if good else "sanitize.py: WRONG results")
     return 0 if good else 1
 

@@ -207,7 +207,7 @@ class Extension:
     def variants():
         return [
             {"kernel": "decode", "dtype": d, "qk_dim": qk, "v_dim": v, "cc": 80, "exact": False}
-            for d in ("bf16", "f16")
+            for d in ("bf16", "f16", "f32", "tf32")
             for qk, v in ((64, 64), (192, 128))
         ]
 
@@ -226,7 +226,7 @@ def test_lowering(monkeypatch):
     ((target, attributes, operands, results),) = calls(text_of(packax.decode_attention, *shapes()))
     assert target == "packax_decode_v1"
     assert {n: a.split(" ")[0] for n, a in attributes.items()} == {
-        "scale": "1.250000e-01", "soft_cap": "0.000000e+00", "paged": "0", "has_sinks": "0"
+        "scale": "1.250000e-01", "soft_cap": "0.000000e+00", "paged": "0", "has_sinks": "0", "exact": "0"
     }  # fmt: skip
     cache = "2x4096x2x64xbf16"
     assert operands == ["2x1x8x64xbf16", cache, cache, "2x1xi32", "2x1xi32", "2x1xi32", "2x1xi32"]
@@ -239,11 +239,42 @@ def test_lowering(monkeypatch):
     text = text_of(paged, *shapes(dims=(168, 24), keys=(99, 16)), table, sinks)
     ((_, attributes, operands, results),) = calls(text)
     assert {n: a.split(" ")[0] for n, a in attributes.items()} == {
-        "scale": "-2.000000e+00", "soft_cap": "5.000000e+01", "paged": "1", "has_sinks": "1"
+        "scale": "-2.000000e+00", "soft_cap": "5.000000e+01", "paged": "1", "has_sinks": "1", "exact": "0"
     }  # fmt: skip
     assert operands[1:3] == ["99x16x2x168xbf16", "99x16x2x24xbf16"]
     assert operands[5:] == ["2x7xi32", "1x8xf32"]
     assert results[2:] == ["1x2x1x8x24xf32", "1x2x1x8xf32"]  # 112 keys
+
+
+@pytest.mark.parametrize(
+    "precision,exact", [(None, 0), ("tensorfloat32", 0), ("highest", 1), ("float32", 1)]
+)
+def test_precision_of_float32(monkeypatch, precision, exact):
+    """As asked for, or as jax is set where it is called; of the kernels and of every product in XLA."""
+    monkeypatch.setattr(lowering, "_ext", Extension)
+    operands = shapes(dtype=jnp.float32)
+    asked = functools.partial(packax.decode_attention, precision=precision)
+    ((target, attributes, types, results),) = calls(text_of(asked, *operands))
+    assert target == "packax_decode_v1" and attributes["exact"] == f"{exact} : i32"
+    cache = "2x4096x2x64xf32"
+    assert types[:3] == ["2x1x8x64xf32", cache, cache]
+    assert results == ["2x1x8x64xf32", "2x8x1xf32", "32x2x1x8x64xf32", "32x2x1x8xf32"]
+    with jax.default_matmul_precision(precision):
+        ((_, attributes, *_),) = calls(text_of(packax.decode_attention, *operands))
+    assert attributes["exact"] == f"{exact} : i32"
+    xla = text_of(functools.partial(asked, implementation="xla"), *operands)
+    wanted = {None: "DEFAULT", "tensorfloat32": "HIGH"}.get(precision, "HIGHEST")
+    assert xla.count("stablehlo.dot_general") == xla.count(f"[{wanted}, {wanted}]") == 2
+
+
+def test_a_build_may_have_one_precision_of_float32(monkeypatch):
+    rows = [row for row in Extension.variants() if row["dtype"] != "f32"]
+    monkeypatch.setattr(lowering, "_ext", Extension)
+    monkeypatch.setattr(Extension, "variants", staticmethod(lambda: rows))
+    operands = shapes(dtype=jnp.float32)
+    text_of(packax.decode_attention, *operands)
+    with pytest.raises(NotImplementedError, match="no decode kernel for float32"):
+        text_of(functools.partial(packax.decode_attention, precision="highest"), *operands)
 
 
 @pytest.mark.parametrize(
@@ -276,19 +307,20 @@ def test_vmap_keeps_one_cache(monkeypatch):
 
 def test_kernels_that_are_not_there(monkeypatch):
     monkeypatch.setattr(lowering, "_ext", Extension)
-    listed = "bfloat16 64/64, float16 64/64, bfloat16 192/128, float16 192/128"
+    dtypes = ("bfloat16", "float16", "float32")
+    listed = ", ".join(f"{dtype} {dims}" for dims in ("64/64", "192/128") for dtype in dtypes)
     for dims, dtype in (
         ((200, 64), jnp.bfloat16),
         ((64, 136), jnp.bfloat16),
         ((60, 64), jnp.bfloat16),
-        ((64, 64), jnp.float32),
+        ((200, 64), jnp.float32),
     ):
         with pytest.raises(NotImplementedError) as error:
             text_of(packax.decode_attention, *shapes(dims=dims, dtype=dtype))
         assert str(error.value) == (
             f"no decode kernel for {jnp.dtype(dtype)} with head dims {dims[0]}/{dims[1]} (query and "
             f"key / value); there are, for multiples of 8 up to these: {listed}. "
-            'implementation="xla" takes any head dim, and float32'
+            'implementation="xla" takes any head dim, and float64'
         )
         xla = functools.partial(packax.decode_attention, implementation="xla")
         assert calls(text_of(xla, *shapes(dims=dims, dtype=dtype))) == []
@@ -382,6 +414,9 @@ def test_benchmark(tmp_path, monkeypatch, capsys):
     (row,) = json.loads((tmp_path / "decode.json").read_text())["cases"]
     assert row["bytes"] == 2 * 2 * 64 * 8 and set(row["times"]) == {"packax", "copy"}
     assert row["left_out"] == {"cudnn": "no pages"}
+    assert benchmark.main([*arguments, "--dtype", "float32"], (small,)) == 0
+    (row,) = json.loads((tmp_path / "decode.json").read_text())["cases"]
+    assert row["bytes"] == 2 * 4 * 64 * 8 and row["errors"]["packax"] == 0
     dense = small.__class__("dense", (64,), heads=2, kv_heads=1, dim=8)
     monkeypatch.setattr(benchmark, "LIMIT", {"bfloat16": -1.0})
     assert benchmark.main(arguments, (dense,)) == 1

@@ -114,6 +114,30 @@ def test_dims_in_between(tmp_path, driver):
             assert got["shared"] == row["shared"] and got["kernel"] == kernel
 
 
+@pytest.mark.parametrize("q_len,kernel", [(2, "decode"), (9, "decode_tall")])
+@pytest.mark.parametrize("exact,short", [(0, "tf32"), (1, "f32")])
+def test_float32(machine, exact, short, q_len, kernel):
+    """Kernels of the precision asked for, of the smallest pair that has room; merging has no products."""
+    asked, cc = (56, 24), machine.variant["cc"]
+    pairs = {(v["qk_dim"], v["v_dim"]) for v in machine.ext.variants() if v["dtype"] == short}
+    pairs = sorted(pair for pair in pairs if pair[0] >= asked[0] and pair[1] >= asked[1])
+    if not pairs:
+        pytest.skip("this build has no such kernel")
+    s = Sizes(2, 2, q_len, 700, 6, 2)
+    call = decode(machine, s, dims=asked, dtype="float32", exact=exact, page_size=16)
+    assert machine.run(call, INITIALIZE) is None and machine.run(call) is None
+    launches = machine.launches()
+    assert [launch["kernel"] for launch in launches] == [kernel, "decode_combine"]
+    rows = []
+    for launch, kind in zip(launches, (short, "f32"), strict=True):
+        name = machine.ext.find(launch["kernel"], cc, kind, *pairs[0], 12040)
+        rows += [r for r in machine.ext.variants() if r["name"] == name]
+        assert launch["shared"] == rows[-1]["shared"], launch
+    programs = ceil(q_len * 3 / rows[0]["block"]) * s.kv_heads * s.batch
+    assert launches[0]["grid"] == [programs * (20 // programs or 1), 1, 1]  # as in SHARES
+    assert launches[1]["grid"] == [s.batch * q_len * s.heads, 1, 1]
+
+
 @pytest.mark.parametrize(
     "dims,text",
     [
@@ -149,6 +173,7 @@ def refusals():
     paged = {"page_size": 16}
     yield {}, {"paged": (I32, 2)}, "attribute paged is 2, expected 0 to 1"
     yield {}, {"has_sinks": (I32, -1)}, "attribute has_sinks is -1, expected 0 to 1"
+    yield {}, {"exact": (I32, 2)}, "attribute exact is 2, expected 0 to 1"
     yield (
         {},
         {"query": Array("D", (2, 6, "QK"))},
@@ -176,8 +201,8 @@ def refusals():
     )
     yield (
         {},
-        {"query": Array(F32, (2, 2, 6, "QK"))},
-        "query is float32, expected bfloat16 or float16",
+        {"query": Array("float64", (2, 2, 6, "QK"))},
+        "query is float64, expected bfloat16, float16 or float32",
     )
     yield (
         {},

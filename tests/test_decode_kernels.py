@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import decoding
 import numpy as np
+import oracle
 import pytest
 import triton_interpreter as interpreter
 from decoding import CASES, Case
@@ -16,6 +17,7 @@ from packax import decode
 SCALE = 0.4
 SHORT = {"kernel": "decode", "room": (64, 64), "tile": (16, 32)}
 TALL = {"kernel": "decode_tall", "room": (16, 32), "tile": (32, 64)}
+SMALL = {"room": (64, 64), "tile": (16, 16)}  # of float32
 
 
 def run(case: Case, x: decoding.Tensors, splits: int, **kernel) -> decoding.Results:  # type: ignore[no-untyped-def]
@@ -47,6 +49,22 @@ def test_tall_tiles(name: str) -> None:
     """More rows than one tile has in the first, fewer in the others; dims that fill the columns, and not."""
     case = CASES[name]._replace(heads=6, dims=(16, 24) if name == "16 rows" else (16, 32))
     check(case, 2, **TALL)
+
+
+@pytest.mark.parametrize(
+    "name,kernel",
+    [
+        ("16 rows", "decode_tall"),
+        ("multi-query", "decode_tall"),
+        ("soft cap and sinks", "decode"),
+        ("pages longer than a block", "decode"),
+    ],
+)
+def test_float32_is_as_exact_as_plain_float32(name: str, kernel: str) -> None:
+    case = CASES[name]._replace(dims=(24, 40))
+    x = decoding.tensors(case)
+    got = run(case, x, 2, kernel=kernel, **SMALL | ({"tile": (32, 16)} if "_" in kernel else {}))
+    oracle.check(got, decoding.exact(case, x, SCALE), decoding.plain(case, x, SCALE))
 
 
 @pytest.mark.parametrize("splits", (1, 7, 128))

@@ -62,6 +62,27 @@ def test_wide_heads_split_over_the_gpu(name, dims):
     check(LONG[name]._replace(dims=dims), jnp.float16)
 
 
+@pytest.mark.parametrize("precision", ["highest", "tensorfloat32"])
+@pytest.mark.parametrize(
+    "name,dims",
+    [
+        ("soft cap and sinks", (64, 64)),
+        ("16 rows", (128, 128)),
+        ("pages longer than a block", (192, 128)),
+        ("multi-query", (256, 256)),
+        ("pages of 1, left", (72, 40)),
+        ("one long row", (128, 128)),
+        ("tall tiles", (64, 64)),
+        ("pages and tall tiles", (256, 256)),
+    ],
+)
+def test_float32(name, dims, precision):
+    """The yardstick is plain jax.numpy in float32, at the same precision."""
+    case = (CASES | LONG)[name]._replace(dims=dims)
+    with jax.default_matmul_precision(precision):
+        check(case, jnp.float32)
+
+
 def test_what_cannot_be_is_nan_in_its_row_alone():
     case = Case((32, 20, 9), q_len=2, capacity=32, page_size=8, dims=(64, 64))
     x = decoding.cast(decoding.tensors(case), jnp.bfloat16)

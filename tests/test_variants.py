@@ -70,24 +70,23 @@ def test_every_architecture_has_every_kernel() -> None:
             wanted = [dims for dims in table.HEAD_DIMS if max(dims) in rows]
             of_float32 = {row for row in got if row[0] in table.FLOAT32}
             assert got - of_float32 == {(d, *dims) for d in table.DTYPES for dims in wanted}
-            assert not of_float32 or kernel in table.GENERAL_TILES
+            assert not of_float32 or kernel in (*table.GENERAL_TILES, *decoding)
 
 
 def test_float32() -> None:
-    """Every GPU has both precisions of every general kernel, from one set for all of a family."""
+    """Every GPU has both precisions of every general kernel and of decoding's, from one set for all of a family."""
     rows = [v for v in ALL if v.dtype in table.FLOAT32]
-    assert {v.kernel for v in rows} == set(GENERAL)
+    assert {v.kernel for v in rows} == {*GENERAL, *DECODE}
     for arch in table.ARCHS.values():
         mine = [v for v in rows if arch in table.served_by(v.arch)]
-        for kernel in table.GENERAL_TILES:
+        for kernel in (*table.GENERAL_TILES, *table.DECODE_TILES):
             got = [(v.dtype, v.qk_dim, v.v_dim) for v in mine if v.kernel == kernel]
             assert sorted(got) == sorted(
                 (d, *dims) for d in table.FLOAT32 for dims in table.FLOAT32_DIMS
             )
-        sums = [v for v in mine if v.kernel == "backward_delta_general"]
-        assert sorted((v.dtype, v.qk_dim, v.v_dim) for v in sums) == [
-            ("f32", *dims) for dims in table.FLOAT32_DIMS
-        ]
+        for kernel in ("backward_delta_general", "decode_combine"):
+            sums = [(v.dtype, v.qk_dim, v.v_dim) for v in mine if v.kernel == kernel]
+            assert sorted(sums) == [("f32", *dims) for dims in table.FLOAT32_DIMS]
         assert all(v.shared <= arch.shared for v in mine)
     assert all(dict(v.constants).get("EXACT", 1) == (v.dtype == "f32") for v in rows)
     assert {v.dtype for v in table.variants(("89",), ("tf32",))} == {"tf32", "f32", "any"}
@@ -132,7 +131,7 @@ def test_tiles_of_decoding_are_those_that_cpp_counts_with() -> None:
     source = (ROOT / "csrc" / "decode.cc").read_text()
     few = int(re.search(r"kFewRows = (\d+)", source)[1])  # type: ignore[index]
     assert {v.block for v in ALL if v.kernel == "decode"} == {few}
-    assert {v.block for v in ALL if v.kernel == "decode_tall"} == {64}
+    assert {v.block for v in ALL if v.kernel == "decode_tall"} == {32, 64}
     lowering = (ROOT / "python" / "packax" / "decode_lowering.py").read_text()
     most = int(re.search(r"max\(1, min\((\d+), ", lowering)[1])  # type: ignore[index]
     assert {v.block for v in ALL if v.kernel == "decode_combine"} == {most} == {table.DECODE_SPLITS}
@@ -229,7 +228,7 @@ def recompiled(monkeypatch, tmp_path, request):  # type: ignore[no-untyped-def]
         ("hopper_dq", ["backward_prepare", "backward_finish"]),
         ("rows", [*PLAIN, *GENERAL, *DECODE]),
         ("decode", DECODE),
-        ("logits", GENERAL),
+        ("logits", [*GENERAL, *DECODE]),
         ("block_map", GENERAL),
         ("documents", ["documents_init", "documents_runs", "documents_rows"]),
         ("blocks", ["blocks_rows", "blocks_keys", "blocks_order"]),

@@ -277,7 +277,7 @@ def decode(
     launch(
         kernel, grid, query, key, value, q_lo, q_hi, q_lo if table is None else table, partial, sums, scale, soft_cap,
         batch, q_len, kv_len, pages, page_size, width, heads, kv_heads, qk_dim // 8, v_dim // 8, splits,
-        QK_DIM=room[0], V_DIM=room[1], BLOCK_M=block_m, BLOCK_N=block_n, STAGES=2,
+        QK_DIM=room[0], V_DIM=room[1], BLOCK_M=block_m, BLOCK_N=block_n, STAGES=2, EXACT=1,
     )  # fmt: skip
     launch(
         "decode_combine", (batch * q_len * heads,), partial, sums, q_lo if sinks is None else sinks, q_lo, q_hi, out,

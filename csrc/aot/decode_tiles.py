@@ -42,6 +42,26 @@ DECODE_TILES = {
         ("small", 256): (64, 32, 2, 8),
     },
 }
+# In float32 (general_tiles.py says how it differs): the same bytes of keys in flight. Chosen for no
+# spills; nobody has timed them.
+FLOAT32_DECODE_TILES = {
+    "f32": {
+        "decode": {64: (16, 32, 3, 4), 128: (16, 16, 3, 4), 256: (16, 16, 2, 4)},
+        "decode_tall": {64: (32, 32, 3, 4), 128: (32, 32, 2, 8), 256: (32, 16, 2, 8)},
+    },
+    "f32 hopper": {
+        "decode": {64: (16, 32, 4, 4), 128: (16, 32, 3, 4), 256: (16, 16, 3, 4)},
+        "decode_tall": {64: (32, 32, 3, 4), 128: (32, 32, 3, 8), 256: (32, 16, 2, 8)},
+    },
+    "tf32": {
+        "decode": {64: (16, 32, 3, 4), 128: (16, 16, 3, 4), 256: (16, 16, 2, 4)},
+        "decode_tall": {64: (64, 32, 3, 8), 128: (64, 16, 3, 8), 256: (32, 16, 2, 8)},
+    },
+    "tf32 hopper": {
+        "decode": {64: (16, 64, 3, 4), 128: (16, 32, 3, 4), 256: (16, 16, 3, 4)},
+        "decode_tall": {64: (64, 32, 3, 8), 128: (64, 32, 2, 8), 256: (32, 16, 2, 8)},
+    },
+}
 # shares of the keys that decode_combine can merge: csrc/decode.cc asks for no more
 DECODE_SPLITS = 128
 DECODE_STEP = 16  # shares that it holds at once

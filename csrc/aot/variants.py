@@ -2,7 +2,7 @@
 
 Build, C++ lookup, tests, `packax info` and error texts all read it. A variant is a kernel for one
 architecture, dtype and pair of head dims, with its tile. Rows of tiles stand by stage:
-portable_tiles.py, general_tiles.py (float32, too), decode_tiles.py, and of Hopper's own kernels
+portable_tiles.py, general_tiles.py and decode_tiles.py (float32, too), and of Hopper's own kernels
 here. To add a head dim, add it to HEAD_DIMS and a row of tiles for it to each; to add a GPU, add it
 to ARCHS (and its tiles, if its shared memory differs from those there are).
 These files declare; they compile nothing and import nothing but the standard library.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from decode_tiles import DECODE_SPLITS, DECODE_STEP, DECODE_TILES
+from decode_tiles import DECODE_SPLITS, DECODE_STEP, DECODE_TILES, FLOAT32_DECODE_TILES
 from general_tiles import FLOAT32_DIMS, FLOAT32_TILES, GENERAL_TILES
 from portable_tiles import PORTABLE_TILES
 
@@ -43,7 +43,7 @@ ARCHS = {
 }
 DTYPES = ("bf16", "f16")
 # float32, in two precisions of products: that of float32, and TF32 (11 bits of each operand). Only
-# the general kernels have them.
+# the general kernels and those of decoding have them.
 FLOAT32 = ("f32", "tf32")
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))  # (query and key, value)
 
@@ -312,11 +312,13 @@ def served_by(arch: Arch) -> list[Arch]:
 
 def tiled(kernel: str, arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Variant:
     dim = max(qk_dim, v_dim)
+    decodes = kernel in DECODE_TILES
     if dtype in FLOAT32:
-        own = FLOAT32_TILES.get(f"{dtype} {arch.tiles}", FLOAT32_TILES[dtype])
-        rows, keys, stages, warps = own[kernel][dim]
+        table = FLOAT32_DECODE_TILES if decodes else FLOAT32_TILES
+        rows, keys, stages, warps = table.get(f"{dtype} {arch.tiles}", table[dtype])[kernel][dim]
     else:
-        rows, keys, stages, warps = TILES[kernel][arch.tiles, dim]
+        table = DECODE_TILES if decodes else TILES
+        rows, keys, stages, warps = table[kernel][arch.tiles, dim]
     constants = {
         "QK_DIM": qk_dim,
         "V_DIM": v_dim,
@@ -324,7 +326,7 @@ def tiled(kernel: str, arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Varia
         "BLOCK_N": keys,
         "STAGES": stages,
     }
-    if kernel in GENERAL_TILES:
+    if kernel in GENERAL_TILES or decodes:
         constants["EXACT"] = int(dtype == "f32")
     block = keys if kernel.startswith("backward_dkdv") else rows
     return Variant(kernel, arch, dtype, qk_dim, v_dim, tuple(constants.items()), block, warps)
@@ -343,28 +345,18 @@ def float32(
                 continue
             for dtype in FLOAT32:
                 if dtype in dtypes:
-                    for kernel in GENERAL_TILES:
+                    for kernel in (*GENERAL_TILES, *DECODE_TILES):
                         yield tiled(kernel, arch, dtype, *dims)
-            if "f32" in dtypes or "tf32" in dtypes:  # it has no products
+            if "f32" in dtypes or "tf32" in dtypes:  # they have no products
                 constants = (("V_DIM", dims[1]), ("ROWS", DELTA_ROWS))
                 kernel = "backward_delta_general"
                 yield Variant(kernel, arch, "f32", *dims, constants, DELTA_ROWS, 4)
+                yield merging(arch, "f32", *dims)
 
 
-def decoding(arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Iterator[Variant]:
-    shape = arch, dtype, qk_dim, v_dim
-    for kernel, tiles in DECODE_TILES.items():
-        rows, keys, stages, warps = tiles[arch.tiles, max(qk_dim, v_dim)]
-        constants = {
-            "QK_DIM": qk_dim,
-            "V_DIM": v_dim,
-            "BLOCK_M": rows,
-            "BLOCK_N": keys,
-            "STAGES": stages,
-        }
-        yield Variant(kernel, *shape, tuple(constants.items()), rows, warps)
-    merge = (("V_DIM", v_dim), ("SPLITS", DECODE_SPLITS), ("STEP", DECODE_STEP))
-    yield Variant("decode_combine", *shape, merge, DECODE_SPLITS, 4)
+def merging(arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Variant:
+    constants = (("V_DIM", v_dim), ("SPLITS", DECODE_SPLITS), ("STEP", DECODE_STEP))
+    return Variant("decode_combine", arch, dtype, qk_dim, v_dim, constants, DECODE_SPLITS, 4)
 
 
 def hopper(
@@ -420,7 +412,9 @@ def variants(
     for arch in archs:
         for dtype in dtypes:
             for qk_dim, v_dim in head_dims:
-                yield from decoding(ARCHS[arch], dtype, qk_dim, v_dim)
+                for kernel in DECODE_TILES:
+                    yield tiled(kernel, ARCHS[arch], dtype, qk_dim, v_dim)
+                yield merging(ARCHS[arch], dtype, qk_dim, v_dim)
     for arch in archs:
         for dtype in dtypes:
             for qk_dim, v_dim in head_dims:

@@ -13,21 +13,10 @@ A row whose range ends behind the cache, or meets a page that is not there, is N
 
 import triton
 import triton.language as tl
+from logits import LOG2E, dot, tanh
 from rows import EMPTY_MIN, columns
 
-LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-
-
-@triton.jit
-def tanh(x):
-    """To about 2 units of float32: a Taylor polynomial where 1 - 2 / (1 + e^2x) would cancel."""
-    square = x * x
-    small = 62.0 / 2835.0 * square - 17.0 / 315.0
-    small = (small * square + 2.0 / 15.0) * square - 1.0 / 3.0
-    small = (small * square) * x + x
-    large = 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2E)))
-    return tl.where(tl.abs(x) < 0.3, small, large)
 
 
 @triton.jit
@@ -53,7 +42,8 @@ def share_of_keys(start, end, split, splits, STEP: tl.constexpr):
 def attend(
     acc, m, l, q, key, value, block_table, lo, hi, begin, stop, first_row, kv_head, pages, page_size, scale,
     soft_cap, kv_heads, qk_dim, v_dim,
-    QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PAGED: tl.constexpr,
+    QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr,
+    PAGED: tl.constexpr,
 ):  # fmt: skip
     """The keys [begin, stop). Key j of the sequence is row first_row + j of the cache, or in the page that `block_table` says."""
     DEPTH: tl.constexpr = (
@@ -80,7 +70,7 @@ def attend(
             row = page.to(tl.int64) * page_size + (keys - entry * page_size)
         k = load_columns(k_ptr + row[:, None] * k_row, readable, qk_dim, QK_DIM)
         v = load_columns(v_ptr + row[:, None] * v_row, readable, v_dim, V_DIM)
-        s = tl.dot(q, tl.trans(k))
+        s = dot(q, tl.trans(k), None, EXACT)
         # selected and not branched around: ptxas serialises wgmma around a branch, and this hides behind the loads
         s = s * scale2
         s = tl.where(soft_cap > 0, tanh(s / cap2) * cap2, s)
@@ -94,7 +84,7 @@ def attend(
         p = tl.exp2(s - base[:, None])
         alpha = tl.exp2(m - base)
         l = l * alpha + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
+        acc = dot(p.to(v.dtype), v, acc * alpha[:, None], EXACT)
         m = m_new
     return acc, m, l
 
@@ -104,6 +94,7 @@ def share(
     query, key, value, q_lo, q_hi, block_table, partial, sums,
     scale, soft_cap, batch, q_len, kv_len, pages, page_size, table_width, heads, kv_heads, qk_eighths, v_eighths, splits,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
     """One program of `decode`. Programs that run together read neighbouring heads of the same keys."""
     group = heads // kv_heads
@@ -146,13 +137,13 @@ def share(
             acc, m, l = attend(
                 acc, m, l, q, key, value, block_table + b.to(tl.int64) * table_width, lo, hi, begin, stop,
                 b.to(tl.int64) * 0, kv_head, pages, page_size, scale, soft_cap, kv_heads, qk_dim, v_dim,
-                QK_DIM, V_DIM, BLOCK_N, STAGES, True,
+                QK_DIM, V_DIM, BLOCK_N, STAGES, EXACT, True,
             )  # fmt: skip
         else:
             acc, m, l = attend(
                 acc, m, l, q, key, value, block_table, lo, hi, begin, stop,
                 b.to(tl.int64) * kv_len, kv_head, pages, page_size, scale, soft_cap, kv_heads, qk_dim, v_dim,
-                QK_DIM, V_DIM, BLOCK_N, STAGES, False,
+                QK_DIM, V_DIM, BLOCK_N, STAGES, EXACT, False,
             )  # fmt: skip
         attended = l != 0.0  # a NaN is attended: it must reach the result
         result = acc / tl.where(attended, l, 1.0)[:, None]
@@ -169,10 +160,12 @@ def decode(
     query, key, value, q_lo, q_hi, block_table, partial, sums,
     scale, soft_cap, batch, q_len, kv_len, pages, page_size, table_width, heads, kv_heads, qk_eighths, v_eighths, splits,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
     share(
         query, key, value, q_lo, q_hi, block_table, partial, sums, scale, soft_cap, batch, q_len, kv_len, pages,
         page_size, table_width, heads, kv_heads, qk_eighths, v_eighths, splits, QK_DIM, V_DIM, BLOCK_M, BLOCK_N, STAGES,
+        EXACT,
     )  # fmt: skip
 
 
@@ -181,11 +174,13 @@ def decode_tall(
     query, key, value, q_lo, q_hi, block_table, partial, sums,
     scale, soft_cap, batch, q_len, kv_len, pages, page_size, table_width, heads, kv_heads, qk_eighths, v_eighths, splits,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
     """The same for groups of more rows than a tile of `decode` has: a name of its own in the table."""
     share(
         query, key, value, q_lo, q_hi, block_table, partial, sums, scale, soft_cap, batch, q_len, kv_len, pages,
         page_size, table_width, heads, kv_heads, qk_eighths, v_eighths, splits, QK_DIM, V_DIM, BLOCK_M, BLOCK_N, STAGES,
+        EXACT,
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from packax.attention import Implementation
+from packax.precision import checked_precision
 from packax.primitives import decode_p, vary_together
 from packax.scores import checked_scale, checked_soft_cap, scores_of
 from packax.xla_masks import INT_MAX
@@ -34,6 +35,7 @@ def decode_attention(
     scale: float | None = None,
     soft_cap: float | None = None,
     sinks: Any = None,
+    precision: Any = None,
     return_lse: Literal[False] = False,
     implementation: Implementation | None = None,
 ) -> jax.Array: ...
@@ -51,6 +53,7 @@ def decode_attention(
     scale: float | None = None,
     soft_cap: float | None = None,
     sinks: Any = None,
+    precision: Any = None,
     return_lse: Literal[True],
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...
@@ -67,6 +70,7 @@ def decode_attention(
     scale: float | None = None,
     soft_cap: float | None = None,
     sinks: Any = None,
+    precision: Any = None,
     return_lse: bool = False,
     implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -98,11 +102,14 @@ def decode_attention(
         soft_cap: a positive Python or numpy number c: scores become c * tanh(score / c) (Gemma).
         sinks: (H,) of any float dtype: a logit per query head that stands in the softmax's
             denominator beside the scaled scores, and has no value (gpt-oss).
+        precision: of the products of float32 operands, as in `flash_attention`: on GPUs TF32 or,
+            if "highest" is asked for, float32. None: what `jax.default_matmul_precision` says.
         return_lse: return also the log-sum-exp (natural logarithm) of each row's scores. It counts
             the sink.
         implementation: None: the CUDA kernels where this is lowered for CUDA, blockwise XLA
             elsewhere; "cubin": the CUDA kernels or an error; "xla": blockwise XLA everywhere.
-            The kernels take bfloat16 and float16, and head dims up to 256 that are multiples of 8.
+            The kernels take bfloat16, float16 and float32, and head dims up to 256 that are
+            multiples of 8.
 
     Returns:
         out, (B, Sq, H, Dv) in query's dtype, or (out, lse), lse (B, H, Sq) float32 (float64 for
@@ -158,6 +165,7 @@ def decode_attention(
         *vary_together(*operands),
         scale=factor,
         soft_cap=checked_soft_cap(soft_cap),
+        precision=checked_precision(precision),
         paged=table is not None,
         has_sinks=sinks is not None,
         implementation=implementation,

@@ -14,28 +14,40 @@ import numpy as np
 from jax.interpreters import mlir
 
 from packax import lowering, xla_decode
+from packax.precision import is_exact
 from packax.primitives import decode_p
 
 _PROGRAMS = 1024  # that csrc/decode.cc may want at once, on the largest GPU
 
 
-def _xla(query, key, value, q_lo, q_hi, *rest, scale, soft_cap, paged, has_sinks):
+def _xla(query, key, value, q_lo, q_hi, *rest, scale, soft_cap, precision, paged, has_sinks):
     table = rest[0] if paged else None
     sinks = rest[-1] if has_sinks else None
     return xla_decode.decode(
-        query, key, value, q_lo, q_hi, table, sinks, scale=scale, soft_cap=soft_cap
+        query,
+        key,
+        value,
+        q_lo,
+        q_hi,
+        table,
+        sinks,
+        scale=scale,
+        soft_cap=soft_cap,
+        precision=precision,
     )
 
 
-_lowered_xla = lowering._lower_xla(_xla, ("scale", "soft_cap", "paged", "has_sinks"))
+_STATIC = ("scale", "soft_cap", "precision", "paged", "has_sinks")
+_lowered_xla = lowering._lower_xla(_xla, _STATIC)
 
 
-def _cuda(ctx, *operands, scale, soft_cap, paged, has_sinks, implementation):
-    static = {"scale": scale, "soft_cap": soft_cap, "paged": paged, "has_sinks": has_sinks}
+def _cuda(ctx, *operands, implementation, **static):
     if implementation == "xla":
         return _lowered_xla(ctx, *operands, **static)
+    scale, soft_cap, precision, paged, has_sinks = (static[name] for name in _STATIC)
     query, key, value, q_lo = ctx.avals_in[:4]
-    _require_kernel(query, value)
+    exact = is_exact(precision)
+    _require_kernel(query, value, exact)
     # What there is not is q_lo once more, and never read.
     buffers, avals = list(operands), list(ctx.avals_in)
     for place, there in ((5, paged), (6, has_sinks)):
@@ -55,6 +67,7 @@ def _cuda(ctx, *operands, scale, soft_cap, paged, has_sinks, implementation):
         soft_cap=np.float32(soft_cap),
         paged=np.int32(paged),
         has_sinks=np.int32(has_sinks),
+        exact=np.int32(exact),
     )
 
 
@@ -66,19 +79,19 @@ def splits(batch: int, q_len: int, heads: int, kv_heads: int, keys: int) -> int:
     return max(1, min(128, -(-keys // 128), max(fill, balance)))
 
 
-def _require_kernel(query: Any, value: Any) -> None:
+def _require_kernel(query: Any, value: Any, exact: bool) -> None:
     lowering._require_extension()
     assert lowering._ext is not None
     rows = [row for row in lowering._ext.variants() if row["kernel"] == "decode"]
     qk_dim, v_dim = query.shape[3], value.shape[3]
-    dtype = lowering._DTYPES.get(str(query.dtype))
+    dtype = lowering.kernel_dtype(query.dtype, exact)
     rooms = [row for row in rows if row["qk_dim"] >= qk_dim and row["v_dim"] >= v_dim]
     if qk_dim % 8 == v_dim % 8 == 0 and any(row["dtype"] == dtype for row in rooms):
         return
     raise NotImplementedError(
         f"no decode kernel for {query.dtype} with head dims {qk_dim}/{v_dim} (query and key / "
         f"value); there are, for multiples of 8 up to these: {lowering._listed(rows)}. "
-        'implementation="xla" takes any head dim, and float32'
+        'implementation="xla" takes any head dim, and float64'
     )
 
 

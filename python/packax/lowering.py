@@ -404,8 +404,7 @@ def _found(direction: str, query: Any, value: Any, general: bool, exact: bool = 
 
     `exact` is for float32.
     """
-    name, dims = str(query.dtype), (query.shape[3], value.shape[3])
-    dtype = _FLOAT32[exact] if name == "float32" else _DTYPES.get(name)
+    dtype, dims = kernel_dtype(query.dtype, exact), (query.shape[3], value.shape[3])
     if general and any(dim % _MULTIPLE for dim in dims):
         return False
     by_dims: dict[tuple[int, int], set[str]] = {}
@@ -417,6 +416,12 @@ def _found(direction: str, query: Any, value: Any, general: bool, exact: bool = 
         and (have[0] >= dims[0] and have[1] >= dims[1] if general else have == dims)
         for have, kernels in by_dims.items()
     )
+
+
+def kernel_dtype(dtype: Any, exact: bool) -> str | None:
+    """As the table names it; `exact`: the precision of float32. None: no kernel has it."""
+    name = str(dtype)
+    return _FLOAT32[exact] if name == "float32" else _DTYPES.get(name)
 
 
 def _require_kernels(

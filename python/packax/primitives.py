@@ -240,7 +240,7 @@ _register_batching(backward_p, _batch_backward)
 # --- Decoding: keys and values of a batch row, or of pages that a table orders.
 
 decode_p = _primitive(
-    "packax_decode", ("scale", "soft_cap", "paged", "has_sinks", "implementation")
+    "packax_decode", ("scale", "soft_cap", "precision", "paged", "has_sinks", "implementation")
 )
 
 

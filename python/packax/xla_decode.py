@@ -6,6 +6,8 @@ The recurrence is FlashAttention-2's (arXiv 2307.08691), as in xla_attention.py.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -25,6 +27,7 @@ def decode(
     *,
     scale: float,
     soft_cap: float,
+    precision: jax.lax.Precision = jax.lax.Precision.DEFAULT,
 ) -> tuple[jax.Array, jax.Array]:
     """out (B, Sq, H, Dv) and lse (B, H, Sq); shapes as decode_p has them (docs/design.md)."""
     batch, q_len, heads, _ = query.shape
@@ -32,6 +35,7 @@ def decode(
     group = heads // kv_heads
     capacity = key.shape[1] * (1 if block_table is None else block_table.shape[1])
     size = min(KEYS, capacity)
+    einsum = functools.partial(jnp.einsum, precision=precision)
     real = jnp.dtype(jnp.float64 if query.dtype == jnp.float64 else jnp.float32)
 
     lo, hi = jnp.maximum(q_lo, 0), q_hi
@@ -52,7 +56,7 @@ def decode(
         # (B, 1, 1, Sq, keys); a key that no row attends may hold anything
         values = jnp.where(attends.any(1)[..., None, None], values, 0).astype(real)
         attends = attends[:, None, None]
-        s = jnp.einsum("bihgd,bjhd->bhgij", rows, keys.astype(real)) * scale
+        s = einsum("bihgd,bjhd->bhgij", rows, keys.astype(real)) * scale
         if soft_cap:
             s = soft_cap * jnp.tanh(s / soft_cap)
         if there is not None:
@@ -62,7 +66,7 @@ def decode(
         shift = jnp.where(new_top == -jnp.inf, 0, new_top)
         p = jnp.exp(s - shift[..., None])
         keep = jnp.exp(top - shift)
-        acc = acc * keep[..., None] + jnp.einsum("bhgij,bjhd->bhgid", p, values)
+        acc = acc * keep[..., None] + einsum("bhgij,bjhd->bhgid", p, values)
         return acc, new_top, total * keep + p.sum(axis=-1)
 
     shape = (batch, kv_heads, group, q_len)

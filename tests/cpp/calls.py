@@ -261,10 +261,10 @@ def blocks(m, s=Sizes()):
 
 def decode(
     m, s=Sizes(q_len=2, kv_len=700), scale=0.125, soft_cap=0.0, page_size=0, sink_batch=0, room=64,
-    pages=99, dims=None,
+    pages=99, dims=None, dtype=None, exact=0,
 ):  # fmt: skip
     """`page_size`, `sink_batch`: 0 for a cache that is not paged, and for no sinks. `room`: shares in the workspace."""
-    dtype = {"bf16": "bfloat16", "f16": "float16"}[m.variant["dtype"]]
+    dtype = dtype or {"bf16": "bfloat16", "f16": "float16"}[m.variant["dtype"]]
     qk_dim, v_dim = dims or (m.variant["qk_dim"], m.variant["v_dim"])
     rows = Array("int32", (s.batch, s.q_len))
     table = Array("int32", (s.batch, ceil(s.kv_len / page_size))) if page_size else rows
@@ -291,6 +291,7 @@ def decode(
             "soft_cap": ("float32", soft_cap),
             "paged": ("int32", int(page_size > 0)),
             "has_sinks": ("int32", int(sink_batch > 0)),
+            "exact": ("int32", exact),
         },
     )
 
