@@ -314,11 +314,10 @@ def tiled(kernel: str, arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Varia
     dim = max(qk_dim, v_dim)
     decodes = kernel in DECODE_TILES
     if dtype in FLOAT32:
-        table = FLOAT32_DECODE_TILES if decodes else FLOAT32_TILES
-        rows, keys, stages, warps = table.get(f"{dtype} {arch.tiles}", table[dtype])[kernel][dim]
+        own = FLOAT32_DECODE_TILES if decodes else FLOAT32_TILES
+        rows, keys, stages, warps = own.get(f"{dtype} {arch.tiles}", own[dtype])[kernel][dim]
     else:
-        table = DECODE_TILES if decodes else TILES
-        rows, keys, stages, warps = table[kernel][arch.tiles, dim]
+        rows, keys, stages, warps = (DECODE_TILES if decodes else TILES)[kernel][arch.tiles, dim]
     constants = {
         "QK_DIM": qk_dim,
         "V_DIM": v_dim,
