@@ -67,6 +67,25 @@ def test_float32_is_as_exact_as_plain_float32(name: str, kernel: str) -> None:
     oracle.check(got, decoding.exact(case, x, SCALE), decoding.plain(case, x, SCALE))
 
 
+@pytest.mark.parametrize("name,kernel", [("soft cap and sinks", SHORT), ("16 rows", TALL)])
+def test_tf32_rounds_every_operand_to_11_bits(name: str, kernel: dict) -> None:
+    """The log-sum-exp is that of rounded queries and keys; of the output, probabilities are rounded, too."""
+    case = CASES[name]._replace(dims=(16, 24))
+    x = decoding.tensors(case)
+
+    def rounded(y: np.ndarray) -> np.ndarray:
+        bits = np.asarray(y, np.float32).view(np.int32)
+        return ((bits + 0x1000) & -0x2000).view(np.float32)
+
+    clean = {"query": rounded(x.query), "key": rounded(x.key), "value": rounded(x.value)}
+    want = decoding.exact(case, x._replace(**clean), SCALE)
+    got = run(case, x, 2, **kernel, exact=0)
+    np.testing.assert_allclose(got.lse, want.lse, atol=1e-5, rtol=1e-5)
+    np.testing.assert_allclose(got.out, want.out, atol=2.0**-11 * np.abs(clean["value"]).max())
+    some = np.isfinite(want.lse)
+    assert np.abs(decoding.exact(case, x, SCALE).lse - want.lse)[some].max() > 1e-4
+
+
 @pytest.mark.parametrize("splits", (1, 7, 128))
 @pytest.mark.parametrize("lengths", [(300,), (1, 33)], ids=str)
 def test_any_number_of_shares(splits: int, lengths: tuple[int, ...]) -> None:

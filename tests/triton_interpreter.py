@@ -261,9 +261,9 @@ def backward(
 def decode(
     query: np.ndarray, key: np.ndarray, value: np.ndarray, q_lo: np.ndarray, q_hi: np.ndarray,
     table: np.ndarray | None, sinks: np.ndarray | None, scale: float, soft_cap: float, splits: int,
-    *, kernel: str, room: tuple[int, int], tile: tuple[int, int],
+    *, kernel: str, room: tuple[int, int], tile: tuple[int, int], exact: int = 1,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """`room`: the head dims that the kernel is compiled for."""
+    """`room`: the head dims that the kernel is compiled for; `exact`: no TF32."""
     batch, q_len, heads, qk_dim = query.shape
     first, second, kv_heads, v_dim = value.shape
     pages, page_size, width = (first, second, table.shape[1]) if table is not None else (0, 0, 0)
@@ -277,7 +277,7 @@ def decode(
     launch(
         kernel, grid, query, key, value, q_lo, q_hi, q_lo if table is None else table, partial, sums, scale, soft_cap,
         batch, q_len, kv_len, pages, page_size, width, heads, kv_heads, qk_dim // 8, v_dim // 8, splits,
-        QK_DIM=room[0], V_DIM=room[1], BLOCK_M=block_m, BLOCK_N=block_n, STAGES=2, EXACT=1,
+        QK_DIM=room[0], V_DIM=room[1], BLOCK_M=block_m, BLOCK_N=block_n, STAGES=2, EXACT=exact,
     )  # fmt: skip
     launch(
         "decode_combine", (batch * q_len * heads,), partial, sums, q_lo if sinks is None else sinks, q_lo, q_hi, out,
