@@ -71,6 +71,15 @@ ffi::Error CheckMask(const Shape& s, const Mask& m) {
                 {batch, {"ceil(q_len/128)", s.q_tiles()}});
 }
 
+ffi::Error CheckMaskOfKeys(const Shape& s, const ffi::AnyBuffer& kv_blocks,
+                           const ffi::AnyBuffer& kv_order) {
+  const Axis mask_batch{"mask_batch", s.mask_batch};
+  PACKAX_TRY(Expect("kv_blocks", kv_blocks, ffi::DataType::S32,
+                    {mask_batch, {"bounds", 4}, {"ceil(kv_len/64)", s.kv_blocks()}}));
+  return Expect("kv_order", kv_order, ffi::DataType::S32,
+                {mask_batch, {"ceil(kv_len/128)", s.kv_tiles()}});
+}
+
 ffi::Error CheckScale(float scale) {
   PACKAX_CHECK(std::isfinite(scale) && scale > 0, kInvalidArgument)
       << "attribute scale is " << scale << ", expected a finite number above 0";

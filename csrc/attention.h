@@ -46,12 +46,28 @@ struct Mask {
   int32_t element_test;
 };
 
+// Members of a kernel's `Args{...}` that a mask or the sizes fill. Every one is named: a kernel
+// that has more of them, fewer or in another order does not compile.
+#define PACKAX_MASK_ROWS(m) \
+  .q_lo = (m).q_lo.untyped_data(), .q_hi = (m).q_hi.untyped_data(), PACKAX_MASK_ELEMENTS(m)
+#define PACKAX_MASK_ELEMENTS(m)                                           \
+  .q_ids = (m).q_ids.untyped_data(), .kv_ids = (m).kv_ids.untyped_data(), \
+  .q_pos = (m).q_pos.untyped_data(), .kv_pos = (m).kv_pos.untyped_data(), \
+  .q_blocks = (m).q_blocks.untyped_data()
+#define PACKAX_SIZES(s)                                                                       \
+  .batch = (s).batch, .mask_batch = (s).mask_batch, .q_len = (s).q_len, .kv_len = (s).kv_len, \
+  .heads = (s).heads, .kv_heads = (s).kv_heads
+
 // `float32`: whether the target has kernels for it, too.
 ffi::Error ReadShape(const ffi::AnyBuffer& query, const ffi::AnyBuffer& key,
                      const ffi::AnyBuffer& value, const ffi::AnyBuffer& q_lo, Shape* shape,
                      bool float32 = false);
 
 ffi::Error CheckMask(const Shape& s, const Mask& m);
+
+// What dK and dV need of it besides.
+ffi::Error CheckMaskOfKeys(const Shape& s, const ffi::AnyBuffer& kv_blocks,
+                           const ffi::AnyBuffer& kv_order);
 
 ffi::Error CheckScale(float scale);
 

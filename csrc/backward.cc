@@ -44,23 +44,12 @@ ffi::Error LaunchBackward(const PortableBackward& kernels, Stream stream, const 
                           .delta = c.workspace.untyped_data(),
                           .dk = c.dk.untyped_data(),
                           .dv = c.dv.untyped_data(),
-                          .q_lo = m.q_lo.untyped_data(),
-                          .q_hi = m.q_hi.untyped_data(),
-                          .q_ids = m.q_ids.untyped_data(),
-                          .kv_ids = m.kv_ids.untyped_data(),
-                          .q_pos = m.q_pos.untyped_data(),
-                          .kv_pos = m.kv_pos.untyped_data(),
-                          .q_blocks = m.q_blocks.untyped_data(),
+                          PACKAX_MASK_ROWS(m),
                           .kv_blocks = c.kv_blocks.untyped_data(),
                           .kv_order = c.kv_order.untyped_data(),
                           .scale = c.scale,
                           .element_test = m.element_test,
-                          .batch = s.batch,
-                          .mask_batch = s.mask_batch,
-                          .q_len = s.q_len,
-                          .kv_len = s.kv_len,
-                          .heads = s.heads,
-                          .kv_heads = s.kv_heads,
+                          PACKAX_SIZES(s),
                       }));
   }
   if (!c.want_dq) return ffi::Error::Success();
@@ -73,22 +62,11 @@ ffi::Error LaunchBackward(const PortableBackward& kernels, Stream stream, const 
                     .lse = c.lse.untyped_data(),
                     .delta = c.workspace.untyped_data(),
                     .dq = c.dq.untyped_data(),
-                    .q_lo = m.q_lo.untyped_data(),
-                    .q_hi = m.q_hi.untyped_data(),
-                    .q_ids = m.q_ids.untyped_data(),
-                    .kv_ids = m.kv_ids.untyped_data(),
-                    .q_pos = m.q_pos.untyped_data(),
-                    .kv_pos = m.kv_pos.untyped_data(),
-                    .q_blocks = m.q_blocks.untyped_data(),
+                    PACKAX_MASK_ROWS(m),
                     .q_order = m.q_order.untyped_data(),
                     .scale = c.scale,
                     .element_test = m.element_test,
-                    .batch = s.batch,
-                    .mask_batch = s.mask_batch,
-                    .q_len = s.q_len,
-                    .kv_len = s.kv_len,
-                    .heads = s.heads,
-                    .kv_heads = s.kv_heads,
+                    PACKAX_SIZES(s),
                 });
 }
 
@@ -117,12 +95,8 @@ ffi::Error Backward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi
   PACKAX_TRY(ReadShape(query, key, value, q_lo, &s));
   const Mask mask{q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, element_test};
   PACKAX_TRY(CheckMask(s, mask));
-  const Axis mask_batch{"mask_batch", s.mask_batch}, qk_dim{"qk_dim", s.qk_dim},
-      v_dim{"v_dim", s.v_dim};
-  PACKAX_TRY(Expect("kv_blocks", kv_blocks, ffi::DataType::S32,
-                    {mask_batch, {"bounds", 4}, {"ceil(kv_len/64)", s.kv_blocks()}}));
-  PACKAX_TRY(Expect("kv_order", kv_order, ffi::DataType::S32,
-                    {mask_batch, {"ceil(kv_len/128)", s.kv_tiles()}}));
+  PACKAX_TRY(CheckMaskOfKeys(s, kv_blocks, kv_order));
+  const Axis qk_dim{"qk_dim", s.qk_dim}, v_dim{"v_dim", s.v_dim};
   PACKAX_TRY(ExpectRows("out", out, s, v_dim));
   PACKAX_TRY(ExpectSums("lse", lse, s));
   PACKAX_TRY(ExpectRows("dout", dout, s, v_dim));

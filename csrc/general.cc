@@ -31,6 +31,17 @@ struct BlockMap {
   int32_t batch = 1, heads = 0;  // 1 or mask_batch, 1 or the heads of query; no heads: not there
 };
 
+// Members of `Args{...}`, as those of attention.h.
+#define PACKAX_EXTRAS(e)                                                              \
+  .scales = (e).scales.untyped_data(), .slopes = (e).slopes.untyped_data(),           \
+  .q_places = (e).q_places.untyped_data(), .kv_places = (e).kv_places.untyped_data(), \
+  .scale = (e).scale, .soft_cap = (e).soft_cap
+#define PACKAX_GENERAL_SIZES(s, e, b)                                                         \
+  .batch = (s).batch, .mask_batch = (s).mask_batch, .scales_batch = (e).scales_batch,         \
+  .bias_batch = (e).bias_batch, .map_batch = (b).batch, .map_heads = (b).heads,               \
+  .q_block = (b).q_block, .kv_block = (b).kv_block, .q_len = (s).q_len, .kv_len = (s).kv_len, \
+  .heads = (s).heads, .kv_heads = (s).kv_heads, .qk_dim = (s).qk_dim, .v_dim = (s).v_dim
+
 ffi::Error ReadBlockMap(const Shape& s, BlockMap* m) {
   PACKAX_CHECK(m->q_block >= 0 && m->kv_block >= 0 && (m->q_block > 0) == (m->kv_block > 0),
                kInvalidArgument)
@@ -135,37 +146,13 @@ ffi::Error Forward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi:
                     .out = out->untyped_data(),
                     .lse = lse->untyped_data(),
                     .top = top->untyped_data(),
-                    .q_lo = q_lo.untyped_data(),
-                    .q_hi = q_hi.untyped_data(),
-                    .q_ids = q_ids.untyped_data(),
-                    .kv_ids = kv_ids.untyped_data(),
-                    .q_pos = q_pos.untyped_data(),
-                    .kv_pos = kv_pos.untyped_data(),
-                    .q_blocks = q_blocks.untyped_data(),
+                    PACKAX_MASK_ROWS(m),
                     .q_order = q_order.untyped_data(),
                     .map_bits = map_bits.untyped_data(),
                     .q_entries = q_entries.untyped_data(),
-                    .scales = scales.untyped_data(),
-                    .slopes = slopes.untyped_data(),
-                    .q_places = q_places.untyped_data(),
-                    .kv_places = kv_places.untyped_data(),
-                    .scale = scale,
-                    .soft_cap = soft_cap,
+                    PACKAX_EXTRAS(e),
                     .element_test = element_test,
-                    .batch = s.batch,
-                    .mask_batch = s.mask_batch,
-                    .scales_batch = e.scales_batch,
-                    .bias_batch = e.bias_batch,
-                    .map_batch = b.batch,
-                    .map_heads = b.heads,
-                    .q_block = b.q_block,
-                    .kv_block = b.kv_block,
-                    .q_len = s.q_len,
-                    .kv_len = s.kv_len,
-                    .heads = s.heads,
-                    .kv_heads = s.kv_heads,
-                    .qk_dim = s.qk_dim,
-                    .v_dim = s.v_dim,
+                    PACKAX_GENERAL_SIZES(s, e, b),
                 });
 }
 
@@ -189,19 +176,15 @@ ffi::Error Backward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi
   s.exact = exact == 1;
   const Mask m{q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, element_test};
   PACKAX_TRY(CheckMask(s, m));
-  const Axis mask_batch{"mask_batch", s.mask_batch}, qk_dim{"qk_dim", s.qk_dim},
-      v_dim{"v_dim", s.v_dim};
-  PACKAX_TRY(Expect("kv_blocks", kv_blocks, ffi::DataType::S32,
-                    {mask_batch, {"bounds", 4}, {"ceil(kv_len/64)", s.kv_blocks()}}));
-  PACKAX_TRY(Expect("kv_order", kv_order, ffi::DataType::S32,
-                    {mask_batch, {"ceil(kv_len/128)", s.kv_tiles()}}));
+  PACKAX_TRY(CheckMaskOfKeys(s, kv_blocks, kv_order));
+  const Axis qk_dim{"qk_dim", s.qk_dim}, v_dim{"v_dim", s.v_dim};
   Extras e{scales, slopes, q_places, kv_places, scale, soft_cap};
   PACKAX_TRY(ReadExtras(s, has_scales, has_bias, &e));
   BlockMap b{map_bits, q_entries, q_block, kv_block};
   PACKAX_TRY(ReadBlockMap(s, &b));
   if (b.heads > 0) {
     PACKAX_TRY(Expect("kv_entries", kv_entries, ffi::DataType::S32,
-                      {mask_batch,
+                      {{"mask_batch", s.mask_batch},
                        {"map_heads", b.heads},
                        {"ceil(kv_len/128)", s.kv_tiles()},
                        {"2+ceil(q_len/64)", 2 + s.q_blocks()}}));
@@ -266,38 +249,14 @@ ffi::Error Backward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi
                           .delta = delta->untyped_data(),
                           .dk = dk->untyped_data(),
                           .dv = dv->untyped_data(),
-                          .q_lo = q_lo.untyped_data(),
-                          .q_hi = q_hi.untyped_data(),
-                          .q_ids = q_ids.untyped_data(),
-                          .kv_ids = kv_ids.untyped_data(),
-                          .q_pos = q_pos.untyped_data(),
-                          .kv_pos = kv_pos.untyped_data(),
-                          .q_blocks = q_blocks.untyped_data(),
+                          PACKAX_MASK_ROWS(m),
                           .kv_blocks = kv_blocks.untyped_data(),
                           .kv_order = kv_order.untyped_data(),
                           .map_bits = map_bits.untyped_data(),
                           .kv_entries = kv_entries.untyped_data(),
-                          .scales = scales.untyped_data(),
-                          .slopes = slopes.untyped_data(),
-                          .q_places = q_places.untyped_data(),
-                          .kv_places = kv_places.untyped_data(),
-                          .scale = scale,
-                          .soft_cap = soft_cap,
+                          PACKAX_EXTRAS(e),
                           .element_test = element_test,
-                          .batch = s.batch,
-                          .mask_batch = s.mask_batch,
-                          .scales_batch = e.scales_batch,
-                          .bias_batch = e.bias_batch,
-                          .map_batch = b.batch,
-                          .map_heads = b.heads,
-                          .q_block = b.q_block,
-                          .kv_block = b.kv_block,
-                          .q_len = s.q_len,
-                          .kv_len = s.kv_len,
-                          .heads = s.heads,
-                          .kv_heads = s.kv_heads,
-                          .qk_dim = s.qk_dim,
-                          .v_dim = s.v_dim,
+                          PACKAX_GENERAL_SIZES(s, e, b),
                       }));
   }
   if (!want_rows) return ffi::Error::Success();
@@ -311,38 +270,14 @@ ffi::Error Backward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi
                     .delta = delta->untyped_data(),
                     .dq = dq->untyped_data(),
                     .dnumbers = dnumbers->untyped_data(),
-                    .q_lo = q_lo.untyped_data(),
-                    .q_hi = q_hi.untyped_data(),
-                    .q_ids = q_ids.untyped_data(),
-                    .kv_ids = kv_ids.untyped_data(),
-                    .q_pos = q_pos.untyped_data(),
-                    .kv_pos = kv_pos.untyped_data(),
-                    .q_blocks = q_blocks.untyped_data(),
+                    PACKAX_MASK_ROWS(m),
                     .q_order = q_order.untyped_data(),
                     .map_bits = map_bits.untyped_data(),
                     .q_entries = q_entries.untyped_data(),
-                    .scales = scales.untyped_data(),
-                    .slopes = slopes.untyped_data(),
-                    .q_places = q_places.untyped_data(),
-                    .kv_places = kv_places.untyped_data(),
-                    .scale = scale,
-                    .soft_cap = soft_cap,
+                    PACKAX_EXTRAS(e),
                     .element_test = element_test,
                     .has_dnumbers = has_dnumbers,
-                    .batch = s.batch,
-                    .mask_batch = s.mask_batch,
-                    .scales_batch = e.scales_batch,
-                    .bias_batch = e.bias_batch,
-                    .map_batch = b.batch,
-                    .map_heads = b.heads,
-                    .q_block = b.q_block,
-                    .kv_block = b.kv_block,
-                    .q_len = s.q_len,
-                    .kv_len = s.kv_len,
-                    .heads = s.heads,
-                    .kv_heads = s.kv_heads,
-                    .qk_dim = s.qk_dim,
-                    .v_dim = s.v_dim,
+                    PACKAX_GENERAL_SIZES(s, e, b),
                 });
 }
 
