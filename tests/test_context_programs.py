@@ -46,3 +46,12 @@ def test_the_plans_are_balanced(tmp_path):
     assert 1 <= row["area"] <= row["area_max"] <= 1.05 and 0 < row["unread"] < 1
     assert report["plans"]["library, 131072 rows, 16 ranks, none"]["area"] > 1.2
     assert (tmp_path / "context_plans.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_benchmark_moves_data_as_kvax_does(tmp_path):
+    script = ROOT / "benchmarks" / "context_parallel.py"
+    devices = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    settings = ("--quick", "--only", "kvax-like", "--rounds", "1", "--out", str(tmp_path))
+    assert "wrote" in run(str(script), *settings, **devices)
+    (row,) = json.loads((tmp_path / "context_parallel.json").read_text())["schemes"].values()
+    assert not row["wrong"] and set(row["times"]) == {"fwd", "bwd"}
