@@ -54,10 +54,12 @@ CANDIDATES: dict[str, dict[tuple[int, int], list[Constants]]] = {
     "backward_dkdv_hopper": {
         (64, 64): [{}, {"SKIP": 1}, {"SKIP": 1, "TURNS": 1}],
         (128, 128): [{}, {"SKIP": 1}],
+        (192, 128): [{}, {"TURNS": 0}, {"SKIP": 0}],
     },
     "backward_dq_hopper": {
         (64, 64): [{}, {"SKIP": 0}],
         (128, 128): [{}, {"SKIP": 0}, {"BLOCK_N": 64, "STAGES": 3}, {"BLOCK_N": 64, "STAGES": 3, "TURNS": 0}],
+        (192, 128): [{}, {"TURNS": 0}, {"DO_REGISTERS": 0}, {"DO_REGISTERS": 0, "TURNS": 0}],
     },
     "backward_prepare": {
         dims: [{}, {"ROWS": 16}, {"ROWS": 64}]

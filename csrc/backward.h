@@ -38,8 +38,9 @@ struct HopperWorkspace {
   int64_t rows, mask_rows, qk_dim;
 };
 
-// Kernels of Hopper for this call: one for all gradients, which adds dQ up in any order, or one for
-// dK and dV and one for dQ, whose sums have one order. `*found` says whether this device has them;
+// Kernels of Hopper for this call: one for all gradients, which adds dQ up in any order, or, in a
+// smaller workspace or without that one, one for dK and dV and one for dQ, whose sums have one
+// order. `*found` says whether this device has them;
 // in the initialize stage nothing is launched.
 ffi::Error BackwardOnHopper(Device* device, Stream stream, const BackwardCall& c, bool* found);
 

@@ -124,7 +124,7 @@ ffi::Error LaunchBackward(const Fused& kernels, Stream stream, const BackwardCal
 }
 
 // One kernel for dK and dV and one for dQ, which add nothing to memory: the same bits every run,
-// and only the gradients that are wanted.
+// and only the gradients that are wanted. Also where there is no kernel for all.
 struct Apart {
   std::optional<Ready<BackwardPrepareArgs>> prepare;
   std::optional<Ready<BackwardDkdvHopperArgs>> keys;
@@ -219,9 +219,9 @@ ffi::Error BackwardOnHopper(Device* device, Stream stream, const BackwardCall& c
   const HopperWorkspace w(c.shape);
   const int64_t elements = c.workspace.dimensions()[0];
   if (!w.fits_int32()) return ffi::Error::Success();
-  if (elements >= w.size()) return RunIfFound<Fused>(device, stream, c, found);
-  if (elements >= w.apart_size()) return RunIfFound<Apart>(device, stream, c, found);
-  return ffi::Error::Success();
+  if (elements >= w.size()) PACKAX_TRY(RunIfFound<Fused>(device, stream, c, found));
+  if (*found || elements < w.apart_size()) return ffi::Error::Success();
+  return RunIfFound<Apart>(device, stream, c, found);
 }
 
 }  // namespace packax

@@ -1,6 +1,7 @@
 """Inline assembly of the Hopper kernels on the CPU, instruction by instruction: Gluon has no interpreter.
 
-Guards against a float of dQ that lies where backward_finish does not look for it.
+Guards against a float of dQ that lies where backward_finish does not look for it, and against a P or dS of another
+row or key than its score's.
 """
 
 import re
@@ -14,7 +15,9 @@ pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parents[1] / "csrc" / "kernels"))
 
 import hopper_dq
+import hopper_keys
 import hopper_rows
+import ml_dtypes
 
 ROW, COLUMN = 16, 8  # of one warp and one octet of accumulator registers
 OPERATIONS = {
@@ -88,3 +91,109 @@ def test_every_float_of_dq_lies_where_finish_looks(columns, way):
                 assert tuple(want[address // 4 + i]) == places[name], (thread, name)
                 seen.add(address // 4 + i)
     assert len(seen) == 64 * columns
+
+
+def as_float(bits):
+    return np.uint32(bits).view(np.float32)
+
+
+def as_bits(number):
+    return int(np.float32(number).view(np.uint32))
+
+
+def packed(half, high, low):
+    return int(half(high).view(np.uint16)) << 16 | int(half(low).view(np.uint16))
+
+
+HALVES = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
+# on registers of 32 bits, whatever they hold
+ARITHMETIC = {
+    "mov.u32": lambda a: a,
+    "and.b32": lambda a, b: a & b,
+    "or.b32": lambda a, b: a | b,
+    "shl.b32": lambda a, b: a << b & 0xFFFFFFFF,
+    "add.u32": lambda a, b: a + b,
+    "setp.ne.u32": lambda a, b: a != b,
+    "selp.b32": lambda a, b, p: a if p else b,
+    "neg.f32": lambda a: as_bits(-as_float(a)),
+    "sub.f32": lambda a, b: as_bits(as_float(a) - as_float(b)),
+    "mul.f32": lambda a, b: as_bits(as_float(a) * as_float(b)),
+    "fma.rn.f32": lambda a, b, c: as_bits(
+        np.float64(as_float(a)) * as_float(b) + np.float64(as_float(c))
+    ),
+    "ex2.approx.ftz.f32": lambda a: as_bits(np.exp2(as_float(a))),
+    "cvt.f32.f16": lambda a: as_bits(np.uint16(a).view(np.float16)),
+    **{
+        f"cvt.rn.{name}x2.f32": lambda a, b, half=half: packed(half, as_float(a), as_float(b))
+        for name, half in HALVES.items()
+    },
+}
+
+
+def compute(assembly, thread, operands, lines=()):
+    """The registers that one thread's arithmetic leaves; `lines`: floats in shared memory from address 0."""
+    values = {"%tid.x": thread, **{f"${i}": x for i, x in operands.items()}}
+
+    def value(text):
+        return values[text] if text in values else int(text, 0)
+
+    for line in filter(None, (x.strip("{ }") if ".reg" in x else x.strip() for x in assembly.split(";"))):  # fmt: skip
+        line = line.removesuffix("}").strip()
+        if not line or line.startswith(".reg"):
+            continue
+        if line.startswith("@p "):
+            if not values["p"]:
+                continue
+            line = line[3:]
+        opcode, _, rest = line.partition(" ")
+        if opcode == "ld.shared.v2.f32":
+            first, second, base, offset = re.fullmatch(r"\{(\w+), (\w+)\}, \[(\w+)\+(\d+)\]", rest).groups()  # fmt: skip
+            at = (values[base] + int(offset)) // 4
+            values[first], values[second] = as_bits(lines[at]), as_bits(lines[at + 1])
+        elif opcode == "mov.b32":
+            low, high, source = re.fullmatch(r"\{(\w+), (\w+)\}, (\$?\w+)", rest).groups()
+            values[low], values[high] = value(source) & 0xFFFF, value(source) >> 16
+        else:
+            name, *arguments = (x.strip() for x in rest.split(","))
+            values[name] = ARITHMETIC[opcode](*map(value, arguments))
+    return [values[f"${i}"] for i in range(16)]
+
+
+def tile(pairs, thread, half, of):
+    """Packed pairs of one thread into their places in a tile of 64 keys and 64 rows."""
+    for i, (key, row) in enumerate(accumulator(thread, 32)):
+        bits = pairs[i // 2] >> 16 * (i % 2) & 0xFFFF
+        of[key, row] = np.uint16(bits).view(half)
+
+
+@pytest.mark.parametrize("name", ["bf16", "f16"])
+def test_p_and_ds_of_the_tile_of_keys(name):
+    """Scores are (keys, rows): lse2 and delta belong to columns. What a bit of the mask clears is 0, were it NaN before."""
+    half, rng = HALVES[name], np.random.default_rng()
+    s, dp = rng.standard_normal((2, 64, 64), np.float32)
+    lse, delta = rng.standard_normal((2, 64), np.float32)
+    scale, attended = np.float32(0.7), rng.random((64, 64)) < 0.6
+    dp = np.where(attended, dp, np.float32("nan"))
+    want_p = np.exp2(s * scale - lse).astype(half)
+    want_ds = np.where(attended, want_p.astype(np.float32) * (dp - delta), 0).astype(half)
+    p, ds = np.zeros((2, 64, 64), half)
+    for thread in range(256, 384):
+        places = accumulator(thread, 32)
+        scores = {16 + i: as_bits(s[at]) for i, at in enumerate(places)}
+        p_pairs = compute(hopper_keys.p_asm(name), thread, scores | {48: as_bits(scale), 49: 0}, lse)  # fmt: skip
+        tile(p_pairs, thread, half, p)
+        operands = {16 + i: as_bits(dp[at]) for i, at in enumerate(places)}
+        operands |= {48 + i: pair for i, pair in enumerate(p_pairs)} | {64: 0}
+        pairs = compute(hopper_keys.ds_asm(name), thread, operands, delta)
+        # as hopper.range_bits_asm: of each of the two keys, two bits an octet of rows
+        bits = [0, 0]
+        for i, at in enumerate(places):
+            bits[i // 2 % 2] |= int(attended[at]) << (i // 4 * 2 + i % 2)
+        operands = {16 + i: pair for i, pair in enumerate(pairs)} | {32: bits[0], 33: bits[1]}
+        tile(compute(hopper_keys.clear_bits_asm(), thread, operands), thread, half, ds)
+    # in float32 the last bit of a sum may differ, which moves a few roundings
+    for got, want in ((p, want_p), (ds, want_ds)):
+        error = np.abs(got.astype(np.float32) - want.astype(np.float32))
+        assert (error <= 2 * np.finfo(np.float32).eps + 2.0**-7 * np.abs(want.astype(np.float32))).all()  # fmt: skip
+        assert (error == 0).mean() > 0.95
+    assert (ds[~attended] == 0).all()

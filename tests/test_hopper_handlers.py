@@ -266,7 +266,7 @@ def test_backward_on_hopper(tmp_path, driver, s, has_dlse, qk_dim, block):
 
 
 @pytest.mark.parametrize("wanted", [0, 1, 2, 3])
-@pytest.mark.parametrize("qk_dim", [64, 128])
+@pytest.mark.parametrize("qk_dim", [64, 128, 192])
 @pytest.mark.parametrize("s", SIZES)
 def test_backward_apart_on_hopper(tmp_path, driver, s, qk_dim, wanted):
     """Kernels that add nothing to memory: nothing is cleared but the counter, in the place of dQ's sum."""
@@ -318,6 +318,19 @@ def test_a_workspace_too_small_for_hopper(tmp_path, driver):
     larger = call.change(workspace=Array("float32", (size + 1,)))
     assert hopper.run(larger) is None
     assert [r["kernel"] for r in hopper.launches()] == hopper.kernels("backward")
+
+
+@pytest.mark.parametrize("qk_dim", [64, 128, 192, 256])
+def test_a_workspace_for_any_kernels(tmp_path, driver, qk_dim):
+    """The one kernel for all gradients where the build has it; else those apart, which need less."""
+    hopper = make_machine(
+        tmp_path, driver, choose=lambda m: m.has_hopper() and m.variant["qk_dim"] == qk_dim
+    )
+    v = hopper.variant
+    one = hopper.ext.find("backward_hopper", v["cc"], v["dtype"], v["qk_dim"], v["v_dim"])
+    assert hopper.run(backward(hopper)) is None
+    expected = hopper.kernels("backward" if one is not None else "backward_apart")
+    assert [r["kernel"] for r in hopper.launches()] == expected
 
 
 @pytest.mark.parametrize("past", [False, True])

@@ -71,6 +71,16 @@ def test_workspace_of_kernels_apart(monkeypatch, capability, large):
     assert results == [QUERY, "0xbf16", "0xbf16", f"{sums}xf32"]
 
 
+def test_workspace_of_kernels_apart_alone(monkeypatch):
+    """Without a kernel for all gradients they make them all, whatever is asked for."""
+    rows = with_hopper(dims=[(192, 128)], kernels=APART[1:])
+    wide = abstract(dim=192, v_dim=128)
+    for capability, elements in ((90, 2 * SMALL + 2 * 2 * PADDED + 1), (80, SMALL)):
+        for flag in (False, True):
+            got = backward_workspace(monkeypatch, rows, {capability}, wide, deterministic=flag)
+            assert got == elements
+
+
 def test_workspace_by_build(monkeypatch):
     assert backward_workspace(monkeypatch, PORTABLE) == SMALL
     assert backward_workspace(monkeypatch, with_hopper(dims=[(128, 128)])) == SMALL

@@ -101,16 +101,23 @@ HOPPER_TILES: dict[str, dict[int, dict[str, int]]] = {
         )
     },
     # dK and dV, dQ: no additions to memory, for deterministic gradients. SKIP: 2 to 14 % of dK and dV.
+    # DO_REGISTERS: the cotangents of a tile stay in registers. Head dim 192 was not timed yet.
     "backward_dq_hopper": {
         dim: {
-            "BLOCK_N": 128,
-            "STAGES": 2,
+            "QK_CHUNK": chunk,
+            "BLOCK_N": keys,
+            "STAGES": stages,
             "TURNS": 1,
             "SKIP": 1,
+            "DO_REGISTERS": in_registers,
             "CONSUMER_REGISTERS": 240,
             "PRODUCER_REGISTERS": 24,
         }
-        for dim in (64, 128)
+        for dim, chunk, keys, stages, in_registers in (
+            (64, 64, 128, 2, 0),
+            (128, 128, 128, 2, 0),
+            (192, 64, 64, 3, 1),
+        )
     },
     "backward_prepare": {dim: {"ROWS": 32} for dim in (64, 128, 192, 256)},
     "backward_finish": {dim: {"ROWS": 64} for dim in (64, 128, 192, 256)},
@@ -120,8 +127,19 @@ HOPPER_TILES["backward_dkdv_hopper"] = {
     | {"SKIP": 1, "CONSUMER_REGISTERS": 240}
     for dim in (64, 128)
 }
+HOPPER_TILES["backward_dkdv_hopper"][192] = {  # of hopper_keys.py
+    "QK_CHUNK": 64,
+    "TURNS": 1,
+    "SKIP": 1,
+    "CONSUMER_REGISTERS": 240,
+    "PRODUCER_REGISTERS": 24,
+}
 # (kernel, larger head dim) -> the file of a kernel that is another for that dim, and its keys
-WIDE = {("backward_hopper", dim): ("hopper_wide", 64) for dim in (192, 256)}
+WIDE = {
+    ("backward_hopper", 192): ("hopper_wide", 64),
+    ("backward_hopper", 256): ("hopper_wide", 64),
+    ("backward_dkdv_hopper", 192): ("hopper_keys", 128),
+}
 
 # Kernels compiled by both assemblers: 13.4 is 2 to 5 % faster on an H200
 # (benchmarks/results/trials_assemblers_h200.txt); a driver of CUDA 12 gets the other.
@@ -154,11 +172,11 @@ TENSOR_MAPS: dict[str, dict[str, tuple[str, int | str, int | str]]] = {
         "dv": ("", 64, "V_DIM"),
     },
     "backward_dq_hopper": {
-        "query": ("", 64, "QK_DIM"),
-        "key": ("", "BLOCK_N", "QK_DIM"),
+        "query": ("", 64, "QK_CHUNK"),
+        "key": ("", "BLOCK_N", "QK_CHUNK"),
         "value": ("", "BLOCK_N", "V_DIM"),
         "dout": ("", 64, "V_DIM"),
-        "dq": ("", 64, "QK_DIM"),
+        "dq": ("", 64, "QK_CHUNK"),
     },
 }
 TENSOR_MAPS["backward_dkdv_hopper"] = TENSOR_MAPS["backward_hopper"]
@@ -198,6 +216,8 @@ SPILLS = {
     ("backward_dkdv_hopper", 128): 168,  # under ptxas 12.9; 88 under 13.4
     ("backward_dq_hopper", 64): 160,  # under ptxas 12.9; 8 under 13.4
     ("backward_dq_hopper", 128): 280,  # under ptxas 12.9; 176 under 13.4
+    ("backward_dkdv_hopper", 192): 208,  # under ptxas 12.9; 160 under 13.4
+    ("backward_dq_hopper", 192): 256,  # under ptxas 12.9; 208 under 13.4
     ("backward_hopper", 256): 128,  # under ptxas 12.9; 96 under 13.4
 }
 # Kernels for Hopper whose wgmma the assembler may serialise (C7515): the portable dK/dV, which is a

@@ -4,7 +4,8 @@ checked twin. hopper_backward.py's `backward_dkdv_hopper` makes the other two gr
 A program takes tiles of 128 rows of one head until none is left, as forward_hopper does: two warp
 groups of 64 rows, and a producer warp that draws the next tile and streams its queries and cotangents,
 then keys and values. A step is three products: S = Q K^T and dP = dO V^T, then dQ += dS K with dS from
-registers. The scores of the next step run under the third product.
+registers. The scores of the next step run under the third product. Queries, keys and dQ are cut into
+chunks of QK_CHUNK columns, as in hopper_forward.py.
 """
 
 from hopper import (
@@ -18,6 +19,7 @@ from hopper import (
     split,
     warp_arrive,
 )
+from hopper_chunks import add_products, finished, left_chunks, scores, zeros
 from hopper_forward import after, hear, masked, pass_by, tell_asm, turn_pass, turn_wait
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -33,7 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 @gluon.jit
 def produce(
     maps, q_order, q_blocks, counter, tiles_s, plan_s, full, empty, plan_bars, sizes,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     query, dout, key, value = maps
     q_s, do_s, k_s, v_s = tiles_s
@@ -42,6 +44,7 @@ def produce(
     plan_full, plan_empty = plan_bars
     batch, mask_batch, q_len, heads, kv_heads, programs = sizes
     dtype: gl.constexpr = query.dtype
+    CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
     group = heads // kv_heads
     tiles = (q_len + 127) // 128
     total = tiles * batch * heads
@@ -68,16 +71,22 @@ def produce(
         for w in gl.static_range(2):
             mbarrier.wait(q_empty.index(w), q_phase ^ 1)
             mbarrier.expect(q_full.index(w), 64 * (QK_DIM + V_DIM) * 2)
-            q_tile = q_s.index(w).reinterpret(dtype, [1, 64, QK_DIM], query.layout)
-            tma.async_load(query, [b, row + w * 64, head * QK_DIM], q_full.index(w), q_tile)
+            for c in gl.static_range(CHUNKS):
+                q_tile = q_s.index(w * CHUNKS + c)
+                q_tile = q_tile.reinterpret(dtype, [1, 64, QK_CHUNK], query.layout)
+                at_q = [b, row + w * 64, head * QK_DIM + c * QK_CHUNK]
+                tma.async_load(query, at_q, q_full.index(w), q_tile)
             do_tile = do_s.index(w).reinterpret(dtype, [1, 64, V_DIM], dout.layout)
             tma.async_load(dout, [b, row + w * 64, head * V_DIM], q_full.index(w), do_tile)
         for i in range(0, steps):
             at = start + nth_step(i, steps, edges, core_begin, core_end) * BLOCK_N
             mbarrier.wait(k_empty.index(stage), phase ^ 1)
             mbarrier.expect(k_full.index(stage), BLOCK_N * QK_DIM * 2)
-            k_tile = k_s.index(stage).reinterpret(dtype, [1, BLOCK_N, QK_DIM], key.layout)
-            tma.async_load(key, [b, at, kv_head * QK_DIM], k_full.index(stage), k_tile)
+            for c in gl.static_range(CHUNKS):
+                k_tile = k_s.index(stage * CHUNKS + c)
+                k_tile = k_tile.reinterpret(dtype, [1, BLOCK_N, QK_CHUNK], key.layout)
+                at_k = [b, at, kv_head * QK_DIM + c * QK_CHUNK]
+                tma.async_load(key, at_k, k_full.index(stage), k_tile)
             mbarrier.wait(v_empty.index(stage), phase ^ 1)
             mbarrier.expect(v_full.index(stage), BLOCK_N * V_DIM * 2)
             v_tile = v_s.index(stage).reinterpret(dtype, [1, BLOCK_N, V_DIM], value.layout)
@@ -99,8 +108,8 @@ def produce(
 @gluon.jit
 def consume(
     W: gl.constexpr, dq, stats, q_blocks, mask, tiles_s, plan_s, full, empty, plan_bars, numbers,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    TURNS: gl.constexpr, SKIP: gl.constexpr,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    TURNS: gl.constexpr, SKIP: gl.constexpr, DO_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     lse2, delta = stats
     q_s, do_s, k_s, v_s = tiles_s
@@ -112,11 +121,10 @@ def consume(
     scale2 = scale * LOG2E
     dtype: gl.constexpr = dq.dtype
     s_layout: gl.constexpr = accumulator(BLOCK_N)
-    q_layout: gl.constexpr = accumulator(QK_DIM)
+    CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
+    q_layout: gl.constexpr = accumulator(QK_CHUNK)
     ds_layout: gl.constexpr = gl.DotOperandLayout(0, q_layout, 2)
     zero = gl.zeros([64, BLOCK_N], gl.float32, s_layout)
-    q = q_s.index(W)
-    do = do_s.index(W)
     stage = 0
     phase = 0
     slot = 0
@@ -139,8 +147,13 @@ def consume(
         stat = (b.to(gl.int64) * heads + head) * padded + rows
         lse = gl.load(lse2 + stat, mask=there, other=float("inf"))
         dl = gl.load(delta + stat, mask=there, other=0.0)
-        dq_sum = gl.zeros([64, QK_DIM], gl.float32, q_layout)
+        dq_sum = zeros(q_layout, QK_CHUNK, CHUNKS)
         mbarrier.wait(q_full.index(W), q_phase)
+        q = left_chunks(q_s, W, CHUNKS)
+        if DO_REGISTERS:  # half the reads of shared memory of its product
+            do = do_s.index(W).load(gl.DotOperandLayout(0, s_layout, 2))
+        else:
+            do = do_s.index(W)
         first = 0
         last = edges
         if SKIP:
@@ -148,7 +161,7 @@ def consume(
             stage, phase = pass_by(first, W, full, empty, stage, phase, STAGES, 2, TURNS)
         end = gl.where(edges == steps, last, steps)
         mbarrier.wait(k_full.index(stage), phase)
-        s = warpgroup_mma(q, k_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = scores(q, k_s, stage, zero, CHUNKS)
         s = warpgroup_mma_wait(0, deps=(s,))
         for part in gl.static_range(2):  # masked steps, then the core
             begin = first if part == 0 else gl.maximum(first, edges)
@@ -169,18 +182,17 @@ def consume(
                 ds_half = gl.convert_layout(ds.to(dtype), ds_layout)
                 if TURNS:
                     turn_wait(W)
-                dq_token = warpgroup_mma(ds_half, k_s.index(stage), dq_sum, is_async=True)
+                dq_tokens = add_products(ds_half, k_s, stage, dq_sum, CHUNKS)
                 old = stage
                 stage, phase = after(stage, phase, STAGES)
                 more = i + 1 < end
                 if more:
                     mbarrier.wait(k_full.index(stage), phase)
                 # after the last step the scores of this one, again: they are dropped
-                k_t = k_s.index(gl.where(more, stage, old)).permute((1, 0))
-                s_token = warpgroup_mma(q, k_t, zero, use_acc=False, is_async=True)
+                s_token = scores(q, k_s, gl.where(more, stage, old), zero, CHUNKS)
                 if TURNS:
                     turn_pass(W, 2)
-                dq_sum = warpgroup_mma_wait(1, deps=(dq_token,))
+                dq_sum = finished(dq_tokens, CHUNKS, CHUNKS)
                 if more:
                     warp_arrive(k_empty.index(old))
                 s = warpgroup_mma_wait(0, deps=(s_token,))
@@ -192,14 +204,16 @@ def consume(
         # of a NaN, too: it must reach the result
         attended = gl.where((hi > lo) & (lse != float("inf")), 1, 0)
         attended = gl.convert_layout(attended, gl.SliceLayout(1, q_layout))
-        # select, not multiply: a row that attends nothing may have met garbage
-        result = gl.where(gl.expand_dims(attended, 1) != 0, dq_sum * scale, 0.0)
         gl.barrier()
-        q.store(result.to(dtype))
+        for c in gl.static_range(CHUNKS):
+            # select, not multiply: a row that attends nothing may have met garbage
+            result = gl.where(gl.expand_dims(attended, 1) != 0, dq_sum[c] * scale, 0.0)
+            q_s.index(W * CHUNKS + c).store(result.to(dtype))
         fence_async_shared()
         gl.barrier()
-        q_tile = q.reinterpret(dtype, [1, 64, QK_DIM], dq.layout)
-        tma.async_store(dq, [b, row + W * 64, head * QK_DIM], q_tile)
+        for c in gl.static_range(CHUNKS):
+            dq_tile = q_s.index(W * CHUNKS + c).reinterpret(dtype, [1, 64, QK_CHUNK], dq.layout)
+            tma.async_store(dq, [b, row + W * 64, head * QK_DIM + c * QK_CHUNK], dq_tile)
         tma.store_wait(0)
         gl.barrier()
         warp_arrive(q_empty.index(W))
@@ -215,8 +229,8 @@ def consume(
 def backward_dq_hopper(
     query, key, value, dout, dq, lse2, delta, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
     scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    TURNS: gl.constexpr, SKIP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    TURNS: gl.constexpr, SKIP: gl.constexpr, DO_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """query, key, value, dout, dq are tensor maps (batch, length, heads * dim) with boxes of 64 or BLOCK_N rows of one
     head; lse2 and delta as backward_prepare leaves them; counter holds 0 and lives as long as the launch."""
@@ -224,12 +238,13 @@ def backward_dq_hopper(
     get_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for
     line: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     bar: gl.constexpr = mbarrier.MBarrierLayout()
-    qk_tile: gl.constexpr = get_layout([64, QK_DIM], dtype)
+    CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
+    qk_tile: gl.constexpr = get_layout([64, QK_CHUNK], dtype)
     v_tile: gl.constexpr = get_layout([64, V_DIM], dtype)
     tiles_s = (
-        gl.allocate_shared_memory(dtype, [2, 64, QK_DIM], qk_tile),
+        gl.allocate_shared_memory(dtype, [2 * CHUNKS, 64, QK_CHUNK], qk_tile),
         gl.allocate_shared_memory(dtype, [2, 64, V_DIM], v_tile),
-        gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, QK_DIM], qk_tile),
+        gl.allocate_shared_memory(dtype, [STAGES * CHUNKS, BLOCK_N, QK_CHUNK], qk_tile),
         gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, V_DIM], v_tile),
     )
     plan_s = gl.allocate_shared_memory(gl.int32, [2, 16], line)
@@ -262,9 +277,9 @@ def backward_dq_hopper(
     numbers = (element_test, mask_batch, q_len, kv_len, heads, scale)
     gl.warp_specialize(
         [
-            (consume, (0, dq, stats, q_blocks, mask, tiles_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, BLOCK_N, STAGES, TURNS, SKIP)),
-            (consume, (1, dq, stats, q_blocks, mask, tiles_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, BLOCK_N, STAGES, TURNS, SKIP)),
-            (produce, (maps, q_order, q_blocks, counter, tiles_s, plan_s, full, empty, bars, sizes, QK_DIM, V_DIM, BLOCK_N, STAGES)),
+            (consume, (0, dq, stats, q_blocks, mask, tiles_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES, TURNS, SKIP, DO_REGISTERS)),
+            (consume, (1, dq, stats, q_blocks, mask, tiles_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES, TURNS, SKIP, DO_REGISTERS)),
+            (produce, (maps, q_order, q_blocks, counter, tiles_s, plan_s, full, empty, bars, sizes, QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -344,9 +344,11 @@ def _backward_workspace(
     if not xla_masks.is_symbolic(rows) and rows > xla_masks.INT_MAX:
         return rows, False
     dims = (str(query.dtype), qk_dim, value.shape[3])
-    if (deterministic or not all(wanted)) and _on_hopper("backward_dkdv_hopper", *dims):
+    fused = _on_hopper("backward_hopper", *dims)
+    apart = deterministic or not all(wanted) or not fused
+    if apart and _on_hopper("backward_dkdv_hopper", *dims):
         return sums + 1, False  # the one kernel for dk and dv, or the one for dq, or both
-    if deterministic or not _on_hopper("backward_hopper", *dims):
+    if deterministic or not fused:
         return rows, False
     return sums + rows * qk_dim, True
 

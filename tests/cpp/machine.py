@@ -113,7 +113,7 @@ def arguments(kernel):
 HOPPER = {
     "forward": ["forward_hopper"],
     "backward": ["backward_prepare", "backward_hopper", "backward_finish"],
-    # deterministic, or of some gradients; 64 and 128 alone
+    # deterministic, or of some gradients; up to head dim 192
     "backward_apart": ["backward_prepare", "backward_dkdv_hopper", "backward_dq_hopper"],
 }
 KERNELS = {

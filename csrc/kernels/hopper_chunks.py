@@ -1,0 +1,65 @@
+"""Products whose tiles and sums are cut into chunks of QK_CHUNK columns, since Gluon's tiles are powers of two and 192 is
+none: a tile in shared memory is CHUNKS entries side by side, a sum a tuple of as many accumulators. Every chunk is one
+group of wgmma to wait for.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+
+@gluon.jit
+def zeros(layout: gl.constexpr, COLUMNS: gl.constexpr, CHUNKS: gl.constexpr):
+    sums = ()
+    for _c in gl.static_range(CHUNKS):
+        sums = sums + (gl.zeros([64, COLUMNS], gl.float32, layout),)  # noqa: RUF005
+    return sums
+
+
+@gluon.jit
+def left_chunks(tiles_s, at, CHUNKS: gl.constexpr):
+    """The at-th tile as the left operand of `scores`."""
+    left = ()
+    for c in gl.static_range(CHUNKS):
+        left = left + (tiles_s.index(at * CHUNKS + c),)  # noqa: RUF005
+    return left
+
+
+@gluon.jit
+def half_of_keys(k_s, W: gl.constexpr, CHUNKS: gl.constexpr):
+    """This warp group's 64 of 128 keys."""
+    half = ()
+    for c in gl.static_range(CHUNKS):
+        half = half + (k_s.index(c).slice(W * 64, 64, dim=0),)  # noqa: RUF005
+    return half
+
+
+@gluon.jit
+def scores(left, tiles_s, at, zero, CHUNKS: gl.constexpr):
+    """left tile^T with the at-th tile, started."""
+    tile_t = tiles_s.index(at * CHUNKS).permute((1, 0))
+    s = warpgroup_mma(left[0], tile_t, zero, use_acc=False, is_async=True)
+    for c in gl.static_range(1, CHUNKS):
+        tile_t = tiles_s.index(at * CHUNKS + c).permute((1, 0))
+        s = warpgroup_mma(left[c], tile_t, s, is_async=True)
+    return s
+
+
+@gluon.jit
+def add_products(left, tiles_s, at, sums, CHUNKS: gl.constexpr):
+    """sums + left tile with the at-th tile, started."""
+    tokens = ()
+    for c in gl.static_range(CHUNKS):
+        tile = tiles_s.index(at * CHUNKS + c)
+        tokens = tokens + (warpgroup_mma(left, tile, sums[c], is_async=True),)  # noqa: RUF005
+    return tokens
+
+
+@gluon.jit
+def finished(tokens, pending: gl.constexpr, CHUNKS: gl.constexpr):
+    """The sums of `add_products`, when so many groups at most are under way."""
+    if CHUNKS == 1:
+        sums = (warpgroup_mma_wait(pending, deps=tokens),)
+    else:
+        sums = warpgroup_mma_wait(pending, deps=tokens)
+    return sums
