@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 from rows import (
     columns,
+    elements_of,
     keep,
     key_range,
     load_rows,
     masked_step,
-    position_row,
     row_range,
     split,
     store_rows,
@@ -98,10 +98,9 @@ def backward_dkdv(
     mask_row = mask_b.to(tl.int64) * q_len
     q_lo += mask_row
     q_hi += mask_row
-    q_ids += mask_row
-    q_pos += position_row(mask_row, element_test)
-    kv_ids += mask_b.to(tl.int64) * kv_len
-    kv_pos += mask_b.to(tl.int64) * kv_len
+    q_ids, kv_ids, q_pos, kv_pos = elements_of(
+        q_ids, kv_ids, q_pos, kv_pos, mask_b, q_len, kv_len, element_test
+    )
     row_blocks = tl.cdiv(q_len, 64)
     flags = q_blocks + (mask_b.to(tl.int64) * 5 + 4) * row_blocks
 
@@ -189,10 +188,9 @@ def backward_dq(
     lo = tl.load(q_lo + mask_row + rows, mask=there, other=0)
     hi = tl.load(q_hi + mask_row + rows, mask=there, other=0)
     attended = hi > lo
-    q_ids += mask_row
-    q_pos += position_row(mask_row, element_test)
-    kv_ids += mask_b.to(tl.int64) * kv_len
-    kv_pos += mask_b.to(tl.int64) * kv_len
+    q_ids, kv_ids, q_pos, kv_pos = elements_of(
+        q_ids, kv_ids, q_pos, kv_pos, mask_b, q_len, kv_len, element_test
+    )
 
     qk_dims = columns(QK_DIM)
     v_dims = columns(V_DIM)

@@ -34,6 +34,24 @@ def steps_of(listed, map_heads, edges, core, STEP: tl.constexpr):
 
 
 @triton.jit
+def map_of_tile(
+    map_bits, q_entries, map_batch, map_heads, mask_b, head, row, q_len, kv_len, q_block, kv_block,
+    steps, core_begin, core_end, STEP: tl.constexpr,
+):  # fmt: skip
+    """Of a tile of rows: its head's map and the width of that, its list, and how many steps need the mask and how many none."""
+    this_map, width = map_of(
+        map_bits, map_batch, map_heads, mask_b, head, q_len, kv_len, q_block, kv_block
+    )
+    listed = list_of(
+        q_entries, map_heads, mask_b, head, row // 128, tl.cdiv(q_len, 128), tl.cdiv(kv_len, 64)
+    )
+    edges, core = steps_of(
+        listed, map_heads, steps - core_end + core_begin, core_end - core_begin, STEP
+    )
+    return this_map, width, listed, edges, core
+
+
+@triton.jit
 def step_at(listed, step, steps, map_heads, otherwise, STEP: tl.constexpr):
     """The first row or key of a step of the list, if that has so many `steps`; without a map `otherwise`."""
     PER: tl.constexpr = 64 // STEP

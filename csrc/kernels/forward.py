@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 from rows import (
     columns,
+    elements_of,
     keep,
     key_range,
     load_rows,
     masked_step,
-    position_row,
     split,
     store_rows,
     tile_of_program,
@@ -64,10 +64,9 @@ def forward(
     mask_row = mask_b.to(tl.int64) * q_len
     lo = tl.load(q_lo + mask_row + rows, mask=there, other=0)
     hi = tl.load(q_hi + mask_row + rows, mask=there, other=0)
-    q_ids += mask_row
-    q_pos += position_row(mask_row, element_test)
-    kv_ids += mask_b.to(tl.int64) * kv_len
-    kv_pos += mask_b.to(tl.int64) * kv_len
+    q_ids, kv_ids, q_pos, kv_pos = elements_of(
+        q_ids, kv_ids, q_pos, kv_pos, mask_b, q_len, kv_len, element_test
+    )
 
     qk_dims = columns(QK_DIM)
     v_dims = columns(V_DIM)

@@ -6,11 +6,12 @@ largest logit of every row.
 
 import triton
 import triton.language as tl
-from block_map import keep_in_map, list_of, map_of, step_at, steps_of
+from block_map import keep_in_map, map_of_tile, step_at
 from logits import (
     LOG2E,
     distances,
     dot,
+    keys_of,
     load_part,
     logits,
     places_of,
@@ -20,10 +21,10 @@ from logits import (
 )
 from rows import (
     columns,
+    elements_of,
     keep,
     key_range,
     masked_step,
-    position_row,
     split,
     tile_of_program,
 )
@@ -70,25 +71,19 @@ def forward_general(
         return
     start, end, core_lo, core_hi, tested = key_range(q_blocks, mask_b, row, q_len, BLOCK_M)
     steps, core_begin, core_end = split(start, end, core_lo, core_hi, BLOCK_N)
-    this_map, map_width = map_of(
-        map_bits, map_batch, map_heads, mask_b, head, q_len, kv_len, q_block, kv_block
-    )
-    listed = list_of(
-        q_entries, map_heads, mask_b, head, row // 128, tl.cdiv(q_len, 128), tl.cdiv(kv_len, 64)
-    )
-    edges, core = steps_of(
-        listed, map_heads, steps - core_end + core_begin, core_end - core_begin, BLOCK_N
-    )
+    this_map, map_width, listed, edges, core = map_of_tile(
+        map_bits, q_entries, map_batch, map_heads, mask_b, head, row, q_len, kv_len, q_block,
+        kv_block, steps, core_begin, core_end, BLOCK_N,
+    )  # fmt: skip
 
     rows = row + tl.arange(0, BLOCK_M)
     there = rows < q_len
     mask_row = mask_b.to(tl.int64) * q_len
     lo = tl.load(q_lo + mask_row + rows, mask=there, other=0)
     hi = tl.load(q_hi + mask_row + rows, mask=there, other=0)
-    q_ids += mask_row
-    q_pos += position_row(mask_row, element_test)
-    kv_ids += mask_b.to(tl.int64) * kv_len
-    kv_pos += mask_b.to(tl.int64) * kv_len
+    q_ids, kv_ids, q_pos, kv_pos = elements_of(
+        q_ids, kv_ids, q_pos, kv_pos, mask_b, q_len, kv_len, element_test
+    )
 
     scale2 = scale_of(scales, scale, scales_batch, b) * LOG2E
     cap2 = soft_cap * LOG2E
@@ -109,12 +104,9 @@ def forward_general(
         QK_DIM,
     )
 
-    kv_first = b.to(tl.int64) * kv_len * kv_heads + kv_head
-    cols = tl.arange(0, BLOCK_N)
-    k_ptr = key + kv_first * qk_dim + cols[:, None] * (kv_heads * qk_dim) + qk_dims[None, :]
-    v_ptr = value + kv_first * v_dim + cols[:, None] * (kv_heads * v_dim) + v_dims[None, :]
-    k_row = kv_heads.to(tl.int64) * qk_dim
-    v_row = kv_heads.to(tl.int64) * v_dim
+    cols, k_ptr, v_ptr, k_row, v_row = keys_of(
+        key, value, b, kv_head, kv_len, kv_heads, qk_dim, v_dim, QK_DIM, V_DIM, BLOCK_N
+    )
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)

@@ -111,3 +111,16 @@ def load_part(pointers, there, dim, DIM: tl.constexpr):
 def store_part(pointers, tile, there, dim, DIM: tl.constexpr):
     """The rows that are `there` (N, 1), of a tile (rows, columns(DIM)) of head dim `dim`."""
     tl.store(pointers, tile, mask=there & (columns(DIM)[None, :] < dim))
+
+
+@triton.jit
+def keys_of(
+    key, value, b, kv_head, kv_len, kv_heads, qk_dim, v_dim, QK_DIM: tl.constexpr,
+    V_DIM: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """The numbers of KEYS keys, pointers to the first so many keys and values of a head, and how far on the next of each is."""
+    first = b.to(tl.int64) * kv_len * kv_heads + kv_head
+    cols = tl.arange(0, KEYS)
+    k_ptr = key + first * qk_dim + cols[:, None] * (kv_heads * qk_dim) + columns(QK_DIM)[None, :]
+    v_ptr = value + first * v_dim + cols[:, None] * (kv_heads * v_dim) + columns(V_DIM)[None, :]
+    return cols, k_ptr, v_ptr, kv_heads.to(tl.int64) * qk_dim, kv_heads.to(tl.int64) * v_dim

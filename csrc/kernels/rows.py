@@ -131,6 +131,17 @@ def position_row(mask_row, element_test):
 
 
 @triton.jit
+def elements_of(q_ids, kv_ids, q_pos, kv_pos, mask_b, q_len, kv_len, element_test):
+    """The pointers that `keep` takes: those of the mask's batch row."""
+    mask_row = mask_b.to(tl.int64) * q_len
+    q_ids += mask_row
+    q_pos += position_row(mask_row, element_test)
+    kv_ids += mask_b.to(tl.int64) * kv_len
+    kv_pos += mask_b.to(tl.int64) * kv_len
+    return q_ids, kv_ids, q_pos, kv_pos
+
+
+@triton.jit
 def keep(
     rows, keys, lo, hi, tested, q_ids, kv_ids, q_pos, kv_pos, element_test, q_len, kv_len,
     ROW_AXIS: tl.constexpr,
