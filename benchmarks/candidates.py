@@ -38,28 +38,25 @@ def registers(*pairs: tuple[int, int]) -> list[Constants]:
 # left out by the build, which says so.
 CANDIDATES: dict[str, dict[tuple[int, int], list[Constants]]] = {
     "forward_hopper": {
-        (64, 64): [{}, {"SKIP": 0}, {"WARP_GROUPS": 2, "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24}, {"BLOCK_N": 64, "STAGES": 3}],
-        (128, 128): [{}, {"SKIP": 0}, {"BLOCK_N": 64, "STAGES": 4}],
-        (192, 128): [{}, {"SKIP": 0}, {"BLOCK_N": 64}],
-        (256, 256): [{}, {"SKIP": 0}],
+        (64, 64): [{}, {"WARP_GROUPS": 2, "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24}, {"BLOCK_N": 64, "STAGES": 3}],
+        (128, 128): [{}, {"BLOCK_N": 64, "STAGES": 4}],
+        (192, 128): [{}, {"BLOCK_N": 64}],
+        (256, 256): [{}],
     },
     "backward_hopper": {
-        (64, 64): [{}, {"SKIP": 1}, {"KV_REGISTERS": 1}, {"SKIP": 1, "KV_REGISTERS": 1},
-                   {"DQ": 2, "CONSUMER_REGISTERS": 200}, {"DQ": 2, "SKIP": 1, "CONSUMER_REGISTERS": 200},
-                   {"DQ": 2, "SKIP": 1, "TURNS": 1, "CONSUMER_REGISTERS": 200},
-                   {"DQ": 2, "SKIP": 1, "KV_REGISTERS": 1, "CONSUMER_REGISTERS": 208}],
-        (128, 128): [{}, {"SKIP": 1}],
-        **{dims: [{}, *registers((232, 40), (224, 56))] for dims in ((192, 128), (256, 256))},
+        (64, 64): [{}, {"SKIP": 0}, {"TURNS": 1}, {"DQ": 1, "CONSUMER_REGISTERS": 240}],
+        (128, 128): [{}, {"SKIP": 1}, {"TURNS": 0}],
+        (256, 256): [{}, *registers((232, 40), (224, 56))],
     },
     "backward_dkdv_hopper": {
-        (64, 64): [{}, {"SKIP": 1}, {"SKIP": 1, "TURNS": 1}],
-        (128, 128): [{}, {"SKIP": 1}],
-        (192, 128): [{}, {"TURNS": 0}, {"SKIP": 0}],
+        (64, 64): [{}, {"SKIP": 0}, {"TURNS": 1}],
+        (128, 128): [{}, {"SKIP": 0}, {"TURNS": 0}],
+        (192, 128): [{}],
     },
     "backward_dq_hopper": {
-        (64, 64): [{}, {"SKIP": 0}],
-        (128, 128): [{}, {"SKIP": 0}, {"BLOCK_N": 64, "STAGES": 3}, {"BLOCK_N": 64, "STAGES": 3, "TURNS": 0}],
-        (192, 128): [{}, {"TURNS": 0}, {"DO_REGISTERS": 0}, {"DO_REGISTERS": 0, "TURNS": 0}],
+        (64, 64): [{}, {"DO_REGISTERS": 1}],
+        (128, 128): [{}, {"BLOCK_N": 64, "STAGES": 3}],
+        (192, 128): [{}, {"DO_REGISTERS": 0}],
     },
     "backward_prepare": {
         dims: [{}, {"ROWS": 16}, {"ROWS": 64}]

@@ -55,11 +55,6 @@ ASSEMBLERS = {"12.9": ("ptxas", 12000), "13.4": ("ptxas-blackwell", 13000)}
 # kernel -> (kind of tile, larger head dim) -> BLOCK_M, BLOCK_N, STAGES of the mask-free loop, warps
 TILES = PORTABLE_TILES | GENERAL_TILES
 
-# Of hopper_backward.py. KV_REGISTERS: keys and values of a program stay in registers. SKIP: of masked
-# blocks a warp group leaves out those without a pair of its keys. DQ: who makes dQ: nobody, the two
-# warp groups (1), a third one (2).
-BACKWARD_PLAN = {"KV_REGISTERS": 0, "SKIP": 0}
-
 # Kernels of one GPU, in Gluon, and what goes with them: the same results as the portable kernels of
 # the same pass, which serve every other GPU.
 # kernel -> larger head dim -> constants: WARP_GROUPS (of 64 rows), BLOCK_N, STAGES of keys and
@@ -73,7 +68,6 @@ HOPPER_TILES: dict[str, dict[int, dict[str, int]]] = {
             "BLOCK_N": keys,
             "STAGES": 2,
             "OUT_IN_QUERY": out_in_query,
-            "SKIP": 1,
             "CONSUMER_REGISTERS": 160 if groups == 3 else 240,
             "PRODUCER_REGISTERS": 32 if groups == 3 else 24,
         }
@@ -92,23 +86,23 @@ HOPPER_TILES: dict[str, dict[int, dict[str, int]]] = {
             "PRODUCER_REGISTERS": 24,
         }
         for dim, chunk, consumer, plan in (
-            # at 64 DQ 2 with SKIP: 12 to 19 % over DQ 1; at 128 SKIP: -3 to 1 %, TURNS: 4 to 12 %
-            # (benchmarks/results/tune_hopper_h200.json, tune_backward_h200.json)
-            (64, 64, 200, {"TURNS": 0, **BACKWARD_PLAN, "SKIP": 1, "DQ": 2}),
-            (128, 128, 240, {"TURNS": 1, **BACKWARD_PLAN, "DQ": 1}),
-            (192, 64, 240, {}),
+            # SKIP: of masked blocks a warp group leaves out those without a pair of its keys. DQ: who
+            # makes dQ: nobody, the two warp groups (1), a third one (2). At 64 DQ 2 with SKIP: 12 to
+            # 19 % over DQ 1; at 128 SKIP: -3 to 1 %, TURNS: 4 to 12 % (benchmarks/results/
+            # tune_hopper_h200.json, tune_backward_h200.json)
+            (64, 64, 200, {"TURNS": 0, "SKIP": 1, "DQ": 2}),
+            (128, 128, 240, {"TURNS": 1, "SKIP": 0, "DQ": 1}),
             (256, 64, 240, {}),
         )
     },
-    # dK and dV, dQ: no additions to memory, for deterministic gradients. SKIP: 2 to 14 % of dK and dV.
-    # DO_REGISTERS: the cotangents of a tile stay in registers. Head dim 192 was not timed yet.
+    # dK and dV, dQ: no additions to memory, for deterministic gradients; at 192 for all, 16 to 28 %
+    # faster than one kernel of 64 keys. SKIP: 2 to 14 % of dK and dV. DO_REGISTERS: the cotangents of
+    # a tile stay in registers.
     "backward_dq_hopper": {
         dim: {
             "QK_CHUNK": chunk,
             "BLOCK_N": keys,
             "STAGES": stages,
-            "TURNS": 1,
-            "SKIP": 1,
             "DO_REGISTERS": in_registers,
             "CONSUMER_REGISTERS": 240,
             "PRODUCER_REGISTERS": 24,
@@ -120,7 +114,7 @@ HOPPER_TILES: dict[str, dict[int, dict[str, int]]] = {
         )
     },
     "backward_prepare": {dim: {"ROWS": 32} for dim in (64, 128, 192, 256)},
-    "backward_finish": {dim: {"ROWS": 64} for dim in (64, 128, 192, 256)},
+    "backward_finish": {dim: {"ROWS": 64} for dim in (64, 128, 256)},
 }
 HOPPER_TILES["backward_dkdv_hopper"] = {
     dim: {name: n for name, n in HOPPER_TILES["backward_hopper"][dim].items() if name != "DQ"}
@@ -129,14 +123,11 @@ HOPPER_TILES["backward_dkdv_hopper"] = {
 }
 HOPPER_TILES["backward_dkdv_hopper"][192] = {  # of hopper_keys.py
     "QK_CHUNK": 64,
-    "TURNS": 1,
-    "SKIP": 1,
     "CONSUMER_REGISTERS": 240,
     "PRODUCER_REGISTERS": 24,
 }
 # (kernel, larger head dim) -> the file of a kernel that is another for that dim, and its keys
 WIDE = {
-    ("backward_hopper", 192): ("hopper_wide", 64),
     ("backward_hopper", 256): ("hopper_wide", 64),
     ("backward_dkdv_hopper", 192): ("hopper_keys", 128),
 }
@@ -216,7 +207,7 @@ SPILLS = {
     ("backward_dkdv_hopper", 128): 168,  # under ptxas 12.9; 88 under 13.4
     ("backward_dq_hopper", 64): 160,  # under ptxas 12.9; 8 under 13.4
     ("backward_dq_hopper", 128): 280,  # under ptxas 12.9; 176 under 13.4
-    ("backward_dkdv_hopper", 192): 208,  # under ptxas 12.9; 160 under 13.4
+    ("backward_dkdv_hopper", 192): 264,  # under ptxas 12.9; 160 under 13.4
     ("backward_dq_hopper", 192): 256,  # under ptxas 12.9; 208 under 13.4
     ("backward_hopper", 256): 128,  # under ptxas 12.9; 96 under 13.4
 }

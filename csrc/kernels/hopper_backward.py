@@ -146,7 +146,7 @@ def step(
 @gluon.jit
 def consume(
     W: gl.constexpr, grads, mask, own_blocks, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, TURNS: gl.constexpr, KV_REGISTERS: gl.constexpr, SKIP: gl.constexpr,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, TURNS: gl.constexpr, SKIP: gl.constexpr,
     DQ: gl.constexpr,
 ):  # fmt: skip
     dk, dv, dq_sum = grads
@@ -170,11 +170,7 @@ def consume(
     k = k_s.index(0).slice(W * 64, 64, dim=0)
     k_part = k_s.index(0).slice(W * PART, PART, dim=1)
     v = v_s.index(W)
-    if KV_REGISTERS:  # left operands of every score: half the reads of shared memory
-        kv_layout: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
-        left = (k.load(kv_layout), v.load(kv_layout), k_part)
-    else:
-        left = (k, v, k_part)
+    left = (k, v, k_part)
     if steps > 0:
         if SKIP:
             own_start, own_end = rows_of_half(own_blocks, first_key // 64 + W, kv_len)
@@ -248,7 +244,7 @@ def tile_of_keys(
     q_blocks, kv_blocks, kv_order,
     scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
-    TURNS: gl.constexpr, KV_REGISTERS: gl.constexpr, SKIP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    TURNS: gl.constexpr, SKIP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     DQ: gl.constexpr,
 ):  # fmt: skip
     """One program of the kernels below."""
@@ -322,8 +318,8 @@ def tile_of_keys(
     if DQ == 2:
         gl.warp_specialize(
             [
-                (consume, (0, grads, mask, own_blocks, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, KV_REGISTERS, SKIP, DQ)),
-                (consume, (1, grads, mask, own_blocks, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, KV_REGISTERS, SKIP, DQ)),
+                (consume, (0, grads, mask, own_blocks, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ)),
+                (consume, (1, grads, mask, own_blocks, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ)),
                 (sum_rows, (dq_sum, k_s.index(0), ds_s, dq_s, kv_full, ds_bars, place, range_, QK_DIM, DQ)),
                 (produce, (maps, lines, tiles_s, lines_s, bars, place, range_, QK_DIM, V_DIM, QK_CHUNK, 2)),
             ],
@@ -333,8 +329,8 @@ def tile_of_keys(
     else:
         gl.warp_specialize(
             [
-                (consume, (0, grads, mask, own_blocks, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, KV_REGISTERS, SKIP, DQ)),
-                (consume, (1, grads, mask, own_blocks, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, KV_REGISTERS, SKIP, DQ)),
+                (consume, (0, grads, mask, own_blocks, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ)),
+                (consume, (1, grads, mask, own_blocks, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ)),
                 (produce, (maps, lines, tiles_s, lines_s, bars, place, range_, QK_DIM, V_DIM, QK_CHUNK, 2)),
             ],
             [4, 1],
@@ -348,14 +344,14 @@ def backward_hopper(
     q_blocks, kv_blocks, kv_order,
     scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
-    TURNS: gl.constexpr, KV_REGISTERS: gl.constexpr, SKIP: gl.constexpr, DQ: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    TURNS: gl.constexpr, SKIP: gl.constexpr, DQ: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Tensor maps: query, key, value, dout, dk, dv (batch, length, heads * dim); lse2, delta, lo, hi as one row each."""
     tile_of_keys(
         query, key, value, dout, lse2, delta, lo, hi, dk, dv, dq_sum, q_ids, kv_ids, q_pos, kv_pos,
         q_blocks, kv_blocks, kv_order,
         scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, TURNS, KV_REGISTERS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, DQ,
+        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, DQ,
     )  # fmt: skip
 
 
@@ -365,12 +361,12 @@ def backward_dkdv_hopper(
     q_blocks, kv_blocks, kv_order,
     scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
-    TURNS: gl.constexpr, KV_REGISTERS: gl.constexpr, SKIP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    TURNS: gl.constexpr, SKIP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """`backward_hopper` without dQ, for deterministic gradients: hopper_queries.py makes that."""
     tile_of_keys(
         query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, q_ids, kv_ids, q_pos, kv_pos,
         q_blocks, kv_blocks, kv_order,
         scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, TURNS, KV_REGISTERS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 0,
+        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 0,
     )  # fmt: skip

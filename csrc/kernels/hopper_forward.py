@@ -191,15 +191,14 @@ def turn_pass(W: gl.constexpr, WARP_GROUPS: gl.constexpr):
 
 
 @gluon.jit
-def pass_by(count, W: gl.constexpr, full, empty, stage, phase, STAGES: gl.constexpr, WARP_GROUPS: gl.constexpr, TURNS: gl.constexpr):  # fmt: skip
+def pass_by(count, W: gl.constexpr, full, empty, stage, phase, STAGES: gl.constexpr, WARP_GROUPS: gl.constexpr):  # fmt: skip
     """Steps in which this warp group has nothing to do but to take its turn."""
     _, k_full, v_full = full
     _, k_empty, v_empty = empty
     for _i in range(0, count):
         mbarrier.wait(k_full.index(stage), phase)
-        if TURNS:
-            turn_wait(W)
-            turn_pass(W, WARP_GROUPS)
+        turn_wait(W)
+        turn_pass(W, WARP_GROUPS)
         warp_arrive(k_empty.index(stage))
         mbarrier.wait(v_full.index(stage), phase)
         warp_arrive(v_empty.index(stage))
@@ -222,7 +221,7 @@ def scores(q_s, k_s, w, stage, zero, CHUNKS: gl.constexpr, SLOTS: gl.constexpr):
 def consume(
     W: gl.constexpr, out, lse, q_blocks, mask, tiles_s, o_s, plan_s, full, empty, plan_bars, numbers,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, WARP_GROUPS: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OUT_IN_QUERY: gl.constexpr, SKIP: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OUT_IN_QUERY: gl.constexpr,
 ):  # fmt: skip
     q_s, k_s, v_s = tiles_s
     q_full, k_full, v_full = full
@@ -257,11 +256,10 @@ def consume(
         acc = gl.zeros([64, V_DIM], gl.float32, o_layout)
         mbarrier.wait(q_full.index(W), q_phase)
 
-        first = 0
-        last = edges
-        if SKIP:
-            first, last = own_steps(q_blocks, mask_b, row // 64 + W, q_len, start, steps, edges, BLOCK_N)  # fmt: skip
-            stage, phase = pass_by(first, W, full, empty, stage, phase, STAGES, WARP_GROUPS, True)
+        first, last = own_steps(
+            q_blocks, mask_b, row // 64 + W, q_len, start, steps, edges, BLOCK_N
+        )
+        stage, phase = pass_by(first, W, full, empty, stage, phase, STAGES, WARP_GROUPS)
         # the first step has no second product to run beside
         mbarrier.wait(k_full.index(stage), phase)
         turn_wait(W)
@@ -315,10 +313,7 @@ def consume(
         tma.store_wait(0)  # the tile before has left o_s
         acc = warpgroup_mma_wait(0, deps=(acc,))
         warp_arrive(v_empty.index(old))
-        if SKIP:
-            stage, phase = pass_by(
-                edges - last, W, full, empty, stage, phase, STAGES, WARP_GROUPS, True
-            )
+        stage, phase = pass_by(edges - last, W, full, empty, stage, phase, STAGES, WARP_GROUPS)
         inverse = gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o_layout)), 1)
         # select, not multiply: a row that attends nothing may have met garbage in the core
         acc = gl.where(inverse != 0.0, acc * inverse, 0.0)
@@ -345,7 +340,7 @@ def forward_hopper(
     query, key, value, out, lse, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
     scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, WARP_GROUPS: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OUT_IN_QUERY: gl.constexpr, SKIP: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OUT_IN_QUERY: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """query, key, value, out are tensor maps (batch, length, heads * dim) with boxes of 64 or BLOCK_N
@@ -398,8 +393,8 @@ def forward_hopper(
     if WARP_GROUPS == 2:
         gl.warp_specialize(
             [
-                (consume, (0, out, lse, q_blocks, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, SKIP)),
-                (consume, (1, out, lse, q_blocks, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, SKIP)),
+                (consume, (0, out, lse, q_blocks, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY)),
+                (consume, (1, out, lse, q_blocks, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY)),
                 (produce, (maps, q_order, q_blocks, counter, tiles_s, plan_s, full, empty, bars, sizes, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES)),
             ],
             [4, 1],
@@ -408,9 +403,9 @@ def forward_hopper(
     else:
         gl.warp_specialize(
             [
-                (consume, (0, out, lse, q_blocks, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, SKIP)),
-                (consume, (1, out, lse, q_blocks, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, SKIP)),
-                (consume, (2, out, lse, q_blocks, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, SKIP)),
+                (consume, (0, out, lse, q_blocks, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY)),
+                (consume, (1, out, lse, q_blocks, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY)),
+                (consume, (2, out, lse, q_blocks, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY)),
                 (produce, (maps, q_order, q_blocks, counter, tiles_s, plan_s, full, empty, bars, sizes, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES)),
             ],
             [4, 4, 1],

@@ -10,7 +10,6 @@ Queries, keys and dK are cut into chunks of QK_CHUNK columns.
 
 from hopper import LOG2E, accumulator, position_row, select_bits, split, warp_arrive
 from hopper_chunks import add_products, finished, half_of_keys, scores, zeros
-from hopper_forward import turn_pass, turn_wait
 from hopper_rows import ROWS, mask_bits, produce, row_range, rows_of_half
 from hopper_softmax import half_name, unpack
 from triton.experimental import gluon
@@ -115,20 +114,17 @@ def clear_bits(x, bits):
 
 
 @gluon.jit
-def begin_scores(W: gl.constexpr, stage, phase, k, q_s, q_full, CHUNKS: gl.constexpr, TURNS: gl.constexpr):  # fmt: skip
-    """Those of the block in `stage`; then it is the other warp group's turn."""
+def begin_scores(stage, phase, k, q_s, q_full, CHUNKS: gl.constexpr):
+    """Those of the block in `stage`."""
     mbarrier.wait(q_full.index(stage), phase)
     zero = gl.zeros([64, ROWS], gl.float32, accumulator(ROWS))
-    token = scores(k, q_s, stage, zero, CHUNKS)
-    if TURNS:
-        turn_pass(W, 2)
-    return token
+    return scores(k, q_s, stage, zero, CHUNKS)
 
 
 @gluon.jit
 def add_block(
-    W: gl.constexpr, sums, s, row, masked, stage, phase, kv, keys, mask, tiles_s, lines_s, bars, numbers,
-    V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, CHUNKS: gl.constexpr, TURNS: gl.constexpr,
+    sums, s, row, masked, stage, phase, kv, keys, mask, tiles_s, lines_s, bars, numbers,
+    V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, CHUNKS: gl.constexpr,
 ):  # fmt: skip
     """dk and dv with what the scores `s` of a block of rows add to them, and the scores of the next. No product is under way where
     it branches."""
@@ -158,13 +154,11 @@ def add_block(
     dv_sum = warpgroup_mma_wait(0, deps=(dv_token,))
     if masked:  # P is 0 there, dP may be anything
         ds = clear_bits(ds, bits)
-    if TURNS:
-        turn_wait(W)
     ds_half = unpack(ds, ROWS, ds_layout, dtype)
     dk_tokens = add_products(ds_half, q_s, stage, dk_sum, CHUNKS)
     # the next scores begin under the last chunk: under more of them there are no registers
     dk_sum = finished(dk_tokens[: CHUNKS - 1], 1, CHUNKS - 1)
-    s_token = begin_scores(W, stage ^ 1, phase ^ stage, k, q_s, q_full, CHUNKS, TURNS)
+    s_token = begin_scores(stage ^ 1, phase ^ stage, k, q_s, q_full, CHUNKS)
     dk_sum = dk_sum + finished(dk_tokens[CHUNKS - 1 :], CHUNKS, 1)
     warp_arrive(do_empty.index(stage))
     warp_arrive(q_empty.index(stage))
@@ -173,24 +167,20 @@ def add_block(
 
 
 @gluon.jit
-def pass_by(
-    W: gl.constexpr, stage, phase, kv, tiles_s, bars, CHUNKS: gl.constexpr, TURNS: gl.constexpr
-):
+def pass_by(stage, phase, kv, tiles_s, bars, CHUNKS: gl.constexpr):
     """A block of rows without a pair of this warp group's keys; the scores of the next."""
     _, q_full, q_empty, do_full, do_empty = bars
     mbarrier.wait(do_full.index(stage), phase)
     warp_arrive(do_empty.index(stage))
     warp_arrive(q_empty.index(stage))
-    if TURNS:
-        turn_wait(W)
-    token = begin_scores(W, stage ^ 1, phase ^ stage, kv[0], tiles_s[0], q_full, CHUNKS, TURNS)
+    token = begin_scores(stage ^ 1, phase ^ stage, kv[0], tiles_s[0], q_full, CHUNKS)
     return warpgroup_mma_wait(0, deps=(token,))
 
 
 @gluon.jit
 def consume(
     W: gl.constexpr, grads, mask, own_blocks, tiles_s, lines_s, bars, place, range_, numbers,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, TURNS: gl.constexpr, SKIP: gl.constexpr,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
 ):  # fmt: skip
     dk, dv = grads
     q_s, k_s, v_s, _ = tiles_s
@@ -211,8 +201,6 @@ def consume(
     v = v_s.index(W)
     if steps > 0:
         own_start, own_end = rows_of_half(own_blocks, first_key // 64 + W, kv_len)
-        if TURNS and W == 1:
-            turn_pass(1, 2)
         mbarrier.wait(q_full.index(0), 0)
         s = warpgroup_mma_wait(0, deps=(scores(k, q_s, 0, zero, CHUNKS),))
         stage = 0
@@ -221,19 +209,14 @@ def consume(
         for i in range(0, steps * group):  # masked blocks of every head, then the core's
             masked = i < edges * group
             row = start + gl.where(n < core_begin, n, n + core_end - core_begin) * ROWS
-            if SKIP:
-                if (i >= edges * group) | ((row < own_end) & (row + ROWS > own_start)):
-                    dk_sum, dv_sum, s = add_block(W, (dk_sum, dv_sum), s, row, masked, stage, phase, (k, v), keys, mask, tiles_s, lines_s, bars, numbers, V_DIM, QK_CHUNK, CHUNKS, TURNS)  # fmt: skip
-                else:
-                    s = pass_by(W, stage, phase, (k, v), tiles_s, bars, CHUNKS, TURNS)
+            if (i >= edges * group) | ((row < own_end) & (row + ROWS > own_start)):
+                dk_sum, dv_sum, s = add_block((dk_sum, dv_sum), s, row, masked, stage, phase, (k, v), keys, mask, tiles_s, lines_s, bars, numbers, V_DIM, QK_CHUNK, CHUNKS)  # fmt: skip
             else:
-                dk_sum, dv_sum, s = add_block(W, (dk_sum, dv_sum), s, row, masked, stage, phase, (k, v), keys, mask, tiles_s, lines_s, bars, numbers, V_DIM, QK_CHUNK, CHUNKS, TURNS)  # fmt: skip
+                s = pass_by(stage, phase, (k, v), tiles_s, bars, CHUNKS)
             phase = phase ^ stage
             stage = stage ^ 1
             n += 1
             n = gl.where(n == edges, 0, n)
-        if TURNS and W == 0:
-            turn_wait(0)
     gl.barrier()  # dK and dV take the place of this warp group's keys and values
     for c in gl.static_range(CHUNKS):
         k[c].store((dk_sum[c] * scale).to(dtype))
@@ -255,7 +238,7 @@ def backward_dkdv_hopper(
     q_blocks, kv_blocks, kv_order,
     scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
-    TURNS: gl.constexpr, SKIP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """As hopper_backward.backward_dkdv_hopper."""
     dtype: gl.constexpr = query.dtype
@@ -318,8 +301,8 @@ def backward_dkdv_hopper(
     numbers = (element_test, q_len, kv_len, scale)
     gl.warp_specialize(
         [
-            (consume, (0, grads, mask, own_blocks, tiles_s, lines_s, bars, place, range_, numbers, QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP)),
-            (consume, (1, grads, mask, own_blocks, tiles_s, lines_s, bars, place, range_, numbers, QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP)),
+            (consume, (0, grads, mask, own_blocks, tiles_s, lines_s, bars, place, range_, numbers, QK_DIM, V_DIM, QK_CHUNK)),
+            (consume, (1, grads, mask, own_blocks, tiles_s, lines_s, bars, place, range_, numbers, QK_DIM, V_DIM, QK_CHUNK)),
             (produce, (maps, lines, tiles_s, lines_s, bars, place, range_, QK_DIM, V_DIM, QK_CHUNK, 2)),
         ],
         [4, 1],

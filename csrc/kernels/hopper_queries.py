@@ -109,7 +109,7 @@ def produce(
 def consume(
     W: gl.constexpr, dq, stats, q_blocks, mask, tiles_s, plan_s, full, empty, plan_bars, numbers,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    TURNS: gl.constexpr, SKIP: gl.constexpr, DO_REGISTERS: gl.constexpr,
+    DO_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     lse2, delta = stats
     q_s, do_s, k_s, v_s = tiles_s
@@ -130,7 +130,7 @@ def consume(
     slot = 0
     slot_phase = 0
     q_phase = 0
-    if TURNS and W == 1:
+    if W == 1:
         turn_pass(1, 2)
     mbarrier.wait(plan_full.index(0), 0)
     row, head, b, start, steps, edges, core_begin, core_end, tested = hear(plan_s.index(0))
@@ -154,11 +154,8 @@ def consume(
             do = do_s.index(W).load(gl.DotOperandLayout(0, s_layout, 2))
         else:
             do = do_s.index(W)
-        first = 0
-        last = edges
-        if SKIP:
-            first, last = own_steps(q_blocks, mask_b, row // 64 + W, q_len, start, steps, edges, BLOCK_N)  # fmt: skip
-            stage, phase = pass_by(first, W, full, empty, stage, phase, STAGES, 2, TURNS)
+        first, last = own_steps(q_blocks, mask_b, row // 64 + W, q_len, start, steps, edges, BLOCK_N)  # fmt: skip
+        stage, phase = pass_by(first, W, full, empty, stage, phase, STAGES, 2)
         end = gl.where(edges == steps, last, steps)
         mbarrier.wait(k_full.index(stage), phase)
         s = scores(q, k_s, stage, zero, CHUNKS)
@@ -180,8 +177,7 @@ def consume(
                 if part == 0:  # P is 0 where masked, dP may be anything there
                     ds = gl.where(p == 0.0, 0.0, ds)
                 ds_half = gl.convert_layout(ds.to(dtype), ds_layout)
-                if TURNS:
-                    turn_wait(W)
+                turn_wait(W)
                 dq_tokens = add_products(ds_half, k_s, stage, dq_sum, CHUNKS)
                 old = stage
                 stage, phase = after(stage, phase, STAGES)
@@ -190,15 +186,13 @@ def consume(
                     mbarrier.wait(k_full.index(stage), phase)
                 # after the last step the scores of this one, again: they are dropped
                 s_token = scores(q, k_s, gl.where(more, stage, old), zero, CHUNKS)
-                if TURNS:
-                    turn_pass(W, 2)
+                turn_pass(W, 2)
                 dq_sum = finished(dq_tokens, CHUNKS, CHUNKS)
                 if more:
                     warp_arrive(k_empty.index(old))
                 s = warpgroup_mma_wait(0, deps=(s_token,))
         warp_arrive(k_empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)))
-        if SKIP:
-            stage, phase = pass_by(steps - end, W, full, empty, stage, phase, STAGES, 2, TURNS)
+        stage, phase = pass_by(steps - end, W, full, empty, stage, phase, STAGES, 2)
         lo = gl.load(q_lo + mask_row + rows, mask=there, other=0)
         hi = gl.load(q_hi + mask_row + rows, mask=there, other=0)
         # of a NaN, too: it must reach the result
@@ -221,7 +215,7 @@ def consume(
         q_phase = q_phase ^ 1
         mbarrier.wait(plan_full.index(slot), slot_phase)
         row, head, b, start, steps, edges, core_begin, core_end, tested = hear(plan_s.index(slot))
-    if TURNS and W == 0:
+    if W == 0:
         turn_wait(0)
 
 
@@ -230,7 +224,7 @@ def backward_dq_hopper(
     query, key, value, dout, dq, lse2, delta, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
     scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    TURNS: gl.constexpr, SKIP: gl.constexpr, DO_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    DO_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """query, key, value, dout, dq are tensor maps (batch, length, heads * dim) with boxes of 64 or BLOCK_N rows of one
     head; lse2 and delta as backward_prepare leaves them; counter holds 0 and lives as long as the launch."""
@@ -277,8 +271,8 @@ def backward_dq_hopper(
     numbers = (element_test, mask_batch, q_len, kv_len, heads, scale)
     gl.warp_specialize(
         [
-            (consume, (0, dq, stats, q_blocks, mask, tiles_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES, TURNS, SKIP, DO_REGISTERS)),
-            (consume, (1, dq, stats, q_blocks, mask, tiles_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES, TURNS, SKIP, DO_REGISTERS)),
+            (consume, (0, dq, stats, q_blocks, mask, tiles_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES, DO_REGISTERS)),
+            (consume, (1, dq, stats, q_blocks, mask, tiles_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES, DO_REGISTERS)),
             (produce, (maps, q_order, q_blocks, counter, tiles_s, plan_s, full, empty, bars, sizes, QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES)),
         ],
         [4, 1],

@@ -1,4 +1,4 @@
-"""Backward attention on Hopper for head dims above 128, whose dK and dV do not fit one warp group's registers:
+"""Backward attention on Hopper for head dim 256, whose dK and dV do not fit one warp group's registers:
 the same gradients, arguments and workspace as hopper_backward.py.
 
 A program is 64 keys of one key/value head, and its two warp groups divide the work by kind: the first
@@ -39,29 +39,15 @@ def scores(k_s, q_s, stage, zero, CHUNKS: gl.constexpr):
 
 
 @gluon.jit
-def add_half(ds, k_s, cells, W: gl.constexpr, CHUNKS: gl.constexpr):
-    """This warp group's half of dQ of a block, ds^T k: two chunks of four, or one of three and half of
-    the last."""
+def add_half(ds, k_s, cells, W: gl.constexpr):
+    """This warp group's half of dQ of a block, ds^T k: two chunks of four, one after the other: there are no
+    registers for both."""
     ds_t = ds.permute((1, 0))
-    LAST: gl.constexpr = 64 if CHUNKS == 4 else 32
-    FIRST_CHUNK: gl.constexpr = 2 * W if CHUNKS == 4 else W
     zero = gl.zeros([64, 64], gl.float32, accumulator(64))
-    dq = warpgroup_mma(ds_t, k_s.index(FIRST_CHUNK), zero, use_acc=False, is_async=True)
-    dq = warpgroup_mma_wait(0, deps=(dq,))
-    if CHUNKS == 4:
-        last = k_s.index(FIRST_CHUNK + 1)
-    else:
-        last = k_s.index(2).slice(W * 32, 32, dim=1)
-    zero_last = gl.zeros([64, LAST], gl.float32, accumulator(LAST))
-    if CHUNKS == 4:  # no registers for both
-        add_direct(dq, cells + FIRST_CHUNK * 4096, 4096)
-    rest = warpgroup_mma(ds_t, last, zero_last, use_acc=False, is_async=True)
-    if CHUNKS == 3:
-        add_direct(dq, cells + FIRST_CHUNK * 4096, 4096)
-    rest = warpgroup_mma_wait(0, deps=(rest,))
-    add_direct(
-        rest, cells + (FIRST_CHUNK * 4096 + 4096 if CHUNKS == 4 else 8192 + W * 2048), 64 * LAST
-    )
+    for c in gl.static_range(2 * W, 2 * W + 2):
+        dq = warpgroup_mma(ds_t, k_s.index(c), zero, use_acc=False, is_async=True)
+        dq = warpgroup_mma_wait(0, deps=(dq,))
+        add_direct(dq, cells + c * 4096, 4096)
 
 
 @gluon.jit
@@ -124,19 +110,14 @@ def consume_scores(
                 dv_token = warpgroup_mma(p_half, do_s.index(stage), dv_sum, is_async=True)
                 mbarrier.wait(ds_full.index(other), phase)
                 phase = phase ^ stage
-                if CHUNKS == 4:  # no registers for the next scores beside a part of dQ
-                    dv_sum = warpgroup_mma_wait(0, deps=(dv_token,))
-                else:
-                    mbarrier.wait(q_full.index(other), phase)
-                    s_token = scores(k_s, q_s, other, zero, CHUNKS)
-                    dv_sum = warpgroup_mma_wait(CHUNKS, deps=(dv_token,))
+                # no registers for the next scores beside a part of dQ
+                dv_sum = warpgroup_mma_wait(0, deps=(dv_token,))
                 warp_arrive(do_empty.index(stage))
                 cells = dq_sum + before.to(gl.int64) * (64 * QK_DIM)
-                add_half(ds_s.index(other), k_s, cells, 0, CHUNKS)
+                add_half(ds_s.index(other), k_s, cells, 0)
                 warp_arrive(ds_empty.index(other))
-                if CHUNKS == 4:
-                    mbarrier.wait(q_full.index(other), phase)
-                    s_token = scores(k_s, q_s, other, zero, CHUNKS)
+                mbarrier.wait(q_full.index(other), phase)
+                s_token = scores(k_s, q_s, other, zero, CHUNKS)
                 s = warpgroup_mma_wait(0, deps=(s_token,))
                 stage = other
                 before = first_block + g * row_blocks + at
@@ -146,7 +127,7 @@ def consume_scores(
                 g = gl.where(wrap, g + 1, g)
         mbarrier.wait(ds_full.index(stage ^ 1), phase)
         cells = dq_sum + before.to(gl.int64) * (64 * QK_DIM)
-        add_half(ds_s.index(stage ^ 1), k_s, cells, 0, CHUNKS)
+        add_half(ds_s.index(stage ^ 1), k_s, cells, 0)
     # neither reads keys or values any more
     gl.inline_asm("bar.sync 10, 256;", "~{memory}", ())
     v = v_s.index(0)
@@ -183,8 +164,7 @@ def consume_gradients(
     dk_0 = zero
     dk_1 = zero
     dk_2 = zero
-    if CHUNKS == 4:
-        dk_3 = zero
+    dk_3 = zero
     mbarrier.wait(kv_full.index(0), 0)
     v = v_s.index(0)
     if steps > 0:
@@ -231,26 +211,19 @@ def consume_gradients(
                 token_0 = warpgroup_mma(ds_half, q_s.index(at_q), dk_0, is_async=True)
                 token_1 = warpgroup_mma(ds_half, q_s.index(at_q + 1), dk_1, is_async=True)
                 token_2 = warpgroup_mma(ds_half, q_s.index(at_q + 2), dk_2, is_async=True)
-                if CHUNKS == 4:
-                    token_3 = warpgroup_mma(ds_half, q_s.index(at_q + 3), dk_3, is_async=True)
+                token_3 = warpgroup_mma(ds_half, q_s.index(at_q + 3), dk_3, is_async=True)
                 phase = phase ^ stage
-                if CHUNKS == 4:  # no registers for the next scores beside a part of dQ
-                    dk_0, dk_1, dk_2, dk_3 = warpgroup_mma_wait(
-                        0, deps=(token_0, token_1, token_2, token_3)
-                    )
-                else:
-                    mbarrier.wait(do_full.index(other), phase)
-                    do_t = do_s.index(other).permute((1, 0))
-                    dp_token = warpgroup_mma(v, do_t, zero, use_acc=False, is_async=True)
-                    dk_0, dk_1, dk_2 = warpgroup_mma_wait(1, deps=(token_0, token_1, token_2))
+                # no registers for the next scores beside a part of dQ
+                dk_0, dk_1, dk_2, dk_3 = warpgroup_mma_wait(
+                    0, deps=(token_0, token_1, token_2, token_3)
+                )
                 warp_arrive(q_empty.index(stage))
                 block = first_block + g * row_blocks + at
                 cells = dq_sum + block.to(gl.int64) * (64 * QK_DIM)
-                add_half(ds_s.index(stage), k_s, cells, 1, CHUNKS)
-                if CHUNKS == 4:
-                    mbarrier.wait(do_full.index(other), phase)
-                    do_t = do_s.index(other).permute((1, 0))
-                    dp_token = warpgroup_mma(v, do_t, zero, use_acc=False, is_async=True)
+                add_half(ds_s.index(stage), k_s, cells, 1)
+                mbarrier.wait(do_full.index(other), phase)
+                do_t = do_s.index(other).permute((1, 0))
+                dp_token = warpgroup_mma(v, do_t, zero, use_acc=False, is_async=True)
                 dp = warpgroup_mma_wait(0, deps=(dp_token,))
                 stage = other
                 n += 1
@@ -261,8 +234,7 @@ def consume_gradients(
     k_s.index(0).store((dk_0 * scale).to(dtype))
     k_s.index(1).store((dk_1 * scale).to(dtype))
     k_s.index(2).store((dk_2 * scale).to(dtype))
-    if CHUNKS == 4:
-        k_s.index(3).store((dk_3 * scale).to(dtype))
+    k_s.index(3).store((dk_3 * scale).to(dtype))
     fence_async_shared()
     gl.barrier()
     for c in gl.static_range(CHUNKS):
