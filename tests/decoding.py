@@ -144,20 +144,29 @@ def exact(case: Case, x: Tensors, scale: float) -> Results:
     return Results(*(np.asarray(r) for r in _dense(np, case, x.sinks, q, x.key, x.value, scale)))
 
 
-def plain(case: Case, x: Tensors, scale: float) -> Results:
-    """What anybody would write in jax.numpy, in the operands' dtype."""
+def plain(case: Case, x: Tensors, scale: float, tf32: bool = False) -> Results:
+    """What anybody would write in jax.numpy, in the operands' dtype.
+
+    tf32: products of operands rounded to 11 bits. XLA takes those of one row in float32, whatever is asked for.
+    """
     q = np.where(np.abs(np.asarray(x.query, np.float64)) > 0.9 * GARBAGE, 0, x.query)
     arrays = (jnp.asarray(y, x.query.dtype) for y in (q, x.key, x.value))
-    return Results(*_plain(case, x.sinks, *arrays, scale))
+    return Results(*_plain(case, x.sinks, *arrays, scale, tf32))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 5))
-def _plain(case, sinks, q, key, value, scale):
-    return _dense(jnp, case, sinks, q, key, value, scale)
+@functools.partial(jax.jit, static_argnums=(0, 5, 6))
+def _plain(case, sinks, q, key, value, scale, tf32):
+    return _dense(jnp, case, sinks, q, key, value, scale, _to_tf32 if tf32 else lambda x: x)
 
 
-def _dense(np_, case, sinks, q, key, value, scale):
+def _to_tf32(x):
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    return jax.lax.bitcast_convert_type((bits + 0x1000) & ~0x1FFF, jnp.float32)
+
+
+def _dense(np_, case, sinks, q, key, value, scale, operand=lambda x: x):
     group = case.heads // case.kv_heads
+    q, key, value = map(operand, (q, key, value))
     key, value = np_.repeat(key, group, 2), np_.repeat(value, group, 2)
     allowed = case.allowed()[:, None]
     s = np_.einsum("bihd,bjhd->bhij", q, key) * np_.asarray(scale, q.dtype)
@@ -170,7 +179,7 @@ def _dense(np_, case, sinks, q, key, value, scale):
     p = np_.where(allowed, np_.exp(np_.where(allowed, s, low) - top[..., None]), 0)
     total = p.sum(-1) + (0 if sinks is None else np_.exp(z - top))
     total = np_.where(some, total, 1)
-    out = np_.einsum("bhij,bjhd->bihd", p / total[..., None], value)
+    out = np_.einsum("bhij,bjhd->bihd", operand(p / total[..., None]), value)
     return out, np_.where(some, top + np_.log(total), -np_.inf)
 
 

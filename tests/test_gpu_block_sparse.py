@@ -31,7 +31,8 @@ def test_cases(name, dtype, dims, options):
     for option, made in (("sinks", sinks_of), ("slopes", slopes_of)):
         if options.pop(option, False):
             options[option] = made(case.heads)
-    check(case, dtype, dims, **options)
+    with jax.default_matmul_precision("highest"):
+        check(case, dtype, dims, **options)
 
 
 @pytest.mark.parametrize("size,share", [((128, 128), 0.4), ((1, 512), 0.3), ((64, 16), 0.1)])

@@ -222,7 +222,7 @@ def recompiled(monkeypatch, tmp_path, request):  # type: ignore[no-untyped-def]
     "file,kernels",
     [
         ("hopper", ["forward_hopper", "backward_hopper", *APART]),  # also by way of hopper_softmax
-        ("hopper_forward", ["forward_hopper", "backward_dq_hopper", "hopper_keys"]),  # turns
+        ("hopper_forward", ["forward_hopper", "backward_dq_hopper"]),  # turns
         ("hopper_softmax", ["forward_hopper", "backward_dq_hopper", "hopper_keys"]),
         ("hopper_chunks", ["backward_dq_hopper", "hopper_keys"]),
         ("hopper_rows", ["backward_hopper", "backward_dkdv_hopper"]),
