@@ -1,6 +1,10 @@
 """Run sanitize.py under a tool of compute-sanitizer and count what it found, by kernel:
 
-    python tests/hazards.py memcheck|racecheck|synccheck [options of compute-sanitizer ...]
+    python tests/hazards.py memcheck|racecheck|synccheck [options of compute-sanitizer ...] [-- program ...]
+
+A program after -- takes the place of sanitize.py. The kernels alone, without what XLA compiles, in a fraction of the time:
+
+    python tests/hazards.py racecheck --kernel-name kernel_substring=hopper -- benchmarks/tune.py check FOLDER
 
 The tool's whole output goes to $OUT/TOOL.txt; here come the results, a count by kernel, and the first reports of each. Counts
 leave nothing out, kernels that are not packax's included. Exit status 1: a report, a wrong result, or no closing line of the tool.
@@ -96,8 +100,11 @@ def main() -> int:
     if len(sys.argv) < 2 or sys.argv[1] not in TOOLS:
         raise SystemExit(f"{__doc__}\nthe tool is one of {', '.join(TOOLS)}")
     tool, *options = sys.argv[1:]
-    script = [sys.executable, str(Path(__file__).parent / "sanitize.py")]
-    script += ["--small"] if tool in SLOW else []
+    script = [str(Path(__file__).parent / "sanitize.py"), *(["--small"] if tool in SLOW else [])]
+    if "--" in options:
+        at = options.index("--")
+        options, script = options[:at], options[at + 1 :]
+    script = [sys.executable, *script]
     sanitizer = os.environ.get("COMPUTE_SANITIZER", "compute-sanitizer")
     command = [sanitizer, "--tool", tool, *TOOLS[tool], *options, *script]
     log = Path(os.environ.get("OUT", ".")) / f"{tool}.txt"

@@ -44,15 +44,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 @gluon.constexpr_function
 def tell_asm(outputs, inputs):
-    """Every lane writes the same numbers to shared memory. Operands: address, numbers."""
+    """The first lane, which is also the one to arrive at the barrier, writes numbers to shared memory. Operands: address, numbers."""
     address, *numbers = inputs
-    return " ".join(f"st.shared.s32 [{address[0]}+{4 * k}], {x[0]};" for k, x in enumerate(numbers))
+    t = ["{ .reg .pred p; .reg .u32 t; mov.u32 t, %laneid; setp.eq.u32 p, t, 0;"]
+    t += [f"@p st.shared.s32 [{address[0]}+{4 * k}], {x[0]};" for k, x in enumerate(numbers)]
+    return " ".join(t) + " }"
 
 
 @gluon.constexpr_function
 def hear_asm(outputs, inputs):
+    """All lanes read; then the first may arrive at the barrier for them."""
     ((address,),) = inputs
-    return " ".join(f"ld.shared.s32 {x[0]}, [{address}+{4 * k}];" for k, x in enumerate(outputs))
+    t = [f"ld.shared.s32 {x[0]}, [{address}+{4 * k}];" for k, x in enumerate(outputs)]
+    return " ".join(t) + " bar.warp.sync -1;"
 
 
 @gluon.jit
