@@ -136,6 +136,19 @@ def rows_of_half(own_blocks, t, kv_len):
 
 
 @gluon.jit
+def tests_of_tile(flags, element_test, start, steps, row_blocks):
+    """element_test, or 0 for a tile of keys that meets no tested block of rows: its steps need not wait for a flag."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    first = start // ROWS
+    found = gl.zeros([128], gl.int32, layout)
+    if element_test > 0:
+        for t in range(first, first + steps, 128):
+            at = t + gl.arange(0, 128, layout)
+            found |= gl.load(flags + 4 * row_blocks + at, mask=at < first + steps, other=0)
+    return gl.where(gl.max(found & 1, axis=0) != 0, element_test, 0)
+
+
+@gluon.jit
 def mask_bits(keys, row, lo_s, hi_s, mask, numbers):
     """Bits of hopper.range_bits_asm for a block of rows along the columns."""
     q_ids, kv_ids, q_pos, kv_pos, q_blocks = mask
