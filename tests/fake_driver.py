@@ -18,6 +18,8 @@ WRITES = {  # kernel -> results that it fills with ones
     "backward_dq": ("dq",),
     "backward_hopper": ("dk", "dv"),
     "backward_finish": ("dq",),
+    "backward_dkdv_hopper": ("dk", "dv"),
+    "backward_dq_hopper": ("dq",),
 }
 
 

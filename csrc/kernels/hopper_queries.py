@@ -5,7 +5,9 @@ A program takes tiles of 128 rows of one head until none is left, as forward_hop
 groups of 64 rows, and a producer warp that draws the next tile and streams its queries and cotangents,
 then keys and values. A step is three products: S = Q K^T and dP = dO V^T, then dQ += dS K with dS from
 registers. The scores of the next step run under the third product. Queries, keys and dQ are cut into
-chunks of QK_CHUNK columns, as in hopper_forward.py.
+chunks of QK_CHUNK columns, as in hopper_forward.py. At head dim 256, a trial whose row is in
+benchmarks/candidates.py and not in the table, tiles of 64 keys leave room for one tile of values
+beside two of keys.
 """
 
 from hopper import (
@@ -17,10 +19,11 @@ from hopper import (
     place_of_tile,
     position_row,
     split,
+    stay,
     warp_arrive,
 )
 from hopper_chunks import add_products, finished, left_chunks, scores, zeros
-from hopper_forward import after, hear, masked, pass_by, tell_asm, turn_pass, turn_wait
+from hopper_forward import after, hear, masked, tell_asm, turn_pass, turn_wait
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -30,6 +33,41 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+
+
+@gluon.constexpr_function
+def value_stages(v_dim, block_n, stages):
+    """Places for tiles of values: as many as for keys where there is room."""
+    v_dim, block_n, stages = (int(getattr(x, "value", x)) for x in (v_dim, block_n, stages))
+    return 1 if v_dim == 256 and block_n == 64 else stages
+
+
+@gluon.jit
+def place_of_values(stage, phase, V_STAGES: gl.constexpr, STAGES: gl.constexpr):
+    """The place in the ring of values, and its parity, where that of keys is at `stage` and `phase`."""
+    gl.static_assert(V_STAGES == STAGES or (V_STAGES == 1 and STAGES == 2))
+    if V_STAGES == STAGES:
+        place = stage, phase
+    else:  # one place, whose parity changes with every tile
+        place = stay(stage * 0), stage
+    return place
+
+
+@gluon.jit
+def pass_by(count, W: gl.constexpr, full, empty, stage, phase, V_STAGES: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """Steps in which this warp group has nothing to do but to take its turn."""
+    _, k_full, v_full = full
+    _, k_empty, v_empty = empty
+    for _i in range(0, count):
+        mbarrier.wait(k_full.index(stage), phase)
+        turn_wait(W)
+        turn_pass(W, 2)
+        warp_arrive(k_empty.index(stage))
+        v_stage, v_phase = place_of_values(stage, phase, V_STAGES, STAGES)
+        mbarrier.wait(v_full.index(v_stage), v_phase)
+        warp_arrive(v_empty.index(v_stage))
+        stage, phase = after(stage, phase, STAGES)
+    return stage, phase
 
 
 @gluon.jit
@@ -45,6 +83,7 @@ def produce(
     batch, mask_batch, q_len, heads, kv_heads, programs = sizes
     dtype: gl.constexpr = query.dtype
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
+    V_STAGES: gl.constexpr = value_stages(V_DIM, BLOCK_N, STAGES)
     group = heads // kv_heads
     tiles = (q_len + 127) // 128
     total = tiles * batch * heads
@@ -87,10 +126,11 @@ def produce(
                 k_tile = k_tile.reinterpret(dtype, [1, BLOCK_N, QK_CHUNK], key.layout)
                 at_k = [b, at, kv_head * QK_DIM + c * QK_CHUNK]
                 tma.async_load(key, at_k, k_full.index(stage), k_tile)
-            mbarrier.wait(v_empty.index(stage), phase ^ 1)
-            mbarrier.expect(v_full.index(stage), BLOCK_N * V_DIM * 2)
-            v_tile = v_s.index(stage).reinterpret(dtype, [1, BLOCK_N, V_DIM], value.layout)
-            tma.async_load(value, [b, at, kv_head * V_DIM], v_full.index(stage), v_tile)
+            v_stage, v_phase = place_of_values(stage, phase, V_STAGES, STAGES)
+            mbarrier.wait(v_empty.index(v_stage), v_phase ^ 1)
+            mbarrier.expect(v_full.index(v_stage), BLOCK_N * V_DIM * 2)
+            v_tile = v_s.index(v_stage).reinterpret(dtype, [1, BLOCK_N, V_DIM], value.layout)
+            tma.async_load(value, [b, at, kv_head * V_DIM], v_full.index(v_stage), v_tile)
             stage, phase = after(stage, phase, STAGES)
         tile = gl.atomic_add(counter, 1, sem="relaxed") + programs
         slot, slot_phase = after(slot, slot_phase, 2)
@@ -122,6 +162,7 @@ def consume(
     dtype: gl.constexpr = dq.dtype
     s_layout: gl.constexpr = accumulator(BLOCK_N)
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
+    V_STAGES: gl.constexpr = value_stages(V_DIM, BLOCK_N, STAGES)
     q_layout: gl.constexpr = accumulator(QK_CHUNK)
     ds_layout: gl.constexpr = gl.DotOperandLayout(0, q_layout, 2)
     zero = gl.zeros([64, BLOCK_N], gl.float32, s_layout)
@@ -155,7 +196,7 @@ def consume(
         else:
             do = do_s.index(W)
         first, last = own_steps(q_blocks, mask_b, row // 64 + W, q_len, start, steps, edges, BLOCK_N)  # fmt: skip
-        stage, phase = pass_by(first, W, full, empty, stage, phase, STAGES, 2)
+        stage, phase = pass_by(first, W, full, empty, stage, phase, V_STAGES, STAGES)
         end = gl.where(edges == steps, last, steps)
         mbarrier.wait(k_full.index(stage), phase)
         s = scores(q, k_s, stage, zero, CHUNKS)
@@ -164,15 +205,23 @@ def consume(
             begin = first if part == 0 else gl.maximum(first, edges)
             stop = last if part == 0 else steps
             for i in range(begin, stop):
-                mbarrier.wait(v_full.index(stage), phase)
-                v_t = v_s.index(stage).permute((1, 0))
-                dp_token = warpgroup_mma(do, v_t, zero, use_acc=False, is_async=True)
+                v_stage, v_phase = place_of_values(stage, phase, V_STAGES, STAGES)
+                mbarrier.wait(v_full.index(v_stage), v_phase)
+                if V_DIM == 256:  # descriptors of tiles, hoisted out of the loop, would be spilled
+                    own = stay(stage * 0 + W)
+                    q_left = left_chunks(q_s, own, CHUNKS)
+                    do_left = do_s.index(own)
+                else:
+                    q_left = q
+                    do_left = do
+                v_t = v_s.index(v_stage).permute((1, 0))
+                dp_token = warpgroup_mma(do_left, v_t, zero, use_acc=False, is_async=True)
                 if part == 0:
                     at = start + nth_step(i, steps, edges, core_begin, core_end) * BLOCK_N
                     s = masked(s, rows, at, mask_here, tested, element_test, q_len, kv_len, BLOCK_N)
                 p = gl.exp2(s * scale2 - gl.expand_dims(lse, 1))
                 dp = warpgroup_mma_wait(0, deps=(dp_token,))
-                warp_arrive(v_empty.index(stage))
+                warp_arrive(v_empty.index(v_stage))
                 ds = p * (dp - gl.expand_dims(dl, 1))
                 if part == 0:  # P is 0 where masked, dP may be anything there
                     ds = gl.where(p == 0.0, 0.0, ds)
@@ -185,14 +234,14 @@ def consume(
                 if more:
                     mbarrier.wait(k_full.index(stage), phase)
                 # after the last step the scores of this one, again: they are dropped
-                s_token = scores(q, k_s, gl.where(more, stage, old), zero, CHUNKS)
+                s_token = scores(q_left, k_s, gl.where(more, stage, old), zero, CHUNKS)
                 turn_pass(W, 2)
                 dq_sum = finished(dq_tokens, CHUNKS, CHUNKS)
                 if more:
                     warp_arrive(k_empty.index(old))
                 s = warpgroup_mma_wait(0, deps=(s_token,))
         warp_arrive(k_empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)))
-        stage, phase = pass_by(steps - end, W, full, empty, stage, phase, STAGES, 2)
+        stage, phase = pass_by(steps - end, W, full, empty, stage, phase, V_STAGES, STAGES)
         lo = gl.load(q_lo + mask_row + rows, mask=there, other=0)
         hi = gl.load(q_hi + mask_row + rows, mask=there, other=0)
         # of a NaN, too: it must reach the result
@@ -233,28 +282,31 @@ def backward_dq_hopper(
     line: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
+    V_STAGES: gl.constexpr = value_stages(V_DIM, BLOCK_N, STAGES)
     qk_tile: gl.constexpr = get_layout([64, QK_CHUNK], dtype)
     v_tile: gl.constexpr = get_layout([64, V_DIM], dtype)
     tiles_s = (
         gl.allocate_shared_memory(dtype, [2 * CHUNKS, 64, QK_CHUNK], qk_tile),
         gl.allocate_shared_memory(dtype, [2, 64, V_DIM], v_tile),
         gl.allocate_shared_memory(dtype, [STAGES * CHUNKS, BLOCK_N, QK_CHUNK], qk_tile),
-        gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, V_DIM], v_tile),
+        gl.allocate_shared_memory(dtype, [V_STAGES, BLOCK_N, V_DIM], v_tile),
     )
     plan_s = gl.allocate_shared_memory(gl.int32, [2, 16], line)
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
     q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], bar)
+    v_empty = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], bar)
     plan_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
     plan_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
     for j in gl.static_range(STAGES):
         mbarrier.init(k_full.index(j), 1)
-        mbarrier.init(v_full.index(j), 1)
+        if j < V_STAGES:
+            mbarrier.init(v_full.index(j), 1)
         mbarrier.init(k_empty.index(j), 8)
-        mbarrier.init(v_empty.index(j), 8)
+        if j < V_STAGES:
+            mbarrier.init(v_empty.index(j), 8)
     for j in gl.static_range(2):
         mbarrier.init(q_full.index(j), 1)
         mbarrier.init(q_empty.index(j), 4)

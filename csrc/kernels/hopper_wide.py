@@ -5,6 +5,10 @@ A program is 64 keys of one key/value head, and its two warp groups divide the w
 makes S, P and dV, the second dP, dS and dK, and each of them one half of dQ. P (rounded, as the product
 with dO takes it) and dS pass from one to the other through shared memory. While one is at its
 exponentials, the other's products run. Tiles of queries and keys are chunks of 64 columns.
+
+`backward_dkdv_hopper` is the same without dQ (DQ 0), for deterministic gradients: nothing passes but P, and
+the next scores begin under the product before. It is a trial, whose row is in benchmarks/candidates.py
+and not in the table.
 """
 
 from hopper import (
@@ -53,7 +57,7 @@ def add_half(ds, k_s, cells, W: gl.constexpr):
 @gluon.jit
 def consume_scores(
     grads, mask, tiles_s, lines_s, p_s, ds_s, bars, own_bars, place, range_, numbers,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, DQ: gl.constexpr,
 ):  # fmt: skip
     """S, P, dV and the first half of dQ (of the block before, so as not to wait for its dS)."""
     _dk, dv, dq_sum = grads
@@ -108,16 +112,20 @@ def consume_scores(
                 p_half = gl.convert_layout(p, p_layout)
                 mbarrier.wait(do_full.index(stage), phase)
                 dv_token = warpgroup_mma(p_half, do_s.index(stage), dv_sum, is_async=True)
-                mbarrier.wait(ds_full.index(other), phase)
+                if DQ:
+                    mbarrier.wait(ds_full.index(other), phase)
                 phase = phase ^ stage
-                # no registers for the next scores beside a part of dQ
-                dv_sum = warpgroup_mma_wait(0, deps=(dv_token,))
-                warp_arrive(do_empty.index(stage))
-                cells = dq_sum + before.to(gl.int64) * (64 * QK_DIM)
-                add_half(ds_s.index(other), k_s, cells, 0)
-                warp_arrive(ds_empty.index(other))
+                if DQ:  # no registers for the next scores beside a part of dQ
+                    dv_sum = warpgroup_mma_wait(0, deps=(dv_token,))
+                    warp_arrive(do_empty.index(stage))
+                    cells = dq_sum + before.to(gl.int64) * (64 * QK_DIM)
+                    add_half(ds_s.index(other), k_s, cells, 0)
+                    warp_arrive(ds_empty.index(other))
                 mbarrier.wait(q_full.index(other), phase)
                 s_token = scores(k_s, q_s, other, zero, CHUNKS)
+                if not DQ:
+                    dv_sum = warpgroup_mma_wait(CHUNKS, deps=(dv_token,))
+                    warp_arrive(do_empty.index(stage))
                 s = warpgroup_mma_wait(0, deps=(s_token,))
                 stage = other
                 before = first_block + g * row_blocks + at
@@ -125,9 +133,10 @@ def consume_scores(
                 wrap = n == count
                 n = gl.where(wrap, 0, n)
                 g = gl.where(wrap, g + 1, g)
-        mbarrier.wait(ds_full.index(stage ^ 1), phase)
-        cells = dq_sum + before.to(gl.int64) * (64 * QK_DIM)
-        add_half(ds_s.index(stage ^ 1), k_s, cells, 0)
+        if DQ:
+            mbarrier.wait(ds_full.index(stage ^ 1), phase)
+            cells = dq_sum + before.to(gl.int64) * (64 * QK_DIM)
+            add_half(ds_s.index(stage ^ 1), k_s, cells, 0)
     # neither reads keys or values any more
     gl.inline_asm("bar.sync 10, 256;", "~{memory}", ())
     v = v_s.index(0)
@@ -142,7 +151,7 @@ def consume_scores(
 @gluon.jit
 def consume_gradients(
     grads, mask, tiles_s, lines_s, p_s, ds_s, bars, own_bars, place, range_, numbers,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, DQ: gl.constexpr,
 ):  # fmt: skip
     """dP, dS, dK and the second half of dQ."""
     dk, _dv, dq_sum = grads
@@ -168,10 +177,10 @@ def consume_gradients(
     mbarrier.wait(kv_full.index(0), 0)
     v = v_s.index(0)
     if steps > 0:
-        # dS of "block -1": adds zero to dQ
-        ds_s.index(1).store(gl.zeros([64, 64], dtype, s_layout))
-        fence_async_shared()
-        mbarrier.arrive(ds_full.index(1))
+        if DQ:  # dS of "block -1": adds zero to dQ
+            ds_s.index(1).store(gl.zeros([64, 64], dtype, s_layout))
+            fence_async_shared()
+            mbarrier.arrive(ds_full.index(1))
         mbarrier.wait(do_full.index(0), 0)
         do_t = do_s.index(0).permute((1, 0))
         dp = warpgroup_mma(v, do_t, zero, use_acc=False, is_async=True)
@@ -202,10 +211,11 @@ def consume_gradients(
                     bits = mask_bits(keys, row, lo, hi_s.index(stage), mask, numbers)
                     ds32 = select_bits(ds32, bits, 0.0)
                 ds = ds32.to(dtype)
-                mbarrier.wait(ds_empty.index(stage), phase ^ stage ^ 1)
-                ds_s.index(stage).store(ds)
-                fence_async_shared()
-                mbarrier.arrive(ds_full.index(stage))
+                if DQ:
+                    mbarrier.wait(ds_empty.index(stage), phase ^ stage ^ 1)
+                    ds_s.index(stage).store(ds)
+                    fence_async_shared()
+                    mbarrier.arrive(ds_full.index(stage))
                 ds_half = gl.convert_layout(ds, ds_layout)
                 at_q = stage * CHUNKS
                 token_0 = warpgroup_mma(ds_half, q_s.index(at_q), dk_0, is_async=True)
@@ -213,17 +223,22 @@ def consume_gradients(
                 token_2 = warpgroup_mma(ds_half, q_s.index(at_q + 2), dk_2, is_async=True)
                 token_3 = warpgroup_mma(ds_half, q_s.index(at_q + 3), dk_3, is_async=True)
                 phase = phase ^ stage
-                # no registers for the next scores beside a part of dQ
-                dk_0, dk_1, dk_2, dk_3 = warpgroup_mma_wait(
-                    0, deps=(token_0, token_1, token_2, token_3)
-                )
-                warp_arrive(q_empty.index(stage))
-                block = first_block + g * row_blocks + at
-                cells = dq_sum + block.to(gl.int64) * (64 * QK_DIM)
-                add_half(ds_s.index(stage), k_s, cells, 1)
+                if DQ:  # no registers for the next scores beside a part of dQ
+                    dk_0, dk_1, dk_2, dk_3 = warpgroup_mma_wait(
+                        0, deps=(token_0, token_1, token_2, token_3)
+                    )
+                    warp_arrive(q_empty.index(stage))
+                    block = first_block + g * row_blocks + at
+                    cells = dq_sum + block.to(gl.int64) * (64 * QK_DIM)
+                    add_half(ds_s.index(stage), k_s, cells, 1)
                 mbarrier.wait(do_full.index(other), phase)
                 do_t = do_s.index(other).permute((1, 0))
                 dp_token = warpgroup_mma(v, do_t, zero, use_acc=False, is_async=True)
+                if not DQ:
+                    dk_0, dk_1, dk_2, dk_3 = warpgroup_mma_wait(
+                        1, deps=(token_0, token_1, token_2, token_3)
+                    )
+                    warp_arrive(q_empty.index(stage))
                 dp = warpgroup_mma_wait(0, deps=(dp_token,))
                 stage = other
                 n += 1
@@ -244,14 +259,14 @@ def consume_gradients(
 
 
 @gluon.jit
-def backward_hopper(
+def tile_of_keys(
     query, key, value, dout, lse2, delta, lo, hi, dk, dv, dq_sum, q_ids, kv_ids, q_pos, kv_pos,
     q_blocks, kv_blocks, kv_order,
     scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, DQ: gl.constexpr,
 ):  # fmt: skip
-    """As hopper_backward.backward_hopper, for QK_CHUNK = 64."""
+    """One program of the kernels below."""
     dtype: gl.constexpr = query.dtype
     CHUNKS: gl.constexpr = QK_DIM // 64
     qk_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
@@ -264,7 +279,10 @@ def backward_hopper(
         gl.allocate_shared_memory(dtype, [2, 64, V_DIM], v_tile),
     )
     p_s = gl.allocate_shared_memory(dtype, [2, 64, 64], qk_tile)
-    ds_s = gl.allocate_shared_memory(dtype, [2, 64, 64], qk_tile)
+    if DQ:
+        ds_s = gl.allocate_shared_memory(dtype, [2, 64, 64], qk_tile)
+    else:  # never touched
+        ds_s = p_s
     lines_s = (
         gl.allocate_shared_memory(gl.float32, [2, 64], line),
         gl.allocate_shared_memory(gl.float32, [2, 64], line),
@@ -319,8 +337,8 @@ def backward_hopper(
     numbers = (element_test, q_len, kv_len, scale)
     gl.warp_specialize(
         [
-            (consume_scores, (grads, mask, tiles_s, lines_s, p_s, ds_s, bars, own_bars, place, range_, numbers, QK_DIM, V_DIM)),
-            (consume_gradients, (grads, mask, tiles_s, lines_s, p_s, ds_s, bars, own_bars, place, range_, numbers, QK_DIM, V_DIM)),
+            (consume_scores, (grads, mask, tiles_s, lines_s, p_s, ds_s, bars, own_bars, place, range_, numbers, QK_DIM, V_DIM, DQ)),
+            (consume_gradients, (grads, mask, tiles_s, lines_s, p_s, ds_s, bars, own_bars, place, range_, numbers, QK_DIM, V_DIM, DQ)),
             (produce, (maps, lines, tiles_s, lines_s, bars, place, range_, QK_DIM, V_DIM, QK_CHUNK, 1)),
         ],
         [4, 1],
@@ -338,3 +356,37 @@ def row_range_64(kv_blocks, mask_b, key, kv_len):
     core_hi = gl.where(key + 64 > kv_len, 0, gl.load(base + 3 * blocks + t))
     start = gl.where(end == 0, 0, gl.load(base + t))
     return start, end, gl.load(base + 2 * blocks + t), core_hi
+
+
+@gluon.jit
+def backward_hopper(
+    query, key, value, dout, lse2, delta, lo, hi, dk, dv, dq_sum, q_ids, kv_ids, q_pos, kv_pos,
+    q_blocks, kv_blocks, kv_order,
+    scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """As hopper_backward.backward_hopper, for QK_CHUNK = 64."""
+    tile_of_keys(
+        query, key, value, dout, lse2, delta, lo, hi, dk, dv, dq_sum, q_ids, kv_ids, q_pos, kv_pos,
+        q_blocks, kv_blocks, kv_order,
+        scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+        QK_DIM, V_DIM, QK_CHUNK, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def backward_dkdv_hopper(
+    query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, kv_ids, q_pos, kv_pos,
+    q_blocks, kv_blocks, kv_order,
+    scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """As hopper_backward.backward_dkdv_hopper, for QK_CHUNK = 64."""
+    tile_of_keys(
+        query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, q_ids, kv_ids, q_pos, kv_pos,
+        q_blocks, kv_blocks, kv_order,
+        scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+        QK_DIM, V_DIM, QK_CHUNK, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 0,
+    )  # fmt: skip
