@@ -95,7 +95,7 @@ HOPPER_TILES: dict[str, dict[int, dict[str, int]]] = {
             (256, 64, 240, {}),
         )
     },
-    # dK and dV, dQ: no additions to memory, for deterministic gradients; at 192 for all, 16 to 28 %
+    # dK and dV, dQ: no additions to memory, for deterministic gradients; at 192 for all, 18 to 30 %
     # faster than one kernel of 64 keys. SKIP: 2 to 14 % of dK and dV. DO_REGISTERS: the cotangents of
     # a tile stay in registers.
     "backward_dq_hopper": {
@@ -174,8 +174,9 @@ TENSOR_MAPS["backward_dkdv_hopper"] = TENSOR_MAPS["backward_hopper"]
 
 # Bytes of local memory a thread (spills) that a variant for Hopper may have, by kernel and head dim
 # (and the dtype, of float32); the build refuses more, and any wgmma that the assembler serialises. Accepted because: the portable
-# tiles were chosen by their time, spills included; in the Hopper kernels these are sizes and pointers
-# around the loops (the forward's mask-free loop has none), and nothing with fewer has been tried yet.
+# tiles were chosen by their time, spills included; so were the Hopper kernels (docs/performance.md has
+# those with fewer that were slower). Theirs are sizes and pointers, most of them around the loops: the
+# forward's mask-free loop has none.
 SPILLS = {
     ("forward", 64): 128,
     ("forward", 128): 112,

@@ -195,7 +195,18 @@ def turn_pass(W: gl.constexpr, WARP_GROUPS: gl.constexpr):
 
 
 @gluon.jit
-def pass_by(count, W: gl.constexpr, full, empty, stage, phase, STAGES: gl.constexpr, WARP_GROUPS: gl.constexpr):  # fmt: skip
+def place_of_values(stage, phase, V_STAGES: gl.constexpr, STAGES: gl.constexpr):
+    """The place in the ring of values, and its parity, where that of keys is at `stage` and `phase`."""
+    gl.static_assert(V_STAGES == STAGES or (V_STAGES == 1 and STAGES == 2))
+    if V_STAGES == STAGES:
+        place = stage, phase
+    else:  # one place, whose parity changes with every tile
+        place = stay(stage * 0), stage
+    return place
+
+
+@gluon.jit
+def pass_by(count, W: gl.constexpr, full, empty, stage, phase, V_STAGES: gl.constexpr, STAGES: gl.constexpr, WARP_GROUPS: gl.constexpr):  # fmt: skip
     """Steps in which this warp group has nothing to do but to take its turn."""
     _, k_full, v_full = full
     _, k_empty, v_empty = empty
@@ -204,8 +215,9 @@ def pass_by(count, W: gl.constexpr, full, empty, stage, phase, STAGES: gl.conste
         turn_wait(W)
         turn_pass(W, WARP_GROUPS)
         warp_arrive(k_empty.index(stage))
-        mbarrier.wait(v_full.index(stage), phase)
-        warp_arrive(v_empty.index(stage))
+        v_stage, v_phase = place_of_values(stage, phase, V_STAGES, STAGES)
+        mbarrier.wait(v_full.index(v_stage), v_phase)
+        warp_arrive(v_empty.index(v_stage))
         stage, phase = after(stage, phase, STAGES)
     return stage, phase
 
@@ -263,7 +275,7 @@ def consume(
         first, last = own_steps(
             q_blocks, mask_b, row // 64 + W, q_len, start, steps, edges, BLOCK_N
         )
-        stage, phase = pass_by(first, W, full, empty, stage, phase, STAGES, WARP_GROUPS)
+        stage, phase = pass_by(first, W, full, empty, stage, phase, STAGES, STAGES, WARP_GROUPS)
         # the first step has no second product to run beside
         mbarrier.wait(k_full.index(stage), phase)
         turn_wait(W)
@@ -317,7 +329,9 @@ def consume(
         tma.store_wait(0)  # the tile before has left o_s
         acc = warpgroup_mma_wait(0, deps=(acc,))
         warp_arrive(v_empty.index(old))
-        stage, phase = pass_by(edges - last, W, full, empty, stage, phase, STAGES, WARP_GROUPS)
+        stage, phase = pass_by(
+            edges - last, W, full, empty, stage, phase, STAGES, STAGES, WARP_GROUPS
+        )
         inverse = gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o_layout)), 1)
         # select, not multiply: a row that attends nothing may have met garbage in the core
         acc = gl.where(inverse != 0.0, acc * inverse, 0.0)

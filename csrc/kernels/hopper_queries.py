@@ -23,7 +23,16 @@ from hopper import (
     warp_arrive,
 )
 from hopper_chunks import add_products, finished, left_chunks, scores, zeros
-from hopper_forward import after, hear, masked, tell_asm, turn_pass, turn_wait
+from hopper_forward import (
+    after,
+    hear,
+    masked,
+    pass_by,
+    place_of_values,
+    tell_asm,
+    turn_pass,
+    turn_wait,
+)
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -40,34 +49,6 @@ def value_stages(v_dim, block_n, stages):
     """Places for tiles of values: as many as for keys where there is room."""
     v_dim, block_n, stages = (int(getattr(x, "value", x)) for x in (v_dim, block_n, stages))
     return 1 if v_dim == 256 and block_n == 64 else stages
-
-
-@gluon.jit
-def place_of_values(stage, phase, V_STAGES: gl.constexpr, STAGES: gl.constexpr):
-    """The place in the ring of values, and its parity, where that of keys is at `stage` and `phase`."""
-    gl.static_assert(V_STAGES == STAGES or (V_STAGES == 1 and STAGES == 2))
-    if V_STAGES == STAGES:
-        place = stage, phase
-    else:  # one place, whose parity changes with every tile
-        place = stay(stage * 0), stage
-    return place
-
-
-@gluon.jit
-def pass_by(count, W: gl.constexpr, full, empty, stage, phase, V_STAGES: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """Steps in which this warp group has nothing to do but to take its turn."""
-    _, k_full, v_full = full
-    _, k_empty, v_empty = empty
-    for _i in range(0, count):
-        mbarrier.wait(k_full.index(stage), phase)
-        turn_wait(W)
-        turn_pass(W, 2)
-        warp_arrive(k_empty.index(stage))
-        v_stage, v_phase = place_of_values(stage, phase, V_STAGES, STAGES)
-        mbarrier.wait(v_full.index(v_stage), v_phase)
-        warp_arrive(v_empty.index(v_stage))
-        stage, phase = after(stage, phase, STAGES)
-    return stage, phase
 
 
 @gluon.jit
@@ -196,7 +177,7 @@ def consume(
         else:
             do = do_s.index(W)
         first, last = own_steps(q_blocks, mask_b, row // 64 + W, q_len, start, steps, edges, BLOCK_N)  # fmt: skip
-        stage, phase = pass_by(first, W, full, empty, stage, phase, V_STAGES, STAGES)
+        stage, phase = pass_by(first, W, full, empty, stage, phase, V_STAGES, STAGES, 2)
         end = gl.where(edges == steps, last, steps)
         mbarrier.wait(k_full.index(stage), phase)
         s = scores(q, k_s, stage, zero, CHUNKS)
@@ -241,7 +222,7 @@ def consume(
                     warp_arrive(k_empty.index(old))
                 s = warpgroup_mma_wait(0, deps=(s_token,))
         warp_arrive(k_empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)))
-        stage, phase = pass_by(steps - end, W, full, empty, stage, phase, V_STAGES, STAGES)
+        stage, phase = pass_by(steps - end, W, full, empty, stage, phase, V_STAGES, STAGES, 2)
         lo = gl.load(q_lo + mask_row + rows, mask=there, other=0)
         hi = gl.load(q_hi + mask_row + rows, mask=there, other=0)
         # of a NaN, too: it must reach the result
