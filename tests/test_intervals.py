@@ -217,6 +217,7 @@ def test_arrays_and_as_array_are_the_definition(drawn):
 IDS = np.zeros(4, np.int32)
 POSITIONS = packax.documents(IDS, positions=IDS)
 CACHE = jnp.arange(2)
+MAP = np.ones((2, 2), bool)
 
 
 def two_batches():
@@ -246,6 +247,7 @@ def two_batches():
         (ValueError, lambda: (packax.chunked(2, offset=1) & packax.causal(1)) & POSITIONS, "the positions say it"),
         (ValueError, lambda: packax.spans(IDS) & packax.documents(IDS, IDS), "for self-attention, but documents(...) has kv_"),
         (NotImplementedError, lambda: packax.spans(IDS, packax.causal() & POSITIONS), "spans(span_ids) & documents(...)"),
+        (NotImplementedError, lambda: packax.spans(IDS, packax.block_sparse(MAP, 2)), "spans(span_ids) & block_sparse(...)"),
         (NotImplementedError, lambda: packax.causal() | POSITIONS, "(a | b) & documents(...)"),
         (NotImplementedError, lambda: (packax.causal() & packax.ranges(IDS, IDS)) | packax.full(), "(a | b) & ranges(...)"),
         (NotImplementedError, lambda: packax.sliding_window(1, offset=3) | packax.chunked(4), "surely is one range"),

@@ -24,7 +24,6 @@ from packax.masks import (
     Limits,
     MaskExpression,
     Places,
-    Ranges,
     as_int32,
     numpy_of,
     plus,
@@ -379,8 +378,8 @@ def spans(span_ids: ArrayLike, text: MaskExpression | None = None) -> MaskExpres
     Raises:
         ValueError: a rank, dtype, value or length that is not as above; a `text` with an offset,
             or documents(...) with kv_segment_ids or kv_positions beside.
-        NotImplementedError: a `text` with documents(...) or ranges(...): intersect the spans with
-            them.
+        NotImplementedError: a `text` with documents(...), ranges(...) or block_sparse(...):
+            intersect the spans with them.
 
     >>> packax.spans([-1, 5, 5, -1]).as_array(4, 4).astype(int)
     array([[1, 0, 0, 0],
@@ -393,11 +392,10 @@ def spans(span_ids: ArrayLike, text: MaskExpression | None = None) -> MaskExpres
     if not isinstance(text, MaskExpression):
         raise ValueError(f"text must be a mask expression, but is a {type(text).__name__}")
     for part in text.walk():
-        if isinstance(part, (Documents, Ranges)):
-            name = type(part).__name__.lower()
+        if not isinstance(part, Interval):
             raise NotImplementedError(
-                f"the text of spans(...) cannot hold {name}(...): intersect the spans with it, as in "
-                f"spans(span_ids) & {name}(...)"
+                f"the text of spans(...) cannot hold {part.name}(...): intersect the spans with it, "
+                f"as in spans(span_ids) & {part.name}(...)"
             )
         if getattr(part, "offset", None) is not None:
             raise ValueError(
