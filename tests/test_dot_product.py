@@ -44,7 +44,7 @@ CASES = {
     "left and right": {"local_window_size": (3, 2)},
     "one number": {"local_window_size": 4},
     "window, causal": {"local_window_size": (5, 7), "is_causal": True},
-    "window ahead": {"local_window_size": (-2, 6)},
+    "window ahead": {"local_window_size": np.array([-2, 6])},
     "wide window": {"local_window_size": (10**6, 0), "query_seq_lengths": lengths(3, 20)},
     "keys": {"mask": KEYS},
     "keys of all": {"mask": KEYS[1, 0, 0]},
@@ -157,6 +157,12 @@ def test_implementations_of_jax_nn():
     expected = packax.dot_product_attention(q, k, v, mask=documents)
     np.testing.assert_allclose(out[0, :17], expected[0, :17], rtol=2e-5, atol=2e-6)
     np.testing.assert_allclose(out[1, 4:], expected[1, 4:], rtol=2e-5, atol=2e-6)
+    chosen = rng.random((2, HEADS, 3, 3)) < 0.5  # maps of heads, also where the batch has none
+    for one in (chosen, chosen[:1], chosen[0, 0]):
+        blocks = packax.block_sparse(one | np.eye(3, dtype=bool), 7)
+        out = packax.dot_product_attention(q, k, v, mask=blocks, implementation="xla")
+        expected = packax.dot_product_attention(q, k, v, mask=blocks)
+        np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-6)
     if RESIDUALS:
         options = {"mask": documents, "implementation": "xla", "return_residual": True}
         assert packax.dot_product_attention(q, k, v, **options)[1].shape == (2, T, HEADS)

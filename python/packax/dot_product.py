@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -14,6 +13,7 @@ from packax import intervals, masks
 from packax.attention import flash_attention
 from packax.build import AttentionMask
 from packax.masks import MaskExpression
+from packax.xla_masks import is_symbolic
 
 _IMPLEMENTATIONS = (None, "cubin", "xla", "cudnn")
 _FAR = 1 << 30  # beyond every row and key, and still int32 when a row's index is added
@@ -125,7 +125,8 @@ def dot_product_attention(
 def key_mask(keys: Any, rows: int) -> MaskExpression:
     """Every row attends the keys that are True, wherever they lie; keys: (B, S) or (S,)."""
     ids = jnp.where(keys, 0, masks.PADDING_SEGMENT_ID)  # one document of all that take part
-    return masks.documents(np.zeros(rows, np.int32), ids)
+    one = jnp.zeros if is_symbolic(rows) else np.zeros
+    return masks.documents(one(rows, np.int32), ids)
 
 
 def _batched(name: str, x: Any) -> jax.Array:
@@ -160,14 +161,14 @@ def _limits(
     q_lengths, kv_lengths = lengths.values()
     if not is_causal and window is None and q_lengths is None and kv_lengths is None:
         return None
-    index = np.arange(rows, dtype=np.int32)
-    lo: masks.Array = np.zeros(rows, np.int32)
-    hi: masks.Array = np.full(rows, _FAR, np.int32)
+    xp: Any = jnp if is_symbolic(rows) else np
+    index = xp.arange(rows, dtype=np.int32)
+    lo, hi = xp.zeros(rows, np.int32), xp.full(rows, _FAR, np.int32)
     if is_causal:
         hi = index + 1
     if window is not None:
         left, right = _window(window)
-        lo, hi = np.maximum(lo, index - left), np.minimum(hi, index + right + 1)
+        lo, hi = xp.maximum(lo, index - left), xp.minimum(hi, index + right + 1)
     if kv_lengths is not None:
         hi = jnp.minimum(hi, kv_lengths)
     if q_lengths is not None:
@@ -177,7 +178,7 @@ def _limits(
 
 
 def _window(window: Any) -> tuple[int, int]:
-    pair = window if isinstance(window, Sequence) else (window, window)
+    pair = window if np.ndim(window) else (window, window)
     try:
         left, right = (min(max(operator.index(x), -_FAR), _FAR) for x in pair)
     except (TypeError, ValueError):
@@ -235,4 +236,4 @@ def _dense(mask: Any, query: Any, key: Any) -> Any:
     if not isinstance(mask, MaskExpression):
         return mask
     dense = jnp.asarray(mask.as_array(jnp.shape(query)[-3], jnp.shape(key)[-3]))
-    return dense.reshape(-1, 1, *dense.shape[-2:])
+    return dense if dense.ndim == 4 else dense.reshape(-1, 1, *dense.shape[-2:])
