@@ -246,6 +246,24 @@ def test_lowering(monkeypatch):
     assert results[2:] == ["1x2x1x8x24xf32", "1x2x1x8xf32"]  # 112 keys
 
 
+def test_export_for_cuda(monkeypatch):
+    """Batch, cache and pages symbolic: room for the most shares that any size takes."""
+    monkeypatch.setattr(lowering, "_ext", Extension)
+    batch, length, pages = jax.export.symbolic_shape("b, s, p")
+    for keys, table, splits in (
+        ((batch, length), None, 128),
+        ((batch, 4096), None, 32),
+        ((pages, 16), jax.ShapeDtypeStruct((batch, length), jnp.int32), 128),
+    ):
+        call = lambda *x: packax.decode_attention(*x[:4], block_table=x[4])  # noqa: E731
+        exported = jax.export.export(
+            jax.jit(call), platforms=["cuda", "cpu"], disabled_checks=packax.export_checks()
+        )(*shapes(batch, keys=keys), table)
+        text = exported.mlir_module()
+        assert "@packax_decode_v1" in text and f"tensor<{splits}x?x1x8xf32>" in text
+        assert str(exported.out_avals[0].shape) == "(b, 1, 8, 64)"
+
+
 @pytest.mark.parametrize(
     "precision,exact", [(None, 0), ("tensorfloat32", 0), ("highest", 1), ("float32", 1)]
 )

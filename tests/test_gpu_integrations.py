@@ -104,7 +104,7 @@ def test_flash_attention_jax():
 
 
 def test_flash_attention_jax_in_float32():
-    """No kernel: blockwise XLA, on the GPU too."""
+    """By the kernels whose products are those of float32, as jax is set here."""
     q, k, v, _ = (x.swapaxes(1, 2) for x in tensors(jnp.float32))
     with jax.default_matmul_precision("highest"):
         out = jax.jit(flash_attention_jax.causal_flash_attention)(q, k, v)

@@ -13,7 +13,7 @@ from packax.attention import Implementation
 from packax.precision import checked_precision
 from packax.primitives import decode_p, vary_together
 from packax.scores import checked_scale, checked_soft_cap, scores_of
-from packax.xla_masks import INT_MAX
+from packax.xla_masks import INT_MAX, is_symbolic
 
 MAX_ROWS = 16
 MAX_KEYS = 1 << 29  # as csrc/operands.h has it
@@ -228,6 +228,8 @@ def _check_tensors(
             f"{query.dtype}, {key.dtype} and {value.dtype}"
         )
     batch, rows, heads, qk_dim = query.shape
+    if is_symbolic(rows):
+        raise ValueError(f"query must have a known number of rows of a sequence, but has {rows}")
     if rows > MAX_ROWS:
         raise ValueError(
             f"query must have 1 to {MAX_ROWS} rows of a sequence, but has {rows}: for more, "
@@ -262,7 +264,7 @@ def _check_tensors(
                 f"block_table must have shape ({batch}, blocks), as query, but has {table.shape}"
             )
         capacity = table.shape[1] * key.shape[1]
-    if capacity > MAX_KEYS:
+    if not is_symbolic(capacity) and capacity > MAX_KEYS:
         raise ValueError(
             f"a sequence may have room for {MAX_KEYS} keys at most, but has it for {capacity}"
         )

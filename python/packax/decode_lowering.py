@@ -16,8 +16,10 @@ from jax.interpreters import mlir
 from packax import lowering, xla_decode
 from packax.precision import is_exact
 from packax.primitives import decode_p
+from packax.xla_masks import is_symbolic
 
 _PROGRAMS = 1024  # that csrc/decode.cc may want at once, on the largest GPU
+_MOST = 128  # shares: csrc/decode.cc takes no more
 
 
 def _xla(query, key, value, q_lo, q_hi, *rest, scale, soft_cap, precision, paged, has_sinks):
@@ -73,10 +75,15 @@ def _cuda(ctx, *operands, implementation, **static):
 
 def splits(batch: int, q_len: int, heads: int, kv_heads: int, keys: int) -> int:
     """Shares of the keys that the workspace has room for; csrc/decode.cc takes no more."""
+    if is_symbolic(keys):  # of jax.export: room for the most that any size takes
+        return _MOST
+    most = min(_MOST, -(-keys // 128))
+    if is_symbolic(batch):
+        return most
     rows = q_len * (heads // kv_heads)
     fill = -(-_PROGRAMS // max(batch * kv_heads * -(-rows // 64), 1))
     balance = keys // (1024 + 64 * rows)
-    return max(1, min(128, -(-keys // 128), max(fill, balance)))
+    return max(1, min(most, max(fill, balance)))
 
 
 def _require_kernel(query: Any, value: Any, exact: bool) -> None:

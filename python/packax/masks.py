@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.export import is_symbolic_dim
 
 PADDING_SEGMENT_ID = -1
 """The one segment id that is no document: its rows attend nothing and no row attends its keys."""
@@ -447,6 +448,8 @@ def as_int32(
     shapes: str = "(batch, length) or (length,)",
 ) -> Array:
     """x as int32 of one of these ranks; values that do not fit are an error, or saturate."""
+    if is_symbolic_dim(x):  # of jax.export, such as causal(kv_len - q_len)
+        x = jnp.asarray(x).astype(jnp.int32)
     if not isinstance(x, jax.Array):
         x = np.asarray(x)
     if x.ndim not in ranks or 0 in x.shape:

@@ -11,7 +11,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from packax.xla_masks import INT_MAX
+from packax.xla_masks import INT_MAX, is_symbolic
 
 KEYS = 128
 
@@ -34,12 +34,13 @@ def decode(
     kv_heads, v_dim = value.shape[2:]
     group = heads // kv_heads
     capacity = key.shape[1] * (1 if block_table is None else block_table.shape[1])
-    size = min(KEYS, capacity)
+    size = KEYS if is_symbolic(capacity) else min(KEYS, capacity)
+    room = jnp.asarray(capacity).astype(jnp.int32) if is_symbolic(capacity) else capacity
     einsum = functools.partial(jnp.einsum, precision=precision)
     real = jnp.dtype(jnp.float64 if query.dtype == jnp.float64 else jnp.float32)
 
     lo, hi = jnp.maximum(q_lo, 0), q_hi
-    beyond = (lo < hi) & (hi > capacity)
+    beyond = (lo < hi) & (hi > room)
     some = (lo < hi) & ~beyond
     lo, hi = jnp.where(some, lo, INT_MAX), jnp.where(some, hi, 0)
     # What a row that attends nothing holds must not matter, nor must it warn of overflow.
@@ -49,7 +50,7 @@ def decode(
     def one_block(block, state):
         acc, top, total = state
         # The last block begins where it ends with the cache; keys of the one before it are masked.
-        first = jnp.minimum(block * size, capacity - size)
+        first = jnp.minimum(block * size, jnp.maximum(room - size, 0))
         index = first + jnp.arange(size, dtype=jnp.int32)
         keys, values, there = _block(key, value, block_table, first, index)
         attends = (lo[..., None] <= index) & (index < hi[..., None]) & (index >= block * size)
@@ -96,6 +97,9 @@ def decode(
 def _block(key, value, block_table, first, index):
     """Keys and values (B, keys, Hkv, D) at `index`, and which exist (B, keys); None: all."""
     if block_table is None:
+        if is_symbolic(key.shape[1]):  # which may be less than a block: the rest is masked
+            places = jnp.minimum(index, jnp.asarray(key.shape[1]).astype(jnp.int32) - 1)
+            return key[:, places], value[:, places], None
         keys, values = (
             jax.lax.dynamic_slice_in_dim(x, first, index.shape[0], axis=1) for x in (key, value)
         )

@@ -5,8 +5,8 @@
 Layout (batch, heads, length, dim), scores scaled by 1 / sqrt(dim). Beyond that package: any lengths,
 leading dimensions on every call, keys and values of one head (or fewer heads than the query), head
 dims of values that differ from the query's, key masks of any shape, and every backend. Where
-packax has kernels (bfloat16 and float16, the head dims of `python -m packax info`) they run on
-CUDA; everything else is blockwise XLA, as that whole package is.
+packax has kernels (bfloat16, float16 and float32, head dims that are multiples of 8 up to 256)
+they run on CUDA; everything else is blockwise XLA, as that whole package is.
 """
 
 from __future__ import annotations
@@ -163,8 +163,7 @@ def _key_mask(
 
 def _causal(query: jax.Array, key: jax.Array, batch: tuple[int, ...]) -> masks.MaskExpression:
     q_len, k_len = query.shape[1], key.shape[1]
-    last = np.arange(q_len) + (k_len - q_len)
-    return masks.ranges(np.zeros(q_len, np.int32), last + 1)
+    return intervals.causal(k_len - q_len)
 
 
 def _normalised(x: jax.Array) -> jax.Array:
