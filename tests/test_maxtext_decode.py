@@ -3,11 +3,18 @@
 Guards against a key that is not active and is read all the same, and a sink that counts twice.
 """
 
+import enum
+import functools
+import types
+
 import jax
 import numpy as np
 import pytest
 from jaxprs import count
+from lowered import calls, text_of
 from maxtext_reference import HEADS, IMAGES, MOBA, RNG, B, S, close, op, pairs, reference, tensors
+from packax import lowering
+from test_decode import Extension
 
 
 def in_cache(kind, size, ids):
@@ -85,6 +92,41 @@ def test_autoregressive_other_calls():
     close(recorded, expected[0])
     close(logits, expected[1])
     assert not np.any(nothing)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_kernels_where_there_are(monkeypatch, dtype):
+    """float32 too; `matmul_precision` says which, as of MaxText's own products."""
+    monkeypatch.setattr(lowering, "_ext", Extension)
+    shape = jax.ShapeDtypeStruct((B, 20, 2, 64), dtype), jax.ShapeDtypeStruct((B, 20), np.int32)
+    query = jax.ShapeDtypeStruct((B, 1, 2, 64), dtype)
+
+    def run(precision, query, kv, ids):
+        one = op("global", config=types.SimpleNamespace(matmul_precision=precision))
+        return one(query, None, None, None, None, "autoregressive", ((kv, kv, ids), None))
+
+    for precision, exact in (("highest", 1), (Level.DEFAULT, 0)):
+        ((target, attributes, *_),) = calls(
+            text_of(functools.partial(run, precision), query, *shape)
+        )
+        assert target == "packax_decode_v1" and attributes["exact"] == f"{exact} : i32"
+
+
+class Level(enum.Enum):  # as MaxText's configuration has it
+    DEFAULT = "default"
+
+
+def test_precision_of_training():
+    """Of the products of float32 operands, forward and backward, packax's and the dense path's."""
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in tensors()]
+    for more in ({}, {"implementation": "dense"}):
+        for precision, name in (("highest", "HIGHEST"), (Level.DEFAULT, "DEFAULT")):
+            one = op("global", config=types.SimpleNamespace(matmul_precision=precision), **more)
+            text = text_of(jax.grad(lambda *x, one=one: one(*x).sum()), *shapes, platforms=("cpu",))
+            products = text.count("stablehlo.dot_general")
+            assert products and text.count(f"[{name}, {name}]") == products
+    with pytest.raises(ValueError, match="precision must be None"):
+        op("global", config=types.SimpleNamespace(matmul_precision="most"))
 
 
 def test_errors_of_the_caches():

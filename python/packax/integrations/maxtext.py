@@ -31,6 +31,7 @@ from packax.integrations.maxtext_options import NO_EFFECT, attention_type_of, si
 from packax.integrations.maxtext_tokens import documents_of, reorder_sequence, runs_of
 from packax.masks import MaskExpression
 from packax.plan import context_plan
+from packax.precision import checked_precision
 from packax.scores import scores_of
 from packax.sharding import AttentionSharding
 
@@ -47,7 +48,8 @@ class AttentionOp(nnx.Module):
     Args:
         config: MaxText's, or anything with the fields that are read, each of them optional:
             attention_type, causal_block_size, moba (with moba_chunk_size and moba_topk),
-            context_parallel_load_balance, context_sharding (the mesh axis, "context").
+            matmul_precision (of float32 operands), context_parallel_load_balance,
+            context_sharding (the mesh axis, "context").
         mesh: of MaxText; its size along context_sharding says how the tokens were reordered.
         attention_type: "global", "local_sliding", "chunk", "full", "mla", "block_diffusion", or
             MaxText's AttentionType. None: the config's, or global.
@@ -112,6 +114,10 @@ class AttentionOp(nnx.Module):
         balanced = getattr(config, "context_parallel_load_balance", False)
         self.reordered = mesh.shape.get(axis, 1) if balanced and mesh is not None else 1
         self.sharding = sharding
+        precision = getattr(config, "matmul_precision", None)
+        self.precision = precision
+        if precision is not None:  # None: as jax is set where it is called
+            self.precision = checked_precision(getattr(precision, "value", precision))
         self.implementation = None if self.dense else implementation
 
     def __call__(
@@ -270,9 +276,15 @@ class AttentionOp(nnx.Module):
             )
         if attended is not None:
             attended = jnp.broadcast_to(attended, (query.shape[0], *attended.shape[1:]))
-        cap = self.attn_logits_soft_cap
         return decode(
-            query, key, value, attended, most, soft_cap=cap, implementation=self.implementation
+            query,
+            key,
+            value,
+            attended,
+            most,
+            soft_cap=self.attn_logits_soft_cap,
+            precision=self.precision,
+            implementation=self.implementation,
         )
 
     def _attend(
@@ -281,8 +293,8 @@ class AttentionOp(nnx.Module):
         """(out, lse)."""
         results: Any
         if self.dense:
-            cap = self.attn_logits_soft_cap
-            results = maxtext_dense.attend(query, key, value, mask, cap, sinks)
+            cap, precision = self.attn_logits_soft_cap, self.precision
+            results = maxtext_dense.attend(query, key, value, mask, cap, sinks, precision)
         else:
             options: dict[str, Any] = {}
             if self.attn_logits_soft_cap is not None:
@@ -297,6 +309,7 @@ class AttentionOp(nnx.Module):
                 scale=1.0,
                 sinks=sinks,
                 return_lse=True,
+                precision=self.precision,
                 implementation=self.implementation,
                 sharding=self.sharding,
                 checkpoint_name="context",

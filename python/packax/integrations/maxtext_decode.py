@@ -23,6 +23,7 @@ def decode(
     most: int,
     *,
     soft_cap: float | None,
+    precision: Any,
     implementation: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """out (B, 1, H, Dv) and lse (B, H, 1), scale 1.
@@ -32,9 +33,12 @@ def decode(
     """
     batch, _, heads, dim = query.shape
     keys, kv_heads = key.shape[1:3]
-    if implementation is None and query.dtype not in (jnp.bfloat16, jnp.float16):
-        implementation = "xla"  # decoding has no kernels for others, on a GPU neither
-    options: dict[str, Any] = {"scale": 1.0, "soft_cap": soft_cap, "implementation": implementation}
+    options: dict[str, Any] = {
+        "scale": 1.0,
+        "soft_cap": soft_cap,
+        "precision": precision,
+        "implementation": implementation,
+    }
     if attended is None:
         lengths = jnp.full(batch, keys, jnp.int32)
         return decode_attention(query, key, value, lengths, return_lse=True, **options)

@@ -14,7 +14,13 @@ from packax.integrations.maxtext_selection import MASKED
 
 
 def attend(
-    query: jax.Array, key: jax.Array, value: jax.Array, allowed: Any, cap: Any, sinks: Any
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    allowed: Any,
+    cap: Any,
+    sinks: Any,
+    precision: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(out, lse (B, H, Sq), largest logits (B, H)), scale 1; a row that attends nothing gives 0, -inf.
 
@@ -24,7 +30,8 @@ def attend(
     kv_heads = key.shape[2]
     wide = jnp.promote_types(query.dtype, jnp.float32)
     grouped = query.reshape(batch, rows, kv_heads, heads // kv_heads, dim)
-    logits = jnp.einsum("btkgd,bskd->bkgts", grouped, key, preferred_element_type=wide)
+    options: dict[str, Any] = {"precision": precision, "preferred_element_type": wide}
+    logits = jnp.einsum("btkgd,bskd->bkgts", grouped, key, **options)
     if cap is not None:
         logits = cap * jnp.tanh(logits / cap)
     if allowed.shape[1] == 1:
@@ -37,9 +44,7 @@ def attend(
     if sinks is not None:
         lse = jnp.logaddexp(lse, jnp.asarray(sinks, wide).reshape(kv_heads, -1, 1))
     weights = jnp.where(allowed, jnp.exp(logits - lse[..., None]), 0)
-    out = jnp.einsum(
-        "bkgts,bskd->btkgd", weights.astype(value.dtype), value, preferred_element_type=wide
-    )
+    out = jnp.einsum("bkgts,bskd->btkgd", weights.astype(value.dtype), value, **options)
     lse = jnp.where(some, lse, -jnp.inf).reshape(batch, heads, rows)
     top = jnp.where(jnp.any(some, -1), jnp.max(logits, (-2, -1)), -jnp.inf)
     out = out.reshape(batch, rows, heads, -1).astype(query.dtype)
