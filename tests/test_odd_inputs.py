@@ -16,6 +16,7 @@ import numpy as np
 import packax
 import pytest
 from packax.kvax.ops import create_attention_mask as kvax_mask
+from packax.kvax.ops import flash_attention as kvax_attention
 from packax.kvax.utils import attention_specs
 
 RNG = np.random.default_rng(4)
@@ -126,6 +127,56 @@ def test_debug_nans():
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(results))
 
 
+def test_strict_promotion():
+    """Ranks and dtypes are what they say: nothing relies on jax's promotion of either."""
+    sinks, slopes = np.ones((2, HEADS), np.float32)
+    options = {"sinks": sinks, "bias": packax.alibi(slopes), "soft_cap": 2.0, "scale": slopes[0]}
+    lengths = np.array([3, 9], np.int32)
+    maps = np.ones((B, HEADS, 3, 3), bool)
+    spans = packax.spans(PADDED, packax.sliding_window(3)) & packax.documents(PADDED)
+    placed = packax.prefix(lengths) & packax.documents(PADDED, positions=PADDED)
+
+    def attention(query, key, value):
+        x = query, key, value
+        yield packax.flash_attention(*x, spans, **options, return_lse=True)
+        yield packax.flash_attention(*x, placed, **options, return_max_logits=True)
+        yield packax.flash_attention(*x, packax.block_sparse(maps, 4) & packax.causal(lengths))
+        yield packax.dot_product_attention(
+            *x, local_window_size=3, query_seq_lengths=lengths, key_value_seq_lengths=lengths
+        )
+        with attention_specs((None,) * 4, (None,) * 4):
+            mask = kvax_mask(*[PADDED] * 4, calc_bwd_mask=True, skip_pad_tokens=False)
+            bounds = [part.flatten() for part in mask]
+            yield kvax_attention(*x, *[PADDED] * 4, mask), bounds
+
+    def everything(*x):
+        plan = packax.context_plan("area", 1, segment_ids=jnp.zeros((1, 512), np.int32))
+        caches = x[1:]
+        decoded = packax.decode_attention(x[0][:, :2], *caches, lengths, sinks=sinks, left=4)
+        pages = np.arange(B, dtype=np.int32)[:, None]
+        paged = packax.decode_attention(x[0][:, :2], *caches, lengths, block_table=pages)
+        results, transpose = jax.vjp(lambda *x: list(attention(*x)), *x)
+        ones = jax.tree.map(
+            lambda y: np.ones(y.shape, y.dtype if y.dtype != np.int32 else jax.dtypes.float0),
+            results,
+        )
+        return results, transpose(ones), decoded, paged, plan.order
+
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        for dtype in (jnp.float32, jnp.bfloat16):
+            jax.jit(everything).lower(*(jnp.asarray(x, dtype) for x in (QUERY, KEY, VALUE)))
+
+
+def test_vmap_over_nothing():
+    several = jnp.zeros((0, *QUERY.shape))
+    for call in (
+        lambda query: packax.flash_attention(query, KEY, VALUE, EXPRESSION),
+        lambda query: packax.decode_attention(query[:, :1], KEY, VALUE, np.array([3, 9])),
+    ):
+        with pytest.raises(ValueError, match="vmap over an axis of size 0"):
+            jax.vmap(call)(several)
+
+
 def test_threads():
     """Each traces and compiles for itself, at the same time."""
     results = {}
@@ -153,6 +204,10 @@ def test_threads():
         (lambda: packax.documents(np.zeros((2, 0), int)), "must not be empty, but has"),
         (lambda: packax.chunked(True), "size must be an integer, but is True"),
         (lambda: packax.sliding_window(True), "left must be an integer, but is True"),
+        (
+            lambda: packax.block_sparse(np.ones((3, 3), bool), True),
+            "block_size must be a positive .* True",
+        ),
         (lambda: packax.flash_attention(QUERY[:0], KEY, VALUE, EXPRESSION), "query must not be em"),
     ],
 )

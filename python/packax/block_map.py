@@ -22,14 +22,17 @@ def packed(block_map: jax.Array) -> jax.Array:
     words = ceil_div(columns, _WORD)
     x = _filled(block_map, -1, words * _WORD - columns, False)
     x = x.reshape(*x.shape[:-1], words, _WORD).astype(jnp.uint32)
-    bits = jnp.left_shift(x, jnp.arange(_WORD, dtype=jnp.uint32)).sum(-1, dtype=jnp.uint32)
+    bits = jnp.left_shift(x, _last(jnp.arange(_WORD, dtype=jnp.uint32), x)).sum(
+        -1, dtype=jnp.uint32
+    )
     return jax.lax.bitcast_convert_type(bits, jnp.int32)
 
 
 def bit(map_bits: jax.Array, rows: jax.Array, columns: jax.Array) -> jax.Array:
     """(H, NQ, words) at map rows (N,) and columns (M,): (H, N, M) bool; the nearest one past the end."""
+    columns = columns[None]
     words = map_bits.at[:, rows[:, None], columns // _WORD].get(mode="clip")
-    return (words >> columns % _WORD) & 1 != 0
+    return (words >> columns[None] % _WORD) & 1 != 0
 
 
 def entries(
@@ -49,7 +52,7 @@ def entries(
     lo_min, lo_max, hi_min, hi_max, flags = (
         x[:, None, :, None] for x in jnp.unstack(q_blocks, axis=1)
     )
-    first = BLOCK * jnp.arange(ceil_div(kv_len, BLOCK), dtype=jnp.int32)
+    first = _last(BLOCK * jnp.arange(ceil_div(kv_len, BLOCK), dtype=jnp.int32), lo_min)
     meets = some & (lo_min < first + BLOCK) & (first < hi_max)
     # A partial last block of keys is never full: no row's range reaches its end.
     full = every & (lo_max <= first) & (first + BLOCK <= hi_min)
@@ -63,7 +66,7 @@ def entries(
 def met(lists: jax.Array) -> jax.Array:
     """Of the lists of a tile (H, 2 + N): whether any head's has the blocks of 128, (ceil(N / 2),)."""
     number = lists.shape[1] - 2
-    listed = jnp.arange(number) < lists[:, :2].sum(axis=1, keepdims=True)
+    listed = jnp.arange(number)[None] < lists[:, :2].sum(axis=1, keepdims=True)
     found = jnp.zeros(number, bool).at[lists[:, 2:]].max(listed)
     return _pairs(found, 0, jnp.any)
 
@@ -72,7 +75,8 @@ def _list(meets: jax.Array, full: jax.Array) -> jax.Array:
     """Numbers of blocks that need the mask, then of those that need none, then all, in this order."""
     number = meets.shape[-1]
     kind = jnp.where(meets, jnp.where(full, 1, 0), 2).astype(jnp.int32)
-    order = jnp.sort(kind * number + jnp.arange(number, dtype=jnp.int32), axis=-1) % number
+    place = _last(jnp.arange(number, dtype=jnp.int32), kind)
+    order = jnp.sort(kind * number + place, axis=-1) % number
     counts = [(kind == n).sum(-1, dtype=jnp.int32, keepdims=True) for n in (0, 1)]
     return jnp.concatenate([*counts, order], axis=-1)
 
@@ -82,8 +86,15 @@ def _pooled(x: jax.Array, axis: int, block: int, length: Any, how: Any) -> jax.A
     first = BLOCK * jnp.arange(ceil_div(length, BLOCK), dtype=jnp.int32)
     last = jnp.minimum(first + BLOCK, length) - 1
     most = ceil_div(BLOCK, block) + (BLOCK % block != 0 and block % BLOCK != 0)
-    places = jnp.minimum((first // block)[:, None] + jnp.arange(most), (last // block)[:, None])
+    places = jnp.minimum(
+        (first // block)[:, None] + jnp.arange(most)[None], (last // block)[:, None]
+    )
     return how(jnp.take(x, places, axis=axis), axis=axis + 1)
+
+
+def _last(x: jax.Array, like: jax.Array) -> jax.Array:
+    """x (n,) along the last axis of an array of as many dimensions (jax_numpy_rank_promotion)."""
+    return x.reshape((1,) * (like.ndim - 1) + x.shape)
 
 
 def _pairs(x: jax.Array, axis: int, how: Any) -> jax.Array:

@@ -105,7 +105,7 @@ def _sizes(given: Any) -> tuple[int, int]:
         )
     except TypeError:
         sizes = ()
-    if len(sizes) != 2 or not all(1 <= size < 2**31 for size in sizes):
+    if isinstance(given, bool) or len(sizes) != 2 or not all(1 <= size < 2**31 for size in sizes):
         raise ValueError(
             "block_size must be a positive integer, or two of them for rows and keys, below 2**31, "
             f"but is {given!r}"

@@ -178,7 +178,7 @@ def _ranges(
 ) -> tuple[jax.Array, jax.Array]:
     """The keys lo <= j < hi of every row, (B, Sq) int32. Empty rows may have any lo >= hi."""
     lengths = jnp.maximum(lengths, 0)[:, None]
-    position = lengths + jnp.arange(-q_len, 0, dtype=jnp.int32)
+    position = lengths + jnp.arange(-q_len, 0, dtype=jnp.int32)[None]
     hi = position + 1 if causal else jnp.where(position < 0, 0, lengths)
     lo = jnp.zeros_like(position)
     if starts is not None:

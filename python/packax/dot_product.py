@@ -162,8 +162,8 @@ def _limits(
     if not is_causal and window is None and q_lengths is None and kv_lengths is None:
         return None
     xp: Any = jnp if is_symbolic(rows) else np
-    index = xp.arange(rows, dtype=np.int32)
-    lo, hi = xp.zeros(rows, np.int32), xp.full(rows, _FAR, np.int32)
+    index = xp.arange(rows, dtype=np.int32)[None]
+    lo, hi = xp.zeros_like(index), xp.full_like(index, _FAR)
     if is_causal:
         hi = index + 1
     if window is not None:

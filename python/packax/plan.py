@@ -323,7 +323,7 @@ def _check_mask(mask: Any, more: bool) -> None:
 def _causal_keys(ids: Any, xp: ModuleType) -> Any:
     """(B, length) int32: the keys that each row attends, causal in runs of one id."""
     length = ids.shape[1]
-    index = xp.arange(length, dtype=np.int32)
+    index = xp.arange(length, dtype=np.int32)[None]
     changes = xp.concatenate([xp.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], axis=1)
     starts = xp.where(changes, index, 0)
     if xp is np:

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
-from packax.xla_masks import BLOCK, TILE, TILE_192, ceil_div
+from packax.xla_masks import BLOCK, TILE, TILE_192, ceil_div, is_symbolic
 
 P = jax.sharding.PartitionSpec
 
@@ -162,7 +162,10 @@ def _unfold(results: Sequence[jax.Array], size: int) -> tuple[list[jax.Array], l
 
 
 def _mapped_size(operands: Sequence[jax.Array], dims: Sequence[int | None]) -> int:
-    return next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+    if not is_symbolic(size) and size == 0:
+        raise ValueError("vmap over an axis of size 0: query, key and value must not be empty")
+    return size
 
 
 def _batch_mask(primitive: Primitive, operands, dims, **params):

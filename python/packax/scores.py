@@ -250,7 +250,7 @@ def _number(name: str, given: Any) -> float:
 def add_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
     """out' and lse' of out (B, Sq, H, Dv) and lse (B, H, Sq); empty rows stay as they are."""
     attended = lse != -jnp.inf
-    total = jnp.logaddexp(lse, sinks.astype(lse.dtype)[:, None])
+    total = jnp.logaddexp(lse, sinks.astype(lse.dtype)[None, :, None])
     share = jnp.exp(lse - jnp.where(attended, total, 0))  # 0 where empty
     scaled = out.astype(lse.dtype) * share.transpose(0, 2, 1)[..., None]
     return scaled.astype(out.dtype), jnp.where(attended, total, lse)
@@ -265,5 +265,5 @@ def sinks_gradient(
     if dlse is not None:
         delta -= dlse.astype(real)
     attended = lse != -jnp.inf
-    weight = jnp.exp(sinks.astype(real)[:, None] - jnp.where(attended, lse, 0))
+    weight = jnp.exp(sinks.astype(real)[None, :, None] - jnp.where(attended, lse, 0))
     return -jnp.sum(jnp.where(attended, weight * delta, 0), axis=(0, 2)).astype(sinks.dtype)

@@ -367,7 +367,7 @@ def _in_map(mask, block_size, tiles):
         ]
         bits = block_map.bit(mask.map_bits[batch], *places)
         heads = (tiles.kv_heads, tiles.group) if bits.shape[0] > 1 else (1, 1)
-        return allowed & bits.reshape(*heads, *bits.shape[1:])
+        return allowed[None, None] & bits.reshape(*heads, *bits.shape[1:])
 
     return of_block
 

@@ -53,7 +53,8 @@ def decode(
         first = jnp.minimum(block * size, jnp.maximum(room - size, 0))
         index = first + jnp.arange(size, dtype=jnp.int32)
         keys, values, there = _block(key, value, block_table, first, index)
-        attends = (lo[..., None] <= index) & (index < hi[..., None]) & (index >= block * size)
+        place = index[None, None]
+        attends = (lo[..., None] <= place) & (place < hi[..., None]) & (place >= block * size)
         # (B, 1, 1, Sq, keys); a key that no row attends may hold anything
         values = jnp.where(attends.any(1)[..., None, None], values, 0).astype(real)
         attends = attends[:, None, None]

@@ -64,7 +64,7 @@ def block_bounds(
         attended, full = (jnp.swapaxes(x, 2, 3) for x in (attended, full))
 
     count = attended.shape[3]
-    index = jnp.arange(count, dtype=jnp.int32)
+    index = jnp.arange(count, dtype=jnp.int32)[None, None, None]
     some, some_full = attended.any(3), full.any(3)
     lower = jnp.where(some, jnp.where(attended, index, count).min(3), 0)
     upper = jnp.where(attended, index + 1, 0).max(3)
