@@ -1,7 +1,6 @@
 """Which tiles tune.py compares, and how it compiles them: on the build machine, with Triton and no GPU.
 
-A candidate changes some constants of its kernel's row in the table (csrc/aot/variants.py), or of its row in TRIALS
-where the table has none; {} is the row itself.
+A candidate changes some constants of its kernel's row in the table (csrc/aot/variants.py); {} is the row itself.
 Hopper kernels are compiled by both assemblers. What the table's limits would refuse (spills) is
 compiled all the same and said.
 """
@@ -29,12 +28,6 @@ def tiles(*rows: tuple[int, ...]) -> list[Constants]:
     return [{}, *(dict(zip(TILE, row, strict=True)) for row in rows)]
 
 
-def registers(*pairs: tuple[int, int]) -> list[Constants]:
-    """Of two consumer warp groups and a producer: 2 c + p = 504 shares them out evenly (3 x 128 threads of 168)."""
-    names = ("CONSUMER_REGISTERS", "PRODUCER_REGISTERS")
-    return [dict(zip(names, pair, strict=True)) for pair in pairs]
-
-
 # kernel -> (query/key dim, value dim) -> candidates. What a kernel or the table does not have is
 # left out by the build, which says so.
 CANDIDATES: dict[str, dict[tuple[int, int], list[Constants]]] = {
@@ -47,13 +40,12 @@ CANDIDATES: dict[str, dict[tuple[int, int], list[Constants]]] = {
     "backward_hopper": {
         (64, 64): [{}, {"SKIP": 0}, {"TURNS": 1}, {"DQ": 1, "CONSUMER_REGISTERS": 240}],
         (128, 128): [{}, {"SKIP": 1}, {"TURNS": 0}],
-        (256, 256): [{}, *registers((232, 40), (224, 56))],
     },
     "backward_dkdv_hopper": {
         (64, 64): [{}, {"SKIP": 0}, {"TURNS": 1}],
         (128, 128): [{}, {"SKIP": 0}, {"TURNS": 0}],
         (192, 128): [{}],
-        (256, 256): [{}],
+        (256, 256): [{}, {"QK_CHUNK": 128}, {"QK_CHUNK": 256}],
     },
     "backward_dq_hopper": {
         (64, 64): [{}, {"DO_REGISTERS": 1}],
@@ -87,17 +79,6 @@ CANDIDATES: dict[str, dict[tuple[int, int], list[Constants]]] = {
         (256, 256): tiles((128, 32, 2, 8), (64, 64, 2, 4), (64, 32, 2, 8), (64, 32, 2, 4), (64, 64, 1, 8)),
     },
 }  # fmt: skip
-# Kernels that no build has, to be tried: kernel, head dims -> source file, rows or keys of a program, row.
-# A winner goes to HOPPER_TILES (and WIDE) in variants.py and leaves this.
-TRIALS: dict[tuple[str, tuple[int, int]], tuple[str, int, Constants]] = {
-    ("backward_dkdv_hopper", (256, 256)): (
-        "hopper_wide", 64, {"QK_CHUNK": 64, "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24},
-    ),
-    ("backward_dq_hopper", (256, 256)): (
-        "hopper_queries", 128,
-        {"QK_CHUNK": 256, "BLOCK_N": 64, "STAGES": 2, "DO_REGISTERS": 0, "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24},
-    ),
-}  # fmt: skip
 PIPELINES = (  # run together
     {"backward_prepare", "backward_hopper", "backward_finish"},
     {"backward_prepare", "backward_dkdv_hopper", "backward_dq_hopper"},
@@ -107,56 +88,33 @@ PIPELINES = (  # run together
 @dataclasses.dataclass(frozen=True)
 class Candidate(table.Variant):
     label: str = "table"
-    trial: str = ""  # its source file
-
-    @property
-    def source(self) -> str:
-        return self.trial or super().source
 
     @property
     def name(self) -> str:
         return f"{super().name}__{self.label.replace('=', '').replace(' ', '_')}"
 
 
-def label(constants: Constants, own: str = "table") -> str:
-    return " ".join(f"{name}={n}" for name, n in constants.items()) or own
-
-
-def check_constants(kernel: str, row: Constants, changed: Constants) -> None:
-    unknown = set(changed) - set(row)
-    if unknown:
-        raise LookupError(
-            f"{kernel} has no constant {', '.join(sorted(unknown))}: {', '.join(row)}"
-        )
-
-
-def trial(
-    kernel: str, arch: table.Arch, dims: tuple[int, int], changed: Constants, assembler: str
-) -> Candidate:
-    source, block, row = TRIALS[kernel, dims]
-    check_constants(kernel, row, changed)
-    constants = {"QK_DIM": dims[0], "V_DIM": dims[1], **row, **changed}
-    return Candidate(
-        kernel, arch, "bf16", *dims, tuple(constants.items()), block, 4, assembler,
-        label(changed, "trial"), source,
-    )  # fmt: skip
+def label(constants: Constants) -> str:
+    return " ".join(f"{name}={n}" for name, n in constants.items()) or "table"
 
 
 def variant(
     kernel: str, arch: table.Arch, dims: tuple[int, int], changed: Constants, assembler: str
 ) -> Candidate:
-    """The table's own variant, or the trial, with `changed` constants; LookupError where there is neither to change."""
+    """The table's own variant with `changed` constants; LookupError where there is none to change."""
     hopper = kernel in table.HOPPER_TILES
     rows: dict[Any, Any] = table.HOPPER_TILES[kernel] if hopper else table.TILES[kernel]
     wanted = (dims, max(dims)) if hopper else ((arch.tiles, dims), (arch.tiles, max(dims)))
     key = next((key for key in wanted if key in rows), None)
-    if key is None and arch.tiles == "hopper" and (kernel, dims) in TRIALS:
-        return trial(kernel, arch, dims, changed, assembler)
     if dims not in table.HEAD_DIMS or key is None or (hopper and arch.tiles != "hopper"):
         raise LookupError(f"no row for {kernel} {dims[0]}x{dims[1]} {arch.name} in variants.py")
     kept = rows[key]
     row = dict(kept) if hopper else dict(zip(TILE, kept, strict=True))
-    check_constants(kernel, row, changed)
+    unknown = set(changed) - set(row)
+    if unknown:
+        raise LookupError(
+            f"{kernel} has no constant {', '.join(sorted(unknown))}: {', '.join(row)}"
+        )
     try:  # variants.py turns a row into constants and the rows of a program
         rows[key] = row | changed if hopper else tuple((row | changed).values())
         make = table.hopper if hopper else table.tiled

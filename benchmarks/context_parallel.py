@@ -1,15 +1,15 @@
 """Context parallelism on the GPUs of one host, beside the same kernel on one GPU with as much work.
 
-    python benchmarks/context_parallel.py [--devices 4] [--rounds 5] [--quick] [--out DIR]
+    python benchmarks/context_parallel.py [--devices 4] [--rounds 5] [--documents 12] [--quick] [--out DIR]
 
-12 documents in 128k tokens, 32/8 heads, head dim 128, bfloat16, the row over all devices. "One GPU"
-is one rank's share: its query rows of the area plan against all keys, already gathered. TFLOP/s are
-those of attended pairs, per GPU; the backward is timed alone. "kvax-like" moves data as kvax does,
-with packax's kernels and head-tail order: keys gathered at once and kept for the backward, their
-gradients summed whole in float32. Memory is XLA's plan for forward and backward in one program, per
-GPU, without arguments. Every output and gradient is compared with one GPU's before it is timed; a
-wrong one is not timed and makes the program exit 1.
-Writes context_parallel.json into --out (default: $OUT, else benchmarks/results); the table is last.
+12 documents in 128k tokens, 32/8 heads, head dim 128, bfloat16, the row over all devices; with more documents fewer pairs for the
+same bytes, as on more GPUs. "One GPU" is one rank's share: its query rows of the area plan against all keys, already gathered.
+TFLOP/s are those of attended pairs, per GPU; the backward is timed alone. "kvax-like" moves data as kvax does, with packax's kernels
+and head-tail order: keys gathered at once and kept for the backward, their gradients summed whole in float32. Memory is XLA's plan
+for forward and backward in one program, per GPU, without arguments. Every output and gradient is compared with one GPU's before it
+is timed; a wrong one is not timed and makes the program exit 1.
+Writes context_parallel.json (with another number of documents, that behind the name) into --out (default: $OUT, else
+benchmarks/results); the table is last.
 On a CPU: XLA_FLAGS=--xla_force_host_platform_device_count=4 and --quick, to try the program itself.
 """
 
@@ -51,7 +51,7 @@ Arrays = tuple[jax.Array, ...]
 @dataclasses.dataclass(frozen=True)
 class Scheme:
     plan: str | None
-    groups: int = 4
+    groups: int | tuple[int, ...] | None = None  # None: the default
     scheduler: bool = False  # XLA's latency-hiding one, else its default
     kvax: bool = False
 
@@ -60,7 +60,8 @@ class Scheme:
         if self.kvax:
             return "kvax-like"
         hiding = ", latency-hiding scheduler" if self.scheduler else ""
-        return f"{self.plan or 'none'}, groups {self.groups}{hiding}"
+        groups = "" if self.groups is None else f", groups {self.groups}"
+        return f"{self.plan or 'none'}{groups}{hiding}"
 
 
 SCHEMES = (
@@ -69,9 +70,10 @@ SCHEMES = (
     Scheme(None),
     Scheme("area", 1),
     Scheme("area", 2),
-    Scheme("area", 8),
-    Scheme("area", 4, scheduler=True),
-    Scheme("area", 8, scheduler=True),
+    Scheme("area", (2, 6)),
+    Scheme("area", (2, 4, 2)),
+    Scheme("area", 4),
+    Scheme("area", (2, 6), scheduler=True),
     Scheme("head_tail", kvax=True),
 )
 
@@ -333,6 +335,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--devices", type=int, help="of this host (default: all)")
+    parser.add_argument("--documents", type=int, default=CASE.documents)
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds, for the median")
     parser.add_argument("--only", default="", help="schemes whose name holds this text")
     parser.add_argument("--quick", action="store_true", help="a tiny case: tries the program")
@@ -343,7 +346,8 @@ def main() -> int:
         raise SystemExit(f"--devices must be from 2 to {len(jax.devices())}, but is {count}")
     if jax.default_backend() != "gpu" and not arguments.quick:
         raise SystemExit("without GPUs only --quick: jax.devices() = " + str(jax.devices()))
-    case = QUICK if arguments.quick else CASE
+    documents = arguments.documents
+    case = QUICK if arguments.quick else dataclasses.replace(CASE, documents=documents)
     arguments.out.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {
         "machine": machine(),
@@ -382,7 +386,8 @@ def main() -> int:
         "times": {what: result.as_dict(flops[what] * own) for what, result in times.items()},
     }
     report["seconds"] = round(time.perf_counter() - START, 1)
-    path = arguments.out / "context_parallel.json"
+    suffix = "" if documents == CASE.documents else f"_{documents}"
+    path = arguments.out / f"context_parallel{suffix}.json"
     path.write_text(json.dumps(report, indent=1) + "\n")
     print(
         f"\n{case.documents} documents in {case.seq} tokens, {case.heads}/{case.kv_heads} heads, "

@@ -42,7 +42,6 @@ RESULTS = {
     "backward_dq_hopper": ("dq",),
 }
 KERNELS = tuple(RESULTS)
-OWN = ("table", "trial")  # labels of unchanged rows, of the table or of candidates.TRIALS
 CLOSE = 5e-3  # relative difference of two right candidates in bfloat16, which may round P, too
 
 # Small, for the comparison alone: documents that fit no tile, and many in one tile.
@@ -104,7 +103,7 @@ class Built:
         """Title -> (kernel's name, kernel), the table's own tile first; what the driver is too old for is left out."""
         rows = [row for row in self.rows if row["label"] and tuple(row["dims"]) == dims]
         rows.sort(key=lambda row: row["assembler"], reverse=True)  # the newest, as C++ does
-        rows.sort(key=lambda row: (KERNELS.index(row["kernel"]), row["label"] not in OWN))
+        rows.sort(key=lambda row: (KERNELS.index(row["kernel"]), row["label"] != "table"))
         found = {}
         for row in rows:
             meta = json.loads((self.folder / "cubins" / f"{row['file']}.json").read_text())
@@ -264,7 +263,7 @@ def time_candidates(
         for pipeline in (HOPPER_BACKWARD, DETERMINISTIC):
             if any(name in pipeline for name, _ in wanted.values()):  # its mates, to run beside
                 mates = {t: c for t, c in built.candidates(pair).items() if c[0] in pipeline}
-                wanted |= {t: c for t, c in mates.items() if t.split()[1] in OWN}
+                wanted |= {t: c for t, c in mates.items() if t.split()[1] == "table"}
         wanted = {t: c for t, c in wanted.items() if f"{t} {pair[0]}x{pair[1]}" not in without}
         for name in [*CHECKS, *names]:
             print(f"{name} {pair[0]}x{pair[1]}, {time.perf_counter() - began:.0f} s", flush=True)

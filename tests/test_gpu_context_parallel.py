@@ -110,8 +110,16 @@ def test_float16_and_deterministic():
         np.testing.assert_array_equal(x, y, err_msg=name)
 
 
+def collective_shapes(text, name):
+    """dtype[shape] of every array that the collectives of a kind make: XLA may join several in one."""
+    found = []
+    for made in re.findall(rf" = \(.*?\), (.*?) {name}-start\(", text):  # behind the operands
+        found += re.findall(r"\w+\[[\d,]+\]", made)
+    return found + re.findall(rf" = (\w+\[[\d,]+\])\S* {name}\(", text)
+
+
 def test_what_is_compiled():
-    """Asynchronous gathers and reduce-scatters in the operands' dtype, and no all-reduce."""
+    """Forward and backward gather keys and values, gradients are reduce-scattered in their dtype, and nothing is all-reduced."""
     mesh = mesh_of(1, 2, 1)
     x = tensors(2, LENGTH, LENGTH, 4, 2, 128, "bfloat16")
     specs = [CONTEXT.query] * 4 + [P(None, None, "context")]
@@ -123,7 +131,11 @@ def test_what_is_compiled():
         function = jax.jit(functools.partial(results, sharding=CONTEXT))
         text = function.lower(*placed, mask).compile().as_text()
     assert not re.findall(r" all-reduce(-start)?\(", text)
-    scattered = re.findall(r"(\w+)\[[\d,]+\]\S* reduce-scatter(?:-start)?\(", text)
-    lines = [line.strip()[:200] for line in text.splitlines() if "scatter" in line]
-    assert scattered and set(scattered) == {"bf16"}, lines
-    assert len(re.findall(r" all-gather(-start)?\(", text)) >= 2, "forward and backward gather"
+    lines = [
+        line.strip()[:200] for line in text.splitlines() if "scatter" in line or "gather" in line
+    ]
+    scattered = collective_shapes(text, "reduce-scatter")
+    assert len(scattered) == 2 and {x[:5] for x in scattered} == {"bf16["}, lines
+    gathered = collective_shapes(text, "all-gather")
+    elements = [np.prod([int(n) for n in x[5:-1].split(",")]) for x in gathered if x[:5] == "bf16["]
+    assert elements == [2 * LENGTH * 2 * 128] * 4, lines

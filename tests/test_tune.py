@@ -172,38 +172,6 @@ assert sum("backward_hopper" in name for name in names) == 2  # its pipeline, by
     assert "no row for forward_hopper 32x32" in shown
 
 
-def test_trials_are_built_and_run_as_rows_that_the_table_lacks(tmp_path):
-    """By the source and the constants of TRIALS, all of which the kernel takes, and as the first of their kernels."""
-    shown = script(
-        tmp_path,
-        """
-for (kernel, dims), (source, block, row) in candidates.TRIALS.items():
-    made = candidates.variant(kernel, HOPPER, dims, {}, "13.4")
-    assert (made.source, made.block, made.label) == (source, block, "trial")
-    taken = {name for name in aot.argument_names(kernel, source) if name.isupper()}
-    assert taken == set(dict(made.constants)) == set(row) | {"QK_DIM", "V_DIM"}
-    own = [name for name in aot.argument_names(kernel) if not name.isupper()]
-    assert own == [name for name in aot.argument_names(kernel, source) if not name.isupper()]
-    assert made not in list(variants.variants(("90a",), ("bf16",), (dims,)))
-    try:
-        candidates.variant(kernel, HOPPER, dims, {"SEAMS": 1}, "13.4")
-        raise SystemExit("an unknown constant was taken")
-    except LookupError as error:
-        print(error)
-candidates.TRIALS["backward_dq_hopper", DIMS] = ("nothing", 1, {})  # the table comes first
-assert candidates.variant("backward_dq_hopper", HOPPER, DIMS, {}, "13.4").source == "hopper_queries"
-DIMS = (256, 256)
-built("backward_dkdv_hopper", "backward_dq_hopper", "backward_hopper")
-tune.TIMED = {"small": (256, 2)}
-assert tune.time_candidates(folder, ["backward_dkdv_hopper"], None, ["small"], 3) == 0
-""",
-    )
-    assert "backward_dkdv_hopper has no constant SEAMS: QK_CHUNK" in shown
-    rows = [x.split() for x in shown.splitlines() if x.startswith("small ")]
-    assert ["deterministic", "trial", "13.4"] in [x[2:5] for x in rows]
-    assert not any("BLOCK_N=32" in x for row in rows for x in row)  # a mate runs as its row alone
-
-
 CHILD = """
 import sys, time
 from probe import say_begin, say_end

@@ -132,7 +132,7 @@ def test_tiles_of_decoding_are_those_that_cpp_counts_with() -> None:
     assert {v.block for v in ALL if v.kernel == "decode"} == {few}
     assert {v.block for v in ALL if v.kernel == "decode_tall"} == {32, 64}
     lowering = (ROOT / "python" / "packax" / "decode_lowering.py").read_text()
-    most = int(re.search(r"max\(1, min\((\d+), ", lowering)[1])  # type: ignore[index]
+    most = int(re.search(r"_MOST = (\d+)", lowering)[1])  # type: ignore[index]
     assert {v.block for v in ALL if v.kernel == "decode_combine"} == {most} == {table.DECODE_SPLITS}
 
 
@@ -224,7 +224,7 @@ def recompiled(monkeypatch, tmp_path, request):  # type: ignore[no-untyped-def]
         ("hopper", ["forward_hopper", "backward_hopper", *APART]),  # also by way of hopper_softmax
         ("hopper_forward", ["forward_hopper", "backward_dq_hopper"]),  # turns
         ("hopper_softmax", ["forward_hopper", "backward_dq_hopper", "hopper_keys"]),
-        ("hopper_chunks", ["backward_dq_hopper", "hopper_keys"]),
+        ("hopper_chunks", ["backward_dq_hopper", "hopper_keys", "hopper_wide"]),
         ("hopper_rows", ["backward_hopper", "backward_dkdv_hopper"]),
         ("hopper_dq", ["backward_prepare", "backward_finish"]),
         ("rows", [*PLAIN, *GENERAL, *DECODE]),

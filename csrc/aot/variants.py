@@ -92,11 +92,10 @@ HOPPER_TILES: dict[str, dict[int, dict[str, int]]] = {
             # tune_hopper_h200.json, tune_backward_h200.json)
             (64, 64, 200, {"TURNS": 0, "SKIP": 1, "DQ": 2}),
             (128, 128, 240, {"TURNS": 1, "SKIP": 0, "DQ": 1}),
-            (256, 64, 240, {}),
         )
     },
-    # dK and dV, dQ: no additions to memory, for deterministic gradients; at 192 for all, 18 to 30 %
-    # faster than one kernel of 64 keys. SKIP: 2 to 14 % of dK and dV. DO_REGISTERS: the cotangents of
+    # dK and dV, dQ: no additions to memory, for deterministic gradients; at 192 and 256 for all, 18 to
+    # 55 % faster than one kernel of 64 keys. SKIP: 2 to 14 % of dK and dV. DO_REGISTERS: the cotangents of
     # a tile stay in registers.
     "backward_dq_hopper": {
         dim: {
@@ -111,25 +110,24 @@ HOPPER_TILES: dict[str, dict[int, dict[str, int]]] = {
             (64, 64, 128, 2, 0),
             (128, 128, 128, 2, 0),
             (192, 64, 64, 3, 1),
+            (256, 256, 64, 2, 0),
         )
     },
     "backward_prepare": {dim: {"ROWS": 32} for dim in (64, 128, 192, 256)},
-    "backward_finish": {dim: {"ROWS": 64} for dim in (64, 128, 256)},
+    "backward_finish": {dim: {"ROWS": 64} for dim in (64, 128)},
 }
 HOPPER_TILES["backward_dkdv_hopper"] = {
     dim: {name: n for name, n in HOPPER_TILES["backward_hopper"][dim].items() if name != "DQ"}
     | {"SKIP": 1, "CONSUMER_REGISTERS": 240}
     for dim in (64, 128)
 }
-HOPPER_TILES["backward_dkdv_hopper"][192] = {  # of hopper_keys.py
-    "QK_CHUNK": 64,
-    "CONSUMER_REGISTERS": 240,
-    "PRODUCER_REGISTERS": 24,
+HOPPER_TILES["backward_dkdv_hopper"] |= {  # of the files in WIDE
+    dim: {"QK_CHUNK": 64, "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24} for dim in (192, 256)
 }
 # (kernel, larger head dim) -> the file of a kernel that is another for that dim, and its keys
 WIDE = {
-    ("backward_hopper", 256): ("hopper_wide", 64),
     ("backward_dkdv_hopper", 192): ("hopper_keys", 128),
+    ("backward_dkdv_hopper", 256): ("hopper_wide", 64),
 }
 
 # Kernels compiled by both assemblers: 13.4 is 2 to 5 % faster on an H200
@@ -210,7 +208,8 @@ SPILLS = {
     ("backward_dq_hopper", 128): 296,  # under ptxas 12.9; 176 under 13.4
     ("backward_dkdv_hopper", 192): 264,  # under ptxas 12.9; 160 under 13.4
     ("backward_dq_hopper", 192): 280,  # under ptxas 12.9; 208 under 13.4
-    ("backward_hopper", 256): 128,  # under ptxas 12.9; 96 under 13.4
+    ("backward_dkdv_hopper", 256): 128,  # under ptxas 12.9; 96 under 13.4
+    ("backward_dq_hopper", 256): 200,  # under ptxas 12.9; 128 under 13.4
 }
 # Kernels for Hopper whose wgmma the assembler may serialise (C7515): the portable dK/dV, which is a
 # stand-in there.
@@ -378,11 +377,11 @@ def hopper(
     constants = {"QK_DIM": qk_dim, "V_DIM": v_dim, **tile}
     if kernel == "backward_finish":
         del constants["V_DIM"]
-    # rows of a program, but the keys of backward_hopper
+    # rows of a program, but the keys of kernels that make dK and dV
     block = {
         "forward_hopper": 64 * tile.get("WARP_GROUPS", 0),
-        "backward_hopper": WIDE.get((kernel, dim), ("", 128))[1],
-        "backward_dkdv_hopper": 128,
+        "backward_hopper": 128,
+        "backward_dkdv_hopper": WIDE.get((kernel, dim), ("", 128))[1],
         "backward_dq_hopper": 128,
     }
     return Variant(

@@ -5,9 +5,8 @@ A program takes tiles of 128 rows of one head until none is left, as forward_hop
 groups of 64 rows, and a producer warp that draws the next tile and streams its queries and cotangents,
 then keys and values. A step is three products: S = Q K^T and dP = dO V^T, then dQ += dS K with dS from
 registers. The scores of the next step run under the third product. Queries, keys and dQ are cut into
-chunks of QK_CHUNK columns, as in hopper_forward.py. At head dim 256, a trial whose row is in
-benchmarks/candidates.py and not in the table, tiles of 64 keys leave room for one tile of values
-beside two of keys.
+chunks of QK_CHUNK columns, as in hopper_forward.py. At head dim 256 tiles of 64 keys leave room for one
+tile of values beside two of keys.
 """
 
 from hopper import (

@@ -1,5 +1,5 @@
-"""Parts of the Hopper backward kernels: the producer warp, a tile's rows, masks of a block of rows, and the
-ways to add a block of dQ to the float32 sum.
+"""Parts of the Hopper backward kernels: the producer warp, a tile's rows, masks of a block of rows, and how
+a block of dQ is added to the float32 sum.
 
 The sum lies in the order of the accumulator's registers (`float4s`; hopper_dq.py undoes it): stores without
 bank conflicts, whole lines, and one contiguous addition by the copy engine.
@@ -36,18 +36,8 @@ FIRST = "{ .reg .u32 t, w; mov.u32 t, %tid.x; and.b32 w, t, 96; and.b32 t, t, 31
 
 
 @gluon.constexpr_function
-def add_registers_asm(outputs, inputs):
-    """Each thread adds its registers to memory as float4s, the threads of a warp side by side: whole lines."""
-    x, address = inputs
-    t = [FIRST, f".reg .u64 a; cvt.u64.u32 a, t; add.u64 a, a, {address[0]};"]
-    for offset, four in float4s(x):
-        t.append(f"red.relaxed.gpu.global.add.v4.f32 [a+{offset}], {{{four}}};")
-    return " ".join(t) + " }"
-
-
-@gluon.constexpr_function
 def store_registers_asm(outputs, inputs):
-    """The same into shared memory: no bank conflicts."""
+    """Each thread stores its registers in shared memory as float4s, the threads of a warp side by side: no bank conflicts."""
     x, address = inputs
     t = [FIRST, f"add.u32 t, t, {address[0]};"]
     for offset, four in float4s(x):
@@ -68,13 +58,11 @@ def bulk_add_asm(size):
 
 
 @gluon.constexpr_function
-def registers_constraints(n, address):
-    """`n` floats, then an address as a letter: l of 64 bits, r of 32."""
+def registers_constraints(n):
+    """`n` floats, then an address in shared memory."""
     while hasattr(n, "value"):
         n = n.value
-    while hasattr(address, "value"):
-        address = address.value
-    return ",".join(["f"] * int(n) + [address, "~{memory}"])
+    return ",".join(["f"] * int(n) + ["r", "~{memory}"])
 
 
 @gluon.constexpr_function
@@ -244,16 +232,10 @@ def add_staged(dq, at, stage_s, CELLS: gl.constexpr, PENDING: gl.constexpr = 0):
     n: gl.constexpr = CELLS // 128
     tma.store_wait(PENDING)
     gl.barrier()
-    gl.inline_asm(store_registers_asm, registers_constraints(n, "r"), (dq, stage_s))
+    gl.inline_asm(store_registers_asm, registers_constraints(n), (dq, stage_s))
     fence_async_shared()
     gl.barrier()
     gl.inline_asm(bulk_add_asm(CELLS * 4), "l,r,~{memory}", (at, stage_s))
-
-
-@gluon.jit
-def add_direct(dq, at, CELLS: gl.constexpr):
-    n: gl.constexpr = CELLS // 128
-    gl.inline_asm(add_registers_asm, registers_constraints(n, "l"), (dq, at))
 
 
 @gluon.jit

@@ -286,6 +286,19 @@ def _build_rows(
     def place(x, *dims):
         return x if layout is None else layout.place(x, *dims)
 
+    def pinned(x, *dims):
+        """Where the mesh is not in the types: XLA may split an array that every attention then gathers."""
+        if layout is None or not layout.mapped:
+            return x
+        spec = layout.spec(*dims)
+        return jax.shard_map(
+            lambda x: x,
+            mesh=layout.mesh,
+            in_specs=spec,
+            out_specs=spec,
+            axis_names=set(layout.mapped),
+        )(x)
+
     def keys(x):
         return place(jnp.broadcast_to(x, (batch, x.shape[1])), mask_batch)
 
@@ -381,12 +394,12 @@ def _build_rows(
         computed |= lists(place(block_map, *map_axes), computed["q_blocks"])
     kv_plan = None
     if plan is not None and permuted_keys:
-        kv_plan = jnp.stack([plan.order, plan.inverse], axis=1)
+        kv_plan = pinned(jnp.stack([plan.order, plan.inverse], axis=1), plan_batch)
     return AttentionMask(
         **computed,
         q_ids=held.ids,
-        kv_ids=kv_ids,
-        kv_pos=kv_pos if level >= 2 else None,
+        kv_ids=None if kv_ids is None else pinned(kv_ids, mask_batch),
+        kv_pos=None if kv_pos is None or level < 2 else pinned(kv_pos, mask_batch),
         q_len=q_len,
         kv_len=kv_len,
         element_test=level,

@@ -9,14 +9,13 @@ attention of the group before runs, and its gradients are reduce-scattered while
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from packax.plan import take_chunks
+from packax.gathers import Groups
 from packax.primitives import backward_p, forward_p, vary_together
 from packax.scores import Scores, add_sinks, place_specs, sinks_gradient, summed
 from packax.sharding import Axes, Layout
@@ -167,7 +166,7 @@ def _forward(call: Call, query, key, value, scores, mask, kv_plan) -> tuple[Any,
     """On one rank."""
     scores, query, key, value, *mask = vary_together(scores, query, key, value, *mask)
     mask, maps, places = call.split(mask)
-    groups = _Groups(call.layout, query, key, value, kv_plan)
+    groups = Groups(call.layout, query, key, value, kv_plan)
     outs: list[jax.Array] = []
     lses: list[jax.Array] = []
     tops: list[jax.Array] = []
@@ -178,7 +177,9 @@ def _forward(call: Call, query, key, value, scores, mask, kv_plan) -> tuple[Any,
             groups.rows(query, group, 2),
             keys,
             values,
-            *mask[:9],
+            *mask[:7],
+            groups.order(mask[7]),
+            mask[8],
             *groups.maps(maps, group)[:2],
             *extras,
             scale=call.scale,
@@ -193,14 +194,14 @@ def _forward(call: Call, query, key, value, scores, mask, kv_plan) -> tuple[Any,
         outs.append(out)
         tops += top
         lses.append(lse)
-        lses = groups.gather_after(group, lses)
+        groups.gather_after(lse)
     out, lse = _joined(outs, 2), _joined(lses, 1)
     if scores.sinks is not None:
         out, lse = add_sinks(out, lse, scores.sinks)
     return out, lse, _joined(tops, 1) if tops else None
 
 
-def _extras(call: Call, scores: Scores, places: Any, groups: _Groups, group: int) -> Arrays:
+def _extras(call: Call, scores: Scores, places: Any, groups: Groups, group: int) -> Arrays:
     """The operands of the primitives behind the mask's: scales, then slopes and places."""
     if not scores.numbers():
         return ()
@@ -224,7 +225,7 @@ def _backward(
     if call.layout is not None and call.layout.kv_context:
         # Else XLA sees the forward's gathers here, and keeps the gathered keys for the backward.
         key, value, dout = jax.lax.optimization_barrier((key, value, dout))
-    groups = _Groups(call.layout, query, key, value, kv_plan)
+    groups = Groups(call.layout, query, key, value, kv_plan)
     dqs: list[jax.Array] = []
     dks: list[jax.Array] = []
     dvs: list[jax.Array] = []
@@ -241,7 +242,8 @@ def _backward(
             groups.rows(lse, group, 1),
             groups.rows(dout, group, 2),
             groups.rows(dlse, group, 1),
-            *mask[:8],
+            *mask[:7],
+            groups.order(mask[7]),
             *mask[9:11],  # without q_order_192
             *groups.maps(maps, group),
             *extras,
@@ -259,9 +261,11 @@ def _backward(
         )
         dnumbers += dnumber
         dqs.append(dq)
-        dqs = groups.gather_after(group, dqs)
-        dks.append(groups.scatter(dk))
-        dvs.append(groups.scatter(dv))
+        made = [x for x, there in zip((dq, dk, dv), call.wanted, strict=False) if there]
+        groups.gather_after((made or [dq])[0])
+        dk, dv = groups.scatter(dk, dv)
+        dks.append(dk)
+        dvs.append(dv)
     dscores = jax.tree.map(jnp.zeros_like, scores)  # for those that nobody wants
     if scores.sinks is not None:
         dlse = dlse if call.return_lse else None
@@ -282,120 +286,3 @@ def _backward(
 
 def _joined(parts: list[jax.Array], axis: int) -> jax.Array:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis)
-
-
-class _Groups:
-    """One rank's keys and values, gathered group by group in the order of the sequence.
-
-    At most two groups are held: the one in use and the one under way.
-    """
-
-    def __init__(self, layout: Layout | None, query, key, value, kv_plan) -> None:
-        self.layout = layout
-        self.kv_plan = kv_plan
-        self.own = _OwnHeads.of(layout, query.shape[2], key.shape[2])
-        self.key, self.value = (self.own.take(x) for x in (key, value))
-        self.number = 1 if layout is None else layout.groups(self.key.shape[2])
-        self.fetched = [
-            tuple(self._whole(self.rows(x, group, 2)) for x in (self.key, self.value))
-            for group in range(min(2, self.number))
-        ]
-
-    def next(self) -> tuple[jax.Array, ...]:
-        """Keys and values of the group whose turn it is, over the whole sequence."""
-        return self.fetched[0]
-
-    def gather_after(self, group: int, results: list[jax.Array]) -> list[jax.Array]:
-        """Drops this group and starts the next but one: not before `results`, those so far, are.
-
-        Without that order XLA may start all gathers at once, and hold them all.
-        """
-        self.fetched.pop(0)
-        following = group + 2
-        if following < self.number:
-            *done, last = results
-            key, value = (self.rows(x, following, 2) for x in (self.key, self.value))
-            key, value, last = jax.lax.optimization_barrier((key, value, last))
-            self.fetched.append((self._whole(key), self._whole(value)))
-            return [*done, last]
-        return results
-
-    def rows(self, x: jax.Array, group: int, axis: int) -> jax.Array:
-        """The heads of x that belong to the group."""
-        if self.number == 1:
-            return x
-        size = x.shape[axis] // self.number
-        return jax.lax.slice_in_dim(x, group * size, (group + 1) * size, axis=axis)
-
-    def maps(self, maps: Any, group: int) -> list[jax.Array]:
-        """Of a map of blocks: its heads that belong to the group, or the one for all."""
-        return [self.rows(x, group, 1) if x.shape[1] > 1 else x for x in maps]
-
-    def scatter(self, gradient: jax.Array) -> jax.Array:
-        """The sum of all ranks' gradients of a group, each rank's rows of it; in its dtype."""
-        if self.kv_plan is not None:
-            gradient = take_chunks(self.kv_plan[:, 0], 1, gradient)
-        if self.layout is None or not self.layout.kv_context:
-            return gradient
-        return jax.lax.psum_scatter(
-            gradient, self.layout.kv_context, scatter_dimension=1, tiled=True
-        )
-
-    def summed(self, gradient: jax.Array, like: jax.Array) -> jax.Array:
-        """All heads of `like`, summed over the axes that query has and keys do not.
-
-        Where the caller's shard_map has the axis, jax sums: the transpose of a replicated operand.
-        """
-        gradient = self.own.put(gradient, like)
-        layout = self.layout
-        if layout is None:
-            return gradient
-        missing = set(layout.context + layout.heads) - set(layout.kv_context + layout.kv_heads)
-        axes = tuple(axis for axis, _ in layout.sizes if axis in missing & layout.mapped)
-        return jax.lax.psum(gradient, axes) if axes else gradient
-
-    def _whole(self, x: jax.Array) -> jax.Array:
-        if self.layout is not None and self.layout.kv_context:
-            x = jax.lax.all_gather(x, self.layout.kv_context, axis=1, tiled=True)
-        if self.kv_plan is not None:
-            x = take_chunks(self.kv_plan[:, 1], 1, x)
-        return x
-
-
-class _OwnHeads(NamedTuple):
-    """Which of the key/value heads at hand a rank's query heads read."""
-
-    number: int | None  # None: all
-    first: Any = None
-    every: Any = None  # indices, where they are not neighbours or repeat
-
-    @staticmethod
-    def of(layout: Layout | None, heads: int, kv_heads: int) -> _OwnHeads:
-        """Query head h of all reads head h // group: for replicated heads, this rank's part."""
-        if layout is None or layout.kv_heads or layout.size(layout.heads) == 1:
-            return _OwnHeads(None)
-        group = heads * layout.size(layout.heads) // kv_heads
-        rank = jax.lax.axis_index(layout.heads)
-        common = math.gcd(heads, group)
-        number = heads // common
-        if heads % group == 0 or group % heads == 0:
-            return _OwnHeads(number, rank * heads // group)
-        index = (rank * heads + common * jnp.arange(number)) // group
-        return _OwnHeads(number, None, index)
-
-    def take(self, x: jax.Array) -> jax.Array:
-        if self.number is None:
-            return x
-        if self.every is not None:
-            return jnp.take(x, self.every, axis=2)
-        return jax.lax.dynamic_slice_in_dim(x, self.first, self.number, axis=2)
-
-    def put(self, gradient: jax.Array, like: jax.Array) -> jax.Array:
-        if self.number is None:
-            return gradient
-        shape = (*gradient.shape[:2], like.shape[2], gradient.shape[3])
-        zeros = jnp.zeros_like(gradient, shape=shape)
-        if self.every is not None:
-            return zeros.at[:, :, self.every].add(gradient)
-        zeros, gradient, first = vary_together(zeros, gradient, self.first)
-        return jax.lax.dynamic_update_slice_in_dim(zeros, gradient, first, axis=2)

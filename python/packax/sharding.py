@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Axes = tuple[str, ...]
 
 _DIMS = ("batch", "sequence", "heads", "head dim")
-_GROUPS = 4  # of key/value heads, where the user does not say
+_SHARE = 4  # one in so many key/value heads is in the first and the last group, where the user does not say
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,10 +35,11 @@ class AttentionSharding:
             gathers the keys and values, and their gradients are reduce-scattered), or None (every
             rank has all keys). Heads: as in query, or None (every rank has all key/value heads and
             uses those of its query heads).
-        head_groups: the gather goes by this many groups of key/value heads, so that one group is
-            gathered while the attention of the one before runs. None: 4, or the largest number
-            below that divides the key/value heads of a rank. 1: one gather, nothing hidden, but
-            no slicing of query and output either.
+        head_groups: keys and values are gathered by this many groups of key/value heads, or by
+            groups of these sizes: one group while the attention of the one before runs. The first
+            gather and the last reduce-scatter stay in the open, and query and output are cut by
+            heads. None: 1 on two ranks, where nothing is won, else three with a quarter of the heads
+            in the first and in the last, as far as there are so many.
         mesh: needed only where no mesh is set (`jax.set_mesh(mesh)`).
 
     Inside a `shard_map` of your own over some of these axes, arrays are this rank's pieces along
@@ -52,7 +53,7 @@ class AttentionSharding:
 
     query: P
     key_value: P
-    head_groups: int | None = None
+    head_groups: int | tuple[int, ...] | None = None
     mesh: Any = None
 
     def mask_specs(self, mask: AttentionMask) -> AttentionMask:
@@ -89,7 +90,7 @@ class Layout:
     heads: Axes
     kv_context: Axes
     kv_heads: Axes
-    head_groups: int | None
+    head_groups: int | tuple[int, ...] | None
 
     @property
     def mapped(self) -> frozenset[str]:
@@ -116,12 +117,19 @@ class Layout:
         """x sharded like this in its type, where types say it; elsewhere shard_map moves it."""
         return jax.sharding.reshard(x, self.spec(*dims)) if self.explicit else x
 
-    def groups(self, kv_heads: int) -> int:
-        """Groups of a rank's key/value heads."""
+    def groups(self, kv_heads: int) -> tuple[int, ...]:
+        """How many of a rank's key/value heads each group has."""
         if not self.kv_context:
-            return 1  # there is nothing to gather
-        wanted = self.head_groups or _GROUPS
-        return max(n for n in range(1, min(wanted, kv_heads) + 1) if kv_heads % n == 0)
+            return (kv_heads,)  # there is nothing to gather
+        if isinstance(self.head_groups, tuple):
+            return self.head_groups
+        if self.head_groups is not None:
+            return (kv_heads // self.head_groups,) * self.head_groups
+        if kv_heads == 1 or self.size(self.kv_context) <= 2:
+            return (kv_heads,)
+        end = max(1, kv_heads // _SHARE)
+        middle = kv_heads - 2 * end
+        return (end, middle, end) if middle else (end, end)
 
 
 def spec(*dims: Axes) -> P:
@@ -157,10 +165,14 @@ def layout_of(sharding: Any) -> Layout:
                 f"{_show(key_value[dim])}"
             )
     groups = sharding.head_groups
-    if groups is not None and (
-        not isinstance(groups, int) or isinstance(groups, bool) or groups < 1
+    numbers = groups if isinstance(groups, tuple) and groups else (groups,)
+    if groups is not None and any(
+        not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in numbers
     ):
-        raise ValueError(f"sharding.head_groups must be None or a positive integer, not {groups!r}")
+        raise ValueError(
+            "sharding.head_groups must be None, a positive integer or a tuple of some, not "
+            f"{groups!r}"
+        )
 
     mesh, known = _mesh(sharding)
     sizes = tuple(zip(known.axis_names, known.axis_sizes, strict=True))
@@ -282,10 +294,10 @@ def check_tensors(layout: Layout, query: Any, key: Any) -> None:
         )
     if layout.head_groups is not None and layout.kv_context:
         own = own_kv_heads(layout, query.shape[2], key.shape[2])
-        if own % layout.head_groups:
+        if sum(layout.groups(own)) != own:
             raise ValueError(
-                f"sharding.head_groups must divide the key/value heads of a rank, {own}, but is "
-                f"{layout.head_groups}"
+                "sharding.head_groups must divide the key/value heads of a rank, or be numbers that "
+                f"add up to them, {own}, but is {layout.head_groups}"
             )
 
 

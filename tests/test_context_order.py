@@ -1,0 +1,101 @@
+"""What of a rank's program waits for what: the order of gathers and scatters is in its data.
+
+Guards against gathers that all end before the first attention begins, or that nobody asked for, which
+no result shows: XLA is free in everything that no operand says.
+"""
+
+import functools
+
+import jax
+import packax
+import pytest
+from context import ROWS, expression_of, mesh_of, results, tensors
+from jax.sharding import PartitionSpec as P
+
+GROUPS = 4
+FORWARD, BACKWARD = "packax_forward", "packax_backward"
+
+
+def of_ranks(jaxpr):
+    """The jaxprs of all shard_maps within, in order."""
+    for eqn in jaxpr.eqns:
+        for x in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(x, "jaxpr", x)
+            if hasattr(inner, "eqns"):
+                yield from [inner] if eqn.primitive.name == "shard_map" else of_ranks(inner)
+
+
+class Program:
+    """A rank's equations by primitive, and all equations that each of them needs."""
+
+    def __init__(self, jaxpr):
+        made_by, self.direct, self.needs, self.named = {}, [], [], {}
+        for n, eqn in enumerate(jaxpr.eqns):
+            operands = [v for v in eqn.invars if not hasattr(v, "val")]
+            self.direct.append({made_by[v] for v in operands if v in made_by})
+            self.needs.append(self.direct[n].union(*(self.needs[m] for m in self.direct[n])))
+            made_by |= dict.fromkeys(eqn.outvars, n)
+            self.named.setdefault(eqn.primitive.name, []).append(n)
+
+    def waits(self, name, n, before, m):
+        return self.named[before][m] in self.needs[self.named[name][n]]
+
+    def waits_for_operands(self, name, n, before, m):
+        """And not for what they are for."""
+        operands = self.direct[self.named[before][m]]
+        assert operands and not self.waits(name, n, before, m)
+        return operands <= self.needs[self.named[name][n]]
+
+
+@pytest.fixture(scope="module", params=["area", None])
+def programs(request):
+    sharding = packax.AttentionSharding(
+        query=P(None, "context"), key_value=P(None, "context"), head_groups=GROUPS
+    )
+    plan = request.param and packax.context_plan(request.param, 2, segment_ids=ROWS)
+    with jax.set_mesh(mesh_of(2, axes=("context",))):
+        mask = packax.create_attention_mask(
+            expression_of("documents"), sharding=sharding, plan=plan
+        )
+        jaxpr = jax.make_jaxpr(functools.partial(results, sharding=sharding))(*tensors(), mask)
+    made = [Program(x) for x in of_ranks(jaxpr.jaxpr)]
+    (forward,) = (x for x in made if FORWARD in x.named)
+    (backward,) = (x for x in made if BACKWARD in x.named)
+    return {FORWARD: forward, BACKWARD: backward}, plan is not None
+
+
+@pytest.mark.parametrize("attention", [FORWARD, BACKWARD])
+def test_a_gather_runs_beside_the_attention_before(programs, attention):
+    """It is sent before that begins, ends when it likes, and no sooner than two are held."""
+    program = programs[0][attention]
+    for n in range(1, GROUPS):
+        assert program.waits_for_operands(attention, n - 1, "all_gather", n)
+        assert not program.waits("all_gather", n, attention, n - 1)
+        assert n < 2 or program.waits("all_gather", n, attention, n - 2)
+
+
+def test_a_scatter_runs_beside_the_attention_behind(programs):
+    program = programs[0][BACKWARD]
+    for n in range(1, GROUPS):
+        assert program.waits_for_operands(BACKWARD, n, "reduce_scatter", n - 1)
+
+
+def test_copies_behind_two_collectives_cannot_be_joined(programs):
+    """With a plan: those behind a gather wait for the attention before, those before a scatter for the scatter before."""
+    made, copies = programs
+    for n in range(1, GROUPS):
+        if copies:
+            assert all(program.waits(name, n, name, n - 1) for name, program in made.items())
+        assert made[BACKWARD].waits("reduce_scatter", n, "reduce_scatter", n - 1) == copies
+
+
+@pytest.mark.parametrize("kind", ["documents", "positions"])
+def test_what_every_rank_reads_whole_is_not_split(kind):
+    """Else every attention of a step gathers it first: XLA splits what nobody has placed."""
+    sharding = packax.AttentionSharding(query=P("data", "context"), key_value=P("data", "context"))
+    plan = packax.context_plan("area", 4, segment_ids=ROWS)
+    with jax.set_mesh(mesh_of(2, 4, axes=("data", "context"))):
+        mask = packax.create_attention_mask(expression_of(kind), sharding=sharding, plan=plan)
+    held = [x for x in (mask.kv_plan, mask.kv_ids, mask.kv_pos) if x is not None]
+    assert len(held) == (3 if kind == "positions" else 2)
+    assert {x.sharding.spec for x in held} == {P("data")}
