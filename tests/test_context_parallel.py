@@ -85,6 +85,28 @@ def sharded(mesh, sharding, kind, plan=None, *, inputs=None, explicit=False):
         return tuple(plan.unpermute(x, 2 if n == 1 else 1) for n, x in enumerate(got))
 
 
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_numbers_in_expressions(kind):
+    """Offsets and lengths without a batch: every rank has its rows of what one device makes."""
+    expression = packax.sliding_window(300, 2, offset=7) & packax.prefix(jnp.asarray(90))
+    mask = packax.create_attention_mask(expression, q_len=LENGTH, kv_len=LENGTH)
+    plan = plan_of("area", 2)
+    with jax.set_mesh(mesh_of(2, 1, 2, 1, kind=kind)):
+        for sharding in (CONTEXT, FULL):
+            got = jax.jit(
+                functools.partial(
+                    packax.create_attention_mask,
+                    q_len=LENGTH,
+                    kv_len=LENGTH,
+                    sharding=sharding,
+                    plan=plan,
+                )
+            )(expression)
+            for x, y in ((got.q_lo, mask.q_lo), (got.q_hi, mask.q_hi)):
+                y = plan.permute(jnp.broadcast_to(y, x.shape))
+                np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
 @pytest.mark.parametrize(
     "sizes,sharding,kind,plan",
     [

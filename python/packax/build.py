@@ -334,14 +334,17 @@ def _build_rows(
 
     document = Document(*(None if x is None else keys(x) for x in document))
     if layout is not None:
-        of_leaf = functools.partial(_batch_axes, batch, mask_batch)
-        interval = jax.tree.map(lambda x: place(jnp.asarray(x), of_leaf(x)), interval)
+
+        def of_leaf(x):
+            return (_batch_axes(batch, mask_batch, x),) if jnp.ndim(x) else ()
+
+        interval = jax.tree.map(lambda x: place(jnp.asarray(x), *of_leaf(x)), interval)
         if mapped:
             key_spec = layout.spec(mask_batch)
             limits = jax.shard_map(
                 limits,
                 mesh=layout.mesh,
-                in_specs=(key_spec, jax.tree.map(lambda x: layout.spec(of_leaf(x)), interval)),
+                in_specs=(key_spec, jax.tree.map(lambda x: layout.spec(*of_leaf(x)), interval)),
                 out_specs=key_spec,
                 axis_names=set(layout.mapped),
             )
@@ -416,7 +419,7 @@ _COMPUTED = ("q_lo", "q_hi", *_BLOCKS, "q_order", "q_order_192", "kv_order")
 
 def _batch_axes(batch: int, mask_batch: Axes, x: Any) -> Axes:
     """The mesh axes over which the first axis of an interval's array lies."""
-    return mask_batch if jnp.ndim(x) and jnp.shape(x)[0] == batch > 1 else ()
+    return mask_batch if jnp.shape(x)[0] == batch > 1 else ()
 
 
 def _map_arrays(block_map, q_blocks, *, block_size, q_len, kv_len) -> dict[str, jax.Array]:
