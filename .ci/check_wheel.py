@@ -6,6 +6,7 @@ import sys
 import zipfile
 
 KEPT = (".py", ".pyi", ".so", "py.typed")
+LARGEST = 60_000_000  # bytes
 FORBIDDEN = (b"import triton", b"from triton")
 
 
@@ -29,6 +30,8 @@ def main(path: str) -> int:
         if not any(name.endswith("/licenses/LICENSE") for name in names):
             problems.append("the licence is missing")
         size = sum(info.compress_size for info in wheel.infolist())
+        if size > LARGEST:
+            problems.append(f"more than {LARGEST / 1e6:.0f} MB")
     print(f"{path.rsplit('/', 1)[-1]}: {len(names)} files, {size / 1e6:.1f} MB")
     for problem in problems:
         print(f"  wrong: {problem}")
