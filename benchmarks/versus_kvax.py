@@ -9,7 +9,7 @@ of attention.py before anything is timed; a wrong one is not timed and makes the
 
 kvax 0.1.0 does not import with today's jax and Triton. `importable` supplies what they dropped (the old
 place of shard_map, the mesh in pxla, two helpers of jax-triton) and marks two constants for Triton: nothing that it computes by.
-Not run on a GPU yet; without one, `--trace` shows that both packages trace. Writes versus_kvax.json.
+Without a GPU, `--trace` shows that both packages trace. Writes versus_kvax.json; results/versus_kvax_h200.json has two of the cases.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import numpy as np
 import packax
 import pytest
 from gpu_runs import assert_identical, tensors
+from test_export import restored
 
 pytestmark = pytest.mark.gpu
 IDS = np.stack([cases.ODD, cases.PADDED])
@@ -83,11 +84,38 @@ def test_exported_programs():
     exported = jax.export.export(
         jax.jit(step), platforms=["cuda"], disabled_checks=packax.export_checks()
     )(*shapes)
-    pytest.importorskip("flatbuffers")
-    program = jax.export.deserialize(exported.serialize())
+    program = restored(exported)
     for size in (1, 130, len(cases.ODD)):
         x, dout = operands(size)
         ids = jnp.asarray(IDS[:, :size])
         assert_identical(
             program.call(*x, ids, dout), jax.jit(step)(*x, ids, dout), f"length {size}: "
         )
+
+
+def test_exported_decoding():
+    """Likewise: its workspace has room for the shares of the largest size."""
+
+    def step(query, key, value, lengths):
+        return packax.decode_attention(query, key, value, lengths, return_lse=True)
+
+    batch, length = jax.export.symbolic_shape("b, s")
+    shapes = [jax.ShapeDtypeStruct((batch, 1, 8, 64), jnp.bfloat16)]
+    shapes += [jax.ShapeDtypeStruct((batch, length, 2, 64), jnp.bfloat16)] * 2
+    shapes.append(jax.ShapeDtypeStruct((batch,), jnp.int32))
+    program = restored(
+        jax.export.export(
+            jax.jit(step), platforms=["cuda"], disabled_checks=packax.export_checks()
+        )(*shapes)
+    )
+    keys = jax.random.split(jax.random.key(0), 3)
+    for size, capacity in ((1, 1), (3, 4097)):
+        x = [
+            jax.random.normal(key, (size, n, heads, 64), jnp.bfloat16)
+            for key, n, heads in zip(keys, (1, capacity, capacity), (8, 2, 2), strict=True)
+        ]
+        lengths = capacity - jnp.arange(size, dtype=jnp.int32)
+        expected = jax.jit(step)(*x, lengths)
+        for one, other in zip(program.call(*x, lengths), expected, strict=True):
+            one, other = np.asarray(one, np.float32), np.asarray(other, np.float32)
+            np.testing.assert_allclose(one, other, rtol=2e-2, atol=1e-2)
