@@ -2,7 +2,8 @@
 
     python tests/hazards.py memcheck|racecheck|synccheck [options of compute-sanitizer ...] [-- program ...]
 
-A program after -- takes the place of sanitize.py. The kernels alone, without what XLA compiles, in a fraction of the time:
+The program runs once without the tool, under which XLA compiles slowly, into a cache for the run that counts. A program after --
+takes the place of sanitize.py, as in -- tests/sanitize.py --dims 128x128. The kernels alone, in a fraction of the time:
 
     python tests/hazards.py racecheck --kernel-name kernel_substring=hopper -- benchmarks/tune.py check FOLDER
 
@@ -19,6 +20,8 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
+import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -29,6 +32,11 @@ TOOLS = {
     "synccheck": ["--print-limit", "1000", "--num-cuda-barriers", "64"],
 }  # fmt: skip
 SLOW = ("racecheck", "synccheck")
+CACHE = {
+    "JAX_COMPILATION_CACHE_DIR": "{folder}",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
 SHOWN = 3  # reports of a kernel
 LINES = 8  # of a report
 PREFIX = "========= "
@@ -106,6 +114,18 @@ def main() -> int:
         options, script = options[:at], options[at + 1 :]
     script = [sys.executable, *script]
     sanitizer = os.environ.get("COMPUTE_SANITIZER", "compute-sanitizer")
+    cache = {} if os.environ.get("JAX_COMPILATION_CACHE_DIR") else CACHE
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ |= {name: value.format(folder=folder) for name, value in cache.items()}
+        print(f"without the tool: {' '.join(script)}", flush=True)
+        began = time.perf_counter()
+        plain = subprocess.run(script, stdout=subprocess.DEVNULL).returncode
+        print(f"exit status {plain}, {time.perf_counter() - began:.0f} s", flush=True)
+        return max(plain != 0, watched(tool, sanitizer, options, script))
+
+
+def watched(tool: str, sanitizer: str, options: list[str], script: list[str]) -> int:
+    """The program under the tool; 0 if it ended and nothing was found."""
     command = [sanitizer, "--tool", tool, *TOOLS[tool], *options, *script]
     log = Path(os.environ.get("OUT", ".")) / f"{tool}.txt"
     version = subprocess.run([sanitizer, "--version"], capture_output=True, text=True)

@@ -2,7 +2,8 @@
 
     python tests/hazards.py memcheck | racecheck | synccheck     (hazards.py starts this under the tool and counts)
 
-`--small`: bfloat16, and one case of two that lets every ring of buffers wrap, for the tools that are slow.
+`--dims 128x128`: these head dims alone. `--small`: bfloat16, and one case of two that lets every ring of buffers wrap, for the
+tools that are slow.
 
 Every buffer gets an allocation of its own, so that a read or write past its end is an error and not
 a neighbour in jax's pool. Lengths are odd, ids reappear, padding lies in the middle and at the end,
@@ -136,6 +137,7 @@ def head_dims() -> list[tuple[int, int]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--dims", nargs="+", help="pairs such as 192x128 (default: all)")
     arguments = parser.parse_args()
     if jax.default_backend() != "gpu":
         raise SystemExit(f"sanitize.py needs a GPU; jax runs on {jax.default_backend()}")
@@ -149,6 +151,8 @@ def main() -> int:
     long = causal & packax.documents(packed(90, -3, 550, 57)[None])
     documents = causal & packax.documents(packed_rows)
     for dims in head_dims():
+        if arguments.dims and "x".join(map(str, dims)) not in arguments.dims:
+            continue
         good &= run("long", long, 1, 700, 700, 2, 1, dims, "bfloat16")
         good &= run("long", long, 1, 700, 700, 2, 1, dims, "bfloat16", deterministic=True)
         good &= run("tested", tested, 1, 137, 137, 2, 2, dims, "bfloat16")

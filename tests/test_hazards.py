@@ -89,6 +89,35 @@ def test_the_tool_is_started_on_small_cases_and_its_log_kept(tmp_path: Path):
     assert "backward_hopper: 1 reports" in result.stdout
     assert "long bfloat16 64x64" in result.stdout  # the program's own lines, as they come
     assert RACES in (tmp_path / "racecheck.txt").read_text()
+    # first without the tool, which fails where there is no GPU
+    assert "without the tool: " in result.stdout and "exit status " in result.stdout
     arguments = (tmp_path / "arguments").read_text()
     assert arguments.startswith("--tool racecheck ") and "--kernel-name kne=x" in arguments
     assert arguments.rstrip().endswith("sanitize.py --small")
+
+
+def test_what_is_compiled_without_the_tool_is_there_under_it(tmp_path: Path):
+    """Both runs have the one cache, which goes with them; a failure without the tool is one, whatever the tool says."""
+    tool, program = tmp_path / "compute-sanitizer", tmp_path / "program.py"
+    tool.write_text(
+        f'#!/bin/sh\ncase "$*" in *version*) exit;; esac\n{sys.executable} {program} watched\n'
+        "echo '========= ERROR SUMMARY: 0 errors'\n"
+    )
+    tool.chmod(tool.stat().st_mode | stat.S_IEXEC)
+    program.write_text(
+        "import os, sys\nfrom pathlib import Path\n"
+        "made = Path(os.environ['JAX_COMPILATION_CACHE_DIR'], 'made')\n"
+        "print('cached', made.exists(), made.parent)\nmade.touch()\n"
+        "sys.exit(len(sys.argv) == 1 and int(os.environ['BROKEN']))\n"
+    )
+    for broken in (0, 1):
+        result = subprocess.run(
+            [sys.executable, hazards.__file__, "memcheck", "--", str(program)],
+            capture_output=True,
+            text=True,
+            env={k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
+            | {"COMPUTE_SANITIZER": str(tool), "OUT": str(tmp_path), "BROKEN": str(broken)},
+        )
+        assert result.returncode == broken, result.stderr
+        (line,) = (line for line in result.stdout.splitlines() if line.startswith("cached"))
+        assert line.startswith("cached True ") and not Path(line.split()[-1]).exists()
