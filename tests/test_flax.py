@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import packax
@@ -235,3 +236,17 @@ def test_errors_of_shapes_and_options():
     assert not np.any(
         ours.dot_product_attention(q, q, q, dropout_rate=0.1, deterministic=True)[0] * 0
     )
+
+
+def test_export_with_symbolic_sizes():
+    def run(query, key, mask):
+        return ours.dot_product_attention(query, key, key, mask=mask, is_causal=True)
+
+    rng = np.random.default_rng(3)
+    query, key = (jnp.asarray(rng.standard_normal((3, 70, h, 8)), jnp.float32) for h in (4, 2))
+    x = query, key, rng.random((3, 1, 1, 70)) < 0.7
+    batch, length = jax.export.symbolic_shape("b, s")
+    sizes = {3: batch, 70: length}
+    shapes = [jax.ShapeDtypeStruct([sizes.get(n, n) for n in y.shape], y.dtype) for y in x]
+    program = jax.export.export(jax.jit(run))(*shapes)
+    np.testing.assert_allclose(program.call(*x), jax.jit(run)(*x), rtol=1e-5, atol=1e-6)

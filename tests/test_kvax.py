@@ -11,6 +11,7 @@ import inspect
 import re
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import oracle
@@ -210,6 +211,26 @@ def test_vmap():
     attention = functools.partial(attention, **dict(zip(names, TOKENS, strict=True)))
     got = jax.jit(jax.vmap(attention))(several)
     np.testing.assert_allclose(got[0], run(*tensors())[0], atol=1e-6)
+
+
+def test_export_with_symbolic_sizes():
+    """One program for every batch and length: bounds, output and gradients as of known sizes."""
+
+    def step(query, key, value, dout, *tokens):
+        masks = create_attention_mask(*tokens, calc_bwd_mask=True, skip_pad_tokens=False)
+        attention = lambda *x: flash_attention(*x, *tokens, masks)  # noqa: E731
+        out, transpose = jax.vjp(attention, query, key, value)
+        return out, transpose(dout), [mask.flatten() for mask in masks]
+
+    x = [*tensors(), *map(jnp.asarray, TOKENS)]
+    sizes = dict(zip((BATCH, Q_LEN, KV_LEN), jax.export.symbolic_shape("b, s, t"), strict=True))
+    shapes = [
+        jax.ShapeDtypeStruct((*(sizes[n] for n in y.shape[:2]), *y.shape[2:]), y.dtype) for y in x
+    ]
+    program = jax.export.export(jax.jit(step))(*shapes)
+    got, expected = program.call(*x), jax.jit(step)(*x)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
 def test_every_name_is_where_kvax_has_it():

@@ -6,6 +6,7 @@ Guards against a keyword of MaxText's that means something else here.
 import types
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import packax
@@ -156,6 +157,21 @@ def test_load_balanced_order(kind, size):
         close(out, reference(q, k, v, allowed)[0])
     with pytest.raises(ValueError, match="inputs_positions must be given"):
         one(*there[:4])
+
+
+def test_export_with_symbolic_sizes():
+    q, k, v = tensors()
+    ids, _ = ids_and_positions()
+
+    def run(q, k, v, ids, images):
+        one = op("local_sliding", 9, attn_logits_soft_cap=3.0)
+        return one(q, k, v, ids, bidirectional_mask=images)
+
+    x = q, k, v, ids.astype(np.int32), IMAGES
+    batch, length = jax.export.symbolic_shape("b, s")
+    shapes = [jax.ShapeDtypeStruct((batch, length, *y.shape[2:]), y.dtype) for y in x]
+    program = jax.export.export(jax.jit(run))(*shapes)
+    close(program.call(*x), jax.jit(run)(*x))
 
 
 def test_reorder_sequence():

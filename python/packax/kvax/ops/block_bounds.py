@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from packax.kvax.utils.common import PADDING_SEGMENT_ID, pad_to_block_size
+from packax.kvax.utils.common import PADDING_SEGMENT_ID
+from packax.xla_masks import ceil_div, fill_up
 
 _LARGEST = np.iinfo(np.int32).max
 
@@ -82,10 +83,11 @@ def block_bounds(
 
 def _blocks(side: Side, size: int, fill: int) -> _Blocks:
     batch, pieces, length = side.ids.shape
-    positions, segment_ids = (x.reshape(batch * pieces, length) for x in side)
-    _, positions, ids = pad_to_block_size(None, positions, segment_ids, size, fill)
-    assert ids is not None
-    positions, ids = (x.reshape(batch, pieces, -1, size) for x in (positions, ids))
+    blocks = ceil_div(length, size)
+    positions, ids = (
+        fill_up(x, 2, blocks * size, value).reshape(batch, pieces, blocks, size)
+        for x, value in zip(side, (fill, PADDING_SEGMENT_ID), strict=True)
+    )
     is_padding = ids == PADDING_SEGMENT_ID
     ids = jnp.where(is_padding, _LARGEST, ids)
     low, high = ids.min(3), ids.max(3)
