@@ -15,16 +15,14 @@ under the products of the other.
 
 The float32 dQ lies in the order of the accumulator's registers, which only `backward_finish` undoes.
 Its additions come in any order: dQ differs by rounding from run to run. hopper_rows.py has the
-producer and the additions, shared with hopper_wide.py, the kernel for head dims above 128.
+producer and the additions; dK and dV of head dims above 128 have files of their own, hopper_keys.py and hopper_wide.py.
 """
 
 from hopper import (
     LOG2E,
     accumulator,
     named_barrier,
-    position_row,
     select_bits,
-    split,
     warp_arrive,
 )
 from hopper_rows import (
@@ -33,10 +31,10 @@ from hopper_rows import (
     keys_read,
     mask_bits,
     produce,
-    row_range,
     rows_of_half,
     sum_rows,
     tests_of_tile,
+    tile_of_program,
 )
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -287,36 +285,21 @@ def tile_of_keys(
         mbarrier.init(q_empty.index(j), 8)
         mbarrier.init(do_empty.index(j), 8)
 
-    group = heads // kv_heads
-    tiles = (kv_len + 127) // 128
-    pid = gl.program_id(0)
-    kv_head = pid // (tiles * batch)
-    rest = pid % (tiles * batch)
-    b = rest % batch
-    mask_b = gl.where(mask_batch > 1, b, 0)
-    first_key = gl.load(kv_order + mask_b * tiles + rest // batch) * 128
-    start, end, core_lo, core_hi = row_range(kv_blocks, mask_b, first_key, kv_len)
-    steps, core_begin, core_end = split(start, end, core_lo, core_hi, ROWS)
-    row_blocks = (q_len + 63) // 64
-    mask_row = mask_b.to(gl.int64) * q_len
-    mask_key = mask_b.to(gl.int64) * kv_len
-    flags = q_blocks + mask_b.to(gl.int64) * (5 * row_blocks)
+    orders = (q_blocks, kv_blocks, kv_order)
+    pointers = (q_ids, kv_ids, q_pos, kv_pos)
+    sizes = (element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads)
+    place, range_, mask, own_blocks = tile_of_program(orders, pointers, sizes, 128)
 
     maps = (query, key, value, dout)
     lines = (lse2, delta, lo, hi)
     grads = (dk, dv, dq_sum)
-    q_pos += position_row(mask_row, element_test)
-    own_blocks = kv_blocks + mask_b.to(gl.int64) * (4 * ((kv_len + 63) // 64))
-    mask = (q_ids + mask_row, kv_ids + mask_key, q_pos, kv_pos + mask_key, flags)
     tiles_s = (q_s, k_s, v_s, do_s)
     lines_s = (lse_s, delta_s, lo_s, hi_s)
     bars = (kv_full, q_full, q_empty, do_full, do_empty)
     ds_bars = (ds_full, ds_empty)
-    bh = b * heads + kv_head * group
-    place = (b, first_key, kv_head, group, bh, mask_b * (row_blocks * 64), row_blocks * 64)
-    range_ = (start, steps, steps - core_end + core_begin, core_begin, core_end)
     if DQ == 1:  # 1 to 2 % there, nothing or less in the others
-        element_test = tests_of_tile(flags, element_test, start, steps, row_blocks)
+        flags = mask[4]
+        element_test = tests_of_tile(flags, element_test, range_[0], range_[1], (q_len + 63) // 64)
     numbers = (element_test, q_len, kv_len, scale)
     if DQ == 2:
         gl.warp_specialize(

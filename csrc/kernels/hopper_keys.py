@@ -8,9 +8,9 @@ wait for dK but its last chunk. The softmax of one warp group runs under its own
 Queries, keys and dK are cut into chunks of QK_CHUNK columns.
 """
 
-from hopper import LOG2E, accumulator, position_row, select_bits, split, warp_arrive
+from hopper import LOG2E, accumulator, select_bits, warp_arrive
 from hopper_chunks import add_products, finished, half_of_keys, scores, zeros
-from hopper_rows import ROWS, mask_bits, produce, row_range, rows_of_half
+from hopper_rows import ROWS, mask_bits, produce, rows_of_half, tile_of_program
 from hopper_softmax import half_name, unpack
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -272,32 +272,15 @@ def backward_dkdv_hopper(
         mbarrier.init(q_empty.index(j), 8)
         mbarrier.init(do_empty.index(j), 8)
 
-    group = heads // kv_heads
-    tiles = (kv_len + 127) // 128
-    pid = gl.program_id(0)
-    kv_head = pid // (tiles * batch)
-    rest = pid % (tiles * batch)
-    b = rest % batch
-    mask_b = gl.where(mask_batch > 1, b, 0)
-    first_key = gl.load(kv_order + mask_b * tiles + rest // batch) * 128
-    start, end, core_lo, core_hi = row_range(kv_blocks, mask_b, first_key, kv_len)
-    steps, core_begin, core_end = split(start, end, core_lo, core_hi, ROWS)
-    row_blocks = (q_len + 63) // 64
-    key_blocks = (kv_len + 63) // 64
-    mask_row = mask_b.to(gl.int64) * q_len
-    mask_key = mask_b.to(gl.int64) * kv_len
-    flags = q_blocks + mask_b.to(gl.int64) * (5 * row_blocks)
-    own_blocks = kv_blocks + mask_b.to(gl.int64) * (4 * key_blocks)
+    orders = (q_blocks, kv_blocks, kv_order)
+    pointers = (q_ids, kv_ids, q_pos, kv_pos)
+    sizes = (element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads)
+    place, range_, mask, own_blocks = tile_of_program(orders, pointers, sizes, 128)
 
     maps = (query, key, value, dout)
     lines = (lse2, delta, lo, hi)
     grads = (dk, dv)
-    q_pos += position_row(mask_row, element_test)
-    mask = (q_ids + mask_row, kv_ids + mask_key, q_pos, kv_pos + mask_key, flags)
     bars = (kv_full, q_full, q_empty, do_full, do_empty)
-    bh = b * heads + kv_head * group
-    place = (b, first_key, kv_head, group, bh, mask_b * (row_blocks * 64), row_blocks * 64)
-    range_ = (start, steps, steps - core_end + core_begin, core_begin, core_end)
     numbers = (element_test, q_len, kv_len, scale)
     gl.warp_specialize(
         [

@@ -1,11 +1,19 @@
-"""Parts of the Hopper backward kernels: the producer warp, a tile's rows, masks of a block of rows, and how
+"""Parts of the Hopper backward kernels: a program's tile and its rows, the producer warp, masks of a block of rows, and how
 a block of dQ is added to the float32 sum.
 
 The sum lies in the order of the accumulator's registers (`float4s`; hopper_dq.py undoes it): stores without
 bank conflicts, whole lines, and one contiguous addition by the copy engine.
 """
 
-from hopper import accumulator, element_bits, named_barrier, stay, warp_arrive
+from hopper import (
+    accumulator,
+    element_bits,
+    named_barrier,
+    position_row,
+    split,
+    stay,
+    warp_arrive,
+)
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -112,6 +120,53 @@ def row_range(kv_blocks, mask_b, key, kv_len):
     core_hi = gl.where(key + 128 > kv_len, 0, core_hi)
     start = gl.where(end == 0, 0, start)
     return start, end, core_lo, core_hi
+
+
+@gluon.jit
+def row_range_64(kv_blocks, mask_b, key, kv_len):
+    """As row_range for 64 keys; a block past the end meets no row."""
+    blocks = (kv_len + 63) // 64
+    base = kv_blocks + mask_b.to(gl.int64) * (4 * blocks)
+    t = gl.minimum(key // 64, blocks - 1)
+    end = gl.where(key < kv_len, gl.load(base + blocks + t), 0)
+    core_hi = gl.where(key + 64 > kv_len, 0, gl.load(base + 3 * blocks + t))
+    start = gl.where(end == 0, 0, gl.load(base + t))
+    return start, end, gl.load(base + 2 * blocks + t), core_hi
+
+
+@gluon.jit
+def tile_of_program(orders, pointers, sizes, KEYS: gl.constexpr):
+    """Where this program's keys are, which blocks of rows meet them (those in the core are not masked), the mask's arrays
+    of its batch row, and the bounds of its blocks of keys."""
+    q_blocks, kv_blocks, kv_order = orders
+    q_ids, kv_ids, q_pos, kv_pos = pointers
+    element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads = sizes
+    HALVES: gl.constexpr = 128 // KEYS  # of an entry of kv_order
+    group = heads // kv_heads
+    tiles = (kv_len + 127) // 128
+    pid = gl.program_id(0)
+    kv_head = pid // (HALVES * tiles * batch)
+    rest = pid % (HALVES * tiles * batch)
+    b = rest // HALVES % batch
+    mask_b = gl.where(mask_batch > 1, b, 0)
+    entry = gl.load(kv_order + mask_b * tiles + rest // HALVES // batch)
+    first_key = entry * 128 + rest % HALVES * KEYS
+    if KEYS == 128:
+        start, end, core_lo, core_hi = row_range(kv_blocks, mask_b, first_key, kv_len)
+    else:
+        start, end, core_lo, core_hi = row_range_64(kv_blocks, mask_b, first_key, kv_len)
+    steps, core_begin, core_end = split(start, end, core_lo, core_hi, ROWS)
+    row_blocks = (q_len + 63) // 64
+    mask_row = mask_b.to(gl.int64) * q_len
+    mask_key = mask_b.to(gl.int64) * kv_len
+    flags = q_blocks + mask_b.to(gl.int64) * (5 * row_blocks)
+    q_pos += position_row(mask_row, element_test)
+    own_blocks = kv_blocks + mask_b.to(gl.int64) * (4 * ((kv_len + 63) // 64))
+    mask = (q_ids + mask_row, kv_ids + mask_key, q_pos, kv_pos + mask_key, flags)
+    bh = b * heads + kv_head * group
+    place = (b, first_key, kv_head, group, bh, mask_b * (row_blocks * 64), row_blocks * 64)
+    range_ = (start, steps, steps - core_end + core_begin, core_begin, core_end)
+    return place, range_, mask, own_blocks
 
 
 @gluon.jit

@@ -7,9 +7,9 @@ through shared memory. While one is at its exponentials, the other's products ru
 under its last product. Tiles of queries and keys, and dK, are cut into chunks of QK_CHUNK columns.
 """
 
-from hopper import LOG2E, accumulator, position_row, select_bits, split, warp_arrive
+from hopper import LOG2E, accumulator, select_bits, warp_arrive
 from hopper_chunks import add_products, finished, left_chunks, scores, zeros
-from hopper_rows import ROWS, mask_bits, produce
+from hopper_rows import ROWS, mask_bits, produce, tile_of_program
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -171,18 +171,6 @@ def consume_gradients(
 
 
 @gluon.jit
-def row_range_64(kv_blocks, mask_b, key, kv_len):
-    """As hopper_rows.row_range for 64 keys; a block past the end meets no row."""
-    blocks = (kv_len + 63) // 64
-    base = kv_blocks + mask_b.to(gl.int64) * (4 * blocks)
-    t = gl.minimum(key // 64, blocks - 1)
-    end = gl.where(key < kv_len, gl.load(base + blocks + t), 0)
-    core_hi = gl.where(key + 64 > kv_len, 0, gl.load(base + 3 * blocks + t))
-    start = gl.where(end == 0, 0, gl.load(base + t))
-    return start, end, gl.load(base + 2 * blocks + t), core_hi
-
-
-@gluon.jit
 def backward_dkdv_hopper(
     query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, kv_ids, q_pos, kv_pos,
     q_blocks, kv_blocks, kv_order,
@@ -228,30 +216,15 @@ def backward_dkdv_hopper(
         mbarrier.init(p_full.index(j), 1)
         mbarrier.init(p_empty.index(j), 4)
 
-    group = heads // kv_heads
-    tiles = (kv_len + 127) // 128
-    pid = gl.program_id(0)
-    kv_head = pid // (2 * tiles * batch)
-    rest = pid % (2 * tiles * batch)
-    b = rest // 2 % batch
-    mask_b = gl.where(mask_batch > 1, b, 0)
-    first_key = gl.load(kv_order + mask_b * tiles + rest // 2 // batch) * 128 + rest % 2 * KEYS
-    start, end, core_lo, core_hi = row_range_64(kv_blocks, mask_b, first_key, kv_len)
-    steps, core_begin, core_end = split(start, end, core_lo, core_hi, ROWS)
-    row_blocks = (q_len + 63) // 64
-    mask_row = mask_b.to(gl.int64) * q_len
-    mask_key = mask_b.to(gl.int64) * kv_len
-    flags = q_blocks + mask_b.to(gl.int64) * (5 * row_blocks)
+    orders = (q_blocks, kv_blocks, kv_order)
+    pointers = (q_ids, kv_ids, q_pos, kv_pos)
+    sizes = (element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads)
+    place, range_, mask, _ = tile_of_program(orders, pointers, sizes, KEYS)
 
     maps = (query, key, value, dout)
     lines = (lse2, delta, lo, hi)
-    q_pos += position_row(mask_row, element_test)
-    mask = (q_ids + mask_row, kv_ids + mask_key, q_pos, kv_pos + mask_key, flags)
     bars = (kv_full, q_full, q_empty, do_full, do_empty)
     p_bars = (p_full, p_empty)
-    bh = b * heads + kv_head * group
-    place = (b, first_key, kv_head, group, bh, mask_b * (row_blocks * 64), row_blocks * 64)
-    range_ = (start, steps, steps - core_end + core_begin, core_begin, core_end)
     numbers = (element_test, q_len, kv_len, scale)
     gl.warp_specialize(
         [
