@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from packax.kvax.utils.common import PADDING_SEGMENT_ID
-from packax.xla_masks import ceil_div, fill_up
+from packax.xla_masks import ceil_div
 
 _LARGEST = np.iinfo(np.int32).max
 
@@ -84,8 +84,9 @@ def block_bounds(
 def _blocks(side: Side, size: int, fill: int) -> _Blocks:
     batch, pieces, length = side.ids.shape
     blocks = ceil_div(length, size)
+    widths = ((0, 0), (0, 0), (0, blocks * size - length))
     positions, ids = (
-        fill_up(x, 2, blocks * size, value).reshape(batch, pieces, blocks, size)
+        jnp.pad(x, widths, constant_values=value).reshape(batch, pieces, blocks, size)
         for x, value in zip(side, (fill, PADDING_SEGMENT_ID), strict=True)
     )
     is_padding = ids == PADDING_SEGMENT_ID
