@@ -395,19 +395,7 @@ def test_errors_of_heads_plans_and_meshes():
         NotImplementedError, match=r"mask has a block_sparse\(...\), by which no plan"
     ):
         packax.context_plan("area", 2, mask=mask)
-    plan = packax.context_plan("area", 2, segment_ids=np.zeros((1, 256), np.int32))
-    with pytest.raises(
-        NotImplementedError, match=r"plan permutes .* block_sparse\(...\) cannot follow"
-    ):
-        packax.create_attention_mask(expression, q_len=256, kv_len=256, plan=plan)
     with jax.set_mesh(context.mesh_of(2, 2, axes=("data", "tensor"))):
-        spec = P(None, "data", None, None)
-        with pytest.raises(
-            NotImplementedError, match=r"sharding.query shards the sequence over \('data',\)"
-        ):
-            packax.create_attention_mask(
-                expression, q_len=256, kv_len=256, sharding=packax.AttentionSharding(spec, spec)
-            )
         spec = P(None, None, "tensor", None)
         with pytest.raises(
             ValueError, match="the number of heads of block_map, 3, must be a multiple"

@@ -6,6 +6,7 @@ prefill, decoding and the reordered batches of context parallelism.
 
 import types
 
+import context
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -150,7 +151,24 @@ def test_reordered_moba_and_indexer_mask(implementation):
     allowed = pairs("global", None, ids, row=positions, col=positions) & kept
     expected = of_heads(q, k, v, allowed[:, None] & moba_pairs(q, k, 0))
     close(maxtext.reorder_sequence(out, 2, to_contiguous=True), expected)
+
+
+def test_reordered_and_sharded_moba_and_indexer_mask():
+    """On a mesh rows stay where they are; what is chosen is of the sequence in order, as above."""
+    length = 512
+    q, k, v = tensors(length, length)
+    ids, positions = ids_and_positions(length)
+    kept = RNG.random((B, length, length)) < 0.6
+    config = {"context_parallel_load_balance": True, "context_sharding": "context"}
+    config = types.SimpleNamespace(**vars(MOBA), **config)
+    there = [maxtext.reorder_sequence(jnp.asarray(x), 2) for x in (q, k, v, ids, positions)]
+    indexer = jnp.where(kept, 0.0, MASKED)
+    indexer = maxtext.reorder_sequence(maxtext.reorder_sequence(indexer, 2), 2, seq_dim=2)
     spec = jax.sharding.PartitionSpec(None, "context", None, None)
     sharding = packax.AttentionSharding(query=spec, key_value=spec)
-    with pytest.raises(NotImplementedError, match=r"config.moba must be False and indexer_mask No"):
-        maxtext.AttentionOp(config, Mesh, sharding=sharding)(*there)
+    with jax.set_mesh(context.mesh_of(2, axes=("context",))):
+        one = maxtext.AttentionOp(config, Mesh, sharding=sharding)
+        out = jax.jit(lambda *x: one(*x[:5], indexer_mask=x[5]))(*there, indexer)
+        out = maxtext.reorder_sequence(out, 2, to_contiguous=True)
+    allowed = pairs("global", None, ids, row=positions, col=positions) & kept
+    close(out, of_heads(q, k, v, allowed[:, None] & moba_pairs(q, k, 0)))

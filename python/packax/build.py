@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import operator
 from typing import Any
 
@@ -17,7 +18,7 @@ from packax import masks
 from packax.assemble import Document, Rows, assemble, element_test_of, limits_of
 from packax.block_map import entries, packed
 from packax.block_sparse import BlockSparse
-from packax.plan import ContextPlan
+from packax.plan import ContextPlan, take_sharded
 from packax.primitives import vary_together
 from packax.sharding import AttentionSharding, Axes, Layout, check_divides, layout_of
 
@@ -155,7 +156,6 @@ def create_attention_mask(
     Raises:
         ValueError: not an expression, or lengths, sharding and plan that are missing or do not
             agree.
-        NotImplementedError: block_sparse(...) with a plan, or query rows sharded over a mesh.
 
     >>> mask = packax.create_attention_mask(packax.causal() & packax.documents(segment_ids))
     """
@@ -199,7 +199,9 @@ def create_attention_mask(
     for part in parts:
         if isinstance(part, BlockSparse):
             block_map, block_size = jnp.asarray(part.of_heads()), part.block_size
-            _check_map(block_map, layout, plan)
+            if layout is not None and block_map.shape[1] > 1:
+                heads = block_map.shape[1]
+                check_divides(layout, "block_map", "number of heads", heads, layout.heads)
     static = {"batch": batch, "q_len": q_len, "kv_len": kv_len, "block_size": block_size}
     if layout is None and plan is None:
         return _build(sides, interval, ranges, block_map, **static)
@@ -213,23 +215,6 @@ def create_attention_mask(
         permuted_keys=permuted_keys,
         **static,
     )
-
-
-def _check_map(block_map: jax.Array, layout: Layout | None, plan: Any) -> None:
-    if plan is not None:
-        raise NotImplementedError(
-            "plan permutes the query rows, which block_sparse(...) cannot follow yet: leave plan out, "
-            "and shard the batch or the heads"
-        )
-    if layout is None:
-        return
-    if layout.size(layout.context) > 1:
-        raise NotImplementedError(
-            f"sharding.query shards the sequence over {layout.context}, which block_sparse(...) "
-            "cannot follow yet: shard the batch or the heads"
-        )
-    if block_map.shape[1] > 1:
-        check_divides(layout, "block_map", "number of heads", block_map.shape[1], layout.heads)
 
 
 def _check_plan(
@@ -378,23 +363,36 @@ def _build_rows(
         )
     computed: dict[str, Any] = {"q_pos": None, **whole(held, kv_ids, kv_pos)}
     if block_map is not None:
-        map_axes = _batch_axes(batch, mask_batch, block_map), layout.heads
-        if block_map.shape[1] == 1:
-            map_axes = map_axes[0], ()
+        if plan is not None and plan.order.shape[0] > 1:
+            block_map = jnp.broadcast_to(block_map, (batch, *block_map.shape[1:]))
+        heads = layout.heads if layout is not None and block_map.shape[1] > 1 else ()
+        map_axes = _batch_axes(batch, mask_batch, block_map), heads
+        together = q_len // (pieces if plan is None else plan.order.shape[1])
+        block_map, block_size = _rows_kept_together(block_map, block_size, q_len, together)
+        block_map = place(block_map, *map_axes)
+        if plan is not None:
+            block_map = take_sharded(plan.order, 2, block_map)
+        if layout is not None and layout.outside(context) > 1:
+            own = block_map.shape[2] // layout.outside(context)
+            block_map, first = vary_together(block_map, jax.lax.axis_index(context) * own)
+            block_map = jax.lax.dynamic_slice_in_dim(block_map, first, own, axis=2)
         lists: Any = functools.partial(
-            _map_arrays, block_size=block_size, q_len=q_len, kv_len=kv_len
+            _map_arrays, block_size=block_size, q_len=static["q_len"], kv_len=kv_len
         )
         if mapped:
-            map_spec, list_spec = layout.spec(*map_axes), layout.spec(mask_batch, map_axes[1])
+            map_spec = layout.spec(*map_axes, context)
             lists = jax.shard_map(
                 lists,
                 mesh=layout.mesh,
-                in_specs=(map_spec, layout.spec(mask_batch)),
-                out_specs=dict.fromkeys(("q_entries", "kv_entries"), list_spec)
-                | {"map_bits": map_spec},
+                in_specs=(map_spec, block_spec),
+                out_specs={
+                    "map_bits": map_spec,
+                    "q_entries": layout.spec(mask_batch, heads, context),
+                    "kv_entries": layout.spec(mask_batch, heads, (), context),
+                },
                 axis_names=set(layout.mapped),
             )
-        computed |= lists(place(block_map, *map_axes), computed["q_blocks"])
+        computed |= lists(place(block_map, *map_axes, context), computed["q_blocks"])
     kv_plan = None
     if plan is not None and permuted_keys:
         kv_plan = pinned(jnp.stack([plan.order, plan.inverse], axis=1), plan_batch)
@@ -422,10 +420,23 @@ def _batch_axes(batch: int, mask_batch: Axes, x: Any) -> Axes:
     return mask_batch if jnp.shape(x)[0] == batch > 1 else ()
 
 
+def _rows_kept_together(
+    block_map: jax.Array, block_size: tuple[int, int], q_len: int, together: int
+) -> tuple[jax.Array, tuple[int, int]]:
+    """A map of blocks of rows that no rank and no chunk of a plan begins inside of, and its block size."""
+    rows = block_size[0]
+    if together == q_len or together % rows == 0:
+        return block_map, block_size
+    fewer = math.gcd(rows, together)
+    block_map = jnp.repeat(block_map, rows // fewer, axis=2)[:, :, : q_len // fewer]
+    return block_map, (fewer, block_size[1])
+
+
 def _map_arrays(block_map, q_blocks, *, block_size, q_len, kv_len) -> dict[str, jax.Array]:
+    map_bits = packed(block_map)  # one for all rows of the batch may stay that
     block_map, q_blocks = vary_together(block_map, q_blocks)
     q_entries, kv_entries = entries(block_map, block_size, q_blocks, q_len, kv_len)
-    return {"map_bits": packed(block_map), "q_entries": q_entries, "kv_entries": kv_entries}
+    return {"map_bits": map_bits, "q_entries": q_entries, "kv_entries": kv_entries}
 
 
 @functools.partial(jax.jit, static_argnames=("batch", "q_len", "kv_len", "block_size"), inline=True)

@@ -143,9 +143,12 @@ def _specs(call: Call, layout: Layout, mask: Arrays, kv_plan: Any) -> tuple[Any,
 
 def _map_specs(layout: Layout, maps: Any, mask_batch: Axes) -> tuple[Any, ...]:
     """Of the operands of a map of blocks: bits may be one for all rows of the mask's batch."""
+    rows = (layout.context,), (layout.context,), ((), layout.context)
     return tuple(
-        layout.spec(() if x.shape[0] == 1 else mask_batch, () if x.shape[1] == 1 else layout.heads)
-        for x in maps
+        layout.spec(
+            () if x.shape[0] == 1 else mask_batch, () if x.shape[1] == 1 else layout.heads, *axes
+        )
+        for x, axes in zip(maps, rows, strict=bool(maps))
     )
 
 

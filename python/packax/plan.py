@@ -94,7 +94,7 @@ class ContextPlan:
                     f"{name} must have the plan's batch, {batch}, as its first axis and be permuted "
                     f"along another, but has shape {x.shape} and axis {axis}"
                 )
-            return _take_sharded(order, at, x)
+            return take_sharded(order, at, x)
 
         return jax.tree_util.tree_map_with_path(move, tree)
 
@@ -120,7 +120,7 @@ def take_chunks(order: Any, axis: int, x: Any) -> Any:
     return jax.vmap(functools.partial(take, axis=axis - 1))(split, order).reshape(x.shape)
 
 
-def _take_sharded(order: Any, axis: int, x: Any) -> Any:
+def take_sharded(order: Any, axis: int, x: Any) -> Any:
     """take_chunks, also where x's type says how it is sharded: that stays."""
     sharding = getattr(jax.typeof(x), "sharding", None)
     if sharding is None or not any(sharding.spec):

@@ -71,8 +71,9 @@ class AttentionSharding:
         if mask.map_bits is not None:
             maps, of_heads = mask.map_bits.shape[:2]
             heads = () if of_heads == 1 else _axes("query", self.query)[2]
-            specs |= dict.fromkeys(("q_entries", "kv_entries"), spec(batch, heads))
-            specs["map_bits"] = spec(() if maps == 1 else batch, heads)
+            specs["q_entries"] = spec(batch, heads, context)
+            specs["kv_entries"] = spec(batch, heads, (), context)
+            specs["map_bits"] = spec(() if maps == 1 else batch, heads, context)
         specs = {name: x for name, x in specs.items() if getattr(mask, name) is not None}
         return dataclasses.replace(mask, **specs)
 

@@ -164,8 +164,7 @@ class AttentionOp(nnx.Module):
 
         Raises:
             ValueError: shapes, dtypes or arguments that are not as above.
-            NotImplementedError: compressed_mask, compressed_kv; MoBA or indexer_mask for tokens that
-                are reordered and sharded; no kernel for the dtype or head dim.
+            NotImplementedError: compressed_mask, compressed_kv; no kernel for the dtype or head dim.
         """
         for name, x in (("compressed_mask", compressed_mask), ("compressed_kv", compressed_kv)):
             if x is not None:
@@ -351,12 +350,11 @@ class AttentionOp(nnx.Module):
         plan = None
         if positions is not None:
             if self.sharding is not None:
-                if self.moba is not None or indexer_mask is not None:
-                    raise NotImplementedError(
-                        "config.moba must be False and indexer_mask None for tokens that are "
-                        "reordered and sharded: which keys a row attends is of the sequence"
-                    )
                 plan = context_plan("head_tail", self.reordered, length=rows)
+                if self.moba is not None:  # which keys a row attends is of the sequence
+                    query, key = plan.unpermute((query, key))
+                if indexer_mask is not None:
+                    indexer_mask = plan.unpermute(plan.unpermute(jnp.asarray(indexer_mask)), axis=2)
                 ids, kv_ids, positions, images = (
                     None if x is None else plan.unpermute(x)
                     for x in (ids, kv_ids, positions, images)

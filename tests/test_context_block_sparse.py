@@ -1,0 +1,143 @@
+"""Maps of blocks under context parallelism: every rank has the map of its own rows, in the plan's order.
+
+Guards against a map that is cut where no rank or chunk begins, against lists of another rank's rows, and
+against a map of one batch row or head for another.
+"""
+
+import functools
+
+import jax
+import numpy as np
+import packax
+import pytest
+from context import BATCH, HEADS, LENGTH, ROWS, assert_same, mesh_of, results, tensors
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+SHARDING = packax.AttentionSharding(
+    query=P("data", "context", "tensor"), key_value=P("data", "context", "tensor"), head_groups=1
+)
+# rows and keys of a block, batch rows and heads of the map: finer than a chunk, no part of one, one row, more than a rank has
+MAPS = {
+    "tiles": ((128, 64), (1, 1)),
+    "odd": ((100, 48), (BATCH, HEADS)),
+    "rows": ((1, 96), (BATCH, 1)),
+    "large": ((700, 300), (1, HEADS)),
+}
+
+
+@functools.cache
+def expression_of(name):
+    (rows, keys), (batch, heads) = MAPS[name]
+    shape = batch, heads, -(-LENGTH // rows), -(-LENGTH // keys)
+    chosen = np.random.default_rng(rows).random(shape) < 0.5
+    return packax.causal() & packax.documents(ROWS) & packax.block_sparse(chosen, (rows, keys))
+
+
+@functools.cache
+def one_device(name):
+    mask = packax.create_attention_mask(expression_of(name))
+    return jax.jit(results)(*tensors(), mask)
+
+
+def placed(mesh, plan, sharding=SHARDING):
+    """Inputs in the plan's order, on the mesh."""
+    x = tensors()
+    if plan is not None:
+        x = [plan.permute(y, 2 if n == 4 else 1) for n, y in enumerate(x)]
+    batch, context, heads = [*sharding.query, None, None][:3]
+    specs = [sharding.query, *[sharding.key_value] * 2, sharding.query, P(batch, heads, context)]
+    return [jax.device_put(y, NamedSharding(mesh, s)) for y, s in zip(x, specs, strict=True)]
+
+
+def in_order(got, plan):
+    return (
+        got if plan is None else [plan.unpermute(x, 2 if n == 1 else 1) for n, x in enumerate(got)]
+    )
+
+
+@pytest.mark.parametrize(
+    "name,sizes,kind,plan",
+    [
+        ("tiles", (1, 4, 1), "Auto", "area"),
+        ("odd", (2, 2, 2), "Auto", "area"),
+        ("odd", (2, 2, 2), "Explicit", None),
+        ("rows", (2, 4, 1), "Explicit", "head_tail"),
+        ("large", (1, 4, 2), "Auto", None),
+        ("large", (1, 2, 1), "Auto", "area"),
+    ],
+)
+def test_results_are_those_of_one_device(name, sizes, kind, plan):
+    mesh = mesh_of(*sizes, kind=kind, axes=("data", "context", "tensor"))
+    plan = plan and packax.context_plan(plan, sizes[1], segment_ids=ROWS)
+
+    @jax.jit
+    def run(expression, plan, *x):
+        mask = packax.create_attention_mask(expression, sharding=SHARDING, plan=plan)
+        return results(*x, mask, SHARDING)
+
+    with jax.set_mesh(mesh):
+        got = jax.block_until_ready(run(expression_of(name), plan, *placed(mesh, plan)))
+        got = in_order(got, plan)
+    assert_same(got, one_device(name))
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_in_a_shard_map_of_the_callers(inside):
+    """Whether the mask is made in there, or outside and goes in by its specs; heads in groups."""
+    mesh = mesh_of(2, 2, axes=("data", "context"))
+    sharding = packax.AttentionSharding(
+        query=P("data", "context"), key_value=P("data", "context"), head_groups=2
+    )
+    plan = packax.context_plan("area", 2, segment_ids=ROWS)
+    expression = expression_of("odd")
+    rows, lse = P("data", "context"), P("data", None, "context")
+
+    def attend(expression_or_mask, plan, *x):
+        mask = expression_or_mask
+        if inside:
+            mask = packax.create_attention_mask(mask, sharding=sharding, plan=plan)
+        return results(*x, mask, sharding)
+
+    with jax.set_mesh(mesh):
+        if inside:
+            first, of_plan = expression, plan
+            specs = jax.tree.map(lambda x: P("data") if np.shape(x)[:1] == (BATCH,) else P(), first)
+            plan_specs = jax.tree.map(lambda x: P("data"), plan)
+        else:
+            first, of_plan = (
+                packax.create_attention_mask(expression, sharding=sharding, plan=plan),
+                None,
+            )
+            specs, plan_specs = sharding.mask_specs(first), None
+        function = jax.shard_map(
+            attend,
+            in_specs=(specs, plan_specs, *[rows] * 4, lse),
+            out_specs=(rows, lse, *[rows] * 3),
+        )
+        got = jax.block_until_ready(
+            jax.jit(function)(first, of_plan, *placed(mesh, plan, sharding))
+        )
+        got = in_order(got, plan)
+    assert_same(got, one_device("odd"))
+
+
+def test_what_a_rank_holds():
+    """Bits and lists of its own rows; blocks no larger than what stays together; all specs name the same axes."""
+    mesh = mesh_of(2, 4, axes=("data", "context"))
+    sharding = packax.AttentionSharding(query=P("data", "context"), key_value=P("data", "context"))
+    plan = packax.context_plan("area", 4, segment_ids=ROWS, chunk=128)
+    with jax.set_mesh(mesh):
+        mask = packax.create_attention_mask(expression_of("odd"), sharding=sharding, plan=plan)
+    assert mask.block_size == (4, 48)  # gcd(100, 128)
+    own = LENGTH // 4
+    specs = sharding.mask_specs(mask)
+    for name, shape, spec in (
+        ("map_bits", (2, HEADS, own // 4, 1), P("data", None, "context")),
+        ("q_entries", (2, HEADS, own // 128, 2 + LENGTH // 64), P("data", None, "context")),
+        ("kv_entries", (2, HEADS, LENGTH // 128, 2 + own // 64), P("data", None, None, "context")),
+    ):
+        x = getattr(mask, name)
+        assert x.sharding.shard_shape(x.shape) == shape, name
+        assert getattr(specs, name) == x.sharding.spec == spec
+    assert packax.create_attention_mask(expression_of("odd")).block_size == (100, 48)
