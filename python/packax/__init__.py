@@ -6,8 +6,9 @@
 
 from packax import decode_lowering as _decode_lowering  # noqa: F401 (registers the rules)
 from packax.attention import flash_attention
+from packax.attention_mask import AttentionMask
 from packax.block_sparse import block_sparse
-from packax.build import AttentionMask, create_attention_mask
+from packax.build import create_attention_mask
 from packax.decode import decode_attention
 from packax.derivatives import CHECKPOINT_NAMES
 from packax.dot_product import dot_product_attention

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from packax.build import AttentionMask, create_attention_mask
+from packax.attention_mask import AttentionMask
+from packax.build import create_attention_mask
 from packax.derivatives import attention
 from packax.masks import MaskExpression
 from packax.partition import Call

@@ -11,7 +11,7 @@ import numpy as np
 
 from packax import intervals, masks
 from packax.attention import flash_attention
-from packax.build import AttentionMask
+from packax.attention_mask import AttentionMask
 from packax.masks import MaskExpression
 from packax.xla_masks import is_symbolic
 

@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 if TYPE_CHECKING:
-    from packax.build import AttentionMask
+    from packax.attention_mask import AttentionMask
 
 Axes = tuple[str, ...]
 

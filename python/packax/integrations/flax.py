@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from packax import intervals
 from packax.attention import flash_attention
-from packax.build import AttentionMask
+from packax.attention_mask import AttentionMask
 from packax.dot_product import key_mask
 from packax.masks import MaskExpression
 
