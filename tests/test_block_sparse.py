@@ -390,11 +390,6 @@ def test_errors_of_heads_plans_and_meshes():
         expression = packax.block_sparse(np.ones((2, 3, 70, 7), bool), SIZE)
         packax.flash_attention(query, key, value, expression)
     expression = packax.block_sparse(np.ones((2, 2), bool), 128)
-    mask = packax.create_attention_mask(expression, q_len=256, kv_len=256)
-    with pytest.raises(
-        NotImplementedError, match=r"mask has a block_sparse\(...\), by which no plan"
-    ):
-        packax.context_plan("area", 2, mask=mask)
     with jax.set_mesh(context.mesh_of(2, 2, axes=("data", "tensor"))):
         spec = P(None, None, "tensor", None)
         with pytest.raises(

@@ -82,6 +82,24 @@ def test_results_are_those_of_one_device(name, sizes, kind, plan):
     assert_same(got, one_device(name))
 
 
+def test_a_plan_balances_what_is_visited():
+    """Rows that attend much lie side by side; what counts is blocks of 64 keys of tiles of 128 rows, of all heads."""
+    chosen = np.random.default_rng(5).random((2, HEADS, LENGTH, LENGTH // 64)) < 0.004
+    chosen[0, :2, :256] = chosen[1, 3, 512:] = True
+    expression = packax.causal() & packax.block_sparse(chosen, (1, 64))
+    mask = packax.create_attention_mask(expression, q_len=LENGTH, kv_len=LENGTH)
+    plan = packax.context_plan("area", 4, mask=mask, chunk=128)
+    allowed = np.asarray(expression.as_array(LENGTH, LENGTH))
+    tiles = allowed.reshape(2, HEADS, LENGTH // 128, 128, LENGTH // 64, 64).any((3, 5))
+    work = tiles.sum((1, 3))  # of each tile
+    dealt = np.take_along_axis(work, np.asarray(plan.order), 1).reshape(2, 4, -1).sum(2)
+    in_order = work.reshape(2, 4, -1).sum(2)
+    assert (dealt.sum(1) == in_order.sum(1)).all()
+    assert (dealt.max(1) < 1.25 * dealt.mean(1)).all() and (
+        in_order.max(1) > 1.5 * in_order.mean(1)
+    ).any()
+
+
 @pytest.mark.parametrize("inside", [True, False])
 def test_in_a_shard_map_of_the_callers(inside):
     """Whether the mask is made in there, or outside and goes in by its specs; heads in groups."""

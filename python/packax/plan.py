@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from packax.masks import PADDING_SEGMENT_ID
-from packax.xla_masks import TILE
+from packax.xla_masks import BLOCK, TILE
 
 P = jax.sharding.PartitionSpec
 
@@ -165,7 +165,8 @@ def context_plan(
             -1 is padding. numpy arrays are worked on by the host.
         mask: for "area", on the device, inside jit or not: what `create_attention_mask` made of the
             expression, without sharding and plan, where windows, chunks or spans make the area
-            another than that of causal documents. A row counts for its range of keys.
+            another than that of causal documents. A row counts for its range of keys; with a
+            block_sparse(...) for the blocks of 64 keys that the kernels visit for it, of all heads.
         chunk: rows of a chunk, a multiple of 128 (a tile of the kernels), for "area". None: the
             largest power of two times 128 that leaves a rank 16 chunks, at least 128.
 
@@ -175,7 +176,6 @@ def context_plan(
     Raises:
         ValueError: an unknown kind, a length that does not divide into whole chunks for every rank,
             or documents missing for "area".
-        NotImplementedError: a mask that holds a block_sparse(...).
 
     >>> plan = packax.context_plan("area", 4, segment_ids=segment_ids)
     >>> batch = plan.permute(batch)  # tokens, positions, targets: (B, length, ...)
@@ -212,8 +212,7 @@ def context_plan(
     elif mask is None:
         order, inverse = _area_on_device(_causal_keys_on_device(_whole_rows(rows)), chunk, shards)
     else:
-        lo, hi = (_whole_rows(jnp.asarray(x)) for x in (mask.q_lo, mask.q_hi))
-        keys = hi - lo >> max(0, mask.kv_len.bit_length() - length.bit_length())
+        keys = _keys_of_mask(mask) >> max(0, mask.kv_len.bit_length() - length.bit_length())
         order, inverse = _area_on_device(keys, chunk, shards)
     return ContextPlan(order, inverse, kind, shards, length, chunk)
 
@@ -309,15 +308,21 @@ def _check_mask(mask: Any, more: bool) -> None:
         raise ValueError(
             f"mask must come from create_attention_mask, but is a {type(mask).__name__}"
         )
-    if mask.block_size is not None:
-        raise NotImplementedError(
-            "mask has a block_sparse(...), by which no plan can be made yet: build it for the plan "
-            "from the rest of the expression"
-        )
     if mask.shards != 1 or mask.kv_plan is not None:
         raise ValueError(
             "mask must be in the order of the sequence and whole: build it without sharding and plan"
         )
+
+
+def _keys_of_mask(mask: Any) -> jax.Array:
+    """(Bm, length) int32: the keys that each row attends, or that a tile visits for it, on average of the heads."""
+    if mask.q_entries is None:
+        lo, hi = (_whole_rows(jnp.asarray(x)) for x in (mask.q_lo, mask.q_hi))
+        return hi - lo
+    counts = _whole_rows(mask.q_entries[..., :2].sum(axis=3, dtype=jnp.int32).swapaxes(1, 2))
+    blocks, heads = counts.sum(axis=2, dtype=jnp.int32), counts.shape[2]
+    keys = blocks // heads * BLOCK + blocks % heads * BLOCK // heads
+    return jnp.repeat(keys, TILE, axis=1)  # rows come in whole chunks, so in whole tiles
 
 
 def _causal_keys(ids: Any, xp: ModuleType) -> Any:
