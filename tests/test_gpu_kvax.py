@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import runpy
 import sys
 import warnings
@@ -68,11 +69,13 @@ def test_the_program_for_kvax_trains(monkeypatch, capsys):
 
 
 def test_the_flow_of_its_readme_trains():
-    """tests/test_kvax_readme.py in bfloat16, whose loss there is that of dense attention in float32."""
-    readme = pytest.importorskip("test_kvax_readme")
-    dense = readme.Transformer(readme.config(), attention=readme.dense)
-    expected, _ = readme.training(dense, (1, 1), 1)
-    model = readme.Transformer(readme.config(dtype=jnp.bfloat16))
-    losses, _ = readme.training(model, (1, 1), 2, "cuda")
-    np.testing.assert_allclose(losses[0], expected[0], rtol=1e-2)
-    assert losses[1] < losses[0] - 1e-3
+    """The lines that test_kvax_readme.py runs on CPUs, in bfloat16: on the kernels, and the loss goes down."""
+    pytest.importorskip("flax")
+    pytest.importorskip("optax")
+    readme = importlib.import_module("kvax_readme")
+    model = readme.Transformer(readme.config(dtype=jnp.bfloat16, head_dim=64))
+    with readme.started(model, (1, 1), "cuda", times=5) as (step, parameters, state):
+        compiled = step.lower(parameters, state).compile().as_text()
+    for target in ("packax_forward_v1", "packax_backward_v1"):
+        assert f'custom_call_target="{target}"' in compiled, target
+    readme.check_training(model, "cuda", times=5)
