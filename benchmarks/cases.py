@@ -102,12 +102,16 @@ ODD = (
     Case("causal_2k_d256", 1, 2048, 32, 8, 256, 1, group="odd"),
     Case("causal_2k_192v128", 1, 2048, 32, 8, 192, 1, v_dim=128, group="odd"),
 )  # fmt: skip
-CASES = (*BOARD, *DIMS, *LARGE, *ODD)
-GROUPS = ("board", "dims", "large", "odd")
+QUICK = (  # to try a program where there is no GPU
+    Case("docs3_200_d16", 1, 200, 4, 2, 16, 3, split=(70, 1, 129), group="quick"),
+    Case("causal_2x96_d24", 2, 96, 4, 2, 24, 1, group="quick"),
+)
+CASES = (*BOARD, *DIMS, *LARGE, *ODD, *QUICK)
+GROUPS = ("board", "dims", "large", "odd", "quick")
 
 
 def select(names: str | None) -> list[Case]:
-    """The cases of a comma-separated list of names and groups, in the table's order (None: all but the odd)."""
+    """The cases of a comma-separated list of names and groups, in the table's order (None: all but the odd and the quick)."""
     wanted = ["board", "dims", "large"] if names is None else names.split(",")
     known = {*GROUPS, *(case.name for case in CASES)}
     unknown = [name for name in wanted if name not in known]

@@ -31,9 +31,12 @@ def packax_attention(case: Case, *, deterministic: bool = False) -> Implementati
     mask = jax.jit(
         lambda ids: packax.create_attention_mask(packax.causal() & packax.documents(ids))
     )(segment_ids)
+    options = (
+        {"deterministic": True} if deterministic else {}
+    )  # of old wheels (versus_wheel.py) no more is asked
     return Implementation(
         "deterministic" if deterministic else "packax",
-        lambda q, k, v, mask: packax.flash_attention(q, k, v, mask, deterministic=deterministic),
+        lambda q, k, v, mask: packax.flash_attention(q, k, v, mask, **options),
         mask,
     )
 

@@ -1,11 +1,13 @@
 """packax and cuDNN for versus_fa4.py: the passes of attention.py, timed a burst at a time when asked.
 
-Its inputs are the other worker's too, through files, and its float32 reference judges both.
+Its inputs are the other worker's too, through files, and its float32 reference judges both. For
+versus_wheel.py it is packax alone, the one that its PYTHONPATH has, and two of them compare results.
 """
 
 from __future__ import annotations
 
 import gc
+import hashlib
 import os
 from pathlib import Path
 from typing import Any
@@ -15,17 +17,20 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the other pro
 import jax
 import jax.numpy as jnp
 import numpy as np
+import packax
 from attention import usable
-from cases import CASES
+from cases import CASES, Case
 from implementations import (
+    Arrays,
     Compiled,
+    Implementation,
     cudnn_attention,
     not_tried,
     packax_attention,
     random_inputs,
 )
 from machine import machine
-from reference import Reference, wrong
+from reference import Reference, relative, wrong
 from turns import burst, launches_of, serve
 
 OPERANDS = ("query", "key", "value", "cotangent")
@@ -44,29 +49,49 @@ class State:
 
     def prepare(self, case: str, folder: str, round_ms: float) -> dict[str, Any]:
         """Runs and checks every pass; {implementation: {"errors", "failed", "wrong", "launches"}} and what is compared."""
+        found, inputs = self._begin(case)
+        for name, x in zip(OPERANDS, inputs, strict=True):
+            np.save(Path(folder) / f"{name}.npy", np.asarray(x).view(np.int16))
+        self.reference = Reference(found, inputs)
+        report = {
+            item.name: self._checked(item, inputs, round_ms, skip)
+            for item, skip in (
+                (packax_attention(found), None),
+                (cudnn_attention(found), not_tried(found)),
+            )
+        }
+        return {"implementations": report, "compared": self.reference.slices()}
+
+    def prepare_packax(self, case: str, round_ms: float) -> dict[str, Any]:
+        """Likewise, of packax alone: its row."""
+        found, inputs = self._begin(case)
+        self.reference = Reference(found, inputs)
+        return self._checked(packax_attention(found), inputs, round_ms)
+
+    def _begin(self, case: str) -> tuple[Case, Arrays]:
         self.passes = {}
         self.reference = None
         gc.collect()
         (found,) = (item for item in CASES if item.name == case)
-        inputs = random_inputs(found)
-        for name, x in zip(OPERANDS, inputs, strict=True):
-            np.save(Path(folder) / f"{name}.npy", np.asarray(x).view(np.int16))
-        self.reference = Reference(found, inputs)
-        report: dict[str, Any] = {}
-        for item in (packax_attention(found), cudnn_attention(found)):
-            skip = not_tried(found) if item.name == "cudnn" else None
-            result = usable(item, Compiled(item, inputs), self.reference, skip)
-            passes = {
-                what: result["passes"][what] for what in ("fwd", "bwd") if what in result["passes"]
-            }
-            self.passes[item.name] = passes
-            launches = {
+        return found, random_inputs(found)
+
+    def _checked(
+        self,
+        item: Implementation,
+        inputs: Arrays,
+        round_ms: float,
+        skip: dict[str, str] | None = None,
+    ) -> dict[str, Any]:
+        assert self.reference is not None
+        result = usable(item, Compiled(item, inputs), self.reference, skip)
+        passes = {what: f for what, f in result["passes"].items() if what in ("fwd", "bwd")}
+        self.passes[item.name] = passes
+        row = {key: result.get(key) for key in ("errors", "failed", "wrong")}
+        return row | {
+            "launches": {
                 what: launches_of(f, jax.block_until_ready, round_ms) for what, f in passes.items()
             }
-            report[item.name] = {key: result.get(key) for key in ("errors", "failed", "wrong")} | {
-                "launches": launches
-            }
-        return {"implementations": report, "compared": self.reference.slices()}
+        }
 
     def judge(self, folder: str) -> dict[str, Any]:
         """Errors of the slices that the other worker wrote."""
@@ -77,6 +102,48 @@ class State:
         }
         errors = self.reference.slice_errors(found)
         return {"errors": errors, "wrong": wrong(errors)}
+
+    def package(self) -> dict[str, str]:
+        """Where packax comes from, a digest of its files, and what jax runs on."""
+        assert packax.__file__ is not None
+        root = Path(packax.__file__).parent
+        digest = hashlib.sha256()
+        for path in sorted(root.rglob("*")):
+            if path.is_file() and "__pycache__" not in path.parts:
+                digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
+        return {
+            "path": str(root),
+            "sha256": digest.hexdigest()[:16],
+            "backend": jax.default_backend(),
+        }
+
+    def _results(self) -> dict[str, jax.Array]:
+        """Of the passes that are timed, whole."""
+        passes, found = self.passes["packax"], {}
+        if "fwd" in passes:
+            found["out"] = passes["fwd"]()
+        if "bwd" in passes:
+            found |= zip(("dq", "dk", "dv"), passes["bwd"](), strict=True)
+        return found
+
+    def keep(self, folder: str) -> None:
+        """Writes packax's results for another worker's `compare`."""
+        for name, x in self._results().items():
+            np.save(Path(folder) / f"{name}.npy", np.asarray(x).view(np.int16))
+
+    def compare(self, folder: str) -> dict[str, Any]:
+        """Every element of packax's results with those kept: relative differences, those over the limit, equal bits."""
+        differences, same = {}, []
+        for name, x in self._results().items():
+            path = Path(folder) / f"{name}.npy"
+            if not path.exists():
+                continue
+            kept = np.load(path)
+            other = jnp.asarray(kept.view(jnp.bfloat16)).astype(jnp.float32)
+            differences[name] = relative(x, other)
+            if np.array_equal(np.asarray(x).view(np.int16), kept):
+                same.append(name)
+        return {"differences": differences, "differ": wrong(differences), "same_bits": same}
 
     def time(self, name: str, what: str, launches: int) -> float:
         return burst(self.passes[name][what], jax.block_until_ready, launches)

@@ -18,7 +18,6 @@ import functools
 import gc
 import json
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -37,7 +36,7 @@ from attention import first_line
 from machine import machine
 from option_cases import OptionCase, select
 from reference import einsum, wrong
-from turns import Failed, Worker, burst, launches_of
+from turns import Failed, Worker, as_row, burst, in_turns, launches_of
 
 HERE = Path(__file__).parent
 START = time.perf_counter()
@@ -241,23 +240,20 @@ def run_case(
         row["times"] = {}
     for what in PASSES:
         names = [name for name in ORDER if what in rows.get(name, {}).get("launches", {})]
-        samples: dict[str, list[float]] = {name: [] for name in names}
-        for turn in range(rounds):
-            first = turn % max(1, len(names))
-            for name in names[first:] + names[:first]:
-                launches = rows[name]["launches"][what]
-                if name == "flex":
-                    assert torch is not None
-                    took = torch.ask(do="time", name=name, what=what, launches=launches)
-                else:
-                    took = burst(rows[name]["passes"][what], jax.block_until_ready, launches)
-                samples[name].append(took)
-        for name, times in samples.items():
-            ms = statistics.median(times)
-            rows[name]["times"][what] = {
-                "ms": round(ms, 4), "ms_low": round(min(times), 4), "ms_high": round(max(times), 4),
-                "tflops": round(flops[what] / ms / 1e9, 1),
-            }  # fmt: skip
+        bursts: dict[str, Callable[[], float]] = {}
+        for name in names:
+            launches = rows[name]["launches"][what]
+            if name == "flex":
+                assert torch is not None
+                bursts[name] = functools.partial(
+                    torch.ask, do="time", name=name, what=what, launches=launches
+                )
+            else:
+                bursts[name] = functools.partial(
+                    burst, rows[name]["passes"][what], jax.block_until_ready, launches
+                )
+        for name, took in in_turns(bursts, rounds).items():
+            rows[name]["times"][what] = as_row(took, flops[what])
     for row in rows.values():
         row.pop("passes", None)
     return rows

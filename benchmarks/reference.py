@@ -132,7 +132,7 @@ class Reference:
 
     def slice_errors(self, found: Mapping[str, jax.Array]) -> dict[str, float]:
         """Likewise, of the slices alone."""
-        return {name: _relative(x, getattr(self, name)) for name, x in found.items()}
+        return {name: relative(x, getattr(self, name)) for name, x in found.items()}
 
 
 def wrong(errors: dict[str, float]) -> list[str]:
@@ -145,6 +145,7 @@ def wrong(errors: dict[str, float]) -> list[str]:
 NOTHING = 1e-3
 
 
-def _relative(x: jax.Array, reference: jax.Array) -> float:
+def relative(x: jax.Array, reference: jax.Array) -> float:
+    """‖x - reference‖ / ‖reference‖, of float32."""
     size = jnp.maximum(jnp.linalg.norm(reference.ravel()), NOTHING * reference.size**0.5)
     return float(jnp.linalg.norm((x.astype(jnp.float32) - reference).ravel()) / size)

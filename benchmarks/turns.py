@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
@@ -80,3 +81,23 @@ def launches_of(function: Callable[[], Any], finish: Callable[[Any], Any], round
     """How many fill a round."""
     burst(function, finish, 1)
     return max(2, min(100, round(round_ms / burst(function, finish, 3))))
+
+
+def in_turns(bursts: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """What the bursts took, round by round; every round begins with the next of them."""
+    names = list(bursts)
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds):
+        first = turn % max(1, len(names))
+        for name in names[first:] + names[:first]:
+            samples[name].append(bursts[name]())
+    return samples
+
+
+def as_row(took: list[float], flops: float) -> dict[str, float]:
+    """Of a report: the median of the rounds in milliseconds, the extremes, TFLOP/s."""
+    ms = statistics.median(took)
+    return {
+        "ms": round(ms, 4), "ms_low": round(min(took), 4), "ms_high": round(max(took), 4),
+        "tflops": round(flops / ms / 1e9, 1),
+    }  # fmt: skip

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
-import statistics
 import sys
 import tarfile
 import tempfile
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from cases import Case, select
-from turns import Failed, Worker
+from turns import Failed, Worker, as_row, in_turns
 
 HERE = Path(__file__).parent
 START = time.perf_counter()
@@ -81,19 +81,18 @@ def run_case(
         row["times"] = {}
     for what in PASSES:
         names = [name for name in ORDER if what in rows[name]["launches"]]
-        samples: dict[str, list[float]] = {name: [] for name in names}
-        for turn in range(rounds):
-            first = turn % max(1, len(names))
-            for name in names[first:] + names[:first]:
-                worker = torch if name == "fa4" else jax
-                launches = rows[name]["launches"][what]
-                samples[name].append(worker.ask(do="time", name=name, what=what, launches=launches))
-        for name, took in samples.items():
-            ms = statistics.median(took)
-            rows[name]["times"][what] = {
-                "ms": round(ms, 4), "ms_low": round(min(took), 4), "ms_high": round(max(took), 4),
-                "tflops": round(flops[what] / ms / 1e9, 1),
-            }  # fmt: skip
+        bursts = {
+            name: functools.partial(
+                (torch if name == "fa4" else jax).ask,
+                do="time",
+                name=name,
+                what=what,
+                launches=rows[name]["launches"][what],
+            )
+            for name in names
+        }
+        for name, took in in_turns(bursts, rounds).items():
+            rows[name]["times"][what] = as_row(took, flops[what])
     return rows
 
 
