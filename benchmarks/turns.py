@@ -101,3 +101,10 @@ def as_row(took: list[float], flops: float) -> dict[str, float]:
         "ms": round(ms, 4), "ms_low": round(min(took), 4), "ms_high": round(max(took), 4),
         "tflops": round(flops / ms / 1e9, 1),
     }  # fmt: skip
+
+
+def troubles(name: str, row: dict[str, Any]) -> list[str]:
+    """Lines for below a table: what of a row did not run, and what was wrong."""
+    failed = row.get("failed") or {}
+    lines = [f"{name} {what} did not run: {text}" for what, text in failed.items()]
+    return lines + ([f"{name} WRONG: {', '.join(row['wrong'])}"] if row.get("wrong") else [])

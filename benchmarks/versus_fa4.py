@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from cases import Case, select
-from turns import Failed, Worker, as_row, in_turns
+from turns import Failed, Worker, as_row, in_turns, troubles
 
 HERE = Path(__file__).parent
 START = time.perf_counter()
@@ -128,12 +128,7 @@ def table(results: dict[str, Any]) -> str:
                 line += f"{max(worst):>9.1e}" if worst else f"{'':>9}"
             lines.append(line.rstrip())
         for who in ORDER:
-            row = rows.get(who, {})
-            notes += [
-                f"{name} {who} {what} did not run: {text}"
-                for what, text in (row.get("failed") or {}).items()
-            ]
-            notes += [f"{name} {who} WRONG: {', '.join(row['wrong'])}"] if row.get("wrong") else []
+            notes += troubles(f"{name} {who}", rows.get(who, {}))
     return "\n".join(lines + notes)
 
 

@@ -134,10 +134,8 @@ def test_moba_and_indexer_mask_while_decoding(implementation):
         close(of_indexer, expected(active & kept[:, None]))
 
 
-@pytest.mark.parametrize("implementation", [None, "dense"])
-def test_reordered_moba_and_indexer_mask(implementation):
-    """Any length that 2 * ranks divide; what is chosen is of the sequence in order."""
-    length = 36
+def reordered(length: int):  # type: ignore[no-untyped-def]
+    """A config, its operands as two ranks reorder them, the indexer's mask behind; what is expected in order."""
     q, k, v = tensors(length, length)
     ids, positions = ids_and_positions(length)
     kept = RNG.random((B, length, length)) < 0.6
@@ -146,29 +144,26 @@ def test_reordered_moba_and_indexer_mask(implementation):
     there = [maxtext.reorder_sequence(jnp.asarray(x), 2) for x in (q, k, v, ids, positions)]
     indexer = jnp.where(kept, 0.0, MASKED)
     indexer = maxtext.reorder_sequence(maxtext.reorder_sequence(indexer, 2), 2, seq_dim=2)
-    one = maxtext.AttentionOp(config, Mesh, implementation=implementation)
-    out = jax.jit(lambda *x: one(*x[:5], indexer_mask=x[5]))(*there, indexer)
     allowed = pairs("global", None, ids, row=positions, col=positions) & kept
-    expected = of_heads(q, k, v, allowed[:, None] & moba_pairs(q, k, 0))
+    return config, [*there, indexer], of_heads(q, k, v, allowed[:, None] & moba_pairs(q, k, 0))
+
+
+@pytest.mark.parametrize("implementation", [None, "dense"])
+def test_reordered_moba_and_indexer_mask(implementation):
+    """Any length that 2 * ranks divide; what is chosen is of the sequence in order."""
+    config, there, expected = reordered(36)
+    one = maxtext.AttentionOp(config, Mesh, implementation=implementation)
+    out = jax.jit(lambda *x: one(*x[:5], indexer_mask=x[5]))(*there)
     close(maxtext.reorder_sequence(out, 2, to_contiguous=True), expected)
 
 
 def test_reordered_and_sharded_moba_and_indexer_mask():
     """On a mesh rows stay where they are; what is chosen is of the sequence in order, as above."""
-    length = 512
-    q, k, v = tensors(length, length)
-    ids, positions = ids_and_positions(length)
-    kept = RNG.random((B, length, length)) < 0.6
-    config = {"context_parallel_load_balance": True, "context_sharding": "context"}
-    config = types.SimpleNamespace(**vars(MOBA), **config)
-    there = [maxtext.reorder_sequence(jnp.asarray(x), 2) for x in (q, k, v, ids, positions)]
-    indexer = jnp.where(kept, 0.0, MASKED)
-    indexer = maxtext.reorder_sequence(maxtext.reorder_sequence(indexer, 2), 2, seq_dim=2)
+    config, there, expected = reordered(512)
     spec = jax.sharding.PartitionSpec(None, "context", None, None)
     sharding = packax.AttentionSharding(query=spec, key_value=spec)
     with jax.set_mesh(context.mesh_of(2, axes=("context",))):
         one = maxtext.AttentionOp(config, Mesh, sharding=sharding)
-        out = jax.jit(lambda *x: one(*x[:5], indexer_mask=x[5]))(*there, indexer)
+        out = jax.jit(lambda *x: one(*x[:5], indexer_mask=x[5]))(*there)
         out = maxtext.reorder_sequence(out, 2, to_contiguous=True)
-    allowed = pairs("global", None, ids, row=positions, col=positions) & kept
-    close(out, of_heads(q, k, v, allowed[:, None] & moba_pairs(q, k, 0)))
+    close(out, expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -90,3 +91,12 @@ def test_they_take_turns(tmp_path):
     assert "causal_16k_d128 cudnn bwd did not run: out of memory" in result.stdout
     assert "causal_16k_d256 fa4 fwd did not run: AssertionError: no such head dim" in result.stdout
     assert "torch ended with status 7" in result.stdout
+
+
+def test_what_did_not_run_and_what_was_wrong_is_said(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    turns = importlib.import_module("turns")
+    row = {"failed": {"fwd": "no room"}, "wrong": ["dq", "dk"]}
+    said = ["a packax fwd did not run: no room", "a packax WRONG: dq, dk"]
+    assert turns.troubles("a packax", row) == said
+    assert turns.troubles("a packax", {"failed": None, "wrong": []}) == []

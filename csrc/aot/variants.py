@@ -95,7 +95,7 @@ HOPPER_TILES: dict[str, dict[int, dict[str, int]]] = {
         )
     },
     # dK and dV, dQ: no additions to memory, for deterministic gradients; at 192 and 256 for all, 18 to
-    # 55 % faster than one kernel of 64 keys. SKIP: 2 to 14 % of dK and dV. DO_REGISTERS: the cotangents of
+    # 53 % faster than one kernel of 64 keys. SKIP: 2 to 14 % of dK and dV. DO_REGISTERS: the cotangents of
     # a tile stay in registers.
     "backward_dq_hopper": {
         dim: {
@@ -208,7 +208,7 @@ SPILLS = {
     ("backward_dq_hopper", 128): 296,  # under ptxas 12.9; 176 under 13.4
     ("backward_dkdv_hopper", 192): 264,  # under ptxas 12.9; 160 under 13.4
     ("backward_dq_hopper", 192): 280,  # under ptxas 12.9; 208 under 13.4
-    ("backward_dkdv_hopper", 256): 128,  # under ptxas 12.9; 96 under 13.4
+    ("backward_dkdv_hopper", 256): 128,  # under ptxas 12.9; 120 under 13.4
     ("backward_dq_hopper", 256): 200,  # under ptxas 12.9; 128 under 13.4
 }
 # Kernels for Hopper whose wgmma the assembler may serialise (C7515): the portable dK/dV, which is a
