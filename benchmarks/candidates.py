@@ -78,11 +78,21 @@ CANDIDATES: dict[str, dict[tuple[int, int], list[Constants]]] = {
         (192, 128): tiles((128, 64, 2, 8), (128, 64, 1, 8), (128, 32, 2, 8), (64, 32, 2, 8), (64, 64, 2, 4)),
         (256, 256): tiles((128, 32, 2, 8), (64, 64, 2, 4), (64, 32, 2, 8), (64, 32, 2, 4), (64, 64, 1, 8)),
     },
+    "decode": {
+        (128, 128): tiles((16, 64, 4, 4), (16, 64, 2, 4), (16, 32, 4, 4), (16, 32, 6, 4), (16, 128, 2, 4), (16, 128, 3, 8)),
+        (64, 64): tiles((16, 64, 3, 4), (16, 64, 5, 4), (16, 64, 4, 8), (16, 128, 2, 4), (16, 128, 3, 4), (16, 128, 3, 8)),
+    },
+    "decode_tall": {
+        (128, 128): tiles((64, 64, 2, 4), (64, 32, 3, 4), (64, 32, 5, 4), (64, 64, 3, 4), (64, 64, 3, 8), (64, 64, 4, 8)),
+        (64, 64): tiles((64, 64, 4, 4), (64, 64, 5, 4), (64, 32, 4, 4), (64, 32, 6, 4), (64, 64, 4, 8)),
+    },
 }  # fmt: skip
 PIPELINES = (  # run together
     {"backward_prepare", "backward_hopper", "backward_finish"},
     {"backward_prepare", "backward_dkdv_hopper", "backward_dq_hopper"},
 )
+# what candidates run beside, or are compared with
+TWINS = {"forward", "backward_delta", "backward_dkdv", "backward_dq", *table.MASK_KERNELS}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +113,8 @@ def variant(
 ) -> Candidate:
     """The table's own variant with `changed` constants; LookupError where there is none to change."""
     hopper = kernel in table.HOPPER_TILES
-    rows: dict[Any, Any] = table.HOPPER_TILES[kernel] if hopper else table.TILES[kernel]
+    portable = table.TILES | table.DECODE_TILES
+    rows: dict[Any, Any] = table.HOPPER_TILES[kernel] if hopper else portable[kernel]
     wanted = (dims, max(dims)) if hopper else ((arch.tiles, dims), (arch.tiles, max(dims)))
     key = next((key for key in wanted if key in rows), None)
     if dims not in table.HEAD_DIMS or key is None or (hopper and arch.tiles != "hopper"):
@@ -186,11 +197,9 @@ def build(
     aot.check_assembly = report  # the compiling processes are forks
     todo = list(chosen(arch, kernels, dims, assemblers, extra))
     needed = tuple({(v.qk_dim, v.v_dim) for v in todo})
-    twins = [
-        v
-        for v in table.variants((arch,), ("bf16",), needed)
-        if v.kernel not in table.HOPPER_TILES and v.assembler == "12.9"
-    ]
+    decodes = {v.kernel in table.DECODE_TILES for v in todo}
+    kinds = ({"decode_combine"} if True in decodes else set()) | (TWINS if False in decodes else set())  # fmt: skip
+    twins = [v for v in table.variants((arch,), ("bf16",), needed) if v.kernel in kinds]
     folder.mkdir(parents=True, exist_ok=True)
     failed = aot.compile_table(
         [*todo, *twins], folder / "cubins", ROOT / "build" / "tune_cache", jobs

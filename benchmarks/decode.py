@@ -12,7 +12,6 @@ JAX_DEFAULT_MATMUL_PRECISION=highest float32.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import json
 import os
@@ -27,45 +26,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import packax
+from decode_cases import CASES, Case
 from machine import machine
 from timing import interleaved
 
 LIMIT = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 2e-3}  # ‖x - y‖ / ‖y‖; that of TF32
 COPIED = 1 << 30  # bytes
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    name: str
-    lengths: tuple[int, ...]
-    q_len: int = 1
-    heads: int = 32
-    kv_heads: int = 8
-    dim: int = 128
-    page_size: int = 0
-
-    @property
-    def room(self) -> int:
-        return max(self.lengths)
-
-    def bytes(self, dtype: str) -> int:
-        """Of the keys and values that some row attends."""
-        return 2 * np.dtype(dtype).itemsize * sum(self.lengths) * self.kv_heads * self.dim
-
-
-K = 1024
-CASES = (
-    Case("1x128k", (128 * K,)),
-    Case("8x32k", (32 * K,) * 8),
-    Case("64x8k", (8 * K,) * 64),
-    Case("8x32k, pages of 16", (32 * K,) * 8, page_size=16),
-    Case("8x32k, pages of 256", (32 * K,) * 8, page_size=256),
-    Case("8x32k, 4 rows", (32 * K,) * 8, q_len=4),
-    Case("8x32k, 16 rows", (32 * K,) * 8, q_len=16),
-    Case("1x128k and 31x1k", (128 * K, *(K,) * 31)),
-    Case("8x32k, d64", (32 * K,) * 8, heads=64, dim=64),
-    Case("8x32k, multi-query", (32 * K,) * 8, kv_heads=1),
-)
 
 
 def tensors(case: Case, dtype: str, seed: int = 0) -> dict[str, jax.Array]:

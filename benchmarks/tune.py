@@ -9,7 +9,7 @@ it (`check` is that process): such a one is left out. Then it compares every can
 small odd documents, whole, and on sampled rows of the timed case (the forward's also with float64); a wrong one is not timed.
 Then all kernels of a case take turns, round by round; medians go to a table and to $OUT/tune.json (default: DIR).
 `backward` is the three kernels of Hopper's backward launched together, `deterministic` the three that add nothing to
-memory. The winners go to their rows, in csrc/aot.
+memory. Decoding has cases of its own, in tune_decode.py. The winners go to their rows, in csrc/aot.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
+from built import Built
 from cases import Case
 from cubin import Driver, Kernel
 from probe import fatal_steps, say_begin, say_end
+from tune_decode import DECODE, time_decode
+from tune_decode import TIMED as DECODE_TIMED
 from work import DETERMINISTIC, HOPPER_BACKWARD, Launch, Work, difference
 
-MASK = ("documents_init", "documents_runs", "documents_rows", "blocks_rows", "blocks_keys", "blocks_order")  # fmt: skip
 FORWARD = ("forward", "forward_hopper")
 PORTABLE_BACKWARD = ("backward_dkdv", "backward_dq")
 RESULTS = {
@@ -72,45 +74,6 @@ def operations(case: Case, kernel: str) -> float | None:
         **dict.fromkeys(("backward_dkdv", "backward_dkdv_hopper"), pairs * 2 * (qk + v)),
         **dict.fromkeys(("backward_dq", "backward_dq_hopper"), pairs * (2 * qk + v)),
     }.get(kernel)
-
-
-class Built:
-    """What `build` left in a folder: kernels by name, head dims, label and assembler, loaded when asked for."""
-
-    def __init__(self, driver: Driver, folder: pathlib.Path):
-        self.driver, self.folder = driver, folder
-        self.rows = json.loads((folder / "index.json").read_text())
-        self.loaded: dict[str, Kernel] = {}
-
-    def kernel(self, row: dict[str, Any]) -> Kernel:
-        name = row["file"]
-        if name not in self.loaded:
-            self.loaded[name] = Kernel(self.driver, self.folder / "cubins" / f"{name}.json")
-        return self.loaded[name]
-
-    def masks(self) -> dict[str, Kernel]:
-        found = {row["kernel"]: row for row in self.rows if row["dims"] == [0, 0]}
-        return {name: self.kernel(found[name]) for name in MASK}
-
-    def twin(self, kernel: str, dims: tuple[int, int]) -> Kernel | None:
-        """The table's portable kernel."""
-        for row in self.rows:
-            if (row["kernel"], tuple(row["dims"]), row["label"]) == (kernel, dims, None):
-                return self.kernel(row)
-        return None
-
-    def candidates(self, dims: tuple[int, int]) -> dict[str, tuple[str, Kernel]]:
-        """Title -> (kernel's name, kernel), the table's own tile first; what the driver is too old for is left out."""
-        rows = [row for row in self.rows if row["label"] and tuple(row["dims"]) == dims]
-        rows.sort(key=lambda row: row["assembler"], reverse=True)  # the newest, as C++ does
-        rows.sort(key=lambda row: (KERNELS.index(row["kernel"]), row["label"] != "table"))
-        found = {}
-        for row in rows:
-            meta = json.loads((self.folder / "cubins" / f"{row['file']}.json").read_text())
-            if meta["driver"] <= self.driver.version:
-                title = f"{row['kernel']} {row['label']} {row['assembler']}"
-                found[title] = (row["kernel"], self.kernel(row))
-        return found
 
 
 class Plan:
@@ -259,10 +222,12 @@ def time_candidates(
     print(f"{driver.name}, driver {driver.version}, {rounds} rounds", flush=True)
     there = dict.fromkeys(tuple(row["dims"]) for row in built.rows if row["label"])
     for pair in [d for d in there if dims is None or d in dims]:
-        wanted = {t: c for t, c in built.candidates(pair).items() if c[0] in kernels}
+        wanted = {t: c for t, c in built.candidates(pair, KERNELS).items() if c[0] in kernels}
         for pipeline in (HOPPER_BACKWARD, DETERMINISTIC):
             if any(name in pipeline for name, _ in wanted.values()):  # its mates, to run beside
-                mates = {t: c for t, c in built.candidates(pair).items() if c[0] in pipeline}
+                mates = {
+                    t: c for t, c in built.candidates(pair, KERNELS).items() if c[0] in pipeline
+                }
                 wanted |= {t: c for t, c in mates.items() if t.split()[1] == "table"}
         wanted = {t: c for t, c in wanted.items() if f"{t} {pair[0]}x{pair[1]}" not in without}
         for name in [*CHECKS, *names]:
@@ -311,13 +276,13 @@ def main() -> int:
     third.add_argument("--without", nargs="+", default=[])
     for command in (first, second, third):
         command.add_argument("folder", type=pathlib.Path)
-        command.add_argument("--kernels", nargs="+", default=list(KERNELS), choices=KERNELS)
+        command.add_argument("--kernels", nargs="+", default=[*KERNELS, *DECODE], choices=(*KERNELS, *DECODE))  # fmt: skip
         command.add_argument("--dims", nargs="+", type=pair, help="e.g. 128x128 (default: all)")
     first.add_argument("--arch", default="90a")
     first.add_argument("--assemblers", nargs="+", default=["12.9", "13.4"])
     first.add_argument("--try", dest="extra", nargs="+", default=[], metavar="KERNEL:DIM:NAME=N")
     first.add_argument("--jobs", type=int, default=os.cpu_count() or 2)
-    second.add_argument("--cases", nargs="+", default=list(TIMED), choices=list(TIMED))
+    second.add_argument("--cases", nargs="+", choices=[*TIMED, *(c.name for c in DECODE_TIMED)])
     second.add_argument("--rounds", type=int, default=11)
     args = parser.parse_args()
     if args.command == "build":
@@ -325,14 +290,26 @@ def main() -> int:
 
         build(args.folder, args.arch, args.jobs, args.kernels, args.dims, args.assemblers, args.extra)  # fmt: skip
         return 0
-    if args.command == "check":
-        without = dict.fromkeys(args.without, "")
-        return time_candidates(args.folder, args.kernels, args.dims, [], 0, without, True)
-    child = [sys.executable, __file__, "check", str(args.folder), "--kernels", *args.kernels]
-    if args.dims:
-        child += ["--dims", *(f"{qk}x{v}" for qk, v in args.dims)]
-    fatal = fatal_steps(lambda found: [*child, *(["--without", *found] if found else [])], 45.0)
-    return time_candidates(args.folder, args.kernels, args.dims, args.cases, args.rounds, fatal)
+    built = {row["kernel"] for row in json.loads((args.folder / "index.json").read_text()) if row["label"]}  # fmt: skip
+    status = 0
+    for part in (KERNELS, DECODE):
+        kernels = [name for name in args.kernels if name in part and name in built]
+        if not kernels:
+            continue
+        if args.command == "check":
+            without = dict.fromkeys(args.without, "")
+            run = time_candidates if part is KERNELS else time_decode
+            return run(args.folder, kernels, args.dims, [], 0, without, True)
+        child = [sys.executable, __file__, "check", str(args.folder), "--kernels", *kernels]
+        if args.dims:
+            child += ["--dims", *(f"{qk}x{v}" for qk, v in args.dims)]
+        fatal = fatal_steps(lambda found: [*child, *(["--without", *found] if found else [])], 45.0)  # noqa: B023
+        if part is KERNELS:
+            names = [name for name in args.cases or TIMED if name in TIMED]
+            status |= time_candidates(args.folder, kernels, args.dims, names, args.rounds, fatal)
+        else:
+            status |= time_decode(args.folder, kernels, args.dims, args.cases, args.rounds, fatal)
+    return status
 
 
 if __name__ == "__main__":

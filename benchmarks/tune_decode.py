@@ -1,0 +1,182 @@
+"""The kernels of decoding in tune.py: candidate tiles on the cases of decode.py, both kernels of a call together.
+
+A candidate is compared with attention in float32 and with the first candidate, on small odd cases first; a wrong one is not timed.
+GB/s are of the attended keys and values, once, and "of copy" is their share of what copying 1 GiB inside the device reaches.
+The first candidate runs with other numbers of shares, too, where SPLITS names some.
+"""
+
+from __future__ import annotations
+
+import ctypes as C
+import dataclasses
+import json
+import os
+import pathlib
+import time
+from typing import Any
+
+from built import Built
+from cubin import Buffer, Driver
+from decode_cases import CASES, Case
+from decode_work import DecodeWork, Launch, difference
+from probe import say_begin, say_end
+
+DECODE = ("decode", "decode_tall")
+FEW_ROWS = 16  # of a group, in a tile of `decode`: csrc/decode.cc
+CLOSE = 5e-3  # relative difference in bfloat16, which may round P, too
+COPIED = 1 << 30
+
+CHECKS = (  # head dims come from the candidates
+    Case("odd", (1013, 1, 0, 257, 64), heads=8, kv_heads=2),
+    Case("odd rows", (1000, 3, 0, 129), q_len=3, heads=8, kv_heads=2),
+    Case("odd pages", (1013, 1, 0, 250), q_len=2, heads=8, kv_heads=2, page_size=24),
+    Case("tall", (1001, 7, 0, 130), q_len=16, heads=8, kv_heads=2),
+    Case("tall pages", (1001, 7, 0, 130), q_len=13, heads=12, kv_heads=1, page_size=16),
+)
+BY_NAME = {case.name: case for case in CASES}
+LONG = BY_NAME["8x32k, 16 rows"]
+TIMED = (
+    LONG,
+    BY_NAME["8x32k, multi-query"],
+    dataclasses.replace(LONG, name="8x32k, 16 rows, d64", dim=64),
+    BY_NAME["8x32k, 4 rows"],
+    BY_NAME["8x32k"],
+    BY_NAME["8x32k, pages of 16"],
+    BY_NAME["1x128k and 31x1k"],
+    BY_NAME["8x32k, d64"],
+)
+SPLITS = {
+    LONG.name: (4, 8),
+    "8x32k, multi-query": (16, 66),
+    "8x32k, 4 rows": (4,),
+    "8x32k": (4, 16, 24),
+    "1x128k and 31x1k": (17, 25, 50),
+    "8x32k, d64": (4, 8, 16),
+}
+
+
+def kernel_of(case: Case) -> str:
+    return DECODE[case.q_len * (case.heads // case.kv_heads) > FEW_ROWS]
+
+
+def copy_rate(driver: Driver) -> float:
+    """GB/s read and written."""
+    one, other = (Buffer(driver, (COPIED,), "uint8") for _ in range(2))
+
+    def copy() -> None:
+        size = C.c_size_t(COPIED)
+        driver.ok(driver.cu.cuMemcpyDtoDAsync_v2(one.pointer, other.pointer, size, None), "copy")
+
+    ms = driver.interleaved({"copy": copy}, 5)["copy"][0]
+    for buffer in (one, other):
+        buffer.free()
+    return 2 * COPIED / ms / 1e6
+
+
+def compare(
+    work: DecodeWork, launches: dict[str, Launch], announce: str | None
+) -> dict[str, tuple[float, float]]:
+    """Title -> difference to the first right one and error against float32; infinite where something is not finite."""
+    found, want = {}, None
+    for title, run in launches.items():
+        if announce:
+            say_begin(f"{title} {announce}")
+        print(f"  {title} ...", end="", flush=True)
+        work.poison()
+        run()
+        work.driver.synchronize()
+        got, error = work.results(), work.error()
+        if want is None and error < CLOSE:
+            want = got
+        found[title] = (error if want is None else difference(got, want), error)
+        right = max(found[title]) < CLOSE
+        print(f" {found[title][0]:.1e}, float32 {error:.1e}{'' if right else ' WRONG'}", flush=True)
+    return found
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [f"{'case':<22}{'kernel':<12}{'tile and assembler':<52}{'splits':>7}{'us':>9}{'low':>9}{'high':>9}{'GB/s':>7}"
+             f"{'of copy':>8}{'to own':>8}{'diff':>9}{'float32':>9}  registers, stack, shared"]  # fmt: skip
+    for row in rows:
+        peers = [r for r in rows if r["case"] == row["case"]]
+        best = "*" if row["ms"] == min(r["ms"] for r in peers) else " "
+        lines.append(f"{row['case']:<22}{row['kernel']:<12}{row['tile'][:51]:<52}{row['splits']:>7}{1e3 * row['ms']:>9.1f}"
+                     f"{1e3 * row['ms_low']:>9.1f}{1e3 * row['ms_high']:>9.1f}{row['gb_per_s']:>7.0f}{row['of_copy']:>8.3f}"
+                     f"{peers[0]['ms'] / row['ms']:>7.3f}{best}{row['difference']:>9.0e}{row['error']:>9.0e}"
+                     f"  {row['registers']}, {row['stack']}, {row['shared']}")  # fmt: skip
+    return "\n".join(lines)
+
+
+def time_decode(
+    folder: pathlib.Path, kernels: list[str], dims: list[tuple[int, int]] | None, names: list[str] | None, rounds: int,
+    without: dict[str, str] | None = None, announce: bool = False,
+) -> int:  # fmt: skip
+    """As tune.time_candidates; `names` None: all cases."""
+    without, began = without or {}, time.perf_counter()
+    driver = Driver()
+    built = Built(driver, folder)
+    copied = 0.0 if announce else copy_rate(driver)
+    report: dict[str, Any] = {"device": driver.name, "driver": driver.version, "rounds": rounds,
+                              "commit": os.environ.get("PACKAX_COMMIT", "unknown"), "copy_gb_per_s": round(copied),
+                              "rows": [], "wrong": [], "fatal": without}  # fmt: skip
+    out = pathlib.Path(os.environ.get("OUT", folder)) / "tune_decode.json"
+    print(f"{driver.name}, driver {driver.version}, {rounds} rounds, copy {copied:.0f} GB/s")
+    there = dict.fromkeys(tuple(row["dims"]) for row in built.rows if row["label"])
+    everywhere = {
+        pair: built.candidates(pair, DECODE) for pair in there if dims is None or pair in dims
+    }
+    cases = [
+        dataclasses.replace(c, name=f"{c.name} d{qk}", dim=qk)
+        for qk, _ in everywhere
+        for c in CHECKS
+    ]
+    if not announce:
+        cases += [c for c in TIMED if names is None or c.name in names]
+    for case in cases:
+        pair, kernel = (case.dim, case.dim), kernel_of(case)
+        wanted = {
+            title: made
+            for title, (name, made) in everywhere.get(pair, {}).items()
+            if name == kernel and name in kernels and f"{title} {case.dim}" not in without
+        }
+        combine = built.twin("decode_combine", pair)
+        if not wanted or combine is None:
+            continue
+        print(f"{case.name}, {time.perf_counter() - began:.0f} s", flush=True)
+        work = DecodeWork(driver, case)
+        splits = {title: work.splits(made) for title, made in wanted.items()}
+        launches = {t: work.launch(made, combine, splits[t]) for t, made in wanted.items()}
+        own = next(iter(wanted))
+        for n in SPLITS.get(case.name, ()):
+            if n <= work.most:
+                launches[f"{own} by {n}"] = work.launch(wanted[own], combine, n)
+                wanted[f"{own} by {n}"], splits[f"{own} by {n}"] = wanted[own], n
+        differences = compare(work, launches, str(case.dim) if announce else None)
+        for title in [t for t, both in differences.items() if not max(both) < CLOSE]:
+            report["wrong"].append(f"{case.name} {title}")
+            del launches[title]
+            everywhere[pair].pop(title, None)
+        if case in TIMED and launches:
+            for title, (ms, low, high) in driver.interleaved(launches, rounds, 10.0).items():
+                name, _, tile = title.partition(" ")
+                rate = case.bytes("bfloat16") / ms / 1e6
+                meta = wanted[title].meta
+                report["rows"].append({
+                    "case": case.name, "kernel": name, "tile": tile, "splits": splits[title],
+                    "ms": round(ms, 4), "ms_low": round(low, 4), "ms_high": round(high, 4),
+                    "gb_per_s": round(rate, 1), "of_copy": round(rate / copied, 3),
+                    "difference": differences[title][0], "error": differences[title][1],
+                    **{key: meta.get(key) for key in ("registers", "stack", "shared")},
+                })  # fmt: skip
+        work.free()
+        if not announce:
+            out.write_text(json.dumps(report, indent=1) + "\n")
+    if announce:
+        say_end()
+        return 0
+    print(f"\n{table(report['rows'])}\n\nwrote {out}, {time.perf_counter() - began:.0f} s")
+    for line in report["wrong"]:
+        print(f"WRONG, not timed: {line}")
+    for title, why in without.items():
+        print(f"FATAL, not timed: {title} {why}")
+    return 1 if report["wrong"] or without else 0
