@@ -70,18 +70,6 @@ ffi::Error LaunchBackward(const PortableBackward& kernels, Stream stream, const 
                 });
 }
 
-// At least what the portable kernels need. How large it is beyond that is how the lowering says
-// which kernels of Hopper may run (backward.h).
-ffi::Error CheckWorkspace(const ffi::AnyBuffer& workspace, const Shape& s) {
-  PACKAX_TRY(ExpectRank("workspace", workspace, 1, "(elements)"));
-  PACKAX_TRY(Expect("workspace", workspace, ffi::DataType::F32,
-                    {{"elements", workspace.dimensions()[0]}}));
-  PACKAX_CHECK(workspace.dimensions()[0] >= s.padded_rows(), kInvalidArgument)
-      << "workspace has " << workspace.dimensions()[0] << " elements, expected at least "
-      << s.padded_rows() << ", batch * heads * q_len rounded up to 64";
-  return ffi::Error::Success();
-}
-
 ffi::Error Backward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi::AnyBuffer value,
                     ffi::AnyBuffer out, ffi::AnyBuffer lse, ffi::AnyBuffer dout,
                     ffi::AnyBuffer dlse, ffi::AnyBuffer q_lo, ffi::AnyBuffer q_hi,
@@ -103,8 +91,7 @@ ffi::Error Backward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi
   PACKAX_TRY(ExpectAttribute("has_dlse", has_dlse, 1));
   if (has_dlse == 1) PACKAX_TRY(ExpectSums("dlse", dlse, s));
   PACKAX_TRY(CheckWorkspace(*workspace, s));
-  const HopperWorkspace w(s);
-  const bool fused = w.fits_int32() && workspace->dimensions()[0] >= w.size();
+  const bool fused = HopperWorkspace(s).holds_sum(*workspace);
   // Bit 0: dq, bit 1: dk and dv. What no kernel writes has no elements.
   PACKAX_TRY(ExpectAttribute("wanted", wanted, 3));
   const bool want_dq = (wanted & 1) != 0, want_dkv = (wanted & 2) != 0;

@@ -14,6 +14,7 @@ struct BackwardCall {
   float scale;
   int32_t has_dlse;
   bool want_dq, want_dkv;
+  float soft_cap = 0;  // 0: none
 };
 
 // The sections of the workspace for Hopper. All begin at multiples of 256 bytes from its start.
@@ -34,14 +35,21 @@ struct HopperWorkspace {
   int64_t counter() const { return dq_sum(); }         // (1) int32
   int64_t size() const { return dq_sum() + rows * qk_dim; }
   int64_t apart_size() const { return counter() + 1; }
+  bool holds_sum(const ffi::AnyBuffer& workspace) const {
+    return fits_int32() && workspace.dimensions()[0] >= size();
+  }
 
   int64_t rows, mask_rows, qk_dim;
 };
 
-// Kernels of Hopper for this call: one for all gradients, which adds dQ up in any order, or, in a
-// smaller workspace or without that one, one for dK and dV and one for dQ, whose sums have one
-// order. `*found` says whether this device has them;
-// in the initialize stage nothing is launched.
+// At least what the portable kernels need. How large it is beyond that is how the lowering says
+// which kernels of Hopper may run.
+ffi::Error CheckWorkspace(const ffi::AnyBuffer& workspace, const Shape& s);
+
+// Kernels of Hopper for this call, with a soft cap or without: one for all gradients, which adds dQ
+// up in any order, or, in a smaller workspace or without that one, one for dK and dV and one for
+// dQ, whose sums have one order. `*found` says whether this device has them; in the initialize
+// stage nothing is launched.
 ffi::Error BackwardOnHopper(Device* device, Stream stream, const BackwardCall& c, bool* found);
 
 }  // namespace packax

@@ -69,11 +69,53 @@ ffi::Error LaunchPrepare(const Ready<BackwardPrepareArgs>& prepare, Stream strea
                 });
 }
 
+// Members of `Args{...}` of kernels that make dK and dV, as those of attention.h. Maps are filled
+// in by MapTiles.
+#define PACKAX_NO_TILES                                                                         \
+  .query = {}, .key = {}, .value = {}, .dout = {}, .lse2 = {}, .delta = {}, .lo = {}, .hi = {}, \
+  .dk = {}, .dv = {}
+#define PACKAX_KEYS(c)                                                       \
+  PACKAX_MASK_ELEMENTS((c).mask), .kv_blocks = (c).kv_blocks.untyped_data(), \
+      .kv_order = (c).kv_order.untyped_data(), .scale = (c).scale
+#define PACKAX_TESTS_AND_SIZES(c) .element_test = (c).mask.element_test, PACKAX_SIZES((c).shape)
+
+void Fill(const BackwardCall& c, const Sections& at, BackwardHopperArgs* args) {
+  *args = {PACKAX_NO_TILES, .dq_sum = at.dq_sum, PACKAX_KEYS(c), PACKAX_TESTS_AND_SIZES(c)};
+}
+
+void Fill(const BackwardCall& c, const Sections& at, BackwardHopperCappedArgs* args) {
+  *args = {PACKAX_NO_TILES, .dq_sum = at.dq_sum, PACKAX_KEYS(c), .soft_cap = c.soft_cap,
+           PACKAX_TESTS_AND_SIZES(c)};
+}
+
+void Fill(const BackwardCall& c, const Sections&, BackwardDkdvHopperArgs* args) {
+  *args = {PACKAX_NO_TILES, PACKAX_KEYS(c), PACKAX_TESTS_AND_SIZES(c)};
+}
+
+void Fill(const BackwardCall& c, const Sections&, BackwardDkdvHopperCappedArgs* args) {
+  *args = {PACKAX_NO_TILES, PACKAX_KEYS(c), .soft_cap = c.soft_cap, PACKAX_TESTS_AND_SIZES(c)};
+}
+
+// Likewise of the kernel that makes dQ.
+#define PACKAX_ROWS(c, at)                                                                     \
+  .query = {}, .key = {}, .value = {}, .dout = {}, .dq = {}, .lse2 = (at).lse2,                \
+  .delta = (at).delta, PACKAX_MASK_ROWS((c).mask), .q_order = (c).mask.q_order.untyped_data(), \
+  .counter = (at).counter, .scale = (c).scale
+
+void Fill(const BackwardCall& c, const Sections& at, BackwardDqHopperArgs* args) {
+  *args = {PACKAX_ROWS(c, at), PACKAX_TESTS_AND_SIZES(c)};
+}
+
+void Fill(const BackwardCall& c, const Sections& at, BackwardDqHopperCappedArgs* args) {
+  *args = {PACKAX_ROWS(c, at), .soft_cap = c.soft_cap, PACKAX_TESTS_AND_SIZES(c)};
+}
+
 // One kernel for all gradients. The sum of dQ is in float32 and comes together in any order; dK and
 // dV do not depend on it.
+template <typename GradientsArgs>
 struct Fused {
   std::optional<Ready<BackwardPrepareArgs>> prepare;
-  std::optional<Ready<BackwardHopperArgs>> gradients;
+  std::optional<Ready<GradientsArgs>> gradients;
   std::optional<Ready<BackwardFinishArgs>> finish;
 
   ffi::Error Find(Device* device, const Shape& s) {
@@ -84,31 +126,14 @@ struct Fused {
   bool found() const { return prepare && gradients && finish; }
 };
 
-ffi::Error LaunchBackward(const Fused& kernels, Stream stream, const BackwardCall& c) {
+template <typename Args>
+ffi::Error LaunchBackward(const Fused<Args>& kernels, Stream stream, const BackwardCall& c) {
   const Shape& s = c.shape;
-  const Mask& m = c.mask;
   const HopperWorkspace w(s);
   const Sections at(c, w);
   const auto& gradients = *kernels.gradients;
-  BackwardHopperArgs args{
-      .query = {},
-      .key = {},
-      .value = {},
-      .dout = {},
-      .lse2 = {},
-      .delta = {},
-      .lo = {},
-      .hi = {},
-      .dk = {},
-      .dv = {},
-      .dq_sum = at.dq_sum,
-      PACKAX_MASK_ELEMENTS(m),
-      .kv_blocks = c.kv_blocks.untyped_data(),
-      .kv_order = c.kv_order.untyped_data(),
-      .scale = c.scale,
-      .element_test = m.element_test,
-      PACKAX_SIZES(s),
-  };
+  Args args;
+  Fill(c, at, &args);
   PACKAX_TRY(MapTiles(gradients, c, &args));
   PACKAX_TRY(LaunchPrepare(*kernels.prepare, stream, c, true));
   PACKAX_TRY(Launch(gradients, stream, KeyGrid(s, gradients.block()), args));
@@ -125,10 +150,11 @@ ffi::Error LaunchBackward(const Fused& kernels, Stream stream, const BackwardCal
 
 // One kernel for dK and dV and one for dQ, which add nothing to memory: the same bits every run,
 // and only the gradients that are wanted. Also where there is no kernel for all.
+template <typename KeysArgs, typename RowsArgs>
 struct Apart {
   std::optional<Ready<BackwardPrepareArgs>> prepare;
-  std::optional<Ready<BackwardDkdvHopperArgs>> keys;
-  std::optional<Ready<BackwardDqHopperArgs>> rows;
+  std::optional<Ready<KeysArgs>> keys;
+  std::optional<Ready<RowsArgs>> rows;
 
   ffi::Error Find(Device* device, const Shape& s) {
     PACKAX_TRY(PrepareIfAny(device, s.kernel_dtype(), s.qk_dim, s.v_dim, &prepare));
@@ -138,53 +164,21 @@ struct Apart {
   bool found() const { return prepare && keys && rows; }
 };
 
-ffi::Error LaunchKeys(const Ready<BackwardDkdvHopperArgs>& keys, Stream stream,
-                      const BackwardCall& c) {
+template <typename Args>
+ffi::Error LaunchKeys(const Ready<Args>& keys, Stream stream, const BackwardCall& c) {
   const Shape& s = c.shape;
-  const Mask& m = c.mask;
-  BackwardDkdvHopperArgs args{
-      .query = {},
-      .key = {},
-      .value = {},
-      .dout = {},
-      .lse2 = {},
-      .delta = {},
-      .lo = {},
-      .hi = {},
-      .dk = {},
-      .dv = {},
-      PACKAX_MASK_ELEMENTS(m),
-      .kv_blocks = c.kv_blocks.untyped_data(),
-      .kv_order = c.kv_order.untyped_data(),
-      .scale = c.scale,
-      .element_test = m.element_test,
-      PACKAX_SIZES(s),
-  };
+  Args args;
+  Fill(c, Sections(c, HopperWorkspace(s)), &args);
   PACKAX_TRY(MapTiles(keys, c, &args));
   return Launch(keys, stream, KeyGrid(s, keys.block()), args);
 }
 
-ffi::Error LaunchRows(const Ready<BackwardDqHopperArgs>& rows, Stream stream,
-                      const BackwardCall& c) {
-  using Args = BackwardDqHopperArgs;
+template <typename Args>
+ffi::Error LaunchRows(const Ready<Args>& rows, Stream stream, const BackwardCall& c) {
   const Shape& s = c.shape;
-  const Mask& m = c.mask;
   const Sections at(c, HopperWorkspace(s));
-  Args args{
-      .query = {},
-      .key = {},
-      .value = {},
-      .dout = {},
-      .dq = {},
-      .lse2 = at.lse2,
-      .delta = at.delta,
-      PACKAX_MASK_ROWS(m),
-      .q_order = m.q_order.untyped_data(),
-      .counter = at.counter,
-      .scale = c.scale,
-      .element_test = m.element_test,
-      PACKAX_SIZES(s),
-  };
+  Args args;
+  Fill(c, at, &args);
   PACKAX_TRY(Encode(rows, Args::kQuery, HeadsOf("query", c.query, s), &args.query));
   PACKAX_TRY(Encode(rows, Args::kKey, HeadsOf("key", c.key, s), &args.key));
   PACKAX_TRY(Encode(rows, Args::kValue, HeadsOf("value", c.value, s), &args.value));
@@ -197,7 +191,9 @@ ffi::Error LaunchRows(const Ready<BackwardDqHopperArgs>& rows, Stream stream,
   return Launch(rows, stream, Grid{tiles < programs ? tiles : programs}, args);
 }
 
-ffi::Error LaunchBackward(const Apart& kernels, Stream stream, const BackwardCall& c) {
+template <typename KeysArgs, typename RowsArgs>
+ffi::Error LaunchBackward(const Apart<KeysArgs, RowsArgs>& kernels, Stream stream,
+                          const BackwardCall& c) {
   PACKAX_TRY(LaunchPrepare(*kernels.prepare, stream, c, false));
   if (c.want_dkv) PACKAX_TRY(LaunchKeys(*kernels.keys, stream, c));
   if (c.want_dq) PACKAX_TRY(LaunchRows(*kernels.rows, stream, c));
@@ -212,16 +208,38 @@ ffi::Error RunIfFound(Device* device, Stream stream, const BackwardCall& c, bool
   return *found && stream ? LaunchBackward(kernels, stream, c) : ffi::Error::Success();
 }
 
+template <typename GradientsArgs, typename KeysArgs, typename RowsArgs>
+ffi::Error RunOne(Device* device, Stream stream, const BackwardCall& c, bool* found) {
+  const HopperWorkspace w(c.shape);
+  const int64_t elements = c.workspace.dimensions()[0];
+  if (elements >= w.size()) {
+    PACKAX_TRY(RunIfFound<Fused<GradientsArgs>>(device, stream, c, found));
+  }
+  if (*found || elements < w.apart_size()) return ffi::Error::Success();
+  return RunIfFound<Apart<KeysArgs, RowsArgs>>(device, stream, c, found);
+}
+
 }  // namespace
+
+ffi::Error CheckWorkspace(const ffi::AnyBuffer& workspace, const Shape& s) {
+  PACKAX_TRY(ExpectRank("workspace", workspace, 1, "(elements)"));
+  PACKAX_TRY(Expect("workspace", workspace, ffi::DataType::F32,
+                    {{"elements", workspace.dimensions()[0]}}));
+  PACKAX_CHECK(workspace.dimensions()[0] >= s.padded_rows(), kInvalidArgument)
+      << "workspace has " << workspace.dimensions()[0] << " elements, expected at least "
+      << s.padded_rows() << ", batch * heads * q_len rounded up to 64";
+  return ffi::Error::Success();
+}
 
 ffi::Error BackwardOnHopper(Device* device, Stream stream, const BackwardCall& c, bool* found) {
   *found = false;
-  const HopperWorkspace w(c.shape);
-  const int64_t elements = c.workspace.dimensions()[0];
-  if (!w.fits_int32()) return ffi::Error::Success();
-  if (elements >= w.size()) PACKAX_TRY(RunIfFound<Fused>(device, stream, c, found));
-  if (*found || elements < w.apart_size()) return ffi::Error::Success();
-  return RunIfFound<Apart>(device, stream, c, found);
+  if (!HopperWorkspace(c.shape).fits_int32()) return ffi::Error::Success();
+  if (c.soft_cap > 0) {
+    return RunOne<BackwardHopperCappedArgs, BackwardDkdvHopperCappedArgs,
+                  BackwardDqHopperCappedArgs>(device, stream, c, found);
+  }
+  return RunOne<BackwardHopperArgs, BackwardDkdvHopperArgs, BackwardDqHopperArgs>(device, stream, c,
+                                                                                  found);
 }
 
 }  // namespace packax

@@ -2,55 +2,10 @@
 //
 // Sizes come from the buffers; attributes hold only what no buffer says.
 
-#include "attention.h"
+#include "forward.h"
 
 namespace packax {
 namespace {
-
-constexpr int64_t kMaxPrograms = 4096;  // more multiprocessors than any GPU has
-
-struct ForwardCall {
-  Shape shape;
-  Mask mask;
-  ffi::AnyBuffer query, key, value, q_order_192, out, lse, counter;
-  float scale;
-};
-
-ffi::Error LaunchForward(const Ready<ForwardHopperArgs>& forward, Stream stream,
-                         const ForwardCall& c) {
-  using Args = ForwardHopperArgs;
-  const Shape& s = c.shape;
-  const Mask& m = c.mask;
-  TensorMap query, key, value, out;
-  PACKAX_TRY(Encode(forward, Args::kQuery, HeadsOf("query", c.query, s), &query));
-  PACKAX_TRY(Encode(forward, Args::kKey, HeadsOf("key", c.key, s), &key));
-  PACKAX_TRY(Encode(forward, Args::kValue, HeadsOf("value", c.value, s), &value));
-  PACKAX_TRY(Encode(forward, Args::kOut, HeadsOf("out", c.out, s), &out));
-  // A tile is an entry of an order; emit.py refuses any block but these two.
-  const int block = forward.block();
-  const ffi::AnyBuffer& q_order = block == kTile192 ? c.q_order_192 : m.q_order;
-  // One program per multiprocessor; they draw further tiles from the counter.
-  const int64_t tiles = Product({s.heads, s.batch, CeilDiv(s.q_len, block)});
-  PACKAX_CHECK(tiles <= kMaxInt32 - kMaxPrograms, kInvalidArgument)
-      << "batch * heads * ceil(q_len/" << block << ") is " << tiles << ", a GPU takes "
-      << kMaxInt32 - kMaxPrograms << " at most; split the batch";
-  const int64_t programs = forward.kernel.device->multiprocessors;
-  PACKAX_TRY(Clear(*forward.kernel.device, *stream, c.counter.untyped_data()));
-  return Launch(forward, stream, Grid{tiles < programs ? tiles : programs},
-                Args{
-                    .query = query,
-                    .key = key,
-                    .value = value,
-                    .out = out,
-                    .lse = c.lse.untyped_data(),
-                    PACKAX_MASK_ROWS(m),
-                    .q_order = q_order.untyped_data(),
-                    .counter = c.counter.untyped_data(),
-                    .scale = c.scale,
-                    .element_test = m.element_test,
-                    PACKAX_SIZES(s),
-                });
-}
 
 ffi::Error LaunchForward(const Ready<ForwardArgs>& forward, Stream stream, const ForwardCall& c) {
   const Shape& s = c.shape;
@@ -80,20 +35,19 @@ ffi::Error Forward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi:
   PACKAX_TRY(ReadShape(query, key, value, q_lo, &s));
   const Mask mask{q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, element_test};
   PACKAX_TRY(CheckMask(s, mask));
-  PACKAX_TRY(Expect("q_order_192", q_order_192, ffi::DataType::S32,
-                    {{"mask_batch", s.mask_batch}, {"ceil(q_len/192)", s.q_tiles_192()}}));
+  PACKAX_TRY(CheckOrder192(s, q_order_192));
   PACKAX_TRY(ExpectRows("out", *out, s, {"v_dim", s.v_dim}));
   PACKAX_TRY(ExpectSums("lse", *lse, s));
-  PACKAX_TRY(Expect("counter", *counter, ffi::DataType::S32, {{"words", 1}}));
+  PACKAX_TRY(CheckCounter(*counter));
   PACKAX_TRY(CheckScale(scale));
   if (s.batch == 0) return ffi::Error::Success();
 
   const ForwardCall call{s, mask, query, key, value, q_order_192, *out, *lse, *counter, scale};
   Device* device;
-  std::optional<Ready<ForwardHopperArgs>> hopper;
+  bool on_hopper;
   PACKAX_TRY(CurrentDevice(&device));
-  PACKAX_TRY(PrepareIfAny(device, s.kernel_dtype(), s.qk_dim, s.v_dim, &hopper));
-  if (hopper) return stream ? LaunchForward(*hopper, stream, call) : ffi::Error::Success();
+  PACKAX_TRY(ForwardOnHopper(device, stream, call, &on_hopper));
+  if (on_hopper) return ffi::Error::Success();
   Ready<ForwardArgs> forward;
   PACKAX_TRY(Prepare(device, s.kernel_dtype(), s.qk_dim, s.v_dim, &forward));
   return stream ? LaunchForward(forward, stream, call) : ffi::Error::Success();

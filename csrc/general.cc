@@ -2,16 +2,19 @@
 // and head dims between the compiled ones. As forward.cc and backward.cc, with the general kernels.
 //
 // A kernel is compiled for head dims of its own and serves all multiples of 8 up to them. These
-// have float32, too.
+// have float32, too. A soft cap alone has kernels for Hopper, where all else here is as in
+// packax_forward_v1 and packax_backward_v1.
 
 #include <cmath>
 
-#include "attention.h"
+#include "backward.h"
+#include "forward.h"
 
 namespace packax {
 namespace {
 
-constexpr int32_t kMultiple = 8;  // of head dims: rows begin at whole 16 bytes
+constexpr int32_t kMultiple = 8;     // of head dims: rows begin at whole 16 bytes
+constexpr float kLargestCap = 1024;  // up to which tanh to 4e-7 is enough (hopper_cap.py)
 
 // Numbers and places beside the mask. A buffer that its flag says is not there is never read.
 struct Extras {
@@ -108,16 +111,23 @@ ffi::Error ReadExtras(const Shape& s, int32_t has_scales, int32_t has_bias, Extr
   return ffi::Error::Success();
 }
 
+// Whether a soft cap is all there is, and one that the kernels for Hopper can take.
+bool JustCapped(const Extras& e, const BlockMap& b) {
+  return e.soft_cap > 0 && e.soft_cap <= kLargestCap && std::isfinite(e.scale / e.soft_cap) &&
+         e.scales_batch == 0 && e.bias_batch == 0 && b.heads == 0;
+}
+
 ffi::Error Forward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi::AnyBuffer value,
                    ffi::AnyBuffer q_lo, ffi::AnyBuffer q_hi, ffi::AnyBuffer q_ids,
                    ffi::AnyBuffer kv_ids, ffi::AnyBuffer q_pos, ffi::AnyBuffer kv_pos,
-                   ffi::AnyBuffer q_blocks, ffi::AnyBuffer q_order, ffi::AnyBuffer map_bits,
-                   ffi::AnyBuffer q_entries, ffi::AnyBuffer scales, ffi::AnyBuffer slopes,
-                   ffi::AnyBuffer q_places, ffi::AnyBuffer kv_places,
+                   ffi::AnyBuffer q_blocks, ffi::AnyBuffer q_order, ffi::AnyBuffer q_order_192,
+                   ffi::AnyBuffer map_bits, ffi::AnyBuffer q_entries, ffi::AnyBuffer scales,
+                   ffi::AnyBuffer slopes, ffi::AnyBuffer q_places, ffi::AnyBuffer kv_places,
                    ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> lse,
-                   ffi::Result<ffi::AnyBuffer> top, float scale, float soft_cap,
-                   int32_t element_test, int32_t has_scales, int32_t has_bias, int32_t q_block,
-                   int32_t kv_block, int32_t exact) {
+                   ffi::Result<ffi::AnyBuffer> top, ffi::Result<ffi::AnyBuffer> counter,
+                   float scale, float soft_cap, int32_t element_test, int32_t want_top,
+                   int32_t has_scales, int32_t has_bias, int32_t q_block, int32_t kv_block,
+                   int32_t exact) {
   Shape s;
   PACKAX_TRY(ReadShape(query, key, value, q_lo, &s, /*float32=*/true));
   PACKAX_TRY(ExpectAttribute("exact", exact, 1));
@@ -130,11 +140,21 @@ ffi::Error Forward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi:
   PACKAX_TRY(ReadBlockMap(s, &b));
   PACKAX_TRY(ExpectRows("out", *out, s, {"v_dim", s.v_dim}));
   PACKAX_TRY(ExpectSums("lse", *lse, s));
+  PACKAX_TRY(ExpectAttribute("want_top", want_top, 1));
   PACKAX_TRY(ExpectSums("top", *top, s));
+  PACKAX_TRY(CheckOrder192(s, q_order_192));
+  PACKAX_TRY(CheckCounter(*counter));
   if (s.batch == 0) return ffi::Error::Success();
 
   Device* device;
   PACKAX_TRY(CurrentDevice(&device));
+  if (JustCapped(e, b) && want_top == 0) {
+    const ForwardCall call{s,    m,    query,    key,   value,   q_order_192,
+                           *out, *lse, *counter, scale, soft_cap};
+    bool on_hopper;
+    PACKAX_TRY(ForwardOnHopper(device, stream, call, &on_hopper));
+    if (on_hopper) return ffi::Error::Success();
+  }
   Ready<ForwardGeneralArgs> forward;
   PACKAX_TRY(PrepareCovering(device, s.kernel_dtype(), s.qk_dim, s.v_dim, &forward));
   if (!stream) return ffi::Error::Success();
@@ -166,7 +186,7 @@ ffi::Error Backward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi
                     ffi::AnyBuffer slopes, ffi::AnyBuffer q_places, ffi::AnyBuffer kv_places,
                     ffi::Result<ffi::AnyBuffer> dq, ffi::Result<ffi::AnyBuffer> dk,
                     ffi::Result<ffi::AnyBuffer> dv, ffi::Result<ffi::AnyBuffer> dnumbers,
-                    ffi::Result<ffi::AnyBuffer> delta, float scale, float soft_cap,
+                    ffi::Result<ffi::AnyBuffer> workspace, float scale, float soft_cap,
                     int32_t element_test, int32_t has_dlse, int32_t has_dnumbers,
                     int32_t has_scales, int32_t has_bias, int32_t q_block, int32_t kv_block,
                     int32_t exact, int32_t wanted) {
@@ -198,8 +218,11 @@ ffi::Error Backward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi
   // Bit 0: dq, bit 1: dk and dv. What no kernel writes has no elements.
   PACKAX_TRY(ExpectAttribute("wanted", wanted, 3));
   const bool want_rows = (wanted & 1) != 0 || has_dnumbers == 1, want_keys = (wanted & 2) != 0;
+  PACKAX_TRY(CheckWorkspace(*workspace, s));
+  const bool may_be_capped = JustCapped(e, b) && has_dnumbers == 0;
+  const bool fused = may_be_capped && HopperWorkspace(s).holds_sum(*workspace);
   if (want_rows) PACKAX_TRY(ExpectRows("dq", *dq, s, qk_dim));
-  if (want_keys) {
+  if (want_keys || fused) {
     PACKAX_TRY(ExpectKeys("dk", *dk, s, qk_dim));
     PACKAX_TRY(ExpectKeys("dv", *dv, s, v_dim));
   }
@@ -208,12 +231,19 @@ ffi::Error Backward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi
         Expect("dnumbers", *dnumbers, ffi::DataType::F32,
                {{"batch", s.batch}, {"heads", s.heads}, {"numbers", 2}, {"q_len", s.q_len}}));
   }
-  PACKAX_TRY(ExpectSums("delta", *delta, s));
   if (s.batch == 0) return ffi::Error::Success();
 
-  // All three before the first launch: a missing kernel must not leave half a backward behind.
+  // All kernels before the first launch: a missing one must not leave half a backward behind.
   Device* device;
   PACKAX_TRY(CurrentDevice(&device));
+  if (may_be_capped) {
+    const BackwardCall call{s,          m,     query,     key,       value,     out,     lse,
+                            dout,       dlse,  kv_blocks, kv_order,  *dq,       *dk,     *dv,
+                            *workspace, scale, has_dlse,  want_rows, want_keys, soft_cap};
+    bool on_hopper;
+    PACKAX_TRY(BackwardOnHopper(device, stream, call, &on_hopper));
+    if (on_hopper) return ffi::Error::Success();
+  }
   Ready<BackwardDeltaGeneralArgs> sums;
   Ready<BackwardDkdvGeneralArgs> keys;
   Ready<BackwardDqGeneralArgs> rows;
@@ -228,7 +258,7 @@ ffi::Error Backward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi
                         .out = out.untyped_data(),
                         .dout = dout.untyped_data(),
                         .dlse = dlse.untyped_data(),
-                        .delta = delta->untyped_data(),
+                        .delta = workspace->untyped_data(),
                         .q_lo = q_lo.untyped_data(),
                         .q_hi = q_hi.untyped_data(),
                         .has_dlse = has_dlse,
@@ -246,7 +276,7 @@ ffi::Error Backward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi
                           .value = value.untyped_data(),
                           .dout = dout.untyped_data(),
                           .lse = lse.untyped_data(),
-                          .delta = delta->untyped_data(),
+                          .delta = workspace->untyped_data(),
                           .dk = dk->untyped_data(),
                           .dv = dv->untyped_data(),
                           PACKAX_MASK_ROWS(m),
@@ -267,7 +297,7 @@ ffi::Error Backward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi
                     .value = value.untyped_data(),
                     .dout = dout.untyped_data(),
                     .lse = lse.untyped_data(),
-                    .delta = delta->untyped_data(),
+                    .delta = workspace->untyped_data(),
                     .dq = dq->untyped_data(),
                     .dnumbers = dnumbers->untyped_data(),
                     PACKAX_MASK_ROWS(m),
@@ -295,6 +325,7 @@ auto ForwardSignature(Binding&& binding) {
       .template Arg<ffi::AnyBuffer>()  // kv_pos: like kv_ids
       .template Arg<ffi::AnyBuffer>()  // q_blocks: (mask_batch, 5, ceil(q_len/64)) int32
       .template Arg<ffi::AnyBuffer>()  // q_order: (mask_batch, ceil(q_len/128)) int32
+      .template Arg<ffi::AnyBuffer>()  // q_order_192: (mask_batch, ceil(q_len/192)) int32
       .template Arg<ffi::AnyBuffer>()  // map_bits: (map_batch, map_heads, rows, words) int32
       .template Arg<ffi::AnyBuffer>()  // q_entries: (mask_batch, map_heads, tiles, entries) int32
       .template Arg<ffi::AnyBuffer>()  // scales: (scales_batch) float32
@@ -304,9 +335,11 @@ auto ForwardSignature(Binding&& binding) {
       .template Ret<ffi::AnyBuffer>()  // out: (batch, q_len, heads, v_dim)
       .template Ret<ffi::AnyBuffer>()  // lse: (batch, heads, q_len) float32
       .template Ret<ffi::AnyBuffer>()  // top: like lse
+      .template Ret<ffi::AnyBuffer>()  // counter: (1,) int32; workspace
       .template Attr<float>("scale")
       .template Attr<float>("soft_cap")
       .template Attr<int32_t>("element_test")
+      .template Attr<int32_t>("want_top")
       .template Attr<int32_t>("has_scales")
       .template Attr<int32_t>("has_bias")
       .template Attr<int32_t>("q_block")
@@ -345,7 +378,7 @@ auto BackwardSignature(Binding&& binding) {
       .template Ret<ffi::AnyBuffer>()  // dk: like key
       .template Ret<ffi::AnyBuffer>()  // dv: like value
       .template Ret<ffi::AnyBuffer>()  // dnumbers: (batch, heads, 2, q_len) float32
-      .template Ret<ffi::AnyBuffer>()  // delta: like lse; workspace
+      .template Ret<ffi::AnyBuffer>()  // workspace: (elements) float32, of backward.h
       .template Attr<float>("scale")
       .template Attr<float>("soft_cap")
       .template Attr<int32_t>("element_test")

@@ -49,13 +49,16 @@ def poison(x: Tensors) -> None:
         y.delete()
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "implementation", "deterministic"))
+@functools.partial(
+    jax.jit, static_argnames=("scale", "implementation", "deterministic", "soft_cap")
+)
 def passes(
     x: Tensors,
     mask: Any,
     scale: float | None,
     implementation: str,
     deterministic: bool = False,
+    soft_cap: float | None = None,
 ) -> Results:
     def attention(query, key, value):
         return packax.flash_attention(
@@ -66,6 +69,7 @@ def passes(
             scale=scale,
             return_lse=True,
             deterministic=deterministic,
+            soft_cap=soft_cap,
             implementation=implementation,
         )
 
@@ -78,7 +82,11 @@ def build(expression: Any, x: Tensors) -> packax.AttentionMask:
 
 
 def run(
-    x: Tensors, expression: Any, scale: float | None = None, deterministic: bool = False
+    x: Tensors,
+    expression: Any,
+    scale: float | None = None,
+    deterministic: bool = False,
+    soft_cap: float | None = None,
 ) -> Results:
     """Forward, LSE and gradients by the cubins, in poisoned memory. `expression`, or a mask."""
     mask = expression
@@ -86,7 +94,7 @@ def run(
         mask = build(expression, x)
     jax.block_until_ready(mask)
     poison(x)
-    return jax.block_until_ready(passes(x, mask, scale, "cubin", deterministic))
+    return jax.block_until_ready(passes(x, mask, scale, "cubin", deterministic, soft_cap))
 
 
 _plain = oracle.plain

@@ -53,7 +53,7 @@ def run(attention, arrays, dout, dlse) -> Results:
     return Results(out, lse, *transpose(cotangents))
 
 
-@functools.partial(jax.jit, static_argnames="soft_cap")
+@jax.jit
 def _run(arrays, allowed, dout, dlse, places, soft_cap):
     attention = functools.partial(dense, allowed=allowed, soft_cap=soft_cap, places=places)
     by_row = arrays | {"scale": jnp.broadcast_to(arrays["scale"], dlse.shape)}

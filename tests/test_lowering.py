@@ -63,24 +63,27 @@ def test_two_limits_of_positions():
 
 
 def general(function, *args):
-    """Attributes beside the plain ones, extras and last results of the general calls."""
+    """Attributes beside the plain ones, extras and last results of the general calls; behind the forward's, the counter."""
     found = []
     for target, attributes, operands, results in calls(text_of(function, *args)):
         assert target in ("packax_forward_general_v1", "packax_backward_general_v1")
         backward = "backward" in target
         attributes.pop("element_test"), attributes.pop("scale"), attributes.pop("has_dlse", None)
-        assert len(operands) == (24 if backward else 17) and len(results) == (5 if backward else 3)
+        assert len(operands) == (24 if backward else 18) and len(results) == (5 if backward else 4)
+        if not backward:
+            assert operands[10:12] == [ORDER, ORDER_192] and results.pop() == "1xi32"
         found.append((attributes, operands[-4:], results[3 if backward else 2 :]))
     return found
 
 
+DELTA = f"{2 * 8 * 320}xf32"  # the workspace of the portable kernels, rows padded to 64
 NO_MAP = {"q_block": "0 : i32", "kv_block": "0 : i32"}
 
 
 def test_general_forward():
     """A stand-in, the output, where an extra is not there."""
     flags = {"soft_cap": "0.000000e+00 : f32", "has_scales": "0 : i32", "has_bias": "0 : i32"}
-    flags |= {"exact": "0 : i32"} | NO_MAP
+    flags |= {"exact": "0 : i32", "want_top": "0 : i32"} | NO_MAP
     ((attributes, extras, results),) = general(
         lambda *x: step(*x, MASK, soft_cap=30.0), *abstract()
     )
@@ -89,7 +92,7 @@ def test_general_forward():
     ((attributes, extras, results),) = general(
         lambda *x: step(*x, MASK, return_max_logits=True)[1], *abstract()
     )
-    assert attributes == flags and results == [SUMS]
+    assert attributes == flags | {"want_top": "1 : i32"} and results == [SUMS]
     bias = packax.alibi(np.ones(8), positions=IDS)
     ((attributes, extras, results),) = general(lambda *x: step(*x, MASK, bias=bias), *abstract())
     assert attributes == flags | {"has_scales": "1 : i32", "has_bias": "1 : i32"}
@@ -103,11 +106,11 @@ def test_general_backward():
     flags = {"soft_cap": "0.000000e+00 : f32", "has_scales": "1 : i32", "has_bias": "0 : i32"}
     flags |= {"exact": "0 : i32"} | NO_MAP
     assert attributes == flags | {"has_dnumbers": "1 : i32", "wanted": "3 : i32"}
-    assert forward[0] == flags
-    assert extras == ["1xf32", *[QUERY] * 3] and results == ["2x8x2x300xf32", SUMS]
+    assert forward[0] == flags | {"want_top": "0 : i32"}
+    assert extras == ["1xf32", *[QUERY] * 3] and results == ["2x8x2x300xf32", DELTA]
     gradient = jax.grad(lambda *x: loss(*x, MASK, soft_cap=5.0))
     _, (attributes, _, results) = general(gradient, *abstract())
-    assert attributes["has_dnumbers"] == "0 : i32" and results == ["1xf32", SUMS]
+    assert attributes["has_dnumbers"] == "0 : i32" and results == ["1xf32", DELTA]
     assert attributes["wanted"] == "1 : i32"
 
 
@@ -122,7 +125,7 @@ def test_block_sparse(extra):
     (_, forward, operands, _), (_, backward, others, _) = calls(text_of(gradient, *abstract()))
     bits, lists = "2x8x100x1xi32", "2x8x3x7xi32"
     stand_ins = ["1xf32", "2x8xf32", "2x300xi32", "2x300xi32"] if extra else []
-    assert operands[10:] == [ORDER, bits, lists, *(stand_ins or [ROWS] * 4)]
+    assert operands[10:] == [ORDER, ORDER_192, bits, lists, *(stand_ins or [ROWS] * 4)]
     assert others[16:] == [ORDER, bits, lists, lists, *(stand_ins or [QUERY] * 4)]
     for attributes in (forward, backward):
         assert attributes["q_block"] == "3 : i32" and attributes["kv_block"] == "64 : i32"
@@ -155,12 +158,7 @@ def test_backward():
     tensors = [QUERY, KEY, KEY, QUERY, SUMS, QUERY, SUMS]
     kv_blocks = "2x4x5xi32"
     assert operands == [*tensors, *[ROWS] * 6, BLOCKS, ORDER, kv_blocks, ORDER]
-    assert results == [
-        QUERY,
-        KEY,
-        KEY,
-        f"{2 * 8 * 320}xf32",
-    ]  # the last is the workspace: delta, rows padded to 64
+    assert results == [QUERY, KEY, KEY, DELTA]
 
 
 @pytest.mark.parametrize("scale,attribute", [(-0.25, "2.5"), (0, "1.0"), (1e-39, "1.0")])

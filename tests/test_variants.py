@@ -108,6 +108,19 @@ def test_the_backward_kernels_of_hopper_come_together() -> None:
     names = ("prepare", "hopper", "finish", "dkdv_hopper", "dq_hopper")
     prepare, one, finish, keys, rows = (set(table.HOPPER_TILES[f"backward_{k}"]) for k in names)
     assert one == finish and keys == rows and prepare == one | keys
+    names = ("forward", "backward", "backward_dkdv", "backward_dq")
+    forward, one, keys, rows = (set(table.HOPPER_TILES[f"{k}_hopper_capped"]) for k in names)
+    assert one == finish and forward == keys == rows and prepare > one | keys
+
+
+def test_kernels_with_a_soft_cap_take_one_number_more() -> None:
+    """Else they are those without: C++ fills both in from one call, and one tile serves in their place."""
+    for capped, plain in table.CAPPED.items():
+        assert capped == f"{plain}_capped" and table.KERNELS[capped] == table.KERNELS[plain]
+        for source in {v.source for v in ALL if v.kernel == capped}:
+            names = arguments_of(capped, source)
+            assert names.pop(names.index("soft_cap")) == "soft_cap"
+            assert names == arguments_of(plain, source)
 
 
 def test_tiles_fit_the_order_of_tiles_and_the_blocks() -> None:
@@ -150,7 +163,10 @@ def test_every_kernel_loads_on_a_driver_of_cuda_12() -> None:
 
 PLAIN = ["forward", "backward_delta", "backward_dkdv", "backward_dq"]
 GENERAL = [f"{kernel}_general" for kernel in PLAIN]
-APART = ["backward_dkdv_hopper", "backward_dq_hopper"]
+FORWARDS = ["forward_hopper", "forward_hopper_capped"]
+KEYS = ["backward_dkdv_hopper", "backward_dkdv_hopper_capped"]
+ROWS = ["backward_dq_hopper", "backward_dq_hopper_capped"]
+ONES = ["backward_hopper", "backward_hopper_capped"]
 
 
 @pytest.mark.parametrize(
@@ -221,11 +237,12 @@ def recompiled(monkeypatch, tmp_path, request):  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize(
     "file,kernels",
     [
-        ("hopper", ["forward_hopper", "backward_hopper", *APART]),  # also by way of hopper_softmax
-        ("hopper_forward", ["forward_hopper", "backward_dq_hopper"]),  # turns
-        ("hopper_softmax", ["forward_hopper", "backward_dq_hopper", "hopper_keys"]),
-        ("hopper_chunks", ["backward_dq_hopper", "hopper_keys", "hopper_wide"]),
-        ("hopper_rows", ["backward_hopper", "backward_dkdv_hopper"]),
+        ("hopper", [*FORWARDS, *ONES, *KEYS, *ROWS]),  # also by way of hopper_softmax
+        ("hopper_forward", [*FORWARDS, *ROWS]),  # turns
+        ("hopper_softmax", [*FORWARDS, *ROWS, "hopper_keys"]),
+        ("hopper_chunks", [*ROWS, "hopper_keys", "hopper_wide"]),
+        ("hopper_rows", [*ONES, *KEYS]),
+        ("hopper_cap", ["hopper_forward", "hopper_backward", "hopper_queries", "hopper_wide"]),
         ("hopper_dq", ["backward_prepare", "backward_finish"]),
         ("rows", [*PLAIN, *GENERAL, *DECODE]),
         ("decode", DECODE),

@@ -18,9 +18,12 @@ pytestmark = pytest.mark.usefixtures("extension")
 PADDED = 320
 SMALL = 2 * 8 * PADDED  # workspace of the backward, for the portable kernels
 LARGE = 2 * SMALL + 2 * 2 * PADDED + 64 * SMALL  # for those of Hopper
+MIDDLE = 2 * SMALL + 2 * 2 * PADDED + 1  # for those of Hopper without a sum in memory
 
 
-def backward_workspace(monkeypatch, rows, capabilities=None, tensors=None, mask=MASK, **kwargs):
+def backward_workspace(
+    monkeypatch, rows, capabilities=None, tensors=None, mask=MASK, general=False, **kwargs
+):  # fmt: skip
     """Elements of the backward's float32 workspace, its last result; local devices made up."""
     monkeypatch.setattr(lowering._ext, "variants", staticmethod(lambda: rows))
     monkeypatch.setattr(lowering, "_local_capabilities", lambda: capabilities)
@@ -28,9 +31,9 @@ def backward_workspace(monkeypatch, rows, capabilities=None, tensors=None, mask=
         jax.grad(lambda *x: loss(*x, mask, **kwargs), (0, 1, 2)), *(tensors or abstract())
     )
     (_, (target, attributes, _, results)) = calls(text)
-    assert target == "packax_backward_v1" and len(results) == 4
+    assert target == f"packax_backward{'_general' * general}_v1" and len(results) == 4 + general
     assert "deterministic" not in attributes  # the size says it
-    (elements,) = re.fullmatch(r"(\d+)xf32", results[3]).groups()
+    (elements,) = re.fullmatch(r"(\d+)xf32", results[-1]).groups()
     return int(elements)
 
 
@@ -94,6 +97,62 @@ def test_workspace_by_build(monkeypatch):
     rows = with_hopper(cc=86, exact=False)  # another rule than sm_90a's: later minors too
     for capability, elements in ((86, LARGE), (89, LARGE), (80, SMALL), (90, SMALL)):
         assert backward_workspace(monkeypatch, rows, {capability}) == elements
+
+
+CAPPED = tuple(f"{kernel}_capped" for kernel in APART)
+
+
+@pytest.mark.parametrize(
+    "kernels,options,elements",
+    [
+        (CAPPED[:1], {"soft_cap": 30.0}, LARGE),
+        (CAPPED[:1], {"soft_cap": 30.0, "deterministic": True}, SMALL),
+        (CAPPED, {"soft_cap": 30.0}, LARGE),
+        (CAPPED, {"soft_cap": 30.0, "deterministic": True}, MIDDLE),
+        (CAPPED[1:], {"soft_cap": 30.0}, MIDDLE),  # as head dim 256
+        (APART, {"soft_cap": 30.0}, SMALL),  # as 192/128: those without a cap do not count
+        (APART + CAPPED, {"soft_cap": 30.0, "bias": packax.alibi(np.ones(8))}, SMALL),
+        (APART + CAPPED, {"soft_cap": 30.0, "scale": jnp.float32(0.1)}, SMALL),
+        (APART + CAPPED, {"bias": packax.alibi(np.ones(8))}, SMALL),
+    ],
+)
+@pytest.mark.parametrize("capability", [90, 80])
+def test_workspace_of_a_soft_cap(monkeypatch, capability, kernels, options, elements):
+    """Of Hopper's kernels with a cap, where it is all there is."""
+    rows = with_hopper(kernels=kernels)
+    got = backward_workspace(monkeypatch, rows, {capability}, general=True, **options)
+    assert got == (elements if capability == 90 else SMALL)
+
+
+def test_workspace_of_a_soft_cap_without_a_cap(monkeypatch):
+    """Kernels with a cap do not serve a call without one."""
+    assert backward_workspace(monkeypatch, with_hopper(kernels=CAPPED)) == SMALL
+
+
+def test_workspace_of_a_soft_cap_and_a_map(monkeypatch):
+    expression = packax.block_sparse(np.ones((1, 1, 5, 5), bool), (64, 64))
+    mask = packax.create_attention_mask(expression, q_len=300, kv_len=300)
+    rows = with_hopper(kernels=APART + CAPPED)
+    got = backward_workspace(monkeypatch, rows, mask=mask, general=True, soft_cap=30.0)
+    assert got == SMALL
+
+
+def test_some_gradients_of_a_soft_cap(monkeypatch):
+    """What no kernel writes has no elements; the one kernel for all writes dk and dv with dq's sum."""
+    kinds = {
+        CAPPED: (f"{MIDDLE}xf32", {0: [QUERY, *["0xbf16"] * 2], 1: ["0xbf16", KEY, KEY]}),
+        CAPPED[:1]: (f"{LARGE}xf32", {0: [QUERY, KEY, KEY], 1: ["0xbf16", KEY, KEY]}),
+    }
+    for kernels, (workspace, results) in kinds.items():
+        monkeypatch.setattr(
+            lowering._ext, "variants", staticmethod(lambda k=kernels: with_hopper(kernels=k))
+        )
+        for argument, written in results.items():
+            gradient = jax.grad(lambda *x: loss(*x, MASK, soft_cap=30.0), argument)
+            (_, (target, attributes, _, made)) = calls(text_of(gradient, *abstract()))
+            assert target == "packax_backward_general_v1"
+            assert attributes["wanted"] == f"{1 + argument} : i32"
+            assert made == [*written, "1xf32", workspace]
 
 
 def test_workspace_with_one_mask_for_all(monkeypatch):

@@ -2,9 +2,9 @@
 
 Build, C++ lookup, tests, `packax info` and error texts all read it. A variant is a kernel for one
 architecture, dtype and pair of head dims, with its tile. Rows of tiles stand by stage:
-portable_tiles.py, general_tiles.py and decode_tiles.py (float32, too), and of Hopper's own kernels
-here. To add a head dim, add it to HEAD_DIMS and a row of tiles for it to each; to add a GPU, add it
-to ARCHS (and its tiles, if its shared memory differs from those there are).
+portable_tiles.py, general_tiles.py and decode_tiles.py (float32, too), hopper_tiles.py. To add a
+head dim, add it to HEAD_DIMS and a row of tiles for it to each; to add a GPU, add it to ARCHS (and
+its tiles, if its shared memory differs from those there are).
 These files declare; they compile nothing and import nothing but the standard library.
 """
 
@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 from decode_tiles import DECODE_SPLITS, DECODE_STEP, DECODE_TILES, FLOAT32_DECODE_TILES
 from general_tiles import FLOAT32_DIMS, FLOAT32_TILES, GENERAL_TILES
+from hopper_tiles import CAPPED, HOPPER_TILES, TWO_ASSEMBLERS, WIDE
 from portable_tiles import PORTABLE_TILES
 
 
@@ -55,90 +56,6 @@ ASSEMBLERS = {"12.9": ("ptxas", 12000), "13.4": ("ptxas-blackwell", 13000)}
 # kernel -> (kind of tile, larger head dim) -> BLOCK_M, BLOCK_N, STAGES of the mask-free loop, warps
 TILES = PORTABLE_TILES | GENERAL_TILES
 
-# Kernels of one GPU, in Gluon, and what goes with them: the same results as the portable kernels of
-# the same pass, which serve every other GPU.
-# kernel -> larger head dim -> constants: WARP_GROUPS (of 64 rows), BLOCK_N, STAGES of keys and
-# values, QK_CHUNK (columns of a tile of queries or keys: a power of two), registers of a consumer and
-# of a producer thread; ROWS of a program.
-HOPPER_TILES: dict[str, dict[int, dict[str, int]]] = {
-    "forward_hopper": {
-        dim: {
-            "QK_CHUNK": chunk,
-            "WARP_GROUPS": groups,
-            "BLOCK_N": keys,
-            "STAGES": 2,
-            "OUT_IN_QUERY": out_in_query,
-            "CONSUMER_REGISTERS": 160 if groups == 3 else 240,
-            "PRODUCER_REGISTERS": 32 if groups == 3 else 24,
-        }
-        for dim, chunk, groups, keys, out_in_query in (
-            (64, 64, 3, 128, 0),
-            (128, 128, 2, 128, 0),
-            (192, 64, 2, 128, 1),
-            (256, 256, 2, 64, 1),
-        )
-    },
-    "backward_hopper": {
-        dim: {
-            "QK_CHUNK": chunk,
-            **plan,
-            "CONSUMER_REGISTERS": consumer,
-            "PRODUCER_REGISTERS": 24,
-        }
-        for dim, chunk, consumer, plan in (
-            # SKIP: of masked blocks a warp group leaves out those without a pair of its keys. DQ: who
-            # makes dQ: nobody, the two warp groups (1), a third one (2). At 64 DQ 2 with SKIP: 12 to
-            # 19 % over DQ 1; at 128 SKIP: -3 to 1 %, TURNS: 4 to 12 % (benchmarks/results/
-            # tune_hopper_h200.json, tune_backward_h200.json)
-            (64, 64, 200, {"TURNS": 0, "SKIP": 1, "DQ": 2}),
-            (128, 128, 240, {"TURNS": 1, "SKIP": 0, "DQ": 1}),
-        )
-    },
-    # dK and dV, dQ: no additions to memory, for deterministic gradients; at 192 and 256 for all, 18 to
-    # 53 % faster than one kernel of 64 keys. SKIP: 2 to 14 % of dK and dV. DO_REGISTERS: the cotangents of
-    # a tile stay in registers.
-    "backward_dq_hopper": {
-        dim: {
-            "QK_CHUNK": chunk,
-            "BLOCK_N": keys,
-            "STAGES": stages,
-            "DO_REGISTERS": in_registers,
-            "CONSUMER_REGISTERS": 240,
-            "PRODUCER_REGISTERS": 24,
-        }
-        for dim, chunk, keys, stages, in_registers in (
-            (64, 64, 128, 2, 0),
-            (128, 128, 128, 2, 0),
-            (192, 64, 64, 3, 1),
-            (256, 256, 64, 2, 0),
-        )
-    },
-    "backward_prepare": {dim: {"ROWS": 32} for dim in (64, 128, 192, 256)},
-    "backward_finish": {dim: {"ROWS": 64} for dim in (64, 128)},
-}
-HOPPER_TILES["backward_dkdv_hopper"] = {
-    dim: {name: n for name, n in HOPPER_TILES["backward_hopper"][dim].items() if name != "DQ"}
-    | {"SKIP": 1, "CONSUMER_REGISTERS": 240}
-    for dim in (64, 128)
-}
-HOPPER_TILES["backward_dkdv_hopper"] |= {  # of the files in WIDE
-    dim: {"QK_CHUNK": 64, "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24} for dim in (192, 256)
-}
-# (kernel, larger head dim) -> the file of a kernel that is another for that dim, and its keys
-WIDE = {
-    ("backward_dkdv_hopper", 192): ("hopper_keys", 128),
-    ("backward_dkdv_hopper", 256): ("hopper_wide", 64),
-}
-
-# Kernels compiled by both assemblers: 13.4 is 2 to 5 % faster on an H200
-# (benchmarks/results/trials_assemblers_h200.txt); a driver of CUDA 12 gets the other.
-TWO_ASSEMBLERS = (
-    "forward_hopper",
-    "backward_hopper",
-    "backward_dkdv_hopper",
-    "backward_dq_hopper",
-)
-
 # kernel -> argument -> (element, rows, columns) that TMA moves; names are constants of the variant,
 # "" is its dtype. Maps are (batch, length, heads * dim) or, of float32 and int32, plain lines.
 TENSOR_MAPS: dict[str, dict[str, tuple[str, int | str, int | str]]] = {
@@ -169,6 +86,7 @@ TENSOR_MAPS: dict[str, dict[str, tuple[str, int | str, int | str]]] = {
     },
 }
 TENSOR_MAPS["backward_dkdv_hopper"] = TENSOR_MAPS["backward_hopper"]
+TENSOR_MAPS |= {capped: TENSOR_MAPS[plain] for capped, plain in CAPPED.items()}
 
 # Bytes of local memory a thread (spills) that a variant for Hopper may have, by kernel and head dim
 # (and the dtype, of float32); the build refuses more, and any wgmma that the assembler serialises. Accepted because: the portable
@@ -210,6 +128,17 @@ SPILLS = {
     ("backward_dq_hopper", 192): 280,  # under ptxas 12.9; 208 under 13.4
     ("backward_dkdv_hopper", 256): 128,  # under ptxas 12.9; 120 under 13.4
     ("backward_dq_hopper", 256): 200,  # under ptxas 12.9; 128 under 13.4
+    # with a soft cap: tanh branches while products are under way
+    ("forward_hopper_capped", 64): 304,  # under ptxas 12.9; 224 under 13.4
+    ("forward_hopper_capped", 128): 136,  # under ptxas 12.9; 56 under 13.4
+    ("forward_hopper_capped", 256): 240,  # under ptxas 12.9; 200 under 13.4
+    ("backward_hopper_capped", 64): 128,  # under ptxas 12.9; 88 under 13.4
+    ("backward_hopper_capped", 128): 296,  # under ptxas 12.9; 288 under 13.4
+    ("backward_dkdv_hopper_capped", 128): 312,  # under ptxas 12.9; 240 under 13.4
+    ("backward_dkdv_hopper_capped", 256): 248,  # under ptxas 12.9; 160 under 13.4
+    ("backward_dq_hopper_capped", 64): 72,  # under ptxas 12.9; 8 under 13.4
+    ("backward_dq_hopper_capped", 128): 192,  # under ptxas 12.9; 88 under 13.4
+    ("backward_dq_hopper_capped", 256): 320,  # under ptxas 12.9; 256 under 13.4
 }
 # Kernels for Hopper whose wgmma the assembler may serialise (C7515): the portable dK/dV, which is a
 # stand-in there.
@@ -235,6 +164,10 @@ KERNELS = {  # kernel -> file in csrc/kernels
     "backward_finish": "hopper_dq",
     "backward_dkdv_hopper": "hopper_backward",
     "backward_dq_hopper": "hopper_queries",
+    "forward_hopper_capped": "hopper_forward",
+    "backward_hopper_capped": "hopper_backward",
+    "backward_dkdv_hopper_capped": "hopper_backward",
+    "backward_dq_hopper_capped": "hopper_queries",
     "backward_delta": "backward",
     "backward_dkdv": "backward",
     "backward_dq": "backward",
@@ -391,7 +324,7 @@ def hopper(
         qk_dim,
         v_dim,
         tuple(constants.items()),
-        block.get(kernel, tile.get("ROWS", 0)),
+        block.get(CAPPED.get(kernel, kernel), tile.get("ROWS", 0)),
         4,  # warps of the default partition; those of the others come on top
         assembler,
     )

@@ -25,6 +25,7 @@ from hopper import (
     select_bits,
     warp_arrive,
 )
+from hopper_cap import tanh_of_scores
 from hopper_rows import (
     ROWS,
     add_staged,
@@ -62,7 +63,7 @@ def turn_pass(W: gl.constexpr):
 def step(
     W: gl.constexpr, sums, s, row, stage, phase, before, left, keys, dq_sum, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, numbers,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, TURNS: gl.constexpr, DQ: gl.constexpr,
-    MASKED: gl.constexpr, LIVE: gl.constexpr,
+    MASKED: gl.constexpr, LIVE: gl.constexpr, CAPPED: gl.constexpr,
 ):  # fmt: skip
     """One block of rows: adds to dk and dv, hands on dS, adds dQ of the block `before`, makes the next scores.
 
@@ -74,7 +75,8 @@ def step(
     lse_s, delta_s, lo_s, hi_s = lines_s
     _, q_full, q_empty, do_full, do_empty = bars
     ds_full, ds_empty = ds_bars
-    scale2 = numbers[3] * LOG2E
+    scale, soft_cap = numbers[3:]
+    scale2 = (soft_cap if CAPPED else scale) * LOG2E
     dtype: gl.constexpr = q_s.dtype
     PART: gl.constexpr = QK_DIM // 2
     CELLS: gl.constexpr = ROWS * PART
@@ -90,11 +92,16 @@ def step(
     if LIVE:
         do_t = do_s.index(stage).permute((1, 0))
         dp_token = warpgroup_mma(v_left, do_t, zero, use_acc=False, is_async=True)
+        if CAPPED:
+            s = tanh_of_scores(s, scale / soft_cap, ROWS)
+            fade = 1.0 - s * s  # the derivative of tanh
         if MASKED:
             bits = mask_bits(keys, row, lo_s.index(stage), hi_s.index(stage), mask, numbers)
             s = select_bits(s, bits, float("-inf"))
         p = gl.exp2(s * scale2 - lse[None, :])
         p_half = gl.convert_layout(p.to(dtype), p_layout)
+        if CAPPED:
+            p = p * fade
         dp = warpgroup_mma_wait(0, deps=(dp_token,))
         dv_token = warpgroup_mma(p_half, do_s.index(stage), dv_sum, is_async=True)
         dl = delta_s.index(stage).load(gl.SliceLayout(0, s_layout))
@@ -146,7 +153,7 @@ def step(
 def consume(
     W: gl.constexpr, grads, mask, own_blocks, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, TURNS: gl.constexpr, SKIP: gl.constexpr,
-    DQ: gl.constexpr,
+    DQ: gl.constexpr, CAPPED: gl.constexpr,
 ):  # fmt: skip
     dk, dv, dq_sum = grads
     q_s, k_s, v_s, _ = tiles_s
@@ -154,7 +161,7 @@ def consume(
     ds_full, _ = ds_bars
     b, first_key, kv_head, group, bh, _mask_row, padded = place
     start, steps, edges, core_begin, core_end = range_
-    _element_test, _q_len, kv_len, scale = numbers
+    _element_test, _q_len, kv_len, scale, _soft_cap = numbers
     # of dQ this warp group makes half of the columns
     PART: gl.constexpr = QK_DIM // 2
     CELLS: gl.constexpr = ROWS * PART
@@ -199,14 +206,14 @@ def consume(
                 )
                 row = start + at * ROWS
                 if part == 1:
-                    dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, stage, phase, before, left, keys, dq_sum, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, numbers, QK_DIM, V_DIM, TURNS, DQ, False, True)  # fmt: skip
+                    dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, stage, phase, before, left, keys, dq_sum, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, numbers, QK_DIM, V_DIM, TURNS, DQ, False, True, CAPPED)  # fmt: skip
                 elif SKIP:
                     if (row < own_end) & (row + ROWS > own_start):
-                        dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, stage, phase, before, left, keys, dq_sum, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, numbers, QK_DIM, V_DIM, TURNS, DQ, True, True)  # fmt: skip
+                        dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, stage, phase, before, left, keys, dq_sum, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, numbers, QK_DIM, V_DIM, TURNS, DQ, True, True, CAPPED)  # fmt: skip
                     else:
-                        dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, stage, phase, before, left, keys, dq_sum, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, numbers, QK_DIM, V_DIM, TURNS, DQ, True, False)  # fmt: skip
+                        dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, stage, phase, before, left, keys, dq_sum, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, numbers, QK_DIM, V_DIM, TURNS, DQ, True, False, CAPPED)  # fmt: skip
                 else:
-                    dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, stage, phase, before, left, keys, dq_sum, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, numbers, QK_DIM, V_DIM, TURNS, DQ, True, True)  # fmt: skip
+                    dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, stage, phase, before, left, keys, dq_sum, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, numbers, QK_DIM, V_DIM, TURNS, DQ, True, True, CAPPED)  # fmt: skip
                 stage = stage ^ 1
                 block = row // ROWS
                 before = ((bh + g) * row_blocks + block) * 2 + W
@@ -241,10 +248,10 @@ def consume(
 def tile_of_keys(
     query, key, value, dout, lse2, delta, lo, hi, dk, dv, dq_sum, q_ids, kv_ids, q_pos, kv_pos,
     q_blocks, kv_blocks, kv_order,
-    scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+    scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
     TURNS: gl.constexpr, SKIP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
-    DQ: gl.constexpr,
+    DQ: gl.constexpr, CAPPED: gl.constexpr,
 ):  # fmt: skip
     """One program of the kernels below."""
     dtype: gl.constexpr = query.dtype
@@ -300,12 +307,12 @@ def tile_of_keys(
     if DQ == 1:  # 1 to 2 % there, nothing or less in the others
         flags = mask[4]
         element_test = tests_of_tile(flags, element_test, range_[0], range_[1], (q_len + 63) // 64)
-    numbers = (element_test, q_len, kv_len, scale)
+    numbers = (element_test, q_len, kv_len, scale, soft_cap)
     if DQ == 2:
         gl.warp_specialize(
             [
-                (consume, (0, grads, mask, own_blocks, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ)),
-                (consume, (1, grads, mask, own_blocks, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ)),
+                (consume, (0, grads, mask, own_blocks, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED)),
+                (consume, (1, grads, mask, own_blocks, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED)),
                 (sum_rows, (dq_sum, k_s.index(0), ds_s, dq_s, kv_full, ds_bars, place, range_, QK_DIM, DQ)),
                 (produce, (maps, lines, tiles_s, lines_s, bars, place, range_, QK_DIM, V_DIM, QK_CHUNK, 2)),
             ],
@@ -315,8 +322,8 @@ def tile_of_keys(
     else:
         gl.warp_specialize(
             [
-                (consume, (0, grads, mask, own_blocks, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ)),
-                (consume, (1, grads, mask, own_blocks, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ)),
+                (consume, (0, grads, mask, own_blocks, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED)),
+                (consume, (1, grads, mask, own_blocks, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED)),
                 (produce, (maps, lines, tiles_s, lines_s, bars, place, range_, QK_DIM, V_DIM, QK_CHUNK, 2)),
             ],
             [4, 1],
@@ -336,8 +343,8 @@ def backward_hopper(
     tile_of_keys(
         query, key, value, dout, lse2, delta, lo, hi, dk, dv, dq_sum, q_ids, kv_ids, q_pos, kv_pos,
         q_blocks, kv_blocks, kv_order,
-        scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, DQ,
+        scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, DQ, False,
     )  # fmt: skip
 
 
@@ -353,6 +360,40 @@ def backward_dkdv_hopper(
     tile_of_keys(
         query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, q_ids, kv_ids, q_pos, kv_pos,
         q_blocks, kv_blocks, kv_order,
-        scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 0,
+        scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 0, False,
+    )  # fmt: skip
+
+
+@gluon.jit
+def backward_hopper_capped(
+    query, key, value, dout, lse2, delta, lo, hi, dk, dv, dq_sum, q_ids, kv_ids, q_pos, kv_pos,
+    q_blocks, kv_blocks, kv_order,
+    scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
+    TURNS: gl.constexpr, SKIP: gl.constexpr, DQ: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """`backward_hopper` with a soft cap (hopper_cap.py): the same as general_backward.py, its checked twin."""
+    tile_of_keys(
+        query, key, value, dout, lse2, delta, lo, hi, dk, dv, dq_sum, q_ids, kv_ids, q_pos, kv_pos,
+        q_blocks, kv_blocks, kv_order,
+        scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, DQ, True,
+    )  # fmt: skip
+
+
+@gluon.jit
+def backward_dkdv_hopper_capped(
+    query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, kv_ids, q_pos, kv_pos,
+    q_blocks, kv_blocks, kv_order,
+    scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
+    TURNS: gl.constexpr, SKIP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Likewise `backward_dkdv_hopper`."""
+    tile_of_keys(
+        query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, q_ids, kv_ids, q_pos, kv_pos,
+        q_blocks, kv_blocks, kv_order,
+        scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 0, True,
     )  # fmt: skip

@@ -30,6 +30,7 @@ from hopper import (
     stay,
     warp_arrive,
 )
+from hopper_cap import tanh_of_scores
 from hopper_softmax import half_name, rescale, softmax, unpack
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -237,13 +238,13 @@ def scores(q_s, k_s, w, stage, zero, CHUNKS: gl.constexpr, SLOTS: gl.constexpr):
 def consume(
     W: gl.constexpr, out, lse, q_blocks, mask, tiles_s, o_s, plan_s, full, empty, plan_bars, numbers,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, WARP_GROUPS: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OUT_IN_QUERY: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OUT_IN_QUERY: gl.constexpr, CAPPED: gl.constexpr,
 ):  # fmt: skip
     q_s, k_s, v_s = tiles_s
     q_full, k_full, v_full = full
     q_empty, k_empty, v_empty = empty
     plan_full, plan_empty = plan_bars
-    element_test, mask_batch, q_len, kv_len, heads, scale2 = numbers
+    element_test, mask_batch, q_len, kv_len, heads, scale2, to_cap = numbers
     dtype: gl.constexpr = out.dtype
     half: gl.constexpr = half_name(dtype)
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
@@ -283,6 +284,8 @@ def consume(
         turn_pass(W, WARP_GROUPS)
         s = warpgroup_mma_wait(0, deps=(s,))
         warp_arrive(k_empty.index(stage))
+        if CAPPED:
+            s = tanh_of_scores(s, to_cap, BLOCK_N)
         at = start + nth_step(first, steps, edges, core_begin, core_end) * BLOCK_N
         s = masked(s, rows, at, mask_here, tested, element_test, q_len, kv_len, BLOCK_N)
         m = gl.full([64], -1e30, gl.float32, gl.SliceLayout(1, s_layout))
@@ -303,6 +306,8 @@ def consume(
                 turn_pass(W, WARP_GROUPS)
                 s = warpgroup_mma_wait(1, deps=(s_token,))
                 warp_arrive(k_empty.index(stage))
+                if CAPPED:
+                    s = tanh_of_scores(s, to_cap, BLOCK_N)
                 if part == 0:
                     at = start + nth_step(i, steps, edges, core_begin, core_end) * BLOCK_N
                     s = masked(s, rows, at, mask_here, tested, element_test, q_len, kv_len, BLOCK_N)
@@ -354,15 +359,14 @@ def consume(
 
 
 @gluon.jit
-def forward_hopper(
+def tiles_of_rows(
     query, key, value, out, lse, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
-    scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+    scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, WARP_GROUPS: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OUT_IN_QUERY: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, CAPPED: gl.constexpr,
 ):  # fmt: skip
-    """query, key, value, out are tensor maps (batch, length, heads * dim) with boxes of 64 or BLOCK_N
-    rows of one head; counter holds 0 and lives as long as the launch."""
+    """One program of the kernels below."""
     dtype: gl.constexpr = query.dtype
     get_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for
     qk_tile: gl.constexpr = get_layout([BLOCK_N, QK_CHUNK], dtype)
@@ -407,12 +411,14 @@ def forward_hopper(
     empty = (q_empty, k_empty, v_empty)
     bars = (plan_full, plan_empty)
     sizes = (batch, mask_batch, q_len, heads, kv_heads, gl.num_programs(0))
-    numbers = (element_test, mask_batch, q_len, kv_len, heads, scale * LOG2E)
+    scale2 = (soft_cap if CAPPED else scale) * LOG2E
+    to_cap = scale / soft_cap if CAPPED else scale
+    numbers = (element_test, mask_batch, q_len, kv_len, heads, scale2, to_cap)
     if WARP_GROUPS == 2:
         gl.warp_specialize(
             [
-                (consume, (0, out, lse, q_blocks, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY)),
-                (consume, (1, out, lse, q_blocks, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY)),
+                (consume, (0, out, lse, q_blocks, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CAPPED)),
+                (consume, (1, out, lse, q_blocks, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CAPPED)),
                 (produce, (maps, q_order, q_blocks, counter, tiles_s, plan_s, full, empty, bars, sizes, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES)),
             ],
             [4, 1],
@@ -421,11 +427,44 @@ def forward_hopper(
     else:
         gl.warp_specialize(
             [
-                (consume, (0, out, lse, q_blocks, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY)),
-                (consume, (1, out, lse, q_blocks, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY)),
-                (consume, (2, out, lse, q_blocks, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY)),
+                (consume, (0, out, lse, q_blocks, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CAPPED)),
+                (consume, (1, out, lse, q_blocks, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CAPPED)),
+                (consume, (2, out, lse, q_blocks, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CAPPED)),
                 (produce, (maps, q_order, q_blocks, counter, tiles_s, plan_s, full, empty, bars, sizes, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES)),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
+
+
+@gluon.jit
+def forward_hopper(
+    query, key, value, out, lse, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
+    scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, WARP_GROUPS: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OUT_IN_QUERY: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """query, key, value, out are tensor maps (batch, length, heads * dim) with boxes of 64 or BLOCK_N
+    rows of one head; counter holds 0 and lives as long as the launch."""
+    tiles_of_rows(
+        query, key, value, out, lse, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
+        scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+        QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CONSUMER_REGISTERS, PRODUCER_REGISTERS, False,
+    )  # fmt: skip
+
+
+@gluon.jit
+def forward_hopper_capped(
+    query, key, value, out, lse, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
+    scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, WARP_GROUPS: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OUT_IN_QUERY: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """`forward_hopper` with a soft cap (hopper_cap.py): the same results as general_forward.py, its checked twin."""
+    tiles_of_rows(
+        query, key, value, out, lse, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
+        scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+        QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CONSUMER_REGISTERS, PRODUCER_REGISTERS, True,
+    )  # fmt: skip

@@ -21,6 +21,7 @@ from hopper import (
     stay,
     warp_arrive,
 )
+from hopper_cap import tanh_of_scores
 from hopper_chunks import add_products, finished, left_chunks, scores, zeros
 from hopper_forward import (
     after,
@@ -129,16 +130,16 @@ def produce(
 def consume(
     W: gl.constexpr, dq, stats, q_blocks, mask, tiles_s, plan_s, full, empty, plan_bars, numbers,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    DO_REGISTERS: gl.constexpr,
+    DO_REGISTERS: gl.constexpr, CAPPED: gl.constexpr,
 ):  # fmt: skip
     lse2, delta = stats
     q_s, do_s, k_s, v_s = tiles_s
     q_full, k_full, v_full = full
     q_empty, k_empty, v_empty = empty
     plan_full, plan_empty = plan_bars
-    element_test, mask_batch, q_len, kv_len, heads, scale = numbers
+    element_test, mask_batch, q_len, kv_len, heads, scale, soft_cap = numbers
     padded = (q_len + 63) // 64 * 64
-    scale2 = scale * LOG2E
+    scale2 = (soft_cap if CAPPED else scale) * LOG2E
     dtype: gl.constexpr = dq.dtype
     s_layout: gl.constexpr = accumulator(BLOCK_N)
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
@@ -196,10 +197,17 @@ def consume(
                     do_left = do
                 v_t = v_s.index(v_stage).permute((1, 0))
                 dp_token = warpgroup_mma(do_left, v_t, zero, use_acc=False, is_async=True)
+                if CAPPED:
+                    s = tanh_of_scores(s, scale / soft_cap, BLOCK_N)
+                    fade = 1.0 - s * s  # the derivative of tanh
                 if part == 0:
                     at = start + nth_step(i, steps, edges, core_begin, core_end) * BLOCK_N
                     s = masked(s, rows, at, mask_here, tested, element_test, q_len, kv_len, BLOCK_N)
                 p = gl.exp2(s * scale2 - gl.expand_dims(lse, 1))
+                if CAPPED and part == 0:  # the fade of a masked key may be NaN
+                    p = gl.where(p == 0.0, 0.0, p * fade)
+                elif CAPPED:
+                    p = p * fade
                 dp = warpgroup_mma_wait(0, deps=(dp_token,))
                 warp_arrive(v_empty.index(v_stage))
                 ds = p * (dp - gl.expand_dims(dl, 1))
@@ -249,14 +257,13 @@ def consume(
 
 
 @gluon.jit
-def backward_dq_hopper(
+def tiles_of_rows(
     query, key, value, dout, dq, lse2, delta, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
-    scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+    scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    DO_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    DO_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, CAPPED: gl.constexpr,
 ):  # fmt: skip
-    """query, key, value, dout, dq are tensor maps (batch, length, heads * dim) with boxes of 64 or BLOCK_N rows of one
-    head; lse2 and delta as backward_prepare leaves them; counter holds 0 and lives as long as the launch."""
+    """One program of the kernels below."""
     dtype: gl.constexpr = query.dtype
     get_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for
     line: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
@@ -300,13 +307,44 @@ def backward_dq_hopper(
     empty = (q_empty, k_empty, v_empty)
     bars = (plan_full, plan_empty)
     sizes = (batch, mask_batch, q_len, heads, kv_heads, gl.num_programs(0))
-    numbers = (element_test, mask_batch, q_len, kv_len, heads, scale)
+    numbers = (element_test, mask_batch, q_len, kv_len, heads, scale, soft_cap)
     gl.warp_specialize(
         [
-            (consume, (0, dq, stats, q_blocks, mask, tiles_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES, DO_REGISTERS)),
-            (consume, (1, dq, stats, q_blocks, mask, tiles_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES, DO_REGISTERS)),
+            (consume, (0, dq, stats, q_blocks, mask, tiles_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES, DO_REGISTERS, CAPPED)),
+            (consume, (1, dq, stats, q_blocks, mask, tiles_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES, DO_REGISTERS, CAPPED)),
             (produce, (maps, q_order, q_blocks, counter, tiles_s, plan_s, full, empty, bars, sizes, QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip
+
+
+@gluon.jit
+def backward_dq_hopper(
+    query, key, value, dout, dq, lse2, delta, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
+    scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    DO_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """query, key, value, dout, dq are tensor maps (batch, length, heads * dim) with boxes of 64 or BLOCK_N rows of one
+    head; lse2 and delta as backward_prepare leaves them; counter holds 0 and lives as long as the launch."""
+    tiles_of_rows(
+        query, key, value, dout, dq, lse2, delta, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
+        scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+        QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES, DO_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, False,
+    )  # fmt: skip
+
+
+@gluon.jit
+def backward_dq_hopper_capped(
+    query, key, value, dout, dq, lse2, delta, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
+    scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    DO_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """`backward_dq_hopper` with a soft cap (hopper_cap.py): the same as backward_dq_general, its checked twin."""
+    tiles_of_rows(
+        query, key, value, dout, dq, lse2, delta, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
+        scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+        QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES, DO_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, True,
     )  # fmt: skip

@@ -195,7 +195,7 @@ def tests_of_tile(flags, element_test, start, steps, row_blocks):
 def mask_bits(keys, row, lo_s, hi_s, mask, numbers):
     """Bits of hopper.range_bits_asm for a block of rows along the columns."""
     q_ids, kv_ids, q_pos, kv_pos, q_blocks = mask
-    element_test, q_len, kv_len, _ = numbers
+    element_test, q_len, kv_len = numbers[:3]
     row_blocks = (q_len + 63) // 64
     bits = row_bits(keys, lo_s, hi_s)
     if element_test > 0:

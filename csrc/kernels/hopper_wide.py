@@ -8,6 +8,7 @@ under its last product. Tiles of queries and keys, and dK, are cut into chunks o
 """
 
 from hopper import LOG2E, accumulator, select_bits, warp_arrive
+from hopper_cap import tanh_of_scores
 from hopper_chunks import add_products, finished, left_chunks, scores, zeros
 from hopper_rows import ROWS, mask_bits, produce, tile_of_program
 from triton.experimental import gluon
@@ -42,7 +43,7 @@ def bits_of_masked(n, keys, stage, lines_s, mask, range_, numbers):
 @gluon.jit
 def consume_scores(
     dv, mask, tiles_s, lines_s, p_s, bars, p_bars, place, range_, numbers,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, CAPPED: gl.constexpr,
 ):  # fmt: skip
     """S, P and dV."""
     q_s, k_s, v_s, do_s = tiles_s
@@ -51,9 +52,9 @@ def consume_scores(
     p_full, p_empty = p_bars
     b, first_key, kv_head, group, _bh, _mask_row, _padded = place
     _start, steps, edges, core_begin, core_end = range_
-    _, _, _, scale = numbers
+    _, _, _, scale, soft_cap = numbers
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
-    scale2 = scale * LOG2E
+    scale2 = (soft_cap if CAPPED else scale) * LOG2E
     dtype: gl.constexpr = dv.dtype
     s_layout: gl.constexpr = accumulator(ROWS)
     v_layout: gl.constexpr = accumulator(V_DIM)
@@ -75,14 +76,19 @@ def consume_scores(
             for i in range(0, count * group):
                 other = stage ^ 1
                 lse = lse_s.index(stage).load(gl.SliceLayout(0, s_layout))
+                if CAPPED:
+                    s = tanh_of_scores(s, scale / soft_cap, ROWS)
+                    fade = 1.0 - s * s  # the derivative of tanh
                 if part == 0:
                     bits = bits_of_masked(n, keys, stage, lines_s, mask, range_, numbers)
                     s = select_bits(s, bits, float("-inf"))
                     n = gl.where(n + 1 == count, 0, n + 1)
                 warp_arrive(q_empty.index(stage))
-                p = gl.exp2(s * scale2 - lse[None, :]).to(dtype)
+                p32 = gl.exp2(s * scale2 - lse[None, :])
+                p = p32.to(dtype)
+                passed = (p32 * fade).to(dtype) if CAPPED else p
                 mbarrier.wait(p_empty.index(stage), phase ^ 1)
-                p_s.index(stage).store(p)
+                p_s.index(stage).store(passed)
                 mbarrier.arrive(p_full.index(stage))
                 p_half = gl.convert_layout(p, p_layout)
                 mbarrier.wait(do_full.index(stage), phase)
@@ -116,7 +122,7 @@ def consume_gradients(
     p_full, p_empty = p_bars
     b, first_key, kv_head, group, _bh, _mask_row, _padded = place
     _start, steps, edges, core_begin, core_end = range_
-    _, _, _, scale = numbers
+    _, _, _, scale, _ = numbers
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
     dtype: gl.constexpr = dk.dtype
     s_layout: gl.constexpr = accumulator(ROWS)
@@ -171,14 +177,14 @@ def consume_gradients(
 
 
 @gluon.jit
-def backward_dkdv_hopper(
+def tile_of_keys(
     query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, kv_ids, q_pos, kv_pos,
     q_blocks, kv_blocks, kv_order,
-    scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+    scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, CAPPED: gl.constexpr,
 ):  # fmt: skip
-    """As hopper_backward.backward_dkdv_hopper."""
+    """One program of the kernels below."""
     dtype: gl.constexpr = query.dtype
     get_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for
     line: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
@@ -225,13 +231,47 @@ def backward_dkdv_hopper(
     lines = (lse2, delta, lo, hi)
     bars = (kv_full, q_full, q_empty, do_full, do_empty)
     p_bars = (p_full, p_empty)
-    numbers = (element_test, q_len, kv_len, scale)
+    numbers = (element_test, q_len, kv_len, scale, soft_cap)
     gl.warp_specialize(
         [
-            (consume_scores, (dv, mask, tiles_s, lines_s, p_s, bars, p_bars, place, range_, numbers, QK_DIM, V_DIM, QK_CHUNK)),
+            (consume_scores, (dv, mask, tiles_s, lines_s, p_s, bars, p_bars, place, range_, numbers, QK_DIM, V_DIM, QK_CHUNK, CAPPED)),
             (consume_gradients, (dk, mask, tiles_s, lines_s, p_s, bars, p_bars, place, range_, numbers, QK_DIM, V_DIM, QK_CHUNK)),
             (produce, (maps, lines, tiles_s, lines_s, bars, place, range_, QK_DIM, V_DIM, QK_CHUNK, 1)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip
+
+
+@gluon.jit
+def backward_dkdv_hopper(
+    query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, kv_ids, q_pos, kv_pos,
+    q_blocks, kv_blocks, kv_order,
+    scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """As hopper_backward.backward_dkdv_hopper."""
+    tile_of_keys(
+        query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, kv_ids, q_pos, kv_pos,
+        q_blocks, kv_blocks, kv_order,
+        scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+        QK_DIM, V_DIM, QK_CHUNK, CONSUMER_REGISTERS, PRODUCER_REGISTERS, False,
+    )  # fmt: skip
+
+
+@gluon.jit
+def backward_dkdv_hopper_capped(
+    query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, kv_ids, q_pos, kv_pos,
+    q_blocks, kv_blocks, kv_order,
+    scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """As hopper_backward.backward_dkdv_hopper_capped."""
+    tile_of_keys(
+        query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, kv_ids, q_pos, kv_pos,
+        q_blocks, kv_blocks, kv_order,
+        scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+        QK_DIM, V_DIM, QK_CHUNK, CONSUMER_REGISTERS, PRODUCER_REGISTERS, True,
     )  # fmt: skip

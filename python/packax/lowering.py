@@ -204,7 +204,7 @@ def _forward_cuda(ctx, *operands, implementation, **params):
             ctx,
             "packax_forward_v1",
             operands,
-            (_array(1, dtype=jnp.int32),),  # from which programs draw tiles
+            (_COUNTER,),
             **attributes,
         )
     _require_kernels("forward", query, value, general=True, exact=exact)
@@ -213,10 +213,11 @@ def _forward_cuda(ctx, *operands, implementation, **params):
         ctx,
         "packax_forward_general_v1",
         operands,
-        9 + 2,  # tensors and mask, but q_order_192
+        3 + 9,  # tensors and mask
         2,
-        () if params["max_logits"] else (_array(batch, heads, q_len),),
+        (*(() if params["max_logits"] else (_array(batch, heads, q_len),)), _COUNTER),
         params,
+        want_top=np.int32(params["max_logits"]),
         **attributes,
     )
 
@@ -239,27 +240,38 @@ def _backward_cuda(ctx, *operands, implementation, **params):
         )
         return _wanted_call(ctx, operands, elements, fused, params["wanted"], attributes)
     _require_kernels("backward", query, value, general=True, exact=exact)
-    batch, q_len, heads, _ = query.shape
-    delta = _array(batch, heads, q_len)
     dnumbers, wanted = params["dnumbers"], params["wanted"]
+    elements, fused = _backward_workspace(
+        query, value, ctx.avals_in[7].shape[0], params["deterministic"], wanted, _suffix(params)
+    )
+    workspace = _array(elements)
     call = functools.partial(
         _general_call,
         target="packax_backward_general_v1",
         operands=operands,
         count=7 + 10,
         maps=3,
-        workspace=(delta,) if dnumbers else (_array(1), delta),
+        workspace=(workspace,) if dnumbers else (_array(1), workspace),
         params=params,
         has_dnumbers=np.int32(dnumbers),
         wanted=_wanted_bits(wanted),
         **attributes,
     )
     # The kernel of dq makes dnumbers.
-    return _written(ctx, call, wanted[0] or dnumbers, any(wanted[1:]))
+    return _written(ctx, call, wanted[0] or dnumbers, fused or any(wanted[1:]))
 
 
 def _array(*shape: int, dtype: Any = jnp.float32) -> Any:
     return jax.core.ShapedArray(shape, jnp.dtype(dtype))
+
+
+_COUNTER = _array(1, dtype=jnp.int32)  # from which programs draw tiles
+
+
+def _suffix(params: Any) -> str | None:
+    """Of the names of Hopper's kernels for a general backward: those with a soft cap, or none."""
+    capped = params["soft_cap"] and not (params["extras"] or params["block_size"])
+    return "_capped" if capped else None
 
 
 def _general(direction: str, query: Any, value: Any, params: Any) -> bool:
@@ -332,21 +344,26 @@ def _zeros(ctx, aval):
 
 
 def _backward_workspace(
-    query: Any, value: Any, mask_batch: int, deterministic: bool, wanted: tuple[bool, ...]
+    query: Any,
+    value: Any,
+    mask_batch: int,
+    deterministic: bool,
+    wanted: tuple[bool, ...],
+    suffix: str | None = "",
 ) -> Any:
     """Its size in float32, by which C++ knows which kernels may run (csrc/backward.h), and whether
-    one of them writes all gradients."""
+    one of them writes all gradients. `suffix`: of the kernels' names; None: not those of Hopper."""
     batch, q_len, heads, qk_dim = query.shape
     padded = xla_masks.BLOCK * xla_masks.ceil_div(q_len, xla_masks.BLOCK)
     rows = batch * heads * padded
     sums = 2 * rows + 2 * mask_batch * padded
     # The kernels count rows in 32 bits. If there are more when an exported program runs, C++ knows.
-    if not xla_masks.is_symbolic(rows) and rows > xla_masks.INT_MAX:
+    if suffix is None or (not xla_masks.is_symbolic(rows) and rows > xla_masks.INT_MAX):
         return rows, False
     dims = (str(query.dtype), qk_dim, value.shape[3])
-    fused = _on_hopper("backward_hopper", *dims)
+    fused = _on_hopper("backward_hopper" + suffix, *dims)
     apart = deterministic or not all(wanted) or not fused
-    if apart and _on_hopper("backward_dkdv_hopper", *dims):
+    if apart and _on_hopper("backward_dkdv_hopper" + suffix, *dims):
         return sums + 1, False  # the one kernel for dk and dv, or the one for dq, or both
     if deterministic or not fused:
         return rows, False

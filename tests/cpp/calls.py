@@ -157,13 +157,15 @@ def block_map(s, batch, heads, q_block, kv_block):
 
 
 MAP = (1, 6, 3, 20)  # batch, heads, rows and keys of a block
+NO_MAP = (1, 1, 1, 1)  # of operands that nobody looks at
 
 
 def forward_general(
     m, s=Sizes(), dims=None, batches=(1, 1), has=(1, 1), soft_cap=30.0, dtype=None, exact=0,
-    blocks=MAP,
+    blocks=MAP, want_top=0,
 ):  # fmt: skip
-    """`dims`: those asked for, by default those of a plain kernel; `batches`: of scales and bias."""
+    """`dims`: those asked for, by default those of a plain kernel; `batches`: of scales and bias;
+    `blocks`: of a map, None without one."""
     f = forward(m, s)  # element_test 2
     query, key, value = (f.operands[n] for n in ("query", "key", "value"))
     qk_dim, v_dim = dims or (query.shape[3], value.shape[3])
@@ -172,26 +174,34 @@ def forward_general(
     value = replace(value, shape=(*value.shape[:3], v_dim), dtype=dtype)
     out = replace(query, shape=(*query.shape[:3], v_dim))
     lse = f.results["lse"]
-    maps = block_map(s, *blocks)
+    order = {"q_order_192": f.operands["q_order_192"]}
+    maps = block_map(s, *(blocks or NO_MAP))
     del maps["kv_entries"]
-    sizes = {"q_block": blocks[2], "kv_block": blocks[3]}
+    q_block, kv_block = blocks[2:] if blocks else (0, 0)
+    named = {"has_scales": has[0], "has_bias": has[1], "want_top": want_top, "exact": exact}
     return make_call(
         "packax_forward_general_v1",
-        {"query": query, "key": key, "value": value, **s.mask(2), **maps, **extras(s, *batches)},
-        {"out": out, "lse": lse, "top": lse},
         {
-            **f.attributes,
-            **flags(soft_cap, **sizes, has_scales=has[0], has_bias=has[1], exact=exact),
+            "query": query,
+            "key": key,
+            "value": value,
+            **s.mask(2),
+            **order,
+            **maps,
+            **extras(s, *batches),
         },
+        {"out": out, "lse": lse, "top": lse, "counter": f.results["counter"]},
+        {**f.attributes, **flags(soft_cap, **named, q_block=q_block, kv_block=kv_block)},
     )
 
 
 def backward_general(
     m, s=Sizes(), dims=None, batches=(1, 1), has=(1, 1), soft_cap=30.0, dtype=None, exact=0,
-    wanted=3, has_dnumbers=1, blocks=MAP,
+    wanted=3, has_dnumbers=1, blocks=MAP, kernels="portable",
 ):  # fmt: skip
     """wanted: bit 0 dq, bit 1 dk and dv; what no kernel writes has no elements."""
     f, b = forward_general(m, s, dims, batches, has, soft_cap, dtype, exact, blocks), backward(m, s)
+    del f.attributes["want_top"]
     query, key, value = (f.operands[n] for n in ("query", "key", "value"))
     out, lse = f.results["out"], f.results["lse"]
     sums = {"lse": lse, "dout": out, "dlse": lse}
@@ -199,7 +209,8 @@ def backward_general(
     numbers = Array("float32", (s.batch, s.heads, 2, s.q_len) if has_dnumbers else (1,))
     none = Array(query.dtype, (0,))
     dq = query if wanted & 1 or has_dnumbers else none
-    dk, dv = (key, value) if wanted & 2 else (none, none)
+    dk, dv = (key, value) if wanted & 2 or kernels == "fused" else (none, none)
+    elements = Array("float32", (workspace(m, s, kernels),))
     flags = {"has_dlse": 1, "has_dnumbers": has_dnumbers, "wanted": wanted}
     return make_call(
         "packax_backward_general_v1",
@@ -211,12 +222,22 @@ def backward_general(
             **sums,
             **s.mask(2),
             **keys,
-            **block_map(s, *blocks),
+            **block_map(s, *(blocks or NO_MAP)),
             **extras(s, *batches),
         },
-        {"dq": dq, "dk": dk, "dv": dv, "dnumbers": numbers, "delta": lse},
+        {"dq": dq, "dk": dk, "dv": dv, "dnumbers": numbers, "workspace": elements},
         {**f.attributes, **{name: ("int32", value) for name, value in flags.items()}},
     )
+
+
+def forward_capped(m, s=Sizes(), soft_cap=50.0, **more):
+    """A soft cap is all that it has beside a plain call."""
+    return forward_general(m, s, **{"has": (0, 0), "soft_cap": soft_cap, "blocks": None, **more})
+
+
+def backward_capped(m, s=Sizes(), soft_cap=50.0, **more):
+    more = {"has": (0, 0), "blocks": None, "has_dnumbers": 0, "kernels": "fused", **more}
+    return backward_general(m, s, soft_cap=soft_cap, **more)
 
 
 def table_size(kv_len):

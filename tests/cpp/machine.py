@@ -62,6 +62,8 @@ POINTERS = {
     ),
     "decode_combine": "partial sums sinks q_lo q_hi out lse",
 }
+CAPPED = ("forward_hopper", "backward_hopper", "backward_dkdv_hopper", "backward_dq_hopper")
+POINTERS |= {f"{kernel}_capped": POINTERS[kernel] for kernel in CAPPED}
 ATTENTION = "scale:f element_test batch mask_batch q_len kv_len heads kv_heads"
 DECODE = (
     "scale:f soft_cap:f batch q_len kv_len pages page_size table_width heads kv_heads "
@@ -96,6 +98,7 @@ SCALARS = {
     "decode_tall": DECODE,
     "decode_combine": "has_sinks batch sink_batch q_len kv_len heads v_eighths splits",
 }
+SCALARS |= {f"{kernel}_capped": ATTENTION.replace(" ", " soft_cap:f ", 1) for kernel in CAPPED}
 
 
 def layout(kernel):
@@ -115,6 +118,14 @@ HOPPER = {
     "backward": ["backward_prepare", "backward_hopper", "backward_finish"],
     # deterministic, or of some gradients; up to head dim 192
     "backward_apart": ["backward_prepare", "backward_dkdv_hopper", "backward_dq_hopper"],
+    # with a soft cap and nothing else that needs the general kernels
+    "forward_capped": ["forward_hopper_capped"],
+    "backward_capped": ["backward_prepare", "backward_hopper_capped", "backward_finish"],
+    "backward_apart_capped": [
+        "backward_prepare",
+        "backward_dkdv_hopper_capped",
+        "backward_dq_hopper_capped",
+    ],
 }
 KERNELS = {
     "forward": ["forward"],
@@ -170,16 +181,17 @@ class Machine:
     xla: Xla
     variant: dict  # of the portable forward, for device 0, its dtype and its head dims
 
-    def has_hopper(self):
+    def has(self, names):
+        """Whether the build has all kernels of a list in HOPPER."""
         v = self.variant
-        found = self.ext.find("forward_hopper", v["cc"], v["dtype"], v["qk_dim"], v["v_dim"])
-        return found is not None
+        dims = (v["dtype"], v["qk_dim"], v["v_dim"])
+        return all(self.ext.find(name, v["cc"], *dims) is not None for name in HOPPER[names])
+
+    def has_hopper(self):
+        return self.has("forward")
 
     def has_apart(self):
-        v = self.variant
-        names = HOPPER["backward_apart"]
-        dims = (v["dtype"], v["qk_dim"], v["v_dim"])
-        return all(self.ext.find(name, v["cc"], *dims) is not None for name in names)
+        return self.has("backward_apart")
 
     def kernels(self, name):
         """What packax_<name>_v1 launches on device 0, in order."""

@@ -1,0 +1,107 @@
+"""Tiles of the kernels for Hopper alone, in Gluon: rows of THE table (variants.py)."""
+
+from __future__ import annotations
+
+# The same results as the portable kernels of the same pass, which serve every other GPU.
+# kernel -> larger head dim -> constants: WARP_GROUPS (of 64 rows), BLOCK_N, STAGES of keys and
+# values, QK_CHUNK (columns of a tile of queries or keys: a power of two), registers of a consumer and
+# of a producer thread; ROWS of a program.
+HOPPER_TILES: dict[str, dict[int, dict[str, int]]] = {
+    "forward_hopper": {
+        dim: {
+            "QK_CHUNK": chunk,
+            "WARP_GROUPS": groups,
+            "BLOCK_N": keys,
+            "STAGES": 2,
+            "OUT_IN_QUERY": out_in_query,
+            "CONSUMER_REGISTERS": 160 if groups == 3 else 240,
+            "PRODUCER_REGISTERS": 32 if groups == 3 else 24,
+        }
+        for dim, chunk, groups, keys, out_in_query in (
+            (64, 64, 3, 128, 0),
+            (128, 128, 2, 128, 0),
+            (192, 64, 2, 128, 1),
+            (256, 256, 2, 64, 1),
+        )
+    },
+    "backward_hopper": {
+        dim: {
+            "QK_CHUNK": chunk,
+            **plan,
+            "CONSUMER_REGISTERS": consumer,
+            "PRODUCER_REGISTERS": 24,
+        }
+        for dim, chunk, consumer, plan in (
+            # SKIP: of masked blocks a warp group leaves out those without a pair of its keys. DQ: who
+            # makes dQ: nobody, the two warp groups (1), a third one (2). At 64 DQ 2 with SKIP: 12 to
+            # 19 % over DQ 1; at 128 SKIP: -3 to 1 %, TURNS: 4 to 12 % (benchmarks/results/
+            # tune_hopper_h200.json, tune_backward_h200.json)
+            (64, 64, 200, {"TURNS": 0, "SKIP": 1, "DQ": 2}),
+            (128, 128, 240, {"TURNS": 1, "SKIP": 0, "DQ": 1}),
+        )
+    },
+    # dK and dV, dQ: no additions to memory, for deterministic gradients; at 192 and 256 for all, 18 to
+    # 53 % faster than one kernel of 64 keys. SKIP: 2 to 14 % of dK and dV. DO_REGISTERS: the cotangents of
+    # a tile stay in registers.
+    "backward_dq_hopper": {
+        dim: {
+            "QK_CHUNK": chunk,
+            "BLOCK_N": keys,
+            "STAGES": stages,
+            "DO_REGISTERS": in_registers,
+            "CONSUMER_REGISTERS": 240,
+            "PRODUCER_REGISTERS": 24,
+        }
+        for dim, chunk, keys, stages, in_registers in (
+            (64, 64, 128, 2, 0),
+            (128, 128, 128, 2, 0),
+            (192, 64, 64, 3, 1),
+            (256, 256, 64, 2, 0),
+        )
+    },
+    "backward_prepare": {dim: {"ROWS": 32} for dim in (64, 128, 192, 256)},
+    "backward_finish": {dim: {"ROWS": 64} for dim in (64, 128)},
+}
+HOPPER_TILES["backward_dkdv_hopper"] = {
+    dim: {name: n for name, n in HOPPER_TILES["backward_hopper"][dim].items() if name != "DQ"}
+    | {"SKIP": 1, "CONSUMER_REGISTERS": 240}
+    for dim in (64, 128)
+}
+HOPPER_TILES["backward_dkdv_hopper"] |= {  # of the files in WIDE
+    dim: {"QK_CHUNK": 64, "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24} for dim in (192, 256)
+}
+# The same with a soft cap, of the same tiles but for dQ of 64 and 128, where 128 keys of P and of
+# tanh's derivative do not fit the registers. 192/128 has none (no model caps there): the general
+# kernels serve it.
+CAPPED = {
+    f"{kernel}_capped": kernel
+    for kernel in (
+        "forward_hopper",
+        "backward_hopper",
+        "backward_dkdv_hopper",
+        "backward_dq_hopper",
+    )
+}
+HOPPER_TILES |= {
+    capped: {dim: tile for dim, tile in HOPPER_TILES[plain].items() if dim != 192}
+    for capped, plain in CAPPED.items()
+}
+HOPPER_TILES["backward_dq_hopper_capped"] |= {
+    dim: HOPPER_TILES["backward_dq_hopper"][dim] | {"BLOCK_N": 64, "STAGES": 3} for dim in (64, 128)
+}
+# (kernel, larger head dim) -> the file of a kernel that is another for that dim, and its keys
+WIDE = {
+    ("backward_dkdv_hopper", 192): ("hopper_keys", 128),
+    ("backward_dkdv_hopper", 256): ("hopper_wide", 64),
+    ("backward_dkdv_hopper_capped", 256): ("hopper_wide", 64),
+}
+
+# Kernels compiled by both assemblers: 13.4 is 2 to 5 % faster on an H200
+# (benchmarks/results/trials_assemblers_h200.txt); a driver of CUDA 12 gets the other.
+TWO_ASSEMBLERS = (
+    "forward_hopper",
+    "backward_hopper",
+    "backward_dkdv_hopper",
+    "backward_dq_hopper",
+    *CAPPED,
+)

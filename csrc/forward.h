@@ -1,0 +1,28 @@
+// What the forward's handlers (forward.cc, general.cc) and the launches of its kernels for Hopper
+// share.
+
+#pragma once
+
+#include "attention.h"
+
+namespace packax {
+
+struct ForwardCall {
+  Shape shape;
+  Mask mask;
+  ffi::AnyBuffer query, key, value, q_order_192, out, lse, counter;
+  float scale;
+  float soft_cap = 0;  // 0: none
+};
+
+// The kernel of Hopper for this call, with a soft cap or without. `*found` says whether this device
+// has it; in the initialize stage nothing is launched.
+ffi::Error ForwardOnHopper(Device* device, Stream stream, const ForwardCall& c, bool* found);
+
+// The order of tiles of 192 rows, (mask_batch, ceil(q_len/192)).
+ffi::Error CheckOrder192(const Shape& s, const ffi::AnyBuffer& q_order_192);
+
+// From which programs draw tiles: one int32.
+ffi::Error CheckCounter(const ffi::AnyBuffer& counter);
+
+}  // namespace packax

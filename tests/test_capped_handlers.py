@@ -1,0 +1,276 @@
+"""The general handlers with a soft cap on a GPU of Hopper: its own kernels where the cap is all there is.
+
+Guards against a cap or a map of scores that one of the two kinds does not know and gets all the same, and against
+arguments in another place than the kernels have them. On a fake libcuda, as test_hopper_handlers.py.
+"""
+
+from math import ceil, prod
+
+import numpy as np
+import pytest
+from cpp.call_frame import EXECUTE, INITIALIZE
+from cpp.calls import MAP, Array, backward_capped, forward_capped
+from cpp.launches import SIZES, attention, expect_launches
+from cpp.machine import (
+    KERNELS,
+    MULTIPROCESSORS,
+    arguments,
+    make_machine,
+    needs_compiler,
+    needs_extension,
+)
+from test_hopper_handlers import backward_maps, hopper_maps, hopper_sections
+
+pytest_plugins = ("cpp.fixtures",)
+pytestmark = [needs_extension, needs_compiler]
+
+CAP = 50.0
+MAKE = {"forward": forward_capped, "backward": backward_capped}
+GIVEN = {"scale": ("float32", 0.375), "element_test": ("int32", 1)}
+
+
+def machine_of(tmp_path, driver, qk_dim, names="forward_capped"):
+    return make_machine(
+        tmp_path, driver, choose=lambda m: m.has(names) and m.variant["qk_dim"] == qk_dim
+    )
+
+
+@pytest.fixture
+def capped(tmp_path, driver):
+    """A machine whose build has all kernels with a soft cap for its head dims."""
+    return make_machine(tmp_path, driver, choose=lambda m: m.has("backward_capped"))
+
+
+def kernels_of(machine, call):
+    machine.cuda.fake_clear()
+    assert machine.run(call) is None
+    return [launch["kernel"] for launch in machine.launches()]
+
+
+@pytest.mark.parametrize("qk_dim,block", [(64, 192), (128, 128), (256, 128)])
+@pytest.mark.parametrize("s", SIZES)
+def test_forward(tmp_path, driver, s, qk_dim, block):
+    """The order is that of its tiles; before the launch the counter is cleared."""
+    machine = machine_of(tmp_path, driver, qk_dim)
+    assert machine.row("forward_hopper_capped", machine.variant["cc"])["block"] == block
+    call = forward_capped(machine, s, CAP).change(**GIVEN)
+    order = {128: "q_order", 192: "q_order_192"}[block]
+    more = {"q_order": call.operands[order].address, **hopper_maps(machine, call)}
+    more |= attention(s, 0.375, 1) | {"soft_cap": CAP}
+    tiles = s.heads * s.batch * ceil(s.q_len / block)
+    grids = {"forward_hopper_capped": lambda m: [min(MULTIPROCESSORS, tiles)]}
+    expect_launches(machine, call, more, grids)
+    clear = {"memset": [call.results["counter"].address, 0, 1], "stream": machine.xla.stream}
+    assert machine.record()[0] == clear and len(machine.record()) == 2
+    assert machine.calls("cuLibraryLoadData") == 1  # not the general one
+
+
+@pytest.mark.parametrize("has_dlse", [0, 1])
+@pytest.mark.parametrize("qk_dim", [64, 128])
+@pytest.mark.parametrize("s", SIZES)
+def test_backward(tmp_path, driver, s, qk_dim, has_dlse):
+    """One kernel for all three gradients, between those that know no cap."""
+    machine = machine_of(tmp_path, driver, qk_dim, "backward_capped")
+    call = backward_capped(machine, s, CAP).change(**GIVEN, has_dlse=("int32", has_dlse))
+    sections, end = hopper_sections(machine, s, call.results["workspace"].address)
+    assert end == call.results["workspace"].address + 4 * call.results["workspace"].shape[0]
+    arrays = {**call.operands, **call.results, **sections}
+    maps = backward_maps(machine, "backward_hopper_capped", arrays)
+    rows = prod(sections["delta"].shape)
+    grids = {
+        "backward_prepare": lambda r: [rows // r],
+        "backward_hopper_capped": lambda n: [s.kv_heads * s.batch * ceil(s.kv_len / n)],
+        "backward_finish": lambda r: [rows // r],
+    }
+    scalars = attention(s, 0.375, 1, has_dlse) | {"clear_dq": 1, "soft_cap": CAP}
+    pointers = {name: array.address for name, array in sections.items()}
+    values = {name: {**scalars, **pointers} for name in grids}
+    values["backward_hopper_capped"] |= maps
+    expect_launches(machine, call, values, grids)
+    assert machine.calls("cuLibraryLoadData") == 3
+
+
+@pytest.mark.parametrize("wanted", [0, 1, 2, 3])
+@pytest.mark.parametrize("qk_dim,block", [(64, 128), (128, 128), (256, 64)])
+@pytest.mark.parametrize("s", SIZES)
+def test_backward_apart(tmp_path, driver, s, qk_dim, block, wanted):
+    """What `deterministic=True`, only some gradients and head dim 256 take; the counter lies where dQ's sum would."""
+    machine = machine_of(tmp_path, driver, qk_dim, "backward_apart_capped")
+    cc = machine.variant["cc"]
+    assert machine.row("backward_dkdv_hopper_capped", cc)["block"] == block
+    call = backward_capped(machine, s, CAP, kernels="apart", wanted=wanted).change(**GIVEN)
+    sections, _ = hopper_sections(machine, s, call.results["workspace"].address)
+    counter = sections["dq_sum"].address
+    rows, tiles = prod(sections["delta"].shape), ceil(s.kv_len / 128) * (128 // block)
+    grids = {
+        "backward_prepare": lambda r: [rows // r],
+        "backward_dkdv_hopper_capped": lambda n: [s.kv_heads * s.batch * tiles],
+        "backward_dq_hopper_capped": lambda m: [
+            min(MULTIPROCESSORS, s.heads * s.batch * ceil(s.q_len / m))
+        ],
+    }
+    for kernel, bit in (("backward_dq_hopper_capped", 1), ("backward_dkdv_hopper_capped", 2)):
+        if not wanted & bit:
+            del grids[kernel]
+    scalars = attention(s, 0.375, 1, 1) | {"clear_dq": 0, "counter": counter, "soft_cap": CAP}
+    pointers = {name: array.address for name, array in sections.items()}
+    arrays = {**call.operands, **call.results, **sections}
+    values = {name: {**scalars, **pointers} for name in grids}
+    for kernel in grids.keys() - {"backward_prepare"}:
+        values[kernel] |= backward_maps(machine, kernel, arrays)
+    expect_launches(machine, call, values, grids)
+    clear = {"memset": [counter, 0, 1], "stream": machine.xla.stream}
+    assert machine.record().count(clear) == (wanted & 1) == len(machine.record()) - len(grids)
+    assert machine.calls("cuLibraryLoadData") == 3
+
+
+@pytest.mark.parametrize("direction", MAKE)
+@pytest.mark.parametrize("soft_cap", [0.25, 1.0, 1024.0])
+def test_caps_of_its_own_kernels(capped, direction, soft_cap):
+    call = MAKE[direction](capped, soft_cap=soft_cap)
+    assert kernels_of(capped, call) == capped.kernels(f"{direction}_capped")
+    for launch in capped.launches():
+        if launch["kernel"].endswith("_capped"):
+            at = arguments(launch["kernel"]).index("soft_cap")
+            assert launch["params"][at] == soft_cap
+
+
+# Of a plain call with a soft cap: what leaves it to the general kernels.
+OTHERS = {
+    "no cap": {"soft_cap": 0.0},
+    "a larger cap": {"soft_cap": float(np.nextafter(np.float32(1024), np.float32(2048)))},
+    "a scale from a buffer": {"has": (1, 0)},
+    "a bias": {"has": (0, 1)},
+    "a map of blocks": {"blocks": MAP},
+    "other head dims": {"dims": (56, 56)},
+}
+
+
+@pytest.mark.parametrize("direction", MAKE)
+@pytest.mark.parametrize("what", OTHERS)
+def test_what_takes_the_general_kernels(capped, direction, what):
+    assert kernels_of(capped, MAKE[direction](capped)) == capped.kernels(f"{direction}_capped")
+    got = kernels_of(capped, MAKE[direction](capped, **OTHERS[what]))
+    assert got == KERNELS[f"{direction}_general"]
+
+
+@pytest.mark.parametrize("direction", MAKE)
+def test_a_scale_that_overflows_in_units_of_the_cap(capped, direction):
+    """3e38 / 0.5 is infinite, and times a score of 0 it would be a NaN."""
+    scale = ("float32", 3e38)
+    call = MAKE[direction](capped, soft_cap=2.0).change(scale=scale)
+    assert kernels_of(capped, call) == capped.kernels(f"{direction}_capped")
+    call = MAKE[direction](capped, soft_cap=0.5).change(scale=scale)
+    assert kernels_of(capped, call) == KERNELS[f"{direction}_general"]
+
+
+def test_largest_logits_and_gradients_of_numbers_take_the_general_kernels(capped):
+    assert kernels_of(capped, forward_capped(capped, want_top=1)) == KERNELS["forward_general"]
+    call = backward_capped(capped, has_dnumbers=1)
+    assert kernels_of(capped, call) == KERNELS["backward_general"]
+
+
+@pytest.mark.parametrize("direction", MAKE)
+def test_head_dims_without_such_kernels(tmp_path, driver, direction):
+    """192/128 has plain kernels of Hopper and none with a cap."""
+    machine = make_machine(
+        tmp_path, driver, choose=lambda m: m.has_hopper() and not m.has("forward_capped")
+    )
+    assert machine.variant["qk_dim"] == 192
+    call = MAKE[direction](machine)
+    assert kernels_of(machine, call) == KERNELS[f"{direction}_general"]
+
+
+@pytest.mark.parametrize("direction", MAKE)
+def test_another_gpu(portable, direction):
+    assert kernels_of(portable, MAKE[direction](portable)) == KERNELS[f"{direction}_general"]
+
+
+@pytest.mark.parametrize("direction", MAKE)
+def test_float32(capped, direction):
+    dims = [(v["qk_dim"], v["v_dim"]) for v in capped.ext.variants() if v["dtype"] == "f32"]
+    asked = capped.variant["qk_dim"], capped.variant["v_dim"]
+    if not any(have[0] >= asked[0] and have[1] >= asked[1] for have in dims):
+        pytest.skip("this build has no such kernel")
+    call = MAKE[direction](capped, dtype="float32", exact=1)
+    assert kernels_of(capped, call) == KERNELS[f"{direction}_general"]
+
+
+def test_the_workspace_says_which_kernels(capped):
+    """One element short of dQ's sum: those apart; one short of their counter: the general ones."""
+    call = backward_capped(capped)
+    size = call.results["workspace"].shape[0]
+    apart = backward_capped(capped, kernels="apart").results["workspace"].shape[0]
+    for elements, kernels in (
+        (size + 1, capped.kernels("backward_capped")),
+        (size, capped.kernels("backward_capped")),
+        (size - 1, capped.kernels("backward_apart_capped")),
+        (apart, capped.kernels("backward_apart_capped")),
+        (apart - 1, KERNELS["backward_general"]),
+    ):
+        got = kernels_of(capped, call.change(workspace=Array("float32", (elements,))))
+        assert got == kernels, elements
+
+
+@pytest.mark.parametrize("wanted", [1, 2])
+def test_one_kernel_writes_all_gradients(capped, wanted):
+    """With the workspace of dQ's sum, dk and dv are there; only dq has a kernel of its own."""
+    call = backward_capped(capped, wanted=wanted)
+    finish = ["backward_finish"] if wanted & 1 else []
+    assert kernels_of(capped, call) == ["backward_prepare", "backward_hopper_capped", *finish]
+    failure = capped.run(call.change(dk=Array("float16", (0,))))
+    assert failure.code == "InvalidArgument" and "dk is float16[0], expected" in failure.message
+
+
+@pytest.mark.parametrize("direction", MAKE)
+def test_initialize_loads_what_execute_launches(capped, direction):
+    call = MAKE[direction](capped)
+    assert capped.run(call, INITIALIZE) is None
+    assert capped.record() == []
+    assert capped.calls("cuLibraryLoadData") == len(capped.kernels(f"{direction}_capped"))
+    capped.fail("cuLibraryLoadData", 1)
+    assert kernels_of(capped, call) == capped.kernels(f"{direction}_capped")
+
+
+REFUSALS = [
+    (
+        forward_capped,
+        {"q_order_192": Array("int32", (2, 3))},
+        "q_order_192 is int32[2, 3], expected int32[mask_batch=2, ceil(q_len/192)=2]",
+    ),
+    (
+        forward_capped,
+        {"counter": Array("int32", (2,))},
+        "counter is int32[2], expected int32[words=1]",
+    ),
+    (forward_capped, {"want_top": ("int32", 2)}, "attribute want_top is 2, expected 0 to 1"),
+    (forward_capped, {"want_top": ("int32", -1)}, "attribute want_top is -1, expected 0 to 1"),
+    (
+        backward_capped,
+        {"workspace": Array("float32", (2, 6, 320))},
+        "workspace is float32[2, 6, 320], expected 1 axes (elements)",
+    ),
+    (
+        backward_capped,
+        {"workspace": Array("int32", (3840,))},
+        "workspace is int32[3840], expected float32[elements=3840]",
+    ),
+    (
+        backward_capped,
+        {"workspace": Array("float32", (3839,))},
+        "workspace has 3839 elements, expected at least 3840, batch * heads * q_len rounded up "
+        "to 64",
+    ),
+]
+
+
+@pytest.mark.parametrize("soft_cap", [0.0, CAP])
+@pytest.mark.parametrize("make,changes,text", REFUSALS)
+def test_refusals(shared_machine, make, changes, text, soft_cap):
+    """Whatever kernels it would be."""
+    call = make(shared_machine, soft_cap=soft_cap).change(**changes)
+    for stage in (INITIALIZE, EXECUTE):
+        failure = shared_machine.run(call, stage)
+        assert failure.code == "InvalidArgument"
+        assert failure.message == f"{call.target}: {text}"
+    assert shared_machine.launches() == []

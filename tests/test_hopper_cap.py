@@ -1,0 +1,196 @@
+"""The tanh of soft caps on Hopper, instruction by instruction for a warp, in float32: Gluon has no interpreter.
+
+Guards against a coefficient or a sign that is wrong in one of its two branches, a score that ends in another's
+register, and a warp whose threads take different ways. ex2 and rcp are as wrong as PTX allows them to be.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+sys.path.insert(0, str(Path(__file__).parents[1] / "csrc" / "kernels"))
+
+import hopper_cap
+
+LANES = 32
+NEAR, FAR = 3e-7, 4e-7  # of the polynomial, and of the exponential
+F32 = np.float32
+
+
+class Warp:
+    """Registers are arrays of one number a lane; a branch is taken by all of them."""
+
+    def __init__(self, ex2_error: float = 0.0, rcp_error: float = 0.0):
+        """Relative error of ex2 in 2^-22, and that of rcp in units in the last place."""
+        self.errors = ex2_error * 2.0**-22, rcp_error
+        self.executed: set[str] = set()
+
+    def run(self, assembly, values):
+        lines = re.sub(r"(\w+):", r"\1:;", assembly.strip().removeprefix("{").removesuffix("}")).split(";")  # fmt: skip
+        lines = [line.strip() for line in lines if line.strip()]
+        values, at = dict(values), 0
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            while at < len(lines):
+                jump = self.step(lines[at], values)
+                at = lines.index(f"{jump}:") + 1 if jump else at + 1
+        return values
+
+    def step(self, line, values):
+        """Executes it; the label to go on at, where it jumps."""
+        if line.startswith(".reg") or line.endswith(":"):
+            return None
+        if line.startswith("@"):
+            name, _, line = line[1:].partition(" ")
+            taken = values[name]
+            assert (taken == taken[0]).all(), "the warp takes two ways"
+            if not taken[0]:
+                return None
+        opcode, _, rest = line.partition(" ")
+        self.executed.add(opcode)
+        if opcode == "bra":
+            return rest
+        target, *arguments = (x.strip() for x in rest.split(","))
+        if opcode == "vote.sync.any.pred":
+            assert arguments[1] == "-1"  # all lanes
+            values[target] = np.full(LANES, values[arguments[0]].any())
+            return None
+        operands = [self.value(x, values) for x in arguments]
+        values[target] = getattr(self, opcode.replace(".", "_"))(*operands)
+        return None
+
+    @staticmethod
+    def value(text, values):
+        if text.startswith("0f"):
+            return np.full(LANES, int(text[2:], 16), np.uint32).view(F32)
+        return values[text]
+
+    @staticmethod
+    def mul_f32(a, b):
+        return a * b
+
+    @staticmethod
+    def add_f32(a, b):
+        return a + b
+
+    @staticmethod
+    def abs_f32(a):
+        return np.abs(a)
+
+    @staticmethod
+    def max_f32(a, b):
+        return np.fmax(a, b)  # the one that is no NaN
+
+    @staticmethod
+    def setp_gt_f32(a, b):
+        return a > b
+
+    @staticmethod
+    def fma_rn_f32(a, b, c):
+        return (a.astype(float) * b.astype(float) + c.astype(float)).astype(F32)
+
+    def ex2_approx_ftz_f32(self, a):
+        made = (np.exp2(a.astype(float)) * (1 + self.errors[0])).astype(F32)
+        return np.where(made < np.finfo(F32).tiny, F32(0), made)
+
+    def rcp_approx_ftz_f32(self, a):
+        exact = 1 / a.astype(float)
+        made = (exact + self.errors[1] * np.spacing(exact.astype(F32)).astype(float)).astype(F32)
+        return np.where(np.abs(made) < np.finfo(F32).tiny, F32(0), made)
+
+
+def tanh_of(warp, scores, k=1.0):
+    """`scores` (lanes, registers): what becomes of them."""
+    scores = np.asarray(scores, F32)
+    n = scores.shape[1]
+    values = {f"${i}": scores[:, i].copy() for i in range(n)}  # tied: results begin as the scores
+    values[f"${2 * n}"] = np.full(LANES, k, F32)
+    values = warp.run(hopper_cap.tanh_asm(n), values)
+    return np.stack([values[f"${i}"] for i in range(n)], 1)
+
+
+def error_of(got, x):
+    return np.abs(got.astype(float) - np.tanh(np.asarray(x, F32).astype(float))).max()
+
+
+def warps_of(points, registers=16):
+    """Shuffled, so that every warp has scores of all sizes."""
+    points = np.random.default_rng(0).permutation(np.asarray(points, F32))
+    count = len(points) // (LANES * registers)
+    return points[: count * LANES * registers].reshape(count, LANES, registers)
+
+
+def test_scores_up_to_a_half_take_the_polynomial():
+    points = np.linspace(-0.5, 0.5, 1 << 17, dtype=F32)
+    assert points[0] == -0.5 and points[-1] == 0.5
+    for x in warps_of(points):
+        warp = Warp(ex2_error=1e6)  # not executed
+        assert error_of(tanh_of(warp, x), x) <= NEAR
+        assert "ex2.approx.ftz.f32" not in warp.executed
+
+
+ERRORS = [(e, r) for e in (-1, 0, 1) for r in (-1, 0, 1)]
+
+
+@pytest.mark.parametrize("errors", ERRORS)
+def test_larger_scores_take_the_exponential(errors):
+    """One of a warp is enough, and small ones beside it are as right."""
+    points = np.concatenate([np.linspace(-12, 12, 1 << 16), np.linspace(-0.6, 0.6, 1 << 16)])
+    for x in warps_of(points):
+        assert np.abs(x).max() > 0.5
+        warp = Warp(*errors)
+        assert error_of(tanh_of(warp, x), x) <= FAR
+        assert "ex2.approx.ftz.f32" in warp.executed
+
+
+def test_the_border_between_the_two():
+    """At 1/2 and one float above it: the next number, another branch."""
+    x = np.full((LANES, 8), 0.5, F32)
+    near = tanh_of(Warp(), x)
+    for lane, register in ((0, 0), (31, 7), (17, 1)):
+        above = x.copy()
+        above[lane, register] = np.nextafter(F32(0.5), F32(1)) * F32(-1 if lane else 1)
+        warp = Warp()
+        far = tanh_of(warp, above)
+        assert "rcp.approx.ftz.f32" in warp.executed
+        assert error_of(far, above) <= FAR and error_of(near, x) <= NEAR
+        assert np.abs(np.abs(far) - near).max() <= NEAR + FAR
+
+
+@pytest.mark.parametrize("registers", [2, 32, 64])
+@pytest.mark.parametrize("k", [0.125, 1 / 50, 3.0])
+def test_every_score_stays_in_its_place_and_is_scaled(registers, k):
+    rng = np.random.default_rng()
+    for loud in (0.1, 20.0):
+        s = (rng.standard_normal((LANES, registers)) * loud).astype(F32)
+        assert error_of(tanh_of(Warp(), s, k), s * F32(k)) <= FAR
+
+
+def test_the_ends():
+    """Infinities and what overflows are 1 or -1, as is all that rounds to it; 0 is 0 in the polynomial."""
+    x = np.zeros((LANES, 8), F32)
+    assert (tanh_of(Warp(), x) == 0).all()
+    x[:, :6] = [np.inf, -np.inf, 3e38, -3e38, 20, -20]
+    got = tanh_of(Warp(), x, 8.0)
+    np.testing.assert_array_equal(got[:, :6], np.tile(np.array([1, -1] * 3, F32), (LANES, 1)))
+    assert np.abs(got).max() <= 1
+
+
+@pytest.mark.parametrize("loud", [0.4, 3.0])
+def test_a_nan_stays_alone(loud):
+    """It says nothing about the branch, and changes no other score."""
+    s = np.linspace(-loud, loud, LANES * 8, dtype=F32).reshape(LANES, 8)
+    clean = tanh_of(Warp(), s)
+    s[3, 5] = np.nan
+    got = tanh_of(Warp(), s)
+    assert np.isnan(got[3, 5])
+    got[3, 5] = clean[3, 5]
+    np.testing.assert_array_equal(got, clean)
+
+
+def test_results_are_tied_to_scores():
+    """The branch that is not taken would leave a result that is no score's register as it was."""
+    assert hopper_cap.tanh_constraints(3) == "=f,=f,=f,0,1,2,f"
