@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes as C
 import json
 import pathlib
+import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -72,8 +73,8 @@ class Driver:
         took: dict[str, list[float]] = {name: [] for name in launches}
         order = list(launches)
         for turn in range(rounds):
-            first = turn % len(order)
-            for name in order[first:] + order[:first]:
+            random.Random(turn).shuffle(order)  # nobody always comes behind the same one
+            for name in order:
                 took[name].append(self.events(launches[name], calls[name]))
         return {name: (float(np.median(t)), min(t), max(t)) for name, t in took.items()}
 

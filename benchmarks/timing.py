@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+from turns import shuffled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,9 +57,8 @@ def interleaved(
         wall_ms(function, 2)
         launches[name] = max(2, min(200, round(round_ms / wall_ms(function, 3))))
     samples: dict[str, list[float]] = {name: [] for name in functions}
-    order = list(functions)
     for turn in range(rounds):
-        for name in order[turn % len(order) :] + order[: turn % len(order)]:
+        for name in shuffled(functions, turn):
             samples[name].append(wall_ms(functions[name], launches[name]) / inner)
     return {
         name: Time(statistics.median(times), min(times), max(times), launches[name] * inner)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 
@@ -83,13 +84,18 @@ def launches_of(function: Callable[[], Any], finish: Callable[[Any], Any], round
     return max(2, min(100, round(round_ms / burst(function, finish, 3))))
 
 
+def shuffled(names: Iterable[str], turn: int) -> list[str]:
+    """An order of its own for every round, the same in every run: nobody always comes behind the one that heats the GPU most."""
+    order = sorted(names)
+    random.Random(turn).shuffle(order)
+    return order
+
+
 def in_turns(bursts: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """What the bursts took, round by round; every round begins with the next of them."""
-    names = list(bursts)
-    samples: dict[str, list[float]] = {name: [] for name in names}
+    """What the bursts took, round by round, each in another order."""
+    samples: dict[str, list[float]] = {name: [] for name in bursts}
     for turn in range(rounds):
-        first = turn % max(1, len(names))
-        for name in names[first:] + names[:first]:
+        for name in shuffled(bursts, turn):
             samples[name].append(bursts[name]())
     return samples
 

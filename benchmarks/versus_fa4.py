@@ -3,7 +3,7 @@
     python benchmarks/versus_fa4.py --fa4 dist/fa4.tar.xz [--cases board,dims] [--rounds 7] [--out DIR]
 
 Two processes, one with JAX (packax from the wheel, cuDNN) and one with torch (FA4), take turns: in every round each implementation
-runs a burst of about 120 ms, in rotating order, while the other process waits (turns.py). Ratios are of medians. Inputs are the
+runs a burst of about 120 ms, in another order every round, while the other process waits (turns.py). Ratios are of medians. Inputs are the
 same arrays and every output and gradient is compared with one float32 reference first; a wrong one is not timed.
 
 The machine needs torch 2.11 for CUDA 13 and, of Python packages, einops, cuda-bindings, protobuf and typing-extensions beside JAX.

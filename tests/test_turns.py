@@ -100,3 +100,23 @@ def test_what_did_not_run_and_what_was_wrong_is_said(monkeypatch):
     said = ["a packax fwd did not run: no room", "a packax WRONG: dq, dk"]
     assert turns.troubles("a packax", row) == said
     assert turns.troubles("a packax", {"failed": None, "wrong": []}) == []
+
+
+def test_every_round_has_an_order_of_its_own():
+    """The same in every run, and nobody always runs behind the same neighbour."""
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        turns = importlib.import_module("turns")
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    names = [f"scheme {n}" for n in range(10)]
+    orders = [turns.shuffled(names, turn) for turn in range(5)]
+    assert orders == [turns.shuffled(reversed(names), turn) for turn in range(5)]
+    assert all(sorted(order) == sorted(names) for order in orders)
+    for name in names:
+        before = {order[order.index(name) - 1] for order in orders if order.index(name) > 0}
+        assert len(before) > 1, name
+    ran = []
+    bursts = {name: lambda name=name: ran.append(name) or 1.0 for name in names}
+    assert turns.in_turns(bursts, 2) == {name: [1.0, 1.0] for name in names}
+    assert ran == orders[0] + orders[1]
