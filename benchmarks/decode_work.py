@@ -19,26 +19,35 @@ from work import bfloat16, float32
 
 REPEATED = 4099  # rows of keys that repeat
 MOST_SPLITS = 128
+DEALT = 64  # sequences, at most, among which shares are dealt out
 
 Launch = Callable[[], None]
 
 
-def splits_of(multiprocessors: int, case: Case, block: int) -> int:
-    """Shares of the keys: ChooseSplits of csrc/decode.cc and the room of python/packax/decode_lowering.py."""
-    batch, rows = len(case.lengths), case.q_len * (case.heads // case.kv_heads)
+def room_of(case: Case) -> int:
+    """Shares of a sequence that the workspace has room for: python/packax/decode_lowering.py."""
+    rows = case.q_len * (case.heads // case.kv_heads)
+    fill = -(-1024 // (len(case.lengths) * case.kv_heads * -(-rows // 64)))
+    return max(
+        1, min(MOST_SPLITS, -(-case.room // 128), max(fill, case.room // (1024 + 64 * rows)))
+    )
+
+
+def splits_of(multiprocessors: int, case: Case, block: int, dealing: bool) -> tuple[int, bool]:
+    """Shares of a sequence, and whether these are an average, to deal out by length (`dealing`: the kernel can): csrc/decode.cc."""
+    rows, most = case.q_len * (case.heads // case.kv_heads), room_of(case)
     tiles, at_once = -(-rows // block), 2 * multiprocessors
-    cheap = case.room // (1024 + 64 * rows)
-    fill = -(-1024 // (batch * case.kv_heads * -(-rows // 64)))
-    most = max(1, min(MOST_SPLITS, -(-case.room // 128), max(fill, cheap)))
-    programs = tiles * case.kv_heads * batch
+    cheap = min(case.room // (1024 + 64 * rows), most)
+    programs = tiles * case.kv_heads * len(case.lengths)
 
     def busy(splits: int) -> float:
         return programs * splits / at_once / -(-programs * splits // at_once)
 
     best = max(busy(n) for n in range(1, most + 1))
     splits = next(n for n in range(1, most + 1) if n == most or busy(n) >= 0.95 * best)
-    balanced = min(-(-at_once // (tiles * case.kv_heads)), cheap)
-    return max(splits, min(balanced, most))
+    if dealing and cheap > 1 and 1 < len(case.lengths) <= DEALT:
+        return splits, True
+    return max(splits, min(-(-at_once // (tiles * case.kv_heads)), cheap)), False
 
 
 class DecodeWork:
@@ -59,9 +68,8 @@ class DecodeWork:
         caches = [self._new((*shape, *row), np.uint16) for _ in range(2)]
         for cache, block in zip(caches, self.blocks, strict=True):
             self._fill(cache, block)
-        chosen = [splits_of(driver.multiprocessors, case, block) for block in (16, 64)]
-        self.most = min(4 * max(chosen), MOST_SPLITS)  # more than a call has: to compare them
-        rows = (self.most, batch, q_len, heads)
+        self.room = room_of(case)
+        rows = (self.room, batch, q_len, heads)
         self.given: dict[str, Any] = {
             "query": self._put(self.query), "key": caches[0], "value": caches[1],
             "q_lo": self._put(np.zeros_like(self.hi)), "q_hi": self._put(self.hi),
@@ -99,17 +107,22 @@ class DecodeWork:
                 self.driver.ok(copied, "cuMemcpyHtoD")
                 begin += n
 
-    def splits(self, kernel: Kernel) -> int:
-        chosen = splits_of(self.driver.multiprocessors, self.case, kernel.meta["block"])
-        return min(chosen, self.most)
+    def splits(self, kernel: Kernel) -> tuple[int, bool]:
+        dealing = any(p["name"] == "shares" for p in kernel.meta["params"])
+        block = kernel.meta["block"]
+        return splits_of(self.driver.multiprocessors, self.case, block, dealing)
 
-    def launch(self, kernel: Kernel, combine: Kernel, splits: int) -> Launch:
-        """Both kernels of a call."""
-        case = self.case
-        given = self.given | {"splits": splits}
+    def launch(self, kernel: Kernel, combine: Kernel, splits: int, dealt: bool) -> Launch:
+        """Both kernels of a call; `splits` shares of a sequence, on average where they are dealt out."""
+        case, batch = self.case, len(self.case.lengths)
+        given = self.given | {"splits": min(splits, self.room), "shares": 0}
+        programs = given["splits"] * batch
+        if dealt:
+            given |= {"splits": self.room, "shares": splits * batch}
+            programs = splits * batch + batch
         tiles = -(-case.q_len * (case.heads // case.kv_heads) // kernel.meta["block"])
-        shares = kernel.bind((tiles * case.kv_heads * len(case.lengths) * splits,), given)
-        merged = combine.bind((len(case.lengths) * case.q_len * case.heads,), given)
+        shares = kernel.bind((tiles * case.kv_heads * programs,), given)
+        merged = combine.bind((batch * case.q_len * case.heads,), given)
 
         def run() -> None:
             shares()

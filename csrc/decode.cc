@@ -1,7 +1,8 @@
 // packax_decode_v1: a few new rows of every sequence over its cache, the keys split over the GPU.
 //
 // Two kernels: `decode` leaves float32 sums of every share of the keys in the workspace,
-// `decode_combine` merges them. How many shares is chosen here, of those that the workspace holds.
+// `decode_combine` merges them. How many shares is chosen here, of those that the workspace holds;
+// which sequences have them, the programs may work out on the device.
 // A kernel is compiled for head dims of its own and serves all multiples of 8 up to them.
 
 #include <cmath>
@@ -15,6 +16,7 @@ constexpr int64_t kMaxRows = 16;           // new rows of a sequence
 constexpr int64_t kFewRows = 16;           // of a group, in one tile of `decode` (variants.py)
 constexpr int64_t kShare = 128;            // keys: below, a program costs more than its keys
 constexpr int64_t kBalancedShare = 1024;   // keys: splitting that far is free, if rows are few
+constexpr int64_t kMostDealt = 64;         // sequences, as many as a program of `decode` looks at
 constexpr int64_t kPerMultiprocessor = 2;  // programs, for which the tiles leave shared memory
 constexpr double kGoodEnough = 0.95;       // of the best share of time in which all have work
 
@@ -127,10 +129,17 @@ void RoomyDims(const Device& device, const DecodeShape& s, int64_t* qk_dim, int6
   *v_dim = best == nullptr ? s.v_dim : best->v_dim;
 }
 
-// As few shares as keep the multiprocessors almost as busy as any number does. And as many as let
-// one long sequence among short ones fill the GPU, as long as the sums that the shares leave are
-// little beside the keys: lengths are known on the device only.
-int64_t ChooseSplits(const Device& device, const DecodeShape& s, int64_t tiles, int64_t most) {
+struct Shares {
+  int64_t splits;  // of one sequence, at most
+  int64_t dealt;   // of all sequences together, to be dealt out by length; 0: all have `splits`
+};
+
+// As few shares as keep the multiprocessors almost as busy as any number does. Lengths are known on
+// the device only. Where one long sequence among others would pay for more shares, the programs
+// work out there which they are of: as many on average, of about the same length. That costs each a
+// look at all ranges, so not if there is one sequence or too many: then as many shares as let a
+// long one fill the GPU, as long as the sums that they leave are little beside the keys.
+Shares ChooseShares(const Device& device, const DecodeShape& s, int64_t tiles, int64_t most) {
   const int64_t at_once = kPerMultiprocessor * device.multiprocessors;
   const int64_t programs = Product({tiles, s.kv_heads, s.batch});
   const int64_t least_share = CeilDiv(s.kv_len, kShare);
@@ -144,18 +153,20 @@ int64_t ChooseSplits(const Device& device, const DecodeShape& s, int64_t tiles, 
   for (int64_t n = 1; n <= most; ++n) best = std::fmax(best, busy(n));
   int64_t splits = 1;
   while (splits < most && busy(splits) < kGoodEnough * best) ++splits;
+  int64_t cheap = s.kv_len / (kBalancedShare + 64 * s.rows());
+  if (cheap > most) cheap = most;
+  if (cheap > 1 && s.batch > 1 && s.batch <= kMostDealt) return {most, splits * s.batch};
   const int64_t alone = CeilDiv(at_once, Product({tiles, s.kv_heads}));
-  const int64_t cheap = s.kv_len / (kBalancedShare + 64 * s.rows());
   const int64_t balanced = alone < cheap ? alone : cheap;
-  if (splits < balanced) splits = balanced < most ? balanced : most;
-  return splits;
+  return {splits < balanced ? balanced : splits, 0};
 }
 
 template <typename Args>
-ffi::Error LaunchShares(const Ready<Args>& decode, Stream stream, const DecodeCall& c, Grid grid,
-                        int64_t splits) {
+ffi::Error LaunchShares(const Ready<Args>& decode, Stream stream, const DecodeCall& c,
+                        int64_t tiles, const Shares& shares) {
   const DecodeShape& s = c.shape;
-  return Launch(decode, stream, grid,
+  const int64_t places = shares.dealt == 0 ? s.batch * shares.splits : shares.dealt + s.batch;
+  return Launch(decode, stream, Grid{Product({tiles, s.kv_heads, places})},
                 Args{
                     .query = c.query.untyped_data(),
                     .key = c.key.untyped_data(),
@@ -177,7 +188,8 @@ ffi::Error LaunchShares(const Ready<Args>& decode, Stream stream, const DecodeCa
                     .kv_heads = s.kv_heads,
                     .qk_eighths = s.qk_dim / 8,
                     .v_eighths = s.v_dim / 8,
-                    .splits = static_cast<int32_t>(splits),
+                    .splits = static_cast<int32_t>(shares.splits),
+                    .shares = static_cast<int32_t>(shares.dealt),
                 });
 }
 
@@ -195,9 +207,8 @@ ffi::Error Run(Device* device, Stream stream, const DecodeCall& c) {
 
   const int64_t tiles = CeilDiv(s.rows(), decode.block());
   const int64_t most = s.room < combine.block() ? s.room : combine.block();
-  const int64_t splits = ChooseSplits(*device, s, tiles, most);
-  const Grid grid{Product({tiles, s.kv_heads, s.batch, splits})};
-  PACKAX_TRY(LaunchShares(decode, stream, c, grid, splits));
+  const Shares shares = ChooseShares(*device, s, tiles, most);
+  PACKAX_TRY(LaunchShares(decode, stream, c, tiles, shares));
   return Launch(combine, stream, Grid{Product({s.batch, s.q_len, s.heads})},
                 DecodeCombineArgs{
                     .partial = c.partial.untyped_data(),
@@ -214,7 +225,7 @@ ffi::Error Run(Device* device, Stream stream, const DecodeCall& c) {
                     .kv_len = s.kv_len,
                     .heads = s.heads,
                     .v_eighths = s.v_dim / 8,
-                    .splits = static_cast<int32_t>(splits),
+                    .splits = static_cast<int32_t>(shares.splits),
                 });
 }
 

@@ -1,7 +1,9 @@
-"""What the interpreter has no word for, inline assembly: the same in its own."""
+"""What the interpreter has no word for, inline assembly: the same in its own. And kernels around parts of others, for tests of these."""
 
 import triton
 import triton.language as tl
+from decode import ROWS, attended, deal, share_of_keys
+from rows import EMPTY_MIN
 
 
 @triton.jit
@@ -9,3 +11,28 @@ def to_tf32(x):
     """For logits.to_tf32: half of the last bit kept is added to the magnitude, the rest is cut off."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(x == x, ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True), x)
+
+
+@triton.jit
+def unrounded(x):
+    """In its place where operands stand for those of 16 bits."""
+    return x
+
+
+@triton.jit
+def dealt_share(q_lo, q_hi, found, batch, q_len, kv_len, shares, splits, STEP: tl.constexpr):
+    """(places, 5): the sequence, which of its shares, how many it has, and the share's keys, as `decode` works them out."""
+    place = tl.program_id(0)
+    b, split, parts = deal(q_lo, q_hi, place, batch, q_len, kv_len, shares, splits, STEP)
+    tokens = tl.arange(0, ROWS)
+    lo, hi = attended(
+        q_lo, q_hi, b * q_len + tokens, tokens < tl.where(b < batch, q_len, 0), kv_len
+    )
+    start = tl.min(tl.where(lo < hi, lo, EMPTY_MIN), 0)
+    end = tl.max(tl.where(lo < hi, hi, 0), 0)
+    begin, stop = share_of_keys(start, end, split, tl.maximum(parts, 1), STEP)
+    tl.store(found + place * 5, b)
+    tl.store(found + place * 5 + 1, split)
+    tl.store(found + place * 5 + 2, parts)
+    tl.store(found + place * 5 + 3, begin)
+    tl.store(found + place * 5 + 4, stop)

@@ -25,8 +25,8 @@ def f32(x):
     return struct.unpack("f", struct.pack("f", x))[0]
 
 
-def expect(machine, call, s, splits, *, pages=0, page_size=0, width=0, sink_batch=1):
-    """`splits`: how many shares must have been chosen."""
+def expect(machine, call, s, splits, dealt=0, *, pages=0, page_size=0, width=0, sink_batch=1):
+    """`splits`: how many shares of a sequence must have been chosen, or the most where `dealt` are dealt out to all."""
     group = s.heads // s.kv_heads
     kernel = "decode" if s.q_len * group <= 16 else "decode_tall"
     dims = [call.operands[n].shape[3] for n in ("query", "value")]
@@ -45,9 +45,11 @@ def expect(machine, call, s, splits, *, pages=0, page_size=0, width=0, sink_batc
         "qk_eighths": dims[0] // 8,
         "v_eighths": dims[1] // 8,
         "splits": splits,
+        "shares": dealt,
     }
+    places = dealt + s.batch if dealt else s.batch * splits
     grids = {
-        kernel: lambda m: [ceil(s.q_len * group / m) * s.kv_heads * s.batch * splits],
+        kernel: lambda m: [ceil(s.q_len * group / m) * s.kv_heads * places],
         "decode_combine": lambda _: [s.batch * s.q_len * s.heads],
     }
     expect_launches(machine, call, scalars, grids)
@@ -55,22 +57,33 @@ def expect(machine, call, s, splits, *, pages=0, page_size=0, width=0, sink_batc
 
 SHARES = [
     # sizes, shares: 128 keys at least; as many programs as the multiprocessors take, in whole turns
-    (Sizes(1, 1, 1, 100, 8, 2), 1),
-    (Sizes(1, 1, 1, 700, 8, 2), 6),
-    (Sizes(1, 1, 1, 1 << 17, 8, 2), AT_ONCE // 2),
-    (Sizes(1, 1, 1, 1 << 17, 8, 8), 5),  # 40 programs, two turns: 2 would be four fifths of one
-    (Sizes(19, 19, 1, 4096, 1, 1), 3),  # balanced: for one long sequence among short ones
-    (Sizes(64, 64, 1, 1 << 14, 8, 8), 3),  # of 20 / 8 programs
-    (Sizes(20, 20, 16, 1 << 14, 8, 1), 1),  # 128 rows, tiles of 64: two turns; sums cost more
-    (Sizes(1, 1, 16, 1 << 14, 8, 1), AT_ONCE // 2),
+    (Sizes(1, 1, 1, 100, 8, 2), 1, 0),
+    (Sizes(1, 1, 1, 700, 8, 2), 6, 0),
+    (Sizes(1, 1, 1, 1 << 17, 8, 2), AT_ONCE // 2, 0),
+    (Sizes(1, 1, 1, 1 << 17, 8, 8), 5, 0),  # 40 programs, two turns: 2 would be four fifths of one
+    (Sizes(19, 19, 1, 4096, 1, 1), 32, 19),  # dealt out: one long sequence may have up to 32
+    (Sizes(64, 64, 1, 1 << 14, 8, 8), 64, 64),  # of 26 turns
+    (Sizes(65, 65, 1, 1 << 14, 8, 8), 3, 0),  # too many to deal to; balanced: of 20 / 8 programs
+    (Sizes(2, 2, 1, 2560, 8, 2), 20, 10),
+    (Sizes(2, 2, 1, 2559, 8, 2), 5, 0),  # too short to deal out
+    (Sizes(20, 20, 16, 1 << 14, 8, 1), 1, 0),  # 128 rows, tiles of 64: two turns; sums cost more
+    (Sizes(20, 20, 16, 1 << 15, 8, 1), 64, 20),
+    (Sizes(1, 1, 16, 1 << 14, 8, 1), AT_ONCE // 2, 0),
 ]
 
 
-@pytest.mark.parametrize("s,splits", SHARES, ids=str)
-def test_shares(machine, s, splits):
+@pytest.mark.parametrize("s,splits,dealt", SHARES, ids=str)
+def test_shares(machine, s, splits, dealt):
     call = decode(machine, s, scale=-0.375, soft_cap=30.0)
-    expect(machine, call, s, splits)
+    expect(machine, call, s, splits, dealt)
     assert machine.run(call, INITIALIZE) is None and len(machine.launches()) == 2
+
+
+@pytest.mark.parametrize("room,splits,dealt", [(1, 1, 0), (2, 2, 4), (9, 9, 10)])
+def test_dealt_shares_have_room(machine, room, splits, dealt):
+    """No sequence has more than the workspace holds, whatever the lengths."""
+    s = Sizes(2, 2, 1, 1 << 17, 8, 2)
+    expect(machine, decode(machine, s, room=room), s, splits, dealt)
 
 
 @pytest.mark.parametrize("room,splits", [(1, 1), (7, 7), (64, 10)])

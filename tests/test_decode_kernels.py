@@ -20,14 +20,16 @@ TALL = {"kernel": "decode_tall", "room": (16, 32), "tile": (32, 64)}
 SMALL = {"room": (64, 64), "tile": (16, 16)}  # of float32
 
 
-def run(case: Case, x: decoding.Tensors, splits: int, **kernel) -> decoding.Results:  # type: ignore[no-untyped-def]
+def run(
+    case: Case, x: decoding.Tensors, splits: int, scale: float = SCALE, **kernel
+) -> decoding.Results:  # type: ignore[no-untyped-def]
     lo, hi = decode._ranges(x.lengths, x.starts, case.left, case.causal, case.q_len)
     sinks = None if x.sinks is None else x.sinks[None]
     tensors = [np.ascontiguousarray(y, np.float32) for y in x[:3]]
     ranges = [np.ascontiguousarray(y) for y in (lo, hi)]
     return decoding.Results(
         *interpreter.decode(
-            *tensors, *ranges, x.block_table, sinks, SCALE, case.soft_cap or 0.0, splits, **kernel
+            *tensors, *ranges, x.block_table, sinks, scale, case.soft_cap or 0.0, splits, **kernel
         )
     )
 
@@ -63,7 +65,8 @@ def test_tall_tiles(name: str) -> None:
 def test_float32_is_as_exact_as_plain_float32(name: str, kernel: str) -> None:
     case = CASES[name]._replace(dims=(24, 40))
     x = decoding.tensors(case)
-    got = run(case, x, 2, kernel=kernel, **SMALL | ({"tile": (32, 16)} if "_" in kernel else {}))
+    small = SMALL | ({"tile": (32, 16)} if "_" in kernel else {})
+    got = run(case, x, 2, kernel=kernel, exact=1, **small)
     oracle.check(got, decoding.exact(case, x, SCALE), decoding.plain(case, x, SCALE))
 
 
@@ -91,6 +94,66 @@ def test_tf32_rounds_every_operand_to_11_bits(name: str, kernel: dict) -> None:
 def test_any_number_of_shares(splits: int, lengths: tuple[int, ...]) -> None:
     """Also more than there are steps of keys, and more than decode_combine holds at once."""
     check(Case(lengths, heads=2, kv_heads=1, dims=(8, 8), sinks=True), splits, **SHORT)
+
+
+MANY = tuple(int(n) for n in np.random.default_rng(7).integers(0, 40, 64))
+
+
+@pytest.mark.parametrize("shares,splits", [(4, 2), (9, 9), (128, 128)])
+@pytest.mark.parametrize(
+    "lengths",
+    [(300, 0, 17, 129), (1, 290), (5,), (0, 0), (*MANY[:63], 300)],
+    ids=lambda x: str(x[:4]),
+)
+def test_shares_are_dealt_out_by_length(lengths: tuple[int, ...], shares: int, splits: int) -> None:
+    """Also where a sequence has no key, where the last places are empty, and with a window."""
+    case = Case(
+        lengths, q_len=2, heads=2, kv_heads=1, dims=(8, 8), left=200 if shares == 9 else None
+    )
+    check(case, splits, **SHORT, shares=shares)
+
+
+@pytest.mark.parametrize("name", ["starts by row", "pages", "soft cap and sinks", "16 rows"])
+def test_dealt_shares_of_every_kind(name: str) -> None:
+    kernel = TALL if name == "16 rows" else SHORT
+    check(CASES[name]._replace(dims=(16, 24)), 7, **kernel, shares=8)
+
+
+def test_more_sequences_than_shares_are_dealt_to() -> None:
+    check(Case((*MANY, 300), heads=2, kv_heads=1, dims=(8, 8)), 2, **SHORT)
+
+
+@pytest.mark.parametrize("batch,each", [(1, 1), (2, 33), (3, 1), (17, 4), (64, 1), (64, 2)])
+def test_every_key_is_dealt_once(batch: int, each: int) -> None:
+    """And no share twice: two programs never write the same sums. None is longer than it must be."""
+    rng = np.random.default_rng()
+    step, kv_len, splits = 16, 1 << 12, int(rng.integers(2, 40))
+    shares = batch * each
+    hi = rng.integers(-3, kv_len + 9, (batch, 3), np.int32) // rng.choice(
+        [1, 1, 8, 64, 4096], (batch, 1)
+    )
+    hi = np.ascontiguousarray(hi, np.int32)
+    lo = np.where(rng.random((batch, 3)) < 0.5, 0, hi - rng.integers(-2, 900, hi.shape)).astype(
+        np.int32
+    )
+    found = interpreter.dealt_shares(lo, hi, kv_len, shares, splits, step)
+    some = (np.maximum(lo, 0) < hi) & (hi <= kv_len)
+    first = np.where(some, np.maximum(lo, 0), kv_len).min(1)
+    last = np.where(some, hi, 0).max(1)
+    steps = -(-np.maximum(last - first, 0) // step)
+    longest = max(-(-steps.sum() // shares), -(-steps.max() // splits), 128 // step)
+    real = found[found[:, 0] < batch]
+    assert (found[len(real) :, 0] == batch).all() and len({(b, n) for b, n, *_ in real.tolist()}) == len(real)  # fmt: skip
+    for b in range(batch):
+        own = real[real[:, 0] == b]
+        assert 1 <= len(own) <= splits and (own[:, 2] == len(own)).all()
+        assert sorted(own[:, 1]) == list(range(len(own)))
+        times = np.zeros(kv_len, int)
+        for begin, stop in own[:, 3:]:
+            times[begin:stop] += 1
+            assert begin == stop or stop - begin <= longest * step
+        keys = np.arange(kv_len)
+        np.testing.assert_array_equal(times, (keys >= first[b]) & (keys < last[b]))
 
 
 def test_a_sink_of_each_sequence() -> None:
@@ -126,6 +189,31 @@ def test_what_cannot_be_is_nan_in_its_row_alone() -> None:
     np.testing.assert_array_equal(np.isnan(lse).all(1), lost)
     np.testing.assert_allclose(out[~lost], want.out[~lost], atol=1e-5)
     np.testing.assert_allclose(lse.swapaxes(1, 2)[~lost], want.lse.swapaxes(1, 2)[~lost], atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [-0.4, 0.0, 1e-40, 1e-30, 1e30])
+@pytest.mark.parametrize("exact", [None, 1])
+def test_scales_of_any_size(scale: float, exact: int | None) -> None:
+    """Where a score times the scale is 0, or so large that one key has all of the sum."""
+    case = Case((200, 40), heads=2, kv_heads=1, dims=(8, 8))
+    x = decoding.tensors(case)
+    got, want = run(case, x, 2, **SHORT, exact=exact, scale=scale), decoding.exact(case, x, scale)
+    np.testing.assert_allclose(got.out, want.out, atol=3e-6)
+    np.testing.assert_allclose(got.lse, want.lse, atol=3e-6, rtol=3e-6)
+
+
+@pytest.mark.parametrize("shares", [0, 3])
+@pytest.mark.parametrize("page", [-1, None, 2**31 - 1, -(2**31)])
+def test_a_page_lost_among_keys_that_all_rows_attend(page: int | None, shares: int) -> None:
+    case = Case((200, 150), q_len=2, capacity=208, page_size=8, dims=(8, 8))
+    x = decoding.tensors(case)
+    assert x.block_table is not None
+    x.block_table[0, 9] = len(x.key_cache) if page is None else page
+    out, lse = run(case, x, 1, **SHORT, shares=shares)
+    want = decoding.exact(case, x, SCALE)
+    assert np.isnan(out[0]).all() and np.isnan(lse[0]).all()
+    np.testing.assert_allclose(out[1], want.out[1], atol=1e-5)
+    np.testing.assert_allclose(lse[1], want.lse[1], atol=1e-5)
 
 
 @pytest.mark.parametrize("soft_cap,size", [(0.01, 1000), (1e-30, 1), (30, 1), (1e30, 1)])

@@ -62,6 +62,32 @@ def test_wide_heads_split_over_the_gpu(name, dims):
     check(LONG[name]._replace(dims=dims), jnp.float16)
 
 
+LENGTHS = {
+    "64 sequences": (3000, 0, 1, *[17 * n for n in range(61)]),
+    "65 sequences": (3000, 0, 1, *[17 * n for n in range(62)]),
+    "long ones last": (0, 17, 640, 2100, 3072),
+}
+
+
+@pytest.mark.parametrize("page_size", [0, 16])
+@pytest.mark.parametrize("name", LENGTHS)
+def test_shares_dealt_out_by_length(name, page_size):
+    lengths = LENGTHS[name]
+    case = Case(lengths, capacity=3072, heads=4, kv_heads=2, dims=(64, 64), page_size=page_size)
+    check(case, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("dims,q_len", [((128, 128), 1), ((64, 64), 16)], ids=str)
+def test_scores_beyond_31_bits(dims, q_len):
+    """One key has the whole sum; where a fused multiply-add keeps what rounding the largest took, powers of 2 overflow."""
+    case = Case((3000, 700), q_len=q_len, capacity=3008, heads=8, kv_heads=2, dims=dims)
+    x = decoding.cast(decoding.tensors(case), jnp.bfloat16)
+    x = x._replace(query=x.query * 2.0**20, key_cache=x.key_cache * 2.0**20, key=x.key * 2.0**20)
+    got, want = decoding.run(case, x, SCALE, "cubin"), decoding.exact(case, x, SCALE)
+    np.testing.assert_allclose(np.asarray(got.out, np.float64), want.out, atol=1e-2, rtol=1e-2)
+    np.testing.assert_allclose(got.lse, want.lse, rtol=1e-5)
+
+
 @pytest.mark.parametrize("precision", ["highest", "tensorfloat32"])
 @pytest.mark.parametrize(
     "name,dims",

@@ -91,11 +91,16 @@ driver = cubin.Driver()
 built = tune_decode.Built(driver, folder)
 work = decode_work.DecodeWork(driver, small)
 _, kernel = built.candidates((128, 128), tune_decode.DECODE)["decode table 12.9"]
-work.launch(kernel, built.twin("decode_combine", (128, 128)), 3)()
+combine = built.twin("decode_combine", (128, 128))
+work.launch(kernel, combine, 2, False)()
+shares, _ = cuda.launches
+assert shares["grid"] == (1 * 2 * 3 * 2, 1, 1) and (shares["splits"], shares["shares"]) == (2, 0)
+del cuda.launches[:]
+work.launch(kernel, combine, 3, True)()
 shares, merged = cuda.launches
-assert shares["grid"] == (1 * 2 * 3 * 3, 1, 1) and merged["grid"] == (3 * 5 * 6, 1, 1)
+assert shares["grid"] == (1 * 2 * (3 * 3 + 3), 1, 1) and merged["grid"] == (3 * 5 * 6, 1, 1)
 sizes = {"batch": 3, "q_len": 5, "kv_len": 304, "pages": 57, "page_size": 16, "table_width": 19, "heads": 6, "kv_heads": 2,
-         "qk_eighths": 16, "v_eighths": 16, "splits": 3, "soft_cap": 0}
+         "qk_eighths": 16, "v_eighths": 16, "splits": 3, "shares": 9, "soft_cap": 0}
 assert {name: shares[name] for name in sizes} == sizes and abs(shares["scale"] - 128**-0.5) < 1e-7
 assert merged["has_sinks"] == 0 and merged["sink_batch"] == 1 and merged["splits"] == 3
 for launch in cuda.launches:
@@ -106,14 +111,17 @@ for launch in cuda.launches:
 
 
 def test_shares_are_those_of_the_handler(tmp_path):
-    """By hand, of 132 multiprocessors: csrc/decode.cc, ChooseSplits."""
+    """By hand, of 132 multiprocessors: csrc/decode.cc, ChooseShares."""
     script(
         tmp_path,
         """
 cases = {case.name: case for case in decode_cases.CASES}
-for name, block, splits in (("1x128k", 16, 33), ("8x32k", 16, 25), ("8x32k, 16 rows", 64, 6), ("8x32k, multi-query", 64, 32),
-                            ("1x128k and 31x1k", 16, 33), ("64x8k", 16, 6)):
-    found = decode_work.splits_of(132, cases[name], block)
-    assert found == splits, (name, found)
+for name, block, splits, dealt in (("1x128k", 16, 33, None), ("8x32k", 16, 25, 4), ("8x32k, 16 rows", 64, 6, 4), ("64x8k", 16, 6, 1),
+                                   ("8x32k, multi-query", 64, 32, 32), ("1x128k and 31x1k", 16, 33, 1), ("short", 16, 11, None),
+                                   ("65", 16, 6, None)):
+    case = cases.get(name) or decode_cases.Case(name, (8192,) * 65 if name == "65" else (2559,) * 6)
+    found = [decode_work.splits_of(132, case, block, dealing) for dealing in (False, True)]
+    want = [(splits, False), (splits, False) if dealt is None else (dealt, True)]
+    assert found == want, (name, found)
 """,
     )

@@ -9,6 +9,7 @@ import importlib
 import os
 import pathlib
 import sys
+import unittest.mock
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,8 @@ def load_kernels() -> dict[str, Any]:
                 "decode",
             )
         ]
-        importlib.import_module("logits").to_tf32 = importlib.import_module("interpreted").to_tf32
+        modules.append(importlib.import_module("interpreted"))
+        importlib.import_module("logits").to_tf32 = modules[-1].to_tf32
     finally:
         sys.path.pop(0)
         if before is None:
@@ -261,9 +263,17 @@ def backward(
 def decode(
     query: np.ndarray, key: np.ndarray, value: np.ndarray, q_lo: np.ndarray, q_hi: np.ndarray,
     table: np.ndarray | None, sinks: np.ndarray | None, scale: float, soft_cap: float, splits: int,
-    *, kernel: str, room: tuple[int, int], tile: tuple[int, int], exact: int = 1,
+    *, kernel: str, room: tuple[int, int], tile: tuple[int, int], exact: int | None = None,
+    shares: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """`room`: the head dims that the kernel is compiled for; `exact`: no TF32."""
+    """`room`: the head dims that the kernel is compiled for; `exact`: no TF32, None: as of 16 bits, but no product is rounded;
+    `shares`: to deal out, 0: `splits` of every sequence."""
+    if exact is None:
+        with unittest.mock.patch.object(sys.modules["logits"], "to_tf32", KERNELS["unrounded"]):
+            return decode(
+                query, key, value, q_lo, q_hi, table, sinks, scale, soft_cap, splits, kernel=kernel, room=room,
+                tile=tile, exact=0, shares=shares,
+            )  # fmt: skip
     batch, q_len, heads, qk_dim = query.shape
     first, second, kv_heads, v_dim = value.shape
     pages, page_size, width = (first, second, table.shape[1]) if table is not None else (0, 0, 0)
@@ -273,11 +283,12 @@ def decode(
     sums = guarded((splits, batch, q_len, heads), np.float32)
     out = guarded((batch, q_len, heads, v_dim), query.dtype)
     lse = guarded((batch, heads, q_len), np.float32)
-    grid = (ceil(q_len * (heads // kv_heads), block_m) * kv_heads * batch * splits,)
+    programs = shares + batch if shares else batch * splits
+    grid = (ceil(q_len * (heads // kv_heads), block_m) * kv_heads * programs,)
     launch(
         kernel, grid, query, key, value, q_lo, q_hi, q_lo if table is None else table, partial, sums, scale, soft_cap,
         batch, q_len, kv_len, pages, page_size, width, heads, kv_heads, qk_dim // 8, v_dim // 8, splits,
-        QK_DIM=room[0], V_DIM=room[1], BLOCK_M=block_m, BLOCK_N=block_n, STAGES=2, EXACT=exact,
+        shares, QK_DIM=room[0], V_DIM=room[1], BLOCK_M=block_m, BLOCK_N=block_n, STAGES=2, EXACT=exact,
     )  # fmt: skip
     launch(
         "decode_combine", (batch * q_len * heads,), partial, sums, q_lo if sinks is None else sinks, q_lo, q_hi, out,
@@ -285,6 +296,17 @@ def decode(
         V_DIM=room[1], SPLITS=128, STEP=16,
     )  # fmt: skip
     return out, lse
+
+
+def dealt_shares(
+    q_lo: np.ndarray, q_hi: np.ndarray, kv_len: int, shares: int, splits: int, step: int
+) -> np.ndarray:
+    """(places, 5): sequence, share, how many it has, first key and behind the last one; what a program of `decode` works out."""
+    batch, q_len = q_lo.shape
+    found = guarded((shares + batch, 5), np.int32)
+    sizes = (batch, q_len, kv_len, shares, splits)
+    launch("dealt_share", (len(found),), q_lo, q_hi, found, *sizes, STEP=step)
+    return found
 
 
 class Extras:

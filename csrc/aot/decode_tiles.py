@@ -1,9 +1,10 @@
 """Tiles of the kernels of decoding: rows of the table (variants.py)."""
 
 # kernel -> (kind of tile, larger head dim) -> BLOCK_M (rows of one key/value head's group),
-# BLOCK_N, STAGES, warps. Not timed on any GPU yet: 16 rows are the least of a matrix product, 64 one
-# warp group's; keys and stages so that, but for the widest heads, two programs or more share a
-# multiprocessor's shared memory. STAGES 2 needs wgmma, else it is one buffer.
+# BLOCK_N, STAGES, warps. 16 rows are the least of a matrix product, 64 one warp group's; keys and
+# stages so that, but for the widest heads, two programs or more share a multiprocessor's shared
+# memory. STAGES 2 needs wgmma, else it is one buffer. "hopper" of 64 and 128 are the fastest of
+# those in benchmarks/results/tune_decode_h200.json; the others are not timed.
 DECODE_TILES = {
     "decode": {
         ("hopper", 64): (16, 64, 4, 4),
@@ -24,9 +25,9 @@ DECODE_TILES = {
         ("small", 256): (16, 32, 3, 4),
     },
     "decode_tall": {
-        ("hopper", 64): (64, 64, 3, 4),
-        ("hopper", 128): (64, 64, 2, 4),
-        ("hopper", 192): (64, 64, 2, 8),
+        ("hopper", 64): (64, 64, 4, 4),
+        ("hopper", 128): (64, 32, 4, 4),
+        ("hopper", 192): (64, 32, 4, 8),
         ("hopper", 256): (64, 32, 3, 8),
         ("blackwell", 64): (64, 64, 3, 4),
         ("blackwell", 128): (64, 64, 2, 8),

@@ -120,7 +120,7 @@ SPILLS = {
     ("forward_hopper", 256): 240,  # under ptxas 12.9; 200 under 13.4
     ("backward_hopper", 64): 32,  # under ptxas 12.9
     ("backward_hopper", 128): 176,  # under ptxas 13.4; 160 under 12.9
-    ("decode_tall", 128): 48,
+    ("decode_tall", 256): 24,
     ("backward_dkdv_hopper", 128): 168,  # under ptxas 12.9; 88 under 13.4
     ("backward_dq_hopper", 64): 160,  # under ptxas 12.9
     ("backward_dq_hopper", 128): 296,  # under ptxas 12.9; 176 under 13.4

@@ -2,8 +2,10 @@
 
 `decode` and `decode_tall` (FlashAttention-2's recurrence, arXiv 2307.08691, split over keys as in Flash-Decoding, pytorch.org/blog/
 flash-decoding): a program takes one key/value head of one sequence, a tile of the rows of its group (rows of one query token are
-beside each other), and one of `splits` equal shares of the keys that those rows attend. It leaves the normalised float32 sum of the
-values and the share's log-sum-exp, base 2. A share without keys leaves -inf and its values are never read.
+beside each other), and a share of the keys that those rows attend. It leaves the normalised float32 sum of the values and the share's
+log-sum-exp, base 2. A share without keys leaves -inf and its values are never read. Every sequence has `splits` equal shares or, where
+`shares` is not 0, as many as its length needs: every program works out from the ranges which of whose it is. Keys that all rows of the
+tile attend come first, without a mask.
 `decode_combine` merges the shares of a row, adds the sink to the sum and writes the results.
 
 A cache is (batch, kv_len, ...), or pages that `block_table` orders; page_size is 0 for the first. Head dims are known at run time only, in
@@ -17,12 +19,52 @@ from logits import LOG2E, dot, tanh
 from rows import EMPTY_MIN, columns
 
 LN2 = tl.constexpr(0.6931471805599453)
+ENTRIES = tl.constexpr(128)  # of a block table, at once
+SEQUENCES = tl.constexpr(64)  # that shares are dealt to, at most: csrc/decode.cc
+ROWS = tl.constexpr(16)  # new rows of a sequence, at most
+LEAST = tl.constexpr(128)  # keys of a share: below, a program costs more than its keys
 
 
 @triton.jit
 def load_columns(pointers, there, dim, DIM: tl.constexpr):
-    """A tile (rows, columns(DIM)) of rows that have `dim` columns: 0 behind them, and in rows that are not `there`."""
-    return tl.load(pointers, mask=there[:, None] & (columns(DIM)[None, :] < dim), other=0.0)
+    """A tile (rows, columns(DIM)) of rows that have `dim` columns: 0 behind them, and in rows that are not `there` (None: all are)."""
+    real = columns(DIM)[None, :] < dim
+    if there is not None:
+        real = there[:, None] & real
+    return tl.load(pointers, mask=real, other=0.0)
+
+
+@triton.jit
+def attended(q_lo, q_hi, at, there, kv_len):
+    """The keys [lo, hi) of rows of `at`; none of a row that ends behind the cache: decode_combine makes NaN of it."""
+    lo = tl.maximum(tl.load(q_lo + at, mask=there, other=0), 0)
+    hi = tl.load(q_hi + at, mask=there, other=0)
+    return lo, tl.where(hi <= kv_len, hi, 0)
+
+
+@triton.jit
+def deal(q_lo, q_hi, place, batch, q_len, kv_len, shares, splits, STEP: tl.constexpr):
+    """Which sequence and which of its shares is dealt to `place`, and how many shares the sequence has.
+
+    All have about the same length, which makes them at most `shares` + batch: at least one of a sequence, at most `splits`.
+    Places behind the last share get sequence `batch`.
+    """
+    sequences = tl.arange(0, SEQUENCES)
+    rows = tl.arange(0, ROWS)[None, :]
+    there = (sequences < batch)[:, None] & (rows < q_len)
+    lo, hi = attended(q_lo, q_hi, sequences[:, None] * q_len + rows, there, kv_len)
+    start = tl.min(tl.where(lo < hi, lo, EMPTY_MIN), 1)
+    end = tl.max(tl.where(lo < hi, hi, 0), 1)
+    steps = tl.cdiv(tl.maximum(end - start, 0), STEP)
+    length = tl.cdiv(tl.sum(steps.to(tl.int64), 0), shares).to(tl.int32)
+    length = tl.maximum(length, tl.cdiv(tl.max(steps, 0), splits))
+    length = tl.maximum(length, tl.cdiv(LEAST, STEP))
+    parts = tl.where(sequences < batch, tl.maximum(tl.cdiv(steps, length), 1), 0)
+    ends = tl.cumsum(parts, 0)
+    before = (ends <= place) & (sequences < batch)
+    b = tl.sum(before.to(tl.int32), 0)
+    split = place - tl.max(tl.where(before, ends, 0), 0)
+    return b, split, tl.sum(tl.where(sequences == b, parts, 0), 0)
 
 
 @triton.jit
@@ -39,13 +81,27 @@ def share_of_keys(start, end, split, splits, STEP: tl.constexpr):
 
 
 @triton.jit
+def pages_there(block_table, begin, stop, pages, page_size):
+    """Whether all pages of the keys [begin, stop) are there."""
+    entries = tl.arange(0, ENTRIES)
+    lost = tl.zeros([ENTRIES], tl.int32)
+    last = tl.cdiv(stop, page_size)
+    for first in tl.range(begin // page_size, last, ENTRIES):
+        page = tl.load(block_table + first + entries, mask=first + entries < last, other=0)
+        lost |= ((page < 0) | (page >= pages)).to(tl.int32)
+    return tl.max(lost, 0) == 0
+
+
+@triton.jit
 def attend(
-    acc, m, l, q, key, value, block_table, lo, hi, begin, stop, first_row, kv_head, pages, page_size, scale,
+    acc, m, l, q, key, value, block_table, lo, hi, begin, stop, skip, skipped, first_row, kv_head, pages, page_size, scale,
     soft_cap, kv_heads, qk_dim, v_dim,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr,
-    PAGED: tl.constexpr,
+    PAGED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The keys [begin, stop). Key j of the sequence is row first_row + j of the cache, or in the page that `block_table` says."""
+    """The keys [begin, stop), but for `skipped` of them at `skip`. Key j of the sequence is row first_row + j of the cache, or
+    in the page that `block_table` says. Not MASKED: whole steps of keys that all rows attend, of pages that are there, and the first
+    keys of these rows; no soft cap, and no scale near 0 or below."""
     DEPTH: tl.constexpr = (
         2 * STAGES - 1 if PAGED else STAGES
     )  # half of them fetch entries of the block table ahead of their rows
@@ -58,34 +114,49 @@ def attend(
     v_ptr = value + kv_head.to(tl.int64) * v_dim + v_dims[None, :]
     k_row = kv_heads.to(tl.int64) * qk_dim
     v_row = kv_heads.to(tl.int64) * v_dim
-    for at in tl.range(begin, stop, BLOCK_N, num_stages=DEPTH):
+    for place in tl.range(begin, stop - skipped, BLOCK_N, num_stages=DEPTH):
+        at = place
+        if MASKED:
+            at = tl.where(place < skip, place, place + skipped)
         keys = at + cols
-        present = keys < stop
-        readable = present
         row = first_row + keys
+        readable = None
+        if MASKED:
+            readable = keys < stop
         if PAGED:
             entry = keys // page_size
-            page = tl.load(block_table + entry, mask=present, other=0)
-            readable = present & (page >= 0) & (page < pages)
+            if MASKED:
+                page = tl.load(block_table + entry, mask=readable, other=0)
+                readable = readable & (page >= 0) & (page < pages)
+            else:
+                page = tl.load(block_table + entry)
             row = page.to(tl.int64) * page_size + (keys - entry * page_size)
         k = load_columns(k_ptr + row[:, None] * k_row, readable, qk_dim, QK_DIM)
         v = load_columns(v_ptr + row[:, None] * v_row, readable, v_dim, V_DIM)
         s = dot(q, tl.trans(k), None, EXACT)
-        # selected and not branched around: ptxas serialises wgmma around a branch, and this hides behind the loads
-        s = s * scale2
-        s = tl.where(soft_cap > 0, tanh(s / cap2) * cap2, s)
-        if PAGED:
-            s = tl.where(readable[None, :], s, float("nan"))
-        inside = (keys[None, :] >= lo[:, None]) & (keys[None, :] < hi[:, None]) & present[None, :]
-        s = tl.where(inside, s, float("-inf"))
+        if MASKED:
+            s = s * scale2
+            # selected and not branched around: ptxas serialises wgmma around a branch
+            s = tl.where(soft_cap > 0, tanh(s / cap2) * cap2, s)
+            if PAGED:
+                s = tl.where(readable[None, :], s, float("nan"))
+            inside = (keys[None, :] >= lo[:, None]) & (keys[None, :] < hi[:, None])
+            s = tl.where(inside, s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
         # a row that has met no key yet: 2^(-inf - 0) = 0, not NaN
         base = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.exp2(s - base[:, None])
-        alpha = tl.exp2(m - base)
+        if MASKED:
+            p = tl.exp2(s - base[:, None])
+            alpha = tl.exp2(m - base)
+        else:
+            # m is in units of s here: a fused s * scale2 - m would keep what m lost by rounding, and overflow behind 2^31
+            p = tl.exp2((s - base[:, None]) * scale2)
+            alpha = tl.exp2((m - base) * scale2)
         l = l * alpha + tl.sum(p, 1)
         acc = dot(p.to(v.dtype), v, acc * alpha[:, None], EXACT)
         m = m_new
+    if not MASKED:
+        m = tl.where(m == float("-inf"), m, m * scale2)
     return acc, m, l
 
 
@@ -93,6 +164,7 @@ def attend(
 def share(
     query, key, value, q_lo, q_hi, block_table, partial, sums,
     scale, soft_cap, batch, q_len, kv_len, pages, page_size, table_width, heads, kv_heads, qk_eighths, v_eighths, splits,
+    shares,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -106,26 +178,33 @@ def share(
     rest = pid // tiles
     kv_head = rest % kv_heads
     rest = rest // kv_heads
-    split = rest % splits
-    b = rest // splits
+    if shares > 0:
+        b, split, parts = deal(q_lo, q_hi, rest, batch, q_len, kv_len, shares, splits, BLOCK_N)
+    else:
+        b, split, parts = rest // splits, rest % splits, splits
+    if b >= batch:
+        return
 
     member = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     there = member < q_len * group
     token = member // group
     bounds = b.to(tl.int64) * q_len + token
-    lo = tl.maximum(tl.load(q_lo + bounds, mask=there, other=0), 0)
-    hi = tl.load(q_hi + bounds, mask=there, other=0)
-    hi = tl.where(hi <= kv_len, hi, 0)  # decode_combine makes NaN of such a row
+    lo, hi = attended(q_lo, q_hi, bounds, there, kv_len)
     some = lo < hi
     start = tl.min(tl.where(some, lo, EMPTY_MIN), 0)
     end = tl.max(tl.where(some, hi, 0), 0)
-    begin, stop = share_of_keys(start, end, split, splits, BLOCK_N)
+    begin, stop = share_of_keys(start, end, split, parts, BLOCK_N)
 
     # (batch, q_len, heads): rows of the query, of `sums` and, times the number of splits, of `partial`
     row = bounds * heads + kv_head * group + member % group
-    left = (split.to(tl.int64) * batch) * q_len * heads + row
+    rows = batch.to(tl.int64) * q_len * heads
+    left = split * rows + row
+    nothing = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    if split == parts - 1:  # for the shares that this sequence has not
+        for other in tl.range(parts, splits):
+            tl.store(sums + other * rows + row, nothing, mask=there)
     if begin >= stop:
-        tl.store(sums + left, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=there)
+        tl.store(sums + left, nothing, mask=there)
     else:
         qk_dims = columns(QK_DIM)
         v_dims = columns(V_DIM)
@@ -133,39 +212,63 @@ def share(
         m = tl.full([BLOCK_M], float("-inf"), tl.float32)
         l = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, v_dims.shape[0]], tl.float32)
+        core_lo = tl.max(tl.where(some, lo, 0), 0)
+        core_hi = tl.min(tl.where(some, hi, EMPTY_MIN), 0)
+        core = tl.minimum(begin + tl.cdiv(tl.maximum(core_lo - begin, 0), BLOCK_N) * BLOCK_N, stop)
+        core_end = core + tl.maximum(tl.minimum(core_hi, stop) - core, 0) // BLOCK_N * BLOCK_N
+        # of smaller scales, differences of scores may overflow before they are scaled
+        core_end = tl.where((soft_cap > 0) | (scale < 1e-30), core, core_end)
+        if EXACT:  # two loops of these products would not fit in registers
+            core_end = core
         if page_size > 0:
+            table = block_table + b.to(tl.int64) * table_width
+            if not EXACT:
+                if not pages_there(table, core, core_end, pages, page_size):
+                    core_end = core
+                acc, m, l = attend(
+                    acc, m, l, q, key, value, table, lo, hi, core, core_end, core, 0, b.to(tl.int64) * 0, kv_head, pages,
+                    page_size, scale, soft_cap, kv_heads, qk_dim, v_dim,
+                    QK_DIM, V_DIM, BLOCK_N, STAGES, EXACT, True, False,
+                )  # fmt: skip
             acc, m, l = attend(
-                acc, m, l, q, key, value, block_table + b.to(tl.int64) * table_width, lo, hi, begin, stop,
-                b.to(tl.int64) * 0, kv_head, pages, page_size, scale, soft_cap, kv_heads, qk_dim, v_dim,
-                QK_DIM, V_DIM, BLOCK_N, STAGES, EXACT, True,
+                acc, m, l, q, key, value, table, lo, hi, begin, stop, core, core_end - core, b.to(tl.int64) * 0, kv_head,
+                pages, page_size, scale, soft_cap, kv_heads, qk_dim, v_dim,
+                QK_DIM, V_DIM, BLOCK_N, STAGES, EXACT, True, True,
             )  # fmt: skip
         else:
+            if not EXACT:
+                acc, m, l = attend(
+                    acc, m, l, q, key, value, block_table, lo, hi, core, core_end, core, 0, b.to(tl.int64) * kv_len, kv_head,
+                    pages, page_size, scale, soft_cap, kv_heads, qk_dim, v_dim,
+                    QK_DIM, V_DIM, BLOCK_N, STAGES, EXACT, False, False,
+                )  # fmt: skip
             acc, m, l = attend(
-                acc, m, l, q, key, value, block_table, lo, hi, begin, stop,
-                b.to(tl.int64) * kv_len, kv_head, pages, page_size, scale, soft_cap, kv_heads, qk_dim, v_dim,
-                QK_DIM, V_DIM, BLOCK_N, STAGES, EXACT, False,
+                acc, m, l, q, key, value, block_table, lo, hi, begin, stop, core, core_end - core, b.to(tl.int64) * kv_len,
+                kv_head, pages, page_size, scale, soft_cap, kv_heads, qk_dim, v_dim,
+                QK_DIM, V_DIM, BLOCK_N, STAGES, EXACT, False, True,
             )  # fmt: skip
-        attended = l != 0.0  # a NaN is attended: it must reach the result
-        result = acc / tl.where(attended, l, 1.0)[:, None]
+        met = some & (l != 0.0)  # a NaN is met: it must reach the result
+        result = acc / tl.where(met, l, 1.0)[:, None]
         tl.store(
             partial + left[:, None] * v_dim + v_dims[None, :],
             result,
             mask=there[:, None] & (v_dims[None, :] < v_dim),
         )
-        tl.store(sums + left, tl.where(attended, m + tl.log2(l), float("-inf")), mask=there)
+        tl.store(sums + left, tl.where(met, m + tl.log2(l), float("-inf")), mask=there)
 
 
 @triton.jit
 def decode(
     query, key, value, q_lo, q_hi, block_table, partial, sums,
     scale, soft_cap, batch, q_len, kv_len, pages, page_size, table_width, heads, kv_heads, qk_eighths, v_eighths, splits,
+    shares,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
     share(
         query, key, value, q_lo, q_hi, block_table, partial, sums, scale, soft_cap, batch, q_len, kv_len, pages,
-        page_size, table_width, heads, kv_heads, qk_eighths, v_eighths, splits, QK_DIM, V_DIM, BLOCK_M, BLOCK_N, STAGES,
-        EXACT,
+        page_size, table_width, heads, kv_heads, qk_eighths, v_eighths, splits, shares, QK_DIM, V_DIM, BLOCK_M, BLOCK_N,
+        STAGES, EXACT,
     )  # fmt: skip
 
 
@@ -173,14 +276,15 @@ def decode(
 def decode_tall(
     query, key, value, q_lo, q_hi, block_table, partial, sums,
     scale, soft_cap, batch, q_len, kv_len, pages, page_size, table_width, heads, kv_heads, qk_eighths, v_eighths, splits,
+    shares,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
     """The same for groups of more rows than a tile of `decode` has: a name of its own in the table."""
     share(
         query, key, value, q_lo, q_hi, block_table, partial, sums, scale, soft_cap, batch, q_len, kv_len, pages,
-        page_size, table_width, heads, kv_heads, qk_eighths, v_eighths, splits, QK_DIM, V_DIM, BLOCK_M, BLOCK_N, STAGES,
-        EXACT,
+        page_size, table_width, heads, kv_heads, qk_eighths, v_eighths, splits, shares, QK_DIM, V_DIM, BLOCK_M, BLOCK_N,
+        STAGES, EXACT,
     )  # fmt: skip
 
 
@@ -214,7 +318,7 @@ def decode_combine(
 
     v_dims = columns(V_DIM)
     acc = tl.zeros([v_dims.shape[0]], tl.float32)
-    for first in tl.range(0, splits, STEP):
+    for first in tl.range(0, tl.max(tl.where(parts != float("-inf"), every + 1, 0), 0), STEP):
         some = first + tl.arange(0, STEP)
         part = tl.load(sums + some * rows + row, mask=some < splits, other=float("-inf"))
         full = part != float("-inf")

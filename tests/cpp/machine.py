@@ -67,7 +67,7 @@ POINTERS |= {f"{kernel}_capped": POINTERS[kernel] for kernel in CAPPED}
 ATTENTION = "scale:f element_test batch mask_batch q_len kv_len heads kv_heads"
 DECODE = (
     "scale:f soft_cap:f batch q_len kv_len pages page_size table_width heads kv_heads "
-    "qk_eighths v_eighths splits"
+    "qk_eighths v_eighths splits shares"
 )
 GENERAL = (
     "batch mask_batch scales_batch bias_batch map_batch map_heads q_block kv_block "
