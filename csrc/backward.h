@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention.h"
+#include "block_map.h"
 
 namespace packax {
 
@@ -14,7 +15,8 @@ struct BackwardCall {
   float scale;
   int32_t has_dlse;
   bool want_dq, want_dkv;
-  float soft_cap = 0;  // 0: none
+  float soft_cap = 0;                          // 0: none
+  std::optional<BlockMap> map = std::nullopt;  // never with a soft cap
 };
 
 // The sections of the workspace for Hopper. All begin at multiples of 256 bytes from its start.

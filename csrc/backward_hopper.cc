@@ -96,6 +96,20 @@ void Fill(const BackwardCall& c, const Sections&, BackwardDkdvHopperCappedArgs* 
   *args = {PACKAX_NO_TILES, PACKAX_KEYS(c), .soft_cap = c.soft_cap, PACKAX_TESTS_AND_SIZES(c)};
 }
 
+void Fill(const BackwardCall& c, const Sections&, BackwardDkdvHopperMappedArgs* args) {
+  *args = {
+      PACKAX_NO_TILES,
+      PACKAX_MASK_ELEMENTS(c.mask),
+      .kv_blocks = c.kv_blocks.untyped_data(),
+      .kv_order = c.kv_order.untyped_data(),
+      .map_bits = c.map->bits.untyped_data(),
+      .kv_entries = c.map->kv_entries.untyped_data(),
+      .scale = c.scale,
+      .element_test = c.mask.element_test,
+      PACKAX_MAPPED_SIZES(c.shape, *c.map),
+  };
+}
+
 // Likewise of the kernel that makes dQ.
 #define PACKAX_ROWS(c, at)                                                                     \
   .query = {}, .key = {}, .value = {}, .dout = {}, .dq = {}, .lse2 = (at).lse2,                \
@@ -108,6 +122,26 @@ void Fill(const BackwardCall& c, const Sections& at, BackwardDqHopperArgs* args)
 
 void Fill(const BackwardCall& c, const Sections& at, BackwardDqHopperCappedArgs* args) {
   *args = {PACKAX_ROWS(c, at), .soft_cap = c.soft_cap, PACKAX_TESTS_AND_SIZES(c)};
+}
+
+void Fill(const BackwardCall& c, const Sections& at, BackwardDqHopperMappedArgs* args) {
+  *args = {
+      .query = {},
+      .key = {},
+      .value = {},
+      .dout = {},
+      .dq = {},
+      .lse2 = at.lse2,
+      .delta = at.delta,
+      PACKAX_MASK_ROWS(c.mask),
+      .q_order = c.mask.q_order.untyped_data(),
+      .counter = at.counter,
+      .map_bits = c.map->bits.untyped_data(),
+      .q_entries = c.map->entries.untyped_data(),
+      .scale = c.scale,
+      .element_test = c.mask.element_test,
+      PACKAX_MAPPED_SIZES(c.shape, *c.map),
+  };
 }
 
 // One kernel for all gradients. The sum of dQ is in float32 and comes together in any order; dK and
@@ -234,6 +268,13 @@ ffi::Error CheckWorkspace(const ffi::AnyBuffer& workspace, const Shape& s) {
 ffi::Error BackwardOnHopper(Device* device, Stream stream, const BackwardCall& c, bool* found) {
   *found = false;
   if (!HopperWorkspace(c.shape).fits_int32()) return ffi::Error::Success();
+  if (c.map) {
+    if (c.workspace.dimensions()[0] < HopperWorkspace(c.shape).apart_size()) {
+      return ffi::Error::Success();
+    }
+    return RunIfFound<Apart<BackwardDkdvHopperMappedArgs, BackwardDqHopperMappedArgs>>(
+        device, stream, c, found);
+  }
   if (c.soft_cap > 0) {
     return RunOne<BackwardHopperCappedArgs, BackwardDkdvHopperCappedArgs,
                   BackwardDqHopperCappedArgs>(device, stream, c, found);

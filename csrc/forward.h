@@ -4,6 +4,7 @@
 #pragma once
 
 #include "attention.h"
+#include "block_map.h"
 
 namespace packax {
 
@@ -12,7 +13,8 @@ struct ForwardCall {
   Mask mask;
   ffi::AnyBuffer query, key, value, q_order_192, out, lse, counter;
   float scale;
-  float soft_cap = 0;  // 0: none
+  float soft_cap = 0;                          // 0: none
+  std::optional<BlockMap> map = std::nullopt;  // never with a soft cap
 };
 
 // The kernel of Hopper for this call, with a soft cap or without. `*found` says whether this device

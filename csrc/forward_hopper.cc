@@ -30,6 +30,25 @@ void Fill(const ForwardCall& c, const void* q_order, ForwardHopperCappedArgs* ar
   };
 }
 
+void Fill(const ForwardCall& c, const void* q_order, ForwardHopperMappedArgs* args) {
+  const Shape& s = c.shape;
+  *args = {
+      .query = {},
+      .key = {},
+      .value = {},
+      .out = {},
+      .lse = c.lse.untyped_data(),
+      PACKAX_MASK_ROWS(c.mask),
+      .q_order = q_order,
+      .counter = c.counter.untyped_data(),
+      .map_bits = c.map->bits.untyped_data(),
+      .q_entries = c.map->entries.untyped_data(),
+      .scale = c.scale,
+      .element_test = c.mask.element_test,
+      PACKAX_MAPPED_SIZES(s, *c.map),
+  };
+}
+
 template <typename Args>
 ffi::Error LaunchForward(const Ready<Args>& forward, Stream stream, const ForwardCall& c) {
   const Shape& s = c.shape;
@@ -64,6 +83,7 @@ ffi::Error RunIfFound(Device* device, Stream stream, const ForwardCall& c, bool*
 }  // namespace
 
 ffi::Error ForwardOnHopper(Device* device, Stream stream, const ForwardCall& c, bool* found) {
+  if (c.map) return RunIfFound<ForwardHopperMappedArgs>(device, stream, c, found);
   if (c.soft_cap > 0) return RunIfFound<ForwardHopperCappedArgs>(device, stream, c, found);
   return RunIfFound<ForwardHopperArgs>(device, stream, c, found);
 }

@@ -25,15 +25,6 @@ struct Extras {
   int32_t scales_batch = 0, bias_batch = 0;  // 1 or batch; 0: not there
 };
 
-// A map of blocks that narrows the mask, and the lists of what a tile of rows, and in the backward
-// one of keys, meets in it. Without blocks (of 0) there is none, and no buffer is ever read.
-struct BlockMap {
-  ffi::AnyBuffer bits;     // (batch, heads, ceil(q_len/q_block), words) int32
-  ffi::AnyBuffer entries;  // (mask_batch, heads, q_tiles, 2 + kv_blocks) int32
-  int32_t q_block, kv_block;
-  int32_t batch = 1, heads = 0;  // 1 or mask_batch, 1 or the heads of query; no heads: not there
-};
-
 // Members of `Args{...}`, as those of attention.h.
 #define PACKAX_EXTRAS(e)                                                              \
   .scales = (e).scales.untyped_data(), .slopes = (e).slopes.untyped_data(),           \
@@ -44,35 +35,6 @@ struct BlockMap {
   .bias_batch = (e).bias_batch, .map_batch = (b).batch, .map_heads = (b).heads,               \
   .q_block = (b).q_block, .kv_block = (b).kv_block, .q_len = (s).q_len, .kv_len = (s).kv_len, \
   .heads = (s).heads, .kv_heads = (s).kv_heads, .qk_dim = (s).qk_dim, .v_dim = (s).v_dim
-
-ffi::Error ReadBlockMap(const Shape& s, BlockMap* m) {
-  PACKAX_CHECK(m->q_block >= 0 && m->kv_block >= 0 && (m->q_block > 0) == (m->kv_block > 0),
-               kInvalidArgument)
-      << "attributes q_block and kv_block are " << m->q_block << " and " << m->kv_block
-      << ", expected both above 0, or both 0 without a map";
-  if (m->q_block == 0) {
-    m->q_block = m->kv_block = 1;  // divisors
-    return ffi::Error::Success();
-  }
-  PACKAX_TRY(ExpectRank("map_bits", m->bits, 4, "(map_batch, map_heads, rows, words)"));
-  const int64_t batch = m->bits.dimensions()[0], heads = m->bits.dimensions()[1];
-  PACKAX_CHECK(batch == 1 || batch == s.mask_batch, kInvalidArgument)
-      << "map_bits has " << batch << " rows (axis 0), expected 1 or mask_batch, " << s.mask_batch;
-  PACKAX_CHECK(heads == 1 || heads == s.heads, kInvalidArgument)
-      << "map_bits has " << heads << " heads (axis 1), expected 1 or those of query, " << s.heads;
-  m->batch = static_cast<int32_t>(batch);
-  m->heads = static_cast<int32_t>(heads);
-  PACKAX_TRY(Expect("map_bits", m->bits, ffi::DataType::S32,
-                    {{"map_batch", batch},
-                     {"map_heads", heads},
-                     {"ceil(q_len/q_block)", CeilDiv(s.q_len, m->q_block)},
-                     {"ceil(kv_len/kv_block/32)", CeilDiv(CeilDiv(s.kv_len, m->kv_block), 32)}}));
-  return Expect("q_entries", m->entries, ffi::DataType::S32,
-                {{"mask_batch", s.mask_batch},
-                 {"map_heads", heads},
-                 {"ceil(q_len/128)", s.q_tiles()},
-                 {"2+ceil(kv_len/64)", 2 + s.kv_blocks()}});
-}
 
 ffi::Error ReadBatch(const char* name, const ffi::AnyBuffer& buffer, const Shape& s,
                      int32_t* batch) {
@@ -111,10 +73,11 @@ ffi::Error ReadExtras(const Shape& s, int32_t has_scales, int32_t has_bias, Extr
   return ffi::Error::Success();
 }
 
-// Whether a soft cap is all there is, and one that the kernels for Hopper can take.
-bool JustCapped(const Extras& e, const BlockMap& b) {
-  return e.soft_cap > 0 && e.soft_cap <= kLargestCap && std::isfinite(e.scale / e.soft_cap) &&
-         e.scales_batch == 0 && e.bias_batch == 0 && b.heads == 0;
+// Whether the kernels for Hopper can take it: a soft cap, or a map, and nothing else.
+bool OnHopper(const Extras& e, const BlockMap& b) {
+  if (e.scales_batch > 0 || e.bias_batch > 0) return false;
+  if (e.soft_cap == 0) return b.there() && b.shifts();
+  return !b.there() && e.soft_cap <= kLargestCap && std::isfinite(e.scale / e.soft_cap);
 }
 
 ffi::Error Forward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi::AnyBuffer value,
@@ -136,7 +99,7 @@ ffi::Error Forward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi:
   PACKAX_TRY(CheckMask(s, m));
   Extras e{scales, slopes, q_places, kv_places, scale, soft_cap};
   PACKAX_TRY(ReadExtras(s, has_scales, has_bias, &e));
-  BlockMap b{map_bits, q_entries, q_block, kv_block};
+  BlockMap b{map_bits, q_entries, q_entries, q_block, kv_block};
   PACKAX_TRY(ReadBlockMap(s, &b));
   PACKAX_TRY(ExpectRows("out", *out, s, {"v_dim", s.v_dim}));
   PACKAX_TRY(ExpectSums("lse", *lse, s));
@@ -148,9 +111,9 @@ ffi::Error Forward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi:
 
   Device* device;
   PACKAX_TRY(CurrentDevice(&device));
-  if (JustCapped(e, b) && want_top == 0) {
-    const ForwardCall call{s,    m,    query,    key,   value,   q_order_192,
-                           *out, *lse, *counter, scale, soft_cap};
+  if (OnHopper(e, b) && want_top == 0) {
+    const ForwardCall call{s,    m,    query,    key,   value,    q_order_192,
+                           *out, *lse, *counter, scale, soft_cap, b.if_there()};
     bool on_hopper;
     PACKAX_TRY(ForwardOnHopper(device, stream, call, &on_hopper));
     if (on_hopper) return ffi::Error::Success();
@@ -200,15 +163,9 @@ ffi::Error Backward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi
   const Axis qk_dim{"qk_dim", s.qk_dim}, v_dim{"v_dim", s.v_dim};
   Extras e{scales, slopes, q_places, kv_places, scale, soft_cap};
   PACKAX_TRY(ReadExtras(s, has_scales, has_bias, &e));
-  BlockMap b{map_bits, q_entries, q_block, kv_block};
+  BlockMap b{map_bits, q_entries, kv_entries, q_block, kv_block};
   PACKAX_TRY(ReadBlockMap(s, &b));
-  if (b.heads > 0) {
-    PACKAX_TRY(Expect("kv_entries", kv_entries, ffi::DataType::S32,
-                      {{"mask_batch", s.mask_batch},
-                       {"map_heads", b.heads},
-                       {"ceil(kv_len/128)", s.kv_tiles()},
-                       {"2+ceil(q_len/64)", 2 + s.q_blocks()}}));
-  }
+  PACKAX_TRY(CheckListsOfKeys(s, b));
   PACKAX_TRY(ExpectRows("out", out, s, v_dim));
   PACKAX_TRY(ExpectSums("lse", lse, s));
   PACKAX_TRY(ExpectRows("dout", dout, s, v_dim));
@@ -219,8 +176,8 @@ ffi::Error Backward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi
   PACKAX_TRY(ExpectAttribute("wanted", wanted, 3));
   const bool want_rows = (wanted & 1) != 0 || has_dnumbers == 1, want_keys = (wanted & 2) != 0;
   PACKAX_TRY(CheckWorkspace(*workspace, s));
-  const bool may_be_capped = JustCapped(e, b) && has_dnumbers == 0;
-  const bool fused = may_be_capped && HopperWorkspace(s).holds_sum(*workspace);
+  const bool may_be_on_hopper = OnHopper(e, b) && has_dnumbers == 0;
+  const bool fused = may_be_on_hopper && !b.there() && HopperWorkspace(s).holds_sum(*workspace);
   if (want_rows) PACKAX_TRY(ExpectRows("dq", *dq, s, qk_dim));
   if (want_keys || fused) {
     PACKAX_TRY(ExpectKeys("dk", *dk, s, qk_dim));
@@ -236,10 +193,11 @@ ffi::Error Backward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi
   // All kernels before the first launch: a missing one must not leave half a backward behind.
   Device* device;
   PACKAX_TRY(CurrentDevice(&device));
-  if (may_be_capped) {
-    const BackwardCall call{s,          m,     query,     key,       value,     out,     lse,
-                            dout,       dlse,  kv_blocks, kv_order,  *dq,       *dk,     *dv,
-                            *workspace, scale, has_dlse,  want_rows, want_keys, soft_cap};
+  if (may_be_on_hopper) {
+    const BackwardCall call{s,         m,        query,       key,       value,    out,
+                            lse,       dout,     dlse,        kv_blocks, kv_order, *dq,
+                            *dk,       *dv,      *workspace,  scale,     has_dlse, want_rows,
+                            want_keys, soft_cap, b.if_there()};
     bool on_hopper;
     PACKAX_TRY(BackwardOnHopper(device, stream, call, &on_hopper));
     if (on_hopper) return ffi::Error::Success();

@@ -1,4 +1,8 @@
-"""Maps of blocks in the general kernels on a GPU. `pytest -m gpu`."""
+"""Maps of blocks on a GPU. `pytest -m gpu`.
+
+`test_scores.check` asks for the largest logits and gives the scale as an array, so `test_cases` runs the general kernels. At head
+dim 128 a call that has nothing beside the map runs Hopper's own where the sizes of a block are powers of two.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 import packax
 import pytest
+from gpu_kinds import DTYPES
+from gpu_runs import (
+    Results,
+    Tensors,
+    assert_close,
+    assert_identical,
+    build,
+    packed,
+    poison,
+    run,
+    tensors,
+)
 from test_scores import check, sinks_of, slopes_of
 
 pytestmark = pytest.mark.gpu
@@ -36,8 +52,11 @@ def test_cases(name, dtype, dims, options):
 
 
 @pytest.mark.parametrize("size,share", [((128, 128), 0.4), ((1, 512), 0.3), ((64, 16), 0.1)])
-def test_long_sequences_equal_xla_and_every_time(size, share):
-    """Long lists, full blocks and others, NaNs in rows that attend nothing; the same bits in each run."""
+@pytest.mark.parametrize("dim,garbage", [(64, jnp.nan), (128, 1e30)])
+def test_long_sequences_equal_xla_and_every_time(size, share, dim, garbage):
+    """Long lists, full blocks and others, garbage in rows that attend nothing; the same bits in each run.
+
+    The general kernels keep NaNs out there, those of Hopper what docs/numerics.md says: finite numbers."""
     length, heads = 4096, 8
     chosen, _ = cases.random_map(1, size, share, (2, heads), (length, length))
     chosen[0, 3, : len(chosen[0, 0]) // 2] = False  # rows that attend nothing
@@ -45,7 +64,7 @@ def test_long_sequences_equal_xla_and_every_time(size, share):
     mask = packax.create_attention_mask(expression, q_len=length, kv_len=length)
     rng = np.random.default_rng(0)
     query, key, value, dout = (
-        jnp.asarray(rng.standard_normal((2, length, n, 64)), jnp.bfloat16)
+        jnp.asarray(rng.standard_normal((2, length, n, dim)), jnp.bfloat16)
         for n in (heads, 2, 2, heads)
     )
 
@@ -66,7 +85,7 @@ def test_long_sequences_equal_xla_and_every_time(size, share):
     _, (_, lse, *_) = step(query, key, value, dout, dlse)
     idle = (np.asarray(lse) == -np.inf).swapaxes(1, 2)
     assert idle.any()
-    query, dout = (jnp.where(idle[..., None], jnp.nan, x) for x in (query, dout))
+    query, dout = (jnp.where(idle[..., None], garbage, x).astype(x.dtype) for x in (query, dout))
     got, wanted = step(query, key, value, dout, dlse)
     again, _ = step(query, key, value, dout, dlse)
     for name, x, y, z in zip(("out", "lse", "dq", "dk", "dv"), got, wanted, again, strict=True):
@@ -76,3 +95,179 @@ def test_long_sequences_equal_xla_and_every_time(size, share):
         some = y > -np.inf
         size_of = np.abs(y[some]).max()
         np.testing.assert_allclose(x[some], y[some], atol=2.0**-6 * size_of, err_msg=name)
+
+
+def run_checked(x, expression):
+    got = run(x, expression)
+    assert_close(x, got, expression.as_array(x.query.shape[1], x.key.shape[1]))
+    return got
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", [case.name for case in cases.SPARSE])
+def test_cases_with_nothing_else(name, dtype):
+    case = cases.BY_NAME[name]
+    run_checked(Tensors(*case.tensors(dtype, 128, 128)), case.expression())
+
+
+Q_LEN, KV_LEN = 777, 1301
+# (rows, keys) of a block, the share of them in the map, its batch rows and heads
+SELECTIONS = [
+    ((1, 512), 0.4, (2, 4)),  # MoBA
+    ((1, 1), 0.1, (2, 1)),  # an indexer
+    ((1, 64), 0.2, (1, 4)),
+    ((2, 16), 0.3, (2, 4)),
+    ((64, 64), 0.4, (1, 1)),
+    ((16, 1), 0.2, (2, 4)),
+    ((512, 2), 0.5, (1, 4)),
+    ((4096, 128), 0.6, (2, 4)),
+    ((32, 4096), 0.6, (2, 1)),
+    ((128, 256), 0.5, (2, 4)),
+]
+IDS = np.stack([packed(300, 250, 227), packed(64, 500, -100, 113)])
+KEYS = np.stack([packed(500, 400, 401), packed(200, 700, -200, 201)])
+PLACES = [np.stack([cases.positions_of(ids) for ids in y]) for y in (IDS, KEYS)]
+BESIDE = (
+    lambda: packax.full(),
+    lambda: packax.causal(offset=KV_LEN - Q_LEN),
+    lambda: packax.documents(IDS, kv_segment_ids=KEYS),
+    lambda: (
+        packax.sliding_window(150, 40)
+        & packax.documents(IDS, kv_segment_ids=KEYS, positions=PLACES[0], kv_positions=PLACES[1])
+    ),
+)
+
+
+def selection(n, beside=None):
+    """Random, with rows, a tile of rows and a tile of keys that have nothing."""
+    size, share, shape = SELECTIONS[n]
+    chosen, _ = cases.random_map(n, size, share, shape, (Q_LEN, KV_LEN))
+    for axis, block, (begin, end) in ((2, size[0], (256, 384)), (3, size[1], (640, 768))):
+        if block <= 128:
+            chosen[(slice(None),) * axis + (slice(begin // block, end // block),)] = False
+    chosen[0, 0, ::7] = False
+    return packax.block_sparse(chosen, size) & (beside or BESIDE[0])()
+
+
+@pytest.mark.parametrize(
+    "n", range(len(SELECTIONS)), ids=lambda n: "x".join(map(str, SELECTIONS[n][0]))
+)
+@pytest.mark.parametrize(
+    "beside", range(len(BESIDE)), ids=("full", "causal", "documents", "window")
+)
+def test_odd_lengths(n, beside):
+    """Every size with every mask beside it, a map for each head and batch row or one for all; dtypes in turns."""
+    x = tensors(2, Q_LEN, KV_LEN, 4, 2, 128, DTYPES[(n + beside) % 2], seed=n)
+    got = run_checked(x, selection(n, BESIDE[beside]))
+    if SELECTIONS[n][0][0] <= 128:
+        assert (np.asarray(got.lse)[:, :, 256:384] == -np.inf).all()
+        for y in (got.out, got.dq):
+            assert not np.asarray(y, np.float32)[:, 256:384].any()
+    if SELECTIONS[n][0][1] <= 128:
+        for y in (got.dk, got.dv):
+            assert not np.asarray(y, np.float32)[:, 640:768].any()
+
+
+@pytest.mark.parametrize("group", (1, 8))
+@pytest.mark.parametrize("q_len,kv_len", [(1, 1), (63, 65), (64, 640), (129, 1), (128, 128)])
+def test_short_sequences(q_len, kv_len, group):
+    """A map for each head; blocks that are longer than all there is."""
+    x = tensors(2, q_len, kv_len, 8, 8 // group, 128, "bfloat16")
+    for size in ((1, 2), (512, 4096)):
+        chosen, _ = cases.random_map(q_len, size, 0.5, (2, 8), (q_len, kv_len))
+        run_checked(x, packax.block_sparse(chosen, size))
+
+
+@jax.jit
+def of_an_array(x: Tensors, mask, scale):
+    """The general kernels."""
+
+    def attention(query, key, value):
+        return packax.flash_attention(query, key, value, mask, scale=scale, return_lse=True)
+
+    (out, lse), pullback = jax.vjp(attention, x.query, x.key, x.value)
+    return Results(out, lse, *pullback((x.dout, x.dlse)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", (0, 1, 4))
+def test_both_kinds_of_kernels(n, dtype):
+    """They agree far closer than either has to. On Hopper they are not the same kernels."""
+    x = tensors(2, Q_LEN, KV_LEN, 4, 2, 128, dtype, seed=7)
+    mask = jax.block_until_ready(build(selection(n, BESIDE[3]), x))
+    poison(x)
+    general = of_an_array(x, mask, jnp.float32(128**-0.5))
+    got = run(x, mask)
+    for name, a, b in zip(Results._fields, got, general, strict=True):
+        a, b = (np.asarray(y, np.float64) for y in (a, b))
+        finite = np.isfinite(b)
+        np.testing.assert_array_equal(np.isfinite(a), finite)
+        difference = np.linalg.norm(a[finite] - b[finite])
+        assert difference <= 1e-2 * np.linalg.norm(b[finite]), name
+    if getattr(jax.devices()[0], "compute_capability", "") == "9.0":
+        assert (np.asarray(got.lse) != np.asarray(general.lse)).any()
+
+
+def test_a_negative_scale():
+    """Its sign goes into the query."""
+    x, expression = tensors(2, Q_LEN, KV_LEN, 4, 2, 128, "bfloat16"), selection(3)
+    got = run(x, expression, -0.2)
+    assert_close(x, got, expression.as_array(Q_LEN, KV_LEN), -0.2)
+
+
+def test_gradients_in_one_order():
+    """The same bits twice, with `deterministic=True` too, and in a call that wants only some of them."""
+    x, expression = tensors(2, Q_LEN, KV_LEN, 4, 2, 128, "bfloat16"), selection(0, BESIDE[1])
+    mask = build(expression, x)
+    first = run_checked(x, expression)
+    for deterministic in (False, True):
+        assert_identical(run(x, mask, None, deterministic), first, f"{deterministic}: ")
+
+    def loss(query, key, value):
+        out, lse = packax.flash_attention(query, key, value, mask, return_lse=True)
+        seen = jnp.isfinite(lse)
+        return (out * x.dout).astype(jnp.float32).sum() + (jnp.where(seen, lse, 0) * x.dlse).sum()
+
+    for wanted in ((0,), (1, 2)):
+        gradient = jax.jit(jax.grad(loss, wanted))
+        poison(x)
+        got = gradient(x.query, x.key, x.value)
+        assert_identical(got, tuple(first[2 + i] for i in wanted), f"gradients of {wanted}: ")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", (0, 3, 4))
+def test_finite_garbage_that_nothing_attends_changes_nothing(n, dtype):
+    """In rows and keys that the map leaves alone, of every head: scores there overflow to infinities and NaNs."""
+    x, expression = tensors(2, Q_LEN, KV_LEN, 4, 2, 128, dtype), selection(n, BESIDE[1])
+    allowed = np.broadcast_to(np.asarray(expression.as_array(Q_LEN, KV_LEN)), (2, 4, Q_LEN, KV_LEN))
+    rows = ~allowed.any(3).swapaxes(1, 2)[..., None]  # (batch, rows, heads, 1)
+    keys = ~allowed.any((1, 2))[..., None, None]
+    assert rows.any() and not rows.all() and not keys.all()
+    most = float(jnp.finfo(dtype).max)
+    four = [
+        jnp.where(where, jnp.asarray(sign * most, dtype), y)
+        for sign, where, y in zip((1, -1, 1, -1), (rows, keys, keys, rows), x[:4], strict=True)
+    ]
+    dirty = Tensors(*four, jnp.where(rows[..., 0].swapaxes(1, 2), 1e30, x.dlse))
+    got = run(dirty, expression)
+    assert_identical(got, run(x, expression), "garbage: ")
+    for y in (got.out, got.dq):
+        assert not np.asarray(y, np.float32)[np.broadcast_to(rows, y.shape)].any()
+
+
+def test_nan_stays_where_numerics_md_says():
+    """Beyond blocks of 64 for which the map has something it does not come."""
+    x = tensors(1, 896, 896, 4, 2, 128, "bfloat16")
+    chosen = np.zeros((7, 7), bool)
+    chosen[:3, :3] = chosen[3:, 3:] = True
+    expression = packax.block_sparse(chosen, (128, 128))
+    expected = run(x, expression)
+    broken = np.arange(896) >= 384
+    four = (jnp.where(broken[None, :, None, None], jnp.nan, y) for y in x[:4])
+    got = run(Tensors(*four, jnp.where(broken, jnp.nan, x.dlse)), expression)
+    for name in Results._fields:
+        axis = 2 if name == "lse" else 1
+        a, b = (np.take(np.asarray(getattr(y, name)), np.arange(384), axis) for y in (got, expected))  # fmt: skip
+        assert_identical(a, b, f"{name} where no block has a NaN: ")
+        assert np.isnan(np.asarray(getattr(got, name), np.float32)).any()

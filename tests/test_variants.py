@@ -95,7 +95,10 @@ def test_float32() -> None:
 
 
 def test_a_head_dim_without_a_hopper_kernel_has_the_portable_ones(monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    few = {kernel: {64: rows[64]} for kernel, rows in table.HOPPER_TILES.items()}
+    few = {
+        kernel: {dim: tile for dim, tile in rows.items() if dim == 64}
+        for kernel, rows in table.HOPPER_TILES.items()
+    }
     monkeypatch.setattr(table, "HOPPER_TILES", few)
     left = list(table.variants())
     assert {max(v.qk_dim, v.v_dim) for v in left if v.kernel in few} == {64}
@@ -111,6 +114,11 @@ def test_the_backward_kernels_of_hopper_come_together() -> None:
     names = ("forward", "backward", "backward_dkdv", "backward_dq")
     forward, one, keys, rows = (set(table.HOPPER_TILES[f"{k}_hopper_capped"]) for k in names)
     assert one == finish and forward == keys == rows and prepare > one | keys
+    forward, keys, rows = (
+        set(table.HOPPER_TILES[f"{k}_hopper_mapped"])
+        for k in ("forward", "backward_dkdv", "backward_dq")
+    )
+    assert forward == keys == rows < prepare
 
 
 def test_kernels_with_a_soft_cap_take_one_number_more() -> None:
@@ -121,6 +129,23 @@ def test_kernels_with_a_soft_cap_take_one_number_more() -> None:
             names = arguments_of(capped, source)
             assert names.pop(names.index("soft_cap")) == "soft_cap"
             assert names == arguments_of(plain, source)
+
+
+def test_kernels_with_a_map_take_it_beside_the_rest() -> None:
+    """Else they are those without. A step is an entry of a list, a tile one that lists are of: 64 and 128."""
+    numbers = ["map_batch", "map_heads", "q_block", "kv_block"]
+    for mapped, plain in table.MAPPED.items():
+        assert mapped == f"{plain}_mapped" and table.KERNELS[mapped] == table.KERNELS[plain]
+        entries = "kv_entries" if "dkdv" in mapped else "q_entries"
+        names = [n for n in arguments_of(mapped) if not n.isupper()]
+        assert names[names.index("scale") - 2 : names.index("scale")] == ["map_bits", entries]
+        at = names.index("mask_batch") + 1
+        assert names[at : at + 4] == numbers
+        left = [n for n in names if n not in ("map_bits", entries, *numbers)]
+        assert left == [n for n in arguments_of(plain) if not n.isupper()]
+        for v in ALL:
+            if v.kernel == mapped:
+                assert v.block == 128 and dict(v.constants).get("BLOCK_N", 64) == 64, v.name
 
 
 def test_tiles_fit_the_order_of_tiles_and_the_blocks() -> None:
@@ -163,9 +188,9 @@ def test_every_kernel_loads_on_a_driver_of_cuda_12() -> None:
 
 PLAIN = ["forward", "backward_delta", "backward_dkdv", "backward_dq"]
 GENERAL = [f"{kernel}_general" for kernel in PLAIN]
-FORWARDS = ["forward_hopper", "forward_hopper_capped"]
-KEYS = ["backward_dkdv_hopper", "backward_dkdv_hopper_capped"]
-ROWS = ["backward_dq_hopper", "backward_dq_hopper_capped"]
+FORWARDS = ["forward_hopper", "forward_hopper_capped", "forward_hopper_mapped"]
+KEYS = ["backward_dkdv_hopper", "backward_dkdv_hopper_capped", "backward_dkdv_hopper_mapped"]
+ROWS = ["backward_dq_hopper", "backward_dq_hopper_capped", "backward_dq_hopper_mapped"]
 ONES = ["backward_hopper", "backward_hopper_capped"]
 
 
@@ -243,6 +268,8 @@ def recompiled(monkeypatch, tmp_path, request):  # type: ignore[no-untyped-def]
         ("hopper_chunks", [*ROWS, "hopper_keys", "hopper_wide"]),
         ("hopper_rows", [*ONES, *KEYS]),
         ("hopper_cap", ["hopper_forward", "hopper_backward", "hopper_queries", "hopper_wide"]),
+        ("hopper_map", ["hopper_forward", "hopper_backward", "hopper_queries"]),
+        ("hopper_listed", ["hopper_backward"]),
         ("hopper_dq", ["backward_prepare", "backward_finish"]),
         ("rows", [*PLAIN, *GENERAL, *DECODE]),
         ("decode", DECODE),

@@ -129,12 +129,53 @@ def test_workspace_of_a_soft_cap_without_a_cap(monkeypatch):
     assert backward_workspace(monkeypatch, with_hopper(kernels=CAPPED)) == SMALL
 
 
-def test_workspace_of_a_soft_cap_and_a_map(monkeypatch):
-    expression = packax.block_sparse(np.ones((1, 1, 5, 5), bool), (64, 64))
-    mask = packax.create_attention_mask(expression, q_len=300, kv_len=300)
-    rows = with_hopper(kernels=APART + CAPPED)
-    got = backward_workspace(monkeypatch, rows, mask=mask, general=True, soft_cap=30.0)
-    assert got == SMALL
+MAPPED = tuple(f"{kernel}_mapped" for kernel in APART[1:])
+
+
+def with_a_map(size=(64, 64)):
+    block_map = np.ones((2, 1, *(-(-300 // n) for n in size)), bool)
+    return packax.create_attention_mask(packax.block_sparse(block_map, size), q_len=300, kv_len=300)
+
+
+@pytest.mark.parametrize(
+    "kernels,options,elements",
+    [
+        (MAPPED, {}, MIDDLE),  # there is none for all gradients
+        (MAPPED, {"deterministic": True}, MIDDLE),
+        (MAPPED, {"scale": -0.5}, MIDDLE),  # the sign goes into the query
+        (APART + CAPPED, {}, SMALL),  # those without a map do not count
+        (APART + CAPPED + MAPPED, {"soft_cap": 30.0}, SMALL),
+        (APART + CAPPED + MAPPED, {"bias": packax.alibi(np.ones(8))}, SMALL),
+        (APART + CAPPED + MAPPED, {"scale": jnp.float32(0.1)}, SMALL),
+    ],
+)
+@pytest.mark.parametrize("capability", [90, 80])
+def test_workspace_of_a_map(monkeypatch, capability, kernels, options, elements):
+    """Of Hopper's kernels with a map, where it is all there is; the handler sees to the sizes of its blocks."""
+    rows, mask = with_hopper(kernels=kernels), with_a_map()
+    got = backward_workspace(monkeypatch, rows, {capability}, mask=mask, general=True, **options)
+    assert got == (elements if capability == 90 else SMALL)
+
+
+def test_workspace_of_a_map_without_a_map(monkeypatch):
+    """Kernels with a map do not serve a call without one, nor one with a soft cap."""
+    assert backward_workspace(monkeypatch, with_hopper(kernels=MAPPED)) == SMALL
+    rows = with_hopper(kernels=MAPPED)
+    assert backward_workspace(monkeypatch, rows, general=True, soft_cap=30.0) == SMALL
+
+
+def test_some_gradients_of_a_map(monkeypatch):
+    """What no kernel writes has no elements."""
+    rows, mask = with_hopper(kernels=MAPPED), with_a_map((4, 1))
+    monkeypatch.setattr(lowering._ext, "variants", staticmethod(lambda: rows))
+    for argument, written in {0: [QUERY, *["0xbf16"] * 2], 1: ["0xbf16", KEY, KEY]}.items():
+        gradient = jax.grad(lambda *x: loss(*x, mask), argument)
+        (_, (target, attributes, _, made)) = calls(text_of(gradient, *abstract()))
+        assert target == "packax_backward_general_v1"
+        assert attributes["wanted"] == f"{1 + argument} : i32"
+        assert (attributes["q_block"], attributes["kv_block"]) == ("4 : i32", "1 : i32")
+        sums = MIDDLE  # of mask_batch: the map's rows do not make the mask's
+        assert made == [*written, "1xf32", f"{sums}xf32"]
 
 
 def test_some_gradients_of_a_soft_cap(monkeypatch):

@@ -89,6 +89,20 @@ HOPPER_TILES |= {
 HOPPER_TILES["backward_dq_hopper_capped"] |= {
     dim: HOPPER_TILES["backward_dq_hopper"][dim] | {"BLOCK_N": 64, "STAGES": 3} for dim in (64, 128)
 }
+# With a map of blocks: a step is a block of 64 of a tile's list, and lists are of tiles of 128.
+MAPPED = {
+    f"{kernel}_mapped": kernel
+    for kernel in ("forward_hopper", "backward_dkdv_hopper", "backward_dq_hopper")
+}
+HOPPER_TILES |= {
+    "forward_hopper_mapped": {
+        128: HOPPER_TILES["forward_hopper"][128] | {"BLOCK_N": 64, "STAGES": 4}
+    },
+    "backward_dkdv_hopper_mapped": {
+        128: {k: n for k, n in HOPPER_TILES["backward_dkdv_hopper"][128].items() if k != "SKIP"}
+    },
+    "backward_dq_hopper_mapped": {128: HOPPER_TILES["backward_dq_hopper_capped"][128]},
+}
 # (kernel, larger head dim) -> the file of a kernel that is another for that dim, and its keys
 WIDE = {
     ("backward_dkdv_hopper", 192): ("hopper_keys", 128),
@@ -104,4 +118,5 @@ TWO_ASSEMBLERS = (
     "backward_dkdv_hopper",
     "backward_dq_hopper",
     *CAPPED,
+    *MAPPED,
 )

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from decode_tiles import DECODE_SPLITS, DECODE_STEP, DECODE_TILES, FLOAT32_DECODE_TILES
 from general_tiles import FLOAT32_DIMS, FLOAT32_TILES, GENERAL_TILES
-from hopper_tiles import CAPPED, HOPPER_TILES, TWO_ASSEMBLERS, WIDE
+from hopper_tiles import CAPPED, HOPPER_TILES, MAPPED, TWO_ASSEMBLERS, WIDE
 from portable_tiles import PORTABLE_TILES
 
 
@@ -86,7 +86,7 @@ TENSOR_MAPS: dict[str, dict[str, tuple[str, int | str, int | str]]] = {
     },
 }
 TENSOR_MAPS["backward_dkdv_hopper"] = TENSOR_MAPS["backward_hopper"]
-TENSOR_MAPS |= {capped: TENSOR_MAPS[plain] for capped, plain in CAPPED.items()}
+TENSOR_MAPS |= {capped: TENSOR_MAPS[plain] for capped, plain in (CAPPED | MAPPED).items()}
 
 # Bytes of local memory a thread (spills) that a variant for Hopper may have, by kernel and head dim
 # (and the dtype, of float32); the build refuses more, and any wgmma that the assembler serialises. Accepted because: the portable
@@ -128,6 +128,10 @@ SPILLS = {
     ("backward_dq_hopper", 192): 280,  # under ptxas 12.9; 208 under 13.4
     ("backward_dkdv_hopper", 256): 128,  # under ptxas 12.9; 120 under 13.4
     ("backward_dq_hopper", 256): 200,  # under ptxas 12.9; 128 under 13.4
+    # with a map of blocks
+    ("forward_hopper_mapped", 128): 88,  # under ptxas 12.9; 56 under 13.4
+    ("backward_dkdv_hopper_mapped", 128): 312,  # under ptxas 12.9; 280 under 13.4
+    ("backward_dq_hopper_mapped", 128): 160,  # under ptxas 13.4; 128 under 12.9
     # with a soft cap: tanh branches while products are under way
     ("forward_hopper_capped", 64): 304,  # under ptxas 12.9; 224 under 13.4
     ("forward_hopper_capped", 128): 136,  # under ptxas 12.9; 56 under 13.4
@@ -168,6 +172,9 @@ KERNELS = {  # kernel -> file in csrc/kernels
     "backward_hopper_capped": "hopper_backward",
     "backward_dkdv_hopper_capped": "hopper_backward",
     "backward_dq_hopper_capped": "hopper_queries",
+    "forward_hopper_mapped": "hopper_forward",
+    "backward_dkdv_hopper_mapped": "hopper_backward",
+    "backward_dq_hopper_mapped": "hopper_queries",
     "backward_delta": "backward",
     "backward_dkdv": "backward",
     "backward_dq": "backward",
@@ -324,7 +331,7 @@ def hopper(
         qk_dim,
         v_dim,
         tuple(constants.items()),
-        block.get(CAPPED.get(kernel, kernel), tile.get("ROWS", 0)),
+        block.get((CAPPED | MAPPED).get(kernel, kernel), tile.get("ROWS", 0)),
         4,  # warps of the default partition; those of the others come on top
         assembler,
     )

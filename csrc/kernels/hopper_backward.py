@@ -26,6 +26,8 @@ from hopper import (
     warp_arrive,
 )
 from hopper_cap import tanh_of_scores
+from hopper_listed import produce_listed
+from hopper_map import bits_of_rows, blocks_of_lists, list_of_keys, map_of
 from hopper_rows import (
     ROWS,
     add_staged,
@@ -61,9 +63,9 @@ def turn_pass(W: gl.constexpr):
 
 @gluon.jit
 def step(
-    W: gl.constexpr, sums, s, row, stage, phase, before, left, keys, dq_sum, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, numbers,
+    W: gl.constexpr, sums, s, row, stage, phase, before, left, keys, dq_sum, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, numbers, this_map,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, TURNS: gl.constexpr, DQ: gl.constexpr,
-    MASKED: gl.constexpr, LIVE: gl.constexpr, CAPPED: gl.constexpr,
+    MASKED: gl.constexpr, LIVE: gl.constexpr, CAPPED: gl.constexpr, MAPPED: gl.constexpr,
 ):  # fmt: skip
     """One block of rows: adds to dk and dv, hands on dS, adds dQ of the block `before`, makes the next scores.
 
@@ -97,6 +99,8 @@ def step(
             fade = 1.0 - s * s  # the derivative of tanh
         if MASKED:
             bits = mask_bits(keys, row, lo_s.index(stage), hi_s.index(stage), mask, numbers)
+            if MAPPED:
+                bits = bits & bits_of_rows(this_map, keys, row, numbers[1])
             s = select_bits(s, bits, float("-inf"))
         p = gl.exp2(s * scale2 - lse[None, :])
         p_half = gl.convert_layout(p.to(dtype), p_layout)
@@ -151,9 +155,9 @@ def step(
 
 @gluon.jit
 def consume(
-    W: gl.constexpr, grads, mask, own_blocks, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers,
+    W: gl.constexpr, grads, mask, own_blocks, listing, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, TURNS: gl.constexpr, SKIP: gl.constexpr,
-    DQ: gl.constexpr, CAPPED: gl.constexpr,
+    DQ: gl.constexpr, CAPPED: gl.constexpr, MAPPED: gl.constexpr,
 ):  # fmt: skip
     dk, dv, dq_sum = grads
     q_s, k_s, v_s, _ = tiles_s
@@ -192,9 +196,23 @@ def consume(
             mbarrier.arrive(ds_full.index(1))
         stage = 0
         phase = 0
+        if MAPPED:
+            block_map, mask_b, q_len, _kv_len = listing
+            for g in range(0, group):
+                head = kv_head * group + g
+                listed, masked, core = list_of_keys(
+                    block_map, mask_b, head, first_key, q_len, kv_len
+                )
+                this_map = map_of(block_map, mask_b, head, q_len, kv_len)
+                for part in gl.static_range(2):
+                    for i in range(0, masked if part == 0 else core):
+                        row = gl.load(listed + i) * ROWS if part == 0 else 0
+                        dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, stage, phase, 0, left, keys, dq_sum, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, numbers, this_map, QK_DIM, V_DIM, TURNS, DQ, part == 0, True, CAPPED, True)  # fmt: skip
+                        stage = stage ^ 1
         # of the block before; zeros are added to the first one
         before = (bh * row_blocks + start // ROWS) * 2 + W
-        for part in gl.static_range(2):  # masked blocks of every head, then the core
+        # masked blocks of every head, then the core
+        for part in gl.static_range(0 if MAPPED else 2):
             count = edges if part == 0 else core_end - core_begin
             n = 0
             g = 0
@@ -206,14 +224,14 @@ def consume(
                 )
                 row = start + at * ROWS
                 if part == 1:
-                    dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, stage, phase, before, left, keys, dq_sum, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, numbers, QK_DIM, V_DIM, TURNS, DQ, False, True, CAPPED)  # fmt: skip
+                    dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, stage, phase, before, left, keys, dq_sum, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, numbers, (), QK_DIM, V_DIM, TURNS, DQ, False, True, CAPPED, False)  # fmt: skip
                 elif SKIP:
                     if (row < own_end) & (row + ROWS > own_start):
-                        dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, stage, phase, before, left, keys, dq_sum, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, numbers, QK_DIM, V_DIM, TURNS, DQ, True, True, CAPPED)  # fmt: skip
+                        dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, stage, phase, before, left, keys, dq_sum, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, numbers, (), QK_DIM, V_DIM, TURNS, DQ, True, True, CAPPED, False)  # fmt: skip
                     else:
-                        dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, stage, phase, before, left, keys, dq_sum, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, numbers, QK_DIM, V_DIM, TURNS, DQ, True, False, CAPPED)  # fmt: skip
+                        dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, stage, phase, before, left, keys, dq_sum, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, numbers, (), QK_DIM, V_DIM, TURNS, DQ, True, False, CAPPED, False)  # fmt: skip
                 else:
-                    dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, stage, phase, before, left, keys, dq_sum, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, numbers, QK_DIM, V_DIM, TURNS, DQ, True, True, CAPPED)  # fmt: skip
+                    dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, stage, phase, before, left, keys, dq_sum, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, numbers, (), QK_DIM, V_DIM, TURNS, DQ, True, True, CAPPED, False)  # fmt: skip
                 stage = stage ^ 1
                 block = row // ROWS
                 before = ((bh + g) * row_blocks + block) * 2 + W
@@ -248,10 +266,10 @@ def consume(
 def tile_of_keys(
     query, key, value, dout, lse2, delta, lo, hi, dk, dv, dq_sum, q_ids, kv_ids, q_pos, kv_pos,
     q_blocks, kv_blocks, kv_order,
-    scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+    block_map, scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
     TURNS: gl.constexpr, SKIP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
-    DQ: gl.constexpr, CAPPED: gl.constexpr,
+    DQ: gl.constexpr, CAPPED: gl.constexpr, MAPPED: gl.constexpr,
 ):  # fmt: skip
     """One program of the kernels below."""
     dtype: gl.constexpr = query.dtype
@@ -297,6 +315,12 @@ def tile_of_keys(
     sizes = (element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads)
     place, range_, mask, own_blocks = tile_of_program(orders, pointers, sizes, 128)
 
+    if MAPPED:
+        mask_b = gl.where(mask_batch > 1, place[0], 0)
+        listing = (block_map, mask_b, q_len, kv_len)
+        range_ = (0, blocks_of_lists(listing, place), 0, 0, 0)
+    else:
+        listing = ()
     maps = (query, key, value, dout)
     lines = (lse2, delta, lo, hi)
     grads = (dk, dv, dq_sum)
@@ -308,11 +332,21 @@ def tile_of_keys(
         flags = mask[4]
         element_test = tests_of_tile(flags, element_test, range_[0], range_[1], (q_len + 63) // 64)
     numbers = (element_test, q_len, kv_len, scale, soft_cap)
-    if DQ == 2:
+    if MAPPED:
         gl.warp_specialize(
             [
-                (consume, (0, grads, mask, own_blocks, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED)),
-                (consume, (1, grads, mask, own_blocks, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED)),
+                (consume, (0, grads, mask, own_blocks, listing, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, MAPPED)),
+                (consume, (1, grads, mask, own_blocks, listing, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, MAPPED)),
+                (produce_listed, (maps, lines, tiles_s, lines_s, bars, place, listing, QK_DIM, V_DIM, QK_CHUNK)),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+    elif DQ == 2:
+        gl.warp_specialize(
+            [
+                (consume, (0, grads, mask, own_blocks, listing, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, MAPPED)),
+                (consume, (1, grads, mask, own_blocks, listing, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, MAPPED)),
                 (sum_rows, (dq_sum, k_s.index(0), ds_s, dq_s, kv_full, ds_bars, place, range_, QK_DIM, DQ)),
                 (produce, (maps, lines, tiles_s, lines_s, bars, place, range_, QK_DIM, V_DIM, QK_CHUNK, 2)),
             ],
@@ -322,8 +356,8 @@ def tile_of_keys(
     else:
         gl.warp_specialize(
             [
-                (consume, (0, grads, mask, own_blocks, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED)),
-                (consume, (1, grads, mask, own_blocks, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED)),
+                (consume, (0, grads, mask, own_blocks, listing, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, MAPPED)),
+                (consume, (1, grads, mask, own_blocks, listing, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, MAPPED)),
                 (produce, (maps, lines, tiles_s, lines_s, bars, place, range_, QK_DIM, V_DIM, QK_CHUNK, 2)),
             ],
             [4, 1],
@@ -343,8 +377,8 @@ def backward_hopper(
     tile_of_keys(
         query, key, value, dout, lse2, delta, lo, hi, dk, dv, dq_sum, q_ids, kv_ids, q_pos, kv_pos,
         q_blocks, kv_blocks, kv_order,
-        scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, DQ, False,
+        (), scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, DQ, False, False,
     )  # fmt: skip
 
 
@@ -360,8 +394,8 @@ def backward_dkdv_hopper(
     tile_of_keys(
         query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, q_ids, kv_ids, q_pos, kv_pos,
         q_blocks, kv_blocks, kv_order,
-        scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 0, False,
+        (), scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 0, False, False,
     )  # fmt: skip
 
 
@@ -377,8 +411,8 @@ def backward_hopper_capped(
     tile_of_keys(
         query, key, value, dout, lse2, delta, lo, hi, dk, dv, dq_sum, q_ids, kv_ids, q_pos, kv_pos,
         q_blocks, kv_blocks, kv_order,
-        scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, DQ, True,
+        (), scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, DQ, True, False,
     )  # fmt: skip
 
 
@@ -394,6 +428,24 @@ def backward_dkdv_hopper_capped(
     tile_of_keys(
         query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, q_ids, kv_ids, q_pos, kv_pos,
         q_blocks, kv_blocks, kv_order,
-        scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 0, True,
+        (), scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 0, True, False,
+    )  # fmt: skip
+
+
+@gluon.jit
+def backward_dkdv_hopper_mapped(
+    query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, kv_ids, q_pos, kv_pos,
+    q_blocks, kv_blocks, kv_order, map_bits, kv_entries,
+    scale, element_test, batch, mask_batch, map_batch, map_heads, q_block, kv_block, q_len, kv_len, heads, kv_heads,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
+    TURNS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """`backward_dkdv_hopper` with a map of blocks (hopper_map.py): the same as general_backward.py, its checked twin."""
+    block_map = (map_bits, kv_entries, map_batch, map_heads, q_block, kv_block)
+    tile_of_keys(
+        query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, q_ids, kv_ids, q_pos, kv_pos,
+        q_blocks, kv_blocks, kv_order,
+        block_map, scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+        QK_DIM, V_DIM, QK_CHUNK, TURNS, 0, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 0, False, True,
     )  # fmt: skip

@@ -6,7 +6,7 @@ are from then on in units of the cap, which takes the place of the scale.
 A warp whose |s * scale / cap| are all up to 1/2, as those of trained models mostly are, takes an odd polynomial: six
 multiplications or additions, while the exp unit has the softmax. Else 1 - 2 / (1 + e^2x), two more operations of that unit.
 The polynomial is within 3e-7 of tanh, the other within 4e-7 by the errors that PTX allows its ex2 and rcp; a logit so within
-cap * 4e-7, which is why the handler gives larger caps to the general kernels (JustCapped in csrc/general.cc).
+cap * 4e-7, which is why the handler gives larger caps to the general kernels (OnHopper in csrc/general.cc).
 """
 
 from triton.experimental import gluon

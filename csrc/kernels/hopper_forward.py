@@ -31,6 +31,7 @@ from hopper import (
     warp_arrive,
 )
 from hopper_cap import tanh_of_scores
+from hopper_map import bits_of_keys, list_of_rows, map_of
 from hopper_softmax import half_name, rescale, softmax, unpack
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -92,16 +93,16 @@ def query_slots(chunks):
 
 @gluon.jit
 def produce(
-    maps, q_order, q_blocks, counter, tiles_s, plan_s, full, empty, plan_bars, sizes,
+    maps, q_order, q_blocks, counter, block_map, tiles_s, plan_s, full, empty, plan_bars, sizes,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, WARP_GROUPS: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, MAPPED: gl.constexpr,
 ):  # fmt: skip
     query, key, value = maps
     q_s, k_s, v_s = tiles_s
     q_full, k_full, v_full = full
     q_empty, k_empty, v_empty = empty
     plan_full, plan_empty = plan_bars
-    batch, mask_batch, q_len, heads, kv_heads, programs = sizes
+    batch, mask_batch, q_len, kv_len, heads, kv_heads, programs = sizes
     dtype: gl.constexpr = query.dtype
     ROWS: gl.constexpr = 64 * WARP_GROUPS
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
@@ -122,6 +123,10 @@ def produce(
         start, end, core_lo, core_hi, tested = key_range(q_blocks, mask_b, row, q_len, ROWS)
         steps, core_begin, core_end = split(start, end, core_lo, core_hi, BLOCK_N)
         edges = steps - core_end + core_begin
+        if MAPPED:
+            listed, edges, core = list_of_rows(block_map, mask_b, head, row, q_len, kv_len)
+            steps = edges + core
+            block = gl.load(listed)
         mbarrier.wait(plan_empty.index(slot), slot_phase ^ 1)
         gl.inline_asm(
             tell_asm,
@@ -138,7 +143,11 @@ def produce(
                 at_q = [b, row + w * 64, head * QK_DIM + c * QK_CHUNK]
                 tma.async_load(query, at_q, q_full.index(w), q_tile)
         for i in range(0, steps):
-            at = start + nth_step(i, steps, edges, core_begin, core_end) * BLOCK_N
+            if MAPPED:  # read a step ahead
+                at = block * BLOCK_N
+                block = gl.load(listed + gl.minimum(i + 1, steps - 1))
+            else:
+                at = start + nth_step(i, steps, edges, core_begin, core_end) * BLOCK_N
             mbarrier.wait(k_empty.index(stage), phase ^ 1)
             mbarrier.expect(k_full.index(stage), BLOCK_N * QK_DIM * 2)
             for c in gl.static_range(CHUNKS):
@@ -165,7 +174,8 @@ def produce(
 
 
 @gluon.jit
-def masked(s, rows, start, mask, tested, element_test, q_len, kv_len, N: gl.constexpr):
+def pairs(rows, start, mask, tested, element_test, q_len, kv_len, N: gl.constexpr):
+    """Bits of hopper.range_bits_asm: which of N keys from `start` on the mask leaves to rows."""
     q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos = mask
     there = rows < q_len
     lo = gl.load(q_lo + rows, mask=there, other=0)
@@ -182,6 +192,14 @@ def masked(s, rows, start, mask, tested, element_test, q_len, kv_len, N: gl.cons
             if element_test > 2:
                 q_from = gl.load(q_pos + (stay(q_len) + rows), mask=there, other=0)
                 bits = bits & element_bits(q_from, kv_pos, start, kv_len, N, "ge")
+    return bits
+
+
+@gluon.jit
+def masked(s, rows, start, mask, tested, element_test, q_len, kv_len, this_map, N: gl.constexpr, MAPPED: gl.constexpr):  # fmt: skip
+    bits = pairs(rows, start, mask, tested, element_test, q_len, kv_len, N)
+    if MAPPED:
+        bits = bits & bits_of_keys(this_map, rows, start, q_len)
     return select_bits(s, bits, float("-inf"))
 
 
@@ -236,9 +254,9 @@ def scores(q_s, k_s, w, stage, zero, CHUNKS: gl.constexpr, SLOTS: gl.constexpr):
 
 @gluon.jit
 def consume(
-    W: gl.constexpr, out, lse, q_blocks, mask, tiles_s, o_s, plan_s, full, empty, plan_bars, numbers,
+    W: gl.constexpr, out, lse, q_blocks, mask, block_map, tiles_s, o_s, plan_s, full, empty, plan_bars, numbers,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, WARP_GROUPS: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OUT_IN_QUERY: gl.constexpr, CAPPED: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OUT_IN_QUERY: gl.constexpr, CAPPED: gl.constexpr, MAPPED: gl.constexpr,
 ):  # fmt: skip
     q_s, k_s, v_s = tiles_s
     q_full, k_full, v_full = full
@@ -273,10 +291,18 @@ def consume(
         acc = gl.zeros([64, V_DIM], gl.float32, o_layout)
         mbarrier.wait(q_full.index(W), q_phase)
 
-        first, last = own_steps(
-            q_blocks, mask_b, row // 64 + W, q_len, start, steps, edges, BLOCK_N
-        )
-        stage, phase = pass_by(first, W, full, empty, stage, phase, STAGES, STAGES, WARP_GROUPS)
+        if MAPPED:
+            first = 0
+            last = edges
+            listed, _, _ = list_of_rows(block_map, mask_b, head, row, q_len, kv_len)
+            this_map = map_of(block_map, mask_b, head, q_len, kv_len)
+            at = gl.load(listed) * BLOCK_N
+        else:
+            first, last = own_steps(
+                q_blocks, mask_b, row // 64 + W, q_len, start, steps, edges, BLOCK_N
+            )
+            this_map = ()
+            stage, phase = pass_by(first, W, full, empty, stage, phase, STAGES, STAGES, WARP_GROUPS)
         # the first step has no second product to run beside
         mbarrier.wait(k_full.index(stage), phase)
         turn_wait(W)
@@ -286,8 +312,9 @@ def consume(
         warp_arrive(k_empty.index(stage))
         if CAPPED:
             s = tanh_of_scores(s, to_cap, BLOCK_N)
-        at = start + nth_step(first, steps, edges, core_begin, core_end) * BLOCK_N
-        s = masked(s, rows, at, mask_here, tested, element_test, q_len, kv_len, BLOCK_N)
+        if not MAPPED:
+            at = start + nth_step(first, steps, edges, core_begin, core_end) * BLOCK_N
+        s = masked(s, rows, at, mask_here, tested, element_test, q_len, kv_len, this_map, BLOCK_N, MAPPED)  # fmt: skip
         m = gl.full([64], -1e30, gl.float32, gl.SliceLayout(1, s_layout))
         l = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
         p, m, l, alpha = softmax(s, m, l, scale2, BLOCK_N, half)
@@ -297,6 +324,8 @@ def consume(
             stop = last if part == 0 else steps
             for i in range(begin, stop):
                 old, old_phase = before(stage, phase, STAGES)
+                if MAPPED and part == 0:
+                    at = gl.load(listed + i) * BLOCK_N
                 mbarrier.wait(k_full.index(stage), phase)
                 turn_wait(W)
                 s_token = scores(q_s, k_s, W, stage, zero, CHUNKS, SLOTS)
@@ -309,8 +338,9 @@ def consume(
                 if CAPPED:
                     s = tanh_of_scores(s, to_cap, BLOCK_N)
                 if part == 0:
-                    at = start + nth_step(i, steps, edges, core_begin, core_end) * BLOCK_N
-                    s = masked(s, rows, at, mask_here, tested, element_test, q_len, kv_len, BLOCK_N)
+                    if not MAPPED:
+                        at = start + nth_step(i, steps, edges, core_begin, core_end) * BLOCK_N
+                    s = masked(s, rows, at, mask_here, tested, element_test, q_len, kv_len, this_map, BLOCK_N, MAPPED)  # fmt: skip
                 p, m, l, alpha = softmax(s, m, l, scale2, BLOCK_N, half)
                 acc = warpgroup_mma_wait(0, deps=(acc_token,))
                 warp_arrive(v_empty.index(old))
@@ -334,9 +364,10 @@ def consume(
         tma.store_wait(0)  # the tile before has left o_s
         acc = warpgroup_mma_wait(0, deps=(acc,))
         warp_arrive(v_empty.index(old))
-        stage, phase = pass_by(
-            edges - last, W, full, empty, stage, phase, STAGES, STAGES, WARP_GROUPS
-        )
+        if not MAPPED:
+            stage, phase = pass_by(
+                edges - last, W, full, empty, stage, phase, STAGES, STAGES, WARP_GROUPS
+            )
         inverse = gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o_layout)), 1)
         # select, not multiply: a row that attends nothing may have met garbage in the core
         acc = gl.where(inverse != 0.0, acc * inverse, 0.0)
@@ -361,10 +392,10 @@ def consume(
 @gluon.jit
 def tiles_of_rows(
     query, key, value, out, lse, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
-    scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+    block_map, scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, WARP_GROUPS: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OUT_IN_QUERY: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, CAPPED: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, CAPPED: gl.constexpr, MAPPED: gl.constexpr,
 ):  # fmt: skip
     """One program of the kernels below."""
     dtype: gl.constexpr = query.dtype
@@ -410,16 +441,16 @@ def tiles_of_rows(
     full = (q_full, k_full, v_full)
     empty = (q_empty, k_empty, v_empty)
     bars = (plan_full, plan_empty)
-    sizes = (batch, mask_batch, q_len, heads, kv_heads, gl.num_programs(0))
+    sizes = (batch, mask_batch, q_len, kv_len, heads, kv_heads, gl.num_programs(0))
     scale2 = (soft_cap if CAPPED else scale) * LOG2E
     to_cap = scale / soft_cap if CAPPED else scale
     numbers = (element_test, mask_batch, q_len, kv_len, heads, scale2, to_cap)
     if WARP_GROUPS == 2:
         gl.warp_specialize(
             [
-                (consume, (0, out, lse, q_blocks, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CAPPED)),
-                (consume, (1, out, lse, q_blocks, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CAPPED)),
-                (produce, (maps, q_order, q_blocks, counter, tiles_s, plan_s, full, empty, bars, sizes, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES)),
+                (consume, (0, out, lse, q_blocks, mask, block_map, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CAPPED, MAPPED)),
+                (consume, (1, out, lse, q_blocks, mask, block_map, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CAPPED, MAPPED)),
+                (produce, (maps, q_order, q_blocks, counter, block_map, tiles_s, plan_s, full, empty, bars, sizes, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, MAPPED)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -427,10 +458,10 @@ def tiles_of_rows(
     else:
         gl.warp_specialize(
             [
-                (consume, (0, out, lse, q_blocks, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CAPPED)),
-                (consume, (1, out, lse, q_blocks, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CAPPED)),
-                (consume, (2, out, lse, q_blocks, mask, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CAPPED)),
-                (produce, (maps, q_order, q_blocks, counter, tiles_s, plan_s, full, empty, bars, sizes, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES)),
+                (consume, (0, out, lse, q_blocks, mask, block_map, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CAPPED, MAPPED)),
+                (consume, (1, out, lse, q_blocks, mask, block_map, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CAPPED, MAPPED)),
+                (consume, (2, out, lse, q_blocks, mask, block_map, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CAPPED, MAPPED)),
+                (produce, (maps, q_order, q_blocks, counter, block_map, tiles_s, plan_s, full, empty, bars, sizes, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, MAPPED)),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -449,8 +480,8 @@ def forward_hopper(
     rows of one head; counter holds 0 and lives as long as the launch."""
     tiles_of_rows(
         query, key, value, out, lse, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
-        scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CONSUMER_REGISTERS, PRODUCER_REGISTERS, False,
+        (), scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+        QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CONSUMER_REGISTERS, PRODUCER_REGISTERS, False, False,
     )  # fmt: skip
 
 
@@ -465,6 +496,24 @@ def forward_hopper_capped(
     """`forward_hopper` with a soft cap (hopper_cap.py): the same results as general_forward.py, its checked twin."""
     tiles_of_rows(
         query, key, value, out, lse, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
-        scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CONSUMER_REGISTERS, PRODUCER_REGISTERS, True,
+        (), scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+        QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CONSUMER_REGISTERS, PRODUCER_REGISTERS, True, False,
+    )  # fmt: skip
+
+
+@gluon.jit
+def forward_hopper_mapped(
+    query, key, value, out, lse, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
+    map_bits, q_entries,
+    scale, element_test, batch, mask_batch, map_batch, map_heads, q_block, kv_block, q_len, kv_len, heads, kv_heads,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, WARP_GROUPS: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OUT_IN_QUERY: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """`forward_hopper` with a map of blocks (hopper_map.py): the same results as general_forward.py, its checked twin."""
+    block_map = (map_bits, q_entries, map_batch, map_heads, q_block, kv_block)
+    tiles_of_rows(
+        query, key, value, out, lse, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
+        block_map, scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+        QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CONSUMER_REGISTERS, PRODUCER_REGISTERS, False, True,
     )  # fmt: skip

@@ -33,6 +33,7 @@ from hopper_forward import (
     turn_pass,
     turn_wait,
 )
+from hopper_map import list_of_rows, map_of
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -53,15 +54,16 @@ def value_stages(v_dim, block_n, stages):
 
 @gluon.jit
 def produce(
-    maps, q_order, q_blocks, counter, tiles_s, plan_s, full, empty, plan_bars, sizes,
+    maps, q_order, q_blocks, counter, block_map, tiles_s, plan_s, full, empty, plan_bars, sizes,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    MAPPED: gl.constexpr,
 ):  # fmt: skip
     query, dout, key, value = maps
     q_s, do_s, k_s, v_s = tiles_s
     q_full, k_full, v_full = full
     q_empty, k_empty, v_empty = empty
     plan_full, plan_empty = plan_bars
-    batch, mask_batch, q_len, heads, kv_heads, programs = sizes
+    batch, mask_batch, q_len, kv_len, heads, kv_heads, programs = sizes
     dtype: gl.constexpr = query.dtype
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
     V_STAGES: gl.constexpr = value_stages(V_DIM, BLOCK_N, STAGES)
@@ -81,6 +83,10 @@ def produce(
         start, end, core_lo, core_hi, tested = key_range(q_blocks, mask_b, row, q_len, 128)
         steps, core_begin, core_end = split(start, end, core_lo, core_hi, BLOCK_N)
         edges = steps - core_end + core_begin
+        if MAPPED:
+            listed, edges, core = list_of_rows(block_map, mask_b, head, row, q_len, kv_len)
+            steps = edges + core
+            block = gl.load(listed)
         mbarrier.wait(plan_empty.index(slot), slot_phase ^ 1)
         gl.inline_asm(
             tell_asm,
@@ -99,7 +105,11 @@ def produce(
             do_tile = do_s.index(w).reinterpret(dtype, [1, 64, V_DIM], dout.layout)
             tma.async_load(dout, [b, row + w * 64, head * V_DIM], q_full.index(w), do_tile)
         for i in range(0, steps):
-            at = start + nth_step(i, steps, edges, core_begin, core_end) * BLOCK_N
+            if MAPPED:  # read a step ahead
+                at = block * BLOCK_N
+                block = gl.load(listed + gl.minimum(i + 1, steps - 1))
+            else:
+                at = start + nth_step(i, steps, edges, core_begin, core_end) * BLOCK_N
             mbarrier.wait(k_empty.index(stage), phase ^ 1)
             mbarrier.expect(k_full.index(stage), BLOCK_N * QK_DIM * 2)
             for c in gl.static_range(CHUNKS):
@@ -128,9 +138,9 @@ def produce(
 
 @gluon.jit
 def consume(
-    W: gl.constexpr, dq, stats, q_blocks, mask, tiles_s, plan_s, full, empty, plan_bars, numbers,
+    W: gl.constexpr, dq, stats, q_blocks, mask, block_map, tiles_s, plan_s, full, empty, plan_bars, numbers,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    DO_REGISTERS: gl.constexpr, CAPPED: gl.constexpr,
+    DO_REGISTERS: gl.constexpr, CAPPED: gl.constexpr, MAPPED: gl.constexpr,
 ):  # fmt: skip
     lse2, delta = stats
     q_s, do_s, k_s, v_s = tiles_s
@@ -176,8 +186,15 @@ def consume(
             do = do_s.index(W).load(gl.DotOperandLayout(0, s_layout, 2))
         else:
             do = do_s.index(W)
-        first, last = own_steps(q_blocks, mask_b, row // 64 + W, q_len, start, steps, edges, BLOCK_N)  # fmt: skip
-        stage, phase = pass_by(first, W, full, empty, stage, phase, V_STAGES, STAGES, 2)
+        if MAPPED:
+            first = 0
+            last = edges
+            listed, _, _ = list_of_rows(block_map, mask_b, head, row, q_len, kv_len)
+            this_map = map_of(block_map, mask_b, head, q_len, kv_len)
+        else:
+            first, last = own_steps(q_blocks, mask_b, row // 64 + W, q_len, start, steps, edges, BLOCK_N)  # fmt: skip
+            this_map = ()
+            stage, phase = pass_by(first, W, full, empty, stage, phase, V_STAGES, STAGES, 2)
         end = gl.where(edges == steps, last, steps)
         mbarrier.wait(k_full.index(stage), phase)
         s = scores(q, k_s, stage, zero, CHUNKS)
@@ -187,6 +204,8 @@ def consume(
             stop = last if part == 0 else steps
             for i in range(begin, stop):
                 v_stage, v_phase = place_of_values(stage, phase, V_STAGES, STAGES)
+                if MAPPED and part == 0:
+                    at = gl.load(listed + i) * BLOCK_N
                 mbarrier.wait(v_full.index(v_stage), v_phase)
                 if V_DIM == 256:  # descriptors of tiles, hoisted out of the loop, would be spilled
                     own = stay(stage * 0 + W)
@@ -201,8 +220,9 @@ def consume(
                     s = tanh_of_scores(s, scale / soft_cap, BLOCK_N)
                     fade = 1.0 - s * s  # the derivative of tanh
                 if part == 0:
-                    at = start + nth_step(i, steps, edges, core_begin, core_end) * BLOCK_N
-                    s = masked(s, rows, at, mask_here, tested, element_test, q_len, kv_len, BLOCK_N)
+                    if not MAPPED:
+                        at = start + nth_step(i, steps, edges, core_begin, core_end) * BLOCK_N
+                    s = masked(s, rows, at, mask_here, tested, element_test, q_len, kv_len, this_map, BLOCK_N, MAPPED)  # fmt: skip
                 p = gl.exp2(s * scale2 - gl.expand_dims(lse, 1))
                 if CAPPED and part == 0:  # the fade of a masked key may be NaN
                     p = gl.where(p == 0.0, 0.0, p * fade)
@@ -229,7 +249,8 @@ def consume(
                     warp_arrive(k_empty.index(old))
                 s = warpgroup_mma_wait(0, deps=(s_token,))
         warp_arrive(k_empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)))
-        stage, phase = pass_by(steps - end, W, full, empty, stage, phase, V_STAGES, STAGES, 2)
+        if not MAPPED:
+            stage, phase = pass_by(steps - end, W, full, empty, stage, phase, V_STAGES, STAGES, 2)
         lo = gl.load(q_lo + mask_row + rows, mask=there, other=0)
         hi = gl.load(q_hi + mask_row + rows, mask=there, other=0)
         # of a NaN, too: it must reach the result
@@ -259,9 +280,9 @@ def consume(
 @gluon.jit
 def tiles_of_rows(
     query, key, value, dout, dq, lse2, delta, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
-    scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+    block_map, scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    DO_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, CAPPED: gl.constexpr,
+    DO_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, CAPPED: gl.constexpr, MAPPED: gl.constexpr,
 ):  # fmt: skip
     """One program of the kernels below."""
     dtype: gl.constexpr = query.dtype
@@ -306,13 +327,13 @@ def tiles_of_rows(
     full = (q_full, k_full, v_full)
     empty = (q_empty, k_empty, v_empty)
     bars = (plan_full, plan_empty)
-    sizes = (batch, mask_batch, q_len, heads, kv_heads, gl.num_programs(0))
+    sizes = (batch, mask_batch, q_len, kv_len, heads, kv_heads, gl.num_programs(0))
     numbers = (element_test, mask_batch, q_len, kv_len, heads, scale, soft_cap)
     gl.warp_specialize(
         [
-            (consume, (0, dq, stats, q_blocks, mask, tiles_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES, DO_REGISTERS, CAPPED)),
-            (consume, (1, dq, stats, q_blocks, mask, tiles_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES, DO_REGISTERS, CAPPED)),
-            (produce, (maps, q_order, q_blocks, counter, tiles_s, plan_s, full, empty, bars, sizes, QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES)),
+            (consume, (0, dq, stats, q_blocks, mask, block_map, tiles_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES, DO_REGISTERS, CAPPED, MAPPED)),
+            (consume, (1, dq, stats, q_blocks, mask, block_map, tiles_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES, DO_REGISTERS, CAPPED, MAPPED)),
+            (produce, (maps, q_order, q_blocks, counter, block_map, tiles_s, plan_s, full, empty, bars, sizes, QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES, MAPPED)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -330,8 +351,8 @@ def backward_dq_hopper(
     head; lse2 and delta as backward_prepare leaves them; counter holds 0 and lives as long as the launch."""
     tiles_of_rows(
         query, key, value, dout, dq, lse2, delta, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
-        scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES, DO_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, False,
+        (), scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+        QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES, DO_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, False, False,
     )  # fmt: skip
 
 
@@ -345,6 +366,23 @@ def backward_dq_hopper_capped(
     """`backward_dq_hopper` with a soft cap (hopper_cap.py): the same as backward_dq_general, its checked twin."""
     tiles_of_rows(
         query, key, value, dout, dq, lse2, delta, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
-        scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES, DO_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, True,
+        (), scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+        QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES, DO_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, True, False,
+    )  # fmt: skip
+
+
+@gluon.jit
+def backward_dq_hopper_mapped(
+    query, key, value, dout, dq, lse2, delta, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
+    map_bits, q_entries,
+    scale, element_test, batch, mask_batch, map_batch, map_heads, q_block, kv_block, q_len, kv_len, heads, kv_heads,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    DO_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """`backward_dq_hopper` with a map of blocks (hopper_map.py): the same as backward_dq_general, its checked twin."""
+    block_map = (map_bits, q_entries, map_batch, map_heads, q_block, kv_block)
+    tiles_of_rows(
+        query, key, value, dout, dq, lse2, delta, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
+        block_map, scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+        QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES, DO_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, False, True,
     )  # fmt: skip

@@ -269,9 +269,10 @@ _COUNTER = _array(1, dtype=jnp.int32)  # from which programs draw tiles
 
 
 def _suffix(params: Any) -> str | None:
-    """Of the names of Hopper's kernels for a general backward: those with a soft cap, or none."""
-    capped = params["soft_cap"] and not (params["extras"] or params["block_size"])
-    return "_capped" if capped else None
+    """Of the names of Hopper's kernels for a general backward: a soft cap, or a map, and nothing else."""
+    if params["extras"] or bool(params["soft_cap"]) == bool(params["block_size"]):
+        return None
+    return "_capped" if params["soft_cap"] else "_mapped"
 
 
 def _general(direction: str, query: Any, value: Any, params: Any) -> bool:

@@ -240,6 +240,19 @@ def backward_capped(m, s=Sizes(), soft_cap=50.0, **more):
     return backward_general(m, s, soft_cap=soft_cap, **more)
 
 
+POWERS = (2, 6, 4, 32)  # a map that Hopper's kernels take, of the default sizes
+
+
+def forward_mapped(m, s=Sizes(), blocks=POWERS, **more):
+    """A map of blocks is all that it has beside a plain call."""
+    return forward_general(m, s, **{"has": (0, 0), "soft_cap": 0.0, "blocks": blocks, **more})
+
+
+def backward_mapped(m, s=Sizes(), blocks=POWERS, **more):
+    more = {"has": (0, 0), "soft_cap": 0.0, "has_dnumbers": 0, "kernels": "apart", **more}
+    return backward_general(m, s, blocks=blocks, **more)
+
+
 def table_size(kv_len):
     power = 1
     while power < kv_len:

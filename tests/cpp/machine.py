@@ -64,6 +64,12 @@ POINTERS = {
 }
 CAPPED = ("forward_hopper", "backward_hopper", "backward_dkdv_hopper", "backward_dq_hopper")
 POINTERS |= {f"{kernel}_capped": POINTERS[kernel] for kernel in CAPPED}
+MAPPED = {
+    "forward_hopper": "map_bits q_entries",
+    "backward_dkdv_hopper": "map_bits kv_entries",
+    "backward_dq_hopper": "map_bits q_entries",
+}
+POINTERS |= {f"{kernel}_mapped": f"{POINTERS[kernel]} {more}" for kernel, more in MAPPED.items()}
 ATTENTION = "scale:f element_test batch mask_batch q_len kv_len heads kv_heads"
 DECODE = (
     "scale:f soft_cap:f batch q_len kv_len pages page_size table_width heads kv_heads "
@@ -99,6 +105,8 @@ SCALARS = {
     "decode_combine": "has_sinks batch sink_batch q_len kv_len heads v_eighths splits",
 }
 SCALARS |= {f"{kernel}_capped": ATTENTION.replace(" ", " soft_cap:f ", 1) for kernel in CAPPED}
+OF_A_MAP = "mask_batch map_batch map_heads q_block kv_block"
+SCALARS |= {f"{kernel}_mapped": ATTENTION.replace("mask_batch", OF_A_MAP) for kernel in MAPPED}
 
 
 def layout(kernel):
@@ -125,6 +133,13 @@ HOPPER = {
         "backward_prepare",
         "backward_dkdv_hopper_capped",
         "backward_dq_hopper_capped",
+    ],
+    # with a map of blocks and nothing else that does
+    "forward_mapped": ["forward_hopper_mapped"],
+    "backward_mapped": [
+        "backward_prepare",
+        "backward_dkdv_hopper_mapped",
+        "backward_dq_hopper_mapped",
     ],
 }
 KERNELS = {

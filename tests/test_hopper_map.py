@@ -1,0 +1,328 @@
+"""Maps of blocks on Hopper: hopper_map.py with NumPy in Gluon's place, its assembly instruction by instruction for a warp group.
+
+Guards against a bit of another row or key, a shift that is wrong for some size of a block, a word or an entry that is read
+past the end of a map or a list, and a list of another head or tile. Gluon has no interpreter.
+"""
+
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import packax
+import pytest
+from packax import block_map as lists
+
+pytest.importorskip("triton")
+sys.path.insert(0, str(Path(__file__).parents[1] / "csrc" / "kernels"))
+
+import hopper_map
+
+THREADS = 128  # of a warp group
+TID = np.arange(THREADS, dtype=np.uint64)
+# of the two rows that a thread has of the accumulator's 64
+PLACES = [16 * (TID // 32) + TID % 32 // 4 + 8 * i for i in (0, 1)]
+U32 = np.uint64(0xFFFFFFFF)
+
+
+class Tensor(np.ndarray):
+    """Numbers of a kernel."""
+
+    type = None
+
+    def to(self, _):
+        return self
+
+
+def tensor(x):
+    return np.asarray(x, np.int64).view(Tensor)
+
+
+class Pointer:
+    """To int32, of which those in [low, high) may be read."""
+
+    def __init__(self, memory, at=0, bounds=None):
+        self.memory, self.at = memory, tensor(at)
+        self.bounds = bounds or (0, memory.size)
+
+    def __add__(self, more):
+        return Pointer(self.memory, self.at + more, self.bounds)
+
+    def read(self):
+        low, high = self.bounds
+        assert (self.at >= low).all() and (self.at < high).all(), "a read past the end"
+        return tensor(self.memory[self.at])
+
+
+class Assembly:
+    """The instructions of hopper_map.py. Registers: one number a thread."""
+
+    def __init__(self, text):
+        text = re.sub(r"(\w+):", r"\1:;", text.strip().removeprefix("{").removesuffix("}"))
+        self.lines = [line.strip() for line in text.split(";") if line.strip()]
+
+    def run(self, values, pointer=None):
+        self.values, self.pointer, at = values, pointer, 0
+        while at < len(self.lines):
+            jump = self.step(self.lines[at])
+            at = self.lines.index(f"{jump}:") + 1 if jump else at + 1
+        return values
+
+    def step(self, line):
+        if line.startswith(".reg") or line.endswith(":"):
+            return None
+        if line.startswith("@"):
+            name, _, line = line[1:].partition(" ")
+            assert len(set(self.values[name])) == 1, "threads take two ways"
+            if not self.values[name][0]:
+                return None
+        opcode, _, rest = line.partition(" ")
+        if opcode == "bra":
+            return rest
+        target, *names = (x.strip() for x in rest.split(","))
+        operands = [self.value(x) for x in names]
+        self.values[target] = getattr(self, opcode.replace(".", "_"))(*operands)
+        return None
+
+    def value(self, name):
+        if name == "%tid.x":
+            return TID
+        if name.isdigit():
+            return np.full(THREADS, int(name), np.uint64)
+        return self.values[name.strip("[]")]
+
+    def ld_global_u32(self, address):
+        assert (address % np.uint64(4) == 0).all()
+        pointer = Pointer(self.pointer.memory, address // np.uint64(4), self.pointer.bounds)
+        return np.asarray(pointer.read()).astype(np.uint64) & U32
+
+    @staticmethod
+    def mov_u32(a):
+        return a & U32
+
+    mov_b32 = mov_u32
+
+    @staticmethod
+    def and_b32(a, b):
+        return a & b
+
+    @staticmethod
+    def add_u32(a, b):
+        return (a + b) & U32
+
+    @staticmethod
+    def min_u32(a, b):
+        return np.minimum(a, b)
+
+    @staticmethod
+    def shl_b32(a, b):
+        return (a << b) & U32
+
+    @staticmethod
+    def shr_u32(a, b):
+        return np.where(b > 31, np.uint64(0), a >> np.minimum(b, np.uint64(31)))
+
+    @staticmethod
+    def shf_r_wrap_b32(low, high, by):
+        return ((high << np.uint64(32) | low) >> (by & np.uint64(31))) & U32
+
+    @staticmethod
+    def mad_lo_u32(a, b, c):
+        return (a * b + c) & U32
+
+    @staticmethod
+    def mad_wide_u32(a, b, c):
+        return a * b + c
+
+    @staticmethod
+    def neg_s32(a):
+        return (~a + np.uint64(1)) & U32
+
+    @staticmethod
+    def setp_ge_u32(a, b):
+        return a >= b
+
+    @staticmethod
+    def bfind_u32(a):
+        return np.array([int(x).bit_length() - 1 for x in a], np.uint64)
+
+
+def inline_asm(text, constraints, arguments, *_, **__):
+    """Results by thread, (registers, THREADS): a tensor of 64 is two registers, one number one."""
+    kinds = constraints.split(",")
+    made = sum(kind.startswith("=") for kind in kinds)
+    registers, pointer = [], None
+    for x in arguments:
+        if isinstance(x, Pointer):
+            pointer, x = x, 4 * x.at
+        x = np.asarray(x, np.int64).astype(np.uint64)
+        registers += [x[place] for place in PLACES] if x.shape else [np.full(THREADS, x)]
+    assert len(registers) == len(kinds) - made
+    values = {f"${made + i}": x for i, x in enumerate(registers)}
+    for (name, x), kind in zip(values.items(), kinds[made:], strict=True):
+        values[name] = x & U32 if kind == "r" else x
+    values = Assembly(str(text)).run(values, pointer)
+    made = np.stack([values[f"${i}"] for i in range(made)])
+    return tensor(made[0][0]) if len(made) == 1 else made
+
+
+@pytest.fixture(autouse=True)
+def gluon(monkeypatch):
+    """The functions of hopper_map.py as Python has them."""
+    language = SimpleNamespace(
+        int32=None, int64=None, where=lambda c, a, b: tensor(np.where(c, a, b)),
+        minimum=lambda a, b: tensor(np.minimum(a, b)), load=Pointer.read, inline_asm=inline_asm,
+    )  # fmt: skip
+    monkeypatch.setattr(hopper_map, "gl", language)
+    for name, value in vars(hopper_map).items():
+        if not name.endswith("_asm") and hasattr(value, "fn"):
+            monkeypatch.setattr(hopper_map, name, value.fn)
+
+
+def columns_of(thread_bits):
+    """Bits of two registers by thread to (64, 64): rows of the accumulator and its columns."""
+    found = np.zeros((64, 64), bool)
+    for place, bits in zip(PLACES, thread_bits, strict=True):
+        for octet in range(8):
+            for j in (0, 1):
+                column = 8 * octet + 2 * (TID % 4) + j
+                found[place, column] = bits >> np.uint64(2 * octet + j) & np.uint64(1)
+    return found
+
+
+Q_LEN, KV_LEN, BATCH, HEADS = 270, 331, 2, 3
+
+
+def mapped(size, heads=HEADS, batch=BATCH, q_len=Q_LEN, kv_len=KV_LEN, seed=None):
+    """A map, its words, and block_map of the kernels without lists."""
+    shape = batch, heads, -(-q_len // size[0]), -(-kv_len // size[1])
+    chosen = np.random.default_rng(seed).random(shape) < 0.5
+    words = np.asarray(lists.packed(jnp.asarray(chosen)))
+    return chosen, words, (Pointer(words.reshape(-1)), None, batch, heads, *size)
+
+
+def words_of(block_map, words, b, head, q_len=Q_LEN, kv_len=KV_LEN):
+    """map_of, where only the words of this head may be read."""
+    pointer, width, q_shift, kv_shift = hopper_map.map_of(
+        block_map, tensor(b), tensor(head), tensor(q_len), tensor(kv_len)
+    )
+    here = words[b % len(words), head % words.shape[1]].size
+    first = (b % len(words) * words.shape[1] + head % words.shape[1]) * here
+    assert pointer.at == first and width == words.shape[3]
+    return Pointer(pointer.memory, pointer.at, (first, first + here)), width, q_shift, kv_shift
+
+
+def brute(chosen, size, b, head, first_row, first_key):
+    """(64, 64) bits of rows and keys that are there, and which of them are."""
+    rows, keys = first_row + np.arange(64), first_key + np.arange(64)
+    there = (rows < Q_LEN)[:, None] & (keys < KV_LEN)
+    at = np.minimum(rows, Q_LEN - 1) // size[0], np.minimum(keys, KV_LEN - 1) // size[1]
+    of_head = chosen[b % len(chosen), head % chosen.shape[1]]
+    return of_head[np.ix_(*at)], there
+
+
+SHIFTS = range(13)
+
+
+@pytest.mark.parametrize("q_shift", SHIFTS)
+def test_bits(q_shift):
+    """Rows by keys, and keys by rows, for every size of a block, at every block of 64; the last ones are part full."""
+    for kv_shift in SHIFTS:
+        size = 1 << q_shift, 1 << kv_shift
+        chosen, words, block_map = mapped(size)
+        b, head = kv_shift % BATCH, (q_shift + kv_shift) % HEADS
+        this_map = words_of(block_map, words, b, head)
+        for i in range(6):  # every block of rows and of keys, in other pairs for each size
+            first_row, first_key = (i + q_shift + kv_shift) % 5 * 64, i * 64
+            want, there = brute(chosen, size, b, head, first_row, first_key)
+            rows = tensor(first_row + np.arange(64))
+            got = hopper_map.bits_of_keys(this_map, rows, tensor(first_key), tensor(Q_LEN))
+            np.testing.assert_array_equal(columns_of(got)[there], want[there], str(size))
+            keys = tensor(first_key + np.arange(64))
+            got = hopper_map.bits_of_rows(this_map, keys, tensor(first_row), tensor(Q_LEN))
+            np.testing.assert_array_equal(columns_of(got).T[there], want[there], str(size))
+
+
+@pytest.mark.parametrize("first", [Q_LEN, 320])
+def test_rows_past_the_end_read_nothing_else(first):
+    """A tile of 128 rows, whose second half may have none: any bits, but no read past the map."""
+    for size in ((1, 1), (2, 64), (64, 1), (512, 512)):
+        _, words, block_map = mapped(size)
+        for head in (0, HEADS - 1):
+            this_map = words_of(block_map, words, BATCH - 1, head)
+            rows = tensor(first + np.arange(64))
+            hopper_map.bits_of_keys(this_map, rows, tensor(0), tensor(Q_LEN))
+
+
+@pytest.mark.parametrize("kv_len", [1, 31, 32, 33, 64, 95, 97, 130])
+def test_keys_past_the_end_read_nothing_else(kv_len):
+    """The second word of a step, and the words of the keys of a tile of 128."""
+    for shift in (0, 1, 5, 6, 7):
+        _, words, block_map = mapped((1, 1 << shift), kv_len=kv_len)
+        this_map = words_of(block_map, words, BATCH - 1, HEADS - 1, kv_len=kv_len)
+        rows = tensor(64 + np.arange(64))
+        for first in range(0, kv_len, 64):
+            hopper_map.bits_of_keys(this_map, rows, tensor(first), tensor(Q_LEN))
+        for first in range(0, -(-kv_len // 128) * 128, 64):
+            keys = tensor(first + np.arange(64))
+            hopper_map.bits_of_rows(this_map, keys, tensor(256), tensor(Q_LEN))
+
+
+@pytest.mark.parametrize("heads,batch", [(1, 1), (1, 2), (3, 1)])
+def test_one_map_for_all(heads, batch):
+    """Of all heads, of all batch rows: its words, and the lists of its heads."""
+    chosen, words, block_map = mapped((4, 16), heads, batch)
+    for b in range(BATCH):
+        for head in range(HEADS):
+            this_map = words_of(block_map, words, b, head)
+            want, _ = brute(chosen, (4, 16), b, head, 64, 128)
+            rows = tensor(64 + np.arange(64))
+            got = hopper_map.bits_of_keys(this_map, rows, tensor(128), tensor(Q_LEN))
+            np.testing.assert_array_equal(columns_of(got), want)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 64, 4096, (1 << 30) - 1, 1 << 30, (1 << 31) - 1])
+def test_shift(size):
+    """Of a power of two; the handlers see to that."""
+    assert hopper_map.shift_of(tensor(size)) == size.bit_length() - 1
+
+
+@pytest.mark.parametrize("heads", [1, HEADS])
+def test_lists(heads):
+    """Of a tile of rows, of keys, and of the heads of a group: those that block_map.entries made for that place."""
+    chosen, _, (bits, _, batch, heads, *size) = mapped((16, 64), heads, q_len=700, kv_len=523)
+    chosen[0, 0, :8] = False  # a tile of rows without any
+    mask = packax.create_attention_mask(
+        packax.block_sparse(chosen, tuple(size)) & packax.causal(), q_len=700, kv_len=523
+    )
+    of_rows, of_keys = np.asarray(mask.q_entries), np.asarray(mask.kv_entries)
+    sizes = tensor(700), tensor(523)
+    empty = 0
+    for b in range(batch):
+        for head in range(3):
+            for tile in range(6):
+                block_map = (bits, Pointer(of_rows.reshape(-1)), batch, heads, *size)
+                listed, edges, core = hopper_map.list_of_rows(
+                    block_map, tensor(b), tensor(head), tensor(128 * tile), *sizes
+                )
+                want = of_rows[b, head % heads, tile]
+                none = want[:2].sum() == 0  # then one that the mask empties
+                empty += none
+                assert (edges, core) == (max(want[0], none), want[1])
+                for i in range(edges + core):
+                    assert (listed + i).read() == want[2 + i] < 9
+            for tile in range(5):
+                block_map = (bits, Pointer(of_keys.reshape(-1)), batch, heads, *size)
+                listed, edges, core = hopper_map.list_of_keys(
+                    block_map, tensor(b), tensor(head), tensor(128 * tile), *sizes
+                )
+                want = of_keys[b, head % heads, tile]
+                assert (edges, core) == tuple(want[:2])
+                for i in range(edges + core):
+                    assert (listed + i).read() == want[2 + i] < 11
+                place = (b, tensor(128 * tile), tensor(0), 3, None, None, None)
+                total = hopper_map.blocks_of_lists((block_map, tensor(b), *sizes), place)
+                assert total == sum(of_keys[b, h % heads, tile, :2].sum() for h in range(3))
+    assert empty

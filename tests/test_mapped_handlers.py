@@ -1,0 +1,213 @@
+"""The general handlers with a map of blocks on a GPU of Hopper: its own kernels where the map is all there is.
+
+Guards against a map that the kernels cannot read (they find blocks by shifts) or that one of them does not get, and
+against arguments in another place than the kernels have them. On a fake libcuda, as test_capped_handlers.py.
+"""
+
+from math import ceil, prod
+
+import pytest
+from cpp.call_frame import EXECUTE, INITIALIZE
+from cpp.calls import Array, Sizes, backward_mapped, forward_mapped
+from cpp.launches import SIZES, attention, expect_launches
+from cpp.machine import (
+    KERNELS,
+    MULTIPROCESSORS,
+    make_machine,
+    needs_compiler,
+    needs_extension,
+)
+from test_hopper_handlers import backward_maps, hopper_sections
+
+pytest_plugins = ("cpp.fixtures",)
+pytestmark = [needs_extension, needs_compiler]
+
+MAKE = {"forward": forward_mapped, "backward": backward_mapped}
+GIVEN = {"scale": ("float32", 0.375), "element_test": ("int32", 1)}
+# (rows, keys) of a block: all powers of two, up to the largest of 31 bits
+SIZES_OF_BLOCKS = [(1, 1), (1, 512), (2, 16), (64, 64), (128, 1), (4096, 1 << 30), (1 << 30, 2)]
+
+
+@pytest.fixture
+def mapped(tmp_path, driver):
+    """A machine whose build has the kernels with a map for its head dims."""
+    return make_machine(tmp_path, driver, choose=lambda m: m.has("backward_mapped"))
+
+
+def kernels_of(machine, call):
+    machine.cuda.fake_clear()
+    assert machine.run(call) is None
+    return [launch["kernel"] for launch in machine.launches()]
+
+
+def of_a_map(blocks):
+    return dict(zip(("map_batch", "map_heads", "q_block", "kv_block"), blocks, strict=True))
+
+
+def blocks_of(s, n, size):
+    """Maps of one head or of all, of one batch row or of all, in turns."""
+    return (s.mask_batch if n % 2 else 1, s.heads if n % 3 else 1, *size)
+
+
+@pytest.mark.parametrize("n,size", list(enumerate(SIZES_OF_BLOCKS)))
+@pytest.mark.parametrize("s", SIZES)
+def test_forward(mapped, s, n, size):
+    """Lists are of tiles of 128 rows, and so is the order; before the launch the counter is cleared."""
+    assert mapped.row("forward_hopper_mapped", mapped.variant["cc"])["block"] == 128
+    blocks = blocks_of(s, n, size)
+    call = forward_mapped(mapped, s, blocks).change(**GIVEN)
+    maps = backward_maps(mapped, "forward_hopper_mapped", {**call.operands, **call.results})
+    tiles = s.heads * s.batch * ceil(s.q_len / 128)
+    grids = {"forward_hopper_mapped": lambda m: [min(MULTIPROCESSORS, tiles)]}
+    expect_launches(mapped, call, attention(s, 0.375, 1) | maps | of_a_map(blocks), grids)
+    clear = {"memset": [call.results["counter"].address, 0, 1], "stream": mapped.xla.stream}
+    assert mapped.record()[0] == clear and len(mapped.record()) == 2
+    assert mapped.calls("cuLibraryLoadData") == 1  # not the general one
+
+
+@pytest.mark.parametrize("wanted", [0, 1, 2, 3])
+@pytest.mark.parametrize("n,size", list(enumerate(SIZES_OF_BLOCKS[1:4])))
+@pytest.mark.parametrize("s", SIZES)
+def test_backward(mapped, s, n, size, wanted):
+    """No sums in memory; a tile of keys has the lists of keys, one of rows those of rows."""
+    blocks = blocks_of(s, n, size)
+    call = backward_mapped(mapped, s, blocks, wanted=wanted)
+    call = call.change(**GIVEN, has_dlse=("int32", n % 2))
+    sections, _ = hopper_sections(mapped, s, call.results["workspace"].address)
+    counter, rows = sections["dq_sum"].address, prod(sections["delta"].shape)
+    grids = {"backward_prepare": lambda r: [rows // r]}
+    if wanted & 2:
+        keys = s.kv_heads * s.batch * ceil(s.kv_len / 128)
+        grids["backward_dkdv_hopper_mapped"] = lambda n: [keys]
+    if wanted & 1:
+        tiles = s.heads * s.batch * ceil(s.q_len / 128)
+        grids["backward_dq_hopper_mapped"] = lambda m: [min(MULTIPROCESSORS, tiles)]
+    scalars = attention(s, 0.375, 1, n % 2) | {"clear_dq": 0, "counter": counter}
+    pointers = {name: array.address for name, array in sections.items()}
+    arrays = {**call.operands, **call.results, **sections}
+    values = {name: {**scalars, **pointers, **of_a_map(blocks)} for name in grids}
+    for kernel in grids.keys() - {"backward_prepare"}:
+        assert mapped.row(kernel, mapped.variant["cc"])["block"] == 128
+        values[kernel] |= backward_maps(mapped, kernel, arrays)
+    expect_launches(mapped, call, values, grids)
+    clear = {"memset": [counter, 0, 1], "stream": mapped.xla.stream}
+    assert mapped.record().count(clear) == (wanted & 1) == len(mapped.record()) - len(grids)
+    assert mapped.calls("cuLibraryLoadData") == 3
+
+
+# Of a plain call with a map: what leaves it to the general kernels.
+OTHERS = {
+    "no map": {"blocks": None},
+    "rows of a block by threes": {"blocks": (1, 6, 3, 32)},
+    "keys of a block by twenties": {"blocks": (1, 6, 4, 20)},
+    "one less than a power of two": {"blocks": (1, 1, 127, 128)},
+    "one more": {"blocks": (1, 1, 128, 129)},
+    "a soft cap": {"soft_cap": 50.0},
+    "a scale from a buffer": {"has": (1, 0)},
+    "a bias": {"has": (0, 1)},
+    "other head dims": {"dims": (72, 72)},
+}
+
+
+@pytest.mark.parametrize("direction", MAKE)
+@pytest.mark.parametrize("what", OTHERS)
+def test_what_takes_the_general_kernels(mapped, direction, what):
+    assert kernels_of(mapped, MAKE[direction](mapped)) == mapped.kernels(f"{direction}_mapped")
+    got = kernels_of(mapped, MAKE[direction](mapped, **OTHERS[what]))
+    assert got == KERNELS[f"{direction}_general"]
+
+
+def test_largest_logits_and_gradients_of_numbers_take_the_general_kernels(mapped):
+    assert kernels_of(mapped, forward_mapped(mapped, want_top=1)) == KERNELS["forward_general"]
+    call = backward_mapped(mapped, has_dnumbers=1)
+    assert kernels_of(mapped, call) == KERNELS["backward_general"]
+
+
+@pytest.mark.parametrize("direction", MAKE)
+@pytest.mark.parametrize("dims", [(64, 64), (192, 128), (256, 256)])
+def test_head_dims_without_such_kernels(tmp_path, driver, direction, dims):
+    """Of all head dims 128 alone has them."""
+    machine = make_machine(
+        tmp_path,
+        driver,
+        choose=lambda m: m.has_hopper() and (m.variant["qk_dim"], m.variant["v_dim"]) == dims,
+    )
+    call = MAKE[direction](machine)
+    assert kernels_of(machine, call) == KERNELS[f"{direction}_general"]
+
+
+@pytest.mark.parametrize("direction", MAKE)
+def test_another_gpu(portable, direction):
+    assert kernels_of(portable, MAKE[direction](portable)) == KERNELS[f"{direction}_general"]
+
+
+@pytest.mark.parametrize("direction", MAKE)
+def test_float32(mapped, direction):
+    if not any(v["dtype"] == "f32" for v in mapped.ext.variants()):
+        pytest.skip("this build has no such kernel")
+    call = MAKE[direction](mapped, dtype="float32", exact=1)
+    assert kernels_of(mapped, call) == KERNELS[f"{direction}_general"]
+
+
+@pytest.mark.parametrize("wanted", [1, 2, 3])
+def test_the_workspace_says_which_kernels(mapped, wanted):
+    """One element short of the counter: the general ones. Room for a sum of dQ makes no difference: none is made."""
+    call = backward_mapped(mapped, wanted=wanted)
+    apart = call.results["workspace"].shape[0]
+    kernels = mapped.kernels("backward_mapped")
+    own = [k for k in kernels if k == "backward_prepare" or wanted & (1 if "_dq_" in k else 2)]
+    general = KERNELS["backward_general"]
+    left = [k for k in general if "delta" in k or wanted & (1 if "_dq_" in k else 2)]
+    for elements, want in ((2 * apart, own), (1 << 24, own), (apart, own), (apart - 1, left)):
+        got = kernels_of(mapped, call.change(workspace=Array("float32", (elements,))))
+        assert got == want, elements
+
+
+@pytest.mark.parametrize("direction", MAKE)
+def test_initialize_loads_what_execute_launches(mapped, direction):
+    call = MAKE[direction](mapped)
+    assert mapped.run(call, INITIALIZE) is None
+    assert mapped.record() == []
+    assert mapped.calls("cuLibraryLoadData") == len(mapped.kernels(f"{direction}_mapped"))
+    mapped.fail("cuLibraryLoadData", 1)
+    assert kernels_of(mapped, call) == mapped.kernels(f"{direction}_mapped")
+
+
+REFUSALS = {
+    "attribute scale is -0.5, expected a finite number above 0": {"scale": ("float32", -0.5)},
+    "map_bits is int32[2, 6, 75, 2], expected int32[map_batch=2, map_heads=6, "
+    "ceil(q_len/q_block)=75, ceil(kv_len/kv_block/32)=1]": {
+        "map_bits": Array("int32", (2, 6, 75, 2))
+    },
+    "map_bits has 3 heads (axis 1), expected 1 or those of query, 6": {
+        "map_bits": Array("int32", (2, 3, 75, 1))
+    },
+    "q_entries is int32[2, 1, 3, 13], expected int32[mask_batch=2, map_heads=6, "
+    "ceil(q_len/128)=3, 2+ceil(kv_len/64)=13]": {"q_entries": Array("int32", (2, 1, 3, 13))},
+    "attributes q_block and kv_block are -4 and 32, expected both above 0, or both 0 without a "
+    "map": {"q_block": ("int32", -4)},
+}
+
+
+@pytest.mark.parametrize("direction", MAKE)
+@pytest.mark.parametrize("text", REFUSALS)
+def test_refusals(mapped, direction, text):
+    """On a machine that has the kernels: what the general ones refuse."""
+    call = MAKE[direction](mapped).change(**REFUSALS[text])
+    for stage in (INITIALIZE, EXECUTE):
+        failure = mapped.run(call, stage)
+        assert failure.code == "InvalidArgument"
+        assert failure.message == f"{call.target}: {text}"
+    assert mapped.launches() == []
+
+
+def test_refusals_of_the_backward(mapped):
+    call = backward_mapped(mapped, Sizes(), wanted=3)
+    for name, array in (
+        ("kv_entries", Array("int32", (2, 6, 6, 6))),  # 2 + 4 of ceil(300 / 64) = 5
+        ("dq", Array("bfloat16", (0,))),
+        ("dk", Array("bfloat16", (0,))),
+    ):
+        failure = mapped.run(call.change(**{name: array}))
+        assert f"{call.target}: {name} is " in failure.message
+    assert mapped.launches() == []
