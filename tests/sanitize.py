@@ -33,19 +33,23 @@ LIMIT = {
 }  # (of TF32) ‖x - reference‖ / ‖reference‖
 
 
-def reference(query, key, value, cotangent, attends, scale):
+def reference(query, key, value, cotangent, attends, scale, soft_cap):
     """Output and gradients in float64; attends is (batch, queries, keys)."""
     batch, q_len = query.shape[:2]
     kv_heads = key.shape[2]
     q, do = (x.reshape(batch, q_len, kv_heads, -1, x.shape[-1]) for x in (query, cotangent))
     scores = np.einsum("bqhgd,bkhd->bhgqk", q, key) * scale
+    fade = 1.0
+    if soft_cap is not None:
+        scores = np.tanh(scores / soft_cap)
+        scores, fade = soft_cap * scores, 1 - scores**2
     scores = np.where(attends[:, None, None], scores, -np.inf)
     top = np.max(scores, -1, keepdims=True)
     p = np.exp(scores - np.where(np.isfinite(top), top, 0))
     p /= np.maximum(p.sum(-1, keepdims=True), 1e-300)
     out = np.einsum("bhgqk,bkhd->bqhgd", p, value)
     dp = np.einsum("bqhgd,bkhd->bhgqk", do, value)
-    ds = p * (dp - np.sum(p * dp, -1, keepdims=True)) * scale
+    ds = p * (dp - np.sum(p * dp, -1, keepdims=True)) * fade * scale
     dq = np.einsum("bhgqk,bkhd->bqhgd", ds, key).reshape(query.shape)
     dk = np.einsum("bhgqk,bqhgd->bkhd", ds, q)
     dv = np.einsum("bhgqk,bqhgd->bkhd", p, do)
@@ -53,8 +57,8 @@ def reference(query, key, value, cotangent, attends, scale):
 
 
 def run(
-    name, expression, batch, q_len, kv_len, heads, kv_heads, dims, dtype, deterministic=False
-) -> bool:
+    name, expression, batch, q_len, kv_len, heads, kv_heads, dims, dtype, deterministic=False, soft_cap=None,
+) -> bool:  # fmt: skip
     rng = np.random.default_rng(0)
     qk, v = dims
     shapes = [(q_len, heads, qk), (kv_len, kv_heads, qk), (kv_len, kv_heads, v), (q_len, heads, v)]
@@ -65,7 +69,11 @@ def run(
         mask = packax.create_attention_mask(expression, q_len=q_len, kv_len=kv_len)
         out, pullback = jax.vjp(
             lambda *x: packax.flash_attention(
-                *x, mask, implementation="cubin", deterministic=deterministic
+                *x,
+                mask,
+                implementation="cubin",
+                deterministic=deterministic,
+                soft_cap=soft_cap,
             ),
             query,
             key,
@@ -74,8 +82,10 @@ def run(
         return (out, *pullback(cotangent))
 
     results = [np.asarray(x, np.float64) for x in both(*arrays)]
-    attends = np.broadcast_to(expression.as_array(q_len, kv_len), (batch, q_len, kv_len))
-    exact = reference(*(np.asarray(x, np.float64) for x in arrays), attends, qk**-0.5)
+    attends = np.asarray(expression.as_array(q_len, kv_len))
+    attends = attends.reshape(-1, q_len, kv_len)  # a map may have an axis of heads, of one
+    attends = np.broadcast_to(attends, (batch, q_len, kv_len))
+    exact = reference(*(np.asarray(x, np.float64) for x in arrays), attends, qk**-0.5, soft_cap)
     errors = [
         np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in zip(results, exact, strict=True)
     ]
@@ -150,12 +160,21 @@ def main() -> int:
     # 700 rows: more blocks than any ring has stages, masked ones and a core; two heads a program
     long = causal & packax.documents(packed(90, -3, 550, 57)[None])
     documents = causal & packax.documents(packed_rows)
+    # rows that choose blocks of keys; the first half of a block of rows chooses none
+    chosen = np.random.default_rng(2).random((1, 1, 700, 11)) < 0.4
+    chosen[..., :350, :] |= chosen[..., 350:, :]
+    chosen[..., 448:480, :] = False
+    mapped = causal & packax.block_sparse(chosen, (1, 64))
     for dims in head_dims():
         if arguments.dims and "x".join(map(str, dims)) not in arguments.dims:
             continue
         good &= run("long", long, 1, 700, 700, 2, 1, dims, "bfloat16")
         good &= run("long", long, 1, 700, 700, 2, 1, dims, "bfloat16", deterministic=True)
         good &= run("tested", tested, 1, 137, 137, 2, 2, dims, "bfloat16")
+        for cap in (3.0, 50.0):  # scores past half of a cap, and below
+            good &= run(f"cap {cap}", long, 1, 700, 700, 2, 1, dims, "bfloat16", soft_cap=cap)
+        good &= run("cap", documents, 3, 213, 213, 4, 2, dims, "bfloat16", True, soft_cap=3.0)
+        good &= run("mapped", mapped, 1, 700, 700, 2, 1, dims, "bfloat16")
         good &= decode(dims, "bfloat16", 16)
         if arguments.small:
             continue
