@@ -36,7 +36,7 @@ from attention import first_line
 from machine import machine
 from option_cases import OptionCase, select
 from reference import einsum, wrong
-from turns import Failed, Worker, as_row, burst, in_turns, launches_of
+from turns import Failed, Worker, as_row, burst, in_turns, launches_of, troubles
 
 HERE = Path(__file__).parent
 START = time.perf_counter()
@@ -283,10 +283,7 @@ def table(results: dict[str, Any]) -> str:
             lines.append(line + (f"{max(some):>9.1e}" if some else ""))
         notes += of_dense(name, rows)
         for who, row in rows.items():
-            notes += [
-                f"{name} {who} {what} did not run: {text}" for what, text in row["failed"].items()
-            ]
-            notes += [f"{name} {who} WRONG: {', '.join(row['wrong'])}"] if row["wrong"] else []
+            notes += troubles(f"{name} {who}", row)
     return "\n".join(lines + notes)
 
 
