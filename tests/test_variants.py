@@ -263,8 +263,9 @@ def recompiled(monkeypatch, tmp_path, request):  # type: ignore[no-untyped-def]
     "file,kernels",
     [
         ("hopper", [*FORWARDS, *ONES, *KEYS, *ROWS]),  # also by way of hopper_softmax
-        ("hopper_forward", [*FORWARDS, *ROWS]),  # turns
-        ("hopper_softmax", [*FORWARDS, *ROWS, "hopper_keys"]),
+        ("hopper_forward", [*FORWARDS]),
+        ("hopper_steps", [*FORWARDS, *ROWS]),  # turns
+        ("hopper_softmax", [*FORWARDS, "hopper_keys"]),
         ("hopper_chunks", [*ROWS, "hopper_keys", "hopper_wide"]),
         ("hopper_rows", [*ONES, *KEYS]),
         ("hopper_cap", ["hopper_forward", "hopper_backward", "hopper_queries", "hopper_wide"]),

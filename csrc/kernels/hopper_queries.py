@@ -23,7 +23,8 @@ from hopper import (
 )
 from hopper_cap import tanh_of_scores
 from hopper_chunks import add_products, finished, left_chunks, scores, zeros
-from hopper_forward import (
+from hopper_map import list_of_rows, map_of
+from hopper_steps import (
     after,
     hear,
     masked,
@@ -33,7 +34,6 @@ from hopper_forward import (
     turn_pass,
     turn_wait,
 )
-from hopper_map import list_of_rows, map_of
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
