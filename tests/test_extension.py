@@ -19,10 +19,12 @@ from cpp.machine import (
     SPEC,
     Machine,
     compile_driver,
+    copy_without_cubins,
     load_extension,
     make_machine,
     needs_compiler,
     needs_extension,
+    outside_cubins,
 )
 
 pytest_plugins = ("cpp.fixtures",)
@@ -129,6 +131,17 @@ def test_find():
         )
     assert _ext.find("sideways", 90, "bf16", 64, 64) is None
     assert _ext.find("forward", 90, "float32", 64, 64) is None
+
+
+def test_copies_for_tests_are_small(tmp_path):
+    """Whole ones once filled CI's disk: 46 GB in a run."""
+    from packax import _ext
+
+    copy = tmp_path / "copy.so"
+    copy_without_cubins(copy)
+    assert outside_cubins()[1] == len(_ext.variants())
+    assert copy.stat().st_size == Path(SPEC.origin).stat().st_size
+    assert copy.stat().st_blocks * 512 < 3e6
 
 
 # --- The driver -----------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """A fresh copy of packax._ext on a fake driver: what the tests of csrc/*.cc run on."""
 
 import ctypes
+import functools
 import importlib.machinery
 import importlib.util
 import itertools
@@ -8,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import struct
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,6 +160,9 @@ KERNELS = {
 
 MULTIPROCESSORS = 10  # of the fake's devices
 
+ELF = b"\x7fELF\x02\x01"  # 64 bits, little endian
+EM_CUDA = 190
+
 _serial = itertools.count()
 
 
@@ -169,10 +174,36 @@ def compile_driver(folder, *flags):
     return path
 
 
+@functools.cache
+def outside_cubins():
+    """What the extension's file holds beside them, [(offset, bytes)], and how many they are."""
+    image = Path(SPEC.origin).read_bytes()
+    pieces, count, end = [], 0, 0
+    begin = image.find(ELF, 1)
+    while begin >= 0:
+        after = begin + len(ELF)
+        if struct.unpack_from("<H", image, begin + 18)[0] == EM_CUDA:
+            # Offset, size of an entry and their number, of the segments and of the sections.
+            segments, sections, *sizes = struct.unpack_from("<QQ6xHHHH", image, begin + 32)
+            after = begin + max(segments + sizes[0] * sizes[1], sections + sizes[2] * sizes[3])
+            pieces.append((end, image[end:begin]))
+            end, count = after, count + 1
+        begin = image.find(ELF, after)
+    return [*pieces, (end, image[end:])], count
+
+
+def copy_without_cubins(copy):
+    """Holes in their place: the fake driver reads none, and 65 MB a test once filled the disk."""
+    with copy.open("wb") as file:
+        for offset, piece in outside_cubins()[0]:
+            file.seek(offset)
+            file.write(piece)
+
+
 def load_extension(folder, libcuda):
     """A copy has globals of its own, so nothing that another test opened or loaded is there."""
     copy = folder / Path(SPEC.origin).name
-    shutil.copy(SPEC.origin, copy)
+    copy_without_cubins(copy)
     name = f"packax_copy{next(_serial)}._ext"
     loader = importlib.machinery.ExtensionFileLoader(name, str(copy))
     module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
