@@ -176,7 +176,7 @@ def compile_driver(folder, *flags):
 
 @functools.cache
 def outside_cubins():
-    """What the extension's file holds beside them, [(offset, bytes)], and how many they are."""
+    """What the extension's file holds beside them and zeros, [(offset, bytes)], and how many they are."""
     image = Path(SPEC.origin).read_bytes()
     pieces, count, end = [], 0, 0
     begin = image.find(ELF, 1)
@@ -189,7 +189,8 @@ def outside_cubins():
             pieces.append((end, image[end:begin]))
             end, count = after, count + 1
         begin = image.find(ELF, after)
-    return [*pieces, (end, image[end:])], count
+    pieces.append((end, image[end:]))
+    return [(at, piece) for at, piece in pieces if piece.strip(b"\0")], count
 
 
 def copy_without_cubins(copy):
