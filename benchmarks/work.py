@@ -62,6 +62,7 @@ class Work:
             "kv_order": ints((tiles,)),
             "scale": qk**-0.5, "element_test": 0, "batch": 1, "mask_batch": 1, "has_dlse": 0, "clear_dq": 1,
             "q_len": rows, "kv_len": rows, "heads": heads, "kv_heads": kv_heads,
+            "row_heads": heads,
         }  # fmt: skip
         # never read without an element test or dlse
         self.given |= dict.fromkeys(("q_ids", "kv_ids", "q_pos", "kv_pos"), self.given["q_lo"])

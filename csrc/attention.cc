@@ -8,7 +8,7 @@ namespace packax {
 
 ffi::Error ReadShape(const ffi::AnyBuffer& query, const ffi::AnyBuffer& key,
                      const ffi::AnyBuffer& value, const ffi::AnyBuffer& q_lo, Shape* shape,
-                     bool float32) {
+                     bool float32, const std::optional<SomeHeads>& some) {
   PACKAX_TRY(ExpectRank("query", query, 4, "(batch, q_len, heads, qk_dim)"));
   PACKAX_TRY(ExpectRank("key", key, 4, "(batch, kv_len, kv_heads, qk_dim)"));
   PACKAX_TRY(ExpectRank("value", value, 4, "(batch, kv_len, kv_heads, v_dim)"));
@@ -22,14 +22,22 @@ ffi::Error ReadShape(const ffi::AnyBuffer& query, const ffi::AnyBuffer& key,
       << (float32 ? "bfloat16, float16 or float32" : "bfloat16 or float16");
   PACKAX_TRY(ToInt32("batch (query axis 0)", query.dimensions()[0], 0, kMaxInt32, &shape->batch));
   PACKAX_TRY(ToInt32("q_len (query axis 1)", query.dimensions()[1], 1, kMaxLength, &shape->q_len));
-  PACKAX_TRY(ToInt32("heads (query axis 2)", query.dimensions()[2], 1, kMaxInt32, &shape->heads));
+  PACKAX_TRY(
+      ToInt32("heads (query axis 2)", query.dimensions()[2], 1, kMaxInt32, &shape->row_heads));
+  shape->first_head = some ? some->first : 0;
+  shape->heads = some ? some->count : shape->row_heads;
+  PACKAX_CHECK(shape->heads >= 1 && shape->first_head >= 0 &&
+                   shape->first_head <= shape->row_heads - shape->heads,
+               kInvalidArgument)
+      << "attributes first_head and heads are " << shape->first_head << " and " << shape->heads
+      << ", expected some of the query's " << shape->row_heads;
   PACKAX_TRY(ToInt32("qk_dim (query axis 3)", query.dimensions()[3], 1, kMaxInt32, &shape->qk_dim));
   PACKAX_TRY(ToInt32("kv_len (key axis 1)", key.dimensions()[1], 1, kMaxLength, &shape->kv_len));
   PACKAX_TRY(ToInt32("kv_heads (key axis 2)", key.dimensions()[2], 1, kMaxInt32, &shape->kv_heads));
   PACKAX_TRY(ToInt32("v_dim (value axis 3)", value.dimensions()[3], 1, kMaxInt32, &shape->v_dim));
   PACKAX_CHECK(shape->heads % shape->kv_heads == 0, kInvalidArgument)
-      << "query has " << shape->heads << " heads, expected a multiple of the " << shape->kv_heads
-      << " heads of key and value";
+      << (some ? "attribute heads is " : "query has ") << shape->heads << (some ? "" : " heads")
+      << ", expected a multiple of the " << shape->kv_heads << " heads of key and value";
 
   const int64_t mask_batch = q_lo.dimensions()[0];
   PACKAX_CHECK(mask_batch == 1 || mask_batch == shape->batch, kInvalidArgument)
@@ -88,7 +96,7 @@ ffi::Error CheckScale(float scale) {
 
 ffi::Error ExpectRows(const char* name, const ffi::AnyBuffer& buffer, const Shape& s, Axis dim) {
   return Expect(name, buffer, s.dtype,
-                {{"batch", s.batch}, {"q_len", s.q_len}, {"heads", s.heads}, dim});
+                {{"batch", s.batch}, {"q_len", s.q_len}, {"heads", s.row_heads}, dim});
 }
 
 ffi::Error ExpectKeys(const char* name, const ffi::AnyBuffer& buffer, const Shape& s, Axis dim) {
@@ -109,9 +117,34 @@ Grid KeyGrid(const Shape& s, int block) {
   return {Product({s.kv_heads, s.batch, s.kv_tiles(), kTile / block})};
 }
 
-TensorView HeadsOf(const char* name, const ffi::AnyBuffer& buffer, const Shape& s) {
+TensorView KeysOf(const char* name, const ffi::AnyBuffer& buffer, const Shape& s) {
   const auto sizes = buffer.dimensions();
-  return {name, buffer.untyped_data(), s.element(), sizes[0], sizes[1], sizes[2] * sizes[3]};
+  const int64_t row = sizes[2] * sizes[3];
+  return {name, buffer.untyped_data(), s.element(), sizes[0], sizes[1], row, row};
+}
+
+TensorView RowsOf(const char* name, const ffi::AnyBuffer& buffer, const Shape& s) {
+  const auto sizes = buffer.dimensions();
+  const int64_t dim = sizes[3];
+  return {name,     FirstHead(buffer, s), s.element(),      sizes[0],
+          sizes[1], s.heads * dim,        s.row_heads * dim};
+}
+
+void* FirstHead(const ffi::AnyBuffer& buffer, const Shape& s) {
+  if (s.first_head == 0) return buffer.untyped_data();
+  const size_t bytes = ffi::ByteWidth(buffer.element_type());
+  return static_cast<char*>(buffer.untyped_data()) + s.first_head * buffer.dimensions()[3] * bytes;
+}
+
+ffi::Error CheckSomeHeads(const char* name, const std::optional<SomeHeads>& some,
+                          const ffi::AnyBuffer& result) {
+  if (!some) return ffi::Error::Success();
+  PACKAX_TRY(ExpectAttribute("begins", some->begins, 1));
+  const void* before = some->before.untyped_data();
+  PACKAX_CHECK(some->begins == 1 || before == result.untyped_data(), kInvalidArgument)
+      << name << "_before is at " << before << " and " << name << " at " << result.untyped_data()
+      << ", expected one place for both";
+  return ffi::Error::Success();
 }
 
 }  // namespace packax

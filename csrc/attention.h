@@ -18,6 +18,8 @@ inline constexpr int64_t kTile192 = 192;  // rows, in q_order_192
 struct Shape {
   ffi::DataType dtype;
   int32_t batch, mask_batch, q_len, kv_len, heads, kv_heads, qk_dim, v_dim;
+  // Rows of query, out and their gradients have this many; the call is about `heads` of them.
+  int32_t row_heads, first_head;
   bool exact = true;  // products of float32 operands; otherwise TF32
 
   int64_t q_blocks() const { return CeilDiv(q_len, kBlock); }
@@ -57,11 +59,24 @@ struct Mask {
 #define PACKAX_SIZES(s)                                                                       \
   .batch = (s).batch, .mask_batch = (s).mask_batch, .q_len = (s).q_len, .kv_len = (s).kv_len, \
   .heads = (s).heads, .kv_heads = (s).kv_heads
+#define PACKAX_SIZES_OF_ROWS(s) PACKAX_SIZES(s), .row_heads = (s).row_heads
+
+// Of targets for some of the query's heads: `count` from `first` on. The others are in the result
+// already, which takes the place of `before`; unless this call `begins`: then there are none yet,
+// and any buffer stands in for `before`.
+struct SomeHeads {
+  int32_t first, count, begins;
+  ffi::AnyBuffer before;
+};
 
 // `float32`: whether the target has kernels for it, too.
 ffi::Error ReadShape(const ffi::AnyBuffer& query, const ffi::AnyBuffer& key,
                      const ffi::AnyBuffer& value, const ffi::AnyBuffer& q_lo, Shape* shape,
-                     bool float32 = false);
+                     bool float32 = false, const std::optional<SomeHeads>& some = std::nullopt);
+
+// The result is where what was before is.
+ffi::Error CheckSomeHeads(const char* name, const std::optional<SomeHeads>& some,
+                          const ffi::AnyBuffer& result);
 
 ffi::Error CheckMask(const Shape& s, const Mask& m);
 
@@ -71,7 +86,7 @@ ffi::Error CheckMaskOfKeys(const Shape& s, const ffi::AnyBuffer& kv_blocks,
 
 ffi::Error CheckScale(float scale);
 
-// (batch, q_len, heads, dim): query, out and their gradients.
+// (batch, q_len, row_heads, dim): query, out and their gradients.
 ffi::Error ExpectRows(const char* name, const ffi::AnyBuffer& buffer, const Shape& s, Axis dim);
 
 // (batch, kv_len, kv_heads, dim): gradients of key and value.
@@ -86,7 +101,13 @@ Grid QueryGrid(const Shape& s, int block);
 
 Grid KeyGrid(const Shape& s, int block);
 
-// (batch, length, heads, dim) as tensor maps see it: the heads beside each other in one row.
-TensorView HeadsOf(const char* name, const ffi::AnyBuffer& buffer, const Shape& s);
+// (batch, kv_len, kv_heads, dim) as tensor maps see it: the heads beside each other in one row.
+TensorView KeysOf(const char* name, const ffi::AnyBuffer& buffer, const Shape& s);
+
+// Likewise (batch, q_len, row_heads, dim), of which it is the heads that the call is about.
+TensorView RowsOf(const char* name, const ffi::AnyBuffer& buffer, const Shape& s);
+
+// Where those heads begin.
+void* FirstHead(const ffi::AnyBuffer& buffer, const Shape& s);
 
 }  // namespace packax

@@ -1,5 +1,5 @@
-// packax_backward_v1: check the buffers, find the kernels, fill their arguments, launch them in
-// order.
+// packax_backward_v1, and packax_backward_heads_v1 for some of the heads: check the buffers, find
+// the kernels, fill their arguments, launch them in order.
 //
 // Sizes come from the buffers; attributes hold only what no buffer says.
 
@@ -21,8 +21,8 @@ ffi::Error LaunchBackward(const PortableBackward& kernels, Stream stream, const 
   const auto& [sums, keys, rows] = kernels;
   PACKAX_TRY(Launch(sums, stream, Grid{Product({CeilDiv(s.q_len, sums.block()), s.heads, s.batch})},
                     BackwardDeltaArgs{
-                        .out = c.out.untyped_data(),
-                        .dout = c.dout.untyped_data(),
+                        .out = FirstHead(c.out, s),
+                        .dout = FirstHead(c.dout, s),
                         .dlse = c.dlse.untyped_data(),
                         .delta = c.workspace.untyped_data(),
                         .q_lo = m.q_lo.untyped_data(),
@@ -32,14 +32,15 @@ ffi::Error LaunchBackward(const PortableBackward& kernels, Stream stream, const 
                         .mask_batch = s.mask_batch,
                         .q_len = s.q_len,
                         .heads = s.heads,
+                        .row_heads = s.row_heads,
                     }));
   if (c.want_dkv) {
     PACKAX_TRY(Launch(keys, stream, KeyGrid(s, keys.block()),
                       BackwardDkdvArgs{
-                          .query = c.query.untyped_data(),
+                          .query = FirstHead(c.query, s),
                           .key = c.key.untyped_data(),
                           .value = c.value.untyped_data(),
-                          .dout = c.dout.untyped_data(),
+                          .dout = FirstHead(c.dout, s),
                           .lse = c.lse.untyped_data(),
                           .delta = c.workspace.untyped_data(),
                           .dk = c.dk.untyped_data(),
@@ -49,38 +50,38 @@ ffi::Error LaunchBackward(const PortableBackward& kernels, Stream stream, const 
                           .kv_order = c.kv_order.untyped_data(),
                           .scale = c.scale,
                           .element_test = m.element_test,
-                          PACKAX_SIZES(s),
+                          PACKAX_SIZES_OF_ROWS(s),
                       }));
   }
   if (!c.want_dq) return ffi::Error::Success();
   return Launch(rows, stream, QueryGrid(s, rows.block()),
                 BackwardDqArgs{
-                    .query = c.query.untyped_data(),
+                    .query = FirstHead(c.query, s),
                     .key = c.key.untyped_data(),
                     .value = c.value.untyped_data(),
-                    .dout = c.dout.untyped_data(),
+                    .dout = FirstHead(c.dout, s),
                     .lse = c.lse.untyped_data(),
                     .delta = c.workspace.untyped_data(),
-                    .dq = c.dq.untyped_data(),
+                    .dq = FirstHead(c.dq, s),
                     PACKAX_MASK_ROWS(m),
                     .q_order = m.q_order.untyped_data(),
                     .scale = c.scale,
                     .element_test = m.element_test,
-                    PACKAX_SIZES(s),
+                    PACKAX_SIZES_OF_ROWS(s),
                 });
 }
 
-ffi::Error Backward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi::AnyBuffer value,
-                    ffi::AnyBuffer out, ffi::AnyBuffer lse, ffi::AnyBuffer dout,
-                    ffi::AnyBuffer dlse, ffi::AnyBuffer q_lo, ffi::AnyBuffer q_hi,
-                    ffi::AnyBuffer q_ids, ffi::AnyBuffer kv_ids, ffi::AnyBuffer q_pos,
-                    ffi::AnyBuffer kv_pos, ffi::AnyBuffer q_blocks, ffi::AnyBuffer q_order,
-                    ffi::AnyBuffer kv_blocks, ffi::AnyBuffer kv_order,
-                    ffi::Result<ffi::AnyBuffer> dq, ffi::Result<ffi::AnyBuffer> dk,
-                    ffi::Result<ffi::AnyBuffer> dv, ffi::Result<ffi::AnyBuffer> workspace,
-                    float scale, int32_t element_test, int32_t has_dlse, int32_t wanted) {
+ffi::Error Run(const std::optional<SomeHeads>& some, Stream stream, ffi::AnyBuffer query,
+               ffi::AnyBuffer key, ffi::AnyBuffer value, ffi::AnyBuffer out, ffi::AnyBuffer lse,
+               ffi::AnyBuffer dout, ffi::AnyBuffer dlse, ffi::AnyBuffer q_lo, ffi::AnyBuffer q_hi,
+               ffi::AnyBuffer q_ids, ffi::AnyBuffer kv_ids, ffi::AnyBuffer q_pos,
+               ffi::AnyBuffer kv_pos, ffi::AnyBuffer q_blocks, ffi::AnyBuffer q_order,
+               ffi::AnyBuffer kv_blocks, ffi::AnyBuffer kv_order, ffi::Result<ffi::AnyBuffer> dq,
+               ffi::Result<ffi::AnyBuffer> dk, ffi::Result<ffi::AnyBuffer> dv,
+               ffi::Result<ffi::AnyBuffer> workspace, float scale, int32_t element_test,
+               int32_t has_dlse, int32_t wanted) {
   Shape s;
-  PACKAX_TRY(ReadShape(query, key, value, q_lo, &s));
+  PACKAX_TRY(ReadShape(query, key, value, q_lo, &s, false, some));
   const Mask mask{q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, element_test};
   PACKAX_TRY(CheckMask(s, mask));
   PACKAX_TRY(CheckMaskOfKeys(s, kv_blocks, kv_order));
@@ -95,7 +96,10 @@ ffi::Error Backward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi
   // Bit 0: dq, bit 1: dk and dv. What no kernel writes has no elements.
   PACKAX_TRY(ExpectAttribute("wanted", wanted, 3));
   const bool want_dq = (wanted & 1) != 0, want_dkv = (wanted & 2) != 0;
-  if (want_dq) PACKAX_TRY(ExpectRows("dq", *dq, s, qk_dim));
+  if (want_dq) {
+    PACKAX_TRY(ExpectRows("dq", *dq, s, qk_dim));
+    PACKAX_TRY(CheckSomeHeads("dq", some, *dq));
+  }
   if (want_dkv || fused) {
     PACKAX_TRY(ExpectKeys("dk", *dk, s, qk_dim));
     PACKAX_TRY(ExpectKeys("dv", *dv, s, v_dim));
@@ -118,6 +122,15 @@ ffi::Error Backward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi
   PACKAX_TRY(Prepare(device, s.kernel_dtype(), s.qk_dim, s.v_dim, &portable.rows));
   return stream ? LaunchBackward(portable, stream, call) : ffi::Error::Success();
 }
+
+constexpr auto Backward = [](Stream stream, auto... operands) {
+  return Run(std::nullopt, stream, operands...);
+};
+
+constexpr auto BackwardHeads = [](Stream stream, ffi::AnyBuffer dq_before, int32_t first_head,
+                                  int32_t heads, int32_t begins, auto... operands) {
+  return Run(SomeHeads{first_head, heads, begins, dq_before}, stream, operands...);
+};
 
 template <typename Binding>
 auto BackwardSignature(Binding&& binding) {
@@ -149,6 +162,15 @@ auto BackwardSignature(Binding&& binding) {
       .template Attr<int32_t>("wanted");
 }
 
+template <typename Binding>
+auto BackwardHeadsSignature(Binding&& binding) {
+  return BackwardSignature(std::forward<Binding>(binding)
+                               .template Arg<ffi::AnyBuffer>()  // dq_before: dq, if not begins
+                               .template Attr<int32_t>("first_head")
+                               .template Attr<int32_t>("heads")
+                               .template Attr<int32_t>("begins"));
+}
+
 }  // namespace
 }  // namespace packax
 
@@ -159,4 +181,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     packax_backward_execute, (packax::Execute<packax::Target::kBackward, packax::Backward>()),
     packax::BackwardSignature(xla::ffi::Ffi::Bind().Ctx<xla::ffi::PlatformStream<void*>>()),
+    {xla::ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    packax_backward_heads_initialize,
+    (packax::Initialize<packax::Target::kBackwardHeads, packax::BackwardHeads>()),
+    packax::BackwardHeadsSignature(xla::ffi::Ffi::Bind<xla::ffi::ExecutionStage::kInitialize>()),
+    {xla::ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    packax_backward_heads_execute,
+    (packax::Execute<packax::Target::kBackwardHeads, packax::BackwardHeads>()),
+    packax::BackwardHeadsSignature(xla::ffi::Ffi::Bind().Ctx<xla::ffi::PlatformStream<void*>>()),
     {xla::ffi::Traits::kCmdBufferCompatible});

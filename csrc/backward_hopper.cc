@@ -26,19 +26,19 @@ ffi::Error MapTiles(const Ready<Args>& kernel, const BackwardCall& c, Args* args
   const HopperWorkspace w(s);
   const Sections at(c, w);
   const auto line = [](const char* name, const void* data, TensorMapElement element, int64_t n) {
-    return TensorView{name, data, element, 1, 1, n};
+    return TensorView{name, data, element, 1, 1, n, n};
   };
   constexpr TensorMapElement f32 = TensorMapElement::kF32, i32 = TensorMapElement::kI32;
-  PACKAX_TRY(Encode(kernel, Args::kQuery, HeadsOf("query", c.query, s), &args->query));
-  PACKAX_TRY(Encode(kernel, Args::kKey, HeadsOf("key", c.key, s), &args->key));
-  PACKAX_TRY(Encode(kernel, Args::kValue, HeadsOf("value", c.value, s), &args->value));
-  PACKAX_TRY(Encode(kernel, Args::kDout, HeadsOf("dout", c.dout, s), &args->dout));
+  PACKAX_TRY(Encode(kernel, Args::kQuery, RowsOf("query", c.query, s), &args->query));
+  PACKAX_TRY(Encode(kernel, Args::kKey, KeysOf("key", c.key, s), &args->key));
+  PACKAX_TRY(Encode(kernel, Args::kValue, KeysOf("value", c.value, s), &args->value));
+  PACKAX_TRY(Encode(kernel, Args::kDout, RowsOf("dout", c.dout, s), &args->dout));
   PACKAX_TRY(Encode(kernel, Args::kLse2, line("lse2", at.lse2, f32, w.rows), &args->lse2));
   PACKAX_TRY(Encode(kernel, Args::kDelta, line("delta", at.delta, f32, w.rows), &args->delta));
   PACKAX_TRY(Encode(kernel, Args::kLo, line("lo", at.lo, i32, w.mask_rows), &args->lo));
   PACKAX_TRY(Encode(kernel, Args::kHi, line("hi", at.hi, i32, w.mask_rows), &args->hi));
-  PACKAX_TRY(Encode(kernel, Args::kDk, HeadsOf("dk", c.dk, s), &args->dk));
-  return Encode(kernel, Args::kDv, HeadsOf("dv", c.dv, s), &args->dv);
+  PACKAX_TRY(Encode(kernel, Args::kDk, KeysOf("dk", c.dk, s), &args->dk));
+  return Encode(kernel, Args::kDv, KeysOf("dv", c.dv, s), &args->dv);
 }
 
 ffi::Error LaunchPrepare(const Ready<BackwardPrepareArgs>& prepare, Stream stream,
@@ -49,8 +49,8 @@ ffi::Error LaunchPrepare(const Ready<BackwardPrepareArgs>& prepare, Stream strea
   const Sections at(c, w);
   return Launch(prepare, stream, Grid{w.rows / prepare.block()},
                 BackwardPrepareArgs{
-                    .out = c.out.untyped_data(),
-                    .dout = c.dout.untyped_data(),
+                    .out = FirstHead(c.out, s),
+                    .dout = FirstHead(c.dout, s),
                     .lse = c.lse.untyped_data(),
                     .dlse = c.dlse.untyped_data(),
                     .q_lo = m.q_lo.untyped_data(),
@@ -66,6 +66,7 @@ ffi::Error LaunchPrepare(const Ready<BackwardPrepareArgs>& prepare, Stream strea
                     .mask_batch = s.mask_batch,
                     .q_len = s.q_len,
                     .heads = s.heads,
+                    .row_heads = s.row_heads,
                 });
 }
 
@@ -175,10 +176,11 @@ ffi::Error LaunchBackward(const Fused<Args>& kernels, Stream stream, const Backw
   return Launch(*kernels.finish, stream, Grid{w.rows / kernels.finish->block()},
                 BackwardFinishArgs{
                     .dq_sum = at.dq_sum,
-                    .dq = c.dq.untyped_data(),
+                    .dq = FirstHead(c.dq, s),
                     .scale = c.scale,
                     .q_len = s.q_len,
                     .heads = s.heads,
+                    .row_heads = s.row_heads,
                 });
 }
 
@@ -213,11 +215,11 @@ ffi::Error LaunchRows(const Ready<Args>& rows, Stream stream, const BackwardCall
   const Sections at(c, HopperWorkspace(s));
   Args args;
   Fill(c, at, &args);
-  PACKAX_TRY(Encode(rows, Args::kQuery, HeadsOf("query", c.query, s), &args.query));
-  PACKAX_TRY(Encode(rows, Args::kKey, HeadsOf("key", c.key, s), &args.key));
-  PACKAX_TRY(Encode(rows, Args::kValue, HeadsOf("value", c.value, s), &args.value));
-  PACKAX_TRY(Encode(rows, Args::kDout, HeadsOf("dout", c.dout, s), &args.dout));
-  PACKAX_TRY(Encode(rows, Args::kDq, HeadsOf("dq", c.dq, s), &args.dq));
+  PACKAX_TRY(Encode(rows, Args::kQuery, RowsOf("query", c.query, s), &args.query));
+  PACKAX_TRY(Encode(rows, Args::kKey, KeysOf("key", c.key, s), &args.key));
+  PACKAX_TRY(Encode(rows, Args::kValue, KeysOf("value", c.value, s), &args.value));
+  PACKAX_TRY(Encode(rows, Args::kDout, RowsOf("dout", c.dout, s), &args.dout));
+  PACKAX_TRY(Encode(rows, Args::kDq, RowsOf("dq", c.dq, s), &args.dq));
   // One program per multiprocessor; they draw further tiles from the counter.
   const int64_t tiles = Product({s.heads, s.batch, CeilDiv(s.q_len, rows.block())});
   const int64_t programs = rows.kernel.device->multiprocessors;

@@ -330,11 +330,11 @@ ffi::Error EncodeTensorMap(const LoadedKernel& kernel, int index, const TensorVi
   const MapElement element = Describe(view.element);
   PACKAX_CHECK(std::max({view.batch, view.length, view.columns}) <= kMaxMapSize, kInvalidArgument)
       << MapText(view, box) << ": a size is over " << kMaxMapSize << "; " << v.name;
-  const int64_t row = view.columns * element.bytes;
+  const int64_t row = view.row * element.bytes;
   PACKAX_CHECK(view.length <= (kMaxMapStride - 1) / row, kInvalidArgument)
       << MapText(view, box) << ": one row of the batch has 2^40 bytes or more; " << v.name;
   PACKAX_CHECK(row % kMapAlignment == 0, kInvalidArgument)
-      << MapText(view, box) << ": the " << row << " bytes of columns are no multiple of "
+      << MapText(view, box) << ": the " << row << " bytes of a row are no multiple of "
       << kMapAlignment << "; " << v.name;
   PACKAX_CHECK(reinterpret_cast<uintptr_t>(view.data) % kMapAlignment == 0, kInvalidArgument)
       << MapText(view, box) << ": address " << view.data << " is no multiple of " << kMapAlignment
@@ -359,7 +359,8 @@ ffi::Error EncodeTensorMap(const LoadedKernel& kernel, int index, const TensorVi
       << "; " << MapText(view, box) << ", address " << view.data << "; "
       << Where(v, *kernel.device);
   // The first comparison keeps the product of the second small.
-  if (matrix <= kSmallMap && view.batch * matrix - element.bytes + 1 < kSmallMap) {
+  const int64_t last_row = (view.length - 1) * row + (view.columns - 1) * element.bytes;
+  if (matrix <= kSmallMap && (view.batch - 1) * matrix + last_row + 1 < kSmallMap) {
     if (kernel.device->driver <= kSmallMapFixed) encoded.opaque[1] &= ~(cuuint64_t{1} << 21);
   }
   static_assert(sizeof(encoded) == sizeof(map->map));
@@ -367,8 +368,8 @@ ffi::Error EncodeTensorMap(const LoadedKernel& kernel, int index, const TensorVi
   map->shape[0] = static_cast<int32_t>(view.batch);
   map->shape[1] = static_cast<int32_t>(view.length);
   map->shape[2] = static_cast<int32_t>(view.columns);
-  map->strides[0] = view.length * view.columns;
-  map->strides[1] = view.columns;
+  map->strides[0] = view.length * view.row;
+  map->strides[1] = view.row;
   map->strides[2] = 1;
   return ffi::Error::Success();
 }

@@ -54,12 +54,13 @@ ffi::Error Load(Device* device, const Variant& variant, LoadedKernel* kernel);
 
 enum class TensorMapElement { kBf16, kF16, kF32, kI32 };
 
-// A dense array in device memory as (batch, length, columns), none of them 0.
+// An array in device memory as (batch, length, columns), none of them 0. Rows are `row` elements
+// apart, columns or more; otherwise it is dense.
 struct TensorView {
   const char* name;  // for messages: the kernel's argument
   const void* data;
   TensorMapElement element;
-  int64_t batch, length, columns;
+  int64_t batch, length, columns, row;
 };
 
 // The host tensor map over `view` for the kernel's index-th "tma" parameter. TMA reads zeros where

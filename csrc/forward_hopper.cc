@@ -57,10 +57,10 @@ ffi::Error LaunchForward(const Ready<Args>& forward, Stream stream, const Forwar
   const ffi::AnyBuffer& q_order = block == kTile192 ? c.q_order_192 : c.mask.q_order;
   Args args;
   Fill(c, q_order.untyped_data(), &args);
-  PACKAX_TRY(Encode(forward, Args::kQuery, HeadsOf("query", c.query, s), &args.query));
-  PACKAX_TRY(Encode(forward, Args::kKey, HeadsOf("key", c.key, s), &args.key));
-  PACKAX_TRY(Encode(forward, Args::kValue, HeadsOf("value", c.value, s), &args.value));
-  PACKAX_TRY(Encode(forward, Args::kOut, HeadsOf("out", c.out, s), &args.out));
+  PACKAX_TRY(Encode(forward, Args::kQuery, RowsOf("query", c.query, s), &args.query));
+  PACKAX_TRY(Encode(forward, Args::kKey, KeysOf("key", c.key, s), &args.key));
+  PACKAX_TRY(Encode(forward, Args::kValue, KeysOf("value", c.value, s), &args.value));
+  PACKAX_TRY(Encode(forward, Args::kOut, RowsOf("out", c.out, s), &args.out));
   // One program per multiprocessor; they draw further tiles from the counter.
   const int64_t tiles = Product({s.heads, s.batch, CeilDiv(s.q_len, block)});
   PACKAX_CHECK(tiles <= kMaxInt32 - kMaxPrograms, kInvalidArgument)

@@ -27,15 +27,17 @@ enum class Target {
   kBackward,
   kDecode,
   kForwardGeneral,
-  kBackwardGeneral
+  kBackwardGeneral,
+  kForwardHeads,
+  kBackwardHeads
 };
 
 inline constexpr const char* kTargetNames[] = {
-    "packax_documents_v1",        "packax_blocks_v1", "packax_forward_v1",
-    "packax_backward_v1",         "packax_decode_v1", "packax_forward_general_v1",
-    "packax_backward_general_v1",
+    "packax_documents_v1",        "packax_blocks_v1",        "packax_forward_v1",
+    "packax_backward_v1",         "packax_decode_v1",        "packax_forward_general_v1",
+    "packax_backward_general_v1", "packax_forward_heads_v1", "packax_backward_heads_v1",
 };
-inline constexpr int kTargets = 7;
+inline constexpr int kTargets = 9;
 
 // Time spent in the execute stage, on the host, over the life of the process.
 struct HostTime {
@@ -150,6 +152,10 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_forward_initialize);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_forward_execute);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_backward_initialize);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_backward_execute);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_forward_heads_initialize);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_forward_heads_execute);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_backward_heads_initialize);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_backward_heads_execute);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_decode_initialize);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_decode_execute);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_forward_general_initialize);

@@ -27,6 +27,8 @@ constexpr Handler kHandlers[kTargets] = {
     {Target::kDecode, packax_decode_initialize, packax_decode_execute},
     {Target::kForwardGeneral, packax_forward_general_initialize, packax_forward_general_execute},
     {Target::kBackwardGeneral, packax_backward_general_initialize, packax_backward_general_execute},
+    {Target::kForwardHeads, packax_forward_heads_initialize, packax_forward_heads_execute},
+    {Target::kBackwardHeads, packax_backward_heads_initialize, packax_backward_heads_execute},
 };
 
 const char* Name(Target target) { return kTargetNames[static_cast<int>(target)]; }

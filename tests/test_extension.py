@@ -87,6 +87,8 @@ def test_handlers_declare_themselves():
         "packax_decode_v1",
         "packax_forward_general_v1",
         "packax_backward_general_v1",
+        "packax_forward_heads_v1",
+        "packax_backward_heads_v1",
     }
     for stages in registrations.values():
         assert set(stages) == {"initialize", "execute"}

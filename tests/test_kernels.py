@@ -227,6 +227,29 @@ def check_attention(case: str, tiles: Tiles, qk_dim: int, v_dim: int) -> None:
     assert not grads[0][np.broadcast_to(idle_rows, query.shape[:2])].any()
 
 
+def test_some_heads_are_those_of_a_call_of_their_own() -> None:
+    """Bit by bit; the other heads of out and dq stay as they were."""
+    mask = mask_of(packax.causal() & packax.documents(np.stack([IDS3[0], IDS3[2]])), 200, 200)
+    rng = np.random.default_rng(9)
+    draw = lambda heads, dim: rng.standard_normal((2, 200, heads, dim)).astype(np.float32)  # noqa: E731
+    query, key, value, out, dout = (draw(*x) for x in ((6, 16), (1, 16), (1, 32), (6, 32), (6, 32)))
+    tiles = ((64, 32), (32, 64), (64, 64))
+    own = range(2, 4)
+    alone = [np.ascontiguousarray(x[:, :, 2:4]) for x in (query, out, dout)]
+    want_out, lse = interpreter.forward(alone[0], key, value, mask, 0.3, tiles[0])
+    got_out, got_lse = interpreter.forward(query, key, value, mask, 0.3, tiles[0], own)
+    np.testing.assert_array_equal(got_lse, lse)
+    dlse = rng.standard_normal(lse.shape).astype(np.float32)
+    arguments = dlse, mask, 0.3, *tiles[1:]
+    want = interpreter.backward(alone[0], key, value, alone[1], lse, alone[2], *arguments)
+    got = interpreter.backward(query, key, value, out, lse, dout, *arguments, own)
+    for name, a, b in zip(("out", "dq"), (got_out, got[0]), (want_out, want[0]), strict=True):
+        np.testing.assert_array_equal(a[:, :, 2:4], b, err_msg=name)
+        assert np.isnan(np.delete(a, own, axis=2)).all(), name
+    for name, a, b in zip(("dk", "dv"), got[1:], want[1:], strict=True):
+        np.testing.assert_array_equal(a, b, err_msg=name)
+
+
 def test_a_block_of_rows_that_reaches_over_the_hull_reads_no_row_behind_it() -> None:
     """Blocks of 128 rows from row 64 reach over a document that ends at 384: NaNs behind it stay there."""
     ids = packed(384, 116)

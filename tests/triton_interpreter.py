@@ -207,6 +207,18 @@ def sizes(mask: Operands, query: np.ndarray, key: np.ndarray) -> tuple[int, ...]
     return (mask.element_test, batch, mask.batch, q_len, key.shape[1], heads, key.shape[2])
 
 
+def sizes_of_rows(
+    mask: Operands, query: np.ndarray, key: np.ndarray, own: range
+) -> tuple[int, ...]:
+    *first, heads, kv_heads = sizes(mask, query, key)
+    return (*first, len(own), kv_heads, heads)
+
+
+def from_head(x: np.ndarray, own: range) -> np.ndarray:
+    """What a pointer to the first of these heads sees."""
+    return x.reshape(-1)[own.start * x.shape[3] :]
+
+
 def forward(
     query: np.ndarray,
     key: np.ndarray,
@@ -214,16 +226,20 @@ def forward(
     mask: Operands,
     scale: float,
     tile: tuple[int, int],
+    own: range | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
+    """`own`: the heads of query that key and value belong to; the others of out are left as guarded() made them."""
     batch, q_len, heads, qk_dim = query.shape
+    own = range(heads) if own is None else own
     v_dim = value.shape[3]
     rows, keys = tile
     out = guarded((batch, q_len, heads, v_dim), query.dtype)
-    lse = guarded((batch, heads, q_len), np.float32)
-    grid = (batch * heads * ceil(q_len, 128) * (128 // rows),)
+    lse = guarded((batch, len(own), q_len), np.float32)
+    grid = (batch * len(own) * ceil(q_len, 128) * (128 // rows),)
     launch(
-        "forward", grid, query, key, value, out, lse, *mask.rows, mask.q_blocks, mask.q_order, scale,
-        *sizes(mask, query, key), QK_DIM=qk_dim, V_DIM=v_dim, BLOCK_M=rows, BLOCK_N=keys, STAGES=2,
+        "forward", grid, from_head(query, own), key, value, from_head(out, own), lse, *mask.rows, mask.q_blocks,
+        mask.q_order, scale, *sizes_of_rows(mask, query, key, own),
+        QK_DIM=qk_dim, V_DIM=v_dim, BLOCK_M=rows, BLOCK_N=keys, STAGES=2,
     )  # fmt: skip
     return out, lse
 
@@ -231,9 +247,12 @@ def forward(
 def backward(
     query: np.ndarray, key: np.ndarray, value: np.ndarray, out: np.ndarray, lse: np.ndarray,
     dout: np.ndarray, dlse: np.ndarray | None, mask: Operands, scale: float,
-    dkdv_tile: tuple[int, int], dq_tile: tuple[int, int],
+    dkdv_tile: tuple[int, int], dq_tile: tuple[int, int], own: range | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
-    batch, q_len, heads, qk_dim = query.shape
+    """`own`: as in forward, of query, out, dout and dq; lse and dlse have those heads alone."""
+    batch, q_len, all_heads, qk_dim = query.shape
+    own = range(all_heads) if own is None else own
+    heads = len(own)
     kv_len, kv_heads, v_dim = key.shape[1], key.shape[2], value.shape[3]
     delta = guarded((batch, heads, q_len), np.float32)
     dq, dk, dv = (
@@ -242,19 +261,21 @@ def backward(
         guarded(value.shape, value.dtype),
     )
     launch(
-        "backward_delta", (ceil(q_len, 32) * heads * batch,), out, dout, lse if dlse is None else dlse, delta,
-        mask.lo, mask.hi, int(dlse is not None), batch, mask.batch, q_len, heads, V_DIM=v_dim, ROWS=32,
+        "backward_delta", (ceil(q_len, 32) * heads * batch,), from_head(out, own), from_head(dout, own),
+        lse if dlse is None else dlse, delta, mask.lo, mask.hi, int(dlse is not None), batch, mask.batch, q_len, heads,
+        all_heads, V_DIM=v_dim, ROWS=32,
     )  # fmt: skip
     rows, keys = dkdv_tile
     launch(
-        "backward_dkdv", (kv_heads * batch * ceil(kv_len, 128) * (128 // keys),), query, key, value, dout, lse,
-        delta, dk, dv, *mask.rows, mask.q_blocks, mask.kv_blocks, mask.kv_order, scale, *sizes(mask, query, key),
-        QK_DIM=qk_dim, V_DIM=v_dim, BLOCK_M=rows, BLOCK_N=keys, STAGES=2,
+        "backward_dkdv", (kv_heads * batch * ceil(kv_len, 128) * (128 // keys),), from_head(query, own), key, value,
+        from_head(dout, own), lse, delta, dk, dv, *mask.rows, mask.q_blocks, mask.kv_blocks, mask.kv_order, scale,
+        *sizes_of_rows(mask, query, key, own), QK_DIM=qk_dim, V_DIM=v_dim, BLOCK_M=rows, BLOCK_N=keys, STAGES=2,
     )  # fmt: skip
     rows, keys = dq_tile
     launch(
-        "backward_dq", (batch * heads * ceil(q_len, 128) * (128 // rows),), query, key, value, dout, lse, delta, dq,
-        *mask.rows, mask.q_blocks, mask.q_order, scale, *sizes(mask, query, key),
+        "backward_dq", (batch * heads * ceil(q_len, 128) * (128 // rows),), from_head(query, own), key, value,
+        from_head(dout, own), lse, delta, from_head(dq, own), *mask.rows, mask.q_blocks, mask.q_order, scale,
+        *sizes_of_rows(mask, query, key, own),
         QK_DIM=qk_dim, V_DIM=v_dim, BLOCK_M=rows, BLOCK_N=keys, STAGES=2,
     )  # fmt: skip
     return dq, dk, dv

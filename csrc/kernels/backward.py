@@ -28,10 +28,13 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def backward_delta(
-    out, dout, dlse, delta, q_lo, q_hi, has_dlse, batch, mask_batch, q_len, heads,
+    out, dout, dlse, delta, q_lo, q_hi, has_dlse, batch, mask_batch, q_len, heads, row_heads,
     V_DIM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """delta (B, H, Sq). Heads are the fastest index: neighbouring programs read neighbouring memory."""
+    """delta (B, H, Sq). Heads are the fastest index: neighbouring programs read neighbouring memory.
+
+    Here and below rows of query, out and their gradients are `row_heads` heads apart, of which this is about `heads`.
+    """
     pid = tl.program_id(0)
     head = pid % heads
     tiles = tl.cdiv(q_len, ROWS)
@@ -42,7 +45,7 @@ def backward_delta(
     attended = tl.load(q_hi + mask_row + rows, mask=there, other=0) > tl.load(
         q_lo + mask_row + rows, mask=there, other=0
     )
-    offset = ((b.to(tl.int64) * q_len + rows) * heads + head)[:, None] * V_DIM
+    offset = ((b.to(tl.int64) * q_len + rows) * row_heads + head)[:, None] * V_DIM
     offset += columns(V_DIM)[None, :]
     # the cotangent of an empty row is ignored: it is not even read
     o = load_rows(out + offset, attended[:, None], V_DIM).to(tl.float32)
@@ -72,7 +75,7 @@ def dkdv_step(dk, dv, k, v, q, do, lse2, dlt, inside, scale2, MASKED: tl.constex
 @triton.jit
 def backward_dkdv(
     query, key, value, dout, lse, delta, dk, dv, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, kv_blocks, kv_order,
-    scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+    scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads, row_heads,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -105,14 +108,14 @@ def backward_dkdv(
     flags = q_blocks + (mask_b.to(tl.int64) * 5 + 4) * row_blocks
 
     cols = tl.arange(0, BLOCK_M)
-    q_first = (b.to(tl.int64) * q_len + start) * heads + kv_head * group
-    q_ptr = query + q_first * QK_DIM + cols[:, None] * (heads * QK_DIM) + qk_dims[None, :]
-    do_ptr = dout + q_first * V_DIM + cols[:, None] * (heads * V_DIM) + v_dims[None, :]
+    q_first = (b.to(tl.int64) * q_len + start) * row_heads + kv_head * group
+    q_ptr = query + q_first * QK_DIM + cols[:, None] * (row_heads * QK_DIM) + qk_dims[None, :]
+    do_ptr = dout + q_first * V_DIM + cols[:, None] * (row_heads * V_DIM) + v_dims[None, :]
     stat = (b.to(tl.int64) * heads + kv_head * group) * q_len + start
     lse_ptr = lse + stat + cols
     delta_ptr = delta + stat + cols
-    q_step = BLOCK_M * heads.to(tl.int64) * QK_DIM
-    do_step = BLOCK_M * heads.to(tl.int64) * V_DIM
+    q_step = BLOCK_M * row_heads.to(tl.int64) * QK_DIM
+    do_step = BLOCK_M * row_heads.to(tl.int64) * V_DIM
     stat_head = q_len.to(tl.int64)
 
     scale2 = scale * LOG2E
@@ -169,7 +172,7 @@ def dq_step(dq, q, do, k, v, lse2, dlt, inside, scale2, MASKED: tl.constexpr):
 @triton.jit
 def backward_dq(
     query, key, value, dout, lse, delta, dq, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order,
-    scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+    scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads, row_heads,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -194,8 +197,8 @@ def backward_dq(
 
     qk_dims = columns(QK_DIM)
     v_dims = columns(V_DIM)
-    first = (b.to(tl.int64) * q_len + row) * heads + head
-    local = tl.arange(0, BLOCK_M)[:, None].to(tl.int64) * heads
+    first = (b.to(tl.int64) * q_len + row) * row_heads + head
+    local = tl.arange(0, BLOCK_M)[:, None].to(tl.int64) * row_heads
     # rows that attend nothing are not read: zeros keep them finite in the mask-free loop
     q = load_rows(
         query + first * QK_DIM + local * QK_DIM + qk_dims[None, :], attended[:, None], QK_DIM

@@ -46,10 +46,11 @@ def attend(acc, m, l, q, k, v, inside, scale2, MASKED: tl.constexpr):
 @triton.jit
 def forward(
     query, key, value, out, lse, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order,
-    scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+    scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads, row_heads,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
+    """Rows of query and out are `row_heads` heads apart, of which this is about `heads`."""
     group = heads // kv_heads
     head, kv_head, b, mask_b, row = tile_of_program(
         q_order, batch, mask_batch, tl.cdiv(q_len, 128), group, BLOCK_M
@@ -70,8 +71,8 @@ def forward(
 
     qk_dims = columns(QK_DIM)
     v_dims = columns(V_DIM)
-    first = (b.to(tl.int64) * q_len + row) * heads + head
-    local = tl.arange(0, BLOCK_M)[:, None].to(tl.int64) * heads
+    first = (b.to(tl.int64) * q_len + row) * row_heads + head
+    local = tl.arange(0, BLOCK_M)[:, None].to(tl.int64) * row_heads
     # rows that attend nothing are not read
     q = load_rows(
         query + first * QK_DIM + local * QK_DIM + qk_dims[None, :], (hi > lo)[:, None], QK_DIM

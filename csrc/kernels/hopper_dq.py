@@ -12,12 +12,12 @@ from triton.experimental.gluon import language as gl
 @triton.jit
 def backward_prepare(
     out, dout, lse, dlse, q_lo, q_hi, delta, lse2, lo, hi, dq_sum,
-    has_dlse, clear_dq, batch, mask_batch, q_len, heads,
+    has_dlse, clear_dq, batch, mask_batch, q_len, heads, row_heads,
     V_DIM: tl.constexpr, QK_DIM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Results in rows of P = Sq rounded up to 64, so that TMA finds every block aligned and rows past the end empty:
     delta (B, H, P) = sum(do * out) - dlse; lse2 (B, H, P) = lse * log2(e), +inf for an empty row; lo, hi (Bm, P) copies of the
-    row ranges; dq_sum (B, H, P, Dqk) = 0, with clear_dq."""
+    row ranges; dq_sum (B, H, P, Dqk) = 0, with clear_dq. Rows of out and dout are `row_heads` heads apart, of which this is about `heads`."""
     padded = tl.cdiv(q_len, 64) * 64
     pid = tl.program_id(0)
     head = pid % heads
@@ -32,7 +32,7 @@ def backward_prepare(
         tl.store(lo + mask_b * padded + rows, start)
         tl.store(hi + mask_b * padded + rows, end)
     attended = end > start
-    offset = ((b.to(tl.int64) * q_len + rows) * heads + head)[:, None] * V_DIM
+    offset = ((b.to(tl.int64) * q_len + rows) * row_heads + head)[:, None] * V_DIM
     offset += tl.arange(0, V_DIM)[None, :]
     # the cotangent of an empty row is ignored: it is not even read
     o = tl.load(out + offset, mask=attended[:, None], other=0.0).to(tl.float32)
@@ -75,10 +75,10 @@ SUM_TO_ROWS = gl.constexpr((1, 5, 3, 0, 2, 4, 6))  # of these axes: the rows', t
 
 @gluon.jit
 def backward_finish(
-    dq_sum, dq, scale, q_len, heads,
+    dq_sum, dq, scale, q_len, heads, row_heads,
     QK_DIM: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """dq = scale * dq_sum, one block of 64 rows of one head. dq_sum is in accumulator order: hopper_rows.float4s."""
+    """dq = scale * dq_sum, one block of 64 rows of one head. dq_sum is in accumulator order: hopper_rows.float4s. `row_heads`: as above, of dq."""
     COLUMNS: gl.constexpr = power_of_two(QK_DIM)
     flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     rowwise: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
@@ -98,7 +98,7 @@ def backward_finish(
         x = gl.load(sums + cells, mask=cells < ROWS * QK_DIM, other=0.0) * scale
     x = x.to(dq.dtype.element_ty).reshape(sum_shape(COLUMNS))
     x = x.permute(SUM_TO_ROWS).reshape([ROWS, COLUMNS])
-    at = ((b.to(gl.int64) * q_len + r) * heads + head)[:, None] * QK_DIM + c[None, :]
+    at = ((b.to(gl.int64) * q_len + r) * row_heads + head)[:, None] * QK_DIM + c[None, :]
     there = (r < q_len)[:, None]
     if COLUMNS != QK_DIM:
         there = there & (c < QK_DIM)[None, :]

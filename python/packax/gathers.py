@@ -114,11 +114,16 @@ class Groups:
         """The heads of x that belong to the group."""
         if self.number == 1:
             return x
-        each = x.shape[axis] // self.heads
-        begin, end = (each * n for n in self.ends[group : group + 2])
+        own = self.heads_of(x.shape[axis], group)
         if zero is None:
-            return jax.lax.slice_in_dim(x, begin, end, axis=axis)
-        return jax.lax.dynamic_slice_in_dim(x, begin + zero, end - begin, axis)
+            return jax.lax.slice_in_dim(x, own.start, own.stop, axis=axis)
+        return jax.lax.dynamic_slice_in_dim(x, own.start + zero, len(own), axis)
+
+    def heads_of(self, heads: int, group: int) -> range:
+        """Of so many heads those that belong to the group."""
+        each = heads // self.heads
+        begin, end = (each * n for n in self.ends[group : group + 2])
+        return range(begin, end)
 
     def maps(self, maps: Any, group: int) -> list[jax.Array]:
         """Of a map of blocks: its heads that belong to the group, or the one for all."""

@@ -33,6 +33,7 @@ else:
 TARGETS = (
     *("packax_documents_v1", "packax_blocks_v1", "packax_forward_v1", "packax_backward_v1"),
     *("packax_forward_general_v1", "packax_backward_general_v1", "packax_decode_v1"),
+    *("packax_forward_heads_v1", "packax_backward_heads_v1"),
 )
 
 
@@ -156,14 +157,21 @@ def _elsewhere(rule: Any) -> Any:
     return lower
 
 
-def _call(ctx, target: str, operands, workspace: tuple[Any, ...] = (), **attributes):
-    """The FFI call; workspaces are extra results, which stay valid under CUDA graphs."""
+def _call(
+    ctx, target: str, operands, workspace: tuple[Any, ...] = (),
+    same_memory: dict[int, int] | None = None, **attributes: Any,
+):  # fmt: skip
+    """The FFI call; workspaces are extra results, which stay valid under CUDA graphs.
+
+    `same_memory`: operands by number, and the results that take their places.
+    """
     results = len(ctx.avals_out)
     ctx = ctx.replace(
         avals_in=[plain(x) for x in ctx.avals_in],
         avals_out=[*(plain(x) for x in ctx.avals_out), *workspace],
     )
-    return jax.ffi.ffi_lowering(target)(ctx, *operands, **attributes)[:results]
+    rule = jax.ffi.ffi_lowering(target, operand_output_aliases=same_memory)
+    return rule(ctx, *operands, **attributes)[:results]
 
 
 def _documents_cuda(ctx, *operands, compare_positions):
@@ -194,7 +202,7 @@ def _forward_cuda(ctx, *operands, implementation, **params):
         return _forward_xla(ctx, *operands, **params)
     query, _, value = ctx.avals_in[:3]
     exact = is_exact(params["precision"])
-    attributes = {
+    attributes: dict[str, Any] = {
         "scale": np.float32(params["scale"]),
         "element_test": np.int32(params["element_test"]),
     }

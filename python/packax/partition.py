@@ -15,8 +15,9 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from packax import some_heads
 from packax.gathers import Groups
-from packax.primitives import backward_p, forward_p, vary_together
+from packax.primitives import vary_together
 from packax.scores import Scores, add_sinks, place_specs, sinks_gradient, summed
 from packax.sharding import Axes, Layout
 
@@ -170,14 +171,16 @@ def _forward(call: Call, query, key, value, scores, mask, kv_plan) -> tuple[Any,
     scores, query, key, value, *mask = vary_together(scores, query, key, value, *mask)
     mask, maps, places = call.split(mask)
     groups = Groups(call.layout, query, key, value, kv_plan)
-    outs: list[jax.Array] = []
+    out = None
     lses: list[jax.Array] = []
     tops: list[jax.Array] = []
     for group in range(groups.number):
         keys, values = groups.next()
         extras = _extras(call, scores, places, groups, group)
-        out, lse, *top = forward_p.bind(
-            groups.rows(query, group, 2),
+        out, lse, *top = some_heads.forward(
+            groups.heads_of(query.shape[2], group),
+            out,
+            query,
             keys,
             values,
             *mask[:7],
@@ -194,11 +197,11 @@ def _forward(call: Call, query, key, value, scores, mask, kv_plan) -> tuple[Any,
             extras=len(extras),
             implementation=call.implementation,
         )
-        outs.append(out)
         tops += top
         lses.append(lse)
         groups.gather_after(lse)
-    out, lse = _joined(outs, 2), _joined(lses, 1)
+    assert out is not None
+    lse = _joined(lses, 1)
     if scores.sinks is not None:
         out, lse = add_sinks(out, lse, scores.sinks)
     return out, lse, _joined(tops, 1) if tops else None
@@ -229,7 +232,7 @@ def _backward(
         # Else XLA sees the forward's gathers here, and keeps the gathered keys for the backward.
         key, value, dout = jax.lax.optimization_barrier((key, value, dout))
     groups = Groups(call.layout, query, key, value, kv_plan)
-    dqs: list[jax.Array] = []
+    dq = None
     dks: list[jax.Array] = []
     dvs: list[jax.Array] = []
     dnumbers: list[jax.Array] = []
@@ -237,13 +240,15 @@ def _backward(
     for group in range(groups.number):
         keys, values = groups.next()
         extras = _extras(call, scores, places, groups, group)
-        dq, dk, dv, *dnumber = backward_p.bind(
-            groups.rows(query, group, 2),
+        dq, dk, dv, *dnumber = some_heads.backward(
+            groups.heads_of(query.shape[2], group),
+            dq,
+            query,
             keys,
             values,
-            groups.rows(out, group, 2),
+            out,
             groups.rows(lse, group, 1),
-            groups.rows(dout, group, 2),
+            dout,
             groups.rows(dlse, group, 1),
             *mask[:7],
             groups.order(mask[7]),
@@ -263,8 +268,8 @@ def _backward(
             implementation=call.implementation,
         )
         dnumbers += dnumber
-        dqs.append(dq)
-        made = [x for x, there in zip((dq, dk, dv), call.wanted, strict=False) if there]
+        # Not dq if there is another: the next group writes into it, which a look at it would put off.
+        made = [x for x, there in zip((dk, dv), call.wanted[1:3], strict=True) if there]
         groups.gather_after((made or [dq])[0])
         dk, dv = groups.scatter(dk, dv)
         dks.append(dk)
@@ -280,7 +285,7 @@ def _backward(
         if scores.slopes is not None:
             dscores = dscores._replace(slopes=parts[:, 1][None])
     return (
-        _joined(dqs, 2),
+        dq,
         groups.summed(_joined(dks, 2), key),
         groups.summed(_joined(dvs, 2), value),
         summed(call.layout, dscores),

@@ -131,6 +131,29 @@ def backward(
     return make_call("packax_backward_v1", operands, results, attributes)
 
 
+def of_some_heads(plain, first, row_heads, begins=0):
+    """A call of forward() or backward(), for heads of a query that has `row_heads`, its own from `first` on."""
+    heads = plain.operands["query"].shape[2]
+
+    def widened(arrays):
+        return {
+            name: replace(a, shape=(*a.shape[:2], row_heads, a.shape[3]))
+            if name in ("query", "out", "dout", "dq") and a.shape != (0,)
+            else a
+            for name, a in arrays.items()
+        }
+
+    operands, results = widened(plain.operands), widened(plain.results)
+    result = "out" if "out" in results else "dq"
+    own = {"first_head": first, "heads": heads, "begins": begins}
+    return Call(
+        plain.target.replace("_v1", "_heads_v1"),
+        {f"{result}_before": results[result], **operands},
+        results,
+        {**plain.attributes, **{name: ("int32", value) for name, value in own.items()}},
+    )
+
+
 def extras(s, scales_batch, bias_batch):
     return {
         "scales": Array("float32", (scales_batch,)),

@@ -47,6 +47,7 @@ def attention(s, scale, element_test, has_dlse=0):
         "kv_len": s.kv_len,
         "heads": s.heads,
         "kv_heads": s.kv_heads,
+        "row_heads": s.heads,
     }
 
 

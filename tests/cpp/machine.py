@@ -73,6 +73,7 @@ MAPPED = {
 }
 POINTERS |= {f"{kernel}_mapped": f"{POINTERS[kernel]} {more}" for kernel, more in MAPPED.items()}
 ATTENTION = "scale:f element_test batch mask_batch q_len kv_len heads kv_heads"
+OF_ROWS = f"{ATTENTION} row_heads"  # kernels that take no tensor maps of rows
 DECODE = (
     "scale:f soft_cap:f batch q_len kv_len pages page_size table_width heads kv_heads "
     "qk_eighths v_eighths splits shares"
@@ -86,16 +87,16 @@ SCALARS = {
     "backward_dkdv_general": f"scale:f soft_cap:f element_test {GENERAL}",
     "backward_dq_general": f"scale:f soft_cap:f element_test has_dnumbers {GENERAL}",
     "backward_delta_general": "has_dlse batch mask_batch q_len heads v_dim",
-    "forward": ATTENTION,
+    "forward": OF_ROWS,
     "forward_hopper": ATTENTION,
-    "backward_prepare": "has_dlse clear_dq batch mask_batch q_len heads",
+    "backward_prepare": "has_dlse clear_dq batch mask_batch q_len heads row_heads",
     "backward_hopper": ATTENTION,
     "backward_dkdv_hopper": ATTENTION,
     "backward_dq_hopper": ATTENTION,
-    "backward_finish": "scale:f q_len heads",
-    "backward_delta": "has_dlse batch mask_batch q_len heads",
-    "backward_dkdv": ATTENTION,
-    "backward_dq": ATTENTION,
+    "backward_finish": "scale:f q_len heads row_heads",
+    "backward_delta": "has_dlse batch mask_batch q_len heads row_heads",
+    "backward_dkdv": OF_ROWS,
+    "backward_dq": OF_ROWS,
     "documents_init": "kv_len table_size",
     "documents_runs": "compare_positions kv_len table_size table_shift",
     "documents_rows": "compare_positions q_len kv_len table_size table_shift search_steps",

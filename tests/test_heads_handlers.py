@@ -1,0 +1,160 @@
+"""The handlers of forward and backward for some of the query's heads: what a call of those heads alone
+launches, but for where its rows begin and how far apart they are.
+
+Guards against another head read or written, a row of another length, and results that would not be
+where the other heads are. Runs on a fake libcuda (tests/cpp): needs the built extension and a C compiler.
+"""
+
+from dataclasses import replace
+from math import prod
+
+import pytest
+from cpp.call_frame import INITIALIZE
+from cpp.calls import Array, Sizes, backward, forward, of_some_heads
+from cpp.machine import arguments, make_machine, needs_compiler, needs_extension
+
+pytest_plugins = ("cpp.fixtures",)
+pytestmark = [needs_extension, needs_compiler]
+
+S = Sizes(heads=4, kv_heads=2)
+FIRST, ALL = 6, 12
+ROWS = ("query", "out", "dout", "dq")
+MAKERS = {
+    "forward": forward,
+    "backward": backward,
+    "backward apart": lambda m, s=S: backward(m, s, kernels="apart"),
+    "backward portable": lambda m, s=S: backward(m, s, kernels="portable"),
+    "backward of dq alone": lambda m, s=S: backward(m, s, kernels="apart", wanted=1),
+    "backward of dk and dv alone": lambda m, s=S: backward(m, s, kernels="apart", wanted=2),
+}
+
+
+def moved(call):
+    """The plain call, its rows where those heads begin."""
+
+    def at_first_head(arrays):
+        return {
+            name: replace(a, address=a.address + 2 * FIRST * a.shape[3])
+            if name in ROWS and a.shape != (0,)
+            else a
+            for name, a in arrays.items()
+        }
+
+    return replace(
+        call, operands=at_first_head(call.operands), results=at_first_head(call.results)
+    )
+
+
+def widened(params):
+    """Arguments of a launch for those heads alone -> those for the same heads among ALL."""
+    params = dict(params)
+    if "row_heads" in params:
+        assert params["row_heads"] == S.heads
+        params["row_heads"] = ALL
+    for name in ROWS:
+        if isinstance(params.get(name), dict):
+            columns, length, batch = params[name]["sizes"]
+            row = columns // S.heads * ALL
+            last = ((batch - 1) * length + length - 1) * row + columns
+            params[name] = {
+                **params[name],
+                "byte_strides": [2 * row, 2 * row * length],
+                "strides": [row * length, row, 1],
+                "bit21": int(2 * last - 1 >= 128 * 1024),
+            }
+    return params
+
+
+@pytest.mark.parametrize("begins", [0, 1])
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("kind", ["hopper", "portable"])
+@pytest.mark.parametrize("s", [S, replace(S, batch=1, mask_batch=1, q_len=1, kv_len=1)])
+def test_launches_are_those_of_the_heads_alone(request, kind, maker, begins, s):
+    machine = request.getfixturevalue(kind)
+    plain = MAKERS[maker](machine, s)
+    assert machine.run(moved(plain)) is None
+    want = machine.launches()
+    clears = [r for r in machine.record() if "memset" in r]
+    machine.cuda.fake_clear()
+    call = of_some_heads(plain, FIRST, ALL, begins)
+    if begins:
+        call.operands["out_before" if maker == "forward" else "dq_before"] = Array("int32", (1,), 8)
+    assert machine.run(call, INITIALIZE) is None
+    assert machine.run(call) is None
+    got = machine.launches()
+    assert [r for r in machine.record() if "memset" in r] == clears
+    assert len(want) == len(got) > 0
+    told = 0
+    for a, b in zip(want, got, strict=True):
+        names = arguments(a["kernel"])
+        params = [dict(zip(names, x["params"], strict=False)) for x in (a, b)]
+        assert params[1] == widened(params[0]), a["kernel"]
+        assert {**a, "params": b["params"]} == b
+        told += params[1] != params[0]
+    assert told > 0
+
+
+def test_the_edge_of_small_tensors(tmp_path, driver):
+    """Of rows that are apart: 128 KiB up to the last element that is the call's, a row less, a row more."""
+    machine = make_machine(tmp_path, driver, choose=lambda m: m.has_hopper())
+    dim = machine.variant["qk_dim"]
+    rows = 128 * 1024 // (2 * dim * ALL)
+    for q_len in (rows, rows + 1, rows + 2):
+        s = Sizes(batch=1, mask_batch=1, q_len=q_len, kv_len=64, heads=1, kv_heads=1)
+        machine.cuda.fake_clear()
+        assert machine.run(of_some_heads(forward(machine, s), 0, ALL)) is None
+        (launch,) = machine.launches()
+        last = 2 * dim * ALL * (q_len - 1) + 2 * dim - 1
+        assert launch["params"][0]["bit21"] == (last >= 128 * 1024)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"first_head": -1}, "attributes first_head and heads are -1 and 4, expected some of the query's 12"),
+        ({"first_head": 9}, "attributes first_head and heads are 9 and 4, expected some of the query's 12"),
+        ({"heads": 0}, "attributes first_head and heads are 6 and 0, expected some of the query's 12"),
+        ({"heads": 2**31 - 1}, f"attributes first_head and heads are 6 and {2**31 - 1}, expected some of the query's 12"),
+        ({"heads": 5}, "attribute heads is 5, expected a multiple of the 2 heads of key and value"),
+        ({"begins": 2}, "attribute begins is 2, expected 0 or 1"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("make", [forward, backward])
+def test_attributes(shared_machine, make, change, message):
+    call = of_some_heads(make(shared_machine, S), FIRST, ALL)
+    call = call.change(**{name: ("int32", value) for name, value in change.items()})
+    failure = shared_machine.run(call)
+    assert failure.code == "InvalidArgument"
+    assert failure.message == f"{call.target}: {message}"
+
+
+@pytest.mark.parametrize(("make", "result"), [(forward, "out"), (backward, "dq")])
+def test_other_heads_elsewhere(shared_machine, make, result):
+    call = of_some_heads(make(shared_machine, S), FIRST, ALL)
+    before = call.operands[f"{result}_before"]
+    call.operands[f"{result}_before"] = replace(before, address=0x7700)
+    failure = shared_machine.run(call)
+    assert failure.code == "InvalidArgument"
+    assert failure.message == (
+        f"{call.target}: {result}_before is at 0x7700 and {result} at {before.address:#x}, "
+        "expected one place for both"
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [(forward, "out"), (forward, "lse"), (backward, "lse"), (backward, "dout"), (backward, "dlse")],
+)
+def test_shapes(shared_machine, make, name):
+    """Rows of all heads, sums of the call's own: one that has the other's is refused."""
+    call = of_some_heads(make(shared_machine, S), FIRST, ALL)
+    array = {**call.operands, **call.results}[name]
+    axis = 2 if name in ROWS else 1
+    given, wanted = (S.heads, ALL) if name in ROWS else (ALL, S.heads)
+    assert array.shape[axis] == wanted
+    shape = tuple(given if i == axis else n for i, n in enumerate(array.shape))
+    assert prod(shape) != prod(array.shape)
+    failure = shared_machine.run(call.change(**{name: replace(array, shape=shape)}))
+    assert failure.code == "InvalidArgument"
+    assert failure.message.startswith(f"{call.target}: {name} is ")
+    assert f"heads {wanted}" in failure.message or f"{wanted}" in failure.message
