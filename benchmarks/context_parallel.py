@@ -72,6 +72,7 @@ SCHEMES = (
     Scheme("area", 2),
     Scheme("area", (2, 6)),
     Scheme("area", (2, 4, 2)),
+    Scheme("area", (1, 3, 3, 1)),
     Scheme("area", 4),
     Scheme("area", (2, 6), scheduler=True),
     Scheme("head_tail", kvax=True),

@@ -358,9 +358,11 @@ ffi::Error EncodeTensorMap(const LoadedKernel& kernel, int index, const TensorVi
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)
       << "; " << MapText(view, box) << ", address " << view.data << "; "
       << Where(v, *kernel.device);
-  // The first comparison keeps the product of the second small.
-  const int64_t last_row = (view.length - 1) * row + (view.columns - 1) * element.bytes;
-  if (matrix <= kSmallMap && (view.batch - 1) * matrix + last_row + 1 < kSmallMap) {
+  // The comparison before it keeps the product small.
+  const int64_t last = (view.length - 1) * row + (view.columns - 1) * element.bytes;
+  if (last + 1 < kSmallMap &&
+      (view.batch == 1 ||
+       (matrix < kSmallMap && (view.batch - 1) * matrix + last + 1 < kSmallMap))) {
     if (kernel.device->driver <= kSmallMapFixed) encoded.opaque[1] &= ~(cuuint64_t{1} << 21);
   }
   static_assert(sizeof(encoded) == sizeof(map->map));

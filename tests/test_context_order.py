@@ -13,7 +13,7 @@ from context import ROWS, expression_of, mesh_of, results, tensors
 from jax.sharding import PartitionSpec as P
 
 GROUPS = 4
-FORWARD, BACKWARD = "packax_forward", "packax_backward"
+FORWARD, BACKWARD = "packax_forward_heads", "packax_backward_heads"
 
 
 def of_ranks(jaxpr):

@@ -1,0 +1,225 @@
+"""Attention of some heads of the query, group after group into one output: primitives, rules, what CUDA gets.
+
+Guards against heads of another group read, written or forgotten, and against an output that is copied
+where the next group should go on in it.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import packax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from lowered import abstract, calls, text_of, with_hopper
+from packax import lowering, some_heads
+from packax.primitives import backward_p, forward_p
+from test_primitives import BACKWARD, STATIC, assert_maps, backward_mask
+
+GROUPS = (range(2), range(2, 6))  # of six query heads, two to a key/value head
+Q_LEN, KV_LEN = 70, 90
+
+
+def operands(dtype=jnp.float32, *more):
+    rng = np.random.default_rng(1)
+    ids = np.sort(rng.integers(-1, 4, (2, KV_LEN))).astype(np.int32)
+    expression = packax.causal() & packax.documents(ids[:, :Q_LEN], ids)
+    mask = packax.create_attention_mask(expression, q_len=Q_LEN, kv_len=KV_LEN).operands()
+
+    def draw(*shape):
+        return jnp.asarray(rng.standard_normal((*more, *shape)), dtype)
+
+    query, key, value = draw(2, Q_LEN, 6, 8), draw(2, KV_LEN, 3, 8), draw(2, KV_LEN, 3, 16)
+    return (query, key, value), draw(2, Q_LEN, 6, 16), draw(2, 6, Q_LEN), mask
+
+
+def of_keys(x, own):
+    return x[..., own.start // 2 : own.stop // 2, :]
+
+
+def grouped_forward(query, key, value, *mask, **static):
+    out, lses = None, []
+    for own in GROUPS:
+        keys, values = (of_keys(x, own) for x in (key, value))
+        out, lse = some_heads.forward(own, out, query, keys, values, *mask, **STATIC, **static)
+        lses.append(lse)
+    return out, jnp.concatenate(lses, 1)
+
+
+def grouped_backward(query, key, value, out, lse, dout, dlse, *mask, **changes):
+    dq, parts = None, []
+    for own in GROUPS:
+        keys, values = (of_keys(x, own) for x in (key, value))
+        sums = [x[:, own.start : own.stop] for x in (lse, dlse)]
+        dq, *part = some_heads.backward(
+            *(own, dq, query, keys, values, out, sums[0], dout, sums[1], *mask),
+            **{**BACKWARD, "has_dlse": True, **changes},
+        )
+        parts.append(part)
+    return dq, *(jnp.concatenate(x, 2) for x in zip(*parts, strict=True))
+
+
+def whole_backward(*x, **changes):
+    return backward_p.bind(*x, **{**BACKWARD, "has_dlse": True, **changes})
+
+
+def assert_close(got, want):
+    for x, y in zip(got, want, strict=True):
+        assert x.shape == y.shape and x.dtype == y.dtype
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+def test_groups_are_the_whole():
+    tensors, dout, dlse, mask = operands()
+    forward = jax.jit(lambda *x: forward_p.bind(*x, **STATIC))(*tensors, *mask[:9])
+    assert_close(jax.jit(grouped_forward)(*tensors, *mask[:9]), forward)
+    everything = (*tensors, *forward, dout, dlse, *backward_mask(mask))
+    assert_close(jax.jit(grouped_backward)(*everything), jax.jit(whole_backward)(*everything))
+
+
+def test_the_other_heads_stay():
+    (query, key, value), _, _, mask = operands()
+    before = jnp.full((2, Q_LEN, 6, 16), 7.0)
+    out, _ = some_heads.forward(
+        range(2, 4), before, query, key[:, :, :1], value[:, :, :1], *mask[:9], **STATIC
+    )
+    np.testing.assert_array_equal(np.delete(out, (2, 3), axis=2), 7)
+    assert not (out[:, :, 2:4] == 7).any()
+
+
+def test_shapes():
+    """With the largest logits, and with the numbers that become gradients of scale and slopes."""
+    (query, key, value), dout, _, mask = operands(jnp.bfloat16)
+    own = range(2, 4)
+    made = jax.eval_shape(
+        lambda *x: some_heads.forward(own, None, *x, *mask[:9], **{**STATIC, "max_logits": True}),
+        *(query, of_keys(key, own), of_keys(value, own)),
+    )
+    assert [(x.shape, x.dtype) for x in made] == [
+        ((2, Q_LEN, 6, 16), jnp.bfloat16),
+        *[((2, 2, Q_LEN), jnp.float32)] * 2,
+    ]
+    sums = jnp.zeros((2, 2, Q_LEN))
+    made = jax.eval_shape(
+        lambda *x: some_heads.backward(
+            own, None, *x, *backward_mask(mask), **{**BACKWARD, "dnumbers": True}
+        ),
+        *(query, of_keys(key, own), of_keys(value, own), dout, sums, dout, sums),
+    )
+    assert [x.shape for x in made] == [
+        (2, Q_LEN, 6, 8),
+        (2, KV_LEN, 1, 8),
+        (2, KV_LEN, 1, 16),
+        (2, 2, 2, Q_LEN),
+    ]
+
+
+@pytest.mark.parametrize("mapped", ["all", "query"])
+def test_vmap(mapped):
+    tensors, dout, dlse, mask = operands(jnp.float32, 3)
+    if mapped == "query":
+        tensors = (tensors[0], tensors[1][0], tensors[2][0])
+    axes = [0 if x.ndim == 5 else None for x in tensors]
+    assert_maps(grouped_forward, (*tensors, *mask[:9]), (*axes, *[None] * 9))
+
+    def both(query, key, value, dout, dlse, *mask):
+        out, lse = grouped_forward(query, key, value, *mask[:9])
+        return grouped_backward(query, key, value, out, lse, dout, dlse, *backward_mask(mask))
+
+    assert_maps(both, (*tensors, dout, dlse, *mask), (*axes, 0, 0, *[None] * len(mask)))
+
+
+def test_forward_mode():
+    tensors, _, _, mask = operands()
+    tangents = tuple(jnp.flip(x, 1) for x in tensors)
+    whole = lambda *x: tuple(forward_p.bind(*x, *mask[:9], **STATIC))  # noqa: E731
+    groups = lambda *x: grouped_forward(*x, *mask[:9])  # noqa: E731
+    assert_close(
+        jax.tree.leaves(jax.jvp(groups, tensors, tangents)),
+        jax.tree.leaves(jax.jvp(whole, tensors, tangents)),
+    )
+
+
+# --- What CUDA gets.
+
+
+def grouped(q, k, v, head_groups, **options):
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices("cpu")[:2], axis_types=(AxisType.Auto,))
+    sharding = packax.AttentionSharding(
+        P(None, "x"), P(None, "x"), mesh=mesh, head_groups=head_groups
+    )
+    mask = packax.create_attention_mask(packax.causal(), q_len=256, kv_len=256, sharding=sharding)
+    return packax.flash_attention(q, k, v, mask, sharding=sharding, **options)
+
+
+def lowered(differentiate=(), **options):
+    def loss(q, k, v):
+        return grouped(q, k, v, 2, **options).astype(jnp.float32).sum()
+
+    function = jax.grad(loss, differentiate) if differentiate else loss
+    return text_of(function, *abstract(q_len=256, kv_len=256))
+
+
+def attention_calls(text):
+    """(target, attributes, operands, results, {operand: result} in the same memory)"""
+    lines = [x for x in text.splitlines() if re.search("custom_call @packax_(for|back)ward", x)]
+    same = []
+    for line in lines:
+        found = re.findall(
+            r"output_operand_alias<output_tuple_indices = \[(\d*)\], operand_index = (\d+)", line
+        )
+        same.append({int(operand): int(result) for result, operand in found})
+    made = [x for x in calls(text) if re.match("packax_(for|back)ward", x[0])]
+    return [(*x, y) for x, y in zip(made, same, strict=True)]
+
+
+@pytest.mark.usefixtures("extension")
+def test_groups_write_on_one_output():
+    found = attention_calls(lowered((0, 1, 2)))
+    kinds = ["forward", "forward", "backward", "backward"]
+    assert [x[0] for x in found] == [f"packax_{kind}_heads_v1" for kind in kinds]
+    rows, keys = "2x128x8x64xbf16", "2x256x1x64xbf16"
+    for i, (target, attributes, taken, made, same) in enumerate(found):
+        begins = i % 2 == 0
+        assert attributes["first_head"] == f"{4 * (i % 2)} : i32"
+        assert attributes["heads"] == "4 : i32"
+        assert attributes["begins"] == f"{int(begins)} : i32"
+        assert same == ({} if begins else {0: 0})
+        assert taken[:4] == [rows, rows, keys, keys] and made[0] == rows
+        if "forward" in target:
+            assert made[1:] == ["2x4x128xf32", "1xi32"]
+        else:
+            assert taken[4:8] == [rows, "2x4x128xf32", rows, "2x4x128xf32"]
+            assert made[1:3] == [keys, keys]
+            assert made[3] == f"{2 * 4 * 128}xf32"  # of the group's heads, for the portable kernels
+
+
+def test_workspace_for_hopper_is_the_group_s(extension, monkeypatch):
+    monkeypatch.setattr(lowering._ext, "variants", lambda: with_hopper())
+    monkeypatch.setattr(lowering, "_local_capabilities", lambda: {90})
+    *_, (_, _, _, made, _) = attention_calls(lowered((0, 1, 2)))
+    rows = 2 * 4 * 128
+    assert made[3] == f"{2 * rows + 2 * 128 + rows * 64}xf32"
+
+
+@pytest.mark.usefixtures("extension")
+@pytest.mark.parametrize(
+    ("options", "differentiate"), [({"soft_cap": 9.0}, (0, 1, 2)), ({}, (1, 2))]
+)
+def test_what_slices_instead(options, differentiate):
+    """General kernels, and a backward without dq, of which there is nothing to go on with."""
+    targets = [x[0] for x in attention_calls(lowered(differentiate, **options))]
+    kind = "_general" if options else ""
+    heads = "_general" if options else "_heads"
+    assert targets == [f"packax_forward{heads}_v1"] * 2 + [f"packax_backward{kind}_v1"] * 2
+
+
+@pytest.mark.usefixtures("extension")
+def test_one_group_is_a_plain_call():
+    def function(q, k, v):
+        return grouped(q, k, v, 1)
+
+    ((target, *_),) = attention_calls(text_of(function, *abstract(q_len=256, kv_len=256)))
+    assert target == "packax_forward_v1"
