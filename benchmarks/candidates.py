@@ -32,25 +32,25 @@ def tiles(*rows: tuple[int, ...]) -> list[Constants]:
 # left out by the build, which says so.
 CANDIDATES: dict[str, dict[tuple[int, int], list[Constants]]] = {
     "forward_hopper": {
-        (64, 64): [{}, {"WARP_GROUPS": 2, "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24}, {"BLOCK_N": 64, "STAGES": 3}],
-        (128, 128): [{}, {"BLOCK_N": 64, "STAGES": 4}],
-        (192, 128): [{}, {"BLOCK_N": 64}],
-        (256, 256): [{}],
+        (64, 64): [{}, {"WARP_GROUPS": 2, "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24}, {"BLOCK_N": 64, "STAGES": 3}, {"ANEW": 1}],
+        (128, 128): [{}, {"BLOCK_N": 64, "STAGES": 4}, {"ANEW": 1}],
+        (192, 128): [{}, {"BLOCK_N": 64}, {"ANEW": 1}],
+        (256, 256): [{}, {"ANEW": 1}],
     },
     "backward_hopper": {
         (64, 64): [{}, {"SKIP": 0}, {"TURNS": 1}, {"DQ": 1, "CONSUMER_REGISTERS": 240}],
-        (128, 128): [{}, {"SKIP": 1}, {"TURNS": 0}],
+        (128, 128): [{}, {"SKIP": 1}, {"TURNS": 0}, {"ANEW": 1}, {"ANEW": 1, "TURNS": 0}],
     },
     "backward_dkdv_hopper": {
-        (64, 64): [{}, {"SKIP": 0}, {"TURNS": 1}],
-        (128, 128): [{}, {"SKIP": 0}, {"TURNS": 0}],
-        (192, 128): [{}],
-        (256, 256): [{}, {"QK_CHUNK": 128}, {"QK_CHUNK": 256}],
+        (64, 64): [{}, {"SKIP": 0}, {"TURNS": 1}, {"ANEW": 1}],
+        (128, 128): [{}, {"SKIP": 0}, {"TURNS": 0}, {"ANEW": 1}],
+        (192, 128): [{}, {"ANEW": 1}],
+        (256, 256): [{}, {"QK_CHUNK": 128}, {"QK_CHUNK": 256}, {"ANEW": 1}, {"ANEW": 1, "QK_CHUNK": 256}],
     },
     "backward_dq_hopper": {
-        (64, 64): [{}, {"DO_REGISTERS": 1}],
-        (128, 128): [{}, {"BLOCK_N": 64, "STAGES": 3}],
-        (192, 128): [{}, {"DO_REGISTERS": 0}],
+        (64, 64): [{}, {"DO_REGISTERS": 1}, {"ANEW": 1}],
+        (128, 128): [{}, {"BLOCK_N": 64, "STAGES": 3}, {"ANEW": 1}],
+        (192, 128): [{}, {"DO_REGISTERS": 0}, {"ANEW": 1}],
         (256, 256): [{}, {"BLOCK_N": 32}, {"QK_CHUNK": 64}],
     },
     "backward_prepare": {

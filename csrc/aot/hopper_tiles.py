@@ -5,7 +5,8 @@ from __future__ import annotations
 # The same results as the portable kernels of the same pass, which serve every other GPU.
 # kernel -> larger head dim -> constants: WARP_GROUPS (of 64 rows), BLOCK_N, STAGES of keys and
 # values, QK_CHUNK (columns of a tile of queries or keys: a power of two), registers of a consumer and
-# of a producer thread; ROWS of a program.
+# of a producer thread; ROWS of a program. ANEW: addresses of operands that never move are made in every
+# step (hopper.nought); compiled, not timed yet.
 HOPPER_TILES: dict[str, dict[int, dict[str, int]]] = {
     "forward_hopper": {
         dim: {
@@ -16,6 +17,7 @@ HOPPER_TILES: dict[str, dict[int, dict[str, int]]] = {
             "OUT_IN_QUERY": out_in_query,
             "CONSUMER_REGISTERS": 160 if groups == 3 else 240,
             "PRODUCER_REGISTERS": 32 if groups == 3 else 24,
+            "ANEW": 0,
         }
         for dim, chunk, groups, keys, out_in_query in (
             (64, 64, 3, 128, 0),
@@ -30,6 +32,7 @@ HOPPER_TILES: dict[str, dict[int, dict[str, int]]] = {
             **plan,
             "CONSUMER_REGISTERS": consumer,
             "PRODUCER_REGISTERS": 24,
+            "ANEW": 0,
         }
         for dim, chunk, consumer, plan in (
             # SKIP: of masked blocks a warp group leaves out those without a pair of its keys. DQ: who
@@ -51,6 +54,7 @@ HOPPER_TILES: dict[str, dict[int, dict[str, int]]] = {
             "DO_REGISTERS": in_registers,
             "CONSUMER_REGISTERS": 240,
             "PRODUCER_REGISTERS": 24,
+            "ANEW": 0,
         }
         for dim, chunk, keys, stages, in_registers in (
             (64, 64, 128, 2, 0),
@@ -68,7 +72,8 @@ HOPPER_TILES["backward_dkdv_hopper"] = {
     for dim in (64, 128)
 }
 HOPPER_TILES["backward_dkdv_hopper"] |= {  # of the files in WIDE
-    dim: {"QK_CHUNK": 64, "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24} for dim in (192, 256)
+    dim: {"QK_CHUNK": 64, "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24, "ANEW": 0}
+    for dim in (192, 256)
 }
 # The same with a soft cap, of the same tiles but for dQ of 64 and 128, where 128 keys of P and of
 # tanh's derivative do not fit the registers. 192/128 has none (no model caps there): the general

@@ -22,6 +22,7 @@ from hopper import (
     LOG2E,
     accumulator,
     named_barrier,
+    nought,
     select_bits,
     warp_arrive,
 )
@@ -63,17 +64,18 @@ def turn_pass(W: gl.constexpr):
 
 @gluon.jit
 def step(
-    W: gl.constexpr, sums, s, row, stage, phase, before, left, keys, dq_sum, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, numbers, this_map,
+    W: gl.constexpr, sums, s, row, i, stage, phase, before, k_part, keys, dq_sum, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, numbers, this_map,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, TURNS: gl.constexpr, DQ: gl.constexpr,
-    MASKED: gl.constexpr, LIVE: gl.constexpr, CAPPED: gl.constexpr, MAPPED: gl.constexpr,
+    MASKED: gl.constexpr, LIVE: gl.constexpr, CAPPED: gl.constexpr, MAPPED: gl.constexpr, ANEW: gl.constexpr,
 ):  # fmt: skip
-    """One block of rows: adds to dk and dv, hands on dS, adds dQ of the block `before`, makes the next scores.
+    """One block of rows, the i-th: adds to dk and dv, hands on dS, adds dQ of the block `before`, makes the next scores.
 
     LIVE: there may be a pair of this warp group's keys and these rows.
     """
     dk_sum, dv_sum = sums
-    k_left, v_left, k_part = left
-    q_s, _, _, do_s = tiles_s
+    q_s, k_s, v_s, do_s = tiles_s
+    k_left = k_s.index(nought(i, ANEW)).slice(W * 64, 64, dim=0)
+    v_left = v_s.index(W + nought(i, ANEW))
     lse_s, delta_s, lo_s, hi_s = lines_s
     _, q_full, q_empty, do_full, do_empty = bars
     ds_full, ds_empty = ds_bars
@@ -157,7 +159,7 @@ def step(
 def consume(
     W: gl.constexpr, grads, mask, own_blocks, listing, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, TURNS: gl.constexpr, SKIP: gl.constexpr,
-    DQ: gl.constexpr, CAPPED: gl.constexpr, MAPPED: gl.constexpr,
+    DQ: gl.constexpr, CAPPED: gl.constexpr, MAPPED: gl.constexpr, ANEW: gl.constexpr,
 ):  # fmt: skip
     dk, dv, dq_sum = grads
     q_s, k_s, v_s, _ = tiles_s
@@ -180,7 +182,6 @@ def consume(
     k = k_s.index(0).slice(W * 64, 64, dim=0)
     k_part = k_s.index(0).slice(W * PART, PART, dim=1)
     v = v_s.index(W)
-    left = (k, v, k_part)
     if steps > 0:
         if SKIP:
             own_start, own_end = rows_of_half(own_blocks, first_key // 64 + W, kv_len)
@@ -188,7 +189,7 @@ def consume(
             turn_pass(1)
         zero = gl.zeros([64, ROWS], gl.float32, s_layout)
         mbarrier.wait(q_full.index(0), 0)
-        s = warpgroup_mma(left[0], q_s.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma(k, q_s.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s,))
         if DQ == 1:  # "block -1": adds zero to dQ
             ds_s.index(1).slice(W * 64, 64, dim=0).store(gl.zeros([64, ROWS], dtype, s_layout))
@@ -207,7 +208,7 @@ def consume(
                 for part in gl.static_range(2):
                     for i in range(0, masked if part == 0 else core):
                         row = gl.load(listed + i) * ROWS if part == 0 else 0
-                        dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, stage, phase, 0, left, keys, dq_sum, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, numbers, this_map, QK_DIM, V_DIM, TURNS, DQ, part == 0, True, CAPPED, True)  # fmt: skip
+                        dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, i, stage, phase, 0, k_part, keys, dq_sum, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, numbers, this_map, QK_DIM, V_DIM, TURNS, DQ, part == 0, True, CAPPED, True, ANEW)  # fmt: skip
                         stage = stage ^ 1
         # of the block before; zeros are added to the first one
         before = (bh * row_blocks + start // ROWS) * 2 + W
@@ -224,14 +225,14 @@ def consume(
                 )
                 row = start + at * ROWS
                 if part == 1:
-                    dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, stage, phase, before, left, keys, dq_sum, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, numbers, (), QK_DIM, V_DIM, TURNS, DQ, False, True, CAPPED, False)  # fmt: skip
+                    dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, i, stage, phase, before, k_part, keys, dq_sum, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, numbers, (), QK_DIM, V_DIM, TURNS, DQ, False, True, CAPPED, False, ANEW)  # fmt: skip
                 elif SKIP:
                     if (row < own_end) & (row + ROWS > own_start):
-                        dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, stage, phase, before, left, keys, dq_sum, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, numbers, (), QK_DIM, V_DIM, TURNS, DQ, True, True, CAPPED, False)  # fmt: skip
+                        dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, i, stage, phase, before, k_part, keys, dq_sum, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, numbers, (), QK_DIM, V_DIM, TURNS, DQ, True, True, CAPPED, False, ANEW)  # fmt: skip
                     else:
-                        dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, stage, phase, before, left, keys, dq_sum, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, numbers, (), QK_DIM, V_DIM, TURNS, DQ, True, False, CAPPED, False)  # fmt: skip
+                        dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, i, stage, phase, before, k_part, keys, dq_sum, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, numbers, (), QK_DIM, V_DIM, TURNS, DQ, True, False, CAPPED, False, ANEW)  # fmt: skip
                 else:
-                    dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, stage, phase, before, left, keys, dq_sum, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, numbers, (), QK_DIM, V_DIM, TURNS, DQ, True, True, CAPPED, False)  # fmt: skip
+                    dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, i, stage, phase, before, k_part, keys, dq_sum, mask, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, numbers, (), QK_DIM, V_DIM, TURNS, DQ, True, True, CAPPED, False, ANEW)  # fmt: skip
                 stage = stage ^ 1
                 block = row // ROWS
                 before = ((bh + g) * row_blocks + block) * 2 + W
@@ -269,7 +270,7 @@ def tile_of_keys(
     block_map, scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
     TURNS: gl.constexpr, SKIP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
-    DQ: gl.constexpr, CAPPED: gl.constexpr, MAPPED: gl.constexpr,
+    DQ: gl.constexpr, CAPPED: gl.constexpr, MAPPED: gl.constexpr, ANEW: gl.constexpr,
 ):  # fmt: skip
     """One program of the kernels below."""
     dtype: gl.constexpr = query.dtype
@@ -335,8 +336,8 @@ def tile_of_keys(
     if MAPPED:
         gl.warp_specialize(
             [
-                (consume, (0, grads, mask, own_blocks, listing, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, MAPPED)),
-                (consume, (1, grads, mask, own_blocks, listing, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, MAPPED)),
+                (consume, (0, grads, mask, own_blocks, listing, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, MAPPED, ANEW)),
+                (consume, (1, grads, mask, own_blocks, listing, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, MAPPED, ANEW)),
                 (produce_listed, (maps, lines, tiles_s, lines_s, bars, place, listing, QK_DIM, V_DIM, QK_CHUNK)),
             ],
             [4, 1],
@@ -345,8 +346,8 @@ def tile_of_keys(
     elif DQ == 2:
         gl.warp_specialize(
             [
-                (consume, (0, grads, mask, own_blocks, listing, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, MAPPED)),
-                (consume, (1, grads, mask, own_blocks, listing, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, MAPPED)),
+                (consume, (0, grads, mask, own_blocks, listing, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, MAPPED, ANEW)),
+                (consume, (1, grads, mask, own_blocks, listing, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, MAPPED, ANEW)),
                 (sum_rows, (dq_sum, k_s.index(0), ds_s, dq_s, kv_full, ds_bars, place, range_, QK_DIM, DQ)),
                 (produce, (maps, lines, tiles_s, lines_s, bars, place, range_, QK_DIM, V_DIM, QK_CHUNK, 2)),
             ],
@@ -356,8 +357,8 @@ def tile_of_keys(
     else:
         gl.warp_specialize(
             [
-                (consume, (0, grads, mask, own_blocks, listing, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, MAPPED)),
-                (consume, (1, grads, mask, own_blocks, listing, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, MAPPED)),
+                (consume, (0, grads, mask, own_blocks, listing, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, MAPPED, ANEW)),
+                (consume, (1, grads, mask, own_blocks, listing, tiles_s, lines_s, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, MAPPED, ANEW)),
                 (produce, (maps, lines, tiles_s, lines_s, bars, place, range_, QK_DIM, V_DIM, QK_CHUNK, 2)),
             ],
             [4, 1],
@@ -371,14 +372,14 @@ def backward_hopper(
     q_blocks, kv_blocks, kv_order,
     scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
-    TURNS: gl.constexpr, SKIP: gl.constexpr, DQ: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    TURNS: gl.constexpr, SKIP: gl.constexpr, DQ: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr,
 ):  # fmt: skip
     """Tensor maps: query, key, value, dout, dk, dv (batch, length, heads * dim); lse2, delta, lo, hi as one row each."""
     tile_of_keys(
         query, key, value, dout, lse2, delta, lo, hi, dk, dv, dq_sum, q_ids, kv_ids, q_pos, kv_pos,
         q_blocks, kv_blocks, kv_order,
         (), scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, DQ, False, False,
+        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, DQ, False, False, ANEW,
     )  # fmt: skip
 
 
@@ -388,14 +389,14 @@ def backward_dkdv_hopper(
     q_blocks, kv_blocks, kv_order,
     scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
-    TURNS: gl.constexpr, SKIP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    TURNS: gl.constexpr, SKIP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr,
 ):  # fmt: skip
     """`backward_hopper` without dQ, for deterministic gradients: hopper_queries.py makes that."""
     tile_of_keys(
         query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, q_ids, kv_ids, q_pos, kv_pos,
         q_blocks, kv_blocks, kv_order,
         (), scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 0, False, False,
+        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 0, False, False, ANEW,
     )  # fmt: skip
 
 
@@ -405,14 +406,14 @@ def backward_hopper_capped(
     q_blocks, kv_blocks, kv_order,
     scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
-    TURNS: gl.constexpr, SKIP: gl.constexpr, DQ: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    TURNS: gl.constexpr, SKIP: gl.constexpr, DQ: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr,
 ):  # fmt: skip
     """`backward_hopper` with a soft cap (hopper_cap.py): the same as general_backward.py, its checked twin."""
     tile_of_keys(
         query, key, value, dout, lse2, delta, lo, hi, dk, dv, dq_sum, q_ids, kv_ids, q_pos, kv_pos,
         q_blocks, kv_blocks, kv_order,
         (), scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, DQ, True, False,
+        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, DQ, True, False, ANEW,
     )  # fmt: skip
 
 
@@ -422,14 +423,14 @@ def backward_dkdv_hopper_capped(
     q_blocks, kv_blocks, kv_order,
     scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
-    TURNS: gl.constexpr, SKIP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    TURNS: gl.constexpr, SKIP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr,
 ):  # fmt: skip
     """Likewise `backward_dkdv_hopper`."""
     tile_of_keys(
         query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, q_ids, kv_ids, q_pos, kv_pos,
         q_blocks, kv_blocks, kv_order,
         (), scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 0, True, False,
+        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 0, True, False, ANEW,
     )  # fmt: skip
 
 
@@ -439,7 +440,7 @@ def backward_dkdv_hopper_mapped(
     q_blocks, kv_blocks, kv_order, map_bits, kv_entries,
     scale, element_test, batch, mask_batch, map_batch, map_heads, q_block, kv_block, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
-    TURNS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    TURNS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr,
 ):  # fmt: skip
     """`backward_dkdv_hopper` with a map of blocks (hopper_map.py): the same as general_backward.py, its checked twin."""
     block_map = (map_bits, kv_entries, map_batch, map_heads, q_block, kv_block)
@@ -447,5 +448,5 @@ def backward_dkdv_hopper_mapped(
         query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, q_ids, kv_ids, q_pos, kv_pos,
         q_blocks, kv_blocks, kv_order,
         block_map, scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, TURNS, 0, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 0, False, True,
+        QK_DIM, V_DIM, QK_CHUNK, TURNS, 0, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 0, False, True, ANEW,
     )  # fmt: skip

@@ -26,11 +26,11 @@ def left_chunks(tiles_s, at, CHUNKS: gl.constexpr):
 
 
 @gluon.jit
-def half_of_keys(k_s, W: gl.constexpr, CHUNKS: gl.constexpr):
-    """This warp group's 64 of 128 keys."""
+def half_of_keys(k_s, at, W: gl.constexpr, CHUNKS: gl.constexpr):
+    """This warp group's 64 of the 128 keys of the at-th tile."""
     half = ()
     for c in gl.static_range(CHUNKS):
-        half = half + (k_s.index(c).slice(W * 64, 64, dim=0),)  # noqa: RUF005
+        half = half + (k_s.index(at * CHUNKS + c).slice(W * 64, 64, dim=0),)  # noqa: RUF005
     return half
 
 

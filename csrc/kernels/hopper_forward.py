@@ -18,6 +18,7 @@ from hopper import (
     accumulator,
     key_range,
     named_barrier,
+    nought,
     nth_step,
     own_steps,
     place_of_tile,
@@ -155,7 +156,7 @@ def scores(q_s, k_s, w, stage, zero, CHUNKS: gl.constexpr, SLOTS: gl.constexpr):
 def consume(
     W: gl.constexpr, out, lse, q_blocks, mask, block_map, tiles_s, o_s, plan_s, full, empty, plan_bars, numbers,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, WARP_GROUPS: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OUT_IN_QUERY: gl.constexpr, CAPPED: gl.constexpr, MAPPED: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OUT_IN_QUERY: gl.constexpr, CAPPED: gl.constexpr, MAPPED: gl.constexpr, ANEW: gl.constexpr,
 ):  # fmt: skip
     q_s, k_s, v_s = tiles_s
     q_full, k_full, v_full = full
@@ -227,7 +228,7 @@ def consume(
                     at = gl.load(listed + i) * BLOCK_N
                 mbarrier.wait(k_full.index(stage), phase)
                 turn_wait(W)
-                s_token = scores(q_s, k_s, W, stage, zero, CHUNKS, SLOTS)
+                s_token = scores(q_s, k_s, W + nought(i, ANEW), stage, zero, CHUNKS, SLOTS)
                 mbarrier.wait(v_full.index(old), old_phase)
                 p_half = unpack(p, BLOCK_N, p_layout, dtype)
                 acc_token = warpgroup_mma(p_half, v_s.index(old), acc, is_async=True)
@@ -294,7 +295,7 @@ def tiles_of_rows(
     block_map, scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, WARP_GROUPS: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OUT_IN_QUERY: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, CAPPED: gl.constexpr, MAPPED: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, CAPPED: gl.constexpr, MAPPED: gl.constexpr, ANEW: gl.constexpr,
 ):  # fmt: skip
     """One program of the kernels below."""
     dtype: gl.constexpr = query.dtype
@@ -347,8 +348,8 @@ def tiles_of_rows(
     if WARP_GROUPS == 2:
         gl.warp_specialize(
             [
-                (consume, (0, out, lse, q_blocks, mask, block_map, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CAPPED, MAPPED)),
-                (consume, (1, out, lse, q_blocks, mask, block_map, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CAPPED, MAPPED)),
+                (consume, (0, out, lse, q_blocks, mask, block_map, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CAPPED, MAPPED, ANEW)),
+                (consume, (1, out, lse, q_blocks, mask, block_map, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CAPPED, MAPPED, ANEW)),
                 (produce, (maps, q_order, q_blocks, counter, block_map, tiles_s, plan_s, full, empty, bars, sizes, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, MAPPED)),
             ],
             [4, 1],
@@ -357,9 +358,9 @@ def tiles_of_rows(
     else:
         gl.warp_specialize(
             [
-                (consume, (0, out, lse, q_blocks, mask, block_map, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CAPPED, MAPPED)),
-                (consume, (1, out, lse, q_blocks, mask, block_map, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CAPPED, MAPPED)),
-                (consume, (2, out, lse, q_blocks, mask, block_map, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CAPPED, MAPPED)),
+                (consume, (0, out, lse, q_blocks, mask, block_map, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CAPPED, MAPPED, ANEW)),
+                (consume, (1, out, lse, q_blocks, mask, block_map, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CAPPED, MAPPED, ANEW)),
+                (consume, (2, out, lse, q_blocks, mask, block_map, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CAPPED, MAPPED, ANEW)),
                 (produce, (maps, q_order, q_blocks, counter, block_map, tiles_s, plan_s, full, empty, bars, sizes, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, MAPPED)),
             ],
             [4, 4, 1],
@@ -373,14 +374,14 @@ def forward_hopper(
     scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, WARP_GROUPS: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OUT_IN_QUERY: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr,
 ):  # fmt: skip
     """query, key, value, out are tensor maps (batch, length, heads * dim) with boxes of 64 or BLOCK_N
     rows of one head; counter holds 0 and lives as long as the launch."""
     tiles_of_rows(
         query, key, value, out, lse, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
         (), scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CONSUMER_REGISTERS, PRODUCER_REGISTERS, False, False,
+        QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CONSUMER_REGISTERS, PRODUCER_REGISTERS, False, False, ANEW,
     )  # fmt: skip
 
 
@@ -390,13 +391,13 @@ def forward_hopper_capped(
     scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, WARP_GROUPS: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OUT_IN_QUERY: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr,
 ):  # fmt: skip
     """`forward_hopper` with a soft cap (hopper_cap.py): the same results as general_forward.py, its checked twin."""
     tiles_of_rows(
         query, key, value, out, lse, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
         (), scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CONSUMER_REGISTERS, PRODUCER_REGISTERS, True, False,
+        QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CONSUMER_REGISTERS, PRODUCER_REGISTERS, True, False, ANEW,
     )  # fmt: skip
 
 
@@ -407,12 +408,12 @@ def forward_hopper_mapped(
     scale, element_test, batch, mask_batch, map_batch, map_heads, q_block, kv_block, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, WARP_GROUPS: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OUT_IN_QUERY: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr,
 ):  # fmt: skip
     """`forward_hopper` with a map of blocks (hopper_map.py): the same results as general_forward.py, its checked twin."""
     block_map = (map_bits, q_entries, map_batch, map_heads, q_block, kv_block)
     tiles_of_rows(
         query, key, value, out, lse, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
         block_map, scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CONSUMER_REGISTERS, PRODUCER_REGISTERS, False, True,
+        QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CONSUMER_REGISTERS, PRODUCER_REGISTERS, False, True, ANEW,
     )  # fmt: skip

@@ -8,7 +8,7 @@ wait for dK but its last chunk. The softmax of one warp group runs under its own
 Queries, keys and dK are cut into chunks of QK_CHUNK columns.
 """
 
-from hopper import LOG2E, accumulator, select_bits, warp_arrive
+from hopper import LOG2E, accumulator, nought, select_bits, warp_arrive
 from hopper_chunks import add_products, finished, half_of_keys, scores, zeros
 from hopper_rows import ROWS, mask_bits, produce, rows_of_half, tile_of_program
 from hopper_softmax import half_name, unpack
@@ -180,7 +180,7 @@ def pass_by(stage, phase, kv, tiles_s, bars, CHUNKS: gl.constexpr):
 @gluon.jit
 def consume(
     W: gl.constexpr, grads, mask, own_blocks, tiles_s, lines_s, bars, place, range_, numbers,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, ANEW: gl.constexpr,
 ):  # fmt: skip
     dk, dv = grads
     q_s, k_s, v_s, _ = tiles_s
@@ -197,7 +197,7 @@ def consume(
     dv_sum = gl.zeros([64, V_DIM], gl.float32, accumulator(V_DIM))
     mbarrier.wait(kv_full.index(0), 0)
     mbarrier.wait(kv_full.index(1), 0)
-    k = half_of_keys(k_s, W, CHUNKS)
+    k = half_of_keys(k_s, 0, W, CHUNKS)
     v = v_s.index(W)
     if steps > 0:
         own_start, own_end = rows_of_half(own_blocks, first_key // 64 + W, kv_len)
@@ -209,10 +209,14 @@ def consume(
         for i in range(0, steps * group):  # masked blocks of every head, then the core's
             masked = i < edges * group
             row = start + gl.where(n < core_begin, n, n + core_end - core_begin) * ROWS
+            kv_left = (
+                half_of_keys(k_s, nought(i, ANEW), W, CHUNKS),
+                v_s.index(W + nought(i, ANEW)),
+            )
             if (i >= edges * group) | ((row < own_end) & (row + ROWS > own_start)):
-                dk_sum, dv_sum, s = add_block((dk_sum, dv_sum), s, row, masked, stage, phase, (k, v), keys, mask, tiles_s, lines_s, bars, numbers, V_DIM, QK_CHUNK, CHUNKS)  # fmt: skip
+                dk_sum, dv_sum, s = add_block((dk_sum, dv_sum), s, row, masked, stage, phase, kv_left, keys, mask, tiles_s, lines_s, bars, numbers, V_DIM, QK_CHUNK, CHUNKS)  # fmt: skip
             else:
-                s = pass_by(stage, phase, (k, v), tiles_s, bars, CHUNKS)
+                s = pass_by(stage, phase, kv_left, tiles_s, bars, CHUNKS)
             phase = phase ^ stage
             stage = stage ^ 1
             n += 1
@@ -238,7 +242,7 @@ def backward_dkdv_hopper(
     q_blocks, kv_blocks, kv_order,
     scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr,
 ):  # fmt: skip
     """As hopper_backward.backward_dkdv_hopper."""
     dtype: gl.constexpr = query.dtype
@@ -284,8 +288,8 @@ def backward_dkdv_hopper(
     numbers = (element_test, q_len, kv_len, scale)
     gl.warp_specialize(
         [
-            (consume, (0, grads, mask, own_blocks, tiles_s, lines_s, bars, place, range_, numbers, QK_DIM, V_DIM, QK_CHUNK)),
-            (consume, (1, grads, mask, own_blocks, tiles_s, lines_s, bars, place, range_, numbers, QK_DIM, V_DIM, QK_CHUNK)),
+            (consume, (0, grads, mask, own_blocks, tiles_s, lines_s, bars, place, range_, numbers, QK_DIM, V_DIM, QK_CHUNK, ANEW)),
+            (consume, (1, grads, mask, own_blocks, tiles_s, lines_s, bars, place, range_, numbers, QK_DIM, V_DIM, QK_CHUNK, ANEW)),
             (produce, (maps, lines, tiles_s, lines_s, bars, place, range_, QK_DIM, V_DIM, QK_CHUNK, 2)),
         ],
         [4, 1],

@@ -13,6 +13,7 @@ from hopper import (
     LOG2E,
     accumulator,
     key_range,
+    nought,
     nth_step,
     own_steps,
     place_of_tile,
@@ -140,7 +141,7 @@ def produce(
 def consume(
     W: gl.constexpr, dq, stats, q_blocks, mask, block_map, tiles_s, plan_s, full, empty, plan_bars, numbers,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    DO_REGISTERS: gl.constexpr, CAPPED: gl.constexpr, MAPPED: gl.constexpr,
+    DO_REGISTERS: gl.constexpr, CAPPED: gl.constexpr, MAPPED: gl.constexpr, ANEW: gl.constexpr,
 ):  # fmt: skip
     lse2, delta = stats
     q_s, do_s, k_s, v_s = tiles_s
@@ -212,8 +213,8 @@ def consume(
                     q_left = left_chunks(q_s, own, CHUNKS)
                     do_left = do_s.index(own)
                 else:
-                    q_left = q
-                    do_left = do
+                    q_left = left_chunks(q_s, W + nought(i, ANEW), CHUNKS)
+                    do_left = do if DO_REGISTERS else do_s.index(W + nought(i, ANEW))
                 v_t = v_s.index(v_stage).permute((1, 0))
                 dp_token = warpgroup_mma(do_left, v_t, zero, use_acc=False, is_async=True)
                 if CAPPED:
@@ -282,7 +283,7 @@ def tiles_of_rows(
     query, key, value, dout, dq, lse2, delta, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
     block_map, scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    DO_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, CAPPED: gl.constexpr, MAPPED: gl.constexpr,
+    DO_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, CAPPED: gl.constexpr, MAPPED: gl.constexpr, ANEW: gl.constexpr,
 ):  # fmt: skip
     """One program of the kernels below."""
     dtype: gl.constexpr = query.dtype
@@ -331,8 +332,8 @@ def tiles_of_rows(
     numbers = (element_test, mask_batch, q_len, kv_len, heads, scale, soft_cap)
     gl.warp_specialize(
         [
-            (consume, (0, dq, stats, q_blocks, mask, block_map, tiles_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES, DO_REGISTERS, CAPPED, MAPPED)),
-            (consume, (1, dq, stats, q_blocks, mask, block_map, tiles_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES, DO_REGISTERS, CAPPED, MAPPED)),
+            (consume, (0, dq, stats, q_blocks, mask, block_map, tiles_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES, DO_REGISTERS, CAPPED, MAPPED, ANEW)),
+            (consume, (1, dq, stats, q_blocks, mask, block_map, tiles_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES, DO_REGISTERS, CAPPED, MAPPED, ANEW)),
             (produce, (maps, q_order, q_blocks, counter, block_map, tiles_s, plan_s, full, empty, bars, sizes, QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES, MAPPED)),
         ],
         [4, 1],
@@ -345,14 +346,14 @@ def backward_dq_hopper(
     query, key, value, dout, dq, lse2, delta, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
     scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    DO_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    DO_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr,
 ):  # fmt: skip
     """query, key, value, dout, dq are tensor maps (batch, length, heads * dim) with boxes of 64 or BLOCK_N rows of one
     head; lse2 and delta as backward_prepare leaves them; counter holds 0 and lives as long as the launch."""
     tiles_of_rows(
         query, key, value, dout, dq, lse2, delta, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
         (), scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES, DO_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, False, False,
+        QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES, DO_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, False, False, ANEW,
     )  # fmt: skip
 
 
@@ -361,13 +362,13 @@ def backward_dq_hopper_capped(
     query, key, value, dout, dq, lse2, delta, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
     scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    DO_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    DO_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr,
 ):  # fmt: skip
     """`backward_dq_hopper` with a soft cap (hopper_cap.py): the same as backward_dq_general, its checked twin."""
     tiles_of_rows(
         query, key, value, dout, dq, lse2, delta, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
         (), scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES, DO_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, True, False,
+        QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES, DO_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, True, False, ANEW,
     )  # fmt: skip
 
 
@@ -377,12 +378,12 @@ def backward_dq_hopper_mapped(
     map_bits, q_entries,
     scale, element_test, batch, mask_batch, map_batch, map_heads, q_block, kv_block, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    DO_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    DO_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr,
 ):  # fmt: skip
     """`backward_dq_hopper` with a map of blocks (hopper_map.py): the same as backward_dq_general, its checked twin."""
     block_map = (map_bits, q_entries, map_batch, map_heads, q_block, kv_block)
     tiles_of_rows(
         query, key, value, dout, dq, lse2, delta, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
         block_map, scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES, DO_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, False, True,
+        QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES, DO_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, False, True, ANEW,
     )  # fmt: skip

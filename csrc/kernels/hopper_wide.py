@@ -7,7 +7,7 @@ through shared memory. While one is at its exponentials, the other's products ru
 under its last product. Tiles of queries and keys, and dK, are cut into chunks of QK_CHUNK columns.
 """
 
-from hopper import LOG2E, accumulator, select_bits, warp_arrive
+from hopper import LOG2E, accumulator, nought, select_bits, warp_arrive
 from hopper_cap import tanh_of_scores
 from hopper_chunks import add_products, finished, left_chunks, scores, zeros
 from hopper_rows import ROWS, mask_bits, produce, tile_of_program
@@ -43,7 +43,7 @@ def bits_of_masked(n, keys, stage, lines_s, mask, range_, numbers):
 @gluon.jit
 def consume_scores(
     dv, mask, tiles_s, lines_s, p_s, bars, p_bars, place, range_, numbers,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, CAPPED: gl.constexpr,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, CAPPED: gl.constexpr, ANEW: gl.constexpr,
 ):  # fmt: skip
     """S, P and dV."""
     q_s, k_s, v_s, do_s = tiles_s
@@ -95,7 +95,8 @@ def consume_scores(
                 dv_token = warpgroup_mma(p_half, do_s.index(stage), dv_sum, is_async=True)
                 phase = phase ^ stage
                 mbarrier.wait(q_full.index(other), phase)
-                s_token = scores(k, q_s, other, zero, CHUNKS)
+                k_left = left_chunks(k_s, nought(i, ANEW), CHUNKS)
+                s_token = scores(k_left, q_s, other, zero, CHUNKS)
                 dv_sum = warpgroup_mma_wait(CHUNKS, deps=(dv_token,))
                 warp_arrive(do_empty.index(stage))
                 s = warpgroup_mma_wait(0, deps=(s_token,))
@@ -113,7 +114,7 @@ def consume_scores(
 @gluon.jit
 def consume_gradients(
     dk, mask, tiles_s, lines_s, p_s, bars, p_bars, place, range_, numbers,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, ANEW: gl.constexpr,
 ):  # fmt: skip
     """dP, dS and dK."""
     q_s, k_s, v_s, do_s = tiles_s
@@ -160,7 +161,8 @@ def consume_gradients(
                 phase = phase ^ stage
                 mbarrier.wait(do_full.index(other), phase)
                 do_t = do_s.index(other).permute((1, 0))
-                dp_token = warpgroup_mma(v, do_t, zero, use_acc=False, is_async=True)
+                v_left = v_s.index(nought(i, ANEW))
+                dp_token = warpgroup_mma(v_left, do_t, zero, use_acc=False, is_async=True)
                 dk_sum = finished(dk_tokens, 1, CHUNKS)
                 warp_arrive(q_empty.index(stage))
                 dp = warpgroup_mma_wait(0, deps=(dp_token,))
@@ -182,7 +184,7 @@ def tile_of_keys(
     q_blocks, kv_blocks, kv_order,
     scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, CAPPED: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, CAPPED: gl.constexpr, ANEW: gl.constexpr,
 ):  # fmt: skip
     """One program of the kernels below."""
     dtype: gl.constexpr = query.dtype
@@ -234,8 +236,8 @@ def tile_of_keys(
     numbers = (element_test, q_len, kv_len, scale, soft_cap)
     gl.warp_specialize(
         [
-            (consume_scores, (dv, mask, tiles_s, lines_s, p_s, bars, p_bars, place, range_, numbers, QK_DIM, V_DIM, QK_CHUNK, CAPPED)),
-            (consume_gradients, (dk, mask, tiles_s, lines_s, p_s, bars, p_bars, place, range_, numbers, QK_DIM, V_DIM, QK_CHUNK)),
+            (consume_scores, (dv, mask, tiles_s, lines_s, p_s, bars, p_bars, place, range_, numbers, QK_DIM, V_DIM, QK_CHUNK, CAPPED, ANEW)),
+            (consume_gradients, (dk, mask, tiles_s, lines_s, p_s, bars, p_bars, place, range_, numbers, QK_DIM, V_DIM, QK_CHUNK, ANEW)),
             (produce, (maps, lines, tiles_s, lines_s, bars, place, range_, QK_DIM, V_DIM, QK_CHUNK, 1)),
         ],
         [4, 1],
@@ -249,14 +251,14 @@ def backward_dkdv_hopper(
     q_blocks, kv_blocks, kv_order,
     scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr,
 ):  # fmt: skip
     """As hopper_backward.backward_dkdv_hopper."""
     tile_of_keys(
         query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, kv_ids, q_pos, kv_pos,
         q_blocks, kv_blocks, kv_order,
         scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, CONSUMER_REGISTERS, PRODUCER_REGISTERS, False,
+        QK_DIM, V_DIM, QK_CHUNK, CONSUMER_REGISTERS, PRODUCER_REGISTERS, False, ANEW,
     )  # fmt: skip
 
 
@@ -266,12 +268,12 @@ def backward_dkdv_hopper_capped(
     q_blocks, kv_blocks, kv_order,
     scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr,
 ):  # fmt: skip
     """As hopper_backward.backward_dkdv_hopper_capped."""
     tile_of_keys(
         query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, kv_ids, q_pos, kv_pos,
         q_blocks, kv_blocks, kv_order,
         scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, CONSUMER_REGISTERS, PRODUCER_REGISTERS, True,
+        QK_DIM, V_DIM, QK_CHUNK, CONSUMER_REGISTERS, PRODUCER_REGISTERS, True, ANEW,
     )  # fmt: skip
