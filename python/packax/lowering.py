@@ -313,13 +313,23 @@ def _general_call(ctx, target, operands, count, maps, workspace, params, **attri
     )
 
 
-def _wanted_call(ctx, operands, elements, fused, wanted, attributes):
+def _wanted_call(
+    ctx,
+    operands,
+    elements,
+    fused,
+    wanted,
+    attributes,
+    target="packax_backward_v1",
+    same_memory=None,
+):
     """One kernel of Hopper writes dk and dv with dq's sum."""
     call = functools.partial(
         _call,
-        target="packax_backward_v1",
+        target=target,
         operands=operands,
         workspace=(_array(elements),),
+        same_memory=same_memory,
         wanted=_wanted_bits(wanted),
         **attributes,
     )

@@ -128,21 +128,31 @@ def _real(query: Any) -> Any:
     return jnp.float64 if query.dtype == jnp.float64 else jnp.float32
 
 
+def forward_results(query: Any, value: Any, heads: int, max_logits: bool) -> list[Any]:
+    """Of forward_p; `heads` of the query's are computed."""
+    batch, q_len, _, _ = query.shape
+    rows = _like(query, (batch, heads, q_len), _real(query), (0, 2, 1))
+    out = _like(query, (*query.shape[:3], value.shape[3]), query.dtype, (0, 1, 2, None))
+    return [out, rows, rows] if max_logits else [out, rows]
+
+
+def backward_results(query: Any, key: Any, value: Any, heads: int, dnumbers: bool) -> list[Any]:
+    """Likewise of backward_p."""
+    gradients = [_like(x, x.shape, x.dtype, range(4)) for x in (query, key, value)]
+    if dnumbers:
+        batch, q_len, _, _ = query.shape
+        gradients.append(_like(query, (batch, heads, 2, q_len), _real(query), (0, 2, None, 1)))
+    return gradients
+
+
 @forward_p.def_abstract_eval
 def _forward_shapes(query, key, value, *operands, max_logits, **static):
-    batch, q_len, heads, _ = query.shape
-    rows = _like(query, (batch, heads, q_len), _real(query), (0, 2, 1))
-    out = _like(query, (batch, q_len, heads, value.shape[3]), query.dtype, (0, 1, 2, None))
-    return [out, rows, rows] if max_logits else [out, rows]
+    return forward_results(query, value, query.shape[2], max_logits)
 
 
 @backward_p.def_abstract_eval
 def _backward_shapes(query, key, value, *operands, dnumbers, **static):
-    gradients = [_like(x, x.shape, x.dtype, range(4)) for x in (query, key, value)]
-    if dnumbers:
-        batch, q_len, heads, _ = query.shape
-        gradients.append(_like(query, (batch, heads, 2, q_len), _real(query), (0, 2, None, 1)))
-    return gradients
+    return backward_results(query, key, value, query.shape[2], dnumbers)
 
 
 def _to_front(x: jax.Array, dim: int | None, size: int) -> jax.Array:

@@ -21,7 +21,14 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from packax import lowering
-from packax.primitives import _like, _primitive, _real, backward_p, forward_p, plain
+from packax.primitives import (
+    _primitive,
+    backward_p,
+    backward_results,
+    forward_p,
+    forward_results,
+    plain,
+)
 
 _OWN = ("first_head", "heads", "begins")
 _FORWARD = (*_OWN, *lowering._FORWARD, "implementation")
@@ -32,22 +39,14 @@ backward_heads_p = _primitive("packax_backward_heads", _BACKWARD)
 
 @forward_heads_p.def_abstract_eval
 def _forward_shapes(*operands, heads, begins, max_logits, **static):
-    query, _, value = operands[not begins :][:3]
-    batch, q_len, _, _ = query.shape
-    out = _like(query, (*query.shape[:3], value.shape[3]), query.dtype, (0, 1, 2, None))
-    rows = _like(query, (batch, heads, q_len), _real(query), (0, 2, 1))
-    return [out, rows, rows] if max_logits else [out, rows]
+    _, (query, _, value, *_) = _without_before(operands, begins)
+    return forward_results(query, value, heads, max_logits)
 
 
 @backward_heads_p.def_abstract_eval
 def _backward_shapes(*operands, heads, begins, dnumbers, **static):
-    tensors = operands[not begins :][:3]
-    gradients = [_like(x, x.shape, x.dtype, range(4)) for x in tensors]
-    if dnumbers:
-        batch, q_len, _, _ = tensors[0].shape
-        shape = (batch, heads, 2, q_len)
-        gradients.append(_like(tensors[0], shape, _real(tensors[0]), (0, 2, None, 1)))
-    return gradients
+    _, (query, key, value, *_) = _without_before(operands, begins)
+    return backward_results(query, key, value, heads, dnumbers)
 
 
 def forward(own: range, before: jax.Array | None, query: jax.Array, *operands, **params) -> Any:
@@ -141,7 +140,7 @@ _backward_rule = _register(backward_heads_p, _backward_apart, _BACKWARD)
 
 
 def _forward_cuda(ctx, *operands, **params):
-    query, _, value = ctx.avals_in[not params["begins"] :][:3]
+    _, (query, _, value, *_) = _without_before(ctx.avals_in, params["begins"])
     if params["implementation"] == "xla" or lowering._general("forward", query, value, params):
         return _forward_rule(ctx, *operands, **params)
     lowering._require_kernels("forward", query, value)
@@ -160,7 +159,7 @@ def _forward_cuda(ctx, *operands, **params):
 
 def _backward_cuda(ctx, *operands, **params):
     wanted = params["wanted"]
-    query, _, value = ctx.avals_in[not params["begins"] :][:3]
+    _, (query, _, value, *_) = _without_before(ctx.avals_in, params["begins"])
     general = lowering._general("backward", query, value, params)
     if params["implementation"] == "xla" or general or not wanted[0]:
         return _backward_rule(ctx, *operands, **params)
@@ -174,28 +173,24 @@ def _backward_cuda(ctx, *operands, **params):
         params["deterministic"],
         wanted,
     )
-    call = functools.partial(
-        lowering._call,
-        target="packax_backward_heads_v1",
-        operands=operands,
-        workspace=(lowering._array(elements),),
-        same_memory=same_memory,
-        scale=np.float32(params["scale"]),
-        element_test=np.int32(params["element_test"]),
-        has_dlse=np.int32(params["has_dlse"]),
-        wanted=lowering._wanted_bits(wanted),
-        **attributes,
+    attributes |= {
+        "scale": np.float32(params["scale"]),
+        "element_test": np.int32(params["element_test"]),
+        "has_dlse": np.int32(params["has_dlse"]),
+    }
+    target = "packax_backward_heads_v1"
+    return lowering._wanted_call(
+        ctx, operands, elements, fused, wanted, attributes, target, same_memory
     )
-    return lowering._written(ctx, call, True, fused or any(wanted[1:]))
 
 
 def _some_heads(ctx, operands, params):
-    """ctx and operands with one before, which begins nothing or stands in; the attributes; which operand
-    has the memory of which result."""
+    """ctx and operands with one before, where there is none a stand-in; the attributes; which operand has the
+    memory of which result."""
     if params["begins"]:
         ctx = ctx.replace(avals_in=[ctx.avals_in[0], *ctx.avals_in])
         operands = (operands[0], *operands)
-    attributes = {name: np.int32(params[name]) for name in _OWN}
+    attributes: dict[str, Any] = {name: np.int32(params[name]) for name in _OWN}
     return ctx, operands, attributes, None if params["begins"] else {0: 0}
 
 
