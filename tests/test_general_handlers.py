@@ -6,9 +6,20 @@ On a fake libcuda, as test_handlers.py.
 from math import ceil
 
 import pytest
-from cpp.calls import MAP, Array, Sizes, backward_general, forward_general
-from cpp.launches import attention, expect_launches
-from cpp.machine import needs_compiler, needs_extension
+from cpp.call_frame import INITIALIZE
+from cpp.calls import (
+    MAP,
+    Array,
+    Sizes,
+    backward_capped,
+    backward_general,
+    backward_mapped,
+    forward_capped,
+    forward_general,
+    forward_mapped,
+)
+from cpp.launches import attention, expect_launches, kernels_of
+from cpp.machine import KERNELS, make_machine, needs_compiler, needs_extension
 
 pytest_plugins = ("cpp.fixtures",)
 pytestmark = [needs_extension, needs_compiler]
@@ -204,3 +215,31 @@ def test_larger_head_dims_are_refused(shared_machine):
     failure = shared_machine.run(forward_general(shared_machine, dims=(8, 264)))
     assert "no forward_general kernel for compute capability" in failure.message
     assert "head dims 8x264" in failure.message
+
+
+# Calls for which Hopper has kernels of its own: test_capped_handlers.py, test_mapped_handlers.py.
+OWN_ON_HOPPER = {
+    "forward_capped": forward_capped,
+    "backward_capped": backward_capped,
+    "forward_mapped": forward_mapped,
+    "backward_mapped": backward_mapped,
+}
+
+
+@pytest.mark.parametrize("name", OWN_ON_HOPPER)
+def test_another_gpu(portable, name):
+    general = KERNELS[name.partition("_")[0] + "_general"]
+    assert kernels_of(portable, OWN_ON_HOPPER[name](portable)) == general
+
+
+@pytest.mark.parametrize("name", OWN_ON_HOPPER)
+def test_initialize_loads_what_execute_launches(tmp_path, driver, name):
+    machine = make_machine(
+        tmp_path, driver, choose=lambda m: m.has(name.replace("forward", "backward"))
+    )
+    call = OWN_ON_HOPPER[name](machine)
+    assert machine.run(call, INITIALIZE) is None
+    assert machine.record() == []
+    assert machine.calls("cuLibraryLoadData") == len(machine.kernels(name))
+    machine.fail("cuLibraryLoadData", 1)
+    assert kernels_of(machine, call) == machine.kernels(name)

@@ -36,6 +36,13 @@ def expect_launches(machine, call, scalars, grids):
         assert launch["params"][len(names) :] == [0, 0]  # Triton's scratch pointers
 
 
+def kernels_of(machine, call):
+    """The names of what it launches, in order."""
+    machine.cuda.fake_clear()
+    assert machine.run(call) is None
+    return [launch["kernel"] for launch in machine.launches()]
+
+
 def attention(s, scale, element_test, has_dlse=0):
     return {
         "scale": struct.unpack("f", struct.pack("f", scale))[0],
