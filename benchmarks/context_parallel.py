@@ -1,13 +1,16 @@
 """Context parallelism on the GPUs of one host, beside the same kernel on one GPU with as much work.
 
-    python benchmarks/context_parallel.py [--devices 4] [--rounds 5] [--documents 12] [--quick] [--out DIR]
+    python benchmarks/context_parallel.py [--devices 4] [--rounds 5] [--documents 12] [--groups "2,6 1,7"] [--profile] [--quick]
+                                          [--out DIR]
 
 12 documents in 128k tokens, 32/8 heads, head dim 128, bfloat16, the row over all devices; with more documents fewer pairs for the
-same bytes, as on more GPUs. "One GPU" is one rank's share: its query rows of the area plan against all keys, already gathered.
-TFLOP/s are those of attended pairs, per GPU; the backward is timed alone. "kvax-like" moves data as kvax does, with packax's kernels
-and head-tail order: keys gathered at once and kept for the backward, their gradients summed whole in float32. Memory is XLA's plan
-for forward and backward in one program, per GPU, without arguments. Every output and gradient is compared with one GPU's before it
-is timed; a wrong one is not timed and makes the program exit 1.
+same bytes, as on more GPUs. "One GPU" is one rank's share: its query rows of the area plan against all keys, already gathered;
+"slowest" is every rank's share on its GPU at once, without a word between them, by the GPU that takes longest: no way of moving
+data can beat that there. TFLOP/s are those of attended pairs, per GPU; the backward is timed alone. "kvax-like" moves data as kvax
+does, with packax's kernels and head-tail order: keys gathered at once and kept for the backward, their gradients summed whole in
+float32. Memory is XLA's plan for forward and backward in one program, per GPU, without arguments. Every output and gradient is
+compared with one GPU's before it is timed; a wrong one is not timed and makes the program exit 1.
+--groups times the area plan with these groups of heads instead of the schemes; --profile writes a trace of two calls of every pass.
 Writes context_parallel.json (with another number of documents, that behind the name) into --out (default: $OUT, else
 benchmarks/results); the table is last.
 On a CPU: XLA_FLAGS=--xla_force_host_platform_device_count=4 and --quick, to try the program itself.
@@ -72,7 +75,7 @@ SCHEMES = (
     Scheme("area", 2),
     Scheme("area", (2, 6)),
     Scheme("area", (2, 4, 2)),
-    Scheme("area", (1, 3, 3, 1)),
+    Scheme("area", (1, 3, 4)),
     Scheme("area", 4),
     Scheme("area", (2, 6), scheduler=True),
     Scheme("head_tail", kvax=True),
@@ -204,16 +207,21 @@ class Distributed:
         return {name: round(getattr(plan, f"{name}_size_in_bytes") / 2**20, 1) for name in names}
 
 
-def one_share(case: Case, ranks: int, inputs: Arrays) -> tuple[dict[str, Callable[[], Any]], float]:
-    """Passes of rank 0's rows of the area plan against all keys, on one GPU; its attended pairs."""
+def one_share(
+    case: Case, ranks: int, rank: int, inputs: Arrays
+) -> tuple[dict[str, Callable[[], Any]], float]:
+    """Passes of a rank's rows of the area plan against all keys, on its GPU; its attended pairs."""
     plan = plan_of(case, "area", ranks)
     assert plan is not None
-    rows = np.asarray(plan.index())[0, : case.seq // ranks]
+    own = case.seq // ranks
+    rows = np.asarray(plan.index())[0, rank * own : (rank + 1) * own]
     starts = np.repeat(np.cumsum([0, *case.lengths[:-1]]), case.lengths)
     lo, hi = starts[rows], rows + 1
     mask = packax.create_attention_mask(packax.ranges(lo, hi), kv_len=case.seq)
     query, key, value, dout = inputs
-    query, dout = query[:, rows], dout[:, rows]
+    query, key, value, dout, mask = jax.device_put(
+        (query[:, rows], key, value, dout[:, rows], mask), jax.devices()[rank]
+    )
     forward = jax.jit(packax.flash_attention)
     residuals = jax.jit(lambda *x: jax.vjp(lambda *y: packax.flash_attention(*y, x[3]), *x[:3])[1])
     pullback = residuals(query, key, value, mask)
@@ -298,6 +306,14 @@ def checked(scheme: Scheme, run: Distributed, reference: Arrays) -> dict[str, An
     return {"errors": errors, "memory": memory, "wrong": wrong, "passes": {} if wrong else passes}
 
 
+def profile(functions: dict[str, Callable[[], Any]], folder: Path) -> None:
+    """A trace of two calls of each, for Perfetto: what ran beside what."""
+    for name, function in functions.items():
+        place = folder / "".join(c if c.isalnum() else "_" for c in name)
+        with jax.profiler.trace(str(place)):
+            jax.block_until_ready([function(), function()])
+
+
 def timed_functions(functions: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Time]:
     if jax.default_backend() != "gpu":  # fake devices wait for each other: one program at a time
         functions = {
@@ -313,7 +329,8 @@ def table(report: dict[str, Any]) -> str:
     )
     lines = [head + f"{'MiB':>9}{'error':>9}"]
     one = report["one_gpu"]
-    for name, row in {"one GPU, one rank's share": one, **report["schemes"]}.items():
+    rows = {"one GPU, one rank's share": one, "slowest GPU, its rank's share": report["slowest"]}
+    for name, row in {**rows, **report["schemes"]}.items():
         line = f"{name:<44}"
         for what in ("fwd", "bwd"):
             cell = row["times"].get(what)
@@ -339,6 +356,8 @@ def main() -> int:
     parser.add_argument("--documents", type=int, default=CASE.documents)
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds, for the median")
     parser.add_argument("--only", default="", help="schemes whose name holds this text")
+    parser.add_argument("--groups", default="", help="sizes of groups of heads to try: '2,6 1,7'")
+    parser.add_argument("--profile", action="store_true", help="write traces too")
     parser.add_argument("--quick", action="store_true", help="a tiny case: tries the program")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", HERE / "results")))
     arguments = parser.parse_args()
@@ -361,30 +380,36 @@ def main() -> int:
     say(", ".join(f"{key} {value}" for key, value in report["machine"].items()))
     inputs = inputs_of(case)
     reference = reference_of(case, inputs)
-    share, share_area = one_share(case, count, inputs)
+    shares = [one_share(case, count, rank, inputs) for rank in range(count)]
     mesh = jax.make_mesh(
         (count,), ("context",), devices=jax.devices()[:count], axis_types=(AxisType.Auto,)
     )
     functions: dict[str, dict[str, Callable[[], Any]]] = {"fwd": {}, "bwd": {}}
-    for scheme in (scheme for scheme in SCHEMES if arguments.only in scheme.name):
+    schemes = SCHEMES
+    if arguments.groups:
+        sizes = (tuple(map(int, group.split(","))) for group in arguments.groups.split())
+        schemes = tuple(Scheme("area", 1 if len(group) == 1 else group) for group in sizes)
+    for scheme in (scheme for scheme in schemes if arguments.only in scheme.name):
         row = checked(scheme, Distributed(case, scheme, mesh, inputs), reference)
         for what, function in row.pop("passes").items():
             functions[what][scheme.name] = function
         report["schemes"][scheme.name] = row | {"times": {}}
     flops = {"fwd": case.forward_flops / count, "bwd": case.backward_flops / count}
     timed = functools.partial(timed_functions, rounds=arguments.rounds)
+    alone = {"one_gpu": shares[:1], "slowest": shares}
+    for name, ranks in alone.items():
+        part = sum(area for _, area in ranks) / len(ranks) / case.area * count
+        report[name] = {"area_of_mean": round(part, 4), "times": {}}
     for what, candidates in functions.items():
-        measured = timed(candidates)
-        for name, result in measured.items():
-            report["schemes"][name]["times"][what] = result.as_dict(flops[what])
+        for name, ranks in alone.items():
+            candidates[name] = lambda what=what, ranks=ranks: [own[what]() for own, _ in ranks]
+        for name, result in timed(candidates).items():
+            row = report["schemes"].get(name) or report[name]
+            row["times"][what] = result.as_dict(flops[what] * row.get("area_of_mean", 1))
+        if arguments.profile:
+            profile(candidates, arguments.out / what)
     report["collectives"] = {
         name: result.as_dict() for name, result in timed(collectives(mesh, case)).items()
-    }
-    own = share_area / case.area * count
-    times = timed(share)
-    report["one_gpu"] = {
-        "area_of_mean": round(own, 4),
-        "times": {what: result.as_dict(flops[what] * own) for what, result in times.items()},
     }
     report["seconds"] = round(time.perf_counter() - START, 1)
     suffix = "" if documents == CASE.documents else f"_{documents}"

@@ -47,21 +47,26 @@ class Program:
         return operands <= self.needs[self.named[name][n]]
 
 
-@pytest.fixture(scope="module", params=["area", None])
-def programs(request):
+def programs_of(kind, head_groups, ranks=2, **heads):
     sharding = packax.AttentionSharding(
-        query=P(None, "context"), key_value=P(None, "context"), head_groups=GROUPS
+        query=P(None, "context"), key_value=P(None, "context"), head_groups=head_groups
     )
-    plan = request.param and packax.context_plan(request.param, 2, segment_ids=ROWS)
-    with jax.set_mesh(mesh_of(2, axes=("context",))):
+    plan = kind and packax.context_plan(kind, ranks, segment_ids=ROWS)
+    with jax.set_mesh(mesh_of(ranks, axes=("context",))):
         mask = packax.create_attention_mask(
             expression_of("documents"), sharding=sharding, plan=plan
         )
-        jaxpr = jax.make_jaxpr(functools.partial(results, sharding=sharding))(*tensors(), mask)
+        arguments = (*tensors(**heads), mask)
+        jaxpr = jax.make_jaxpr(functools.partial(results, sharding=sharding))(*arguments)
     made = [Program(x) for x in of_ranks(jaxpr.jaxpr)]
     (forward,) = (x for x in made if FORWARD in x.named)
     (backward,) = (x for x in made if BACKWARD in x.named)
-    return {FORWARD: forward, BACKWARD: backward}, plan is not None
+    return {FORWARD: forward, BACKWARD: backward}
+
+
+@pytest.fixture(scope="module", params=["area", None])
+def programs(request):
+    return programs_of(request.param, GROUPS), request.param is not None
 
 
 @pytest.mark.parametrize("attention", [FORWARD, BACKWARD])
@@ -87,6 +92,27 @@ def test_copies_behind_two_collectives_cannot_be_joined(programs):
         if copies:
             assert all(program.waits(name, n, name, n - 1) for name, program in made.items())
         assert made[BACKWARD].waits("reduce_scatter", n, "reduce_scatter", n - 1) == copies
+
+
+@pytest.mark.parametrize("plan", ["area", None])
+@pytest.mark.parametrize(
+    "kv_heads,forward,backward",
+    [(8, 3, (2, 3)), (4, 3, (2, 3)), (3, 2, (2, 3)), (2, 2, (2, 2))],
+)
+def test_the_default_of_four_ranks(plan, kv_heads, forward, backward):
+    """Backward: two gathers, so that none is under way when gradients are, which go in smaller groups."""
+    programs = programs_of(plan, None, 4, heads=24, kv_heads=kv_heads)
+    ahead, back = programs[FORWARD], programs[BACKWARD]
+    assert len(ahead.named["all_gather"]) == len(ahead.named[FORWARD]) == forward
+    gathers, groups = backward
+    assert len(back.named["all_gather"]) == gathers
+    assert len(back.named["reduce_scatter"]) == len(back.named[BACKWARD]) == groups
+    assert back.waits_for_operands(BACKWARD, 0, "all_gather", 1)
+    for n in range(1, groups):
+        assert back.waits_for_operands(BACKWARD, n, "reduce_scatter", n - 1)
+        assert back.waits(BACKWARD, n, "all_gather", 1)
+        if plan:
+            assert back.waits(BACKWARD, n, BACKWARD, n - 1)
 
 
 @pytest.mark.parametrize("kind", ["documents", "positions"])

@@ -158,6 +158,7 @@ def test_key_value_heads_replicated_under_query_heads(heads, kv_heads, tensor):
         ((1, 3, 2), (12, 6), None),
         (2, (8, 2), "area"),
         (None, (8, 4), None),
+        (None, (12, 12), "area"),
     ],
 )
 def test_head_groups(groups, heads, plan):

@@ -6,7 +6,9 @@ from __future__ import annotations
 # kernel -> larger head dim -> constants: WARP_GROUPS (of 64 rows), BLOCK_N, STAGES of keys and
 # values, QK_CHUNK (columns of a tile of queries or keys: a power of two), registers of a consumer and
 # of a producer thread; ROWS of a program. ANEW: addresses of operands that never move are made in every
-# step (hopper.nought); compiled, not timed yet.
+# step (hopper.nought); it empties registers and costs some integer instructions. On an H200 it gave the backward 1 to 3 %, dK
+# and dV of 128 2 %, of 192 4 to 5 %, the forward of 256 4 to 5 %, the forward of 128 and 192 0 to 2 % (and no spills); dQ lost
+# 0 to 5 %, dK and dV of 256 10 %, 64 nothing (benchmarks/results/tune_anew_h200.json).
 HOPPER_TILES: dict[str, dict[int, dict[str, int]]] = {
     "forward_hopper": {
         dim: {
@@ -17,7 +19,7 @@ HOPPER_TILES: dict[str, dict[int, dict[str, int]]] = {
             "OUT_IN_QUERY": out_in_query,
             "CONSUMER_REGISTERS": 160 if groups == 3 else 240,
             "PRODUCER_REGISTERS": 32 if groups == 3 else 24,
-            "ANEW": 0,
+            "ANEW": int(dim > 64),
         }
         for dim, chunk, groups, keys, out_in_query in (
             (64, 64, 3, 128, 0),
@@ -32,7 +34,7 @@ HOPPER_TILES: dict[str, dict[int, dict[str, int]]] = {
             **plan,
             "CONSUMER_REGISTERS": consumer,
             "PRODUCER_REGISTERS": 24,
-            "ANEW": 0,
+            "ANEW": int(dim == 128),
         }
         for dim, chunk, consumer, plan in (
             # SKIP: of masked blocks a warp group leaves out those without a pair of its keys. DQ: who
@@ -72,7 +74,12 @@ HOPPER_TILES["backward_dkdv_hopper"] = {
     for dim in (64, 128)
 }
 HOPPER_TILES["backward_dkdv_hopper"] |= {  # of the files in WIDE
-    dim: {"QK_CHUNK": 64, "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24, "ANEW": 0}
+    dim: {
+        "QK_CHUNK": 64,
+        "CONSUMER_REGISTERS": 240,
+        "PRODUCER_REGISTERS": 24,
+        "ANEW": int(dim == 192),
+    }
     for dim in (192, 256)
 }
 # The same with a soft cap, of the same tiles but for dQ of 64 and 128, where 128 keys of P and of

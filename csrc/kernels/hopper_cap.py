@@ -3,9 +3,9 @@
 With s = q k^T a capped logit is cap * tanh(s * scale / cap) (Gemma 2, arXiv 2408.00118). Scores become tanh here and
 are from then on in units of the cap, which takes the place of the scale.
 
-A warp whose |s * scale / cap| are all up to 1/2, as those of trained models mostly are, takes an odd polynomial: six
-multiplications or additions, while the exp unit has the softmax. Else 1 - 2 / (1 + e^2x), two more operations of that unit.
-The polynomial is within 3e-7 of tanh, the other within 4e-7 by the errors that PTX allows its ex2 and rcp; a logit so within
+Where |s * scale / cap| is up to 1/2, as those of trained models mostly are, an odd polynomial: six multiplications or
+additions, while the exp unit has the softmax. Else 1 - 2 / (1 + e^2x), two more operations of that unit, which a warp without
+such a score leaves out: what it finds of a score never hangs on the others beside it. The polynomial is within 3e-7 of tanh, the other within 4e-7 by the errors that PTX allows its ex2 and rcp; a logit so within
 cap * 4e-7, which is why the handler gives larger caps to the general kernels (OnHopper in csrc/general.cc).
 """
 
@@ -41,16 +41,20 @@ def tanh_asm(n):
     t.append(
         f"max.f32 a, b0, b1; setp.gt.f32 p, a, {half}; vote.sync.any.pred q, p, -1; @q bra FAR;"
     )
-    for x in y:
+
+    def polynomial(x, result):
         t.append(f"mul.f32 z, {x}, {x}; fma.rn.f32 a, z, {coefficients[3]}, {coefficients[2]};")
         t.append(f"fma.rn.f32 a, a, z, {coefficients[1]}; fma.rn.f32 a, a, z, {coefficients[0]};")
-        t.append(f"mul.f32 {x}, {x}, a;")
+        t.append(f"mul.f32 {result}, {x}, a;")
+
+    for x in y:
+        polynomial(x, x)
     t.append("bra DONE; FAR:")
     for x in y:
-        t.append(
-            f"mul.f32 a, {x}, {two_log2e}; ex2.approx.ftz.f32 a, a; add.f32 a, a, {hex_float(1)};"
-        )
-        t.append(f"rcp.approx.ftz.f32 a, a; fma.rn.f32 {x}, a, {hex_float(-2)}, {hex_float(1)};")
+        polynomial(x, "z")
+        t.append(f"abs.f32 a, {x}; setp.gt.f32 p, a, {half}; mul.f32 a, {x}, {two_log2e};")
+        t.append(f"ex2.approx.ftz.f32 a, a; add.f32 a, a, {hex_float(1)}; rcp.approx.ftz.f32 a, a;")
+        t.append(f"fma.rn.f32 a, a, {hex_float(-2)}, {hex_float(1)}; selp.f32 {x}, a, z, p;")
     return " ".join(t) + " DONE: }"
 
 

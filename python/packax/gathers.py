@@ -24,43 +24,51 @@ from packax.sharding import Layout
 
 
 class Groups:
-    """A rank's keys and values in use, and the group under way: never more are held."""
+    """A rank's keys and values in use, and the gather under way: never more are held."""
 
-    def __init__(self, layout: Layout | None, query, key, value, kv_plan) -> None:
+    def __init__(
+        self, layout: Layout | None, query, key, value, kv_plan, *, backward: bool = False
+    ) -> None:
         self.layout = layout
         self.kv_plan = kv_plan
         self.own = OwnHeads.of(layout, query.shape[2], key.shape[2])
         self.key, self.value = (self.own.take(x) for x in (key, value))
         self.heads = self.key.shape[2]
-        sizes = (self.heads,) if layout is None else layout.groups(self.heads)
+        gathers = ((self.heads,),) if layout is None else layout.gathers(self.heads, backward)
+        sizes = tuple(itertools.chain(*gathers))
         self.number = len(sizes)
         self.ends = tuple(itertools.accumulate(sizes, initial=0))
+        groups = iter(range(self.number))
+        self.gathers = [list(itertools.islice(groups, len(gather))) for gather in gathers]
         # 0 when: the group before is attended; the next one's keys are ready to be sent, and so are
         # the gradients of the group before; those gradients are summed.
         self.attended: jax.Array | None = None
         self.sent: jax.Array | None = None
         self.sent_back: jax.Array | None = None
         self.summed_up: jax.Array | None = None
-        self.begun = 0
-        self.under_way: list[Any] = []
-        for _ in range(min(2, self.number)):
+        self.under_way: list[list[jax.Array]] = []  # what gathers bring, by groups
+        for _ in range(min(2, len(self.gathers))):
             self._gather()
 
     def next(self) -> list[jax.Array]:
         """Keys and values of the group whose turn it is, over the whole sequence."""
-        return self._apart(self._in_order(self.under_way.pop(0), 1, self.attended))
+        pieces = self.under_way[0]
+        group = [pieces.pop(0)] if self.number > 1 else self.under_way.pop(0)
+        return self._apart(self._in_order(group, 1, self.attended))
 
     def order(self, q_order: jax.Array) -> jax.Array:
         """For the attention of that group: not before all that runs beside it is ready to go."""
         return _plus(_plus(q_order, self.sent), self.sent_back)
 
     def gather_after(self, result: jax.Array) -> None:
-        """Starts the next gather but one when this result of a group is there: else all would be held at once."""
-        if self.under_way:
-            self.attended = _zero_after(result)
+        """Starts the next gather but one when this result of a gather's last group is there: else all would be held at once."""
         self.sent = None
-        if self.begun < self.number:
-            self._gather()
+        if any(self.under_way):
+            self.attended = _zero_after(result)
+        if self.under_way and not self.under_way[0]:
+            del self.under_way[0]
+            if self.gathers:
+                self._gather()
 
     def scatter(self, dk: jax.Array, dv: jax.Array) -> list[jax.Array]:
         """The sums of all ranks' gradients of a group, each rank's rows of them; in their dtype."""
@@ -74,24 +82,32 @@ class Groups:
         return self._apart(sums)
 
     def _gather(self) -> None:
-        """Of the next group."""
+        """The next one."""
+        groups = self.gathers.pop(0)
         pieces = self._together(
-            *(self.rows(x, self.begun, 2, self.attended) for x in (self.key, self.value))
+            *(
+                self.rows(x, group, 2, self.attended)
+                for group in groups
+                for x in (self.key, self.value)
+            )
         )
-        if self.begun > 0:
+        if groups[0] > 0:
             self.sent = _zero_after(*pieces)
-        self.begun += 1
         if self.layout is not None and self.layout.kv_context:
             axes = self.layout.kv_context
             pieces = [jax.lax.all_gather(x, axes, axis=1, tiled=True) for x in pieces]
+        if len(groups) > 1:
+            (both,) = pieces
+            dims = self.key.shape[3] + self.value.shape[3]
+            ends = [dims * (self.ends[group] - self.ends[groups[0]]) for group in groups[1:]]
+            pieces = jnp.split(both, ends, 2)
         self.under_way.append(pieces)
 
-    def _together(self, keys: jax.Array, values: jax.Array) -> list[jax.Array]:
+    def _together(self, *parts: jax.Array) -> list[jax.Array]:
         """Of several groups: one array of keys and values, (batch, length, heads * both dims)."""
         if self.number == 1:
-            return [keys, values]
-        flat = [x.reshape(*x.shape[:2], -1) for x in (keys, values)]
-        return [jnp.concatenate(flat, 2)]
+            return list(parts)
+        return [jnp.concatenate([x.reshape(*x.shape[:2], -1) for x in parts], 2)]
 
     def _apart(self, pieces: list[jax.Array]) -> list[jax.Array]:
         if self.number == 1:

@@ -231,7 +231,7 @@ def _backward(
     if call.layout is not None and call.layout.kv_context:
         # Else XLA sees the forward's gathers here, and keeps the gathered keys for the backward.
         key, value, dout = jax.lax.optimization_barrier((key, value, dout))
-    groups = Groups(call.layout, query, key, value, kv_plan)
+    groups = Groups(call.layout, query, key, value, kv_plan, backward=True)
     dq = None
     dks: list[jax.Array] = []
     dvs: list[jax.Array] = []

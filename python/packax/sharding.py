@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 Axes = tuple[str, ...]
 
 _DIMS = ("batch", "sequence", "heads", "head dim")
-_SHARE = 4  # one in so many key/value heads is in the first and the last group, where the user does not say
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +36,8 @@ class AttentionSharding:
             uses those of its query heads).
         head_groups: keys and values are gathered by this many groups of key/value heads, or by
             groups of these sizes: one group while the attention of the one before runs. The first
-            gather and the last reduce-scatter stay in the open, and query and output are cut by
-            heads. None: 1 on two ranks, where nothing is won, else three with a quarter of the heads
-            in the first and in the last, as far as there are so many.
+            gather and the last reduce-scatter stay in the open. None: 1 on two ranks, where nothing
+            is won, else what is best for each pass (`Layout.gathers`).
         mesh: needed only where no mesh is set (`jax.set_mesh(mesh)`).
 
     Inside a `shard_map` of your own over some of these axes, arrays are this rank's pieces along
@@ -118,19 +116,29 @@ class Layout:
         """x sharded like this in its type, where types say it; elsewhere shard_map moves it."""
         return jax.sharding.reshard(x, self.spec(*dims)) if self.explicit else x
 
-    def groups(self, kv_heads: int) -> tuple[int, ...]:
-        """How many of a rank's key/value heads each group has."""
+    def gathers(self, kv_heads: int, backward: bool) -> tuple[tuple[int, ...], ...]:
+        """How many of a rank's key/value heads each gather brings, by the groups that are attended.
+
+        The default, of eight heads: forward 1, 3 and 4, since what the first attention hides grows
+        with it and what is in the open before it should not. Backward 2, then 6, attended as 4 and 2:
+        XLA has one collective under way at a time, so a third gather would make the attention
+        wait for the gradients that are on their way, and the last of those are in the open.
+        """
         if not self.kv_context:
-            return (kv_heads,)  # there is nothing to gather
+            return ((kv_heads,),)  # there is nothing to gather
         if isinstance(self.head_groups, tuple):
-            return self.head_groups
+            return tuple((heads,) for heads in self.head_groups)
         if self.head_groups is not None:
-            return (kv_heads // self.head_groups,) * self.head_groups
+            return ((kv_heads // self.head_groups,),) * self.head_groups
         if kv_heads == 1 or self.size(self.kv_context) <= 2:
-            return (kv_heads,)
-        end = max(1, kv_heads // _SHARE)
-        middle = kv_heads - 2 * end
-        return (end, middle, end) if middle else (end, end)
+            return ((kv_heads,),)
+        if backward:
+            end = max(1, kv_heads // 4)
+            middle = kv_heads - 2 * end
+            return ((end,), (middle, end) if middle else (end,))
+        first = max(1, kv_heads // 8)
+        second = (kv_heads - first) * 3 // 7
+        return tuple((n,) for n in (first, second, kv_heads - first - second) if n)
 
 
 def spec(*dims: Axes) -> P:
@@ -295,7 +303,7 @@ def check_tensors(layout: Layout, query: Any, key: Any) -> None:
         )
     if layout.head_groups is not None and layout.kv_context:
         own = own_kv_heads(layout, query.shape[2], key.shape[2])
-        if sum(layout.groups(own)) != own:
+        if sum(map(sum, layout.gathers(own, backward=False))) != own:
             raise ValueError(
                 "sharding.head_groups must divide the key/value heads of a rank, or be numbers that "
                 f"add up to them, {own}, but is {layout.head_groups}"
