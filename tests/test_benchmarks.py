@@ -5,6 +5,7 @@ Its modules are imported in a process of their own: there is a cases.py in both 
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -290,3 +291,47 @@ shown = options.table({case.name: rows})
 assert set(rows) == {"packax", "dense"} and "WRONG" not in shown and "did not run" not in shown
 assert f"has {shares['pairs']:.1%} of causal's pairs" in shown and " of its blocks; time: fwd " in shown and ", bwd " in shown
 """)
+
+
+def test_counters_of_kernels(tmp_path):
+    """benchmarks/counters.py with a stand-in for ncu: last launches, numbers with commas, what is ranked, and a failure that is said."""
+    tool = tmp_path / "ncu"
+    tool.write_text(
+        """#!/bin/sh
+echo "==PROF== Connected to process 1"
+cat <<'CSV'
+"ID","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value"
+"0","backward_hopper(int, TensorMap)","SpeedOfLight","Elapsed Cycles","cycle","9,999"
+"0","backward_hopper(int, TensorMap)","SpeedOfLight","SM Busy","%","11.00"
+"1","backward_hopper(int, TensorMap)","SpeedOfLight","Elapsed Cycles","cycle","17,123,456"
+"1","backward_hopper(int, TensorMap)","LaunchStats","Function Cache Configuration","","CachePreferNone"
+"1","backward_hopper(int, TensorMap)","WarpStateStats","Stall Barrier","inst","1.50"
+"1","backward_hopper(int, TensorMap)","WarpStateStats","Stall GMMA","inst","2.50"
+CSV
+echo "$@" >&2
+[ "${!#}" != broken ]
+""".replace("#!/bin/sh", "#!/bin/bash")
+    )
+    tool.chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    program = [sys.executable, BENCHMARKS / "counters.py", "--who", "packax", "--out", tmp_path]
+
+    def counted(case):
+        return subprocess.run(
+            [*program, "--cases", case], env=environment, capture_output=True, text=True
+        )
+
+    done = counted("causal_16k_d128")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert lines == [
+        ["==", "packax,", "causal_16k_d128"],
+        ["backward_hopper"],
+        ["Elapsed", "Cycles", "17,123,456.00", "cycle"],
+        ["Stall", "GMMA", "2.50", "inst"],
+        ["Stall", "Barrier", "1.50", "inst"],
+    ]
+    assert "9,999" in (tmp_path / "counters_packax_causal_16k_d128.csv").read_text()
+    done = counted("broken")
+    assert done.returncode == 1
+    assert "FAILED (1)" in done.stdout and "--run packax broken" in done.stdout

@@ -181,7 +181,8 @@ def test_every_kernel_loads_on_a_driver_of_cuda_12() -> None:
             for w in ALL
             if (w.kernel, w.arch, w.dtype, w.qk_dim) == (v.kernel, v.arch, v.dtype, v.qk_dim)
         }
-        newer = {(13000, "13.4")} if v.kernel in table.TWO_ASSEMBLERS else set()
+        twice = table.assembled_twice(v.kernel, max(v.qk_dim, v.v_dim))
+        newer = {(13000, "13.4")} if twice else set()
         assert same == {(12000, "12.9")} | newer
         assert v.name.endswith("_cuda13") == (v.driver == 13000)
 

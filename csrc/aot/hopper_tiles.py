@@ -132,3 +132,5 @@ TWO_ASSEMBLERS = (
     *CAPPED,
     *MAPPED,
 )
+# But for these, where 12.9 is 1 to 8 % faster (benchmarks/results/tune_anew_h200.json).
+ONE_ASSEMBLER = (("backward_dq_hopper", 192), ("backward_dq_hopper", 256))

@@ -1,0 +1,165 @@
+"""What the hardware counted: packax, cuDNN and FlashAttention-4 under Nsight Compute, kernel by kernel.
+
+    python benchmarks/counters.py [--cases causal_16k_d128,docs12_32k_d64] [--who packax,cudnn] [--fa4 dist/fa4.tar.xz] [--out DIR]
+
+For every implementation and case one program runs both passes under `ncu`; what it prints of each attention kernel goes whole into
+--out (default: $OUT, else the folder of this run), counters_WHO_CASE.csv, and the table shows: cycles, how full the pipes and the
+issue slots were, what warps waited for. Times under the tool are not those of benchmarks: read shares, not milliseconds.
+FA4 runs if its archive (pack_fa4.sh) is there. Results are not compared here: versus_fa4.py does that with the same calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+HERE = Path(__file__).parent
+KERNELS = "hopper|backward_prepare|backward_finish|cudnn|sdpa|cutlass|flash"
+SECTIONS = (
+    *("SpeedOfLight", "ComputeWorkloadAnalysis", "WarpStateStats", "SchedulerStats"),
+    *("InstructionStats", "MemoryWorkloadAnalysis", "MemoryWorkloadAnalysis_Tables", "LaunchStats"),
+)
+SHOWN = (
+    *("Duration", "Elapsed Cycles", "SM Busy", "Issue Slots Busy", "Executed Ipc Active"),
+    *("Mem Busy", "Mem Pipes Busy", "L1/TEX Hit Rate", "L2 Hit Rate", "DRAM Throughput"),
+    *("Executed Instructions", "Warp Cycles Per Issued Instruction", "Registers Per Thread"),
+)
+RANKED = ("stall", "pipe")  # of the metrics with such a word the largest few
+FEW = 7
+
+Kernel = dict[str, tuple[float, str]]  # metric -> value and unit
+
+
+def command(program: list[str]) -> list[str]:
+    return [
+        *("ncu", "--csv", "--page", "details", "--print-details", "all", "--clock-control", "none"),
+        *("--kernel-name", f"regex:{KERNELS}", "--launch-count", "24"),
+        *(word for name in SECTIONS for word in ("--section", name)),
+        *program,
+    ]
+
+
+def kernels_of(lines: Iterable[str]) -> dict[str, Kernel]:
+    """The last launch of every kernel in ncu's output, whose lines of CSV begin with a quote."""
+    rows = csv.DictReader(line for line in lines if line.startswith('"'))
+    launches: dict[tuple[str, str], Kernel] = {}
+    for row in rows:
+        try:
+            value = float((row["Metric Value"] or "").replace(",", ""))
+        except ValueError:
+            continue  # a word, or nothing
+        launch = launches.setdefault((row["ID"], row["Kernel Name"].split("(")[0][:60]), {})
+        launch[row["Metric Name"]] = value, row["Metric Unit"] or ""
+    return {name: launch for (_, name), launch in launches.items()}
+
+
+def table(kernels: dict[str, Kernel]) -> str:
+    lines = []
+    for name, metrics in kernels.items():
+        lines.append(name)
+        lines += [
+            f"    {metric:<58}{metrics[metric][0]:>16,.2f} {metrics[metric][1]}"
+            for metric in SHOWN
+            if metric in metrics
+        ]
+        for word in RANKED:
+            some = [
+                (value, metric) for metric, (value, _) in metrics.items() if word in metric.lower()
+            ]
+            lines += [
+                f"    {metric:<58}{value:>16,.2f} {metrics[metric][1]}"
+                for value, metric in sorted(some, reverse=True)[:FEW]
+                if metric not in SHOWN
+            ]
+    return "\n".join(lines)
+
+
+def run(who: str, name: str) -> None:
+    """Both passes, in this process: compiled, then twice, of which the last launches are shown."""
+    if who == "fa4":
+        run_fa4(name)
+        return
+    import jax
+    from cases import CASES
+    from implementations import cudnn_attention, packax_attention, random_inputs
+
+    (case,) = (case for case in CASES if case.name == name)
+    made = {"packax": packax_attention, "cudnn": cudnn_attention}[who](case)
+    query, key, value, cotangent = random_inputs(case)
+
+    @jax.jit
+    def both(query, key, value, cotangent, operands):
+        out, pullback = jax.vjp(lambda *x: made.function(*x, operands), query, key, value)
+        return out, *pullback(cotangent)
+
+    for _ in range(2):
+        jax.block_until_ready(both(query, key, value, cotangent, made.operands))
+
+
+def run_fa4(name: str) -> None:
+    import torch
+    from cases import CASES
+    from peers_torch import attention
+
+    (case,) = (case for case in CASES if case.name == name)
+    q, k, v, do = (
+        torch.randn(case.batch, case.seq, heads, case.head_dim, device="cuda").bfloat16()
+        for heads in (case.heads, case.kv_heads, case.kv_heads, case.heads)
+    )
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    for _ in range(2):
+        torch.autograd.grad(attention(case, "cuda")(*leaves), leaves, do)
+    torch.cuda.synchronize()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", default="causal_16k_d128", help="names of cases.py")
+    parser.add_argument("--who", default="packax,cudnn,fa4")
+    parser.add_argument("--fa4", type=Path, default=Path("dist/fa4.tar.xz"))
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
+    parser.add_argument("--run", nargs=2, metavar=("WHO", "CASE"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.run:
+        run(*arguments.run)
+        return 0
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    failed = []
+    with tempfile.TemporaryDirectory() as site:
+        for name in arguments.cases.split(","):
+            for who in arguments.who.split(","):
+                environment = dict(os.environ)
+                if who == "fa4":
+                    from versus_fa4 import torch_environment
+
+                    if not arguments.fa4.exists():
+                        print(f"fa4: left out, {arguments.fa4} is not there")
+                        continue
+                    if not any(Path(site).iterdir()):
+                        with tarfile.open(arguments.fa4) as archive:
+                            archive.extractall(site, filter="data")
+                    environment = torch_environment(Path(site))
+                program = [sys.executable, str(Path(__file__)), "--run", who, name]
+                done = subprocess.run(
+                    command(program), env=environment, capture_output=True, text=True, check=False
+                )
+                (arguments.out / f"counters_{who}_{name}.csv").write_text(done.stdout)
+                kernels = kernels_of(done.stdout.splitlines())
+                print(f"== {who}, {name}\n{table(kernels)}", flush=True)
+                if done.returncode or not kernels:
+                    failed.append(f"{who} {name}")
+                    print(f"FAILED ({done.returncode}): {(done.stdout + done.stderr)[-800:]}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
