@@ -1,6 +1,7 @@
 """How the GPU tests run the kernels, and what they compare with.
 
 `run` poisons the memory that results will get, so that an element which no kernel wrote is a NaN.
+Arrays are made by numpy: jax would compile a program for every shape, which took half of the tests' time.
 Numbers are judged by oracle.py: twice the error of plain attention in the same dtype.
 """
 
@@ -28,22 +29,24 @@ class Tensors(NamedTuple):
 def tensors(batch, q_len, kv_len, heads, kv_heads, dims, dtype, seed=0) -> Tensors:
     """`dims`: of query and key, and of value; or one for both."""
     qk_dim, v_dim = (dims, dims) if isinstance(dims, int) else dims
-    keys = jax.random.split(jax.random.key(seed), 5)
+    rng = np.random.default_rng(seed)
     rows, columns = (q_len, heads), (kv_len, kv_heads)
     shapes = [(*rows, qk_dim), (*columns, qk_dim), (*columns, v_dim), (*rows, v_dim)]
-    four = (
-        jax.random.normal(key, (batch, *shape), jnp.float32).astype(dtype)
-        for key, shape in zip(keys, shapes, strict=False)
-    )
-    return Tensors(*four, jax.random.normal(keys[4], (batch, heads, q_len), jnp.float32))
+
+    def normal(shape, dtype):
+        return jnp.asarray(rng.standard_normal((batch, *shape)).astype(jnp.dtype(dtype)))
+
+    return Tensors(*(normal(shape, dtype) for shape in shapes), normal((heads, q_len), jnp.float32))
 
 
 def poison(x: Tensors) -> None:
     """NaNs into memory of the sizes that the results will ask for, and back to the pool."""
     batch, q_len, heads, _ = x.query.shape
-    held = [jnp.full((batch, heads, q_len), jnp.nan, jnp.float32) for _ in range(4)]
-    held += [jnp.full(y.shape, jnp.nan, y.dtype) for y in x[:4] for _ in "12"]
-    held.append(jnp.full((4 * batch, q_len + 64, heads, x.query.shape[3]), jnp.nan))  # workspace
+    kinds = [((batch, heads, q_len), np.dtype(np.float32))] * 4
+    kinds += [(y.shape, y.dtype) for y in x[:4] for _ in "12"]
+    workspace = (4 * batch, q_len + 64, heads, x.query.shape[3])
+    kinds.append((workspace, np.dtype(np.float32)))
+    held = [jnp.asarray(np.full(shape, np.nan, dtype)) for shape, dtype in kinds]
     jax.block_until_ready(held)
     for y in held:
         y.delete()
@@ -115,7 +118,9 @@ def assert_close(
         query, key, value, dout = (_pad(y, 1, pad) for y in x[:4])
         wide = np.zeros((*allowed.shape[:-2], pad, pad), bool)
         wide[..., :q_len, :kv_len] = allowed
-        wide = _plain(query, key, value, wide, scale, dout, _pad(x.dlse, 2, pad))
+        wide = jax.tree.map(
+            np.asarray, _plain(query, key, value, wide, scale, dout, _pad(x.dlse, 2, pad))
+        )
         plain = Results(
             wide.out[:, :q_len],
             wide.lse[:, :, :q_len],
@@ -127,7 +132,8 @@ def assert_close(
 
 
 def _pad(y: jax.Array, axis: int, length: int) -> jax.Array:
-    return jnp.pad(y, [(0, length - n if i == axis else 0) for i, n in enumerate(y.shape)])
+    widths = [(0, length - n if i == axis else 0) for i, n in enumerate(y.shape)]
+    return jnp.asarray(np.pad(np.asarray(y), widths))
 
 
 def assert_identical(got: Any, expected: Any, what: str) -> None:
