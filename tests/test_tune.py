@@ -211,3 +211,65 @@ assert tune.time_candidates(folder, ["backward_hopper"], None, [], 0, without, T
     begun = [x for x in shown.splitlines() if x.startswith("@begin ")]
     assert "@begin backward_hopper table 12.9 128x128" in begun and shown.endswith("@end\n")
     assert "@begin backward_hopper table 13.4 128x128" not in begun
+
+
+def test_slices_of_heads_on_several_streams(tmp_path):
+    """Each slice gets its heads of every array, a counter and a part of the workspaces of its own; dQ waits for prepare."""
+    shown = script(
+        tmp_path,
+        """
+import slices
+built(*slices.NEEDED)
+driver = cubin.Driver()
+rows = tune.Built(driver, folder)
+kernels = {}
+for name, kernel in rows.candidates(DIMS, slices.NEEDED).values():
+    kernels.setdefault(name, kernel)
+case = tune.case("odd", DIMS)  # 3001 rows, 8 query and 2 key/value heads
+work = tune.Work(driver, case, rows.masks())
+some = slices.Slices(work, kernels)
+cuda.launches.clear(); cuda.order.clear()
+for launch in some.launches("backward", slices.Way(2, 2)):
+    launch()
+assert cuda.order == [("backward_prepare", 1), ("backward_hopper", 1), ("backward_finish", 1),
+                      ("backward_prepare", 2), ("backward_hopper", 2), ("backward_finish", 2), ("clear", None)]
+padded = 3008
+sizes = {"query": 4 * 128 * 2, "dout": 4 * 128 * 2, "out": 4 * 128 * 2, "dq": 4 * 128 * 2, "key": 128 * 2, "value": 128 * 2,
+         "dk": 128 * 2, "dv": 128 * 2, "lse": 4 * 3001 * 4, "dlse": 4 * 3001 * 4, "delta": 4 * padded * 4, "lse2": 4 * padded * 4,
+         "dq_sum": 4 * padded * 128 * 4}
+seen = set()
+for n, launch in enumerate(cuda.launches):
+    for name, size in sizes.items():
+        if name in launch:
+            assert launch[name] == work.given[name].pointer.value + n // 3 * size, (launch["kernel"], name)
+            seen.add(name)
+    assert launch["heads"] == 4 and launch.get("kv_heads", 1) == 1 and launch.get("row_heads", 8) == 8
+    assert launch.get("clear_dq", 1) == 1
+    for name in {"q_lo", "kv_order", "lo"} & set(launch):
+        assert launch[name] == work.given[name].pointer.value
+    assert launch["grid"][0] == {"backward_hopper": 24}.get(launch["kernel"], 4 * padded // kernels[launch["kernel"]].meta["block"])
+assert seen == set(sizes)
+apart = {made["apart"] for made in cuda.maps[-20:] if made["sizes"][0] in (128, 512) and made["element"] == 9}
+assert apart == {8 * 128, 2 * 128}, apart  # rows as far apart as in the whole
+
+cuda.launches.clear(); cuda.order.clear()
+for launch in some.launches("deterministic", slices.Way(2, 2, True)):
+    launch()
+slice_of = lambda own, beside: [
+    ("backward_prepare", own), ("record", own), ("wait", beside), ("clear", beside),
+    ("backward_dq_hopper", beside), ("backward_dkdv_hopper", own)]
+assert cuda.order == [*slice_of(1, 2), *slice_of(2, 1), ("clear", None)], cuda.order
+counters = [launch["counter"] for launch in cuda.launches if "counter" in launch]
+assert len(set(counters)) == 2 and work.given["counter"].pointer.value not in counters
+assert all(launch.get("clear_dq", 0) == 0 for launch in cuda.launches)
+work.free()
+
+tune.TIMED["small"] = 256, 2
+sys.argv = ["slices.py", str(folder), "--dims", "128x128", "--cases", "small", "--rounds", "1"]
+assert slices.main() == 0
+""",
+    )
+    lines = [line.split() for line in shown.splitlines() if line.startswith("small        128x128")]
+    assert len(lines) == 15  # 7 and 8 ways
+    assert lines[0][2:4] == ["backward", "whole"] and lines[0][8] == "1.000"
+    assert "odd 128x128 deterministic 2 on 2, apart: difference 0.0e+00" in shown
