@@ -36,9 +36,8 @@ import packax
 from cases import Case
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from kvax_scheme import ROWS, Arrays, kvax_like
 from machine import machine
-from packax import partition
-from packax.scores import Scores
 from timing import Time, interleaved
 
 START = time.perf_counter()
@@ -46,9 +45,7 @@ HERE = Path(__file__).parent
 CASE = Case("docs12_128k_d128", 1, 131072, 32, 8, 128, 12)
 QUICK = Case("quick", 1, 1024, 8, 8, 16, 6)
 LIMIT = 1e-2  # ‖x - one GPU's‖ / ‖one GPU's‖ in bfloat16
-ROWS, LSE = P(None, "context"), P(None, None, "context")
 HIDE = {"xla_gpu_enable_latency_hiding_scheduler": True}
-Arrays = tuple[jax.Array, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,66 +88,6 @@ def plan_of(case: Case, name: str | None, ranks: int) -> packax.ContextPlan | No
         return None
     lengths = case.lengths if name == "area" else None
     return packax.context_plan(name, ranks, length=case.seq, lengths=lengths)
-
-
-def kvax_like(mask: packax.AttentionMask, sharding: packax.AttentionSharding, plan: Any) -> Any:
-    """(query, key, value) -> output: gathered keys are residuals, float32 gradients all-reduced."""
-    own = mask.q_len // mask.shards
-    mask = dataclasses.replace(mask, kv_plan=None)
-    specs = sharding.mask_specs(mask)
-
-    def local(mask: packax.AttentionMask) -> packax.AttentionMask:
-        return dataclasses.replace(mask, q_len=own, context=(), shards=1)
-
-    def mapped(function: Callable[..., Any], *in_specs: Any, out_specs: Any) -> Any:
-        return jax.shard_map(
-            function, mesh=sharding.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-        )
-
-    def whole(x: jax.Array) -> jax.Array:
-        return plan.unpermute(jax.lax.all_gather(x, "context", axis=1, tiled=True))
-
-    gather = mapped(whole, ROWS, out_specs=P())
-    attend = mapped(
-        lambda q, k, v, mask: packax.flash_attention(q, k, v, local(mask)),
-        *(ROWS, P(), P(), specs),
-        out_specs=ROWS,
-    )
-
-    def pull(q: Any, k: Any, v: Any, mask: Any, out: Any, lse: Any, dout: Any) -> Arrays:
-        # The backward primitive, as packax calls it: results of the forward are not computed again.
-        dq, dk, dv, _ = partition.backward(
-            partition.Call(
-                q.shape[3] ** -0.5, mask.element_test, False, False, None, None, wanted=(True,) * 3
-            ),
-            *(q, k, v, Scores(), out, lse, dout, lse, local(mask).operands(), None),
-        )
-        rank = jax.lax.axis_index("context")
-        sums = (jax.lax.psum(x.astype(jnp.float32), "context") for x in (dk, dv))
-        dk, dv = (
-            jax.lax.dynamic_slice_in_dim(plan.permute(x), rank * own, own, axis=1).astype(q.dtype)
-            for x in sums
-        )
-        return dq, dk, dv
-
-    attend_lse = mapped(
-        lambda q, k, v, mask: packax.flash_attention(q, k, v, local(mask), return_lse=True),
-        *(ROWS, P(), P(), specs),
-        out_specs=(ROWS, LSE),
-    )
-    pull = mapped(pull, ROWS, P(), P(), specs, ROWS, LSE, ROWS, out_specs=(ROWS,) * 3)
-
-    @jax.custom_vjp
-    def attention(query, key, value, mask):
-        return attend(query, gather(key), gather(value), mask)
-
-    def forward(query, key, value, mask):
-        key, value = gather(key), gather(value)
-        out, lse = attend_lse(query, key, value, mask)
-        return out, (query, key, value, mask, out, lse)
-
-    attention.defvjp(forward, lambda residuals, dout: (*pull(*residuals, dout), None))
-    return lambda query, key, value: attention(query, key, value, mask)
 
 
 class Distributed:
