@@ -39,7 +39,8 @@ Kernel = dict[str, tuple[float, str]]  # metric -> value and unit
 
 def command(program: list[str]) -> list[str]:
     return [
-        *("ncu", "--csv", "--page", "details", "--print-details", "all", "--clock-control", "none"),
+        *("ncu", "--csv", "--page", "details", "--print-details", "all", "--apply-rules", "no"),
+        *("--clock-control", "none"),
         *("--kernel-name", f"regex:{KERNELS}", "--launch-count", "24"),
         *(word for name in SECTIONS for word in ("--section", name)),
         *program,
