@@ -121,6 +121,8 @@ def variant(
         raise LookupError(f"no row for {kernel} {dims[0]}x{dims[1]} {arch.name} in variants.py")
     kept = rows[key]
     row = dict(kept) if hopper else dict(zip(TILE, kept, strict=True))
+    if assembler == "12.9":
+        row |= table.UNDER_12_9.get((kernel, max(dims)), {})
     unknown = set(changed) - set(row)
     if unknown:
         raise LookupError(
@@ -128,8 +130,10 @@ def variant(
         )
     try:  # variants.py turns a row into constants and the rows of a program
         rows[key] = row | changed if hopper else tuple((row | changed).values())
-        make = table.hopper if hopper else table.tiled
-        made = make(kernel, arch, "bf16", *dims)
+        if hopper:  # of 13.4, which changes no constants
+            made = table.hopper(kernel, arch, "bf16", *dims, "13.4")
+        else:
+            made = table.tiled(kernel, arch, "bf16", *dims)
     finally:
         rows[key] = kept
     fields = {f.name: getattr(made, f.name) for f in dataclasses.fields(made)}

@@ -156,6 +156,11 @@ assert made.block == 128 and dict(made.constants)["WARP_GROUPS"] == 2
 assert made.name == "forward_hopper_bf16_64x64_sm90a_cuda13__WARP_GROUPS2" and made.driver == 13000
 assert dict(made.constants) | {"WARP_GROUPS": 3} == dict(variants.hopper("forward_hopper", HOPPER, "bf16", 64, 64).constants)
 assert json.dumps(variants.HOPPER_TILES) == before
+for assembler, changed, anew in (("13.4", {}, 0), ("12.9", {}, 1), ("12.9", {"ANEW": 0}, 0), ("13.4", {"ANEW": 1}, 1)):
+    made = candidates.variant("backward_dq_hopper", HOPPER, DIMS, changed, assembler)
+    assert dict(made.constants)["ANEW"] == anew and made.assembler == assembler
+    if not changed:
+        assert made.constants == variants.hopper("backward_dq_hopper", HOPPER, "bf16", *DIMS, assembler).constants
 made = candidates.variant("backward_dkdv", HOPPER, (64, 64), {"BLOCK_N": 128, "WARPS": 8}, "12.9")
 assert made.block == 128 and made.warps == 8
 for kernel, dims, change in (("forward_hopper", (64, 64), {"ROWS": 1}), ("forward_hopper", (32, 32), {})):

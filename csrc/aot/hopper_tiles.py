@@ -134,3 +134,9 @@ TWO_ASSEMBLERS = (
 )
 # But for these, where 12.9 is 1 to 8 % faster (benchmarks/results/tune_anew_h200.json).
 ONE_ASSEMBLER = (("backward_dq_hopper", 192), ("backward_dq_hopper", 256))
+# Constants that are others under ptxas 12.9: 1 to 6 % there (the same file).
+UNDER_12_9 = {
+    ("forward_hopper", 128): {"ANEW": 0},
+    ("backward_dq_hopper", 128): {"ANEW": 1},
+    ("backward_dkdv_hopper", 256): {"ANEW": 1},
+}

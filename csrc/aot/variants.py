@@ -16,7 +16,15 @@ from collections.abc import Iterator
 
 from decode_tiles import DECODE_SPLITS, DECODE_STEP, DECODE_TILES, FLOAT32_DECODE_TILES
 from general_tiles import FLOAT32_DIMS, FLOAT32_TILES, GENERAL_TILES
-from hopper_tiles import CAPPED, HOPPER_TILES, MAPPED, ONE_ASSEMBLER, TWO_ASSEMBLERS, WIDE
+from hopper_tiles import (
+    CAPPED,
+    HOPPER_TILES,
+    MAPPED,
+    ONE_ASSEMBLER,
+    TWO_ASSEMBLERS,
+    UNDER_12_9,
+    WIDE,
+)
 from portable_tiles import PORTABLE_TILES
 
 
@@ -116,7 +124,7 @@ SPILLS = {
     ("backward_dkdv_general", 256, "tf32"): 56,
     ("backward_dq_general", 128, "tf32"): 16,
     ("forward_hopper", 64): 288,  # under ptxas 12.9; 136 under 13.4
-    ("forward_hopper", 128): 104,  # under ptxas 12.9
+    ("forward_hopper", 128): 136,  # under ptxas 12.9
     ("forward_hopper", 192): 120,  # under ptxas 12.9
     ("forward_hopper", 256): 192,  # under ptxas 12.9; 56 under 13.4
     ("backward_hopper", 64): 32,  # under ptxas 12.9
@@ -124,10 +132,10 @@ SPILLS = {
     ("decode_tall", 256): 24,
     ("backward_dkdv_hopper", 128): 72,  # under ptxas 12.9; 32 under 13.4
     ("backward_dq_hopper", 64): 160,  # under ptxas 12.9
-    ("backward_dq_hopper", 128): 296,  # under ptxas 12.9; 176 under 13.4
+    ("backward_dq_hopper", 128): 208,  # under ptxas 12.9; 176 under 13.4
     ("backward_dkdv_hopper", 192): 128,  # under ptxas 12.9; 56 under 13.4
     ("backward_dq_hopper", 192): 280,  # under ptxas 12.9
-    ("backward_dkdv_hopper", 256): 128,  # under ptxas 12.9; 120 under 13.4
+    ("backward_dkdv_hopper", 256): 120,  # under ptxas 13.4
     ("backward_dq_hopper", 256): 200,  # under ptxas 12.9
     # with a map of blocks
     ("forward_hopper_mapped", 128): 88,  # under ptxas 12.9
@@ -319,6 +327,8 @@ def hopper(
 ) -> Variant:
     dim = max(qk_dim, v_dim)
     tile = HOPPER_TILES[kernel][dim]
+    if assembler == "12.9":
+        tile = tile | UNDER_12_9.get((kernel, dim), {})
     constants = {"QK_DIM": qk_dim, "V_DIM": v_dim, **tile}
     if kernel == "backward_finish":
         del constants["V_DIM"]
