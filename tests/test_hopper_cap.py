@@ -1,7 +1,7 @@
 """The tanh of soft caps on Hopper, instruction by instruction for a warp, in float32: Gluon has no interpreter.
 
 Guards against a coefficient or a sign that is wrong in one of its two branches, a score that ends in another's
-register, and a warp whose threads take different ways. ex2 and rcp are as wrong as PTX allows them to be.
+register or hangs on those beside it, and a warp whose threads take different ways. ex2 and rcp are as wrong as PTX allows them to be.
 """
 
 import re
@@ -89,6 +89,10 @@ class Warp:
         return a > b
 
     @staticmethod
+    def selp_f32(a, b, p):
+        return np.where(p, a, b)
+
+    @staticmethod
     def fma_rn_f32(a, b, c):
         return (a.astype(float) * b.astype(float) + c.astype(float)).astype(F32)
 
@@ -159,6 +163,24 @@ def test_the_border_between_the_two():
         assert "rcp.approx.ftz.f32" in warp.executed
         assert error_of(far, above) <= FAR and error_of(near, x) <= NEAR
         assert np.abs(np.abs(far) - near).max() <= NEAR + FAR
+
+
+def test_a_score_does_not_hang_on_those_beside_it():
+    """The same bits in a warp of small scores and beside large ones, infinities and NaN: else padding and other documents change
+    a row's last bits."""
+    rng = np.random.default_rng()
+    near = rng.uniform(-0.5, 0.5, (LANES, 16)).astype(F32)
+    alone = tanh_of(Warp(1, 1), near)
+    for loud in (0.6, 30, np.inf, -np.inf):
+        beside = rng.random(near.shape) < 0.5
+        beside[3, 3:5] = True, False
+        mixed = np.where(beside, rng.choice([-1, 1], near.shape) * F32(loud), near).astype(F32)
+        mixed[5, 5] = np.nan
+        beside[5, 5] = True
+        warp = Warp(1, 1)
+        got = tanh_of(warp, mixed)
+        assert "rcp.approx.ftz.f32" in warp.executed
+        np.testing.assert_array_equal(got[~beside], alone[~beside])
 
 
 @pytest.mark.parametrize("registers", [2, 32, 64])
