@@ -24,7 +24,7 @@ from decoding import CASES, Case
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from lowered import calls, text_of
-from packax import decode_lowering, lowering
+from packax import decode_lowering, kernel_table
 
 SCALE = 0.4
 
@@ -222,7 +222,7 @@ def shapes(batch=2, q_len=1, heads=8, kv_heads=2, dims=(64, 64), keys=(2, 4096),
 
 
 def test_lowering(monkeypatch):
-    monkeypatch.setattr(lowering, "_ext", Extension)
+    monkeypatch.setattr(kernel_table, "ext", Extension)
     ((target, attributes, operands, results),) = calls(text_of(packax.decode_attention, *shapes()))
     assert target == "packax_decode_v1"
     assert {n: a.split(" ")[0] for n, a in attributes.items()} == {
@@ -248,7 +248,7 @@ def test_lowering(monkeypatch):
 
 def test_export_for_cuda(monkeypatch):
     """Batch, cache and pages symbolic: room for the most shares that any size takes."""
-    monkeypatch.setattr(lowering, "_ext", Extension)
+    monkeypatch.setattr(kernel_table, "ext", Extension)
     batch, length, pages = jax.export.symbolic_shape("b, s, p")
     for keys, table, splits in (
         ((batch, length), None, 128),
@@ -269,7 +269,7 @@ def test_export_for_cuda(monkeypatch):
 )
 def test_precision_of_float32(monkeypatch, precision, exact):
     """As asked for, or as jax is set where it is called; of the kernels and of every product in XLA."""
-    monkeypatch.setattr(lowering, "_ext", Extension)
+    monkeypatch.setattr(kernel_table, "ext", Extension)
     operands = shapes(dtype=jnp.float32)
     asked = functools.partial(packax.decode_attention, precision=precision)
     ((target, attributes, types, results),) = calls(text_of(asked, *operands))
@@ -287,7 +287,7 @@ def test_precision_of_float32(monkeypatch, precision, exact):
 
 def test_a_build_may_have_one_precision_of_float32(monkeypatch):
     rows = [row for row in Extension.variants() if row["dtype"] != "f32"]
-    monkeypatch.setattr(lowering, "_ext", Extension)
+    monkeypatch.setattr(kernel_table, "ext", Extension)
     monkeypatch.setattr(Extension, "variants", staticmethod(lambda: rows))
     operands = shapes(dtype=jnp.float32)
     text_of(packax.decode_attention, *operands)
@@ -314,7 +314,7 @@ def test_room_of_the_workspace(sizes, splits):
 
 def test_vmap_keeps_one_cache(monkeypatch):
     """Of a query and lengths alone: rows of the one cache by a table, and no broadcast of it."""
-    monkeypatch.setattr(lowering, "_ext", Extension)
+    monkeypatch.setattr(kernel_table, "ext", Extension)
     query, key, value, lengths = shapes()
     mapped = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in (query, lengths)]
     function = jax.vmap(packax.decode_attention, (0, None, None, 0))
@@ -324,7 +324,7 @@ def test_vmap_keeps_one_cache(monkeypatch):
 
 
 def test_kernels_that_are_not_there(monkeypatch):
-    monkeypatch.setattr(lowering, "_ext", Extension)
+    monkeypatch.setattr(kernel_table, "ext", Extension)
     dtypes = ("bfloat16", "float16", "float32")
     listed = ", ".join(f"{dtype} {dims}" for dims in ("64/64", "192/128") for dtype in dtypes)
     for dims, dtype in (
@@ -345,8 +345,8 @@ def test_kernels_that_are_not_there(monkeypatch):
     cubin = functools.partial(packax.decode_attention, implementation="cubin")
     with pytest.raises(NotImplementedError, match='implementation="cubin" needs a CUDA device'):
         text_of(cubin, *shapes(), platforms=("cpu",))
-    monkeypatch.setattr(lowering, "_ext", None)
-    monkeypatch.setattr(lowering, "_ext_error", "why", raising=False)
+    monkeypatch.setattr(kernel_table, "ext", None)
+    monkeypatch.setattr(kernel_table, "ext_error", "why", raising=False)
     with pytest.raises(NotImplementedError, match=r"did not load \(why\)"):
         text_of(packax.decode_attention, *shapes(batch=3, keys=(3, 64)))
 

@@ -22,7 +22,7 @@ import packax.kvax
 import pytest
 from jax.sharding import PartitionSpec as P
 from lowered import Extension
-from packax import lowering
+from packax import kernel_table
 
 ROOT = Path(__file__).parents[1]
 TEXTS = {
@@ -70,7 +70,7 @@ def test_block(text, number, monkeypatch):
     space = names()
     if "serialize" in blocks[number]:
         pytest.importorskip("flatbuffers")
-    monkeypatch.setattr(lowering, "_ext", Extension)  # of a machine with all kernels
+    monkeypatch.setattr(kernel_table, "ext", Extension)  # of a machine with all kernels
     monkeypatch.setattr(jax.distributed, "initialize", lambda: None)
     with around():
         for block in blocks[: number + 1]:  # a later block goes on from an earlier one
@@ -133,7 +133,7 @@ def test_docstring(name, monkeypatch):
         space |= {x: getattr(packax.kvax.ops, x) for x in packax.kvax.ops.__all__}
     if "flash_attention_jax" in name:
         space |= {x: space["query"].swapaxes(1, 2) for x in "qkv"}
-    monkeypatch.setattr(lowering, "_ext", Extension)
+    monkeypatch.setattr(kernel_table, "ext", Extension)
     runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
     report: list[str] = []
     mesh = jax.make_mesh((1, 2), ("data", "context"), axis_types=(jax.sharding.AxisType.Auto,) * 2)

@@ -17,7 +17,7 @@ import packax
 import pytest
 import score_oracle
 from lowered import Extension
-from packax import lowering
+from packax import kernel_table
 from test_export import restored
 
 B, S, HEADS, KV_HEADS, DIM = 3, 14, 2, 1, 8
@@ -177,7 +177,7 @@ def test_export_every_mask_with_symbolic_sizes(monkeypatch):
 
     There the expressions are arguments: they are pytrees.
     """
-    monkeypatch.setattr(lowering, "_ext", Extension)  # for CUDA too, without a GPU
+    monkeypatch.setattr(kernel_table, "ext", Extension)  # for CUDA too, without a GPU
 
     def build(expressions, length):
         lengths = {"q_len": length, "kv_len": length}
@@ -235,7 +235,7 @@ STRUCTURES = [  # what attention gets differs by them
 @pytest.mark.parametrize("kind", STRUCTURES)
 def test_export_for_cuda(kind, monkeypatch):
     """Sizes symbolic, forward and backward: the kernels' calls, on a machine without a GPU."""
-    monkeypatch.setattr(lowering, "_ext", Extension)
+    monkeypatch.setattr(kernel_table, "ext", Extension)
     export = jax.export.export(
         jax.jit(functools.partial(step, kind)),
         platforms=["cuda"],

@@ -12,7 +12,7 @@ import numpy as np
 import packax
 import pytest
 from lowered import Extension
-from packax import lowering
+from packax import kernel_table
 from packax.integrations import flash_attention_jax
 from transformed import HEADS, IDS, KV_HEADS, random
 
@@ -68,7 +68,7 @@ def test_export_with_symbolic_sizes():
 
 def test_export_for_cuda(monkeypatch):
     """From a machine without a GPU, all sizes symbolic; the check of custom calls is needed."""
-    monkeypatch.setattr(lowering, "_ext", Extension)
+    monkeypatch.setattr(kernel_table, "ext", Extension)
 
     def gradient(query, key, value, ids, kv_ids):
         mask = packax.create_attention_mask(packax.documents(ids, kv_ids))

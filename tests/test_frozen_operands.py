@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import packax
 import pytest
 from lowered import PORTABLE, Extension, abstract, calls, text_of, with_hopper
-from packax import lowering
+from packax import kernel_table
 from transformed import EXPRESSION, random
 
 
@@ -27,9 +27,9 @@ def test_frozen_operands_cost_no_products(argnums, products):
 
 def calls_of_backward(argnums, monkeypatch, fused, more=(), **kwargs):
     rows = with_hopper() if fused else PORTABLE
-    monkeypatch.setattr(lowering, "_ext", Extension)
+    monkeypatch.setattr(kernel_table, "ext", Extension)
     monkeypatch.setattr(Extension, "variants", staticmethod(lambda: rows))
-    monkeypatch.setattr(lowering, "_local_capabilities", lambda: None)
+    monkeypatch.setattr(kernel_table, "local_capabilities", lambda: None)
 
     def gradient(*operands):
         return jax.grad(loss_of, argnums)(*operands)

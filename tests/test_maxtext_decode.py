@@ -13,7 +13,7 @@ import pytest
 from jaxprs import count
 from lowered import calls, text_of
 from maxtext_reference import HEADS, IMAGES, MOBA, RNG, B, S, close, op, pairs, reference, tensors
-from packax import lowering
+from packax import kernel_table
 from test_decode import Extension
 
 
@@ -97,7 +97,7 @@ def test_autoregressive_other_calls():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_kernels_where_there_are(monkeypatch, dtype):
     """float32 too; `matmul_precision` says which, as of MaxText's own products."""
-    monkeypatch.setattr(lowering, "_ext", Extension)
+    monkeypatch.setattr(kernel_table, "ext", Extension)
     shape = jax.ShapeDtypeStruct((B, 20, 2, 64), dtype), jax.ShapeDtypeStruct((B, 20), np.int32)
     query = jax.ShapeDtypeStruct((B, 1, 2, 64), dtype)
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import packax
 import pytest
 from lowered import DIMS, MASK, Extension, abstract, calls, loss, step, text_of
-from packax import lowering
+from packax import kernel_table
 
 pytestmark = pytest.mark.usefixtures("extension")
 
@@ -53,7 +53,7 @@ def test_no_kernel(direction, dtype, dim, v_dim, said, implementation):
 
 def test_a_backward_kernel_may_be_missing_alone(monkeypatch):
     rows = [row for row in Extension.variants() if not row["kernel"].startswith("backward_dq")]
-    monkeypatch.setattr(lowering._ext, "variants", staticmethod(lambda: rows))
+    monkeypatch.setattr(kernel_table.ext, "variants", staticmethod(lambda: rows))
     text_of(loss, *abstract(), MASK)
     with pytest.raises(NotImplementedError, match="no backward kernel"):
         text_of(jax.grad(loss), *abstract(), MASK)
@@ -71,8 +71,8 @@ def test_cubin_elsewhere_is_an_error(platforms):
 
 def test_without_the_extension(monkeypatch):
     """A source tree: XLA does everything, the kernels are an error that says why."""
-    monkeypatch.setattr(lowering, "_ext", None)
-    monkeypatch.setattr(lowering, "_ext_error", "no such file", raising=False)
+    monkeypatch.setattr(kernel_table, "ext", None)
+    monkeypatch.setattr(kernel_table, "ext_error", "no such file", raising=False)
 
     def whole(ids, *tensors, **kwargs):
         mask = packax.create_attention_mask(packax.documents(ids))

@@ -10,7 +10,7 @@ import packax
 import pytest
 from jax.lax import DotAlgorithmPreset, Precision
 from lowered import MASK, Extension, abstract, calls, loss, text_of
-from packax import lowering
+from packax import kernel_table
 from packax.precision import checked_precision
 
 
@@ -82,7 +82,7 @@ def test_of_every_product_in_xla():
 )
 def test_of_the_kernels(monkeypatch, precision, exact):
     """float32 takes the general kernels, without any option; its gradients have its precision."""
-    monkeypatch.setattr(lowering, "_ext", Extension)
+    monkeypatch.setattr(kernel_table, "ext", Extension)
     gradient = jax.grad(lambda *x: loss(*x, MASK, precision=precision), (0, 1, 2))
     made = calls(text_of(gradient, *abstract(jnp.float32)))
     assert [c[0] for c in made] == ["packax_forward_general_v1", "packax_backward_general_v1"]
@@ -96,11 +96,11 @@ def test_of_the_kernels(monkeypatch, precision, exact):
 
 def test_a_build_may_have_one_of_them(monkeypatch):
     rows = [row for row in Extension.variants() if row["dtype"] != "f32"]
-    monkeypatch.setattr(lowering, "_ext", Extension)
+    monkeypatch.setattr(kernel_table, "ext", Extension)
     monkeypatch.setattr(Extension, "variants", staticmethod(lambda: rows))
     query, key, value = abstract(jnp.float32)
-    assert not lowering.has_kernels(query, key, value)
-    assert lowering.has_kernels(*abstract(jnp.bfloat16))
+    assert not kernel_table.has_kernels(query, key, value)
+    assert kernel_table.has_kernels(*abstract(jnp.bfloat16))
     text_of(lambda *x: loss(*x, MASK), query, key, value)
     with pytest.raises(NotImplementedError, match="no forward kernel for float32"):
         text_of(lambda *x: loss(*x, MASK, precision="highest"), query, key, value)

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from lowered import abstract, calls, text_of, with_hopper
-from packax import lowering, some_heads
+from packax import kernel_table, some_heads
 from packax.primitives import backward_p, forward_p
 from test_primitives import BACKWARD, STATIC, assert_maps, backward_mask
 
@@ -197,8 +197,8 @@ def test_groups_write_on_one_output():
 
 
 def test_workspace_for_hopper_is_the_group_s(extension, monkeypatch):
-    monkeypatch.setattr(lowering._ext, "variants", lambda: with_hopper())
-    monkeypatch.setattr(lowering, "_local_capabilities", lambda: {90})
+    monkeypatch.setattr(kernel_table.ext, "variants", lambda: with_hopper())
+    monkeypatch.setattr(kernel_table, "local_capabilities", lambda: {90})
     *_, (_, _, _, made, _) = attention_calls(lowered((0, 1, 2)))
     rows = 2 * 4 * 128
     assert made[3] == f"{2 * rows + 2 * 128 + rows * 64}xf32"

@@ -18,7 +18,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jaxprs import count
 from lowered import Extension, abstract, text_of
-from packax import lowering
+from packax import kernel_table
 from transformed import DIM, EXPRESSION, HEADS, IDS, KV_HEADS, LENGTH, V_DIM, random
 
 X64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
@@ -188,7 +188,7 @@ def test_a_third_derivative_says_what_to_do(x64):
 
 def test_kernels_alone_have_no_forward_mode(monkeypatch):
     """implementation="cubin" means the kernels or an error."""
-    monkeypatch.setattr(lowering, "_ext", Extension)
+    monkeypatch.setattr(kernel_table, "ext", Extension)
     query, key, value = abstract()
     mask = packax.causal()
 

@@ -11,7 +11,7 @@ import numpy as np
 import packax
 import pytest
 from lowered import KEY, MASK, PORTABLE, QUERY, abstract, calls, loss, text_of, with_hopper
-from packax import lowering
+from packax import kernel_table
 
 pytestmark = pytest.mark.usefixtures("extension")
 
@@ -25,8 +25,8 @@ def backward_workspace(
     monkeypatch, rows, capabilities=None, tensors=None, mask=MASK, general=False, **kwargs
 ):  # fmt: skip
     """Elements of the backward's float32 workspace, its last result; local devices made up."""
-    monkeypatch.setattr(lowering._ext, "variants", staticmethod(lambda: rows))
-    monkeypatch.setattr(lowering, "_local_capabilities", lambda: capabilities)
+    monkeypatch.setattr(kernel_table.ext, "variants", staticmethod(lambda: rows))
+    monkeypatch.setattr(kernel_table, "local_capabilities", lambda: capabilities)
     text = text_of(
         jax.grad(lambda *x: loss(*x, mask, **kwargs), (0, 1, 2)), *(tensors or abstract())
     )
@@ -167,7 +167,7 @@ def test_workspace_of_a_map_without_a_map(monkeypatch):
 def test_some_gradients_of_a_map(monkeypatch):
     """What no kernel writes has no elements."""
     rows, mask = with_hopper(kernels=MAPPED), with_a_map((4, 1))
-    monkeypatch.setattr(lowering._ext, "variants", staticmethod(lambda: rows))
+    monkeypatch.setattr(kernel_table.ext, "variants", staticmethod(lambda: rows))
     for argument, written in {0: [QUERY, *["0xbf16"] * 2], 1: ["0xbf16", KEY, KEY]}.items():
         gradient = jax.grad(lambda *x: loss(*x, mask), argument)
         (_, (target, attributes, _, made)) = calls(text_of(gradient, *abstract()))
@@ -186,7 +186,7 @@ def test_some_gradients_of_a_soft_cap(monkeypatch):
     }
     for kernels, (workspace, results) in kinds.items():
         monkeypatch.setattr(
-            lowering._ext, "variants", staticmethod(lambda k=kernels: with_hopper(kernels=k))
+            kernel_table.ext, "variants", staticmethod(lambda k=kernels: with_hopper(kernels=k))
         )
         for argument, written in results.items():
             gradient = jax.grad(lambda *x: loss(*x, MASK, soft_cap=30.0), argument)
@@ -216,8 +216,8 @@ def test_capabilities_of_this_process(monkeypatch):
         def __init__(self, text):
             self.compute_capability = text
 
-    assert lowering._local_capabilities() is None  # a test of the CPU suite
+    assert kernel_table.local_capabilities() is None  # a test of the CPU suite
     for texts, found in ((["9.0", "8.6", "9.0"], {90, 86}), (["12.1"], {121}), ([], None)):
         devices = [Device(t) for t in texts]
         monkeypatch.setattr(jax, "local_devices", lambda *, backend, devices=devices: devices)
-        assert lowering._local_capabilities() == found
+        assert kernel_table.local_capabilities() == found

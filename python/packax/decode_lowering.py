@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import mlir
 
-from packax import lowering, xla_decode
+from packax import kernel_table, lowering, xla_decode
 from packax.precision import is_exact
 from packax.primitives import decode_p
 from packax.xla_masks import is_symbolic
@@ -87,17 +87,17 @@ def splits(batch: int, q_len: int, heads: int, kv_heads: int, keys: int) -> int:
 
 
 def _require_kernel(query: Any, value: Any, exact: bool) -> None:
-    lowering._require_extension()
-    assert lowering._ext is not None
-    rows = [row for row in lowering._ext.variants() if row["kernel"] == "decode"]
+    kernel_table.require_extension()
+    assert kernel_table.ext is not None
+    rows = [row for row in kernel_table.ext.variants() if row["kernel"] == "decode"]
     qk_dim, v_dim = query.shape[3], value.shape[3]
-    dtype = lowering.kernel_dtype(query.dtype, exact)
+    dtype = kernel_table.kernel_dtype(query.dtype, exact)
     rooms = [row for row in rows if row["qk_dim"] >= qk_dim and row["v_dim"] >= v_dim]
     if qk_dim % 8 == v_dim % 8 == 0 and any(row["dtype"] == dtype for row in rooms):
         return
     raise NotImplementedError(
         f"no decode kernel for {query.dtype} with head dims {qk_dim}/{v_dim} (query and key / "
-        f"value); there are, for multiples of 8 up to these: {lowering._listed(rows)}. "
+        f"value); there are, for multiples of 8 up to these: {kernel_table.listed(rows)}. "
         'implementation="xla" takes any head dim, and float64'
     )
 

@@ -7,8 +7,6 @@ dtypes) is no attribute; Python never names a kernel's launch, only asks whether
 from __future__ import annotations
 
 import functools
-import importlib
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -17,17 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import mlir
 
-from packax import xla_attention, xla_masks
+from packax import kernel_table, xla_attention, xla_masks
 from packax.precision import is_exact
 from packax.primitives import backward_p, blocks_p, documents_p, forward_p, plain
 
-_ext: ModuleType | None
-try:
-    _ext = importlib.import_module("packax._ext")
-except ImportError as error:  # a source tree, or a broken install: XLA still works, and info says
-    _ext, _ext_error = None, str(error)
-else:
-    for _name, _stages in _ext.registrations().items():
+if kernel_table.ext is not None:
+    for _name, _stages in kernel_table.ext.registrations().items():
         jax.ffi.register_ffi_target(_name, _stages, platform="CUDA")
 
 TARGETS = (
@@ -51,10 +44,6 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
     return [jax.export.DisabledSafetyCheck.custom_call(name) for name in TARGETS]
 
 
-_DTYPES = {"bfloat16": "bf16", "float16": "f16"}
-_FLOAT32 = {False: "tf32", True: "f32"}  # by whether products are those of float32
-_KERNELS = {"forward": ("forward",), "backward": ("backward_dkdv", "backward_dq")}
-_MULTIPLE = 8  # of head dims: rows of 16 bytes
 _CHUNK = 1024  # keys per program of the document kernels: the workspace holds one int per chunk
 
 
@@ -178,7 +167,7 @@ def _documents_cuda(ctx, *operands, compare_positions):
     batch, kv_len = ctx.avals_in[1].shape
     # XLA makes the same integers: without the extension, and where the size of the tables is not
     # known yet.
-    if _ext is None or xla_masks.is_symbolic(kv_len):
+    if kernel_table.ext is None or xla_masks.is_symbolic(kv_len):
         return _documents_xla(ctx, *operands, compare_positions=compare_positions)
     width = 5 * xla_masks.table_size(kv_len) + kv_len + -(-kv_len // _CHUNK)
     workspace = jax.core.ShapedArray((batch, width), jnp.dtype(jnp.int32))
@@ -192,7 +181,7 @@ def _documents_cuda(ctx, *operands, compare_positions):
 
 
 def _blocks_cuda(ctx, *operands, kv_len):
-    if _ext is None or xla_masks.is_symbolic(kv_len):  # an attribute is a number
+    if kernel_table.ext is None or xla_masks.is_symbolic(kv_len):  # an attribute is a number
         return _blocks_xla(ctx, *operands, kv_len=kv_len)
     return _call(ctx, "packax_blocks_v1", operands, kv_len=np.int64(kv_len))
 
@@ -207,7 +196,7 @@ def _forward_cuda(ctx, *operands, implementation, **params):
         "element_test": np.int32(params["element_test"]),
     }
     if not _general("forward", query, value, params):
-        _require_kernels("forward", query, value)
+        kernel_table.require_kernels("forward", query, value)
         return _call(
             ctx,
             "packax_forward_v1",
@@ -215,7 +204,7 @@ def _forward_cuda(ctx, *operands, implementation, **params):
             (_COUNTER,),
             **attributes,
         )
-    _require_kernels("forward", query, value, general=True, exact=exact)
+    kernel_table.require_kernels("forward", query, value, general=True, exact=exact)
     batch, q_len, heads, _ = query.shape
     return _general_call(
         ctx,
@@ -241,13 +230,13 @@ def _backward_cuda(ctx, *operands, implementation, **params):
     }
     exact = is_exact(params["precision"])
     if not _general("backward", query, value, params):
-        _require_kernels("backward", query, value)
+        kernel_table.require_kernels("backward", query, value)
         mask_batch = ctx.avals_in[7].shape[0]
         elements, fused = _backward_workspace(
             query, value, mask_batch, params["deterministic"], params["wanted"]
         )
         return _wanted_call(ctx, operands, elements, fused, params["wanted"], attributes)
-    _require_kernels("backward", query, value, general=True, exact=exact)
+    kernel_table.require_kernels("backward", query, value, general=True, exact=exact)
     dnumbers, wanted = params["dnumbers"], params["wanted"]
     elements, fused = _backward_workspace(
         query, value, ctx.avals_in[7].shape[0], params["deterministic"], wanted, _suffix(params)
@@ -287,7 +276,9 @@ def _general(direction: str, query: Any, value: Any, params: Any) -> bool:
     """Whether it takes the general kernels: something changes scores, or the head dims are others."""
     if params["extras"] or params["soft_cap"] or params.get("max_logits") or params["block_size"]:
         return True
-    return _ext is not None and not _found(direction, query, value, general=False)
+    return kernel_table.ext is not None and not kernel_table.found(
+        direction, query, value, general=False
+    )
 
 
 def _general_call(ctx, target, operands, count, maps, workspace, params, **attributes):
@@ -380,121 +371,13 @@ def _backward_workspace(
     if suffix is None or (not xla_masks.is_symbolic(rows) and rows > xla_masks.INT_MAX):
         return rows, False
     dims = (str(query.dtype), qk_dim, value.shape[3])
-    fused = _on_hopper("backward_hopper" + suffix, *dims)
+    fused = kernel_table.on_hopper("backward_hopper" + suffix, *dims)
     apart = deterministic or not all(wanted) or not fused
-    if apart and _on_hopper("backward_dkdv_hopper" + suffix, *dims):
+    if apart and kernel_table.on_hopper("backward_dkdv_hopper" + suffix, *dims):
         return sums + 1, False  # the one kernel for dk and dv, or the one for dq, or both
     if deterministic or not fused:
         return rows, False
     return sums + rows * qk_dim, True
-
-
-def _on_hopper(kernel: str, dtype: str, qk_dim: int, v_dim: int) -> bool:
-    """Whether this build has that kernel, and this process a GPU for it, as far as it can tell."""
-    assert _ext is not None
-    wanted = (kernel, _DTYPES.get(dtype), qk_dim, v_dim)
-    rows = [
-        row
-        for row in _ext.variants()
-        if (row["kernel"], row["dtype"], row["qk_dim"], row["v_dim"]) == wanted
-    ]
-    if not rows:
-        return False
-    capabilities = _local_capabilities()
-    return capabilities is None or any(_serves(row, cc) for row in rows for cc in capabilities)
-
-
-def _serves(row: Any, cc: int) -> bool:
-    """As Find() in csrc/variants.cc."""
-    if row["exact"]:
-        return row["cc"] == cc
-    return row["cc"] // 10 == cc // 10 and row["cc"] <= cc
-
-
-def _local_capabilities() -> set[int] | None:
-    """Of this process's CUDA devices (90 is 9.0); None without any: compiling for another one."""
-    try:
-        devices = jax.local_devices(backend="cuda")
-        return {int(str(d.compute_capability).replace(".", "")) for d in devices} or None
-    except (RuntimeError, AttributeError, ValueError):
-        return None
-
-
-def has_kernels(query: Any, key: Any, value: Any) -> bool:
-    """Whether this build has both passes for the dtype and head dims; without a build: True."""
-    precisions = (False, True) if str(query.dtype) == "float32" else (True,)
-    return _ext is None or all(
-        any(_found(direction, query, value, general, exact) for general in (False, True))
-        for direction in _KERNELS
-        for exact in precisions
-    )
-
-
-def _rows(direction: str, general: bool) -> list[Any]:
-    assert _ext is not None
-    suffix = "_general" if general else ""
-    names = [name + suffix for name in _KERNELS[direction]]
-    return [row for row in _ext.variants() if row["kernel"] in names]
-
-
-def _found(direction: str, query: Any, value: Any, general: bool, exact: bool = True) -> bool:
-    """Whether this build has all kernels of a direction: for just these head dims, or any up to some.
-
-    `exact` is for float32.
-    """
-    dtype, dims = kernel_dtype(query.dtype, exact), (query.shape[3], value.shape[3])
-    if general and any(dim % _MULTIPLE for dim in dims):
-        return False
-    by_dims: dict[tuple[int, int], set[str]] = {}
-    for row in _rows(direction, general):
-        if row["dtype"] == dtype:
-            by_dims.setdefault((row["qk_dim"], row["v_dim"]), set()).add(row["kernel"])
-    return any(
-        len(kernels) == len(_KERNELS[direction])
-        and (have[0] >= dims[0] and have[1] >= dims[1] if general else have == dims)
-        for have, kernels in by_dims.items()
-    )
-
-
-def kernel_dtype(dtype: Any, exact: bool) -> str | None:
-    """As the table names it; `exact`: the precision of float32. None: no kernel has it."""
-    name = str(dtype)
-    return _FLOAT32[exact] if name == "float32" else _DTYPES.get(name)
-
-
-def _require_kernels(
-    direction: str, query: Any, value: Any, general: bool = False, exact: bool = True
-) -> None:
-    """Which GPU it will be is not known yet: C++ checks that, this the rest of the table."""
-    _require_extension()
-    if _found(direction, query, value, general, exact):
-        return
-    have = _rows(direction, general)
-    text = _listed(have)
-    if general and not have:
-        text += ", of those that take soft_cap, bias, an array's scale, max logits, any head dim, "
-        text += "block_sparse masks"
-    up_to = f", and all multiples of {_MULTIPLE} up to them" if general and have else ""
-    raise NotImplementedError(
-        f"no {direction} kernel for {query.dtype} with head dims {query.shape[3]}/{value.shape[3]} "
-        f"(query and key / value); there are: {text}{up_to}. "
-        'implementation="xla" takes any head dim, and float64'
-    )
-
-
-def _require_extension() -> None:
-    if _ext is None:
-        raise NotImplementedError(
-            f"the extension module packax._ext, which holds the kernels, did not load "
-            f'({_ext_error}): reinstall packax, or pass implementation="xla"'
-        )
-
-
-def _listed(rows: Any) -> str:
-    names = {short: name for name, short in _DTYPES.items()}
-    names |= dict.fromkeys(_FLOAT32.values(), "float32")
-    have = sorted({(row["qk_dim"], row["v_dim"], names[row["dtype"]]) for row in rows})
-    return ", ".join(f"{dtype} {qk}/{v}" for qk, v, dtype in have) or "none in this build"
 
 
 mlir.register_lowering(documents_p, _documents_xla)

@@ -20,7 +20,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from packax import lowering
+from packax import kernel_table, lowering
 from packax.primitives import (
     _primitive,
     backward_p,
@@ -143,7 +143,7 @@ def _forward_cuda(ctx, *operands, **params):
     _, (query, _, value, *_) = _without_before(ctx.avals_in, params["begins"])
     if params["implementation"] == "xla" or lowering._general("forward", query, value, params):
         return _forward_rule(ctx, *operands, **params)
-    lowering._require_kernels("forward", query, value)
+    kernel_table.require_kernels("forward", query, value)
     ctx, operands, attributes, same_memory = _some_heads(ctx, operands, params)
     return lowering._call(
         ctx,
@@ -163,7 +163,7 @@ def _backward_cuda(ctx, *operands, **params):
     general = lowering._general("backward", query, value, params)
     if params["implementation"] == "xla" or general or not wanted[0]:
         return _backward_rule(ctx, *operands, **params)
-    lowering._require_kernels("backward", query, value)
+    kernel_table.require_kernels("backward", query, value)
     ctx, operands, attributes, same_memory = _some_heads(ctx, operands, params)
     batch, q_len, _, dim = query.shape
     elements, fused = lowering._backward_workspace(

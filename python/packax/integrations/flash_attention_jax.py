@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from packax import attention as _attention
-from packax import dot_product, intervals, lowering, masks
+from packax import dot_product, intervals, kernel_table, masks
 
 __all__ = [
     "PRNGKeyGenerator",
@@ -116,7 +116,7 @@ def _run(
         for x in (key, value)
     )
     mask = expression(query, key, batch, *operands)
-    takes = lowering.has_kernels(query, key, value)
+    takes = kernel_table.has_kernels(query, key, value)
     out = _attention.flash_attention(
         query, key, value, mask, scale=scale, implementation=None if takes else "xla"
     )

@@ -1,0 +1,132 @@
+"""Which kernels this build has, and whether this process has a GPU for them.
+
+What C++ looks up by the device (csrc/variants.cc) is asked here while a program is lowered, when it is
+not known yet which GPU will run it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import Any
+
+import jax
+
+ext: ModuleType | None
+try:
+    ext = importlib.import_module("packax._ext")
+except ImportError as error:  # a source tree, or a broken install: XLA still works, and info says
+    ext, ext_error = None, str(error)
+
+_DTYPES = {"bfloat16": "bf16", "float16": "f16"}
+_FLOAT32 = {False: "tf32", True: "f32"}  # by whether products are those of float32
+_KERNELS = {"forward": ("forward",), "backward": ("backward_dkdv", "backward_dq")}
+_MULTIPLE = 8  # of head dims: rows of 16 bytes
+
+
+def on_hopper(kernel: str, dtype: str, qk_dim: int, v_dim: int) -> bool:
+    """Whether this build has that kernel, and this process a GPU for it, as far as it can tell."""
+    assert ext is not None
+    wanted = (kernel, _DTYPES.get(dtype), qk_dim, v_dim)
+    rows = [
+        row
+        for row in ext.variants()
+        if (row["kernel"], row["dtype"], row["qk_dim"], row["v_dim"]) == wanted
+    ]
+    if not rows:
+        return False
+    capabilities = local_capabilities()
+    return capabilities is None or any(_serves(row, cc) for row in rows for cc in capabilities)
+
+
+def _serves(row: Any, cc: int) -> bool:
+    """As Find() in csrc/variants.cc."""
+    if row["exact"]:
+        return row["cc"] == cc
+    return row["cc"] // 10 == cc // 10 and row["cc"] <= cc
+
+
+def local_capabilities() -> set[int] | None:
+    """Of this process's CUDA devices (90 is 9.0); None without any: compiling for another one."""
+    try:
+        devices = jax.local_devices(backend="cuda")
+        return {int(str(d.compute_capability).replace(".", "")) for d in devices} or None
+    except (RuntimeError, AttributeError, ValueError):
+        return None
+
+
+def has_kernels(query: Any, key: Any, value: Any) -> bool:
+    """Whether this build has both passes for the dtype and head dims; without a build: True."""
+    precisions = (False, True) if str(query.dtype) == "float32" else (True,)
+    return ext is None or all(
+        any(found(direction, query, value, general, exact) for general in (False, True))
+        for direction in _KERNELS
+        for exact in precisions
+    )
+
+
+def _rows(direction: str, general: bool) -> list[Any]:
+    assert ext is not None
+    suffix = "_general" if general else ""
+    names = [name + suffix for name in _KERNELS[direction]]
+    return [row for row in ext.variants() if row["kernel"] in names]
+
+
+def found(direction: str, query: Any, value: Any, general: bool, exact: bool = True) -> bool:
+    """Whether this build has all kernels of a direction: for just these head dims, or any up to some.
+
+    `exact` is for float32.
+    """
+    dtype, dims = kernel_dtype(query.dtype, exact), (query.shape[3], value.shape[3])
+    if general and any(dim % _MULTIPLE for dim in dims):
+        return False
+    by_dims: dict[tuple[int, int], set[str]] = {}
+    for row in _rows(direction, general):
+        if row["dtype"] == dtype:
+            by_dims.setdefault((row["qk_dim"], row["v_dim"]), set()).add(row["kernel"])
+    return any(
+        len(kernels) == len(_KERNELS[direction])
+        and (have[0] >= dims[0] and have[1] >= dims[1] if general else have == dims)
+        for have, kernels in by_dims.items()
+    )
+
+
+def kernel_dtype(dtype: Any, exact: bool) -> str | None:
+    """As the table names it; `exact`: the precision of float32. None: no kernel has it."""
+    name = str(dtype)
+    return _FLOAT32[exact] if name == "float32" else _DTYPES.get(name)
+
+
+def require_kernels(
+    direction: str, query: Any, value: Any, general: bool = False, exact: bool = True
+) -> None:
+    """Which GPU it will be is not known yet: C++ checks that, this the rest of the table."""
+    require_extension()
+    if found(direction, query, value, general, exact):
+        return
+    have = _rows(direction, general)
+    text = listed(have)
+    if general and not have:
+        text += ", of those that take soft_cap, bias, an array's scale, max logits, any head dim, "
+        text += "block_sparse masks"
+    up_to = f", and all multiples of {_MULTIPLE} up to them" if general and have else ""
+    raise NotImplementedError(
+        f"no {direction} kernel for {query.dtype} with head dims {query.shape[3]}/{value.shape[3]} "
+        f"(query and key / value); there are: {text}{up_to}. "
+        'implementation="xla" takes any head dim, and float64'
+    )
+
+
+def require_extension() -> None:
+    if ext is None:
+        raise NotImplementedError(
+            f"the extension module packax._ext, which holds the kernels, did not load "
+            f'({ext_error}): reinstall packax, or pass implementation="xla"'
+        )
+
+
+def listed(rows: Any) -> str:
+    names = {short: name for name, short in _DTYPES.items()}
+    names |= dict.fromkeys(_FLOAT32.values(), "float32")
+    have = sorted({(row["qk_dim"], row["v_dim"], names[row["dtype"]]) for row in rows})
+    return ", ".join(f"{dtype} {qk}/{v}" for qk, v, dtype in have) or "none in this build"
