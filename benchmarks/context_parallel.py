@@ -10,7 +10,8 @@ data can beat that there. TFLOP/s are those of attended pairs, per GPU; the back
 does, with packax's kernels and head-tail order: keys gathered at once and kept for the backward, their gradients summed whole in
 float32. Memory is XLA's plan for forward and backward in one program, per GPU, without arguments. Every output and gradient is
 compared with one GPU's before it is timed; a wrong one is not timed and makes the program exit 1.
---groups times the area plan with these groups of heads instead of the schemes; --profile writes a trace of two calls of every pass.
+--groups times the area plan with these groups of heads instead of the schemes; --profile lists the kernels of two calls of each,
+with their times and streams, in context_parallel.txt.
 Writes context_parallel.json (with another number of documents, that behind the name) into --out (default: $OUT, else
 benchmarks/results); the table is last.
 On a CPU: XLA_FLAGS=--xla_force_host_platform_device_count=4 and --quick, to try the program itself.
@@ -24,6 +25,7 @@ import functools
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +41,7 @@ from jax.sharding import PartitionSpec as P
 from kvax_scheme import ROWS, Arrays, kvax_like
 from machine import machine
 from timing import Time, interleaved
+from traces import listing
 
 START = time.perf_counter()
 HERE = Path(__file__).parent
@@ -243,12 +246,15 @@ def checked(scheme: Scheme, run: Distributed, reference: Arrays) -> dict[str, An
     return {"errors": errors, "memory": memory, "wrong": wrong, "passes": {} if wrong else passes}
 
 
-def profile(functions: dict[str, Callable[[], Any]], folder: Path) -> None:
-    """A trace of two calls of each, for Perfetto: what ran beside what."""
+def profile(functions: dict[str, Callable[[], Any]], what: str) -> str:
+    """What ran beside what in two calls of each."""
+    found = []
     for name, function in functions.items():
-        place = folder / "".join(c if c.isalnum() else "_" for c in name)
-        with jax.profiler.trace(str(place)):
-            jax.block_until_ready([function(), function()])
+        with tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder):
+                jax.block_until_ready([function(), function()])
+            found.append(f"== {what}, {name}\n{listing(Path(folder))}\n")
+    return "".join(found)
 
 
 def timed_functions(functions: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Time]:
@@ -294,7 +300,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds, for the median")
     parser.add_argument("--only", default="", help="schemes whose name holds this text")
     parser.add_argument("--groups", default="", help="sizes of groups of heads to try: '2,6 1,7'")
-    parser.add_argument("--profile", action="store_true", help="write traces too")
+    parser.add_argument("--profile", action="store_true", help="list the kernels that ran, too")
     parser.add_argument("--quick", action="store_true", help="a tiny case: tries the program")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", HERE / "results")))
     arguments = parser.parse_args()
@@ -337,6 +343,7 @@ def main() -> int:
     for name, ranks in alone.items():
         part = sum(area for _, area in ranks) / len(ranks) / case.area * count
         report[name] = {"area_of_mean": round(part, 4), "times": {}}
+    traces = ""
     for what, candidates in functions.items():
         for name, ranks in alone.items():
             candidates[name] = lambda what=what, ranks=ranks: [own[what]() for own, _ in ranks]
@@ -344,7 +351,7 @@ def main() -> int:
             row = report["schemes"].get(name) or report[name]
             row["times"][what] = result.as_dict(flops[what] * row.get("area_of_mean", 1))
         if arguments.profile:
-            profile(candidates, arguments.out / what)
+            traces += profile(candidates, what)
     report["collectives"] = {
         name: result.as_dict() for name, result in timed(collectives(mesh, case)).items()
     }
@@ -352,6 +359,8 @@ def main() -> int:
     suffix = "" if documents == CASE.documents else f"_{documents}"
     path = arguments.out / f"context_parallel{suffix}.json"
     path.write_text(json.dumps(report, indent=1) + "\n")
+    if arguments.profile:
+        path.with_suffix(".txt").write_text(traces)
     print(
         f"\n{case.documents} documents in {case.seq} tokens, {case.heads}/{case.kv_heads} heads, "
         f"head dim {case.head_dim}, {count} devices; {report['seconds']} s; wrote {path}\n"

@@ -11,16 +11,17 @@ FA4 runs if its archive (pack_fa4.sh) is there. Results are not compared here: v
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import os
 import subprocess
 import sys
-import tarfile
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-HERE = Path(__file__).parent
+from cases import select
+from versus_fa4 import torch_environment, unpacked
+
 KERNELS = "hopper|backward_prepare|backward_finish|cudnn|sdpa|cutlass|flash"
 SECTIONS = (
     *("SpeedOfLight", "ComputeWorkloadAnalysis", "WarpStateStats", "SchedulerStats"),
@@ -88,28 +89,20 @@ def run(who: str, name: str) -> None:
         run_fa4(name)
         return
     import jax
-    from cases import CASES
-    from implementations import cudnn_attention, packax_attention, random_inputs
+    from implementations import Compiled, cudnn_attention, packax_attention, random_inputs
 
-    (case,) = (case for case in CASES if case.name == name)
+    (case,) = select(name)
     made = {"packax": packax_attention, "cudnn": cudnn_attention}[who](case)
-    query, key, value, cotangent = random_inputs(case)
-
-    @jax.jit
-    def both(query, key, value, cotangent, operands):
-        out, pullback = jax.vjp(lambda *x: made.function(*x, operands), query, key, value)
-        return out, *pullback(cotangent)
-
+    both = Compiled(made, random_inputs(case)).both()
     for _ in range(2):
-        jax.block_until_ready(both(query, key, value, cotangent, made.operands))
+        jax.block_until_ready(both())
 
 
 def run_fa4(name: str) -> None:
     import torch
-    from cases import CASES
     from peers_torch import attention
 
-    (case,) = (case for case in CASES if case.name == name)
+    (case,) = select(name)
     q, k, v, do = (
         torch.randn(case.batch, case.seq, heads, case.head_dim, device="cuda").bfloat16()
         for heads in (case.heads, case.kv_heads, case.kv_heads, case.heads)
@@ -124,7 +117,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--cases", default="causal_16k_d128", help="names of cases.py")
+    parser.add_argument("--cases", default="causal_16k_d128", help="names and groups of cases.py")
     parser.add_argument("--who", default="packax,cudnn,fa4")
     parser.add_argument("--fa4", type=Path, default=Path("dist/fa4.tar.xz"))
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
@@ -135,20 +128,17 @@ def main() -> int:
         return 0
     arguments.out.mkdir(parents=True, exist_ok=True)
     failed = []
-    with tempfile.TemporaryDirectory() as site:
-        for name in arguments.cases.split(","):
+    site: Path | None = None
+    with contextlib.ExitStack() as stack:
+        for name in (case.name for case in select(arguments.cases)):
             for who in arguments.who.split(","):
                 environment = dict(os.environ)
+                if who == "fa4" and not arguments.fa4.exists():
+                    print(f"fa4: left out, {arguments.fa4} is not there")
+                    continue
                 if who == "fa4":
-                    from versus_fa4 import torch_environment
-
-                    if not arguments.fa4.exists():
-                        print(f"fa4: left out, {arguments.fa4} is not there")
-                        continue
-                    if not any(Path(site).iterdir()):
-                        with tarfile.open(arguments.fa4) as archive:
-                            archive.extractall(site, filter="data")
-                    environment = torch_environment(Path(site))
+                    site = site or unpacked(arguments.fa4, stack)
+                    environment = torch_environment(site)
                 program = [sys.executable, str(Path(__file__)), "--run", who, name]
                 done = subprocess.run(
                     command(program), env=environment, capture_output=True, text=True, check=False

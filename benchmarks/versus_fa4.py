@@ -39,6 +39,17 @@ def say(text: str) -> None:
     print(f"[{time.perf_counter() - START:6.1f} s] {text}", flush=True)
 
 
+def unpacked(fa4: Path, stack: contextlib.ExitStack) -> Path:
+    """The folder with FA4's packages: `fa4`, or what is in it, for as long as `stack` is open."""
+    if fa4.is_dir():
+        return fa4.resolve()
+    site = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    with tarfile.open(fa4) as archive:
+        archive.extractall(site, filter="data")
+    say(f"unpacked {fa4}")
+    return site
+
+
 def torch_environment(site: Path) -> dict[str, str]:
     """This one's, but with FA4's packages and without what stands in the way of Triton for packax (.ci/gpu)."""
     parts = [str(site), str(site / "nvidia_cutlass_dsl" / "dsl_packages")]
@@ -158,16 +169,11 @@ def main() -> int:
         "cases": {},
     }
     with contextlib.ExitStack() as stack:
-        site = arguments.fa4
-        if not site.is_dir():
-            site = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            with tarfile.open(arguments.fa4) as archive:
-                archive.extractall(site, filter="data")
-            say(f"unpacked {arguments.fa4}")
+        site = unpacked(arguments.fa4, stack)
         workers = {}
         for name, script, environment in (
             ("jax", "jax_worker.py", dict(os.environ)),
-            ("torch", "peers_torch.py", torch_environment(site.resolve())),
+            ("torch", "peers_torch.py", torch_environment(site)),
         ):
             workers[name] = Worker(name, [sys.executable, str(HERE / script)], environment)
             stack.callback(workers[name].end)

@@ -1,7 +1,7 @@
 """How the GPU tests run the kernels, and what they compare with.
 
 `run` poisons the memory that results will get, so that an element which no kernel wrote is a NaN.
-Arrays are made by numpy: jax would compile a program for every shape, which took half of the tests' time.
+Arrays are made by numpy: jax would compile a program for every shape, half of the time of a short test on a CPU.
 Numbers are judged by oracle.py: twice the error of plain attention in the same dtype.
 """
 

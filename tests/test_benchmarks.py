@@ -297,7 +297,7 @@ def test_counters_of_kernels(tmp_path):
     """benchmarks/counters.py with a stand-in for ncu: last launches, numbers with commas, what is ranked, and a failure that is said."""
     tool = tmp_path / "ncu"
     tool.write_text(
-        """#!/bin/sh
+        """#!/bin/bash
 echo "==PROF== Connected to process 1"
 cat <<'CSV'
 "ID","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value"
@@ -309,8 +309,8 @@ cat <<'CSV'
 "1","backward_hopper(int, TensorMap)","WarpStateStats","Stall GMMA","inst","2.50"
 CSV
 echo "$@" >&2
-[ "${!#}" != broken ]
-""".replace("#!/bin/sh", "#!/bin/bash")
+[ "${!#}" != causal_1k_d64 ]
+"""
     )
     tool.chmod(0o755)
     environment = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
@@ -332,6 +332,35 @@ echo "$@" >&2
         ["Stall", "Barrier", "1.50", "inst"],
     ]
     assert "9,999" in (tmp_path / "counters_packax_causal_16k_d128.csv").read_text()
-    done = counted("broken")
+    done = counted("causal_1k_d64")
     assert done.returncode == 1
-    assert "FAILED (1)" in done.stdout and "--run packax broken" in done.stdout
+    assert "FAILED (1)" in done.stdout and "--run packax causal_1k_d64" in done.stdout
+
+
+def test_kernels_of_a_trace():
+    """traces.py: by GPU, in order, from its first kernel on; neither the host's events nor memsets."""
+    shown = script(
+        """
+import gzip, json, pathlib, tempfile
+from traces import listing
+name = lambda pid, kind, name, tid=0: {"ph": "M", "pid": pid, "tid": tid, "name": kind, "args": {"name": name}}
+ran = lambda pid, tid, ts, dur, name: {"ph": "X", "pid": pid, "tid": tid, "ts": ts, "dur": dur, "name": name}
+events = [
+    name(1, "process_name", "/device:GPU:1"), name(2, "process_name", "/host:CPU"),
+    name(1, "thread_name", "Stream #7(Compute)", 3), name(1, "thread_name", "XLA Ops", 4), name(2, "thread_name", "Stream #1", 5),
+    ran(1, 3, 3500.0, 250.0, "nccl(args<4>)"), ran(1, 3, 2000.0, 1000.0, "forward_hopper"), ran(1, 3, 1000.0, 1.0, "Memset 3"),
+    ran(1, 4, 1.0, 1.0, "an op"), ran(2, 5, 1.0, 1.0, "host"), {"name": "no process"},
+]
+with tempfile.TemporaryDirectory() as folder:
+    below = pathlib.Path(folder, "plugins")
+    below.mkdir()
+    with gzip.open(below / "vm.trace.json.gz", "wt") as file:
+        json.dump({"traceEvents": events}, file)
+    print(listing(pathlib.Path(folder)))
+"""
+    )
+    assert [line.split() for line in shown.splitlines()] == [
+        ["device:GPU:1"],
+        ["0.000", "1.000", "Stream", "#7", "forward_hopper"],
+        ["1.500", "0.250", "Stream", "#7", "nccl"],
+    ]
