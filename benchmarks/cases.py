@@ -1,4 +1,4 @@
-"""The benchmark cases as data: the board's by name, more head dims, 1M tokens, and odd and short work."""
+"""The benchmark cases as data: the board's by name, more head dims, 1M tokens, odd and short work, few heads."""
 
 from __future__ import annotations
 
@@ -102,16 +102,22 @@ ODD = (
     Case("causal_2k_d256", 1, 2048, 32, 8, 256, 1, group="odd"),
     Case("causal_2k_192v128", 1, 2048, 32, 8, 192, 1, v_dim=128, group="odd"),
 )  # fmt: skip
+SHARD = (  # a GPU's heads under tensor parallelism
+    *(Case(f"kv1_{name}_d128", 1, seq, 8, 1, 128, documents, group="shard")
+      for name, seq, documents in (("causal_4k", 4096, 1), ("causal_16k", 16384, 1), ("docs12_32k", 32768, 12), ("docs64_32k", 32768, 64))),
+    *(Case(f"mha8_{name}_d128", 1, seq, 8, 8, 128, documents, group="shard")
+      for name, seq, documents in (("causal_8k", 8192, 1), ("docs64_32k", 32768, 64))),
+)  # fmt: skip
 QUICK = (  # to try a program where there is no GPU
     Case("docs3_200_d16", 1, 200, 4, 2, 16, 3, split=(70, 1, 129), group="quick"),
     Case("causal_2x96_d24", 2, 96, 4, 2, 24, 1, group="quick"),
 )
-CASES = (*BOARD, *DIMS, *LARGE, *ODD, *QUICK)
-GROUPS = ("board", "dims", "large", "odd", "quick")
+CASES = (*BOARD, *DIMS, *LARGE, *ODD, *SHARD, *QUICK)
+GROUPS = ("board", "dims", "large", "odd", "shard", "quick")
 
 
 def select(names: str | None) -> list[Case]:
-    """The cases of a comma-separated list of names and groups, in the table's order (None: all but the odd and the quick)."""
+    """The cases of a comma-separated list of names and groups, in the table's order (None: board, dims and large)."""
     wanted = ["board", "dims", "large"] if names is None else names.split(",")
     known = {*GROUPS, *(case.name for case in CASES)}
     unknown = [name for name in wanted if name not in known]

@@ -1,13 +1,15 @@
 """How the GPU tests run the kernels, and what they compare with.
 
 `run` poisons the memory that results will get, so that an element which no kernel wrote is a NaN.
-Arrays are made by numpy: jax would compile a program for every shape, half of the time of a short test on a CPU.
+Arrays are made by numpy: jax would compile a program for every shape, half of the time of a short test on a CPU. Large
+ones are made on the GPU.
 Numbers are judged by oracle.py: twice the error of plain attention in the same dtype.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +18,8 @@ import numpy as np
 import oracle
 import packax
 from oracle import Results
+
+MANY = 2**26  # elements
 
 
 class Tensors(NamedTuple):
@@ -34,7 +38,11 @@ def tensors(batch, q_len, kv_len, heads, kv_heads, dims, dtype, seed=0) -> Tenso
     shapes = [(*rows, qk_dim), (*columns, qk_dim), (*columns, v_dim), (*rows, v_dim)]
 
     def normal(shape, dtype):
-        return jnp.asarray(rng.standard_normal((batch, *shape)).astype(jnp.dtype(dtype)))
+        shape = (batch, *shape)
+        if math.prod(shape) > MANY:
+            drawn = jax.random.normal(jax.random.key(rng.integers(2**31)), shape, jnp.float32)
+            return drawn.astype(dtype)
+        return jnp.asarray(rng.standard_normal(shape).astype(jnp.dtype(dtype)))
 
     return Tensors(*(normal(shape, dtype) for shape in shapes), normal((heads, q_len), jnp.float32))
 

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 from decode import ROWS, attended, deal, share_of_keys
-from rows import EMPTY_MIN
+from rows import EMPTY_MIN, tile_of_program
 
 
 @triton.jit
@@ -36,3 +36,16 @@ def dealt_share(q_lo, q_hi, found, batch, q_len, kv_len, shares, splits, STEP: t
     tl.store(found + place * 5 + 2, parts)
     tl.store(found + place * 5 + 3, begin)
     tl.store(found + place * 5 + 4, stop)
+
+
+@triton.jit
+def places(order, found, batch, mask_batch, tiles, group, kv_heads, BLOCK_SIZE: tl.constexpr):
+    """(programs, 4): head, key/value head, batch row and first row of every program, as `rows.tile_of_program` finds them."""
+    head, kv_head, b, _, first = tile_of_program(
+        order, batch, mask_batch, tiles, group, kv_heads, BLOCK_SIZE
+    )
+    place = tl.program_id(0) * 4
+    tl.store(found + place, head)
+    tl.store(found + place + 1, kv_head)
+    tl.store(found + place + 2, b)
+    tl.store(found + place + 3, first)

@@ -21,6 +21,7 @@ from gpu_runs import (
     run,
     tensors,
 )
+from packax import few_programs
 
 pytest_plugins = ("gpu_fixtures",)
 pytestmark = pytest.mark.gpu
@@ -58,6 +59,16 @@ def test_three_rows_of_different_documents(kv_heads, kind):
     x = tensors(3, 500, 500, 8, kv_heads, dims, dtype)
     expression = causal_documents(THREE_ROWS)
     assert_close(x, run(x, expression), expression.as_array(500, 500))
+
+
+@pytest.mark.parametrize("length,heads,kv_heads", ((1100, 8, 1), (2049, 6, 2)))
+def test_groups_of_heads_in_parts(length, heads, kv_heads, kind):
+    """So few programs that the backward divides groups (few_programs.py)."""
+    dtype, dims = kind
+    x = tensors(1, length, length, heads, kv_heads, dims, dtype)
+    assert few_programs.parts_of_group(x.query, x.key) > 1
+    expression = causal_documents(np.arange(length) // 700)
+    assert_close(x, run(x, expression), expression.as_array(length, length))
 
 
 @pytest.mark.parametrize("q_len,kv_len", ((1, 700), (700, 1), (130, 515), (515, 130)))

@@ -53,7 +53,7 @@ def forward(
     """Rows of query and out are `row_heads` heads apart, of which this is about `heads`."""
     group = heads // kv_heads
     head, kv_head, b, mask_b, row = tile_of_program(
-        q_order, batch, mask_batch, tl.cdiv(q_len, 128), group, BLOCK_M
+        q_order, batch, mask_batch, tl.cdiv(q_len, 128), group, kv_heads, BLOCK_M
     )
     if row >= q_len:
         return

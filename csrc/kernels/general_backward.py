@@ -94,7 +94,7 @@ def backward_dkdv_general(
     """A tile of keys of one key/value head; the query heads of its group are summed in registers."""
     group = heads // kv_heads
     _, kv_head, b, mask_b, first_key = tile_of_program(
-        kv_order, batch, mask_batch, tl.cdiv(kv_len, 128), 1, BLOCK_N
+        kv_order, batch, mask_batch, tl.cdiv(kv_len, 128), 1, kv_heads, BLOCK_N
     )
     if first_key >= kv_len:
         return
@@ -248,7 +248,7 @@ def backward_dq_general(
     """`dnumbers` (B, H, 2, Sq): every row's part of the gradients of scale and slope."""
     group = heads // kv_heads
     head, kv_head, b, mask_b, row = tile_of_program(
-        q_order, batch, mask_batch, tl.cdiv(q_len, 128), group, BLOCK_M
+        q_order, batch, mask_batch, tl.cdiv(q_len, 128), group, kv_heads, BLOCK_M
     )
     if row >= q_len:
         return

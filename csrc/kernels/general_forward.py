@@ -65,7 +65,7 @@ def forward_general(
 ):  # fmt: skip
     group = heads // kv_heads
     head, kv_head, b, mask_b, row = tile_of_program(
-        q_order, batch, mask_batch, tl.cdiv(q_len, 128), group, BLOCK_M
+        q_order, batch, mask_batch, tl.cdiv(q_len, 128), group, kv_heads, BLOCK_M
     )
     if row >= q_len:
         return

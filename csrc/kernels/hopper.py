@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 BLOCK = gl.constexpr(64)
 TILE = gl.constexpr(128)
 EMPTY_MIN = gl.constexpr(2147483647)
+ALTERNATE = gl.constexpr(32)
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 
@@ -44,17 +45,31 @@ def warp_arrive(barrier):
 
 
 @gluon.jit
-def place_of_tile(tile, order, batch, mask_batch, tiles, group, ROWS: gl.constexpr):
-    """Head, key/value head, batch row, mask row and first row of the tile-th tile; the same walk as
-    rows.tile_of_program."""
-    per_head = tiles * batch * group
-    kv_head = tile // per_head
-    rest = tile % per_head
+def windows(tiles):
+    """As rows.windows."""
+    return tiles - tiles // 2, tiles - gl.minimum(tiles // 2, gl.maximum(tiles // 4, ALTERNATE))
+
+
+@gluon.jit
+def place_of_tile(
+    tile, order, batch, mask_batch, tiles, group, kv_heads, ROWS: gl.constexpr, SUB: gl.constexpr
+):
+    """Head, key/value head, batch row, mask row and first row (or key) of the tile-th tile, or of the tile-th of its SUB parts of
+    ROWS; the same walk as rows.tile_of_program."""
+    per_tile = group * SUB * batch
+    second, last = windows(tiles)
+    at = tile // per_tile
+    begin = gl.where(at < second * kv_heads, 0, gl.where(at < last * kv_heads, second, last))
+    length = gl.where(begin == 0, second, gl.maximum(last - second, 1))
+    at -= begin * kv_heads
+    kv_head = gl.where(begin == last, at % kv_heads, at // length)
+    nth = begin + gl.where(begin == last, at // kv_heads, at % length)
+    rest = tile % per_tile
     member = rest % group
     rest = rest // group
-    b = rest % batch
+    b = rest // SUB
     mask_b = gl.where(mask_batch > 1, b, 0)
-    first = gl.load(order + mask_b * tiles + rest // batch)
+    first = gl.load(order + mask_b * tiles + nth) * SUB + rest % SUB
     return kv_head * group + member, kv_head, b, mask_b, first * ROWS
 
 

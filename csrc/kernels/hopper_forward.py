@@ -86,7 +86,7 @@ def produce(
     tile = gl.program_id(0)
     while tile < total:
         head, kv_head, b, mask_b, row = place_of_tile(
-            tile, q_order, batch, mask_batch, tiles, group, ROWS
+            tile, q_order, batch, mask_batch, tiles, group, kv_heads, ROWS, 1
         )
         start, end, core_lo, core_hi, tested = key_range(q_blocks, mask_b, row, q_len, ROWS)
         steps, core_begin, core_end = split(start, end, core_lo, core_hi, BLOCK_N)

@@ -79,7 +79,7 @@ def produce(
     tile = gl.program_id(0)
     while tile < total:
         head, kv_head, b, mask_b, row = place_of_tile(
-            tile, q_order, batch, mask_batch, tiles, group, 128
+            tile, q_order, batch, mask_batch, tiles, group, kv_heads, 128, 1
         )
         start, end, core_lo, core_hi, tested = key_range(q_blocks, mask_b, row, q_len, 128)
         steps, core_begin, core_end = split(start, end, core_lo, core_hi, BLOCK_N)

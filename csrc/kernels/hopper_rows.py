@@ -9,6 +9,7 @@ from hopper import (
     accumulator,
     element_bits,
     named_barrier,
+    place_of_tile,
     position_row,
     split,
     stay,
@@ -141,16 +142,10 @@ def tile_of_program(orders, pointers, sizes, KEYS: gl.constexpr):
     q_blocks, kv_blocks, kv_order = orders
     q_ids, kv_ids, q_pos, kv_pos = pointers
     element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads = sizes
-    HALVES: gl.constexpr = 128 // KEYS  # of an entry of kv_order
     group = heads // kv_heads
-    tiles = (kv_len + 127) // 128
-    pid = gl.program_id(0)
-    kv_head = pid // (HALVES * tiles * batch)
-    rest = pid % (HALVES * tiles * batch)
-    b = rest // HALVES % batch
-    mask_b = gl.where(mask_batch > 1, b, 0)
-    entry = gl.load(kv_order + mask_b * tiles + rest // HALVES // batch)
-    first_key = entry * 128 + rest % HALVES * KEYS
+    _, kv_head, b, mask_b, first_key = place_of_tile(
+        gl.program_id(0), kv_order, batch, mask_batch, (kv_len + 127) // 128, 1, kv_heads, KEYS, 128 // KEYS
+    )  # fmt: skip
     if KEYS == 128:
         start, end, core_lo, core_hi = row_range(kv_blocks, mask_b, first_key, kv_len)
     else:

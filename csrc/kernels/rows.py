@@ -10,6 +10,7 @@ import triton.language as tl
 BLOCK = tl.constexpr(64)
 TILE = tl.constexpr(128)
 EMPTY_MIN = tl.constexpr(2147483647)  # neutral for min: no row, no key
+ALTERNATE = tl.constexpr(32)  # tiles, at least: rows of 4096 tokens of eight heads fit a L2 cache
 
 
 @triton.jit
@@ -45,24 +46,38 @@ def store_rows(pointers, tile, there, DIM: tl.constexpr):
 
 
 @triton.jit
-def tile_of_program(order, batch, mask_batch, tiles, group, BLOCK_SIZE: tl.constexpr):
+def windows(tiles):
+    """Where the second and the last window begin, in tiles by work. The second may be empty, and of one tile the last is."""
+    return tiles - tiles // 2, tiles - tl.minimum(tiles // 2, tl.maximum(tiles // 4, ALTERNATE))
+
+
+@triton.jit
+def tile_of_program(order, batch, mask_batch, tiles, group, kv_heads, BLOCK_SIZE: tl.constexpr):
     """Head, batch row and first row (or key) of this program.
 
-    The key/value head is the slowest index, so that programs running together share its keys and values in the L2 cache; then
-    the tiles with most work first. `group` query heads of one tile follow each other (1 where a program serves a whole group).
+    Tiles come with most work first. The key/value head is the slowest index, so that programs running together share its keys
+    and values, and of key tiles the rows and their gradients, in the L2 cache. But not over all tiles: the last head's long tiles must
+    not begin when no short ones are left to run beside them. So it goes by windows: half of the tiles of every head, then a quarter,
+    then the last quarter, with most of the tiles and little of the work of causal rows, where heads alternate.
+    `group` query heads of one tile follow each other (1 where a program serves a whole group).
     """
     SUB: tl.constexpr = TILE // BLOCK_SIZE
     pid = tl.program_id(0)
-    per_head = tiles * batch * group * SUB
-    kv_head = pid // per_head
-    rest = pid % per_head
+    per_tile = group * SUB * batch
+    second, last = windows(tiles)
+    at = pid // per_tile
+    begin = tl.where(at < second * kv_heads, 0, tl.where(at < last * kv_heads, second, last))
+    length = tl.where(begin == 0, second, tl.maximum(last - second, 1))
+    at -= begin * kv_heads
+    kv_head = tl.where(begin == last, at % kv_heads, at // length)
+    nth = begin + tl.where(begin == last, at // kv_heads, at % length)
+    rest = pid % per_tile
     member = rest % group
     rest = rest // group
     sub = rest % SUB
-    rest = rest // SUB
-    b = rest % batch
+    b = rest // SUB
     mask_b = tl.where(mask_batch > 1, b, 0)
-    tile = tl.load(order + mask_b * tiles + rest // batch)
+    tile = tl.load(order + mask_b * tiles + nth)
     return kv_head * group + member, kv_head, b, mask_b, tile * TILE + sub * BLOCK_SIZE
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import mlir
 
-from packax import kernel_table, xla_attention, xla_masks
+from packax import few_programs, kernel_table, xla_attention, xla_masks
 from packax.precision import is_exact
 from packax.primitives import backward_p, blocks_p, documents_p, forward_p, plain
 
@@ -129,6 +129,9 @@ _BACKWARD = (
 )
 _forward_xla = _lower_xla(_xla_forward, _FORWARD)
 _backward_xla = _lower_xla(_xla_backward, _BACKWARD)
+_backward_in_parts = _lower_xla(
+    few_programs.backward_in_parts, (*_BACKWARD, "implementation", "parts")
+)
 
 
 def _elsewhere(rule: Any) -> Any:
@@ -222,7 +225,12 @@ def _forward_cuda(ctx, *operands, implementation, **params):
 def _backward_cuda(ctx, *operands, implementation, **params):
     if implementation == "xla":
         return _backward_xla(ctx, *operands, **params)
-    query, _, value = ctx.avals_in[:3]
+    query, key, value = ctx.avals_in[:3]
+    parts = few_programs.parts_of_group(query, key) if any(params["wanted"][1:]) else 1
+    if parts > 1:
+        return _backward_in_parts(
+            ctx, *operands, implementation=implementation, parts=parts, **params
+        )
     attributes = {
         "scale": np.float32(params["scale"]),
         "element_test": np.int32(params["element_test"]),
