@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 BLOCK = gl.constexpr(64)
 TILE = gl.constexpr(128)
 EMPTY_MIN = gl.constexpr(2147483647)
-ALTERNATE = gl.constexpr(32)
+ALTERNATE = gl.constexpr(256)
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 
@@ -45,9 +45,10 @@ def warp_arrive(barrier):
 
 
 @gluon.jit
-def windows(tiles):
+def windows(tiles, heads):
     """As rows.windows."""
-    return tiles - tiles // 2, tiles - gl.minimum(tiles // 2, gl.maximum(tiles // 4, ALTERNATE))
+    alternating = gl.maximum(tiles // 4, ALTERNATE // heads)
+    return tiles - tiles // 2, tiles - gl.minimum(tiles // 2, alternating)
 
 
 @gluon.jit
@@ -57,7 +58,7 @@ def place_of_tile(
     """Head, key/value head, batch row, mask row and first row (or key) of the tile-th tile, or of the tile-th of its SUB parts of
     ROWS; the same walk as rows.tile_of_program."""
     per_tile = group * SUB * batch
-    second, last = windows(tiles)
+    second, last = windows(tiles, batch * kv_heads)
     at = tile // per_tile
     begin = gl.where(at < second * kv_heads, 0, gl.where(at < last * kv_heads, second, last))
     length = gl.where(begin == 0, second, gl.maximum(last - second, 1))

@@ -10,7 +10,9 @@ import triton.language as tl
 BLOCK = tl.constexpr(64)
 TILE = tl.constexpr(128)
 EMPTY_MIN = tl.constexpr(2147483647)  # neutral for min: no row, no key
-ALTERNATE = tl.constexpr(32)  # tiles, at least: rows of 4096 tokens of eight heads fit a L2 cache
+ALTERNATE = tl.constexpr(
+    256
+)  # tiles of all heads: rows of 4096 tokens of eight heads fit a L2 cache
 
 
 @triton.jit
@@ -46,9 +48,11 @@ def store_rows(pointers, tile, there, DIM: tl.constexpr):
 
 
 @triton.jit
-def windows(tiles):
-    """Where the second and the last window begin, in tiles by work. The second may be empty, and of one tile the last is."""
-    return tiles - tiles // 2, tiles - tl.minimum(tiles // 2, tl.maximum(tiles // 4, ALTERNATE))
+def windows(tiles, heads):
+    """Where the second and the last window begin, in tiles by work, for so many key/value heads of all batch rows. The second may be
+    empty, and of one tile the last is."""
+    alternating = tl.maximum(tiles // 4, ALTERNATE // heads)
+    return tiles - tiles // 2, tiles - tl.minimum(tiles // 2, alternating)
 
 
 @triton.jit
@@ -64,7 +68,7 @@ def tile_of_program(order, batch, mask_batch, tiles, group, kv_heads, BLOCK_SIZE
     SUB: tl.constexpr = TILE // BLOCK_SIZE
     pid = tl.program_id(0)
     per_tile = group * SUB * batch
-    second, last = windows(tiles)
+    second, last = windows(tiles, batch * kv_heads)
     at = pid // per_tile
     begin = tl.where(at < second * kv_heads, 0, tl.where(at < last * kv_heads, second, last))
     length = tl.where(begin == 0, second, tl.maximum(last - second, 1))

@@ -16,12 +16,12 @@ from packax import xla_masks
 from packax.primitives import backward_p
 
 TILE = 128  # keys of a program
-# About two and about four for every multiprocessor of the GPUs that have most. With one each, of causal rows, the longest
+# About two and about eight for every multiprocessor of the GPUs that have most. With one each, of causal rows, the longest
 # program takes twice the mean.
 ALL_BUSY = 256
-BALANCED = 512
+BALANCED = 1024
 # With fewer keys for every query head of a part, repeating costs more than balance brings where all are busy.
-LONG = 16384
+LONG = 32768
 # A row of fewer keys takes 0.1 ms or so at worst.
 SHORT = 1024
 
