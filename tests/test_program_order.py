@@ -9,6 +9,9 @@ from __future__ import annotations
 import ast
 import heapq
 import itertools
+import json
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -126,3 +129,16 @@ def test_what_the_last_head_alone_costs():
     work = -np.sort(-tiles_of(np.asarray(LENGTHS), True))
     assert idle(np.tile(work, 8).tolist()) > 0.08
     assert idle(np.repeat(work, 8).tolist()) < 0.03
+
+
+def test_the_benchmark_has_this_order():
+    """In a process of its own: there is a cases.py in both folders."""
+    sizes = ((1, 1, 1), (5, 2, 3), (50, 8, 1), (300, 4, 2))
+    code = f"import json, program_order as p; print(json.dumps([list(p.ORDERS['windows'](*n)) for n in {sizes}]))"
+    command = [sys.executable, "-c", code]
+    made = subprocess.run(
+        command, cwd=interpreter.ROOT / "benchmarks", capture_output=True, text=True, check=True
+    )
+    for (tiles, kv_heads, batch), order in zip(sizes, json.loads(made.stdout), strict=True):
+        found = places(np.arange(tiles, dtype=np.int32)[None], batch, 1, 1, kv_heads)[::batch]
+        assert order == [[row // 128, k] for _, k, _, _, row in found.tolist()]
