@@ -9,6 +9,7 @@ from __future__ import annotations
 # step (hopper.nought); it empties registers and costs some integer instructions. On an H200 it gave the backward 1 to 3 %, dK
 # and dV of 128 2 %, of 192 4 to 5 %, the forward of 256 4 to 5 %, the forward of 128 and 192 0 to 2 % (and no spills); dQ lost
 # 0 to 5 %, dK and dV of 256 8 to 11 %, 64 nothing (benchmarks/results/tune_anew_h200.json).
+# DOWN: blocks of rows from the document's end up, so that all its tiles are at the same rows: not timed yet.
 HOPPER_TILES: dict[str, dict[int, dict[str, int]]] = {
     "forward_hopper": {
         dim: {
@@ -35,6 +36,7 @@ HOPPER_TILES: dict[str, dict[int, dict[str, int]]] = {
             "CONSUMER_REGISTERS": consumer,
             "PRODUCER_REGISTERS": 24,
             "ANEW": int(dim == 128),
+            "DOWN": 0,
         }
         for dim, chunk, consumer, plan in (
             # SKIP: of masked blocks a warp group leaves out those without a pair of its keys. DQ: who
@@ -111,7 +113,11 @@ HOPPER_TILES |= {
         128: HOPPER_TILES["forward_hopper"][128] | {"BLOCK_N": 64, "STAGES": 4}
     },
     "backward_dkdv_hopper_mapped": {
-        128: {k: n for k, n in HOPPER_TILES["backward_dkdv_hopper"][128].items() if k != "SKIP"}
+        128: {
+            k: n
+            for k, n in HOPPER_TILES["backward_dkdv_hopper"][128].items()
+            if k not in ("SKIP", "DOWN")
+        }
     },
     "backward_dq_hopper_mapped": {128: HOPPER_TILES["backward_dq_hopper_capped"][128]},
 }

@@ -209,9 +209,20 @@ def mask_bits(keys, row, lo_s, hi_s, mask, numbers):
 
 
 @gluon.jit
+def nth_of_core(n, core_begin, core_end, DOWN: gl.constexpr):
+    """The n-th block of rows that needs no mask. DOWN: from the last one on, which all tiles of a causal document meet, so that they
+    are at the same rows."""
+    if DOWN:
+        at = core_end - 1 - n
+    else:
+        at = core_begin + n
+    return at
+
+
+@gluon.jit
 def produce(
     maps, lines, tiles_s, lines_s, bars, place, range_,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, HALVES: gl.constexpr,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, HALVES: gl.constexpr, DOWN: gl.constexpr,
 ):  # fmt: skip
     query, key, value, dout = maps
     lse2, delta, lo, hi = lines
@@ -243,7 +254,7 @@ def produce(
         phase = (i // 2) & 1
         in_edges = i < edges * group
         masked = gl.where(n < core_begin, n, n + core_end - core_begin)
-        row = start + gl.where(in_edges, masked, core_begin + n) * ROWS
+        row = start + gl.where(in_edges, masked, nth_of_core(n, core_begin, core_end, DOWN)) * ROWS
         stat = (bh + g) * padded + row
         head = kv_head * group + g
         mbarrier.wait(q_empty.index(stage), phase ^ 1)
@@ -297,7 +308,7 @@ def keys_read(kind: gl.constexpr, DQ: gl.constexpr):
 @gluon.jit
 def sum_rows(
     dq_sum, k, ds_s, dq_s, kv_full, ds_bars, place, range_,
-    QK_DIM: gl.constexpr, DQ: gl.constexpr,
+    QK_DIM: gl.constexpr, DQ: gl.constexpr, DOWN: gl.constexpr,
 ):  # fmt: skip
     """A third warp group: dQ of every block of rows, from the dS of the other two."""
     ds_full, ds_empty = ds_bars
@@ -314,7 +325,9 @@ def sum_rows(
         stage = i % 2
         in_edges = i < edges * group
         masked = gl.where(n < core_begin, n, n + core_end - core_begin)
-        block = start // ROWS + gl.where(in_edges, masked, core_begin + n)
+        block = start // ROWS + gl.where(
+            in_edges, masked, nth_of_core(n, core_begin, core_end, DOWN)
+        )
         mbarrier.wait(ds_full.index(stage), (i // 2) & 1)
         ds_t = ds_s.index(stage).permute((1, 0))
         dq = warpgroup_mma(ds_t, k, zero, use_acc=False, is_async=True)
