@@ -34,6 +34,7 @@ from hopper_rows import (
     add_staged,
     keys_read,
     mask_bits,
+    next_head,
     nth_of_core,
     produce,
     rows_of_half,
@@ -237,10 +238,13 @@ def consume(
                 stage = stage ^ 1
                 block = row // ROWS
                 before = ((bh + g) * row_blocks + block) * 2 + W
-                n += 1
-                wrap = n == count
-                n = gl.where(wrap, 0, n)
-                g = gl.where(wrap, g + 1, g)
+                if DOWN == 2:
+                    n, g = next_head(n, g, count, group)
+                else:
+                    n += 1
+                    wrap = n == count
+                    n = gl.where(wrap, 0, n)
+                    g = gl.where(wrap, g + 1, g)
         if DQ == 1:
             mbarrier.wait(ds_full.index(stage ^ 1), phase)
             ds_t = ds_s.index(stage ^ 1).permute((1, 0))

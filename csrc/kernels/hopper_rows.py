@@ -212,11 +212,18 @@ def mask_bits(keys, row, lo_s, hi_s, mask, numbers):
 def nth_of_core(n, core_begin, core_end, DOWN: gl.constexpr):
     """The n-th block of rows that needs no mask. DOWN: from the last one on, which all tiles of a causal document meet, so that they
     are at the same rows."""
-    if DOWN:
+    if DOWN > 0:
         at = core_end - 1 - n
     else:
         at = core_begin + n
     return at
+
+
+@gluon.jit
+def next_head(n, g, count, group):
+    """With DOWN 2: the same block of rows for the next head of the group; the next of `count` blocks when all heads had it."""
+    wrap = g == group - 1
+    return gl.where(wrap, gl.where(n == count - 1, 0, n + 1), n), gl.where(wrap, 0, g + 1)
 
 
 @gluon.jit
@@ -278,10 +285,13 @@ def produce(
             tma.async_load(dout, [b, row, head * V_DIM], full, do_tile)
             delta_line = delta_s.index(stage).reinterpret(f32, [1, 1, ROWS], delta.layout)
             tma.async_load(delta, [0, 0, stat], full, delta_line)
-        n += 1
-        wrap = n == gl.where(in_edges, edges, core_end - core_begin)
-        n = gl.where(wrap, 0, n)
-        g = gl.where(wrap, gl.where(g == group - 1, 0, g + 1), g)
+        if DOWN == 2:
+            n, g = next_head(n, g, gl.where(in_edges, edges, core_end - core_begin), group)
+        else:
+            n += 1
+            wrap = n == gl.where(in_edges, edges, core_end - core_begin)
+            n = gl.where(wrap, 0, n)
+            g = gl.where(wrap, gl.where(g == group - 1, 0, g + 1), g)
 
 
 @gluon.jit
@@ -335,9 +345,12 @@ def sum_rows(
         warp_arrive(ds_empty.index(stage))
         cells = ((bh + g) * row_blocks + block).to(gl.int64) * CELLS
         add_staged(dq, dq_sum + cells, dq_s.index(stage), CELLS, 1)
-        n += 1
-        wrap = n == gl.where(in_edges, edges, core_end - core_begin)
-        n = gl.where(wrap, 0, n)
-        g = gl.where(wrap, gl.where(g == group - 1, 0, g + 1), g)
+        if DOWN == 2:
+            n, g = next_head(n, g, gl.where(in_edges, edges, core_end - core_begin), group)
+        else:
+            n += 1
+            wrap = n == gl.where(in_edges, edges, core_end - core_begin)
+            n = gl.where(wrap, 0, n)
+            g = gl.where(wrap, gl.where(g == group - 1, 0, g + 1), g)
     keys_read("arrive", DQ)
     tma.store_wait(0)
