@@ -23,19 +23,21 @@ from packax import few_programs
 
 TILE = 128
 BOUNDS = 2.0, 0.5  # steps for the beginning and the end of a program: backward, forward
-Order = Callable[[int, int, int], Iterator[tuple[int, int]]]  # tiles, heads, batch -> (tile, head)
-End = Callable[[int, int], int]  # tiles, heads of all batch rows -> tiles
+Order = Callable[
+    [int, int], Iterator[tuple[int, int]]
+]  # tiles, heads of all batch rows -> (tile, head)
+End = Callable[[int, int], int]  # likewise -> tiles
 
 
-def by_head(tiles: int, heads: int, batch: int) -> Iterator[tuple[int, int]]:
+def by_head(tiles: int, heads: int) -> Iterator[tuple[int, int]]:
     return ((tile, head) for head in range(heads) for tile in range(tiles))
 
 
 def windows(*ends: End) -> Order:
     """The tiles up to each end of every head, one head after the other; behind the last end heads alternate."""
 
-    def order(tiles: int, heads: int, batch: int) -> Iterator[tuple[int, int]]:
-        cuts = [0, *(end(tiles, batch * heads) for end in ends)]
+    def order(tiles: int, heads: int) -> Iterator[tuple[int, int]]:
+        cuts = [0, *(end(tiles, heads) for end in ends)]
         for begin, end in itertools.pairwise(cuts):
             yield from ((tile, head) for head in range(heads) for tile in range(begin, end))
         yield from ((tile, head) for tile in range(cuts[-1], tiles) for head in range(heads))
@@ -89,14 +91,14 @@ def row_tiles(case: Case) -> np.ndarray:
 def backward(case: Case, order: Order, multiprocessors: int, parts: int = 1) -> float:
     group = case.heads // case.kv_heads // parts
     steps = key_tiles(case) * group + BOUNDS[0]
-    each = order(len(steps), case.kv_heads * parts, case.batch)
-    return busy([steps[tile] for tile, _ in each for _ in range(case.batch)], multiprocessors)
+    each = order(len(steps), case.batch * case.kv_heads * parts)
+    return busy([steps[tile] for tile, _ in each], multiprocessors)
 
 
 def forward(case: Case, order: Order, multiprocessors: int) -> float:
     steps = row_tiles(case) + BOUNDS[1]
-    members = case.batch * case.heads // case.kv_heads
-    each = order(len(steps), case.kv_heads, case.batch)
+    members = case.heads // case.kv_heads
+    each = order(len(steps), case.batch * case.kv_heads)
     return busy([steps[tile] for tile, _ in each for _ in range(members)], multiprocessors)
 
 

@@ -57,20 +57,21 @@ def place_of_tile(
 ):
     """Head, key/value head, batch row, mask row and first row (or key) of the tile-th tile, or of the tile-th of its SUB parts of
     ROWS; the same walk as rows.tile_of_program."""
-    per_tile = group * SUB * batch
-    second, last = windows(tiles, batch * kv_heads)
+    per_tile = group * SUB
+    heads = batch * kv_heads
+    second, last = windows(tiles, heads)
     at = tile // per_tile
-    begin = gl.where(at < second * kv_heads, 0, gl.where(at < last * kv_heads, second, last))
+    begin = gl.where(at < second * heads, 0, gl.where(at < last * heads, second, last))
     length = gl.where(begin == 0, second, gl.maximum(last - second, 1))
-    at -= begin * kv_heads
-    kv_head = gl.where(begin == last, at % kv_heads, at // length)
-    nth = begin + gl.where(begin == last, at // kv_heads, at % length)
+    at -= begin * heads
+    head = gl.where(begin == last, at % heads, at // length)
+    nth = begin + gl.where(begin == last, at // heads, at % length)
+    b = head % batch
+    kv_head = head // batch
     rest = tile % per_tile
     member = rest % group
-    rest = rest // group
-    b = rest // SUB
     mask_b = gl.where(mask_batch > 1, b, 0)
-    first = gl.load(order + mask_b * tiles + nth) * SUB + rest % SUB
+    first = gl.load(order + mask_b * tiles + nth) * SUB + rest // group
     return kv_head * group + member, kv_head, b, mask_b, first * ROWS
 
 

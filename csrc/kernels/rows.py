@@ -59,29 +59,30 @@ def windows(tiles, heads):
 def tile_of_program(order, batch, mask_batch, tiles, group, kv_heads, BLOCK_SIZE: tl.constexpr):
     """Head, batch row and first row (or key) of this program.
 
-    Tiles come with most work first. The key/value head is the slowest index, so that programs running together share its keys
-    and values, and of key tiles the rows and their gradients, in the L2 cache. But not over all tiles: the last head's long tiles must
-    not begin when no short ones are left to run beside them. So it goes by windows: half of the tiles of every head, then a quarter,
-    then the last quarter, with most of the tiles and little of the work of causal rows, where heads alternate.
+    Tiles come with most work first. The key/value heads of all batch rows are the slowest index, so that programs running together
+    share keys and values, and of key tiles the rows and their gradients, in the L2 cache. But not over all tiles: the last head's long
+    tiles must not begin when no short ones are left to run beside them. So it goes by windows: half of the tiles of every head, then a
+    quarter, then the last quarter, with most of the tiles and little of the work of causal rows, where heads alternate.
     `group` query heads of one tile follow each other (1 where a program serves a whole group).
     """
     SUB: tl.constexpr = TILE // BLOCK_SIZE
     pid = tl.program_id(0)
-    per_tile = group * SUB * batch
-    second, last = windows(tiles, batch * kv_heads)
+    per_tile = group * SUB
+    heads = batch * kv_heads
+    second, last = windows(tiles, heads)
     at = pid // per_tile
-    begin = tl.where(at < second * kv_heads, 0, tl.where(at < last * kv_heads, second, last))
+    begin = tl.where(at < second * heads, 0, tl.where(at < last * heads, second, last))
     length = tl.where(begin == 0, second, tl.maximum(last - second, 1))
-    at -= begin * kv_heads
-    kv_head = tl.where(begin == last, at % kv_heads, at // length)
-    nth = begin + tl.where(begin == last, at // kv_heads, at % length)
+    at -= begin * heads
+    head = tl.where(begin == last, at % heads, at // length)
+    nth = begin + tl.where(begin == last, at // heads, at % length)
+    b = head % batch
+    kv_head = head // batch
     rest = pid % per_tile
     member = rest % group
-    rest = rest // group
-    sub = rest % SUB
-    b = rest // SUB
     mask_b = tl.where(mask_batch > 1, b, 0)
     tile = tl.load(order + mask_b * tiles + nth)
+    sub = rest // group
     return kv_head * group + member, kv_head, b, mask_b, tile * TILE + sub * BLOCK_SIZE
 
 
