@@ -1,6 +1,6 @@
 """Load and launch cubins with nothing but numpy and the driver: what tuning needs, before there is a wheel.
 
-Errors of the driver become RuntimeError with its text. One device, one stream unless `bind` is given another.
+Errors of the driver become RuntimeError with its text. One device, one stream.
 """
 
 from __future__ import annotations
@@ -122,16 +122,6 @@ class Buffer:
         self.driver.ok(self.driver.cu.cuMemFree_v2(self.pointer), "cuMemFree")
 
 
-class Part:
-    """Of a buffer, from its n-th element on: a part of a line, or some heads of (rows, heads, dim), whose rows stay as far apart as
-    they are in the whole."""
-
-    def __init__(self, whole: Buffer, begin: int, shape: tuple[int, ...]):
-        self.shape, self.dtype = shape, whole.dtype
-        self.pointer = C.c_uint64(whole.pointer.value + begin * whole.dtype.itemsize)
-        self.apart = int(np.prod(whole.shape[1:])) if len(whole.shape) > 1 else None
-
-
 class TensorMap(C.Structure):
     """A CUtensorMap with the sizes that Triton passes behind it; 64-byte aligned inside `storage`."""
 
@@ -150,15 +140,12 @@ def view(shape: tuple[int, ...], box: list[int]) -> list[int]:
     return [1, 1, shape[0]] if box[1] == 1 else [1, shape[0] // box[2], box[2]]
 
 
-def tensor_map(
-    driver: Driver, buffer: Buffer | Part, spec: dict[str, Any]
-) -> tuple[Any, TensorMap]:
+def tensor_map(driver: Driver, buffer: Buffer, spec: dict[str, Any]) -> tuple[Any, TensorMap]:
     size, (_, rows, columns) = buffer.dtype.itemsize, view(buffer.shape, spec["box"])
-    apart = getattr(buffer, "apart", None) or columns
     storage = C.create_string_buffer(C.sizeof(TensorMap) + 64)
     made = TensorMap.from_buffer(storage, -C.addressof(storage) % 64)
     dims = (C.c_uint64 * 3)(columns, rows, 1)
-    strides = (C.c_uint64 * 2)(apart * size, rows * apart * size)
+    strides = (C.c_uint64 * 2)(columns * size, rows * columns * size)
     box = (C.c_uint32 * 3)(*reversed(spec["box"]))
     ones = (C.c_uint32 * 3)(1, 1, 1)
     to, element = C.c_void_p(buffer.pointer.value), ELEMENTS[buffer.dtype.name]
@@ -166,10 +153,10 @@ def tensor_map(
         C.byref(made), element, 3, to, dims, strides, box, ones, 0, spec["swizzle"], 2, 0
     )
     driver.ok(status, f"cuTensorMapEncodeTiled of {buffer.shape}, {spec}")
-    if rows * apart * size - size + 1 < 128 * 1024 and driver.version <= 13010:
+    if rows * columns * size - size + 1 < 128 * 1024 and driver.version <= 13010:
         made.map[10] &= ~(1 << 5)  # bit 21 of the second word, as csrc/driver.cc
     made.shape[:] = [1, rows, columns]
-    made.strides[:] = [rows * apart, apart, 1]
+    made.strides[:] = [rows * columns, columns, 1]
     return storage, made
 
 
@@ -195,9 +182,7 @@ class Kernel:
                 driver.cu.cuFuncSetAttribute(self.fn, 8, self.meta["shared"]), "cuFuncSetAttribute"
             )
 
-    def bind(
-        self, grid: tuple[int, ...], given: Mapping[str, Any], stream: C.c_void_p | None = None
-    ) -> Callable[[], None]:
+    def bind(self, grid: tuple[int, ...], given: Mapping[str, Any]) -> Callable[[], None]:
         """The launch with its parameters packed, each by its name and of the kind that the build recorded."""
         params = self.meta["params"]
         missing = [p["name"] for p in params if p["name"] not in given]
@@ -225,7 +210,7 @@ class Kernel:
         pointers = (C.c_void_p * len(addresses))(*addresses)
         x, y = (*grid, 1)[:2]
         launch = self.driver.cu.cuLaunchKernel
-        shape_args = (self.fn, x, y, 1, self.meta["threads"], 1, 1, self.meta["shared"], stream)
+        shape_args = (self.fn, x, y, 1, self.meta["threads"], 1, 1, self.meta["shared"], None)
 
         def bound(_keep: Any = values) -> None:
             self.driver.ok(launch(*shape_args, pointers, None), f"launch {self.meta['kernel']}")

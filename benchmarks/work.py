@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from cases import Case
-from cubin import Buffer, Driver, Kernel, Part
+from cubin import Buffer, Driver, Kernel
 
 Launch = Callable[[], None]
 SAMPLED = 8192  # rows of a long case that are compared
@@ -120,37 +120,18 @@ class Work:
             return heads * -(-rows // 128) * (128 // block)
         return heads * -(-rows // block)
 
-    def heads(self, first: int, count: int) -> dict[str, Any]:
-        """What a launch is given for some key/value heads and the query heads that read them."""
-        case, given = self.case, self.given
-        group = case.heads // case.kv_heads
-        parts: dict[str, Any] = {"heads": group * count, "kv_heads": count, "row_heads": case.heads}
-        for name, each in {"query": group, "out": group, "dout": group, "dq": group,
-                           "key": 1, "value": 1, "dk": 1, "dv": 1}.items():  # fmt: skip
-            rows, _, dim = given[name].shape
-            parts[name] = Part(given[name], first * each * dim, (rows, count * each, dim))
-        for name in ("lse", "dlse", "delta", "lse2", "dq_sum"):
-            each = group * (given[name].shape[0] // case.heads)
-            parts[name] = Part(given[name], first * each, (count * each,))
-        return parts
-
-    def counter(self) -> Buffer:
-        """One more, for programs that draw from it beside others."""
-        return self._new((1,), np.int32)
-
-    def launch(self, kernel: Kernel, stream: Any = None, **other: Any) -> Launch:
+    def launch(self, kernel: Kernel, **other: int) -> Launch:
         """One kernel bound to this case. Programs that draw from the counter are as many as multiprocessors."""
-        given = self.given | other
-        grid = self.grid(kernel) * given["kv_heads"] // self.case.kv_heads
+        given, grid = self.given | other, self.grid(kernel)
         if kernel.meta["block"] == 192:
             given["q_order"] = given["q_order_192"]
         if not any(p["name"] == "counter" for p in kernel.meta["params"]):
-            return kernel.bind((grid,), given, stream)
-        run = kernel.bind((min(grid, self.driver.multiprocessors),), given, stream)
+            return kernel.bind((grid,), given)
+        run = kernel.bind((min(grid, self.driver.multiprocessors),), given)
         cu, counter = self.driver.cu, given["counter"]
 
         def clear_and_run() -> None:
-            self.driver.ok(cu.cuMemsetD32Async(counter.pointer, 0, 1, stream), "cuMemsetD32Async")
+            self.driver.ok(cu.cuMemsetD32Async(counter.pointer, 0, 1, None), "cuMemsetD32Async")
             run()
 
         return clear_and_run

@@ -7,7 +7,7 @@ from __future__ import annotations
 # values, QK_CHUNK (columns of a tile of queries or keys: a power of two), registers of a consumer and
 # of a producer thread; ROWS of a program. ANEW: addresses of operands that never move are made in every
 # step (hopper.nought); it empties registers and costs some integer instructions. On an H200 it gave the backward 1 to 3 %, dK
-# and dV of 128 2 %, of 192 4 to 5 %, the forward of 256 4 to 5 %, the forward of 128 and 192 0 to 2 % (and no spills); dQ lost
+# and dV of 128 2 %, of 192 4 to 5 %, the forward of 256 4 to 5 %, the forward of 128 and 192 0 to 2 % (and fewer spills); dQ lost
 # 0 to 5 %, dK and dV of 256 8 to 11 %, 64 nothing (benchmarks/results/tune_anew_h200.json).
 # DOWN: 1: blocks of rows from the document's end up, so that all its tiles are at the same rows; 2: of all heads of the group,
 # before the next block. Not timed yet.

@@ -227,6 +227,20 @@ def next_head(n, g, count, group):
 
 
 @gluon.jit
+def next_block(n, g, in_edges, range_, group, DOWN: gl.constexpr):
+    """Of masked blocks or of the core's: the next one of a head, then the next head's."""
+    _start, _steps, edges, core_begin, core_end = range_
+    if DOWN == 2:
+        n, g = next_head(n, g, gl.where(in_edges, edges, core_end - core_begin), group)
+    else:
+        n += 1
+        wrap = n == gl.where(in_edges, edges, core_end - core_begin)
+        n = gl.where(wrap, 0, n)
+        g = gl.where(wrap, gl.where(g == group - 1, 0, g + 1), g)
+    return n, g
+
+
+@gluon.jit
 def produce(
     maps, lines, tiles_s, lines_s, bars, place, range_,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, HALVES: gl.constexpr, DOWN: gl.constexpr,
@@ -285,13 +299,7 @@ def produce(
             tma.async_load(dout, [b, row, head * V_DIM], full, do_tile)
             delta_line = delta_s.index(stage).reinterpret(f32, [1, 1, ROWS], delta.layout)
             tma.async_load(delta, [0, 0, stat], full, delta_line)
-        if DOWN == 2:
-            n, g = next_head(n, g, gl.where(in_edges, edges, core_end - core_begin), group)
-        else:
-            n += 1
-            wrap = n == gl.where(in_edges, edges, core_end - core_begin)
-            n = gl.where(wrap, 0, n)
-            g = gl.where(wrap, gl.where(g == group - 1, 0, g + 1), g)
+        n, g = next_block(n, g, in_edges, range_, group, DOWN)
 
 
 @gluon.jit
@@ -345,12 +353,6 @@ def sum_rows(
         warp_arrive(ds_empty.index(stage))
         cells = ((bh + g) * row_blocks + block).to(gl.int64) * CELLS
         add_staged(dq, dq_sum + cells, dq_s.index(stage), CELLS, 1)
-        if DOWN == 2:
-            n, g = next_head(n, g, gl.where(in_edges, edges, core_end - core_begin), group)
-        else:
-            n += 1
-            wrap = n == gl.where(in_edges, edges, core_end - core_begin)
-            n = gl.where(wrap, 0, n)
-            g = gl.where(wrap, gl.where(g == group - 1, 0, g + 1), g)
+        n, g = next_block(n, g, in_edges, range_, group, DOWN)
     keys_read("arrive", DQ)
     tma.store_wait(0)

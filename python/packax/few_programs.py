@@ -15,14 +15,13 @@ import jax.numpy as jnp
 from packax import xla_masks
 from packax.primitives import backward_p
 
-TILE = 128  # keys of a program
 # About two and about eight for every multiprocessor of the GPUs that have most. With one each, of causal rows, the longest
 # program takes twice the mean.
 ALL_BUSY = 256
 BALANCED = 1024
-# With fewer keys for every query head of a part, repeating costs more than balance brings where all are busy.
+# With fewer keys for every query head of a part, repeating costs more than balance brings, on paper, where all are busy.
 LONG = 32768
-# A row of fewer keys takes 0.1 ms or so at worst.
+# In shorter rows a program has 16 steps a query head at most.
 SHORT = 1024
 
 
@@ -31,7 +30,7 @@ def parts_of_group(query: Any, key: Any) -> int:
     batch, kv_len, kv_heads, _ = key.shape
     if any(xla_masks.is_symbolic(n) for n in (batch, kv_len, kv_heads, query.shape[2])):
         return 1
-    programs = batch * kv_heads * xla_masks.ceil_div(kv_len, TILE)
+    programs = batch * kv_heads * xla_masks.ceil_div(kv_len, xla_masks.TILE)
     group = query.shape[2] // kv_heads
     if programs == 0 or programs >= BALANCED or kv_len < SHORT:
         return 1
