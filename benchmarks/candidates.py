@@ -38,12 +38,12 @@ CANDIDATES: dict[str, dict[tuple[int, int], list[Constants]]] = {
         (256, 256): [{}, {"ANEW": 1}],
     },
     "backward_hopper": {
-        (64, 64): [{}, {"SKIP": 0}, {"TURNS": 1}, {"DQ": 1, "CONSUMER_REGISTERS": 240}, {"DOWN": 1}, {"DOWN": 2}],
-        (128, 128): [{}, {"SKIP": 1}, {"TURNS": 0}, {"ANEW": 0}, {"DOWN": 1}, {"DOWN": 2}],
+        (64, 64): [{}, {"SKIP": 0}, {"TURNS": 1}, {"DQ": 1, "CONSUMER_REGISTERS": 240}],
+        (128, 128): [{}, {"SKIP": 1}, {"TURNS": 0}, {"ANEW": 0}],
     },
     "backward_dkdv_hopper": {
-        (64, 64): [{}, {"SKIP": 0}, {"TURNS": 1}, {"ANEW": 1}, {"DOWN": 1}, {"DOWN": 2}],
-        (128, 128): [{}, {"SKIP": 0}, {"TURNS": 0}, {"ANEW": 0}, {"DOWN": 1}, {"DOWN": 2}],
+        (64, 64): [{}, {"SKIP": 0}, {"TURNS": 1}, {"ANEW": 1}],
+        (128, 128): [{}, {"SKIP": 0}, {"TURNS": 0}, {"ANEW": 0}],
         (192, 128): [{}, {"ANEW": 0}],
         (256, 256): [{}, {"QK_CHUNK": 128}, {"QK_CHUNK": 256}, {"ANEW": 1}, {"ANEW": 1, "QK_CHUNK": 256}],
     },

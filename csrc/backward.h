@@ -15,8 +15,9 @@ struct BackwardCall {
   float scale;
   int32_t has_dlse;
   bool want_dq, want_dkv;
-  float soft_cap = 0;                          // 0: none
-  std::optional<BlockMap> map = std::nullopt;  // never with a soft cap
+  float soft_cap = 0;                                   // 0: none
+  std::optional<BlockMap> map = std::nullopt;           // never with a soft cap
+  std::optional<ffi::AnyBuffer> slopes = std::nullopt;  // of ALiBi, (1, heads); never with either
 };
 
 // The sections of the workspace for Hopper. All begin at multiples of 256 bytes from its start.
@@ -48,10 +49,10 @@ struct HopperWorkspace {
 // which kernels of Hopper may run.
 ffi::Error CheckWorkspace(const ffi::AnyBuffer& workspace, const Shape& s);
 
-// Kernels of Hopper for this call, with a soft cap or without: one for all gradients, which adds dQ
-// up in any order, or, in a smaller workspace or without that one, one for dK and dV and one for
-// dQ, whose sums have one order. `*found` says whether this device has them; in the initialize
-// stage nothing is launched.
+// Kernels of Hopper for this call, with a soft cap, a map, slopes or none of them: one for all
+// gradients, which adds dQ up in any order, or, in a smaller workspace or without that one, one for
+// dK and dV and one for dQ, whose sums have one order. `*found` says whether this device has them;
+// in the initialize stage nothing is launched.
 ffi::Error BackwardOnHopper(Device* device, Stream stream, const BackwardCall& c, bool* found);
 
 }  // namespace packax

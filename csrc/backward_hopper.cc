@@ -89,6 +89,19 @@ void Fill(const BackwardCall& c, const Sections& at, BackwardHopperCappedArgs* a
            PACKAX_TESTS_AND_SIZES(c)};
 }
 
+void Fill(const BackwardCall& c, const Sections& at, BackwardHopperBiasedArgs* args) {
+  *args = {
+      PACKAX_NO_TILES,
+      .dq_sum = at.dq_sum,
+      PACKAX_MASK_ELEMENTS(c.mask),
+      .kv_blocks = c.kv_blocks.untyped_data(),
+      .kv_order = c.kv_order.untyped_data(),
+      .slopes = c.slopes->untyped_data(),
+      .scale = c.scale,
+      PACKAX_TESTS_AND_SIZES(c),
+  };
+}
+
 void Fill(const BackwardCall& c, const Sections&, BackwardDkdvHopperArgs* args) {
   *args = {PACKAX_NO_TILES, PACKAX_KEYS(c), PACKAX_TESTS_AND_SIZES(c)};
 }
@@ -276,6 +289,10 @@ ffi::Error BackwardOnHopper(Device* device, Stream stream, const BackwardCall& c
     }
     return RunIfFound<Apart<BackwardDkdvHopperMappedArgs, BackwardDqHopperMappedArgs>>(
         device, stream, c, found);
+  }
+  if (c.slopes) {  // one kernel for all gradients, or the general ones
+    if (!HopperWorkspace(c.shape).holds_sum(c.workspace)) return ffi::Error::Success();
+    return RunIfFound<Fused<BackwardHopperBiasedArgs>>(device, stream, c, found);
   }
   if (c.soft_cap > 0) {
     return RunOne<BackwardHopperCappedArgs, BackwardDkdvHopperCappedArgs,

@@ -13,12 +13,13 @@ struct ForwardCall {
   Mask mask;
   ffi::AnyBuffer query, key, value, q_order_192, out, lse, counter;
   float scale;
-  float soft_cap = 0;                          // 0: none
-  std::optional<BlockMap> map = std::nullopt;  // never with a soft cap
+  float soft_cap = 0;                                   // 0: none
+  std::optional<BlockMap> map = std::nullopt;           // never with a soft cap
+  std::optional<ffi::AnyBuffer> slopes = std::nullopt;  // of ALiBi, (1, heads); never with either
 };
 
-// The kernel of Hopper for this call, with a soft cap or without. `*found` says whether this device
-// has it; in the initialize stage nothing is launched.
+// The kernel of Hopper for this call, with a soft cap, a map, slopes or none of them. `*found` says
+// whether this device has it; in the initialize stage nothing is launched.
 ffi::Error ForwardOnHopper(Device* device, Stream stream, const ForwardCall& c, bool* found);
 
 // The order of tiles of 192 rows, (mask_batch, ceil(q_len/192)).

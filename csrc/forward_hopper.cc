@@ -49,6 +49,23 @@ void Fill(const ForwardCall& c, const void* q_order, ForwardHopperMappedArgs* ar
   };
 }
 
+void Fill(const ForwardCall& c, const void* q_order, ForwardHopperBiasedArgs* args) {
+  *args = {
+      .query = {},
+      .key = {},
+      .value = {},
+      .out = {},
+      .lse = c.lse.untyped_data(),
+      PACKAX_MASK_ROWS(c.mask),
+      .q_order = q_order,
+      .counter = c.counter.untyped_data(),
+      .slopes = c.slopes->untyped_data(),
+      .scale = c.scale,
+      .element_test = c.mask.element_test,
+      PACKAX_SIZES(c.shape),
+  };
+}
+
 template <typename Args>
 ffi::Error LaunchForward(const Ready<Args>& forward, Stream stream, const ForwardCall& c) {
   const Shape& s = c.shape;
@@ -84,6 +101,7 @@ ffi::Error RunIfFound(Device* device, Stream stream, const ForwardCall& c, bool*
 
 ffi::Error ForwardOnHopper(Device* device, Stream stream, const ForwardCall& c, bool* found) {
   if (c.map) return RunIfFound<ForwardHopperMappedArgs>(device, stream, c, found);
+  if (c.slopes) return RunIfFound<ForwardHopperBiasedArgs>(device, stream, c, found);
   if (c.soft_cap > 0) return RunIfFound<ForwardHopperCappedArgs>(device, stream, c, found);
   return RunIfFound<ForwardHopperArgs>(device, stream, c, found);
 }

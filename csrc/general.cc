@@ -2,8 +2,8 @@
 // and head dims between the compiled ones. As forward.cc and backward.cc, with the general kernels.
 //
 // A kernel is compiled for head dims of its own and serves all multiples of 8 up to them. These
-// have float32, too. A soft cap alone has kernels for Hopper, where all else here is as in
-// packax_forward_v1 and packax_backward_v1.
+// have float32, too. A soft cap, a map or a bias of indices alone has kernels for Hopper, where all
+// else here is as in packax_forward_v1 and packax_backward_v1.
 
 #include <cmath>
 
@@ -23,6 +23,13 @@ struct Extras {
   ffi::AnyBuffer q_places, kv_places;  // (bias_batch, q_len), (bias_batch, kv_len) int32
   float scale, soft_cap;
   int32_t scales_batch = 0, bias_batch = 0;  // 1 or batch; 0: not there
+  bool of_indices = false;                   // places are indices, and scales hold only `scale`
+
+  // One slope a head, and nothing else that an attribute or the kernel does not know itself.
+  bool only_slopes() const { return of_indices && bias_batch == 1 && soft_cap == 0; }
+  std::optional<ffi::AnyBuffer> slopes_if_only() const {
+    return only_slopes() ? std::optional(slopes) : std::nullopt;
+  }
 };
 
 // Members of `Args{...}`, as those of attention.h.
@@ -51,7 +58,7 @@ ffi::Error ReadExtras(const Shape& s, int32_t has_scales, int32_t has_bias, Extr
         << name << " is " << dim << ", there are kernels for multiples of " << kMultiple;
   }
   PACKAX_TRY(ExpectAttribute("has_scales", has_scales, 1));
-  PACKAX_TRY(ExpectAttribute("has_bias", has_bias, 1));
+  PACKAX_TRY(ExpectAttribute("has_bias", has_bias, 2));
   PACKAX_TRY(CheckScale(e->scale));
   PACKAX_CHECK(std::isfinite(e->soft_cap) && e->soft_cap >= 0, kInvalidArgument)
       << "attribute soft_cap is " << e->soft_cap << ", expected a finite number, 0 for none";
@@ -61,7 +68,8 @@ ffi::Error ReadExtras(const Shape& s, int32_t has_scales, int32_t has_bias, Extr
     PACKAX_TRY(
         Expect("scales", e->scales, ffi::DataType::F32, {{"scales_batch", e->scales_batch}}));
   }
-  if (has_bias == 1) {
+  e->of_indices = has_bias == 2;
+  if (has_bias >= 1) {
     PACKAX_TRY(ExpectRank("slopes", e->slopes, 2, "(bias_batch, heads)"));
     PACKAX_TRY(ReadBatch("slopes", e->slopes, s, &e->bias_batch));
     const Axis batch{"bias_batch", e->bias_batch};
@@ -73,8 +81,9 @@ ffi::Error ReadExtras(const Shape& s, int32_t has_scales, int32_t has_bias, Extr
   return ffi::Error::Success();
 }
 
-// Whether the kernels for Hopper can take it: a soft cap, or a map, and nothing else.
+// Whether the kernels for Hopper can take it: a soft cap, or a map, or slopes, and nothing else.
 bool OnHopper(const Extras& e, const BlockMap& b) {
+  if (e.only_slopes()) return !b.there();
   if (e.scales_batch > 0 || e.bias_batch > 0) return false;
   if (e.soft_cap == 0) return b.there() && b.shifts();
   return !b.there() && e.soft_cap <= kLargestCap && std::isfinite(e.scale / e.soft_cap);
@@ -112,8 +121,8 @@ ffi::Error Forward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi:
   Device* device;
   PACKAX_TRY(CurrentDevice(&device));
   if (OnHopper(e, b) && want_top == 0) {
-    const ForwardCall call{s,    m,    query,    key,   value,    q_order_192,
-                           *out, *lse, *counter, scale, soft_cap, b.if_there()};
+    const ForwardCall call{s,    m,        query, key,      value,        q_order_192,       *out,
+                           *lse, *counter, scale, soft_cap, b.if_there(), e.slopes_if_only()};
     bool on_hopper;
     PACKAX_TRY(ForwardOnHopper(device, stream, call, &on_hopper));
     if (on_hopper) return ffi::Error::Success();
@@ -194,10 +203,28 @@ ffi::Error Backward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi
   Device* device;
   PACKAX_TRY(CurrentDevice(&device));
   if (may_be_on_hopper) {
-    const BackwardCall call{s,         m,        query,       key,       value,    out,
-                            lse,       dout,     dlse,        kv_blocks, kv_order, *dq,
-                            *dk,       *dv,      *workspace,  scale,     has_dlse, want_rows,
-                            want_keys, soft_cap, b.if_there()};
+    const BackwardCall call{s,
+                            m,
+                            query,
+                            key,
+                            value,
+                            out,
+                            lse,
+                            dout,
+                            dlse,
+                            kv_blocks,
+                            kv_order,
+                            *dq,
+                            *dk,
+                            *dv,
+                            *workspace,
+                            scale,
+                            has_dlse,
+                            want_rows,
+                            want_keys,
+                            soft_cap,
+                            b.if_there(),
+                            e.slopes_if_only()};
     bool on_hopper;
     PACKAX_TRY(BackwardOnHopper(device, stream, call, &on_hopper));
     if (on_hopper) return ffi::Error::Success();

@@ -144,7 +144,7 @@ def test_what_is_not_there_is_not_looked_at(machine, direction):
         ({"soft_cap": ("float32", -1.0)}, "attribute soft_cap is -1, expected a finite number"),
         ({"soft_cap": ("float32", float("nan"))}, "attribute soft_cap is "),
         ({"scale": ("float32", 0.0)}, "attribute scale is 0, expected"),
-        ({"has_bias": ("int32", 2)}, "has_bias"),
+        ({"has_bias": ("int32", 3)}, "attribute has_bias is 3, expected 0 to 2"),
         ({"has_scales": ("int32", -1)}, "has_scales"),
         ({"exact": ("int32", 2)}, "attribute exact is 2, expected 0 to 1"),
         (

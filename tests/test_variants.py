@@ -33,6 +33,7 @@ def load(name: str):  # type: ignore[no-untyped-def]
 
 
 table = load("variants")
+tiles = load("hopper_tiles")
 compiler = load("compile")
 ALL = list(table.variants())
 DECODE = ["decode", "decode_tall", "decode_combine"]
@@ -119,11 +120,13 @@ def test_the_backward_kernels_of_hopper_come_together() -> None:
         for k in ("forward", "backward_dkdv", "backward_dq")
     )
     assert forward == keys == rows < prepare
+    forward, one = (set(table.HOPPER_TILES[f"{k}_hopper_biased"]) for k in ("forward", "backward"))
+    assert forward == one == finish
 
 
 def test_kernels_with_a_soft_cap_take_one_number_more() -> None:
     """Else they are those without: C++ fills both in from one call, and one tile serves in their place."""
-    for capped, plain in table.CAPPED.items():
+    for capped, plain in tiles.CAPPED.items():
         assert capped == f"{plain}_capped" and table.KERNELS[capped] == table.KERNELS[plain]
         for source in {v.source for v in ALL if v.kernel == capped}:
             names = arguments_of(capped, source)
@@ -131,10 +134,19 @@ def test_kernels_with_a_soft_cap_take_one_number_more() -> None:
             assert names == arguments_of(plain, source)
 
 
+def test_kernels_with_a_bias_take_its_slopes() -> None:
+    """Else they are those without."""
+    for biased, plain in tiles.BIASED.items():
+        assert biased == f"{plain}_biased" and table.KERNELS[biased] == table.KERNELS[plain]
+        names = arguments_of(biased)
+        assert names.pop(names.index("scale") - 1) == "slopes"
+        assert names == arguments_of(plain)
+
+
 def test_kernels_with_a_map_take_it_beside_the_rest() -> None:
     """Else they are those without. A step is an entry of a list, a tile one that lists are of: 64 and 128."""
     numbers = ["map_batch", "map_heads", "q_block", "kv_block"]
-    for mapped, plain in table.MAPPED.items():
+    for mapped, plain in tiles.MAPPED.items():
         assert mapped == f"{plain}_mapped" and table.KERNELS[mapped] == table.KERNELS[plain]
         entries = "kv_entries" if "dkdv" in mapped else "q_entries"
         names = [n for n in arguments_of(mapped) if not n.isupper()]
@@ -189,10 +201,13 @@ def test_every_kernel_loads_on_a_driver_of_cuda_12() -> None:
 
 PLAIN = ["forward", "backward_delta", "backward_dkdv", "backward_dq"]
 GENERAL = [f"{kernel}_general" for kernel in PLAIN]
-FORWARDS = ["forward_hopper", "forward_hopper_capped", "forward_hopper_mapped"]
+FORWARDS = [
+    *("forward_hopper", "forward_hopper_capped"),
+    *("forward_hopper_biased", "forward_hopper_mapped"),
+]
 KEYS = ["backward_dkdv_hopper", "backward_dkdv_hopper_capped", "backward_dkdv_hopper_mapped"]
 ROWS = ["backward_dq_hopper", "backward_dq_hopper_capped", "backward_dq_hopper_mapped"]
-ONES = ["backward_hopper", "backward_hopper_capped"]
+ONES = ["backward_hopper", "backward_hopper_capped", "backward_hopper_biased"]
 
 
 @pytest.mark.parametrize(
@@ -265,11 +280,14 @@ def recompiled(monkeypatch, tmp_path, request):  # type: ignore[no-untyped-def]
     [
         ("hopper", [*FORWARDS, *ONES, *KEYS, *ROWS]),  # also by way of hopper_softmax
         ("hopper_forward", [*FORWARDS]),
+        ("hopper_attend", [*FORWARDS]),
         ("hopper_steps", [*FORWARDS, *ROWS]),  # turns
         ("hopper_softmax", [*FORWARDS, "hopper_keys"]),
         ("hopper_chunks", [*ROWS, "hopper_keys", "hopper_wide"]),
+        ("hopper_gradients", ["hopper_backward"]),
         ("hopper_rows", [*ONES, *KEYS]),
         ("hopper_cap", ["hopper_forward", "hopper_backward", "hopper_queries", "hopper_wide"]),
+        ("hopper_bias", ["hopper_forward", "hopper_backward"]),
         ("hopper_map", ["hopper_forward", "hopper_backward", "hopper_queries"]),
         ("hopper_listed", ["hopper_backward"]),
         ("hopper_dq", ["backward_prepare", "backward_finish"]),

@@ -129,6 +129,42 @@ def test_workspace_of_a_soft_cap_without_a_cap(monkeypatch):
     assert backward_workspace(monkeypatch, with_hopper(kernels=CAPPED)) == SMALL
 
 
+BIASED = ("backward_hopper_biased",)
+SLOPES = np.ones(8)
+
+
+@pytest.mark.parametrize(
+    "kernels,options,elements",
+    [
+        (BIASED, {}, LARGE),
+        (BIASED, {"scale": -0.5}, LARGE),  # the sign goes into the query
+        (BIASED, {"deterministic": True}, SMALL),
+        (APART + CAPPED, {}, SMALL),  # those without a bias do not count
+        (BIASED, {"bias": packax.alibi(SLOPES, positions=np.arange(300))}, SMALL),
+        (BIASED + CAPPED, {"soft_cap": 30.0}, SMALL),
+        (BIASED, {"scale": jnp.float32(0.1)}, SMALL),
+    ],
+)
+@pytest.mark.parametrize("capability", [90, 80])
+def test_workspace_of_a_bias(monkeypatch, capability, kernels, options, elements):
+    """Of Hopper's kernels with slopes of indices, where they are all there is."""
+    options = {"bias": packax.alibi(SLOPES), **options}
+    rows = with_hopper(kernels=kernels)
+    got = backward_workspace(monkeypatch, rows, {capability}, general=True, **options)
+    assert got == (elements if capability == 90 else SMALL)
+
+
+def test_workspace_of_the_gradient_of_slopes(monkeypatch):
+    """The general kernels make it, and with it all others."""
+    rows = with_hopper(kernels=BIASED)
+    monkeypatch.setattr(kernel_table.ext, "variants", staticmethod(lambda: rows))
+    for arguments, workspace in (((0, 1, 2), LARGE), ((0, 1, 2, 3), SMALL)):
+        gradient = jax.grad(lambda *x: loss(*x[:3], MASK, bias=packax.alibi(x[3])), arguments)
+        slopes = jax.ShapeDtypeStruct((8,), jnp.float32)
+        (_, (_, _, _, made)) = calls(text_of(gradient, *abstract(), slopes))
+        assert made[-1] == f"{workspace}xf32"
+
+
 MAPPED = tuple(f"{kernel}_mapped" for kernel in APART[1:])
 
 

@@ -44,7 +44,8 @@ DECODE_TILES = {
     },
 }
 # In float32 (general_tiles.py says how it differs): the same bytes of keys in flight. Chosen for no
-# spills; nobody has timed them.
+# spills, not by times. With TF32 products the first kernel reads at 88 to 103 % of a copy's rate
+# (benchmarks/results/decode_float32_h200.json).
 FLOAT32_DECODE_TILES = {
     "f32": {
         "decode": {64: (16, 32, 3, 4), 128: (16, 16, 3, 4), 256: (16, 16, 2, 4)},

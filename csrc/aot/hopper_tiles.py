@@ -9,8 +9,6 @@ from __future__ import annotations
 # step (hopper.nought); it empties registers and costs some integer instructions. On an H200 it gave the backward 1 to 3 %, dK
 # and dV of 128 2 %, of 192 4 to 5 %, the forward of 256 4 to 5 %, the forward of 128 and 192 0 to 2 % (and fewer spills); dQ lost
 # 0 to 5 %, dK and dV of 256 8 to 11 %, 64 nothing (benchmarks/results/tune_anew_h200.json).
-# DOWN: 1: blocks of rows from the document's end up, so that all its tiles are at the same rows; 2: of all heads of the group,
-# before the next block. Not timed yet.
 HOPPER_TILES: dict[str, dict[int, dict[str, int]]] = {
     "forward_hopper": {
         dim: {
@@ -37,7 +35,6 @@ HOPPER_TILES: dict[str, dict[int, dict[str, int]]] = {
             "CONSUMER_REGISTERS": consumer,
             "PRODUCER_REGISTERS": 24,
             "ANEW": int(dim == 128),
-            "DOWN": 0,
         }
         for dim, chunk, consumer, plan in (
             # SKIP: of masked blocks a warp group leaves out those without a pair of its keys. DQ: who
@@ -104,6 +101,12 @@ HOPPER_TILES |= {
 HOPPER_TILES["backward_dq_hopper_capped"] |= {
     dim: HOPPER_TILES["backward_dq_hopper"][dim] | {"BLOCK_N": 64, "STAGES": 3} for dim in (64, 128)
 }
+# With ALiBi of indices: the gradients that one kernel makes, and of the head dims that models with it have; all else takes the
+# general kernels.
+BIASED = {f"{kernel}_biased": kernel for kernel in ("forward_hopper", "backward_hopper")}
+HOPPER_TILES |= {
+    biased: {dim: HOPPER_TILES[plain][dim] for dim in (64, 128)} for biased, plain in BIASED.items()
+}
 # With a map of blocks: a step is a block of 64 of a tile's list, and lists are of tiles of 128.
 MAPPED = {
     f"{kernel}_mapped": kernel
@@ -114,14 +117,12 @@ HOPPER_TILES |= {
         128: HOPPER_TILES["forward_hopper"][128] | {"BLOCK_N": 64, "STAGES": 4}
     },
     "backward_dkdv_hopper_mapped": {
-        128: {
-            k: n
-            for k, n in HOPPER_TILES["backward_dkdv_hopper"][128].items()
-            if k not in ("SKIP", "DOWN")
-        }
+        128: {k: n for k, n in HOPPER_TILES["backward_dkdv_hopper"][128].items() if k != "SKIP"}
     },
     "backward_dq_hopper_mapped": {128: HOPPER_TILES["backward_dq_hopper_capped"][128]},
 }
+# Each -> the plain one.
+WITH_OPTION = CAPPED | BIASED | MAPPED
 # (kernel, larger head dim) -> the file of a kernel that is another for that dim, and its keys
 WIDE = {
     ("backward_dkdv_hopper", 192): ("hopper_keys", 128),
@@ -136,8 +137,7 @@ TWO_ASSEMBLERS = (
     "backward_hopper",
     "backward_dkdv_hopper",
     "backward_dq_hopper",
-    *CAPPED,
-    *MAPPED,
+    *WITH_OPTION,
 )
 # But for these, where 12.9 is 1 to 8 % faster (benchmarks/results/tune_anew_h200.json).
 ONE_ASSEMBLER = (("backward_dq_hopper", 192), ("backward_dq_hopper", 256))

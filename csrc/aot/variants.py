@@ -17,13 +17,12 @@ from collections.abc import Iterator
 from decode_tiles import DECODE_SPLITS, DECODE_STEP, DECODE_TILES, FLOAT32_DECODE_TILES
 from general_tiles import FLOAT32_DIMS, FLOAT32_TILES, GENERAL_TILES
 from hopper_tiles import (
-    CAPPED,
     HOPPER_TILES,
-    MAPPED,
     ONE_ASSEMBLER,
     TWO_ASSEMBLERS,
     UNDER_12_9,
     WIDE,
+    WITH_OPTION,
 )
 from portable_tiles import PORTABLE_TILES
 
@@ -95,7 +94,7 @@ TENSOR_MAPS: dict[str, dict[str, tuple[str, int | str, int | str]]] = {
     },
 }
 TENSOR_MAPS["backward_dkdv_hopper"] = TENSOR_MAPS["backward_hopper"]
-TENSOR_MAPS |= {capped: TENSOR_MAPS[plain] for capped, plain in (CAPPED | MAPPED).items()}
+TENSOR_MAPS |= {kernel: TENSOR_MAPS[plain] for kernel, plain in WITH_OPTION.items()}
 
 # Bytes of local memory a thread (spills) that a variant for Hopper may have, by kernel and head dim
 # (and the dtype, of float32); the build refuses more, and any wgmma that the assembler serialises. Accepted because: the portable
@@ -141,6 +140,11 @@ SPILLS = {
     ("forward_hopper_mapped", 128): 112,  # under ptxas 12.9
     ("backward_dkdv_hopper_mapped", 128): 160,  # under ptxas 12.9; 144 under 13.4
     ("backward_dq_hopper_mapped", 128): 152,  # under ptxas 13.4; 144 under 12.9
+    # with a bias
+    ("forward_hopper_biased", 64): 280,  # under ptxas 12.9; 136 under 13.4
+    ("forward_hopper_biased", 128): 104,  # under ptxas 12.9
+    ("backward_hopper_biased", 64): 32,  # under ptxas 12.9
+    ("backward_hopper_biased", 128): 136,
     # with a soft cap: tanh branches while products are under way; in the forward most is where scores are past half the cap
     ("forward_hopper_capped", 64): 472,  # under ptxas 12.9; 328 under 13.4
     ("forward_hopper_capped", 128): 280,  # under ptxas 12.9; 8 under 13.4
@@ -181,6 +185,8 @@ KERNELS = {  # kernel -> file in csrc/kernels
     "backward_hopper_capped": "hopper_backward",
     "backward_dkdv_hopper_capped": "hopper_backward",
     "backward_dq_hopper_capped": "hopper_queries",
+    "forward_hopper_biased": "hopper_forward",
+    "backward_hopper_biased": "hopper_backward",
     "forward_hopper_mapped": "hopper_forward",
     "backward_dkdv_hopper_mapped": "hopper_backward",
     "backward_dq_hopper_mapped": "hopper_queries",
@@ -346,7 +352,7 @@ def hopper(
         qk_dim,
         v_dim,
         tuple(constants.items()),
-        block.get((CAPPED | MAPPED).get(kernel, kernel), tile.get("ROWS", 0)),
+        block.get(WITH_OPTION.get(kernel, kernel), tile.get("ROWS", 0)),
         4,  # warps of the default partition; those of the others come on top
         assembler,
     )

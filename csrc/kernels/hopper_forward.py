@@ -12,51 +12,13 @@ The query and key dim is cut into chunks of QK_CHUNK columns, one for each power
 for dims that are none (192), since Gluon's tiles are powers of two.
 """
 
-from hopper import (
-    LN2,
-    LOG2E,
-    accumulator,
-    key_range,
-    named_barrier,
-    nought,
-    nth_step,
-    own_steps,
-    place_of_tile,
-    position_row,
-    quad_sum_asm,
-    split,
-    warp_arrive,
-)
-from hopper_cap import tanh_of_scores
-from hopper_map import list_of_rows, map_of
-from hopper_softmax import half_name, rescale, softmax, unpack
-from hopper_steps import (
-    after,
-    before,
-    hear,
-    masked,
-    pass_by,
-    tell_asm,
-    turn_pass,
-    turn_wait,
-)
+from hopper import LOG2E, key_range, nth_step, place_of_tile, split
+from hopper_attend import consume, query_slots
+from hopper_map import list_of_rows
+from hopper_steps import after, tell_asm
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-
-
-@gluon.constexpr_function
-def query_slots(chunks):
-    """Chunks of a warp group's queries, with empty ones up to a power of two: the output may take their place."""
-    while hasattr(chunks, "value"):
-        chunks = chunks.value
-    return 1 << (int(chunks) - 1).bit_length()
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 
 @gluon.jit
@@ -142,160 +104,12 @@ def produce(
 
 
 @gluon.jit
-def scores(q_s, k_s, w, stage, zero, CHUNKS: gl.constexpr, SLOTS: gl.constexpr):
-    """q k^T, started."""
-    k_t = k_s.index(stage * CHUNKS).permute((1, 0))
-    s = warpgroup_mma(q_s.index(w * SLOTS), k_t, zero, use_acc=False, is_async=True)
-    for c in gl.static_range(1, CHUNKS):
-        k_t = k_s.index(stage * CHUNKS + c).permute((1, 0))
-        s = warpgroup_mma(q_s.index(w * SLOTS + c), k_t, s, is_async=True)
-    return s
-
-
-@gluon.jit
-def consume(
-    W: gl.constexpr, out, lse, q_blocks, mask, block_map, tiles_s, o_s, plan_s, full, empty, plan_bars, numbers,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, WARP_GROUPS: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OUT_IN_QUERY: gl.constexpr, CAPPED: gl.constexpr, MAPPED: gl.constexpr, ANEW: gl.constexpr,
-):  # fmt: skip
-    q_s, k_s, v_s = tiles_s
-    q_full, k_full, v_full = full
-    q_empty, k_empty, v_empty = empty
-    plan_full, plan_empty = plan_bars
-    element_test, mask_batch, q_len, kv_len, heads, scale2, to_cap = numbers
-    dtype: gl.constexpr = out.dtype
-    half: gl.constexpr = half_name(dtype)
-    CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
-    SLOTS: gl.constexpr = query_slots(CHUNKS)
-    s_layout: gl.constexpr = accumulator(BLOCK_N)
-    o_layout: gl.constexpr = accumulator(V_DIM)
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    if W == 0:
-        gl.inline_asm(named_barrier("arrive", 0, 256), "", (), ())
-    zero = gl.zeros([64, BLOCK_N], gl.float32, s_layout)
-    stage = 0
-    phase = 0
-    slot = 0
-    slot_phase = 0
-    q_phase = 0
-    mbarrier.wait(plan_full.index(0), 0)
-    row, head, b, start, steps, edges, core_begin, core_end, tested = hear(plan_s.index(0))
-    while steps > 0:
-        warp_arrive(plan_empty.index(slot))
-        mask_b = gl.where(mask_batch > 1, b, 0)
-        mask_row = mask_b.to(gl.int64) * q_len
-        mask_key = mask_b.to(gl.int64) * kv_len
-        q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos = mask
-        mask_here = (q_lo + mask_row, q_hi + mask_row, q_ids + mask_row, kv_ids + mask_key, q_pos + position_row(mask_row, element_test), kv_pos + mask_key)  # fmt: skip
-        rows = row + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
-        acc = gl.zeros([64, V_DIM], gl.float32, o_layout)
-        mbarrier.wait(q_full.index(W), q_phase)
-
-        if MAPPED:
-            first = 0
-            last = edges
-            listed, _, _ = list_of_rows(block_map, mask_b, head, row, q_len, kv_len)
-            this_map = map_of(block_map, mask_b, head, q_len, kv_len)
-            at = gl.load(listed) * BLOCK_N
-        else:
-            first, last = own_steps(
-                q_blocks, mask_b, row // 64 + W, q_len, start, steps, edges, BLOCK_N
-            )
-            this_map = ()
-            stage, phase = pass_by(first, W, full, empty, stage, phase, STAGES, STAGES, WARP_GROUPS)
-        # the first step has no second product to run beside
-        mbarrier.wait(k_full.index(stage), phase)
-        turn_wait(W)
-        s = scores(q_s, k_s, W, stage, zero, CHUNKS, SLOTS)
-        turn_pass(W, WARP_GROUPS)
-        s = warpgroup_mma_wait(0, deps=(s,))
-        warp_arrive(k_empty.index(stage))
-        if CAPPED:
-            s = tanh_of_scores(s, to_cap, BLOCK_N)
-        if not MAPPED:
-            at = start + nth_step(first, steps, edges, core_begin, core_end) * BLOCK_N
-        s = masked(s, rows, at, mask_here, tested, element_test, q_len, kv_len, this_map, BLOCK_N, MAPPED)  # fmt: skip
-        m = gl.full([64], -1e30, gl.float32, gl.SliceLayout(1, s_layout))
-        l = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
-        p, m, l, alpha = softmax(s, m, l, scale2, BLOCK_N, half)
-        stage, phase = after(stage, phase, STAGES)
-        for part in gl.static_range(2):  # masked steps, then the core
-            begin = first + 1 if part == 0 else gl.maximum(edges, first + 1)
-            stop = last if part == 0 else steps
-            for i in range(begin, stop):
-                old, old_phase = before(stage, phase, STAGES)
-                if MAPPED and part == 0:
-                    at = gl.load(listed + i) * BLOCK_N
-                mbarrier.wait(k_full.index(stage), phase)
-                turn_wait(W)
-                s_token = scores(q_s, k_s, W + nought(i, ANEW), stage, zero, CHUNKS, SLOTS)
-                mbarrier.wait(v_full.index(old), old_phase)
-                p_half = unpack(p, BLOCK_N, p_layout, dtype)
-                acc_token = warpgroup_mma(p_half, v_s.index(old), acc, is_async=True)
-                turn_pass(W, WARP_GROUPS)
-                s = warpgroup_mma_wait(1, deps=(s_token,))
-                warp_arrive(k_empty.index(stage))
-                if CAPPED:
-                    s = tanh_of_scores(s, to_cap, BLOCK_N)
-                if part == 0:
-                    if not MAPPED:
-                        at = start + nth_step(i, steps, edges, core_begin, core_end) * BLOCK_N
-                    s = masked(s, rows, at, mask_here, tested, element_test, q_len, kv_len, this_map, BLOCK_N, MAPPED)  # fmt: skip
-                p, m, l, alpha = softmax(s, m, l, scale2, BLOCK_N, half)
-                acc = warpgroup_mma_wait(0, deps=(acc_token,))
-                warp_arrive(v_empty.index(old))
-                acc = rescale(acc, alpha, V_DIM)
-                stage, phase = after(stage, phase, STAGES)
-        if not OUT_IN_QUERY:
-            warp_arrive(q_empty.index(W))
-        old, old_phase = before(stage, phase, STAGES)
-        mbarrier.wait(v_full.index(old), old_phase)
-        p_half = unpack(p, BLOCK_N, p_layout, dtype)
-        acc = warpgroup_mma(p_half, v_s.index(old), acc, is_async=True)
-        l = gl.inline_asm(quad_sum_asm, ("=&f", "f"), (l,), l.type, is_pure=True)
-        there = rows < q_len
-        lo = gl.load(q_lo + mask_row + rows, mask=there, other=0)
-        hi = gl.load(q_hi + mask_row + rows, mask=there, other=0)
-        attended = (l != 0.0) & (hi > lo)  # a NaN is attended: it must reach the result
-        lse_row = lse + (b.to(gl.int64) * heads + head) * q_len
-        natural = gl.where(attended, (m + gl.log2(l)) * LN2, float("-inf"))
-        gl.store(lse_row + rows, natural, mask=there)
-        inverse = gl.where(attended, 1.0 / l, 0.0)
-        tma.store_wait(0)  # the tile before has left o_s
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        warp_arrive(v_empty.index(old))
-        if not MAPPED:
-            stage, phase = pass_by(
-                edges - last, W, full, empty, stage, phase, STAGES, STAGES, WARP_GROUPS
-            )
-        inverse = gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o_layout)), 1)
-        # select, not multiply: a row that attends nothing may have met garbage in the core
-        acc = gl.where(inverse != 0.0, acc * inverse, 0.0)
-        o = o_s.index(W * (SLOTS * QK_CHUNK // V_DIM if OUT_IN_QUERY else 1))
-        gl.barrier()
-        o.store(acc.to(dtype))
-        fence_async_shared()
-        gl.barrier()
-        o_tile = o.reinterpret(dtype, [1, 64, V_DIM], out.layout)
-        tma.async_store(out, [b, row + W * 64, head * V_DIM], o_tile)
-        if OUT_IN_QUERY:
-            tma.store_wait(0)
-            gl.barrier()
-            warp_arrive(q_empty.index(W))
-        slot, slot_phase = after(slot, slot_phase, 2)
-        q_phase = q_phase ^ 1
-        mbarrier.wait(plan_full.index(slot), slot_phase)
-        row, head, b, start, steps, edges, core_begin, core_end, tested = hear(plan_s.index(slot))
-    tma.store_wait(0)
-
-
-@gluon.jit
 def tiles_of_rows(
     query, key, value, out, lse, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
-    block_map, scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+    block_map, slopes, scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, WARP_GROUPS: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OUT_IN_QUERY: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, CAPPED: gl.constexpr, MAPPED: gl.constexpr, ANEW: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, CAPPED: gl.constexpr, BIASED: gl.constexpr, MAPPED: gl.constexpr, ANEW: gl.constexpr,
 ):  # fmt: skip
     """One program of the kernels below."""
     dtype: gl.constexpr = query.dtype
@@ -342,14 +156,19 @@ def tiles_of_rows(
     empty = (q_empty, k_empty, v_empty)
     bars = (plan_full, plan_empty)
     sizes = (batch, mask_batch, q_len, kv_len, heads, kv_heads, gl.num_programs(0))
-    scale2 = (soft_cap if CAPPED else scale) * LOG2E
-    to_cap = scale / soft_cap if CAPPED else scale
-    numbers = (element_test, mask_batch, q_len, kv_len, heads, scale2, to_cap)
+    # what scores are multiplied by before the softmax and in it
+    if CAPPED:
+        first_scale = scale / soft_cap
+        scale2 = soft_cap * LOG2E
+    else:
+        first_scale = scale * LOG2E
+        scale2 = 1.0 if BIASED else scale * LOG2E
+    numbers = (element_test, mask_batch, q_len, kv_len, heads, scale2, first_scale, slopes)
     if WARP_GROUPS == 2:
         gl.warp_specialize(
             [
-                (consume, (0, out, lse, q_blocks, mask, block_map, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CAPPED, MAPPED, ANEW)),
-                (consume, (1, out, lse, q_blocks, mask, block_map, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CAPPED, MAPPED, ANEW)),
+                (consume, (0, out, lse, q_blocks, mask, block_map, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CAPPED, BIASED, MAPPED, ANEW)),
+                (consume, (1, out, lse, q_blocks, mask, block_map, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CAPPED, BIASED, MAPPED, ANEW)),
                 (produce, (maps, q_order, q_blocks, counter, block_map, tiles_s, plan_s, full, empty, bars, sizes, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, MAPPED)),
             ],
             [4, 1],
@@ -358,9 +177,9 @@ def tiles_of_rows(
     else:
         gl.warp_specialize(
             [
-                (consume, (0, out, lse, q_blocks, mask, block_map, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CAPPED, MAPPED, ANEW)),
-                (consume, (1, out, lse, q_blocks, mask, block_map, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CAPPED, MAPPED, ANEW)),
-                (consume, (2, out, lse, q_blocks, mask, block_map, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CAPPED, MAPPED, ANEW)),
+                (consume, (0, out, lse, q_blocks, mask, block_map, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CAPPED, BIASED, MAPPED, ANEW)),
+                (consume, (1, out, lse, q_blocks, mask, block_map, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CAPPED, BIASED, MAPPED, ANEW)),
+                (consume, (2, out, lse, q_blocks, mask, block_map, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CAPPED, BIASED, MAPPED, ANEW)),
                 (produce, (maps, q_order, q_blocks, counter, block_map, tiles_s, plan_s, full, empty, bars, sizes, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, MAPPED)),
             ],
             [4, 4, 1],
@@ -380,8 +199,8 @@ def forward_hopper(
     rows of one head; counter holds 0 and lives as long as the launch."""
     tiles_of_rows(
         query, key, value, out, lse, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
-        (), scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CONSUMER_REGISTERS, PRODUCER_REGISTERS, False, False, ANEW,
+        (), (), scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+        QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CONSUMER_REGISTERS, PRODUCER_REGISTERS, False, False, False, ANEW,
     )  # fmt: skip
 
 
@@ -396,8 +215,24 @@ def forward_hopper_capped(
     """`forward_hopper` with a soft cap (hopper_cap.py): the same results as general_forward.py, its checked twin."""
     tiles_of_rows(
         query, key, value, out, lse, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
-        (), scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CONSUMER_REGISTERS, PRODUCER_REGISTERS, True, False, ANEW,
+        (), (), scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+        QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CONSUMER_REGISTERS, PRODUCER_REGISTERS, True, False, False, ANEW,
+    )  # fmt: skip
+
+
+@gluon.jit
+def forward_hopper_biased(
+    query, key, value, out, lse, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter, slopes,
+    scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, WARP_GROUPS: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OUT_IN_QUERY: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr,
+):  # fmt: skip
+    """`forward_hopper` with ALiBi of indices (hopper_bias.py): the same results as general_forward.py, its checked twin."""
+    tiles_of_rows(
+        query, key, value, out, lse, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
+        (), slopes, scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+        QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CONSUMER_REGISTERS, PRODUCER_REGISTERS, False, True, False, ANEW,
     )  # fmt: skip
 
 
@@ -414,6 +249,6 @@ def forward_hopper_mapped(
     block_map = (map_bits, q_entries, map_batch, map_heads, q_block, kv_block)
     tiles_of_rows(
         query, key, value, out, lse, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
-        block_map, scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CONSUMER_REGISTERS, PRODUCER_REGISTERS, False, True, ANEW,
+        block_map, (), scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+        QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CONSUMER_REGISTERS, PRODUCER_REGISTERS, False, False, True, ANEW,
     )  # fmt: skip

@@ -209,41 +209,19 @@ def mask_bits(keys, row, lo_s, hi_s, mask, numbers):
 
 
 @gluon.jit
-def nth_of_core(n, core_begin, core_end, DOWN: gl.constexpr):
-    """The n-th block of rows that needs no mask. DOWN: from the last one on, which all tiles of a causal document meet, so that they
-    are at the same rows."""
-    if DOWN > 0:
-        at = core_end - 1 - n
-    else:
-        at = core_begin + n
-    return at
-
-
-@gluon.jit
-def next_head(n, g, count, group):
-    """With DOWN 2: the same block of rows for the next head of the group; the next of `count` blocks when all heads had it."""
-    wrap = g == group - 1
-    return gl.where(wrap, gl.where(n == count - 1, 0, n + 1), n), gl.where(wrap, 0, g + 1)
-
-
-@gluon.jit
-def next_block(n, g, in_edges, range_, group, DOWN: gl.constexpr):
+def next_block(n, g, in_edges, range_, group):
     """Of masked blocks or of the core's: the next one of a head, then the next head's."""
     _start, _steps, edges, core_begin, core_end = range_
-    if DOWN == 2:
-        n, g = next_head(n, g, gl.where(in_edges, edges, core_end - core_begin), group)
-    else:
-        n += 1
-        wrap = n == gl.where(in_edges, edges, core_end - core_begin)
-        n = gl.where(wrap, 0, n)
-        g = gl.where(wrap, gl.where(g == group - 1, 0, g + 1), g)
-    return n, g
+    n += 1
+    wrap = n == gl.where(in_edges, edges, core_end - core_begin)
+    n = gl.where(wrap, 0, n)
+    return n, gl.where(wrap, gl.where(g == group - 1, 0, g + 1), g)
 
 
 @gluon.jit
 def produce(
     maps, lines, tiles_s, lines_s, bars, place, range_,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, HALVES: gl.constexpr, DOWN: gl.constexpr,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
     query, key, value, dout = maps
     lse2, delta, lo, hi = lines
@@ -275,7 +253,7 @@ def produce(
         phase = (i // 2) & 1
         in_edges = i < edges * group
         masked = gl.where(n < core_begin, n, n + core_end - core_begin)
-        row = start + gl.where(in_edges, masked, nth_of_core(n, core_begin, core_end, DOWN)) * ROWS
+        row = start + gl.where(in_edges, masked, core_begin + n) * ROWS
         stat = (bh + g) * padded + row
         head = kv_head * group + g
         mbarrier.wait(q_empty.index(stage), phase ^ 1)
@@ -299,7 +277,7 @@ def produce(
             tma.async_load(dout, [b, row, head * V_DIM], full, do_tile)
             delta_line = delta_s.index(stage).reinterpret(f32, [1, 1, ROWS], delta.layout)
             tma.async_load(delta, [0, 0, stat], full, delta_line)
-        n, g = next_block(n, g, in_edges, range_, group, DOWN)
+        n, g = next_block(n, g, in_edges, range_, group)
 
 
 @gluon.jit
@@ -326,7 +304,7 @@ def keys_read(kind: gl.constexpr, DQ: gl.constexpr):
 @gluon.jit
 def sum_rows(
     dq_sum, k, ds_s, dq_s, kv_full, ds_bars, place, range_,
-    QK_DIM: gl.constexpr, DQ: gl.constexpr, DOWN: gl.constexpr,
+    QK_DIM: gl.constexpr, DQ: gl.constexpr,
 ):  # fmt: skip
     """A third warp group: dQ of every block of rows, from the dS of the other two."""
     ds_full, ds_empty = ds_bars
@@ -343,9 +321,7 @@ def sum_rows(
         stage = i % 2
         in_edges = i < edges * group
         masked = gl.where(n < core_begin, n, n + core_end - core_begin)
-        block = start // ROWS + gl.where(
-            in_edges, masked, nth_of_core(n, core_begin, core_end, DOWN)
-        )
+        block = start // ROWS + gl.where(in_edges, masked, core_begin + n)
         mbarrier.wait(ds_full.index(stage), (i // 2) & 1)
         ds_t = ds_s.index(stage).permute((1, 0))
         dq = warpgroup_mma(ds_t, k, zero, use_acc=False, is_async=True)
@@ -353,6 +329,6 @@ def sum_rows(
         warp_arrive(ds_empty.index(stage))
         cells = ((bh + g) * row_blocks + block).to(gl.int64) * CELLS
         add_staged(dq, dq_sum + cells, dq_s.index(stage), CELLS, 1)
-        n, g = next_block(n, g, in_edges, range_, group, DOWN)
+        n, g = next_block(n, g, in_edges, range_, group)
     keys_read("arrive", DQ)
     tma.store_wait(0)

@@ -17,7 +17,7 @@ from jax.interpreters import mlir
 
 from packax import few_programs, kernel_table, xla_attention, xla_masks
 from packax.precision import is_exact
-from packax.primitives import backward_p, blocks_p, documents_p, forward_p, plain
+from packax.primitives import OF_INDICES, backward_p, blocks_p, documents_p, forward_p, plain
 
 if kernel_table.ext is not None:
     for _name, _stages in kernel_table.ext.registrations().items():
@@ -274,10 +274,15 @@ _COUNTER = _array(1, dtype=jnp.int32)  # from which programs draw tiles
 
 
 def _suffix(params: Any) -> str | None:
-    """Of the names of Hopper's kernels for a general backward: a soft cap, or a map, and nothing else."""
-    if params["extras"] or bool(params["soft_cap"]) == bool(params["block_size"]):
+    """Of the names of Hopper's kernels for a general backward: a soft cap, a map, or slopes of indices, and nothing else."""
+    suffixes = {
+        (True, False, 0): "_capped",
+        (False, True, 0): "_mapped",
+        (False, False, OF_INDICES): "_biased",
+    }
+    if params["dnumbers"]:
         return None
-    return "_capped" if params["soft_cap"] else "_mapped"
+    return suffixes.get((bool(params["soft_cap"]), bool(params["block_size"]), params["extras"]))
 
 
 def _general(direction: str, query: Any, value: Any, params: Any) -> bool:
@@ -294,6 +299,12 @@ def _general_call(ctx, target, operands, count, maps, workspace, params, **attri
     not there."""
     extras, stand_in = params["extras"], 3  # some operand of the batch, never read
     end = len(operands) - extras
+    has_bias = {OF_INDICES: 2, 4: 1}.get(extras, 0)
+    if extras == OF_INDICES:  # Hopper's kernels need none, the general ones arrays
+        query, key, slopes = (ctx.avals_in[i] for i in (0, 1, -1))
+        avals = [_array(slopes.shape[0], x.shape[1], dtype=jnp.int32) for x in (query, key)]
+        operands = [*operands, *(_made(ctx, _indices, aval) for aval in avals)]
+        ctx, extras = ctx.replace(avals_in=[*ctx.avals_in, *avals]), 4
     q_block, kv_block = params["block_size"] or (0, 0)
     places = [*range(count), *(range(end - maps, end) if q_block else [stand_in] * maps)]
     places += [*range(end, len(operands)), *[stand_in] * (4 - extras)]
@@ -304,7 +315,7 @@ def _general_call(ctx, target, operands, count, maps, workspace, params, **attri
         workspace,
         soft_cap=np.float32(params["soft_cap"]),
         has_scales=np.int32(extras >= 1),
-        has_bias=np.int32(extras == 4),
+        has_bias=np.int32(has_bias),
         exact=np.int32(is_exact(params["precision"])),
         q_block=np.int32(q_block),
         kv_block=np.int32(kv_block),
@@ -350,15 +361,23 @@ def _written(ctx, call, dq: bool, dkv: bool):
         )
     )
     return [
-        x if w else _zeros(ctx, plain(aval))  # not used, so never made
+        x if w else _made(ctx, _zeros, plain(aval))  # not used, so never made
         for x, w, aval in zip(made, written, ctx.avals_out, strict=True)
     ]
 
 
-def _zeros(ctx, aval):
-    make = mlir.lower_fun(lambda: jnp.zeros(aval.shape, aval.dtype), multiple_results=False)
-    (zeros,) = make(ctx.replace(primitive=None, avals_in=[], avals_out=[aval]))
-    return zeros
+def _zeros(aval):
+    return jnp.zeros(aval.shape, aval.dtype)
+
+
+def _indices(aval):
+    return jax.lax.broadcasted_iota(aval.dtype, aval.shape, 1)
+
+
+def _made(ctx, function, aval):
+    make = mlir.lower_fun(lambda: function(aval), multiple_results=False)
+    (made,) = make(ctx.replace(primitive=None, avals_in=[], avals_out=[aval]))
+    return made
 
 
 def _backward_workspace(

@@ -57,7 +57,8 @@ def forward(
 ) -> tuple[Any, ...]:
     """out (B, Sq, H, Dv), lse (B, H, Sq), and the rows' largest logits like lse, on request.
 
-    `mask`: AttentionMask.operands(), then the places of rows and keys if there is a bias: Call.split.
+    `mask`: AttentionMask.operands(), then the places of rows and keys if there is a bias, and they are
+    not just their indices: Call.split.
     """
     function = _forward if call.layout is None else _forward_of_ranks
     return function(call, query, key, value, scores, mask, kv_plan)
@@ -215,8 +216,10 @@ def _extras(call: Call, scores: Scores, places: Any, groups: Groups, group: int)
     scale = jnp.full((1,), call.scale, real) if scores.scale is None else scores.scale
     if scores.slopes is None:
         return (scale,)
-    batch = max(x.shape[0] for x in places)
     slopes = groups.rows(scores.slopes, group, 1)
+    if not places:
+        return scale, slopes
+    batch = max(x.shape[0] for x in places)
     return scale, *(jnp.broadcast_to(x, (batch, x.shape[1])) for x in (slopes, *places))
 
 

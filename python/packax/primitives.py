@@ -9,7 +9,8 @@ backward_p: query, key, value, out, lse, dout, dlse, q_lo to q_order as in forwa
     dnumbers (B, H, 2, Sq), every row's part of the gradients of scale and slope
 map: none; with block_size, map_bits and q_entries, and in backward_p kv_entries.
 extras: none; scales (1 or B,), which count instead of `scale`; or scales, slopes (Bp, H), q_places
-    (Bp, Sq) and kv_places (Bp, Skv), Bp 1 or B.
+    (Bp, Sq) and kv_places (Bp, Skv), Bp 1 or B; or scales, which then are `scale`, and slopes, of
+    places that are indices.
 decode_p: query, key, value, q_lo, q_hi, block_table if paged, sinks if has_sinks -> out, lse
 docs/design.md gives every shape; lowering.py gives them a meaning per platform.
 """
@@ -28,6 +29,7 @@ from jax.interpreters import ad, batching
 from packax.xla_masks import BLOCK, TILE, TILE_192, ceil_div, is_symbolic
 
 P = jax.sharding.PartitionSpec
+OF_INDICES = 2  # extras: slopes without places
 
 
 def varying_axes(aval: Any) -> frozenset[str]:

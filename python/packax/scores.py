@@ -54,6 +54,8 @@ def alibi(slopes: Any, *, positions: Any = None, kv_positions: Any = None) -> Al
         kv_positions: (Skv,) or (B or 1, Skv), of keys. None: `positions` where the lengths are the
             same, or the indices of keys without them.
 
+    Without both arrays, on Hopper, head dims 64 and 128 have kernels of their own, which take no array.
+
     Where `sharding` cuts the sequence, rows do not lie at their indices: it needs both arrays,
     `positions` cut and permuted as the query rows are, `kv_positions` whole and in the order of the
     sequence. Everything is checked by `flash_attention`.
@@ -130,7 +132,8 @@ def scores_of(
     bias: Any,
     layout: Layout | None,
 ) -> tuple[Scores, tuple[jax.Array, ...]]:
-    """The arrays of a request, checked; with a bias the places of rows and keys, (1 or B, length).
+    """The arrays of a request, checked; with a bias the places of rows and keys, (1 or B, length), but
+    none where they are indices and nothing else is an array: Hopper has kernels for that.
 
     The lengths are those of whole sequences.
     """
@@ -147,6 +150,8 @@ def scores_of(
     if slopes is None:
         raise ValueError("slopes must be an array of floats, but is None")
     places = _places(bias, query.shape[:2], q_len, kv_len, layout)
+    if bias.positions is None and bias.kv_positions is None and scores.scale is None:
+        places = ()
     return scores._replace(slopes=slopes.astype(real)[None]), places
 
 
@@ -173,7 +178,7 @@ def _per_head(
 
 def _places(
     bias: Alibi, rows: tuple[int, ...], q_len: int, kv_len: int, layout: Layout | None
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     q, kv = bias.positions, bias.kv_positions
     cut = layout is not None and layout.size(layout.context) > 1
     if cut and (q is None or kv is None):
@@ -207,7 +212,7 @@ def _places(
             dims = layout.context if name == "positions" else ()
             x = layout.place(x, () if x.shape[0] == 1 else layout.batch, dims)
         places.append(x)
-    return places[0], places[1]
+    return tuple(places)
 
 
 def checked_scale(scale: Any) -> float | jax.Array:

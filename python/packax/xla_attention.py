@@ -40,7 +40,7 @@ class Extras(NamedTuple):
 
     scales: jax.Array | None = None  # (1 or B,)
     slopes: jax.Array | None = None  # (Bp, H)
-    q_places: jax.Array | None = None  # (Bp, Sq)
+    q_places: jax.Array | None = None  # (Bp, Sq); None beside slopes: indices
     kv_places: jax.Array | None = None  # (Bp, Skv)
 
 
@@ -276,12 +276,18 @@ class _Logits(NamedTuple):
     far: jax.Array | None  # (heads, group * rows, keys)
 
 
+def _places(x, tiles, size):
+    if x is None:
+        return jnp.arange(tiles * size, dtype=jnp.int32).reshape(1, tiles, size)
+    return _split(x, tiles, size)
+
+
 def _logits(extras, scale, soft_cap, tiles):
     """A function from a step to one from a block of scores and its number to _Logits."""
     biased = extras.slopes is not None
     if biased:
-        rows = _split(extras.q_places, tiles.row_tiles, tiles.rows)
-        keys = _split(extras.kv_places, tiles.key_blocks, tiles.keys)
+        rows = _places(extras.q_places, tiles.row_tiles, tiles.rows)
+        keys = _places(extras.kv_places, tiles.key_blocks, tiles.keys)
 
     def of_batch(x, batch):
         return x[batch if x.shape[0] != 1 else 0]

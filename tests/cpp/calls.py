@@ -276,6 +276,19 @@ def backward_mapped(m, s=Sizes(), blocks=POWERS, **more):
     return backward_general(m, s, blocks=blocks, **more)
 
 
+OF_INDICES = (1, 2)  # scales that are `scale`, slopes without places
+
+
+def forward_biased(m, s=Sizes(), has=OF_INDICES, **more):
+    """Slopes of indices are all that it has beside a plain call."""
+    return forward_general(m, s, **{"soft_cap": 0.0, "blocks": None, **more}, has=has)
+
+
+def backward_biased(m, s=Sizes(), has=OF_INDICES, **more):
+    more = {"soft_cap": 0.0, "blocks": None, "has_dnumbers": 0, "kernels": "fused", **more}
+    return backward_general(m, s, has=has, **more)
+
+
 def table_size(kv_len):
     power = 1
     while power < kv_len:

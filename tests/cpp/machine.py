@@ -72,6 +72,8 @@ MAPPED = {
     "backward_dq_hopper": "map_bits q_entries",
 }
 POINTERS |= {f"{kernel}_mapped": f"{POINTERS[kernel]} {more}" for kernel, more in MAPPED.items()}
+BIASED = ("forward_hopper", "backward_hopper")
+POINTERS |= {f"{kernel}_biased": f"{POINTERS[kernel]} slopes" for kernel in BIASED}
 ATTENTION = "scale:f element_test batch mask_batch q_len kv_len heads kv_heads"
 OF_ROWS = f"{ATTENTION} row_heads"  # kernels that take no tensor maps of rows
 DECODE = (
@@ -110,6 +112,7 @@ SCALARS = {
 SCALARS |= {f"{kernel}_capped": ATTENTION.replace(" ", " soft_cap:f ", 1) for kernel in CAPPED}
 OF_A_MAP = "mask_batch map_batch map_heads q_block kv_block"
 SCALARS |= {f"{kernel}_mapped": ATTENTION.replace("mask_batch", OF_A_MAP) for kernel in MAPPED}
+SCALARS |= {f"{kernel}_biased": ATTENTION for kernel in BIASED}
 
 
 def layout(kernel):
@@ -137,6 +140,9 @@ HOPPER = {
         "backward_dkdv_hopper_capped",
         "backward_dq_hopper_capped",
     ],
+    # with slopes of indices and nothing else that does
+    "forward_biased": ["forward_hopper_biased"],
+    "backward_biased": ["backward_prepare", "backward_hopper_biased", "backward_finish"],
     # with a map of blocks and nothing else that does
     "forward_mapped": ["forward_hopper_mapped"],
     "backward_mapped": [

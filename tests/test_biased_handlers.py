@@ -1,0 +1,145 @@
+"""The general handlers with ALiBi of indices on a GPU of Hopper: its own kernels where the slopes are all there is.
+
+Guards against a bias that a kernel does not know and gets all the same, places that it would not read, and arguments in another
+place than the kernels have them. On a fake libcuda, as test_capped_handlers.py.
+"""
+
+from math import ceil, prod
+
+import pytest
+from cpp.calls import MAP, Array, backward_biased, forward_biased
+from cpp.launches import SIZES, attention, expect_launches, kernels_of
+from cpp.machine import KERNELS, MULTIPROCESSORS, make_machine, needs_compiler, needs_extension
+from test_hopper_handlers import backward_maps, hopper_maps, hopper_sections
+
+pytest_plugins = ("cpp.fixtures",)
+pytestmark = [needs_extension, needs_compiler]
+
+MAKE = {"forward": forward_biased, "backward": backward_biased}
+GIVEN = {"scale": ("float32", 0.375), "element_test": ("int32", 1)}
+
+
+def machine_of(tmp_path, driver, qk_dim=None):
+    return make_machine(
+        tmp_path,
+        driver,
+        choose=lambda m: m.has("backward_biased") and qk_dim in (None, m.variant["qk_dim"]),
+    )
+
+
+@pytest.fixture
+def biased(tmp_path, driver):
+    return machine_of(tmp_path, driver)
+
+
+@pytest.mark.parametrize("qk_dim,block", [(64, 192), (128, 128)])
+@pytest.mark.parametrize("s", SIZES)
+def test_forward(tmp_path, driver, s, qk_dim, block):
+    """The order is that of its tiles; before the launch the counter is cleared."""
+    machine = machine_of(tmp_path, driver, qk_dim)
+    assert machine.row("forward_hopper_biased", machine.variant["cc"])["block"] == block
+    call = forward_biased(machine, s).change(**GIVEN)
+    order = {128: "q_order", 192: "q_order_192"}[block]
+    more = {"q_order": call.operands[order].address, **hopper_maps(machine, call)}
+    more |= attention(s, 0.375, 1)
+    tiles = s.heads * s.batch * ceil(s.q_len / block)
+    grids = {"forward_hopper_biased": lambda m: [min(MULTIPROCESSORS, tiles)]}
+    expect_launches(machine, call, more, grids)
+    clear = {"memset": [call.results["counter"].address, 0, 1], "stream": machine.xla.stream}
+    assert machine.record()[0] == clear and len(machine.record()) == 2
+    assert machine.calls("cuLibraryLoadData") == 1  # not the general one
+
+
+@pytest.mark.parametrize("has_dlse", [0, 1])
+@pytest.mark.parametrize("qk_dim", [64, 128])
+@pytest.mark.parametrize("s", SIZES)
+def test_backward(tmp_path, driver, s, qk_dim, has_dlse):
+    """One kernel for all three gradients, between those that know no bias."""
+    machine = machine_of(tmp_path, driver, qk_dim)
+    call = backward_biased(machine, s).change(**GIVEN, has_dlse=("int32", has_dlse))
+    sections, end = hopper_sections(machine, s, call.results["workspace"].address)
+    assert end == call.results["workspace"].address + 4 * call.results["workspace"].shape[0]
+    arrays = {**call.operands, **call.results, **sections}
+    rows = prod(sections["delta"].shape)
+    grids = {
+        "backward_prepare": lambda r: [rows // r],
+        "backward_hopper_biased": lambda n: [s.kv_heads * s.batch * ceil(s.kv_len / n)],
+        "backward_finish": lambda r: [rows // r],
+    }
+    pointers = {name: array.address for name, array in sections.items()}
+    scalars = attention(s, 0.375, 1, has_dlse) | {"clear_dq": 1}
+    values = {name: {**scalars, **pointers} for name in grids}
+    values["backward_hopper_biased"] |= backward_maps(machine, "backward_hopper_biased", arrays)
+    expect_launches(machine, call, values, grids)
+    assert machine.calls("cuLibraryLoadData") == 3
+
+
+# Of slopes alone: what leaves them to the general kernels.
+OTHERS = {
+    "places that are arrays": {"has": (1, 1)},
+    "slopes for every row of the batch": {"batches": (1, 2)},
+    "a soft cap": {"soft_cap": 30.0},
+    "a map of blocks": {"blocks": MAP},
+    "other head dims": {"dims": (56, 56)},
+}
+
+
+@pytest.mark.parametrize("direction", MAKE)
+@pytest.mark.parametrize("what", OTHERS)
+def test_what_takes_the_general_kernels(biased, direction, what):
+    assert kernels_of(biased, MAKE[direction](biased)) == biased.kernels(f"{direction}_biased")
+    got = kernels_of(biased, MAKE[direction](biased, **OTHERS[what]))
+    assert got == KERNELS[f"{direction}_general"]
+
+
+def test_largest_logits_and_the_gradient_of_slopes_take_the_general_kernels(biased):
+    assert kernels_of(biased, forward_biased(biased, want_top=1)) == KERNELS["forward_general"]
+    call = backward_biased(biased, has_dnumbers=1)
+    assert kernels_of(biased, call) == KERNELS["backward_general"]
+
+
+@pytest.mark.parametrize("direction", MAKE)
+@pytest.mark.parametrize("qk_dim", [192, 256])
+def test_head_dims_without_such_kernels(tmp_path, driver, direction, qk_dim):
+    machine = make_machine(
+        tmp_path, driver, choose=lambda m: m.has_hopper() and m.variant["qk_dim"] == qk_dim
+    )
+    call = MAKE[direction](machine, **({"kernels": "apart"} if direction == "backward" else {}))
+    assert kernels_of(machine, call) == KERNELS[f"{direction}_general"]
+
+
+def test_the_workspace_says_which_kernels(biased):
+    """One element short of dQ's sum: the general ones, which gradients in one order take too."""
+    call = backward_biased(biased)
+    size = call.results["workspace"].shape[0]
+    for elements, kernels in (
+        (size, biased.kernels("backward_biased")),
+        (size - 1, KERNELS["backward_general"]),
+    ):
+        got = kernels_of(biased, call.change(workspace=Array("float32", (elements,))))
+        assert got == kernels, elements
+
+
+@pytest.mark.parametrize("wanted", [1, 2])
+def test_one_kernel_writes_all_gradients(biased, wanted):
+    call = backward_biased(biased, wanted=wanted)
+    finish = ["backward_finish"] if wanted & 1 else []
+    assert kernels_of(biased, call) == ["backward_prepare", "backward_hopper_biased", *finish]
+
+
+@pytest.mark.parametrize("direction", MAKE)
+def test_refusals(shared_machine, direction):
+    """Of places too, although nothing reads them here."""
+    for changes, text in (
+        ({"has_bias": ("int32", 3)}, "attribute has_bias is 3, expected 0 to 2"),
+        ({"has_bias": ("int32", -1)}, "attribute has_bias is -1, expected 0 to 2"),
+        (
+            {"q_places": Array("int32", (1, 7))},
+            f"q_places is int32[1, 7], expected int32[bias_batch=1, q_len="
+            f"{MAKE[direction](shared_machine).operands['query'].shape[1]}]",
+        ),
+    ):
+        call = MAKE[direction](shared_machine).change(**changes)
+        failure = shared_machine.run(call)
+        assert failure.code == "InvalidArgument"
+        assert failure.message == f"{call.target}: {text}"
