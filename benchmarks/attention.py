@@ -26,6 +26,7 @@ import jax
 from cases import Case, select
 from chart import bar_chart
 from implementations import (
+    LOOP,
     Compiled,
     Implementation,
     cudnn_attention,
@@ -42,7 +43,6 @@ from timing import Time, interleaved
 START = time.perf_counter()
 HERE = Path(__file__).parent
 PASSES = ("fwd", "bwd", "fwd+bwd")
-LOOP = 20  # passes in a call of an odd case
 
 
 def say(text: str) -> None:

@@ -3,7 +3,8 @@
     python benchmarks/decode.py [--out DIR] [--cases 1x128k ...] [--dtype bfloat16] [--rounds 11]
 
 Bytes are those of the attended keys and values, once. Results are compared with blockwise XLA in float32 before anything is
-timed; a wrong one is not timed, and the run fails. cuDNN is jax.nn.dot_product_attention with key_value_seq_lengths; it has no pages
+timed; a wrong one is not timed, and the run fails. What decodes runs LOOP times inside one jitted call, as a dispatch can take longer
+than a pass. cuDNN is jax.nn.dot_product_attention with key_value_seq_lengths; it has no pages
 and is left out where it cannot run, with its reason. All implementations of a case take turns in one process. Prints a table and
 writes DIR/decode.json (DIR: --out, or $OUT, or the working folder). Products of float32 are TF32, with
 JAX_DEFAULT_MATMUL_PRECISION=highest float32.
@@ -27,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 import packax
 from decode_cases import CASES, Case
+from implementations import LOOP, touched
 from machine import machine
 from timing import interleaved
 
@@ -81,9 +83,24 @@ def copy_of(elements: int) -> Callable[[], Any]:
     return lambda: copy(x)
 
 
+def looped(function: Callable[..., Any], arrays: dict[str, jax.Array]) -> Callable[[], Any]:
+    """LOOP passes in one call, one after the other."""
+
+    @jax.jit
+    def call(query, others):
+        def step(_: Any, query: jax.Array) -> jax.Array:
+            return touched(query, function(query=query, **others))
+
+        return jax.lax.fori_loop(0, LOOP, step, query)
+
+    others = {name: x for name, x in arrays.items() if name != "query"}
+    return lambda: call(arrays["query"], others)
+
+
 def measure(case: Case, dtype: str, implementation: str, rounds: int) -> dict[str, Any]:
     arrays = tensors(case, dtype)
     ours = jax.jit(functools.partial(packax.decode_attention, implementation=implementation))
+    bare: dict[str, Callable[..., Any]] = {"packax": ours}
     xla = jax.jit(
         functools.partial(packax.decode_attention, implementation="xla", precision="highest")
     )
@@ -94,7 +111,7 @@ def measure(case: Case, dtype: str, implementation: str, rounds: int) -> dict[st
     if case.page_size or case.q_len > 1:  # cuDNN's causal mask begins at the first key
         left_out["cudnn"] = "no pages" if case.page_size else "no causal rows at the end"
     else:
-        theirs = jax.jit(cudnn)
+        bare["cudnn"] = theirs = jax.jit(cudnn)
         functions["cudnn"] = lambda: theirs(**arrays)
     reference = xla(**arrays)
     for name in list(functions):
@@ -112,9 +129,11 @@ def measure(case: Case, dtype: str, implementation: str, rounds: int) -> dict[st
             del functions[name]
     del reference
     elements = COPIED // 4
+    inner = dict.fromkeys(functions, LOOP) | {"copy": 1}
+    functions = {name: looped(bare[name], arrays) for name in functions}
     functions["copy"] = copy_of(elements)
     bytes_of = {"copy": 2 * COPIED}
-    times = interleaved(functions, rounds=rounds)
+    times = interleaved(functions, rounds=rounds, inner=inner)
     rates = {name: bytes_of.get(name, size) / t.ms / 1e6 for name, t in times.items()}
     for name, t in times.items():
         row["times"][name] = {

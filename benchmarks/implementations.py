@@ -108,6 +108,9 @@ def random_inputs(case: Case, seed: int = 0) -> Arrays:
     )
 
 
+LOOP = 20  # passes in a call of work that is shorter than a dispatch
+
+
 def touched(x: jax.Array, by: jax.Array) -> jax.Array:
     """x, but only once `by` is there: one element is written."""
     at = (0,) * x.ndim

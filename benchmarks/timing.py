@@ -45,13 +45,14 @@ def interleaved(
     *,
     rounds: int,
     round_ms: float = 120.0,
-    inner: int = 1,
+    inner: int | Mapping[str, int] = 1,
 ) -> dict[str, Time]:
     """Median times; the functions take turns in every round, so that all meet the same clocks.
 
-    `inner`: passes that one call makes; times are of one pass.
+    `inner`: passes that one call makes, of all functions or by name; times are of one pass.
     """
     launches: dict[str, int] = {}
+    passes = {name: inner if isinstance(inner, int) else inner[name] for name in functions}
     for name, function in functions.items():
         jax.block_until_ready(function())
         wall_ms(function, 2)
@@ -59,8 +60,8 @@ def interleaved(
     samples: dict[str, list[float]] = {name: [] for name in functions}
     for turn in range(rounds):
         for name in shuffled(functions, turn):
-            samples[name].append(wall_ms(functions[name], launches[name]) / inner)
+            samples[name].append(wall_ms(functions[name], launches[name]) / passes[name])
     return {
-        name: Time(statistics.median(times), min(times), max(times), launches[name] * inner)
+        name: Time(statistics.median(times), min(times), max(times), launches[name] * passes[name])
         for name, times in samples.items()
     }

@@ -81,7 +81,7 @@ def burst(function: Callable[[], Any], finish: Callable[[Any], Any], launches: i
 def launches_of(function: Callable[[], Any], finish: Callable[[Any], Any], round_ms: float) -> int:
     """How many fill a round."""
     burst(function, finish, 1)
-    return max(2, min(100, round(round_ms / burst(function, finish, 3))))
+    return max(2, min(1000, round(round_ms / burst(function, finish, 3))))
 
 
 def shuffled(names: Iterable[str], turn: int) -> list[str]:

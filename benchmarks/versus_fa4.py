@@ -1,10 +1,11 @@
 """packax, cuDNN and FlashAttention-4 on one GPU in one session, in turns: TFLOP/s and ratios to FA4.
 
-    python benchmarks/versus_fa4.py --fa4 dist/fa4.tar.xz [--cases board,dims] [--rounds 7] [--out DIR]
+    python benchmarks/versus_fa4.py --fa4 dist/fa4.tar.xz [--cases board,dims] [--rounds 7] [--power] [--out DIR]
 
 Two processes, one with JAX (packax from the wheel, cuDNN) and one with torch (FA4), take turns: in every round each implementation
 runs a burst of about 120 ms, in another order every round, while the other process waits (turns.py). Ratios are of medians. Inputs are the
-same arrays and every output and gradient is compared with one float32 reference first; a wrong one is not timed.
+same arrays and every output and gradient is compared with one float32 reference first; a wrong one is not timed. --power: bursts
+of two seconds (--round-ms), and beside each time the GPU's power and clock (power.py).
 
 The machine needs torch 2.11 for CUDA 13 and, of Python packages, einops, cuda-bindings, protobuf and typing-extensions beside JAX.
 What it has not got comes in the archive that `bash benchmarks/pack_fa4.sh` makes where there is a package registry: flash-attn-4,
@@ -23,10 +24,13 @@ import sys
 import tarfile
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from cases import Case, select
+from power import Meter, medians
+from power import line as power_line
 from turns import Failed, Worker, as_row, in_turns, troubles
 
 HERE = Path(__file__).parent
@@ -84,12 +88,19 @@ def prepare(
 
 
 def run_case(
-    case: Case, jax: Worker, torch: Worker, scratch: Path, rounds: int, round_ms: float
+    case: Case,
+    jax: Worker,
+    torch: Worker,
+    scratch: Path,
+    rounds: int,
+    round_ms: float,
+    meter: Meter | None,
 ) -> dict[str, Any]:
     rows = prepare(case, jax, torch, scratch, round_ms)
     flops = {"fwd": case.forward_flops, "bwd": case.backward_flops}
     for row in rows.values():
         row["times"] = {}
+        row["power"] = {}
     for what in PASSES:
         names = [name for name in ORDER if what in rows[name]["launches"]]
         bursts = {
@@ -102,9 +113,25 @@ def run_case(
             )
             for name in names
         }
+        read: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+        if meter is not None:
+            bursts = {name: metered(meter, f, read[name]) for name, f in bursts.items()}
         for name, took in in_turns(bursts, rounds).items():
-            rows[name]["times"][what] = as_row(took, flops[what])
+            rows[name]["times"][what] = row = as_row(took, flops[what])
+            if read[name]:
+                rows[name]["power"][what] = medians(read[name], row["ms"])
     return rows
+
+
+def metered(
+    meter: Meter, function: Callable[[], float], read: list[dict[str, float]]
+) -> Callable[[], float]:
+    def call() -> float:
+        took, found = meter.during(function)
+        read.append(found)
+        return took
+
+    return call
 
 
 def table(results: dict[str, Any]) -> str:
@@ -139,6 +166,8 @@ def table(results: dict[str, Any]) -> str:
                 line += f"{max(worst):>9.1e}" if worst else f"{'':>9}"
             lines.append(line.rstrip())
         for who in ORDER:
+            power = rows.get(who, {}).get("power", {})
+            lines += [power_line(who, what, power[what]) for what in PASSES if what in power]
             notes += troubles(f"{name} {who}", rows.get(who, {}))
     return "\n".join(lines + notes)
 
@@ -157,10 +186,13 @@ def main() -> int:
         "--cases", default="board", help="names and groups of cases.py (default: board)"
     )
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--round-ms", type=float, default=120.0, help="length of a burst")
+    parser.add_argument("--round-ms", type=float, help="length of a burst; 120, with --power 2000")
+    parser.add_argument("--power", action="store_true", help="read power and clock, too")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", HERE / "results")))
     arguments = parser.parse_args()
     cases = select(arguments.cases)
+    meter = Meter() if arguments.power else None
+    round_ms = arguments.round_ms or (2000.0 if arguments.power else 120.0)
     arguments.out.mkdir(parents=True, exist_ok=True)
     shm = Path("/dev/shm")
     report: dict[str, Any] = {
@@ -189,7 +221,8 @@ def main() -> int:
                     workers["torch"],
                     scratch,
                     arguments.rounds,
-                    arguments.round_ms,
+                    round_ms,
+                    meter,
                 )
             except Failed as error:
                 say(f"{case.name} FAILED: {error}")

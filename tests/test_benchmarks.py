@@ -169,6 +169,77 @@ assert len(calls) == 5, calls
 """)
 
 
+def test_decoding_is_timed_in_a_loop():
+    """A loop of passes takes about as many times as long as one call: on the CPU, where nothing is hidden by the dispatch."""
+    script("""
+import time
+import jax, packax
+from decode import looped, tensors
+from decode_cases import Case
+from implementations import LOOP
+
+case = Case("small", (700, 300), heads=4, kv_heads=2, dim=64)
+arrays = tensors(case, "float32")
+calls = []
+
+def counted(**arrays):
+    seen = lambda x: (calls.append(1), x)[1]
+    query = arrays["query"]
+    return jax.pure_callback(seen, query, query) + packax.decode_attention(**arrays)
+
+jax.block_until_ready(looped(counted, arrays)())
+assert len(calls) == LOOP, calls
+""")
+
+
+def test_power_and_clock_of_a_burst():
+    """By a library in NVML's place: 700 W, a clock that falls, held by power in half of the samples."""
+    script("""
+import itertools, time
+from power import Meter, line, medians
+
+class Library:
+    NVML_CLOCK_SM = 1
+    nvmlClocksThrottleReasonSwPowerCap = 4
+    nvmlClocksThrottleReasonSwThermalSlowdown = 32
+    nvmlClocksThrottleReasonHwThermalSlowdown = 64
+    clocks = itertools.cycle([1900, 1500])
+    reasons = itertools.cycle([0, 4 | 1])
+    start = time.perf_counter()
+    nvmlInit = lambda self: None
+    nvmlDeviceGetHandleByIndex = lambda self, i: ("device", i)
+
+    def nvmlDeviceGetClockInfo(self, device, kind):
+        assert device == ("device", 0) and kind == 1
+        return next(self.clocks)
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, device):
+        return next(self.reasons)
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, device):
+        return (time.perf_counter() - self.start) * 700e3
+
+result, found = Meter(Library()).during(lambda: (time.sleep(0.3), 7)[1])
+assert result == 7 and abs(found["watts"] - 700) < 35, found
+assert found["mhz"] in (1500, 1700, 1900) and 0.4 < found["held_by_power"] < 0.6
+assert found["held_by_heat"] == 0
+whole = medians([found, found, found | {"watts": 1.0}], 10.0)
+assert whole["watts"] == found["watts"] and abs(whole["joules"] - 7) < 0.4
+assert abs(whole["mcycles"] - found["mhz"] / 100) < 0.01
+assert "held by power" in line("packax", "bwd", whole)
+
+def fails():
+    raise ValueError("of the burst")
+
+try:
+    Meter(Library()).during(fails)
+except ValueError as error:
+    assert str(error) == "of the burst"
+else:
+    raise AssertionError
+""")
+
+
 def test_the_program_that_times_kvax_traces():
     result = subprocess.run(
         [sys.executable, "versus_kvax.py", "--trace"],
