@@ -241,6 +241,59 @@ def test_on_a_mesh(kind, groups):
         np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * float(np.abs(y).max()))
 
 
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_a_bias_of_indices_on_a_mesh(kind):
+    """Without arrays of places: heads and batch are split, the sequence is not; gradients of slopes are those of one device."""
+    rows = P("data", None, "tensor")
+    sharding = packax.AttentionSharding(query=rows, key_value=rows)
+    mesh = context.mesh_of(2, 2, kind=kind, axes=("data", "tensor"))
+    tensors = context.tensors(batch=2, length=256)[:4]
+    ids = context.ROWS[1:3, 400:656]
+
+    @functools.partial(jax.jit, static_argnums=(2, 3))
+    def gradients(tensors, slopes, sharding, places):
+        def loss(query, key, value, slopes):
+            bias = packax.alibi(slopes, positions=jnp.arange(256) if places else None)
+            mask = packax.causal() & packax.documents(ids)
+            out = packax.flash_attention(query, key, value, mask, bias=bias, sharding=sharding)
+            return jnp.sum(out * tensors[3])
+
+        return jax.grad(loss, (0, 1, 2, 3))(*tensors[:3], slopes)
+
+    expected = gradients(tensors, slopes_of(context.HEADS), None, True)
+    with jax.set_mesh(mesh):
+        if kind == "Explicit":
+            place = jax.sharding.NamedSharding(mesh, rows)
+            tensors = [jax.device_put(x, place) for x in tensors]
+        got = jax.block_until_ready(gradients(tensors, slopes_of(context.HEADS), sharding, False))
+    for x, y in zip(got, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * float(np.abs(y).max()))
+
+
+def test_a_bias_of_indices_under_vmap_and_derived_twice():
+    """Mapped slopes, mapped tensors or both; and a directional derivative of the gradient. As with arrays of places."""
+    case = cases.BY_NAME["gqa_4"]
+    query, key, value, *_ = case.tensors("float32", 16, 16)
+    mask = packax.create_attention_mask(case.expression(), q_len=case.q_len, kv_len=case.kv_len)
+    slopes = jnp.stack([slopes_of(case.heads), 3 * slopes_of(case.heads)])
+    places = {"positions": np.arange(case.q_len), "kv_positions": np.arange(case.kv_len)}
+
+    def total(query, slopes, **places):
+        bias = packax.alibi(slopes, **places)
+        return jnp.sum(packax.flash_attention(query, key, value, mask, bias=bias) ** 2)
+
+    def all_of(**places):
+        gradient = jax.grad(functools.partial(total, **places), (0, 1))
+        two = jnp.stack([query, query[:, ::-1]])
+        yield from jax.vmap(gradient, (None, 0))(query, slopes)
+        yield from jax.vmap(gradient, (0, None))(two, slopes[0])
+        yield from jax.vmap(gradient)(two, slopes)
+        yield from jax.jvp(gradient, (query, slopes[0]), (key.mean() * query, slopes[1]))[1]
+
+    for x, y in zip(all_of(), all_of(**places), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
+
+
 def test_inside_the_callers_shard_map():
     """Replicated arrays get the sum of all ranks' gradients; the largest logit is that of all rows."""
     mesh = context.mesh_of(2, axes=("context",))
