@@ -32,10 +32,13 @@ def tiles(*rows: tuple[int, ...]) -> list[Constants]:
 # left out by the build, which says so.
 CANDIDATES: dict[str, dict[tuple[int, int], list[Constants]]] = {
     "forward_hopper": {
-        (64, 64): [{}, {"WARP_GROUPS": 2, "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24}, {"BLOCK_N": 64, "STAGES": 3}, {"ANEW": 1}],
-        (128, 128): [{}, {"BLOCK_N": 64, "STAGES": 4}, {"ANEW": 1}],
-        (192, 128): [{}, {"BLOCK_N": 64}, {"ANEW": 1}],
-        (256, 256): [{}, {"ANEW": 1}],
+        (64, 64): [
+            *({}, {"WARP_GROUPS": 2, "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24}),
+            *({"BLOCK_N": 64, "STAGES": 3}, {"ANEW": 1}, {"LAZY": 1}),
+        ],
+        (128, 128): [{}, {"BLOCK_N": 64, "STAGES": 4}, {"ANEW": 1}, {"LAZY": 1}],
+        (192, 128): [{}, {"BLOCK_N": 64}, {"ANEW": 1}, {"LAZY": 1}],
+        (256, 256): [{}, {"ANEW": 1}, {"LAZY": 1}],
     },
     "backward_hopper": {
         (64, 64): [{}, {"SKIP": 0}, {"TURNS": 1}, {"DQ": 1, "CONSUMER_REGISTERS": 240}],

@@ -4,106 +4,19 @@ Guards against a coefficient or a sign that is wrong in one of its two branches,
 register or hangs on those beside it, and a warp whose threads take different ways. ex2 and rcp are as wrong as PTX allows them to be.
 """
 
-import re
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from ptx_warp import F32, LANES, Warp
 
 pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parents[1] / "csrc" / "kernels"))
 
 import hopper_cap
 
-LANES = 32
 NEAR, FAR = 3e-7, 4e-7  # of the polynomial, and of the exponential
-F32 = np.float32
-
-
-class Warp:
-    """Registers are arrays of one number a lane; a branch is taken by all of them."""
-
-    def __init__(self, ex2_error: float = 0.0, rcp_error: float = 0.0):
-        """Relative error of ex2 in 2^-22, and that of rcp in units in the last place."""
-        self.errors = ex2_error * 2.0**-22, rcp_error
-        self.executed: set[str] = set()
-
-    def run(self, assembly, values):
-        lines = re.sub(r"(\w+):", r"\1:;", assembly.strip().removeprefix("{").removesuffix("}")).split(";")  # fmt: skip
-        lines = [line.strip() for line in lines if line.strip()]
-        values, at = dict(values), 0
-        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-            while at < len(lines):
-                jump = self.step(lines[at], values)
-                at = lines.index(f"{jump}:") + 1 if jump else at + 1
-        return values
-
-    def step(self, line, values):
-        """Executes it; the label to go on at, where it jumps."""
-        if line.startswith(".reg") or line.endswith(":"):
-            return None
-        if line.startswith("@"):
-            name, _, line = line[1:].partition(" ")
-            taken = values[name]
-            assert (taken == taken[0]).all(), "the warp takes two ways"
-            if not taken[0]:
-                return None
-        opcode, _, rest = line.partition(" ")
-        self.executed.add(opcode)
-        if opcode == "bra":
-            return rest
-        target, *arguments = (x.strip() for x in rest.split(","))
-        if opcode == "vote.sync.any.pred":
-            assert arguments[1] == "-1"  # all lanes
-            values[target] = np.full(LANES, values[arguments[0]].any())
-            return None
-        operands = [self.value(x, values) for x in arguments]
-        values[target] = getattr(self, opcode.replace(".", "_"))(*operands)
-        return None
-
-    @staticmethod
-    def value(text, values):
-        if text.startswith("0f"):
-            return np.full(LANES, int(text[2:], 16), np.uint32).view(F32)
-        return values[text]
-
-    @staticmethod
-    def mul_f32(a, b):
-        return a * b
-
-    @staticmethod
-    def add_f32(a, b):
-        return a + b
-
-    @staticmethod
-    def abs_f32(a):
-        return np.abs(a)
-
-    @staticmethod
-    def max_f32(a, b):
-        return np.fmax(a, b)  # the one that is no NaN
-
-    @staticmethod
-    def setp_gt_f32(a, b):
-        return a > b
-
-    @staticmethod
-    def selp_f32(a, b, p):
-        return np.where(p, a, b)
-
-    @staticmethod
-    def fma_rn_f32(a, b, c):
-        return (a.astype(float) * b.astype(float) + c.astype(float)).astype(F32)
-
-    def ex2_approx_ftz_f32(self, a):
-        made = (np.exp2(a.astype(float)) * (1 + self.errors[0])).astype(F32)
-        return np.where(made < np.finfo(F32).tiny, F32(0), made)
-
-    def rcp_approx_ftz_f32(self, a):
-        exact = 1 / a.astype(float)
-        made = (exact + self.errors[1] * np.spacing(exact.astype(F32)).astype(float)).astype(F32)
-        return np.where(np.abs(made) < np.finfo(F32).tiny, F32(0), made)
 
 
 def tanh_of(warp, scores, k=1.0):

@@ -9,6 +9,7 @@ from __future__ import annotations
 # step (hopper.nought); it empties registers and costs some integer instructions. On an H200 it gave the backward 1 to 3 %, dK
 # and dV of 128 2 %, of 192 4 to 5 %, the forward of 256 4 to 5 %, the forward of 128 and 192 0 to 2 % (and fewer spills); dQ lost
 # 0 to 5 %, dK and dV of 256 8 to 11 %, 64 nothing (benchmarks/results/tune_anew_h200.json).
+# LAZY: another way to the maximum of a row (hopper_softmax.lazy_softmax_asm). Not timed yet.
 HOPPER_TILES: dict[str, dict[int, dict[str, int]]] = {
     "forward_hopper": {
         dim: {
@@ -20,6 +21,7 @@ HOPPER_TILES: dict[str, dict[int, dict[str, int]]] = {
             "CONSUMER_REGISTERS": 160 if groups == 3 else 240,
             "PRODUCER_REGISTERS": 32 if groups == 3 else 24,
             "ANEW": int(dim > 64),
+            "LAZY": 0,
         }
         for dim, chunk, groups, keys, out_in_query in (
             (64, 64, 3, 128, 0),

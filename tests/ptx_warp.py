@@ -1,0 +1,177 @@
+"""PTX of one warp on the CPU, instruction by instruction, in float32: Gluon has no interpreter.
+
+ex2 and rcp are as wrong as the caller says, up to what PTX allows them. Integers and the bits of floats are what they are on
+a GPU: an instruction of another type sees the same bits.
+"""
+
+from __future__ import annotations
+
+import re
+
+import ml_dtypes
+import numpy as np
+
+LANES = 32
+F32 = np.float32
+HALVES = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
+
+
+class Warp:
+    """Registers are arrays of one number a lane; a branch is taken by all of them."""
+
+    def __init__(self, ex2_error: float = 0.0, rcp_error: float = 0.0):
+        """Relative error of ex2 in 2^-22, and that of rcp in units in the last place."""
+        self.errors = ex2_error * 2.0**-22, rcp_error
+        self.executed: set[str] = set()
+
+    def run(self, assembly, values):
+        lines = re.sub(r"(\w+):", r"\1:;", assembly.strip().removeprefix("{").removesuffix("}")).split(";")  # fmt: skip
+        lines = [line.strip() for line in lines if line.strip()]
+        values, at = dict(values), 0
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            while at < len(lines):
+                jump = self.step(lines[at], values)
+                at = lines.index(f"{jump}:") + 1 if jump else at + 1
+        return values
+
+    def step(self, line, values):
+        """Executes it; the label to go on at, where it jumps."""
+        if line.startswith(".reg") or line.endswith(":"):
+            return None
+        if line.startswith("@"):
+            name, _, line = line[1:].partition(" ")
+            taken = ~values[name[1:]] if name.startswith("!") else values[name]
+            assert (taken == taken[0]).all(), "the warp takes two ways"
+            if not taken[0]:
+                return None
+        opcode, _, rest = line.partition(" ")
+        self.executed.add(opcode)
+        if opcode == "bra":
+            return rest
+        target, *arguments = (x.strip() for x in rest.split(","))
+        if opcode == "vote.sync.any.pred":
+            assert arguments[1] == "-1"  # all lanes
+            values[target] = np.full(LANES, values[arguments[0]].any())
+            return None
+        operands = [self.value(x, values) for x in arguments]
+        values[target] = getattr(self, opcode.replace(".", "_"))(*operands)
+        return None
+
+    @staticmethod
+    def value(text, values):
+        if text.startswith("0f"):
+            return np.full(LANES, int(text[2:], 16), np.uint32).view(F32)
+        if re.fullmatch(r"-?\d+|0x[0-9A-Fa-f]+", text):
+            return np.full(LANES, int(text, 0), np.int64)
+        return values[text]
+
+    @staticmethod
+    def mul_f32(a, b):
+        return a * b
+
+    @staticmethod
+    def add_f32(a, b):
+        return a + b
+
+    @staticmethod
+    def abs_f32(a):
+        return np.abs(a)
+
+    @staticmethod
+    def max_f32(a, b):
+        return np.fmax(a, b)  # the one that is no NaN
+
+    @staticmethod
+    def setp_gt_f32(a, b):
+        return a > b
+
+    @staticmethod
+    def selp_f32(a, b, p):
+        return np.where(p, a, b)
+
+    @staticmethod
+    def fma_rn_f32(a, b, c):
+        return (a.astype(float) * b.astype(float) + c.astype(float)).astype(F32)
+
+    def ex2_approx_ftz_f32(self, a):
+        made = (np.exp2(a.astype(float)) * (1 + self.errors[0])).astype(F32)
+        return np.where(made < np.finfo(F32).tiny, F32(0), made)
+
+    def rcp_approx_ftz_f32(self, a):
+        exact = 1 / a.astype(float)
+        made = (exact + self.errors[1] * np.spacing(exact.astype(F32)).astype(float)).astype(F32)
+        return np.where(np.abs(made) < np.finfo(F32).tiny, F32(0), made)
+
+    @staticmethod
+    def sub_f32(a, b):
+        return a - b
+
+    @staticmethod
+    def neg_f32(a):
+        return -a
+
+    @staticmethod
+    def mov_f32(a):
+        return a.copy()
+
+    @staticmethod
+    def max_s32(a, b):
+        """Of the bits of floats."""
+        return np.maximum(a.view(np.int32), b.view(np.int32)).view(F32)
+
+    @staticmethod
+    def setp_gt_s32(a, b):
+        return a.view(np.int32) > b
+
+    @staticmethod
+    def and_pred(a, b):
+        return a & b
+
+    @staticmethod
+    def or_pred(a, b):
+        return a | b
+
+    @staticmethod
+    def not_pred(a):
+        return ~a
+
+    @staticmethod
+    def shfl_sync_bfly_b32(a, lane, clamp, members):
+        assert (clamp == 31).all() and (members == -1).all()
+        return a[np.arange(LANES) ^ lane]
+
+    def _packed(half):
+        def cvt(_, high, low):
+            high, low = (
+                x.astype(HALVES[half]).view(np.uint16).astype(np.uint32) for x in (high, low)
+            )
+            return high << 16 | low
+
+        return cvt
+
+    cvt_rn_bf16x2_f32, cvt_rn_f16x2_f32 = _packed("bf16"), _packed("f16")
+
+    # of the place of a thread: integers
+    @staticmethod
+    def mov_u32(a):
+        return a.copy()
+
+    @staticmethod
+    def and_b32(a, b):
+        return a & b
+
+    @staticmethod
+    def shl_b32(a, b):
+        return a << b
+
+    @staticmethod
+    def add_u32(a, b):
+        return a + b
+
+    @staticmethod
+    def sub_s32(a, b):
+        return a - b
+
+    @staticmethod
+    def cvt_rn_f32_s32(a):
+        return a.astype(F32)

@@ -1,0 +1,172 @@
+"""The softmax step of the Hopper forward and its bias, instruction by instruction for a warp: Gluon has no interpreter.
+
+Guards against a score that ends in another's place or under another row's maximum, a maximum that moves without the sums,
+a row that meets its first key late, infinities and NaNs that get lost, and a bias of another row or key. Of the ways to the
+maximum (LAZY in csrc/aot/hopper_tiles.py) both have to give the same.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ptx_warp import F32, HALVES, LANES, Warp
+
+pytest.importorskip("triton")
+sys.path.insert(0, str(Path(__file__).parents[1] / "csrc" / "kernels"))
+
+import hopper_bias
+import hopper_softmax
+
+WAYS = {"plain": hopper_softmax.softmax_asm, "lazy": hopper_softmax.lazy_softmax_asm}
+N = 32  # scores of a thread: 64 keys
+UNSET = F32(-1e30)
+# (row, key) of each lane's registers, of the warp's 16 rows
+LANE, REGISTER = np.arange(LANES)[:, None], np.arange(N)
+ROWS = LANE // 4 + 8 * (REGISTER // 2 % 2)
+KEYS = REGISTER // 4 * 8 + 2 * (LANE % 4) + REGISTER % 2
+
+
+def step(way, scores, m, parts, scale, half="bf16", warp=None):
+    """`scores` (16, 64); m (16,); parts (lanes, 2): P (16, 64), m, parts, alpha (16,)."""
+    place, pairs = ROWS[:, :3:2], N // 2  # rows of registers 0 and 2
+    first = pairs + 6
+    values = {f"${first + i}": scores[ROWS, KEYS][:, i].astype(F32) for i in range(N)}
+    values |= {f"${first + N + r}": m[place[:, r]].astype(F32) for r in (0, 1)}
+    values |= {f"${first + N + 2 + r}": parts[:, r].astype(F32) for r in (0, 1)}
+    values[f"${first + N + 4}"] = np.full(LANES, scale, F32)
+    values = (warp or Warp()).run(WAYS[way](N, half), values)
+    packed = np.stack([values[f"${i}"] for i in range(pairs)], 1).astype(np.uint32)
+    p = np.zeros((16, 64))
+    for i in range(N):
+        bits = (packed[:, i // 2] >> np.uint32(16 * (i % 2))).astype(np.uint16)
+        p[ROWS[:, i], KEYS[:, i]] = bits.view(HALVES[half]).astype(float)
+    of_rows = []
+    for at in (pairs, pairs + 4):
+        both = np.stack([values[f"${at + r}"] for r in (0, 1)], 1)
+        of_row = np.zeros(16, F32)
+        of_row[place] = both
+        np.testing.assert_array_equal(of_row[place], both, "the four threads of a row")
+        of_rows.append(of_row)
+    new_l = np.stack([values[f"${pairs + 2 + r}"] for r in (0, 1)], 1)
+    return p, of_rows[0], new_l, of_rows[1]
+
+
+def sum_of(parts):
+    """Of the rows, from the threads' parts."""
+    total = np.zeros(16)
+    np.add.at(total, ROWS[:, :3:2], parts.astype(float))
+    return total
+
+
+def checked_step(way, scores, m, parts, scale, half):
+    """By the definition: the maximum moves when it would grow by more than 8, or when there was none."""
+    p, new_m, new_l, alpha = step(way, scores, m, parts, scale, half)
+    logits = scores.astype(F32).astype(float) * float(F32(scale))
+    top = logits.max(1)
+    moved = (top > m.astype(float) + 8) & (top > -np.inf)
+    close = np.abs(top - m - 8) < 1e-3  # rounding may say either
+    want_m = np.where(moved, top, m.astype(float))
+    assert ((np.abs(new_m - want_m) <= 2e-6 * np.abs(want_m)) | close).all()
+    exact = np.exp2(logits - new_m.astype(float)[:, None])
+    unit = 2.0 ** (-8 if half == "bf16" else -10)
+    size = np.where(scores == -np.inf, 0, np.abs(logits))
+    assert (np.abs(p - exact) <= (unit + 1e-6 * (1 + size)) * exact + 1e-7).all()
+    assert (p[scores == -np.inf] == 0).all()
+    want_alpha = np.exp2(m.astype(float) - new_m.astype(float))
+    np.testing.assert_allclose(alpha, want_alpha, rtol=1e-5, atol=1e-30)
+    np.testing.assert_allclose(
+        sum_of(new_l), sum_of(parts) * want_alpha + exact.sum(1), rtol=1e-4, atol=1e-6
+    )
+    return new_m, new_l
+
+
+def steps_of(rng, kind):
+    """Scores of some steps, (16, 64) each."""
+    for i in range(6):
+        s = rng.standard_normal((16, 64)) * 3
+        if kind == "rising":
+            s += 12 * i * (np.arange(16)[:, None] % 3 == 0)
+        if kind == "one rises":  # of all scores of a warp
+            s[rng.integers(16), rng.integers(64)] += 100 * i
+        if kind == "falling":
+            s -= 40.0 * i
+        if kind == "far below zero":
+            s -= 3000
+        if kind == "one key":
+            s[:, 1:] = -np.inf
+        if kind == "late":  # rows that meet their first key at step 1, 3, ... or never
+            s[np.arange(16) % 5 > i] = -np.inf
+            s[15] = -np.inf
+        yield s.astype(F32)
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize(
+    "kind", ["level", "rising", "one rises", "falling", "far below zero", "one key", "late"]
+)
+@pytest.mark.parametrize("way", WAYS)
+def test_steps(way, kind, half):
+    rng = np.random.default_rng()
+    scale = float(rng.uniform(0.05, 1.4427))
+    m, parts = np.full(16, UNSET), np.zeros((LANES, 2), F32)
+    for scores in (s for _ in range(20 if kind == "one rises" else 1) for s in steps_of(rng, kind)):
+        m, parts = checked_step(way, scores, m, parts, scale, half)
+
+
+@pytest.mark.parametrize("kind", ["level", "rising", "late"])
+def test_both_ways_give_the_same(kind):
+    """The long way of `lazy` is only taken where a maximum moves, and then everything agrees."""
+    rng = np.random.default_rng()
+    state = {way: (np.full(16, UNSET), np.zeros((LANES, 2), F32)) for way in WAYS}
+    for i, scores in enumerate(steps_of(rng, kind)):
+        found, executed = {}, {}
+        for way in WAYS:
+            warp = Warp()
+            found[way] = step(way, scores, *state[way], 0.5, warp=warp)
+            state[way] = found[way][1:3]
+            executed[way] = warp.executed
+        for x, y in zip(found["plain"], found["lazy"], strict=True):
+            np.testing.assert_allclose(x, y, rtol=2**-7, atol=1e-7)
+        assert "max.s32" in executed["lazy"] and "max.s32" not in executed["plain"]
+        if kind == "level":
+            assert ("max.f32" in executed["lazy"]) == (i == 0)
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf])
+@pytest.mark.parametrize("way", WAYS)
+def test_nan_and_infinity_stay_in_their_row_and_reach_it(way, broken):
+    rng = np.random.default_rng()
+    scores = rng.standard_normal((16, 64)).astype(F32)
+    m, parts = np.zeros(16, F32), np.zeros((LANES, 2), F32)
+    scores[3, 17] = broken
+    p, _, new_l, _ = step(way, scores, m, parts, 1.0)
+    total = sum_of(new_l)
+    assert not np.isfinite(total[3]) and np.isfinite(np.delete(total, 3)).all()
+    assert np.isfinite(np.delete(p, 3, 0)).all()
+
+
+@pytest.mark.parametrize("start", [0, 64, 1 << 20])
+@pytest.mark.parametrize("slope", [0.5, -0.01, 0.0])
+def test_bias(start, slope):
+    """On both sides of the diagonal, for a warp of the second warp group."""
+    rng = np.random.default_rng()
+    scores = rng.standard_normal((16, 64)).astype(F32)
+    rows = start + rng.permutation(200)[:16]
+    scale = F32(0.3)
+    values = {f"${i}": scores[ROWS, KEYS][:, i].copy() for i in range(N)}  # tied
+    values |= {f"${2 * N + r}": rows[ROWS[:, 2 * r]] for r in (0, 1)}
+    values |= {f"${2 * N + 2}": np.full(LANES, start), "%tid.x": 128 + 32 + np.arange(LANES)}
+    values |= {f"${2 * N + 3}": np.full(LANES, scale), f"${2 * N + 4}": np.full(LANES, -slope, F32)}
+    values = Warp().run(hopper_bias.biased_asm(N), values)
+    got = np.zeros((16, 64), F32)
+    got[ROWS, KEYS] = np.stack([values[f"${i}"] for i in range(N)], 1)
+    far = np.abs(rows[:, None] - (start + np.arange(64)))
+    np.testing.assert_allclose(got, scores * scale - slope * far, rtol=1e-5, atol=1e-5)
+
+
+def test_registers_of_the_assembly_are_those_of_its_constraints():
+    for way in WAYS.values():
+        named = {int(x) for x in re.findall(r"\$(\d+)", way(N, "bf16"))}
+        assert named == set(range(N // 2 + 6 + N + 5))
