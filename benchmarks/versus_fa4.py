@@ -94,7 +94,7 @@ def run_case(
     scratch: Path,
     rounds: int,
     round_ms: float,
-    meter: Meter | None,
+    meter: Meter | None = None,
 ) -> dict[str, Any]:
     rows = prepare(case, jax, torch, scratch, round_ms)
     flops = {"fwd": case.forward_flops, "bwd": case.backward_flops}

@@ -56,6 +56,17 @@ jax, torch = (Worker(name, [sys.executable, script, name, log], dict(os.environ)
 cases = select("causal_16k_d128,causal_16k_d256")
 rows = {c.name: versus_fa4.run_case(c, jax, torch, Path(log).parent, 3, 1.0) for c in cases}
 print(versus_fa4.table(rows))
+
+
+class Meter:  # as power.Meter
+    def during(self, function):
+        found = {"watts": 690.0, "mhz": 1500, "held_by_power": 0.5, "held_by_heat": 0.0}
+        return function(), found
+
+
+row = versus_fa4.run_case(cases[0], jax, torch, Path(log).parent, 3, 1.0, Meter())
+assert row["packax"]["power"]["fwd"]["joules"] == round(690 * row["packax"]["times"]["fwd"]["ms"] / 1e3, 3)
+print("metered:", versus_fa4.table({"metered": row}))
 try:
     torch.ask(do="die")
 except Failed as error:
@@ -90,6 +101,8 @@ def test_they_take_turns(tmp_path):
     assert row[4] == "-" and row[9] == "1.101"
     assert "causal_16k_d128 cudnn bwd did not run: out of memory" in result.stdout
     assert "causal_16k_d256 fa4 fwd did not run: AssertionError: no such head dim" in result.stdout
+    metered = result.stdout.partition("metered:")[2]
+    assert metered.count("690 W") == 5 and "690 W" not in result.stdout.partition("metered:")[0]
     assert "torch ended with status 7" in result.stdout
 
 
