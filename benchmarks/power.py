@@ -1,6 +1,6 @@
 """Clock, power and energy of the GPU while something runs on it, read through NVML (the package nvidia-ml-py).
 
-An H200 under load is held by its power limit: a kernel that takes as many cycles as another and more energy takes more time.
+Where a GPU is held by its power limit, a kernel that takes as many cycles as another and more energy takes more time.
 """
 
 from __future__ import annotations

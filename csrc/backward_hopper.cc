@@ -75,9 +75,10 @@ ffi::Error LaunchPrepare(const Ready<BackwardPrepareArgs>& prepare, Stream strea
 #define PACKAX_NO_TILES                                                                         \
   .query = {}, .key = {}, .value = {}, .dout = {}, .lse2 = {}, .delta = {}, .lo = {}, .hi = {}, \
   .dk = {}, .dv = {}
-#define PACKAX_KEYS(c)                                                       \
+#define PACKAX_KEY_ARRAYS(c)                                                 \
   PACKAX_MASK_ELEMENTS((c).mask), .kv_blocks = (c).kv_blocks.untyped_data(), \
-      .kv_order = (c).kv_order.untyped_data(), .scale = (c).scale
+      .kv_order = (c).kv_order.untyped_data()
+#define PACKAX_KEYS(c) PACKAX_KEY_ARRAYS(c), .scale = (c).scale
 #define PACKAX_TESTS_AND_SIZES(c) .element_test = (c).mask.element_test, PACKAX_SIZES((c).shape)
 
 void Fill(const BackwardCall& c, const Sections& at, BackwardHopperArgs* args) {
@@ -91,14 +92,9 @@ void Fill(const BackwardCall& c, const Sections& at, BackwardHopperCappedArgs* a
 
 void Fill(const BackwardCall& c, const Sections& at, BackwardHopperBiasedArgs* args) {
   *args = {
-      PACKAX_NO_TILES,
-      .dq_sum = at.dq_sum,
-      PACKAX_MASK_ELEMENTS(c.mask),
-      .kv_blocks = c.kv_blocks.untyped_data(),
-      .kv_order = c.kv_order.untyped_data(),
-      .slopes = c.slopes->untyped_data(),
-      .scale = c.scale,
-      PACKAX_TESTS_AND_SIZES(c),
+      PACKAX_NO_TILES,      .dq_sum = at.dq_sum,
+      PACKAX_KEY_ARRAYS(c), .slopes = c.slopes->untyped_data(),
+      .scale = c.scale,     PACKAX_TESTS_AND_SIZES(c),
   };
 }
 
@@ -113,9 +109,7 @@ void Fill(const BackwardCall& c, const Sections&, BackwardDkdvHopperCappedArgs* 
 void Fill(const BackwardCall& c, const Sections&, BackwardDkdvHopperMappedArgs* args) {
   *args = {
       PACKAX_NO_TILES,
-      PACKAX_MASK_ELEMENTS(c.mask),
-      .kv_blocks = c.kv_blocks.untyped_data(),
-      .kv_order = c.kv_order.untyped_data(),
+      PACKAX_KEY_ARRAYS(c),
       .map_bits = c.map->bits.untyped_data(),
       .kv_entries = c.map->kv_entries.untyped_data(),
       .scale = c.scale,

@@ -7,15 +7,16 @@ namespace {
 
 constexpr int64_t kMaxPrograms = 4096;  // more multiprocessors than any GPU has
 
-// Members of `Args{...}` up to the scale, as those of attention.h. Maps are filled in later.
-#define PACKAX_FORWARD_TILES(c, order)                                                   \
-  .query = {}, .key = {}, .value = {}, .out = {}, .lse = (c).lse.untyped_data(),         \
-  PACKAX_MASK_ROWS((c).mask), .q_order = (order), .counter = (c).counter.untyped_data(), \
-  .scale = (c).scale
+// Members of `Args{...}` that all of them begin with, as those of attention.h. Maps are filled in
+// later.
+#define PACKAX_FORWARD_TILES(c, order)                                           \
+  .query = {}, .key = {}, .value = {}, .out = {}, .lse = (c).lse.untyped_data(), \
+  PACKAX_MASK_ROWS((c).mask), .q_order = (order), .counter = (c).counter.untyped_data()
 
 void Fill(const ForwardCall& c, const void* q_order, ForwardHopperArgs* args) {
   *args = {
       PACKAX_FORWARD_TILES(c, q_order),
+      .scale = c.scale,
       .element_test = c.mask.element_test,
       PACKAX_SIZES(c.shape),
   };
@@ -23,42 +24,23 @@ void Fill(const ForwardCall& c, const void* q_order, ForwardHopperArgs* args) {
 
 void Fill(const ForwardCall& c, const void* q_order, ForwardHopperCappedArgs* args) {
   *args = {
-      PACKAX_FORWARD_TILES(c, q_order),
-      .soft_cap = c.soft_cap,
-      .element_test = c.mask.element_test,
-      PACKAX_SIZES(c.shape),
+      PACKAX_FORWARD_TILES(c, q_order),    .scale = c.scale,      .soft_cap = c.soft_cap,
+      .element_test = c.mask.element_test, PACKAX_SIZES(c.shape),
   };
 }
 
 void Fill(const ForwardCall& c, const void* q_order, ForwardHopperMappedArgs* args) {
   const Shape& s = c.shape;
   *args = {
-      .query = {},
-      .key = {},
-      .value = {},
-      .out = {},
-      .lse = c.lse.untyped_data(),
-      PACKAX_MASK_ROWS(c.mask),
-      .q_order = q_order,
-      .counter = c.counter.untyped_data(),
-      .map_bits = c.map->bits.untyped_data(),
-      .q_entries = c.map->entries.untyped_data(),
-      .scale = c.scale,
-      .element_test = c.mask.element_test,
-      PACKAX_MAPPED_SIZES(s, *c.map),
+      PACKAX_FORWARD_TILES(c, q_order),           .map_bits = c.map->bits.untyped_data(),
+      .q_entries = c.map->entries.untyped_data(), .scale = c.scale,
+      .element_test = c.mask.element_test,        PACKAX_MAPPED_SIZES(s, *c.map),
   };
 }
 
 void Fill(const ForwardCall& c, const void* q_order, ForwardHopperBiasedArgs* args) {
   *args = {
-      .query = {},
-      .key = {},
-      .value = {},
-      .out = {},
-      .lse = c.lse.untyped_data(),
-      PACKAX_MASK_ROWS(c.mask),
-      .q_order = q_order,
-      .counter = c.counter.untyped_data(),
+      PACKAX_FORWARD_TILES(c, q_order),
       .slopes = c.slopes->untyped_data(),
       .scale = c.scale,
       .element_test = c.mask.element_test,

@@ -4,13 +4,11 @@ Guards against a bias that a kernel does not know and gets all the same, places 
 place than the kernels have them. On a fake libcuda, as test_capped_handlers.py.
 """
 
-from math import ceil, prod
-
 import pytest
 from cpp.calls import MAP, Array, backward_biased, forward_biased
-from cpp.launches import SIZES, attention, expect_launches, kernels_of
-from cpp.machine import KERNELS, MULTIPROCESSORS, make_machine, needs_compiler, needs_extension
-from test_hopper_handlers import backward_maps, hopper_maps, hopper_sections
+from cpp.launches import SIZES, kernels_of
+from cpp.machine import KERNELS, make_machine, needs_compiler, needs_extension
+from test_hopper_handlers import expect_forward, expect_one_backward
 
 pytest_plugins = ("cpp.fixtures",)
 pytestmark = [needs_extension, needs_compiler]
@@ -35,43 +33,18 @@ def biased(tmp_path, driver):
 @pytest.mark.parametrize("qk_dim,block", [(64, 192), (128, 128)])
 @pytest.mark.parametrize("s", SIZES)
 def test_forward(tmp_path, driver, s, qk_dim, block):
-    """The order is that of its tiles; before the launch the counter is cleared."""
     machine = machine_of(tmp_path, driver, qk_dim)
-    assert machine.row("forward_hopper_biased", machine.variant["cc"])["block"] == block
     call = forward_biased(machine, s).change(**GIVEN)
-    order = {128: "q_order", 192: "q_order_192"}[block]
-    more = {"q_order": call.operands[order].address, **hopper_maps(machine, call)}
-    more |= attention(s, 0.375, 1)
-    tiles = s.heads * s.batch * ceil(s.q_len / block)
-    grids = {"forward_hopper_biased": lambda m: [min(MULTIPROCESSORS, tiles)]}
-    expect_launches(machine, call, more, grids)
-    clear = {"memset": [call.results["counter"].address, 0, 1], "stream": machine.xla.stream}
-    assert machine.record()[0] == clear and len(machine.record()) == 2
-    assert machine.calls("cuLibraryLoadData") == 1  # not the general one
+    expect_forward(machine, s, call, "forward_hopper_biased", block)
 
 
 @pytest.mark.parametrize("has_dlse", [0, 1])
 @pytest.mark.parametrize("qk_dim", [64, 128])
 @pytest.mark.parametrize("s", SIZES)
 def test_backward(tmp_path, driver, s, qk_dim, has_dlse):
-    """One kernel for all three gradients, between those that know no bias."""
     machine = machine_of(tmp_path, driver, qk_dim)
     call = backward_biased(machine, s).change(**GIVEN, has_dlse=("int32", has_dlse))
-    sections, end = hopper_sections(machine, s, call.results["workspace"].address)
-    assert end == call.results["workspace"].address + 4 * call.results["workspace"].shape[0]
-    arrays = {**call.operands, **call.results, **sections}
-    rows = prod(sections["delta"].shape)
-    grids = {
-        "backward_prepare": lambda r: [rows // r],
-        "backward_hopper_biased": lambda n: [s.kv_heads * s.batch * ceil(s.kv_len / n)],
-        "backward_finish": lambda r: [rows // r],
-    }
-    pointers = {name: array.address for name, array in sections.items()}
-    scalars = attention(s, 0.375, 1, has_dlse) | {"clear_dq": 1}
-    values = {name: {**scalars, **pointers} for name in grids}
-    values["backward_hopper_biased"] |= backward_maps(machine, "backward_hopper_biased", arrays)
-    expect_launches(machine, call, values, grids)
-    assert machine.calls("cuLibraryLoadData") == 3
+    expect_one_backward(machine, s, call, "backward_hopper_biased", has_dlse)
 
 
 # Of slopes alone: what leaves them to the general kernels.

@@ -53,6 +53,38 @@ def hopper_maps(machine, call, **more):
     }
 
 
+def expect_forward(machine, s, call, kernel, block, **more):
+    """The kernel alone, of tiles of `block` rows in their order; before the launch the counter is cleared. Scale 0.375, element test 1."""
+    assert machine.row(kernel, machine.variant["cc"])["block"] == block
+    order = {128: "q_order", 192: "q_order_192"}[block]
+    more |= {"q_order": call.operands[order].address, **hopper_maps(machine, call)}
+    tiles = s.heads * s.batch * ceil(s.q_len / block)
+    grids = {kernel: lambda m: [min(MULTIPROCESSORS, tiles)]}
+    expect_launches(machine, call, more | attention(s, 0.375, 1), grids)
+    clear = {"memset": [call.results["counter"].address, 0, 1], "stream": machine.xla.stream}
+    assert machine.record()[0] == clear and len(machine.record()) == 2
+    assert machine.calls("cuLibraryLoadData") == 1  # not the general one
+
+
+def expect_one_backward(machine, s, call, kernel, has_dlse, **more):
+    """One kernel for all three gradients, between the two that all of them share; the workspace ends with dQ's sum."""
+    sections, end = hopper_sections(machine, s, call.results["workspace"].address)
+    assert end == call.results["workspace"].address + 4 * call.results["workspace"].shape[0]
+    rows = prod(sections["delta"].shape)
+    grids = {
+        "backward_prepare": lambda r: [rows // r],
+        kernel: lambda n: [s.kv_heads * s.batch * ceil(s.kv_len / n)],
+        "backward_finish": lambda r: [rows // r],
+    }
+    pointers = {name: array.address for name, array in sections.items()}
+    scalars = attention(s, 0.375, 1, has_dlse) | {"clear_dq": 1, **more}
+    values = {name: {**scalars, **pointers} for name in grids}
+    arrays = {**call.operands, **call.results, **sections}
+    values[kernel] |= backward_maps(machine, kernel, arrays)
+    expect_launches(machine, call, values, grids)
+    assert machine.calls("cuLibraryLoadData") == 3
+
+
 @pytest.mark.parametrize("qk_dim", [64, 128])
 @pytest.mark.parametrize("s", SIZES)
 def test_forward_on_hopper(tmp_path, driver, s, qk_dim):

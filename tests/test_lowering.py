@@ -99,28 +99,28 @@ def test_general_forward():
     assert extras == ["1xf32", "2x8xf32", "2x300xi32", "2x300xi32"]
 
 
-def test_a_bias_of_indices():
+@pytest.mark.parametrize(
+    "has_bias,wanted,arguments,numbers",
+    [
+        (2, 0, (0, 1, 2), {}),
+        (1, 0, (0, 1, 2), {"scale": jax.ShapeDtypeStruct((), jnp.float32)}),
+        (2, 1, (0, 3), {"slopes": jax.ShapeDtypeStruct((8,), jnp.float32)}),
+    ],
+)
+def test_a_bias_of_indices(has_bias, wanted, arguments, numbers):
     """The handler is told, for Hopper's kernels; the arrays are there for the general ones. A scale that is an array is no number."""
-    slopes, indices = np.ones(8), ["1xf32", "1x8xf32", "1x300xi32", "1x300xi32"]
 
-    def gradient(q, k, v, slopes, scale):
-        return loss(q, k, v, MASK, bias=packax.alibi(slopes), scale=scale)
+    def function(query, key, value, *given):
+        more = {"scale": 0.25, "slopes": np.ones(8), **dict(zip(numbers, given, strict=True))}
+        bias = packax.alibi(more.pop("slopes"))
+        return loss(query, key, value, MASK, bias=bias, **more)
 
-    def calls_of(argnums, scale, *more):
-        if more:
-            return general(jax.grad(gradient, argnums), *abstract(), slopes, *more)
-        return general(jax.grad(lambda *x: gradient(*x, slopes, scale), argnums), *abstract())
-
-    number = jax.ShapeDtypeStruct((), jnp.float32)
-    for has_bias, wanted, calls_ in (
-        (2, 0, calls_of((0, 1, 2), 0.25)),
-        (1, 0, calls_of((0, 1, 2), None, number)),
-        (1, 1, calls_of((0, 4), None, number)),
-    ):
-        for attributes, extras, _ in calls_:
-            assert attributes["has_bias"] == f"{has_bias} : i32"
-            assert attributes["has_scales"] == "1 : i32" and extras == indices
-        assert calls_[1][0]["has_dnumbers"] == f"{wanted} : i32"
+    both = general(jax.grad(function, arguments), *abstract(), *numbers.values())
+    for attributes, extras, _ in both:
+        assert attributes["has_bias"] == f"{has_bias} : i32"
+        assert attributes["has_scales"] == "1 : i32"
+        assert extras == ["1xf32", "1x8xf32", "1x300xi32", "1x300xi32"]
+    assert both[1][0]["has_dnumbers"] == f"{wanted} : i32"
 
 
 def test_general_backward():

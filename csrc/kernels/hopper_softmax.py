@@ -12,6 +12,61 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.constexpr_function
+def operands(n):
+    """Numbers of the operands of a softmax step: m, l and alpha (2 each) as results, behind P; the first score; m and l (2 each) and
+    the scale as they are given."""
+    o = n // 2
+    s = o + 6
+    given = [s + n, s + n + 1], [s + n + 2, s + n + 3], s + n + 4
+    return ([o, o + 1], [o + 2, o + 3], [o + 4, o + 5]), s, given
+
+
+@gluon.constexpr_function
+def over_row(r, operation, total, scores):
+    """max or add over a thread's scores of row r, in two chains: {total}{2r} and {total}{2r + 1}."""
+    t, mine = [], [x for i, x in enumerate(scores) if (i >> 1) & 1 == r]
+    for c in (0, 1):
+        part, x = mine[c::2], f"{total}{2 * r + c}"
+        t.append(f"{operation}.f32 {x}, {part[0]}, {part[1]};")
+        t += [f"{operation}.f32 {x}, {x}, {y};" for y in part[2:]]
+    return t
+
+
+@gluon.constexpr_function
+def row_maxima(scores):
+    """g0 and g1, the largest of each row: the same in all threads of the quad."""
+    t = []
+    for r in (0, 1):
+        t += over_row(r, "max", "x", scores)
+        t.append(f"max.f32 g{r}, x{2 * r}, x{2 * r + 1};")
+    for d in (1, 2):
+        t += [f"shfl.sync.bfly.b32 k{r}, g{r}, {d}, 31, -1;" for r in (0, 1)]
+        t += [f"max.f32 g{r}, g{r}, k{r};" for r in (0, 1)]
+    return t
+
+
+@gluon.constexpr_function
+def exponential(i, half):
+    """Of score e{i}; every second one is packed with the one before."""
+    t = [f"ex2.approx.ftz.f32 e{i}, e{i};"]
+    if i & 1:
+        t.append(f"cvt.rn.{half}x2.f32 ${i // 2}, e{i}, e{i - 1};")
+    return t
+
+
+@gluon.constexpr_function
+def row_sums(n, l_in, l_out, a_out):
+    """l times alpha, and the exponentials on top."""
+    t = []
+    for r in (0, 1):
+        t += over_row(r, "add", "w", [f"e{i}" for i in range(n)])
+        t.append(
+            f"add.f32 w{2 * r}, w{2 * r}, w{2 * r + 1}; fma.rn.f32 ${l_out[r]}, ${l_in[r]}, ${a_out[r]}, w{2 * r};"
+        )
+    return t
+
+
+@gluon.constexpr_function
 def softmax_asm(n, half):
     """One thread's share of a softmax step. Operands: n / 2 packed P, m (2), l (2), alpha (2), then n scores, m (2), l (2), scale.
 
@@ -21,20 +76,9 @@ def softmax_asm(n, half):
         n = n.value
     while hasattr(half, "value"):
         half = half.value
-    o = n // 2
-    m_out, l_out, a_out, s = [o, o + 1], [o + 2, o + 3], [o + 4, o + 5], o + 6
-    m_in, l_in, scale = [s + n, s + n + 1], [s + n + 2, s + n + 3], s + n + 4
+    (m_out, l_out, a_out), s, (m_in, l_in, scale) = operands(n)
     t = [f"{{ .reg .f32 x<4>, w<4>, g<2>, k<2>, e<{n}>; .reg .pred q;"]
-    for r in (0, 1):
-        mine = [i for i in range(n) if (i >> 1) & 1 == r]
-        for c in (0, 1):
-            part = mine[c::2]
-            t.append(f"max.f32 x{2 * r + c}, ${s + part[0]}, ${s + part[1]};")
-            t += [f"max.f32 x{2 * r + c}, x{2 * r + c}, ${s + i};" for i in part[2:]]
-        t.append(f"max.f32 g{r}, x{2 * r}, x{2 * r + 1};")
-    for d in (1, 2):
-        t += [f"shfl.sync.bfly.b32 k{r}, g{r}, {d}, 31, -1;" for r in (0, 1)]
-        t += [f"max.f32 g{r}, g{r}, k{r};" for r in (0, 1)]
+    t += row_maxima([f"${s + i}" for i in range(n)])
     for r in (0, 1):
         t.append(
             f"mul.f32 g{r}, g{r}, ${scale}; add.f32 k{r}, ${m_in[r]}, 0f41000000; setp.gt.f32 q, g{r}, k{r};"
@@ -43,18 +87,8 @@ def softmax_asm(n, half):
         )
     for i in range(n):
         t.append(f"fma.rn.f32 e{i}, ${s + i}, ${scale}, g{(i >> 1) & 1};")
-        t.append(f"ex2.approx.ftz.f32 e{i}, e{i};")
-        if i & 1:
-            t.append(f"cvt.rn.{half}x2.f32 ${i // 2}, e{i}, e{i - 1};")
-    for r in (0, 1):
-        mine = [i for i in range(n) if (i >> 1) & 1 == r]
-        for c in (0, 1):
-            part = mine[c::2]
-            t.append(f"add.f32 w{2 * r + c}, e{part[0]}, e{part[1]};")
-            t += [f"add.f32 w{2 * r + c}, w{2 * r + c}, e{i};" for i in part[2:]]
-        t.append(
-            f"add.f32 w{2 * r}, w{2 * r}, w{2 * r + 1}; fma.rn.f32 ${l_out[r]}, ${l_in[r]}, ${a_out[r]}, w{2 * r};"
-        )
+        t += exponential(i, half)
+    t += row_sums(n, l_in, l_out, a_out)
     return " ".join(t) + " }"
 
 
@@ -70,9 +104,7 @@ def lazy_softmax_asm(n, half):
         n = n.value
     while hasattr(half, "value"):
         half = half.value
-    o = n // 2
-    m_out, l_out, a_out, s = [o, o + 1], [o + 2, o + 3], [o + 4, o + 5], o + 6
-    m_in, l_in, scale = [s + n, s + n + 1], [s + n + 2, s + n + 3], s + n + 4
+    (m_out, l_out, a_out), s, (m_in, l_in, scale) = operands(n)
     # -1e29, 8, -1e30
     far, most, none = "0fEFA18F08", "0f41000000", "0fF149F2CA"
     t = [
@@ -94,16 +126,7 @@ def lazy_softmax_asm(n, half):
     for r in (0, 1):
         t.append(f"mov.f32 ${m_out[r]}, ${m_in[r]}; mov.f32 ${a_out[r]}, 0f3F800000;")
     t.append("@!q bra SAME;")
-    for r in (0, 1):
-        mine = [i for i in range(n) if (i >> 1) & 1 == r]
-        for c in (0, 1):
-            part = mine[c::2]
-            t.append(f"max.f32 x{2 * r + c}, e{part[0]}, e{part[1]};")
-            t += [f"max.f32 x{2 * r + c}, x{2 * r + c}, e{i};" for i in part[2:]]
-        t.append(f"max.f32 g{r}, x{2 * r}, x{2 * r + 1};")
-    for d in (1, 2):
-        t += [f"shfl.sync.bfly.b32 k{r}, g{r}, {d}, 31, -1;" for r in (0, 1)]
-        t += [f"max.f32 g{r}, g{r}, k{r};" for r in (0, 1)]
+    t += row_maxima([f"e{i}" for i in range(n)])
     for r in (0, 1):
         t.append(
             f"selp.f32 k{r}, {most}, {none}, u{r}; setp.gt.f32 p, g{r}, k{r}; add.f32 b{r}, b{r}, g{r};"
@@ -113,18 +136,8 @@ def lazy_softmax_asm(n, half):
     t += [f"sub.f32 e{i}, e{i}, g{(i >> 1) & 1};" for i in range(n)]
     t.append("SAME:")
     for i in range(n):
-        t.append(f"ex2.approx.ftz.f32 e{i}, e{i};")
-        if i & 1:
-            t.append(f"cvt.rn.{half}x2.f32 ${i // 2}, e{i}, e{i - 1};")
-    for r in (0, 1):
-        mine = [i for i in range(n) if (i >> 1) & 1 == r]
-        for c in (0, 1):
-            part = mine[c::2]
-            t.append(f"add.f32 w{2 * r + c}, e{part[0]}, e{part[1]};")
-            t += [f"add.f32 w{2 * r + c}, w{2 * r + c}, e{i};" for i in part[2:]]
-        t.append(
-            f"add.f32 w{2 * r}, w{2 * r}, w{2 * r + 1}; fma.rn.f32 ${l_out[r]}, ${l_in[r]}, ${a_out[r]}, w{2 * r};"
-        )
+        t += exponential(i, half)
+    t += row_sums(n, l_in, l_out, a_out)
     return " ".join(t) + " }"
 
 

@@ -275,13 +275,13 @@ _COUNTER = _array(1, dtype=jnp.int32)  # from which programs draw tiles
 
 def _suffix(params: Any) -> str | None:
     """Of the names of Hopper's kernels for a general backward: a soft cap, a map, or slopes of indices, and nothing else."""
+    if params["dnumbers"]:
+        return None
     suffixes = {
         (True, False, 0): "_capped",
         (False, True, 0): "_mapped",
         (False, False, OF_INDICES): "_biased",
     }
-    if params["dnumbers"]:
-        return None
     return suffixes.get((bool(params["soft_cap"]), bool(params["block_size"]), params["extras"]))
 
 

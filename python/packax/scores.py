@@ -149,9 +149,11 @@ def scores_of(
     slopes = _per_head("slopes", "slope", bias.slopes, heads, layout)
     if slopes is None:
         raise ValueError("slopes must be an array of floats, but is None")
-    places = _places(bias, query.shape[:2], q_len, kv_len, layout)
-    if bias.positions is None and bias.kv_positions is None and scores.scale is None:
-        places = ()
+    places: tuple[jax.Array, ...] = ()
+    _check_cut(bias, layout)
+    given = bias.positions is not None or bias.kv_positions is not None
+    if given or scores.scale is not None:
+        places = _places(bias, query.shape[:2], q_len, kv_len, layout)
     return scores._replace(slopes=slopes.astype(real)[None]), places
 
 
@@ -176,16 +178,20 @@ def _per_head(
     return _placed(given, layout, () if layout is None else layout.heads)
 
 
+def _check_cut(bias: Alibi, layout: Layout | None) -> None:
+    if layout is None or layout.size(layout.context) <= 1:
+        return
+    if bias.positions is None or bias.kv_positions is None:
+        raise ValueError(
+            f"alibi needs positions and kv_positions where sharding cuts the sequence, here over "
+            f"{layout.context}: rows do not lie at their indices"
+        )
+
+
 def _places(
     bias: Alibi, rows: tuple[int, ...], q_len: int, kv_len: int, layout: Layout | None
 ) -> tuple[jax.Array, ...]:
     q, kv = bias.positions, bias.kv_positions
-    cut = layout is not None and layout.size(layout.context) > 1
-    if cut and (q is None or kv is None):
-        raise ValueError(
-            f"alibi needs positions and kv_positions where sharding cuts the sequence, here over "
-            f"{layout.context if layout else ()}: rows do not lie at their indices"
-        )
     if q is not None and kv is None:
         if q_len != kv_len:
             raise ValueError(
