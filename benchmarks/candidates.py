@@ -41,12 +41,18 @@ CANDIDATES: dict[str, dict[tuple[int, int], list[Constants]]] = {
         (256, 256): [{}, {"ANEW": 1}, {"LAZY": 1}],
     },
     "backward_hopper": {
-        (64, 64): [{}, {"SKIP": 0}, {"TURNS": 1}, {"DQ": 1, "CONSUMER_REGISTERS": 240}],
-        (128, 128): [{}, {"SKIP": 1}, {"TURNS": 0}, {"ANEW": 0}],
+        (64, 64): [
+            *({}, {"SKIP": 0}, {"TURNS": 1}, {"DQ": 1, "CONSUMER_REGISTERS": 240}),
+            *({"STORE": 1}, {"FOLD": 1}, {"FOLD": 1, "STORE": 1}),
+        ],
+        (128, 128): [
+            *({}, {"SKIP": 1}, {"TURNS": 0}, {"ANEW": 0}, {"STORE": 1}, {"FOLD": 1}, {"FOLD": 1, "STORE": 1}),
+            *({"FOLD": 1, "STORE": 1, "SKIP": 1}, {"DQ": 3, "STORE": 1}, {"DQ": 3, "FOLD": 1, "STORE": 1}),
+        ],
     },
     "backward_dkdv_hopper": {
-        (64, 64): [{}, {"SKIP": 0}, {"TURNS": 1}, {"ANEW": 1}],
-        (128, 128): [{}, {"SKIP": 0}, {"TURNS": 0}, {"ANEW": 0}],
+        (64, 64): [{}, {"SKIP": 0}, {"TURNS": 1}, {"ANEW": 1}, {"FOLD": 1}],
+        (128, 128): [{}, {"SKIP": 0}, {"TURNS": 0}, {"ANEW": 0}, {"FOLD": 1}],
         (192, 128): [{}, {"ANEW": 0}],
         (256, 256): [{}, {"QK_CHUNK": 128}, {"QK_CHUNK": 256}, {"ANEW": 1}, {"ANEW": 1, "QK_CHUNK": 256}],
     },
@@ -157,9 +163,10 @@ def chosen(
     dims: list[tuple[int, int]] | None,
     assemblers: list[str],
     extra: list[str],
+    listed: bool = True,
 ) -> Iterator[Candidate]:
-    """All candidates to compile, and those that a pipeline needs beside them."""
-    wanted = {(k, d): list(rows) for k, by_dims in CANDIDATES.items() if k in kernels
+    """All candidates to compile, or with `listed` False those of `extra` alone, and those that a pipeline needs beside them."""
+    wanted = {(k, d): list(rows) for k, by_dims in CANDIDATES.items() if listed and k in kernels
               for d, rows in by_dims.items() if dims is None or d in dims}  # fmt: skip
     for kernel, d, changed in map(parse, extra):
         wanted.setdefault((kernel, d), [{}]).append(changed)
@@ -189,6 +196,7 @@ def build(
     dims: list[tuple[int, int]] | None,
     assemblers: list[str],
     extra: list[str],
+    listed: bool = True,
 ) -> None:
     import compile as aot
 
@@ -202,7 +210,7 @@ def build(
             print(f"  {error}", file=sys.stderr, flush=True)
 
     aot.check_assembly = report  # the compiling processes are forks
-    todo = list(chosen(arch, kernels, dims, assemblers, extra))
+    todo = list(chosen(arch, kernels, dims, assemblers, extra, listed))
     needed = tuple({(v.qk_dim, v.v_dim) for v in todo})
     decodes = {v.kernel in table.DECODE_TILES for v in todo}
     kinds = ({"decode_combine"} if True in decodes else set()) | (TWINS if False in decodes else set())  # fmt: skip

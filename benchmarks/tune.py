@@ -1,12 +1,13 @@
 """Compare candidate tiles of one architecture: compile them here, time them on a machine that has nothing but numpy and a driver.
 
     python benchmarks/tune.py build DIR --arch 90a [--kernels forward_hopper ...] [--dims 128x128 ...]
-        [--try backward_hopper:128:CONSUMER_REGISTERS=232,TURNS=0]         (build machine: Triton, no GPU)
+        [--try backward_hopper:128:CONSUMER_REGISTERS=232,TURNS=0] [--only] (build machine: Triton, no GPU)
     python benchmarks/tune.py time DIR [--kernels ...] [--dims ...] [--cases ...] [--rounds 11]   (GPU machine)
 
-`build` takes the candidates of candidates.py. `time` first runs every candidate once in another process, which may hang or die of
-it (`check` is that process): such a one is left out. Then it compares every candidate's results with the portable kernels' on
-small odd documents, whole, and on sampled rows of the timed case (the forward's also with float64); a wrong one is not timed.
+`build` takes the candidates of candidates.py; with --only those of --try alone. `time` first runs every candidate once in another
+process, which may hang or die of it (`check` is that process): such a one is left out. Then it compares every candidate's results
+with the portable kernels' on small odd documents, whole, and on sampled rows of the timed case (the forward's also with float64);
+a wrong one is not timed.
 Then all kernels of a case take turns, round by round; medians go to a table and to $OUT/tune.json (default: DIR).
 `backward` is the three kernels of Hopper's backward launched together, `deterministic` the three that add nothing to
 memory. Decoding has cases of its own, in tune_decode.py. The winners go to their rows, in csrc/aot.
@@ -281,6 +282,9 @@ def main() -> int:
     first.add_argument("--arch", default="90a")
     first.add_argument("--assemblers", nargs="+", default=["12.9", "13.4"])
     first.add_argument("--try", dest="extra", nargs="+", default=[], metavar="KERNEL:DIM:NAME=N")
+    first.add_argument(
+        "--only", action="store_true", help="of --try alone, beside the table's rows"
+    )
     first.add_argument("--jobs", type=int, default=os.cpu_count() or 2)
     second.add_argument("--cases", nargs="+", choices=[*TIMED, *(c.name for c in DECODE_TIMED)])
     second.add_argument("--rounds", type=int, default=11)
@@ -288,7 +292,7 @@ def main() -> int:
     if args.command == "build":
         from candidates import build
 
-        build(args.folder, args.arch, args.jobs, args.kernels, args.dims, args.assemblers, args.extra)  # fmt: skip
+        build(args.folder, args.arch, args.jobs, args.kernels, args.dims, args.assemblers, args.extra, not args.only)  # fmt: skip
         return 0
     built = {row["kernel"] for row in json.loads((args.folder / "index.json").read_text()) if row["label"]}  # fmt: skip
     status = 0

@@ -6,6 +6,7 @@ a GPU: an instruction of another type sees the same bits.
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import ml_dtypes
@@ -16,6 +17,10 @@ F32 = np.float32
 HALVES = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
 
 
+def bits(x):
+    return x.view(np.uint32) if x.dtype == F32 else x.astype(np.uint32)
+
+
 class Warp:
     """Registers are arrays of one number a lane; a branch is taken by all of them."""
 
@@ -23,9 +28,10 @@ class Warp:
         """Relative error of ex2 in 2^-22, and that of rcp in units in the last place."""
         self.errors = ex2_error * 2.0**-22, rcp_error
         self.executed: set[str] = set()
+        self.shared: dict[int, int] = {}  # shared memory: address -> 16 bits
 
     def run(self, assembly, values):
-        lines = re.sub(r"(\w+):", r"\1:;", assembly.strip().removeprefix("{").removesuffix("}")).split(";")  # fmt: skip
+        lines = re.sub(r"(\w+):(?=\s|$)", r"\1:;", assembly.strip().removeprefix("{").removesuffix("}")).split(";")  # fmt: skip
         lines = [line.strip() for line in lines if line.strip()]
         values, at = dict(values), 0
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
@@ -48,6 +54,17 @@ class Warp:
         self.executed.add(opcode)
         if opcode == "bra":
             return rest
+        if opcode.startswith(("st.", "stmatrix.")):
+            self.store(
+                opcode, *re.fullmatch(r"\[(\S+?)(?:\+(\d+))?\], \{(.*)\}", rest).groups(), values
+            )
+            return None
+        if opcode.startswith(("fence.", "bar.warp.sync")):
+            return None
+        if pair := re.fullmatch(r"(\w+), \{(\S+), (\S+)\}", rest):
+            low, high = (values[pair[i]].astype(np.uint32) for i in (2, 3))
+            values[pair[1]] = high << 16 | low
+            return None
         target, *arguments = (x.strip() for x in rest.split(","))
         if opcode == "vote.sync.any.pred":
             assert arguments[1] == "-1"  # all lanes
@@ -56,6 +73,21 @@ class Warp:
         operands = [self.value(x, values) for x in arguments]
         values[target] = getattr(self, opcode.replace(".", "_"))(*operands)
         return None
+
+    def store(self, opcode, base, offset, registers, values):
+        address = self.value(base, values).astype(np.int64) + int(offset or 0)
+        x = [bits(values[name.strip()]) for name in registers.split(",")]
+        for lane, (i, word) in itertools.product(range(LANES), enumerate(x)):
+            if opcode == "st.shared.v4.b32":
+                at = address[lane] + 4 * i
+            else:
+                assert opcode == "stmatrix.sync.aligned.m8n8.x4.shared.b16"
+                row = address[8 * i + lane // 4]
+                assert row % 16 == 0
+                at = row + 4 * (lane % 4)
+            for half in (0, 1):
+                assert at + 2 * half not in self.shared, "two threads, one place"
+                self.shared[int(at + 2 * half)] = int(word[lane]) >> 16 * half & 0xFFFF
 
     @staticmethod
     def value(text, values):
@@ -104,7 +136,7 @@ class Warp:
 
     @staticmethod
     def sub_f32(a, b):
-        return a - b
+        return a.view(F32) - b.view(F32)
 
     @staticmethod
     def neg_f32(a):
@@ -151,18 +183,38 @@ class Warp:
 
     cvt_rn_bf16x2_f32, cvt_rn_f16x2_f32 = _packed("bf16"), _packed("f16")
 
-    # of the place of a thread: integers
+    # of the place of a thread, or the bits of a float: integers
     @staticmethod
     def mov_u32(a):
         return a.copy()
 
     @staticmethod
+    def mov_b32(a):
+        return a.copy()
+
+    @staticmethod
     def and_b32(a, b):
-        return a & b
+        return bits(a) & bits(b)
+
+    @staticmethod
+    def or_b32(a, b):
+        return bits(a) | bits(b)
+
+    @staticmethod
+    def xor_b32(a, b):
+        return bits(a) ^ bits(b)
 
     @staticmethod
     def shl_b32(a, b):
         return a << b
+
+    @staticmethod
+    def shr_u32(a, b):
+        return bits(a) >> bits(b)
+
+    @staticmethod
+    def mad_lo_u32(a, b, c):
+        return a * b + c
 
     @staticmethod
     def add_u32(a, b):

@@ -15,8 +15,8 @@ pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parents[1] / "csrc" / "kernels"))
 
 import hopper_dq
+import hopper_exchange
 import hopper_keys
-import hopper_rows
 import ml_dtypes
 
 ROW, COLUMN = 16, 8  # of one warp and one octet of accumulator registers
@@ -80,7 +80,7 @@ def rows_of_sum(columns):
 def test_every_float_of_dq_lies_where_finish_looks(columns):
     registers = columns // 2
     names = tuple(f"$r{i}" for i in range(registers))
-    assembly = hopper_rows.store_registers_asm((), (names, ("$base",)))
+    assembly = hopper_exchange.store_registers_asm((), (names, ("$base",)))
     want, seen = rows_of_sum(columns), set()
     for thread in range(128, 256):  # of the second warp group
         places = dict(zip(names, accumulator(thread, registers), strict=True))

@@ -9,7 +9,8 @@ from __future__ import annotations
 # step (hopper.nought); it empties registers and costs some integer instructions. On an H200 it gave the backward 1 to 3 %, dK
 # and dV of 128 2 %, of 192 4 to 5 %, the forward of 256 4 to 5 %, the forward of 128 and 192 0 to 2 % (and fewer spills); dQ lost
 # 0 to 5 %, dK and dV of 256 8 to 11 %, 64 nothing (benchmarks/results/tune_anew_h200.json).
-# LAZY: another way to the maximum of a row (hopper_softmax.lazy_softmax_asm). Not timed yet.
+# LAZY: another way to the maximum of a row (hopper_softmax.lazy_softmax_asm). STORE: dS by assembly, with a barrier less
+# (hopper_exchange.hand_on). FOLD: LSE and delta by the matrix units (hopper_fold.py). Not timed yet, all three.
 HOPPER_TILES: dict[str, dict[int, dict[str, int]]] = {
     "forward_hopper": {
         dim: {
@@ -37,10 +38,12 @@ HOPPER_TILES: dict[str, dict[int, dict[str, int]]] = {
             "CONSUMER_REGISTERS": consumer,
             "PRODUCER_REGISTERS": 24,
             "ANEW": int(dim == 128),
+            "STORE": 0,
+            "FOLD": 0,
         }
         for dim, chunk, consumer, plan in (
             # SKIP: of masked blocks a warp group leaves out those without a pair of its keys. DQ: who
-            # makes dQ: nobody, the two warp groups (1), a third one (2). At 64 DQ 2 with SKIP: 12 to
+            # makes dQ: nobody, the two warp groups (1), a third one (2), the two in turns (3; not timed yet). At 64 DQ 2 with SKIP: 12 to
             # 19 % over DQ 1; at 128 SKIP: -3 to 1 %, TURNS: 4 to 12 % (benchmarks/results/
             # tune_hopper_h200.json, tune_backward_h200.json)
             (64, 64, 200, {"TURNS": 0, "SKIP": 1, "DQ": 2}),
@@ -71,7 +74,11 @@ HOPPER_TILES: dict[str, dict[int, dict[str, int]]] = {
     "backward_finish": {dim: {"ROWS": 64} for dim in (64, 128)},
 }
 HOPPER_TILES["backward_dkdv_hopper"] = {
-    dim: {name: n for name, n in HOPPER_TILES["backward_hopper"][dim].items() if name != "DQ"}
+    dim: {
+        name: n
+        for name, n in HOPPER_TILES["backward_hopper"][dim].items()
+        if name not in ("DQ", "STORE")
+    }
     | {"SKIP": 1, "CONSUMER_REGISTERS": 240}
     for dim in (64, 128)
 }
@@ -84,6 +91,13 @@ HOPPER_TILES["backward_dkdv_hopper"] |= {  # of the files in WIDE
     }
     for dim in (192, 256)
 }
+
+
+def unfolded(tile: dict[str, int]) -> dict[str, int]:
+    """FOLD is for scores that are multiplied by a scale and nothing else."""
+    return tile | {"FOLD": 0} if "FOLD" in tile else tile
+
+
 # The same with a soft cap, of the same tiles but for dQ of 64 and 128, where 128 keys of P and of
 # tanh's derivative do not fit the registers. 192/128 has none (no model caps there): the general
 # kernels serve it.
@@ -97,7 +111,7 @@ CAPPED = {
     )
 }
 HOPPER_TILES |= {
-    capped: {dim: tile for dim, tile in HOPPER_TILES[plain].items() if dim != 192}
+    capped: {dim: unfolded(tile) for dim, tile in HOPPER_TILES[plain].items() if dim != 192}
     for capped, plain in CAPPED.items()
 }
 HOPPER_TILES["backward_dq_hopper_capped"] |= {
@@ -107,7 +121,8 @@ HOPPER_TILES["backward_dq_hopper_capped"] |= {
 # general kernels.
 BIASED = {f"{kernel}_biased": kernel for kernel in ("forward_hopper", "backward_hopper")}
 HOPPER_TILES |= {
-    biased: {dim: HOPPER_TILES[plain][dim] for dim in (64, 128)} for biased, plain in BIASED.items()
+    biased: {dim: unfolded(HOPPER_TILES[plain][dim]) for dim in (64, 128)}
+    for biased, plain in BIASED.items()
 }
 # With a map of blocks: a step is a block of 64 of a tile's list, and lists are of tiles of 128.
 MAPPED = {
@@ -119,7 +134,11 @@ HOPPER_TILES |= {
         128: HOPPER_TILES["forward_hopper"][128] | {"BLOCK_N": 64, "STAGES": 4}
     },
     "backward_dkdv_hopper_mapped": {
-        128: {k: n for k, n in HOPPER_TILES["backward_dkdv_hopper"][128].items() if k != "SKIP"}
+        128: {
+            k: n
+            for k, n in HOPPER_TILES["backward_dkdv_hopper"][128].items()
+            if k not in ("SKIP", "FOLD")
+        }
     },
     "backward_dq_hopper_mapped": {128: HOPPER_TILES["backward_dq_hopper_capped"][128]},
 }

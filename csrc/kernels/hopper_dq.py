@@ -78,7 +78,7 @@ def backward_finish(
     dq_sum, dq, scale, q_len, heads, row_heads,
     QK_DIM: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """dq = scale * dq_sum, one block of 64 rows of one head. dq_sum is in accumulator order: hopper_rows.float4s. `row_heads`: as above, of dq."""
+    """dq = scale * dq_sum, one block of 64 rows of one head. dq_sum is in accumulator order: hopper_exchange.float4s. `row_heads`: as above, of dq."""
     COLUMNS: gl.constexpr = power_of_two(QK_DIM)
     flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     rowwise: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])

@@ -290,7 +290,7 @@ def backward_dkdv_hopper(
         [
             (consume, (0, grads, mask, own_blocks, tiles_s, lines_s, bars, place, range_, numbers, QK_DIM, V_DIM, QK_CHUNK, ANEW)),
             (consume, (1, grads, mask, own_blocks, tiles_s, lines_s, bars, place, range_, numbers, QK_DIM, V_DIM, QK_CHUNK, ANEW)),
-            (produce, (maps, lines, tiles_s, lines_s, bars, place, range_, QK_DIM, V_DIM, QK_CHUNK, 2)),
+            (produce, (maps, lines, tiles_s, lines_s, bars, place, range_, (), scale, QK_DIM, V_DIM, QK_CHUNK, 2, 0)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

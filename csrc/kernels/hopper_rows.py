@@ -1,77 +1,12 @@
-"""Parts of the Hopper backward kernels: a program's tile and its rows, the producer warp, masks of a block of rows, and how
-a block of dQ is added to the float32 sum.
+"""Parts of the Hopper backward kernels: a program's tile and its rows, the producer warp, and masks of a block of rows."""
 
-The sum lies in the order of the accumulator's registers (`float4s`; hopper_dq.py undoes it): stores without
-bank conflicts, whole lines, and one contiguous addition by the copy engine.
-"""
-
-from hopper import (
-    accumulator,
-    element_bits,
-    named_barrier,
-    place_of_tile,
-    position_row,
-    split,
-    stay,
-    warp_arrive,
-)
+from hopper import element_bits, place_of_tile, position_row, split, stay
+from hopper_fold import FAR, LANES, folded_scale, load_lines, store_parts
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 ROWS = gl.constexpr(64)  # of a block
-
-
-@gluon.constexpr_function
-def float4s(x):
-    """Registers of one thread in fours, each with its offset in bytes from the thread's first place in the sum.
-
-    The sum: 32 columns after the other; of those each warp's 2048 bytes; of those eight columns after the other; and
-    then float4 number `lane`.
-    """
-    return [
-        (i // 16 * 8192 + i // 4 % 4 * 512, ", ".join(x[i : i + 4])) for i in range(0, len(x), 4)
-    ]
-
-
-# a thread's first place, in bytes: t
-FIRST = "{ .reg .u32 t, w; mov.u32 t, %tid.x; and.b32 w, t, 96; and.b32 t, t, 31; shl.b32 w, w, 6; mad.lo.u32 t, t, 16, w;"
-
-
-@gluon.constexpr_function
-def store_registers_asm(outputs, inputs):
-    """Each thread stores its registers in shared memory as float4s, the threads of a warp side by side: no bank conflicts."""
-    x, address = inputs
-    t = [FIRST, f"add.u32 t, t, {address[0]};"]
-    for offset, four in float4s(x):
-        t.append(f"st.shared.v4.f32 [t+{offset}], {{{four}}};")
-    return " ".join(t) + " }"
-
-
-@gluon.constexpr_function
-def bulk_add_asm(size):
-    """The first thread of the warp group adds `size` bytes of shared memory to global memory, by the copy engine."""
-    while hasattr(size, "value"):
-        size = size.value
-    return (
-        "{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; and.b32 t, t, 127; setp.eq.u32 p, t, 0;"
-        f"@p cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], {int(size)};"
-        "@p cp.async.bulk.commit_group; }"
-    )
-
-
-@gluon.constexpr_function
-def registers_constraints(n):
-    """`n` floats, then an address in shared memory."""
-    while hasattr(n, "value"):
-        n = n.value
-    return ",".join(["f"] * int(n) + ["r", "~{memory}"])
 
 
 @gluon.constexpr_function
@@ -209,6 +144,14 @@ def mask_bits(keys, row, lo_s, hi_s, mask, numbers):
 
 
 @gluon.jit
+def row_of(n, in_edges, range_):
+    """The first row of a head's n-th masked block, or of its core's n-th."""
+    start, _steps, _edges, core_begin, core_end = range_
+    masked = gl.where(n < core_begin, n, n + core_end - core_begin)
+    return start + gl.where(in_edges, masked, core_begin + n) * ROWS
+
+
+@gluon.jit
 def next_block(n, g, in_edges, range_, group):
     """Of masked blocks or of the core's: the next one of a head, then the next head's."""
     _start, _steps, edges, core_begin, core_end = range_
@@ -220,8 +163,8 @@ def next_block(n, g, in_edges, range_, group):
 
 @gluon.jit
 def produce(
-    maps, lines, tiles_s, lines_s, bars, place, range_,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, HALVES: gl.constexpr,
+    maps, lines, tiles_s, lines_s, bars, place, range_, folded, scale,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, HALVES: gl.constexpr, FOLD: gl.constexpr,
 ):  # fmt: skip
     query, key, value, dout = maps
     lse2, delta, lo, hi = lines
@@ -229,7 +172,7 @@ def produce(
     lse_s, delta_s, lo_s, hi_s = lines_s
     kv_full, q_full, q_empty, do_full, do_empty = bars
     b, first_key, kv_head, group, bh, mask_row, padded = place
-    start, steps, edges, core_begin, core_end = range_
+    _start, steps, edges, _core_begin, _core_end = range_
     dtype: gl.constexpr = query.dtype
     f32: gl.constexpr = gl.float32
     i32: gl.constexpr = gl.int32
@@ -246,25 +189,41 @@ def produce(
     total = steps * group
     g = 0
     n = 0
+    if FOLD:
+        lse_p, delta_p, lines_full = folded
+        part = 1.0 / folded_scale(scale)
+        if total > 0:
+            first = row_of(0, edges > 0, range_)
+            load_lines(lines, lines_s, lines_full, bh * padded + first, 0)
     # masked blocks of every head, then core blocks of every head, then one block more than there
     # are: the consumers start its scores (a tile of 64 keys its dP, too) and drop them
     for i in range(0, gl.where(total > 0, total + 1, 0)):
         stage = i % 2
         phase = (i // 2) & 1
         in_edges = i < edges * group
-        masked = gl.where(n < core_begin, n, n + core_end - core_begin)
-        row = start + gl.where(in_edges, masked, core_begin + n) * ROWS
+        row = row_of(n, in_edges, range_)
         stat = (bh + g) * padded + row
         head = kv_head * group + g
+        if FOLD:  # numbers are read a block ahead
+            if i < total:
+                then, of = next_block(n, g, in_edges, range_, group)
+                following = (bh + of) * padded + row_of(then, i + 1 < edges * group, range_)
+                load_lines(lines, lines_s, lines_full, following, stage ^ 1)
+            mbarrier.wait(lines_full.index(stage), phase)
+            far = gl.minimum(lse_s.index(stage).load(LANES) * part, FAR)
+            dl = delta_s.index(stage).load(LANES)
         mbarrier.wait(q_empty.index(stage), phase ^ 1)
         full = q_full.index(stage)
-        mbarrier.expect(full, ROWS * QK_DIM * 2 + ROWS * 12)
+        if FOLD:
+            store_parts(far, lse_p.index(stage))
+        mbarrier.expect(full, ROWS * QK_DIM * 2 + ROWS * (8 if FOLD else 12))
         for c in gl.static_range(CHUNKS):
             q_tile = q_s.index(stage * CHUNKS + c)
             q_tile = q_tile.reinterpret(dtype, [1, ROWS, QK_CHUNK], query.layout)
             tma.async_load(query, [b, row, head * QK_DIM + c * QK_CHUNK], full, q_tile)
-        lse_line = lse_s.index(stage).reinterpret(f32, [1, 1, ROWS], lse2.layout)
-        tma.async_load(lse2, [0, 0, stat], full, lse_line)
+        if not FOLD:
+            lse_line = lse_s.index(stage).reinterpret(f32, [1, 1, ROWS], lse2.layout)
+            tma.async_load(lse2, [0, 0, stat], full, lse_line)
         lo_line = lo_s.index(stage).reinterpret(i32, [1, 1, ROWS], lo.layout)
         tma.async_load(lo, [0, 0, mask_row + row], full, lo_line)
         hi_line = hi_s.index(stage).reinterpret(i32, [1, 1, ROWS], hi.layout)
@@ -272,63 +231,12 @@ def produce(
         if i < total + 2 - HALVES:
             mbarrier.wait(do_empty.index(stage), phase ^ 1)
             full = do_full.index(stage)
-            mbarrier.expect(full, ROWS * V_DIM * 2 + ROWS * 4)
+            if FOLD:
+                store_parts(dl, delta_p.index(stage))
+            mbarrier.expect(full, ROWS * V_DIM * 2 + (0 if FOLD else ROWS * 4))
             do_tile = do_s.index(stage).reinterpret(dtype, [1, ROWS, V_DIM], dout.layout)
             tma.async_load(dout, [b, row, head * V_DIM], full, do_tile)
-            delta_line = delta_s.index(stage).reinterpret(f32, [1, 1, ROWS], delta.layout)
-            tma.async_load(delta, [0, 0, stat], full, delta_line)
+            if not FOLD:
+                delta_line = delta_s.index(stage).reinterpret(f32, [1, 1, ROWS], delta.layout)
+                tma.async_load(delta, [0, 0, stat], full, delta_line)
         n, g = next_block(n, g, in_edges, range_, group)
-
-
-@gluon.jit
-def add_staged(dq, at, stage_s, CELLS: gl.constexpr, PENDING: gl.constexpr = 0):
-    """Add one warp group's part of a block of rows, in register order, by way of shared memory.
-
-    PENDING: additions before this one that may still read other stages.
-    """
-    n: gl.constexpr = CELLS // 128
-    tma.store_wait(PENDING)
-    gl.barrier()
-    gl.inline_asm(store_registers_asm, registers_constraints(n), (dq, stage_s))
-    fence_async_shared()
-    gl.barrier()
-    gl.inline_asm(bulk_add_asm(CELLS * 4), "l,r,~{memory}", (at, stage_s))
-
-
-@gluon.jit
-def keys_read(kind: gl.constexpr, DQ: gl.constexpr):
-    """All that read the keys are done with them."""
-    gl.inline_asm(named_barrier(kind, 1, 384 if DQ == 2 else 256), "~{memory}", ())
-
-
-@gluon.jit
-def sum_rows(
-    dq_sum, k, ds_s, dq_s, kv_full, ds_bars, place, range_,
-    QK_DIM: gl.constexpr, DQ: gl.constexpr,
-):  # fmt: skip
-    """A third warp group: dQ of every block of rows, from the dS of the other two."""
-    ds_full, ds_empty = ds_bars
-    _b, _first_key, _kv_head, group, bh, _mask_row, padded = place
-    start, steps, edges, core_begin, core_end = range_
-    CELLS: gl.constexpr = ROWS * QK_DIM
-    row_blocks = padded // ROWS
-    zero = gl.zeros([ROWS, QK_DIM], gl.float32, accumulator(QK_DIM))
-    mbarrier.wait(kv_full.index(0), 0)
-    mbarrier.wait(kv_full.index(1), 0)
-    g = 0
-    n = 0
-    for i in range(0, steps * group):
-        stage = i % 2
-        in_edges = i < edges * group
-        masked = gl.where(n < core_begin, n, n + core_end - core_begin)
-        block = start // ROWS + gl.where(in_edges, masked, core_begin + n)
-        mbarrier.wait(ds_full.index(stage), (i // 2) & 1)
-        ds_t = ds_s.index(stage).permute((1, 0))
-        dq = warpgroup_mma(ds_t, k, zero, use_acc=False, is_async=True)
-        dq = warpgroup_mma_wait(0, deps=(dq,))
-        warp_arrive(ds_empty.index(stage))
-        cells = ((bh + g) * row_blocks + block).to(gl.int64) * CELLS
-        add_staged(dq, dq_sum + cells, dq_s.index(stage), CELLS, 1)
-        n, g = next_block(n, g, in_edges, range_, group)
-    keys_read("arrive", DQ)
-    tma.store_wait(0)

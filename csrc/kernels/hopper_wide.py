@@ -238,7 +238,7 @@ def tile_of_keys(
         [
             (consume_scores, (dv, mask, tiles_s, lines_s, p_s, bars, p_bars, place, range_, numbers, QK_DIM, V_DIM, QK_CHUNK, CAPPED, ANEW)),
             (consume_gradients, (dk, mask, tiles_s, lines_s, p_s, bars, p_bars, place, range_, numbers, QK_DIM, V_DIM, QK_CHUNK, ANEW)),
-            (produce, (maps, lines, tiles_s, lines_s, bars, place, range_, QK_DIM, V_DIM, QK_CHUNK, 1)),
+            (produce, (maps, lines, tiles_s, lines_s, bars, place, range_, (), scale, QK_DIM, V_DIM, QK_CHUNK, 1, 0)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
