@@ -1,7 +1,7 @@
 """LSE and delta of a block of rows, taken off S and dP by the matrix units (FOLD in csrc/aot/hopper_tiles.py).
 
 S^T and dP^T have rows along their columns, so each thread needs 16 numbers of each, which it reads from shared memory in every
-step: 8 % of what that pipe moves. A product of ones and of three bfloat16 parts of each number, which are all its 24 bits, starts
+step: 8 % of what that pipe moves. A product of ones and of three bfloat16 parts of each number, which are all its 24 bits, ends
 the sums instead. The producer warp makes the parts.
 """
 
@@ -60,9 +60,8 @@ def folded_scale(scale):
 
 
 @gluon.jit
-def less(tile):
-    """Minus a number for each row, in all of its column: what a product goes on from."""
+def less(sums, tile):
+    """A product that was started, less a number for each row in all of its column."""
     layout: gl.constexpr = accumulator(64)
     ones = gl.full([64, COLUMNS], 1.0, gl.bfloat16, gl.DotOperandLayout(0, layout, 2))
-    zero = gl.zeros([64, 64], gl.float32, layout)
-    return warpgroup_mma(ones, tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+    return warpgroup_mma(ones, tile.permute((1, 0)), sums, is_async=True)

@@ -32,12 +32,9 @@ def turn_pass(W: gl.constexpr):
 @gluon.jit
 def scores(k, q_t, folded, stage, FOLD: gl.constexpr):
     """S^T of a block of rows, started; with FOLD LSE is taken off it, in its units."""
-    if FOLD:
-        s = warpgroup_mma(k, q_t, less(folded[0].index(stage)), is_async=True)
-    else:
-        zero = gl.zeros([64, ROWS], gl.float32, accumulator(ROWS))
-        s = warpgroup_mma(k, q_t, zero, use_acc=False, is_async=True)
-    return s
+    zero = gl.zeros([64, ROWS], gl.float32, accumulator(ROWS))
+    s = warpgroup_mma(k, q_t, zero, use_acc=False, is_async=True)
+    return less(s, folded[0].index(stage)) if FOLD else s
 
 
 @gluon.jit
@@ -74,11 +71,9 @@ def step(
     mbarrier.wait(do_full.index(stage), phase)
     if LIVE:
         do_t = do_s.index(stage).permute((1, 0))
+        dp_token = warpgroup_mma(v_left, do_t, zero, use_acc=False, is_async=True)
         if FOLD:
-            dp_token = less(folded[1].index(stage))
-            dp_token = warpgroup_mma(v_left, do_t, dp_token, is_async=True)
-        else:
-            dp_token = warpgroup_mma(v_left, do_t, zero, use_acc=False, is_async=True)
+            dp_token = less(dp_token, folded[1].index(stage))
         if CAPPED:
             s = tanh_of_scores(s, scale / soft_cap, ROWS)
             fade = 1.0 - s * s  # the derivative of tanh

@@ -210,7 +210,8 @@ def produce(
                 following = (bh + of) * padded + row_of(then, i + 1 < edges * group, range_)
                 load_lines(lines, lines_s, lines_full, following, stage ^ 1)
             mbarrier.wait(lines_full.index(stage), phase)
-            far = gl.minimum(lse_s.index(stage).load(LANES) * part, FAR)
+            far = lse_s.index(stage).load(LANES) * part
+            far = gl.where(far > FAR, FAR, far)  # NaN stays
             dl = delta_s.index(stage).load(LANES)
         mbarrier.wait(q_empty.index(stage), phase ^ 1)
         full = q_full.index(stage)
