@@ -1,0 +1,277 @@
+"""Gluon's language on the CPU, for gluon_threads.py's warp groups: modules in the place of Triton's, under which a kernel's file is
+plain Python.
+
+Inline assembly is replaced by what it says it does (ASSEMBLY); instruction by instruction it is tested in test_hopper_*.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import pathlib
+import re
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import gluon_threads as threads
+import numpy as np
+from gluon_threads import (
+    DTYPES,
+    NamedBarrier,
+    Pointer,
+    Run,
+    Scalar,
+    Shared,
+    Tile,
+    become,
+    later,
+    load,
+    mine,
+    store,
+    tile,
+)
+
+KERNELS = pathlib.Path(__file__).resolve().parent.parent / "csrc" / "kernels"
+
+
+class Bits:
+    """Which columns a mask leaves: evaluated where the number of columns is known."""
+
+    def __init__(self, of: Callable[[int], Any]):
+        self.of = of
+
+    def __and__(self, other: Bits) -> Bits:
+        return Bits(lambda n: self.of(n) & other.of(n))
+
+
+def select(condition: Any, a: Any, b: Any) -> Any:
+    if np.ndim(condition) == np.ndim(a) == np.ndim(b) == 0:
+        chosen = a if condition else b
+        return Scalar(chosen) if isinstance(chosen, int) else chosen
+    return tile(np.where(condition, a, b))
+
+
+def extreme(function: Any) -> Any:
+    def apply(a: Any, b: Any) -> Any:
+        made = function(a, b)
+        return made if np.ndim(made) else Scalar(made) if made.dtype.kind == "i" else made
+
+    return apply
+
+
+class Assembly(str):
+    name: str
+    arguments: tuple[Any, ...]
+
+
+def constexpr_function(function: Any) -> Any:
+    """Text that it returns keeps its name: that is what ASSEMBLY goes by."""
+
+    @functools.wraps(function)
+    def call(*arguments: Any) -> Any:
+        made = function(*arguments)
+        if isinstance(made, str):
+            made = Assembly(made)
+            made.name, made.arguments = function.__name__, arguments
+        return made
+
+    return call
+
+
+def inline_asm(
+    asm: Any, constraints: Any = "", args: Any = (), result_types: Any = (), is_pure: bool = False
+) -> Any:
+    if callable(asm):
+        return ASSEMBLY[asm.__name__](*args)
+    if barrier := re.fullmatch(r"bar\.(sync|arrive) (\d+), (\d+);", asm):
+        kind, i, count = barrier[1], int(barrier[2]), int(barrier[3])
+        with mine.run.changed:
+            found = mine.run.named.setdefault(i, NamedBarrier())
+        return found.arrive(count, kind == "sync", f"named barrier {i}")
+    if isinstance(asm, Assembly):
+        return ASSEMBLY[asm.name](*asm.arguments, *args)
+    if "mbarrier.arrive" in asm:  # by a lane of every warp, or by the first thread
+        if "cp.async.bulk.wait_group.read 0" in asm:
+            threads.store_wait(0)
+        return args[0].arrive(mine.warps if "%laneid" in asm else 1)
+    assert asm == "mov.b32 $0, $1;", asm
+    return args[0]
+
+
+def column(n: int) -> np.ndarray:
+    return np.arange(n)[None, :]
+
+
+def compared(row_values: Any, pointer: Pointer, first: int, end: int, compare: str) -> Bits:
+    operation = {"eq": np.equal, "ge": np.greater_equal, "le": np.less_equal}[compare]
+
+    def of(n: int) -> Any:
+        at = first + np.arange(n)
+        values = load(pointer + at, mask=at < end, other=0)
+        return (at < end)[None, :] & operation(values[None, :], row_values[:, None])
+
+    return Bits(of)
+
+
+def rounded(half: str, x: Any) -> Tile:
+    return x.to(next(dtype for dtype in DTYPES.values() if dtype.name == half))
+
+
+def softmax(half: str, s: Any, m: Any, total: Any, scale2: Any) -> Any:
+    top = s.max(1) * scale2
+    moved = tile(np.where(top > m + 8, top, m).astype(np.float32))
+    p, alpha = np.exp2(s * scale2 - moved[:, None]), np.exp2(m - moved)
+    return rounded(half, p), moved, total * alpha + p.sum(1), alpha
+
+
+def stored_sum(x: Any, to: Shared) -> None:
+    """32 columns after the other; where in them is another test's (test_hopper_assembly.py)."""
+    to.array.reshape(-1)[: x.size] = (
+        np.asarray(x).reshape(64, -1, 32).transpose(1, 0, 2).reshape(-1)
+    )
+
+
+def bulk_add(size: int, pointer: Pointer, source: Shared) -> None:
+    def add() -> None:
+        at = pointer.places(None) + np.arange(size // 4)
+        pointer.data.reshape(-1)[at] += source.array.reshape(-1)[: size // 4]
+
+    later(add)
+
+
+def parts(line: Any, to: Shared) -> None:
+    left, to.array[...] = -np.asarray(line), 0
+    for i in range(3):
+        part = (left.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+        to.array[:, i], left = part, left - part
+
+
+def tell(plan: Shared, *numbers: int) -> None:
+    plan.array[: len(numbers)] = numbers
+
+
+ASSEMBLY: dict[str, Callable[..., Any]] = {
+    "row_bits_asm": lambda n, keys, lo, hi: Bits(
+        lambda _n: (lo.array <= keys[:, None]) & (keys[:, None] < hi.array)
+    ),
+    "range_bits_asm": lambda lo, hi, start: Bits(
+        lambda n: (lo[:, None] <= start + column(n)) & (start + column(n) < hi[:, None])
+    ),
+    "element_bits_asm": lambda n, compare, *operands: compared(*operands, compare),
+    "select_bits_asm": lambda s, bits, other: tile(
+        np.where(bits.of(s.shape[1]), s, np.float32(other))
+    ),
+    "softmax_asm": lambda n, half, *operands: softmax(half, *operands),
+    "lazy_softmax_asm": lambda n, half, *operands: softmax(half, *operands),
+    "rescale_asm": lambda n, sums, alpha: sums * alpha[:, None],
+    "unpack_asm": lambda p: p,
+    "quad_sum_asm": lambda x: x,
+    "tanh_asm": lambda n, s, k: np.tanh(s * k),
+    "biased_asm": lambda n, s, rows, start, scale, slope: (
+        s * scale + slope * np.abs(rows[:, None] - start - column(2 * n)).astype(np.float32)
+    ),
+    "p_asm": lambda half, s, scale2, lse: rounded(half, np.exp2(s * scale2 - lse.array)),
+    "ds_asm": lambda half, dp, p, delta: rounded(half, p.astype(np.float32) * (dp - delta.array)),
+    "clear_bits_asm": lambda x, bits: tile(np.where(bits.of(x.shape[1]), x, np.zeros((), x.dtype))),
+    "store_registers_asm": stored_sum,
+    "bulk_add_asm": bulk_add,
+    "store_ds_asm": lambda ds, to: to.store(ds),
+    "parts_asm": parts,
+    "tell_asm": tell,
+    "hear_asm": lambda plan: tuple(Scalar(x) for x in plan.array[:9]),
+}
+
+
+def anything(*_: Any, **__: Any) -> None:
+    """Layouts are not modelled; a warp group is one thread, which needs no barrier for itself."""
+
+
+def checked(condition: bool, message: str = "") -> None:
+    assert condition, message
+
+
+def modules() -> dict[str, types.ModuleType]:
+    def module(name: str, **members: Any) -> types.ModuleType:
+        made = types.ModuleType(name)
+        vars(made).update(members)
+        return made
+
+    nvmma = type("NVMMASharedLayout", (), {"get_default_for": anything, "__init__": anything})
+    barriers = types.SimpleNamespace(
+        MBarrierLayout=lambda: "barriers", init=threads.init, wait=threads.wait, arrive=lambda b: b.arrive(1),
+        expect=lambda b, n: b.arrive(1, n),
+    )  # fmt: skip
+    copies = types.SimpleNamespace(
+        async_load=threads.async_load,
+        async_store=threads.async_store,
+        store_wait=threads.store_wait,
+    )
+    hopper = module(
+        "hopper", mbarrier=barriers, tma=copies, fence_async_shared=lambda: None,
+        warpgroup_mma=threads.warpgroup_mma, warpgroup_mma_wait=threads.warpgroup_mma_wait,
+    )  # fmt: skip
+    layouts = (
+        "BlockedLayout",
+        "SliceLayout",
+        "DotOperandLayout",
+        "NVMMADistributedLayout",
+        "distributed_type",
+    )
+    gl = module(
+        "gl", **DTYPES, **dict.fromkeys((*layouts, "barrier"), anything),
+        constexpr=lambda x: x, static_range=range, static_assert=checked, NVMMASharedLayout=nvmma,
+        allocate_shared_memory=threads.allocate, load=load, store=store, atomic_add=threads.atomic_add,
+        inline_asm=inline_asm, warp_specialize=threads.warp_specialize,
+        program_id=lambda _: Scalar(mine.run.place), num_programs=lambda _: Scalar(mine.run.programs),
+        where=select, minimum=extreme(np.fmin), maximum=extreme(np.fmax), max=lambda x, axis: x.max(axis),
+        exp2=lambda x: np.exp2(x), log2=lambda x: np.log2(x),
+        convert_layout=lambda x, _: x, expand_dims=lambda x, axis: tile(np.expand_dims(x, axis)),
+        arange=lambda a, b, _=None: tile(np.arange(a, b, dtype=np.int32)),
+        zeros=lambda shape, dtype, _=None: tile(np.zeros(shape, dtype.numpy)),
+        full=lambda shape, x, dtype, _=None: tile(np.full(shape, x).astype(dtype.numpy)),
+    )  # fmt: skip
+    gluon = module("gluon", jit=lambda f: f, constexpr_function=constexpr_function, language=gl)
+    names = {"triton.experimental.gluon": gluon, "triton.experimental.gluon.language": gl}
+    names |= {"triton.experimental.gluon.language.nvidia.hopper": hopper}
+    parents = ("triton", "triton.experimental", "triton.experimental.gluon.language.nvidia")
+    return names | {name: module(name) for name in parents}
+
+
+@contextlib.contextmanager
+def in_place_of_triton() -> Iterator[None]:
+    ours = {file.stem for file in KERNELS.glob("*.py")}
+    others = {n: m for n, m in sys.modules.items() if n.split(".")[0] in {"triton", *ours}}
+    for name in others:
+        del sys.modules[name]
+    sys.modules.update(modules())
+    sys.path.insert(0, str(KERNELS))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(KERNELS))
+        for name in [n for n in sys.modules if n.split(".")[0] in {"triton", *ours}]:
+            del sys.modules[name]
+        sys.modules.update(others)
+
+
+@functools.cache
+def kernel(file: str, name: str) -> Any:
+    with in_place_of_triton():
+        return getattr(importlib.import_module(file), name)
+
+
+def launch(file: str, name: str, programs: int, arguments: dict[str, Any], seed: int) -> None:
+    """Arrays become pointers, integers scalars; tensor maps are given as such."""
+
+    def given(x: Any) -> Any:
+        if isinstance(x, np.ndarray):
+            return Pointer(x)
+        return Scalar(x) if type(x) is int else np.float32(x) if isinstance(x, float) else x
+
+    function = kernel(file, name)
+    for place in range(programs):
+        become(Run(place, programs, seed), "the program", 4)
+        function(**{k: x if k.isupper() else given(x) for k, x in arguments.items()})

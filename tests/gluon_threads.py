@@ -1,0 +1,383 @@
+"""Gluon kernels on the CPU, which Gluon has no interpreter for: warp groups are Python threads, tiles are numpy arrays.
+
+What is asynchronous happens early or late. A product of wgmma, a copy of TMA or a bulk addition is done at once or as late as its
+wait allows, by a coin: tiles that are handed back too early, or read before they are there, end in other numbers. Barriers that
+nobody can complete are a Deadlock, a product used before its wait a TypeError, a read outside of an array an IndexError.
+Shared memory is poisoned. Layouts, registers, swizzles and fences are not modelled. gluon_language.py imports and launches kernels.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+
+class Deadlock(Exception):
+    pass
+
+
+class DType:
+    def __init__(self, name: str, numpy: Any):
+        self.name, self.numpy = name, np.dtype(numpy)
+
+
+DTYPES = {
+    "bfloat16": DType("bf16", ml_dtypes.bfloat16),
+    "float16": DType("f16", np.float16),
+    "float32": DType("f32", np.float32),
+    "int16": DType("i16", np.int16),
+    "int32": DType("i32", np.int32),
+    "int64": DType("i64", np.int64),
+}
+DTYPE_OF = {x.numpy: x for x in DTYPES.values()}
+
+
+class Scalar(int):
+    """An integer of the kernel, which has `.to`."""
+
+    def to(self, _dtype: DType) -> Scalar:
+        return self
+
+
+def _operator(name: str) -> Any:
+    def apply(self: Scalar, *other: Any) -> Any:
+        made = getattr(int, name)(self, *other)
+        return Scalar(made) if type(made) is int else made
+
+    return apply
+
+
+for _name in ("add", "sub", "mul", "floordiv", "mod", "and", "or", "xor", "lshift", "rshift"):
+    for _side in ("", "r"):
+        setattr(Scalar, f"__{_side}{_name}__", _operator(f"__{_side}{_name}__"))
+
+
+class Tile(np.ndarray):
+    """A tensor in registers."""
+
+    def to(self, dtype: DType, bitcast: bool = False) -> Tile:
+        return self if bitcast else self.astype(dtype.numpy)
+
+    @property
+    def type(self) -> None:
+        return None
+
+
+def tile(x: Any) -> Tile:
+    return np.asarray(x).view(Tile)
+
+
+class Pointer:
+    def __init__(self, data: np.ndarray, at: Any = 0):
+        self.data, self.at = data, at
+
+    def __add__(self, more: Any) -> Pointer:
+        return Pointer(self.data, np.asarray(self.at) + more)
+
+    __radd__ = __add__
+
+    def places(self, mask: Any) -> Any:
+        at = np.asarray(self.at)
+        at = at if mask is None else np.where(mask, at, 0)
+        if at.size and (at.min() < 0 or at.max() >= self.data.size):
+            raise IndexError(f"{at.min()} to {at.max()} of {self.data.size}")
+        return at
+
+
+def load(pointer: Pointer, mask: Any = None, other: Any = None) -> Any:
+    found = pointer.data.reshape(-1)[pointer.places(mask)]
+    if mask is not None:
+        found = np.where(mask, found, np.asarray(other, found.dtype))
+    if found.ndim:
+        return tile(found)
+    return Scalar(found) if found.dtype.kind == "i" else found
+
+
+def store(pointer: Pointer, x: Any, mask: Any = None) -> None:
+    at = pointer.places(mask)
+    keep = np.broadcast_to(True if mask is None else mask, at.shape)
+    pointer.data.reshape(-1)[at[keep]] = np.broadcast_to(x, at.shape)[keep]
+
+
+class Shared:
+    """A view of shared memory."""
+
+    def __init__(self, array: np.ndarray):
+        self.array, self.dtype = array, DTYPE_OF[array.dtype]
+
+    def index(self, i: int) -> Shared:
+        if not 0 <= i < len(self.array):
+            raise IndexError(f"{i} of {len(self.array)} buffers")
+        return Shared(self.array[i])
+
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
+        assert start + length <= self.array.shape[dim]
+        return Shared(self.array[(slice(None),) * dim + (slice(start, start + length),)])
+
+    def permute(self, order: tuple[int, ...]) -> Shared:
+        return Shared(self.array.transpose(order))
+
+    def reinterpret(self, dtype: DType, shape: list[int], _layout: Any) -> Shared:
+        assert dtype is self.dtype
+        made = self.array.reshape(shape)
+        assert np.shares_memory(made, self.array)
+        return Shared(made)
+
+    def load(self, _layout: Any) -> Tile:
+        return tile(self.array.copy())
+
+    def store(self, x: Tile) -> None:
+        assert x.shape == self.array.shape and x.dtype == self.array.dtype
+        self.array[...] = x
+
+
+def poison(dtype: DType, shape: list[int]) -> np.ndarray:
+    made = np.empty(shape, dtype.numpy)
+    made[...] = -7777777 if dtype.numpy.kind == "i" else np.nan
+    return made
+
+
+class TensorMap:
+    """(batch, length, columns): boxes that reach over an end are filled with zeros, and stored no further."""
+
+    layout = None
+
+    def __init__(self, array: np.ndarray):
+        assert array.ndim == 3
+        self.array, self.dtype = array, DTYPE_OF[array.dtype]
+
+    def box(self, at: list[int], shape: tuple[int, ...]) -> tuple[Any, Any]:
+        """Where it lies in the array, and which part of it does."""
+        ends = [min(a + n, size) for a, n, size in zip(at, shape, self.array.shape, strict=True)]
+        there = tuple(slice(a, max(a, e)) for a, e in zip(at, ends, strict=True))
+        return there, tuple(slice(0, max(e - a, 0)) for a, e in zip(at, ends, strict=True))
+
+
+class Run:
+    """One program: its warp groups wait for each other under one lock."""
+
+    def __init__(self, place: int, programs: int, seed: int):
+        self.place, self.programs, self.seed = place, programs, seed
+        self.changed = threading.Condition()
+        self.failure: BaseException | None = None
+        self.named: dict[int, NamedBarrier] = {}
+        self.copies: list[Callable[[], None]] = []  # of TMA, under way
+        self.running = 0
+        self.waiting: dict[str, tuple[Callable[[], bool], str]] = {}
+
+    def wait(self, done: Callable[[], bool], what: str) -> None:
+        """Copies that are under way arrive when nobody can go on without them, in any order."""
+        with self.changed:
+            self.waiting[mine.name] = done, what
+            while not done():
+                if self.failure:
+                    raise Deadlock("another warp group failed") from self.failure
+                if len(self.waiting) < self.running or any(
+                    ready() for ready, _ in self.waiting.values()
+                ):
+                    self.changed.wait()
+                elif self.copies:
+                    self.copies.pop(mine.coin.randrange(len(self.copies)))()
+                    self.changed.notify_all()
+                else:
+                    raise Deadlock(
+                        "; ".join(
+                            f"{name} waits for {what}" for name, (_, what) in self.waiting.items()
+                        )
+                    )
+            del self.waiting[mine.name]
+
+
+class Mine(threading.local):
+    """What a warp group has for itself."""
+
+    name: str
+    warps: int
+    run: Run
+    coin: random.Random
+    products: list[Product]
+    stores: list[Callable[[], None]]
+
+
+mine = Mine()
+
+
+def become(run: Run, name: str, warps: int) -> None:
+    mine.run, mine.name, mine.warps = run, name, warps
+    mine.coin = random.Random(f"{run.seed} {run.place} {name}")
+    mine.products, mine.stores = [], []
+
+
+class NamedBarrier:
+    def __init__(self) -> None:
+        self.arrived = self.generation = 0
+
+    def arrive(self, threads: int, wait: bool, what: str) -> None:
+        with mine.run.changed:
+            self.arrived += 32 * mine.warps
+            assert self.arrived <= threads, f"{what}: more threads than it counts"
+            before = self.generation
+            if self.arrived == threads:
+                self.arrived, self.generation = 0, self.generation + 1
+                mine.run.changed.notify_all()
+        if wait:
+            mine.run.wait(lambda: self.generation != before, what)
+
+
+class MBarrier:
+    def __init__(self) -> None:
+        self.count = self.pending = self.bytes = self.phase = 0
+
+    def arrive(self, n: int, more: int = 0) -> None:
+        with mine.run.changed:
+            assert self.pending >= n, "more arrivals than the barrier counts"
+            self.pending -= n
+            self.landed(-more)
+
+    def landed(self, size: int) -> None:
+        self.bytes -= size
+        if self.pending == 0 and self.bytes == 0:
+            self.phase, self.pending = self.phase + 1, self.count
+            mine.run.changed.notify_all()
+
+
+class Barriers:
+    def __init__(self, n: int):
+        self.all = [MBarrier() for _ in range(n)]
+
+    def index(self, i: int) -> MBarrier:
+        return self.all[i]
+
+
+def init(barrier: MBarrier, count: int) -> None:
+    barrier.count = barrier.pending = count
+
+
+def wait(barrier: MBarrier, parity: int) -> None:
+    assert parity in (0, 1) and barrier.count, "a parity, of a barrier that was initialised"
+    mine.run.wait(
+        lambda: barrier.phase & 1 != parity,
+        f"phase {barrier.phase} of a barrier of {barrier.count}",
+    )
+
+
+def async_load(source: TensorMap, at: list[int], barrier: MBarrier, to: Shared) -> None:
+    def copy() -> None:
+        there, part = source.box(at, to.array.shape)
+        to.array[...] = 0
+        to.array[part] = source.array[there]
+        barrier.landed(to.array.nbytes)
+
+    with mine.run.changed:
+        if mine.coin.random() < 0.5:
+            copy()
+        else:
+            to.array[...] = poison(to.dtype, [1])[0]
+            mine.run.copies.append(copy)
+        mine.run.changed.notify_all()
+
+
+def later(action: Callable[[], None]) -> None:
+    """What reads shared memory until `store_wait`."""
+    mine.stores.append(action)
+    if mine.coin.random() < 0.5:
+        store_wait(0)
+
+
+def store_wait(pending: int) -> None:
+    while len(mine.stores) > pending:
+        with mine.run.changed:
+            mine.stores.pop(0)()
+
+
+def async_store(target: TensorMap, at: list[int], source: Shared) -> None:
+    def copy() -> None:
+        there, part = target.box(at, source.array.shape)
+        target.array[there] = source.array[part]
+
+    later(copy)
+
+
+class Product:
+    """sums + a b of tiles as they are when it is computed, and nothing else until it has been waited for."""
+
+    def __init__(self, a: Any, b: Shared, sums: Any):
+        self.a, self.b, self.sums, self.value = a, b, sums, None
+
+    def compute(self) -> None:
+        a, b = (np.asarray(getattr(x, "array", x)).astype(np.float32) for x in (self.a, self.b))
+        sums = self.sums.value if isinstance(self.sums, Product) else self.sums
+        with np.errstate(all="ignore"):
+            self.value = tile(sums + a @ b)
+
+
+def compute_products(pending: int) -> None:
+    while len(mine.products) > pending:
+        mine.products.pop(0).compute()
+
+
+def warpgroup_mma(
+    a: Any, b: Shared, sums: Any, *, use_acc: bool = True, is_async: bool = False
+) -> Any:
+    left = getattr(a, "array", a)
+    assert is_async and left.shape[1] == b.array.shape[0] and left.dtype == b.array.dtype
+    made = Product(a, b, sums if use_acc else np.float32(0))
+    mine.products.append(made)
+    if mine.coin.random() < 0.5:
+        compute_products(0)
+    return made
+
+
+def warpgroup_mma_wait(pending: int, deps: tuple[Any, ...] = ()) -> Any:
+    """The tokens of products that may be under way stay tokens, whether they are or not."""
+    compute_products(pending)
+    done = [x.value if isinstance(x, Product) and x.value is not None else x for x in deps]
+    return done[0] if len(done) == 1 else tuple(done)
+
+
+def warp_specialize(parts: list[Any], warps: list[int], registers: list[int]) -> None:
+    assert len(warps) == len(registers) == len(parts) - 1
+    run = mine.run
+    run.running = len(parts)
+
+    def work(name: str, n: int, function: Any, arguments: Any) -> None:
+        become(run, name, n)
+        try:
+            with np.errstate(all="ignore"):
+                function(*arguments)
+            assert not mine.stores and not mine.products, "not waited for"
+        except BaseException as error:
+            run.failure = run.failure or error
+        with run.changed:
+            run.running -= 1
+            run.changed.notify_all()
+
+    threads = [
+        threading.Thread(target=work, args=(f"partition {i}", n, *part), daemon=True)
+        for i, (n, part) in enumerate(zip([4, *warps], parts, strict=True))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if run.failure:
+        raise run.failure
+    assert not run.copies, "loaded, and nobody waited"
+
+
+def allocate(dtype: DType, shape: list[int], layout: Any) -> Any:
+    if layout == "barriers":
+        return Barriers(shape[0]) if len(shape) == 2 else MBarrier()
+    return Shared(poison(dtype, shape))
+
+
+def atomic_add(pointer: Pointer, n: int, sem: str) -> Scalar:
+    with mine.run.changed:
+        before = load(pointer)
+        store(pointer, before + n)
+    return before

@@ -1,0 +1,303 @@
+"""The Hopper kernels on the CPU (gluon_threads.py), against float64.
+
+Guards against barriers that wait for ever or let go too early, tiles read before they are there or after they are gone, blocks
+that are left out or met twice, and masks; not against what the compiler makes of them. Every candidate of tune.py that is not
+timed yet is here, too.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import packax
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "csrc" / "aot"))
+
+import variants
+from gluon_language import launch
+from gluon_threads import TensorMap
+
+HOPPER = variants.ARCHS["90a"]
+HALF = ml_dtypes.bfloat16
+
+
+def packed(*lengths: int) -> np.ndarray:
+    return np.concatenate(
+        [np.full(abs(n), i if n > 0 else -1) for i, n in enumerate(lengths)]
+    ).astype(np.int32)
+
+
+IDS = packed(70, 3, 197, 1, 100, -29)
+TWO_ROWS = np.stack([IDS, packed(-40, 300, 60)])
+MASKS = {
+    "causal": (packax.causal(), 300, 300),
+    "documents": (packax.causal() & packax.documents(IDS), 400, 400),
+    "two rows": (packax.causal() & packax.documents(TWO_ROWS), 400, 400),
+    "window": (packax.sliding_window(100, 0), 400, 400),
+    "ids that come back": (packax.documents(np.arange(260, dtype=np.int32) // 50 % 3), 260, 260),
+    "longer keys": (packax.full(), 70, 333),
+    "longer queries": (packax.causal(), 333, 70),
+    "one row": (packax.full(), 1, 130),
+}
+
+
+OPERANDS = (
+    "q_lo",
+    "q_hi",
+    "q_ids",
+    "kv_ids",
+    "q_pos",
+    "kv_pos",
+    "q_blocks",
+    "q_order",
+    "q_order_192",
+    "kv_blocks",
+    "kv_order",
+)
+
+
+class Problem:
+    """Random inputs of one call, and float64's results."""
+
+    def __init__(self, case: str, dims: tuple[int, int], heads: int = 2, kv_heads: int = 1):
+        expression, self.q_len, self.kv_len = MASKS[case]
+        self.heads, self.kv_heads, (self.qk_dim, self.v_dim) = heads, kv_heads, dims
+        mask = packax.create_attention_mask(expression, q_len=self.q_len, kv_len=self.kv_len)
+        self.mask = dict(zip(OPERANDS, (np.array(x) for x in mask.operands()), strict=True))
+        self.element_test = mask.element_test
+        attends = np.asarray(expression.as_array(self.q_len, self.kv_len))
+        self.attends = attends if attends.ndim == 3 else attends[None]
+        self.batch = len(self.attends)
+        self.rng = np.random.default_rng()
+        self.seed = int(self.rng.integers(1 << 30))
+        self.scale = float(1.3 * self.qk_dim**-0.5)
+        self.query, self.key = (
+            self.draw(self.q_len, heads, self.qk_dim),
+            self.draw(self.kv_len, kv_heads, self.qk_dim),
+        )
+        self.value, self.dout = (
+            self.draw(self.kv_len, kv_heads, self.v_dim),
+            self.draw(self.q_len, heads, self.v_dim),
+        )
+        # nobody attends these keys, and these rows attend nothing: what they hold must not matter
+        self.key[np.broadcast_to(~self.attends.any(1), self.key.shape[:2])] = 1e30
+        idle = np.broadcast_to(~self.attends.any(2), self.query.shape[:2])
+        self.query[idle], self.dout[idle] = 1e30, 1e30
+        self.want, self.plain = self.oracle(idle), self.oracle(idle, HALF)
+
+    def draw(self, length: int, heads: int, dim: int) -> np.ndarray:
+        return self.rng.standard_normal((self.batch, length, heads, dim)).astype(HALF)
+
+    def oracle(self, idle: np.ndarray, half: Any = float) -> dict[str, np.ndarray]:
+        """In float64; P and dS as plain attention rounds them with `half`, and results too."""
+        tensors = self.query, self.key, self.value, self.dout
+        q, k, v, do = (
+            np.where(np.abs(x.astype(float)) > 1e29, 0, x.astype(float)) for x in tensors
+        )
+        group = self.heads // self.kv_heads
+        k, v = np.repeat(k, group, 2), np.repeat(v, group, 2)
+        s = np.where(
+            self.attends[:, None], np.einsum("bqhd,bkhd->bhqk", q, k) * self.scale, -np.inf
+        )
+        top = np.maximum(s.max(-1, keepdims=True), -1e30)
+        p = np.exp(s - top)
+        total = p.sum(-1, keepdims=True)
+        with np.errstate(divide="ignore"):
+            lse = np.where(total > 0, np.log(total) + top, -np.inf)[..., 0]
+        p = p / np.where(total > 0, total, 1)
+        rounded = p.astype(half).astype(float)
+        out = np.einsum("bhqk,bkhd->bqhd", rounded, v)
+        delta = np.einsum("bqhd,bqhd->bhq", do, out)
+        ds = (
+            (p * (np.einsum("bqhd,bkhd->bhqk", do, v) - delta[..., None]))
+            .astype(half)
+            .astype(float)
+        )
+        back = lambda x: x.reshape(*x.shape[:2], -1, group, x.shape[3]).sum(3)  # noqa: E731
+        results = {
+            "out": out, "dq": np.einsum("bhqk,bkhd->bqhd", ds, k) * self.scale,
+            "dk": back(np.einsum("bhqk,bqhd->bkhd", ds, q)) * self.scale, "dv": back(np.einsum("bhqk,bqhd->bkhd", rounded, do)),
+        }  # fmt: skip
+        return {name: x.astype(half).astype(float) for name, x in results.items()} | {
+            "lse": lse,
+            "delta": delta,
+        }
+
+    def sizes(self) -> dict[str, int]:
+        return {
+            "element_test": self.element_test, "batch": self.batch, "mask_batch": len(self.mask["q_lo"]), "q_len": self.q_len,
+            "kv_len": self.kv_len, "heads": self.heads, "kv_heads": self.kv_heads,
+        }  # fmt: skip
+
+    def masks(self, *names: str) -> dict[str, np.ndarray]:
+        return {name: self.mask[name] for name in names}
+
+    def check(self, name: str, got: np.ndarray) -> None:
+        """Twice the error of plain attention; the largest one is of a single number, so four times that."""
+        want, plain = self.want[name], self.plain[name]
+        for norm, times in ((np.linalg.norm, 2), (lambda x: np.abs(x).max(), 4)):
+            error, bound = norm(got.astype(float) - want), times * norm(plain - want)
+            assert error <= bound + 1e-6, f"{name}: {error}, accepted {bound}"
+
+
+def rows_of(x: np.ndarray) -> TensorMap:
+    return TensorMap(x.reshape(*x.shape[:2], -1))
+
+
+def line(x: np.ndarray) -> TensorMap:
+    return TensorMap(x.reshape(1, 1, -1))
+
+
+def constants(kernel: str, dims: tuple[int, int], changed: dict[str, int]) -> dict[str, int]:
+    found = dict(variants.hopper(kernel, HOPPER, "bf16", *dims, "13.4").constants)
+    assert not set(changed) - set(found)
+    return found | changed
+
+
+def poisoned(x: np.ndarray) -> np.ndarray:
+    return np.full(x.shape, np.nan, HALF)
+
+
+def forward(p: Problem, changed: dict[str, int]) -> None:
+    out, lse = (
+        np.full((p.batch, p.q_len, p.heads, p.v_dim), np.nan, HALF),
+        np.full((p.batch, p.heads, p.q_len), np.nan, np.float32),
+    )
+    c = constants("forward_hopper", (p.qk_dim, p.v_dim), changed)
+    order = p.mask["q_order_192" if c["WARP_GROUPS"] == 3 else "q_order"]
+    launch("hopper_forward", "forward_hopper", 3, {
+        "query": rows_of(p.query), "key": rows_of(p.key), "value": rows_of(p.value), "out": rows_of(out), "lse": lse,
+        **p.masks("q_lo", "q_hi", "q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks"), "q_order": order,
+        "counter": np.zeros(1, np.int32), "scale": p.scale, **p.sizes(), **c,
+    }, p.seed)  # fmt: skip
+    p.check("out", out)
+    np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(p.want["lse"]))
+    some = np.isfinite(lse)
+    np.testing.assert_allclose(lse[some], p.want["lse"][some], atol=1e-4)
+
+
+SOME = ("two rows", "ids that come back", "longer queries")  # for what is no row of the table
+DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]
+
+
+@pytest.mark.parametrize("case", MASKS)
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_forward(dims, case):
+    forward(Problem(case, dims), {})
+
+
+@pytest.mark.parametrize("case", SOME)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
+def test_forward_lazily(dims, case):
+    forward(Problem(case, dims), {"LAZY": 1})
+
+
+class Statistics:
+    """What backward_prepare makes."""
+
+    def __init__(self, p: Problem):
+        padded = -(-p.q_len // 64) * 64
+
+        def whole(x: np.ndarray, other: float) -> np.ndarray:
+            widths = [(0, 0)] * (x.ndim - 1) + [(0, padded - p.q_len)]
+            return np.pad(x, widths, constant_values=other)
+
+        lse2 = np.where(np.isneginf(p.want["lse"]), np.inf, p.want["lse"]) / np.log(2)
+        self.lse2 = whole(lse2.astype(np.float32), np.inf)
+        self.delta = whole(p.want["delta"].astype(np.float32), 0)
+        self.lo, self.hi = whole(p.mask["q_lo"], 0), whole(p.mask["q_hi"], 0)
+        self.dq_sum = np.zeros((p.batch, p.heads, padded // 64, p.qk_dim // 32, 64, 32), np.float32)
+
+    def dq(self, p: Problem) -> np.ndarray:
+        rows = self.dq_sum.transpose(0, 2, 4, 1, 3, 5).reshape(p.batch, -1, p.heads, p.qk_dim)
+        return rows[:, : p.q_len] * p.scale
+
+
+def launch_keys(
+    p: Problem,
+    kernel: str,
+    changed: dict[str, int],
+    stats: Statistics,
+    dk: np.ndarray,
+    dv: np.ndarray,
+) -> None:
+    """A kernel whose programs are tiles of keys."""
+    dims = p.qk_dim, p.v_dim
+    file, keys = variants.WIDE.get((kernel, max(dims)), ("hopper_backward", 128))
+    programs = -(-p.kv_len // 128) * (128 // keys) * p.batch * p.kv_heads
+    launch(file, kernel, programs, {
+        "query": rows_of(p.query), "key": rows_of(p.key), "value": rows_of(p.value), "dout": rows_of(p.dout),
+        "lse2": line(stats.lse2), "delta": line(stats.delta), "lo": line(stats.lo), "hi": line(stats.hi),
+        "dk": rows_of(dk), "dv": rows_of(dv), **({"dq_sum": stats.dq_sum} if kernel == "backward_hopper" else {}),
+        **p.masks("q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks", "kv_blocks", "kv_order"),
+        "scale": p.scale, **p.sizes(), **constants(kernel, dims, changed),
+    }, p.seed)  # fmt: skip
+
+
+def backward(p: Problem, kernel: str, changed: dict[str, int]) -> None:
+    stats, dk, dv = Statistics(p), poisoned(p.key), poisoned(p.value)
+    launch_keys(p, kernel, changed, stats, dk, dv)
+    if kernel == "backward_hopper":
+        p.check("dq", stats.dq(p))
+    p.check("dk", dk)
+    p.check("dv", dv)
+
+
+@pytest.mark.parametrize("case", MASKS)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_backward(dim, case):
+    backward(Problem(case, (dim, dim), heads=4, kv_heads=2), "backward_hopper", {})
+
+
+@pytest.mark.parametrize("case", SOME)
+@pytest.mark.parametrize(
+    "dim,changed",
+    [
+        *((64, x) for x in ({"SKIP": 0}, {"TURNS": 1}, {"DQ": 1}, {"FOLD": 1, "STORE": 1})),
+        *((128, x) for x in ({"TURNS": 0}, {"STORE": 1}, {"FOLD": 1}, {"FOLD": 1, "STORE": 1, "SKIP": 1})),
+        *((128, x) for x in ({"DQ": 3}, {"DQ": 3, "FOLD": 1, "STORE": 1}, {"DQ": 3, "SKIP": 1, "TURNS": 0})),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_candidates_of_the_backward(dim, changed, case):
+    backward(Problem(case, (dim, dim)), "backward_hopper", changed)
+
+
+@pytest.mark.parametrize("fold", [0, 1])
+def test_a_broken_row_reaches_the_keys_it_attends(fold):
+    p = Problem("causal", (64, 64))
+    stats, dk, dv = Statistics(p), np.zeros_like(p.key), np.zeros_like(p.value)
+    stats.lse2[0, 1, 100] = np.nan
+    launch_keys(p, "backward_hopper", {"FOLD": fold}, stats, dk, dv)
+    assert np.isnan(dv[0, :101].astype(float)).all() and np.isnan(dk[0, :101].astype(float)).all()
+
+
+@pytest.mark.parametrize("case", MASKS)
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_keys_and_values_alone(dims, case):
+    backward(Problem(case, dims), "backward_dkdv_hopper", {})
+
+
+@pytest.mark.parametrize("case", SOME)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_keys_and_values_alone_with_fold(dim, case):
+    backward(Problem(case, (dim, dim)), "backward_dkdv_hopper", {"FOLD": 1})
+
+
+@pytest.mark.parametrize("case", MASKS)
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_queries_alone(dims, case):
+    p = Problem(case, dims)
+    stats, dq = Statistics(p), poisoned(p.query)
+    launch("hopper_queries", "backward_dq_hopper", 2, {
+        "query": rows_of(p.query), "key": rows_of(p.key), "value": rows_of(p.value), "dout": rows_of(p.dout), "dq": rows_of(dq),
+        "lse2": stats.lse2, "delta": stats.delta,
+        **p.masks("q_lo", "q_hi", "q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks", "q_order"),
+        "counter": np.zeros(1, np.int32), "scale": p.scale, **p.sizes(), **constants("backward_dq_hopper", dims, {}),
+    }, p.seed)  # fmt: skip
+    p.check("dq", dq)
