@@ -63,19 +63,18 @@ def extreme(function: Any) -> Any:
 
 
 class Assembly(str):
-    name: str
     arguments: tuple[Any, ...]
 
 
 def constexpr_function(function: Any) -> Any:
-    """Text that it returns keeps its name: that is what ASSEMBLY goes by."""
+    """Of assembly that ASSEMBLY has, the text is of no use."""
 
     @functools.wraps(function)
     def call(*arguments: Any) -> Any:
-        made = function(*arguments)
-        if isinstance(made, str):
-            made = Assembly(made)
-            made.name, made.arguments = function.__name__, arguments
+        if function.__name__ not in ASSEMBLY:
+            return function(*arguments)
+        made = Assembly(function.__name__)
+        made.arguments = arguments
         return made
 
     return call
@@ -92,7 +91,7 @@ def inline_asm(
             found = mine.run.named.setdefault(i, NamedBarrier())
         return found.arrive(count, kind == "sync", f"named barrier {i}")
     if isinstance(asm, Assembly):
-        return ASSEMBLY[asm.name](*asm.arguments, *args)
+        return ASSEMBLY[asm](*asm.arguments, *args)
     if "mbarrier.arrive" in asm:  # by a lane of every warp, or by the first thread
         if "cp.async.bulk.wait_group.read 0" in asm:
             threads.store_wait(0)

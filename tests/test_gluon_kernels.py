@@ -64,7 +64,9 @@ OPERANDS = (
 class Problem:
     """Random inputs of one call, and float64's results."""
 
-    def __init__(self, case: str, dims: tuple[int, int], heads: int = 2, kv_heads: int = 1):
+    def __init__(
+        self, case: str, dims: tuple[int, int], option: str = "", heads: int = 2, kv_heads: int = 1
+    ):
         expression, self.q_len, self.kv_len = MASKS[case]
         self.heads, self.kv_heads, (self.qk_dim, self.v_dim) = heads, kv_heads, dims
         mask = packax.create_attention_mask(expression, q_len=self.q_len, kv_len=self.kv_len)
@@ -76,14 +78,12 @@ class Problem:
         self.rng = np.random.default_rng()
         self.seed = int(self.rng.integers(1 << 30))
         self.scale = float(1.3 * self.qk_dim**-0.5)
-        self.query, self.key = (
-            self.draw(self.q_len, heads, self.qk_dim),
-            self.draw(self.kv_len, kv_heads, self.qk_dim),
-        )
-        self.value, self.dout = (
-            self.draw(self.kv_len, kv_heads, self.v_dim),
-            self.draw(self.q_len, heads, self.v_dim),
-        )
+        self.option = option  # what the kernels' names end with
+        self.extra: dict[str, Any] = {
+            "": {}, "_capped": {"soft_cap": 2.0}, "_biased": {"slopes": np.geomspace(0.02, 0.3, heads).astype(np.float32)},
+        }[option]  # fmt: skip
+        self.query, self.dout = (self.draw(self.q_len, heads, dim) for dim in dims)
+        self.key, self.value = (self.draw(self.kv_len, kv_heads, dim) for dim in dims)
         # nobody attends these keys, and these rows attend nothing: what they hold must not matter
         self.key[np.broadcast_to(~self.attends.any(1), self.key.shape[:2])] = 1e30
         idle = np.broadcast_to(~self.attends.any(2), self.query.shape[:2])
@@ -101,9 +101,8 @@ class Problem:
         )
         group = self.heads // self.kv_heads
         k, v = np.repeat(k, group, 2), np.repeat(v, group, 2)
-        s = np.where(
-            self.attends[:, None], np.einsum("bqhd,bkhd->bhqk", q, k) * self.scale, -np.inf
-        )
+        s, fade = self.logits(np.einsum("bqhd,bkhd->bhqk", q, k) * self.scale)
+        s = np.where(self.attends[:, None], s, -np.inf)
         top = np.maximum(s.max(-1, keepdims=True), -1e30)
         p = np.exp(s - top)
         total = p.sum(-1, keepdims=True)
@@ -113,25 +112,30 @@ class Problem:
         rounded = p.astype(half).astype(float)
         out = np.einsum("bhqk,bkhd->bqhd", rounded, v)
         delta = np.einsum("bqhd,bqhd->bhq", do, out)
-        ds = (
-            (p * (np.einsum("bqhd,bkhd->bhqk", do, v) - delta[..., None]))
-            .astype(half)
-            .astype(float)
-        )
+        ds = p * fade * (np.einsum("bqhd,bkhd->bhqk", do, v) - delta[..., None])
+        ds = ds.astype(half).astype(float)
         back = lambda x: x.reshape(*x.shape[:2], -1, group, x.shape[3]).sum(3)  # noqa: E731
         results = {
             "out": out, "dq": np.einsum("bhqk,bkhd->bqhd", ds, k) * self.scale,
             "dk": back(np.einsum("bhqk,bqhd->bkhd", ds, q)) * self.scale, "dv": back(np.einsum("bhqk,bqhd->bkhd", rounded, do)),
         }  # fmt: skip
-        return {name: x.astype(half).astype(float) for name, x in results.items()} | {
-            "lse": lse,
-            "delta": delta,
-        }
+        results = {name: x.astype(half).astype(float) for name, x in results.items()}
+        return results | {"lse": lse, "delta": delta}
 
-    def sizes(self) -> dict[str, int]:
+    def logits(self, s: np.ndarray) -> tuple[np.ndarray, Any]:
+        """And their derivative by s."""
+        if "soft_cap" in self.extra:
+            bent = np.tanh(s / self.extra["soft_cap"])
+            return bent * self.extra["soft_cap"], 1 - bent**2
+        if "slopes" in self.extra:
+            far = np.abs(np.arange(self.q_len)[:, None] - np.arange(self.kv_len))
+            return s - self.extra["slopes"][:, None, None].astype(float) * far, 1.0
+        return s, 1.0
+
+    def sizes(self) -> dict[str, Any]:
         return {
             "element_test": self.element_test, "batch": self.batch, "mask_batch": len(self.mask["q_lo"]), "q_len": self.q_len,
-            "kv_len": self.kv_len, "heads": self.heads, "kv_heads": self.kv_heads,
+            "kv_len": self.kv_len, "heads": self.heads, "kv_heads": self.kv_heads, **self.extra,
         }  # fmt: skip
 
     def masks(self, *names: str) -> dict[str, np.ndarray]:
@@ -168,9 +172,10 @@ def forward(p: Problem, changed: dict[str, int]) -> None:
         np.full((p.batch, p.q_len, p.heads, p.v_dim), np.nan, HALF),
         np.full((p.batch, p.heads, p.q_len), np.nan, np.float32),
     )
-    c = constants("forward_hopper", (p.qk_dim, p.v_dim), changed)
+    kernel = "forward_hopper" + p.option
+    c = constants(kernel, (p.qk_dim, p.v_dim), changed)
     order = p.mask["q_order_192" if c["WARP_GROUPS"] == 3 else "q_order"]
-    launch("hopper_forward", "forward_hopper", 3, {
+    launch("hopper_forward", kernel, 3, {
         "query": rows_of(p.query), "key": rows_of(p.key), "value": rows_of(p.value), "out": rows_of(out), "lse": lse,
         **p.masks("q_lo", "q_hi", "q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks"), "q_order": order,
         "counter": np.zeros(1, np.int32), "scale": p.scale, **p.sizes(), **c,
@@ -181,7 +186,11 @@ def forward(p: Problem, changed: dict[str, int]) -> None:
     np.testing.assert_allclose(lse[some], p.want["lse"][some], atol=1e-4)
 
 
-SOME = ("two rows", "ids that come back", "longer queries")  # for what is no row of the table
+SOME = (
+    "two rows",
+    "ids that come back",
+    "longer queries",
+)  # for what has its way of masking from a plain row of the table, or is none
 DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]
 
 
@@ -233,7 +242,7 @@ def launch_keys(
     launch(file, kernel, programs, {
         "query": rows_of(p.query), "key": rows_of(p.key), "value": rows_of(p.value), "dout": rows_of(p.dout),
         "lse2": line(stats.lse2), "delta": line(stats.delta), "lo": line(stats.lo), "hi": line(stats.hi),
-        "dk": rows_of(dk), "dv": rows_of(dv), **({"dq_sum": stats.dq_sum} if kernel == "backward_hopper" else {}),
+        "dk": rows_of(dk), "dv": rows_of(dv), **({"dq_sum": stats.dq_sum} if "dkdv" not in kernel else {}),
         **p.masks("q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks", "kv_blocks", "kv_order"),
         "scale": p.scale, **p.sizes(), **constants(kernel, dims, changed),
     }, p.seed)  # fmt: skip
@@ -241,7 +250,7 @@ def launch_keys(
 
 def backward(p: Problem, kernel: str, changed: dict[str, int]) -> None:
     stats, dk, dv = Statistics(p), poisoned(p.key), poisoned(p.value)
-    launch_keys(p, kernel, changed, stats, dk, dv)
+    launch_keys(p, kernel + p.option, changed, stats, dk, dv)
     if kernel == "backward_hopper":
         p.check("dq", stats.dq(p))
     p.check("dk", dk)
@@ -289,15 +298,41 @@ def test_keys_and_values_alone_with_fold(dim, case):
     backward(Problem(case, (dim, dim)), "backward_dkdv_hopper", {"FOLD": 1})
 
 
-@pytest.mark.parametrize("case", MASKS)
-@pytest.mark.parametrize("dims", DIMS, ids=str)
-def test_queries_alone(dims, case):
-    p = Problem(case, dims)
-    stats, dq = Statistics(p), poisoned(p.query)
-    launch("hopper_queries", "backward_dq_hopper", 2, {
+def queries_alone(p: Problem) -> None:
+    stats, dq, kernel = Statistics(p), poisoned(p.query), "backward_dq_hopper" + p.option
+    launch("hopper_queries", kernel, 2, {
         "query": rows_of(p.query), "key": rows_of(p.key), "value": rows_of(p.value), "dout": rows_of(p.dout), "dq": rows_of(dq),
         "lse2": stats.lse2, "delta": stats.delta,
         **p.masks("q_lo", "q_hi", "q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks", "q_order"),
-        "counter": np.zeros(1, np.int32), "scale": p.scale, **p.sizes(), **constants("backward_dq_hopper", dims, {}),
+        "counter": np.zeros(1, np.int32), "scale": p.scale, **p.sizes(), **constants(kernel, (p.qk_dim, p.v_dim), {}),
     }, p.seed)  # fmt: skip
     p.check("dq", dq)
+
+
+@pytest.mark.parametrize("case", MASKS)
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_queries_alone(dims, case):
+    queries_alone(Problem(case, dims))
+
+
+@pytest.mark.parametrize("case", SOME)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_soft_cap(dim, case):
+    p = Problem(case, (dim, dim), "_capped")
+    forward(p, {})
+    backward(p, "backward_dkdv_hopper" if dim == 256 else "backward_hopper", {})
+    queries_alone(p)
+
+
+@pytest.mark.parametrize("case", SOME)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_soft_cap_of_keys_and_values_alone(dim, case):
+    backward(Problem(case, (dim, dim), "_capped"), "backward_dkdv_hopper", {})
+
+
+@pytest.mark.parametrize("case", SOME)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_alibi(dim, case):
+    p = Problem(case, (dim, dim), "_biased", heads=4, kv_heads=2)
+    forward(p, {})
+    backward(p, "backward_hopper", {})
