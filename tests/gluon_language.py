@@ -96,6 +96,8 @@ def inline_asm(
         if "cp.async.bulk.wait_group.read 0" in asm:
             threads.store_wait(0)
         return args[0].arrive(mine.warps if "%laneid" in asm else 1)
+    if asm.startswith("bfind.u32"):
+        return Scalar(int(args[0]).bit_length() - 1)
     assert asm == "mov.b32 $0, $1;", asm
     return args[0]
 
@@ -111,6 +113,34 @@ def compared(row_values: Any, pointer: Pointer, first: int, end: int, compare: s
         at = first + np.arange(n)
         values = load(pointer + at, mask=at < end, other=0)
         return (at < end)[None, :] & operation(values[None, :], row_values[:, None])
+
+    return Bits(of)
+
+
+def bits_of_keys(low: Any, high: Any, first: int, shift: int) -> Bits:
+    def of(n: int) -> Any:
+        at = first + column(n)
+        at, other = (
+            (at >> shift, column(n) >= 32)
+            if shift < 6
+            else (at * 0 + (first >> shift), column(n) < 0)
+        )
+        return np.where(other, high[:, None], low[:, None]) >> (at & 31) & 1 == 1
+
+    return Bits(of)
+
+
+def bits_of_rows(
+    keys: Any, words: Pointer, first: int, last: int, width: int, q_shift: int, kv_shift: int
+) -> Bits:
+    def of(n: int) -> Any:
+        row = (
+            np.minimum(first + column(n), last) >> q_shift
+            if q_shift < 6
+            else column(n) * 0 + (first >> q_shift)
+        )
+        word = load(Pointer(words.data, np.asarray(words.at)[:, None] + row * (width // 4)))
+        return word >> ((keys >> kv_shift)[:, None] & 31) & 1 == 1
 
     return Bits(of)
 
@@ -172,6 +202,8 @@ ASSEMBLY: dict[str, Callable[..., Any]] = {
     "biased_asm": lambda n, s, rows, start, scale, slope: (
         s * scale + slope * np.abs(rows[:, None] - start - column(2 * n)).astype(np.float32)
     ),
+    "bits_of_keys_asm": bits_of_keys,
+    "bits_of_rows_asm": bits_of_rows,
     "p_asm": lambda half, s, scale2, lse: rounded(half, np.exp2(s * scale2 - lse.array)),
     "ds_asm": lambda half, dp, p, delta: rounded(half, p.astype(np.float32) * (dp - delta.array)),
     "clear_bits_asm": lambda x, bits: tile(np.where(bits.of(x.shape[1]), x, np.zeros((), x.dtype))),

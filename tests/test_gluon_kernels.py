@@ -47,17 +47,8 @@ MASKS = {
 
 
 OPERANDS = (
-    "q_lo",
-    "q_hi",
-    "q_ids",
-    "kv_ids",
-    "q_pos",
-    "kv_pos",
-    "q_blocks",
-    "q_order",
-    "q_order_192",
-    "kv_blocks",
-    "kv_order",
+    *("q_lo", "q_hi", "q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks", "q_order", "q_order_192"),
+    *("kv_blocks", "kv_order", "map_bits", "q_entries", "kv_entries"),
 )
 
 
@@ -65,28 +56,45 @@ class Problem:
     """Random inputs of one call, and float64's results."""
 
     def __init__(
-        self, case: str, dims: tuple[int, int], option: str = "", heads: int = 2, kv_heads: int = 1
+        self,
+        case: str,
+        dims: tuple[int, int],
+        option: str = "",
+        heads: int = 2,
+        kv_heads: int = 1,
+        blocks: tuple[int, ...] = (),
     ):
+        """`option`: what the kernels' names end with. `blocks`: rows and keys of a map's blocks, and its heads."""
         expression, self.q_len, self.kv_len = MASKS[case]
         self.heads, self.kv_heads, (self.qk_dim, self.v_dim) = heads, kv_heads, dims
+        self.rng = np.random.default_rng()
+        if blocks:
+            *block_size, map_heads = blocks
+            shape = map_heads, -(-self.q_len // block_size[0]), -(-self.kv_len // block_size[1])
+            block_map = self.rng.random((1, *shape)) < 0.4
+            expression &= packax.block_sparse(block_map, tuple(block_size))
         mask = packax.create_attention_mask(expression, q_len=self.q_len, kv_len=self.kv_len)
-        self.mask = dict(zip(OPERANDS, (np.array(x) for x in mask.operands()), strict=True))
+        self.mask = dict(zip(OPERANDS, (np.array(x) for x in mask.operands()), strict=False))
         self.element_test = mask.element_test
         attends = np.asarray(expression.as_array(self.q_len, self.kv_len))
-        self.attends = attends if attends.ndim == 3 else attends[None]
+        self.attends = attends.reshape(-1, attends.shape[-3] if blocks else 1, *attends.shape[-2:])
         self.batch = len(self.attends)
-        self.rng = np.random.default_rng()
         self.seed = int(self.rng.integers(1 << 30))
         self.scale = float(1.3 * self.qk_dim**-0.5)
-        self.option = option  # what the kernels' names end with
-        self.extra: dict[str, Any] = {
-            "": {}, "_capped": {"soft_cap": 2.0}, "_biased": {"slopes": np.geomspace(0.02, 0.3, heads).astype(np.float32)},
-        }[option]  # fmt: skip
+        self.option = option
+        self.extra: dict[str, Any] = {}
+        if option == "_capped":
+            self.extra = {"soft_cap": 2.0}
+        if option == "_biased":
+            self.extra = {"slopes": np.geomspace(0.02, 0.3, heads).astype(np.float32)}
+        if option == "_mapped":
+            sizes = dict(zip(("q_block", "kv_block", "map_heads"), blocks, strict=True))
+            self.extra = {"map_batch": 1, "map_bits": self.mask["map_bits"], **sizes}
         self.query, self.dout = (self.draw(self.q_len, heads, dim) for dim in dims)
         self.key, self.value = (self.draw(self.kv_len, kv_heads, dim) for dim in dims)
         # nobody attends these keys, and these rows attend nothing: what they hold must not matter
-        self.key[np.broadcast_to(~self.attends.any(1), self.key.shape[:2])] = 1e30
-        idle = np.broadcast_to(~self.attends.any(2), self.query.shape[:2])
+        self.key[np.broadcast_to(~self.attends.any((1, 2)), self.key.shape[:2])] = 1e30
+        idle = np.broadcast_to(~self.attends.any((1, 3)), self.query.shape[:2])
         self.query[idle], self.dout[idle] = 1e30, 1e30
         self.want, self.plain = self.oracle(idle), self.oracle(idle, HALF)
 
@@ -102,7 +110,7 @@ class Problem:
         group = self.heads // self.kv_heads
         k, v = np.repeat(k, group, 2), np.repeat(v, group, 2)
         s, fade = self.logits(np.einsum("bqhd,bkhd->bhqk", q, k) * self.scale)
-        s = np.where(self.attends[:, None], s, -np.inf)
+        s = np.where(self.attends, s, -np.inf)
         top = np.maximum(s.max(-1, keepdims=True), -1e30)
         p = np.exp(s - top)
         total = p.sum(-1, keepdims=True)
@@ -139,7 +147,8 @@ class Problem:
         }  # fmt: skip
 
     def masks(self, *names: str) -> dict[str, np.ndarray]:
-        return {name: self.mask[name] for name in names}
+        """Lists of a map are in it if there is one."""
+        return {name: self.mask[name] for name in names if name in self.mask}
 
     def check(self, name: str, got: np.ndarray) -> None:
         """Twice the error of plain attention; the largest one is of a single number, so four times that."""
@@ -177,7 +186,7 @@ def forward(p: Problem, changed: dict[str, int]) -> None:
     order = p.mask["q_order_192" if c["WARP_GROUPS"] == 3 else "q_order"]
     launch("hopper_forward", kernel, 3, {
         "query": rows_of(p.query), "key": rows_of(p.key), "value": rows_of(p.value), "out": rows_of(out), "lse": lse,
-        **p.masks("q_lo", "q_hi", "q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks"), "q_order": order,
+        **p.masks("q_lo", "q_hi", "q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks", "q_entries"), "q_order": order,
         "counter": np.zeros(1, np.int32), "scale": p.scale, **p.sizes(), **c,
     }, p.seed)  # fmt: skip
     p.check("out", out)
@@ -191,11 +200,11 @@ SOME = (
     "ids that come back",
     "longer queries",
 )  # for what has its way of masking from a plain row of the table, or is none
-DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]
+EVERY = [((dim, dim), case) for dim in (64, 128) for case in MASKS]
+EVERY += [(dims, case) for dims in ((192, 128), (256, 256)) for case in (*SOME, "one row")]
 
 
-@pytest.mark.parametrize("case", MASKS)
-@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("dims,case", EVERY, ids=str)
 def test_forward(dims, case):
     forward(Problem(case, dims), {})
 
@@ -243,7 +252,7 @@ def launch_keys(
         "query": rows_of(p.query), "key": rows_of(p.key), "value": rows_of(p.value), "dout": rows_of(p.dout),
         "lse2": line(stats.lse2), "delta": line(stats.delta), "lo": line(stats.lo), "hi": line(stats.hi),
         "dk": rows_of(dk), "dv": rows_of(dv), **({"dq_sum": stats.dq_sum} if "dkdv" not in kernel else {}),
-        **p.masks("q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks", "kv_blocks", "kv_order"),
+        **p.masks("q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks", "kv_blocks", "kv_order", "kv_entries"),
         "scale": p.scale, **p.sizes(), **constants(kernel, dims, changed),
     }, p.seed)  # fmt: skip
 
@@ -286,8 +295,7 @@ def test_a_broken_row_reaches_the_keys_it_attends(fold):
     assert np.isnan(dv[0, :101].astype(float)).all() and np.isnan(dk[0, :101].astype(float)).all()
 
 
-@pytest.mark.parametrize("case", MASKS)
-@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("dims,case", EVERY, ids=str)
 def test_keys_and_values_alone(dims, case):
     backward(Problem(case, dims), "backward_dkdv_hopper", {})
 
@@ -303,14 +311,13 @@ def queries_alone(p: Problem) -> None:
     launch("hopper_queries", kernel, 2, {
         "query": rows_of(p.query), "key": rows_of(p.key), "value": rows_of(p.value), "dout": rows_of(p.dout), "dq": rows_of(dq),
         "lse2": stats.lse2, "delta": stats.delta,
-        **p.masks("q_lo", "q_hi", "q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks", "q_order"),
+        **p.masks("q_lo", "q_hi", "q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks", "q_order", "q_entries"),
         "counter": np.zeros(1, np.int32), "scale": p.scale, **p.sizes(), **constants(kernel, (p.qk_dim, p.v_dim), {}),
     }, p.seed)  # fmt: skip
     p.check("dq", dq)
 
 
-@pytest.mark.parametrize("case", MASKS)
-@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("dims,case", EVERY, ids=str)
 def test_queries_alone(dims, case):
     queries_alone(Problem(case, dims))
 
@@ -336,3 +343,12 @@ def test_alibi(dim, case):
     p = Problem(case, (dim, dim), "_biased", heads=4, kv_heads=2)
     forward(p, {})
     backward(p, "backward_hopper", {})
+
+
+@pytest.mark.parametrize("case", ["documents", "longer keys", "ids that come back"])
+@pytest.mark.parametrize("blocks", [(64, 64, 2), (1, 2, 1), (256, 128, 2), (8, 32, 2)], ids=str)
+def test_maps_of_blocks(blocks, case):
+    p = Problem(case, (128, 128), "_mapped", blocks=blocks)
+    forward(p, {})
+    backward(p, "backward_dkdv_hopper", {})
+    queries_alone(p)
