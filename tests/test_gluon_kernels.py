@@ -276,8 +276,8 @@ def test_backward(dim, case):
 @pytest.mark.parametrize(
     "dim,changed",
     [
-        *((64, x) for x in ({"SKIP": 0}, {"TURNS": 1}, {"DQ": 1}, {"FOLD": 1, "STORE": 1})),
-        *((128, x) for x in ({"TURNS": 0}, {"STORE": 1}, {"FOLD": 1}, {"FOLD": 1, "STORE": 1, "SKIP": 1})),
+        *((64, x) for x in ({"SKIP": 0}, {"TURNS": 1}, {"DQ": 1}, {"FOLD": 1, "STORE": 1, "V_REGISTERS": 64})),
+        *((128, x) for x in ({"TURNS": 0}, {"STORE": 1}, {"FOLD": 1}, {"FOLD": 1, "STORE": 1, "SKIP": 1}, {"V_REGISTERS": 64})),
         *((128, x) for x in ({"DQ": 3}, {"DQ": 3, "FOLD": 1, "STORE": 1}, {"DQ": 3, "SKIP": 1, "TURNS": 0})),
     ],
     ids=str,

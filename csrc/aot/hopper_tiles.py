@@ -10,7 +10,8 @@ from __future__ import annotations
 # and dV of 128 2 %, of 192 4 to 5 %, the forward of 256 4 to 5 %, the forward of 128 and 192 0 to 2 % (and fewer spills); dQ lost
 # 0 to 5 %, dK and dV of 256 8 to 11 %, 64 nothing (benchmarks/results/tune_anew_h200.json).
 # LAZY: another way to the maximum of a row (hopper_softmax.lazy_softmax_asm). STORE: dS by assembly, with a barrier less
-# (hopper_exchange.hand_on). FOLD: LSE and delta by the matrix units (hopper_fold.py). Not timed yet, all three.
+# (hopper_exchange.hand_on). FOLD: LSE and delta by the matrix units (hopper_fold.py). V_REGISTERS: so many columns of values
+# stay in registers; FOLD leaves room for half of 128. Not timed yet, all four.
 HOPPER_TILES: dict[str, dict[int, dict[str, int]]] = {
     "forward_hopper": {
         dim: {
@@ -40,6 +41,7 @@ HOPPER_TILES: dict[str, dict[int, dict[str, int]]] = {
             "ANEW": int(dim == 128),
             "STORE": 0,
             "FOLD": 0,
+            "V_REGISTERS": 0,
         }
         for dim, chunk, consumer, plan in (
             # SKIP: of masked blocks a warp group leaves out those without a pair of its keys. DQ: who
@@ -137,7 +139,7 @@ HOPPER_TILES |= {
         128: {
             k: n
             for k, n in HOPPER_TILES["backward_dkdv_hopper"][128].items()
-            if k not in ("SKIP", "FOLD")
+            if k not in ("SKIP", "FOLD", "V_REGISTERS")
         }
     },
     "backward_dq_hopper_mapped": {128: HOPPER_TILES["backward_dq_hopper_capped"][128]},

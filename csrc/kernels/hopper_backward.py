@@ -36,7 +36,7 @@ def tile_of_keys(
     block_map, slopes, scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
     TURNS: gl.constexpr, SKIP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
-    DQ: gl.constexpr, CAPPED: gl.constexpr, BIASED: gl.constexpr, MAPPED: gl.constexpr, ANEW: gl.constexpr, STORE: gl.constexpr, FOLD: gl.constexpr,
+    DQ: gl.constexpr, CAPPED: gl.constexpr, BIASED: gl.constexpr, MAPPED: gl.constexpr, ANEW: gl.constexpr, STORE: gl.constexpr, FOLD: gl.constexpr, V_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program of the kernels below."""
     dtype: gl.constexpr = query.dtype
@@ -124,8 +124,8 @@ def tile_of_keys(
     if MAPPED:
         gl.warp_specialize(
             [
-                (consume, (0, grads, mask, own_blocks, listing, slopes, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, BIASED, MAPPED, ANEW, STORE, FOLD)),
-                (consume, (1, grads, mask, own_blocks, listing, slopes, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, BIASED, MAPPED, ANEW, STORE, FOLD)),
+                (consume, (0, grads, mask, own_blocks, listing, slopes, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, BIASED, MAPPED, ANEW, STORE, FOLD, V_REGISTERS)),
+                (consume, (1, grads, mask, own_blocks, listing, slopes, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, BIASED, MAPPED, ANEW, STORE, FOLD, V_REGISTERS)),
                 (produce_listed, (maps, lines, tiles_s, lines_s, bars, place, listing, QK_DIM, V_DIM, QK_CHUNK)),
             ],
             [4, 1],
@@ -134,8 +134,8 @@ def tile_of_keys(
     elif DQ == 2:
         gl.warp_specialize(
             [
-                (consume, (0, grads, mask, own_blocks, listing, slopes, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, BIASED, MAPPED, ANEW, STORE, FOLD)),
-                (consume, (1, grads, mask, own_blocks, listing, slopes, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, BIASED, MAPPED, ANEW, STORE, FOLD)),
+                (consume, (0, grads, mask, own_blocks, listing, slopes, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, BIASED, MAPPED, ANEW, STORE, FOLD, V_REGISTERS)),
+                (consume, (1, grads, mask, own_blocks, listing, slopes, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, BIASED, MAPPED, ANEW, STORE, FOLD, V_REGISTERS)),
                 (sum_rows, (dq_sum, k_s.index(0), ds_s, dq_s, kv_full, ds_bars, place, range_, QK_DIM, DQ)),
                 (produce, (maps, lines, tiles_s, lines_s, bars, place, range_, folded, scale, QK_DIM, V_DIM, QK_CHUNK, 2, FOLD)),
             ],
@@ -145,8 +145,8 @@ def tile_of_keys(
     else:
         gl.warp_specialize(
             [
-                (consume, (0, grads, mask, own_blocks, listing, slopes, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, BIASED, MAPPED, ANEW, STORE, FOLD)),
-                (consume, (1, grads, mask, own_blocks, listing, slopes, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, BIASED, MAPPED, ANEW, STORE, FOLD)),
+                (consume, (0, grads, mask, own_blocks, listing, slopes, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, BIASED, MAPPED, ANEW, STORE, FOLD, V_REGISTERS)),
+                (consume, (1, grads, mask, own_blocks, listing, slopes, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, BIASED, MAPPED, ANEW, STORE, FOLD, V_REGISTERS)),
                 (produce, (maps, lines, tiles_s, lines_s, bars, place, range_, folded, scale, QK_DIM, V_DIM, QK_CHUNK, 2, FOLD)),
             ],
             [4, 1],
@@ -160,14 +160,14 @@ def backward_hopper(
     q_blocks, kv_blocks, kv_order,
     scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
-    TURNS: gl.constexpr, SKIP: gl.constexpr, DQ: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr, STORE: gl.constexpr, FOLD: gl.constexpr,
+    TURNS: gl.constexpr, SKIP: gl.constexpr, DQ: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr, STORE: gl.constexpr, FOLD: gl.constexpr, V_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Tensor maps: query, key, value, dout, dk, dv (batch, length, heads * dim); lse2, delta, lo, hi as one row each."""
     tile_of_keys(
         query, key, value, dout, lse2, delta, lo, hi, dk, dv, dq_sum, q_ids, kv_ids, q_pos, kv_pos,
         q_blocks, kv_blocks, kv_order,
         (), (), scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, DQ, False, False, False, ANEW, STORE, FOLD,
+        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, DQ, False, False, False, ANEW, STORE, FOLD, V_REGISTERS,
     )  # fmt: skip
 
 
@@ -177,14 +177,14 @@ def backward_dkdv_hopper(
     q_blocks, kv_blocks, kv_order,
     scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
-    TURNS: gl.constexpr, SKIP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr, FOLD: gl.constexpr,
+    TURNS: gl.constexpr, SKIP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr, FOLD: gl.constexpr, V_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """`backward_hopper` without dQ, for deterministic gradients: hopper_queries.py makes that."""
     tile_of_keys(
         query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, q_ids, kv_ids, q_pos, kv_pos,
         q_blocks, kv_blocks, kv_order,
         (), (), scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 0, False, False, False, ANEW, 0, FOLD,
+        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 0, False, False, False, ANEW, 0, FOLD, V_REGISTERS,
     )  # fmt: skip
 
 
@@ -194,14 +194,14 @@ def backward_hopper_capped(
     q_blocks, kv_blocks, kv_order,
     scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
-    TURNS: gl.constexpr, SKIP: gl.constexpr, DQ: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr, STORE: gl.constexpr, FOLD: gl.constexpr,
+    TURNS: gl.constexpr, SKIP: gl.constexpr, DQ: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr, STORE: gl.constexpr, FOLD: gl.constexpr, V_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """`backward_hopper` with a soft cap (hopper_cap.py): the same as general_backward.py, its checked twin."""
     tile_of_keys(
         query, key, value, dout, lse2, delta, lo, hi, dk, dv, dq_sum, q_ids, kv_ids, q_pos, kv_pos,
         q_blocks, kv_blocks, kv_order,
         (), (), scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, DQ, True, False, False, ANEW, STORE, FOLD,
+        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, DQ, True, False, False, ANEW, STORE, FOLD, V_REGISTERS,
     )  # fmt: skip
 
 
@@ -211,14 +211,14 @@ def backward_hopper_biased(
     q_blocks, kv_blocks, kv_order, slopes,
     scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
-    TURNS: gl.constexpr, SKIP: gl.constexpr, DQ: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr, STORE: gl.constexpr, FOLD: gl.constexpr,
+    TURNS: gl.constexpr, SKIP: gl.constexpr, DQ: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr, STORE: gl.constexpr, FOLD: gl.constexpr, V_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """`backward_hopper` with ALiBi of indices (hopper_bias.py): the same as general_backward.py, its checked twin."""
     tile_of_keys(
         query, key, value, dout, lse2, delta, lo, hi, dk, dv, dq_sum, q_ids, kv_ids, q_pos, kv_pos,
         q_blocks, kv_blocks, kv_order,
         (), slopes, scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, DQ, False, True, False, ANEW, STORE, FOLD,
+        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, DQ, False, True, False, ANEW, STORE, FOLD, V_REGISTERS,
     )  # fmt: skip
 
 
@@ -228,14 +228,14 @@ def backward_dkdv_hopper_capped(
     q_blocks, kv_blocks, kv_order,
     scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
-    TURNS: gl.constexpr, SKIP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr, FOLD: gl.constexpr,
+    TURNS: gl.constexpr, SKIP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr, FOLD: gl.constexpr, V_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Likewise `backward_dkdv_hopper`."""
     tile_of_keys(
         query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, q_ids, kv_ids, q_pos, kv_pos,
         q_blocks, kv_blocks, kv_order,
         (), (), scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 0, True, False, False, ANEW, 0, FOLD,
+        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 0, True, False, False, ANEW, 0, FOLD, V_REGISTERS,
     )  # fmt: skip
 
 
@@ -253,5 +253,5 @@ def backward_dkdv_hopper_mapped(
         query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, q_ids, kv_ids, q_pos, kv_pos,
         q_blocks, kv_blocks, kv_order,
         block_map, (), scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, TURNS, 0, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 0, False, False, True, ANEW, 0, 0,
+        QK_DIM, V_DIM, QK_CHUNK, TURNS, 0, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 0, False, False, True, ANEW, 0, 0, 0,
     )  # fmt: skip

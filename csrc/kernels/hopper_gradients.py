@@ -38,10 +38,26 @@ def scores(k, q_t, folded, stage, FOLD: gl.constexpr):
 
 
 @gluon.jit
+def value_products(v_part, v, do, V_DIM: gl.constexpr, V_REGISTERS: gl.constexpr):
+    """dP^T of a block of rows, started; the first columns of V are in registers."""
+    zero = gl.zeros([64, ROWS], gl.float32, accumulator(ROWS))
+    if V_REGISTERS == 0:
+        dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+    else:
+        first = do.slice(0, V_REGISTERS, dim=1).permute((1, 0))
+        dp = warpgroup_mma(v_part, first, zero, use_acc=False, is_async=True)
+        REST: gl.constexpr = V_DIM - V_REGISTERS
+        if REST:
+            rest = do.slice(V_REGISTERS, REST, dim=1).permute((1, 0))
+            dp = warpgroup_mma(v.slice(V_REGISTERS, REST, dim=1), rest, dp, is_async=True)
+    return dp
+
+
+@gluon.jit
 def step(
-    W: gl.constexpr, sums, s, row, i, stage, phase, before, k_part, keys, dq_sum, mask, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, numbers, this_map, slope2,
+    W: gl.constexpr, sums, s, row, i, stage, phase, before, k_part, v_part, keys, dq_sum, mask, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, numbers, this_map, slope2,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, TURNS: gl.constexpr, DQ: gl.constexpr,
-    MASKED: gl.constexpr, LIVE: gl.constexpr, CAPPED: gl.constexpr, BIASED: gl.constexpr, MAPPED: gl.constexpr, ANEW: gl.constexpr, STORE: gl.constexpr, FOLD: gl.constexpr,
+    MASKED: gl.constexpr, LIVE: gl.constexpr, CAPPED: gl.constexpr, BIASED: gl.constexpr, MAPPED: gl.constexpr, ANEW: gl.constexpr, STORE: gl.constexpr, FOLD: gl.constexpr, V_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One block of rows, the i-th: adds to dk and dv, hands on dS, adds dQ of the block `before`, makes the next scores.
 
@@ -63,15 +79,13 @@ def step(
     s_layout: gl.constexpr = accumulator(ROWS)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, accumulator(V_DIM), 2)
     ds_layout: gl.constexpr = gl.DotOperandLayout(0, accumulator(QK_DIM), 2)
-    zero = gl.zeros([64, ROWS], gl.float32, s_layout)
     zero_dq = gl.zeros([ROWS, PART], gl.float32, accumulator(PART))
     other = stage ^ 1
     if LIVE and not FOLD:
         lse = lse_s.index(stage).load(gl.SliceLayout(0, s_layout))
     mbarrier.wait(do_full.index(stage), phase)
     if LIVE:
-        do_t = do_s.index(stage).permute((1, 0))
-        dp_token = warpgroup_mma(v_left, do_t, zero, use_acc=False, is_async=True)
+        dp_token = value_products(v_part, v_left, do_s.index(stage), V_DIM, V_REGISTERS)
         if FOLD:
             dp_token = less(dp_token, folded[1].index(stage))
         if CAPPED:
@@ -181,7 +195,7 @@ def step(
 def consume(
     W: gl.constexpr, grads, mask, own_blocks, listing, slopes, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, place, range_, numbers,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, TURNS: gl.constexpr, SKIP: gl.constexpr,
-    DQ: gl.constexpr, CAPPED: gl.constexpr, BIASED: gl.constexpr, MAPPED: gl.constexpr, ANEW: gl.constexpr, STORE: gl.constexpr, FOLD: gl.constexpr,
+    DQ: gl.constexpr, CAPPED: gl.constexpr, BIASED: gl.constexpr, MAPPED: gl.constexpr, ANEW: gl.constexpr, STORE: gl.constexpr, FOLD: gl.constexpr, V_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     dk, dv, dq_sum = grads
     q_s, k_s, v_s, _ = tiles_s
@@ -204,6 +218,10 @@ def consume(
     k = k_s.index(0).slice(W * 64, 64, dim=0)
     k_part = k_s.index(0).slice(W * PART, PART, dim=1)
     v = v_s.index(W)
+    if V_REGISTERS:
+        v_part = v.slice(0, V_REGISTERS, dim=1).load(gl.DotOperandLayout(0, s_layout, 2))
+    else:
+        v_part = ()
     if steps > 0:
         if SKIP:
             own_start, own_end = rows_of_half(own_blocks, first_key // 64 + W, kv_len)
@@ -229,7 +247,7 @@ def consume(
                 for part in gl.static_range(2):
                     for i in range(0, masked if part == 0 else core):
                         row = gl.load(listed + i) * ROWS if part == 0 else 0
-                        dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, i, stage, phase, 0, k_part, keys, dq_sum, mask, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, numbers, this_map, (), QK_DIM, V_DIM, TURNS, DQ, part == 0, True, CAPPED, False, True, ANEW, STORE, FOLD)  # fmt: skip
+                        dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, i, stage, phase, 0, k_part, v_part, keys, dq_sum, mask, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, numbers, this_map, (), QK_DIM, V_DIM, TURNS, DQ, part == 0, True, CAPPED, False, True, ANEW, STORE, FOLD, V_REGISTERS)  # fmt: skip
                         stage = stage ^ 1
         # of the block before; zeros are added to the first one
         before = (bh * row_blocks + start // ROWS) * 2 + (W if DQ == 1 else 0)
@@ -250,14 +268,14 @@ def consume(
                 else:
                     slope2 = ()
                 if part == 1:
-                    dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, i, stage, phase, before, k_part, keys, dq_sum, mask, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, numbers, (), slope2, QK_DIM, V_DIM, TURNS, DQ, False, True, CAPPED, BIASED, False, ANEW, STORE, FOLD)  # fmt: skip
+                    dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, i, stage, phase, before, k_part, v_part, keys, dq_sum, mask, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, numbers, (), slope2, QK_DIM, V_DIM, TURNS, DQ, False, True, CAPPED, BIASED, False, ANEW, STORE, FOLD, V_REGISTERS)  # fmt: skip
                 elif SKIP:
                     if (row < own_end) & (row + ROWS > own_start):
-                        dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, i, stage, phase, before, k_part, keys, dq_sum, mask, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, numbers, (), slope2, QK_DIM, V_DIM, TURNS, DQ, True, True, CAPPED, BIASED, False, ANEW, STORE, FOLD)  # fmt: skip
+                        dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, i, stage, phase, before, k_part, v_part, keys, dq_sum, mask, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, numbers, (), slope2, QK_DIM, V_DIM, TURNS, DQ, True, True, CAPPED, BIASED, False, ANEW, STORE, FOLD, V_REGISTERS)  # fmt: skip
                     else:
-                        dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, i, stage, phase, before, k_part, keys, dq_sum, mask, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, numbers, (), slope2, QK_DIM, V_DIM, TURNS, DQ, True, False, CAPPED, BIASED, False, ANEW, STORE, FOLD)  # fmt: skip
+                        dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, i, stage, phase, before, k_part, v_part, keys, dq_sum, mask, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, numbers, (), slope2, QK_DIM, V_DIM, TURNS, DQ, True, False, CAPPED, BIASED, False, ANEW, STORE, FOLD, V_REGISTERS)  # fmt: skip
                 else:
-                    dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, i, stage, phase, before, k_part, keys, dq_sum, mask, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, numbers, (), slope2, QK_DIM, V_DIM, TURNS, DQ, True, True, CAPPED, BIASED, False, ANEW, STORE, FOLD)  # fmt: skip
+                    dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, i, stage, phase, before, k_part, v_part, keys, dq_sum, mask, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, numbers, (), slope2, QK_DIM, V_DIM, TURNS, DQ, True, True, CAPPED, BIASED, False, ANEW, STORE, FOLD, V_REGISTERS)  # fmt: skip
                 stage = stage ^ 1
                 block = row // ROWS
                 before = ((bh + g) * row_blocks + block) * 2 + (W if DQ == 1 else 0)
