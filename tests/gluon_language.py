@@ -119,13 +119,8 @@ def compared(row_values: Any, pointer: Pointer, first: int, end: int, compare: s
 
 def bits_of_keys(low: Any, high: Any, first: int, shift: int) -> Bits:
     def of(n: int) -> Any:
-        at = first + column(n)
-        at, other = (
-            (at >> shift, column(n) >= 32)
-            if shift < 6
-            else (at * 0 + (first >> shift), column(n) < 0)
-        )
-        return np.where(other, high[:, None], low[:, None]) >> (at & 31) & 1 == 1
+        word = np.where(column(n) < 32, low[:, None], high[:, None])
+        return word >> ((first + column(n)) >> shift & 31) & 1 == 1
 
     return Bits(of)
 
@@ -134,11 +129,7 @@ def bits_of_rows(
     keys: Any, words: Pointer, first: int, last: int, width: int, q_shift: int, kv_shift: int
 ) -> Bits:
     def of(n: int) -> Any:
-        row = (
-            np.minimum(first + column(n), last) >> q_shift
-            if q_shift < 6
-            else column(n) * 0 + (first >> q_shift)
-        )
+        row = np.minimum(first + column(n), last) >> q_shift
         word = load(Pointer(words.data, np.asarray(words.at)[:, None] + row * (width // 4)))
         return word >> ((keys >> kv_shift)[:, None] & 31) & 1 == 1
 

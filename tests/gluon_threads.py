@@ -307,7 +307,9 @@ class Product:
     """sums + a b of tiles as they are when it is computed, and nothing else until it has been waited for."""
 
     def __init__(self, a: Any, b: Shared, sums: Any):
-        self.a, self.b, self.sums, self.value = a, b, sums, None
+        self.a, self.b, self.sums = a, b, sums
+        self.value: Tile | None = None
+        self.finished = False
 
     def compute(self) -> None:
         a, b = (np.asarray(getattr(x, "array", x)).astype(np.float32) for x in (self.a, self.b))
@@ -316,9 +318,10 @@ class Product:
             self.value = tile(sums + a @ b)
 
 
-def compute_products(pending: int) -> None:
-    while len(mine.products) > pending:
-        mine.products.pop(0).compute()
+def compute_products(products: list[Product]) -> None:
+    for product in products:
+        if product.value is None:
+            product.compute()
 
 
 def warpgroup_mma(
@@ -329,14 +332,17 @@ def warpgroup_mma(
     made = Product(a, b, sums if use_acc else np.float32(0))
     mine.products.append(made)
     if mine.coin.random() < 0.5:
-        compute_products(0)
+        compute_products(mine.products)
     return made
 
 
 def warpgroup_mma_wait(pending: int, deps: tuple[Any, ...] = ()) -> Any:
-    """The tokens of products that may be under way stay tokens, whether they are or not."""
-    compute_products(pending)
-    done = [x.value if isinstance(x, Product) and x.value is not None else x for x in deps]
+    """The tokens of products that may be under way stay tokens, computed or not."""
+    while len(mine.products) > pending:
+        product = mine.products.pop(0)
+        compute_products([product])
+        product.finished = True
+    done = [x.value if isinstance(x, Product) and x.finished else x for x in deps]
     return done[0] if len(done) == 1 else tuple(done)
 
 

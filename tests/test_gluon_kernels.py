@@ -19,6 +19,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "csrc" / "aot"))
 
 import variants
+from cases import ids_of, random_map
 from gluon_language import launch
 from gluon_threads import TensorMap
 
@@ -26,14 +27,8 @@ HOPPER = variants.ARCHS["90a"]
 HALF = ml_dtypes.bfloat16
 
 
-def packed(*lengths: int) -> np.ndarray:
-    return np.concatenate(
-        [np.full(abs(n), i if n > 0 else -1) for i, n in enumerate(lengths)]
-    ).astype(np.int32)
-
-
-IDS = packed(70, 3, 197, 1, 100, -29)
-TWO_ROWS = np.stack([IDS, packed(-40, 300, 60)])
+IDS = ids_of((0, 70), (1, 3), (2, 197), (3, 1), (4, 100), (-1, 29))
+TWO_ROWS = np.stack([IDS, ids_of((-1, 40), (1, 300), (2, 60))])
 MASKS = {
     "causal": (packax.causal(), 300, 300),
     "documents": (packax.causal() & packax.documents(IDS), 400, 400),
@@ -70,9 +65,10 @@ class Problem:
         self.rng = np.random.default_rng()
         if blocks:
             *block_size, map_heads = blocks
-            shape = map_heads, -(-self.q_len // block_size[0]), -(-self.kv_len // block_size[1])
-            block_map = self.rng.random((1, *shape)) < 0.4
-            expression &= packax.block_sparse(block_map, tuple(block_size))
+            lengths = self.q_len, self.kv_len
+            expression &= packax.block_sparse(
+                *random_map(None, block_size, 0.4, (1, map_heads), lengths)
+            )
         mask = packax.create_attention_mask(expression, q_len=self.q_len, kv_len=self.kv_len)
         self.mask = dict(zip(OPERANDS, (np.array(x) for x in mask.operands()), strict=False))
         self.element_test = mask.element_test
@@ -96,13 +92,14 @@ class Problem:
         self.key[np.broadcast_to(~self.attends.any((1, 2)), self.key.shape[:2])] = 1e30
         idle = np.broadcast_to(~self.attends.any((1, 3)), self.query.shape[:2])
         self.query[idle], self.dout[idle] = 1e30, 1e30
-        self.want, self.plain = self.oracle(idle), self.oracle(idle, HALF)
+        self.want, self.plain = self.oracle(), self.oracle(HALF)
 
     def draw(self, length: int, heads: int, dim: int) -> np.ndarray:
         return self.rng.standard_normal((self.batch, length, heads, dim)).astype(HALF)
 
-    def oracle(self, idle: np.ndarray, half: Any = float) -> dict[str, np.ndarray]:
-        """In float64; P and dS as plain attention rounds them with `half`, and results too."""
+    def oracle(self, half: Any = float) -> dict[str, np.ndarray]:
+        """In float64, where P, dS and the results are rounded by `half`: as a yardstick tighter than oracle.py's, whose logits are
+        of that dtype, too."""
         tensors = self.query, self.key, self.value, self.dout
         q, k, v, do = (
             np.where(np.abs(x.astype(float)) > 1e29, 0, x.astype(float)) for x in tensors
@@ -120,12 +117,15 @@ class Problem:
         rounded = p.astype(half).astype(float)
         out = np.einsum("bhqk,bkhd->bqhd", rounded, v)
         delta = np.einsum("bqhd,bqhd->bhq", do, out)
-        ds = p * fade * (np.einsum("bqhd,bkhd->bhqk", do, v) - delta[..., None])
-        ds = ds.astype(half).astype(float)
+        dp = np.einsum("bqhd,bkhd->bhqk", do, v) - delta[..., None]
+        ds = (p * fade * dp).astype(half).astype(float)
+        # docs/numerics.md: above 128 dK is of the rounded P
+        wide = max(self.qk_dim, self.v_dim) > 128
+        ds_of_keys = (rounded * fade * dp).astype(half).astype(float) if wide else ds
         back = lambda x: x.reshape(*x.shape[:2], -1, group, x.shape[3]).sum(3)  # noqa: E731
         results = {
             "out": out, "dq": np.einsum("bhqk,bkhd->bqhd", ds, k) * self.scale,
-            "dk": back(np.einsum("bhqk,bqhd->bkhd", ds, q)) * self.scale, "dv": back(np.einsum("bhqk,bqhd->bkhd", rounded, do)),
+            "dk": back(np.einsum("bhqk,bqhd->bkhd", ds_of_keys, q)) * self.scale, "dv": back(np.einsum("bhqk,bqhd->bkhd", rounded, do)),
         }  # fmt: skip
         results = {name: x.astype(half).astype(float) for name, x in results.items()}
         return results | {"lse": lse, "delta": delta}
@@ -195,11 +195,8 @@ def forward(p: Problem, changed: dict[str, int]) -> None:
     np.testing.assert_allclose(lse[some], p.want["lse"][some], atol=1e-4)
 
 
-SOME = (
-    "two rows",
-    "ids that come back",
-    "longer queries",
-)  # for what has its way of masking from a plain row of the table, or is none
+# for what has its way of masking from a plain row of the table, or is none
+SOME = ("two rows", "ids that come back", "longer queries")
 EVERY = [((dim, dim), case) for dim in (64, 128) for case in MASKS]
 EVERY += [(dims, case) for dims in ((192, 128), (256, 256)) for case in (*SOME, "one row")]
 

@@ -44,30 +44,48 @@ def store_registers_asm(outputs, inputs):
 
 
 @gluon.constexpr_function
-def bulk_add_asm(size):
-    """The first thread of the warp group adds `size` bytes of shared memory to global memory, by the copy engine."""
-    while hasattr(size, "value"):
-        size = size.value
-    return (
-        "{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; and.b32 t, t, 127; setp.eq.u32 p, t, 0;"
-        f"@p cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], {int(size)};"
-        "@p cp.async.bulk.commit_group; }"
-    )
+def by_first_thread(*instructions):
+    """By the first thread of the warp group alone."""
+    t = "{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; and.b32 t, t, 127; setp.eq.u32 p, t, 0;"
+    return t + " ".join(f"@p {x};" for x in instructions) + " }"
+
+
+ARRIVE = "mbarrier.arrive.shared::cta.b64 _, [$0]"
 
 
 @gluon.constexpr_function
-def registers_constraints(n):
-    """`n` floats, then an address in shared memory."""
+def arrive_asm():
+    return by_first_thread(ARRIVE)
+
+
+@gluon.constexpr_function
+def arrive_when_read_asm():
+    return by_first_thread("cp.async.bulk.wait_group.read 0", ARRIVE)
+
+
+@gluon.constexpr_function
+def bulk_add_asm(size):
+    """Adds `size` bytes of shared memory to global memory, by the copy engine."""
+    while hasattr(size, "value"):
+        size = size.value
+    add = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32"
+    return by_first_thread(f"{add} [$0], [$1], {int(size)}", "cp.async.bulk.commit_group")
+
+
+@gluon.constexpr_function
+def registers_constraints(n, letter="f"):
+    """`n` numbers, then an address in shared memory."""
     while hasattr(n, "value"):
         n = n.value
-    return ",".join(["f"] * int(n) + ["r", "~{memory}"])
+    while hasattr(letter, "value"):
+        letter = letter.value
+    return ",".join([letter] * int(n) + ["r", "~{memory}"])
 
 
-# a thread's row of 128 bytes among the first eight or the second of its warp's 16 keys, and in it the first or the second
-# eight columns, swizzled: t
+# a thread's row of 128 bytes among its warp's 16 keys, and in it the first or the second eight columns, swizzled: t
 OWN_MATRIX = (
     "{ .reg .u32 t, a, b; .reg .b32 p<16>; mov.u32 t, %tid.x; and.b32 a, t, 15; shl.b32 a, a, 7; and.b32 b, t, 96; shl.b32 b, b, 6;"
-    " or.b32 a, a, b; shr.u32 b, t, 4; xor.b32 t, t, b; and.b32 b, t, 1; mov.u32 t, %tid.x; and.b32 t, t, 6; or.b32 t, t, b; shl.b32 t, t, 4; or.b32 t, t, a;"
+    " or.b32 a, a, b; shr.u32 b, t, 4; and.b32 b, b, 1; xor.b32 t, t, b; and.b32 t, t, 7; shl.b32 t, t, 4; or.b32 t, t, a;"
 )
 
 
@@ -88,25 +106,13 @@ def store_ds_asm(outputs, inputs):
     return " ".join(t) + " }"
 
 
-@gluon.constexpr_function
-def halves_constraints(n):
-    """`n` 16-bit values, then an address in shared memory."""
-    while hasattr(n, "value"):
-        n = n.value
-    return ",".join(["h"] * int(n) + ["r", "~{memory}"])
-
-
 @gluon.jit
 def hand_on(ds, ds_s, full):
     """dS of this warp group into shared memory, and an arrival of its first thread when all of it is there."""
-    gl.inline_asm(store_ds_asm, halves_constraints(ROWS // 2), (ds, ds_s))
+    gl.inline_asm(store_ds_asm, registers_constraints(ROWS // 2, "h"), (ds, ds_s))
     fence_async_shared()
     gl.barrier()
-    gl.inline_asm(
-        "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; and.b32 t, t, 127; setp.eq.u32 p, t, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0]; }",
-        "r,~{memory}",
-        (full,),
-    )
+    gl.inline_asm(arrive_asm(), "r,~{memory}", (full,))
 
 
 @gluon.jit
@@ -126,13 +132,8 @@ def add_staged(dq, at, stage_s, CELLS: gl.constexpr, PENDING: gl.constexpr = 0):
 
 @gluon.jit
 def tell_left(barrier):
-    """The first thread of the warp group: what it handed to the copy engine has left shared memory."""
-    gl.inline_asm(
-        "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; and.b32 t, t, 127; setp.eq.u32 p, t, 0;"
-        "@p cp.async.bulk.wait_group.read 0; @p mbarrier.arrive.shared::cta.b64 _, [$0]; }",
-        "r,~{memory}",
-        (barrier,),
-    )
+    """What the first thread of the warp group handed to the copy engine has left shared memory."""
+    gl.inline_asm(arrive_when_read_asm(), "r,~{memory}", (barrier,))
 
 
 @gluon.jit
