@@ -34,26 +34,24 @@ CANDIDATES: dict[str, dict[tuple[int, int], list[Constants]]] = {
     "forward_hopper": {
         (64, 64): [
             *({}, {"WARP_GROUPS": 2, "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24}),
-            *({"BLOCK_N": 64, "STAGES": 3}, {"ANEW": 1}, {"LAZY": 1}),
+            *({"BLOCK_N": 64, "STAGES": 3}, {"ANEW": 1}),
         ],
-        (128, 128): [{}, {"BLOCK_N": 64, "STAGES": 4}, {"ANEW": 1}, {"LAZY": 1}],
-        (192, 128): [{}, {"BLOCK_N": 64}, {"ANEW": 1}, {"LAZY": 1}],
-        (256, 256): [{}, {"ANEW": 1}, {"LAZY": 1}],
+        (128, 128): [{}, {"BLOCK_N": 64, "STAGES": 4}, {"ANEW": 1}],
+        (192, 128): [{}, {"BLOCK_N": 64}, {"ANEW": 1}],
+        (256, 256): [{}, {"ANEW": 1}],
     },
     "backward_hopper": {
         (64, 64): [
             *({}, {"SKIP": 0}, {"TURNS": 1}, {"DQ": 1, "CONSUMER_REGISTERS": 240}),
-            *({"STORE": 1}, {"FOLD": 1}, {"FOLD": 1, "STORE": 1}, {"FOLD": 1, "STORE": 1, "V_REGISTERS": 64}),
+            {"FOLD": 1},
         ],
         (128, 128): [
-            *({}, {"SKIP": 1}, {"TURNS": 0}, {"ANEW": 0}, {"STORE": 1}, {"FOLD": 1}, {"FOLD": 1, "STORE": 1}),
-            *({"FOLD": 1, "STORE": 1, "SKIP": 1}, {"FOLD": 1, "STORE": 1, "V_REGISTERS": 64}),
-            *({"FOLD": 1, "STORE": 1, "V_REGISTERS": 64, "ANEW": 0}, {"DQ": 3, "STORE": 1}, {"DQ": 3, "FOLD": 1, "STORE": 1}),
+            *({}, {"SKIP": 1}, {"TURNS": 0}, {"ANEW": 0}, {"FOLD": 0}),
         ],
     },
     "backward_dkdv_hopper": {
         (64, 64): [{}, {"SKIP": 0}, {"TURNS": 1}, {"ANEW": 1}, {"FOLD": 1}],
-        (128, 128): [{}, {"SKIP": 0}, {"TURNS": 0}, {"ANEW": 0}, {"FOLD": 1}, {"FOLD": 1, "V_REGISTERS": 64}],
+        (128, 128): [{}, {"SKIP": 0}, {"TURNS": 0}, {"ANEW": 0}, {"FOLD": 0}],
         (192, 128): [{}, {"ANEW": 0}],
         (256, 256): [{}, {"QK_CHUNK": 128}, {"QK_CHUNK": 256}, {"ANEW": 1}, {"ANEW": 1, "QK_CHUNK": 256}],
     },

@@ -185,7 +185,6 @@ ASSEMBLY: dict[str, Callable[..., Any]] = {
         np.where(bits.of(s.shape[1]), s, np.float32(other))
     ),
     "softmax_asm": lambda n, half, *operands: softmax(half, *operands),
-    "lazy_softmax_asm": lambda n, half, *operands: softmax(half, *operands),
     "rescale_asm": lambda n, sums, alpha: sums * alpha[:, None],
     "unpack_asm": lambda p: p,
     "quad_sum_asm": lambda x: x,

@@ -1,8 +1,7 @@
 """The softmax step of the Hopper forward and its bias, instruction by instruction for a warp: Gluon has no interpreter.
 
 Guards against a score that ends in another's place or under another row's maximum, a maximum that moves without the sums,
-a row that meets its first key late, infinities and NaNs that get lost, and a bias of another row or key. Of the ways to the
-maximum (LAZY in csrc/aot/hopper_tiles.py) both have to give the same.
+a row that meets its first key late, infinities and NaNs that get lost, and a bias of another row or key.
 """
 
 import re
@@ -19,7 +18,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "csrc" / "kernels"))
 import hopper_bias
 import hopper_softmax
 
-WAYS = {"plain": hopper_softmax.softmax_asm, "lazy": hopper_softmax.lazy_softmax_asm}
 N = 32  # scores of a thread: 64 keys
 UNSET = F32(-1e30)
 # (row, key) of each lane's registers, of the warp's 16 rows
@@ -28,7 +26,7 @@ ROWS = LANE // 4 + 8 * (REGISTER // 2 % 2)
 KEYS = REGISTER // 4 * 8 + 2 * (LANE % 4) + REGISTER % 2
 
 
-def step(way, scores, m, parts, scale, half="bf16", warp=None):
+def step(scores, m, parts, scale, half="bf16"):
     """`scores` (16, 64); m (16,); parts (lanes, 2): P (16, 64), m, parts, alpha (16,)."""
     place, pairs = ROWS[:, :3:2], N // 2  # rows of registers 0 and 2
     first = pairs + 6
@@ -36,7 +34,7 @@ def step(way, scores, m, parts, scale, half="bf16", warp=None):
     values |= {f"${first + N + r}": m[place[:, r]].astype(F32) for r in (0, 1)}
     values |= {f"${first + N + 2 + r}": parts[:, r].astype(F32) for r in (0, 1)}
     values[f"${first + N + 4}"] = np.full(LANES, scale, F32)
-    values = (warp or Warp()).run(WAYS[way](N, half), values)
+    values = Warp().run(hopper_softmax.softmax_asm(N, half), values)
     packed = np.stack([values[f"${i}"] for i in range(pairs)], 1).astype(np.uint32)
     p = np.zeros((16, 64))
     for i in range(N):
@@ -60,20 +58,18 @@ def sum_of(parts):
     return total
 
 
-def checked_step(way, scores, m, parts, scale, half):
+def checked_step(scores, m, parts, scale, half):
     """By the definition: the maximum moves when it would grow by more than 8, or when there was none."""
-    p, new_m, new_l, alpha = step(way, scores, m, parts, scale, half)
+    p, new_m, new_l, alpha = step(scores, m, parts, scale, half)
     logits = scores.astype(F32).astype(float) * float(F32(scale))
     top = logits.max(1)
     moved = (top > m.astype(float) + 8) & (top > -np.inf)
     close = np.abs(top - m - 8) < 1e-3  # rounding may say either
     want_m = np.where(moved, top, m.astype(float))
-    before = np.where(m > UNSET, np.abs(m), 0)  # what the lazy way adds the rise to
-    assert ((np.abs(new_m - want_m) <= 2e-6 * np.abs(want_m) + 2e-7 * before) | close).all()
-    exact = np.exp2(logits - new_m.astype(float)[:, None])
-    # The lazy way takes the old maximum off a logit and then the rise: float32 of each rounds, as in the scores themselves.
-    size = np.where(scores == -np.inf, 0, np.abs(logits)) + before[:, None]
-    rounded = (1e-6 + 2e-7 * size) * exact
+    assert ((np.abs(new_m - want_m) <= 2e-7 * np.abs(want_m)) | close).all()
+    less = np.where(scores == -np.inf, 0, logits - new_m.astype(float)[:, None])  # rounded once
+    exact = np.where(scores == -np.inf, 0, np.exp2(less))
+    rounded = (1e-6 + 1e-7 * np.abs(less)) * exact
     unit = 2.0 ** (-8 if half == "bf16" else -10)
     assert (np.abs(p - exact) <= unit * exact + rounded + 1e-7).all()
     assert (p[scores == -np.inf] == 0).all()
@@ -109,42 +105,21 @@ def steps_of(rng, kind):
 @pytest.mark.parametrize(
     "kind", ["level", "rising", "one rises", "falling", "far below zero", "one key", "late"]
 )
-@pytest.mark.parametrize("way", WAYS)
-def test_steps(way, kind, half):
+def test_steps(kind, half):
     rng = np.random.default_rng()
     scale = float(rng.uniform(0.05, 1.4427))
     m, parts = np.full(16, UNSET), np.zeros((LANES, 2), F32)
     for scores in (s for _ in range(20 if kind == "one rises" else 1) for s in steps_of(rng, kind)):
-        m, parts = checked_step(way, scores, m, parts, scale, half)
-
-
-@pytest.mark.parametrize("kind", ["level", "rising", "late"])
-def test_both_ways_give_the_same(kind):
-    """The long way of `lazy` is only taken where a maximum moves, and then everything agrees."""
-    rng = np.random.default_rng()
-    state = {way: (np.full(16, UNSET), np.zeros((LANES, 2), F32)) for way in WAYS}
-    for i, scores in enumerate(steps_of(rng, kind)):
-        found, executed = {}, {}
-        for way in WAYS:
-            warp = Warp()
-            found[way] = step(way, scores, *state[way], 0.5, warp=warp)
-            state[way] = found[way][1:3]
-            executed[way] = warp.executed
-        for x, y in zip(found["plain"], found["lazy"], strict=True):
-            np.testing.assert_allclose(x, y, rtol=2**-7, atol=1e-7)
-        assert "max.s32" in executed["lazy"] and "max.s32" not in executed["plain"]
-        if kind == "level":
-            assert ("max.f32" in executed["lazy"]) == (i == 0)
+        m, parts = checked_step(scores, m, parts, scale, half)
 
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
-@pytest.mark.parametrize("way", WAYS)
-def test_nan_and_infinity_stay_in_their_row_and_reach_it(way, broken):
+def test_nan_and_infinity_stay_in_their_row_and_reach_it(broken):
     rng = np.random.default_rng()
     scores = rng.standard_normal((16, 64)).astype(F32)
     m, parts = np.zeros(16, F32), np.zeros((LANES, 2), F32)
     scores[3, 17] = broken
-    p, _, new_l, _ = step(way, scores, m, parts, 1.0)
+    p, _, new_l, _ = step(scores, m, parts, 1.0)
     total = sum_of(new_l)
     assert not np.isfinite(total[3]) and np.isfinite(np.delete(total, 3)).all()
     assert np.isfinite(np.delete(p, 3, 0)).all()
@@ -170,6 +145,5 @@ def test_bias(start, slope):
 
 
 def test_registers_of_the_assembly_are_those_of_its_constraints():
-    for way in WAYS.values():
-        named = {int(x) for x in re.findall(r"\$(\d+)", way(N, "bf16"))}
-        assert named == set(range(N // 2 + 6 + N + 5))
+    named = {int(x) for x in re.findall(r"\$(\d+)", hopper_softmax.softmax_asm(N, "bf16"))}
+    assert named == set(range(N // 2 + 6 + N + 5))

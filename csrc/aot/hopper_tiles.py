@@ -9,9 +9,8 @@ from __future__ import annotations
 # step (hopper.nought); it empties registers and costs some integer instructions. On an H200 it gave the backward 1 to 3 %, dK
 # and dV of 128 2 %, of 192 4 to 5 %, the forward of 256 4 to 5 %, the forward of 128 and 192 0 to 2 % (and fewer spills); dQ lost
 # 0 to 5 %, dK and dV of 256 8 to 11 %, 64 nothing (benchmarks/results/tune_anew_h200.json).
-# LAZY: another way to the maximum of a row (hopper_softmax.lazy_softmax_asm). STORE: dS by assembly, with a barrier less
-# (hopper_exchange.hand_on). FOLD: LSE and delta by the matrix units (hopper_fold.py). V_REGISTERS: so many columns of values
-# stay in registers; FOLD leaves room for half of 128. Not timed yet, all four.
+# FOLD: LSE and delta by the matrix units (hopper_fold.py): at 128 1 to 3 % of the backward, 2 to 3 of dK and dV alone; at 64 it costs
+# 7 and 4 % (benchmarks/results/tune_fold_h200.json).
 HOPPER_TILES: dict[str, dict[int, dict[str, int]]] = {
     "forward_hopper": {
         dim: {
@@ -23,7 +22,6 @@ HOPPER_TILES: dict[str, dict[int, dict[str, int]]] = {
             "CONSUMER_REGISTERS": 160 if groups == 3 else 240,
             "PRODUCER_REGISTERS": 32 if groups == 3 else 24,
             "ANEW": int(dim > 64),
-            "LAZY": 0,
         }
         for dim, chunk, groups, keys, out_in_query in (
             (64, 64, 3, 128, 0),
@@ -39,15 +37,13 @@ HOPPER_TILES: dict[str, dict[int, dict[str, int]]] = {
             "CONSUMER_REGISTERS": consumer,
             "PRODUCER_REGISTERS": 24,
             "ANEW": int(dim == 128),
-            "STORE": 0,
-            "FOLD": 0,
-            "V_REGISTERS": 0,
+            "FOLD": int(dim == 128),
         }
         for dim, chunk, consumer, plan in (
             # SKIP: of masked blocks a warp group leaves out those without a pair of its keys. DQ: who
-            # makes dQ: nobody, the two warp groups (1), a third one (2), the two in turns (3; not timed yet). At 64 DQ 2 with SKIP: 12 to
-            # 19 % over DQ 1; at 128 SKIP: -3 to 1 %, TURNS: 4 to 12 % (benchmarks/results/
-            # tune_hopper_h200.json, tune_backward_h200.json)
+            # makes dQ: nobody, the two warp groups (1), a third one (2). At 64 DQ 2 with SKIP: 12 to
+            # 19 % over DQ 1; at 128 SKIP: -3 to 1 %, TURNS: 3 to 12 % (benchmarks/results/
+            # tune_hopper_h200.json, tune_backward_h200.json, tune_turns_h200.json)
             (64, 64, 200, {"TURNS": 0, "SKIP": 1, "DQ": 2}),
             (128, 128, 240, {"TURNS": 1, "SKIP": 0, "DQ": 1}),
         )
@@ -76,11 +72,7 @@ HOPPER_TILES: dict[str, dict[int, dict[str, int]]] = {
     "backward_finish": {dim: {"ROWS": 64} for dim in (64, 128)},
 }
 HOPPER_TILES["backward_dkdv_hopper"] = {
-    dim: {
-        name: n
-        for name, n in HOPPER_TILES["backward_hopper"][dim].items()
-        if name not in ("DQ", "STORE")
-    }
+    dim: {name: n for name, n in HOPPER_TILES["backward_hopper"][dim].items() if name != "DQ"}
     | {"SKIP": 1, "CONSUMER_REGISTERS": 240}
     for dim in (64, 128)
 }
@@ -139,7 +131,7 @@ HOPPER_TILES |= {
         128: {
             k: n
             for k, n in HOPPER_TILES["backward_dkdv_hopper"][128].items()
-            if k not in ("SKIP", "FOLD", "V_REGISTERS")
+            if k not in ("SKIP", "FOLD")
         }
     },
     "backward_dq_hopper_mapped": {128: HOPPER_TILES["backward_dq_hopper_capped"][128]},

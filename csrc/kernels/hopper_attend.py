@@ -51,7 +51,7 @@ def scores(q_s, k_s, w, stage, zero, CHUNKS: gl.constexpr, SLOTS: gl.constexpr):
 def consume(
     W: gl.constexpr, out, lse, q_blocks, mask, block_map, tiles_s, o_s, plan_s, full, empty, plan_bars, numbers,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, WARP_GROUPS: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OUT_IN_QUERY: gl.constexpr, CAPPED: gl.constexpr, BIASED: gl.constexpr, MAPPED: gl.constexpr, ANEW: gl.constexpr, LAZY: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OUT_IN_QUERY: gl.constexpr, CAPPED: gl.constexpr, BIASED: gl.constexpr, MAPPED: gl.constexpr, ANEW: gl.constexpr,
 ):  # fmt: skip
     q_s, k_s, v_s = tiles_s
     q_full, k_full, v_full = full
@@ -116,7 +116,7 @@ def consume(
         s = masked(s, rows, at, mask_here, tested, element_test, q_len, kv_len, this_map, BLOCK_N, MAPPED)  # fmt: skip
         m = gl.full([64], -1e30, gl.float32, gl.SliceLayout(1, s_layout))
         l = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
-        p, m, l, alpha = softmax(s, m, l, scale2, BLOCK_N, half, 0)
+        p, m, l, alpha = softmax(s, m, l, scale2, BLOCK_N, half)
         stage, phase = after(stage, phase, STAGES)
         for part in gl.static_range(2):  # masked steps, then the core
             begin = first + 1 if part == 0 else gl.maximum(edges, first + 1)
@@ -142,7 +142,7 @@ def consume(
                     s = with_bias(s, rows, at, first_scale, slope2, BLOCK_N)
                 if part == 0:
                     s = masked(s, rows, at, mask_here, tested, element_test, q_len, kv_len, this_map, BLOCK_N, MAPPED)  # fmt: skip
-                p, m, l, alpha = softmax(s, m, l, scale2, BLOCK_N, half, LAZY)
+                p, m, l, alpha = softmax(s, m, l, scale2, BLOCK_N, half)
                 acc = warpgroup_mma_wait(0, deps=(acc_token,))
                 warp_arrive(v_empty.index(old))
                 acc = rescale(acc, alpha, V_DIM)

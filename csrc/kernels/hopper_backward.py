@@ -36,7 +36,7 @@ def tile_of_keys(
     block_map, slopes, scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
     TURNS: gl.constexpr, SKIP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
-    DQ: gl.constexpr, CAPPED: gl.constexpr, BIASED: gl.constexpr, MAPPED: gl.constexpr, ANEW: gl.constexpr, STORE: gl.constexpr, FOLD: gl.constexpr, V_REGISTERS: gl.constexpr,
+    DQ: gl.constexpr, CAPPED: gl.constexpr, BIASED: gl.constexpr, MAPPED: gl.constexpr, ANEW: gl.constexpr, FOLD: gl.constexpr,
 ):  # fmt: skip
     """One program of the kernels below."""
     dtype: gl.constexpr = query.dtype
@@ -55,7 +55,7 @@ def tile_of_keys(
     if DQ:
         ds_s = gl.allocate_shared_memory(dtype, [2, 128, ROWS], ds_tile)
         dq_s = gl.allocate_shared_memory(
-            gl.float32, [2 if DQ < 3 else 1, QK_DIM * (1 if DQ == 1 else 2), 32], linear
+            gl.float32, [2, QK_DIM * (1 if DQ == 1 else 2), 32], linear
         )
     else:  # never touched
         ds_s = q_s
@@ -83,11 +83,6 @@ def tile_of_keys(
     do_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     ds_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    if DQ == 3:
-        dq_left = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-        mbarrier.init(dq_left, 1)
-    else:
-        dq_left = ()
     for j in gl.static_range(2):
         if FOLD:
             mbarrier.init(lines_full.index(j), 1)
@@ -95,7 +90,7 @@ def tile_of_keys(
         mbarrier.init(q_full.index(j), 1)
         mbarrier.init(do_full.index(j), 1)
         mbarrier.init(ds_full.index(j), 2)
-        mbarrier.init(ds_empty.index(j), 4 if DQ > 1 else 8)
+        mbarrier.init(ds_empty.index(j), 4 if DQ == 2 else 8)
         mbarrier.init(q_empty.index(j), 8)
         mbarrier.init(do_empty.index(j), 8)
 
@@ -116,7 +111,7 @@ def tile_of_keys(
     tiles_s = (q_s, k_s, v_s, do_s)
     lines_s = (lse_s, delta_s, lo_s, hi_s)
     bars = (kv_full, q_full, q_empty, do_full, do_empty)
-    ds_bars = (ds_full, ds_empty, dq_left)
+    ds_bars = (ds_full, ds_empty)
     if DQ == 1:  # 1 to 2 % there, nothing or less in the others
         flags = mask[4]
         element_test = tests_of_tile(flags, element_test, range_[0], range_[1], (q_len + 63) // 64)
@@ -124,8 +119,8 @@ def tile_of_keys(
     if MAPPED:
         gl.warp_specialize(
             [
-                (consume, (0, grads, mask, own_blocks, listing, slopes, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, BIASED, MAPPED, ANEW, STORE, FOLD, V_REGISTERS)),
-                (consume, (1, grads, mask, own_blocks, listing, slopes, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, BIASED, MAPPED, ANEW, STORE, FOLD, V_REGISTERS)),
+                (consume, (0, grads, mask, own_blocks, listing, slopes, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, BIASED, MAPPED, ANEW, FOLD)),
+                (consume, (1, grads, mask, own_blocks, listing, slopes, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, BIASED, MAPPED, ANEW, FOLD)),
                 (produce_listed, (maps, lines, tiles_s, lines_s, bars, place, listing, QK_DIM, V_DIM, QK_CHUNK)),
             ],
             [4, 1],
@@ -134,8 +129,8 @@ def tile_of_keys(
     elif DQ == 2:
         gl.warp_specialize(
             [
-                (consume, (0, grads, mask, own_blocks, listing, slopes, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, BIASED, MAPPED, ANEW, STORE, FOLD, V_REGISTERS)),
-                (consume, (1, grads, mask, own_blocks, listing, slopes, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, BIASED, MAPPED, ANEW, STORE, FOLD, V_REGISTERS)),
+                (consume, (0, grads, mask, own_blocks, listing, slopes, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, BIASED, MAPPED, ANEW, FOLD)),
+                (consume, (1, grads, mask, own_blocks, listing, slopes, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, BIASED, MAPPED, ANEW, FOLD)),
                 (sum_rows, (dq_sum, k_s.index(0), ds_s, dq_s, kv_full, ds_bars, place, range_, QK_DIM, DQ)),
                 (produce, (maps, lines, tiles_s, lines_s, bars, place, range_, folded, scale, QK_DIM, V_DIM, QK_CHUNK, 2, FOLD)),
             ],
@@ -145,8 +140,8 @@ def tile_of_keys(
     else:
         gl.warp_specialize(
             [
-                (consume, (0, grads, mask, own_blocks, listing, slopes, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, BIASED, MAPPED, ANEW, STORE, FOLD, V_REGISTERS)),
-                (consume, (1, grads, mask, own_blocks, listing, slopes, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, BIASED, MAPPED, ANEW, STORE, FOLD, V_REGISTERS)),
+                (consume, (0, grads, mask, own_blocks, listing, slopes, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, BIASED, MAPPED, ANEW, FOLD)),
+                (consume, (1, grads, mask, own_blocks, listing, slopes, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, BIASED, MAPPED, ANEW, FOLD)),
                 (produce, (maps, lines, tiles_s, lines_s, bars, place, range_, folded, scale, QK_DIM, V_DIM, QK_CHUNK, 2, FOLD)),
             ],
             [4, 1],
@@ -160,14 +155,14 @@ def backward_hopper(
     q_blocks, kv_blocks, kv_order,
     scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
-    TURNS: gl.constexpr, SKIP: gl.constexpr, DQ: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr, STORE: gl.constexpr, FOLD: gl.constexpr, V_REGISTERS: gl.constexpr,
+    TURNS: gl.constexpr, SKIP: gl.constexpr, DQ: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr, FOLD: gl.constexpr,
 ):  # fmt: skip
     """Tensor maps: query, key, value, dout, dk, dv (batch, length, heads * dim); lse2, delta, lo, hi as one row each."""
     tile_of_keys(
         query, key, value, dout, lse2, delta, lo, hi, dk, dv, dq_sum, q_ids, kv_ids, q_pos, kv_pos,
         q_blocks, kv_blocks, kv_order,
         (), (), scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, DQ, False, False, False, ANEW, STORE, FOLD, V_REGISTERS,
+        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, DQ, False, False, False, ANEW, FOLD,
     )  # fmt: skip
 
 
@@ -177,14 +172,14 @@ def backward_dkdv_hopper(
     q_blocks, kv_blocks, kv_order,
     scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
-    TURNS: gl.constexpr, SKIP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr, FOLD: gl.constexpr, V_REGISTERS: gl.constexpr,
+    TURNS: gl.constexpr, SKIP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr, FOLD: gl.constexpr,
 ):  # fmt: skip
     """`backward_hopper` without dQ, for deterministic gradients: hopper_queries.py makes that."""
     tile_of_keys(
         query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, q_ids, kv_ids, q_pos, kv_pos,
         q_blocks, kv_blocks, kv_order,
         (), (), scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 0, False, False, False, ANEW, 0, FOLD, V_REGISTERS,
+        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 0, False, False, False, ANEW, FOLD,
     )  # fmt: skip
 
 
@@ -194,14 +189,14 @@ def backward_hopper_capped(
     q_blocks, kv_blocks, kv_order,
     scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
-    TURNS: gl.constexpr, SKIP: gl.constexpr, DQ: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr, STORE: gl.constexpr, FOLD: gl.constexpr, V_REGISTERS: gl.constexpr,
+    TURNS: gl.constexpr, SKIP: gl.constexpr, DQ: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr, FOLD: gl.constexpr,
 ):  # fmt: skip
     """`backward_hopper` with a soft cap (hopper_cap.py): the same as general_backward.py, its checked twin."""
     tile_of_keys(
         query, key, value, dout, lse2, delta, lo, hi, dk, dv, dq_sum, q_ids, kv_ids, q_pos, kv_pos,
         q_blocks, kv_blocks, kv_order,
         (), (), scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, DQ, True, False, False, ANEW, STORE, FOLD, V_REGISTERS,
+        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, DQ, True, False, False, ANEW, FOLD,
     )  # fmt: skip
 
 
@@ -211,14 +206,14 @@ def backward_hopper_biased(
     q_blocks, kv_blocks, kv_order, slopes,
     scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
-    TURNS: gl.constexpr, SKIP: gl.constexpr, DQ: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr, STORE: gl.constexpr, FOLD: gl.constexpr, V_REGISTERS: gl.constexpr,
+    TURNS: gl.constexpr, SKIP: gl.constexpr, DQ: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr, FOLD: gl.constexpr,
 ):  # fmt: skip
     """`backward_hopper` with ALiBi of indices (hopper_bias.py): the same as general_backward.py, its checked twin."""
     tile_of_keys(
         query, key, value, dout, lse2, delta, lo, hi, dk, dv, dq_sum, q_ids, kv_ids, q_pos, kv_pos,
         q_blocks, kv_blocks, kv_order,
         (), slopes, scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, DQ, False, True, False, ANEW, STORE, FOLD, V_REGISTERS,
+        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, DQ, False, True, False, ANEW, FOLD,
     )  # fmt: skip
 
 
@@ -228,14 +223,14 @@ def backward_dkdv_hopper_capped(
     q_blocks, kv_blocks, kv_order,
     scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
-    TURNS: gl.constexpr, SKIP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr, FOLD: gl.constexpr, V_REGISTERS: gl.constexpr,
+    TURNS: gl.constexpr, SKIP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr, FOLD: gl.constexpr,
 ):  # fmt: skip
     """Likewise `backward_dkdv_hopper`."""
     tile_of_keys(
         query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, q_ids, kv_ids, q_pos, kv_pos,
         q_blocks, kv_blocks, kv_order,
         (), (), scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 0, True, False, False, ANEW, 0, FOLD, V_REGISTERS,
+        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 0, True, False, False, ANEW, FOLD,
     )  # fmt: skip
 
 
@@ -253,5 +248,5 @@ def backward_dkdv_hopper_mapped(
         query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, q_ids, kv_ids, q_pos, kv_pos,
         q_blocks, kv_blocks, kv_order,
         block_map, (), scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, TURNS, 0, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 0, False, False, True, ANEW, 0, 0, 0,
+        QK_DIM, V_DIM, QK_CHUNK, TURNS, 0, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 0, False, False, True, ANEW, 0,
     )  # fmt: skip

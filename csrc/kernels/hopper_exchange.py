@@ -50,17 +50,9 @@ def by_first_thread(*instructions):
     return t + " ".join(f"@p {x};" for x in instructions) + " }"
 
 
-ARRIVE = "mbarrier.arrive.shared::cta.b64 _, [$0]"
-
-
 @gluon.constexpr_function
 def arrive_asm():
-    return by_first_thread(ARRIVE)
-
-
-@gluon.constexpr_function
-def arrive_when_read_asm():
-    return by_first_thread("cp.async.bulk.wait_group.read 0", ARRIVE)
+    return by_first_thread("mbarrier.arrive.shared::cta.b64 _, [$0]")
 
 
 @gluon.constexpr_function
@@ -131,12 +123,6 @@ def add_staged(dq, at, stage_s, CELLS: gl.constexpr, PENDING: gl.constexpr = 0):
 
 
 @gluon.jit
-def tell_left(barrier):
-    """What the first thread of the warp group handed to the copy engine has left shared memory."""
-    gl.inline_asm(arrive_when_read_asm(), "r,~{memory}", (barrier,))
-
-
-@gluon.jit
 def keys_read(kind: gl.constexpr, DQ: gl.constexpr):
     """All that read the keys are done with them."""
     gl.inline_asm(named_barrier(kind, 1, 384 if DQ == 2 else 256), "~{memory}", ())
@@ -148,7 +134,7 @@ def sum_rows(
     QK_DIM: gl.constexpr, DQ: gl.constexpr,
 ):  # fmt: skip
     """A third warp group: dQ of every block of rows, from the dS of the other two."""
-    ds_full, ds_empty, _ = ds_bars
+    ds_full, ds_empty = ds_bars
     _b, _first_key, _kv_head, group, bh, _mask_row, padded = place
     start, steps, edges, core_begin, core_end = range_
     CELLS: gl.constexpr = ROWS * QK_DIM

@@ -3,7 +3,7 @@
 from hopper import LOG2E, accumulator, named_barrier, nought, select_bits, warp_arrive
 from hopper_bias import with_bias
 from hopper_cap import tanh_of_scores
-from hopper_exchange import add_staged, hand_on, keys_read, tell_left
+from hopper_exchange import add_staged, hand_on, keys_read
 from hopper_fold import folded_scale, less
 from hopper_map import bits_of_rows, list_of_keys, map_of
 from hopper_rows import ROWS, mask_bits, rows_of_half
@@ -38,26 +38,10 @@ def scores(k, q_t, folded, stage, FOLD: gl.constexpr):
 
 
 @gluon.jit
-def value_products(v_part, v, do, V_DIM: gl.constexpr, V_REGISTERS: gl.constexpr):
-    """dP^T of a block of rows, started; the first columns of V are in registers."""
-    zero = gl.zeros([64, ROWS], gl.float32, accumulator(ROWS))
-    if V_REGISTERS == 0:
-        dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
-    else:
-        first = do.slice(0, V_REGISTERS, dim=1).permute((1, 0))
-        dp = warpgroup_mma(v_part, first, zero, use_acc=False, is_async=True)
-        REST: gl.constexpr = V_DIM - V_REGISTERS
-        if REST:
-            rest = do.slice(V_REGISTERS, REST, dim=1).permute((1, 0))
-            dp = warpgroup_mma(v.slice(V_REGISTERS, REST, dim=1), rest, dp, is_async=True)
-    return dp
-
-
-@gluon.jit
 def step(
-    W: gl.constexpr, sums, s, row, i, stage, phase, before, k_part, v_part, keys, dq_sum, mask, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, numbers, this_map, slope2,
+    W: gl.constexpr, sums, s, row, i, stage, phase, before, k_part, keys, dq_sum, mask, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, numbers, this_map, slope2,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, TURNS: gl.constexpr, DQ: gl.constexpr,
-    MASKED: gl.constexpr, LIVE: gl.constexpr, CAPPED: gl.constexpr, BIASED: gl.constexpr, MAPPED: gl.constexpr, ANEW: gl.constexpr, STORE: gl.constexpr, FOLD: gl.constexpr, V_REGISTERS: gl.constexpr,
+    MASKED: gl.constexpr, LIVE: gl.constexpr, CAPPED: gl.constexpr, BIASED: gl.constexpr, MAPPED: gl.constexpr, ANEW: gl.constexpr, FOLD: gl.constexpr,
 ):  # fmt: skip
     """One block of rows, the i-th: adds to dk and dv, hands on dS, adds dQ of the block `before`, makes the next scores.
 
@@ -69,7 +53,7 @@ def step(
     v_left = v_s.index(W + nought(i, ANEW))
     lse_s, delta_s, lo_s, hi_s = lines_s
     _, q_full, q_empty, do_full, do_empty = bars
-    ds_full, ds_empty, dq_left = ds_bars
+    ds_full, ds_empty = ds_bars
     scale, soft_cap = numbers[3:]
     NEW: gl.constexpr = 2 if FOLD else 1  # groups of products that the next scores are
     scale2 = folded_scale(scale) if FOLD else (soft_cap if CAPPED else scale) * LOG2E
@@ -85,7 +69,9 @@ def step(
         lse = lse_s.index(stage).load(gl.SliceLayout(0, s_layout))
     mbarrier.wait(do_full.index(stage), phase)
     if LIVE:
-        dp_token = value_products(v_part, v_left, do_s.index(stage), V_DIM, V_REGISTERS)
+        zero = gl.zeros([64, ROWS], gl.float32, s_layout)
+        do_t = do_s.index(stage).permute((1, 0))
+        dp_token = warpgroup_mma(v_left, do_t, zero, use_acc=False, is_async=True)
         if FOLD:
             dp_token = less(dp_token, folded[1].index(stage))
         if CAPPED:
@@ -118,76 +104,36 @@ def step(
     if DQ:
         free = phase if DQ == 2 else phase ^ stage
         mbarrier.wait(ds_empty.index(stage), free ^ 1)
-        if DQ == 3:  # noqa: SIM102 (a constant, and then no constant)
-            if stage != W:
-                tell_left(dq_left)
-        if STORE:
-            hand_on(ds, ds_s.index(stage).slice(W * 64, 64, dim=0), ds_full.index(stage))
-        else:
-            ds_s.index(stage).slice(W * 64, 64, dim=0).store(ds)
-            fence_async_shared()
-            mbarrier.arrive(ds_full.index(stage))
+        hand_on(ds, ds_s.index(stage).slice(W * 64, 64, dim=0), ds_full.index(stage))
     if TURNS:
         turn_wait(W)
     if LIVE:
         ds_half = gl.convert_layout(ds, ds_layout)
         dk_token = warpgroup_mma(ds_half, q_s.index(stage), dk_sum, is_async=True)
-    if DQ == 3:
-        phase = phase ^ stage
-        q_t = q_s.index(other).permute((1, 0))
-        if stage == W:  # this one's turn to make all of dQ
-            mbarrier.wait(ds_full.index(other), phase ^ stage)
-            ds_t = ds_s.index(other).permute((1, 0))
-            whole = gl.zeros([ROWS, QK_DIM], gl.float32, accumulator(QK_DIM))
-            if LIVE:
-                dv_sum, dk_sum = warpgroup_mma_wait(0, deps=(dv_token, dk_token))
-            dq_token = warpgroup_mma(ds_t, k_s.index(0), whole, use_acc=False, is_async=True)
-            if TURNS:
-                turn_pass(W)
-            warp_arrive(do_empty.index(stage))
-            warp_arrive(q_empty.index(stage))
-            dq = warpgroup_mma_wait(0, deps=(dq_token,))
-            warp_arrive(ds_empty.index(other))
-            mbarrier.wait(dq_left, W)
-            add_staged(dq, dq_sum + before.to(gl.int64) * CELLS, dq_s.index(0), 2 * CELLS)
-            mbarrier.wait(q_full.index(other), phase)
-            s = scores(k_left, q_t, folded, other, FOLD)
-            s = warpgroup_mma_wait(0, deps=(s,))
-        else:
-            mbarrier.wait(q_full.index(other), phase)
-            s = scores(k_left, q_t, folded, other, FOLD)
-            if TURNS:
-                turn_pass(W)
-            if LIVE:
-                dv_sum, dk_sum = warpgroup_mma_wait(NEW, deps=(dv_token, dk_token))
-            warp_arrive(do_empty.index(stage))
-            warp_arrive(q_empty.index(stage))
-            s = warpgroup_mma_wait(0, deps=(s,))
+    if DQ == 1:
+        mbarrier.wait(ds_full.index(other), phase)
+        ds_t = ds_s.index(other).permute((1, 0))
+        dq_token = warpgroup_mma(ds_t, k_part, zero_dq, use_acc=False, is_async=True)
+        if LIVE:
+            dv_sum, dk_sum = warpgroup_mma_wait(1, deps=(dv_token, dk_token))
+        warp_arrive(do_empty.index(stage))
+        warp_arrive(q_empty.index(stage))
+    phase = phase ^ stage
+    mbarrier.wait(q_full.index(other), phase)
+    q_t = q_s.index(other).permute((1, 0))
+    s_token = scores(k_left, q_t, folded, other, FOLD)
+    if TURNS:
+        turn_pass(W)
+    if DQ == 1:
+        dq = warpgroup_mma_wait(NEW, deps=(dq_token,))
+        warp_arrive(ds_empty.index(other))
+        add_staged(dq, dq_sum + before.to(gl.int64) * CELLS, dq_s.index(W), CELLS)
     else:
-        if DQ == 1:
-            mbarrier.wait(ds_full.index(other), phase)
-            ds_t = ds_s.index(other).permute((1, 0))
-            dq_token = warpgroup_mma(ds_t, k_part, zero_dq, use_acc=False, is_async=True)
-            if LIVE:
-                dv_sum, dk_sum = warpgroup_mma_wait(1, deps=(dv_token, dk_token))
-            warp_arrive(do_empty.index(stage))
-            warp_arrive(q_empty.index(stage))
-        phase = phase ^ stage
-        mbarrier.wait(q_full.index(other), phase)
-        q_t = q_s.index(other).permute((1, 0))
-        s_token = scores(k_left, q_t, folded, other, FOLD)
-        if TURNS:
-            turn_pass(W)
-        if DQ == 1:
-            dq = warpgroup_mma_wait(NEW, deps=(dq_token,))
-            warp_arrive(ds_empty.index(other))
-            add_staged(dq, dq_sum + before.to(gl.int64) * CELLS, dq_s.index(W), CELLS)
-        else:
-            if LIVE:
-                dv_sum, dk_sum = warpgroup_mma_wait(NEW, deps=(dv_token, dk_token))
-            warp_arrive(do_empty.index(stage))
-            warp_arrive(q_empty.index(stage))
-        s = warpgroup_mma_wait(0, deps=(s_token,))
+        if LIVE:
+            dv_sum, dk_sum = warpgroup_mma_wait(NEW, deps=(dv_token, dk_token))
+        warp_arrive(do_empty.index(stage))
+        warp_arrive(q_empty.index(stage))
+    s = warpgroup_mma_wait(0, deps=(s_token,))
     return dk_sum, dv_sum, s, phase
 
 
@@ -195,12 +141,12 @@ def step(
 def consume(
     W: gl.constexpr, grads, mask, own_blocks, listing, slopes, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, place, range_, numbers,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, TURNS: gl.constexpr, SKIP: gl.constexpr,
-    DQ: gl.constexpr, CAPPED: gl.constexpr, BIASED: gl.constexpr, MAPPED: gl.constexpr, ANEW: gl.constexpr, STORE: gl.constexpr, FOLD: gl.constexpr, V_REGISTERS: gl.constexpr,
+    DQ: gl.constexpr, CAPPED: gl.constexpr, BIASED: gl.constexpr, MAPPED: gl.constexpr, ANEW: gl.constexpr, FOLD: gl.constexpr,
 ):  # fmt: skip
     dk, dv, dq_sum = grads
     q_s, k_s, v_s, _ = tiles_s
     kv_full, q_full, _, _, _ = bars
-    ds_full, _, dq_left = ds_bars
+    ds_full, _ = ds_bars
     b, first_key, kv_head, group, bh, _mask_row, padded = place
     start, steps, edges, core_begin, core_end = range_
     _element_test, _q_len, kv_len, scale, _soft_cap = numbers
@@ -218,10 +164,6 @@ def consume(
     k = k_s.index(0).slice(W * 64, 64, dim=0)
     k_part = k_s.index(0).slice(W * PART, PART, dim=1)
     v = v_s.index(W)
-    if V_REGISTERS:
-        v_part = v.slice(0, V_REGISTERS, dim=1).load(gl.DotOperandLayout(0, s_layout, 2))
-    else:
-        v_part = ()
     if steps > 0:
         if SKIP:
             own_start, own_end = rows_of_half(own_blocks, first_key // 64 + W, kv_len)
@@ -230,7 +172,7 @@ def consume(
         mbarrier.wait(q_full.index(0), 0)
         s = scores(k, q_s.index(0).permute((1, 0)), folded, 0, FOLD)
         s = warpgroup_mma_wait(0, deps=(s,))
-        if DQ == 1 or DQ == 3:  # "block -1": adds zero to dQ
+        if DQ == 1:  # "block -1": adds zero to dQ
             ds_s.index(1).slice(W * 64, 64, dim=0).store(gl.zeros([64, ROWS], dtype, s_layout))
             fence_async_shared()
             mbarrier.arrive(ds_full.index(1))
@@ -247,7 +189,7 @@ def consume(
                 for part in gl.static_range(2):
                     for i in range(0, masked if part == 0 else core):
                         row = gl.load(listed + i) * ROWS if part == 0 else 0
-                        dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, i, stage, phase, 0, k_part, v_part, keys, dq_sum, mask, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, numbers, this_map, (), QK_DIM, V_DIM, TURNS, DQ, part == 0, True, CAPPED, False, True, ANEW, STORE, FOLD, V_REGISTERS)  # fmt: skip
+                        dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, i, stage, phase, 0, k_part, keys, dq_sum, mask, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, numbers, this_map, (), QK_DIM, V_DIM, TURNS, DQ, part == 0, True, CAPPED, False, True, ANEW, FOLD)  # fmt: skip
                         stage = stage ^ 1
         # of the block before; zeros are added to the first one
         before = (bh * row_blocks + start // ROWS) * 2 + (W if DQ == 1 else 0)
@@ -268,14 +210,14 @@ def consume(
                 else:
                     slope2 = ()
                 if part == 1:
-                    dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, i, stage, phase, before, k_part, v_part, keys, dq_sum, mask, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, numbers, (), slope2, QK_DIM, V_DIM, TURNS, DQ, False, True, CAPPED, BIASED, False, ANEW, STORE, FOLD, V_REGISTERS)  # fmt: skip
+                    dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, i, stage, phase, before, k_part, keys, dq_sum, mask, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, numbers, (), slope2, QK_DIM, V_DIM, TURNS, DQ, False, True, CAPPED, BIASED, False, ANEW, FOLD)  # fmt: skip
                 elif SKIP:
                     if (row < own_end) & (row + ROWS > own_start):
-                        dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, i, stage, phase, before, k_part, v_part, keys, dq_sum, mask, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, numbers, (), slope2, QK_DIM, V_DIM, TURNS, DQ, True, True, CAPPED, BIASED, False, ANEW, STORE, FOLD, V_REGISTERS)  # fmt: skip
+                        dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, i, stage, phase, before, k_part, keys, dq_sum, mask, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, numbers, (), slope2, QK_DIM, V_DIM, TURNS, DQ, True, True, CAPPED, BIASED, False, ANEW, FOLD)  # fmt: skip
                     else:
-                        dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, i, stage, phase, before, k_part, v_part, keys, dq_sum, mask, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, numbers, (), slope2, QK_DIM, V_DIM, TURNS, DQ, True, False, CAPPED, BIASED, False, ANEW, STORE, FOLD, V_REGISTERS)  # fmt: skip
+                        dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, i, stage, phase, before, k_part, keys, dq_sum, mask, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, numbers, (), slope2, QK_DIM, V_DIM, TURNS, DQ, True, False, CAPPED, BIASED, False, ANEW, FOLD)  # fmt: skip
                 else:
-                    dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, i, stage, phase, before, k_part, v_part, keys, dq_sum, mask, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, numbers, (), slope2, QK_DIM, V_DIM, TURNS, DQ, True, True, CAPPED, BIASED, False, ANEW, STORE, FOLD, V_REGISTERS)  # fmt: skip
+                    dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, i, stage, phase, before, k_part, keys, dq_sum, mask, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, numbers, (), slope2, QK_DIM, V_DIM, TURNS, DQ, True, True, CAPPED, BIASED, False, ANEW, FOLD)  # fmt: skip
                 stage = stage ^ 1
                 block = row // ROWS
                 before = ((bh + g) * row_blocks + block) * 2 + (W if DQ == 1 else 0)
@@ -290,18 +232,6 @@ def consume(
             dq = warpgroup_mma(ds_t, k_part, zero_dq, use_acc=False, is_async=True)
             dq = warpgroup_mma_wait(0, deps=(dq,))
             add_staged(dq, dq_sum + before.to(gl.int64) * CELLS, dq_s.index(W), CELLS)
-            tma.store_wait(0)
-        if DQ == 3:
-            if stage == W:
-                mbarrier.wait(ds_full.index(stage ^ 1), phase)
-                ds_t = ds_s.index(stage ^ 1).permute((1, 0))
-                whole = gl.zeros([ROWS, QK_DIM], gl.float32, accumulator(QK_DIM))
-                dq = warpgroup_mma(ds_t, k_s.index(0), whole, use_acc=False, is_async=True)
-                dq = warpgroup_mma_wait(0, deps=(dq,))
-                mbarrier.wait(dq_left, W)
-                add_staged(dq, dq_sum + before.to(gl.int64) * CELLS, dq_s.index(0), 2 * CELLS)
-            else:
-                tell_left(dq_left)
             tma.store_wait(0)
         if TURNS and W == 0:
             turn_wait(0)

@@ -93,55 +93,6 @@ def softmax_asm(n, half):
 
 
 @gluon.constexpr_function
-def lazy_softmax_asm(n, half):
-    """`softmax_asm` by another way to the maximum, with the same operands: scores less the old maximum first, and whether any of
-    them is over 8. As that is seldom so, no maximum of a row is needed, and none of its shuffles.
-
-    Floats over 0 are in the order of their bits as integers, of which Hopper takes the largest of three at once; those under 0
-    are less than any. A row that has met no key (m is -1e30) has 0 for its old maximum, and its warp takes the long way.
-    """
-    while hasattr(n, "value"):
-        n = n.value
-    while hasattr(half, "value"):
-        half = half.value
-    (m_out, l_out, a_out), s, (m_in, l_in, scale) = operands(n)
-    # -1e29, 8, -1e30
-    far, most, none = "0fEFA18F08", "0f41000000", "0fF149F2CA"
-    t = [
-        f"{{ .reg .f32 x<4>, w<4>, g<2>, k<2>, b<2>; .reg .b32 e<{n}>; .reg .s32 y<4>; .reg .pred q, p, u<2>;"
-    ]
-    for r in (0, 1):
-        t.append(
-            f"setp.gt.f32 u{r}, ${m_in[r]}, {far}; selp.f32 b{r}, ${m_in[r]}, 0f00000000, u{r}; neg.f32 k{r}, b{r};"
-        )
-    t += [f"fma.rn.f32 e{i}, ${s + i}, ${scale}, k{(i >> 1) & 1};" for i in range(n)]
-    for c in range(4):
-        part = list(range(c, n, 4))
-        t.append(f"max.s32 y{c}, e{part[0]}, e{part[1]};")
-        t += [f"max.s32 y{c}, y{c}, e{i};" for i in part[2:]]
-    t.append(
-        "max.s32 y0, y0, y1; max.s32 y0, y0, y2; max.s32 y0, y0, y3; setp.gt.s32 q, y0, 0x41000000;"
-        "and.pred p, u0, u1; not.pred p, p; or.pred q, q, p; vote.sync.any.pred q, q, -1;"
-    )
-    for r in (0, 1):
-        t.append(f"mov.f32 ${m_out[r]}, ${m_in[r]}; mov.f32 ${a_out[r]}, 0f3F800000;")
-    t.append("@!q bra SAME;")
-    t += row_maxima([f"e{i}" for i in range(n)])
-    for r in (0, 1):
-        t.append(
-            f"selp.f32 k{r}, {most}, {none}, u{r}; setp.gt.f32 p, g{r}, k{r}; add.f32 b{r}, b{r}, g{r};"
-            f"selp.f32 ${m_out[r]}, b{r}, ${m_in[r]}, p; selp.f32 g{r}, g{r}, 0f00000000, p;"
-            f"sub.f32 k{r}, ${m_in[r]}, ${m_out[r]}; ex2.approx.ftz.f32 ${a_out[r]}, k{r};"
-        )
-    t += [f"sub.f32 e{i}, e{i}, g{(i >> 1) & 1};" for i in range(n)]
-    t.append("SAME:")
-    for i in range(n):
-        t += exponential(i, half)
-    t += row_sums(n, l_in, l_out, a_out)
-    return " ".join(t) + " }"
-
-
-@gluon.constexpr_function
 def half_name(dtype):
     while hasattr(dtype, "value"):
         dtype = dtype.value
@@ -149,12 +100,11 @@ def half_name(dtype):
 
 
 @gluon.jit
-def softmax(s, m, l, scale2, N: gl.constexpr, half: gl.constexpr, LAZY: gl.constexpr):
+def softmax(s, m, l, scale2, N: gl.constexpr, half: gl.constexpr):
     """P as pairs of 16 bits (int32 [64, N / 2]: carried 16-bit values would cost a PRMT each), new m, partial l, alpha."""
     packed: gl.constexpr = gl.distributed_type(gl.int32, [64, N // 2], accumulator(N // 2))
-    asm: gl.constexpr = lazy_softmax_asm(N // 2, half) if LAZY else softmax_asm(N // 2, half)
     return gl.inline_asm(
-        asm,
+        softmax_asm(N // 2, half),
         ("=&r", "=&f", "=&f", "=&f", "f", "f", "f", "f"),
         (s, m, l, scale2),
         (packed, m.type, l.type, m.type),
