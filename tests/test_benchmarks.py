@@ -451,3 +451,28 @@ with tempfile.TemporaryDirectory() as folder:
         ["0.000", "1.000", "Stream", "#7", "forward_hopper"],
         ["1.500", "0.250", "Stream", "#7", "nccl"],
     ]
+
+
+def test_power_limit_says_what_each_burst_took():
+    """By a meter that reads one thing: times are the functions' own, energy is power times time."""
+    script("""
+import time
+import jax.numpy as jnp
+from power_limit import measure, product, table
+
+class Constant:
+    def during(self, function):
+        return function(), {"watts": 500.0, "mhz": 1000.0, "held_by_power": 1.0, "held_by_heat": 0.0}
+
+def slow():
+    time.sleep(0.02)
+    return jnp.zeros(())
+
+rows = measure({"slow, random": (slow, 1e9), "quick, zeros": (lambda: jnp.zeros(()), 1e6)}, 3, 50.0, Constant())
+row = rows["slow, random"]
+assert 20 <= row["ms"] < 40 and abs(row["tflops"] - 1 / row["ms"]) < 0.1, row
+assert abs(row["joules"] - row["ms"] / 2) < 1e-2 and abs(row["mcycles"] - row["ms"]) < 0.02
+assert rows["quick, zeros"]["ms"] < row["ms"]
+assert [text.split("  ")[0] for text in table(rows).splitlines()] == list(rows)
+assert product(64, True)().any() == False and product(64, False)().any()
+""")

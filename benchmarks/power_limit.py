@@ -1,0 +1,107 @@
+"""What the card's power limit costs: packax on random inputs and on zeros, beside a plain matrix product.
+
+    python benchmarks/power_limit.py [--cases causal_16k_d128,docs12_32k_d64] [--rounds 3] [--size 8192] [--out DIR]
+
+The same instructions on zeros switch few bits, so they take less power and the clock stays up: what the times differ by is what
+the limit costs. Times of zeros say nothing about anybody's speed. Bursts of a second, in turns; power and clock by power.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import jax
+import jax.numpy as jnp
+from cases import select
+from implementations import Compiled, packax_attention, random_inputs
+from machine import machine
+from power import Meter, line, medians
+from turns import as_row, burst, in_turns, launches_of
+
+HERE = Path(__file__).parent
+
+
+def product(size: int, zeros: bool) -> Any:
+    keys = jax.random.split(jax.random.key(0))
+    x, y = (jax.random.normal(key, (size, size), jnp.bfloat16) for key in keys)
+    if zeros:
+        x, y = jnp.zeros_like(x), jnp.zeros_like(y)
+    function = jax.jit(jnp.matmul)
+    return lambda: function(x, y)
+
+
+def passes(size: int, names: str) -> dict[str, tuple[Any, float]]:
+    """What runs -> a call, its operations. Each with random numbers and with zeros."""
+    found: dict[str, tuple[Any, float]] = {}
+    for zeros in (False, True):
+        kind = "zeros" if zeros else "random"
+        found[f"product {size}, {kind}"] = (product(size, zeros), 2.0 * size**3)
+        for case in select(names):
+            inputs = random_inputs(case)
+            if zeros:
+                inputs = tuple(jnp.zeros_like(x) for x in inputs)
+            compiled = Compiled(packax_attention(case), inputs)
+            found[f"{case.name} fwd, {kind}"] = (compiled.forward(), case.forward_flops)
+            found[f"{case.name} bwd, {kind}"] = (compiled.backward(), case.backward_flops)
+    return found
+
+
+def measure(found: dict[str, tuple[Any, float]], rounds: int, round_ms: float, meter: Meter) -> dict[str, Any]:  # fmt: skip
+    finish = jax.block_until_ready
+    bursts, read = {}, {}
+    for name, (function, _) in found.items():
+        once = functools.partial(burst, function, finish, launches_of(function, finish, round_ms))
+        read[name] = []
+
+        def metered(once: Any = once, name: str = name) -> float:
+            took, power = meter.during(once)
+            read[name].append(power)
+            return took
+
+        bursts[name] = metered
+    rows = {}
+    for name, took in in_turns(bursts, rounds).items():
+        row = as_row(took, found[name][1])
+        rows[name] = row | medians(read[name], row["ms"])
+    return rows
+
+
+def table(rows: dict[str, Any]) -> str:
+    return "\n".join(
+        f"{name:<32}{row['ms']:>9.3f} ms{row['tflops']:>8.1f} TFLOP/s  {line('', '', row).strip()}"
+        for name, row in rows.items()
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", default="causal_16k_d128,docs12_32k_d64")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--round-ms", type=float, default=1000.0)
+    parser.add_argument("--size", type=int, default=8192, help="of the plain product")
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", HERE / "results")))
+    arguments = parser.parse_args()
+    meter = Meter()
+    found = passes(arguments.size, arguments.cases)
+    rows = measure(found, arguments.rounds, arguments.round_ms, meter)
+    report = machine() | {"rounds": arguments.rounds, "rows": rows}
+    report["commit"] = os.environ.get("PACKAX_COMMIT", "unknown")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "power_limit.json").write_text(json.dumps(report, indent=1) + "\n")
+    print(table(rows))
+    print(f"wrote {arguments.out / 'power_limit.json'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
