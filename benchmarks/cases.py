@@ -96,6 +96,7 @@ ODD = (
       for d in (64, 128)),
     Case("docs32kx1_d128", 1, 32768, 32, 8, 128, 32768, split=(1,) * 32768, group="odd"),
     Case("batch2048_1row_d128", 2048, 1, 32, 8, 128, 1, group="odd"),
+    Case("batch1024_49rows_d64", 1024, 49, 16, 16, 64, 1, group="odd"),
     Case("heads1_8k_d128", 1, 8192, 1, 1, 128, 1, group="odd"),
     Case("heads1_8k_d64", 1, 8192, 1, 1, 64, 1, group="odd"),
     Case("mixed14_32k_d128", 1, 32768, 32, 8, 128, len(MIXED), split=MIXED, group="odd"),

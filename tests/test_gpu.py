@@ -21,7 +21,7 @@ from gpu_runs import (
     run,
     tensors,
 )
-from packax import few_programs
+from packax import few_programs, short_rows
 
 pytest_plugins = ("gpu_fixtures",)
 pytestmark = pytest.mark.gpu
@@ -69,6 +69,22 @@ def test_groups_of_heads_in_parts(length, heads, kv_heads, kind):
     assert few_programs.parts_of_group(x.query, x.key) > 1
     expression = causal_documents(np.arange(length) // 700)
     assert_close(x, run(x, expression), expression.as_array(length, length))
+
+
+@pytest.mark.parametrize("q_len,kv_len", ((1, 1), (49, 49), (7, 100)))
+@pytest.mark.parametrize("own", (False, True), ids=("one for all", "one each"))
+def test_many_short_rows_of_a_batch(q_len, kv_len, own, kind):
+    """Which are one row of documents to the kernels (short_rows.py)."""
+    dtype, dims = kind
+    batch = 257
+    x = tensors(batch, q_len, kv_len, 4, 2, dims, dtype)
+    assert short_rows.worth_merging(x.query, x.key)
+    expression = packax.causal()
+    if own:
+        rng = np.random.default_rng(q_len)
+        sides = (rng.integers(-1, 2, (batch, n)) for n in (q_len, kv_len))
+        expression = packax.documents(*sides)
+    assert_close(x, run(x, expression), expression.as_array(q_len, kv_len))
 
 
 @pytest.mark.parametrize("q_len,kv_len", ((1, 700), (700, 1), (130, 515), (515, 130)))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import mlir
 
-from packax import few_programs, kernel_table, xla_attention, xla_masks
+from packax import few_programs, kernel_table, short_rows, xla_attention, xla_masks
 from packax.precision import is_exact
 from packax.primitives import OF_INDICES, backward_p, blocks_p, documents_p, forward_p, plain
 
@@ -132,6 +132,8 @@ _backward_xla = _lower_xla(_xla_backward, _BACKWARD)
 _backward_in_parts = _lower_xla(
     few_programs.backward_in_parts, (*_BACKWARD, "implementation", "parts")
 )
+_forward_of_one_row = _lower_xla(short_rows.forward, (*_FORWARD, "implementation"))
+_backward_of_one_row = _lower_xla(short_rows.backward, (*_BACKWARD, "implementation"))
 
 
 def _elsewhere(rule: Any) -> Any:
@@ -192,7 +194,9 @@ def _blocks_cuda(ctx, *operands, kv_len):
 def _forward_cuda(ctx, *operands, implementation, **params):
     if implementation == "xla":
         return _forward_xla(ctx, *operands, **params)
-    query, _, value = ctx.avals_in[:3]
+    query, key, value = ctx.avals_in[:3]
+    if _merged(query, key, params):
+        return _forward_of_one_row(ctx, *operands, implementation=implementation, **params)
     exact = is_exact(params["precision"])
     attributes: dict[str, Any] = {
         "scale": np.float32(params["scale"]),
@@ -222,10 +226,18 @@ def _forward_cuda(ctx, *operands, implementation, **params):
     )
 
 
+def _merged(query: Any, key: Any, params: Any) -> bool:
+    """Whether its batch rows become one; places and maps of blocks are those of a row."""
+    plain_scores = not params["extras"] and not params["block_size"]
+    return plain_scores and short_rows.worth_merging(query, key)
+
+
 def _backward_cuda(ctx, *operands, implementation, **params):
     if implementation == "xla":
         return _backward_xla(ctx, *operands, **params)
     query, key, value = ctx.avals_in[:3]
+    if _merged(query, key, params):
+        return _backward_of_one_row(ctx, *operands, implementation=implementation, **params)
     parts = few_programs.parts_of_group(query, key) if any(params["wanted"][1:]) else 1
     if parts > 1:
         return _backward_in_parts(

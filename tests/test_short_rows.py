@@ -1,0 +1,177 @@
+"""Batch rows shorter than a tile as documents of one row: when, that results and gradients stay what they are, what the kernels get.
+
+Guards against a row that attends another batch row's keys, masks that are one for all rows, and lse or gradients of other rows.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import packax
+import pytest
+from lowered import calls, text_of
+from packax import primitives, short_rows
+
+
+def shapes(batch, q_len, kv_len, heads=8, kv_heads=2):
+    return [
+        jax.ShapeDtypeStruct((batch, n, h, 64), jnp.bfloat16)
+        for n, h in ((q_len, heads), (kv_len, kv_heads))
+    ]
+
+
+@pytest.mark.parametrize(
+    "batch,q_len,kv_len,expected",
+    (
+        (2048, 1, 1, True),
+        (128, 64, 64, True),
+        (127, 64, 64, False),  # 1016 tiles
+        (128, 65, 64, False),
+        (128, 64, 128, True),
+        (128, 64, 129, False),
+        (2048, 1, 4096, False),
+        (1, 64, 64, False),
+        (1 << 25, 64, 64, False),  # rows do not fit in 31 bits
+        (1 << 24, 64, 128, False),
+        (1 << 24, 64, 64, True),
+    ),
+)
+def test_when(batch, q_len, kv_len, expected):
+    assert short_rows.worth_merging(*shapes(batch, q_len, kv_len)) is expected
+
+
+def test_one_row_of_many_heads_stays():
+    assert not short_rows.worth_merging(*shapes(1, 16, 16, heads=4096))
+
+
+def test_sizes_that_are_not_known_yet():
+    (batch, length) = jax.export.symbolic_shape("b, s")
+    assert not short_rows.worth_merging(*shapes(batch, 16, 16))
+    assert not short_rows.worth_merging(*shapes(2048, length, 16))
+    assert not short_rows.worth_merging(*shapes(2048, 16, length))
+
+
+B = 7
+
+
+def expressions(rng, q_len, kv_len):
+    """One mask for all rows and one each, of all levels of element tests."""
+    ids = functools.partial(rng.integers, -1, 3)  # they come back, so are tested
+    q_at, kv_at = rng.integers(0, 40, (B, q_len)), rng.integers(0, 40, (B, kv_len))
+    lo = rng.integers(-3, kv_len, (B, q_len)).astype(np.int32)
+    both = packax.documents(ids((B, q_len)), ids((B, kv_len)))
+    placed = packax.documents(ids((B, q_len)), ids((B, kv_len)), positions=q_at, kv_positions=kv_at)
+    return {
+        "full": packax.full(),
+        "causal, one for all": packax.causal(),
+        "documents, one for all": packax.documents(ids((q_len,)), ids((kv_len,))),
+        "documents": both,
+        "documents, causal": both & packax.causal(),
+        "positions": placed & packax.causal(),
+        "positions, window": placed & packax.sliding_window(9),
+        "ranges, some empty": packax.ranges(lo, lo + rng.integers(0, 9, (B, q_len), np.int32)),
+    }
+
+
+KINDS = tuple(expressions(np.random.default_rng(0), 4, 4))
+
+
+def passes(monkeypatch, merged):
+    """Binds of one batch row instead, and what they were given."""
+    seen = []
+    for primitive, function in (
+        (primitives.forward_p, short_rows.forward),
+        (primitives.backward_p, short_rows.backward),
+    ):
+        bind = primitive.bind
+
+        def instead(query, *operands, bind=bind, function=function, **params):
+            seen.append(query.shape)
+            if merged and query.shape[0] > 1:
+                return function(query, *operands, **params)
+            return bind(query, *operands, **params)
+
+        monkeypatch.setattr(primitive, "bind", instead)
+    return seen
+
+
+@pytest.mark.parametrize("q_len,kv_len,option", ((1, 9, "soft cap"), (13, 4, "lse")))
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_and_gradients(kind, q_len, kv_len, option):
+    rng = np.random.default_rng()
+    query, key, value, cotangent = (
+        jnp.asarray(rng.standard_normal((B, n, h, 16)), jnp.float32)
+        for n, h in ((q_len, 4), (kv_len, 2), (kv_len, 2), (q_len, 4))
+    )
+    mask = packax.create_attention_mask(
+        expressions(rng, q_len, kv_len)[kind], q_len=q_len, kv_len=kv_len
+    )
+
+    def total(query, key, value):
+        options = {"return_lse": True} if option == "lse" else {"soft_cap": 1.5}
+        made = packax.flash_attention(query, key, value, mask, **options)
+        out, lse = made if option == "lse" else (made, jnp.zeros(()))
+        lse = jnp.where(jnp.isfinite(lse), lse, 0)
+        return (out * cotangent).sum() + (lse * jnp.sin(jnp.arange(lse.size)).reshape(lse.shape)).sum(), (out, lse)  # fmt: skip
+
+    found = []
+    for merged in (False, True):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            seen = passes(monkeypatch, merged)
+            jax.clear_caches()  # else the second one would be the first one's program
+            found.append(jax.value_and_grad(total, (0, 1, 2), has_aux=True)(query, key, value))
+            assert ((1, B * q_len, 4, 16) in seen) is merged
+    for got, want in zip(*(jax.tree.leaves(x) for x in found), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-5)
+
+
+def test_blocks_are_tested_where_a_row_of_theirs_was():
+    """No XLA path reads this: the kernels test elements of such blocks alone."""
+    ids = np.zeros((9, 20), np.int32)
+    ids[[2, 8], 7:9] = 1  # documents that come back
+    mask = packax.create_attention_mask(packax.documents(ids))
+    query, key = (jnp.zeros((9, 20, h, 16)) for h in (2, 1))
+    _, _, (q_blocks, *_) = short_rows._one_row(query, key, mask.operands(), 1)
+    rows = np.repeat(np.isin(np.arange(9), [2, 8]), 20)
+    rows = np.pad(rows, (0, 192 - 180)).reshape(3, 64)
+    np.testing.assert_array_equal(q_blocks[0, 4] & 1, rows.any(1))
+    assert not rows.any(1).all()
+
+
+@pytest.mark.usefixtures("extension")
+@pytest.mark.parametrize("kind", ("full", "documents"))
+def test_what_the_kernels_get(kind):
+    def loss(query, key, value, ids):
+        expression = packax.documents(ids) if kind == "documents" else packax.full()
+        return packax.flash_attention(query, key, value, expression).astype(jnp.float32).sum()
+
+    query, key = shapes(2048, 49, 49)
+    ids = jax.ShapeDtypeStruct((2048, 49), jnp.int32)
+    made = calls(text_of(jax.grad(loss, (0, 1, 2)), query, key, key, ids))
+    attention = [x for x in made if "ward" in x[0]]
+    assert [x[0] for x in attention] == ["packax_forward_v1", "packax_backward_v1"]
+    rows, keys = f"1x{2048 * 49}x8x64xbf16", f"1x{2048 * 49}x2x64xbf16"
+    assert attention[0][2][:3] == attention[1][2][:3] == [rows, keys, keys]
+    assert attention[1][3][:3] == [rows, keys, keys]
+    assert attention[0][2][3] == f"1x{2048 * 49}xi32"
+
+
+@pytest.mark.usefixtures("extension")
+def test_places_and_maps_stay_those_of_a_row():
+    query, key = shapes(128, 32, 32)
+    slopes = jax.ShapeDtypeStruct((8,), jnp.float32)
+
+    def alibi(query, key, value, slopes):
+        return packax.flash_attention(query, key, value, packax.causal(), bias=packax.alibi(slopes))
+
+    def blocks(query, key, value):
+        chosen = packax.block_sparse(np.ones((1, 1, 1, 1), bool), (32, 32))
+        return packax.flash_attention(query, key, value, packax.causal() & chosen)
+
+    for made in (
+        calls(text_of(alibi, query, key, key, slopes)),
+        calls(text_of(blocks, query, key, key)),
+    ):
+        assert made[-1][0] == "packax_forward_general_v1"
+        assert made[-1][2][0] == "128x32x8x64xbf16"
