@@ -1,25 +1,20 @@
-"""The bar chart of a report: TFLOP/s of packax and cuDNN as measured, the board's peers in grey."""
+"""The bar chart of a report: TFLOP/s of packax, cuDNN and FA4 as measured, the board's peers in grey."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-PEERS = (("fa4", "FA4 (board)"), ("flex", "FlexAttention (board)"), ("kvax", "kvax (board)"))
-COLOURS = {
-    "packax": "#1f6feb",
-    "cudnn": "#e08a1e",
-    "fa4": "#9aa4af",
-    "flex": "#bcc4cc",
-    "kvax": "#dde2e7",
-}
-LABELS = {"packax": "packax", "cudnn": "cuDNN in JAX", **dict(PEERS)}
+PEERS = {"fa4": "FA4 (board)", "flex": "FlexAttention (board)", "kvax": "kvax (board)"}
+GREY = {"fa4": "#9aa4af", "flex": "#bcc4cc", "kvax": "#dde2e7"}
+MEASURED = {"packax": "packax", "cudnn": "cuDNN in JAX", "fa4": "FA4 in torch"}
+COLOURS = {"packax": "#1f6feb", "cudnn": "#e08a1e", "fa4": "#2f9e6e"}
 
 
 def _tflops(
-    report: dict[str, Any], peers: dict[str, Any], case: str, who: str, what: str
+    report: dict[str, Any], peers: dict[str, Any], case: str, who: str, what: str, measured: bool
 ) -> float | None:
-    if who in ("packax", "cudnn"):
+    if measured:
         cell = report["cases"][case].get(who, {}).get("times", {}).get(what)
     else:
         cell = peers["cases"].get(case, {}).get(who, {}).get(what)
@@ -35,20 +30,25 @@ def bar_chart(report: dict[str, Any], peers: dict[str, Any], path: Path) -> None
     cases = [name for name, rows in report["cases"].items() if "packax" in rows]
     if not cases:
         raise ValueError("no case was measured, so there is nothing to draw")
-    names = ["packax", "cudnn", *(peer for peer, _ in PEERS)]
+    measured = [who for who in MEASURED if any(who in report["cases"][case] for case in cases)]
+    names = [*measured, *(peer for peer in PEERS if peer not in measured)]
+    labels = {who: MEASURED[who] if who in measured else PEERS[who] for who in names}
+    colours = {who: COLOURS[who] if who in measured else GREY[who] for who in names}
     width = 0.84 / len(names)
     figure, axes = plt.subplots(2, 1, figsize=(12.5, 8.2), sharex=True, layout="constrained")
     for axis, (what, title) in zip(axes, (("fwd", "Forward"), ("bwd", "Backward")), strict=True):
         labelled: set[str] = set()
         for index, case in enumerate(cases):
-            values = {who: _tflops(report, peers, case, who, what) for who in names}
+            values = {
+                who: _tflops(report, peers, case, who, what, who in measured) for who in names
+            }
             present = [(who, value) for who, value in values.items() if value is not None]
             for slot, (who, value) in enumerate(present):
                 x = index + (slot - (len(present) - 1) / 2) * width
-                label = None if who in labelled else LABELS[who]
+                label = None if who in labelled else labels[who]
                 labelled.add(who)
-                axis.bar(x, value, width * 0.92, color=COLOURS[who], label=label)
-                ink = "#1b1f24" if who in ("packax", "cudnn") else "#6b7682"
+                axis.bar(x, value, width * 0.92, color=colours[who], label=label)
+                ink = "#1b1f24" if who in measured else "#6b7682"
                 axis.text(
                     x, value + 6, f"{value:.0f}", ha="center", va="bottom", fontsize=7.5, color=ink
                 )

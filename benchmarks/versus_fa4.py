@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from cases import Case, select
+from chart import bar_chart
 from power import Meter, medians
 from power import line as power_line
 from turns import Failed, Worker, as_row, in_turns, troubles
@@ -233,7 +234,10 @@ def main() -> int:
     print(
         f"\n{table(report['cases'])}\n\nto cuDNN, to FA4: their ms / packax ms, medians of {arguments.rounds} rounds in turns"
     )
-    print(f"wrote {arguments.out / 'versus_fa4.json'}")
+    peers = json.loads((HERE / "peers.json").read_text())
+    if any(rows for rows in report["cases"].values()):
+        bar_chart(report | {"machine": report["jax"]}, peers, arguments.out / "versus_fa4.png")
+    print(f"wrote {arguments.out / 'versus_fa4.json'} and, of what was measured, versus_fa4.png")
     bad = [
         name
         for name, rows in report["cases"].items()

@@ -104,12 +104,16 @@ report = {
 }
 print(table(report["cases"], peers))
 bar_chart(report, peers, pathlib.Path(sys.argv[1]))
+rows["fa4"] = {"times": {"bwd": cell}}
+bar_chart(report, peers, pathlib.Path(sys.argv[2]))
 """,
         str(tmp_path / "chart.png"),
+        str(tmp_path / "beside_fa4.png"),
     )
     (line,) = (line for line in shown.splitlines() if line.startswith("docs12_32k_d128     fwd "))
     assert line.split()[2:6] == ["2.000", "321.0", "-", "-"]
-    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+    drawn = [(tmp_path / name).read_bytes() for name in ("chart.png", "beside_fa4.png")]
+    assert all(picture.startswith(b"\x89PNG") for picture in drawn) and drawn[0] != drawn[1]
 
 
 def test_odd_cases_and_head_dims_run_and_are_tabled(tmp_path):

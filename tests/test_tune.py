@@ -171,9 +171,9 @@ for kernel, dims, change in (("forward_hopper", (64, 64), {"ROWS": 1}), ("forwar
 names = [v.name for v in candidates.chosen("90a", ["backward_prepare"], [DIMS], ["12.9", "13.4"], ["backward_prepare:128:ROWS=128"])]
 assert len(names) == len(set(names)) and any("ROWS128" in name for name in names)
 assert sum("backward_hopper" in name for name in names) == 2  # its pipeline, by both assemblers
-only = candidates.chosen("90a", ["forward_hopper"], None, ["13.4"], ["backward_hopper:128:FOLD=1"], listed=False)
+only = candidates.chosen("90a", ["forward_hopper"], None, ["13.4"], ["backward_hopper:128:FOLD=0"], listed=False)
 assert sorted(v.name.rpartition("sm90a")[2] + " " + v.kernel for v in only) == [
-    "__table backward_finish", "__table backward_prepare", "_cuda13__FOLD1 backward_hopper", "_cuda13__table backward_hopper"]
+    "__table backward_finish", "__table backward_prepare", "_cuda13__FOLD0 backward_hopper", "_cuda13__table backward_hopper"]
 """,
     )
     assert "forward_hopper has no constant ROWS: " in shown

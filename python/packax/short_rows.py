@@ -74,7 +74,7 @@ def _joined(x: jax.Array) -> jax.Array:
 def _one_row(query: Any, key: Any, mask: Any, element_test: int) -> tuple[Any, _Rows, Any]:
     """The mask's six arrays of rows and keys, and those of its blocks, which are made again."""
     q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks = mask[:7]
-    batch, q_len, kv_len = query.shape[0], query.shape[1], key.shape[1]
+    batch, kv_len = query.shape[0], key.shape[1]
 
     def flat(x: jax.Array) -> jax.Array:
         """(1 or B, ..., S) to (1, ..., B * S)."""
