@@ -93,8 +93,6 @@ def inline_asm(
     if isinstance(asm, Assembly):
         return ASSEMBLY[asm](*asm.arguments, *args)
     if "mbarrier.arrive" in asm:  # by a lane of every warp, or by the first thread
-        if "cp.async.bulk.wait_group.read 0" in asm:
-            threads.store_wait(0)
         return args[0].arrive(mine.warps if "%laneid" in asm else 1)
     if asm.startswith("bfind.u32"):
         return Scalar(int(args[0]).bit_length() - 1)
