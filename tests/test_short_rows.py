@@ -158,6 +158,39 @@ def test_what_the_kernels_get(kind):
 
 
 @pytest.mark.usefixtures("extension")
+@pytest.mark.parametrize("how", ("shard_map", "sharding"))
+def test_each_device_merges_its_own(how):
+    mesh = jax.make_mesh(
+        (8,), ("data",), devices=jax.devices("cpu")[:8], axis_types=(jax.sharding.AxisType.Auto,)
+    )
+    spec = jax.P("data")
+
+    def step(query, key, value):
+        if how == "shard_map":
+            return packax.flash_attention(query, key, value, packax.causal())
+        sharding = packax.AttentionSharding(query=spec, key_value=spec)
+        return packax.flash_attention(query, key, value, packax.causal(), sharding=sharding)
+
+    def gradients(query, key, value):
+        out, pullback = jax.vjp(step, query, key, value)
+        return pullback(out)
+
+    if how == "shard_map":
+        gradients = jax.shard_map(
+            gradients, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=True
+        )
+    placed = jax.sharding.NamedSharding(mesh, spec)
+    query, key = (
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed) for x in shapes(8 * 1024, 33, 33)
+    )
+    with jax.set_mesh(mesh):
+        made = calls(text_of(gradients, query, key, key))
+    attention = [x for x in made if "ward" in x[0]]
+    assert [x[0] for x in attention] == ["packax_forward_v1", "packax_backward_v1"]
+    assert all(x[2][0] == f"1x{1024 * 33}x8x64xbf16" for x in attention)
+
+
+@pytest.mark.usefixtures("extension")
 def test_places_and_maps_stay_those_of_a_row():
     query, key = shapes(128, 32, 32)
     slopes = jax.ShapeDtypeStruct((8,), jnp.float32)
