@@ -65,6 +65,19 @@ class Meter:
         }
 
 
+def metered(
+    meter: Meter, function: Callable[[], float], read: list[dict[str, float]]
+) -> Callable[[], float]:
+    """The function, with what is read while it runs added to `read`."""
+
+    def call() -> float:
+        took, found = meter.during(function)
+        read.append(found)
+        return took
+
+    return call
+
+
 def medians(readings: list[dict[str, float]], ms: float) -> dict[str, float]:
     """Of the rounds; and what a pass of `ms` takes, in joules and in millions of cycles."""
     found = {name: statistics.median(r[name] for r in readings) for name in FIELDS}

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from cases import select
 from implementations import Compiled, packax_attention, random_inputs
 from machine import machine
-from power import Meter, line, medians
+from power import Meter, line, medians, metered
 from turns import as_row, burst, in_turns, launches_of
 
 HERE = Path(__file__).parent
@@ -60,13 +60,7 @@ def measure(found: dict[str, tuple[Any, float]], rounds: int, round_ms: float, m
     for name, (function, _) in found.items():
         once = functools.partial(burst, function, finish, launches_of(function, finish, round_ms))
         read[name] = []
-
-        def metered(once: Any = once, name: str = name) -> float:
-            took, power = meter.during(once)
-            read[name].append(power)
-            return took
-
-        bursts[name] = metered
+        bursts[name] = metered(meter, once, read[name])
     rows = {}
     for name, took in in_turns(bursts, rounds).items():
         row = as_row(took, found[name][1])

@@ -24,13 +24,12 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from cases import Case, select
 from chart import bar_chart
-from power import Meter, medians
+from power import Meter, medians, metered
 from power import line as power_line
 from turns import Failed, Worker, as_row, in_turns, troubles
 
@@ -122,17 +121,6 @@ def run_case(
             if read[name]:
                 rows[name]["power"][what] = medians(read[name], row["ms"])
     return rows
-
-
-def metered(
-    meter: Meter, function: Callable[[], float], read: list[dict[str, float]]
-) -> Callable[[], float]:
-    def call() -> float:
-        took, found = meter.during(function)
-        read.append(found)
-        return took
-
-    return call
 
 
 def table(results: dict[str, Any]) -> str:

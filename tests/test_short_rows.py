@@ -132,7 +132,7 @@ def test_blocks_are_tested_where_a_row_of_theirs_was():
     ids[[2, 8], 7:9] = 1  # documents that come back
     mask = packax.create_attention_mask(packax.documents(ids))
     query, key = (jnp.zeros((9, 20, h, 16)) for h in (2, 1))
-    _, _, (q_blocks, *_) = short_rows._one_row(query, key, mask.operands(), 1)
+    _, (q_blocks, *_) = short_rows._one_row(query, key, mask.operands(), 1)
     rows = np.repeat(np.isin(np.arange(9), [2, 8]), 20)
     rows = np.pad(rows, (0, 192 - 180)).reshape(3, 64)
     np.testing.assert_array_equal(q_blocks[0, 4] & 1, rows.any(1))

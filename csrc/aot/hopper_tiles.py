@@ -9,8 +9,8 @@ from __future__ import annotations
 # step (hopper.nought); it empties registers and costs some integer instructions. On an H200 it gave the backward 1 to 3 %, dK
 # and dV of 128 2 %, of 192 4 to 5 %, the forward of 256 4 to 5 %, the forward of 128 and 192 0 to 2 % (and fewer spills); dQ lost
 # 0 to 5 %, dK and dV of 256 8 to 11 %, 64 nothing (benchmarks/results/tune_anew_h200.json).
-# FOLD: LSE and delta by the matrix units (hopper_fold.py): at 128 1 to 3 % of the backward, 2 to 3 of dK and dV alone; at 64 it costs
-# 7 to 9 and 3 to 7 % (benchmarks/results/tune_fold_h200.json).
+# FOLD: LSE and delta by the matrix units (hopper_fold.py): at 128 0 to 2 % of the backward, 1 to 3 with dS by stmatrix, 2 to 3 of
+# dK and dV alone; at 64 it costs 7 to 9 and 3 to 7 % (benchmarks/results/tune_fold_h200.json).
 HOPPER_TILES: dict[str, dict[int, dict[str, int]]] = {
     "forward_hopper": {
         dim: {
