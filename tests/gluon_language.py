@@ -92,6 +92,8 @@ def inline_asm(
         return found.arrive(count, kind == "sync", f"named barrier {i}")
     if isinstance(asm, Assembly):
         return ASSEMBLY[asm](*asm.arguments, *args)
+    if asm.startswith("mbarrier.arrive"):
+        return args[0].arrive(32 * mine.warps)
     if "mbarrier.arrive" in asm:  # by a lane of every warp, or by the first thread
         return args[0].arrive(mine.warps if "%laneid" in asm else 1)
     if asm.startswith("bfind.u32"):

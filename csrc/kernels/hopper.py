@@ -45,6 +45,12 @@ def warp_arrive(barrier):
 
 
 @gluon.jit
+def lanes_arrive(barrier):
+    """One arrival per lane (the barrier counts 128 per warp group), of what every lane itself has read: racecheck follows no other."""
+    gl.inline_asm("mbarrier.arrive.shared::cta.b64 _, [$0];", "r,~{memory}", (barrier,))
+
+
+@gluon.jit
 def windows(tiles, heads):
     """As rows.windows."""
     alternating = gl.maximum(tiles // 4, ALTERNATE // heads)

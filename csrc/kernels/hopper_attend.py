@@ -4,6 +4,7 @@ from hopper import (
     LN2,
     LOG2E,
     accumulator,
+    lanes_arrive,
     named_barrier,
     nought,
     nth_step,
@@ -76,7 +77,7 @@ def consume(
     mbarrier.wait(plan_full.index(0), 0)
     row, head, b, start, steps, edges, core_begin, core_end, tested = hear(plan_s.index(0))
     while steps > 0:
-        warp_arrive(plan_empty.index(slot))
+        lanes_arrive(plan_empty.index(slot))
         mask_b = gl.where(mask_batch > 1, b, 0)
         mask_row = mask_b.to(gl.int64) * q_len
         mask_key = mask_b.to(gl.int64) * kv_len

@@ -123,9 +123,16 @@ def add_staged(dq, at, stage_s, CELLS: gl.constexpr, PENDING: gl.constexpr = 0):
 
 
 @gluon.jit
-def keys_read(kind: gl.constexpr, DQ: gl.constexpr):
-    """All that read the keys are done with them."""
-    gl.inline_asm(named_barrier(kind, 1, 384 if DQ == 2 else 256), "~{memory}", ())
+def keys_read(W: gl.constexpr, DQ: gl.constexpr):
+    """Warp group W is done with the keys; 0 and 1 wait for all that read them, each at a barrier of its own: synccheck knows no
+    barrier that is met from two instructions."""
+    count: gl.constexpr = 384 if DQ == 2 else 256
+    if W != 1:
+        gl.inline_asm(named_barrier("arrive", 2, count), "~{memory}", ())
+    if W != 0:
+        gl.inline_asm(named_barrier("arrive", 1, count), "~{memory}", ())
+    if W < 2:
+        gl.inline_asm(named_barrier("sync", 1 + W, count), "~{memory}", ())
 
 
 @gluon.jit
@@ -157,5 +164,5 @@ def sum_rows(
         cells = ((bh + g) * row_blocks + block).to(gl.int64) * CELLS
         add_staged(dq, dq_sum + cells, dq_s.index(stage), CELLS, 1)
         n, g = next_block(n, g, in_edges, range_, group)
-    keys_read("arrive", DQ)
+    keys_read(2, DQ)
     tma.store_wait(0)

@@ -148,7 +148,7 @@ def tiles_of_rows(
         mbarrier.init(v_empty.index(j), WARP_GROUPS * 4)
     for j in gl.static_range(2):
         mbarrier.init(plan_full.index(j), 1)
-        mbarrier.init(plan_empty.index(j), WARP_GROUPS * 4)
+        mbarrier.init(plan_empty.index(j), WARP_GROUPS * 128)
 
     maps = (query, key, value)
     mask = (q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos)

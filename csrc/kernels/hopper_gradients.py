@@ -236,7 +236,7 @@ def consume(
         if TURNS and W == 0:
             turn_wait(0)
     # other warp groups may still read this one's keys for their part of dQ
-    keys_read("sync", DQ)
+    keys_read(W, DQ)
     k.store((dk_sum * scale).to(dtype))
     v.store(dv_sum.to(dtype))
     fence_async_shared()

@@ -13,6 +13,7 @@ from hopper import (
     LOG2E,
     accumulator,
     key_range,
+    lanes_arrive,
     nought,
     nth_step,
     own_steps,
@@ -168,7 +169,7 @@ def consume(
     mbarrier.wait(plan_full.index(0), 0)
     row, head, b, start, steps, edges, core_begin, core_end, tested = hear(plan_s.index(0))
     while steps > 0:
-        warp_arrive(plan_empty.index(slot))
+        lanes_arrive(plan_empty.index(slot))
         mask_b = gl.where(mask_batch > 1, b, 0)
         mask_row = mask_b.to(gl.int64) * q_len
         mask_key = mask_b.to(gl.int64) * kv_len
@@ -320,7 +321,7 @@ def tiles_of_rows(
         mbarrier.init(q_full.index(j), 1)
         mbarrier.init(q_empty.index(j), 4)
         mbarrier.init(plan_full.index(j), 1)
-        mbarrier.init(plan_empty.index(j), 8)
+        mbarrier.init(plan_empty.index(j), 256)
 
     maps = (query, dout, key, value)
     stats = (lse2, delta)
