@@ -40,6 +40,9 @@ CANDIDATES: dict[str, dict[tuple[int, int], list[Constants]]] = {
         (192, 128): [{}, {"BLOCK_N": 64}, {"ANEW": 1}],
         (256, 256): [{}, {"ANEW": 1}],
     },
+    "forward_hopper_few": {
+        (64, 64): [{}, {"ANEW": 1}, {"STAGES": 3}, {"BLOCK_N": 64, "STAGES": 4}]
+    },
     "backward_hopper": {
         (64, 64): [
             *({}, {"SKIP": 0}, {"TURNS": 1}, {"DQ": 1, "CONSUMER_REGISTERS": 240}),

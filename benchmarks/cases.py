@@ -99,6 +99,8 @@ ODD = (
     Case("batch1024_49rows_d64", 1024, 49, 16, 16, 64, 1, group="odd"),
     Case("heads1_8k_d128", 1, 8192, 1, 1, 128, 1, group="odd"),
     Case("heads1_8k_d64", 1, 8192, 1, 1, 64, 1, group="odd"),
+    *(Case(f"heads{h}_{n >> 10}k_d{d}", 1, n, h, 1, d, 1, group="odd")
+      for h, n in ((1, 2048), (4, 4096), (1, 16384)) for d in (64, 128)),
     Case("mixed14_32k_d128", 1, 32768, 32, 8, 128, len(MIXED), split=MIXED, group="odd"),
     Case("causal_2k_d256", 1, 2048, 32, 8, 256, 1, group="odd"),
     Case("causal_2k_192v128", 1, 2048, 32, 8, 192, 1, v_dim=128, group="odd"),

@@ -33,11 +33,12 @@ from tune_decode import DECODE, time_decode
 from tune_decode import TIMED as DECODE_TIMED
 from work import DETERMINISTIC, HOPPER_BACKWARD, Launch, Work, difference
 
-FORWARD = ("forward", "forward_hopper")
+FORWARD = ("forward", "forward_hopper", "forward_hopper_few")
 PORTABLE_BACKWARD = ("backward_dkdv", "backward_dq")
 RESULTS = {
     "forward": ("out", "lse"),
     "forward_hopper": ("out", "lse"),
+    "forward_hopper_few": ("out", "lse"),
     "backward_dkdv": ("dk", "dv"),
     "backward_dq": ("dq",),
     **dict.fromkeys(HOPPER_BACKWARD, ("dq", "dk", "dv")),
@@ -52,23 +53,26 @@ CHECKS = {
     "odd": (1, 700, 65, 1030, 128, 64, 1013),
     "tiny": (16,) * 40 + (1,) * 30 + (7,) * 5,
 }
-TIMED = {"causal_16k": (16384, 1), "docs12_32k": (32768, 12), "docs12_128k": (131072, 12), "docs64_32k": (32768, 64)}  # fmt: skip
+# rows, documents, heads, key/value heads
+TIMED = {
+    "causal_16k": (16384, 1, 32, 8), "docs12_32k": (32768, 12, 32, 8), "docs12_128k": (131072, 12, 32, 8),
+    "docs64_32k": (32768, 64, 32, 8), "heads1_8k": (8192, 1, 1, 1), "heads3_8k": (8192, 1, 3, 1), "heads8_2k": (2048, 1, 8, 2),
+}  # fmt: skip
 
 
 def case(name: str, dims: tuple[int, int]) -> Case:
     if name in CHECKS:
         split = CHECKS[name]
         return Case(name, 1, sum(split), 8, 2, dims[0], len(split), v_dim=dims[1], split=split)
-    rows, documents = TIMED[name]
-    return Case(name, 1, rows, 32, 8, dims[0], documents, v_dim=dims[1])
+    rows, documents, heads, kv_heads = TIMED[name]
+    return Case(name, 1, rows, heads, kv_heads, dims[0], documents, v_dim=dims[1])
 
 
 def operations(case: Case, kernel: str) -> float | None:
     """Of the matrix products; None for a kernel that only moves memory."""
     pairs, qk, v = 2.0 * case.heads * case.area, case.head_dim, case.value_dim
     return {
-        "forward": case.forward_flops,
-        "forward_hopper": case.forward_flops,
+        **dict.fromkeys(FORWARD, case.forward_flops),
         "backward_hopper": case.backward_flops,
         "backward": case.backward_flops,
         "deterministic": case.backward_flops,
@@ -193,7 +197,7 @@ def time_case(plan: Plan, differences: dict[str, float], rounds: int) -> list[di
 
 def table(rows: list[dict[str, Any]]) -> str:
     """One line a candidate; * marks the fastest of a kernel, by the table's own the ratio is taken."""
-    lines = [f"{'case':<13}{'dims':<9}{'kernel':<17}{'tile and assembler':<52}{'ms':>9}{'low':>9}{'high':>9}"
+    lines = [f"{'case':<13}{'dims':<9}{'kernel':<22}{'tile and assembler':<52}{'ms':>9}{'low':>9}{'high':>9}"
              f"{'TFLOP/s':>9}{'to own':>8}{'diff':>9}  registers, stack"]  # fmt: skip
     for row in rows:
         peers = [r for r in rows if all(r[k] == row[k] for k in ("case", "dims", "kernel"))]
@@ -203,7 +207,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         diff = "" if row["difference"] is None else f"{row['difference']:.0e}"
         tflops = "" if row["tflops"] is None else f"{row['tflops']:.1f}"
         dims = "x".join(map(str, row["dims"]))
-        lines.append(f"{row['case']:<13}{dims:<9}{row['kernel']:<17}{row['tile'][:51]:<52}{row['ms']:>9.4f}{row['ms_low']:>9.4f}"
+        lines.append(f"{row['case']:<13}{dims:<9}{row['kernel']:<22}{row['tile'][:51]:<52}{row['ms']:>9.4f}{row['ms_low']:>9.4f}"
                      f"{row['ms_high']:>9.4f}{tflops:>9}{ratio:>7}{'*' if fastest else ' '}{diff:>9}  {used}")  # fmt: skip
     return "\n".join(lines)
 

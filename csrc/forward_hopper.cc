@@ -13,7 +13,8 @@ constexpr int64_t kMaxPrograms = 4096;  // more multiprocessors than any GPU has
   .query = {}, .key = {}, .value = {}, .out = {}, .lse = (c).lse.untyped_data(), \
   PACKAX_MASK_ROWS((c).mask), .q_order = (order), .counter = (c).counter.untyped_data()
 
-void Fill(const ForwardCall& c, const void* q_order, ForwardHopperArgs* args) {
+template <typename Args>  // without an option
+void Fill(const ForwardCall& c, const void* q_order, Args* args) {
   *args = {
       PACKAX_FORWARD_TILES(c, q_order),
       .scale = c.scale,
@@ -79,12 +80,22 @@ ffi::Error RunIfFound(Device* device, Stream stream, const ForwardCall& c, bool*
   return *found && stream ? LaunchForward(*forward, stream, c) : ffi::Error::Success();
 }
 
+// Where not every multiprocessor has a tile of 192 rows, the longest one decides: shorter ones end
+// sooner. All heads of the rows count, so that a call for some of them takes the kernel of all.
+bool IsFew(const Shape& s, const Device& device) {
+  return Product({s.row_heads, s.batch, s.q_tiles_192()}) < device.multiprocessors;
+}
+
 }  // namespace
 
 ffi::Error ForwardOnHopper(Device* device, Stream stream, const ForwardCall& c, bool* found) {
   if (c.map) return RunIfFound<ForwardHopperMappedArgs>(device, stream, c, found);
   if (c.slopes) return RunIfFound<ForwardHopperBiasedArgs>(device, stream, c, found);
   if (c.soft_cap > 0) return RunIfFound<ForwardHopperCappedArgs>(device, stream, c, found);
+  if (IsFew(c.shape, *device)) {
+    PACKAX_TRY(RunIfFound<ForwardHopperFewArgs>(device, stream, c, found));
+    if (*found) return ffi::Error::Success();
+  }
   return RunIfFound<ForwardHopperArgs>(device, stream, c, found);
 }
 

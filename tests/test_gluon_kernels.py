@@ -176,12 +176,12 @@ def poisoned(x: np.ndarray) -> np.ndarray:
     return np.full(x.shape, np.nan, HALF)
 
 
-def forward(p: Problem, changed: dict[str, int]) -> None:
+def forward(p: Problem, changed: dict[str, int], few: bool = False) -> None:
     out, lse = (
         np.full((p.batch, p.q_len, p.heads, p.v_dim), np.nan, HALF),
         np.full((p.batch, p.heads, p.q_len), np.nan, np.float32),
     )
-    kernel = "forward_hopper" + p.option
+    kernel = "forward_hopper" + ("_few" if few else p.option)
     c = constants(kernel, (p.qk_dim, p.v_dim), changed)
     order = p.mask["q_order_192" if c["WARP_GROUPS"] == 3 else "q_order"]
     launch("hopper_forward", kernel, 3, {
@@ -204,6 +204,11 @@ EVERY += [(dims, case) for dims in ((192, 128), (256, 256)) for case in (*SOME, 
 @pytest.mark.parametrize("dims,case", EVERY, ids=str)
 def test_forward(dims, case):
     forward(Problem(case, dims), {})
+
+
+@pytest.mark.parametrize("case", MASKS)
+def test_forward_of_few_tiles(case):
+    forward(Problem(case, (64, 64)), {}, few=True)
 
 
 class Statistics:

@@ -65,7 +65,7 @@ def widened(params):
 @pytest.mark.parametrize("begins", [0, 1])
 @pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize("kind", ["hopper", "portable"])
-@pytest.mark.parametrize("s", [S, replace(S, batch=1, mask_batch=1, q_len=1, kv_len=1)])
+@pytest.mark.parametrize("s", [S, replace(S, batch=3, mask_batch=1, q_len=1, kv_len=1)])
 def test_launches_are_those_of_the_heads_alone(request, kind, maker, begins, s):
     machine = request.getfixturevalue(kind)
     plain = MAKERS[maker](machine, s)

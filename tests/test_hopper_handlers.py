@@ -10,8 +10,8 @@ from math import ceil, prod
 
 import pytest
 from cpp.call_frame import INITIALIZE
-from cpp.calls import Array, Sizes, backward, forward
-from cpp.launches import SIZES, attention, expect_launches, expect_portable_backward
+from cpp.calls import Array, Sizes, backward, forward, of_some_heads
+from cpp.launches import SIZES, attention, expect_launches, expect_portable_backward, kernels_of
 from cpp.machine import MULTIPROCESSORS, POINTERS, make_machine, needs_compiler, needs_extension
 
 pytest_plugins = ("cpp.fixtures",)
@@ -92,18 +92,39 @@ def test_forward_on_hopper(tmp_path, driver, s, qk_dim):
     machine = make_machine(
         tmp_path, driver, choose=lambda m: m.has_hopper() and m.variant["qk_dim"] == qk_dim
     )
-    row = machine.row("forward_hopper", machine.variant["cc"])
+    kernel = machine.forward_of(s)
+    row = machine.row(kernel, machine.variant["cc"])
     assert all(box[1:] == (64, 3) for box in row["tensor_maps"])  # 128 bytes of columns
     call = forward(machine, s, scale=0.0625, element_test=1)
     order = {128: "q_order", 192: "q_order_192"}[row["block"]]
     more = {"q_order": call.operands[order].address, **hopper_maps(machine, call)}
-    grids = {
-        "forward_hopper": lambda m: [min(MULTIPROCESSORS, s.heads * s.batch * ceil(s.q_len / m))]
-    }
+    grids = {kernel: lambda m: [min(MULTIPROCESSORS, s.heads * s.batch * ceil(s.q_len / m))]}
     expect_launches(machine, call, {**attention(s, 0.0625, 1), **more}, grids)
     # Before the launch, from which programs draw their tiles.
     clear = {"memset": [call.results["counter"].address, 0, 1], "stream": machine.xla.stream}
     assert machine.record()[0] == clear and len(machine.record()) == 2
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize("q_len", [1, 1536])
+def test_forward_of_few_tiles(tmp_path, driver, q_len, dtype):
+    """Head dim 64, fewer tiles of 192 rows than multiprocessors: tiles of 128. For some heads it is the kernel of all."""
+
+    def choose(m):
+        return m.has("forward_few") and m.variant["dtype"] == dtype
+
+    machine = make_machine(tmp_path, driver, choose=choose)
+    assert machine.row("forward_hopper", machine.variant["cc"])["block"] == 192
+    assert machine.row("forward_hopper_few", machine.variant["cc"])["block"] == 128
+    heads = (MULTIPROCESSORS - 1) // ceil(q_len / 192)
+    s = Sizes(batch=1, mask_batch=1, q_len=q_len, kv_len=900, heads=heads, kv_heads=1)
+    more = replace(s, heads=heads + 1)
+    assert kernels_of(machine, forward(machine, s)) == ["forward_hopper_few"]
+    assert kernels_of(machine, forward(machine, more)) == ["forward_hopper"]
+    assert kernels_of(machine, of_some_heads(forward(machine, s), 0, heads, 0)) == ["forward_hopper_few"]
+    assert kernels_of(machine, of_some_heads(forward(machine, s), 1, heads + 1, 0)) == ["forward_hopper"]
+    apart = replace(s, batch=MULTIPROCESSORS, q_len=1)
+    assert kernels_of(machine, forward(machine, apart)) == ["forward_hopper"]
 
 
 def test_more_tiles_than_the_counter_counts(hopper):

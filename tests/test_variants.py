@@ -143,6 +143,15 @@ def test_kernels_with_a_bias_take_its_slopes() -> None:
         assert names == arguments_of(plain)
 
 
+def test_the_kernel_for_few_tiles_is_the_plain_one_but_for_its_tile() -> None:
+    """C++ fills both in alike, and takes it where there are fewer tiles of 192 rows than multiprocessors."""
+    ((few, plain),) = tiles.FEW.items()
+    assert table.KERNELS[few] == table.KERNELS[plain] and arguments_of(few) == arguments_of(plain)
+    rows = {v.block: v.qk_dim for v in ALL if v.kernel == few}
+    assert rows == {128: 64}
+    assert {v.block for v in ALL if v.kernel == plain and v.qk_dim == 64} == {192}
+
+
 def test_kernels_with_a_map_take_it_beside_the_rest() -> None:
     """Else they are those without. A step is an entry of a list, a tile one that lists are of: 64 and 128."""
     numbers = ["map_batch", "map_heads", "q_block", "kv_block"]
@@ -202,7 +211,7 @@ def test_every_kernel_loads_on_a_driver_of_cuda_12() -> None:
 PLAIN = ["forward", "backward_delta", "backward_dkdv", "backward_dq"]
 GENERAL = [f"{kernel}_general" for kernel in PLAIN]
 FORWARDS = [
-    *("forward_hopper", "forward_hopper_capped"),
+    *("forward_hopper", "forward_hopper_capped", "forward_hopper_few"),
     *("forward_hopper_biased", "forward_hopper_mapped"),
 ]
 KEYS = ["backward_dkdv_hopper", "backward_dkdv_hopper_capped", "backward_dkdv_hopper_mapped"]

@@ -136,8 +136,14 @@ HOPPER_TILES |= {
     },
     "backward_dq_hopper_mapped": {128: HOPPER_TILES["backward_dq_hopper_capped"][128]},
 }
+# The same in shorter tiles, where there are too few of the others to keep a GPU busy (csrc/forward_hopper.cc).
+FEW = {"forward_hopper_few": "forward_hopper"}
+HOPPER_TILES["forward_hopper_few"] = {
+    64: HOPPER_TILES["forward_hopper"][64]
+    | {"WARP_GROUPS": 2, "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24}
+}
 # Each -> the plain one.
-WITH_OPTION = CAPPED | BIASED | MAPPED
+WITH_OPTION = CAPPED | BIASED | MAPPED | FEW
 # (kernel, larger head dim) -> the file of a kernel that is another for that dim, and its keys
 WIDE = {
     ("backward_dkdv_hopper", 192): ("hopper_keys", 128),

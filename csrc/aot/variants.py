@@ -123,6 +123,7 @@ SPILLS = {
     ("backward_dkdv_general", 256, "tf32"): 56,
     ("backward_dq_general", 128, "tf32"): 16,
     ("forward_hopper", 64): 296,  # under ptxas 12.9; 136 under 13.4
+    ("forward_hopper_few", 64): 112,  # under ptxas 12.9
     ("forward_hopper", 128): 136,  # under ptxas 12.9
     ("forward_hopper", 192): 112,  # under ptxas 12.9; 48 under 13.4
     ("forward_hopper", 256): 192,  # under ptxas 12.9; 80 under 13.4
@@ -186,6 +187,7 @@ KERNELS = {  # kernel -> file in csrc/kernels
     "backward_dkdv_hopper_capped": "hopper_backward",
     "backward_dq_hopper_capped": "hopper_queries",
     "forward_hopper_biased": "hopper_forward",
+    "forward_hopper_few": "hopper_forward",
     "backward_hopper_biased": "hopper_backward",
     "forward_hopper_mapped": "hopper_forward",
     "backward_dkdv_hopper_mapped": "hopper_backward",

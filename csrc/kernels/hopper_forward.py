@@ -205,6 +205,22 @@ def forward_hopper(
 
 
 @gluon.jit
+def forward_hopper_few(
+    query, key, value, out, lse, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
+    scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, WARP_GROUPS: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OUT_IN_QUERY: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr,
+):  # fmt: skip
+    """`forward_hopper` by another name: its tiles are shorter, for work of few tiles."""
+    tiles_of_rows(
+        query, key, value, out, lse, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
+        (), (), scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+        QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CONSUMER_REGISTERS, PRODUCER_REGISTERS, False, False, False, ANEW,
+    )  # fmt: skip
+
+
+@gluon.jit
 def forward_hopper_capped(
     query, key, value, out, lse, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
     scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,

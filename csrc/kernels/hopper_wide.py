@@ -10,6 +10,7 @@ under its last product. Tiles of queries and keys, and dK, are cut into chunks o
 from hopper import LOG2E, accumulator, nought, select_bits, warp_arrive
 from hopper_cap import tanh_of_scores
 from hopper_chunks import add_products, finished, left_chunks, scores, zeros
+from hopper_exchange import keys_read
 from hopper_rows import ROWS, mask_bits, produce, tile_of_program
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,12 +23,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 KEYS = gl.constexpr(64)  # of a program
-
-
-@gluon.jit
-def both_done():
-    """Neither warp group reads keys or values any more."""
-    gl.inline_asm("bar.sync 10, 256;", "~{memory}", ())
 
 
 @gluon.jit
@@ -101,7 +96,7 @@ def consume_scores(
                 warp_arrive(do_empty.index(stage))
                 s = warpgroup_mma_wait(0, deps=(s_token,))
                 stage = other
-    both_done()
+    keys_read(0, 1)
     v = v_s.index(0)
     v.store(dv_sum.to(dtype))
     fence_async_shared()
@@ -167,7 +162,7 @@ def consume_gradients(
                 warp_arrive(q_empty.index(stage))
                 dp = warpgroup_mma_wait(0, deps=(dp_token,))
                 stage = other
-    both_done()
+    keys_read(1, 1)
     for c in gl.static_range(CHUNKS):
         k_s.index(c).store((dk_sum[c] * scale).to(dtype))
     fence_async_shared()

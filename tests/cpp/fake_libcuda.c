@@ -22,6 +22,7 @@ enum {
   kNotFound = 500,
   kMaxDevices = 4,
   kMaxFailures = 8,
+  kMaxKernels = 64,
   kNone = -1,
   kMultiprocessors = 10,
 };
@@ -73,7 +74,7 @@ static struct {
 static struct {
   char kernel[64];
   char types[64];
-} layouts[32];
+} layouts[kMaxKernels];
 static int version =
 #ifdef FAKE_OLD
     11080;
@@ -124,7 +125,8 @@ void fake_fail(const char* function, int code) { fake_fail_times(function, code,
  * the two scratch pointers. */
 void fake_set_layout(const char* kernel, const char* types) {
   int i = 0;
-  while (layouts[i].kernel[0] && strcmp(layouts[i].kernel, kernel)) ++i;
+  while (i < kMaxKernels && layouts[i].kernel[0] && strcmp(layouts[i].kernel, kernel)) ++i;
+  if (i == kMaxKernels) abort();  // too many kernels for this file
   snprintf(layouts[i].kernel, sizeof layouts[i].kernel, "%s", kernel);
   snprintf(layouts[i].types, sizeof layouts[i].types, "%s", types);
 }
@@ -366,7 +368,7 @@ int cuLaunchKernel(Function* f, unsigned gx, unsigned gy, unsigned gz, unsigned 
   if (current == kNone || f->context != devices[current].context.id) return kInvalidHandle;
   if (!gx || !gy || !gz || !bx || gy > 65535 || gz > 65535 || extra) return kInvalidValue;
   if (shared > 49152 && (int)shared > f->kernel->shared[current]) return kInvalidValue;
-  for (int i = 0; i < 32 && layouts[i].kernel[0]; ++i) {
+  for (int i = 0; i < kMaxKernels && layouts[i].kernel[0]; ++i) {
     if (!strcmp(layouts[i].kernel, f->kernel->name)) types = layouts[i].types;
   }
   if (!types) return kNotFound;

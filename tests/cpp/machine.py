@@ -12,6 +12,7 @@ import shutil
 import struct
 import subprocess
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,7 @@ MAPPED = {
     "backward_dq_hopper": "map_bits q_entries",
 }
 POINTERS |= {f"{kernel}_mapped": f"{POINTERS[kernel]} {more}" for kernel, more in MAPPED.items()}
+POINTERS["forward_hopper_few"] = POINTERS["forward_hopper"]
 BIASED = ("forward_hopper", "backward_hopper")
 POINTERS |= {f"{kernel}_biased": f"{POINTERS[kernel]} slopes" for kernel in BIASED}
 ATTENTION = "scale:f element_test batch mask_batch q_len kv_len heads kv_heads"
@@ -91,6 +93,7 @@ SCALARS = {
     "backward_delta_general": "has_dlse batch mask_batch q_len heads v_dim",
     "forward": OF_ROWS,
     "forward_hopper": ATTENTION,
+    "forward_hopper_few": ATTENTION,
     "backward_prepare": "has_dlse clear_dq batch mask_batch q_len heads row_heads",
     "backward_hopper": ATTENTION,
     "backward_dkdv_hopper": ATTENTION,
@@ -129,6 +132,7 @@ def arguments(kernel):
 
 HOPPER = {
     "forward": ["forward_hopper"],
+    "forward_few": ["forward_hopper_few"],  # at head dim 64, of few tiles
     "backward": ["backward_prepare", "backward_hopper", "backward_finish"],
     # deterministic, or of some gradients; up to head dim 192
     "backward_apart": ["backward_prepare", "backward_dkdv_hopper", "backward_dq_hopper"],
@@ -250,6 +254,11 @@ class Machine:
     def kernels(self, name):
         """What packax_<name>_v1 launches on device 0, in order."""
         return (HOPPER if self.has_hopper() else {}).get(name) or KERNELS[name]
+
+    def forward_of(self, s):
+        """The kernel of Hopper for these sizes."""
+        few = s.heads * s.batch * ceil(s.q_len / 192) < MULTIPROCESSORS
+        return "forward_hopper_few" if few and self.has("forward_few") else "forward_hopper"
 
     def fail(self, function, code):
         self.cuda.fake_fail(function.encode(), code)
