@@ -33,7 +33,7 @@ LIMIT = {
 }  # (of TF32) ‖x - reference‖ / ‖reference‖
 
 
-def reference(query, key, value, cotangent, attends, scale, soft_cap):
+def reference(query, key, value, cotangent, attends, scale, soft_cap, slopes):
     """Output and gradients in float64; attends is (batch, queries, keys)."""
     batch, q_len = query.shape[:2]
     kv_heads = key.shape[2]
@@ -43,6 +43,9 @@ def reference(query, key, value, cotangent, attends, scale, soft_cap):
     if soft_cap is not None:
         scores = np.tanh(scores / soft_cap)
         scores, fade = soft_cap * scores, 1 - scores**2
+    if slopes is not None:
+        far = np.abs(np.arange(q_len)[:, None] - np.arange(key.shape[1]))
+        scores = scores - slopes.reshape(1, kv_heads, -1, 1, 1) * far
     scores = np.where(attends[:, None, None], scores, -np.inf)
     top = np.max(scores, -1, keepdims=True)
     p = np.exp(scores - np.where(np.isfinite(top), top, 0))
@@ -57,12 +60,13 @@ def reference(query, key, value, cotangent, attends, scale, soft_cap):
 
 
 def run(
-    name, expression, batch, q_len, kv_len, heads, kv_heads, dims, dtype, deterministic=False, soft_cap=None,
+    name, expression, batch, q_len, kv_len, heads, kv_heads, dims, dtype, deterministic=False, soft_cap=None, alibi=False,
 ) -> bool:  # fmt: skip
     rng = np.random.default_rng(0)
     qk, v = dims
     shapes = [(q_len, heads, qk), (kv_len, kv_heads, qk), (kv_len, kv_heads, v), (q_len, heads, v)]
     arrays = [jnp.asarray(rng.normal(size=(batch, *shape)), dtype) for shape in shapes]
+    slopes = 2.0 ** -np.arange(1, heads + 1, dtype=np.float32) if alibi else None
 
     @jax.jit
     def both(query, key, value, cotangent):
@@ -74,6 +78,7 @@ def run(
                 implementation="cubin",
                 deterministic=deterministic,
                 soft_cap=soft_cap,
+                bias=packax.alibi(slopes) if alibi else None,
             ),
             query,
             key,
@@ -85,7 +90,9 @@ def run(
     attends = np.asarray(expression.as_array(q_len, kv_len))
     attends = attends.reshape(-1, q_len, kv_len)  # a map may have an axis of heads, of one
     attends = np.broadcast_to(attends, (batch, q_len, kv_len))
-    exact = reference(*(np.asarray(x, np.float64) for x in arrays), attends, qk**-0.5, soft_cap)
+    exact = reference(
+        *(np.asarray(x, np.float64) for x in arrays), attends, qk**-0.5, soft_cap, slopes
+    )
     errors = [
         np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in zip(results, exact, strict=True)
     ]
@@ -174,6 +181,9 @@ def main() -> int:
         for cap in (3.0, 50.0):  # scores past half of a cap, and below
             good &= run(f"cap {cap}", long, 1, 700, 700, 2, 1, dims, "bfloat16", soft_cap=cap)
         good &= run("cap", documents, 3, 213, 213, 4, 2, dims, "bfloat16", True, soft_cap=3.0)
+        good &= run("alibi", long, 1, 700, 700, 2, 1, dims, "bfloat16", alibi=True)
+        # at head dim 64 few tiles have a forward of their own
+        good &= run("many heads", long, 1, 700, 700, 48, 12, dims, "bfloat16")
         good &= run("mapped", mapped, 1, 700, 700, 2, 1, dims, "bfloat16")
         good &= decode(dims, "bfloat16", 16)
         if arguments.small:

@@ -118,13 +118,13 @@ def test_forward_of_few_tiles(tmp_path, driver, q_len, dtype):
     assert machine.row("forward_hopper_few", machine.variant["cc"])["block"] == 128
     heads = (MULTIPROCESSORS - 1) // ceil(q_len / 192)
     s = Sizes(batch=1, mask_batch=1, q_len=q_len, kv_len=900, heads=heads, kv_heads=1)
-    more = replace(s, heads=heads + 1)
-    assert kernels_of(machine, forward(machine, s)) == ["forward_hopper_few"]
-    assert kernels_of(machine, forward(machine, more)) == ["forward_hopper"]
-    assert kernels_of(machine, of_some_heads(forward(machine, s), 0, heads, 0)) == ["forward_hopper_few"]
-    assert kernels_of(machine, of_some_heads(forward(machine, s), 1, heads + 1, 0)) == ["forward_hopper"]
-    apart = replace(s, batch=MULTIPROCESSORS, q_len=1)
-    assert kernels_of(machine, forward(machine, apart)) == ["forward_hopper"]
+    few = forward(machine, s)
+    for call in (few, of_some_heads(few, 0, heads, 0)):
+        assert kernels_of(machine, call) == ["forward_hopper_few"]
+    more = forward(machine, replace(s, heads=heads + 1))
+    many = forward(machine, replace(s, batch=MULTIPROCESSORS, q_len=1))
+    for call in (more, of_some_heads(few, 1, heads + 1, 0), many):
+        assert kernels_of(machine, call) == ["forward_hopper"]
 
 
 def test_more_tiles_than_the_counter_counts(hopper):
