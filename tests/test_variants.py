@@ -296,7 +296,7 @@ def recompiled(monkeypatch, tmp_path, request):  # type: ignore[no-untyped-def]
         ("hopper_gradients", ["hopper_backward"]),
         ("hopper_rows", [*ONES, *KEYS]),
         ("hopper_fold", [*ONES, *KEYS]),  # by way of the producer
-        ("hopper_exchange", ["hopper_backward"]),
+        ("hopper_exchange", ["hopper_backward", "hopper_wide"]),
         ("hopper_cap", ["hopper_forward", "hopper_backward", "hopper_queries", "hopper_wide"]),
         ("hopper_bias", ["hopper_forward", "hopper_backward"]),
         ("hopper_map", ["hopper_forward", "hopper_backward", "hopper_queries"]),
