@@ -41,10 +41,7 @@ THREE = {
 # left out by the build, which says so.
 CANDIDATES: dict[str, dict[tuple[int, int], list[Constants]]] = {
     "forward_hopper": {
-        (64, 64): [
-            *({}, {"WARP_GROUPS": 2, "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24}),
-            *({"BLOCK_N": 64, "STAGES": 3}, {"ANEW": 1}, {"TURNS": 0}),
-        ],
+        (64, 64): [{}, {"BLOCK_N": 64, "STAGES": 3}, {"ANEW": 1}, {"TURNS": 0}],
         (128, 128): [{}, {"BLOCK_N": 64, "STAGES": 4}, {"ANEW": 1}, {"TURNS": 0}],
         (192, 128): [{}, {"BLOCK_N": 64}, {"ANEW": 1}, {"TURNS": 0}],
         (256, 256): [{}, {"ANEW": 1}, {"TURNS": 0}],

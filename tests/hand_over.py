@@ -8,7 +8,7 @@ Before a kernel's warps part, those of the default partition store a state for e
 that lets them go. All warps of the block meet at named barrier 1 then (`BAR.SYNC 0x1`, without a count). An idle warp reads its state
 behind that barrier, jumps by it, reads its arguments, and meets the others at barrier 1 again before they go on. So a report is
 explained if its store runs into that barrier with no branch between, and its load comes straight from it (the state) or runs into
-it from where the jump leads (arguments). racecheck of compute-sanitizer 2025.3.1 does not count a barrier that warps meet
+it from where the jump leads (arguments). racecheck of compute-sanitizer 2025.3.1 seems not to count a barrier that warps meet
 from different instructions. Prints a line for every pair of instructions; exit status 1: one is not explained.
 """
 

@@ -106,9 +106,7 @@ def check(got: Results, true: Results, yardstick: Results, factor: float = 2.0) 
         finite = np.isfinite(expected)
         np.testing.assert_array_equal(value[~finite], expected[~finite], err_msg=name)
         floor = 16 * 2.0**-24 * max(largest, 1)
-        if (
-            name == "lse"
-        ):  # a sum of logarithms to base 2, times ln 2: three roundings, each of a number of its size
+        if name == "lse":  # logarithms to base 2, added, times ln 2: three roundings of its size
             floor = max(floor, 4 * 2.0**-24 * np.abs(expected[finite]).max(initial=0))
         if dtype.itemsize < 4:
             floor += float(jnp.finfo(dtype).eps) * np.abs(expected[finite]).max(initial=0)

@@ -327,7 +327,7 @@ THREE = {"WARP_GROUPS": 3, "BLOCK_N": 64, "STAGES": 3}
     "dims,changed",
     [
         *(((dim, dim), {"TURNS": 0}) for dim in (64, 128, 256)),
-        *(((64, 64), x) for x in (THREE, THREE | {"TURNS": 0})),
+        *(((64, 64), THREE | x) for x in ({}, {"TURNS": 0}, {"ANEW": 1}, {"ANEW": 1, "TURNS": 0})),
         ((192, 128), {"TURNS": 0}),
     ],
     ids=str,

@@ -146,8 +146,8 @@ HOPPER_TILES["forward_hopper_few"] = {
     64: HOPPER_TILES["forward_hopper"][64]
     | {"WARP_GROUPS": 2, "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24}
 }
-# Each -> the plain one.
-WITH_OPTION = CAPPED | BIASED | MAPPED | FEW
+# Each -> the plain one, whose tensor maps it has.
+LIKE_PLAIN = CAPPED | BIASED | MAPPED | FEW
 # (kernel, larger head dim) -> the file of a kernel that is another for that dim, and its keys
 WIDE = {
     ("backward_dkdv_hopper", 192): ("hopper_keys", 128),
@@ -162,7 +162,7 @@ TWO_ASSEMBLERS = (
     "backward_hopper",
     "backward_dkdv_hopper",
     "backward_dq_hopper",
-    *WITH_OPTION,
+    *LIKE_PLAIN,
 )
 # But for these, where 12.9 is 1 to 8 % faster (benchmarks/results/tune_anew_h200.json).
 ONE_ASSEMBLER = (("backward_dq_hopper", 192), ("backward_dq_hopper", 256))

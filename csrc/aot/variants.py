@@ -18,11 +18,11 @@ from decode_tiles import DECODE_SPLITS, DECODE_STEP, DECODE_TILES, FLOAT32_DECOD
 from general_tiles import FLOAT32_DIMS, FLOAT32_TILES, GENERAL_TILES
 from hopper_tiles import (
     HOPPER_TILES,
+    LIKE_PLAIN,
     ONE_ASSEMBLER,
     TWO_ASSEMBLERS,
     UNDER_12_9,
     WIDE,
-    WITH_OPTION,
 )
 from portable_tiles import PORTABLE_TILES
 
@@ -94,7 +94,7 @@ TENSOR_MAPS: dict[str, dict[str, tuple[str, int | str, int | str]]] = {
     },
 }
 TENSOR_MAPS["backward_dkdv_hopper"] = TENSOR_MAPS["backward_hopper"]
-TENSOR_MAPS |= {kernel: TENSOR_MAPS[plain] for kernel, plain in WITH_OPTION.items()}
+TENSOR_MAPS |= {kernel: TENSOR_MAPS[plain] for kernel, plain in LIKE_PLAIN.items()}
 
 # Bytes of local memory a thread (spills) that a variant for Hopper may have, by kernel and head dim
 # (and the dtype, of float32); the build refuses more, and any wgmma that the assembler serialises. Accepted because: the portable
@@ -354,7 +354,7 @@ def hopper(
         qk_dim,
         v_dim,
         tuple(constants.items()),
-        block.get(WITH_OPTION.get(kernel, kernel), tile.get("ROWS", 0)),
+        block.get(LIKE_PLAIN.get(kernel, kernel), tile.get("ROWS", 0)),
         4,  # warps of the default partition; those of the others come on top
         assembler,
     )
