@@ -28,26 +28,17 @@ def tiles(*rows: tuple[int, ...]) -> list[Constants]:
     return [{}, *(dict(zip(TILE, row, strict=True)) for row in rows)]
 
 
-# dQ by three warp groups, whose registers leave room for 64 keys a step. Its tiles go by q_order_192.
-THREE = {
-    "WARP_GROUPS": 3,
-    "BLOCK_N": 64,
-    "STAGES": 3,
-    "CONSUMER_REGISTERS": 160,
-    "PRODUCER_REGISTERS": 32,
-}
-
 # kernel -> (query/key dim, value dim) -> candidates. What a kernel or the table does not have is
 # left out by the build, which says so.
 CANDIDATES: dict[str, dict[tuple[int, int], list[Constants]]] = {
     "forward_hopper": {
-        (64, 64): [{}, {"BLOCK_N": 64, "STAGES": 3}, {"ANEW": 1}, {"TURNS": 0}],
-        (128, 128): [{}, {"BLOCK_N": 64, "STAGES": 4}, {"ANEW": 1}, {"TURNS": 0}],
-        (192, 128): [{}, {"BLOCK_N": 64}, {"ANEW": 1}, {"TURNS": 0}],
-        (256, 256): [{}, {"ANEW": 1}, {"TURNS": 0}],
+        (64, 64): [{}, {"BLOCK_N": 64, "STAGES": 3}, {"ANEW": 1}],
+        (128, 128): [{}, {"BLOCK_N": 64, "STAGES": 4}, {"ANEW": 1}],
+        (192, 128): [{}, {"BLOCK_N": 64}, {"ANEW": 1}],
+        (256, 256): [{}, {"ANEW": 1}],
     },
     "forward_hopper_few": {
-        (64, 64): [{}, {"ANEW": 1}, {"STAGES": 3}, {"BLOCK_N": 64, "STAGES": 4}, {"TURNS": 0}]
+        (64, 64): [{}, {"ANEW": 1}, {"STAGES": 3}, {"BLOCK_N": 64, "STAGES": 4}]
     },
     "backward_hopper": {
         (64, 64): [
@@ -65,13 +56,10 @@ CANDIDATES: dict[str, dict[tuple[int, int], list[Constants]]] = {
         (256, 256): [{}, {"QK_CHUNK": 128}, {"QK_CHUNK": 256}, {"ANEW": 1}, {"ANEW": 1, "QK_CHUNK": 256}],
     },
     "backward_dq_hopper": {
-        (64, 64): [
-            *({}, {"DO_REGISTERS": 1}, {"ANEW": 1}, {"TURNS": 0}),
-            *(THREE | x for x in ({}, {"TURNS": 0}, {"ANEW": 1}, {"ANEW": 1, "TURNS": 0})),
-        ],
-        (128, 128): [{}, {"BLOCK_N": 64, "STAGES": 3}, {"ANEW": 1}, {"TURNS": 0}],
-        (192, 128): [{}, {"DO_REGISTERS": 0}, {"ANEW": 1}, {"TURNS": 0}],
-        (256, 256): [{}, {"BLOCK_N": 32}, {"QK_CHUNK": 64}, {"TURNS": 0}],
+        (64, 64): [{}, {"DO_REGISTERS": 1}, {"ANEW": 1}],
+        (128, 128): [{}, {"BLOCK_N": 64, "STAGES": 3}, {"ANEW": 1}],
+        (192, 128): [{}, {"DO_REGISTERS": 0}, {"ANEW": 1}],
+        (256, 256): [{}, {"BLOCK_N": 32}, {"QK_CHUNK": 64}],
     },
     "backward_prepare": {
         dims: [{}, {"ROWS": 16}, {"ROWS": 64}]

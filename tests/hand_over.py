@@ -1,8 +1,11 @@
 """Which of racecheck's reports are of what Triton hands to the warps of a partition, by the instructions at their addresses:
 
-    python tests/hand_over.py RACECHECK.txt FOLDER     (no GPU; nvdisasm is in the Triton wheel)
+    python tests/hand_over.py RACECHECK.txt FOLDER              (no GPU; nvdisasm is in the Triton wheel)
+    python tests/hand_over.py RACECHECK.txt CUBINS 128x128
 
-RACECHECK.txt is what `hazards.py racecheck ... -- benchmarks/tune.py check FOLDER` wrote, FOLDER the one of `tune.py build`.
+RACECHECK.txt is what `hazards.py racecheck ... -- benchmarks/tune.py check FOLDER` wrote, FOLDER the one of `tune.py build`; or, of whole
+programs of these head dims, `... -- tests/sanitize.py --small --dims 128x128`, CUBINS the output of csrc/aot/compile.py (bfloat16, sm_90a
+and a driver of CUDA 13).
 
 Before a kernel's warps part, those of the default partition store a state for each idle warp, and arguments; at the end, the state
 that lets them go. All warps of the block meet at named barrier 1 then (`BAR.SYNC 0x1`, without a count). An idle warp reads its state
@@ -33,10 +36,10 @@ Pair = tuple[str, str, int, int]  # kernel, head dims, address of the store, of 
 Code = list[tuple[int, str]]  # addresses and instructions
 
 
-def pairs_of(text: str) -> tuple[Counter[Pair], int]:
-    """Pairs of a store and a load, with how many reports have them; and how many reports there are."""
+def pairs_of(text: str, dims: str = "") -> tuple[Counter[Pair], int]:
+    """Pairs of a store and a load, with how many reports have them; and how many reports there are. `dims`: until the text names others."""
     found: Counter[Pair] = Counter()
-    reports, dims, first = 0, "", ("", 0)
+    reports, first = 0, ("", 0)
     for line in text.splitlines():
         if begun := BEGIN.search(line):
             dims = begun[2]
@@ -89,26 +92,38 @@ def disassembled(cubin: Path) -> Code:
     return [(int(a, 16), " ".join(x.split())) for a, x in INSTRUCTION.findall(text)]
 
 
-def main(report: Path, folder: Path) -> int:
-    rows = json.loads((folder / "index.json").read_text())
-    found, reports = pairs_of(report.read_text())
-    codes: dict[str, Code] = {}
+def cubins(folder: Path, dims: str) -> dict[tuple[str, str], list[Path]]:
+    """(kernel, head dims) -> its files: candidates of one kernel are not told apart by the tool."""
+    files: dict[tuple[str, str], list[Path]] = {}
+    if dims:
+        ending = f"_bf16_{dims}_sm90a_cuda13.cubin"
+        for file in folder.glob(f"*{ending}"):
+            files[file.name.removesuffix(ending), dims] = [file]
+        return files
+    for row in json.loads((folder / "index.json").read_text()):
+        key = row["kernel"], "x".join(map(str, row["dims"]))
+        files.setdefault(key, []).append(folder / "cubins" / f"{row['file']}.cubin")
+    return files
+
+
+def main(report: Path, folder: Path, dims: str = "") -> int:
+    found, reports = pairs_of(report.read_text(), dims)
+    files = cubins(folder, dims)
+    codes: dict[Path, Code] = {}
     kinds: Counter[tuple[str, str, str]] = Counter()
     for (kernel, dims, store, load), times in sorted(found.items()):
         kind = ""
-        for row in rows:  # candidates of one kernel are not told apart by the tool
-            if row["kernel"] == kernel and "x".join(map(str, row["dims"])) == dims:
-                file = row["file"]
-                if file not in codes:
-                    codes[file] = disassembled(folder / "cubins" / f"{file}.cubin")
-                kind = kind or explained(codes[file], store, load)
+        for file in files.get((kernel, dims), []):
+            if file not in codes:
+                codes[file] = disassembled(file)
+            kind = kind or explained(codes[file], store, load)
         kinds[kernel, dims, kind or "NOT EXPLAINED"] += times
         print(f"{kernel} {dims} store {store:#x} load {load:#x}: {kind or 'NOT EXPLAINED'}")
     print(f"{reports} reports, {len(found)} pairs of instructions; how often which were reported:")
     for (kernel, dims, kind), times in sorted(kinds.items()):
-        print(f"{kernel:<22}{dims:<9}{kind:<15}{times:>5}")
+        print(f"{kernel:<28}{dims:<9}{kind:<15}{times:>5}")
     return int(any(kind == "NOT EXPLAINED" for *_, kind in kinds))
 
 
 if __name__ == "__main__":
-    sys.exit(main(*map(Path, sys.argv[1:3])))
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:]))

@@ -301,47 +301,20 @@ def test_keys_and_values_alone_the_other_way(dim, fold, case):
     backward(Problem(case, (dim, dim)), "backward_dkdv_hopper", {"FOLD": fold})
 
 
-def queries_alone(p: Problem, changed: dict[str, int]) -> None:
+def queries_alone(p: Problem) -> None:
     stats, dq, kernel = Statistics(p), poisoned(p.query), "backward_dq_hopper" + p.option
-    c = constants(kernel, (p.qk_dim, p.v_dim), changed)
     launch("hopper_queries", kernel, 2, {
         "query": rows_of(p.query), "key": rows_of(p.key), "value": rows_of(p.value), "dout": rows_of(p.dout), "dq": rows_of(dq),
         "lse2": stats.lse2, "delta": stats.delta,
-        **p.masks("q_lo", "q_hi", "q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks", "q_entries"),
-        "q_order": p.mask["q_order_192" if c["WARP_GROUPS"] == 3 else "q_order"],
-        "counter": np.zeros(1, np.int32), "scale": p.scale, **p.sizes(), **c,
+        **p.masks("q_lo", "q_hi", "q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks", "q_order", "q_entries"),
+        "counter": np.zeros(1, np.int32), "scale": p.scale, **p.sizes(), **constants(kernel, (p.qk_dim, p.v_dim), {}),
     }, p.seed)  # fmt: skip
     p.check("dq", dq)
 
 
 @pytest.mark.parametrize("dims,case", EVERY, ids=str)
 def test_queries_alone(dims, case):
-    queries_alone(Problem(case, dims), {})
-
-
-THREE = {"WARP_GROUPS": 3, "BLOCK_N": 64, "STAGES": 3}
-
-
-@pytest.mark.parametrize("case", SOME)
-@pytest.mark.parametrize(
-    "dims,changed",
-    [
-        *(((dim, dim), {"TURNS": 0}) for dim in (64, 128, 256)),
-        *(((64, 64), THREE | x) for x in ({}, {"TURNS": 0}, {"ANEW": 1}, {"ANEW": 1, "TURNS": 0})),
-        ((192, 128), {"TURNS": 0}),
-    ],
-    ids=str,
-)
-def test_candidates_of_queries_alone(dims, changed, case):
-    queries_alone(Problem(case, dims), changed)
-
-
-@pytest.mark.parametrize("case", SOME)
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
-def test_forward_without_turns(dims, case):
-    forward(Problem(case, dims), {"TURNS": 0})
-    if dims == (64, 64):
-        forward(Problem(case, dims), {"TURNS": 0}, few=True)
+    queries_alone(Problem(case, dims))
 
 
 @pytest.mark.parametrize("case", SOME)
@@ -350,7 +323,7 @@ def test_soft_cap(dim, case):
     p = Problem(case, (dim, dim), "_capped")
     forward(p, {})
     backward(p, "backward_dkdv_hopper" if dim == 256 else "backward_hopper", {})
-    queries_alone(p, {})
+    queries_alone(p)
 
 
 @pytest.mark.parametrize("case", SOME)
@@ -373,4 +346,4 @@ def test_maps_of_blocks(blocks, case):
     p = Problem(case, (128, 128), "_mapped", blocks=blocks)
     forward(p, {})
     backward(p, "backward_dkdv_hopper", {})
-    queries_alone(p, {})
+    queries_alone(p)

@@ -5,8 +5,8 @@ from __future__ import annotations
 # The same results as the portable kernels of the same pass, which serve every other GPU.
 # kernel -> larger head dim -> constants: WARP_GROUPS (of 64 rows), BLOCK_N, STAGES of keys and
 # values, QK_CHUNK (columns of a tile of queries or keys: a power of two), registers of a consumer and
-# of a producer thread; ROWS of a program. TURNS: warp groups issue products in turns,
-# by named barriers. ANEW: addresses of operands that never move are made in every
+# of a producer thread; ROWS of a program. TURNS: warp groups issue products in turns, by named barriers, as
+# the forward and dQ always do. ANEW: addresses of operands that never move are made in every
 # step (hopper.nought); it empties registers and costs some integer instructions. On an H200 it gave the backward 1 to 3 %, dK
 # and dV of 128 2 %, of 192 4 to 5 %, the forward of 256 4 to 5 %, the forward of 128 and 192 0 to 2 % (and fewer spills); dQ lost
 # 0 to 5 %, dK and dV of 256 8 to 11 %, 64 nothing (benchmarks/results/tune_anew_h200.json).
@@ -19,7 +19,6 @@ HOPPER_TILES: dict[str, dict[int, dict[str, int]]] = {
             "WARP_GROUPS": groups,
             "BLOCK_N": keys,
             "STAGES": 2,
-            "TURNS": 1,
             "OUT_IN_QUERY": out_in_query,
             "CONSUMER_REGISTERS": 160 if groups == 3 else 240,
             "PRODUCER_REGISTERS": 32 if groups == 3 else 24,
@@ -56,10 +55,8 @@ HOPPER_TILES: dict[str, dict[int, dict[str, int]]] = {
     "backward_dq_hopper": {
         dim: {
             "QK_CHUNK": chunk,
-            "WARP_GROUPS": 2,
             "BLOCK_N": keys,
             "STAGES": stages,
-            "TURNS": 1,
             "DO_REGISTERS": in_registers,
             "CONSUMER_REGISTERS": 240,
             "PRODUCER_REGISTERS": 24,

@@ -345,7 +345,7 @@ def hopper(
         "forward_hopper": 64 * tile.get("WARP_GROUPS", 0),
         "backward_hopper": 128,
         "backward_dkdv_hopper": WIDE.get((kernel, dim), ("", 128))[1],
-        "backward_dq_hopper": 64 * tile.get("WARP_GROUPS", 0),
+        "backward_dq_hopper": 128,
     }
     return Variant(
         kernel,

@@ -52,7 +52,7 @@ def scores(q_s, k_s, w, stage, zero, CHUNKS: gl.constexpr, SLOTS: gl.constexpr):
 def consume(
     W: gl.constexpr, out, lse, q_blocks, mask, block_map, tiles_s, o_s, plan_s, full, empty, plan_bars, numbers,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, WARP_GROUPS: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr, OUT_IN_QUERY: gl.constexpr, CAPPED: gl.constexpr, BIASED: gl.constexpr, MAPPED: gl.constexpr, ANEW: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OUT_IN_QUERY: gl.constexpr, CAPPED: gl.constexpr, BIASED: gl.constexpr, MAPPED: gl.constexpr, ANEW: gl.constexpr,
 ):  # fmt: skip
     q_s, k_s, v_s = tiles_s
     q_full, k_full, v_full = full
@@ -66,7 +66,7 @@ def consume(
     s_layout: gl.constexpr = accumulator(BLOCK_N)
     o_layout: gl.constexpr = accumulator(V_DIM)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    if TURNS and W == 0:
+    if W == 0:
         gl.inline_asm(named_barrier("arrive", 0, 256), "", (), ())
     zero = gl.zeros([64, BLOCK_N], gl.float32, s_layout)
     stage = 0
@@ -100,14 +100,12 @@ def consume(
                 q_blocks, mask_b, row // 64 + W, q_len, start, steps, edges, BLOCK_N
             )
             this_map = ()
-            stage, phase = pass_by(
-                first, W, full, empty, stage, phase, STAGES, STAGES, WARP_GROUPS, TURNS
-            )
+            stage, phase = pass_by(first, W, full, empty, stage, phase, STAGES, STAGES, WARP_GROUPS)
         # the first step has no second product to run beside
         mbarrier.wait(k_full.index(stage), phase)
-        turn_wait(W, TURNS)
+        turn_wait(W)
         s = scores(q_s, k_s, W, stage, zero, CHUNKS, SLOTS)
-        turn_pass(W, WARP_GROUPS, TURNS)
+        turn_pass(W, WARP_GROUPS)
         s = warpgroup_mma_wait(0, deps=(s,))
         warp_arrive(k_empty.index(stage))
         if CAPPED:
@@ -129,12 +127,12 @@ def consume(
                 if MAPPED and part == 0:
                     at = gl.load(listed + i) * BLOCK_N
                 mbarrier.wait(k_full.index(stage), phase)
-                turn_wait(W, TURNS)
+                turn_wait(W)
                 s_token = scores(q_s, k_s, W + nought(i, ANEW), stage, zero, CHUNKS, SLOTS)
                 mbarrier.wait(v_full.index(old), old_phase)
                 p_half = unpack(p, BLOCK_N, p_layout, dtype)
                 acc_token = warpgroup_mma(p_half, v_s.index(old), acc, is_async=True)
-                turn_pass(W, WARP_GROUPS, TURNS)
+                turn_pass(W, WARP_GROUPS)
                 s = warpgroup_mma_wait(1, deps=(s_token,))
                 warp_arrive(k_empty.index(stage))
                 if CAPPED:
@@ -170,7 +168,7 @@ def consume(
         warp_arrive(v_empty.index(old))
         if not MAPPED:
             stage, phase = pass_by(
-                edges - last, W, full, empty, stage, phase, STAGES, STAGES, WARP_GROUPS, TURNS
+                edges - last, W, full, empty, stage, phase, STAGES, STAGES, WARP_GROUPS
             )
         inverse = gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o_layout)), 1)
         # select, not multiply: a row that attends nothing may have met garbage in the core

@@ -1,7 +1,7 @@
 """dQ on Hopper in Gluon without additions to memory, for deterministic gradients: the same as backward_dq, its
 checked twin. hopper_backward.py's `backward_dkdv_hopper` makes the other two gradients.
 
-A program takes tiles of WARP_GROUPS x 64 rows of one head until none is left, as forward_hopper does: warp
+A program takes tiles of 128 rows of one head until none is left, as forward_hopper does: two warp
 groups of 64 rows, and a producer warp that draws the next tile and streams its queries and cotangents,
 then keys and values. A step is three products: S = Q K^T and dP = dO V^T, then dQ += dS K with dS from
 registers. The scores of the next step run under the third product. Queries, keys and dQ are cut into
@@ -57,7 +57,7 @@ def value_stages(v_dim, block_n, stages):
 @gluon.jit
 def produce(
     maps, q_order, q_blocks, counter, block_map, tiles_s, plan_s, full, empty, plan_bars, sizes,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, WARP_GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     MAPPED: gl.constexpr,
 ):  # fmt: skip
     query, dout, key, value = maps
@@ -67,11 +67,10 @@ def produce(
     plan_full, plan_empty = plan_bars
     batch, mask_batch, q_len, kv_len, heads, kv_heads, programs = sizes
     dtype: gl.constexpr = query.dtype
-    ROWS: gl.constexpr = 64 * WARP_GROUPS
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
     V_STAGES: gl.constexpr = value_stages(V_DIM, BLOCK_N, STAGES)
     group = heads // kv_heads
-    tiles = (q_len + ROWS - 1) // ROWS
+    tiles = (q_len + 127) // 128
     total = tiles * batch * heads
     stage = 0
     phase = 0
@@ -81,9 +80,9 @@ def produce(
     tile = gl.program_id(0)
     while tile < total:
         head, kv_head, b, mask_b, row = place_of_tile(
-            tile, q_order, batch, mask_batch, tiles, group, kv_heads, ROWS, 1
+            tile, q_order, batch, mask_batch, tiles, group, kv_heads, 128, 1
         )
-        start, end, core_lo, core_hi, tested = key_range(q_blocks, mask_b, row, q_len, ROWS)
+        start, end, core_lo, core_hi, tested = key_range(q_blocks, mask_b, row, q_len, 128)
         steps, core_begin, core_end = split(start, end, core_lo, core_hi, BLOCK_N)
         edges = steps - core_end + core_begin
         if MAPPED:
@@ -97,7 +96,7 @@ def produce(
             (plan_s.index(slot), row, head, b, start, steps, edges, core_begin, core_end, tested),
         )
         mbarrier.arrive(plan_full.index(slot))
-        for w in gl.static_range(WARP_GROUPS):
+        for w in gl.static_range(2):
             mbarrier.wait(q_empty.index(w), q_phase ^ 1)
             mbarrier.expect(q_full.index(w), 64 * (QK_DIM + V_DIM) * 2)
             for c in gl.static_range(CHUNKS):
@@ -142,8 +141,8 @@ def produce(
 @gluon.jit
 def consume(
     W: gl.constexpr, dq, stats, q_blocks, mask, block_map, tiles_s, plan_s, full, empty, plan_bars, numbers,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, WARP_GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    TURNS: gl.constexpr, DO_REGISTERS: gl.constexpr, CAPPED: gl.constexpr, MAPPED: gl.constexpr, ANEW: gl.constexpr,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    DO_REGISTERS: gl.constexpr, CAPPED: gl.constexpr, MAPPED: gl.constexpr, ANEW: gl.constexpr,
 ):  # fmt: skip
     lse2, delta = stats
     q_s, do_s, k_s, v_s = tiles_s
@@ -165,8 +164,8 @@ def consume(
     slot = 0
     slot_phase = 0
     q_phase = 0
-    if W == WARP_GROUPS - 1:
-        turn_pass(W, WARP_GROUPS, TURNS)
+    if W == 1:
+        turn_pass(1, 2)
     mbarrier.wait(plan_full.index(0), 0)
     row, head, b, start, steps, edges, core_begin, core_end, tested = hear(plan_s.index(0))
     while steps > 0:
@@ -197,9 +196,7 @@ def consume(
         else:
             first, last = own_steps(q_blocks, mask_b, row // 64 + W, q_len, start, steps, edges, BLOCK_N)  # fmt: skip
             this_map = ()
-            stage, phase = pass_by(
-                first, W, full, empty, stage, phase, V_STAGES, STAGES, WARP_GROUPS, TURNS
-            )
+            stage, phase = pass_by(first, W, full, empty, stage, phase, V_STAGES, STAGES, 2)
         end = gl.where(edges == steps, last, steps)
         mbarrier.wait(k_full.index(stage), phase)
         s = scores(q, k_s, stage, zero, CHUNKS)
@@ -239,7 +236,7 @@ def consume(
                 if part == 0:  # P is 0 where masked, dP may be anything there
                     ds = gl.where(p == 0.0, 0.0, ds)
                 ds_half = gl.convert_layout(ds.to(dtype), ds_layout)
-                turn_wait(W, TURNS)
+                turn_wait(W)
                 dq_tokens = add_products(ds_half, k_s, stage, dq_sum, CHUNKS)
                 old = stage
                 stage, phase = after(stage, phase, STAGES)
@@ -248,16 +245,14 @@ def consume(
                     mbarrier.wait(k_full.index(stage), phase)
                 # after the last step the scores of this one, again: they are dropped
                 s_token = scores(q_left, k_s, gl.where(more, stage, old), zero, CHUNKS)
-                turn_pass(W, WARP_GROUPS, TURNS)
+                turn_pass(W, 2)
                 dq_sum = finished(dq_tokens, CHUNKS, CHUNKS)
                 if more:
                     warp_arrive(k_empty.index(old))
                 s = warpgroup_mma_wait(0, deps=(s_token,))
         warp_arrive(k_empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)))
         if not MAPPED:
-            stage, phase = pass_by(
-                steps - end, W, full, empty, stage, phase, V_STAGES, STAGES, WARP_GROUPS, TURNS
-            )
+            stage, phase = pass_by(steps - end, W, full, empty, stage, phase, V_STAGES, STAGES, 2)
         lo = gl.load(q_lo + mask_row + rows, mask=there, other=0)
         hi = gl.load(q_hi + mask_row + rows, mask=there, other=0)
         # of a NaN, too: it must reach the result
@@ -281,15 +276,15 @@ def consume(
         mbarrier.wait(plan_full.index(slot), slot_phase)
         row, head, b, start, steps, edges, core_begin, core_end, tested = hear(plan_s.index(slot))
     if W == 0:
-        turn_wait(0, TURNS)
+        turn_wait(0)
 
 
 @gluon.jit
 def tiles_of_rows(
     query, key, value, dout, dq, lse2, delta, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
     block_map, scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, WARP_GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    TURNS: gl.constexpr, DO_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, CAPPED: gl.constexpr, MAPPED: gl.constexpr, ANEW: gl.constexpr,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    DO_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, CAPPED: gl.constexpr, MAPPED: gl.constexpr, ANEW: gl.constexpr,
 ):  # fmt: skip
     """One program of the kernels below."""
     dtype: gl.constexpr = query.dtype
@@ -301,14 +296,14 @@ def tiles_of_rows(
     qk_tile: gl.constexpr = get_layout([64, QK_CHUNK], dtype)
     v_tile: gl.constexpr = get_layout([64, V_DIM], dtype)
     tiles_s = (
-        gl.allocate_shared_memory(dtype, [WARP_GROUPS * CHUNKS, 64, QK_CHUNK], qk_tile),
-        gl.allocate_shared_memory(dtype, [WARP_GROUPS, 64, V_DIM], v_tile),
+        gl.allocate_shared_memory(dtype, [2 * CHUNKS, 64, QK_CHUNK], qk_tile),
+        gl.allocate_shared_memory(dtype, [2, 64, V_DIM], v_tile),
         gl.allocate_shared_memory(dtype, [STAGES * CHUNKS, BLOCK_N, QK_CHUNK], qk_tile),
         gl.allocate_shared_memory(dtype, [V_STAGES, BLOCK_N, V_DIM], v_tile),
     )
     plan_s = gl.allocate_shared_memory(gl.int32, [2, 16], line)
-    q_full = gl.allocate_shared_memory(gl.int64, [WARP_GROUPS, 1], bar)
-    q_empty = gl.allocate_shared_memory(gl.int64, [WARP_GROUPS, 1], bar)
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], bar)
@@ -319,15 +314,14 @@ def tiles_of_rows(
         mbarrier.init(k_full.index(j), 1)
         if j < V_STAGES:
             mbarrier.init(v_full.index(j), 1)
-        mbarrier.init(k_empty.index(j), WARP_GROUPS * 4)
+        mbarrier.init(k_empty.index(j), 8)
         if j < V_STAGES:
-            mbarrier.init(v_empty.index(j), WARP_GROUPS * 4)
-    for j in gl.static_range(WARP_GROUPS):
+            mbarrier.init(v_empty.index(j), 8)
+    for j in gl.static_range(2):
         mbarrier.init(q_full.index(j), 1)
         mbarrier.init(q_empty.index(j), 4)
-        if j < 2:
-            mbarrier.init(plan_full.index(j), 1)
-            mbarrier.init(plan_empty.index(j), WARP_GROUPS * 128)
+        mbarrier.init(plan_full.index(j), 1)
+        mbarrier.init(plan_empty.index(j), 256)
 
     maps = (query, dout, key, value)
     stats = (lse2, delta)
@@ -337,42 +331,30 @@ def tiles_of_rows(
     bars = (plan_full, plan_empty)
     sizes = (batch, mask_batch, q_len, kv_len, heads, kv_heads, gl.num_programs(0))
     numbers = (element_test, mask_batch, q_len, kv_len, heads, scale, soft_cap)
-    if WARP_GROUPS == 2:
-        gl.warp_specialize(
-            [
-                (consume, (0, dq, stats, q_blocks, mask, block_map, tiles_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, TURNS, DO_REGISTERS, CAPPED, MAPPED, ANEW)),
-                (consume, (1, dq, stats, q_blocks, mask, block_map, tiles_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, TURNS, DO_REGISTERS, CAPPED, MAPPED, ANEW)),
-                (produce, (maps, q_order, q_blocks, counter, block_map, tiles_s, plan_s, full, empty, bars, sizes, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, MAPPED)),
-            ],
-            [4, 1],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (consume, (0, dq, stats, q_blocks, mask, block_map, tiles_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, TURNS, DO_REGISTERS, CAPPED, MAPPED, ANEW)),
-                (consume, (1, dq, stats, q_blocks, mask, block_map, tiles_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, TURNS, DO_REGISTERS, CAPPED, MAPPED, ANEW)),
-                (consume, (2, dq, stats, q_blocks, mask, block_map, tiles_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, TURNS, DO_REGISTERS, CAPPED, MAPPED, ANEW)),
-                (produce, (maps, q_order, q_blocks, counter, block_map, tiles_s, plan_s, full, empty, bars, sizes, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, MAPPED)),
-            ],
-            [4, 4, 1],
-            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (consume, (0, dq, stats, q_blocks, mask, block_map, tiles_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES, DO_REGISTERS, CAPPED, MAPPED, ANEW)),
+            (consume, (1, dq, stats, q_blocks, mask, block_map, tiles_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES, DO_REGISTERS, CAPPED, MAPPED, ANEW)),
+            (produce, (maps, q_order, q_blocks, counter, block_map, tiles_s, plan_s, full, empty, bars, sizes, QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES, MAPPED)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip
 
 
 @gluon.jit
 def backward_dq_hopper(
     query, key, value, dout, dq, lse2, delta, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
     scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, WARP_GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    TURNS: gl.constexpr, DO_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    DO_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr,
 ):  # fmt: skip
     """query, key, value, dout, dq are tensor maps (batch, length, heads * dim) with boxes of 64 or BLOCK_N rows of one
     head; lse2 and delta as backward_prepare leaves them; counter holds 0 and lives as long as the launch."""
     tiles_of_rows(
         query, key, value, dout, dq, lse2, delta, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
         (), scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, TURNS, DO_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, False, False, ANEW,
+        QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES, DO_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, False, False, ANEW,
     )  # fmt: skip
 
 
@@ -380,14 +362,14 @@ def backward_dq_hopper(
 def backward_dq_hopper_capped(
     query, key, value, dout, dq, lse2, delta, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
     scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, WARP_GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    TURNS: gl.constexpr, DO_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    DO_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr,
 ):  # fmt: skip
     """`backward_dq_hopper` with a soft cap (hopper_cap.py): the same as backward_dq_general, its checked twin."""
     tiles_of_rows(
         query, key, value, dout, dq, lse2, delta, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
         (), scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, TURNS, DO_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, True, False, ANEW,
+        QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES, DO_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, True, False, ANEW,
     )  # fmt: skip
 
 
@@ -396,13 +378,13 @@ def backward_dq_hopper_mapped(
     query, key, value, dout, dq, lse2, delta, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
     map_bits, q_entries,
     scale, element_test, batch, mask_batch, map_batch, map_heads, q_block, kv_block, q_len, kv_len, heads, kv_heads,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, WARP_GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    TURNS: gl.constexpr, DO_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    DO_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr,
 ):  # fmt: skip
     """`backward_dq_hopper` with a map of blocks (hopper_map.py): the same as backward_dq_general, its checked twin."""
     block_map = (map_bits, q_entries, map_batch, map_heads, q_block, kv_block)
     tiles_of_rows(
         query, key, value, dout, dq, lse2, delta, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
         block_map, scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, TURNS, DO_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, False, True, ANEW,
+        QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES, DO_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, False, True, ANEW,
     )  # fmt: skip

@@ -86,15 +86,13 @@ def masked(s, rows, start, mask, tested, element_test, q_len, kv_len, this_map, 
 
 
 @gluon.jit
-def turn_wait(W: gl.constexpr, TURNS: gl.constexpr):
-    if TURNS:
-        gl.inline_asm(named_barrier("sync", W, 256), "", (), ())
+def turn_wait(W: gl.constexpr):
+    gl.inline_asm(named_barrier("sync", W, 256), "", (), ())
 
 
 @gluon.jit
-def turn_pass(W: gl.constexpr, WARP_GROUPS: gl.constexpr, TURNS: gl.constexpr):
-    if TURNS:
-        gl.inline_asm(named_barrier("arrive", (W + 1) % WARP_GROUPS, 256), "", (), ())
+def turn_pass(W: gl.constexpr, WARP_GROUPS: gl.constexpr):
+    gl.inline_asm(named_barrier("arrive", (W + 1) % WARP_GROUPS, 256), "", (), ())
 
 
 @gluon.jit
@@ -109,14 +107,14 @@ def place_of_values(stage, phase, V_STAGES: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def pass_by(count, W: gl.constexpr, full, empty, stage, phase, V_STAGES: gl.constexpr, STAGES: gl.constexpr, WARP_GROUPS: gl.constexpr, TURNS: gl.constexpr):  # fmt: skip
+def pass_by(count, W: gl.constexpr, full, empty, stage, phase, V_STAGES: gl.constexpr, STAGES: gl.constexpr, WARP_GROUPS: gl.constexpr):  # fmt: skip
     """Steps in which this warp group has nothing to do but to take its turn."""
     _, k_full, v_full = full
     _, k_empty, v_empty = empty
     for _i in range(0, count):
         mbarrier.wait(k_full.index(stage), phase)
-        turn_wait(W, TURNS)
-        turn_pass(W, WARP_GROUPS, TURNS)
+        turn_wait(W)
+        turn_pass(W, WARP_GROUPS)
         warp_arrive(k_empty.index(stage))
         v_stage, v_phase = place_of_values(stage, phase, V_STAGES, STAGES)
         mbarrier.wait(v_full.index(v_stage), v_phase)
