@@ -4,8 +4,8 @@
     python tests/hand_over.py RACECHECK.txt CUBINS 128x128
 
 RACECHECK.txt is what `hazards.py racecheck ... -- benchmarks/tune.py check FOLDER` wrote, FOLDER the one of `tune.py build`; or, of whole
-programs of these head dims, `... -- tests/sanitize.py --small --dims 128x128`, CUBINS the output of csrc/aot/compile.py (bfloat16, sm_90a
-and a driver of CUDA 13).
+programs of these head dims, `... -- tests/sanitize.py --small --dims 128x128`, CUBINS the output of csrc/aot/compile.py (read are those of
+bfloat16 that a driver of CUDA 13 gets on sm_90a). Lines `@begin WHAT of 64x64` in it say head dims, too.
 
 Before a kernel's warps part, those of the default partition store a state for each idle warp, and arguments; at the end, the state
 that lets them go. All warps of the block meet at named barrier 1 then (`BAR.SYNC 0x1`, without a count). An idle warp reads its state
@@ -26,6 +26,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 BEGIN = re.compile(r"@begin (\w+) .*? (\d+x\d+)$")
+COMPILED = re.compile(r"(\w+)_bf16_(\d+x\d+)_sm90a(?:_cuda13)?\.cubin$")
 ACCESS = re.compile(r"(Race reported between|and) (Read|Write) access at (\w+)\+0x([0-9a-f]+)")
 INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,5})\*/\s+(.*?)\s*;")
 BARRIER = re.compile(r"BAR\.SYNC\.DEFER_BLOCKING 0x1$")
@@ -92,23 +93,25 @@ def disassembled(cubin: Path) -> Code:
     return [(int(a, 16), " ".join(x.split())) for a, x in INSTRUCTION.findall(text)]
 
 
-def cubins(folder: Path, dims: str) -> dict[tuple[str, str], list[Path]]:
+def cubins(folder: Path) -> dict[tuple[str, str], list[Path]]:
     """(kernel, head dims) -> its files: candidates of one kernel are not told apart by the tool."""
     files: dict[tuple[str, str], list[Path]] = {}
-    if dims:
-        ending = f"_bf16_{dims}_sm90a_cuda13.cubin"
-        for file in folder.glob(f"*{ending}"):
-            files[file.name.removesuffix(ending), dims] = [file]
+    if (folder / "index.json").exists():
+        for row in json.loads((folder / "index.json").read_text()):
+            key = row["kernel"], "x".join(map(str, row["dims"]))
+            files.setdefault(key, []).append(folder / "cubins" / f"{row['file']}.cubin")
         return files
-    for row in json.loads((folder / "index.json").read_text()):
-        key = row["kernel"], "x".join(map(str, row["dims"]))
-        files.setdefault(key, []).append(folder / "cubins" / f"{row['file']}.cubin")
-    return files
+    for file in sorted(folder.glob("*.cubin")):
+        if found := COMPILED.match(
+            file.name
+        ):  # ..._sm90a.cubin, then the one of a driver of CUDA 13
+            files.setdefault((found[1], found[2]), []).append(file)
+    return {key: those[-1:] for key, those in files.items()}
 
 
 def main(report: Path, folder: Path, dims: str = "") -> int:
     found, reports = pairs_of(report.read_text(), dims)
-    files = cubins(folder, dims)
+    files = cubins(folder)
     codes: dict[Path, Code] = {}
     kinds: Counter[tuple[str, str, str]] = Counter()
     for (kernel, dims, store, load), times in sorted(found.items()):

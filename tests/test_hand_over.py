@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
-from hand_over import explained, pairs_of
+from hand_over import cubins, explained, pairs_of
 
 REPORT = """\
 @begin forward_hopper table 13.4 64x64
@@ -43,6 +45,32 @@ def test_reports_and_pairs():
     }
     with pytest.raises(SystemExit, match="two of a kind"):
         pairs_of(REPORT.replace("Write", "Read"))
+
+
+def test_reports_of_programs_name_head_dims():
+    """Which their command has, or a line before them."""
+    program = "\n".join(line for line in REPORT.splitlines() if not line.startswith("@begin"))
+    assert {dims for _, dims, *_ in pairs_of(program, "192x128")[0]} == {"192x128"}
+    assert {dims for _, dims, *_ in pairs_of("@begin programs of 64x64\n" + program)[0]} == {
+        "64x64"
+    }
+
+
+def test_cubins(tmp_path):
+    """Those that a driver of CUDA 13 gets: its own, else the one there is."""
+    for name in ("forward_bf16_64x64_sm90a", "forward_bf16_64x64_sm90a_cuda13", "forward_f16_64x64_sm90a", "forward_bf16_64x64_sm80",
+                 "backward_dq_bf16_256x256_sm90a"):  # fmt: skip
+        (tmp_path / f"{name}.cubin").touch()
+    assert {key: [file.stem for file in files] for key, files in cubins(tmp_path).items()} == {
+        ("forward", "64x64"): ["forward_bf16_64x64_sm90a_cuda13"],
+        ("backward_dq", "256x256"): ["backward_dq_bf16_256x256_sm90a"],
+    }
+    rows = [{"kernel": "forward", "dims": [64, 64], "file": x} for x in ("table", "other")]
+    (tmp_path / "index.json").write_text(json.dumps(rows))
+    folder = tmp_path / "cubins"
+    assert cubins(tmp_path) == {
+        ("forward", "64x64"): [folder / "table.cubin", folder / "other.cubin"]
+    }
 
 
 def test_explained():
