@@ -7,6 +7,10 @@ import zipfile
 
 KEPT = (".py", ".pyi", ".so", "py.typed")
 LARGEST = 60_000_000  # bytes
+NEEDED = (
+    *("packax/py.typed", "licenses/LICENSE"),
+    *(f"third_party/licenses/{name}.txt" for name in ("nanobind", "robin_map", "triton")),
+)
 FORBIDDEN = (b"import triton", b"from triton")
 
 
@@ -27,8 +31,11 @@ def main(path: str) -> int:
         extensions = [name for name in names if name.endswith(".so")]
         if len(extensions) != 1 or not extensions[0].startswith("packax/_ext"):
             problems.append(f"one extension module packax/_ext expected, found {extensions}")
-        if not any(name.endswith("/licenses/LICENSE") for name in names):
-            problems.append("the licence is missing")
+        problems += [
+            f"{needed} is missing"
+            for needed in NEEDED
+            if not any(f"/{name}".endswith(f"/{needed}") for name in names)
+        ]
         size = sum(info.compress_size for info in wheel.infolist())
         if size > LARGEST:
             problems.append(f"more than {LARGEST / 1e6:.0f} MB")

@@ -23,7 +23,7 @@ ffi::Error ReadShape(const ffi::AnyBuffer& query, const ffi::AnyBuffer& key,
   PACKAX_TRY(ToInt32("batch (query axis 0)", query.dimensions()[0], 0, kMaxInt32, &shape->batch));
   PACKAX_TRY(ToInt32("q_len (query axis 1)", query.dimensions()[1], 1, kMaxLength, &shape->q_len));
   PACKAX_TRY(
-      ToInt32("heads (query axis 2)", query.dimensions()[2], 1, kMaxInt32, &shape->row_heads));
+      ToInt32("heads (query axis 2)", query.dimensions()[2], 1, kMaxHeads, &shape->row_heads));
   shape->first_head = some ? some->first : 0;
   shape->heads = some ? some->count : shape->row_heads;
   PACKAX_CHECK(shape->heads >= 1 && shape->first_head >= 0 &&
@@ -33,7 +33,7 @@ ffi::Error ReadShape(const ffi::AnyBuffer& query, const ffi::AnyBuffer& key,
       << ", expected some of the query's " << shape->row_heads;
   PACKAX_TRY(ToInt32("qk_dim (query axis 3)", query.dimensions()[3], 1, kMaxInt32, &shape->qk_dim));
   PACKAX_TRY(ToInt32("kv_len (key axis 1)", key.dimensions()[1], 1, kMaxLength, &shape->kv_len));
-  PACKAX_TRY(ToInt32("kv_heads (key axis 2)", key.dimensions()[2], 1, kMaxInt32, &shape->kv_heads));
+  PACKAX_TRY(ToInt32("kv_heads (key axis 2)", key.dimensions()[2], 1, kMaxHeads, &shape->kv_heads));
   PACKAX_TRY(ToInt32("v_dim (value axis 3)", value.dimensions()[3], 1, kMaxInt32, &shape->v_dim));
   PACKAX_CHECK(shape->heads % shape->kv_heads == 0, kInvalidArgument)
       << (some ? "attribute heads is " : "query has ") << shape->heads << (some ? "" : " heads")

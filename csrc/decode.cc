@@ -53,7 +53,7 @@ ffi::Error ReadQuery(const ffi::AnyBuffer& query, const ffi::AnyBuffer& value, D
       << "query is " << DtypeText(s->dtype) << ", expected bfloat16, float16 or float32";
   PACKAX_TRY(ToInt32("batch (query axis 0)", query.dimensions()[0], 0, kMaxInt32, &s->batch));
   PACKAX_TRY(ToInt32("q_len (query axis 1)", query.dimensions()[1], 1, kMaxRows, &s->q_len));
-  PACKAX_TRY(ToInt32("heads (query axis 2)", query.dimensions()[2], 1, kMaxInt32, &s->heads));
+  PACKAX_TRY(ToInt32("heads (query axis 2)", query.dimensions()[2], 1, kMaxHeads, &s->heads));
   PACKAX_TRY(ToInt32("qk_dim (query axis 3)", query.dimensions()[3], 1, kMaxInt32, &s->qk_dim));
   PACKAX_TRY(ToInt32("v_dim (value axis 3)", value.dimensions()[3], 1, kMaxInt32, &s->v_dim));
   return ffi::Error::Success();
@@ -62,7 +62,7 @@ ffi::Error ReadQuery(const ffi::AnyBuffer& query, const ffi::AnyBuffer& value, D
 ffi::Error ReadCache(const ffi::AnyBuffer& key, const ffi::AnyBuffer& value,
                      const ffi::AnyBuffer& block_table, int32_t paged, DecodeShape* s) {
   const auto key_sizes = key.dimensions();
-  PACKAX_TRY(ToInt32("kv_heads (key axis 2)", key_sizes[2], 1, kMaxInt32, &s->kv_heads));
+  PACKAX_TRY(ToInt32("kv_heads (key axis 2)", key_sizes[2], 1, kMaxHeads, &s->kv_heads));
   PACKAX_CHECK(s->heads % s->kv_heads == 0, kInvalidArgument)
       << "query has " << s->heads << " heads, expected a multiple of the " << s->kv_heads
       << " heads of key and value";

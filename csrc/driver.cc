@@ -3,7 +3,6 @@
 #include <cuda.h>
 #include <dlfcn.h>
 
-#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
@@ -15,7 +14,7 @@ constexpr int64_t kMaxGridX = 2147483647, kMaxGridY = 65535;
 
 // Limits of cuTensorMapEncodeTiled, strides in bytes; it takes sizes up to 2^32, but those that a
 // kernel gets beside the map are int32.
-constexpr int64_t kMaxMapSize = 2147483647, kMaxMapStride = int64_t{1} << 40;
+constexpr int64_t kMaxMapStride = int64_t{1} << 40;
 constexpr int64_t kMapAlignment = 16;
 // In maps of tensors whose last element begins below this, drivers up to that version set bit 21 of
 // the second word; Triton's and CUTLASS's launchers clear it, and so does this one.
@@ -328,8 +327,6 @@ ffi::Error EncodeTensorMap(const LoadedKernel& kernel, int index, const TensorVi
   const Variant& v = *kernel.variant;
   const TensorMapBox& box = v.tensor_maps[index];
   const MapElement element = Describe(view.element);
-  PACKAX_CHECK(std::max({view.batch, view.length, view.columns}) <= kMaxMapSize, kInvalidArgument)
-      << MapText(view, box) << ": a size is over " << kMaxMapSize << "; " << v.name;
   const int64_t row = view.row * element.bytes;
   PACKAX_CHECK(view.length <= (kMaxMapStride - 1) / row, kInvalidArgument)
       << MapText(view, box) << ": one row of the batch has 2^40 bytes or more; " << v.name;

@@ -13,6 +13,8 @@ namespace packax {
 namespace {
 
 constexpr int64_t kMinTableSize = 1024;
+// So that five tables of two slots per key stay below 2^31; past it Python takes XLA's twin.
+constexpr int64_t kMaxTableKeys = int64_t{1} << 27;
 // Keys per entry at the end of the workspace.
 constexpr int64_t kWorkspaceChunk = 1024;
 
@@ -38,9 +40,9 @@ ffi::Error Documents(Stream stream, ffi::AnyBuffer q_ids, ffi::AnyBuffer kv_ids,
   PACKAX_TRY(ExpectRank("kv_ids", kv_ids, 2, "(mask_batch, kv_len)"));
   PACKAX_TRY(ToInt32("mask_batch (q_ids axis 0)", q_ids.dimensions()[0], 0, kMaxInt32, &r.batch));
   PACKAX_TRY(ToInt32("q_len (q_ids axis 1)", q_ids.dimensions()[1], 1, kMaxLength, &r.q_len));
-  PACKAX_TRY(ToInt32("kv_len (kv_ids axis 1)", kv_ids.dimensions()[1], 1, kMaxLength, &r.kv_len));
+  PACKAX_TRY(ToInt32("kv_len (kv_ids axis 1)", kv_ids.dimensions()[1], 1, kMaxTableKeys, &r.kv_len));
 
-  // Two slots per key at least, a power of two, at most 2^30.
+  // Two slots per key at least, a power of two.
   const int64_t slots = 2 * static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(r.kv_len)));
   const int32_t table_size = static_cast<int32_t>(slots > kMinTableSize ? slots : kMinTableSize);
   const int32_t table_shift = 32 - std::countr_zero(static_cast<uint32_t>(table_size));

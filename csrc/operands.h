@@ -12,9 +12,10 @@
 
 namespace packax {
 
-// The longest row: positions, tile ends and the tables of documents_p (2 slots per key) stay below
-// 2^31.
+// The longest row: positions and tile ends stay below 2^31.
 inline constexpr int64_t kMaxLength = int64_t{1} << 29;
+// Offsets in a tile do: 128 rows of so many heads of 256.
+inline constexpr int64_t kMaxHeads = 65536;
 inline constexpr int64_t kMaxInt32 = 2147483647;
 
 // One axis that an operand must have: expected size, and what that size is called.

@@ -225,7 +225,7 @@ def refusals():
     yield (
         {},
         {"query": Array("D", (2, 2, 0, "QK"))},
-        "heads (query axis 2) is 0, expected 1 to 2147483647",
+        "heads (query axis 2) is 0, expected 1 to 65536",
     )
     yield (
         {},

@@ -295,11 +295,11 @@ def test_grid_too_large(machine):
         f"packax_documents_v1: {name} would need a grid of (1, 70000), "
         "a GPU takes (2147483647, 65535) at most; split the batch"
     )
-    s = Sizes(batch=1, mask_batch=1, q_len=1 << 29, heads=1 << 22, kv_heads=1)
+    s = Sizes(batch=1, mask_batch=1, q_len=1 << 29, heads=1 << 16, kv_heads=1)
     failure = machine.run(backward(machine, s))
     block = machine.row("backward_delta", machine.variant["cc"])["block"]
-    assert f"would need a grid of ({2**51 // block}, 1)" in failure.message
-    s = Sizes(batch=1 << 30, mask_batch=1, q_len=1 << 29, heads=1 << 30, kv_heads=1)
+    assert f"would need a grid of ({2**45 // block}, 1)" in failure.message
+    s = Sizes(batch=1 << 30, mask_batch=1, q_len=1 << 29, heads=1 << 16, kv_heads=1)
     call = backward(machine, s).change(workspace=Array("float32", (1 << 62,)))
     failure = machine.run(call)  # no wrap-around
     assert f"has {2**62} elements, expected at least {2**63 - 1}, batch" in failure.message

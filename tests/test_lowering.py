@@ -259,6 +259,23 @@ def test_workspace_of_documents_grows_with_the_tables():
     assert documents[3][3] == f"1x{5 * 8192 + 3000 + 3}xi32"
 
 
+@pytest.mark.parametrize(
+    "batch,keys,targets",
+    [
+        (1, 1 << 27, ["packax_documents_v1", "packax_blocks_v1"]),
+        (1, (1 << 27) + 1, ["packax_blocks_v1"]),  # the tables would not fit the kernels' 32 bits
+        (65535, 100, ["packax_documents_v1", "packax_blocks_v1"]),
+        (65536, 100, []),  # batch rows are a grid's y
+    ],
+)
+def test_masks_too_large_for_the_kernels_are_made_by_xla(batch, keys, targets):
+    def build(q_ids, kv_ids):
+        return packax.create_attention_mask(packax.documents(q_ids, kv_ids))
+
+    ids = (jax.ShapeDtypeStruct((batch, n), jnp.int32) for n in (100, keys))
+    assert [name for name, *_ in calls(text_of(build, *ids))] == targets
+
+
 def test_vmap_is_one_call():
     tensors = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in abstract()]
     mapped = jax.vmap(lambda *x: step(*x, MASK))

@@ -60,7 +60,12 @@ def refusals():
     yield (
         forward,
         {"query": Array("D", (2, 300, 0, "QK"))},
-        ("heads (query axis 2) is 0, expected 1 to 2147483647"),
+        ("heads (query axis 2) is 0, expected 1 to 65536"),
+    )
+    yield (
+        forward,
+        {"query": Array("D", (2, 300, 65538, "QK"))},
+        ("heads (query axis 2) is 65538, expected 1 to 65536"),
     )
     yield (
         forward,
@@ -75,7 +80,7 @@ def refusals():
     yield (
         forward,
         {"key": Array("D", (2, 700, 0, "QK"))},
-        ("kv_heads (key axis 2) is 0, expected 1 to 2147483647"),
+        ("kv_heads (key axis 2) is 0, expected 1 to 65536"),
     )
     yield (
         forward,
@@ -266,8 +271,8 @@ def refusals():
     )
     yield (
         documents,
-        {"kv_ids": Array(I32, (2, long))},
-        (f"kv_len (kv_ids axis 1) is {long}, expected 1 to {at_most}"),
+        {"kv_ids": Array(I32, (2, (1 << 27) + 1))},
+        ("kv_len (kv_ids axis 1) is 134217729, expected 1 to 134217728"),
     )
     yield (
         documents,

@@ -32,9 +32,9 @@ def shapes(batch, q_len, kv_len, heads=8, kv_heads=2):
         (128, 64, 129, False),
         (2048, 1, 4096, False),
         (1, 64, 64, False),
-        (1 << 25, 64, 64, False),  # rows do not fit in 31 bits
-        (1 << 24, 64, 128, False),
-        (1 << 24, 64, 64, True),
+        (1 << 23, 64, 64, True),  # the longest row that the kernels take
+        ((1 << 23) + 1, 64, 64, False),
+        ((1 << 22) + 1, 64, 128, False),
     ),
 )
 def test_when(batch, q_len, kv_len, expected):

@@ -321,6 +321,45 @@ def test_a_wide_kernel_has_a_file_of_its_own(recompiled) -> None:  # type: ignor
         assert recompiled(file) == {v.name for v in ALL if v.source == file}
 
 
+@pytest.mark.parametrize(
+    "name,value,kernels",
+    [
+        ("ASSEMBLERS", table.ASSEMBLERS | {"13.4": ("ptxas-blackwell", 13010)}, {v.kernel for v in ALL if v.assembler == "13.4"}),
+        ("MULTIPLES", {}, set(table.KERNELS)),
+        ("FLOATS", ("scale",), set(table.KERNELS)),
+        ("SPILLS", table.SPILLS | {("forward_hopper", 128): 4096}, {"forward_hopper"}),
+        ("SERIALISED", ("backward_dkdv", "forward"), {"forward"}),
+    ],
+)  # fmt: skip
+def test_what_the_table_says_beside_a_variant_recompiles_it(monkeypatch, name, value, kernels):  # type: ignore[no-untyped-def]
+    """Else the cache would give what was compiled, and accepted, by another table."""
+    before = {v.name: compiler.fingerprint(v) for v in ALL}
+    for module in (table, compiler.table):  # the same file, loaded twice
+        monkeypatch.setattr(module, name, value)
+    assert {v.kernel for v in ALL if compiler.fingerprint(v) != before[v.name]} == kernels
+
+
+def test_an_interrupted_build_leaves_nothing_in_the_cache(monkeypatch, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    variant, out, store = ALL[0], tmp_path / "out", tmp_path / "store"
+    out.mkdir()
+    for suffix in (".cubin", ".json"):
+        (out / f"{variant.name}{suffix}").write_bytes(b"whole")
+    write = pathlib.Path.write_bytes
+
+    def full_disk(path, data):  # type: ignore[no-untyped-def]
+        write(path, data[:2])
+        if ".json" in path.name:
+            raise OSError("No space left on device")
+
+    with monkeypatch.context() as context:
+        context.setattr(pathlib.Path, "write_bytes", full_disk)
+        with pytest.raises(OSError, match="No space"):
+            compiler.keep(variant, out, store)
+    assert not (store / f"{variant.name}.json").exists()
+    compiler.keep(variant, out, store)
+    assert {(store / f"{variant.name}{s}").read_bytes() for s in (".cubin", ".json")} == {b"whole"}
+
+
 @pytest.mark.parametrize("file", sorted((ROOT / "csrc" / "kernels").glob("*.py")), ids=str)
 def test_files_are_imported_in_the_way_that_the_compiler_reads(file: pathlib.Path) -> None:
     imported = set()

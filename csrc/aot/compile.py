@@ -251,8 +251,23 @@ def worker(variant: table.Variant, out: str) -> None:
 
 
 def fingerprint(variant: table.Variant) -> str:
-    table_says = (variant, table.TENSOR_MAPS.get(variant.kernel), table.POINTERS, TRITON_VERSION)
+    """Of all that decides what is compiled, and whether it is accepted."""
+    table_says = (
+        *(variant, table.TENSOR_MAPS.get(variant.kernel), table.POINTERS, table.FLOATS),
+        *(table.MULTIPLES, table.ASSEMBLERS[variant.assembler], TRITON_VERSION),
+        *(variant.spills, variant.kernel in table.SERIALISED),
+    )
     return hashlib.sha256(repr(table_says).encode() + source_bytes(variant.source)).hexdigest()[:24]
+
+
+def keep(variant: table.Variant, out: pathlib.Path, store: pathlib.Path) -> None:
+    """Into the cache, whole or not at all; the JSON last, by which it is found."""
+    store.mkdir(parents=True, exist_ok=True)
+    for suffix in (".cubin", ".json"):
+        name = f"{variant.name}{suffix}"
+        part = store / f"{name}.{os.getpid()}"
+        part.write_bytes((out / name).read_bytes())
+        part.replace(store / name)
 
 
 @functools.cache
@@ -320,10 +335,7 @@ def compile_table(
                 flush=True,
             )
             if cache:
-                store = cache / fingerprint(v)
-                store.mkdir(parents=True, exist_ok=True)
-                for suffix in (".cubin", ".json"):
-                    (store / f"{name}{suffix}").write_bytes((out / f"{name}{suffix}").read_bytes())
+                keep(v, out, cache / fingerprint(v))
         time.sleep(0.02)
     # Of every kernel, also one that this build has no variant of: C++ calls them all by name.
     (out / "kernels.txt").write_text("".join(map(kernel_line, table.KERNELS)))

@@ -13,10 +13,9 @@ from packax.attention import Implementation
 from packax.precision import checked_precision
 from packax.primitives import decode_p, vary_together
 from packax.scores import checked_scale, checked_soft_cap, scores_of
-from packax.xla_masks import INT_MAX, is_symbolic
+from packax.xla_masks import INT_MAX, MAX_LENGTH, is_symbolic
 
 MAX_ROWS = 16
-MAX_KEYS = 1 << 29  # as csrc/operands.h has it
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 _IMPLEMENTATIONS = (None, "cubin", "xla")
 
@@ -264,7 +263,7 @@ def _check_tensors(
                 f"block_table must have shape ({batch}, blocks), as query, but has {table.shape}"
             )
         capacity = table.shape[1] * key.shape[1]
-    if not is_symbolic(capacity) and capacity > MAX_KEYS:
+    if not is_symbolic(capacity) and capacity > MAX_LENGTH:
         raise ValueError(
-            f"a sequence may have room for {MAX_KEYS} keys at most, but has it for {capacity}"
+            f"a sequence may have room for {MAX_LENGTH} keys at most, but has it for {capacity}"
         )

@@ -45,6 +45,8 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
 
 
 _CHUNK = 1024  # keys per program of the document kernels: the workspace holds one int per chunk
+_MOST_TABLE_KEYS = 1 << 27  # as csrc/masks.cc has it
+_MOST_MASK_ROWS = 65535  # of a batch: a grid's y, in the kernels that make masks
 
 
 def _xla_documents(q_ids, kv_ids, q_pos, kv_pos, *, compare_positions):
@@ -168,11 +170,16 @@ def _call(
     return rule(ctx, *operands, **attributes)[:results]
 
 
+def _has_mask_kernels(batch, kv_len):
+    """Else XLA makes the same integers."""
+    few = xla_masks.is_symbolic(batch) or batch <= _MOST_MASK_ROWS
+    return kernel_table.ext is not None and not xla_masks.is_symbolic(kv_len) and few
+
+
 def _documents_cuda(ctx, *operands, compare_positions):
     batch, kv_len = ctx.avals_in[1].shape
-    # XLA makes the same integers: without the extension, and where the size of the tables is not
-    # known yet.
-    if kernel_table.ext is None or xla_masks.is_symbolic(kv_len):
+    # the size of the tables must be known, and so small that the kernels' 32 bits count all of them
+    if not _has_mask_kernels(batch, kv_len) or kv_len > _MOST_TABLE_KEYS:
         return _documents_xla(ctx, *operands, compare_positions=compare_positions)
     width = 5 * xla_masks.table_size(kv_len) + kv_len + -(-kv_len // _CHUNK)
     workspace = jax.core.ShapedArray((batch, width), jnp.dtype(jnp.int32))
@@ -186,7 +193,7 @@ def _documents_cuda(ctx, *operands, compare_positions):
 
 
 def _blocks_cuda(ctx, *operands, kv_len):
-    if kernel_table.ext is None or xla_masks.is_symbolic(kv_len):  # an attribute is a number
+    if not _has_mask_kernels(ctx.avals_in[0].shape[0], kv_len):  # an attribute is a number
         return _blocks_xla(ctx, *operands, kv_len=kv_len)
     return _call(ctx, "packax_blocks_v1", operands, kv_len=np.int64(kv_len))
 

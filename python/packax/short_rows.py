@@ -29,7 +29,7 @@ def worth_merging(query: Any, key: Any) -> bool:
         return False
     short = q_len <= ROWS and key.shape[1] <= KEYS
     rows = batch * max(q_len, key.shape[1])
-    return short and batch > 1 and batch * heads >= TILES and rows <= xla_masks.INT_MAX
+    return short and batch > 1 and batch * heads >= TILES and rows <= xla_masks.MAX_LENGTH
 
 
 def forward(query: Any, key: Any, value: Any, *mask: Any, **params: Any) -> list[jax.Array]:

@@ -14,6 +14,7 @@ BLOCK = 64  # rows or keys summarised by one entry of q_blocks and kv_blocks
 TILE = 128  # rows or keys of one entry of q_order and kv_order
 TILE_192 = 192  # rows of one entry of q_order_192
 INT_MAX = 2**31 - 1
+MAX_LENGTH = 1 << 29  # of a row, as csrc/operands.h has it
 PADDING = -1
 HASH_MULTIPLIER = 0x9E3779B1  # 2^32 divided by the golden ratio: spreads consecutive ids
 
