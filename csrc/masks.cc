@@ -40,7 +40,8 @@ ffi::Error Documents(Stream stream, ffi::AnyBuffer q_ids, ffi::AnyBuffer kv_ids,
   PACKAX_TRY(ExpectRank("kv_ids", kv_ids, 2, "(mask_batch, kv_len)"));
   PACKAX_TRY(ToInt32("mask_batch (q_ids axis 0)", q_ids.dimensions()[0], 0, kMaxInt32, &r.batch));
   PACKAX_TRY(ToInt32("q_len (q_ids axis 1)", q_ids.dimensions()[1], 1, kMaxLength, &r.q_len));
-  PACKAX_TRY(ToInt32("kv_len (kv_ids axis 1)", kv_ids.dimensions()[1], 1, kMaxTableKeys, &r.kv_len));
+  PACKAX_TRY(
+      ToInt32("kv_len (kv_ids axis 1)", kv_ids.dimensions()[1], 1, kMaxTableKeys, &r.kv_len));
 
   // Two slots per key at least, a power of two.
   const int64_t slots = 2 * static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(r.kv_len)));
