@@ -176,6 +176,12 @@ def test_a_bias_needs_places_where_the_sequence_is_cut():
             lambda: packax.create_attention_mask(packax.documents(IDS), sharding=GOOD),
             ["sharding needs a mesh", "jax.set_mesh(mesh)", "AttentionSharding(..., mesh=mesh)"],
         ),
+        (
+            lambda: packax.create_attention_mask(
+                packax.documents(IDS), sharding=dataclasses.replace(GOOD, mesh="m")
+            ),
+            ["sharding.mesh must be a jax.sharding.Mesh, but is 'm'"],
+        ),
     ],
 )
 def test_refused(call, texts):

@@ -256,11 +256,12 @@ def test_every_rank_has_the_hull_of_its_own_rows():
 @pytest.mark.parametrize(
     "kind", ["causal", "documents", "positions", "spans of positions", "one mask for all"]
 )
-def test_the_specs_of_a_mask(kind):
+@pytest.mark.parametrize("plan", ["area", "head_tail"])  # the second has one batch row
+def test_the_specs_of_a_mask(kind, plan):
     """Kernels read block bounds and orders that XLA does not: each operand is cut as it was made."""
     sharding = dataclasses.replace(FULL, mesh=mesh_of(1, 2, 2, 2))
     mask = packax.create_attention_mask(
-        expression_of(kind), q_len=LENGTH, kv_len=LENGTH, sharding=sharding, plan=plan_of("area", 2)
+        expression_of(kind), q_len=LENGTH, kv_len=LENGTH, sharding=sharding, plan=plan_of(plan, 2)
     )
     layout = layout_of(sharding)
     call = partition.Call(1.0, mask.element_test, True, False, None, layout)

@@ -218,6 +218,7 @@ TWO = packax.context_plan("area", 2, lengths=[[512], [100, 412]], chunk=128)
             ["lengths sum to 600", "512"],
         ),
         (lambda: packax.context_plan("area", 2, lengths=[-1, 5]), ["lengths must hold", "-1"]),
+        (lambda: packax.context_plan("area", 2, lengths=5), ["lengths must hold", "array(5)"]),
         (lambda: PLAN.permute(np.zeros((2, 500))), ["512 rows", "axis 1", "(2, 500)"]),
         (lambda: PLAN.permute({"x": np.zeros(512)}), ["array['x']", "axis 1", "(512,)"]),
         (lambda: TWO.permute(np.zeros((3, 512))), ["plan's batch, 2", "(3, 512)"]),
@@ -229,3 +230,19 @@ def test_refused(call, texts):
         call()
     for text in texts:
         assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("empty", [[], [[]], np.zeros(0, int), [np.zeros(0, int)]], ids=str)
+def test_a_row_without_documents_is_padding(empty):
+    padding = packax.context_plan("area", 2, segment_ids=np.full((1, 512), -1))
+    plan = packax.context_plan("area", 2, lengths=empty, length=512)
+    np.testing.assert_array_equal(plan.index(), padding.index())
+
+
+def test_some_rows_without_documents():
+    ids = np.zeros((2, 512), int)
+    ids[0] = -1
+    plan = packax.context_plan("area", 2, lengths=[[], [512]])
+    np.testing.assert_array_equal(
+        plan.index(), packax.context_plan("area", 2, segment_ids=ids).index()
+    )

@@ -6,6 +6,7 @@ lies behind a length, and against a copy of the cache where vmap need not make o
 
 from __future__ import annotations
 
+import doctest
 import functools
 import importlib.util
 import json
@@ -441,3 +442,48 @@ def test_benchmark(tmp_path, monkeypatch, capsys):
     (row,) = json.loads((tmp_path / "decode.json").read_text())["cases"]
     assert row["left_out"]["packax"].startswith("wrong") and "packax" not in row["times"]
     assert "| dense | wrong" in capsys.readouterr().out
+
+
+def test_the_documented_loop_writes_to_no_page_that_is_not_there():
+    """A negative entry of the table is no page; as an index it would be one from the end."""
+    examples = doctest.DocTestParser().get_examples(packax.decode_attention.__doc__)
+    (loop,) = (x.source for x in examples if "def step" in x.source)
+    names = {"functools": functools, "jax": jax, "jnp": jnp, "packax": packax}
+    exec(loop, names)
+    new, cache = jnp.full((2, 1, 1, 8), -1.0), jnp.ones((4, 2, 1, 8))
+    table, lengths = jnp.array([[0, -1], [2, 1]]), jnp.array([2, 2])
+    out, *caches, _ = names["step"](new, new, new, cache, cache + 0, table, lengths)
+    for x in caches:
+        np.testing.assert_array_equal(x[:, :, 0, 0], [[1, 1], [-1, 1], [1, 1], [1, 1]])
+    assert np.isnan(out[0]).all() and np.isfinite(out[1]).all()
+
+
+@pytest.mark.parametrize("page_size", (0, 16))
+@pytest.mark.parametrize("mapped", ("query", "caches"))
+def test_vmap_beside_a_batch_that_is_sharded_in_its_type(page_size, mapped):
+    """The mapped axis goes behind the batch there."""
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices("cpu")[:2], axis_types=(AxisType.Explicit,))  # fmt: skip
+    rng = np.random.default_rng(3)
+    query, key, value = (jnp.asarray(rng.normal(size=(4, n, h, 8)), jnp.float32) for n, h in ((1, 4), (48, 2), (48, 2)))  # fmt: skip
+    lengths, table = jnp.array([48, 1, 30, 17]), None
+    if page_size:
+        key, value = (x.reshape(12, 16, 2, 8) for x in (key, value))
+        table = jnp.asarray(rng.permutation(12).reshape(4, 3), jnp.int32)
+
+    def attend(scale, query, key, value):
+        scaled = (
+            (query * scale, key, value)
+            if mapped == "query"
+            else (query, key * scale, value * scale)
+        )
+        return packax.decode_attention(*scaled, lengths, block_table=table)
+
+    scales = jnp.arange(1.0, 4)
+    expected = jnp.stack([attend(s, query, key, value) for s in scales])
+    with jax.set_mesh(mesh) if hasattr(jax, "set_mesh") else jax.sharding.use_mesh(mesh):
+        sharded = jax.sharding.reshard(query, P("data"))
+        if not page_size:
+            key, value = (jax.sharding.reshard(x, P("data")) for x in (key, value))
+            lengths = jax.sharding.reshard(lengths, P("data"))
+        got = jax.vmap(attend, (0, None, None, None))(scales, sharded, key, value)
+    np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6)

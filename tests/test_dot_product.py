@@ -216,3 +216,13 @@ def test_errors_of_shapes():
         packax.dot_product_attention(q, k, v[..., :4])
     with pytest.raises(ValueError, match=r"query must have shape \(batch, length, heads, dim\) or"):
         packax.dot_product_attention(q[0, 0], k, v)
+
+
+def test_a_mask_of_keys_under_x64():
+    """Where plain integers are int64."""
+    x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
+    args = tensors()
+    want = packax.dot_product_attention(*args, mask=KEYS)
+    with x64(True):
+        got = packax.dot_product_attention(*args, mask=jnp.asarray(KEYS))
+    np.testing.assert_allclose(got, want, atol=1e-6)

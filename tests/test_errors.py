@@ -98,6 +98,8 @@ def test_the_good_call_is_good():
         ({"bias": np.zeros((10, 10))}, ["bias must be None or alibi(slopes)", "ndarray"]),
         ({"bias": packax.alibi(np.ones(2))}, ["slopes must have shape (4,), one slope per head"]),
         ({"bias": packax.alibi([1, 2, 3, 4])}, ["slopes must be an array of floats, but is int"]),
+        ({"bias": packax.alibi("a")}, ["slopes must be an array of floats, but is 'a'"]),
+        ({"sinks": "a"}, ["sinks must be an array of floats, but is 'a'"]),
         ({"bias": packax.alibi(None)}, ["slopes must be an array of floats, but is None"]),
         (
             {"bias": packax.alibi(np.ones(4), positions=np.zeros((3, 10), int))},
@@ -123,6 +125,7 @@ def test_the_good_call_is_good():
             {"implementation": "triton"},
             ['implementation must be None, "cubin" or "xla"', "'triton'"],
         ),
+        ({"implementation": np.array([1, 2])}, ['implementation must be None, "cubin" or "xla"']),
         ({"implementation": ["xla"]}, ['implementation must be None, "cubin" or "xla"']),
         ({"return_lse": 1}, ["return_lse must be True or False, but is 1"]),
         ({"deterministic": None}, ["deterministic must be True or False, but is None"]),

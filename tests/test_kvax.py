@@ -325,6 +325,7 @@ def test_specs_are_set_and_restored():
     "query,kv,words",
     [
         ((None,) * 3, (None,) * 4, ["query_specs must have 4 entries", "has 3"]),
+        (None, (None,) * 4, ["query_specs must have 4 entries", "has 0: None"]),
         ((None,) * 4, (None,) * 5, ["kv_specs must have 4 entries", "has 5"]),
         (("a", None, None, None), (None,) * 4, ["one batch sharding", "'a' and None"]),
         ((None,) * 3 + ("a",), (None,) * 4, ["one head_dim sharding", "'a' and None"]),
@@ -381,6 +382,7 @@ NAMES = ("query_positions", "query_segment_ids", "kv_positions", "kv_segment_ids
     [
         *MASK_ERRORS,
         ({"fwd_params": Params(0, 64)}, ["fwd_params must have block sizes that are positive"]),
+        ({"fwd_params": 3}, ["fwd_params must have block sizes that are positive integers: 3"]),
         ({"bwd_params": Params(64, 1.5)}, ["bwd_params must have block sizes that are positive"]),
     ],
 )

@@ -115,3 +115,12 @@ def test_ranges_of_any_integer_saturate():
 def test_expressions_are_frozen():
     with pytest.raises(AttributeError):
         packax.ranges([0], [1]).lo = 3
+
+
+@pytest.mark.parametrize("dtype", ["int4", "uint4"])
+def test_integer_dtypes_of_jax_alone(dtype):
+    ids = np.array([0, 0, 7])
+    for given in (jnp.asarray(ids, dtype), ids.astype(jnp.dtype(dtype))):
+        np.testing.assert_array_equal(
+            packax.documents(given).as_array(3, 3), packax.documents(ids).as_array(3, 3)
+        )

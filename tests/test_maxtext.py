@@ -210,6 +210,11 @@ def test_attention_types_of_maxtext():
         ({"attention_type": "local_sliding"}, ValueError, "sliding_window_size must be a positive"),
         ({"attention_type": "chunk", "chunk_attn_window_size": 0}, ValueError, "but is 0"),
         ({"attention_type": "block_diffusion"}, ValueError, "config.causal_block_size must be"),
+        (
+            {"config": types.SimpleNamespace(moba=True, moba_topk=2)},
+            ValueError,
+            "config.moba needs config.moba_chunk_size$",
+        ),
         ({"dropout_rate": 0.1}, NotImplementedError, "dropout_rate must be 0"),
         ({"kv_quant": object()}, NotImplementedError, "kv_quant must be None"),
         ({"use_ragged_attention": True}, NotImplementedError, "use_ragged_attention must be False"),

@@ -202,3 +202,26 @@ def test_case_of_three_rows_on_three_devices():
         jax.jit(packax.flash_attention)(query, key, value, mask),
         atol=1e-6,
     )
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["masks of rows", "one mask"])
+def test_vmap_beside_a_batch_that_is_sharded_in_its_type(shared):
+    """The mapped axis goes behind the batch there: only so do the two merge in the types."""
+    mesh = mesh_of("Explicit")
+    put = lambda x: jax.device_put(x, NamedSharding(mesh, P("data")))  # noqa: E731
+
+    def loss(factor, query, key, value, ids):
+        mask = packax.causal() if shared else packax.causal() & packax.documents(ids)
+        out = packax.flash_attention(query * factor, key, value, mask)
+        return jnp.sum(out * WEIGHTS)
+
+    args = QUERY, KEY, VALUE, jnp.asarray(IDS)
+    factors = jnp.arange(1.0, 4)
+    both = jax.value_and_grad(loss)
+    want = [both(f, *args) for f in factors]
+    with jax.set_mesh(mesh) if hasattr(jax, "set_mesh") else jax.sharding.use_mesh(mesh):
+        got = jax.vmap(lambda f: both(f, *map(put, args)))(factors)
+        jacobian = jax.jacrev(lambda f: packax.flash_attention(put(QUERY) * f, put(KEY), put(VALUE), packax.causal()).sum((0, 1)))(1.0)  # fmt: skip
+    np.testing.assert_allclose(got, np.transpose(want), rtol=2e-5)
+    forward = lambda f: packax.flash_attention(QUERY * f, KEY, VALUE, packax.causal()).sum((0, 1))  # noqa: E731
+    np.testing.assert_allclose(jacobian, jax.jacrev(forward)(1.0), atol=1e-4)

@@ -22,7 +22,14 @@ from packax.sharding import AttentionSharding, Layout, check_tensors, layout_of
 Implementation = Literal["cubin", "xla"]
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
-_IMPLEMENTATIONS = (None, "cubin", "xla")
+
+
+def check_implementation(implementation: Any) -> None:
+    known = isinstance(implementation, str) and implementation in ("cubin", "xla")
+    if implementation is not None and not known:
+        raise ValueError(
+            f'implementation must be None, "cubin" or "xla", but is {implementation!r}'
+        )
 
 
 @overload
@@ -172,10 +179,7 @@ def flash_attention(
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     layout = None if sharding is None else layout_of(sharding)
     _check_tensors(query, key, value, layout)
-    if implementation not in _IMPLEMENTATIONS:
-        raise ValueError(
-            f'implementation must be None, "cubin" or "xla", but is {implementation!r}'
-        )
+    check_implementation(implementation)
     for name, flag in (
         ("return_lse", return_lse),
         ("return_max_logits", return_max_logits),

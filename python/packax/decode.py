@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from packax.attention import Implementation
+from packax.attention import Implementation, check_implementation
 from packax.precision import checked_precision
 from packax.primitives import decode_p, vary_together
 from packax.scores import checked_scale, checked_soft_cap, scores_of
@@ -17,7 +17,6 @@ from packax.xla_masks import INT_MAX, MAX_LENGTH, is_symbolic
 
 MAX_ROWS = 16
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
-_IMPLEMENTATIONS = (None, "cubin", "xla")
 
 
 @overload
@@ -128,6 +127,7 @@ def decode_attention(
     ... def step(query, key, value, key_cache, value_cache, block_table, lengths):
     ...     page_size = key_cache.shape[1]                       # query (B, 1, H, D), key (B, 1, Hkv, D)
     ...     page = jnp.take_along_axis(block_table, lengths[:, None] // page_size, axis=1)
+    ...     page = jnp.where(page < 0, len(key_cache), page)     # none: -1 would be the last one
     ...     at = page, lengths[:, None] % page_size
     ...     key_cache = key_cache.at[at].set(key, mode="drop")
     ...     value_cache = value_cache.at[at].set(value, mode="drop")
@@ -141,10 +141,7 @@ def decode_attention(
     table = None if block_table is None else _integers("block_table", block_table)
     _check_tensors(query, key_cache, value_cache, lengths, table)
     _, q_len, _, qk_dim = query.shape
-    if implementation not in _IMPLEMENTATIONS:
-        raise ValueError(
-            f'implementation must be None, "cubin" or "xla", but is {implementation!r}'
-        )
+    check_implementation(implementation)
     for name, flag in (("return_lse", return_lse), ("causal", causal)):
         if not isinstance(flag, (bool, np.bool_)):
             raise ValueError(f"{name} must be True or False, but is {flag!r}")

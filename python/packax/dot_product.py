@@ -124,7 +124,8 @@ def dot_product_attention(
 
 def key_mask(keys: Any, rows: int) -> MaskExpression:
     """Every row attends the keys that are True, wherever they lie; keys: (B, S) or (S,)."""
-    ids = jnp.where(keys, 0, masks.PADDING_SEGMENT_ID)  # one document of all that take part
+    # one document of all that take part
+    ids = jnp.where(keys, jnp.int32(0), jnp.int32(masks.PADDING_SEGMENT_ID))
     one = jnp.zeros if is_symbolic(rows) else np.zeros
     return masks.documents(one(rows, np.int32), ids)
 

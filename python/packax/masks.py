@@ -455,9 +455,9 @@ def as_int32(
     if x.ndim not in ranks or 0 in x.shape:
         some = " and must not be empty" if x.ndim in ranks else ""
         raise ValueError(f"{name} must have shape {shapes}{some}, but has {x.shape}")
-    if not np.issubdtype(x.dtype, np.integer):
+    if not jnp.issubdtype(x.dtype, np.integer):  # jnp's knows int4
         raise ValueError(f"{name} must be integers, but has dtype {x.dtype}")
-    if np.can_cast(x.dtype, np.int32):
+    if jnp.iinfo(x.dtype).bits < 32 or x.dtype == np.int32:
         same = isinstance(x, jax.Array) and x.dtype == np.int32  # jax arrays never change
         return x if same else x.astype(np.int32)
     if saturate:

@@ -235,7 +235,7 @@ def _ids(segment_ids: Any) -> Any:
         raise ValueError(
             f"segment_ids must have shape (batch, length) or (length,), but has {ids.shape}"
         )
-    if not np.issubdtype(ids.dtype, np.integer):
+    if not jnp.issubdtype(ids.dtype, np.integer):  # jnp's knows int4
         raise ValueError(f"segment_ids must be integers, but has dtype {ids.dtype}")
     return ids if ids.ndim == 2 else ids[None]
 
@@ -249,7 +249,9 @@ def _whole_rows(ids: jax.Array) -> jax.Array:
 
 
 def _ids_of_lengths(lengths: Any, length: int | None) -> np.ndarray:
-    rows = [np.asarray(row) for row in (lengths if np.ndim(lengths[0]) else [lengths])]
+    several = isinstance(lengths, (list, tuple)) and len(lengths) > 0 and np.ndim(lengths[0]) > 0
+    rows = [np.asarray(x) for x in (lengths if several or np.ndim(lengths) > 1 else [lengths])]
+    rows = [row if row.size else row.astype(np.int32) for row in rows]  # [] is of floats
     for row in rows:
         if row.ndim != 1 or not np.issubdtype(row.dtype, np.integer) or row.min(initial=0) < 0:
             raise ValueError(

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -157,33 +157,63 @@ def _backward_shapes(query, key, value, *operands, dnumbers, **static):
     return backward_results(query, key, value, query.shape[2], dnumbers)
 
 
-def _to_front(x: jax.Array, dim: int | None, size: int) -> jax.Array:
-    if dim is None:
-        return jnp.broadcast_to(x[None], (size, *x.shape))
-    return jnp.moveaxis(x, dim, 0)
+class _Folding(NamedTuple):
+    """The mapped axis merged into the batch, which is every operand's first axis.
+
+    In front of it; behind it where the batch is sharded in the types of an explicit mesh, which merge no other way.
+    """
+
+    size: Any
+    behind: bool
+
+    def place(self, x: jax.Array, dim: int | None) -> jax.Array:
+        """The mapped axis beside the batch, of size 1 where x has none."""
+        to = int(self.behind)
+        return jnp.expand_dims(x, to) if dim is None else jnp.moveaxis(x, dim, to)
+
+    def merged(self, x: jax.Array, batch: Any) -> jax.Array:
+        """Of `place`, repeated where it has one for all."""
+        shape = (batch, self.size) if self.behind else (self.size, batch)
+        x = jnp.broadcast_to(x, (*shape, *x.shape[2:]))
+        return x.reshape(shape[0] * shape[1], *x.shape[2:])
+
+    def fold(self, x: jax.Array, dim: int | None) -> jax.Array:
+        x = self.place(x, dim)
+        return self.merged(x, x.shape[0 if self.behind else 1])
+
+    def fold_shared(self, operands, dims, batch: Any) -> list[jax.Array]:
+        """Operands that all have the batch, or all 1: one for all stays so, unless it is mapped."""
+        if not operands:
+            return []
+        if operands[0].shape[_batch_axis(dims[0])] == 1 and all(d is None for d in dims):
+            return list(operands)
+        placed = [self.place(x, d) for x, d in zip(operands, dims, strict=True)]
+        return [self.merged(x, batch) for x in placed]
+
+    def unfold(self, results: Sequence[jax.Array]) -> tuple[list[jax.Array], list[int]]:
+        shape = (-1, self.size) if self.behind else (self.size, -1)
+        return [x.reshape(*shape, *x.shape[1:]) for x in results], [int(self.behind)] * len(results)
 
 
-def _fold(x: jax.Array, dim: int | None, size: int) -> jax.Array:
-    """The mapped axis merged into the batch, which is every operand's first axis."""
-    x = _to_front(x, dim, size)
-    return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+def _batch_axis(dim: int | None) -> int:
+    return 1 if dim == 0 else 0
 
 
-def _unfold(results: Sequence[jax.Array], size: int) -> tuple[list[jax.Array], list[int]]:
-    return [x.reshape(size, -1, *x.shape[1:]) for x in results], [0] * len(results)
-
-
-def _mapped_size(operands: Sequence[jax.Array], dims: Sequence[int | None]) -> int:
-    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+def _folding(operands: Sequence[jax.Array], dims: Sequence[int | None]) -> _Folding:
+    both = list(zip(operands, dims, strict=True))
+    size = next(x.shape[d] for x, d in both if d is not None)
     if not is_symbolic(size) and size == 0:
         raise ValueError("vmap over an axis of size 0: query, key and value must not be empty")
-    return size
+    shardings = [(getattr(jax.typeof(x), "sharding", None), _batch_axis(d)) for x, d in both]
+    return _Folding(
+        size, any(s is not None and (*s.spec, None, None)[axis] for s, axis in shardings)
+    )
 
 
 def _batch_mask(primitive: Primitive, operands, dims, **params):
-    size = _mapped_size(operands, dims)
-    folded = [_fold(x, d, size) for x, d in zip(operands, dims, strict=True)]
-    return _unfold(primitive.bind(*folded, **params), size)
+    folding = _folding(operands, dims)
+    folded = [folding.fold(x, d) for x, d in zip(operands, dims, strict=True)]
+    return folding.unfold(primitive.bind(*folded, **params))
 
 
 def _batch_attention(
@@ -194,16 +224,12 @@ def _batch_attention(
 
     `tangents`: of the tensors, scales and slopes, which are folded as those are.
     """
-    size = _mapped_size((*operands, *tangents), (*dims, *tangent_dims))
-
-    def fold(some):
-        return [_fold(x, d, size) for x, d in some]
-
+    folding = _folding((*operands, *tangents), (*dims, *tangent_dims))
     values = list(zip(operands, dims, strict=True))
     moved = list(zip(tangents, tangent_dims, strict=True))
-    folded = fold(values[:tensors])
-    new = fold(moved[:tensors])
-    batch = folded[0].shape[0] // size
+    folded = [folding.fold(x, d) for x, d in values[:tensors]]
+    new = [folding.fold(x, d) for x, d in moved[:tensors]]
+    batch = folded[0].shape[0] // folding.size
     end = len(operands) - extras
     for group, n in (
         (slice(tensors, end), None),
@@ -211,25 +237,10 @@ def _batch_attention(
         (slice(end + 1, None), tensors + 1),
     ):
         own, other = values[group], moved[n : n + 1] if n and values[group] else []
-        both = _fold_shared([x for x, _ in own + other], [d for _, d in own + other], size, batch)
+        both = folding.fold_shared([x for x, _ in own + other], [d for _, d in own + other], batch)
         folded += both[: len(own)]
         new += both[len(own) :]
-    return _unfold(primitive.bind(*folded, *new, extras=extras, **params), size)
-
-
-def _fold_shared(operands, dims, size: int, batch: int) -> list[jax.Array]:
-    """Operands that all have the batch, or all 1: one for all stays so, unless it is mapped."""
-    if not operands:
-        return []
-    given = operands[0].shape[0 if dims[0] != 0 else 1]
-    if given == 1 and all(d is None for d in dims):
-        return list(operands)
-    folded = []
-    for x, d in zip(operands, dims, strict=True):
-        x = _to_front(x, d, size)
-        x = jnp.broadcast_to(x, (size, batch, *x.shape[2:]))
-        folded.append(x.reshape(size * batch, *x.shape[2:]))
-    return folded
+    return folding.unfold(primitive.bind(*folded, *new, extras=extras, **params))
 
 
 def _register_batching(primitive: Primitive, rule: Callable) -> None:
@@ -277,7 +288,8 @@ def _decode_gradient(primals, tangents, **params):
 
 def _batch_decode(primitive, operands, dims, *, paged, has_sinks, **params):
     """Caches that are not mapped stay one: the folded batch finds its rows of it by a table."""
-    size = _mapped_size(operands, dims)
+    folding = _folding(operands, dims)
+    size = folding.size
     query, key, value, q_lo, q_hi, *rest = zip(operands, dims, strict=True)
     table = rest[0] if paged else None
     shared = key[1] is None and value[1] is None
@@ -285,22 +297,27 @@ def _batch_decode(primitive, operands, dims, *, paged, has_sinks, **params):
         batch = key[0].shape[0]
         table = (jnp.arange(batch, dtype=jnp.int32)[:, None], None)
     if table is not None:
-        folded_table = _fold(*table, size)
-        if not shared:  # pages of one mapped element after those of the other
-            pages = key[0].shape[0 if key[1] is None or key[1] > 0 else 1]
-            own = jnp.arange(size, dtype=jnp.int32).repeat(folded_table.shape[0] // size)
+        folded_table = folding.fold(*table)
+        if not shared:  # pages of all mapped elements, in the order of `fold`
+            pages = key[0].shape[_batch_axis(key[1])]
+            batch = folded_table.shape[0] // size
+            own = folding.merged(
+                folding.place(jnp.arange(size, dtype=jnp.int32)[:, None], 0), batch
+            )
             there = (folded_table >= 0) & (folded_table < pages)
-            folded_table = jnp.where(there, folded_table + own[:, None] * pages, -1)
-    folded = [_fold(*query, size)]
-    folded += [key[0], value[0]] if shared else [_fold(*key, size), _fold(*value, size)]
-    folded += [_fold(*q_lo, size), _fold(*q_hi, size)]
+            page = folded_table * size if folding.behind else folded_table
+            first = own if folding.behind else own * pages
+            folded_table = jnp.where(there, page + first[:, None], -1)
+    folded = [folding.fold(*query)]
+    folded += [key[0], value[0]] if shared else [folding.fold(*key), folding.fold(*value)]
+    folded += [folding.fold(*q_lo), folding.fold(*q_hi)]
     if table is not None:
         folded.append(folded_table)
     if has_sinks:
         sinks, dim = rest[-1]
-        folded += _fold_shared([sinks], [dim], size, folded[0].shape[0] // size)
+        folded += folding.fold_shared([sinks], [dim], folded[0].shape[0] // size)
     results = primitive.bind(*folded, paged=table is not None, has_sinks=has_sinks, **params)
-    return _unfold(results, size)
+    return folding.unfold(results)
 
 
 _register_batching(decode_p, _batch_decode)

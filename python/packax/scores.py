@@ -167,7 +167,10 @@ def _per_head(
     """(H,) as an array of floats, or None."""
     if given is None:
         return None
-    given = jnp.asarray(given)
+    try:
+        given = jnp.asarray(given)
+    except TypeError:
+        raise ValueError(f"{name} must be an array of floats, but is {given!r}") from None
     if not jnp.issubdtype(given.dtype, jnp.floating):
         raise ValueError(f"{name} must be an array of floats, but is {given.dtype}")
     if given.shape != (heads,):

@@ -61,7 +61,9 @@ class AttentionSharding:
         rows, keys = spec(batch, context), spec(batch)
         blocks = spec(batch, (), context)
         specs: dict[str, Any] = dict.fromkeys(("q_lo", "q_hi", "q_ids", "q_pos"), rows)
-        specs |= dict.fromkeys(("kv_ids", "kv_pos", "kv_plan"), keys)
+        specs |= dict.fromkeys(("kv_ids", "kv_pos"), keys)
+        if mask.kv_plan is not None:  # one for all rows, or one each
+            specs["kv_plan"] = spec(() if mask.kv_plan.shape[0] == 1 else batch)
         specs |= dict.fromkeys(("q_blocks", "kv_blocks"), blocks)
         if mask.element_test >= 3:  # two limits a row
             specs["q_pos"] = blocks
@@ -261,6 +263,8 @@ def _mesh(sharding: AttentionSharding) -> tuple[Any, Any]:
         mesh = sharding.mesh
     else:
         mesh = entered_mesh()
+    if mesh is not None and not hasattr(mesh, "empty"):
+        raise ValueError(f"sharding.mesh must be a jax.sharding.Mesh, but is {mesh!r}")
     if mesh is None or mesh.empty:
         raise ValueError(
             "sharding needs a mesh: set one with jax.set_mesh(mesh), or give "

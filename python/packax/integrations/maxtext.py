@@ -94,6 +94,10 @@ class AttentionOp(nnx.Module):
         self.dense = implementation == "dense"
         self.moba = None
         if getattr(config, "moba", False):
+            fields = ("moba_chunk_size", "moba_topk")
+            missing = [f"config.{name}" for name in fields if not hasattr(config, name)]
+            if missing:
+                raise ValueError(f"config.moba needs {' and '.join(missing)}")
             self.moba = (config.moba_chunk_size, config.moba_topk)
         refused = {
             "dropout_rate must be 0": dropout_rate,

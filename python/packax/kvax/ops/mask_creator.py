@@ -110,10 +110,10 @@ def block_sizes(
     """(query block, key block) of the forward, dQ and dK/dV masks: dQ's are the other two, swapped."""
     sizes = []
     for name, params in (("fwd_params", fwd_params), ("bwd_params", bwd_params)):
-        pair = (params.query_block_size, params.kv_block_size)
         try:
-            pair = (operator.index(pair[0]), operator.index(pair[1]))
-        except TypeError:
+            query, key = params.query_block_size, params.kv_block_size
+            pair = (operator.index(query), operator.index(key))
+        except (AttributeError, TypeError):
             pair = (0, 0)
         if min(pair) < 1:
             raise ValueError(f"{name} must have block sizes that are positive integers: {params}")

@@ -79,10 +79,11 @@ def attention_specs(query_specs: Specs, kv_specs: Specs) -> Iterator[None]:
 
 def _check(query_specs: Specs, kv_specs: Specs) -> None:
     for name, specs in (("query_specs", query_specs), ("kv_specs", kv_specs)):
-        if len(specs) != 4:
+        entries = len(specs) if hasattr(specs, "__len__") else 0
+        if entries != 4:
             raise ValueError(
                 f"{name} must have 4 entries, (batch, sequence, heads, head dim), but has "
-                f"{len(specs)}: {specs}"
+                f"{entries}: {specs}"
             )
     for axis in (Axes.batch, Axes.head_dim):
         if query_specs[axis] != kv_specs[axis]:
