@@ -120,7 +120,7 @@ def test_expressions_are_frozen():
 @pytest.mark.parametrize("dtype", ["int4", "uint4"])
 def test_integer_dtypes_of_jax_alone(dtype):
     ids = np.array([0, 0, 7])
-    for given in (jnp.asarray(ids, dtype), ids.astype(jnp.dtype(dtype))):
+    for small in (jnp.asarray(ids, dtype), ids.astype(jnp.dtype(dtype))):
         np.testing.assert_array_equal(
-            packax.documents(given).as_array(3, 3), packax.documents(ids).as_array(3, 3)
+            packax.documents(small).as_array(3, 3), packax.documents(ids).as_array(3, 3)
         )

@@ -74,7 +74,7 @@ class ContextPlan:
         """(B or 1, length) int32: the index that the row at each place had in the sequence."""
         numpy = isinstance(self.order, np.ndarray)
         offset = (np if numpy else jnp).arange(self.chunk, dtype=np.int32)
-        rows = self.order[:, :, None] * np.int32(self.chunk) + offset
+        rows = self.order[:, :, None] * np.int32(self.chunk) + offset[None, None]
         return rows.reshape(rows.shape[0], self.length)
 
     def _move(self, tree: Tree, order: Any, axis: int) -> Tree:

@@ -146,7 +146,7 @@ def _key_mask(
 ) -> masks.MaskExpression:
     if key_mask is None:
         return intervals.full()
-    mask = jnp.asarray(_numbers(key_mask) != 0)
+    mask = jnp.asarray(_numbers(key_mask).astype(bool))
     length = key.shape[1]
     if mask.ndim == 0 or mask.shape[-1] != length or mask.ndim > len(batch) + 1:
         raise ValueError(
@@ -178,7 +178,7 @@ def _normalised(x: jax.Array) -> jax.Array:
 def attention(q: Any, k: Any, v: Any, key_mask: Any) -> jax.Array:
     """Dense `flash_attention`; a batch row with no key gives the mean of the values."""
     scores = jnp.einsum("...id,...jd->...ij", q * (1 / jnp.sqrt(q.shape[-1])), k)
-    return _weighted(scores, _numbers(key_mask)[..., None, None, :] != 0, v)
+    return _weighted(scores, _numbers(key_mask)[..., None, None, :].astype(bool), v)
 
 
 plain_attention = attention
@@ -195,7 +195,7 @@ def cosine_sim_attention(q: Any, k: Any, v: Any, key_mask: Any) -> jax.Array:
     """Dense `cosine_sim_flash_attention`."""
     q, k = _normalised(jnp.asarray(q)), _normalised(jnp.asarray(k))
     scores = jnp.einsum("...id,...jd->...ij", q, k) * COSINE_SIM_SCALE
-    return _weighted(scores, _numbers(key_mask)[..., None, None, :] != 0, v)
+    return _weighted(scores, _numbers(key_mask)[..., None, None, :].astype(bool), v)
 
 
 def _weighted(scores: jax.Array, allowed: jax.Array, v: Any) -> jax.Array:

@@ -187,7 +187,7 @@ def _checked(
             "packax.create_attention_mask"
         )
     try:
-        attended = jnp.broadcast_to(mask != 0, wanted)
+        attended = jnp.broadcast_to(mask.astype(bool), wanted)
     except ValueError:
         raise ValueError(f"mask must be broadcastable to {wanted}, but has {mask.shape}") from None
     return key_mask(attended.reshape(math.prod(batch), keys), rows)

@@ -46,7 +46,7 @@ def documents_of(name: str, ids: Any) -> jax.Array:
 
 def runs_of(mask: jax.Array) -> jax.Array:
     """A number for each run of True, -1 elsewhere."""
-    inside = mask != 0
+    inside = mask.astype(bool)
     before = jnp.pad(inside, ((0, 0), (1, 0)))[:, :-1]
     number = jnp.cumsum(inside & ~before, axis=-1, dtype=jnp.int32)
     return jnp.where(inside, number, intervals.NO_SPAN)

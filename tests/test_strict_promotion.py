@@ -1,0 +1,67 @@
+"""With jax told to promote neither dtypes nor ranks by itself, every call does what it does without."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import packax
+import pytest
+from packax.integrations import flash_attention_jax, maxtext
+from packax.integrations import flax as for_flax
+
+STRICT = {
+    "dtypes": lambda: jax.numpy_dtype_promotion("strict"),
+    "ranks": lambda: jax.numpy_rank_promotion("raise"),
+}
+RNG = np.random.default_rng(4)
+Q, K, V = (jnp.asarray(RNG.normal(size=(2, 24, h, 8)), jnp.float32) for h in (4, 2, 2))
+IDS = np.stack([np.repeat([0, 1, -1], [9, 10, 5]), np.repeat([3, 0], [4, 20])])
+KEYS = jnp.asarray(RNG.random((2, 24)) < 0.7)
+LONG = jnp.asarray(np.repeat([[0, 1]], [300, 212], axis=1))
+
+
+def attention():
+    def loss(q, k, v):
+        mask = packax.causal() & packax.documents(jnp.asarray(IDS))
+        out = packax.flash_attention(q, k, v, mask, soft_cap=9.0, bias=packax.alibi(jnp.ones(4)))
+        return jnp.sum(jnp.sin(out))
+
+    return jax.grad(loss, (0, 1, 2))(Q, K, V)
+
+
+def decoding():
+    return packax.decode_attention(Q[:, :2], K, V, jnp.array([24, 7]), left=5)
+
+
+def maxtexts_op():
+    images = np.zeros((2, 24), bool)
+    images[:, 3:8] = True
+    op = maxtext.AttentionOp(attention_type="global")
+    return op(Q, K, V, jnp.asarray(IDS) + 1, "train", bidirectional_mask=jnp.asarray(images))
+
+
+CALLS = {
+    "attention": attention,
+    "decoding": decoding,
+    "keys of dot_product_attention": lambda: packax.dot_product_attention(
+        Q, K, V, mask=KEYS[:, None, None]
+    ),
+    "keys of Flax": lambda: for_flax.dot_product_attention(Q, Q, Q, mask=KEYS[:, None, None]),
+    "keys of flash-attention-jax": lambda: flash_attention_jax.flash_attention(
+        *(x.swapaxes(1, 2) for x in (Q, Q, Q)), KEYS
+    ),
+    "MaxText": maxtexts_op,
+    "a plan's index": lambda: packax.context_plan("area", 2, segment_ids=LONG).index(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("strict", STRICT)
+def test_same_as_without(call, strict):
+    want = jax.tree.leaves(CALLS[call]())
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(STRICT[strict]())
+        got = jax.tree.leaves(CALLS[call]())
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_array_equal(x, y)
