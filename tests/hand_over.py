@@ -101,12 +101,10 @@ def cubins(folder: Path) -> dict[tuple[str, str], list[Path]]:
             key = row["kernel"], "x".join(map(str, row["dims"]))
             files.setdefault(key, []).append(folder / "cubins" / f"{row['file']}.cubin")
         return files
-    for file in sorted(folder.glob("*.cubin")):
-        if found := COMPILED.match(
-            file.name
-        ):  # ..._sm90a.cubin, then the one of a driver of CUDA 13
-            files.setdefault((found[1], found[2]), []).append(file)
-    return {key: those[-1:] for key, those in files.items()}
+    for file in sorted(folder.glob("*.cubin")):  # ..._sm90a.cubin before ..._sm90a_cuda13.cubin
+        if found := COMPILED.match(file.name):
+            files[found[1], found[2]] = [file]
+    return files
 
 
 def main(report: Path, folder: Path, dims: str = "") -> int:

@@ -192,7 +192,12 @@ BUILT = packax.create_attention_mask(packax.full(), q_len=T, kv_len=S)
         ({"mask": np.ones((2, 1, 1, 5), bool)}, ValueError, r"mask must have shape \(2 or 1"),
         ({"mask": BUILT, "is_causal": True}, ValueError, r"mask is built, so it must say every"),
         ({"mask": BUILT, "implementation": "xla"}, ValueError, r"mask is built for packax"),
-        ({"implementation": "flash"}, ValueError, r"implementation must be None, \"cubin\""),
+        (
+            {"implementation": "flash"},
+            ValueError,
+            r'implementation must be None, "cubin", "xla" or "cudnn" \(these two are jax.nn',
+        ),
+        ({"implementation": np.array([1, 2])}, ValueError, "implementation must be None"),
         ({"is_causal": 1}, ValueError, r"is_causal must be True or False, but is 1"),
         ({"local_window_size": 2.5}, ValueError, r"local_window_size must be an integer or"),
         ({"local_window_size": (1, 2, 3)}, ValueError, r"local_window_size must be an integer or"),

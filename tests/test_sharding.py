@@ -218,14 +218,13 @@ def test_vmap_beside_a_batch_that_is_sharded_in_its_type(shared):
     def sums(factor, query, key, value):
         return packax.flash_attention(query * factor, key, value, packax.causal()).sum((0, 1))
 
-    args = QUERY, KEY, VALUE, jnp.asarray(IDS)
-    factors = jnp.arange(1.0, 4)
-    both = jax.value_and_grad(loss)
-    want = [both(f, *args) for f in factors]
-    with jax.set_mesh(mesh) if hasattr(jax, "set_mesh") else jax.sharding.use_mesh(mesh):
-        got = jax.vmap(lambda f: both(f, *map(put, args)))(factors)
-        tensors = tuple(map(put, args[:3]))
-        jacobian = jax.jacrev(lambda f: sums(f, *tensors))(1.0)
-    np.testing.assert_allclose(got, np.transpose(want), rtol=2e-5)
-    expected_jacobian = jax.jacrev(lambda f: sums(f, *args[:3]))(1.0)
-    np.testing.assert_allclose(jacobian, expected_jacobian, atol=1e-4)
+    x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
+    with x64(True), jax.set_mesh(mesh) if hasattr(jax, "set_mesh") else jax.sharding.use_mesh(mesh):
+        tensors = tuple(x.astype(jnp.float64) for x in (QUERY, KEY, VALUE))
+        args = *tensors, jnp.asarray(IDS)
+        both = jax.value_and_grad(loss)
+        want = [both(float(f), *args) for f in (1, 2, 3)]
+        got = jax.vmap(lambda f: both(f, *map(put, args)))(jnp.arange(1.0, 4))
+        np.testing.assert_allclose(got, np.transpose(want), rtol=1e-10)
+        jacobian = jax.jacrev(lambda f: sums(f, *map(put, tensors)))(1.0)
+        np.testing.assert_allclose(jacobian, jax.jacrev(sums)(1.0, *tensors), rtol=1e-10)

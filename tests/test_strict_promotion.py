@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import packax
 import pytest
+
+pytest.importorskip("flax.nnx")  # of the `test` extra
 from packax.integrations import flash_attention_jax, maxtext
 from packax.integrations import flax as for_flax
 

@@ -339,7 +339,9 @@ def test_what_the_table_says_beside_a_variant_recompiles_it(monkeypatch, name, v
     assert {v.kernel for v in ALL if compiler.fingerprint(v) != before[v.name]} == kernels
 
 
-def test_an_interrupted_build_leaves_nothing_in_the_cache(monkeypatch, tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_an_interrupted_build_leaves_nothing_that_the_cache_would_give(
+    monkeypatch, tmp_path
+) -> None:  # type: ignore[no-untyped-def]
     variant, out, store = ALL[0], tmp_path / "out", tmp_path / "store"
     out.mkdir()
     for suffix in (".cubin", ".json"):

@@ -24,11 +24,14 @@ Implementation = Literal["cubin", "xla"]
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
-def check_implementation(implementation: Any) -> None:
-    known = isinstance(implementation, str) and implementation in ("cubin", "xla")
+def check_implementation(
+    implementation: Any, names: tuple[str, ...] = ("cubin", "xla"), note: str = ""
+) -> None:
+    known = isinstance(implementation, str) and implementation in names
     if implementation is not None and not known:
+        *most, last = (f'"{name}"' for name in names)
         raise ValueError(
-            f'implementation must be None, "cubin" or "xla", but is {implementation!r}'
+            f"implementation must be None, {', '.join(most)} or {last}{note}, but is {implementation!r}"
         )
 
 

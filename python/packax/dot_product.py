@@ -10,12 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from packax import intervals, masks
-from packax.attention import flash_attention
+from packax.attention import check_implementation, flash_attention
 from packax.attention_mask import AttentionMask
 from packax.masks import MaskExpression
 from packax.xla_masks import is_symbolic
 
-_IMPLEMENTATIONS = (None, "cubin", "xla", "cudnn")
 _FAR = 1 << 30  # beyond every row and key, and still int32 when a row's index is added
 
 
@@ -76,11 +75,7 @@ def dot_product_attention(
 
     >>> out = packax.dot_product_attention(query, key, value, is_causal=True)
     """
-    if implementation not in _IMPLEMENTATIONS:
-        raise ValueError(
-            'implementation must be None, "cubin", "xla" or "cudnn" (these two are jax.nn\'s), '
-            f"but is {implementation!r}"
-        )
+    check_implementation(implementation, ("cubin", "xla", "cudnn"), " (these two are jax.nn's)")
     if implementation in ("xla", "cudnn"):
         others: dict[str, Any] = {"implementation": implementation}
         if return_residual:

@@ -175,7 +175,7 @@ class _Folding(NamedTuple):
         """Of `place`, repeated where it has one for all."""
         shape = (batch, self.size) if self.behind else (self.size, batch)
         x = jnp.broadcast_to(x, (*shape, *x.shape[2:]))
-        return x.reshape(shape[0] * shape[1], *x.shape[2:])
+        return self._reshape(x, (shape[0] * shape[1], *x.shape[2:]))
 
     def fold(self, x: jax.Array, dim: int | None) -> jax.Array:
         x = self.place(x, dim)
@@ -192,7 +192,18 @@ class _Folding(NamedTuple):
 
     def unfold(self, results: Sequence[jax.Array]) -> tuple[list[jax.Array], list[int]]:
         shape = (-1, self.size) if self.behind else (self.size, -1)
-        return [x.reshape(*shape, *x.shape[1:]) for x in results], [int(self.behind)] * len(results)
+        apart = [self._reshape(x, (*shape, *x.shape[1:])) for x in results]
+        return apart, [int(self.behind)] * len(apart)
+
+    def _reshape(self, x: jax.Array, shape: tuple[Any, ...]) -> jax.Array:
+        """With or without the mapped axis. How that is sharded jax 0.7 does not find beside an axis of size 1."""
+        if not self.behind:
+            return x.reshape(shape)
+        given = jax.typeof(x).sharding
+        batch, *rest = (*given.spec, *[None] * x.ndim)[: x.ndim]
+        rest = rest[1:] if len(shape) < x.ndim else [None, *rest]
+        to = jax.sharding.NamedSharding(given.mesh, P(batch, *rest))
+        return jnp.reshape(x, shape, out_sharding=to)
 
 
 def _batch_axis(dim: int | None) -> int:
