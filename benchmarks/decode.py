@@ -170,7 +170,7 @@ def main(arguments: list[str] | None = None, cases: tuple[Case, ...] = CASES) ->
     parser.add_argument("--cases", nargs="*", help="names; default: all")
     parser.add_argument("--dtype", default="bfloat16", choices=sorted(LIMIT))
     parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--implementation", default="cubin", choices=("cubin", "xla"))
+    parser.add_argument("--implementation", default="cuda", choices=("cuda", "xla"))
     options = parser.parse_args(arguments)
     unknown = set(options.cases or ()) - {case.name for case in cases}
     if unknown:

@@ -105,7 +105,7 @@ def run(
         mask = build(expression, x)
     jax.block_until_ready(mask)
     poison(x)
-    return jax.block_until_ready(passes(x, mask, scale, "cubin", deterministic, soft_cap))
+    return jax.block_until_ready(passes(x, mask, scale, "cuda", deterministic, soft_cap))
 
 
 _plain = oracle.plain

@@ -75,7 +75,7 @@ def run(
             lambda *x: packax.flash_attention(
                 *x,
                 mask,
-                implementation="cubin",
+                implementation="cuda",
                 deterministic=deterministic,
                 soft_cap=soft_cap,
                 bias=packax.alibi(slopes) if alibi else None,
@@ -121,7 +121,7 @@ def decode(dims, dtype, page_size) -> bool:
     for q_len, heads in ((1, 6), (7, 20)):
         query = jnp.asarray(rng.normal(size=(4, q_len, heads, dims[0])), dtype)
         arrays = query, key, value
-        got = packax.decode_attention(*arrays, lengths, block_table=table, implementation="cubin")
+        got = packax.decode_attention(*arrays, lengths, block_table=table, implementation="cuda")
         # on the CPU: what XLA compiles for the GPU takes minutes under the tool
         arrays = jax.device_put(arrays, jax.devices("cpu")[0])
         want = packax.decode_attention(*arrays, lengths, block_table=table, implementation="xla")

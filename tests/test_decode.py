@@ -343,9 +343,9 @@ def test_kernels_that_are_not_there(monkeypatch):
         )
         xla = functools.partial(packax.decode_attention, implementation="xla")
         assert calls(text_of(xla, *shapes(dims=dims, dtype=dtype))) == []
-    cubin = functools.partial(packax.decode_attention, implementation="cubin")
-    with pytest.raises(NotImplementedError, match='implementation="cubin" needs a CUDA device'):
-        text_of(cubin, *shapes(), platforms=("cpu",))
+    cuda = functools.partial(packax.decode_attention, implementation="cuda")
+    with pytest.raises(NotImplementedError, match='implementation="cuda" needs a CUDA device'):
+        text_of(cuda, *shapes(), platforms=("cpu",))
     monkeypatch.setattr(kernel_table, "ext", None)
     monkeypatch.setattr(kernel_table, "ext_error", "why", raising=False)
     with pytest.raises(NotImplementedError, match=r"did not load \(why\)"):
@@ -400,7 +400,7 @@ REFUSED = {
     "soft_cap must be from 1e-30 to 1e+30, but is -1.0": {"soft_cap": -1},
     "sinks must have shape (8,), one logit per head of query, but has (2,)": {"sinks": as_type(Q, shape=(2,))},
     "sinks must be an array of floats, but is int32": {"sinks": as_type(N, shape=(8,))},
-    'implementation must be None, "cubin" or "xla", but is \'gpu\'': {"implementation": "gpu"},
+    'implementation must be None, "cuda" or "xla", but is \'gpu\'': {"implementation": "gpu"},
 }  # fmt: skip
 
 

@@ -195,7 +195,7 @@ BUILT = packax.create_attention_mask(packax.full(), q_len=T, kv_len=S)
         (
             {"implementation": "flash"},
             ValueError,
-            r'implementation must be None, "cubin", "xla" or "cudnn" \(these two are jax.nn',
+            r'implementation must be None, "cuda", "xla" or "cudnn" \(these two are jax.nn',
         ),
         ({"implementation": np.array([1, 2])}, ValueError, "implementation must be None"),
         ({"is_causal": 1}, ValueError, r"is_causal must be True or False, but is 1"),
@@ -207,7 +207,7 @@ BUILT = packax.create_attention_mask(packax.full(), q_len=T, kv_len=S)
             ValueError,
             r"key_value_seq_lengths must be int32 of shape \(2,\), but is float",
         ),
-        ({"implementation": "cubin"}, NotImplementedError, r'"cubin" needs a CUDA device'),
+        ({"implementation": "cuda"}, NotImplementedError, r'"cuda" needs a CUDA device'),
     ],
 )
 def test_errors(options, error, message):

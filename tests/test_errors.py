@@ -123,10 +123,10 @@ def test_the_good_call_is_good():
         ({"sinks": np.zeros(4, int)}, ["sinks must be an array of floats", "int"]),
         (
             {"implementation": "triton"},
-            ['implementation must be None, "cubin" or "xla"', "'triton'"],
+            ['implementation must be None, "cuda" or "xla"', "'triton'"],
         ),
-        ({"implementation": np.array([1, 2])}, ['implementation must be None, "cubin" or "xla"']),
-        ({"implementation": ["xla"]}, ['implementation must be None, "cubin" or "xla"']),
+        ({"implementation": np.array([1, 2])}, ['implementation must be None, "cuda" or "xla"']),
+        ({"implementation": ["xla"]}, ['implementation must be None, "cuda" or "xla"']),
         ({"return_lse": 1}, ["return_lse must be True or False, but is 1"]),
         ({"deterministic": None}, ["deterministic must be True or False, but is None"]),
         ({"checkpoint_name": 1}, ["checkpoint_name must be None or a string, but is 1"]),

@@ -180,7 +180,7 @@ def test_offsets_past_two_to_the_31():
     assert x.query.size > 2**31
     ids = np.repeat(np.arange(length // document), document).astype(np.int32)
     mask = build(causal_documents(ids), x)
-    got = passes(x, mask, None, "cubin")
+    got = passes(x, mask, None, "cuda")
     alone = jnp.tri(document, dtype=bool)[None]
     for batch, start in ((0, 0), (1, length - document)):
         rows = slice(start, start + document)

@@ -51,7 +51,7 @@ def passes(x, mask, slopes, scale=None, deterministic=False, indices=True):
     def attention(query, key, value):
         return packax.flash_attention(
             query, key, value, mask, scale=scale, bias=packax.alibi(slopes, **places),
-            return_lse=True, deterministic=deterministic, implementation="cubin",
+            return_lse=True, deterministic=deterministic, implementation="cuda",
         )  # fmt: skip
 
     (out, lse), pullback = jax.vjp(attention, x.query, x.key, x.value)

@@ -80,7 +80,7 @@ def test_long_sequences_equal_xla_and_every_time(size, share, dim, garbage):
             results, pullback = jax.vjp(attention, query, key, value)
             return *results, *pullback((dout, dlse))
 
-        return of("cubin"), of("xla")
+        return of("cuda"), of("xla")
 
     dlse = jnp.asarray(rng.standard_normal((2, heads, length)), jnp.float32)
     _, (_, lse, *_) = step(query, key, value, dout, dlse)

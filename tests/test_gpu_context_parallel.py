@@ -67,7 +67,7 @@ def run(mesh, sharding, plan, dim=128, dtype="bfloat16", **keywords):
     ]
     with jax.set_mesh(mesh):
         mask = packax.create_attention_mask(EXPRESSION, sharding=sharding, plan=plan)
-        function = functools.partial(results, sharding=sharding, implementation="cubin", **keywords)
+        function = functools.partial(results, sharding=sharding, implementation="cuda", **keywords)
         got = jax.block_until_ready(jax.jit(function)(*moved, mask))
     got = [np.asarray(y) for y in got]
     if plan is not None:

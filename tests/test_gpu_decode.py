@@ -32,7 +32,7 @@ LONG = {
 
 def check(case: Case, dtype, tf32: bool = False) -> None:
     x = decoding.cast(decoding.tensors(case), dtype)
-    got = decoding.run(case, x, SCALE, "cubin")
+    got = decoding.run(case, x, SCALE, "cuda")
     assert got.out.dtype == dtype and got.lse.dtype == jnp.float32
     oracle.check(got, decoding.exact(case, x, SCALE), decoding.plain(case, x, SCALE, tf32))
 
@@ -83,7 +83,7 @@ def test_scores_beyond_31_bits(dims, q_len):
     case = Case((3000, 700), q_len=q_len, capacity=3008, heads=8, kv_heads=2, dims=dims)
     x = decoding.cast(decoding.tensors(case), jnp.bfloat16)
     x = x._replace(query=x.query * 2.0**20, key_cache=x.key_cache * 2.0**20, key=x.key * 2.0**20)
-    got, want = decoding.run(case, x, SCALE, "cubin"), decoding.exact(case, x, SCALE)
+    got, want = decoding.run(case, x, SCALE, "cuda"), decoding.exact(case, x, SCALE)
     np.testing.assert_allclose(np.asarray(got.out, np.float64), want.out, atol=1e-2, rtol=1e-2)
     np.testing.assert_allclose(got.lse, want.lse, rtol=1e-5)
 
@@ -112,12 +112,12 @@ def test_float32(name, dims, precision):
 def test_what_cannot_be_is_nan_in_its_row_alone():
     case = Case((32, 20, 9), q_len=2, capacity=32, page_size=8, dims=(64, 64))
     x = decoding.cast(decoding.tensors(case), jnp.bfloat16)
-    good = decoding.run(case, x, SCALE, "cubin")
+    good = decoding.run(case, x, SCALE, "cuda")
     table = x.block_table.copy()
     for entry in (-1, x.key_cache.shape[0], 2**31 - 1, -(2**31)):
         table[1, 2] = entry
         lengths = x.lengths + np.array([1, 0, 0], np.int32)
-        got = decoding.run(case, x._replace(block_table=table, lengths=lengths), SCALE, "cubin")
+        got = decoding.run(case, x._replace(block_table=table, lengths=lengths), SCALE, "cuda")
         lost = np.array([[False, True], [True, True], [False, False]])
         np.testing.assert_array_equal(np.isnan(np.asarray(got.out, np.float32)).all((2, 3)), lost)
         np.testing.assert_array_equal(np.isnan(got.lse).all(1), lost)
@@ -131,7 +131,7 @@ def test_the_same_bits_every_run_and_under_a_graph():
 
     def step(lengths, _):
         out = packax.decode_attention(
-            x.query, x.key_cache, x.value_cache, lengths, implementation="cubin"
+            x.query, x.key_cache, x.value_cache, lengths, implementation="cuda"
         )
         return lengths - 7, out
 
@@ -148,7 +148,7 @@ def test_vmap_of_queries_over_one_cache():
     x = decoding.cast(decoding.tensors(case), jnp.bfloat16)
     lengths = jnp.stack([jnp.asarray(x.lengths) - i for i in range(3)])
     f = lambda n: packax.decode_attention(  # noqa: E731
-        x.query, x.key_cache, x.value_cache, n, implementation="cubin"
+        x.query, x.key_cache, x.value_cache, n, implementation="cuda"
     )
     got = jax.jit(jax.vmap(f))(lengths)
     for i in range(3):

@@ -30,7 +30,7 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 @functools.partial(jax.jit, static_argnames=("groups", "deterministic"))
 def results(x, mask, groups, deterministic):
     """Of groups of heads, or, without any, of all at once by the plain primitives."""
-    more = {"scale": 0.125, "element_test": mask.element_test, "implementation": "cubin"}
+    more = {"scale": 0.125, "element_test": mask.element_test, "implementation": "cuda"}
     operands = mask.operands()
     forward = functools.partial(some_heads.forward, **{**STATIC, **more})
     static = {**BACKWARD, **more, "has_dlse": True, "deterministic": deterministic}

@@ -60,13 +60,13 @@ def test_two_threads():
     for seed, length in enumerate((300, 450)):
         x = tensors(2, length, length, 4, 2, DIMS[seed], DTYPES[seed], seed)
         mask = build(causal_documents(THREE_ROWS[:2, :length]), x)
-        work.append((x, mask, jax.block_until_ready(passes(x, mask, None, "cubin", True))))
+        work.append((x, mask, jax.block_until_ready(passes(x, mask, None, "cuda", True))))
     failures: list[BaseException] = []
 
     def loop(x, mask, expected):
         try:
             for _ in range(40):
-                assert_identical(passes(x, mask, None, "cubin", True), expected, "thread: ")
+                assert_identical(passes(x, mask, None, "cuda", True), expected, "thread: ")
         except BaseException as error:
             failures.append(error)
 
@@ -87,7 +87,7 @@ def test_every_gpu():
     expected = run(x, mask, None, True)
     for device in jax.devices()[1:]:
         there = jax.device_put((x, mask), device)
-        assert_identical(passes(*there, None, "cubin", True), expected, f"{device}: ")
+        assert_identical(passes(*there, None, "cuda", True), expected, f"{device}: ")
 
 
 COMMAND_BUFFERS = """
@@ -99,7 +99,7 @@ ids = packed(100, 33, 200)
 
 def step(query, _):
     mask = packax.create_attention_mask(packax.causal() & packax.documents(ids))
-    y = passes(x._replace(query=query), mask, None, "cubin", DETERMINISTIC)
+    y = passes(x._replace(query=query), mask, None, "cuda", DETERMINISTIC)
     y = same_each_run(y, DETERMINISTIC)
     return (query + 0.01 * (y.dq if DETERMINISTIC else y.out)).astype(query.dtype), y
 

@@ -38,7 +38,7 @@ def test_several_platforms_in_one_module():
         (jnp.float32, 72, 20, "float32 with head dims 72/20"),
     ],
 )
-@pytest.mark.parametrize("implementation", [None, "cubin"])
+@pytest.mark.parametrize("implementation", [None, "cuda"])
 def test_no_kernel(direction, dtype, dim, v_dim, said, implementation):
     args = abstract(dtype, dim, v_dim)
     with pytest.raises(NotImplementedError) as error:
@@ -62,9 +62,9 @@ def test_a_backward_kernel_may_be_missing_alone(monkeypatch):
 @pytest.mark.parametrize("platforms", [("cpu",), ("tpu",), ("cpu", "cuda")])
 def test_cubin_elsewhere_is_an_error(platforms):
     with pytest.raises(NotImplementedError, match="needs a CUDA device, but"):
-        text_of(lambda *x: step(*x, MASK, implementation="cubin"), *abstract(), platforms=platforms)
+        text_of(lambda *x: step(*x, MASK, implementation="cuda"), *abstract(), platforms=platforms)
     with pytest.raises(NotImplementedError, match="needs a CUDA device"):
-        jax.jit(lambda *x: step(*x, MASK, implementation="cubin"))(
+        jax.jit(lambda *x: step(*x, MASK, implementation="cuda"))(
             *(jnp.zeros(x.shape, x.dtype) for x in abstract())
         )
 

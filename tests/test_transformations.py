@@ -187,13 +187,13 @@ def test_a_third_derivative_says_what_to_do(x64):
 
 
 def test_kernels_alone_have_no_forward_mode(monkeypatch):
-    """implementation="cubin" means the kernels or an error."""
+    """implementation="cuda" means the kernels or an error."""
     monkeypatch.setattr(kernel_table, "ext", Extension)
     query, key, value = abstract()
     mask = packax.causal()
 
     def out(query, key, value):
-        return packax.flash_attention(query, key, value, mask, implementation="cubin")
+        return packax.flash_attention(query, key, value, mask, implementation="cuda")
 
     def gradient(*operands):
         return jax.grad(lambda *x: out(*x).astype(jnp.float32).sum())(*operands)

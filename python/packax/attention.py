@@ -19,13 +19,13 @@ from packax.primitives import vary_together
 from packax.scores import Alibi, checked_scale, checked_soft_cap, largest, scores_of
 from packax.sharding import AttentionSharding, Layout, check_tensors, layout_of
 
-Implementation = Literal["cubin", "xla"]
+Implementation = Literal["cuda", "xla"]
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 def check_implementation(
-    implementation: Any, names: tuple[str, ...] = ("cubin", "xla"), note: str = ""
+    implementation: Any, names: tuple[str, ...] = ("cuda", "xla"), note: str = ""
 ) -> None:
     known = isinstance(implementation, str) and implementation in names
     if implementation is not None and not known:
@@ -150,7 +150,7 @@ def flash_attention(
             also in the gradients. None: what `jax.default_matmul_precision` says, by default
             TF32. For bfloat16 and float16 it changes nothing in the kernels. docs/numerics.md.
         implementation: None: the CUDA kernels where this is lowered for CUDA, blockwise XLA
-            elsewhere; "cubin": the CUDA kernels or an error; "xla": blockwise XLA everywhere.
+            elsewhere; "cuda": the CUDA kernels or an error; "xla": blockwise XLA everywhere.
         sharding: an `AttentionSharding`, on the mesh that `jax.set_mesh` set: the batch, the query
             rows and the heads are then split over it, and keys and values are gathered along the
             context axes. The mask must be built with the same sharding. Results and gradients are
@@ -170,7 +170,7 @@ def flash_attention(
             or sizes that the mesh does not divide.
         NotImplementedError: when lowered for CUDA, no kernel for the dtype or head dims (there
             are some for bfloat16, float16 and float32, and all multiples of 8 up to 256); with
-            implementation="cubin", when lowered for another platform.
+            implementation="cuda", when lowered for another platform.
 
     Under `jax.checkpoint`, the policy `save_only_these_names("packax_out", "packax_lse")`
     (`packax.CHECKPOINT_NAMES`) keeps the results, so that the backward pass does not run

@@ -105,7 +105,7 @@ def decode_attention(
         return_lse: return also the log-sum-exp (natural logarithm) of each row's scores. It counts
             the sink.
         implementation: None: the CUDA kernels where this is lowered for CUDA, blockwise XLA
-            elsewhere; "cubin": the CUDA kernels or an error; "xla": blockwise XLA everywhere.
+            elsewhere; "cuda": the CUDA kernels or an error; "xla": blockwise XLA everywhere.
             The kernels take bfloat16, float16 and float32, and head dims up to 256 that are
             multiples of 8.
 
@@ -119,7 +119,7 @@ def decode_attention(
     Raises:
         ValueError: shapes, dtypes or numbers that are not as above.
         NotImplementedError: when differentiated; when lowered for CUDA, no kernel for the dtype or
-            head dims; with implementation="cubin", when lowered for another platform.
+            head dims; with implementation="cuda", when lowered for another platform.
 
     A step of a loop over a paged cache, caches donated so that they are written in place:
 

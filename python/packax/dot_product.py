@@ -30,7 +30,7 @@ def dot_product_attention(
     query_seq_lengths: Any = None,
     key_value_seq_lengths: Any = None,
     local_window_size: int | tuple[int, int] | None = None,
-    implementation: Literal["cubin", "xla", "cudnn"] | None = None,
+    implementation: Literal["cuda", "xla", "cudnn"] | None = None,
     return_residual: bool = False,
 ) -> Any:
     """`jax.nn.dot_product_attention`, on packax's kernels: the import is the whole change.
@@ -55,7 +55,7 @@ def dot_product_attention(
             take part.
         local_window_size: (left, right), or one number for both: row i attends the keys
             i - left <= j <= i + right.
-        implementation: None: packax (kernels on CUDA, blockwise XLA elsewhere); "cubin": packax's
+        implementation: None: packax (kernels on CUDA, blockwise XLA elsewhere); "cuda": packax's
             kernels or an error; "xla", "cudnn": what jax.nn does under that name.
         return_residual: return also the log-sum-exp.
 
@@ -75,7 +75,7 @@ def dot_product_attention(
 
     >>> out = packax.dot_product_attention(query, key, value, is_causal=True)
     """
-    check_implementation(implementation, ("cubin", "xla", "cudnn"), " (these two are jax.nn's)")
+    check_implementation(implementation, ("cuda", "xla", "cudnn"), " (these two are jax.nn's)")
     if implementation in ("xla", "cudnn"):
         others: dict[str, Any] = {"implementation": implementation}
         if return_residual:

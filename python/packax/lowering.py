@@ -142,11 +142,11 @@ def _elsewhere(rule: Any) -> Any:
     """The rule of a platform that has no kernels."""
 
     def lower(ctx, *operands, implementation, **params):
-        if implementation == "cubin":
+        if implementation == "cuda":
             platforms = ", ".join(ctx.platforms or ctx.module_context.platforms)
             raise NotImplementedError(
-                f'implementation="cubin" needs a CUDA device, but this is lowered for {platforms}: '
-                'use implementation=None (cubin on CUDA, XLA elsewhere) or "xla"'
+                f'implementation="cuda" needs a CUDA device, but this is lowered for {platforms}: '
+                'use implementation=None (kernels on CUDA, XLA elsewhere) or "xla"'
             )
         return rule(ctx, *operands, **params)
 

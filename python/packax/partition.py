@@ -31,7 +31,7 @@ class Call(NamedTuple):
     element_test: int
     return_lse: bool
     deterministic: bool
-    implementation: Literal["cubin", "xla"] | None
+    implementation: Literal["cuda", "xla"] | None
     layout: Layout | None
     checkpoint_name: str | None = None
     wanted: tuple[bool, ...] = ()  # which gradients, of the leaves of the inputs in order

@@ -89,9 +89,9 @@ def _add_tangent(of: Primitive, name: str, tensors: int, function: Callable[...,
         raise NotImplementedError(NO_MORE_DERIVATIVES)
 
     def jvp(primals, tangents, *, implementation, **params):
-        if implementation == "cubin":
+        if implementation == "cuda":
             raise NotImplementedError(
-                'implementation="cubin" has kernels for attention and its gradient, but none for '
+                'implementation="cuda" has kernels for attention and its gradient, but none for '
                 "forward-mode derivatives (jax.jvp, jax.jacfwd) and second derivatives: with "
                 "implementation=None these run as blockwise XLA beside the kernels"
             )
