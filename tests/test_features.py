@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 TESTS = Path(__file__).parent
-TEXT = (TESTS.parent / "docs" / "features.md").read_text()
+TEXT = (TESTS.parent / "docs" / "guide" / "features.md").read_text()
 REFERENCE = re.compile(
     r"`(?:tests/)?(?:(?P<file>test_\w+\.py)::)?(?P<test>test_\w+)?(?P<id>\[[^`]+\])?`"
 )

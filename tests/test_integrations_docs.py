@@ -10,7 +10,7 @@ import numpy as np
 import packax
 import pytest
 
-DOCS = Path(__file__).parents[1] / "docs" / "integrations.md"
+DOCS = Path(__file__).parents[1] / "docs" / "guide" / "integrations.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", DOCS.read_text(), re.MULTILINE | re.DOTALL)
 
 

@@ -1,6 +1,6 @@
-"""Draws docs/mask_kinds.png: what each mask expression means, by its own as_array.
+"""Draws docs/pictures/mask_kinds.png: what each mask expression means, by its own as_array.
 
-python docs/mask_kinds.py    # needs matplotlib: pip install 'packax[demo]'
+python docs/pictures/mask_kinds.py    # needs matplotlib: pip install 'packax[demo]'
 """
 
 from __future__ import annotations
