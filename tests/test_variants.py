@@ -242,7 +242,9 @@ def test_every_argument_has_a_type(kernel: str) -> None:
     row = re.search(rf"^\| `{kernel}` \| (.*?) \|", documented, re.M)
     assert row, f"docs/internals/kernels.md does not list {kernel}"
     names = re.sub(r"\(.*?\)|;", " ", row[1]).split()
-    assert names == list(kinds), "docs/internals/kernels.md and the kernel disagree on the arguments"
+    assert names == list(kinds), (
+        "docs/internals/kernels.md and the kernel disagree on the arguments"
+    )
 
 
 @pytest.mark.parametrize("kernel,dim", sorted(table.WIDE))
