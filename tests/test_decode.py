@@ -70,6 +70,19 @@ def test_what_cannot_be_is_nan_in_its_row_alone():
             np.testing.assert_array_equal(broken.out[b], good.out[b])
 
 
+@pytest.mark.parametrize("entry", [-1, 3])
+def test_a_missing_page_reads_no_other(entry):
+    """NaN and infinity in the first page, and in the last, leave rows that do not attend the missing page."""
+    key_cache = jnp.asarray([jnp.nan, 1.0, jnp.inf])[:, None, None, None] * jnp.ones((1, 1, 8))
+    out, lse = packax.decode_attention(
+        jnp.ones((1, 2, 1, 8)), key_cache, key_cache, jnp.array([2]),
+        block_table=jnp.array([[1, entry]]), return_lse=True,
+    )  # fmt: skip
+    np.testing.assert_allclose(out[0, 0], 1, rtol=1e-6)
+    np.testing.assert_allclose(lse[0, 0, 0], np.sqrt(8), rtol=1e-6)
+    assert np.isnan(out[0, 1]).all() and np.isnan(lse[0, 0, 1])
+
+
 def test_lengths_of_other_integer_types():
     case = Case((300, 7))
     x = decoding.tensors(case)

@@ -6,6 +6,8 @@ head dim, and a read of what no row attends: it is 1e30 or behind a table entry 
 
 from __future__ import annotations
 
+from typing import Any
+
 import decoding
 import numpy as np
 import oracle
@@ -214,6 +216,26 @@ def test_a_page_lost_among_keys_that_all_rows_attend(page: int | None, shares: i
     assert np.isnan(out[0]).all() and np.isnan(lse[0]).all()
     np.testing.assert_allclose(out[1], want.out[1], atol=1e-5)
     np.testing.assert_allclose(lse[1], want.lse[1], atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", [SHORT, TALL])
+def test_a_missing_page_reads_no_other(kernel: dict[str, Any]) -> None:
+    """NaN in every page that no table names leaves the rows that attend no missing page."""
+    case = Case((24,), q_len=12, capacity=24, page_size=8, heads=8, kv_heads=2, dims=(8, 8))
+    x = decoding.tensors(case)
+    assert x.block_table is not None
+    want = decoding.exact(case, x, SCALE)
+    pools = [np.array(pool, np.float32) for pool in (x.key_cache, x.value_cache)]
+    free = [n for n in range(len(pools[0])) if n not in x.block_table[0, :2]]
+    for pool in pools:
+        pool[free] = np.nan
+    table = np.array([[*x.block_table[0, :2], -1]], np.int32)
+    x = x._replace(key_cache=pools[0], value_cache=pools[1], block_table=table)
+    out, lse = run(case, x, 1, **kernel)
+    good = np.arange(12, 24) < 16  # of positions: the missing page begins at key 16
+    np.testing.assert_allclose(out[0, good], want.out[0, good], atol=1e-5)
+    np.testing.assert_allclose(lse[0][:, good], want.lse[0][:, good], atol=1e-5)
+    assert np.isnan(out[0, ~good]).all() and np.isnan(lse[0][:, ~good]).all()
 
 
 @pytest.mark.parametrize("soft_cap,size", [(0.01, 1000), (1e-30, 1), (30, 1), (1e30, 1)])

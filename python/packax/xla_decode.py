@@ -55,9 +55,10 @@ def decode(
         keys, values, there = _block(key, value, block_table, first, index)
         place = index[None, None]
         attends = (lo[..., None] <= place) & (place < hi[..., None]) & (place >= block * size)
-        # (B, 1, 1, Sq, keys); a key that no row attends may hold anything
-        values = jnp.where(attends.any(1)[..., None, None], values, 0).astype(real)
-        attends = attends[:, None, None]
+        # A key that no row attends may hold anything, and so may the page read for a missing one.
+        used = attends.any(1) if there is None else attends.any(1) & there
+        values = jnp.where(used[..., None, None], values, 0).astype(real)
+        attends = attends[:, None, None]  # (B, 1, 1, Sq, keys)
         s = einsum("bihgd,bjhd->bhgij", rows, keys.astype(real)) * scale
         if soft_cap:
             s = soft_cap * jnp.tanh(s / soft_cap)
