@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import packax
 from jax.sharding import PartitionSpec as P
-from packax import partition
-from packax.scores import Scores
+from packax._src.context import shard as partition
+from packax._src.ops.score_mods import Scores
 
 Arrays = tuple[jax.Array, ...]
 ROWS, LSE = P(None, "context"), P(None, None, "context")

@@ -6,7 +6,7 @@ A program takes one step for every block that its tile meets, 64 rows in the bac
 beginning and end; each multiprocessor takes the next program when it is done with one. Orders of key/value heads and tiles, the
 tiles by work (of keys: the longest document first): heads one after the other; alternating from tile to tile; alternating over the
 second half of the tiles; and what is shipped, the windows of csrc/kernels/rows.py. The last column is the backward with the query
-heads of a group divided as python/packax/few_programs.py divides them, where it does.
+heads of a group divided as python/packax/_src/ops/few_programs.py divides them, where it does.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 import numpy as np
 from cases import Case, select
-from packax import few_programs
+from packax._src.ops import few_programs
 
 TILE = 128
 BOUNDS = 2.0, 0.5  # steps for the beginning and the end of a program: backward, forward

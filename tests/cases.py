@@ -9,7 +9,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 import numpy as np
 import packax
-from packax.masks import MaskExpression
+from packax._src.masks.expressions import MaskExpression
 
 
 @dataclasses.dataclass(frozen=True)

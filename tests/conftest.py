@@ -53,6 +53,6 @@ def _cpu_unless_gpu(request):
 def extension(monkeypatch):
     """Lowering asks a stand-in with kernels, whatever the build at hand has."""
     from lowered import Extension
-    from packax import kernel_table
+    from packax._src.ops import ffi as kernel_table
 
     monkeypatch.setattr(kernel_table, "ext", Extension)

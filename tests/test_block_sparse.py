@@ -20,7 +20,7 @@ import score_oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
-from packax import block_map
+from packax._src.ops import block_lists as block_map
 from test_scores import check, sinks_of, slopes_of
 
 TILE = 128

@@ -30,8 +30,8 @@ from context import (
 )
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from packax import partition
-from packax.sharding import layout_of
+from packax._src.context import shard as partition
+from packax._src.core.sharding import layout_of
 
 BATCH_AXES = ("data", "fsdp")
 CONTEXT = packax.AttentionSharding(  # one group compiles fastest; test_head_groups has more

@@ -8,7 +8,7 @@ import numpy as np
 import packax
 import pytest
 from cases import ids_of
-from packax.plan import ContextPlan
+from packax._src.context.load_balance import ContextPlan
 
 MASK = packax.create_attention_mask(packax.causal(), q_len=256, kv_len=256)
 

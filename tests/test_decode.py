@@ -25,7 +25,8 @@ from decoding import CASES, Case
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from lowered import calls, text_of
-from packax import decode_lowering, kernel_table
+from packax._src.ops import ffi as kernel_table
+from packax._src.ops import lowering_decode as decode_lowering
 
 SCALE = 0.4
 

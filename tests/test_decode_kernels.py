@@ -14,7 +14,7 @@ import oracle
 import pytest
 import triton_interpreter as interpreter
 from decoding import CASES, Case
-from packax import decode
+from packax._src import decode
 
 SCALE = 0.4
 SHORT = {"kernel": "decode", "room": (64, 64), "tile": (16, 32)}

@@ -22,7 +22,7 @@ import packax.kvax
 import pytest
 from jax.sharding import PartitionSpec as P
 from lowered import Extension
-from packax import kernel_table
+from packax._src.ops import ffi as kernel_table
 
 ROOT = Path(__file__).parents[1]
 TEXTS = {
@@ -119,7 +119,7 @@ EXAMPLES = examples()
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_docstring(name, monkeypatch):
     test = EXAMPLES[name]
-    length = LENGTH if "plan" in name else 64
+    length = LENGTH if re.search("plan|load_balance", name) else 64
     space = names(length)
     ids = space["segment_ids"]
     space |= {"positions": jnp.arange(length)[None].repeat(2, 0), "key_mask": ids >= 0}

@@ -108,9 +108,9 @@ def test_residual_has_the_dtype_of_key_and_no_gradient():
 def test_only_the_residual_asks_for_the_lse(monkeypatch):
     """Its cotangent costs the backward an operand."""
     asked = []
-    real = packax.dot_product.flash_attention
+    real = packax.integrations.jax_nn.flash_attention
     monkeypatch.setattr(
-        packax.dot_product,
+        packax.integrations.jax_nn,
         "flash_attention",
         lambda *x, **options: asked.append(options.get("return_lse")) or real(*x, **options),
     )

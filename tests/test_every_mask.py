@@ -17,7 +17,7 @@ import packax
 import pytest
 import score_oracle
 from lowered import Extension
-from packax import kernel_table
+from packax._src.ops import ffi as kernel_table
 from test_export import restored
 
 B, S, HEADS, KV_HEADS, DIM = 3, 14, 2, 1, 8

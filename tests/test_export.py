@@ -12,7 +12,7 @@ import numpy as np
 import packax
 import pytest
 from lowered import Extension
-from packax import kernel_table
+from packax._src.ops import ffi as kernel_table
 from packax.integrations import flash_attention_jax
 from transformed import HEADS, IDS, KV_HEADS, random
 

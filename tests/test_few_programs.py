@@ -6,7 +6,7 @@ import numpy as np
 import packax
 import pytest
 from lowered import abstract, calls, loss, text_of
-from packax import few_programs, primitives
+from packax._src.ops import few_programs, primitives
 
 
 def parts(kv_len, heads, kv_heads, batch=1):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import packax
 import pytest
 from lowered import PORTABLE, Extension, abstract, calls, text_of, with_hopper
-from packax import kernel_table
+from packax._src.ops import ffi as kernel_table
 from transformed import EXPRESSION, random
 
 

@@ -21,7 +21,7 @@ from gpu_runs import (
     run,
     tensors,
 )
-from packax import few_programs, short_rows
+from packax._src.ops import few_programs, short_rows
 
 pytest_plugins = ("gpu_fixtures",)
 pytestmark = pytest.mark.gpu

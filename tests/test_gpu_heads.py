@@ -16,8 +16,8 @@ import packax
 import pytest
 from gpu_kinds import THREE_ROWS, causal_documents
 from gpu_runs import assert_identical, build, poison, tensors
-from packax import some_heads
-from packax.primitives import backward_p, forward_p
+from packax._src.ops import head_groups as some_heads
+from packax._src.ops.primitives import backward_p, forward_p
 from test_primitives import BACKWARD, STATIC, backward_mask
 
 pytest_plugins = ("gpu_fixtures",)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import packax
 import pytest
-from packax import block_map as lists
+from packax._src.ops import block_lists as lists
 
 pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parents[1] / "csrc" / "kernels"))

@@ -13,7 +13,7 @@ import pytest
 import strategies
 from hypothesis import given
 from hypothesis import strategies as st
-from packax import build
+from packax._src.masks import build
 from test_build import check
 
 PADDING = packax.PADDING_SEGMENT_ID

@@ -10,7 +10,7 @@ import numpy as np
 import packax
 import pytest
 import triton_interpreter as interpreter
-from packax import xla_masks
+from packax._src.ops import xla_mask as xla_masks
 
 
 def packed(*lengths: int) -> np.ndarray:
@@ -98,7 +98,7 @@ def test_blocks_equal_the_xla_twin(q_len: int, kv_len: int, kind: str) -> None:
 
 
 def mask_of(
-    expression: packax.masks.MaskExpression, q_len: int, kv_len: int
+    expression: packax._src.masks.expressions.MaskExpression, q_len: int, kv_len: int
 ) -> interpreter.Operands:
     """The operands that the handler would get, blocks from the kernels: both stages are tested."""
     mask = packax.create_attention_mask(expression, q_len=q_len, kv_len=kv_len)

@@ -30,7 +30,7 @@ from lowered import (
     step,
     text_of,
 )
-from packax import lowering, primitives
+from packax._src.ops import lowering, primitives
 
 pytestmark = pytest.mark.usefixtures("extension")
 

@@ -13,7 +13,7 @@ import pytest
 from jaxprs import count
 from lowered import calls, text_of
 from maxtext_reference import HEADS, IMAGES, MOBA, RNG, B, S, close, op, pairs, reference, tensors
-from packax import kernel_table
+from packax._src.ops import ffi as kernel_table
 from test_decode import Extension
 
 

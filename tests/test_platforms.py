@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import packax
 import pytest
 from lowered import DIMS, MASK, Extension, abstract, calls, loss, step, text_of
-from packax import kernel_table
+from packax._src.ops import ffi as kernel_table
 
 pytestmark = pytest.mark.usefixtures("extension")
 

@@ -10,8 +10,8 @@ import packax
 import pytest
 from jax.lax import DotAlgorithmPreset, Precision
 from lowered import MASK, Extension, abstract, calls, loss, text_of
-from packax import kernel_table
-from packax.precision import checked_precision
+from packax._src.core.precision import checked_precision
+from packax._src.ops import ffi as kernel_table
 
 
 @pytest.mark.parametrize(

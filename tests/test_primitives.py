@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import packax
 import pytest
-from packax.primitives import backward_p, blocks_p, documents_p, forward_p
+from packax._src.ops.primitives import backward_p, blocks_p, documents_p, forward_p
 
 SHARED = {
     "scale": 0.3,

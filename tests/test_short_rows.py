@@ -11,7 +11,7 @@ import numpy as np
 import packax
 import pytest
 from lowered import calls, text_of
-from packax import primitives, short_rows
+from packax._src.ops import primitives, short_rows
 
 
 def shapes(batch, q_len, kv_len, heads=8, kv_heads=2):

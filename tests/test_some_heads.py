@@ -14,8 +14,9 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from lowered import abstract, calls, text_of, with_hopper
-from packax import kernel_table, some_heads
-from packax.primitives import backward_p, forward_p
+from packax._src.ops import ffi as kernel_table
+from packax._src.ops import head_groups as some_heads
+from packax._src.ops.primitives import backward_p, forward_p
 from test_primitives import BACKWARD, STATIC, assert_maps, backward_mask
 
 GROUPS = (range(2), range(2, 6))  # of six query heads, two to a key/value head

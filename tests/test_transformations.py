@@ -18,7 +18,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jaxprs import count
 from lowered import Extension, abstract, text_of
-from packax import kernel_table
+from packax._src.ops import ffi as kernel_table
 from transformed import DIM, EXPRESSION, HEADS, IDS, KV_HEADS, LENGTH, V_DIM, random
 
 X64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64

@@ -11,7 +11,7 @@ import numpy as np
 import packax
 import pytest
 from lowered import KEY, MASK, PORTABLE, QUERY, abstract, calls, loss, text_of, with_hopper
-from packax import kernel_table
+from packax._src.ops import ffi as kernel_table
 
 pytestmark = pytest.mark.usefixtures("extension")
 

@@ -13,7 +13,7 @@ import numpy as np
 import oracle
 import packax
 import pytest
-from packax import xla_attention
+from packax._src.ops import xla_attention
 
 SCALE = 0.17
 

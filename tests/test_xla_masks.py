@@ -7,7 +7,7 @@ import pytest
 import strategies
 from hypothesis import given
 from hypothesis import strategies as st
-from packax import xla_masks
+from packax._src.ops import xla_mask as xla_masks
 
 INT_MAX = 2**31 - 1
 

@@ -4,20 +4,20 @@
 >>> out = packax.flash_attention(query, key, value, mask)
 """
 
-from packax import decode_lowering as _decode_lowering  # noqa: F401 (registers the rules)
-from packax.attention import flash_attention
-from packax.attention_mask import AttentionMask
-from packax.block_sparse import block_sparse
-from packax.build import create_attention_mask
-from packax.decode import decode_attention
-from packax.derivatives import CHECKPOINT_NAMES
-from packax.dot_product import dot_product_attention
-from packax.intervals import causal, chunked, full, prefix, sliding_window, spans
-from packax.lowering import export_checks
-from packax.masks import PADDING_SEGMENT_ID, documents, ranges
-from packax.plan import ContextPlan, context_plan
-from packax.scores import Alibi, alibi
-from packax.sharding import AttentionSharding
+from packax._src.attention import flash_attention
+from packax._src.autodiff import CHECKPOINT_NAMES
+from packax._src.context.load_balance import ContextPlan, context_plan
+from packax._src.core.mask import AttentionMask
+from packax._src.core.sharding import AttentionSharding
+from packax._src.decode import decode_attention
+from packax._src.masks.block_sparse import block_sparse
+from packax._src.masks.build import create_attention_mask
+from packax._src.masks.expressions import PADDING_SEGMENT_ID, documents, ranges
+from packax._src.masks.intervals import causal, chunked, full, prefix, sliding_window, spans
+from packax._src.ops import lowering_decode as _decode_lowering  # noqa: F401 (registers the rules)
+from packax._src.ops.lowering import export_checks
+from packax._src.ops.score_mods import Alibi, alibi
+from packax.integrations.jax_nn import dot_product_attention
 
 __version__ = "0.1.0"
 

@@ -19,8 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from packax import attention as _attention
-from packax import dot_product, intervals, kernel_table, masks
+from packax._src import attention as _attention
+from packax._src.masks import expressions as masks
+from packax._src.masks import intervals
+from packax._src.ops import ffi as kernel_table
+from packax.integrations import jax_nn as dot_product
 
 __all__ = [
     "PRNGKeyGenerator",

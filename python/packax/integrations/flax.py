@@ -21,11 +21,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from packax import intervals
-from packax.attention import flash_attention
-from packax.attention_mask import AttentionMask
-from packax.dot_product import key_mask
-from packax.masks import MaskExpression
+from packax._src.attention import flash_attention
+from packax._src.core.mask import AttentionMask
+from packax._src.masks import intervals
+from packax._src.masks.expressions import MaskExpression
+from packax.integrations.jax_nn import key_mask
 
 __all__ = ["attention_fn", "dot_product_attention"]
 

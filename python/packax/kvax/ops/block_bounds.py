@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from packax._src.ops.xla_mask import ceil_div
 from packax.kvax.utils.common import PADDING_SEGMENT_ID
-from packax.xla_masks import ceil_div
 
 _LARGEST = np.iinfo(np.int32).max
 

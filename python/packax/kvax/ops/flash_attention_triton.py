@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 
 import packax
+from packax._src.core.sharding import Layout
 from packax.kvax.ops.mask_creator import Tokens, block_sizes, checked_tokens, row_masks_of
 from packax.kvax.utils.common import FlashAttentionParamsConfig
 from packax.kvax.utils.permutation import head_tail_plan
 from packax.kvax.utils.sharding import attention_layout, gathered
 from packax.kvax.utils.typing import AttentionMask, DeviceArray, RowMasks
-from packax.sharding import Layout
 
 CHECKPOINT_NAME = "attention_outputs"
 """The name of the output and the log-sum-exp in `jax.checkpoint` policies, beside packax's own."""

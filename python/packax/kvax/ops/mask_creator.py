@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import packax
+from packax._src.core.sharding import AttentionSharding, Layout, check_divides
+from packax._src.masks.expressions import as_int32
 from packax.kvax.ops.block_bounds import Side, block_bounds
 from packax.kvax.utils.common import (
     PADDING_SEGMENT_ID,
@@ -20,8 +22,6 @@ from packax.kvax.utils.common import (
 from packax.kvax.utils.permutation import head_tail_plan
 from packax.kvax.utils.sharding import attention_layout
 from packax.kvax.utils.typing import AttentionMask, DeviceArray, RowMasks
-from packax.masks import as_int32
-from packax.sharding import AttentionSharding, Layout, check_divides
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from packax._src.masks.expressions import PADDING_SEGMENT_ID
 from packax.kvax.utils.typing import DeviceArray
-from packax.masks import PADDING_SEGMENT_ID
 
 H100_NAME = "H100"
 

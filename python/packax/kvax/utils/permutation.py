@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from packax._src.context.load_balance import ContextPlan
 from packax.kvax.utils.sharding import get_query_context_mesh_axis_size
 from packax.kvax.utils.typing import DeviceArray
-from packax.plan import ContextPlan
 
 
 def generate_shard_indices(num_shards: int, reverse: bool = False) -> jax.Array:

@@ -10,9 +10,9 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
+from packax._src.core.sharding import AttentionSharding, Layout, entered_mesh, layout_of
 from packax.kvax.utils.specs import Axes, get_attention_specs
 from packax.kvax.utils.typing import Specs
-from packax.sharding import AttentionSharding, Layout, entered_mesh, layout_of
 
 
 def mesh_in_use(mesh: Any = None) -> Any:

@@ -1,0 +1,1 @@
+"""Context parallelism: plans of rows for ranks, gathering of keys, what a rank computes."""

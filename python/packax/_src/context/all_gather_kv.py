@@ -1,0 +1,212 @@
+"""Keys and values of all ranks for one rank, gathered by groups of heads, and their gradients handed back.
+
+The gather of a group runs beside the attention of the one before, the reduce-scatter of its gradients
+beside that of the next. XLA left to itself undoes that: it joins the copies behind several gathers into one
+kernel, which then waits for all of them, and drops optimization barriers before it does; it has one
+collective of a kind under way at a time; and it sends late. So keys and values of a group travel
+together, and data says the order: numbers that are 0, and known only when something is done
+(`_zero_after`), are added to places that what follows reads.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from packax._src.context.load_balance import take_chunks
+from packax._src.core.sharding import Layout
+from packax._src.ops.primitives import vary_together
+
+
+class Groups:
+    """A rank's keys and values in use, and the gather under way: never more are held."""
+
+    def __init__(
+        self, layout: Layout | None, query, key, value, kv_plan, *, backward: bool = False
+    ) -> None:
+        self.layout = layout
+        self.kv_plan = kv_plan
+        self.own = OwnHeads.of(layout, query.shape[2], key.shape[2])
+        self.key, self.value = (self.own.take(x) for x in (key, value))
+        self.heads = self.key.shape[2]
+        gathers = ((self.heads,),) if layout is None else layout.gathers(self.heads, backward)
+        sizes = tuple(itertools.chain(*gathers))
+        self.number = len(sizes)
+        self.ends = tuple(itertools.accumulate(sizes, initial=0))
+        groups = iter(range(self.number))
+        self.gathers = [list(itertools.islice(groups, len(gather))) for gather in gathers]
+        # 0 when: the group before is attended; the next one's keys are ready to be sent, and so are
+        # the gradients of the group before; those gradients are summed.
+        self.attended: jax.Array | None = None
+        self.sent: jax.Array | None = None
+        self.sent_back: jax.Array | None = None
+        self.summed_up: jax.Array | None = None
+        self.under_way: list[list[jax.Array]] = []  # what gathers bring, by groups
+        for _ in range(min(2, len(self.gathers))):
+            self._gather()
+
+    def next(self) -> list[jax.Array]:
+        """Keys and values of the group whose turn it is, over the whole sequence."""
+        pieces = self.under_way[0]
+        group = [pieces.pop(0)] if self.number > 1 else self.under_way.pop(0)
+        return self._apart(self._in_order(group, 1, self.attended))
+
+    def order(self, q_order: jax.Array) -> jax.Array:
+        """For the attention of that group: not before all that runs beside it is ready to go."""
+        return _plus(_plus(q_order, self.sent), self.sent_back)
+
+    def gather_after(self, result: jax.Array) -> None:
+        """Starts the next gather but one when this result of a gather's last group is there: else all would be held at once."""
+        self.sent = None
+        if any(self.under_way):
+            self.attended = _zero_after(result)
+        if self.under_way and not self.under_way[0]:
+            del self.under_way[0]
+            if self.gathers:
+                self._gather()
+
+    def scatter(self, dk: jax.Array, dv: jax.Array) -> list[jax.Array]:
+        """The sums of all ranks' gradients of a group, each rank's rows of them; in their dtype."""
+        parts = self._in_order(self._together(dk, dv), 0, self.summed_up)
+        if self.layout is None or not self.layout.kv_context:
+            return self._apart(parts)
+        axes = self.layout.kv_context
+        sums = [jax.lax.psum_scatter(x, axes, scatter_dimension=1, tiled=True) for x in parts]
+        if self.number > 1:
+            self.sent_back, self.summed_up = (_zero_after(*x) for x in (parts, sums))
+        return self._apart(sums)
+
+    def _gather(self) -> None:
+        """The next one."""
+        groups = self.gathers.pop(0)
+        pieces = self._together(
+            *(
+                self.rows(x, group, 2, self.attended)
+                for group in groups
+                for x in (self.key, self.value)
+            )
+        )
+        if groups[0] > 0:
+            self.sent = _zero_after(*pieces)
+        if self.layout is not None and self.layout.kv_context:
+            axes = self.layout.kv_context
+            pieces = [jax.lax.all_gather(x, axes, axis=1, tiled=True) for x in pieces]
+        if len(groups) > 1:
+            (both,) = pieces
+            dims = self.key.shape[3] + self.value.shape[3]
+            ends = [dims * (self.ends[group] - self.ends[groups[0]]) for group in groups[1:]]
+            pieces = jnp.split(both, ends, 2)
+        self.under_way.append(pieces)
+
+    def _together(self, *parts: jax.Array) -> list[jax.Array]:
+        """Of several groups: one array of keys and values, (batch, length, heads * both dims)."""
+        if self.number == 1:
+            return list(parts)
+        return [jnp.concatenate([x.reshape(*x.shape[:2], -1) for x in parts], 2)]
+
+    def _apart(self, pieces: list[jax.Array]) -> list[jax.Array]:
+        if self.number == 1:
+            return pieces
+        (both,) = pieces
+        dims = [x.shape[3] for x in (self.key, self.value)]
+        heads = both.shape[2] // sum(dims)
+        parts = jnp.split(both, [heads * dims[0]], 2)
+        return [x.reshape(*x.shape[:2], heads, dim) for x, dim in zip(parts, dims, strict=True)]
+
+    def _in_order(
+        self, pieces: list[jax.Array], way: int, zero: jax.Array | None
+    ) -> list[jax.Array]:
+        """Rows of keys from the plan's order into the sequence's (way 1), or back (way 0)."""
+        if self.kv_plan is None:
+            return pieces
+        return [take_chunks(_plus(self.kv_plan[:, way], zero), 1, x) for x in pieces]
+
+    def rows(self, x: jax.Array, group: int, axis: int, zero: jax.Array | None = None) -> jax.Array:
+        """The heads of x that belong to the group."""
+        if self.number == 1:
+            return x
+        own = self.heads_of(x.shape[axis], group)
+        if zero is None:
+            return jax.lax.slice_in_dim(x, own.start, own.stop, axis=axis)
+        return jax.lax.dynamic_slice_in_dim(x, own.start + zero, len(own), axis)
+
+    def heads_of(self, heads: int, group: int) -> range:
+        """Of so many heads those that belong to the group."""
+        each = heads // self.heads
+        begin, end = (each * n for n in self.ends[group : group + 2])
+        return range(begin, end)
+
+    def maps(self, maps: Any, group: int) -> list[jax.Array]:
+        """Of a map of blocks: its heads that belong to the group, or the one for all."""
+        return [self.rows(x, group, 1) if x.shape[1] > 1 else x for x in maps]
+
+    def summed(self, gradient: jax.Array, like: jax.Array) -> jax.Array:
+        """All heads of `like`, summed over the axes that query has and keys do not.
+
+        Where the caller's shard_map has the axis, jax sums: the transpose of a replicated operand.
+        """
+        gradient = self.own.put(gradient, like)
+        layout = self.layout
+        if layout is None:
+            return gradient
+        missing = set(layout.context + layout.heads) - set(layout.kv_context + layout.kv_heads)
+        axes = tuple(axis for axis, _ in layout.sizes if axis in missing & layout.mapped)
+        return jax.lax.psum(gradient, axes) if axes else gradient
+
+
+def _zero_after(*results: jax.Array) -> jax.Array:
+    """int32 0, which XLA does not know before the results are there."""
+    bits = [
+        jax.lax.bitcast_convert_type(x[(0,) * x.ndim].astype(jnp.float32), jnp.int32)
+        for x in results
+        if 0 not in x.shape
+    ]
+    return jnp.minimum(functools.reduce(jnp.bitwise_or, bits, jnp.int32(0)) & 0x7FFFFFFF, 0)
+
+
+def _plus(places: jax.Array, zero: jax.Array | None) -> jax.Array:
+    return places if zero is None else places + zero
+
+
+class OwnHeads(NamedTuple):
+    """Which of the key/value heads at hand a rank's query heads read."""
+
+    number: int | None  # None: all
+    first: Any = None
+    every: Any = None  # indices, where they are not neighbours or repeat
+
+    @staticmethod
+    def of(layout: Layout | None, heads: int, kv_heads: int) -> OwnHeads:
+        """Query head h of all reads head h // group: for replicated heads, this rank's part."""
+        if layout is None or layout.kv_heads or layout.size(layout.heads) == 1:
+            return OwnHeads(None)
+        group = heads * layout.size(layout.heads) // kv_heads
+        rank = jax.lax.axis_index(layout.heads)
+        common = math.gcd(heads, group)
+        number = heads // common
+        if heads % group == 0 or group % heads == 0:
+            return OwnHeads(number, rank * heads // group)
+        index = (rank * heads + common * jnp.arange(number)) // group
+        return OwnHeads(number, None, index)
+
+    def take(self, x: jax.Array) -> jax.Array:
+        if self.number is None:
+            return x
+        if self.every is not None:
+            return jnp.take(x, self.every, axis=2)
+        return jax.lax.dynamic_slice_in_dim(x, self.first, self.number, axis=2)
+
+    def put(self, gradient: jax.Array, like: jax.Array) -> jax.Array:
+        if self.number is None:
+            return gradient
+        shape = (*gradient.shape[:2], like.shape[2], gradient.shape[3])
+        zeros = jnp.zeros_like(gradient, shape=shape)
+        if self.every is not None:
+            return zeros.at[:, :, self.every].add(gradient)
+        zeros, gradient, first = vary_together(zeros, gradient, self.first)
+        return jax.lax.dynamic_update_slice_in_dim(zeros, gradient, first, axis=2)

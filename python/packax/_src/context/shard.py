@@ -1,0 +1,299 @@
+"""What each rank of a mesh computes: its query rows against all keys, gathered group by group.
+
+Context parallelism by all-gather of keys and values (Llama 3, arXiv 2407.21783, section 3.3.2).
+The rules of derivatives.py lie outside of this: what it keeps for the backward pass are the
+ranks' own pieces, and the backward gathers again. A group of key/value heads is gathered while the
+attention of the group before runs, and its gradients are reduce-scattered while the next one runs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from packax._src.context.all_gather_kv import Groups
+from packax._src.core.sharding import Axes, Layout
+from packax._src.ops import head_groups as some_heads
+from packax._src.ops.primitives import vary_together
+from packax._src.ops.score_mods import Scores, add_sinks, place_specs, sinks_gradient, summed
+
+Arrays = tuple[jax.Array, ...]
+
+
+class Call(NamedTuple):
+    """What the trace fixes of one attention."""
+
+    scale: float
+    element_test: int
+    return_lse: bool
+    deterministic: bool
+    implementation: Literal["cuda", "xla"] | None
+    layout: Layout | None
+    checkpoint_name: str | None = None
+    wanted: tuple[bool, ...] = ()  # which gradients, of the leaves of the inputs in order
+    soft_cap: float = 0.0  # 0: none
+    return_max_logits: bool = False
+    precision: jax.lax.Precision = jax.lax.Precision.DEFAULT
+    block_size: tuple[int, int] | None = None  # of the mask's map of blocks
+
+    def split(self, mask: Any) -> tuple[Any, Any, Any]:
+        """The mask's eleven operands; those of a map of blocks: none, or bits and two lists; places."""
+        end = 11 if self.block_size is None else 14
+        return mask[:11], mask[11:end], mask[end:]
+
+
+def forward(
+    call: Call,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    scores: Scores,
+    mask: Arrays,
+    kv_plan: Any,
+) -> tuple[Any, ...]:
+    """out (B, Sq, H, Dv), lse (B, H, Sq), and the rows' largest logits like lse, on request.
+
+    `mask`: AttentionMask.operands(), then the places of rows and keys if there is a bias, and they are
+    not just their indices: Call.split.
+    """
+    function = _forward if call.layout is None else _forward_of_ranks
+    return function(call, query, key, value, scores, mask, kv_plan)
+
+
+def backward(
+    call: Call,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    scores: Scores,
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    dlse: jax.Array,
+    mask: Arrays,
+    kv_plan: Any,
+) -> tuple[jax.Array, jax.Array, jax.Array, Scores]:
+    """The gradients of query, key, value and scores, sharded as they are.
+
+    Those that call.wanted does not say may hold anything. `dlse`: lse if there is none.
+    """
+    function = _backward if call.layout is None else _backward_of_ranks
+    return function(call, query, key, value, scores, out, lse, dout, dlse, mask, kv_plan)
+
+
+# jit, so that outside of jit it is one program and not one for every operation and collective.
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _forward_of_ranks(call: Call, query, key, value, scores, mask, kv_plan) -> tuple[Any, ...]:
+    assert call.layout is not None
+    q_spec, kv_spec, lse_spec, mask_specs, plan_spec = _specs(call, call.layout, mask, kv_plan)
+    mapped = _shard_map(
+        call.layout,
+        lambda *operands: _forward(call, *operands),
+        (q_spec, kv_spec, kv_spec, scores.specs(call.layout), mask_specs, plan_spec),
+        (q_spec, lse_spec, lse_spec if call.return_max_logits else None),
+    )
+    return mapped(query, key, value, scores, mask, kv_plan)
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _backward_of_ranks(
+    call: Call, query, key, value, scores, out, lse, dout, dlse, mask, kv_plan
+) -> tuple[Any, ...]:
+    assert call.layout is not None
+    q_spec, kv_spec, lse_spec, mask_specs, plan_spec = _specs(call, call.layout, mask, kv_plan)
+    score_specs = scores.specs(call.layout)
+    rows = (q_spec, lse_spec, q_spec, lse_spec)
+    mapped = _shard_map(
+        call.layout,
+        lambda *operands: _backward(call, *operands),
+        (q_spec, kv_spec, kv_spec, score_specs, *rows, mask_specs, plan_spec),
+        (q_spec, kv_spec, kv_spec, score_specs),
+    )
+    return mapped(query, key, value, scores, out, lse, dout, dlse, mask, kv_plan)
+
+
+def _specs(call: Call, layout: Layout, mask: Arrays, kv_plan: Any) -> tuple[Any, ...]:
+    batch, context, heads = layout.batch, layout.context, layout.heads
+    mask_batch = () if mask[0].shape[0] == 1 else batch
+    rows = layout.spec(mask_batch, context)
+    keys = layout.spec(mask_batch)
+    blocks = layout.spec(mask_batch, (), context)
+    # q_lo stands in for ids and positions that are not there
+    ids, positions = (keys if call.element_test >= n else rows for n in (1, 2))
+    limits = layout.spec(mask_batch, (), context) if call.element_test >= 3 else rows
+    _, maps, places = call.split(mask)
+    mask_specs = (
+        *(rows, rows, rows, ids, limits, positions, blocks, rows, rows, blocks, rows),
+        *_map_specs(layout, maps, mask_batch),
+        *place_specs(layout, places),
+    )
+    plan_spec = None
+    if kv_plan is not None:
+        plan_spec = layout.spec(() if kv_plan.shape[0] == 1 else batch)
+    return (
+        layout.spec(batch, context, heads),
+        layout.spec(batch, layout.kv_context, layout.kv_heads),
+        layout.spec(batch, heads, context),
+        mask_specs,
+        plan_spec,
+    )
+
+
+def _map_specs(layout: Layout, maps: Any, mask_batch: Axes) -> tuple[Any, ...]:
+    """Of the operands of a map of blocks: bits may be one for all rows of the mask's batch."""
+    rows = (layout.context,), (layout.context,), ((), layout.context)
+    return tuple(
+        layout.spec(
+            () if x.shape[0] == 1 else mask_batch, () if x.shape[1] == 1 else layout.heads, *axes
+        )
+        for x, axes in zip(maps, rows, strict=bool(maps))
+    )
+
+
+def _shard_map(layout: Layout, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
+    """Over all axes that the caller has not mapped: a custom call cannot be partitioned further."""
+    if not layout.mapped:
+        return function
+    return jax.shard_map(
+        function,
+        mesh=layout.mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=set(layout.mapped),
+    )
+
+
+def _forward(call: Call, query, key, value, scores, mask, kv_plan) -> tuple[Any, ...]:
+    """On one rank."""
+    scores, query, key, value, *mask = vary_together(scores, query, key, value, *mask)
+    mask, maps, places = call.split(mask)
+    groups = Groups(call.layout, query, key, value, kv_plan)
+    out = None
+    lses: list[jax.Array] = []
+    tops: list[jax.Array] = []
+    for group in range(groups.number):
+        keys, values = groups.next()
+        extras = _extras(call, scores, places, groups, group)
+        out, lse, *top = some_heads.forward(
+            groups.heads_of(query.shape[2], group),
+            out,
+            query,
+            keys,
+            values,
+            *mask[:7],
+            groups.order(mask[7]),
+            mask[8],
+            *groups.maps(maps, group)[:2],
+            *extras,
+            scale=call.scale,
+            soft_cap=call.soft_cap,
+            precision=call.precision,
+            element_test=call.element_test,
+            block_size=call.block_size,
+            max_logits=call.return_max_logits,
+            extras=len(extras),
+            implementation=call.implementation,
+        )
+        tops += top
+        lses.append(lse)
+        groups.gather_after(lse)
+    assert out is not None
+    lse = _joined(lses, 1)
+    if scores.sinks is not None:
+        out, lse = add_sinks(out, lse, scores.sinks)
+    return out, lse, _joined(tops, 1) if tops else None
+
+
+def _extras(call: Call, scores: Scores, places: Any, groups: Groups, group: int) -> Arrays:
+    """The operands of the primitives behind the mask's: scales, then slopes and places."""
+    if not scores.numbers():
+        return ()
+    real = jnp.float32 if scores.slopes is None else scores.slopes.dtype
+    scale = jnp.full((1,), call.scale, real) if scores.scale is None else scores.scale
+    if scores.slopes is None:
+        return (scale,)
+    slopes = groups.rows(scores.slopes, group, 1)
+    if not places:
+        return scale, slopes
+    batch = max(x.shape[0] for x in places)
+    return scale, *(jnp.broadcast_to(x, (batch, x.shape[1])) for x in (slopes, *places))
+
+
+def _backward(
+    call: Call, query, key, value, scores, out, lse, dout, dlse, mask, kv_plan
+) -> tuple[Any, ...]:
+    """On one rank."""
+    scores, query, key, value, out, lse, dout, dlse, *mask = vary_together(
+        scores, query, key, value, out, lse, dout, dlse, *mask
+    )
+    mask, maps, places = call.split(mask)
+    if call.layout is not None and call.layout.kv_context:
+        # Else XLA sees the forward's gathers here, and keeps the gathered keys for the backward.
+        key, value, dout = jax.lax.optimization_barrier((key, value, dout))
+    groups = Groups(call.layout, query, key, value, kv_plan, backward=True)
+    dq = None
+    dks: list[jax.Array] = []
+    dvs: list[jax.Array] = []
+    dnumbers: list[jax.Array] = []
+    wanted = call.wanted[3 + (scores.sinks is not None) :]
+    for group in range(groups.number):
+        keys, values = groups.next()
+        extras = _extras(call, scores, places, groups, group)
+        dq, dk, dv, *dnumber = some_heads.backward(
+            groups.heads_of(query.shape[2], group),
+            dq,
+            query,
+            keys,
+            values,
+            out,
+            groups.rows(lse, group, 1),
+            dout,
+            groups.rows(dlse, group, 1),
+            *mask[:7],
+            groups.order(mask[7]),
+            *mask[9:11],  # without q_order_192
+            *groups.maps(maps, group),
+            *extras,
+            scale=call.scale,
+            soft_cap=call.soft_cap,
+            precision=call.precision,
+            element_test=call.element_test,
+            block_size=call.block_size,
+            dnumbers=scores.numbers() and any(wanted),
+            extras=len(extras),
+            has_dlse=call.return_lse,
+            deterministic=call.deterministic,
+            wanted=call.wanted[:3],
+            implementation=call.implementation,
+        )
+        dnumbers += dnumber
+        # Not dq if there is another: the next group writes into it, which a look at it would put off.
+        made = [x for x, there in zip((dk, dv), call.wanted[1:3], strict=True) if there]
+        groups.gather_after((made or [dq])[0])
+        dk, dv = groups.scatter(dk, dv)
+        dks.append(dk)
+        dvs.append(dv)
+    dscores = jax.tree.map(jnp.zeros_like, scores)  # for those that nobody wants
+    if scores.sinks is not None:
+        dlse = dlse if call.return_lse else None
+        dscores = dscores._replace(sinks=sinks_gradient(scores.sinks, out, lse, dout, dlse))
+    if dnumbers:
+        parts = _joined(dnumbers, 1).sum(axis=(0, 3))  # (H, 2) of this rank's rows
+        if scores.scale is not None:
+            dscores = dscores._replace(scale=parts[:, 0].sum()[None])
+        if scores.slopes is not None:
+            dscores = dscores._replace(slopes=parts[:, 1][None])
+    return (
+        dq,
+        groups.summed(_joined(dks, 2), key),
+        groups.summed(_joined(dvs, 2), value),
+        summed(call.layout, dscores),
+    )
+
+
+def _joined(parts: list[jax.Array], axis: int) -> jax.Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis)

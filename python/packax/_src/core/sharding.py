@@ -1,0 +1,323 @@
+"""`AttentionSharding`: what the user says of the mesh, and the layout it means for one call.
+
+Names and sizes only; partition.py moves the data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+if TYPE_CHECKING:
+    from packax._src.core.mask import AttentionMask
+
+Axes = tuple[str, ...]
+
+_DIMS = ("batch", "sequence", "heads", "head dim")
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSharding:
+    """How query, key and value lie on a mesh: data, context and tensor parallel together.
+
+    Each entry of a spec is None, a mesh axis, or a tuple of axes (major first), as in
+    `PartitionSpec("data", "context", "tensor", None)` for (batch, sequence, heads, head dim).
+
+    Attributes:
+        query: spec of query and of the output; the log-sum-exp is (batch, heads, sequence) of it.
+        key_value: spec of key and value. Batch: as in query. Sequence: as in query (every rank
+            gathers the keys and values, and their gradients are reduce-scattered), or None (every
+            rank has all keys). Heads: as in query, or None (every rank has all key/value heads and
+            uses those of its query heads).
+        head_groups: keys and values are gathered by this many groups of key/value heads, or by
+            groups of these sizes: one group while the attention of the one before runs. The first
+            gather and the last reduce-scatter stay in the open. None: 1 on two ranks, where nothing
+            is won, else what is best for each pass (`Layout.gathers`).
+        mesh: needed only where no mesh is set (`jax.set_mesh(mesh)`).
+
+    Inside a `shard_map` of your own over some of these axes, arrays are this rank's pieces along
+    them, and only the others (if any) are mapped here.
+
+    >>> sharding = packax.AttentionSharding(
+    ...     query=P(("data", "fsdp"), "context", "tensor", None),
+    ...     key_value=P(("data", "fsdp"), "context", "tensor", None),
+    ... )
+    """
+
+    query: P
+    key_value: P
+    head_groups: int | tuple[int, ...] | None = None
+    mesh: Any = None
+
+    def mask_specs(self, mask: AttentionMask) -> AttentionMask:
+        """The PartitionSpec of every array of a mask, as a mask: for a `shard_map` of your own."""
+        batch, context = _axes("query", self.query)[:2]
+        batch = () if mask.q_lo.shape[0] == 1 else batch
+        rows, keys = spec(batch, context), spec(batch)
+        blocks = spec(batch, (), context)
+        specs: dict[str, Any] = dict.fromkeys(("q_lo", "q_hi", "q_ids", "q_pos"), rows)
+        specs |= dict.fromkeys(("kv_ids", "kv_pos"), keys)
+        if mask.kv_plan is not None:  # one for all rows, or one each
+            specs["kv_plan"] = spec(() if mask.kv_plan.shape[0] == 1 else batch)
+        specs |= dict.fromkeys(("q_blocks", "kv_blocks"), blocks)
+        if mask.element_test >= 3:  # two limits a row
+            specs["q_pos"] = blocks
+        specs |= dict.fromkeys(("q_order", "q_order_192", "kv_order"), rows)
+        if mask.map_bits is not None:
+            maps, of_heads = mask.map_bits.shape[:2]
+            heads = () if of_heads == 1 else _axes("query", self.query)[2]
+            specs["q_entries"] = spec(batch, heads, context)
+            specs["kv_entries"] = spec(batch, heads, (), context)
+            specs["map_bits"] = spec(() if maps == 1 else batch, heads, context)
+        specs = {name: x for name, x in specs.items() if getattr(mask, name) is not None}
+        return dataclasses.replace(mask, **specs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A sharding on the mesh of this call: hashable, so that it can be static."""
+
+    mesh: Any  # None: that of the context
+    sizes: tuple[tuple[str, int], ...]
+    manual: frozenset[str]  # axes over which the caller already is in a shard_map
+    explicit: bool  # the types of arrays say how they are sharded
+    batch: Axes
+    context: Axes
+    heads: Axes
+    kv_context: Axes
+    kv_heads: Axes
+    head_groups: int | tuple[int, ...] | None
+
+    @property
+    def mapped(self) -> frozenset[str]:
+        """The axes that partition.py maps over."""
+        return frozenset(name for name, _ in self.sizes) - self.manual
+
+    def size(self, axes: Axes) -> int:
+        sizes = dict(self.sizes)
+        return math.prod(sizes[axis] for axis in axes)
+
+    def outside(self, axes: Axes) -> int:
+        """How many pieces of a dimension the caller's own shard_map made."""
+        return self.size(tuple(axis for axis in axes if axis in self.manual))
+
+    def inside(self, axes: Axes) -> int:
+        """How many pieces partition.py makes of what the caller passes."""
+        return self.size(tuple(axis for axis in axes if axis in self.mapped))
+
+    def spec(self, *dims: Axes) -> P:
+        """The PartitionSpec of the axes that partition.py maps over."""
+        return spec(*(tuple(axis for axis in axes if axis in self.mapped) for axes in dims))
+
+    def place(self, x: Any, *dims: Axes) -> Any:
+        """x sharded like this in its type, where types say it; elsewhere shard_map moves it."""
+        return jax.sharding.reshard(x, self.spec(*dims)) if self.explicit else x
+
+    def gathers(self, kv_heads: int, backward: bool) -> tuple[tuple[int, ...], ...]:
+        """How many of a rank's key/value heads each gather brings, by the groups that are attended.
+
+        The default, of eight heads: forward 1, 3 and 4, since what the first attention hides grows
+        with it and what is in the open before it should not. Backward 2, then 6, attended as 4 and 2:
+        XLA has one collective under way at a time, so a third gather would make the attention
+        wait for the gradients that are on their way, and the last of those are in the open.
+        """
+        if not self.kv_context:
+            return ((kv_heads,),)  # there is nothing to gather
+        if isinstance(self.head_groups, tuple):
+            return tuple((heads,) for heads in self.head_groups)
+        if self.head_groups is not None:
+            return ((kv_heads // self.head_groups,),) * self.head_groups
+        if kv_heads == 1 or self.size(self.kv_context) <= 2:
+            return ((kv_heads,),)
+        if backward:
+            end = max(1, kv_heads // 4)
+            middle = kv_heads - 2 * end
+            return ((end,), (middle, end) if middle else (end,))
+        first = max(1, kv_heads // 8)
+        second = (kv_heads - first) * 3 // 7
+        return tuple((n,) for n in (first, second, kv_heads - first - second) if n)
+
+
+def spec(*dims: Axes) -> P:
+    return P(*(None if not axes else axes[0] if len(axes) == 1 else axes for axes in dims))
+
+
+def layout_of(sharding: Any) -> Layout:
+    """The layout of a sharding on the mesh in use.
+
+    Raises:
+        ValueError: specs that do not go together, no mesh, or axes that it does not have.
+        NotImplementedError: one dimension over manual and other axes.
+    """
+    if not isinstance(sharding, AttentionSharding):
+        raise ValueError(
+            "sharding must be an AttentionSharding(query=P(...), key_value=P(...)), but is a "
+            f"{type(sharding).__name__}"
+        )
+    query = _axes("query", sharding.query)
+    key_value = _axes("key_value", sharding.key_value)
+    if key_value[0] != query[0]:
+        raise ValueError(
+            f"sharding.key_value must have the batch axes of sharding.query, {_show(query[0])}, but "
+            f"has {_show(key_value[0])}"
+        )
+    for dim in (1, 2):
+        if key_value[dim] not in ((), query[dim]):
+            accepted = (
+                f"{_show(query[dim])} as in sharding.query, or None" if query[dim] else "None"
+            )
+            raise ValueError(
+                f"the {_DIMS[dim]} axes of sharding.key_value must be {accepted}, but are "
+                f"{_show(key_value[dim])}"
+            )
+    groups = sharding.head_groups
+    numbers = groups if isinstance(groups, tuple) and groups else (groups,)
+    if groups is not None and any(
+        not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in numbers
+    ):
+        raise ValueError(
+            "sharding.head_groups must be None, a positive integer or a tuple of some, not "
+            f"{groups!r}"
+        )
+
+    mesh, known = _mesh(sharding)
+    sizes = tuple(zip(known.axis_names, known.axis_sizes, strict=True))
+    types = known.axis_types
+    manual = frozenset(
+        name for name, kind in zip(known.axis_names, types, strict=True) if kind == AxisType.Manual
+    )
+    for name, dims in (("query", query), ("key_value", key_value)):
+        for axis in (axis for axes in dims for axis in axes):
+            if axis not in known.axis_names:
+                raise ValueError(
+                    f"sharding.{name} names the axis {axis!r}, but the mesh has "
+                    f"{', '.join(map(repr, known.axis_names)) or 'none'}"
+                )
+    for dim, axes in enumerate(query):
+        if manual.isdisjoint(axes) or manual.issuperset(axes):
+            continue
+        raise NotImplementedError(
+            f"the {_DIMS[dim]} axes {_show(axes)} of sharding.query are partly those of a shard_map "
+            f"of yours ({', '.join(sorted(manual))}) and partly not: map over all of them or none"
+        )
+    return Layout(
+        mesh,
+        sizes,
+        manual,
+        AxisType.Explicit in types,
+        query[0],
+        query[1],
+        query[2],
+        key_value[1],
+        key_value[2],
+        groups,
+    )
+
+
+def _show(axes: Axes) -> str:
+    return repr(None if not axes else axes[0] if len(axes) == 1 else axes)
+
+
+def _axes(name: str, given: Any) -> tuple[Axes, Axes, Axes]:
+    """The axes of batch, sequence and heads."""
+    if not isinstance(given, P):
+        raise ValueError(
+            f"sharding.{name} must be a PartitionSpec of (batch, sequence, heads, head dim), but is "
+            f"{given!r}"
+        )
+    if len(given) > 4:
+        raise ValueError(
+            f"sharding.{name} must have at most 4 entries, (batch, sequence, heads, head dim), but "
+            f"is {given}"
+        )
+    dims: list[Axes] = []
+    for entry in (*given, *[None] * (4 - len(given))):
+        axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
+        if not isinstance(axes, tuple) or not all(isinstance(axis, str) for axis in axes):
+            raise ValueError(
+                f"sharding.{name} must hold None, axis names or tuples of them, but holds {entry!r}"
+            )
+        dims.append(axes)
+    if dims[3]:
+        raise ValueError(
+            f"sharding.{name} must not shard the head dim, but says {_show(dims[3])}: shard heads"
+        )
+    used = [axis for axes in dims for axis in axes]
+    twice = [axis for axis in used if used.count(axis) > 1]
+    if twice:
+        raise ValueError(f"sharding.{name} uses the axis {twice[0]!r} twice: {given}")
+    return dims[0], dims[1], dims[2]
+
+
+def _mesh(sharding: AttentionSharding) -> tuple[Any, Any]:
+    """(what shard_map is given, the mesh whose axes count)."""
+    context = jax.sharding.get_abstract_mesh()
+    if not context.empty:
+        return None, context
+    if sharding.mesh is not None:
+        mesh = sharding.mesh
+    else:
+        mesh = entered_mesh()
+    if mesh is not None and not hasattr(mesh, "empty"):
+        raise ValueError(f"sharding.mesh must be a jax.sharding.Mesh, but is {mesh!r}")
+    if mesh is None or mesh.empty:
+        raise ValueError(
+            "sharding needs a mesh: set one with jax.set_mesh(mesh), or give "
+            "AttentionSharding(..., mesh=mesh)"
+        )
+    return mesh, getattr(mesh, "abstract_mesh", mesh)
+
+
+def entered_mesh() -> Any:
+    """The mesh of a `with mesh:` block, the way of jax before set_mesh."""
+    try:
+        from jax._src.mesh import thread_resources
+
+        return thread_resources.env.physical_mesh
+    except (ImportError, AttributeError):
+        return None
+
+
+def check_divides(layout: Layout, name: str, what: str, size: int, axes: Axes) -> None:
+    """Raises ValueError unless `size`, as the caller sees it, is cut evenly by `axes`."""
+    pieces = layout.inside(axes)
+    if size % pieces:
+        raise ValueError(
+            f"the {what} of {name}, {size}, must be a multiple of the size of its mesh axes "
+            f"{_show(axes)}, {pieces}"
+        )
+
+
+def check_tensors(layout: Layout, query: Any, key: Any) -> None:
+    """Raises ValueError unless the layout cuts the tensors evenly."""
+    check_divides(layout, "query", "batch size", query.shape[0], layout.batch)
+    check_divides(layout, "query", "length", query.shape[1], layout.context)
+    check_divides(layout, "query", "number of heads", query.shape[2], layout.heads)
+    check_divides(layout, "key and value", "length", key.shape[1], layout.kv_context)
+    if key.shape[2] % layout.inside(layout.kv_heads):
+        raise ValueError(
+            f"the number of heads of key and value, {key.shape[2]}, must be a multiple of the size "
+            f"of its mesh axes {_show(layout.kv_heads)}, {layout.inside(layout.kv_heads)}: or say "
+            "None in sharding.key_value, and every rank takes the heads that its query heads need"
+        )
+    if layout.head_groups is not None and layout.kv_context:
+        own = own_kv_heads(layout, query.shape[2], key.shape[2])
+        if sum(map(sum, layout.gathers(own, backward=False))) != own:
+            raise ValueError(
+                "sharding.head_groups must divide the key/value heads of a rank, or be numbers that "
+                f"add up to them, {own}, but is {layout.head_groups}"
+            )
+
+
+def own_kv_heads(layout: Layout, heads: int, kv_heads: int) -> int:
+    """How many key/value heads a rank's attention reads, of what the caller sees."""
+    local = heads // layout.inside(layout.heads)
+    if layout.heads == layout.kv_heads:
+        return kv_heads // layout.inside(layout.kv_heads)
+    group = heads * layout.outside(layout.heads) // kv_heads
+    return local // math.gcd(local, group)

@@ -1,0 +1,266 @@
+"""`decode_attention`: a few new tokens of every sequence over its cache of keys and values."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from packax._src.attention import Implementation, check_implementation
+from packax._src.core.precision import checked_precision
+from packax._src.ops.primitives import decode_p, vary_together
+from packax._src.ops.score_mods import checked_scale, checked_soft_cap, scores_of
+from packax._src.ops.xla_mask import INT_MAX, MAX_LENGTH, is_symbolic
+
+MAX_ROWS = 16
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+@overload
+def decode_attention(
+    query: Any,
+    key_cache: Any,
+    value_cache: Any,
+    lengths: Any,
+    *,
+    block_table: Any = None,
+    starts: Any = None,
+    left: int | None = None,
+    causal: bool = True,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: Any = None,
+    precision: Any = None,
+    return_lse: Literal[False] = False,
+    implementation: Implementation | None = None,
+) -> jax.Array: ...
+@overload
+def decode_attention(
+    query: Any,
+    key_cache: Any,
+    value_cache: Any,
+    lengths: Any,
+    *,
+    block_table: Any = None,
+    starts: Any = None,
+    left: int | None = None,
+    causal: bool = True,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: Any = None,
+    precision: Any = None,
+    return_lse: Literal[True],
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+def decode_attention(
+    query: Any,
+    key_cache: Any,
+    value_cache: Any,
+    lengths: Any,
+    *,
+    block_table: Any = None,
+    starts: Any = None,
+    left: int | None = None,
+    causal: bool = True,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: Any = None,
+    precision: Any = None,
+    return_lse: bool = False,
+    implementation: Implementation | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Exact attention of the last 1 to 16 tokens of every sequence over its key/value cache.
+
+    Row i of sequence b is the token at position p = lengths[b] - Sq + i, and attends the keys
+    j <= p of its sequence. The keys of a sequence are split over the GPU and the parts merged
+    (Flash-Decoding, pytorch.org/blog/flash-decoding), so one sequence fills it; what lies behind a
+    length is not read, and no cache is copied or padded. Softmax and all sums are float32
+    (float64 for float64 operands). Without a gradient: train with `flash_attention`.
+
+    Args:
+        query: (B, Sq, H, Dqk) bfloat16, float16 or float32 (float64 where jax has it enabled),
+            1 <= Sq <= 16. The keys and values of its tokens are in the cache already.
+        key_cache: (B, S, Hkv, Dqk), dtype of query; with block_table (pages, page_size, Hkv, Dqk).
+            H must be a multiple of Hkv: query head h reads key/value head h // (H / Hkv).
+        value_cache: like key_cache, with head dim Dv.
+        lengths: (B,) integers: the keys of each sequence, its Sq new ones included. Below Sq, the
+            first rows are no tokens, and attend nothing.
+        block_table: (B, max_blocks) integers: the page of the keys n * page_size to
+            (n + 1) * page_size - 1 of sequence b is block_table[b, n]. Entries behind a length
+            may be anything; pages may be shared by sequences, and be in any order.
+        starts: (B,) or (B, Sq) integers: the first key that a sequence, or a row, attends
+            (padding on the left; chunked attention: starts = p // size * size).
+        left: a Python integer: the keys before its own that a row attends at most, as in a
+            sliding window of left + 1 keys.
+        causal: False: all rows of a sequence attend all its keys, also those of later rows.
+        scale: a finite Python or numpy number, of any sign, or 0; None: 1 / sqrt(Dqk).
+        soft_cap: a positive Python or numpy number c: scores become c * tanh(score / c) (Gemma).
+        sinks: (H,) of any float dtype: a logit per query head that stands in the softmax's
+            denominator beside the scaled scores, and has no value (gpt-oss).
+        precision: of the products of float32 operands, as in `flash_attention`: on GPUs TF32 or,
+            if "highest" is asked for, float32. None: what `jax.default_matmul_precision` says.
+        return_lse: return also the log-sum-exp (natural logarithm) of each row's scores. It counts
+            the sink.
+        implementation: None: the CUDA kernels where this is lowered for CUDA, blockwise XLA
+            elsewhere; "cuda": the CUDA kernels or an error; "xla": blockwise XLA everywhere.
+            The kernels take bfloat16, float16 and float32, and head dims up to 256 that are
+            multiples of 8.
+
+    Returns:
+        out, (B, Sq, H, Dv) in query's dtype, or (out, lse), lse (B, H, Sq) float32 (float64 for
+        float64). A row that attends nothing has out 0 and lse -inf, also with a sink. Values are
+        unknown when tracing, so what they cannot be is answered by NaN, in that row alone: a range
+        that ends behind the cache (a length over S, or over max_blocks * page_size), and a key
+        whose block_table entry is no page (below 0, or pages and above).
+
+    Raises:
+        ValueError: shapes, dtypes or numbers that are not as above.
+        NotImplementedError: when differentiated; when lowered for CUDA, no kernel for the dtype or
+            head dims; with implementation="cuda", when lowered for another platform.
+
+    A step of a loop over a paged cache, caches donated so that they are written in place:
+
+    >>> @functools.partial(jax.jit, donate_argnames=("key_cache", "value_cache"))
+    ... def step(query, key, value, key_cache, value_cache, block_table, lengths):
+    ...     page_size = key_cache.shape[1]                       # query (B, 1, H, D), key (B, 1, Hkv, D)
+    ...     page = jnp.take_along_axis(block_table, lengths[:, None] // page_size, axis=1)
+    ...     page = jnp.where(page < 0, len(key_cache), page)     # none: -1 would be the last one
+    ...     at = page, lengths[:, None] % page_size
+    ...     key_cache = key_cache.at[at].set(key, mode="drop")
+    ...     value_cache = value_cache.at[at].set(value, mode="drop")
+    ...     out = packax.decode_attention(
+    ...         query, key_cache, value_cache, lengths + 1, block_table=block_table
+    ...     )
+    ...     return out, key_cache, value_cache, lengths + 1
+    """
+    query, key_cache, value_cache = map(jnp.asarray, (query, key_cache, value_cache))
+    lengths = _integers("lengths", lengths)
+    table = None if block_table is None else _integers("block_table", block_table)
+    _check_tensors(query, key_cache, value_cache, lengths, table)
+    _, q_len, _, qk_dim = query.shape
+    check_implementation(implementation)
+    for name, flag in (("return_lse", return_lse), ("causal", causal)):
+        if not isinstance(flag, (bool, np.bool_)):
+            raise ValueError(f"{name} must be True or False, but is {flag!r}")
+    factor = 1 / math.sqrt(qk_dim) if scale is None else checked_scale(scale)
+    if isinstance(factor, jax.Array):
+        raise ValueError(
+            "scale must be a Python or numpy number, known when tracing, but is an array"
+        )
+    operands = [query, key_cache, value_cache, *_ranges(lengths, starts, left, causal, q_len)]
+    if table is not None:
+        operands.append(table)
+    sinks = scores_of(query, 0, 0, factor, sinks, None, None)[0].sinks
+    if sinks is not None:
+        real = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
+        operands.append(sinks.astype(real)[None])
+    out, lse = decode_p.bind(
+        *vary_together(*operands),
+        scale=factor,
+        soft_cap=checked_soft_cap(soft_cap),
+        precision=checked_precision(precision),
+        paged=table is not None,
+        has_sinks=sinks is not None,
+        implementation=implementation,
+    )
+    return (out, lse) if return_lse else out
+
+
+def _ranges(
+    lengths: jax.Array, starts: Any, left: int | None, causal: bool, q_len: int
+) -> tuple[jax.Array, jax.Array]:
+    """The keys lo <= j < hi of every row, (B, Sq) int32. Empty rows may have any lo >= hi."""
+    lengths = jnp.maximum(lengths, 0)[:, None]
+    position = lengths + jnp.arange(-q_len, 0, dtype=jnp.int32)[None]
+    hi = position + 1 if causal else jnp.where(position < 0, 0, lengths)
+    lo = jnp.zeros_like(position)
+    if starts is not None:
+        starts = _integers("starts", starts)
+        shapes = (lengths.shape[:1], position.shape)
+        if starts.shape not in shapes:
+            raise ValueError(
+                f"starts must have shape {shapes[0]}, one for a sequence, or {shapes[1]}, one for "
+                f"a row, but has {starts.shape}"
+            )
+        lo = jnp.maximum(lo, starts[:, None] if starts.ndim == 1 else starts)
+    if left is not None:
+        if isinstance(left, bool) or not isinstance(left, (int, np.integer)) or left < 0:
+            raise ValueError(f"left must be an integer from 0 on, known when tracing, not {left!r}")
+        lo = jnp.maximum(lo, position - min(int(left), INT_MAX // 2))
+    return lo, hi
+
+
+def _integers(name: str, x: Any) -> jax.Array:
+    """As int32; what does not fit becomes the nearest there is, which is behind every cache."""
+    if not isinstance(x, jax.Array):
+        x = np.asarray(x)  # jax would cut 64 bits to 32, and a length become another
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise ValueError(f"{name} must be an array of integers, but is {x.dtype}")
+    limits = jnp.iinfo(x.dtype)
+    if limits.max > INT_MAX:
+        x = x.clip(max(limits.min, -INT_MAX - 1), INT_MAX)
+    return jnp.asarray(x.astype(np.int32))
+
+
+def _check_tensors(
+    query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array, table: jax.Array | None
+) -> None:
+    cache = "(batch, length, heads, dim)" if table is None else "(pages, page size, heads, dim)"
+    tensors = {"query": query, "key_cache": key, "value_cache": value}
+    for name, x in tensors.items():
+        if x.ndim != 4:
+            shape = "(batch, rows, heads, dim)" if name == "query" else cache
+            raise ValueError(f"{name} must have shape {shape}, not {x.shape}")
+        if 0 in x.shape:
+            raise ValueError(f"{name} must not be empty, but has shape {x.shape}")
+        if str(x.dtype) not in _DTYPES:
+            raise ValueError(f"{name} must be one of {', '.join(_DTYPES)}, but is {x.dtype}")
+    if not query.dtype == key.dtype == value.dtype:
+        raise ValueError(
+            "query, key_cache and value_cache must have one dtype, but have "
+            f"{query.dtype}, {key.dtype} and {value.dtype}"
+        )
+    batch, rows, heads, qk_dim = query.shape
+    if is_symbolic(rows):
+        raise ValueError(f"query must have a known number of rows of a sequence, but has {rows}")
+    if rows > MAX_ROWS:
+        raise ValueError(
+            f"query must have 1 to {MAX_ROWS} rows of a sequence, but has {rows}: for more, "
+            "flash_attention with ranges(lo, hi)"
+        )
+    if key.shape[:3] != value.shape[:3]:
+        raise ValueError(
+            f"value_cache must have the shape of key_cache, {key.shape[:3]} and a head dim, but "
+            f"has {value.shape}"
+        )
+    if heads % key.shape[2]:
+        raise ValueError(
+            f"the heads of query must be a multiple of those of the caches, but there are {heads} "
+            f"and {key.shape[2]}"
+        )
+    if qk_dim != key.shape[3]:
+        raise ValueError(
+            f"key_cache must have the head dim of query, {qk_dim}, but has {key.shape[3]}"
+        )
+    if lengths.shape != (batch,):
+        raise ValueError(f"lengths must have shape ({batch},), as query, but has {lengths.shape}")
+    if table is None:
+        if key.shape[0] != batch:
+            raise ValueError(
+                f"key_cache has batch size {key.shape[0]}, but query has {batch}; pages need a "
+                "block_table"
+            )
+        capacity = key.shape[1]
+    else:
+        if table.ndim != 2 or table.shape[0] != batch or table.shape[1] == 0:
+            raise ValueError(
+                f"block_table must have shape ({batch}, blocks), as query, but has {table.shape}"
+            )
+        capacity = table.shape[1] * key.shape[1]
+    if not is_symbolic(capacity) and capacity > MAX_LENGTH:
+        raise ValueError(
+            f"a sequence may have room for {MAX_LENGTH} keys at most, but has it for {capacity}"
+        )

@@ -1,0 +1,1 @@
+"""Mask expressions and the builder that makes an AttentionMask of them."""

@@ -1,0 +1,108 @@
+"""From the arrays of an expression to those of a mask: row ranges, then bounds of blocks.
+
+build.py decides which rows, of which rank and in which order; nothing here knows of that.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from packax._src.masks import expressions as masks
+from packax._src.ops.primitives import blocks_p, documents_p, vary_together
+
+_INT32 = np.iinfo(np.int32)
+
+
+class Document(NamedTuple):
+    """The two sides of documents(...), each (1 or batch, length), or None."""
+
+    q_ids: jax.Array | None
+    kv_ids: jax.Array | None  # None: as the query's
+    q_pos: jax.Array | None
+    kv_pos: jax.Array | None  # None: as the query's
+
+    def keys(self) -> tuple[jax.Array | None, jax.Array | None]:
+        return (
+            self.q_ids if self.kv_ids is None else self.kv_ids,
+            self.q_pos if self.kv_pos is None else self.kv_pos,
+        )
+
+
+class Rows(NamedTuple):
+    """What row ranges are made from: one value for every row, (batch, rows) each."""
+
+    ids: jax.Array | None
+    low: jax.Array | None  # the lowest and the highest place that the row attends
+    high: jax.Array | None
+    ranges: tuple[tuple[jax.Array, jax.Array], ...]
+
+
+def limits_of(document: Document, interval: masks.And, q_len: int) -> masks.Limits:
+    """The interval of every row of the sequence: (low, high), each (1 or batch, q_len) or None."""
+    if not interval.members:
+        return None, None
+    by_position = document.q_pos is not None
+    structure: Any
+    leaves, structure = jax.tree.flatten((document.q_ids, interval))
+    if not by_position:
+        index = jnp.arange(q_len, dtype=jnp.int32)[None]
+        index, *leaves = vary_together(index, *leaves)
+    ids, interval = structure.unflatten(leaves)
+    places: Any = document.q_pos if by_position else index
+    # No interval asks for the places of keys, except that of spans, whose keys are the rows.
+    return interval.limits(masks.Places(places, places, ids, by_position))
+
+
+def element_test_of(document: Document, low: Any, high: Any) -> int:
+    """0: none, 1: ids, 2: ids and an upper limit of positions, 3: both limits (docs/design.md)."""
+    if document.q_ids is None:
+        return 0
+    if document.q_pos is None or (low is None and high is None):
+        return 1
+    return 2 if low is None else 3
+
+
+def assemble(held: Rows, kv_ids, kv_pos, *, level, batch, q_len, kv_len) -> dict[str, jax.Array]:
+    """The arrays of a mask that are computed: of these rows, and of all keys in order."""
+    structure: Any
+    leaves, structure = jax.tree.flatten((held, kv_ids, kv_pos))
+    held, kv_ids, kv_pos = structure.unflatten(vary_together(*leaves))
+    q_pos = held.ids
+    if level == 2:
+        q_pos = held.high
+    elif level == 3:
+        assert held.low is not None
+        high = jnp.full_like(held.low, _INT32.max) if held.high is None else held.high
+        q_pos = jnp.stack([high, held.low], axis=1)
+    if level > 0:
+        lo, hi, tested = documents_p.bind(
+            held.ids,
+            kv_ids,
+            q_pos,
+            kv_pos if level > 1 else kv_ids,
+            compare_positions=max(level - 1, 0),
+        )
+    else:
+        lo = jnp.zeros((batch, q_len), jnp.int32)
+        hi = jnp.full((batch, q_len), kv_len, jnp.int32)
+        tested = lo
+
+    if level < 2:  # places are indices
+        if held.high is not None:
+            hi = jnp.minimum(hi, jnp.minimum(held.high, kv_len - 1) + 1)
+        if held.low is not None:
+            lo = jnp.maximum(lo, held.low)
+    for first, last in held.ranges:
+        lo = jnp.maximum(lo, jnp.clip(first, 0, kv_len))
+        hi = jnp.minimum(hi, jnp.clip(last, 0, kv_len))
+    empty = lo >= hi
+    lo, hi, tested = (jnp.where(empty, 0, x) for x in (lo, hi, tested))
+
+    names = ("q_blocks", "kv_blocks", "q_order", "q_order_192", "kv_order")
+    blocks = blocks_p.bind(*vary_together(lo, hi, tested), kv_len=kv_len)
+    computed = {"q_lo": lo, "q_hi": hi, **dict(zip(names, blocks, strict=True))}
+    return computed | ({"q_pos": q_pos} if level >= 2 else {})

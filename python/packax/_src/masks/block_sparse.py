@@ -1,0 +1,113 @@
+"""The mask expression of a map of blocks, of which the data decides: MoBA, indexers, any boolean map.
+
+Which blocks a tile of the kernels visits is block_map.py's work.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from typing import Any
+
+import jax
+import numpy as np
+
+from packax._src.masks.expressions import Array, ArrayLike, MaskExpression, Places, numpy_of
+from packax._src.ops.xla_mask import ceil_div
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["block_map"], meta_fields=["block_size"]
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class BlockSparse(MaskExpression):
+    """See `block_sparse`."""
+
+    block_map: Array  # as given: (NQ, NK), (B, NQ, NK) or (B, H, NQ, NK)
+    block_size: tuple[int, int]
+
+    once = "combine the maps into one, of the finer blocks (jnp.repeat), such as first_map & second_map"
+
+    @property
+    def name(self) -> str:
+        return "block_sparse"
+
+    def arrays(self) -> list[tuple[str, Array, str]]:
+        return [("block_map", self.of_heads(), "batch")]
+
+    def of_heads(self) -> Array:
+        """The map as (B or 1, H or 1, NQ, NK)."""
+        shape = self.block_map.shape
+        batch = shape[:1] if len(shape) > 2 else (1,)
+        heads = shape[1:2] if len(shape) > 3 else (1,)
+        return self.block_map.reshape(*batch, *heads, *shape[-2:])
+
+    def check_sizes(self, q_len: int | None, kv_len: int | None) -> None:
+        for n, what, length in ((0, "query rows", q_len), (1, "keys", kv_len)):
+            have, size = self.block_map.shape[n - 2], self.block_size[n]
+            if length is not None and have != ceil_div(length, size):
+                raise ValueError(
+                    f"block_map has shape {self.block_map.shape}, so {have} blocks of {what}, but "
+                    f"{length} {what} are {ceil_div(length, size)} blocks of {size}"
+                )
+
+    def _as_array(self, at: Places) -> Array:
+        rows, keys = (
+            np.arange(x.shape[-1]) // size
+            for x, size in zip((at.q, at.kv), self.block_size, strict=True)
+        )
+        xp = numpy_of(self.block_map)
+        return xp.take(xp.take(self.block_map, rows, axis=-2), keys, axis=-1)
+
+
+def block_sparse(block_map: ArrayLike, block_size: int | tuple[int, int]) -> MaskExpression:
+    """Row i attends key j if the map has the block that they lie in: block_map[b, h, i // m, j // n].
+
+    For masks that are known only when the data is: mixture of block attention (MoBA, arXiv
+    2502.13189), an indexer's choice of keys, any boolean map. The attention is exact, and visits
+    only blocks of 64 keys in which a tile of 128 rows has something to attend, in both passes.
+    Rows and keys are counted by their indices, whatever positions documents(...) gives.
+
+    Args:
+        block_map: bool, (NQ, NK), (B, NQ, NK) or (B or 1, H or 1, NQ, NK), H the heads of query;
+            NQ = ceil(Sq / m), NK = ceil(Skv / n). Traced or not; it has no gradient.
+        block_size: (m, n), rows and keys of a block, or one number for both; any positive integers.
+            Cost falls with whole tiles that have nothing: rows side by side should choose alike.
+
+    Raises:
+        ValueError: a shape, dtype or size that is not as above.
+
+    The mask holds the map in bits, and lists of one int32 for every 128 x 64 rows and keys, twice,
+    and for every head of the map.
+
+    >>> packax.block_sparse(np.array([[True, False], [True, True]]), 2).as_array(3, 4).astype(int)
+    array([[1, 1, 0, 0],
+           [1, 1, 0, 0],
+           [1, 1, 1, 1]])
+    """
+    if not isinstance(block_map, jax.Array):
+        block_map = np.asarray(block_map)
+    if block_map.ndim not in (2, 3, 4) or 0 in block_map.shape:
+        raise ValueError(
+            "block_map must have shape (q blocks, key blocks), behind (batch,) or (batch, heads) if "
+            f"any, but has {block_map.shape}"
+        )
+    if block_map.dtype != np.bool_:
+        raise ValueError(f"block_map must be boolean, but has dtype {block_map.dtype}")
+    return BlockSparse(block_map, _sizes(block_size))
+
+
+def _sizes(given: Any) -> tuple[int, int]:
+    try:
+        sizes = (
+            tuple(map(operator.index, given)) if np.ndim(given) else (operator.index(given),) * 2
+        )
+    except TypeError:
+        sizes = ()
+    if isinstance(given, bool) or len(sizes) != 2 or not all(1 <= size < 2**31 for size in sizes):
+        raise ValueError(
+            "block_size must be a positive integer, or two of them for rows and keys, below 2**31, "
+            f"but is {given!r}"
+        )
+    return sizes[0], sizes[1]

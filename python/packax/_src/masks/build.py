@@ -1,0 +1,186 @@
+"""From a mask expression to the arrays of docs/design.md: row ranges, then bounds of blocks."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.export import is_symbolic_dim
+
+from packax._src.context.load_balance import ContextPlan
+from packax._src.core.mask import AttentionMask
+from packax._src.core.sharding import AttentionSharding, Layout, check_divides, layout_of
+from packax._src.masks import expressions as masks
+from packax._src.masks.assemble import Document, Rows, assemble, element_test_of, limits_of
+from packax._src.masks.block_sparse import BlockSparse
+from packax._src.masks.build_ranks import build_rows, map_arrays
+from packax._src.ops.primitives import vary_together
+
+
+def create_attention_mask(
+    expression: masks.MaskExpression,
+    *,
+    q_len: int | None = None,
+    kv_len: int | None = None,
+    sharding: AttentionSharding | None = None,
+    plan: ContextPlan | None = None,
+    permuted_keys: bool = True,
+) -> AttentionMask:
+    """Build the mask that every layer of a step shares.
+
+    Args:
+        expression: `causal()`, `documents(...)` or another of docs/masks.md, or `&` and `|` of them.
+        q_len: number of query rows; needed only where no array of the expression says it.
+        kv_len: number of keys; likewise.
+        sharding: the `AttentionSharding` that `flash_attention` gets: the row ranges are sharded as
+            the query rows are, and every rank has the block bounds of its own rows.
+        plan: the `ContextPlan` by which the query rows were permuted. The expression stays in the
+            order of the sequence, as do its arrays: this function permutes the rows.
+        permuted_keys: whether keys and values are permuted by `plan` too, as in self-attention of
+            permuted tokens. False: they are in the order of the sequence.
+
+    Inside a `shard_map` of your own over the context axes, the expression is still about whole
+    sequences (its arrays replicated along the context axes), and the mask that is returned has this
+    rank's rows.
+
+    Returns:
+        AttentionMask: O(batch * (q_len + kv_len)) int32 values, made in O(S) work for documents.
+
+    Raises:
+        ValueError: not an expression, or lengths, sharding and plan that are missing or do not
+            agree.
+
+    >>> mask = packax.create_attention_mask(packax.causal() & packax.documents(segment_ids))
+    """
+    if not isinstance(expression, masks.MaskExpression):
+        raise ValueError(
+            "expression must be causal(), sliding_window(...), chunked(...), prefix(...), spans(...), "
+            "full(), documents(...), ranges(...), block_sparse(...), or `&` and `|` of them, but is a "
+            f"{type(expression).__name__}"
+        )
+    q_len, kv_len = _length("q_len", q_len), _length("kv_len", kv_len)
+    q_len, kv_len = masks.check_lengths(expression, q_len, kv_len)
+    for name, length in (("q_len", q_len), ("kv_len", kv_len)):
+        if length is None:
+            raise ValueError(
+                f"{name} is not known: no array of the expression says it, so give {name}="
+            )
+    assert q_len is not None and kv_len is not None
+    batch = masks.batch_of(expression)
+    layout = None if sharding is None else layout_of(sharding)
+    if plan is not None:
+        _check_plan(plan, batch, q_len, kv_len, permuted_keys, layout)
+        batch = max(batch, plan.order.shape[0])
+    if layout is not None:
+        check_divides(layout, "the mask", "number of query rows", q_len, layout.context)
+        if batch > 1:
+            check_divides(layout, "the mask", "batch size", batch, layout.batch)
+
+    parts = expression.parts()
+    document = masks.documents_of(expression)
+    sides: tuple[masks.Array | None, ...] = (None,) * 4
+    if document is not None:
+        sides = (document.q_ids, document.kv_ids, document.q_pos, document.kv_pos)
+    sides = tuple(None if x is None else jnp.atleast_2d(x) for x in sides)
+    interval = masks.And(tuple(part for part in parts if isinstance(part, masks.Interval)))
+    ranges = tuple(
+        (jnp.atleast_2d(part.lo), jnp.atleast_2d(part.hi))
+        for part in parts
+        if isinstance(part, masks.Ranges)
+    )
+    block_map, block_size = None, None
+    for part in parts:
+        if isinstance(part, BlockSparse):
+            block_map, block_size = jnp.asarray(part.of_heads()), part.block_size
+            if layout is not None and block_map.shape[1] > 1:
+                heads = block_map.shape[1]
+                check_divides(layout, "block_map", "number of heads", heads, layout.heads)
+    static = {"batch": batch, "q_len": q_len, "kv_len": kv_len, "block_size": block_size}
+    if layout is None and plan is None:
+        return _build(sides, interval, ranges, block_map, **static)
+    return build_rows(
+        sides,
+        interval,
+        ranges,
+        block_map,
+        plan,
+        layout=layout,
+        permuted_keys=permuted_keys,
+        **static,
+    )
+
+
+def _check_plan(
+    plan: Any, batch: int, q_len: int, kv_len: int, permuted_keys: Any, layout: Layout | None
+) -> None:
+    if not isinstance(plan, ContextPlan):
+        raise ValueError(f"plan must come from context_plan, but is a {type(plan).__name__}")
+    if plan.length != q_len:
+        raise ValueError(f"plan was made for {plan.length} query rows, but there are {q_len}")
+    if permuted_keys and kv_len != q_len:
+        raise ValueError(
+            f"plan permutes {q_len} rows, but there are {kv_len} keys: pass permuted_keys=False, "
+            "keys and values then being in the order of the sequence"
+        )
+    plans = plan.order.shape[0]
+    if plans not in (1, batch) and batch != 1:
+        raise ValueError(
+            f"plan has {plans} rows of a batch, but the expression has batch size {batch}"
+        )
+    if layout is not None and plan.shards != layout.size(layout.context):
+        raise ValueError(
+            f"plan was made for {plan.shards} ranks, but the context axes of sharding have size "
+            f"{layout.size(layout.context)}"
+        )
+
+
+def _length(name: str, length: Any) -> Any:
+    if length is None or is_symbolic_dim(length):
+        return length
+    try:
+        length = operator.index(length)
+    except TypeError:
+        raise ValueError(f"{name} must be an integer, but is {length!r}") from None
+    if not 1 <= length < 2**31:
+        raise ValueError(f"{name} must be from 1 to 2**31 - 1, but is {length}")
+    return length
+
+
+@functools.partial(jax.jit, static_argnames=("batch", "q_len", "kv_len", "block_size"), inline=True)
+def _build(
+    document, interval, ranges, block_map, *, batch, q_len, kv_len, block_size
+) -> AttentionMask:
+    """document: the arrays of `Document`; interval: And of what else narrows the rows."""
+
+    def rows(x):
+        return None if x is None else jnp.broadcast_to(x, (batch, x.shape[1]))
+
+    structure: Any
+    leaves, structure = jax.tree.flatten((document, interval, ranges, block_map))
+    document, interval, ranges, block_map = structure.unflatten(vary_together(*leaves))
+    document = Document(*map(rows, document))
+    low, high = limits_of(document, interval, q_len)
+    level = element_test_of(document, low, high)
+    # The limits of causal() are the positions themselves: then the keys' need not be held twice.
+    shared = document.kv_pos is None and level == 2 and high is document.q_pos
+    kv_ids, kv_pos = document.keys()
+    held = Rows(document.q_ids, rows(low), rows(high), ranges)
+    arrays = assemble(held, kv_ids, kv_pos, level=level, batch=batch, q_len=q_len, kv_len=kv_len)
+    computed: dict[str, Any] = {"q_pos": None, **arrays}
+    if block_map is not None:
+        computed |= map_arrays(
+            block_map, arrays["q_blocks"], block_size=block_size, q_len=q_len, kv_len=kv_len
+        )
+    return AttentionMask(
+        **computed,
+        q_ids=document.q_ids,
+        kv_ids=document.kv_ids,
+        kv_pos=kv_pos if level >= 2 and not shared else None,
+        q_len=q_len,
+        kv_len=kv_len,
+        element_test=level,
+        block_size=block_size,
+    )

@@ -1,0 +1,426 @@
+"""Mask expressions that are an interval of places of keys for every row: causal() and its kin.
+
+A place is the position that `documents(..., positions=...)` gives, or else the index, of the row
+among the rows and of the key among the keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from packax._src.masks.expressions import (
+    Array,
+    ArrayLike,
+    Documents,
+    Interval,
+    Limits,
+    MaskExpression,
+    Places,
+    as_int32,
+    numpy_of,
+    plus,
+)
+
+NO_SPAN = -1
+_INT32 = np.iinfo(np.int32)
+
+
+def _pytree(*data: str, static: tuple[str, ...] = ()) -> Any:
+    return functools.partial(
+        jax.tree_util.register_dataclass, data_fields=[*data], meta_fields=[*static]
+    )
+
+
+class _Offset(Interval):
+    """Intervals around the row's own place, which counts as place + offset."""
+
+    offset: Any  # None: 0; a number, () or (B,)
+
+    def arrays(self) -> list[tuple[str, Array, str]]:
+        return [] if np.ndim(self.offset) == 0 else [("offset", self.offset, "batch")]
+
+    def check_beside(self, document: Documents | None) -> None:
+        if self.offset is not None and document is not None and document.q_pos is not None:
+            raise ValueError(
+                f"{type(self).__name__.lower()} has an offset, beside documents(..., positions=...): "
+                "give no offset, the positions say it"
+            )
+
+    def anchors(self) -> frozenset[Any] | None:
+        if isinstance(self.offset, jax.Array):
+            return frozenset([id(self.offset)])  # unknown values: equal to itself alone
+        return frozenset([0 if self.offset is None else np.asarray(self.offset).tobytes()])
+
+    def shifted(self, places: Array) -> Array:
+        if self.offset is None:
+            return places
+        return plus(places, self.offset[:, None] if np.ndim(self.offset) else self.offset)
+
+
+@_pytree()
+@dataclasses.dataclass(frozen=True, eq=False)
+class Full(Interval):
+    """See `full`."""
+
+    def _as_array(self, at: Places) -> Array:
+        return np.ones((at.q.shape[-1], at.kv.shape[-1]), bool)
+
+    def limits(self, at: Places) -> Limits:
+        return None, None
+
+    def anchors(self) -> frozenset[Any] | None:
+        return None
+
+    def unbounded(self) -> tuple[bool, bool]:
+        return True, True
+
+
+@_pytree("offset")
+@dataclasses.dataclass(frozen=True, eq=False)
+class Causal(_Offset):
+    """See `causal`."""
+
+    offset: Any = None
+
+    def _as_array(self, at: Places) -> Array:
+        return self.shifted(at.q)[..., :, None] >= at.kv[..., None, :]
+
+    def limits(self, at: Places) -> Limits:
+        return None, self.shifted(at.q)
+
+    def unbounded(self) -> tuple[bool, bool]:
+        return True, False
+
+
+@_pytree("offset", static=("left", "right"))
+@dataclasses.dataclass(frozen=True, eq=False)
+class SlidingWindow(_Offset):
+    """See `sliding_window`."""
+
+    left: int | None
+    right: int | None
+    offset: Any = None
+
+    def _as_array(self, at: Places) -> Array:
+        low, high = self.limits(at)
+        key = at.kv[..., None, :]
+        result: Array = np.ones((at.q.shape[-1], at.kv.shape[-1]), bool)
+        if low is not None:
+            result = result & (low[..., :, None] <= key)
+        return result if high is None else result & (key <= high[..., :, None])
+
+    def limits(self, at: Places) -> Limits:
+        # In this order a limit saturates once at most: indices are not negative, nor is left.
+        low = None if self.left is None else self.shifted(plus(at.q, -self.left))
+        return low, None if self.right is None else plus(self.shifted(at.q), self.right)
+
+    def unbounded(self) -> tuple[bool, bool]:
+        return self.left is None, self.right is None
+
+
+@_pytree("offset", static=("size",))
+@dataclasses.dataclass(frozen=True, eq=False)
+class Chunked(_Offset):
+    """See `chunked`."""
+
+    size: int
+    offset: Any = None
+
+    def _as_array(self, at: Places) -> Array:
+        row = self.shifted(at.q) // self.size
+        return row[..., :, None] == (at.kv // self.size)[..., None, :]
+
+    def limits(self, at: Places) -> Limits:
+        row = self.shifted(at.q)
+        inside = row % self.size
+        return plus(row, -inside), plus(row, self.size - 1 - inside)
+
+    def unbounded(self) -> tuple[bool, bool]:
+        return False, False
+
+
+@_pytree("lengths")
+@dataclasses.dataclass(frozen=True, eq=False)
+class Prefix(Interval):
+    """See `prefix`."""
+
+    lengths: Any  # a number, (), (B,) or (B, Sq)
+
+    def arrays(self) -> list[tuple[str, Array, str]]:
+        rank = np.ndim(self.lengths)
+        return [("lengths", self.lengths, "batch" if rank == 1 else "q")] if rank else []
+
+    def _per_row(self) -> Any:
+        return self.lengths[:, None] if np.ndim(self.lengths) == 1 else self.lengths
+
+    def _as_array(self, at: Places) -> Array:
+        key = at.kv[..., None, :]
+        return (at.q[..., :, None] >= key) | (key < np.expand_dims(self._per_row(), -1))
+
+    def limits(self, at: Places) -> Limits:
+        return None, jnp.maximum(at.q, plus(jnp.asarray(self._per_row(), jnp.int32), -1))
+
+    def anchors(self) -> frozenset[Any] | None:
+        return frozenset([0])
+
+    def unbounded(self) -> tuple[bool, bool]:
+        return True, False
+
+
+@_pytree("ids", "text", static=("batched",))
+@dataclasses.dataclass(frozen=True, eq=False)
+class Spans(Interval):
+    """See `spans`."""
+
+    ids: Array  # (B or 1, S)
+    text: Any
+    batched: bool
+
+    def walk(self) -> Iterator[MaskExpression]:
+        yield self
+        yield from self.text.walk()
+
+    def arrays(self) -> list[tuple[str, Array, str]]:
+        ids = self.ids if self.batched else self.ids[0]
+        return [("span_ids", ids, "q"), ("span_ids", ids, "kv"), *self.text.arrays()]
+
+    def check_beside(self, document: Documents | None) -> None:
+        if document is not None and not (document.kv_ids is None and document.kv_pos is None):
+            raise ValueError(
+                "spans(...) is for self-attention, but documents(...) has kv_segment_ids or "
+                "kv_positions: give segment_ids and positions alone, the keys' are the same"
+            )
+
+    def _changes(self, at: Places) -> Any:
+        """(B or 1, S): where a run of span ids begins, or one of segment ids."""
+        xp = numpy_of(self.ids, *[x for x in at if isinstance(x, jax.Array)])
+        changes = _begins(self.ids, xp)
+        return changes if at.ids is None else changes | _begins(at.ids, xp)
+
+    def _as_array(self, at: Places) -> Array:
+        changes = self._changes(at)
+        xp = numpy_of(changes)
+        run = xp.cumsum(changes, axis=-1)
+        inside = xp.broadcast_to(self.ids != NO_SPAN, run.shape)
+        same = (run[..., :, None] == run[..., None, :]) & inside[..., None]
+        key = at.kv[..., None, :]
+        first = xp.where(same, key, _INT32.max).min(axis=-1, keepdims=True)
+        last = xp.where(same, key, _INT32.min).max(axis=-1, keepdims=True)
+        result = self.text._as_array(at) | ((first <= key) & (key <= last))
+        flat = not self.batched and (at.ids is None or at.ids.ndim == 1) and at.q.ndim == 1
+        return result[0] if flat and result.shape[0] == 1 else result
+
+    def limits(self, at: Places) -> Limits:
+        low, high = self.text.limits(at)
+        changes = self._changes(at)
+        inside = self.ids != NO_SPAN
+        first, last = _extremes(changes, at.q, at.by_position)
+        if low is not None:
+            low = jnp.where(inside, jnp.minimum(low, first), low)
+        if high is not None:
+            high = jnp.where(inside, jnp.maximum(high, last), high)
+        return low, high
+
+    def anchors(self) -> frozenset[Any] | None:
+        return self.text.anchors()
+
+    def unbounded(self) -> tuple[bool, bool]:
+        return self.text.unbounded()
+
+
+def _begins(ids: Any, xp: Any) -> Any:
+    ids = xp.atleast_2d(ids)
+    return xp.concatenate([xp.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], axis=1)
+
+
+def _extremes(begins: Any, places: Any, by_position: bool) -> tuple[Any, Any]:
+    """The smallest and the largest place in the run of each row, (B or 1, S)."""
+    if not by_position:  # places are indices: where the run begins, and where the next one does
+        length = begins.shape[1]
+        index = jnp.arange(length, dtype=jnp.int32)
+        first = jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
+        following = jax.lax.cummin(jnp.where(begins, index, length), axis=1, reverse=True)
+        ends = jnp.concatenate([following[:, 1:], jnp.full_like(following[:, :1], length)], axis=1)
+        return first, ends - 1
+    batch = max(begins.shape[0], places.shape[0])
+    begins, places = (jnp.broadcast_to(x, (batch, x.shape[1])) for x in (begins, places))
+
+    def one(begins: Any, places: Any) -> tuple[Any, Any]:
+        run = jnp.cumsum(begins, dtype=jnp.int32) - 1
+        first = jnp.full_like(places, _INT32.max).at[run].min(places)
+        last = jnp.full_like(places, _INT32.min).at[run].max(places)
+        return first[run], last[run]
+
+    return jax.vmap(one)(begins, places)
+
+
+def full() -> MaskExpression:
+    """Every query row attends every key.
+
+    >>> packax.full().as_array(2, 3)
+    array([[ True,  True,  True],
+           [ True,  True,  True]])
+    """
+    return Full()
+
+
+def causal(offset: ArrayLike = 0) -> MaskExpression:
+    """Query row i attends the keys j <= i + offset, counted from the first row and the first key.
+
+    Beside `documents(..., positions=...)` positions are compared in place of indices: row i
+    attends key j if the row's position is at least the key's.
+
+    Args:
+        offset: an integer, or (B,) integers, int32: how many keys come before the first row, as
+            where the keys of earlier rows are in a cache. Positions say that themselves: beside
+            them it must be 0.
+
+    Raises:
+        ValueError: an offset of another rank, dtype or size, or beside positions.
+
+    >>> packax.causal().as_array(2, 3)
+    array([[ True, False, False],
+           [ True,  True, False]])
+    """
+    return Causal(_offset(offset))
+
+
+def sliding_window(
+    left: int | None, right: int | None = 0, *, offset: ArrayLike = 0
+) -> MaskExpression:
+    """Query row i attends the keys from i - left to i + right, both included.
+
+    A window of w keys that ends with the row's own, as Mistral and Gemma count, is
+    `sliding_window(w - 1)`. Places are positions beside `documents(..., positions=...)`.
+
+    Args:
+        left, right: integers from 0; None: no limit on that side.
+        offset: as in `causal`.
+
+    Raises:
+        ValueError: a size that is not from 0 to 2**31 - 1; an offset as in `causal`.
+
+    >>> packax.sliding_window(1).as_array(3, 3).astype(int)
+    array([[1, 0, 0],
+           [1, 1, 0],
+           [0, 1, 1]])
+    """
+    return SlidingWindow(_size("left", left, 0), _size("right", right, 0), _offset(offset))
+
+
+def chunked(size: int, *, offset: ArrayLike = 0) -> MaskExpression:
+    """Query row i attends the keys j of its own chunk: floor(j / size) == floor(i / size).
+
+    Llama 4's local layers are `causal() & chunked(8192)`. Places are positions beside
+    `documents(..., positions=...)`, so that a document's first chunk begins with its position 0.
+
+    Args:
+        size: places of a chunk, from 1.
+        offset: as in `causal`.
+
+    Raises:
+        ValueError: a size that is not from 1 to 2**31 - 1; an offset as in `causal`.
+
+    >>> packax.chunked(2).as_array(3, 4).astype(int)
+    array([[1, 1, 0, 0],
+           [1, 1, 0, 0],
+           [0, 0, 1, 1]])
+    """
+    chunk = _size("size", size, 1)
+    if chunk is None:
+        raise ValueError("size must be an integer from 1 to 2147483647, but is None")
+    return Chunked(chunk, _offset(offset))
+
+
+def prefix(lengths: ArrayLike) -> MaskExpression:
+    """Query row i attends the keys j <= i, and all keys j < length: a prefix-LM.
+
+    Places are positions beside `documents(..., positions=...)`: every document may then have a
+    prefix of its own, by one length for each row.
+
+    Args:
+        lengths: an integer, (B,), or (B, Sq) with the length that each row goes by; int32.
+
+    Raises:
+        ValueError: another rank or dtype, values that do not fit int32, or lengths that differ.
+
+    >>> packax.prefix(2).as_array(3, 3).astype(int)
+    array([[1, 1, 0],
+           [1, 1, 0],
+           [1, 1, 1]])
+    """
+    shapes = "(), (batch,) or (batch, length)"
+    lengths = as_int32("lengths", lengths, ranks=(0, 1, 2), shapes=shapes)
+    return Prefix(lengths)
+
+
+def spans(span_ids: ArrayLike, text: MaskExpression | None = None) -> MaskExpression:
+    """Rows of a span attend the whole span and what `text` gives them; other rows follow `text`.
+
+    A span is a maximal run of equal ids other than -1, as of the tokens of an image among text
+    (Gemma 3); beside documents(...) it ends where the segment id changes. In places: a row of a span
+    attends down to the smallest and up to the largest place of its span, whatever `text` says.
+
+    Args:
+        span_ids: (B, S) or (S,), any integer dtype that fits int32, in self-attention: a row and
+            a key of one index are the same token. -1 is text.
+        text: what rows attend without spans: `causal()` if None, or any expression that surely
+            holds the row's own place, such as `sliding_window(1023)`, `causal() & chunked(8192)`.
+
+    Raises:
+        ValueError: a rank, dtype, value or length that is not as above; a `text` with an offset,
+            or documents(...) with kv_segment_ids or kv_positions beside.
+        NotImplementedError: a `text` with documents(...), ranges(...) or block_sparse(...):
+            intersect the spans with them.
+
+    >>> packax.spans([-1, 5, 5, -1]).as_array(4, 4).astype(int)
+    array([[1, 0, 0, 0],
+           [1, 1, 1, 0],
+           [1, 1, 1, 0],
+           [1, 1, 1, 1]])
+    """
+    ids = as_int32("span_ids", span_ids)
+    text = Causal() if text is None else text
+    if not isinstance(text, MaskExpression):
+        raise ValueError(f"text must be a mask expression, but is a {type(text).__name__}")
+    for part in text.walk():
+        if not isinstance(part, Interval):
+            raise NotImplementedError(
+                f"the text of spans(...) cannot hold {part.name}(...): intersect the spans with it, "
+                f"as in spans(span_ids) & {part.name}(...)"
+            )
+        if getattr(part, "offset", None) is not None:
+            raise ValueError(
+                "spans(...) is for self-attention, whose rows are the keys: the text of spans must "
+                f"not have an offset, but {type(part).__name__.lower()} has one"
+            )
+    return Spans(numpy_of(ids).atleast_2d(ids), text, ids.ndim == 2)
+
+
+def _offset(offset: ArrayLike) -> Any:
+    """None for 0; else an int32 array of rank 0 or 1."""
+    array = as_int32("offset", offset, ranks=(0, 1), shapes="() or (batch,)")
+    zero = isinstance(array, np.ndarray) and array.ndim == 0 and array == 0
+    return None if zero else array
+
+
+def _size(name: str, size: Any, least: int) -> int | None:
+    if size is None:
+        return None
+    try:
+        number = operator.index(size)
+    except TypeError:
+        number = None
+    if number is None or isinstance(size, bool):
+        raise ValueError(f"{name} must be an integer, but is {size!r}") from None
+    if not least <= number <= _INT32.max:
+        raise ValueError(f"{name} must be an integer from {least} to {_INT32.max}, but is {number}")
+    return number

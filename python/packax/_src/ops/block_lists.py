@@ -1,0 +1,110 @@
+"""Maps of blocks as the kernels take them: bits, and for each tile the list of blocks that it meets.
+
+Made once per mask, in O(blocks), from the map and the bounds of blocks of 64 (docs/design.md, "Maps
+of blocks"). An element is tested by its bit; the lists only say where to look.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from packax._src.ops.xla_mask import BLOCK, ceil_div
+
+_WORD = 32
+
+
+def packed(block_map: jax.Array) -> jax.Array:
+    """(..., NK) bool to (..., ceil(NK / 32)) int32: bit n of word w is column 32 w + n."""
+    columns = block_map.shape[-1]
+    words = ceil_div(columns, _WORD)
+    x = _filled(block_map, -1, words * _WORD - columns, False)
+    x = x.reshape(*x.shape[:-1], words, _WORD).astype(jnp.uint32)
+    bits = jnp.left_shift(x, _last(jnp.arange(_WORD, dtype=jnp.uint32), x)).sum(
+        -1, dtype=jnp.uint32
+    )
+    return jax.lax.bitcast_convert_type(bits, jnp.int32)
+
+
+def bit(map_bits: jax.Array, rows: jax.Array, columns: jax.Array) -> jax.Array:
+    """(H, NQ, words) at map rows (N,) and columns (M,): (H, N, M) bool; the nearest one past the end."""
+    columns = columns[None]
+    words = map_bits.at[:, rows[:, None], columns // _WORD].get(mode="clip")
+    return (words >> columns[None] % _WORD) & 1 != 0
+
+
+def entries(
+    block_map: jax.Array, block_size: tuple[int, int], q_blocks: jax.Array, q_len: Any, kv_len: Any
+) -> tuple[jax.Array, jax.Array]:
+    """The lists of the tiles of 128 rows, and of the tiles of 128 keys.
+
+    block_map (Bp, H, NQ, NK), q_blocks (Bm, 5, ceil(Sq / 64)), Bp 1 or Bm. Returns int32
+    (Bm, H, ceil(Sq / 128), 2 + ceil(Skv / 64)), the entries being blocks of 64 keys, and
+    (Bm, H, ceil(Skv / 128), 2 + ceil(Sq / 64)), the entries being blocks of 64 rows.
+    """
+    some = _pooled(block_map, 2, block_size[0], q_len, jnp.any)
+    some = _pooled(some, 3, block_size[1], kv_len, jnp.any)
+    every = _pooled(block_map, 2, block_size[0], q_len, jnp.all)
+    every = _pooled(every, 3, block_size[1], kv_len, jnp.all)
+
+    lo_min, lo_max, hi_min, hi_max, flags = (
+        x[:, None, :, None] for x in jnp.unstack(q_blocks, axis=1)
+    )
+    first = _last(BLOCK * jnp.arange(ceil_div(kv_len, BLOCK), dtype=jnp.int32), lo_min)
+    meets = some & (lo_min < first + BLOCK) & (first < hi_max)
+    # A partial last block of keys is never full: no row's range reaches its end.
+    full = every & (lo_max <= first) & (first + BLOCK <= hi_min)
+    of_rows = _list(_pairs(meets, 2, jnp.any), _pairs(full | (hi_max == 0), 2, jnp.all))
+    # Rows that attend nothing must not add to a key's sums.
+    full &= flags == 0
+    of_keys = (_pairs(meets, 3, jnp.any), _pairs(full, 3, jnp.all))
+    return of_rows, _list(*(x.swapaxes(2, 3) for x in of_keys))
+
+
+def met(lists: jax.Array) -> jax.Array:
+    """Of the lists of a tile (H, 2 + N): whether any head's has the blocks of 128, (ceil(N / 2),)."""
+    number = lists.shape[1] - 2
+    listed = jnp.arange(number)[None] < lists[:, :2].sum(axis=1, keepdims=True)
+    found = jnp.zeros(number, bool).at[lists[:, 2:]].max(listed)
+    return _pairs(found, 0, jnp.any)
+
+
+def _list(meets: jax.Array, full: jax.Array) -> jax.Array:
+    """Numbers of blocks that need the mask, then of those that need none, then all, in this order."""
+    number = meets.shape[-1]
+    kind = jnp.where(meets, jnp.where(full, 1, 0), 2).astype(jnp.int32)
+    place = _last(jnp.arange(number, dtype=jnp.int32), kind)
+    order = jnp.sort(kind * number + place, axis=-1) % number
+    counts = [(kind == n).sum(-1, dtype=jnp.int32, keepdims=True) for n in (0, 1)]
+    return jnp.concatenate([*counts, order], axis=-1)
+
+
+def _pooled(x: jax.Array, axis: int, block: int, length: Any, how: Any) -> jax.Array:
+    """From blocks of a map along an axis to blocks of 64: any or all of those that it touches."""
+    first = BLOCK * jnp.arange(ceil_div(length, BLOCK), dtype=jnp.int32)
+    last = jnp.minimum(first + BLOCK, length) - 1
+    most = ceil_div(BLOCK, block) + (BLOCK % block != 0 and block % BLOCK != 0)
+    places = jnp.minimum(
+        (first // block)[:, None] + jnp.arange(most)[None], (last // block)[:, None]
+    )
+    return how(jnp.take(x, places, axis=axis), axis=axis + 1)
+
+
+def _last(x: jax.Array, like: jax.Array) -> jax.Array:
+    """x (n,) along the last axis of an array of as many dimensions (jax_numpy_rank_promotion)."""
+    return x.reshape((1,) * (like.ndim - 1) + x.shape)
+
+
+def _pairs(x: jax.Array, axis: int, how: Any) -> jax.Array:
+    """From blocks of 64 to tiles of 128."""
+    pairs = ceil_div(x.shape[axis], 2)
+    x = _filled(x, axis, 2 * pairs - x.shape[axis], how is jnp.all)
+    return how(x.reshape(*x.shape[:axis], pairs, 2, *x.shape[axis + 1 :]), axis=axis + 1)
+
+
+def _filled(x: jax.Array, axis: int, more: Any, value: bool) -> jax.Array:
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, more)
+    return jnp.pad(x, widths, constant_values=value)

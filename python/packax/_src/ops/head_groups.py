@@ -1,0 +1,199 @@
+"""forward_p and backward_p for some of the query's heads: groups of heads without slices of query and
+output, and without putting the groups' outputs together.
+
+forward_heads_p: out_before, and the operands of forward_p -> its results
+backward_heads_p: dq_before, and the operands of backward_p -> its results
+`first_head` and `heads` say of which heads of the query all but query, out, dout and dq are; these have all
+heads. Those that are not meant are in out and dq what they were in the operand before, whose memory the
+kernels go on writing; with `begins` there is no such operand, and they may hold anything.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from packax._src.ops import ffi as kernel_table
+from packax._src.ops import lowering
+from packax._src.ops.primitives import (
+    _primitive,
+    backward_p,
+    backward_results,
+    forward_p,
+    forward_results,
+    plain,
+)
+
+_OWN = ("first_head", "heads", "begins")
+_FORWARD = (*_OWN, *lowering._FORWARD, "implementation")
+_BACKWARD = (*_OWN, *lowering._BACKWARD, "implementation")
+forward_heads_p = _primitive("packax_forward_heads", _FORWARD)
+backward_heads_p = _primitive("packax_backward_heads", _BACKWARD)
+
+
+@forward_heads_p.def_abstract_eval
+def _forward_shapes(*operands, heads, begins, max_logits, **static):
+    _, (query, _, value, *_) = _without_before(operands, begins)
+    return forward_results(query, value, heads, max_logits)
+
+
+@backward_heads_p.def_abstract_eval
+def _backward_shapes(*operands, heads, begins, dnumbers, **static):
+    _, (query, key, value, *_) = _without_before(operands, begins)
+    return backward_results(query, key, value, heads, dnumbers)
+
+
+def forward(own: range, before: jax.Array | None, query: jax.Array, *operands, **params) -> Any:
+    """forward_p, of these heads of the query, if they are not all."""
+    if len(own) == query.shape[2]:
+        return forward_p.bind(query, *operands, **params)
+    return forward_heads_p.bind(
+        *_with_before(before, query), *operands, **_of(own, before), **params
+    )
+
+
+def backward(own: range, before: jax.Array | None, query: jax.Array, *operands, **params) -> Any:
+    """backward_p likewise."""
+    if len(own) == query.shape[2]:
+        return backward_p.bind(query, *operands, **params)
+    return backward_heads_p.bind(
+        *_with_before(before, query), *operands, **_of(own, before), **params
+    )
+
+
+def _with_before(before, query):
+    return (query,) if before is None else (before, query)
+
+
+def _of(own: range, before: Any) -> dict[str, Any]:
+    return {"first_head": own.start, "heads": len(own), "begins": before is None}
+
+
+# --- The meaning: those heads sliced, and the result put in its place.
+
+
+def _forward_apart(*operands, first_head, heads, begins, **params):
+    before, (query, *rest) = _without_before(operands, begins)
+    out, *rows = forward_p.bind(_slice(query, first_head, heads), *rest, **params)
+    return [_placed(out, before, first_head, query.shape[2]), *rows]
+
+
+def _backward_apart(*operands, first_head, heads, begins, **params):
+    before, (query, key, value, out, lse, dout, *rest) = _without_before(operands, begins)
+    part, out, dout = (_slice(x, first_head, heads) for x in (query, out, dout))
+    dq, *others = backward_p.bind(part, key, value, out, lse, dout, *rest, **params)
+    return [_placed(dq, before, first_head, query.shape[2]), *others]
+
+
+def _without_before(operands, begins: bool):
+    return (None, operands) if begins else (operands[0], operands[1:])
+
+
+def _slice(x: jax.Array, first: int, size: int) -> jax.Array:
+    return jax.lax.slice_in_dim(x, first, first + size, axis=2)
+
+
+def _placed(part: jax.Array, before: jax.Array | None, first: int, heads: int) -> jax.Array:
+    if before is not None:
+        return jax.lax.dynamic_update_slice_in_dim(before, part, first, 2)
+    behind = heads - first - part.shape[2]
+    return jnp.pad(part, ((0, 0), (0, 0), (first, behind), (0, 0)))
+
+
+def _register(primitive: Primitive, apart: Callable[..., Any], static: tuple[str, ...]) -> Any:
+    """vmap and derivatives of what it means; its lowering where there are no kernels for it."""
+
+    def batch(operands, dims, **params):
+        made = jax.vmap(functools.partial(apart, **params), in_axes=tuple(dims))(*operands)
+        return made, [0] * len(made)
+
+    def jvp(primals, tangents, **params):
+        places = [i for i, x in enumerate(primals) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+        def of_floats(*floats):
+            merged = list(primals)
+            for place, x in zip(places, floats, strict=True):
+                merged[place] = x
+            return apart(*merged, **params)
+
+        moved = [ad.instantiate_zeros(tangents[i]) for i in places]
+        return jax.jvp(of_floats, [primals[i] for i in places], moved)
+
+    batching.primitive_batchers[primitive] = batch
+    ad.primitive_jvps[primitive] = jvp
+    rule = lowering._lower_xla(apart, static)
+    mlir.register_lowering(primitive, rule)
+    return rule
+
+
+_forward_rule = _register(forward_heads_p, _forward_apart, _FORWARD)
+_backward_rule = _register(backward_heads_p, _backward_apart, _BACKWARD)
+
+
+# --- CUDA: the plain kernels, told where those heads begin.
+
+
+def _forward_cuda(ctx, *operands, **params):
+    _, (query, _, value, *_) = _without_before(ctx.avals_in, params["begins"])
+    if params["implementation"] == "xla" or lowering._general("forward", query, value, params):
+        return _forward_rule(ctx, *operands, **params)
+    kernel_table.require_kernels("forward", query, value)
+    ctx, operands, attributes, same_memory = _some_heads(ctx, operands, params)
+    return lowering._call(
+        ctx,
+        "packax_forward_heads_v1",
+        operands,
+        (lowering._COUNTER,),
+        same_memory,
+        scale=np.float32(params["scale"]),
+        element_test=np.int32(params["element_test"]),
+        **attributes,
+    )
+
+
+def _backward_cuda(ctx, *operands, **params):
+    wanted = params["wanted"]
+    _, (query, _, value, *_) = _without_before(ctx.avals_in, params["begins"])
+    general = lowering._general("backward", query, value, params)
+    if params["implementation"] == "xla" or general or not wanted[0]:
+        return _backward_rule(ctx, *operands, **params)
+    kernel_table.require_kernels("backward", query, value)
+    ctx, operands, attributes, same_memory = _some_heads(ctx, operands, params)
+    batch, q_len, _, dim = query.shape
+    elements, fused = lowering._backward_workspace(
+        plain(query).update(shape=(batch, q_len, params["heads"], dim)),
+        value,
+        ctx.avals_in[1 + 7].shape[0],
+        params["deterministic"],
+        wanted,
+    )
+    attributes |= {
+        "scale": np.float32(params["scale"]),
+        "element_test": np.int32(params["element_test"]),
+        "has_dlse": np.int32(params["has_dlse"]),
+    }
+    target = "packax_backward_heads_v1"
+    return lowering._wanted_call(
+        ctx, operands, elements, fused, wanted, attributes, target, same_memory
+    )
+
+
+def _some_heads(ctx, operands, params):
+    """ctx and operands with one before, where there is none a stand-in; the attributes; which operand has the
+    memory of which result."""
+    if params["begins"]:
+        ctx = ctx.replace(avals_in=[ctx.avals_in[0], *ctx.avals_in])
+        operands = (operands[0], *operands)
+    attributes: dict[str, Any] = {name: np.int32(params[name]) for name in _OWN}
+    return ctx, operands, attributes, None if params["begins"] else {0: 0}
+
+
+mlir.register_lowering(forward_heads_p, _forward_cuda, platform="cuda")
+mlir.register_lowering(backward_heads_p, _backward_cuda, platform="cuda")

@@ -1,0 +1,445 @@
+"""From primitives to platforms: FFI calls on CUDA, jax.numpy elsewhere.
+
+Importing this module registers the FFI targets and the rules. What a buffer already says (shapes,
+dtypes) is no attribute; Python never names a kernel's launch, only asks whether one exists.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import mlir
+
+from packax._src.core.precision import is_exact
+from packax._src.ops import few_programs, short_rows, xla_attention
+from packax._src.ops import ffi as kernel_table
+from packax._src.ops import xla_mask as xla_masks
+from packax._src.ops.primitives import (
+    OF_INDICES,
+    backward_p,
+    blocks_p,
+    documents_p,
+    forward_p,
+    plain,
+)
+
+if kernel_table.ext is not None:
+    for _name, _stages in kernel_table.ext.registrations().items():
+        jax.ffi.register_ffi_target(_name, _stages, platform="CUDA")
+
+TARGETS = (
+    *("packax_documents_v1", "packax_blocks_v1", "packax_forward_v1", "packax_backward_v1"),
+    *("packax_forward_general_v1", "packax_backward_general_v1", "packax_decode_v1"),
+    *("packax_forward_heads_v1", "packax_backward_heads_v1"),
+)
+
+
+def export_checks() -> list[jax.export.DisabledSafetyCheck]:
+    """What `jax.export.export(..., disabled_checks=)` needs for programs with packax's kernels.
+
+    jax does not promise that custom calls it does not know will still be there when the program
+    runs. Of packax's, the name has a version, which goes up with every change of the call: where
+    it runs, `import packax` of a version that has the same ones.
+
+    >>> exported = jax.export.export(
+    ...     jax.jit(step), platforms=["cuda"], disabled_checks=packax.export_checks()
+    ... )(*shapes)
+    """
+    return [jax.export.DisabledSafetyCheck.custom_call(name) for name in TARGETS]
+
+
+_CHUNK = 1024  # keys per program of the document kernels: the workspace holds one int per chunk
+_MOST_TABLE_KEYS = 1 << 27  # as csrc/masks.cc has it
+_MOST_MASK_ROWS = 65535  # of a batch: a grid's y, in the kernels that make masks
+
+
+def _xla_documents(q_ids, kv_ids, q_pos, kv_pos, *, compare_positions):
+    return xla_masks.document_ranges(
+        q_ids, kv_ids, q_pos, kv_pos, compare_positions=compare_positions
+    )
+
+
+def _xla_blocks(q_lo, q_hi, tested, *, kv_len):
+    return xla_masks.block_bounds(q_lo, q_hi, tested, kv_len=kv_len)
+
+
+def _behind_mask(operands, extras, maps):
+    """The operands behind the tensors as xla_attention takes them; `maps`: how many a map has."""
+    end = len(operands) - extras
+    bits_and_list = operands[end - maps : end - maps + 2] if maps else ()
+    return xla_attention.Mask(*operands[:6], *bits_and_list), xla_attention.Extras(*operands[end:])
+
+
+def _xla_forward(
+    query, key, value, *operands,
+    scale, soft_cap, precision, element_test, max_logits, block_size, extras,
+):  # fmt: skip
+    out, lse, top = xla_attention.forward(
+        query,
+        key,
+        value,
+        *_behind_mask(operands, extras, 2 if block_size else 0),
+        scale=scale,
+        soft_cap=soft_cap,
+        precision=precision,
+        element_test=element_test,
+        block_size=block_size,
+    )
+    return (out, lse, top) if max_logits else (out, lse)
+
+
+def _xla_backward(
+    query, key, value, out, lse, dout, dlse, *operands,
+    scale, soft_cap, precision, element_test, has_dlse, deterministic, dnumbers, block_size, extras,
+    wanted,
+):  # fmt: skip
+    # One order of sums in any case.
+    *gradients, parts = xla_attention.backward(
+        query,
+        key,
+        value,
+        out,
+        lse,
+        dout,
+        dlse if has_dlse else None,
+        *_behind_mask(operands, extras, 3 if block_size else 0),
+        scale=scale,
+        soft_cap=soft_cap,
+        precision=precision,
+        element_test=element_test,
+        block_size=block_size,
+        wanted=wanted,
+    )
+    return (*gradients, parts) if dnumbers else gradients
+
+
+def _lower_xla(function: Any, static: tuple[str, ...]) -> Any:
+    # jit, so that the layers of a model trace it once.
+    rule = mlir.lower_fun(jax.jit(function, static_argnames=static), multiple_results=True)
+
+    def lower(ctx, *operands, **params):
+        ctx = ctx.replace(
+            avals_in=[plain(x) for x in ctx.avals_in], avals_out=[plain(x) for x in ctx.avals_out]
+        )
+        return rule(ctx, *operands, **params)
+
+    return lower
+
+
+_documents_xla = _lower_xla(_xla_documents, ("compare_positions",))
+_blocks_xla = _lower_xla(_xla_blocks, ("kv_len",))
+_FORWARD = ("scale", "soft_cap", "precision", "element_test", "max_logits", "block_size", "extras")
+_BACKWARD = (
+    *("scale", "soft_cap", "precision", "element_test", "has_dlse", "deterministic"),
+    *("dnumbers", "block_size", "extras", "wanted"),
+)
+_forward_xla = _lower_xla(_xla_forward, _FORWARD)
+_backward_xla = _lower_xla(_xla_backward, _BACKWARD)
+_backward_in_parts = _lower_xla(
+    few_programs.backward_in_parts, (*_BACKWARD, "implementation", "parts")
+)
+_forward_of_one_row = _lower_xla(short_rows.forward, (*_FORWARD, "implementation"))
+_backward_of_one_row = _lower_xla(short_rows.backward, (*_BACKWARD, "implementation"))
+
+
+def _elsewhere(rule: Any) -> Any:
+    """The rule of a platform that has no kernels."""
+
+    def lower(ctx, *operands, implementation, **params):
+        if implementation == "cuda":
+            platforms = ", ".join(ctx.platforms or ctx.module_context.platforms)
+            raise NotImplementedError(
+                f'implementation="cuda" needs a CUDA device, but this is lowered for {platforms}: '
+                'use implementation=None (kernels on CUDA, XLA elsewhere) or "xla"'
+            )
+        return rule(ctx, *operands, **params)
+
+    return lower
+
+
+def _call(
+    ctx, target: str, operands, workspace: tuple[Any, ...] = (),
+    same_memory: dict[int, int] | None = None, **attributes: Any,
+):  # fmt: skip
+    """The FFI call; workspaces are extra results, which stay valid under CUDA graphs.
+
+    `same_memory`: operands by number, and the results that take their places.
+    """
+    results = len(ctx.avals_out)
+    ctx = ctx.replace(
+        avals_in=[plain(x) for x in ctx.avals_in],
+        avals_out=[*(plain(x) for x in ctx.avals_out), *workspace],
+    )
+    rule = jax.ffi.ffi_lowering(target, operand_output_aliases=same_memory)
+    return rule(ctx, *operands, **attributes)[:results]
+
+
+def _has_mask_kernels(batch, kv_len):
+    """Else XLA makes the same integers."""
+    few = xla_masks.is_symbolic(batch) or batch <= _MOST_MASK_ROWS
+    return kernel_table.ext is not None and not xla_masks.is_symbolic(kv_len) and few
+
+
+def _documents_cuda(ctx, *operands, compare_positions):
+    batch, kv_len = ctx.avals_in[1].shape
+    # the size of the tables must be known, and so small that the kernels' 32 bits count all of them
+    if not _has_mask_kernels(batch, kv_len) or kv_len > _MOST_TABLE_KEYS:
+        return _documents_xla(ctx, *operands, compare_positions=compare_positions)
+    width = 5 * xla_masks.table_size(kv_len) + kv_len + -(-kv_len // _CHUNK)
+    workspace = jax.core.ShapedArray((batch, width), jnp.dtype(jnp.int32))
+    return _call(
+        ctx,
+        "packax_documents_v1",
+        operands,
+        (workspace,),
+        compare_positions=np.int32(compare_positions),
+    )
+
+
+def _blocks_cuda(ctx, *operands, kv_len):
+    if not _has_mask_kernels(ctx.avals_in[0].shape[0], kv_len):  # an attribute is a number
+        return _blocks_xla(ctx, *operands, kv_len=kv_len)
+    return _call(ctx, "packax_blocks_v1", operands, kv_len=np.int64(kv_len))
+
+
+def _forward_cuda(ctx, *operands, implementation, **params):
+    if implementation == "xla":
+        return _forward_xla(ctx, *operands, **params)
+    query, key, value = ctx.avals_in[:3]
+    if _merged(query, key, params):
+        return _forward_of_one_row(ctx, *operands, implementation=implementation, **params)
+    exact = is_exact(params["precision"])
+    attributes: dict[str, Any] = {
+        "scale": np.float32(params["scale"]),
+        "element_test": np.int32(params["element_test"]),
+    }
+    if not _general("forward", query, value, params):
+        kernel_table.require_kernels("forward", query, value)
+        return _call(
+            ctx,
+            "packax_forward_v1",
+            operands,
+            (_COUNTER,),
+            **attributes,
+        )
+    kernel_table.require_kernels("forward", query, value, general=True, exact=exact)
+    batch, q_len, heads, _ = query.shape
+    return _general_call(
+        ctx,
+        "packax_forward_general_v1",
+        operands,
+        3 + 9,  # tensors and mask
+        2,
+        (*(() if params["max_logits"] else (_array(batch, heads, q_len),)), _COUNTER),
+        params,
+        want_top=np.int32(params["max_logits"]),
+        **attributes,
+    )
+
+
+def _merged(query: Any, key: Any, params: Any) -> bool:
+    """Whether its batch rows become one; places and maps of blocks are those of a row."""
+    plain_scores = not params["extras"] and not params["block_size"]
+    return plain_scores and short_rows.worth_merging(query, key)
+
+
+def _backward_cuda(ctx, *operands, implementation, **params):
+    if implementation == "xla":
+        return _backward_xla(ctx, *operands, **params)
+    query, key, value = ctx.avals_in[:3]
+    if _merged(query, key, params):
+        return _backward_of_one_row(ctx, *operands, implementation=implementation, **params)
+    parts = few_programs.parts_of_group(query, key) if any(params["wanted"][1:]) else 1
+    if parts > 1:
+        return _backward_in_parts(
+            ctx, *operands, implementation=implementation, parts=parts, **params
+        )
+    attributes = {
+        "scale": np.float32(params["scale"]),
+        "element_test": np.int32(params["element_test"]),
+        "has_dlse": np.int32(params["has_dlse"]),
+    }
+    exact = is_exact(params["precision"])
+    if not _general("backward", query, value, params):
+        kernel_table.require_kernels("backward", query, value)
+        mask_batch = ctx.avals_in[7].shape[0]
+        elements, fused = _backward_workspace(
+            query, value, mask_batch, params["deterministic"], params["wanted"]
+        )
+        return _wanted_call(ctx, operands, elements, fused, params["wanted"], attributes)
+    kernel_table.require_kernels("backward", query, value, general=True, exact=exact)
+    dnumbers, wanted = params["dnumbers"], params["wanted"]
+    elements, fused = _backward_workspace(
+        query, value, ctx.avals_in[7].shape[0], params["deterministic"], wanted, _suffix(params)
+    )
+    workspace = _array(elements)
+    call = functools.partial(
+        _general_call,
+        target="packax_backward_general_v1",
+        operands=operands,
+        count=7 + 10,
+        maps=3,
+        workspace=(workspace,) if dnumbers else (_array(1), workspace),
+        params=params,
+        has_dnumbers=np.int32(dnumbers),
+        wanted=_wanted_bits(wanted),
+        **attributes,
+    )
+    # The kernel of dq makes dnumbers.
+    return _written(ctx, call, wanted[0] or dnumbers, fused or any(wanted[1:]))
+
+
+def _array(*shape: int, dtype: Any = jnp.float32) -> Any:
+    return jax.core.ShapedArray(shape, jnp.dtype(dtype))
+
+
+_COUNTER = _array(1, dtype=jnp.int32)  # from which programs draw tiles
+
+
+def _suffix(params: Any) -> str | None:
+    """Of the names of Hopper's kernels for a general backward: a soft cap, a map, or slopes of indices, and nothing else."""
+    if params["dnumbers"]:
+        return None
+    suffixes = {
+        (True, False, 0): "_capped",
+        (False, True, 0): "_mapped",
+        (False, False, OF_INDICES): "_biased",
+    }
+    return suffixes.get((bool(params["soft_cap"]), bool(params["block_size"]), params["extras"]))
+
+
+def _general(direction: str, query: Any, value: Any, params: Any) -> bool:
+    """Whether it takes the general kernels: something changes scores, or the head dims are others."""
+    if params["extras"] or params["soft_cap"] or params.get("max_logits") or params["block_size"]:
+        return True
+    return kernel_table.ext is not None and not kernel_table.found(
+        direction, query, value, general=False
+    )
+
+
+def _general_call(ctx, target, operands, count, maps, workspace, params, **attributes):
+    """With the first `count` operands, `maps` of a map and four extras: another stands in for those
+    not there."""
+    extras, stand_in = params["extras"], 3  # some operand of the batch, never read
+    end = len(operands) - extras
+    has_bias = {OF_INDICES: 2, 4: 1}.get(extras, 0)
+    if extras == OF_INDICES:  # Hopper's kernels need none, the general ones arrays
+        query, key, slopes = (ctx.avals_in[i] for i in (0, 1, -1))
+        avals = [_array(slopes.shape[0], x.shape[1], dtype=jnp.int32) for x in (query, key)]
+        operands = [*operands, *(_made(ctx, _indices, aval) for aval in avals)]
+        ctx, extras = ctx.replace(avals_in=[*ctx.avals_in, *avals]), 4
+    q_block, kv_block = params["block_size"] or (0, 0)
+    places = [*range(count), *(range(end - maps, end) if q_block else [stand_in] * maps)]
+    places += [*range(end, len(operands)), *[stand_in] * (4 - extras)]
+    return _call(
+        ctx.replace(avals_in=[ctx.avals_in[i] for i in places]),
+        target,
+        [operands[i] for i in places],
+        workspace,
+        soft_cap=np.float32(params["soft_cap"]),
+        has_scales=np.int32(extras >= 1),
+        has_bias=np.int32(has_bias),
+        exact=np.int32(is_exact(params["precision"])),
+        q_block=np.int32(q_block),
+        kv_block=np.int32(kv_block),
+        **attributes,
+    )
+
+
+def _wanted_call(
+    ctx,
+    operands,
+    elements,
+    fused,
+    wanted,
+    attributes,
+    target="packax_backward_v1",
+    same_memory=None,
+):
+    """One kernel of Hopper writes dk and dv with dq's sum."""
+    call = functools.partial(
+        _call,
+        target=target,
+        operands=operands,
+        workspace=(_array(elements),),
+        same_memory=same_memory,
+        wanted=_wanted_bits(wanted),
+        **attributes,
+    )
+    return _written(ctx, call, wanted[0], fused or any(wanted[1:]))
+
+
+def _wanted_bits(wanted):
+    return np.int32(wanted[0] + 2 * any(wanted[1:]))
+
+
+def _written(ctx, call, dq: bool, dkv: bool):
+    """The results of `call`, a function of ctx: of dq, dk and dv, those that no kernel writes have no
+    elements there."""
+    written = (dq, dkv, dkv, *[True] * (len(ctx.avals_out) - 3))
+    nothing = _array(0, dtype=ctx.avals_in[0].dtype)
+    made = call(
+        ctx.replace(
+            avals_out=[x if w else nothing for x, w in zip(ctx.avals_out, written, strict=True)]
+        )
+    )
+    return [
+        x if w else _made(ctx, _zeros, plain(aval))  # not used, so never made
+        for x, w, aval in zip(made, written, ctx.avals_out, strict=True)
+    ]
+
+
+def _zeros(aval):
+    return jnp.zeros(aval.shape, aval.dtype)
+
+
+def _indices(aval):
+    return jax.lax.broadcasted_iota(aval.dtype, aval.shape, 1)
+
+
+def _made(ctx, function, aval):
+    make = mlir.lower_fun(lambda: function(aval), multiple_results=False)
+    (made,) = make(ctx.replace(primitive=None, avals_in=[], avals_out=[aval]))
+    return made
+
+
+def _backward_workspace(
+    query: Any,
+    value: Any,
+    mask_batch: int,
+    deterministic: bool,
+    wanted: tuple[bool, ...],
+    suffix: str | None = "",
+) -> Any:
+    """Its size in float32, by which C++ knows which kernels may run (csrc/backward.h), and whether
+    one of them writes all gradients. `suffix`: of the kernels' names; None: not those of Hopper."""
+    batch, q_len, heads, qk_dim = query.shape
+    padded = xla_masks.BLOCK * xla_masks.ceil_div(q_len, xla_masks.BLOCK)
+    rows = batch * heads * padded
+    sums = 2 * rows + 2 * mask_batch * padded
+    # The kernels count rows in 32 bits. If there are more when an exported program runs, C++ knows.
+    if suffix is None or (not xla_masks.is_symbolic(rows) and rows > xla_masks.INT_MAX):
+        return rows, False
+    dims = (str(query.dtype), qk_dim, value.shape[3])
+    fused = kernel_table.on_hopper("backward_hopper" + suffix, *dims)
+    apart = deterministic or not all(wanted) or not fused
+    if apart and kernel_table.on_hopper("backward_dkdv_hopper" + suffix, *dims):
+        return sums + 1, False  # the one kernel for dk and dv, or the one for dq, or both
+    if deterministic or not fused:
+        return rows, False
+    return sums + rows * qk_dim, True
+
+
+mlir.register_lowering(documents_p, _documents_xla)
+mlir.register_lowering(blocks_p, _blocks_xla)
+mlir.register_lowering(forward_p, _elsewhere(_forward_xla))
+mlir.register_lowering(backward_p, _elsewhere(_backward_xla))
+mlir.register_lowering(documents_p, _documents_cuda, platform="cuda")
+mlir.register_lowering(blocks_p, _blocks_cuda, platform="cuda")
+mlir.register_lowering(forward_p, _forward_cuda, platform="cuda")
+mlir.register_lowering(backward_p, _backward_cuda, platform="cuda")

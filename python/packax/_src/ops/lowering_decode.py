@@ -1,0 +1,107 @@
+"""From decode_p to platforms, as lowering.py does it for the other primitives.
+
+The workspace is a result of the call, so how many shares of the keys it has room for is said here, from sizes alone; which GPU it will
+be, and how many it then takes, only C++ knows (csrc/decode.cc).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import mlir
+
+from packax._src.core.precision import is_exact
+from packax._src.ops import ffi as kernel_table
+from packax._src.ops import lowering, xla_decode
+from packax._src.ops.primitives import decode_p
+from packax._src.ops.xla_mask import is_symbolic
+
+_PROGRAMS = 1024  # that csrc/decode.cc may want at once, on the largest GPU
+_MOST = 128  # shares: csrc/decode.cc takes no more
+
+
+def _xla(query, key, value, q_lo, q_hi, *rest, scale, soft_cap, precision, paged, has_sinks):
+    table = rest[0] if paged else None
+    sinks = rest[-1] if has_sinks else None
+    return xla_decode.decode(
+        query,
+        key,
+        value,
+        q_lo,
+        q_hi,
+        table,
+        sinks,
+        scale=scale,
+        soft_cap=soft_cap,
+        precision=precision,
+    )
+
+
+_STATIC = ("scale", "soft_cap", "precision", "paged", "has_sinks")
+_lowered_xla = lowering._lower_xla(_xla, _STATIC)
+
+
+def _cuda(ctx, *operands, implementation, **static):
+    if implementation == "xla":
+        return _lowered_xla(ctx, *operands, **static)
+    scale, soft_cap, precision, paged, has_sinks = (static[name] for name in _STATIC)
+    query, key, value, q_lo = ctx.avals_in[:4]
+    exact = is_exact(precision)
+    _require_kernel(query, value, exact)
+    # What there is not is q_lo once more, and never read.
+    buffers, avals = list(operands), list(ctx.avals_in)
+    for place, there in ((5, paged), (6, has_sinks)):
+        if not there:
+            buffers.insert(place, buffers[3])
+            avals.insert(place, q_lo)
+    batch, q_len, heads, _ = query.shape
+    keys = key.shape[1] * (avals[5].shape[1] if paged else 1)
+    rows = (splits(batch, q_len, heads, key.shape[2], keys), batch, q_len, heads)
+    workspace = ((*rows, value.shape[3]), rows)
+    return lowering._call(
+        ctx.replace(avals_in=avals),
+        "packax_decode_v1",
+        buffers,
+        tuple(jax.core.ShapedArray(shape, jnp.dtype(jnp.float32)) for shape in workspace),
+        scale=np.float32(scale),
+        soft_cap=np.float32(soft_cap),
+        paged=np.int32(paged),
+        has_sinks=np.int32(has_sinks),
+        exact=np.int32(exact),
+    )
+
+
+def splits(batch: int, q_len: int, heads: int, kv_heads: int, keys: int) -> int:
+    """Shares of the keys that the workspace has room for; csrc/decode.cc takes no more."""
+    if is_symbolic(keys):  # of jax.export: room for the most that any size takes
+        return _MOST
+    most = min(_MOST, -(-keys // 128))
+    if is_symbolic(batch):
+        return most
+    rows = q_len * (heads // kv_heads)
+    fill = -(-_PROGRAMS // max(batch * kv_heads * -(-rows // 64), 1))
+    balance = keys // (1024 + 64 * rows)
+    return max(1, min(most, max(fill, balance)))
+
+
+def _require_kernel(query: Any, value: Any, exact: bool) -> None:
+    kernel_table.require_extension()
+    assert kernel_table.ext is not None
+    rows = [row for row in kernel_table.ext.variants() if row["kernel"] == "decode"]
+    qk_dim, v_dim = query.shape[3], value.shape[3]
+    dtype = kernel_table.kernel_dtype(query.dtype, exact)
+    rooms = [row for row in rows if row["qk_dim"] >= qk_dim and row["v_dim"] >= v_dim]
+    if qk_dim % 8 == v_dim % 8 == 0 and any(row["dtype"] == dtype for row in rooms):
+        return
+    raise NotImplementedError(
+        f"no decode kernel for {query.dtype} with head dims {qk_dim}/{v_dim} (query and key / "
+        f"value); there are, for multiples of 8 up to these: {kernel_table.listed(rows)}. "
+        'implementation="xla" takes any head dim, and float64'
+    )
+
+
+mlir.register_lowering(decode_p, lowering._elsewhere(_lowered_xla))
+mlir.register_lowering(decode_p, _cuda, platform="cuda")

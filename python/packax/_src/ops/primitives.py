@@ -1,0 +1,335 @@
+"""The five primitives: shapes of their results and how vmap folds into the batch. No policy.
+
+documents_p: q_ids, kv_ids, q_pos, kv_pos -> lo, hi, tested
+blocks_p: q_lo, q_hi, tested -> q_blocks, kv_blocks, q_order, q_order_192, kv_order
+forward_p: query, key, value, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order,
+    q_order_192, *map, *extras -> out, lse, and with max_logits the largest logit of every row
+backward_p: query, key, value, out, lse, dout, dlse, q_lo to q_order as in forward_p, kv_blocks,
+    kv_order, *map, *extras -> dq, dk, dv (those that `wanted` says, others may hold anything), and with
+    dnumbers (B, H, 2, Sq), every row's part of the gradients of scale and slope
+map: none; with block_size, map_bits and q_entries, and in backward_p kv_entries.
+extras: none; scales (1 or B,), which count instead of `scale`; or scales, slopes (Bp, H), q_places
+    (Bp, Sq) and kv_places (Bp, Skv), Bp 1 or B; or scales, which then are `scale`, and slopes, of
+    places that are indices.
+decode_p: query, key, value, q_lo, q_hi, block_table if paged, sinks if has_sinks -> out, lse
+docs/design.md gives every shape; lowering.py gives them a meaning per platform.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching
+
+from packax._src.ops.xla_mask import BLOCK, TILE, TILE_192, ceil_div, is_symbolic
+
+P = jax.sharding.PartitionSpec
+OF_INDICES = 2  # extras: slopes without places
+
+
+def varying_axes(aval: Any) -> frozenset[str]:
+    """Mesh axes over which a value varies inside shard_map (jax renamed where they are kept)."""
+    manual = getattr(aval, "manual_axis_type", None)
+    return manual.varying if manual is not None else getattr(aval, "vma", frozenset())
+
+
+def vary_together(*trees: Any) -> tuple[Any, ...]:
+    """The arrays, each marked as varying over the axes that any of them varies over.
+
+    The transpose of the mark is the psum that the gradient of a replicated operand needs.
+    """
+    union = frozenset[str]().union(*(varying_axes(jax.typeof(x)) for x in jax.tree.leaves(trees)))
+
+    def mark(x):
+        missing = tuple(sorted(union - varying_axes(jax.typeof(x))))
+        if not missing:
+            return x
+        if hasattr(jax.lax, "pcast"):
+            return jax.lax.pcast(x, missing, to="varying")
+        return jax.lax.pvary(x, missing)  # type: ignore[attr-defined]  # jax 0.7
+
+    return jax.tree.map(mark, trees)
+
+
+def plain(aval: Any) -> Any:
+    """The aval without mesh axes or sharding: what a lowering sees, which is local."""
+    return jax.core.ShapedArray(aval.shape, aval.dtype)
+
+
+def _like(aval: Any, shape: tuple[int, ...], dtype: Any, dims: Sequence[int | None]) -> Any:
+    """An aval that varies as `aval` does, its dimension k sharded as dimension dims[k] there."""
+    spec = [*aval.sharding.spec, *[None] * aval.ndim]
+    sharding = jax.sharding.NamedSharding(
+        aval.sharding.mesh, P(*(None if d is None else spec[d] for d in dims))
+    )
+    return aval.update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False, sharding=sharding)
+
+
+def _primitive(name: str, static: tuple[str, ...]) -> Primitive:
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+
+    @functools.partial(jax.jit, static_argnames=static)
+    def call(*operands, **params):
+        return primitive.bind(*operands, **params)
+
+    # Outside jit, a call compiles by itself; also under disable_jit, where it would call itself.
+    @primitive.def_impl
+    def _(*operands, **params):
+        with jax.disable_jit(False):
+            return call(*operands, **params)
+
+    return primitive
+
+
+documents_p = _primitive("packax_documents", ("compare_positions",))
+blocks_p = _primitive("packax_blocks", ("kv_len",))
+forward_p = _primitive(
+    "packax_forward",
+    (
+        *("scale", "soft_cap", "precision", "element_test", "max_logits", "block_size", "extras"),
+        "implementation",
+    ),
+)
+backward_p = _primitive(
+    "packax_backward",
+    (
+        *("scale", "soft_cap", "precision", "element_test", "has_dlse", "deterministic"),
+        *("dnumbers", "block_size", "extras", "wanted", "implementation"),
+    ),
+)
+
+
+@documents_p.def_abstract_eval
+def _documents_shapes(q_ids, kv_ids, q_pos, kv_pos, *, compare_positions):
+    return [_like(q_ids, q_ids.shape, jnp.int32, (0, None))] * 3
+
+
+@blocks_p.def_abstract_eval
+def _blocks_shapes(q_lo, q_hi, tested, *, kv_len):
+    batch, q_len = q_lo.shape
+
+    def array(*shape):
+        return _like(q_lo, (batch, *shape), jnp.int32, (0, *[None] * len(shape)))
+
+    return [
+        array(5, ceil_div(q_len, BLOCK)),
+        array(4, ceil_div(kv_len, BLOCK)),
+        array(ceil_div(q_len, TILE)),
+        array(ceil_div(q_len, TILE_192)),
+        array(ceil_div(kv_len, TILE)),
+    ]
+
+
+def _real(query: Any) -> Any:
+    return jnp.float64 if query.dtype == jnp.float64 else jnp.float32
+
+
+def forward_results(query: Any, value: Any, heads: int, max_logits: bool) -> list[Any]:
+    """Of forward_p; `heads` of the query's are computed."""
+    batch, q_len, _, _ = query.shape
+    rows = _like(query, (batch, heads, q_len), _real(query), (0, 2, 1))
+    out = _like(query, (*query.shape[:3], value.shape[3]), query.dtype, (0, 1, 2, None))
+    return [out, rows, rows] if max_logits else [out, rows]
+
+
+def backward_results(query: Any, key: Any, value: Any, heads: int, dnumbers: bool) -> list[Any]:
+    """Likewise of backward_p."""
+    gradients = [_like(x, x.shape, x.dtype, range(4)) for x in (query, key, value)]
+    if dnumbers:
+        batch, q_len, _, _ = query.shape
+        gradients.append(_like(query, (batch, heads, 2, q_len), _real(query), (0, 2, None, 1)))
+    return gradients
+
+
+@forward_p.def_abstract_eval
+def _forward_shapes(query, key, value, *operands, max_logits, **static):
+    return forward_results(query, value, query.shape[2], max_logits)
+
+
+@backward_p.def_abstract_eval
+def _backward_shapes(query, key, value, *operands, dnumbers, **static):
+    return backward_results(query, key, value, query.shape[2], dnumbers)
+
+
+class _Folding(NamedTuple):
+    """The mapped axis merged into the batch, which is every operand's first axis.
+
+    In front of it; behind it where the batch is sharded in the types of an explicit mesh, which merge no other way.
+    """
+
+    size: Any
+    behind: bool
+
+    def place(self, x: jax.Array, dim: int | None) -> jax.Array:
+        """The mapped axis beside the batch, of size 1 where x has none."""
+        to = int(self.behind)
+        return jnp.expand_dims(x, to) if dim is None else jnp.moveaxis(x, dim, to)
+
+    def merged(self, x: jax.Array, batch: Any) -> jax.Array:
+        """Of `place`, repeated where it has one for all."""
+        shape = (batch, self.size) if self.behind else (self.size, batch)
+        x = jnp.broadcast_to(x, (*shape, *x.shape[2:]))
+        return self._reshape(x, (shape[0] * shape[1], *x.shape[2:]))
+
+    def fold(self, x: jax.Array, dim: int | None) -> jax.Array:
+        x = self.place(x, dim)
+        return self.merged(x, x.shape[0 if self.behind else 1])
+
+    def fold_shared(self, operands, dims, batch: Any) -> list[jax.Array]:
+        """Operands that all have the batch, or all 1: one for all stays so, unless it is mapped."""
+        if not operands:
+            return []
+        if operands[0].shape[_batch_axis(dims[0])] == 1 and all(d is None for d in dims):
+            return list(operands)
+        placed = [self.place(x, d) for x, d in zip(operands, dims, strict=True)]
+        return [self.merged(x, batch) for x in placed]
+
+    def unfold(self, results: Sequence[jax.Array]) -> tuple[list[jax.Array], list[int]]:
+        shape = (-1, self.size) if self.behind else (self.size, -1)
+        apart = [self._reshape(x, (*shape, *x.shape[1:])) for x in results]
+        return apart, [int(self.behind)] * len(apart)
+
+    def _reshape(self, x: jax.Array, shape: tuple[Any, ...]) -> jax.Array:
+        """With or without the mapped axis. How that is sharded jax 0.7 does not find beside an axis of size 1."""
+        if not self.behind:
+            return x.reshape(shape)
+        given = jax.typeof(x).sharding
+        batch, *rest = (*given.spec, *[None] * x.ndim)[: x.ndim]
+        rest = rest[1:] if len(shape) < x.ndim else [None, *rest]
+        to = jax.sharding.NamedSharding(given.mesh, P(batch, *rest))
+        return jnp.reshape(x, shape, out_sharding=to)
+
+
+def _batch_axis(dim: int | None) -> int:
+    return 1 if dim == 0 else 0
+
+
+def _folding(operands: Sequence[jax.Array], dims: Sequence[int | None]) -> _Folding:
+    both = list(zip(operands, dims, strict=True))
+    size = next(x.shape[d] for x, d in both if d is not None)
+    if not is_symbolic(size) and size == 0:
+        raise ValueError("vmap over an axis of size 0: query, key and value must not be empty")
+    shardings = [(getattr(jax.typeof(x), "sharding", None), _batch_axis(d)) for x, d in both]
+    return _Folding(
+        size, any(s is not None and (*s.spec, None, None)[axis] for s, axis in shardings)
+    )
+
+
+def _batch_mask(primitive: Primitive, operands, dims, **params):
+    folding = _folding(operands, dims)
+    folded = [folding.fold(x, d) for x, d in zip(operands, dims, strict=True)]
+    return folding.unfold(primitive.bind(*folded, **params))
+
+
+def _batch_attention(
+    primitive: Primitive, tensors: int, operands, dims, tangents=(), tangent_dims=(), *,
+    extras, **params,
+):  # fmt: skip
+    """The first `tensors` operands have the batch; mask operands and extras have it, or 1.
+
+    `tangents`: of the tensors, scales and slopes, which are folded as those are.
+    """
+    folding = _folding((*operands, *tangents), (*dims, *tangent_dims))
+    values = list(zip(operands, dims, strict=True))
+    moved = list(zip(tangents, tangent_dims, strict=True))
+    folded = [folding.fold(x, d) for x, d in values[:tensors]]
+    new = [folding.fold(x, d) for x, d in moved[:tensors]]
+    batch = folded[0].shape[0] // folding.size
+    end = len(operands) - extras
+    for group, n in (
+        (slice(tensors, end), None),
+        (slice(end, end + 1), tensors),
+        (slice(end + 1, None), tensors + 1),
+    ):
+        own, other = values[group], moved[n : n + 1] if n and values[group] else []
+        both = folding.fold_shared([x for x, _ in own + other], [d for _, d in own + other], batch)
+        folded += both[: len(own)]
+        new += both[len(own) :]
+    return folding.unfold(primitive.bind(*folded, *new, extras=extras, **params))
+
+
+def _register_batching(primitive: Primitive, rule: Callable) -> None:
+    batching.primitive_batchers[primitive] = functools.partial(rule, primitive)
+
+
+_register_batching(documents_p, _batch_mask)
+_register_batching(blocks_p, _batch_mask)
+
+
+def _batch_forward(primitive, operands, dims, **params):
+    return _batch_attention(primitive, 3, operands, dims, **params)
+
+
+def _batch_backward(primitive, operands, dims, **params):
+    return _batch_attention(primitive, 7, operands, dims, **params)
+
+
+_register_batching(forward_p, _batch_forward)
+_register_batching(backward_p, _batch_backward)
+
+
+# --- Decoding: keys and values of a batch row, or of pages that a table orders.
+
+decode_p = _primitive(
+    "packax_decode", ("scale", "soft_cap", "precision", "paged", "has_sinks", "implementation")
+)
+
+
+@decode_p.def_abstract_eval
+def _decode_shapes(query, key, value, *operands, **static):
+    batch, q_len, heads, _ = query.shape
+    return [
+        _like(query, (batch, q_len, heads, value.shape[3]), query.dtype, (0, 1, 2, None)),
+        _like(query, (batch, heads, q_len), _real(query), (0, 2, 1)),
+    ]
+
+
+def _decode_gradient(primals, tangents, **params):
+    raise NotImplementedError(
+        "decode_attention has no gradient: differentiate flash_attention, or put "
+        "jax.lax.stop_gradient around query, key_cache, value_cache and sinks if none is wanted"
+    )
+
+
+def _batch_decode(primitive, operands, dims, *, paged, has_sinks, **params):
+    """Caches that are not mapped stay one: the folded batch finds its rows of it by a table."""
+    folding = _folding(operands, dims)
+    size = folding.size
+    query, key, value, q_lo, q_hi, *rest = zip(operands, dims, strict=True)
+    table = rest[0] if paged else None
+    shared = key[1] is None and value[1] is None
+    if shared and not paged:
+        batch = key[0].shape[0]
+        table = (jnp.arange(batch, dtype=jnp.int32)[:, None], None)
+    if table is not None:
+        folded_table = folding.fold(*table)
+        if not shared:  # pages of all mapped elements, in the order of `fold`
+            pages = key[0].shape[_batch_axis(key[1])]
+            batch = folded_table.shape[0] // size
+            own = folding.merged(
+                folding.place(jnp.arange(size, dtype=jnp.int32)[:, None], 0), batch
+            )
+            there = (folded_table >= 0) & (folded_table < pages)
+            page = folded_table * size if folding.behind else folded_table
+            first = own if folding.behind else own * pages
+            folded_table = jnp.where(there, page + first[:, None], -1)
+    folded = [folding.fold(*query)]
+    folded += [key[0], value[0]] if shared else [folding.fold(*key), folding.fold(*value)]
+    folded += [folding.fold(*q_lo), folding.fold(*q_hi)]
+    if table is not None:
+        folded.append(folded_table)
+    if has_sinks:
+        sinks, dim = rest[-1]
+        folded += folding.fold_shared([sinks], [dim], folded[0].shape[0] // size)
+    results = primitive.bind(*folded, paged=table is not None, has_sinks=has_sinks, **params)
+    return folding.unfold(results)
+
+
+_register_batching(decode_p, _batch_decode)
+ad.primitive_jvps[decode_p] = _decode_gradient

@@ -1,0 +1,113 @@
+"""Decoding in jax.numpy, for platforms without a kernel: blockwise over the keys, O(1) memory in their number.
+
+One loop step takes the next KEYS keys of all sequences at once, from where they lie: no cache is copied, padded or gathered whole.
+The recurrence is FlashAttention-2's (arXiv 2307.08691), as in xla_attention.py.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from packax._src.ops.xla_mask import INT_MAX, is_symbolic
+
+KEYS = 128
+
+
+def decode(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    q_lo: jax.Array,
+    q_hi: jax.Array,
+    block_table: jax.Array | None,
+    sinks: jax.Array | None,
+    *,
+    scale: float,
+    soft_cap: float,
+    precision: jax.lax.Precision = jax.lax.Precision.DEFAULT,
+) -> tuple[jax.Array, jax.Array]:
+    """out (B, Sq, H, Dv) and lse (B, H, Sq); shapes as decode_p has them (docs/design.md)."""
+    batch, q_len, heads, _ = query.shape
+    kv_heads, v_dim = value.shape[2:]
+    group = heads // kv_heads
+    capacity = key.shape[1] * (1 if block_table is None else block_table.shape[1])
+    size = KEYS if is_symbolic(capacity) else min(KEYS, capacity)
+    room = jnp.asarray(capacity).astype(jnp.int32) if is_symbolic(capacity) else capacity
+    einsum = functools.partial(jnp.einsum, precision=precision)
+    real = jnp.dtype(jnp.float64 if query.dtype == jnp.float64 else jnp.float32)
+
+    lo, hi = jnp.maximum(q_lo, 0), q_hi
+    beyond = (lo < hi) & (hi > room)
+    some = (lo < hi) & ~beyond
+    lo, hi = jnp.where(some, lo, INT_MAX), jnp.where(some, hi, 0)
+    # What a row that attends nothing holds must not matter, nor must it warn of overflow.
+    rows = jnp.where(some[..., None, None], query, 0).astype(real)
+    rows = rows.reshape(batch, q_len, kv_heads, group, -1)
+
+    def one_block(block, state):
+        acc, top, total = state
+        # The last block begins where it ends with the cache; keys of the one before it are masked.
+        first = jnp.minimum(block * size, jnp.maximum(room - size, 0))
+        index = first + jnp.arange(size, dtype=jnp.int32)
+        keys, values, there = _block(key, value, block_table, first, index)
+        place = index[None, None]
+        attends = (lo[..., None] <= place) & (place < hi[..., None]) & (place >= block * size)
+        # A key that no row attends may hold anything, and so may the page read for a missing one.
+        used = attends.any(1) if there is None else attends.any(1) & there
+        values = jnp.where(used[..., None, None], values, 0).astype(real)
+        attends = attends[:, None, None]  # (B, 1, 1, Sq, keys)
+        s = einsum("bihgd,bjhd->bhgij", rows, keys.astype(real)) * scale
+        if soft_cap:
+            s = soft_cap * jnp.tanh(s / soft_cap)
+        if there is not None:
+            s = jnp.where(there[:, None, None, None], s, jnp.nan)
+        s = jnp.where(attends, s, -jnp.inf)
+        new_top = jnp.maximum(top, s.max(axis=-1))
+        shift = jnp.where(new_top == -jnp.inf, 0, new_top)
+        p = jnp.exp(s - shift[..., None])
+        keep = jnp.exp(top - shift)
+        acc = acc * keep[..., None] + einsum("bhgij,bjhd->bhgid", p, values)
+        return acc, new_top, total * keep + p.sum(axis=-1)
+
+    shape = (batch, kv_heads, group, q_len)
+    start = (
+        jnp.zeros((*shape, v_dim), real),
+        jnp.full(shape, -jnp.inf, real),
+        jnp.zeros(shape, real),
+    )
+    blocks = jnp.where(some.any(), jnp.min(lo) // size, 0), -(-jnp.max(hi) // size)
+    acc, top, total = jax.lax.fori_loop(*blocks, one_block, start)
+
+    met = some[:, None, None]
+    lse = jnp.where(met, top + jnp.log(jnp.where(met, total, 1)), -jnp.inf)
+    share = 1 / jnp.where(met, total, 1)
+    if sinks is not None:
+        sink = sinks.astype(real).reshape(-1, kv_heads, group, 1)
+        with_sink = jnp.logaddexp(lse, sink)
+        share = share * jnp.exp(lse - jnp.where(met, with_sink, 0))
+        lse = jnp.where(met, with_sink, -jnp.inf)
+    outside = beyond[:, None, None]
+    out = jnp.where(outside[..., None], jnp.nan, acc * share[..., None])
+    lse = jnp.where(outside, jnp.nan, lse)
+    out = out.transpose(0, 3, 1, 2, 4).reshape(batch, q_len, heads, v_dim)
+    return out.astype(query.dtype), lse.reshape(batch, heads, q_len)
+
+
+def _block(key, value, block_table, first, index):
+    """Keys and values (B, keys, Hkv, D) at `index`, and which exist (B, keys); None: all."""
+    if block_table is None:
+        if is_symbolic(key.shape[1]):  # which may be less than a block: the rest is masked
+            places = jnp.minimum(index, jnp.asarray(key.shape[1]).astype(jnp.int32) - 1)
+            return key[:, places], value[:, places], None
+        keys, values = (
+            jax.lax.dynamic_slice_in_dim(x, first, index.shape[0], axis=1) for x in (key, value)
+        )
+        return keys, values, None
+    pages, page_size = key.shape[:2]
+    page = block_table[:, index // page_size]
+    there = (page >= 0) & (page < pages)
+    at = jnp.where(there, page, 0), index % page_size
+    return key[at], value[at], there

@@ -1,0 +1,416 @@
+"""MaxText's attention op, by packax: `AttentionOp` is called as MaxText's is.
+
+    from packax.integrations.maxtext import AttentionOp
+
+    op = AttentionOp(config=config, mesh=mesh, attention_type="local_sliding", sliding_window_size=4096)
+    out = op(query, key, value, decoder_segment_ids, inputs_positions, model_mode)
+
+What a call means is what MaxText's dense path says (`generate_attention_mask` and
+`apply_attention_dot` of its attention_op.py, as of commit 001b727), without a dense mask. Queries
+arrive scaled: the op's own scale is 1. Where it differs: docs/integrations.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from packax._src.attention import flash_attention
+from packax._src.context.load_balance import context_plan
+from packax._src.core.precision import checked_precision
+from packax._src.core.sharding import AttentionSharding
+from packax._src.masks import expressions as masks
+from packax._src.masks import intervals
+from packax._src.masks.block_sparse import block_sparse
+from packax._src.masks.build import create_attention_mask
+from packax._src.masks.expressions import MaskExpression
+from packax._src.ops.score_mods import scores_of
+from packax.integrations.jax_nn import key_mask
+from packax.integrations.maxtext import dense as maxtext_dense
+from packax.integrations.maxtext import selection
+from packax.integrations.maxtext.decode import decode, merged
+from packax.integrations.maxtext.options import NO_EFFECT, attention_type_of, size_of
+from packax.integrations.maxtext.tokens import documents_of, reorder_sequence, runs_of
+
+__all__ = ["AttentionOp", "reorder_sequence"]
+
+TRAIN, PREFILL, AUTOREGRESSIVE = "train", "prefill", "autoregressive"
+ACTIVE = 1  # the id of a cache's tokens while decoding: all others are no tokens
+_LOCAL = ("local_sliding", "chunk")
+
+
+class AttentionOp(nnx.Module):
+    """Attention by MaxText's calling convention.
+
+    Args:
+        config: MaxText's, or anything with the fields that are read, each of them optional:
+            attention_type, causal_block_size, moba (with moba_chunk_size and moba_topk),
+            matmul_precision (of float32 operands), context_parallel_load_balance,
+            context_sharding (the mesh axis, "context").
+        mesh: of MaxText; its size along context_sharding says how the tokens were reordered.
+        attention_type: "global", "local_sliding", "chunk", "full", "mla", "block_diffusion", or
+            MaxText's AttentionType. None: the config's, or global.
+        attn_logits_soft_cap: logits become cap * tanh(logits / cap); None or 0: no cap.
+        sliding_window_size: keys that a row attends at most, its own included.
+        chunk_attn_window_size: the length of a chunk.
+        dropout_rate: must be 0.
+        quant, kv_quant: must be None.
+        use_ragged_attention: must be False; the result would be the same.
+        sharding: a `packax.AttentionSharding` for context parallelism.
+        implementation: as of `packax.flash_attention`; "dense": plain XLA with memory quadratic in
+            the lengths, to compare with; it takes no notice of sharding.
+        others: MaxText's other keyword arguments are accepted and have no effect.
+
+    Raises:
+        ValueError: an attention type or a size that is not as above.
+        NotImplementedError: a type, an option or a config that has no kernel.
+        TypeError: an argument that MaxText does not have either.
+    """
+
+    def __init__(
+        self,
+        config: Any = None,
+        mesh: Any = None,
+        *,
+        attention_type: Any = None,
+        attn_logits_soft_cap: float | None = None,
+        sliding_window_size: int | None = None,
+        chunk_attn_window_size: int | None = None,
+        dropout_rate: float = 0.0,
+        quant: Any = None,
+        kv_quant: Any = None,
+        use_ragged_attention: bool = False,
+        sharding: AttentionSharding | None = None,
+        implementation: Any = None,
+        **others: Any,
+    ):
+        unknown = sorted(others.keys() - set(NO_EFFECT))
+        if unknown:
+            raise TypeError(f"AttentionOp has no argument {', '.join(unknown)}")
+        self.attention_type = attention_type_of(config, attention_type)
+        self.dense = implementation == "dense"
+        self.moba = None
+        if getattr(config, "moba", False):
+            fields = ("moba_chunk_size", "moba_topk")
+            missing = [f"config.{name}" for name in fields if not hasattr(config, name)]
+            if missing:
+                raise ValueError(f"config.moba needs {' and '.join(missing)}")
+            self.moba = (config.moba_chunk_size, config.moba_topk)
+        refused = {
+            "dropout_rate must be 0": dropout_rate,
+            "quant must be None": quant is not None,
+            "kv_quant must be None": kv_quant is not None,
+            "use_ragged_attention must be False": use_ragged_attention,
+        }
+        for what, given in refused.items():
+            if given:
+                raise NotImplementedError(
+                    f"{what}: there is no kernel for it; MaxText's dot_product attention takes it"
+                )
+        self.attn_logits_soft_cap = attn_logits_soft_cap or None
+        self.size = size_of(
+            config, self.attention_type, sliding_window_size, chunk_attn_window_size
+        )
+        axis = getattr(config, "context_sharding", "context")
+        balanced = getattr(config, "context_parallel_load_balance", False)
+        self.reordered = mesh.shape.get(axis, 1) if balanced and mesh is not None else 1
+        self.sharding = sharding
+        precision = getattr(config, "matmul_precision", None)
+        self.precision = precision
+        if precision is not None:  # None: as jax is set where it is called
+            self.precision = checked_precision(getattr(precision, "value", precision))
+        self.implementation = None if self.dense else implementation
+
+    def __call__(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        decoder_segment_ids: Any = None,
+        inputs_positions: Any = None,
+        model_mode: str = TRAIN,
+        cached_values: Any = None,
+        previous_chunk: Any = None,
+        bidirectional_mask: Any = None,
+        sinks: Any = None,
+        indexer_mask: Any = None,
+        compressed_mask: Any = None,
+        compressed_kv: Any = None,
+        slot: int | None = None,
+        record_max_logits: bool = False,
+        decoder_segment_ids_kv: Any = None,
+    ) -> jax.Array:
+        """Attention of query (B, Sq, H, D), scaled, to key and value (B, Skv, Hkv, D) or a cache.
+
+        Args:
+            decoder_segment_ids: (B, Skv): rows attend keys of their own id; negative: padding. While
+                decoding, the keys of id 1 are attended.
+            inputs_positions: (B, Sq); read where MaxText reads them: for tokens reordered over a
+                context-parallel mesh.
+            model_mode: "train"; "prefill" or "autoregressive", with cached_values.
+            cached_values: (prefill, autoregressive): (key, value, segment ids), and None or (key,
+                value, segment ids, lengths).
+            previous_chunk: of shape (B, n, ...): the n keys before this chunk of a prompt, which
+                key, value and decoder_segment_ids hold too.
+            bidirectional_mask: (B, S): runs of True attend each other both ways, inside a document.
+            sinks: (H,), a logit of each head in the softmax's denominator.
+            indexer_mask: (B, Sq, Skv) additive, 0 or very negative; the keys of both caches while
+                decoding.
+            record_max_logits: keep the largest logit of each head as `self.max_logits`, an
+                nnx.Intermediate of shape (B, H): capped, of attended pairs; -inf where there are none.
+            decoder_segment_ids_kv: (B, Skv), the keys' ids where they differ.
+
+        Returns:
+            (B, Sq, H, Dv), dtype of query; 0 for rows that attend nothing.
+
+        Raises:
+            ValueError: shapes, dtypes or arguments that are not as above.
+            NotImplementedError: compressed_mask, compressed_kv; no kernel for the dtype or head dim.
+        """
+        for name, x in (("compressed_mask", compressed_mask), ("compressed_kv", compressed_kv)):
+            if x is not None:
+                raise NotImplementedError(
+                    f"{name} must be None: there is no kernel for compressed attention; MaxText's "
+                    "dot_product attention takes it"
+                )
+        if model_mode not in (TRAIN, PREFILL, AUTOREGRESSIVE):
+            raise ValueError(
+                f'model_mode must be "train", "prefill" or "autoregressive", but is {model_mode!r}'
+            )
+        cache = None
+        if model_mode != TRAIN:
+            if cached_values is None or cached_values[0] is None:
+                raise ValueError(f'cached_values must hold the prefill cache in "{model_mode}"')
+            (key, value, decoder_segment_ids), cache = cached_values
+        decoding = model_mode == AUTOREGRESSIVE
+        if cache is not None and not decoding:
+            raise ValueError('the autoregressive cache is for model_mode "autoregressive"')
+        query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+        if decoding:
+            own = key, value, decoder_segment_ids
+            caches = [own] if cache is None else [own, cache[:3]]
+        if indexer_mask is not None:
+            keys = sum(one[0].shape[1] for one in caches) if decoding else key.shape[1]
+            indexer_mask = selection.checked_indexer(indexer_mask, (*query.shape[:2], keys))
+        if decoding:
+            for name, x in (
+                ("previous_chunk", previous_chunk),
+                ("bidirectional_mask", bidirectional_mask),
+                ("decoder_segment_ids_kv", decoder_segment_ids_kv),
+            ):
+                if x is not None:
+                    raise ValueError(f'{name} must be None in model_mode "autoregressive"')
+            parts, at = [], 0
+            for key, value, ids in caches:
+                to = at + key.shape[1]
+                indexer = None if indexer_mask is None else indexer_mask[..., at:to]
+                record = record_max_logits and at == 0
+                parts.append(self._decode(query, key, value, ids, indexer, record))
+                at = to
+            return merged(parts, scores_of(query, 0, 0, 1.0, sinks, None, None)[0].sinks)
+        ids, kv_ids = decoder_segment_ids, decoder_segment_ids_kv
+        if ids is None and kv_ids is not None:
+            raise ValueError("decoder_segment_ids_kv was given without decoder_segment_ids")
+        ids = None if ids is None else documents_of("decoder_segment_ids", ids)
+        kv_ids = None if kv_ids is None else documents_of("decoder_segment_ids_kv", kv_ids)
+        before = 0 if previous_chunk is None else previous_chunk.shape[1]
+        ranks = 1 if before else self.reordered
+        if ranks > 1 and inputs_positions is None:
+            raise ValueError(
+                "inputs_positions must be given: the tokens are reordered over "
+                f"{ranks} context-parallel ranks"
+            )
+        positions = inputs_positions if ranks > 1 else None
+        in_order = ranks > 1 and self.sharding is None  # then nothing speaks for MaxText's order
+        if in_order:
+            query, key, value, ids, kv_ids, positions, bidirectional_mask, indexer_mask = (
+                reorder_sequence(x, ranks, to_contiguous=True)
+                for x in (
+                    *(query, key, value, ids, kv_ids, positions, bidirectional_mask),
+                    reorder_sequence(indexer_mask, ranks, 2, to_contiguous=True),
+                )
+            )
+        images = None if bidirectional_mask is None else jnp.asarray(bidirectional_mask)
+        mask = self._mask(query, key, ids, kv_ids, positions, images, indexer_mask, before)
+        out, _ = self._attend(query, key, value, mask, sinks, record_max_logits)
+        return reorder_sequence(out, ranks) if in_order else out
+
+    def _decode(
+        self, query: Any, key: Any, value: Any, ids: Any, indexer: Any, record: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        """(out, lse) of one cache."""
+        key, value = jnp.asarray(key), jnp.asarray(value)
+        rows, keys = query.shape[1], key.shape[1]
+        before = keys - 1 if rows == 1 else 0  # the place of the row, as MaxText counts it
+        active = None
+        if ids is not None:
+            active = jnp.asarray(masks.as_int32("the segment ids of a cache", ids) == ACTIVE)
+            if active.shape not in ((query.shape[0], keys), (1, keys)):
+                raise ValueError(
+                    f"the segment ids of a cache must have shape {(query.shape[0], keys)}, as its "
+                    f"keys, but have {active.shape}"
+                )
+        if self.dense or self.sharding is not None or record or rows != 1:
+            expression = intervals.full()
+            if active is not None:
+                expression = key_mask(active, rows)
+                if self.attention_type in _LOCAL:
+                    expression = expression & self._interval(before)
+            expression = self._chosen(expression, query, key, before, indexer)
+            mask = self._built(expression, rows, keys, None)
+            return self._attend(query, key, value, mask, None, record)
+        place = jnp.arange(keys, dtype=jnp.int32)
+        most, attended = keys, active
+        if active is not None and self.attention_type in _LOCAL:
+            size = self.size
+            first = keys - size if self.attention_type == "local_sliding" else before // size * size
+            most, attended = min(size, keys), active & (place >= first)
+        if indexer is not None:
+            attended = _and(attended, selection.indexed(indexer)[:, 0])
+        if self.moba is not None:
+            size, count = self.moba
+            chunks = selection.moba(query, key, before, size, count)[:, :, 0]
+            most = min(most, size * count)
+            attended = _and(
+                None if attended is None else attended[:, None], chunks[..., place // size]
+            )
+        if attended is not None:
+            attended = jnp.broadcast_to(attended, (query.shape[0], *attended.shape[1:]))
+        return decode(
+            query,
+            key,
+            value,
+            attended,
+            most,
+            soft_cap=self.attn_logits_soft_cap,
+            precision=self.precision,
+            implementation=self.implementation,
+        )
+
+    def _attend(
+        self, query: Any, key: Any, value: Any, mask: Any, sinks: Any, record: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        """(out, lse)."""
+        results: Any
+        if self.dense:
+            cap, precision = self.attn_logits_soft_cap, self.precision
+            results = maxtext_dense.attend(query, key, value, mask, cap, sinks, precision)
+        else:
+            options: dict[str, Any] = {}
+            if self.attn_logits_soft_cap is not None:
+                options["soft_cap"] = self.attn_logits_soft_cap
+            if record:
+                options["return_max_logits"] = True
+            results = flash_attention(
+                query,
+                key,
+                value,
+                mask,
+                scale=1.0,
+                sinks=sinks,
+                return_lse=True,
+                precision=self.precision,
+                implementation=self.implementation,
+                sharding=self.sharding,
+                checkpoint_name="context",
+                **options,
+            )
+        if record:
+            self.max_logits = nnx.Intermediate(results[2])
+        return results[0], results[1]
+
+    def _built(self, expression: MaskExpression, rows: int, keys: int, plan: Any) -> Any:
+        """An AttentionMask; for the dense path the boolean (B or 1, H or 1, rows, keys)."""
+        if not self.dense:
+            sharding = self.sharding
+            return create_attention_mask(
+                expression, q_len=rows, kv_len=keys, sharding=sharding, plan=plan
+            )
+        allowed = jnp.asarray(expression.as_array(rows, keys))
+        allowed = allowed if allowed.ndim == 4 else allowed.reshape(-1, 1, rows, keys)
+        if plan is not None:  # the expression is about tokens in order
+            allowed = plan.permute(plan.permute(allowed, axis=2), axis=3)
+        return allowed
+
+    def _mask(
+        self,
+        query: Any,
+        key: Any,
+        ids: Any,
+        kv_ids: Any,
+        positions: Any,
+        images: Any,
+        indexer_mask: Any,
+        before: int,
+    ) -> Any:
+        """`positions`: of reordered tokens; they are in order again where nothing is sharded."""
+        rows, keys = query.shape[1], key.shape[1]
+        if before and ids is not None:
+            kv_ids = ids if kv_ids is None else kv_ids
+            ids = ids[:, before : before + rows]
+        plan = None
+        if positions is not None:
+            if self.sharding is not None:
+                plan = context_plan("head_tail", self.reordered, length=rows)
+                if self.moba is not None:  # which keys a row attends is of the sequence
+                    query, key = plan.unpermute((query, key))
+                if indexer_mask is not None:
+                    indexer_mask = plan.unpermute(plan.unpermute(jnp.asarray(indexer_mask)), axis=2)
+                ids, kv_ids, positions, images = (
+                    None if x is None else plan.unpermute(x)
+                    for x in (ids, kv_ids, positions, images)
+                )
+            if ids is None:
+                ids = jnp.zeros_like(positions)
+        if images is not None and (before or rows != keys):
+            raise NotImplementedError(
+                "bidirectional_mask is for self-attention without previous_chunk: "
+                f"there are {rows} rows and {keys} keys"
+            )
+        expression = self._interval(before)
+        if images is not None and self.attention_type != "full":
+            expression = intervals.spans(runs_of(images), expression)
+        if ids is not None:
+            kv_positions = None if kv_ids is None else positions
+            document = masks.documents(ids, kv_ids, positions=positions, kv_positions=kv_positions)
+            expression = expression & document
+        expression = self._chosen(expression, query, key, before, indexer_mask)
+        return self._built(expression, rows, keys, plan)
+
+    def _chosen(
+        self, expression: MaskExpression, query: Any, key: Any, before: int, indexer_mask: Any
+    ) -> MaskExpression:
+        """Of what `expression` says, the keys that MoBA and the indexer choose."""
+        blocks, size = None, 1
+        if indexer_mask is not None:
+            blocks = selection.indexed(indexer_mask)[:, None]
+        if self.moba is not None:
+            size, count = self.moba
+            chunks = selection.moba(query, key, before, size, count)
+            if blocks is not None:
+                chunks, size = chunks[..., jnp.arange(key.shape[1]) // size], 1
+            blocks = _and(blocks, chunks)
+            row = before + np.arange(query.shape[1])  # by index, whatever the positions say
+            expression = expression & masks.ranges(np.zeros_like(row), row + 1)
+        return expression if blocks is None else expression & block_sparse(blocks, (1, size))
+
+    def _interval(self, before: int = 0) -> MaskExpression:
+        """What the type says of places; the first row comes after `before` keys."""
+        if self.attention_type == "full":
+            return intervals.full()
+        if self.attention_type == "local_sliding":
+            return intervals.sliding_window(self.size - 1, offset=before)
+        causal = intervals.causal(before)
+        if self.attention_type == "chunk":
+            return causal & intervals.chunked(self.size, offset=before)
+        if self.attention_type == "block_diffusion":  # a row's block to its end, and all before
+            return causal | intervals.chunked(self.size, offset=before)
+        return causal
+
+
+def _and(a: Any, b: Any) -> Any:
+    return b if a is None else a & b

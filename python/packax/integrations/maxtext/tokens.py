@@ -1,0 +1,53 @@
+"""Order and kinds of tokens as MaxText has them, for `packax.integrations.maxtext`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from packax._src.masks import expressions as masks
+from packax._src.masks import intervals
+
+
+def reorder_sequence(
+    tensor: Any, cp_size: int, seq_dim: int = 1, to_contiguous: bool = False
+) -> Any:
+    """Tokens in MaxText's load-balanced order over cp_size ranks, or back from it.
+
+    Of 2 * cp_size chunks, rank r holds chunks r and 2 * cp_size - 1 - r: the "head_tail" order of
+    `packax.context_plan`.
+
+    >>> reorder_sequence(jnp.arange(8), 2, seq_dim=0)
+    Array([0, 1, 6, 7, 2, 3, 4, 5], dtype=int32)
+    """
+    if tensor is None:
+        return None
+    chunks = 2 * cp_size
+    if tensor.shape[seq_dim] % chunks:
+        raise ValueError(
+            f"tensor has {tensor.shape[seq_dim]} places along axis {seq_dim}, which must be a "
+            f"multiple of 2 * cp_size = {chunks}"
+        )
+    rank = np.arange(cp_size)
+    order = np.stack([rank, chunks - 1 - rank], 1).ravel()
+    order = np.argsort(order) if to_contiguous else order
+    shape = tensor.shape
+    split = tensor.reshape(*shape[:seq_dim], chunks, -1, *shape[seq_dim + 1 :])
+    return split.take(order, axis=seq_dim).reshape(shape)
+
+
+def documents_of(name: str, ids: Any) -> jax.Array:
+    """Every negative id is padding in MaxText, and 0 is a document."""
+    ids = jnp.asarray(masks.as_int32(name, ids))
+    return jnp.where(ids < 0, masks.PADDING_SEGMENT_ID, ids)
+
+
+def runs_of(mask: jax.Array) -> jax.Array:
+    """A number for each run of True, -1 elsewhere."""
+    inside = mask.astype(bool)
+    before = jnp.pad(inside, ((0, 0), (1, 0)))[:, :-1]
+    number = jnp.cumsum(inside & ~before, axis=-1, dtype=jnp.int32)
+    return jnp.where(inside, number, intervals.NO_SPAN)
