@@ -150,5 +150,5 @@ def test_every_public_function_has_an_example():
     for name in packax.__all__:
         thing = getattr(packax, name)
         if inspect.isfunction(thing):
-            assert f"packax.{thing.__module__.split('.')[-1]}.{name}" in EXAMPLES, name
+            assert f"{thing.__module__}.{name}" in EXAMPLES, name
             assert "Raises:" in thing.__doc__ or name in ("full", "alibi", "export_checks")
