@@ -1,18 +1,13 @@
-"""Draws docs/pictures/mask_kinds.png: what each mask expression means, by its own as_array.
+"""Draws docs/pictures/mask_kinds.svg: what each mask expression means, by its own as_array.
 
-python docs/pictures/mask_kinds.py    # needs matplotlib: pip install 'packax[demo]'
+python docs/pictures/mask_kinds.py
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import matplotlib
 import numpy as np
 import packax
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+import svg
 
 LENGTH = 24
 DOCUMENTS = np.repeat([0, 1, -1], [10, 11, 3])  # two documents and padding
@@ -38,23 +33,37 @@ KINDS = {
     "causal() & chunked(8) | sliding_window(3)": packax.causal() & packax.chunked(8)
     | packax.sliding_window(3),
 }
+CELL, GAP, TOP = 7, 22, 40
+SIDE = CELL * LENGTH
+
+
+def runs(row: np.ndarray) -> list[tuple[int, int]]:
+    """[begin, end) of each run of True: one, for a row of these masks."""
+    steps = np.flatnonzero(np.diff(np.concatenate([[0], row.astype(int), [0]])))
+    return [(int(a), int(b)) for a, b in steps.reshape(-1, 2)]
 
 
 def main() -> None:
-    figure, axes = plt.subplots(2, 5, figsize=(15, 6.9), layout="constrained")
-    colours = matplotlib.colors.ListedColormap(["#eef1f4", "#1f6feb"])
-    for axis, (title, expression) in zip(axes.flat, KINDS.items(), strict=True):
-        axis.imshow(np.asarray(expression.as_array(LENGTH, LENGTH)), cmap=colours, vmin=0, vmax=1)
-        axis.set_title(title.replace(" & d", "\n& d").replace(" | ", "\n| "), fontsize=9.5)
-        axis.set_xticks(np.arange(LENGTH + 1) - 0.5, labels=[])
-        axis.set_yticks(np.arange(LENGTH + 1) - 0.5, labels=[])
-        axis.grid(color="white", linewidth=0.6)
-        axis.tick_params(length=0)
-        for side in axis.spines.values():
-            side.set_visible(False)
-    axes[0, 0].set_ylabel("query rows", fontsize=9)
-    axes[0, 0].set_xlabel("keys", fontsize=9)
-    figure.savefig(Path(__file__).with_suffix(".png"), dpi=110, metadata={"Software": None})
+    width, height = 5 * (SIDE + GAP) + GAP, 2 * (SIDE + TOP) + 26
+    picture = svg.Picture(width, height, "Who attends whom, for ten mask expressions")
+    for n, (title, expression) in enumerate(KINDS.items()):
+        x, y = GAP + n % 5 * (SIDE + GAP), TOP + n // 5 * (SIDE + TOP)
+        lines = title.replace(" & d", "\n& d").replace(" | ", "\n| ").splitlines()
+        for k, line in enumerate(lines):
+            size = 11 if len(line) < 30 else 9
+            at = y - 7 - 13 * (len(lines) - 1 - k)
+            picture.words(x + SIDE / 2, at, line, size=size, mono=True)
+        picture.box(x, y, SIDE, SIDE, svg.PALE, round=0)
+        dense = np.asarray(expression.as_array(LENGTH, LENGTH)).reshape(LENGTH, LENGTH)
+        for row in range(LENGTH):
+            for begin, end in runs(dense[row]):
+                at = x + begin * CELL, y + row * CELL
+                picture.box(*at, (end - begin) * CELL, CELL - 1, svg.BLUE, round=0)
+    picture.words(
+        width / 2, height - 8, "24 tokens; down: query rows, across: keys, blue: attended", size=11.5,
+        fill=svg.GREY,
+    )  # fmt: skip
+    picture.save(__file__)
 
 
 if __name__ == "__main__":
