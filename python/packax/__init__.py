@@ -8,11 +8,12 @@ from packax._src.attention import flash_attention
 from packax._src.autodiff import CHECKPOINT_NAMES
 from packax._src.context.load_balance import ContextPlan, context_plan
 from packax._src.core.mask import AttentionMask
+from packax._src.core.shapes import PADDING_SEGMENT_ID
 from packax._src.core.sharding import AttentionSharding
 from packax._src.decode import decode_attention
 from packax._src.masks.block_sparse import block_sparse
 from packax._src.masks.build import create_attention_mask
-from packax._src.masks.expressions import PADDING_SEGMENT_ID, documents, ranges
+from packax._src.masks.expressions import documents, ranges
 from packax._src.masks.intervals import causal, chunked, full, prefix, sliding_window, spans
 from packax._src.ops import lowering_decode as _decode_lowering  # noqa: F401 (registers the rules)
 from packax._src.ops.lowering import export_checks

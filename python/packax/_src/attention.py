@@ -11,12 +11,12 @@ import numpy as np
 
 from packax._src.autodiff import attention
 from packax._src.context.shard import Call
+from packax._src.core.jax_compat import vary_together
 from packax._src.core.mask import AttentionMask
 from packax._src.core.precision import checked_precision
 from packax._src.core.sharding import AttentionSharding, Layout, check_tensors, layout_of
 from packax._src.masks.build import create_attention_mask
 from packax._src.masks.expressions import MaskExpression
-from packax._src.ops.primitives import vary_together
 from packax._src.ops.score_mods import Alibi, checked_scale, checked_soft_cap, largest, scores_of
 
 Implementation = Literal["cuda", "xla"]

@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 
 from packax._src.context.load_balance import take_chunks
+from packax._src.core.jax_compat import vary_together
 from packax._src.core.sharding import Layout
-from packax._src.ops.primitives import vary_together
 
 
 class Groups:

@@ -18,8 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from packax._src.masks.expressions import PADDING_SEGMENT_ID
-from packax._src.ops.xla_mask import BLOCK, TILE
+from packax._src.core.shapes import BLOCK, PADDING_SEGMENT_ID, TILE
 
 P = jax.sharding.PartitionSpec
 

@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from packax._src.context.all_gather_kv import Groups
+from packax._src.core.jax_compat import vary_together
 from packax._src.core.sharding import Axes, Layout
 from packax._src.ops import head_groups as some_heads
-from packax._src.ops.primitives import vary_together
 from packax._src.ops.score_mods import Scores, add_sinks, place_specs, sinks_gradient, summed
 
 Arrays = tuple[jax.Array, ...]

@@ -13,6 +13,8 @@ import jax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from packax._src.core.jax_compat import entered_mesh
+
 if TYPE_CHECKING:
     from packax._src.core.mask import AttentionMask
 
@@ -271,16 +273,6 @@ def _mesh(sharding: AttentionSharding) -> tuple[Any, Any]:
             "AttentionSharding(..., mesh=mesh)"
         )
     return mesh, getattr(mesh, "abstract_mesh", mesh)
-
-
-def entered_mesh() -> Any:
-    """The mesh of a `with mesh:` block, the way of jax before set_mesh."""
-    try:
-        from jax._src.mesh import thread_resources
-
-        return thread_resources.env.physical_mesh
-    except (ImportError, AttributeError):
-        return None
 
 
 def check_divides(layout: Layout, name: str, what: str, size: int, axes: Axes) -> None:

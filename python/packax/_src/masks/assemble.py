@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from packax._src.core.jax_compat import vary_together
 from packax._src.masks import expressions as masks
-from packax._src.ops.primitives import blocks_p, documents_p, vary_together
+from packax._src.ops.primitives import blocks_p, documents_p
 
 _INT32 = np.iinfo(np.int32)
 

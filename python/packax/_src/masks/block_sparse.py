@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from packax._src.core.shapes import ceil_div
 from packax._src.masks.expressions import Array, ArrayLike, MaskExpression, Places, numpy_of
-from packax._src.ops.xla_mask import ceil_div
 
 
 @functools.partial(

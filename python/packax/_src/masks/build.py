@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from jax.export import is_symbolic_dim
 
 from packax._src.context.load_balance import ContextPlan
+from packax._src.core.jax_compat import vary_together
 from packax._src.core.mask import AttentionMask
 from packax._src.core.sharding import AttentionSharding, Layout, check_divides, layout_of
 from packax._src.masks import expressions as masks
 from packax._src.masks.assemble import Document, Rows, assemble, element_test_of, limits_of
 from packax._src.masks.block_sparse import BlockSparse
 from packax._src.masks.build_ranks import build_rows, map_arrays
-from packax._src.ops.primitives import vary_together
 
 
 def create_attention_mask(

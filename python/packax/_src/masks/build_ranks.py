@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from packax._src.context.load_balance import take_sharded
+from packax._src.core.jax_compat import vary_together
 from packax._src.core.mask import AttentionMask
 from packax._src.core.sharding import Axes
 from packax._src.masks.assemble import Document, Rows, assemble, element_test_of, limits_of
 from packax._src.ops.block_lists import entries, packed
-from packax._src.ops.primitives import vary_together
 
 
 @functools.partial(

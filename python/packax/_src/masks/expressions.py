@@ -18,8 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.export import is_symbolic_dim
 
-PADDING_SEGMENT_ID = -1
-"""The one segment id that is no document: its rows attend nothing and no row attends its keys."""
+from packax._src.core.shapes import PADDING_SEGMENT_ID
 
 Array: TypeAlias = jax.Array | np.ndarray
 ArrayLike: TypeAlias = Any  # an array, or nested sequences of integers

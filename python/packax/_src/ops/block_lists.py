@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from packax._src.ops.xla_mask import BLOCK, ceil_div
+from packax._src.core.shapes import BLOCK, ceil_div
 
 _WORD = 32
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from packax._src.ops import xla_mask as xla_masks
+from packax._src.core.shapes import TILE, ceil_div, is_symbolic
 from packax._src.ops.primitives import backward_p
 
 # About two and about eight for every multiprocessor of the GPUs that have most. With one each, of causal rows, the longest
@@ -28,9 +28,9 @@ SHORT = 1024
 def parts_of_group(query: Any, key: Any) -> int:
     """Into how many parts the query heads of a key/value head are best divided; shapes (B, Sq, H, D) and (B, Skv, Hkv, D)."""
     batch, kv_len, kv_heads, _ = key.shape
-    if any(xla_masks.is_symbolic(n) for n in (batch, kv_len, kv_heads, query.shape[2])):
+    if any(is_symbolic(n) for n in (batch, kv_len, kv_heads, query.shape[2])):
         return 1
-    programs = batch * kv_heads * xla_masks.ceil_div(kv_len, xla_masks.TILE)
+    programs = batch * kv_heads * ceil_div(kv_len, TILE)
     group = query.shape[2] // kv_heads
     if programs == 0 or programs >= BALANCED or kv_len < SHORT:
         return 1

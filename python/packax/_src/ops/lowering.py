@@ -16,6 +16,7 @@ import numpy as np
 from jax.interpreters import mlir
 
 from packax._src.core.precision import is_exact
+from packax._src.core.shapes import BLOCK, INT_MAX, ceil_div, is_symbolic
 from packax._src.ops import few_programs, short_rows, xla_attention
 from packax._src.ops import ffi as kernel_table
 from packax._src.ops import xla_mask as xla_masks
@@ -181,8 +182,8 @@ def _call(
 
 def _has_mask_kernels(batch, kv_len):
     """Else XLA makes the same integers."""
-    few = xla_masks.is_symbolic(batch) or batch <= _MOST_MASK_ROWS
-    return kernel_table.ext is not None and not xla_masks.is_symbolic(kv_len) and few
+    few = is_symbolic(batch) or batch <= _MOST_MASK_ROWS
+    return kernel_table.ext is not None and not is_symbolic(kv_len) and few
 
 
 def _documents_cuda(ctx, *operands, compare_positions):
@@ -419,11 +420,11 @@ def _backward_workspace(
     """Its size in float32, by which C++ knows which kernels may run (csrc/backward.h), and whether
     one of them writes all gradients. `suffix`: of the kernels' names; None: not those of Hopper."""
     batch, q_len, heads, qk_dim = query.shape
-    padded = xla_masks.BLOCK * xla_masks.ceil_div(q_len, xla_masks.BLOCK)
+    padded = BLOCK * ceil_div(q_len, BLOCK)
     rows = batch * heads * padded
     sums = 2 * rows + 2 * mask_batch * padded
     # The kernels count rows in 32 bits. If there are more when an exported program runs, C++ knows.
-    if suffix is None or (not xla_masks.is_symbolic(rows) and rows > xla_masks.INT_MAX):
+    if suffix is None or (not is_symbolic(rows) and rows > INT_MAX):
         return rows, False
     dims = (str(query.dtype), qk_dim, value.shape[3])
     fused = kernel_table.on_hopper("backward_hopper" + suffix, *dims)

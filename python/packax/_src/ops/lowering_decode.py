@@ -14,10 +14,10 @@ import numpy as np
 from jax.interpreters import mlir
 
 from packax._src.core.precision import is_exact
+from packax._src.core.shapes import is_symbolic
 from packax._src.ops import ffi as kernel_table
 from packax._src.ops import lowering, xla_decode
 from packax._src.ops.primitives import decode_p
-from packax._src.ops.xla_mask import is_symbolic
 
 _PROGRAMS = 1024  # that csrc/decode.cc may want at once, on the largest GPU
 _MOST = 128  # shares: csrc/decode.cc takes no more

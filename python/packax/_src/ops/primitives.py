@@ -26,34 +26,10 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
-from packax._src.ops.xla_mask import BLOCK, TILE, TILE_192, ceil_div, is_symbolic
+from packax._src.core.shapes import BLOCK, TILE, TILE_192, ceil_div, is_symbolic
 
 P = jax.sharding.PartitionSpec
 OF_INDICES = 2  # extras: slopes without places
-
-
-def varying_axes(aval: Any) -> frozenset[str]:
-    """Mesh axes over which a value varies inside shard_map (jax renamed where they are kept)."""
-    manual = getattr(aval, "manual_axis_type", None)
-    return manual.varying if manual is not None else getattr(aval, "vma", frozenset())
-
-
-def vary_together(*trees: Any) -> tuple[Any, ...]:
-    """The arrays, each marked as varying over the axes that any of them varies over.
-
-    The transpose of the mark is the psum that the gradient of a replicated operand needs.
-    """
-    union = frozenset[str]().union(*(varying_axes(jax.typeof(x)) for x in jax.tree.leaves(trees)))
-
-    def mark(x):
-        missing = tuple(sorted(union - varying_axes(jax.typeof(x))))
-        if not missing:
-            return x
-        if hasattr(jax.lax, "pcast"):
-            return jax.lax.pcast(x, missing, to="varying")
-        return jax.lax.pvary(x, missing)  # type: ignore[attr-defined]  # jax 0.7
-
-    return jax.tree.map(mark, trees)
 
 
 def plain(aval: Any) -> Any:

@@ -13,11 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from packax._src.ops import xla_mask as xla_masks
-from packax._src.ops.primitives import backward_p, blocks_p, forward_p, vary_together
+from packax._src.core.jax_compat import vary_together
+from packax._src.core.shapes import BLOCK, MAX_LENGTH, TILE, is_symbolic
+from packax._src.ops.primitives import backward_p, blocks_p, forward_p
 
-ROWS = xla_masks.BLOCK  # two fit a tile
-KEYS = xla_masks.TILE  # of more, a tile takes as many steps as before
+ROWS = BLOCK  # two fit a tile
+KEYS = TILE  # of more, a tile takes as many steps as before
 # Below, on paper, a tile of 3.5 us on one of 132 multiprocessors takes no longer than making the mask again.
 TILES = 1024
 
@@ -25,11 +26,11 @@ TILES = 1024
 def worth_merging(query: Any, key: Any) -> bool:
     """Of shapes (B, Sq, H, D) and (B, Skv, Hkv, D)."""
     batch, q_len, heads, _ = query.shape
-    if any(xla_masks.is_symbolic(n) for n in (*query.shape, *key.shape)):
+    if any(is_symbolic(n) for n in (*query.shape, *key.shape)):
         return False
     short = q_len <= ROWS and key.shape[1] <= KEYS
     rows = batch * max(q_len, key.shape[1])
-    return short and batch > 1 and batch * heads >= TILES and rows <= xla_masks.MAX_LENGTH
+    return short and batch > 1 and batch * heads >= TILES and rows <= MAX_LENGTH
 
 
 def forward(query: Any, key: Any, value: Any, *mask: Any, **params: Any) -> list[jax.Array]:

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from packax._src.core.shapes import INT_MAX, ceil_div, fill_up, is_symbolic
 from packax._src.ops import block_lists as block_map
-from packax._src.ops.xla_mask import INT_MAX, ceil_div, fill_up, is_symbolic
 
 # Tile sizes measured on two cores (float32 and bfloat16, 8/2 heads of 64): with 6 documents in 8k
 # tokens 128x128 to 256x256 are level, 512 is half as fast; with 160 documents in 16k tokens 128x128

@@ -11,7 +11,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from packax._src.ops.xla_mask import INT_MAX, is_symbolic
+from packax._src.core.shapes import INT_MAX, is_symbolic
 
 KEYS = 128
 

@@ -10,23 +10,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-BLOCK = 64  # rows or keys summarised by one entry of q_blocks and kv_blocks
-TILE = 128  # rows or keys of one entry of q_order and kv_order
-TILE_192 = 192  # rows of one entry of q_order_192
-INT_MAX = 2**31 - 1
-MAX_LENGTH = 1 << 29  # of a row, as csrc/operands.h has it
-PADDING = -1
+from packax._src.core.shapes import (
+    BLOCK,
+    INT_MAX,
+    PADDING_SEGMENT_ID,
+    TILE,
+    TILE_192,
+    ceil_div,
+    fill_up,
+    is_symbolic,
+)
+
 HASH_MULTIPLIER = 0x9E3779B1  # 2^32 divided by the golden ratio: spreads consecutive ids
-
-
-def ceil_div(size: Any, by: int) -> Any:
-    """Of a number, or of a symbolic dimension of jax.export."""
-    return -(-size // by)
-
-
-def is_symbolic(size: Any) -> bool:
-    """Whether it is known only when an exported program runs."""
-    return not isinstance(size, int)
 
 
 def table_size(kv_len: int) -> int:
@@ -68,7 +63,7 @@ def _document_ranges(q_ids, kv_ids, q_pos, kv_pos, compare_positions):
     kv_len = kv_ids.shape[0]
     index = jnp.arange(kv_len, dtype=jnp.int32)
     changes = jnp.concatenate([jnp.ones(1, bool), kv_ids[1:] != kv_ids[:-1]])
-    starts = changes & (kv_ids != PADDING)
+    starts = changes & (kv_ids != PADDING_SEGMENT_ID)
 
     # The end of the run that starts at j is the next change after j.
     next_change = _minimum_from(jnp.where(changes, index, kv_len).astype(jnp.int32))
@@ -94,7 +89,7 @@ def _document_ranges(q_ids, kv_ids, q_pos, kv_pos, compare_positions):
     tested = ~one_run
     if compare_positions:
         falls = jnp.concatenate([jnp.zeros(1, bool), kv_pos[1:] < kv_pos[:-1]])
-        falls &= ~changes & (kv_ids != PADDING)
+        falls &= ~changes & (kv_ids != PADDING_SEGMENT_ID)
         unordered = jnp.zeros(capacity, jnp.int32).at[kv_a].max(falls.astype(jnp.int32))[q_a] != 0
         tested |= unordered
         upper = q_pos if compare_positions == 1 else q_pos[0]
@@ -102,7 +97,7 @@ def _document_ranges(q_ids, kv_ids, q_pos, kv_pos, compare_positions):
     if compare_positions == 2:
         lo = jnp.where(tested, lo, _first(jnp.greater_equal, kv_pos, q_pos[1], lo, hi))
 
-    empty = (q_ids == PADDING) | (lo >= hi)
+    empty = (q_ids == PADDING_SEGMENT_ID) | (lo >= hi)
     zero = jnp.zeros_like(lo)
     return (
         jnp.where(empty, zero, lo),
@@ -237,10 +232,3 @@ def _merge(low, high, tile):
     low = fill_up(low, 0, count * blocks, INT_MAX).reshape(count, blocks)
     high = fill_up(high, 0, count * blocks).reshape(count, blocks)
     return jnp.min(low, axis=1), jnp.max(high, axis=1)
-
-
-def fill_up(x: jax.Array, axis: int, size: Any, value: int = 0) -> jax.Array:
-    """x with so many entries of `value` behind it that the axis has the size."""
-    missing = size - x.shape[axis]
-    shape = (*x.shape[:axis], missing, *x.shape[axis + 1 :])
-    return jnp.concatenate([x, jnp.full(shape, value, x.dtype)], axis)

@@ -1,0 +1,41 @@
+"""What jax calls differently from release to release: varying axes, the mesh of a `with` block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+
+def varying_axes(aval: Any) -> frozenset[str]:
+    """Mesh axes over which a value varies inside shard_map (jax renamed where they are kept)."""
+    manual = getattr(aval, "manual_axis_type", None)
+    return manual.varying if manual is not None else getattr(aval, "vma", frozenset())
+
+
+def vary_together(*trees: Any) -> tuple[Any, ...]:
+    """The arrays, each marked as varying over the axes that any of them varies over.
+
+    The transpose of the mark is the psum that the gradient of a replicated operand needs.
+    """
+    union = frozenset[str]().union(*(varying_axes(jax.typeof(x)) for x in jax.tree.leaves(trees)))
+
+    def mark(x):
+        missing = tuple(sorted(union - varying_axes(jax.typeof(x))))
+        if not missing:
+            return x
+        if hasattr(jax.lax, "pcast"):
+            return jax.lax.pcast(x, missing, to="varying")
+        return jax.lax.pvary(x, missing)  # type: ignore[attr-defined]  # jax 0.7
+
+    return jax.tree.map(mark, trees)
+
+
+def entered_mesh() -> Any:
+    """The mesh of a `with mesh:` block, the way of jax before set_mesh."""
+    try:
+        from jax._src.mesh import thread_resources
+
+        return thread_resources.env.physical_mesh
+    except (ImportError, AttributeError):
+        return None

@@ -1,0 +1,34 @@
+"""Sizes that every layer counts in, and arithmetic on sizes that may be symbolic (jax.export)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+BLOCK = 64  # rows or keys summarised by one entry of q_blocks and kv_blocks
+TILE = 128  # rows or keys of one entry of q_order and kv_order
+TILE_192 = 192  # rows of one entry of q_order_192
+INT_MAX = 2**31 - 1
+MAX_LENGTH = 1 << 29  # of a row, as csrc/operands.h has it
+
+PADDING_SEGMENT_ID = -1
+"""The one segment id that is no document: its rows attend nothing and no row attends its keys."""
+
+
+def ceil_div(size: Any, by: int) -> Any:
+    """Of a number, or of a symbolic dimension of jax.export."""
+    return -(-size // by)
+
+
+def is_symbolic(size: Any) -> bool:
+    """Whether it is known only when an exported program runs."""
+    return not isinstance(size, int)
+
+
+def fill_up(x: jax.Array, axis: int, size: Any, value: int = 0) -> jax.Array:
+    """x with so many entries of `value` behind it that the axis has the size."""
+    missing = size - x.shape[axis]
+    shape = (*x.shape[:axis], missing, *x.shape[axis + 1 :])
+    return jnp.concatenate([x, jnp.full(shape, value, x.dtype)], axis)
