@@ -8,7 +8,6 @@ import json
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import cases
 import jax
@@ -18,6 +17,7 @@ import oracle
 import packax
 import pytest
 from jaxprs import count
+from paths import ROOT
 
 CASE = cases.BY_NAME["batch_of_three"]
 QUERY, KEY, VALUE, DOUT, DLSE = CASE.tensors(jnp.float32, 16, 16)
@@ -338,7 +338,7 @@ def test_persistent_compilation_cache(tmp_path):
 
 
 def test_version_is_the_package_s():
-    project = Path(__file__).parent.parent / "pyproject.toml"
+    project = ROOT / "pyproject.toml"
     if not project.exists():
         pytest.skip("not in the source tree")
     assert packax.__version__ == tomllib.loads(project.read_text())["project"]["version"]

@@ -7,24 +7,7 @@ import numpy as np
 import packax
 import pytest
 from packax._src.ops.primitives import backward_p, blocks_p, documents_p, forward_p
-
-SHARED = {
-    "scale": 0.3,
-    "soft_cap": 0.0,
-    "element_test": 2,
-    "precision": jax.lax.Precision.DEFAULT,
-    "block_size": None,
-    "extras": 0,
-    "implementation": None,
-}
-STATIC = {**SHARED, "max_logits": False}
-BACKWARD = {
-    **SHARED,
-    "has_dlse": False,
-    "deterministic": False,
-    "dnumbers": False,
-    "wanted": (True,) * 3,
-}
+from primitive_calls import BACKWARD, STATIC, assert_maps, backward_mask
 
 
 def shapes(function, *shapes_and_dtypes):
@@ -63,11 +46,6 @@ def mask_shapes(batch=2, q_len=100, kv_len=200):
     )  # fmt: skip
 
 
-def backward_mask(operands):
-    """AttentionMask.operands() without q_order_192."""
-    return (*operands[:8], *operands[9:])
-
-
 @pytest.mark.parametrize("dtype,lse", [("bfloat16", "float32"), ("float32", "float32")])
 def test_shapes_of_forward_and_backward(dtype, lse):
     query, key, value = (2, 100, 8, 16), (2, 200, 4, 16), (2, 200, 4, 24)
@@ -80,18 +58,6 @@ def test_shapes_of_forward_and_backward(dtype, lse):
     assert (
         shapes(backward, *tensors, out, sums, out, sums, *backward_mask(mask_shapes())) == tensors
     )
-
-
-def assert_maps(bind, operands, axes):
-    """vmap over `axes` (None: not mapped) equals a loop."""
-    got = jax.jit(jax.vmap(bind, in_axes=axes))(*operands)
-    size = next(x.shape[a] for x, a in zip(operands, axes, strict=True) if a is not None)
-    for n in range(size):
-        row = [
-            x if a is None else jnp.take(x, n, axis=a) for x, a in zip(operands, axes, strict=True)
-        ]
-        for x, y in zip(got, jax.jit(bind)(*row), strict=True):
-            np.testing.assert_allclose(x[n], y, rtol=1e-5, atol=1e-5)
 
 
 def random_ids(rng, *shape):

@@ -17,7 +17,7 @@ from lowered import abstract, calls, text_of, with_hopper
 from packax._src.ops import ffi as kernel_table
 from packax._src.ops import head_groups as some_heads
 from packax._src.ops.primitives import backward_p, forward_p
-from test_primitives import BACKWARD, STATIC, assert_maps, backward_mask
+from primitive_calls import BACKWARD, STATIC, assert_maps, backward_mask
 
 GROUPS = (range(2), range(2, 6))  # of six query heads, two to a key/value head
 Q_LEN, KV_LEN = 70, 90

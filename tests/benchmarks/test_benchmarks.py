@@ -8,12 +8,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from paths import BENCHMARKS, SUPPORT
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-ORACLE = Path(__file__).parent / "oracle.py"
+ORACLE = SUPPORT / "oracle.py"
 
 
 def script(code: str, *arguments: str) -> str:

@@ -5,19 +5,22 @@ It runs against a driver of its own (fake_driver.py), in a process of its own: t
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from paths import BENCHMARKS, SUPPORT
 
-TESTS = Path(__file__).parent
-BENCHMARKS = TESTS.parent / "benchmarks"
-pytest.importorskip("triton", reason="a build dependency: kernels are declared in it")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None,  # not imported: see triton_interpreter.py
+    reason="a build dependency: kernels are declared in it",
+)
 
 SETUP = """
 import json, pathlib, sys
-sys.path[:0] = [sys.argv[1] + "/../csrc/aot"]
+sys.path[:0] = [sys.argv[1] + "/../../csrc/aot"]
 sys.path.append(sys.argv[1])
 import compile as aot, variants
 import candidates, cubin, fake_driver, tune
@@ -56,7 +59,7 @@ def built(*kernels, twins=True):
 
 def script(tmp_path: Path, code: str) -> str:
     result = subprocess.run(
-        [sys.executable, "-c", SETUP + code, str(TESTS), str(tmp_path / "built")],
+        [sys.executable, "-c", SETUP + code, str(SUPPORT), str(tmp_path / "built")],
         capture_output=True,
         text=True,
         cwd=BENCHMARKS,

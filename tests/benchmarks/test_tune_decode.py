@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from paths import BENCHMARKS, SUPPORT
 
-TESTS = Path(__file__).parent
-BENCHMARKS = TESTS.parent / "benchmarks"
-pytest.importorskip("triton", reason="a build dependency: kernels are declared in it")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None,  # not imported: see triton_interpreter.py
+    reason="a build dependency: kernels are declared in it",
+)
 
 SETUP = """
 import dataclasses, json, pathlib, sys
-sys.path[:0] = [sys.argv[1] + "/../csrc/aot"]
+sys.path[:0] = [sys.argv[1] + "/../../csrc/aot"]
 sys.path.append(sys.argv[1])
 import candidates, cubin, decode_cases, decode_work, fake_driver, tune, tune_decode
 import compile as aot, variants  # last: a kernel file has the name of a benchmark
@@ -42,7 +45,7 @@ assert [v for v in some if v.kernel == "decode_tall"] and len(some) > 20
 
 def script(tmp_path: Path, code: str) -> str:
     result = subprocess.run(
-        [sys.executable, "-c", SETUP + code, str(TESTS), str(tmp_path / "built")],
+        [sys.executable, "-c", SETUP + code, str(SUPPORT), str(tmp_path / "built")],
         capture_output=True,
         text=True,
         cwd=BENCHMARKS,

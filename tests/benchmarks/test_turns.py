@@ -5,9 +5,8 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
-from pathlib import Path
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+from paths import BENCHMARKS
 
 WORKER = """
 import sys, time

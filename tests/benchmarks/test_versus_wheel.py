@@ -9,8 +9,7 @@ import zipfile
 from pathlib import Path
 
 import packax
-
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+from paths import BENCHMARKS
 
 # The reference samples the first batch row: what this does to the second only the other package shows.
 BEFORE = """

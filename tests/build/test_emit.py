@@ -4,6 +4,7 @@ Guards against a table that C++ would misread: two rows of which one can never b
 lists that differ under one struct, a device given a cubin that it cannot run. No GPU, no Triton.
 """
 
+from paths import AOT, ROOT
 import importlib.util
 import json
 import shutil
@@ -13,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-SCRIPT = ROOT / "csrc" / "aot" / "emit.py"
+SCRIPT = AOT / "emit.py"
 COMPILER = next((c for c in ("c++", "g++", "clang++") if shutil.which(c)), None)
 
 
@@ -353,7 +353,7 @@ def lookup(tmp_path_factory):
     write(source, "upwards_sm90a_13000", kernel="upwards", **newer)
     table = emit.emit(source, out)
     program = folder / "lookup"
-    files = [ROOT / "tests/cpp/lookup.cc", ROOT / "csrc/variants.cc", out / "cubins.S"]
+    files = [ROOT / "tests/support/cpp/lookup.cc", ROOT / "csrc/variants.cc", out / "cubins.S"]
     flags = ["-std=c++20", f"-I{ROOT / 'csrc'}", f"-I{out}", f"-Wa,-I,{source}"]
     subprocess.run([COMPILER, *flags, *files, "-o", program], check=True)
 

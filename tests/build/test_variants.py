@@ -5,6 +5,7 @@ Keys unique, every row buildable, a surprise in the PTX refused, builds repeatab
 
 from __future__ import annotations
 
+from paths import AOT, ROOT
 import ast
 import importlib.util
 import json
@@ -15,8 +16,6 @@ import sys
 
 import pytest
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-AOT = ROOT / "csrc" / "aot"
 
 
 def load(name: str):  # type: ignore[no-untyped-def]

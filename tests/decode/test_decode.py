@@ -10,7 +10,6 @@ import doctest
 import functools
 import importlib.util
 import json
-import pathlib
 import re
 import sys
 
@@ -21,12 +20,13 @@ import numpy as np
 import oracle
 import packax
 import pytest
-from decoding import CASES, Case
+from decoding import CASES, Case, Extension
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from lowered import calls, text_of
 from packax._src.ops import ffi as kernel_table
 from packax._src.ops import lowering_decode as decode_lowering
+from paths import BENCHMARKS
 
 SCALE = 0.4
 
@@ -213,18 +213,6 @@ def test_no_gradient(transform):
 
 
 # --- What CUDA gets.
-
-
-class Extension:
-    """packax._ext as far as lowering asks it."""
-
-    @staticmethod
-    def variants():
-        return [
-            {"kernel": "decode", "dtype": d, "qk_dim": qk, "v_dim": v, "cc": 80, "exact": False}
-            for d in ("bf16", "f16", "f32", "tf32")
-            for qk, v in ((64, 64), (192, 128))
-        ]
 
 
 def shapes(batch=2, q_len=1, heads=8, kv_heads=2, dims=(64, 64), keys=(2, 4096), dtype=jnp.bfloat16):  # fmt: skip
@@ -432,10 +420,8 @@ def test_refusals(message):
 
 def test_benchmark(tmp_path, monkeypatch, capsys):
     """Every column; a wrong result is not timed and fails the run."""
-    monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parent.parent / "benchmarks"))
-    spec = importlib.util.spec_from_file_location(
-        "decode_benchmark", pathlib.Path(__file__).parent.parent / "benchmarks" / "decode.py"
-    )
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    spec = importlib.util.spec_from_file_location("decode_benchmark", BENCHMARKS / "decode.py")
     benchmark = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, benchmark)
     spec.loader.exec_module(benchmark)

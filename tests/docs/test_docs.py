@@ -12,7 +12,6 @@ import importlib
 import inspect
 import pkgutil
 import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +22,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from lowered import Extension
 from packax._src.ops import ffi as kernel_table
+from paths import ROOT
 
-ROOT = Path(__file__).parents[1]
 TEXTS = {
     str(path.relative_to(ROOT)): path.read_text()
     for path in (

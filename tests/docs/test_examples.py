@@ -6,11 +6,9 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-EXAMPLES = Path(__file__).parents[1] / "examples"
+from paths import EXAMPLES
 
 
 def run(name: str) -> str:

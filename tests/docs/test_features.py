@@ -3,20 +3,20 @@
 import ast
 import functools
 import re
-from pathlib import Path
 
-TESTS = Path(__file__).parent
-TEXT = (TESTS.parent / "docs" / "guide" / "features.md").read_text()
+from paths import DOCS, TESTS
+
+TEXT = (DOCS / "guide" / "features.md").read_text()
 REFERENCE = re.compile(
-    r"`(?:tests/)?(?:(?P<file>test_\w+\.py)::)?(?P<test>test_\w+)?(?P<id>\[[^`]+\])?`"
+    r"`(?:tests/\w+/)?(?:(?P<file>test_\w+\.py)::)?(?P<test>test_\w+)?(?P<id>\[[^`]+\])?`"
 )
 
 
 @functools.cache
 def sources_of(file):
     """The functions of a test file, each with its source and its decorators'."""
-    path = TESTS / file
-    if not path.exists():
+    (path,) = list(TESTS.rglob(file)) or (None,)
+    if path is None:
         return {}
     text = path.read_text()
     functions = [x for x in ast.walk(ast.parse(text)) if isinstance(x, ast.FunctionDef)]
@@ -26,7 +26,7 @@ def sources_of(file):
 def references():
     """(row, file, test, id): a name without a file is of the file before it in its row, or the section's."""
     for section in TEXT.split("\n## ")[1:]:
-        stated = re.findall(r"in\s`(?:tests/)?(test_\w+\.py)`", section.split("\n|")[0])
+        stated = re.findall(r"in\s`(?:tests/\w+/)?(test_\w+\.py)`", section.split("\n|")[0])
         for row in section.splitlines():
             if not row.startswith("|"):
                 continue

@@ -2,16 +2,16 @@
 
 import functools
 import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import packax
 import pytest
+from paths import DOCS
 
-DOCS = Path(__file__).parents[1] / "docs" / "guide" / "integrations.md"
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", DOCS.read_text(), re.MULTILINE | re.DOTALL)
+PAGE = DOCS / "guide" / "integrations.md"
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def test_block(number, namespace):
     if needed:
         pytest.importorskip(needed[1])
     namespace.pop("out", None)
-    exec(compile(BLOCKS[number], f"{DOCS}, block {number}", "exec"), namespace)
+    exec(compile(BLOCKS[number], f"{PAGE}, block {number}", "exec"), namespace)
     out = np.asarray(namespace["out"])
     assert out.size and np.all(np.isfinite(out))
 

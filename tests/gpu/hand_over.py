@@ -1,11 +1,13 @@
 """Which of racecheck's reports are of what Triton hands to the warps of a partition, by the instructions at their addresses:
 
-    python tests/hand_over.py RACECHECK.txt FOLDER              (no GPU; nvdisasm is in the Triton wheel)
-    python tests/hand_over.py RACECHECK.txt CUBINS 128x128
+    python tests/gpu/hand_over.py RACECHECK.txt FOLDER              (no GPU; nvdisasm is in the Triton wheel)
+    python tests/gpu/hand_over.py RACECHECK.txt CUBINS 128x128
 
-RACECHECK.txt is what `hazards.py racecheck ... -- benchmarks/tune.py check FOLDER` wrote, FOLDER the one of `tune.py build`; or, of whole
-programs of these head dims, `... -- tests/sanitize.py --small --dims 128x128`, CUBINS the output of csrc/aot/compile.py (read are those of
-bfloat16 that a driver of CUDA 13 gets on sm_90a). Lines `@begin WHAT of 64x64` in it say head dims, too.
+RACECHECK.txt is what `hazards.py racecheck ... -- benchmarks/tune.py check FOLDER` wrote, FOLDER
+the one of `tune.py build`; or, of whole programs of these head dims, `... --
+tests/gpu/sanitize.py --small --dims 128x128`, CUBINS the output of csrc/aot/compile.py (read are
+those of bfloat16 that a driver of CUDA 13 gets on sm_90a). Lines `@begin WHAT of 64x64` in it say
+head dims, too.
 
 Before a kernel's warps part, those of the default partition store a state for each idle warp, and arguments; at the end, the state
 that lets them go. All warps of the block meet at named barrier 1 then (`BAR.SYNC 0x1`, without a count). An idle warp reads its state

@@ -1,6 +1,6 @@
 """A small forward and backward of every dtype and head dim, to run under compute-sanitizer:
 
-    python tests/hazards.py memcheck | racecheck | synccheck     (hazards.py starts this under the tool and counts)
+    python tests/gpu/hazards.py memcheck | racecheck | synccheck     (hazards.py starts this under the tool and counts)
 
 `--dims 128x128`: these head dims alone. `--small`: bfloat16, and one case of two that lets every ring of buffers wrap, for the
 tools that are slow.

@@ -25,7 +25,7 @@ from gpu_runs import (
     run,
     tensors,
 )
-from test_scores import check, sinks_of, slopes_of
+from score_checks import check, sinks_of, slopes_of
 
 pytestmark = pytest.mark.gpu
 

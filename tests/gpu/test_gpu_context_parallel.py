@@ -1,6 +1,6 @@
 """Context parallelism with the cubins and NCCL, on 2 and 4 GPUs of one host. `pytest -m gpu`.
 
-tests/test_context_parallel.py has the combinations; here are what fake devices cannot show: kernels
+tests/context/test_context_parallel.py has the combinations; here are what fake devices cannot show: kernels
 inside shard_map on every GPU, real collectives, and what XLA's GPU compiler makes of them.
 """
 

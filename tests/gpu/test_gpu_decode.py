@@ -1,4 +1,4 @@
-"""The cubins of decoding on a GPU: `pytest -m gpu tests/test_gpu_decode.py`."""
+"""The cubins of decoding on a GPU: `pytest -m gpu tests/gpu/test_gpu_decode.py`."""
 
 from __future__ import annotations
 

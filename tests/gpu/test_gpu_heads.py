@@ -18,7 +18,7 @@ from gpu_kinds import THREE_ROWS, causal_documents
 from gpu_runs import assert_identical, build, poison, tensors
 from packax._src.ops import head_groups as some_heads
 from packax._src.ops.primitives import backward_p, forward_p
-from test_primitives import BACKWARD, STATIC, backward_mask
+from primitive_calls import BACKWARD, STATIC, backward_mask
 
 pytest_plugins = ("gpu_fixtures",)
 pytestmark = pytest.mark.gpu

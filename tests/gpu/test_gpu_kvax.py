@@ -6,7 +6,6 @@ import importlib
 import runpy
 import sys
 import warnings
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ import pytest
 from cases import ids_of, positions_of
 from packax.kvax.ops import create_attention_mask, flash_attention
 from packax.kvax.utils import attention_specs
+from paths import EXAMPLES
 
 pytestmark = pytest.mark.gpu
 
@@ -58,7 +58,7 @@ def test_equals_dense_attention_and_packaxs_own_call(sequential):
 
 def test_the_program_for_kvax_trains(monkeypatch, capsys):
     pytest.importorskip("optax")
-    script = Path(__file__).parent.parent / "examples" / "from_kvax.py"
+    script = EXAMPLES / "from_kvax.py"
     monkeypatch.setattr(sys, "argv", [str(script), "--devices", "1", "--steps", "12"])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # `with mesh:`

@@ -13,6 +13,7 @@ import packax
 import pytest
 from gpu_kinds import DIMS, DTYPES, THREE_ROWS, causal_documents
 from gpu_runs import assert_identical, build, passes, run, tensors
+from paths import SUPPORT
 
 pytestmark = pytest.mark.gpu
 
@@ -124,7 +125,7 @@ def python(code: str, **environment: str) -> str:
         capture_output=True,
         text=True,
         timeout=300,
-        cwd=os.path.dirname(__file__),
+        cwd=SUPPORT,
         env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | environment,
     )
     assert result.returncode == 0, result.stderr[-4000:]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import packax
 import pytest
-from test_scores import check, sinks_of, slopes_of
+from score_checks import check, sinks_of, slopes_of
 
 pytestmark = pytest.mark.gpu
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import packax
 import pytest
+from exported import restored
 from gpu_runs import assert_identical, tensors
-from test_export import restored
 
 pytestmark = pytest.mark.gpu
 IDS = np.stack([cases.ODD, cases.PADDED])

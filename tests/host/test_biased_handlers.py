@@ -6,9 +6,9 @@ place than the kernels have them. On a fake libcuda, as test_capped_handlers.py.
 
 import pytest
 from cpp.calls import MAP, Array, backward_biased, forward_biased
+from cpp.hopper import expect_forward, expect_one_backward
 from cpp.launches import SIZES, kernels_of
 from cpp.machine import KERNELS, make_machine, needs_compiler, needs_extension
-from test_hopper_handlers import expect_forward, expect_one_backward
 
 pytest_plugins = ("cpp.fixtures",)
 pytestmark = [needs_extension, needs_compiler]

@@ -10,6 +10,12 @@ import numpy as np
 import pytest
 from cpp.call_frame import EXECUTE, INITIALIZE
 from cpp.calls import MAP, Array, backward_capped, forward_capped
+from cpp.hopper import (
+    backward_maps,
+    expect_forward,
+    expect_one_backward,
+    hopper_sections,
+)
 from cpp.launches import SIZES, attention, expect_launches, kernels_of
 from cpp.machine import (
     KERNELS,
@@ -18,12 +24,6 @@ from cpp.machine import (
     make_machine,
     needs_compiler,
     needs_extension,
-)
-from test_hopper_handlers import (
-    backward_maps,
-    expect_forward,
-    expect_one_backward,
-    hopper_sections,
 )
 
 pytest_plugins = ("cpp.fixtures",)

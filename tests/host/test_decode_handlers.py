@@ -1,7 +1,7 @@
 """packax_decode_v1 with good buffers and bad ones: kernels, grids, arguments, the number of shares, every message.
 
 Guards against an argument in the wrong place, more shares than the workspace or the merging kernel has room for, and a launch
-after a check that failed. Runs on a fake libcuda (tests/cpp): needs the built extension and a C compiler.
+after a check that failed. Runs on a fake libcuda (tests/support/cpp): needs the built extension and a C compiler.
 """
 
 import struct
@@ -12,7 +12,7 @@ from cpp.call_frame import EXECUTE, INITIALIZE, Array
 from cpp.calls import Sizes, decode
 from cpp.launches import expect_launches
 from cpp.machine import MULTIPROCESSORS, make_machine, needs_compiler, needs_extension
-from test_refusals import test_refusal as check_refusal
+from cpp.refusals import check_refusal
 
 pytest_plugins = ("cpp.fixtures",)
 pytestmark = [needs_extension, needs_compiler]

@@ -2,7 +2,7 @@
 launches, but for where its rows begin and how far apart they are.
 
 Guards against another head read or written, a row of another length, and results that would not be
-where the other heads are. Runs on a fake libcuda (tests/cpp): needs the built extension and a C compiler.
+where the other heads are. Runs on a fake libcuda (tests/support/cpp): needs the built extension and a C compiler.
 """
 
 from dataclasses import replace

@@ -1,7 +1,7 @@
 """The handlers of forward and backward on a GPU of Hopper: tensor maps, the counter, the workspace, which kernels run.
 
 Guards against a map of another tensor or of a wrong box, a counter that is not cleared, a section of
-the workspace in another place than the kernels have it. Runs on a fake libcuda (tests/cpp): needs
+the workspace in another place than the kernels have it. Runs on a fake libcuda (tests/support/cpp): needs
 the built extension and a C compiler.
 """
 
@@ -11,78 +11,16 @@ from math import ceil, prod
 import pytest
 from cpp.call_frame import INITIALIZE
 from cpp.calls import Array, Sizes, backward, forward, of_some_heads
+from cpp.hopper import (
+    backward_maps,
+    hopper_maps,
+    hopper_sections,
+)
 from cpp.launches import SIZES, attention, expect_launches, expect_portable_backward, kernels_of
-from cpp.machine import MULTIPROCESSORS, POINTERS, make_machine, needs_compiler, needs_extension
+from cpp.machine import MULTIPROCESSORS, make_machine, needs_compiler, needs_extension
 
 pytest_plugins = ("cpp.fixtures",)
 pytestmark = [needs_extension, needs_compiler]
-
-MAP_TYPES = {"int32": 3, "float16": 6, "float32": 7, "bfloat16": 9}  # CUtensorMapDataType
-
-
-def expected_map(array, box, bit21=0):
-    """Of a (batch, length, width) or (batch, length, heads, dim) array; sizes, strides and boxes
-    from the innermost axis."""
-    rows, columns, swizzle = box
-    batch, length, *widths = array.shape
-    width, size = prod(widths), 4 if array.dtype in ("int32", "float32") else 2
-    return {
-        "address": array.address,
-        "bit21": int(batch * length * width * size - size + 1 >= 128 * 1024) or bit21,
-        "sizes": [width, length, batch],
-        "byte_strides": [size * width, size * width * length],
-        "box": [columns, rows, 1],
-        "steps": [1, 1, 1],
-        "type": MAP_TYPES[array.dtype],
-        "interleave": 0,
-        "swizzle": swizzle,
-        "promotion": 2,
-        "fill": 0,
-        "shape": [batch, length, width],
-        "strides": [width * length, width, 1],
-    }
-
-
-def hopper_maps(machine, call, **more):
-    boxes = machine.row("forward_hopper", machine.variant["cc"])["tensor_maps"]
-    arrays = {**call.operands, **call.results}
-    names = ("query", "key", "value", "out")
-    return {
-        name: expected_map(arrays[name], box, **more)
-        for name, box in zip(names, boxes, strict=True)
-    }
-
-
-def expect_forward(machine, s, call, kernel, block, **more):
-    """The kernel alone, of tiles of `block` rows in their order; before the launch the counter is cleared. Scale 0.375, element test 1."""
-    assert machine.row(kernel, machine.variant["cc"])["block"] == block
-    order = {128: "q_order", 192: "q_order_192"}[block]
-    more |= {"q_order": call.operands[order].address, **hopper_maps(machine, call)}
-    tiles = s.heads * s.batch * ceil(s.q_len / block)
-    grids = {kernel: lambda m: [min(MULTIPROCESSORS, tiles)]}
-    expect_launches(machine, call, more | attention(s, 0.375, 1), grids)
-    clear = {"memset": [call.results["counter"].address, 0, 1], "stream": machine.xla.stream}
-    assert machine.record()[0] == clear and len(machine.record()) == 2
-    assert machine.calls("cuLibraryLoadData") == 1  # not the general one
-
-
-def expect_one_backward(machine, s, call, kernel, has_dlse, **more):
-    """One kernel for all three gradients, between the two that all of them share; the workspace ends with dQ's sum."""
-    sections, end = hopper_sections(machine, s, call.results["workspace"].address)
-    assert end == call.results["workspace"].address + 4 * call.results["workspace"].shape[0]
-    rows = prod(sections["delta"].shape)
-    grids = {
-        "backward_prepare": lambda r: [rows // r],
-        kernel: lambda n: [s.kv_heads * s.batch * ceil(s.kv_len / n)],
-        "backward_finish": lambda r: [rows // r],
-    }
-    pointers = {name: array.address for name, array in sections.items()}
-    scalars = attention(s, 0.375, 1, has_dlse) | {"clear_dq": 1, **more}
-    values = {name: {**scalars, **pointers} for name in grids}
-    arrays = {**call.operands, **call.results, **sections}
-    values[kernel] |= backward_maps(machine, kernel, arrays)
-    expect_launches(machine, call, values, grids)
-    assert machine.calls("cuLibraryLoadData") == 3
 
 
 @pytest.mark.parametrize("qk_dim", [64, 128])
@@ -253,34 +191,6 @@ def test_map_that_the_driver_refuses(hopper):
     assert hopper.launches() == []
     hopper.fail("cuTensorMapEncodeTiled", 0)
     assert hopper.run(call) is None
-
-
-def hopper_sections(machine, s, start):
-    """name -> that section of the workspace, as a tensor map would see it (docs/design.md)."""
-    padded = 64 * ceil(s.q_len / 64)
-    rows, dim = s.batch * s.heads * padded, machine.variant["qk_dim"]
-    sections = {
-        "delta": ("float32", (1, 1, rows)),
-        "lse2": ("float32", (1, 1, rows)),
-        "lo": ("int32", (1, 1, s.mask_batch * padded)),
-        "hi": ("int32", (1, 1, s.mask_batch * padded)),
-        "dq_sum": ("float32", (1, 1, rows * dim)),
-    }
-    arrays = {}
-    for name, (dtype, shape) in sections.items():
-        arrays[name] = Array(dtype, shape, start)
-        assert (start - 0x90300) % 256 == 0
-        start += 4 * prod(shape)
-    return arrays, start
-
-
-def backward_maps(machine, kernel, arrays):
-    row = machine.row(kernel, machine.variant["cc"])
-    names = [n.partition(":")[0] for n in POINTERS[kernel].split() if ":t" in n]
-    return {
-        name: expected_map(arrays[name], box)
-        for name, box in zip(names, row["tensor_maps"], strict=True)
-    }
 
 
 @pytest.mark.parametrize("qk_dim", [64, 128])

@@ -2,7 +2,7 @@
 
 Guards against what no CPU run of JAX reaches: a kernel loaded under CUDA graph capture or twice, a
 function used in another context than its own, a failure that does not say what failed. Runs on a
-fake libcuda (tests/cpp): needs the built extension and a C compiler, no GPU.
+fake libcuda (tests/support/cpp): needs the built extension and a C compiler, no GPU.
 """
 
 import threading

@@ -9,6 +9,7 @@ from math import ceil, prod
 import pytest
 from cpp.call_frame import EXECUTE, INITIALIZE
 from cpp.calls import Array, Sizes, backward_mapped, forward_mapped
+from cpp.hopper import backward_maps, hopper_sections
 from cpp.launches import SIZES, attention, expect_launches, kernels_of
 from cpp.machine import (
     KERNELS,
@@ -17,7 +18,6 @@ from cpp.machine import (
     needs_compiler,
     needs_extension,
 )
-from test_hopper_handlers import backward_maps, hopper_sections
 
 pytest_plugins = ("cpp.fixtures",)
 pytestmark = [needs_extension, needs_compiler]

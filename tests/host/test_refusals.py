@@ -1,16 +1,15 @@
 """The four FFI handlers with bad buffers: every check, and every word of its message.
 
 Guards against a handler that crashes, or launches, on what XLA should never have sent, and against
-a message that names the wrong argument. Runs on a fake libcuda (tests/cpp): needs the built
+a message that names the wrong argument. Runs on a fake libcuda (tests/support/cpp): needs the built
 extension and a C compiler.
 """
 
-from dataclasses import replace
-
 import pytest
-from cpp.call_frame import EXECUTE, INITIALIZE, Array
+from cpp.call_frame import Array
 from cpp.calls import backward, blocks, documents, forward
 from cpp.machine import needs_compiler, needs_extension
+from cpp.refusals import check_refusal
 
 pytest_plugins = ("cpp.fixtures",)
 pytestmark = [needs_extension, needs_compiler]
@@ -356,29 +355,7 @@ def refusals():
     ],
 )
 def test_refusal(shared_machine, make, changes, text):
-    """D, QK and V stand for the dtype and head dims of whatever this build has."""
-    m = shared_machine
-    dtype = {"bf16": "bfloat16", "f16": "float16"}[m.variant["dtype"]]
-    dims = {"QK": m.variant["qk_dim"], "V": m.variant["v_dim"]}
-
-    def fill(value):
-        if not isinstance(value, Array):
-            return value
-        shape = tuple(dims.get(n, n) for n in value.shape)
-        return replace(value, dtype=dtype if value.dtype == "D" else value.dtype, shape=shape)
-
-    for word, meaning in {
-        "D[": f"{dtype}[",
-        "QK]": f"{dims['QK']}]",
-        "V]": f"{dims['V']}]",
-    }.items():
-        text = text.replace(word, meaning)
-    call = make(m).change(**{name: fill(value) for name, value in changes.items()})
-    for stage in (INITIALIZE, EXECUTE):
-        failure = m.run(call, stage)
-        assert failure.code == "InvalidArgument"
-        assert failure.message == f"{call.target}: {text}"
-    assert m.calls("cuLaunchKernel") == m.calls("cuLibraryLoadData") == 0
+    check_refusal(shared_machine, make, changes, text)
 
 
 def test_wrong_number_of_operands(shared_machine):

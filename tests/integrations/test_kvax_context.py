@@ -10,7 +10,6 @@ import contextlib
 import functools
 import sys
 import warnings
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +24,7 @@ from packax.kvax.utils import (
     permute_tokens_context_parallelism,
     unpermute_tokens_context_parallelism,
 )
+from paths import EXAMPLES
 
 BATCH, LENGTH, HEADS, KV_HEADS, DIM = 4, 96, 8, 4, 8
 AXES = ("data", "fsdp", "context", "tensor")
@@ -274,7 +274,7 @@ def test_shard_map_takes_tuples():
 def test_a_program_for_kvax_trains(monkeypatch, capsys):
     """examples/from_kvax.py with its one line changed back: on one device and on four, equally."""
     pytest.importorskip("optax")
-    source = (Path(__file__).parent.parent / "examples" / "from_kvax.py").read_text()
+    source = (EXAMPLES / "from_kvax.py").read_text()
     line = "\nimport packax.kvax as kvax\n"
     assert source.count(line) == 1 and source.count("packax.") == 2  # its docstring has the other
     monkeypatch.setitem(sys.modules, "kvax", kvax)

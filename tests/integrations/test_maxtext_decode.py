@@ -10,11 +10,11 @@ import types
 import jax
 import numpy as np
 import pytest
+from decoding import Extension
 from jaxprs import count
 from lowered import calls, text_of
 from maxtext_reference import HEADS, IMAGES, MOBA, RNG, B, S, close, op, pairs, reference, tensors
 from packax._src.ops import ffi as kernel_table
-from test_decode import Extension
 
 
 def in_cache(kind, size, ids):

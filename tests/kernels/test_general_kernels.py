@@ -11,7 +11,7 @@ import packax
 import pytest
 import score_oracle
 import triton_interpreter as interpreter
-from test_kernels import ATTENTION, mask_of
+from kernel_masks import ATTENTION, mask_of
 
 TILES = ((128, 64), (64, 128), (64, 64))  # of the forward, dkdv and dq
 SMALL = ((32, 16), (16, 32), (16, 32))  # of float32 at 256: eighths of an order's entry

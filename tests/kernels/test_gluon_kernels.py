@@ -8,15 +8,15 @@ timed yet is here, too.
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import packax
 import pytest
+from paths import AOT
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "csrc" / "aot"))
+sys.path.insert(0, str(AOT))
 
 import variants
 from cases import ids_of, random_map

@@ -6,13 +6,13 @@ row or key than its score's.
 
 import re
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from paths import KERNEL_DIR
 
 pytest.importorskip("triton")
-sys.path.insert(0, str(Path(__file__).parents[1] / "csrc" / "kernels"))
+sys.path.insert(0, str(KERNEL_DIR))
 
 import hopper_dq
 import hopper_exchange

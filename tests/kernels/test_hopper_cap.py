@@ -5,14 +5,14 @@ register or hangs on those beside it, and a warp whose threads take different wa
 """
 
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from paths import KERNEL_DIR
 from ptx_warp import F32, LANES, Warp
 
 pytest.importorskip("triton")
-sys.path.insert(0, str(Path(__file__).parents[1] / "csrc" / "kernels"))
+sys.path.insert(0, str(KERNEL_DIR))
 
 import hopper_cap
 

@@ -4,15 +4,15 @@ Guards against dS of another key or row, and parts of an LSE or delta that are n
 """
 
 import sys
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
+from paths import KERNEL_DIR
 from ptx_warp import F32, HALVES, LANES, Warp
 
 pytest.importorskip("triton")
-sys.path.insert(0, str(Path(__file__).parents[1] / "csrc" / "kernels"))
+sys.path.insert(0, str(KERNEL_DIR))
 
 import hopper_exchange
 import hopper_fold

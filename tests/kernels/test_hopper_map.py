@@ -6,7 +6,6 @@ past the end of a map or a list, and a list of another head or tile. Gluon has n
 
 import re
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -14,9 +13,10 @@ import numpy as np
 import packax
 import pytest
 from packax._src.ops import block_lists as lists
+from paths import KERNEL_DIR
 
 pytest.importorskip("triton")
-sys.path.insert(0, str(Path(__file__).parents[1] / "csrc" / "kernels"))
+sys.path.insert(0, str(KERNEL_DIR))
 
 import hopper_map
 

@@ -6,14 +6,14 @@ a row that meets its first key late, infinities and NaNs that get lost, and a bi
 
 import re
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from paths import KERNEL_DIR
 from ptx_warp import F32, HALVES, LANES, Warp
 
 pytest.importorskip("triton")
-sys.path.insert(0, str(Path(__file__).parents[1] / "csrc" / "kernels"))
+sys.path.insert(0, str(KERNEL_DIR))
 
 import hopper_bias
 import hopper_softmax

@@ -10,14 +10,8 @@ import numpy as np
 import packax
 import pytest
 import triton_interpreter as interpreter
+from kernel_masks import ATTENTION, IDS3, mask_of, packed, positions
 from packax._src.ops import xla_mask as xla_masks
-
-
-def packed(*lengths: int) -> np.ndarray:
-    """Ids of one row: 0, 1, 2, ...; a negative length is padding."""
-    return np.concatenate(
-        [np.full(abs(n), i if n > 0 else -1) for i, n in enumerate(lengths)]
-    ).astype(np.int32)
 
 
 def id_cases() -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -42,18 +36,6 @@ def id_cases() -> dict[str, tuple[np.ndarray, np.ndarray]]:
         ),
     }
     return {name: (q, q if k is None else k) for name, (q, k) in cases.items()}
-
-
-def positions(ids: np.ndarray, kind: str) -> np.ndarray:
-    rng = np.random.default_rng(3)
-    if kind == "restart":
-        start = np.flatnonzero(np.r_[True, ids[1:] != ids[:-1]])
-        return (np.arange(len(ids)) - np.repeat(start, np.diff(np.r_[start, len(ids)]))).astype(
-            np.int32
-        )
-    if kind == "in pairs":
-        return np.arange(len(ids), dtype=np.int32) // 2
-    return rng.integers(-5, 50, len(ids)).astype(np.int32)
 
 
 @pytest.mark.parametrize("case", id_cases())
@@ -97,21 +79,6 @@ def test_blocks_equal_the_xla_twin(q_len: int, kv_len: int, kind: str) -> None:
         np.testing.assert_array_equal(a, np.asarray(b), err_msg=name)
 
 
-def mask_of(
-    expression: packax._src.masks.expressions.MaskExpression, q_len: int, kv_len: int
-) -> interpreter.Operands:
-    """The operands that the handler would get, blocks from the kernels: both stages are tested."""
-    mask = packax.create_attention_mask(expression, q_len=q_len, kv_len=kv_len)
-    ops = [np.ascontiguousarray(x) for x in mask.operands()]
-    lo, hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks = ops[:7]
-    tested = np.repeat(q_blocks[:, 4] & 1, 64, axis=1)[:, : lo.shape[1]] & (hi > lo)
-    made = interpreter.Operands(
-        lo, hi, tested.astype(np.int32), kv_len, mask.element_test, (q_ids, kv_ids), (q_pos, kv_pos)
-    )
-    np.testing.assert_array_equal(made.kv_blocks, mask.kv_blocks)
-    return made
-
-
 def oracle(query, key, value, dout, dlse, attends, scale):  # type: ignore[no-untyped-def]
     """float64: out, lse, dq, dk, dv. attends (Bm, Sq, Skv)."""
     q, k, v, do = (x.astype(np.float64) for x in (query, key, value, dout))
@@ -132,33 +99,6 @@ def oracle(query, key, value, dout, dlse, attends, scale):  # type: ignore[no-un
     back = lambda x: x.reshape(*x.shape[:2], -1, group, x.shape[3]).sum(3)  # noqa: E731
     dk, dv = np.einsum("bhqk,bqhd->bkhd", ds, q), np.einsum("bhqk,bqhd->bkhd", p, do)
     return out, lse, np.einsum("bhqk,bkhd->bqhd", ds, k), back(dk), back(dv)
-
-
-def restarting(ids: np.ndarray) -> np.ndarray:
-    return positions(ids, "restart")
-
-
-IDS3 = np.stack(
-    [packed(70, 3, 97, 1, 29), packed(40, -30, 77, -9, 44), np.arange(200, dtype=np.int32) // 7 % 9]
-)
-ATTENTION = {
-    "documents": (packax.causal() & packax.documents(IDS3[0]), 200, 200, 4, 2),
-    "three rows": (packax.causal() & packax.documents(IDS3), 200, 200, 4, 1),
-    "tested by id": (packax.documents(IDS3[2]), 200, 200, 2, 2),
-    "tested by position": (
-        packax.causal() & packax.documents(IDS3[0], positions=positions(IDS3[0], "random")),
-        200, 200, 2, 1),
-    "tested by two limits": (
-        packax.sliding_window(9, 4) & packax.documents(
-            np.stack([IDS3[2], IDS3[0]]), positions=positions(IDS3[0], "random")), 200, 200, 2, 1),
-    "restarting positions": (
-        packax.causal() & packax.documents(IDS3[1], positions=restarting(IDS3[1])), 200, 200, 2, 1),
-    "longer keys": (packax.full(), 70, 333, 8, 1),
-    "longer queries": (packax.causal(), 333, 70, 2, 2),
-    "one row": (packax.full(), 1, 130, 4, 4),
-    "ranges with empty rows": (
-        packax.ranges(np.arange(150) % 90, np.arange(150) % 60 + 30), 150, 100, 2, 1),
-}  # fmt: skip
 
 
 Tiles = tuple[tuple[int, int], ...]  # of the forward, dkdv and dq

@@ -16,11 +16,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import triton_interpreter as interpreter
+from paths import BENCHMARKS, KERNEL_DIR
 
 
 def walk_of_hopper():
     """hopper.place_of_tile as a Python function: Gluon has no interpreter."""
-    source = (interpreter.ROOT / "csrc" / "kernels" / "hopper.py").read_text()
+    source = (KERNEL_DIR / "hopper.py").read_text()
     module = ast.parse(source)
     names = ("windows", "place_of_tile")
     parts = [x for x in module.body if getattr(x, "name", "") in names]
@@ -86,9 +87,7 @@ def benchmark(code: str):
         "-c",
         f"import json\nfrom program_order import *\nprint(json.dumps({code}))",
     ]
-    made = subprocess.run(
-        command, cwd=interpreter.ROOT / "benchmarks", capture_output=True, text=True, check=True
-    )
+    made = subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, check=True)
     return json.loads(made.stdout)
 
 

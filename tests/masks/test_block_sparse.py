@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from packax._src.ops import block_lists as block_map
-from test_scores import check, sinks_of, slopes_of
+from score_checks import check, sinks_of, slopes_of
 
 TILE = 128
 

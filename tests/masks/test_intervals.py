@@ -13,8 +13,8 @@ import pytest
 import strategies
 from hypothesis import given
 from hypothesis import strategies as st
+from mask_checks import check
 from packax._src.masks import build
-from test_build import check
 
 PADDING = packax.PADDING_SEGMENT_ID
 

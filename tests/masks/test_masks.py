@@ -6,18 +6,7 @@ import packax
 import pytest
 import strategies
 from hypothesis import given
-
-
-def expression_of(recipe):
-    args, causal, limits = recipe
-    expression = packax.full()
-    if causal:
-        expression = expression & packax.causal()
-    if args is not None:
-        expression = expression & packax.documents(**args)
-    if limits is not None:
-        expression = expression & packax.ranges(*limits)
-    return expression
+from strategies import expression_of
 
 
 def attends(recipe, b, i, j):

@@ -198,3 +198,15 @@ def run(case: Case, x: Tensors, scale: float, implementation: str | None = None)
     operands, keywords = x.arguments()
     function = jitted(implementation, scale=scale, **case.options())
     return Results(*function(*operands, **keywords))
+
+
+class Extension:
+    """packax._ext as far as lowering asks it."""
+
+    @staticmethod
+    def variants():
+        return [
+            {"kernel": "decode", "dtype": d, "qk_dim": qk, "v_dim": v, "cc": 80, "exact": False}
+            for d in ("bf16", "f16", "f32", "tf32")
+            for qk, v in ((64, 64), (192, 128))
+        ]

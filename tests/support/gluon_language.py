@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import pathlib
 import re
 import sys
 import types
@@ -33,8 +32,7 @@ from gluon_threads import (
     store,
     tile,
 )
-
-KERNELS = pathlib.Path(__file__).resolve().parent.parent / "csrc" / "kernels"
+from paths import KERNEL_DIR
 
 
 class Bits:
@@ -263,16 +261,16 @@ def modules() -> dict[str, types.ModuleType]:
 
 @contextlib.contextmanager
 def in_place_of_triton() -> Iterator[None]:
-    ours = {file.stem for file in KERNELS.glob("*.py")}
+    ours = {file.stem for file in KERNEL_DIR.glob("*.py")}
     others = {n: m for n, m in sys.modules.items() if n.split(".")[0] in {"triton", *ours}}
     for name in others:
         del sys.modules[name]
     sys.modules.update(modules())
-    sys.path.insert(0, str(KERNELS))
+    sys.path.insert(0, str(KERNEL_DIR))
     try:
         yield
     finally:
-        sys.path.remove(str(KERNELS))
+        sys.path.remove(str(KERNEL_DIR))
         for name in [n for n in sys.modules if n.split(".")[0] in {"triton", *ours}]:
             del sys.modules[name]
         sys.modules.update(others)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import packax
 from hypothesis import strategies as st
 
 LENGTHS = (1, 5, 64, 130)
@@ -77,3 +78,15 @@ def expressions(draw):
         if ids_batch > 1 and limits.shape[1] > 1 and ids_batch != limits.shape[1]:
             limits = limits[:, :1]
     return (args if use_documents else None, use_causal, limits), q_len, kv_len
+
+
+def expression_of(recipe):
+    args, causal, limits = recipe
+    expression = packax.full()
+    if causal:
+        expression = expression & packax.causal()
+    if args is not None:
+        expression = expression & packax.documents(**args)
+    if limits is not None:
+        expression = expression & packax.ranges(*limits)
+    return expression

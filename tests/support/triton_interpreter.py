@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import importlib
 import os
-import pathlib
 import sys
 import unittest.mock
 from typing import Any
 
 import numpy as np
 import pytest
-
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+from paths import KERNEL_DIR
 
 
 def load_kernels() -> dict[str, Any]:
@@ -24,7 +22,7 @@ def load_kernels() -> dict[str, Any]:
     assert "triton" not in sys.modules, "Triton was imported before the interpreter was chosen"
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"
-    sys.path.insert(0, str(ROOT / "csrc" / "kernels"))
+    sys.path.insert(0, str(KERNEL_DIR))
     try:
         pytest.importorskip(
             "triton", reason="a build dependency; pip install 'packax[test]' brings it"

@@ -16,9 +16,9 @@ import numpy as np
 import packax
 import pytest
 import score_oracle
+from exported import restored
 from lowered import Extension
 from packax._src.ops import ffi as kernel_table
-from test_export import restored
 
 B, S, HEADS, KV_HEADS, DIM = 3, 14, 2, 1, 8
 RNG = np.random.default_rng(21)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import packax
 import pytest
+from exported import restored
 from lowered import Extension
 from packax._src.ops import ffi as kernel_table
 from packax.integrations import flash_attention_jax
@@ -36,13 +37,6 @@ def symbolic(dtype, dim, key_length="s"):
     key = jax.ShapeDtypeStruct((batch, kv_length, KV_HEADS, dim), dtype)
     ids = jax.ShapeDtypeStruct((batch, length), jnp.int32)
     return query, key, key, ids, ids
-
-
-def restored(exported):
-    """As another process would have it, if flatbuffers is there, without which jax has no files."""
-    if importlib.util.find_spec("flatbuffers") is None:
-        return exported
-    return jax.export.deserialize(exported.serialize())
 
 
 def test_export_with_symbolic_sizes():
