@@ -1,4 +1,4 @@
-// Asks a table that tests/build/test_emit.py made: reads "kernel cc dtype qk_dim v_dim driver" lines,
+// Asks a table that tests/aot/test_emit.py made: reads "kernel cc dtype qk_dim v_dim driver" lines,
 // answers each with the name that Find() gives, or with DescribeMissing(). First prints every row,
 // its cubin's bytes included, to show that the generated table, symbols and structs say the same.
 
