@@ -4,15 +4,14 @@ Guards against a table that C++ would misread: two rows of which one can never b
 lists that differ under one struct, a device given a cubin that it cannot run. No GPU, no Triton.
 """
 
-from paths import AOT, ROOT
 import importlib.util
 import json
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from paths import AOT, ROOT
 
 SCRIPT = AOT / "emit.py"
 COMPILER = next((c for c in ("c++", "g++", "clang++") if shutil.which(c)), None)

@@ -5,7 +5,6 @@ Keys unique, every row buildable, a surprise in the PTX refused, builds repeatab
 
 from __future__ import annotations
 
-from paths import AOT, ROOT
 import ast
 import importlib.util
 import json
@@ -15,7 +14,7 @@ import subprocess
 import sys
 
 import pytest
-
+from paths import AOT, ROOT
 
 
 def load(name: str):  # type: ignore[no-untyped-def]
