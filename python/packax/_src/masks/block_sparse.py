@@ -5,8 +5,6 @@ Which blocks a tile of the kernels visits is block_map.py's work.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import operator
 from typing import Any
 
@@ -14,18 +12,24 @@ import jax
 import numpy as np
 
 from packax._src.core.shapes import ceil_div
-from packax._src.masks.expressions import Array, ArrayLike, MaskExpression, Places, numpy_of
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["block_map"], meta_fields=["block_size"]
+from packax._src.masks.expressions import (
+    Array,
+    ArrayLike,
+    MaskExpression,
+    Places,
+    numpy_of,
+    pytree,
+    shown,
 )
-@dataclasses.dataclass(frozen=True, eq=False)
+
+
+@pytree("block_map", static=("block_size", "per_head"))
 class BlockSparse(MaskExpression):
     """See `block_sparse`."""
 
-    block_map: Array  # as given: (NQ, NK), (B, NQ, NK) or (B, H, NQ, NK)
+    block_map: Array  # (NQ, NK), (B, NQ, NK) or (B, H, NQ, NK), or what vmap leaves of it
     block_size: tuple[int, int]
+    per_head: bool  # whether it was given with heads
 
     once = "combine the maps into one, of the finer blocks (jnp.repeat), such as first_map & second_map"
 
@@ -33,14 +37,17 @@ class BlockSparse(MaskExpression):
     def name(self) -> str:
         return "block_sparse"
 
+    def arguments(self) -> list[str]:
+        return [shown(self.block_map), repr(self.block_size)]
+
     def arrays(self) -> list[tuple[str, Array, str]]:
         return [("block_map", self.of_heads(), "batch")]
 
     def of_heads(self) -> Array:
         """The map as (B or 1, H or 1, NQ, NK)."""
         shape = self.block_map.shape
-        batch = shape[:1] if len(shape) > 2 else (1,)
-        heads = shape[1:2] if len(shape) > 3 else (1,)
+        heads = shape[-3:-2] if self.per_head else (1,)
+        batch = shape[:1] if len(shape) > 2 + self.per_head else (1,)
         return self.block_map.reshape(*batch, *heads, *shape[-2:])
 
     def check_sizes(self, q_len: int | None, kv_len: int | None) -> None:
@@ -58,7 +65,8 @@ class BlockSparse(MaskExpression):
             for x, size in zip((at.q, at.kv), self.block_size, strict=True)
         )
         xp = numpy_of(self.block_map)
-        return xp.take(xp.take(self.block_map, rows, axis=-2), keys, axis=-1)
+        block_map = self.of_heads() if self.per_head else self.block_map
+        return xp.take(xp.take(block_map, rows, axis=-2), keys, axis=-1)
 
 
 def block_sparse(block_map: ArrayLike, block_size: int | tuple[int, int]) -> MaskExpression:
@@ -95,7 +103,7 @@ def block_sparse(block_map: ArrayLike, block_size: int | tuple[int, int]) -> Mas
         )
     if block_map.dtype != np.bool_:
         raise ValueError(f"block_map must be boolean, but has dtype {block_map.dtype}")
-    return BlockSparse(block_map, _sizes(block_size))
+    return BlockSparse(block_map, _sizes(block_size), block_map.ndim == 4)
 
 
 def _sizes(given: Any) -> tuple[int, int]:

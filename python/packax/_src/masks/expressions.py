@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, dataclass_transform
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax.export import is_symbolic_dim
@@ -36,10 +38,34 @@ class Places(NamedTuple):
     by_position: bool
 
 
+@dataclass_transform(frozen_default=True, eq_default=False)
+def pytree(*arrays: str, static: tuple[str, ...] = ()) -> Callable[[type], Any]:
+    """A frozen dataclass that is a pytree of these fields, also in programs that jax.export writes."""
+
+    def decorate(cls: type) -> type:
+        cls = dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
+        jax.tree_util.register_dataclass(cls, data_fields=[*arrays], meta_fields=[*static])
+        jax.export.register_pytree_node_serialization(
+            cls,
+            serialized_name=f"packax.{cls.__name__}",
+            serialize_auxdata=lambda static: json.dumps(static).encode(),
+            deserialize_auxdata=_static_fields,
+        )
+        return cls
+
+    return decorate
+
+
+def _static_fields(written: bytes) -> Any:
+    return tuple(tuple(x) if isinstance(x, list) else x for x in json.loads(written))
+
+
 class MaskExpression:
     """What `causal()`, `documents(...)` and the others return, and `&` and `|` of them.
 
-    A pytree of its arrays: it may be an argument of jit, and vmap may map it.
+    A pytree of its arrays: it may be an argument of jit, and vmap may map it. One without arrays,
+    such as `causal() & chunked(8192)`, is equal to others of the same meaning and has a hash, so it
+    may be a static argument too.
     """
 
     once = ""
@@ -49,6 +75,13 @@ class MaskExpression:
     def name(self) -> str:
         """The function that makes it."""
         return type(self).__name__.lower()
+
+    def arguments(self) -> list[str]:
+        """The arguments of that function, as `repr` prints them."""
+        return []
+
+    def __repr__(self) -> str:
+        return f"{self.name}({', '.join(self.arguments())})"
 
     def as_array(self, q_len: int, kv_len: int) -> Array:
         """Whether query row i attends key j: boolean, (q_len, kv_len), after the batch if any, and
@@ -86,19 +119,47 @@ class MaskExpression:
     def check_sizes(self, q_len: int | None, kv_len: int | None) -> None:
         """Raises ValueError if it is for other lengths; None: not known."""
 
+    __array_ufunc__ = None  # numpy leaves `array & expression` to __rand__
+
     def __and__(self, other: MaskExpression) -> MaskExpression:
         if not isinstance(other, MaskExpression):
-            return NotImplemented
+            raise TypeError(_not_joined("&", other))
         both = And(self.parts() + other.parts())
         _check_and(both)
         return both
 
     def __or__(self, other: MaskExpression) -> MaskExpression:
         if not isinstance(other, MaskExpression):
-            return NotImplemented
-        both = Or((self, other))
-        _check_or(both)
-        return both
+            raise TypeError(_not_joined("|", other))
+        return _union((self, other))
+
+    def __rand__(self, other: Any) -> MaskExpression:
+        raise TypeError(_not_joined("&", other))
+
+    def __ror__(self, other: Any) -> MaskExpression:
+        raise TypeError(_not_joined("|", other))
+
+    def __invert__(self) -> MaskExpression:
+        raise TypeError(
+            f"`~` of {self!r}: the keys that a mask leaves out are not one range for every row. Say "
+            "what is attended, as in ranges(lo, hi), or block_sparse(~block_map, block_size)"
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if self is other or not isinstance(other, MaskExpression):
+            return self is other
+        mine = _static_value(self)
+        return mine is not None and mine == _static_value(other)
+
+    def __hash__(self) -> int:
+        value = _static_value(self)
+        if value is None:
+            raise TypeError(
+                f"{self!r} has no hash, because it holds arrays: it cannot be a static argument of "
+                "jit, or a key of a dict. Pass it as an ordinary argument (it is a pytree), or make "
+                "it inside of the function from arrays that are arguments"
+            )
+        return hash(value)
 
     def __bool__(self) -> bool:
         raise ValueError(
@@ -129,13 +190,15 @@ class Interval(MaskExpression):
         raise NotImplementedError
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["lo", "hi"], meta_fields=[])
-@dataclasses.dataclass(frozen=True, eq=False)
+@pytree("lo", "hi")
 class Ranges(MaskExpression):
     """See `ranges`."""
 
     lo: Array
     hi: Array
+
+    def arguments(self) -> list[str]:
+        return [shown(self.lo), shown(self.hi)]
 
     def arrays(self) -> list[tuple[str, Array, str]]:
         return [("lo", self.lo, "q"), ("hi", self.hi, "q")]
@@ -145,12 +208,7 @@ class Ranges(MaskExpression):
         return (self.lo[..., None] <= index) & (index < self.hi[..., None])
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["q_ids", "kv_ids", "q_pos", "kv_pos"],
-    meta_fields=[],
-)
-@dataclasses.dataclass(frozen=True, eq=False)
+@pytree("q_ids", "kv_ids", "q_pos", "kv_pos")
 class Documents(MaskExpression):
     """See `documents`. The key side is None where it is the query side."""
 
@@ -163,6 +221,11 @@ class Documents(MaskExpression):
     kv_ids: Array | None
     q_pos: Array | None
     kv_pos: Array | None
+
+    def arguments(self) -> list[str]:
+        sides = [shown(x) for x in (self.q_ids, self.kv_ids) if x is not None]
+        positions = ("positions", self.q_pos), ("kv_positions", self.kv_pos)
+        return sides + [f"{name}={shown(x)}" for name, x in positions if x is not None]
 
     def arrays(self) -> list[tuple[str, Array, str]]:
         held: list[tuple[str, Array | None, str]] = [
@@ -181,12 +244,14 @@ class Documents(MaskExpression):
         return same & (self.q_ids != PADDING_SEGMENT_ID)[..., :, None]
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["members"], meta_fields=[])
-@dataclasses.dataclass(frozen=True, eq=False)
+@pytree("members")
 class And(Interval):
     """A pair is attended if every member says so. An interval if all members are."""
 
     members: tuple[Any, ...]
+
+    def __repr__(self) -> str:
+        return " & ".join(f"({x!r})" if isinstance(x, Or) else repr(x) for x in self.members)
 
     def parts(self) -> tuple[MaskExpression, ...]:
         return self.members
@@ -218,12 +283,36 @@ class And(Interval):
         return all(below), all(above)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["members"], meta_fields=[])
-@dataclasses.dataclass(frozen=True, eq=False)
-class Or(Interval):
-    """A pair is attended if a member says so; all are intervals, and so is their union."""
+@pytree(static=("number",))
+class Shared:
+    """Stands for one of the offsets that a union holds."""
 
-    members: tuple[Any, ...]
+    number: int
+
+
+@pytree("sides", "offsets")
+class Or(Interval):
+    """A pair is attended if a member says so; all are intervals, and so is their union.
+
+    That it is one may rest on equal offsets. So each is held once, and the members share it:
+    whatever a transformation puts in its place, they stay equal.
+    """
+
+    sides: tuple[Any, ...]  # the members, with Shared for their offsets
+    offsets: tuple[Any, ...]  # (): none, or an outer union holds them
+
+    @property
+    def members(self) -> tuple[Any, ...]:
+        if not self.offsets:
+            return self.sides
+
+        def offset(x: Any) -> Any:
+            return self.offsets[x.number] if isinstance(x, Shared) else x
+
+        return tuple(_with_offsets(side, offset) for side in self.sides)
+
+    def __repr__(self) -> str:
+        return " | ".join(repr(x) for x in self.members)
 
     def walk(self) -> Iterator[MaskExpression]:
         yield self
@@ -276,7 +365,9 @@ def _check_and(both: And) -> None:
         part.check_beside(document)
 
 
-def _check_or(both: Or) -> None:
+def _union(members: tuple[MaskExpression, ...]) -> Or:
+    """`|` of the members, if it is one range for every row whatever the arrays hold."""
+    both = Or(members, ())
     for part in both.walk():
         if not isinstance(part, Interval):
             raise NotImplementedError(
@@ -289,10 +380,81 @@ def _check_or(both: Or) -> None:
         raise NotImplementedError(
             "`|` needs a union that surely is one range for every row, and here it may be two. It is "
             "one where all members hold the row's own place, as causal, sliding_window, chunked, "
-            "prefix and spans with equal offsets do, or all are unbounded on the same side, as "
+            "prefix and spans with equal offsets do (an offset that is a jax array: the same int32 "
+            "array in all of them, not only equal ones), or all are unbounded on the same side, as "
             "causal, prefix and sliding_window(None) are below. Otherwise give ranges(lo, hi), or "
             "join the attention of two disjoint masks by their log-sum-exps (return_lse=True)"
         )
+    offsets: list[Any] = []
+    found: dict[Any, Shared] = {}
+
+    def share(x: Any) -> Any:
+        held = found.setdefault(offset_value(x), Shared(len(offsets)))
+        if held.number == len(offsets):
+            offsets.append(x)
+        return held
+
+    return Or(tuple(_with_offsets(side, share) for side in both.members), tuple(offsets))
+
+
+def _with_offsets(expression: Any, function: Any) -> Any:
+    """The interval with function(x) for each offset x in it."""
+    if isinstance(expression, And):
+        return And(tuple(_with_offsets(x, function) for x in expression.members))
+    if isinstance(expression, Or):
+        return Or(tuple(_with_offsets(x, function) for x in expression.members), ())
+    if getattr(expression, "offset", None) is None:
+        return expression
+    return dataclasses.replace(expression, offset=function(expression.offset))
+
+
+def offset_value(offset: Any) -> Any:
+    """Equal for offsets that surely are. Values of jax arrays may be unknown: equal to itself alone."""
+    return id(offset) if isinstance(offset, jax.Array) else np.asarray(offset).tobytes()
+
+
+def _static_value(expression: MaskExpression) -> Any:
+    """What expressions without arrays are compared by; None for others."""
+    leaves, structure = jax.tree.flatten(expression)
+    if any(not isinstance(x, (np.ndarray, np.generic)) or x.ndim for x in leaves):
+        return None
+    return tuple(int(x) for x in leaves), structure
+
+
+def shown(x: Any) -> str:
+    """An array as `int32[2, 64]`, one number by its value."""
+    if isinstance(x, (np.ndarray, np.generic)) and x.ndim == 0:
+        return str(x)
+    if hasattr(x, "shape") and hasattr(x, "dtype"):
+        return f"{x.dtype}[{', '.join(map(str, x.shape))}]"
+    return repr(x)
+
+
+def _not_joined(operator: str, other: Any) -> str:
+    """Why an expression and something else are not joined."""
+    text = f"`{operator}` joins mask expressions, but one side is {described(other)}"
+    if hasattr(other, "q_blocks"):
+        return f"{text}: join expressions first and build the mask of all of them"
+    return f"{text}{instead_of_array(other)}"
+
+
+def described(x: Any) -> str:
+    """What somebody gave in place of a mask or an expression."""
+    if hasattr(x, "shape") and hasattr(x, "dtype"):
+        return f"an array, {shown(x) if x.ndim else f'{x.dtype}[]'}"
+    article = "an" if type(x).__name__[0] in "AEIOUaeiou" else "a"
+    return f"{article} {type(x).__name__}"
+
+
+def instead_of_array(x: Any) -> str:
+    """What to do with a dense mask."""
+    if not hasattr(x, "ndim") or x.ndim < 1:
+        return ""
+    return (
+        ". Dense masks are not taken: where a row's keys are one range say ranges(lo, hi), else "
+        "block_sparse(block_map, block_size), for a boolean array of rows and keys "
+        "block_sparse(array, 1)"
+    )
 
 
 def documents(
@@ -401,7 +563,10 @@ def check_lengths(
         if length != expected:
             what = "query rows" if side == "q" else "keys"
             where = f"{first} says" if first in ("q_len", "kv_len") else f"{first} is for"
-            raise ValueError(f"{name} is for {length} {what}, but {where} {expected}")
+            more = ""
+            if side == "kv" and name == "segment_ids":
+                more = ": give the ids of the keys as kv_segment_ids"
+            raise ValueError(f"{name} is for {length} {what}, but {where} {expected}{more}")
     nothing = ("", None)
     lengths = known.get("q", nothing)[1], known.get("kv", nothing)[1]
     for part in expression.walk():

@@ -6,8 +6,6 @@ among the rows and of the key among the keys.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import operator
 from collections.abc import Iterator
 from typing import Any
@@ -26,17 +24,14 @@ from packax._src.masks.expressions import (
     Places,
     as_int32,
     numpy_of,
+    offset_value,
     plus,
+    pytree,
+    shown,
 )
 
 NO_SPAN = -1
 _INT32 = np.iinfo(np.int32)
-
-
-def _pytree(*data: str, static: tuple[str, ...] = ()) -> Any:
-    return functools.partial(
-        jax.tree_util.register_dataclass, data_fields=[*data], meta_fields=[*static]
-    )
 
 
 class _Offset(Interval):
@@ -50,14 +45,15 @@ class _Offset(Interval):
     def check_beside(self, document: Documents | None) -> None:
         if self.offset is not None and document is not None and document.q_pos is not None:
             raise ValueError(
-                f"{type(self).__name__.lower()} has an offset, beside documents(..., positions=...): "
+                f"{self.name} has an offset, beside documents(..., positions=...): "
                 "give no offset, the positions say it"
             )
 
     def anchors(self) -> frozenset[Any] | None:
-        if isinstance(self.offset, jax.Array):
-            return frozenset([id(self.offset)])  # unknown values: equal to itself alone
-        return frozenset([0 if self.offset is None else np.asarray(self.offset).tobytes()])
+        return frozenset([0 if self.offset is None else offset_value(self.offset)])
+
+    def arguments(self) -> list[str]:
+        return [] if self.offset is None else [f"offset={shown(self.offset)}"]
 
     def shifted(self, places: Array) -> Array:
         if self.offset is None:
@@ -65,8 +61,7 @@ class _Offset(Interval):
         return plus(places, self.offset[:, None] if np.ndim(self.offset) else self.offset)
 
 
-@_pytree()
-@dataclasses.dataclass(frozen=True, eq=False)
+@pytree()
 class Full(Interval):
     """See `full`."""
 
@@ -83,8 +78,7 @@ class Full(Interval):
         return True, True
 
 
-@_pytree("offset")
-@dataclasses.dataclass(frozen=True, eq=False)
+@pytree("offset")
 class Causal(_Offset):
     """See `causal`."""
 
@@ -100,14 +94,21 @@ class Causal(_Offset):
         return True, False
 
 
-@_pytree("offset", static=("left", "right"))
-@dataclasses.dataclass(frozen=True, eq=False)
+@pytree("offset", static=("left", "right"))
 class SlidingWindow(_Offset):
     """See `sliding_window`."""
 
     left: int | None
     right: int | None
     offset: Any = None
+
+    @property
+    def name(self) -> str:
+        return "sliding_window"
+
+    def arguments(self) -> list[str]:
+        right = [] if self.right == 0 else [repr(self.right)]
+        return [repr(self.left), *right, *super().arguments()]
 
     def _as_array(self, at: Places) -> Array:
         low, high = self.limits(at)
@@ -126,13 +127,15 @@ class SlidingWindow(_Offset):
         return self.left is None, self.right is None
 
 
-@_pytree("offset", static=("size",))
-@dataclasses.dataclass(frozen=True, eq=False)
+@pytree("offset", static=("size",))
 class Chunked(_Offset):
     """See `chunked`."""
 
     size: int
     offset: Any = None
+
+    def arguments(self) -> list[str]:
+        return [repr(self.size), *super().arguments()]
 
     def _as_array(self, at: Places) -> Array:
         row = self.shifted(at.q) // self.size
@@ -147,19 +150,24 @@ class Chunked(_Offset):
         return False, False
 
 
-@_pytree("lengths")
-@dataclasses.dataclass(frozen=True, eq=False)
+@pytree("lengths", static=("per_row",))
 class Prefix(Interval):
     """See `prefix`."""
 
-    lengths: Any  # a number, (), (B,) or (B, Sq)
+    lengths: Any  # a number, (), (B,) or (B, Sq), or (Sq,) where vmap took the batch of that
+    per_row: bool  # whether every query row has its own
+
+    def arguments(self) -> list[str]:
+        return [shown(self.lengths)]
 
     def arrays(self) -> list[tuple[str, Array, str]]:
-        rank = np.ndim(self.lengths)
-        return [("lengths", self.lengths, "batch" if rank == 1 else "q")] if rank else []
+        held = ("lengths", self.lengths, "q" if self.per_row else "batch")
+        return [held] if np.ndim(self.lengths) else []
 
     def _per_row(self) -> Any:
-        return self.lengths[:, None] if np.ndim(self.lengths) == 1 else self.lengths
+        if self.per_row or np.ndim(self.lengths) == 0:
+            return self.lengths
+        return self.lengths[:, None]
 
     def _as_array(self, at: Places) -> Array:
         key = at.kv[..., None, :]
@@ -175,14 +183,20 @@ class Prefix(Interval):
         return True, False
 
 
-@_pytree("ids", "text", static=("batched",))
-@dataclasses.dataclass(frozen=True, eq=False)
+@pytree("ids", "text", static=("batched",))
 class Spans(Interval):
     """See `spans`."""
 
     ids: Array  # (B or 1, S)
     text: Any
     batched: bool
+
+    def arguments(self) -> list[str]:
+        ids: Any = self.ids
+        if not self.batched and np.ndim(ids) == 2:
+            ids = jax.ShapeDtypeStruct(ids.shape[1:], ids.dtype)
+        plain = type(self.text) is Causal and self.text.offset is None
+        return [shown(ids)] if plain else [shown(ids), repr(self.text)]
 
     def walk(self) -> Iterator[MaskExpression]:
         yield self
@@ -359,7 +373,7 @@ def prefix(lengths: ArrayLike) -> MaskExpression:
     """
     shapes = "(), (batch,) or (batch, length)"
     lengths = as_int32("lengths", lengths, ranks=(0, 1, 2), shapes=shapes)
-    return Prefix(lengths)
+    return Prefix(lengths, lengths.ndim == 2)
 
 
 def spans(span_ids: ArrayLike, text: MaskExpression | None = None) -> MaskExpression:
@@ -400,7 +414,7 @@ def spans(span_ids: ArrayLike, text: MaskExpression | None = None) -> MaskExpres
         if getattr(part, "offset", None) is not None:
             raise ValueError(
                 "spans(...) is for self-attention, whose rows are the keys: the text of spans must "
-                f"not have an offset, but {type(part).__name__.lower()} has one"
+                f"not have an offset, but {part.name} has one"
             )
     return Spans(numpy_of(ids).atleast_2d(ids), text, ids.ndim == 2)
 
@@ -415,6 +429,12 @@ def _offset(offset: ArrayLike) -> Any:
 def _size(name: str, size: Any, least: int) -> int | None:
     if size is None:
         return None
+    if isinstance(size, jax.core.Tracer):
+        raise ValueError(
+            f"{name} must be an integer that is known when tracing, but is traced: make it static "
+            "(static_argnums of jit, or a closure), or say a window that the data decides by "
+            "ranges(lo, hi)"
+        )
     try:
         number = operator.index(size)
     except TypeError:
