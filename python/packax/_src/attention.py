@@ -203,6 +203,7 @@ def flash_attention(
     if isinstance(mask, MaskExpression):
         mask = create_attention_mask(mask, q_len=q_len, kv_len=kv_len, sharding=sharding)
     _check_mask(mask, query.shape, q_len, kv_len, layout)
+    mask = mask.with_batch()
 
     if not isinstance(factor, jax.Array):
         query, factor = _with_positive_scale(query, factor)
@@ -310,14 +311,21 @@ def _check_mask(
             f"{_split(context, shards)}: give both the same sharding="
         )
     shape = jnp.shape(mask.q_lo)
-    if len(shape) != 2 or shape[0] not in (1, batch) or shape[1] != rows:
+    if shape == (rows,) and batch > 1:
+        raise ValueError(
+            f"mask has row ranges of shape {shape}, without a batch axis, as a vmap over the mask "
+            f"leaves it, but query has batch size {batch}: map query over its batch too, or give the "
+            "mask a batch of one, jax.tree.map(lambda x: x[None], mask)"
+        )
+    if shape != (rows,) and (len(shape) != 2 or shape[0] not in (1, batch) or shape[1] != rows):
         raise ValueError(
             f"mask has row ranges of shape {shape}, but query needs ({batch}, {rows}) or "
-            f"(1, {rows}), one mask for all: was it built for another batch, or cut?"
+            f"(1, {rows}), one mask for all: was it built for another batch, or cut? Inside of a "
+            "vmap over the batch map the mask too, with in_axes=mask.vmap_axes()"
         )
-    if mask.map_bits is not None and jnp.shape(mask.map_bits)[1] not in (1, heads):
+    if mask.map_bits is not None and jnp.shape(mask.map_bits)[-3] not in (1, heads):
         raise ValueError(
-            f"mask has a block_map of {jnp.shape(mask.map_bits)[1]} heads, but query has {heads}: "
+            f"mask has a block_map of {jnp.shape(mask.map_bits)[-3]} heads, but query has {heads}: "
             "give it one for each head of query, or one for all"
         )
 
