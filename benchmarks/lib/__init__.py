@@ -1,0 +1,1 @@
+"""What the programs in benchmarks/ share: cases, timing, references, tables."""
