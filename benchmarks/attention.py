@@ -17,104 +17,30 @@ import gc
 import json
 import os
 import sys
-import time
 import traceback
 from pathlib import Path
 from typing import Any
 
 import jax
-from cases import Case, select
-from chart import bar_chart
-from implementations import (
+from lib.cases import Case, select
+from lib.chart import bar_chart
+from lib.implementations import (
     LOOP,
     Compiled,
-    Implementation,
     cudnn_attention,
     not_tried,
     packax_attention,
     random_inputs,
 )
-from machine import machine
-from overheads import first_call, handler_time, mask_building
-from reference import Reference, wrong
-from tables import deterministic_table, odd_table, table
-from timing import Time, interleaved
+from lib.machine import machine
+from lib.output import PEERS, default_out, first_line, say
+from lib.overheads import first_call, handler_time, mask_building
+from lib.passes import usable, usable_deterministic
+from lib.reference import Reference
+from lib.tables import deterministic_table, odd_table, table
+from lib.timing import Time, interleaved
 
-START = time.perf_counter()
-HERE = Path(__file__).parent
 PASSES = ("fwd", "bwd", "fwd+bwd")
-
-
-def say(text: str) -> None:
-    print(f"[{time.perf_counter() - START:6.1f} s] {text}", flush=True)
-
-
-def first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {text[0]}"[:300]
-
-
-def usable(
-    implementation: Implementation,
-    compiled: Compiled,
-    reference: Reference,
-    skip: dict[str, str] | None = None,
-) -> dict[str, Any]:
-    """Runs every pass once and compares: {"errors", "passes": callables, "failed", "wrong"}."""
-    errors: dict[str, float] = {}
-    failed: dict[str, str] = dict(skip or {})
-    passes: dict[str, Any] = {}
-    try:
-        forward = compiled.forward()
-        errors |= reference.errors(forward(), None)
-        passes["fwd"] = forward
-    except Exception as error:  # an implementation that cannot run a case must not end the others
-        failed["fwd"] = first_line(error)
-        return {"errors": errors, "passes": passes, "failed": failed}
-    try:
-        if "bwd" not in failed:
-            both = compiled.both()
-            out, gradients = both()
-            errors |= reference.errors(None, gradients)
-            del out, gradients
-            passes["fwd+bwd"] = both
-            backward = compiled.backward()
-            gradients = backward()
-            alone = reference.errors(None, gradients)
-            errors |= {name: max(errors[name], value) for name, value in alone.items()}
-            passes["bwd"] = backward
-    except Exception as error:
-        failed["bwd"] = first_line(error)
-    bad = wrong(errors)
-    if bad:
-        say(
-            f"WRONG {implementation.name}: "
-            + ", ".join(f"{name} {errors[name]:.1e}" for name in bad)
-        )
-        passes = {}
-    return {"errors": errors, "passes": passes, "failed": failed, "wrong": bad}
-
-
-def usable_deterministic(compiled: Compiled, reference: Reference) -> dict[str, Any]:
-    """Its backward alone, compared with the reference and, bit by bit, with itself."""
-    result: dict[str, Any] = {"errors": {}, "passes": {}, "failed": {}, "wrong": []}
-    try:
-        backward = compiled.backward()
-        first, second = backward(), backward()
-        result["errors"] = reference.errors(None, first)
-        result["bit_identical"] = all(
-            bool(jax.numpy.array_equal(x.view("uint16"), y.view("uint16")))
-            for x, y in zip(first, second, strict=True)
-        )
-    except Exception as error:
-        result["failed"]["bwd"] = first_line(error)
-        return result
-    result["wrong"] = wrong(result["errors"]) + ["bits"] * (not result["bit_identical"])
-    if result["wrong"]:
-        say(f"WRONG deterministic: {', '.join(result['wrong'])}")
-    else:
-        result["passes"]["bwd"] = backward
-    return result
 
 
 def run_case(case: Case, rounds: int) -> dict[str, Any]:
@@ -203,7 +129,7 @@ def main() -> int:
     parser.add_argument(
         "--quick", action="store_true", help="three rounds, and only the cases up to 32k tokens"
     )
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", HERE / "results")))
+    parser.add_argument("--out", type=Path, default=default_out())
     arguments = parser.parse_args()
     cases = select(arguments.cases)
     rounds = arguments.rounds
@@ -220,7 +146,7 @@ def main() -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     name = "odd" if all(case.group == "odd" for case in cases) else "attention"
     written = arguments.out / f"{name}.json"
-    peers = json.loads((HERE / "peers.json").read_text())
+    peers = json.loads(PEERS.read_text())
     report: dict[str, Any] = {
         "machine": machine(),
         "commit": os.environ.get("PACKAX_COMMIT", "unknown"),

@@ -1,6 +1,6 @@
 """Context parallelism on the GPUs of one host, beside the same kernel on one GPU with as much work.
 
-    python benchmarks/context_parallel.py [--devices 4] [--rounds 5] [--documents 12] [--groups "2,6 1,7"] [--profile] [--quick]
+    python benchmarks/context.py [--devices 4] [--rounds 5] [--documents 12] [--groups "2,6 1,7"] [--profile] [--quick]
                                           [--out DIR]
 
 12 documents in 128k tokens, 32/8 heads, head dim 128, bfloat16, the row over all devices; with more documents fewer pairs for the
@@ -11,8 +11,8 @@ does, with packax's kernels and head-tail order: keys gathered at once and kept 
 float32. Memory is XLA's plan for forward and backward in one program, per GPU, without arguments. Every output and gradient is
 compared with one GPU's before it is timed; a wrong one is not timed and makes the program exit 1.
 --groups times the area plan with these groups of heads instead of the schemes; --profile lists the kernels of two calls of each,
-with their times and streams, in context_parallel.txt.
-Writes context_parallel.json (with another number of documents, that behind the name) into --out (default: $OUT, else
+with their times and streams, in context.txt.
+Writes context.json (with another number of documents, that behind the name) into --out (default: $OUT, else
 benchmarks/results); the table is last.
 On a CPU: XLA_FLAGS=--xla_force_host_platform_device_count=4 and --quick, to try the program itself.
 """
@@ -35,15 +35,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import packax
-from cases import Case
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from kvax_scheme import ROWS, Arrays, kvax_like
-from machine import machine
-from timing import Time, interleaved
-from traces import listing
+from lib.cases import Case
+from lib.kvax_scheme import ROWS, Arrays, kvax_like
+from lib.machine import machine
+from lib.output import START, default_out, say
+from lib.timing import Time, interleaved
+from lib.traces import listing
 
-START = time.perf_counter()
 HERE = Path(__file__).parent
 CASE = Case("docs12_128k_d128", 1, 131072, 32, 8, 128, 12)
 QUICK = Case("quick", 1, 1024, 8, 8, 16, 6)
@@ -80,10 +80,6 @@ SCHEMES = (
     Scheme("area", (2, 6), scheduler=True),
     Scheme("head_tail", kvax=True),
 )
-
-
-def say(text: str) -> None:
-    print(f"[{time.perf_counter() - START:6.1f} s] {text}", flush=True)
 
 
 def plan_of(case: Case, name: str | None, ranks: int) -> packax.ContextPlan | None:
@@ -302,7 +298,7 @@ def main() -> int:
     parser.add_argument("--groups", default="", help="sizes of groups of heads to try: '2,6 1,7'")
     parser.add_argument("--profile", action="store_true", help="list the kernels that ran, too")
     parser.add_argument("--quick", action="store_true", help="a tiny case: tries the program")
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", HERE / "results")))
+    parser.add_argument("--out", type=Path, default=default_out())
     arguments = parser.parse_args()
     count = arguments.devices or len(jax.devices())
     if not 2 <= count <= len(jax.devices()):
@@ -357,7 +353,7 @@ def main() -> int:
     }
     report["seconds"] = round(time.perf_counter() - START, 1)
     suffix = "" if documents == CASE.documents else f"_{documents}"
-    path = arguments.out / f"context_parallel{suffix}.json"
+    path = arguments.out / f"context{suffix}.json"
     path.write_text(json.dumps(report, indent=1) + "\n")
     if arguments.profile:
         path.with_suffix(".txt").write_text(traces)

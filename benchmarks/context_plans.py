@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -24,7 +23,8 @@ from typing import Any
 
 import numpy as np
 import packax
-from cases import document_lengths
+from lib.cases import document_lengths
+from lib.output import default_out
 from packax.demo.data import fit, standard_library
 
 HERE = Path(__file__).parent
@@ -160,7 +160,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--packings", type=int, default=100)
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", HERE / "results")))
+    parser.add_argument("--out", type=Path, default=default_out())
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()

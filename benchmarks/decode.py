@@ -21,16 +21,14 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import packax
-from decode_cases import CASES, Case
-from implementations import LOOP, touched
-from machine import machine
-from timing import interleaved
+from lib.decode_cases import CASES, Case
+from lib.implementations import LOOP, touched
+from lib.machine import machine
+from lib.timing import interleaved
 
 LIMIT = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 2e-3}  # ‖x - y‖ / ‖y‖; that of TF32
 COPIED = 1 << 30  # bytes

@@ -1,11 +1,11 @@
 """Masks and options of models of today: packax, cuDNN where jax.nn has the mask, and FlexAttention under torch, in turns on one GPU.
 
-    python benchmarks/options.py [--cases NAME,NAME] [--rounds 5] [--without-flex] [--out DIR]
+    python benchmarks/masks.py [--cases NAME,NAME] [--rounds 5] [--without-flex] [--out DIR]
 
-Cases: option_cases.py; `--cases selections`: maps of blocks that the data decides (selections.py), beside packax's causal
+Cases: lib/mask_cases.py; `--cases selections`: maps of blocks that the data decides (lib/selections.py), beside packax's causal
 attention of all keys. FLOPs are those of attended pairs, 4 * H * D a pair forward, 2.5 times that backward; ratios are of
 medians, over 1: packax is faster. Every output and gradient is compared with one float32 reference first; a wrong one is not
-timed. torch runs in another process, which compiles FlexAttention for each case. Writes options.json into --out (default: $OUT,
+timed. torch runs in another process, which compiles FlexAttention for each case. Writes masks.json into --out (default: $OUT,
 else benchmarks/results).
 """
 
@@ -20,7 +20,6 @@ import json
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,24 +30,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import packax
-import selections
-from attention import first_line
-from machine import machine
-from option_cases import OptionCase, select
-from reference import einsum, wrong
-from turns import Failed, Worker, as_row, burst, in_turns, launches_of, troubles
+from lib import selections
+from lib.machine import machine
+from lib.mask_cases import OptionCase, select
+from lib.output import default_out, first_line, say
+from lib.reference import einsum, wrong
+from lib.turns import Failed, Worker, as_row, burst, in_turns, launches_of, troubles
 
 HERE = Path(__file__).parent
-START = time.perf_counter()
 SHOWN = ("packax", "cudnn", "flex")
 ORDER = (*SHOWN, "dense")  # packax's causal attention, where a case selects of its pairs
 PASSES = ("fwd", "bwd")
 ROWS, BLOCK = 32, 256
 OPERANDS = ("query", "key", "value", "cotangent")
-
-
-def say(text: str) -> None:
-    print(f"[{time.perf_counter() - START:6.1f} s] {text}", flush=True)
 
 
 def inputs_of(case: OptionCase) -> tuple[jax.Array, ...]:
@@ -306,16 +300,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--cases", help="names of option_cases.py, or selections (default: all)")
+    parser.add_argument("--cases", help="names of lib/mask_cases.py, or selections (default: all)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--round-ms", type=float, default=80.0, help="length of a burst")
     parser.add_argument("--without-flex", action="store_true", help="no torch")
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", HERE / "results")))
+    parser.add_argument("--out", type=Path, default=default_out())
     arguments = parser.parse_args()
     cases = select(arguments.cases)
     if jax.default_backend() != "gpu":
         raise SystemExit(
-            f"options.py times GPU kernels, and jax runs on {jax.default_backend()!r} here"
+            f"masks.py times GPU kernels, and jax runs on {jax.default_backend()!r} here"
         )
     arguments.out.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {
@@ -327,7 +321,7 @@ def main() -> int:
     with contextlib.ExitStack() as stack:
         torch = None
         if not arguments.without_flex:  # without what keeps Triton from packax (.ci/gpu)
-            command = [sys.executable, str(HERE / "options_torch.py")]
+            command = [sys.executable, str(HERE / "compare" / "masks_torch.py")]
             torch = Worker("torch", command, os.environ | {"PYTHONPATH": str(HERE)})
             stack.callback(torch.end)
             report["torch"] = torch.ask(do="hello")
@@ -337,8 +331,8 @@ def main() -> int:
             report["cases"][case.name] = rows
             gc.collect()
             say(f"{case.name}\n{table({case.name: rows})}")
-            (arguments.out / "options.json").write_text(json.dumps(report, indent=1) + "\n")
-    print(f"\n{table(report['cases'])}\n\nwrote {arguments.out / 'options.json'}")
+            (arguments.out / "masks.json").write_text(json.dumps(report, indent=1) + "\n")
+    print(f"\n{table(report['cases'])}\n\nwrote {arguments.out / 'masks.json'}")
     bad = [
         name
         for name, rows in report["cases"].items()

@@ -9,18 +9,20 @@ from __future__ import annotations
 import gc
 import hashlib
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the other process wants memory
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import packax
-from attention import usable
-from cases import CASES, Case
-from implementations import (
+from lib.cases import CASES, Case
+from lib.implementations import (
     LOOP,
     Arrays,
     Compiled,
@@ -30,9 +32,10 @@ from implementations import (
     packax_attention,
     random_inputs,
 )
-from machine import machine
-from reference import Reference, relative, wrong
-from turns import burst, launches_of, serve
+from lib.machine import machine
+from lib.passes import usable
+from lib.reference import Reference, relative, wrong
+from lib.turns import burst, launches_of, serve
 
 OPERANDS = ("query", "key", "value", "cotangent")
 SHORT = 0.2  # ms; decode_h200.json has single dispatches of 0.054 to 0.123

@@ -1,4 +1,4 @@
-"""FlexAttention for options.py: masks and scores by the same predicates, timed a burst at a time when asked.
+"""FlexAttention for masks.py: masks and scores by the same predicates, timed a burst at a time when asked.
 
 Called as a user of torch calls it: compiled, a block mask built once, grouped heads by enable_gqa; sinks by the log-sum-exp,
 as Hugging Face's gpt-oss does. Inputs come and results go through files.
@@ -7,15 +7,18 @@ as Hugging Face's gpt-oss does. Inputs come and results go through files.
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import numpy as np
 import torch
-from option_cases import OptionCase, select
+from lib.mask_cases import OptionCase, select
+from lib.turns import burst, launches_of, serve
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-from turns import burst, launches_of, serve
 
 OPERANDS = ("query", "key", "value", "cotangent")
 

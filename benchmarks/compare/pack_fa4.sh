@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # FlashAttention-4 for versus_fa4.py on a machine that reaches no package registry: one archive of about 53 MiB.
 #
-#   bash benchmarks/pack_fa4.sh [dist/fa4.tar.xz]      (five minutes: xz; PYTHON: an interpreter with pip)
+#   bash benchmarks/compare/pack_fa4.sh [dist/fa4.tar.xz]      (five minutes: xz; PYTHON: an interpreter with pip)
 #
 # Wheels for Python 3.12 on x86-64, unpacked side by side; CUDA 13 only. torch, einops, cuda-bindings, protobuf and
 # typing-extensions are expected on that machine. nvidia-cutlass-dsl finds its modules through a .pth file, which a

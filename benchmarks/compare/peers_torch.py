@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import numpy as np
 import torch
-from cases import CASES, Case
-from turns import burst, launches_of, serve
+from lib.cases import CASES, Case
+from lib.turns import burst, launches_of, serve
 
 OPERANDS = ("query", "key", "value", "cotangent")
 

@@ -1,6 +1,6 @@
 """packax, cuDNN and FlashAttention-4 on one GPU in one session, in turns: TFLOP/s and ratios to FA4.
 
-    python benchmarks/versus_fa4.py --fa4 dist/fa4.tar.xz [--cases board,dims] [--rounds 7] [--power] [--out DIR]
+    python benchmarks/compare/versus_fa4.py --fa4 dist/fa4.tar.xz [--cases board,dims] [--rounds 7] [--power] [--out DIR]
 
 Two processes, one with JAX (packax from the wheel, cuDNN) and one with torch (FA4), take turns: in every round each implementation
 runs a burst of about 120 ms, in another order every round, while the other process waits (turns.py). Ratios are of medians. Inputs are the
@@ -8,7 +8,7 @@ same arrays and every output and gradient is compared with one float32 reference
 of two seconds (--round-ms), and beside each time the GPU's power and clock (power.py).
 
 The machine needs torch 2.11 for CUDA 13 and, of Python packages, einops, cuda-bindings, protobuf and typing-extensions beside JAX.
-What it has not got comes in the archive that `bash benchmarks/pack_fa4.sh` makes where there is a package registry: flash-attn-4,
+What it has not got comes in the archive that `bash benchmarks/compare/pack_fa4.sh` makes where there is a package registry: flash-attn-4,
 nvidia-cutlass-dsl with its libs-base, libs-core and libs-cu13, quack-kernels, apache-tvm-ffi, torch-c-dlpack-ext. FA4 compiles its
 kernels at first use. Writes versus_fa4.json into --out (default: $OUT, else benchmarks/results).
 """
@@ -23,24 +23,21 @@ import os
 import sys
 import tarfile
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-from cases import Case, select
-from chart import bar_chart
-from power import Meter, medians, metered
-from power import line as power_line
-from turns import Failed, Worker, as_row, in_turns, troubles
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from lib.cases import Case, select
+from lib.chart import bar_chart
+from lib.output import PEERS, default_out, say
+from lib.power import Meter, medians, metered
+from lib.power import line as power_line
+from lib.turns import Failed, Worker, as_row, in_turns, troubles
 
 HERE = Path(__file__).parent
-START = time.perf_counter()
 PASSES = ("fwd", "bwd")
 ORDER = ("packax", "cudnn", "fa4")
-
-
-def say(text: str) -> None:
-    print(f"[{time.perf_counter() - START:6.1f} s] {text}", flush=True)
 
 
 def unpacked(fa4: Path, stack: contextlib.ExitStack) -> Path:
@@ -177,7 +174,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--round-ms", type=float, help="length of a burst; 120, with --power 2000")
     parser.add_argument("--power", action="store_true", help="read power and clock, too")
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", HERE / "results")))
+    parser.add_argument("--out", type=Path, default=default_out())
     arguments = parser.parse_args()
     cases = select(arguments.cases)
     meter = Meter() if arguments.power else None
@@ -222,7 +219,7 @@ def main() -> int:
     print(
         f"\n{table(report['cases'])}\n\nto cuDNN, to FA4: their ms / packax ms, medians of {arguments.rounds} rounds in turns"
     )
-    peers = json.loads((HERE / "peers.json").read_text())
+    peers = json.loads(PEERS.read_text())
     if any(rows for rows in report["cases"].values()):
         bar_chart(report | {"machine": report["jax"]}, peers, arguments.out / "versus_fa4.png")
     print(f"wrote {arguments.out / 'versus_fa4.json'} and, of what was measured, versus_fa4.png")

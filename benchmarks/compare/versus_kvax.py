@@ -1,7 +1,7 @@
 """packax.kvax and kvax itself by the same calls, in one process, in turns: TFLOP/s and ratio.
 
     pip install --no-deps kvax==0.1.0 && pip install chex jax-triton
-    python benchmarks/versus_kvax.py [--cases board] [--rounds 7] [--out DIR]
+    python benchmarks/compare/versus_kvax.py [--cases board] [--rounds 7] [--out DIR]
 
 One function is written against kvax's names and run with either package: kvax at its H100 block sizes,
 64 x 64 where those do not compile. Every output and gradient is compared with the float32 reference
@@ -20,21 +20,23 @@ import functools
 import importlib
 import importlib.metadata
 import json
-import os
 import sys
 import types
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-from attention import first_line, say, usable
-from cases import Case, select
-from implementations import Compiled, Implementation, random_inputs
-from machine import machine
-from reference import Reference
-from timing import interleaved
+from lib.cases import Case, select
+from lib.implementations import Compiled, Implementation, random_inputs
+from lib.machine import machine
+from lib.output import default_out, first_line, say
+from lib.passes import usable
+from lib.reference import Reference
+from lib.timing import interleaved
 
 HERE = Path(__file__).parent
 PACKAGES = ("packax.kvax", "kvax")
@@ -170,7 +172,7 @@ def main() -> int:
     parser.add_argument("--cases", default="board")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--trace", action="store_true", help="trace both packages, time nothing")
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", HERE / "results")))
+    parser.add_argument("--out", type=Path, default=default_out())
     arguments = parser.parse_args()
     packages = list(PACKAGES)
     report: dict[str, Any] = {"machine": machine(), "rounds": arguments.rounds, "cases": {}}

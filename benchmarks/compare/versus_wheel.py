@@ -1,6 +1,6 @@
 """The packax at hand and another wheel of it on one GPU in one session, in turns: ms and their ratio.
 
-    python benchmarks/versus_wheel.py --before DIR_OR_WHEEL [--cases board,dims] [--rounds 5] [--quick] [--out DIR]
+    python benchmarks/compare/versus_wheel.py --before DIR_OR_WHEEL [--cases board,dims] [--rounds 5] [--quick] [--out DIR]
 
 Two processes with JAX, one with the packax that Python finds here ("now"), one with the other wheel unpacked before
 it on its path, take turns as in versus_fa4.py: in every round each runs a burst of about 120 ms of the forward and
@@ -22,22 +22,19 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 import zipfile
 from pathlib import Path
 from typing import Any
 
-from cases import Case, select
-from turns import Failed, Worker, as_row, in_turns, troubles
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from lib.cases import Case, select
+from lib.output import default_out, say
+from lib.turns import Failed, Worker, as_row, in_turns, troubles
 
 HERE = Path(__file__).parent
-START = time.perf_counter()
 PASSES = {"fwd": ("out",), "bwd": ("dq", "dk", "dv")}
 ORDER = ("before", "now")
-
-
-def say(text: str) -> None:
-    print(f"[{time.perf_counter() - START:6.1f} s] {text}", flush=True)
 
 
 def unpacked(before: Path, folder: Path) -> Path:
@@ -169,7 +166,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--round-ms", type=float, default=120.0, help="length of a burst")
     parser.add_argument("--quick", action="store_true", help="tiny cases: tries the program")
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", HERE / "results")))
+    parser.add_argument("--out", type=Path, default=default_out())
     arguments = parser.parse_args()
     cases = select("quick" if arguments.quick else arguments.cases)
     rounds, round_ms = arguments.rounds, 2.0 if arguments.quick else arguments.round_ms

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import packax
-from cases import Case
+
+from lib.cases import Case
 
 Arrays = tuple[jax.Array, ...]
 

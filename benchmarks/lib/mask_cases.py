@@ -65,7 +65,7 @@ class OptionCase:
     selection: Selection | None = None
 
     def tables(self) -> dict[str, np.ndarray]:
-        """Images of 576 tokens in text, one every 1500. Of a selection, options.py adds "chosen"."""
+        """Images of 576 tokens in text, one every 1500. Of a selection, masks.py adds "chosen"."""
         at = np.arange(self.seq)
         return {"ids": np.where(at % 1500 < 576, at // 1500, -1).astype(np.int32)}
 

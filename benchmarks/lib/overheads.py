@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import packax
-from cases import Case, document_lengths
-from implementations import random_inputs
 from packax import _ext
-from timing import interleaved, wall_ms
+
+from lib.cases import Case, document_lengths
+from lib.implementations import random_inputs
+from lib.timing import interleaved, wall_ms
 
 
 def first_call() -> dict[str, Any]:

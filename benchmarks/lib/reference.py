@@ -14,8 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from cases import Case
-from implementations import Arrays
+
+from lib.cases import Case
+from lib.implementations import Arrays
 
 ROWS = 32
 BLOCK = 512

@@ -1,4 +1,4 @@
-"""Maps of blocks for option_cases.py, chosen as MoBA's gate and an indexer choose: by the highest scores of the keys before a row.
+"""Maps of blocks for mask_cases.py, chosen as MoBA's gate and an indexer choose: by the highest scores of the keys before a row.
 
 Scores are products of random features. Those of rows, and of keys, change slowly over `alike` of them: rows side by side
 choose much the same, as in text, or, at 1, each its own. How far work falls with a map depends on that, so results say both
@@ -13,7 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from option_cases import OptionCase, Selection
+
+from lib.mask_cases import OptionCase, Selection
 
 FEATURES = 32
 ROWS, KEYS = 128, 64  # of the blocks that the kernels visit or leave out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cases import Case
+from lib.cases import Case
 
 PASSES = ("fwd", "bwd", "fwd+bwd", "bwd~")
 GRADIENTS = {"fwd": ("out",), "bwd": ("dq", "dk", "dv")}

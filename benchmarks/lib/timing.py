@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from turns import shuffled
+
+from lib.turns import shuffled
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """What the hardware counted: packax, cuDNN and FlashAttention-4 under Nsight Compute, kernel by kernel.
 
-    python benchmarks/counters.py [--cases causal_16k_d128,docs12_32k_d64] [--who packax,cudnn] [--fa4 dist/fa4.tar.xz] [--out DIR]
+    python benchmarks/tune/counters.py [--cases causal_16k_d128,docs12_32k_d64] [--who packax,cudnn] [--fa4 dist/fa4.tar.xz] [--out DIR]
 
 For every implementation and case one program runs both passes under `ncu`; what it prints of each attention kernel goes whole into
 --out (default: $OUT, else the folder of this run), counters_WHO_CASE.csv, and the table shows: cycles, how full the pipes and the
@@ -19,8 +19,10 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from cases import select
-from versus_fa4 import torch_environment, unpacked
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from compare.versus_fa4 import torch_environment, unpacked
+from lib.cases import select
 
 KERNELS = "hopper|backward_prepare|backward_finish|cudnn|sdpa|cutlass|flash"
 SECTIONS = (
@@ -89,7 +91,7 @@ def run(who: str, name: str) -> None:
         run_fa4(name)
         return
     import jax
-    from implementations import Compiled, cudnn_attention, packax_attention, random_inputs
+    from lib.implementations import Compiled, cudnn_attention, packax_attention, random_inputs
 
     (case,) = select(name)
     made = {"packax": packax_attention, "cudnn": cudnn_attention}[who](case)
@@ -100,7 +102,7 @@ def run(who: str, name: str) -> None:
 
 def run_fa4(name: str) -> None:
     import torch
-    from peers_torch import attention
+    from compare.peers_torch import attention
 
     (case,) = select(name)
     q, k, v, do = (

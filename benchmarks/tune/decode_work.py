@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from cubin import Buffer, Driver, Kernel
-from decode_cases import Case
+from lib.decode_cases import Case
 from work import bfloat16, float32
 
 REPEATED = 4099  # rows of keys that repeat

@@ -1,6 +1,6 @@
 """What the card's power limit costs: packax on random inputs and on zeros, beside a plain matrix product.
 
-    python benchmarks/power_limit.py [--cases causal_16k_d128,docs12_32k_d64] [--rounds 3] [--size 8192] [--out DIR]
+    python benchmarks/tune/power_limit.py [--cases causal_16k_d128,docs12_32k_d64] [--rounds 3] [--size 8192] [--out DIR]
 
 The same instructions on zeros switch few bits, so they take less power and the clock stays up: what the times differ by is what
 the limit costs. Times of zeros say nothing about anybody's speed. Bursts of a second, in turns; power and clock by power.py.
@@ -18,13 +18,16 @@ from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import jax
 import jax.numpy as jnp
-from cases import select
-from implementations import Compiled, packax_attention, random_inputs
-from machine import machine
-from power import Meter, line, medians, metered
-from turns import as_row, burst, in_turns, launches_of
+from lib.cases import select
+from lib.implementations import Compiled, packax_attention, random_inputs
+from lib.machine import machine
+from lib.output import default_out
+from lib.power import Meter, line, medians, metered
+from lib.turns import as_row, burst, in_turns, launches_of
 
 HERE = Path(__file__).parent
 
@@ -83,7 +86,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--round-ms", type=float, default=1000.0)
     parser.add_argument("--size", type=int, default=8192, help="of the plain product")
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", HERE / "results")))
+    parser.add_argument("--out", type=Path, default=default_out())
     arguments = parser.parse_args()
     meter = Meter()
     found = passes(arguments.size, arguments.cases)

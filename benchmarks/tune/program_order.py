@@ -1,6 +1,6 @@
 """How busy orders of programs keep the multiprocessors, on paper: no GPU needed, and no word about caches.
 
-    python benchmarks/program_order.py [--cases board,shard,causal_4k_d128] [--multiprocessors 132]
+    python benchmarks/tune/program_order.py [--cases board,shard,causal_4k_d128] [--multiprocessors 132]
 
 A program takes one step for every block that its tile meets, 64 rows in the backward and 128 keys in the forward, and some for its
 beginning and end; each multiprocessor takes the next program when it is done with one. Orders of key/value heads and tiles, the
@@ -14,11 +14,15 @@ from __future__ import annotations
 import argparse
 import heapq
 import itertools
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import numpy as np
-from cases import Case, select
+from lib.cases import Case, select
 from packax._src.ops import few_programs
 
 TILE = 128

@@ -1,8 +1,8 @@
 """Compare candidate tiles of one architecture: compile them here, time them on a machine that has nothing but numpy and a driver.
 
-    python benchmarks/tune.py build DIR --arch 90a [--kernels forward_hopper ...] [--dims 128x128 ...]
+    python benchmarks/tune/tune.py build DIR --arch 90a [--kernels forward_hopper ...] [--dims 128x128 ...]
         [--try backward_hopper:128:CONSUMER_REGISTERS=232,TURNS=0] [--only] (build machine: Triton, no GPU)
-    python benchmarks/tune.py time DIR [--kernels ...] [--dims ...] [--cases ...] [--rounds 11]   (GPU machine)
+    python benchmarks/tune/tune.py time DIR [--kernels ...] [--dims ...] [--cases ...] [--rounds 11]   (GPU machine)
 
 `build` takes the candidates of candidates.py; with --only those of --try alone. `time` first runs every candidate once in another
 process, which may hang or die of it (`check` is that process): such a one is left out. Then it compares every candidate's results
@@ -23,11 +23,11 @@ import sys
 import time
 from typing import Any
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from built import Built
-from cases import Case
 from cubin import Driver, Kernel
+from lib.cases import Case
 from probe import fatal_steps, say_begin, say_end
 from tune_decode import DECODE, time_decode
 from tune_decode import TIMED as DECODE_TIMED

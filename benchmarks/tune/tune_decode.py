@@ -17,8 +17,8 @@ from typing import Any
 
 from built import Built
 from cubin import Buffer, Driver
-from decode_cases import CASES, Case
 from decode_work import DecodeWork, Launch, difference
+from lib.decode_cases import CASES, Case
 from probe import say_begin, say_end
 
 DECODE = ("decode", "decode_tall")

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
-from cases import Case
 from cubin import Buffer, Driver, Kernel
+from lib.cases import Case
 
 Launch = Callable[[], None]
 SAMPLED = 8192  # rows of a long case that are compared

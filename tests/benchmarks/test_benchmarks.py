@@ -1,6 +1,6 @@
 """The benchmark's own arithmetic: cases are the board's, its reference is right, errors are seen.
 
-Its modules are imported in a process of their own: there is a cases.py in both folders.
+Its modules are imported in a process of their own, so that what they set in jax stays there.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from paths import BENCHMARKS, SUPPORT
+from paths import BENCHMARKS, COMPARE, SUPPORT, TUNE, importing
 
 ORACLE = SUPPORT / "oracle.py"
 
@@ -21,6 +21,7 @@ def script(code: str, *arguments: str) -> str:
         capture_output=True,
         text=True,
         cwd=BENCHMARKS,
+        env=importing(COMPARE, TUNE),
         timeout=300,
     )
     assert result.returncode == 0, result.stderr[-3000:]
@@ -31,9 +32,9 @@ def test_cases_and_flops_are_the_boards():
     """Milliseconds times TFLOP/s of every peer give our count of operations."""
     script("""
 import json
-from cases import CASES, document_lengths
+from lib.cases import CASES, document_lengths
 
-board = json.load(open("peers.json"))["cases"]
+board = json.load(open("compare/peers.json"))["cases"]
 cases = {case.name: case for case in CASES}
 assert set(board) <= set(cases)
 for name, peers in board.items():
@@ -54,9 +55,9 @@ def test_the_reference_against_the_oracle():
 import sys
 import importlib.util
 import jax.numpy as jnp, numpy as np
-from cases import Case
-import reference
-from implementations import random_inputs
+from lib.cases import Case
+from lib import reference
+from lib.implementations import random_inputs
 spec = importlib.util.spec_from_file_location("oracle", {str(ORACLE)!r})
 oracle = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(oracle)
@@ -86,10 +87,10 @@ def test_table_and_chart(tmp_path):
     shown = script(
         """
 import json, pathlib, sys
-from tables import table
-from chart import bar_chart
+from lib.tables import table
+from lib.chart import bar_chart
 
-peers = json.load(open("peers.json"))
+peers = json.load(open("compare/peers.json"))
 cell = {"ms": 2.0, "tflops": 321.0}
 rows = {
     "packax": {"times": {"fwd": cell}, "errors": {"out": 1e-3}},
@@ -121,8 +122,8 @@ def test_odd_cases_and_head_dims_run_and_are_tabled(tmp_path):
 import dataclasses
 import jax.numpy as jnp
 import attention
-from cases import CASES, Case, select
-from tables import deterministic_table, odd_table
+from lib.cases import CASES, Case, select
+from lib.tables import deterministic_table, odd_table
 
 for case in CASES:
     assert sum(case.lengths) == case.seq and len(case.lengths) == case.documents, case.name
@@ -157,8 +158,8 @@ def test_a_loop_runs_every_pass():
     """XLA may not hoist it out of the loop, nor run it fewer times."""
     script("""
 import jax
-from cases import Case
-from implementations import Compiled, Implementation, random_inputs
+from lib.cases import Case
+from lib.implementations import Compiled, Implementation, random_inputs
 
 case = Case("small", 1, 128, 2, 1, 32, 1)
 calls = []
@@ -177,8 +178,8 @@ def test_decoding_is_timed_in_a_loop():
     script("""
 import jax, packax
 from decode import looped, tensors
-from decode_cases import Case
-from implementations import LOOP
+from lib.decode_cases import Case
+from lib.implementations import LOOP
 
 case = Case("small", (700, 300), heads=4, kv_heads=2, dim=64)
 arrays = tensors(case, "float32")
@@ -215,7 +216,7 @@ def test_power_and_clock_of_a_burst():
     """By a library in NVML's place: 700 W, a clock that falls, held by power in half of the samples."""
     script("""
 import itertools, time
-from power import Meter, line, medians
+from lib.power import Meter, line, medians
 
 class Library:
     NVML_CLOCK_SM = 1
@@ -261,7 +262,7 @@ else:
 
 def test_the_program_that_times_kvax_traces():
     result = subprocess.run(
-        [sys.executable, "versus_kvax.py", "--trace"],
+        [sys.executable, "compare/versus_kvax.py", "--trace"],
         capture_output=True,
         text=True,
         cwd=BENCHMARKS,
@@ -277,7 +278,7 @@ def test_options_are_said_alike():
     script("""
 import dataclasses
 import numpy as np
-from option_cases import CASES, select
+from lib.mask_cases import CASES, select
 
 assert select("causal_16k_d64")[0].name == "causal_16k_d64" and len(select(None)) == len(CASES)
 done = set()
@@ -299,8 +300,8 @@ def test_the_reference_of_options():
     script("""
 import dataclasses
 import jax
-import options
-from option_cases import CASES
+import masks
+from lib.mask_cases import CASES
 
 jax.config.update("jax_platforms", "cpu")
 wrong = {}
@@ -308,19 +309,19 @@ for case in CASES:
     if case.name not in ("window1k_32k_d64", "spans_32k_d128", "softcap_16k_d128", "alibi_16k_d128", "sinks_16k_d64"):
         continue
     case = dataclasses.replace(case, seq=1536, heads=4, kv_heads=2, dim=16)
-    inputs = [4 * x for x in options.inputs_of(case)[:2]] + list(options.inputs_of(case)[2:])
+    inputs = [4 * x for x in masks.inputs_of(case)[:2]] + list(masks.inputs_of(case)[2:])
     tables = case.tables()
-    reference = options.Reference(case, inputs, tables)
-    function, mask, area = options.packax_function(case, tables)
+    reference = masks.Reference(case, inputs, tables)
+    function, mask, area = masks.packax_function(case, tables)
     assert area == case.expression(tables).as_array(1536, 1536).sum()
-    row = options.usable(function, mask, inputs, reference, 1.0)
+    row = masks.usable(function, mask, inputs, reference, 1.0)
     assert not row["wrong"] and not row["failed"], (case.name, row)
     assert set(row["errors"]) == {"out", "dq", "dk", "dv"} and set(row["launches"]) == {"fwd", "bwd"}
     plain = dataclasses.replace(case, soft_cap=None, sinks=False, alibi=False, mask=CASES[-1].mask)
-    function, mask, _ = options.packax_function(plain, tables)
-    row = options.usable(function, mask, inputs, reference, 1.0)
+    function, mask, _ = masks.packax_function(plain, tables)
+    row = masks.usable(function, mask, inputs, reference, 1.0)
     assert row["wrong"] and not row["passes"], (case.name, row)
-shown = options.table({"x": {"packax": {"times": {"fwd": {"ms": 1.0, "tflops": 5.0}}, "errors": {"out": 1e-3},
+shown = masks.table({"x": {"packax": {"times": {"fwd": {"ms": 1.0, "tflops": 5.0}}, "errors": {"out": 1e-3},
                                        "failed": {"bwd": "no kernel"}, "wrong": []}}})
 assert "x packax bwd did not run: no kernel" in shown and "1.0e-03" in shown
 """)
@@ -332,9 +333,9 @@ def test_selections_of_options():
 import dataclasses
 import jax
 import numpy as np
-import options
-import selections
-from option_cases import select
+import masks
+from lib import selections
+from lib.mask_cases import select
 
 jax.config.update("jax_platforms", "cpu")
 selections.CHUNK = 100
@@ -359,7 +360,7 @@ for name, case in cases.items():
     allowed = case.allows(np.arange(N)[:, None, None], i, j, tables)
     assert np.array_equal(np.broadcast_to(allowed, (N, S, S))[None], np.broadcast_to(case.expression(tables).as_array(S, S), (1, N, S, S)))
     assert len(chosen) == (N if of.by_head else 1) and (len(chosen) == 1 or (chosen[0] != chosen[1]).any())
-    function, mask, area = options.packax_function(case, tables)
+    function, mask, area = masks.packax_function(case, tables)
     assert area == allowed.sum() / len(allowed if allowed.ndim == 3 else [0])
     shares = selections.shares(case, mask, area)
     tiles = np.broadcast_to(allowed, (N, S, S)).reshape(N, S // 128, 128, S // 64, 64).any((2, 4))
@@ -367,24 +368,24 @@ for name, case in cases.items():
     blocks[name] = shares["blocks"]
     if name not in ("moba", "indexer"):
         continue
-    inputs = options.inputs_of(case)
-    reference = options.Reference(case, inputs, tables)
-    row = options.usable(function, mask, inputs, reference, 1.0)
+    inputs = masks.inputs_of(case)
+    reference = masks.Reference(case, inputs, tables)
+    row = masks.usable(function, mask, inputs, reference, 1.0)
     assert not row["wrong"] and not row["failed"] and set(row["errors"]) == {"out", "dq", "dk", "dv"}, (name, row)
     other = tables | {"chosen": np.roll(chosen, 1, axis=1)}  # the row before's choice
-    function, mask, _ = options.packax_function(case, other)
-    assert options.usable(function, mask, inputs, reference, 1.0)["wrong"], name
+    function, mask, _ = masks.packax_function(case, other)
+    assert masks.usable(function, mask, inputs, reference, 1.0)["wrong"], name
 assert blocks["moba"] < 0.8 * blocks["moba_own"], blocks
 
-rows = options.run_case(case, None, 1, 1.0)
-shown = options.table({case.name: rows})
+rows = masks.run_case(case, None, 1, 1.0)
+shown = masks.table({case.name: rows})
 assert set(rows) == {"packax", "dense"} and "WRONG" not in shown and "did not run" not in shown
 assert f"has {shares['pairs']:.1%} of causal's pairs" in shown and " of its blocks; time: fwd " in shown and ", bwd " in shown
 """)
 
 
 def test_counters_of_kernels(tmp_path):
-    """benchmarks/counters.py with a stand-in for ncu: last launches, numbers with commas, what is ranked, and a failure that is said."""
+    """benchmarks/tune/counters.py with a stand-in for ncu: last launches, numbers with commas, what is ranked, and a failure that is said."""
     tool = tmp_path / "ncu"
     tool.write_text(
         """#!/bin/bash
@@ -404,7 +405,14 @@ echo "$@" >&2
     )
     tool.chmod(0o755)
     environment = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
-    program = [sys.executable, BENCHMARKS / "counters.py", "--who", "packax", "--out", tmp_path]
+    program = [
+        sys.executable,
+        BENCHMARKS / "tune" / "counters.py",
+        "--who",
+        "packax",
+        "--out",
+        tmp_path,
+    ]
 
     def counted(case):
         return subprocess.run(
@@ -432,7 +440,7 @@ def test_kernels_of_a_trace():
     shown = script(
         """
 import gzip, json, pathlib, tempfile
-from traces import listing
+from lib.traces import listing
 name = lambda pid, kind, name, tid=0: {"ph": "M", "pid": pid, "tid": tid, "name": kind, "args": {"name": name}}
 ran = lambda pid, tid, ts, dur, name: {"ph": "X", "pid": pid, "tid": tid, "ts": ts, "dur": dur, "name": name}
 events = [

@@ -1,6 +1,6 @@
 """The tuning harness packs what the kernels declare, refuses wrong candidates, and prints a table.
 
-It runs against a driver of its own (fake_driver.py), in a process of its own: there is a cases.py in both folders.
+It runs against a driver of its own (fake_driver.py), in a process of its own.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from paths import BENCHMARKS, SUPPORT
+from paths import BENCHMARKS, SUPPORT, TUNE
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None,  # not imported: see triton_interpreter.py
@@ -64,7 +64,7 @@ def script(tmp_path: Path, code: str) -> str:
         text=True,
         cwd=BENCHMARKS,
         timeout=300,
-        env={"PATH": "/usr/bin:/bin", "OUT": str(tmp_path)},
+        env={"PATH": "/usr/bin:/bin", "OUT": str(tmp_path), "PYTHONPATH": str(TUNE)},
     )
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-3000:]
     return result.stdout
@@ -198,8 +198,8 @@ say_end()
 
 def test_fatal_steps_are_left_out(monkeypatch, capfd):
     """One that hangs, one that dies; and a child that never gets as far."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    monkeypatch.setenv("PYTHONPATH", str(BENCHMARKS))
+    monkeypatch.syspath_prepend(str(TUNE))
+    monkeypatch.setenv("PYTHONPATH", str(TUNE))
     from probe import fatal_steps
 
     found = fatal_steps(lambda without: [sys.executable, "-c", CHILD, *without], 5.0)

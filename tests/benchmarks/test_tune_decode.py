@@ -1,4 +1,4 @@
-"""benchmarks/tune_decode.py against a driver whose kernels are NumPy (fake_driver.py): what is launched, compared and timed."""
+"""benchmarks/tune/tune_decode.py against a driver whose kernels are NumPy (fake_driver.py): what is launched, compared and timed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from paths import BENCHMARKS, SUPPORT
+from paths import BENCHMARKS, SUPPORT, TUNE
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None,  # not imported: see triton_interpreter.py
@@ -19,7 +19,8 @@ SETUP = """
 import dataclasses, json, pathlib, sys
 sys.path[:0] = [sys.argv[1] + "/../../csrc/aot"]
 sys.path.append(sys.argv[1])
-import candidates, cubin, decode_cases, decode_work, fake_driver, tune, tune_decode
+import candidates, cubin, decode_work, fake_driver, tune, tune_decode
+from lib import decode_cases
 import compile as aot, variants  # last: a kernel file has the name of a benchmark
 
 folder = pathlib.Path(sys.argv[2])
@@ -50,7 +51,7 @@ def script(tmp_path: Path, code: str) -> str:
         text=True,
         cwd=BENCHMARKS,
         timeout=300,
-        env={"PATH": "/usr/bin:/bin", "OUT": str(tmp_path)},
+        env={"PATH": "/usr/bin:/bin", "OUT": str(tmp_path), "PYTHONPATH": str(TUNE)},
     )
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-3000:]
     return result.stdout

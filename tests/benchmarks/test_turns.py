@@ -6,12 +6,12 @@ import importlib
 import subprocess
 import sys
 
-from paths import BENCHMARKS
+from paths import BENCHMARKS, COMPARE, importing
 
 WORKER = """
 import sys, time
 sys.path.insert(0, "BENCHMARKS")
-from turns import serve
+from lib.turns import serve
 
 NAME, LOG = sys.argv[1:]
 
@@ -47,8 +47,8 @@ DRIVER = """
 import os, sys
 from pathlib import Path
 import versus_fa4
-from cases import select
-from turns import Failed, Worker
+from lib.cases import select
+from lib.turns import Failed, Worker
 
 script, log = sys.argv[1:]
 jax, torch = (Worker(name, [sys.executable, script, name, log], dict(os.environ)) for name in ("jax", "torch"))
@@ -83,6 +83,7 @@ def test_they_take_turns(tmp_path):
         capture_output=True,
         text=True,
         cwd=BENCHMARKS,
+        env=importing(COMPARE),
         timeout=120,
     )
     assert result.returncode == 0, result.stderr[-3000:]
@@ -107,7 +108,7 @@ def test_they_take_turns(tmp_path):
 
 def test_what_did_not_run_and_what_was_wrong_is_said(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
-    turns = importlib.import_module("turns")
+    turns = importlib.import_module("lib.turns")
     row = {"failed": {"fwd": "no room"}, "wrong": ["dq", "dk"]}
     said = ["a packax fwd did not run: no room", "a packax WRONG: dq, dk"]
     assert turns.troubles("a packax", row) == said
@@ -118,7 +119,7 @@ def test_every_round_has_an_order_of_its_own():
     """The same in every run, and nobody always runs behind the same neighbour."""
     sys.path.insert(0, str(BENCHMARKS))
     try:
-        turns = importlib.import_module("turns")
+        turns = importlib.import_module("lib.turns")
     finally:
         sys.path.remove(str(BENCHMARKS))
     names = [f"scheme {n}" for n in range(10)]

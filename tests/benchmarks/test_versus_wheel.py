@@ -26,7 +26,7 @@ def flash_attention(query, key, value, mask):
 
 def versus(before, out, *arguments):
     return subprocess.run(
-        [sys.executable, "versus_wheel.py", "--before", before, "--out", out, *arguments],
+        [sys.executable, "compare/versus_wheel.py", "--before", before, "--out", out, *arguments],
         capture_output=True,
         text=True,
         cwd=BENCHMARKS,

@@ -47,9 +47,9 @@ def test_the_plans_are_balanced(tmp_path):
 
 
 def test_the_benchmark_moves_data_as_kvax_does(tmp_path):
-    script = ROOT / "benchmarks" / "context_parallel.py"
+    script = ROOT / "benchmarks" / "context.py"
     devices = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     settings = ("--quick", "--only", "kvax-like", "--rounds", "1", "--out", str(tmp_path))
     assert "wrote" in run(str(script), *settings, **devices)
-    (row,) = json.loads((tmp_path / "context_parallel.json").read_text())["schemes"].values()
+    (row,) = json.loads((tmp_path / "context.json").read_text())["schemes"].values()
     assert not row["wrong"] and set(row["times"]) == {"fwd", "bwd"}

@@ -3,7 +3,7 @@
     python tests/gpu/hand_over.py RACECHECK.txt FOLDER              (no GPU; nvdisasm is in the Triton wheel)
     python tests/gpu/hand_over.py RACECHECK.txt CUBINS 128x128
 
-RACECHECK.txt is what `hazards.py racecheck ... -- benchmarks/tune.py check FOLDER` wrote, FOLDER
+RACECHECK.txt is what `hazards.py racecheck ... -- benchmarks/tune/tune.py check FOLDER` wrote, FOLDER
 the one of `tune.py build`; or, of whole programs of these head dims, `... --
 tests/gpu/sanitize.py --small --dims 128x128`, CUBINS the output of csrc/aot/compile.py (read are
 those of bfloat16 that a driver of CUDA 13 gets on sm_90a). Lines `@begin WHAT of 64x64` in it say

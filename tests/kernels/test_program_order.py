@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import triton_interpreter as interpreter
-from paths import BENCHMARKS, KERNEL_DIR
+from paths import KERNEL_DIR, TUNE
 
 
 def walk_of_hopper():
@@ -81,13 +81,13 @@ def test_every_tile_once(tiles, group, kv_heads, batch, mask_batch, block):
 
 
 def benchmark(code: str):
-    """What the expression is in benchmarks/program_order.py; in a process of its own: there is a cases.py in both folders."""
+    """What the expression is in benchmarks/tune/program_order.py."""
     command = [
         sys.executable,
         "-c",
         f"import json\nfrom program_order import *\nprint(json.dumps({code}))",
     ]
-    made = subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, check=True)
+    made = subprocess.run(command, cwd=TUNE, capture_output=True, text=True, check=True)
     return json.loads(made.stdout)
 
 

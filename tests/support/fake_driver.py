@@ -1,4 +1,4 @@
-"""A libcuda for benchmarks/tune.py without a GPU: memory of the host, launches that are recorded, and kernels that write ones.
+"""A libcuda for benchmarks/tune/tune.py without a GPU: memory of the host, launches that are recorded, and kernels that write ones.
 
 `install(cubin)` makes cubin.Driver() use it. A kernel whose file says "bad" writes twos instead. Decoding is done, in NumPy.
 """

@@ -1,12 +1,21 @@
 """Where things of the repository lie, for tests that read files or start programs."""
 
+import os
 from pathlib import Path
 
 SUPPORT = Path(__file__).resolve().parent
 TESTS = SUPPORT.parent
 ROOT = TESTS.parent
 BENCHMARKS = ROOT / "benchmarks"
+TUNE = BENCHMARKS / "tune"
+COMPARE = BENCHMARKS / "compare"
 DOCS = ROOT / "docs"
 EXAMPLES = ROOT / "examples"
 KERNEL_DIR = ROOT / "csrc" / "kernels"
 AOT = ROOT / "csrc" / "aot"
+
+
+def importing(*folders: Path) -> dict[str, str]:
+    """This process's environment, in which a program also imports from these."""
+    parts = [*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(parts)}
