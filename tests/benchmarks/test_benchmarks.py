@@ -385,7 +385,7 @@ assert f"has {shares['pairs']:.1%} of causal's pairs" in shown and " of its bloc
 
 
 def test_counters_of_kernels(tmp_path):
-    """benchmarks/tune/counters.py with a stand-in for ncu: last launches, numbers with commas, what is ranked, and a failure that is said."""
+    """counters.py with a stand-in for ncu: the last launches, numbers with commas, ranks, failures."""
     tool = tmp_path / "ncu"
     tool.write_text(
         """#!/bin/bash
