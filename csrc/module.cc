@@ -4,9 +4,9 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
-#include "driver.h"
-#include "handlers.h"
-#include "variants.h"
+#include "ffi/stages.h"
+#include "runtime/driver.h"
+#include "runtime/variants.h"
 
 namespace nb = nanobind;
 

@@ -1,6 +1,6 @@
 """Which tiles tune.py compares, and how it compiles them: on the build machine, with Triton and no GPU.
 
-A candidate changes some constants of its kernel's row in the table (csrc/aot/variants.py); {} is the row itself.
+A candidate changes some constants of its kernel's row in the table (csrc/aot/table.py); {} is the row itself.
 Hopper kernels are compiled by both assemblers. What the table's limits would refuse (spills) is
 compiled all the same and said.
 """
@@ -18,7 +18,7 @@ from typing import Any
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "csrc" / "aot"))
 
-import variants as table  # noqa: E402
+import table  # noqa: E402
 
 Constants = dict[str, int]
 TILE = ("BLOCK_M", "BLOCK_N", "STAGES", "WARPS")  # a row of TILES
@@ -31,16 +31,16 @@ def tiles(*rows: tuple[int, ...]) -> list[Constants]:
 # kernel -> (query/key dim, value dim) -> candidates. What a kernel or the table does not have is
 # left out by the build, which says so.
 CANDIDATES: dict[str, dict[tuple[int, int], list[Constants]]] = {
-    "forward_hopper": {
+    "forward_sm90": {
         (64, 64): [{}, {"BLOCK_N": 64, "STAGES": 3}, {"ANEW": 1}],
         (128, 128): [{}, {"BLOCK_N": 64, "STAGES": 4}, {"ANEW": 1}],
         (192, 128): [{}, {"BLOCK_N": 64}, {"ANEW": 1}],
         (256, 256): [{}, {"ANEW": 1}],
     },
-    "forward_hopper_few": {
+    "forward_sm90_low_occupancy": {
         (64, 64): [{}, {"ANEW": 1}, {"STAGES": 3}, {"BLOCK_N": 64, "STAGES": 4}]
     },
-    "backward_hopper": {
+    "backward_sm90": {
         (64, 64): [
             *({}, {"SKIP": 0}, {"TURNS": 1}, {"DQ": 1, "CONSUMER_REGISTERS": 240}),
             {"FOLD": 1},
@@ -49,13 +49,13 @@ CANDIDATES: dict[str, dict[tuple[int, int], list[Constants]]] = {
             *({}, {"SKIP": 1}, {"TURNS": 0}, {"ANEW": 0}, {"FOLD": 0}),
         ],
     },
-    "backward_dkdv_hopper": {
+    "backward_dkdv_sm90": {
         (64, 64): [{}, {"SKIP": 0}, {"TURNS": 1}, {"ANEW": 1}, {"FOLD": 1}],
         (128, 128): [{}, {"SKIP": 0}, {"TURNS": 0}, {"ANEW": 0}, {"FOLD": 0}],
         (192, 128): [{}, {"ANEW": 0}],
         (256, 256): [{}, {"QK_CHUNK": 128}, {"QK_CHUNK": 256}, {"ANEW": 1}, {"ANEW": 1, "QK_CHUNK": 256}],
     },
-    "backward_dq_hopper": {
+    "backward_dq_sm90": {
         (64, 64): [{}, {"DO_REGISTERS": 1}, {"ANEW": 1}],
         (128, 128): [{}, {"BLOCK_N": 64, "STAGES": 3}, {"ANEW": 1}],
         (192, 128): [{}, {"DO_REGISTERS": 0}, {"ANEW": 1}],
@@ -96,8 +96,8 @@ CANDIDATES: dict[str, dict[tuple[int, int], list[Constants]]] = {
     },
 }  # fmt: skip
 PIPELINES = (  # run together
-    {"backward_prepare", "backward_hopper", "backward_finish"},
-    {"backward_prepare", "backward_dkdv_hopper", "backward_dq_hopper"},
+    {"backward_prepare", "backward_sm90", "backward_finish"},
+    {"backward_prepare", "backward_dkdv_sm90", "backward_dq_sm90"},
 )
 # what candidates run beside, or are compared with
 TWINS = {"forward", "backward_delta", "backward_dkdv", "backward_dq", *table.MASK_KERNELS}
@@ -120,13 +120,13 @@ def variant(
     kernel: str, arch: table.Arch, dims: tuple[int, int], changed: Constants, assembler: str
 ) -> Candidate:
     """The table's own variant with `changed` constants; LookupError where there is none to change."""
-    hopper = kernel in table.HOPPER_TILES
+    hopper = kernel in table.SM90_TILES
     portable = table.TILES | table.DECODE_TILES
-    rows: dict[Any, Any] = table.HOPPER_TILES[kernel] if hopper else portable[kernel]
+    rows: dict[Any, Any] = table.SM90_TILES[kernel] if hopper else portable[kernel]
     wanted = (dims, max(dims)) if hopper else ((arch.tiles, dims), (arch.tiles, max(dims)))
     key = next((key for key in wanted if key in rows), None)
     if dims not in table.HEAD_DIMS or key is None or (hopper and arch.tiles != "hopper"):
-        raise LookupError(f"no row for {kernel} {dims[0]}x{dims[1]} {arch.name} in variants.py")
+        raise LookupError(f"no row for {kernel} {dims[0]}x{dims[1]} {arch.name} in table.py")
     kept = rows[key]
     row = dict(kept) if hopper else dict(zip(TILE, kept, strict=True))
     if assembler == "12.9":
@@ -136,10 +136,10 @@ def variant(
         raise LookupError(
             f"{kernel} has no constant {', '.join(sorted(unknown))}: {', '.join(row)}"
         )
-    try:  # variants.py turns a row into constants and the rows of a program
+    try:  # table.py turns a row into constants and the rows of a program
         rows[key] = row | changed if hopper else tuple((row | changed).values())
         if hopper:  # of 13.4, which changes no constants
-            made = table.hopper(kernel, arch, "bf16", *dims, "13.4")
+            made = table.sm90(kernel, arch, "bf16", *dims, "13.4")
         else:
             made = table.tiled(kernel, arch, "bf16", *dims)
     finally:

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from compare.versus_fa4 import torch_environment, unpacked
 from lib.cases import select
 
-KERNELS = "hopper|backward_prepare|backward_finish|cudnn|sdpa|cutlass|flash"
+KERNELS = "sm90|backward_prepare|backward_finish|cudnn|sdpa|cutlass|flash"
 SECTIONS = (
     *("SpeedOfLight", "ComputeWorkloadAnalysis", "WarpStateStats", "SchedulerStats"),
     *("InstructionStats", "MemoryWorkloadAnalysis", "MemoryWorkloadAnalysis_Tables", "LaunchStats"),

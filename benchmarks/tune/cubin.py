@@ -154,7 +154,7 @@ def tensor_map(driver: Driver, buffer: Buffer, spec: dict[str, Any]) -> tuple[An
     )
     driver.ok(status, f"cuTensorMapEncodeTiled of {buffer.shape}, {spec}")
     if rows * columns * size - size + 1 < 128 * 1024 and driver.version <= 13010:
-        made.map[10] &= ~(1 << 5)  # bit 21 of the second word, as csrc/driver.cc
+        made.map[10] &= ~(1 << 5)  # bit 21 of the second word, as csrc/runtime/driver.cc
     made.shape[:] = [1, rows, columns]
     made.strides[:] = [rows * columns, columns, 1]
     return storage, made

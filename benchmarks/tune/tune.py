@@ -1,7 +1,7 @@
 """Compare candidate tiles of one architecture: compile them here, time them on a machine that has nothing but numpy and a driver.
 
-    python benchmarks/tune/tune.py build DIR --arch 90a [--kernels forward_hopper ...] [--dims 128x128 ...]
-        [--try backward_hopper:128:CONSUMER_REGISTERS=232,TURNS=0] [--only] (build machine: Triton, no GPU)
+    python benchmarks/tune/tune.py build DIR --arch 90a [--kernels forward_sm90 ...] [--dims 128x128 ...]
+        [--try backward_sm90:128:CONSUMER_REGISTERS=232,TURNS=0] [--only] (build machine: Triton, no GPU)
     python benchmarks/tune/tune.py time DIR [--kernels ...] [--dims ...] [--cases ...] [--rounds 11]   (GPU machine)
 
 `build` takes the candidates of candidates.py; with --only those of --try alone. `time` first runs every candidate once in another
@@ -33,17 +33,17 @@ from tune_decode import DECODE, time_decode
 from tune_decode import TIMED as DECODE_TIMED
 from work import DETERMINISTIC, HOPPER_BACKWARD, Launch, Work, difference
 
-FORWARD = ("forward", "forward_hopper", "forward_hopper_few")
+FORWARD = ("forward", "forward_sm90", "forward_sm90_low_occupancy")
 PORTABLE_BACKWARD = ("backward_dkdv", "backward_dq")
 RESULTS = {
     "forward": ("out", "lse"),
-    "forward_hopper": ("out", "lse"),
-    "forward_hopper_few": ("out", "lse"),
+    "forward_sm90": ("out", "lse"),
+    "forward_sm90_low_occupancy": ("out", "lse"),
     "backward_dkdv": ("dk", "dv"),
     "backward_dq": ("dq",),
     **dict.fromkeys(HOPPER_BACKWARD, ("dq", "dk", "dv")),
-    "backward_dkdv_hopper": ("dk", "dv"),
-    "backward_dq_hopper": ("dq",),
+    "backward_dkdv_sm90": ("dk", "dv"),
+    "backward_dq_sm90": ("dq",),
 }
 KERNELS = tuple(RESULTS)
 CLOSE = 5e-3  # relative difference of two right candidates in bfloat16, which may round P, too
@@ -73,11 +73,11 @@ def operations(case: Case, kernel: str) -> float | None:
     pairs, qk, v = 2.0 * case.heads * case.area, case.head_dim, case.value_dim
     return {
         **dict.fromkeys(FORWARD, case.forward_flops),
-        "backward_hopper": case.backward_flops,
+        "backward_sm90": case.backward_flops,
         "backward": case.backward_flops,
         "deterministic": case.backward_flops,
-        **dict.fromkeys(("backward_dkdv", "backward_dkdv_hopper"), pairs * 2 * (qk + v)),
-        **dict.fromkeys(("backward_dq", "backward_dq_hopper"), pairs * (2 * qk + v)),
+        **dict.fromkeys(("backward_dkdv", "backward_dkdv_sm90"), pairs * 2 * (qk + v)),
+        **dict.fromkeys(("backward_dq", "backward_dq_sm90"), pairs * (2 * qk + v)),
     }.get(kernel)
 
 
@@ -124,7 +124,7 @@ class Plan:
         """Results of the portable kernels; of the table's own Hopper kernels where there are none."""
         work = self.work
         work.poison(("out", "lse", "dq", "dk", "dv"))
-        forward = self.twins.get("forward") or self.own.get("forward_hopper")
+        forward = self.twins.get("forward") or self.own.get("forward_sm90")
         if forward is None:
             raise SystemExit(f"{work.case.name}: no forward was built, and the backward needs one")
         forward()
@@ -168,10 +168,10 @@ class Plan:
         launches = {title: self.alone[title] for title in right}
         for title in right:
             run = self.together(title)
-            if self.candidates[title][0] == "backward_hopper" and run is not None:
-                launches[title.replace("backward_hopper", "backward", 1)] = run
-            if self.candidates[title][0] == "backward_dq_hopper" and run is not None:
-                launches[title.replace("backward_dq_hopper", "deterministic", 1)] = run
+            if self.candidates[title][0] == "backward_sm90" and run is not None:
+                launches[title.replace("backward_sm90", "backward", 1)] = run
+            if self.candidates[title][0] == "backward_dq_sm90" and run is not None:
+                launches[title.replace("backward_dq_sm90", "deterministic", 1)] = run
         return launches
 
 
@@ -182,7 +182,7 @@ def time_case(plan: Plan, differences: dict[str, float], rounds: int) -> list[di
     for title, (ms, low, high) in plan.work.driver.interleaved(launches, rounds).items():
         name, _, rest = title.partition(" ")
         flops = operations(case, name)
-        first = {"backward": "backward_hopper", "deterministic": "backward_dq_hopper"}.get(name)
+        first = {"backward": "backward_sm90", "deterministic": "backward_dq_sm90"}.get(name)
         own = title if title in plan.candidates else f"{first} {rest}"
         meta = plan.candidates[own][1].meta if own in plan.candidates else {}
         rows.append({

@@ -22,7 +22,7 @@ from lib.decode_cases import CASES, Case
 from probe import say_begin, say_end
 
 DECODE = ("decode", "decode_tall")
-FEW_ROWS = 16  # of a group, in a tile of `decode`: csrc/decode.cc
+FEW_ROWS = 16  # of a group, in a tile of `decode`: csrc/ffi/decode.cc
 CLOSE = 5e-3  # relative difference in bfloat16, which may round P, too
 COPIED = 1 << 30
 

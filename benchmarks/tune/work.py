@@ -1,7 +1,7 @@
 """One case on the device, for tune.py: inputs, mask arrays, workspaces, and the launches of docs/design.md.
 
 Kernels get their arguments by name, from one namespace; which of them are tensor maps, pointers or
-numbers is what the build recorded (csrc/aot/variants.py), so a kernel may change that freely.
+numbers is what the build recorded (csrc/aot/table.py), so a kernel may change that freely.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from lib.cases import Case
 
 Launch = Callable[[], None]
 SAMPLED = 8192  # rows of a long case that are compared
-HOPPER_BACKWARD = ("backward_prepare", "backward_hopper", "backward_finish")
-DETERMINISTIC = ("backward_prepare", "backward_dkdv_hopper", "backward_dq_hopper")
+HOPPER_BACKWARD = ("backward_prepare", "backward_sm90", "backward_finish")
+DETERMINISTIC = ("backward_prepare", "backward_dkdv_sm90", "backward_dq_sm90")
 
 
 def bfloat16(x: np.ndarray) -> np.ndarray:
@@ -114,7 +114,7 @@ class Work:
             return heads * self.padded // block
         if name == "backward_delta":
             return heads * -(-rows // block)
-        if name in ("backward_hopper", "backward_dkdv_hopper", "backward_dkdv"):
+        if name in ("backward_sm90", "backward_dkdv_sm90", "backward_dkdv"):
             return kv_heads * -(-rows // 128) * (128 // block)
         if name in ("forward", "backward_dq"):
             return heads * -(-rows // 128) * (128 // block)

@@ -33,7 +33,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 KERNEL_DIR = HERE.parent / "kernels"
 sys.path[:0] = [str(HERE), str(KERNEL_DIR)]
 
-import variants as table  # noqa: E402
+import table  # noqa: E402
 
 TRITON_VERSION = "3.9.0"
 PTX_TYPES = {
@@ -51,7 +51,7 @@ TRITON_DTYPES = {"bf16": "bf16", "f16": "fp16", "f32": "fp32", "tf32": "fp32"}
 def tensor_map_type(
     dtype: str, tile: tuple[str, int | str, int | str], constants: dict[str, int]
 ) -> str:
-    """Gluon's type of a host tensor map that moves `tile` (variants.TENSOR_MAPS)."""
+    """Gluon's type of a host tensor map that moves `tile` (table.TENSOR_MAPS)."""
     from triton.experimental.gluon import language as gl
 
     element, *sizes = tile
@@ -153,7 +153,7 @@ def check_assembly(variant: table.Variant, stack: int, log: str) -> None:
     if stack > variant.spills:
         raise SystemExit(
             f"{variant.name}: {stack} bytes of local memory a thread, {variant.spills} are accepted "
-            "(SPILLS in variants.py)"
+            "(SPILLS in table.py)"
         )
     serialised = re.search(r".*(C75\d\d|wgmma.*serializ).*", log)
     if serialised and variant.kernel not in table.SERIALISED:
@@ -270,13 +270,17 @@ def keep(variant: table.Variant, out: pathlib.Path, store: pathlib.Path) -> None
         part.replace(store / name)
 
 
+def module_file(module: str) -> pathlib.Path:
+    return KERNEL_DIR / f"{module.replace('.', '/')}.py"
+
+
 @functools.cache
 def source_bytes(source: str) -> bytes:
     """A kernel's file, those it imports, theirs, and this one."""
-    files = [pathlib.Path(__file__), KERNEL_DIR / f"{source}.py"]
+    files = [pathlib.Path(__file__), module_file(source)]
     for file in files:  # grows
-        for name in re.findall(r"^from (\w+) import", file.read_text(), re.MULTILINE):
-            found = KERNEL_DIR / f"{name}.py"
+        for name in re.findall(r"^from ([\w.]+) import", file.read_text(), re.MULTILINE):
+            found = module_file(name)
             if found.exists() and found not in files:
                 files.append(found)
     return b"\0".join(f.read_bytes() for f in files)

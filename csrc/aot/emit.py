@@ -25,11 +25,11 @@ C_TYPES = {
     "f32": "float",
     "tma": "TensorMap",
 }
-MAX_MAPS = 12  # kMaxTensorMaps of csrc/tensor_map.h
+MAX_MAPS = 12  # kMaxTensorMaps of csrc/runtime/tensor_map.h
 # Orders of tiles that a mask holds, by the rows or keys that a kernel with tensor maps may take at
 # once: whole tiles of 128 or 192 rows, so its block picks the order; tiles of 128 keys or halves.
 ORDERS = {"q_order": (128, 192), "kv_order": (64, 128)}
-OLDEST_DRIVER = 12000  # csrc/driver.cc needs functions of CUDA 12.0
+OLDEST_DRIVER = 12000  # csrc/runtime/driver.cc needs functions of CUDA 12.0
 DTYPES = {"any": "kAny", "bf16": "kBf16", "f16": "kF16", "f32": "kF32", "tf32": "kTf32"}
 FIELDS = {
     "kernel": str,
@@ -89,7 +89,7 @@ class Variant:
 
     @property
     def key(self) -> tuple:
-        """What Find() in csrc/variants.cc tells apart: of two rows with one key, one is dead."""
+        """What Find() in csrc/runtime/variants.cc tells apart: of two rows with one key, one is dead."""
         dims = self.qk_dim, self.v_dim
         return (self.kernel, self.cc, self.exact, self.driver, self.dtype, *dims)
 
@@ -177,7 +177,7 @@ def read_kernels(path: Path) -> dict[str, Params]:
 
 def check_kernel_name(where: str, kernel: str) -> None:
     check(
-        re.fullmatch(r"[a-z]+(_[a-z]+)*", kernel) is not None,
+        re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", kernel) is not None,
         f"{where}: kernel is {kernel!r}, expected lower-case words joined by '_'",
     )
 
@@ -295,7 +295,7 @@ def addresses(name: str, kind: str) -> list[str]:
 
 def args_h(kernels: dict[str, Params]) -> str:
     out = [HEADER, "#pragma once\n\n#include <array>\n#include <cstdint>\n\n"]
-    out.append('#include "tensor_map.h"\n\nnamespace packax {\n\n')
+    out.append('#include "runtime/tensor_map.h"\n\nnamespace packax {\n\n')
     out.append("enum class Kernel {\n")
     out += [f"  k{camel(k)},\n" for k in sorted(kernels)]
     out.append("};\n\n// Indexed by Kernel.\ninline constexpr const char* kKernelNames[] = {\n")

@@ -19,10 +19,10 @@ OLDEST_DRIVER = 12000  # the newest CUDA that the driver supports; the cubins ar
 CUDA_13_DRIVER = 13000
 PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 ATTENTION_KERNELS = ("forward", "backward_delta", "backward_dkdv", "backward_dq")
-FASTER_FORWARD = "forward_hopper"  # runs in place of forward where there is one
+FASTER_FORWARD = "forward_sm90"  # runs in place of forward where there is one
 DTYPES = {"bfloat16": "bf16", "float16": "f16"}
 FLOAT32 = {"float32": "f32", "float32 in TF32": "tf32"}  # kernels for any head dim up to theirs
-GENERAL_KERNELS = ("forward_general", "backward_dkdv_general", "backward_dq_general")
+GENERAL_KERNELS = ("forward_fallback", "backward_dkdv_fallback", "backward_dq_fallback")
 
 
 @dataclasses.dataclass(frozen=True)

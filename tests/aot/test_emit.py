@@ -1,4 +1,4 @@
-"""csrc/aot/emit.py, and the lookup over what it generates (csrc/variants.cc), on made-up tables.
+"""csrc/aot/emit.py, and the lookup over what it generates (csrc/runtime/variants.cc), on made-up tables.
 
 Guards against a table that C++ would misread: two rows of which one can never be reached, parameter
 lists that differ under one struct, a device given a cubin that it cannot run. No GPU, no Triton.
@@ -352,7 +352,11 @@ def lookup(tmp_path_factory):
     write(source, "upwards_sm90a_13000", kernel="upwards", **newer)
     table = emit.emit(source, out)
     program = folder / "lookup"
-    files = [ROOT / "tests/support/cpp/lookup.cc", ROOT / "csrc/variants.cc", out / "cubins.S"]
+    files = [
+        ROOT / "tests/support/cpp/lookup.cc",
+        ROOT / "csrc/runtime/variants.cc",
+        out / "cubins.S",
+    ]
     flags = ["-std=c++20", f"-I{ROOT / 'csrc'}", f"-I{out}", f"-Wa,-I,{source}"]
     subprocess.run([COMPILER, *flags, *files, "-o", program], check=True)
 

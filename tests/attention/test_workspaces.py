@@ -52,7 +52,7 @@ def test_workspace_by_request(monkeypatch):
         assert backward_workspace(monkeypatch, with_hopper(), deterministic=flag) == elements
 
 
-APART = ("backward_hopper", "backward_dkdv_hopper", "backward_dq_hopper")
+APART = ("backward_sm90", "backward_dkdv_sm90", "backward_dq_sm90")
 
 
 @pytest.mark.parametrize("capability,large", [(90, True), (80, False)])
@@ -99,7 +99,7 @@ def test_workspace_by_build(monkeypatch):
         assert backward_workspace(monkeypatch, rows, {capability}) == elements
 
 
-CAPPED = tuple(f"{kernel}_capped" for kernel in APART)
+CAPPED = tuple(f"{kernel}_soft_cap" for kernel in APART)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_workspace_of_a_soft_cap_without_a_cap(monkeypatch):
     assert backward_workspace(monkeypatch, with_hopper(kernels=CAPPED)) == SMALL
 
 
-BIASED = ("backward_hopper_biased",)
+BIASED = ("backward_sm90_alibi",)
 SLOPES = np.ones(8)
 
 
@@ -165,7 +165,7 @@ def test_workspace_of_the_gradient_of_slopes(monkeypatch):
         assert made[-1] == f"{workspace}xf32"
 
 
-MAPPED = tuple(f"{kernel}_mapped" for kernel in APART[1:])
+MAPPED = tuple(f"{kernel}_block_lists" for kernel in APART[1:])
 
 
 def with_a_map(size=(64, 64)):

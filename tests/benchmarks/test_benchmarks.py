@@ -392,12 +392,12 @@ def test_counters_of_kernels(tmp_path):
 echo "==PROF== Connected to process 1"
 cat <<'CSV'
 "ID","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value"
-"0","backward_hopper(int, TensorMap)","SpeedOfLight","Elapsed Cycles","cycle","9,999"
-"0","backward_hopper(int, TensorMap)","SpeedOfLight","SM Busy","%","11.00"
-"1","backward_hopper(int, TensorMap)","SpeedOfLight","Elapsed Cycles","cycle","17,123,456"
-"1","backward_hopper(int, TensorMap)","LaunchStats","Function Cache Configuration","","CachePreferNone"
-"1","backward_hopper(int, TensorMap)","WarpStateStats","Stall Barrier","inst","1.50"
-"1","backward_hopper(int, TensorMap)","WarpStateStats","Stall GMMA","inst","2.50"
+"0","backward_sm90(int, TensorMap)","SpeedOfLight","Elapsed Cycles","cycle","9,999"
+"0","backward_sm90(int, TensorMap)","SpeedOfLight","SM Busy","%","11.00"
+"1","backward_sm90(int, TensorMap)","SpeedOfLight","Elapsed Cycles","cycle","17,123,456"
+"1","backward_sm90(int, TensorMap)","LaunchStats","Function Cache Configuration","","CachePreferNone"
+"1","backward_sm90(int, TensorMap)","WarpStateStats","Stall Barrier","inst","1.50"
+"1","backward_sm90(int, TensorMap)","WarpStateStats","Stall GMMA","inst","2.50"
 CSV
 echo "$@" >&2
 [ "${!#}" != causal_1k_d64 ]
@@ -424,7 +424,7 @@ echo "$@" >&2
     lines = [line.split() for line in done.stdout.splitlines()]
     assert lines == [
         ["==", "packax,", "causal_16k_d128"],
-        ["backward_hopper"],
+        ["backward_sm90"],
         ["Elapsed", "Cycles", "17,123,456.00", "cycle"],
         ["Stall", "GMMA", "2.50", "inst"],
         ["Stall", "Barrier", "1.50", "inst"],
@@ -446,7 +446,7 @@ ran = lambda pid, tid, ts, dur, name: {"ph": "X", "pid": pid, "tid": tid, "ts": 
 events = [
     name(1, "process_name", "/device:GPU:1"), name(2, "process_name", "/host:CPU"),
     name(1, "thread_name", "Stream #7(Compute)", 3), name(1, "thread_name", "XLA Ops", 4), name(2, "thread_name", "Stream #1", 5),
-    ran(1, 3, 3500.0, 250.0, "nccl(args<4>)"), ran(1, 3, 2000.0, 1000.0, "forward_hopper"), ran(1, 3, 1000.0, 1.0, "Memset 3"),
+    ran(1, 3, 3500.0, 250.0, "nccl(args<4>)"), ran(1, 3, 2000.0, 1000.0, "forward_sm90"), ran(1, 3, 1000.0, 1.0, "Memset 3"),
     ran(1, 4, 1.0, 1.0, "an op"), ran(2, 5, 1.0, 1.0, "host"), {"name": "no process"},
 ]
 with tempfile.TemporaryDirectory() as folder:
@@ -459,7 +459,7 @@ with tempfile.TemporaryDirectory() as folder:
     )
     assert [line.split() for line in shown.splitlines()] == [
         ["device:GPU:1"],
-        ["0.000", "1.000", "Stream", "#7", "forward_hopper"],
+        ["0.000", "1.000", "Stream", "#7", "forward_sm90"],
         ["1.500", "0.250", "Stream", "#7", "nccl"],
     ]
 

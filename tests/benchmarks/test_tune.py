@@ -22,20 +22,20 @@ SETUP = """
 import json, pathlib, sys
 sys.path[:0] = [sys.argv[1] + "/../../csrc/aot"]
 sys.path.append(sys.argv[1])
-import compile as aot, variants
+import compile as aot, table
 import candidates, cubin, fake_driver, tune
 
 folder = pathlib.Path(sys.argv[2])
 (folder / "cubins").mkdir(parents=True)
 cuda = fake_driver.install(cubin)
-HOPPER = variants.ARCHS["90a"]
+HOPPER = table.ARCHS["90a"]
 DIMS = (128, 128)
 
 def write(variant, label):
     params = aot.parameters(variant.kernel, aot.argument_names(variant.kernel, variant.source))
     constants = dict(variant.constants)
     boxes = []
-    for _, *sizes in variants.TENSOR_MAPS.get(variant.kernel, {}).values():
+    for _, *sizes in table.TENSOR_MAPS.get(variant.kernel, {}).values():
         rows, columns = (constants[n] if isinstance(n, str) else n for n in sizes)
         boxes.append({"box": [1, rows, min(columns, 64)], "swizzle": 3})
     meta = {"kernel": variant.kernel, "symbol": variant.kernel, "block": variant.block, "params": params,
@@ -49,9 +49,9 @@ def built(*kernels, twins=True):
     some = candidates.chosen("90a", kernels, [DIMS], ["12.9", "13.4"], [])
     rows = [write(v, v.label) for v in some]
     if twins:
-        rows += [write(v, None) for v in variants.variants(("90a",), ("bf16",), (DIMS,))
-                 if v.kernel not in variants.HOPPER_TILES and not v.kernel.startswith("decode")
-                 and not v.kernel.endswith("_general")]  # which the harness does not run
+        rows += [write(v, None) for v in table.variants(("90a",), ("bf16",), (DIMS,))
+                 if v.kernel not in table.SM90_TILES and not v.kernel.startswith("decode")
+                 and not v.kernel.endswith("_fallback")]  # which the harness does not run
     (folder / "index.json").write_text(json.dumps(rows))
     return rows
 """
@@ -88,10 +88,10 @@ for row in rows.rows:
         block = rows.kernel(row).meta["block"]
         padded, per_tile = 3008, -(-3001 // 128) * (128 // block)
         assert launch["grid"] == ({
-            "forward": 8 * per_tile, "forward_hopper": 10, "backward_dq": 8 * per_tile,
+            "forward": 8 * per_tile, "forward_sm90": 10, "backward_dq": 8 * per_tile,
             "backward_dkdv": 2 * per_tile, "backward_delta": 8 * -(-3001 // block),
-            "backward_prepare": 8 * padded // block, "backward_hopper": 2 * per_tile,
-            "backward_dkdv_hopper": 2 * per_tile, "backward_dq_hopper": 10,
+            "backward_prepare": 8 * padded // block, "backward_sm90": 2 * per_tile,
+            "backward_dkdv_sm90": 2 * per_tile, "backward_dq_sm90": 10,
             "backward_finish": 8 * padded // block}[row["kernel"]], 1, 1), launch
         for name, value in launch.items():
             kept = work.given.get(name)
@@ -100,7 +100,7 @@ for row in rows.rows:
                 assert value == order.pointer.value, (row, name)
             elif kept is not None:
                 assert abs(value - kept) < 1e-6, (row, name)
-        if row["kernel"] in ("forward_hopper", "backward_dq_hopper"):
+        if row["kernel"] in ("forward_sm90", "backward_dq_sm90"):
             assert cuda.memsets[-1] == work.given["counter"].pointer.value
 work.free()
 assert not cuda.memory
@@ -123,30 +123,30 @@ def test_a_wrong_candidate_is_named_and_not_timed(tmp_path):
     shown = script(
         tmp_path,
         """
-rows = built("forward_hopper", "backward_hopper")
-bad = next(r for r in rows if r["kernel"] == "backward_hopper" and r["label"] != "table")
+rows = built("forward_sm90", "backward_sm90")
+bad = next(r for r in rows if r["kernel"] == "backward_sm90" and r["label"] != "table")
 image = folder / "cubins" / f"{bad['file']}.cubin"
 image.write_text(json.dumps(json.loads(image.read_text()) | {"file": "bad"}))
 tune.TIMED = {"small": (256, 2, 32, 8)}
-status = tune.time_candidates(folder, ["forward_hopper", "backward_hopper"], None, ["small"], 3)
+status = tune.time_candidates(folder, ["forward_sm90", "backward_sm90"], None, ["small"], 3)
 assert status == 1
-title = f"backward_hopper {bad['label']} {bad['assembler']}"
+title = f"backward_sm90 {bad['label']} {bad['assembler']}"
 report = json.loads((pathlib.Path(sys.argv[2]).parent / "tune.json").read_text())
 assert report["wrong"] == [f"odd 128x128 {title}"], report["wrong"]  # and in no later case
 timed = {(row["kernel"], row["tile"]) for row in report["rows"]}
-assert ("backward_hopper", f"{bad['label']} {bad['assembler']}") not in timed
-assert ("backward_hopper", "table 13.4") in timed and ("backward", "table 13.4") in timed
+assert ("backward_sm90", f"{bad['label']} {bad['assembler']}") not in timed
+assert ("backward_sm90", "table 13.4") in timed and ("backward", "table 13.4") in timed
 assert ("backward_prepare", "table 12.9") in timed  # beside which it ran
 assert report["rows"][0]["tile"] == "table 13.4"
 assert all(row["case"] == "small" for row in report["rows"])
 flops = {row["kernel"]: row["ms"] * row["tflops"] for row in report["rows"] if row["tflops"]}
-assert abs(flops["backward"] / flops["forward_hopper"] - 2.5) < 0.2
+assert abs(flops["backward"] / flops["forward_sm90"] - 2.5) < 0.2
 """,
     )
-    assert "backward_hopper table 13.4 ... difference 0.0e+00\n" in shown
-    assert "WRONG, not timed: odd 128x128 backward_hopper" in shown
+    assert "backward_sm90 table 13.4 ... difference 0.0e+00\n" in shown
+    assert "WRONG, not timed: odd 128x128 backward_sm90" in shown
     lines = [x.split() for x in shown.splitlines()]
-    line = [x for x in lines if x[2:5] == ["forward_hopper", "table", "13.4"]][-1]
+    line = [x for x in lines if x[2:5] == ["forward_sm90", "table", "13.4"]][-1]
     assert line[:2] == ["small", "128x128"] and any(x.startswith("1.000") for x in line)
 
 
@@ -154,34 +154,34 @@ def test_candidates_change_the_tables_row_and_leave_it(tmp_path):
     shown = script(
         tmp_path,
         """
-before = json.dumps(variants.HOPPER_TILES)
-made = candidates.variant("forward_hopper", HOPPER, (64, 64), {"WARP_GROUPS": 2}, "13.4")
+before = json.dumps(table.SM90_TILES)
+made = candidates.variant("forward_sm90", HOPPER, (64, 64), {"WARP_GROUPS": 2}, "13.4")
 assert made.block == 128 and dict(made.constants)["WARP_GROUPS"] == 2
-assert made.name == "forward_hopper_bf16_64x64_sm90a_cuda13__WARP_GROUPS2" and made.driver == 13000
-assert dict(made.constants) | {"WARP_GROUPS": 3} == dict(variants.hopper("forward_hopper", HOPPER, "bf16", 64, 64).constants)
-assert json.dumps(variants.HOPPER_TILES) == before
+assert made.name == "forward_sm90_bf16_64x64_sm90a_cuda13__WARP_GROUPS2" and made.driver == 13000
+assert dict(made.constants) | {"WARP_GROUPS": 3} == dict(table.sm90("forward_sm90", HOPPER, "bf16", 64, 64).constants)
+assert json.dumps(table.SM90_TILES) == before
 for assembler, changed, anew in (("13.4", {}, 0), ("12.9", {}, 1), ("12.9", {"ANEW": 0}, 0), ("13.4", {"ANEW": 1}, 1)):
-    made = candidates.variant("backward_dq_hopper", HOPPER, DIMS, changed, assembler)
+    made = candidates.variant("backward_dq_sm90", HOPPER, DIMS, changed, assembler)
     assert dict(made.constants)["ANEW"] == anew and made.assembler == assembler
     if not changed:
-        assert made.constants == variants.hopper("backward_dq_hopper", HOPPER, "bf16", *DIMS, assembler).constants
+        assert made.constants == table.sm90("backward_dq_sm90", HOPPER, "bf16", *DIMS, assembler).constants
 made = candidates.variant("backward_dkdv", HOPPER, (64, 64), {"BLOCK_N": 128, "WARPS": 8}, "12.9")
 assert made.block == 128 and made.warps == 8
-for kernel, dims, change in (("forward_hopper", (64, 64), {"ROWS": 1}), ("forward_hopper", (32, 32), {})):
+for kernel, dims, change in (("forward_sm90", (64, 64), {"ROWS": 1}), ("forward_sm90", (32, 32), {})):
     try:
         candidates.variant(kernel, HOPPER, dims, change, "12.9")
     except LookupError as error:
         print(error)
 names = [v.name for v in candidates.chosen("90a", ["backward_prepare"], [DIMS], ["12.9", "13.4"], ["backward_prepare:128:ROWS=128"])]
 assert len(names) == len(set(names)) and any("ROWS128" in name for name in names)
-assert sum("backward_hopper" in name for name in names) == 2  # its pipeline, by both assemblers
-only = candidates.chosen("90a", ["forward_hopper"], None, ["13.4"], ["backward_hopper:128:FOLD=0"], listed=False)
+assert sum("backward_sm90" in name for name in names) == 2  # its pipeline, by both assemblers
+only = candidates.chosen("90a", ["forward_sm90"], None, ["13.4"], ["backward_sm90:128:FOLD=0"], listed=False)
 assert sorted(v.name.rpartition("sm90a")[2] + " " + v.kernel for v in only) == [
-    "__table backward_finish", "__table backward_prepare", "_cuda13__FOLD0 backward_hopper", "_cuda13__table backward_hopper"]
+    "__table backward_finish", "__table backward_prepare", "_cuda13__FOLD0 backward_sm90", "_cuda13__table backward_sm90"]
 """,
     )
-    assert "forward_hopper has no constant ROWS: " in shown
-    assert "no row for forward_hopper 32x32" in shown
+    assert "forward_sm90 has no constant ROWS: " in shown
+    assert "no row for forward_sm90 32x32" in shown
 
 
 CHILD = """
@@ -215,11 +215,11 @@ def test_check_announces_and_leaves_out(tmp_path):
     shown = script(
         tmp_path,
         """
-built("backward_hopper")
-without = {"backward_hopper table 13.4 128x128": ""}
-assert tune.time_candidates(folder, ["backward_hopper"], None, [], 0, without, True) == 0
+built("backward_sm90")
+without = {"backward_sm90 table 13.4 128x128": ""}
+assert tune.time_candidates(folder, ["backward_sm90"], None, [], 0, without, True) == 0
 """,
     )
     begun = [x for x in shown.splitlines() if x.startswith("@begin ")]
-    assert "@begin backward_hopper table 12.9 128x128" in begun and shown.endswith("@end\n")
-    assert "@begin backward_hopper table 13.4 128x128" not in begun
+    assert "@begin backward_sm90 table 12.9 128x128" in begun and shown.endswith("@end\n")
+    assert "@begin backward_sm90 table 13.4 128x128" not in begun

@@ -21,14 +21,14 @@ sys.path[:0] = [sys.argv[1] + "/../../csrc/aot"]
 sys.path.append(sys.argv[1])
 import candidates, cubin, decode_work, fake_driver, tune, tune_decode
 from lib import decode_cases
-import compile as aot, variants  # last: a kernel file has the name of a benchmark
+import compile as aot, table  # last: a kernel file has the name of a benchmark
 
 folder = pathlib.Path(sys.argv[2])
 (folder / "cubins").mkdir(parents=True)
 cuda = fake_driver.install(cubin)
 DIMS = [(64, 64), (128, 128)]
 some = list(candidates.chosen("90a", tune_decode.DECODE, DIMS, ["12.9", "13.4"], []))
-some += [v for v in variants.variants(("90a",), ("bf16",), DIMS) if v.kernel == "decode_combine"]
+some += [v for v in table.variants(("90a",), ("bf16",), DIMS) if v.kernel == "decode_combine"]
 rows = []
 for v in some:
     params = aot.parameters(v.kernel, aot.argument_names(v.kernel, v.source))
@@ -115,7 +115,7 @@ for launch in cuda.launches:
 
 
 def test_shares_are_those_of_the_handler(tmp_path):
-    """By hand, of 132 multiprocessors: csrc/decode.cc, ChooseShares."""
+    """By hand, of 132 multiprocessors: csrc/ffi/decode.cc, ChooseShares."""
     script(
         tmp_path,
         """

@@ -5,7 +5,7 @@
 The program runs once without the tool, under which XLA compiles slowly, into a cache for the run that counts. A program after --
 takes the place of sanitize.py, as in -- tests/gpu/sanitize.py --dims 128x128. The kernels alone, in a fraction of the time:
 
-    python tests/gpu/hazards.py racecheck --kernel-name kernel_substring=hopper -- benchmarks/tune/tune.py check FOLDER
+    python tests/gpu/hazards.py racecheck --kernel-name kernel_substring=sm90 -- benchmarks/tune/tune.py check FOLDER
 
 The tool's whole output goes to $OUT/TOOL.txt; here come the results, a count by kernel, and the first reports of each. Counts
 leave nothing out, kernels that are not packax's included. Exit status 1: a report, a wrong result, or no closing line of the tool.

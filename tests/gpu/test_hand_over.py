@@ -8,14 +8,14 @@ import pytest
 from hand_over import cubins, explained, pairs_of
 
 REPORT = """\
-@begin forward_hopper table 13.4 64x64
-========= Error: Race reported between Write access at forward_hopper+0x20
-=========     and Read access at forward_hopper+0x80 [2 hazards]
-=========     and Read access at forward_hopper+0xc0 [4 hazards]
+@begin forward_sm90 table 13.4 64x64
+========= Error: Race reported between Write access at forward_sm90+0x20
+=========     and Read access at forward_sm90+0x80 [2 hazards]
+=========     and Read access at forward_sm90+0xc0 [4 hazards]
 =========
-@begin backward_hopper STAGES=3 TURNS=0 13.4 128x128
-  backward_hopper STAGES=3 TURNS=0 13.4 ...========= Error: Race reported between Read access at backward_hopper+0x80
-=========     and Write access at backward_hopper+0x20 [1 hazard]
+@begin backward_sm90 STAGES=3 TURNS=0 13.4 128x128
+  backward_sm90 STAGES=3 TURNS=0 13.4 ...========= Error: Race reported between Read access at backward_sm90+0x80
+=========     and Write access at backward_sm90+0x20 [1 hazard]
 ========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)
 """
 STORE, STATE, ARGUMENTS = 0x20, 0x80, 0xC0
@@ -39,9 +39,9 @@ def test_reports_and_pairs():
     pairs, reports = pairs_of(REPORT)
     assert reports == 2
     assert pairs == {
-        ("forward_hopper", "64x64", STORE, STATE): 1,
-        ("forward_hopper", "64x64", STORE, ARGUMENTS): 1,
-        ("backward_hopper", "128x128", STORE, STATE): 1,
+        ("forward_sm90", "64x64", STORE, STATE): 1,
+        ("forward_sm90", "64x64", STORE, ARGUMENTS): 1,
+        ("backward_sm90", "128x128", STORE, STATE): 1,
     }
     with pytest.raises(SystemExit, match="two of a kind"):
         pairs_of(REPORT.replace("Write", "Read"))

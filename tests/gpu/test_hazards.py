@@ -13,9 +13,9 @@ import hazards
 RACES = """\
 ========= COMPUTE-SANITIZER
 long bfloat16 64x64: errors 2.1e-03
-========= Error: Race reported between Write access at backward_hopper+0x1a0
-=========     and Read access at backward_hopper+0x240 [12 hazards]
-=========     and Write access at backward_hopper+0x2b0 [4 hazards]
+========= Error: Race reported between Write access at backward_sm90+0x1a0
+=========     and Read access at backward_sm90+0x240 [12 hazards]
+=========     and Write access at backward_sm90+0x2b0 [4 hazards]
 =========
 ========= Warning: Race reported between Read access at void loop_add_fusion<int>(float*)+0x40 in f.py:3
 =========     and Write access at loop_add_fusion+0x60 [1 hazard]
@@ -24,11 +24,11 @@ long bfloat16 64x64: errors 2.1e-03
 """
 OLD = """\
 ========= Invalid __global__ read of size 4 bytes
-=========     at 0x1a0 in forward_hopper
+=========     at 0x1a0 in forward_sm90
 =========     by thread (0,0,0) in block (1,0,0)
 =========
 ========= Barrier error detected. Missing wait.
-=========     at forward_hopper+0x20
+=========     at forward_sm90+0x20
 =========
 ========= Program hit CUDA_ERROR_LAUNCH_FAILED (error 719) due to "unspecified launch failure" on CUDA API call to cuLaunchKernel.
 =========
@@ -40,8 +40,8 @@ def test_counts_by_kernel_and_first_reports():
     text, clean = hazards.summary(RACES)
     assert not clean
     first, *rest = text.splitlines()
-    assert first == "backward_hopper: 1 reports: 16 x Error: Race reported"
-    assert "    Error: Race reported between Write access at backward_hopper+0x1a0" in rest
+    assert first == "backward_sm90: 1 reports: 16 x Error: Race reported"
+    assert "    Error: Race reported between Write access at backward_sm90+0x1a0" in rest
     assert "loop_add_fusion: 1 reports: 1 x Warning: Race reported" in rest
     assert rest[-1] == "========= RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)"
 
@@ -50,8 +50,7 @@ def test_older_words_and_errors_without_a_kernel():
     text, clean = hazards.summary(OLD)
     assert not clean
     assert (
-        "forward_hopper: 2 reports: 1 x Invalid __global__ read of size 4 bytes, 1 x Barrier"
-        in text
+        "forward_sm90: 2 reports: 1 x Invalid __global__ read of size 4 bytes, 1 x Barrier" in text
     )
     assert "(no kernel named): 1 reports: 1 x Program hit CUDA_ERROR_LAUNCH_FAILED" in text
 
@@ -66,11 +65,11 @@ def test_clean_needs_the_closing_line():
 
 def test_many_reports_are_counted_and_a_few_shown():
     report = (
-        "========= Error: Race reported between Write access at forward_hopper+0x{:x}\n"
-        "=========     and Read access at forward_hopper+0x9 [2 hazards]\n=========\n"
+        "========= Error: Race reported between Write access at forward_sm90+0x{:x}\n"
+        "=========     and Read access at forward_sm90+0x9 [2 hazards]\n=========\n"
     )
     text, _ = hazards.summary("".join(report.format(i) for i in range(50)))
-    assert text.startswith("forward_hopper: 50 reports: 100 x Error: Race reported\n")
+    assert text.startswith("forward_sm90: 50 reports: 100 x Error: Race reported\n")
     assert text.count("between Write access") == hazards.SHOWN
 
 
@@ -86,7 +85,7 @@ def test_the_tool_is_started_on_small_cases_and_its_log_kept(tmp_path: Path):
         env={**os.environ, "COMPUTE_SANITIZER": str(tool), "OUT": str(tmp_path)},
     )
     assert result.returncode == 1, result.stderr
-    assert "backward_hopper: 1 reports" in result.stdout
+    assert "backward_sm90: 1 reports" in result.stdout
     assert "long bfloat16 64x64" in result.stdout  # the program's own lines, as they come
     assert RACES in (tmp_path / "racecheck.txt").read_text()
     # first without the tool, which fails where there is no GPU

@@ -35,7 +35,7 @@ def biased(tmp_path, driver):
 def test_forward(tmp_path, driver, s, qk_dim, block):
     machine = machine_of(tmp_path, driver, qk_dim)
     call = forward_biased(machine, s).change(**GIVEN)
-    expect_forward(machine, s, call, "forward_hopper_biased", block)
+    expect_forward(machine, s, call, "forward_sm90_alibi", block)
 
 
 @pytest.mark.parametrize("has_dlse", [0, 1])
@@ -44,7 +44,7 @@ def test_forward(tmp_path, driver, s, qk_dim, block):
 def test_backward(tmp_path, driver, s, qk_dim, has_dlse):
     machine = machine_of(tmp_path, driver, qk_dim)
     call = backward_biased(machine, s).change(**GIVEN, has_dlse=("int32", has_dlse))
-    expect_one_backward(machine, s, call, "backward_hopper_biased", has_dlse)
+    expect_one_backward(machine, s, call, "backward_sm90_alibi", has_dlse)
 
 
 # Of slopes alone: what leaves them to the general kernels.
@@ -60,13 +60,13 @@ OTHERS = {
 @pytest.mark.parametrize("direction", MAKE)
 @pytest.mark.parametrize("what", OTHERS)
 def test_what_takes_the_general_kernels(biased, direction, what):
-    assert kernels_of(biased, MAKE[direction](biased)) == biased.kernels(f"{direction}_biased")
+    assert kernels_of(biased, MAKE[direction](biased)) == biased.kernels(f"{direction}_alibi")
     got = kernels_of(biased, MAKE[direction](biased, **OTHERS[what]))
-    assert got == KERNELS[f"{direction}_general"]
+    assert got == KERNELS[f"{direction}_fallback"]
 
 
 def test_largest_logits_and_the_gradient_of_slopes_take_the_general_kernels(biased):
-    assert kernels_of(biased, forward_biased(biased, want_top=1)) == KERNELS["forward_general"]
+    assert kernels_of(biased, forward_biased(biased, want_top=1)) == KERNELS["forward_fallback"]
     call = backward_biased(biased, has_dnumbers=1)
     assert kernels_of(biased, call) == KERNELS["backward_general"]
 
@@ -78,7 +78,7 @@ def test_head_dims_without_such_kernels(tmp_path, driver, direction, qk_dim):
         tmp_path, driver, choose=lambda m: m.has_hopper() and m.variant["qk_dim"] == qk_dim
     )
     call = MAKE[direction](machine, **({"kernels": "apart"} if direction == "backward" else {}))
-    assert kernels_of(machine, call) == KERNELS[f"{direction}_general"]
+    assert kernels_of(machine, call) == KERNELS[f"{direction}_fallback"]
 
 
 def test_the_workspace_says_which_kernels(biased):
@@ -97,7 +97,7 @@ def test_the_workspace_says_which_kernels(biased):
 def test_one_kernel_writes_all_gradients(biased, wanted):
     call = backward_biased(biased, wanted=wanted)
     finish = ["backward_finish"] if wanted & 1 else []
-    assert kernels_of(biased, call) == ["backward_prepare", "backward_hopper_biased", *finish]
+    assert kernels_of(biased, call) == ["backward_prepare", "backward_sm90_alibi", *finish]
 
 
 @pytest.mark.parametrize("direction", MAKE)

@@ -51,7 +51,7 @@ def capped(tmp_path, driver):
 def test_forward(tmp_path, driver, s, qk_dim, block):
     machine = machine_of(tmp_path, driver, qk_dim)
     call = forward_capped(machine, s, CAP).change(**GIVEN)
-    expect_forward(machine, s, call, "forward_hopper_capped", block, soft_cap=CAP)
+    expect_forward(machine, s, call, "forward_sm90_soft_cap", block, soft_cap=CAP)
 
 
 @pytest.mark.parametrize("has_dlse", [0, 1])
@@ -60,7 +60,7 @@ def test_forward(tmp_path, driver, s, qk_dim, block):
 def test_backward(tmp_path, driver, s, qk_dim, has_dlse):
     machine = machine_of(tmp_path, driver, qk_dim, "backward_capped")
     call = backward_capped(machine, s, CAP).change(**GIVEN, has_dlse=("int32", has_dlse))
-    expect_one_backward(machine, s, call, "backward_hopper_capped", has_dlse, soft_cap=CAP)
+    expect_one_backward(machine, s, call, "backward_sm90_soft_cap", has_dlse, soft_cap=CAP)
 
 
 @pytest.mark.parametrize("wanted", [0, 1, 2, 3])
@@ -70,19 +70,19 @@ def test_backward_apart(tmp_path, driver, s, qk_dim, block, wanted):
     """What `deterministic=True`, only some gradients and head dim 256 take; the counter lies where dQ's sum would."""
     machine = machine_of(tmp_path, driver, qk_dim, "backward_apart_capped")
     cc = machine.variant["cc"]
-    assert machine.row("backward_dkdv_hopper_capped", cc)["block"] == block
+    assert machine.row("backward_dkdv_sm90_soft_cap", cc)["block"] == block
     call = backward_capped(machine, s, CAP, kernels="apart", wanted=wanted).change(**GIVEN)
     sections, _ = hopper_sections(machine, s, call.results["workspace"].address)
     counter = sections["dq_sum"].address
     rows, tiles = prod(sections["delta"].shape), ceil(s.kv_len / 128) * (128 // block)
     grids = {
         "backward_prepare": lambda r: [rows // r],
-        "backward_dkdv_hopper_capped": lambda n: [s.kv_heads * s.batch * tiles],
-        "backward_dq_hopper_capped": lambda m: [
+        "backward_dkdv_sm90_soft_cap": lambda n: [s.kv_heads * s.batch * tiles],
+        "backward_dq_sm90_soft_cap": lambda m: [
             min(MULTIPROCESSORS, s.heads * s.batch * ceil(s.q_len / m))
         ],
     }
-    for kernel, bit in (("backward_dq_hopper_capped", 1), ("backward_dkdv_hopper_capped", 2)):
+    for kernel, bit in (("backward_dq_sm90_soft_cap", 1), ("backward_dkdv_sm90_soft_cap", 2)):
         if not wanted & bit:
             del grids[kernel]
     scalars = attention(s, 0.375, 1, 1) | {"clear_dq": 0, "counter": counter, "soft_cap": CAP}
@@ -101,9 +101,9 @@ def test_backward_apart(tmp_path, driver, s, qk_dim, block, wanted):
 @pytest.mark.parametrize("soft_cap", [0.25, 1.0, 1024.0])
 def test_caps_of_its_own_kernels(capped, direction, soft_cap):
     call = MAKE[direction](capped, soft_cap=soft_cap)
-    assert kernels_of(capped, call) == capped.kernels(f"{direction}_capped")
+    assert kernels_of(capped, call) == capped.kernels(f"{direction}_soft_cap")
     for launch in capped.launches():
-        if launch["kernel"].endswith("_capped"):
+        if launch["kernel"].endswith("_soft_cap"):
             at = arguments(launch["kernel"]).index("soft_cap")
             assert launch["params"][at] == soft_cap
 
@@ -122,9 +122,9 @@ OTHERS = {
 @pytest.mark.parametrize("direction", MAKE)
 @pytest.mark.parametrize("what", OTHERS)
 def test_what_takes_the_general_kernels(capped, direction, what):
-    assert kernels_of(capped, MAKE[direction](capped)) == capped.kernels(f"{direction}_capped")
+    assert kernels_of(capped, MAKE[direction](capped)) == capped.kernels(f"{direction}_soft_cap")
     got = kernels_of(capped, MAKE[direction](capped, **OTHERS[what]))
-    assert got == KERNELS[f"{direction}_general"]
+    assert got == KERNELS[f"{direction}_fallback"]
 
 
 @pytest.mark.parametrize("direction", MAKE)
@@ -132,13 +132,13 @@ def test_a_scale_that_overflows_in_units_of_the_cap(capped, direction):
     """3e38 / 0.5 is infinite, and times a score of 0 it would be a NaN."""
     scale = ("float32", 3e38)
     call = MAKE[direction](capped, soft_cap=2.0).change(scale=scale)
-    assert kernels_of(capped, call) == capped.kernels(f"{direction}_capped")
+    assert kernels_of(capped, call) == capped.kernels(f"{direction}_soft_cap")
     call = MAKE[direction](capped, soft_cap=0.5).change(scale=scale)
-    assert kernels_of(capped, call) == KERNELS[f"{direction}_general"]
+    assert kernels_of(capped, call) == KERNELS[f"{direction}_fallback"]
 
 
 def test_largest_logits_and_gradients_of_numbers_take_the_general_kernels(capped):
-    assert kernels_of(capped, forward_capped(capped, want_top=1)) == KERNELS["forward_general"]
+    assert kernels_of(capped, forward_capped(capped, want_top=1)) == KERNELS["forward_fallback"]
     call = backward_capped(capped, has_dnumbers=1)
     assert kernels_of(capped, call) == KERNELS["backward_general"]
 
@@ -151,7 +151,7 @@ def test_head_dims_without_such_kernels(tmp_path, driver, direction):
     )
     assert machine.variant["qk_dim"] == 192
     call = MAKE[direction](machine)
-    assert kernels_of(machine, call) == KERNELS[f"{direction}_general"]
+    assert kernels_of(machine, call) == KERNELS[f"{direction}_fallback"]
 
 
 @pytest.mark.parametrize("direction", MAKE)
@@ -161,7 +161,7 @@ def test_float32(capped, direction):
     if not any(have[0] >= asked[0] and have[1] >= asked[1] for have in dims):
         pytest.skip("this build has no such kernel")
     call = MAKE[direction](capped, dtype="float32", exact=1)
-    assert kernels_of(capped, call) == KERNELS[f"{direction}_general"]
+    assert kernels_of(capped, call) == KERNELS[f"{direction}_fallback"]
 
 
 def test_the_workspace_says_which_kernels(capped):
@@ -185,7 +185,7 @@ def test_one_kernel_writes_all_gradients(capped, wanted):
     """With the workspace of dQ's sum, dk and dv are there; only dq has a kernel of its own."""
     call = backward_capped(capped, wanted=wanted)
     finish = ["backward_finish"] if wanted & 1 else []
-    assert kernels_of(capped, call) == ["backward_prepare", "backward_hopper_capped", *finish]
+    assert kernels_of(capped, call) == ["backward_prepare", "backward_sm90_soft_cap", *finish]
     failure = capped.run(call.change(dk=Array("float16", (0,))))
     assert failure.code == "InvalidArgument" and "dk is float16[0], expected" in failure.message
 

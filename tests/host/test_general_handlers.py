@@ -15,7 +15,7 @@ from cpp.calls import (
     backward_general,
     backward_mapped,
     forward_capped,
-    forward_general,
+    forward_fallback,
     forward_mapped,
 )
 from cpp.launches import attention, expect_launches, kernels_of
@@ -40,12 +40,12 @@ def scalars_of(s, dims, batches=(1, 1), soft_cap=30.0, blocks=MAP):
 
 def grids_of(s):
     return {
-        "forward_general": lambda m: [s.heads * s.batch * ceil(s.q_len / 128) * (128 // m)],
-        "backward_delta_general": lambda r: [ceil(s.q_len / r) * s.heads * s.batch],
-        "backward_dkdv_general": lambda n: [
+        "forward_fallback": lambda m: [s.heads * s.batch * ceil(s.q_len / 128) * (128 // m)],
+        "backward_delta_fallback": lambda r: [ceil(s.q_len / r) * s.heads * s.batch],
+        "backward_dkdv_fallback": lambda n: [
             s.kv_heads * s.batch * ceil(s.kv_len / 128) * (128 // n)
         ],
-        "backward_dq_general": lambda m: [s.heads * s.batch * ceil(s.q_len / 128) * (128 // m)],
+        "backward_dq_fallback": lambda m: [s.heads * s.batch * ceil(s.q_len / 128) * (128 // m)],
     }
 
 
@@ -53,7 +53,7 @@ def only(direction, grids):
     return {kernel: grid for kernel, grid in grids.items() if kernel.startswith(direction)}
 
 
-MAKE = {"forward": forward_general, "backward": backward_general}
+MAKE = {"forward": forward_fallback, "backward": backward_general}
 
 
 @pytest.mark.parametrize("direction", MAKE)
@@ -102,9 +102,9 @@ def test_backward_of_some(machine, wanted, has_dnumbers):
     call = backward_general(machine, s, dims, wanted=wanted, has_dnumbers=has_dnumbers)
     grids = only("backward", grids_of(s))
     if not wanted & 2:
-        del grids["backward_dkdv_general"]
+        del grids["backward_dkdv_fallback"]
     if not (wanted & 1 or has_dnumbers):
-        del grids["backward_dq_general"]
+        del grids["backward_dq_fallback"]
     expect_launches(machine, call, scalars_of(s, dims) | {"has_dnumbers": has_dnumbers}, grids)
 
 
@@ -207,13 +207,13 @@ def test_refusals_of_the_backward(shared_machine):
 
 @pytest.mark.parametrize("dims,text", [((84, 80), "qk_dim is 84"), ((64, 20), "v_dim is 20")])
 def test_other_head_dims_are_refused(shared_machine, dims, text):
-    failure = shared_machine.run(forward_general(shared_machine, dims=dims))
+    failure = shared_machine.run(forward_fallback(shared_machine, dims=dims))
     assert f"{text}, there are kernels for multiples of 8" in failure.message
 
 
 def test_larger_head_dims_are_refused(shared_machine):
-    failure = shared_machine.run(forward_general(shared_machine, dims=(8, 264)))
-    assert "no forward_general kernel for compute capability" in failure.message
+    failure = shared_machine.run(forward_fallback(shared_machine, dims=(8, 264)))
+    assert "no forward_fallback kernel for compute capability" in failure.message
     assert "head dims 8x264" in failure.message
 
 
@@ -228,7 +228,7 @@ OWN_ON_HOPPER = {
 
 @pytest.mark.parametrize("name", OWN_ON_HOPPER)
 def test_another_gpu(portable, name):
-    general = KERNELS[name.partition("_")[0] + "_general"]
+    general = KERNELS[name.partition("_")[0] + "_fallback"]
     assert kernels_of(portable, OWN_ON_HOPPER[name](portable)) == general
 
 

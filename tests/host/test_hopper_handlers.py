@@ -52,22 +52,22 @@ def test_forward_of_few_tiles(tmp_path, driver, q_len, dtype):
         return m.has("forward_few") and m.variant["dtype"] == dtype
 
     machine = make_machine(tmp_path, driver, choose=choose)
-    assert machine.row("forward_hopper", machine.variant["cc"])["block"] == 192
-    assert machine.row("forward_hopper_few", machine.variant["cc"])["block"] == 128
+    assert machine.row("forward_sm90", machine.variant["cc"])["block"] == 192
+    assert machine.row("forward_sm90_low_occupancy", machine.variant["cc"])["block"] == 128
     heads = (MULTIPROCESSORS - 1) // ceil(q_len / 192)
     s = Sizes(batch=1, mask_batch=1, q_len=q_len, kv_len=900, heads=heads, kv_heads=1)
     few = forward(machine, s)
     for call in (few, of_some_heads(few, 0, heads, 0)):
-        assert kernels_of(machine, call) == ["forward_hopper_few"]
+        assert kernels_of(machine, call) == ["forward_sm90_low_occupancy"]
     more = forward(machine, replace(s, heads=heads + 1))
     many = forward(machine, replace(s, batch=MULTIPROCESSORS, q_len=1))
     for call in (more, of_some_heads(few, 1, heads + 1, 0), many):
-        assert kernels_of(machine, call) == ["forward_hopper"]
+        assert kernels_of(machine, call) == ["forward_sm90"]
 
 
 def test_more_tiles_than_the_counter_counts(hopper):
     """Programs past the last tile draw, too: one number each."""
-    block = hopper.row("forward_hopper", hopper.variant["cc"])["block"]
+    block = hopper.row("forward_sm90", hopper.variant["cc"])["block"]
     most = 2**31 - 1 - 4096
     s = Sizes(batch=1, mask_batch=1, q_len=block, kv_len=1, heads=1, kv_heads=1)
     assert hopper.run(forward(hopper, replace(s, batch=most))) is None
@@ -127,7 +127,7 @@ def test_the_edge_of_small_tensors(hopper, more):
 
 
 def map_text(machine, name, array):
-    boxes = machine.row("forward_hopper", machine.variant["cc"])["tensor_maps"]
+    boxes = machine.row("forward_sm90", machine.variant["cc"])["tensor_maps"]
     rows, columns, swizzle = boxes[("query", "key", "value", "out").index(name)]
     batch, length, heads, dim = array.shape
     return (
@@ -142,7 +142,7 @@ def test_map_of_a_misaligned_buffer(hopper, name):
     group = call.results if name == "out" else call.operands
     group[name] = replace(group[name], address=0x12348)
     failure = hopper.run(call)
-    kernel = hopper.row("forward_hopper", hopper.variant["cc"])["name"]
+    kernel = hopper.row("forward_sm90", hopper.variant["cc"])["name"]
     assert failure.code == "InvalidArgument"
     assert failure.message == (
         f"packax_forward_v1: {map_text(hopper, name, group[name])}: "
@@ -169,7 +169,7 @@ def test_map_of_a_misaligned_buffer(hopper, name):
 def test_map_over_the_limits(hopper, sizes, name, why):
     call = forward(hopper, Sizes(**{"batch": 1, "mask_batch": 1, "kv_heads": 1, **sizes}))
     failure = hopper.run(call)
-    kernel = hopper.row("forward_hopper", hopper.variant["cc"])["name"]
+    kernel = hopper.row("forward_sm90", hopper.variant["cc"])["name"]
     assert failure.code == "InvalidArgument"
     assert failure.message == (
         f"packax_forward_v1: {map_text(hopper, name, call.operands[name])}: {why}; {kernel}"
@@ -180,7 +180,7 @@ def test_map_that_the_driver_refuses(hopper):
     hopper.fail("cuTensorMapEncodeTiled", 1)
     call = forward(hopper)
     failure = hopper.run(call)
-    row = hopper.row("forward_hopper", hopper.variant["cc"])
+    row = hopper.row("forward_sm90", hopper.variant["cc"])
     assert failure.code == "Internal"
     assert failure.message == (
         "packax_forward_v1: cuTensorMapEncodeTiled failed: CUDA_ERROR_INVALID_VALUE (invalid "
@@ -205,20 +205,20 @@ def test_backward_on_hopper(tmp_path, driver, s, has_dlse, qk_dim):
     workspace = call.results["workspace"]
     sections, end = hopper_sections(machine, s, workspace.address)
     assert end == workspace.address + 4 * workspace.shape[0]
-    maps = backward_maps(machine, "backward_hopper", {**call.operands, **call.results, **sections})
+    maps = backward_maps(machine, "backward_sm90", {**call.operands, **call.results, **sections})
     assert "dq_sum" not in maps
     for name in sections.keys() - {"dq_sum"}:
         assert maps[name]["box"] + [maps[name]["swizzle"]] == [64, 1, 1, 0]
     rows = prod(sections["delta"].shape)
     grids = {
         "backward_prepare": lambda r: [rows // r],
-        "backward_hopper": lambda n: [s.kv_heads * s.batch * ceil(s.kv_len / n)],
+        "backward_sm90": lambda n: [s.kv_heads * s.batch * ceil(s.kv_len / n)],
         "backward_finish": lambda r: [rows // r],
     }
     scalars = attention(s, 0.375, 1, has_dlse)
     pointers = {name: array.address for name, array in sections.items()}
     values = {name: {**scalars, **pointers, "clear_dq": 1} for name in grids}
-    values["backward_hopper"] = {**scalars, **maps, "dq_sum": pointers["dq_sum"]}
+    values["backward_sm90"] = {**scalars, **maps, "dq_sum": pointers["dq_sum"]}
     expect_launches(machine, call, values, grids)
     assert machine.calls("cuLibraryLoadData") == 3  # not the portable ones
 
@@ -239,18 +239,14 @@ def test_backward_apart_on_hopper(tmp_path, driver, s, qk_dim, block, wanted):
     sections, _ = hopper_sections(machine, s, workspace.address)
     counter = sections["dq_sum"].address
     assert counter + 4 == workspace.address + 4 * workspace.shape[0]
-    assert machine.row("backward_dkdv_hopper", machine.variant["cc"])["block"] == block
+    assert machine.row("backward_dkdv_sm90", machine.variant["cc"])["block"] == block
     rows = prod(sections["delta"].shape)
     grids = {
         "backward_prepare": lambda r: [rows // r],
-        "backward_dkdv_hopper": lambda n: [
-            s.kv_heads * s.batch * ceil(s.kv_len / 128) * (128 // n)
-        ],
-        "backward_dq_hopper": lambda m: [
-            min(MULTIPROCESSORS, s.heads * s.batch * ceil(s.q_len / m))
-        ],
+        "backward_dkdv_sm90": lambda n: [s.kv_heads * s.batch * ceil(s.kv_len / 128) * (128 // n)],
+        "backward_dq_sm90": lambda m: [min(MULTIPROCESSORS, s.heads * s.batch * ceil(s.q_len / m))],
     }
-    for kernel, bit in (("backward_dq_hopper", 1), ("backward_dkdv_hopper", 2)):
+    for kernel, bit in (("backward_dq_sm90", 1), ("backward_dkdv_sm90", 2)):
         if not wanted & bit:
             del grids[kernel]
     scalars = attention(s, 0.375, 3, 1) | {"clear_dq": 0, "counter": counter}
@@ -291,7 +287,7 @@ def test_a_workspace_for_any_kernels(tmp_path, driver, qk_dim):
         tmp_path, driver, choose=lambda m: m.has_hopper() and m.variant["qk_dim"] == qk_dim
     )
     v = hopper.variant
-    one = hopper.ext.find("backward_hopper", v["cc"], v["dtype"], v["qk_dim"], v["v_dim"])
+    one = hopper.ext.find("backward_sm90", v["cc"], v["dtype"], v["qk_dim"], v["v_dim"])
     assert hopper.run(backward(hopper)) is None
     expected = hopper.kernels("backward" if one is not None else "backward_apart")
     assert [r["kernel"] for r in hopper.launches()] == expected
@@ -331,7 +327,7 @@ def test_backward_of_some_on_hopper(hopper, wanted):
     assert hopper.run(call) is None
     kernels = [launch["kernel"] for launch in hopper.launches()]
     finish = ["backward_finish"] if wanted & 1 else []
-    assert kernels == ["backward_prepare", "backward_hopper", *finish]
+    assert kernels == ["backward_prepare", "backward_sm90", *finish]
     call.results["dk"] = Array("float16", (0,))
     failure = hopper.run(call)
     assert failure.code == "InvalidArgument" and "dk is float16[0], expected" in failure.message

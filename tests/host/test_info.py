@@ -76,8 +76,8 @@ def test_float32():
     shown = text(variants=rows, find=lambda *query: find(*query, variants=rows))
     assert "float32, float32 in TF32; head dims up to 64" in shown
     assert "GPU 0, float32, head dims up to 64: no cubin for 9.0" in shown
-    assert "GPU 1, float32, head dims up to 64: forward_general_f32_64x64_sm80" in shown
-    assert "GPU 1, float32 in TF32, head dims up to 64: forward_general_tf32_64x64_sm80" in shown
+    assert "GPU 1, float32, head dims up to 64: forward_fallback_f32_64x64_sm80" in shown
+    assert "GPU 1, float32 in TF32, head dims up to 64: forward_fallback_tf32_64x64_sm80" in shown
     assert "float32" not in text()
 
 

@@ -112,7 +112,7 @@ def launched(machine, call, version, wanted):
     assert machine.run(call) is None
     assert machine.calls("cuLibraryLoadData") == loads
     (launch,) = machine.launches()
-    row = machine.row("forward_hopper", machine.variant["cc"], version)
+    row = machine.row("forward_sm90", machine.variant["cc"], version)
     assert row["driver"] == wanted
     return row, launch
 
@@ -144,7 +144,7 @@ def test_both_cubins_unreadable(hopper, function):
     hopper.cuda.fake_set_version(13000)
     hopper.fail(function, 209)
     failure = hopper.run(forward(hopper))
-    row = hopper.row("forward_hopper", hopper.variant["cc"], 12090)
+    row = hopper.row("forward_sm90", hopper.variant["cc"], 12090)
     assert f"{function} failed: CUDA_ERROR_NO_BINARY_FOR_GPU" in failure.message
     assert f"; {row['name']} (cubin for sm_90a)" in failure.message
     assert hopper.calls(function) == 2
@@ -154,7 +154,7 @@ def test_a_driver_out_of_memory_is_no_reason_for_the_older_cubin(hopper):
     hopper.cuda.fake_set_version(13000)
     hopper.cuda.fake_fail_times(b"cuLibraryLoadData", 2, 1)
     failure = hopper.run(forward(hopper))
-    row = hopper.row("forward_hopper", hopper.variant["cc"], 13000)
+    row = hopper.row("forward_sm90", hopper.variant["cc"], 13000)
     assert f"; {row['name']} (cubin for sm_90a)" in failure.message
     assert "driver for CUDA 13.0" in failure.message
     assert hopper.run(forward(hopper)) is None

@@ -47,12 +47,12 @@ def blocks_of(s, n, size):
 @pytest.mark.parametrize("s", SIZES)
 def test_forward(mapped, s, n, size):
     """Lists are of tiles of 128 rows, and so is the order; before the launch the counter is cleared."""
-    assert mapped.row("forward_hopper_mapped", mapped.variant["cc"])["block"] == 128
+    assert mapped.row("forward_sm90_block_lists", mapped.variant["cc"])["block"] == 128
     blocks = blocks_of(s, n, size)
     call = forward_mapped(mapped, s, blocks).change(**GIVEN)
-    maps = backward_maps(mapped, "forward_hopper_mapped", {**call.operands, **call.results})
+    maps = backward_maps(mapped, "forward_sm90_block_lists", {**call.operands, **call.results})
     tiles = s.heads * s.batch * ceil(s.q_len / 128)
-    grids = {"forward_hopper_mapped": lambda m: [min(MULTIPROCESSORS, tiles)]}
+    grids = {"forward_sm90_block_lists": lambda m: [min(MULTIPROCESSORS, tiles)]}
     expect_launches(mapped, call, attention(s, 0.375, 1) | maps | of_a_map(blocks), grids)
     clear = {"memset": [call.results["counter"].address, 0, 1], "stream": mapped.xla.stream}
     assert mapped.record()[0] == clear and len(mapped.record()) == 2
@@ -72,10 +72,10 @@ def test_backward(mapped, s, n, size, wanted):
     grids = {"backward_prepare": lambda r: [rows // r]}
     if wanted & 2:
         keys = s.kv_heads * s.batch * ceil(s.kv_len / 128)
-        grids["backward_dkdv_hopper_mapped"] = lambda n: [keys]
+        grids["backward_dkdv_sm90_block_lists"] = lambda n: [keys]
     if wanted & 1:
         tiles = s.heads * s.batch * ceil(s.q_len / 128)
-        grids["backward_dq_hopper_mapped"] = lambda m: [min(MULTIPROCESSORS, tiles)]
+        grids["backward_dq_sm90_block_lists"] = lambda m: [min(MULTIPROCESSORS, tiles)]
     scalars = attention(s, 0.375, 1, n % 2) | {"clear_dq": 0, "counter": counter}
     pointers = {name: array.address for name, array in sections.items()}
     arrays = {**call.operands, **call.results, **sections}
@@ -106,13 +106,13 @@ OTHERS = {
 @pytest.mark.parametrize("direction", MAKE)
 @pytest.mark.parametrize("what", OTHERS)
 def test_what_takes_the_general_kernels(mapped, direction, what):
-    assert kernels_of(mapped, MAKE[direction](mapped)) == mapped.kernels(f"{direction}_mapped")
+    assert kernels_of(mapped, MAKE[direction](mapped)) == mapped.kernels(f"{direction}_block_lists")
     got = kernels_of(mapped, MAKE[direction](mapped, **OTHERS[what]))
-    assert got == KERNELS[f"{direction}_general"]
+    assert got == KERNELS[f"{direction}_fallback"]
 
 
 def test_largest_logits_and_gradients_of_numbers_take_the_general_kernels(mapped):
-    assert kernels_of(mapped, forward_mapped(mapped, want_top=1)) == KERNELS["forward_general"]
+    assert kernels_of(mapped, forward_mapped(mapped, want_top=1)) == KERNELS["forward_fallback"]
     call = backward_mapped(mapped, has_dnumbers=1)
     assert kernels_of(mapped, call) == KERNELS["backward_general"]
 
@@ -127,7 +127,7 @@ def test_head_dims_without_such_kernels(tmp_path, driver, direction, dims):
         choose=lambda m: m.has_hopper() and (m.variant["qk_dim"], m.variant["v_dim"]) == dims,
     )
     call = MAKE[direction](machine)
-    assert kernels_of(machine, call) == KERNELS[f"{direction}_general"]
+    assert kernels_of(machine, call) == KERNELS[f"{direction}_fallback"]
 
 
 @pytest.mark.parametrize("direction", MAKE)
@@ -135,7 +135,7 @@ def test_float32(mapped, direction):
     if not any(v["dtype"] == "f32" for v in mapped.ext.variants()):
         pytest.skip("this build has no such kernel")
     call = MAKE[direction](mapped, dtype="float32", exact=1)
-    assert kernels_of(mapped, call) == KERNELS[f"{direction}_general"]
+    assert kernels_of(mapped, call) == KERNELS[f"{direction}_fallback"]
 
 
 @pytest.mark.parametrize("wanted", [1, 2, 3])

@@ -18,12 +18,12 @@ from paths import AOT
 
 sys.path.insert(0, str(AOT))
 
-import variants
+import table
 from cases import ids_of, random_map
 from gluon_language import launch
 from gluon_threads import TensorMap
 
-HOPPER = variants.ARCHS["90a"]
+HOPPER = table.ARCHS["90a"]
 HALF = ml_dtypes.bfloat16
 
 
@@ -79,11 +79,11 @@ class Problem:
         self.scale = float(1.3 * self.qk_dim**-0.5)
         self.option = option
         self.extra: dict[str, Any] = {}
-        if option == "_capped":
+        if option == "_soft_cap":
             self.extra = {"soft_cap": 2.0}
-        if option == "_biased":
+        if option == "_alibi":
             self.extra = {"slopes": np.geomspace(0.02, 0.3, heads).astype(np.float32)}
-        if option == "_mapped":
+        if option == "_block_lists":
             sizes = dict(zip(("q_block", "kv_block", "map_heads"), blocks, strict=True))
             self.extra = {"map_batch": 1, "map_bits": self.mask["map_bits"], **sizes}
         self.query, self.dout = (self.draw(self.q_len, heads, dim) for dim in dims)
@@ -167,7 +167,7 @@ def line(x: np.ndarray) -> TensorMap:
 
 
 def constants(kernel: str, dims: tuple[int, int], changed: dict[str, int]) -> dict[str, int]:
-    found = dict(variants.hopper(kernel, HOPPER, "bf16", *dims, "13.4").constants)
+    found = dict(table.sm90(kernel, HOPPER, "bf16", *dims, "13.4").constants)
     assert not set(changed) - set(found)
     return found | changed
 
@@ -181,10 +181,10 @@ def forward(p: Problem, changed: dict[str, int], few: bool = False) -> None:
         np.full((p.batch, p.q_len, p.heads, p.v_dim), np.nan, HALF),
         np.full((p.batch, p.heads, p.q_len), np.nan, np.float32),
     )
-    kernel = "forward_hopper" + ("_few" if few else p.option)
+    kernel = "forward_sm90" + ("_low_occupancy" if few else p.option)
     c = constants(kernel, (p.qk_dim, p.v_dim), changed)
     order = p.mask["q_order_192" if c["WARP_GROUPS"] == 3 else "q_order"]
-    launch("hopper_forward", kernel, 3, {
+    launch("sm90.fwd", kernel, 3, {
         "query": rows_of(p.query), "key": rows_of(p.key), "value": rows_of(p.value), "out": rows_of(out), "lse": lse,
         **p.masks("q_lo", "q_hi", "q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks", "q_entries"), "q_order": order,
         "counter": np.zeros(1, np.int32), "scale": p.scale, **p.sizes(), **c,
@@ -242,7 +242,7 @@ def launch_keys(
 ) -> None:
     """A kernel whose programs are tiles of keys."""
     dims = p.qk_dim, p.v_dim
-    file, keys = variants.WIDE.get((kernel, max(dims)), ("hopper_backward", 128))
+    file, keys = table.WIDE.get((kernel, max(dims)), ("sm90.bwd", 128))
     programs = -(-p.kv_len // 128) * (128 // keys) * p.batch * p.kv_heads
     launch(file, kernel, programs, {
         "query": rows_of(p.query), "key": rows_of(p.key), "value": rows_of(p.value), "dout": rows_of(p.dout),
@@ -256,7 +256,7 @@ def launch_keys(
 def backward(p: Problem, kernel: str, changed: dict[str, int]) -> None:
     stats, dk, dv = Statistics(p), poisoned(p.key), poisoned(p.value)
     launch_keys(p, kernel + p.option, changed, stats, dk, dv)
-    if kernel == "backward_hopper":
+    if kernel == "backward_sm90":
         p.check("dq", stats.dq(p))
     p.check("dk", dk)
     p.check("dv", dv)
@@ -265,7 +265,7 @@ def backward(p: Problem, kernel: str, changed: dict[str, int]) -> None:
 @pytest.mark.parametrize("case", MASKS)
 @pytest.mark.parametrize("dim", [64, 128])
 def test_backward(dim, case):
-    backward(Problem(case, (dim, dim), heads=4, kv_heads=2), "backward_hopper", {})
+    backward(Problem(case, (dim, dim), heads=4, kv_heads=2), "backward_sm90", {})
 
 
 @pytest.mark.parametrize("case", SOME)
@@ -278,7 +278,7 @@ def test_backward(dim, case):
     ids=str,
 )  # fmt: skip
 def test_candidates_of_the_backward(dim, changed, case):
-    backward(Problem(case, (dim, dim)), "backward_hopper", changed)
+    backward(Problem(case, (dim, dim)), "backward_sm90", changed)
 
 
 @pytest.mark.parametrize("fold", [0, 1])
@@ -286,24 +286,24 @@ def test_a_broken_row_reaches_the_keys_it_attends(fold):
     p = Problem("causal", (64, 64))
     stats, dk, dv = Statistics(p), np.zeros_like(p.key), np.zeros_like(p.value)
     stats.lse2[0, 1, 100] = np.nan
-    launch_keys(p, "backward_hopper", {"FOLD": fold}, stats, dk, dv)
+    launch_keys(p, "backward_sm90", {"FOLD": fold}, stats, dk, dv)
     assert np.isnan(dv[0, :101].astype(float)).all() and np.isnan(dk[0, :101].astype(float)).all()
 
 
 @pytest.mark.parametrize("dims,case", EVERY, ids=str)
 def test_keys_and_values_alone(dims, case):
-    backward(Problem(case, dims), "backward_dkdv_hopper", {})
+    backward(Problem(case, dims), "backward_dkdv_sm90", {})
 
 
 @pytest.mark.parametrize("case", SOME)
 @pytest.mark.parametrize("dim,fold", [(64, 1), (128, 0)])
 def test_keys_and_values_alone_the_other_way(dim, fold, case):
-    backward(Problem(case, (dim, dim)), "backward_dkdv_hopper", {"FOLD": fold})
+    backward(Problem(case, (dim, dim)), "backward_dkdv_sm90", {"FOLD": fold})
 
 
 def queries_alone(p: Problem) -> None:
-    stats, dq, kernel = Statistics(p), poisoned(p.query), "backward_dq_hopper" + p.option
-    launch("hopper_queries", kernel, 2, {
+    stats, dq, kernel = Statistics(p), poisoned(p.query), "backward_dq_sm90" + p.option
+    launch("sm90.bwd_dq", kernel, 2, {
         "query": rows_of(p.query), "key": rows_of(p.key), "value": rows_of(p.value), "dout": rows_of(p.dout), "dq": rows_of(dq),
         "lse2": stats.lse2, "delta": stats.delta,
         **p.masks("q_lo", "q_hi", "q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks", "q_order", "q_entries"),
@@ -320,30 +320,30 @@ def test_queries_alone(dims, case):
 @pytest.mark.parametrize("case", SOME)
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_soft_cap(dim, case):
-    p = Problem(case, (dim, dim), "_capped")
+    p = Problem(case, (dim, dim), "_soft_cap")
     forward(p, {})
-    backward(p, "backward_dkdv_hopper" if dim == 256 else "backward_hopper", {})
+    backward(p, "backward_dkdv_sm90" if dim == 256 else "backward_sm90", {})
     queries_alone(p)
 
 
 @pytest.mark.parametrize("case", SOME)
 @pytest.mark.parametrize("dim", [64, 128])
 def test_soft_cap_of_keys_and_values_alone(dim, case):
-    backward(Problem(case, (dim, dim), "_capped"), "backward_dkdv_hopper", {})
+    backward(Problem(case, (dim, dim), "_soft_cap"), "backward_dkdv_sm90", {})
 
 
 @pytest.mark.parametrize("case", SOME)
 @pytest.mark.parametrize("dim", [64, 128])
 def test_alibi(dim, case):
-    p = Problem(case, (dim, dim), "_biased", heads=4, kv_heads=2)
+    p = Problem(case, (dim, dim), "_alibi", heads=4, kv_heads=2)
     forward(p, {})
-    backward(p, "backward_hopper", {})
+    backward(p, "backward_sm90", {})
 
 
 @pytest.mark.parametrize("case", ["documents", "longer keys", "ids that come back"])
 @pytest.mark.parametrize("blocks", [(64, 64, 2), (1, 2, 1), (256, 128, 2), (8, 32, 2)], ids=str)
 def test_maps_of_blocks(blocks, case):
-    p = Problem(case, (128, 128), "_mapped", blocks=blocks)
+    p = Problem(case, (128, 128), "_block_lists", blocks=blocks)
     forward(p, {})
-    backward(p, "backward_dkdv_hopper", {})
+    backward(p, "backward_dkdv_sm90", {})
     queries_alone(p)

@@ -14,10 +14,8 @@ from paths import KERNEL_DIR
 pytest.importorskip("triton")
 sys.path.insert(0, str(KERNEL_DIR))
 
-import hopper_dq
-import hopper_exchange
-import hopper_keys
 import ml_dtypes
+from sm90 import bwd_dkdv_d192, bwd_prepost, dq_reduce
 
 ROW, COLUMN = 16, 8  # of one warp and one octet of accumulator registers
 OPERATIONS = {
@@ -58,7 +56,7 @@ def execute(assembly, thread, **operands):
 
 
 def accumulator(thread, registers):
-    """(row, column) of each register: see hopper.py."""
+    """(row, column) of each register: see sm90/common.py."""
     warp, lane = thread % 128 // 32, thread % 32
     return [
         (ROW * warp + lane // 4 + 8 * (i // 2 % 2), i // 4 * COLUMN + 2 * (lane % 4) + i % 2)
@@ -68,7 +66,7 @@ def accumulator(thread, registers):
 
 def rows_of_sum(columns):
     """Float by float, the (row, column) that backward_finish takes from there."""
-    shape, axes = hopper_dq.sum_shape(columns), hopper_dq.SUM_TO_ROWS.value
+    shape, axes = bwd_prepost.sum_shape(columns), bwd_prepost.SUM_TO_ROWS.value
     place = np.arange(64 * columns).reshape([int(n) for n in getattr(shape, "value", shape)])
     place = place.transpose(axes).reshape(64, columns)
     found = np.empty((64 * columns, 2), int)
@@ -80,7 +78,7 @@ def rows_of_sum(columns):
 def test_every_float_of_dq_lies_where_finish_looks(columns):
     registers = columns // 2
     names = tuple(f"$r{i}" for i in range(registers))
-    assembly = hopper_exchange.store_registers_asm((), (names, ("$base",)))
+    assembly = dq_reduce.store_registers_asm((), (names, ("$base",)))
     want, seen = rows_of_sum(columns), set()
     for thread in range(128, 256):  # of the second warp group
         places = dict(zip(names, accumulator(thread, registers), strict=True))
@@ -178,17 +176,17 @@ def test_p_and_ds_of_the_tile_of_keys(name):
     for thread in range(256, 384):
         places = accumulator(thread, 32)
         scores = {16 + i: as_bits(s[at]) for i, at in enumerate(places)}
-        p_pairs = compute(hopper_keys.p_asm(name), thread, scores | {48: as_bits(scale), 49: 0}, lse)  # fmt: skip
+        p_pairs = compute(bwd_dkdv_d192.p_asm(name), thread, scores | {48: as_bits(scale), 49: 0}, lse)  # fmt: skip
         tile(p_pairs, thread, half, p)
         operands = {16 + i: as_bits(dp[at]) for i, at in enumerate(places)}
         operands |= {48 + i: pair for i, pair in enumerate(p_pairs)} | {64: 0}
-        pairs = compute(hopper_keys.ds_asm(name), thread, operands, delta)
-        # as hopper.range_bits_asm: of each of the two keys, two bits an octet of rows
+        pairs = compute(bwd_dkdv_d192.ds_asm(name), thread, operands, delta)
+        # as sm90/common.range_bits_asm: of each of the two keys, two bits an octet of rows
         bits = [0, 0]
         for i, at in enumerate(places):
             bits[i // 2 % 2] |= int(attended[at]) << (i // 4 * 2 + i % 2)
         operands = {16 + i: pair for i, pair in enumerate(pairs)} | {32: bits[0], 33: bits[1]}
-        tile(compute(hopper_keys.clear_bits_asm(), thread, operands), thread, half, ds)
+        tile(compute(bwd_dkdv_d192.clear_bits_asm(), thread, operands), thread, half, ds)
     # in float32 the last bit of a sum may differ, which moves a few roundings
     for got, want in ((p, want_p), (ds, want_ds)):
         error = np.abs(got.astype(np.float32) - want.astype(np.float32))

@@ -14,7 +14,7 @@ from ptx_warp import F32, LANES, Warp
 pytest.importorskip("triton")
 sys.path.insert(0, str(KERNEL_DIR))
 
-import hopper_cap
+from sm90 import soft_cap
 
 NEAR, FAR = 3e-7, 4e-7  # of the polynomial, and of the exponential
 
@@ -25,7 +25,7 @@ def tanh_of(warp, scores, k=1.0):
     n = scores.shape[1]
     values = {f"${i}": scores[:, i].copy() for i in range(n)}  # tied: results begin as the scores
     values[f"${2 * n}"] = np.full(LANES, k, F32)
-    values = warp.run(hopper_cap.tanh_asm(n), values)
+    values = warp.run(soft_cap.tanh_asm(n), values)
     return np.stack([values[f"${i}"] for i in range(n)], 1)
 
 
@@ -129,4 +129,4 @@ def test_a_nan_stays_alone(loud):
 
 def test_results_are_tied_to_scores():
     """The branch that is not taken would leave a result that is no score's register as it was."""
-    assert hopper_cap.tanh_constraints(3) == "=f,=f,=f,0,1,2,f"
+    assert soft_cap.tanh_constraints(3) == "=f,=f,=f,0,1,2,f"

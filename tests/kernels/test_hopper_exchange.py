@@ -14,8 +14,7 @@ from ptx_warp import F32, HALVES, LANES, Warp
 pytest.importorskip("triton")
 sys.path.insert(0, str(KERNEL_DIR))
 
-import hopper_exchange
-import hopper_fold
+from sm90 import dq_reduce, lse_by_mma
 
 LANE = np.arange(LANES)
 
@@ -32,7 +31,7 @@ def test_ds_lies_where_the_products_read_it(half):
     base, shared = 3 * 8192, {}
     n = 32  # of a thread
     names = tuple(f"$r{i}" for i in range(n))
-    assembly = hopper_exchange.store_ds_asm((), (names, ("$base",)))
+    assembly = dq_reduce.store_ds_asm((), (names, ("$base",)))
     for w in range(4):
         values = {"%tid.x": 128 + 32 * w + LANE, "$base": np.full(LANES, base)}
         for i, name in enumerate(names):
@@ -54,7 +53,7 @@ def parts_of(numbers):
     values = {"%laneid": LANE, "$at": np.full(LANES, 4096)}
     values |= {f"$x{i}": numbers[i::2].astype(F32) for i in (0, 1)}  # rows 2 * lane + i
     warp = Warp()
-    warp.run(hopper_fold.parts_asm((), (("$x0", "$x1"), ("$at",))), values)
+    warp.run(lse_by_mma.parts_asm((), (("$x0", "$x1"), ("$at",))), values)
     assert len(warp.shared) == 64 * 16  # the garbage of the block before is gone
     return np.stack([halfwords(warp.shared, 4096 + 32 * row, 16) for row in range(64)]).view(
         ml_dtypes.bfloat16
@@ -64,7 +63,7 @@ def parts_of(numbers):
 @pytest.mark.parametrize("size", [1e-30, 1e-3, 1.0, 100.0, 1e30])
 def test_parts_of_a_number_are_all_of_it(size):
     numbers = (np.random.default_rng().standard_normal(64) * size).astype(F32)
-    numbers[:4] = [0, -size, hopper_fold.FAR.value, np.nextafter(F32(size), F32(2 * size))]
+    numbers[:4] = [0, -size, lse_by_mma.FAR.value, np.nextafter(F32(size), F32(2 * size))]
     parts = parts_of(numbers)
     np.testing.assert_array_equal(parts.astype(float).sum(1), -numbers.astype(float))
 

@@ -1,4 +1,4 @@
-"""Maps of blocks on Hopper: hopper_map.py with NumPy in Gluon's place, its assembly instruction by instruction for a warp group.
+"""Maps of blocks on Hopper: sm90/block_lists.py with NumPy in Gluon's place, its assembly instruction by instruction for a warp group.
 
 Guards against a bit of another row or key, a shift that is wrong for some size of a block, a word or an entry that is read
 past the end of a map or a list, and a list of another head or tile. Gluon has no interpreter.
@@ -18,7 +18,7 @@ from paths import KERNEL_DIR
 pytest.importorskip("triton")
 sys.path.insert(0, str(KERNEL_DIR))
 
-import hopper_map
+from sm90 import block_lists
 
 THREADS = 128  # of a warp group
 TID = np.arange(THREADS, dtype=np.uint64)
@@ -57,7 +57,7 @@ class Pointer:
 
 
 class Assembly:
-    """The instructions of hopper_map.py. Registers: one number a thread."""
+    """The instructions of sm90/block_lists.py. Registers: one number a thread."""
 
     def __init__(self, text):
         text = re.sub(r"(\w+):", r"\1:;", text.strip().removeprefix("{").removesuffix("}"))
@@ -170,15 +170,15 @@ def inline_asm(text, constraints, arguments, *_, **__):
 
 @pytest.fixture(autouse=True)
 def gluon(monkeypatch):
-    """The functions of hopper_map.py as Python has them."""
+    """The functions of sm90/block_lists.py as Python has them."""
     language = SimpleNamespace(
         int32=None, int64=None, where=lambda c, a, b: tensor(np.where(c, a, b)),
         minimum=lambda a, b: tensor(np.minimum(a, b)), load=Pointer.read, inline_asm=inline_asm,
     )  # fmt: skip
-    monkeypatch.setattr(hopper_map, "gl", language)
-    for name, value in vars(hopper_map).items():
+    monkeypatch.setattr(block_lists, "gl", language)
+    for name, value in vars(block_lists).items():
         if not name.endswith("_asm") and hasattr(value, "fn"):
-            monkeypatch.setattr(hopper_map, name, value.fn)
+            monkeypatch.setattr(block_lists, name, value.fn)
 
 
 def columns_of(thread_bits):
@@ -205,7 +205,7 @@ def mapped(size, heads=HEADS, batch=BATCH, q_len=Q_LEN, kv_len=KV_LEN, seed=None
 
 def words_of(block_map, words, b, head, q_len=Q_LEN, kv_len=KV_LEN):
     """map_of, where only the words of this head may be read."""
-    pointer, width, q_shift, kv_shift = hopper_map.map_of(
+    pointer, width, q_shift, kv_shift = block_lists.map_of(
         block_map, tensor(b), tensor(head), tensor(q_len), tensor(kv_len)
     )
     here = words[b % len(words), head % words.shape[1]].size
@@ -238,10 +238,10 @@ def test_bits(q_shift):
             first_row, first_key = (i + q_shift + kv_shift) % 5 * 64, i * 64
             want, there = brute(chosen, size, b, head, first_row, first_key)
             rows = tensor(first_row + np.arange(64))
-            got = hopper_map.bits_of_keys(this_map, rows, tensor(first_key), tensor(Q_LEN))
+            got = block_lists.bits_of_keys(this_map, rows, tensor(first_key), tensor(Q_LEN))
             np.testing.assert_array_equal(columns_of(got)[there], want[there], str(size))
             keys = tensor(first_key + np.arange(64))
-            got = hopper_map.bits_of_rows(this_map, keys, tensor(first_row), tensor(Q_LEN))
+            got = block_lists.bits_of_rows(this_map, keys, tensor(first_row), tensor(Q_LEN))
             np.testing.assert_array_equal(columns_of(got).T[there], want[there], str(size))
 
 
@@ -253,7 +253,7 @@ def test_rows_past_the_end_read_nothing_else(first):
         for head in (0, HEADS - 1):
             this_map = words_of(block_map, words, BATCH - 1, head)
             rows = tensor(first + np.arange(64))
-            hopper_map.bits_of_keys(this_map, rows, tensor(0), tensor(Q_LEN))
+            block_lists.bits_of_keys(this_map, rows, tensor(0), tensor(Q_LEN))
 
 
 @pytest.mark.parametrize("kv_len", [1, 31, 32, 33, 64, 95, 97, 130])
@@ -264,10 +264,10 @@ def test_keys_past_the_end_read_nothing_else(kv_len):
         this_map = words_of(block_map, words, BATCH - 1, HEADS - 1, kv_len=kv_len)
         rows = tensor(64 + np.arange(64))
         for first in range(0, kv_len, 64):
-            hopper_map.bits_of_keys(this_map, rows, tensor(first), tensor(Q_LEN))
+            block_lists.bits_of_keys(this_map, rows, tensor(first), tensor(Q_LEN))
         for first in range(0, -(-kv_len // 128) * 128, 64):
             keys = tensor(first + np.arange(64))
-            hopper_map.bits_of_rows(this_map, keys, tensor(256), tensor(Q_LEN))
+            block_lists.bits_of_rows(this_map, keys, tensor(256), tensor(Q_LEN))
 
 
 @pytest.mark.parametrize("heads,batch", [(1, 1), (1, 2), (3, 1)])
@@ -279,14 +279,14 @@ def test_one_map_for_all(heads, batch):
             this_map = words_of(block_map, words, b, head)
             want, _ = brute(chosen, (4, 16), b, head, 64, 128)
             rows = tensor(64 + np.arange(64))
-            got = hopper_map.bits_of_keys(this_map, rows, tensor(128), tensor(Q_LEN))
+            got = block_lists.bits_of_keys(this_map, rows, tensor(128), tensor(Q_LEN))
             np.testing.assert_array_equal(columns_of(got), want)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 64, 4096, (1 << 30) - 1, 1 << 30, (1 << 31) - 1])
 def test_shift(size):
     """Of a power of two; the handlers see to that."""
-    assert hopper_map.shift_of(tensor(size)) == size.bit_length() - 1
+    assert block_lists.shift_of(tensor(size)) == size.bit_length() - 1
 
 
 @pytest.mark.parametrize("heads", [1, HEADS])
@@ -304,7 +304,7 @@ def test_lists(heads):
         for head in range(3):
             for tile in range(6):
                 block_map = (bits, Pointer(of_rows.reshape(-1)), batch, heads, *size)
-                listed, edges, core = hopper_map.list_of_rows(
+                listed, edges, core = block_lists.list_of_rows(
                     block_map, tensor(b), tensor(head), tensor(128 * tile), *sizes
                 )
                 want = of_rows[b, head % heads, tile]
@@ -315,7 +315,7 @@ def test_lists(heads):
                     assert (listed + i).read() == want[2 + i] < 9
             for tile in range(5):
                 block_map = (bits, Pointer(of_keys.reshape(-1)), batch, heads, *size)
-                listed, edges, core = hopper_map.list_of_keys(
+                listed, edges, core = block_lists.list_of_keys(
                     block_map, tensor(b), tensor(head), tensor(128 * tile), *sizes
                 )
                 want = of_keys[b, head % heads, tile]
@@ -323,6 +323,6 @@ def test_lists(heads):
                 for i in range(edges + core):
                     assert (listed + i).read() == want[2 + i] < 11
                 place = (b, tensor(128 * tile), tensor(0), 3, None, None, None)
-                total = hopper_map.blocks_of_lists((block_map, tensor(b), *sizes), place)
+                total = block_lists.blocks_of_lists((block_map, tensor(b), *sizes), place)
                 assert total == sum(of_keys[b, h % heads, tile, :2].sum() for h in range(3))
     assert empty

@@ -15,8 +15,7 @@ from ptx_warp import F32, HALVES, LANES, Warp
 pytest.importorskip("triton")
 sys.path.insert(0, str(KERNEL_DIR))
 
-import hopper_bias
-import hopper_softmax
+from sm90 import alibi, softmax
 
 N = 32  # scores of a thread: 64 keys
 UNSET = F32(-1e30)
@@ -34,7 +33,7 @@ def step(scores, m, parts, scale, half="bf16"):
     values |= {f"${first + N + r}": m[place[:, r]].astype(F32) for r in (0, 1)}
     values |= {f"${first + N + 2 + r}": parts[:, r].astype(F32) for r in (0, 1)}
     values[f"${first + N + 4}"] = np.full(LANES, scale, F32)
-    values = Warp().run(hopper_softmax.softmax_asm(N, half), values)
+    values = Warp().run(softmax.softmax_asm(N, half), values)
     packed = np.stack([values[f"${i}"] for i in range(pairs)], 1).astype(np.uint32)
     p = np.zeros((16, 64))
     for i in range(N):
@@ -137,7 +136,7 @@ def test_bias(start, slope):
     values |= {f"${2 * N + r}": rows[ROWS[:, 2 * r]] for r in (0, 1)}
     values |= {f"${2 * N + 2}": np.full(LANES, start), "%tid.x": 128 + 32 + np.arange(LANES)}
     values |= {f"${2 * N + 3}": np.full(LANES, scale), f"${2 * N + 4}": np.full(LANES, -slope, F32)}
-    values = Warp().run(hopper_bias.biased_asm(N), values)
+    values = Warp().run(alibi.biased_asm(N), values)
     got = np.zeros((16, 64), F32)
     got[ROWS, KEYS] = np.stack([values[f"${i}"] for i in range(N)], 1)
     far = np.abs(rows[:, None] - (start + np.arange(64)))
@@ -145,5 +144,5 @@ def test_bias(start, slope):
 
 
 def test_registers_of_the_assembly_are_those_of_its_constraints():
-    named = {int(x) for x in re.findall(r"\$(\d+)", hopper_softmax.softmax_asm(N, "bf16"))}
+    named = {int(x) for x in re.findall(r"\$(\d+)", softmax.softmax_asm(N, "bf16"))}
     assert named == set(range(N // 2 + 6 + N + 5))

@@ -1,7 +1,7 @@
 """Which tile a program takes: every one of them once, and none left to a few multiprocessors at the end.
 
 Guards against an order of tiles and heads in which the last head's long tiles run alone, and against Hopper's walk
-(hopper.place_of_tile) being another than the portable kernels'.
+(sm90/common.place_of_tile) being another than the portable kernels'.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from paths import KERNEL_DIR, TUNE
 
 
 def walk_of_hopper():
-    """hopper.place_of_tile as a Python function: Gluon has no interpreter."""
-    source = (KERNEL_DIR / "hopper.py").read_text()
+    """sm90.common.place_of_tile as a Python function: Gluon has no interpreter."""
+    source = (KERNEL_DIR / "sm90/common.py").read_text()
     module = ast.parse(source)
     names = ("windows", "place_of_tile")
     parts = [x for x in module.body if getattr(x, "name", "") in names]
@@ -36,7 +36,7 @@ def walk_of_hopper():
         constexpr=int,
     )
     space = {"gl": words}
-    exec(compile(ast.Module([constant, *parts], []), "hopper.py", "exec"), space)
+    exec(compile(ast.Module([constant, *parts], []), "sm90/common.py", "exec"), space)
     return space["place_of_tile"]
 
 

@@ -13,14 +13,14 @@ import numpy as np
 
 WRITES = {  # kernel -> results that it fills with ones
     "forward": ("out", "lse"),
-    "forward_hopper": ("out", "lse"),
-    "forward_hopper_few": ("out", "lse"),
+    "forward_sm90": ("out", "lse"),
+    "forward_sm90_low_occupancy": ("out", "lse"),
     "backward_dkdv": ("dk", "dv"),
     "backward_dq": ("dq",),
-    "backward_hopper": ("dk", "dv"),
+    "backward_sm90": ("dk", "dv"),
     "backward_finish": ("dq",),
-    "backward_dkdv_hopper": ("dk", "dv"),
-    "backward_dq_hopper": ("dq",),
+    "backward_dkdv_sm90": ("dk", "dv"),
+    "backward_dq_sm90": ("dq",),
 }
 
 

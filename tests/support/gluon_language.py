@@ -261,7 +261,7 @@ def modules() -> dict[str, types.ModuleType]:
 
 @contextlib.contextmanager
 def in_place_of_triton() -> Iterator[None]:
-    ours = {file.stem for file in KERNEL_DIR.glob("*.py")}
+    ours = {folder.name for folder in KERNEL_DIR.iterdir()}
     others = {n: m for n, m in sys.modules.items() if n.split(".")[0] in {"triton", *ours}}
     for name in others:
         del sys.modules[name]

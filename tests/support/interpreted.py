@@ -2,8 +2,8 @@
 
 import triton
 import triton.language as tl
-from decode import ROWS, attended, deal, share_of_keys
-from rows import EMPTY_MIN, tile_of_program
+from portable.decode import ROWS, attended, deal, share_of_keys
+from portable.kv_ranges import EMPTY_MIN, tile_of_program
 
 
 @triton.jit

@@ -20,7 +20,7 @@ class Extension:
     @staticmethod
     def variants():
         plain = ("forward", "backward_delta", "backward_dkdv", "backward_dq")
-        kernels = (*plain, *(f"{name}_general" for name in plain))
+        kernels = (*plain, *(f"{name}_fallback" for name in plain))
         chip = {"cc": 80, "exact": False}
         return [
             {"kernel": kernel, "dtype": dtype, "qk_dim": qk_dim, "v_dim": v_dim, **chip}
@@ -33,7 +33,7 @@ class Extension:
 PORTABLE = Extension.variants()
 
 
-def with_hopper(cc=90, exact=True, dims=DIMS[:3], kernels=("backward_hopper",)):
+def with_hopper(cc=90, exact=True, dims=DIMS[:3], kernels=("backward_sm90",)):
     """The rows of a build with kernels for Hopper, of bf16."""
     hopper = {"dtype": "bf16", "cc": cc, "exact": exact}
     made = itertools.product(kernels, dims)

@@ -33,20 +33,20 @@ def load_kernels() -> dict[str, Any]:
         modules = [
             importlib.import_module(m)
             for m in (
-                "rows",
-                "forward",
-                "backward",
-                "logits",
-                "block_map",
-                "general_forward",
-                "general_backward",
-                "documents",
-                "blocks",
-                "decode",
+                "portable.kv_ranges",
+                "portable.fwd",
+                "portable.bwd",
+                "portable.score_mods",
+                "portable.block_lists",
+                "portable.fwd_fallback",
+                "portable.bwd_fallback",
+                "mask.segments",
+                "mask.block_bounds",
+                "portable.decode",
             )
         ]
         modules.append(importlib.import_module("interpreted"))
-        importlib.import_module("logits").to_tf32 = modules[-1].to_tf32
+        importlib.import_module("portable.score_mods").to_tf32 = modules[-1].to_tf32
     finally:
         sys.path.pop(0)
         if before is None:
@@ -356,7 +356,7 @@ def general_sizes(mask: Operands, extras: Extras, query, key, value, *flags: int
     return (element_test, *flags, batch, mask_batch, *extras.batches, *extras.map, *lengths, *dims)
 
 
-def forward_general(
+def forward_fallback(
     query: np.ndarray, key: np.ndarray, value: np.ndarray, mask: Operands, extras: Extras,
     tile: tuple[int, int], dims: tuple[int, int],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
@@ -366,7 +366,7 @@ def forward_general(
     out = guarded((batch, q_len, heads, value.shape[3]), query.dtype)
     lse, top = (guarded((batch, heads, q_len), np.float32) for _ in range(2))
     launch(
-        "forward_general", (batch * heads * ceil(q_len, 128) * (128 // rows),), query, key, value, out, lse, top,
+        "forward_fallback", (batch * heads * ceil(q_len, 128) * (128 // rows),), query, key, value, out, lse, top,
         *mask.rows, mask.q_blocks, mask.q_order, *extras.rows_map, *extras.operands, extras.scale,
         extras.soft_cap, *general_sizes(mask, extras, query, key, value),
         QK_DIM=dims[0], V_DIM=dims[1], BLOCK_M=rows, BLOCK_N=keys, STAGES=2, EXACT=1,
@@ -386,19 +386,19 @@ def backward_general(
     dq, dk, dv = (guarded(x.shape, x.dtype) for x in (query, key, value))
     dnumbers = guarded((batch, heads, 2, q_len), np.float32)
     launch(
-        "backward_delta_general", (ceil(q_len, 32) * heads * batch,), out, dout, dlse, delta,
+        "backward_delta_fallback", (ceil(q_len, 32) * heads * batch,), out, dout, dlse, delta,
         mask.lo, mask.hi, 1, batch, mask.batch, q_len, heads, v_dim, V_DIM=dims[1], ROWS=32,
     )  # fmt: skip
     rows, keys = dkdv_tile
     launch(
-        "backward_dkdv_general", (kv_heads * batch * ceil(kv_len, 128) * (128 // keys),), query, key, value, dout,
+        "backward_dkdv_fallback", (kv_heads * batch * ceil(kv_len, 128) * (128 // keys),), query, key, value, dout,
         lse, delta, dk, dv, *mask.rows, mask.q_blocks, mask.kv_blocks, mask.kv_order, *extras.keys_map,
         *extras.operands, extras.scale, extras.soft_cap, *general_sizes(mask, extras, query, key, value),
         QK_DIM=dims[0], V_DIM=dims[1], BLOCK_M=rows, BLOCK_N=keys, STAGES=2, EXACT=1,
     )  # fmt: skip
     rows, keys = dq_tile
     launch(
-        "backward_dq_general", (batch * heads * ceil(q_len, 128) * (128 // rows),), query, key, value, dout, lse,
+        "backward_dq_fallback", (batch * heads * ceil(q_len, 128) * (128 // rows),), query, key, value, dout, lse,
         delta, dq, dnumbers, *mask.rows, mask.q_blocks, mask.q_order, *extras.rows_map, *extras.operands,
         extras.scale, extras.soft_cap, *general_sizes(mask, extras, query, key, value, 1),
         QK_DIM=dims[0], V_DIM=dims[1], BLOCK_M=rows, BLOCK_N=keys, STAGES=2, EXACT=1,

@@ -183,7 +183,7 @@ MAP = (1, 6, 3, 20)  # batch, heads, rows and keys of a block
 NO_MAP = (1, 1, 1, 1)  # of operands that nobody looks at
 
 
-def forward_general(
+def forward_fallback(
     m, s=Sizes(), dims=None, batches=(1, 1), has=(1, 1), soft_cap=30.0, dtype=None, exact=0,
     blocks=MAP, want_top=0,
 ):  # fmt: skip
@@ -223,7 +223,10 @@ def backward_general(
     wanted=3, has_dnumbers=1, blocks=MAP, kernels="portable",
 ):  # fmt: skip
     """wanted: bit 0 dq, bit 1 dk and dv; what no kernel writes has no elements."""
-    f, b = forward_general(m, s, dims, batches, has, soft_cap, dtype, exact, blocks), backward(m, s)
+    f, b = (
+        forward_fallback(m, s, dims, batches, has, soft_cap, dtype, exact, blocks),
+        backward(m, s),
+    )
     del f.attributes["want_top"]
     query, key, value = (f.operands[n] for n in ("query", "key", "value"))
     out, lse = f.results["out"], f.results["lse"]
@@ -255,7 +258,7 @@ def backward_general(
 
 def forward_capped(m, s=Sizes(), soft_cap=50.0, **more):
     """A soft cap is all that it has beside a plain call."""
-    return forward_general(m, s, **{"has": (0, 0), "soft_cap": soft_cap, "blocks": None, **more})
+    return forward_fallback(m, s, **{"has": (0, 0), "soft_cap": soft_cap, "blocks": None, **more})
 
 
 def backward_capped(m, s=Sizes(), soft_cap=50.0, **more):
@@ -268,7 +271,7 @@ POWERS = (2, 6, 4, 32)  # a map that Hopper's kernels take, of the default sizes
 
 def forward_mapped(m, s=Sizes(), blocks=POWERS, **more):
     """A map of blocks is all that it has beside a plain call."""
-    return forward_general(m, s, **{"has": (0, 0), "soft_cap": 0.0, "blocks": blocks, **more})
+    return forward_fallback(m, s, **{"has": (0, 0), "soft_cap": 0.0, "blocks": blocks, **more})
 
 
 def backward_mapped(m, s=Sizes(), blocks=POWERS, **more):
@@ -281,7 +284,7 @@ OF_INDICES = (1, 2)  # scales that are `scale`, slopes without places
 
 def forward_biased(m, s=Sizes(), has=OF_INDICES, **more):
     """Slopes of indices are all that it has beside a plain call."""
-    return forward_general(m, s, **{"soft_cap": 0.0, "blocks": None, **more}, has=has)
+    return forward_fallback(m, s, **{"soft_cap": 0.0, "blocks": None, **more}, has=has)
 
 
 def backward_biased(m, s=Sizes(), has=OF_INDICES, **more):
@@ -372,6 +375,6 @@ CALLS = {
     "documents": documents,
     "blocks": blocks,
     "decode": lambda m, s=Sizes(): decode(m, replace(s, q_len=min(s.q_len, 2))),
-    "forward_general": forward_general,
+    "forward_fallback": forward_fallback,
     "backward_general": backward_general,
 }

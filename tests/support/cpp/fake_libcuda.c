@@ -1,4 +1,4 @@
-/* A libcuda.so.1 for tests: no GPU, but the driver functions that csrc/driver.cc uses, with a
+/* A libcuda.so.1 for tests: no GPU, but the driver functions that csrc/runtime/driver.cc uses, with a
  * memory.
  *
  * It records launches with the values of their parameters, counts calls, fails where it is told to,

@@ -33,7 +33,7 @@ def expected_map(array, box, bit21=0):
 
 
 def hopper_maps(machine, call, **more):
-    boxes = machine.row("forward_hopper", machine.variant["cc"])["tensor_maps"]
+    boxes = machine.row("forward_sm90", machine.variant["cc"])["tensor_maps"]
     arrays = {**call.operands, **call.results}
     names = ("query", "key", "value", "out")
     return {

@@ -7,7 +7,7 @@
 #include <iterator>
 #include <string>
 
-#include "variants.h"
+#include "runtime/variants.h"
 
 int main() {
   for (const packax::Variant& v : packax::Variants()) {

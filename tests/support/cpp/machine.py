@@ -30,15 +30,15 @@ KEYS = "q_lo q_hi q_ids kv_ids q_pos kv_pos q_blocks kv_blocks kv_order"
 # pointer nor int32: t(ensor map), f(loat).
 POINTERS = {
     "forward": "query key value out lse q_lo q_hi q_ids kv_ids q_pos kv_pos q_blocks q_order",
-    "forward_hopper": "query:t key:t value:t out:t lse q_lo q_hi q_ids kv_ids q_pos kv_pos "
+    "forward_sm90": "query:t key:t value:t out:t lse q_lo q_hi q_ids kv_ids q_pos kv_pos "
     "q_blocks q_order counter",
     "backward_prepare": "out dout lse dlse q_lo q_hi delta lse2 lo hi dq_sum",
-    "backward_hopper": "query:t key:t value:t dout:t lse2:t delta:t lo:t hi:t dk:t dv:t dq_sum "
+    "backward_sm90": "query:t key:t value:t dout:t lse2:t delta:t lo:t hi:t dk:t dv:t dq_sum "
     "q_ids kv_ids q_pos kv_pos q_blocks kv_blocks kv_order",
     "backward_finish": "dq_sum dq",
-    "backward_dkdv_hopper": "query:t key:t value:t dout:t lse2:t delta:t lo:t hi:t dk:t dv:t "
+    "backward_dkdv_sm90": "query:t key:t value:t dout:t lse2:t delta:t lo:t hi:t dk:t dv:t "
     "q_ids kv_ids q_pos kv_pos q_blocks kv_blocks kv_order",
-    "backward_dq_hopper": "query:t key:t value:t dout:t dq:t lse2 delta q_lo q_hi q_ids kv_ids "
+    "backward_dq_sm90": "query:t key:t value:t dout:t dq:t lse2 delta q_lo q_hi q_ids kv_ids "
     "q_pos kv_pos q_blocks q_order counter",
     "backward_delta": "out dout dlse delta q_lo q_hi",
     "backward_dkdv": "query key value dout lse delta dk dv q_lo q_hi q_ids kv_ids q_pos kv_pos "
@@ -46,14 +46,14 @@ POINTERS = {
     "backward_dq": "query key value dout lse delta dq q_lo q_hi q_ids kv_ids q_pos kv_pos "
     "q_blocks q_order",
     **{
-        f"{kernel}_general": f"{pointers}_entries scales slopes q_places kv_places"
+        f"{kernel}_fallback": f"{pointers}_entries scales slopes q_places kv_places"
         for kernel, pointers in (
             ("forward", f"query key value out lse top {ROWS} map_bits q"),
             ("backward_dkdv", f"query key value dout lse delta dk dv {KEYS} map_bits kv"),
             ("backward_dq", f"query key value dout lse delta dq dnumbers {ROWS} map_bits q"),
         )
     },
-    "backward_delta_general": "out dout dlse delta q_lo q_hi",
+    "backward_delta_fallback": "out dout dlse delta q_lo q_hi",
     "documents_init": "kv_ids workspace",
     "documents_runs": "kv_ids kv_pos workspace",
     "documents_rows": "q_ids kv_ids q_pos kv_pos workspace lo hi tested",
@@ -65,17 +65,19 @@ POINTERS = {
     ),
     "decode_combine": "partial sums sinks q_lo q_hi out lse",
 }
-CAPPED = ("forward_hopper", "backward_hopper", "backward_dkdv_hopper", "backward_dq_hopper")
-POINTERS |= {f"{kernel}_capped": POINTERS[kernel] for kernel in CAPPED}
+CAPPED = ("forward_sm90", "backward_sm90", "backward_dkdv_sm90", "backward_dq_sm90")
+POINTERS |= {f"{kernel}_soft_cap": POINTERS[kernel] for kernel in CAPPED}
 MAPPED = {
-    "forward_hopper": "map_bits q_entries",
-    "backward_dkdv_hopper": "map_bits kv_entries",
-    "backward_dq_hopper": "map_bits q_entries",
+    "forward_sm90": "map_bits q_entries",
+    "backward_dkdv_sm90": "map_bits kv_entries",
+    "backward_dq_sm90": "map_bits q_entries",
 }
-POINTERS |= {f"{kernel}_mapped": f"{POINTERS[kernel]} {more}" for kernel, more in MAPPED.items()}
-POINTERS["forward_hopper_few"] = POINTERS["forward_hopper"]
-BIASED = ("forward_hopper", "backward_hopper")
-POINTERS |= {f"{kernel}_biased": f"{POINTERS[kernel]} slopes" for kernel in BIASED}
+POINTERS |= {
+    f"{kernel}_block_lists": f"{POINTERS[kernel]} {more}" for kernel, more in MAPPED.items()
+}
+POINTERS["forward_sm90_low_occupancy"] = POINTERS["forward_sm90"]
+BIASED = ("forward_sm90", "backward_sm90")
+POINTERS |= {f"{kernel}_alibi": f"{POINTERS[kernel]} slopes" for kernel in BIASED}
 ATTENTION = "scale:f element_test batch mask_batch q_len kv_len heads kv_heads"
 OF_ROWS = f"{ATTENTION} row_heads"  # kernels that take no tensor maps of rows
 DECODE = (
@@ -87,17 +89,17 @@ GENERAL = (
     "q_len kv_len heads kv_heads qk_dim v_dim"
 )
 SCALARS = {
-    "forward_general": f"scale:f soft_cap:f element_test {GENERAL}",
-    "backward_dkdv_general": f"scale:f soft_cap:f element_test {GENERAL}",
-    "backward_dq_general": f"scale:f soft_cap:f element_test has_dnumbers {GENERAL}",
-    "backward_delta_general": "has_dlse batch mask_batch q_len heads v_dim",
+    "forward_fallback": f"scale:f soft_cap:f element_test {GENERAL}",
+    "backward_dkdv_fallback": f"scale:f soft_cap:f element_test {GENERAL}",
+    "backward_dq_fallback": f"scale:f soft_cap:f element_test has_dnumbers {GENERAL}",
+    "backward_delta_fallback": "has_dlse batch mask_batch q_len heads v_dim",
     "forward": OF_ROWS,
-    "forward_hopper": ATTENTION,
-    "forward_hopper_few": ATTENTION,
+    "forward_sm90": ATTENTION,
+    "forward_sm90_low_occupancy": ATTENTION,
     "backward_prepare": "has_dlse clear_dq batch mask_batch q_len heads row_heads",
-    "backward_hopper": ATTENTION,
-    "backward_dkdv_hopper": ATTENTION,
-    "backward_dq_hopper": ATTENTION,
+    "backward_sm90": ATTENTION,
+    "backward_dkdv_sm90": ATTENTION,
+    "backward_dq_sm90": ATTENTION,
     "backward_finish": "scale:f q_len heads row_heads",
     "backward_delta": "has_dlse batch mask_batch q_len heads row_heads",
     "backward_dkdv": OF_ROWS,
@@ -112,10 +114,10 @@ SCALARS = {
     "decode_tall": DECODE,
     "decode_combine": "has_sinks batch sink_batch q_len kv_len heads v_eighths splits",
 }
-SCALARS |= {f"{kernel}_capped": ATTENTION.replace(" ", " soft_cap:f ", 1) for kernel in CAPPED}
+SCALARS |= {f"{kernel}_soft_cap": ATTENTION.replace(" ", " soft_cap:f ", 1) for kernel in CAPPED}
 OF_A_MAP = "mask_batch map_batch map_heads q_block kv_block"
-SCALARS |= {f"{kernel}_mapped": ATTENTION.replace("mask_batch", OF_A_MAP) for kernel in MAPPED}
-SCALARS |= {f"{kernel}_biased": ATTENTION for kernel in BIASED}
+SCALARS |= {f"{kernel}_block_lists": ATTENTION.replace("mask_batch", OF_A_MAP) for kernel in MAPPED}
+SCALARS |= {f"{kernel}_alibi": ATTENTION for kernel in BIASED}
 
 
 def layout(kernel):
@@ -131,38 +133,38 @@ def arguments(kernel):
 
 
 HOPPER = {
-    "forward": ["forward_hopper"],
-    "forward_few": ["forward_hopper_few"],  # at head dim 64, of few tiles
-    "backward": ["backward_prepare", "backward_hopper", "backward_finish"],
+    "forward": ["forward_sm90"],
+    "forward_few": ["forward_sm90_low_occupancy"],  # at head dim 64, of few tiles
+    "backward": ["backward_prepare", "backward_sm90", "backward_finish"],
     # deterministic, or of some gradients; up to head dim 192
-    "backward_apart": ["backward_prepare", "backward_dkdv_hopper", "backward_dq_hopper"],
+    "backward_apart": ["backward_prepare", "backward_dkdv_sm90", "backward_dq_sm90"],
     # with a soft cap and nothing else that needs the general kernels
-    "forward_capped": ["forward_hopper_capped"],
-    "backward_capped": ["backward_prepare", "backward_hopper_capped", "backward_finish"],
+    "forward_capped": ["forward_sm90_soft_cap"],
+    "backward_capped": ["backward_prepare", "backward_sm90_soft_cap", "backward_finish"],
     "backward_apart_capped": [
         "backward_prepare",
-        "backward_dkdv_hopper_capped",
-        "backward_dq_hopper_capped",
+        "backward_dkdv_sm90_soft_cap",
+        "backward_dq_sm90_soft_cap",
     ],
     # with slopes of indices and nothing else that does
-    "forward_biased": ["forward_hopper_biased"],
-    "backward_biased": ["backward_prepare", "backward_hopper_biased", "backward_finish"],
+    "forward_biased": ["forward_sm90_alibi"],
+    "backward_biased": ["backward_prepare", "backward_sm90_alibi", "backward_finish"],
     # with a map of blocks and nothing else that does
-    "forward_mapped": ["forward_hopper_mapped"],
+    "forward_mapped": ["forward_sm90_block_lists"],
     "backward_mapped": [
         "backward_prepare",
-        "backward_dkdv_hopper_mapped",
-        "backward_dq_hopper_mapped",
+        "backward_dkdv_sm90_block_lists",
+        "backward_dq_sm90_block_lists",
     ],
 }
 KERNELS = {
     "forward": ["forward"],
     "backward": ["backward_delta", "backward_dkdv", "backward_dq"],
-    "forward_general": ["forward_general"],
+    "forward_fallback": ["forward_fallback"],
     "backward_general": [
-        "backward_delta_general",
-        "backward_dkdv_general",
-        "backward_dq_general",
+        "backward_delta_fallback",
+        "backward_dkdv_fallback",
+        "backward_dq_fallback",
     ],
     "documents": ["documents_init", "documents_runs", "documents_rows"],
     "blocks": ["blocks_rows", "blocks_keys", "blocks_order"],
@@ -258,7 +260,7 @@ class Machine:
     def forward_of(self, s):
         """The kernel of Hopper for these sizes."""
         few = s.heads * s.batch * ceil(s.q_len / 192) < MULTIPROCESSORS
-        return "forward_hopper_few" if few and self.has("forward_few") else "forward_hopper"
+        return "forward_sm90_low_occupancy" if few and self.has("forward_few") else "forward_sm90"
 
     def fail(self, function, code):
         self.cuda.fake_fail(function.encode(), code)

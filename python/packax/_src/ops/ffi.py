@@ -1,6 +1,6 @@
 """Which kernels this build has, and whether this process has a GPU for them.
 
-What C++ looks up by the device (csrc/variants.cc) is asked here while a program is lowered, when it is
+What C++ looks up by the device (csrc/runtime/variants.cc) is asked here while a program is lowered, when it is
 not known yet which GPU will run it.
 """
 
@@ -24,7 +24,7 @@ _KERNELS = {"forward": ("forward",), "backward": ("backward_dkdv", "backward_dq"
 _MULTIPLE = 8  # of head dims: rows of 16 bytes
 
 
-def on_hopper(kernel: str, dtype: str, qk_dim: int, v_dim: int) -> bool:
+def on_sm90(kernel: str, dtype: str, qk_dim: int, v_dim: int) -> bool:
     """Whether this build has that kernel, and this process a GPU for it, as far as it can tell."""
     assert ext is not None
     wanted = (kernel, _DTYPES.get(dtype), qk_dim, v_dim)
@@ -40,7 +40,7 @@ def on_hopper(kernel: str, dtype: str, qk_dim: int, v_dim: int) -> bool:
 
 
 def _serves(row: Any, cc: int) -> bool:
-    """As Find() in csrc/variants.cc."""
+    """As Find() in csrc/runtime/variants.cc."""
     if row["exact"]:
         return row["cc"] == cc
     return row["cc"] // 10 == cc // 10 and row["cc"] <= cc
@@ -67,7 +67,7 @@ def has_kernels(query: Any, key: Any, value: Any) -> bool:
 
 def _rows(direction: str, general: bool) -> list[Any]:
     assert ext is not None
-    suffix = "_general" if general else ""
+    suffix = "_fallback" if general else ""
     names = [name + suffix for name in _KERNELS[direction]]
     return [row for row in ext.variants() if row["kernel"] in names]
 

@@ -55,7 +55,7 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
 
 
 _CHUNK = 1024  # keys per program of the document kernels: the workspace holds one int per chunk
-_MOST_TABLE_KEYS = 1 << 27  # as csrc/masks.cc has it
+_MOST_TABLE_KEYS = 1 << 27  # as csrc/ffi/mask.cc has it
 _MOST_MASK_ROWS = 65535  # of a batch: a grid's y, in the kernels that make masks
 
 
@@ -307,9 +307,9 @@ def _suffix(params: Any) -> str | None:
     if params["dnumbers"]:
         return None
     suffixes = {
-        (True, False, 0): "_capped",
-        (False, True, 0): "_mapped",
-        (False, False, OF_INDICES): "_biased",
+        (True, False, 0): "_soft_cap",
+        (False, True, 0): "_block_lists",
+        (False, False, OF_INDICES): "_alibi",
     }
     return suffixes.get((bool(params["soft_cap"]), bool(params["block_size"]), params["extras"]))
 
@@ -417,7 +417,7 @@ def _backward_workspace(
     wanted: tuple[bool, ...],
     suffix: str | None = "",
 ) -> Any:
-    """Its size in float32, by which C++ knows which kernels may run (csrc/backward.h), and whether
+    """Its size in float32, by which C++ knows which kernels may run (csrc/launch/backward_sm90.h), and whether
     one of them writes all gradients. `suffix`: of the kernels' names; None: not those of Hopper."""
     batch, q_len, heads, qk_dim = query.shape
     padded = BLOCK * ceil_div(q_len, BLOCK)
@@ -427,9 +427,9 @@ def _backward_workspace(
     if suffix is None or (not is_symbolic(rows) and rows > INT_MAX):
         return rows, False
     dims = (str(query.dtype), qk_dim, value.shape[3])
-    fused = kernel_table.on_hopper("backward_hopper" + suffix, *dims)
+    fused = kernel_table.on_sm90("backward_sm90" + suffix, *dims)
     apart = deterministic or not all(wanted) or not fused
-    if apart and kernel_table.on_hopper("backward_dkdv_hopper" + suffix, *dims):
+    if apart and kernel_table.on_sm90("backward_dkdv_sm90" + suffix, *dims):
         return sums + 1, False  # the one kernel for dk and dv, or the one for dq, or both
     if deterministic or not fused:
         return rows, False

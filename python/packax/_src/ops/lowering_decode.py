@@ -1,7 +1,7 @@
 """From decode_p to platforms, as lowering.py does it for the other primitives.
 
 The workspace is a result of the call, so how many shares of the keys it has room for is said here, from sizes alone; which GPU it will
-be, and how many it then takes, only C++ knows (csrc/decode.cc).
+be, and how many it then takes, only C++ knows (csrc/ffi/decode.cc).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from packax._src.ops import ffi as kernel_table
 from packax._src.ops import lowering, xla_decode
 from packax._src.ops.primitives import decode_p
 
-_PROGRAMS = 1024  # that csrc/decode.cc may want at once, on the largest GPU
-_MOST = 128  # shares: csrc/decode.cc takes no more
+_PROGRAMS = 1024  # that csrc/ffi/decode.cc may want at once, on the largest GPU
+_MOST = 128  # shares: csrc/ffi/decode.cc takes no more
 
 
 def _xla(query, key, value, q_lo, q_hi, *rest, scale, soft_cap, precision, paged, has_sinks):
@@ -75,7 +75,7 @@ def _cuda(ctx, *operands, implementation, **static):
 
 
 def splits(batch: int, q_len: int, heads: int, kv_heads: int, keys: int) -> int:
-    """Shares of the keys that the workspace has room for; csrc/decode.cc takes no more."""
+    """Shares of the keys that the workspace has room for; csrc/ffi/decode.cc takes no more."""
     if is_symbolic(keys):  # of jax.export: room for the most that any size takes
         return _MOST
     most = min(_MOST, -(-keys // 128))

@@ -1,0 +1,399 @@
+"""THE table: every kernel the wheel holds.
+
+Build, C++ lookup, tests, `packax info` and error texts all read it. A variant is a kernel for one
+architecture, dtype and pair of head dims, with its tile. Rows of tiles stand by stage:
+tiles_portable.py, tiles_fallback.py and tiles_decode.py (float32, too), tiles_sm90.py. To add a
+head dim, add it to HEAD_DIMS and a row of tiles for it to each; to add a GPU, add it to ARCHS (and
+its tiles, if its shared memory differs from those there are).
+These files declare; they compile nothing and import nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+from tiles_decode import DECODE_SPLITS, DECODE_STEP, DECODE_TILES, FLOAT32_DECODE_TILES
+from tiles_fallback import FALLBACK_TILES, FLOAT32_DIMS, FLOAT32_TILES
+from tiles_portable import PORTABLE_TILES
+from tiles_sm90 import (
+    LIKE_PLAIN,
+    ONE_ASSEMBLER,
+    SM90_TILES,
+    TWO_ASSEMBLERS,
+    UNDER_12_9,
+    WIDE,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Arch:
+    """A compilation target.
+
+    `exact`: its cubins run on that compute capability alone, else on later minors of the same
+    major too.
+    """
+
+    name: str
+    cc: int
+    exact: bool
+    shared: int  # bytes of shared memory that one block may ask for
+    tiles: str  # column of TILES
+
+
+ARCHS = {
+    "80": Arch("sm_80", 80, False, 166_912, "ampere"),
+    "86": Arch("sm_86", 86, False, 101_376, "small"),
+    "89": Arch("sm_89", 89, False, 101_376, "small"),
+    "90a": Arch("sm_90a", 90, True, 232_448, "hopper"),
+    "100a": Arch("sm_100a", 100, True, 232_448, "blackwell"),
+    "120a": Arch("sm_120a", 120, True, 101_376, "small"),
+}
+DTYPES = ("bf16", "f16")
+# float32, in two precisions of products: that of float32, and TF32 (11 bits of each operand). Only
+# the general kernels and those of decoding have them.
+FLOAT32 = ("f32", "tf32")
+HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))  # (query and key, value)
+
+# The Triton wheel brings two assemblers. Cubins of 12.9 load with every driver of CUDA 12 and 13
+# that knows the GPU; those of 13.4 were seen to load on driver 580 (CUDA 13.0) and are promised for
+# no older one.
+ASSEMBLERS = {"12.9": ("ptxas", 12000), "13.4": ("ptxas-blackwell", 13000)}
+
+# kernel -> (kind of tile, larger head dim) -> BLOCK_M, BLOCK_N, STAGES of the mask-free loop, warps
+TILES = PORTABLE_TILES | FALLBACK_TILES
+
+# kernel -> argument -> (element, rows, columns) that TMA moves; names are constants of the variant,
+# "" is its dtype. Maps are (batch, length, heads * dim) or, of float32 and int32, plain lines.
+TENSOR_MAPS: dict[str, dict[str, tuple[str, int | str, int | str]]] = {
+    "forward_sm90": {
+        "query": ("", 64, "QK_CHUNK"),
+        "key": ("", "BLOCK_N", "QK_CHUNK"),
+        "value": ("", "BLOCK_N", "V_DIM"),
+        "out": ("", 64, "V_DIM"),
+    },
+    "backward_sm90": {
+        "query": ("", 64, "QK_CHUNK"),
+        "key": ("", 64, "QK_CHUNK"),
+        "value": ("", 64, "V_DIM"),
+        "dout": ("", 64, "V_DIM"),
+        "lse2": ("fp32", 1, 64),
+        "delta": ("fp32", 1, 64),
+        "lo": ("i32", 1, 64),
+        "hi": ("i32", 1, 64),
+        "dk": ("", 64, "QK_CHUNK"),
+        "dv": ("", 64, "V_DIM"),
+    },
+    "backward_dq_sm90": {
+        "query": ("", 64, "QK_CHUNK"),
+        "key": ("", "BLOCK_N", "QK_CHUNK"),
+        "value": ("", "BLOCK_N", "V_DIM"),
+        "dout": ("", 64, "V_DIM"),
+        "dq": ("", 64, "QK_CHUNK"),
+    },
+}
+TENSOR_MAPS["backward_dkdv_sm90"] = TENSOR_MAPS["backward_sm90"]
+TENSOR_MAPS |= {kernel: TENSOR_MAPS[plain] for kernel, plain in LIKE_PLAIN.items()}
+
+# Bytes of local memory a thread (spills) that a variant for Hopper may have, by kernel and head dim
+# (and the dtype, of float32); the build refuses more, and any wgmma that the assembler serialises. Accepted because: the portable
+# tiles were chosen by their time, spills included; so were the Hopper kernels (docs/performance.md has
+# those with fewer that were slower). Theirs are sizes and pointers, most of them around the loops: the
+# forward's mask-free loop has none.
+SPILLS = {
+    ("forward", 64): 128,
+    ("forward", 128): 112,
+    ("forward", 192): 24,
+    ("forward", 256): 112,
+    ("backward_dkdv", 64): 488,
+    ("backward_dkdv", 128): 256,
+    ("backward_dkdv", 192): 192,
+    ("backward_dkdv", 256): 200,
+    ("backward_dq", 64): 104,
+    ("backward_dq", 128): 80,
+    ("backward_dq", 192): 160,
+    ("backward_dq", 256): 104,
+    ("backward_dkdv_fallback", 128): 48,
+    ("backward_dkdv_fallback", 192): 96,
+    ("backward_dq_fallback", 192): 16,
+    ("backward_dq_fallback", 256): 56,
+    ("backward_dq_fallback", 128, "f32"): 40,
+    ("backward_dq_fallback", 256, "f32"): 40,
+    ("backward_dkdv_fallback", 256, "tf32"): 56,
+    ("backward_dq_fallback", 128, "tf32"): 16,
+    ("forward_sm90", 64): 296,  # under ptxas 12.9; 136 under 13.4
+    ("forward_sm90_low_occupancy", 64): 112,  # under ptxas 12.9
+    ("forward_sm90", 128): 136,  # under ptxas 12.9
+    ("forward_sm90", 192): 112,  # under ptxas 12.9; 48 under 13.4
+    ("forward_sm90", 256): 192,  # under ptxas 12.9; 80 under 13.4
+    ("backward_sm90", 64): 32,  # under ptxas 12.9
+    ("backward_sm90", 128): 56,  # under ptxas 12.9; 48 under 13.4
+    ("decode_tall", 256): 24,
+    ("backward_dkdv_sm90", 128): 40,  # under ptxas 12.9
+    ("backward_dq_sm90", 64): 160,  # under ptxas 12.9
+    ("backward_dq_sm90", 128): 200,  # under ptxas 12.9; 168 under 13.4
+    ("backward_dkdv_sm90", 192): 152,  # under ptxas 12.9; 88 under 13.4
+    ("backward_dq_sm90", 192): 272,  # under ptxas 12.9
+    ("backward_dkdv_sm90", 256): 120,  # under ptxas 13.4
+    ("backward_dq_sm90", 256): 192,  # under ptxas 12.9
+    # with a map of blocks
+    ("forward_sm90_block_lists", 128): 112,  # under ptxas 12.9
+    ("backward_dkdv_sm90_block_lists", 128): 160,  # under ptxas 12.9; 144 under 13.4
+    ("backward_dq_sm90_block_lists", 128): 152,  # under ptxas 13.4; 144 under 12.9
+    # with a bias
+    ("forward_sm90_alibi", 64): 280,  # under ptxas 12.9; 136 under 13.4
+    ("forward_sm90_alibi", 128): 104,  # under ptxas 12.9
+    ("backward_sm90_alibi", 64): 48,  # under ptxas 12.9
+    ("backward_sm90_alibi", 128): 136,
+    # with a soft cap: tanh branches while products are under way; in the forward most is where scores are past half the cap
+    ("forward_sm90_soft_cap", 64): 472,  # under ptxas 12.9; 328 under 13.4
+    ("forward_sm90_soft_cap", 128): 280,  # under ptxas 12.9; 8 under 13.4
+    ("forward_sm90_soft_cap", 256): 240,  # under ptxas 12.9; 136 under 13.4
+    ("backward_sm90_soft_cap", 64): 144,  # under ptxas 12.9; 64 under 13.4
+    ("backward_sm90_soft_cap", 128): 328,  # under ptxas 12.9; 312 under 13.4
+    ("backward_dkdv_sm90_soft_cap", 128): 304,  # under ptxas 12.9; 232 under 13.4
+    ("backward_dkdv_sm90_soft_cap", 256): 224,  # under ptxas 12.9; 160 under 13.4
+    ("backward_dq_sm90_soft_cap", 64): 120,  # under ptxas 12.9
+    ("backward_dq_sm90_soft_cap", 128): 184,  # under ptxas 12.9; 168 under 13.4
+    ("backward_dq_sm90_soft_cap", 256): 320,  # under ptxas 12.9; 248 under 13.4
+}
+# Kernels for Hopper whose wgmma the assembler may serialise (C7515): the portable dK/dV, which is a
+# stand-in there.
+SERIALISED = ("backward_dkdv",)
+
+# Kernels that see neither dtype nor head dim: compile-time constants, rows or keys per program,
+# warps.
+MASK_KERNELS: dict[str, tuple[dict[str, int], int, int]] = {
+    "documents_init": ({}, 1024, 4),
+    "documents_runs": ({}, 1024, 4),
+    "documents_rows": ({}, 1024, 4),
+    "blocks_rows": ({"GROUP": 16}, 16, 4),
+    "blocks_keys": ({"GROUP": 8, "STEP": 256}, 8, 4),
+    "blocks_order": ({"GROUP": 8, "STEP": 256}, 8, 4),
+}
+DELTA_ROWS = 64
+
+KERNELS = {  # kernel -> file in csrc/kernels, as a module
+    "forward": "portable.fwd",
+    "forward_sm90": "sm90.fwd",
+    "backward_prepare": "sm90.bwd_prepost",
+    "backward_sm90": "sm90.bwd",
+    "backward_finish": "sm90.bwd_prepost",
+    "backward_dkdv_sm90": "sm90.bwd",
+    "backward_dq_sm90": "sm90.bwd_dq",
+    "forward_sm90_soft_cap": "sm90.fwd",
+    "backward_sm90_soft_cap": "sm90.bwd",
+    "backward_dkdv_sm90_soft_cap": "sm90.bwd",
+    "backward_dq_sm90_soft_cap": "sm90.bwd_dq",
+    "forward_sm90_alibi": "sm90.fwd",
+    "forward_sm90_low_occupancy": "sm90.fwd",
+    "backward_sm90_alibi": "sm90.bwd",
+    "forward_sm90_block_lists": "sm90.fwd",
+    "backward_dkdv_sm90_block_lists": "sm90.bwd",
+    "backward_dq_sm90_block_lists": "sm90.bwd_dq",
+    "backward_delta": "portable.bwd",
+    "backward_dkdv": "portable.bwd",
+    "backward_dq": "portable.bwd",
+    "forward_fallback": "portable.fwd_fallback",
+    "backward_delta_fallback": "portable.bwd_fallback",
+    "backward_dkdv_fallback": "portable.bwd_fallback",
+    "backward_dq_fallback": "portable.bwd_fallback",
+    "documents_init": "mask.segments",
+    "documents_runs": "mask.segments",
+    "documents_rows": "mask.segments",
+    "blocks_rows": "mask.block_bounds",
+    "blocks_keys": "mask.block_bounds",
+    "blocks_order": "mask.block_bounds",
+    "decode": "portable.decode",
+    "decode_tall": "portable.decode",
+    "decode_combine": "portable.decode",
+}
+
+# argument -> element; "" is the variant's dtype. Every other argument is an int32, but those of FLOATS a
+# float32.
+# Run-time numbers that are multiples of this: rows of such head dims begin at whole 16 bytes.
+MULTIPLES = {"qk_dim": 8, "v_dim": 8}
+POINTERS = {
+    **dict.fromkeys(("query", "key", "value", "out", "dout", "dq", "dk", "dv"), ""),
+    **dict.fromkeys(("lse", "dlse", "delta", "lse2", "dq_sum"), "fp32"),
+    **dict.fromkeys(("top", "scales", "slopes", "dnumbers"), "fp32"),
+    **dict.fromkeys(("q_places", "kv_places"), "i32"),
+    **dict.fromkeys(("map_bits", "q_entries", "kv_entries"), "i32"),
+    **dict.fromkeys(("q_lo", "q_hi", "q_ids", "kv_ids", "q_pos", "kv_pos"), "i32"),
+    **dict.fromkeys(("q_blocks", "kv_blocks", "q_order", "q_order_192", "kv_order"), "i32"),
+    **dict.fromkeys(("workspace", "lo", "hi", "tested", "counter"), "i32"),
+    **dict.fromkeys(("partial", "sums", "sinks"), "fp32"),
+    "block_table": "i32",
+}
+FLOATS = ("scale", "soft_cap")
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    kernel: str
+    arch: Arch
+    dtype: str  # "any" for mask kernels
+    qk_dim: int  # 0 for mask kernels
+    v_dim: int
+    constants: tuple[tuple[str, int], ...]
+    block: int  # rows or keys of one program
+    warps: int
+    assembler: str = "12.9"
+
+    @property
+    def name(self) -> str:
+        shape = "" if self.dtype == "any" else f"_{self.dtype}_{self.qk_dim}x{self.v_dim}"
+        arch = self.arch.name.replace("_", "")
+        return f"{self.kernel}{shape}_{arch}" + ("_cuda13" if self.driver >= 13000 else "")
+
+    @property
+    def source(self) -> str:
+        """The module in csrc/kernels."""
+        own = KERNELS[self.kernel]
+        return WIDE.get((self.kernel, max(self.qk_dim, self.v_dim)), (own, 0))[0]
+
+    @property
+    def spills(self) -> int:
+        """Bytes that SPILLS accepts."""
+        key = (self.kernel, max(self.qk_dim, self.v_dim))
+        return SPILLS.get((*key, self.dtype) if self.dtype in FLOAT32 else key, 0)
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory that a block may ask for, on every GPU that runs it."""
+        served = served_by(self.arch) if self.dtype in FLOAT32 else [self.arch]
+        return min(arch.shared for arch in served)
+
+    @property
+    def driver(self) -> int:
+        """The oldest driver that loads it, as CUDA numbers them."""
+        return ASSEMBLERS[self.assembler][1]
+
+
+def served_by(arch: Arch) -> list[Arch]:
+    """The architectures whose GPUs can run a cubin of this one."""
+    if arch.exact:
+        return [arch]
+    return [a for a in ARCHS.values() if a.cc // 10 == arch.cc // 10 and a.cc >= arch.cc]
+
+
+def tiled(kernel: str, arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Variant:
+    dim = max(qk_dim, v_dim)
+    decodes = kernel in DECODE_TILES
+    if dtype in FLOAT32:
+        own = FLOAT32_DECODE_TILES if decodes else FLOAT32_TILES
+        rows, keys, stages, warps = own.get(f"{dtype} {arch.tiles}", own[dtype])[kernel][dim]
+    else:
+        rows, keys, stages, warps = (DECODE_TILES if decodes else TILES)[kernel][arch.tiles, dim]
+    constants = {
+        "QK_DIM": qk_dim,
+        "V_DIM": v_dim,
+        "BLOCK_M": rows,
+        "BLOCK_N": keys,
+        "STAGES": stages,
+    }
+    if kernel in FALLBACK_TILES or decodes:
+        constants["EXACT"] = int(dtype == "f32")
+    block = keys if kernel.startswith("backward_dkdv") else rows
+    return Variant(kernel, arch, dtype, qk_dim, v_dim, tuple(constants.items()), block, warps)
+
+
+def float32(
+    archs: tuple[str, ...], dtypes: tuple[str, ...], head_dims: tuple[tuple[int, int], ...]
+) -> Iterator[Variant]:
+    """One set for every group of architectures that can run the same cubin."""
+    for name in archs:
+        arch = ARCHS[name]
+        if any(arch in served_by(ARCHS[other])[1:] for other in archs):
+            continue
+        for dims in FLOAT32_DIMS:
+            if dims not in head_dims:
+                continue
+            for dtype in FLOAT32:
+                if dtype in dtypes:
+                    for kernel in (*FALLBACK_TILES, *DECODE_TILES):
+                        yield tiled(kernel, arch, dtype, *dims)
+            if "f32" in dtypes or "tf32" in dtypes:  # they have no products
+                constants = (("V_DIM", dims[1]), ("ROWS", DELTA_ROWS))
+                kernel = "backward_delta_fallback"
+                yield Variant(kernel, arch, "f32", *dims, constants, DELTA_ROWS, 4)
+                yield merging(arch, "f32", *dims)
+
+
+def merging(arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Variant:
+    constants = (("V_DIM", v_dim), ("SPLITS", DECODE_SPLITS), ("STEP", DECODE_STEP))
+    return Variant("decode_combine", arch, dtype, qk_dim, v_dim, constants, DECODE_SPLITS, 4)
+
+
+def assembled_twice(kernel: str, dim: int) -> bool:
+    return kernel in TWO_ASSEMBLERS and (kernel, dim) not in ONE_ASSEMBLER
+
+
+def sm90(
+    kernel: str, arch: Arch, dtype: str, qk_dim: int, v_dim: int, assembler: str = "12.9"
+) -> Variant:
+    dim = max(qk_dim, v_dim)
+    tile = SM90_TILES[kernel][dim]
+    if assembler == "12.9":
+        tile = tile | UNDER_12_9.get((kernel, dim), {})
+    constants = {"QK_DIM": qk_dim, "V_DIM": v_dim, **tile}
+    if kernel == "backward_finish":
+        del constants["V_DIM"]
+    # rows of a program, but the keys of kernels that make dK and dV
+    block = {
+        "forward_sm90": 64 * tile.get("WARP_GROUPS", 0),
+        "backward_sm90": 128,
+        "backward_dkdv_sm90": WIDE.get((kernel, dim), ("", 128))[1],
+        "backward_dq_sm90": 128,
+    }
+    return Variant(
+        kernel,
+        arch,
+        dtype,
+        qk_dim,
+        v_dim,
+        tuple(constants.items()),
+        block.get(LIKE_PLAIN.get(kernel, kernel), tile.get("ROWS", 0)),
+        4,  # warps of the default partition; those of the others come on top
+        assembler,
+    )
+
+
+def variants(
+    archs: tuple[str, ...] = tuple(ARCHS),
+    dtypes: tuple[str, ...] = DTYPES + FLOAT32,
+    head_dims: tuple[tuple[int, int], ...] = HEAD_DIMS,
+) -> Iterator[Variant]:
+    """Every variant of the narrowed table, heaviest to compile first."""
+    yield from float32(archs, dtypes, head_dims)
+    dtypes = tuple(dtype for dtype in dtypes if dtype in DTYPES)
+    for arch in archs:
+        if ARCHS[arch].tiles != "hopper":
+            continue
+        for kernel, tiles in SM90_TILES.items():
+            built = [dims for dims in head_dims if max(dims) in tiles]  # else the portable kernels
+            for assembler, dtype, dims in itertools.product(ASSEMBLERS, dtypes, built):
+                if assembler == "12.9" or assembled_twice(kernel, max(dims)):
+                    yield sm90(kernel, ARCHS[arch], dtype, *dims, assembler)
+    for kernel in TILES:
+        for arch in archs:
+            for dtype in dtypes:
+                for qk_dim, v_dim in head_dims:
+                    yield tiled(kernel, ARCHS[arch], dtype, qk_dim, v_dim)
+    for arch in archs:
+        for dtype in dtypes:
+            for qk_dim, v_dim in head_dims:
+                for kernel in DECODE_TILES:
+                    yield tiled(kernel, ARCHS[arch], dtype, qk_dim, v_dim)
+                yield merging(ARCHS[arch], dtype, qk_dim, v_dim)
+    for arch in archs:
+        for dtype in dtypes:
+            for qk_dim, v_dim in head_dims:
+                constants = (("V_DIM", v_dim), ("ROWS", DELTA_ROWS))
+                for kernel in ("backward_delta", "backward_delta_fallback"):
+                    yield Variant(
+                        kernel, ARCHS[arch], dtype, qk_dim, v_dim, constants, DELTA_ROWS, 4
+                    )
+        for kernel, (named, block, warps) in MASK_KERNELS.items():
+            yield Variant(kernel, ARCHS[arch], "any", 0, 0, tuple(named.items()), block, warps)

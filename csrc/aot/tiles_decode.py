@@ -1,0 +1,69 @@
+"""Tiles of the kernels of decoding: rows of the table (table.py)."""
+
+# kernel -> (kind of tile, larger head dim) -> BLOCK_M (rows of one key/value head's group),
+# BLOCK_N, STAGES, warps. 16 rows are the least of a matrix product, 64 one warp group's; keys and
+# stages so that, but for the widest heads, two programs or more share a multiprocessor's shared
+# memory. STAGES 2 needs wgmma, else it is one buffer. "hopper" of 64 and 128 are the fastest of
+# those in benchmarks/results/tune_decode_h200.json; the others are not timed.
+DECODE_TILES = {
+    "decode": {
+        ("hopper", 64): (16, 64, 4, 4),
+        ("hopper", 128): (16, 64, 3, 4),
+        ("hopper", 192): (16, 32, 3, 4),
+        ("hopper", 256): (16, 32, 3, 4),
+        ("blackwell", 64): (16, 64, 4, 4),
+        ("blackwell", 128): (16, 64, 3, 4),
+        ("blackwell", 192): (16, 32, 3, 4),
+        ("blackwell", 256): (16, 32, 3, 4),
+        ("ampere", 64): (16, 64, 3, 4),
+        ("ampere", 128): (16, 64, 3, 4),
+        ("ampere", 192): (16, 32, 3, 4),
+        ("ampere", 256): (16, 32, 3, 4),
+        ("small", 64): (16, 64, 3, 4),
+        ("small", 128): (16, 32, 3, 4),
+        ("small", 192): (16, 32, 3, 4),
+        ("small", 256): (16, 32, 3, 4),
+    },
+    "decode_tall": {
+        ("hopper", 64): (64, 64, 4, 4),
+        ("hopper", 128): (64, 32, 4, 4),
+        ("hopper", 192): (64, 32, 4, 8),
+        ("hopper", 256): (64, 32, 3, 8),
+        ("blackwell", 64): (64, 64, 3, 4),
+        ("blackwell", 128): (64, 64, 2, 8),
+        ("blackwell", 192): (64, 64, 2, 8),
+        ("blackwell", 256): (64, 64, 2, 8),
+        ("ampere", 64): (64, 64, 3, 4),
+        ("ampere", 128): (64, 64, 3, 8),
+        ("ampere", 192): (64, 32, 3, 8),
+        ("ampere", 256): (64, 32, 3, 8),
+        ("small", 64): (64, 64, 3, 4),
+        ("small", 128): (64, 32, 3, 4),
+        ("small", 192): (64, 32, 2, 8),
+        ("small", 256): (64, 32, 2, 8),
+    },
+}
+# In float32 (tiles_fallback.py says how it differs): the same bytes of keys in flight. Chosen for no
+# spills, not by times. With TF32 products the first kernel reads at 88 to 103 % of a copy's rate
+# (benchmarks/results/decode_float32_h200.json).
+FLOAT32_DECODE_TILES = {
+    "f32": {
+        "decode": {64: (16, 32, 3, 4), 128: (16, 16, 3, 4), 256: (16, 16, 2, 4)},
+        "decode_tall": {64: (32, 32, 3, 4), 128: (32, 32, 2, 8), 256: (32, 16, 2, 8)},
+    },
+    "f32 hopper": {
+        "decode": {64: (16, 32, 4, 4), 128: (16, 32, 3, 4), 256: (16, 16, 3, 4)},
+        "decode_tall": {64: (32, 32, 3, 4), 128: (32, 32, 3, 8), 256: (32, 16, 2, 8)},
+    },
+    "tf32": {
+        "decode": {64: (16, 32, 3, 4), 128: (16, 16, 3, 4), 256: (16, 16, 2, 4)},
+        "decode_tall": {64: (64, 32, 3, 8), 128: (64, 16, 3, 8), 256: (32, 16, 2, 8)},
+    },
+    "tf32 hopper": {
+        "decode": {64: (16, 64, 3, 4), 128: (16, 32, 3, 4), 256: (16, 16, 3, 4)},
+        "decode_tall": {64: (64, 32, 3, 8), 128: (64, 32, 2, 8), 256: (32, 16, 2, 8)},
+    },
+}
+# shares of the keys that decode_combine can merge: csrc/ffi/decode.cc asks for no more
+DECODE_SPLITS = 128
+DECODE_STEP = 16  # shares that it holds at once

@@ -1,0 +1,63 @@
+"""Tiles of the portable kernels of forward and backward: rows of the table (table.py)."""
+
+# kernel -> (kind of tile, larger head dim) -> BLOCK_M, BLOCK_N, STAGES of the mask-free loop, warps.
+# "hopper", 64 and 128: the fastest of benchmarks/tune/tune.py on one H200
+# (benchmarks/results/tune_h200.json). No other was ever timed ("hopper" from 192 on: not yet; the
+# rest: for want of such a GPU): the largest tiles that fit shared memory ("small": 99 KiB a block)
+# with few spills, and none for "small".
+PORTABLE_TILES = {
+    "forward": {
+        ("hopper", 64): (128, 64, 3, 4),
+        ("hopper", 128): (128, 128, 3, 8),
+        ("hopper", 192): (128, 64, 1, 8),
+        ("hopper", 256): (64, 64, 3, 8),
+        ("blackwell", 64): (128, 64, 3, 8),
+        ("blackwell", 128): (128, 64, 3, 8),
+        ("blackwell", 192): (128, 64, 3, 8),
+        ("blackwell", 256): (128, 64, 2, 8),
+        ("ampere", 64): (128, 64, 2, 8),
+        ("ampere", 128): (128, 32, 2, 8),
+        ("ampere", 192): (64, 64, 2, 8),
+        ("ampere", 256): (64, 64, 2, 8),
+        ("small", 64): (128, 64, 2, 8),
+        ("small", 128): (128, 32, 2, 8),
+        ("small", 192): (64, 64, 2, 8),
+        ("small", 256): (64, 32, 2, 8),
+    },
+    "backward_dkdv": {
+        ("hopper", 64): (128, 64, 2, 4),
+        ("hopper", 128): (64, 128, 3, 8),
+        ("hopper", 192): (64, 64, 2, 8),
+        ("hopper", 256): (32, 64, 2, 8),
+        ("blackwell", 64): (64, 128, 2, 8),
+        ("blackwell", 128): (64, 64, 2, 8),
+        ("blackwell", 192): (64, 64, 2, 8),
+        ("blackwell", 256): (32, 64, 2, 8),
+        ("ampere", 64): (32, 128, 2, 8),
+        ("ampere", 128): (64, 64, 2, 8),
+        ("ampere", 192): (64, 32, 2, 8),
+        ("ampere", 256): (64, 32, 2, 8),
+        ("small", 64): (32, 128, 2, 8),
+        ("small", 128): (64, 64, 2, 8),
+        ("small", 192): (64, 32, 2, 8),
+        ("small", 256): (32, 32, 2, 8),
+    },
+    "backward_dq": {
+        ("hopper", 64): (128, 64, 3, 4),
+        ("hopper", 128): (128, 128, 2, 8),
+        ("hopper", 192): (64, 64, 2, 8),
+        ("hopper", 256): (64, 64, 2, 8),
+        ("blackwell", 64): (128, 64, 2, 8),
+        ("blackwell", 128): (64, 64, 2, 8),
+        ("blackwell", 192): (64, 64, 2, 8),
+        ("blackwell", 256): (64, 64, 2, 8),
+        ("ampere", 64): (128, 32, 2, 8),
+        ("ampere", 128): (64, 64, 2, 8),
+        ("ampere", 192): (32, 64, 2, 8),
+        ("ampere", 256): (64, 64, 2, 8),
+        ("small", 64): (128, 32, 2, 8),
+        ("small", 128): (64, 64, 2, 8),
+        ("small", 192): (32, 64, 2, 8),
+        ("small", 256): (32, 32, 2, 4),
+    },
+}

@@ -1,0 +1,171 @@
+"""Tiles of the kernels for Hopper alone, in Gluon: rows of THE table (table.py)."""
+
+from __future__ import annotations
+
+# The same results as the portable kernels of the same pass, which serve every other GPU.
+# kernel -> larger head dim -> constants: WARP_GROUPS (of 64 rows), BLOCK_N, STAGES of keys and
+# values, QK_CHUNK (columns of a tile of queries or keys: a power of two), registers of a consumer and
+# of a producer thread; ROWS of a program. TURNS: warp groups issue products in turns, by named barriers, as
+# the forward and dQ always do. ANEW: addresses of operands that never move are made in every
+# step (sm90/common.nought); it empties registers and costs some integer instructions. On an H200 it gave the backward 1 to 3 %, dK
+# and dV of 128 2 %, of 192 4 to 5 %, the forward of 256 4 to 5 %, the forward of 128 and 192 0 to 2 % (and fewer spills); dQ lost
+# 0 to 5 %, dK and dV of 256 8 to 11 %, 64 nothing (benchmarks/results/tune_anew_h200.json).
+# FOLD: LSE and delta by the matrix units (sm90/lse_by_mma.py): at 128 0 to 2 % of the backward, 1 to 3 with dS by stmatrix, 2 to 3 of
+# dK and dV alone; at 64 it costs 7 to 9 and 3 to 7 % (benchmarks/results/tune_fold_h200.json).
+SM90_TILES: dict[str, dict[int, dict[str, int]]] = {
+    "forward_sm90": {
+        dim: {
+            "QK_CHUNK": chunk,
+            "WARP_GROUPS": groups,
+            "BLOCK_N": keys,
+            "STAGES": 2,
+            "OUT_IN_QUERY": out_in_query,
+            "CONSUMER_REGISTERS": 160 if groups == 3 else 240,
+            "PRODUCER_REGISTERS": 32 if groups == 3 else 24,
+            "ANEW": int(dim > 64),
+        }
+        for dim, chunk, groups, keys, out_in_query in (
+            (64, 64, 3, 128, 0),
+            (128, 128, 2, 128, 0),
+            (192, 64, 2, 128, 1),
+            (256, 256, 2, 64, 1),
+        )
+    },
+    "backward_sm90": {
+        dim: {
+            "QK_CHUNK": chunk,
+            **plan,
+            "CONSUMER_REGISTERS": consumer,
+            "PRODUCER_REGISTERS": 24,
+            "ANEW": int(dim == 128),
+            "FOLD": int(dim == 128),
+        }
+        for dim, chunk, consumer, plan in (
+            # SKIP: of masked blocks a warp group leaves out those without a pair of its keys. DQ: who
+            # makes dQ: nobody, the two warp groups (1), a third one (2). At 64 DQ 2 with SKIP: 12 to
+            # 19 % over DQ 1; at 128 SKIP: -3 to 1 %, TURNS: 3 to 12 % (benchmarks/results/
+            # tune_hopper_h200.json, tune_backward_h200.json, tune_turns_h200.json)
+            (64, 64, 200, {"TURNS": 0, "SKIP": 1, "DQ": 2}),
+            (128, 128, 240, {"TURNS": 1, "SKIP": 0, "DQ": 1}),
+        )
+    },
+    # dK and dV, dQ: no additions to memory, for deterministic gradients; at 192 and 256 for all, 18 to
+    # 53 % faster than one kernel of 64 keys. SKIP: 2 to 14 % of dK and dV. DO_REGISTERS: the cotangents of
+    # a tile stay in registers.
+    "backward_dq_sm90": {
+        dim: {
+            "QK_CHUNK": chunk,
+            "BLOCK_N": keys,
+            "STAGES": stages,
+            "DO_REGISTERS": in_registers,
+            "CONSUMER_REGISTERS": 240,
+            "PRODUCER_REGISTERS": 24,
+            "ANEW": 0,
+        }
+        for dim, chunk, keys, stages, in_registers in (
+            (64, 64, 128, 2, 0),
+            (128, 128, 128, 2, 0),
+            (192, 64, 64, 3, 1),
+            (256, 256, 64, 2, 0),
+        )
+    },
+    "backward_prepare": {dim: {"ROWS": 32} for dim in (64, 128, 192, 256)},
+    "backward_finish": {dim: {"ROWS": 64} for dim in (64, 128)},
+}
+SM90_TILES["backward_dkdv_sm90"] = {
+    dim: {name: n for name, n in SM90_TILES["backward_sm90"][dim].items() if name != "DQ"}
+    | {"SKIP": 1, "CONSUMER_REGISTERS": 240}
+    for dim in (64, 128)
+}
+SM90_TILES["backward_dkdv_sm90"] |= {  # of the files in WIDE
+    dim: {
+        "QK_CHUNK": 64,
+        "CONSUMER_REGISTERS": 240,
+        "PRODUCER_REGISTERS": 24,
+        "ANEW": int(dim == 192),
+    }
+    for dim in (192, 256)
+}
+
+
+def unfolded(tile: dict[str, int]) -> dict[str, int]:
+    """FOLD is for scores that are multiplied by a scale and nothing else."""
+    return tile | {"FOLD": 0} if "FOLD" in tile else tile
+
+
+# The same with a soft cap, of the same tiles but for dQ of 64 and 128, where 128 keys of P and of
+# tanh's derivative do not fit the registers. 192/128 has none (no model caps there): the general
+# kernels serve it.
+CAPPED = {
+    f"{kernel}_soft_cap": kernel
+    for kernel in (
+        "forward_sm90",
+        "backward_sm90",
+        "backward_dkdv_sm90",
+        "backward_dq_sm90",
+    )
+}
+SM90_TILES |= {
+    capped: {dim: unfolded(tile) for dim, tile in SM90_TILES[plain].items() if dim != 192}
+    for capped, plain in CAPPED.items()
+}
+SM90_TILES["backward_dq_sm90_soft_cap"] |= {
+    dim: SM90_TILES["backward_dq_sm90"][dim] | {"BLOCK_N": 64, "STAGES": 3} for dim in (64, 128)
+}
+# With ALiBi of indices: the gradients that one kernel makes, and of the head dims that models with it have; all else takes the
+# general kernels.
+BIASED = {f"{kernel}_alibi": kernel for kernel in ("forward_sm90", "backward_sm90")}
+SM90_TILES |= {
+    biased: {dim: unfolded(SM90_TILES[plain][dim]) for dim in (64, 128)}
+    for biased, plain in BIASED.items()
+}
+# With a map of blocks: a step is a block of 64 of a tile's list, and lists are of tiles of 128.
+MAPPED = {
+    f"{kernel}_block_lists": kernel
+    for kernel in ("forward_sm90", "backward_dkdv_sm90", "backward_dq_sm90")
+}
+SM90_TILES |= {
+    "forward_sm90_block_lists": {
+        128: SM90_TILES["forward_sm90"][128] | {"BLOCK_N": 64, "STAGES": 4}
+    },
+    "backward_dkdv_sm90_block_lists": {
+        128: {
+            k: n
+            for k, n in SM90_TILES["backward_dkdv_sm90"][128].items()
+            if k not in ("SKIP", "FOLD")
+        }
+    },
+    "backward_dq_sm90_block_lists": {128: SM90_TILES["backward_dq_sm90_soft_cap"][128]},
+}
+# The same in shorter tiles, where there are too few of the others to keep a GPU busy (csrc/launch/forward_sm90.cc).
+FEW = {"forward_sm90_low_occupancy": "forward_sm90"}
+SM90_TILES["forward_sm90_low_occupancy"] = {
+    64: SM90_TILES["forward_sm90"][64]
+    | {"WARP_GROUPS": 2, "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24}
+}
+# Each -> the plain one, whose tensor maps it has.
+LIKE_PLAIN = CAPPED | BIASED | MAPPED | FEW
+# (kernel, larger head dim) -> the file of a kernel that is another for that dim, and its keys
+WIDE = {
+    ("backward_dkdv_sm90", 192): ("sm90.bwd_dkdv_d192", 128),
+    ("backward_dkdv_sm90", 256): ("sm90.bwd_dkdv_d256", 64),
+    ("backward_dkdv_sm90_soft_cap", 256): ("sm90.bwd_dkdv_d256", 64),
+}
+
+# Kernels compiled by both assemblers: 13.4 is 2 to 5 % faster on an H200
+# (benchmarks/results/trials_assemblers_h200.txt); a driver of CUDA 12 gets the other.
+TWO_ASSEMBLERS = (
+    "forward_sm90",
+    "backward_sm90",
+    "backward_dkdv_sm90",
+    "backward_dq_sm90",
+    *LIKE_PLAIN,
+)
+# But for these, where 12.9 is 1 to 8 % faster (benchmarks/results/tune_anew_h200.json).
+ONE_ASSEMBLER = (("backward_dq_sm90", 192), ("backward_dq_sm90", 256))
+# Constants that are others under ptxas 12.9: 1 to 6 % there (the same file).
+UNDER_12_9 = {
+    ("forward_sm90", 128): {"ANEW": 0},
+    ("backward_dq_sm90", 128): {"ANEW": 1},
+    ("backward_dkdv_sm90", 256): {"ANEW": 1},
+}

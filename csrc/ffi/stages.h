@@ -1,0 +1,164 @@
+// What the FFI targets share: their names, their two stages, finding a kernel, and host time.
+//
+// A target is one function `ffi::Error F(Stream, operands...)`, run in both stages. In XLA's
+// initialize stage there is no stream: it checks, finds and loads. In execute, possibly under CUDA
+// graph capture, it does the same (the kernels are there by now) and launches.
+
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <optional>
+#include <utility>
+
+#include "runtime/driver.h"
+#include "runtime/error.h"
+
+namespace packax {
+
+// CUstream; empty in the initialize stage.
+using Stream = std::optional<void*>;
+
+enum class Target {
+  kDocuments,
+  kBlocks,
+  kForward,
+  kBackward,
+  kDecode,
+  kForwardGeneral,
+  kBackwardGeneral,
+  kForwardHeads,
+  kBackwardHeads
+};
+
+inline constexpr const char* kTargetNames[] = {
+    "packax_documents_v1",        "packax_blocks_v1",        "packax_forward_v1",
+    "packax_backward_v1",         "packax_decode_v1",        "packax_forward_general_v1",
+    "packax_backward_general_v1", "packax_forward_heads_v1", "packax_backward_heads_v1",
+};
+inline constexpr int kTargets = 9;
+
+// Time spent in the execute stage, on the host, over the life of the process.
+struct HostTime {
+  std::atomic<int64_t> calls{0};
+  std::atomic<int64_t> nanoseconds{0};
+};
+
+inline HostTime host_times[kTargets];
+
+class ScopedHostTime {
+ public:
+  explicit ScopedHostTime(Target target) : target_(target), start_(Clock::now()) {}
+  ~ScopedHostTime() {
+    const auto spent = std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start_);
+    HostTime& time = host_times[static_cast<int>(target_)];
+    time.calls.fetch_add(1, std::memory_order_relaxed);
+    time.nanoseconds.fetch_add(spent.count(), std::memory_order_relaxed);
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  Target target_;
+  Clock::time_point start_;
+};
+
+// XLA does not say which custom call failed, so the target's name goes in front.
+inline ffi::Error Named(Target target, ffi::Error error) {
+  if (error.success()) [[likely]] {
+    return error;
+  }
+  return ffi::Error(*error.errc(),
+                    std::string(kTargetNames[static_cast<int>(target)]) + ": " + error.message());
+}
+
+template <Target target, auto function>
+struct Initialize {
+  template <typename... Operands>
+  ffi::Error operator()(Operands... operands) const {
+    return Named(target, function(std::nullopt, operands...));
+  }
+};
+
+template <Target target, auto function>
+struct Execute {
+  template <typename... Operands>
+  ffi::Error operator()(void* stream, Operands... operands) const {
+    ScopedHostTime time(target);
+    return Named(target, function(Stream(stream), operands...));
+  }
+};
+
+// A loaded kernel and the generated struct of its arguments, tied together by type.
+template <typename Args>
+struct Ready {
+  LoadedKernel kernel;
+
+  int block() const { return kernel.variant->block; }
+};
+
+// Looks a kernel up for this device and loads it.
+template <typename Args>
+ffi::Error Prepare(Device* device, Dtype dtype, int64_t qk_dim, int64_t v_dim, Ready<Args>* ready) {
+  const Query query{Args::kKernel, device->cc, dtype, qk_dim, v_dim, device->driver};
+  const Variant* variant = Find(query);
+  PACKAX_CHECK(variant != nullptr, kUnimplemented)
+      << DescribeMissing(query) << "; device " << device->ordinal << " is " << device->name;
+  return Load(device, *variant, &ready->kernel);
+}
+
+// Prepare() of the smallest kernel whose head dims are at least these.
+template <typename Args>
+ffi::Error PrepareCovering(Device* device, Dtype dtype, int64_t qk_dim, int64_t v_dim,
+                           Ready<Args>* ready) {
+  const Query query{Args::kKernel, device->cc, dtype, qk_dim, v_dim, device->driver};
+  const Variant* variant = FindCovering(query);
+  PACKAX_CHECK(variant != nullptr, kUnimplemented)
+      << DescribeMissing(query) << "; device " << device->ordinal << " is " << device->name;
+  return Load(device, *variant, &ready->kernel);
+}
+
+// Prepare() for a kernel that only some devices have and that another one stands in for: empty if
+// there is none here.
+template <typename Args>
+ffi::Error PrepareIfAny(Device* device, Dtype dtype, int64_t qk_dim, int64_t v_dim,
+                        std::optional<Ready<Args>>* ready) {
+  ready->reset();
+  const Variant* variant = Find({Args::kKernel, device->cc, dtype, qk_dim, v_dim, device->driver});
+  if (variant == nullptr) return ffi::Error::Success();
+  return Load(device, *variant, &ready->emplace().kernel);
+}
+
+// EncodeTensorMap for one of the kernel's own parameters.
+template <typename Args>
+ffi::Error Encode(const Ready<Args>& ready, typename Args::Map parameter, const TensorView& view,
+                  TensorMap* map) {
+  return EncodeTensorMap(ready.kernel, parameter, view, map);
+}
+
+template <typename Args>
+ffi::Error Launch(const Ready<Args>& ready, Stream stream, Grid grid, const Args& args) {
+  return Launch(ready.kernel, *stream, grid, args.Addresses().data());
+}
+
+}  // namespace packax
+
+// The exported stages, defined in forward.cc, backward.cc, decode.cc, general.cc and masks.cc.
+XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_documents_initialize);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_documents_execute);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_blocks_initialize);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_blocks_execute);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_forward_initialize);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_forward_execute);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_backward_initialize);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_backward_execute);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_forward_heads_initialize);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_forward_heads_execute);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_backward_heads_initialize);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_backward_heads_execute);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_decode_initialize);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_decode_execute);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_forward_general_initialize);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_forward_general_execute);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_backward_general_initialize);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_backward_general_execute);

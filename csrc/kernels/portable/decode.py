@@ -1,0 +1,337 @@
+"""Attention of a few new rows over a long cache of keys and values: the keys are split, the parts merged.
+
+`decode` and `decode_tall` (FlashAttention-2's recurrence, arXiv 2307.08691, split over keys as in Flash-Decoding, pytorch.org/blog/
+flash-decoding): a program takes one key/value head of one sequence, a tile of the rows of its group (rows of one query token are
+beside each other), and a share of the keys that those rows attend. It leaves the normalised float32 sum of the values and the share's
+log-sum-exp, base 2. A share without keys leaves -inf and its values are never read. Every sequence has `splits` equal shares or, where
+`shares` is not 0, as many as its length needs: every program works out from the ranges which of whose it is. Keys that all rows of the
+tile attend come first, without a mask.
+`decode_combine` merges the shares of a row, adds the sink to the sum and writes the results.
+
+A cache is (batch, kv_len, ...), or pages that `block_table` orders; page_size is 0 for the first. Head dims are known at run time only, in
+eighths, which tells the compiler that rows begin at multiples of 16 bytes; the tile's columns behind them are not read.
+A row whose range ends behind the cache, or meets a page that is not there, is NaN.
+"""
+
+import triton
+import triton.language as tl
+from portable.kv_ranges import EMPTY_MIN, columns
+from portable.score_mods import LOG2E, dot, tanh
+
+LN2 = tl.constexpr(0.6931471805599453)
+ENTRIES = tl.constexpr(128)  # of a block table, at once
+SEQUENCES = tl.constexpr(64)  # that shares are dealt to, at most: csrc/ffi/decode.cc
+ROWS = tl.constexpr(16)  # new rows of a sequence, at most
+LEAST = tl.constexpr(128)  # keys of a share: below, a program costs more than its keys
+
+
+@triton.jit
+def load_columns(pointers, there, dim, DIM: tl.constexpr):
+    """A tile (rows, columns(DIM)) of rows that have `dim` columns: 0 behind them, and in rows that are not `there` (None: all are)."""
+    real = columns(DIM)[None, :] < dim
+    if there is not None:
+        real = there[:, None] & real
+    return tl.load(pointers, mask=real, other=0.0)
+
+
+@triton.jit
+def attended(q_lo, q_hi, at, there, kv_len):
+    """The keys [lo, hi) of rows of `at`; none of a row that ends behind the cache: decode_combine makes NaN of it."""
+    lo = tl.maximum(tl.load(q_lo + at, mask=there, other=0), 0)
+    hi = tl.load(q_hi + at, mask=there, other=0)
+    return lo, tl.where(hi <= kv_len, hi, 0)
+
+
+@triton.jit
+def deal(q_lo, q_hi, place, batch, q_len, kv_len, shares, splits, STEP: tl.constexpr):
+    """Which sequence and which of its shares is dealt to `place`, and how many shares the sequence has.
+
+    All have about the same length, which makes them at most `shares` + batch: at least one of a sequence, at most `splits`.
+    Places behind the last share get sequence `batch`.
+    """
+    sequences = tl.arange(0, SEQUENCES)
+    rows = tl.arange(0, ROWS)[None, :]
+    there = (sequences < batch)[:, None] & (rows < q_len)
+    lo, hi = attended(q_lo, q_hi, sequences[:, None] * q_len + rows, there, kv_len)
+    start = tl.min(tl.where(lo < hi, lo, EMPTY_MIN), 1)
+    end = tl.max(tl.where(lo < hi, hi, 0), 1)
+    steps = tl.cdiv(tl.maximum(end - start, 0), STEP)
+    length = tl.cdiv(tl.sum(steps.to(tl.int64), 0), shares).to(tl.int32)
+    length = tl.maximum(length, tl.cdiv(tl.max(steps, 0), splits))
+    length = tl.maximum(length, tl.cdiv(LEAST, STEP))
+    parts = tl.where(sequences < batch, tl.maximum(tl.cdiv(steps, length), 1), 0)
+    ends = tl.cumsum(parts, 0)
+    before = (ends <= place) & (sequences < batch)
+    b = tl.sum(before.to(tl.int32), 0)
+    split = place - tl.max(tl.where(before, ends, 0), 0)
+    return b, split, tl.sum(tl.where(sequences == b, parts, 0), 0)
+
+
+@triton.jit
+def share_of_keys(start, end, split, splits, STEP: tl.constexpr):
+    """The split's part [begin, stop) of the keys [start, end), in whole steps from `start` but for the last."""
+    steps = tl.cdiv(tl.maximum(end - start, 0), STEP)
+    part = tl.cdiv(steps, splits)
+    begin = tl.minimum(split * part, steps)
+    stop = tl.minimum(begin + part, steps)
+    # in two steps, since start + stop * STEP may reach over 2^31 where there is no key at all
+    length = tl.minimum(stop * STEP, tl.maximum(end - start, 0)) - begin * STEP
+    begin = start + begin * STEP
+    return begin, begin + length
+
+
+@triton.jit
+def pages_there(block_table, begin, stop, pages, page_size):
+    """Whether all pages of the keys [begin, stop) are there."""
+    entries = tl.arange(0, ENTRIES)
+    lost = tl.zeros([ENTRIES], tl.int32)
+    last = tl.cdiv(stop, page_size)
+    for first in tl.range(begin // page_size, last, ENTRIES):
+        page = tl.load(block_table + first + entries, mask=first + entries < last, other=0)
+        lost |= ((page < 0) | (page >= pages)).to(tl.int32)
+    return tl.max(lost, 0) == 0
+
+
+@triton.jit
+def attend(
+    acc, m, l, q, key, value, block_table, lo, hi, begin, stop, skip, skipped, first_row, kv_head, pages, page_size, scale,
+    soft_cap, kv_heads, qk_dim, v_dim,
+    QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr,
+    PAGED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The keys [begin, stop), but for `skipped` of them at `skip`. Key j of the sequence is row first_row + j of the cache, or
+    in the page that `block_table` says. Not MASKED: whole steps of keys that all rows attend, of pages that are there, and the first
+    keys of these rows; no soft cap, and no scale near 0 or below."""
+    DEPTH: tl.constexpr = (
+        2 * STAGES - 1 if PAGED else STAGES
+    )  # half of them fetch entries of the block table ahead of their rows
+    scale2 = scale * LOG2E
+    cap2 = tl.where(soft_cap > 0, soft_cap, 1.0) * LOG2E
+    cols = tl.arange(0, BLOCK_N)
+    qk_dims = columns(QK_DIM)
+    v_dims = columns(V_DIM)
+    k_ptr = key + kv_head.to(tl.int64) * qk_dim + qk_dims[None, :]
+    v_ptr = value + kv_head.to(tl.int64) * v_dim + v_dims[None, :]
+    k_row = kv_heads.to(tl.int64) * qk_dim
+    v_row = kv_heads.to(tl.int64) * v_dim
+    for place in tl.range(begin, stop - skipped, BLOCK_N, num_stages=DEPTH):
+        at = place
+        if MASKED:
+            at = tl.where(place < skip, place, place + skipped)
+        keys = at + cols
+        row = first_row + keys
+        readable = None
+        if MASKED:
+            readable = keys < stop
+        if PAGED:
+            entry = keys // page_size
+            if MASKED:
+                page = tl.load(block_table + entry, mask=readable, other=0)
+                readable = readable & (page >= 0) & (page < pages)
+            else:
+                page = tl.load(block_table + entry)
+            row = page.to(tl.int64) * page_size + (keys - entry * page_size)
+        k = load_columns(k_ptr + row[:, None] * k_row, readable, qk_dim, QK_DIM)
+        v = load_columns(v_ptr + row[:, None] * v_row, readable, v_dim, V_DIM)
+        s = dot(q, tl.trans(k), None, EXACT)
+        if MASKED:
+            s = s * scale2
+            # selected and not branched around: ptxas serialises wgmma around a branch
+            s = tl.where(soft_cap > 0, tanh(s / cap2) * cap2, s)
+            if PAGED:
+                s = tl.where(readable[None, :], s, float("nan"))
+            inside = (keys[None, :] >= lo[:, None]) & (keys[None, :] < hi[:, None])
+            s = tl.where(inside, s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 1))
+        # a row that has met no key yet: 2^(-inf - 0) = 0, not NaN
+        base = tl.where(m_new == float("-inf"), 0.0, m_new)
+        if MASKED:
+            p = tl.exp2(s - base[:, None])
+            alpha = tl.exp2(m - base)
+        else:
+            # m is in units of s here: a fused s * scale2 - m would keep what m lost by rounding, and overflow behind 2^31
+            p = tl.exp2((s - base[:, None]) * scale2)
+            alpha = tl.exp2((m - base) * scale2)
+        l = l * alpha + tl.sum(p, 1)
+        acc = dot(p.to(v.dtype), v, acc * alpha[:, None], EXACT)
+        m = m_new
+    if not MASKED:
+        m = tl.where(m == float("-inf"), m, m * scale2)
+    return acc, m, l
+
+
+@triton.jit
+def share(
+    query, key, value, q_lo, q_hi, block_table, partial, sums,
+    scale, soft_cap, batch, q_len, kv_len, pages, page_size, table_width, heads, kv_heads, qk_eighths, v_eighths, splits,
+    shares,
+    QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """One program of `decode`. Programs that run together read neighbouring heads of the same keys."""
+    group = heads // kv_heads
+    qk_dim = qk_eighths * 8
+    v_dim = v_eighths * 8
+    tiles = tl.cdiv(q_len * group, BLOCK_M)
+    pid = tl.program_id(0)
+    tile = pid % tiles
+    rest = pid // tiles
+    kv_head = rest % kv_heads
+    rest = rest // kv_heads
+    if shares > 0:
+        b, split, parts = deal(q_lo, q_hi, rest, batch, q_len, kv_len, shares, splits, BLOCK_N)
+    else:
+        b, split, parts = rest // splits, rest % splits, splits
+    if b >= batch:
+        return
+
+    member = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    there = member < q_len * group
+    token = member // group
+    bounds = b.to(tl.int64) * q_len + token
+    lo, hi = attended(q_lo, q_hi, bounds, there, kv_len)
+    some = lo < hi
+    start = tl.min(tl.where(some, lo, EMPTY_MIN), 0)
+    end = tl.max(tl.where(some, hi, 0), 0)
+    begin, stop = share_of_keys(start, end, split, parts, BLOCK_N)
+
+    # (batch, q_len, heads): rows of the query, of `sums` and, times the number of splits, of `partial`
+    row = bounds * heads + kv_head * group + member % group
+    rows = batch.to(tl.int64) * q_len * heads
+    left = split * rows + row
+    nothing = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    if split == parts - 1:  # for the shares that this sequence has not
+        for other in tl.range(parts, splits):
+            tl.store(sums + other * rows + row, nothing, mask=there)
+    if begin >= stop:
+        tl.store(sums + left, nothing, mask=there)
+    else:
+        qk_dims = columns(QK_DIM)
+        v_dims = columns(V_DIM)
+        q = load_columns(query + row[:, None] * qk_dim + qk_dims[None, :], some, qk_dim, QK_DIM)
+        m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        l = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, v_dims.shape[0]], tl.float32)
+        core_lo = tl.max(tl.where(some, lo, 0), 0)
+        core_hi = tl.min(tl.where(some, hi, EMPTY_MIN), 0)
+        core = tl.minimum(begin + tl.cdiv(tl.maximum(core_lo - begin, 0), BLOCK_N) * BLOCK_N, stop)
+        core_end = core + tl.maximum(tl.minimum(core_hi, stop) - core, 0) // BLOCK_N * BLOCK_N
+        # of smaller scales, differences of scores may overflow before they are scaled
+        core_end = tl.where((soft_cap > 0) | (scale < 1e-30), core, core_end)
+        if EXACT:  # two loops of these products would not fit in registers
+            core_end = core
+        if page_size > 0:
+            table = block_table + b.to(tl.int64) * table_width
+            if not EXACT:
+                if not pages_there(table, core, core_end, pages, page_size):
+                    core_end = core
+                acc, m, l = attend(
+                    acc, m, l, q, key, value, table, lo, hi, core, core_end, core, 0, b.to(tl.int64) * 0, kv_head, pages,
+                    page_size, scale, soft_cap, kv_heads, qk_dim, v_dim,
+                    QK_DIM, V_DIM, BLOCK_N, STAGES, EXACT, True, False,
+                )  # fmt: skip
+            acc, m, l = attend(
+                acc, m, l, q, key, value, table, lo, hi, begin, stop, core, core_end - core, b.to(tl.int64) * 0, kv_head,
+                pages, page_size, scale, soft_cap, kv_heads, qk_dim, v_dim,
+                QK_DIM, V_DIM, BLOCK_N, STAGES, EXACT, True, True,
+            )  # fmt: skip
+        else:
+            if not EXACT:
+                acc, m, l = attend(
+                    acc, m, l, q, key, value, block_table, lo, hi, core, core_end, core, 0, b.to(tl.int64) * kv_len, kv_head,
+                    pages, page_size, scale, soft_cap, kv_heads, qk_dim, v_dim,
+                    QK_DIM, V_DIM, BLOCK_N, STAGES, EXACT, False, False,
+                )  # fmt: skip
+            acc, m, l = attend(
+                acc, m, l, q, key, value, block_table, lo, hi, begin, stop, core, core_end - core, b.to(tl.int64) * kv_len,
+                kv_head, pages, page_size, scale, soft_cap, kv_heads, qk_dim, v_dim,
+                QK_DIM, V_DIM, BLOCK_N, STAGES, EXACT, False, True,
+            )  # fmt: skip
+        met = some & (l != 0.0)  # a NaN is met: it must reach the result
+        result = acc / tl.where(met, l, 1.0)[:, None]
+        tl.store(
+            partial + left[:, None] * v_dim + v_dims[None, :],
+            result,
+            mask=there[:, None] & (v_dims[None, :] < v_dim),
+        )
+        tl.store(sums + left, tl.where(met, m + tl.log2(l), float("-inf")), mask=there)
+
+
+@triton.jit
+def decode(
+    query, key, value, q_lo, q_hi, block_table, partial, sums,
+    scale, soft_cap, batch, q_len, kv_len, pages, page_size, table_width, heads, kv_heads, qk_eighths, v_eighths, splits,
+    shares,
+    QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    share(
+        query, key, value, q_lo, q_hi, block_table, partial, sums, scale, soft_cap, batch, q_len, kv_len, pages,
+        page_size, table_width, heads, kv_heads, qk_eighths, v_eighths, splits, shares, QK_DIM, V_DIM, BLOCK_M, BLOCK_N,
+        STAGES, EXACT,
+    )  # fmt: skip
+
+
+@triton.jit
+def decode_tall(
+    query, key, value, q_lo, q_hi, block_table, partial, sums,
+    scale, soft_cap, batch, q_len, kv_len, pages, page_size, table_width, heads, kv_heads, qk_eighths, v_eighths, splits,
+    shares,
+    QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """The same for groups of more rows than a tile of `decode` has: a name of its own in the table."""
+    share(
+        query, key, value, q_lo, q_hi, block_table, partial, sums, scale, soft_cap, batch, q_len, kv_len, pages,
+        page_size, table_width, heads, kv_heads, qk_eighths, v_eighths, splits, shares, QK_DIM, V_DIM, BLOCK_M, BLOCK_N,
+        STAGES, EXACT,
+    )  # fmt: skip
+
+
+@triton.jit
+def decode_combine(
+    partial, sums, sinks, q_lo, q_hi, out, lse, has_sinks, batch, sink_batch, q_len, kv_len, heads, v_eighths, splits,
+    V_DIM: tl.constexpr, SPLITS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """One row (batch, q_len, heads): at most SPLITS shares, STEP at once."""
+    v_dim = v_eighths * 8
+    rows = batch.to(tl.int64) * q_len * heads  # of one split
+    row = tl.program_id(0).to(tl.int64)
+    head = row % heads
+    bounds = row // heads
+    b = bounds // q_len
+    token = bounds % q_len
+    lo = tl.maximum(tl.load(q_lo + bounds), 0)
+    hi = tl.load(q_hi + bounds)
+
+    every = tl.arange(0, SPLITS)
+    parts = tl.load(sums + every * rows + row, mask=every < splits, other=float("-inf"))
+    top = tl.max(parts, 0)
+    met = tl.max((parts != float("-inf")).to(tl.int32), 0) > 0  # NaN included
+    sink = float("-inf")
+    if has_sinks != 0:
+        sink = tl.load(sinks + (b % sink_batch) * heads + head) * LOG2E
+    top = tl.maximum(top, sink)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    # a sink of +inf takes everything: inf - inf would be NaN
+    total = tl.sum(tl.exp2(parts - base), 0) + tl.where(sink == base, 1.0, tl.exp2(sink - base))
+
+    v_dims = columns(V_DIM)
+    acc = tl.zeros([v_dims.shape[0]], tl.float32)
+    for first in tl.range(0, tl.max(tl.where(parts != float("-inf"), every + 1, 0), 0), STEP):
+        some = first + tl.arange(0, STEP)
+        part = tl.load(sums + some * rows + row, mask=some < splits, other=float("-inf"))
+        full = part != float("-inf")
+        values = tl.load(
+            partial + (some * rows + row)[:, None] * v_dim + v_dims[None, :],
+            mask=full[:, None] & (v_dims[None, :] < v_dim),
+            other=0.0,
+        )
+        acc += tl.sum(values * tl.exp2(part - base)[:, None], 0)
+    result = tl.where(met, acc / tl.where(met, total, 1.0), 0.0)
+    logsumexp = tl.where(met, (base + tl.log2(total)) * LN2, float("-inf"))
+    beyond = (lo < hi) & (hi > kv_len)
+    result = tl.where(beyond, float("nan"), result)
+    logsumexp = tl.where(beyond, float("nan"), logsumexp)
+    tl.store(out + row * v_dim + v_dims, result.to(out.dtype.element_ty), mask=v_dims < v_dim)
+    tl.store(lse + (b * heads + head) * q_len + token, logsumexp)

@@ -1,0 +1,145 @@
+"""Maps of blocks in the Hopper kernels: the blocks of 64 that a tile meets, and the map's word on rows and keys (block_map.py
+has both for the general kernels, and says what a list is).
+
+Sizes of the map's blocks are powers of two here, so that blocks of 64 begin at whole bits and a thread finds its bits by
+shifts; the handlers give other sizes to the general kernels (csrc/ffi/fallback.cc). A step is one block of the list. Bits are those of
+hopper.range_bits_asm.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def shift_of(size):
+    """log2 of a power of two."""
+    return gl.inline_asm("bfind.u32 $0, $1;", "=r,r", (size,), gl.int32, is_pure=True)
+
+
+@gluon.jit
+def list_of(entries, map_heads, mask_b, head, tile, tiles, blocks):
+    """Where the numbers of a tile's blocks begin, how many of them need the mask, and how many follow that need none."""
+    at = mask_b * map_heads + gl.where(map_heads > 1, head, 0)
+    listed = entries + (at.to(gl.int64) * tiles + tile) * (blocks + 2)
+    return listed + 2, gl.load(listed), gl.load(listed + 1)
+
+
+@gluon.jit
+def list_of_rows(block_map, mask_b, head, row, q_len, kv_len):
+    """That of a tile of 128 rows; one without any block gets one, which the mask empties."""
+    _, entries, _, map_heads, _, _ = block_map
+    tiles = (q_len + 127) // 128
+    listed, edges, core = list_of(
+        entries, map_heads, mask_b, head, row // 128, tiles, (kv_len + 63) // 64
+    )
+    return listed, gl.where(edges + core == 0, 1, edges), core
+
+
+@gluon.jit
+def list_of_keys(block_map, mask_b, head, key, q_len, kv_len):
+    """That of a tile of 128 keys."""
+    _, entries, _, map_heads, _, _ = block_map
+    tiles = (kv_len + 127) // 128
+    return list_of(entries, map_heads, mask_b, head, key // 128, tiles, (q_len + 63) // 64)
+
+
+@gluon.jit
+def blocks_of_lists(listing, place):
+    """How many blocks of rows the lists of a tile of keys have, of all heads of its group."""
+    block_map, mask_b, q_len, kv_len = listing
+    _b, first_key, kv_head, group, _bh, _mask_row, _padded = place
+    total = 0
+    for g in range(0, group):
+        _, edges, core = list_of_keys(
+            block_map, mask_b, kv_head * group + g, first_key, q_len, kv_len
+        )
+        total += edges + core
+    return total
+
+
+@gluon.jit
+def map_of(block_map, mask_b, head, q_len, kv_len):
+    """A head's map, rows of words; words in a row; shifts from a row and a key to their blocks."""
+    map_bits, _, map_batch, map_heads, q_block, kv_block = block_map
+    q_shift = shift_of(q_block)
+    kv_shift = shift_of(kv_block)
+    width = (((kv_len - 1) >> kv_shift) >> 5) + 1
+    at = gl.where(map_batch > 1, mask_b, 0) * map_heads + gl.where(map_heads > 1, head, 0)
+    first = at.to(gl.int64) * (((q_len - 1) >> q_shift) + 1) * width
+    return map_bits + first, width, q_shift, kv_shift
+
+
+@gluon.constexpr_function
+def bits_of_keys_asm():
+    """Bits of 64 keys, for the two rows of a thread. Operands: bits (2); words of the first and of the other 32 keys (2 each), first
+    key, shift."""
+    t = [
+        "{ .reg .u32 q, t, b; .reg .pred p; setp.ge.u32 p, $7, 6; @p bra SAME;"
+        "mov.u32 q, %tid.x; and.b32 q, q, 3; shl.b32 q, q, 1; add.u32 q, q, $6; mov.b32 $0, 0; mov.b32 $1, 0;"
+    ]
+    for o in range(8):
+        for j in (0, 1):
+            t.append(f"add.u32 t, q, {8 * o + j}; shr.u32 t, t, $7;")
+            for r in (0, 1):
+                word = 2 + r if o < 4 else 4 + r
+                t.append(f"shf.r.wrap.b32 b, ${word}, 0, t; and.b32 b, b, 1;")
+                t.append(f"mad.lo.u32 ${r}, b, {1 << (2 * o + j)}, ${r};")
+    t.append("bra DONE; SAME: shr.u32 t, $6, $7;")
+    for r in (0, 1):
+        t.append(f"shf.r.wrap.b32 b, ${2 + r}, 0, t; and.b32 b, b, 1; neg.s32 ${r}, b;")
+    return " ".join(t) + " DONE: }"
+
+
+@gluon.jit
+def bits_of_keys(this_map, rows, first_key, q_len):
+    """Bits of the 64 keys from `first_key` on, a multiple of 64, for rows."""
+    words, width, q_shift, kv_shift = this_map
+    row = words + (gl.minimum(rows, q_len - 1) >> q_shift).to(gl.int64) * width
+    low = gl.load(row + ((first_key >> kv_shift) >> 5))
+    high = gl.load(row + gl.minimum(((first_key + 32) >> kv_shift) >> 5, width - 1))
+    return gl.inline_asm(
+        bits_of_keys_asm(),
+        "=&r,=&r,r,r,r,r,r,r",
+        (low, high, first_key, kv_shift),
+        rows.type,
+        is_pure=True,
+    )
+
+
+@gluon.constexpr_function
+def bits_of_rows_asm():
+    """Bits of 64 rows, for the two keys of a thread, whose blocks share a word. Operands: bits (2); keys (2), pointers to their word of
+    the map's first row (2), first row, last row of all, bytes of a row's words, shifts of rows and keys."""
+    t = [
+        "{ .reg .u64 a; .reg .u32 q, t, b, w<8>, k<2>; .reg .pred p; mov.b32 $0, 0; mov.b32 $1, 0;"
+        "shr.u32 k0, $2, $10; shr.u32 k1, $3, $10; setp.ge.u32 p, $9, 6; @p bra SAME;"
+        "mov.u32 q, %tid.x; and.b32 q, q, 3; shl.b32 q, q, 1; add.u32 q, q, $6;"
+    ]
+    for half in (0, 1):
+        places = [8 * o + j for o in range(4 * half, 4 * half + 4) for j in (0, 1)]
+        for i, column in enumerate(places):
+            t.append(f"add.u32 t, q, {column}; min.u32 t, t, $7; shr.u32 t, t, $9;")
+            t.append(f"mad.wide.u32 a, t, $8, $4; ld.global.u32 w{i}, [a];")
+        for i, column in enumerate(places):
+            bit = 1 << (column // 8 * 2 + column % 8)
+            for r in (0, 1):
+                t.append(f"shf.r.wrap.b32 b, w{i}, 0, k{r}; and.b32 b, b, 1;")
+                t.append(f"mad.lo.u32 ${r}, b, {bit}, ${r};")
+    t.append("bra DONE; SAME: shr.u32 t, $6, $9; mad.wide.u32 a, t, $8, $4; ld.global.u32 w0, [a];")
+    for r in (0, 1):
+        t.append(f"shf.r.wrap.b32 b, w0, 0, k{r}; and.b32 b, b, 1; neg.s32 ${r}, b;")
+    return " ".join(t) + " DONE: }"
+
+
+@gluon.jit
+def bits_of_rows(this_map, keys, first_row, q_len):
+    """Bits of the 64 rows from `first_row` on, a multiple of 64, for keys."""
+    words, width, q_shift, kv_shift = this_map
+    pointers = words + gl.minimum((keys >> kv_shift) >> 5, width - 1)
+    return gl.inline_asm(
+        bits_of_rows_asm(),
+        "=&r,=&r,r,r,l,l,r,r,r,r,r",
+        (keys, pointers, first_row, q_len - 1, width * 4, q_shift, kv_shift),
+        keys.type,
+        is_pure=True,
+    )

@@ -1,0 +1,252 @@
+"""Backward attention on Hopper in Gluon: the same gradients as backward.py, its checked twin, in five
+products instead of seven.
+
+It runs between the two kernels of sm90/bwd_prepost.py: `backward_prepare` makes delta and the base-2 LSE and
+clears a float32 dQ; `backward_sm90` adds to it by the copy engine's bulk reduction while it sums dK
+and dV of a tile of keys in registers; `backward_finish` scales dQ and rounds it.
+
+A program of `backward_sm90` is 128 keys of one key/value head: two warp groups of 64 keys, and a
+producer warp that streams blocks of ROWS query rows of the group's heads. Scores are transposed
+(keys x rows), so that P^T and dS^T are left operands in registers. dS of both warp groups meets in
+shared memory, and each computes half of dQ's columns (FlashAttention-3, arXiv 2407.08608, section
+3.3), of the block before, so that a group does not wait for the other's dS of this block.
+They take turns, by named barriers, at issuing dK, dQ and the next scores: the softmax of one runs
+under the products of the other.
+
+The float32 dQ lies in the order of the accumulator's registers, which only `backward_finish` undoes.
+Its additions come in any order: dQ differs by rounding from run to run. sm90/bwd_consumer.py has what a
+warp group computes, sm90/bwd_producer.py the producer, sm90/dq_reduce.py what warp groups hand on; dK and dV of head dims above 128 have files of their own, sm90/bwd_dkdv_d192.py and sm90/bwd_dkdv_d256.py.
+"""
+
+from sm90.block_lists import blocks_of_lists
+from sm90.bwd_consumer import consume
+from sm90.bwd_listed_producer import produce_listed
+from sm90.bwd_producer import ROWS, produce, tests_of_tile, tile_of_program
+from sm90.dq_reduce import sum_rows
+from sm90.lse_by_mma import COLUMNS
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+
+@gluon.jit
+def tile_of_keys(
+    query, key, value, dout, lse2, delta, lo, hi, dk, dv, dq_sum, q_ids, kv_ids, q_pos, kv_pos,
+    q_blocks, kv_blocks, kv_order,
+    block_map, slopes, scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
+    TURNS: gl.constexpr, SKIP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    DQ: gl.constexpr, CAPPED: gl.constexpr, BIASED: gl.constexpr, MAPPED: gl.constexpr, ANEW: gl.constexpr, FOLD: gl.constexpr,
+):  # fmt: skip
+    """One program of the kernels below."""
+    dtype: gl.constexpr = query.dtype
+    row_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, QK_DIM], dtype)
+    row_tile_v: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, V_DIM], dtype)
+    k_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, QK_DIM], dtype)
+    v_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, V_DIM], dtype)
+    ds_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, ROWS], dtype)
+    q_s = gl.allocate_shared_memory(dtype, [2, ROWS, QK_DIM], row_tile)
+    do_s = gl.allocate_shared_memory(dtype, [2, ROWS, V_DIM], row_tile_v)
+    k_s = gl.allocate_shared_memory(dtype, [1, 128, QK_DIM], k_tile)
+    v_s = gl.allocate_shared_memory(dtype, [2, 64, V_DIM], v_tile)
+    line: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    lse_s = gl.allocate_shared_memory(gl.float32, [2, ROWS], line)
+    linear: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    if DQ:
+        ds_s = gl.allocate_shared_memory(dtype, [2, 128, ROWS], ds_tile)
+        dq_s = gl.allocate_shared_memory(
+            gl.float32, [2, QK_DIM * (1 if DQ == 1 else 2), 32], linear
+        )
+    else:  # never touched
+        ds_s = q_s
+        dq_s = lse_s
+    delta_s = gl.allocate_shared_memory(gl.float32, [2, ROWS], line)
+    lo_s = gl.allocate_shared_memory(gl.int32, [2, ROWS], line)
+    hi_s = gl.allocate_shared_memory(gl.int32, [2, ROWS], line)
+    gl.static_assert(
+        not (FOLD and (CAPPED or BIASED or MAPPED)), "scores must be multiplied by a scale alone"
+    )
+    if FOLD:
+        parts: gl.constexpr = gl.NVMMASharedLayout(
+            swizzle_byte_width=32, element_bitwidth=16, rank=2
+        )
+        lse_p = gl.allocate_shared_memory(gl.bfloat16, [2, ROWS, COLUMNS], parts)
+        delta_p = gl.allocate_shared_memory(gl.bfloat16, [2, ROWS, COLUMNS], parts)
+        lines_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        folded = (lse_p, delta_p, lines_full)
+    else:
+        folded = ()
+    kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    do_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    do_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    ds_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for j in gl.static_range(2):
+        if FOLD:
+            mbarrier.init(lines_full.index(j), 1)
+        mbarrier.init(kv_full.index(j), 1)
+        mbarrier.init(q_full.index(j), 1)
+        mbarrier.init(do_full.index(j), 1)
+        mbarrier.init(ds_full.index(j), 2)
+        mbarrier.init(ds_empty.index(j), 4 if DQ == 2 else 8)
+        mbarrier.init(q_empty.index(j), 8)
+        mbarrier.init(do_empty.index(j), 8)
+
+    orders = (q_blocks, kv_blocks, kv_order)
+    pointers = (q_ids, kv_ids, q_pos, kv_pos)
+    sizes = (element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads)
+    place, range_, mask, own_blocks = tile_of_program(orders, pointers, sizes, 128)
+
+    if MAPPED:
+        mask_b = gl.where(mask_batch > 1, place[0], 0)
+        listing = (block_map, mask_b, q_len, kv_len)
+        range_ = (0, blocks_of_lists(listing, place), 0, 0, 0)
+    else:
+        listing = ()
+    maps = (query, key, value, dout)
+    lines = (lse2, delta, lo, hi)
+    grads = (dk, dv, dq_sum)
+    tiles_s = (q_s, k_s, v_s, do_s)
+    lines_s = (lse_s, delta_s, lo_s, hi_s)
+    bars = (kv_full, q_full, q_empty, do_full, do_empty)
+    ds_bars = (ds_full, ds_empty)
+    if DQ == 1:  # 1 to 2 % there, nothing or less in the others
+        flags = mask[4]
+        element_test = tests_of_tile(flags, element_test, range_[0], range_[1], (q_len + 63) // 64)
+    numbers = (element_test, q_len, kv_len, scale, soft_cap)
+    if MAPPED:
+        gl.warp_specialize(
+            [
+                (consume, (0, grads, mask, own_blocks, listing, slopes, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, BIASED, MAPPED, ANEW, FOLD)),
+                (consume, (1, grads, mask, own_blocks, listing, slopes, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, BIASED, MAPPED, ANEW, FOLD)),
+                (produce_listed, (maps, lines, tiles_s, lines_s, bars, place, listing, QK_DIM, V_DIM, QK_CHUNK)),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+    elif DQ == 2:
+        gl.warp_specialize(
+            [
+                (consume, (0, grads, mask, own_blocks, listing, slopes, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, BIASED, MAPPED, ANEW, FOLD)),
+                (consume, (1, grads, mask, own_blocks, listing, slopes, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, BIASED, MAPPED, ANEW, FOLD)),
+                (sum_rows, (dq_sum, k_s.index(0), ds_s, dq_s, kv_full, ds_bars, place, range_, QK_DIM, DQ)),
+                (produce, (maps, lines, tiles_s, lines_s, bars, place, range_, folded, scale, QK_DIM, V_DIM, QK_CHUNK, 2, FOLD)),
+            ],
+            [4, 4, 1],
+            [CONSUMER_REGISTERS, 512 - 2 * CONSUMER_REGISTERS - PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (0, grads, mask, own_blocks, listing, slopes, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, BIASED, MAPPED, ANEW, FOLD)),
+                (consume, (1, grads, mask, own_blocks, listing, slopes, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, BIASED, MAPPED, ANEW, FOLD)),
+                (produce, (maps, lines, tiles_s, lines_s, bars, place, range_, folded, scale, QK_DIM, V_DIM, QK_CHUNK, 2, FOLD)),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+
+
+@gluon.jit
+def backward_sm90(
+    query, key, value, dout, lse2, delta, lo, hi, dk, dv, dq_sum, q_ids, kv_ids, q_pos, kv_pos,
+    q_blocks, kv_blocks, kv_order,
+    scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
+    TURNS: gl.constexpr, SKIP: gl.constexpr, DQ: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr, FOLD: gl.constexpr,
+):  # fmt: skip
+    """Tensor maps: query, key, value, dout, dk, dv (batch, length, heads * dim); lse2, delta, lo, hi as one row each."""
+    tile_of_keys(
+        query, key, value, dout, lse2, delta, lo, hi, dk, dv, dq_sum, q_ids, kv_ids, q_pos, kv_pos,
+        q_blocks, kv_blocks, kv_order,
+        (), (), scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, DQ, False, False, False, ANEW, FOLD,
+    )  # fmt: skip
+
+
+@gluon.jit
+def backward_dkdv_sm90(
+    query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, kv_ids, q_pos, kv_pos,
+    q_blocks, kv_blocks, kv_order,
+    scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
+    TURNS: gl.constexpr, SKIP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr, FOLD: gl.constexpr,
+):  # fmt: skip
+    """`backward_sm90` without dQ, for deterministic gradients: sm90/bwd_dq.py makes that."""
+    tile_of_keys(
+        query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, q_ids, kv_ids, q_pos, kv_pos,
+        q_blocks, kv_blocks, kv_order,
+        (), (), scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 0, False, False, False, ANEW, FOLD,
+    )  # fmt: skip
+
+
+@gluon.jit
+def backward_sm90_soft_cap(
+    query, key, value, dout, lse2, delta, lo, hi, dk, dv, dq_sum, q_ids, kv_ids, q_pos, kv_pos,
+    q_blocks, kv_blocks, kv_order,
+    scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
+    TURNS: gl.constexpr, SKIP: gl.constexpr, DQ: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr, FOLD: gl.constexpr,
+):  # fmt: skip
+    """`backward_sm90` with a soft cap (sm90/soft_cap.py): the same as portable/bwd_fallback.py, its checked twin."""
+    tile_of_keys(
+        query, key, value, dout, lse2, delta, lo, hi, dk, dv, dq_sum, q_ids, kv_ids, q_pos, kv_pos,
+        q_blocks, kv_blocks, kv_order,
+        (), (), scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, DQ, True, False, False, ANEW, FOLD,
+    )  # fmt: skip
+
+
+@gluon.jit
+def backward_sm90_alibi(
+    query, key, value, dout, lse2, delta, lo, hi, dk, dv, dq_sum, q_ids, kv_ids, q_pos, kv_pos,
+    q_blocks, kv_blocks, kv_order, slopes,
+    scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
+    TURNS: gl.constexpr, SKIP: gl.constexpr, DQ: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr, FOLD: gl.constexpr,
+):  # fmt: skip
+    """`backward_sm90` with ALiBi of indices (sm90/alibi.py): the same as portable/bwd_fallback.py, its checked twin."""
+    tile_of_keys(
+        query, key, value, dout, lse2, delta, lo, hi, dk, dv, dq_sum, q_ids, kv_ids, q_pos, kv_pos,
+        q_blocks, kv_blocks, kv_order,
+        (), slopes, scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, DQ, False, True, False, ANEW, FOLD,
+    )  # fmt: skip
+
+
+@gluon.jit
+def backward_dkdv_sm90_soft_cap(
+    query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, kv_ids, q_pos, kv_pos,
+    q_blocks, kv_blocks, kv_order,
+    scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
+    TURNS: gl.constexpr, SKIP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr, FOLD: gl.constexpr,
+):  # fmt: skip
+    """Likewise `backward_dkdv_sm90`."""
+    tile_of_keys(
+        query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, q_ids, kv_ids, q_pos, kv_pos,
+        q_blocks, kv_blocks, kv_order,
+        (), (), scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 0, True, False, False, ANEW, FOLD,
+    )  # fmt: skip
+
+
+@gluon.jit
+def backward_dkdv_sm90_block_lists(
+    query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, kv_ids, q_pos, kv_pos,
+    q_blocks, kv_blocks, kv_order, map_bits, kv_entries,
+    scale, element_test, batch, mask_batch, map_batch, map_heads, q_block, kv_block, q_len, kv_len, heads, kv_heads,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
+    TURNS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr,
+):  # fmt: skip
+    """`backward_dkdv_sm90` with a map of blocks (sm90/block_lists.py): the same as portable/bwd_fallback.py, its checked twin."""
+    block_map = (map_bits, kv_entries, map_batch, map_heads, q_block, kv_block)
+    tile_of_keys(
+        query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, q_ids, kv_ids, q_pos, kv_pos,
+        q_blocks, kv_blocks, kv_order,
+        block_map, (), scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+        QK_DIM, V_DIM, QK_CHUNK, TURNS, 0, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 0, False, False, True, ANEW, 0,
+    )  # fmt: skip

@@ -1,0 +1,297 @@
+"""dK and dV on Hopper in Gluon for head dims whose sums all but fill a warp group's registers (192/128): the same
+arguments and results as `backward_dkdv_sm90` of sm90/bwd.py.
+
+A program is 128 keys of one key/value head: two warp groups of 64 keys, and sm90/bwd_producer.py's producer warp. Of a thread's 240
+registers dK and dV are 160, S or dP 32, P or dS in 16 bits 16. So one loop takes masked and other blocks, and branches where
+no product is under way; dP is begun after S is used up, dS is made of the rounded P (docs/numerics.md), and the next scores
+wait for dK but its last chunk. The softmax of one warp group runs under its own dP and the products of the other.
+Queries, keys and dK are cut into chunks of QK_CHUNK columns.
+"""
+
+from sm90.bwd_producer import ROWS, mask_bits, produce, rows_of_half, tile_of_program
+from sm90.chunked_mma import add_products, finished, half_of_keys, scores, zeros
+from sm90.common import LOG2E, accumulator, nought, select_bits, warp_arrive
+from sm90.softmax import half_name, unpack
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+
+@gluon.constexpr_function
+def own_columns(address):
+    """a: where this thread's columns of a line of floats in shared memory begin; those of the next octet are 32 bytes on."""
+    return (
+        f".reg .u32 a; mov.u32 a, %tid.x; and.b32 a, a, 3; shl.b32 a, a, 3;add.u32 a, a, {address};"
+    )
+
+
+@gluon.constexpr_function
+def p_asm(half):
+    """P = 2^(s * scale2 - lse2) in pairs of 16 bits. By octets of columns, so that it takes no registers for more of lse2.
+
+    Operands: 16 of packed P; 32 scores, scale2, shared address of lse2.
+    """
+    while hasattr(half, "value"):
+        half = half.value
+    t = [f"{{ .reg .f32 l<2>, e<4>; {own_columns('$49')}"]
+    for o in range(8):
+        t.append(f"ld.shared.v2.f32 {{l0, l1}}, [a+{32 * o}]; neg.f32 l0, l0; neg.f32 l1, l1;")
+        for k in range(4):
+            t.append(f"fma.rn.f32 e{k}, ${16 + 4 * o + k}, $48, l{k & 1};")
+            t.append(f"ex2.approx.ftz.f32 e{k}, e{k};")
+        for r in (0, 1):
+            t.append(f"cvt.rn.{half}x2.f32 ${2 * o + r}, e{2 * r + 1}, e{2 * r};")
+    return " ".join(t) + " }"
+
+
+@gluon.constexpr_function
+def ds_asm(half):
+    """dS = P * (dP - delta) likewise.
+
+    Operands: 16 of packed dS; 32 of dP, 16 of packed P, shared address of delta.
+    """
+    while hasattr(half, "value"):
+        half = half.value
+    t = [f"{{ .reg .f32 d<2>, x<2>, e<2>; .reg .b16 h<2>; {own_columns('$64')}"]
+    for o in range(8):
+        t.append(f"ld.shared.v2.f32 {{d0, d1}}, [a+{32 * o}];")
+        for r in (0, 1):
+            p = f"${48 + 2 * o + r}"
+            if half == "bf16":
+                t.append(f"shl.b32 x0, {p}, 16; and.b32 x1, {p}, 0xffff0000;")
+            else:
+                t.append(f"mov.b32 {{h0, h1}}, {p}; cvt.f32.f16 x0, h0; cvt.f32.f16 x1, h1;")
+            for c in (0, 1):
+                t.append(
+                    f"sub.f32 e{c}, ${16 + 4 * o + 2 * r + c}, d{c}; mul.f32 e{c}, e{c}, x{c};"
+                )
+            t.append(f"cvt.rn.{half}x2.f32 ${2 * o + r}, e1, e0;")
+    return " ".join(t) + " }"
+
+
+@gluon.constexpr_function
+def clear_bits_asm():
+    """Packed pairs stay where their bit is 1, else they become 0. Operands: 16 pairs; 16 pairs, bits of hopper.range_bits_asm (2)."""
+    t = ["{ .reg .u32 u; .reg .pred p;"]
+    for i in range(16):
+        low = 1 << (i // 2 * 2)
+        t.append(f"and.b32 u, ${32 + i % 2}, {low}; setp.ne.u32 p, u, 0;")
+        t.append(f"selp.b32 ${i}, ${16 + i}, 0, p; and.b32 ${i}, ${i}, 0xffff;")
+        t.append(f"and.b32 u, ${32 + i % 2}, {2 * low}; setp.ne.u32 p, u, 0;")
+        t.append(f"and.b32 u, ${16 + i}, 0xffff0000; @p or.b32 ${i}, ${i}, u;")
+    return " ".join(t) + " }"
+
+
+@gluon.constexpr_function
+def constraints(*inputs):
+    """16 packed pairs, and (number, letter) of each input."""
+    return ",".join(["=&r"] * 16 + [x for n, x in inputs for _ in range(n)] + ["~{memory}"])
+
+
+@gluon.jit
+def probabilities(s, scale2, lse, half: gl.constexpr):
+    packed: gl.constexpr = gl.distributed_type(gl.int32, [64, ROWS // 2], accumulator(ROWS // 2))
+    letters: gl.constexpr = constraints((32, "f"), (1, "f"), (1, "r"))
+    return gl.inline_asm(p_asm(half), letters, (s, scale2, lse), packed)
+
+
+@gluon.jit
+def score_gradients(dp, p, delta, half: gl.constexpr):
+    letters: gl.constexpr = constraints((32, "f"), (16, "r"), (1, "r"))
+    return gl.inline_asm(ds_asm(half), letters, (dp, p, delta), p.type)
+
+
+@gluon.jit
+def clear_bits(x, bits):
+    letters: gl.constexpr = ("=&r", "r", "r")
+    return gl.inline_asm(clear_bits_asm(), letters, (x, bits), x.type, is_pure=True)
+
+
+@gluon.jit
+def begin_scores(stage, phase, k, q_s, q_full, CHUNKS: gl.constexpr):
+    """Those of the block in `stage`."""
+    mbarrier.wait(q_full.index(stage), phase)
+    zero = gl.zeros([64, ROWS], gl.float32, accumulator(ROWS))
+    return scores(k, q_s, stage, zero, CHUNKS)
+
+
+@gluon.jit
+def add_block(
+    sums, s, row, masked, stage, phase, kv, keys, mask, tiles_s, lines_s, bars, numbers,
+    V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, CHUNKS: gl.constexpr,
+):  # fmt: skip
+    """dk and dv with what the scores `s` of a block of rows add to them, and the scores of the next. No product is under way where
+    it branches."""
+    dk_sum, dv_sum = sums
+    k, v = kv
+    q_s, _, _, do_s = tiles_s
+    lse_s, delta_s, lo_s, hi_s = lines_s
+    _, q_full, q_empty, do_full, do_empty = bars
+    scale2 = numbers[3] * LOG2E
+    dtype: gl.constexpr = q_s.dtype
+    half: gl.constexpr = half_name(dtype)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, accumulator(V_DIM), 2)
+    ds_layout: gl.constexpr = gl.DotOperandLayout(0, accumulator(QK_CHUNK), 2)
+    zero = gl.zeros([64, ROWS], gl.float32, accumulator(ROWS))
+    mbarrier.wait(do_full.index(stage), phase)
+    do = do_s.index(stage)
+    bits = keys
+    if masked:
+        bits = mask_bits(keys, row, lo_s.index(stage), hi_s.index(stage), mask, numbers)
+        s = select_bits(s, bits, float("-inf"))
+    p = probabilities(s, scale2, lse_s.index(stage), half)
+    dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+    p_half = unpack(p, ROWS, p_layout, dtype)
+    dv_token = warpgroup_mma(p_half, do, dv_sum, is_async=True)
+    dp = warpgroup_mma_wait(1, deps=(dp,))
+    ds = score_gradients(dp, p, delta_s.index(stage), half)
+    dv_sum = warpgroup_mma_wait(0, deps=(dv_token,))
+    if masked:  # P is 0 there, dP may be anything
+        ds = clear_bits(ds, bits)
+    ds_half = unpack(ds, ROWS, ds_layout, dtype)
+    dk_tokens = add_products(ds_half, q_s, stage, dk_sum, CHUNKS)
+    # the next scores begin under the last chunk: under more of them there are no registers
+    dk_sum = finished(dk_tokens[: CHUNKS - 1], 1, CHUNKS - 1)
+    s_token = begin_scores(stage ^ 1, phase ^ stage, k, q_s, q_full, CHUNKS)
+    dk_sum = dk_sum + finished(dk_tokens[CHUNKS - 1 :], CHUNKS, 1)
+    warp_arrive(do_empty.index(stage))
+    warp_arrive(q_empty.index(stage))
+    s = warpgroup_mma_wait(0, deps=(s_token,))
+    return dk_sum, dv_sum, s
+
+
+@gluon.jit
+def pass_by(stage, phase, kv, tiles_s, bars, CHUNKS: gl.constexpr):
+    """A block of rows without a pair of this warp group's keys; the scores of the next."""
+    _, q_full, q_empty, do_full, do_empty = bars
+    mbarrier.wait(do_full.index(stage), phase)
+    warp_arrive(do_empty.index(stage))
+    warp_arrive(q_empty.index(stage))
+    token = begin_scores(stage ^ 1, phase ^ stage, kv[0], tiles_s[0], q_full, CHUNKS)
+    return warpgroup_mma_wait(0, deps=(token,))
+
+
+@gluon.jit
+def consume(
+    W: gl.constexpr, grads, mask, own_blocks, tiles_s, lines_s, bars, place, range_, numbers,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, ANEW: gl.constexpr,
+):  # fmt: skip
+    dk, dv = grads
+    q_s, k_s, v_s, _ = tiles_s
+    kv_full, q_full, _, _, _ = bars
+    b, first_key, kv_head, group, _bh, _mask_row, _padded = place
+    start, steps, edges, core_begin, core_end = range_
+    _element_test, _q_len, kv_len, scale = numbers
+    CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
+    dtype: gl.constexpr = dk.dtype
+    s_layout: gl.constexpr = accumulator(ROWS)
+    keys = first_key + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
+    zero = gl.zeros([64, ROWS], gl.float32, s_layout)
+    dk_sum = zeros(accumulator(QK_CHUNK), QK_CHUNK, CHUNKS)
+    dv_sum = gl.zeros([64, V_DIM], gl.float32, accumulator(V_DIM))
+    mbarrier.wait(kv_full.index(0), 0)
+    mbarrier.wait(kv_full.index(1), 0)
+    k = half_of_keys(k_s, 0, W, CHUNKS)
+    v = v_s.index(W)
+    if steps > 0:
+        own_start, own_end = rows_of_half(own_blocks, first_key // 64 + W, kv_len)
+        mbarrier.wait(q_full.index(0), 0)
+        s = warpgroup_mma_wait(0, deps=(scores(k, q_s, 0, zero, CHUNKS),))
+        stage = 0
+        phase = 0
+        n = 0
+        for i in range(0, steps * group):  # masked blocks of every head, then the core's
+            masked = i < edges * group
+            row = start + gl.where(n < core_begin, n, n + core_end - core_begin) * ROWS
+            kv_left = (
+                half_of_keys(k_s, nought(i, ANEW), W, CHUNKS),
+                v_s.index(W + nought(i, ANEW)),
+            )
+            if (i >= edges * group) | ((row < own_end) & (row + ROWS > own_start)):
+                dk_sum, dv_sum, s = add_block((dk_sum, dv_sum), s, row, masked, stage, phase, kv_left, keys, mask, tiles_s, lines_s, bars, numbers, V_DIM, QK_CHUNK, CHUNKS)  # fmt: skip
+            else:
+                s = pass_by(stage, phase, kv_left, tiles_s, bars, CHUNKS)
+            phase = phase ^ stage
+            stage = stage ^ 1
+            n += 1
+            n = gl.where(n == edges, 0, n)
+    gl.barrier()  # dK and dV take the place of this warp group's keys and values
+    for c in gl.static_range(CHUNKS):
+        k[c].store((dk_sum[c] * scale).to(dtype))
+    v.store(dv_sum.to(dtype))
+    fence_async_shared()
+    gl.barrier()
+    for c in gl.static_range(CHUNKS):
+        dk_tile = k_s.index(c).reinterpret(dtype, [1, 128, QK_CHUNK], dk.layout)
+        dk_tile = dk_tile.slice(W * 64, 64, dim=1)
+        tma.async_store(dk, [b, first_key + W * 64, kv_head * QK_DIM + c * QK_CHUNK], dk_tile)
+    dv_tile = v.reinterpret(dtype, [1, 64, V_DIM], dv.layout)
+    tma.async_store(dv, [b, first_key + W * 64, kv_head * V_DIM], dv_tile)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def backward_dkdv_sm90(
+    query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, kv_ids, q_pos, kv_pos,
+    q_blocks, kv_blocks, kv_order,
+    scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr,
+):  # fmt: skip
+    """As bwd.backward_dkdv_sm90."""
+    dtype: gl.constexpr = query.dtype
+    get_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for
+    line: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    bar: gl.constexpr = mbarrier.MBarrierLayout()
+    CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
+    qk_tile: gl.constexpr = get_layout([ROWS, QK_CHUNK], dtype)
+    v_tile: gl.constexpr = get_layout([ROWS, V_DIM], dtype)
+    tiles_s = (
+        gl.allocate_shared_memory(dtype, [2 * CHUNKS, ROWS, QK_CHUNK], qk_tile),
+        gl.allocate_shared_memory(dtype, [CHUNKS, 128, QK_CHUNK], qk_tile),
+        gl.allocate_shared_memory(dtype, [2, 64, V_DIM], v_tile),
+        gl.allocate_shared_memory(dtype, [2, ROWS, V_DIM], v_tile),
+    )
+    lines_s = (
+        gl.allocate_shared_memory(gl.float32, [2, ROWS], line),
+        gl.allocate_shared_memory(gl.float32, [2, ROWS], line),
+        gl.allocate_shared_memory(gl.int32, [2, ROWS], line),
+        gl.allocate_shared_memory(gl.int32, [2, ROWS], line),
+    )
+    kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    do_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    do_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    for j in gl.static_range(2):
+        mbarrier.init(kv_full.index(j), 1)
+        mbarrier.init(q_full.index(j), 1)
+        mbarrier.init(do_full.index(j), 1)
+        mbarrier.init(q_empty.index(j), 8)
+        mbarrier.init(do_empty.index(j), 8)
+
+    orders = (q_blocks, kv_blocks, kv_order)
+    pointers = (q_ids, kv_ids, q_pos, kv_pos)
+    sizes = (element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads)
+    place, range_, mask, own_blocks = tile_of_program(orders, pointers, sizes, 128)
+
+    maps = (query, key, value, dout)
+    lines = (lse2, delta, lo, hi)
+    grads = (dk, dv)
+    bars = (kv_full, q_full, q_empty, do_full, do_empty)
+    numbers = (element_test, q_len, kv_len, scale)
+    gl.warp_specialize(
+        [
+            (consume, (0, grads, mask, own_blocks, tiles_s, lines_s, bars, place, range_, numbers, QK_DIM, V_DIM, QK_CHUNK, ANEW)),
+            (consume, (1, grads, mask, own_blocks, tiles_s, lines_s, bars, place, range_, numbers, QK_DIM, V_DIM, QK_CHUNK, ANEW)),
+            (produce, (maps, lines, tiles_s, lines_s, bars, place, range_, (), scale, QK_DIM, V_DIM, QK_CHUNK, 2, 0)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip

@@ -1,0 +1,274 @@
+"""dK and dV on Hopper in Gluon for head dims whose sums do not fit one warp group's registers (256): the same
+arguments and results as `backward_dkdv_sm90` of sm90/bwd.py.
+
+A program is 64 keys of one key/value head, and its two warp groups divide the work by kind: the first
+makes S, P and dV, the second dP, dS and dK. P (rounded, as the product with dO takes it) passes from one to the other
+through shared memory. While one is at its exponentials, the other's products run, and the next scores of each begin
+under its last product. Tiles of queries and keys, and dK, are cut into chunks of QK_CHUNK columns.
+"""
+
+from sm90.bwd_producer import ROWS, mask_bits, produce, tile_of_program
+from sm90.chunked_mma import add_products, finished, left_chunks, scores, zeros
+from sm90.common import LOG2E, accumulator, nought, select_bits, warp_arrive
+from sm90.dq_reduce import keys_read
+from sm90.soft_cap import tanh_of_scores
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+KEYS = gl.constexpr(64)  # of a program
+
+
+@gluon.jit
+def bits_of_masked(n, keys, stage, lines_s, mask, range_, numbers):
+    """mask_bits of the n-th masked block of a head: they lie before and behind its core."""
+    _lse_s, _delta_s, lo_s, hi_s = lines_s
+    start, _steps, _edges, core_begin, core_end = range_
+    at = gl.where(n < core_begin, n, n + core_end - core_begin)
+    row = start + at * ROWS
+    return mask_bits(keys, row, lo_s.index(stage), hi_s.index(stage), mask, numbers)
+
+
+@gluon.jit
+def consume_scores(
+    dv, mask, tiles_s, lines_s, p_s, bars, p_bars, place, range_, numbers,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, CAPPED: gl.constexpr, ANEW: gl.constexpr,
+):  # fmt: skip
+    """S, P and dV."""
+    q_s, k_s, v_s, do_s = tiles_s
+    lse_s, _, _, _ = lines_s
+    kv_full, q_full, q_empty, do_full, do_empty = bars
+    p_full, p_empty = p_bars
+    b, first_key, kv_head, group, _bh, _mask_row, _padded = place
+    _start, steps, edges, core_begin, core_end = range_
+    _, _, _, scale, soft_cap = numbers
+    CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
+    scale2 = (soft_cap if CAPPED else scale) * LOG2E
+    dtype: gl.constexpr = dv.dtype
+    s_layout: gl.constexpr = accumulator(ROWS)
+    v_layout: gl.constexpr = accumulator(V_DIM)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, v_layout, 2)
+    keys = first_key + gl.arange(0, KEYS, gl.SliceLayout(1, s_layout))
+    dv_sum = gl.zeros([KEYS, V_DIM], gl.float32, v_layout)
+    mbarrier.wait(kv_full.index(0), 0)
+    k = left_chunks(k_s, 0, CHUNKS)
+    zero = gl.zeros([KEYS, ROWS], gl.float32, s_layout)
+    if steps > 0:
+        mbarrier.wait(q_full.index(0), 0)
+        s = scores(k, q_s, 0, zero, CHUNKS)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        stage = 0
+        phase = 0
+        for part in gl.static_range(2):  # masked blocks of every head, then the core
+            count = edges if part == 0 else core_end - core_begin
+            n = 0
+            for i in range(0, count * group):
+                other = stage ^ 1
+                lse = lse_s.index(stage).load(gl.SliceLayout(0, s_layout))
+                if CAPPED:
+                    s = tanh_of_scores(s, scale / soft_cap, ROWS)
+                    fade = 1.0 - s * s  # the derivative of tanh
+                if part == 0:
+                    bits = bits_of_masked(n, keys, stage, lines_s, mask, range_, numbers)
+                    s = select_bits(s, bits, float("-inf"))
+                    n = gl.where(n + 1 == count, 0, n + 1)
+                warp_arrive(q_empty.index(stage))
+                p32 = gl.exp2(s * scale2 - lse[None, :])
+                p = p32.to(dtype)
+                passed = (p32 * fade).to(dtype) if CAPPED else p
+                mbarrier.wait(p_empty.index(stage), phase ^ 1)
+                p_s.index(stage).store(passed)
+                mbarrier.arrive(p_full.index(stage))
+                p_half = gl.convert_layout(p, p_layout)
+                mbarrier.wait(do_full.index(stage), phase)
+                dv_token = warpgroup_mma(p_half, do_s.index(stage), dv_sum, is_async=True)
+                phase = phase ^ stage
+                mbarrier.wait(q_full.index(other), phase)
+                k_left = left_chunks(k_s, nought(i, ANEW), CHUNKS)
+                s_token = scores(k_left, q_s, other, zero, CHUNKS)
+                dv_sum = warpgroup_mma_wait(CHUNKS, deps=(dv_token,))
+                warp_arrive(do_empty.index(stage))
+                s = warpgroup_mma_wait(0, deps=(s_token,))
+                stage = other
+    keys_read(0, 1)
+    v = v_s.index(0)
+    v.store(dv_sum.to(dtype))
+    fence_async_shared()
+    gl.barrier()
+    dv_tile = v.reinterpret(dtype, [1, KEYS, V_DIM], dv.layout)
+    tma.async_store(dv, [b, first_key, kv_head * V_DIM], dv_tile)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def consume_gradients(
+    dk, mask, tiles_s, lines_s, p_s, bars, p_bars, place, range_, numbers,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, ANEW: gl.constexpr,
+):  # fmt: skip
+    """dP, dS and dK."""
+    q_s, k_s, v_s, do_s = tiles_s
+    _, delta_s, _, _ = lines_s
+    kv_full, q_full, q_empty, do_full, do_empty = bars
+    p_full, p_empty = p_bars
+    b, first_key, kv_head, group, _bh, _mask_row, _padded = place
+    _start, steps, edges, core_begin, core_end = range_
+    _, _, _, scale, _ = numbers
+    CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
+    dtype: gl.constexpr = dk.dtype
+    s_layout: gl.constexpr = accumulator(ROWS)
+    ds_layout: gl.constexpr = gl.DotOperandLayout(0, accumulator(QK_CHUNK), 2)
+    keys = first_key + gl.arange(0, KEYS, gl.SliceLayout(1, s_layout))
+    zero = gl.zeros([KEYS, ROWS], gl.float32, s_layout)
+    dk_sum = zeros(accumulator(QK_CHUNK), QK_CHUNK, CHUNKS)
+    mbarrier.wait(kv_full.index(0), 0)
+    v = v_s.index(0)
+    if steps > 0:
+        mbarrier.wait(do_full.index(0), 0)
+        do_t = do_s.index(0).permute((1, 0))
+        dp = warpgroup_mma(v, do_t, zero, use_acc=False, is_async=True)
+        dp = warpgroup_mma_wait(0, deps=(dp,))
+        stage = 0
+        phase = 0
+        for part in gl.static_range(2):
+            count = edges if part == 0 else core_end - core_begin
+            n = 0
+            for i in range(0, count * group):
+                other = stage ^ 1
+                dl = delta_s.index(stage).load(gl.SliceLayout(0, s_layout))
+                warp_arrive(do_empty.index(stage))
+                mbarrier.wait(p_full.index(stage), phase)
+                p = p_s.index(stage).load(s_layout)
+                ds = p.to(gl.float32) * (dp - dl[None, :])
+                warp_arrive(p_empty.index(stage))
+                mbarrier.wait(q_full.index(stage), phase)
+                if part == 0:
+                    bits = bits_of_masked(n, keys, stage, lines_s, mask, range_, numbers)
+                    ds = select_bits(ds, bits, 0.0)
+                    n = gl.where(n + 1 == count, 0, n + 1)
+                ds_half = gl.convert_layout(ds.to(dtype), ds_layout)
+                dk_tokens = add_products(ds_half, q_s, stage, dk_sum, CHUNKS)
+                phase = phase ^ stage
+                mbarrier.wait(do_full.index(other), phase)
+                do_t = do_s.index(other).permute((1, 0))
+                v_left = v_s.index(nought(i, ANEW))
+                dp_token = warpgroup_mma(v_left, do_t, zero, use_acc=False, is_async=True)
+                dk_sum = finished(dk_tokens, 1, CHUNKS)
+                warp_arrive(q_empty.index(stage))
+                dp = warpgroup_mma_wait(0, deps=(dp_token,))
+                stage = other
+    keys_read(1, 1)
+    for c in gl.static_range(CHUNKS):
+        k_s.index(c).store((dk_sum[c] * scale).to(dtype))
+    fence_async_shared()
+    gl.barrier()
+    for c in gl.static_range(CHUNKS):
+        dk_tile = k_s.index(c).reinterpret(dtype, [1, KEYS, QK_CHUNK], dk.layout)
+        tma.async_store(dk, [b, first_key, kv_head * QK_DIM + c * QK_CHUNK], dk_tile)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def tile_of_keys(
+    query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, kv_ids, q_pos, kv_pos,
+    q_blocks, kv_blocks, kv_order,
+    scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, CAPPED: gl.constexpr, ANEW: gl.constexpr,
+):  # fmt: skip
+    """One program of the kernels below."""
+    dtype: gl.constexpr = query.dtype
+    get_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for
+    line: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    bar: gl.constexpr = mbarrier.MBarrierLayout()
+    CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
+    qk_tile: gl.constexpr = get_layout([64, QK_CHUNK], dtype)
+    v_tile: gl.constexpr = get_layout([64, V_DIM], dtype)
+    p_tile: gl.constexpr = get_layout([KEYS, ROWS], dtype)
+    tiles_s = (
+        gl.allocate_shared_memory(dtype, [2 * CHUNKS, ROWS, QK_CHUNK], qk_tile),
+        gl.allocate_shared_memory(dtype, [CHUNKS, KEYS, QK_CHUNK], qk_tile),
+        gl.allocate_shared_memory(dtype, [1, KEYS, V_DIM], v_tile),
+        gl.allocate_shared_memory(dtype, [2, ROWS, V_DIM], v_tile),
+    )
+    p_s = gl.allocate_shared_memory(dtype, [2, KEYS, ROWS], p_tile)
+    lines_s = (
+        gl.allocate_shared_memory(gl.float32, [2, ROWS], line),
+        gl.allocate_shared_memory(gl.float32, [2, ROWS], line),
+        gl.allocate_shared_memory(gl.int32, [2, ROWS], line),
+        gl.allocate_shared_memory(gl.int32, [2, ROWS], line),
+    )
+    kv_full = gl.allocate_shared_memory(gl.int64, [1, 1], bar)
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    do_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    do_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    p_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    p_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    mbarrier.init(kv_full.index(0), 1)
+    for j in gl.static_range(2):
+        mbarrier.init(q_full.index(j), 1)
+        mbarrier.init(do_full.index(j), 1)
+        mbarrier.init(q_empty.index(j), 8)
+        mbarrier.init(do_empty.index(j), 8)
+        mbarrier.init(p_full.index(j), 1)
+        mbarrier.init(p_empty.index(j), 4)
+
+    orders = (q_blocks, kv_blocks, kv_order)
+    pointers = (q_ids, kv_ids, q_pos, kv_pos)
+    sizes = (element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads)
+    place, range_, mask, _ = tile_of_program(orders, pointers, sizes, KEYS)
+
+    maps = (query, key, value, dout)
+    lines = (lse2, delta, lo, hi)
+    bars = (kv_full, q_full, q_empty, do_full, do_empty)
+    p_bars = (p_full, p_empty)
+    numbers = (element_test, q_len, kv_len, scale, soft_cap)
+    gl.warp_specialize(
+        [
+            (consume_scores, (dv, mask, tiles_s, lines_s, p_s, bars, p_bars, place, range_, numbers, QK_DIM, V_DIM, QK_CHUNK, CAPPED, ANEW)),
+            (consume_gradients, (dk, mask, tiles_s, lines_s, p_s, bars, p_bars, place, range_, numbers, QK_DIM, V_DIM, QK_CHUNK, ANEW)),
+            (produce, (maps, lines, tiles_s, lines_s, bars, place, range_, (), scale, QK_DIM, V_DIM, QK_CHUNK, 1, 0)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip
+
+
+@gluon.jit
+def backward_dkdv_sm90(
+    query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, kv_ids, q_pos, kv_pos,
+    q_blocks, kv_blocks, kv_order,
+    scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr,
+):  # fmt: skip
+    """As bwd.backward_dkdv_sm90."""
+    tile_of_keys(
+        query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, kv_ids, q_pos, kv_pos,
+        q_blocks, kv_blocks, kv_order,
+        scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+        QK_DIM, V_DIM, QK_CHUNK, CONSUMER_REGISTERS, PRODUCER_REGISTERS, False, ANEW,
+    )  # fmt: skip
+
+
+@gluon.jit
+def backward_dkdv_sm90_soft_cap(
+    query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, kv_ids, q_pos, kv_pos,
+    q_blocks, kv_blocks, kv_order,
+    scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr,
+):  # fmt: skip
+    """As bwd.backward_dkdv_sm90_soft_cap."""
+    tile_of_keys(
+        query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, kv_ids, q_pos, kv_pos,
+        q_blocks, kv_blocks, kv_order,
+        scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+        QK_DIM, V_DIM, QK_CHUNK, CONSUMER_REGISTERS, PRODUCER_REGISTERS, True, ANEW,
+    )  # fmt: skip

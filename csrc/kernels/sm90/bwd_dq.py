@@ -1,0 +1,390 @@
+"""dQ on Hopper in Gluon without additions to memory, for deterministic gradients: the same as backward_dq, its
+checked twin. sm90/bwd.py's `backward_dkdv_sm90` makes the other two gradients.
+
+A program takes tiles of 128 rows of one head until none is left, as forward_sm90 does: two warp
+groups of 64 rows, and a producer warp that draws the next tile and streams its queries and cotangents,
+then keys and values. A step is three products: S = Q K^T and dP = dO V^T, then dQ += dS K with dS from
+registers. The scores of the next step run under the third product. Queries, keys and dQ are cut into
+chunks of QK_CHUNK columns, as in sm90/fwd.py. At head dim 256 tiles of 64 keys leave room for one
+tile of values beside two of keys.
+"""
+
+from sm90.block_lists import list_of_rows, map_of
+from sm90.chunked_mma import add_products, finished, left_chunks, scores, zeros
+from sm90.common import (
+    LOG2E,
+    accumulator,
+    key_range,
+    lanes_arrive,
+    nought,
+    nth_step,
+    own_steps,
+    place_of_tile,
+    position_row,
+    split,
+    stay,
+    warp_arrive,
+)
+from sm90.pipeline import (
+    after,
+    hear,
+    masked,
+    pass_by,
+    place_of_values,
+    tell_asm,
+    turn_pass,
+    turn_wait,
+)
+from sm90.soft_cap import tanh_of_scores
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+
+@gluon.constexpr_function
+def value_stages(v_dim, block_n, stages):
+    """Places for tiles of values: as many as for keys where there is room."""
+    v_dim, block_n, stages = (int(getattr(x, "value", x)) for x in (v_dim, block_n, stages))
+    return 1 if v_dim == 256 and block_n == 64 else stages
+
+
+@gluon.jit
+def produce(
+    maps, q_order, q_blocks, counter, block_map, tiles_s, plan_s, full, empty, plan_bars, sizes,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    MAPPED: gl.constexpr,
+):  # fmt: skip
+    query, dout, key, value = maps
+    q_s, do_s, k_s, v_s = tiles_s
+    q_full, k_full, v_full = full
+    q_empty, k_empty, v_empty = empty
+    plan_full, plan_empty = plan_bars
+    batch, mask_batch, q_len, kv_len, heads, kv_heads, programs = sizes
+    dtype: gl.constexpr = query.dtype
+    CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
+    V_STAGES: gl.constexpr = value_stages(V_DIM, BLOCK_N, STAGES)
+    group = heads // kv_heads
+    tiles = (q_len + 127) // 128
+    total = tiles * batch * heads
+    stage = 0
+    phase = 0
+    slot = 0
+    slot_phase = 0
+    q_phase = 0
+    tile = gl.program_id(0)
+    while tile < total:
+        head, kv_head, b, mask_b, row = place_of_tile(
+            tile, q_order, batch, mask_batch, tiles, group, kv_heads, 128, 1
+        )
+        start, end, core_lo, core_hi, tested = key_range(q_blocks, mask_b, row, q_len, 128)
+        steps, core_begin, core_end = split(start, end, core_lo, core_hi, BLOCK_N)
+        edges = steps - core_end + core_begin
+        if MAPPED:
+            listed, edges, core = list_of_rows(block_map, mask_b, head, row, q_len, kv_len)
+            steps = edges + core
+            block = gl.load(listed)
+        mbarrier.wait(plan_empty.index(slot), slot_phase ^ 1)
+        gl.inline_asm(
+            tell_asm,
+            "r,r,r,r,r,r,r,r,r,r,~{memory}",
+            (plan_s.index(slot), row, head, b, start, steps, edges, core_begin, core_end, tested),
+        )
+        mbarrier.arrive(plan_full.index(slot))
+        for w in gl.static_range(2):
+            mbarrier.wait(q_empty.index(w), q_phase ^ 1)
+            mbarrier.expect(q_full.index(w), 64 * (QK_DIM + V_DIM) * 2)
+            for c in gl.static_range(CHUNKS):
+                q_tile = q_s.index(w * CHUNKS + c)
+                q_tile = q_tile.reinterpret(dtype, [1, 64, QK_CHUNK], query.layout)
+                at_q = [b, row + w * 64, head * QK_DIM + c * QK_CHUNK]
+                tma.async_load(query, at_q, q_full.index(w), q_tile)
+            do_tile = do_s.index(w).reinterpret(dtype, [1, 64, V_DIM], dout.layout)
+            tma.async_load(dout, [b, row + w * 64, head * V_DIM], q_full.index(w), do_tile)
+        for i in range(0, steps):
+            if MAPPED:  # read a step ahead
+                at = block * BLOCK_N
+                block = gl.load(listed + gl.minimum(i + 1, steps - 1))
+            else:
+                at = start + nth_step(i, steps, edges, core_begin, core_end) * BLOCK_N
+            mbarrier.wait(k_empty.index(stage), phase ^ 1)
+            mbarrier.expect(k_full.index(stage), BLOCK_N * QK_DIM * 2)
+            for c in gl.static_range(CHUNKS):
+                k_tile = k_s.index(stage * CHUNKS + c)
+                k_tile = k_tile.reinterpret(dtype, [1, BLOCK_N, QK_CHUNK], key.layout)
+                at_k = [b, at, kv_head * QK_DIM + c * QK_CHUNK]
+                tma.async_load(key, at_k, k_full.index(stage), k_tile)
+            v_stage, v_phase = place_of_values(stage, phase, V_STAGES, STAGES)
+            mbarrier.wait(v_empty.index(v_stage), v_phase ^ 1)
+            mbarrier.expect(v_full.index(v_stage), BLOCK_N * V_DIM * 2)
+            v_tile = v_s.index(v_stage).reinterpret(dtype, [1, BLOCK_N, V_DIM], value.layout)
+            tma.async_load(value, [b, at, kv_head * V_DIM], v_full.index(v_stage), v_tile)
+            stage, phase = after(stage, phase, STAGES)
+        tile = gl.atomic_add(counter, 1, sem="relaxed") + programs
+        slot, slot_phase = after(slot, slot_phase, 2)
+        q_phase = q_phase ^ 1
+    # a plan of no steps ends the consumers
+    mbarrier.wait(plan_empty.index(slot), slot_phase ^ 1)
+    gl.inline_asm(
+        tell_asm,
+        "r,r,r,r,r,r,r,r,r,r,~{memory}",
+        (plan_s.index(slot), 0, 0, 0, 0, 0, 0, 0, 0, 0),
+    )
+    mbarrier.arrive(plan_full.index(slot))
+
+
+@gluon.jit
+def consume(
+    W: gl.constexpr, dq, stats, q_blocks, mask, block_map, tiles_s, plan_s, full, empty, plan_bars, numbers,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    DO_REGISTERS: gl.constexpr, CAPPED: gl.constexpr, MAPPED: gl.constexpr, ANEW: gl.constexpr,
+):  # fmt: skip
+    lse2, delta = stats
+    q_s, do_s, k_s, v_s = tiles_s
+    q_full, k_full, v_full = full
+    q_empty, k_empty, v_empty = empty
+    plan_full, plan_empty = plan_bars
+    element_test, mask_batch, q_len, kv_len, heads, scale, soft_cap = numbers
+    padded = (q_len + 63) // 64 * 64
+    scale2 = (soft_cap if CAPPED else scale) * LOG2E
+    dtype: gl.constexpr = dq.dtype
+    s_layout: gl.constexpr = accumulator(BLOCK_N)
+    CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
+    V_STAGES: gl.constexpr = value_stages(V_DIM, BLOCK_N, STAGES)
+    q_layout: gl.constexpr = accumulator(QK_CHUNK)
+    ds_layout: gl.constexpr = gl.DotOperandLayout(0, q_layout, 2)
+    zero = gl.zeros([64, BLOCK_N], gl.float32, s_layout)
+    stage = 0
+    phase = 0
+    slot = 0
+    slot_phase = 0
+    q_phase = 0
+    if W == 1:
+        turn_pass(1, 2)
+    mbarrier.wait(plan_full.index(0), 0)
+    row, head, b, start, steps, edges, core_begin, core_end, tested = hear(plan_s.index(0))
+    while steps > 0:
+        lanes_arrive(plan_empty.index(slot))
+        mask_b = gl.where(mask_batch > 1, b, 0)
+        mask_row = mask_b.to(gl.int64) * q_len
+        mask_key = mask_b.to(gl.int64) * kv_len
+        q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos = mask
+        mask_here = (q_lo + mask_row, q_hi + mask_row, q_ids + mask_row, kv_ids + mask_key, q_pos + position_row(mask_row, element_test), kv_pos + mask_key)  # fmt: skip
+        rows = row + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
+        # rows past the end: lse2 +inf and delta 0 as of a row that attends nothing
+        there = rows < q_len
+        stat = (b.to(gl.int64) * heads + head) * padded + rows
+        lse = gl.load(lse2 + stat, mask=there, other=float("inf"))
+        dl = gl.load(delta + stat, mask=there, other=0.0)
+        dq_sum = zeros(q_layout, QK_CHUNK, CHUNKS)
+        mbarrier.wait(q_full.index(W), q_phase)
+        q = left_chunks(q_s, W, CHUNKS)
+        if DO_REGISTERS:  # half the reads of shared memory of its product
+            do = do_s.index(W).load(gl.DotOperandLayout(0, s_layout, 2))
+        else:
+            do = do_s.index(W)
+        if MAPPED:
+            first = 0
+            last = edges
+            listed, _, _ = list_of_rows(block_map, mask_b, head, row, q_len, kv_len)
+            this_map = map_of(block_map, mask_b, head, q_len, kv_len)
+        else:
+            first, last = own_steps(q_blocks, mask_b, row // 64 + W, q_len, start, steps, edges, BLOCK_N)  # fmt: skip
+            this_map = ()
+            stage, phase = pass_by(first, W, full, empty, stage, phase, V_STAGES, STAGES, 2)
+        end = gl.where(edges == steps, last, steps)
+        mbarrier.wait(k_full.index(stage), phase)
+        s = scores(q, k_s, stage, zero, CHUNKS)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        for part in gl.static_range(2):  # masked steps, then the core
+            begin = first if part == 0 else gl.maximum(first, edges)
+            stop = last if part == 0 else steps
+            for i in range(begin, stop):
+                v_stage, v_phase = place_of_values(stage, phase, V_STAGES, STAGES)
+                if MAPPED and part == 0:
+                    at = gl.load(listed + i) * BLOCK_N
+                mbarrier.wait(v_full.index(v_stage), v_phase)
+                if V_DIM == 256:  # descriptors of tiles, hoisted out of the loop, would be spilled
+                    own = stay(stage * 0 + W)
+                    q_left = left_chunks(q_s, own, CHUNKS)
+                    do_left = do_s.index(own)
+                else:
+                    q_left = left_chunks(q_s, W + nought(i, ANEW), CHUNKS)
+                    do_left = do if DO_REGISTERS else do_s.index(W + nought(i, ANEW))
+                v_t = v_s.index(v_stage).permute((1, 0))
+                dp_token = warpgroup_mma(do_left, v_t, zero, use_acc=False, is_async=True)
+                if CAPPED:
+                    s = tanh_of_scores(s, scale / soft_cap, BLOCK_N)
+                    fade = 1.0 - s * s  # the derivative of tanh
+                if part == 0:
+                    if not MAPPED:
+                        at = start + nth_step(i, steps, edges, core_begin, core_end) * BLOCK_N
+                    s = masked(s, rows, at, mask_here, tested, element_test, q_len, kv_len, this_map, BLOCK_N, MAPPED)  # fmt: skip
+                p = gl.exp2(s * scale2 - gl.expand_dims(lse, 1))
+                if CAPPED and part == 0:  # the fade of a masked key may be NaN
+                    p = gl.where(p == 0.0, 0.0, p * fade)
+                elif CAPPED:
+                    p = p * fade
+                dp = warpgroup_mma_wait(0, deps=(dp_token,))
+                warp_arrive(v_empty.index(v_stage))
+                ds = p * (dp - gl.expand_dims(dl, 1))
+                if part == 0:  # P is 0 where masked, dP may be anything there
+                    ds = gl.where(p == 0.0, 0.0, ds)
+                ds_half = gl.convert_layout(ds.to(dtype), ds_layout)
+                turn_wait(W)
+                dq_tokens = add_products(ds_half, k_s, stage, dq_sum, CHUNKS)
+                old = stage
+                stage, phase = after(stage, phase, STAGES)
+                more = i + 1 < end
+                if more:
+                    mbarrier.wait(k_full.index(stage), phase)
+                # after the last step the scores of this one, again: they are dropped
+                s_token = scores(q_left, k_s, gl.where(more, stage, old), zero, CHUNKS)
+                turn_pass(W, 2)
+                dq_sum = finished(dq_tokens, CHUNKS, CHUNKS)
+                if more:
+                    warp_arrive(k_empty.index(old))
+                s = warpgroup_mma_wait(0, deps=(s_token,))
+        warp_arrive(k_empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)))
+        if not MAPPED:
+            stage, phase = pass_by(steps - end, W, full, empty, stage, phase, V_STAGES, STAGES, 2)
+        lo = gl.load(q_lo + mask_row + rows, mask=there, other=0)
+        hi = gl.load(q_hi + mask_row + rows, mask=there, other=0)
+        # of a NaN, too: it must reach the result
+        attended = gl.where((hi > lo) & (lse != float("inf")), 1, 0)
+        attended = gl.convert_layout(attended, gl.SliceLayout(1, q_layout))
+        gl.barrier()
+        for c in gl.static_range(CHUNKS):
+            # select, not multiply: a row that attends nothing may have met garbage
+            result = gl.where(gl.expand_dims(attended, 1) != 0, dq_sum[c] * scale, 0.0)
+            q_s.index(W * CHUNKS + c).store(result.to(dtype))
+        fence_async_shared()
+        gl.barrier()
+        for c in gl.static_range(CHUNKS):
+            dq_tile = q_s.index(W * CHUNKS + c).reinterpret(dtype, [1, 64, QK_CHUNK], dq.layout)
+            tma.async_store(dq, [b, row + W * 64, head * QK_DIM + c * QK_CHUNK], dq_tile)
+        tma.store_wait(0)
+        gl.barrier()
+        warp_arrive(q_empty.index(W))
+        slot, slot_phase = after(slot, slot_phase, 2)
+        q_phase = q_phase ^ 1
+        mbarrier.wait(plan_full.index(slot), slot_phase)
+        row, head, b, start, steps, edges, core_begin, core_end, tested = hear(plan_s.index(slot))
+    if W == 0:
+        turn_wait(0)
+
+
+@gluon.jit
+def tiles_of_rows(
+    query, key, value, dout, dq, lse2, delta, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
+    block_map, scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    DO_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, CAPPED: gl.constexpr, MAPPED: gl.constexpr, ANEW: gl.constexpr,
+):  # fmt: skip
+    """One program of the kernels below."""
+    dtype: gl.constexpr = query.dtype
+    get_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for
+    line: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    bar: gl.constexpr = mbarrier.MBarrierLayout()
+    CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
+    V_STAGES: gl.constexpr = value_stages(V_DIM, BLOCK_N, STAGES)
+    qk_tile: gl.constexpr = get_layout([64, QK_CHUNK], dtype)
+    v_tile: gl.constexpr = get_layout([64, V_DIM], dtype)
+    tiles_s = (
+        gl.allocate_shared_memory(dtype, [2 * CHUNKS, 64, QK_CHUNK], qk_tile),
+        gl.allocate_shared_memory(dtype, [2, 64, V_DIM], v_tile),
+        gl.allocate_shared_memory(dtype, [STAGES * CHUNKS, BLOCK_N, QK_CHUNK], qk_tile),
+        gl.allocate_shared_memory(dtype, [V_STAGES, BLOCK_N, V_DIM], v_tile),
+    )
+    plan_s = gl.allocate_shared_memory(gl.int32, [2, 16], line)
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], bar)
+    v_empty = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], bar)
+    plan_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    plan_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    for j in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(j), 1)
+        if j < V_STAGES:
+            mbarrier.init(v_full.index(j), 1)
+        mbarrier.init(k_empty.index(j), 8)
+        if j < V_STAGES:
+            mbarrier.init(v_empty.index(j), 8)
+    for j in gl.static_range(2):
+        mbarrier.init(q_full.index(j), 1)
+        mbarrier.init(q_empty.index(j), 4)
+        mbarrier.init(plan_full.index(j), 1)
+        mbarrier.init(plan_empty.index(j), 256)
+
+    maps = (query, dout, key, value)
+    stats = (lse2, delta)
+    mask = (q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos)
+    full = (q_full, k_full, v_full)
+    empty = (q_empty, k_empty, v_empty)
+    bars = (plan_full, plan_empty)
+    sizes = (batch, mask_batch, q_len, kv_len, heads, kv_heads, gl.num_programs(0))
+    numbers = (element_test, mask_batch, q_len, kv_len, heads, scale, soft_cap)
+    gl.warp_specialize(
+        [
+            (consume, (0, dq, stats, q_blocks, mask, block_map, tiles_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES, DO_REGISTERS, CAPPED, MAPPED, ANEW)),
+            (consume, (1, dq, stats, q_blocks, mask, block_map, tiles_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES, DO_REGISTERS, CAPPED, MAPPED, ANEW)),
+            (produce, (maps, q_order, q_blocks, counter, block_map, tiles_s, plan_s, full, empty, bars, sizes, QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES, MAPPED)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip
+
+
+@gluon.jit
+def backward_dq_sm90(
+    query, key, value, dout, dq, lse2, delta, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
+    scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    DO_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr,
+):  # fmt: skip
+    """query, key, value, dout, dq are tensor maps (batch, length, heads * dim) with boxes of 64 or BLOCK_N rows of one
+    head; lse2 and delta as backward_prepare leaves them; counter holds 0 and lives as long as the launch."""
+    tiles_of_rows(
+        query, key, value, dout, dq, lse2, delta, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
+        (), scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+        QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES, DO_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, False, False, ANEW,
+    )  # fmt: skip
+
+
+@gluon.jit
+def backward_dq_sm90_soft_cap(
+    query, key, value, dout, dq, lse2, delta, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
+    scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    DO_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr,
+):  # fmt: skip
+    """`backward_dq_sm90` with a soft cap (sm90/soft_cap.py): the same as backward_dq_fallback, its checked twin."""
+    tiles_of_rows(
+        query, key, value, dout, dq, lse2, delta, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
+        (), scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+        QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES, DO_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, True, False, ANEW,
+    )  # fmt: skip
+
+
+@gluon.jit
+def backward_dq_sm90_block_lists(
+    query, key, value, dout, dq, lse2, delta, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
+    map_bits, q_entries,
+    scale, element_test, batch, mask_batch, map_batch, map_heads, q_block, kv_block, q_len, kv_len, heads, kv_heads,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    DO_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr,
+):  # fmt: skip
+    """`backward_dq_sm90` with a map of blocks (sm90/block_lists.py): the same as backward_dq_fallback, its checked twin."""
+    block_map = (map_bits, q_entries, map_batch, map_heads, q_block, kv_block)
+    tiles_of_rows(
+        query, key, value, dout, dq, lse2, delta, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
+        block_map, scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+        QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES, DO_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, False, True, ANEW,
+    )  # fmt: skip

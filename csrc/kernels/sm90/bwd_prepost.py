@@ -1,0 +1,105 @@
+"""What runs before and after backward_sm90: row statistics and a float32 dQ of zeros, then dQ itself.
+
+Both move memory and nothing else: 14 bytes for every element of the query together.
+"""
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@triton.jit
+def backward_prepare(
+    out, dout, lse, dlse, q_lo, q_hi, delta, lse2, lo, hi, dq_sum,
+    has_dlse, clear_dq, batch, mask_batch, q_len, heads, row_heads,
+    V_DIM: tl.constexpr, QK_DIM: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Results in rows of P = Sq rounded up to 64, so that TMA finds every block aligned and rows past the end empty:
+    delta (B, H, P) = sum(do * out) - dlse; lse2 (B, H, P) = lse * log2(e), +inf for an empty row; lo, hi (Bm, P) copies of the
+    row ranges; dq_sum (B, H, P, Dqk) = 0, with clear_dq. Rows of out and dout are `row_heads` heads apart, of which this is about `heads`."""
+    padded = tl.cdiv(q_len, 64) * 64
+    pid = tl.program_id(0)
+    head = pid % heads
+    tiles = padded // ROWS
+    b = pid // heads // tiles
+    rows = (pid // heads % tiles) * ROWS + tl.arange(0, ROWS)
+    there = rows < q_len
+    mask_b = tl.where(mask_batch > 1, b, 0).to(tl.int64)
+    start = tl.load(q_lo + mask_b * q_len + rows, mask=there, other=0)
+    end = tl.load(q_hi + mask_b * q_len + rows, mask=there, other=0)
+    if (head == 0) & (b < mask_batch):
+        tl.store(lo + mask_b * padded + rows, start)
+        tl.store(hi + mask_b * padded + rows, end)
+    attended = end > start
+    offset = ((b.to(tl.int64) * q_len + rows) * row_heads + head)[:, None] * V_DIM
+    offset += tl.arange(0, V_DIM)[None, :]
+    # the cotangent of an empty row is ignored: it is not even read
+    o = tl.load(out + offset, mask=attended[:, None], other=0.0).to(tl.float32)
+    do = tl.load(dout + offset, mask=attended[:, None], other=0.0).to(tl.float32)
+    bh = b.to(tl.int64) * heads + head
+    total = tl.sum(o * do, 1)
+    if has_dlse != 0:
+        total -= tl.load(dlse + bh * q_len + rows, mask=attended, other=0.0)
+    natural = tl.load(lse + bh * q_len + rows, mask=attended, other=float("inf"))
+    # a tested row may have met no key: -inf would make p infinite
+    natural = tl.where(natural == float("-inf"), float("inf"), natural)
+    at = bh * padded + rows
+    tl.store(delta + at, total)
+    tl.store(lse2 + at, natural * 1.4426950408889634)
+    if clear_dq != 0:
+        cells = dq_sum + (pid // heads % tiles * ROWS + bh * padded) * QK_DIM
+        for i in tl.static_range(QK_DIM // 64):
+            tl.store(
+                cells + i * (64 * ROWS) + tl.arange(0, 64 * ROWS), tl.zeros([64 * ROWS], tl.float32)
+            )
+
+
+@gluon.constexpr_function
+def power_of_two(n):
+    while hasattr(n, "value"):
+        n = n.value
+    return 1 << (int(n) - 1).bit_length()
+
+
+@gluon.constexpr_function
+def sum_shape(columns):
+    """Of dq_sum's floats for 64 rows: 32 columns, 16 rows, 8 columns, row, 2 columns, row + 8, column."""
+    while hasattr(columns, "value"):
+        columns = columns.value
+    return [int(columns) // 32, 4, 4, 8, 4, 2, 2]
+
+
+SUM_TO_ROWS = gl.constexpr((1, 5, 3, 0, 2, 4, 6))  # of these axes: the rows', then the columns'
+
+
+@gluon.jit
+def backward_finish(
+    dq_sum, dq, scale, q_len, heads, row_heads,
+    QK_DIM: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """dq = scale * dq_sum, one block of 64 rows of one head. dq_sum is in accumulator order: dq_reduce.float4s. `row_heads`: as above, of dq."""
+    COLUMNS: gl.constexpr = power_of_two(QK_DIM)
+    flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    rowwise: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
+    blocks = (q_len + ROWS - 1) // ROWS
+    pid = gl.program_id(0)
+    bh = pid // blocks
+    block = pid % blocks
+    b = bh // heads
+    head = bh % heads
+    r = block * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, rowwise))
+    c = gl.arange(0, COLUMNS, gl.SliceLayout(0, rowwise))
+    cells = gl.arange(0, ROWS * COLUMNS, flat)
+    sums = dq_sum + pid.to(gl.int64) * (ROWS * QK_DIM)
+    if COLUMNS == QK_DIM:
+        x = gl.load(sums + cells) * scale
+    else:
+        x = gl.load(sums + cells, mask=cells < ROWS * QK_DIM, other=0.0) * scale
+    x = x.to(dq.dtype.element_ty).reshape(sum_shape(COLUMNS))
+    x = x.permute(SUM_TO_ROWS).reshape([ROWS, COLUMNS])
+    at = ((b.to(gl.int64) * q_len + r) * row_heads + head)[:, None] * QK_DIM + c[None, :]
+    there = (r < q_len)[:, None]
+    if COLUMNS != QK_DIM:
+        there = there & (c < QK_DIM)[None, :]
+    gl.store(dq + at, gl.convert_layout(x, rowwise), mask=there)

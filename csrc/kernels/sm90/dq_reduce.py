@@ -1,0 +1,168 @@
+"""What the warp groups of `backward_sm90` exchange through shared memory: dS with each other, and blocks of dQ with the float32 sum.
+
+The sum lies in the order of the accumulator's registers (`float4s`; sm90/bwd_prepost.py undoes it): stores without
+bank conflicts, whole lines, and one contiguous addition by the copy engine.
+"""
+
+from sm90.bwd_producer import ROWS, next_block
+from sm90.common import accumulator, named_barrier, warp_arrive
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+
+@gluon.constexpr_function
+def float4s(x):
+    """Registers of one thread in fours, each with its offset in bytes from the thread's first place in the sum.
+
+    The sum: 32 columns after the other; of those each warp's 2048 bytes; of those eight columns after the other; and
+    then float4 number `lane`.
+    """
+    return [
+        (i // 16 * 8192 + i // 4 % 4 * 512, ", ".join(x[i : i + 4])) for i in range(0, len(x), 4)
+    ]
+
+
+# a thread's first place, in bytes: t
+FIRST = "{ .reg .u32 t, w; mov.u32 t, %tid.x; and.b32 w, t, 96; and.b32 t, t, 31; shl.b32 w, w, 6; mad.lo.u32 t, t, 16, w;"
+
+
+@gluon.constexpr_function
+def store_registers_asm(outputs, inputs):
+    """Each thread stores its registers in shared memory as float4s, the threads of a warp side by side: no bank conflicts."""
+    x, address = inputs
+    t = [FIRST, f"add.u32 t, t, {address[0]};"]
+    for offset, four in float4s(x):
+        t.append(f"st.shared.v4.f32 [t+{offset}], {{{four}}};")
+    return " ".join(t) + " }"
+
+
+@gluon.constexpr_function
+def by_first_thread(*instructions):
+    """By the first thread of the warp group alone."""
+    t = "{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; and.b32 t, t, 127; setp.eq.u32 p, t, 0;"
+    return t + " ".join(f"@p {x};" for x in instructions) + " }"
+
+
+@gluon.constexpr_function
+def arrive_asm():
+    return by_first_thread("mbarrier.arrive.shared::cta.b64 _, [$0]")
+
+
+@gluon.constexpr_function
+def bulk_add_asm(size):
+    """Adds `size` bytes of shared memory to global memory, by the copy engine."""
+    while hasattr(size, "value"):
+        size = size.value
+    add = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32"
+    return by_first_thread(f"{add} [$0], [$1], {int(size)}", "cp.async.bulk.commit_group")
+
+
+@gluon.constexpr_function
+def registers_constraints(n, letter="f"):
+    """`n` numbers, then an address in shared memory."""
+    while hasattr(n, "value"):
+        n = n.value
+    while hasattr(letter, "value"):
+        letter = letter.value
+    return ",".join([letter] * int(n) + ["r", "~{memory}"])
+
+
+# a thread's row of 128 bytes among its warp's 16 keys, and in it the first or the second eight columns, swizzled: t
+OWN_MATRIX = (
+    "{ .reg .u32 t, a, b; .reg .b32 p<16>; mov.u32 t, %tid.x; and.b32 a, t, 15; shl.b32 a, a, 7; and.b32 b, t, 96; shl.b32 b, b, 6;"
+    " or.b32 a, a, b; shr.u32 b, t, 4; and.b32 b, b, 1; xor.b32 t, t, b; and.b32 t, t, 7; shl.b32 t, t, 4; or.b32 t, t, a;"
+)
+
+
+@gluon.constexpr_function
+def store_ds_asm(outputs, inputs):
+    """64 keys of dS into a tile of keys x 64 rows, swizzled by 128 bytes, four 8 x 8 matrices at a time.
+
+    Later columns only flip bits of the first ones' place, as the tile lies at a multiple of 1024.
+    """
+    x, address = inputs
+    t = [OWN_MATRIX, f"add.u32 t, t, {address[0]};"]
+    t += [f"mov.b32 p{i}, {{{x[2 * i]}, {x[2 * i + 1]}}};" for i in range(len(x) // 2)]
+    for j in range(len(x) // 8):
+        four = ", ".join(f"p{4 * j + i}" for i in range(4))
+        t.append(
+            f"xor.b32 a, t, {32 * j}; stmatrix.sync.aligned.m8n8.x4.shared.b16 [a], {{{four}}};"
+        )
+    return " ".join(t) + " }"
+
+
+@gluon.jit
+def hand_on(ds, ds_s, full):
+    """dS of this warp group into shared memory, and an arrival of its first thread when all of it is there."""
+    gl.inline_asm(store_ds_asm, registers_constraints(ROWS // 2, "h"), (ds, ds_s))
+    fence_async_shared()
+    gl.barrier()
+    gl.inline_asm(arrive_asm(), "r,~{memory}", (full,))
+
+
+@gluon.jit
+def add_staged(dq, at, stage_s, CELLS: gl.constexpr, PENDING: gl.constexpr = 0):
+    """Add one warp group's part of a block of rows, in register order, by way of shared memory.
+
+    PENDING: additions before this one that may still read other stages.
+    """
+    n: gl.constexpr = CELLS // 128
+    tma.store_wait(PENDING)
+    gl.barrier()
+    gl.inline_asm(store_registers_asm, registers_constraints(n), (dq, stage_s))
+    fence_async_shared()
+    gl.barrier()
+    gl.inline_asm(bulk_add_asm(CELLS * 4), "l,r,~{memory}", (at, stage_s))
+
+
+@gluon.jit
+def keys_read(W: gl.constexpr, DQ: gl.constexpr):
+    """Warp group W is done with the keys; 0 and 1 wait for all that read them, each at a barrier of its own: synccheck knows no
+    barrier that is met from two instructions."""
+    count: gl.constexpr = 384 if DQ == 2 else 256
+    if W != 1:
+        gl.inline_asm(named_barrier("arrive", 2, count), "~{memory}", ())
+    if W != 0:
+        gl.inline_asm(named_barrier("arrive", 1, count), "~{memory}", ())
+    if W < 2:
+        gl.inline_asm(named_barrier("sync", 1 + W, count), "~{memory}", ())
+
+
+@gluon.jit
+def sum_rows(
+    dq_sum, k, ds_s, dq_s, kv_full, ds_bars, place, range_,
+    QK_DIM: gl.constexpr, DQ: gl.constexpr,
+):  # fmt: skip
+    """A third warp group: dQ of every block of rows, from the dS of the other two."""
+    ds_full, ds_empty = ds_bars
+    _b, _first_key, _kv_head, group, bh, _mask_row, padded = place
+    start, steps, edges, core_begin, core_end = range_
+    CELLS: gl.constexpr = ROWS * QK_DIM
+    row_blocks = padded // ROWS
+    zero = gl.zeros([ROWS, QK_DIM], gl.float32, accumulator(QK_DIM))
+    mbarrier.wait(kv_full.index(0), 0)
+    mbarrier.wait(kv_full.index(1), 0)
+    g = 0
+    n = 0
+    for i in range(0, steps * group):
+        stage = i % 2
+        in_edges = i < edges * group
+        masked = gl.where(n < core_begin, n, n + core_end - core_begin)
+        block = start // ROWS + gl.where(in_edges, masked, core_begin + n)
+        mbarrier.wait(ds_full.index(stage), (i // 2) & 1)
+        ds_t = ds_s.index(stage).permute((1, 0))
+        dq = warpgroup_mma(ds_t, k, zero, use_acc=False, is_async=True)
+        dq = warpgroup_mma_wait(0, deps=(dq,))
+        warp_arrive(ds_empty.index(stage))
+        cells = ((bh + g) * row_blocks + block).to(gl.int64) * CELLS
+        add_staged(dq, dq_sum + cells, dq_s.index(stage), CELLS, 1)
+        n, g = next_block(n, g, in_edges, range_, group)
+    keys_read(2, DQ)
+    tma.store_wait(0)

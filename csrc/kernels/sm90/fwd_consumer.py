@@ -1,0 +1,191 @@
+"""What a warp group of the Hopper forward (sm90/fwd.py) computes: 64 rows of every tile that the producer names."""
+
+from sm90.alibi import with_bias
+from sm90.block_lists import list_of_rows, map_of
+from sm90.common import (
+    LN2,
+    LOG2E,
+    accumulator,
+    lanes_arrive,
+    named_barrier,
+    nought,
+    nth_step,
+    own_steps,
+    position_row,
+    quad_sum_asm,
+    warp_arrive,
+)
+from sm90.pipeline import after, before, hear, masked, pass_by, turn_pass, turn_wait
+from sm90.soft_cap import tanh_of_scores
+from sm90.softmax import half_name, rescale, softmax, unpack
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+
+@gluon.constexpr_function
+def query_slots(chunks):
+    """Chunks of a warp group's queries, with empty ones up to a power of two: the output may take their place."""
+    while hasattr(chunks, "value"):
+        chunks = chunks.value
+    return 1 << (int(chunks) - 1).bit_length()
+
+
+@gluon.jit
+def scores(q_s, k_s, w, stage, zero, CHUNKS: gl.constexpr, SLOTS: gl.constexpr):
+    """q k^T, started."""
+    k_t = k_s.index(stage * CHUNKS).permute((1, 0))
+    s = warpgroup_mma(q_s.index(w * SLOTS), k_t, zero, use_acc=False, is_async=True)
+    for c in gl.static_range(1, CHUNKS):
+        k_t = k_s.index(stage * CHUNKS + c).permute((1, 0))
+        s = warpgroup_mma(q_s.index(w * SLOTS + c), k_t, s, is_async=True)
+    return s
+
+
+@gluon.jit
+def consume(
+    W: gl.constexpr, out, lse, q_blocks, mask, block_map, tiles_s, o_s, plan_s, full, empty, plan_bars, numbers,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, WARP_GROUPS: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OUT_IN_QUERY: gl.constexpr, CAPPED: gl.constexpr, BIASED: gl.constexpr, MAPPED: gl.constexpr, ANEW: gl.constexpr,
+):  # fmt: skip
+    q_s, k_s, v_s = tiles_s
+    q_full, k_full, v_full = full
+    q_empty, k_empty, v_empty = empty
+    plan_full, plan_empty = plan_bars
+    element_test, mask_batch, q_len, kv_len, heads, scale2, first_scale, slopes = numbers
+    dtype: gl.constexpr = out.dtype
+    half: gl.constexpr = half_name(dtype)
+    CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
+    SLOTS: gl.constexpr = query_slots(CHUNKS)
+    s_layout: gl.constexpr = accumulator(BLOCK_N)
+    o_layout: gl.constexpr = accumulator(V_DIM)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    if W == 0:
+        gl.inline_asm(named_barrier("arrive", 0, 256), "", (), ())
+    zero = gl.zeros([64, BLOCK_N], gl.float32, s_layout)
+    stage = 0
+    phase = 0
+    slot = 0
+    slot_phase = 0
+    q_phase = 0
+    mbarrier.wait(plan_full.index(0), 0)
+    row, head, b, start, steps, edges, core_begin, core_end, tested = hear(plan_s.index(0))
+    while steps > 0:
+        lanes_arrive(plan_empty.index(slot))
+        mask_b = gl.where(mask_batch > 1, b, 0)
+        mask_row = mask_b.to(gl.int64) * q_len
+        mask_key = mask_b.to(gl.int64) * kv_len
+        q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos = mask
+        mask_here = (q_lo + mask_row, q_hi + mask_row, q_ids + mask_row, kv_ids + mask_key, q_pos + position_row(mask_row, element_test), kv_pos + mask_key)  # fmt: skip
+        rows = row + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
+        acc = gl.zeros([64, V_DIM], gl.float32, o_layout)
+        if BIASED:
+            slope2 = gl.load(slopes + head) * -LOG2E
+        mbarrier.wait(q_full.index(W), q_phase)
+
+        if MAPPED:
+            first = 0
+            last = edges
+            listed, _, _ = list_of_rows(block_map, mask_b, head, row, q_len, kv_len)
+            this_map = map_of(block_map, mask_b, head, q_len, kv_len)
+            at = gl.load(listed) * BLOCK_N
+        else:
+            first, last = own_steps(
+                q_blocks, mask_b, row // 64 + W, q_len, start, steps, edges, BLOCK_N
+            )
+            this_map = ()
+            stage, phase = pass_by(first, W, full, empty, stage, phase, STAGES, STAGES, WARP_GROUPS)
+        # the first step has no second product to run beside
+        mbarrier.wait(k_full.index(stage), phase)
+        turn_wait(W)
+        s = scores(q_s, k_s, W, stage, zero, CHUNKS, SLOTS)
+        turn_pass(W, WARP_GROUPS)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        warp_arrive(k_empty.index(stage))
+        if CAPPED:
+            s = tanh_of_scores(s, first_scale, BLOCK_N)
+        if not MAPPED:
+            at = start + nth_step(first, steps, edges, core_begin, core_end) * BLOCK_N
+        if BIASED:
+            s = with_bias(s, rows, at, first_scale, slope2, BLOCK_N)
+        s = masked(s, rows, at, mask_here, tested, element_test, q_len, kv_len, this_map, BLOCK_N, MAPPED)  # fmt: skip
+        m = gl.full([64], -1e30, gl.float32, gl.SliceLayout(1, s_layout))
+        l = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
+        p, m, l, alpha = softmax(s, m, l, scale2, BLOCK_N, half)
+        stage, phase = after(stage, phase, STAGES)
+        for part in gl.static_range(2):  # masked steps, then the core
+            begin = first + 1 if part == 0 else gl.maximum(edges, first + 1)
+            stop = last if part == 0 else steps
+            for i in range(begin, stop):
+                old, old_phase = before(stage, phase, STAGES)
+                if MAPPED and part == 0:
+                    at = gl.load(listed + i) * BLOCK_N
+                mbarrier.wait(k_full.index(stage), phase)
+                turn_wait(W)
+                s_token = scores(q_s, k_s, W + nought(i, ANEW), stage, zero, CHUNKS, SLOTS)
+                mbarrier.wait(v_full.index(old), old_phase)
+                p_half = unpack(p, BLOCK_N, p_layout, dtype)
+                acc_token = warpgroup_mma(p_half, v_s.index(old), acc, is_async=True)
+                turn_pass(W, WARP_GROUPS)
+                s = warpgroup_mma_wait(1, deps=(s_token,))
+                warp_arrive(k_empty.index(stage))
+                if CAPPED:
+                    s = tanh_of_scores(s, first_scale, BLOCK_N)
+                if not MAPPED and (BIASED or part == 0):
+                    at = start + nth_step(i, steps, edges, core_begin, core_end) * BLOCK_N
+                if BIASED:
+                    s = with_bias(s, rows, at, first_scale, slope2, BLOCK_N)
+                if part == 0:
+                    s = masked(s, rows, at, mask_here, tested, element_test, q_len, kv_len, this_map, BLOCK_N, MAPPED)  # fmt: skip
+                p, m, l, alpha = softmax(s, m, l, scale2, BLOCK_N, half)
+                acc = warpgroup_mma_wait(0, deps=(acc_token,))
+                warp_arrive(v_empty.index(old))
+                acc = rescale(acc, alpha, V_DIM)
+                stage, phase = after(stage, phase, STAGES)
+        if not OUT_IN_QUERY:
+            warp_arrive(q_empty.index(W))
+        old, old_phase = before(stage, phase, STAGES)
+        mbarrier.wait(v_full.index(old), old_phase)
+        p_half = unpack(p, BLOCK_N, p_layout, dtype)
+        acc = warpgroup_mma(p_half, v_s.index(old), acc, is_async=True)
+        l = gl.inline_asm(quad_sum_asm, ("=&f", "f"), (l,), l.type, is_pure=True)
+        there = rows < q_len
+        lo = gl.load(q_lo + mask_row + rows, mask=there, other=0)
+        hi = gl.load(q_hi + mask_row + rows, mask=there, other=0)
+        attended = (l != 0.0) & (hi > lo)  # a NaN is attended: it must reach the result
+        lse_row = lse + (b.to(gl.int64) * heads + head) * q_len
+        natural = gl.where(attended, (m + gl.log2(l)) * LN2, float("-inf"))
+        gl.store(lse_row + rows, natural, mask=there)
+        inverse = gl.where(attended, 1.0 / l, 0.0)
+        tma.store_wait(0)  # the tile before has left o_s
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        warp_arrive(v_empty.index(old))
+        if not MAPPED:
+            stage, phase = pass_by(
+                edges - last, W, full, empty, stage, phase, STAGES, STAGES, WARP_GROUPS
+            )
+        inverse = gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o_layout)), 1)
+        # select, not multiply: a row that attends nothing may have met garbage in the core
+        acc = gl.where(inverse != 0.0, acc * inverse, 0.0)
+        o = o_s.index(W * (SLOTS * QK_CHUNK // V_DIM if OUT_IN_QUERY else 1))
+        gl.barrier()
+        o.store(acc.to(dtype))
+        fence_async_shared()
+        gl.barrier()
+        o_tile = o.reinterpret(dtype, [1, 64, V_DIM], out.layout)
+        tma.async_store(out, [b, row + W * 64, head * V_DIM], o_tile)
+        if OUT_IN_QUERY:
+            tma.store_wait(0)
+            gl.barrier()
+            warp_arrive(q_empty.index(W))
+        slot, slot_phase = after(slot, slot_phase, 2)
+        q_phase = q_phase ^ 1
+        mbarrier.wait(plan_full.index(slot), slot_phase)
+        row, head, b, start, steps, edges, core_begin, core_end, tested = hear(plan_s.index(slot))
+    tma.store_wait(0)

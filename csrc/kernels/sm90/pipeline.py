@@ -1,0 +1,123 @@
+"""What the kernels that walk over tiles of rows share (forward, dQ): the plan that a producer tells, places in a ring of buffers,
+turns of the warp groups, and which pairs of a step the mask leaves.
+"""
+
+from sm90.block_lists import bits_of_keys
+from sm90.common import (
+    element_bits,
+    named_barrier,
+    range_bits_asm,
+    select_bits,
+    stay,
+    warp_arrive,
+)
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+
+@gluon.constexpr_function
+def tell_asm(outputs, inputs):
+    """The first lane, which is also the one to arrive at the barrier, writes numbers to shared memory. Operands: address, numbers."""
+    address, *numbers = inputs
+    t = ["{ .reg .pred p; .reg .u32 t; mov.u32 t, %laneid; setp.eq.u32 p, t, 0;"]
+    t += [f"@p st.shared.s32 [{address[0]}+{4 * k}], {x[0]};" for k, x in enumerate(numbers)]
+    return " ".join(t) + " }"
+
+
+@gluon.constexpr_function
+def hear_asm(outputs, inputs):
+    """Of all lanes, each for itself."""
+    ((address,),) = inputs
+    t = [f"ld.shared.s32 {x[0]}, [{address}+{4 * k}];" for k, x in enumerate(outputs)]
+    return " ".join(t)
+
+
+@gluon.jit
+def hear(plan):
+    """row, head, b, start, steps, edges, core_begin, core_end, tested."""
+    i32: gl.constexpr = gl.int32
+    types: gl.constexpr = (i32, i32, i32, i32, i32, i32, i32, i32, i32)
+    constraints: gl.constexpr = "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,~{memory}"
+    return gl.inline_asm(hear_asm, constraints, (plan,), types)
+
+
+@gluon.jit
+def after(stage, phase, STAGES: gl.constexpr):
+    """The next place in a ring, and its parity."""
+    stage += 1
+    phase = gl.where(stage == STAGES, phase ^ 1, phase)
+    return gl.where(stage == STAGES, 0, stage), phase
+
+
+@gluon.jit
+def before(stage, phase, STAGES: gl.constexpr):
+    return gl.where(stage == 0, STAGES - 1, stage - 1), gl.where(stage == 0, phase ^ 1, phase)
+
+
+@gluon.jit
+def pairs(rows, start, mask, tested, element_test, q_len, kv_len, N: gl.constexpr):
+    """Bits of hopper.range_bits_asm: which of N keys from `start` on the mask leaves to rows."""
+    q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos = mask
+    there = rows < q_len
+    lo = gl.load(q_lo + rows, mask=there, other=0)
+    hi = gl.load(q_hi + rows, mask=there, other=0)
+    bits = gl.inline_asm(
+        range_bits_asm, ("=&r", "r", "r", "r"), (lo, hi, start), lo.type, is_pure=True
+    )
+    if tested != 0:
+        q_id = gl.load(q_ids + rows, mask=there, other=-1)
+        bits = bits & element_bits(q_id, kv_ids, start, kv_len, N, "eq")
+        if element_test > 1:
+            q_at = gl.load(q_pos + rows, mask=there, other=0)
+            bits = bits & element_bits(q_at, kv_pos, start, kv_len, N, "le")
+            if element_test > 2:
+                q_from = gl.load(q_pos + (stay(q_len) + rows), mask=there, other=0)
+                bits = bits & element_bits(q_from, kv_pos, start, kv_len, N, "ge")
+    return bits
+
+
+@gluon.jit
+def masked(s, rows, start, mask, tested, element_test, q_len, kv_len, this_map, N: gl.constexpr, MAPPED: gl.constexpr):  # fmt: skip
+    bits = pairs(rows, start, mask, tested, element_test, q_len, kv_len, N)
+    if MAPPED:
+        bits = bits & bits_of_keys(this_map, rows, start, q_len)
+    return select_bits(s, bits, float("-inf"))
+
+
+@gluon.jit
+def turn_wait(W: gl.constexpr):
+    gl.inline_asm(named_barrier("sync", W, 256), "", (), ())
+
+
+@gluon.jit
+def turn_pass(W: gl.constexpr, WARP_GROUPS: gl.constexpr):
+    gl.inline_asm(named_barrier("arrive", (W + 1) % WARP_GROUPS, 256), "", (), ())
+
+
+@gluon.jit
+def place_of_values(stage, phase, V_STAGES: gl.constexpr, STAGES: gl.constexpr):
+    """The place in the ring of values, and its parity, where that of keys is at `stage` and `phase`."""
+    gl.static_assert(V_STAGES == STAGES or (V_STAGES == 1 and STAGES == 2))
+    if V_STAGES == STAGES:
+        place = stage, phase
+    else:  # one place, whose parity changes with every tile
+        place = stay(stage * 0), stage
+    return place
+
+
+@gluon.jit
+def pass_by(count, W: gl.constexpr, full, empty, stage, phase, V_STAGES: gl.constexpr, STAGES: gl.constexpr, WARP_GROUPS: gl.constexpr):  # fmt: skip
+    """Steps in which this warp group has nothing to do but to take its turn."""
+    _, k_full, v_full = full
+    _, k_empty, v_empty = empty
+    for _i in range(0, count):
+        mbarrier.wait(k_full.index(stage), phase)
+        turn_wait(W)
+        turn_pass(W, WARP_GROUPS)
+        warp_arrive(k_empty.index(stage))
+        v_stage, v_phase = place_of_values(stage, phase, V_STAGES, STAGES)
+        mbarrier.wait(v_full.index(v_stage), v_phase)
+        warp_arrive(v_empty.index(v_stage))
+        stage, phase = after(stage, phase, STAGES)
+    return stage, phase

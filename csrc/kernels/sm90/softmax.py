@@ -1,0 +1,153 @@
+"""The online softmax of the Hopper forward, as inline assembly on one thread's own registers.
+
+P is packed to pairs of 16 bits at once, so that three warp groups fit in 160 registers; the row sum
+stays a partial sum of each thread until the end; the maximum moves only when it grows by more than
+2^8, so that the accumulator is rarely rescaled (the result is the same: p and l share the factor).
+Register order: see sm90/common.py.
+"""
+
+from sm90.common import accumulator
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.constexpr_function
+def operands(n):
+    """Numbers of the operands of a softmax step: m, l and alpha (2 each) as results, behind P; the first score; m and l (2 each) and
+    the scale as they are given."""
+    o = n // 2
+    s = o + 6
+    given = [s + n, s + n + 1], [s + n + 2, s + n + 3], s + n + 4
+    return ([o, o + 1], [o + 2, o + 3], [o + 4, o + 5]), s, given
+
+
+@gluon.constexpr_function
+def over_row(r, operation, total, scores):
+    """max or add over a thread's scores of row r, in two chains: {total}{2r} and {total}{2r + 1}."""
+    t, mine = [], [x for i, x in enumerate(scores) if (i >> 1) & 1 == r]
+    for c in (0, 1):
+        part, x = mine[c::2], f"{total}{2 * r + c}"
+        t.append(f"{operation}.f32 {x}, {part[0]}, {part[1]};")
+        t += [f"{operation}.f32 {x}, {x}, {y};" for y in part[2:]]
+    return t
+
+
+@gluon.constexpr_function
+def row_maxima(scores):
+    """g0 and g1, the largest of each row: the same in all threads of the quad."""
+    t = []
+    for r in (0, 1):
+        t += over_row(r, "max", "x", scores)
+        t.append(f"max.f32 g{r}, x{2 * r}, x{2 * r + 1};")
+    for d in (1, 2):
+        t += [f"shfl.sync.bfly.b32 k{r}, g{r}, {d}, 31, -1;" for r in (0, 1)]
+        t += [f"max.f32 g{r}, g{r}, k{r};" for r in (0, 1)]
+    return t
+
+
+@gluon.constexpr_function
+def exponential(i, half):
+    """Of score e{i}; every second one is packed with the one before."""
+    t = [f"ex2.approx.ftz.f32 e{i}, e{i};"]
+    if i & 1:
+        t.append(f"cvt.rn.{half}x2.f32 ${i // 2}, e{i}, e{i - 1};")
+    return t
+
+
+@gluon.constexpr_function
+def row_sums(n, l_in, l_out, a_out):
+    """l times alpha, and the exponentials on top."""
+    t = []
+    for r in (0, 1):
+        t += over_row(r, "add", "w", [f"e{i}" for i in range(n)])
+        t.append(
+            f"add.f32 w{2 * r}, w{2 * r}, w{2 * r + 1}; fma.rn.f32 ${l_out[r]}, ${l_in[r]}, ${a_out[r]}, w{2 * r};"
+        )
+    return t
+
+
+@gluon.constexpr_function
+def softmax_asm(n, half):
+    """One thread's share of a softmax step. Operands: n / 2 packed P, m (2), l (2), alpha (2), then n scores, m (2), l (2), scale.
+
+    Score register i belongs to row 8 * (i >> 1 & 1). The maximum is reduced over the quad; alpha is the same in the whole quad.
+    """
+    while hasattr(n, "value"):
+        n = n.value
+    while hasattr(half, "value"):
+        half = half.value
+    (m_out, l_out, a_out), s, (m_in, l_in, scale) = operands(n)
+    t = [f"{{ .reg .f32 x<4>, w<4>, g<2>, k<2>, e<{n}>; .reg .pred q;"]
+    t += row_maxima([f"${s + i}" for i in range(n)])
+    for r in (0, 1):
+        t.append(
+            f"mul.f32 g{r}, g{r}, ${scale}; add.f32 k{r}, ${m_in[r]}, 0f41000000; setp.gt.f32 q, g{r}, k{r};"
+            f"selp.f32 ${m_out[r]}, g{r}, ${m_in[r]}, q; sub.f32 k{r}, ${m_in[r]}, ${m_out[r]};"
+            f"ex2.approx.ftz.f32 ${a_out[r]}, k{r}; neg.f32 g{r}, ${m_out[r]};"
+        )
+    for i in range(n):
+        t.append(f"fma.rn.f32 e{i}, ${s + i}, ${scale}, g{(i >> 1) & 1};")
+        t += exponential(i, half)
+    t += row_sums(n, l_in, l_out, a_out)
+    return " ".join(t) + " }"
+
+
+@gluon.constexpr_function
+def half_name(dtype):
+    while hasattr(dtype, "value"):
+        dtype = dtype.value
+    return "bf16" if dtype == gl.bfloat16 else "f16"
+
+
+@gluon.jit
+def softmax(s, m, l, scale2, N: gl.constexpr, half: gl.constexpr):
+    """P as pairs of 16 bits (int32 [64, N / 2]: carried 16-bit values would cost a PRMT each), new m, partial l, alpha."""
+    packed: gl.constexpr = gl.distributed_type(gl.int32, [64, N // 2], accumulator(N // 2))
+    return gl.inline_asm(
+        softmax_asm(N // 2, half),
+        ("=&r", "=&f", "=&f", "=&f", "f", "f", "f", "f"),
+        (s, m, l, scale2),
+        (packed, m.type, l.type, m.type),
+        is_pure=True,
+    )
+
+
+@gluon.constexpr_function
+def unpack_asm(outputs, inputs):
+    (o,) = outputs
+    (x,) = inputs
+    return " ".join(f"mov.b32 {{{o[2 * i]}, {o[2 * i + 1]}}}, {x[i]};" for i in range(len(x)))
+
+
+@gluon.jit
+def unpack(p, N: gl.constexpr, layout: gl.constexpr, dtype: gl.constexpr):
+    bits = gl.inline_asm(
+        unpack_asm, ("=h", "r"), (p,), gl.distributed_type(gl.int16, [64, N], layout), is_pure=True
+    )
+    return bits.to(dtype, bitcast=True)
+
+
+@gluon.constexpr_function
+def rescale_asm(n):
+    """acc *= alpha, skipped by a warp in which every alpha is 1. Operands: n acc, n tied acc, alpha (2)."""
+    while hasattr(n, "value"):
+        n = n.value
+    t = [
+        f"{{ .reg .pred p, q; setp.neu.f32 p, ${2 * n}, 0f3F800000; setp.neu.or.f32 p, ${2 * n + 1}, 0f3F800000, p;"
+        " vote.sync.any.pred q, p, -1; @!q bra DONE;"
+    ]
+    t += [f"mul.f32 ${i}, ${i}, ${2 * n + ((i >> 1) & 1)};" for i in range(n)]
+    return " ".join(t) + " DONE: }"
+
+
+@gluon.constexpr_function
+def rescale_constraints(n):
+    while hasattr(n, "value"):
+        n = n.value
+    return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["f", "f"])
+
+
+@gluon.jit
+def rescale(acc, alpha, V_DIM: gl.constexpr):
+    constraints: gl.constexpr = rescale_constraints(V_DIM // 2)
+    return gl.inline_asm(rescale_asm(V_DIM // 2), constraints, (acc, alpha), acc.type, is_pure=True)

@@ -1,0 +1,92 @@
+// The CUDA driver as the rest of packax sees it: the current device, loaded kernels, tensor maps,
+// launches.
+//
+// Only this folder talks to libcuda, which is opened on first use (libcuda.h): importing packax
+// needs no GPU and no driver. Nothing here allocates device memory or waits for the device.
+
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "runtime/error.h"
+#include "runtime/variants.h"
+
+namespace packax {
+
+struct LoadedKernel;
+
+// One CUDA context and what is loaded into it. Made once per context, never freed: handlers on
+// other threads may hold it, and a process has a few at most.
+struct Device {
+  unsigned long long context;  // cuCtxGetId: unlike a CUcontext it is never reused
+  int ordinal;                 // CUdevice
+  int cc;                      // compute capability, 10 * major + minor
+  int driver;                  // 12090 is CUDA 12.9
+  int multiprocessors;
+  std::string name;
+  // By index in Variants(): what runs where that row is asked for; null = not loaded.
+  std::unique_ptr<std::atomic<const LoadedKernel*>[]> kernels;
+  Device* next;
+};
+
+// A kernel ready to launch on one device.
+struct LoadedKernel {
+  const Device* device = nullptr;
+  const Variant* variant = nullptr;
+  void* function = nullptr;
+};
+
+struct Grid {
+  int64_t x, y = 1;
+};
+
+// The device of the calling thread's current context.
+ffi::Error CurrentDevice(Device** device);
+
+// Loads a cubin into a device's context; a lookup without locks when it is there already. Where
+// the driver cannot read the cubin and the table has one for older drivers, that one. Not allowed
+// under CUDA graph capture the first time, hence called in XLA's initialize stage.
+ffi::Error Load(Device* device, const Variant& variant, LoadedKernel* kernel);
+
+enum class TensorMapElement { kBf16, kF16, kF32, kI32 };
+
+// An array in device memory as (batch, length, columns), none of them 0. Rows are `row` elements
+// apart, columns or more; otherwise it is dense.
+struct TensorView {
+  const char* name;  // for messages: the kernel's argument
+  const void* data;
+  TensorMapElement element;
+  int64_t batch, length, columns, row;
+};
+
+// The host tensor map over `view` for the kernel's index-th "tma" parameter. TMA reads zeros where
+// a box reaches over an end of the view, and writes nothing there. About a microsecond; no call
+// that CUDA graph capture forbids.
+ffi::Error EncodeTensorMap(const LoadedKernel& kernel, int index, const TensorView& view,
+                           TensorMap* map);
+
+// `params` is kernelParams of cuLaunchKernel. An empty grid launches nothing.
+ffi::Error Launch(const LoadedKernel& kernel, void* stream, Grid grid, const void* const* params);
+
+// Sets four bytes of device memory to 0, in stream order.
+ffi::Error Clear(const Device& device, void* stream, void* word);
+
+struct DeviceInfo {
+  int ordinal;
+  std::string name;
+  int cc;
+};
+
+struct DriverInfo {
+  int version = 0;  // 12090 is CUDA 12.9
+  std::vector<DeviceInfo> devices;
+};
+
+// What this machine has. Needs no context and creates none.
+ffi::Error DescribeDriver(DriverInfo* info);
+
+}  // namespace packax

@@ -1,0 +1,155 @@
+#include "runtime/variants.h"
+
+#include <iterator>
+#include <set>
+#include <sstream>
+#include <tuple>
+
+#define PACKAX_VARIANT(name, ...)                         \
+  extern "C" const unsigned char packax_##name##_begin[]; \
+  extern "C" const unsigned char packax_##name##_end[];
+#include "table.inc"
+#undef PACKAX_VARIANT
+
+namespace packax {
+namespace {
+
+constexpr const char* kDtypeNames[] = {"any", "bf16", "f16", "f32", "tf32"};
+
+#define PACKAX_VARIANT(name, kernel, arch, cc, exact, driver, dtype, qk_dim, v_dim, symbol, \
+                       threads, shared, block, ...)                                         \
+  Variant{#name,                                                                            \
+          Kernel::kernel,                                                                   \
+          arch,                                                                             \
+          cc,                                                                               \
+          exact,                                                                            \
+          driver,                                                                           \
+          Dtype::dtype,                                                                     \
+          qk_dim,                                                                           \
+          v_dim,                                                                            \
+          symbol,                                                                           \
+          threads,                                                                          \
+          shared,                                                                           \
+          block,                                                                            \
+          {__VA_ARGS__},                                                                    \
+          packax_##name##_begin,                                                            \
+          packax_##name##_end},
+const Variant kTable[] = {
+#include "table.inc"
+};
+#undef PACKAX_VARIANT
+
+bool Runs(const Variant& v, int cc, int driver) {
+  if (v.driver > driver) return false;
+  return v.exact ? v.cc == cc : v.cc / 10 == cc / 10 && v.cc <= cc;
+}
+
+// Of two rows that both run: a row made for this very chip first, then the newest chip, then the
+// newest driver.
+bool Better(const Variant& a, const Variant& b) {
+  return std::tuple(a.exact, a.cc, a.driver) > std::tuple(b.exact, b.cc, b.driver);
+}
+
+void Append(std::string* list, const std::string& item) {
+  if (!list->empty()) *list += ", ";
+  *list += item;
+}
+
+std::string Dims(int64_t qk_dim, int64_t v_dim) {
+  return std::to_string(qk_dim) + "x" + std::to_string(v_dim);
+}
+
+}  // namespace
+
+std::span<const Variant> Variants() { return kTable; }
+
+const Variant* Find(const Query& q) {
+  const Variant* best = nullptr;
+  for (const Variant& v : kTable) {
+    if (v.kernel != q.kernel || v.dtype != q.dtype || v.qk_dim != q.qk_dim || v.v_dim != q.v_dim)
+      continue;
+    if (Runs(v, q.cc, q.driver) && (best == nullptr || Better(v, *best))) best = &v;
+  }
+  return best;
+}
+
+const Variant* FindCovering(const Query& q) {
+  const Variant* best = nullptr;
+  for (const Variant& v : kTable) {
+    if (v.kernel != q.kernel || v.dtype != q.dtype || v.qk_dim < q.qk_dim || v.v_dim < q.v_dim)
+      continue;
+    if (!Runs(v, q.cc, q.driver)) continue;
+    const int size = v.qk_dim + v.v_dim, least = best ? best->qk_dim + best->v_dim : 0;
+    if (best == nullptr || size < least || (size == least && Better(v, *best))) best = &v;
+  }
+  return best;
+}
+
+std::string DescribeMissing(const Query& q) {
+  // Ordered by number, not by text: sm_100a comes after sm_90a, 128x128 after 64x64.
+  std::set<std::tuple<int, std::string>> archs;
+  std::set<std::string> dtypes;
+  std::set<std::tuple<int, int>> dims;
+  for (const Variant& v : kTable) {
+    if (v.kernel != q.kernel) continue;
+    archs.emplace(v.cc, v.arch);
+    dtypes.insert(Name(v.dtype));
+    dims.emplace(v.qk_dim, v.v_dim);
+  }
+  std::string arch_list, dtype_list, dim_list;
+  for (const auto& [cc, arch] : archs) Append(&arch_list, arch);
+  for (const auto& dtype : dtypes) Append(&dtype_list, dtype);
+  for (const auto& [qk_dim, v_dim] : dims) Append(&dim_list, Dims(qk_dim, v_dim));
+
+  // The least that would do.
+  const Variant* newer = nullptr;
+  Query other = q;
+  for (other.driver = kNewestDriver; const Variant* found = Find(other);) {
+    newer = found;
+    other.driver = found->driver - 1;
+  }
+
+  std::ostringstream out;
+  out << "no " << Name(q.kernel) << " kernel for compute capability " << q.cc / 10 << "."
+      << q.cc % 10;
+  if (q.dtype != Dtype::kAny) {
+    out << ", " << Name(q.dtype) << ", head dims " << Dims(q.qk_dim, q.v_dim)
+        << " (query and key x value)";
+  }
+  if (archs.empty()) {
+    out << "; this build has none";
+    return out.str();
+  }
+  if (newer != nullptr) {
+    out << "; " << newer->name << " needs a driver for CUDA " << CudaVersionText(newer->driver)
+        << " or newer, this one is for CUDA " << CudaVersionText(q.driver);
+    return out.str();
+  }
+  out << "; this build has it for " << arch_list;
+  if (q.dtype != Dtype::kAny) out << "; " << dtype_list << "; head dims " << dim_list;
+  return out.str();
+}
+
+std::string CudaVersionText(int version) {
+  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+}
+
+const char* Name(Kernel kernel) { return kKernelNames[static_cast<int>(kernel)]; }
+
+const char* Name(Dtype dtype) { return kDtypeNames[static_cast<int>(dtype)]; }
+
+bool ParseKernel(std::string_view name, Kernel* kernel) {
+  for (size_t i = 0; i < std::size(kKernelNames); ++i) {
+    if (name == kKernelNames[i]) return *kernel = static_cast<Kernel>(i), true;
+  }
+  return false;
+}
+
+bool ParseDtype(std::string_view name, Dtype* dtype) {
+  for (size_t i = 0; i < std::size(kDtypeNames); ++i) {
+    if (name == kDtypeNames[i]) return *dtype = static_cast<Dtype>(i), true;
+  }
+  return false;
+}
+
+}  // namespace packax

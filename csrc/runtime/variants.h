@@ -1,0 +1,76 @@
+// What this build contains: the generated table of cubins, and the rule that picks one for a
+// device.
+//
+// Pure data and arithmetic: knows neither XLA nor the driver, so it is tested without either.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "args.h"  // generated: Kernel, kKernelNames
+#include "runtime/tensor_map.h"
+
+namespace packax {
+
+// kTf32: float32 operands, of which products take 11 bits.
+enum class Dtype { kAny, kBf16, kF16, kF32, kTf32 };
+
+struct Variant {
+  const char* name;
+  Kernel kernel;
+  const char* arch;  // "sm_90a"
+  int cc;            // compute capability, 10 * major + minor
+  bool exact;        // runs on `cc` only; otherwise on the same major, this minor and above
+  int driver;        // the oldest driver that loads it; 12090 is CUDA 12.9
+  Dtype dtype;
+  int qk_dim, v_dim;  // 0 for mask kernels
+  const char* symbol;
+  int threads;
+  int shared;                                // bytes of dynamic shared memory
+  int block;                                 // what one program covers: the grid is divided by it
+  TensorMapBox tensor_maps[kMaxTensorMaps];  // in the order of the "tma" parameters
+  const unsigned char* begin;
+  const unsigned char* end;
+
+  size_t bytes() const { return static_cast<size_t>(end - begin); }
+};
+
+inline constexpr int kNewestDriver = std::numeric_limits<int>::max();
+
+// What is asked for: a kernel for a device, and for attention kernels the dtype and the head dims.
+struct Query {
+  Kernel kernel;
+  int cc;
+  Dtype dtype = Dtype::kAny;
+  int64_t qk_dim = 0, v_dim = 0;
+  int driver = kNewestDriver;
+};
+
+// All rows, by name.
+std::span<const Variant> Variants();
+
+// The row for exactly this compute capability if there is one, else the highest minor of the same
+// major that the device can run; of several, the one for the newest driver that is not above this
+// one. Null if there is none.
+const Variant* Find(const Query& query);
+
+// As Find() among the rows with at least these head dims, of which it takes the smallest.
+const Variant* FindCovering(const Query& query);
+
+// Why Find() gave nothing: what the device is, what was asked, what this build has of that kernel.
+std::string DescribeMissing(const Query& query);
+
+// "12.9" of 12090.
+std::string CudaVersionText(int version);
+
+const char* Name(Kernel kernel);
+const char* Name(Dtype dtype);
+bool ParseKernel(std::string_view name, Kernel* kernel);
+bool ParseDtype(std::string_view name, Dtype* dtype);
+
+}  // namespace packax
