@@ -4,6 +4,7 @@ Guards against an implementation that is not the one asked for.
 """
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import packax
 import pytest
@@ -82,3 +83,68 @@ def test_without_the_extension(monkeypatch):
     assert not calls(text_of(lambda *x: whole(*x, implementation="xla"), ids, *abstract()))
     with pytest.raises(NotImplementedError, match=r"packax\._ext.*no such file.*reinstall"):
         text_of(whole, ids, *abstract())
+
+
+def whole(ids, query, key, value, **asked):
+    """Masks of two kinds and attention by each, as a program has them that builds its own masks."""
+    mask = packax.create_attention_mask(packax.causal() & packax.documents(ids), **asked)
+    out = packax.flash_attention(query, key, value, mask, **asked)
+    return packax.flash_attention(out, key, value, packax.causal(), **asked)
+
+
+def built(ids, **asked):
+    return packax.create_attention_mask(packax.causal() & packax.documents(ids), **asked)
+
+
+IDS = jax.ShapeDtypeStruct((2, 300), jnp.int32)
+MASK_CALLS = ["packax_documents_v1", "packax_blocks_v1"]
+
+
+@pytest.mark.parametrize("known", [None, {90}, {75}])
+def test_a_program_in_xla_has_no_call_at_all(known, monkeypatch):
+    """Forward and gradient, lowered and exported for CUDA, whichever GPU is here."""
+    monkeypatch.setattr(kernel_table, "local_capabilities", lambda: known)
+
+    def program(ids, *x):
+        out, back = jax.vjp(lambda *y: whole(ids, *y, implementation="xla"), *x)
+        return out, back(out)
+
+    assert "packax_" not in calls_of(program, IDS, *abstract())
+    exported = jax.export.export(jax.jit(program), platforms=["cuda"])(IDS, *abstract())
+    assert "@packax_" not in exported.mlir_module()
+
+
+def calls_of(function, *args):
+    return " ".join(call[0] for call in calls(text_of(function, *args)))
+
+
+@pytest.mark.parametrize(
+    "known,kernels",
+    [(None, True), ({80}, True), ({86}, True), ({75}, False), ({90, 103}, False), ({75, 89}, True)],
+)
+def test_masks_where_no_gpu_here_has_their_kernels(known, kernels, monkeypatch):
+    """The stand-in is a wheel for 8.x alone. For another machine's GPU (None: none here) kernels stay."""
+    monkeypatch.setattr(kernel_table, "local_capabilities", lambda: known)
+    assert [call[0] for call in calls(text_of(built, IDS))] == (MASK_CALLS if kernels else [])
+    asked = text_of(lambda ids: built(ids, implementation="cuda"), IDS)
+    assert [call[0] for call in calls(asked)] == MASK_CALLS
+
+
+def test_kernels_of_masks_elsewhere_are_an_error(monkeypatch):
+    with pytest.raises(NotImplementedError, match="needs a CUDA device, but"):
+        text_of(lambda ids: built(ids, implementation="cuda"), IDS, platforms=("cpu",))
+    with pytest.raises(ValueError, match='must be None, "cuda" or "xla", but is \'cubin\''):
+        built(jnp.zeros((2, 300), jnp.int32), implementation="cubin")
+    monkeypatch.setattr(kernel_table, "ext", None)
+    monkeypatch.setattr(kernel_table, "ext_error", "no such file", raising=False)
+    with pytest.raises(NotImplementedError, match="no such file"):
+        text_of(lambda ids: built(ids, implementation="cuda"), IDS)
+
+
+def test_a_mask_over_ranks_in_xla_has_no_call(monkeypatch):
+    plan = packax.context_plan("head_tail", 2, length=256)
+    asked = {"plan": plan, "implementation": "xla"}
+    ids = jax.ShapeDtypeStruct((2, 256), jnp.int32)
+    assert not calls(text_of(lambda ids: built(ids, **asked), ids))
+    asked["implementation"] = None
+    assert [call[0] for call in calls(text_of(lambda ids: built(ids, **asked), ids))] == MASK_CALLS

@@ -21,7 +21,7 @@ def ints(*shape):
 
 def test_shapes_of_documents():
     operands = (ints(3, 100), ints(3, 200), ints(3, 100), ints(3, 200))
-    bind = lambda *x: documents_p.bind(*x, compare_positions=True)  # noqa: E731
+    bind = lambda *x: documents_p.bind(*x, compare_positions=True, implementation=None)  # noqa: E731
     assert shapes(bind, *operands) == [((3, 100), "int32")] * 3
 
 
@@ -34,7 +34,7 @@ def test_shapes_of_documents():
     ],
 )
 def test_shapes_of_blocks(q_len, kv_len, expected):
-    bind = lambda *x: blocks_p.bind(*x, kv_len=kv_len)  # noqa: E731
+    bind = lambda *x: blocks_p.bind(*x, kv_len=kv_len, implementation=None)  # noqa: E731
     assert shapes(bind, *[ints(2, q_len)] * 3) == [(shape, "int32") for shape in expected]
 
 
@@ -71,7 +71,9 @@ def test_batching_of_documents(axes):
     for axis, length in zip(axes, (70, 90, 70, 90), strict=True):
         x = random_ids(rng, 2, length) if axis is None else random_ids(rng, 3, 2, length)
         operands.append(x if axis in (None, 0) else jnp.moveaxis(x, 0, axis))
-    assert_maps(lambda *x: documents_p.bind(*x, compare_positions=True), operands, axes)
+    assert_maps(
+        lambda *x: documents_p.bind(*x, compare_positions=True, implementation=None), operands, axes
+    )
 
 
 @pytest.mark.parametrize("axes", [(0, 0, 0), (0, None, 1)])
@@ -84,7 +86,9 @@ def test_batching_of_blocks(axes):
         hi = hi.max(0)
         lo = jnp.minimum(lo, hi[None] - 1)
         tested = jnp.moveaxis(tested, 0, 1)
-    assert_maps(lambda *x: blocks_p.bind(*x, kv_len=100), (lo, hi, tested), axes)
+    assert_maps(
+        lambda *x: blocks_p.bind(*x, kv_len=100, implementation=None), (lo, hi, tested), axes
+    )
 
 
 @pytest.mark.parametrize(
@@ -135,6 +139,8 @@ def test_batching_of_attention(what, mask_batch):
 
 def test_called_outside_jit():
     ids = jnp.asarray(cases.PADDED[None])
-    lo, hi, tested = documents_p.bind(ids, ids, ids, ids, compare_positions=False)
-    blocks = blocks_p.bind(lo, hi, tested, kv_len=409)
+    lo, hi, tested = documents_p.bind(
+        ids, ids, ids, ids, compare_positions=False, implementation=None
+    )
+    blocks = blocks_p.bind(lo, hi, tested, kv_len=409, implementation=None)
     assert [x.shape for x in blocks] == [(1, 5, 7), (1, 4, 7), (1, 4), (1, 3), (1, 4)]

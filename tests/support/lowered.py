@@ -27,7 +27,10 @@ class Extension:
             for kernel in kernels
             for dtype in (("bf16", "f16") if kernel in plain else ("bf16", "f16", "f32", "tf32"))
             for qk_dim, v_dim in DIMS
-        ] + [{"kernel": "documents_init", "dtype": "any", "qk_dim": 0, "v_dim": 0, **chip}]
+        ] + [
+            {"kernel": kernel, "dtype": "any", "qk_dim": 0, "v_dim": 0, **chip}
+            for kernel in ("documents_rows", "blocks_rows")
+        ]
 
 
 PORTABLE = Extension.variants()

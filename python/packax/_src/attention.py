@@ -17,22 +17,10 @@ from packax._src.core.precision import checked_precision
 from packax._src.core.sharding import AttentionSharding, Layout, check_tensors, layout_of
 from packax._src.masks.build import create_attention_mask
 from packax._src.masks.expressions import MaskExpression
+from packax._src.ops.primitives import Implementation, check_implementation
 from packax._src.ops.score_mods import Alibi, checked_scale, checked_soft_cap, largest, scores_of
 
-Implementation = Literal["cuda", "xla"]
-
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
-
-
-def check_implementation(
-    implementation: Any, names: tuple[str, ...] = ("cuda", "xla"), note: str = ""
-) -> None:
-    known = isinstance(implementation, str) and implementation in names
-    if implementation is not None and not known:
-        *most, last = (f'"{name}"' for name in names)
-        raise ValueError(
-            f"implementation must be None, {', '.join(most)} or {last}{note}, but is {implementation!r}"
-        )
 
 
 @overload
@@ -201,7 +189,9 @@ def flash_attention(
     factor = 1 / math.sqrt(qk_dim) if scale is None else checked_scale(scale)
     soft_cap = checked_soft_cap(soft_cap)
     if isinstance(mask, MaskExpression):
-        mask = create_attention_mask(mask, q_len=q_len, kv_len=kv_len, sharding=sharding)
+        mask = create_attention_mask(
+            mask, q_len=q_len, kv_len=kv_len, sharding=sharding, implementation=implementation
+        )
     _check_mask(mask, query.shape, q_len, kv_len, layout)
     mask = mask.with_batch()
 

@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from packax._src.attention import Implementation, check_implementation
 from packax._src.core.jax_compat import vary_together
 from packax._src.core.precision import checked_precision
 from packax._src.core.shapes import INT_MAX, MAX_LENGTH, is_symbolic
-from packax._src.ops.primitives import decode_p
+from packax._src.ops.primitives import Implementation, check_implementation, decode_p
 from packax._src.ops.score_mods import checked_scale, checked_soft_cap, scores_of
 
 MAX_ROWS = 16

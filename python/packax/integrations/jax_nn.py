@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from packax._src.attention import check_implementation, flash_attention
+from packax._src.attention import flash_attention
 from packax._src.core.mask import AttentionMask
 from packax._src.core.shapes import is_symbolic
 from packax._src.masks import expressions as masks
 from packax._src.masks import intervals
 from packax._src.masks.expressions import MaskExpression
+from packax._src.ops.primitives import check_implementation
 
 _FAR = 1 << 30  # beyond every row and key, and still int32 when a row's index is added
 

@@ -67,7 +67,9 @@ def element_test_of(document: Document, low: Any, high: Any) -> int:
     return 2 if low is None else 3
 
 
-def assemble(held: Rows, kv_ids, kv_pos, *, level, batch, q_len, kv_len) -> dict[str, jax.Array]:
+def assemble(
+    held: Rows, kv_ids, kv_pos, *, level, batch, q_len, kv_len, implementation
+) -> dict[str, jax.Array]:
     """The arrays of a mask that are computed: of these rows, and of all keys in order."""
     structure: Any
     leaves, structure = jax.tree.flatten((held, kv_ids, kv_pos))
@@ -86,6 +88,7 @@ def assemble(held: Rows, kv_ids, kv_pos, *, level, batch, q_len, kv_len) -> dict
             q_pos,
             kv_pos if level > 1 else kv_ids,
             compare_positions=max(level - 1, 0),
+            implementation=implementation,
         )
     else:
         lo = jnp.zeros((batch, q_len), jnp.int32)
@@ -104,6 +107,8 @@ def assemble(held: Rows, kv_ids, kv_pos, *, level, batch, q_len, kv_len) -> dict
     lo, hi, tested = (jnp.where(empty, 0, x) for x in (lo, hi, tested))
 
     names = ("q_blocks", "kv_blocks", "q_order", "q_order_192", "kv_order")
-    blocks = blocks_p.bind(*vary_together(lo, hi, tested), kv_len=kv_len)
+    blocks = blocks_p.bind(
+        *vary_together(lo, hi, tested), kv_len=kv_len, implementation=implementation
+    )
     computed = {"q_lo": lo, "q_hi": hi, **dict(zip(names, blocks, strict=True))}
     return computed | ({"q_pos": q_pos} if level >= 2 else {})

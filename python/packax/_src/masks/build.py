@@ -18,6 +18,7 @@ from packax._src.masks import expressions as masks
 from packax._src.masks.assemble import Document, Rows, assemble, element_test_of, limits_of
 from packax._src.masks.block_sparse import BlockSparse
 from packax._src.masks.build_ranks import build_rows, map_arrays
+from packax._src.ops.primitives import Implementation, check_implementation
 
 
 def create_attention_mask(
@@ -28,6 +29,7 @@ def create_attention_mask(
     sharding: AttentionSharding | None = None,
     plan: ContextPlan | None = None,
     permuted_keys: bool = True,
+    implementation: Implementation | None = None,
 ) -> AttentionMask:
     """Build the mask that every layer of a step shares.
 
@@ -42,6 +44,11 @@ def create_attention_mask(
         permuted_keys: whether keys and values are permuted by `plan` too, as in self-attention of
             permuted tokens. False: they are in the order of the sequence.
 
+        implementation: None: kernels where this is lowered for CUDA, XLA elsewhere, and on CUDA too
+            where no GPU of this process has the kernels; "cuda": the kernels or an error; "xla":
+            no kernel anywhere. The integers are the same. `flash_attention` hands its own on to a
+            mask that it builds from an expression.
+
     Inside a `shard_map` of your own over the context axes, the expression is still about whole
     sequences (its arrays replicated along the context axes), and the mask that is returned has this
     rank's rows.
@@ -51,7 +58,8 @@ def create_attention_mask(
 
     Raises:
         ValueError: not an expression, or lengths, sharding and plan that are missing or do not
-            agree.
+            agree, or an implementation that is none of these.
+        NotImplementedError: implementation="cuda", when lowered for another platform.
 
     >>> mask = packax.create_attention_mask(packax.causal() & packax.documents(segment_ids))
     """
@@ -61,6 +69,7 @@ def create_attention_mask(
             "full(), documents(...), ranges(...), block_sparse(...), or `&` and `|` of them, but is a "
             f"{type(expression).__name__}"
         )
+    check_implementation(implementation)
     q_len, kv_len = _length("q_len", q_len), _length("kv_len", kv_len)
     q_len, kv_len = masks.check_lengths(expression, q_len, kv_len)
     for name, length in (("q_len", q_len), ("kv_len", kv_len)):
@@ -98,7 +107,13 @@ def create_attention_mask(
             if layout is not None and block_map.shape[1] > 1:
                 heads = block_map.shape[1]
                 check_divides(layout, "block_map", "number of heads", heads, layout.heads)
-    static = {"batch": batch, "q_len": q_len, "kv_len": kv_len, "block_size": block_size}
+    static = {
+        "batch": batch,
+        "q_len": q_len,
+        "kv_len": kv_len,
+        "block_size": block_size,
+        "implementation": implementation,
+    }
     if layout is None and plan is None:
         return _build(sides, interval, ranges, block_map, **static)
     return build_rows(
@@ -149,9 +164,13 @@ def _length(name: str, length: Any) -> Any:
     return length
 
 
-@functools.partial(jax.jit, static_argnames=("batch", "q_len", "kv_len", "block_size"), inline=True)
+@functools.partial(
+    jax.jit,
+    static_argnames=("batch", "q_len", "kv_len", "block_size", "implementation"),
+    inline=True,
+)
 def _build(
-    document, interval, ranges, block_map, *, batch, q_len, kv_len, block_size
+    document, interval, ranges, block_map, *, batch, q_len, kv_len, block_size, implementation
 ) -> AttentionMask:
     """document: the arrays of `Document`; interval: And of what else narrows the rows."""
 
@@ -168,7 +187,16 @@ def _build(
     shared = document.kv_pos is None and level == 2 and high is document.q_pos
     kv_ids, kv_pos = document.keys()
     held = Rows(document.q_ids, rows(low), rows(high), ranges)
-    arrays = assemble(held, kv_ids, kv_pos, level=level, batch=batch, q_len=q_len, kv_len=kv_len)
+    arrays = assemble(
+        held,
+        kv_ids,
+        kv_pos,
+        level=level,
+        batch=batch,
+        q_len=q_len,
+        kv_len=kv_len,
+        implementation=implementation,
+    )
     computed: dict[str, Any] = {"q_pos": None, **arrays}
     if block_map is not None:
         computed |= map_arrays(

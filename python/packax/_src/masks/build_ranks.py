@@ -24,12 +24,14 @@ from packax._src.ops.block_lists import entries, packed
 
 @functools.partial(
     jax.jit,
-    static_argnames=("batch", "q_len", "kv_len", "block_size", "layout", "permuted_keys"),
+    static_argnames=(
+        *("batch", "q_len", "kv_len", "block_size", "implementation", "layout", "permuted_keys"),
+    ),
     inline=True,
 )
 def build_rows(
     document, interval, ranges, block_map, plan, *,
-    batch, q_len, kv_len, block_size, layout, permuted_keys,
+    batch, q_len, kv_len, block_size, implementation, layout, permuted_keys,
 ) -> AttentionMask:  # fmt: skip
     """The mask of permuted query rows, on each rank of those that it holds; arguments as build.py has them."""
     mask_batch: Axes = ()
@@ -77,6 +79,7 @@ def build_rows(
         "batch": batch if layout is None else batch // layout.inside(mask_batch),
         "q_len": q_len // pieces,
         "kv_len": kv_len,
+        "implementation": implementation,
     }
     mapped = layout is not None and bool(layout.mapped)
 

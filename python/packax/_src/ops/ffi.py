@@ -35,6 +35,17 @@ def on_sm90(kernel: str, dtype: str, qk_dim: int, v_dim: int) -> bool:
     ]
     if not rows:
         return False
+    return _any_serves(rows)
+
+
+def serves_here(kernel: str) -> bool:
+    """Likewise of a kernel of masks, which has neither dtype nor head dims."""
+    assert ext is not None
+    rows = [row for row in ext.variants() if row["kernel"] == kernel]
+    return bool(rows) and _any_serves(rows)
+
+
+def _any_serves(rows: Any) -> bool:
     capabilities = local_capabilities()
     return capabilities is None or any(_serves(row, cc) for row in rows for cc in capabilities)
 

@@ -180,16 +180,23 @@ def _call(
     return rule(ctx, *operands, **attributes)[:results]
 
 
-def _has_mask_kernels(batch, kv_len):
-    """Else XLA makes the same integers."""
+def _takes_mask_kernels(kernel, implementation, batch, kv_len):
+    """Else XLA makes the same integers: also where sizes are beyond what the kernels count."""
+    if implementation == "xla":
+        return False
+    if implementation == "cuda":
+        kernel_table.require_extension()
+    elif kernel_table.ext is None or not kernel_table.serves_here(kernel):
+        return False
     few = is_symbolic(batch) or batch <= _MOST_MASK_ROWS
-    return kernel_table.ext is not None and not is_symbolic(kv_len) and few
+    return few and not is_symbolic(kv_len)
 
 
-def _documents_cuda(ctx, *operands, compare_positions):
+def _documents_cuda(ctx, *operands, compare_positions, implementation):
     batch, kv_len = ctx.avals_in[1].shape
     # the size of the tables must be known, and so small that the kernels' 32 bits count all of them
-    if not _has_mask_kernels(batch, kv_len) or kv_len > _MOST_TABLE_KEYS:
+    kernels = _takes_mask_kernels("documents_rows", implementation, batch, kv_len)
+    if not kernels or kv_len > _MOST_TABLE_KEYS:
         return _documents_xla(ctx, *operands, compare_positions=compare_positions)
     width = 5 * xla_masks.table_size(kv_len) + kv_len + -(-kv_len // _CHUNK)
     workspace = jax.core.ShapedArray((batch, width), jnp.dtype(jnp.int32))
@@ -202,8 +209,9 @@ def _documents_cuda(ctx, *operands, compare_positions):
     )
 
 
-def _blocks_cuda(ctx, *operands, kv_len):
-    if not _has_mask_kernels(ctx.avals_in[0].shape[0], kv_len):  # an attribute is a number
+def _blocks_cuda(ctx, *operands, kv_len, implementation):
+    batch = ctx.avals_in[0].shape[0]
+    if not _takes_mask_kernels("blocks_rows", implementation, batch, kv_len):
         return _blocks_xla(ctx, *operands, kv_len=kv_len)
     return _call(ctx, "packax_blocks_v1", operands, kv_len=np.int64(kv_len))
 
@@ -436,8 +444,8 @@ def _backward_workspace(
     return sums + rows * qk_dim, True
 
 
-mlir.register_lowering(documents_p, _documents_xla)
-mlir.register_lowering(blocks_p, _blocks_xla)
+mlir.register_lowering(documents_p, _elsewhere(_documents_xla))
+mlir.register_lowering(blocks_p, _elsewhere(_blocks_xla))
 mlir.register_lowering(forward_p, _elsewhere(_forward_xla))
 mlir.register_lowering(backward_p, _elsewhere(_backward_xla))
 mlir.register_lowering(documents_p, _documents_cuda, platform="cuda")

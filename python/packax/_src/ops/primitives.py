@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,19 @@ from jax.interpreters import ad, batching
 from packax._src.core.shapes import BLOCK, TILE, TILE_192, ceil_div, is_symbolic
 
 P = jax.sharding.PartitionSpec
+Implementation = Literal["cuda", "xla"]
 OF_INDICES = 2  # extras: slopes without places
+
+
+def check_implementation(
+    implementation: Any, names: tuple[str, ...] = ("cuda", "xla"), note: str = ""
+) -> None:
+    known = isinstance(implementation, str) and implementation in names
+    if implementation is not None and not known:
+        *most, last = (f'"{name}"' for name in names)
+        raise ValueError(
+            f"implementation must be None, {', '.join(most)} or {last}{note}, but is {implementation!r}"
+        )
 
 
 def plain(aval: Any) -> Any:
@@ -63,8 +75,8 @@ def _primitive(name: str, static: tuple[str, ...]) -> Primitive:
     return primitive
 
 
-documents_p = _primitive("packax_documents", ("compare_positions",))
-blocks_p = _primitive("packax_blocks", ("kv_len",))
+documents_p = _primitive("packax_documents", ("compare_positions", "implementation"))
+blocks_p = _primitive("packax_blocks", ("kv_len", "implementation"))
 forward_p = _primitive(
     "packax_forward",
     (
@@ -82,12 +94,12 @@ backward_p = _primitive(
 
 
 @documents_p.def_abstract_eval
-def _documents_shapes(q_ids, kv_ids, q_pos, kv_pos, *, compare_positions):
+def _documents_shapes(q_ids, kv_ids, q_pos, kv_pos, *, compare_positions, implementation):
     return [_like(q_ids, q_ids.shape, jnp.int32, (0, None))] * 3
 
 
 @blocks_p.def_abstract_eval
-def _blocks_shapes(q_lo, q_hi, tested, *, kv_len):
+def _blocks_shapes(q_lo, q_hi, tested, *, kv_len, implementation):
     batch, q_len = q_lo.shape
 
     def array(*shape):

@@ -36,7 +36,7 @@ def worth_merging(query: Any, key: Any) -> bool:
 def forward(query: Any, key: Any, value: Any, *mask: Any, **params: Any) -> list[jax.Array]:
     """forward_p, of one row; the results are those of forward_p."""
     batch, q_len, heads, _ = query.shape
-    row, blocks = _one_row(query, key, mask, params["element_test"])
+    row, blocks = _one_row(query, key, mask, params["element_test"], params["implementation"])
     q_blocks, _, q_order, q_order_192, _ = blocks
     tensors = (_joined(x) for x in (query, key, value))
     out, *numbers = forward_p.bind(*tensors, *row, q_blocks, q_order, q_order_192, **params)
@@ -49,7 +49,7 @@ def backward(
     **params: Any,
 ) -> list[jax.Array]:  # fmt: skip
     """backward_p, likewise."""
-    row, blocks = _one_row(query, key, mask, params["element_test"])
+    row, blocks = _one_row(query, key, mask, params["element_test"], params["implementation"])
     q_blocks, kv_blocks, q_order, _, kv_order = blocks
     lse, dlse = (_flat(x, query.shape[0]) for x in (lse, dlse))
     tensors = (*(_joined(x) for x in (query, key, value, out)), lse, _joined(dout), dlse)
@@ -68,7 +68,9 @@ def _flat(x: jax.Array, batch: int) -> jax.Array:
     return x.reshape(1, *x.shape[:-2], -1)
 
 
-def _one_row(query: Any, key: Any, mask: Any, element_test: int) -> tuple[Any, Any]:
+def _one_row(
+    query: Any, key: Any, mask: Any, element_test: int, implementation: Any = None
+) -> tuple[Any, Any]:
     """The mask's six arrays of rows and keys, and those of its blocks, which are made again."""
     q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks = mask[:7]
     batch, kv_len = query.shape[0], key.shape[1]
@@ -79,5 +81,6 @@ def _one_row(query: Any, key: Any, mask: Any, element_test: int) -> tuple[Any, A
     # What is not read stays what stands in for it.
     ids = [_flat(x, batch) if element_test > 0 else lo for x in (q_ids, kv_ids)]
     positions = [_flat(x, batch) if element_test > 1 else lo for x in (q_pos, kv_pos)]
-    blocks = blocks_p.bind(*vary_together(lo, hi, tested), kv_len=batch * kv_len)
+    rows = vary_together(lo, hi, tested)
+    blocks = blocks_p.bind(*rows, kv_len=batch * kv_len, implementation=implementation)
     return (lo, hi, *ids, *positions), blocks

@@ -326,9 +326,13 @@ class AttentionOp(nnx.Module):
     def _built(self, expression: MaskExpression, rows: int, keys: int, plan: Any) -> Any:
         """An AttentionMask; for the dense path the boolean (B or 1, H or 1, rows, keys)."""
         if not self.dense:
-            sharding = self.sharding
             return create_attention_mask(
-                expression, q_len=rows, kv_len=keys, sharding=sharding, plan=plan
+                expression,
+                q_len=rows,
+                kv_len=keys,
+                sharding=self.sharding,
+                plan=plan,
+                implementation=self.implementation,
             )
         allowed = jnp.asarray(expression.as_array(rows, keys))
         allowed = allowed if allowed.ndim == 4 else allowed.reshape(-1, 1, rows, keys)
