@@ -125,7 +125,9 @@ def calls_of(function, *args):
 def test_masks_where_no_gpu_here_has_their_kernels(known, kernels, monkeypatch):
     """The stand-in is a wheel for 8.x alone. For another machine's GPU (None: none here) kernels stay."""
     monkeypatch.setattr(kernel_table, "local_capabilities", lambda: known)
-    assert [call[0] for call in calls(text_of(built, IDS))] == (MASK_CALLS if kernels else [])
+    assert [call[0] for call in calls(text_of(lambda ids: built(ids), IDS))] == (
+        MASK_CALLS if kernels else []
+    )
     asked = text_of(lambda ids: built(ids, implementation="cuda"), IDS)
     assert [call[0] for call in calls(asked)] == MASK_CALLS
 
@@ -142,9 +144,9 @@ def test_kernels_of_masks_elsewhere_are_an_error(monkeypatch):
 
 
 def test_a_mask_over_ranks_in_xla_has_no_call(monkeypatch):
-    plan = packax.context_plan("head_tail", 2, length=256)
+    plan = packax.context_plan("head_tail", 2, length=512)
     asked = {"plan": plan, "implementation": "xla"}
-    ids = jax.ShapeDtypeStruct((2, 256), jnp.int32)
+    ids = jax.ShapeDtypeStruct((2, 512), jnp.int32)
     assert not calls(text_of(lambda ids: built(ids, **asked), ids))
     asked["implementation"] = None
     assert [call[0] for call in calls(text_of(lambda ids: built(ids, **asked), ids))] == MASK_CALLS

@@ -117,6 +117,54 @@ def test_a_sink_of_minus_infinity_is_none():
         np.testing.assert_array_equal(x, y)
 
 
+def test_an_infinite_sink_takes_all():
+    """The limit: out 0, lse the sink, no gradient of the tensors; other heads as beside a finite sink."""
+    case = cases.BY_NAME["batch_of_three"]
+    arrays, dout, dlse = arrays_of(case, "float32")
+    attention = attention_of(packax.create_attention_mask(case.expression()))
+    sinks = jnp.linspace(-1, 1, case.heads)
+    group = (
+        case.heads // case.kv_heads
+    )  # the first group, so that key and value have heads without gradient
+
+    def results(sinks):
+        return jax.vjp(attention, arrays | {"sinks": sinks})
+
+    (out, lse), back = results(sinks.at[:group].set(jnp.inf))
+    (want_out, want_lse), want_back = results(sinks)
+    attended = np.isfinite(want_lse)
+    np.testing.assert_array_equal(out[:, :, group:], want_out[:, :, group:])
+    np.testing.assert_array_equal(lse[:, group:], want_lse[:, group:])
+    assert not np.any(out[:, :, :group])
+    assert (np.asarray(lse)[:, :group] == np.where(attended, np.inf, -np.inf)[:, :group]).all()
+    (got,), (want,) = back((dout, dlse)), want_back((dout, dlse))
+    for name, first in (("query", group), ("key", 1), ("value", 1)):
+        assert not np.any(got[name][:, :, :first]), name
+        np.testing.assert_array_equal(got[name][:, :, first:], want[name][:, :, first:])
+    limit = np.where(attended, dlse, 0).sum((0, 2))[:group]
+    np.testing.assert_allclose(got["sinks"][:group], limit, rtol=1e-5)
+    np.testing.assert_array_equal(got["sinks"][group:], want["sinks"][group:])
+
+
+def test_second_derivatives_beside_an_infinite_sink():
+    arrays, *_ = arrays_of(cases.BY_NAME["batch_of_three"], "float32")
+    mask = packax.create_attention_mask(cases.BY_NAME["batch_of_three"].expression())
+    heads = arrays["query"].shape[2]
+    arrays["sinks"] = jnp.linspace(-1, 1, heads).at[0].set(jnp.inf)
+
+    def total(arrays):
+        return jnp.sum(jnp.sin(attention_of(mask)(arrays)[0]))
+
+    along = jax.tree.map(jnp.ones_like, arrays)
+    value, moved = jax.jvp(total, (arrays,), (along,))
+    _, second = jax.jvp(jax.grad(total), (arrays,), (along,))
+    gradient = jax.grad(total)(arrays)
+    inner = sum(jnp.sum(x) for x in jax.tree.leaves(gradient))
+    np.testing.assert_allclose(moved, inner, rtol=1e-4)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((value, gradient, second)))
+    assert not np.any(second["query"][:, :, 0]) and second["sinks"][0] == 0
+
+
 def test_vmap_over_any_of_them():
     """Over sinks, scale and slopes alone, or with tensors and places: as a loop."""
     rng = np.random.default_rng(0)

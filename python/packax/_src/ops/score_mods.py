@@ -262,11 +262,15 @@ def _number(name: str, given: Any) -> float:
 
 
 def add_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """out' and lse' of out (B, Sq, H, Dv) and lse (B, H, Sq); empty rows stay as they are."""
-    attended = lse != -jnp.inf
-    total = jnp.logaddexp(lse, sinks.astype(lse.dtype)[None, :, None])
-    share = jnp.exp(lse - jnp.where(attended, total, 0))  # 0 where empty
+    """out' and lse' of out (B, Sq, H, Dv) and lse (B, H, Sq); empty rows stay as they are.
+
+    An infinite sink takes all of the softmax: out' is 0 and lse' is the sink, also in derivatives.
+    """
+    attended, finite, sink = _beside(lse, sinks)
+    total = jnp.logaddexp(jnp.where(attended, lse, 0), jnp.where(finite, sink, 0))
+    share = jnp.where(attended & finite, jnp.exp(lse - total), 0)
     scaled = out.astype(lse.dtype) * share.transpose(0, 2, 1)[..., None]
+    total = jnp.where(finite, total, sink)
     return scaled.astype(out.dtype), jnp.where(attended, total, lse)
 
 
@@ -278,6 +282,12 @@ def sinks_gradient(
     delta = jnp.sum(out.astype(real) * dout.astype(real), -1).transpose(0, 2, 1)
     if dlse is not None:
         delta -= dlse.astype(real)
-    attended = lse != -jnp.inf
-    weight = jnp.exp(sinks.astype(real)[None, :, None] - jnp.where(attended, lse, 0))
+    attended, finite, sink = _beside(lse, sinks)
+    weight = jnp.exp(jnp.where(finite, sink, 0) - jnp.where(attended & finite, lse, 0))
     return -jnp.sum(jnp.where(attended, weight * delta, 0), axis=(0, 2)).astype(sinks.dtype)
+
+
+def _beside(lse: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Where rows attend something, where sinks are less than infinity, and the sinks as lse is."""
+    sink = sinks.astype(lse.dtype)[None, :, None]
+    return lse != -jnp.inf, sink != jnp.inf, sink
