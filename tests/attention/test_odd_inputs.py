@@ -173,8 +173,82 @@ def test_vmap_over_nothing():
         lambda query: packax.flash_attention(query, KEY, VALUE, EXPRESSION),
         lambda query: packax.decode_attention(query[:, :1], KEY, VALUE, np.array([3, 9])),
     ):
-        with pytest.raises(ValueError, match="vmap over an axis of size 0"):
-            jax.vmap(call)(several)
+        out = jax.vmap(call)(several)
+        assert out.shape == (0, *jax.eval_shape(call, QUERY).shape) and out.dtype == QUERY.dtype
+    packed = lambda ids: packax.create_attention_mask(packax.documents(ids))  # noqa: E731
+    assert jax.vmap(packed)(jnp.zeros((0, B, LENGTH), jnp.int32)).q_lo.shape == (0, B, LENGTH)
+
+    def gradients(query, key):
+        attend = lambda *x: jnp.sum(packax.flash_attention(*x, VALUE, EXPRESSION))  # noqa: E731
+        moved = jax.jvp(jax.grad(attend, (0, 1)), (query, key), (query, key))[1]
+        return jax.grad(attend, (0, 1))(query, key), moved
+
+    for dq, dk in jax.vmap(gradients, in_axes=(0, None))(several, KEY):
+        assert dq.shape == several.shape and dk.shape == (0, *KEY.shape)
+
+
+@pytest.mark.parametrize(
+    "sizes", [(0, 8, 8), (2, 0, 8), (2, 8, 0), (2, 0, 0), (0, 0, 0)], ids="batch {0[0]}, rows {0[1]}, keys {0[2]}".format
+)  # fmt: skip
+def test_nothing_to_attend(sizes):
+    """As jax.nn: empty results, zeros where there are no keys, and gradients of 0. Masks of all kinds."""
+    batch, q_len, kv_len = sizes
+    query, key = jnp.ones((batch, q_len, 4, 8)), jnp.ones((batch, kv_len, 2, 8))
+    q_ids, kv_ids = (np.zeros((batch, n), np.int64) for n in (q_len, kv_len))
+    expressions = [
+        packax.causal(),
+        packax.sliding_window(2) | packax.chunked(4),
+        packax.documents(q_ids, kv_ids),
+        packax.causal() & packax.documents(q_ids, kv_ids, positions=q_ids, kv_positions=kv_ids),
+        packax.documents(q_ids, kv_ids) & packax.ranges(q_ids, q_ids),
+        packax.prefix(np.zeros(batch, int)),
+    ]
+    if q_len == kv_len:
+        expressions += [packax.documents(q_ids), packax.spans(q_ids) | packax.causal()]
+    want = jax.nn.dot_product_attention(query, key, key)
+    others = {"sinks": jnp.ones(4), "bias": packax.alibi(jnp.ones(4)), "soft_cap": 2.0}
+
+    def attend(query, key, scale, mask, **options):
+        out, lse, top = packax.flash_attention(
+            query, key, key, mask, scale=scale, return_lse=True, return_max_logits=True, **options
+        )
+        assert not np.any(out) and np.isneginf(lse).all() and np.isneginf(top).all()
+        assert lse.shape == (batch, 4, q_len) and top.shape == (batch, 4)
+        return out
+
+    lengths = {"q_len": q_len, "kv_len": kv_len}
+    for mask in expressions + [packax.create_attention_mask(x, **lengths) for x in expressions]:
+        out = attend(query, key, 0.5, mask, **others)
+        assert out.shape == want.shape and out.dtype == want.dtype
+    operands = (query, key, jnp.float32(0.5))
+
+    def total(query, key, scale):
+        return jnp.sum(packax.flash_attention(query, key, key, packax.causal(), scale=scale))
+
+    gradients = jax.grad(total, (0, 1, 2))
+    for found in (
+        gradients(*operands),
+        jax.jit(gradients)(*operands),
+        jax.jvp(gradients, operands, operands)[1],
+    ):
+        for gradient, x in zip(found, operands, strict=True):
+            assert gradient.shape == x.shape and not np.any(gradient)
+
+
+def test_nothing_to_decode():
+    cache = jnp.ones((0, 16, 2, 8), jnp.bfloat16)
+    none = jnp.zeros(0, jnp.int32)
+    query = jnp.ones((0, 1, 4, 8), jnp.bfloat16)
+    out, lse = packax.decode_attention(query, cache, cache, none, return_lse=True)
+    assert out.shape == query.shape and out.dtype == query.dtype
+    assert lse.shape == (0, 4, 1) and lse.dtype == jnp.float32
+    pages = jnp.ones((5, 16, 2, 8), jnp.bfloat16)
+    table = jnp.zeros((0, 3), jnp.int32)
+    out = packax.decode_attention(query, pages, pages, none, block_table=table, sinks=jnp.ones(4))
+    assert out.shape == query.shape
+    rows = jnp.ones((5, 0, 4, 8), jnp.bfloat16)
+    out = jax.jit(packax.decode_attention)(rows, pages, pages, jnp.ones(5, jnp.int32))
+    assert out.shape == rows.shape
 
 
 def test_threads():
@@ -201,14 +275,16 @@ def test_threads():
     [
         (lambda: packax.causal() and packax.documents(PADDED), "join expressions with `&` and"),
         (lambda: packax.causal() or packax.full(), "not with `and` and `or`"),
-        (lambda: packax.documents(np.zeros((2, 0), int)), "must not be empty, but has"),
         (lambda: packax.chunked(True), "size must be an integer, but is True"),
         (lambda: packax.sliding_window(True), "left must be an integer, but is True"),
         (
             lambda: packax.block_sparse(np.ones((3, 3), bool), True),
             "block_size must be a positive .* True",
         ),
-        (lambda: packax.flash_attention(QUERY[:0], KEY, VALUE, EXPRESSION), "query must not be em"),
+        (
+            lambda: packax.flash_attention(QUERY[:0], KEY, VALUE, EXPRESSION),
+            "key has batch size 2, but query has 0",
+        ),
     ],
 )
 def test_errors(call, message):

@@ -368,7 +368,8 @@ REFUSED = {
     "key_cache must have shape (batch, length, heads, dim), not (2, 64)": {"key_cache": as_type(K, shape=(2, 64))},
     "value_cache must have shape (pages, page size, heads, dim), not (2,)": {
         "value_cache": as_type(V, shape=(2,)), "block_table": as_type(N, shape=(2, 3))},
-    "query must not be empty, but has shape (2, 0, 8, 64)": {"query": as_type(Q, shape=(2, 0, 8, 64))},
+    "query must not be empty, but has shape (2, 1, 0, 64)": {"query": as_type(Q, shape=(2, 1, 0, 64))},
+    "key_cache must not be empty, but has shape (2, 0, 2, 64)": {"key_cache": as_type(K, shape=(2, 0, 2, 64))},
     "value_cache must be one of bfloat16, float16, float32, float64, but is int32": {"value_cache": as_type(V, dtype=jnp.int32)},
     "query, key_cache and value_cache must have one dtype, but have float32, float16 and float32": {
         "key_cache": as_type(K, dtype=jnp.float16)},

@@ -151,7 +151,8 @@ def flash_attention(
         then lse (B, H, Sq), then max_logits (B, H), -inf where nothing is attended, both float32
         (float64 for float64). Inside a `shard_map` of the caller's, max_logits of all rows needs
         `sharding`. A row that attends nothing has out 0, lse -inf (also with a sink) and gradients
-        0, and the cotangents that come in for it are ignored.
+        0, and the cotangents that come in for it are ignored. An empty batch, no query rows or no
+        keys give empty results, or those of rows that attend nothing.
 
     Raises:
         ValueError: shapes, dtypes, scale, soft_cap, sinks, bias, precision, mask, implementation or sharding that are not as above,
@@ -198,6 +199,8 @@ def flash_attention(
     if not isinstance(factor, jax.Array):
         query, factor = _with_positive_scale(query, factor)
     scores, places = scores_of(query, q_len, kv_len, factor, sinks, bias, layout)
+    if 0 in query.shape[:2] or 0 in key.shape[:2]:
+        return _of_nothing(query, key, value, bool(return_lse), bool(return_max_logits))
     scores, query, key, value, *operands = vary_together(
         scores, query, key, value, *mask.operands(), *places
     )
@@ -222,6 +225,21 @@ def flash_attention(
     return tuple(results) if len(results) > 1 else results[0]
 
 
+def _of_nothing(
+    query: jax.Array, key: jax.Array, value: jax.Array, return_lse: bool, return_max_logits: bool
+) -> jax.Array | tuple[jax.Array, ...]:
+    """Of an empty batch, no query rows, or no keys: no row attends anything."""
+    batch, rows, heads, _ = query.shape
+    real = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
+    results = [jnp.zeros((batch, rows, heads, value.shape[3]), query.dtype)]
+    if return_lse:
+        results.append(jnp.full((batch, heads, rows), -jnp.inf, real))
+    if return_max_logits:
+        results.append(jnp.full((batch, heads), -jnp.inf, real))
+    results = list(vary_together(*results, query, key, value)[: len(results)])
+    return tuple(results) if len(results) > 1 else results[0]
+
+
 def _check_tensors(
     query: jax.Array, key: jax.Array, value: jax.Array, layout: Layout | None
 ) -> None:
@@ -229,8 +247,10 @@ def _check_tensors(
     for name, x in tensors.items():
         if x.ndim != 4:
             raise ValueError(f"{name} must have shape (batch, length, heads, dim), not {x.shape}")
-        if 0 in x.shape:
-            raise ValueError(f"{name} must not be empty, but has shape {x.shape}")
+        if 0 in x.shape[2:]:
+            raise ValueError(
+                f"{name} must have heads and a head dim of 1 at least, but has shape {x.shape}"
+            )
         if str(x.dtype) not in _DTYPES:
             raise ValueError(f"{name} must be one of {', '.join(_DTYPES)}, but is {x.dtype}")
     if not query.dtype == key.dtype == value.dtype:

@@ -157,11 +157,20 @@ def decode_attention(
     if sinks is not None:
         real = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
         operands.append(sinks.astype(real)[None])
+    soft_cap, precision = checked_soft_cap(soft_cap), checked_precision(precision)
+    operands = list(vary_together(*operands))
+    batch, _, heads, _ = query.shape
+    if batch == 0 or q_len == 0:
+        real = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
+        out = jnp.zeros((batch, q_len, heads, value_cache.shape[3]), query.dtype)
+        lse = jnp.zeros((batch, heads, q_len), real)
+        out, lse, *_ = vary_together(out, lse, *operands)
+        return (out, lse) if return_lse else out
     out, lse = decode_p.bind(
-        *vary_together(*operands),
+        *operands,
         scale=factor,
-        soft_cap=checked_soft_cap(soft_cap),
-        precision=checked_precision(precision),
+        soft_cap=soft_cap,
+        precision=precision,
         paged=table is not None,
         has_sinks=sinks is not None,
         implementation=implementation,
@@ -214,7 +223,8 @@ def _check_tensors(
         if x.ndim != 4:
             shape = "(batch, rows, heads, dim)" if name == "query" else cache
             raise ValueError(f"{name} must have shape {shape}, not {x.shape}")
-        if 0 in x.shape:
+        # an empty batch, or no rows, have an empty result
+        if 0 in (x.shape[2:] if name == "query" or (table is None and not x.shape[0]) else x.shape):
             raise ValueError(f"{name} must not be empty, but has shape {x.shape}")
         if str(x.dtype) not in _DTYPES:
             raise ValueError(f"{name} must be one of {', '.join(_DTYPES)}, but is {x.dtype}")

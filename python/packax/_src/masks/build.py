@@ -83,6 +83,11 @@ def create_attention_mask(
     if plan is not None:
         _check_plan(plan, batch, q_len, kv_len, permuted_keys, layout)
         batch = max(batch, plan.order.shape[0])
+    if (layout is not None or plan is not None) and 0 in (batch, q_len, kv_len):
+        raise ValueError(
+            f"a mask with sharding or plan must not be empty, but is for batch size {batch}, {q_len} "
+            f"query rows and {kv_len} keys"
+        )
     if layout is not None:
         check_divides(layout, "the mask", "number of query rows", q_len, layout.context)
         if batch > 1:
@@ -115,7 +120,11 @@ def create_attention_mask(
         "implementation": implementation,
     }
     if layout is None and plan is None:
-        return _build(sides, interval, ranges, block_map, **static)
+        build = functools.partial(_build, **static)
+        if any(not is_symbolic_dim(n) and n == 0 for n in (batch, q_len, kv_len)):
+            shapes = jax.eval_shape(build, sides, interval, ranges, block_map)
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        return build(sides, interval, ranges, block_map)
     return build_rows(
         sides,
         interval,
@@ -159,8 +168,8 @@ def _length(name: str, length: Any) -> Any:
         length = operator.index(length)
     except TypeError:
         raise ValueError(f"{name} must be an integer, but is {length!r}") from None
-    if not 1 <= length < 2**31:
-        raise ValueError(f"{name} must be from 1 to 2**31 - 1, but is {length}")
+    if not 0 <= length < 2**31:
+        raise ValueError(f"{name} must be from 0 to 2**31 - 1, but is {length}")
     return length
 
 

@@ -616,9 +616,8 @@ def as_int32(
         x = jnp.asarray(x).astype(jnp.int32)
     if not isinstance(x, jax.Array):
         x = np.asarray(x)
-    if x.ndim not in ranks or 0 in x.shape:
-        some = " and must not be empty" if x.ndim in ranks else ""
-        raise ValueError(f"{name} must have shape {shapes}{some}, but has {x.shape}")
+    if x.ndim not in ranks:
+        raise ValueError(f"{name} must have shape {shapes}, but has {x.shape}")
     if not jnp.issubdtype(x.dtype, np.integer):  # jnp's knows int4
         raise ValueError(f"{name} must be integers, but has dtype {x.dtype}")
     if jnp.iinfo(x.dtype).bits < 32 or x.dtype == np.int32:
@@ -633,7 +632,7 @@ def as_int32(
             f"{name} must have an integer dtype that fits int32, but has {x.dtype}: "
             f"cast it with .astype(jnp.int32)"
         )
-    low, high = int(x.min()), int(x.max())
+    low, high = (int(x.min()), int(x.max())) if x.size else (0, 0)
     if low < _INT32.min or high > _INT32.max:
         raise ValueError(f"{name} must fit int32, but holds values from {low} to {high}")
     return x.astype(np.int32)

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
+from packax._src.core.jax_compat import vary_together
 from packax._src.core.shapes import BLOCK, TILE, TILE_192, ceil_div, is_symbolic
 
 P = jax.sharding.PartitionSpec
@@ -201,8 +202,6 @@ def _batch_axis(dim: int | None) -> int:
 def _folding(operands: Sequence[jax.Array], dims: Sequence[int | None]) -> _Folding:
     both = list(zip(operands, dims, strict=True))
     size = next(x.shape[d] for x, d in both if d is not None)
-    if not is_symbolic(size) and size == 0:
-        raise ValueError("vmap over an axis of size 0: query, key and value must not be empty")
     shardings = [(getattr(jax.typeof(x), "sharding", None), _batch_axis(d)) for x, d in both]
     return _Folding(
         size, any(s is not None and (*s.spec, None, None)[axis] for s, axis in shardings)
@@ -243,7 +242,24 @@ def _batch_attention(
 
 
 def _register_batching(primitive: Primitive, rule: Callable) -> None:
-    batching.primitive_batchers[primitive] = functools.partial(rule, primitive)
+    def batched(operands, dims, **params):
+        size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+        if not is_symbolic(size) and size == 0:
+            return _of_no_element(primitive, operands, dims, **params)
+        return rule(primitive, operands, dims, **params)
+
+    batching.primitive_batchers[primitive] = batched
+
+
+def _of_no_element(primitive: Primitive, operands, dims, **params):
+    """vmap over an axis of size 0: nothing is computed."""
+    one = [
+        jax.ShapeDtypeStruct([n for axis, n in enumerate(x.shape) if axis != d], x.dtype)
+        for x, d in zip(operands, dims, strict=True)
+    ]
+    shapes = jax.eval_shape(lambda *x: primitive.bind(*x, **params), *one)
+    results = [jnp.zeros((0, *x.shape), x.dtype) for x in shapes]
+    return vary_together(*results, *operands)[: len(results)], [0] * len(results)
 
 
 _register_batching(documents_p, _batch_mask)
