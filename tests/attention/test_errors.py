@@ -1,6 +1,7 @@
 """What a user is told: the type, the argument's name, what came and what is accepted."""
 
 import dataclasses
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +75,7 @@ def test_the_good_call_is_good():
         ({"value": zeros(1, 10, 2, 6)}, ["value has batch size 1, but query has 2"]),
         ({"value": zeros(2, 11, 2, 6)}, ["value must have the length of key, 10", "11"]),
         ({"value": zeros(2, 10, 1, 6)}, ["value must have the number of heads of key, 2", "1"]),
-        ({"query": zeros(2, 10, 3, 8)}, ["multiple", "3 and 2"]),
+        ({"query": zeros(2, 10, 3, 8)}, ["multiple", "3 and 2", "axes are (batch, length, heads"]),
         ({"query": zeros(2, 10, 1, 8)}, ["multiple", "1 and 2"]),
         ({"query": zeros(2, 10, 4, 9)}, ["key must have the head dim of query, 9, but has 8"]),
         ({"scale": float("nan")}, ["scale must be finite", "nan"]),
@@ -86,7 +87,19 @@ def test_the_good_call_is_good():
         ({"scale": 1j}, ["scale must be a Python or numpy number", "complex"]),
         ({"scale": jnp.ones(4)}, ["scale, where it is an array, must have shape ()", "(4,)"]),
         ({"scale": jnp.int32(1)}, ["must have shape () and a float dtype", "int32 of shape ()"]),
-        ({"soft_cap": 0}, ["soft_cap must be from 1e-30 to 1e+30, but is 0"]),
+        ({"soft_cap": 0}, ["soft_cap must be from 1e-30 to 1e+30, but is 0", "no cap, pass None"]),
+        (
+            {"query": zeros(2, 4, 10, 8), "key": zeros(2, 2, 10, 8), "value": zeros(2, 2, 10, 6)}
+            | {"mask": packax.causal() & packax.documents(IDS)},
+            [
+                *("segment_ids is for 10 query rows, but query has 4", "(2, 4, 10, 8)"),
+                *("(2, 2, 10, 8)", "axes are (batch, length, heads, dim)"),
+            ],
+        ),
+        (
+            {"key": zeros(2, 7, 2, 8), "value": zeros(2, 7, 2, 6), "mask": packax.documents(IDS)},
+            ["segment_ids is for 10 keys, but key has 7", "kv_segment_ids", "(2, 7, 2, 8)"],
+        ),
         ({"soft_cap": -5.0}, ["soft_cap must be from", "-5.0"]),
         ({"soft_cap": float("nan")}, ["soft_cap must be from", "nan"]),
         ({"soft_cap": 1e31}, ["soft_cap must be from", "1e+31"]),
@@ -133,7 +146,13 @@ def test_the_good_call_is_good():
         ({"mask": None}, ["mask must come from create_attention_mask", "NoneType"]),
         (
             {"mask": np.ones((10, 10), bool)},
-            ["mask must come from", "causal() & documents", "ndarray"],
+            [
+                "mask must come from",
+                "causal() & documents",
+                "bool[10, 10]",
+                "ranges(lo, hi)",
+                "block_sparse(",
+            ],
         ),
         (
             {"query": zeros(2, 12, 4, 8)},
@@ -150,7 +169,10 @@ def test_the_good_call_is_good():
         ({"mask": jax.tree.map(lambda x: x[0], MASK)}, ["mask has row ranges of shape (10,)"]),
         (
             {"mask": packax.documents(np.zeros(9, np.int32))},
-            ["segment_ids is for 9", "q_len says 10"],
+            [
+                "segment_ids is for 9 query rows, but query has 10",
+                "axes are (batch, length, heads, dim)",
+            ],
         ),
     ],
 )
@@ -282,3 +304,38 @@ def test_create_attention_mask(expression, lengths, texts):
 def test_a_mask_cannot_be_written():
     with pytest.raises(dataclasses.FrozenInstanceError):
         MASK.q_lo = None
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "warns"),
+    [
+        ((2, 8, 128, 64), (2, 2, 128, 64), True),  # 8 heads of 128 rows, over 2 of as many keys
+        ((2, 32, 512, 64), (2, 32, 512, 64), True),  # 32 heads of 512 rows
+        ((2, 8, 70, 64), (2, 8, 70, 64), True),
+        ((2, 70, 8, 64), (2, 70, 8, 64), False),
+        ((1, 32, 128, 64), (1, 32, 128, 64), False),  # as large models of 128 heads have few tokens
+        ((1, 1, 128, 64), (1, 4096, 128, 64), False),  # their decoding
+        ((2, 4, 8, 64), (2, 2, 8, 64), True),
+        ((2, 4, 8, 64), (2, 2, 4, 64), False),  # grouped heads lie where they should
+        ((2, 2, 16, 64), (2, 3, 16, 64), False),
+    ],
+)
+def test_swapped_axes_are_warned_of(query, key, warns):
+    """Where nothing says the length: (batch, heads, length, dim) attends across heads without an error."""
+    x, y = zeros(*query), zeros(*key)
+    for mask in (
+        packax.causal(),
+        packax.create_attention_mask(packax.causal(), q_len=query[1], kv_len=key[1]),
+    ):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            jax.eval_shape(lambda mask=mask: packax.flash_attention(x, y, y, mask))
+        assert len(said) == warns
+        text = str(said[0].message) if warns else ""
+        assert not warns or (
+            f"query has shape {query} and key {key}" in text and "swapaxes" in text
+        )
+    ids = [np.zeros(shape[:2], int) for shape in (query, key)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.eval_shape(lambda: packax.flash_attention(x, y, y, packax.documents(*ids)))

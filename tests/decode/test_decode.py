@@ -373,11 +373,14 @@ REFUSED = {
     "value_cache must be one of bfloat16, float16, float32, float64, but is int32": {"value_cache": as_type(V, dtype=jnp.int32)},
     "query, key_cache and value_cache must have one dtype, but have float32, float16 and float32": {
         "key_cache": as_type(K, dtype=jnp.float16)},
-    "query must have 1 to 16 rows of a sequence, but has 17: for more, flash_attention with ranges(lo, hi)": {
+    "query must have 1 to 16 rows of a sequence, but has 17: for more, flash_attention with ranges(lo, hi). "
+    "query has shape (2, 17, 8, 64), whose axes are (batch, rows, heads, dim)": {
         "query": as_type(Q, shape=(2, 17, 8, 64))},
     "value_cache must have the shape of key_cache, (2, 4096, 2) and a head dim, but has (2, 4095, 2, 64)": {
         "value_cache": as_type(V, shape=(2, 4095, 2, 64))},
-    "the heads of query must be a multiple of those of the caches, but there are 7 and 2": {"query": as_type(Q, shape=(2, 1, 7, 64))},
+    "the heads of query must be a multiple of those of the caches, but there are 7 and 2: query has shape (2, 1, 7, 64), whose axes are "
+    "(batch, rows, heads, dim), and key_cache (2, 4096, 2, 64), whose axes are (batch, length, heads, dim)": {
+        "query": as_type(Q, shape=(2, 1, 7, 64))},
     "key_cache must have the head dim of query, 72, but has 64": {"query": as_type(Q, shape=(2, 1, 8, 72))},
     "lengths must have shape (2,), as query, but has (3,)": {"lengths": as_type(N, shape=(3,))},
     "lengths must be an array of integers, but is float32": {"lengths": as_type(N, dtype=jnp.float32)},
@@ -399,7 +402,7 @@ REFUSED = {
     "scale must be finite in float32, but is inf": {"scale": 10**400},
     "soft_cap must be a Python or numpy number, known when tracing, but is a bool": {"soft_cap": True},
     "soft_cap must be from 1e-30 to 1e+30, but is nan": {"soft_cap": float("nan")},
-    "soft_cap must be from 1e-30 to 1e+30, but is 0.0": {"soft_cap": 0},
+    "soft_cap must be from 1e-30 to 1e+30, but is 0.0: for no cap, pass None": {"soft_cap": 0},
     "soft_cap must be from 1e-30 to 1e+30, but is -1.0": {"soft_cap": -1},
     "sinks must have shape (8,), one logit per head of query, but has (2,)": {"sinks": as_type(Q, shape=(2,))},
     "sinks must be an array of floats, but is int32": {"sinks": as_type(N, shape=(8,))},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any, Literal, overload
 
 import jax
@@ -14,12 +15,20 @@ from packax._src.context.shard import Call
 from packax._src.core.jax_compat import vary_together
 from packax._src.core.mask import AttentionMask
 from packax._src.core.precision import checked_precision
+from packax._src.core.shapes import is_symbolic
 from packax._src.core.sharding import AttentionSharding, Layout, check_tensors, layout_of
 from packax._src.masks.build import create_attention_mask
-from packax._src.masks.expressions import MaskExpression
+from packax._src.masks.expressions import (
+    MaskExpression,
+    check_lengths,
+    described,
+    instead_of_array,
+)
 from packax._src.ops.primitives import Implementation, check_implementation
 from packax._src.ops.score_mods import Alibi, checked_scale, checked_soft_cap, largest, scores_of
 
+_MOST_HEADS = 256  # of a model, as far as any is known
+_MANY_HEADS, _FEW_TOKENS = 64, 16
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -189,11 +198,12 @@ def flash_attention(
     precision = checked_precision(precision)
     factor = 1 / math.sqrt(qk_dim) if scale is None else checked_scale(scale)
     soft_cap = checked_soft_cap(soft_cap)
+    _check_axes(mask, query.shape, key.shape, q_len, kv_len)
     if isinstance(mask, MaskExpression):
         mask = create_attention_mask(
             mask, q_len=q_len, kv_len=kv_len, sharding=sharding, implementation=implementation
         )
-    _check_mask(mask, query.shape, q_len, kv_len, layout)
+    _check_mask(mask, query.shape, key.shape, q_len, kv_len, layout)
     mask = mask.with_batch()
 
     if not isinstance(factor, jax.Array):
@@ -277,7 +287,7 @@ def _check_tensors(
     if heads % kv_heads:
         raise ValueError(
             f"the heads of query must be a multiple of those of key and value, but there are "
-            f"{heads} and {kv_heads}"
+            f"{heads} and {kv_heads}{_axes(query.shape, key.shape)}"
         )
     if query.shape[3] != key.shape[3]:
         raise ValueError(
@@ -285,6 +295,47 @@ def _check_tensors(
         )
     if layout is not None:
         check_tensors(layout, query, key)
+
+
+def _axes(query: tuple[int, ...], key: tuple[int, ...]) -> str:
+    return f". query has shape {query} and key {key}, whose axes are (batch, length, heads, dim)"
+
+
+def _check_axes(
+    mask: Any, query: tuple[int, ...], key: tuple[int, ...], q_len: int, kv_len: int
+) -> None:
+    """An error where lengths and the expression's disagree, a warning where nothing says the length
+    and the axes look like (batch, heads, length, dim)."""
+    known = False
+    if isinstance(mask, MaskExpression):
+        own = check_lengths(mask)
+        if own[0] not in (None, q_len) or own[1] not in (None, kv_len):
+            try:
+                check_lengths(mask, q_len, kv_len)
+            except ValueError as error:  # nobody gave a q_len
+                said = str(error).replace("q_len says", "query has")
+                said = said.replace("kv_len says", "key has")
+                raise ValueError(f"{said}{_axes(query, key)}") from None
+        known = own[0] is not None
+    elif isinstance(mask, AttentionMask):
+        known = mask.element_test > 0
+    sizes = (*query[1:3], *key[1:3])
+    if not known and not any(map(is_symbolic, sizes)) and _look_swapped(*sizes):
+        warnings.warn(
+            f"query and key may have their lengths and heads swapped{_axes(query, key)}. For "
+            "(batch, heads, length, dim), as PyTorch has it, call with x.swapaxes(1, 2)",
+            stacklevel=3,
+        )
+
+
+def _look_swapped(rows: int, heads: int, keys: int, kv_heads: int) -> bool:
+    """More heads than any model has, or as many as large ones for a few tokens, or of swapped axes
+    with grouped heads: fewer keys than rows, and as many heads of keys as of queries."""
+    longest = max(rows, keys)
+    if longest >= heads:
+        return False
+    grouped = 0 < keys < rows and rows % keys == 0 and heads == kv_heads
+    return heads > _MOST_HEADS or (heads > _MANY_HEADS and longest < _FEW_TOKENS) or grouped
 
 
 def _with_positive_scale(query: jax.Array, scale: float) -> tuple[jax.Array, float]:
@@ -300,18 +351,23 @@ def _with_positive_scale(query: jax.Array, scale: float) -> tuple[jax.Array, flo
 
 
 def _check_mask(
-    mask: Any, query: tuple[int, ...], q_len: int, kv_len: int, layout: Layout | None
+    mask: Any,
+    query: tuple[int, ...],
+    key: tuple[int, ...],
+    q_len: int,
+    kv_len: int,
+    layout: Layout | None,
 ) -> None:
     batch, rows, heads, _ = query
     if not isinstance(mask, AttentionMask):
         raise ValueError(
             "mask must come from create_attention_mask, or be an expression such as "
-            f"causal() & documents(segment_ids), but is a {type(mask).__name__}"
+            f"causal() & documents(segment_ids), but is {described(mask)}{instead_of_array(mask)}"
         )
     if (mask.q_len, mask.kv_len) != (q_len, kv_len):
         raise ValueError(
             f"mask was built for {mask.q_len} query rows and {mask.kv_len} keys, but query has "
-            f"{q_len} and key {kv_len}"
+            f"{q_len} and key {kv_len}{_axes(query, key)}"
         )
     context = () if layout is None else layout.context
     shards = 1 if layout is None else layout.size(context)

@@ -239,7 +239,8 @@ def _check_tensors(
     if rows > MAX_ROWS:
         raise ValueError(
             f"query must have 1 to {MAX_ROWS} rows of a sequence, but has {rows}: for more, "
-            "flash_attention with ranges(lo, hi)"
+            f"flash_attention with ranges(lo, hi). query has shape {query.shape}, whose axes are "
+            "(batch, rows, heads, dim)"
         )
     if key.shape[:3] != value.shape[:3]:
         raise ValueError(
@@ -249,7 +250,8 @@ def _check_tensors(
     if heads % key.shape[2]:
         raise ValueError(
             f"the heads of query must be a multiple of those of the caches, but there are {heads} "
-            f"and {key.shape[2]}"
+            f"and {key.shape[2]}: query has shape {query.shape}, whose axes are (batch, rows, heads, "
+            f"dim), and key_cache {key.shape}, whose axes are {cache}"
         )
     if qk_dim != key.shape[3]:
         raise ValueError(

@@ -245,7 +245,8 @@ def checked_soft_cap(soft_cap: Any) -> float:
         return 0.0
     number = _number("soft_cap", soft_cap)
     if not _CAPS[0] <= number <= _CAPS[1]:
-        raise ValueError(f"soft_cap must be from {_CAPS[0]} to {_CAPS[1]}, but is {number}")
+        none = ": for no cap, pass None" if number == 0 else ""
+        raise ValueError(f"soft_cap must be from {_CAPS[0]} to {_CAPS[1]}, but is {number}{none}")
     return number
 
 
