@@ -1,4 +1,4 @@
-"""What a packax wheel may hold: the package, its extension module, the metadata; no kernel sources."""
+"""What a packax wheel may hold: package, extension module, metadata; no kernel sources."""
 
 from __future__ import annotations
 

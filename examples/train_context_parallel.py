@@ -8,8 +8,9 @@ built and partitioned with the query rows, and the layers run on it. Parameters 
 fsdp and tensor axes, rows of the batch over fsdp, the sequence over context. The first loss is
 compared with that of the same step on one device. Needs packax, optax and tqdm.
 
-On several hosts the only difference is one line before anything else, `jax.distributed.initialize()`,
-and that each host makes its part of the batch (`jax.make_array_from_process_local_data`).
+On several hosts the only difference is one line before anything else,
+`jax.distributed.initialize()`, and that each host makes its part of the batch
+(`jax.make_array_from_process_local_data`).
 """
 
 from __future__ import annotations

@@ -9,11 +9,13 @@ from typing import Any
 
 from cubin import Driver, Kernel
 
-MASK = ("documents_init", "documents_runs", "documents_rows", "blocks_rows", "blocks_keys", "blocks_order")  # fmt: skip
+MASK = ("documents_init", "documents_runs", "documents_rows", "blocks_rows", "blocks_keys",
+    "blocks_order")  # fmt: skip
 
 
 class Built:
-    """What `build` left in a folder: kernels by name, head dims, label and assembler, loaded when asked for."""
+    """What `build` left in a folder: kernels by name, head dims, label and assembler, loaded when
+    asked for."""
 
     def __init__(self, driver: Driver, folder: pathlib.Path):
         self.driver, self.folder = driver, folder
@@ -40,7 +42,8 @@ class Built:
     def candidates(
         self, dims: tuple[int, int], kernels: Sequence[str]
     ) -> dict[str, tuple[str, Kernel]]:
-        """Title -> (kernel's name, kernel), the table's own tile first; what the driver is too old for is left out."""
+        """Title -> (kernel's name, kernel), the table's own tile first; what the driver is too old
+        for is left out."""
         rows = [row for row in self.rows if row["label"] and tuple(row["dims"]) == dims]
         rows = [row for row in rows if row["kernel"] in kernels]
         rows.sort(key=lambda row: row["assembler"], reverse=True)  # the newest, as C++ does

@@ -1,8 +1,9 @@
-"""Which tiles tune.py compares, and how it compiles them: on the build machine, with Triton and no GPU.
+"""Which tiles tune.py compares, and how it compiles them: on the build machine, with Triton and no
+GPU.
 
-A candidate changes some constants of its kernel's row in the table (csrc/aot/table.py); {} is the row itself.
-Hopper kernels are compiled by both assemblers. What the table's limits would refuse (spills) is
-compiled all the same and said.
+A candidate changes some constants of its kernel's row in the table (csrc/aot/table.py); {} is
+the row itself. Hopper kernels are compiled by both assemblers. What the table's limits would refuse
+(spills) is compiled all the same and said.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ CANDIDATES: dict[str, dict[tuple[int, int], list[Constants]]] = {
         (64, 64): [{}, {"SKIP": 0}, {"TURNS": 1}, {"ANEW": 1}, {"FOLD": 1}],
         (128, 128): [{}, {"SKIP": 0}, {"TURNS": 0}, {"ANEW": 0}, {"FOLD": 0}],
         (192, 128): [{}, {"ANEW": 0}],
-        (256, 256): [{}, {"QK_CHUNK": 128}, {"QK_CHUNK": 256}, {"ANEW": 1}, {"ANEW": 1, "QK_CHUNK": 256}],
+        (256, 256): [{}, {"QK_CHUNK": 128}, {"QK_CHUNK": 256}, {"ANEW": 1},
+            {"ANEW": 1, "QK_CHUNK": 256}],
     },
     "backward_dq_sm90": {
         (64, 64): [{}, {"DO_REGISTERS": 1}, {"ANEW": 1}],
@@ -69,30 +71,46 @@ CANDIDATES: dict[str, dict[tuple[int, int], list[Constants]]] = {
         dims: [{}] for dims in ((64, 64), (128, 128), (192, 128), (256, 256))
     },
     "forward": {
-        (128, 128): tiles((128, 128, 2, 8), (128, 64, 3, 8), (128, 64, 4, 8), (64, 128, 2, 4), (64, 64, 3, 4)),
-        (64, 64): tiles((128, 128, 2, 8), (128, 64, 3, 8), (128, 64, 4, 4), (64, 128, 3, 4), (64, 64, 3, 4)),
-        (192, 128): tiles((128, 64, 2, 8), (64, 64, 3, 8), (128, 128, 1, 8), (64, 64, 2, 4), (128, 32, 3, 8)),
-        (256, 256): tiles((128, 64, 2, 8), (64, 64, 2, 8), (128, 64, 1, 8), (64, 64, 2, 4), (128, 32, 2, 8)),
+        (128, 128): tiles((128, 128, 2, 8), (128, 64, 3, 8), (128, 64, 4, 8), (64, 128, 2, 4),
+            (64, 64, 3, 4)),
+        (64, 64): tiles((128, 128, 2, 8), (128, 64, 3, 8), (128, 64, 4, 4), (64, 128, 3, 4),
+            (64, 64, 3, 4)),
+        (192, 128): tiles((128, 64, 2, 8), (64, 64, 3, 8), (128, 128, 1, 8), (64, 64, 2, 4),
+            (128, 32, 3, 8)),
+        (256, 256): tiles((128, 64, 2, 8), (64, 64, 2, 8), (128, 64, 1, 8), (64, 64, 2, 4),
+            (128, 32, 2, 8)),
     },
     "backward_dkdv": {
-        (128, 128): tiles((64, 128, 2, 8), (32, 128, 3, 8), (64, 64, 2, 4), (128, 64, 2, 8), (128, 128, 2, 8)),
-        (64, 64): tiles((64, 128, 2, 8), (64, 128, 3, 4), (64, 64, 3, 4), (128, 128, 2, 8), (32, 128, 3, 4)),
-        (192, 128): tiles((32, 128, 2, 8), (64, 128, 2, 8), (32, 64, 2, 8), (32, 64, 2, 4), (64, 32, 2, 8)),
-        (256, 256): tiles((64, 64, 2, 8), (64, 64, 1, 8), (64, 32, 2, 8), (64, 32, 2, 4), (32, 64, 2, 4)),
+        (128, 128): tiles((64, 128, 2, 8), (32, 128, 3, 8), (64, 64, 2, 4), (128, 64, 2, 8),
+            (128, 128, 2, 8)),
+        (64, 64): tiles((64, 128, 2, 8), (64, 128, 3, 4), (64, 64, 3, 4), (128, 128, 2, 8),
+            (32, 128, 3, 4)),
+        (192, 128): tiles((32, 128, 2, 8), (64, 128, 2, 8), (32, 64, 2, 8), (32, 64, 2, 4),
+            (64, 32, 2, 8)),
+        (256, 256): tiles((64, 64, 2, 8), (64, 64, 1, 8), (64, 32, 2, 8), (64, 32, 2, 4),
+            (32, 64, 2, 4)),
     },
     "backward_dq": {
-        (128, 128): tiles((128, 64, 2, 8), (128, 64, 3, 8), (64, 64, 3, 4), (128, 32, 3, 8), (128, 32, 3, 4)),
-        (64, 64): tiles((128, 64, 3, 8), (128, 128, 2, 8), (64, 64, 3, 4), (64, 128, 3, 4), (128, 32, 3, 4)),
-        (192, 128): tiles((128, 64, 2, 8), (128, 64, 1, 8), (128, 32, 2, 8), (64, 32, 2, 8), (64, 64, 2, 4)),
-        (256, 256): tiles((128, 32, 2, 8), (64, 64, 2, 4), (64, 32, 2, 8), (64, 32, 2, 4), (64, 64, 1, 8)),
+        (128, 128): tiles((128, 64, 2, 8), (128, 64, 3, 8), (64, 64, 3, 4), (128, 32, 3, 8),
+            (128, 32, 3, 4)),
+        (64, 64): tiles((128, 64, 3, 8), (128, 128, 2, 8), (64, 64, 3, 4), (64, 128, 3, 4),
+            (128, 32, 3, 4)),
+        (192, 128): tiles((128, 64, 2, 8), (128, 64, 1, 8), (128, 32, 2, 8), (64, 32, 2, 8),
+            (64, 64, 2, 4)),
+        (256, 256): tiles((128, 32, 2, 8), (64, 64, 2, 4), (64, 32, 2, 8), (64, 32, 2, 4),
+            (64, 64, 1, 8)),
     },
     "decode": {
-        (128, 128): tiles((16, 64, 4, 4), (16, 64, 2, 4), (16, 32, 4, 4), (16, 32, 6, 4), (16, 128, 2, 4), (16, 128, 3, 8)),
-        (64, 64): tiles((16, 64, 3, 4), (16, 64, 5, 4), (16, 64, 4, 8), (16, 128, 2, 4), (16, 128, 3, 4), (16, 128, 3, 8)),
+        (128, 128): tiles((16, 64, 4, 4), (16, 64, 2, 4), (16, 32, 4, 4), (16, 32, 6, 4),
+            (16, 128, 2, 4), (16, 128, 3, 8)),
+        (64, 64): tiles((16, 64, 3, 4), (16, 64, 5, 4), (16, 64, 4, 8), (16, 128, 2, 4),
+            (16, 128, 3, 4), (16, 128, 3, 8)),
     },
     "decode_tall": {
-        (128, 128): tiles((64, 64, 2, 4), (64, 32, 3, 4), (64, 32, 5, 4), (64, 64, 3, 4), (64, 64, 3, 8), (64, 64, 4, 8)),
-        (64, 64): tiles((64, 64, 3, 4), (64, 64, 5, 4), (64, 32, 4, 4), (64, 32, 6, 4), (64, 64, 4, 8)),
+        (128, 128): tiles((64, 64, 2, 4), (64, 32, 3, 4), (64, 32, 5, 4), (64, 64, 3, 4),
+            (64, 64, 3, 8), (64, 64, 4, 8)),
+        (64, 64): tiles((64, 64, 3, 4), (64, 64, 5, 4), (64, 32, 4, 4), (64, 32, 6, 4),
+            (64, 64, 4, 8)),
     },
 }  # fmt: skip
 PIPELINES = (  # run together
@@ -119,7 +137,8 @@ def label(constants: Constants) -> str:
 def variant(
     kernel: str, arch: table.Arch, dims: tuple[int, int], changed: Constants, assembler: str
 ) -> Candidate:
-    """The table's own variant with `changed` constants; LookupError where there is none to change."""
+    """The table's own variant with `changed` constants; LookupError where there is none to
+    change."""
     hopper = kernel in table.SM90_TILES
     portable = table.TILES | table.DECODE_TILES
     rows: dict[Any, Any] = table.SM90_TILES[kernel] if hopper else portable[kernel]
@@ -164,7 +183,8 @@ def chosen(
     extra: list[str],
     listed: bool = True,
 ) -> Iterator[Candidate]:
-    """All candidates to compile, or with `listed` False those of `extra` alone, and those that a pipeline needs beside them."""
+    """All candidates to compile, or with `listed` False those of `extra` alone, and those that a
+    pipeline needs beside them."""
     wanted = {(k, d): list(rows) for k, by_dims in CANDIDATES.items() if listed and k in kernels
               for d, rows in by_dims.items() if dims is None or d in dims}  # fmt: skip
     for kernel, d, changed in map(parse, extra):

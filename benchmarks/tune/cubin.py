@@ -1,4 +1,5 @@
-"""Load and launch cubins with nothing but numpy and the driver: what tuning needs, before there is a wheel.
+"""Load and launch cubins with nothing but numpy and the driver: what tuning needs, before there is
+a wheel.
 
 Errors of the driver become RuntimeError with its text. One device, one stream.
 """
@@ -65,7 +66,8 @@ class Driver:
     def interleaved(
         self, launches: Mapping[str, Callable[[], None]], rounds: int, round_ms: float = 25.0
     ) -> dict[str, tuple[float, float, float]]:
-        """(median, low, high) in ms; all take turns in every round, so that all meet the same clocks."""
+        """(median, low, high) in ms; all take turns in every round, so that all meet the same
+        clocks."""
         calls = {}
         for name, fn in launches.items():
             self.events(fn, 2)
@@ -123,7 +125,8 @@ class Buffer:
 
 
 class TensorMap(C.Structure):
-    """A CUtensorMap with the sizes that Triton passes behind it; 64-byte aligned inside `storage`."""
+    """A CUtensorMap with the sizes that Triton passes behind it; 64-byte aligned inside
+    `storage`."""
 
     _fields_ = [("map", C.c_ubyte * 128), ("shape", C.c_int32 * 3), ("strides", C.c_int64 * 3)]
 
@@ -133,8 +136,8 @@ ELEMENTS = {"uint16": 9, "float32": 7, "int32": 3}
 
 
 def view(shape: tuple[int, ...], box: list[int]) -> list[int]:
-    """How docs/design.md sees a buffer: (rows, heads, dim) as (1, rows, heads * dim), a flat workspace as one line or,
-    where the box has rows, as rows of the box's width."""
+    """How docs/design.md sees a buffer: (rows, heads, dim) as (1, rows, heads * dim), a flat
+    workspace as one line or, where the box has rows, as rows of the box's width."""
     if len(shape) > 1:
         return [1, shape[0], int(np.prod(shape[1:]))]
     return [1, 1, shape[0]] if box[1] == 1 else [1, shape[0] // box[2], box[2]]
@@ -183,7 +186,8 @@ class Kernel:
             )
 
     def bind(self, grid: tuple[int, ...], given: Mapping[str, Any]) -> Callable[[], None]:
-        """The launch with its parameters packed, each by its name and of the kind that the build recorded."""
+        """The launch with its parameters packed, each by its name and of the kind that the build
+        recorded."""
         params = self.meta["params"]
         missing = [p["name"] for p in params if p["name"] not in given]
         if missing:

@@ -1,7 +1,8 @@
 """One case of decoding on the device, for tune_decode.py: inputs, workspace, launches and results.
 
-Keys and values repeat a block of rows whose number is odd, so that filling a cache of gigabytes costs copies alone; what no row
-attends is NaN. The reference is attention by its definition in float32, of some heads of some sequences.
+Keys and values repeat a block of rows whose number is odd, so that filling a cache of gigabytes
+costs copies alone; what no row attends is NaN. The reference is attention by its definition in
+float32, of some heads of some sequences.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ Launch = Callable[[], None]
 
 
 def room_of(case: Case) -> int:
-    """Shares of a sequence that the workspace has room for: python/packax/_src/ops/lowering_decode.py."""
+    """Shares of a sequence that the workspace has room for:
+    python/packax/_src/ops/lowering_decode.py."""
     rows = case.q_len * (case.heads // case.kv_heads)
     fill = -(-1024 // (len(case.lengths) * case.kv_heads * -(-rows // 64)))
     return max(
@@ -34,7 +36,8 @@ def room_of(case: Case) -> int:
 
 
 def splits_of(multiprocessors: int, case: Case, block: int, dealing: bool) -> tuple[int, bool]:
-    """Shares of a sequence, and whether these are an average, to deal out by length (`dealing`: the kernel can): csrc/ffi/decode.cc."""
+    """Shares of a sequence, and whether these are an average, to deal out by length (`dealing`: the
+    kernel can): csrc/ffi/decode.cc."""
     rows, most = case.q_len * (case.heads // case.kv_heads), room_of(case)
     tiles, at_once = -(-rows // block), 2 * multiprocessors
     cheap = min(case.room // (1024 + 64 * rows), most)
@@ -61,7 +64,8 @@ class DecodeWork:
         self.hi = np.maximum(hi, 0).astype(np.int32)
         self.query = bfloat16(rng.standard_normal((batch, q_len, heads, dim), np.float32))
         row = (case.kv_heads, dim)
-        self.blocks = [bfloat16(rng.standard_normal((REPEATED, *row), np.float32)) for _ in range(2)]  # fmt: skip
+        self.blocks = [bfloat16(rng.standard_normal((REPEATED, *row),
+            np.float32)) for _ in range(2)]  # fmt: skip
         width = -(-case.room // case.page_size) if case.page_size else 0
         self.table = rng.permutation(batch * width).astype(np.int32).reshape(batch, width)
         shape = (batch * width, case.page_size) if case.page_size else (batch, case.room)
@@ -80,7 +84,8 @@ class DecodeWork:
             "scale": dim**-0.5, "soft_cap": 0.0, "has_sinks": 0, "batch": batch, "sink_batch": 1,
             "q_len": q_len, "kv_len": width * case.page_size or case.room,
             "pages": batch * width, "page_size": case.page_size, "table_width": width,
-            "heads": heads, "kv_heads": case.kv_heads, "qk_eighths": dim // 8, "v_eighths": dim // 8,
+            "heads": heads, "kv_heads": case.kv_heads, "qk_eighths": dim // 8,
+            "v_eighths": dim // 8,
         }  # fmt: skip
         self.given["sinks"] = self.given["sums"]  # never read
 
@@ -113,7 +118,8 @@ class DecodeWork:
         return splits_of(self.driver.multiprocessors, self.case, block, dealing)
 
     def launch(self, kernel: Kernel, combine: Kernel, splits: int, dealt: bool) -> Launch:
-        """Both kernels of a call; `splits` shares of a sequence, on average where they are dealt out."""
+        """Both kernels of a call; `splits` shares of a sequence, on average where they are dealt
+        out."""
         case, batch = self.case, len(self.case.lengths)
         given = self.given | {"splits": min(splits, self.room), "shares": 0}
         programs = given["splits"] * batch
@@ -149,7 +155,8 @@ class DecodeWork:
 
     @functools.cached_property
     def reference(self) -> list[tuple[int, slice, np.ndarray, np.ndarray]]:
-        """(sequence, heads of a group, output, log-sum-exp) in float32; NaN and -inf in rows that attend nothing."""
+        """(sequence, heads of a group, output, log-sum-exp) in float32; NaN and -inf in rows that
+        attend nothing."""
         case, group = self.case, self.case.heads // self.case.kv_heads
         every = [(b, h) for b in range(len(case.lengths)) for h in range(case.kv_heads)]
         if max(case.lengths) > 1 << 12:
@@ -166,7 +173,8 @@ class DecodeWork:
                 p = np.exp(s - top)
                 total = p.sum(-1, keepdims=True)
                 out = (p.reshape(len(q), -1) @ v).reshape(*s.shape[:2], case.dim) / total
-                found.append((b, heads, out, np.where(total > 0, top + np.log(total), -np.inf)[..., 0]))  # fmt: skip
+                found.append((b, heads, out, np.where(total > 0, top + np.log(total), -np.inf)[...,
+                    0]))  # fmt: skip
         return found
 
     def error(self) -> float:

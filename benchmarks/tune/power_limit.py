@@ -1,9 +1,11 @@
-"""What the card's power limit costs: packax on random inputs and on zeros, beside a plain matrix product.
+"""What the card's power limit costs: packax on random inputs and on zeros, beside a plain matrix
+product.
 
     python benchmarks/tune/power_limit.py [--cases causal_16k_d128,docs12_32k_d64] [--rounds 3] [--size 8192] [--out DIR]
 
-The same instructions on zeros switch few bits, so they take less power and the clock stays up: what the times differ by is what
-the limit costs. Times of zeros say nothing about anybody's speed. Bursts of a second, in turns; power and clock by power.py.
+The same instructions on zeros switch few bits, so they take less power and the clock stays up: what
+the times differ by is what the limit costs. Times of zeros say nothing about anybody's speed.
+Bursts of a second, in turns; power and clock by power.py.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ def passes(size: int, names: str) -> dict[str, tuple[Any, float]]:
     return found
 
 
-def measure(found: dict[str, tuple[Any, float]], rounds: int, round_ms: float, meter: Meter) -> dict[str, Any]:  # fmt: skip
+def measure(found: dict[str, tuple[Any, float]], rounds: int, round_ms: float,
+    meter: Meter) -> dict[str, Any]:  # fmt: skip
     finish = jax.block_until_ready
     bursts, read = {}, {}
     for name, (function, _) in found.items():

@@ -1,7 +1,8 @@
-"""Find the steps of a program that never end, or end it: they run in a child process, which says when one begins.
+"""Find the steps of a program that never end, or end it: they run in a child process, which says
+when one begins.
 
-A kernel that waits for itself, or writes where it must not, takes the whole process with it. Found here, it costs
-seconds of a machine that is lent, and not the rest of the call.
+A kernel that waits for itself, or writes where it must not, takes the whole process with it. Found
+here, it costs seconds of a machine that is lent, and not the rest of the call.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ def say_end() -> None:
 
 
 def fatal_steps(command: Callable[[list[str]], list[str]], seconds: float) -> dict[str, str]:
-    """Step -> what it did. `command(steps)` is the child's, without these; it says BEGIN before each step, then END.
+    """Step -> what it did. `command(steps)` is the child's, without these; it says BEGIN before
+    each step, then END.
 
-    A child that says nothing for `seconds` is killed, and the step it was at is left out of the next one.
+    A child that says nothing for `seconds` is killed, and the step it was at is left out of the
+    next one.
     """
     found: dict[str, str] = {}
     while True:

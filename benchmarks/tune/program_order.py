@@ -1,13 +1,15 @@
-"""How busy orders of programs keep the multiprocessors, on paper: no GPU needed, and no word about caches.
+"""How busy orders of programs keep the multiprocessors, on paper: no GPU needed, and no word about
+caches.
 
     python benchmarks/tune/program_order.py [--cases board,shard,causal_4k_d128] [--multiprocessors 132]
 
-A program takes one step for every block that its tile meets, 64 rows in the backward and 128 keys in the forward, and some for its
-beginning and end; each multiprocessor takes the next program when it is done with one. Orders of key/value heads and tiles, the
-tiles by work (of keys: the longest document first): heads one after the other; alternating from tile to tile; alternating over the
-second half of the tiles; and what is shipped, the windows of csrc/kernels/portable/kv_ranges.py.
-The last column is the backward with the query
-heads of a group divided as python/packax/_src/ops/few_programs.py divides them, where it does.
+A program takes one step for every block that its tile meets, 64 rows in the backward and 128 keys
+in the forward, and some for its beginning and end; each multiprocessor takes the next program when
+it is done with one. Orders of key/value heads and tiles, the tiles by work (of keys: the longest
+document first): heads one after the other; alternating from tile to tile; alternating over the
+second half of the tiles; and what is shipped, the windows of csrc/kernels/portable/kv_ranges.py. The last column
+is the backward with the query heads of a group divided as python/packax/_src/ops/few_programs.py
+divides them, where it does.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ def by_head(tiles: int, heads: int) -> Iterator[tuple[int, int]]:
 
 
 def windows(*ends: End) -> Order:
-    """The tiles up to each end of every head, one head after the other; behind the last end heads alternate."""
+    """The tiles up to each end of every head, one head after the other; behind the last end heads
+    alternate."""
 
     def order(tiles: int, heads: int) -> Iterator[tuple[int, int]]:
         cuts = [0, *(end(tiles, heads) for end in ends)]
@@ -75,7 +78,8 @@ def busy(steps: list[float], multiprocessors: int) -> float:
 
 
 def key_tiles(case: Case) -> np.ndarray:
-    """Blocks of 64 rows that each tile of keys meets, for one query head, in the order of kv_order."""
+    """Blocks of 64 rows that each tile of keys meets, for one query head, in the order of
+    kv_order."""
     lengths = np.array(case.lengths)
     ends = np.cumsum(lengths)
     first = np.arange(0, case.seq, TILE)
@@ -113,7 +117,8 @@ def parts_of(case: Case) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = argparse.ArgumentParser(description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument(
         "--cases", default="board,shard,causal_4k_d128", help="names and groups of cases.py"
     )

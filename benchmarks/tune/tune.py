@@ -1,16 +1,18 @@
-"""Compare candidate tiles of one architecture: compile them here, time them on a machine that has nothing but numpy and a driver.
+"""Compare candidate tiles of one architecture: compile them here, time them on a machine that has
+nothing but numpy and a driver.
 
     python benchmarks/tune/tune.py build DIR --arch 90a [--kernels forward_sm90 ...] [--dims 128x128 ...]
         [--try backward_sm90:128:CONSUMER_REGISTERS=232,TURNS=0] [--only] (build machine: Triton, no GPU)
     python benchmarks/tune/tune.py time DIR [--kernels ...] [--dims ...] [--cases ...] [--rounds 11]   (GPU machine)
 
-`build` takes the candidates of candidates.py; with --only those of --try alone. `time` first runs every candidate once in another
-process, which may hang or die of it (`check` is that process): such a one is left out. Then it compares every candidate's results
-with the portable kernels' on small odd documents, whole, and on sampled rows of the timed case (the forward's also with float64);
-a wrong one is not timed.
-Then all kernels of a case take turns, round by round; medians go to a table and to $OUT/tune.json (default: DIR).
-`backward` is the three kernels of Hopper's backward launched together, `deterministic` the three that add nothing to
-memory. Decoding has cases of its own, in tune_decode.py. The winners go to their rows, in csrc/aot.
+`build` takes the candidates of candidates.py; with --only those of --try alone. `time` first runs
+every candidate once in another process, which may hang or die of it (`check` is that process): such
+a one is left out. Then it compares every candidate's results with the portable kernels' on small
+odd documents, whole, and on sampled rows of the timed case (the forward's also with float64); a
+wrong one is not timed. Then all kernels of a case take turns, round by round; medians go to a table
+and to $OUT/tune.json (default: DIR). `backward` is the three kernels of Hopper's backward launched
+together, `deterministic` the three that add nothing to memory. Decoding has cases of its own, in
+tune_decode.py. The winners go to their rows, in csrc/aot.
 """
 
 from __future__ import annotations
@@ -55,8 +57,10 @@ CHECKS = {
 }
 # rows, documents, heads, key/value heads
 TIMED = {
-    "causal_16k": (16384, 1, 32, 8), "docs12_32k": (32768, 12, 32, 8), "docs12_128k": (131072, 12, 32, 8),
-    "docs64_32k": (32768, 64, 32, 8), "heads1_8k": (8192, 1, 1, 1), "heads3_8k": (8192, 1, 3, 1), "heads8_2k": (2048, 1, 8, 2),
+    "causal_16k": (16384, 1, 32, 8), "docs12_32k": (32768, 12, 32, 8),
+    "docs12_128k": (131072, 12, 32, 8),
+    "docs64_32k": (32768, 64, 32, 8), "heads1_8k": (8192, 1, 1, 1), "heads3_8k": (8192, 1, 3, 1),
+    "heads8_2k": (2048, 1, 8, 2),
 }  # fmt: skip
 
 
@@ -105,7 +109,8 @@ class Plan:
         }
 
     def together(self, title: str) -> Launch | None:
-        """Hopper's three kernels with this candidate in its place; None if one of them is missing."""
+        """Hopper's three kernels with this candidate in its place; None if one of them is
+        missing."""
         name = self.candidates[title][0]
         names = HOPPER_BACKWARD if name in HOPPER_BACKWARD else DETERMINISTIC
         if any(part not in self.own for part in names):
@@ -121,7 +126,8 @@ class Plan:
         return run
 
     def reference(self) -> dict[str, Any]:
-        """Results of the portable kernels; of the table's own Hopper kernels where there are none."""
+        """Results of the portable kernels; of the table's own Hopper kernels where there are
+        none."""
         work = self.work
         work.poison(("out", "lse", "dq", "dk", "dv"))
         forward = self.twins.get("forward") or self.own.get("forward_sm90")
@@ -137,7 +143,8 @@ class Plan:
         return found
 
     def check(self, want: dict[str, Any], announce: str | None = None) -> dict[str, float]:
-        """Title -> largest relative difference. The first of a kernel without a reference becomes it."""
+        """Title -> largest relative difference. The first of a kernel without a reference becomes
+        it."""
         found = {}
         for title, (name, _) in self.candidates.items():
             names = RESULTS[name]
@@ -186,7 +193,8 @@ def time_case(plan: Plan, differences: dict[str, float], rounds: int) -> list[di
         own = title if title in plan.candidates else f"{first} {rest}"
         meta = plan.candidates[own][1].meta if own in plan.candidates else {}
         rows.append({
-            "case": case.name, "dims": [case.head_dim, case.value_dim], "kernel": name, "tile": rest,
+            "case": case.name, "dims": [case.head_dim, case.value_dim], "kernel": name,
+            "tile": rest,
             "ms": round(ms, 4), "ms_low": round(low, 4), "ms_high": round(high, 4),
             "tflops": round(flops / ms / 1e9, 1) if flops else None,
             "difference": differences.get(own),
@@ -196,7 +204,8 @@ def time_case(plan: Plan, differences: dict[str, float], rounds: int) -> list[di
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """One line a candidate; * marks the fastest of a kernel, by the table's own the ratio is taken."""
+    """One line a candidate; * marks the fastest of a kernel, by the table's own the ratio is
+    taken."""
     lines = [f"{'case':<13}{'dims':<9}{'kernel':<22}{'tile and assembler':<52}{'ms':>9}{'low':>9}{'high':>9}"
              f"{'TFLOP/s':>9}{'to own':>8}{'diff':>9}  registers, stack"]  # fmt: skip
     for row in rows:
@@ -213,16 +222,19 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def time_candidates(
-    folder: pathlib.Path, kernels: list[str], dims: list[tuple[int, int]] | None, names: list[str], rounds: int,
+    folder: pathlib.Path, kernels: list[str], dims: list[tuple[int, int]] | None, names: list[str],
+    rounds: int,
     without: dict[str, str] | None = None, announce: bool = False,
 ) -> int:  # fmt: skip
-    """Compare and time; without names, compare alone, and `announce` every candidate before it runs."""
+    """Compare and time; without names, compare alone, and `announce` every candidate before it
+    runs."""
     without = without or {}
     began = time.perf_counter()
     driver = Driver()
     built = Built(driver, folder)
     report: dict[str, Any] = {"device": driver.name, "driver": driver.version, "rounds": rounds,
-                              "commit": os.environ.get("PACKAX_COMMIT", "unknown"), "rows": [], "wrong": [], "fatal": without}  # fmt: skip
+                              "commit": os.environ.get("PACKAX_COMMIT", "unknown"), "rows": [],
+                              "wrong": [], "fatal": without}  # fmt: skip
     out = pathlib.Path(os.environ.get("OUT", folder)) / "tune.json"
     print(f"{driver.name}, driver {driver.version}, {rounds} rounds", flush=True)
     there = dict.fromkeys(tuple(row["dims"]) for row in built.rows if row["label"])
@@ -281,7 +293,8 @@ def main() -> int:
     third.add_argument("--without", nargs="+", default=[])
     for command in (first, second, third):
         command.add_argument("folder", type=pathlib.Path)
-        command.add_argument("--kernels", nargs="+", default=[*KERNELS, *DECODE], choices=(*KERNELS, *DECODE))  # fmt: skip
+        command.add_argument("--kernels", nargs="+", default=[*KERNELS, *DECODE],
+            choices=(*KERNELS, *DECODE))  # fmt: skip
         command.add_argument("--dims", nargs="+", type=pair, help="e.g. 128x128 (default: all)")
     first.add_argument("--arch", default="90a")
     first.add_argument("--assemblers", nargs="+", default=["12.9", "13.4"])
@@ -296,7 +309,8 @@ def main() -> int:
     if args.command == "build":
         from candidates import build
 
-        build(args.folder, args.arch, args.jobs, args.kernels, args.dims, args.assemblers, args.extra, not args.only)  # fmt: skip
+        build(args.folder, args.arch, args.jobs, args.kernels, args.dims, args.assemblers,
+            args.extra, not args.only)  # fmt: skip
         return 0
     built = {row["kernel"] for row in json.loads((args.folder / "index.json").read_text()) if row["label"]}  # fmt: skip
     status = 0

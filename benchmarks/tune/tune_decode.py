@@ -1,8 +1,10 @@
-"""The kernels of decoding in tune.py: candidate tiles on the cases of decode.py, both kernels of a call together.
+"""The kernels of decoding in tune.py: candidate tiles on the cases of decode.py, both kernels of a
+call together.
 
-A candidate is compared with attention in float32 and with the first candidate, on small odd cases first; a wrong one is not timed.
-GB/s are of the attended keys and values, once, and "of copy" is their share of what copying 1 GiB inside the device reaches.
-The first candidate runs with other numbers of shares, too, where SPLITS names some.
+A candidate is compared with attention in float32 and with the first candidate, on small odd cases
+first; a wrong one is not timed. GB/s are of the attended keys and values, once, and "of copy" is
+their share of what copying 1 GiB inside the device reaches. The first candidate runs with other
+numbers of shares, too, where SPLITS names some.
 """
 
 from __future__ import annotations
@@ -78,7 +80,8 @@ def copy_rate(driver: Driver) -> float:
 def compare(
     work: DecodeWork, launches: dict[str, Launch], announce: str | None
 ) -> dict[str, tuple[float, float]]:
-    """Title -> difference to the first right one and error against float32; infinite where something is not finite."""
+    """Title -> difference to the first right one and error against float32; infinite where
+    something is not finite."""
     found, want = {}, None
     for title, run in launches.items():
         if announce:
@@ -110,7 +113,8 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def time_decode(
-    folder: pathlib.Path, kernels: list[str], dims: list[tuple[int, int]] | None, names: list[str] | None, rounds: int,
+    folder: pathlib.Path, kernels: list[str], dims: list[tuple[int, int]] | None,
+    names: list[str] | None, rounds: int,
     without: dict[str, str] | None = None, announce: bool = False,
 ) -> int:  # fmt: skip
     """As tune.time_candidates; `names` None: all cases."""
@@ -119,7 +123,8 @@ def time_decode(
     built = Built(driver, folder)
     copied = 0.0 if announce else copy_rate(driver)
     report: dict[str, Any] = {"device": driver.name, "driver": driver.version, "rounds": rounds,
-                              "commit": os.environ.get("PACKAX_COMMIT", "unknown"), "copy_gb_per_s": round(copied),
+                              "commit": os.environ.get("PACKAX_COMMIT", "unknown"),
+                              "copy_gb_per_s": round(copied),
                               "rows": [], "wrong": [], "fatal": without}  # fmt: skip
     out = pathlib.Path(os.environ.get("OUT", folder)) / "tune_decode.json"
     print(f"{driver.name}, driver {driver.version}, {rounds} rounds, copy {copied:.0f} GB/s")

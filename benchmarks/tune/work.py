@@ -1,4 +1,5 @@
-"""One case on the device, for tune.py: inputs, mask arrays, workspaces, and the launches of docs/design.md.
+"""One case on the device, for tune.py: inputs, mask arrays, workspaces, and the launches of
+docs/design.md.
 
 Kernels get their arguments by name, from one namespace; which of them are tensor maps, pointers or
 numbers is what the build recorded (csrc/aot/table.py), so a kernel may change that freely.
@@ -60,7 +61,8 @@ class Work:
             "q_blocks": ints((5 * blocks,)), "kv_blocks": ints((4 * blocks,)),
             "q_order": ints((tiles,)), "q_order_192": ints((-(-rows // 192),)),
             "kv_order": ints((tiles,)),
-            "scale": qk**-0.5, "element_test": 0, "batch": 1, "mask_batch": 1, "has_dlse": 0, "clear_dq": 1,
+            "scale": qk**-0.5, "element_test": 0, "batch": 1, "mask_batch": 1, "has_dlse": 0,
+            "clear_dq": 1,
             "q_len": rows, "kv_len": rows, "heads": heads, "kv_heads": kv_heads,
             "row_heads": heads,
         }  # fmt: skip
@@ -93,7 +95,8 @@ class Work:
             **{name: ints((rows,)) for name in ("lo", "hi", "tested")},
         }  # fmt: skip
         bounds = self.given | {"tested": put(np.zeros(rows, np.int32))}
-        sizes = {"blocks_rows": -(-rows // 64), "blocks_keys": -(-rows // 64), "blocks_order": -(-rows // 128)}  # fmt: skip
+        sizes = {"blocks_rows": -(-rows // 64), "blocks_keys": -(-rows // 64),
+            "blocks_order": -(-rows // 128)}  # fmt: skip
         launches = {}
         for name, kernel in kernels.items():
             grid = (-(-sizes.get(name, rows) // kernel.meta["block"]),)
@@ -121,7 +124,8 @@ class Work:
         return heads * -(-rows // block)
 
     def launch(self, kernel: Kernel, **other: int) -> Launch:
-        """One kernel bound to this case. Programs that draw from the counter are as many as multiprocessors."""
+        """One kernel bound to this case. Programs that draw from the counter are as many as
+        multiprocessors."""
         given, grid = self.given | other, self.grid(kernel)
         if kernel.meta["block"] == 192:
             given["q_order"] = given["q_order_192"]
@@ -157,7 +161,8 @@ class Work:
         group, worst = case.heads // case.kv_heads, 0.0
         for i in np.random.default_rng(1).choice(case.seq, 8, replace=False):
             span = slice(self.lo_host[i], i + 1)
-            keys, values, rows, got = (float32(x).astype(np.float64) for x in (k[span], v[span], q[i], out[i]))  # fmt: skip
+            keys, values, rows, got = (float32(x).astype(np.float64) for x in (k[span], v[span],
+                q[i], out[i]))  # fmt: skip
             for h in range(case.heads):
                 s = keys[:, h // group] @ rows[h] * self.given["scale"]
                 p = np.exp(s - s.max())

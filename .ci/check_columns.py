@@ -1,0 +1,59 @@
+"""No line of prose, code or a table is over 100 columns, in any file that a person writes.
+
+    python .ci/check_columns.py          from anywhere in the repository; lists the lines, exits 1
+
+What programs write is left out, and so is a line that is one word (a link).
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+COLUMNS = 100
+WRITTEN_BY_PROGRAMS = (".json", ".svg", ".png", ".lock")
+FOLDERS_WRITTEN_BY_PROGRAMS = ("benchmarks/results/", "third_party/licenses/")
+WRITTEN_BY_HAND = ("benchmarks/results/README.md",)
+EXEMPT = (  # until they are wrapped
+    *("python/", "csrc/", "docs/", "tests/", "benchmarks/", "third_party/cmake/"),
+    *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "CMakeLists.txt"),
+)
+
+
+def checked(names: Iterable[str]) -> Iterator[str]:
+    for name in names:
+        in_folder = name.startswith(FOLDERS_WRITTEN_BY_PROGRAMS) and name not in WRITTEN_BY_HAND
+        if not in_folder and not name.endswith(WRITTEN_BY_PROGRAMS) and not name.startswith(EXEMPT):
+            yield name
+
+
+def long_lines(text: str) -> list[tuple[int, int]]:
+    """(line, columns) of those that are too long and could be broken."""
+    lines = enumerate(text.splitlines(), 1)
+    return [(n, len(x)) for n, x in lines if len(x) > COLUMNS and " " in x.strip()]
+
+
+def main() -> int:
+    git = ["git", "rev-parse", "--show-toplevel"]
+    root = Path(subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip())
+    git = ["git", "ls-files", "-z"]
+    listed = subprocess.run(git, cwd=root, capture_output=True, text=True, check=True).stdout
+    found = 0
+    for name in checked(filter(None, listed.split("\0"))):
+        path = root / name
+        if not path.is_file():  # deleted, and not yet committed
+            continue
+        try:
+            text = path.read_text()
+        except UnicodeDecodeError:
+            continue
+        for line, columns in long_lines(text):
+            print(f"{name}:{line}: {columns} columns, {COLUMNS} are accepted")
+            found += 1
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
