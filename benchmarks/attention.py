@@ -5,9 +5,10 @@
 Every output and gradient is checked against a float32 reference before anything is timed; a wrong
 one is not timed and makes the program exit 1. FLOPs are those of attended pairs: 4 * H * D a pair
 forward, 2.5 times that backward. The backward is timed alone (the jitted pullback, residuals in
-memory); `bwd~` is (forward + backward) - forward, as the peers' board has it. Beside it the backward
-with deterministic=True. Cases of the group `odd` are short: they run LOOP times inside one jitted call.
-Writes attention.json and attention.png, or odd.json, into --out (default: $OUT, else benchmarks/results).
+memory); `bwd~` is (forward + backward) - forward, as the peers' board has it. Beside it the
+backward with deterministic=True. Cases of the group `odd` are short: they run LOOP times inside one
+jitted call. Writes attention.json and attention.png, or odd.json, into --out (default: $OUT, else
+benchmarks/results).
 """
 
 from __future__ import annotations
@@ -194,9 +195,8 @@ def main() -> int:
         )
         print(f"\n{table(long, peers)}\n\n{deterministic_table(long)}")
     if odd:
-        print(
-            f"\n{odd_table(report['cases'], odd)}\n(in a jitted loop of {LOOP}; GB/s of the least bytes)"
-        )
+        print(f"\n{odd_table(report['cases'], odd)}")
+        print(f"(in a jitted loop of {LOOP}; GB/s of the least bytes)")
     print(f"\nboard: {peers['machine']}; bwd~ = (fwd+bwd) - fwd; ratio = cuDNN ms / packax ms")
     print(f"wrote {written}")
     if failures:

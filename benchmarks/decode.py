@@ -2,12 +2,13 @@
 
     python benchmarks/decode.py [--out DIR] [--cases 1x128k ...] [--dtype bfloat16] [--rounds 11]
 
-Bytes are those of the attended keys and values, once. Results are compared with blockwise XLA in float32 before anything is
-timed; a wrong one is not timed, and the run fails. What decodes runs LOOP times inside one jitted call, as a dispatch can take longer
-than a pass. cuDNN is jax.nn.dot_product_attention with key_value_seq_lengths; it has no pages
-and is left out where it cannot run, with its reason. All implementations of a case take turns in one process. Prints a table and
-writes DIR/decode.json (DIR: --out, or $OUT, or the working folder). Products of float32 are TF32, with
-JAX_DEFAULT_MATMUL_PRECISION=highest float32.
+Bytes are those of the attended keys and values, once. Results are compared with blockwise XLA in
+float32 before anything is timed; a wrong one is not timed, and the run fails. What decodes runs
+LOOP times inside one jitted call, as a dispatch can take longer than a pass. cuDNN is
+jax.nn.dot_product_attention with key_value_seq_lengths; it has no pages and is left out where it
+cannot run, with its reason. All implementations of a case take turns in one process. Prints a table
+and writes DIR/decode.json (DIR: --out, or $OUT, or the working folder). Products of float32 are
+TF32, with JAX_DEFAULT_MATMUL_PRECISION=highest float32.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
-"""Masks and options of models of today: packax, cuDNN where jax.nn has the mask, and FlexAttention under torch, in turns on one GPU.
+"""Masks and options of models of today: packax, cuDNN where jax.nn has the mask, and FlexAttention
+under torch, in turns on one GPU.
 
     python benchmarks/masks.py [--cases NAME,NAME] [--rounds 5] [--without-flex] [--out DIR]
 
-Cases: lib/mask_cases.py; `--cases selections`: maps of blocks that the data decides (lib/selections.py), beside packax's causal
-attention of all keys. FLOPs are those of attended pairs, 4 * H * D a pair forward, 2.5 times that backward; ratios are of
-medians, over 1: packax is faster. Every output and gradient is compared with one float32 reference first; a wrong one is not
-timed. torch runs in another process, which compiles FlexAttention for each case. Writes masks.json into --out (default: $OUT,
-else benchmarks/results).
+Cases: lib/mask_cases.py; `--cases selections`: maps of blocks that the data decides
+(lib/selections.py), beside packax's causal attention of all keys. FLOPs are those of attended
+pairs, 4 * H * D a pair forward, 2.5 times that backward; ratios are of medians, over 1: packax is
+faster. Every output and gradient is compared with one float32 reference first; a wrong one is not
+timed. torch runs in another process, which compiles FlexAttention for each case. Writes masks.json
+into --out (default: $OUT, else benchmarks/results).
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ def inputs_of(case: OptionCase) -> tuple[jax.Array, ...]:
 
 
 def dense_rows(case: OptionCase, tables, q, k, v, i, h, slopes, sinks):
-    """(rows, G, D) of rows `i` of one key/value head's group. q (rows, G, D), k and v (S, D), h, slopes and sinks (G,)."""
+    """(rows, G, D) of rows `i` of one key/value head's group. q (rows, G, D), k and v (S, D), h,
+    slopes and sinks (G,)."""
     j = jnp.arange(k.shape[0])
     s = einsum("rgd,kd->rgk", q, k) * case.dim**-0.5
     if case.soft_cap is not None:
@@ -156,7 +159,8 @@ def cudnn_function(case: OptionCase) -> Callable[..., jax.Array]:
 def usable(
     function, operands, inputs, reference: Reference | None, round_ms: float
 ) -> dict[str, Any]:
-    """Runs and, with a reference, compares both passes: {"errors", "failed", "wrong", "launches", "passes"}."""
+    """Runs and, with a reference, compares both passes: {"errors", "failed", "wrong", "launches",
+    "passes"}."""
     query, key, value, cotangent = inputs
     row: dict[str, Any] = {"errors": {}, "failed": {}, "wrong": [], "launches": {}, "passes": {}}
     try:
@@ -273,7 +277,8 @@ def table(results: dict[str, Any]) -> str:
                     else f"{'-':>{width}}"
                 )
             errors = rows.get("packax", {}).get("errors", {})
-            some = [errors[x] for x in (("out",) if what == "fwd" else ("dq", "dk", "dv")) if x in errors]  # fmt: skip
+            some = [errors[x] for x in (("out",) if what == "fwd" else ("dq", "dk",
+                "dv")) if x in errors]  # fmt: skip
             lines.append(line + (f"{max(some):>9.1e}" if some else ""))
         notes += of_dense(name, rows)
         for who, row in rows.items():

@@ -1,7 +1,9 @@
-"""packax and cuDNN for versus_fa4.py: the passes of attention.py, timed a burst at a time when asked.
+"""packax and cuDNN for versus_fa4.py: the passes of attention.py, timed a burst at a time when
+asked.
 
 Its inputs are the other worker's too, through files, and its float32 reference judges both. For
-versus_wheel.py it is packax alone, the one that its PYTHONPATH has, and two of them compare results.
+versus_wheel.py it is packax alone, the one that its PYTHONPATH has, and two of them compare
+results.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ class State:
         return machine()
 
     def prepare(self, case: str, folder: str, round_ms: float) -> dict[str, Any]:
-        """Runs and checks every pass; {implementation: {"errors", "failed", "wrong", "launches"}} and what is compared."""
+        """Runs and checks every pass; {implementation: {"errors", "failed", "wrong", "launches"}}
+        and what is compared."""
         found, inputs = self._begin(case)
         for name, x in zip(OPERANDS, inputs, strict=True):
             np.save(Path(folder) / f"{name}.npy", np.asarray(x).view(np.int16))
@@ -148,7 +151,8 @@ class State:
             np.save(Path(folder) / f"{name}.npy", np.asarray(x).view(np.int16))
 
     def compare(self, folder: str) -> dict[str, Any]:
-        """Every element of packax's results with those kept: relative differences, those over the limit, equal bits."""
+        """Every element of packax's results with those kept: relative differences, those over the
+        limit, equal bits."""
         differences, same = {}, []
         for name, x in self._results().items():
             path = Path(folder) / f"{name}.npy"

@@ -1,7 +1,8 @@
-"""FlexAttention for masks.py: masks and scores by the same predicates, timed a burst at a time when asked.
+"""FlexAttention for masks.py: masks and scores by the same predicates, timed a burst at a time when
+asked.
 
-Called as a user of torch calls it: compiled, a block mask built once, grouped heads by enable_gqa; sinks by the log-sum-exp,
-as Hugging Face's gpt-oss does. Inputs come and results go through files.
+Called as a user of torch calls it: compiled, a block mask built once, grouped heads by enable_gqa;
+sinks by the log-sum-exp, as Hugging Face's gpt-oss does. Inputs come and results go through files.
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
-# FlashAttention-4 for versus_fa4.py on a machine that reaches no package registry: one archive of about 53 MiB.
+# FlashAttention-4 for versus_fa4.py on a machine that reaches no package registry: one archive of
+# about 53 MiB.
 #
-#   bash benchmarks/compare/pack_fa4.sh [dist/fa4.tar.xz]      (five minutes: xz; PYTHON: an interpreter with pip)
+#   bash benchmarks/compare/pack_fa4.sh [dist/fa4.tar.xz]
 #
-# Wheels for Python 3.12 on x86-64, unpacked side by side; CUDA 13 only. torch, einops, cuda-bindings, protobuf and
-# typing-extensions are expected on that machine. nvidia-cutlass-dsl finds its modules through a .pth file, which a
+# takes five minutes (xz). PYTHON: an interpreter with pip. Wheels for Python 3.12 on x86-64,
+# unpacked side by side; CUDA 13 only. torch, einops, cuda-bindings, protobuf and typing-extensions
+# are expected on that machine. nvidia-cutlass-dsl finds its modules through a .pth file, which a
 # folder on PYTHONPATH does not run: versus_fa4.py names nvidia_cutlass_dsl/dsl_packages as well.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 
 archive=$(realpath -m "${1:-dist/fa4.tar.xz}")
 work=$(mktemp -d)
@@ -15,17 +17,20 @@ trap 'rm -rf "$work"' EXIT
 
 platforms=()
 for glibc in 28 27 24 17; do platforms+=(--platform "manylinux_2_${glibc}_x86_64"); done
-"${PYTHON:-python3}" -m pip download --quiet --no-deps --only-binary=:all: --python-version 312 --implementation cp \
+"${PYTHON:-python3}" -m pip download --quiet --no-deps --only-binary=:all: \
+  --python-version 312 --implementation cp \
   "${platforms[@]}" --platform manylinux2014_x86_64 --dest "$work/wheels" \
-  flash-attn-4==4.0.0b36 nvidia-cutlass-dsl==4.8.1 nvidia-cutlass-dsl-libs-base==4.8.1 nvidia-cutlass-dsl-libs-core==4.8.1 \
-  nvidia-cutlass-dsl-libs-cu13==4.8.1 quack-kernels==0.6.5 apache-tvm-ffi==0.1.15.post2 torch-c-dlpack-ext==0.1.5
+  flash-attn-4==4.0.0b36 nvidia-cutlass-dsl==4.8.1 nvidia-cutlass-dsl-libs-base==4.8.1 \
+  nvidia-cutlass-dsl-libs-core==4.8.1 nvidia-cutlass-dsl-libs-cu13==4.8.1 \
+  quack-kernels==0.6.5 apache-tvm-ffi==0.1.15.post2 torch-c-dlpack-ext==0.1.5
 
 mkdir "$work/site"
 for wheel in "$work"/wheels/*.whl; do unzip -q -o "$wheel" -d "$work/site"; done
 # a profiler, stubs for other systems, static libraries: nothing imports or loads them
-rm -rf "$work"/site/nvidia_cutlass_dsl/dsl_packages/iket "$work"/site/nvidia_cutlass_dsl/cu13/lib/stubs \
-  "$work"/site/nvidia_cutlass_dsl/cu13/lib/*.a "$work"/site/nvidia_cutlass_dsl/cu13/include
+dsl=$work/site/nvidia_cutlass_dsl
+rm -rf "$dsl"/dsl_packages/iket "$dsl"/cu13/lib/stubs "$dsl"/cu13/lib/*.a "$dsl"/cu13/include
 
 mkdir -p "$(dirname "$archive")"
-tar -C "$work/site" --sort=name --mtime=@0 --owner=0 --group=0 -cf - . | xz --x86 --lzma2=preset=9e,dict=256MiB >"$archive"
+tar -C "$work/site" --sort=name --mtime=@0 --owner=0 --group=0 -cf - . |
+  xz --x86 --lzma2=preset=9e,dict=256MiB >"$archive"
 ls -l "$archive"

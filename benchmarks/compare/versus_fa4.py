@@ -1,16 +1,21 @@
-"""packax, cuDNN and FlashAttention-4 on one GPU in one session, in turns: TFLOP/s and ratios to FA4.
+"""packax, cuDNN and FlashAttention-4 on one GPU in one session, in turns: TFLOP/s and ratios to
+FA4.
 
-    python benchmarks/compare/versus_fa4.py --fa4 dist/fa4.tar.xz [--cases board,dims] [--rounds 7] [--power] [--out DIR]
+    python benchmarks/compare/versus_fa4.py --fa4 dist/fa4.tar.xz [--cases board,dims]
+        [--rounds 7] [--power] [--out DIR]
 
-Two processes, one with JAX (packax from the wheel, cuDNN) and one with torch (FA4), take turns: in every round each implementation
-runs a burst of about 120 ms, in another order every round, while the other process waits (turns.py). Ratios are of medians. Inputs are the
-same arrays and every output and gradient is compared with one float32 reference first; a wrong one is not timed. --power: bursts
-of two seconds (--round-ms), and beside each time the GPU's power and clock (power.py).
+Two processes, one with JAX (packax from the wheel, cuDNN) and one with torch (FA4), take turns: in
+every round each implementation runs a burst of about 120 ms, in another order every round, while
+the other process waits (turns.py). Ratios are of medians. Inputs are the same arrays and every
+output and gradient is compared with one float32 reference first; a wrong one is not timed. --power:
+bursts of two seconds (--round-ms), and beside each time the GPU's power and clock (power.py).
 
-The machine needs torch 2.11 for CUDA 13 and, of Python packages, einops, cuda-bindings, protobuf and typing-extensions beside JAX.
-What it has not got comes in the archive that `bash benchmarks/compare/pack_fa4.sh` makes where there is a package registry: flash-attn-4,
-nvidia-cutlass-dsl with its libs-base, libs-core and libs-cu13, quack-kernels, apache-tvm-ffi, torch-c-dlpack-ext. FA4 compiles its
-kernels at first use. Writes versus_fa4.json into --out (default: $OUT, else benchmarks/results).
+The machine needs torch 2.11 for CUDA 13 and, of Python packages, einops, cuda-bindings, protobuf
+and typing-extensions beside JAX. What it has not got comes in the archive that `bash
+benchmarks/compare/pack_fa4.sh` makes where there is a package registry: flash-attn-4,
+nvidia-cutlass-dsl with its libs-base, libs-core and libs-cu13, quack-kernels, apache-tvm-ffi,
+torch-c-dlpack-ext. FA4 compiles its kernels at first use. Writes versus_fa4.json into --out
+(default: $OUT, else benchmarks/results).
 """
 
 from __future__ import annotations
@@ -52,7 +57,8 @@ def unpacked(fa4: Path, stack: contextlib.ExitStack) -> Path:
 
 
 def torch_environment(site: Path) -> dict[str, str]:
-    """This one's, but with FA4's packages and without what stands in the way of Triton for packax (.ci/gpu)."""
+    """This one's, but with FA4's packages and without what stands in the way of Triton for packax
+    (.ci/gpu)."""
     parts = [str(site), str(site / "nvidia_cutlass_dsl" / "dsl_packages")]
     return os.environ | {"PYTHONPATH": os.pathsep.join(parts)}
 
@@ -121,7 +127,8 @@ def run_case(
 
 
 def table(results: dict[str, Any]) -> str:
-    """One line a case and pass: ms and TFLOP/s of the three, packax against the others (over 1: packax is faster)."""
+    """One line a case and pass: ms and TFLOP/s of the three, packax against the others (over 1:
+    packax is faster)."""
     head = f"{'case':<20}{'pass':<5}"
     head += "".join(f"{name + ' ms':>11}{'TFLOP/s':>9}" for name in ORDER)
     lines = [head + f"{'to cuDNN':>10}{'to FA4':>8}{'error':>9}{'FA4':>9}"]
@@ -216,9 +223,9 @@ def main() -> int:
             report["cases"][case.name] = rows
             say(f"{case.name}\n{table({case.name: rows})}")
             (arguments.out / "versus_fa4.json").write_text(json.dumps(report, indent=1) + "\n")
-    print(
-        f"\n{table(report['cases'])}\n\nto cuDNN, to FA4: their ms / packax ms, medians of {arguments.rounds} rounds in turns"
-    )
+    print(f"\n{table(report['cases'])}\n")
+    rounds = f"medians of {arguments.rounds} rounds in turns"
+    print(f"to cuDNN, to FA4: their ms / packax ms, {rounds}")
     peers = json.loads(PEERS.read_text())
     if any(rows for rows in report["cases"].values()):
         bar_chart(report | {"machine": report["jax"]}, peers, arguments.out / "versus_fa4.png")

@@ -3,13 +3,15 @@
     pip install --no-deps kvax==0.1.0 && pip install chex jax-triton
     python benchmarks/compare/versus_kvax.py [--cases board] [--rounds 7] [--out DIR]
 
-One function is written against kvax's names and run with either package: kvax at its H100 block sizes,
-64 x 64 where those do not compile. Every output and gradient is compared with the float32 reference
-of attention.py before anything is timed; a wrong one is not timed and makes the program exit 1.
+One function is written against kvax's names and run with either package: kvax at its H100 block
+sizes, 64 x 64 where those do not compile. Every output and gradient is compared with the float32
+reference of attention.py before anything is timed; a wrong one is not timed and makes the program
+exit 1.
 
-kvax 0.1.0 does not import with today's jax and Triton. `importable` supplies what they dropped (the old
-place of shard_map, the mesh in pxla, two helpers of jax-triton) and marks two constants for Triton: nothing that it computes by.
-Without a GPU, `--trace` shows that both packages trace. Writes versus_kvax.json; results/versus_kvax_h200.json has two of the cases.
+kvax 0.1.0 does not import with today's jax and Triton. `importable` supplies what they dropped (the
+old place of shard_map, the mesh in pxla, two helpers of jax-triton) and marks two constants for
+Triton: nothing that it computes by. Without a GPU, `--trace` shows that both packages trace. Writes
+versus_kvax.json; results/versus_kvax_h200.json has two of the cases.
 """
 
 from __future__ import annotations

@@ -1,15 +1,19 @@
-"""The packax at hand and another wheel of it on one GPU in one session, in turns: ms and their ratio.
+"""The packax at hand and another wheel of it on one GPU in one session, in turns: ms and their
+ratio.
 
-    python benchmarks/compare/versus_wheel.py --before DIR_OR_WHEEL [--cases board,dims] [--rounds 5] [--quick] [--out DIR]
+    python benchmarks/compare/versus_wheel.py --before DIR_OR_WHEEL [--cases board,dims]
+        [--rounds 5] [--quick] [--out DIR]
 
-Two processes with JAX, one with the packax that Python finds here ("now"), one with the other wheel unpacked before
-it on its path, take turns as in versus_fa4.py: in every round each runs a burst of about 120 ms of the forward and
-later of the backward, the first one in turns, while the other process waits (turns.py). First every output and gradient of
-each is compared with the float32 reference, of sampled rows and one head, and those of both with each other,
-every element; what is wrong or differs is not timed and makes the program exit 1.
+Two processes with JAX, one with the packax that Python finds here ("now"), one with the other wheel
+unpacked before it on its path, take turns as in versus_fa4.py: in every round each runs a burst of
+about 120 ms of the forward and later of the backward, the first one in turns, while the other
+process waits (turns.py). First every output and gradient of each is compared with the float32
+reference, of sampled rows and one head, and those of both with each other, every element; what is
+wrong or differs is not timed and makes the program exit 1.
 
-Of an old wheel only flash_attention(query, key, value, mask), create_attention_mask, causal and documents are asked.
-Without a GPU, --quick tries the program with tiny cases. Writes versus_wheel.json into --out (default: $OUT, else benchmarks/results).
+Of an old wheel only flash_attention(query, key, value, mask), create_attention_mask, causal and
+documents are asked. Without a GPU, --quick tries the program with tiny cases. Writes
+versus_wheel.json into --out (default: $OUT, else benchmarks/results).
 """
 
 from __future__ import annotations
@@ -61,7 +65,8 @@ def started(site: Path, stack: contextlib.ExitStack) -> dict[str, Worker]:
 
 
 def prepare(case: Case, workers: dict[str, Worker], round_ms: float) -> dict[str, Any]:
-    """Rows of the report without times: errors, what failed, launches of a burst; and `compared`, one with the other."""
+    """Rows of the report without times: errors, what failed, launches of a burst; and `compared`,
+    one with the other."""
     rows: dict[str, Any] = {}
     for name, worker in workers.items():
         try:
@@ -111,7 +116,8 @@ def run_case(
 
 
 def table(results: dict[str, Any]) -> str:
-    """One line a case and pass. Ratio over 1: the packax at hand is faster; behind it the rounds' extremes."""
+    """One line a case and pass. Ratio over 1: the packax at hand is faster; behind it the rounds'
+    extremes."""
     head = f"{'case':<20}{'pass':<5}" + "".join(f"{who + ' ms':>11}{'TFLOP/s':>9}" for who in ORDER)
     lines = [head + f"{'ratio':>8}{'rounds':>15}{'error':>9}{'before':>9}  results"]
     notes = []

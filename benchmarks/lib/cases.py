@@ -1,4 +1,5 @@
-"""The benchmark cases as data: the board's by name, more head dims, 1M tokens, odd and short work, few heads."""
+"""The benchmark cases as data: the board's by name, more head dims, 1M tokens, odd and short work,
+few heads."""
 
 from __future__ import annotations
 
@@ -107,7 +108,8 @@ ODD = (
 )  # fmt: skip
 SHARD = (  # a GPU's heads under tensor parallelism
     *(Case(f"kv1_{name}_d128", 1, seq, 8, 1, 128, documents, group="shard")
-      for name, seq, documents in (("causal_4k", 4096, 1), ("causal_16k", 16384, 1), ("docs12_32k", 32768, 12), ("docs64_32k", 32768, 64))),
+      for name, seq, documents in (("causal_4k", 4096, 1), ("causal_16k", 16384, 1),
+          ("docs12_32k", 32768, 12), ("docs64_32k", 32768, 64))),
     *(Case(f"mha8_{name}_d128", 1, seq, 8, 8, 128, documents, group="shard")
       for name, seq, documents in (("causal_8k", 8192, 1), ("docs64_32k", 32768, 64))),
 )  # fmt: skip
@@ -120,7 +122,8 @@ GROUPS = ("board", "dims", "large", "odd", "shard", "quick")
 
 
 def select(names: str | None) -> list[Case]:
-    """The cases of a comma-separated list of names and groups, in the table's order (None: board, dims and large)."""
+    """The cases of a comma-separated list of names and groups, in the table's order (None: board,
+    dims and large)."""
     wanted = ["board", "dims", "large"] if names is None else names.split(",")
     known = {*GROUPS, *(case.name for case in CASES)}
     unknown = [name for name in wanted if name not in known]

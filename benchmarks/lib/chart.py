@@ -1,4 +1,5 @@
-"""The bar chart of a report: TFLOP/s of packax, cuDNN and FA4 as measured, the board's peers in grey."""
+"""The bar chart of a report: TFLOP/s of packax, cuDNN and FA4 as measured, the board's peers in
+grey."""
 
 from __future__ import annotations
 

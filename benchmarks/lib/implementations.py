@@ -55,7 +55,8 @@ def not_tried(case: Case) -> dict[str, str]:
 
 
 def cudnn_attention(case: Case) -> Implementation:
-    """Through jax.nn where that takes the shapes (one document, one head dim), else jax's private call."""
+    """Through jax.nn where that takes the shapes (one document, one head dim), else jax's private
+    call."""
     scale = case.head_dim**-0.5
     if case.documents == 1 and case.value_dim == case.head_dim:
 
@@ -162,7 +163,8 @@ class Compiled:
         return lambda: function(pullback, cotangent)
 
     def forward_loop(self, count: int) -> Callable[[], jax.Array]:
-        """`count` forward passes in one call, one after the other: for work shorter than a dispatch."""
+        """`count` forward passes in one call, one after the other: for work shorter than a
+        dispatch."""
         query, key, value, _ = self.inputs
 
         @jax.jit

@@ -1,4 +1,5 @@
-"""Context parallelism as kvax moves data, with packax's kernels: what context.py has beside packax's own way."""
+"""Context parallelism as kvax moves data, with packax's kernels: what context.py has beside
+packax's own way."""
 
 from __future__ import annotations
 

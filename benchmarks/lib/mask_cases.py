@@ -1,6 +1,7 @@
 """Masks and options of models of today, each said twice: as packax says it, and pair by pair.
 
-`allows(h, i, j, tables)` uses operators and lookups alone, so numpy, jax and torch (FlexAttention's mask_mod) take the same one.
+`allows(h, i, j, tables)` uses operators and lookups alone, so numpy, jax and torch (FlexAttention's
+mask_mod) take the same one.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def spans(i: Any, j: Any, tables: Tables) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """A map of blocks that the data decides (selections.py): every `rows` rows choose `top` blocks of `keys` keys."""
+    """A map of blocks that the data decides (selections.py): every `rows` rows choose `top` blocks
+    of `keys` keys."""
 
     rows: int
     keys: int
@@ -111,7 +113,8 @@ INDEXER_64 = Selection(64, 64, 32, alike=256)  # as many keys, by blocks
 CASES = (
     OptionCase("window1k_32k_d64", 32768, 64, window(1024), _window(1024), cudnn=WINDOW),
     OptionCase("window1k_32k_d128", 32768, 128, window(1024), _window(1024), cudnn=WINDOW),
-    OptionCase("chunk8k_64k_d128", 65536, 128, chunk(8192), lambda p, _: p.causal() & p.chunked(8192)),
+    OptionCase("chunk8k_64k_d128", 65536, 128, chunk(8192), lambda p,
+        _: p.causal() & p.chunked(8192)),
     OptionCase("prefix8k_32k_d128", 32768, 128, prefix(8192), lambda p, _: p.prefix(8192)),
     OptionCase("spans_32k_d128", 32768, 128, spans, lambda p, tables: p.spans(tables["ids"])),
     OptionCase("softcap_16k_d128", 16384, 128, causal, _causal, soft_cap=50.0),

@@ -1,4 +1,5 @@
-"""The passes of an implementation, each run once and compared with the reference before it is timed."""
+"""The passes of an implementation, each run once and compared with the reference before it is
+timed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Clock, power and energy of the GPU while something runs on it, read through NVML (the package nvidia-ml-py).
+"""Clock, power and energy of the GPU while something runs on it, read through NVML (the package
+nvidia-ml-py).
 
-Where a GPU is held by its power limit, a kernel that takes as many cycles as another and more energy takes more time.
+Where a GPU is held by its power limit, a kernel that takes as many cycles as another and more
+energy takes more time.
 """
 
 from __future__ import annotations
@@ -30,8 +32,9 @@ class Meter:
         return clock, self.nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self.device)
 
     def during(self, function: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
-        """Its result, and: watts (energy over time, all of the card), MHz (median), and the share of samples in which the clock was
-        held by the power limit, and by heat. Much longer than a sample, or the first ones count for much."""
+        """Its result, and: watts (energy over time, all of the card), MHz (median), and the share
+        of samples in which the clock was held by the power limit, and by heat. Much longer than a
+        sample, or the first ones count for much."""
         samples: list[tuple[int, int]] = []
         done = threading.Event()
 
@@ -88,7 +91,7 @@ def medians(readings: list[dict[str, float]], ms: float) -> dict[str, float]:
 
 
 def line(who: str, what: str, found: dict[str, float]) -> str:
-    return (
-        f"{who:<8}{what:<5}{found['watts']:>8.0f} W{found['mhz']:>8.0f} MHz{found['joules']:>9.3f} J a pass"
-        f"{found['mcycles']:>9.2f} million cycles; held by power {found['held_by_power']:.0%}, by heat {found['held_by_heat']:.0%}"
-    )
+    read = f"{found['watts']:>8.0f} W{found['mhz']:>8.0f} MHz"
+    a_pass = f"{found['joules']:>9.3f} J a pass{found['mcycles']:>9.2f} million cycles"
+    held = f"held by power {found['held_by_power']:.0%}, by heat {found['held_by_heat']:.0%}"
+    return f"{who:<8}{what:<5}{read}{a_pass}; {held}"

@@ -115,7 +115,8 @@ class Reference:
         )
 
     def slices(self) -> dict[str, list[int]]:
-        """What of the results is compared: rows of out and dQ, and a window and head of dK and dV."""
+        """What of the results is compared: rows of out and dQ, and a window and head of dK and
+        dV."""
         window = [self.window.start, self.window.stop]
         return {"rows": [int(row) for row in self.rows], "window": window, "head": [self.head]}
 

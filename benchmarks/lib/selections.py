@@ -1,8 +1,10 @@
-"""Maps of blocks for mask_cases.py, chosen as MoBA's gate and an indexer choose: by the highest scores of the keys before a row.
+"""Maps of blocks for mask_cases.py, chosen as MoBA's gate and an indexer choose: by the highest
+scores of the keys before a row.
 
-Scores are products of random features. Those of rows, and of keys, change slowly over `alike` of them: rows side by side
-choose much the same, as in text, or, at 1, each its own. How far work falls with a map depends on that, so results say both
-the share of pairs that a map keeps and the share of blocks that the kernels visit.
+Scores are products of random features. Those of rows, and of keys, change slowly over `alike` of
+them: rows side by side choose much the same, as in text, or, at 1, each its own. How far work falls
+with a map depends on that, so results say both the share of pairs that a map keeps and the share of
+blocks that the kernels visit.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ CHUNK = 2048
 
 
 def tables(case: OptionCase) -> dict[str, np.ndarray]:
-    """case.tables(), with "chosen" where there is a selection, bool (H or 1, blocks of rows, blocks of keys)."""
+    """case.tables(), with "chosen" where there is a selection, bool (H or 1, blocks of rows, blocks
+    of keys)."""
     if case.selection is None:
         return case.tables()
     return case.tables() | {"chosen": chosen(case, case.selection)}

@@ -1,4 +1,5 @@
-"""What attention.py prints: the board's table, the cost of deterministic=True, and odd and short work."""
+"""What attention.py prints: the board's table, the cost of deterministic=True, and odd and short
+work."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ def table(results: dict[str, Any], peers: dict[str, Any]) -> str:
 
 
 def deterministic_table(results: dict[str, Any]) -> str:
-    """Backward with deterministic=True beside the default; `bits`: two runs of it agree in every bit."""
+    """Backward with deterministic=True beside the default; `bits`: two runs of it agree in every
+    bit."""
     lines = [f"{'deterministic=True':<20}{'bwd ms':>9}{'default':>9}{'ratio':>7}{'error':>9}  bits"]
     for name, rows in results.items():
         row, plain = rows.get("deterministic", {}), _cell(rows, "packax", "bwd")
@@ -70,7 +72,8 @@ def deterministic_table(results: dict[str, Any]) -> str:
 
 
 def odd_table(results: dict[str, Any], cases: list[Case]) -> str:
-    """Time per attended pair of a head, and bandwidth over the least bytes there are to move: a cliff shows in both."""
+    """Time per attended pair of a head, and bandwidth over the least bytes there are to move: a
+    cliff shows in both."""
     head = f"{'case':<22}{'pass':<5}{'packax ms':>10}{'ps/pair':>9}{'GB/s':>7}{'TFLOP/s':>9}"
     lines = [head + f"{'cuDNN ms':>10}{'ratio':>7}{'error':>9}"]
     for case in cases:

@@ -10,7 +10,8 @@ LEFT_OUT = "Memset"
 
 
 def listing(folder: pathlib.Path) -> str:
-    """Begin and length in ms, stream and kernel, of the only trace below `folder`; begins count from each GPU's first kernel."""
+    """Begin and length in ms, stream and kernel, of the only trace below `folder`; begins count
+    from each GPU's first kernel."""
     (path,) = folder.rglob("*.trace.json.gz")
     with gzip.open(path) as file:
         events = [event for event in json.load(file)["traceEvents"] if "pid" in event]

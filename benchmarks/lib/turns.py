@@ -1,7 +1,8 @@
 """Two processes that time in turns: JSON lines over pipes, and never both at work.
 
-A worker answers one request at a time and does nothing between them; its parent asks the next one only when it
-has the answer, so nothing of one worker runs on the GPU while the other is timed. Nothing here imports jax or torch.
+A worker answers one request at a time and does nothing between them; its parent asks the next one
+only when it has the answer, so nothing of one worker runs on the GPU while the other is timed.
+Nothing here imports jax or torch.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import Any
 
 
 def serve(answer: Callable[[dict[str, Any]], Any]) -> None:
-    """The worker's side: requests from standard input until it closes; all that is printed goes to standard error."""
+    """The worker's side: requests from standard input until it closes; all that is printed goes to
+    standard error."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     for line in sys.stdin:
@@ -85,7 +87,8 @@ def launches_of(function: Callable[[], Any], finish: Callable[[Any], Any], round
 
 
 def shuffled(names: Iterable[str], turn: int) -> list[str]:
-    """An order of its own for every round, the same in every run: nobody always comes behind the one that heats the GPU most."""
+    """An order of its own for every round, the same in every run: nobody always comes behind the
+    one that heats the GPU most."""
     order = sorted(names)
     random.Random(turn).shuffle(order)
     return order

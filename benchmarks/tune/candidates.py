@@ -232,7 +232,8 @@ def build(
     todo = list(chosen(arch, kernels, dims, assemblers, extra, listed))
     needed = tuple({(v.qk_dim, v.v_dim) for v in todo})
     decodes = {v.kernel in table.DECODE_TILES for v in todo}
-    kinds = ({"decode_combine"} if True in decodes else set()) | (TWINS if False in decodes else set())  # fmt: skip
+    kinds = {"decode_combine"} if True in decodes else set()
+    kinds |= TWINS if False in decodes else set()
     twins = [v for v in table.variants((arch,), ("bf16",), needed) if v.kernel in kinds]
     folder.mkdir(parents=True, exist_ok=True)
     failed = aot.compile_table(

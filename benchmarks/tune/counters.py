@@ -1,7 +1,8 @@
 """What the hardware counted: packax, cuDNN and FlashAttention-4 under Nsight Compute, kernel by
 kernel.
 
-    python benchmarks/tune/counters.py [--cases causal_16k_d128,docs12_32k_d64] [--who packax,cudnn] [--fa4 dist/fa4.tar.xz] [--out DIR]
+    python benchmarks/tune/counters.py [--cases causal_16k_d128,docs12_32k_d64]
+        [--who packax,cudnn] [--fa4 dist/fa4.tar.xz] [--out DIR]
 
 For every implementation and case one program runs both passes under `ncu`; what it prints of each
 attention kernel goes whole into --out (default: $OUT, else the folder of this run),

@@ -1,7 +1,8 @@
 """What the card's power limit costs: packax on random inputs and on zeros, beside a plain matrix
 product.
 
-    python benchmarks/tune/power_limit.py [--cases causal_16k_d128,docs12_32k_d64] [--rounds 3] [--size 8192] [--out DIR]
+    python benchmarks/tune/power_limit.py [--cases causal_16k_d128,docs12_32k_d64] [--rounds 3]
+        [--size 8192] [--out DIR]
 
 The same instructions on zeros switch few bits, so they take less power and the clock stays up: what
 the times differ by is what the limit costs. Times of zeros say nothing about anybody's speed.

@@ -1,7 +1,8 @@
 """How busy orders of programs keep the multiprocessors, on paper: no GPU needed, and no word about
 caches.
 
-    python benchmarks/tune/program_order.py [--cases board,shard,causal_4k_d128] [--multiprocessors 132]
+    python benchmarks/tune/program_order.py [--cases board,shard,causal_4k_d128]
+        [--multiprocessors 132]
 
 A program takes one step for every block that its tile meets, 64 rows in the backward and 128 keys
 in the forward, and some for its beginning and end; each multiprocessor takes the next program when

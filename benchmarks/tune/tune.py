@@ -1,9 +1,11 @@
 """Compare candidate tiles of one architecture: compile them here, time them on a machine that has
 nothing but numpy and a driver.
 
-    python benchmarks/tune/tune.py build DIR --arch 90a [--kernels forward_sm90 ...] [--dims 128x128 ...]
-        [--try backward_sm90:128:CONSUMER_REGISTERS=232,TURNS=0] [--only] (build machine: Triton, no GPU)
-    python benchmarks/tune/tune.py time DIR [--kernels ...] [--dims ...] [--cases ...] [--rounds 11]   (GPU machine)
+    python benchmarks/tune/tune.py build DIR --arch 90a [--kernels forward_sm90 ...]
+        [--dims 128x128 ...] [--try backward_sm90:128:CONSUMER_REGISTERS=232,TURNS=0] [--only]
+    python benchmarks/tune/tune.py time DIR [--kernels ...] [--dims ...] [--cases ...] [--rounds 11]
+
+`build` needs Triton and no GPU, `time` a GPU and no Triton.
 
 `build` takes the candidates of candidates.py; with --only those of --try alone. `time` first runs
 every candidate once in another process, which may hang or die of it (`check` is that process): such
@@ -23,6 +25,7 @@ import os
 import pathlib
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
@@ -30,6 +33,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from built import Built
 from cubin import Driver, Kernel
 from lib.cases import Case
+from listing import TILE, listing, ratios
 from probe import fatal_steps, say_begin, say_end
 from tune_decode import DECODE, time_decode
 from tune_decode import TIMED as DECODE_TIMED
@@ -204,28 +208,37 @@ def time_case(plan: Plan, differences: dict[str, float], rounds: int) -> list[di
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """One line a candidate; * marks the fastest of a kernel, by the table's own the ratio is
-    taken."""
-    lines = [f"{'case':<13}{'dims':<9}{'kernel':<22}{'tile and assembler':<52}{'ms':>9}{'low':>9}{'high':>9}"
-             f"{'TFLOP/s':>9}{'to own':>8}{'diff':>9}  registers, stack"]  # fmt: skip
-    for row in rows:
-        peers = [r for r in rows if all(r[k] == row[k] for k in ("case", "dims", "kernel"))]
-        fastest = row["kernel"] != "mask" and row["ms"] == min(r["ms"] for r in peers)
-        ratio = f"{peers[0]['ms'] / row['ms']:.3f}" if row["kernel"] != "mask" else ""
-        used = "" if row["registers"] is None else f"{row['registers']}, {row['stack']}"
-        diff = "" if row["difference"] is None else f"{row['difference']:.0e}"
-        tflops = "" if row["tflops"] is None else f"{row['tflops']:.1f}"
-        dims = "x".join(map(str, row["dims"]))
-        lines.append(f"{row['case']:<13}{dims:<9}{row['kernel']:<22}{row['tile'][:51]:<52}{row['ms']:>9.4f}{row['ms_low']:>9.4f}"
-                     f"{row['ms_high']:>9.4f}{tflops:>9}{ratio:>7}{'*' if fastest else ' '}{diff:>9}  {used}")  # fmt: skip
-    return "\n".join(lines)
+    """* marks the fastest of a kernel; ratios are to the table's own tile."""
+    kernels = [row for row in rows if row["kernel"] != "mask"]
+    to_own = ratios(kernels, ("case", "dims", "kernel"))
+
+    def number(name: str, form: str) -> Callable[[dict[str, Any]], str]:
+        return lambda row: "" if row[name] is None else f"{row[name]:{form}}"
+
+    columns = (
+        ("case", -13, lambda row: row["case"]),
+        ("dims", -9, lambda row: "x".join(map(str, row["dims"]))),
+        ("kernel", -22, lambda row: row["kernel"]),
+        TILE,
+        ("ms", 9, number("ms", ".4f")),
+        ("low", 9, number("ms_low", ".4f")),
+        ("high", 9, number("ms_high", ".4f")),
+        ("TFLOP/s", 9, number("tflops", ".1f")),
+        ("to own", 8, lambda row: to_own.get(id(row), " ")),
+        ("diff", 9, number("difference", ".0e")),
+    )
+    return listing(rows, columns, ("registers", "stack"))
 
 
 def time_candidates(
-    folder: pathlib.Path, kernels: list[str], dims: list[tuple[int, int]] | None, names: list[str],
+    folder: pathlib.Path,
+    kernels: list[str],
+    dims: list[tuple[int, int]] | None,
+    names: list[str],
     rounds: int,
-    without: dict[str, str] | None = None, announce: bool = False,
-) -> int:  # fmt: skip
+    without: dict[str, str] | None = None,
+    announce: bool = False,
+) -> int:
     """Compare and time; without names, compare alone, and `announce` every candidate before it
     runs."""
     without = without or {}
@@ -293,8 +306,8 @@ def main() -> int:
     third.add_argument("--without", nargs="+", default=[])
     for command in (first, second, third):
         command.add_argument("folder", type=pathlib.Path)
-        command.add_argument("--kernels", nargs="+", default=[*KERNELS, *DECODE],
-            choices=(*KERNELS, *DECODE))  # fmt: skip
+        every = [*KERNELS, *DECODE]
+        command.add_argument("--kernels", nargs="+", default=every, choices=every)
         command.add_argument("--dims", nargs="+", type=pair, help="e.g. 128x128 (default: all)")
     first.add_argument("--arch", default="90a")
     first.add_argument("--assemblers", nargs="+", default=["12.9", "13.4"])
@@ -309,10 +322,19 @@ def main() -> int:
     if args.command == "build":
         from candidates import build
 
-        build(args.folder, args.arch, args.jobs, args.kernels, args.dims, args.assemblers,
-            args.extra, not args.only)  # fmt: skip
+        build(
+            args.folder,
+            args.arch,
+            args.jobs,
+            args.kernels,
+            args.dims,
+            args.assemblers,
+            args.extra,
+            not args.only,
+        )
         return 0
-    built = {row["kernel"] for row in json.loads((args.folder / "index.json").read_text()) if row["label"]}  # fmt: skip
+    index = json.loads((args.folder / "index.json").read_text())
+    built = {row["kernel"] for row in index if row["label"]}
     status = 0
     for part in (KERNELS, DECODE):
         kernels = [name for name in args.kernels if name in part and name in built]
@@ -325,7 +347,11 @@ def main() -> int:
         child = [sys.executable, __file__, "check", str(args.folder), "--kernels", *kernels]
         if args.dims:
             child += ["--dims", *(f"{qk}x{v}" for qk, v in args.dims)]
-        fatal = fatal_steps(lambda found: [*child, *(["--without", *found] if found else [])], 45.0)  # noqa: B023
+
+        def checking(without: list[str], child: list[str] = child) -> list[str]:
+            return [*child, *(["--without", *without] if without else [])]
+
+        fatal = fatal_steps(checking, 45.0)
         if part is KERNELS:
             names = [name for name in args.cases or TIMED if name in TIMED]
             status |= time_candidates(args.folder, kernels, args.dims, names, args.rounds, fatal)

@@ -21,6 +21,7 @@ from built import Built
 from cubin import Buffer, Driver
 from decode_work import DecodeWork, Launch, difference
 from lib.decode_cases import CASES, Case
+from listing import TILE, listing, ratios
 from probe import say_begin, say_end
 
 DECODE = ("decode", "decode_tall")
@@ -100,23 +101,33 @@ def compare(
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    lines = [f"{'case':<22}{'kernel':<12}{'tile and assembler':<52}{'splits':>7}{'us':>9}{'low':>9}{'high':>9}{'GB/s':>7}"
-             f"{'of copy':>8}{'to own':>8}{'diff':>9}{'float32':>9}  registers, stack, shared"]  # fmt: skip
-    for row in rows:
-        peers = [r for r in rows if r["case"] == row["case"]]
-        best = "*" if row["ms"] == min(r["ms"] for r in peers) else " "
-        lines.append(f"{row['case']:<22}{row['kernel']:<12}{row['tile'][:51]:<52}{row['splits']:>7}{1e3 * row['ms']:>9.1f}"
-                     f"{1e3 * row['ms_low']:>9.1f}{1e3 * row['ms_high']:>9.1f}{row['gb_per_s']:>7.0f}{row['of_copy']:>8.3f}"
-                     f"{peers[0]['ms'] / row['ms']:>7.3f}{best}{row['difference']:>9.0e}{row['error']:>9.0e}"
-                     f"  {row['registers']}, {row['stack']}, {row['shared']}")  # fmt: skip
-    return "\n".join(lines)
+    to_own = ratios(rows, ("case",))
+    columns = (
+        ("case", -22, lambda row: row["case"]),
+        ("kernel", -12, lambda row: row["kernel"]),
+        TILE,
+        ("splits", 7, lambda row: row["splits"]),
+        ("us", 9, lambda row: f"{1e3 * row['ms']:.1f}"),
+        ("low", 9, lambda row: f"{1e3 * row['ms_low']:.1f}"),
+        ("high", 9, lambda row: f"{1e3 * row['ms_high']:.1f}"),
+        ("GB/s", 7, lambda row: f"{row['gb_per_s']:.0f}"),
+        ("of copy", 8, lambda row: f"{row['of_copy']:.3f}"),
+        ("to own", 8, lambda row: to_own[id(row)]),
+        ("diff", 9, lambda row: f"{row['difference']:.0e}"),
+        ("float32", 9, lambda row: f"{row['error']:.0e}"),
+    )
+    return listing(rows, columns, ("registers", "stack", "shared"))
 
 
 def time_decode(
-    folder: pathlib.Path, kernels: list[str], dims: list[tuple[int, int]] | None,
-    names: list[str] | None, rounds: int,
-    without: dict[str, str] | None = None, announce: bool = False,
-) -> int:  # fmt: skip
+    folder: pathlib.Path,
+    kernels: list[str],
+    dims: list[tuple[int, int]] | None,
+    names: list[str] | None,
+    rounds: int,
+    without: dict[str, str] | None = None,
+    announce: bool = False,
+) -> int:
     """As tune.time_candidates; `names` None: all cases."""
     without, began = without or {}, time.perf_counter()
     driver = Driver()
