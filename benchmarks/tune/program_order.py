@@ -8,9 +8,9 @@ A program takes one step for every block that its tile meets, 64 rows in the bac
 in the forward, and some for its beginning and end; each multiprocessor takes the next program when
 it is done with one. Orders of key/value heads and tiles, the tiles by work (of keys: the longest
 document first): heads one after the other; alternating from tile to tile; alternating over the
-second half of the tiles; and what is shipped, the windows of csrc/kernels/portable/kv_ranges.py. The last column
-is the backward with the query heads of a group divided as python/packax/_src/ops/few_programs.py
-divides them, where it does.
+second half of the tiles; and what is shipped, the windows of csrc/kernels/portable/kv_ranges.py.
+The last column is the backward with the query heads of a group divided as
+python/packax/_src/ops/few_programs.py divides them, where it does.
 """
 
 from __future__ import annotations
