@@ -97,13 +97,18 @@ struct Ready {
   int block() const { return kernel.variant->block; }
 };
 
+// What a user can do where there is no kernel.
+inline constexpr char kWayOut[] =
+    ". implementation=\"xla\", of create_attention_mask too, needs no kernels";
+
 // Looks a kernel up for this device and loads it.
 template <typename Args>
 ffi::Error Prepare(Device* device, Dtype dtype, int64_t qk_dim, int64_t v_dim, Ready<Args>* ready) {
   const Query query{Args::kKernel, device->cc, dtype, qk_dim, v_dim, device->driver};
   const Variant* variant = Find(query);
   PACKAX_CHECK(variant != nullptr, kUnimplemented)
-      << DescribeMissing(query) << "; device " << device->ordinal << " is " << device->name;
+      << DescribeMissing(query) << "; device " << device->ordinal << " is " << device->name
+      << kWayOut;
   return Load(device, *variant, &ready->kernel);
 }
 
@@ -114,7 +119,8 @@ ffi::Error PrepareCovering(Device* device, Dtype dtype, int64_t qk_dim, int64_t 
   const Query query{Args::kKernel, device->cc, dtype, qk_dim, v_dim, device->driver};
   const Variant* variant = FindCovering(query);
   PACKAX_CHECK(variant != nullptr, kUnimplemented)
-      << DescribeMissing(query) << "; device " << device->ordinal << " is " << device->name;
+      << DescribeMissing(query) << "; device " << device->ordinal << " is " << device->name
+      << kWayOut;
   return Load(device, *variant, &ready->kernel);
 }
 
