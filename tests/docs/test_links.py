@@ -1,0 +1,55 @@
+"""Links and paths of the documentation, and pages that the code names, are there."""
+
+import re
+
+import packax
+import pytest
+from paths import DOCS, ROOT
+
+PAGES = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")]
+PAGES += sorted(DOCS.rglob("*.md"))
+NAMES = [path.relative_to(ROOT).as_posix() for path in PAGES]
+FOLDERS = ("python", "csrc", "tests", "benchmarks", "docs", "examples", "third_party", ".ci")
+PATH = re.compile(rf"(?:{'|'.join(map(re.escape, FOLDERS))}|_src)/[\w./*-]*\w")
+SOURCES = [
+    path
+    for folder in FOLDERS
+    for path in sorted((ROOT / folder).rglob("*"))
+    if path.suffix in (".py", ".cc", ".h", "") and path.is_file() and "results" not in path.parts
+]
+
+
+def is_there(name):
+    base = ROOT / "python" / "packax" if name.startswith("_src/") else ROOT
+    return bool(list(base.glob(name)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_links(name):
+    text = re.sub(r"^```.*?^```$", "", (ROOT / name).read_text(), flags=re.DOTALL | re.MULTILINE)
+    for target in re.findall(r"\]\(([^)\s#]+)", text):
+        if "://" not in target:
+            assert ((ROOT / name).parent / target).is_file(), f"{name} links to {target}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_paths_that_a_page_names(name):
+    for code in re.findall(r"`([^`\n]+)`", (ROOT / name).read_text()):
+        for path in PATH.findall(code):
+            assert is_there(path), f"{name} names {path}"
+
+
+def test_pages_that_the_code_names():
+    missing = []
+    for source in SOURCES:
+        text = source.read_text(errors="ignore")
+        for path in re.findall(r"\bdocs/[\w/]+\.(?:md|py|svg|png)", text):
+            if not is_there(path):
+                missing.append(f"{source.relative_to(ROOT)}: {path}")
+    assert not missing, "\n".join(missing)
+
+
+def test_the_reference_has_every_public_name():
+    text = "".join(path.read_text() for path in (DOCS / "reference").glob("*.md"))
+    named = set(re.findall(r"(?:^::: |^## )packax\.(\w+)$", text, re.MULTILINE))
+    assert set(packax.__all__) - {"__version__"} <= named
