@@ -1,5 +1,5 @@
 """One case on the device, for tune.py: inputs, mask arrays, workspaces, and the launches of
-docs/design.md.
+docs/internals/kernels.md.
 
 Kernels get their arguments by name, from one namespace; which of them are tensor maps, pointers or
 numbers is what the build recorded (csrc/aot/table.py), so a kernel may change that freely.

@@ -1,4 +1,6 @@
-"""Compile the table: one kernel for one architecture to NAME.cubin and NAME.json (docs/design.md).
+"""Compile the table: one kernel for one architecture to NAME.cubin and NAME.json.
+
+docs/internals/kernels.md says what comes of them.
 
     python csrc/aot/compile.py --out build/cubins [--archs 90a;80] [--dtypes bf16]
         [--head-dims 128x128] [--jobs 2] [--cache DIR]

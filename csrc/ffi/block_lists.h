@@ -1,5 +1,5 @@
-// Maps of blocks: read from the buffers of a general call and checked once (docs/design.md, "Maps
-// of blocks").
+// Block masks: read from the buffers of a general call and checked once
+// (docs/internals/mask_format.md, "Block masks").
 
 #pragma once
 

@@ -2,7 +2,7 @@
 // step.
 //
 // Three small kernels each, launched back to back on XLA's stream; what passes between them lies in
-// the results and in the workspace. What they compute is in docs/design.md.
+// the results and in the workspace. What they compute is in docs/internals/mask_format.md.
 
 #include <bit>
 

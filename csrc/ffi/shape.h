@@ -2,7 +2,7 @@
 // checked once.
 //
 // Masks arrive as row ranges and block bounds: nothing here knows of documents, positions or
-// windows. Formulas of the grids: docs/design.md.
+// windows. Formulas of the grids: docs/internals/kernels.md.
 
 #pragma once
 

@@ -1,6 +1,7 @@
 """What the compiler gets, with no GPU: targets, attributes, operands.
 
-Guards against an operand or attribute out of the order of docs/design.md, which C++ would read as
+Guards against an operand or attribute out of the order of docs/internals/ffi.md,
+which C++ would read as
 another.
 """
 

@@ -1,7 +1,7 @@
 """The Python of README.md, docs/ and the docstrings runs, in a namespace of what the text around it names.
 
-Blocks of docs/integrations.md have a test of their own (test_integrations_docs.py), bash blocks of the
-README run in CI. A block that must not run starts with a comment `# not run: why`.
+Blocks of docs/guide/integrations.md have a test of their own (test_integrations_docs.py), bash
+blocks of the README run in CI. A block that must not run starts with a comment `# not run: why`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def names(length=LENGTH):
 
 
 def around():
-    """The mesh of docs/context_parallelism.md, under which the README's second block stands, too."""
+    """The mesh of docs/guide/context_parallelism.md."""
     kinds = (jax.sharding.AxisType.Auto,) * 3
     return jax.set_mesh(jax.make_mesh((2, 4, 1), ("fsdp", "context", "tensor"), axis_types=kinds))
 

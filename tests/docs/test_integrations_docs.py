@@ -1,4 +1,4 @@
-"""The Python blocks of docs/integrations.md, in order, in one namespace."""
+"""The Python blocks of docs/guide/integrations.md, in order, in one namespace."""
 
 import functools
 import re

@@ -15,7 +15,10 @@ SOURCES = [
     path
     for folder in FOLDERS
     for path in sorted((ROOT / folder).rglob("*"))
-    if path.suffix in (".py", ".cc", ".h", "") and path.is_file() and "results" not in path.parts
+    if path.suffix in (".py", ".cc", ".h", "")
+    and path.is_file()
+    and "results" not in path.parts
+    and path.name != "test_check_columns.py"  # names of files that it makes
 ]
 
 
@@ -43,7 +46,7 @@ def test_pages_that_the_code_names():
     missing = []
     for source in SOURCES:
         text = source.read_text(errors="ignore")
-        for path in re.findall(r"\bdocs/[\w/]+\.(?:md|py|svg|png)", text):
+        for path in re.findall(r"(?<![\w/])docs/[\w/]+\.(?:md|py|svg|png)", text):
             if not is_there(path):
                 missing.append(f"{source.relative_to(ROOT)}: {path}")
     assert not missing, "\n".join(missing)

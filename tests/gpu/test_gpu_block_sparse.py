@@ -57,7 +57,8 @@ def test_cases(name, dtype, dims, options):
 def test_long_sequences_equal_xla_and_every_time(size, share, dim, garbage):
     """Long lists, full blocks and others, garbage in rows that attend nothing; the same bits in each run.
 
-    The general kernels keep NaNs out there, those of Hopper what docs/numerics.md says: finite numbers."""
+    The general kernels keep NaNs out there, those of Hopper what docs/guide/numerics.md
+    says: finite numbers."""
     length, heads = 4096, 8
     chosen, _ = cases.random_map(1, size, share, (2, heads), (length, length))
     chosen[0, 3, : len(chosen[0, 0]) // 2] = False  # rows that attend nothing

@@ -119,7 +119,7 @@ class Problem:
         delta = np.einsum("bqhd,bqhd->bhq", do, out)
         dp = np.einsum("bqhd,bkhd->bhqk", do, v) - delta[..., None]
         ds = (p * fade * dp).astype(half).astype(float)
-        # docs/numerics.md: above 128 dK is of the rounded P
+        # docs/guide/numerics.md: above 128 dK is of the rounded P
         wide = max(self.qk_dim, self.v_dim) > 128
         ds_of_keys = (rounded * fade * dp).astype(half).astype(float) if wide else ds
         back = lambda x: x.reshape(*x.shape[:2], -1, group, x.shape[3]).sum(3)  # noqa: E731

@@ -1,4 +1,4 @@
-"""The mask arrays: exactly the integers that docs/design.md writes down, done there by hand."""
+"""The mask arrays: exactly the integers that docs/internals/mask_format.md defines, by hand."""
 
 import cases
 import jax
@@ -17,7 +17,7 @@ def ceil(n, size):
 
 
 def documents_by_hand(q_ids, kv_ids, q_pos, kv_pos, compare_positions):
-    """One batch row, in the four steps of docs/design.md, in Python integers."""
+    """One batch row, in the four steps of docs/internals/mask_format.md, in Python integers."""
     kv_len = len(kv_ids)
     size = 1
     while size < kv_len:

@@ -4,7 +4,7 @@ import numpy as np
 
 
 def attended(mask, use_test=True):
-    """The pairs that the arrays allow, as docs/design.md reads them."""
+    """The pairs that the arrays allow, as docs/internals/mask_format.md reads them."""
     index = np.arange(mask.kv_len)
     lo, hi = np.asarray(mask.q_lo)[..., None], np.asarray(mask.q_hi)[..., None]
     allowed = (lo <= index) & (index < hi)

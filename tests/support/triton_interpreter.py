@@ -1,6 +1,7 @@
 """Run the build-time Triton kernels on the CPU, in Triton's interpreter, on numpy arrays.
 
-The launch arithmetic here (grids, workspace, table sizes) is written from docs/design.md, as the C++ launcher's is.
+The launch arithmetic here (grids, workspace, table sizes) is written
+from docs/internals/kernels.md, as the C++ launcher's is.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Every kind of mask under jax's transformations: what docs/transformations.md says of all masks.
+"""Every kind of mask under jax's transformations: what
+docs/guide/transformations.md says of all masks.
 
 test_transformations.py goes deep with one mask; here each kind, with every option that changes
 scores, goes once through derivatives of both orders under vmap and checkpoint, through an exported
@@ -101,7 +102,8 @@ def dense(x, allowed):
 
 
 def derivatives(attention):
-    """Of two rows of a vmap, each with its mask: every order that docs/transformations.md lists."""
+    """Of two rows of a vmap, each with its mask: every order that
+    docs/guide/transformations.md lists."""
 
     def of_one(x, along, mask):
         def loss(x):

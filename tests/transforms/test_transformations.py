@@ -1,6 +1,7 @@
 """jax's transformations of flash_attention beyond plain grad and jit.
 
-docs/transformations.md says what holds; test_frozen_operands.py and test_export.py are of it, too.
+docs/guide/transformations.md says what holds; test_frozen_operands.py and test_export.py
+are of it, too.
 Guards against a tangent that drops a term, a second derivative of another function than the first
 one's, a vmap that mixes operands, an error that does not say what to do.
 """

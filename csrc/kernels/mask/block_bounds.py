@@ -1,6 +1,7 @@
 """Row ranges to the bounds of blocks of 64 rows, their transpose for blocks of 64 keys, orders of tiles.
 
-Definitions: docs/design.md, "The mask that `create_attention_mask` returns". Once per step; all three read and write a few ints per block.
+Definitions: docs/internals/mask_format.md.
+Once per step; all three read and write a few ints per block.
 """
 
 import triton

@@ -1,4 +1,4 @@
-"""Segment ids and positions to row ranges: O(S) work, no sort (docs/design.md, "From ids to row ranges").
+"""Segment ids and positions to row ranges: O(S) work, no sort (docs/internals/mask_format.md).
 
 Three launches: `documents_init` clears the tables and notes where the first run of each chunk starts, `documents_runs` enters every run
 into two hash tables, `documents_rows` looks each row's id up. A collision only widens a hull, and the row is then tested.

@@ -1,6 +1,7 @@
 """A map of blocks in the general kernels: the blocks of 64 that a tile meets, and the map's word on a row and a key.
 
-The blocks come as a list that the build of the mask made (docs/design.md, "Maps of blocks"): how many need the mask, how many need
+The blocks come as a list that the build of the mask made (docs/internals/mask_format.md,
+"Block masks"): how many need the mask, how many need
 none, then their numbers, those that need it first. Without a map (`map_heads` 0) steps are those of the row ranges: rows.py.
 """
 

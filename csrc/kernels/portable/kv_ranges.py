@@ -1,6 +1,7 @@
 """Row ranges inside a kernel: which blocks of keys a tile of rows meets, and which keys a row keeps. And the columns of a tile.
 
-The only kernel file that knows how a mask is stored (docs/design.md, "The mask"). A tile merges the bounds of its blocks of
+The only kernel file that knows how a mask is stored (docs/internals/mask_format.md).
+A tile merges the bounds of its blocks of
 64 rows; the blocks of keys it meets are numbered from `start`, those from `core_begin` to `core_end` need no mask.
 """
 

@@ -3,7 +3,8 @@ arguments and results as `backward_dkdv_sm90` of sm90/bwd.py.
 
 A program is 128 keys of one key/value head: two warp groups of 64 keys, and sm90/bwd_producer.py's producer warp. Of a thread's 240
 registers dK and dV are 160, S or dP 32, P or dS in 16 bits 16. So one loop takes masked and other blocks, and branches where
-no product is under way; dP is begun after S is used up, dS is made of the rounded P (docs/numerics.md), and the next scores
+no product is under way; dP is begun after S is used up, dS is made of the rounded P (docs/guide/numerics.md),
+and the next scores
 wait for dK but its last chunk. The softmax of one warp group runs under its own dP and the products of the other.
 Queries, keys and dK are cut into chunks of QK_CHUNK columns.
 """

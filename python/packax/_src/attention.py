@@ -145,13 +145,14 @@ def flash_attention(
             `jax.lax.Precision`, the name of one, or anything else that `jax.lax.dot` takes for
             float32. On GPUs "highest" means float32 and less means TF32, 11 bits of each operand,
             also in the gradients. None: what `jax.default_matmul_precision` says, by default
-            TF32. For bfloat16 and float16 it changes nothing in the kernels. docs/numerics.md.
+            TF32. For bfloat16 and float16 it changes nothing in the kernels.
+            docs/guide/numerics.md.
         implementation: None: the CUDA kernels where this is lowered for CUDA, blockwise XLA
             elsewhere; "cuda": the CUDA kernels or an error; "xla": blockwise XLA everywhere.
         sharding: an `AttentionSharding`, on the mesh that `jax.set_mesh` set: the batch, the query
             rows and the heads are then split over it, and keys and values are gathered along the
             context axes. The mask must be built with the same sharding. Results and gradients are
-            sharded as query, key and value are. docs/context_parallelism.md.
+            sharded as query, key and value are. docs/guide/context_parallelism.md.
         checkpoint_name: one more name for both results, for `jax.checkpoint` policies of a program
             that has names of its own.
 

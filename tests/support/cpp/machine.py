@@ -26,7 +26,7 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C compiler for 
 
 ROWS = "q_lo q_hi q_ids kv_ids q_pos kv_pos q_blocks q_order"
 KEYS = "q_lo q_hi q_ids kv_ids q_pos kv_pos q_blocks kv_blocks kv_order"
-# docs/design.md, "Kernels": arguments in order; a colon gives the type where it is neither a
+# docs/internals/kernels.md: arguments in order; a colon gives the type where it is neither a
 # pointer nor int32: t(ensor map), f(loat).
 POINTERS = {
     "forward": "query key value out lse q_lo q_hi q_ids kv_ids q_pos kv_pos q_blocks q_order",

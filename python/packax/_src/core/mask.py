@@ -1,4 +1,4 @@
-"""`AttentionMask`: the arrays of docs/design.md as a pytree, and how jax.export writes it."""
+"""`AttentionMask`: the arrays of docs/internals/mask_format.md as a pytree, and its export."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def _serialized(static: Any) -> bytes:
         raise NotImplementedError(
             "a mask of symbolic lengths can not be an argument of an exported program, because its "
             "lengths are not those of the mask that a caller has: build the mask in the program, "
-            "or pass its leaves (docs/transformations.md)"
+            "or pass its leaves (docs/guide/transformations.md)"
         )
     return json.dumps(static).encode()
 

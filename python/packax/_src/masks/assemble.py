@@ -59,7 +59,7 @@ def limits_of(document: Document, interval: masks.And, q_len: int) -> masks.Limi
 
 
 def element_test_of(document: Document, low: Any, high: Any) -> int:
-    """0: none, 1: ids, 2: ids and an upper limit of positions, 3: both limits (docs/design.md)."""
+    """0: none, 1: ids, 2: ids and an upper limit of positions, 3: both limits."""
     if document.q_ids is None:
         return 0
     if document.q_pos is None or (low is None and high is None):

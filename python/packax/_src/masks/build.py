@@ -1,4 +1,4 @@
-"""From a mask expression to the arrays of docs/design.md: row ranges, then bounds of blocks."""
+"""From a mask expression to the arrays of docs/internals/mask_format.md: ranges, then bounds."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def create_attention_mask(
     """Build the mask that every layer of a step shares.
 
     Args:
-        expression: `causal()`, `documents(...)` or another of docs/masks.md, or `&` and `|` of them.
+        expression: `causal()`, `documents(...)` or another of docs/guide/masks.md, or `&` and `|`
+            of them.
         q_len: number of query rows; needed only where no array of the expression says it.
         kv_len: number of keys; likewise.
         sharding: the `AttentionSharding` that `flash_attention` gets: the row ranges are sharded as

@@ -1,7 +1,7 @@
 """create_attention_mask for rows that a plan permutes or a mesh divides: each rank makes the mask of its own rows.
 
 The expression is about whole sequences in order. Limits of places are made there, then rows are moved and cut, and each rank
-derives ranges, bounds of blocks and lists from its own (docs/context_parallelism.md, "Masks").
+derives ranges, bounds of blocks and lists from its own (docs/guide/context_parallelism.md, "Masks").
 """
 
 from __future__ import annotations

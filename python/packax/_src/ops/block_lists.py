@@ -1,7 +1,7 @@
 """Maps of blocks as the kernels take them: bits, and for each tile the list of blocks that it meets.
 
-Made once per mask, in O(blocks), from the map and the bounds of blocks of 64 (docs/design.md, "Maps
-of blocks"). An element is tested by its bit; the lists only say where to look.
+Made once per mask, in O(blocks), from the map and the bounds of blocks of 64
+(docs/internals/mask_format.md, "Block masks"). An element is tested by its bit; the lists only say where to look.
 """
 
 from __future__ import annotations

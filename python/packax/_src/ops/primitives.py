@@ -12,7 +12,7 @@ extras: none; scales (1 or B,), which count instead of `scale`; or scales, slope
     (Bp, Sq) and kv_places (Bp, Skv), Bp 1 or B; or scales, which then are `scale`, and slopes, of
     places that are indices.
 decode_p: query, key, value, q_lo, q_hi, block_table if paged, sinks if has_sinks -> out, lse
-docs/design.md gives every shape; lowering.py gives them a meaning per platform.
+docs/internals/ffi.md gives every shape; lowering.py gives them a meaning per platform.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A tile of the attention kernels is 128 rows of one batch row, so thousands of batch rows of 16 tokens would be thousands of tiles
 that are nearly empty, and the backward's sum of dq is padded to 64 rows for each. As one row of documents they fill the
 tiles. The mask's row ranges move by the keys before them, which keeps documents apart; nothing else changes but where a NaN may
-spread (docs/numerics.md).
+spread (docs/guide/numerics.md).
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def decode(
     soft_cap: float,
     precision: jax.lax.Precision = jax.lax.Precision.DEFAULT,
 ) -> tuple[jax.Array, jax.Array]:
-    """out (B, Sq, H, Dv) and lse (B, H, Sq); shapes as decode_p has them (docs/design.md)."""
+    """out (B, Sq, H, Dv) and lse (B, H, Sq); shapes as decode_p has them (docs/internals/ffi.md)."""
     batch, q_len, heads, _ = query.shape
     kv_heads, v_dim = value.shape[2:]
     group = heads // kv_heads

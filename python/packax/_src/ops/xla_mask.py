@@ -1,6 +1,7 @@
 """The mask arrays in jax.numpy, for platforms without a kernel.
 
-The same integers as csrc/kernels/mask/segments.py and blocks.py; docs/design.md defines them.
+The same integers as csrc/kernels/mask/segments.py and block_bounds.py;
+docs/internals/mask_format.md defines them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""MaxText's attention op, by packax: docs/integrations.md.
+"""MaxText's attention op, by packax: docs/guide/integrations.md.
 
 from packax.integrations.maxtext import AttentionOp
 """

@@ -7,7 +7,7 @@
 
 What a call means is what MaxText's dense path says (`generate_attention_mask` and
 `apply_attention_dot` of its attention_op.py, as of commit 001b727), without a dense mask. Queries
-arrive scaled: the op's own scale is 1. Where it differs: docs/integrations.md.
+arrive scaled: the op's own scale is 1. Where it differs: docs/guide/integrations.md.
 """
 
 from __future__ import annotations
