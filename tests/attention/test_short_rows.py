@@ -11,6 +11,7 @@ import numpy as np
 import packax
 import pytest
 from lowered import calls, text_of
+from packax._src.core.mask import operand_names
 from packax._src.ops import primitives, short_rows
 
 
@@ -132,7 +133,11 @@ def test_blocks_are_tested_where_a_row_of_theirs_was():
     ids[[2, 8], 7:9] = 1  # documents that come back
     mask = packax.create_attention_mask(packax.documents(ids))
     query, key = (jnp.zeros((9, 20, h, 16)) for h in (2, 1))
-    _, (q_blocks, *_) = short_rows._one_row(query, key, mask.operands(), 1)
+    operands = mask.operands("forward")
+    row = short_rows._one_row(
+        "forward", query, key, operands, {"element_test": 1, "implementation": None}
+    )
+    q_blocks = dict(zip(operand_names(False, "forward"), row, strict=True))["q_blocks"]
     rows = np.repeat(np.isin(np.arange(9), [2, 8]), 20)
     rows = np.pad(rows, (0, 192 - 180)).reshape(3, 64)
     np.testing.assert_array_equal(q_blocks[0, 4] & 1, rows.any(1))

@@ -30,7 +30,6 @@ from context import (
 )
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from packax._src.context import shard as partition
 from packax._src.core.sharding import layout_of
 
 BATCH_AXES = ("data", "fsdp")
@@ -264,12 +263,11 @@ def test_the_specs_of_a_mask(kind, plan):
         expression_of(kind), q_len=LENGTH, kv_len=LENGTH, sharding=sharding, plan=plan_of(plan, 2)
     )
     layout = layout_of(sharding)
-    call = partition.Call(1.0, mask.element_test, True, False, None, layout)
     specs = sharding.mask_specs(mask)
-    *_, of_operands, of_plan = partition._specs(call, layout, mask.operands(), mask.kv_plan)
-    assert [*of_operands, of_plan] == [*specs.operands(), specs.kv_plan]
+    of_layout = mask.specs(layout.spec, layout.batch, layout.context, layout.heads)
+    assert jax.tree.leaves(specs) == jax.tree.leaves(of_layout)
     sizes = {None: 1, BATCH_AXES: 2, "context": 2}
-    for x, spec in zip(mask.operands(), of_operands, strict=True):
+    for x, spec in zip(jax.tree.leaves(mask), jax.tree.leaves(specs), strict=True):
         pieces = [sizes[axes] for axes in (*spec, *[None] * (x.ndim - len(spec)))]
         assert x.sharding.shard_shape(x.shape) == tuple(
             size // n for size, n in zip(x.shape, pieces, strict=True)

@@ -205,19 +205,18 @@ def flash_attention(
             mask, q_len=q_len, kv_len=kv_len, sharding=sharding, implementation=implementation
         )
     _check_mask(mask, query.shape, key.shape, q_len, kv_len, layout)
-    mask = mask.with_batch()
+    built = mask.with_batch()
 
     if not isinstance(factor, jax.Array):
         query, factor = _with_positive_scale(query, factor)
     scores, places = scores_of(query, q_len, kv_len, factor, sinks, bias, layout)
     if 0 in query.shape[:2] or 0 in key.shape[:2]:
         return _of_nothing(query, key, value, bool(return_lse), bool(return_max_logits))
-    scores, query, key, value, *operands = vary_together(
-        scores, query, key, value, *mask.operands(), *places
+    scores, query, key, value, built, places = vary_together(
+        scores, query, key, value, built, places
     )
     call = Call(
         1.0 if isinstance(factor, jax.Array) else factor,
-        mask.element_test,
         bool(return_lse),
         bool(deterministic),
         implementation,
@@ -226,9 +225,8 @@ def flash_attention(
         soft_cap=soft_cap,
         precision=precision,
         return_max_logits=bool(return_max_logits),
-        block_size=mask.block_size,
     )
-    results = list(attention(call, (query, key, value, scores), tuple(operands), mask.kv_plan))
+    results = list(attention(call, (query, key, value, scores), built, places))
     if return_max_logits:
         results[2] = largest(results[2], layout)
     if not return_lse:

@@ -25,6 +25,7 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from packax._src.context import shard as partition
+from packax._src.core.mask import AttentionMask
 from packax._src.tangents import NO_MORE_DERIVATIVES
 
 CHECKPOINT_NAMES = ("packax_out", "packax_lse")
@@ -33,24 +34,25 @@ CHECKPOINT_NAMES = ("packax_out", "packax_lse")
 Arrays = Sequence[Any]
 
 
-def attention(call: partition.Call, inputs: Any, mask: Any, kv_plan: Any) -> list[Any]:
+def attention(call: partition.Call, inputs: Any, mask: AttentionMask, places: Arrays) -> list[Any]:
     """out (B, Sq, H, Dv), lse (B, H, Sq), and on request the rows' largest logits, like lse.
 
-    inputs: query, key, value, scores: what has a gradient. mask: AttentionMask.operands() and
-    places. The largest logits have no gradient: for `jax.lax.stop_gradient`.
+    inputs: query, key, value, scores: what has a gradient. places: of rows and keys, if there is a
+    bias that is not of their indices. The largest logits have no gradient: for
+    `jax.lax.stop_gradient`.
     """
-    leaves, tree = jax.tree.flatten((inputs, mask, kv_plan))
+    leaves, tree = jax.tree.flatten((inputs, mask, places))
     return _bind(_Attention(call, len(jax.tree.leaves(inputs)), tree), leaves)
 
 
 class _Attention(NamedTuple):
     call: partition.Call
     inputs: int  # their leaves, which are the first operands
-    tree: Any  # of (inputs, mask, kv_plan)
+    tree: Any  # of (inputs, mask, places)
 
     def apply(self, operands: Arrays) -> Arrays:
-        (query, key, value, scores), mask, kv_plan = jax.tree.unflatten(self.tree, operands)
-        results = partition.forward(self.call, query, key, value, scores, mask, kv_plan)
+        (query, key, value, scores), mask, places = jax.tree.unflatten(self.tree, operands)
+        results = partition.forward(self.call, query, key, value, scores, mask, places)
         return [x for x in results if x is not None]
 
     def named(self, results: Arrays) -> Arrays:
@@ -77,10 +79,10 @@ class _Gradients(NamedTuple):
     def apply(self, operands: Arrays) -> Arrays:
         call, tree = self.attention.call, self.attention.tree
         primals, (out, lse, dout, *rest) = _split(operands, tree.num_leaves)
-        (query, key, value, scores), mask, kv_plan = jax.tree.unflatten(tree, primals)
+        (query, key, value, scores), mask, places = jax.tree.unflatten(tree, primals)
         (dlse,) = rest or (lse,)
         found = partition.backward(
-            call, query, key, value, scores, out, lse, dout, dlse, mask, kv_plan
+            call, query, key, value, scores, out, lse, dout, dlse, mask, places
         )
         return _chosen(call.wanted, jax.tree.leaves(found))
 

@@ -15,6 +15,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
 from packax._src.ops import lowering, primitives
+from packax._src.ops.operands import TENSORS
 from packax._src.ops.primitives import backward_p, forward_p
 
 NO_MORE_DERIVATIVES = (
@@ -104,5 +105,9 @@ def _add_tangent(of: Primitive, name: str, tensors: int, function: Callable[...,
     return primitive
 
 
-forward_tangent_p = _add_tangent(forward_p, "packax_forward_tangent", 3, lowering._xla_forward)
-backward_tangent_p = _add_tangent(backward_p, "packax_backward_tangent", 7, lowering._xla_backward)
+forward_tangent_p = _add_tangent(
+    forward_p, "packax_forward_tangent", len(TENSORS["forward"]), lowering._xla_forward
+)
+backward_tangent_p = _add_tangent(
+    backward_p, "packax_backward_tangent", len(TENSORS["backward"]), lowering._xla_backward
+)

@@ -10,6 +10,7 @@ together, and data says the order: numbers that are 0, and known only when somet
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 
 from packax._src.context.load_balance import take_chunks
 from packax._src.core.jax_compat import vary_together
+from packax._src.core.mask import FIELDS, AttentionMask
 from packax._src.core.sharding import Layout
 
 
@@ -56,9 +58,17 @@ class Groups:
         group = [pieces.pop(0)] if self.number > 1 else self.under_way.pop(0)
         return self._apart(self._in_order(group, 1, self.attended))
 
-    def order(self, q_order: jax.Array) -> jax.Array:
-        """For the attention of that group: not before all that runs beside it is ready to go."""
-        return _plus(_plus(q_order, self.sent), self.sent_back)
+    def mask(self, mask: AttentionMask, group: int) -> AttentionMask:
+        """For the attention of that group: not before all that runs beside it is ready to go.
+
+        A block mask of heads becomes that of the group's.
+        """
+        ready: dict[str, Any] = {"q_order": _plus(_plus(mask.q_order, self.sent), self.sent_back)}
+        for name, field in FIELDS.items():
+            x = getattr(mask, name)
+            if field.block_sparse and x is not None and x.shape[1] > 1:
+                ready[name] = self.rows(x, group, 1)
+        return dataclasses.replace(mask, **ready)
 
     def gather_after(self, result: jax.Array) -> None:
         """Starts the next gather but one when this result of a gather's last group is there: else all would be held at once."""
@@ -140,10 +150,6 @@ class Groups:
         each = heads // self.heads
         begin, end = (each * n for n in self.ends[group : group + 2])
         return range(begin, end)
-
-    def maps(self, maps: Any, group: int) -> list[jax.Array]:
-        """Of a map of blocks: its heads that belong to the group, or the one for all."""
-        return [self.rows(x, group, 1) if x.shape[1] > 1 else x for x in maps]
 
     def summed(self, gradient: jax.Array, like: jax.Array) -> jax.Array:
         """All heads of `like`, summed over the axes that query has and keys do not.

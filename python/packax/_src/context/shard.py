@@ -17,7 +17,8 @@ import jax.numpy as jnp
 
 from packax._src.context.all_gather_kv import Groups
 from packax._src.core.jax_compat import vary_together
-from packax._src.core.sharding import Axes, Layout
+from packax._src.core.mask import AttentionMask
+from packax._src.core.sharding import Layout
 from packax._src.ops import head_groups as some_heads
 from packax._src.ops.score_mods import Scores, add_sinks, place_specs, sinks_gradient, summed
 
@@ -28,7 +29,6 @@ class Call(NamedTuple):
     """What the trace fixes of one attention."""
 
     scale: float
-    element_test: int
     return_lse: bool
     deterministic: bool
     implementation: Literal["cuda", "xla"] | None
@@ -38,12 +38,6 @@ class Call(NamedTuple):
     soft_cap: float = 0.0  # 0: none
     return_max_logits: bool = False
     precision: jax.lax.Precision = jax.lax.Precision.DEFAULT
-    block_size: tuple[int, int] | None = None  # of the mask's map of blocks
-
-    def split(self, mask: Any) -> tuple[Any, Any, Any]:
-        """The mask's eleven operands; those of a map of blocks: none, or bits and two lists; places."""
-        end = 11 if self.block_size is None else 14
-        return mask[:11], mask[11:end], mask[end:]
 
 
 def forward(
@@ -52,16 +46,15 @@ def forward(
     key: jax.Array,
     value: jax.Array,
     scores: Scores,
-    mask: Arrays,
-    kv_plan: Any,
+    mask: AttentionMask,
+    places: Arrays,
 ) -> tuple[Any, ...]:
     """out (B, Sq, H, Dv), lse (B, H, Sq), and the rows' largest logits like lse, on request.
 
-    `mask`: AttentionMask.operands(), then the places of rows and keys if there is a bias, and they are
-    not just their indices: Call.split.
+    `places`: of rows and keys, if there is a bias and they are not just their indices.
     """
     function = _forward if call.layout is None else _forward_of_ranks
-    return function(call, query, key, value, scores, mask, kv_plan)
+    return function(call, query, key, value, scores, mask, places)
 
 
 def backward(
@@ -74,83 +67,57 @@ def backward(
     lse: jax.Array,
     dout: jax.Array,
     dlse: jax.Array,
-    mask: Arrays,
-    kv_plan: Any,
+    mask: AttentionMask,
+    places: Arrays,
 ) -> tuple[jax.Array, jax.Array, jax.Array, Scores]:
     """The gradients of query, key, value and scores, sharded as they are.
 
     Those that call.wanted does not say may hold anything. `dlse`: lse if there is none.
     """
     function = _backward if call.layout is None else _backward_of_ranks
-    return function(call, query, key, value, scores, out, lse, dout, dlse, mask, kv_plan)
+    return function(call, query, key, value, scores, out, lse, dout, dlse, mask, places)
 
 
 # jit, so that outside of jit it is one program and not one for every operation and collective.
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def _forward_of_ranks(call: Call, query, key, value, scores, mask, kv_plan) -> tuple[Any, ...]:
+def _forward_of_ranks(call: Call, query, key, value, scores, mask, places) -> tuple[Any, ...]:
     assert call.layout is not None
-    q_spec, kv_spec, lse_spec, mask_specs, plan_spec = _specs(call, call.layout, mask, kv_plan)
+    q_spec, kv_spec, lse_spec, *others = _specs(call.layout, scores, mask, places)
     mapped = _shard_map(
         call.layout,
         lambda *operands: _forward(call, *operands),
-        (q_spec, kv_spec, kv_spec, scores.specs(call.layout), mask_specs, plan_spec),
+        (q_spec, kv_spec, kv_spec, *others),
         (q_spec, lse_spec, lse_spec if call.return_max_logits else None),
     )
-    return mapped(query, key, value, scores, mask, kv_plan)
+    return mapped(query, key, value, scores, mask, places)
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _backward_of_ranks(
-    call: Call, query, key, value, scores, out, lse, dout, dlse, mask, kv_plan
+    call: Call, query, key, value, scores, out, lse, dout, dlse, mask, places
 ) -> tuple[Any, ...]:
     assert call.layout is not None
-    q_spec, kv_spec, lse_spec, mask_specs, plan_spec = _specs(call, call.layout, mask, kv_plan)
-    score_specs = scores.specs(call.layout)
+    q_spec, kv_spec, lse_spec, score_specs, *others = _specs(call.layout, scores, mask, places)
     rows = (q_spec, lse_spec, q_spec, lse_spec)
     mapped = _shard_map(
         call.layout,
         lambda *operands: _backward(call, *operands),
-        (q_spec, kv_spec, kv_spec, score_specs, *rows, mask_specs, plan_spec),
+        (q_spec, kv_spec, kv_spec, score_specs, *rows, *others),
         (q_spec, kv_spec, kv_spec, score_specs),
     )
-    return mapped(query, key, value, scores, out, lse, dout, dlse, mask, kv_plan)
+    return mapped(query, key, value, scores, out, lse, dout, dlse, mask, places)
 
 
-def _specs(call: Call, layout: Layout, mask: Arrays, kv_plan: Any) -> tuple[Any, ...]:
+def _specs(layout: Layout, scores: Scores, mask: AttentionMask, places: Arrays) -> tuple[Any, ...]:
+    """Of query, key and value, log-sum-exps, scores, mask and places."""
     batch, context, heads = layout.batch, layout.context, layout.heads
-    mask_batch = () if mask[0].shape[0] == 1 else batch
-    rows = layout.spec(mask_batch, context)
-    keys = layout.spec(mask_batch)
-    blocks = layout.spec(mask_batch, (), context)
-    # q_lo stands in for ids and positions that are not there
-    ids, positions = (keys if call.element_test >= n else rows for n in (1, 2))
-    limits = layout.spec(mask_batch, (), context) if call.element_test >= 3 else rows
-    _, maps, places = call.split(mask)
-    mask_specs = (
-        *(rows, rows, rows, ids, limits, positions, blocks, rows, rows, blocks, rows),
-        *_map_specs(layout, maps, mask_batch),
-        *place_specs(layout, places),
-    )
-    plan_spec = None
-    if kv_plan is not None:
-        plan_spec = layout.spec(() if kv_plan.shape[0] == 1 else batch)
     return (
         layout.spec(batch, context, heads),
         layout.spec(batch, layout.kv_context, layout.kv_heads),
         layout.spec(batch, heads, context),
-        mask_specs,
-        plan_spec,
-    )
-
-
-def _map_specs(layout: Layout, maps: Any, mask_batch: Axes) -> tuple[Any, ...]:
-    """Of the operands of a map of blocks: bits may be one for all rows of the mask's batch."""
-    rows = (layout.context,), (layout.context,), ((), layout.context)
-    return tuple(
-        layout.spec(
-            () if x.shape[0] == 1 else mask_batch, () if x.shape[1] == 1 else layout.heads, *axes
-        )
-        for x, axes in zip(maps, rows, strict=bool(maps))
+        scores.specs(layout),
+        mask.specs(layout.spec, batch, context, heads),
+        place_specs(layout, places),
     )
 
 
@@ -167,11 +134,10 @@ def _shard_map(layout: Layout, function: Callable[..., Any], in_specs: Any, out_
     )
 
 
-def _forward(call: Call, query, key, value, scores, mask, kv_plan) -> tuple[Any, ...]:
+def _forward(call: Call, query, key, value, scores, mask, places) -> tuple[Any, ...]:
     """On one rank."""
-    scores, query, key, value, *mask = vary_together(scores, query, key, value, *mask)
-    mask, maps, places = call.split(mask)
-    groups = Groups(call.layout, query, key, value, kv_plan)
+    scores, query, key, value, mask, places = vary_together(scores, query, key, value, mask, places)
+    groups = Groups(call.layout, query, key, value, mask.kv_plan)
     out = None
     lses: list[jax.Array] = []
     tops: list[jax.Array] = []
@@ -184,16 +150,13 @@ def _forward(call: Call, query, key, value, scores, mask, kv_plan) -> tuple[Any,
             query,
             keys,
             values,
-            *mask[:7],
-            groups.order(mask[7]),
-            mask[8],
-            *groups.maps(maps, group)[:2],
+            *groups.mask(mask, group).operands("forward"),
             *extras,
             scale=call.scale,
             soft_cap=call.soft_cap,
             precision=call.precision,
-            element_test=call.element_test,
-            block_size=call.block_size,
+            element_test=mask.element_test,
+            block_size=mask.block_size,
             max_logits=call.return_max_logits,
             extras=len(extras),
             implementation=call.implementation,
@@ -224,17 +187,16 @@ def _extras(call: Call, scores: Scores, places: Any, groups: Groups, group: int)
 
 
 def _backward(
-    call: Call, query, key, value, scores, out, lse, dout, dlse, mask, kv_plan
+    call: Call, query, key, value, scores, out, lse, dout, dlse, mask, places
 ) -> tuple[Any, ...]:
     """On one rank."""
-    scores, query, key, value, out, lse, dout, dlse, *mask = vary_together(
-        scores, query, key, value, out, lse, dout, dlse, *mask
+    scores, query, key, value, out, lse, dout, dlse, mask, places = vary_together(
+        scores, query, key, value, out, lse, dout, dlse, mask, places
     )
-    mask, maps, places = call.split(mask)
     if call.layout is not None and call.layout.kv_context:
         # Else XLA sees the forward's gathers here, and keeps the gathered keys for the backward.
         key, value, dout = jax.lax.optimization_barrier((key, value, dout))
-    groups = Groups(call.layout, query, key, value, kv_plan, backward=True)
+    groups = Groups(call.layout, query, key, value, mask.kv_plan, backward=True)
     dq = None
     dks: list[jax.Array] = []
     dvs: list[jax.Array] = []
@@ -253,16 +215,13 @@ def _backward(
             groups.rows(lse, group, 1),
             dout,
             groups.rows(dlse, group, 1),
-            *mask[:7],
-            groups.order(mask[7]),
-            *mask[9:11],  # without q_order_192
-            *groups.maps(maps, group),
+            *groups.mask(mask, group).operands("backward"),
             *extras,
             scale=call.scale,
             soft_cap=call.soft_cap,
             precision=call.precision,
-            element_test=call.element_test,
-            block_size=call.block_size,
+            element_test=mask.element_test,
+            block_size=mask.block_size,
             dnumbers=scores.numbers() and any(wanted),
             extras=len(extras),
             has_dlse=call.return_lse,

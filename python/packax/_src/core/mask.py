@@ -1,12 +1,13 @@
-"""`AttentionMask`: the arrays of docs/internals/mask_format.md as a pytree, and its export."""
+"""`AttentionMask`: a mask for all layers and both passes, and the one table of its arrays."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
-from typing import Any
+from collections.abc import Callable
+from dataclasses import field
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.export
@@ -22,28 +23,50 @@ _BUILT_FROM = (  # by element_test
 )
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=[
-        "q_lo",
-        "q_hi",
-        "q_ids",
-        "q_pos",
-        "kv_ids",
-        "kv_pos",
-        "q_blocks",
-        "kv_blocks",
-        "q_order",
-        "q_order_192",
-        "kv_order",
-        "kv_plan",
-        "map_bits",
-        "q_entries",
-        "kv_entries",
-    ],
-    meta_fields=["q_len", "kv_len", "element_test", "context", "shards", "block_size"],
-)
-@dataclasses.dataclass(frozen=True, eq=False)
+Axes = tuple[str, ...]
+Pass = Literal["forward", "backward"]
+BATCH, HEADS, RANK, WHOLE = "batch", "heads", "rank", "whole"
+"""What an axis of an array is over: the batch, or the heads of query, or 1: one for all of them;
+what each rank has its own piece of; what every rank has whole."""
+
+
+class Field(NamedTuple):
+    """An array of a mask."""
+
+    name: str
+    axes: tuple[str, ...]
+    passes: tuple[Pass, ...]  # which read it
+    stand_ins: tuple[str, ...]  # operands in its place where it is None, and never read
+
+    @property
+    def block_sparse(self) -> bool:
+        """Whether only masks with a block_sparse(...) have it."""
+        return HEADS in self.axes
+
+    def axes_at(self, element_test: int) -> tuple[str, ...]:
+        """The axes, with that of the two limits of positions where q_pos has both."""
+        two_limits = self.name == "q_pos" and element_test == 3
+        return (BATCH, WHOLE, RANK) if two_limits else self.axes
+
+    def dims(
+        self, element_test: int, batch: Axes, context: Axes, heads: Axes = ()
+    ) -> tuple[Axes, ...]:
+        """The mesh axes of each of its axes, up to the last that may have some."""
+        axes = self.axes_at(element_test)
+        over = {BATCH: batch, HEADS: heads, RANK: context, WHOLE: ()}
+        last = max(n for n, axis in enumerate(axes) if axis != WHOLE)
+        return tuple(over[axis] for axis in axes[: last + 1])
+
+
+def _array(*axes: str, only: Pass | None = None, stand_ins: tuple[str, ...] = ()) -> dict[str, Any]:
+    passes = ("forward", "backward") if only is None else (only,)
+    return {"axes": axes, "passes": passes, "stand_ins": stand_ins}
+
+
+_OF_NO_PASS = {"passes": ()}
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class AttentionMask:
     """What `create_attention_mask` returns: a pytree of int32 arrays, O(S) in memory, or O(blocks).
 
@@ -55,26 +78,34 @@ class AttentionMask:
     docs/internals/mask_format.md; they are not meant to be written.
     """
 
-    q_lo: jax.Array
-    q_hi: jax.Array
-    q_ids: jax.Array | None
-    q_pos: jax.Array | None
-    kv_ids: jax.Array | None
-    kv_pos: jax.Array | None
-    q_blocks: jax.Array
-    kv_blocks: jax.Array
-    q_order: jax.Array
-    q_order_192: jax.Array
-    kv_order: jax.Array
+    # In the order of the operands of forward_p and backward_p.
+    q_lo: jax.Array = field(metadata=_array(BATCH, RANK))  # (Bm, Sq)
+    q_hi: jax.Array = field(metadata=_array(BATCH, RANK))
+    q_ids: jax.Array | None = field(metadata=_array(BATCH, RANK, stand_ins=("q_lo",)))
+    kv_ids: jax.Array | None = field(metadata=_array(BATCH, WHOLE, stand_ins=("q_ids", "q_lo")))
+    q_pos: jax.Array | None = field(metadata=_array(BATCH, RANK, stand_ins=("q_lo",)))
+    kv_pos: jax.Array | None = field(metadata=_array(BATCH, WHOLE, stand_ins=("q_pos", "q_lo")))
+    q_blocks: jax.Array = field(metadata=_array(BATCH, WHOLE, RANK))  # (Bm, 5, blocks of 64)
+    q_order: jax.Array = field(metadata=_array(BATCH, RANK))  # (Bm, tiles of 128 rows)
+    q_order_192: jax.Array = field(metadata=_array(BATCH, RANK, only="forward"))
+    kv_blocks: jax.Array = field(metadata=_array(BATCH, WHOLE, RANK, only="backward"))
+    kv_order: jax.Array = field(metadata=_array(BATCH, RANK, only="backward"))
+    # Of block_sparse(...): its map in bits, (Bp, H, NQ, words), and block lists of tiles.
+    map_bits: jax.Array | None = field(default=None, metadata=_array(BATCH, HEADS, RANK, WHOLE))
+    q_entries: jax.Array | None = field(default=None, metadata=_array(BATCH, HEADS, RANK, WHOLE))
+    kv_entries: jax.Array | None = field(
+        default=None, metadata=_array(BATCH, HEADS, WHOLE, RANK, only="backward")
+    )
+    # The order of keys that a plan permuted: (Bp, 2, chunks). No kernel reads it.
+    kv_plan: jax.Array | None = field(
+        default=None, metadata=_array(BATCH, WHOLE, WHOLE) | _OF_NO_PASS
+    )
+
     q_len: int
     kv_len: int
-    element_test: int
-    kv_plan: jax.Array | None = None
+    element_test: int  # 0: none, 1: ids, 2: and upper limits of positions, 3: both limits
     context: tuple[str, ...] = ()
     shards: int = 1
-    map_bits: jax.Array | None = None
-    q_entries: jax.Array | None = None
-    kv_entries: jax.Array | None = None
     block_size: tuple[int, int] | None = None
 
     def __repr__(self) -> str:
@@ -152,39 +183,62 @@ class AttentionMask:
 
     def with_batch(self) -> AttentionMask:
         """With a batch of one where vmap took the batch axis."""
-        ranks = dict.fromkeys(("q_blocks", "kv_blocks", "kv_plan"), 3)
-        ranks |= dict.fromkeys(("map_bits", "q_entries", "kv_entries"), 4)
-        if self.element_test >= 3:
-            ranks["q_pos"] = 3
         lost = {
-            x.name: array[None]
-            for x in dataclasses.fields(self)
-            if hasattr(array := getattr(self, x.name), "ndim")
-            and array.ndim == ranks.get(x.name, 2) - 1
+            name: array[None]
+            for name, array in self._arrays()
+            if array.ndim == len(FIELDS[name].axes_at(self.element_test)) - 1
         }
         return dataclasses.replace(self, **lost) if lost else self
 
-    def operands(self) -> tuple[jax.Array, ...]:
-        """The mask operands, eleven, and those of a map of blocks behind them (partition.py)."""
+    def operands(self, *passes: Pass) -> tuple[jax.Array, ...]:
+        """What these passes read, or either, in order: `operand_names`.
 
-        # Operands that are not there are never read: q_lo stands in, so that nothing is made.
-        def first(*arrays: jax.Array | None) -> jax.Array:
-            return next(x for x in arrays if x is not None)
+        What is not there is never read: a stand-in is in its place, so that nothing is made.
+        """
 
-        return (
-            self.q_lo,
-            self.q_hi,
-            first(self.q_ids, self.q_lo),
-            first(self.kv_ids, self.q_ids, self.q_lo),
-            first(self.q_pos, self.q_lo),
-            first(self.kv_pos, self.q_pos, self.q_lo),
-            self.q_blocks,
-            self.q_order,
-            self.q_order_192,
-            self.kv_blocks,
-            self.kv_order,
-            *(x for x in (self.map_bits, self.q_entries, self.kv_entries) if x is not None),
-        )
+        def first(name: str, stand_ins: tuple[str, ...]) -> jax.Array:
+            candidates = (getattr(self, x) for x in (name, *stand_ins))
+            return next(x for x in candidates if x is not None)
+
+        names = operand_names(self.block_size is not None, *passes)
+        return tuple(first(name, FIELDS[name].stand_ins) for name in names)
+
+    def specs(
+        self, spec: Callable[..., Any], batch: Axes, context: Axes, heads: Axes
+    ) -> AttentionMask:
+        """A mask of `spec(*mesh axes of each axis)` for every array; sizes of 1 lie on no axes."""
+
+        def of(name: str, x: Any) -> Any:
+            own_heads = heads if FIELDS[name].block_sparse and x.shape[1] > 1 else ()
+            own_batch = batch if x.shape[0] != 1 else ()
+            return spec(*FIELDS[name].dims(self.element_test, own_batch, context, own_heads))
+
+        return dataclasses.replace(self, **{name: of(name, x) for name, x in self._arrays()})
+
+    def _arrays(self) -> list[tuple[str, Any]]:
+        """Those that are there."""
+        held = ((name, getattr(self, name)) for name in FIELDS)
+        return [(name, x) for name, x in held if hasattr(x, "ndim")]
+
+
+FIELDS: dict[str, Field] = {
+    x.name: Field(x.name, **x.metadata) for x in dataclasses.fields(AttentionMask) if x.metadata
+}
+jax.tree_util.register_dataclass(
+    AttentionMask,
+    data_fields=list(FIELDS),
+    meta_fields=[x.name for x in dataclasses.fields(AttentionMask) if x.name not in FIELDS],
+)
+
+
+def operand_names(block_sparse: bool, *passes: Pass) -> tuple[str, ...]:
+    """The arrays that these passes read, or either, in the order of the primitives' operands."""
+    chosen = set(passes or ("forward", "backward"))
+    return tuple(
+        name
+        for name, x in FIELDS.items()
+        if chosen.intersection(x.passes) and (block_sparse or not x.block_sparse)
+    )
 
 
 def _serialized(static: Any) -> bytes:

@@ -58,26 +58,7 @@ class AttentionSharding:
 
     def mask_specs(self, mask: AttentionMask) -> AttentionMask:
         """The PartitionSpec of every array of a mask, as a mask: for a `shard_map` of your own."""
-        batch, context = _axes("query", self.query)[:2]
-        batch = () if mask.q_lo.shape[0] == 1 else batch
-        rows, keys = spec(batch, context), spec(batch)
-        blocks = spec(batch, (), context)
-        specs: dict[str, Any] = dict.fromkeys(("q_lo", "q_hi", "q_ids", "q_pos"), rows)
-        specs |= dict.fromkeys(("kv_ids", "kv_pos"), keys)
-        if mask.kv_plan is not None:  # one for all rows, or one each
-            specs["kv_plan"] = spec(() if mask.kv_plan.shape[0] == 1 else batch)
-        specs |= dict.fromkeys(("q_blocks", "kv_blocks"), blocks)
-        if mask.element_test >= 3:  # two limits a row
-            specs["q_pos"] = blocks
-        specs |= dict.fromkeys(("q_order", "q_order_192", "kv_order"), rows)
-        if mask.map_bits is not None:
-            maps, of_heads = mask.map_bits.shape[:2]
-            heads = () if of_heads == 1 else _axes("query", self.query)[2]
-            specs["q_entries"] = spec(batch, heads, context)
-            specs["kv_entries"] = spec(batch, heads, (), context)
-            specs["map_bits"] = spec(() if maps == 1 else batch, heads, context)
-        specs = {name: x for name, x in specs.items() if getattr(mask, name) is not None}
-        return dataclasses.replace(mask, **specs)
+        return mask.specs(spec, *_axes("query", self.query))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ import numpy as np
 
 from packax._src.core.jax_compat import vary_together
 from packax._src.masks import expressions as masks
-from packax._src.ops.primitives import blocks_p, documents_p
+from packax._src.ops.primitives import BLOCK_ARRAYS, blocks_p, documents_p
 
 _INT32 = np.iinfo(np.int32)
 
@@ -106,9 +106,8 @@ def assemble(
     empty = lo >= hi
     lo, hi, tested = (jnp.where(empty, 0, x) for x in (lo, hi, tested))
 
-    names = ("q_blocks", "kv_blocks", "q_order", "q_order_192", "kv_order")
     blocks = blocks_p.bind(
         *vary_together(lo, hi, tested), kv_len=kv_len, implementation=implementation
     )
-    computed = {"q_lo": lo, "q_hi": hi, **dict(zip(names, blocks, strict=True))}
+    computed = {"q_lo": lo, "q_hi": hi, **dict(zip(BLOCK_ARRAYS, blocks, strict=True))}
     return computed | ({"q_pos": q_pos} if level >= 2 else {})

@@ -16,10 +16,11 @@ import jax.numpy as jnp
 
 from packax._src.context.load_balance import take_sharded
 from packax._src.core.jax_compat import vary_together
-from packax._src.core.mask import AttentionMask
+from packax._src.core.mask import FIELDS, AttentionMask
 from packax._src.core.sharding import Axes
 from packax._src.masks.assemble import Document, Rows, assemble, element_test_of, limits_of
 from packax._src.ops.block_lists import entries, packed
+from packax._src.ops.primitives import BLOCK_ARRAYS
 
 
 @functools.partial(
@@ -118,14 +119,12 @@ def build_rows(
 
     whole: Any = functools.partial(assemble, level=level, **static)
     if mapped:
-        row_spec, block_spec = (
-            layout.spec(mask_batch, context),
-            layout.spec(mask_batch, (), context),
-        )
-        # Blocks and tiles are each rank's own, beside each other in the last axis.
-        out_specs = dict.fromkeys(_COMPUTED, row_spec) | dict.fromkeys(_BLOCKS, block_spec)
-        if level >= 2:
-            out_specs["q_pos"] = row_spec if level == 2 else block_spec
+        row_spec = layout.spec(mask_batch, context)
+        computed_here = ("q_lo", "q_hi", *BLOCK_ARRAYS, *(("q_pos",) if level >= 2 else ()))
+        out_specs = {
+            name: layout.spec(*FIELDS[name].dims(level, mask_batch, context))
+            for name in computed_here
+        }
         whole = jax.shard_map(
             whole,
             mesh=layout.mesh,
@@ -153,14 +152,17 @@ def build_rows(
         )
         if mapped:
             map_spec = layout.spec(*map_axes, context)
+            block_spec = layout.spec(*FIELDS["q_blocks"].dims(level, mask_batch, context))
             lists = jax.shard_map(
                 lists,
                 mesh=layout.mesh,
                 in_specs=(map_spec, block_spec),
                 out_specs={
                     "map_bits": map_spec,
-                    "q_entries": layout.spec(mask_batch, heads, context),
-                    "kv_entries": layout.spec(mask_batch, heads, (), context),
+                    **{
+                        name: layout.spec(*FIELDS[name].dims(level, mask_batch, context, heads))
+                        for name in ("q_entries", "kv_entries")
+                    },
                 },
                 axis_names=set(layout.mapped),
             )
@@ -181,10 +183,6 @@ def build_rows(
         shards=pieces,
         block_size=block_size,
     )
-
-
-_BLOCKS = ("q_blocks", "kv_blocks")
-_COMPUTED = ("q_lo", "q_hi", *_BLOCKS, "q_order", "q_order_192", "kv_order")
 
 
 def _batch_axes(batch: int, mask_batch: Axes, x: Any) -> Axes:

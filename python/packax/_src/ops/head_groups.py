@@ -22,6 +22,7 @@ from jax.interpreters import ad, batching, mlir
 
 from packax._src.ops import ffi as kernel_table
 from packax._src.ops import lowering
+from packax._src.ops.operands import named
 from packax._src.ops.primitives import (
     _primitive,
     backward_p,
@@ -165,15 +166,17 @@ def _backward_cuda(ctx, *operands, **params):
     if params["implementation"] == "xla" or general or not wanted[0]:
         return _backward_rule(ctx, *operands, **params)
     kernel_table.require_kernels("backward", query, value)
-    ctx, operands, attributes, same_memory = _some_heads(ctx, operands, params)
     batch, q_len, _, dim = query.shape
+    first = 0 if params["begins"] else 1  # the operand before
+    avals = named("backward", ctx.avals_in[first:], params)
     elements, fused = lowering._backward_workspace(
         plain(query).update(shape=(batch, q_len, params["heads"], dim)),
         value,
-        ctx.avals_in[1 + 7].shape[0],
+        avals["q_lo"].shape[0],
         params["deterministic"],
         wanted,
     )
+    ctx, operands, attributes, same_memory = _some_heads(ctx, operands, params)
     attributes |= {
         "scale": np.float32(params["scale"]),
         "element_test": np.int32(params["element_test"]),

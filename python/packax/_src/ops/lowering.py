@@ -15,11 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import mlir
 
+from packax._src.core.mask import operand_names
 from packax._src.core.precision import is_exact
 from packax._src.core.shapes import BLOCK, INT_MAX, ceil_div, is_symbolic
 from packax._src.ops import few_programs, short_rows, xla_attention
 from packax._src.ops import ffi as kernel_table
 from packax._src.ops import xla_mask as xla_masks
+from packax._src.ops.operands import TENSORS, named
 from packax._src.ops.primitives import (
     OF_INDICES,
     backward_p,
@@ -69,22 +71,19 @@ def _xla_blocks(q_lo, q_hi, tested, *, kv_len):
     return xla_masks.block_bounds(q_lo, q_hi, tested, kv_len=kv_len)
 
 
-def _behind_mask(operands, extras, maps):
-    """The operands behind the tensors as xla_attention takes them; `maps`: how many a map has."""
-    end = len(operands) - extras
-    bits_and_list = operands[end - maps : end - maps + 2] if maps else ()
-    return xla_attention.Mask(*operands[:6], *bits_and_list), xla_attention.Extras(*operands[end:])
+def _mask_and_extras(of):
+    """Of the operands by name, as xla_attention takes them."""
+    mask, extras = xla_attention.Mask, xla_attention.Extras
+    return (kind(**{x: of[x] for x in kind._fields if x in of}) for kind in (mask, extras))
 
 
 def _xla_forward(
-    query, key, value, *operands,
-    scale, soft_cap, precision, element_test, max_logits, block_size, extras,
-):  # fmt: skip
+    *operands, scale, soft_cap, precision, element_test, max_logits, block_size, extras
+):
+    of = named("forward", operands, {"block_size": block_size, "extras": extras})
     out, lse, top = xla_attention.forward(
-        query,
-        key,
-        value,
-        *_behind_mask(operands, extras, 2 if block_size else 0),
+        *(of[x] for x in TENSORS["forward"]),
+        *_mask_and_extras(of),
         scale=scale,
         soft_cap=soft_cap,
         precision=precision,
@@ -95,20 +94,16 @@ def _xla_forward(
 
 
 def _xla_backward(
-    query, key, value, out, lse, dout, dlse, *operands,
-    scale, soft_cap, precision, element_test, has_dlse, deterministic, dnumbers, block_size, extras,
+    *operands, scale, soft_cap, precision, element_test, has_dlse, deterministic, dnumbers, block_size, extras,
     wanted,
 ):  # fmt: skip
+    of = named("backward", operands, {"block_size": block_size, "extras": extras})
+    if not has_dlse:
+        of["dlse"] = None
     # One order of sums in any case.
     *gradients, parts = xla_attention.backward(
-        query,
-        key,
-        value,
-        out,
-        lse,
-        dout,
-        dlse if has_dlse else None,
-        *_behind_mask(operands, extras, 3 if block_size else 0),
+        *(of[x] for x in TENSORS["backward"]),
+        *_mask_and_extras(of),
         scale=scale,
         soft_cap=soft_cap,
         precision=precision,
@@ -242,7 +237,7 @@ def _forward_cuda(ctx, *operands, implementation, **params):
         ctx,
         "packax_forward_general_v1",
         operands,
-        3 + 9,  # tensors and mask
+        len(TENSORS["forward"]) + len(operand_names(False, "forward")),
         2,
         (*(() if params["max_logits"] else (_array(batch, heads, q_len),)), _COUNTER),
         params,
@@ -274,9 +269,9 @@ def _backward_cuda(ctx, *operands, implementation, **params):
         "has_dlse": np.int32(params["has_dlse"]),
     }
     exact = is_exact(params["precision"])
+    mask_batch = named("backward", ctx.avals_in, params)["q_lo"].shape[0]
     if not _general("backward", query, value, params):
         kernel_table.require_kernels("backward", query, value)
-        mask_batch = ctx.avals_in[7].shape[0]
         elements, fused = _backward_workspace(
             query, value, mask_batch, params["deterministic"], params["wanted"]
         )
@@ -284,14 +279,14 @@ def _backward_cuda(ctx, *operands, implementation, **params):
     kernel_table.require_kernels("backward", query, value, general=True, exact=exact)
     dnumbers, wanted = params["dnumbers"], params["wanted"]
     elements, fused = _backward_workspace(
-        query, value, ctx.avals_in[7].shape[0], params["deterministic"], wanted, _suffix(params)
+        query, value, mask_batch, params["deterministic"], wanted, _suffix(params)
     )
     workspace = _array(elements)
     call = functools.partial(
         _general_call,
         target="packax_backward_general_v1",
         operands=operands,
-        count=7 + 10,
+        count=len(TENSORS["backward"]) + len(operand_names(False, "backward")),
         maps=3,
         workspace=(workspace,) if dnumbers else (_array(1), workspace),
         params=params,

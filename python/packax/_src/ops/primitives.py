@@ -28,6 +28,7 @@ from jax.interpreters import ad, batching
 
 from packax._src.core.jax_compat import vary_together
 from packax._src.core.shapes import BLOCK, TILE, TILE_192, ceil_div, is_symbolic
+from packax._src.ops.operands import TENSORS
 
 P = jax.sharding.PartitionSpec
 Implementation = Literal["cuda", "xla"]
@@ -75,6 +76,9 @@ def _primitive(name: str, static: tuple[str, ...]) -> Primitive:
 
     return primitive
 
+
+BLOCK_ARRAYS = ("q_blocks", "kv_blocks", "q_order", "q_order_192", "kv_order")
+"""The arrays of a mask that blocks_p makes."""
 
 documents_p = _primitive("packax_documents", ("compare_positions", "implementation"))
 blocks_p = _primitive("packax_blocks", ("kv_len", "implementation"))
@@ -267,11 +271,11 @@ _register_batching(blocks_p, _batch_mask)
 
 
 def _batch_forward(primitive, operands, dims, **params):
-    return _batch_attention(primitive, 3, operands, dims, **params)
+    return _batch_attention(primitive, len(TENSORS["forward"]), operands, dims, **params)
 
 
 def _batch_backward(primitive, operands, dims, **params):
-    return _batch_attention(primitive, 7, operands, dims, **params)
+    return _batch_attention(primitive, len(TENSORS["backward"]), operands, dims, **params)
 
 
 _register_batching(forward_p, _batch_forward)

@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from packax._src.core.jax_compat import vary_together
+from packax._src.core.mask import Pass, operand_names
 from packax._src.core.shapes import BLOCK, MAX_LENGTH, TILE, is_symbolic
-from packax._src.ops.primitives import backward_p, blocks_p, forward_p
+from packax._src.ops.primitives import BLOCK_ARRAYS, backward_p, blocks_p, forward_p
 
 ROWS = BLOCK  # two fit a tile
 KEYS = TILE  # of more, a tile takes as many steps as before
@@ -36,10 +37,9 @@ def worth_merging(query: Any, key: Any) -> bool:
 def forward(query: Any, key: Any, value: Any, *mask: Any, **params: Any) -> list[jax.Array]:
     """forward_p, of one row; the results are those of forward_p."""
     batch, q_len, heads, _ = query.shape
-    row, blocks = _one_row(query, key, mask, params["element_test"], params["implementation"])
-    q_blocks, _, q_order, q_order_192, _ = blocks
+    row = _one_row("forward", query, key, mask, params)
     tensors = (_joined(x) for x in (query, key, value))
-    out, *numbers = forward_p.bind(*tensors, *row, q_blocks, q_order, q_order_192, **params)
+    out, *numbers = forward_p.bind(*tensors, *row, **params)
     apart = (x.reshape(heads, batch, q_len).swapaxes(0, 1) for x in numbers)
     return [out.reshape(*query.shape[:3], out.shape[3]), *apart]
 
@@ -49,11 +49,10 @@ def backward(
     **params: Any,
 ) -> list[jax.Array]:  # fmt: skip
     """backward_p, likewise."""
-    row, blocks = _one_row(query, key, mask, params["element_test"], params["implementation"])
-    q_blocks, kv_blocks, q_order, _, kv_order = blocks
+    row = _one_row("backward", query, key, mask, params)
     lse, dlse = (_flat(x, query.shape[0]) for x in (lse, dlse))
     tensors = (*(_joined(x) for x in (query, key, value, out)), lse, _joined(dout), dlse)
-    gradients = backward_p.bind(*tensors, *row, q_blocks, q_order, kv_blocks, kv_order, **params)
+    gradients = backward_p.bind(*tensors, *row, **params)
     return [x.reshape(y.shape) for x, y in zip(gradients, (query, key, value), strict=True)]
 
 
@@ -69,18 +68,26 @@ def _flat(x: jax.Array, batch: int) -> jax.Array:
 
 
 def _one_row(
-    query: Any, key: Any, mask: Any, element_test: int, implementation: Any = None
-) -> tuple[Any, Any]:
-    """The mask's six arrays of rows and keys, and those of its blocks, which are made again."""
-    q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks = mask[:7]
+    direction: Pass, query: Any, key: Any, mask: Any, params: dict[str, Any]
+) -> list[jax.Array]:
+    """The mask's operands: row ranges moved, and those of its blocks, which are made again."""
+    of = dict(zip(operand_names(False, direction), mask, strict=True))
     batch, kv_len = query.shape[0], key.shape[1]
-    before, q_lo, q_hi = vary_together(jnp.arange(batch, dtype=jnp.int32)[:, None], q_lo, q_hi)
+    before, q_lo, q_hi = vary_together(
+        jnp.arange(batch, dtype=jnp.int32)[:, None], of["q_lo"], of["q_hi"]
+    )
     lo, hi = (_flat(x + before * kv_len, batch) for x in (q_lo, q_hi))
     # A block of the mask is a whole batch row here.
-    tested = _flat(jnp.broadcast_to(q_blocks[:, 4] & 1, q_lo.shape), batch)
+    tested = _flat(jnp.broadcast_to(of["q_blocks"][:, 4] & 1, q_lo.shape), batch)
+    made = {"q_lo": lo, "q_hi": hi}
     # What is not read stays what stands in for it.
-    ids = [_flat(x, batch) if element_test > 0 else lo for x in (q_ids, kv_ids)]
-    positions = [_flat(x, batch) if element_test > 1 else lo for x in (q_pos, kv_pos)]
-    rows = vary_together(lo, hi, tested)
-    blocks = blocks_p.bind(*rows, kv_len=batch * kv_len, implementation=implementation)
-    return (lo, hi, *ids, *positions), blocks
+    for level, names in ((1, ("q_ids", "kv_ids")), (2, ("q_pos", "kv_pos"))):
+        for name in names:
+            made[name] = _flat(of[name], batch) if params["element_test"] >= level else lo
+    blocks = blocks_p.bind(
+        *vary_together(lo, hi, tested),
+        kv_len=batch * kv_len,
+        implementation=params["implementation"],
+    )
+    made |= zip(BLOCK_ARRAYS, blocks, strict=True)
+    return [made[name] for name in of]
