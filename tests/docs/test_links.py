@@ -56,3 +56,23 @@ def test_the_reference_has_every_public_name():
     text = "".join(path.read_text() for path in (DOCS / "reference").glob("*.md"))
     named = set(re.findall(r"(?:^::: |^## )packax\.(\w+)$", text, re.MULTILINE))
     assert set(packax.__all__) - {"__version__"} <= named
+
+
+def test_the_architecture_has_every_file():
+    """Its tables "in FOLDER" name what is there, and nothing else."""
+    text = (DOCS / "internals" / "architecture.md").read_text()
+    tables = re.findall(
+        r"^\| in `([\w/]+)` \| job \|\n\|---\|---\|\n((?:\|.*\n)+)", text, re.MULTILINE
+    )
+    assert [folder for folder, _ in tables] == ["python/packax/_src", "csrc"]
+    for folder, rows in tables:
+        named = {
+            x for row in rows.splitlines() for x in re.findall(r"`([^`]+)`", row.split(" | ")[0])
+        }
+        assert not [x for x in named if not (ROOT / folder / x).exists()], folder
+        files = [x.relative_to(ROOT / folder).as_posix() for x in (ROOT / folder).rglob("*.*")]
+        files = [x for x in files if x.endswith((".py", ".cc", ".h")) and "__init__" not in x]
+        covered = tuple(x for x in named if x.endswith("/"))
+        assert not [x for x in files if x not in named and not x.startswith(covered or "//")], (
+            folder
+        )
