@@ -1,7 +1,8 @@
-"""Eight CPU devices for the sharding tests; tests marked `gpu` run only where CUDA is; memory stays small.
+"""Eight CPU devices for the sharding tests; tests marked `gpu` run only where CUDA is; memory stays
+small.
 
-What jax compiled for a module's tests is dropped after it, and the last lines of a run say how much memory
-each worker took at most.
+What jax compiled for a module's tests is dropped after it, and the last lines of a run say how much
+memory each worker took at most.
 """
 
 import gc

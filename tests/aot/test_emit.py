@@ -1,4 +1,5 @@
-"""csrc/aot/emit.py, and the lookup over what it generates (csrc/runtime/variants.cc), on made-up tables.
+"""csrc/aot/emit.py, and the lookup over what it generates (csrc/runtime/variants.cc), on made-up
+tables.
 
 Guards against a table that C++ would misread: two rows of which one can never be reached, parameter
 lists that differ under one struct, a device given a cubin that it cannot run. No GPU, no Triton.

@@ -74,7 +74,8 @@ def test_every_architecture_has_every_kernel() -> None:
 
 
 def test_float32() -> None:
-    """Every GPU has both precisions of every general kernel and of decoding's, from one set for all of a family."""
+    """Every GPU has both precisions of every general kernel and of decoding's, from one set for all
+    of a family."""
     rows = [v for v in ALL if v.dtype in table.FLOAT32]
     assert {v.kernel for v in rows} == {*GENERAL, *DECODE}
     for arch in table.ARCHS.values():
@@ -94,7 +95,7 @@ def test_float32() -> None:
     assert few and set(few) == {"sm_86"}
 
 
-def test_a_head_dim_without_a_hopper_kernel_has_the_portable_ones(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_a_head_dim_without_an_sm90_kernel_has_the_portable_ones(monkeypatch):  # type: ignore[no-untyped-def]
     few = {
         kernel: {dim: tile for dim, tile in rows.items() if dim == 64}
         for kernel, rows in table.SM90_TILES.items()
@@ -124,7 +125,8 @@ def test_the_backward_kernels_of_hopper_come_together() -> None:
 
 
 def test_kernels_with_a_soft_cap_take_one_number_more() -> None:
-    """Else they are those without: C++ fills both in from one call, and one tile serves in their place."""
+    """Else they are those without: C++ fills both in from one call, and one tile serves in their
+    place."""
     for capped, plain in tiles.CAPPED.items():
         assert capped == f"{plain}_soft_cap" and table.KERNELS[capped] == table.KERNELS[plain]
         for source in {v.source for v in ALL if v.kernel == capped}:
@@ -143,7 +145,8 @@ def test_kernels_with_a_bias_take_its_slopes() -> None:
 
 
 def test_the_kernel_for_few_tiles_is_the_plain_one_but_for_its_tile() -> None:
-    """C++ fills both in alike, and takes it where there are fewer tiles of 192 rows than multiprocessors."""
+    """C++ fills both in alike, and takes it where there are fewer tiles of 192 rows than
+    multiprocessors."""
     ((few, plain),) = tiles.FEW.items()
     assert table.KERNELS[few] == table.KERNELS[plain] and arguments_of(few) == arguments_of(plain)
     rows = {v.block: v.qk_dim for v in ALL if v.kernel == few}
@@ -152,7 +155,8 @@ def test_the_kernel_for_few_tiles_is_the_plain_one_but_for_its_tile() -> None:
 
 
 def test_kernels_with_a_map_take_it_beside_the_rest() -> None:
-    """Else they are those without. A step is an entry of a list, a tile one that lists are of: 64 and 128."""
+    """Else they are those without. A step is an entry of a list, a tile one that lists are of: 64
+    and 128."""
     numbers = ["map_batch", "map_heads", "q_block", "kv_block"]
     for mapped, plain in tiles.MAPPED.items():
         assert mapped == f"{plain}_block_lists" and table.KERNELS[mapped] == table.KERNELS[plain]
@@ -184,7 +188,8 @@ def test_tiles_fit_the_order_of_tiles_and_the_blocks() -> None:
 
 
 def test_tiles_of_decoding_are_those_that_cpp_counts_with() -> None:
-    """csrc/ffi/decode.cc chooses between the two by rows before it looks one up; a block of decode_combine is its most shares."""
+    """csrc/ffi/decode.cc chooses between the two by rows before it looks one up; a block of
+    decode_combine is its most shares."""
     source = (ROOT / "csrc" / "ffi" / "decode.cc").read_text()
     few = int(re.search(r"kFewRows = (\d+)", source)[1])  # type: ignore[index]
     assert {v.block for v in ALL if v.kernel == "decode"} == {few}
@@ -222,7 +227,8 @@ ONES = ["backward_sm90", "backward_sm90_soft_cap", "backward_sm90_alibi"]
     "kernel", ["forward_fallback", "backward_dkdv_fallback", "backward_dq_fallback"]
 )
 def test_steps_of_general_kernels_fit_the_lists_of_a_map(kernel: str) -> None:
-    """Entries are blocks of 64: a step is one of them or a part, a program part of a tile of 128."""
+    """Entries are blocks of 64: a step is one of them or a part, a program part of a tile of
+    128."""
     inner, outer = ("BLOCK_M", "BLOCK_N") if "dkdv" in kernel else ("BLOCK_N", "BLOCK_M")
     for v in ALL:
         if v.kernel == kernel:
@@ -317,7 +323,8 @@ def test_a_wide_kernel_has_a_file_of_its_own(recompiled) -> None:  # type: ignor
 @pytest.mark.parametrize(
     "name,value,kernels",
     [
-        ("ASSEMBLERS", table.ASSEMBLERS | {"13.4": ("ptxas-blackwell", 13010)}, {v.kernel for v in ALL if v.assembler == "13.4"}),
+        ("ASSEMBLERS", table.ASSEMBLERS | {"13.4": ("ptxas-blackwell", 13010)},
+            {v.kernel for v in ALL if v.assembler == "13.4"}),
         ("MULTIPLES", {}, set(table.KERNELS)),
         ("FLOATS", ("scale",), set(table.KERNELS)),
         ("SPILLS", table.SPILLS | {("forward_sm90", 128): 4096}, {"forward_sm90"}),
@@ -438,7 +445,10 @@ def test_spills_and_serialised_products_are_refused() -> None:
         SystemExit, match=rf"{most + 8} bytes of local memory a thread, {most} are accepted"
     ):
         compiler.check_assembly(variant, most + 8, REPORT)
-    warning = "ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized"
+    warning = (
+        "ptxas info    : (C7512) Potential Performance Loss: "
+        "wgmma.mma_async instructions are serialized"
+    )
     with pytest.raises(SystemExit, match=r"forward_sm90_.*C7512"):
         compiler.check_assembly(variant, 0, f"{REPORT}\n{warning}\n")
     with pytest.raises(SystemExit, match="the assembler's report is missing"):

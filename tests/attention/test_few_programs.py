@@ -1,4 +1,5 @@
-"""Groups of query heads in parts, where a backward would have too few programs: when, and that gradients stay what they are."""
+"""Groups of query heads in parts, where a backward would have too few programs: when, and that
+gradients stay what they are."""
 
 import jax
 import jax.numpy as jnp

@@ -64,7 +64,8 @@ def test_two_limits_of_positions():
 
 
 def general(function, *args):
-    """Attributes beside the plain ones, extras and last results of the general calls; behind the forward's, the counter."""
+    """Attributes beside the plain ones, extras and last results of the general calls; behind the
+    forward's, the counter."""
     found = []
     for target, attributes, operands, results in calls(text_of(function, *args)):
         assert target in ("packax_forward_general_v1", "packax_backward_general_v1")
@@ -109,7 +110,8 @@ def test_general_forward():
     ],
 )
 def test_a_bias_of_indices(has_bias, wanted, arguments, numbers):
-    """The handler is told, for Hopper's kernels; the arrays are there for the general ones. A scale that is an array is no number."""
+    """The handler is told, for Hopper's kernels; the arrays are there for the general ones. A scale
+    that is an array is no number."""
 
     def function(query, key, value, *given):
         more = {"scale": 0.25, "slopes": np.ones(8), **dict(zip(numbers, given, strict=True))}
@@ -141,7 +143,8 @@ def test_general_backward():
 
 @pytest.mark.parametrize("extra", [{}, {"bias": packax.alibi(np.ones(8), positions=IDS)}])
 def test_block_sparse(extra):
-    """The map's operands lie between the mask's and the extras; the keys' list only in the backward."""
+    """The map's operands lie between the mask's and the extras; the keys' list only in the
+    backward."""
     block_map = np.ones((2, 8, 100, 5), bool)
     mask = packax.create_attention_mask(
         packax.block_sparse(block_map, (3, 64)), q_len=300, kv_len=300

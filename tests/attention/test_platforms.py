@@ -1,4 +1,5 @@
-"""Which platform gets what: kernels on CUDA, XLA elsewhere, an error where the kernels that were asked for are not there.
+"""Which platform gets what: kernels on CUDA, XLA elsewhere, an error where the kernels that were
+asked for are not there.
 
 Guards against an implementation that is not the one asked for.
 """
@@ -123,7 +124,8 @@ def calls_of(function, *args):
     [(None, True), ({80}, True), ({86}, True), ({75}, False), ({90, 103}, False), ({75, 89}, True)],
 )
 def test_masks_where_no_gpu_here_has_their_kernels(known, kernels, monkeypatch):
-    """The stand-in is a wheel for 8.x alone. For another machine's GPU (None: none here) kernels stay."""
+    """The stand-in is a wheel for 8.x alone. For another machine's GPU (None: none here) kernels
+    stay."""
     monkeypatch.setattr(kernel_table, "local_capabilities", lambda: known)
     assert [call[0] for call in calls(text_of(lambda ids: built(ids), IDS))] == (
         MASK_CALLS if kernels else []

@@ -1,6 +1,8 @@
-"""The precision of float32 products: what is asked for reaches every product, forward, backward and second derivative.
+"""The precision of float32 products: what is asked for reaches every product, forward, backward and
+second derivative.
 
-Guards against a default that is not jax's, a gradient in another precision than its forward, a kernel of the wrong precision.
+Guards against a default that is not jax's, a gradient in another precision than its forward, a
+kernel of the wrong precision.
 """
 
 import jax

@@ -1,4 +1,5 @@
-"""The size of the backward's workspace, by which the lowering says which kernels may run: by device, request and build.
+"""The size of the backward's workspace, by which the lowering says which kernels may run: by
+device, request and build.
 
 Guards against a workspace that is too small for the kernels that C++ then takes.
 """
@@ -187,7 +188,8 @@ def with_a_map(size=(64, 64)):
 )
 @pytest.mark.parametrize("capability", [90, 80])
 def test_workspace_of_a_map(monkeypatch, capability, kernels, options, elements):
-    """Of Hopper's kernels with a map, where it is all there is; the handler sees to the sizes of its blocks."""
+    """Of Hopper's kernels with a map, where it is all there is; the handler sees to the sizes of
+    its blocks."""
     rows, mask = with_hopper(kernels=kernels), with_a_map()
     got = backward_workspace(monkeypatch, rows, {capability}, mask=mask, general=True, **options)
     assert got == (elements if capability == 90 else SMALL)
@@ -215,7 +217,8 @@ def test_some_gradients_of_a_map(monkeypatch):
 
 
 def test_some_gradients_of_a_soft_cap(monkeypatch):
-    """What no kernel writes has no elements; the one kernel for all writes dk and dv with dq's sum."""
+    """What no kernel writes has no elements; the one kernel for all writes dk and dv with dq's
+    sum."""
     kinds = {
         CAPPED: (f"{MIDDLE}xf32", {0: [QUERY, *["0xbf16"] * 2], 1: ["0xbf16", KEY, KEY]}),
         CAPPED[:1]: (f"{LARGE}xf32", {0: [QUERY, KEY, KEY], 1: ["0xbf16", KEY, KEY]}),

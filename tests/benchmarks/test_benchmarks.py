@@ -117,7 +117,8 @@ bar_chart(report, peers, pathlib.Path(sys.argv[2]))
 
 
 def test_odd_cases_and_head_dims_run_and_are_tabled(tmp_path):
-    """On the CPU, where cuDNN is absent: it is said so, packax is timed and compared all the same."""
+    """On the CPU, where cuDNN is absent: it is said so, packax is timed and compared all the
+    same."""
     shown = script("""
 import dataclasses
 import jax.numpy as jnp
@@ -128,7 +129,8 @@ from lib.tables import deterministic_table, odd_table
 for case in CASES:
     assert sum(case.lengths) == case.seq and len(case.lengths) == case.documents, case.name
 assert {case.group for case in select(None)} == {"board", "dims", "large"}
-assert [case.name for case in select("heads1_8k_d64,causal_16k_d64")] == ["causal_16k_d64", "heads1_8k_d64"]
+assert [case.name for case in select("heads1_8k_d64,causal_16k_d64")] == ["causal_16k_d64",
+    "heads1_8k_d64"]
 
 small = [
     Case("ones", 1, 32, 2, 1, 16, 32, split=(1,) * 32, group="odd"),
@@ -213,7 +215,8 @@ assert loops == {0.0: [], 1e9: ["bwd", "fwd"]}
 
 
 def test_power_and_clock_of_a_burst():
-    """By a library in NVML's place: 700 W, a clock that falls, held by power in half of the samples."""
+    """By a library in NVML's place: 700 W, a clock that falls, held by power in half of the
+    samples."""
     script("""
 import itertools, time
 from lib.power import Meter, line, medians
@@ -290,13 +293,15 @@ for case in CASES:
     i, j = np.ogrid[:9216, :9216]
     tables = case.tables()
     allowed = case.allows(0, i, j, tables)
-    assert np.array_equal(np.squeeze(case.expression(tables).as_array(9216, 9216)), allowed), case.name
+    assert np.array_equal(np.squeeze(case.expression(tables).as_array(9216, 9216)),
+        allowed), case.name
 assert 0 < allowed.mean() < 1
 """)
 
 
 def test_the_reference_of_options():
-    """packax on the CPU, whatever option: every result within the limits, and not with another option."""
+    """packax on the CPU, whatever option: every result within the limits, and not with another
+    option."""
     script("""
 import dataclasses
 import jax
@@ -306,7 +311,8 @@ from lib.mask_cases import CASES
 jax.config.update("jax_platforms", "cpu")
 wrong = {}
 for case in CASES:
-    if case.name not in ("window1k_32k_d64", "spans_32k_d128", "softcap_16k_d128", "alibi_16k_d128", "sinks_16k_d64"):
+    if case.name not in ("window1k_32k_d64", "spans_32k_d128", "softcap_16k_d128", "alibi_16k_d128",
+        "sinks_16k_d64"):
         continue
     case = dataclasses.replace(case, seq=1536, heads=4, kv_heads=2, dim=16)
     inputs = [4 * x for x in masks.inputs_of(case)[:2]] + list(masks.inputs_of(case)[2:])
@@ -316,19 +322,22 @@ for case in CASES:
     assert area == case.expression(tables).as_array(1536, 1536).sum()
     row = masks.usable(function, mask, inputs, reference, 1.0)
     assert not row["wrong"] and not row["failed"], (case.name, row)
-    assert set(row["errors"]) == {"out", "dq", "dk", "dv"} and set(row["launches"]) == {"fwd", "bwd"}
+    assert set(row["errors"]) == {"out", "dq", "dk", "dv"} and set(row["launches"]) == {"fwd",
+        "bwd"}
     plain = dataclasses.replace(case, soft_cap=None, sinks=False, alibi=False, mask=CASES[-1].mask)
     function, mask, _ = masks.packax_function(plain, tables)
     row = masks.usable(function, mask, inputs, reference, 1.0)
     assert row["wrong"] and not row["passes"], (case.name, row)
-shown = masks.table({"x": {"packax": {"times": {"fwd": {"ms": 1.0, "tflops": 5.0}}, "errors": {"out": 1e-3},
+shown = masks.table({"x": {"packax": {"times": {"fwd": {"ms": 1.0, "tflops": 5.0}},
+    "errors": {"out": 1e-3},
                                        "failed": {"bwd": "no kernel"}, "wrong": []}}})
 assert "x packax bwd did not run: no kernel" in shown and "1.0e-03" in shown
 """)
 
 
 def test_selections_of_options():
-    """Maps of blocks: as many as asked for and none behind the row, said alike by every way, counted, and compared."""
+    """Maps of blocks: as many as asked for and none behind the row, said alike by every way,
+    counted, and compared."""
     script("""
 import dataclasses
 import jax
@@ -339,7 +348,8 @@ from lib.mask_cases import select
 
 jax.config.update("jax_platforms", "cpu")
 selections.CHUNK = 100
-sizes = {"moba": (1, 64, 3), "moba_own": (1, 64, 3), "indexer": (1, 1, 90), "indexer_blocks": (64, 64, 4)}
+sizes = {"moba": (1, 64, 3), "moba_own": (1, 64, 3), "indexer": (1, 1, 90),
+    "indexer_blocks": (64, 64, 4)}
 cases = {case.name.removesuffix("_32k_d128"): case for case in select("selections")}
 assert set(cases) == set(sizes)
 S, N = 768, 4
@@ -347,7 +357,8 @@ i, j = np.arange(S)[:, None], np.arange(S)
 blocks = {}
 for name, case in cases.items():
     rows, keys, top = sizes[name]
-    assert (case.selection.rows, case.selection.keys) == (rows, 512 if keys == 64 and rows == 1 else keys)
+    assert (case.selection.rows, case.selection.keys) == (rows, 512 if keys == 64
+        and rows == 1 else keys)
     of = dataclasses.replace(case.selection, keys=keys, top=top)
     case = dataclasses.replace(case, seq=S, heads=N, kv_heads=2, dim=16, selection=of)
     tables = selections.tables(case)
@@ -355,23 +366,28 @@ for name, case in cases.items():
     first_row, first_key = np.arange(0, S, rows)[:, None], np.arange(0, S, keys)
     before = first_key < first_row + rows
     assert not (chosen & ~before).any()
-    assert np.array_equal(chosen.sum(-1), np.minimum(before.sum(-1), top)[None].repeat(len(chosen), 0))
+    assert np.array_equal(chosen.sum(-1),
+        np.minimum(before.sum(-1), top)[None].repeat(len(chosen), 0))
     assert not of.own or chosen[:, before & (first_key + keys > first_row)].all()
     allowed = case.allows(np.arange(N)[:, None, None], i, j, tables)
-    assert np.array_equal(np.broadcast_to(allowed, (N, S, S))[None], np.broadcast_to(case.expression(tables).as_array(S, S), (1, N, S, S)))
-    assert len(chosen) == (N if of.by_head else 1) and (len(chosen) == 1 or (chosen[0] != chosen[1]).any())
+    assert np.array_equal(np.broadcast_to(allowed, (N, S, S))[None],
+        np.broadcast_to(case.expression(tables).as_array(S, S), (1, N, S, S)))
+    assert len(chosen) == (N if of.by_head else 1) and (len(chosen) == 1
+        or (chosen[0] != chosen[1]).any())
     function, mask, area = masks.packax_function(case, tables)
     assert area == allowed.sum() / len(allowed if allowed.ndim == 3 else [0])
     shares = selections.shares(case, mask, area)
     tiles = np.broadcast_to(allowed, (N, S, S)).reshape(N, S // 128, 128, S // 64, 64).any((2, 4))
-    assert np.isclose(shares["blocks"], tiles.sum() / N / 42) and np.isclose(shares["pairs"], area / (S * (S + 1) / 2))
+    assert np.isclose(shares["blocks"], tiles.sum() / N / 42) and np.isclose(shares["pairs"],
+        area / (S * (S + 1) / 2))
     blocks[name] = shares["blocks"]
     if name not in ("moba", "indexer"):
         continue
     inputs = masks.inputs_of(case)
     reference = masks.Reference(case, inputs, tables)
     row = masks.usable(function, mask, inputs, reference, 1.0)
-    assert not row["wrong"] and not row["failed"] and set(row["errors"]) == {"out", "dq", "dk", "dv"}, (name, row)
+    assert not row["wrong"] and not row["failed"] and set(row["errors"]) == {"out", "dq", "dk",
+        "dv"}, (name, row)
     other = tables | {"chosen": np.roll(chosen, 1, axis=1)}  # the row before's choice
     function, mask, _ = masks.packax_function(case, other)
     assert masks.usable(function, mask, inputs, reference, 1.0)["wrong"], name
@@ -380,12 +396,14 @@ assert blocks["moba"] < 0.8 * blocks["moba_own"], blocks
 rows = masks.run_case(case, None, 1, 1.0)
 shown = masks.table({case.name: rows})
 assert set(rows) == {"packax", "dense"} and "WRONG" not in shown and "did not run" not in shown
-assert f"has {shares['pairs']:.1%} of causal's pairs" in shown and " of its blocks; time: fwd " in shown and ", bwd " in shown
+assert f"has {shares['pairs']:.1%} of causal's pairs" in shown
+assert " of its blocks; time: fwd " in shown and ", bwd " in shown
 """)
 
 
 def test_counters_of_kernels(tmp_path):
-    """counters.py with a stand-in for ncu: the last launches, numbers with commas, ranks, failures."""
+    """counters.py with a stand-in for ncu: the last launches, numbers with commas, ranks,
+    failures."""
     tool = tmp_path / "ncu"
     tool.write_text(
         """#!/bin/bash
@@ -395,7 +413,7 @@ cat <<'CSV'
 "0","backward_sm90(int, TensorMap)","SpeedOfLight","Elapsed Cycles","cycle","9,999"
 "0","backward_sm90(int, TensorMap)","SpeedOfLight","SM Busy","%","11.00"
 "1","backward_sm90(int, TensorMap)","SpeedOfLight","Elapsed Cycles","cycle","17,123,456"
-"1","backward_sm90(int, TensorMap)","LaunchStats","Function Cache Configuration","","CachePreferNone"
+"1","backward_sm90(int, TensorMap)","LaunchStats","Cache Configuration","","CachePreferNone"
 "1","backward_sm90(int, TensorMap)","WarpStateStats","Stall Barrier","inst","1.50"
 "1","backward_sm90(int, TensorMap)","WarpStateStats","Stall GMMA","inst","2.50"
 CSV
@@ -436,17 +454,22 @@ echo "$@" >&2
 
 
 def test_kernels_of_a_trace():
-    """traces.py: by GPU, in order, from its first kernel on; neither the host's events nor memsets."""
+    """traces.py: by GPU, in order, from its first kernel on; neither the host's events nor
+    memsets."""
     shown = script(
         """
 import gzip, json, pathlib, tempfile
 from lib.traces import listing
-name = lambda pid, kind, name, tid=0: {"ph": "M", "pid": pid, "tid": tid, "name": kind, "args": {"name": name}}
-ran = lambda pid, tid, ts, dur, name: {"ph": "X", "pid": pid, "tid": tid, "ts": ts, "dur": dur, "name": name}
+name = lambda pid, kind, name, tid=0: {"ph": "M", "pid": pid, "tid": tid, "name": kind,
+    "args": {"name": name}}
+ran = lambda pid, tid, ts, dur, name: {"ph": "X", "pid": pid, "tid": tid, "ts": ts, "dur": dur,
+    "name": name}
 events = [
     name(1, "process_name", "/device:GPU:1"), name(2, "process_name", "/host:CPU"),
-    name(1, "thread_name", "Stream #7(Compute)", 3), name(1, "thread_name", "XLA Ops", 4), name(2, "thread_name", "Stream #1", 5),
-    ran(1, 3, 3500.0, 250.0, "nccl(args<4>)"), ran(1, 3, 2000.0, 1000.0, "forward_sm90"), ran(1, 3, 1000.0, 1.0, "Memset 3"),
+    name(1, "thread_name", "Stream #7(Compute)", 3), name(1, "thread_name", "XLA Ops", 4),
+    name(2, "thread_name", "Stream #1", 5),
+    ran(1, 3, 3500.0, 250.0, "nccl(args<4>)"), ran(1, 3, 2000.0, 1000.0, "forward_sm90"),
+    ran(1, 3, 1000.0, 1.0, "Memset 3"),
     ran(1, 4, 1.0, 1.0, "an op"), ran(2, 5, 1.0, 1.0, "host"), {"name": "no process"},
 ]
 with tempfile.TemporaryDirectory() as folder:
@@ -473,13 +496,15 @@ from power_limit import measure, product, table
 
 class Constant:
     def during(self, function):
-        return function(), {"watts": 500.0, "mhz": 1000.0, "held_by_power": 1.0, "held_by_heat": 0.0}
+        return function(), {"watts": 500.0, "mhz": 1000.0, "held_by_power": 1.0,
+            "held_by_heat": 0.0}
 
 def slow():
     time.sleep(0.02)
     return jnp.zeros(())
 
-rows = measure({"slow, random": (slow, 1e9), "quick, zeros": (lambda: jnp.zeros(()), 1e6)}, 3, 50.0, Constant())
+rows = measure({"slow, random": (slow, 1e9), "quick, zeros": (lambda: jnp.zeros(()), 1e6)}, 3, 50.0,
+    Constant())
 row = rows["slow, random"]
 assert 20 <= row["ms"] < 40 and abs(row["tflops"] - 1 / row["ms"]) < 0.1, row
 assert abs(row["joules"] - row["ms"] / 2) < 1e-2 and abs(row["mcycles"] - row["ms"]) < 0.02

@@ -38,10 +38,13 @@ def write(variant, label):
     for _, *sizes in table.TENSOR_MAPS.get(variant.kernel, {}).values():
         rows, columns = (constants[n] if isinstance(n, str) else n for n in sizes)
         boxes.append({"box": [1, rows, min(columns, 64)], "swizzle": 3})
-    meta = {"kernel": variant.kernel, "symbol": variant.kernel, "block": variant.block, "params": params,
-            "tensor_maps": boxes, "threads": 128, "shared": 0, "registers": 99, "stack": 0, "driver": variant.driver}
-    (folder / "cubins" / f"{variant.name}.json").write_text(json.dumps(meta))
-    (folder / "cubins" / f"{variant.name}.cubin").write_text(json.dumps(meta | {"file": variant.name}))
+    meta = {"kernel": variant.kernel, "symbol": variant.kernel, "block": variant.block,
+        "params": params,
+            "tensor_maps": boxes, "threads": 128, "shared": 0, "registers": 99, "stack": 0,
+            "driver": variant.driver}
+    image = folder / "cubins" / f"{variant.name}.cubin"
+    image.with_suffix(".json").write_text(json.dumps(meta))
+    image.write_text(json.dumps(meta | {"file": variant.name}))
     return {"kernel": variant.kernel, "dims": [variant.qk_dim, variant.v_dim], "file": variant.name,
             "assembler": variant.assembler, "label": label, "constants": constants}
 
@@ -158,26 +161,33 @@ before = json.dumps(table.SM90_TILES)
 made = candidates.variant("forward_sm90", HOPPER, (64, 64), {"WARP_GROUPS": 2}, "13.4")
 assert made.block == 128 and dict(made.constants)["WARP_GROUPS"] == 2
 assert made.name == "forward_sm90_bf16_64x64_sm90a_cuda13__WARP_GROUPS2" and made.driver == 13000
-assert dict(made.constants) | {"WARP_GROUPS": 3} == dict(table.sm90("forward_sm90", HOPPER, "bf16", 64, 64).constants)
+assert dict(made.constants) | {"WARP_GROUPS": 3} == dict(table.sm90("forward_sm90", HOPPER, "bf16",
+    64, 64).constants)
 assert json.dumps(table.SM90_TILES) == before
-for assembler, changed, anew in (("13.4", {}, 0), ("12.9", {}, 1), ("12.9", {"ANEW": 0}, 0), ("13.4", {"ANEW": 1}, 1)):
+for assembler, changed, anew in (("13.4", {}, 0), ("12.9", {}, 1), ("12.9", {"ANEW": 0}, 0),
+    ("13.4", {"ANEW": 1}, 1)):
     made = candidates.variant("backward_dq_sm90", HOPPER, DIMS, changed, assembler)
     assert dict(made.constants)["ANEW"] == anew and made.assembler == assembler
     if not changed:
-        assert made.constants == table.sm90("backward_dq_sm90", HOPPER, "bf16", *DIMS, assembler).constants
+        assert made.constants == table.sm90("backward_dq_sm90", HOPPER, "bf16", *DIMS,
+            assembler).constants
 made = candidates.variant("backward_dkdv", HOPPER, (64, 64), {"BLOCK_N": 128, "WARPS": 8}, "12.9")
 assert made.block == 128 and made.warps == 8
-for kernel, dims, change in (("forward_sm90", (64, 64), {"ROWS": 1}), ("forward_sm90", (32, 32), {})):
+for kernel, dims, change in (("forward_sm90", (64, 64), {"ROWS": 1}),
+    ("forward_sm90", (32, 32), {})):
     try:
         candidates.variant(kernel, HOPPER, dims, change, "12.9")
     except LookupError as error:
         print(error)
-names = [v.name for v in candidates.chosen("90a", ["backward_prepare"], [DIMS], ["12.9", "13.4"], ["backward_prepare:128:ROWS=128"])]
+names = [v.name for v in candidates.chosen("90a", ["backward_prepare"], [DIMS], ["12.9", "13.4"],
+    ["backward_prepare:128:ROWS=128"])]
 assert len(names) == len(set(names)) and any("ROWS128" in name for name in names)
 assert sum("backward_sm90" in name for name in names) == 2  # its pipeline, by both assemblers
-only = candidates.chosen("90a", ["forward_sm90"], None, ["13.4"], ["backward_sm90:128:FOLD=0"], listed=False)
+only = candidates.chosen("90a", ["forward_sm90"], None, ["13.4"], ["backward_sm90:128:FOLD=0"],
+    listed=False)
 assert sorted(v.name.rpartition("sm90a")[2] + " " + v.kernel for v in only) == [
-    "__table backward_finish", "__table backward_prepare", "_cuda13__FOLD0 backward_sm90", "_cuda13__table backward_sm90"]
+    "__table backward_finish", "__table backward_prepare", "_cuda13__FOLD0 backward_sm90",
+    "_cuda13__table backward_sm90"]
 """,
     )
     assert "forward_sm90 has no constant ROWS: " in shown

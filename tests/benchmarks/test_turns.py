@@ -1,4 +1,5 @@
-"""versus_fa4.py's two processes: one works at a time, wrong results are not timed, a dead worker is said to be dead."""
+"""versus_fa4.py's two processes: one works at a time, wrong results are not timed, a dead worker is
+said to be dead."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def answer(request):
     log("ends")
     do = request["do"]
     if do == "prepare" and NAME == "jax":
-        ready = {"errors": {"out": 1e-3}, "failed": {}, "wrong": [], "launches": {"fwd": 5, "bwd": 2}}
+        ready = {"errors": {"out": 1e-3}, "failed": {}, "wrong": [],
+            "launches": {"fwd": 5, "bwd": 2}}
         cudnn = ready | {"failed": {"bwd": "out of memory"}, "launches": {"fwd": 4}}
         return {"implementations": {"packax": ready, "cudnn": cudnn}, "compared": {"rows": [1]}}
     if do == "prepare":
@@ -36,7 +38,8 @@ def answer(request):
     if do == "judge":
         return {"errors": {"out": 2e-3, "dq": 1e-3}, "wrong": []}
     if do == "time":
-        return {"packax": 1.0, "cudnn": 1.5, "fa4": 1.1}[request["name"]] + request["launches"] / 1000
+        return {"packax": 1.0, "cudnn": 1.5,
+            "fa4": 1.1}[request["name"]] + request["launches"] / 1000
     if do == "die":
         sys.exit(7)
 
@@ -51,7 +54,8 @@ from lib.cases import select
 from lib.turns import Failed, Worker
 
 script, log = sys.argv[1:]
-jax, torch = (Worker(name, [sys.executable, script, name, log], dict(os.environ)) for name in ("jax", "torch"))
+jax, torch = (Worker(name, [sys.executable, script, name, log], dict(os.environ))
+    for name in ("jax", "torch"))
 cases = select("causal_16k_d128,causal_16k_d256")
 rows = {c.name: versus_fa4.run_case(c, jax, torch, Path(log).parent, 3, 1.0) for c in cases}
 print(versus_fa4.table(rows))
@@ -64,7 +68,8 @@ class Meter:  # as power.Meter
 
 
 row = versus_fa4.run_case(cases[0], jax, torch, Path(log).parent, 3, 1.0, Meter())
-assert row["packax"]["power"]["fwd"]["joules"] == round(690 * row["packax"]["times"]["fwd"]["ms"] / 1e3, 3)
+joules = round(690 * row["packax"]["times"]["fwd"]["ms"] / 1e3, 3)
+assert row["packax"]["power"]["fwd"]["joules"] == joules
 print("metered:", versus_fa4.table({"metered": row}))
 try:
     torch.ask(do="die")

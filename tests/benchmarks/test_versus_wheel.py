@@ -1,4 +1,5 @@
-"""versus_wheel.py on the CPU: two packages in turns, compared with each other beyond what the reference samples."""
+"""versus_wheel.py on the CPU: two packages in turns, compared with each other beyond what the
+reference samples."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from pathlib import Path
 import packax
 from paths import BENCHMARKS
 
-# The reference samples the first batch row: what this does to the second only the other package shows.
+# The reference samples the first batch row: what this does to the second only the other package
+# shows.
 BEFORE = """
 
 __version__ = "0.0.9"

@@ -1,7 +1,8 @@
 """decode_attention on the CPU: numbers, transformations, what it says when it cannot.
 
-Guards against a row that attends a key too many or too few at an end (lengths, starts, windows, pages), against reading what
-lies behind a length, and against a copy of the cache where vmap need not make one.
+Guards against a row that attends a key too many or too few at an end (lengths, starts, windows,
+pages), against reading what lies behind a length, and against a copy of the cache where vmap need
+not make one.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def test_small_dtypes(name, dtype):
 
 
 def test_what_cannot_be_is_nan_in_its_row_alone():
-    """A length over the capacity, an entry of the table that is no page; every other row as before."""
+    """A length over the capacity, an entry of the table that is no page; every other row as
+    before."""
     case = Case((32, 20, 9), q_len=2, capacity=32, page_size=8)
     x = decoding.tensors(case)
     good = decoding.run(case, x, SCALE)
@@ -73,7 +75,8 @@ def test_what_cannot_be_is_nan_in_its_row_alone():
 
 @pytest.mark.parametrize("entry", [-1, 3])
 def test_a_missing_page_reads_no_other(entry):
-    """NaN and infinity in the first page, and in the last, leave rows that do not attend the missing page."""
+    """NaN and infinity in the first page, and in the last, leave rows that do not attend the
+    missing page."""
     key_cache = jnp.asarray([jnp.nan, 1.0, jnp.inf])[:, None, None, None] * jnp.ones((1, 1, 8))
     out, lse = packax.decode_attention(
         jnp.ones((1, 2, 1, 8)), key_cache, key_cache, jnp.array([2]),
@@ -160,7 +163,8 @@ def test_vmap(name, paged):
     one_by_one = jax.jit(packax.decode_attention)
     each = {
         "lengths": [x.lengths - i for i, x in enumerate(xs)],
-        **{n: [getattr(x, n) for x in xs] for n in ("query", "key_cache", "value_cache", "block_table", "sinks")},
+        **{n: [getattr(x, n) for x in xs] for n in ("query", "key_cache", "value_cache",
+            "block_table", "sinks")},
     }  # fmt: skip
     axes_of_all = {n: axes.get(n) for n in first}
     mapped = {n: jnp.stack(each[n], axes[n]) if n in axes else first[n] for n in first}
@@ -206,7 +210,8 @@ def test_inside_the_users_shard_map():
 def test_no_gradient(transform):
     x = decoding.tensors(Case((7,)))
     loss = lambda q: packax.decode_attention(q, *x[1:4]).sum()  # noqa: E731
-    with pytest.raises(NotImplementedError, match="decode_attention has no gradient: differentiate flash_attention"):  # fmt: skip
+    with pytest.raises(NotImplementedError,
+        match="decode_attention has no gradient: differentiate flash_attention"):  # fmt: skip
         transform(loss)(x.query)
     stopped = jax.grad(lambda q: loss(jax.lax.stop_gradient(q)) + q.sum())(x.query)
     np.testing.assert_array_equal(stopped, 1)
@@ -215,7 +220,8 @@ def test_no_gradient(transform):
 # --- What CUDA gets.
 
 
-def shapes(batch=2, q_len=1, heads=8, kv_heads=2, dims=(64, 64), keys=(2, 4096), dtype=jnp.bfloat16):  # fmt: skip
+def shapes(batch=2, q_len=1, heads=8, kv_heads=2, dims=(64, 64), keys=(2, 4096),
+    dtype=jnp.bfloat16):  # fmt: skip
     return (
         jax.ShapeDtypeStruct((batch, q_len, heads, dims[0]), dtype),
         jax.ShapeDtypeStruct((*keys, kv_heads, dims[0]), dtype),
@@ -229,7 +235,8 @@ def test_lowering(monkeypatch):
     ((target, attributes, operands, results),) = calls(text_of(packax.decode_attention, *shapes()))
     assert target == "packax_decode_v1"
     assert {n: a.split(" ")[0] for n, a in attributes.items()} == {
-        "scale": "1.250000e-01", "soft_cap": "0.000000e+00", "paged": "0", "has_sinks": "0", "exact": "0"
+        "scale": "1.250000e-01", "soft_cap": "0.000000e+00", "paged": "0", "has_sinks": "0",
+        "exact": "0"
     }  # fmt: skip
     cache = "2x4096x2x64xbf16"
     assert operands == ["2x1x8x64xbf16", cache, cache, "2x1xi32", "2x1xi32", "2x1xi32", "2x1xi32"]
@@ -242,7 +249,8 @@ def test_lowering(monkeypatch):
     text = text_of(paged, *shapes(dims=(168, 24), keys=(99, 16)), table, sinks)
     ((_, attributes, operands, results),) = calls(text)
     assert {n: a.split(" ")[0] for n, a in attributes.items()} == {
-        "scale": "-2.000000e+00", "soft_cap": "5.000000e+01", "paged": "1", "has_sinks": "1", "exact": "0"
+        "scale": "-2.000000e+00", "soft_cap": "5.000000e+01", "paged": "1", "has_sinks": "1",
+        "exact": "0"
     }  # fmt: skip
     assert operands[1:3] == ["99x16x2x168xbf16", "99x16x2x24xbf16"]
     assert operands[5:] == ["2x7xi32", "1x8xf32"]
@@ -271,7 +279,8 @@ def test_export_for_cuda(monkeypatch):
     "precision,exact", [(None, 0), ("tensorfloat32", 0), ("highest", 1), ("float32", 1)]
 )
 def test_precision_of_float32(monkeypatch, precision, exact):
-    """As asked for, or as jax is set where it is called; of the kernels and of every product in XLA."""
+    """As asked for, or as jax is set where it is called; of the kernels and of every product in
+    XLA."""
     monkeypatch.setattr(kernel_table, "ext", Extension)
     operands = shapes(dtype=jnp.float32)
     asked = functools.partial(packax.decode_attention, precision=precision)
@@ -339,8 +348,8 @@ def test_kernels_that_are_not_there(monkeypatch):
         with pytest.raises(NotImplementedError) as error:
             text_of(packax.decode_attention, *shapes(dims=dims, dtype=dtype))
         assert str(error.value) == (
-            f"no decode kernel for {jnp.dtype(dtype)} with head dims {dims[0]}/{dims[1]} (query and "
-            f"key / value); there are, for multiples of 8 up to these: {listed}. "
+            f"no decode kernel for {jnp.dtype(dtype)} with head dims {dims[0]}/{dims[1]} (query "
+            f"and key / value); there are, for multiples of 8 up to these: {listed}. "
             'implementation="xla" takes any head dim, and float64'
         )
         xla = functools.partial(packax.decode_attention, implementation="xla")
@@ -364,47 +373,65 @@ def as_type(x, **changes):
 
 
 REFUSED = {
-    "query must have shape (batch, rows, heads, dim), not (2, 8, 64)": {"query": as_type(Q, shape=(2, 8, 64))},
-    "key_cache must have shape (batch, length, heads, dim), not (2, 64)": {"key_cache": as_type(K, shape=(2, 64))},
+    "query must have shape (batch, rows, heads, dim), not (2, 8, 64)": {
+        "query": as_type(Q, shape=(2, 8, 64))},
+    "key_cache must have shape (batch, length, heads, dim), not (2, 64)": {
+        "key_cache": as_type(K, shape=(2, 64))},
     "value_cache must have shape (pages, page size, heads, dim), not (2,)": {
         "value_cache": as_type(V, shape=(2,)), "block_table": as_type(N, shape=(2, 3))},
-    "query must not be empty, but has shape (2, 1, 0, 64)": {"query": as_type(Q, shape=(2, 1, 0, 64))},
-    "key_cache must not be empty, but has shape (2, 0, 2, 64)": {"key_cache": as_type(K, shape=(2, 0, 2, 64))},
-    "value_cache must be one of bfloat16, float16, float32, float64, but is int32": {"value_cache": as_type(V, dtype=jnp.int32)},
+    "query must not be empty, but has shape (2, 1, 0, 64)": {
+        "query": as_type(Q, shape=(2, 1, 0, 64))},
+    "key_cache must not be empty, but has shape (2, 0, 2, 64)": {
+        "key_cache": as_type(K, shape=(2, 0, 2, 64))},
+    "value_cache must be one of bfloat16, float16, float32, float64, but is int32": {
+        "value_cache": as_type(V, dtype=jnp.int32)},
     "query, key_cache and value_cache must have one dtype, but have float32, float16 and float32": {
         "key_cache": as_type(K, dtype=jnp.float16)},
-    "query must have 1 to 16 rows of a sequence, but has 17: for more, flash_attention with ranges(lo, hi). "
-    "query has shape (2, 17, 8, 64), whose axes are (batch, rows, heads, dim)": {
+    "query must have 1 to 16 rows of a sequence, but has 17: for more, flash_attention with "
+    "ranges(lo, hi). query has shape (2, 17, 8, 64), whose axes are (batch, rows, heads, dim)": {
         "query": as_type(Q, shape=(2, 17, 8, 64))},
-    "value_cache must have the shape of key_cache, (2, 4096, 2) and a head dim, but has (2, 4095, 2, 64)": {
+    "value_cache must have the shape of key_cache, (2, 4096, 2) and a head dim, but has "
+    "(2, 4095, 2, 64)": {
         "value_cache": as_type(V, shape=(2, 4095, 2, 64))},
-    "the heads of query must be a multiple of those of the caches, but there are 7 and 2: query has shape (2, 1, 7, 64), whose axes are "
-    "(batch, rows, heads, dim), and key_cache (2, 4096, 2, 64), whose axes are (batch, length, heads, dim)": {
+    "the heads of query must be a multiple of those of the caches, but there are 7 and 2: query "
+    "has shape (2, 1, 7, 64), whose axes are (batch, rows, heads, dim), and key_cache "
+    "(2, 4096, 2, 64), whose axes are (batch, length, heads, dim)": {
         "query": as_type(Q, shape=(2, 1, 7, 64))},
-    "key_cache must have the head dim of query, 72, but has 64": {"query": as_type(Q, shape=(2, 1, 8, 72))},
+    "key_cache must have the head dim of query, 72, but has 64": {
+        "query": as_type(Q, shape=(2, 1, 8, 72))},
     "lengths must have shape (2,), as query, but has (3,)": {"lengths": as_type(N, shape=(3,))},
-    "lengths must be an array of integers, but is float32": {"lengths": as_type(N, dtype=jnp.float32)},
+    "lengths must be an array of integers, but is float32": {
+        "lengths": as_type(N, dtype=jnp.float32)},
     "key_cache has batch size 2, but query has 3; pages need a block_table": {
         "query": as_type(Q, shape=(3, 1, 8, 64)), "lengths": as_type(N, shape=(3,))},
-    "block_table must have shape (2, blocks), as query, but has (3, 2)": {"block_table": as_type(N, shape=(3, 2))},
-    "block_table must have shape (2, blocks), as query, but has (2, 0)": {"block_table": as_type(N, shape=(2, 0))},
-    "block_table must be an array of integers, but is bool": {"block_table": as_type(N, shape=(2, 2), dtype=jnp.bool_)},
-    "a sequence may have room for 536870912 keys at most, but has it for 536875008": {"block_table": as_type(N, shape=(2, 131073))},
-    "starts must have shape (2,), one for a sequence, or (2, 1), one for a row, but has (1, 2)": {"starts": as_type(N, shape=(1, 2))},
-    "starts must be an array of integers, but is float32": {"starts": as_type(N, dtype=jnp.float32)},
+    "block_table must have shape (2, blocks), as query, but has (3, 2)": {
+        "block_table": as_type(N, shape=(3, 2))},
+    "block_table must have shape (2, blocks), as query, but has (2, 0)": {
+        "block_table": as_type(N, shape=(2, 0))},
+    "block_table must be an array of integers, but is bool": {
+        "block_table": as_type(N, shape=(2, 2), dtype=jnp.bool_)},
+    "a sequence may have room for 536870912 keys at most, but has it for 536875008": {
+        "block_table": as_type(N, shape=(2, 131073))},
+    "starts must have shape (2,), one for a sequence, or (2, 1), one for a row, but has (1, 2)": {
+        "starts": as_type(N, shape=(1, 2))},
+    "starts must be an array of integers, but is float32": {
+        "starts": as_type(N, dtype=jnp.float32)},
     "left must be an integer from 0 on, known when tracing, not -1": {"left": -1},
     "left must be an integer from 0 on, known when tracing, not 1.5": {"left": 1.5},
     "left must be an integer from 0 on, known when tracing, not True": {"left": True},
     "causal must be True or False, but is 1": {"causal": 1},
     "return_lse must be True or False, but is None": {"return_lse": None},
     "scale must be a Python or numpy number or an array of shape (), but is a str": {"scale": "1"},
-    "scale must be a Python or numpy number, known when tracing, but is an array": {"scale": np.ones(())},
+    "scale must be a Python or numpy number, known when tracing, but is an array": {
+        "scale": np.ones(())},
     "scale must be finite in float32, but is inf": {"scale": 10**400},
-    "soft_cap must be a Python or numpy number, known when tracing, but is a bool": {"soft_cap": True},
+    "soft_cap must be a Python or numpy number, known when tracing, but is a bool": {
+        "soft_cap": True},
     "soft_cap must be from 1e-30 to 1e+30, but is nan": {"soft_cap": float("nan")},
     "soft_cap must be from 1e-30 to 1e+30, but is 0.0: for no cap, pass None": {"soft_cap": 0},
     "soft_cap must be from 1e-30 to 1e+30, but is -1.0": {"soft_cap": -1},
-    "sinks must have shape (8,), one logit per head of query, but has (2,)": {"sinks": as_type(Q, shape=(2,))},
+    "sinks must have shape (8,), one logit per head of query, but has (2,)": {
+        "sinks": as_type(Q, shape=(2,))},
     "sinks must be an array of floats, but is int32": {"sinks": as_type(N, shape=(8,))},
     'implementation must be None, "cuda" or "xla", but is \'gpu\'': {"implementation": "gpu"},
 }  # fmt: skip
@@ -466,9 +493,11 @@ def test_the_documented_loop_writes_to_no_page_that_is_not_there():
 @pytest.mark.parametrize("mapped", ("query", "caches"))
 def test_vmap_beside_a_batch_that_is_sharded_in_its_type(page_size, mapped):
     """The mapped axis goes behind the batch there."""
-    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices("cpu")[:2], axis_types=(AxisType.Explicit,))  # fmt: skip
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices("cpu")[:2],
+        axis_types=(AxisType.Explicit,))  # fmt: skip
     rng = np.random.default_rng(3)
-    query, key, value = (jnp.asarray(rng.normal(size=(4, n, h, 8)), jnp.float32) for n, h in ((1, 4), (48, 2), (48, 2)))  # fmt: skip
+    query, key, value = (jnp.asarray(rng.normal(size=(4, n, h, 8)), jnp.float32) for n,
+        h in ((1, 4), (48, 2), (48, 2)))  # fmt: skip
     lengths, table = jnp.array([48, 1, 30, 17]), None
     if page_size:
         key, value = (x.reshape(12, 16, 2, 8) for x in (key, value))

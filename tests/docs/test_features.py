@@ -1,4 +1,5 @@
-"""The features and the calls that the guide lists: every test that it names is there, and each has one."""
+"""The features and the calls that the guide lists: every test that it names is there, and each has
+one."""
 
 import ast
 import functools
@@ -24,7 +25,8 @@ def sources_of(file):
 
 
 def tables(text):
-    """(what stands above it, header, rows) of each table; a row without a first cell goes on with the last."""
+    """(what stands above it, header, rows) of each table; a row without a first cell goes on with
+    the last."""
     for above, lines in re.findall(r"((?:^(?!\|).*\n)*)((?:^\|.*\n)+)", text, re.MULTILINE):
         header, _, *rows = lines.splitlines()
         joined = []
@@ -37,7 +39,8 @@ def tables(text):
 
 
 def references(text):
-    """(row, file, test, id): a name without a file is of the file before it in its row, or the section's."""
+    """(row, file, test, id): a name without a file is of the file before it in its row, or the
+    section's."""
     for above, _, rows in tables(text):
         stated = re.findall(r"in\s`(?:tests/\w+/)?(test_\w+\.py)`", above)
         for row in rows:

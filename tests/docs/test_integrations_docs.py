@@ -43,7 +43,8 @@ def test_equinox_rows_of_documents(namespace):
 
 
 def test_equinox_is_its_own_attention(namespace):
-    """Output and gradients of equinox.nn.MultiheadAttention, whose weights the block's module takes."""
+    """Output and gradients of equinox.nn.MultiheadAttention, whose weights the block's module
+    takes."""
     eqx = pytest.importorskip("equinox")
     theirs = eqx.nn.MultiheadAttention(4, 32, qk_size=8, vo_size=8, key=jax.random.key(2))
     ours = namespace["Attention"](32, heads=4, kv_heads=4, head_dim=8, key=jax.random.key(3))

@@ -1,20 +1,25 @@
-"""Which of racecheck's reports are of what Triton hands to the warps of a partition, by the instructions at their addresses:
+"""Which of racecheck's reports are of what Triton hands to the warps of a partition, by the
+instructions at their addresses:
 
-    python tests/gpu/hand_over.py RACECHECK.txt FOLDER              (no GPU; nvdisasm is in the Triton wheel)
+    python tests/gpu/hand_over.py RACECHECK.txt FOLDER
     python tests/gpu/hand_over.py RACECHECK.txt CUBINS 128x128
 
-RACECHECK.txt is what `hazards.py racecheck ... -- benchmarks/tune/tune.py check FOLDER` wrote, FOLDER
-the one of `tune.py build`; or, of whole programs of these head dims, `... --
+Needs no GPU; nvdisasm is in the Triton wheel.
+
+RACECHECK.txt is what `hazards.py racecheck ... -- benchmarks/tune/tune.py check FOLDER` wrote,
+FOLDER the one of `tune.py build`; or, of whole programs of these head dims, `... --
 tests/gpu/sanitize.py --small --dims 128x128`, CUBINS the output of csrc/aot/compile.py (read are
 those of bfloat16 that a driver of CUDA 13 gets on sm_90a). Lines `@begin WHAT of 64x64` in it say
 head dims, too.
 
-Before a kernel's warps part, those of the default partition store a state for each idle warp, and arguments; at the end, the state
-that lets them go. All warps of the block meet at named barrier 1 then (`BAR.SYNC 0x1`, without a count). An idle warp reads its state
-behind that barrier, jumps by it, reads its arguments, and meets the others at barrier 1 again before they go on. So a report is
-explained if its store runs into that barrier with no branch between, and its load comes straight from it (the state) or runs into
-it from where the jump leads (arguments). racecheck of compute-sanitizer 2025.3.1 seems not to count a barrier that warps meet
-from different instructions. Prints a line for every pair of instructions; exit status 1: one is not explained.
+Before a kernel's warps part, those of the default partition store a state for each idle warp, and
+arguments; at the end, the state that lets them go. All warps of the block meet at named barrier 1
+then (`BAR.SYNC 0x1`, without a count). An idle warp reads its state behind that barrier, jumps by
+it, reads its arguments, and meets the others at barrier 1 again before they go on. So a report is
+explained if its store runs into that barrier with no branch between, and its load comes straight
+from it (the state) or runs into it from where the jump leads (arguments). racecheck of
+compute-sanitizer 2025.3.1 seems not to count a barrier that warps meet from different instructions.
+Prints a line for every pair of instructions; exit status 1: one is not explained.
 """
 
 from __future__ import annotations
@@ -40,7 +45,8 @@ Code = list[tuple[int, str]]  # addresses and instructions
 
 
 def pairs_of(text: str, dims: str = "") -> tuple[Counter[Pair], int]:
-    """Pairs of a store and a load, with how many reports have them; and how many reports there are. `dims`: until the text names others."""
+    """Pairs of a store and a load, with how many reports have them; and how many reports there are.
+    `dims`: until the text names others."""
     found: Counter[Pair] = Counter()
     reports, first = 0, ("", 0)
     for line in text.splitlines():

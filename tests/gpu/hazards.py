@@ -1,17 +1,22 @@
 """Run sanitize.py under a tool of compute-sanitizer and count what it found, by kernel:
 
-    python tests/gpu/hazards.py memcheck|racecheck|synccheck [options of compute-sanitizer ...] [-- program ...]
+    python tests/gpu/hazards.py memcheck|racecheck|synccheck
+        [options of compute-sanitizer ...] [-- program ...]
 
-The program runs once without the tool, under which XLA compiles slowly, into a cache for the run that counts. A program after --
-takes the place of sanitize.py, as in -- tests/gpu/sanitize.py --dims 128x128. The kernels alone, in a fraction of the time:
+The program runs once without the tool, under which XLA compiles slowly, into a cache for the run
+that counts. A program after -- takes the place of sanitize.py, as in -- tests/gpu/sanitize.py
+--dims 128x128. The kernels alone, in a fraction of the time:
 
-    python tests/gpu/hazards.py racecheck --kernel-name kernel_substring=sm90 -- benchmarks/tune/tune.py check FOLDER
+    python tests/gpu/hazards.py racecheck --kernel-name kernel_substring=sm90
+        -- benchmarks/tune/tune.py check FOLDER
 
-The tool's whole output goes to $OUT/TOOL.txt; here come the results, a count by kernel, and the first reports of each. Counts
-leave nothing out, kernels that are not packax's included. Exit status 1: a report, a wrong result, or no closing line of the tool.
+The tool's whole output goes to $OUT/TOOL.txt; here come the results, a count by kernel, and the
+first reports of each. Counts leave nothing out, kernels that are not packax's included. Exit status
+1: a report, a wrong result, or no closing line of the tool.
 
-racecheck watches shared memory. What it knows of mbarriers and TMA differs by release (its release notes list false reports and
-misses), so a report on a kernel with TMA is a question, and silence no proof; the version is printed for that.
+racecheck watches shared memory. What it knows of mbarriers and TMA differs by release (its release
+notes list false reports and misses), so a report on a kernel with TMA is a question, and silence no
+proof; the version is printed for that.
 """
 
 from __future__ import annotations
@@ -28,7 +33,8 @@ from pathlib import Path
 TOOLS = {
     "memcheck": ["--print-limit", "1000"],
     # Barriers of a block; the tool's own guess can be too small, and then it breaks the context.
-    "racecheck": ["--racecheck-report", "analysis", "--print-limit", "1000", "--num-cuda-barriers", "64"],
+    "racecheck": ["--racecheck-report", "analysis", "--print-limit", "1000", "--num-cuda-barriers",
+        "64"],
     "synccheck": ["--print-limit", "1000", "--num-cuda-barriers", "64"],
 }  # fmt: skip
 SLOW = ("racecheck", "synccheck")
@@ -41,7 +47,8 @@ SHOWN = 3  # reports of a kernel
 LINES = 8  # of a report
 PREFIX = "========= "
 CLOSING = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
-# "... access at void name<int>(float*)+0x1a0 in file.py:3" in CUDA 12 and 13, "... at 0x1a0 in file.cu:3:name(float*)" before
+# "... access at void name<int>(float*)+0x1a0 in file.py:3" in CUDA 12 and 13, "... at 0x1a0 in
+# file.cu:3:name(float*)" before
 KERNEL = re.compile(
     r"(?:\b(?:at|in) |[\s:])(?:void )?([A-Za-z_]\w*(?:::\w+)*)[^\s+]*(?:\([^)]*\))?\+0x[0-9a-f]+"
 )
@@ -50,7 +57,8 @@ HAZARDS = re.compile(r"\[(\d+) hazards?\]")
 
 
 def reports(text: str) -> list[list[str]]:
-    """The tool's reports: runs of its lines, each from one that is not indented to the next empty one."""
+    """The tool's reports: runs of its lines, each from one that is not indented to the next empty
+    one."""
     found: list[list[str]] = []
     inside = False
     for line in text.splitlines():

@@ -1,9 +1,11 @@
 """A small forward and backward of every dtype and head dim, to run under compute-sanitizer:
 
-    python tests/gpu/hazards.py memcheck | racecheck | synccheck     (hazards.py starts this under the tool and counts)
+    python tests/gpu/hazards.py memcheck | racecheck | synccheck
 
-`--dims 128x128`: these head dims alone. `--small`: bfloat16, and one case of two that lets every ring of buffers wrap, for the
-tools that are slow.
+hazards.py starts this under the tool and counts.
+
+`--dims 128x128`: these head dims alone. `--small`: bfloat16, and one case of two that lets every
+ring of buffers wrap, for the tools that are slow.
 
 Every buffer gets an allocation of its own, so that a read or write past its end is an error and not
 a neighbour in jax's pool. Lengths are odd, ids reappear, padding lies in the middle and at the end,
@@ -60,7 +62,8 @@ def reference(query, key, value, cotangent, attends, scale, soft_cap, slopes):
 
 
 def run(
-    name, expression, batch, q_len, kv_len, heads, kv_heads, dims, dtype, deterministic=False, soft_cap=None, alibi=False,
+    name, expression, batch, q_len, kv_len, heads, kv_heads, dims, dtype, deterministic=False,
+    soft_cap=None, alibi=False,
 ) -> bool:  # fmt: skip
     rng = np.random.default_rng(0)
     qk, v = dims
@@ -97,16 +100,15 @@ def run(
         np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in zip(results, exact, strict=True)
     ]
     good = all(error < LIMIT[dtype] for error in errors)
-    print(
-        f"{name} {dtype} {qk}x{v}{' deterministic' if deterministic else ''}: errors {' '.join(f'{e:.1e}' for e in errors)}"
-        f"{'' if good else ' WRONG'}",
-        flush=True,
-    )
+    what = f"{name} {dtype} {qk}x{v}{' deterministic' if deterministic else ''}"
+    shown = " ".join(f"{error:.1e}" for error in errors)
+    print(f"{what}: errors {shown}{'' if good else ' WRONG'}", flush=True)
     return good
 
 
 def decode(dims, dtype, page_size) -> bool:
-    """Both tiles of rows; a length of the whole cache, and entries of the table that are no page behind the others."""
+    """Both tiles of rows; a length of the whole cache, and entries of the table that are no page
+    behind the others."""
     rng = np.random.default_rng(1)
     lengths, room, kv_heads = np.array([200, 0, 3, 131], np.int32), 200, 2
     table = None

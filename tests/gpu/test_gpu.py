@@ -1,4 +1,5 @@
-"""What only a GPU can show: the cubins' numbers, small and past 2^31 elements. `pytest -m gpu`; more in test_gpu_*.py."""
+"""What only a GPU can show: the cubins' numbers, small and past 2^31 elements. `pytest -m gpu`;
+more in test_gpu_*.py."""
 
 from __future__ import annotations
 
@@ -143,7 +144,8 @@ def test_ids_and_positions_of_any_shape(kind):
 
 @pytest.mark.parametrize("ordered", (False, True), ids=("tested", "ordered"))
 def test_two_limits_of_positions(kind, ordered, deterministic):
-    """Windows of positions in several tiles: the element test with a lower limit, and without one."""
+    """Windows of positions in several tiles: the element test with a lower limit, and without
+    one."""
     dtype, dims = kind
     rng = np.random.default_rng(7)
     ids = np.stack([packed(300, 1, -40, 359), packed(-7, 64, 200, 429)])

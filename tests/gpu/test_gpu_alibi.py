@@ -1,4 +1,5 @@
-"""ALiBi on a GPU. Places that are indices have kernels of their own on Hopper, those that are arrays the general ones. `pytest -m gpu`."""
+"""ALiBi on a GPU. Places that are indices have kernels of their own on Hopper, those that are
+arrays the general ones. `pytest -m gpu`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What must be the same bit for bit on a GPU: results under what must not matter, masks beside their XLA twins. `pytest -m gpu`."""
+"""What must be the same bit for bit on a GPU: results under what must not matter, masks beside
+their XLA twins. `pytest -m gpu`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Maps of blocks on a GPU. `pytest -m gpu`.
 
-`test_scores.check` asks for the largest logits and gives the scale as an array, so `test_cases` runs the general kernels. At head
-dim 128 a call that has nothing beside the map runs Hopper's own where the sizes of a block are powers of two.
+`test_scores.check` asks for the largest logits and gives the scale as an array, so `test_cases`
+runs the general kernels. At head dim 128 a call that has nothing beside the map runs Hopper's own
+where the sizes of a block are powers of two.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def test_cases(name, dtype, dims, options):
 @pytest.mark.parametrize("size,share", [((128, 128), 0.4), ((1, 512), 0.3), ((64, 16), 0.1)])
 @pytest.mark.parametrize("dim,garbage", [(64, jnp.nan), (128, 1e30)])
 def test_long_sequences_equal_xla_and_every_time(size, share, dim, garbage):
-    """Long lists, full blocks and others, garbage in rows that attend nothing; the same bits in each run.
+    """Long lists, full blocks and others, garbage in rows that attend nothing; the same bits in
+    each run.
 
     The general kernels keep NaNs out there, those of Hopper what docs/guide/numerics.md
     says: finite numbers."""
@@ -158,7 +160,8 @@ def selection(n, beside=None):
     "beside", range(len(BESIDE)), ids=("full", "causal", "documents", "window")
 )
 def test_odd_lengths(n, beside):
-    """Every size with every mask beside it, a map for each head and batch row or one for all; dtypes in turns."""
+    """Every size with every mask beside it, a map for each head and batch row or one for all;
+    dtypes in turns."""
     x = tensors(2, Q_LEN, KV_LEN, 4, 2, 128, DTYPES[(n + beside) % 2], seed=n)
     got = run_checked(x, selection(n, BESIDE[beside]))
     if SELECTIONS[n][0][0] <= 128:
@@ -213,7 +216,8 @@ def test_a_negative_scale():
 
 
 def test_gradients_in_one_order():
-    """The same bits twice, with `deterministic=True` too, and in a call that wants only some of them."""
+    """The same bits twice, with `deterministic=True` too, and in a call that wants only some of
+    them."""
     x, expression = tensors(2, Q_LEN, KV_LEN, 4, 2, 128, "bfloat16"), selection(0, BESIDE[1])
     mask = build(expression, x)
     first = run_checked(x, expression)
@@ -235,7 +239,8 @@ def test_gradients_in_one_order():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", (0, 3, 4))
 def test_finite_garbage_that_nothing_attends_changes_nothing(n, dtype):
-    """In rows and keys that the map leaves alone, of every head: scores there overflow to infinities and NaNs."""
+    """In rows and keys that the map leaves alone, of every head: scores there overflow to
+    infinities and NaNs."""
     x, expression = tensors(2, Q_LEN, KV_LEN, 4, 2, 128, dtype), selection(n, BESIDE[1])
     allowed = np.broadcast_to(np.asarray(expression.as_array(Q_LEN, KV_LEN)), (2, 4, Q_LEN, KV_LEN))
     rows = ~allowed.any(3).swapaxes(1, 2)[..., None]  # (batch, rows, heads, 1)
@@ -265,6 +270,7 @@ def test_nan_stays_where_numerics_md_says():
     got = run(Tensors(*four, jnp.where(broken, jnp.nan, x.dlse)), expression)
     for name in Results._fields:
         axis = 2 if name == "lse" else 1
-        a, b = (np.take(np.asarray(getattr(y, name)), np.arange(384), axis) for y in (got, expected))  # fmt: skip
+        a, b = (np.take(np.asarray(getattr(y, name)), np.arange(384), axis) for y in (got,
+            expected))  # fmt: skip
         assert_identical(a, b, f"{name} where no block has a NaN: ")
         assert np.isnan(np.asarray(getattr(got, name), np.float32)).any()

@@ -24,8 +24,10 @@ LONG = {
     "long and short": Case((9000, 3, 0, 700), capacity=9216, heads=8, kv_heads=8),
     "tall tiles": Case((5003, 66), capacity=5120, q_len=16, heads=8, kv_heads=1),
     "two tiles and a part": Case((2001,), capacity=2048, q_len=13, heads=22, kv_heads=2),
-    "long pages": Case((5003, 66), capacity=5120, q_len=3, heads=8, kv_heads=2, page_size=16, sinks=True),
-    "pages and tall tiles": Case((1500, 66), capacity=1536, q_len=16, heads=8, kv_heads=1, page_size=256, soft_cap=3.0),
+    "long pages": Case((5003, 66), capacity=5120, q_len=3, heads=8, kv_heads=2, page_size=16,
+        sinks=True),
+    "pages and tall tiles": Case((1500, 66), capacity=1536, q_len=16, heads=8, kv_heads=1,
+        page_size=256, soft_cap=3.0),
     "long, left": Case((8000, 200), capacity=8192, q_len=2, heads=8, kv_heads=2, left=1023),
 }  # fmt: skip
 
@@ -79,7 +81,8 @@ def test_shares_dealt_out_by_length(name, page_size):
 
 @pytest.mark.parametrize("dims,q_len", [((128, 128), 1), ((64, 64), 16)], ids=str)
 def test_scores_beyond_31_bits(dims, q_len):
-    """One key has the whole sum; where a fused multiply-add keeps what rounding the largest took, powers of 2 overflow."""
+    """One key has the whole sum; where a fused multiply-add keeps what rounding the largest took,
+    powers of 2 overflow."""
     case = Case((3000, 700), q_len=q_len, capacity=3008, heads=8, kv_heads=2, dims=dims)
     x = decoding.cast(decoding.tensors(case), jnp.bfloat16)
     x = x._replace(query=x.query * 2.0**20, key_cache=x.key_cache * 2.0**20, key=x.key * 2.0**20)

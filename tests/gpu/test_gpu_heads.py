@@ -1,7 +1,7 @@
 """Groups of heads on one GPU, one after the other into one output: `pytest -m gpu`.
 
-Guards against a group that writes or reads another's heads, or rows at another distance, and against copies
-of the output between two groups.
+Guards against a group that writes or reads another's heads, or rows at another distance, and
+against copies of the output between two groups.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""packax.kvax on a GPU: the kernels run, and give what packax's own call and dense attention give."""
+"""packax.kvax on a GPU: the kernels run, and give what packax's own call and dense attention
+give."""
 
 from __future__ import annotations
 
@@ -69,7 +70,8 @@ def test_the_program_for_kvax_trains(monkeypatch, capsys):
 
 
 def test_the_flow_of_its_readme_trains():
-    """The lines that test_kvax_readme.py runs on CPUs, in bfloat16: on the kernels, and the loss goes down."""
+    """The lines that test_kvax_readme.py runs on CPUs, in bfloat16: on the kernels, and the loss
+    goes down."""
     pytest.importorskip("flax")
     pytest.importorskip("optax")
     readme = importlib.import_module("kvax_readme")

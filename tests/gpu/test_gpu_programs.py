@@ -1,4 +1,5 @@
-"""Programs around the kernels on a GPU: jax's transformations, threads, several GPUs, CUDA graphs, fresh processes. `pytest -m gpu`."""
+"""Programs around the kernels on a GPU: jax's transformations, threads, several GPUs, CUDA graphs,
+fresh processes. `pytest -m gpu`."""
 
 from __future__ import annotations
 

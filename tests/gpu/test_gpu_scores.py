@@ -1,4 +1,5 @@
-"""The general kernels on a GPU: what changes scores, and head dims between the compiled ones. `pytest -m gpu`."""
+"""The general kernels on a GPU: what changes scores, and head dims between the compiled ones.
+`pytest -m gpu`."""
 
 from __future__ import annotations
 

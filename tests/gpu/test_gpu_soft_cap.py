@@ -1,4 +1,5 @@
-"""Soft caps on a GPU. With a number as scale, Hopper has kernels of its own; an array's scale takes the general ones. `pytest -m gpu`."""
+"""Soft caps on a GPU. With a number as scale, Hopper has kernels of its own; an array's scale takes
+the general ones. `pytest -m gpu`."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ pytestmark = pytest.mark.gpu
 DIMS = (64, 128, 256)
 KINDS = [(dtype, dim) for dim in DIMS for dtype in DTYPES]
 CAPS = (2.0, 50.0, 1024.0)
-# How much larger some rows are: a warp of theirs takes the exponential for tanh, the others the polynomial.
+# How much larger some rows are: a warp of theirs takes the exponential for tanh, the others the
+# polynomial.
 LOUD = {2.0: 4, 50.0: 30, 1024.0: 600}
 ROWS = np.r_[20:46, 200:203, 499]
 BACK = np.stack([packed(90, 40, 370), packed(500), packed(64, 436)])
@@ -124,7 +126,8 @@ def test_both_kinds_of_kernels(kind):
 
 @pytest.mark.parametrize("dim", DIMS)
 def test_gradients_in_one_order(dim):
-    """`deterministic=True`: right, the same bits twice, and those of a call that wants only some of them."""
+    """`deterministic=True`: right, the same bits twice, and those of a call that wants only some of
+    them."""
     x, expression = packed_tensors("bfloat16", dim, LOUD[50.0]), MASKS[0]()
     first = check(x, expression, 50.0, deterministic=True)
     assert_identical(run(x, expression, None, True, 50.0), first, "second run: ")
@@ -212,6 +215,7 @@ def test_nan_stays_where_numerics_md_says(dtype, dim):
     )  # fmt: skip
     for name in oracle.Results._fields:
         axis = 2 if name == "lse" else 1
-        a, b = (np.take(np.asarray(getattr(y, name)), np.arange(384), axis) for y in (got, expected))  # fmt: skip
+        a, b = (np.take(np.asarray(getattr(y, name)), np.arange(384), axis) for y in (got,
+            expected))  # fmt: skip
         assert_identical(a, b, f"{name} of a document that shares no tile with the NaNs: ")
         assert np.isnan(np.asarray(getattr(got, name), np.float32)).any()

@@ -1,4 +1,5 @@
-"""What jax's transformations need of the kernels, on a GPU. `pytest -m gpu`; test_transformations.py is the rest."""
+"""What jax's transformations need of the kernels, on a GPU. `pytest -m gpu`;
+test_transformations.py is the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A report of racecheck counts as explained only where its store and its load lie at barriers of the whole block."""
+"""A report of racecheck counts as explained only where its store and its load lie at barriers of
+the whole block."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ REPORT = """\
 =========     and Read access at forward_sm90+0xc0 [4 hazards]
 =========
 @begin backward_sm90 STAGES=3 TURNS=0 13.4 128x128
-  backward_sm90 STAGES=3 TURNS=0 13.4 ...========= Error: Race reported between Read access at backward_sm90+0x80
+  backward_sm90 STAGES=3 TURNS=0 13.4 ...========= Error: Race reported between Read access \
+at backward_sm90+0x80
 =========     and Write access at backward_sm90+0x20 [1 hazard]
 ========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)
 """
@@ -22,10 +24,13 @@ STORE, STATE, ARGUMENTS = 0x20, 0x80, 0xC0
 CODE = dict(
     enumerate(
         [
-            *("UMOV UR4, 0x400", "BRA `(.L_x_1)", "STS.64 [UR6+0x100], R24", "REDUX.MAX.S32 UR8, R18"),
+            *("UMOV UR4, 0x400", "BRA `(.L_x_1)", "STS.64 [UR6+0x100], R24",
+                "REDUX.MAX.S32 UR8, R18"),
             *("BAR.SYNC.DEFER_BLOCKING 0x1", "EXIT", "NOP", "BAR.SYNC.DEFER_BLOCKING 0x1"),
-            *("LDS.U8 R0, [R0+UR4+0xfc]", "R2UR UR6, R0", "BRXU UR6 -0x90", "USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0xf0"),
-            *("LDS.64 R2, [UR5+0x20]", "UMOV UR4, 0x400", "BAR.SYNC.DEFER_BLOCKING 0x1", "BRA `(.L_x_0)"),
+            *("LDS.U8 R0, [R0+UR4+0xfc]", "R2UR UR6, R0", "BRXU UR6 -0x90",
+                "USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0xf0"),
+            *("LDS.64 R2, [UR5+0x20]", "UMOV UR4, 0x400", "BAR.SYNC.DEFER_BLOCKING 0x1",
+                "BRA `(.L_x_0)"),
         ]
     )
 )  # fmt: skip
@@ -58,7 +63,8 @@ def test_reports_of_programs_name_head_dims():
 
 def test_cubins(tmp_path):
     """Those that a driver of CUDA 13 gets: its own, else the one there is."""
-    for name in ("forward_bf16_64x64_sm90a", "forward_bf16_64x64_sm90a_cuda13", "forward_f16_64x64_sm90a", "forward_bf16_64x64_sm80",
+    for name in ("forward_bf16_64x64_sm90a", "forward_bf16_64x64_sm90a_cuda13",
+        "forward_f16_64x64_sm90a", "forward_bf16_64x64_sm80",
                  "backward_dq_bf16_256x256_sm90a"):  # fmt: skip
         (tmp_path / f"{name}.cubin").touch()
     assert {key: [file.stem for file in files] for key, files in cubins(tmp_path).items()} == {

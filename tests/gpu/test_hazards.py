@@ -17,7 +17,8 @@ long bfloat16 64x64: errors 2.1e-03
 =========     and Read access at backward_sm90+0x240 [12 hazards]
 =========     and Write access at backward_sm90+0x2b0 [4 hazards]
 =========
-========= Warning: Race reported between Read access at void loop_add_fusion<int>(float*)+0x40 in f.py:3
+========= Warning: Race reported between Read access at \
+void loop_add_fusion<int>(float*)+0x40 in f.py:3
 =========     and Write access at loop_add_fusion+0x60 [1 hazard]
 =========
 ========= RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)
@@ -30,7 +31,8 @@ OLD = """\
 ========= Barrier error detected. Missing wait.
 =========     at forward_sm90+0x20
 =========
-========= Program hit CUDA_ERROR_LAUNCH_FAILED (error 719) due to "unspecified launch failure" on CUDA API call to cuLaunchKernel.
+========= Program hit CUDA_ERROR_LAUNCH_FAILED (error 719) due to "unspecified launch failure" \
+on CUDA API call to cuLaunchKernel.
 =========
 ========= ERROR SUMMARY: 3 errors
 """
@@ -96,7 +98,8 @@ def test_the_tool_is_started_on_small_cases_and_its_log_kept(tmp_path: Path):
 
 
 def test_what_is_compiled_without_the_tool_is_there_under_it(tmp_path: Path):
-    """Both runs have the one cache, which goes with them; a failure without the tool is one, whatever the tool says."""
+    """Both runs have the one cache, which goes with them; a failure without the tool is one,
+    whatever the tool says."""
     tool, program = tmp_path / "compute-sanitizer", tmp_path / "program.py"
     tool.write_text(
         f'#!/bin/sh\ncase "$*" in *version*) exit;; esac\n{sys.executable} {program} watched\n'

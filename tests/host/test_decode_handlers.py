@@ -1,7 +1,9 @@
-"""packax_decode_v1 with good buffers and bad ones: kernels, grids, arguments, the number of shares, every message.
+"""packax_decode_v1 with good buffers and bad ones: kernels, grids, arguments, the number of shares,
+every message.
 
-Guards against an argument in the wrong place, more shares than the workspace or the merging kernel has room for, and a launch
-after a check that failed. Runs on a fake libcuda (tests/support/cpp): needs the built extension and a C compiler.
+Guards against an argument in the wrong place, more shares than the workspace or the merging kernel
+has room for, and a launch after a check that failed. Runs on a fake libcuda (tests/support/cpp):
+needs the built extension and a C compiler.
 """
 
 import struct
@@ -26,7 +28,8 @@ def f32(x):
 
 
 def expect(machine, call, s, splits, dealt=0, *, pages=0, page_size=0, width=0, sink_batch=1):
-    """`splits`: how many shares of a sequence must have been chosen, or the most where `dealt` are dealt out to all."""
+    """`splits`: how many shares of a sequence must have been chosen, or the most where `dealt` are
+    dealt out to all."""
     group = s.heads // s.kv_heads
     kernel = "decode" if s.q_len * group <= 16 else "decode_tall"
     dims = [call.operands[n].shape[3] for n in ("query", "value")]
@@ -130,7 +133,8 @@ def test_dims_in_between(tmp_path, driver):
 @pytest.mark.parametrize("q_len,kernel", [(2, "decode"), (9, "decode_tall")])
 @pytest.mark.parametrize("exact,short", [(0, "tf32"), (1, "f32")])
 def test_float32(machine, exact, short, q_len, kernel):
-    """Kernels of the precision asked for, of the smallest pair that has room; merging has no products."""
+    """Kernels of the precision asked for, of the smallest pair that has room; merging has no
+    products."""
     asked, cc = (56, 24), machine.variant["cc"]
     pairs = {(v["qk_dim"], v["v_dim"]) for v in machine.ext.variants() if v["dtype"] == short}
     pairs = sorted(pair for pair in pairs if pair[0] >= asked[0] and pair[1] >= asked[1])
@@ -332,7 +336,8 @@ def refusals():
     yield (
         {},
         {"partial": Array(F32, (64, 2, 6, 2, "V"))},
-        "partial is float32[64, 2, 6, 2, V], expected float32[splits=64, batch=2, q_len=2, heads=6, v_dim=V]",
+        "partial is float32[64, 2, 6, 2, V], "
+        "expected float32[splits=64, batch=2, q_len=2, heads=6, v_dim=V]",
     )
     yield (
         {},

@@ -1,7 +1,8 @@
 """The extension module, and what it says of this build and machine.
 
 Guards against a driver opened at import, and a module that is not what its stub, this jax or the
-table say. Runs on a fake libcuda (tests/support/cpp): needs the built extension and a C compiler, no GPU.
+table say. Runs on a fake libcuda (tests/support/cpp): needs the built extension and a C compiler,
+no GPU.
 """
 
 import ast

@@ -2,7 +2,8 @@
 
 The portable kernels and those of masks; test_hopper_handlers.py has Hopper's. Guards against an
 argument in the wrong place of a kernel's parameter list, a grid that misses rows and a size that
-wraps around. Runs on a fake libcuda (tests/support/cpp): needs the built extension and a C compiler.
+wraps around. Runs on a fake libcuda (tests/support/cpp): needs the built extension and a C
+compiler.
 """
 
 from math import ceil

@@ -1,8 +1,9 @@
-"""The handlers of forward and backward for some of the query's heads: what a call of those heads alone
-launches, but for where its rows begin and how far apart they are.
+"""The handlers of forward and backward for some of the query's heads: what a call of those heads
+alone launches, but for where its rows begin and how far apart they are.
 
 Guards against another head read or written, a row of another length, and results that would not be
-where the other heads are. Runs on a fake libcuda (tests/support/cpp): needs the built extension and a C compiler.
+where the other heads are. Runs on a fake libcuda (tests/support/cpp): needs the built extension and
+a C compiler.
 """
 
 from dataclasses import replace
@@ -92,7 +93,8 @@ def test_launches_are_those_of_the_heads_alone(request, kind, maker, begins, s):
 
 
 def test_the_edge_of_small_tensors(tmp_path, driver):
-    """Of rows that are apart: 128 KiB up to the last element that is the call's, a row less, a row more."""
+    """Of rows that are apart: 128 KiB up to the last element that is the call's, a row less, a row
+    more."""
     machine = make_machine(tmp_path, driver, choose=lambda m: m.has_hopper())
     dim = machine.variant["qk_dim"]
     rows = 128 * 1024 // (2 * dim * ALL)
@@ -108,10 +110,14 @@ def test_the_edge_of_small_tensors(tmp_path, driver):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"first_head": -1}, "attributes first_head and heads are -1 and 4, expected some of the query's 12"),
-        ({"first_head": 9}, "attributes first_head and heads are 9 and 4, expected some of the query's 12"),
-        ({"heads": 0}, "attributes first_head and heads are 6 and 0, expected some of the query's 12"),
-        ({"heads": 2**31 - 1}, f"attributes first_head and heads are 6 and {2**31 - 1}, expected some of the query's 12"),
+        ({"first_head": -1},
+            "attributes first_head and heads are -1 and 4, expected some of the query's 12"),
+        ({"first_head": 9},
+            "attributes first_head and heads are 9 and 4, expected some of the query's 12"),
+        ({"heads": 0},
+            "attributes first_head and heads are 6 and 0, expected some of the query's 12"),
+        ({"heads": 2**31 - 1},
+            "attributes first_head and heads are 6 and 2147483647, expected some of the query's 12"),
         ({"heads": 5}, "attribute heads is 5, expected a multiple of the 2 heads of key and value"),
         ({"begins": 2}, "attribute begins is 2, expected 0 to 1"),
     ],

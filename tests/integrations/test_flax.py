@@ -1,4 +1,5 @@
-"""Flax's attention layers with packax inside, against their own attention: the `test` extra has flax."""
+"""Flax's attention layers with packax inside, against their own attention: the `test` extra has
+flax."""
 
 import functools
 

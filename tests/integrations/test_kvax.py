@@ -237,7 +237,8 @@ def test_every_name_is_where_kvax_has_it():
     """Programs written for kvax 0.1.0: modules, names, arguments in order, and defaults."""
     modules = {
         "ops": ("flash_attention", "create_attention_mask"),
-        "ops.mask_creator": "create_attention_mask print_mask calculate_mask_sparsity AttentionMask",
+        "ops.mask_creator": "create_attention_mask print_mask calculate_mask_sparsity "
+        "AttentionMask",
         "ops.flash_attention_triton": ("flash_attention_triton",),
         "utils": "FlashAttentionParamsConfig PADDING_SEGMENT_ID attention_specs "
         "permute_tokens_context_parallelism unpermute_tokens_context_parallelism",
@@ -245,7 +246,8 @@ def test_every_name_is_where_kvax_has_it():
         "get_default_flash_attention_params pad_to_block_size",
         "utils.sharding": "shard_map get_query_context_mesh_axis_name "
         "get_query_context_mesh_axis_size",
-        "utils.specs": "AttentionSpecs Axes set_attention_specs get_attention_specs attention_specs",
+        "utils.specs": "AttentionSpecs Axes set_attention_specs get_attention_specs "
+        "attention_specs",
         "utils.permutation": "generate_shard_indices apply_permutation "
         "permute_tokens_context_parallelism unpermute_tokens_context_parallelism",
         "utils.typing": "DeviceArray PRNGKey Specs FlattenedAttentionMask AttentionMask",

@@ -1,4 +1,5 @@
-"""kvax's four bounds from a mask, integer by integer; and, where kvax's are wrong, bounds that are right.
+"""kvax's four bounds from a mask, integer by integer; and, where kvax's are wrong, bounds that are
+right.
 
 Guards against a bound that is off by a block, in other units than kvax's, or of the wrong side.
 """
@@ -72,7 +73,8 @@ def assert_kvax_bounds(got, tokens, fwd, bwd, **keywords):
 
 @pytest.mark.parametrize("skip", [True, False])
 def test_equal_kvaxs(skip):
-    """All kinds of rows at once; block sizes that differ by side and pass; a length no block divides."""
+    """All kinds of rows at once; block sizes that differ by side and pass; a length no block
+    divides."""
     fwd, bwd = Params(16, 8), Params(8, 32)
     tokens = (POSITIONS, IDS, POSITIONS, IDS)
     if not skip:  # padding is then a document, which comes back in one of the rows: kvax is wrong
@@ -120,7 +122,8 @@ def test_default_blocks_without_a_gpu_are_those_of_most_gpus():
 
 
 def test_no_block_is_called_full_that_is_not():
-    """Ids that come back: kvax calls the blocks between full ones full, and attends them unmasked."""
+    """Ids that come back: kvax calls the blocks between full ones full, and attends them
+    unmasked."""
     ids = np.tile(np.repeat([0, 1], 8), 6)[None]
     index = INDEX[None]
     params = Params(8, 8)

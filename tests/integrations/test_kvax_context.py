@@ -163,7 +163,8 @@ def test_keys_of_another_length_stay_whole():
 
 
 def test_keys_are_gathered_beside_the_attention_and_their_gradients_scattered():
-    """Not one all-reduce of the gradients of all keys, as XLA makes for keys that are replicated."""
+    """Not one all-reduce of the gradients of all keys, as XLA makes for keys that are
+    replicated."""
     mesh = mesh_of(1, 1, 4, 1)
     place = jax.NamedSharding(mesh, P(None, "context"))
     inputs = [jax.device_put(x, place) for x in tensors()]

@@ -1,4 +1,5 @@
-"""packax.integrations.maxtext while decoding, against a dense reference: both caches, what is active in them, errors.
+"""packax.integrations.maxtext while decoding, against a dense reference: both caches, what is
+active in them, errors.
 
 Guards against a key that is not active and is read all the same, and a sink that counts twice.
 """
@@ -64,7 +65,8 @@ def test_autoregressive(kind, size):
 
 
 def test_autoregressive_other_calls():
-    """No ids: all keys; several rows, and recorded logits: by flash_attention; nothing at all: 0."""
+    """No ids: all keys; several rows, and recorded logits: by flash_attention; nothing at all:
+    0."""
     q, k, v = tensors(1, 13)
     q3, _, _ = tensors(3, 1)
     ids = np.ones((B, 13), int)
@@ -72,7 +74,9 @@ def test_autoregressive_other_calls():
 
     @jax.jit
     def run(q, q3):
-        call = lambda one, *x, **more: one(*x[:1], *[None] * 4, "autoregressive", *x[1:], **more)  # noqa: E731
+        def call(one, query, *x, **more):
+            return one(query, *[None] * 4, "autoregressive", *x, **more)
+
         recording = op("chunk", 8)
         recorded = call(recording, q, ((k, v, ids), None), record_max_logits=True)
         return (

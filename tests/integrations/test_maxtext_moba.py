@@ -33,7 +33,8 @@ from packax.integrations import maxtext
 
 
 def test_dense_path_is_the_same_attention():
-    """implementation="dense" beside the kernels' path, gradients too: cap, sinks, largest logits."""
+    """implementation="dense" beside the kernels' path, gradients too: cap, sinks, largest
+    logits."""
     q, k, v = tensors()
     ids, _ = ids_and_positions()
     sinks = RNG.standard_normal(HEADS).astype(np.float32)
@@ -61,7 +62,8 @@ def test_dense_path_is_the_same_attention():
     ],
 )
 def test_moba_and_indexer_mask(kind, size, moba, indexer, implementation):
-    """Beside segment ids, cap and sinks. MoBA is causal with every type; rows without a key are 0."""
+    """Beside segment ids, cap and sinks. MoBA is causal with every type; rows without a key are
+    0."""
     q, k, v = tensors()
     ids, _ = ids_and_positions()
     sinks = RNG.standard_normal(HEADS).astype(np.float32)
@@ -135,7 +137,8 @@ def test_moba_and_indexer_mask_while_decoding(implementation):
 
 
 def reordered(length: int):  # type: ignore[no-untyped-def]
-    """A config, its operands as two ranks reorder them, the indexer's mask behind; what is expected in order."""
+    """A config, its operands as two ranks reorder them, the indexer's mask behind; what is expected
+    in order."""
     q, k, v = tensors(length, length)
     ids, positions = ids_and_positions(length)
     kept = RNG.random((B, length, length)) < 0.6

@@ -1,4 +1,5 @@
-"""The general Triton kernels in the interpreter, with a map of blocks and the lists of the real build.
+"""The general Triton kernels in the interpreter, with a map of blocks and the lists of the real
+build.
 
 Guards against a list that misses a block, a block taken for full that is not, a head that reads
 another's list or map, a word of bits too few, rows without a key that leave a NaN in a sum.

@@ -1,7 +1,8 @@
 """The kernels of decoding in the interpreter, against decoding by its definition in float64.
 
-Guards against shares of the keys that overlap or leave some out, against a share without keys, a tile's columns behind the
-head dim, and a read of what no row attends: it is 1e30 or behind a table entry that is no page.
+Guards against shares of the keys that overlap or leave some out, against a share without keys, a
+tile's columns behind the head dim, and a read of what no row attends: it is 1e30 or behind a table
+entry that is no page.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def test_equals_the_definition(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["16 rows", "causal=False", "starts by row", "pages of 1, left"])
 def test_tall_tiles(name: str) -> None:
-    """More rows than one tile has in the first, fewer in the others; dims that fill the columns, and not."""
+    """More rows than one tile has in the first, fewer in the others; dims that fill the columns,
+    and not."""
     case = CASES[name]._replace(heads=6, dims=(16, 24) if name == "16 rows" else (16, 32))
     check(case, 2, **TALL)
 
@@ -74,7 +76,8 @@ def test_float32_is_as_exact_as_plain_float32(name: str, kernel: str) -> None:
 
 @pytest.mark.parametrize("name,kernel", [("soft cap and sinks", SHORT), ("16 rows", TALL)])
 def test_tf32_rounds_every_operand_to_11_bits(name: str, kernel: dict) -> None:
-    """The log-sum-exp is that of rounded queries and keys; of the output, probabilities are rounded, too."""
+    """The log-sum-exp is that of rounded queries and keys; of the output, probabilities are
+    rounded, too."""
     case = CASES[name]._replace(dims=(16, 24))
     x = decoding.tensors(case)
 
@@ -127,7 +130,8 @@ def test_more_sequences_than_shares_are_dealt_to() -> None:
 
 @pytest.mark.parametrize("batch,each", [(1, 1), (2, 33), (3, 1), (17, 4), (64, 1), (64, 2)])
 def test_every_key_is_dealt_once(batch: int, each: int) -> None:
-    """And no share twice: two programs never write the same sums. None is longer than it must be."""
+    """And no share twice: two programs never write the same sums. None is longer than it must
+    be."""
     rng = np.random.default_rng()
     step, kv_len, splits = 16, 1 << 12, int(rng.integers(2, 40))
     shares = batch * each
@@ -145,7 +149,8 @@ def test_every_key_is_dealt_once(batch: int, each: int) -> None:
     steps = -(-np.maximum(last - first, 0) // step)
     longest = max(-(-steps.sum() // shares), -(-steps.max() // splits), 128 // step)
     real = found[found[:, 0] < batch]
-    assert (found[len(real) :, 0] == batch).all() and len({(b, n) for b, n, *_ in real.tolist()}) == len(real)  # fmt: skip
+    assert (found[len(real) :, 0] == batch).all() and len({(b, n) for b, n,
+        *_ in real.tolist()}) == len(real)  # fmt: skip
     for b in range(batch):
         own = real[real[:, 0] == b]
         assert 1 <= len(own) <= splits and (own[:, 2] == len(own)).all()

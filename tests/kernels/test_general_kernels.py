@@ -1,7 +1,8 @@
-"""The general Triton kernels in the interpreter: what changes scores, and head dims between the compiled ones.
+"""The general Triton kernels in the interpreter: what changes scores, and head dims between the
+compiled ones.
 
-Guards against columns of the next head read or written, a bias that only one loop adds, a sum over the wrong rows. The oracle is
-dense and in float64, its gradients automatic.
+Guards against columns of the next head read or written, a bias that only one loop adds, a sum over
+the wrong rows. The oracle is dense and in float64, its gradients automatic.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ SLOPES = 2.0 ** (-8 * np.arange(1, 9) / 8)
         ("three rows", {"slopes": True, "scales": 3}, (24, 40), (32, 64)),
         ("tested by id", {"slopes": True, "soft_cap": 3.0, "scales": 1}, (40, 16), (48, 16)),
         ("longer keys", {"slopes": True, "scales": 1}, (24, 16), (32, 16)),
-        ("ranges with empty rows", {"slopes": True, "soft_cap": 1.0, "scales": 1}, (16, 24), (16, 48)),
+        ("ranges with empty rows", {"slopes": True, "soft_cap": 1.0, "scales": 1}, (16, 24),
+            (16, 48)),
         ("longer queries", {}, (8, 56), (64, 64)),
         ("tested by id", {"tiles": SMALL, "soft_cap": 3.0, "slopes": True}, (16, 16), (16, 16)),
     ],
@@ -83,7 +85,8 @@ def test_general_kernels_equal_the_oracle(case, options, dims, compiled):
         if slopes is not None:
             arrays["slopes"], here = slopes[b], tuple(x[b : b + 1] for x in places)
         true, plain, largest = score_oracle.true_and_plain(
-            arrays, attends[b : b + 1], clean[3][b : b + 1], dlse[b : b + 1], soft_cap=soft_cap, places=here
+            arrays, attends[b : b + 1], clean[3][b : b + 1], dlse[b : b + 1], soft_cap=soft_cap,
+            places=here
         )  # fmt: skip
         close = {"atol": 1e-4, "rtol": 1e-4}
         np.testing.assert_allclose(out[b], true.out[0], err_msg="out", **close)

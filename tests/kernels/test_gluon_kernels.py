@@ -1,8 +1,8 @@
 """The Hopper kernels on the CPU (gluon_threads.py), against float64.
 
-Guards against barriers that wait for ever or let go too early, tiles read before they are there or after they are gone, blocks
-that are left out or met twice, and masks; not against what the compiler makes of them. Every candidate of tune.py that is not
-timed yet is here, too.
+Guards against barriers that wait for ever or let go too early, tiles read before they are there or
+after they are gone, blocks that are left out or met twice, and masks; not against what the compiler
+makes of them. Every candidate of tune.py that is not timed yet is here, too.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class Problem:
         kv_heads: int = 1,
         blocks: tuple[int, ...] = (),
     ):
-        """`option`: what the kernels' names end with. `blocks`: rows and keys of a map's blocks, and its heads."""
+        """`option`: what the kernels' names end with. `blocks`: rows and keys of a map's blocks,
+        and its heads."""
         expression, self.q_len, self.kv_len = MASKS[case]
         self.heads, self.kv_heads, (self.qk_dim, self.v_dim) = heads, kv_heads, dims
         self.rng = np.random.default_rng()
@@ -98,8 +99,8 @@ class Problem:
         return self.rng.standard_normal((self.batch, length, heads, dim)).astype(HALF)
 
     def oracle(self, half: Any = float) -> dict[str, np.ndarray]:
-        """In float64, where P, dS and the results are rounded by `half`: as a yardstick tighter than oracle.py's, whose logits are
-        of that dtype, too."""
+        """In float64, where P, dS and the results are rounded by `half`: as a yardstick tighter
+        than oracle.py's, whose logits are of that dtype, too."""
         tensors = self.query, self.key, self.value, self.dout
         q, k, v, do = (
             np.where(np.abs(x.astype(float)) > 1e29, 0, x.astype(float)) for x in tensors
@@ -125,7 +126,8 @@ class Problem:
         back = lambda x: x.reshape(*x.shape[:2], -1, group, x.shape[3]).sum(3)  # noqa: E731
         results = {
             "out": out, "dq": np.einsum("bhqk,bkhd->bqhd", ds, k) * self.scale,
-            "dk": back(np.einsum("bhqk,bqhd->bkhd", ds_of_keys, q)) * self.scale, "dv": back(np.einsum("bhqk,bqhd->bkhd", rounded, do)),
+            "dk": back(np.einsum("bhqk,bqhd->bkhd", ds_of_keys, q)) * self.scale,
+            "dv": back(np.einsum("bhqk,bqhd->bkhd", rounded, do)),
         }  # fmt: skip
         results = {name: x.astype(half).astype(float) for name, x in results.items()}
         return results | {"lse": lse, "delta": delta}
@@ -142,7 +144,8 @@ class Problem:
 
     def sizes(self) -> dict[str, Any]:
         return {
-            "element_test": self.element_test, "batch": self.batch, "mask_batch": len(self.mask["q_lo"]), "q_len": self.q_len,
+            "element_test": self.element_test, "batch": self.batch,
+            "mask_batch": len(self.mask["q_lo"]), "q_len": self.q_len,
             "kv_len": self.kv_len, "heads": self.heads, "kv_heads": self.kv_heads, **self.extra,
         }  # fmt: skip
 
@@ -151,7 +154,8 @@ class Problem:
         return {name: self.mask[name] for name in names if name in self.mask}
 
     def check(self, name: str, got: np.ndarray) -> None:
-        """Twice the error of plain attention; the largest one is of a single number, so four times that."""
+        """Twice the error of plain attention; the largest one is of a single number, so four times
+        that."""
         want, plain = self.want[name], self.plain[name]
         for norm, times in ((np.linalg.norm, 2), (lambda x: np.abs(x).max(), 4)):
             error, bound = norm(got.astype(float) - want), times * norm(plain - want)
@@ -185,8 +189,10 @@ def forward(p: Problem, changed: dict[str, int], few: bool = False) -> None:
     c = constants(kernel, (p.qk_dim, p.v_dim), changed)
     order = p.mask["q_order_192" if c["WARP_GROUPS"] == 3 else "q_order"]
     launch("sm90.fwd", kernel, 3, {
-        "query": rows_of(p.query), "key": rows_of(p.key), "value": rows_of(p.value), "out": rows_of(out), "lse": lse,
-        **p.masks("q_lo", "q_hi", "q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks", "q_entries"), "q_order": order,
+        "query": rows_of(p.query), "key": rows_of(p.key), "value": rows_of(p.value),
+        "out": rows_of(out), "lse": lse,
+        **p.masks("q_lo", "q_hi", "q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks", "q_entries"),
+        "q_order": order,
         "counter": np.zeros(1, np.int32), "scale": p.scale, **p.sizes(), **c,
     }, p.seed)  # fmt: skip
     p.check("out", out)
@@ -245,10 +251,14 @@ def launch_keys(
     file, keys = table.WIDE.get((kernel, max(dims)), ("sm90.bwd", 128))
     programs = -(-p.kv_len // 128) * (128 // keys) * p.batch * p.kv_heads
     launch(file, kernel, programs, {
-        "query": rows_of(p.query), "key": rows_of(p.key), "value": rows_of(p.value), "dout": rows_of(p.dout),
-        "lse2": line(stats.lse2), "delta": line(stats.delta), "lo": line(stats.lo), "hi": line(stats.hi),
-        "dk": rows_of(dk), "dv": rows_of(dv), **({"dq_sum": stats.dq_sum} if "dkdv" not in kernel else {}),
-        **p.masks("q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks", "kv_blocks", "kv_order", "kv_entries"),
+        "query": rows_of(p.query), "key": rows_of(p.key), "value": rows_of(p.value),
+        "dout": rows_of(p.dout),
+        "lse2": line(stats.lse2), "delta": line(stats.delta), "lo": line(stats.lo),
+        "hi": line(stats.hi),
+        "dk": rows_of(dk), "dv": rows_of(dv),
+        **({"dq_sum": stats.dq_sum} if "dkdv" not in kernel else {}),
+        **p.masks("q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks", "kv_blocks", "kv_order",
+            "kv_entries"),
         "scale": p.scale, **p.sizes(), **constants(kernel, dims, changed),
     }, p.seed)  # fmt: skip
 
@@ -304,10 +314,13 @@ def test_keys_and_values_alone_the_other_way(dim, fold, case):
 def queries_alone(p: Problem) -> None:
     stats, dq, kernel = Statistics(p), poisoned(p.query), "backward_dq_sm90" + p.option
     launch("sm90.bwd_dq", kernel, 2, {
-        "query": rows_of(p.query), "key": rows_of(p.key), "value": rows_of(p.value), "dout": rows_of(p.dout), "dq": rows_of(dq),
+        "query": rows_of(p.query), "key": rows_of(p.key), "value": rows_of(p.value),
+        "dout": rows_of(p.dout), "dq": rows_of(dq),
         "lse2": stats.lse2, "delta": stats.delta,
-        **p.masks("q_lo", "q_hi", "q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks", "q_order", "q_entries"),
-        "counter": np.zeros(1, np.int32), "scale": p.scale, **p.sizes(), **constants(kernel, (p.qk_dim, p.v_dim), {}),
+        **p.masks("q_lo", "q_hi", "q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks", "q_order",
+            "q_entries"),
+        "counter": np.zeros(1, np.int32), "scale": p.scale, **p.sizes(),
+        **constants(kernel, (p.qk_dim, p.v_dim), {}),
     }, p.seed)  # fmt: skip
     p.check("dq", dq)
 

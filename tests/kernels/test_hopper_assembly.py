@@ -1,7 +1,8 @@
-"""Inline assembly of the Hopper kernels on the CPU, instruction by instruction: Gluon has no interpreter.
+"""Inline assembly of the Hopper kernels on the CPU, instruction by instruction: Gluon has no
+interpreter.
 
-Guards against a float of dQ that lies where backward_finish does not look for it, and against a P or dS of another
-row or key than its score's.
+Guards against a float of dQ that lies where backward_finish does not look for it, and against a P
+or dS of another row or key than its score's.
 """
 
 import re
@@ -127,13 +128,15 @@ ARITHMETIC = {
 
 
 def compute(assembly, thread, operands, lines=()):
-    """The registers that one thread's arithmetic leaves; `lines`: floats in shared memory from address 0."""
+    """The registers that one thread's arithmetic leaves; `lines`: floats in shared memory from
+    address 0."""
     values = {"%tid.x": thread, **{f"${i}": x for i, x in operands.items()}}
 
     def value(text):
         return values[text] if text in values else int(text, 0)
 
-    for line in filter(None, (x.strip("{ }") if ".reg" in x else x.strip() for x in assembly.split(";"))):  # fmt: skip
+    for line in filter(None,
+        (x.strip("{ }") if ".reg" in x else x.strip() for x in assembly.split(";"))):  # fmt: skip
         line = line.removesuffix("}").strip()
         if not line or line.startswith(".reg"):
             continue
@@ -143,7 +146,8 @@ def compute(assembly, thread, operands, lines=()):
             line = line[3:]
         opcode, _, rest = line.partition(" ")
         if opcode == "ld.shared.v2.f32":
-            first, second, base, offset = re.fullmatch(r"\{(\w+), (\w+)\}, \[(\w+)\+(\d+)\]", rest).groups()  # fmt: skip
+            first, second, base, offset = re.fullmatch(r"\{(\w+), (\w+)\}, \[(\w+)\+(\d+)\]",
+                rest).groups()  # fmt: skip
             at = (values[base] + int(offset)) // 4
             values[first], values[second] = as_bits(lines[at]), as_bits(lines[at + 1])
         elif opcode == "mov.b32":
@@ -164,7 +168,8 @@ def tile(pairs, thread, half, of):
 
 @pytest.mark.parametrize("name", ["bf16", "f16"])
 def test_p_and_ds_of_the_tile_of_keys(name):
-    """Scores are (keys, rows): lse2 and delta belong to columns. What a bit of the mask clears is 0, were it NaN before."""
+    """Scores are (keys, rows): lse2 and delta belong to columns. What a bit of the mask clears is
+    0, were it NaN before."""
     half, rng = HALVES[name], np.random.default_rng()
     s, dp = rng.standard_normal((2, 64, 64), np.float32)
     lse, delta = rng.standard_normal((2, 64), np.float32)
@@ -176,7 +181,8 @@ def test_p_and_ds_of_the_tile_of_keys(name):
     for thread in range(256, 384):
         places = accumulator(thread, 32)
         scores = {16 + i: as_bits(s[at]) for i, at in enumerate(places)}
-        p_pairs = compute(bwd_dkdv_d192.p_asm(name), thread, scores | {48: as_bits(scale), 49: 0}, lse)  # fmt: skip
+        p_pairs = compute(bwd_dkdv_d192.p_asm(name), thread, scores | {48: as_bits(scale), 49: 0},
+            lse)  # fmt: skip
         tile(p_pairs, thread, half, p)
         operands = {16 + i: as_bits(dp[at]) for i, at in enumerate(places)}
         operands |= {48 + i: pair for i, pair in enumerate(p_pairs)} | {64: 0}
@@ -190,6 +196,7 @@ def test_p_and_ds_of_the_tile_of_keys(name):
     # in float32 the last bit of a sum may differ, which moves a few roundings
     for got, want in ((p, want_p), (ds, want_ds)):
         error = np.abs(got.astype(np.float32) - want.astype(np.float32))
-        assert (error <= 2 * np.finfo(np.float32).eps + 2.0**-7 * np.abs(want.astype(np.float32))).all()  # fmt: skip
+        allowed = 2 * np.finfo(np.float32).eps + 2.0**-7 * np.abs(want.astype(np.float32))
+        assert (error <= allowed).all()
         assert (error == 0).mean() > 0.95
     assert (ds[~attended] == 0).all()

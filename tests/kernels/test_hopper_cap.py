@@ -1,7 +1,9 @@
-"""The tanh of soft caps on Hopper, instruction by instruction for a warp, in float32: Gluon has no interpreter.
+"""The tanh of soft caps on Hopper, instruction by instruction for a warp, in float32: Gluon has no
+interpreter.
 
-Guards against a coefficient or a sign that is wrong in one of its two branches, a score that ends in another's
-register or hangs on those beside it, and a warp whose threads take different ways. ex2 and rcp are as wrong as PTX allows them to be.
+Guards against a coefficient or a sign that is wrong in one of its two branches, a score that ends
+in another's register or hangs on those beside it, and a warp whose threads take different ways. ex2
+and rcp are as wrong as PTX allows them to be.
 """
 
 import sys
@@ -79,8 +81,8 @@ def test_the_border_between_the_two():
 
 
 def test_a_score_does_not_hang_on_those_beside_it():
-    """The same bits in a warp of small scores and beside large ones, infinities and NaN: else padding and other documents change
-    a row's last bits."""
+    """The same bits in a warp of small scores and beside large ones, infinities and NaN: else
+    padding and other documents change a row's last bits."""
     rng = np.random.default_rng()
     near = rng.uniform(-0.5, 0.5, (LANES, 16)).astype(F32)
     alone = tanh_of(Warp(1, 1), near)
@@ -106,7 +108,8 @@ def test_every_score_stays_in_its_place_and_is_scaled(registers, k):
 
 
 def test_the_ends():
-    """Infinities and what overflows are 1 or -1, as is all that rounds to it; 0 is 0 in the polynomial."""
+    """Infinities and what overflows are 1 or -1, as is all that rounds to it; 0 is 0 in the
+    polynomial."""
     x = np.zeros((LANES, 8), F32)
     assert (tanh_of(Warp(), x) == 0).all()
     x[:, :6] = [np.inf, -np.inf, 3e38, -3e38, 20, -20]

@@ -1,6 +1,8 @@
-"""What the Hopper backward writes to shared memory for its products, instruction by instruction for a warp: Gluon has no interpreter.
+"""What the Hopper backward writes to shared memory for its products, instruction by instruction for
+a warp: Gluon has no interpreter.
 
-Guards against dS of another key or row, and parts of an LSE or delta that are not all of it or lie in another row.
+Guards against dS of another key or row, and parts of an LSE or delta that are not all of it or lie
+in another row.
 """
 
 import sys
@@ -25,7 +27,8 @@ def halfwords(shared, address, n):
 
 @pytest.mark.parametrize("half", HALVES)
 def test_ds_lies_where_the_products_read_it(half):
-    """Rows of 128 bytes, whose pieces of 16 are swapped by the row's number in eight (the swizzle of 128 bytes)."""
+    """Rows of 128 bytes, whose pieces of 16 are swapped by the row's number in eight (the swizzle
+    of 128 bytes)."""
     rng = np.random.default_rng()
     ds = rng.standard_normal((64, 64)).astype(HALVES[half])  # keys, rows
     base, shared = 3 * 8192, {}

@@ -1,7 +1,9 @@
-"""Maps of blocks on Hopper: sm90/block_lists.py with NumPy in Gluon's place, its assembly instruction by instruction for a warp group.
+"""Maps of blocks on Hopper: sm90/block_lists.py with NumPy in Gluon's place, its assembly
+instruction by instruction for a warp group.
 
-Guards against a bit of another row or key, a shift that is wrong for some size of a block, a word or an entry that is read
-past the end of a map or a list, and a list of another head or tile. Gluon has no interpreter.
+Guards against a bit of another row or key, a shift that is wrong for some size of a block, a word
+or an entry that is read past the end of a map or a list, and a list of another head or tile. Gluon
+has no interpreter.
 """
 
 import re
@@ -228,7 +230,8 @@ SHIFTS = range(13)
 
 @pytest.mark.parametrize("q_shift", SHIFTS)
 def test_bits(q_shift):
-    """Rows by keys, and keys by rows, for every size of a block, at every block of 64; the last ones are part full."""
+    """Rows by keys, and keys by rows, for every size of a block, at every block of 64; the last
+    ones are part full."""
     for kv_shift in SHIFTS:
         size = 1 << q_shift, 1 << kv_shift
         chosen, words, block_map = mapped(size)
@@ -291,7 +294,8 @@ def test_shift(size):
 
 @pytest.mark.parametrize("heads", [1, HEADS])
 def test_lists(heads):
-    """Of a tile of rows, of keys, and of the heads of a group: those that block_map.entries made for that place."""
+    """Of a tile of rows, of keys, and of the heads of a group: those that block_map.entries made
+    for that place."""
     chosen, _, (bits, _, batch, heads, *size) = mapped((16, 64), heads, q_len=700, kv_len=523)
     chosen[0, 0, :8] = False  # a tile of rows without any
     mask = packax.create_attention_mask(

@@ -1,7 +1,9 @@
-"""The softmax step of the Hopper forward and its bias, instruction by instruction for a warp: Gluon has no interpreter.
+"""The softmax step of the Hopper forward and its bias, instruction by instruction for a warp: Gluon
+has no interpreter.
 
-Guards against a score that ends in another's place or under another row's maximum, a maximum that moves without the sums,
-a row that meets its first key late, infinities and NaNs that get lost, and a bias of another row or key.
+Guards against a score that ends in another's place or under another row's maximum, a maximum that
+moves without the sums, a row that meets its first key late, infinities and NaNs that get lost, and
+a bias of another row or key.
 """
 
 import re
@@ -58,7 +60,8 @@ def sum_of(parts):
 
 
 def checked_step(scores, m, parts, scale, half):
-    """By the definition: the maximum moves when it would grow by more than 8, or when there was none."""
+    """By the definition: the maximum moves when it would grow by more than 8, or when there was
+    none."""
     p, new_m, new_l, alpha = step(scores, m, parts, scale, half)
     logits = scores.astype(F32).astype(float) * float(F32(scale))
     top = logits.max(1)

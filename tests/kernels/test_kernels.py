@@ -120,7 +120,8 @@ def test_attention_equals_the_oracle(case: str, tiles: Tiles) -> None:
 @pytest.mark.parametrize("dims", [(192, 128), (256, 256), (24, 40), (8, 16)], ids=str)
 @pytest.mark.parametrize("case", ["documents", "tested by position", "longer queries"])
 def test_head_dims(case: str, dims: tuple[int, int]) -> None:
-    """Where a dim is no power of two, the columns behind it are the next head's. With the smallest tiles there are."""
+    """Where a dim is no power of two, the columns behind it are the next head's. With the smallest
+    tiles there are."""
     check_attention(case, ((64, 32), (32, 32), (32, 64)), *dims)
 
 
@@ -171,7 +172,10 @@ def test_some_heads_are_those_of_a_call_of_their_own() -> None:
     """Bit by bit; the other heads of out and dq stay as they were."""
     mask = mask_of(packax.causal() & packax.documents(np.stack([IDS3[0], IDS3[2]])), 200, 200)
     rng = np.random.default_rng(9)
-    draw = lambda heads, dim: rng.standard_normal((2, 200, heads, dim)).astype(np.float32)  # noqa: E731
+
+    def draw(heads, dim):  # type: ignore[no-untyped-def]
+        return rng.standard_normal((2, 200, heads, dim)).astype(np.float32)
+
     query, key, value, out, dout = (draw(*x) for x in ((6, 16), (1, 16), (1, 32), (6, 32), (6, 32)))
     tiles = ((64, 32), (32, 64), (64, 64))
     own = range(2, 4)
@@ -191,7 +195,8 @@ def test_some_heads_are_those_of_a_call_of_their_own() -> None:
 
 
 def test_a_block_of_rows_that_reaches_over_the_hull_reads_no_row_behind_it() -> None:
-    """Blocks of 128 rows from row 64 reach over a document that ends at 384: NaNs behind it stay there."""
+    """Blocks of 128 rows from row 64 reach over a document that ends at 384: NaNs behind it stay
+    there."""
     ids = packed(384, 116)
     mask = mask_of(packax.causal() & packax.documents(ids), 500, 500)
     rng = np.random.default_rng(5)

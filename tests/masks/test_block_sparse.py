@@ -93,7 +93,8 @@ def listed(lists):
     ],
 )
 def test_lists(lengths, size, heads, share):
-    """Of eight masks at once: no block is missed, every block called full is, and few come in vain."""
+    """Of eight masks at once: no block is missed, every block called full is, and few come in
+    vain."""
     q_len, kv_len = lengths
     rng = np.random.default_rng(q_len)
     lo = rng.integers(0, kv_len, (8, 1)) + rng.integers(0, 9, (8, q_len))
@@ -357,10 +358,12 @@ BLOCKS = np.ones((5, 5), bool)
         (lambda: packax.block_sparse(np.ones((2, 0), bool), 1), ValueError, r"but has \(2, 0\)"),
         (lambda: packax.block_sparse(np.ones((5, 5)), 1), ValueError,
          "block_map must be boolean, but has dtype float64"),
-        (lambda: packax.block_sparse(BLOCKS, 0), ValueError, "block_size must be a positive .* but is 0"),
+        (lambda: packax.block_sparse(BLOCKS, 0), ValueError,
+            "block_size must be a positive .* but is 0"),
         (lambda: packax.block_sparse(BLOCKS, (1, 2, 3)), ValueError, r"but is \(1, 2, 3\)"),
         (lambda: packax.block_sparse(BLOCKS, (1, 2.0)), ValueError, r"but is \(1, 2.0\)"),
-        (lambda: packax.block_sparse(BLOCKS, 2**31), ValueError, "below 2\\*\\*31, but is 2147483648"),
+        (lambda: packax.block_sparse(BLOCKS, 2**31), ValueError,
+            "below 2\\*\\*31, but is 2147483648"),
         (lambda: packax.block_sparse(BLOCKS, 2).as_array(9, 11), ValueError,
          r"block_map has shape \(5, 5\), so 5 blocks of keys, but 11 keys are 6 blocks of 2"),
         (lambda: packax.create_attention_mask(
@@ -369,7 +372,8 @@ BLOCKS = np.ones((5, 5), bool)
         (lambda: packax.create_attention_mask(packax.block_sparse(BLOCKS, 2), q_len=9), ValueError,
          "kv_len is not known"),
         (lambda: packax.block_sparse(BLOCKS, 2) & packax.causal() & packax.block_sparse(BLOCKS, 2),
-         NotImplementedError, r"one block_sparse\(...\), and `&` was given two: combine the maps into one"),
+         NotImplementedError,
+         r"one block_sparse\(...\), and `&` was given two: combine the maps into one"),
         (lambda: packax.block_sparse(BLOCKS, 2) | packax.causal(), NotImplementedError,
          r"`\|` cannot take block_sparse\(...\), .* as in \(a \| b\) & block_sparse\(...\)"),
         (lambda: packax.create_attention_mask(packax.block_sparse(np.ones((2, 5, 5), bool), 2)

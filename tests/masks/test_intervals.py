@@ -21,7 +21,8 @@ PADDING = packax.PADDING_SEGMENT_ID
 
 @pytest.fixture(autouse=True, scope="module")
 def without_jit():
-    """Every expression is a program of its own: too many to compile, so operations run by themselves."""
+    """Every expression is a program of its own: too many to compile, so operations run by
+    themselves."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "_build", build._build.__wrapped__)
         yield
@@ -228,30 +229,45 @@ def two_batches():
 @pytest.mark.parametrize(
     "error,build,text",
     [
-        (ValueError, lambda: packax.sliding_window(-1), "left must be an integer from 0 to 2147483647, but is -1"),
+        (ValueError, lambda: packax.sliding_window(-1),
+            "left must be an integer from 0 to 2147483647, but is -1"),
         (ValueError, lambda: packax.sliding_window(1, 2**31), "right must be an integer from 0"),
         (ValueError, lambda: packax.sliding_window(1.5), "left must be an integer, but is 1.5"),
         (ValueError, lambda: packax.chunked(0), "size must be an integer from 1"),
         (ValueError, lambda: packax.chunked(None), "size must be an integer from 1"),
         (ValueError, lambda: packax.causal(0.5), "offset must be integers, but has dtype float64"),
         (ValueError, lambda: packax.causal(2**40), "offset must fit int32"),
-        (ValueError, lambda: packax.chunked(4, offset=[[1]]), "offset must have shape () or (batch,)"),
-        (ValueError, lambda: packax.prefix([[[1]]]), "lengths must have shape (), (batch,) or (batch, length)"),
+        (ValueError, lambda: packax.chunked(4, offset=[[1]]),
+            "offset must have shape () or (batch,)"),
+        (ValueError, lambda: packax.prefix([[[1]]]),
+            "lengths must have shape (), (batch,) or (batch, length)"),
         (ValueError, lambda: packax.spans(3), "span_ids must have shape (batch, length)"),
-        (ValueError, lambda: packax.spans(IDS, "causal"), "text must be a mask expression, but is a str"),
-        (ValueError, lambda: packax.spans(IDS, packax.causal(1)), "the text of spans must not have an offset, but causal has"),
-        (ValueError, lambda: packax.spans(IDS).as_array(4, 5), "span_ids is for 4 keys, but kv_len says 5"),
-        (ValueError, lambda: packax.prefix(np.ones((1, 3), int)).as_array(4, 4), "lengths is for 3 query rows, but q_len says 4"),
+        (ValueError, lambda: packax.spans(IDS, "causal"),
+            "text must be a mask expression, but is a str"),
+        (ValueError, lambda: packax.spans(IDS, packax.causal(1)),
+            "the text of spans must not have an offset, but causal has"),
+        (ValueError, lambda: packax.spans(IDS).as_array(4, 5),
+            "span_ids is for 4 keys, but kv_len says 5"),
+        (ValueError, lambda: packax.prefix(np.ones((1, 3), int)).as_array(4, 4),
+            "lengths is for 3 query rows, but q_len says 4"),
         (ValueError, two_batches, "lengths has batch size 3, but offset has 2"),
-        (ValueError, lambda: POSITIONS & packax.causal(3), "causal has an offset, beside documents(..., positions=...)"),
-        (ValueError, lambda: (packax.chunked(2, offset=1) & packax.causal(1)) & POSITIONS, "the positions say it"),
-        (ValueError, lambda: packax.spans(IDS) & packax.documents(IDS, IDS), "for self-attention, but documents(...) has kv_"),
-        (NotImplementedError, lambda: packax.spans(IDS, packax.causal() & POSITIONS), "spans(span_ids) & documents(...)"),
-        (NotImplementedError, lambda: packax.spans(IDS, packax.block_sparse(MAP, 2)), "spans(span_ids) & block_sparse(...)"),
+        (ValueError, lambda: POSITIONS & packax.causal(3),
+            "causal has an offset, beside documents(..., positions=...)"),
+        (ValueError, lambda: (packax.chunked(2, offset=1) & packax.causal(1)) & POSITIONS,
+            "the positions say it"),
+        (ValueError, lambda: packax.spans(IDS) & packax.documents(IDS, IDS),
+            "for self-attention, but documents(...) has kv_"),
+        (NotImplementedError, lambda: packax.spans(IDS, packax.causal() & POSITIONS),
+            "spans(span_ids) & documents(...)"),
+        (NotImplementedError, lambda: packax.spans(IDS, packax.block_sparse(MAP, 2)),
+            "spans(span_ids) & block_sparse(...)"),
         (NotImplementedError, lambda: packax.causal() | POSITIONS, "(a | b) & documents(...)"),
-        (NotImplementedError, lambda: (packax.causal() & packax.ranges(IDS, IDS)) | packax.full(), "(a | b) & ranges(...)"),
-        (NotImplementedError, lambda: packax.sliding_window(1, offset=3) | packax.chunked(4), "surely is one range"),
-        (NotImplementedError, lambda: packax.sliding_window(1, offset=CACHE) | packax.chunked(4, offset=CACHE + 0), "return_lse=True"),
+        (NotImplementedError, lambda: (packax.causal() & packax.ranges(IDS, IDS)) | packax.full(),
+            "(a | b) & ranges(...)"),
+        (NotImplementedError, lambda: packax.sliding_window(1, offset=3) | packax.chunked(4),
+            "surely is one range"),
+        (NotImplementedError, lambda: packax.sliding_window(1, offset=CACHE) | packax.chunked(4,
+            offset=CACHE + 0), "return_lse=True"),
     ],
 )  # fmt: skip
 def test_refusals(error, build, text):

@@ -40,7 +40,8 @@ class Case:
         )
 
     def allowed(self) -> np.ndarray:
-        """The dense mask, (Sq, Skv) or (B or 1, Sq, Skv), or with heads, (B or 1, H or 1, Sq, Skv)."""
+        """The dense mask, (Sq, Skv) or (B or 1, Sq, Skv), or with heads, (B or 1, H or 1, Sq,
+        Skv)."""
         return np.asarray(self.expression().as_array(self.q_len, self.kv_len))
 
     def __str__(self) -> str:

@@ -1,4 +1,5 @@
-"""What the tests of context parallelism share: meshes of CPU devices, inputs, one device's results."""
+"""What the tests of context parallelism share: meshes of CPU devices, inputs, one device's
+results."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ def tensors(
 
 
 def of_ids_alone(ids: Any) -> Any:
-    """Two limits of positions, spans, rows that are tested: all from ids, whole or a batch's part."""
+    """Two limits of positions, spans, rows that are tested: all from ids, whole or a batch's
+    part."""
     positions = jnp.broadcast_to(jnp.arange(LENGTH) % 300, ids.shape).astype(jnp.int32)
     spans = jnp.where(ids % 2 == 0, ids, -1)
     window = packax.spans(spans, packax.sliding_window(100))

@@ -1,4 +1,5 @@
-"""Decoding by its definition, for the tests of decode_attention: float64 is the truth, a dtype itself the yardstick.
+"""Decoding by its definition, for the tests of decode_attention: float64 is the truth, a dtype
+itself the yardstick.
 
 It shares no code with the package: rows, keys and pages are counted in Python.
 """
@@ -106,7 +107,8 @@ def tensors(case: Case, dtype: Any = jnp.float32, seed: int | None = None) -> Te
     key, value = (draw(batch, case.capacity, case.kv_heads, dim) for dim in case.dims)
     allowed = case.allowed()
     idle = ~allowed.any(1)
-    dirty = [np.where(idle[..., None, None], sign * GARBAGE, x) for sign, x in ((1, key), (-1, value))]  # fmt: skip
+    dirty = [np.where(idle[..., None, None], sign * GARBAGE, x) for sign,
+        x in ((1, key), (-1, value))]  # fmt: skip
     query = np.where(allowed.any(2)[..., None, None], query, GARBAGE)
     table = None
     if case.page_size:
@@ -130,7 +132,8 @@ def tensors(case: Case, dtype: Any = jnp.float32, seed: int | None = None) -> Te
 
 
 def cast(x: Tensors, dtype: Any) -> Tensors:
-    """The tensors rounded to a smaller dtype; float16 has no 1e30, infinity is the garbage that it has."""
+    """The tensors rounded to a smaller dtype; float16 has no 1e30, infinity is the garbage that it
+    has."""
     names = ("query", "key_cache", "value_cache")
     key, value = (np.asarray(jnp.asarray(y, dtype), np.float64) for y in (x.key, x.value))
     rounded = {name: getattr(x, name).astype(dtype) for name in names}
@@ -147,7 +150,8 @@ def exact(case: Case, x: Tensors, scale: float) -> Results:
 def plain(case: Case, x: Tensors, scale: float, tf32: bool = False) -> Results:
     """What anybody would write in jax.numpy, in the operands' dtype.
 
-    tf32: products of operands rounded to 11 bits. XLA takes those of one row in float32, whatever is asked for.
+    tf32: products of operands rounded to 11 bits. XLA takes those of one row in float32, whatever
+    is asked for.
     """
     q = np.where(np.abs(np.asarray(x.query, np.float64)) > 0.9 * GARBAGE, 0, x.query)
     arrays = (jnp.asarray(y, x.query.dtype) for y in (q, x.key, x.value))

@@ -1,6 +1,8 @@
-"""A libcuda for benchmarks/tune/tune.py without a GPU: memory of the host, launches that are recorded, and kernels that write ones.
+"""A libcuda for benchmarks/tune/tune.py without a GPU: memory of the host, launches that are
+recorded, and kernels that write ones.
 
-`install(cubin)` makes cubin.Driver() use it. A kernel whose file says "bad" writes twos instead. Decoding is done, in NumPy.
+`install(cubin)` makes cubin.Driver() use it. A kernel whose file says "bad" writes twos instead.
+Decoding is done, in NumPy.
 """
 
 from __future__ import annotations
@@ -84,7 +86,8 @@ class Cuda:
         size = {9: 2, 7: 4, 3: 4}[element]
         assert dims[0] * dims[1] * size <= self.sizes[to.value]
         assert all(s % 16 == 0 for s in strides) and box[0] * size % 16 == 0
-        self.maps.append({"address": to.value, "element": element, "sizes": list(dims), "box": list(box)})  # fmt: skip
+        self.maps.append({"address": to.value, "element": element, "sizes": list(dims),
+            "box": list(box)})  # fmt: skip
         C.memset(C.addressof(made._obj), 0xFF, 128)
         C.c_uint64.from_address(C.addressof(made._obj)).value = len(self.maps) - 1
         return 0
@@ -126,7 +129,8 @@ class Cuda:
                 kind = {"ptr": C.c_uint64, "i32": C.c_int32, "f32": C.c_float}[p["type"]]
                 values[p["name"]] = kind.from_address(at).value
         assert [C.c_uint64.from_address(a).value for a in addresses] == [0, 0]  # scratch
-        self.launches.append({"file": image["file"], "kernel": image["kernel"], "grid": (x, y, z), **values})  # fmt: skip
+        self.launches.append({"file": image["file"], "kernel": image["kernel"], "grid": (x, y, z),
+            **values})  # fmt: skip
         self._run(image, values)
         return 0
 
@@ -134,7 +138,8 @@ class Cuda:
         for name in WRITES.get(image["kernel"], ()):
             at = values[name]
             one = 2.0 if "bad" in image["file"] else 1.0
-            kind, value = (C.c_float, one) if name == "lse" else (C.c_uint16, 0x3F80 if one == 1 else 0x4000)  # fmt: skip
+            kind, value = (C.c_float, one) if name == "lse" else (C.c_uint16,
+                0x3F80 if one == 1 else 0x4000)  # fmt: skip
             n = self.sizes[at] // C.sizeof(kind)
             np.ctypeslib.as_array((kind * n).from_address(at))[:] = value
         if image["kernel"] == "decode_combine":
@@ -146,13 +151,15 @@ class Cuda:
                 np.ctypeslib.as_array((C.c_int32 * len(ids)).from_address(values[name]))[:] = result
 
     def _attend(self, x: dict[str, Any]) -> None:
-        """Attention by its definition, from the arguments of `decode` and `decode_combine`; pages are looked up key by key."""
+        """Attention by its definition, from the arguments of `decode` and `decode_combine`; pages
+        are looked up key by key."""
         batch, q_len, heads, kv_heads = (x[n] for n in ("batch", "q_len", "heads", "kv_heads"))
         dim = 8 * x["qk_eighths"]
 
         def array(name: str, kind: Any, *shape: int) -> np.ndarray:
             assert np.prod(shape) * C.sizeof(kind) <= self.sizes[x[name]], name
-            return np.ctypeslib.as_array((kind * int(np.prod(shape))).from_address(x[name])).reshape(shape)  # fmt: skip
+            flat = (kind * int(np.prod(shape))).from_address(x[name])
+            return np.ctypeslib.as_array(flat).reshape(shape)
 
         def half(name: str, *shape: int) -> np.ndarray:
             return (array(name, C.c_uint16, *shape).astype(np.uint32) << 16).view(np.float32)

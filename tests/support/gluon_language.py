@@ -1,7 +1,8 @@
-"""Gluon's language on the CPU, for gluon_threads.py's warp groups: modules in the place of Triton's, under which a kernel's file is
-plain Python.
+"""Gluon's language on the CPU, for gluon_threads.py's warp groups: modules in the place of
+Triton's, under which a kernel's file is plain Python.
 
-Inline assembly is replaced by what it says it does (ASSEMBLY); instruction by instruction it is tested in test_hopper_*.py.
+Inline assembly is replaced by what it says it does (ASSEMBLY); instruction by instruction it is
+tested in test_hopper_*.py.
 """
 
 from __future__ import annotations
@@ -220,7 +221,8 @@ def modules() -> dict[str, types.ModuleType]:
 
     nvmma = type("NVMMASharedLayout", (), {"get_default_for": anything, "__init__": anything})
     barriers = types.SimpleNamespace(
-        MBarrierLayout=lambda: "barriers", init=threads.init, wait=threads.wait, arrive=lambda b: b.arrive(1),
+        MBarrierLayout=lambda: "barriers", init=threads.init, wait=threads.wait,
+        arrive=lambda b: b.arrive(1),
         expect=lambda b, n: b.arrive(1, n),
     )  # fmt: skip
     copies = types.SimpleNamespace(
@@ -242,10 +244,13 @@ def modules() -> dict[str, types.ModuleType]:
     gl = module(
         "gl", **DTYPES, **dict.fromkeys((*layouts, "barrier"), anything),
         constexpr=lambda x: x, static_range=range, static_assert=checked, NVMMASharedLayout=nvmma,
-        allocate_shared_memory=threads.allocate, load=load, store=store, atomic_add=threads.atomic_add,
+        allocate_shared_memory=threads.allocate, load=load, store=store,
+        atomic_add=threads.atomic_add,
         inline_asm=inline_asm, warp_specialize=threads.warp_specialize,
-        program_id=lambda _: Scalar(mine.run.place), num_programs=lambda _: Scalar(mine.run.programs),
-        where=select, minimum=extreme(np.fmin), maximum=extreme(np.fmax), max=lambda x, axis: x.max(axis),
+        program_id=lambda _: Scalar(mine.run.place),
+        num_programs=lambda _: Scalar(mine.run.programs),
+        where=select, minimum=extreme(np.fmin), maximum=extreme(np.fmax), max=lambda x,
+        axis: x.max(axis),
         exp2=lambda x: np.exp2(x), log2=lambda x: np.log2(x),
         convert_layout=lambda x, _: x, expand_dims=lambda x, axis: tile(np.expand_dims(x, axis)),
         arange=lambda a, b, _=None: tile(np.arange(a, b, dtype=np.int32)),

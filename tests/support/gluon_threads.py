@@ -1,9 +1,12 @@
-"""Gluon kernels on the CPU, which Gluon has no interpreter for: warp groups are Python threads, tiles are numpy arrays.
+"""Gluon kernels on the CPU, which Gluon has no interpreter for: warp groups are Python threads,
+tiles are numpy arrays.
 
-What is asynchronous happens early or late. A product of wgmma, a copy of TMA or a bulk addition is done at once or as late as its
-wait allows, by a coin: tiles that are handed back too early, or read before they are there, end in other numbers. Barriers that
-nobody can complete are a Deadlock, a product used before its wait a TypeError, a read outside of an array an IndexError.
-Shared memory is poisoned. Layouts, registers, swizzles and fences are not modelled. gluon_language.py imports and launches kernels.
+What is asynchronous happens early or late. A product of wgmma, a copy of TMA or a bulk addition is
+done at once or as late as its wait allows, by a coin: tiles that are handed back too early, or read
+before they are there, end in other numbers. Barriers that nobody can complete are a Deadlock, a
+product used before its wait a TypeError, a read outside of an array an IndexError. Shared memory is
+poisoned. Layouts, registers, swizzles and fences are not modelled. gluon_language.py imports and
+launches kernels.
 """
 
 from __future__ import annotations
@@ -143,7 +146,8 @@ def poison(dtype: DType, shape: list[int]) -> np.ndarray:
 
 
 class TensorMap:
-    """(batch, length, columns): boxes that reach over an end are filled with zeros, and stored no further."""
+    """(batch, length, columns): boxes that reach over an end are filled with zeros, and stored no
+    further."""
 
     layout = None
 
@@ -304,7 +308,8 @@ def async_store(target: TensorMap, at: list[int], source: Shared) -> None:
 
 
 class Product:
-    """sums + a b of tiles as they are when it is computed, and nothing else until it has been waited for."""
+    """sums + a b of tiles as they are when it is computed, and nothing else until it has been
+    waited for."""
 
     def __init__(self, a: Any, b: Shared, sums: Any):
         self.a, self.b, self.sums = a, b, sums

@@ -1,9 +1,9 @@
 """How the GPU tests run the kernels, and what they compare with.
 
 `run` poisons the memory that results will get, so that an element which no kernel wrote is a NaN.
-Arrays are made by numpy: jax would compile a program for every shape, half of the time of a short test on a CPU. Large
-ones are made on the GPU.
-Numbers are judged by oracle.py: twice the error of plain attention in the same dtype.
+Arrays are made by numpy: jax would compile a program for every shape, half of the time of a short
+test on a CPU. Large ones are made on the GPU. Numbers are judged by oracle.py: twice the error of
+plain attention in the same dtype.
 """
 
 from __future__ import annotations

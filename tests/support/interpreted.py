@@ -1,4 +1,5 @@
-"""What the interpreter has no word for, inline assembly: the same in its own. And kernels around parts of others, for tests of these."""
+"""What the interpreter has no word for, inline assembly: the same in its own. And kernels around
+parts of others, for tests of these."""
 
 import triton
 import triton.language as tl
@@ -8,7 +9,8 @@ from portable.kv_ranges import EMPTY_MIN, tile_of_program
 
 @triton.jit
 def to_tf32(x):
-    """For logits.to_tf32: half of the last bit kept is added to the magnitude, the rest is cut off."""
+    """For logits.to_tf32: half of the last bit kept is added to the magnitude, the rest is cut
+    off."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(x == x, ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True), x)
 
@@ -21,7 +23,8 @@ def unrounded(x):
 
 @triton.jit
 def dealt_share(q_lo, q_hi, found, batch, q_len, kv_len, shares, splits, STEP: tl.constexpr):
-    """(places, 5): the sequence, which of its shares, how many it has, and the share's keys, as `decode` works them out."""
+    """(places, 5): the sequence, which of its shares, how many it has, and the share's keys, as
+    `decode` works them out."""
     place = tl.program_id(0)
     b, split, parts = deal(q_lo, q_hi, place, batch, q_len, kv_len, shares, splits, STEP)
     tokens = tl.arange(0, ROWS)
@@ -40,7 +43,8 @@ def dealt_share(q_lo, q_hi, found, batch, q_len, kv_len, shares, splits, STEP: t
 
 @triton.jit
 def places(order, found, batch, mask_batch, tiles, group, kv_heads, BLOCK_SIZE: tl.constexpr):
-    """(programs, 4): head, key/value head, batch row and first row of every program, as `rows.tile_of_program` finds them."""
+    """(programs, 4): head, key/value head, batch row and first row of every program, as
+    `rows.tile_of_program` finds them."""
     head, kv_head, b, _, first = tile_of_program(
         order, batch, mask_batch, tiles, group, kv_heads, BLOCK_SIZE
     )

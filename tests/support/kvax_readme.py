@@ -1,7 +1,8 @@
 """The flow that kvax's README shows under "How to use", call by call, with packax in the imports.
 
 Flax modules as there: a transformer that permutes its tokens, makes one mask and hands it to its
-layers, under a mesh and `attention_specs`. test_kvax_readme.py runs it on CPUs, test_gpu_kvax.py on a GPU.
+layers, under a mesh and `attention_specs`. test_kvax_readme.py runs it on CPUs, test_gpu_kvax.py on
+a GPU.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def config(**options):
 
 
 def dense(query, key, value, query_positions, query_segment_ids, scale, **_):
-    """What flash_attention of the layer means: rows and keys are those of one sequence, in order."""
+    """What flash_attention of the layer means: rows and keys are those of one sequence, in
+    order."""
     ids, positions = query_segment_ids, query_positions
     allowed = (ids[:, :, None] == ids[:, None]) & (positions[:, :, None] >= positions[:, None])
     allowed = allowed & (ids != -1)[:, None]
@@ -121,7 +123,8 @@ class Transformer(nn.Module):
 
 
 def packed(times=1):
-    """tokens, positions, segment ids: Python lists of one row padded at its end, as there, and another."""
+    """tokens, positions, segment ids: Python lists of one row padded at its end, as there, and
+    another."""
     ids = [0] * 20 + [1] * 30 + [PADDING_SEGMENT_ID] * 14, [4] * 5 + [2] * 50 + [7] * 9
     ids = np.repeat(ids, times, axis=1)
     starts = np.diff(ids, axis=1, prepend=-9) != 0
@@ -133,7 +136,8 @@ def packed(times=1):
 
 @contextlib.contextmanager
 def started(model, mesh_shape, kind="cpu", times=1):
-    """(jitted step, parameters, state), under the mesh and the specs. The rows are 64 * `times` long."""
+    """(jitted step, parameters, state), under the mesh and the specs. The rows are 64 * `times`
+    long."""
     mesh_devices = np.reshape(jax.devices(kind)[: np.prod(mesh_shape)], mesh_shape)
     mesh = jax.sharding.Mesh(mesh_devices, ("data", "context"))
     tokens, positions, segment_ids = packed(times)
@@ -184,8 +188,9 @@ def training(model, mesh_shape, steps, kind="cpu", times=1):
 
 
 def check_training(model, kind, times):
-    """Two steps: everything finite, the loss down, every parameter moved, and the first gradients within
-    twice the error of dense attention in the model's dtype; true are those of dense attention in float32.
+    """Two steps: everything finite, the loss down, every parameter moved, and the first gradients
+    within twice the error of dense attention in the model's dtype; true are those of dense
+    attention in float32.
     """
 
     def in_float32(query, key, value, **kwargs):

@@ -1,4 +1,5 @@
-"""MaxText's attention as a dense reference, written from what its dense path says, and operands for it.
+"""MaxText's attention as a dense reference, written from what its dense path says, and operands for
+it.
 
 The reference is float64 numpy: a boolean of every pair from index comparisons, one softmax.
 """

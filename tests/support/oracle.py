@@ -94,7 +94,8 @@ def check(got: Results, true: Results, yardstick: Results, factor: float = 2.0) 
     """Every result within `factor` of the yardstick's error, the largest and the RMS.
 
     Where the yardstick is exact by luck (with one key its dp - delta is 0) rounding is still
-    allowed: 16 units of float32 of the largest value (of a log-sum-exp 4 of its own), and one of a smaller dtype.
+    allowed: 16 units of float32 of the largest value (of a log-sum-exp 4 of its own), and one of a
+    smaller dtype.
     """
     failures = []
     largest = max(float(np.abs(x).max()) for name, x in true._asdict().items() if name != "lse")

@@ -1,7 +1,7 @@
 """PTX of one warp on the CPU, instruction by instruction, in float32: Gluon has no interpreter.
 
-ex2 and rcp are as wrong as the caller says, up to what PTX allows them. Integers and the bits of floats are what they are on
-a GPU: an instruction of another type sees the same bits.
+ex2 and rcp are as wrong as the caller says, up to what PTX allows them. Integers and the bits of
+floats are what they are on a GPU: an instruction of another type sees the same bits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Warp:
         self.shared: dict[int, int] = {}  # shared memory: address -> 16 bits
 
     def run(self, assembly, values):
-        lines = re.sub(r"(\w+):(?=\s|$)", r"\1:;", assembly.strip().removeprefix("{").removesuffix("}")).split(";")  # fmt: skip
+        lines = re.sub(r"(\w+):(?=\s|$)", r"\1:;",
+            assembly.strip().removeprefix("{").removesuffix("}")).split(";")  # fmt: skip
         lines = [line.strip() for line in lines if line.strip()]
         values, at = dict(values), 0
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):

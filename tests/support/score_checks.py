@@ -1,4 +1,5 @@
-"""Attention with what changes scores (sinks, slopes, soft caps, scale), forward and backward, against score_oracle."""
+"""Attention with what changes scores (sinks, slopes, soft caps, scale), forward and backward,
+against score_oracle."""
 
 import jax
 import jax.numpy as jnp

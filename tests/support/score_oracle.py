@@ -1,4 +1,5 @@
-"""Dense attention with everything that changes scores: in float64 the truth, in a dtype the yardstick."""
+"""Dense attention with everything that changes scores: in float64 the truth, in a dtype the
+yardstick."""
 
 from __future__ import annotations
 
@@ -64,8 +65,9 @@ def true_and_plain(arrays, allowed, dout, dlse, *, soft_cap=None, places=None):
     """Results in float64 and in the tensors' dtype; cotangents of empty rows count 0 there too.
 
     The gradient of scale is one number, a sum over rows, and the error of one number is luck: of
-    two alike, each is more than twice the other in 3 draws of 10. So as a yardstick it is as wrong as
-    its rows make it, whatever their errors happen to add up to: thrice the root of their squares' sum.
+    two alike, each is more than twice the other in 3 draws of 10. So as a yardstick it is as wrong
+    as its rows make it, whatever their errors happen to add up to: thrice the root of their
+    squares' sum.
     """
     allowed = np.asarray(allowed)
     allowed = oracle.of_heads(allowed)
@@ -87,10 +89,12 @@ def true_and_plain(arrays, allowed, dout, dlse, *, soft_cap=None, places=None):
 def check(got: Results, true: Results, plain: Results, factor: float = 2.0) -> None:
     """The rule of oracle.check, also for the gradients of sinks, slopes and scale."""
     names = tuple(got.gradients)
-    flat = [oracle_fields(names)(x.out, x.lse, *(x.gradients[n] for n in names)) for x in (got, true, plain)]  # fmt: skip
+    flat = [oracle_fields(names)(x.out, x.lse, *(x.gradients[n] for n in names)) for x in (got,
+        true, plain)]  # fmt: skip
     oracle.check(*flat, factor)
 
 
 @functools.cache
 def oracle_fields(names):
-    return NamedTuple("Flat", [(name, Any) for name in ("out", "lse", *names)])  # type: ignore[misc]
+    fields = [(name, Any) for name in ("out", "lse", *names)]
+    return NamedTuple("Flat", fields)  # type: ignore[misc]

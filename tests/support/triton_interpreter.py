@@ -18,8 +18,9 @@ from paths import KERNEL_DIR
 
 
 def load_kernels() -> dict[str, Any]:
-    """Kernels for the interpreter. Triton reads the variable when it decorates a function, its own included: set before its first
-    import, and gone afterwards, so that it does not leak into a build that a test starts."""
+    """Kernels for the interpreter. Triton reads the variable when it decorates a function, its own
+    included: set before its first import, and gone afterwards, so that it does not leak into a
+    build that a test starts."""
     assert "triton" not in sys.modules, "Triton was imported before the interpreter was chosen"
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"
@@ -140,7 +141,8 @@ def documents(
         shift,
     )
     launch(
-        "documents_rows", (ceil(q_len, 1024), batch), q_ids, kv_ids, q_pos, kv_pos, workspace, lo, hi, tested,
+        "documents_rows", (ceil(q_len, 1024), batch), q_ids, kv_ids, q_pos, kv_pos, workspace, lo,
+        hi, tested,
         compare_positions, q_len, kv_len, table, shift, kv_len.bit_length(),
     )  # fmt: skip
     return lo, hi, tested
@@ -227,7 +229,8 @@ def forward(
     tile: tuple[int, int],
     own: range | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`own`: the heads of query that key and value belong to; the others of out are left as guarded() made them."""
+    """`own`: the heads of query that key and value belong to; the others of out are left as
+    guarded() made them."""
     batch, q_len, heads, qk_dim = query.shape
     own = range(heads) if own is None else own
     v_dim = value.shape[3]
@@ -236,7 +239,8 @@ def forward(
     lse = guarded((batch, len(own), q_len), np.float32)
     grid = (batch * len(own) * ceil(q_len, 128) * (128 // rows),)
     launch(
-        "forward", grid, from_head(query, own), key, value, from_head(out, own), lse, *mask.rows, mask.q_blocks,
+        "forward", grid, from_head(query, own), key, value, from_head(out, own), lse, *mask.rows,
+        mask.q_blocks,
         mask.q_order, scale, *sizes_of_rows(mask, query, key, own),
         QK_DIM=qk_dim, V_DIM=v_dim, BLOCK_M=rows, BLOCK_N=keys, STAGES=2,
     )  # fmt: skip
@@ -260,20 +264,27 @@ def backward(
         guarded(value.shape, value.dtype),
     )
     launch(
-        "backward_delta", (ceil(q_len, 32) * heads * batch,), from_head(out, own), from_head(dout, own),
-        lse if dlse is None else dlse, delta, mask.lo, mask.hi, int(dlse is not None), batch, mask.batch, q_len, heads,
+        "backward_delta", (ceil(q_len, 32) * heads * batch,), from_head(out, own),
+        from_head(dout, own),
+        lse if dlse is None else dlse, delta, mask.lo, mask.hi, int(dlse is not None), batch,
+        mask.batch, q_len, heads,
         all_heads, V_DIM=v_dim, ROWS=32,
     )  # fmt: skip
     rows, keys = dkdv_tile
     launch(
-        "backward_dkdv", (kv_heads * batch * ceil(kv_len, 128) * (128 // keys),), from_head(query, own), key, value,
-        from_head(dout, own), lse, delta, dk, dv, *mask.rows, mask.q_blocks, mask.kv_blocks, mask.kv_order, scale,
-        *sizes_of_rows(mask, query, key, own), QK_DIM=qk_dim, V_DIM=v_dim, BLOCK_M=rows, BLOCK_N=keys, STAGES=2,
+        "backward_dkdv", (kv_heads * batch * ceil(kv_len, 128) * (128 // keys),),
+        from_head(query, own), key, value,
+        from_head(dout, own), lse, delta, dk, dv, *mask.rows, mask.q_blocks, mask.kv_blocks,
+        mask.kv_order, scale,
+        *sizes_of_rows(mask, query, key, own), QK_DIM=qk_dim, V_DIM=v_dim, BLOCK_M=rows,
+        BLOCK_N=keys, STAGES=2,
     )  # fmt: skip
     rows, keys = dq_tile
     launch(
-        "backward_dq", (batch * heads * ceil(q_len, 128) * (128 // rows),), from_head(query, own), key, value,
-        from_head(dout, own), lse, delta, from_head(dq, own), *mask.rows, mask.q_blocks, mask.q_order, scale,
+        "backward_dq", (batch * heads * ceil(q_len, 128) * (128 // rows),), from_head(query, own),
+        key, value,
+        from_head(dout, own), lse, delta, from_head(dq, own), *mask.rows, mask.q_blocks,
+        mask.q_order, scale,
         *sizes_of_rows(mask, query, key, own),
         QK_DIM=qk_dim, V_DIM=v_dim, BLOCK_M=rows, BLOCK_N=keys, STAGES=2,
     )  # fmt: skip
@@ -286,12 +297,13 @@ def decode(
     *, kernel: str, room: tuple[int, int], tile: tuple[int, int], exact: int | None = None,
     shares: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """`room`: the head dims that the kernel is compiled for; `exact`: no TF32, None: as of 16 bits, but no product is rounded;
-    `shares`: to deal out, 0: `splits` of every sequence."""
+    """`room`: the head dims that the kernel is compiled for; `exact`: no TF32, None: as of 16 bits,
+    but no product is rounded; `shares`: to deal out, 0: `splits` of every sequence."""
     if exact is None:
         with unittest.mock.patch.object(sys.modules["logits"], "to_tf32", KERNELS["unrounded"]):
             return decode(
-                query, key, value, q_lo, q_hi, table, sinks, scale, soft_cap, splits, kernel=kernel, room=room,
+                query, key, value, q_lo, q_hi, table, sinks, scale, soft_cap, splits, kernel=kernel,
+                room=room,
                 tile=tile, exact=0, shares=shares,
             )  # fmt: skip
     batch, q_len, heads, qk_dim = query.shape
@@ -306,13 +318,18 @@ def decode(
     programs = shares + batch if shares else batch * splits
     grid = (ceil(q_len * (heads // kv_heads), block_m) * kv_heads * programs,)
     launch(
-        kernel, grid, query, key, value, q_lo, q_hi, q_lo if table is None else table, partial, sums, scale, soft_cap,
-        batch, q_len, kv_len, pages, page_size, width, heads, kv_heads, qk_dim // 8, v_dim // 8, splits,
-        shares, QK_DIM=room[0], V_DIM=room[1], BLOCK_M=block_m, BLOCK_N=block_n, STAGES=2, EXACT=exact,
+        kernel, grid, query, key, value, q_lo, q_hi, q_lo if table is None else table, partial,
+        sums, scale, soft_cap,
+        batch, q_len, kv_len, pages, page_size, width, heads, kv_heads, qk_dim // 8, v_dim // 8,
+        splits,
+        shares, QK_DIM=room[0], V_DIM=room[1], BLOCK_M=block_m, BLOCK_N=block_n, STAGES=2,
+        EXACT=exact,
     )  # fmt: skip
     launch(
-        "decode_combine", (batch * q_len * heads,), partial, sums, q_lo if sinks is None else sinks, q_lo, q_hi, out,
-        lse, int(sinks is not None), batch, 1 if sinks is None else len(sinks), q_len, kv_len, heads, v_dim // 8, splits,
+        "decode_combine", (batch * q_len * heads,), partial, sums, q_lo if sinks is None else sinks,
+        q_lo, q_hi, out,
+        lse, int(sinks is not None), batch, 1 if sinks is None else len(sinks), q_len, kv_len,
+        heads, v_dim // 8, splits,
         V_DIM=room[1], SPLITS=128, STEP=16,
     )  # fmt: skip
     return out, lse
@@ -321,7 +338,8 @@ def decode(
 def dealt_shares(
     q_lo: np.ndarray, q_hi: np.ndarray, kv_len: int, shares: int, splits: int, step: int
 ) -> np.ndarray:
-    """(places, 5): sequence, share, how many it has, first key and behind the last one; what a program of `decode` works out."""
+    """(places, 5): sequence, share, how many it has, first key and behind the last one; what a
+    program of `decode` works out."""
     batch, q_len = q_lo.shape
     found = guarded((shares + batch, 5), np.int32)
     sizes = (batch, q_len, kv_len, shares, splits)
@@ -334,9 +352,12 @@ class Extras:
 
     `block_map`: bits, lists of the tiles of rows and of those of keys, and the sizes of a block."""
 
-    def __init__(self, mask: Operands, scale: float, soft_cap: float = 0.0, scales: np.ndarray | None = None,
-                 slopes: np.ndarray | None = None, places: tuple[np.ndarray, np.ndarray] | None = None,
-                 block_map: tuple[np.ndarray, np.ndarray, np.ndarray, tuple[int, int]] | None = None):  # fmt: skip
+    def __init__(self, mask: Operands, scale: float, soft_cap: float = 0.0,
+        scales: np.ndarray | None = None,
+                 slopes: np.ndarray | None = None, places: tuple[np.ndarray,
+                     np.ndarray] | None = None,
+                 block_map: tuple[np.ndarray, np.ndarray, np.ndarray,
+                     tuple[int, int]] | None = None):  # fmt: skip
         self.scale, self.soft_cap = scale, soft_cap
         bits, q_entries, kv_entries, blocks = block_map or (mask.lo, mask.lo, mask.lo, (1, 1))
         self.rows_map, self.keys_map = (bits, q_entries), (bits, kv_entries)
@@ -367,7 +388,8 @@ def forward_fallback(
     out = guarded((batch, q_len, heads, value.shape[3]), query.dtype)
     lse, top = (guarded((batch, heads, q_len), np.float32) for _ in range(2))
     launch(
-        "forward_fallback", (batch * heads * ceil(q_len, 128) * (128 // rows),), query, key, value, out, lse, top,
+        "forward_fallback", (batch * heads * ceil(q_len, 128) * (128 // rows),), query, key, value,
+        out, lse, top,
         *mask.rows, mask.q_blocks, mask.q_order, *extras.rows_map, *extras.operands, extras.scale,
         extras.soft_cap, *general_sizes(mask, extras, query, key, value),
         QK_DIM=dims[0], V_DIM=dims[1], BLOCK_M=rows, BLOCK_N=keys, STAGES=2, EXACT=1,
@@ -392,15 +414,20 @@ def backward_general(
     )  # fmt: skip
     rows, keys = dkdv_tile
     launch(
-        "backward_dkdv_fallback", (kv_heads * batch * ceil(kv_len, 128) * (128 // keys),), query, key, value, dout,
-        lse, delta, dk, dv, *mask.rows, mask.q_blocks, mask.kv_blocks, mask.kv_order, *extras.keys_map,
-        *extras.operands, extras.scale, extras.soft_cap, *general_sizes(mask, extras, query, key, value),
+        "backward_dkdv_fallback", (kv_heads * batch * ceil(kv_len, 128) * (128 // keys),), query,
+        key, value, dout,
+        lse, delta, dk, dv, *mask.rows, mask.q_blocks, mask.kv_blocks, mask.kv_order,
+        *extras.keys_map,
+        *extras.operands, extras.scale, extras.soft_cap,
+        *general_sizes(mask, extras, query, key, value),
         QK_DIM=dims[0], V_DIM=dims[1], BLOCK_M=rows, BLOCK_N=keys, STAGES=2, EXACT=1,
     )  # fmt: skip
     rows, keys = dq_tile
     launch(
-        "backward_dq_fallback", (batch * heads * ceil(q_len, 128) * (128 // rows),), query, key, value, dout, lse,
-        delta, dq, dnumbers, *mask.rows, mask.q_blocks, mask.q_order, *extras.rows_map, *extras.operands,
+        "backward_dq_fallback", (batch * heads * ceil(q_len, 128) * (128 // rows),), query, key,
+        value, dout, lse,
+        delta, dq, dnumbers, *mask.rows, mask.q_blocks, mask.q_order, *extras.rows_map,
+        *extras.operands,
         extras.scale, extras.soft_cap, *general_sizes(mask, extras, query, key, value, 1),
         QK_DIM=dims[0], V_DIM=dims[1], BLOCK_M=rows, BLOCK_N=keys, STAGES=2, EXACT=1,
     )  # fmt: skip

@@ -1,6 +1,8 @@
-"""jax.export: programs of known and of symbolic sizes, for the CPU and for CUDA, from a machine without a GPU.
+"""jax.export: programs of known and of symbolic sizes, for the CPU and for CUDA, from a machine
+without a GPU.
 
-Guards against an exported program that holds for one size only, and an error that does not say what to do.
+Guards against an exported program that holds for one size only, and an error that does not say what
+to do.
 """
 
 import importlib.util

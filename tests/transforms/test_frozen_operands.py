@@ -1,7 +1,8 @@
-"""Gradients of some operands: what is not wanted costs nothing, in XLA and in the calls of the kernels.
+"""Gradients of some operands: what is not wanted costs nothing, in XLA and in the calls of the
+kernels.
 
-Guards against a frozen operand whose gradient is computed all the same, and against a kernel that is
-asked for less than it writes.
+Guards against a frozen operand whose gradient is computed all the same, and against a kernel that
+is asked for less than it writes.
 """
 
 import jax

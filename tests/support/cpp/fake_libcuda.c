@@ -1,5 +1,5 @@
-/* A libcuda.so.1 for tests: no GPU, but the driver functions that csrc/runtime/driver.cc uses, with a
- * memory.
+/* A libcuda.so.1 for tests: no GPU, but the driver functions that csrc/runtime/driver.cc uses, with
+ * a memory.
  *
  * It records launches with the values of their parameters, counts calls, fails where it is told to,
  * and refuses what the real driver would refuse: no context, a function of another context, too

@@ -1,4 +1,5 @@
-"""What a handler must launch on a GPU of Hopper: tensor maps, the counter, the sections of the workspace."""
+"""What a handler must launch on a GPU of Hopper: tensor maps, the counter, the sections of the
+workspace."""
 
 from math import ceil, prod
 
@@ -43,7 +44,8 @@ def hopper_maps(machine, call, **more):
 
 
 def expect_forward(machine, s, call, kernel, block, **more):
-    """The kernel alone, of tiles of `block` rows in their order; before the launch the counter is cleared. Scale 0.375, element test 1."""
+    """The kernel alone, of tiles of `block` rows in their order; before the launch the counter is
+    cleared. Scale 0.375, element test 1."""
     assert machine.row(kernel, machine.variant["cc"])["block"] == block
     order = {128: "q_order", 192: "q_order_192"}[block]
     more |= {"q_order": call.operands[order].address, **hopper_maps(machine, call)}
@@ -56,7 +58,8 @@ def expect_forward(machine, s, call, kernel, block, **more):
 
 
 def expect_one_backward(machine, s, call, kernel, has_dlse, **more):
-    """One kernel for all three gradients, between the two that all of them share; the workspace ends with dQ's sum."""
+    """One kernel for all three gradients, between the two that all of them share; the workspace
+    ends with dQ's sum."""
     sections, end = hopper_sections(machine, s, call.results["workspace"].address)
     assert end == call.results["workspace"].address + 4 * call.results["workspace"].shape[0]
     rows = prod(sections["delta"].shape)

@@ -1,4 +1,5 @@
-"""What a handler must launch: kernels in order, grids, every argument; and the sizes that the tests take."""
+"""What a handler must launch: kernels in order, grids, every argument; and the sizes that the tests
+take."""
 
 import struct
 from math import ceil
