@@ -309,9 +309,7 @@ def recompiled(monkeypatch, tmp_path, request):  # type: ignore[no-untyped-def]
         ("mask.block_bounds", ["blocks_rows", "blocks_keys", "blocks_order"]),
     ],
 )
-def test_a_changed_file_recompiles_the_kernels_that_import_it(
-    recompiled, file, kernels
-) -> None:  # type: ignore[no-untyped-def]
+def test_a_changed_file_recompiles_the_kernels_that_import_it(recompiled, file, kernels) -> None:  # type: ignore[no-untyped-def]
     """Kernels, or of one that has two files the second."""
     want = {v.name for v in ALL if v.kernel in kernels or v.source in kernels}
     assert recompiled(file) == want
@@ -333,9 +331,7 @@ def test_a_wide_kernel_has_a_file_of_its_own(recompiled) -> None:  # type: ignor
         ("SERIALISED", ("backward_dkdv", "forward"), {"forward"}),
     ],
 )  # fmt: skip
-def test_what_the_table_says_beside_a_variant_recompiles_it(
-    monkeypatch, name, value, kernels
-):  # type: ignore[no-untyped-def]
+def test_what_the_table_says_beside_a_variant_recompiles_it(monkeypatch, name, value, kernels):  # type: ignore[no-untyped-def]
     """Else the cache would give what was compiled, and accepted, by another table."""
     before = {v.name: compiler.fingerprint(v) for v in ALL}
     for module in (table, compiler.table):  # the same file, loaded twice
