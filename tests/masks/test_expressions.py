@@ -10,6 +10,7 @@ import os
 import pickle
 import subprocess
 import sys
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -183,6 +184,98 @@ def test_operators_on_something_else(build, texts):
         build()
     for text in texts:
         assert text in str(caught.value)
+
+
+QUERY, KEY = jnp.ones((2, 8, 2, 8)), jnp.ones((2, 6, 2, 8))
+AXES = "axes are (batch, length, heads, dim)"
+
+
+def traced_window():
+    jax.jit(lambda left: packax.sliding_window(left).as_array(4, 4))(3)
+
+
+@pytest.mark.parametrize(
+    "call,texts",
+    [
+        (
+            lambda: packax.flash_attention(*[QUERY.swapaxes(1, 2)] * 3, packax.documents(IDS)),
+            ["segment_ids is for 8 query rows, but query has 2", "(2, 2, 8, 8)", AXES],
+        ),
+        (
+            lambda: packax.flash_attention(QUERY, KEY, KEY, packax.documents(IDS)),
+            ["segment_ids is for 8 keys, but key has 6", "ids of the keys as kv_segment_ids"],
+        ),
+        (
+            lambda: packax.create_attention_mask(packax.documents(IDS), kv_len=6),
+            ["segment_ids is for 8 keys, but kv_len says 6", "kv_segment_ids"],
+        ),
+        (
+            lambda: packax.flash_attention(*[QUERY[:1]] * 3, packax.documents(IDS)),
+            ["segment_ids has batch size 2, but query has 1"],
+        ),
+        (
+            lambda: packax.flash_attention(*[QUERY] * 3, packax.prefix(IDS[0])),
+            ["lengths has batch size 8", "one for each row of the batch", "give (1, 8)"],
+        ),
+        (
+            lambda: packax.create_attention_mask(packax.prefix(IDS[0]) & packax.documents(IDS)),
+            ["lengths has batch size 8, but segment_ids has 2", "give (1, 8)"],
+        ),
+        (
+            lambda: packax.flash_attention(
+                *[QUERY] * 3, packax.create_attention_mask(packax.prefix(IDS[0]), q_len=8, kv_len=8)
+            ),
+            ["built for batch size 8, the length of query, but query has 2", "give (1, 8)"],
+        ),
+        (lambda: packax.flash_attention(*[QUERY] * 3, DENSE), ARRAY_TEXT[1:]),
+        (lambda: packax.create_attention_mask(jnp.asarray(DENSE)), ARRAY_TEXT[1:]),
+        (traced_window, ["left must be an integer that is known when tracing", "ranges(lo, hi)"]),
+    ],
+)
+def test_wrong_requests(call, texts):
+    with pytest.raises(ValueError) as caught:
+        call()
+    for text in texts:
+        assert text in str(caught.value)
+
+
+LENGTHS = np.array([[2, 2, 2, 2, 2, 2, 0, 0], [3] * 8])  # of each row's document
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [LENGTHS, 2, np.array([2, 3]), jnp.asarray(LENGTHS)],
+    ids=["rows", "one", "batch", "jax"],
+)
+def test_prefixes_that_later_documents_lack_are_warned_of(lengths):
+    expression = packax.prefix(lengths) & packax.documents(IDS)
+    with pytest.warns(UserWarning, match="it has no prefix. Give documents"):
+        packax.create_attention_mask(expression)
+
+
+def test_traced_prefixes_of_packed_documents_are_warned_of():
+    build = jax.jit(
+        lambda n, ids: packax.create_attention_mask(packax.prefix(n) & packax.documents(ids))
+    )
+    with pytest.warns(UserWarning, match="only the first document has its prefix"):
+        build(LENGTHS, IDS)
+
+
+@pytest.mark.parametrize(
+    "lengths,arguments",
+    [
+        (LENGTHS, {"positions": np.zeros_like(IDS)}),
+        (LENGTHS + 3, {}),  # they reach into the second document
+        (3, {"segment_ids": IDS[1]}),  # one document
+        (LENGTHS[1:], {"segment_ids": IDS[1]}),
+        (0, {}),
+    ],
+)
+def test_other_prefixes_are_not_warned_of(lengths, arguments):
+    expression = packax.prefix(lengths) & packax.documents(**{"segment_ids": IDS, **arguments})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        packax.create_attention_mask(expression)
 
 
 @pytest.mark.parametrize("name", [*STATIC, *HELD])

@@ -20,6 +20,7 @@ from packax._src.core.sharding import AttentionSharding, Layout, check_tensors, 
 from packax._src.masks.build import create_attention_mask
 from packax._src.masks.expressions import (
     MaskExpression,
+    batch_of,
     check_lengths,
     described,
     instead_of_array,
@@ -201,6 +202,8 @@ def flash_attention(
     soft_cap = checked_soft_cap(soft_cap)
     _check_axes(mask, query.shape, key.shape, q_len, kv_len)
     if isinstance(mask, MaskExpression):
+        if layout is None:
+            batch_of(mask, query.shape[0], "query")
         mask = create_attention_mask(
             mask, q_len=q_len, kv_len=kv_len, sharding=sharding, implementation=implementation
         )
@@ -310,11 +313,9 @@ def _check_axes(
         own = check_lengths(mask)
         if own[0] not in (None, q_len) or own[1] not in (None, kv_len):
             try:
-                check_lengths(mask, q_len, kv_len)
+                check_lengths(mask, q_len, kv_len, said=("query has", "key has"))
             except ValueError as error:  # nobody gave a q_len
-                said = str(error).replace("q_len says", "query has")
-                said = said.replace("kv_len says", "key has")
-                raise ValueError(f"{said}{_axes(query, key)}") from None
+                raise ValueError(f"{error}{_axes(query, key)}") from None
         known = own[0] is not None
     elif isinstance(mask, AttentionMask):
         known = mask.element_test > 0
@@ -381,6 +382,12 @@ def _check_mask(
             f"mask has row ranges of shape {shape}, without a batch axis, as a vmap over the mask "
             f"leaves it, but query has batch size {batch}: map query over its batch too, or give the "
             "mask a batch of one, jax.tree.map(lambda x: x[None], mask)"
+        )
+    if len(shape) == 2 and shape[0] == rows != batch:
+        raise ValueError(
+            f"mask was built for batch size {shape[0]}, the length of query, but query has {batch}: "
+            f"an array of shape ({rows},) of prefix or offset= is one for each row of the batch. For "
+            f"lengths of each token give (1, {rows})"
         )
     if shape != (rows,) and (len(shape) != 2 or shape[0] not in (1, batch) or shape[1] != rows):
         raise ValueError(

@@ -68,7 +68,7 @@ def create_attention_mask(
         raise ValueError(
             "expression must be causal(), sliding_window(...), chunked(...), prefix(...), spans(...), "
             "full(), documents(...), ranges(...), block_sparse(...), or `&` and `|` of them, but is a "
-            f"{type(expression).__name__}"
+            f"{type(expression).__name__}{masks.instead_of_array(expression)}"
         )
     check_implementation(implementation)
     q_len, kv_len = _length("q_len", q_len), _length("kv_len", kv_len)
@@ -96,6 +96,8 @@ def create_attention_mask(
 
     parts = expression.parts()
     document = masks.documents_of(expression)
+    for part in expression.walk():
+        part.warn_beside(document)
     sides: tuple[masks.Array | None, ...] = (None,) * 4
     if document is not None:
         sides = (document.q_ids, document.kv_ids, document.q_pos, document.kv_pos)

@@ -116,6 +116,9 @@ class MaskExpression:
     def check_beside(self, document: Documents | None) -> None:
         """Raises ValueError if it cannot be intersected with these documents."""
 
+    def warn_beside(self, document: Documents | None) -> None:
+        """Warns if beside these documents it surely, or as a rule, is not what is meant."""
+
     def check_sizes(self, q_len: int | None, kv_len: int | None) -> None:
         """Raises ValueError if it is for other lengths; None: not known."""
 
@@ -543,30 +546,35 @@ def places_of(document: Documents | None, q_len: int, kv_len: int) -> Places:
 
 
 def check_lengths(
-    expression: MaskExpression, q_len: int | None = None, kv_len: int | None = None
+    expression: MaskExpression,
+    q_len: int | None = None,
+    kv_len: int | None = None,
+    *,
+    said: tuple[str, str] = ("q_len says", "kv_len says"),
 ) -> tuple[int | None, int | None]:
     """q_len and kv_len as the arguments and all arrays agree on, None where nothing says.
+
+    `said`: who gave q_len and kv_len, for the text of errors.
 
     Raises:
         ValueError: if they do not agree.
     """
     known: dict[str, tuple[str, int]] = {}
     if q_len is not None:
-        known["q"] = ("q_len", q_len)
+        known["q"] = (said[0], q_len)
     if kv_len is not None:
-        known["kv"] = ("kv_len", kv_len)
+        known["kv"] = (said[1], kv_len)
     for name, x, side in expression.arrays():
         if side == "batch":
             continue
         length = x.shape[-1]
-        first, expected = known.setdefault(side, (name, length))
+        first, expected = known.setdefault(side, (f"{name} is for", length))
         if length != expected:
             what = "query rows" if side == "q" else "keys"
-            where = f"{first} says" if first in ("q_len", "kv_len") else f"{first} is for"
             more = ""
             if side == "kv" and name == "segment_ids":
                 more = ": give the ids of the keys as kv_segment_ids"
-            raise ValueError(f"{name} is for {length} {what}, but {where} {expected}{more}")
+            raise ValueError(f"{name} is for {length} {what}, but {first} {expected}{more}")
     nothing = ("", None)
     lengths = known.get("q", nothing)[1], known.get("kv", nothing)[1]
     for part in expression.walk():
@@ -574,17 +582,24 @@ def check_lengths(
     return lengths
 
 
-def batch_of(expression: MaskExpression) -> int:
+def batch_of(expression: MaskExpression, batch: int = 1, said: str = "") -> int:
     """The batch size of the arrays, 1 where none has a batch.
+
+    `batch`, `said`: one that is known before, and who has it, for the text of errors.
 
     Raises:
         ValueError: if two arrays have different batch sizes, neither of them 1.
     """
-    batch, first = 1, ""
+    first = said
     for name, x, side in expression.arrays():
         size = x.shape[0] if x.ndim == 2 or side == "batch" else 1
-        if size not in (1, batch) and batch != 1:
-            raise ValueError(f"{name} has batch size {size}, but {first} has {batch}")
+        if size not in (1, batch) and (batch != 1 or said):
+            more = ""
+            if side == "batch" and x.ndim == 1:
+                more = f". Its shape {x.shape} says one for each row of the batch"
+                if name == "lengths":
+                    more += f": for one of each token give (1, {size})"
+            raise ValueError(f"{name} has batch size {size}, but {first} has {batch}{more}")
         if size != 1:
             batch, first = size, name
     return batch

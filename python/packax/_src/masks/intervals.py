@@ -7,6 +7,7 @@ among the rows and of the key among the keys.
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from packax._src.core.shapes import PADDING_SEGMENT_ID
 from packax._src.masks.expressions import (
     Array,
     ArrayLike,
@@ -163,6 +165,37 @@ class Prefix(Interval):
     def arrays(self) -> list[tuple[str, Array, str]]:
         held = ("lengths", self.lengths, "q" if self.per_row else "batch")
         return [held] if np.ndim(self.lengths) else []
+
+    def warn_beside(self, document: Documents | None) -> None:
+        if document is None or document.q_pos is not None:
+            return
+        counted = (
+            "prefix(lengths) counts from the first token of the batch row where documents(...) has "
+            "no positions"
+        )
+        held = self.lengths, document.q_ids
+        if any(isinstance(x, jax.core.Tracer) for x in held):
+            if self.per_row:
+                warnings.warn(
+                    f"{counted}: if lengths are those of each row's document, only the first "
+                    "document has its prefix. Give documents(..., positions=)",
+                    stacklevel=3,
+                )
+            return
+        arrays = [x for x in held if isinstance(x, jax.Array)]
+        if arrays and not (self.per_row and all(x.is_fully_addressable for x in arrays)):
+            return  # to look at values would wait for the device
+        lengths, ids = np.broadcast_arrays(self._per_row(), np.atleast_2d(document.q_ids))
+        for row, own in zip(ids, lengths, strict=True):
+            _, index, inverse = np.unique(row, return_index=True, return_inverse=True)
+            begins = index[inverse]
+            if np.any((row != PADDING_SEGMENT_ID) & (own > 0) & (own <= begins) & (begins > 0)):
+                warnings.warn(
+                    f"{counted}, and a document begins behind its length: it has no prefix. Give "
+                    "documents(..., positions=) to count from the start of each document",
+                    stacklevel=3,
+                )
+                return
 
     def _per_row(self) -> Any:
         if self.per_row or np.ndim(self.lengths) == 0:

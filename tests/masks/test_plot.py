@@ -1,0 +1,74 @@
+"""Pictures of masks: what is coloured, which blocks have a frame, and what is refused."""
+
+import sys
+
+import numpy as np
+import packax
+import pytest
+
+IDS = np.array([[5] * 4 + [2] * 8 + [-1] * 4, [1] * 16])
+EXPRESSION = packax.causal() & packax.documents(IDS)
+
+
+def drawn(*arguments, **keywords):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    pyplot.switch_backend("Agg")
+    ax = packax.plot_mask(*arguments, **keywords)
+    frames = [(x.get_gid(), *x.get_xy()[::-1], x.get_height(), x.get_width()) for x in ax.patches]
+    image, title = np.asarray(ax.images[0].get_array()), ax.get_title()
+    pyplot.close(ax.figure)
+    return image, frames, title
+
+
+@pytest.mark.parametrize("built", [False, True])
+def test_documents_padding_and_blocks(built):
+    mask = packax.create_attention_mask(EXPRESSION) if built else EXPRESSION
+    image, frames, title = drawn(mask, block_size=4)
+    allowed = np.asarray(EXPRESSION.as_array(16, 16))[0]
+    colour = np.repeat([2, 3, 1], [4, 8, 4])  # of documents, in the order in which they begin
+    padding = (IDS[0] == -1)[:, None] | (IDS[0] == -1)
+    np.testing.assert_array_equal(image, np.where(allowed, colour[:, None], padding))
+    assert frames == [
+        ("partial", 0, 0, 4, 4),
+        ("partial", 4, 4, 4, 4),
+        ("full", 8, 4, 4, 4),
+        ("partial", 8, 8, 4, 4),
+    ]
+    assert ("causal() & documents(int32[2, 16])" in title) is not built
+    other, frames, _ = drawn(mask, batch=1, block_size=(8, 16))
+    np.testing.assert_array_equal(other, np.where(np.tri(16), 2, 0))
+    assert frames == [("partial", 0, 0, 8, 16), ("partial", 8, 0, 8, 16)]
+
+
+def test_heads_lengths_and_last_blocks():
+    maps = np.array([[[[True]], [[False]]]])
+    one = packax.block_sparse(maps, 8)
+    image, frames, _ = drawn(one, q_len=5, kv_len=7, block_size=4)
+    assert image.shape == (5, 7) and (image == 2).all()
+    assert [x[0] for x in frames] == ["full"] * 4 and frames[-1] == ("full", 4, 4, 1, 3)
+    image, frames, _ = drawn(one, q_len=5, kv_len=7, head=1)
+    assert not image.any() and not frames
+
+
+@pytest.mark.parametrize(
+    "mask,keywords,text",
+    [
+        (np.ones((2, 2), bool), {}, r"mask must be a mask expression, .* array, bool\[2, 2\]"),
+        (packax.causal(), {"q_len": 3}, "kv_len is not known"),
+        (packax.causal(), {"q_len": 4097, "kv_len": 2}, "at most 4096 rows and keys, but there are 4097"),
+        (EXPRESSION, {"batch": 2}, "batch must be from 0 to 1, but is 2"),
+        (EXPRESSION, {"block_size": 0}, "block_size must be one or two positive integers, but is 0"),
+        (EXPRESSION, {"block_size": (1, 2, 3)}, r"but is \(1, 2, 3\)"),
+        (packax.create_attention_mask(EXPRESSION), {"q_len": 3}, "q_len is 3, but mask was built for 16"),
+    ],
+)  # fmt: skip
+def test_refusals(mask, keywords, text):
+    with pytest.raises(ValueError, match=text):
+        packax.plot_mask(mask, **keywords)
+
+
+def test_without_matplotlib(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.colors", None)
+    with pytest.raises(ImportError, match="plot_mask needs matplotlib: pip install matplotlib"):
+        packax.plot_mask(EXPRESSION)
