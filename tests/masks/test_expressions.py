@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import packax
 import pytest
-from test_build import check
+from mask_checks import check
 
 IDS = np.array([[0, 0, 0, 1, 1, 1, -1, -1], [3, 3, 3, 3, 3, 3, 3, 3]], np.int32)
 OFFSET = jnp.array([2, 5])
@@ -219,7 +219,11 @@ def traced_window():
         ),
         (
             lambda: packax.create_attention_mask(packax.prefix(IDS[0]) & packax.documents(IDS)),
-            ["lengths has batch size 8, but segment_ids has 2", "give (1, 8)"],
+            [
+                "segment_ids has batch size 2, but lengths has 8",
+                "lengths of shape (8,)",
+                "give (1, 8)",
+            ],
         ),
         (
             lambda: packax.flash_attention(

@@ -590,18 +590,18 @@ def batch_of(expression: MaskExpression, batch: int = 1, said: str = "") -> int:
     Raises:
         ValueError: if two arrays have different batch sizes, neither of them 1.
     """
-    first = said
+    first, note = said, ""
     for name, x, side in expression.arrays():
         size = x.shape[0] if x.ndim == 2 or side == "batch" else 1
+        more = ""
+        if side == "batch" and x.ndim == 1:
+            more = f". {name} of shape {x.shape} is one for each row of the batch"
+            if name == "lengths":
+                more += f": for one of each token give (1, {size})"
         if size not in (1, batch) and (batch != 1 or said):
-            more = ""
-            if side == "batch" and x.ndim == 1:
-                more = f". Its shape {x.shape} says one for each row of the batch"
-                if name == "lengths":
-                    more += f": for one of each token give (1, {size})"
-            raise ValueError(f"{name} has batch size {size}, but {first} has {batch}{more}")
+            raise ValueError(f"{name} has batch size {size}, but {first} has {batch}{more or note}")
         if size != 1:
-            batch, first = size, name
+            batch, first, note = size, name, more
     return batch
 
 

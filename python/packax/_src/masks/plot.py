@@ -56,7 +56,7 @@ def plot_mask(
         ValueError: not an expression or mask, lengths that are missing or too large, a batch, head
             or block_size that there is not.
 
-    >>> packax.plot_mask(packax.causal() & packax.documents(segment_ids), block_size=8)
+    >>> ax = packax.plot_mask(packax.causal() & packax.documents(segment_ids), block_size=8)
     """
     dense, q_ids, kv_ids = _of_one_row(mask, q_len, kv_len, batch, head)
     sizes = np.atleast_1d(np.asarray(block_size))
