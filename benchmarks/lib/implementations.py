@@ -42,8 +42,7 @@ def packax_attention(case: Case, *, deterministic: bool = False) -> Implementati
     )
 
 
-# cuDNN's backward of a packed row asks for 64.5 GiB at 64 documents in 32k (benchmarks/results/
-# attention_h200.json), so it is not tried with more.
+# cuDNN's backward of a packed row asks for 64.5 GiB at 64 documents in 32k: not tried with more.
 MOST_DOCUMENTS = 64
 
 

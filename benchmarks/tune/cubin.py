@@ -136,8 +136,8 @@ ELEMENTS = {"uint16": 9, "float32": 7, "int32": 3}
 
 
 def view(shape: tuple[int, ...], box: list[int]) -> list[int]:
-    """How kernels.md (docs/internals) sees a buffer: (rows, heads, dim) as (1, rows, heads * dim), a flat
-    workspace as one line or, where the box has rows, as rows of the box's width."""
+    """How kernels.md (docs/internals) sees a buffer: (rows, heads, dim) as (1, rows, heads * dim),
+    a flat workspace as one line or, where the box has rows, as rows of the box's width."""
     if len(shape) > 1:
         return [1, shape[0], int(np.prod(shape[1:]))]
     return [1, 1, shape[0]] if box[1] == 1 else [1, shape[0] // box[2], box[2]]

@@ -4,7 +4,7 @@
 # BLOCK_N, STAGES, warps. 16 rows are the least of a matrix product, 64 one warp group's; keys and
 # stages so that, but for the widest heads, two programs or more share a multiprocessor's shared
 # memory. STAGES 2 needs wgmma, else it is one buffer. "hopper" of 64 and 128 are the fastest of
-# those in benchmarks/results/tune_decode_h200.json; the others are not timed.
+# those that were timed on an H200 (docs/experiments.md); the others are not timed.
 DECODE_TILES = {
     "decode": {
         ("hopper", 64): (16, 64, 4, 4),

@@ -9,9 +9,9 @@ from __future__ import annotations
 # the forward and dQ always do. ANEW: addresses of operands that never move are made in every
 # step (sm90/common.nought); it empties registers and costs some integer instructions. On an H200 it gave the backward 1 to 3 %, dK
 # and dV of 128 2 %, of 192 4 to 5 %, the forward of 256 4 to 5 %, the forward of 128 and 192 0 to 2 % (and fewer spills); dQ lost
-# 0 to 5 %, dK and dV of 256 8 to 11 %, 64 nothing (benchmarks/results/tune_anew_h200.json).
+# 0 to 5 %, dK and dV of 256 8 to 11 %, 64 nothing (docs/experiments.md).
 # FOLD: LSE and delta by the matrix units (sm90/lse_by_mma.py): at 128 0 to 2 % of the backward, 1 to 3 with dS by stmatrix, 2 to 3 of
-# dK and dV alone; at 64 it costs 7 to 9 and 3 to 7 % (benchmarks/results/tune_fold_h200.json).
+# dK and dV alone; at 64 it costs 7 to 9 and 3 to 7 % (docs/experiments.md).
 SM90_TILES: dict[str, dict[int, dict[str, int]]] = {
     "forward_sm90": {
         dim: {
@@ -43,8 +43,7 @@ SM90_TILES: dict[str, dict[int, dict[str, int]]] = {
         for dim, chunk, consumer, plan in (
             # SKIP: of masked blocks a warp group leaves out those without a pair of its keys. DQ: who
             # makes dQ: nobody, the two warp groups (1), a third one (2). At 64 DQ 2 with SKIP: 12 to
-            # 19 % over DQ 1; at 128 SKIP: -3 to 1 %, TURNS: 3 to 12 % (benchmarks/results/
-            # tune_hopper_h200.json, tune_backward_h200.json, tune_turns_h200.json)
+            # 19 % over DQ 1; at 128 SKIP: -3 to 1 %, TURNS: 3 to 12 % (docs/experiments.md)
             (64, 64, 200, {"TURNS": 0, "SKIP": 1, "DQ": 2}),
             (128, 128, 240, {"TURNS": 1, "SKIP": 0, "DQ": 1}),
         )
@@ -153,7 +152,7 @@ WIDE = {
 }
 
 # Kernels compiled by both assemblers: 13.4 is 2 to 5 % faster on an H200
-# (benchmarks/results/trials_assemblers_h200.txt); a driver of CUDA 12 gets the other.
+# (docs/experiments.md); a driver of CUDA 12 gets the other.
 TWO_ASSEMBLERS = (
     "forward_sm90",
     "backward_sm90",
@@ -161,9 +160,9 @@ TWO_ASSEMBLERS = (
     "backward_dq_sm90",
     *LIKE_PLAIN,
 )
-# But for these, where 12.9 is 1 to 8 % faster (benchmarks/results/tune_anew_h200.json).
+# But for these, where 12.9 is 1 to 8 % faster.
 ONE_ASSEMBLER = (("backward_dq_sm90", 192), ("backward_dq_sm90", 256))
-# Constants that are others under ptxas 12.9: 1 to 6 % there (the same file).
+# Constants that are others under ptxas 12.9: 1 to 6 % there.
 UNDER_12_9 = {
     ("forward_sm90", 128): {"ANEW": 0},
     ("backward_dq_sm90", 128): {"ANEW": 1},
