@@ -1,6 +1,6 @@
 """The four FFI handlers with good buffers: which kernels in which order, grids, every argument.
 
-The portable kernels and those of masks; test_hopper_handlers.py has Hopper's. Guards against an
+The portable kernels and those of masks; test_sm90_handlers.py has Hopper's. Guards against an
 argument in the wrong place of a kernel's parameter list, a grid that misses rows and a size that
 wraps around. Runs on a fake libcuda (tests/support/cpp): needs the built extension and a C
 compiler.

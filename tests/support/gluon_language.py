@@ -2,7 +2,7 @@
 Triton's, under which a kernel's file is plain Python.
 
 Inline assembly is replaced by what it says it does (ASSEMBLY); instruction by instruction it is
-tested in test_hopper_*.py.
+tested in test_sm90_*.py.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def softmax(half: str, s: Any, m: Any, total: Any, scale2: Any) -> Any:
 
 
 def stored_sum(x: Any, to: Shared) -> None:
-    """32 columns after the other; where in them is another test's (test_hopper_assembly.py)."""
+    """32 columns after the other; where in them is another test's (test_sm90_assembly.py)."""
     to.array.reshape(-1)[: x.size] = (
         np.asarray(x).reshape(64, -1, 32).transpose(1, 0, 2).reshape(-1)
     )

@@ -1,14 +1,14 @@
 """The general handlers with ALiBi of indices on a GPU of Hopper: its own kernels where the slopes are all there is.
 
 Guards against a bias that a kernel does not know and gets all the same, places that it would not read, and arguments in another
-place than the kernels have them. On a fake libcuda, as test_capped_handlers.py.
+place than the kernels have them. On a fake libcuda, as test_soft_cap_handlers.py.
 """
 
 import pytest
 from cpp.calls import MAP, Array, backward_biased, forward_biased
-from cpp.hopper import expect_forward, expect_one_backward
 from cpp.launches import SIZES, kernels_of
 from cpp.machine import KERNELS, make_machine, needs_compiler, needs_extension
+from cpp.sm90 import expect_forward, expect_one_backward
 
 pytest_plugins = ("cpp.fixtures",)
 pytestmark = [needs_extension, needs_compiler]

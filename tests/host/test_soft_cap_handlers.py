@@ -1,7 +1,7 @@
 """The general handlers with a soft cap on a GPU of Hopper: its own kernels where the cap is all there is.
 
 Guards against a cap or a map of scores that one of the two kinds does not know and gets all the same, and against
-arguments in another place than the kernels have them. On a fake libcuda, as test_hopper_handlers.py.
+arguments in another place than the kernels have them. On a fake libcuda, as test_sm90_handlers.py.
 """
 
 from math import ceil, prod
@@ -10,12 +10,6 @@ import numpy as np
 import pytest
 from cpp.call_frame import EXECUTE, INITIALIZE
 from cpp.calls import MAP, Array, backward_capped, forward_capped
-from cpp.hopper import (
-    backward_maps,
-    expect_forward,
-    expect_one_backward,
-    hopper_sections,
-)
 from cpp.launches import SIZES, attention, expect_launches, kernels_of
 from cpp.machine import (
     KERNELS,
@@ -24,6 +18,12 @@ from cpp.machine import (
     make_machine,
     needs_compiler,
     needs_extension,
+)
+from cpp.sm90 import (
+    backward_maps,
+    expect_forward,
+    expect_one_backward,
+    hopper_sections,
 )
 
 pytest_plugins = ("cpp.fixtures",)

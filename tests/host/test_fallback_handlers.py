@@ -217,7 +217,7 @@ def test_larger_head_dims_are_refused(shared_machine):
     assert "head dims 8x264" in failure.message
 
 
-# Calls for which Hopper has kernels of its own: test_capped_handlers.py, test_mapped_handlers.py.
+# Calls for which Hopper has kernels of its own: test_soft_cap_handlers.py, test_block_list_handlers.py.
 OWN_ON_HOPPER = {
     "forward_capped": forward_capped,
     "backward_capped": backward_capped,

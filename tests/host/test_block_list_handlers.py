@@ -1,7 +1,7 @@
 """The general handlers with a map of blocks on a GPU of Hopper: its own kernels where the map is all there is.
 
 Guards against a map that the kernels cannot read (they find blocks by shifts) or that one of them does not get, and
-against arguments in another place than the kernels have them. On a fake libcuda, as test_capped_handlers.py.
+against arguments in another place than the kernels have them. On a fake libcuda, as test_soft_cap_handlers.py.
 """
 
 from math import ceil, prod
@@ -9,7 +9,6 @@ from math import ceil, prod
 import pytest
 from cpp.call_frame import EXECUTE, INITIALIZE
 from cpp.calls import Array, Sizes, backward_mapped, forward_mapped
-from cpp.hopper import backward_maps, hopper_sections
 from cpp.launches import SIZES, attention, expect_launches, kernels_of
 from cpp.machine import (
     KERNELS,
@@ -18,6 +17,7 @@ from cpp.machine import (
     needs_compiler,
     needs_extension,
 )
+from cpp.sm90 import backward_maps, hopper_sections
 
 pytest_plugins = ("cpp.fixtures",)
 pytestmark = [needs_extension, needs_compiler]

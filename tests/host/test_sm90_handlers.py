@@ -11,13 +11,13 @@ from math import ceil, prod
 import pytest
 from cpp.call_frame import INITIALIZE
 from cpp.calls import Array, Sizes, backward, forward, of_some_heads
-from cpp.hopper import (
+from cpp.launches import SIZES, attention, expect_launches, expect_portable_backward, kernels_of
+from cpp.machine import MULTIPROCESSORS, make_machine, needs_compiler, needs_extension
+from cpp.sm90 import (
     backward_maps,
     hopper_maps,
     hopper_sections,
 )
-from cpp.launches import SIZES, attention, expect_launches, expect_portable_backward, kernels_of
-from cpp.machine import MULTIPROCESSORS, make_machine, needs_compiler, needs_extension
 
 pytest_plugins = ("cpp.fixtures",)
 pytestmark = [needs_extension, needs_compiler]
