@@ -1,8 +1,9 @@
 """mkdocs hooks: links that leave docs/ work in the site as they do in the repository.
 
-Pages link to results, examples and sources by relative paths. Each file that is linked goes into the
-site under `source/`: Python, C++ and text as a page of code, everything else as it is.
-CONTRIBUTING.md and CHANGELOG.md become pages. A link to a file that is not there stops a strict build.
+Pages link to results, examples and sources by relative paths. Each file that is linked goes into
+the site under `source/`: Python, C++ and text as a page of code, everything else as it is.
+CONTRIBUTING.md and CHANGELOG.md become pages. A link to a file that is not there stops a strict
+build.
 """
 
 from __future__ import annotations
@@ -24,52 +25,58 @@ log = get_plugin_logger("site_hooks")
 def on_files(files, config):
     for name, page in ROOT_PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / name).read_text()))
-    pages = [(f.src_uri, f.content_string) for f in files if f.is_documentation_page()]
-    for uri, text in pages:
-        for target, _ in LINK.findall(text):
-            path = _in_repository(uri, target)
-            name = _in_site(path)
-            if name is None or files.get_file_from_path(name) is not None:
+    pages = [f for f in files if f.is_documentation_page()]
+    for page in pages:  # grows: a page of the repository may link to more
+        for target, _ in LINK.findall(page.content_string):
+            path = _linked(page.src_uri, target)
+            uri = _in_site(path)
+            if files.get_file_from_path(uri) is not None or not uri.startswith("source/"):
                 continue
             if not path.is_file():
-                log.warning(f"{uri} links to {path.relative_to(ROOT)}, which is not there")
+                log.warning(f"{page.src_uri} links to {path.relative_to(ROOT)}, which is not there")
             elif path.suffix in CODE:
                 title = path.relative_to(ROOT).as_posix()
                 code = f"``````{CODE[path.suffix]}\n{path.read_text()}\n``````"
                 code = f"---\nsearch:\n  exclude: true\n---\n\n# {title}\n\n{code}\n"
-                files.append(File.generated(config, name, content=code))
+                files.append(File.generated(config, uri, content=code))
             else:
-                files.append(File.generated(config, name, abs_src_path=str(path)))
+                files.append(File.generated(config, uri, abs_src_path=str(path)))
+                if path.suffix == ".md":
+                    pages.append(files.get_file_from_path(uri))
     return files
 
 
 def on_page_markdown(markdown, page, config, files):
-    here = os.path.dirname(page.file.src_uri)
+    uri = page.file.src_uri
 
     def replaced(found):
-        path = _in_repository(page.file.src_uri, found[1])
-        name = _in_site(path)
-        if name is None and page.file.src_uri in ROOT_PAGES.values():
-            name = path.relative_to(ROOT / "docs").as_posix()
-        if name is None:
-            return found[0]
-        return os.path.relpath(name, here or ".") + (found[2] or "")
+        target = _in_site(_linked(uri, found[1]))
+        return os.path.relpath(target, os.path.dirname(uri) or ".") + (found[2] or "")
 
-    return markdown if page.file.src_uri.startswith("source/") else LINK.sub(replaced, markdown)
+    return markdown if _is_code(uri) else LINK.sub(replaced, markdown)
 
 
-def _in_repository(uri, target):
+def _is_code(uri):
+    return uri.startswith("source/") and Path(uri).with_suffix("").suffix in CODE
+
+
+def _linked(uri, target):
     """The file that a link on a page names, wherever the page lies in the repository."""
     names = {page: name for name, page in ROOT_PAGES.items()}
-    base = ROOT / names[uri] if uri in names else ROOT / "docs" / uri
-    return Path(os.path.normpath(base.parent / target))
+    if uri in names:
+        page = ROOT / names[uri]
+    elif uri.startswith("source/"):
+        page = ROOT / uri.removeprefix("source/")
+    else:
+        page = ROOT / "docs" / uri
+    return Path(os.path.normpath(page.parent / target))
 
 
 def _in_site(path):
-    """Where the site has a file of the repository that does not lie in docs/; None for one that does."""
+    """Where the site has a file of the repository."""
     name = path.relative_to(ROOT).as_posix()
     if name in ROOT_PAGES:
         return ROOT_PAGES[name]
     if name.startswith("docs/") and path.suffix != ".py":
-        return None
+        return name.removeprefix("docs/")
     return f"source/{name}.md" if path.suffix in CODE else f"source/{name}"

@@ -60,8 +60,8 @@ def main() -> None:
                 at = x + begin * CELL, y + row * CELL
                 picture.box(*at, (end - begin) * CELL, CELL - 1, svg.BLUE, round=0)
     picture.words(
-        width / 2, height - 8, "24 tokens; down: query rows, across: keys, blue: attended", size=11.5,
-        fill=svg.GREY,
+        width / 2, height - 8, "24 tokens; down: query rows, across: keys, blue: attended",
+        size=11.5, fill=svg.GREY,
     )  # fmt: skip
     picture.save(__file__)
 
