@@ -5,14 +5,14 @@
 
 12 documents in 128k tokens, 32/8 heads, head dim 128, bfloat16, the row over all devices; with more
 documents fewer pairs for the same bytes, as on more GPUs. "One GPU" is one rank's share: its query
-rows of the area plan against all keys, already gathered; "slowest" is every rank's share on its GPU
+rows of the balanced plan against all keys, already gathered; "slowest" is every rank's share on its GPU
 at once, without a word between them, by the GPU that takes longest: no way of moving data can beat
 that there. TFLOP/s are those of attended pairs, per GPU; the backward is timed alone. "kvax-like"
 moves data as kvax does, with packax's kernels and head-tail order: keys gathered at once and kept
 for the backward, their gradients summed whole in float32. Memory is XLA's plan for forward and
 backward in one program, per GPU, without arguments. Every output and gradient is compared with one
 GPU's before it is timed; a wrong one is not timed and makes the program exit 1. --groups times the
-area plan with these groups of heads instead of the schemes; --profile lists the kernels of two
+balanced plan with these groups of heads instead of the schemes; --profile lists the kernels of two
 calls of each, with their times and streams, in context.txt. Writes context.json (with another
 number of documents, that behind the name) into --out (default: $OUT, else benchmarks/results); the
 table is last. On a CPU: XLA_FLAGS=--xla_force_host_platform_device_count=4 and --quick, to try the
@@ -70,25 +70,25 @@ class Scheme:
 
 
 SCHEMES = (
-    Scheme("area"),
-    Scheme("head_tail"),
+    Scheme("balanced"),
+    Scheme("zigzag"),
     Scheme(None),
-    Scheme("area", 1),
-    Scheme("area", 2),
-    Scheme("area", (2, 6)),
-    Scheme("area", (2, 4, 2)),
-    Scheme("area", (1, 3, 4)),
-    Scheme("area", 4),
-    Scheme("area", (2, 6), scheduler=True),
-    Scheme("head_tail", kvax=True),
+    Scheme("balanced", 1),
+    Scheme("balanced", 2),
+    Scheme("balanced", (2, 6)),
+    Scheme("balanced", (2, 4, 2)),
+    Scheme("balanced", (1, 3, 4)),
+    Scheme("balanced", 4),
+    Scheme("balanced", (2, 6), scheduler=True),
+    Scheme("zigzag", kvax=True),
 )
 
 
 def plan_of(case: Case, name: str | None, ranks: int) -> packax.ContextPlan | None:
     if name is None:
         return None
-    lengths = case.lengths if name == "area" else None
-    return packax.context_plan(name, ranks, length=case.seq, lengths=lengths)
+    expression = packax.causal() & packax.documents(case.segment_ids())
+    return packax.context_plan(expression, ranks=ranks, kind=name)
 
 
 class Distributed:
@@ -96,9 +96,7 @@ class Distributed:
 
     def __init__(self, case: Case, scheme: Scheme, mesh: Any, inputs: Arrays) -> None:
         self.plan = plan_of(case, scheme.plan, mesh.size)
-        sharding = packax.AttentionSharding(
-            query=ROWS, key_value=ROWS, head_groups=scheme.groups, mesh=mesh
-        )
+        sharding = packax.AttentionSharding(query=ROWS, key_value=ROWS, mesh=mesh)
         expression = packax.causal() & packax.documents(case.segment_ids())
         self.mask = packax.create_attention_mask(expression, sharding=sharding, plan=self.plan)
         place = NamedSharding(mesh, ROWS)
@@ -115,7 +113,8 @@ class Distributed:
         else:
 
             def attention(query, key, value, mask):
-                return packax.flash_attention(query, key, value, mask, sharding=sharding)
+                groups = scheme.groups
+                return packax.flash_attention(query, key, value, mask, gather_head_groups=groups)
 
         self.attention = attention
 
@@ -148,8 +147,8 @@ class Distributed:
 def one_share(
     case: Case, ranks: int, rank: int, inputs: Arrays
 ) -> tuple[dict[str, Callable[[], Any]], float]:
-    """Passes of a rank's rows of the area plan against all keys, on its GPU; its attended pairs."""
-    plan = plan_of(case, "area", ranks)
+    """Passes of a rank's rows of the balanced plan against all keys, on its GPU; its attended pairs."""
+    plan = plan_of(case, "balanced", ranks)
     assert plan is not None
     own = case.seq // ranks
     rows = np.asarray(plan.index())[0, rank * own : (rank + 1) * own]
@@ -329,7 +328,7 @@ def main() -> int:
     schemes = SCHEMES
     if arguments.groups:
         sizes = (tuple(map(int, group.split(","))) for group in arguments.groups.split())
-        schemes = tuple(Scheme("area", 1 if len(group) == 1 else group) for group in sizes)
+        schemes = tuple(Scheme("balanced", 1 if len(group) == 1 else group) for group in sizes)
     for scheme in (scheme for scheme in schemes if arguments.only in scheme.name):
         row = checked(scheme, Distributed(case, scheme, mesh, inputs), reference)
         for what, function in row.pop("passes").items():

@@ -32,7 +32,6 @@ from packax.demo.train import batches
 from tqdm import tqdm
 
 AXES = ("fsdp", "context", "tensor")
-TOKENS = P("fsdp", "context")
 SHARDING = packax.AttentionSharding(
     query=P("fsdp", "context", "tensor", None), key_value=P("fsdp", "context", "tensor", None)
 )
@@ -54,24 +53,21 @@ def parameter_specs(parameters: model.Parameters) -> model.Parameters:
     return specs
 
 
-def loss(parameters, batch, config, *, shards=1, kind="area", sharding=None):
+def loss(parameters, batch, config, *, kind="balanced", sharding=None):
     """Mean loss; with a sharding, of the batch permuted by a plan: the mean is the same."""
-    plan = None
-    segment_ids = batch["segment_ids"]
-    if sharding is not None:
-        plan = packax.context_plan(kind, shards, segment_ids=segment_ids)
-        batch = plan.permute(batch)
-        batch = jax.lax.with_sharding_constraint(batch, TOKENS)
-    # The expression is about the documents in order; the plan moves the mask's rows.
-    mask = packax.create_attention_mask(
-        packax.causal() & packax.documents(segment_ids), sharding=sharding, plan=plan
-    )
+    # The expression is about the documents in order; the plan moves the batch and the mask's rows.
+    expression = packax.causal() & packax.documents(batch["segment_ids"])
+    if sharding is None:
+        mask = packax.create_attention_mask(expression)
+    else:
+        batch, mask, _ = packax.context_parallel_inputs(
+            batch, expression, sharding=sharding, kind=kind
+        )
     return model.loss(
         parameters,
         *(batch[name] for name in ("tokens", "positions", "following", "weight")),
         mask,
         config,
-        sharding,
     )
 
 
@@ -82,7 +78,7 @@ def arguments_of() -> argparse.Namespace:
     parser.add_argument("--cpu", action="store_true", help="fake CPU devices, 8 unless --devices")
     parser.add_argument("--devices", type=int, help="how many (default: all)")
     parser.add_argument("--mesh", help="sizes of fsdp,context,tensor, such as 2,2,2")
-    parser.add_argument("--plan", choices=("area", "head_tail"), default="area")
+    parser.add_argument("--plan", choices=("balanced", "zigzag"), default="balanced")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seq-len", type=int, help="default: 1024 on CPUs, 32768 on GPUs")
     return parser.parse_args()
@@ -136,7 +132,7 @@ def main() -> int:
         lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), host, parameter_specs(host)
     )
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3, b2=0.95))
-    settings = {"shards": named["context"], "kind": arguments.plan, "sharding": SHARDING}
+    settings = {"kind": arguments.plan, "sharding": SHARDING}
 
     def step(parameters, state, batch):
         value, gradients = jax.value_and_grad(loss)(parameters, batch, config, **settings)

@@ -25,7 +25,7 @@ def kvax_like(mask: packax.AttentionMask, sharding: packax.AttentionSharding, pl
     specs = sharding.mask_specs(mask)
 
     def local(mask: packax.AttentionMask) -> packax.AttentionMask:
-        return dataclasses.replace(mask, q_len=own, context=(), shards=1)
+        return dataclasses.replace(mask, q_len=own, sharding=None, shards=1)
 
     def mapped(function: Callable[..., Any], *in_specs: Any, out_specs: Any) -> Any:
         return jax.shard_map(

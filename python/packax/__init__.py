@@ -6,7 +6,8 @@
 
 from packax._src.attention import flash_attention
 from packax._src.autodiff import CHECKPOINT_NAMES
-from packax._src.context.load_balance import ContextPlan, context_plan
+from packax._src.context.load_balance import ContextPlan
+from packax._src.context.plan_check import check_plan, debug_checks
 from packax._src.core.mask import AttentionMask
 from packax._src.core.shapes import PADDING_SEGMENT_ID
 from packax._src.core.sharding import AttentionSharding
@@ -15,6 +16,11 @@ from packax._src.masks.block_sparse import block_sparse
 from packax._src.masks.build import create_attention_mask
 from packax._src.masks.expressions import MaskExpression, documents, ranges
 from packax._src.masks.intervals import causal, chunked, full, prefix, sliding_window, spans
+from packax._src.masks.planning import (
+    ContextParallelInputs,
+    context_parallel_inputs,
+    context_plan,
+)
 from packax._src.masks.plot import plot_mask
 from packax._src.ops import lowering_decode as _decode_lowering  # noqa: F401 (registers the rules)
 from packax._src.ops.lowering import export_checks
@@ -29,15 +35,19 @@ __all__ = [
     "Alibi",
     "AttentionMask",
     "AttentionSharding",
+    "ContextParallelInputs",
     "ContextPlan",
     "MaskExpression",
     "__version__",
     "alibi",
     "block_sparse",
     "causal",
+    "check_plan",
     "chunked",
+    "context_parallel_inputs",
     "context_plan",
     "create_attention_mask",
+    "debug_checks",
     "decode_attention",
     "documents",
     "dot_product_attention",

@@ -148,11 +148,9 @@ def test_forward_mode():
 
 def grouped(q, k, v, head_groups, **options):
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices("cpu")[:2], axis_types=(AxisType.Auto,))
-    sharding = packax.AttentionSharding(
-        P(None, "x"), P(None, "x"), mesh=mesh, head_groups=head_groups
-    )
+    sharding = packax.AttentionSharding(P(None, "x"), P(None, "x"), mesh=mesh)
     mask = packax.create_attention_mask(packax.causal(), q_len=256, kv_len=256, sharding=sharding)
-    return packax.flash_attention(q, k, v, mask, sharding=sharding, **options)
+    return packax.flash_attention(q, k, v, mask, gather_head_groups=head_groups, **options)
 
 
 def lowered(differentiate=(), **options):

@@ -150,7 +150,9 @@ def test_strict_promotion():
             yield kvax_attention(*x, *[PADDED] * 4, mask), bounds
 
     def everything(*x):
-        plan = packax.context_plan("area", 1, segment_ids=jnp.zeros((1, 512), np.int32))
+        plan = packax.context_plan(
+            packax.documents(jnp.zeros((1, 512), np.int32)), ranks=1, chunk=128
+        )
         caches = x[1:]
         decoded = packax.decode_attention(x[0][:, :2], *caches, lengths, sinks=sinks, left=4)
         pages = np.arange(B, dtype=np.int32)[:, None]

@@ -198,7 +198,7 @@ def test_vmap_over_any_of_them():
 def test_on_a_mesh(kind, groups):
     """Arrays per head are split with the heads, places with the rows; their gradients summed over the other axes."""
     rows = P("data", "context", "tensor")
-    sharding = packax.AttentionSharding(query=rows, key_value=rows, head_groups=groups)
+    sharding = packax.AttentionSharding(query=rows, key_value=rows)
     mesh = context.mesh_of(2, 2, 2, kind=kind, axes=("data", "context", "tensor"))
     tensors = context.tensors(batch=2, length=256)
     ids = context.ROWS[1:3, 400:656]
@@ -216,7 +216,7 @@ def test_on_a_mesh(kind, groups):
             options = {"scale": scale, "soft_cap": 2.0, "sinks": sinks, "bias": bias}
             out, lse, top = packax.flash_attention(
                 *(query, key, value, mask), **options,
-                return_lse=True, return_max_logits=True, sharding=sharding,
+                return_lse=True, return_max_logits=True, gather_head_groups=groups,
             )  # fmt: skip
             return out, jnp.where(jnp.isfinite(lse), lse, 0), top
 

@@ -15,8 +15,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 SHARDING = packax.AttentionSharding(
-    query=P("data", "context", "tensor"), key_value=P("data", "context", "tensor"), head_groups=1
+    query=P("data", "context", "tensor"), key_value=P("data", "context", "tensor")
 )
+DOCUMENTS = packax.causal() & packax.documents(ROWS)
 # rows and keys of a block, batch rows and heads of the map: finer than a chunk, no part of one, one row, more than a rank has
 MAPS = {
     "tiles": ((128, 64), (1, 1)),
@@ -59,22 +60,22 @@ def in_order(got, plan):
 @pytest.mark.parametrize(
     "name,sizes,kind,plan",
     [
-        ("tiles", (1, 4, 1), "Auto", "area"),
-        ("odd", (2, 2, 2), "Auto", "area"),
+        ("tiles", (1, 4, 1), "Auto", "balanced"),
+        ("odd", (2, 2, 2), "Auto", "balanced"),
         ("odd", (2, 2, 2), "Explicit", None),
-        ("rows", (2, 4, 1), "Explicit", "head_tail"),
+        ("rows", (2, 4, 1), "Explicit", "zigzag"),
         ("large", (1, 4, 2), "Auto", None),
-        ("large", (1, 2, 1), "Auto", "area"),
+        ("large", (1, 2, 1), "Auto", "balanced"),
     ],
 )
 def test_results_are_those_of_one_device(name, sizes, kind, plan):
     mesh = mesh_of(*sizes, kind=kind, axes=("data", "context", "tensor"))
-    plan = plan and packax.context_plan(plan, sizes[1], segment_ids=ROWS)
+    plan = plan and packax.context_plan(DOCUMENTS, ranks=sizes[1], kind=plan)
 
     @jax.jit
     def run(expression, plan, *x):
         mask = packax.create_attention_mask(expression, sharding=SHARDING, plan=plan)
-        return results(*x, mask, SHARDING)
+        return results(*x, mask, gather_head_groups=1)
 
     with jax.set_mesh(mesh):
         got = jax.block_until_ready(run(expression_of(name), plan, *placed(mesh, plan)))
@@ -87,8 +88,7 @@ def test_a_plan_balances_what_is_visited():
     chosen = np.random.default_rng(5).random((2, HEADS, LENGTH, LENGTH // 64)) < 0.004
     chosen[0, :2, :256] = chosen[1, 3, 512:] = True
     expression = packax.causal() & packax.block_sparse(chosen, (1, 64))
-    mask = packax.create_attention_mask(expression, q_len=LENGTH, kv_len=LENGTH)
-    plan = packax.context_plan("area", 4, mask=mask, chunk=128)
+    plan = packax.context_plan(expression, ranks=4, chunk=128, length=LENGTH)
     allowed = np.asarray(expression.as_array(LENGTH, LENGTH))
     tiles = allowed.reshape(2, HEADS, LENGTH // 128, 128, LENGTH // 64, 64).any((3, 5))
     work = tiles.sum((1, 3))  # of each tile
@@ -104,10 +104,8 @@ def test_a_plan_balances_what_is_visited():
 def test_in_a_shard_map_of_the_callers(inside):
     """Whether the mask is made in there, or outside and goes in by its specs; heads in groups."""
     mesh = mesh_of(2, 2, axes=("data", "context"))
-    sharding = packax.AttentionSharding(
-        query=P("data", "context"), key_value=P("data", "context"), head_groups=2
-    )
-    plan = packax.context_plan("area", 2, segment_ids=ROWS)
+    sharding = packax.AttentionSharding(query=P("data", "context"), key_value=P("data", "context"))
+    plan = packax.context_plan(DOCUMENTS, ranks=2)
     expression = expression_of("odd")
     rows, lse = P("data", "context"), P("data", None, "context")
 
@@ -115,7 +113,7 @@ def test_in_a_shard_map_of_the_callers(inside):
         mask = expression_or_mask
         if inside:
             mask = packax.create_attention_mask(mask, sharding=sharding, plan=plan)
-        return results(*x, mask, sharding)
+        return results(*x, mask, gather_head_groups=2)
 
     with jax.set_mesh(mesh):
         if inside:
@@ -144,7 +142,7 @@ def test_what_a_rank_holds():
     """Bits and lists of its own rows; blocks no larger than what stays together; all specs name the same axes."""
     mesh = mesh_of(2, 4, axes=("data", "context"))
     sharding = packax.AttentionSharding(query=P("data", "context"), key_value=P("data", "context"))
-    plan = packax.context_plan("area", 4, segment_ids=ROWS, chunk=128)
+    plan = packax.context_plan(DOCUMENTS, ranks=4, chunk=128)
     with jax.set_mesh(mesh):
         mask = packax.create_attention_mask(expression_of("odd"), sharding=sharding, plan=plan)
     assert mask.block_size == (4, 48)  # gcd(100, 128)

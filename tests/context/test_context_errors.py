@@ -19,12 +19,12 @@ def zeros(*shape):
     return jnp.zeros(shape, jnp.float32)
 
 
-def attend(sharding=GOOD, mask=None, query=(2, 512, 4, 8), key=(2, 512, 2, 8)):
+def attend(sharding=GOOD, mask=None, query=(2, 512, 4, 8), key=(2, 512, 2, 8), **keywords):
     with jax.set_mesh(mesh_of(2, 2, 2, axes=("data", "context", "tensor"))):
         mask = packax.causal() if mask is None else mask
         mask = mask() if callable(mask) else mask
         return packax.flash_attention(
-            zeros(*query), zeros(*key), zeros(*key), mask, sharding=sharding
+            zeros(*query), zeros(*key), zeros(*key), mask, sharding=sharding, **keywords
         )
 
 
@@ -39,7 +39,7 @@ def of(query=SPEC, key_value=SPEC, **keywords):
 
 
 def plan(shards, length=512, batch=1):
-    return packax.context_plan("area", shards, segment_ids=np.zeros((batch, length), np.int32))
+    return packax.context_plan(packax.documents(np.zeros((batch, length), np.int32)), ranks=shards)
 
 
 def test_the_good_calls_are_good():
@@ -94,23 +94,23 @@ def test_a_bias_needs_places_where_the_sequence_is_cut():
             ["sharding.query names the axis 'batch'", "'data', 'context', 'tensor'"],
         ),
         (
-            lambda: attend(of(head_groups=0)),
-            ["sharding.head_groups must be None, a positive integer or a tuple of some, not 0"],
+            lambda: attend(gather_head_groups=0),
+            ["gather_head_groups must be None, a positive integer or a tuple of some, not 0"],
         ),
         (
-            lambda: attend(of(head_groups=(1, -1))),
+            lambda: attend(gather_head_groups=(1, -1)),
             ["head_groups must be None, a positive integer or a tuple of some, not (1, -1)"],
         ),
         (
-            lambda: attend(of(head_groups=())),
+            lambda: attend(gather_head_groups=()),
             ["head_groups must be None, a positive integer or a tuple of some, not ()"],
         ),
         (
-            lambda: attend(of(head_groups=2)),
+            lambda: attend(gather_head_groups=2),
             ["must divide the key/value heads of a rank", "add up to them, 1, but is 2"],
         ),
         (
-            lambda: attend(of(head_groups=(1, 1))),
+            lambda: attend(gather_head_groups=(1, 1)),
             ["must divide the key/value heads of a rank", "add up to them, 1, but is (1, 1)"],
         ),
         (
@@ -139,16 +139,21 @@ def test_a_bias_needs_places_where_the_sequence_is_cut():
         ),
         (
             lambda: attend(mask=packax.create_attention_mask(packax.documents(IDS))),
-            ["query rows in one piece", "2 pieces over ('context',)", "the same sharding="],
+            ["sharding must be that of the mask, None", "'context'", "give it to create_attention"],
+        ),
+        (
+            lambda: attend(of(key_value=P("data")), lambda: build(sharding=GOOD)),
+            ["sharding must be that of the mask, AttentionSharding(query=P('data', 'context'"],
         ),
         (
             lambda: packax.flash_attention(
-                zeros(2, 512, 4, 8),
-                zeros(2, 512, 2, 8),
-                zeros(2, 512, 2, 8),
-                build(sharding=GOOD),
+                zeros(2, 512, 4, 8), *[zeros(2, 512, 2, 8)] * 2, build(sharding=GOOD)
             ),
-            ["2 pieces over ('context',)", "sharding says query rows in one piece"],
+            ["sharding needs a mesh"],
+        ),
+        (
+            lambda: attend(None, build(sharding=GOOD, shape=(1, 4, 1))),
+            ["query rows in 4 pieces", "now have size 2", "on the mesh that it is used on"],
         ),
         (
             lambda: build(packax.causal(), q_len=511, kv_len=512, sharding=GOOD),
@@ -158,7 +163,7 @@ def test_a_bias_needs_places_where_the_sequence_is_cut():
             lambda: build(packax.documents(np.zeros((3, 512), int)), sharding=GOOD),
             ["batch size of the mask, 3", "'data', 2"],
         ),
-        (lambda: build(plan="area"), ["plan must come from context_plan", "str"]),
+        (lambda: build(plan="balanced"), ["plan must come from context_plan", "str"]),
         (lambda: build(plan=plan(2, 1024)), ["plan was made for 1024 query rows", "512"]),
         (
             lambda: build(packax.causal(), q_len=512, kv_len=600, plan=plan(2)),

@@ -9,7 +9,7 @@ import functools
 import jax
 import packax
 import pytest
-from context import ROWS, expression_of, mesh_of, results, tensors
+from context import expression_of, mesh_of, results, tensors
 from jax.sharding import PartitionSpec as P
 
 GROUPS = 4
@@ -48,23 +48,22 @@ class Program:
 
 
 def programs_of(kind, head_groups, ranks=2, **heads):
-    sharding = packax.AttentionSharding(
-        query=P(None, "context"), key_value=P(None, "context"), head_groups=head_groups
-    )
-    plan = kind and packax.context_plan(kind, ranks, segment_ids=ROWS)
+    sharding = packax.AttentionSharding(query=P(None, "context"), key_value=P(None, "context"))
+    plan = kind and packax.context_plan(expression_of("documents"), ranks=ranks, kind=kind)
     with jax.set_mesh(mesh_of(ranks, axes=("context",))):
         mask = packax.create_attention_mask(
             expression_of("documents"), sharding=sharding, plan=plan
         )
         arguments = (*tensors(**heads), mask)
-        jaxpr = jax.make_jaxpr(functools.partial(results, sharding=sharding))(*arguments)
+        function = functools.partial(results, gather_head_groups=head_groups)
+        jaxpr = jax.make_jaxpr(function)(*arguments)
     made = [Program(x) for x in of_ranks(jaxpr.jaxpr)]
     (forward,) = (x for x in made if FORWARD in x.named)
     (backward,) = (x for x in made if BACKWARD in x.named)
     return {FORWARD: forward, BACKWARD: backward}
 
 
-@pytest.fixture(scope="module", params=["area", None])
+@pytest.fixture(scope="module", params=["balanced", None])
 def programs(request):
     return programs_of(request.param, GROUPS), request.param is not None
 
@@ -94,7 +93,7 @@ def test_copies_behind_two_collectives_cannot_be_joined(programs):
         assert made[BACKWARD].waits("reduce_scatter", n, "reduce_scatter", n - 1) == copies
 
 
-@pytest.mark.parametrize("plan", ["area", None])
+@pytest.mark.parametrize("plan", ["balanced", None])
 @pytest.mark.parametrize(
     "kv_heads,forward,backward",
     [(8, 3, (2, 3)), (4, 3, (2, 3)), (3, 2, (2, 3)), (2, 2, (2, 2))],
@@ -119,7 +118,7 @@ def test_the_default_of_four_ranks(plan, kv_heads, forward, backward):
 def test_what_every_rank_reads_whole_is_not_split(kind):
     """Else every attention of a step gathers it first: XLA splits what nobody has placed."""
     sharding = packax.AttentionSharding(query=P("data", "context"), key_value=P("data", "context"))
-    plan = packax.context_plan("area", 4, segment_ids=ROWS)
+    plan = packax.context_plan(expression_of("documents"), ranks=4)
     with jax.set_mesh(mesh_of(2, 4, axes=("data", "context"))):
         mask = packax.create_attention_mask(expression_of(kind), sharding=sharding, plan=plan)
     held = [x for x in (mask.kv_plan, mask.kv_ids, mask.kv_pos) if x is not None]

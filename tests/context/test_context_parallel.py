@@ -33,13 +33,10 @@ from jax.sharding import PartitionSpec as P
 from packax._src.core.sharding import layout_of
 
 BATCH_AXES = ("data", "fsdp")
-CONTEXT = packax.AttentionSharding(  # one group compiles fastest; test_head_groups has more
-    query=P(None, "context"), key_value=P(None, "context"), head_groups=1
-)
+CONTEXT = packax.AttentionSharding(query=P(None, "context"), key_value=P(None, "context"))
 FULL = packax.AttentionSharding(
     query=P(BATCH_AXES, "context", "tensor", None),
     key_value=P(BATCH_AXES, "context", "tensor", None),
-    head_groups=1,
 )
 TENSOR_REPLICATED = dataclasses.replace(FULL, key_value=P(BATCH_AXES, "context", None, None))
 KEYS_REPLICATED = dataclasses.replace(FULL, key_value=P(BATCH_AXES, None, "tensor", None))
@@ -47,11 +44,16 @@ ALL_REPLICATED = dataclasses.replace(FULL, key_value=P(BATCH_AXES))
 
 
 def plan_of(kind, shards, ids=ROWS):
-    return kind and packax.context_plan(kind, shards, segment_ids=ids)
+    return kind and packax.context_plan(
+        packax.causal() & packax.documents(ids), ranks=shards, kind=kind
+    )
 
 
-def sharded(mesh, sharding, kind, plan=None, *, inputs=None, explicit=False):
-    """Results in the order of the sequence; rows are permuted by the plan on the way."""
+def sharded(mesh, sharding, kind, plan=None, *, inputs=None, explicit=False, groups=1):
+    """Results in the order of the sequence; rows are permuted by the plan on the way.
+
+    One group of heads compiles fastest; test_head_groups has more.
+    """
     inputs = tensors() if inputs is None else inputs
     order = (lambda x, _: x) if plan is None else (lambda x, axis: plan.permute(x, axis))
     query, key, value, dout = (order(x, 1) for x in inputs[:4])
@@ -69,7 +71,7 @@ def sharded(mesh, sharding, kind, plan=None, *, inputs=None, explicit=False):
         mask = packax.create_attention_mask(
             expression_of(kind), q_len=LENGTH, kv_len=LENGTH, sharding=sharding, plan=plan
         )
-        return results(*tensors, mask, sharding)
+        return results(*tensors, mask, gather_head_groups=groups)  # the mask says the sharding
 
     with jax.set_mesh(mesh):
         # Fake devices wait for each other in one pool of threads: one program at a time.
@@ -89,7 +91,7 @@ def test_numbers_in_expressions(kind):
     """Offsets and lengths without a batch: every rank has its rows of what one device makes."""
     expression = packax.sliding_window(300, 2, offset=7) & packax.prefix(jnp.asarray(90))
     mask = packax.create_attention_mask(expression, q_len=LENGTH, kv_len=LENGTH)
-    plan = plan_of("area", 2)
+    plan = plan_of("balanced", 2)
     with jax.set_mesh(mesh_of(2, 1, 2, 1, kind=kind)):
         for sharding in (CONTEXT, FULL):
             got = jax.jit(
@@ -110,22 +112,22 @@ def test_numbers_in_expressions(kind):
     "sizes,sharding,kind,plan",
     [
         ((1, 1, 8, 1), CONTEXT, "causal", None),
-        ((1, 1, 4, 1), CONTEXT, "full", "head_tail"),
-        ((1, 1, 8, 1), CONTEXT, "documents", "area"),
-        ((2, 2, 2, 1), FULL, "positions", "area"),
-        ((1, 2, 2, 2), FULL, "documents", "area"),
-        ((1, 2, 2, 2), FULL, "one mask for all", "area"),
-        ((2, 1, 2, 2), FULL, "ranges", "head_tail"),
-        ((1, 1, 2, 4), FULL, "both ways", "area"),
-        ((1, 2, 4, 1), FULL, "spans", "area"),
-        ((2, 2, 2, 1), FULL, "spans of positions", "area"),
-        ((1, 1, 4, 1), CONTEXT, "spans of positions", "head_tail"),
-        ((2, 1, 2, 1), FULL, "offsets", "area"),
+        ((1, 1, 4, 1), CONTEXT, "full", "zigzag"),
+        ((1, 1, 8, 1), CONTEXT, "documents", "balanced"),
+        ((2, 2, 2, 1), FULL, "positions", "balanced"),
+        ((1, 2, 2, 2), FULL, "documents", "balanced"),
+        ((1, 2, 2, 2), FULL, "one mask for all", "balanced"),
+        ((2, 1, 2, 2), FULL, "ranges", "zigzag"),
+        ((1, 1, 2, 4), FULL, "both ways", "balanced"),
+        ((1, 2, 4, 1), FULL, "spans", "balanced"),
+        ((2, 2, 2, 1), FULL, "spans of positions", "balanced"),
+        ((1, 1, 4, 1), CONTEXT, "spans of positions", "zigzag"),
+        ((2, 1, 2, 1), FULL, "offsets", "balanced"),
         ((2, 2, 1, 2), FULL, "documents", None),
-        ((1, 2, 2, 2), TENSOR_REPLICATED, "documents", "area"),
+        ((1, 2, 2, 2), TENSOR_REPLICATED, "documents", "balanced"),
         ((1, 1, 1, 8), TENSOR_REPLICATED, "positions", None),
-        ((1, 1, 2, 4), KEYS_REPLICATED, "one mask for all", "head_tail"),
-        ((1, 2, 2, 2), ALL_REPLICATED, "documents", "area"),
+        ((1, 1, 2, 4), KEYS_REPLICATED, "one mask for all", "zigzag"),
+        ((1, 2, 2, 2), ALL_REPLICATED, "documents", "balanced"),
     ],
 )
 def test_equals_one_device(sizes, sharding, kind, plan):
@@ -137,7 +139,7 @@ def test_equals_one_device(sizes, sharding, kind, plan):
 def test_explicit_axis_types(sharding):
     mesh = mesh_of(1, 2, 2, 2, kind="Explicit")
     kind = "documents" if sharding is TENSOR_REPLICATED else "spans of positions"
-    got = sharded(mesh, sharding, kind, plan_of("area", 2), explicit=True)
+    got = sharded(mesh, sharding, kind, plan_of("balanced", 2), explicit=True)
     assert_same(got, one_device(kind))
 
 
@@ -145,35 +147,34 @@ def test_explicit_axis_types(sharding):
 def test_key_value_heads_replicated_under_query_heads(heads, kv_heads, tensor):
     """One head for all, a head for two ranks, a rank with parts of two heads."""
     mesh = mesh_of(1, 1, 2, tensor)
-    sharding = dataclasses.replace(TENSOR_REPLICATED, head_groups=None)
-    got = sharded(mesh, sharding, "documents", inputs=tensors(heads=heads, kv_heads=kv_heads))
+    inputs = tensors(heads=heads, kv_heads=kv_heads)
+    got = sharded(mesh, TENSOR_REPLICATED, "documents", inputs=inputs, groups=None)
     assert_same(got, one_device("documents", kv_heads, heads))
 
 
 @pytest.mark.parametrize(
     "groups,heads,plan",
     [
-        ((1, 3, 2), (12, 6), "area"),
+        ((1, 3, 2), (12, 6), "balanced"),
         ((1, 3, 2), (12, 6), None),
-        (2, (8, 2), "area"),
+        (2, (8, 2), "balanced"),
         (None, (8, 4), None),
-        (None, (12, 12), "area"),
+        (None, (12, 12), "balanced"),
     ],
 )
 def test_head_groups(groups, heads, plan):
     """More than two, of which one waits for another; equal ones; those of the default for four ranks."""
-    sharding = dataclasses.replace(CONTEXT, head_groups=groups)
     mesh = mesh_of(4, axes=("context",))
     inputs = tensors(heads=heads[0], kv_heads=heads[1])
-    got = sharded(mesh, sharding, "documents", plan_of(plan, 4), inputs=inputs)
+    got = sharded(mesh, CONTEXT, "documents", plan_of(plan, 4), inputs=inputs, groups=groups)
     assert_same(got, one_device("documents", heads[1], heads[0]))
 
 
 def test_context_over_two_axes():
     """Their order is major first, as in a PartitionSpec; a wrong one scrambles the keys."""
     spec = P("tensor", ("fsdp", "context"))
-    sharding = packax.AttentionSharding(query=spec, key_value=spec, head_groups=1)
-    got = sharded(mesh_of(1, 2, 2, 2), sharding, "documents", plan_of("area", 4))
+    sharding = packax.AttentionSharding(query=spec, key_value=spec)
+    got = sharded(mesh_of(1, 2, 2, 2), sharding, "documents", plan_of("balanced", 4))
     assert_same(got, one_device("documents"))
 
 
@@ -181,7 +182,7 @@ def test_bfloat16_meets_the_rule_of_the_oracle():
     """Gradients are summed over eight ranks in bfloat16: still twice plain attention's error."""
     inputs = tensors(jnp.bfloat16, batch=1)
     mesh = mesh_of(8, axes=("context",))
-    got = sharded(mesh, CONTEXT, "causal", plan_of("area", 8, ROWS[:1]), inputs=inputs)
+    got = sharded(mesh, CONTEXT, "causal", plan_of("balanced", 8, ROWS[:1]), inputs=inputs)
     query, key, value, dout, dlse = inputs
     allowed = packax.causal().as_array(LENGTH, LENGTH)
     scale = query.shape[3] ** -0.5
@@ -201,20 +202,20 @@ def test_any_length_without_a_plan():
     expected = jax.jit(results)(*inputs, packax.create_attention_mask(expression))
     with jax.set_mesh(mesh):
         mask = packax.create_attention_mask(expression, sharding=CONTEXT)
-        got = jax.jit(functools.partial(results, sharding=CONTEXT))(*inputs, mask)
+        got = jax.jit(functools.partial(results, gather_head_groups=1))(*inputs, mask)
     assert_same(got, expected)
 
 
 def test_keys_in_the_order_of_the_sequence():
     """permuted_keys=False: only the queries were permuted."""
     mesh = mesh_of(4, axes=("context",))
-    plan = plan_of("area", 4)
+    plan = plan_of("balanced", 4)
     query, key, value, dout, dlse = tensors()
     with jax.set_mesh(mesh):
         mask = packax.create_attention_mask(
             expression_of("documents"), sharding=CONTEXT, plan=plan, permuted_keys=False
         )
-        got = jax.jit(functools.partial(results, sharding=CONTEXT))(
+        got = jax.jit(functools.partial(results, gather_head_groups=1))(
             plan.permute(query), key, value, plan.permute(dout), plan.permute(dlse, 2), mask
         )
     out, lse, dq, dk, dv = got
@@ -224,7 +225,7 @@ def test_keys_in_the_order_of_the_sequence():
 
 def test_a_plan_without_a_mesh():
     """One device, permuted rows: what one rank of a larger mesh would do, and a debugging aid."""
-    plan = plan_of("area", 4)
+    plan = plan_of("balanced", 4)
     query, key, value, dout, dlse = tensors()
     mask = packax.create_attention_mask(expression_of("documents"), plan=plan)
     got = jax.jit(results)(*plan.permute((query, key, value, dout)), plan.permute(dlse, 2), mask)
@@ -234,7 +235,7 @@ def test_a_plan_without_a_mesh():
 
 def test_every_rank_has_the_hull_of_its_own_rows():
     """Built sharded, the bounds are those of a mask built from each rank's ranges alone."""
-    plan = plan_of("area", 4)
+    plan = plan_of("balanced", 4)
     with jax.set_mesh(mesh_of(4, axes=("context",))):
         mask = packax.create_attention_mask(
             expression_of("one mask for all"), sharding=CONTEXT, plan=plan
@@ -255,7 +256,7 @@ def test_every_rank_has_the_hull_of_its_own_rows():
 @pytest.mark.parametrize(
     "kind", ["causal", "documents", "positions", "spans of positions", "one mask for all"]
 )
-@pytest.mark.parametrize("plan", ["area", "head_tail"])  # the second has one batch row
+@pytest.mark.parametrize("plan", ["balanced", "zigzag"])  # the second has one batch row
 def test_the_specs_of_a_mask(kind, plan):
     """Kernels read block bounds and orders that XLA does not: each operand is cut as it was made."""
     sharding = dataclasses.replace(FULL, mesh=mesh_of(1, 2, 2, 2))
@@ -278,7 +279,7 @@ def manual_attention(mask, query, key, value):
     if not isinstance(mask, packax.AttentionMask):
         mask = packax.create_attention_mask(of_ids_alone(mask), sharding=TENSOR_REPLICATED)
     out, lse = packax.flash_attention(
-        query, key, value, mask, return_lse=True, sharding=TENSOR_REPLICATED
+        query, key, value, mask, return_lse=True, gather_head_groups=1
     )
     return out, jnp.where(jnp.isfinite(lse), lse, 0)
 
@@ -340,11 +341,11 @@ def test_inside_a_shard_map(names, inside, check_vma):
 def test_scan_over_layers_and_remat():
     keep = jax.checkpoint_policies.save_only_these_names(*packax.CHECKPOINT_NAMES)
 
-    def network(query, key, value, dout, _, mask, sharding=None):
+    def network(query, key, value, dout, _, mask):
         def loss(query, key, value):
             @functools.partial(jax.checkpoint, policy=keep)
             def layer(x, _):
-                return packax.flash_attention(x, key, value, mask, sharding=sharding), None
+                return packax.flash_attention(x, key, value, mask), None
 
             return jnp.sum(jax.lax.scan(layer, query, None, length=2)[0] * dout)
 
@@ -354,7 +355,7 @@ def test_scan_over_layers_and_remat():
     expected = jax.jit(network)(*tensors(), packax.create_attention_mask(expression))
     with jax.set_mesh(mesh_of(1, 2, 2, 2)):
         mask = packax.create_attention_mask(expression, sharding=FULL)
-        function = jax.jit(functools.partial(network, sharding=FULL))
+        function = jax.jit(network)
         got = function(*tensors(), mask)
         # the saved results spare the kernel in the backward pass
         text = str(jax.make_jaxpr(function)(*tensors(), mask))
@@ -369,7 +370,7 @@ def test_vmap_and_a_given_mesh():
     mask = packax.create_attention_mask(expression_of("one mask for all"), sharding=sharding)
     query, key, value, *_ = tensors()
     one = lambda q, k, v: packax.flash_attention(  # noqa: E731
-        q[None], k[None], v[None], mask, sharding=sharding
+        q[None], k[None], v[None], mask
     )
     got = jax.jit(jax.vmap(one))(query, key, value)
     np.testing.assert_allclose(got[:, 0], one_device("one mask for all")[0], atol=1e-6)
@@ -388,8 +389,7 @@ def collectives(text):
 def test_gradients_are_reduce_scattered_and_nothing_large_is_all_reduced(dtype):
     """The forward gathers, the backward gathers again, and scatters: each keys and values of one head."""
     mesh = mesh_of(2, axes=("context",))
-    sharding = dataclasses.replace(CONTEXT, head_groups=KV_HEADS)
-    plan = plan_of("area", 2)
+    plan = plan_of("balanced", 2)
     inputs = tensors(dtype)
     specs = (
         CONTEXT.query,
@@ -399,14 +399,13 @@ def test_gradients_are_reduce_scattered_and_nothing_large_is_all_reduced(dtype):
         P(None, None, "context"),
     )
     with jax.set_mesh(mesh):
-        mask = packax.create_attention_mask(
-            expression_of("documents"), sharding=sharding, plan=plan
-        )
+        mask = packax.create_attention_mask(expression_of("documents"), sharding=CONTEXT, plan=plan)
         placed = [
             jax.device_put(x, NamedSharding(mesh, spec))
             for x, spec in zip(inputs, specs, strict=True)
         ]
-        lowered = jax.jit(functools.partial(results, sharding=sharding)).lower(*placed, mask)
+        function = functools.partial(results, gather_head_groups=KV_HEADS)
+        lowered = jax.jit(function).lower(*placed, mask)
     text = lowered.as_text()
     name = "f32" if dtype == jnp.float32 else "bf16"
     own = f"{BATCH}x{LENGTH // 2}x16x{name}"

@@ -1,16 +1,30 @@
 """Plans: exact inverses, equal token counts, the same on host and device, and balanced."""
 
-import dataclasses
+import functools
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import packax
 import pytest
-from cases import ids_of
+from cases import ids_of, positions_of
+from context import mesh_of
+from jax.sharding import PartitionSpec as P
 from packax._src.context.load_balance import ContextPlan
+from packax._src.masks import planning
 
-MASK = packax.create_attention_mask(packax.causal(), q_len=256, kv_len=256)
+
+def plan_of(ids, ranks=2, **keywords):
+    return packax.context_plan(packax.causal() & packax.documents(ids), ranks=ranks, **keywords)
+
+
+def ids_of_lengths(lengths, length):
+    """Documents one behind the other, then padding."""
+    ids = np.full((len(lengths), length), -1, np.int32)
+    for row, sizes in zip(ids, lengths, strict=True):
+        row[: sum(sizes)] = np.repeat(np.arange(len(sizes)), sizes)
+    return ids
 
 
 def causal_areas(ids):
@@ -28,70 +42,130 @@ def packed(length, rng):
     return [n for n in lengths if n]
 
 
-def test_head_tail():
-    plan = packax.context_plan("head_tail", 3, length=6 * 256)
+def test_zigzag():
+    plan = packax.context_plan(packax.causal(), ranks=3, kind="zigzag", length=6 * 256)
     np.testing.assert_array_equal(plan.order, [[0, 5, 1, 4, 2, 3]])
-    assert (plan.chunk, plan.length, plan.shards) == (256, 1536, 3)
+    assert (plan.chunk, plan.length, plan.ranks) == (256, 1536, 3)
     load = causal_areas(np.zeros(1536, np.int32))
     np.testing.assert_allclose(plan.permute(load, 0).reshape(3, -1).sum(1), load.sum() / 3)
 
 
-@pytest.mark.parametrize("shards,chunk", [(2, None), (4, 128), (8, 256), (1, 128)])
-def test_area(shards, chunk):
+@pytest.mark.parametrize("ranks,chunk", [(2, None), (4, 128), (8, 256), (1, 128)])
+def test_balanced(ranks, chunk):
     """Host, device and traced plans agree; each rank has as many chunks, in order, and fair work."""
     length = 4096
-    rng = np.random.default_rng(shards)
-    lengths = [packed(length, rng), [length], [100, 1, 700]]
-    host = packax.context_plan("area", shards, lengths=lengths, length=length, chunk=chunk)
-    ids = np.full((3, length), -1, np.int32)
-    for row, n in zip(ids, lengths, strict=True):
-        row[: sum(n)] = np.repeat(np.arange(len(n)), n)
+    rng = np.random.default_rng(ranks)
+    ids = ids_of_lengths([packed(length, rng), [length], [100, 1, 700]], length)
+    host = plan_of(ids, ranks, chunk=chunk)
+    assert isinstance(host.order, np.ndarray)
     for other in (
-        packax.context_plan("area", shards, segment_ids=ids, chunk=chunk),
-        packax.context_plan("area", shards, segment_ids=jnp.asarray(ids), chunk=chunk),
-        jax.jit(lambda x: packax.context_plan("area", shards, segment_ids=x, chunk=chunk))(ids),
+        plan_of(jnp.asarray(ids), ranks, chunk=chunk),
+        jax.jit(lambda x: plan_of(x, ranks, chunk=chunk))(ids),
     ):
+        assert isinstance(other.order, jax.Array)
         np.testing.assert_array_equal(host.order, other.order)
         np.testing.assert_array_equal(host.inverse, other.inverse)
-        assert (other.chunk, other.length, other.shards) == (host.chunk, length, shards)
+        assert (other.chunk, other.length, other.ranks) == (host.chunk, length, ranks)
     chunks = length // host.chunk
     np.testing.assert_array_equal(np.sort(host.order, axis=1), [np.arange(chunks)] * 3)
-    by_rank = host.order.reshape(3, shards, -1)
+    by_rank = host.order.reshape(3, ranks, -1)
     assert np.all(np.diff(by_rank, axis=2) > 0)
     for row, order in zip(ids, host.order, strict=True):
         work = causal_areas(row).reshape(chunks, -1).sum(1)
-        load = work[order].reshape(shards, -1).sum(1)
+        load = work[order].reshape(ranks, -1).sum(1)
         # dealing in rounds: no two ranks differ by more than the largest chunk
         assert load.max() - load.min() <= work.max() + 128 * chunks
 
 
-def test_area_of_a_mask():
-    """A causal mask of documents gives the documents' plan; a window's area is its own."""
-    length, shards = 2048, 4
-    ids = np.repeat(np.arange(3), [1500, 300, 248])
-    causal = packax.create_attention_mask(packax.causal() & packax.documents(ids))
-    np.testing.assert_array_equal(
-        packax.context_plan("area", shards, mask=causal).order,
-        packax.context_plan("area", shards, segment_ids=ids).order,
-    )
-    # All work is in spans that fill every fourth chunk: what knows no areas deals them to one rank.
+LENGTH = 1024
+DOCUMENTS = np.stack([ids_of((0, LENGTH)), ids_of((3, 500), (1, 20), (-1, 9), (2, 300), (-1, 195))])
+POSITIONS = np.stack([positions_of(row) for row in DOCUMENTS])
+SPANS = np.where(np.arange(LENGTH) // 32 % 3 == 0, 7, -1)
+INDEX = np.arange(LENGTH)
+placed = functools.partial(packax.documents, DOCUMENTS, positions=POSITIONS)
+EXPRESSIONS = {
+    "full": packax.full(),
+    "causal": packax.causal(),
+    "documents": packax.documents(DOCUMENTS),
+    "causal documents": packax.causal() & packax.documents(DOCUMENTS),
+    "one row": packax.causal() & packax.documents(DOCUMENTS[1]),
+    "positions": packax.causal() & placed(),
+    "window": packax.sliding_window(100, 7) & packax.documents(DOCUMENTS),
+    "window of positions": packax.sliding_window(100, 7) & placed(),
+    "chunks of positions": packax.chunked(96) & packax.causal() & placed(),
+    "offset": packax.causal(np.array([5, -300])),
+    "prefix": packax.prefix(np.array([90, 600])) & packax.documents(DOCUMENTS),
+    "prefix of positions": packax.prefix(40) & placed(),
+    "spans": packax.spans(SPANS, packax.sliding_window(9)) & packax.documents(DOCUMENTS),
+    "spans of positions": packax.spans(SPANS, packax.sliding_window(9)) & placed(),
+    "ranges": packax.ranges(INDEX - 70, INDEX + 1) & packax.documents(DOCUMENTS),
+    "union": packax.causal() & (packax.sliding_window(50) | packax.chunked(200)),
+    "other keys": packax.documents(DOCUMENTS, np.sort(DOCUMENTS)[:, 200:]),
+    "map": packax.causal() & packax.block_sparse(np.tri(LENGTH // 128, dtype=bool), (128, 128)),
+}
+
+
+@pytest.mark.parametrize("name", EXPRESSIONS)
+def test_work_is_what_the_expression_attends(name):
+    """Row by row, on the host and on the device, and without touching a device on the host."""
+    expression = EXPRESSIONS[name]
+    kv_len = 824 if name == "other keys" else LENGTH
+    expected = np.asarray(expression.as_array(LENGTH, kv_len)).sum(axis=-1)
+    expected = np.atleast_2d(expected.reshape(-1, LENGTH))
+    on_device = jax.tree.map(jnp.asarray, expression)
+    traced = jax.jit(lambda x: planning._keys(x, LENGTH, kv_len))(on_device)
+    if name == "map":  # whole blocks of 64 keys of tiles of 128 rows
+        expected = np.arange(128, LENGTH + 1, 128).repeat(128)[None]
+    host = planning._keys(expression, LENGTH, kv_len)
+    assert isinstance(host, np.ndarray) == (name not in ("other keys", "map"))
+    for got in (host, traced):
+        np.testing.assert_array_equal(np.broadcast_to(got, expected.shape), expected)
+
+
+def test_the_host_leaves_jax_alone(monkeypatch):
+    """In the worker of a data loader: nothing is traced, nothing put on a device."""
+
+    def refuse(*_, **__):
+        raise AssertionError("a jax operation")
+
+    monkeypatch.setattr(jax.extend.core.Primitive, "bind", refuse)
+    for name, expression in EXPRESSIONS.items():
+        if name not in ("other keys", "map"):
+            plan = packax.context_plan(expression, ranks=2, length=LENGTH)
+            plan.permute({"tokens": np.zeros((2, LENGTH), np.int32)})
+
+
+def test_balance_of_spans():
+    """All work is in spans that fill every fourth chunk: what knows no areas deals them to one rank."""
+    length, ranks = 2048, 4
     spans = np.where(np.arange(length) // 128 % 4 == 0, 7, -1)
     expression = packax.spans(np.stack([spans, spans[::-1]]), packax.sliding_window(9))
-    plan = packax.context_plan("area", shards, mask=packax.create_attention_mask(expression))
-    traced = jax.jit(
-        lambda: packax.context_plan("area", shards, mask=packax.create_attention_mask(expression))
-    )()
-    np.testing.assert_array_equal(plan.order, traced.order)
+    plan = packax.context_plan(expression, ranks=ranks)
     for allowed, order in zip(expression.as_array(length, length), plan.order, strict=True):
         work = allowed.sum(axis=1).reshape(length // plan.chunk, -1).sum(axis=1)
-        load = work[order].reshape(shards, -1).sum(axis=1)
+        load = work[order].reshape(ranks, -1).sum(axis=1)
         assert load.max() <= 1.05 * load.min()
 
 
+def test_one_rank_moves_nothing():
+    """Of any length: the same program runs on one device and on several."""
+    for kind in ("zigzag", "balanced"):
+        plan = packax.context_plan(packax.causal(), ranks=1, kind=kind, length=100)
+        np.testing.assert_array_equal(plan.index(), np.arange(100)[None])
+
+
+def test_the_ranks_of_a_sharding():
+    sharding = packax.AttentionSharding(P("data", ("x", "y")), P("data", ("x", "y")))
+    expression = packax.causal() & packax.documents(np.zeros((1, 1024), int))
+    with jax.set_mesh(mesh_of(1, 2, 2, axes=("data", "x", "y"))):
+        plan = packax.context_plan(expression, sharding=sharding)
+    assert plan.ranks == 4
+    np.testing.assert_array_equal(plan.order, packax.context_plan(expression, ranks=4).order)
+
+
 def test_default_chunk():
-    def chunk(length, shards):
-        ids = np.zeros(length, np.int32)
-        return packax.context_plan("area", shards, segment_ids=ids).chunk
+    def chunk(length, ranks):
+        return packax.context_plan(packax.causal(), ranks=ranks, length=length).chunk
 
     assert chunk(131072, 4) == 2048
     assert chunk(131072, 16) == 512
@@ -105,7 +179,7 @@ def test_balance_of_real_lengths():
     rng = np.random.default_rng(0)
     for _ in range(5):
         lengths = packed(32768, rng)
-        plan = packax.context_plan("area", 16, lengths=lengths)
+        plan = plan_of(ids_of_lengths([lengths], 32768), 16)
         work = np.concatenate([np.arange(1, n + 1) for n in lengths])
         load = plan.permute(work, 0).reshape(16, -1).sum(1)
         assert load.max() / load.mean() < 1.05
@@ -117,7 +191,7 @@ def test_permute_is_inverted_exactly(batched, traced):
     rng = np.random.default_rng(0)
     length = 1024
     ids = np.sort(rng.integers(0, 9, (2, length)), axis=1) if batched else ids_of((0, length))
-    plan = packax.context_plan("area", 4, segment_ids=ids, chunk=128)
+    plan = plan_of(ids, 4, chunk=128)
     assert plan.order.shape == (2 if batched else 1, 8)
     index = np.broadcast_to(np.arange(length), (2, length))
     tree = {
@@ -144,81 +218,78 @@ def test_permute_is_inverted_exactly(batched, traced):
 
 
 def test_permute_is_differentiable():
-    plan = packax.context_plan("head_tail", 2, length=512)
+    plan = packax.context_plan(packax.causal(), ranks=2, kind="zigzag", length=512)
     weights = jnp.arange(512.0)[None]
     gradient = jax.grad(lambda x: jnp.sum(plan.permute(x) * weights))(jnp.zeros((1, 512)))
     np.testing.assert_array_equal(gradient, plan.unpermute(weights))
 
 
-IDS = np.zeros(1024, np.int32)
-PLAN = packax.context_plan("area", 2, segment_ids=np.zeros((2, 512), np.int32), chunk=128)
-TWO = packax.context_plan("area", 2, lengths=[[512], [100, 412]], chunk=128)
+PLAN = plan_of(np.zeros((2, 512), np.int32), chunk=128)
+TWO = plan_of(ids_of_lengths([[512], [100, 412]], 512), chunk=128)
+CAUSAL = packax.causal()
+SHARDING = packax.AttentionSharding(P(None, "x"), P(None, "x"))
 
 
 @pytest.mark.parametrize(
     "call,texts",
     [
-        (lambda: packax.context_plan("ring", 2, length=512), ['"head_tail" or "area"', "'ring'"]),
-        (lambda: packax.context_plan("area", 0, length=512), ["shards must be at least 1", "0"]),
         (
-            lambda: packax.context_plan("area", 1.5, length=512),
-            ["shards must be an integer", "1.5"],
-        ),
-        (lambda: packax.context_plan("head_tail", 2), ["length is not known"]),
-        (
-            lambda: packax.context_plan("area", 2, mask=MASK, segment_ids=np.zeros(256, int)),
-            ["give mask, or documents as lengths or segment_ids, not both"],
+            lambda: packax.context_plan(CAUSAL, ranks=2, kind="ring", length=512),
+            ['"zigzag" or "balanced"', "'ring'"],
         ),
         (
-            lambda: packax.context_plan("area", 2, mask=packax.causal()),
-            ["mask must come from create_attention_mask, but is a Causal"],
+            lambda: packax.context_plan(CAUSAL, ranks=2, kind="area", length=512),
+            ['"zigzag" or "balanced"', "'area', which is \"balanced\" now"],
         ),
         (
-            lambda: packax.context_plan("area", 2, mask=MASK, length=512),
-            ["mask has 256 rows, but length says 512"],
+            lambda: packax.context_plan(CAUSAL, ranks=2, kind="head_tail", length=512),
+            ["'head_tail', which is \"zigzag\" now"],
         ),
         (
-            lambda: packax.context_plan(
-                "area", 2, mask=dataclasses.replace(MASK, kv_plan=np.zeros((1, 2, 2), int))
-            ),
-            ["mask must be in the order of the sequence and whole"],
-        ),
-        (lambda: packax.context_plan("area", 2, length=512), ["needs the documents"]),
-        (
-            lambda: packax.context_plan("area", 2, lengths=[512], segment_ids=IDS),
-            ["lengths", "segment_ids", "not both"],
+            lambda: packax.context_plan(np.zeros(512, int), ranks=2),
+            ["expression must be what the mask is made of", "ndarray"],
         ),
         (
-            lambda: packax.context_plan("head_tail", 4, length=1000),
-            ["2 * shards * 128 = 1024", "is 1000"],
+            lambda: packax.context_plan(CAUSAL, length=512),
+            ["give sharding=", "or ranks=", "not neither"],
         ),
         (
-            lambda: packax.context_plan("head_tail", 2, length=1024, chunk=128),
-            ["length / (2 * shards) = 256", "128 was given"],
+            lambda: packax.context_plan(CAUSAL, sharding=SHARDING, ranks=2, length=512),
+            ["give sharding=", "or ranks=", "not both"],
         ),
         (
-            lambda: packax.context_plan("area", 2, segment_ids=IDS, chunk=100),
+            lambda: packax.context_plan(CAUSAL, sharding=SHARDING, length=512),
+            ["sharding needs a mesh"],
+        ),
+        (
+            lambda: packax.context_plan(CAUSAL, ranks=0, length=512),
+            ["ranks must be at least 1", "0"],
+        ),
+        (
+            lambda: packax.context_plan(CAUSAL, ranks=1.5, length=512),
+            ["ranks must be an integer", "1.5"],
+        ),
+        (lambda: packax.context_plan(CAUSAL, ranks=2), ["length is not known", "give length="]),
+        (
+            lambda: packax.context_plan(CAUSAL, ranks=4, kind="zigzag", length=1000),
+            ["2 * ranks * 128 = 1024", "is 1000"],
+        ),
+        (
+            lambda: packax.context_plan(CAUSAL, ranks=2, kind="zigzag", length=1024, chunk=128),
+            ["length / (2 * ranks) = 256", "128 was given"],
+        ),
+        (
+            lambda: packax.context_plan(CAUSAL, ranks=2, length=1024, chunk=100),
             ["chunk must be a multiple of 128, but is 100"],
         ),
         (
-            lambda: packax.context_plan("area", 3, segment_ids=IDS),
-            ["multiple of chunk * shards = 128 * 3 = 384", "is 1024"],
+            lambda: packax.context_plan(CAUSAL, ranks=3, length=1024),
+            ["multiple of chunk * ranks = 128 * 3 = 384", "is 1024"],
         ),
         (
-            lambda: packax.context_plan("area", 2, segment_ids=IDS, length=512),
-            ["segment_ids has 1024 rows, but length says 512"],
+            lambda: plan_of(np.zeros(1024, int), length=512),
+            ["expression is for 1024 query rows, but length says 512"],
         ),
-        (
-            lambda: packax.context_plan("area", 2, segment_ids=IDS * 1.0),
-            ["segment_ids must be integers", "float64"],
-        ),
-        (lambda: packax.context_plan("area", 2, segment_ids=5), ["segment_ids", "()"]),
-        (
-            lambda: packax.context_plan("area", 2, lengths=[600], length=512),
-            ["lengths sum to 600", "512"],
-        ),
-        (lambda: packax.context_plan("area", 2, lengths=[-1, 5]), ["lengths must hold", "-1"]),
-        (lambda: packax.context_plan("area", 2, lengths=5), ["lengths must hold", "array(5)"]),
         (lambda: PLAN.permute(np.zeros((2, 500))), ["512 rows", "axis 1", "(2, 500)"]),
         (lambda: PLAN.permute({"x": np.zeros(512)}), ["array['x']", "axis 1", "(512,)"]),
         (lambda: TWO.permute(np.zeros((3, 512))), ["plan's batch, 2", "(3, 512)"]),
@@ -232,17 +303,6 @@ def test_refused(call, texts):
         assert text in str(caught.value)
 
 
-@pytest.mark.parametrize("empty", [[], [[]], np.zeros(0, int), [np.zeros(0, int)]], ids=str)
-def test_a_row_without_documents_is_padding(empty):
-    padding = packax.context_plan("area", 2, segment_ids=np.full((1, 512), -1))
-    plan = packax.context_plan("area", 2, lengths=empty, length=512)
-    np.testing.assert_array_equal(plan.index(), padding.index())
-
-
-def test_some_rows_without_documents():
-    ids = np.zeros((2, 512), int)
-    ids[0] = -1
-    plan = packax.context_plan("area", 2, lengths=[[], [512]])
-    np.testing.assert_array_equal(
-        plan.index(), packax.context_plan("area", 2, segment_ids=ids).index()
-    )
+def test_a_row_without_documents_is_padding():
+    plan = plan_of(np.full((1, 512), -1))
+    np.testing.assert_array_equal(plan.order, [[0, 2, 1, 3]])

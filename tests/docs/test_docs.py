@@ -53,7 +53,11 @@ def names(length=LENGTH):
     ids = jnp.asarray(IDS[:, :length])
     space = {"jax": jax, "jnp": jnp, "np": np, "packax": packax, "P": P, "functools": functools}
     space |= {"query": query, "key": key, "value": value, "heads": 2, "segment_ids": ids}
-    space |= {"batch": {"tokens": ids, "segment_ids": ids}, "local_batch": {"tokens": IDS}}
+    expression = packax.causal() & packax.documents(ids)
+    sharding = packax.AttentionSharding(P("data", "context"), P("data", "context"))
+    space |= {"expression": expression, "sharding": sharding}
+    batch = {"tokens": ids, "segment_ids": ids, "positions": ids}
+    space |= {"batch": batch, "local_batch": {name: np.asarray(x) for name, x in batch.items()}}
     return space | {"mask": packax.create_attention_mask(packax.documents(ids))}
 
 
@@ -122,7 +126,7 @@ def test_docstring(name, monkeypatch):
     space = names(length)
     ids = space["segment_ids"]
     space |= {"positions": jnp.arange(length)[None].repeat(2, 0), "key_mask": ids >= 0}
-    space |= {"plan": packax.context_plan("head_tail", 4, length=LENGTH)}
+    space |= {"plan": packax.context_plan(packax.causal(), ranks=4, kind="zigzag", length=LENGTH)}
     space |= {"step": lambda q: packax.flash_attention(q, q, q, packax.causal())}
     space |= {"shapes": [jax.ShapeDtypeStruct((2, 64, 2, 64), jnp.bfloat16)]}
     specs = (None, "context", None, None), (None,) * 4
@@ -150,4 +154,9 @@ def test_every_public_function_has_an_example():
         thing = getattr(packax, name)
         if inspect.isfunction(thing):
             assert f"{thing.__module__}.{name}" in EXAMPLES, name
-            assert "Raises:" in thing.__doc__ or name in ("full", "alibi", "export_checks")
+            assert "Raises:" in thing.__doc__ or name in (
+                "full",
+                "alibi",
+                "debug_checks",
+                "export_checks",
+            )

@@ -27,9 +27,9 @@ IDS = np.stack(
 )
 EXPRESSION = packax.causal() & packax.documents(IDS)
 EVERY = packax.AttentionSharding(
-    query=P("data", "context", "tensor"), key_value=P("data", "context", "tensor"), head_groups=1
+    query=P("data", "context", "tensor"), key_value=P("data", "context", "tensor")
 )
-HEADS_REPLICATED = dataclasses.replace(EVERY, key_value=P("data", "context"), head_groups=1)
+HEADS_REPLICATED = dataclasses.replace(EVERY, key_value=P("data", "context"))
 CONTEXT = packax.AttentionSharding(query=P(None, "context"), key_value=P(None, "context"))
 
 
@@ -56,7 +56,7 @@ def truth(dim: int, dtype: str):
 def run(mesh, sharding, plan, dim=128, dtype="bfloat16", **keywords):
     """Out, lse and gradients in the order of the sequence, from the cubins."""
     x, true, plain = truth(dim, dtype)
-    plan = plan and packax.context_plan(plan, mesh.shape["context"], segment_ids=IDS)
+    plan = plan and packax.context_plan(EXPRESSION, ranks=mesh.shape["context"], kind=plan)
     moved = x
     if plan is not None:
         moved = [plan.permute(y, 2 if n == 4 else 1) for n, y in enumerate(x)]
@@ -67,7 +67,7 @@ def run(mesh, sharding, plan, dim=128, dtype="bfloat16", **keywords):
     ]
     with jax.set_mesh(mesh):
         mask = packax.create_attention_mask(EXPRESSION, sharding=sharding, plan=plan)
-        function = functools.partial(results, sharding=sharding, implementation="cuda", **keywords)
+        function = functools.partial(results, implementation="cuda", **keywords)
         got = jax.block_until_ready(jax.jit(function)(*moved, mask))
     got = [np.asarray(y) for y in got]
     if plan is not None:
@@ -77,11 +77,10 @@ def run(mesh, sharding, plan, dim=128, dtype="bfloat16", **keywords):
 
 
 @pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("plan", [None, "head_tail", "area"])
+@pytest.mark.parametrize("plan", [None, "zigzag", "balanced"])
 @pytest.mark.parametrize("dim,groups", [(128, 1), (128, 2), (64, None)])
 def test_context(count, plan, dim, groups):
-    sharding = dataclasses.replace(CONTEXT, head_groups=groups)
-    oracle.check(*run(mesh_of(1, count, 1), sharding, plan, dim))
+    oracle.check(*run(mesh_of(1, count, 1), CONTEXT, plan, dim, gather_head_groups=groups))
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
@@ -96,16 +95,16 @@ def test_context(count, plan, dim, groups):
     ],
 )
 def test_combined_with_data_and_tensor(sizes, sharding, kind):
-    plan = "area" if sizes[1] > 1 else None
-    oracle.check(*run(mesh_of(*sizes, kind=kind), sharding, plan))
+    plan = "balanced" if sizes[1] > 1 else None
+    oracle.check(*run(mesh_of(*sizes, kind=kind), sharding, plan, gather_head_groups=1))
 
 
 def test_float16_and_deterministic():
     """Twice the same bits: all sums, those between the GPUs too, come in one order."""
     mesh = mesh_of(1, 2, 1)
-    first, true, plain = run(mesh, CONTEXT, "area", dtype="float16", deterministic=True)
+    first, true, plain = run(mesh, CONTEXT, "balanced", dtype="float16", deterministic=True)
     oracle.check(first, true, plain)
-    again, *_ = run(mesh, CONTEXT, "area", dtype="float16", deterministic=True)
+    again, *_ = run(mesh, CONTEXT, "balanced", dtype="float16", deterministic=True)
     for name, x, y in zip(first._fields, first, again, strict=True):
         np.testing.assert_array_equal(x, y, err_msg=name)
 
@@ -128,7 +127,7 @@ def test_what_is_compiled():
     ]
     with jax.set_mesh(mesh):
         mask = packax.create_attention_mask(EXPRESSION, sharding=CONTEXT)
-        function = jax.jit(functools.partial(results, sharding=CONTEXT))
+        function = jax.jit(results)
         text = function.lower(*placed, mask).compile().as_text()
     assert not re.findall(r" all-reduce(-start)?\(", text)
     lines = [

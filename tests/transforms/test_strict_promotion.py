@@ -54,7 +54,7 @@ CALLS = {
         *(x.swapaxes(1, 2) for x in (Q, Q, Q)), KEYS
     ),
     "MaxText": maxtexts_op,
-    "a plan's index": lambda: packax.context_plan("area", 2, segment_ids=LONG).index(),
+    "a plan's index": lambda: packax.context_plan(packax.documents(LONG), ranks=2).index(),
 }
 
 

@@ -16,7 +16,14 @@ from packax._src.core.jax_compat import vary_together
 from packax._src.core.mask import AttentionMask
 from packax._src.core.precision import checked_precision
 from packax._src.core.shapes import is_symbolic
-from packax._src.core.sharding import AttentionSharding, Layout, check_tensors, layout_of
+from packax._src.core.sharding import (
+    AttentionSharding,
+    HeadGroups,
+    Layout,
+    check_tensors,
+    checked_head_groups,
+    layout_of,
+)
 from packax._src.masks.build import create_attention_mask
 from packax._src.masks.expressions import (
     MaskExpression,
@@ -50,6 +57,7 @@ def flash_attention(
     precision: Any = None,
     implementation: Implementation | None = None,
     sharding: AttentionSharding | None = None,
+    gather_head_groups: int | tuple[int, ...] | None = None,
     checkpoint_name: str | None = None,
 ) -> jax.Array: ...
 @overload
@@ -69,6 +77,7 @@ def flash_attention(
     precision: Any = None,
     implementation: Implementation | None = None,
     sharding: AttentionSharding | None = None,
+    gather_head_groups: int | tuple[int, ...] | None = None,
     checkpoint_name: str | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...
 @overload
@@ -88,6 +97,7 @@ def flash_attention(
     precision: Any = None,
     implementation: Implementation | None = None,
     sharding: AttentionSharding | None = None,
+    gather_head_groups: int | tuple[int, ...] | None = None,
     checkpoint_name: str | None = None,
 ) -> tuple[jax.Array, ...]: ...
 def flash_attention(
@@ -106,6 +116,7 @@ def flash_attention(
     precision: Any = None,
     implementation: Implementation | None = None,
     sharding: AttentionSharding | None = None,
+    gather_head_groups: int | tuple[int, ...] | None = None,
     checkpoint_name: str | None = None,
 ) -> jax.Array | tuple[jax.Array, ...]:
     """Exact softmax attention, softmax(logits where mask) @ value, in O(S) memory.
@@ -152,8 +163,14 @@ def flash_attention(
             elsewhere; "cuda": the CUDA kernels or an error; "xla": blockwise XLA everywhere.
         sharding: an `AttentionSharding`, on the mesh that `jax.set_mesh` set: the batch, the query
             rows and the heads are then split over it, and keys and values are gathered along the
-            context axes. The mask must be built with the same sharding. Results and gradients are
-            sharded as query, key and value are. docs/guide/context_parallelism.md.
+            context axes. Results and gradients are sharded as query, key and value are. Needed
+            beside an expression only: a mask carries the sharding that it was built with.
+            docs/guide/context_parallelism.md.
+        gather_head_groups: with context parallelism, keys and values are gathered by this many
+            groups of key/value heads, or by groups of these sizes: one group while the attention of
+            the one before runs. The first gather and the last reduce-scatter stay in the open.
+            None: 1 on two ranks, where nothing is won, else what was found best for each pass.
+            No effect where nothing is gathered; results are the same.
         checkpoint_name: one more name for both results, for `jax.checkpoint` policies of a program
             that has names of its own.
 
@@ -180,8 +197,9 @@ def flash_attention(
     >>> out = packax.flash_attention(query, key, value, mask)
     """
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
-    layout = None if sharding is None else layout_of(sharding)
-    _check_tensors(query, key, value, layout)
+    layout = _layout(mask, sharding)
+    gather_head_groups = checked_head_groups(gather_head_groups)
+    _check_tensors(query, key, value, layout, gather_head_groups)
     check_implementation(implementation)
     for name, flag in (
         ("return_lse", return_lse),
@@ -228,6 +246,7 @@ def flash_attention(
         soft_cap=soft_cap,
         precision=precision,
         return_max_logits=bool(return_max_logits),
+        gather_head_groups=gather_head_groups,
     )
     results = list(attention(call, (query, key, value, scores), built, places))
     if return_max_logits:
@@ -253,7 +272,11 @@ def _of_nothing(
 
 
 def _check_tensors(
-    query: jax.Array, key: jax.Array, value: jax.Array, layout: Layout | None
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    layout: Layout | None,
+    groups: HeadGroups,
 ) -> None:
     tensors = {"query": query, "key": key, "value": value}
     for name, x in tensors.items():
@@ -296,7 +319,7 @@ def _check_tensors(
             f"key must have the head dim of query, {query.shape[3]}, but has {key.shape[3]}"
         )
     if layout is not None:
-        check_tensors(layout, query, key)
+        check_tensors(layout, query, key, groups)
 
 
 def _axes(query: tuple[int, ...], key: tuple[int, ...]) -> str:
@@ -369,12 +392,11 @@ def _check_mask(
             f"mask was built for {mask.q_len} query rows and {mask.kv_len} keys, but query has "
             f"{q_len} and key {kv_len}{_axes(query, key)}"
         )
-    context = () if layout is None else layout.context
-    shards = 1 if layout is None else layout.size(context)
-    if (mask.context, mask.shards) != (context, shards):
+    shards = 1 if layout is None else layout.size(layout.context)
+    if mask.shards != shards:
         raise ValueError(
-            f"mask was built for {_split(mask.context, mask.shards)}, but sharding says "
-            f"{_split(context, shards)}: give both the same sharding="
+            f"mask was built for query rows in {mask.shards} pieces, but the context axes of its "
+            f"sharding now have size {shards}: build it on the mesh that it is used on"
         )
     shape = jnp.shape(mask.q_lo)
     if shape == (rows,) and batch > 1:
@@ -402,5 +424,19 @@ def _check_mask(
         )
 
 
-def _split(context: tuple[str, ...], shards: int) -> str:
-    return f"query rows in {shards} pieces over {context}" if context else "query rows in one piece"
+def _layout(mask: Any, sharding: AttentionSharding | None) -> Layout | None:
+    """The layout that the mask was built with, or that of sharding= beside an expression."""
+    if not isinstance(mask, AttentionMask):
+        return None if sharding is None else layout_of(sharding)
+    layout = None if mask.sharding is None else layout_of(mask.sharding)
+    if sharding is None:
+        return layout
+    asked = layout_of(sharding)
+    if mask.sharding is None and not asked.context:
+        return asked  # such a mask is the same with and without
+    if asked != layout:
+        raise ValueError(
+            f"sharding must be that of the mask, {mask.sharding}, but is {sharding}: give it to "
+            "create_attention_mask, and leave it out here"
+        )
+    return layout

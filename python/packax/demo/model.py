@@ -65,10 +65,9 @@ def logits(
     positions: jax.Array,
     mask: packax.AttentionMask,
     config: Config,
-    sharding: packax.AttentionSharding | None = None,
 ) -> jax.Array:
     """(batch, length, vocabulary) float32 for tokens and positions (batch, length)."""
-    return transform(parameters, parameters["embedding"][tokens], positions, mask, config, sharding)
+    return transform(parameters, parameters["embedding"][tokens], positions, mask, config)
 
 
 def transform(
@@ -77,14 +76,13 @@ def transform(
     positions: jax.Array,
     mask: packax.AttentionMask,
     config: Config,
-    sharding: packax.AttentionSharding | None = None,
 ) -> jax.Array:
     """As `logits`, from embedded tokens (batch, length, width)."""
     angles = rope_angles(positions, config)
 
     def layer(x: jax.Array, weights: Parameters) -> tuple[jax.Array, None]:
         y = normalize(x, weights["attention_norm"])
-        x = x + attention(weights, y, angles, mask, config, sharding)
+        x = x + attention(weights, y, angles, mask, config)
         x = x + mlp(weights, normalize(x, weights["mlp_norm"]))
         return x, None
 
@@ -101,10 +99,9 @@ def attention(
     angles: jax.Array,
     mask: packax.AttentionMask,
     config: Config,
-    sharding: packax.AttentionSharding | None = None,
 ) -> jax.Array:
     query, key, value = heads(weights, x, angles, config)
-    out = packax.flash_attention(query, key, value, mask, sharding=sharding)
+    out = packax.flash_attention(query, key, value, mask)
     return jnp.dot(out.reshape(*out.shape[:2], -1), weights["attention_out"])
 
 
@@ -154,10 +151,9 @@ def loss(
     weight: jax.Array,
     mask: packax.AttentionMask,
     config: Config,
-    sharding: packax.AttentionSharding | None = None,
 ) -> jax.Array:
     """Mean cross entropy of the next byte, in nats, over tokens that have one in their document."""
-    scores = logits(parameters, tokens, positions, mask, config, sharding)
+    scores = logits(parameters, tokens, positions, mask, config)
     return jnp.sum(token_losses(scores, following) * weight) / jnp.sum(weight)
 
 

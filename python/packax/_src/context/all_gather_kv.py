@@ -22,21 +22,31 @@ import jax.numpy as jnp
 from packax._src.context.load_balance import take_chunks
 from packax._src.core.jax_compat import vary_together
 from packax._src.core.mask import FIELDS, AttentionMask
-from packax._src.core.sharding import Layout
+from packax._src.core.sharding import HeadGroups, Layout
 
 
 class Groups:
     """A rank's keys and values in use, and the gather under way: never more are held."""
 
     def __init__(
-        self, layout: Layout | None, query, key, value, kv_plan, *, backward: bool = False
+        self,
+        layout: Layout | None,
+        head_groups: HeadGroups,
+        query,
+        key,
+        value,
+        kv_plan,
+        *,
+        backward: bool = False,
     ) -> None:
         self.layout = layout
         self.kv_plan = kv_plan
         self.own = OwnHeads.of(layout, query.shape[2], key.shape[2])
         self.key, self.value = (self.own.take(x) for x in (key, value))
         self.heads = self.key.shape[2]
-        gathers = ((self.heads,),) if layout is None else layout.gathers(self.heads, backward)
+        gathers = ((self.heads,),)
+        if layout is not None:
+            gathers = layout.gathers(self.heads, head_groups, backward)
         sizes = tuple(itertools.chain(*gathers))
         self.number = len(sizes)
         self.ends = tuple(itertools.accumulate(sizes, initial=0))

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from packax._src.context.all_gather_kv import Groups
 from packax._src.core.jax_compat import vary_together
 from packax._src.core.mask import AttentionMask
-from packax._src.core.sharding import Layout
+from packax._src.core.sharding import HeadGroups, Layout
 from packax._src.ops import head_groups as some_heads
 from packax._src.ops.score_mods import Scores, add_sinks, place_specs, sinks_gradient, summed
 
@@ -38,6 +38,7 @@ class Call(NamedTuple):
     soft_cap: float = 0.0  # 0: none
     return_max_logits: bool = False
     precision: jax.lax.Precision = jax.lax.Precision.DEFAULT
+    gather_head_groups: HeadGroups = None
 
 
 def forward(
@@ -137,7 +138,7 @@ def _shard_map(layout: Layout, function: Callable[..., Any], in_specs: Any, out_
 def _forward(call: Call, query, key, value, scores, mask, places) -> tuple[Any, ...]:
     """On one rank."""
     scores, query, key, value, mask, places = vary_together(scores, query, key, value, mask, places)
-    groups = Groups(call.layout, query, key, value, mask.kv_plan)
+    groups = Groups(call.layout, call.gather_head_groups, query, key, value, mask.kv_plan)
     out = None
     lses: list[jax.Array] = []
     tops: list[jax.Array] = []
@@ -196,7 +197,8 @@ def _backward(
     if call.layout is not None and call.layout.kv_context:
         # Else XLA sees the forward's gathers here, and keeps the gathered keys for the backward.
         key, value, dout = jax.lax.optimization_barrier((key, value, dout))
-    groups = Groups(call.layout, query, key, value, mask.kv_plan, backward=True)
+    gathered = (call.gather_head_groups, query, key, value, mask.kv_plan)
+    groups = Groups(call.layout, *gathered, backward=True)
     dq = None
     dks: list[jax.Array] = []
     dvs: list[jax.Array] = []

@@ -13,6 +13,9 @@ import jax
 import jax.export
 import jax.numpy as jnp
 from jax.export import is_symbolic_dim
+from jax.sharding import PartitionSpec as P
+
+from packax._src.core.sharding import AttentionSharding
 
 _MOST_PAIRS = 1 << 24
 _BUILT_FROM = (  # by element_test
@@ -74,7 +77,7 @@ class AttentionMask:
     first axis of every leaf is the batch, or 1 (one mask for all rows of the batch, one map of
     blocks, one plan). `vmap` over the batch of a model takes `in_axes=mask.vmap_axes()`, or 0 where
     all leaves have the batch. Under shard_map a mask with a batch takes the batch's spec, a mask for
-    a context-parallel sharding `sharding.mask_specs(mask)`. The leaves are those of
+    a context-parallel sharding `mask.sharding.mask_specs(mask)`. The leaves are those of
     docs/internals/mask_format.md; they are not meant to be written.
     """
 
@@ -104,8 +107,9 @@ class AttentionMask:
     q_len: int
     kv_len: int
     element_test: int  # 0: none, 1: ids, 2: and upper limits of positions, 3: both limits
-    context: tuple[str, ...] = ()
-    shards: int = 1
+    sharding: AttentionSharding | None = None
+    shards: int = 1  # pieces of its rows, by the context axes of that
+    permuted: bool = False  # its rows, by a plan
     block_size: tuple[int, int] | None = None
 
     def __repr__(self) -> str:
@@ -121,10 +125,10 @@ class AttentionMask:
         parts = [_BUILT_FROM[self.element_test]]
         if self.map_bits is not None:
             parts.append(f"block_sparse of blocks {self.block_size}")
-        if self.context:
-            parts.append(f"rows in {self.shards} pieces over {self.context}")
-        if self.kv_plan is not None:
-            parts.append("rows and keys permuted by a plan")
+        if self.shards > 1:
+            parts.append(f"rows in {self.shards} pieces over {self.sharding.query[1]!r}")
+        if self.permuted:
+            parts.append(f"rows{'' if self.kv_plan is None else ' and keys'} permuted by a plan")
         return (
             f"<AttentionMask: {batch}, {self.q_len} query rows, {self.kv_len} keys, {held}\n"
             f" built from {'; '.join(parts)}>"
@@ -249,11 +253,29 @@ def _serialized(static: Any) -> bytes:
             "lengths are not those of the mask that a caller has: build the mask in the program, "
             "or pass its leaves (docs/guide/transformations.md)"
         )
-    return json.dumps(static).encode()
+    return json.dumps(static, default=_plain).encode()
+
+
+def _plain(sharding: Any) -> Any:
+    """An AttentionSharding as json has it."""
+    if sharding.mesh is not None:
+        raise NotImplementedError(
+            "a mask whose sharding holds a mesh can not be an argument of an exported program: "
+            "leave mesh= out of AttentionSharding, and set the mesh with jax.set_mesh(mesh)"
+        )
+    return {"query": tuple(sharding.query), "key_value": tuple(sharding.key_value)}
 
 
 def _deserialized(static: bytes) -> Any:
-    return tuple(tuple(x) if isinstance(x, list) else x for x in json.loads(static))
+    def whole(x: Any) -> Any:
+        return tuple(map(whole, x)) if isinstance(x, list) else x
+
+    def field(x: Any) -> Any:
+        if not isinstance(x, dict):
+            return whole(x)
+        return AttentionSharding(**{name: P(*whole(spec)) for name, spec in x.items()})
+
+    return tuple(map(field, json.loads(static)))
 
 
 jax.export.register_pytree_node_serialization(

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from packax._src.core.mask import AttentionMask
 
 Axes = tuple[str, ...]
+HeadGroups = int | tuple[int, ...] | None  # by which a rank gathers its key/value heads
 
 _DIMS = ("batch", "sequence", "heads", "head dim")
 
@@ -36,10 +37,6 @@ class AttentionSharding:
             gathers the keys and values, and their gradients are reduce-scattered), or None (every
             rank has all keys). Heads: as in query, or None (every rank has all key/value heads and
             uses those of its query heads).
-        head_groups: keys and values are gathered by this many groups of key/value heads, or by
-            groups of these sizes: one group while the attention of the one before runs. The first
-            gather and the last reduce-scatter stay in the open. None: 1 on two ranks, where nothing
-            is won, else what is best for each pass (`Layout.gathers`).
         mesh: needed only where no mesh is set (`jax.set_mesh(mesh)`).
 
     Inside a `shard_map` of your own over some of these axes, arrays are this rank's pieces along
@@ -53,7 +50,6 @@ class AttentionSharding:
 
     query: P
     key_value: P
-    head_groups: int | tuple[int, ...] | None = None
     mesh: Any = None
 
     def mask_specs(self, mask: AttentionMask) -> AttentionMask:
@@ -74,7 +70,6 @@ class Layout:
     heads: Axes
     kv_context: Axes
     kv_heads: Axes
-    head_groups: int | tuple[int, ...] | None
 
     @property
     def mapped(self) -> frozenset[str]:
@@ -101,7 +96,9 @@ class Layout:
         """x sharded like this in its type, where types say it; elsewhere shard_map moves it."""
         return jax.sharding.reshard(x, self.spec(*dims)) if self.explicit else x
 
-    def gathers(self, kv_heads: int, backward: bool) -> tuple[tuple[int, ...], ...]:
+    def gathers(
+        self, kv_heads: int, groups: HeadGroups, backward: bool
+    ) -> tuple[tuple[int, ...], ...]:
         """How many of a rank's key/value heads each gather brings, by the groups that are attended.
 
         The default, of eight heads: forward 1, 3 and 4, since what the first attention hides grows
@@ -111,10 +108,10 @@ class Layout:
         """
         if not self.kv_context:
             return ((kv_heads,),)  # there is nothing to gather
-        if isinstance(self.head_groups, tuple):
-            return tuple((heads,) for heads in self.head_groups)
-        if self.head_groups is not None:
-            return ((kv_heads // self.head_groups,),) * self.head_groups
+        if isinstance(groups, tuple):
+            return tuple((heads,) for heads in groups)
+        if groups is not None:
+            return ((kv_heads // groups,),) * groups
         if kv_heads == 1 or self.size(self.kv_context) <= 2:
             return ((kv_heads,),)
         if backward:
@@ -158,15 +155,6 @@ def layout_of(sharding: Any) -> Layout:
                 f"the {_DIMS[dim]} axes of sharding.key_value must be {accepted}, but are "
                 f"{_show(key_value[dim])}"
             )
-    groups = sharding.head_groups
-    numbers = groups if isinstance(groups, tuple) and groups else (groups,)
-    if groups is not None and any(
-        not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in numbers
-    ):
-        raise ValueError(
-            "sharding.head_groups must be None, a positive integer or a tuple of some, not "
-            f"{groups!r}"
-        )
 
     mesh, known = _mesh(sharding)
     sizes = tuple(zip(known.axis_names, known.axis_sizes, strict=True))
@@ -198,7 +186,6 @@ def layout_of(sharding: Any) -> Layout:
         query[2],
         key_value[1],
         key_value[2],
-        groups,
     )
 
 
@@ -266,8 +253,21 @@ def check_divides(layout: Layout, name: str, what: str, size: int, axes: Axes) -
         )
 
 
-def check_tensors(layout: Layout, query: Any, key: Any) -> None:
-    """Raises ValueError unless the layout cuts the tensors evenly."""
+def checked_head_groups(groups: Any) -> HeadGroups:
+    """flash_attention's gather_head_groups, checked but for the number of heads."""
+    numbers = groups if isinstance(groups, tuple) and groups else (groups,)
+    if groups is not None and any(
+        not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in numbers
+    ):
+        raise ValueError(
+            "gather_head_groups must be None, a positive integer or a tuple of some, not "
+            f"{groups!r}"
+        )
+    return groups
+
+
+def check_tensors(layout: Layout, query: Any, key: Any, groups: HeadGroups) -> None:
+    """Raises ValueError unless the layout, and the groups of heads, cut the tensors evenly."""
     check_divides(layout, "query", "batch size", query.shape[0], layout.batch)
     check_divides(layout, "query", "length", query.shape[1], layout.context)
     check_divides(layout, "query", "number of heads", query.shape[2], layout.heads)
@@ -278,12 +278,12 @@ def check_tensors(layout: Layout, query: Any, key: Any) -> None:
             f"of its mesh axes {_show(layout.kv_heads)}, {layout.inside(layout.kv_heads)}: or say "
             "None in sharding.key_value, and every rank takes the heads that its query heads need"
         )
-    if layout.head_groups is not None and layout.kv_context:
+    if groups is not None and layout.kv_context:
         own = own_kv_heads(layout, query.shape[2], key.shape[2])
-        if sum(map(sum, layout.gathers(own, backward=False))) != own:
+        if sum(map(sum, layout.gathers(own, groups, backward=False))) != own:
             raise ValueError(
-                "sharding.head_groups must divide the key/value heads of a rank, or be numbers that "
-                f"add up to them, {own}, but is {layout.head_groups}"
+                "gather_head_groups must divide the key/value heads of a rank, or be numbers that "
+                f"add up to them, {own}, but is {groups}"
             )
 
 

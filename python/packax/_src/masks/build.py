@@ -38,8 +38,9 @@ def create_attention_mask(
             of them.
         q_len: number of query rows; needed only where no array of the expression says it.
         kv_len: number of keys; likewise.
-        sharding: the `AttentionSharding` that `flash_attention` gets: the row ranges are sharded as
-            the query rows are, and every rank has the block bounds of its own rows.
+        sharding: how the attention lies on a mesh. The row ranges are sharded as the query rows
+            are, every rank has the block bounds of its own rows, and the mask carries it:
+            `flash_attention` needs to be told no more.
         plan: the `ContextPlan` by which the query rows were permuted. The expression stays in the
             order of the sequence, as do its arrays: this function permutes the rows.
         permuted_keys: whether keys and values are permuted by `plan` too, as in self-attention of
@@ -134,6 +135,7 @@ def create_attention_mask(
         ranges,
         block_map,
         plan,
+        sharding=sharding,
         layout=layout,
         permuted_keys=permuted_keys,
         **static,
@@ -157,9 +159,9 @@ def _check_plan(
         raise ValueError(
             f"plan has {plans} rows of a batch, but the expression has batch size {batch}"
         )
-    if layout is not None and plan.shards != layout.size(layout.context):
+    if layout is not None and plan.ranks != layout.size(layout.context):
         raise ValueError(
-            f"plan was made for {plan.shards} ranks, but the context axes of sharding have size "
+            f"plan was made for {plan.ranks} ranks, but the context axes of sharding have size "
             f"{layout.size(layout.context)}"
         )
 

@@ -26,13 +26,14 @@ from packax._src.ops.primitives import BLOCK_ARRAYS
 @functools.partial(
     jax.jit,
     static_argnames=(
-        *("batch", "q_len", "kv_len", "block_size", "implementation", "layout", "permuted_keys"),
+        *("batch", "q_len", "kv_len", "block_size", "implementation"),
+        *("sharding", "layout", "permuted_keys"),
     ),
     inline=True,
 )
 def build_rows(
     document, interval, ranges, block_map, plan, *,
-    batch, q_len, kv_len, block_size, implementation, layout, permuted_keys,
+    batch, q_len, kv_len, block_size, implementation, sharding, layout, permuted_keys,
 ) -> AttentionMask:  # fmt: skip
     """The mask of permuted query rows, on each rank of those that it holds; arguments as build.py has them."""
     mask_batch: Axes = ()
@@ -179,8 +180,9 @@ def build_rows(
         kv_len=kv_len,
         element_test=level,
         kv_plan=kv_plan,
-        context=context,
+        sharding=sharding,
         shards=pieces,
+        permuted=plan is not None,
         block_size=block_size,
     )
 

@@ -276,7 +276,7 @@ class And(Interval):
         return result
 
     def limits(self, at: Places) -> Limits:
-        return _combine(self.members, at, jnp.maximum, jnp.minimum, unbounded_wins=False)
+        return _combine(self.members, at, "maximum", "minimum", unbounded_wins=False)
 
     def anchors(self) -> frozenset[Any] | None:
         return _common(self.members)
@@ -330,7 +330,7 @@ class Or(Interval):
         return first | second
 
     def limits(self, at: Places) -> Limits:
-        return _combine(self.members, at, jnp.minimum, jnp.maximum, unbounded_wins=True)
+        return _combine(self.members, at, "minimum", "maximum", unbounded_wins=True)
 
     def anchors(self) -> frozenset[Any] | None:
         sets = [member.anchors() for member in self.members]
@@ -341,12 +341,12 @@ class Or(Interval):
         return any(below), any(above)
 
 
-def _combine(members: Any, at: Places, lower: Any, upper: Any, unbounded_wins: bool) -> Limits:
-    def fold(function: Any, limits: Any) -> Any:
+def _combine(members: Any, at: Places, lower: str, upper: str, unbounded_wins: bool) -> Limits:
+    def fold(name: str, limits: Any) -> Any:
         bounded = [x for x in limits if x is not None]
         if not bounded or (unbounded_wins and len(bounded) < len(limits)):
             return None
-        return functools.reduce(function, bounded)
+        return functools.reduce(getattr(numpy_of(*bounded), name), bounded)
 
     lows, highs = zip(*(member.limits(at) for member in members), strict=True)
     return fold(lower, lows), fold(upper, highs)

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from packax._src.core.shapes import PADDING_SEGMENT_ID
@@ -207,7 +206,8 @@ class Prefix(Interval):
         return (at.q[..., :, None] >= key) | (key < np.expand_dims(self._per_row(), -1))
 
     def limits(self, at: Places) -> Limits:
-        return None, jnp.maximum(at.q, plus(jnp.asarray(self._per_row(), jnp.int32), -1))
+        last = plus(self._per_row(), -1)
+        return None, numpy_of(at.q, last).maximum(at.q, last)
 
     def anchors(self) -> frozenset[Any] | None:
         return frozenset([0])
@@ -269,11 +269,12 @@ class Spans(Interval):
         low, high = self.text.limits(at)
         changes = self._changes(at)
         inside = self.ids != NO_SPAN
-        first, last = _extremes(changes, at.q, at.by_position)
+        first, last = extremes(changes, at.q, at.by_position)
+        xp = numpy_of(first, inside, low, high)
         if low is not None:
-            low = jnp.where(inside, jnp.minimum(low, first), low)
+            low = xp.where(inside, xp.minimum(low, first), low)
         if high is not None:
-            high = jnp.where(inside, jnp.maximum(high, last), high)
+            high = xp.where(inside, xp.maximum(high, last), high)
         return low, high
 
     def anchors(self) -> frozenset[Any] | None:
@@ -288,25 +289,35 @@ def _begins(ids: Any, xp: Any) -> Any:
     return xp.concatenate([xp.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], axis=1)
 
 
-def _extremes(begins: Any, places: Any, by_position: bool) -> tuple[Any, Any]:
+def extremes(begins: Any, places: Any, by_position: bool) -> tuple[Any, Any]:
     """The smallest and the largest place in the run of each row, (B or 1, S)."""
+    xp = numpy_of(begins, places)
     if not by_position:  # places are indices: where the run begins, and where the next one does
         length = begins.shape[1]
-        index = jnp.arange(length, dtype=jnp.int32)
-        first = jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
-        following = jax.lax.cummin(jnp.where(begins, index, length), axis=1, reverse=True)
-        ends = jnp.concatenate([following[:, 1:], jnp.full_like(following[:, :1], length)], axis=1)
+        index = xp.arange(length, dtype=np.int32)
+        first, following = xp.where(begins, index, 0), xp.where(begins, index, np.int32(length))
+        if xp is np:
+            first = np.maximum.accumulate(first, axis=1)
+            following = np.minimum.accumulate(following[:, ::-1], axis=1)[:, ::-1]
+        else:
+            first = jax.lax.cummax(first, axis=1)
+            following = jax.lax.cummin(following, axis=1, reverse=True)
+        ends = xp.concatenate([following[:, 1:], xp.full_like(following[:, :1], length)], axis=1)
         return first, ends - 1
     batch = max(begins.shape[0], places.shape[0])
-    begins, places = (jnp.broadcast_to(x, (batch, x.shape[1])) for x in (begins, places))
+    begins, places = (xp.broadcast_to(x, (batch, x.shape[1])) for x in (begins, places))
+    run = xp.cumsum(begins, axis=1, dtype=np.int32) - 1
+    first, last = (xp.full_like(places, x) for x in (_INT32.max, _INT32.min))
+    if xp is np:
+        rows = np.arange(batch)[:, None]
+        np.minimum.at(first, (rows, run), places)
+        np.maximum.at(last, (rows, run), places)
+        return first[rows, run], last[rows, run]
 
-    def one(begins: Any, places: Any) -> tuple[Any, Any]:
-        run = jnp.cumsum(begins, dtype=jnp.int32) - 1
-        first = jnp.full_like(places, _INT32.max).at[run].min(places)
-        last = jnp.full_like(places, _INT32.min).at[run].max(places)
-        return first[run], last[run]
+    def one(run: Any, places: Any, first: Any, last: Any) -> tuple[Any, Any]:
+        return first.at[run].min(places)[run], last.at[run].max(places)[run]
 
-    return jax.vmap(one)(begins, places)
+    return jax.vmap(one)(run, places, first, last)
 
 
 def full() -> MaskExpression:

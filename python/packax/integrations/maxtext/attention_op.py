@@ -20,7 +20,7 @@ import numpy as np
 from flax import nnx
 
 from packax._src.attention import flash_attention
-from packax._src.context.load_balance import context_plan
+from packax._src.context.load_balance import zigzag
 from packax._src.core.precision import checked_precision
 from packax._src.core.sharding import AttentionSharding
 from packax._src.masks import expressions as masks
@@ -359,7 +359,7 @@ class AttentionOp(nnx.Module):
         plan = None
         if positions is not None:
             if self.sharding is not None:
-                plan = context_plan("head_tail", self.reordered, length=rows)
+                plan = zigzag(self.reordered, rows)
                 if self.moba is not None:  # which keys a row attends is of the sequence
                     query, key = plan.unpermute((query, key))
                 if indexer_mask is not None:

@@ -17,7 +17,7 @@ def reorder_sequence(
 ) -> Any:
     """Tokens in MaxText's load-balanced order over cp_size ranks, or back from it.
 
-    Of 2 * cp_size chunks, rank r holds chunks r and 2 * cp_size - 1 - r: the "head_tail" order of
+    Of 2 * cp_size chunks, rank r holds chunks r and 2 * cp_size - 1 - r: the "zigzag" order of
     `packax.context_plan`.
 
     >>> reorder_sequence(jnp.arange(8), 2, seq_dim=0)

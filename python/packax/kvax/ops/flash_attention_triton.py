@@ -112,9 +112,8 @@ def flash_attention_triton(
         query,
         key,
         value,
-        rows,
+        dataclasses.replace(rows, sharding=sharding),
         scale=scale,
-        sharding=sharding,
         checkpoint_name=CHECKPOINT_NAME,
     )
 

@@ -41,7 +41,7 @@ def head_tail_plan(num_shards: int, length: int) -> ContextPlan:
             f"but has length {length}"
         )
     order, inverse = (x[None] for x in chunk_order(num_shards))
-    return ContextPlan(order, inverse, "head_tail", num_shards // 2, length, length // num_shards)
+    return ContextPlan(order, inverse, "zigzag", num_shards // 2, length, length // num_shards)
 
 
 def apply_permutation(

@@ -1,0 +1,217 @@
+"""`check_plan`, on while `debug_checks` is: does the batch stand in the order of the mask's rows?"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from packax._src.context.load_balance import ContextPlan
+from packax._src.core.mask import AttentionMask
+from packax._src.core.sharding import layout_of
+
+_PADDING = -1  # of segment ids
+
+
+class _Switch:
+    """What jax.make_user_context returns, where jax has none: compiled programs do not see it."""
+
+    def __init__(self, default: bool) -> None:
+        self.value = default
+
+    @contextlib.contextmanager
+    def __call__(self, value: bool) -> Any:
+        before, self.value = self.value, value
+        try:
+            yield
+        finally:
+            self.value = before
+
+
+_new = getattr(jax, "make_user_context", _Switch)  # jax 0.8: a part of the key of jit's caches
+_enabled: Any = _new(os.environ.get("PACKAX_DEBUG", "") not in ("", "0"))
+
+
+def debug_checks(enable: bool = True) -> Any:
+    """A context in which the debug checks of packax are on, or off: `check_plan`, today.
+
+    The environment variable PACKAX_DEBUG=1 turns them on for a whole process. A function that was
+    compiled while they were off is compiled again; in jax 0.7, which cannot know, turn them on
+    before it is first called.
+
+    Args:
+        enable: True or False.
+
+    >>> with packax.debug_checks():
+    ...     packax.check_plan(mask, segment_ids=segment_ids)
+    """
+    return _enabled(bool(enable))
+
+
+def check_plan(
+    mask: AttentionMask,
+    *,
+    segment_ids: Any = None,
+    positions: Any = None,
+    plan: ContextPlan | None = None,
+) -> None:
+    """Under `debug_checks`: raises if the batch does not stand in the order of the mask's rows.
+
+    It says which half of a context plan is missing: the batch was not permuted, the mask was built
+    without the plan, or the ids of the expression had been permuted before. While the checks are
+    off it does nothing, and leaves nothing in the compiled program. Call it once per step, with
+    what lies beside the tokens that query is made of.
+
+    Args:
+        mask: from `create_attention_mask` for self-attention, with or without sharding and plan.
+        segment_ids: (B, S) integers of the batch, as they are now.
+        positions: (B, S) integers of the batch, as they are now, that count the tokens from 0: in
+            the row, or in each document. Without them an unpermuted batch and permuted ids look
+            alike, and rows of one document cannot be told apart.
+        plan: the `ContextPlan`, where the mask was built with permuted_keys=False or without it:
+            only then the mask does not know it.
+
+    Raises:
+        ValueError: while the checks are on: a batch in another order. Inside jit it comes out of
+            the running program, so wrapped by jax (`jax.errors.JaxRuntimeError`). Arguments that
+            are not as above.
+
+    >>> packax.check_plan(mask, segment_ids=segment_ids)
+    """
+    if not _enabled.value:
+        return
+    if not isinstance(mask, AttentionMask):
+        raise ValueError(
+            f"mask must come from create_attention_mask, but is a {type(mask).__name__}"
+        )
+    mask = mask.with_batch()
+    if segment_ids is None and positions is None:
+        raise ValueError("give the batch's segment_ids, its positions, or both")
+    if plan is not None and not isinstance(plan, ContextPlan):
+        raise ValueError(f"plan must come from context_plan, but is a {type(plan).__name__}")
+    if plan is not None and plan.length != mask.q_len:
+        raise ValueError(f"plan was made for {plan.length} rows, but the mask has {mask.q_len}")
+    if mask.permuted and mask.kv_plan is None and plan is None:
+        raise ValueError("mask was built with permuted_keys=False, so it does not know: give plan=")
+    rows = mask.q_lo.shape[1]
+    for name, x in (("segment_ids", segment_ids), ("positions", positions)):
+        if x is not None and (np.ndim(x) != 2 or np.shape(x)[1] != rows):
+            raise ValueError(
+                f"{name} must have shape (batch, {rows}), as the mask has rows, but has "
+                f"{np.shape(x)}"
+            )
+
+    def whole(x: Any) -> Any:
+        """Of the whole sequence, also where the caller is in a shard_map over its axes."""
+        if x is None or layout is None or layout.outside(layout.context) == 1:
+            return x
+        return jax.lax.all_gather(jnp.asarray(x), layout.context, axis=1, tiled=True)
+
+    layout = None if mask.sharding is None else layout_of(mask.sharding)
+    order = plan.order if plan is not None else None
+    if mask.kv_plan is not None:
+        order = mask.kv_plan[:, 0]
+    held = [whole(mask.q_ids), order, whole(segment_ids), whole(positions)]
+    check = functools.partial(_check, mask.permuted)
+    if any(isinstance(x, jax.core.Tracer) for x in held):
+        jax.debug.callback(check, *held)
+    else:
+        check(*held)
+
+
+def _check(permuted: bool, mask_ids: Any, order: Any, ids: Any, positions: Any) -> None:
+    """On the host, of the whole batch."""
+    held = [None if x is None else np.asarray(x) for x in (mask_ids, order, ids, positions)]
+    batch = max(x.shape[0] for x in held if x is not None)
+    for row in range(batch):
+        of_row = (None if x is None else x[row if x.shape[0] > 1 else 0] for x in held)
+        wrong = _wrong(permuted, *of_row)
+        if wrong is not None:
+            raise ValueError(f"packax.check_plan: in row {row} of the batch {wrong}")
+
+
+def _wrong(permuted: bool, mask_ids: Any, order: Any, ids: Any, positions: Any) -> str | None:
+    """What is wrong with a row, if anything.
+
+    mask_ids: of the mask's rows, in their order. order: of the plan's chunks.
+    """
+    length = len(positions if ids is None else ids)
+    unmoved = np.arange(length)
+    moved = unmoved
+    if order is not None:
+        moved = (order[:, None] * (length // len(order)) + np.arange(length // len(order))).ravel()
+    of_mask = moved if permuted else unmoved
+
+    def is_batch(sequence: Any, rows: Any) -> bool:
+        """Whether the batch is this sequence of ids with its rows in this order."""
+        if ids is not None and sequence is not None and not np.array_equal(ids, sequence[rows]):
+            return False
+        if positions is None:
+            return True
+        tokens = slice(None) if sequence is None else sequence[rows] != _PADDING
+        counted = (unmoved, unmoved if sequence is None else _in_document(sequence))
+        return any(np.array_equal(positions[tokens], x[rows][tokens]) for x in counted)
+
+    sequence = mask_ids  # in order
+    if mask_ids is not None:
+        sequence = np.empty_like(mask_ids)
+        sequence[of_mask] = mask_ids
+    if is_batch(sequence, of_mask):
+        return None
+    if permuted:
+        forgotten = is_batch(sequence, unmoved)
+        before = None  # the ids of the expression, if the plan had moved those before
+        if sequence is not None:
+            before = np.empty_like(sequence)
+            before[moved] = sequence
+        twice = sequence is not None and is_batch(before, moved)
+        unpermuted = (
+            "the batch was not permuted, but the mask was built with a plan: "
+            "pass it through plan.permute"
+        )
+        repeated = (
+            "the ids in the mask's expression were permuted by the plan already, and the mask "
+            "permutes them again: make the expression of ids in the order of the sequence"
+        )
+        if forgotten and twice:
+            return f"either {unpermuted}; or {repeated}. Give positions= to know which"
+        if forgotten or twice:
+            return unpermuted if forgotten else repeated
+    elif is_batch(sequence, moved) or (order is None and _rearranged(mask_ids, ids, positions)):
+        return (
+            "the batch was permuted, but the mask was built without a plan: pass plan= to "
+            "create_attention_mask"
+        )
+    place = 0
+    if ids is not None and mask_ids is not None and (ids != mask_ids).any():
+        place = int(np.argmax(ids != mask_ids))
+        shown = f"segment id {ids[place]} where the mask has {mask_ids[place]}"
+        return f"the batch is another than the mask's, in no order of the plan: {shown} at {place}"
+    return (
+        "positions do not fit the order of the mask's rows: they must count the tokens from 0, in "
+        "the row or in each document, and be permuted with the batch"
+    )
+
+
+def _rearranged(mask_ids: Any, ids: Any, positions: Any) -> bool:
+    """Whether the batch has the mask's tokens, in whatever order."""
+    if ids is not None and mask_ids is not None and (np.sort(ids) != np.sort(mask_ids)).any():
+        return False
+    if positions is None:
+        return True
+    tokens = slice(None) if ids is None else ids != _PADDING
+    counted = [np.arange(len(positions))] + ([] if mask_ids is None else [_in_document(mask_ids)])
+    of_mask = slice(None) if ids is None or mask_ids is None else mask_ids != _PADDING
+    return any(np.array_equal(np.sort(positions[tokens]), np.sort(x[of_mask])) for x in counted)
+
+
+def _in_document(ids: Any) -> Any:
+    """The place of every token in its run of one id."""
+    index = np.arange(len(ids))
+    begins = np.concatenate([[True], ids[1:] != ids[:-1]])
+    return index - np.maximum.accumulate(np.where(begins, index, 0))

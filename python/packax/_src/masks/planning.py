@@ -1,0 +1,275 @@
+"""`context_plan` and `context_parallel_inputs`: from a mask expression to a balanced order of rows."""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from packax._src.context.load_balance import (
+    ContextPlan,
+    balanced,
+    in_order,
+    positive,
+    whole_rows,
+    zigzag,
+)
+from packax._src.core.jax_compat import vary_together
+from packax._src.core.mask import AttentionMask
+from packax._src.core.shapes import BLOCK, TILE
+from packax._src.core.sharding import AttentionSharding, Layout, check_divides, layout_of
+from packax._src.masks.block_sparse import BlockSparse
+from packax._src.masks.build import create_attention_mask
+from packax._src.masks.expressions import (
+    PADDING_SEGMENT_ID,
+    And,
+    Interval,
+    MaskExpression,
+    Places,
+    Ranges,
+    batch_of,
+    check_lengths,
+    documents_of,
+    plus,
+)
+from packax._src.masks.intervals import extremes
+from packax._src.ops.primitives import Implementation
+
+Kind = Literal["zigzag", "balanced"]
+Tree = TypeVar("Tree")
+
+_KINDS = ("zigzag", "balanced")
+_WERE = {"head_tail": "zigzag", "area": "balanced"}
+
+
+def context_plan(
+    expression: MaskExpression,
+    *,
+    sharding: AttentionSharding | None = None,
+    ranks: int | None = None,
+    kind: Kind = "balanced",
+    chunk: int | None = None,
+    length: int | None = None,
+) -> ContextPlan:
+    """Which chunks of query rows each rank gets: equally many, and as equal work as can be.
+
+    "balanced": chunks dealt by the pairs that their rows attend, longest processing time first
+    (Graham 1969), in rounds: the chunks sorted by area, in each round the largest of the next
+    `ranks` to the rank with least so far. Deterministic, and the same on the host and on the
+    device.
+    "zigzag": rank r gets the chunks r and 2 * ranks - 1 - r of 2 * ranks (Llama 3, arXiv
+    2407.21783, section 3.3.2): equal work for one causal document, whatever the expression holds.
+
+    Args:
+        expression: what the mask is made of, in the order of the sequence. Where it holds numpy
+            arrays alone, the plan is made on the host in numpy, as in a data loader; else on the
+            device, inside jit or not. An id that comes back counts as another document here, and
+            positions as if they went up by one inside a document: the balance alone depends on it.
+        sharding: the `AttentionSharding` of the attention: its context axes say how many ranks.
+        ranks: how many, where there is no mesh, as in a data loader.
+        kind: "balanced" or "zigzag".
+        chunk: rows of a chunk, a multiple of 128 (a tile of the kernels), for "balanced". None: the
+            largest power of two times 128 that leaves a rank 16 chunks, at least 128.
+        length: rows of the sequence; needed only where no array of the expression says it.
+
+    Returns:
+        ContextPlan, with one order per row of the batch where the expression has one. For one rank
+        it moves nothing, whatever the length.
+
+    Raises:
+        ValueError: not an expression, an unknown kind, neither or both of sharding and ranks, or a
+            length that does not divide into whole chunks for every rank.
+
+    >>> plan = packax.context_plan(expression, sharding=sharding)
+    >>> batch = plan.permute(batch)  # tokens, positions, targets: (B, length, ...)
+    >>> mask = packax.create_attention_mask(expression, sharding=sharding, plan=plan)
+    """
+    if not isinstance(expression, MaskExpression):
+        raise ValueError(
+            "expression must be what the mask is made of, such as causal() & documents(segment_ids)"
+            f", but is a {type(expression).__name__}"
+        )
+    if kind not in _KINDS:
+        new = f', which is "{_WERE[kind]}" now' if kind in _WERE else ""
+        raise ValueError(f'kind must be "zigzag" or "balanced", but is {kind!r}{new}')
+    ranks = _ranks(sharding, ranks)
+    q_len, kv_len = check_lengths(expression)
+    if length is None and q_len is None:
+        raise ValueError("length is not known: no array of the expression says it, so give length=")
+    rows = q_len if length is None else positive("length", length)
+    assert rows is not None
+    if q_len not in (None, rows):
+        raise ValueError(f"expression is for {q_len} query rows, but length says {rows}")
+    if ranks == 1 and chunk is None:
+        return in_order(kind, rows)
+    if kind == "zigzag":
+        return zigzag(ranks, rows, chunk)
+    return balanced(ranks, _keys(expression, rows, rows if kv_len is None else kv_len), chunk)
+
+
+class ContextParallelInputs(NamedTuple, Generic[Tree]):
+    """What `context_parallel_inputs` returns."""
+
+    batch: Tree
+    mask: AttentionMask
+    plan: ContextPlan
+
+
+def context_parallel_inputs(
+    batch: Tree,
+    expression: MaskExpression,
+    *,
+    sharding: AttentionSharding,
+    kind: Kind = "balanced",
+    chunk: int | None = None,
+    implementation: Implementation | None = None,
+) -> ContextParallelInputs[Tree]:
+    """A batch and its mask for context-parallel self-attention: both in the order of one plan.
+
+    The same as `context_plan`, `plan.permute(batch)` and `create_attention_mask(..., plan=plan)`,
+    none of which can be forgotten. `flash_attention(query, key, value, mask)` needs no more.
+
+    Args:
+        batch: arrays (B, length, ...), or a pytree of them, in the order of the sequence: all that
+            has a value for every token (tokens, positions, targets, weights).
+        expression: the mask in the order of the sequence; its ids are not permuted by the caller.
+        sharding: how the attention lies on the mesh.
+        kind, chunk: as in `context_plan`.
+        implementation: of the mask, as in `create_attention_mask`.
+
+    Inside a `shard_map` of your own over the context axes, batch and expression are still of whole
+    sequences, replicated along those axes, and what is returned has this rank's rows.
+
+    Returns:
+        NamedTuple of batch (permuted, and sharded over the batch and context axes), mask and plan.
+        `plan.unpermute(x)` puts what comes out back into the order of the sequence.
+
+    Raises:
+        ValueError: arrays of another length, or what `context_plan` and `create_attention_mask`
+            raise.
+
+    >>> batch, mask, plan = packax.context_parallel_inputs(batch, expression, sharding=sharding)
+    """
+    leaves = jax.tree.leaves(batch)
+    shapes = {np.shape(x)[1] for x in leaves if np.ndim(x) > 1}
+    if not leaves or any(np.ndim(x) < 2 for x in leaves) or len(shapes) > 1:
+        raise ValueError(
+            "batch must hold arrays (batch, length, ...) of one length, but holds "
+            + (", ".join(str(np.shape(x)) for x in leaves) or "none")
+        )
+    (length,) = shapes
+    plan = context_plan(expression, sharding=sharding, kind=kind, chunk=chunk, length=length)
+    mask = create_attention_mask(
+        expression,
+        q_len=length,
+        kv_len=length,
+        sharding=sharding,
+        plan=None if plan.ranks == 1 and plan.chunk == length else plan,
+        implementation=implementation,
+    )
+    layout = layout_of(sharding)
+    for x in leaves:
+        check_divides(layout, "batch", "batch size", np.shape(x)[0], layout.batch)
+    moved = jax.tree.map(functools.partial(_own_rows, layout), plan.permute(batch))
+    return ContextParallelInputs(moved, mask, plan)
+
+
+def _own_rows(layout: Layout, x: Any) -> jax.Array:
+    """x cut along the context axes: by jax, or by hand where the caller is in a shard_map."""
+    x = jnp.asarray(x)
+    if layout.outside(layout.context) > 1:
+        own = x.shape[1] // layout.outside(layout.context)
+        x, first = vary_together(x, jax.lax.axis_index(layout.context) * own)
+        x = jax.lax.dynamic_slice_in_dim(x, first, own, axis=1)
+    spec: Any = layout.spec(layout.batch, layout.context)
+    if layout.explicit:  # other axes stay as they are
+        return jax.sharding.reshard(x, P(*spec, *jax.typeof(x).sharding.spec[2:]))
+    if not any(spec):
+        return x
+    if isinstance(x, jax.core.Tracer):
+        spec = P(*spec, *[P.UNCONSTRAINED] * (x.ndim - 2))
+    if layout.mesh is not None:
+        spec = jax.sharding.NamedSharding(layout.mesh, spec)
+    return jax.lax.with_sharding_constraint(x, spec)
+
+
+def _ranks(sharding: AttentionSharding | None, ranks: int | None) -> int:
+    if (sharding is None) == (ranks is None):
+        raise ValueError(
+            "give sharding=, whose context axes say how many ranks there are, or ranks=, not "
+            + ("neither" if ranks is None else "both")
+        )
+    if sharding is None:
+        return positive("ranks", ranks)
+    layout = layout_of(sharding)
+    return layout.size(layout.context)
+
+
+def _keys(expression: MaskExpression, length: int, kv_len: int) -> Any:
+    """(B or 1, length) int32: how many keys each row attends, or a tile visits for it."""
+    document = documents_of(expression)
+    cross = kv_len != length or (document is not None and document.kv_ids is not None)
+    if cross or any(isinstance(part, BlockSparse) for part in expression.parts()):
+        mask = create_attention_mask(expression, q_len=length, kv_len=kv_len)
+        keys = _keys_of_mask(mask)
+        return keys >> max(0, kv_len.bit_length() - length.bit_length())
+    if any(isinstance(x, jax.Array) for x in jax.tree.leaves(expression)):
+        return _keys_on_device(jax.tree.map(_whole_rows, expression), length)
+    return _keys_of_rows(expression, length, np)
+
+
+def _whole_rows(x: Any) -> Any:
+    return whole_rows(x) if isinstance(x, jax.Array) and x.ndim > 1 else x
+
+
+def _keys_of_rows(expression: MaskExpression, length: int, xp: ModuleType) -> Any:
+    """In self-attention, where a document is a run of one id and its positions go up by one."""
+    batch = batch_of(expression)
+    index: Any = xp.arange(length, dtype=np.int32)[None]
+    first, last = xp.zeros_like(index), xp.full_like(index, length - 1)
+    document = documents_of(expression)
+    ids, places = None, index
+    if document is not None:
+        ids = xp.atleast_2d(xp.asarray(document.q_ids))
+        begins = xp.concatenate([xp.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], axis=1)
+        first, last = extremes(begins, index, by_position=False)
+        if document.q_pos is not None:
+            places = xp.atleast_2d(xp.asarray(document.q_pos))
+    interval = And(tuple(part for part in expression.parts() if isinstance(part, Interval)))
+    if interval.members:
+        by_position = places is not index
+        low, high = interval.limits(Places(places, places, ids, by_position))
+        # From a place to the index of the key in the row's document that has it.
+        first = first if low is None else xp.maximum(first, plus(low, index - places))
+        last = last if high is None else xp.minimum(last, plus(high, index - places))
+    for part in expression.parts():
+        if isinstance(part, Ranges):
+            first = xp.maximum(first, xp.clip(xp.atleast_2d(part.lo), 0, length))
+            last = xp.minimum(last, xp.clip(xp.atleast_2d(part.hi), 0, length) - 1)
+    keys = xp.maximum(last - first + 1, 0).astype(np.int32)
+    if ids is not None:
+        keys = xp.where(ids == PADDING_SEGMENT_ID, 0, keys)
+    return xp.broadcast_to(keys, (max(batch, keys.shape[0]), length))
+
+
+_keys_on_device = jax.jit(
+    lambda expression, length: _keys_of_rows(expression, length, jnp),
+    static_argnums=1,
+    inline=True,
+)
+
+
+def _keys_of_mask(mask: AttentionMask) -> jax.Array:
+    """The keys in each row's range, or those of the blocks visited, on average of the heads."""
+    if mask.q_entries is None:
+        lo, hi = (whole_rows(jnp.asarray(x)) for x in (mask.q_lo, mask.q_hi))
+        return hi - lo
+    counts = whole_rows(mask.q_entries[..., :2].sum(axis=3, dtype=jnp.int32).swapaxes(1, 2))
+    blocks, heads = counts.sum(axis=2, dtype=jnp.int32), counts.shape[2]
+    keys = blocks // heads * BLOCK + blocks % heads * BLOCK // heads
+    return jnp.repeat(keys, TILE, axis=1)  # rows come in whole chunks, so in whole tiles

@@ -1,0 +1,299 @@
+"""A batch and its mask in one call, and the check that finds a plan that was used by half."""
+
+import functools
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import packax
+import pytest
+from cases import ids_of, positions_of
+from context import BATCH, LENGTH, ROWS, assert_same, expression_of, mesh_of, one_device, tensors
+from context import results as results_of
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+AXES = ("data", "context", "tensor")
+SPEC = P("data", "context", "tensor")
+SHARDING = packax.AttentionSharding(SPEC, SPEC)
+# A rank's first chunk begins inside a document in every row.
+IDS = np.stack(
+    [
+        ids_of((0, 800), (1, 224)),
+        ids_of((3, 100), (1, 20), (-1, 9), (2, 700), (-1, 195)),
+        ids_of((5, 90), (6, 200), (5, 334), (-2, 400)),
+        ids_of((9, 600), (8, 424)),
+    ]
+)
+POSITIONS = np.stack([positions_of(row) for row in IDS])
+EXPRESSION = packax.causal() & packax.documents(IDS)
+
+
+def inputs_of(tensors):
+    """As a batch: (batch, length, ...) each."""
+    *rows, dlse = tensors
+    return [*rows, dlse.swapaxes(1, 2)]
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("plan,expression", [("balanced", "documents"), ("zigzag", "causal")])
+def test_batch_and_mask_in_one_call(kind, plan, expression):
+    """Results are one device's; the batch is sharded as its types or XLA say."""
+
+    @jax.jit
+    def run(batch):
+        (query, key, value, dout, dlse), mask, made = packax.context_parallel_inputs(
+            batch, expression_of(expression), sharding=SHARDING, kind=plan
+        )
+        assert made.kind == plan and mask.sharding == SHARDING
+        got = results_of(query, key, value, dout, dlse.swapaxes(1, 2), mask, gather_head_groups=1)
+        return [made.unpermute(x, 2 if n == 1 else 1) for n, x in enumerate(got)], query
+
+    mesh = mesh_of(2, 2, 2, kind=kind, axes=AXES)
+    heads = P("data", None, "tensor")
+    with jax.set_mesh(mesh):
+        batch = jax.device_put(inputs_of(tensors()), NamedSharding(mesh, heads))
+        got, query = jax.block_until_ready(run(batch))
+    assert query.sharding.spec[:3] == ("data", "context", "tensor")
+    assert_same(got, one_device(expression))
+
+
+def test_eager_arrays_of_numpy_are_placed():
+    with jax.set_mesh(mesh_of(2, 2, 2, axes=AXES)):
+        batch, mask, plan = packax.context_parallel_inputs(
+            {"ids": IDS, "positions": POSITIONS}, EXPRESSION, sharding=SHARDING
+        )
+        np.testing.assert_array_equal(batch["ids"], mask.q_ids)
+        np.testing.assert_array_equal(batch["positions"], plan.permute(POSITIONS))
+        assert batch["ids"].sharding.spec == P("data", "context")
+
+
+@pytest.mark.parametrize("mesh", ["given", "set"])
+def test_a_mesh_of_one_rank(mesh):
+    """Of any length, and without a copy: what runs on four devices runs on one."""
+    made = mesh_of(1, 1, 1, axes=AXES)
+    sharding = packax.AttentionSharding(SPEC, SPEC, mesh=made if mesh == "given" else None)
+    x = np.arange(200).reshape(2, 100)
+    with jax.set_mesh(made):
+        batch, mask, plan = packax.context_parallel_inputs(x, packax.causal(), sharding=sharding)
+    np.testing.assert_array_equal(batch, x)
+    assert mask.kv_plan is None and plan.ranks == 1
+    np.testing.assert_array_equal(plan.unpermute(x), x)
+
+
+def test_inside_a_shard_map_of_the_callers():
+    """Whole sequences go in, this rank's rows come out."""
+    mesh = mesh_of(2, 4, axes=("data", "context"))
+    sharding = packax.AttentionSharding(P("data", "context"), P("data", "context"))
+
+    def local(batch, ids):
+        expression = packax.causal() & packax.documents(ids)
+        (query, key, value, dout, dlse), mask, _ = packax.context_parallel_inputs(
+            batch, expression, sharding=sharding
+        )
+        with packax.debug_checks():
+            rows = packax.context_parallel_inputs(ids, expression, sharding=sharding).batch
+            packax.check_plan(mask, segment_ids=rows)
+        return results_of(query, key, value, dout, dlse.swapaxes(1, 2), mask)
+
+    rows, lse = P("data", "context"), P("data", None, "context")
+    with jax.set_mesh(mesh):
+        function = jax.shard_map(
+            local, in_specs=(P("data"), P("data")), out_specs=(rows, lse, *[rows] * 3)
+        )
+        got = jax.block_until_ready(jax.jit(function)(inputs_of(tensors()), ROWS))
+        plan = packax.context_plan(expression_of("documents"), sharding=sharding)
+        got = [plan.unpermute(x, 2 if n == 1 else 1) for n, x in enumerate(got)]
+    assert_same(got, one_device("documents"))
+
+
+@pytest.mark.parametrize(
+    "batch,text",
+    [
+        ({"x": np.zeros((4, 512))}, "expression is for 1024 query rows, but length says 512"),
+        ([np.zeros((4, 1024)), np.zeros((4, 512))], "of one length"),
+        (np.zeros(1024), r"\(batch, length, ...\) of one length, but holds \(1024,\)"),
+        ([], "but holds none"),
+        (np.zeros((3, 1024)), "batch"),
+    ],
+)
+def test_refused(batch, text):
+    with (
+        jax.set_mesh(mesh_of(2, 2, 2, axes=AXES)),
+        pytest.raises(ValueError, match=text),
+    ):
+        packax.context_parallel_inputs(batch, EXPRESSION, sharding=SHARDING)
+
+
+# --- A plan used by half.
+
+NOT_PERMUTED = "the batch was not permuted, but the mask was built with a plan"
+NO_PLAN = "the batch was permuted, but the mask was built without a plan"
+TWICE = "the ids in the mask's expression were permuted by the plan already"
+
+
+def half_used(case, plan):
+    """The mask and the batch's ids and positions, as a mistake makes them."""
+    ids, positions = plan.permute((jnp.asarray(IDS), jnp.asarray(POSITIONS)))
+    build = functools.partial(packax.create_attention_mask, sharding=SHARDING)
+    causal = packax.causal()
+    if case == "right":
+        return build(EXPRESSION, plan=plan), ids, positions
+    if case == "no plan at all":
+        return build(EXPRESSION), jnp.asarray(IDS), jnp.asarray(POSITIONS)
+    if case == "not permuted":
+        return build(EXPRESSION, plan=plan), jnp.asarray(IDS), jnp.asarray(POSITIONS)
+    if case == "no plan":
+        return build(EXPRESSION), ids, positions
+    return build(causal & packax.documents(ids), plan=plan), ids, positions
+
+
+def finished(function):
+    """Run to its end, callbacks too, whose errors nobody else shall get."""
+    try:
+        jax.block_until_ready(function())
+    finally:
+        jax.effects_barrier()
+
+
+CASES = {
+    "right": None,
+    "no plan at all": None,
+    "not permuted": NOT_PERMUTED,
+    "no plan": NO_PLAN,
+    "ids permuted": TWICE,
+}
+
+
+@pytest.mark.parametrize("kind", ["balanced", "zigzag"])
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("case", CASES)
+def test_which_half_is_missing(case, jit, kind):
+    def check():
+        plan = packax.context_plan(EXPRESSION, sharding=SHARDING, kind=kind)
+        mask, ids, positions = half_used(case, plan)
+        packax.check_plan(mask, segment_ids=ids, positions=positions)
+        return ids
+
+    with jax.set_mesh(mesh_of(2, 2, 2, axes=AXES)):
+        if jit:
+            check = jax.jit(check)
+        finished(check)  # off
+        with packax.debug_checks():
+            if CASES[case] is None:
+                finished(check)
+                return
+            error = jax.errors.JaxRuntimeError if jit else ValueError
+            with pytest.raises(error, match=CASES[case]):
+                finished(check)
+
+
+def wrong(case, plan, *, ids=True, positions=True, counted=POSITIONS):
+    """What the check says, of ids alone or of positions alone."""
+    mask, of_ids, of_positions = half_used(case, plan)
+    if counted is not POSITIONS:
+        moved = case not in ("no plan at all", "not permuted")
+        of_positions = plan.permute(counted) if moved else counted
+    given = {"segment_ids": of_ids} if ids else {}
+    given |= {"positions": of_positions} if positions else {}
+    with packax.debug_checks():
+        try:
+            packax.check_plan(mask, **given)
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def test_with_less_to_go_by():
+    index = np.broadcast_to(np.arange(LENGTH), (BATCH, LENGTH))
+    with jax.set_mesh(mesh_of(2, 2, 2, axes=AXES)):
+        plan = packax.context_plan(EXPRESSION, sharding=SHARDING)
+        for case, text in CASES.items():
+            assert (text or "") in wrong(case, plan, counted=index)
+            assert (text is None) == (wrong(case, plan, counted=index) == "")
+            alone = wrong(case, plan, positions=False)
+            if text in (NOT_PERMUTED, TWICE):
+                assert NOT_PERMUTED in alone and TWICE in alone and "Give positions=" in alone
+            else:
+                assert (text or "") in alone and (text is None) == (alone == "")
+            assert (text is None) == (wrong(case, plan, ids=False) == "")
+
+
+def test_no_documents():
+    """Positions alone tell, where all rows look alike."""
+    index = np.arange(LENGTH)[None]
+    plan = packax.context_plan(packax.causal(), ranks=4, kind="zigzag", length=LENGTH)
+    of = functools.partial(packax.create_attention_mask, packax.causal(), q_len=LENGTH)
+    with packax.debug_checks():
+        packax.check_plan(of(kv_len=LENGTH, plan=plan), positions=plan.permute(index))
+        packax.check_plan(of(kv_len=LENGTH), positions=index)
+        with pytest.raises(ValueError, match=NOT_PERMUTED):
+            packax.check_plan(of(kv_len=LENGTH, plan=plan), positions=index)
+        with pytest.raises(ValueError, match=NO_PLAN):
+            packax.check_plan(of(kv_len=LENGTH), positions=plan.permute(index))
+        in_order = of(kv_len=LENGTH, plan=plan, permuted_keys=False)
+        with pytest.raises(ValueError, match=r"permuted_keys=False.*give plan="):
+            packax.check_plan(in_order, positions=index)
+        packax.check_plan(in_order, positions=plan.permute(index), plan=plan)
+        with pytest.raises(ValueError, match=NOT_PERMUTED):
+            packax.check_plan(in_order, positions=index, plan=plan)
+
+
+def test_another_batch():
+    mask = packax.create_attention_mask(EXPRESSION)
+    with packax.debug_checks():
+        other = IDS.copy()
+        other[2, 7] = 77
+        with pytest.raises(ValueError, match=r"row 2 .* segment id 77 where the mask has 5 at 7"):
+            packax.check_plan(mask, segment_ids=other)
+        with pytest.raises(ValueError, match=r"row 0 .*positions do not fit"):
+            packax.check_plan(mask, segment_ids=IDS, positions=POSITIONS + 1)
+        for arguments, text in (
+            ({}, "give the batch's segment_ids, its positions, or both"),
+            ({"segment_ids": IDS[:, :512]}, r"shape \(batch, 1024\).*\(4, 512\)"),
+            ({"positions": IDS[0]}, r"positions must have shape"),
+            ({"segment_ids": IDS, "plan": "zigzag"}, "plan must come from context_plan"),
+        ):
+            with pytest.raises(ValueError, match=text):
+                packax.check_plan(mask, **arguments)
+        with pytest.raises(ValueError, match="mask must come from create_attention_mask"):
+            packax.check_plan(packax.causal(), segment_ids=IDS)
+
+
+def test_it_costs_nothing_while_it_is_off():
+    """Not one operation; and a compiled function is compiled again when it is turned on."""
+    mask = packax.create_attention_mask(EXPRESSION)
+
+    def step(mask, ids, check):
+        if check:
+            packax.check_plan(mask, segment_ids=ids)
+        return ids + 1
+
+    with_check = jax.jit(functools.partial(step, check=True))
+    without = jax.jit(functools.partial(step, check=False))
+    texts = [f.lower(mask, IDS).as_text() for f in (with_check, without)]
+    assert texts[0] == texts[1]
+    wrong = np.roll(IDS, 1, axis=1)
+    with_check(mask, wrong)
+    if hasattr(jax, "make_user_context"):
+        with packax.debug_checks(), pytest.raises(jax.errors.JaxRuntimeError, match="check_plan"):
+            finished(lambda: with_check(mask, wrong))
+        with packax.debug_checks(), packax.debug_checks(False):
+            with_check(mask, wrong)
+
+
+def test_the_environment_turns_it_on():
+    code = (
+        "import packax, numpy as np\n"
+        "mask = packax.create_attention_mask(packax.documents(np.arange(9)))\n"
+        "packax.check_plan(mask, segment_ids=np.arange(9)[None, ::-1])"
+    )
+    for value, failed in (("1", True), ("0", False), ("", False)):
+        environment = os.environ | {"PACKAX_DEBUG": value, "JAX_PLATFORMS": "cpu"}
+        shown = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+        )
+        assert (NO_PLAN in shown.stderr) == failed == (shown.returncode != 0), shown.stderr
