@@ -48,9 +48,9 @@ def tensors(case: Case, dtype: str, seed: int = 0) -> dict[str, jax.Array]:
         cache = (batch * case.room // case.page_size, case.page_size, case.kv_heads, case.dim)
     arrays = {
         "query": draw(next(keys), (batch, case.q_len, case.heads, case.dim)),
-        "key_cache": draw(next(keys), cache),
-        "value_cache": draw(next(keys), cache),
-        "lengths": jnp.asarray(case.lengths, jnp.int32),
+        "key": draw(next(keys), cache),
+        "value": draw(next(keys), cache),
+        "kv_lengths": jnp.asarray(case.lengths, jnp.int32),
     }
     if case.page_size:
         order = jax.random.permutation(next(keys), cache[0]).astype(jnp.int32)
@@ -58,14 +58,14 @@ def tensors(case: Case, dtype: str, seed: int = 0) -> dict[str, jax.Array]:
     return arrays
 
 
-def cudnn(query, key_cache, value_cache, lengths):
-    rows = jnp.full_like(lengths, query.shape[1])
+def cudnn(query, key, value, kv_lengths):
+    rows = jnp.full_like(kv_lengths, query.shape[1])
     return jax.nn.dot_product_attention(
         query,
-        key_cache,
-        value_cache,
+        key,
+        value,
         query_seq_lengths=rows,
-        key_value_seq_lengths=lengths,
+        key_value_seq_lengths=kv_lengths,
         implementation="cudnn",
     )
 

@@ -154,7 +154,7 @@ def test_strict_promotion():
             packax.documents(jnp.zeros((1, 512), np.int32)), ranks=1, chunk=128
         )
         caches = x[1:]
-        decoded = packax.decode_attention(x[0][:, :2], *caches, lengths, sinks=sinks, left=4)
+        decoded = packax.decode_attention(x[0][:, :2], *caches, lengths, sinks=sinks, window=(4, 0))
         pages = np.arange(B, dtype=np.int32)[:, None]
         paged = packax.decode_attention(x[0][:, :2], *caches, lengths, block_table=pages)
         results, transpose = jax.vjp(lambda *x: list(attention(*x)), *x)

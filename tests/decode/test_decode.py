@@ -143,9 +143,9 @@ def test_a_loop_over_a_paged_cache():
 
 
 VMAPPED = {
-    "all": {"query": 1, "key_cache": 0, "value_cache": 0, "lengths": 0},
-    "lengths": {"lengths": 0},
-    "one cache": {"query": 0, "key_cache": 2},
+    "all": {"query": 1, "key": 0, "value": 0, "kv_lengths": 0},
+    "lengths": {"kv_lengths": 0},
+    "one cache": {"query": 0, "key": 2},
     "sinks": {"sinks": 0},
 }
 VMAPS = [(name, False) for name in VMAPPED] + [("all", True), ("one cache", True)]
@@ -156,16 +156,15 @@ def test_vmap(name, paged):
     case = Case((20, 9), q_len=2, capacity=24, page_size=8 * paged, sinks=True)
     xs = [decoding.tensors(case, seed=s) for s in (1, 2, 3)]
     operands, first = xs[0].arguments()
-    first |= zip(("query", "key_cache", "value_cache", "lengths"), operands, strict=True)
+    first |= zip(("query", "key", "value", "kv_lengths"), operands, strict=True)
     axes = dict(VMAPPED[name])
     if paged and name == "all":
         axes["block_table"] = 0
     one_by_one = jax.jit(packax.decode_attention)
-    each = {
-        "lengths": [x.lengths - i for i, x in enumerate(xs)],
-        **{n: [getattr(x, n) for x in xs] for n in ("query", "key_cache", "value_cache",
-            "block_table", "sinks")},
-    }  # fmt: skip
+    held = [x.arguments() for x in xs]
+    each = {n: [x[1][n] for x in held] for n in ("block_table", "sinks") if n in held[0][1]}
+    each |= {n: [x[0][k] for x in held] for k, n in enumerate(("query", "key", "value"))}
+    each["kv_lengths"] = [x.lengths - i for i, x in enumerate(xs)]
     axes_of_all = {n: axes.get(n) for n in first}
     mapped = {n: jnp.stack(each[n], axes[n]) if n in axes else first[n] for n in first}
     got = jax.jit(jax.vmap(lambda x: packax.decode_attention(**x), (axes_of_all,)))(mapped)
@@ -375,35 +374,35 @@ def as_type(x, **changes):
 REFUSED = {
     "query must have shape (batch, rows, heads, dim), not (2, 8, 64)": {
         "query": as_type(Q, shape=(2, 8, 64))},
-    "key_cache must have shape (batch, length, heads, dim), not (2, 64)": {
-        "key_cache": as_type(K, shape=(2, 64))},
-    "value_cache must have shape (pages, page size, heads, dim), not (2,)": {
-        "value_cache": as_type(V, shape=(2,)), "block_table": as_type(N, shape=(2, 3))},
+    "key must have shape (batch, length, heads, dim), not (2, 64)": {
+        "key": as_type(K, shape=(2, 64))},
+    "value must have shape (pages, page size, heads, dim), not (2,)": {
+        "value": as_type(V, shape=(2,)), "block_table": as_type(N, shape=(2, 3))},
     "query must not be empty, but has shape (2, 1, 0, 64)": {
         "query": as_type(Q, shape=(2, 1, 0, 64))},
-    "key_cache must not be empty, but has shape (2, 0, 2, 64)": {
-        "key_cache": as_type(K, shape=(2, 0, 2, 64))},
-    "value_cache must be one of bfloat16, float16, float32, float64, but is int32": {
-        "value_cache": as_type(V, dtype=jnp.int32)},
-    "query, key_cache and value_cache must have one dtype, but have float32, float16 and float32": {
-        "key_cache": as_type(K, dtype=jnp.float16)},
+    "key must not be empty, but has shape (2, 0, 2, 64)": {
+        "key": as_type(K, shape=(2, 0, 2, 64))},
+    "value must be one of bfloat16, float16, float32, float64, but is int32": {
+        "value": as_type(V, dtype=jnp.int32)},
+    "query, key and value must have one dtype, but have float32, float16 and float32": {
+        "key": as_type(K, dtype=jnp.float16)},
     "query must have 1 to 16 rows of a sequence, but has 17: for more, flash_attention with "
     "ranges(lo, hi). query has shape (2, 17, 8, 64), whose axes are (batch, rows, heads, dim)": {
         "query": as_type(Q, shape=(2, 17, 8, 64))},
-    "value_cache must have the shape of key_cache, (2, 4096, 2) and a head dim, but has "
+    "value must have the shape of key, (2, 4096, 2) and a head dim, but has "
     "(2, 4095, 2, 64)": {
-        "value_cache": as_type(V, shape=(2, 4095, 2, 64))},
+        "value": as_type(V, shape=(2, 4095, 2, 64))},
     "the heads of query must be a multiple of those of the caches, but there are 7 and 2: query "
-    "has shape (2, 1, 7, 64), whose axes are (batch, rows, heads, dim), and key_cache "
+    "has shape (2, 1, 7, 64), whose axes are (batch, rows, heads, dim), and key "
     "(2, 4096, 2, 64), whose axes are (batch, length, heads, dim)": {
         "query": as_type(Q, shape=(2, 1, 7, 64))},
-    "key_cache must have the head dim of query, 72, but has 64": {
+    "key must have the head dim of query, 72, but has 64": {
         "query": as_type(Q, shape=(2, 1, 8, 72))},
-    "lengths must have shape (2,), as query, but has (3,)": {"lengths": as_type(N, shape=(3,))},
-    "lengths must be an array of integers, but is float32": {
-        "lengths": as_type(N, dtype=jnp.float32)},
-    "key_cache has batch size 2, but query has 3; pages need a block_table": {
-        "query": as_type(Q, shape=(3, 1, 8, 64)), "lengths": as_type(N, shape=(3,))},
+    "kv_lengths must have shape (2,), as query, but has (3,)": {"kv_lengths": as_type(N, shape=(3,))},
+    "kv_lengths must be an array of integers, but is float32": {
+        "kv_lengths": as_type(N, dtype=jnp.float32)},
+    "key has batch size 2, but query has 3; pages need a block_table": {
+        "query": as_type(Q, shape=(3, 1, 8, 64)), "kv_lengths": as_type(N, shape=(3,))},
     "block_table must have shape (2, blocks), as query, but has (3, 2)": {
         "block_table": as_type(N, shape=(3, 2))},
     "block_table must have shape (2, blocks), as query, but has (2, 0)": {
@@ -412,13 +411,15 @@ REFUSED = {
         "block_table": as_type(N, shape=(2, 2), dtype=jnp.bool_)},
     "a sequence may have room for 536870912 keys at most, but has it for 536875008": {
         "block_table": as_type(N, shape=(2, 131073))},
-    "starts must have shape (2,), one for a sequence, or (2, 1), one for a row, but has (1, 2)": {
+    "kv_starts must have shape (2,), one for a sequence, or (2, 1), one for a row, but has (1, 2)": {
         "starts": as_type(N, shape=(1, 2))},
-    "starts must be an array of integers, but is float32": {
+    "kv_starts must be an array of integers, but is float32": {
         "starts": as_type(N, dtype=jnp.float32)},
-    "left must be an integer from 0 on, known when tracing, not -1": {"left": -1},
-    "left must be an integer from 0 on, known when tracing, not 1.5": {"left": 1.5},
-    "left must be an integer from 0 on, known when tracing, not True": {"left": True},
+    **{
+        "window must be None or (left, right), integers from 0 on, known when tracing, or None for "
+        f"no limit, but is {window!r}": {"window": window}
+        for window in (5, (-1, 0), (0, 1.5), (True, 0), (1, 2, 3), "ab")
+    },
     "causal must be True or False, but is 1": {"causal": 1},
     "return_lse must be True or False, but is None": {"return_lse": None},
     "scale must be a Python or numpy number or an array of shape (), but is a str": {"scale": "1"},
@@ -439,7 +440,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_refusals(message):
-    call = {"query": Q, "key_cache": K, "value_cache": V, "lengths": N, **REFUSED[message]}
+    call = {"query": Q, "key": K, "value": V, "kv_lengths": N, **REFUSED[message]}
     arrays = {n: x for n, x in call.items() if isinstance(x, jax.ShapeDtypeStruct)}
     others = {n: x for n, x in call.items() if n not in arrays}
     with pytest.raises(ValueError, match=f"^{re.escape(message)}(\n|$)"):

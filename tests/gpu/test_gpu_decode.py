@@ -28,7 +28,8 @@ LONG = {
         sinks=True),
     "pages and tall tiles": Case((1500, 66), capacity=1536, q_len=16, heads=8, kv_heads=1,
         page_size=256, soft_cap=3.0),
-    "long, left": Case((8000, 200), capacity=8192, q_len=2, heads=8, kv_heads=2, left=1023),
+    "long, left": Case((8000, 200), capacity=8192, q_len=2, heads=8, kv_heads=2,
+        window=(1023, 0)),
 }  # fmt: skip
 
 

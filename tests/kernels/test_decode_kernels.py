@@ -26,7 +26,9 @@ SMALL = {"room": (64, 64), "tile": (16, 16)}  # of float32
 def run(
     case: Case, x: decoding.Tensors, splits: int, scale: float = SCALE, **kernel
 ) -> decoding.Results:  # type: ignore[no-untyped-def]
-    lo, hi = decode._ranges(x.lengths, x.starts, case.left, case.causal, case.q_len)
+    lo, hi = decode._ranges(
+        x.lengths, x.starts, *(case.window or (None, None)), case.causal, case.q_len
+    )
     sinks = None if x.sinks is None else x.sinks[None]
     tensors = [np.ascontiguousarray(y, np.float32) for y in x[:3]]
     ranges = [np.ascontiguousarray(y) for y in (lo, hi)]
@@ -113,7 +115,7 @@ MANY = tuple(int(n) for n in np.random.default_rng(7).integers(0, 40, 64))
 def test_shares_are_dealt_out_by_length(lengths: tuple[int, ...], shares: int, splits: int) -> None:
     """Also where a sequence has no key, where the last places are empty, and with a window."""
     case = Case(
-        lengths, q_len=2, heads=2, kv_heads=1, dims=(8, 8), left=200 if shares == 9 else None
+        lengths, q_len=2, heads=2, kv_heads=1, dims=(8, 8), window=(200, 0) if shares == 9 else None
     )
     check(case, splits, **SHORT, shares=shares)
 

@@ -32,18 +32,19 @@ class Case(NamedTuple):
     dims: tuple[int, int] = (16, 24)
     page_size: int = 0
     starts: Any = None
-    left: int | None = None
+    window: tuple[int | None, int | None] | None = None
     causal: bool = True
     soft_cap: float | None = None
     sinks: bool = False
 
     def options(self) -> dict[str, Any]:
         """Keyword arguments of decode_attention that are no arrays."""
-        return {"left": self.left, "causal": self.causal, "soft_cap": self.soft_cap}
+        return {"window": self.window, "causal": self.causal, "soft_cap": self.soft_cap}
 
     def allowed(self) -> np.ndarray:
         """(B, Sq, capacity), by the docstring's words."""
         allowed = np.zeros((len(self.lengths), self.q_len, self.capacity), bool)
+        left, right = self.window or (None, None)
         for b, length in enumerate(self.lengths):
             for i in range(self.q_len):
                 position = length - self.q_len + i
@@ -54,7 +55,8 @@ class Case(NamedTuple):
                         position >= 0
                         and (j <= position or not self.causal)
                         and j >= start
-                        and (self.left is None or j >= position - self.left)
+                        and (left is None or j >= position - left)
+                        and (right is None or j <= position + right)
                     )
         return allowed
 
@@ -68,10 +70,16 @@ CASES = {
     "multi-query": Case((299, 40), q_len=5, heads=8, kv_heads=1, dims=(8, 40)),
     "starts": Case((290, 60, 7), q_len=2, starts=(130, 0, 7)),
     "starts by row": Case((290, 60), q_len=2, starts=((256, 257), (59, -3))),
-    "left": Case((290, 60, 2), q_len=3, left=31),
+    "left": Case((290, 60, 2), q_len=3, window=(31, 0)),
+    "no limit on the left": Case((290, 60, 2), q_len=3, window=(None, 5)),
+    "window beside rows that see later ones": Case(
+        (290, 60, 2), q_len=4, window=(31, 2), causal=False
+    ),
+    "right alone": Case((290, 60, 2, 0), q_len=4, window=(None, 1), causal=False),
+    "a window of all": Case((290, 3), q_len=4, window=(2**40, 2**31 - 1), causal=False),
     "soft cap and sinks": Case((290, 60, 0), q_len=2, soft_cap=2.5, sinks=True),
     "pages": Case((300, 1, 129, 0), capacity=320, page_size=16),
-    "pages of 1, left": Case((50, 7), q_len=2, capacity=60, page_size=1, left=9),
+    "pages of 1, left": Case((50, 7), q_len=2, capacity=60, page_size=1, window=(9, 0)),
     "pages longer than a block": Case(
         (391, 200), q_len=4, capacity=402, page_size=201, sinks=True, starts=(190, 0)
     ),
@@ -91,8 +99,8 @@ class Tensors(NamedTuple):
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Those of decode_attention that are arrays."""
-        names = ("block_table", "starts", "sinks")
-        return self[:4], {n: getattr(self, n) for n in names if getattr(self, n) is not None}
+        given = {"block_table": self.block_table, "kv_starts": self.starts, "sinks": self.sinks}
+        return self[:4], {name: x for name, x in given.items() if x is not None}
 
 
 def tensors(case: Case, dtype: Any = jnp.float32, seed: int | None = None) -> Tensors:

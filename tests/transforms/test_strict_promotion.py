@@ -33,7 +33,7 @@ def attention():
 
 
 def decoding():
-    return packax.decode_attention(Q[:, :2], K, V, jnp.array([24, 7]), left=5)
+    return packax.decode_attention(Q[:, :2], K, V, jnp.array([24, 7]), window=(5, 0))
 
 
 def maxtexts_op():

@@ -8,6 +8,7 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from packax._src.core.jax_compat import vary_together
 from packax._src.core.precision import checked_precision
@@ -21,60 +22,60 @@ _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 @overload
 def decode_attention(
-    query: Any,
-    key_cache: Any,
-    value_cache: Any,
-    lengths: Any,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    kv_lengths: ArrayLike,
     *,
-    block_table: Any = None,
-    starts: Any = None,
-    left: int | None = None,
+    block_table: ArrayLike | None = None,
+    kv_starts: ArrayLike | None = None,
+    window: tuple[int | None, int | None] | None = None,
     causal: bool = True,
     scale: float | None = None,
     soft_cap: float | None = None,
-    sinks: Any = None,
+    sinks: ArrayLike | None = None,
     precision: Any = None,
     return_lse: Literal[False] = False,
     implementation: Implementation | None = None,
 ) -> jax.Array: ...
 @overload
 def decode_attention(
-    query: Any,
-    key_cache: Any,
-    value_cache: Any,
-    lengths: Any,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    kv_lengths: ArrayLike,
     *,
-    block_table: Any = None,
-    starts: Any = None,
-    left: int | None = None,
+    block_table: ArrayLike | None = None,
+    kv_starts: ArrayLike | None = None,
+    window: tuple[int | None, int | None] | None = None,
     causal: bool = True,
     scale: float | None = None,
     soft_cap: float | None = None,
-    sinks: Any = None,
+    sinks: ArrayLike | None = None,
     precision: Any = None,
     return_lse: Literal[True],
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...
 def decode_attention(
-    query: Any,
-    key_cache: Any,
-    value_cache: Any,
-    lengths: Any,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    kv_lengths: ArrayLike,
     *,
-    block_table: Any = None,
-    starts: Any = None,
-    left: int | None = None,
+    block_table: ArrayLike | None = None,
+    kv_starts: ArrayLike | None = None,
+    window: tuple[int | None, int | None] | None = None,
     causal: bool = True,
     scale: float | None = None,
     soft_cap: float | None = None,
-    sinks: Any = None,
+    sinks: ArrayLike | None = None,
     precision: Any = None,
     return_lse: bool = False,
     implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Exact attention of the last 1 to 16 tokens of every sequence over its key/value cache.
 
-    Row i of sequence b is the token at position p = lengths[b] - Sq + i, and attends the keys
+    Row i of sequence b is the token at position p = kv_lengths[b] - Sq + i, and attends the keys
     j <= p of its sequence. The keys of a sequence are split over the GPU and the parts merged
     (Flash-Decoding, pytorch.org/blog/flash-decoding), so one sequence fills it; what lies behind a
     length is not read, and no cache is copied or padded. Softmax and all sums are float32
@@ -83,18 +84,19 @@ def decode_attention(
     Args:
         query: (B, Sq, H, Dqk) bfloat16, float16 or float32 (float64 where jax has it enabled),
             1 <= Sq <= 16. The keys and values of its tokens are in the cache already.
-        key_cache: (B, S, Hkv, Dqk), dtype of query; with block_table (pages, page_size, Hkv, Dqk).
-            H must be a multiple of Hkv: query head h reads key/value head h // (H / Hkv).
-        value_cache: like key_cache, with head dim Dv.
-        lengths: (B,) integers: the keys of each sequence, its Sq new ones included. Below Sq, the
+        key: the cache, (B, S, Hkv, Dqk), dtype of query; with block_table (pages, page_size, Hkv,
+            Dqk). H must be a multiple of Hkv: query head h reads key/value head h // (H / Hkv).
+        value: like key, with head dim Dv.
+        kv_lengths: (B,) integers: the keys of each sequence, its Sq new ones included. Below Sq, the
             first rows are no tokens, and attend nothing.
         block_table: (B, max_blocks) integers: the page of the keys n * page_size to
             (n + 1) * page_size - 1 of sequence b is block_table[b, n]. Entries behind a length
             may be anything; pages may be shared by sequences, and be in any order.
-        starts: (B,) or (B, Sq) integers: the first key that a sequence, or a row, attends
-            (padding on the left; chunked attention: starts = p // size * size).
-        left: a Python integer: the keys before its own that a row attends at most, as in a
-            sliding window of left + 1 keys.
+        kv_starts: (B,) or (B, Sq) integers: the first key that a sequence, or a row, attends
+            (padding on the left; chunked attention: kv_starts = p // size * size).
+        window: (left, right), Python integers from 0 or None for no limit: a row attends the keys
+            from p - left to p + right, as `sliding_window(left, right)` has it. Keys behind the
+            row's own only with causal=False.
         causal: False: all rows of a sequence attend all its keys, also those of later rows.
         scale: a finite Python or numpy number, of any sign, or 0; None: 1 / sqrt(Dqk).
         soft_cap: a positive Python or numpy number c: scores become c * tanh(score / c) (Gemma).
@@ -125,7 +127,7 @@ def decode_attention(
 
     >>> @functools.partial(jax.jit, donate_argnames=("key_cache", "value_cache"))
     ... def step(query, key, value, key_cache, value_cache, block_table, lengths):
-    ...     page_size = key_cache.shape[1]                       # query (B, 1, H, D), key (B, 1, Hkv, D)
+    ...     page_size = key_cache.shape[1]         # query (B, 1, H, D), key (B, 1, Hkv, D)
     ...     page = jnp.take_along_axis(block_table, lengths[:, None] // page_size, axis=1)
     ...     page = jnp.where(page < 0, len(key_cache), page)     # none: -1 would be the last one
     ...     at = page, lengths[:, None] % page_size
@@ -136,10 +138,10 @@ def decode_attention(
     ...     )
     ...     return out, key_cache, value_cache, lengths + 1
     """
-    query, key_cache, value_cache = map(jnp.asarray, (query, key_cache, value_cache))
-    lengths = _integers("lengths", lengths)
+    query, key, value = map(jnp.asarray, (query, key, value))
+    lengths = _integers("kv_lengths", kv_lengths)
     table = None if block_table is None else _integers("block_table", block_table)
-    _check_tensors(query, key_cache, value_cache, lengths, table)
+    _check_tensors(query, key, value, lengths, table)
     _, q_len, _, qk_dim = query.shape
     check_implementation(implementation)
     for name, flag in (("return_lse", return_lse), ("causal", causal)):
@@ -150,7 +152,9 @@ def decode_attention(
         raise ValueError(
             "scale must be a Python or numpy number, known when tracing, but is an array"
         )
-    operands = [query, key_cache, value_cache, *_ranges(lengths, starts, left, causal, q_len)]
+    left, right = _window(window)
+    rows = _ranges(lengths, kv_starts, left, right, bool(causal), q_len)
+    operands = [query, key, value, *rows]
     if table is not None:
         operands.append(table)
     sinks = scores_of(query, 0, 0, factor, sinks, None, None)[0].sinks
@@ -162,7 +166,7 @@ def decode_attention(
     batch, _, heads, _ = query.shape
     if batch == 0 or q_len == 0:
         real = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
-        out = jnp.zeros((batch, q_len, heads, value_cache.shape[3]), query.dtype)
+        out = jnp.zeros((batch, q_len, heads, value.shape[3]), query.dtype)
         lse = jnp.zeros((batch, heads, q_len), real)
         out, lse, *_ = vary_together(out, lse, *operands)
         return (out, lse) if return_lse else out
@@ -179,27 +183,53 @@ def decode_attention(
 
 
 def _ranges(
-    lengths: jax.Array, starts: Any, left: int | None, causal: bool, q_len: int
+    lengths: jax.Array,
+    starts: Any,
+    left: int | None,
+    right: int | None,
+    causal: bool,
+    q_len: int,
 ) -> tuple[jax.Array, jax.Array]:
     """The keys lo <= j < hi of every row, (B, Sq) int32. Empty rows may have any lo >= hi."""
     lengths = jnp.maximum(lengths, 0)[:, None]
     position = lengths + jnp.arange(-q_len, 0, dtype=jnp.int32)[None]
-    hi = position + 1 if causal else jnp.where(position < 0, 0, lengths)
+    if causal:
+        right = 0
+    hi = jnp.broadcast_to(lengths, position.shape)
+    if right is not None:  # compared so that nothing leaves int32
+        hi = jnp.where(position < lengths - 1 - right, position + 1 + right, hi)
+    hi = jnp.where(position < 0, 0, hi)
     lo = jnp.zeros_like(position)
     if starts is not None:
-        starts = _integers("starts", starts)
+        starts = _integers("kv_starts", starts)
         shapes = (lengths.shape[:1], position.shape)
         if starts.shape not in shapes:
             raise ValueError(
-                f"starts must have shape {shapes[0]}, one for a sequence, or {shapes[1]}, one for "
+                f"kv_starts must have shape {shapes[0]}, one for a sequence, or {shapes[1]}, one for "
                 f"a row, but has {starts.shape}"
             )
         lo = jnp.maximum(lo, starts[:, None] if starts.ndim == 1 else starts)
     if left is not None:
-        if isinstance(left, bool) or not isinstance(left, (int, np.integer)) or left < 0:
-            raise ValueError(f"left must be an integer from 0 on, known when tracing, not {left!r}")
-        lo = jnp.maximum(lo, position - min(int(left), INT_MAX // 2))
+        lo = jnp.maximum(lo, position - min(left, INT_MAX // 2))
     return lo, hi
+
+
+def _window(window: Any) -> tuple[int | None, int | None]:
+    """(left, right), of which nothing is more than INT_MAX."""
+    if window is None:
+        return None, None
+    sizes = window if isinstance(window, (tuple, list)) and len(window) == 2 else (-1, -1)
+    if not all(x is None or (_is_integer(x) and x >= 0) for x in sizes):
+        raise ValueError(
+            "window must be None or (left, right), integers from 0 on, known when tracing, or None "
+            f"for no limit, but is {window!r}"
+        )
+    left, right = (None if x is None else min(int(x), INT_MAX) for x in sizes)
+    return left, right
+
+
+def _is_integer(x: Any) -> bool:
+    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
 
 
 def _integers(name: str, x: Any) -> jax.Array:
@@ -218,7 +248,7 @@ def _check_tensors(
     query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array, table: jax.Array | None
 ) -> None:
     cache = "(batch, length, heads, dim)" if table is None else "(pages, page size, heads, dim)"
-    tensors = {"query": query, "key_cache": key, "value_cache": value}
+    tensors = {"query": query, "key": key, "value": value}
     for name, x in tensors.items():
         if x.ndim != 4:
             shape = "(batch, rows, heads, dim)" if name == "query" else cache
@@ -230,7 +260,7 @@ def _check_tensors(
             raise ValueError(f"{name} must be one of {', '.join(_DTYPES)}, but is {x.dtype}")
     if not query.dtype == key.dtype == value.dtype:
         raise ValueError(
-            "query, key_cache and value_cache must have one dtype, but have "
+            "query, key and value must have one dtype, but have "
             f"{query.dtype}, {key.dtype} and {value.dtype}"
         )
     batch, rows, heads, qk_dim = query.shape
@@ -244,25 +274,25 @@ def _check_tensors(
         )
     if key.shape[:3] != value.shape[:3]:
         raise ValueError(
-            f"value_cache must have the shape of key_cache, {key.shape[:3]} and a head dim, but "
+            f"value must have the shape of key, {key.shape[:3]} and a head dim, but "
             f"has {value.shape}"
         )
     if heads % key.shape[2]:
         raise ValueError(
             f"the heads of query must be a multiple of those of the caches, but there are {heads} "
             f"and {key.shape[2]}: query has shape {query.shape}, whose axes are (batch, rows, heads, "
-            f"dim), and key_cache {key.shape}, whose axes are {cache}"
+            f"dim), and key {key.shape}, whose axes are {cache}"
         )
     if qk_dim != key.shape[3]:
-        raise ValueError(
-            f"key_cache must have the head dim of query, {qk_dim}, but has {key.shape[3]}"
-        )
+        raise ValueError(f"key must have the head dim of query, {qk_dim}, but has {key.shape[3]}")
     if lengths.shape != (batch,):
-        raise ValueError(f"lengths must have shape ({batch},), as query, but has {lengths.shape}")
+        raise ValueError(
+            f"kv_lengths must have shape ({batch},), as query, but has {lengths.shape}"
+        )
     if table is None:
         if key.shape[0] != batch:
             raise ValueError(
-                f"key_cache has batch size {key.shape[0]}, but query has {batch}; pages need a "
+                f"key has batch size {key.shape[0]}, but query has {batch}; pages need a "
                 "block_table"
             )
         capacity = key.shape[1]

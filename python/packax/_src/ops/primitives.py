@@ -301,7 +301,7 @@ def _decode_shapes(query, key, value, *operands, **static):
 def _decode_gradient(primals, tangents, **params):
     raise NotImplementedError(
         "decode_attention has no gradient: differentiate flash_attention, or put "
-        "jax.lax.stop_gradient around query, key_cache, value_cache and sinks if none is wanted"
+        "jax.lax.stop_gradient around query, key, value and sinks if none is wanted"
     )
 
 
