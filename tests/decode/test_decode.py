@@ -412,9 +412,9 @@ REFUSED = {
     "a sequence may have room for 536870912 keys at most, but has it for 536875008": {
         "block_table": as_type(N, shape=(2, 131073))},
     "kv_starts must have shape (2,), one for a sequence, or (2, 1), one for a row, but has (1, 2)": {
-        "starts": as_type(N, shape=(1, 2))},
+        "kv_starts": as_type(N, shape=(1, 2))},
     "kv_starts must be an array of integers, but is float32": {
-        "starts": as_type(N, dtype=jnp.float32)},
+        "kv_starts": as_type(N, dtype=jnp.float32)},
     **{
         "window must be None or (left, right), integers from 0 on, known when tracing, or None for "
         f"no limit, but is {window!r}": {"window": window}

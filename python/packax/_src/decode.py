@@ -157,10 +157,10 @@ def decode_attention(
     operands = [query, key, value, *rows]
     if table is not None:
         operands.append(table)
-    sinks = scores_of(query, 0, 0, factor, sinks, None, None)[0].sinks
-    if sinks is not None:
+    of_heads = scores_of(query, 0, 0, factor, sinks, None, None)[0].sinks
+    if of_heads is not None:
         real = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
-        operands.append(sinks.astype(real)[None])
+        operands.append(of_heads.astype(real)[None])
     soft_cap, precision = checked_soft_cap(soft_cap), checked_precision(precision)
     operands = list(vary_together(*operands))
     batch, _, heads, _ = query.shape
