@@ -119,6 +119,11 @@ def examples():
 EXAMPLES = examples()
 
 
+def _of_a_batch(query, key, value, mask):
+    """The arguments of a model of one row, as a batch of one."""
+    return query[None], key[None], value[None], mask
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_docstring(name, monkeypatch):
     test = EXAMPLES[name]
@@ -128,6 +133,7 @@ def test_docstring(name, monkeypatch):
     space |= {"positions": jnp.arange(length)[None].repeat(2, 0), "key_mask": ids >= 0}
     space |= {"plan": packax.context_plan(packax.causal(), ranks=4, kind="zigzag", length=LENGTH)}
     space |= {"step": lambda q: packax.flash_attention(q, q, q, packax.causal())}
+    space |= {"attend": lambda *tensors: packax.flash_attention(*_of_a_batch(*tensors))[0]}
     space |= {"shapes": [jax.ShapeDtypeStruct((2, 64, 2, 64), jnp.bfloat16)]}
     specs = (None, "context", None, None), (None,) * 4
     if ".kvax" in name:
