@@ -18,7 +18,6 @@ FOLDERS_WRITTEN_BY_PROGRAMS = ("benchmarks/results/", "third_party/licenses/")
 WRITTEN_BY_HAND = ("benchmarks/results/README.md",)
 EXEMPT = (  # until they are wrapped
     *("python/", "csrc/", "tests/", "third_party/cmake/", "CMakeLists.txt"),
-    "docs/guide/context_parallelism.md",
 )
 
 
