@@ -5,7 +5,7 @@ place than the kernels have them. On a fake libcuda, as test_soft_cap_handlers.p
 """
 
 import pytest
-from cpp.calls import MAP, Array, backward_biased, forward_biased
+from cpp.calls import MAP, Array, backward_alibi, forward_alibi
 from cpp.launches import SIZES, kernels_of
 from cpp.machine import KERNELS, make_machine, needs_compiler, needs_extension
 from cpp.sm90 import expect_forward, expect_one_backward
@@ -13,7 +13,7 @@ from cpp.sm90 import expect_forward, expect_one_backward
 pytest_plugins = ("cpp.fixtures",)
 pytestmark = [needs_extension, needs_compiler]
 
-MAKE = {"forward": forward_biased, "backward": backward_biased}
+MAKE = {"forward": forward_alibi, "backward": backward_alibi}
 GIVEN = {"scale": ("float32", 0.375), "element_test": ("int32", 1)}
 
 
@@ -21,7 +21,7 @@ def machine_of(tmp_path, driver, qk_dim=None):
     return make_machine(
         tmp_path,
         driver,
-        choose=lambda m: m.has("backward_biased") and qk_dim in (None, m.variant["qk_dim"]),
+        choose=lambda m: m.has("backward_alibi") and qk_dim in (None, m.variant["qk_dim"]),
     )
 
 
@@ -34,7 +34,7 @@ def biased(tmp_path, driver):
 @pytest.mark.parametrize("s", SIZES)
 def test_forward(tmp_path, driver, s, qk_dim, block):
     machine = machine_of(tmp_path, driver, qk_dim)
-    call = forward_biased(machine, s).change(**GIVEN)
+    call = forward_alibi(machine, s).change(**GIVEN)
     expect_forward(machine, s, call, "forward_sm90_alibi", block)
 
 
@@ -43,7 +43,7 @@ def test_forward(tmp_path, driver, s, qk_dim, block):
 @pytest.mark.parametrize("s", SIZES)
 def test_backward(tmp_path, driver, s, qk_dim, has_dlse):
     machine = machine_of(tmp_path, driver, qk_dim)
-    call = backward_biased(machine, s).change(**GIVEN, has_dlse=("int32", has_dlse))
+    call = backward_alibi(machine, s).change(**GIVEN, has_dlse=("int32", has_dlse))
     expect_one_backward(machine, s, call, "backward_sm90_alibi", has_dlse)
 
 
@@ -66,9 +66,9 @@ def test_what_takes_the_general_kernels(biased, direction, what):
 
 
 def test_largest_logits_and_the_gradient_of_slopes_take_the_general_kernels(biased):
-    assert kernels_of(biased, forward_biased(biased, want_top=1)) == KERNELS["forward_fallback"]
-    call = backward_biased(biased, has_dnumbers=1)
-    assert kernels_of(biased, call) == KERNELS["backward_general"]
+    assert kernels_of(biased, forward_alibi(biased, want_top=1)) == KERNELS["forward_fallback"]
+    call = backward_alibi(biased, has_dnumbers=1)
+    assert kernels_of(biased, call) == KERNELS["backward_fallback"]
 
 
 @pytest.mark.parametrize("direction", MAKE)
@@ -83,11 +83,11 @@ def test_head_dims_without_such_kernels(tmp_path, driver, direction, qk_dim):
 
 def test_the_workspace_says_which_kernels(biased):
     """One element short of dQ's sum: the general ones, which gradients in one order take too."""
-    call = backward_biased(biased)
+    call = backward_alibi(biased)
     size = call.results["workspace"].shape[0]
     for elements, kernels in (
-        (size, biased.kernels("backward_biased")),
-        (size - 1, KERNELS["backward_general"]),
+        (size, biased.kernels("backward_alibi")),
+        (size - 1, KERNELS["backward_fallback"]),
     ):
         got = kernels_of(biased, call.change(workspace=Array("float32", (elements,))))
         assert got == kernels, elements
@@ -95,7 +95,7 @@ def test_the_workspace_says_which_kernels(biased):
 
 @pytest.mark.parametrize("wanted", [1, 2])
 def test_one_kernel_writes_all_gradients(biased, wanted):
-    call = backward_biased(biased, wanted=wanted)
+    call = backward_alibi(biased, wanted=wanted)
     finish = ["backward_finish"] if wanted & 1 else []
     assert kernels_of(biased, call) == ["backward_prepare", "backward_sm90_alibi", *finish]
 

@@ -8,7 +8,7 @@ from math import ceil, prod
 
 import pytest
 from cpp.call_frame import EXECUTE, INITIALIZE
-from cpp.calls import Array, Sizes, backward_mapped, forward_mapped
+from cpp.calls import Array, Sizes, backward_block_lists, forward_block_lists
 from cpp.launches import SIZES, attention, expect_launches, kernels_of
 from cpp.machine import (
     KERNELS,
@@ -22,7 +22,7 @@ from cpp.sm90 import backward_maps, hopper_sections
 pytest_plugins = ("cpp.fixtures",)
 pytestmark = [needs_extension, needs_compiler]
 
-MAKE = {"forward": forward_mapped, "backward": backward_mapped}
+MAKE = {"forward": forward_block_lists, "backward": backward_block_lists}
 GIVEN = {"scale": ("float32", 0.375), "element_test": ("int32", 1)}
 # (rows, keys) of a block: all powers of two, up to the largest of 31 bits
 SIZES_OF_BLOCKS = [(1, 1), (1, 512), (2, 16), (64, 64), (128, 1), (4096, 1 << 30), (1 << 30, 2)]
@@ -31,7 +31,7 @@ SIZES_OF_BLOCKS = [(1, 1), (1, 512), (2, 16), (64, 64), (128, 1), (4096, 1 << 30
 @pytest.fixture
 def mapped(tmp_path, driver):
     """A machine whose build has the kernels with a map for its head dims."""
-    return make_machine(tmp_path, driver, choose=lambda m: m.has("backward_mapped"))
+    return make_machine(tmp_path, driver, choose=lambda m: m.has("backward_block_lists"))
 
 
 def of_a_map(blocks):
@@ -49,7 +49,7 @@ def test_forward(mapped, s, n, size):
     """Lists are of tiles of 128 rows, and so is the order; before the launch the counter is cleared."""
     assert mapped.row("forward_sm90_block_lists", mapped.variant["cc"])["block"] == 128
     blocks = blocks_of(s, n, size)
-    call = forward_mapped(mapped, s, blocks).change(**GIVEN)
+    call = forward_block_lists(mapped, s, blocks).change(**GIVEN)
     maps = backward_maps(mapped, "forward_sm90_block_lists", {**call.operands, **call.results})
     tiles = s.heads * s.batch * ceil(s.q_len / 128)
     grids = {"forward_sm90_block_lists": lambda m: [min(MULTIPROCESSORS, tiles)]}
@@ -65,7 +65,7 @@ def test_forward(mapped, s, n, size):
 def test_backward(mapped, s, n, size, wanted):
     """No sums in memory; a tile of keys has the lists of keys, one of rows those of rows."""
     blocks = blocks_of(s, n, size)
-    call = backward_mapped(mapped, s, blocks, wanted=wanted)
+    call = backward_block_lists(mapped, s, blocks, wanted=wanted)
     call = call.change(**GIVEN, has_dlse=("int32", n % 2))
     sections, _ = hopper_sections(mapped, s, call.results["workspace"].address)
     counter, rows = sections["dq_sum"].address, prod(sections["delta"].shape)
@@ -112,9 +112,11 @@ def test_what_takes_the_general_kernels(mapped, direction, what):
 
 
 def test_largest_logits_and_gradients_of_numbers_take_the_general_kernels(mapped):
-    assert kernels_of(mapped, forward_mapped(mapped, want_top=1)) == KERNELS["forward_fallback"]
-    call = backward_mapped(mapped, has_dnumbers=1)
-    assert kernels_of(mapped, call) == KERNELS["backward_general"]
+    assert (
+        kernels_of(mapped, forward_block_lists(mapped, want_top=1)) == KERNELS["forward_fallback"]
+    )
+    call = backward_block_lists(mapped, has_dnumbers=1)
+    assert kernels_of(mapped, call) == KERNELS["backward_fallback"]
 
 
 @pytest.mark.parametrize("direction", MAKE)
@@ -141,11 +143,11 @@ def test_float32(mapped, direction):
 @pytest.mark.parametrize("wanted", [1, 2, 3])
 def test_the_workspace_says_which_kernels(mapped, wanted):
     """One element short of the counter: the general ones. Room for a sum of dQ makes no difference: none is made."""
-    call = backward_mapped(mapped, wanted=wanted)
+    call = backward_block_lists(mapped, wanted=wanted)
     apart = call.results["workspace"].shape[0]
-    kernels = mapped.kernels("backward_mapped")
+    kernels = mapped.kernels("backward_block_lists")
     own = [k for k in kernels if k == "backward_prepare" or wanted & (1 if "_dq_" in k else 2)]
-    general = KERNELS["backward_general"]
+    general = KERNELS["backward_fallback"]
     left = [k for k in general if "delta" in k or wanted & (1 if "_dq_" in k else 2)]
     for elements, want in ((2 * apart, own), (1 << 24, own), (apart, own), (apart - 1, left)):
         got = kernels_of(mapped, call.change(workspace=Array("float32", (elements,))))
@@ -181,7 +183,7 @@ def test_refusals(mapped, direction, text):
 
 
 def test_refusals_of_the_backward(mapped):
-    call = backward_mapped(mapped, Sizes(), wanted=3)
+    call = backward_block_lists(mapped, Sizes(), wanted=3)
     for name, array in (
         ("kv_entries", Array("int32", (2, 6, 6, 6))),  # 2 + 4 of ceil(300 / 64) = 5
         ("dq", Array("bfloat16", (0,))),

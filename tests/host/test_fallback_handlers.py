@@ -11,12 +11,12 @@ from cpp.calls import (
     MAP,
     Array,
     Sizes,
-    backward_capped,
-    backward_general,
-    backward_mapped,
-    forward_capped,
+    backward_block_lists,
+    backward_fallback,
+    backward_soft_cap,
+    forward_block_lists,
     forward_fallback,
-    forward_mapped,
+    forward_soft_cap,
 )
 from cpp.launches import attention, expect_launches, kernels_of
 from cpp.machine import KERNELS, make_machine, needs_compiler, needs_extension
@@ -53,7 +53,7 @@ def only(direction, grids):
     return {kernel: grid for kernel, grid in grids.items() if kernel.startswith(direction)}
 
 
-MAKE = {"forward": forward_fallback, "backward": backward_general}
+MAKE = {"forward": forward_fallback, "backward": backward_fallback}
 
 
 @pytest.mark.parametrize("direction", MAKE)
@@ -99,7 +99,7 @@ def test_backward_of_some(machine, wanted, has_dnumbers):
     """Kernels whose results nobody wants are not launched; that of dq also makes dnumbers."""
     s = Sizes()
     dims = machine.variant["qk_dim"], machine.variant["v_dim"]
-    call = backward_general(machine, s, dims, wanted=wanted, has_dnumbers=has_dnumbers)
+    call = backward_fallback(machine, s, dims, wanted=wanted, has_dnumbers=has_dnumbers)
     grids = only("backward", grids_of(s))
     if not wanted & 2:
         del grids["backward_dkdv_fallback"]
@@ -189,7 +189,7 @@ def test_refusals(shared_machine, direction, changes, text):
 
 
 def test_refusals_of_the_backward(shared_machine):
-    call = backward_general(shared_machine)
+    call = backward_fallback(shared_machine)
     for changes in (
         {"dnumbers": Array("float32", (2, 6, 1, 300))},
         {"workspace": Array("float32", (3839,))},
@@ -219,10 +219,10 @@ def test_larger_head_dims_are_refused(shared_machine):
 
 # Calls for which Hopper has kernels of its own: test_soft_cap_handlers.py, test_block_list_handlers.py.
 OWN_ON_HOPPER = {
-    "forward_capped": forward_capped,
-    "backward_capped": backward_capped,
-    "forward_mapped": forward_mapped,
-    "backward_mapped": backward_mapped,
+    "forward_soft_cap": forward_soft_cap,
+    "backward_soft_cap": backward_soft_cap,
+    "forward_block_lists": forward_block_lists,
+    "backward_block_lists": backward_block_lists,
 }
 
 

@@ -49,7 +49,7 @@ def test_forward_of_few_tiles(tmp_path, driver, q_len, dtype):
     """Head dim 64, fewer tiles of 192 rows than multiprocessors: tiles of 128. For some heads it is the kernel of all."""
 
     def choose(m):
-        return m.has("forward_few") and m.variant["dtype"] == dtype
+        return m.has("forward_low_occupancy") and m.variant["dtype"] == dtype
 
     machine = make_machine(tmp_path, driver, choose=choose)
     assert machine.row("forward_sm90", machine.variant["cc"])["block"] == 192

@@ -9,7 +9,7 @@ from math import ceil, prod
 import numpy as np
 import pytest
 from cpp.call_frame import EXECUTE, INITIALIZE
-from cpp.calls import MAP, Array, backward_capped, forward_capped
+from cpp.calls import MAP, Array, backward_soft_cap, forward_soft_cap
 from cpp.launches import SIZES, attention, expect_launches, kernels_of
 from cpp.machine import (
     KERNELS,
@@ -30,11 +30,11 @@ pytest_plugins = ("cpp.fixtures",)
 pytestmark = [needs_extension, needs_compiler]
 
 CAP = 50.0
-MAKE = {"forward": forward_capped, "backward": backward_capped}
+MAKE = {"forward": forward_soft_cap, "backward": backward_soft_cap}
 GIVEN = {"scale": ("float32", 0.375), "element_test": ("int32", 1)}
 
 
-def machine_of(tmp_path, driver, qk_dim, names="forward_capped"):
+def machine_of(tmp_path, driver, qk_dim, names="forward_soft_cap"):
     return make_machine(
         tmp_path, driver, choose=lambda m: m.has(names) and m.variant["qk_dim"] == qk_dim
     )
@@ -43,14 +43,14 @@ def machine_of(tmp_path, driver, qk_dim, names="forward_capped"):
 @pytest.fixture
 def capped(tmp_path, driver):
     """A machine whose build has all kernels with a soft cap for its head dims."""
-    return make_machine(tmp_path, driver, choose=lambda m: m.has("backward_capped"))
+    return make_machine(tmp_path, driver, choose=lambda m: m.has("backward_soft_cap"))
 
 
 @pytest.mark.parametrize("qk_dim,block", [(64, 192), (128, 128), (256, 128)])
 @pytest.mark.parametrize("s", SIZES)
 def test_forward(tmp_path, driver, s, qk_dim, block):
     machine = machine_of(tmp_path, driver, qk_dim)
-    call = forward_capped(machine, s, CAP).change(**GIVEN)
+    call = forward_soft_cap(machine, s, CAP).change(**GIVEN)
     expect_forward(machine, s, call, "forward_sm90_soft_cap", block, soft_cap=CAP)
 
 
@@ -58,8 +58,8 @@ def test_forward(tmp_path, driver, s, qk_dim, block):
 @pytest.mark.parametrize("qk_dim", [64, 128])
 @pytest.mark.parametrize("s", SIZES)
 def test_backward(tmp_path, driver, s, qk_dim, has_dlse):
-    machine = machine_of(tmp_path, driver, qk_dim, "backward_capped")
-    call = backward_capped(machine, s, CAP).change(**GIVEN, has_dlse=("int32", has_dlse))
+    machine = machine_of(tmp_path, driver, qk_dim, "backward_soft_cap")
+    call = backward_soft_cap(machine, s, CAP).change(**GIVEN, has_dlse=("int32", has_dlse))
     expect_one_backward(machine, s, call, "backward_sm90_soft_cap", has_dlse, soft_cap=CAP)
 
 
@@ -68,10 +68,10 @@ def test_backward(tmp_path, driver, s, qk_dim, has_dlse):
 @pytest.mark.parametrize("s", SIZES)
 def test_backward_apart(tmp_path, driver, s, qk_dim, block, wanted):
     """What `deterministic=True`, only some gradients and head dim 256 take; the counter lies where dQ's sum would."""
-    machine = machine_of(tmp_path, driver, qk_dim, "backward_apart_capped")
+    machine = machine_of(tmp_path, driver, qk_dim, "backward_apart_soft_cap")
     cc = machine.variant["cc"]
     assert machine.row("backward_dkdv_sm90_soft_cap", cc)["block"] == block
-    call = backward_capped(machine, s, CAP, kernels="apart", wanted=wanted).change(**GIVEN)
+    call = backward_soft_cap(machine, s, CAP, kernels="apart", wanted=wanted).change(**GIVEN)
     sections, _ = hopper_sections(machine, s, call.results["workspace"].address)
     counter = sections["dq_sum"].address
     rows, tiles = prod(sections["delta"].shape), ceil(s.kv_len / 128) * (128 // block)
@@ -138,16 +138,16 @@ def test_a_scale_that_overflows_in_units_of_the_cap(capped, direction):
 
 
 def test_largest_logits_and_gradients_of_numbers_take_the_general_kernels(capped):
-    assert kernels_of(capped, forward_capped(capped, want_top=1)) == KERNELS["forward_fallback"]
-    call = backward_capped(capped, has_dnumbers=1)
-    assert kernels_of(capped, call) == KERNELS["backward_general"]
+    assert kernels_of(capped, forward_soft_cap(capped, want_top=1)) == KERNELS["forward_fallback"]
+    call = backward_soft_cap(capped, has_dnumbers=1)
+    assert kernels_of(capped, call) == KERNELS["backward_fallback"]
 
 
 @pytest.mark.parametrize("direction", MAKE)
 def test_head_dims_without_such_kernels(tmp_path, driver, direction):
     """192/128 has plain kernels of Hopper and none with a cap."""
     machine = make_machine(
-        tmp_path, driver, choose=lambda m: m.has_hopper() and not m.has("forward_capped")
+        tmp_path, driver, choose=lambda m: m.has_hopper() and not m.has("forward_soft_cap")
     )
     assert machine.variant["qk_dim"] == 192
     call = MAKE[direction](machine)
@@ -166,15 +166,15 @@ def test_float32(capped, direction):
 
 def test_the_workspace_says_which_kernels(capped):
     """One element short of dQ's sum: those apart; one short of their counter: the general ones."""
-    call = backward_capped(capped)
+    call = backward_soft_cap(capped)
     size = call.results["workspace"].shape[0]
-    apart = backward_capped(capped, kernels="apart").results["workspace"].shape[0]
+    apart = backward_soft_cap(capped, kernels="apart").results["workspace"].shape[0]
     for elements, kernels in (
-        (size + 1, capped.kernels("backward_capped")),
-        (size, capped.kernels("backward_capped")),
-        (size - 1, capped.kernels("backward_apart_capped")),
-        (apart, capped.kernels("backward_apart_capped")),
-        (apart - 1, KERNELS["backward_general"]),
+        (size + 1, capped.kernels("backward_soft_cap")),
+        (size, capped.kernels("backward_soft_cap")),
+        (size - 1, capped.kernels("backward_apart_soft_cap")),
+        (apart, capped.kernels("backward_apart_soft_cap")),
+        (apart - 1, KERNELS["backward_fallback"]),
     ):
         got = kernels_of(capped, call.change(workspace=Array("float32", (elements,))))
         assert got == kernels, elements
@@ -183,7 +183,7 @@ def test_the_workspace_says_which_kernels(capped):
 @pytest.mark.parametrize("wanted", [1, 2])
 def test_one_kernel_writes_all_gradients(capped, wanted):
     """With the workspace of dQ's sum, dk and dv are there; only dq has a kernel of its own."""
-    call = backward_capped(capped, wanted=wanted)
+    call = backward_soft_cap(capped, wanted=wanted)
     finish = ["backward_finish"] if wanted & 1 else []
     assert kernels_of(capped, call) == ["backward_prepare", "backward_sm90_soft_cap", *finish]
     failure = capped.run(call.change(dk=Array("float16", (0,))))
@@ -192,29 +192,29 @@ def test_one_kernel_writes_all_gradients(capped, wanted):
 
 REFUSALS = [
     (
-        forward_capped,
+        forward_soft_cap,
         {"q_order_192": Array("int32", (2, 3))},
         "q_order_192 is int32[2, 3], expected int32[mask_batch=2, ceil(q_len/192)=2]",
     ),
     (
-        forward_capped,
+        forward_soft_cap,
         {"counter": Array("int32", (2,))},
         "counter is int32[2], expected int32[words=1]",
     ),
-    (forward_capped, {"want_top": ("int32", 2)}, "attribute want_top is 2, expected 0 to 1"),
-    (forward_capped, {"want_top": ("int32", -1)}, "attribute want_top is -1, expected 0 to 1"),
+    (forward_soft_cap, {"want_top": ("int32", 2)}, "attribute want_top is 2, expected 0 to 1"),
+    (forward_soft_cap, {"want_top": ("int32", -1)}, "attribute want_top is -1, expected 0 to 1"),
     (
-        backward_capped,
+        backward_soft_cap,
         {"workspace": Array("float32", (2, 6, 320))},
         "workspace is float32[2, 6, 320], expected 1 axes (elements)",
     ),
     (
-        backward_capped,
+        backward_soft_cap,
         {"workspace": Array("int32", (3840,))},
         "workspace is int32[3840], expected float32[elements=3840]",
     ),
     (
-        backward_capped,
+        backward_soft_cap,
         {"workspace": Array("float32", (3839,))},
         "workspace has 3839 elements, expected at least 3840, batch * heads * q_len rounded up "
         "to 64",

@@ -218,7 +218,7 @@ def forward_fallback(
     )
 
 
-def backward_general(
+def backward_fallback(
     m, s=Sizes(), dims=None, batches=(1, 1), has=(1, 1), soft_cap=30.0, dtype=None, exact=0,
     wanted=3, has_dnumbers=1, blocks=MAP, kernels="portable",
 ):  # fmt: skip
@@ -256,40 +256,40 @@ def backward_general(
     )
 
 
-def forward_capped(m, s=Sizes(), soft_cap=50.0, **more):
+def forward_soft_cap(m, s=Sizes(), soft_cap=50.0, **more):
     """A soft cap is all that it has beside a plain call."""
     return forward_fallback(m, s, **{"has": (0, 0), "soft_cap": soft_cap, "blocks": None, **more})
 
 
-def backward_capped(m, s=Sizes(), soft_cap=50.0, **more):
+def backward_soft_cap(m, s=Sizes(), soft_cap=50.0, **more):
     more = {"has": (0, 0), "blocks": None, "has_dnumbers": 0, "kernels": "fused", **more}
-    return backward_general(m, s, soft_cap=soft_cap, **more)
+    return backward_fallback(m, s, soft_cap=soft_cap, **more)
 
 
 POWERS = (2, 6, 4, 32)  # a map that Hopper's kernels take, of the default sizes
 
 
-def forward_mapped(m, s=Sizes(), blocks=POWERS, **more):
+def forward_block_lists(m, s=Sizes(), blocks=POWERS, **more):
     """A map of blocks is all that it has beside a plain call."""
     return forward_fallback(m, s, **{"has": (0, 0), "soft_cap": 0.0, "blocks": blocks, **more})
 
 
-def backward_mapped(m, s=Sizes(), blocks=POWERS, **more):
+def backward_block_lists(m, s=Sizes(), blocks=POWERS, **more):
     more = {"has": (0, 0), "soft_cap": 0.0, "has_dnumbers": 0, "kernels": "apart", **more}
-    return backward_general(m, s, blocks=blocks, **more)
+    return backward_fallback(m, s, blocks=blocks, **more)
 
 
 OF_INDICES = (1, 2)  # scales that are `scale`, slopes without places
 
 
-def forward_biased(m, s=Sizes(), has=OF_INDICES, **more):
+def forward_alibi(m, s=Sizes(), has=OF_INDICES, **more):
     """Slopes of indices are all that it has beside a plain call."""
     return forward_fallback(m, s, **{"soft_cap": 0.0, "blocks": None, **more}, has=has)
 
 
-def backward_biased(m, s=Sizes(), has=OF_INDICES, **more):
+def backward_alibi(m, s=Sizes(), has=OF_INDICES, **more):
     more = {"soft_cap": 0.0, "blocks": None, "has_dnumbers": 0, "kernels": "fused", **more}
-    return backward_general(m, s, has=has, **more)
+    return backward_fallback(m, s, has=has, **more)
 
 
 def table_size(kv_len):
@@ -376,5 +376,5 @@ CALLS = {
     "blocks": blocks,
     "decode": lambda m, s=Sizes(): decode(m, replace(s, q_len=min(s.q_len, 2))),
     "forward_fallback": forward_fallback,
-    "backward_general": backward_general,
+    "backward_fallback": backward_fallback,
 }

@@ -134,24 +134,24 @@ def arguments(kernel):
 
 HOPPER = {
     "forward": ["forward_sm90"],
-    "forward_few": ["forward_sm90_low_occupancy"],  # at head dim 64, of few tiles
+    "forward_low_occupancy": ["forward_sm90_low_occupancy"],  # at head dim 64, of few tiles
     "backward": ["backward_prepare", "backward_sm90", "backward_finish"],
     # deterministic, or of some gradients; up to head dim 192
     "backward_apart": ["backward_prepare", "backward_dkdv_sm90", "backward_dq_sm90"],
     # with a soft cap and nothing else that needs the general kernels
-    "forward_capped": ["forward_sm90_soft_cap"],
-    "backward_capped": ["backward_prepare", "backward_sm90_soft_cap", "backward_finish"],
-    "backward_apart_capped": [
+    "forward_soft_cap": ["forward_sm90_soft_cap"],
+    "backward_soft_cap": ["backward_prepare", "backward_sm90_soft_cap", "backward_finish"],
+    "backward_apart_soft_cap": [
         "backward_prepare",
         "backward_dkdv_sm90_soft_cap",
         "backward_dq_sm90_soft_cap",
     ],
     # with slopes of indices and nothing else that does
-    "forward_biased": ["forward_sm90_alibi"],
-    "backward_biased": ["backward_prepare", "backward_sm90_alibi", "backward_finish"],
+    "forward_alibi": ["forward_sm90_alibi"],
+    "backward_alibi": ["backward_prepare", "backward_sm90_alibi", "backward_finish"],
     # with a map of blocks and nothing else that does
-    "forward_mapped": ["forward_sm90_block_lists"],
-    "backward_mapped": [
+    "forward_block_lists": ["forward_sm90_block_lists"],
+    "backward_block_lists": [
         "backward_prepare",
         "backward_dkdv_sm90_block_lists",
         "backward_dq_sm90_block_lists",
@@ -161,7 +161,7 @@ KERNELS = {
     "forward": ["forward"],
     "backward": ["backward_delta", "backward_dkdv", "backward_dq"],
     "forward_fallback": ["forward_fallback"],
-    "backward_general": [
+    "backward_fallback": [
         "backward_delta_fallback",
         "backward_dkdv_fallback",
         "backward_dq_fallback",
@@ -260,7 +260,11 @@ class Machine:
     def forward_of(self, s):
         """The kernel of Hopper for these sizes."""
         few = s.heads * s.batch * ceil(s.q_len / 192) < MULTIPROCESSORS
-        return "forward_sm90_low_occupancy" if few and self.has("forward_few") else "forward_sm90"
+        return (
+            "forward_sm90_low_occupancy"
+            if few and self.has("forward_low_occupancy")
+            else "forward_sm90"
+        )
 
     def fail(self, function, code):
         self.cuda.fake_fail(function.encode(), code)
