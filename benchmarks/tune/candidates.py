@@ -33,34 +33,34 @@ def tiles(*rows: tuple[int, ...]) -> list[Constants]:
 # left out by the build, which says so.
 CANDIDATES: dict[str, dict[tuple[int, int], list[Constants]]] = {
     "forward_sm90": {
-        (64, 64): [{}, {"BLOCK_N": 64, "STAGES": 3}, {"ANEW": 1}],
-        (128, 128): [{}, {"BLOCK_N": 64, "STAGES": 4}, {"ANEW": 1}],
-        (192, 128): [{}, {"BLOCK_N": 64}, {"ANEW": 1}],
-        (256, 256): [{}, {"ANEW": 1}],
+        (64, 64): [{}, {"BLOCK_N": 64, "STAGES": 3}, {"REMATERIALIZE": 1}],
+        (128, 128): [{}, {"BLOCK_N": 64, "STAGES": 4}, {"REMATERIALIZE": 1}],
+        (192, 128): [{}, {"BLOCK_N": 64}, {"REMATERIALIZE": 1}],
+        (256, 256): [{}, {"REMATERIALIZE": 1}],
     },
     "forward_sm90_low_occupancy": {
-        (64, 64): [{}, {"ANEW": 1}, {"STAGES": 3}, {"BLOCK_N": 64, "STAGES": 4}]
+        (64, 64): [{}, {"REMATERIALIZE": 1}, {"STAGES": 3}, {"BLOCK_N": 64, "STAGES": 4}]
     },
     "backward_sm90": {
         (64, 64): [
-            *({}, {"SKIP": 0}, {"TURNS": 1}, {"DQ": 1, "CONSUMER_REGISTERS": 240}),
-            {"FOLD": 1},
+            *({}, {"SKIP": 0}, {"PING_PONG": 1}, {"DQ": 1, "CONSUMER_REGISTERS": 240}),
+            {"LSE_BY_MMA": 1},
         ],
         (128, 128): [
-            *({}, {"SKIP": 1}, {"TURNS": 0}, {"ANEW": 0}, {"FOLD": 0}),
+            *({}, {"SKIP": 1}, {"PING_PONG": 0}, {"REMATERIALIZE": 0}, {"LSE_BY_MMA": 0}),
         ],
     },
     "backward_dkdv_sm90": {
-        (64, 64): [{}, {"SKIP": 0}, {"TURNS": 1}, {"ANEW": 1}, {"FOLD": 1}],
-        (128, 128): [{}, {"SKIP": 0}, {"TURNS": 0}, {"ANEW": 0}, {"FOLD": 0}],
-        (192, 128): [{}, {"ANEW": 0}],
-        (256, 256): [{}, {"QK_CHUNK": 128}, {"QK_CHUNK": 256}, {"ANEW": 1},
-            {"ANEW": 1, "QK_CHUNK": 256}],
+        (64, 64): [{}, {"SKIP": 0}, {"PING_PONG": 1}, {"REMATERIALIZE": 1}, {"LSE_BY_MMA": 1}],
+        (128, 128): [{}, {"SKIP": 0}, {"PING_PONG": 0}, {"REMATERIALIZE": 0}, {"LSE_BY_MMA": 0}],
+        (192, 128): [{}, {"REMATERIALIZE": 0}],
+        (256, 256): [{}, {"QK_CHUNK": 128}, {"QK_CHUNK": 256}, {"REMATERIALIZE": 1},
+            {"REMATERIALIZE": 1, "QK_CHUNK": 256}],
     },
     "backward_dq_sm90": {
-        (64, 64): [{}, {"DO_REGISTERS": 1}, {"ANEW": 1}],
-        (128, 128): [{}, {"BLOCK_N": 64, "STAGES": 3}, {"ANEW": 1}],
-        (192, 128): [{}, {"DO_REGISTERS": 0}, {"ANEW": 1}],
+        (64, 64): [{}, {"DO_REGISTERS": 1}, {"REMATERIALIZE": 1}],
+        (128, 128): [{}, {"BLOCK_N": 64, "STAGES": 3}, {"REMATERIALIZE": 1}],
+        (192, 128): [{}, {"DO_REGISTERS": 0}, {"REMATERIALIZE": 1}],
         (256, 256): [{}, {"BLOCK_N": 32}, {"QK_CHUNK": 64}],
     },
     "backward_prepare": {

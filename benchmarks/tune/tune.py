@@ -2,7 +2,7 @@
 nothing but numpy and a driver.
 
     python benchmarks/tune/tune.py build DIR --arch 90a [--kernels forward_sm90 ...]
-        [--dims 128x128 ...] [--try backward_sm90:128:CONSUMER_REGISTERS=232,TURNS=0] [--only]
+        [--dims 128x128 ...] [--try backward_sm90:128:CONSUMER_REGISTERS=232,PING_PONG=0] [--only]
     python benchmarks/tune/tune.py time DIR [--kernels ...] [--dims ...] [--cases ...] [--rounds 11]
 
 `build` needs Triton and no GPU, `time` a GPU and no Triton.

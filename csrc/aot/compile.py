@@ -68,7 +68,8 @@ def tensor_map_type(
 
 
 def kernel_function(kernel: str, source: str = "") -> Any:
-    return getattr(importlib.import_module(source or table.KERNELS[kernel]), kernel)
+    module = source or table.KERNELS[kernel]
+    return getattr(importlib.import_module(module), table.FUNCTIONS.get(module, kernel))
 
 
 def argument_names(kernel: str, source: str = "") -> list[str]:
@@ -79,8 +80,9 @@ def argument_names(kernel: str, source: str = "") -> list[str]:
 def parameters(kernel: str, arguments: list[str]) -> list[dict[str, str]]:
     """What the launcher passes, in order: the same for every variant of a kernel."""
     params = []
+    absent = table.absent_arguments(kernel)
     for name in arguments:
-        if name.isupper():
+        if name.isupper() or name in absent:
             continue
         if name in table.TENSOR_MAPS.get(kernel, {}):
             kind = "tma"
@@ -181,7 +183,7 @@ def compile_variant(variant: table.Variant, out: pathlib.Path) -> None:
     os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # paths and a third of the size
     fn = kernel_function(variant.kernel, variant.source)
     arguments = argument_names(variant.kernel, variant.source)
-    constants = dict(variant.constants)
+    constants: dict[str, Any] = dict(variant.constants)
     params = parameters(variant.kernel, arguments)
     types = triton_types(variant.kernel, arguments, variant.dtype, constants)
     # XLA's buffers are aligned; a view of one never reaches a custom call
@@ -190,6 +192,10 @@ def compile_variant(variant: table.Variant, out: pathlib.Path) -> None:
         for i, a in enumerate(arguments)
         if types[a][0] == "*" or a in table.MULTIPLES
     }
+    constants |= {
+        name: None for name in types if name not in constants and types[name] == "constexpr"
+    }
+    fn._repr = lambda _: variant.kernel  # the symbol: a profile tells kernels of one function apart
     is_gluon = isinstance(fn, GluonJITFunction)
     source = (GluonASTSource if is_gluon else ASTSource)(
         fn, types, constexprs=constants, attrs=aligned

@@ -25,6 +25,7 @@ from tiles_sm90 import (
     UNDER_12_9,
     WIDE,
 )
+from tiles_sm90 import absent_arguments as absent_arguments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,6 +209,15 @@ KERNELS = {  # kernel -> file in csrc/kernels, as a module
     "decode": "portable.decode",
     "decode_tall": "portable.decode",
     "decode_combine": "portable.decode",
+}
+
+# module -> the function of all its kernels, where it is not called as the kernel
+FUNCTIONS = {
+    "sm90.fwd": "forward_sm90",
+    "sm90.bwd": "backward_sm90",
+    "sm90.bwd_dq": "backward_dq_sm90",
+    "sm90.bwd_dkdv_d192": "backward_dkdv_sm90",
+    "sm90.bwd_dkdv_d256": "backward_dkdv_sm90",
 }
 
 # argument -> element; "" is the variant's dtype. Every other argument is an int32, but those of FLOATS a

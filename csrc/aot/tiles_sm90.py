@@ -4,14 +4,16 @@ from __future__ import annotations
 
 # The same results as the portable kernels of the same pass, which serve every other GPU.
 # kernel -> larger head dim -> constants: WARP_GROUPS (of 64 rows), BLOCK_N, STAGES of keys and
-# values, QK_CHUNK (columns of a tile of queries or keys: a power of two), registers of a consumer and
-# of a producer thread; ROWS of a program. TURNS: warp groups issue products in turns, by named barriers, as
-# the forward and dQ always do. ANEW: addresses of operands that never move are made in every
-# step (sm90/common.nought); it empties registers and costs some integer instructions. On an H200 it gave the backward 1 to 3 %, dK
-# and dV of 128 2 %, of 192 4 to 5 %, the forward of 256 4 to 5 %, the forward of 128 and 192 0 to 2 % (and fewer spills); dQ lost
-# 0 to 5 %, dK and dV of 256 8 to 11 %, 64 nothing (docs/experiments.md).
-# FOLD: LSE and delta by the matrix units (sm90/lse_by_mma.py): at 128 0 to 2 % of the backward, 1 to 3 with dS by stmatrix, 2 to 3 of
-# dK and dV alone; at 64 it costs 7 to 9 and 3 to 7 % (docs/experiments.md).
+# values, QK_CHUNK (columns of a tile of queries or keys: a power of two), registers of a consumer
+# and of a producer thread; ROWS of a program. PING_PONG: warp groups issue products in turns, by
+# named barriers, as the forward and dQ always do. REMATERIALIZE: descriptors of operands that never
+# move are made again in every step (sm90/common.py: rematerialized_zero); it empties registers and
+# costs some integer instructions. On an H200 it gave the backward 1 to 3 %, dK and dV of 128 2 %,
+# of 192 4 to 5 %, the forward of 256 4 to 5 %, the forward of 128 and 192 0 to 2 % (and fewer
+# spills); dQ lost 0 to 5 %, dK and dV of 256 8 to 11 %, 64 nothing
+# (docs/experiments.md). LSE_BY_MMA: LSE and delta by the matrix units
+# (sm90/lse_by_mma.py): at 128 0 to 2 % of the backward, 1 to 3 with dS by stmatrix, 2 to 3 of dK
+# and dV alone; at 64 it costs 7 to 9 and 3 to 7 % (docs/experiments.md).
 SM90_TILES: dict[str, dict[int, dict[str, int]]] = {
     "forward_sm90": {
         dim: {
@@ -22,7 +24,7 @@ SM90_TILES: dict[str, dict[int, dict[str, int]]] = {
             "OUT_IN_QUERY": out_in_query,
             "CONSUMER_REGISTERS": 160 if groups == 3 else 240,
             "PRODUCER_REGISTERS": 32 if groups == 3 else 24,
-            "ANEW": int(dim > 64),
+            "REMATERIALIZE": int(dim > 64),
         }
         for dim, chunk, groups, keys, out_in_query in (
             (64, 64, 3, 128, 0),
@@ -37,15 +39,16 @@ SM90_TILES: dict[str, dict[int, dict[str, int]]] = {
             **plan,
             "CONSUMER_REGISTERS": consumer,
             "PRODUCER_REGISTERS": 24,
-            "ANEW": int(dim == 128),
-            "FOLD": int(dim == 128),
+            "REMATERIALIZE": int(dim == 128),
+            "LSE_BY_MMA": int(dim == 128),
         }
         for dim, chunk, consumer, plan in (
             # SKIP: of masked blocks a warp group leaves out those without a pair of its keys. DQ: who
             # makes dQ: nobody, the two warp groups (1), a third one (2). At 64 DQ 2 with SKIP: 12 to
-            # 19 % over DQ 1; at 128 SKIP: -3 to 1 %, TURNS: 3 to 12 % (docs/experiments.md)
-            (64, 64, 200, {"TURNS": 0, "SKIP": 1, "DQ": 2}),
-            (128, 128, 240, {"TURNS": 1, "SKIP": 0, "DQ": 1}),
+            # 19 % over DQ 1; at 128 SKIP: -3 to 1 %, PING_PONG: 3 to 12 %
+            # (docs/experiments.md)
+            (64, 64, 200, {"PING_PONG": 0, "SKIP": 1, "DQ": 2}),
+            (128, 128, 240, {"PING_PONG": 1, "SKIP": 0, "DQ": 1}),
         )
     },
     # dK and dV, dQ: no additions to memory, for deterministic gradients; at 192 and 256 for all, 18 to
@@ -59,7 +62,7 @@ SM90_TILES: dict[str, dict[int, dict[str, int]]] = {
             "DO_REGISTERS": in_registers,
             "CONSUMER_REGISTERS": 240,
             "PRODUCER_REGISTERS": 24,
-            "ANEW": 0,
+            "REMATERIALIZE": 0,
         }
         for dim, chunk, keys, stages, in_registers in (
             (64, 64, 128, 2, 0),
@@ -72,8 +75,7 @@ SM90_TILES: dict[str, dict[int, dict[str, int]]] = {
     "backward_finish": {dim: {"ROWS": 64} for dim in (64, 128)},
 }
 SM90_TILES["backward_dkdv_sm90"] = {
-    dim: {name: n for name, n in SM90_TILES["backward_sm90"][dim].items() if name != "DQ"}
-    | {"SKIP": 1, "CONSUMER_REGISTERS": 240}
+    dim: SM90_TILES["backward_sm90"][dim] | {"DQ": 0, "SKIP": 1, "CONSUMER_REGISTERS": 240}
     for dim in (64, 128)
 }
 SM90_TILES["backward_dkdv_sm90"] |= {  # of the files in WIDE
@@ -81,15 +83,36 @@ SM90_TILES["backward_dkdv_sm90"] |= {  # of the files in WIDE
         "QK_CHUNK": 64,
         "CONSUMER_REGISTERS": 240,
         "PRODUCER_REGISTERS": 24,
-        "ANEW": int(dim == 192),
+        "REMATERIALIZE": int(dim == 192),
     }
     for dim in (192, 256)
 }
 
 
-def unfolded(tile: dict[str, int]) -> dict[str, int]:
-    """FOLD is for scores that are multiplied by a scale and nothing else."""
-    return tile | {"FOLD": 0} if "FOLD" in tile else tile
+def without_lse_by_mma(tile: dict[str, int]) -> dict[str, int]:
+    """LSE_BY_MMA is for scores that are multiplied by a scale and nothing else."""
+    return tile | {"LSE_BY_MMA": 0} if "LSE_BY_MMA" in tile else tile
+
+
+# Arguments that only kernels with an option take. All others are compiled with None in their place.
+OPTIONS = {
+    "soft_cap": ("soft_cap",),
+    "alibi": ("slopes",),
+    "block_lists": (
+        *("map_bits", "q_entries", "kv_entries"),
+        *("map_batch", "map_heads", "q_block", "kv_block"),
+    ),
+}
+
+
+def absent_arguments(kernel: str) -> tuple[str, ...]:
+    """Arguments of the kernel's function that are None in it."""
+    if kernel not in SM90_TILES:
+        return ()
+    absent = [
+        x for option, own in OPTIONS.items() if not kernel.endswith(f"_{option}") for x in own
+    ]
+    return (*absent, "dq_sum") if kernel.startswith("backward_dkdv") else tuple(absent)
 
 
 # The same with a soft cap, of the same tiles but for dQ of 64 and 128, where 128 keys of P and of
@@ -105,7 +128,7 @@ CAPPED = {
     )
 }
 SM90_TILES |= {
-    capped: {dim: unfolded(tile) for dim, tile in SM90_TILES[plain].items() if dim != 192}
+    capped: {dim: without_lse_by_mma(tile) for dim, tile in SM90_TILES[plain].items() if dim != 192}
     for capped, plain in CAPPED.items()
 }
 SM90_TILES["backward_dq_sm90_soft_cap"] |= {
@@ -115,7 +138,7 @@ SM90_TILES["backward_dq_sm90_soft_cap"] |= {
 # general kernels.
 BIASED = {f"{kernel}_alibi": kernel for kernel in ("forward_sm90", "backward_sm90")}
 SM90_TILES |= {
-    biased: {dim: unfolded(SM90_TILES[plain][dim]) for dim in (64, 128)}
+    biased: {dim: without_lse_by_mma(SM90_TILES[plain][dim]) for dim in (64, 128)}
     for biased, plain in BIASED.items()
 }
 # With a map of blocks: a step is a block of 64 of a tile's list, and lists are of tiles of 128.
@@ -128,11 +151,7 @@ SM90_TILES |= {
         128: SM90_TILES["forward_sm90"][128] | {"BLOCK_N": 64, "STAGES": 4}
     },
     "backward_dkdv_sm90_block_lists": {
-        128: {
-            k: n
-            for k, n in SM90_TILES["backward_dkdv_sm90"][128].items()
-            if k not in ("SKIP", "FOLD")
-        }
+        128: without_lse_by_mma(SM90_TILES["backward_dkdv_sm90"][128]) | {"SKIP": 0}
     },
     "backward_dq_sm90_block_lists": {128: SM90_TILES["backward_dq_sm90_soft_cap"][128]},
 }
@@ -142,7 +161,7 @@ SM90_TILES["forward_sm90_low_occupancy"] = {
     64: SM90_TILES["forward_sm90"][64]
     | {"WARP_GROUPS": 2, "CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24}
 }
-# Each -> the plain one, whose tensor maps it has.
+# Each -> the plain one, whose function and tensor maps it has.
 LIKE_PLAIN = CAPPED | BIASED | MAPPED | FEW
 # (kernel, larger head dim) -> the file of a kernel that is another for that dim, and its keys
 WIDE = {
@@ -164,7 +183,7 @@ TWO_ASSEMBLERS = (
 ONE_ASSEMBLER = (("backward_dq_sm90", 192), ("backward_dq_sm90", 256))
 # Constants that are others under ptxas 12.9: 1 to 6 % there.
 UNDER_12_9 = {
-    ("forward_sm90", 128): {"ANEW": 0},
-    ("backward_dq_sm90", 128): {"ANEW": 1},
-    ("backward_dkdv_sm90", 256): {"ANEW": 1},
+    ("forward_sm90", 128): {"REMATERIALIZE": 0},
+    ("backward_dq_sm90", 128): {"REMATERIALIZE": 1},
+    ("backward_dkdv_sm90", 256): {"REMATERIALIZE": 1},
 }

@@ -282,8 +282,8 @@ def test_backward(dim, case):
 @pytest.mark.parametrize(
     "dim,changed",
     [
-        *((64, x) for x in ({"SKIP": 0}, {"TURNS": 1}, {"DQ": 1}, {"FOLD": 1})),
-        *((128, x) for x in ({"TURNS": 0}, {"FOLD": 0}, {"SKIP": 1})),
+        *((64, x) for x in ({"SKIP": 0}, {"PING_PONG": 1}, {"DQ": 1}, {"LSE_BY_MMA": 1})),
+        *((128, x) for x in ({"PING_PONG": 0}, {"LSE_BY_MMA": 0}, {"SKIP": 1})),
     ],
     ids=str,
 )  # fmt: skip
@@ -296,7 +296,7 @@ def test_a_broken_row_reaches_the_keys_it_attends(fold):
     p = Problem("causal", (64, 64))
     stats, dk, dv = Statistics(p), np.zeros_like(p.key), np.zeros_like(p.value)
     stats.lse2[0, 1, 100] = np.nan
-    launch_keys(p, "backward_sm90", {"FOLD": fold}, stats, dk, dv)
+    launch_keys(p, "backward_sm90", {"LSE_BY_MMA": fold}, stats, dk, dv)
     assert np.isnan(dv[0, :101].astype(float)).all() and np.isnan(dk[0, :101].astype(float)).all()
 
 
@@ -308,7 +308,7 @@ def test_keys_and_values_alone(dims, case):
 @pytest.mark.parametrize("case", SOME)
 @pytest.mark.parametrize("dim,fold", [(64, 1), (128, 0)])
 def test_keys_and_values_alone_the_other_way(dim, fold, case):
-    backward(Problem(case, (dim, dim)), "backward_dkdv_sm90", {"FOLD": fold})
+    backward(Problem(case, (dim, dim)), "backward_dkdv_sm90", {"LSE_BY_MMA": fold})
 
 
 def queries_alone(p: Problem) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import re
 import sys
 import types
@@ -200,8 +201,8 @@ ASSEMBLY: dict[str, Callable[..., Any]] = {
     "bulk_add_asm": bulk_add,
     "store_ds_asm": lambda ds, to: to.store(ds),
     "parts_asm": parts,
-    "tell_asm": tell,
-    "hear_asm": lambda plan: tuple(Scalar(x) for x in plan.array[:9]),
+    "send_tile_asm": tell,
+    "receive_tile_asm": lambda plan: tuple(Scalar(x) for x in plan.array[:9]),
 }
 
 
@@ -296,6 +297,8 @@ def launch(file: str, name: str, programs: int, arguments: dict[str, Any], seed:
         return Scalar(x) if type(x) is int else np.float32(x) if isinstance(x, float) else x
 
     function = kernel(file, name)
+    absent = dict.fromkeys(set(inspect.signature(function).parameters) - set(arguments))
+    assert not any(name.isupper() for name in absent), absent
     for place in range(programs):
         become(Run(place, programs, seed), "the program", 4)
-        function(**{k: x if k.isupper() else given(x) for k, x in arguments.items()})
+        function(**absent, **{k: x if k.isupper() else given(x) for k, x in arguments.items()})

@@ -22,6 +22,7 @@ from sm90.block_lists import blocks_of_lists
 from sm90.bwd_consumer import consume
 from sm90.bwd_listed_producer import produce_listed
 from sm90.bwd_producer import ROWS, produce, tests_of_tile, tile_of_program
+from sm90.config import constants
 from sm90.dq_reduce import sum_rows
 from sm90.lse_by_mma import COLUMNS
 from triton.experimental import gluon
@@ -30,15 +31,28 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 
 @gluon.jit
-def tile_of_keys(
+def backward_sm90(
     query, key, value, dout, lse2, delta, lo, hi, dk, dv, dq_sum, q_ids, kv_ids, q_pos, kv_pos,
-    q_blocks, kv_blocks, kv_order,
-    block_map, slopes, scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+    q_blocks, kv_blocks, kv_order, slopes, map_bits, kv_entries,
+    scale, soft_cap, element_test, batch, mask_batch, map_batch, map_heads, q_block, kv_block,
+    q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
-    TURNS: gl.constexpr, SKIP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
-    DQ: gl.constexpr, CAPPED: gl.constexpr, BIASED: gl.constexpr, MAPPED: gl.constexpr, ANEW: gl.constexpr, FOLD: gl.constexpr,
+    PING_PONG: gl.constexpr, SKIP: gl.constexpr, DQ: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, REMATERIALIZE: gl.constexpr,
+    LSE_BY_MMA: gl.constexpr,
 ):  # fmt: skip
-    """One program of the kernels below."""
+    """Tensor maps: query, key, value, dout, dk, dv (batch, length, heads * dim); lse2, delta, lo,
+    hi as one row each.
+
+    Without `dq_sum` (DQ 0) it makes dK and dV alone, for deterministic gradients; bwd_dq.py has dQ.
+    Options as of forward_sm90: `soft_cap`, `slopes` or block lists, of which the last have no
+    `dq_sum`.
+    """
+    config: gl.constexpr = constants(
+        QK_DIM=QK_DIM, V_DIM=V_DIM, QK_CHUNK=QK_CHUNK, HALVES=2, PING_PONG=PING_PONG, SKIP=SKIP, DQ=DQ,
+        REMATERIALIZE=REMATERIALIZE, LSE_BY_MMA=LSE_BY_MMA, SOFT_CAP=soft_cap is not None, ALIBI=slopes is not None,
+        BLOCK_LISTS=map_bits is not None,
+    )  # fmt: skip
     dtype: gl.constexpr = query.dtype
     row_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, QK_DIM], dtype)
     row_tile_v: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, V_DIM], dtype)
@@ -64,18 +78,19 @@ def tile_of_keys(
     lo_s = gl.allocate_shared_memory(gl.int32, [2, ROWS], line)
     hi_s = gl.allocate_shared_memory(gl.int32, [2, ROWS], line)
     gl.static_assert(
-        not (FOLD and (CAPPED or BIASED or MAPPED)), "scores must be multiplied by a scale alone"
+        not (LSE_BY_MMA and (config.SOFT_CAP or config.ALIBI or config.BLOCK_LISTS)),
+        "scores must be multiplied by a scale alone",
     )
-    if FOLD:
+    if LSE_BY_MMA:
         parts: gl.constexpr = gl.NVMMASharedLayout(
             swizzle_byte_width=32, element_bitwidth=16, rank=2
         )
         lse_p = gl.allocate_shared_memory(gl.bfloat16, [2, ROWS, COLUMNS], parts)
         delta_p = gl.allocate_shared_memory(gl.bfloat16, [2, ROWS, COLUMNS], parts)
         lines_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-        folded = (lse_p, delta_p, lines_full)
+        lse_parts = (lse_p, delta_p, lines_full)
     else:
-        folded = ()
+        lse_parts = ()
     kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -84,7 +99,7 @@ def tile_of_keys(
     ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     ds_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for j in gl.static_range(2):
-        if FOLD:
+        if LSE_BY_MMA:
             mbarrier.init(lines_full.index(j), 1)
         mbarrier.init(kv_full.index(j), 1)
         mbarrier.init(q_full.index(j), 1)
@@ -99,7 +114,8 @@ def tile_of_keys(
     sizes = (element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads)
     place, range_, mask, own_blocks = tile_of_program(orders, pointers, sizes, 128)
 
-    if MAPPED:
+    if config.BLOCK_LISTS:
+        block_map = (map_bits, kv_entries, map_batch, map_heads, q_block, kv_block)
         mask_b = gl.where(mask_batch > 1, place[0], 0)
         listing = (block_map, mask_b, q_len, kv_len)
         range_ = (0, blocks_of_lists(listing, place), 0, 0, 0)
@@ -115,138 +131,44 @@ def tile_of_keys(
     if DQ == 1:  # 1 to 2 % there, nothing or less in the others
         flags = mask[4]
         element_test = tests_of_tile(flags, element_test, range_[0], range_[1], (q_len + 63) // 64)
-    numbers = (element_test, q_len, kv_len, scale, soft_cap)
-    if MAPPED:
+    if config.SOFT_CAP:
+        numbers = (element_test, q_len, kv_len, scale, soft_cap)
+    else:
+        numbers = (element_test, q_len, kv_len, scale, scale)
+    shared = (tiles_s, lines_s, lse_parts, ds_s, dq_s)
+    loaded = (tiles_s, lines_s)
+    consumed = (
+        grads, mask, own_blocks, listing, slopes, shared, bars, ds_bars, place, range_, numbers,
+    )  # fmt: skip
+    if config.BLOCK_LISTS:
         gl.warp_specialize(
             [
-                (consume, (0, grads, mask, own_blocks, listing, slopes, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, BIASED, MAPPED, ANEW, FOLD)),
-                (consume, (1, grads, mask, own_blocks, listing, slopes, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, BIASED, MAPPED, ANEW, FOLD)),
-                (produce_listed, (maps, lines, tiles_s, lines_s, bars, place, listing, QK_DIM, V_DIM, QK_CHUNK)),
+                (consume, (0, consumed, config)),
+                (consume, (1, consumed, config)),
+                (produce_listed, (maps, lines, loaded, bars, place, listing, config)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )  # fmt: skip
+        )
     elif DQ == 2:
+        third: gl.constexpr = 512 - 2 * CONSUMER_REGISTERS - PRODUCER_REGISTERS
         gl.warp_specialize(
             [
-                (consume, (0, grads, mask, own_blocks, listing, slopes, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, BIASED, MAPPED, ANEW, FOLD)),
-                (consume, (1, grads, mask, own_blocks, listing, slopes, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, BIASED, MAPPED, ANEW, FOLD)),
-                (sum_rows, (dq_sum, k_s.index(0), ds_s, dq_s, kv_full, ds_bars, place, range_, QK_DIM, DQ)),
-                (produce, (maps, lines, tiles_s, lines_s, bars, place, range_, folded, scale, QK_DIM, V_DIM, QK_CHUNK, 2, FOLD)),
+                (consume, (0, consumed, config)),
+                (consume, (1, consumed, config)),
+                (sum_rows, (dq_sum, k_s.index(0), ds_s, dq_s, kv_full, ds_bars, place, range_, config)),
+                (produce, (maps, lines, loaded, bars, place, range_, lse_parts, scale, config)),
             ],
             [4, 4, 1],
-            [CONSUMER_REGISTERS, 512 - 2 * CONSUMER_REGISTERS - PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+            [CONSUMER_REGISTERS, third, PRODUCER_REGISTERS],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (consume, (0, grads, mask, own_blocks, listing, slopes, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, BIASED, MAPPED, ANEW, FOLD)),
-                (consume, (1, grads, mask, own_blocks, listing, slopes, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, place, range_, numbers, QK_DIM, V_DIM, TURNS, SKIP, DQ, CAPPED, BIASED, MAPPED, ANEW, FOLD)),
-                (produce, (maps, lines, tiles_s, lines_s, bars, place, range_, folded, scale, QK_DIM, V_DIM, QK_CHUNK, 2, FOLD)),
+                (consume, (0, consumed, config)),
+                (consume, (1, consumed, config)),
+                (produce, (maps, lines, loaded, bars, place, range_, lse_parts, scale, config)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )  # fmt: skip
-
-
-@gluon.jit
-def backward_sm90(
-    query, key, value, dout, lse2, delta, lo, hi, dk, dv, dq_sum, q_ids, kv_ids, q_pos, kv_pos,
-    q_blocks, kv_blocks, kv_order,
-    scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
-    TURNS: gl.constexpr, SKIP: gl.constexpr, DQ: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr, FOLD: gl.constexpr,
-):  # fmt: skip
-    """Tensor maps: query, key, value, dout, dk, dv (batch, length, heads * dim); lse2, delta, lo, hi as one row each."""
-    tile_of_keys(
-        query, key, value, dout, lse2, delta, lo, hi, dk, dv, dq_sum, q_ids, kv_ids, q_pos, kv_pos,
-        q_blocks, kv_blocks, kv_order,
-        (), (), scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, DQ, False, False, False, ANEW, FOLD,
-    )  # fmt: skip
-
-
-@gluon.jit
-def backward_dkdv_sm90(
-    query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, kv_ids, q_pos, kv_pos,
-    q_blocks, kv_blocks, kv_order,
-    scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
-    TURNS: gl.constexpr, SKIP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr, FOLD: gl.constexpr,
-):  # fmt: skip
-    """`backward_sm90` without dQ, for deterministic gradients: sm90/bwd_dq.py makes that."""
-    tile_of_keys(
-        query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, q_ids, kv_ids, q_pos, kv_pos,
-        q_blocks, kv_blocks, kv_order,
-        (), (), scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 0, False, False, False, ANEW, FOLD,
-    )  # fmt: skip
-
-
-@gluon.jit
-def backward_sm90_soft_cap(
-    query, key, value, dout, lse2, delta, lo, hi, dk, dv, dq_sum, q_ids, kv_ids, q_pos, kv_pos,
-    q_blocks, kv_blocks, kv_order,
-    scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
-    TURNS: gl.constexpr, SKIP: gl.constexpr, DQ: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr, FOLD: gl.constexpr,
-):  # fmt: skip
-    """`backward_sm90` with a soft cap (sm90/soft_cap.py): the same as portable/bwd_fallback.py, its checked twin."""
-    tile_of_keys(
-        query, key, value, dout, lse2, delta, lo, hi, dk, dv, dq_sum, q_ids, kv_ids, q_pos, kv_pos,
-        q_blocks, kv_blocks, kv_order,
-        (), (), scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, DQ, True, False, False, ANEW, FOLD,
-    )  # fmt: skip
-
-
-@gluon.jit
-def backward_sm90_alibi(
-    query, key, value, dout, lse2, delta, lo, hi, dk, dv, dq_sum, q_ids, kv_ids, q_pos, kv_pos,
-    q_blocks, kv_blocks, kv_order, slopes,
-    scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
-    TURNS: gl.constexpr, SKIP: gl.constexpr, DQ: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr, FOLD: gl.constexpr,
-):  # fmt: skip
-    """`backward_sm90` with ALiBi of indices (sm90/alibi.py): the same as portable/bwd_fallback.py, its checked twin."""
-    tile_of_keys(
-        query, key, value, dout, lse2, delta, lo, hi, dk, dv, dq_sum, q_ids, kv_ids, q_pos, kv_pos,
-        q_blocks, kv_blocks, kv_order,
-        (), slopes, scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, DQ, False, True, False, ANEW, FOLD,
-    )  # fmt: skip
-
-
-@gluon.jit
-def backward_dkdv_sm90_soft_cap(
-    query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, kv_ids, q_pos, kv_pos,
-    q_blocks, kv_blocks, kv_order,
-    scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
-    TURNS: gl.constexpr, SKIP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr, FOLD: gl.constexpr,
-):  # fmt: skip
-    """Likewise `backward_dkdv_sm90`."""
-    tile_of_keys(
-        query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, q_ids, kv_ids, q_pos, kv_pos,
-        q_blocks, kv_blocks, kv_order,
-        (), (), scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, TURNS, SKIP, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 0, True, False, False, ANEW, FOLD,
-    )  # fmt: skip
-
-
-@gluon.jit
-def backward_dkdv_sm90_block_lists(
-    query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, kv_ids, q_pos, kv_pos,
-    q_blocks, kv_blocks, kv_order, map_bits, kv_entries,
-    scale, element_test, batch, mask_batch, map_batch, map_heads, q_block, kv_block, q_len, kv_len, heads, kv_heads,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
-    TURNS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr,
-):  # fmt: skip
-    """`backward_dkdv_sm90` with a map of blocks (sm90/block_lists.py): the same as portable/bwd_fallback.py, its checked twin."""
-    block_map = (map_bits, kv_entries, map_batch, map_heads, q_block, kv_block)
-    tile_of_keys(
-        query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, q_ids, kv_ids, q_pos, kv_pos,
-        q_blocks, kv_blocks, kv_order,
-        block_map, (), scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, TURNS, 0, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 0, False, False, True, ANEW, 0,
-    )  # fmt: skip
+        )

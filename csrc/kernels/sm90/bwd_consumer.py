@@ -3,9 +3,16 @@
 from sm90.alibi import with_bias
 from sm90.block_lists import bits_of_rows, list_of_keys, map_of
 from sm90.bwd_producer import ROWS, mask_bits, rows_of_half
-from sm90.common import LOG2E, accumulator, named_barrier, nought, select_bits, warp_arrive
+from sm90.common import (
+    LOG2E,
+    accumulator,
+    named_barrier,
+    rematerialized_zero,
+    select_bits,
+    warp_arrive,
+)
 from sm90.dq_reduce import add_staged, hand_on, keys_read
-from sm90.lse_by_mma import folded_scale, less
+from sm90.lse_by_mma import less, lse_scale
 from sm90.soft_cap import tanh_of_scores
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -19,44 +26,55 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 
 @gluon.jit
-def turn_wait(W: gl.constexpr):
+def ping_pong_wait(W: gl.constexpr):
     """The warp groups take turns at issuing dK, dQ and the next scores: one's softmax runs under the other's products."""
     gl.inline_asm(named_barrier("sync", 4 + W, 256), "~{memory}", ())
 
 
 @gluon.jit
-def turn_pass(W: gl.constexpr):
+def ping_pong_pass(W: gl.constexpr):
     gl.inline_asm(named_barrier("arrive", 5 - W, 256), "~{memory}", ())
 
 
 @gluon.jit
-def scores(k, q_t, folded, stage, FOLD: gl.constexpr):
-    """S^T of a block of rows, started; with FOLD LSE is taken off it, in its units."""
+def scores(k, q_t, lse_parts, stage, LSE_BY_MMA: gl.constexpr):
+    """S^T of a block of rows, started; with LSE_BY_MMA LSE is taken off it, in its units."""
     zero = gl.zeros([64, ROWS], gl.float32, accumulator(ROWS))
     s = warpgroup_mma(k, q_t, zero, use_acc=False, is_async=True)
-    return less(s, folded[0].index(stage)) if FOLD else s
+    return less(s, lse_parts[0].index(stage)) if LSE_BY_MMA else s
 
 
 @gluon.jit
 def step(
-    W: gl.constexpr, sums, s, row, i, stage, phase, before, k_part, keys, dq_sum, mask, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, numbers, this_map, slope2,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, TURNS: gl.constexpr, DQ: gl.constexpr,
-    MASKED: gl.constexpr, LIVE: gl.constexpr, CAPPED: gl.constexpr, BIASED: gl.constexpr, MAPPED: gl.constexpr, ANEW: gl.constexpr, FOLD: gl.constexpr,
+    W: gl.constexpr, sums, s, row, i, stage, phase, before, operands, k_part, keys, this_map, slope2,
+    MASKED: gl.constexpr, LIVE: gl.constexpr, config: gl.constexpr,
 ):  # fmt: skip
     """One block of rows, the i-th: adds to dk and dv, hands on dS, adds dQ of the block `before`, makes the next scores.
 
     LIVE: there may be a pair of this warp group's keys and these rows.
     """
     dk_sum, dv_sum = sums
+    grads, mask, _, _, _, shared, bars, ds_bars, _, _, numbers = operands
+    dq_sum = grads[2]
+    tiles_s, lines_s, lse_parts, ds_s, dq_s = shared
+    QK_DIM: gl.constexpr = config.QK_DIM
+    V_DIM: gl.constexpr = config.V_DIM
+    PING_PONG: gl.constexpr = config.PING_PONG
+    DQ: gl.constexpr = config.DQ
+    REMATERIALIZE: gl.constexpr = config.REMATERIALIZE
+    LSE_BY_MMA: gl.constexpr = config.LSE_BY_MMA
+    SOFT_CAP: gl.constexpr = config.SOFT_CAP
+    ALIBI: gl.constexpr = config.ALIBI
+    BLOCK_LISTS: gl.constexpr = config.BLOCK_LISTS
     q_s, k_s, v_s, do_s = tiles_s
-    k_left = k_s.index(nought(i, ANEW)).slice(W * 64, 64, dim=0)
-    v_left = v_s.index(W + nought(i, ANEW))
+    k_left = k_s.index(rematerialized_zero(i, REMATERIALIZE)).slice(W * 64, 64, dim=0)
+    v_left = v_s.index(W + rematerialized_zero(i, REMATERIALIZE))
     lse_s, delta_s, lo_s, hi_s = lines_s
     _, q_full, q_empty, do_full, do_empty = bars
     ds_full, ds_empty = ds_bars
     scale, soft_cap = numbers[3:]
-    NEW: gl.constexpr = 2 if FOLD else 1  # groups of products that the next scores are
-    scale2 = folded_scale(scale) if FOLD else (soft_cap if CAPPED else scale) * LOG2E
+    NEW: gl.constexpr = 2 if LSE_BY_MMA else 1  # groups of products that the next scores are
+    scale2 = lse_scale(scale) if LSE_BY_MMA else (soft_cap if SOFT_CAP else scale) * LOG2E
     dtype: gl.constexpr = q_s.dtype
     PART: gl.constexpr = QK_DIM // 2
     CELLS: gl.constexpr = ROWS * PART
@@ -65,33 +83,33 @@ def step(
     ds_layout: gl.constexpr = gl.DotOperandLayout(0, accumulator(QK_DIM), 2)
     zero_dq = gl.zeros([ROWS, PART], gl.float32, accumulator(PART))
     other = stage ^ 1
-    if LIVE and not FOLD:
+    if LIVE and not LSE_BY_MMA:
         lse = lse_s.index(stage).load(gl.SliceLayout(0, s_layout))
     mbarrier.wait(do_full.index(stage), phase)
     if LIVE:
         zero = gl.zeros([64, ROWS], gl.float32, s_layout)
         do_t = do_s.index(stage).permute((1, 0))
         dp_token = warpgroup_mma(v_left, do_t, zero, use_acc=False, is_async=True)
-        if FOLD:
-            dp_token = less(dp_token, folded[1].index(stage))
-        if CAPPED:
+        if LSE_BY_MMA:
+            dp_token = less(dp_token, lse_parts[1].index(stage))
+        if SOFT_CAP:
             s = tanh_of_scores(s, scale / soft_cap, ROWS)
             fade = 1.0 - s * s  # the derivative of tanh
-        if BIASED:
+        if ALIBI:
             s = with_bias(s, keys, row, scale2, slope2, ROWS)
             scale2 = 1.0
         if MASKED:
             bits = mask_bits(keys, row, lo_s.index(stage), hi_s.index(stage), mask, numbers)
-            if MAPPED:
+            if BLOCK_LISTS:
                 bits = bits & bits_of_rows(this_map, keys, row, numbers[1])
             s = select_bits(s, bits, float("-inf"))
-        p = gl.exp2(s * scale2 if FOLD else s * scale2 - lse[None, :])
+        p = gl.exp2(s * scale2 if LSE_BY_MMA else s * scale2 - lse[None, :])
         p_half = gl.convert_layout(p.to(dtype), p_layout)
-        if CAPPED:
+        if SOFT_CAP:
             p = p * fade
         dp = warpgroup_mma_wait(0, deps=(dp_token,))
         dv_token = warpgroup_mma(p_half, do_s.index(stage), dv_sum, is_async=True)
-        if FOLD:
+        if LSE_BY_MMA:
             ds32 = p * dp
         else:
             dl = delta_s.index(stage).load(gl.SliceLayout(0, s_layout))
@@ -105,8 +123,8 @@ def step(
         free = phase if DQ == 2 else phase ^ stage
         mbarrier.wait(ds_empty.index(stage), free ^ 1)
         hand_on(ds, ds_s.index(stage).slice(W * 64, 64, dim=0), ds_full.index(stage))
-    if TURNS:
-        turn_wait(W)
+    if PING_PONG:
+        ping_pong_wait(W)
     if LIVE:
         ds_half = gl.convert_layout(ds, ds_layout)
         dk_token = warpgroup_mma(ds_half, q_s.index(stage), dk_sum, is_async=True)
@@ -121,9 +139,9 @@ def step(
     phase = phase ^ stage
     mbarrier.wait(q_full.index(other), phase)
     q_t = q_s.index(other).permute((1, 0))
-    s_token = scores(k_left, q_t, folded, other, FOLD)
-    if TURNS:
-        turn_pass(W)
+    s_token = scores(k_left, q_t, lse_parts, other, LSE_BY_MMA)
+    if PING_PONG:
+        ping_pong_pass(W)
     if DQ == 1:
         dq = warpgroup_mma_wait(NEW, deps=(dq_token,))
         warp_arrive(ds_empty.index(other))
@@ -138,11 +156,17 @@ def step(
 
 
 @gluon.jit
-def consume(
-    W: gl.constexpr, grads, mask, own_blocks, listing, slopes, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, place, range_, numbers,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, TURNS: gl.constexpr, SKIP: gl.constexpr,
-    DQ: gl.constexpr, CAPPED: gl.constexpr, BIASED: gl.constexpr, MAPPED: gl.constexpr, ANEW: gl.constexpr, FOLD: gl.constexpr,
-):  # fmt: skip
+def consume(W: gl.constexpr, operands, config: gl.constexpr):
+    grads, _, own_blocks, listing, slopes, shared, bars, ds_bars, place, range_, numbers = operands
+    tiles_s, _, lse_parts, ds_s, dq_s = shared
+    QK_DIM: gl.constexpr = config.QK_DIM
+    V_DIM: gl.constexpr = config.V_DIM
+    PING_PONG: gl.constexpr = config.PING_PONG
+    SKIP: gl.constexpr = config.SKIP
+    DQ: gl.constexpr = config.DQ
+    LSE_BY_MMA: gl.constexpr = config.LSE_BY_MMA
+    ALIBI: gl.constexpr = config.ALIBI
+    BLOCK_LISTS: gl.constexpr = config.BLOCK_LISTS
     dk, dv, dq_sum = grads
     q_s, k_s, v_s, _ = tiles_s
     kv_full, q_full, _, _, _ = bars
@@ -167,10 +191,10 @@ def consume(
     if steps > 0:
         if SKIP:
             own_start, own_end = rows_of_half(own_blocks, first_key // 64 + W, kv_len)
-        if TURNS and W == 1:
-            turn_pass(1)
+        if PING_PONG and W == 1:
+            ping_pong_pass(1)
         mbarrier.wait(q_full.index(0), 0)
-        s = scores(k, q_s.index(0).permute((1, 0)), folded, 0, FOLD)
+        s = scores(k, q_s.index(0).permute((1, 0)), lse_parts, 0, LSE_BY_MMA)
         s = warpgroup_mma_wait(0, deps=(s,))
         if DQ == 1:  # "block -1": adds zero to dQ
             ds_s.index(1).slice(W * 64, 64, dim=0).store(gl.zeros([64, ROWS], dtype, s_layout))
@@ -178,7 +202,7 @@ def consume(
             mbarrier.arrive(ds_full.index(1))
         stage = 0
         phase = 0
-        if MAPPED:
+        if BLOCK_LISTS:
             block_map, mask_b, q_len, _kv_len = listing
             for g in range(0, group):
                 head = kv_head * group + g
@@ -189,12 +213,15 @@ def consume(
                 for part in gl.static_range(2):
                     for i in range(0, masked if part == 0 else core):
                         row = gl.load(listed + i) * ROWS if part == 0 else 0
-                        dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, i, stage, phase, 0, k_part, keys, dq_sum, mask, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, numbers, this_map, (), QK_DIM, V_DIM, TURNS, DQ, part == 0, True, CAPPED, False, True, ANEW, FOLD)  # fmt: skip
+                        dk_sum, dv_sum, s, phase = step(
+                            W, (dk_sum, dv_sum), s, row, i, stage, phase, 0, operands, k_part, keys, this_map,
+                            (), part == 0, True, config,
+                        )  # fmt: skip
                         stage = stage ^ 1
         # of the block before; zeros are added to the first one
         before = (bh * row_blocks + start // ROWS) * 2 + (W if DQ == 1 else 0)
         # masked blocks of every head, then the core
-        for part in gl.static_range(0 if MAPPED else 2):
+        for part in gl.static_range(0 if BLOCK_LISTS else 2):
             count = edges if part == 0 else core_end - core_begin
             n = 0
             g = 0
@@ -205,19 +232,31 @@ def consume(
                     else core_begin + n
                 )
                 row = start + at * ROWS
-                if BIASED:
+                if ALIBI:
                     slope2 = gl.load(slopes + kv_head * group + g) * -LOG2E
                 else:
                     slope2 = ()
                 if part == 1:
-                    dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, i, stage, phase, before, k_part, keys, dq_sum, mask, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, numbers, (), slope2, QK_DIM, V_DIM, TURNS, DQ, False, True, CAPPED, BIASED, False, ANEW, FOLD)  # fmt: skip
+                    dk_sum, dv_sum, s, phase = step(
+                        W, (dk_sum, dv_sum), s, row, i, stage, phase, before, operands, k_part, keys, (),
+                        slope2, False, True, config,
+                    )  # fmt: skip
                 elif SKIP:
                     if (row < own_end) & (row + ROWS > own_start):
-                        dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, i, stage, phase, before, k_part, keys, dq_sum, mask, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, numbers, (), slope2, QK_DIM, V_DIM, TURNS, DQ, True, True, CAPPED, BIASED, False, ANEW, FOLD)  # fmt: skip
+                        dk_sum, dv_sum, s, phase = step(
+                            W, (dk_sum, dv_sum), s, row, i, stage, phase, before, operands, k_part, keys, (),
+                            slope2, True, True, config,
+                        )  # fmt: skip
                     else:
-                        dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, i, stage, phase, before, k_part, keys, dq_sum, mask, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, numbers, (), slope2, QK_DIM, V_DIM, TURNS, DQ, True, False, CAPPED, BIASED, False, ANEW, FOLD)  # fmt: skip
+                        dk_sum, dv_sum, s, phase = step(
+                            W, (dk_sum, dv_sum), s, row, i, stage, phase, before, operands, k_part, keys, (),
+                            slope2, True, False, config,
+                        )  # fmt: skip
                 else:
-                    dk_sum, dv_sum, s, phase = step(W, (dk_sum, dv_sum), s, row, i, stage, phase, before, k_part, keys, dq_sum, mask, tiles_s, lines_s, folded, ds_s, dq_s, bars, ds_bars, numbers, (), slope2, QK_DIM, V_DIM, TURNS, DQ, True, True, CAPPED, BIASED, False, ANEW, FOLD)  # fmt: skip
+                    dk_sum, dv_sum, s, phase = step(
+                        W, (dk_sum, dv_sum), s, row, i, stage, phase, before, operands, k_part, keys, (),
+                        slope2, True, True, config,
+                    )  # fmt: skip
                 stage = stage ^ 1
                 block = row // ROWS
                 before = ((bh + g) * row_blocks + block) * 2 + (W if DQ == 1 else 0)
@@ -233,8 +272,8 @@ def consume(
             dq = warpgroup_mma_wait(0, deps=(dq,))
             add_staged(dq, dq_sum + before.to(gl.int64) * CELLS, dq_s.index(W), CELLS)
             tma.store_wait(0)
-        if TURNS and W == 0:
-            turn_wait(0)
+        if PING_PONG and W == 0:
+            ping_pong_wait(0)
     # other warp groups may still read this one's keys for their part of dQ
     keys_read(W, DQ)
     k.store((dk_sum * scale).to(dtype))

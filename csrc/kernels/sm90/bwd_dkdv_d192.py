@@ -11,7 +11,8 @@ Queries, keys and dK are cut into chunks of QK_CHUNK columns.
 
 from sm90.bwd_producer import ROWS, mask_bits, produce, rows_of_half, tile_of_program
 from sm90.chunked_mma import add_products, finished, half_of_keys, scores, zeros
-from sm90.common import LOG2E, accumulator, nought, select_bits, warp_arrive
+from sm90.common import LOG2E, accumulator, rematerialized_zero, select_bits, warp_arrive
+from sm90.config import constants
 from sm90.softmax import half_name, unpack
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -179,10 +180,12 @@ def pass_by(stage, phase, kv, tiles_s, bars, CHUNKS: gl.constexpr):
 
 
 @gluon.jit
-def consume(
-    W: gl.constexpr, grads, mask, own_blocks, tiles_s, lines_s, bars, place, range_, numbers,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, ANEW: gl.constexpr,
-):  # fmt: skip
+def consume(W: gl.constexpr, operands, config: gl.constexpr):
+    grads, mask, own_blocks, shared, bars, place, range_, numbers = operands
+    tiles_s, lines_s = shared
+    QK_DIM: gl.constexpr = config.QK_DIM
+    V_DIM: gl.constexpr = config.V_DIM
+    QK_CHUNK: gl.constexpr = config.QK_CHUNK
     dk, dv = grads
     q_s, k_s, v_s, _ = tiles_s
     kv_full, q_full, _, _, _ = bars
@@ -211,11 +214,14 @@ def consume(
             masked = i < edges * group
             row = start + gl.where(n < core_begin, n, n + core_end - core_begin) * ROWS
             kv_left = (
-                half_of_keys(k_s, nought(i, ANEW), W, CHUNKS),
-                v_s.index(W + nought(i, ANEW)),
+                half_of_keys(k_s, rematerialized_zero(i, config.REMATERIALIZE), W, CHUNKS),
+                v_s.index(W + rematerialized_zero(i, config.REMATERIALIZE)),
             )
             if (i >= edges * group) | ((row < own_end) & (row + ROWS > own_start)):
-                dk_sum, dv_sum, s = add_block((dk_sum, dv_sum), s, row, masked, stage, phase, kv_left, keys, mask, tiles_s, lines_s, bars, numbers, V_DIM, QK_CHUNK, CHUNKS)  # fmt: skip
+                dk_sum, dv_sum, s = add_block(
+                    (dk_sum, dv_sum), s, row, masked, stage, phase, kv_left, keys, mask, tiles_s,
+                    lines_s, bars, numbers, V_DIM, QK_CHUNK, CHUNKS,
+                )  # fmt: skip
             else:
                 s = pass_by(stage, phase, kv_left, tiles_s, bars, CHUNKS)
             phase = phase ^ stage
@@ -243,9 +249,9 @@ def backward_dkdv_sm90(
     q_blocks, kv_blocks, kv_order,
     scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, REMATERIALIZE: gl.constexpr,
 ):  # fmt: skip
-    """As bwd.backward_dkdv_sm90."""
+    """As bwd.backward_sm90 without dQ."""
     dtype: gl.constexpr = query.dtype
     get_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for
     line: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
@@ -287,12 +293,17 @@ def backward_dkdv_sm90(
     grads = (dk, dv)
     bars = (kv_full, q_full, q_empty, do_full, do_empty)
     numbers = (element_test, q_len, kv_len, scale)
+    config: gl.constexpr = constants(
+        QK_DIM=QK_DIM, V_DIM=V_DIM, QK_CHUNK=QK_CHUNK, HALVES=2, REMATERIALIZE=REMATERIALIZE, LSE_BY_MMA=False
+    )  # fmt: skip
+    shared = (tiles_s, lines_s)
+    consumed = (grads, mask, own_blocks, shared, bars, place, range_, numbers)
     gl.warp_specialize(
         [
-            (consume, (0, grads, mask, own_blocks, tiles_s, lines_s, bars, place, range_, numbers, QK_DIM, V_DIM, QK_CHUNK, ANEW)),
-            (consume, (1, grads, mask, own_blocks, tiles_s, lines_s, bars, place, range_, numbers, QK_DIM, V_DIM, QK_CHUNK, ANEW)),
-            (produce, (maps, lines, tiles_s, lines_s, bars, place, range_, (), scale, QK_DIM, V_DIM, QK_CHUNK, 2, 0)),
+            (consume, (0, consumed, config)),
+            (consume, (1, consumed, config)),
+            (produce, (maps, lines, shared, bars, place, range_, (), scale, config)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )  # fmt: skip
+    )

@@ -9,7 +9,8 @@ under its last product. Tiles of queries and keys, and dK, are cut into chunks o
 
 from sm90.bwd_producer import ROWS, mask_bits, produce, tile_of_program
 from sm90.chunked_mma import add_products, finished, left_chunks, scores, zeros
-from sm90.common import LOG2E, accumulator, nought, select_bits, warp_arrive
+from sm90.common import LOG2E, accumulator, rematerialized_zero, select_bits, warp_arrive
+from sm90.config import constants
 from sm90.dq_reduce import keys_read
 from sm90.soft_cap import tanh_of_scores
 from triton.experimental import gluon
@@ -36,11 +37,14 @@ def bits_of_masked(n, keys, stage, lines_s, mask, range_, numbers):
 
 
 @gluon.jit
-def consume_scores(
-    dv, mask, tiles_s, lines_s, p_s, bars, p_bars, place, range_, numbers,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, CAPPED: gl.constexpr, ANEW: gl.constexpr,
-):  # fmt: skip
+def consume_scores(dv, operands, config: gl.constexpr):
     """S, P and dV."""
+    mask, shared, bars, p_bars, place, range_, numbers = operands
+    tiles_s, lines_s, p_s = shared
+    QK_DIM: gl.constexpr = config.QK_DIM
+    V_DIM: gl.constexpr = config.V_DIM
+    QK_CHUNK: gl.constexpr = config.QK_CHUNK
+    SOFT_CAP: gl.constexpr = config.SOFT_CAP
     q_s, k_s, v_s, do_s = tiles_s
     lse_s, _, _, _ = lines_s
     kv_full, q_full, q_empty, do_full, do_empty = bars
@@ -49,7 +53,7 @@ def consume_scores(
     _start, steps, edges, core_begin, core_end = range_
     _, _, _, scale, soft_cap = numbers
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
-    scale2 = (soft_cap if CAPPED else scale) * LOG2E
+    scale2 = (soft_cap if SOFT_CAP else scale) * LOG2E
     dtype: gl.constexpr = dv.dtype
     s_layout: gl.constexpr = accumulator(ROWS)
     v_layout: gl.constexpr = accumulator(V_DIM)
@@ -71,7 +75,7 @@ def consume_scores(
             for i in range(0, count * group):
                 other = stage ^ 1
                 lse = lse_s.index(stage).load(gl.SliceLayout(0, s_layout))
-                if CAPPED:
+                if SOFT_CAP:
                     s = tanh_of_scores(s, scale / soft_cap, ROWS)
                     fade = 1.0 - s * s  # the derivative of tanh
                 if part == 0:
@@ -81,7 +85,7 @@ def consume_scores(
                 warp_arrive(q_empty.index(stage))
                 p32 = gl.exp2(s * scale2 - lse[None, :])
                 p = p32.to(dtype)
-                passed = (p32 * fade).to(dtype) if CAPPED else p
+                passed = (p32 * fade).to(dtype) if SOFT_CAP else p
                 mbarrier.wait(p_empty.index(stage), phase ^ 1)
                 p_s.index(stage).store(passed)
                 mbarrier.arrive(p_full.index(stage))
@@ -90,7 +94,7 @@ def consume_scores(
                 dv_token = warpgroup_mma(p_half, do_s.index(stage), dv_sum, is_async=True)
                 phase = phase ^ stage
                 mbarrier.wait(q_full.index(other), phase)
-                k_left = left_chunks(k_s, nought(i, ANEW), CHUNKS)
+                k_left = left_chunks(k_s, rematerialized_zero(i, config.REMATERIALIZE), CHUNKS)
                 s_token = scores(k_left, q_s, other, zero, CHUNKS)
                 dv_sum = warpgroup_mma_wait(CHUNKS, deps=(dv_token,))
                 warp_arrive(do_empty.index(stage))
@@ -107,11 +111,12 @@ def consume_scores(
 
 
 @gluon.jit
-def consume_gradients(
-    dk, mask, tiles_s, lines_s, p_s, bars, p_bars, place, range_, numbers,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, ANEW: gl.constexpr,
-):  # fmt: skip
+def consume_gradients(dk, operands, config: gl.constexpr):
     """dP, dS and dK."""
+    mask, shared, bars, p_bars, place, range_, numbers = operands
+    tiles_s, lines_s, p_s = shared
+    QK_DIM: gl.constexpr = config.QK_DIM
+    QK_CHUNK: gl.constexpr = config.QK_CHUNK
     q_s, k_s, v_s, do_s = tiles_s
     _, delta_s, _, _ = lines_s
     kv_full, q_full, q_empty, do_full, do_empty = bars
@@ -156,7 +161,7 @@ def consume_gradients(
                 phase = phase ^ stage
                 mbarrier.wait(do_full.index(other), phase)
                 do_t = do_s.index(other).permute((1, 0))
-                v_left = v_s.index(nought(i, ANEW))
+                v_left = v_s.index(rematerialized_zero(i, config.REMATERIALIZE))
                 dp_token = warpgroup_mma(v_left, do_t, zero, use_acc=False, is_async=True)
                 dk_sum = finished(dk_tokens, 1, CHUNKS)
                 warp_arrive(q_empty.index(stage))
@@ -174,14 +179,18 @@ def consume_gradients(
 
 
 @gluon.jit
-def tile_of_keys(
+def backward_dkdv_sm90(
     query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, kv_ids, q_pos, kv_pos,
     q_blocks, kv_blocks, kv_order,
     scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, CAPPED: gl.constexpr, ANEW: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, REMATERIALIZE: gl.constexpr,
 ):  # fmt: skip
-    """One program of the kernels below."""
+    """As bwd.backward_sm90 without dQ; `soft_cap` may be None."""
+    config: gl.constexpr = constants(
+        QK_DIM=QK_DIM, V_DIM=V_DIM, QK_CHUNK=QK_CHUNK, HALVES=1, REMATERIALIZE=REMATERIALIZE,
+        LSE_BY_MMA=False, SOFT_CAP=soft_cap is not None,
+    )  # fmt: skip
     dtype: gl.constexpr = query.dtype
     get_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for
     line: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
@@ -228,47 +237,19 @@ def tile_of_keys(
     lines = (lse2, delta, lo, hi)
     bars = (kv_full, q_full, q_empty, do_full, do_empty)
     p_bars = (p_full, p_empty)
-    numbers = (element_test, q_len, kv_len, scale, soft_cap)
+    if config.SOFT_CAP:
+        numbers = (element_test, q_len, kv_len, scale, soft_cap)
+    else:
+        numbers = (element_test, q_len, kv_len, scale, scale)
+    shared = (tiles_s, lines_s, p_s)
+    loaded = (tiles_s, lines_s)
+    consumed = (mask, shared, bars, p_bars, place, range_, numbers)
     gl.warp_specialize(
         [
-            (consume_scores, (dv, mask, tiles_s, lines_s, p_s, bars, p_bars, place, range_, numbers, QK_DIM, V_DIM, QK_CHUNK, CAPPED, ANEW)),
-            (consume_gradients, (dk, mask, tiles_s, lines_s, p_s, bars, p_bars, place, range_, numbers, QK_DIM, V_DIM, QK_CHUNK, ANEW)),
-            (produce, (maps, lines, tiles_s, lines_s, bars, place, range_, (), scale, QK_DIM, V_DIM, QK_CHUNK, 1, 0)),
+            (consume_scores, (dv, consumed, config)),
+            (consume_gradients, (dk, consumed, config)),
+            (produce, (maps, lines, loaded, bars, place, range_, (), scale, config)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )  # fmt: skip
-
-
-@gluon.jit
-def backward_dkdv_sm90(
-    query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, kv_ids, q_pos, kv_pos,
-    q_blocks, kv_blocks, kv_order,
-    scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr,
-):  # fmt: skip
-    """As bwd.backward_dkdv_sm90."""
-    tile_of_keys(
-        query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, kv_ids, q_pos, kv_pos,
-        q_blocks, kv_blocks, kv_order,
-        scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, CONSUMER_REGISTERS, PRODUCER_REGISTERS, False, ANEW,
-    )  # fmt: skip
-
-
-@gluon.jit
-def backward_dkdv_sm90_soft_cap(
-    query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, kv_ids, q_pos, kv_pos,
-    q_blocks, kv_blocks, kv_order,
-    scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr,
-):  # fmt: skip
-    """As bwd.backward_dkdv_sm90_soft_cap."""
-    tile_of_keys(
-        query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, kv_ids, q_pos, kv_pos,
-        q_blocks, kv_blocks, kv_order,
-        scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, CONSUMER_REGISTERS, PRODUCER_REGISTERS, True, ANEW,
-    )  # fmt: skip
+    )

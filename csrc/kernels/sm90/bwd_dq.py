@@ -16,24 +16,25 @@ from sm90.common import (
     accumulator,
     key_range,
     lanes_arrive,
-    nought,
     nth_step,
     own_steps,
     place_of_tile,
     position_row,
+    rematerialized_zero,
     split,
     stay,
     warp_arrive,
 )
+from sm90.config import constants
 from sm90.pipeline import (
     after,
-    hear,
     masked,
     pass_by,
+    ping_pong_pass,
+    ping_pong_wait,
     place_of_values,
-    tell_asm,
-    turn_pass,
-    turn_wait,
+    receive_tile,
+    send_tile_asm,
 )
 from sm90.soft_cap import tanh_of_scores
 from triton.experimental import gluon
@@ -55,16 +56,19 @@ def value_stages(v_dim, block_n, stages):
 
 
 @gluon.jit
-def produce(
-    maps, q_order, q_blocks, counter, block_map, tiles_s, plan_s, full, empty, plan_bars, sizes,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    MAPPED: gl.constexpr,
-):  # fmt: skip
+def produce(maps, order, block_map, shared, sizes, config: gl.constexpr):
+    q_order, q_blocks, counter = order
     query, dout, key, value = maps
+    tiles_s, work_s, full, empty, work_bars = shared
+    QK_DIM: gl.constexpr = config.QK_DIM
+    V_DIM: gl.constexpr = config.V_DIM
+    QK_CHUNK: gl.constexpr = config.QK_CHUNK
+    BLOCK_N: gl.constexpr = config.BLOCK_N
+    STAGES: gl.constexpr = config.STAGES
     q_s, do_s, k_s, v_s = tiles_s
     q_full, k_full, v_full = full
     q_empty, k_empty, v_empty = empty
-    plan_full, plan_empty = plan_bars
+    work_full, work_empty = work_bars
     batch, mask_batch, q_len, kv_len, heads, kv_heads, programs = sizes
     dtype: gl.constexpr = query.dtype
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
@@ -85,17 +89,17 @@ def produce(
         start, end, core_lo, core_hi, tested = key_range(q_blocks, mask_b, row, q_len, 128)
         steps, core_begin, core_end = split(start, end, core_lo, core_hi, BLOCK_N)
         edges = steps - core_end + core_begin
-        if MAPPED:
+        if config.BLOCK_LISTS:
             listed, edges, core = list_of_rows(block_map, mask_b, head, row, q_len, kv_len)
             steps = edges + core
             block = gl.load(listed)
-        mbarrier.wait(plan_empty.index(slot), slot_phase ^ 1)
+        mbarrier.wait(work_empty.index(slot), slot_phase ^ 1)
         gl.inline_asm(
-            tell_asm,
+            send_tile_asm,
             "r,r,r,r,r,r,r,r,r,r,~{memory}",
-            (plan_s.index(slot), row, head, b, start, steps, edges, core_begin, core_end, tested),
+            (work_s.index(slot), row, head, b, start, steps, edges, core_begin, core_end, tested),
         )
-        mbarrier.arrive(plan_full.index(slot))
+        mbarrier.arrive(work_full.index(slot))
         for w in gl.static_range(2):
             mbarrier.wait(q_empty.index(w), q_phase ^ 1)
             mbarrier.expect(q_full.index(w), 64 * (QK_DIM + V_DIM) * 2)
@@ -107,7 +111,7 @@ def produce(
             do_tile = do_s.index(w).reinterpret(dtype, [1, 64, V_DIM], dout.layout)
             tma.async_load(dout, [b, row + w * 64, head * V_DIM], q_full.index(w), do_tile)
         for i in range(0, steps):
-            if MAPPED:  # read a step ahead
+            if config.BLOCK_LISTS:  # read a step ahead
                 at = block * BLOCK_N
                 block = gl.load(listed + gl.minimum(i + 1, steps - 1))
             else:
@@ -129,29 +133,35 @@ def produce(
         slot, slot_phase = after(slot, slot_phase, 2)
         q_phase = q_phase ^ 1
     # a plan of no steps ends the consumers
-    mbarrier.wait(plan_empty.index(slot), slot_phase ^ 1)
+    mbarrier.wait(work_empty.index(slot), slot_phase ^ 1)
     gl.inline_asm(
-        tell_asm,
+        send_tile_asm,
         "r,r,r,r,r,r,r,r,r,r,~{memory}",
-        (plan_s.index(slot), 0, 0, 0, 0, 0, 0, 0, 0, 0),
+        (work_s.index(slot), 0, 0, 0, 0, 0, 0, 0, 0, 0),
     )
-    mbarrier.arrive(plan_full.index(slot))
+    mbarrier.arrive(work_full.index(slot))
 
 
 @gluon.jit
-def consume(
-    W: gl.constexpr, dq, stats, q_blocks, mask, block_map, tiles_s, plan_s, full, empty, plan_bars, numbers,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    DO_REGISTERS: gl.constexpr, CAPPED: gl.constexpr, MAPPED: gl.constexpr, ANEW: gl.constexpr,
-):  # fmt: skip
+def consume(W: gl.constexpr, operands, config: gl.constexpr):
+    dq, stats, q_blocks, mask, block_map, shared, numbers = operands
+    tiles_s, work_s, full, empty, work_bars = shared
+    QK_DIM: gl.constexpr = config.QK_DIM
+    V_DIM: gl.constexpr = config.V_DIM
+    QK_CHUNK: gl.constexpr = config.QK_CHUNK
+    BLOCK_N: gl.constexpr = config.BLOCK_N
+    STAGES: gl.constexpr = config.STAGES
+    DO_REGISTERS: gl.constexpr = config.DO_REGISTERS
+    SOFT_CAP: gl.constexpr = config.SOFT_CAP
+    BLOCK_LISTS: gl.constexpr = config.BLOCK_LISTS
     lse2, delta = stats
     q_s, do_s, k_s, v_s = tiles_s
     q_full, k_full, v_full = full
     q_empty, k_empty, v_empty = empty
-    plan_full, plan_empty = plan_bars
+    work_full, work_empty = work_bars
     element_test, mask_batch, q_len, kv_len, heads, scale, soft_cap = numbers
     padded = (q_len + 63) // 64 * 64
-    scale2 = (soft_cap if CAPPED else scale) * LOG2E
+    scale2 = (soft_cap if SOFT_CAP else scale) * LOG2E
     dtype: gl.constexpr = dq.dtype
     s_layout: gl.constexpr = accumulator(BLOCK_N)
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
@@ -165,11 +175,11 @@ def consume(
     slot_phase = 0
     q_phase = 0
     if W == 1:
-        turn_pass(1, 2)
-    mbarrier.wait(plan_full.index(0), 0)
-    row, head, b, start, steps, edges, core_begin, core_end, tested = hear(plan_s.index(0))
+        ping_pong_pass(1, 2)
+    mbarrier.wait(work_full.index(0), 0)
+    row, head, b, start, steps, edges, core_begin, core_end, tested = receive_tile(work_s.index(0))
     while steps > 0:
-        lanes_arrive(plan_empty.index(slot))
+        lanes_arrive(work_empty.index(slot))
         mask_b = gl.where(mask_batch > 1, b, 0)
         mask_row = mask_b.to(gl.int64) * q_len
         mask_key = mask_b.to(gl.int64) * kv_len
@@ -188,7 +198,7 @@ def consume(
             do = do_s.index(W).load(gl.DotOperandLayout(0, s_layout, 2))
         else:
             do = do_s.index(W)
-        if MAPPED:
+        if BLOCK_LISTS:
             first = 0
             last = edges
             listed, _, _ = list_of_rows(block_map, mask_b, head, row, q_len, kv_len)
@@ -206,7 +216,7 @@ def consume(
             stop = last if part == 0 else steps
             for i in range(begin, stop):
                 v_stage, v_phase = place_of_values(stage, phase, V_STAGES, STAGES)
-                if MAPPED and part == 0:
+                if BLOCK_LISTS and part == 0:
                     at = gl.load(listed + i) * BLOCK_N
                 mbarrier.wait(v_full.index(v_stage), v_phase)
                 if V_DIM == 256:  # descriptors of tiles, hoisted out of the loop, would be spilled
@@ -214,21 +224,27 @@ def consume(
                     q_left = left_chunks(q_s, own, CHUNKS)
                     do_left = do_s.index(own)
                 else:
-                    q_left = left_chunks(q_s, W + nought(i, ANEW), CHUNKS)
-                    do_left = do if DO_REGISTERS else do_s.index(W + nought(i, ANEW))
+                    q_left = left_chunks(
+                        q_s, W + rematerialized_zero(i, config.REMATERIALIZE), CHUNKS
+                    )
+                    do_left = (
+                        do
+                        if DO_REGISTERS
+                        else do_s.index(W + rematerialized_zero(i, config.REMATERIALIZE))
+                    )
                 v_t = v_s.index(v_stage).permute((1, 0))
                 dp_token = warpgroup_mma(do_left, v_t, zero, use_acc=False, is_async=True)
-                if CAPPED:
+                if SOFT_CAP:
                     s = tanh_of_scores(s, scale / soft_cap, BLOCK_N)
                     fade = 1.0 - s * s  # the derivative of tanh
                 if part == 0:
-                    if not MAPPED:
+                    if not BLOCK_LISTS:
                         at = start + nth_step(i, steps, edges, core_begin, core_end) * BLOCK_N
-                    s = masked(s, rows, at, mask_here, tested, element_test, q_len, kv_len, this_map, BLOCK_N, MAPPED)  # fmt: skip
+                    s = masked(s, rows, at, mask_here, tested, element_test, q_len, kv_len, this_map, BLOCK_N, BLOCK_LISTS)  # fmt: skip
                 p = gl.exp2(s * scale2 - gl.expand_dims(lse, 1))
-                if CAPPED and part == 0:  # the fade of a masked key may be NaN
+                if SOFT_CAP and part == 0:  # the fade of a masked key may be NaN
                     p = gl.where(p == 0.0, 0.0, p * fade)
-                elif CAPPED:
+                elif SOFT_CAP:
                     p = p * fade
                 dp = warpgroup_mma_wait(0, deps=(dp_token,))
                 warp_arrive(v_empty.index(v_stage))
@@ -236,7 +252,7 @@ def consume(
                 if part == 0:  # P is 0 where masked, dP may be anything there
                     ds = gl.where(p == 0.0, 0.0, ds)
                 ds_half = gl.convert_layout(ds.to(dtype), ds_layout)
-                turn_wait(W)
+                ping_pong_wait(W)
                 dq_tokens = add_products(ds_half, k_s, stage, dq_sum, CHUNKS)
                 old = stage
                 stage, phase = after(stage, phase, STAGES)
@@ -245,13 +261,13 @@ def consume(
                     mbarrier.wait(k_full.index(stage), phase)
                 # after the last step the scores of this one, again: they are dropped
                 s_token = scores(q_left, k_s, gl.where(more, stage, old), zero, CHUNKS)
-                turn_pass(W, 2)
+                ping_pong_pass(W, 2)
                 dq_sum = finished(dq_tokens, CHUNKS, CHUNKS)
                 if more:
                     warp_arrive(k_empty.index(old))
                 s = warpgroup_mma_wait(0, deps=(s_token,))
         warp_arrive(k_empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)))
-        if not MAPPED:
+        if not BLOCK_LISTS:
             stage, phase = pass_by(steps - end, W, full, empty, stage, phase, V_STAGES, STAGES, 2)
         lo = gl.load(q_lo + mask_row + rows, mask=there, other=0)
         hi = gl.load(q_hi + mask_row + rows, mask=there, other=0)
@@ -273,20 +289,32 @@ def consume(
         warp_arrive(q_empty.index(W))
         slot, slot_phase = after(slot, slot_phase, 2)
         q_phase = q_phase ^ 1
-        mbarrier.wait(plan_full.index(slot), slot_phase)
-        row, head, b, start, steps, edges, core_begin, core_end, tested = hear(plan_s.index(slot))
+        mbarrier.wait(work_full.index(slot), slot_phase)
+        row, head, b, start, steps, edges, core_begin, core_end, tested = receive_tile(
+            work_s.index(slot)
+        )
     if W == 0:
-        turn_wait(0)
+        ping_pong_wait(0)
 
 
 @gluon.jit
-def tiles_of_rows(
-    query, key, value, dout, dq, lse2, delta, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
-    block_map, scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    DO_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, CAPPED: gl.constexpr, MAPPED: gl.constexpr, ANEW: gl.constexpr,
+def backward_dq_sm90(
+    query, key, value, dout, dq, lse2, delta,
+    q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter, map_bits, q_entries,
+    scale, soft_cap, element_test, batch, mask_batch, map_batch, map_heads, q_block, kv_block,
+    q_len, kv_len, heads, kv_heads,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, DO_REGISTERS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, REMATERIALIZE: gl.constexpr,
 ):  # fmt: skip
-    """One program of the kernels below."""
+    """query, key, value, dout, dq are tensor maps (batch, length, heads * dim) with boxes of 64 or
+    BLOCK_N rows of one head; lse2 and delta as backward_prepare leaves them; counter holds 0 and
+    lives as long as the launch. Options as of forward_sm90: `soft_cap` or block lists."""
+    config: gl.constexpr = constants(
+        QK_DIM=QK_DIM, V_DIM=V_DIM, QK_CHUNK=QK_CHUNK, BLOCK_N=BLOCK_N, STAGES=STAGES,
+        DO_REGISTERS=DO_REGISTERS, REMATERIALIZE=REMATERIALIZE, SOFT_CAP=soft_cap is not None,
+        BLOCK_LISTS=map_bits is not None,
+    )  # fmt: skip
     dtype: gl.constexpr = query.dtype
     get_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for
     line: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
@@ -301,15 +329,15 @@ def tiles_of_rows(
         gl.allocate_shared_memory(dtype, [STAGES * CHUNKS, BLOCK_N, QK_CHUNK], qk_tile),
         gl.allocate_shared_memory(dtype, [V_STAGES, BLOCK_N, V_DIM], v_tile),
     )
-    plan_s = gl.allocate_shared_memory(gl.int32, [2, 16], line)
+    work_s = gl.allocate_shared_memory(gl.int32, [2, 16], line)
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
     q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], bar)
     v_empty = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], bar)
-    plan_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-    plan_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    work_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    work_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
     for j in gl.static_range(STAGES):
         mbarrier.init(k_full.index(j), 1)
         if j < V_STAGES:
@@ -320,71 +348,29 @@ def tiles_of_rows(
     for j in gl.static_range(2):
         mbarrier.init(q_full.index(j), 1)
         mbarrier.init(q_empty.index(j), 4)
-        mbarrier.init(plan_full.index(j), 1)
-        mbarrier.init(plan_empty.index(j), 256)
+        mbarrier.init(work_full.index(j), 1)
+        mbarrier.init(work_empty.index(j), 256)
 
     maps = (query, dout, key, value)
     stats = (lse2, delta)
     mask = (q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos)
+    block_map = (map_bits, q_entries, map_batch, map_heads, q_block, kv_block)
     full = (q_full, k_full, v_full)
     empty = (q_empty, k_empty, v_empty)
-    bars = (plan_full, plan_empty)
+    shared = (tiles_s, work_s, full, empty, (work_full, work_empty))
     sizes = (batch, mask_batch, q_len, kv_len, heads, kv_heads, gl.num_programs(0))
-    numbers = (element_test, mask_batch, q_len, kv_len, heads, scale, soft_cap)
+    if config.SOFT_CAP:
+        numbers = (element_test, mask_batch, q_len, kv_len, heads, scale, soft_cap)
+    else:
+        numbers = (element_test, mask_batch, q_len, kv_len, heads, scale, scale)
+    order = (q_order, q_blocks, counter)
+    consumed = (dq, stats, q_blocks, mask, block_map, shared, numbers)
     gl.warp_specialize(
         [
-            (consume, (0, dq, stats, q_blocks, mask, block_map, tiles_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES, DO_REGISTERS, CAPPED, MAPPED, ANEW)),
-            (consume, (1, dq, stats, q_blocks, mask, block_map, tiles_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES, DO_REGISTERS, CAPPED, MAPPED, ANEW)),
-            (produce, (maps, q_order, q_blocks, counter, block_map, tiles_s, plan_s, full, empty, bars, sizes, QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES, MAPPED)),
+            (consume, (0, consumed, config)),
+            (consume, (1, consumed, config)),
+            (produce, (maps, order, block_map, shared, sizes, config)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )  # fmt: skip
-
-
-@gluon.jit
-def backward_dq_sm90(
-    query, key, value, dout, dq, lse2, delta, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
-    scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    DO_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr,
-):  # fmt: skip
-    """query, key, value, dout, dq are tensor maps (batch, length, heads * dim) with boxes of 64 or BLOCK_N rows of one
-    head; lse2 and delta as backward_prepare leaves them; counter holds 0 and lives as long as the launch."""
-    tiles_of_rows(
-        query, key, value, dout, dq, lse2, delta, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
-        (), scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES, DO_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, False, False, ANEW,
-    )  # fmt: skip
-
-
-@gluon.jit
-def backward_dq_sm90_soft_cap(
-    query, key, value, dout, dq, lse2, delta, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
-    scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    DO_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr,
-):  # fmt: skip
-    """`backward_dq_sm90` with a soft cap (sm90/soft_cap.py): the same as backward_dq_fallback, its checked twin."""
-    tiles_of_rows(
-        query, key, value, dout, dq, lse2, delta, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
-        (), scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES, DO_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, True, False, ANEW,
-    )  # fmt: skip
-
-
-@gluon.jit
-def backward_dq_sm90_block_lists(
-    query, key, value, dout, dq, lse2, delta, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
-    map_bits, q_entries,
-    scale, element_test, batch, mask_batch, map_batch, map_heads, q_block, kv_block, q_len, kv_len, heads, kv_heads,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    DO_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr,
-):  # fmt: skip
-    """`backward_dq_sm90` with a map of blocks (sm90/block_lists.py): the same as backward_dq_fallback, its checked twin."""
-    block_map = (map_bits, q_entries, map_batch, map_heads, q_block, kv_block)
-    tiles_of_rows(
-        query, key, value, dout, dq, lse2, delta, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
-        block_map, scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, BLOCK_N, STAGES, DO_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, False, True, ANEW,
-    )  # fmt: skip
+    )

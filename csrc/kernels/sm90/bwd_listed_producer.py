@@ -71,12 +71,15 @@ def load_rows(
 
 @gluon.jit
 def produce_listed(
-    maps, lines, tiles_s, lines_s, bars, place, listing,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
+    maps, lines, shared, bars, place, listing, config: gl.constexpr
 ):  # fmt: skip
     """The producer warp: blocks of every head's list, and the rows of one block more, whose scores are made and dropped."""
     _b, first_key, kv_head, group, _bh, _mask_row, _padded = place
     block_map, mask_b, q_len, kv_len = listing
+    tiles_s, lines_s = shared
+    QK_DIM: gl.constexpr = config.QK_DIM
+    V_DIM: gl.constexpr = config.V_DIM
+    QK_CHUNK: gl.constexpr = config.QK_CHUNK
     load_keys(maps, tiles_s, bars[0], place, QK_DIM, V_DIM, QK_CHUNK)
     i = 0
     for g in range(0, group):
@@ -87,7 +90,13 @@ def produce_listed(
         for n in range(0, edges + core):
             row = block * ROWS
             block = gl.load(listed + gl.minimum(n + 1, edges + core - 1))  # read a step ahead
-            load_rows(maps, lines, tiles_s, lines_s, bars, place, i % 2, (i // 2) & 1, g, row, True, QK_DIM, V_DIM, QK_CHUNK)  # fmt: skip
+            load_rows(
+                maps, lines, tiles_s, lines_s, bars, place, i % 2, (i // 2) & 1, g, row, True,
+                QK_DIM, V_DIM, QK_CHUNK,
+            )  # fmt: skip
             i += 1
     if i > 0:
-        load_rows(maps, lines, tiles_s, lines_s, bars, place, i % 2, (i // 2) & 1, 0, 0, False, QK_DIM, V_DIM, QK_CHUNK)  # fmt: skip
+        load_rows(
+            maps, lines, tiles_s, lines_s, bars, place, i % 2, (i // 2) & 1, 0, 0, False,
+            QK_DIM, V_DIM, QK_CHUNK,
+        )  # fmt: skip

@@ -1,7 +1,7 @@
 """Parts of the Hopper backward kernels: a program's tile and its rows, the producer warp, and masks of a block of rows."""
 
 from sm90.common import element_bits, place_of_tile, position_row, split, stay
-from sm90.lse_by_mma import FAR, LANES, folded_scale, load_lines, store_parts
+from sm90.lse_by_mma import FAR, LANES, load_lines, lse_scale, store_parts
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
@@ -163,9 +163,14 @@ def next_block(n, g, in_edges, range_, group):
 
 @gluon.jit
 def produce(
-    maps, lines, tiles_s, lines_s, bars, place, range_, folded, scale,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, HALVES: gl.constexpr, FOLD: gl.constexpr,
+    maps, lines, shared, bars, place, range_, lse_parts, scale, config: gl.constexpr
 ):  # fmt: skip
+    tiles_s, lines_s = shared
+    QK_DIM: gl.constexpr = config.QK_DIM
+    V_DIM: gl.constexpr = config.V_DIM
+    QK_CHUNK: gl.constexpr = config.QK_CHUNK
+    HALVES: gl.constexpr = config.HALVES
+    LSE_BY_MMA: gl.constexpr = config.LSE_BY_MMA
     query, key, value, dout = maps
     lse2, delta, lo, hi = lines
     q_s, k_s, v_s, do_s = tiles_s
@@ -189,9 +194,9 @@ def produce(
     total = steps * group
     g = 0
     n = 0
-    if FOLD:
-        lse_p, delta_p, lines_full = folded
-        part = 1.0 / folded_scale(scale)
+    if LSE_BY_MMA:
+        lse_p, delta_p, lines_full = lse_parts
+        part = 1.0 / lse_scale(scale)
         if total > 0:
             first = row_of(0, edges > 0, range_)
             load_lines(lines, lines_s, lines_full, bh * padded + first, 0)
@@ -204,7 +209,7 @@ def produce(
         row = row_of(n, in_edges, range_)
         stat = (bh + g) * padded + row
         head = kv_head * group + g
-        if FOLD:  # numbers are read a block ahead
+        if LSE_BY_MMA:  # numbers are read a block ahead
             if i < total:
                 then, of = next_block(n, g, in_edges, range_, group)
                 following = (bh + of) * padded + row_of(then, i + 1 < edges * group, range_)
@@ -215,14 +220,14 @@ def produce(
             dl = delta_s.index(stage).load(LANES)
         mbarrier.wait(q_empty.index(stage), phase ^ 1)
         full = q_full.index(stage)
-        if FOLD:
+        if LSE_BY_MMA:
             store_parts(far, lse_p.index(stage))
-        mbarrier.expect(full, ROWS * QK_DIM * 2 + ROWS * (8 if FOLD else 12))
+        mbarrier.expect(full, ROWS * QK_DIM * 2 + ROWS * (8 if LSE_BY_MMA else 12))
         for c in gl.static_range(CHUNKS):
             q_tile = q_s.index(stage * CHUNKS + c)
             q_tile = q_tile.reinterpret(dtype, [1, ROWS, QK_CHUNK], query.layout)
             tma.async_load(query, [b, row, head * QK_DIM + c * QK_CHUNK], full, q_tile)
-        if not FOLD:
+        if not LSE_BY_MMA:
             lse_line = lse_s.index(stage).reinterpret(f32, [1, 1, ROWS], lse2.layout)
             tma.async_load(lse2, [0, 0, stat], full, lse_line)
         lo_line = lo_s.index(stage).reinterpret(i32, [1, 1, ROWS], lo.layout)
@@ -232,12 +237,12 @@ def produce(
         if i < total + 2 - HALVES:
             mbarrier.wait(do_empty.index(stage), phase ^ 1)
             full = do_full.index(stage)
-            if FOLD:
+            if LSE_BY_MMA:
                 store_parts(dl, delta_p.index(stage))
-            mbarrier.expect(full, ROWS * V_DIM * 2 + (0 if FOLD else ROWS * 4))
+            mbarrier.expect(full, ROWS * V_DIM * 2 + (0 if LSE_BY_MMA else ROWS * 4))
             do_tile = do_s.index(stage).reinterpret(dtype, [1, ROWS, V_DIM], dout.layout)
             tma.async_load(dout, [b, row, head * V_DIM], full, do_tile)
-            if not FOLD:
+            if not LSE_BY_MMA:
                 delta_line = delta_s.index(stage).reinterpret(f32, [1, 1, ROWS], delta.layout)
                 tma.async_load(delta, [0, 0, stat], full, delta_line)
         n, g = next_block(n, g, in_edges, range_, group)

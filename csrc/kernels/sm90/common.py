@@ -206,13 +206,13 @@ def position_row(mask_row, element_test):
 
 
 @gluon.jit
-def nought(step, ANEW: gl.constexpr):
-    """0; with ANEW of the number of a step, so that the compiler does not know: the addresses of what is indexed by it are made
+def rematerialized_zero(step, REMATERIALIZE: gl.constexpr):
+    """0; with REMATERIALIZE of the number of a step, so that the compiler does not know: the addresses of what is indexed by it are made
     anew in every step, from a uniform register. Those of operands that never move are else all made before the loop, eight an
     operand, and where they do not fit a warp's 63 uniform registers, they come from others by R2UR before every product.
     (2^30 blocks of 64 rows would be a query of 8 TB.)
     """
-    if ANEW:
+    if REMATERIALIZE:
         zero = step >> 30
     else:
         zero = 0

@@ -137,10 +137,10 @@ def keys_read(W: gl.constexpr, DQ: gl.constexpr):
 
 @gluon.jit
 def sum_rows(
-    dq_sum, k, ds_s, dq_s, kv_full, ds_bars, place, range_,
-    QK_DIM: gl.constexpr, DQ: gl.constexpr,
+    dq_sum, k, ds_s, dq_s, kv_full, ds_bars, place, range_, config: gl.constexpr
 ):  # fmt: skip
     """A third warp group: dQ of every block of rows, from the dS of the other two."""
+    QK_DIM: gl.constexpr = config.QK_DIM
     ds_full, ds_empty = ds_bars
     _b, _first_key, _kv_head, group, bh, _mask_row, padded = place
     start, steps, edges, core_begin, core_end = range_
@@ -164,5 +164,5 @@ def sum_rows(
         cells = ((bh + g) * row_blocks + block).to(gl.int64) * CELLS
         add_staged(dq, dq_sum + cells, dq_s.index(stage), CELLS, 1)
         n, g = next_block(n, g, in_edges, range_, group)
-    keys_read(2, DQ)
+    keys_read(2, config.DQ)
     tma.store_wait(0)

@@ -14,26 +14,31 @@ for dims that are none (192), since Gluon's tiles are powers of two.
 
 from sm90.block_lists import list_of_rows
 from sm90.common import LOG2E, key_range, nth_step, place_of_tile, split
+from sm90.config import constants
 from sm90.fwd_consumer import consume, query_slots
-from sm90.pipeline import after, tell_asm
+from sm90.pipeline import after, send_tile_asm
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 
 @gluon.jit
-def produce(
-    maps, q_order, q_blocks, counter, block_map, tiles_s, plan_s, full, empty, plan_bars, sizes,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, WARP_GROUPS: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, MAPPED: gl.constexpr,
-):  # fmt: skip
+def produce(maps, order, block_map, shared, sizes, config: gl.constexpr):
+    q_order, q_blocks, counter = order
     query, key, value = maps
+    tiles_s, work_s, full, empty, work_bars = shared
     q_s, k_s, v_s = tiles_s
     q_full, k_full, v_full = full
     q_empty, k_empty, v_empty = empty
-    plan_full, plan_empty = plan_bars
+    work_full, work_empty = work_bars
     batch, mask_batch, q_len, kv_len, heads, kv_heads, programs = sizes
     dtype: gl.constexpr = query.dtype
+    QK_DIM: gl.constexpr = config.QK_DIM
+    V_DIM: gl.constexpr = config.V_DIM
+    QK_CHUNK: gl.constexpr = config.QK_CHUNK
+    WARP_GROUPS: gl.constexpr = config.WARP_GROUPS
+    BLOCK_N: gl.constexpr = config.BLOCK_N
+    STAGES: gl.constexpr = config.STAGES
     ROWS: gl.constexpr = 64 * WARP_GROUPS
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
     SLOTS: gl.constexpr = query_slots(CHUNKS)
@@ -53,17 +58,17 @@ def produce(
         start, end, core_lo, core_hi, tested = key_range(q_blocks, mask_b, row, q_len, ROWS)
         steps, core_begin, core_end = split(start, end, core_lo, core_hi, BLOCK_N)
         edges = steps - core_end + core_begin
-        if MAPPED:
+        if config.BLOCK_LISTS:
             listed, edges, core = list_of_rows(block_map, mask_b, head, row, q_len, kv_len)
             steps = edges + core
             block = gl.load(listed)
-        mbarrier.wait(plan_empty.index(slot), slot_phase ^ 1)
+        mbarrier.wait(work_empty.index(slot), slot_phase ^ 1)
         gl.inline_asm(
-            tell_asm,
+            send_tile_asm,
             "r,r,r,r,r,r,r,r,r,r,~{memory}",
-            (plan_s.index(slot), row, head, b, start, steps, edges, core_begin, core_end, tested),
+            (work_s.index(slot), row, head, b, start, steps, edges, core_begin, core_end, tested),
         )
-        mbarrier.arrive(plan_full.index(slot))
+        mbarrier.arrive(work_full.index(slot))
         for w in gl.static_range(WARP_GROUPS):
             mbarrier.wait(q_empty.index(w), q_phase ^ 1)
             mbarrier.expect(q_full.index(w), 64 * QK_DIM * 2)
@@ -73,7 +78,7 @@ def produce(
                 at_q = [b, row + w * 64, head * QK_DIM + c * QK_CHUNK]
                 tma.async_load(query, at_q, q_full.index(w), q_tile)
         for i in range(0, steps):
-            if MAPPED:  # read a step ahead
+            if config.BLOCK_LISTS:  # read a step ahead
                 at = block * BLOCK_N
                 block = gl.load(listed + gl.minimum(i + 1, steps - 1))
             else:
@@ -94,24 +99,37 @@ def produce(
         slot, slot_phase = after(slot, slot_phase, 2)
         q_phase = q_phase ^ 1
     # a plan of no steps ends the consumers
-    mbarrier.wait(plan_empty.index(slot), slot_phase ^ 1)
+    mbarrier.wait(work_empty.index(slot), slot_phase ^ 1)
     gl.inline_asm(
-        tell_asm,
+        send_tile_asm,
         "r,r,r,r,r,r,r,r,r,r,~{memory}",
-        (plan_s.index(slot), 0, 0, 0, 0, 0, 0, 0, 0, 0),
+        (work_s.index(slot), 0, 0, 0, 0, 0, 0, 0, 0, 0),
     )
-    mbarrier.arrive(plan_full.index(slot))
+    mbarrier.arrive(work_full.index(slot))
 
 
 @gluon.jit
-def tiles_of_rows(
-    query, key, value, out, lse, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
-    block_map, slopes, scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+def forward_sm90(
+    query, key, value, out, lse,
+    q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
+    slopes, map_bits, q_entries,
+    scale, soft_cap, element_test, batch, mask_batch, map_batch, map_heads, q_block, kv_block,
+    q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, WARP_GROUPS: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OUT_IN_QUERY: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, CAPPED: gl.constexpr, BIASED: gl.constexpr, MAPPED: gl.constexpr, ANEW: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, REMATERIALIZE: gl.constexpr,
 ):  # fmt: skip
-    """One program of the kernels below."""
+    """query, key, value, out are tensor maps (batch, length, heads * dim) with boxes of 64 or
+    BLOCK_N rows of one head; counter holds 0 and lives as long as the launch.
+
+    Of the options at most one is given, the arguments of the others are None: `soft_cap`
+    (soft_cap.py), `slopes` of ALiBi of indices (alibi.py), or block lists (block_lists.py).
+    """
+    config: gl.constexpr = constants(
+        QK_DIM=QK_DIM, V_DIM=V_DIM, QK_CHUNK=QK_CHUNK, WARP_GROUPS=WARP_GROUPS, BLOCK_N=BLOCK_N,
+        STAGES=STAGES, OUT_IN_QUERY=OUT_IN_QUERY, REMATERIALIZE=REMATERIALIZE, SOFT_CAP=soft_cap is not None,
+        ALIBI=slopes is not None, BLOCK_LISTS=map_bits is not None,
+    )  # fmt: skip
     dtype: gl.constexpr = query.dtype
     get_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for
     qk_tile: gl.constexpr = get_layout([BLOCK_N, QK_CHUNK], dtype)
@@ -129,15 +147,15 @@ def tiles_of_rows(
         o_s = tiles_s[0].reinterpret(dtype, [WARP_GROUPS * SLOTS * QK_CHUNK // V_DIM, 64, V_DIM], v_tile)  # fmt: skip
     else:
         o_s = gl.allocate_shared_memory(dtype, [WARP_GROUPS, 64, V_DIM], v_tile)
-    plan_s = gl.allocate_shared_memory(gl.int32, [2, 16], line)
+    work_s = gl.allocate_shared_memory(gl.int32, [2, 16], line)
     q_full = gl.allocate_shared_memory(gl.int64, [WARP_GROUPS, 1], bar)
     q_empty = gl.allocate_shared_memory(gl.int64, [WARP_GROUPS, 1], bar)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    plan_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-    plan_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    work_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    work_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
     for j in gl.static_range(WARP_GROUPS):
         mbarrier.init(q_full.index(j), 1)
         mbarrier.init(q_empty.index(j), 4)
@@ -147,124 +165,47 @@ def tiles_of_rows(
         mbarrier.init(k_empty.index(j), WARP_GROUPS * 4)
         mbarrier.init(v_empty.index(j), WARP_GROUPS * 4)
     for j in gl.static_range(2):
-        mbarrier.init(plan_full.index(j), 1)
-        mbarrier.init(plan_empty.index(j), WARP_GROUPS * 128)
+        mbarrier.init(work_full.index(j), 1)
+        mbarrier.init(work_empty.index(j), WARP_GROUPS * 128)
 
     maps = (query, key, value)
     mask = (q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos)
+    block_map = (map_bits, q_entries, map_batch, map_heads, q_block, kv_block)
     full = (q_full, k_full, v_full)
     empty = (q_empty, k_empty, v_empty)
-    bars = (plan_full, plan_empty)
+    bars = (work_full, work_empty)
     sizes = (batch, mask_batch, q_len, kv_len, heads, kv_heads, gl.num_programs(0))
     # what scores are multiplied by before the softmax and in it
-    if CAPPED:
+    if config.SOFT_CAP:
         first_scale = scale / soft_cap
         scale2 = soft_cap * LOG2E
     else:
         first_scale = scale * LOG2E
-        scale2 = 1.0 if BIASED else scale * LOG2E
+        scale2 = 1.0 if config.ALIBI else scale * LOG2E
     numbers = (element_test, mask_batch, q_len, kv_len, heads, scale2, first_scale, slopes)
+    results = (out, lse)
+    shared = (tiles_s, o_s, work_s, full, empty, bars)
+    consumed = (results, q_blocks, mask, block_map, shared, numbers)
+    loaded = (tiles_s, work_s, full, empty, bars)
+    order = (q_order, q_blocks, counter)
     if WARP_GROUPS == 2:
         gl.warp_specialize(
             [
-                (consume, (0, out, lse, q_blocks, mask, block_map, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CAPPED, BIASED, MAPPED, ANEW)),
-                (consume, (1, out, lse, q_blocks, mask, block_map, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CAPPED, BIASED, MAPPED, ANEW)),
-                (produce, (maps, q_order, q_blocks, counter, block_map, tiles_s, plan_s, full, empty, bars, sizes, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, MAPPED)),
+                (consume, (0, consumed, config)),
+                (consume, (1, consumed, config)),
+                (produce, (maps, order, block_map, loaded, sizes, config)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )  # fmt: skip
+        )
     else:
         gl.warp_specialize(
             [
-                (consume, (0, out, lse, q_blocks, mask, block_map, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CAPPED, BIASED, MAPPED, ANEW)),
-                (consume, (1, out, lse, q_blocks, mask, block_map, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CAPPED, BIASED, MAPPED, ANEW)),
-                (consume, (2, out, lse, q_blocks, mask, block_map, tiles_s, o_s, plan_s, full, empty, bars, numbers, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CAPPED, BIASED, MAPPED, ANEW)),
-                (produce, (maps, q_order, q_blocks, counter, block_map, tiles_s, plan_s, full, empty, bars, sizes, QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, MAPPED)),
+                (consume, (0, consumed, config)),
+                (consume, (1, consumed, config)),
+                (consume, (2, consumed, config)),
+                (produce, (maps, order, block_map, loaded, sizes, config)),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )  # fmt: skip
-
-
-@gluon.jit
-def forward_sm90(
-    query, key, value, out, lse, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
-    scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, WARP_GROUPS: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OUT_IN_QUERY: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr,
-):  # fmt: skip
-    """query, key, value, out are tensor maps (batch, length, heads * dim) with boxes of 64 or BLOCK_N
-    rows of one head; counter holds 0 and lives as long as the launch."""
-    tiles_of_rows(
-        query, key, value, out, lse, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
-        (), (), scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CONSUMER_REGISTERS, PRODUCER_REGISTERS, False, False, False, ANEW,
-    )  # fmt: skip
-
-
-@gluon.jit
-def forward_sm90_low_occupancy(
-    query, key, value, out, lse, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
-    scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, WARP_GROUPS: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OUT_IN_QUERY: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr,
-):  # fmt: skip
-    """`forward_sm90` by another name: its tiles are shorter, for work of few tiles."""
-    tiles_of_rows(
-        query, key, value, out, lse, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
-        (), (), scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CONSUMER_REGISTERS, PRODUCER_REGISTERS, False, False, False, ANEW,
-    )  # fmt: skip
-
-
-@gluon.jit
-def forward_sm90_soft_cap(
-    query, key, value, out, lse, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
-    scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, WARP_GROUPS: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OUT_IN_QUERY: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr,
-):  # fmt: skip
-    """`forward_sm90` with a soft cap (sm90/soft_cap.py): the same results as portable/fwd_fallback.py, its checked twin."""
-    tiles_of_rows(
-        query, key, value, out, lse, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
-        (), (), scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CONSUMER_REGISTERS, PRODUCER_REGISTERS, True, False, False, ANEW,
-    )  # fmt: skip
-
-
-@gluon.jit
-def forward_sm90_alibi(
-    query, key, value, out, lse, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter, slopes,
-    scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, WARP_GROUPS: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OUT_IN_QUERY: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr,
-):  # fmt: skip
-    """`forward_sm90` with ALiBi of indices (sm90/alibi.py): the same results as portable/fwd_fallback.py, its checked twin."""
-    tiles_of_rows(
-        query, key, value, out, lse, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
-        (), slopes, scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CONSUMER_REGISTERS, PRODUCER_REGISTERS, False, True, False, ANEW,
-    )  # fmt: skip
-
-
-@gluon.jit
-def forward_sm90_block_lists(
-    query, key, value, out, lse, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
-    map_bits, q_entries,
-    scale, element_test, batch, mask_batch, map_batch, map_heads, q_block, kv_block, q_len, kv_len, heads, kv_heads,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, WARP_GROUPS: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OUT_IN_QUERY: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, ANEW: gl.constexpr,
-):  # fmt: skip
-    """`forward_sm90` with a map of blocks (sm90/block_lists.py): the same results as portable/fwd_fallback.py, its checked twin."""
-    block_map = (map_bits, q_entries, map_batch, map_heads, q_block, kv_block)
-    tiles_of_rows(
-        query, key, value, out, lse, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
-        block_map, (), scale, scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
-        QK_DIM, V_DIM, QK_CHUNK, WARP_GROUPS, BLOCK_N, STAGES, OUT_IN_QUERY, CONSUMER_REGISTERS, PRODUCER_REGISTERS, False, False, True, ANEW,
-    )  # fmt: skip
+        )

@@ -8,14 +8,22 @@ from sm90.common import (
     accumulator,
     lanes_arrive,
     named_barrier,
-    nought,
     nth_step,
     own_steps,
     position_row,
     quad_sum_asm,
+    rematerialized_zero,
     warp_arrive,
 )
-from sm90.pipeline import after, before, hear, masked, pass_by, turn_pass, turn_wait
+from sm90.pipeline import (
+    after,
+    before,
+    masked,
+    pass_by,
+    ping_pong_pass,
+    ping_pong_wait,
+    receive_tile,
+)
 from sm90.soft_cap import tanh_of_scores
 from sm90.softmax import half_name, rescale, softmax, unpack
 from triton.experimental import gluon
@@ -49,15 +57,22 @@ def scores(q_s, k_s, w, stage, zero, CHUNKS: gl.constexpr, SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def consume(
-    W: gl.constexpr, out, lse, q_blocks, mask, block_map, tiles_s, o_s, plan_s, full, empty, plan_bars, numbers,
-    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, WARP_GROUPS: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OUT_IN_QUERY: gl.constexpr, CAPPED: gl.constexpr, BIASED: gl.constexpr, MAPPED: gl.constexpr, ANEW: gl.constexpr,
-):  # fmt: skip
+def consume(W: gl.constexpr, operands, config: gl.constexpr):
+    results, q_blocks, mask, block_map, shared, numbers = operands
+    out, lse = results
+    tiles_s, o_s, work_s, full, empty, work_bars = shared
+    QK_DIM: gl.constexpr = config.QK_DIM
+    V_DIM: gl.constexpr = config.V_DIM
+    QK_CHUNK: gl.constexpr = config.QK_CHUNK
+    WARP_GROUPS: gl.constexpr = config.WARP_GROUPS
+    BLOCK_N: gl.constexpr = config.BLOCK_N
+    STAGES: gl.constexpr = config.STAGES
+    OUT_IN_QUERY: gl.constexpr = config.OUT_IN_QUERY
+    BLOCK_LISTS: gl.constexpr = config.BLOCK_LISTS
     q_s, k_s, v_s = tiles_s
     q_full, k_full, v_full = full
     q_empty, k_empty, v_empty = empty
-    plan_full, plan_empty = plan_bars
+    work_full, work_empty = work_bars
     element_test, mask_batch, q_len, kv_len, heads, scale2, first_scale, slopes = numbers
     dtype: gl.constexpr = out.dtype
     half: gl.constexpr = half_name(dtype)
@@ -74,10 +89,10 @@ def consume(
     slot = 0
     slot_phase = 0
     q_phase = 0
-    mbarrier.wait(plan_full.index(0), 0)
-    row, head, b, start, steps, edges, core_begin, core_end, tested = hear(plan_s.index(0))
+    mbarrier.wait(work_full.index(0), 0)
+    row, head, b, start, steps, edges, core_begin, core_end, tested = receive_tile(work_s.index(0))
     while steps > 0:
-        lanes_arrive(plan_empty.index(slot))
+        lanes_arrive(work_empty.index(slot))
         mask_b = gl.where(mask_batch > 1, b, 0)
         mask_row = mask_b.to(gl.int64) * q_len
         mask_key = mask_b.to(gl.int64) * kv_len
@@ -85,11 +100,11 @@ def consume(
         mask_here = (q_lo + mask_row, q_hi + mask_row, q_ids + mask_row, kv_ids + mask_key, q_pos + position_row(mask_row, element_test), kv_pos + mask_key)  # fmt: skip
         rows = row + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
         acc = gl.zeros([64, V_DIM], gl.float32, o_layout)
-        if BIASED:
+        if config.ALIBI:
             slope2 = gl.load(slopes + head) * -LOG2E
         mbarrier.wait(q_full.index(W), q_phase)
 
-        if MAPPED:
+        if BLOCK_LISTS:
             first = 0
             last = edges
             listed, _, _ = list_of_rows(block_map, mask_b, head, row, q_len, kv_len)
@@ -103,18 +118,18 @@ def consume(
             stage, phase = pass_by(first, W, full, empty, stage, phase, STAGES, STAGES, WARP_GROUPS)
         # the first step has no second product to run beside
         mbarrier.wait(k_full.index(stage), phase)
-        turn_wait(W)
+        ping_pong_wait(W)
         s = scores(q_s, k_s, W, stage, zero, CHUNKS, SLOTS)
-        turn_pass(W, WARP_GROUPS)
+        ping_pong_pass(W, WARP_GROUPS)
         s = warpgroup_mma_wait(0, deps=(s,))
         warp_arrive(k_empty.index(stage))
-        if CAPPED:
+        if config.SOFT_CAP:
             s = tanh_of_scores(s, first_scale, BLOCK_N)
-        if not MAPPED:
+        if not BLOCK_LISTS:
             at = start + nth_step(first, steps, edges, core_begin, core_end) * BLOCK_N
-        if BIASED:
+        if config.ALIBI:
             s = with_bias(s, rows, at, first_scale, slope2, BLOCK_N)
-        s = masked(s, rows, at, mask_here, tested, element_test, q_len, kv_len, this_map, BLOCK_N, MAPPED)  # fmt: skip
+        s = masked(s, rows, at, mask_here, tested, element_test, q_len, kv_len, this_map, BLOCK_N, BLOCK_LISTS)  # fmt: skip
         m = gl.full([64], -1e30, gl.float32, gl.SliceLayout(1, s_layout))
         l = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
         p, m, l, alpha = softmax(s, m, l, scale2, BLOCK_N, half)
@@ -124,25 +139,33 @@ def consume(
             stop = last if part == 0 else steps
             for i in range(begin, stop):
                 old, old_phase = before(stage, phase, STAGES)
-                if MAPPED and part == 0:
+                if BLOCK_LISTS and part == 0:
                     at = gl.load(listed + i) * BLOCK_N
                 mbarrier.wait(k_full.index(stage), phase)
-                turn_wait(W)
-                s_token = scores(q_s, k_s, W + nought(i, ANEW), stage, zero, CHUNKS, SLOTS)
+                ping_pong_wait(W)
+                s_token = scores(
+                    q_s,
+                    k_s,
+                    W + rematerialized_zero(i, config.REMATERIALIZE),
+                    stage,
+                    zero,
+                    CHUNKS,
+                    SLOTS,
+                )
                 mbarrier.wait(v_full.index(old), old_phase)
                 p_half = unpack(p, BLOCK_N, p_layout, dtype)
                 acc_token = warpgroup_mma(p_half, v_s.index(old), acc, is_async=True)
-                turn_pass(W, WARP_GROUPS)
+                ping_pong_pass(W, WARP_GROUPS)
                 s = warpgroup_mma_wait(1, deps=(s_token,))
                 warp_arrive(k_empty.index(stage))
-                if CAPPED:
+                if config.SOFT_CAP:
                     s = tanh_of_scores(s, first_scale, BLOCK_N)
-                if not MAPPED and (BIASED or part == 0):
+                if not BLOCK_LISTS and (config.ALIBI or part == 0):
                     at = start + nth_step(i, steps, edges, core_begin, core_end) * BLOCK_N
-                if BIASED:
+                if config.ALIBI:
                     s = with_bias(s, rows, at, first_scale, slope2, BLOCK_N)
                 if part == 0:
-                    s = masked(s, rows, at, mask_here, tested, element_test, q_len, kv_len, this_map, BLOCK_N, MAPPED)  # fmt: skip
+                    s = masked(s, rows, at, mask_here, tested, element_test, q_len, kv_len, this_map, BLOCK_N, BLOCK_LISTS)  # fmt: skip
                 p, m, l, alpha = softmax(s, m, l, scale2, BLOCK_N, half)
                 acc = warpgroup_mma_wait(0, deps=(acc_token,))
                 warp_arrive(v_empty.index(old))
@@ -166,7 +189,7 @@ def consume(
         tma.store_wait(0)  # the tile before has left o_s
         acc = warpgroup_mma_wait(0, deps=(acc,))
         warp_arrive(v_empty.index(old))
-        if not MAPPED:
+        if not BLOCK_LISTS:
             stage, phase = pass_by(
                 edges - last, W, full, empty, stage, phase, STAGES, STAGES, WARP_GROUPS
             )
@@ -186,6 +209,8 @@ def consume(
             warp_arrive(q_empty.index(W))
         slot, slot_phase = after(slot, slot_phase, 2)
         q_phase = q_phase ^ 1
-        mbarrier.wait(plan_full.index(slot), slot_phase)
-        row, head, b, start, steps, edges, core_begin, core_end, tested = hear(plan_s.index(slot))
+        mbarrier.wait(work_full.index(slot), slot_phase)
+        row, head, b, start, steps, edges, core_begin, core_end, tested = receive_tile(
+            work_s.index(slot)
+        )
     tma.store_wait(0)

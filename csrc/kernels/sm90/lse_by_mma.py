@@ -1,4 +1,4 @@
-"""LSE and delta of a block of rows, taken off S and dP by the matrix units (FOLD in csrc/aot/tiles_sm90.py).
+"""LSE and delta of a block of rows, taken off S and dP by the matrix units (LSE_BY_MMA in csrc/aot/tiles_sm90.py).
 
 S^T and dP^T have rows along their columns, so each thread needs 16 numbers of each, which it reads from shared memory in every
 step: 8 % of what that pipe moves. A product of ones and of three bfloat16 parts of each number, which are all its 24 bits, ends
@@ -54,7 +54,7 @@ def load_lines(lines, lines_s, full, at, slot):
 
 
 @gluon.jit
-def folded_scale(scale):
+def lse_scale(scale):
     """`scale` in base 2 as S is multiplied by it. Below 2^-100 no score of less than 2^76 makes a difference."""
     return gl.maximum(scale * LOG2E, LEAST)
 

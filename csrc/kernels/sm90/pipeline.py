@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 
 @gluon.constexpr_function
-def tell_asm(outputs, inputs):
+def send_tile_asm(outputs, inputs):
     """The first lane, which is also the one to arrive at the barrier, writes numbers to shared memory. Operands: address, numbers."""
     address, *numbers = inputs
     t = ["{ .reg .pred p; .reg .u32 t; mov.u32 t, %laneid; setp.eq.u32 p, t, 0;"]
@@ -26,7 +26,7 @@ def tell_asm(outputs, inputs):
 
 
 @gluon.constexpr_function
-def hear_asm(outputs, inputs):
+def receive_tile_asm(outputs, inputs):
     """Of all lanes, each for itself."""
     ((address,),) = inputs
     t = [f"ld.shared.s32 {x[0]}, [{address}+{4 * k}];" for k, x in enumerate(outputs)]
@@ -34,12 +34,12 @@ def hear_asm(outputs, inputs):
 
 
 @gluon.jit
-def hear(plan):
+def receive_tile(plan):
     """row, head, b, start, steps, edges, core_begin, core_end, tested."""
     i32: gl.constexpr = gl.int32
     types: gl.constexpr = (i32, i32, i32, i32, i32, i32, i32, i32, i32)
     constraints: gl.constexpr = "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,~{memory}"
-    return gl.inline_asm(hear_asm, constraints, (plan,), types)
+    return gl.inline_asm(receive_tile_asm, constraints, (plan,), types)
 
 
 @gluon.jit
@@ -86,12 +86,12 @@ def masked(s, rows, start, mask, tested, element_test, q_len, kv_len, this_map, 
 
 
 @gluon.jit
-def turn_wait(W: gl.constexpr):
+def ping_pong_wait(W: gl.constexpr):
     gl.inline_asm(named_barrier("sync", W, 256), "", (), ())
 
 
 @gluon.jit
-def turn_pass(W: gl.constexpr, WARP_GROUPS: gl.constexpr):
+def ping_pong_pass(W: gl.constexpr, WARP_GROUPS: gl.constexpr):
     gl.inline_asm(named_barrier("arrive", (W + 1) % WARP_GROUPS, 256), "", (), ())
 
 
@@ -113,8 +113,8 @@ def pass_by(count, W: gl.constexpr, full, empty, stage, phase, V_STAGES: gl.cons
     _, k_empty, v_empty = empty
     for _i in range(0, count):
         mbarrier.wait(k_full.index(stage), phase)
-        turn_wait(W)
-        turn_pass(W, WARP_GROUPS)
+        ping_pong_wait(W)
+        ping_pong_pass(W, WARP_GROUPS)
         warp_arrive(k_empty.index(stage))
         v_stage, v_phase = place_of_values(stage, phase, V_STAGES, STAGES)
         mbarrier.wait(v_full.index(v_stage), v_phase)
