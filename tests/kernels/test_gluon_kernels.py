@@ -188,7 +188,7 @@ def forward(p: Problem, changed: dict[str, int], few: bool = False) -> None:
     kernel = "forward_sm90" + ("_low_occupancy" if few else p.option)
     c = constants(kernel, (p.qk_dim, p.v_dim), changed)
     order = p.mask["q_order_192" if c["WARP_GROUPS"] == 3 else "q_order"]
-    launch("sm90.fwd", kernel, 3, {
+    launch("sm90.fwd", table.FUNCTIONS["sm90.fwd"], 3, {
         "query": rows_of(p.query), "key": rows_of(p.key), "value": rows_of(p.value),
         "out": rows_of(out), "lse": lse,
         **p.masks("q_lo", "q_hi", "q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks", "q_entries"),
@@ -250,7 +250,7 @@ def launch_keys(
     dims = p.qk_dim, p.v_dim
     file, keys = table.WIDE.get((kernel, max(dims)), ("sm90.bwd", 128))
     programs = -(-p.kv_len // 128) * (128 // keys) * p.batch * p.kv_heads
-    launch(file, kernel, programs, {
+    launch(file, table.FUNCTIONS[file], programs, {
         "query": rows_of(p.query), "key": rows_of(p.key), "value": rows_of(p.value),
         "dout": rows_of(p.dout),
         "lse2": line(stats.lse2), "delta": line(stats.delta), "lo": line(stats.lo),
@@ -313,7 +313,7 @@ def test_keys_and_values_alone_the_other_way(dim, fold, case):
 
 def queries_alone(p: Problem) -> None:
     stats, dq, kernel = Statistics(p), poisoned(p.query), "backward_dq_sm90" + p.option
-    launch("sm90.bwd_dq", kernel, 2, {
+    launch("sm90.bwd_dq", table.FUNCTIONS["sm90.bwd_dq"], 2, {
         "query": rows_of(p.query), "key": rows_of(p.key), "value": rows_of(p.value),
         "dout": rows_of(p.dout), "dq": rows_of(dq),
         "lse2": stats.lse2, "delta": stats.delta,

@@ -70,9 +70,9 @@ def constexpr_function(function: Any) -> Any:
     """Of assembly that ASSEMBLY has, the text is of no use."""
 
     @functools.wraps(function)
-    def call(*arguments: Any) -> Any:
+    def call(*arguments: Any, **named: Any) -> Any:
         if function.__name__ not in ASSEMBLY:
-            return function(*arguments)
+            return function(*arguments, **named)
         made = Assembly(function.__name__)
         made.arguments = arguments
         return made
