@@ -65,8 +65,7 @@ class Picture:
             f'<polyline points="{path}" fill="none" stroke="{stroke}" stroke-width="{width:g}"/>'
         )
 
-    def save(self, script: str) -> None:
-        """Beside the script, under its name."""
+    def text(self) -> str:
         tip = (
             '<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" '
             f'orient="auto"><path d="M0 0 8 4 0 8z" fill="{GREY}"/></marker>'
@@ -80,4 +79,8 @@ class Picture:
             *self.parts,
             "</svg>",
         ]
-        Path(script).with_suffix(".svg").write_text("\n".join(lines) + "\n")
+        return "\n".join(lines) + "\n"
+
+    def save(self, script: str) -> None:
+        """Beside the script, under its name."""
+        Path(script).with_suffix(".svg").write_text(self.text())
