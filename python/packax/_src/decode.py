@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 from packax._src.core.jax_compat import vary_together
 from packax._src.core.precision import checked_precision
 from packax._src.core.shapes import INT_MAX, MAX_LENGTH, is_symbolic
+from packax._src.ops.partitioning import ask_devices
 from packax._src.ops.primitives import Implementation, check_implementation, decode_p
 from packax._src.ops.score_mods import checked_scale, checked_soft_cap, scores_of
 
@@ -154,7 +155,7 @@ def decode_attention(
         )
     left, right = _window(window)
     rows = _ranges(lengths, kv_starts, left, right, bool(causal), q_len)
-    operands = [query, key, value, *rows]
+    operands = [ask_devices(query), key, value, *rows]
     if table is not None:
         operands.append(table)
     of_heads = scores_of(query, 0, 0, factor, sinks, None, None)[0].sinks

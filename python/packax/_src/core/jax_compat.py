@@ -39,3 +39,12 @@ def entered_mesh() -> Any:
         return thread_resources.env.physical_mesh
     except (ImportError, AttributeError):
         return None
+
+
+def lower_with_devices(primitive: Any) -> None:
+    """Lowering a program that holds the primitive sees its devices, which jax elsewhere hides."""
+    try:
+        from jax._src.dispatch import prim_requires_devices_during_lowering
+    except ImportError:
+        return
+    prim_requires_devices_during_lowering.add(primitive)

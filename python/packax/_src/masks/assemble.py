@@ -13,6 +13,7 @@ import numpy as np
 
 from packax._src.core.jax_compat import vary_together
 from packax._src.masks import expressions as masks
+from packax._src.ops.partitioning import ask_devices
 from packax._src.ops.primitives import BLOCK_ARRAYS, blocks_p, documents_p
 
 _INT32 = np.iinfo(np.int32)
@@ -83,7 +84,7 @@ def assemble(
         q_pos = jnp.stack([high, held.low], axis=1)
     if level > 0:
         lo, hi, tested = documents_p.bind(
-            held.ids,
+            ask_devices(held.ids),
             kv_ids,
             q_pos,
             kv_pos if level > 1 else kv_ids,
@@ -107,7 +108,7 @@ def assemble(
     lo, hi, tested = (jnp.where(empty, 0, x) for x in (lo, hi, tested))
 
     blocks = blocks_p.bind(
-        *vary_together(lo, hi, tested), kv_len=kv_len, implementation=implementation
+        *vary_together(ask_devices(lo), hi, tested), kv_len=kv_len, implementation=implementation
     )
     computed = {"q_lo": lo, "q_hi": hi, **dict(zip(BLOCK_ARRAYS, blocks, strict=True))}
     return computed | ({"q_pos": q_pos} if level >= 2 else {})

@@ -23,13 +23,13 @@ from jax.interpreters import ad, batching, mlir
 from packax._src.ops import ffi as kernel_table
 from packax._src.ops import lowering
 from packax._src.ops.operands import named
+from packax._src.ops.partitioning import ask_devices, plain
 from packax._src.ops.primitives import (
     _primitive,
     backward_p,
     backward_results,
     forward_p,
     forward_results,
-    plain,
 )
 
 _OWN = ("first_head", "heads", "begins")
@@ -54,7 +54,7 @@ def _backward_shapes(*operands, heads, begins, dnumbers, **static):
 def forward(own: range, before: jax.Array | None, query: jax.Array, *operands, **params) -> Any:
     """forward_p, of these heads of the query, if they are not all."""
     if len(own) == query.shape[2]:
-        return forward_p.bind(query, *operands, **params)
+        return forward_p.bind(ask_devices(query), *operands, **params)
     return forward_heads_p.bind(
         *_with_before(before, query), *operands, **_of(own, before), **params
     )
@@ -63,7 +63,7 @@ def forward(own: range, before: jax.Array | None, query: jax.Array, *operands, *
 def backward(own: range, before: jax.Array | None, query: jax.Array, *operands, **params) -> Any:
     """backward_p likewise."""
     if len(own) == query.shape[2]:
-        return backward_p.bind(query, *operands, **params)
+        return backward_p.bind(ask_devices(query), *operands, **params)
     return backward_heads_p.bind(
         *_with_before(before, query), *operands, **_of(own, before), **params
     )

@@ -18,17 +18,17 @@ from jax.interpreters import mlir
 from packax._src.core.mask import operand_names
 from packax._src.core.precision import is_exact
 from packax._src.core.shapes import BLOCK, INT_MAX, ceil_div, is_symbolic
-from packax._src.ops import few_programs, short_rows, xla_attention
+from packax._src.ops import few_programs, partition_rules, short_rows, xla_attention
 from packax._src.ops import ffi as kernel_table
 from packax._src.ops import xla_mask as xla_masks
 from packax._src.ops.operands import TENSORS, named
+from packax._src.ops.partitioning import partitioned, plain
 from packax._src.ops.primitives import (
     OF_INDICES,
     backward_p,
     blocks_p,
     documents_p,
     forward_p,
-    plain,
 )
 
 if kernel_table.ext is not None:
@@ -439,11 +439,13 @@ def _backward_workspace(
     return sums + rows * qk_dim, True
 
 
-mlir.register_lowering(documents_p, _elsewhere(_documents_xla))
-mlir.register_lowering(blocks_p, _elsewhere(_blocks_xla))
-mlir.register_lowering(forward_p, _elsewhere(_forward_xla))
-mlir.register_lowering(backward_p, _elsewhere(_backward_xla))
-mlir.register_lowering(documents_p, _documents_cuda, platform="cuda")
-mlir.register_lowering(blocks_p, _blocks_cuda, platform="cuda")
-mlir.register_lowering(forward_p, _forward_cuda, platform="cuda")
-mlir.register_lowering(backward_p, _backward_cuda, platform="cuda")
+def register(primitive: Any, dims: Any, elsewhere: Any, cuda: Any) -> None:
+    """The primitive's rules, each of which XLA may divide over a mesh."""
+    mlir.register_lowering(primitive, partitioned(primitive, dims, elsewhere))
+    mlir.register_lowering(primitive, partitioned(primitive, dims, cuda), platform="cuda")
+
+
+register(documents_p, partition_rules.documents, _elsewhere(_documents_xla), _documents_cuda)
+register(blocks_p, partition_rules.blocks, _elsewhere(_blocks_xla), _blocks_cuda)
+register(forward_p, partition_rules.forward, _elsewhere(_forward_xla), _forward_cuda)
+register(backward_p, partition_rules.backward, _elsewhere(_backward_xla), _backward_cuda)

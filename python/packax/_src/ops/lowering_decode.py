@@ -11,12 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.interpreters import mlir
 
 from packax._src.core.precision import is_exact
 from packax._src.core.shapes import is_symbolic
 from packax._src.ops import ffi as kernel_table
-from packax._src.ops import lowering, xla_decode
+from packax._src.ops import lowering, partition_rules, xla_decode
 from packax._src.ops.primitives import decode_p
 
 _PROGRAMS = 1024  # that csrc/ffi/decode.cc may want at once, on the largest GPU
@@ -103,5 +102,4 @@ def _require_kernel(query: Any, value: Any, exact: bool) -> None:
     )
 
 
-mlir.register_lowering(decode_p, lowering._elsewhere(_lowered_xla))
-mlir.register_lowering(decode_p, _cuda, platform="cuda")
+lowering.register(decode_p, partition_rules.decode, lowering._elsewhere(_lowered_xla), _cuda)

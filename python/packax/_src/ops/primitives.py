@@ -29,6 +29,7 @@ from jax.interpreters import ad, batching
 from packax._src.core.jax_compat import vary_together
 from packax._src.core.shapes import BLOCK, TILE, TILE_192, ceil_div, is_symbolic
 from packax._src.ops.operands import TENSORS
+from packax._src.ops.partitioning import ask_devices
 
 P = jax.sharding.PartitionSpec
 Implementation = Literal["cuda", "xla"]
@@ -46,11 +47,6 @@ def check_implementation(
         )
 
 
-def plain(aval: Any) -> Any:
-    """The aval without mesh axes or sharding: what a lowering sees, which is local."""
-    return jax.core.ShapedArray(aval.shape, aval.dtype)
-
-
 def _like(aval: Any, shape: tuple[int, ...], dtype: Any, dims: Sequence[int | None]) -> Any:
     """An aval that varies as `aval` does, its dimension k sharded as dimension dims[k] there."""
     spec = [*aval.sharding.spec, *[None] * aval.ndim]
@@ -65,8 +61,8 @@ def _primitive(name: str, static: tuple[str, ...]) -> Primitive:
     primitive.multiple_results = True
 
     @functools.partial(jax.jit, static_argnames=static)
-    def call(*operands, **params):
-        return primitive.bind(*operands, **params)
+    def call(first, *operands, **params):
+        return primitive.bind(ask_devices(first), *operands, **params)
 
     # Outside jit, a call compiles by itself; also under disable_jit, where it would call itself.
     @primitive.def_impl

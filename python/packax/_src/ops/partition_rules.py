@@ -1,0 +1,63 @@
+"""What the dimensions of every primitive's operands are, for partitioning.py; see `Dims` there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from packax._src.ops.partitioning import Dims
+
+
+def documents(q_ids, *operands, **_) -> Dims:
+    return Dims(tuple("b" + "." * (x.ndim - 1) for x in (q_ids, *operands)), ("b.",) * 3)
+
+
+def blocks(*operands, **_) -> Dims:
+    return Dims(("b.",) * 3, ("b..", "b..", "b.", "b.", "b."))
+
+
+def forward(query, key, value, *operands, block_size, extras, max_logits, **_) -> Dims:
+    rest = _behind_tensors(query, operands, 2 if block_size else 0, extras)
+    rows = ("bh.", "bh.") if max_logits else ("bh.",)
+    return Dims((*_TENSORS, *rest), ("b.h.", *rows))
+
+
+def backward(query, key, value, *operands, block_size, extras, dnumbers, **_) -> Dims:
+    rest = _behind_tensors(query, operands[4:], 3 if block_size else 0, extras)
+    numbers = ("bh..",) if dnumbers else ()
+    results = ("b.h.", "bh.", "b.h.", "bh.")  # out, lse and their cotangents
+    return Dims((*_TENSORS, *results, *rest), ("b.h.", "b.g.", "b.g.", *numbers))
+
+
+def decode(query, key, value, q_lo, q_hi, *operands, paged, **_) -> Dims:
+    batch, _, heads, _ = query.shape
+    cache = "p.g." if paged else "bkg."  # pages belong to no row of the batch
+    rest = [_of_batch(x, batch) for x in operands[: int(paged)]]
+    rest += [_of_heads(x, batch, heads) for x in operands[int(paged) :]]  # sinks
+    return Dims(("bsh.", cache, cache, "b.", "b.", *rest), ("b.h.", "bh."))
+
+
+_TENSORS = ("bsh.", "bkg.", "bkg.")
+
+
+def _behind_tensors(
+    query: Any, operands: Sequence[Any], lists: int, extras: int
+) -> tuple[str, ...]:
+    """Of the mask's operands, block lists, scales, slopes and positions: of the batch, or for all."""
+    batch, _, heads, _ = query.shape
+    end = len(operands) - extras
+    return (
+        *(_of_batch(x, batch) for x in operands[: end - lists]),
+        *(_of_heads(x, batch, heads) for x in operands[end - lists : end]),
+        *(_of_batch(x, batch) for x in operands[end : end + 1]),
+        *(_of_heads(x, batch, heads) for x in operands[end + 1 : end + 2]),
+        *(_of_batch(x, batch) for x in operands[end + 2 :]),
+    )
+
+
+def _of_batch(x: Any, batch: int) -> str:
+    return ("b" if x.shape[0] == batch else ".") + "." * (x.ndim - 1)
+
+
+def _of_heads(x: Any, batch: int, heads: int) -> str:
+    return _of_batch(x, batch)[:1] + ("h" if x.shape[1] == heads else ".") + "." * (x.ndim - 2)

@@ -1,0 +1,256 @@
+"""How XLA may divide a primitive over a mesh: by batch and by heads, without communication.
+
+A program under plain `jit` with sharded inputs is partitioned by XLA, which cannot look into a
+custom call and would gather the whole batch for it on every device. Here a primitive says of each
+dimension of its operands what it is (`Dims`, written in partition_rules.py). From that follow the
+rule for Shardy, the one for GSPMD, and what a device computes of its pieces.
+
+On one device, or inside a `shard_map` over all axes, nothing is wrapped: the program is the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding
+
+from packax._src.core.jax_compat import lower_with_devices
+from packax._src.core.sharding import Axes, spec
+
+SEQUENCE_SWITCH = "PACKAX_SHARDED_SEQUENCE"
+_DOCS = "docs/guide/context_parallelism.md"
+
+
+def plain(aval: Any) -> Any:
+    """The aval without mesh axes or sharding: what a lowering sees, which is local."""
+    return jax.core.ShapedArray(aval.shape, aval.dtype)
+
+
+class Dims(NamedTuple):
+    """A letter for every dimension of every operand and result.
+
+    b: batch. h: query heads. g: key/value heads, which follow the query's. These three are divided.
+    s, k: rows of query, of key and value. p: pages of a cache. These may not arrive divided.
+    ".": anything else, which every device needs whole.
+    """
+
+    operands: tuple[str, ...]
+    results: tuple[str, ...]
+
+
+def partitioned(primitive: Any, dims: Callable[..., Dims], rule: Callable) -> Callable:
+    """The lowering rule of a primitive whose call XLA may divide as `dims(*avals, **params)` says."""
+
+    def lower(ctx, *operands, **params):
+        mesh = _mesh_in_use(ctx.module_context)
+        if mesh is None:
+            return rule(ctx, *operands, **params)
+        avals = [plain(x) for x in ctx.avals_in]
+        ctx = ctx.replace(avals_in=avals, avals_out=[plain(x) for x in ctx.avals_out])
+        call = _custom_call(primitive, dims(*avals, **params), avals, params)
+        with mesh:
+            return mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
+
+    return lower
+
+
+def _mesh_in_use(module: Any) -> Any:
+    """A context manager in which jax finds the mesh; None where XLA has nothing to divide."""
+    if module.lowering_parameters.for_export:  # a file cannot hold the functions that divide
+        return None
+    context = module.axis_context
+    manual = getattr(context, "manual_axes", None)
+    if manual is not None:  # inside a shard_map: over all axes, or XLA has the others
+        mesh = context.mesh
+        return None if mesh.size == 1 or set(manual) == set(mesh.axis_names) else mesh
+    if getattr(context, "device_assignment", None) is None or context.num_devices == 1:
+        return None
+    return contextlib.nullcontext()
+
+
+_NO_MESH = jax.sharding.AbstractMesh((), ())
+
+
+def _custom_call(primitive: Any, dims: Dims, avals: Sequence[Any], params: Any) -> Any:
+    heads, kv_heads = (_size(letter, dims, avals) for letter in "hg")
+
+    def whole(*operands):
+        return tuple(primitive.bind(*operands, **params))
+
+    def partition(mesh, arg_shapes, result_shapes):
+        axes = _axes(dims, arg_shapes, result_shapes)
+        _check_sequence(dims, arg_shapes)
+        read = _heads_read(heads, kv_heads, _pieces(mesh, axes["h"]))
+        if read is not None:  # fewer key/value heads than devices: each takes those that it reads
+            axes["g"] = ()
+
+        def local(*operands):
+            with jax.sharding.use_abstract_mesh(_NO_MESH):  # pieces are not typed by the mesh
+                if read is None:
+                    return whole(*operands)
+                own = read(jax.lax.axis_index(axes["h"]))
+                operands = _each(dims.operands, operands, lambda x, dim: jnp.take(x, own, axis=dim))
+                spread = functools.partial(_spread, own=own, heads=kv_heads, axes=axes["h"])
+                return _each(dims.results, whole(*operands), spread)
+
+        given, made = (_shardings(mesh, axes, letters) for letters in dims)
+        return mesh, local, made, given
+
+    def infer(mesh, arg_shapes, result_shapes):
+        return _shardings(mesh, _axes(dims, arg_shapes, result_shapes), dims.results)
+
+    rule, sizes = shardy_rule(dims, heads, kv_heads)
+    call = custom_partitioning(_with_signature(whole, len(avals)))
+    call.def_partition(partition, infer, sharding_rule=rule, **sizes)
+    return call
+
+
+def _with_signature(function: Callable, number: int) -> Callable:
+    """`function` of so many arguments by position: custom_partitioning reads its signature."""
+    names = ", ".join(f"x{n}" for n in range(number))
+    return eval(f"lambda {names}: function({names})", {"function": function})
+
+
+def _size(letter: str, dims: Dims, avals: Sequence[Any]) -> int:
+    sizes = (
+        aval.shape[letters.index(letter)]
+        for letters, aval in zip(dims.operands, avals, strict=True)
+        if letter in letters
+    )
+    return next(sizes, 1)
+
+
+def _entry(entry: Any) -> Axes:
+    """The mesh axes of one entry of a PartitionSpec."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _pieces(mesh: Any, axes: Axes) -> int:
+    return math.prod(mesh.shape[axis] for axis in axes)
+
+
+def _axes(dims: Dims, arg_shapes: Any, result_shapes: Any) -> dict[str, Axes]:
+    """The mesh axes of batch and heads: those of the first array that is divided there, evenly."""
+    axes: dict[str, Axes] = dict.fromkeys("bhg", ())
+    for letters, x in zip(
+        (*dims.operands, *dims.results), (*arg_shapes, *result_shapes), strict=True
+    ):
+        for letter, entry, size in zip(letters, x.sharding.spec, x.shape, strict=True):
+            found, of = _entry(entry), "h" if letter == "g" else letter
+            taken = {*axes["b"], *axes["h"]}
+            if of not in ("b", "h") or axes[of] or not found or not taken.isdisjoint(found):
+                continue
+            if size % _pieces(x.sharding.mesh, found) == 0:
+                axes[of] = found
+    axes["g"] = axes["h"]
+    return axes
+
+
+def _shardings(mesh: Any, axes: dict[str, Axes], all_letters: Sequence[str]) -> tuple[Any, ...]:
+    return tuple(
+        NamedSharding(mesh, spec(*(axes.get(letter, ()) for letter in letters)))
+        for letters in all_letters
+    )
+
+
+def _check_sequence(dims: Dims, arg_shapes: Sequence[Any]) -> None:
+    """Raises ValueError where rows or keys arrive in pieces, unless a gather was asked for."""
+    for letters, x in zip(dims.operands, arg_shapes, strict=True):
+        for letter, entry in zip(letters, x.sharding.spec, strict=True):
+            if letter not in "skp" or not _entry(entry):
+                continue
+            text = _SHARDED[letter].format(axes=", ".join(map(repr, _entry(entry))))
+            if os.environ.get(SEQUENCE_SWITCH) != "gather":
+                raise ValueError(
+                    f"{text}, or set {SEQUENCE_SWITCH}=gather to have it gathered on every device"
+                )
+            warnings.warn(f"{text}. It is gathered on every device", stacklevel=2)
+
+
+_CONTEXT = f"for context parallelism pass sharding=packax.AttentionSharding(...) ({_DOCS})"
+_SHARDED = {
+    "s": f"the sequence axis of query is sharded over {{axes}}: {_CONTEXT}",
+    "k": f"the sequence axis of key and value is sharded over {{axes}}: {_CONTEXT}",
+    "p": "the pages of key and value are sharded over {axes}, but block_table numbers all of them: "
+    "shard heads, or call decode_attention in a shard_map in which every device has its own pages",
+}
+
+
+def _heads_read(heads: int, kv_heads: int, pieces: int) -> Callable[[Any], jax.Array] | None:
+    """Which key/value heads a device reads, by its index; None: an even share of them."""
+    if kv_heads % pieces == 0:
+        return None
+    local, group = heads // pieces, heads // kv_heads
+    step = math.gcd(local, group)
+    return lambda index: (index * local + jnp.arange(0, local, step)) // group
+
+
+def _each(all_letters: Sequence[str], arrays: Any, function: Callable) -> tuple[Any, ...]:
+    """The arrays, those with key/value heads through function(x, their dimension)."""
+    return tuple(
+        function(x, letters.index("g")) if "g" in letters else x
+        for x, letters in zip(arrays, all_letters, strict=True)
+    )
+
+
+def _spread(x: jax.Array, dim: int, own: jax.Array, heads: int, axes: Axes) -> jax.Array:
+    """Gradients of the heads that each device read, summed to those of all heads."""
+    shape = (*x.shape[:dim], heads, *x.shape[dim + 1 :])
+    apart = jnp.zeros(shape, jnp.promote_types(x.dtype, jnp.float32))
+    apart = apart.at[(slice(None),) * dim + (own,)].add(x.astype(apart.dtype))
+    return jax.lax.psum(apart, axes).astype(x.dtype)
+
+
+def shardy_rule(dims: Dims, heads: int, kv_heads: int) -> tuple[str, dict[str, int]]:
+    """The rule in Shardy's notation, and the sizes of factors that it does not see."""
+    names = (f"x{n}" for n in itertools.count())
+    grouped = 1 < kv_heads < heads
+    named = {
+        "b": "b",
+        "h": "(g r)" if grouped else "g" if kv_heads > 1 else "r",
+        **({"g": "g"} if kv_heads > 1 else {}),
+    }
+
+    def text(all_letters: Sequence[str]) -> str:
+        return ", ".join(
+            " ".join(named.get(letter) or next(names) for letter in letters)
+            for letters in all_letters
+        )
+
+    sizes = {"r": heads // kv_heads} if grouped else {}
+    return f"{text(dims.operands)} -> {text(dims.results)}", sizes
+
+
+# --- jax tells the number of devices to those lowering rules alone whose primitives ask for it.
+
+_devices_p = Primitive("packax_devices")
+lower_with_devices(_devices_p)
+_devices_p.def_impl(lambda x: x)
+_devices_p.def_abstract_eval(lambda x: x)
+ad.deflinear2(_devices_p, lambda cotangent, x: [cotangent])
+batching.defvectorized(_devices_p)
+mlir.register_lowering(_devices_p, lambda ctx, x: [x])
+
+
+def ask_devices(x: jax.Array) -> jax.Array:
+    """x; a program that has it is lowered with its devices known, so that XLA may divide calls.
+
+    Not inside a shard_map over all axes: such a program may be lowered for an abstract mesh.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = not mesh.empty and all(
+        kind == jax.sharding.AxisType.Manual for kind in mesh.axis_types
+    )
+    return x if manual else _devices_p.bind(x)
