@@ -21,12 +21,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding
 
-from packax._src.core.jax_compat import lower_with_devices
+from packax._src.core.jax_compat import entered_mesh, lower_with_devices
 from packax._src.core.sharding import Axes, spec
 
 SEQUENCE_SWITCH = "PACKAX_SHARDED_SEQUENCE"
@@ -60,7 +61,8 @@ def partitioned(primitive: Any, dims: Callable[..., Dims], rule: Callable) -> Ca
         avals = [plain(x) for x in ctx.avals_in]
         ctx = ctx.replace(avals_in=avals, avals_out=[plain(x) for x in ctx.avals_out])
         call = _custom_call(primitive, dims(*avals, **params), avals, params)
-        with mesh:
+        with warnings.catch_warnings(), mesh:
+            warnings.simplefilter("ignore", DeprecationWarning)  # jax looks in no other place
             return mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
 
     return lower
@@ -75,9 +77,16 @@ def _mesh_in_use(module: Any) -> Any:
     if manual is not None:  # inside a shard_map: over all axes, or XLA has the others
         mesh = context.mesh
         return None if mesh.size == 1 or set(manual) == set(mesh.axis_names) else mesh
-    if getattr(context, "device_assignment", None) is None or context.num_devices == 1:
+    devices = getattr(context, "device_assignment", None)
+    if devices is None or context.num_devices == 1:
         return None
-    return contextlib.nullcontext()
+    entered = entered_mesh()
+    if context.abstract_mesh is not None or (entered is not None and not entered.empty):
+        return contextlib.nullcontext()
+    known = jax.sharding.get_abstract_mesh()  # no operand says one, as in eager calls under vmap
+    if known.empty or known.size != len(devices):
+        return None
+    return jax.sharding.Mesh(np.reshape(devices, known.axis_sizes), known.axis_names)
 
 
 _NO_MESH = jax.sharding.AbstractMesh((), ())
@@ -166,13 +175,16 @@ def _shardings(mesh: Any, axes: dict[str, Axes], all_letters: Sequence[str]) -> 
 
 
 def _check_sequence(dims: Dims, arg_shapes: Sequence[Any]) -> None:
-    """Raises ValueError where rows or keys arrive in pieces, unless a gather was asked for."""
+    """Answers rows, keys or pages that arrive in pieces: every device needs them whole.
+
+    Rows and keys are an error unless a gather was asked for, pages of a cache a warning.
+    """
     for letters, x in zip(dims.operands, arg_shapes, strict=True):
         for letter, entry in zip(letters, x.sharding.spec, strict=True):
-            if letter not in "skp" or not _entry(entry):
+            if letter not in _SHARDED or not _entry(entry):
                 continue
             text = _SHARDED[letter].format(axes=", ".join(map(repr, _entry(entry))))
-            if os.environ.get(SEQUENCE_SWITCH) != "gather":
+            if letter != "p" and os.environ.get(SEQUENCE_SWITCH) != "gather":
                 raise ValueError(
                     f"{text}, or set {SEQUENCE_SWITCH}=gather to have it gathered on every device"
                 )
@@ -244,7 +256,7 @@ batching.defvectorized(_devices_p)
 mlir.register_lowering(_devices_p, lambda ctx, x: [x])
 
 
-def ask_devices(x: jax.Array) -> jax.Array:
+def ask_devices(x: Any) -> Any:
     """x; a program that has it is lowered with its devices known, so that XLA may divide calls.
 
     Not inside a shard_map over all axes: such a program may be lowered for an abstract mesh.
