@@ -200,18 +200,30 @@ def test_meshes(kind, entered):
         assert_equal(function(*args), expected("lse", 2))
 
 
-def test_inside_a_shard_map_over_other_axes():
-    """Manual over data, the rest left to XLA."""
+def some_axes_mapped(mesh, function):
+    return jax.shard_map(
+        function, mesh=mesh, in_specs=(P("data"),) * 4, out_specs=P("data"), axis_names={"data"}
+    )
+
+
+def test_a_shard_map_over_some_axes_warns_of_the_others():
     mesh = mesh_of()
     args = shard(mesh, *tensors())
-    mapped = jax.shard_map(
-        CASES["documents"],
-        mesh=mesh,
-        in_specs=(P("data"),) * 4,
-        out_specs=P("data"),
-        axis_names={"data"},
-    )
-    compiled = jax.jit(mapped).lower(*args).compile()
+    with pytest.warns(UserWarning, match="what is sharded over 'tensor' is gathered"):
+        out = jax.jit(some_axes_mapped(mesh, CASES["documents"]))(*args)
+    np.testing.assert_array_equal(out, expected("documents", 2)[1])
+
+
+def test_a_shard_map_over_some_axes_and_sharding_for_the_others():
+    mesh = mesh_of()
+    args = shard(mesh, *tensors())
+    spec = P("data", None, "tensor")
+    sharding = packax.AttentionSharding(query=spec, key_value=spec)
+
+    def function(query, key, value, ids):
+        return packax.flash_attention(query, key, value, causal_documents(ids), sharding=sharding)
+
+    compiled = jax.jit(some_axes_mapped(mesh, function)).lower(*args).compile()
     assert not set(collectives(compiled)) & set(MOVES), collectives(compiled)
     np.testing.assert_array_equal(compiled(*args), expected("documents", 2)[1])
 

@@ -74,9 +74,9 @@ def _mesh_in_use(module: Any) -> Any:
         return None
     context = module.axis_context
     manual = getattr(context, "manual_axes", None)
-    if manual is not None:  # inside a shard_map: over all axes, or XLA has the others
-        mesh = context.mesh
-        return None if mesh.size == 1 or set(manual) == set(mesh.axis_names) else mesh
+    if manual is not None:  # inside a shard_map: XLA cannot divide a call there any further
+        _warn_of_axes_left({n: k for n, k in context.mesh.shape.items() if n not in manual})
+        return None
     devices = getattr(context, "device_assignment", None)
     if devices is None or context.num_devices == 1:
         return None
@@ -90,6 +90,17 @@ def _mesh_in_use(module: Any) -> Any:
 
 
 _NO_MESH = jax.sharding.AbstractMesh((), ())
+
+
+def _warn_of_axes_left(sizes: dict[str, int]) -> None:
+    left = [name for name, size in sizes.items() if size > 1]
+    if left:
+        warnings.warn(
+            f"attention in a shard_map over some of the mesh's axes: what is sharded over "
+            f"{', '.join(map(repr, left))} is gathered on every device. Pass "
+            f"sharding=packax.AttentionSharding(...), or map over all axes ({_DOCS})",
+            stacklevel=2,
+        )
 
 
 def _custom_call(primitive: Any, dims: Dims, avals: Sequence[Any], params: Any) -> Any:
