@@ -131,9 +131,8 @@ def _custom_call(primitive: Any, dims: Dims, avals: Sequence[Any], params: Any) 
     def infer(mesh, arg_shapes, result_shapes):
         return _shardings(mesh, _axes(dims, arg_shapes, result_shapes), dims.results)
 
-    rule, sizes = shardy_rule(dims, heads, kv_heads)
     call = custom_partitioning(_with_signature(whole, len(avals)))
-    call.def_partition(partition, infer, sharding_rule=rule, **sizes)
+    call.def_partition(partition, infer, sharding_rule=shardy_rule(dims))
     return call
 
 
@@ -236,24 +235,21 @@ def _spread(x: jax.Array, dim: int, own: jax.Array, heads: int, axes: Axes) -> j
     return jax.lax.psum(apart, axes).astype(x.dtype)
 
 
-def shardy_rule(dims: Dims, heads: int, kv_heads: int) -> tuple[str, dict[str, int]]:
-    """The rule in Shardy's notation, and the sizes of factors that it does not see."""
+def shardy_rule(dims: Dims) -> str:
+    """The rule in Shardy's notation.
+
+    Heads of query and of key and value have factors of their own: as one of two parts, they could
+    be divided only where the key/value heads divide. `partition` makes the second follow the first.
+    """
     names = (f"x{n}" for n in itertools.count())
-    grouped = 1 < kv_heads < heads
-    named = {
-        "b": "b",
-        "h": "(g r)" if grouped else "g" if kv_heads > 1 else "r",
-        **({"g": "g"} if kv_heads > 1 else {}),
-    }
 
     def text(all_letters: Sequence[str]) -> str:
         return ", ".join(
-            " ".join(named.get(letter) or next(names) for letter in letters)
+            " ".join(letter if letter in "bhg" else next(names) for letter in letters)
             for letters in all_letters
         )
 
-    sizes = {"r": heads // kv_heads} if grouped else {}
-    return f"{text(dims.operands)} -> {text(dims.results)}", sizes
+    return f"{text(dims.operands)} -> {text(dims.results)}"
 
 
 # --- jax tells the number of devices to those lowering rules alone whose primitives ask for it.
