@@ -76,3 +76,9 @@ def test_the_architecture_has_every_file():
         assert not [x for x in files if x not in named and not x.startswith(covered or "//")], (
             folder
         )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_number_begins_a_list_by_accident(name):
+    """A line of a paragraph that begins with "256. " is a list of its own in Markdown."""
+    assert not re.findall(r"^ *\d{2,}\. .*", (ROOT / name).read_text(), re.MULTILINE)
