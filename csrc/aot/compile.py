@@ -294,6 +294,20 @@ def source_bytes(source: str) -> bytes:
     return b"\0".join(f.read_bytes() for f in files)
 
 
+def warm_up(todo: list[table.Variant]) -> None:
+    """Do once what every fork would do again: imports, and Triton's hash of its own files.
+
+    The hash alone takes half a second of each compilation, and no cubin depends on it.
+    """
+    import triton.compiler
+    import triton.experimental.gluon._runtime  # noqa: F401
+    from triton.runtime.cache import triton_key
+
+    triton_key()
+    for source in {variant.source for variant in todo}:
+        importlib.import_module(source)
+
+
 def compile_table(
     todo: list[table.Variant], out: pathlib.Path, cache: pathlib.Path | None, jobs: int
 ) -> int:
@@ -305,7 +319,7 @@ def compile_table(
             f"Triton {triton.__version__} found, {TRITON_VERSION} needed: "
             "cubins depend on the version"
         )
-    import triton.compiler  # imported once, inherited by every fork
+    warm_up(todo)
 
     out.mkdir(parents=True, exist_ok=True)
     kept = {f"{v.name}{suffix}" for v in todo for suffix in (".cubin", ".json")}
