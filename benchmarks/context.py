@@ -5,18 +5,18 @@
 
 12 documents in 128k tokens, 32/8 heads, head dim 128, bfloat16, the row over all devices; with more
 documents fewer pairs for the same bytes, as on more GPUs. "One GPU" is one rank's share: its query
-rows of the balanced plan against all keys, already gathered; "slowest" is every rank's share on its GPU
-at once, without a word between them, by the GPU that takes longest: no way of moving data can beat
-that there. TFLOP/s are those of attended pairs, per GPU; the backward is timed alone. "kvax-like"
-moves data as kvax does, with packax's kernels and head-tail order: keys gathered at once and kept
-for the backward, their gradients summed whole in float32. Memory is XLA's plan for forward and
-backward in one program, per GPU, without arguments. Every output and gradient is compared with one
-GPU's before it is timed; a wrong one is not timed and makes the program exit 1. --groups times the
-balanced plan with these groups of heads instead of the schemes; --profile lists the kernels of two
-calls of each, with their times and streams, in context.txt. Writes context.json (with another
-number of documents, that behind the name) into --out (default: $OUT, else benchmarks/results); the
-table is last. On a CPU: XLA_FLAGS=--xla_force_host_platform_device_count=4 and --quick, to try the
-program itself.
+rows of the balanced plan against all keys, already gathered; "slowest" is every rank's share on its
+GPU at once, without a word between them, by the GPU that takes longest: no way of moving data can
+beat that there. TFLOP/s are those of attended pairs, per GPU; the backward is timed alone.
+"kvax-like" moves data as kvax does, with packax's kernels and head-tail order: keys gathered at
+once and kept for the backward, their gradients summed whole in float32. Memory is XLA's plan for
+forward and backward in one program, per GPU, without arguments. Every output and gradient is
+compared with one GPU's before it is timed; a wrong one is not timed and makes the program exit 1.
+--groups times the balanced plan with these groups of heads instead of the schemes; --profile lists
+the kernels of two calls of each, with their times and streams, in context.txt. Writes context.json
+(with another number of documents, that behind the name) into --out (default: $OUT, else
+benchmarks/results); the table is last. On a CPU: XLA_FLAGS=--xla_force_host_platform_device_count=4
+and --quick, to try the program itself.
 """
 
 from __future__ import annotations
@@ -147,7 +147,8 @@ class Distributed:
 def one_share(
     case: Case, ranks: int, rank: int, inputs: Arrays
 ) -> tuple[dict[str, Callable[[], Any]], float]:
-    """Passes of a rank's rows of the balanced plan against all keys, on its GPU; its attended pairs."""
+    """Passes of a rank's rows of the balanced plan against all keys, on its GPU; its attended
+    pairs."""
     plan = plan_of(case, "balanced", ranks)
     assert plan is not None
     own = case.seq // ranks

@@ -18,7 +18,7 @@ import pytest
 from paths import AOT, KERNEL_DIR, ROOT
 
 
-def load(name: str):  # type: ignore[no-untyped-def]
+def load(name: str):
     spec = importlib.util.spec_from_file_location(f"packax_aot_{name}", AOT / f"{name}.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -98,7 +98,7 @@ def test_float32() -> None:
     assert few and set(few) == {"sm_86"}
 
 
-def test_a_head_dim_without_an_sm90_kernel_has_the_portable_ones(monkeypatch):  # type: ignore[no-untyped-def]
+def test_a_head_dim_without_an_sm90_kernel_has_the_portable_ones(monkeypatch):
     few = {
         kernel: {dim: tile for dim, tile in rows.items() if dim == 64}
         for kernel, rows in table.SM90_TILES.items()
@@ -194,11 +194,11 @@ def test_tiles_of_decoding_are_those_that_cpp_counts_with() -> None:
     """csrc/ffi/decode.cc chooses between the two by rows before it looks one up; a block of
     decode_combine is its most shares."""
     source = (ROOT / "csrc" / "ffi" / "decode.cc").read_text()
-    few = int(re.search(r"kFewRows = (\d+)", source)[1])  # type: ignore[index]
+    few = int(re.search(r"kFewRows = (\d+)", source)[1])
     assert {v.block for v in ALL if v.kernel == "decode"} == {few}
     assert {v.block for v in ALL if v.kernel == "decode_tall"} == {32, 64}
     lowering = (ROOT / "python" / "packax" / "_src" / "ops" / "lowering_decode.py").read_text()
-    most = int(re.search(r"_MOST = (\d+)", lowering)[1])  # type: ignore[index]
+    most = int(re.search(r"_MOST = (\d+)", lowering)[1])
     assert {v.block for v in ALL if v.kernel == "decode_combine"} == {most} == {table.DECODE_SPLITS}
 
 
@@ -267,7 +267,7 @@ def test_a_kernel_for_wide_heads_stands_for_the_other(kernel: str, dim: int) -> 
 
 
 @pytest.fixture
-def recompiled(monkeypatch, tmp_path, request):  # type: ignore[no-untyped-def]
+def recompiled(monkeypatch, tmp_path, request):
     """A function that changes a kernel file and names the variants that the cache no longer has."""
     shutil.copytree(ROOT / "csrc" / "kernels", tmp_path, dirs_exist_ok=True)
     monkeypatch.setattr(compiler, "KERNEL_DIR", tmp_path)
@@ -312,13 +312,13 @@ def recompiled(monkeypatch, tmp_path, request):  # type: ignore[no-untyped-def]
         ("mask.block_bounds", ["blocks_rows", "blocks_keys", "blocks_order"]),
     ],
 )
-def test_a_changed_file_recompiles_the_kernels_that_import_it(recompiled, file, kernels) -> None:  # type: ignore[no-untyped-def]
+def test_a_changed_file_recompiles_the_kernels_that_import_it(recompiled, file, kernels) -> None:
     """Kernels, or of one that has two files the second."""
     want = {v.name for v in ALL if v.kernel in kernels or v.source in kernels}
     assert recompiled(file) == want
 
 
-def test_a_wide_kernel_has_a_file_of_its_own(recompiled) -> None:  # type: ignore[no-untyped-def]
+def test_a_wide_kernel_has_a_file_of_its_own(recompiled) -> None:
     for file in ("sm90.bwd_dkdv_d256", "sm90.bwd_dkdv_d192", "sm90.bwd"):
         assert recompiled(file) == {v.name for v in ALL if v.source == file}
 
@@ -334,7 +334,7 @@ def test_a_wide_kernel_has_a_file_of_its_own(recompiled) -> None:  # type: ignor
         ("SERIALISED", ("backward_dkdv", "forward"), {"forward"}),
     ],
 )  # fmt: skip
-def test_what_the_table_says_beside_a_variant_recompiles_it(monkeypatch, name, value, kernels):  # type: ignore[no-untyped-def]
+def test_what_the_table_says_beside_a_variant_recompiles_it(monkeypatch, name, value, kernels):
     """Else the cache would give what was compiled, and accepted, by another table."""
     before = {v.name: compiler.fingerprint(v) for v in ALL}
     for module in (table, compiler.table):  # the same file, loaded twice
@@ -344,14 +344,14 @@ def test_what_the_table_says_beside_a_variant_recompiles_it(monkeypatch, name, v
 
 def test_an_interrupted_build_leaves_nothing_that_the_cache_would_give(
     monkeypatch, tmp_path
-) -> None:  # type: ignore[no-untyped-def]
+) -> None:
     variant, out, store = ALL[0], tmp_path / "out", tmp_path / "store"
     out.mkdir()
     for suffix in (".cubin", ".json"):
         (out / f"{variant.name}{suffix}").write_bytes(b"whole")
     write = pathlib.Path.write_bytes
 
-    def full_disk(path, data):  # type: ignore[no-untyped-def]
+    def full_disk(path, data):
         write(path, data[:2])
         if ".json" in path.name:
             raise OSError("No space left on device")

@@ -1,6 +1,8 @@
-"""Batch rows shorter than a tile as documents of one row: when, that results and gradients stay what they are, what the kernels get.
+"""Batch rows shorter than a tile as documents of one row: when, that results and gradients stay
+what they are, what the kernels get.
 
-Guards against a row that attends another batch row's keys, masks that are one for all rows, and lse or gradients of other rows.
+Guards against a row that attends another batch row's keys, masks that are one for all rows, and lse
+or gradients of other rows.
 """
 
 import functools
@@ -114,7 +116,8 @@ def test_results_and_gradients(kind, q_len, kv_len, option):
         made = packax.flash_attention(query, key, value, mask, **options)
         out, lse = made if option == "lse" else (made, jnp.zeros(()))
         lse = jnp.where(jnp.isfinite(lse), lse, 0)
-        return (out * cotangent).sum() + (lse * jnp.sin(jnp.arange(lse.size)).reshape(lse.shape)).sum(), (out, lse)  # fmt: skip
+        of_lse = jnp.sin(jnp.arange(lse.size)).reshape(lse.shape)
+        return (out * cotangent).sum() + (lse * of_lse).sum(), (out, lse)
 
     found = []
     for merged in (False, True):

@@ -321,7 +321,8 @@ def test_a_mask_cannot_be_written():
     ],
 )
 def test_swapped_axes_are_warned_of(query, key, warns):
-    """Where nothing says the length: (batch, heads, length, dim) attends across heads without an error."""
+    """Where nothing says the length: (batch, heads, length, dim) attends across heads without an
+    error."""
     x, y = zeros(*query), zeros(*key)
     for mask in (
         packax.causal(),

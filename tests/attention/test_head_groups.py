@@ -1,7 +1,8 @@
-"""Attention of some heads of the query, group after group into one output: primitives, rules, what CUDA gets.
+"""Attention of some heads of the query, group after group into one output: primitives, rules, what
+CUDA gets.
 
-Guards against heads of another group read, written or forgotten, and against an output that is copied
-where the next group should go on in it.
+Guards against heads of another group read, written or forgotten, and against an output that is
+copied where the next group should go on in it.
 """
 
 import re

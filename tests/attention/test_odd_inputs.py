@@ -1,4 +1,5 @@
-"""What users hand over that no example has: odd containers and dtypes, jax's debugging modes, threads.
+"""What users hand over that no example has: odd containers and dtypes, jax's debugging modes,
+threads.
 
 A request gives the right numbers or a ValueError that says what was wrong; never other numbers.
 """
@@ -55,7 +56,8 @@ def test_ids_of_any_integer_dtype(dtype):
 
 
 def test_numbers_of_64_bits_are_not_cut():
-    """jax makes int32 of numpy's int64 by dropping bits: 2^32 + 1 would be 1, a place that is there."""
+    """jax makes int32 of numpy's int64 by dropping bits: 2^32 + 1 would be 1, a place that is
+    there."""
     out = packax.decode_attention(QUERY[:, :1], KEY, VALUE, np.array([FAR, 5]))
     assert np.isnan(out[0]).all() and np.isfinite(out[1]).all()
     pages = (x.reshape(6, 4, KV_HEADS, DIM) for x in (KEY, VALUE))
@@ -108,7 +110,8 @@ def test_disable_jit(expected):
 
 
 def test_debug_nans():
-    """Rows and batches that attend nothing make no NaN on the way, forward, backward or in a tangent."""
+    """Rows and batches that attend nothing make no NaN on the way, forward, backward or in a
+    tangent."""
     options = {"sinks": np.ones(HEADS, np.float32), "soft_cap": 2.0}
     options["bias"] = packax.alibi(np.ones(HEADS, np.float32))
 
@@ -190,10 +193,12 @@ def test_vmap_over_nothing():
 
 
 @pytest.mark.parametrize(
-    "sizes", [(0, 8, 8), (2, 0, 8), (2, 8, 0), (2, 0, 0), (0, 0, 0)], ids="batch {0[0]}, rows {0[1]}, keys {0[2]}".format
+    "sizes", [(0, 8, 8), (2, 0, 8), (2, 8, 0), (2, 0, 0), (0, 0, 0)],
+    ids="batch {0[0]}, rows {0[1]}, keys {0[2]}".format
 )  # fmt: skip
 def test_nothing_to_attend(sizes):
-    """As jax.nn: empty results, zeros where there are no keys, and gradients of 0. Masks of all kinds."""
+    """As jax.nn: empty results, zeros where there are no keys, and gradients of 0. Masks of all
+    kinds."""
     batch, q_len, kv_len = sizes
     query, key = jnp.ones((batch, q_len, 4, 8)), jnp.ones((batch, kv_len, 2, 8))
     q_ids, kv_ids = (np.zeros((batch, n), np.int64) for n in (q_len, kv_len))

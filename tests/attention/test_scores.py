@@ -78,7 +78,8 @@ def test_positions_of_rows_are_those_of_keys():
 
 
 def test_garbage_in_padding_stays_there():
-    """Under a cap, a sink and a bias, what overflows in padding reaches neither results nor gradients."""
+    """Under a cap, a sink and a bias, what overflows in padding reaches neither results nor
+    gradients."""
     case = cases.BY_NAME["padding"]
     options = {"sinks": sinks_of(case.heads), "slopes": slopes_of(case.heads)}
     arrays, dout, dlse = arrays_of(case, "float32", **options)
@@ -118,7 +119,8 @@ def test_a_sink_of_minus_infinity_is_none():
 
 
 def test_an_infinite_sink_takes_all():
-    """The limit: out 0, lse the sink, no gradient of the tensors; other heads as beside a finite sink."""
+    """The limit: out 0, lse the sink, no gradient of the tensors; other heads as beside a finite
+    sink."""
     case = cases.BY_NAME["batch_of_three"]
     arrays, dout, dlse = arrays_of(case, "float32")
     attention = attention_of(packax.create_attention_mask(case.expression()))
@@ -196,7 +198,8 @@ def test_vmap_over_any_of_them():
 
 @pytest.mark.parametrize("kind,groups", [("Auto", 2), ("Explicit", 1)])
 def test_on_a_mesh(kind, groups):
-    """Arrays per head are split with the heads, places with the rows; their gradients summed over the other axes."""
+    """Arrays per head are split with the heads, places with the rows; their gradients summed over
+    the other axes."""
     rows = P("data", "context", "tensor")
     sharding = packax.AttentionSharding(query=rows, key_value=rows)
     mesh = context.mesh_of(2, 2, 2, kind=kind, axes=("data", "context", "tensor"))
@@ -237,7 +240,8 @@ def test_on_a_mesh(kind, groups):
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_a_bias_of_indices_on_a_mesh(kind):
-    """Without arrays of places: heads and batch are split, the sequence is not; gradients of slopes are those of one device."""
+    """Without arrays of places: heads and batch are split, the sequence is not; gradients of slopes
+    are those of one device."""
     rows = P("data", None, "tensor")
     sharding = packax.AttentionSharding(query=rows, key_value=rows)
     mesh = context.mesh_of(2, 2, kind=kind, axes=("data", "tensor"))
@@ -265,7 +269,8 @@ def test_a_bias_of_indices_on_a_mesh(kind):
 
 
 def test_a_bias_of_indices_under_vmap_and_derived_twice():
-    """Mapped slopes, mapped tensors or both; and a directional derivative of the gradient. As with arrays of places."""
+    """Mapped slopes, mapped tensors or both; and a directional derivative of the gradient. As with
+    arrays of places."""
     case = cases.BY_NAME["gqa_4"]
     query, key, value, *_ = case.tensors("float32", 16, 16)
     mask = packax.create_attention_mask(case.expression(), q_len=case.q_len, kv_len=case.kv_len)
@@ -289,7 +294,8 @@ def test_a_bias_of_indices_under_vmap_and_derived_twice():
 
 
 def test_inside_the_callers_shard_map():
-    """Replicated arrays get the sum of all ranks' gradients; the largest logit is that of all rows."""
+    """Replicated arrays get the sum of all ranks' gradients; the largest logit is that of all
+    rows."""
     mesh = context.mesh_of(2, axes=("context",))
     query, key, value, *_ = context.tensors(batch=2, length=64)
     sharding = packax.AttentionSharding(query=P(None, "context"), key_value=P())
@@ -322,7 +328,8 @@ def test_inside_the_callers_shard_map():
 
 
 def test_forward_mode_and_second_derivatives():
-    """Of sinks, slopes and an array's scale, beside the tensors: in float64, by finite differences."""
+    """Of sinks, slopes and an array's scale, beside the tensors: in float64, by finite
+    differences."""
     with score_oracle.x64(True):
         rng = np.random.default_rng(3)
         at = [rng.standard_normal((1, 9, 2, 4)) for _ in range(3)]

@@ -164,7 +164,8 @@ assert made.name == "forward_sm90_bf16_64x64_sm90a_cuda13__WARP_GROUPS2" and mad
 assert dict(made.constants) | {"WARP_GROUPS": 3} == dict(table.sm90("forward_sm90", HOPPER, "bf16",
     64, 64).constants)
 assert json.dumps(table.SM90_TILES) == before
-for assembler, changed, anew in (("13.4", {}, 0), ("12.9", {}, 1), ("12.9", {"REMATERIALIZE": 0}, 0),
+for assembler, changed, anew in (("13.4", {}, 0), ("12.9", {}, 1),
+    ("12.9", {"REMATERIALIZE": 0}, 0),
     ("13.4", {"REMATERIALIZE": 1}, 1)):
     made = candidates.variant("backward_dq_sm90", HOPPER, DIMS, changed, assembler)
     assert dict(made.constants)["REMATERIALIZE"] == anew and made.assembler == assembler
@@ -183,7 +184,8 @@ names = [v.name for v in candidates.chosen("90a", ["backward_prepare"], [DIMS], 
     ["backward_prepare:128:ROWS=128"])]
 assert len(names) == len(set(names)) and any("ROWS128" in name for name in names)
 assert sum("backward_sm90" in name for name in names) == 2  # its pipeline, by both assemblers
-only = candidates.chosen("90a", ["forward_sm90"], None, ["13.4"], ["backward_sm90:128:LSE_BY_MMA=0"],
+only = candidates.chosen("90a", ["forward_sm90"], None, ["13.4"],
+    ["backward_sm90:128:LSE_BY_MMA=0"],
     listed=False)
 assert sorted(v.name.rpartition("sm90a")[2] + " " + v.kernel for v in only) == [
     "__table backward_finish", "__table backward_prepare", "_cuda13__LSE_BY_MMA0 backward_sm90",

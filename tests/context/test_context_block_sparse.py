@@ -1,7 +1,8 @@
-"""Maps of blocks under context parallelism: every rank has the map of its own rows, in the plan's order.
+"""Maps of blocks under context parallelism: every rank has the map of its own rows, in the plan's
+order.
 
-Guards against a map that is cut where no rank or chunk begins, against lists of another rank's rows, and
-against a map of one batch row or head for another.
+Guards against a map that is cut where no rank or chunk begins, against lists of another rank's
+rows, and against a map of one batch row or head for another.
 """
 
 import functools
@@ -18,7 +19,8 @@ SHARDING = packax.AttentionSharding(
     query=P("data", "context", "tensor"), key_value=P("data", "context", "tensor")
 )
 DOCUMENTS = packax.causal() & packax.documents(ROWS)
-# rows and keys of a block, batch rows and heads of the map: finer than a chunk, no part of one, one row, more than a rank has
+# rows and keys of a block, batch rows and heads of the map: finer than a chunk, no part of one, one
+# row, more than a rank has
 MAPS = {
     "tiles": ((128, 64), (1, 1)),
     "odd": ((100, 48), (BATCH, HEADS)),
@@ -84,7 +86,8 @@ def test_results_are_those_of_one_device(name, sizes, kind, plan):
 
 
 def test_a_plan_balances_what_is_visited():
-    """Rows that attend much lie side by side; what counts is blocks of 64 keys of tiles of 128 rows, of all heads."""
+    """Rows that attend much lie side by side; what counts is blocks of 64 keys of tiles of 128
+    rows, of all heads."""
     chosen = np.random.default_rng(5).random((2, HEADS, LENGTH, LENGTH // 64)) < 0.004
     chosen[0, :2, :256] = chosen[1, 3, 512:] = True
     expression = packax.causal() & packax.block_sparse(chosen, (1, 64))
@@ -139,7 +142,8 @@ def test_in_a_shard_map_of_the_callers(inside):
 
 
 def test_what_a_rank_holds():
-    """Bits and lists of its own rows; blocks no larger than what stays together; all specs name the same axes."""
+    """Bits and lists of its own rows; blocks no larger than what stays together; all specs name the
+    same axes."""
     mesh = mesh_of(2, 4, axes=("data", "context"))
     sharding = packax.AttentionSharding(query=P("data", "context"), key_value=P("data", "context"))
     plan = packax.context_plan(DOCUMENTS, ranks=4, chunk=128)

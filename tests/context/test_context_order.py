@@ -1,7 +1,7 @@
 """What of a rank's program waits for what: the order of gathers and scatters is in its data.
 
-Guards against gathers that all end before the first attention begins, or that nobody asked for, which
-no result shows: XLA is free in everything that no operand says.
+Guards against gathers that all end before the first attention begins, or that nobody asked for,
+which no result shows: XLA is free in everything that no operand says.
 """
 
 import functools
@@ -85,7 +85,8 @@ def test_a_scatter_runs_beside_the_attention_behind(programs):
 
 
 def test_copies_behind_two_collectives_cannot_be_joined(programs):
-    """With a plan: those behind a gather wait for the attention before, those before a scatter for the scatter before."""
+    """With a plan: those behind a gather wait for the attention before, those before a scatter for
+    the scatter before."""
     made, copies = programs
     for n in range(1, GROUPS):
         if copies:
@@ -99,7 +100,8 @@ def test_copies_behind_two_collectives_cannot_be_joined(programs):
     [(8, 3, (2, 3)), (4, 3, (2, 3)), (3, 2, (2, 3)), (2, 2, (2, 2))],
 )
 def test_the_default_of_four_ranks(plan, kv_heads, forward, backward):
-    """Backward: two gathers, so that none is under way when gradients are, which go in smaller groups."""
+    """Backward: two gathers, so that none is under way when gradients are, which go in smaller
+    groups."""
     programs = programs_of(plan, None, 4, heads=24, kv_heads=kv_heads)
     ahead, back = programs[FORWARD], programs[BACKWARD]
     assert len(ahead.named["all_gather"]) == len(ahead.named[FORWARD]) == forward

@@ -163,7 +163,8 @@ def test_key_value_heads_replicated_under_query_heads(heads, kv_heads, tensor):
     ],
 )
 def test_head_groups(groups, heads, plan):
-    """More than two, of which one waits for another; equal ones; those of the default for four ranks."""
+    """More than two, of which one waits for another; equal ones; those of the default for four
+    ranks."""
     mesh = mesh_of(4, axes=("context",))
     inputs = tensors(heads=heads[0], kv_heads=heads[1])
     got = sharded(mesh, CONTEXT, "documents", plan_of(plan, 4), inputs=inputs, groups=groups)
@@ -258,7 +259,8 @@ def test_every_rank_has_the_hull_of_its_own_rows():
 )
 @pytest.mark.parametrize("plan", ["balanced", "zigzag"])  # the second has one batch row
 def test_the_specs_of_a_mask(kind, plan):
-    """Kernels read block bounds and orders that XLA does not: each operand is cut as it was made."""
+    """Kernels read block bounds and orders that XLA does not: each operand is cut as it was
+    made."""
     sharding = dataclasses.replace(FULL, mesh=mesh_of(1, 2, 2, 2))
     mask = packax.create_attention_mask(
         expression_of(kind), q_len=LENGTH, kv_len=LENGTH, sharding=sharding, plan=plan_of(plan, 2)
@@ -387,7 +389,8 @@ def collectives(text):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_gradients_are_reduce_scattered_and_nothing_large_is_all_reduced(dtype):
-    """The forward gathers, the backward gathers again, and scatters: each keys and values of one head."""
+    """The forward gathers, the backward gathers again, and scatters: each keys and values of one
+    head."""
     mesh = mesh_of(2, axes=("context",))
     plan = plan_of("balanced", 2)
     inputs = tensors(dtype)

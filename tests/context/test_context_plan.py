@@ -52,7 +52,8 @@ def test_zigzag():
 
 @pytest.mark.parametrize("ranks,chunk", [(2, None), (4, 128), (8, 256), (1, 128)])
 def test_balanced(ranks, chunk):
-    """Host, device and traced plans agree; each rank has as many chunks, in order, and fair work."""
+    """Host, device and traced plans agree; each rank has as many chunks, in order, and fair
+    work."""
     length = 4096
     rng = np.random.default_rng(ranks)
     ids = ids_of_lengths([packed(length, rng), [length], [100, 1, 700]], length)
@@ -136,7 +137,8 @@ def test_the_host_leaves_jax_alone(monkeypatch):
 
 
 def test_balance_of_spans():
-    """All work is in spans that fill every fourth chunk: what knows no areas deals them to one rank."""
+    """All work is in spans that fill every fourth chunk: what knows no areas deals them to one
+    rank."""
     length, ranks = 2048, 4
     spans = np.where(np.arange(length) // 128 % 4 == 0, 7, -1)
     expression = packax.spans(np.stack([spans, spans[::-1]]), packax.sliding_window(9))

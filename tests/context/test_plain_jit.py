@@ -1,7 +1,7 @@
 """Attention under plain `jit` with sharded inputs: XLA divides it by batch and heads.
 
-No `shard_map`, no `sharding=`. The compiled program may sum gradients of what is replicated; it must
-not gather, permute or exchange anything, and its results are those of one device.
+No `shard_map`, no `sharding=`. The compiled program may sum gradients of what is replicated; it
+must not gather, permute or exchange anything, and its results are those of one device.
 """
 
 import collections

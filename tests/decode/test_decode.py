@@ -398,7 +398,8 @@ REFUSED = {
         "query": as_type(Q, shape=(2, 1, 7, 64))},
     "key must have the head dim of query, 72, but has 64": {
         "query": as_type(Q, shape=(2, 1, 8, 72))},
-    "kv_lengths must have shape (2,), as query, but has (3,)": {"kv_lengths": as_type(N, shape=(3,))},
+    "kv_lengths must have shape (2,), as query, but has (3,)": {"kv_lengths": as_type(N,
+        shape=(3,))},
     "kv_lengths must be an array of integers, but is float32": {
         "kv_lengths": as_type(N, dtype=jnp.float32)},
     "key has batch size 2, but query has 3; pages need a block_table": {
@@ -411,7 +412,8 @@ REFUSED = {
         "block_table": as_type(N, shape=(2, 2), dtype=jnp.bool_)},
     "a sequence may have room for 536870912 keys at most, but has it for 536875008": {
         "block_table": as_type(N, shape=(2, 131073))},
-    "kv_starts must have shape (2,), one for a sequence, or (2, 1), one for a row, but has (1, 2)": {
+    "kv_starts must have shape (2,), one for a sequence, or (2, 1), one for a row, but has "
+    "(1, 2)": {
         "kv_starts": as_type(N, shape=(1, 2))},
     "kv_starts must be an array of integers, but is float32": {
         "kv_starts": as_type(N, dtype=jnp.float32)},

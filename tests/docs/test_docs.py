@@ -1,4 +1,5 @@
-"""The Python of README.md, docs/ and the docstrings runs, in a namespace of what the text around it names.
+"""The Python of README.md, docs/ and the docstrings runs, in a namespace of what the text around it
+names.
 
 Blocks of docs/guide/integrations.md have a test of their own (test_integrations_docs.py), bash
 blocks of the README run in CI. A block that must not run starts with a comment `# not run: why`.

@@ -1,4 +1,5 @@
-"""The reference parts of docs/internals are what docs/internals/generate.py makes of the sources."""
+"""The reference parts of docs/internals are what docs/internals/generate.py makes of the
+sources."""
 
 import importlib.util
 

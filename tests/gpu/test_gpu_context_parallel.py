@@ -1,7 +1,7 @@
 """Context parallelism with the cubins and NCCL, on 2 and 4 GPUs of one host. `pytest -m gpu`.
 
-tests/context/test_context_parallel.py has the combinations; here are what fake devices cannot show: kernels
-inside shard_map on every GPU, real collectives, and what XLA's GPU compiler makes of them.
+tests/context/test_context_parallel.py has the combinations; here are what fake devices cannot show:
+kernels inside shard_map on every GPU, real collectives, and what XLA's GPU compiler makes of them.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ def test_float16_and_deterministic():
 
 
 def collective_shapes(text, name):
-    """dtype[shape] of every array that the collectives of a kind make: XLA may join several in one."""
+    """dtype[shape] of every array that the collectives of a kind make: XLA may join several in
+    one."""
     found = []
     for made in re.findall(rf" = \(.*?\), (.*?) {name}-start\(", text):  # behind the operands
         found += re.findall(r"\w+\[[\d,]+\]", made)
@@ -118,7 +119,8 @@ def collective_shapes(text, name):
 
 
 def test_what_is_compiled():
-    """Forward and backward gather keys and values, gradients are reduce-scattered in their dtype, and nothing is all-reduced."""
+    """Forward and backward gather keys and values, gradients are reduce-scattered in their dtype,
+    and nothing is all-reduced."""
     mesh = mesh_of(1, 2, 1)
     x = tensors(2, LENGTH, LENGTH, 4, 2, 128, "bfloat16")
     specs = [CONTEXT.query] * 4 + [P(None, None, "context")]

@@ -1,7 +1,9 @@
-"""The general handlers with ALiBi of indices on a GPU of Hopper: its own kernels where the slopes are all there is.
+"""The general handlers with ALiBi of indices on a GPU of Hopper: its own kernels where the slopes
+are all there is.
 
-Guards against a bias that a kernel does not know and gets all the same, places that it would not read, and arguments in another
-place than the kernels have them. On a fake libcuda, as test_soft_cap_handlers.py.
+Guards against a bias that a kernel does not know and gets all the same, places that it would not
+read, and arguments in another place than the kernels have them. On a fake libcuda, as
+test_soft_cap_handlers.py.
 """
 
 import pytest

@@ -1,7 +1,9 @@
-"""The general handlers with a map of blocks on a GPU of Hopper: its own kernels where the map is all there is.
+"""The general handlers with a map of blocks on a GPU of Hopper: its own kernels where the map is
+all there is.
 
-Guards against a map that the kernels cannot read (they find blocks by shifts) or that one of them does not get, and
-against arguments in another place than the kernels have them. On a fake libcuda, as test_soft_cap_handlers.py.
+Guards against a map that the kernels cannot read (they find blocks by shifts) or that one of them
+does not get, and against arguments in another place than the kernels have them. On a fake libcuda,
+as test_soft_cap_handlers.py.
 """
 
 from math import ceil, prod
@@ -46,7 +48,8 @@ def blocks_of(s, n, size):
 @pytest.mark.parametrize("n,size", list(enumerate(SIZES_OF_BLOCKS)))
 @pytest.mark.parametrize("s", SIZES)
 def test_forward(mapped, s, n, size):
-    """Lists are of tiles of 128 rows, and so is the order; before the launch the counter is cleared."""
+    """Lists are of tiles of 128 rows, and so is the order; before the launch the counter is
+    cleared."""
     assert mapped.row("forward_sm90_block_lists", mapped.variant["cc"])["block"] == 128
     blocks = blocks_of(s, n, size)
     call = forward_block_lists(mapped, s, blocks).change(**GIVEN)
@@ -142,7 +145,8 @@ def test_float32(mapped, direction):
 
 @pytest.mark.parametrize("wanted", [1, 2, 3])
 def test_the_workspace_says_which_kernels(mapped, wanted):
-    """One element short of the counter: the general ones. Room for a sum of dQ makes no difference: none is made."""
+    """One element short of the counter: the general ones. Room for a sum of dQ makes no difference:
+    none is made."""
     call = backward_block_lists(mapped, wanted=wanted)
     apart = call.results["workspace"].shape[0]
     kernels = mapped.kernels("backward_block_lists")

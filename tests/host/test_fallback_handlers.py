@@ -1,4 +1,5 @@
-"""The general handlers: the smallest kernel that covers the head dims, its arguments, what they refuse.
+"""The general handlers: the smallest kernel that covers the head dims, its arguments, what they
+refuse.
 
 On a fake libcuda, as test_handlers.py.
 """
@@ -74,7 +75,8 @@ def test_launches(machine, direction, smaller, batches, blocks):
 @pytest.mark.parametrize("direction", MAKE)
 @pytest.mark.parametrize("exact,short", [(0, "tf32"), (1, "f32")])
 def test_float32(machine, direction, exact, short):
-    """Kernels of the precision asked for, of the smallest pair that has room; delta has no products."""
+    """Kernels of the precision asked for, of the smallest pair that has room; delta has no
+    products."""
     s = Sizes()
     cc, asked = machine.variant["cc"], (56, 24)
     pairs = {(v["qk_dim"], v["v_dim"]) for v in machine.ext.variants() if v["dtype"] == short}
@@ -217,7 +219,8 @@ def test_larger_head_dims_are_refused(shared_machine):
     assert "head dims 8x264" in failure.message
 
 
-# Calls for which Hopper has kernels of its own: test_soft_cap_handlers.py, test_block_list_handlers.py.
+# Calls for which Hopper has kernels of its own: test_soft_cap_handlers.py,
+# test_block_list_handlers.py.
 OWN_ON_HOPPER = {
     "forward_soft_cap": forward_soft_cap,
     "backward_soft_cap": backward_soft_cap,

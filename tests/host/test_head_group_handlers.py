@@ -117,7 +117,8 @@ def test_the_edge_of_small_tensors(tmp_path, driver):
         ({"heads": 0},
             "attributes first_head and heads are 6 and 0, expected some of the query's 12"),
         ({"heads": 2**31 - 1},
-            "attributes first_head and heads are 6 and 2147483647, expected some of the query's 12"),
+            "attributes first_head and heads are 6 and 2147483647, "
+            "expected some of the query's 12"),
         ({"heads": 5}, "attribute heads is 5, expected a multiple of the 2 heads of key and value"),
         ({"begins": 2}, "attribute begins is 2, expected 0 to 1"),
     ],

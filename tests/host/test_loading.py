@@ -1,4 +1,5 @@
-"""How the extension loads kernels: once, outside of CUDA graph capture, the cubin that the driver takes; and what fails.
+"""How the extension loads kernels: once, outside of CUDA graph capture, the cubin that the driver
+takes; and what fails.
 
 Guards against what no CPU run of JAX reaches: a kernel loaded under CUDA graph capture or twice, a
 function used in another context than its own, a failure that does not say what failed. Runs on a

@@ -1,8 +1,9 @@
-"""The handlers of forward and backward on a GPU of Hopper: tensor maps, the counter, the workspace, which kernels run.
+"""The handlers of forward and backward on a GPU of Hopper: tensor maps, the counter, the workspace,
+which kernels run.
 
-Guards against a map of another tensor or of a wrong box, a counter that is not cleared, a section of
-the workspace in another place than the kernels have it. Runs on a fake libcuda (tests/support/cpp): needs
-the built extension and a C compiler.
+Guards against a map of another tensor or of a wrong box, a counter that is not cleared, a section
+of the workspace in another place than the kernels have it. Runs on a fake libcuda
+(tests/support/cpp): needs the built extension and a C compiler.
 """
 
 from dataclasses import replace
@@ -46,7 +47,8 @@ def test_forward_on_hopper(tmp_path, driver, s, qk_dim):
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
 @pytest.mark.parametrize("q_len", [1, 1536])
 def test_forward_of_few_tiles(tmp_path, driver, q_len, dtype):
-    """Head dim 64, fewer tiles of 192 rows than multiprocessors: tiles of 128. For some heads it is the kernel of all."""
+    """Head dim 64, fewer tiles of 192 rows than multiprocessors: tiles of 128. For some heads it is
+    the kernel of all."""
 
     def choose(m):
         return m.has("forward_low_occupancy") and m.variant["dtype"] == dtype
@@ -227,7 +229,8 @@ def test_backward_on_hopper(tmp_path, driver, s, has_dlse, qk_dim):
 @pytest.mark.parametrize("qk_dim,block", [(64, 128), (128, 128), (192, 128), (256, 64)])
 @pytest.mark.parametrize("s", SIZES)
 def test_backward_apart_on_hopper(tmp_path, driver, s, qk_dim, block, wanted):
-    """Kernels that add nothing to memory: nothing is cleared but the counter, in the place of dQ's sum.
+    """Kernels that add nothing to memory: nothing is cleared but the counter, in the place of dQ's
+    sum.
 
     A program takes a tile of 128 keys or half of one, also the half past the last key.
     """
@@ -264,7 +267,8 @@ def test_backward_apart_on_hopper(tmp_path, driver, s, qk_dim, block, wanted):
 
 
 def test_a_workspace_too_small_for_hopper(tmp_path, driver):
-    """One element short of dQ's sum, and other kernels run; one short of their counter, the portable."""
+    """One element short of dQ's sum, and other kernels run; one short of their counter, the
+    portable."""
     hopper = make_machine(tmp_path, driver, choose=lambda m: m.has_apart())
     s = Sizes()
     call = backward(hopper, s)
@@ -282,7 +286,8 @@ def test_a_workspace_too_small_for_hopper(tmp_path, driver):
 
 @pytest.mark.parametrize("qk_dim", [64, 128, 192, 256])
 def test_a_workspace_for_any_kernels(tmp_path, driver, qk_dim):
-    """The one kernel for all gradients where the build has it; else those apart, which need less."""
+    """The one kernel for all gradients where the build has it; else those apart, which need
+    less."""
     hopper = make_machine(
         tmp_path, driver, choose=lambda m: m.has_hopper() and m.variant["qk_dim"] == qk_dim
     )
@@ -322,7 +327,8 @@ def test_a_misaligned_buffer_of_the_backward(hopper, name):
 
 @pytest.mark.parametrize("wanted", [1, 2])
 def test_backward_of_some_on_hopper(hopper, wanted):
-    """One kernel makes all three, so dk and dv are there; only dq has a kernel of its own after it."""
+    """One kernel makes all three, so dk and dv are there; only dq has a kernel of its own after
+    it."""
     call = backward(hopper, wanted=wanted)
     assert hopper.run(call) is None
     kernels = [launch["kernel"] for launch in hopper.launches()]

@@ -1,7 +1,9 @@
-"""The general handlers with a soft cap on a GPU of Hopper: its own kernels where the cap is all there is.
+"""The general handlers with a soft cap on a GPU of Hopper: its own kernels where the cap is all
+there is.
 
-Guards against a cap or a map of scores that one of the two kinds does not know and gets all the same, and against
-arguments in another place than the kernels have them. On a fake libcuda, as test_sm90_handlers.py.
+Guards against a cap or a map of scores that one of the two kinds does not know and gets all the
+same, and against arguments in another place than the kernels have them. On a fake libcuda, as
+test_sm90_handlers.py.
 """
 
 from math import ceil, prod
@@ -67,7 +69,8 @@ def test_backward(tmp_path, driver, s, qk_dim, has_dlse):
 @pytest.mark.parametrize("qk_dim,block", [(64, 128), (128, 128), (256, 64)])
 @pytest.mark.parametrize("s", SIZES)
 def test_backward_apart(tmp_path, driver, s, qk_dim, block, wanted):
-    """What `deterministic=True`, only some gradients and head dim 256 take; the counter lies where dQ's sum would."""
+    """What `deterministic=True`, only some gradients and head dim 256 take; the counter lies where
+    dQ's sum would."""
     machine = machine_of(tmp_path, driver, qk_dim, "backward_apart_soft_cap")
     cc = machine.variant["cc"]
     assert machine.row("backward_dkdv_sm90_soft_cap", cc)["block"] == block

@@ -1,4 +1,5 @@
-"""packax.integrations.maxtext against a dense reference: training, prefill in chunks, the order of context parallelism, errors.
+"""packax.integrations.maxtext against a dense reference: training, prefill in chunks, the order of
+context parallelism, errors.
 
 Guards against a keyword of MaxText's that means something else here.
 """

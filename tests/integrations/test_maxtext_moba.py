@@ -136,7 +136,7 @@ def test_moba_and_indexer_mask_while_decoding(implementation):
         close(of_indexer, expected(active & kept[:, None]))
 
 
-def reordered(length: int):  # type: ignore[no-untyped-def]
+def reordered(length: int):
     """A config, its operands as two ranks reorder them, the indexer's mask behind; what is expected
     in order."""
     q, k, v = tensors(length, length)

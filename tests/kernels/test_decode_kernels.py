@@ -25,7 +25,7 @@ SMALL = {"room": (64, 64), "tile": (16, 16)}  # of float32
 
 def run(
     case: Case, x: decoding.Tensors, splits: int, scale: float = SCALE, **kernel
-) -> decoding.Results:  # type: ignore[no-untyped-def]
+) -> decoding.Results:
     lo, hi = decode._ranges(
         x.lengths, x.starts, *(case.window or (None, None)), case.causal, case.q_len
     )
@@ -39,7 +39,7 @@ def run(
     )
 
 
-def check(case: Case, splits: int, **kernel) -> None:  # type: ignore[no-untyped-def]
+def check(case: Case, splits: int, **kernel) -> None:
     x = decoding.tensors(case, seed=len(case.lengths) + splits)
     got, want = run(case, x, splits, **kernel), decoding.exact(case, x, SCALE)
     for name, a, b in zip(("out", "lse"), got, want, strict=True):

@@ -79,7 +79,7 @@ def test_blocks_equal_the_xla_twin(q_len: int, kv_len: int, kind: str) -> None:
         np.testing.assert_array_equal(a, np.asarray(b), err_msg=name)
 
 
-def oracle(query, key, value, dout, dlse, attends, scale):  # type: ignore[no-untyped-def]
+def oracle(query, key, value, dout, dlse, attends, scale):
     """float64: out, lse, dq, dk, dv. attends (Bm, Sq, Skv)."""
     q, k, v, do = (x.astype(np.float64) for x in (query, key, value, dout))
     group = q.shape[2] // k.shape[2]
@@ -173,7 +173,7 @@ def test_some_heads_are_those_of_a_call_of_their_own() -> None:
     mask = mask_of(packax.causal() & packax.documents(np.stack([IDS3[0], IDS3[2]])), 200, 200)
     rng = np.random.default_rng(9)
 
-    def draw(heads, dim):  # type: ignore[no-untyped-def]
+    def draw(heads, dim):
         return rng.standard_normal((2, 200, heads, dim)).astype(np.float32)
 
     query, key, value, out, dout = (draw(*x) for x in ((6, 16), (1, 16), (1, 32), (6, 32), (6, 32)))

@@ -86,13 +86,17 @@ def test_equal_expressions_share_a_program():
 @pytest.mark.parametrize(
     "expression,text",
     [
-        (packax.causal() & packax.documents(np.zeros((2, 64), int)), "causal() & documents(int32[2, 64])"),
+        (packax.causal() & packax.documents(np.zeros((2, 64), int)),
+            "causal() & documents(int32[2, 64])"),
         (packax.documents([1], [2, 3]), "documents(int32[1], int32[2])"),
-        (packax.documents([1], positions=[0], kv_positions=[0]), "documents(int32[1], positions=int32[1], kv_positions=int32[1])"),
+        (packax.documents([1], positions=[0], kv_positions=[0]),
+            "documents(int32[1], positions=int32[1], kv_positions=int32[1])"),
         (packax.sliding_window(3), "sliding_window(3)"),
         (packax.sliding_window(None, 2, offset=OFFSET), "sliding_window(None, 2, offset=int32[2])"),
-        ((packax.causal(3) | packax.prefix(2)) & packax.chunked(4), "(causal(offset=3) | prefix(2)) & chunked(4)"),
-        (packax.causal() & packax.chunked(4) | packax.sliding_window(1), "causal() & chunked(4) | sliding_window(1)"),
+        ((packax.causal(3) | packax.prefix(2)) & packax.chunked(4),
+            "(causal(offset=3) | prefix(2)) & chunked(4)"),
+        (packax.causal() & packax.chunked(4) | packax.sliding_window(1),
+            "causal() & chunked(4) | sliding_window(1)"),
         (packax.spans(IDS[0]), "spans(int32[8])"),
         (packax.spans(IDS, packax.sliding_window(2)), "spans(int32[2, 8], sliding_window(2))"),
         (packax.ranges([0], [1]), "ranges(int32[1], int32[1])"),
@@ -112,7 +116,8 @@ def test_text_of_trees_of_anything():
 
 
 def test_unions_keep_their_offsets_equal():
-    """Any leaves may be put in a tree: what was one offset stays one, and the mask what it means."""
+    """Any leaves may be put in a tree: what was one offset stays one, and the mask what it
+    means."""
     unions = {
         "arrays": packax.causal(OFFSET) & packax.chunked(4, offset=OFFSET)
         | packax.sliding_window(1, offset=OFFSET),

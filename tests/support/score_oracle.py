@@ -97,4 +97,4 @@ def check(got: Results, true: Results, plain: Results, factor: float = 2.0) -> N
 @functools.cache
 def oracle_fields(names):
     fields = [(name, Any) for name in ("out", "lse", *names)]
-    return NamedTuple("Flat", fields)  # type: ignore[misc]
+    return NamedTuple("Flat", fields)

@@ -371,9 +371,7 @@ class Extras:
         self.operands = tuple(stand_in if x is None else x for x in given)
 
 
-def general_sizes(  # type: ignore[no-untyped-def]
-    mask: Operands, extras: Extras, query, key, value, *flags: int
-):
+def general_sizes(mask: Operands, extras: Extras, query, key, value, *flags: int):
     """From element_test on; `flags` come behind it."""
     element_test, batch, mask_batch, *lengths = sizes(mask, query, key)
     dims = (query.shape[3], value.shape[3])

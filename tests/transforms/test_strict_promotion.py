@@ -1,4 +1,5 @@
-"""With jax told to promote neither dtypes nor ranks by itself, every call does what it does without."""
+"""With jax told to promote neither dtypes nor ranks by itself, every call does what it does
+without."""
 
 import contextlib
 

@@ -89,7 +89,8 @@ def forward(m, s=Sizes(), scale=0.125, element_test=2):
 
 
 def workspace(m, s, kernels):
-    """Elements: what the one kernel of Hopper for all gradients needs, those apart, or the portable."""
+    """Elements: what the one kernel of Hopper for all gradients needs, those apart, or the
+    portable."""
     padded = 64 * ceil(s.q_len / 64)
     rows = s.batch * s.heads * padded
     sums = 2 * rows + 2 * s.mask_batch * padded
@@ -132,7 +133,8 @@ def backward(
 
 
 def of_some_heads(plain, first, row_heads, begins=0):
-    """A call of forward() or backward(), for heads of a query that has `row_heads`, its own from `first` on."""
+    """A call of forward() or backward(), for heads of a query that has `row_heads`, its own from
+    `first` on."""
     heads = plain.operands["query"].shape[2]
 
     def widened(arrays):
@@ -336,7 +338,8 @@ def decode(
     m, s=Sizes(q_len=2, kv_len=700), scale=0.125, soft_cap=0.0, page_size=0, sink_batch=0, room=64,
     pages=99, dims=None, dtype=None, exact=0,
 ):  # fmt: skip
-    """`page_size`, `sink_batch`: 0 for a cache that is not paged, and for no sinks. `room`: shares in the workspace."""
+    """`page_size`, `sink_batch`: 0 for a cache that is not paged, and for no sinks. `room`: shares
+    in the workspace."""
     dtype = dtype or {"bf16": "bfloat16", "f16": "float16"}[m.variant["dtype"]]
     qk_dim, v_dim = dims or (m.variant["qk_dim"], m.variant["v_dim"])
     rows = Array("int32", (s.batch, s.q_len))

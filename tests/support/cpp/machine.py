@@ -189,7 +189,8 @@ def compile_driver(folder, *flags):
 
 @functools.cache
 def outside_cubins():
-    """What the extension's file holds beside them and zeros, [(offset, bytes)], and how many they are."""
+    """What the extension's file holds beside them and zeros, [(offset, bytes)], and how many they
+    are."""
     image = Path(SPEC.origin).read_bytes()
     pieces, count, end = [], 0, 0
     begin = image.find(ELF, 1)

@@ -78,7 +78,8 @@ def expect_one_backward(machine, s, call, kernel, has_dlse, **more):
 
 
 def hopper_sections(machine, s, start):
-    """name -> that section of the workspace, as a tensor map would see it (docs/internals/ffi.md)."""
+    """name -> that section of the workspace, as a tensor map would see it
+    (docs/internals/ffi.md)."""
     padded = 64 * ceil(s.q_len / 64)
     rows, dim = s.batch * s.heads * padded, machine.variant["qk_dim"]
     sections = {
