@@ -178,6 +178,52 @@ def test_key_value_heads_that_do_not_divide():
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
+def test_flax_layers():
+    """Weights by tensor, batch by data, as a module of Flax has them."""
+    linen = pytest.importorskip("flax.linen")
+    from packax.integrations.flax import dot_product_attention
+
+    layer = linen.MultiHeadDotProductAttention(
+        num_heads=HEADS, qkv_features=64, attention_fn=dot_product_attention
+    )
+    x = jnp.asarray(np.random.default_rng(7).standard_normal((BATCH, 64, 32)), jnp.float32)
+    weights = layer.init(jax.random.key(0), x, mask=packax.causal())
+    mesh = mesh_of()
+
+    def placed(path, leaf):
+        last = "out" in jax.tree_util.keystr(path)
+        heads = 0 if last else leaf.ndim - 2
+        spec = [None] * leaf.ndim
+        if not (last and leaf.ndim == 1):  # the bias of the last one has no heads
+            spec[heads] = "tensor"
+        return put(mesh, leaf, *spec)
+
+    def loss(weights, x):
+        return jnp.sum(layer.apply(weights, x, mask=packax.causal()) ** 2)
+
+    step = jax.jit(jax.value_and_grad(loss))
+    args = jax.tree_util.tree_map_with_path(placed, weights), put(mesh, x, "data")
+    compiled = step.lower(*args).compile()
+    assert not set(collectives(compiled)) & set(MOVES), collectives(compiled)
+    for got, want in zip(
+        jax.tree.leaves(compiled(*args)), jax.tree.leaves(step(weights, x)), strict=True
+    ):
+        np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-5)
+
+
+def test_calls_of_flash_attention_jax():
+    """(batch, heads, length, dim) there."""
+    from packax.integrations.flash_attention_jax import causal_flash_attention
+
+    mesh = mesh_of()
+    args = [jnp.swapaxes(x, 1, 2) for x in tensors(HEADS)[:3]]
+    sharded = [put(mesh, x, "data", "tensor") for x in args]
+    function = jax.jit(causal_flash_attention)
+    compiled = function.lower(*sharded).compile()
+    assert not collectives(compiled), collectives(compiled)
+    np.testing.assert_array_equal(compiled(*sharded), function(*args))
+
+
 def test_a_batch_that_does_not_divide_is_whole():
     mesh = mesh_of()
     query, key, value, ids = (x[:3] for x in tensors())
