@@ -14,14 +14,16 @@ from packax._src.core.sharding import AttentionSharding
 from packax._src.decode import decode_attention
 from packax._src.masks.block_sparse import block_sparse
 from packax._src.masks.build import create_attention_mask
-from packax._src.masks.expressions import MaskExpression, documents, ranges
-from packax._src.masks.intervals import causal, chunked, full, prefix, sliding_window, spans
+from packax._src.masks.documents import documents, ranges
+from packax._src.masks.expressions import MaskExpression
+from packax._src.masks.intervals import causal, chunked, full, prefix, sliding_window
 from packax._src.masks.planning import (
     ContextParallelInputs,
     context_parallel_inputs,
     context_plan,
 )
 from packax._src.masks.plot import plot_mask
+from packax._src.masks.spans import spans
 from packax._src.ops import lowering_decode as _decode_lowering  # noqa: F401 (registers the rules)
 from packax._src.ops.lowering import export_checks
 from packax._src.ops.score_mods import Alibi, alibi

@@ -25,13 +25,9 @@ from packax._src.core.sharding import (
     layout_of,
 )
 from packax._src.masks.build import create_attention_mask
-from packax._src.masks.expressions import (
-    MaskExpression,
-    batch_of,
-    check_lengths,
-    described,
-    instead_of_array,
-)
+from packax._src.masks.expressions import MaskExpression
+from packax._src.masks.lengths import batch_of, check_lengths
+from packax._src.masks.messages import described, instead_of_array
 from packax._src.ops.primitives import Implementation, check_implementation
 from packax._src.ops.score_mods import Alibi, checked_scale, checked_soft_cap, largest, scores_of
 

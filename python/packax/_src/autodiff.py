@@ -26,7 +26,7 @@ from jax.interpreters import ad, batching, mlir
 
 from packax._src.context import shard as partition
 from packax._src.core.mask import AttentionMask
-from packax._src.tangents import NO_MORE_DERIVATIVES
+from packax._src.ops.tangents import NO_MORE_DERIVATIVES
 
 CHECKPOINT_NAMES = ("packax_out", "packax_lse")
 """The results' names for `jax.checkpoint_policies.save_only_these_names`."""

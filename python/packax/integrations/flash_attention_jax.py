@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from packax._src import attention as _attention
-from packax._src.masks import expressions as masks
-from packax._src.masks import intervals
+from packax._src.masks.expressions import MaskExpression
+from packax._src.masks.intervals import causal, full
 from packax._src.ops import ffi as kernel_table
 from packax.integrations import jax_nn as dot_product
 
@@ -101,7 +101,7 @@ def _run(
     q: Any,
     k: Any,
     v: Any,
-    expression: Callable[..., masks.MaskExpression],
+    expression: Callable[..., MaskExpression],
     *operands: Any,
     scale: float | None = None,
 ) -> jax.Array:
@@ -146,9 +146,9 @@ def _numbers(key_mask: Any) -> Any:
 
 def _key_mask(
     query: jax.Array, key: jax.Array, batch: tuple[int, ...], key_mask: Any
-) -> masks.MaskExpression:
+) -> MaskExpression:
     if key_mask is None:
-        return intervals.full()
+        return full()
     mask = jnp.asarray(_numbers(key_mask).astype(bool))
     length = key.shape[1]
     if mask.ndim == 0 or mask.shape[-1] != length or mask.ndim > len(batch) + 1:
@@ -164,9 +164,9 @@ def _key_mask(
     return dot_product.key_mask(mask.reshape(-1, length), query.shape[1])
 
 
-def _causal(query: jax.Array, key: jax.Array, batch: tuple[int, ...]) -> masks.MaskExpression:
+def _causal(query: jax.Array, key: jax.Array, batch: tuple[int, ...]) -> MaskExpression:
     q_len, k_len = query.shape[1], key.shape[1]
-    return intervals.causal(k_len - q_len)
+    return causal(k_len - q_len)
 
 
 def _normalised(x: jax.Array) -> jax.Array:

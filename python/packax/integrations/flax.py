@@ -23,8 +23,8 @@ import jax.numpy as jnp
 
 from packax._src.attention import flash_attention
 from packax._src.core.mask import AttentionMask
-from packax._src.masks import intervals
 from packax._src.masks.expressions import MaskExpression
+from packax._src.masks.intervals import causal, full
 from packax.integrations.jax_nn import key_mask
 
 __all__ = ["attention_fn", "dot_product_attention"]
@@ -168,8 +168,8 @@ def _mask_of(
         return built[0]
     expressions = [x for x in given if isinstance(x, MaskExpression)]
     if is_causal:
-        expressions.append(intervals.causal())
-    return functools.reduce(operator.and_, expressions) if expressions else intervals.full()
+        expressions.append(causal())
+    return functools.reduce(operator.and_, expressions) if expressions else full()
 
 
 def _checked(

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from packax._src.attention import flash_attention
+from packax._src.core.integers import as_int32
 from packax._src.core.mask import AttentionMask
-from packax._src.core.shapes import is_symbolic
-from packax._src.masks import expressions as masks
-from packax._src.masks import intervals
+from packax._src.core.shapes import PADDING_SEGMENT_ID, is_symbolic
+from packax._src.masks.documents import documents, ranges
 from packax._src.masks.expressions import MaskExpression
+from packax._src.masks.intervals import full
 from packax._src.ops.primitives import check_implementation
 
 _FAR = 1 << 30  # beyond every row and key, and still int32 when a row's index is added
@@ -122,9 +123,9 @@ def dot_product_attention(
 def key_mask(keys: Any, rows: int) -> MaskExpression:
     """Every row attends the keys that are True, wherever they lie; keys: (B, S) or (S,)."""
     # one document of all that take part
-    ids = jnp.where(keys, jnp.int32(0), jnp.int32(masks.PADDING_SEGMENT_ID))
+    ids = jnp.where(keys, jnp.int32(0), jnp.int32(PADDING_SEGMENT_ID))
     one = jnp.zeros if is_symbolic(rows) else np.zeros
-    return masks.documents(one(rows, np.int32), ids)
+    return documents(one(rows, np.int32), ids)
 
 
 def _batched(name: str, x: Any) -> jax.Array:
@@ -150,7 +151,7 @@ def _limits(
         if not isinstance(x, jax.Array):
             x = np.asarray(x)
             if np.issubdtype(x.dtype, np.integer):
-                x = masks.as_int32(name, x, ranks=(1,), shapes=f"({batch},)")
+                x = as_int32(name, x, ranks=(1,), shapes=f"({batch},)")
         if x.shape != (batch,) or x.dtype != jnp.int32:
             raise ValueError(
                 f"{name} must be int32 of shape ({batch},), but is {x.dtype} of shape {x.shape}"
@@ -172,7 +173,7 @@ def _limits(
     if q_lengths is not None:
         hi = jnp.where(index < q_lengths, hi, 0)
     lo, hi = jnp.broadcast_arrays(lo, hi)
-    return masks.ranges(lo, hi)
+    return ranges(lo, hi)
 
 
 def _window(window: Any) -> tuple[int, int]:
@@ -197,7 +198,7 @@ def _combined(
             )
         return mask
     if mask is None:
-        return intervals.full() if limits is None else limits
+        return full() if limits is None else limits
     if not isinstance(mask, MaskExpression):
         mask = _from_boolean(mask, batch, rows, keys)
     return mask if limits is None else mask & limits

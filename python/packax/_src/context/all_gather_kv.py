@@ -44,7 +44,7 @@ class Groups:
         self.own = OwnHeads.of(layout, query.shape[2], key.shape[2])
         self.key, self.value = (self.own.take(x) for x in (key, value))
         self.heads = self.key.shape[2]
-        gathers = ((self.heads,),)
+        gathers: tuple[tuple[int, ...], ...] = ((self.heads,),)
         if layout is not None:
             gathers = layout.gathers(self.heads, head_groups, backward)
         sizes = tuple(itertools.chain(*gathers))

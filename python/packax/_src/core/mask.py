@@ -125,7 +125,7 @@ class AttentionMask:
         parts = [_BUILT_FROM[self.element_test]]
         if self.map_bits is not None:
             parts.append(f"block_sparse of blocks {self.block_size}")
-        if self.shards > 1:
+        if self.shards > 1 and self.sharding is not None:
             parts.append(f"rows in {self.shards} pieces over {self.sharding.query[1]!r}")
         if self.permuted:
             parts.append(f"rows{'' if self.kv_plan is None else ' and keys'} permuted by a plan")

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from packax._src.core.jax_compat import vary_together
-from packax._src.masks import expressions as masks
+from packax._src.masks.expressions import And, Limits, Places
 from packax._src.ops.partitioning import ask_devices
 from packax._src.ops.primitives import BLOCK_ARRAYS, blocks_p, documents_p
 
@@ -43,7 +43,7 @@ class Rows(NamedTuple):
     ranges: tuple[tuple[jax.Array, jax.Array], ...]
 
 
-def limits_of(document: Document, interval: masks.And, q_len: int) -> masks.Limits:
+def limits_of(document: Document, interval: And, q_len: int) -> Limits:
     """The interval of every row of the sequence: (low, high), each (1 or batch, q_len) or None."""
     if not interval.members:
         return None, None
@@ -56,7 +56,7 @@ def limits_of(document: Document, interval: masks.And, q_len: int) -> masks.Limi
     ids, interval = structure.unflatten(leaves)
     places: Any = document.q_pos if by_position else index
     # No interval asks for the places of keys, except that of spans, whose keys are the rows.
-    return interval.limits(masks.Places(places, places, ids, by_position))
+    return interval.limits(Places(places, places, ids, by_position))
 
 
 def element_test_of(document: Document, low: Any, high: Any) -> int:

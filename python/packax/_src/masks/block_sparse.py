@@ -11,16 +11,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from packax._src.core.integers import Array, ArrayLike, numpy_of
 from packax._src.core.shapes import ceil_div
-from packax._src.masks.expressions import (
-    Array,
-    ArrayLike,
-    MaskExpression,
-    Places,
-    numpy_of,
-    pytree,
-    shown,
-)
+from packax._src.masks.expressions import MaskExpression, Places
+from packax._src.masks.messages import shown
+from packax._src.masks.pytree import pytree
 
 
 @pytree("block_map", static=("block_size", "per_head"))

@@ -11,18 +11,22 @@ import jax.numpy as jnp
 from jax.export import is_symbolic_dim
 
 from packax._src.context.load_balance import ContextPlan
+from packax._src.core.integers import Array
 from packax._src.core.jax_compat import vary_together
 from packax._src.core.mask import AttentionMask
 from packax._src.core.sharding import AttentionSharding, Layout, check_divides, layout_of
-from packax._src.masks import expressions as masks
 from packax._src.masks.assemble import Document, Rows, assemble, element_test_of, limits_of
 from packax._src.masks.block_sparse import BlockSparse
 from packax._src.masks.build_ranks import build_rows, map_arrays
+from packax._src.masks.documents import Ranges
+from packax._src.masks.expressions import And, Interval, MaskExpression, documents_of
+from packax._src.masks.lengths import batch_of, check_lengths
+from packax._src.masks.messages import instead_of_array
 from packax._src.ops.primitives import Implementation, check_implementation
 
 
 def create_attention_mask(
-    expression: masks.MaskExpression,
+    expression: MaskExpression,
     *,
     q_len: int | None = None,
     kv_len: int | None = None,
@@ -65,22 +69,22 @@ def create_attention_mask(
 
     >>> mask = packax.create_attention_mask(packax.causal() & packax.documents(segment_ids))
     """
-    if not isinstance(expression, masks.MaskExpression):
+    if not isinstance(expression, MaskExpression):
         raise ValueError(
             "expression must be causal(), sliding_window(...), chunked(...), prefix(...), spans(...), "
             "full(), documents(...), ranges(...), block_sparse(...), or `&` and `|` of them, but is a "
-            f"{type(expression).__name__}{masks.instead_of_array(expression)}"
+            f"{type(expression).__name__}{instead_of_array(expression)}"
         )
     check_implementation(implementation)
     q_len, kv_len = _length("q_len", q_len), _length("kv_len", kv_len)
-    q_len, kv_len = masks.check_lengths(expression, q_len, kv_len)
+    q_len, kv_len = check_lengths(expression, q_len, kv_len)
     for name, length in (("q_len", q_len), ("kv_len", kv_len)):
         if length is None:
             raise ValueError(
                 f"{name} is not known: no array of the expression says it, so give {name}="
             )
     assert q_len is not None and kv_len is not None
-    batch = masks.batch_of(expression)
+    batch = batch_of(expression)
     layout = None if sharding is None else layout_of(sharding)
     if plan is not None:
         _check_plan(plan, batch, q_len, kv_len, permuted_keys, layout)
@@ -96,18 +100,18 @@ def create_attention_mask(
             check_divides(layout, "the mask", "batch size", batch, layout.batch)
 
     parts = expression.parts()
-    document = masks.documents_of(expression)
+    document = documents_of(expression)
     for part in expression.walk():
         part.warn_beside(document)
-    sides: tuple[masks.Array | None, ...] = (None,) * 4
+    sides: tuple[Array | None, ...] = (None,) * 4
     if document is not None:
         sides = (document.q_ids, document.kv_ids, document.q_pos, document.kv_pos)
     sides = tuple(None if x is None else jnp.atleast_2d(x) for x in sides)
-    interval = masks.And(tuple(part for part in parts if isinstance(part, masks.Interval)))
+    interval = And(tuple(part for part in parts if isinstance(part, Interval)))
     ranges = tuple(
         (jnp.atleast_2d(part.lo), jnp.atleast_2d(part.hi))
         for part in parts
-        if isinstance(part, masks.Ranges)
+        if isinstance(part, Ranges)
     )
     block_map, block_size = None, None
     for part in parts:

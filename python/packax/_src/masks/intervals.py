@@ -8,31 +8,16 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
+from packax._src.core.integers import INT32, Array, ArrayLike, as_int32, numpy_of, plus
 from packax._src.core.shapes import PADDING_SEGMENT_ID
-from packax._src.masks.expressions import (
-    Array,
-    ArrayLike,
-    Documents,
-    Interval,
-    Limits,
-    MaskExpression,
-    Places,
-    as_int32,
-    numpy_of,
-    offset_value,
-    plus,
-    pytree,
-    shown,
-)
-
-NO_SPAN = -1
-_INT32 = np.iinfo(np.int32)
+from packax._src.masks.expressions import Documents, Interval, Limits, MaskExpression, Places
+from packax._src.masks.messages import shown
+from packax._src.masks.pytree import offset_value, pytree
 
 
 class _Offset(Interval):
@@ -216,110 +201,6 @@ class Prefix(Interval):
         return True, False
 
 
-@pytree("ids", "text", static=("batched",))
-class Spans(Interval):
-    """See `spans`."""
-
-    ids: Array  # (B or 1, S)
-    text: Any
-    batched: bool
-
-    def arguments(self) -> list[str]:
-        ids: Any = self.ids
-        if not self.batched and np.ndim(ids) == 2:
-            ids = jax.ShapeDtypeStruct(ids.shape[1:], ids.dtype)
-        plain = type(self.text) is Causal and self.text.offset is None
-        return [shown(ids)] if plain else [shown(ids), repr(self.text)]
-
-    def walk(self) -> Iterator[MaskExpression]:
-        yield self
-        yield from self.text.walk()
-
-    def arrays(self) -> list[tuple[str, Array, str]]:
-        ids = self.ids if self.batched else self.ids[0]
-        return [("span_ids", ids, "q"), ("span_ids", ids, "kv"), *self.text.arrays()]
-
-    def check_beside(self, document: Documents | None) -> None:
-        if document is not None and not (document.kv_ids is None and document.kv_pos is None):
-            raise ValueError(
-                "spans(...) is for self-attention, but documents(...) has kv_segment_ids or "
-                "kv_positions: give segment_ids and positions alone, the keys' are the same"
-            )
-
-    def _changes(self, at: Places) -> Any:
-        """(B or 1, S): where a run of span ids begins, or one of segment ids."""
-        xp = numpy_of(self.ids, *[x for x in at if isinstance(x, jax.Array)])
-        changes = _begins(self.ids, xp)
-        return changes if at.ids is None else changes | _begins(at.ids, xp)
-
-    def _as_array(self, at: Places) -> Array:
-        changes = self._changes(at)
-        xp = numpy_of(changes)
-        run = xp.cumsum(changes, axis=-1)
-        inside = xp.broadcast_to(self.ids != NO_SPAN, run.shape)
-        same = (run[..., :, None] == run[..., None, :]) & inside[..., None]
-        key = at.kv[..., None, :]
-        first = xp.where(same, key, _INT32.max).min(axis=-1, keepdims=True)
-        last = xp.where(same, key, _INT32.min).max(axis=-1, keepdims=True)
-        result = self.text._as_array(at) | ((first <= key) & (key <= last))
-        flat = not self.batched and (at.ids is None or at.ids.ndim == 1) and at.q.ndim == 1
-        return result[0] if flat and result.shape[0] == 1 else result
-
-    def limits(self, at: Places) -> Limits:
-        low, high = self.text.limits(at)
-        changes = self._changes(at)
-        inside = self.ids != NO_SPAN
-        first, last = extremes(changes, at.q, at.by_position)
-        xp = numpy_of(first, inside, low, high)
-        if low is not None:
-            low = xp.where(inside, xp.minimum(low, first), low)
-        if high is not None:
-            high = xp.where(inside, xp.maximum(high, last), high)
-        return low, high
-
-    def anchors(self) -> frozenset[Any] | None:
-        return self.text.anchors()
-
-    def unbounded(self) -> tuple[bool, bool]:
-        return self.text.unbounded()
-
-
-def _begins(ids: Any, xp: Any) -> Any:
-    ids = xp.atleast_2d(ids)
-    return xp.concatenate([xp.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], axis=1)
-
-
-def extremes(begins: Any, places: Any, by_position: bool) -> tuple[Any, Any]:
-    """The smallest and the largest place in the run of each row, (B or 1, S)."""
-    xp = numpy_of(begins, places)
-    if not by_position:  # places are indices: where the run begins, and where the next one does
-        length = begins.shape[1]
-        index = xp.arange(length, dtype=np.int32)
-        first, following = xp.where(begins, index, 0), xp.where(begins, index, np.int32(length))
-        if xp is np:
-            first = np.maximum.accumulate(first, axis=1)
-            following = np.minimum.accumulate(following[:, ::-1], axis=1)[:, ::-1]
-        else:
-            first = jax.lax.cummax(first, axis=1)
-            following = jax.lax.cummin(following, axis=1, reverse=True)
-        ends = xp.concatenate([following[:, 1:], xp.full_like(following[:, :1], length)], axis=1)
-        return first, ends - 1
-    batch = max(begins.shape[0], places.shape[0])
-    begins, places = (xp.broadcast_to(x, (batch, x.shape[1])) for x in (begins, places))
-    run = xp.cumsum(begins, axis=1, dtype=np.int32) - 1
-    first, last = (xp.full_like(places, x) for x in (_INT32.max, _INT32.min))
-    if xp is np:
-        rows = np.arange(batch)[:, None]
-        np.minimum.at(first, (rows, run), places)
-        np.maximum.at(last, (rows, run), places)
-        return first[rows, run], last[rows, run]
-
-    def one(run: Any, places: Any, first: Any, last: Any) -> tuple[Any, Any]:
-        return first.at[run].min(places)[run], last.at[run].max(places)[run]
-
-    return jax.vmap(one)(run, places, first, last)
-
-
 def full() -> MaskExpression:
     """Every query row attends every key.
 
@@ -420,49 +301,6 @@ def prefix(lengths: ArrayLike) -> MaskExpression:
     return Prefix(lengths, lengths.ndim == 2)
 
 
-def spans(span_ids: ArrayLike, text: MaskExpression | None = None) -> MaskExpression:
-    """Rows of a span attend the whole span and what `text` gives them; other rows follow `text`.
-
-    A span is a maximal run of equal ids other than -1, as of the tokens of an image among text
-    (Gemma 3); beside documents(...) it ends where the segment id changes. In places: a row of a span
-    attends down to the smallest and up to the largest place of its span, whatever `text` says.
-
-    Args:
-        span_ids: (B, S) or (S,), any integer dtype that fits int32, in self-attention: a row and
-            a key of one index are the same token. -1 is text.
-        text: what rows attend without spans: `causal()` if None, or any expression that surely
-            holds the row's own place, such as `sliding_window(1023)`, `causal() & chunked(8192)`.
-
-    Raises:
-        ValueError: a rank, dtype, value or length that is not as above; a `text` with an offset,
-            or documents(...) with kv_segment_ids or kv_positions beside.
-        NotImplementedError: a `text` with documents(...), ranges(...) or block_sparse(...):
-            intersect the spans with them.
-
-    >>> packax.spans([-1, 5, 5, -1]).as_array(4, 4).astype(int)
-    array([[1, 0, 0, 0],
-           [1, 1, 1, 0],
-           [1, 1, 1, 0],
-           [1, 1, 1, 1]])
-    """
-    ids = as_int32("span_ids", span_ids)
-    text = Causal() if text is None else text
-    if not isinstance(text, MaskExpression):
-        raise ValueError(f"text must be a mask expression, but is a {type(text).__name__}")
-    for part in text.walk():
-        if not isinstance(part, Interval):
-            raise NotImplementedError(
-                f"the text of spans(...) cannot hold {part.name}(...): intersect the spans with it, "
-                f"as in spans(span_ids) & {part.name}(...)"
-            )
-        if getattr(part, "offset", None) is not None:
-            raise ValueError(
-                "spans(...) is for self-attention, whose rows are the keys: the text of spans must "
-                f"not have an offset, but {part.name} has one"
-            )
-    return Spans(numpy_of(ids).atleast_2d(ids), text, ids.ndim == 2)
-
-
 def _offset(offset: ArrayLike) -> Any:
     """None for 0; else an int32 array of rank 0 or 1."""
     array = as_int32("offset", offset, ranks=(0, 1), shapes="() or (batch,)")
@@ -485,6 +323,6 @@ def _size(name: str, size: Any, least: int) -> int | None:
         number = None
     if number is None or isinstance(size, bool):
         raise ValueError(f"{name} must be an integer, but is {size!r}") from None
-    if not least <= number <= _INT32.max:
-        raise ValueError(f"{name} must be an integer from {least} to {_INT32.max}, but is {number}")
+    if not least <= number <= INT32.max:
+        raise ValueError(f"{name} must be an integer from {least} to {INT32.max}, but is {number}")
     return number

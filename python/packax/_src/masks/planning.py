@@ -19,25 +19,17 @@ from packax._src.context.load_balance import (
     whole_rows,
     zigzag,
 )
+from packax._src.core.integers import plus
 from packax._src.core.jax_compat import vary_together
 from packax._src.core.mask import AttentionMask
-from packax._src.core.shapes import BLOCK, TILE
+from packax._src.core.shapes import BLOCK, PADDING_SEGMENT_ID, TILE
 from packax._src.core.sharding import AttentionSharding, Layout, check_divides, layout_of
 from packax._src.masks.block_sparse import BlockSparse
 from packax._src.masks.build import create_attention_mask
-from packax._src.masks.expressions import (
-    PADDING_SEGMENT_ID,
-    And,
-    Interval,
-    MaskExpression,
-    Places,
-    Ranges,
-    batch_of,
-    check_lengths,
-    documents_of,
-    plus,
-)
-from packax._src.masks.intervals import extremes
+from packax._src.masks.documents import Ranges
+from packax._src.masks.expressions import And, Interval, MaskExpression, Places, documents_of
+from packax._src.masks.lengths import batch_of, check_lengths
+from packax._src.masks.spans import extremes
 from packax._src.ops.primitives import Implementation
 
 Kind = Literal["zigzag", "balanced"]

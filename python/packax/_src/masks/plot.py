@@ -8,7 +8,9 @@ import numpy as np
 
 from packax._src.core.mask import AttentionMask
 from packax._src.core.shapes import PADDING_SEGMENT_ID, ceil_div
-from packax._src.masks.expressions import MaskExpression, check_lengths, described, documents_of
+from packax._src.masks.expressions import MaskExpression, documents_of
+from packax._src.masks.lengths import check_lengths
+from packax._src.masks.messages import described
 
 _DOCUMENTS = (
     "#1f6feb",

@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from packax._src.core.integers import as_int32
 from packax._src.core.sharding import Layout
-from packax._src.masks.expressions import as_int32
 
 _CAPS = (1e-30, 1e30)
 

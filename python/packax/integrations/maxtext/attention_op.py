@@ -21,13 +21,15 @@ from flax import nnx
 
 from packax._src.attention import flash_attention
 from packax._src.context.load_balance import zigzag
+from packax._src.core.integers import as_int32
 from packax._src.core.precision import checked_precision
 from packax._src.core.sharding import AttentionSharding
-from packax._src.masks import expressions as masks
-from packax._src.masks import intervals
 from packax._src.masks.block_sparse import block_sparse
 from packax._src.masks.build import create_attention_mask
+from packax._src.masks.documents import documents, ranges
 from packax._src.masks.expressions import MaskExpression
+from packax._src.masks.intervals import causal, chunked, full, sliding_window
+from packax._src.masks.spans import spans
 from packax._src.ops.score_mods import scores_of
 from packax.integrations.jax_nn import key_mask
 from packax.integrations.maxtext import dense as maxtext_dense
@@ -248,14 +250,14 @@ class AttentionOp(nnx.Module):
         before = keys - 1 if rows == 1 else 0  # the place of the row, as MaxText counts it
         active = None
         if ids is not None:
-            active = jnp.asarray(masks.as_int32("the segment ids of a cache", ids) == ACTIVE)
+            active = jnp.asarray(as_int32("the segment ids of a cache", ids) == ACTIVE)
             if active.shape not in ((query.shape[0], keys), (1, keys)):
                 raise ValueError(
                     f"the segment ids of a cache must have shape {(query.shape[0], keys)}, as its "
                     f"keys, but have {active.shape}"
                 )
         if self.dense or self.sharding is not None or record or rows != 1:
-            expression = intervals.full()
+            expression = full()
             if active is not None:
                 expression = key_mask(active, rows)
                 if self.attention_type in _LOCAL:
@@ -377,10 +379,10 @@ class AttentionOp(nnx.Module):
             )
         expression = self._interval(before)
         if images is not None and self.attention_type != "full":
-            expression = intervals.spans(runs_of(images), expression)
+            expression = spans(runs_of(images), expression)
         if ids is not None:
             kv_positions = None if kv_ids is None else positions
-            document = masks.documents(ids, kv_ids, positions=positions, kv_positions=kv_positions)
+            document = documents(ids, kv_ids, positions=positions, kv_positions=kv_positions)
             expression = expression & document
         expression = self._chosen(expression, query, key, before, indexer_mask)
         return self._built(expression, rows, keys, plan)
@@ -399,21 +401,21 @@ class AttentionOp(nnx.Module):
                 chunks, size = chunks[..., jnp.arange(key.shape[1]) // size], 1
             blocks = _and(blocks, chunks)
             row = before + np.arange(query.shape[1])  # by index, whatever the positions say
-            expression = expression & masks.ranges(np.zeros_like(row), row + 1)
+            expression = expression & ranges(np.zeros_like(row), row + 1)
         return expression if blocks is None else expression & block_sparse(blocks, (1, size))
 
     def _interval(self, before: int = 0) -> MaskExpression:
         """What the type says of places; the first row comes after `before` keys."""
         if self.attention_type == "full":
-            return intervals.full()
+            return full()
         if self.attention_type == "local_sliding":
-            return intervals.sliding_window(self.size - 1, offset=before)
-        causal = intervals.causal(before)
+            return sliding_window(self.size - 1, offset=before)
+        own = causal(before)
         if self.attention_type == "chunk":
-            return causal & intervals.chunked(self.size, offset=before)
+            return own & chunked(self.size, offset=before)
         if self.attention_type == "block_diffusion":  # a row's block to its end, and all before
-            return causal | intervals.chunked(self.size, offset=before)
-        return causal
+            return own | chunked(self.size, offset=before)
+        return own
 
 
 def _and(a: Any, b: Any) -> Any:

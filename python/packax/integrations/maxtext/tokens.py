@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from packax._src.masks import expressions as masks
-from packax._src.masks import intervals
+from packax._src.core.integers import as_int32
+from packax._src.core.shapes import PADDING_SEGMENT_ID
+from packax._src.masks.spans import NO_SPAN
 
 
 def reorder_sequence(
@@ -41,8 +42,8 @@ def reorder_sequence(
 
 def documents_of(name: str, ids: Any) -> jax.Array:
     """Every negative id is padding in MaxText, and 0 is a document."""
-    ids = jnp.asarray(masks.as_int32(name, ids))
-    return jnp.where(ids < 0, masks.PADDING_SEGMENT_ID, ids)
+    ids = jnp.asarray(as_int32(name, ids))
+    return jnp.where(ids < 0, PADDING_SEGMENT_ID, ids)
 
 
 def runs_of(mask: jax.Array) -> jax.Array:
@@ -50,4 +51,4 @@ def runs_of(mask: jax.Array) -> jax.Array:
     inside = mask.astype(bool)
     before = jnp.pad(inside, ((0, 0), (1, 0)))[:, :-1]
     number = jnp.cumsum(inside & ~before, axis=-1, dtype=jnp.int32)
-    return jnp.where(inside, number, intervals.NO_SPAN)
+    return jnp.where(inside, number, NO_SPAN)

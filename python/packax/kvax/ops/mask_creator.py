@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import packax
+from packax._src.core.integers import as_int32
 from packax._src.core.sharding import AttentionSharding, Layout, check_divides
-from packax._src.masks.expressions import as_int32
 from packax.kvax.ops.block_bounds import Side, block_bounds
 from packax.kvax.utils.common import (
     PADDING_SEGMENT_ID,

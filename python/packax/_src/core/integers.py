@@ -1,0 +1,66 @@
+"""Arrays of integers from outside, as int32: checked, saturating, in numpy or jax.numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import jax.typing
+import numpy as np
+from jax.export import is_symbolic_dim
+
+Array: TypeAlias = jax.Array | np.ndarray
+ArrayLike: TypeAlias = jax.typing.ArrayLike | Sequence[Any]  # or nested sequences of integers
+
+INT32 = np.iinfo(np.int32)
+
+
+def numpy_of(*arrays: Any) -> ModuleType:
+    return jnp if any(isinstance(x, jax.Array) for x in arrays) else np
+
+
+def plus(x: Any, step: Any) -> Array:
+    """x + step for an int32 array x and integers of int32: where that leaves int32, its end."""
+    xp = numpy_of(x, step)
+    with np.errstate(over="ignore"):  # numpy scalars would warn
+        total = x + step
+    total = xp.where((step > 0) & (total < x), INT32.max, total)
+    return xp.where((step < 0) & (total > x), INT32.min, total).astype(np.int32)
+
+
+def as_int32(
+    name: str,
+    x: Any,
+    *,
+    saturate: bool = False,
+    ranks: tuple[int, ...] = (1, 2),
+    shapes: str = "(batch, length) or (length,)",
+) -> Array:
+    """x as int32 of one of these ranks; values that do not fit are an error, or saturate."""
+    if is_symbolic_dim(x):  # of jax.export, such as causal(kv_len - q_len)
+        x = jnp.asarray(x).astype(jnp.int32)
+    if not isinstance(x, jax.Array):
+        x = np.asarray(x)
+    if x.ndim not in ranks:
+        raise ValueError(f"{name} must have shape {shapes}, but has {x.shape}")
+    if not jnp.issubdtype(x.dtype, np.integer):  # jnp's knows int4
+        raise ValueError(f"{name} must be integers, but has dtype {x.dtype}")
+    if jnp.iinfo(x.dtype).bits < 32 or x.dtype == np.int32:
+        same = isinstance(x, jax.Array) and x.dtype == np.int32  # jax arrays never change
+        return x if same else x.astype(np.int32)
+    if saturate:
+        clip = jnp.clip if isinstance(x, jax.Array) else np.clip
+        low = max(INT32.min, np.iinfo(x.dtype).min)
+        return clip(x, low, INT32.max).astype(np.int32)
+    if isinstance(x, jax.Array):  # its values may be unknown here, or cost a transfer to look at
+        raise ValueError(
+            f"{name} must have an integer dtype that fits int32, but has {x.dtype}: "
+            f"cast it with .astype(jnp.int32)"
+        )
+    low, high = (int(x.min()), int(x.max())) if x.size else (0, 0)
+    if low < INT32.min or high > INT32.max:
+        raise ValueError(f"{name} must fit int32, but holds values from {low} to {high}")
+    return x.astype(np.int32)
