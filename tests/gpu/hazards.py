@@ -16,7 +16,8 @@ first reports of each. Counts leave nothing out, kernels that are not packax's i
 
 racecheck watches shared memory. What it knows of mbarriers and TMA differs by release (its release
 notes list false reports and misses), so a report on a kernel with TMA is a question, and silence no
-proof; the version is printed for that.
+proof; the version is printed for that. It reports what Triton hands to the warps of a partition
+(docs/experiments.md), so its exit status is 1 for the kernels as they are.
 """
 
 from __future__ import annotations
