@@ -81,9 +81,11 @@ def targets() -> str:
 
 def declared(kernel: str) -> list[str]:
     """A kernel's arguments in the order of its source; upper case: constants of a variant."""
-    path = CSRC / "kernels" / (table.KERNELS[kernel].replace(".", "/") + ".py")
+    module = table.KERNELS[kernel]
+    function = table.FUNCTIONS.get(module, kernel)
+    path = CSRC / "kernels" / (module.replace(".", "/") + ".py")
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.FunctionDef) and node.name == kernel:
+        if isinstance(node, ast.FunctionDef) and node.name == function:
             return [a.arg for a in (*node.args.posonlyargs, *node.args.args)]
     raise LookupError(f"{kernel} is not in {path}")
 
@@ -95,7 +97,7 @@ def kernels() -> str:
         maps = table.TENSOR_MAPS.get(kernel, {})
         groups: dict[str, list[str]] = {"tensor maps": [], "pointers": [], "numbers": []}
         for name in declared(kernel):
-            if name.isupper():
+            if name.isupper() or name in table.absent_arguments(kernel):
                 continue
             group = "tensor maps" if name in maps else "pointers" if name in table.POINTERS else ""
             groups[group or "numbers"].append(f"{name} (f32)" if name in table.FLOATS else name)
