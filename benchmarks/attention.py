@@ -1,6 +1,8 @@
-"""packax beside cuDNN on the cases of `cases.py`, in one process: ms, TFLOP/s, ratio, error.
+"""packax beside cuDNN and FlashAttention-3 on the cases of `cases.py`, in one process: ms,
+TFLOP/s, ratio, error.
 
-    python benchmarks/attention.py [--cases board,odd,NAME] [--rounds 7] [--quick] [--out DIR]
+    python benchmarks/attention.py [--cases board,odd,NAME] [--peers cudnn,fa3] [--rounds 7]
+        [--quick] [--out DIR]
 
 Every output and gradient is checked against a float32 reference before anything is timed; a wrong
 one is not timed and makes the program exit 1. FLOPs are those of attended pairs: 4 * H * D a pair
@@ -19,6 +21,7 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +29,9 @@ import jax
 from lib.cases import Case, select
 from lib.chart import bar_chart
 from lib.implementations import (
+    JAX_PEERS,
     LOOP,
     Compiled,
-    cudnn_attention,
     not_tried,
     packax_attention,
     random_inputs,
@@ -44,11 +47,12 @@ from lib.timing import Time, interleaved
 PASSES = ("fwd", "bwd", "fwd+bwd")
 
 
-def run_case(case: Case, rounds: int) -> dict[str, Any]:
+def run_case(case: Case, rounds: int, peers: Sequence[str] = ("cudnn",)) -> dict[str, Any]:
     inputs = random_inputs(case)
     reference = Reference(case, inputs)
-    candidates = [packax_attention(case)] + ([cudnn_attention(case)] if case.peers else [])
-    skip = {"cudnn": not_tried(case)}
+    others = peers if case.peers else ()
+    candidates = [packax_attention(case), *(JAX_PEERS[name](case) for name in others)]
+    skip = {name: not_tried(name, case) for name in others}
     compiled = {item.name: Compiled(item, inputs) for item in candidates}
     checked = {
         item.name: usable(item, compiled[item.name], reference, skip.get(item.name))
@@ -102,11 +106,15 @@ def run_case(case: Case, rounds: int) -> dict[str, Any]:
         }
         if "bit_identical" in result:
             rows[name]["bit_identical"] = result["bit_identical"]
-    rows["ratio"] = {
-        what: round(rows["cudnn"]["times"][what]["ms"] / rows["packax"]["times"][what]["ms"], 3)
-        for what in (*PASSES, "bwd~")
-        if case.peers and what in rows["cudnn"]["times"] and what in rows["packax"]["times"]
-    }
+    ours = rows["packax"]["times"]
+    rows["ratio"] = {}
+    for name in others:
+        theirs = rows[name]["times"]
+        rows["ratio"][name] = {
+            what: round(theirs[what]["ms"] / ours[what]["ms"], 3)
+            for what in (*PASSES, "bwd~")
+            if what in theirs and what in ours
+        }
     return rows
 
 
@@ -124,6 +132,7 @@ def main() -> int:
         "--cases",
         help="comma-separated names and groups: board, dims, large, odd (default: all but odd)",
     )
+    parser.add_argument("--peers", default="cudnn", help="cudnn, fa3 (default: cudnn)")
     parser.add_argument(
         "--rounds", type=int, default=7, help="interleaved rounds, of which the median is reported"
     )
@@ -133,7 +142,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=default_out())
     arguments = parser.parse_args()
     cases = select(arguments.cases)
-    rounds = arguments.rounds
+    rounds, beside = arguments.rounds, arguments.peers.split(",")
     if arguments.quick:
         rounds = min(rounds, 3)
         cases = [case for case in cases if case.seq <= 32768]
@@ -174,7 +183,9 @@ def main() -> int:
         overheads["first_call"] = step("first call", first_call)
         say(f"first call: {overheads['first_call']}")
     for case in cases:
-        report["cases"][case.name] = step(case.name, lambda case=case: run_case(case, rounds))
+        report["cases"][case.name] = step(
+            case.name, lambda case=case: run_case(case, rounds, beside)
+        )
         ours = [report["cases"][case.name].get(name, {}) for name in ("packax", "deterministic")]
         if any(row.get("wrong") or row.get("failed") for row in ours):
             failures.append(case.name)
@@ -197,7 +208,7 @@ def main() -> int:
     if odd:
         print(f"\n{odd_table(report['cases'], odd)}")
         print(f"(in a jitted loop of {LOOP}; GB/s of the least bytes)")
-    print(f"\nboard: {peers['machine']}; bwd~ = (fwd+bwd) - fwd; ratio = cuDNN ms / packax ms")
+    print(f"\nboard: {peers['machine']}; bwd~ = (fwd+bwd) - fwd; ratio = the peer's ms / packax ms")
     print(f"wrote {written}")
     if failures:
         print(f"FAILED: {', '.join(failures)}")

@@ -1,5 +1,5 @@
-"""packax and cuDNN for versus_fa4.py: the passes of attention.py, timed a burst at a time when
-asked.
+"""packax and its peers in JAX for versus_fa4.py: the passes of attention.py, timed a burst at a
+time when asked.
 
 Its inputs are the other worker's too, through files, and its float32 reference judges both. For
 versus_wheel.py it is packax alone, the one that its PYTHONPATH has, and two of them compare
@@ -12,6 +12,7 @@ import gc
 import hashlib
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,11 @@ import numpy as np
 import packax
 from lib.cases import CASES, Case
 from lib.implementations import (
+    JAX_PEERS,
     LOOP,
     Arrays,
     Compiled,
     Implementation,
-    cudnn_attention,
     not_tried,
     packax_attention,
     random_inputs,
@@ -55,7 +56,9 @@ class State:
     def hello(self) -> dict[str, str]:
         return machine()
 
-    def prepare(self, case: str, folder: str, round_ms: float) -> dict[str, Any]:
+    def prepare(
+        self, case: str, folder: str, round_ms: float, peers: Sequence[str] = ("cudnn",)
+    ) -> dict[str, Any]:
         """Runs and checks every pass; {implementation: {"errors", "failed", "wrong", "launches"}}
         and what is compared."""
         found, inputs = self._begin(case)
@@ -66,7 +69,7 @@ class State:
             item.name: self._checked(item, inputs, round_ms, skip)
             for item, skip in (
                 (packax_attention(found), None),
-                (cudnn_attention(found), not_tried(found)),
+                *((JAX_PEERS[name](found), not_tried(name, found)) for name in peers),
             )
         }
         return {"implementations": report, "compared": self.reference.slices()}

@@ -1,21 +1,21 @@
-"""packax, cuDNN and FlashAttention-4 on one GPU in one session, in turns: TFLOP/s and ratios to
-FA4.
+"""packax, cuDNN, FlashAttention-3 and FlashAttention-4 on one GPU, in turns: TFLOP/s and ratios.
 
-    python benchmarks/compare/versus_fa4.py --fa4 dist/fa4.tar.xz [--cases board,dims]
-        [--rounds 7] [--power] [--out DIR]
+    python benchmarks/compare/versus_fa4.py [--fa4 dist/fa4.tar.xz] [--peers cudnn,fa3]
+        [--cases board,long] [--rounds 7] [--power] [--out DIR]
 
-Two processes, one with JAX (packax from the wheel, cuDNN) and one with torch (FA4), take turns: in
-every round each implementation runs a burst of about 120 ms, in another order every round, while
-the other process waits (turns.py). Ratios are of medians. Inputs are the same arrays and every
-output and gradient is compared with one float32 reference first; a wrong one is not timed. --power:
-bursts of two seconds (--round-ms), and beside each time the GPU's power and clock (power.py).
+Two processes, one with JAX (packax from the wheel, and --peers: cuDNN, FA3 from flash-attn3-jax)
+and one with torch (FA4), take turns: in every round each implementation runs a burst of about 120
+ms, in another order every round, while the other process waits (turns.py). Ratios are of medians.
+Inputs are the same arrays and every output and gradient is compared with one float32 reference
+first; a wrong one is not timed. --power: bursts of two seconds (--round-ms), and beside each time
+the GPU's power and clock (power.py). Without --fa4 the JAX process runs alone.
 
 The machine needs torch 2.11 for CUDA 13 and, of Python packages, einops, cuda-bindings, protobuf
-and typing-extensions beside JAX. What it has not got comes in the archive that `bash
-benchmarks/compare/pack_fa4.sh` makes where there is a package registry: flash-attn-4,
-nvidia-cutlass-dsl with its libs-base, libs-core and libs-cu13, quack-kernels, apache-tvm-ffi,
-torch-c-dlpack-ext. FA4 compiles its kernels at first use. Writes versus_fa4.json into --out
-(default: $OUT, else benchmarks/results).
+and typing-extensions beside JAX. What it has not got comes in the archives that `bash
+benchmarks/compare/pack_fa4.sh` (and pack_fa3.sh) makes where there is a package registry:
+flash-attn-4, nvidia-cutlass-dsl with its libs-base, libs-core and libs-cu13, quack-kernels,
+apache-tvm-ffi, torch-c-dlpack-ext. FA4 compiles its kernels at first use. Writes versus_fa4.json
+into --out (default: $OUT, else benchmarks/results).
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ from lib.turns import Failed, Worker, as_row, in_turns, troubles
 
 HERE = Path(__file__).parent
 PASSES = ("fwd", "bwd")
-ORDER = ("packax", "cudnn", "fa4")
+ORDER = ("packax", "cudnn", "fa3", "fa4")
+TITLES = {"cudnn": "to cuDNN", "fa3": "to FA3", "fa4": "to FA4"}
 
 
 def unpacked(fa4: Path, stack: contextlib.ExitStack) -> Path:
@@ -64,15 +65,22 @@ def torch_environment(site: Path) -> dict[str, str]:
 
 
 def prepare(
-    case: Case, jax: Worker, torch: Worker, scratch: Path, round_ms: float
+    case: Case,
+    jax: Worker,
+    torch: Worker | None,
+    scratch: Path,
+    round_ms: float,
+    peers: tuple[str, ...],
 ) -> dict[str, Any]:
     """Rows of the report without times: errors, what failed, launches of a burst."""
     with (
         tempfile.TemporaryDirectory(dir=scratch) as inputs,
         tempfile.TemporaryDirectory() as results,
     ):
-        found = jax.ask(do="prepare", case=case.name, folder=inputs, round_ms=round_ms)
+        found = jax.ask(do="prepare", case=case.name, folder=inputs, round_ms=round_ms, peers=peers)
         rows = found["implementations"]
+        if torch is None:
+            return rows
         try:
             fa4 = torch.ask(
                 do="prepare",
@@ -93,22 +101,23 @@ def prepare(
 def run_case(
     case: Case,
     jax: Worker,
-    torch: Worker,
+    torch: Worker | None,
     scratch: Path,
     rounds: int,
     round_ms: float,
     meter: Meter | None = None,
+    peers: tuple[str, ...] = ("cudnn",),
 ) -> dict[str, Any]:
-    rows = prepare(case, jax, torch, scratch, round_ms)
+    rows = prepare(case, jax, torch, scratch, round_ms, peers)
     flops = {"fwd": case.forward_flops, "bwd": case.backward_flops}
     for row in rows.values():
         row["times"] = {}
         row["power"] = {}
     for what in PASSES:
-        names = [name for name in ORDER if what in rows[name]["launches"]]
+        names = [name for name in ORDER if name in rows and what in rows[name]["launches"]]
         bursts = {
             name: functools.partial(
-                (torch if name == "fa4" else jax).ask,
+                (torch if torch and name == "fa4" else jax).ask,
                 do="time",
                 name=name,
                 what=what,
@@ -127,38 +136,33 @@ def run_case(
 
 
 def table(results: dict[str, Any]) -> str:
-    """One line a case and pass: ms and TFLOP/s of the three, packax against the others (over 1:
-    packax is faster)."""
+    """One line a case and pass: ms and TFLOP/s of each, packax against the others (over 1: packax
+    is faster)."""
+    order = [who for who in ORDER if any(who in rows for rows in results.values())]
     head = f"{'case':<20}{'pass':<5}"
-    head += "".join(f"{name + ' ms':>11}{'TFLOP/s':>9}" for name in ORDER)
-    lines = [head + f"{'to cuDNN':>10}{'to FA4':>8}{'error':>9}{'FA4':>9}"]
+    head += "".join(f"{who + ' ms':>11}{'TFLOP/s':>9}" for who in order)
+    head += "".join(f"{TITLES[who]:>10}" for who in order if who in TITLES)
+    lines = [head + "".join(f"{who + ' error':>13}" for who in order)]
     notes = []
     for name, rows in results.items():
         for what in PASSES:
-            cells = {who: rows.get(who, {}).get("times", {}).get(what) for who in ORDER}
+            cells = {who: rows.get(who, {}).get("times", {}).get(what) for who in order}
             line = f"{name:<20}{what:<5}"
-            for who in ORDER:
-                cell = cells[who]
+            for cell in cells.values():
                 line += (
                     f"{cell['ms']:>11.3f}{cell['tflops']:>9.1f}" if cell else f"{'-':>11}{'-':>9}"
                 )
-            for who, width in (("cudnn", 10), ("fa4", 8)):
-                both = cells["packax"] and cells[who]
-                line += (
-                    f"{cells[who]['ms'] / cells['packax']['ms']:>{width}.3f}"
-                    if both
-                    else f"{'-':>{width}}"
-                )
-            for who in ("packax", "fa4"):
+            ours = cells.get("packax")
+            for who, cell in cells.items():
+                if who in TITLES:
+                    line += f"{cell['ms'] / ours['ms']:>10.3f}" if ours and cell else f"{'-':>10}"
+            for who in order:
                 errors = rows.get(who, {}).get("errors") or {}
-                worst = [
-                    errors[x]
-                    for x in (("out",) if what == "fwd" else ("dq", "dk", "dv"))
-                    if x in errors
-                ]
-                line += f"{max(worst):>9.1e}" if worst else f"{'':>9}"
-            lines.append(line.rstrip())
-        for who in ORDER:
+                results_of = ("out",) if what == "fwd" else ("dq", "dk", "dv")
+                worst = [errors[x] for x in results_of if x in errors]
+                line += f"{max(worst):>13.1e}" if worst else f"{'-':>13}"
+            lines.append(line)
+        for who in order:
             power = rows.get(who, {}).get("power", {})
             lines += [power_line(who, what, power[what]) for what in PASSES if what in power]
             notes += troubles(f"{name} {who}", rows.get(who, {}))
@@ -172,8 +176,10 @@ def main() -> int:
     parser.add_argument(
         "--fa4",
         type=Path,
-        required=True,
-        help="the archive of pack_fa4.sh, or a folder unpacked from it",
+        help="the archive of pack_fa4.sh, or a folder unpacked from it (default: without FA4)",
+    )
+    parser.add_argument(
+        "--peers", default="cudnn", help="of implementations.py: cudnn, fa3 (default: cudnn)"
     )
     parser.add_argument(
         "--cases", default="board", help="names and groups of cases.py (default: board)"
@@ -184,6 +190,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=default_out())
     arguments = parser.parse_args()
     cases = select(arguments.cases)
+    peers = tuple(name for name in arguments.peers.split(",") if name)
     meter = Meter() if arguments.power else None
     round_ms = arguments.round_ms or (2000.0 if arguments.power else 120.0)
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -194,12 +201,12 @@ def main() -> int:
         "cases": {},
     }
     with contextlib.ExitStack() as stack:
-        site = unpacked(arguments.fa4, stack)
+        programs = {"jax": ("jax_worker.py", dict(os.environ))}
+        if arguments.fa4:
+            site = unpacked(arguments.fa4, stack)
+            programs["torch"] = ("peers_torch.py", torch_environment(site))
         workers = {}
-        for name, script, environment in (
-            ("jax", "jax_worker.py", dict(os.environ)),
-            ("torch", "peers_torch.py", torch_environment(site)),
-        ):
+        for name, (script, environment) in programs.items():
             workers[name] = Worker(name, [sys.executable, str(HERE / script)], environment)
             stack.callback(workers[name].end)
         for name, worker in workers.items():
@@ -211,11 +218,12 @@ def main() -> int:
                 rows = run_case(
                     case,
                     workers["jax"],
-                    workers["torch"],
+                    workers.get("torch"),
                     scratch,
                     arguments.rounds,
                     round_ms,
                     meter,
+                    peers,
                 )
             except Failed as error:
                 say(f"{case.name} FAILED: {error}")
@@ -225,10 +233,10 @@ def main() -> int:
             (arguments.out / "versus_fa4.json").write_text(json.dumps(report, indent=1) + "\n")
     print(f"\n{table(report['cases'])}\n")
     rounds = f"medians of {arguments.rounds} rounds in turns"
-    print(f"to cuDNN, to FA4: their ms / packax ms, {rounds}")
-    peers = json.loads(PEERS.read_text())
+    print(f"to cuDNN, to FA3, to FA4: their ms / packax ms, {rounds}")
+    board = json.loads(PEERS.read_text())
     if any(rows for rows in report["cases"].values()):
-        bar_chart(report | {"machine": report["jax"]}, peers, arguments.out / "versus_fa4.png")
+        bar_chart(report | {"machine": report["jax"]}, board, arguments.out / "versus_fa4.png")
     print(f"wrote {arguments.out / 'versus_fa4.json'} and, of what was measured, versus_fa4.png")
     bad = [
         name

@@ -1,5 +1,5 @@
-"""The benchmark cases as data: the board's by name, more head dims, 1M tokens, odd and short work,
-few heads."""
+"""The benchmark cases as data: the board's by name, more head dims, long rows, drawn lengths, odd
+and short work, few heads."""
 
 from __future__ import annotations
 
@@ -71,6 +71,17 @@ def document_lengths(total: int, count: int, seed: int = 0) -> list[int]:
     return [end - start for start, end in itertools.pairwise(edges)]
 
 
+def drawn_lengths(total: int, mean: int, seed: int = 0) -> tuple[int, ...]:
+    """Lengths as in a corpus: log-normal (sigma 1) with this mean, any number of tokens; the row
+    cuts the last one off."""
+    draw = np.random.default_rng(seed)
+    lengths: list[int] = []
+    while (left := total - sum(lengths)) > 0:
+        length = round(draw.lognormal(np.log(mean) - 0.5, 1.0))
+        lengths.append(min(max(length, 1), left))
+    return tuple(lengths)
+
+
 # Names and sizes of the board's are /shared/peers/board.json's.
 BOARD = (
     Case("causal_16k_d128", 1, 16384, 32, 8, 128, 1),
@@ -85,6 +96,14 @@ DIMS = (
     Case("docs12_32k_d256", 1, 32768, 32, 8, 256, 12, group="dims"),
     Case("causal_16k_192v128", 1, 16384, 32, 8, 192, 1, v_dim=128, group="dims"),
     Case("docs12_32k_192v128", 1, 32768, 32, 8, 192, 12, v_dim=128, group="dims"),
+)
+LONG = (
+    Case("causal_32k_d128", 1, 32768, 32, 8, 128, 1, group="long"),
+    Case("mha32_causal_32k_d128", 1, 32768, 32, 32, 128, 1, group="long"),
+)
+LENGTHS = tuple(
+    Case(f"mean{mean}_128k_d128", 1, 131072, 32, 8, 128, len(split), split=split, group="lengths")
+    for mean, split in ((mean, drawn_lengths(131072, mean)) for mean in (500, 1500, 4000))
 )
 LARGE = (Case("docs12_1m_d64", 1, 1 << 20, 8, 2, 64, 12, peers=False, group="large"),)
 
@@ -117,8 +136,8 @@ QUICK = (  # to try a program where there is no GPU
     Case("docs3_200_d16", 1, 200, 4, 2, 16, 3, split=(70, 1, 129), group="quick"),
     Case("causal_2x96_d24", 2, 96, 4, 2, 24, 1, group="quick"),
 )
-CASES = (*BOARD, *DIMS, *LARGE, *ODD, *SHARD, *QUICK)
-GROUPS = ("board", "dims", "large", "odd", "shard", "quick")
+CASES = (*BOARD, *DIMS, *LONG, *LENGTHS, *LARGE, *ODD, *SHARD, *QUICK)
+GROUPS = ("board", "dims", "long", "lengths", "large", "odd", "shard", "quick")
 
 
 def select(names: str | None) -> list[Case]:

@@ -1,5 +1,5 @@
-"""The bar chart of a report: TFLOP/s of packax, cuDNN and FA4 as measured, the board's peers in
-grey."""
+"""The bar chart of a report: TFLOP/s of packax, cuDNN, FA3 and FA4 as measured, the board's peers
+in grey."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ from typing import Any
 
 PEERS = {"fa4": "FA4 (board)", "flex": "FlexAttention (board)", "kvax": "kvax (board)"}
 GREY = {"fa4": "#9aa4af", "flex": "#bcc4cc", "kvax": "#dde2e7"}
-MEASURED = {"packax": "packax", "cudnn": "cuDNN in JAX", "fa4": "FA4 in torch"}
-COLOURS = {"packax": "#1f6feb", "cudnn": "#e08a1e", "fa4": "#2f9e6e"}
+MEASURED = {
+    "packax": "packax",
+    "cudnn": "cuDNN in JAX",
+    "fa3": "FA3 in JAX",
+    "fa4": "FA4 in torch",
+}
+COLOURS = {"packax": "#1f6feb", "cudnn": "#e08a1e", "fa3": "#8250df", "fa4": "#2f9e6e"}
 
 
 def _tflops(

@@ -1,7 +1,9 @@
-"""What is timed: packax and cuDNN as functions of (query, key, value, operands), and their passes.
+"""What is timed: packax and its peers in JAX as functions of (query, key, value, operands), and
+their passes.
 
 cuDNN is called as a JAX user can reach it: through `jax.nn.dot_product_attention` for one causal
 document, and through jax's private packed call where there are several (there is no public one).
+FlashAttention-3 is the package flash-attn3-jax: `flash_mha`, and `flash_mha_varlen` for documents.
 """
 
 from __future__ import annotations
@@ -46,11 +48,16 @@ def packax_attention(case: Case, *, deterministic: bool = False) -> Implementati
 MOST_DOCUMENTS = 64
 
 
-def not_tried(case: Case) -> dict[str, str]:
-    """Passes that cuDNN is not asked for, and why."""
-    if case.documents <= MOST_DOCUMENTS:
-        return {}
-    return {"bwd": f"not tried with {case.documents} documents, for its workspace"}
+FA3_HEAD_DIM = 128  # all that the wheels of flash-attn3-jax have kernels for
+
+
+def not_tried(name: str, case: Case) -> dict[str, str]:
+    """Passes that a peer is not asked for, and why."""
+    if name == "fa3" and (case.head_dim, case.value_dim) != (FA3_HEAD_DIM, FA3_HEAD_DIM):
+        return {"fwd": f"its wheels have head dim {FA3_HEAD_DIM} alone"}
+    if name == "cudnn" and case.documents > MOST_DOCUMENTS:
+        return {"bwd": f"not tried with {case.documents} documents, for its workspace"}
+    return {}
 
 
 def cudnn_attention(case: Case) -> Implementation:
@@ -98,6 +105,40 @@ def cudnn_attention(case: Case) -> Implementation:
     return Implementation("cudnn", packed, (lengths, offsets))
 
 
+def fa3_attention(case: Case) -> Implementation:
+    """FlashAttention-3. Without the package the first call fails, which a report says."""
+    scale = case.head_dim**-0.5
+    if case.documents == 1:
+
+        def causal(q: jax.Array, k: jax.Array, v: jax.Array, _: Any) -> jax.Array:
+            from flash_attn3_jax import flash_mha
+
+            return flash_mha(q, k, v, softmax_scale=scale, is_causal=True)
+
+        return Implementation("fa3", causal, ())
+
+    flat = np.tile(case.lengths, case.batch)
+    longest = max(case.lengths)
+
+    def packed(q: jax.Array, k: jax.Array, v: jax.Array, edges: jax.Array) -> jax.Array:
+        from flash_attn3_jax import flash_mha_varlen
+
+        out = flash_mha_varlen(
+            *(x.reshape(-1, *x.shape[2:]) for x in (q, k, v)),
+            edges,
+            max_seqlen_q=longest,
+            max_seqlen_k=longest,
+            softmax_scale=scale,
+            is_causal=True,
+        )
+        return out.reshape(q.shape)
+
+    return Implementation("fa3", packed, jnp.asarray(np.cumsum([0, *flat]), jnp.int32))
+
+
+JAX_PEERS = {"cudnn": cudnn_attention, "fa3": fa3_attention}
+
+
 def random_inputs(case: Case, seed: int = 0) -> Arrays:
     """query, key, value and the output's cotangent: bfloat16, normally distributed."""
     keys = jax.random.split(jax.random.key(seed), 4)
@@ -123,63 +164,30 @@ class Compiled:
     """The jitted passes of one implementation, with its inputs bound."""
 
     implementation: Implementation
-    inputs: Arrays
+    inputs: Arrays  # shapes alone suffice for `lowered`
 
-    def forward(self) -> Callable[[], jax.Array]:
-        query, key, value, _ = self.inputs
-        function = jax.jit(self.implementation.function)
-        return lambda: function(query, key, value, self.implementation.operands)
+    def _program(self, what: str, count: int) -> tuple[Any, tuple[Any, ...]]:
+        """The jitted function of a pass, and its arguments but those of a backward alone."""
+        query, key, value, cotangent = self.inputs
+        attention, operands = self.implementation.function, self.implementation.operands
 
-    def both(self) -> Callable[[], tuple[jax.Array, Arrays]]:
-        """Forward and backward in one jitted call."""
-
-        @jax.jit
-        def function(query, key, value, operands, cotangent):
-            out, pullback = jax.vjp(
-                lambda *x: self.implementation.function(*x, operands), query, key, value
-            )
+        def both(query, key, value, operands, cotangent):
+            out, pullback = jax.vjp(lambda *x: attention(*x, operands), query, key, value)
             return out, pullback(cotangent)
 
-        query, key, value, cotangent = self.inputs
-        return lambda: function(query, key, value, self.implementation.operands, cotangent)
-
-    def pullback(self) -> Any:
-        """The backward with its residuals in memory, as jax.vjp gives it."""
-        query, key, value, _ = self.inputs
-
-        @jax.jit
         def with_residuals(query, key, value, operands):
-            return jax.vjp(
-                lambda *x: self.implementation.function(*x, operands), query, key, value
-            )[1]
+            return jax.vjp(lambda *x: attention(*x, operands), query, key, value)[1]
 
-        return with_residuals(query, key, value, self.implementation.operands)
+        def backward(pullback, cotangent):
+            return pullback(cotangent)
 
-    def backward(self) -> Callable[[], Arrays]:
-        """The backward alone: the jitted pullback."""
-        pullback, cotangent = self.pullback(), self.inputs[3]
-        function = jax.jit(lambda pullback, cotangent: pullback(cotangent))
-        return lambda: function(pullback, cotangent)
-
-    def forward_loop(self, count: int) -> Callable[[], jax.Array]:
-        """`count` forward passes in one call, one after the other: for work shorter than a
-        dispatch."""
-        query, key, value, _ = self.inputs
-
-        @jax.jit
-        def function(query, key, value, operands):
+        def forward_loop(query, key, value, operands):
             def step(_: Any, query: jax.Array) -> jax.Array:
-                return touched(query, self.implementation.function(query, key, value, operands))
+                return touched(query, attention(query, key, value, operands))
 
             return jax.lax.fori_loop(0, count, step, query)
 
-        return lambda: function(query, key, value, self.implementation.operands)
-
-    def backward_loop(self, count: int) -> Callable[[], jax.Array]:
-        pullback, cotangent = self.pullback(), self.inputs[3]
-
-        @jax.jit
-        def function(pullback, cotangent):
+        def backward_loop(pullback, cotangent):
             def step(_: Any, cotangent: jax.Array) -> jax.Array:
                 for gradient in pullback(cotangent):
                     cotangent = touched(cotangent, gradient)
@@ -187,4 +195,51 @@ class Compiled:
 
             return jax.lax.fori_loop(0, count, step, cotangent)
 
-        return lambda: function(pullback, cotangent)
+        forward = (query, key, value, operands)
+        function, arguments = {
+            "fwd": (attention, forward),
+            "both": (both, (*forward, cotangent)),
+            "residuals": (with_residuals, forward),
+            "bwd": (backward, ()),
+            "fwd loop": (forward_loop, forward),
+            "bwd loop": (backward_loop, ()),
+        }[what]
+        return jax.jit(function), arguments
+
+    def _bound(self, what: str, count: int = 1) -> Callable[[], Any]:
+        function, arguments = self._program(what, count)
+        if what in ("bwd", "bwd loop"):
+            arguments = (self.pullback(), self.inputs[3])
+        return lambda: function(*arguments)
+
+    def lowered(self, what: str, count: int = LOOP) -> list[Any]:
+        """The programs that a pass runs, lowered: to compile them before there are inputs."""
+        function, arguments = self._program(what, count)
+        if what not in ("bwd", "bwd loop"):
+            return [function.lower(*arguments)]
+        residuals, of_forward = self._program("residuals", count)
+        first = residuals.lower(*of_forward)
+        return [first, function.lower(first.out_info, self.inputs[3])]
+
+    def forward(self) -> Callable[[], jax.Array]:
+        return self._bound("fwd")
+
+    def both(self) -> Callable[[], tuple[jax.Array, Arrays]]:
+        """Forward and backward in one jitted call."""
+        return self._bound("both")
+
+    def pullback(self) -> Any:
+        """The backward with its residuals in memory, as jax.vjp gives it."""
+        return self._bound("residuals")()
+
+    def backward(self) -> Callable[[], Arrays]:
+        """The backward alone: the jitted pullback."""
+        return self._bound("bwd")
+
+    def forward_loop(self, count: int) -> Callable[[], jax.Array]:
+        """`count` forward passes in one call, one after the other: for work shorter than a
+        dispatch."""
+        return self._bound("fwd loop", count)
+
+    def backward_loop(self, count: int) -> Callable[[], jax.Array]:
+        return self._bound("bwd loop", count)

@@ -21,8 +21,8 @@ def _error(rows: dict[str, Any], implementation: str, what: str) -> str:
     return f"{max(worst):.1e}" if worst else ""
 
 
-def _ratio(rows: dict[str, Any], what: str) -> str:
-    ratio = rows.get("ratio", {}).get(what)
+def _ratio(rows: dict[str, Any], what: str, who: str = "cudnn") -> str:
+    ratio = rows.get("ratio", {}).get(who, {}).get(what)
     return f"{ratio:.2f}" if ratio else "-"
 
 
@@ -71,15 +71,21 @@ def deterministic_table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+NAMES = {"cudnn": "cuDNN", "fa3": "FA3"}
+
+
 def odd_table(results: dict[str, Any], cases: list[Case]) -> str:
     """Time per attended pair of a head, and bandwidth over the least bytes there are to move: a
     cliff shows in both."""
+    peers = [who for who in NAMES if any(who in rows for rows in results.values())]
     head = f"{'case':<22}{'pass':<5}{'packax ms':>10}{'ps/pair':>9}{'GB/s':>7}{'TFLOP/s':>9}"
-    lines = [head + f"{'cuDNN ms':>10}{'ratio':>7}{'error':>9}"]
+    lines = [
+        head + "".join(f"{NAMES[who] + ' ms':>10}{'ratio':>7}" for who in peers) + f"{'error':>9}"
+    ]
     for case in cases:
         rows = results.get(case.name, {})
         for what in ("fwd", "bwd"):
-            ours, theirs = (_cell(rows, who, what) for who in ("packax", "cudnn"))
+            ours = _cell(rows, "packax", what)
             line = f"{case.name:<22}{what:<5}"
             if ours:
                 pair = ours["ms"] * 1e9 / (case.area * case.heads)
@@ -87,8 +93,13 @@ def odd_table(results: dict[str, Any], cases: list[Case]) -> str:
                 line += f"{ours['ms']:>10.4f}{pair:>9.2f}{moved:>7.0f}{ours['tflops']:>9.1f}"
             else:
                 line += f"{'-':>10}{'-':>9}{'-':>7}{'-':>9}"
-            line += f"{theirs['ms']:>10.4f}" if theirs else f"{'-':>10}"
-            line += f"{_ratio(rows, what):>7}{_error(rows, 'packax', what):>9}"
-            why = rows.get("cudnn", {}).get("failed", {}).get(what)
-            lines.append((line + (f"  cuDNN: {why[:80]}" if why else "")).rstrip())
+            for who in peers:
+                theirs = _cell(rows, who, what)
+                line += f"{theirs['ms']:>10.4f}" if theirs else f"{'-':>10}"
+                line += f"{_ratio(rows, what, who):>7}"
+            line += f"{_error(rows, 'packax', what):>9}"
+            for who in peers:
+                why = rows.get(who, {}).get("failed", {}).get(what)
+                line += f"  {NAMES[who]}: {why[:80]}" if why else ""
+            lines.append(line.rstrip())
     return "\n".join(lines)

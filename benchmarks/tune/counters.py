@@ -1,8 +1,8 @@
-"""What the hardware counted: packax, cuDNN and FlashAttention-4 under Nsight Compute, kernel by
+"""What the hardware counted: packax, cuDNN, FlashAttention-3 and -4 under Nsight Compute, kernel by
 kernel.
 
     python benchmarks/tune/counters.py [--cases causal_16k_d128,docs12_32k_d64]
-        [--who packax,cudnn] [--fa4 dist/fa4.tar.xz] [--out DIR]
+        [--who packax,cudnn,fa3] [--fa4 dist/fa4.tar.xz] [--out DIR]
 
 For every implementation and case one program runs both passes under `ncu`; what it prints of each
 attention kernel goes whole into --out (default: $OUT, else the folder of this run),
@@ -95,10 +95,10 @@ def run(who: str, name: str) -> None:
         run_fa4(name)
         return
     import jax
-    from lib.implementations import Compiled, cudnn_attention, packax_attention, random_inputs
+    from lib.implementations import JAX_PEERS, Compiled, packax_attention, random_inputs
 
     (case,) = select(name)
-    made = {"packax": packax_attention, "cudnn": cudnn_attention}[who](case)
+    made = (JAX_PEERS | {"packax": packax_attention})[who](case)
     both = Compiled(made, random_inputs(case)).both()
     for _ in range(2):
         jax.block_until_ready(both())

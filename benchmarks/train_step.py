@@ -1,0 +1,373 @@
+"""A training step as a user runs it: packax, FlashAttention-3 and cuDNN in a Llama, in turns.
+
+    python benchmarks/train_step.py [--runs 32768:12:4,131072:12:4] [--who packax,names,fa3,cudnn]
+                                    [--rounds 7] [--profile] [--tiny] [--out DIR]
+
+A run is tokens in a row : documents : layers, of Llama-3-8B's shapes (llama.py): one row, remat of
+every layer, the mask built once a step, AdamW in float32. `names` is packax with a policy that
+keeps the results named `packax.CHECKPOINT_NAMES`, so that the backward pass does not run
+attention's forward again.
+
+All ways share one state, which they donate to each other, and take turns, one step each, in
+another order every round. Before that each makes the first step from the same state, and what that
+step makes of the moments of Wq, Wk and Wv, which after one step are 0.1 times their gradients, is
+compared with packax's; a way over LIMIT is not timed. Whether packax's attention is right is
+attention.py's question. Peak memory is what the allocator counted in one step, scratch of the
+kernels included; beside it XLA's plan. --profile: what the GPU did in a step, by kind of kernel.
+--tiny: small shapes, to try the program on a CPU. Writes train_step.json into --out (default:
+$OUT, else benchmarks/results).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import gc
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import packax
+from lib import llama
+from lib.cases import Case
+from lib.implementations import JAX_PEERS, not_tried
+from lib.machine import machine
+from lib.output import default_out, first_line, say
+from lib.traces import totals
+from lib.turns import as_row, in_turns, troubles
+
+LIMIT = 5e-2  # ‖gradient - packax's‖ / ‖packax's‖: two bfloat16 programs of several layers
+GIB = 2**30
+WAYS = ("packax", "names", "fa3", "cudnn", "dense")
+TINY = {
+    "dtype": jnp.float32,
+    "width": 64,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 16,
+    "hidden": 96,
+    "vocabulary": 320,
+}
+KINDS = {  # of kernels, by name, the first that fits
+    "attention forward": r"^forward|^fwd|flash.*[Ff]wd|sdpa.*fprop",
+    "attention backward": r"^backward|^bwd|^dq_|flash.*[Bb]wd|sdpa.*bprop|dot_do_o|convert_dq",
+    "mask": r"^(documents|blocks|segments?|block_bounds)_",
+    "matrix products": r"gemm|nvjet|cutlass|xmma|cublas",
+    "copies and slices": r"[Mm]emcpy|[Mm]emset|copy|dynamic|slice|transpose|concatenate",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    length: int
+    documents: int
+    layers: int
+
+    @classmethod
+    def parse(cls, text: str) -> Run:
+        try:
+            return cls(*map(int, text.split(":")))
+        except (ValueError, TypeError):
+            raise SystemExit(f"--runs: {text!r} is not TOKENS:DOCUMENTS:LAYERS") from None
+
+    @property
+    def name(self) -> str:
+        return f"docs{self.documents}_{self.length >> 10}k_{self.layers}layers"
+
+    def case(self, config: llama.Config) -> Case:
+        heads = (config.heads, config.kv_heads, config.head_dim)
+        return Case(self.name, 1, self.length, *heads, self.documents)
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """How attention runs: `bind(operands)` gives (query, key, value) -> output, once a step."""
+
+    name: str
+    bind: Callable[[Any], llama.Attention]
+    operands: Any
+    policy: Any = None
+
+
+def way_of(name: str, case: Case) -> Way:
+    ids = jnp.asarray(case.segment_ids())
+    if name in JAX_PEERS:
+        peer = JAX_PEERS[name](case)
+        return Way(name, lambda x: lambda q, k, v: peer.function(q, k, v, x), peer.operands)
+    if name == "dense":
+
+        def dense(ids: jax.Array) -> llama.Attention:
+            same = (ids[:, None, :, None] == ids[:, None, None]) & jnp.tri(case.seq, dtype=bool)
+            return lambda q, k, v: jax.nn.dot_product_attention(q, k, v, mask=same)
+
+        return Way(name, dense, ids)
+
+    def bind(ids: jax.Array) -> llama.Attention:
+        mask = packax.create_attention_mask(packax.causal() & packax.documents(ids))
+        return lambda q, k, v: packax.flash_attention(q, k, v, mask)
+
+    keep = jax.checkpoint_policies.save_only_these_names(*packax.CHECKPOINT_NAMES)
+    return Way(name, bind, ids, keep if name == "names" else None)
+
+
+def step_of(way: Way, config: llama.Config) -> Any:
+    def step(state: Any, batch: Any, operands: Any) -> tuple[Any, jax.Array]:
+        value, gradients = jax.value_and_grad(llama.loss)(
+            state["parameters"], batch, way.bind(operands), way.policy, config
+        )
+        return llama.updated(state, gradients), value
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def batch_of(case: Case, config: llama.Config) -> dict[str, jax.Array]:
+    tokens = np.random.default_rng(0).integers(0, config.vocabulary, (1, case.seq + 1))
+    positions = np.concatenate([np.arange(n) for n in case.lengths])[None]
+    rows = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "positions": positions}
+    return {name: jnp.asarray(x, jnp.int32) for name, x in rows.items()}
+
+
+def gradients_of_attention(state: Any, config: llama.Config) -> dict[str, jax.Array]:
+    """Of Wq, Wk and Wv of all layers, up to a factor: the first moments after one step."""
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    moments = jnp.split(state["mean"]["layers"]["query_key_value"], [queries, queries + keys], -1)
+    return dict(zip(("query", "key", "value"), moments, strict=True))
+
+
+@jax.jit
+def differences(found: Any, expected: Any) -> Any:
+    return jax.tree.map(
+        lambda x, y: jnp.linalg.norm(x.ravel() - y.ravel()) / jnp.linalg.norm(y.ravel()),
+        found,
+        expected,
+    )
+
+
+def own_peak(
+    function: Callable[[], Any], temporary: int, device: Any = None
+) -> tuple[Any, int | None]:
+    """Its result and the most bytes in use while it runs, by the allocator; None if not counted.
+
+    The allocator's peak is that of the process. So a filler brings what is in use up to the peak
+    there has been, less what the program is planned to take: then its own peak is a new one.
+    """
+    device = device or jax.devices()[0]
+    before = device.memory_stats()
+    if not before or "peak_bytes_in_use" not in before:
+        return function(), None
+    missing = max(before["peak_bytes_in_use"] - before["bytes_in_use"] - temporary, 0)
+    filler = jax.block_until_ready(jnp.zeros(missing, jnp.uint8))
+    result = jax.block_until_ready(function())
+    peak = device.memory_stats()["peak_bytes_in_use"] - missing
+    del filler
+    return result, peak
+
+
+class Stepper:
+    """One state, stepped by every way in its turn."""
+
+    def __init__(self, run: Run, config: llama.Config, names: list[str]) -> None:
+        self.config, self.case = config, run.case(config)
+        self.batch = batch_of(self.case, config)
+        self.ways = {name: way_of(name, self.case) for name in names}
+        self.initialize = jax.jit(functools.partial(llama.initialize, config))
+        self.state = self.initialize(jax.random.key(0))
+        self.programs: dict[str, Any] = {}
+        self.rows: dict[str, Any] = {}
+
+    def compile(self, name: str) -> dict[str, Any]:
+        start = time.perf_counter()
+        way = self.ways[name]
+        lowered = step_of(way, self.config).lower(self.state, self.batch, way.operands)
+        self.programs[name] = lowered.compile()
+        took = time.perf_counter() - start
+        plan = self.programs[name].memory_analysis()
+        sizes = {
+            k: getattr(plan, f"{k}_size_in_bytes", 0)
+            for k in ("temp", "argument", "output", "alias")
+        }
+        total = sizes["temp"] + sizes["argument"] + sizes["output"] - sizes["alias"]
+        return {
+            "compile_s": round(took, 1),
+            "plan_gib": round(total / GIB, 3),
+            "temp": sizes["temp"],
+        }
+
+    def step(self, name: str) -> jax.Array:
+        self.state, value = self.programs[name](self.state, self.batch, self.ways[name].operands)
+        return value
+
+    def first_step(self, name: str, expected: Any) -> tuple[dict[str, Any], Any]:
+        """A row of the report without times; and the gradients, if `expected` are none."""
+        row: dict[str, Any] = {"failed": {}, "wrong": []}
+        self.rows[name] = row
+        skipped = not_tried(name, self.case)
+        if skipped:
+            row["failed"] = {"step": "; ".join(f"{k}: {v}" for k, v in skipped.items())}
+            return row, expected
+        try:
+            row |= self.compile(name)
+            self.state = None
+            gc.collect()
+            self.state = jax.block_until_ready(self.initialize(jax.random.key(0)))
+            value, peak = own_peak(lambda: self.step(name), row["temp"])
+            row["loss"] = round(float(value), 5)
+            row["peak_gib"] = peak and round(peak / GIB, 3)
+            found = gradients_of_attention(self.state, self.config)
+            if expected is None:
+                expected = jax.tree.map(jnp.copy, found)
+            measured = jax.tree.map(float, differences(found, expected))
+            row["differences"] = {k: float(f"{v:.2e}") for k, v in measured.items()}
+            row["wrong"] = [k for k, v in measured.items() if not v <= LIMIT]
+        except Exception as error:  # one that does not run must not end the others
+            row["failed"] = {"step": first_line(error)}
+        if row["failed"] or row["wrong"]:
+            self.programs.pop(name, None)
+        if self.state is None or any(x.is_deleted() for x in jax.tree.leaves(self.state)):
+            self.state = self.initialize(jax.random.key(0))  # a failed call took it
+        return row, expected
+
+    def milliseconds(self, name: str) -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(self.step(name))
+        return (time.perf_counter() - start) * 1e3
+
+    def profile(self, name: str) -> dict[str, Any]:
+        """Milliseconds on the GPU in a step, by kind; launches of the kernels that take most."""
+        with tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder):
+                jax.block_until_ready(self.step(name))
+            return by_kind(totals(Path(folder)))
+
+
+def by_kind(kernels: dict[str, tuple[int, float]]) -> dict[str, Any]:
+    kinds = dict.fromkeys((*KINDS, "other"), 0.0)
+    for kernel, (_, ms) in kernels.items():
+        kind = next((kind for kind, names in KINDS.items() if re.search(names, kernel)), "other")
+        kinds[kind] += ms
+    most = sorted(kernels.items(), key=lambda item: -item[1][1])[:60]
+    return {
+        "kinds": {kind: round(ms, 2) for kind, ms in kinds.items()},
+        "all": round(sum(ms for _, ms in kernels.values()), 2),
+        "kernels": {name: [count, round(ms, 3)] for name, (count, ms) in most},
+    }
+
+
+def flops_of(case: Case, config: llama.Config, layers: int) -> float:
+    """Of a step without what remat repeats: 6 a matrix element and token, and attention's."""
+    layer, last = config.matrices()
+    attention = case.forward_flops + case.backward_flops
+    return 6.0 * case.seq * (layers * layer + last) + layers * attention
+
+
+def timed(
+    run: Run, config: llama.Config, names: list[str], rounds: int, profile: bool
+) -> dict[str, Any]:
+    stepper = Stepper(run, config, names)
+    expected = None
+    for name in names:
+        row, expected = stepper.first_step(name, expected)
+        say(f"{run.name} {name}: { ({k: v for k, v in row.items() if k != 'temp'}) }")
+    del expected
+    gc.collect()
+    bursts = {name: functools.partial(stepper.milliseconds, name) for name in stepper.programs}
+    for burst in bursts.values():
+        burst()
+    flops = flops_of(stepper.case, config, run.layers)
+    for name, took in in_turns(bursts, rounds).items():
+        row = stepper.rows[name] = stepper.rows[name] | as_row(took, flops)
+        row["tokens_per_s"] = round(run.length / row["ms"] * 1e3)
+        row["rounds_ms"] = [round(x, 2) for x in took]
+    for name in bursts if profile else ():
+        try:
+            stepper.rows[name]["profile"] = stepper.profile(name)
+        except Exception as error:  # no profile must not lose the times
+            say(f"{run.name} {name}: no profile: {first_line(error)}")
+    return stepper.rows
+
+
+def table(results: dict[str, Any]) -> str:
+    head = f"{'run':<24}{'way':<8}{'ms':>9}{'low':>9}{'high':>9}{'tokens/s':>10}{'TFLOP/s':>9}"
+    lines = [head + f"{'to packax':>10}{'peak GiB':>10}{'plan':>8}{'difference':>12}"]
+    notes: list[str] = []
+    for run, rows in results.items():
+        ours = rows.get("packax", {}).get("ms")
+        for name, row in rows.items():
+            notes += troubles(f"{run} {name}", row)
+            if "ms" not in row:
+                continue
+            line = f"{run:<24}{name:<8}{row['ms']:>9.1f}{row['ms_low']:>9.1f}{row['ms_high']:>9.1f}"
+            line += f"{row['tokens_per_s']:>10}{row['tflops']:>9.1f}"
+            line += f"{row['ms'] / ours:>10.4f}" if ours else f"{'-':>10}"
+            peak = row.get("peak_gib")
+            line += f"{peak:>10.2f}" if peak else f"{'-':>10}"
+            line += f"{row['plan_gib']:>8.2f}{max(row['differences'].values()):>12.1e}"
+            lines.append(line)
+    for run, rows in results.items():
+        profiles = {name: row["profile"] for name, row in rows.items() if "profile" in row}
+        if not profiles:
+            continue
+        lines.append(
+            f"{run}: ms on the GPU in a step".ljust(52) + "".join(f"{x:>10}" for x in profiles)
+        )
+        for kind in (*KINDS, "other"):
+            cells = "".join(f"{p['kinds'][kind]:>10.1f}" for p in profiles.values())
+            lines.append(f"  {kind}".ljust(52) + cells)
+        lines.append("  all".ljust(52) + "".join(f"{p['all']:>10.1f}" for p in profiles.values()))
+    return "\n".join(lines + notes)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs", help="TOKENS:DOCUMENTS:LAYERS, several with commas between")
+    parser.add_argument("--who", default="packax,names,fa3,cudnn", help=f"of {', '.join(WAYS)}")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--out", type=Path, default=default_out())
+    arguments = parser.parse_args()
+    names = arguments.who.split(",")
+    if unknown := sorted({*names} - {*WAYS}):
+        parser.error(f"--who: {', '.join(unknown)}: there are {', '.join(WAYS)}")
+    small = "256:3:2" if arguments.tiny else "32768:12:4,131072:12:4"
+    runs = [Run.parse(text) for text in (arguments.runs or small).split(",")]
+    report: dict[str, Any] = {
+        "machine": machine(),
+        "commit": os.environ.get("PACKAX_COMMIT", "unknown"),
+        "rounds": arguments.rounds,
+        "runs": {},
+    }
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    written = arguments.out / "train_step.json"
+    for run in runs:
+        config = llama.Config(run.layers, **(TINY | {"chunk": 64} if arguments.tiny else {}))
+        rows = timed(run, config, names, arguments.rounds, arguments.profile)
+        report["runs"][run.name] = rows
+        written.write_text(json.dumps(report, indent=1) + "\n")
+        gc.collect()
+        say(f"\n{table({run.name: rows})}")
+    print(f"\n{table(report['runs'])}\nwrote {written}")
+    bad = [
+        f"{run} {name}"
+        for run, rows in report["runs"].items()
+        for name, row in rows.items()
+        if name in ("packax", "names") and "ms" not in row
+    ]
+    print(f"FAILED: {', '.join(bad)}" if bad else "")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""benchmarks/train_step.py: the ways of attention agree, a wrong one is not timed, memory and
+kernels are counted.
+
+Its modules are imported in a process of their own, so that what they set in jax stays there.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+from paths import BENCHMARKS
+from test_benchmarks import script
+
+
+def test_ways_agree_and_what_does_not_run_is_said(tmp_path):
+    """On the CPU in float32: packax, also with its results kept, and dense attention agree."""
+    options = ["--who", "packax,names,dense,fa3,cudnn", "--profile", "--out", tmp_path]
+    result = subprocess.run(
+        [sys.executable, "train_step.py", "--tiny", "--rounds", "2", *options],
+        capture_output=True,
+        text=True,
+        cwd=BENCHMARKS,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    (rows,) = json.loads((tmp_path / "train_step.json").read_text())["runs"].values()
+    for name in ("packax", "names", "dense"):
+        row = rows[name]
+        assert not row["wrong"] and not row["failed"] and len(row["rounds_ms"]) == 2, row
+        assert max(row["differences"].values()) < 1e-4 and row["tokens_per_s"] > 0
+        assert abs(row["loss"] - rows["packax"]["loss"]) < 1e-4
+    assert "head dim 128 alone" in rows["fa3"]["failed"]["step"]
+    assert rows["cudnn"]["failed"] and "ms" not in rows["cudnn"]
+    assert "docs3_0k_2layers cudnn step did not run" in result.stdout
+
+
+def test_a_wrong_way_is_not_timed():
+    """Attention across documents, in the place of a peer."""
+    script("""
+import jax
+import train_step
+from lib import llama
+from lib.implementations import Implementation
+
+def across(case):
+    causal = lambda q, k, v, _: jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    return Implementation("cudnn", causal, ())
+
+train_step.JAX_PEERS["cudnn"] = across
+run = train_step.Run.parse("96:5:2")
+config = llama.Config(2, **train_step.TINY, chunk=32)
+rows = train_step.timed(run, config, ["packax", "cudnn"], 1, False)
+assert rows["cudnn"]["wrong"] == ["query", "key", "value"] and "ms" not in rows["cudnn"], rows
+assert rows["packax"]["ms"] > 0
+assert "cudnn WRONG: query, key, value" in train_step.table({"x": rows})
+try:
+    train_step.Run.parse("32k:12")
+except SystemExit as error:
+    assert "'32k:12' is not TOKENS:DOCUMENTS:LAYERS" in str(error)
+else:
+    raise AssertionError
+""")
+
+
+def test_the_count_of_operations():
+    """Of a step: every element of a matrix meets every token, and the state has those elements."""
+    script("""
+import jax
+import train_step
+from lib import llama
+
+config = llama.Config(3, **train_step.TINY)
+state = jax.eval_shape(lambda: llama.initialize(config, jax.random.key(0)))["parameters"]
+layer, last = config.matrices()
+assert 3 * layer == sum(x.size for x in state["layers"].values() if x.ndim == 3)
+assert last == state["unembedding"].size
+case = train_step.Run(256, 3, 3).case(config)
+attention = 3 * (4 + 10) * case.heads * case.head_dim * case.area
+assert train_step.flops_of(case, config, 3) == 6 * 256 * (3 * layer + last) + attention
+""")
+
+
+def test_peak_memory_is_a_programs_own():
+    """The allocator's peak is the process's: a filler makes that of the next program a new one."""
+    script("""
+from train_step import own_peak
+
+class Device:
+    def __init__(self, scratch):
+        self.stats, self.scratch = [{"peak_bytes_in_use": 100, "bytes_in_use": 30}], scratch
+
+    def memory_stats(self):
+        return self.stats.pop()
+
+    def run(self):  # 30 in use, a filler of 50, 20 planned and what the kernels take beside
+        self.stats.append({"peak_bytes_in_use": max(100, 30 + 50 + 20 + self.scratch)})
+        return "done"
+
+for scratch in (0, 7):
+    device = Device(scratch)
+    assert own_peak(device.run, 20, device) == ("done", 50 + scratch)
+
+class Uncounted:
+    memory_stats = lambda self: None
+
+assert own_peak(lambda: 1, 20, Uncounted()) == (1, None)
+""")
+
+
+def test_kernels_by_kind():
+    script("""
+from train_step import by_kind
+
+found = by_kind({
+    "forward_hopper": (8, 80.0), "backward_hopper": (4, 100.0), "backward_prepare": (4, 2.0),
+    "void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90<...>>>": (8, 84.0),
+    "void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnBwdSm90<...>>>": (4, 101.0),
+    "nvjet_tst_256x128": (40, 300.0), "MemcpyD2D": (9, 5.0), "documents_rows": (1, 0.5),
+    "loop_dynamic_update_slice_fusion": (4, 3.0),
+    "loop_add_fusion": (7, 11.0),
+})
+assert found["kinds"] == {
+    "attention forward": 164.0, "attention backward": 203.0, "mask": 0.5, "matrix products": 300.0,
+    "copies and slices": 8.0, "other": 11.0,
+}
+assert found["all"] == 686.5 and found["kernels"]["nvjet_tst_256x128"] == [40, 300.0]
+""")
