@@ -41,7 +41,8 @@ def bar_chart(report: dict[str, Any], peers: dict[str, Any], path: Path) -> None
     labels = {who: MEASURED[who] if who in measured else PEERS[who] for who in names}
     colours = {who: COLOURS[who] if who in measured else GREY[who] for who in names}
     width = 0.84 / len(names)
-    figure, axes = plt.subplots(2, 1, figsize=(12.5, 8.2), sharex=True, layout="constrained")
+    size = (max(12.5, 1.7 * len(cases)), 8.2)
+    figure, axes = plt.subplots(2, 1, figsize=size, sharex=True, layout="constrained")
     for axis, (what, title) in zip(axes, (("fwd", "Forward"), ("bwd", "Backward")), strict=True):
         labelled: set[str] = set()
         for index, case in enumerate(cases):

@@ -5,6 +5,7 @@ which C++ would read as
 another.
 """
 
+import functools
 import re
 
 import cases
@@ -344,3 +345,27 @@ def test_cases_lower_for_cuda():
         mask = packax.create_attention_mask(case.expression(), q_len=case.q_len, kv_len=case.kv_len)
         found = calls(text_of(jax.grad(loss), *tensors[:3], mask))
         assert [call[0] for call in found] == ["packax_forward_v1", "packax_backward_v1"], case
+
+
+@pytest.mark.parametrize("options", [{}, {"soft_cap": 30.0}], ids=["plain", "fallback"])
+def test_nobody_reads_the_forward_but_a_barrier(extension, options):
+    """Else XLA runs the kernel once for what scan keeps of it and once for all others."""
+    keep = jax.checkpoint_policies.save_only_these_names(*packax.CHECKPOINT_NAMES)
+
+    def layers(query, key, value):
+        @functools.partial(jax.checkpoint, policy=keep)
+        def layer(x, _):
+            return packax.flash_attention(x, key, value, MASK, **options), None
+
+        return jax.lax.scan(layer, query, None, length=3)[0].astype(jnp.float32).sum()
+
+    text = text_of(jax.grad(layers), *abstract())
+    assert [target for target, *_ in calls(text)].count(forward_of(text)) == 1
+    (made,) = re.findall(rf"(%\w+):\d+ = stablehlo.custom_call @{forward_of(text)}\(", text)
+    readers = [line for line in text.splitlines() if re.search(rf"{made}#[01]\b", line)]
+    assert len(readers) == 1 and "optimization_barrier" in readers[0], readers
+
+
+def forward_of(text):
+    (target,) = {target for target, *_ in calls(text) if "forward" in target}
+    return target

@@ -3,6 +3,7 @@ fresh processes. `pytest -m gpu`."""
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -55,6 +56,28 @@ def test_jit_grad_vmap_scan_remat():
     for _ in range(4):
         unrolled = packax.flash_attention(unrolled, x.key, x.value, mask)
     assert_identical(jax.jit(layers)(x.query), unrolled, "scan: ")
+
+
+def test_results_that_a_scan_keeps_are_made_once():
+    """XLA's fusion with the copy that keeps them must not run the forward kernel again."""
+    x = tensors(1, 512, 512, 4, 2, 128, "bfloat16")
+    mask = packax.create_attention_mask(packax.causal(), q_len=512)
+    keep = jax.checkpoint_policies.save_only_these_names(*packax.CHECKPOINT_NAMES)
+
+    def loss(query, policy):
+        @functools.partial(jax.checkpoint, policy=policy)
+        def layer(query, _):
+            return query + packax.flash_attention(query, x.key, x.value, mask), None
+
+        return jnp.sum(jax.lax.scan(layer, query, None, length=3)[0].astype(jnp.float32))
+
+    def calls(policy):
+        step = jax.jit(jax.grad(lambda query: loss(query, policy))).lower(x.query).compile()
+        lines = step.as_text().splitlines()
+        return sum("custom-call(" in line and "packax_forward" in line for line in lines)
+
+    assert calls(keep) == 1
+    assert calls(None) >= 2  # the count counts: without the names it runs again
 
 
 def test_two_threads():

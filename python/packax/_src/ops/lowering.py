@@ -175,6 +175,19 @@ def _call(
     return rule(ctx, *operands, **attributes)[:results]
 
 
+def _run_once(ctx, results):
+    """The results of a call, behind a barrier.
+
+    Where `scan` keeps a result that other operations read too, as it does for the backward pass,
+    XLA copies the call into a fusion that writes the kept array, and leaves the call itself for the
+    others: the kernel runs twice (openxla/xla#45799, seen with jax 0.11.2). It does not look
+    through a barrier.
+    """
+    avals = [plain(x) for x in ctx.avals_out]
+    barrier = mlir.lower_fun(lambda *x: jax.lax.optimization_barrier(x), multiple_results=True)
+    return barrier(ctx.replace(primitive=None, avals_in=avals, avals_out=avals), *results)
+
+
 def _takes_mask_kernels(kernel, implementation, batch, kv_len):
     """Else XLA makes the same integers: also where sizes are beyond what the kernels count."""
     if implementation == "xla":
@@ -224,16 +237,11 @@ def _forward_cuda(ctx, *operands, implementation, **params):
     }
     if not _general("forward", query, value, params):
         kernel_table.require_kernels("forward", query, value)
-        return _call(
-            ctx,
-            "packax_forward_v1",
-            operands,
-            (_COUNTER,),
-            **attributes,
-        )
+        results = _call(ctx, "packax_forward_v1", operands, (_COUNTER,), **attributes)
+        return _run_once(ctx, results)
     kernel_table.require_kernels("forward", query, value, general=True, exact=exact)
     batch, q_len, heads, _ = query.shape
-    return _general_call(
+    results = _general_call(
         ctx,
         "packax_forward_general_v1",
         operands,
@@ -244,6 +252,7 @@ def _forward_cuda(ctx, *operands, implementation, **params):
         want_top=np.int32(params["max_logits"]),
         **attributes,
     )
+    return _run_once(ctx, results)
 
 
 def _merged(query: Any, key: Any, params: Any) -> bool:
