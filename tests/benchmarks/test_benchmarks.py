@@ -10,22 +10,10 @@ import subprocess
 import sys
 
 import pytest
-from paths import BENCHMARKS, COMPARE, SUPPORT, TUNE, importing
+from benchmark_scripts import script
+from paths import BENCHMARKS, COMPARE, SUPPORT
 
 ORACLE = SUPPORT / "oracle.py"
-
-
-def script(code: str, *arguments: str) -> str:
-    result = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        capture_output=True,
-        text=True,
-        cwd=BENCHMARKS,
-        env=importing(COMPARE, TUNE),
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    return result.stdout
 
 
 def test_cases_and_flops_are_the_boards():

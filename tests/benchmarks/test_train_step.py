@@ -10,8 +10,8 @@ import json
 import subprocess
 import sys
 
+from benchmark_scripts import script
 from paths import BENCHMARKS
-from test_benchmarks import script
 
 
 def test_ways_agree_and_what_does_not_run_is_said(tmp_path):
@@ -49,8 +49,8 @@ def across(case):
     return Implementation("cudnn", causal, ())
 
 train_step.JAX_PEERS["cudnn"] = across
-run = train_step.Run.parse("96:5:2")
-config = llama.Config(2, **train_step.TINY, chunk=32)
+run = train_step.Run.parse("512:5:2")
+config = llama.Config(2, **train_step.TINY, chunk=64)
 rows = train_step.timed(run, config, ["packax", "cudnn"], 1, False)
 assert rows["cudnn"]["wrong"] == ["query", "key", "value"] and "ms" not in rows["cudnn"], rows
 assert rows["packax"]["ms"] > 0
