@@ -139,15 +139,15 @@ def variant(
 ) -> Candidate:
     """The table's own variant with `changed` constants; LookupError where there is none to
     change."""
-    hopper = kernel in table.SM90_TILES
+    sm90 = kernel in table.SM90_TILES
     portable = table.TILES | table.DECODE_TILES
-    rows: dict[Any, Any] = table.SM90_TILES[kernel] if hopper else portable[kernel]
-    wanted = (dims, max(dims)) if hopper else ((arch.tiles, dims), (arch.tiles, max(dims)))
+    rows: dict[Any, Any] = table.SM90_TILES[kernel] if sm90 else portable[kernel]
+    wanted = (dims, max(dims)) if sm90 else ((arch.tiles, dims), (arch.tiles, max(dims)))
     key = next((key for key in wanted if key in rows), None)
-    if dims not in table.HEAD_DIMS or key is None or (hopper and arch.tiles != "hopper"):
+    if dims not in table.HEAD_DIMS or key is None or (sm90 and arch.tiles != "hopper"):
         raise LookupError(f"no row for {kernel} {dims[0]}x{dims[1]} {arch.name} in table.py")
     kept = rows[key]
-    row = dict(kept) if hopper else dict(zip(TILE, kept, strict=True))
+    row = dict(kept) if sm90 else dict(zip(TILE, kept, strict=True))
     if assembler == "12.9":
         row |= table.UNDER_12_9.get((kernel, max(dims)), {})
     unknown = set(changed) - set(row)
@@ -156,8 +156,8 @@ def variant(
             f"{kernel} has no constant {', '.join(sorted(unknown))}: {', '.join(row)}"
         )
     try:  # table.py turns a row into constants and the rows of a program
-        rows[key] = row | changed if hopper else tuple((row | changed).values())
-        if hopper:  # of 13.4, which changes no constants
+        rows[key] = row | changed if sm90 else tuple((row | changed).values())
+        if sm90:  # of 13.4, which changes no constants
             made = table.sm90(kernel, arch, "bf16", *dims, "13.4")
         else:
             made = table.tiled(kernel, arch, "bf16", *dims)

@@ -37,7 +37,7 @@ from listing import TILE, listing, ratios
 from probe import fatal_steps, say_begin, say_end
 from tune_decode import DECODE, time_decode
 from tune_decode import TIMED as DECODE_TIMED
-from work import DETERMINISTIC, HOPPER_BACKWARD, Launch, Work, difference
+from work import DETERMINISTIC, SM90_BACKWARD, Launch, Work, difference
 
 FORWARD = ("forward", "forward_sm90", "forward_sm90_low_occupancy")
 PORTABLE_BACKWARD = ("backward_dkdv", "backward_dq")
@@ -47,7 +47,7 @@ RESULTS = {
     "forward_sm90_low_occupancy": ("out", "lse"),
     "backward_dkdv": ("dk", "dv"),
     "backward_dq": ("dq",),
-    **dict.fromkeys(HOPPER_BACKWARD, ("dq", "dk", "dv")),
+    **dict.fromkeys(SM90_BACKWARD, ("dq", "dk", "dv")),
     "backward_dkdv_sm90": ("dk", "dv"),
     "backward_dq_sm90": ("dq",),
 }
@@ -116,7 +116,7 @@ class Plan:
         """Hopper's three kernels with this candidate in its place; None if one of them is
         missing."""
         name = self.candidates[title][0]
-        names = HOPPER_BACKWARD if name in HOPPER_BACKWARD else DETERMINISTIC
+        names = SM90_BACKWARD if name in SM90_BACKWARD else DETERMINISTIC
         if any(part not in self.own for part in names):
             return None
         parts = [self.alone[title] if part == name else self.own[part] for part in names]
@@ -152,7 +152,7 @@ class Plan:
         found = {}
         for title, (name, _) in self.candidates.items():
             names = RESULTS[name]
-            pipeline = name in HOPPER_BACKWARD or name in DETERMINISTIC
+            pipeline = name in SM90_BACKWARD or name in DETERMINISTIC
             run = self.together(title) if pipeline else self.alone[title]
             if run is None:
                 print(f"{title}: not compared: not all of its pipeline's kernels were built")
@@ -253,7 +253,7 @@ def time_candidates(
     there = dict.fromkeys(tuple(row["dims"]) for row in built.rows if row["label"])
     for pair in [d for d in there if dims is None or d in dims]:
         wanted = {t: c for t, c in built.candidates(pair, KERNELS).items() if c[0] in kernels}
-        for pipeline in (HOPPER_BACKWARD, DETERMINISTIC):
+        for pipeline in (SM90_BACKWARD, DETERMINISTIC):
             if any(name in pipeline for name, _ in wanted.values()):  # its mates, to run beside
                 mates = {
                     t: c for t, c in built.candidates(pair, KERNELS).items() if c[0] in pipeline

@@ -17,7 +17,7 @@ from lib.cases import Case
 
 Launch = Callable[[], None]
 SAMPLED = 8192  # rows of a long case that are compared
-HOPPER_BACKWARD = ("backward_prepare", "backward_sm90", "backward_finish")
+SM90_BACKWARD = ("backward_prepare", "backward_sm90", "backward_finish")
 DETERMINISTIC = ("backward_prepare", "backward_dkdv_sm90", "backward_dq_sm90")
 
 

@@ -110,7 +110,7 @@ def test_a_head_dim_without_an_sm90_kernel_has_the_portable_ones(monkeypatch):
     assert [v for v in left if v.kernel not in few] == portable
 
 
-def test_the_backward_kernels_of_hopper_come_together() -> None:
+def test_the_backward_kernels_of_sm90_come_together() -> None:
     """C++ takes all of a way or none, and the workspace is large where there is a backward_sm90."""
     names = ("prepare", "sm90", "finish", "dkdv_sm90", "dq_sm90")
     prepare, one, finish, keys, rows = (set(table.SM90_TILES[f"backward_{k}"]) for k in names)
@@ -229,7 +229,7 @@ ONES = ["backward_sm90", "backward_sm90_soft_cap", "backward_sm90_alibi"]
 @pytest.mark.parametrize(
     "kernel", ["forward_fallback", "backward_dkdv_fallback", "backward_dq_fallback"]
 )
-def test_steps_of_general_kernels_fit_the_lists_of_a_map(kernel: str) -> None:
+def test_steps_of_fallback_kernels_fit_the_lists_of_a_map(kernel: str) -> None:
     """Entries are blocks of 64: a step is one of them or a part, a program part of a tile of
     128."""
     inner, outer = ("BLOCK_M", "BLOCK_N") if "dkdv" in kernel else ("BLOCK_N", "BLOCK_M")
@@ -393,11 +393,11 @@ def test_parameters_do_not_depend_on_the_variant() -> None:
     lines = [compiler.kernel_line(kernel).split() for kernel in table.KERNELS]
     assert [line[0] for line in lines] == list(table.KERNELS)
     assert lines[0][:3] == ["forward", "query:ptr", "key:ptr"]
-    (hopper,) = (line for line in lines if line[0] == "forward_sm90")
+    (sm90,) = (line for line in lines if line[0] == "forward_sm90")
     portable = [p.replace(":ptr", ":tma") for p in lines[0][1:5]] + lines[0][5:]
-    hopper.remove("counter:ptr")
+    sm90.remove("counter:ptr")
     assert portable.pop() == "row_heads:i32", "a tensor map has that itself"
-    assert hopper[1:] == portable, "the handler fills both in from one call"
+    assert sm90[1:] == portable, "the handler fills both in from one call"
 
 
 PTX = """

@@ -14,7 +14,7 @@ import packax
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from lowered import abstract, calls, text_of, with_hopper
+from lowered import abstract, calls, text_of, with_sm90
 from packax._src.ops import ffi as kernel_table
 from packax._src.ops import head_groups as some_heads
 from packax._src.ops.primitives import backward_p, forward_p
@@ -196,8 +196,8 @@ def test_groups_write_on_one_output():
             assert made[3] == f"{2 * 4 * 128}xf32"  # of the group's heads, for the portable kernels
 
 
-def test_workspace_for_hopper_is_the_group_s(extension, monkeypatch):
-    monkeypatch.setattr(kernel_table.ext, "variants", lambda: with_hopper())
+def test_workspace_for_sm90_is_the_group_s(extension, monkeypatch):
+    monkeypatch.setattr(kernel_table.ext, "variants", lambda: with_sm90())
     monkeypatch.setattr(kernel_table, "local_capabilities", lambda: {90})
     *_, (_, _, _, made, _) = attention_calls(lowered((0, 1, 2)))
     rows = 2 * 4 * 128

@@ -83,7 +83,7 @@ DELTA = f"{2 * 8 * 320}xf32"  # the workspace of the portable kernels, rows padd
 NO_MAP = {"q_block": "0 : i32", "kv_block": "0 : i32"}
 
 
-def test_general_forward():
+def test_fallback_forward():
     """A stand-in, the output, where an extra is not there."""
     flags = {"soft_cap": "0.000000e+00 : f32", "has_scales": "0 : i32", "has_bias": "0 : i32"}
     flags |= {"exact": "0 : i32", "want_top": "0 : i32"} | NO_MAP
@@ -127,7 +127,7 @@ def test_a_bias_of_indices(has_bias, wanted, arguments, numbers):
     assert both[1][0]["has_dnumbers"] == f"{wanted} : i32"
 
 
-def test_general_backward():
+def test_fallback_backward():
     number = jax.ShapeDtypeStruct((), jnp.float32)
     gradient = jax.grad(lambda q, k, v, s: loss(q, k, v, MASK, scale=s), (0, 1, 2, 3))
     forward, (attributes, extras, results) = general(gradient, *abstract(), number)
@@ -160,7 +160,7 @@ def test_block_sparse(extra):
         assert attributes["q_block"] == "3 : i32" and attributes["kv_block"] == "64 : i32"
 
 
-def test_other_head_dims_take_the_general_kernels():
+def test_other_head_dims_take_the_fallback_kernels():
     """Whatever multiple of 8 a larger pair covers, without a copy."""
     for dims in ((8, 8), (96, 80), (64, 128), (256, 8)):
         query, key, value = abstract(dim=dims[0], v_dim=dims[1])

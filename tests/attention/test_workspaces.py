@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import packax
 import pytest
-from lowered import KEY, MASK, PORTABLE, QUERY, abstract, calls, loss, text_of, with_hopper
+from lowered import KEY, MASK, PORTABLE, QUERY, abstract, calls, loss, text_of, with_sm90
 from packax._src.ops import ffi as kernel_table
 
 pytestmark = pytest.mark.usefixtures("extension")
@@ -44,13 +44,13 @@ def backward_workspace(
 )
 def test_workspace_by_device(monkeypatch, capabilities, large):
     """Without a local GPU, it may be compiled for any."""
-    elements = backward_workspace(monkeypatch, with_hopper(), capabilities)
+    elements = backward_workspace(monkeypatch, with_sm90(), capabilities)
     assert elements == (LARGE if large else SMALL)
 
 
 def test_workspace_by_request(monkeypatch):
     for flag, elements in ((True, SMALL), (False, LARGE), (np.bool_(True), SMALL)):
-        assert backward_workspace(monkeypatch, with_hopper(), deterministic=flag) == elements
+        assert backward_workspace(monkeypatch, with_sm90(), deterministic=flag) == elements
 
 
 APART = ("backward_sm90", "backward_dkdv_sm90", "backward_dq_sm90")
@@ -59,7 +59,7 @@ APART = ("backward_sm90", "backward_dkdv_sm90", "backward_dq_sm90")
 @pytest.mark.parametrize("capability,large", [(90, True), (80, False)])
 def test_workspace_of_kernels_apart(monkeypatch, capability, large):
     """For deterministic gradients, and for some of them; not for all head dims."""
-    rows = with_hopper(dims=[(192, 128)]) + with_hopper(dims=[(64, 64)], kernels=APART)
+    rows = with_sm90(dims=[(192, 128)]) + with_sm90(dims=[(64, 64)], kernels=APART)
     local = {capability}
     sums = 2 * SMALL + 2 * 2 * PADDED + 1 if large else SMALL
     assert backward_workspace(monkeypatch, rows, local, deterministic=True) == sums
@@ -77,7 +77,7 @@ def test_workspace_of_kernels_apart(monkeypatch, capability, large):
 
 def test_workspace_of_kernels_apart_alone(monkeypatch):
     """Without a kernel for all gradients they make them all, whatever is asked for."""
-    rows = with_hopper(dims=[(192, 128)], kernels=APART[1:])
+    rows = with_sm90(dims=[(192, 128)], kernels=APART[1:])
     wide = abstract(dim=192, v_dim=128)
     for capability, elements in ((90, 2 * SMALL + 2 * 2 * PADDED + 1), (80, SMALL)):
         for flag in (False, True):
@@ -87,15 +87,15 @@ def test_workspace_of_kernels_apart_alone(monkeypatch):
 
 def test_workspace_by_build(monkeypatch):
     assert backward_workspace(monkeypatch, PORTABLE) == SMALL
-    assert backward_workspace(monkeypatch, with_hopper(dims=[(128, 128)])) == SMALL
-    assert backward_workspace(monkeypatch, with_hopper(), tensors=abstract(jnp.float16)) == SMALL
-    large = backward_workspace(monkeypatch, with_hopper(), tensors=abstract(dim=128, v_dim=128))
+    assert backward_workspace(monkeypatch, with_sm90(dims=[(128, 128)])) == SMALL
+    assert backward_workspace(monkeypatch, with_sm90(), tensors=abstract(jnp.float16)) == SMALL
+    large = backward_workspace(monkeypatch, with_sm90(), tensors=abstract(dim=128, v_dim=128))
     assert large == LARGE + 64 * SMALL
-    large = backward_workspace(monkeypatch, with_hopper(), tensors=abstract(dim=192, v_dim=128))
+    large = backward_workspace(monkeypatch, with_sm90(), tensors=abstract(dim=192, v_dim=128))
     assert large == LARGE + 128 * SMALL  # dQ has the query's columns
     wide = abstract(dim=256, v_dim=256)
-    assert backward_workspace(monkeypatch, with_hopper(), tensors=wide) == SMALL
-    rows = with_hopper(cc=86, exact=False)  # another rule than sm_90a's: later minors too
+    assert backward_workspace(monkeypatch, with_sm90(), tensors=wide) == SMALL
+    rows = with_sm90(cc=86, exact=False)  # another rule than sm_90a's: later minors too
     for capability, elements in ((86, LARGE), (89, LARGE), (80, SMALL), (90, SMALL)):
         assert backward_workspace(monkeypatch, rows, {capability}) == elements
 
@@ -120,14 +120,14 @@ CAPPED = tuple(f"{kernel}_soft_cap" for kernel in APART)
 @pytest.mark.parametrize("capability", [90, 80])
 def test_workspace_of_a_soft_cap(monkeypatch, capability, kernels, options, elements):
     """Of Hopper's kernels with a cap, where it is all there is."""
-    rows = with_hopper(kernels=kernels)
+    rows = with_sm90(kernels=kernels)
     got = backward_workspace(monkeypatch, rows, {capability}, general=True, **options)
     assert got == (elements if capability == 90 else SMALL)
 
 
 def test_workspace_of_a_soft_cap_without_a_cap(monkeypatch):
     """Kernels with a cap do not serve a call without one."""
-    assert backward_workspace(monkeypatch, with_hopper(kernels=CAPPED)) == SMALL
+    assert backward_workspace(monkeypatch, with_sm90(kernels=CAPPED)) == SMALL
 
 
 BIASED = ("backward_sm90_alibi",)
@@ -150,14 +150,14 @@ SLOPES = np.ones(8)
 def test_workspace_of_a_bias(monkeypatch, capability, kernels, options, elements):
     """Of Hopper's kernels with slopes of indices, where they are all there is."""
     options = {"bias": packax.alibi(SLOPES), **options}
-    rows = with_hopper(kernels=kernels)
+    rows = with_sm90(kernels=kernels)
     got = backward_workspace(monkeypatch, rows, {capability}, general=True, **options)
     assert got == (elements if capability == 90 else SMALL)
 
 
 def test_workspace_of_the_gradient_of_slopes(monkeypatch):
     """The general kernels make it, and with it all others."""
-    rows = with_hopper(kernels=BIASED)
+    rows = with_sm90(kernels=BIASED)
     monkeypatch.setattr(kernel_table.ext, "variants", staticmethod(lambda: rows))
     for arguments, workspace in (((0, 1, 2), LARGE), ((0, 1, 2, 3), SMALL)):
         gradient = jax.grad(lambda *x: loss(*x[:3], MASK, bias=packax.alibi(x[3])), arguments)
@@ -190,21 +190,21 @@ def with_a_map(size=(64, 64)):
 def test_workspace_of_a_map(monkeypatch, capability, kernels, options, elements):
     """Of Hopper's kernels with a map, where it is all there is; the handler sees to the sizes of
     its blocks."""
-    rows, mask = with_hopper(kernels=kernels), with_a_map()
+    rows, mask = with_sm90(kernels=kernels), with_a_map()
     got = backward_workspace(monkeypatch, rows, {capability}, mask=mask, general=True, **options)
     assert got == (elements if capability == 90 else SMALL)
 
 
 def test_workspace_of_a_map_without_a_map(monkeypatch):
     """Kernels with a map do not serve a call without one, nor one with a soft cap."""
-    assert backward_workspace(monkeypatch, with_hopper(kernels=MAPPED)) == SMALL
-    rows = with_hopper(kernels=MAPPED)
+    assert backward_workspace(monkeypatch, with_sm90(kernels=MAPPED)) == SMALL
+    rows = with_sm90(kernels=MAPPED)
     assert backward_workspace(monkeypatch, rows, general=True, soft_cap=30.0) == SMALL
 
 
 def test_some_gradients_of_a_map(monkeypatch):
     """What no kernel writes has no elements."""
-    rows, mask = with_hopper(kernels=MAPPED), with_a_map((4, 1))
+    rows, mask = with_sm90(kernels=MAPPED), with_a_map((4, 1))
     monkeypatch.setattr(kernel_table.ext, "variants", staticmethod(lambda: rows))
     for argument, written in {0: [QUERY, *["0xbf16"] * 2], 1: ["0xbf16", KEY, KEY]}.items():
         gradient = jax.grad(lambda *x: loss(*x, mask), argument)
@@ -225,7 +225,7 @@ def test_some_gradients_of_a_soft_cap(monkeypatch):
     }
     for kernels, (workspace, results) in kinds.items():
         monkeypatch.setattr(
-            kernel_table.ext, "variants", staticmethod(lambda k=kernels: with_hopper(kernels=k))
+            kernel_table.ext, "variants", staticmethod(lambda k=kernels: with_sm90(kernels=k))
         )
         for argument, written in results.items():
             gradient = jax.grad(lambda *x: loss(*x, MASK, soft_cap=30.0), argument)
@@ -237,7 +237,7 @@ def test_some_gradients_of_a_soft_cap(monkeypatch):
 
 def test_workspace_with_one_mask_for_all(monkeypatch):
     mask = packax.create_attention_mask(packax.causal(), q_len=300, kv_len=300)
-    assert backward_workspace(monkeypatch, with_hopper(), mask=mask) == LARGE - 2 * PADDED
+    assert backward_workspace(monkeypatch, with_sm90(), mask=mask) == LARGE - 2 * PADDED
 
 
 @pytest.mark.parametrize("length,large", [((1 << 22) - 64, True), (1 << 22, False)])
@@ -246,7 +246,7 @@ def test_workspace_up_to_32_bits(monkeypatch, length, large):
     tensors = abstract(q_len=length, kv_len=64, batch=64)
     mask = packax.create_attention_mask(packax.full(), q_len=length, kv_len=64)
     rows = 64 * 8 * length
-    elements = backward_workspace(monkeypatch, with_hopper(), tensors=tensors, mask=mask)
+    elements = backward_workspace(monkeypatch, with_sm90(), tensors=tensors, mask=mask)
     assert elements == (2 * rows + 2 * length + 64 * rows if large else rows)
 
 

@@ -28,7 +28,7 @@ import candidates, cubin, fake_driver, tune
 folder = pathlib.Path(sys.argv[2])
 (folder / "cubins").mkdir(parents=True)
 cuda = fake_driver.install(cubin)
-HOPPER = table.ARCHS["90a"]
+SM90 = table.ARCHS["90a"]
 DIMS = (128, 128)
 
 def write(variant, label):
@@ -158,26 +158,26 @@ def test_candidates_change_the_tables_row_and_leave_it(tmp_path):
         tmp_path,
         """
 before = json.dumps(table.SM90_TILES)
-made = candidates.variant("forward_sm90", HOPPER, (64, 64), {"WARP_GROUPS": 2}, "13.4")
+made = candidates.variant("forward_sm90", SM90, (64, 64), {"WARP_GROUPS": 2}, "13.4")
 assert made.block == 128 and dict(made.constants)["WARP_GROUPS"] == 2
 assert made.name == "forward_sm90_bf16_64x64_sm90a_cuda13__WARP_GROUPS2" and made.driver == 13000
-assert dict(made.constants) | {"WARP_GROUPS": 3} == dict(table.sm90("forward_sm90", HOPPER, "bf16",
+assert dict(made.constants) | {"WARP_GROUPS": 3} == dict(table.sm90("forward_sm90", SM90, "bf16",
     64, 64).constants)
 assert json.dumps(table.SM90_TILES) == before
 for assembler, changed, anew in (("13.4", {}, 0), ("12.9", {}, 1),
     ("12.9", {"REMATERIALIZE": 0}, 0),
     ("13.4", {"REMATERIALIZE": 1}, 1)):
-    made = candidates.variant("backward_dq_sm90", HOPPER, DIMS, changed, assembler)
+    made = candidates.variant("backward_dq_sm90", SM90, DIMS, changed, assembler)
     assert dict(made.constants)["REMATERIALIZE"] == anew and made.assembler == assembler
     if not changed:
-        assert made.constants == table.sm90("backward_dq_sm90", HOPPER, "bf16", *DIMS,
+        assert made.constants == table.sm90("backward_dq_sm90", SM90, "bf16", *DIMS,
             assembler).constants
-made = candidates.variant("backward_dkdv", HOPPER, (64, 64), {"BLOCK_N": 128, "WARPS": 8}, "12.9")
+made = candidates.variant("backward_dkdv", SM90, (64, 64), {"BLOCK_N": 128, "WARPS": 8}, "12.9")
 assert made.block == 128 and made.warps == 8
 for kernel, dims, change in (("forward_sm90", (64, 64), {"ROWS": 1}),
     ("forward_sm90", (32, 32), {})):
     try:
-        candidates.variant(kernel, HOPPER, dims, change, "12.9")
+        candidates.variant(kernel, SM90, dims, change, "12.9")
     except LookupError as error:
         print(error)
 names = [v.name for v in candidates.chosen("90a", ["backward_prepare"], [DIMS], ["12.9", "13.4"],

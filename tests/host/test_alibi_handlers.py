@@ -61,13 +61,13 @@ OTHERS = {
 
 @pytest.mark.parametrize("direction", MAKE)
 @pytest.mark.parametrize("what", OTHERS)
-def test_what_takes_the_general_kernels(biased, direction, what):
+def test_what_takes_the_fallback_kernels(biased, direction, what):
     assert kernels_of(biased, MAKE[direction](biased)) == biased.kernels(f"{direction}_alibi")
     got = kernels_of(biased, MAKE[direction](biased, **OTHERS[what]))
     assert got == KERNELS[f"{direction}_fallback"]
 
 
-def test_largest_logits_and_the_gradient_of_slopes_take_the_general_kernels(biased):
+def test_largest_logits_and_the_gradient_of_slopes_take_the_fallback_kernels(biased):
     assert kernels_of(biased, forward_alibi(biased, want_top=1)) == KERNELS["forward_fallback"]
     call = backward_alibi(biased, has_dnumbers=1)
     assert kernels_of(biased, call) == KERNELS["backward_fallback"]
@@ -77,7 +77,7 @@ def test_largest_logits_and_the_gradient_of_slopes_take_the_general_kernels(bias
 @pytest.mark.parametrize("qk_dim", [192, 256])
 def test_head_dims_without_such_kernels(tmp_path, driver, direction, qk_dim):
     machine = make_machine(
-        tmp_path, driver, choose=lambda m: m.has_hopper() and m.variant["qk_dim"] == qk_dim
+        tmp_path, driver, choose=lambda m: m.has_sm90() and m.variant["qk_dim"] == qk_dim
     )
     call = MAKE[direction](machine, **({"kernels": "apart"} if direction == "backward" else {}))
     assert kernels_of(machine, call) == KERNELS[f"{direction}_fallback"]

@@ -19,7 +19,7 @@ from cpp.machine import (
     needs_compiler,
     needs_extension,
 )
-from cpp.sm90 import backward_maps, hopper_sections
+from cpp.sm90 import backward_maps, sm90_sections
 
 pytest_plugins = ("cpp.fixtures",)
 pytestmark = [needs_extension, needs_compiler]
@@ -70,7 +70,7 @@ def test_backward(mapped, s, n, size, wanted):
     blocks = blocks_of(s, n, size)
     call = backward_block_lists(mapped, s, blocks, wanted=wanted)
     call = call.change(**GIVEN, has_dlse=("int32", n % 2))
-    sections, _ = hopper_sections(mapped, s, call.results["workspace"].address)
+    sections, _ = sm90_sections(mapped, s, call.results["workspace"].address)
     counter, rows = sections["dq_sum"].address, prod(sections["delta"].shape)
     grids = {"backward_prepare": lambda r: [rows // r]}
     if wanted & 2:
@@ -108,13 +108,13 @@ OTHERS = {
 
 @pytest.mark.parametrize("direction", MAKE)
 @pytest.mark.parametrize("what", OTHERS)
-def test_what_takes_the_general_kernels(mapped, direction, what):
+def test_what_takes_the_fallback_kernels(mapped, direction, what):
     assert kernels_of(mapped, MAKE[direction](mapped)) == mapped.kernels(f"{direction}_block_lists")
     got = kernels_of(mapped, MAKE[direction](mapped, **OTHERS[what]))
     assert got == KERNELS[f"{direction}_fallback"]
 
 
-def test_largest_logits_and_gradients_of_numbers_take_the_general_kernels(mapped):
+def test_largest_logits_and_gradients_of_numbers_take_the_fallback_kernels(mapped):
     assert (
         kernels_of(mapped, forward_block_lists(mapped, want_top=1)) == KERNELS["forward_fallback"]
     )
@@ -129,7 +129,7 @@ def test_head_dims_without_such_kernels(tmp_path, driver, direction, dims):
     machine = make_machine(
         tmp_path,
         driver,
-        choose=lambda m: m.has_hopper() and (m.variant["qk_dim"], m.variant["v_dim"]) == dims,
+        choose=lambda m: m.has_sm90() and (m.variant["qk_dim"], m.variant["v_dim"]) == dims,
     )
     call = MAKE[direction](machine)
     assert kernels_of(machine, call) == KERNELS[f"{direction}_fallback"]

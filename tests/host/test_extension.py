@@ -15,8 +15,8 @@ import pytest
 from cpp.call_frame import EXECUTE, INITIALIZE, Xla
 from cpp.calls import forward
 from cpp.machine import (
-    HOPPER,
     POINTERS,
+    SM90,
     SPEC,
     Machine,
     compile_driver,
@@ -109,8 +109,8 @@ def test_variants_are_complete():
         assert r["bytes"] > 0 and r["threads"] % 32 == 0 and r["block"] > 0
     for arch in {r["arch"] for r in rows}:
         kernels = {r["kernel"] for r in rows if r["arch"] == arch}
-        hopper = {name for names in HOPPER.values() for name in names}
-        assert kernels == {k for k in POINTERS if arch == "sm_90a" or k not in hopper}
+        sm90 = {name for names in SM90.values() for name in names}
+        assert kernels == {k for k in POINTERS if arch == "sm_90a" or k not in sm90}
 
 
 def same(a, b):

@@ -221,7 +221,7 @@ def test_larger_head_dims_are_refused(shared_machine):
 
 # Calls for which Hopper has kernels of its own: test_soft_cap_handlers.py,
 # test_block_list_handlers.py.
-OWN_ON_HOPPER = {
+OWN_ON_SM90 = {
     "forward_soft_cap": forward_soft_cap,
     "backward_soft_cap": backward_soft_cap,
     "forward_block_lists": forward_block_lists,
@@ -229,18 +229,18 @@ OWN_ON_HOPPER = {
 }
 
 
-@pytest.mark.parametrize("name", OWN_ON_HOPPER)
+@pytest.mark.parametrize("name", OWN_ON_SM90)
 def test_another_gpu(portable, name):
     general = KERNELS[name.partition("_")[0] + "_fallback"]
-    assert kernels_of(portable, OWN_ON_HOPPER[name](portable)) == general
+    assert kernels_of(portable, OWN_ON_SM90[name](portable)) == general
 
 
-@pytest.mark.parametrize("name", OWN_ON_HOPPER)
+@pytest.mark.parametrize("name", OWN_ON_SM90)
 def test_initialize_loads_what_execute_launches(tmp_path, driver, name):
     machine = make_machine(
         tmp_path, driver, choose=lambda m: m.has(name.replace("forward", "backward"))
     )
-    call = OWN_ON_HOPPER[name](machine)
+    call = OWN_ON_SM90[name](machine)
     assert machine.run(call, INITIALIZE) is None
     assert machine.record() == []
     assert machine.calls("cuLibraryLoadData") == len(machine.kernels(name))

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 from cpp.call_frame import INITIALIZE
-from cpp.calls import Array, Sizes, backward, forward, of_some_heads
+from cpp.calls import Array, Sizes, backward, forward, of_head_group
 from cpp.machine import arguments, make_machine, needs_compiler, needs_extension
 
 pytest_plugins = ("cpp.fixtures",)
@@ -65,7 +65,7 @@ def widened(params):
 
 @pytest.mark.parametrize("begins", [0, 1])
 @pytest.mark.parametrize("maker", MAKERS)
-@pytest.mark.parametrize("kind", ["hopper", "portable"])
+@pytest.mark.parametrize("kind", ["sm90", "portable"])
 @pytest.mark.parametrize("s", [S, replace(S, batch=3, mask_batch=1, q_len=1, kv_len=1)])
 def test_launches_are_those_of_the_heads_alone(request, kind, maker, begins, s):
     machine = request.getfixturevalue(kind)
@@ -74,7 +74,7 @@ def test_launches_are_those_of_the_heads_alone(request, kind, maker, begins, s):
     want = machine.launches()
     clears = [r for r in machine.record() if "memset" in r]
     machine.cuda.fake_clear()
-    call = of_some_heads(plain, FIRST, ALL, begins)
+    call = of_head_group(plain, FIRST, ALL, begins)
     if begins:
         call.operands["out_before" if maker == "forward" else "dq_before"] = Array("int32", (1,), 8)
     assert machine.run(call, INITIALIZE) is None
@@ -95,13 +95,13 @@ def test_launches_are_those_of_the_heads_alone(request, kind, maker, begins, s):
 def test_the_edge_of_small_tensors(tmp_path, driver):
     """Of rows that are apart: 128 KiB up to the last element that is the call's, a row less, a row
     more."""
-    machine = make_machine(tmp_path, driver, choose=lambda m: m.has_hopper())
+    machine = make_machine(tmp_path, driver, choose=lambda m: m.has_sm90())
     dim = machine.variant["qk_dim"]
     rows = 128 * 1024 // (2 * dim * ALL)
     for q_len in (rows, rows + 1, rows + 2):
         s = Sizes(batch=1, mask_batch=1, q_len=q_len, kv_len=64, heads=1, kv_heads=1)
         machine.cuda.fake_clear()
-        assert machine.run(of_some_heads(forward(machine, s), 0, ALL)) is None
+        assert machine.run(of_head_group(forward(machine, s), 0, ALL)) is None
         (launch,) = machine.launches()
         last = 2 * dim * ALL * (q_len - 1) + 2 * dim - 1
         assert launch["params"][0]["bit21"] == (last >= 128 * 1024)
@@ -125,7 +125,7 @@ def test_the_edge_of_small_tensors(tmp_path, driver):
 )  # fmt: skip
 @pytest.mark.parametrize("make", [forward, backward])
 def test_attributes(shared_machine, make, change, message):
-    call = of_some_heads(make(shared_machine, S), FIRST, ALL)
+    call = of_head_group(make(shared_machine, S), FIRST, ALL)
     call = call.change(**{name: ("int32", value) for name, value in change.items()})
     failure = shared_machine.run(call)
     assert failure.code == "InvalidArgument"
@@ -134,7 +134,7 @@ def test_attributes(shared_machine, make, change, message):
 
 @pytest.mark.parametrize(("make", "result"), [(forward, "out"), (backward, "dq")])
 def test_other_heads_elsewhere(shared_machine, make, result):
-    call = of_some_heads(make(shared_machine, S), FIRST, ALL)
+    call = of_head_group(make(shared_machine, S), FIRST, ALL)
     before = call.operands[f"{result}_before"]
     call.operands[f"{result}_before"] = replace(before, address=0x7700)
     failure = shared_machine.run(call)
@@ -151,7 +151,7 @@ def test_other_heads_elsewhere(shared_machine, make, result):
 )
 def test_shapes(shared_machine, make, name):
     """Rows of all heads, sums of the call's own: one that has the other's is refused."""
-    call = of_some_heads(make(shared_machine, S), FIRST, ALL)
+    call = of_head_group(make(shared_machine, S), FIRST, ALL)
     array = {**call.operands, **call.results}[name]
     axis = 2 if name in ROWS else 1
     given, wanted = (S.heads, ALL) if name in ROWS else (ALL, S.heads)

@@ -119,10 +119,10 @@ def launched(machine, call, version, wanted):
 
 
 @pytest.mark.parametrize(("version", "wanted"), [(12090, 12000), (13000, 13000), (13020, 13000)])
-def test_the_newest_cubin_that_the_driver_loads(hopper, version, wanted):
-    row, launch = launched(hopper, forward(hopper), version, wanted)
+def test_the_newest_cubin_that_the_driver_loads(sm90, version, wanted):
+    row, launch = launched(sm90, forward(sm90), version, wanted)
     assert row["name"].endswith("_cuda13") == (wanted == 13000)
-    assert hopper.calls("cuLibraryLoadData") == 1
+    assert sm90.calls("cuLibraryLoadData") == 1
     assert launch["shared"] == row["shared"]
 
 
@@ -132,33 +132,33 @@ LOADING = ("cuLibraryLoadData", "cuLibraryGetKernel", "cuKernelSetAttribute", "c
 
 @pytest.mark.parametrize("function", LOADING)
 @pytest.mark.parametrize("code", UNREADABLE)
-def test_a_cubin_that_the_driver_cannot_read(hopper, function, code):
+def test_a_cubin_that_the_driver_cannot_read(sm90, function, code):
     """Once, then the one for older drivers, for as long as the context lives."""
-    hopper.cuda.fake_fail_times(function.encode(), code, 1)
-    launched(hopper, forward(hopper), 13000, 13000)
-    assert hopper.calls("cuLibraryLoadData") == 2
+    sm90.cuda.fake_fail_times(function.encode(), code, 1)
+    launched(sm90, forward(sm90), 13000, 13000)
+    assert sm90.calls("cuLibraryLoadData") == 2
 
 
 @pytest.mark.parametrize("function", LOADING)
-def test_both_cubins_unreadable(hopper, function):
+def test_both_cubins_unreadable(sm90, function):
     """The error is that of the second: any driver that packax runs on should load it."""
-    hopper.cuda.fake_set_version(13000)
-    hopper.fail(function, 209)
-    failure = hopper.run(forward(hopper))
-    row = hopper.row("forward_sm90", hopper.variant["cc"], 12090)
+    sm90.cuda.fake_set_version(13000)
+    sm90.fail(function, 209)
+    failure = sm90.run(forward(sm90))
+    row = sm90.row("forward_sm90", sm90.variant["cc"], 12090)
     assert f"{function} failed: CUDA_ERROR_NO_BINARY_FOR_GPU" in failure.message
     assert f"; {row['name']} (cubin for sm_90a)" in failure.message
-    assert hopper.calls(function) == 2
+    assert sm90.calls(function) == 2
 
 
-def test_a_driver_out_of_memory_is_no_reason_for_the_older_cubin(hopper):
-    hopper.cuda.fake_set_version(13000)
-    hopper.cuda.fake_fail_times(b"cuLibraryLoadData", 2, 1)
-    failure = hopper.run(forward(hopper))
-    row = hopper.row("forward_sm90", hopper.variant["cc"], 13000)
+def test_a_driver_out_of_memory_is_no_reason_for_the_older_cubin(sm90):
+    sm90.cuda.fake_set_version(13000)
+    sm90.cuda.fake_fail_times(b"cuLibraryLoadData", 2, 1)
+    failure = sm90.run(forward(sm90))
+    row = sm90.row("forward_sm90", sm90.variant["cc"], 13000)
     assert f"; {row['name']} (cubin for sm_90a)" in failure.message
     assert "driver for CUDA 13.0" in failure.message
-    assert hopper.run(forward(hopper)) is None
+    assert sm90.run(forward(sm90)) is None
 
 
 def test_a_kernel_without_an_older_cubin(machine):

@@ -25,7 +25,7 @@ from cpp.sm90 import (
     backward_maps,
     expect_forward,
     expect_one_backward,
-    hopper_sections,
+    sm90_sections,
 )
 
 pytest_plugins = ("cpp.fixtures",)
@@ -75,7 +75,7 @@ def test_backward_apart(tmp_path, driver, s, qk_dim, block, wanted):
     cc = machine.variant["cc"]
     assert machine.row("backward_dkdv_sm90_soft_cap", cc)["block"] == block
     call = backward_soft_cap(machine, s, CAP, kernels="apart", wanted=wanted).change(**GIVEN)
-    sections, _ = hopper_sections(machine, s, call.results["workspace"].address)
+    sections, _ = sm90_sections(machine, s, call.results["workspace"].address)
     counter = sections["dq_sum"].address
     rows, tiles = prod(sections["delta"].shape), ceil(s.kv_len / 128) * (128 // block)
     grids = {
@@ -124,7 +124,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("direction", MAKE)
 @pytest.mark.parametrize("what", OTHERS)
-def test_what_takes_the_general_kernels(capped, direction, what):
+def test_what_takes_the_fallback_kernels(capped, direction, what):
     assert kernels_of(capped, MAKE[direction](capped)) == capped.kernels(f"{direction}_soft_cap")
     got = kernels_of(capped, MAKE[direction](capped, **OTHERS[what]))
     assert got == KERNELS[f"{direction}_fallback"]
@@ -140,7 +140,7 @@ def test_a_scale_that_overflows_in_units_of_the_cap(capped, direction):
     assert kernels_of(capped, call) == KERNELS[f"{direction}_fallback"]
 
 
-def test_largest_logits_and_gradients_of_numbers_take_the_general_kernels(capped):
+def test_largest_logits_and_gradients_of_numbers_take_the_fallback_kernels(capped):
     assert kernels_of(capped, forward_soft_cap(capped, want_top=1)) == KERNELS["forward_fallback"]
     call = backward_soft_cap(capped, has_dnumbers=1)
     assert kernels_of(capped, call) == KERNELS["backward_fallback"]
@@ -150,7 +150,7 @@ def test_largest_logits_and_gradients_of_numbers_take_the_general_kernels(capped
 def test_head_dims_without_such_kernels(tmp_path, driver, direction):
     """192/128 has plain kernels of Hopper and none with a cap."""
     machine = make_machine(
-        tmp_path, driver, choose=lambda m: m.has_hopper() and not m.has("forward_soft_cap")
+        tmp_path, driver, choose=lambda m: m.has_sm90() and not m.has("forward_soft_cap")
     )
     assert machine.variant["qk_dim"] == 192
     call = MAKE[direction](machine)

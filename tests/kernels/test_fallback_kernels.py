@@ -32,7 +32,7 @@ SLOPES = 2.0 ** (-8 * np.arange(1, 9) / 8)
         ("tested by id", {"tiles": SMALL, "soft_cap": 3.0, "slopes": True}, (16, 16), (16, 16)),
     ],
 )  # fmt: skip
-def test_general_kernels_equal_the_oracle(case, options, dims, compiled):
+def test_fallback_kernels_equal_the_oracle(case, options, dims, compiled):
     expression, q_len, kv_len, heads, kv_heads = ATTENTION[case]
     attends = np.asarray(expression.as_array(q_len, kv_len))
     attends = attends if attends.ndim == 3 else attends[None]

@@ -23,7 +23,7 @@ from cases import ids_of, random_map
 from gluon_language import launch
 from gluon_threads import TensorMap
 
-HOPPER = table.ARCHS["90a"]
+SM90 = table.ARCHS["90a"]
 HALF = ml_dtypes.bfloat16
 
 
@@ -171,7 +171,7 @@ def line(x: np.ndarray) -> TensorMap:
 
 
 def constants(kernel: str, dims: tuple[int, int], changed: dict[str, int]) -> dict[str, int]:
-    found = dict(table.sm90(kernel, HOPPER, "bf16", *dims, "13.4").constants)
+    found = dict(table.sm90(kernel, SM90, "bf16", *dims, "13.4").constants)
     assert not set(changed) - set(found)
     return found | changed
 

@@ -168,7 +168,7 @@ def check_attention(case: str, tiles: Tiles, qk_dim: int, v_dim: int) -> None:
     assert not grads[0][np.broadcast_to(idle_rows, query.shape[:2])].any()
 
 
-def test_some_heads_are_those_of_a_call_of_their_own() -> None:
+def test_a_head_group_are_those_of_a_call_of_their_own() -> None:
     """Bit by bit; the other heads of out and dq stay as they were."""
     mask = mask_of(packax.causal() & packax.documents(np.stack([IDS3[0], IDS3[2]])), 200, 200)
     rng = np.random.default_rng(9)

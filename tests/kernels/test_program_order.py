@@ -20,7 +20,7 @@ import triton_interpreter as interpreter
 from paths import KERNEL_DIR, TUNE
 
 
-def walk_of_hopper():
+def walk_of_sm90():
     """sm90.common.place_of_tile as a Python function: Gluon has no interpreter."""
     source = (KERNEL_DIR / "sm90/common.py").read_text()
     module = ast.parse(source)
@@ -46,7 +46,7 @@ class Pointer(SimpleNamespace):
         return Pointer(base=self.base, offset=self.offset + offset)
 
 
-WALK = walk_of_hopper()
+WALK = walk_of_sm90()
 
 
 def places(order, batch, mask_batch, group, kv_heads, block=128):

@@ -36,11 +36,11 @@ class Extension:
 PORTABLE = Extension.variants()
 
 
-def with_hopper(cc=90, exact=True, dims=DIMS[:3], kernels=("backward_sm90",)):
+def with_sm90(cc=90, exact=True, dims=DIMS[:3], kernels=("backward_sm90",)):
     """The rows of a build with kernels for Hopper, of bf16."""
-    hopper = {"dtype": "bf16", "cc": cc, "exact": exact}
+    sm90 = {"dtype": "bf16", "cc": cc, "exact": exact}
     made = itertools.product(kernels, dims)
-    return [*PORTABLE, *({**hopper, "kernel": k, "qk_dim": qk, "v_dim": v} for k, (qk, v) in made)]
+    return [*PORTABLE, *({**sm90, "kernel": k, "qk_dim": qk, "v_dim": v} for k, (qk, v) in made)]
 
 
 def abstract(dtype=jnp.bfloat16, dim=64, v_dim=64, q_len=300, kv_len=300, batch=2):

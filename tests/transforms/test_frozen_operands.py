@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import packax
 import pytest
-from lowered import PORTABLE, Extension, abstract, calls, text_of, with_hopper
+from lowered import PORTABLE, Extension, abstract, calls, text_of, with_sm90
 from packax._src.ops import ffi as kernel_table
 from transformed import EXPRESSION, random
 
@@ -27,7 +27,7 @@ def test_frozen_operands_cost_no_products(argnums, products):
 
 
 def calls_of_backward(argnums, monkeypatch, fused, more=(), **kwargs):
-    rows = with_hopper() if fused else PORTABLE
+    rows = with_sm90() if fused else PORTABLE
     monkeypatch.setattr(kernel_table, "ext", Extension)
     monkeypatch.setattr(Extension, "variants", staticmethod(lambda: rows))
     monkeypatch.setattr(kernel_table, "local_capabilities", lambda: None)
@@ -67,7 +67,7 @@ def test_frozen_operands_for_the_kernels(monkeypatch, fused):
         assert calls_of_backward(argnums, monkeypatch, fused) == (wanted, results)
 
 
-def test_frozen_operands_for_the_general_kernels(monkeypatch):
+def test_frozen_operands_for_the_fallback_kernels(monkeypatch):
     """Likewise; the kernel of dq makes the parts of the gradient of a scale, too."""
     query, key, none = "2x300x8x64xbf16", "2x300x2x64xbf16", "0xbf16"
     number = jax.ShapeDtypeStruct((), jnp.float32)

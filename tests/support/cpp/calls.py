@@ -124,7 +124,7 @@ def backward(
         "dv": value,
         "workspace": Array("float32", (workspace(m, s, kernels),)),
     }
-    large = m.has_hopper() and kernels == "fused"
+    large = m.has_sm90() and kernels == "fused"
     unwritten = [] if wanted & 1 else ["dq"]
     unwritten += [] if wanted & 2 or large else ["dk", "dv"]
     results |= {name: Array(query.dtype, (0,)) for name in unwritten}
@@ -132,7 +132,7 @@ def backward(
     return make_call("packax_backward_v1", operands, results, attributes)
 
 
-def of_some_heads(plain, first, row_heads, begins=0):
+def of_head_group(plain, first, row_heads, begins=0):
     """A call of forward() or backward(), for heads of a query that has `row_heads`, its own from
     `first` on."""
     heads = plain.operands["query"].shape[2]

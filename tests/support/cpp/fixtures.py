@@ -15,15 +15,15 @@ def machine(tmp_path, driver):
 
 
 @pytest.fixture
-def hopper(tmp_path, driver):
+def sm90(tmp_path, driver):
     """A machine whose attention kernels take tensor maps."""
-    return make_machine(tmp_path, driver, choose=lambda m: m.has_hopper())
+    return make_machine(tmp_path, driver, choose=lambda m: m.has_sm90())
 
 
 @pytest.fixture
 def portable(tmp_path, driver):
     """A machine whose attention kernels are the portable ones."""
-    return make_machine(tmp_path, driver, choose=lambda m: not m.has_hopper())
+    return make_machine(tmp_path, driver, choose=lambda m: not m.has_sm90())
 
 
 @pytest.fixture(scope="module")

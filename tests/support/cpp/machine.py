@@ -132,7 +132,7 @@ def arguments(kernel):
     return re.sub(":[a-z]", "", f"{POINTERS[kernel]} {SCALARS[kernel]}").split()
 
 
-HOPPER = {
+SM90 = {
     "forward": ["forward_sm90"],
     "forward_low_occupancy": ["forward_sm90_low_occupancy"],  # at head dim 64, of few tiles
     "backward": ["backward_prepare", "backward_sm90", "backward_finish"],
@@ -243,12 +243,12 @@ class Machine:
     variant: dict  # of the portable forward, for device 0, its dtype and its head dims
 
     def has(self, names):
-        """Whether the build has all kernels of a list in HOPPER."""
+        """Whether the build has all kernels of a list in SM90."""
         v = self.variant
         dims = (v["dtype"], v["qk_dim"], v["v_dim"])
-        return all(self.ext.find(name, v["cc"], *dims) is not None for name in HOPPER[names])
+        return all(self.ext.find(name, v["cc"], *dims) is not None for name in SM90[names])
 
-    def has_hopper(self):
+    def has_sm90(self):
         return self.has("forward")
 
     def has_apart(self):
@@ -256,7 +256,7 @@ class Machine:
 
     def kernels(self, name):
         """What packax_<name>_v1 launches on device 0, in order."""
-        return (HOPPER if self.has_hopper() else {}).get(name) or KERNELS[name]
+        return (SM90 if self.has_sm90() else {}).get(name) or KERNELS[name]
 
     def forward_of(self, s):
         """The kernel of Hopper for these sizes."""

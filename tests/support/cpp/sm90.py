@@ -33,7 +33,7 @@ def expected_map(array, box, bit21=0):
     }
 
 
-def hopper_maps(machine, call, **more):
+def sm90_maps(machine, call, **more):
     boxes = machine.row("forward_sm90", machine.variant["cc"])["tensor_maps"]
     arrays = {**call.operands, **call.results}
     names = ("query", "key", "value", "out")
@@ -48,7 +48,7 @@ def expect_forward(machine, s, call, kernel, block, **more):
     cleared. Scale 0.375, element test 1."""
     assert machine.row(kernel, machine.variant["cc"])["block"] == block
     order = {128: "q_order", 192: "q_order_192"}[block]
-    more |= {"q_order": call.operands[order].address, **hopper_maps(machine, call)}
+    more |= {"q_order": call.operands[order].address, **sm90_maps(machine, call)}
     tiles = s.heads * s.batch * ceil(s.q_len / block)
     grids = {kernel: lambda m: [min(MULTIPROCESSORS, tiles)]}
     expect_launches(machine, call, more | attention(s, 0.375, 1), grids)
@@ -60,7 +60,7 @@ def expect_forward(machine, s, call, kernel, block, **more):
 def expect_one_backward(machine, s, call, kernel, has_dlse, **more):
     """One kernel for all three gradients, between the two that all of them share; the workspace
     ends with dQ's sum."""
-    sections, end = hopper_sections(machine, s, call.results["workspace"].address)
+    sections, end = sm90_sections(machine, s, call.results["workspace"].address)
     assert end == call.results["workspace"].address + 4 * call.results["workspace"].shape[0]
     rows = prod(sections["delta"].shape)
     grids = {
@@ -77,7 +77,7 @@ def expect_one_backward(machine, s, call, kernel, has_dlse, **more):
     assert machine.calls("cuLibraryLoadData") == 3
 
 
-def hopper_sections(machine, s, start):
+def sm90_sections(machine, s, start):
     """name -> that section of the workspace, as a tensor map would see it
     (docs/internals/ffi.md)."""
     padded = 64 * ceil(s.q_len / 64)
