@@ -25,7 +25,6 @@ import multiprocessing
 import os
 import pathlib
 import re
-import subprocess
 import sys
 import time
 import traceback
@@ -35,18 +34,11 @@ HERE = pathlib.Path(__file__).resolve().parent
 KERNEL_DIR = HERE.parent / "kernels"
 sys.path[:0] = [str(HERE), str(KERNEL_DIR)]
 
+import checks  # noqa: E402
 import table  # noqa: E402
+from checks import check_assembly, check_parameters, resources  # noqa: E402
 
 TRITON_VERSION = "3.9.0"
-PTX_TYPES = {
-    "align": "tma",
-    "u64": "ptr",
-    "u32": "i32",
-    "f32": "f32",
-    "s32": "i32",
-    "b64": "ptr",
-    "b32": "i32",
-}
 TRITON_DTYPES = {"bf16": "bf16", "f16": "fp16", "f32": "fp32", "tf32": "fp32"}
 
 
@@ -115,53 +107,6 @@ def triton_types(
         else:
             types[name] = "fp32" if kind == "f32" else kind
     return types
-
-
-def check_parameters(ptx: str, params: list[dict[str, str]], kernel: str) -> None:
-    """The PTX must take exactly our parameters, then Triton's two scratch pointers.
-
-    A tensor map takes seven: 128 bytes, shape, strides.
-    """
-    found = re.findall(r"\.param \.(\w+) ?.*?\w+_param_\d+(\[128\])?", ptx.split(")")[0])
-    got = [PTX_TYPES.get(kind, kind) for kind, size in found if bool(size) == (kind == "align")]
-    want = []
-    for p in params:
-        want += [p["type"]] + (["i32"] * 3 + ["ptr"] * 3 if p["type"] == "tma" else [])
-    want += ["ptr", "ptr"]
-    if got != want:
-        raise SystemExit(
-            f"{kernel}: parameters in the PTX are {got}, the launcher would pass {want}"
-        )
-
-
-def resources(cubin: pathlib.Path) -> dict[str, int]:
-    """Registers and stack bytes (local memory: spills) of a thread, as recorded in the cubin."""
-    import triton
-
-    tool = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    text = subprocess.run(
-        [tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True
-    ).stdout
-    return {
-        key: int(re.search(rf"{field}:(\d+)", text).group(1))  # type: ignore[union-attr]
-        for key, field in (("registers", "REG"), ("stack", "STACK"))
-    }
-
-
-def check_assembly(variant: table.Variant, stack: int, log: str) -> None:
-    """Refuse spills that nobody accepted and serialised matrix products, where they would be slow."""
-    if "registers" not in log:
-        raise SystemExit(f"{variant.name}: the assembler's report is missing")
-    if variant.arch.tiles != "hopper":
-        return
-    if stack > variant.spills:
-        raise SystemExit(
-            f"{variant.name}: {stack} bytes of local memory a thread, {variant.spills} are accepted "
-            "(SPILLS in table.py)"
-        )
-    serialised = re.search(r".*(C75\d\d|wgmma.*serializ).*", log)
-    if serialised and variant.kernel not in table.SERIALISED:
-        raise SystemExit(f"{variant.name}: {serialised[0].strip()}")
 
 
 def compile_variant(variant: table.Variant, out: pathlib.Path) -> None:
@@ -285,7 +230,7 @@ def module_file(module: str) -> pathlib.Path:
 @functools.cache
 def source_bytes(source: str) -> bytes:
     """A kernel's file, those it imports, theirs, and this one."""
-    files = [pathlib.Path(__file__), module_file(source)]
+    files = [pathlib.Path(__file__), pathlib.Path(checks.__file__), module_file(source)]
     for file in files:  # grows
         for name in re.findall(r"^from ([\w.]+) import", file.read_text(), re.MULTILINE):
             found = module_file(name)

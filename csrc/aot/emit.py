@@ -89,7 +89,8 @@ class Variant:
 
     @property
     def key(self) -> tuple:
-        """What Find() in csrc/runtime/variants.cc tells apart: of two rows with one key, one is dead."""
+        """What Find() in csrc/runtime/variants.cc tells apart: of two rows with one key, one is
+        dead."""
         dims = self.qk_dim, self.v_dim
         return (self.kernel, self.cc, self.exact, self.driver, self.dtype, *dims)
 

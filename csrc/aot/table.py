@@ -14,6 +14,8 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
+from spills import SERIALISED as SERIALISED
+from spills import SPILLS
 from tiles_decode import DECODE_SPLITS, DECODE_STEP, DECODE_TILES, FLOAT32_DECODE_TILES
 from tiles_fallback import FALLBACK_TILES, FLOAT32_DIMS, FLOAT32_TILES
 from tiles_portable import PORTABLE_TILES
@@ -97,72 +99,6 @@ TENSOR_MAPS: dict[str, dict[str, tuple[str, int | str, int | str]]] = {
 TENSOR_MAPS["backward_dkdv_sm90"] = TENSOR_MAPS["backward_sm90"]
 TENSOR_MAPS |= {kernel: TENSOR_MAPS[plain] for kernel, plain in LIKE_PLAIN.items()}
 
-# Bytes of local memory a thread (spills) that a variant for Hopper may have, by kernel and head dim
-# (and the dtype, of float32); the build refuses more, and any wgmma that the assembler serialises. Accepted because: the portable
-# tiles were chosen by their time, spills included; so were the Hopper kernels (docs/performance.md has
-# those with fewer that were slower). Theirs are sizes and pointers, most of them around the loops: the
-# forward's mask-free loop has none.
-SPILLS = {
-    ("forward", 64): 128,
-    ("forward", 128): 112,
-    ("forward", 192): 24,
-    ("forward", 256): 112,
-    ("backward_dkdv", 64): 488,
-    ("backward_dkdv", 128): 256,
-    ("backward_dkdv", 192): 192,
-    ("backward_dkdv", 256): 200,
-    ("backward_dq", 64): 104,
-    ("backward_dq", 128): 80,
-    ("backward_dq", 192): 160,
-    ("backward_dq", 256): 104,
-    ("backward_dkdv_fallback", 128): 48,
-    ("backward_dkdv_fallback", 192): 96,
-    ("backward_dq_fallback", 192): 16,
-    ("backward_dq_fallback", 256): 56,
-    ("backward_dq_fallback", 128, "f32"): 40,
-    ("backward_dq_fallback", 256, "f32"): 40,
-    ("backward_dkdv_fallback", 256, "tf32"): 56,
-    ("backward_dq_fallback", 128, "tf32"): 16,
-    ("forward_sm90", 64): 296,  # under ptxas 12.9; 136 under 13.4
-    ("forward_sm90_low_occupancy", 64): 112,  # under ptxas 12.9
-    ("forward_sm90", 128): 136,  # under ptxas 12.9
-    ("forward_sm90", 192): 112,  # under ptxas 12.9; 48 under 13.4
-    ("forward_sm90", 256): 192,  # under ptxas 12.9; 80 under 13.4
-    ("backward_sm90", 64): 32,  # under ptxas 12.9
-    ("backward_sm90", 128): 56,  # under ptxas 12.9; 48 under 13.4
-    ("decode_tall", 256): 24,
-    ("backward_dkdv_sm90", 128): 40,  # under ptxas 12.9
-    ("backward_dq_sm90", 64): 160,  # under ptxas 12.9
-    ("backward_dq_sm90", 128): 200,  # under ptxas 12.9; 168 under 13.4
-    ("backward_dkdv_sm90", 192): 152,  # under ptxas 12.9; 88 under 13.4
-    ("backward_dq_sm90", 192): 272,  # under ptxas 12.9
-    ("backward_dkdv_sm90", 256): 120,  # under ptxas 13.4
-    ("backward_dq_sm90", 256): 192,  # under ptxas 12.9
-    # with a map of blocks
-    ("forward_sm90_block_lists", 128): 112,  # under ptxas 12.9
-    ("backward_dkdv_sm90_block_lists", 128): 160,  # under ptxas 12.9; 144 under 13.4
-    ("backward_dq_sm90_block_lists", 128): 152,  # under ptxas 13.4; 144 under 12.9
-    # with a bias
-    ("forward_sm90_alibi", 64): 280,  # under ptxas 12.9; 136 under 13.4
-    ("forward_sm90_alibi", 128): 104,  # under ptxas 12.9
-    ("backward_sm90_alibi", 64): 48,  # under ptxas 12.9
-    ("backward_sm90_alibi", 128): 136,
-    # with a soft cap: tanh branches while products are under way; in the forward most is where scores are past half the cap
-    ("forward_sm90_soft_cap", 64): 472,  # under ptxas 12.9; 328 under 13.4
-    ("forward_sm90_soft_cap", 128): 280,  # under ptxas 12.9; 8 under 13.4
-    ("forward_sm90_soft_cap", 256): 240,  # under ptxas 12.9; 136 under 13.4
-    ("backward_sm90_soft_cap", 64): 144,  # under ptxas 12.9; 64 under 13.4
-    ("backward_sm90_soft_cap", 128): 328,  # under ptxas 12.9; 312 under 13.4
-    ("backward_dkdv_sm90_soft_cap", 128): 304,  # under ptxas 12.9; 232 under 13.4
-    ("backward_dkdv_sm90_soft_cap", 256): 224,  # under ptxas 12.9; 160 under 13.4
-    ("backward_dq_sm90_soft_cap", 64): 120,  # under ptxas 12.9
-    ("backward_dq_sm90_soft_cap", 128): 184,  # under ptxas 12.9; 168 under 13.4
-    ("backward_dq_sm90_soft_cap", 256): 320,  # under ptxas 12.9; 248 under 13.4
-}
-# Kernels for Hopper whose wgmma the assembler may serialise (C7515): the portable dK/dV, which is a
-# stand-in there.
-SERIALISED = ("backward_dkdv",)
-
 # Kernels that see neither dtype nor head dim: compile-time constants, rows or keys per program,
 # warps.
 MASK_KERNELS: dict[str, tuple[dict[str, int], int, int]] = {
@@ -220,9 +156,9 @@ FUNCTIONS = {
     "sm90.bwd_dkdv_d256": "backward_dkdv_sm90",
 }
 
-# argument -> element; "" is the variant's dtype. Every other argument is an int32, but those of FLOATS a
-# float32.
-# Run-time numbers that are multiples of this: rows of such head dims begin at whole 16 bytes.
+# argument -> element; "" is the variant's dtype. Every other argument is an int32, but those of
+# FLOATS a float32. Run-time numbers that are multiples of this: rows of such head dims begin at
+# whole 16 bytes.
 MULTIPLES = {"qk_dim": 8, "v_dim": 8}
 POINTERS = {
     **dict.fromkeys(("query", "key", "value", "out", "dout", "dq", "dk", "dv"), ""),

@@ -43,8 +43,8 @@ DECODE_TILES = {
         ("small", 256): (64, 32, 2, 8),
     },
 }
-# In float32 (tiles_fallback.py says how it differs): the same bytes of keys in flight. Chosen for no
-# spills, not by times. With TF32 products the first kernel reads at 88 to 103 % of a copy's rate
+# In float32 (tiles_fallback.py says how it differs): the same bytes of keys in flight. Chosen for
+# no spills, not by times. With TF32 products the first kernel reads at 88 to 103 % of a copy's rate
 # (benchmarks/results/decode_float32_h200.json).
 FLOAT32_DECODE_TILES = {
     "f32": {

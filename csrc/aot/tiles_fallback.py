@@ -27,8 +27,8 @@ FALLBACK_TILES = {
     )
 }
 
-# The same kernels for float32: twice the bytes, so smaller tiles. Fewer of them, too: one set for all
-# of compute capability 8.x (it fits 99 KiB), and 256 serves what 192/128 would. f32 multiplies
+# The same kernels for float32: twice the bytes, so smaller tiles. Fewer of them, too: one set for
+# all of compute capability 8.x (it fits 99 KiB), and 256 serves what 192/128 would. f32 multiplies
 # without tensor cores (logits.dot), the same on every GPU. Chosen for no or few spills; nobody has
 # timed them.
 FLOAT32_DIMS = ((64, 64), (128, 128), (256, 256))

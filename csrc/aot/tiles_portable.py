@@ -1,9 +1,9 @@
 """Tiles of the portable kernels of forward and backward: rows of the table (table.py)."""
 
-# kernel -> (kind of tile, larger head dim) -> BLOCK_M, BLOCK_N, STAGES of the mask-free loop, warps.
-# "hopper", 64 and 128: the fastest of benchmarks/tune/tune.py on one H200. No other was ever timed
-# ("hopper" from 192 on: not yet; the rest: for want of such a GPU): the largest tiles that fit
-# shared memory ("small": 99 KiB a block) with few spills, and none for "small".
+# kernel -> (kind of tile, larger head dim) -> BLOCK_M, BLOCK_N, STAGES of the mask-free loop,
+# warps. "hopper", 64 and 128: the fastest of benchmarks/tune/tune.py on one H200. No other was ever
+# timed ("hopper" from 192 on: not yet; the rest: for want of such a GPU): the largest tiles that
+# fit shared memory ("small": 99 KiB a block) with few spills, and none for "small".
 PORTABLE_TILES = {
     "forward": {
         ("hopper", 64): (128, 64, 3, 4),

@@ -43,17 +43,17 @@ SM90_TILES: dict[str, dict[int, dict[str, int]]] = {
             "LSE_BY_MMA": int(dim == 128),
         }
         for dim, chunk, consumer, plan in (
-            # SKIP: of masked blocks a warp group leaves out those without a pair of its keys. DQ: who
-            # makes dQ: nobody, the two warp groups (1), a third one (2). At 64 DQ 2 with SKIP: 12 to
-            # 19 % over DQ 1; at 128 SKIP: -3 to 1 %, PING_PONG: 3 to 12 %
+            # SKIP: of masked blocks a warp group leaves out those without a pair of its keys. DQ:
+            # who makes dQ: nobody, the two warp groups (1), a third one (2). At 64 DQ 2 with SKIP:
+            # 12 to 19 % over DQ 1; at 128 SKIP: -3 to 1 %, PING_PONG: 3 to 12 %
             # (docs/experiments.md)
             (64, 64, 200, {"PING_PONG": 0, "SKIP": 1, "DQ": 2}),
             (128, 128, 240, {"PING_PONG": 1, "SKIP": 0, "DQ": 1}),
         )
     },
-    # dK and dV, dQ: no additions to memory, for deterministic gradients; at 192 and 256 for all, 18 to
-    # 53 % faster than one kernel of 64 keys. SKIP: 2 to 14 % of dK and dV. DO_REGISTERS: the cotangents of
-    # a tile stay in registers.
+    # dK and dV, dQ: no additions to memory, for deterministic gradients; at 192 and 256 for all, 18
+    # to 53 % faster than one kernel of 64 keys. SKIP: 2 to 14 % of dK and dV. DO_REGISTERS: the
+    # cotangents of a tile stay in registers.
     "backward_dq_sm90": {
         dim: {
             "QK_CHUNK": chunk,
@@ -134,8 +134,8 @@ SM90_TILES |= {
 SM90_TILES["backward_dq_sm90_soft_cap"] |= {
     dim: SM90_TILES["backward_dq_sm90"][dim] | {"BLOCK_N": 64, "STAGES": 3} for dim in (64, 128)
 }
-# With ALiBi of indices: the gradients that one kernel makes, and of the head dims that models with it have; all else takes the
-# general kernels.
+# With ALiBi of indices: the gradients that one kernel makes, and of the head dims that models with
+# it have; all else takes the general kernels.
 BIASED = {f"{kernel}_alibi": kernel for kernel in ("forward_sm90", "backward_sm90")}
 SM90_TILES |= {
     biased: {dim: without_lse_by_mma(SM90_TILES[plain][dim]) for dim in (64, 128)}
@@ -155,7 +155,8 @@ SM90_TILES |= {
     },
     "backward_dq_sm90_block_lists": {128: SM90_TILES["backward_dq_sm90_soft_cap"][128]},
 }
-# The same in shorter tiles, where there are too few of the others to keep a GPU busy (csrc/launch/forward_sm90.cc).
+# The same in shorter tiles, where there are too few of the others to keep a GPU busy
+# (csrc/launch/forward_sm90.cc).
 FEW = {"forward_sm90_low_occupancy": "forward_sm90"}
 SM90_TILES["forward_sm90_low_occupancy"] = {
     64: SM90_TILES["forward_sm90"][64]

@@ -1,8 +1,9 @@
 // packax_forward_general_v1 and packax_backward_general_v1: what changes scores, maps of blocks,
-// and head dims between the compiled ones. As forward.cc and backward.cc, with the general kernels.
+// and head dims between the compiled ones. As forward.cc and backward.cc, with the fallback
+// kernels.
 //
 // A kernel is compiled for head dims of its own and serves all multiples of 8 up to them. These
-// have float32, too. A soft cap, a map or a bias of indices alone has kernels for Hopper, where all
+// have float32, too. A soft cap, a map or a bias of indices alone has kernels for sm_90a, where all
 // else here is as in packax_forward_v1 and packax_backward_v1.
 
 #include <cmath>
@@ -81,7 +82,7 @@ ffi::Error ReadExtras(const Shape& s, int32_t has_scales, int32_t has_bias, Extr
   return ffi::Error::Success();
 }
 
-// Whether the kernels for Hopper can take it: a soft cap, or a map, or slopes, and nothing else.
+// Whether the kernels for sm_90a can take it: a soft cap, or a map, or slopes, and nothing else.
 bool OnSm90(const Extras& e, const BlockMap& b) {
   if (e.only_slopes()) return !b.there();
   if (e.scales_batch > 0 || e.bias_batch > 0) return false;
@@ -203,28 +204,12 @@ ffi::Error Backward(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi
   Device* device;
   PACKAX_TRY(CurrentDevice(&device));
   if (may_be_on_sm90) {
-    const BackwardCall call{s,
-                            m,
-                            query,
-                            key,
-                            value,
-                            out,
-                            lse,
-                            dout,
-                            dlse,
-                            kv_blocks,
-                            kv_order,
-                            *dq,
-                            *dk,
-                            *dv,
-                            *workspace,
-                            scale,
-                            has_dlse,
-                            want_rows,
-                            want_keys,
-                            soft_cap,
-                            b.if_there(),
-                            e.slopes_if_only()};
+    BackwardCall call{s,          m,     query,     key,       value,    out, lse,
+                      dout,       dlse,  kv_blocks, kv_order,  *dq,      *dk, *dv,
+                      *workspace, scale, has_dlse,  want_rows, want_keys};
+    call.soft_cap = soft_cap;
+    call.map = b.if_there();
+    call.slopes = e.slopes_if_only();
     bool on_sm90;
     PACKAX_TRY(BackwardOnSm90(device, stream, call, &on_sm90));
     if (on_sm90) return ffi::Error::Success();

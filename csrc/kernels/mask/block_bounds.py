@@ -1,7 +1,8 @@
-"""Row ranges to the bounds of blocks of 64 rows, their transpose for blocks of 64 keys, orders of tiles.
+"""Row ranges to the bounds of blocks of 64 rows, their transpose for blocks of 64 keys, orders of
+tiles.
 
-Definitions: docs/internals/mask_format.md.
-Once per step; all three read and write a few ints per block.
+Definitions: docs/internals/mask_format.md. Once per step; all three read and write a few ints per
+block.
 """
 
 import triton
@@ -132,7 +133,7 @@ def sort(
     lows, highs, order, blocks, q_lows,
     KEYS: tl.constexpr, PER_TILE: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """The place of a tile is the number of tiles before it: quadratic, trivial against attention."""
+    """A tile's place is the number of tiles before it: quadratic, trivial against attention."""
     tiles = tl.cdiv(blocks, PER_TILE)
     mine = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
     document, work = priority(lows, highs, blocks, q_lows, mine, KEYS, PER_TILE)

@@ -1,8 +1,9 @@
 """Segment ids and positions to row ranges: O(S) work, no sort (docs/internals/mask_format.md).
 
-Three launches: `documents_init` clears the tables and notes where the first run of each chunk starts, `documents_runs` enters every run
-into two hash tables, `documents_rows` looks each row's id up. A collision only widens a hull, and the row is then tested.
-Workspace of a batch row: start_a, end_a, start_b, end_b, down (T each), run_end (kv_len), first run start of each chunk.
+Three launches: `documents_init` clears the tables and notes where the first run of each chunk
+starts, `documents_runs` enters every run into two hash tables, `documents_rows` looks each row's id
+up. A collision only widens a hull, and the row is then tested. Workspace of a batch row: start_a,
+end_a, start_b, end_b, down (T each), run_end (kv_len), first run start of each chunk.
 """
 
 import triton

@@ -1,8 +1,9 @@
-"""A map of blocks in the general kernels: the blocks of 64 that a tile meets, and the map's word on a row and a key.
+"""A map of blocks in the general kernels: the blocks of 64 that a tile meets, and the map's word on
+a row and a key.
 
-The blocks come as a list that the build of the mask made (docs/internals/mask_format.md,
-"Block masks"): how many need the mask, how many need
-none, then their numbers, those that need it first. Without a map (`map_heads` 0) steps are those of the row ranges: rows.py.
+The blocks come as a list that the build of the mask made (docs/internals/mask_format.md, "Block
+masks"): how many need the mask, how many need none, then their numbers, those that need it first.
+Without a map (`map_heads` 0) steps are those of the row ranges: rows.py.
 """
 
 import triton
@@ -11,7 +12,8 @@ import triton.language as tl
 
 @triton.jit
 def map_of(map_bits, map_batch, map_heads, mask_b, head, q_len, kv_len, q_block, kv_block):
-    """The map of a head, rows of int32 words: bit n of word w is column 32 w + n. And how many words a row has."""
+    """The map of a head, rows of int32 words: bit n of word w is column 32 w + n. And how many
+    words a row has."""
     width = tl.cdiv(tl.cdiv(kv_len, kv_block), 32)
     at = tl.where(map_batch > 1, mask_b, 0) * map_heads + tl.where(map_heads > 1, head, 0)
     return map_bits + at * tl.cdiv(q_len, q_block).to(tl.int64) * width, width
@@ -26,7 +28,7 @@ def list_of(entries, map_heads, mask_b, head, tile, tiles, blocks):
 
 @triton.jit
 def steps_of(listed, map_heads, edges, core, STEP: tl.constexpr):
-    """Number of steps with the mask and without: those of the list, or without a map those given."""
+    """Steps with the mask and without it: those of the list, or where there is none those given."""
     mapped = map_heads > 0
     PER: tl.constexpr = 64 // STEP
     with_mask = tl.load(listed, mask=mapped, other=0) * PER
@@ -39,7 +41,8 @@ def map_of_tile(
     map_bits, q_entries, map_batch, map_heads, mask_b, head, row, q_len, kv_len, q_block, kv_block,
     steps, core_begin, core_end, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile of rows: its head's map and the width of that, its list, and how many steps need the mask and how many none."""
+    """Of a tile of rows: its head's map and the width of that, its list, and how many steps need
+    the mask and how many none."""
     this_map, width = map_of(
         map_bits, map_batch, map_heads, mask_b, head, q_len, kv_len, q_block, kv_block
     )
@@ -54,7 +57,8 @@ def map_of_tile(
 
 @triton.jit
 def step_at(listed, step, steps, map_heads, otherwise, STEP: tl.constexpr):
-    """The first row or key of a step of the list, if that has so many `steps`; without a map `otherwise`."""
+    """The first row or key of a step of the list, if that has so many `steps`; without a map
+    `otherwise`."""
     PER: tl.constexpr = 64 // STEP
     mapped = map_heads > 0
     block = tl.load(listed + 2 + step // PER, mask=mapped & (step < steps), other=0)
@@ -66,9 +70,11 @@ def keep_in_map(
     inside, this_map, width, rows, keys, first_key, q_len, q_block, kv_block,
     KEYS: tl.constexpr, ROW_AXIS: tl.constexpr,
 ):  # fmt: skip
-    """Of the pairs that are `inside`, (rows, keys) for ROW_AXIS 0, those that the map has. A row loads words, not bits.
+    """Of the pairs that are `inside`, (rows, keys) for ROW_AXIS 0, those that the map has. A row
+    loads words, not bits.
 
-    KEYS keys from `first_key` on, a multiple of KEYS: their columns lie in KEYS / 32 words, or in 2 where blocks have no power of two.
+    KEYS keys from `first_key` on, a multiple of KEYS: their columns lie in KEYS / 32 words, or in 2
+    where blocks have no power of two.
     """
     WORDS: tl.constexpr = max(KEYS // 32, 2)
     first_word = first_key // kv_block // 32

@@ -1,5 +1,5 @@
-"""Backward attention over row ranges, for every GPU that Triton serves: delta, then dK and dV, then dQ
-(FlashAttention-2, arXiv 2307.08691).
+"""Backward attention over row ranges, for every GPU that Triton serves: delta, then dK and dV, then
+dQ (FlashAttention-2, arXiv 2307.08691).
 
     p = exp(s * scale - lse),   dv = p^T do,         ds = p * (do v^T - delta)
     dk = scale * ds^T q,        dq = scale * ds k,   delta = sum(do * out) - dlse
@@ -31,9 +31,11 @@ def backward_delta(
     out, dout, dlse, delta, q_lo, q_hi, has_dlse, batch, mask_batch, q_len, heads, row_heads,
     V_DIM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """delta (B, H, Sq). Heads are the fastest index: neighbouring programs read neighbouring memory.
+    """delta (B, H, Sq). Heads are the fastest index: neighbouring programs read neighbouring
+    memory.
 
-    Here and below rows of query, out and their gradients are `row_heads` heads apart, of which this is about `heads`.
+    Here and below rows of query, out and their gradients are `row_heads` heads apart, of which this
+    is about `heads`.
     """
     pid = tl.program_id(0)
     head = pid % heads
@@ -59,7 +61,8 @@ def backward_delta(
 
 @triton.jit
 def dkdv_step(dk, dv, k, v, q, do, lse2, dlt, inside, scale2, MASKED: tl.constexpr):
-    """One block of rows, transposed: scores are keys x rows, so that p^T and ds^T are left operands in registers."""
+    """One block of rows, transposed: scores are keys x rows, so that p^T and ds^T are left operands
+    in registers."""
     s = tl.dot(k, tl.trans(q))
     p = tl.exp2(s * scale2 - lse2[None, :])
     if MASKED:
@@ -74,12 +77,13 @@ def dkdv_step(dk, dv, k, v, q, do, lse2, dlt, inside, scale2, MASKED: tl.constex
 
 @triton.jit
 def backward_dkdv(
-    query, key, value, dout, lse, delta, dk, dv, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, kv_blocks, kv_order,
+    query, key, value, dout, lse, delta, dk, dv, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks,
+    kv_blocks, kv_order,
     scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads, row_heads,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A tile of keys of one key/value head; the query heads of its group are summed in registers."""
+    """A tile of keys of one key/value head; its group's query heads are summed in registers."""
     group = heads // kv_heads
     _, kv_head, b, mask_b, first_key = tile_of_program(
         kv_order, batch, mask_batch, tl.cdiv(kv_len, 128), 1, kv_heads, BLOCK_N
@@ -171,7 +175,8 @@ def dq_step(dq, q, do, k, v, lse2, dlt, inside, scale2, MASKED: tl.constexpr):
 
 @triton.jit
 def backward_dq(
-    query, key, value, dout, lse, delta, dq, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order,
+    query, key, value, dout, lse, delta, dq, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks,
+    q_order,
     scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads, row_heads,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,

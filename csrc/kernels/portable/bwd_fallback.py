@@ -1,11 +1,12 @@
-"""Backward of portable/fwd_fallback.py, for every GPU that Triton serves: delta, then dK and dV, then dQ, as in backward.py.
+"""Backward of portable/fwd_fallback.py, for every GPU that Triton serves: delta, then dK and dV,
+then dQ, as in backward.py.
 
     p = exp(logit - lse),    dlogit = p * (do v^T - delta),    ds = dlogit * (1 - (capped / cap)^2)
     dk = scale * ds^T q,     dq = scale * ds k,                delta = sum(do * out) - dlse
     dscale = sum(ds * s),    dslope = -sum(dlogit * |i - j|), of every row, on request: `dnumbers`
 
-Masked elements are selected away, never multiplied; rows of which the forward says that they attend nothing (lse -inf) are not read.
-No atomics: the same bits every run.
+Masked elements are selected away, never multiplied; rows of which the forward says that they attend
+nothing (lse -inf) are not read. No atomics: the same bits every run.
 """
 
 import triton
@@ -41,7 +42,8 @@ def backward_delta_fallback(
     out, dout, dlse, delta, q_lo, q_hi, has_dlse, batch, mask_batch, q_len, heads, v_dim,
     V_DIM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """delta (B, H, Sq). Heads are the fastest index: neighbouring programs read neighbouring memory."""
+    """delta (B, H, Sq). Heads are the fastest index: neighbouring programs read neighbouring
+    memory."""
     pid = tl.program_id(0)
     head = pid % heads
     tiles = tl.cdiv(q_len, ROWS)
@@ -69,7 +71,8 @@ def dkdv_step_general(
     dk, dv, k, v, q, do, lse2, dlt, inside, far, scale2, cap2, slope2, bias_batch,
     MASKED: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """One block of rows, transposed: scores are keys x rows, so that p^T and ds^T are left operands in registers."""
+    """One block of rows, transposed: scores are keys x rows, so that p^T and ds^T are left operands
+    in registers."""
     capped, x = logits(dot(k, tl.trans(q), None, EXACT), far, scale2, cap2, slope2, bias_batch)
     p = tl.exp2(x - lse2[None, :])
     if MASKED:
@@ -84,14 +87,15 @@ def dkdv_step_general(
 
 @triton.jit
 def backward_dkdv_fallback(
-    query, key, value, dout, lse, delta, dk, dv, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, kv_blocks, kv_order,
+    query, key, value, dout, lse, delta, dk, dv, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks,
+    kv_blocks, kv_order,
     map_bits, kv_entries, scales, slopes, q_places, kv_places,
     scale, soft_cap, element_test, batch, mask_batch, scales_batch, bias_batch,
     map_batch, map_heads, q_block, kv_block, q_len, kv_len, heads, kv_heads, qk_dim, v_dim,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """A tile of keys of one key/value head; the query heads of its group are summed in registers."""
+    """A tile of keys of one key/value head; its group's query heads are summed in registers."""
     group = heads // kv_heads
     _, kv_head, b, mask_b, first_key = tile_of_program(
         kv_order, batch, mask_batch, tl.cdiv(kv_len, 128), 1, kv_heads, BLOCK_N
@@ -238,7 +242,8 @@ def dq_step_general(
 
 @triton.jit
 def backward_dq_fallback(
-    query, key, value, dout, lse, delta, dq, dnumbers, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order,
+    query, key, value, dout, lse, delta, dq, dnumbers, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos,
+    q_blocks, q_order,
     map_bits, q_entries, scales, slopes, q_places, kv_places,
     scale, soft_cap, element_test, has_dnumbers, batch, mask_batch, scales_batch, bias_batch,
     map_batch, map_heads, q_block, kv_block, q_len, kv_len, heads, kv_heads, qk_dim, v_dim,

@@ -1,16 +1,20 @@
-"""Attention of a few new rows over a long cache of keys and values: the keys are split, the parts merged.
+"""Attention of a few new rows over a long cache of keys and values: the keys are split, the parts
+merged.
 
-`decode` and `decode_tall` (FlashAttention-2's recurrence, arXiv 2307.08691, split over keys as in Flash-Decoding, pytorch.org/blog/
-flash-decoding): a program takes one key/value head of one sequence, a tile of the rows of its group (rows of one query token are
-beside each other), and a share of the keys that those rows attend. It leaves the normalised float32 sum of the values and the share's
-log-sum-exp, base 2. A share without keys leaves -inf and its values are never read. Every sequence has `splits` equal shares or, where
-`shares` is not 0, as many as its length needs: every program works out from the ranges which of whose it is. Keys that all rows of the
-tile attend come first, without a mask.
-`decode_combine` merges the shares of a row, adds the sink to the sum and writes the results.
+`decode` and `decode_tall` (FlashAttention-2's recurrence, arXiv 2307.08691, split over keys as in
+Flash-Decoding, pytorch.org/blog/ flash-decoding): a program takes one key/value head of one
+sequence, a tile of the rows of its group (rows of one query token are beside each other), and a
+share of the keys that those rows attend. It leaves the normalised float32 sum of the values and the
+share's log-sum-exp, base 2. A share without keys leaves -inf and its values are never read. Every
+sequence has `splits` equal shares or, where `shares` is not 0, as many as its length needs: every
+program works out from the ranges which of whose it is. Keys that all rows of the tile attend come
+first, without a mask. `decode_combine` merges the shares of a row, adds the sink to the sum and
+writes the results.
 
-A cache is (batch, kv_len, ...), or pages that `block_table` orders; page_size is 0 for the first. Head dims are known at run time only, in
-eighths, which tells the compiler that rows begin at multiples of 16 bytes; the tile's columns behind them are not read.
-A row whose range ends behind the cache, or meets a page that is not there, is NaN.
+A cache is (batch, kv_len, ...), or pages that `block_table` orders; page_size is 0 for the first.
+Head dims are known at run time only, in eighths, which tells the compiler that rows begin at
+multiples of 16 bytes; the tile's columns behind them are not read. A row whose range ends behind
+the cache, or meets a page that is not there, is NaN.
 """
 
 import triton
@@ -27,7 +31,8 @@ LEAST = tl.constexpr(128)  # keys of a share: below, a program costs more than i
 
 @triton.jit
 def load_columns(pointers, there, dim, DIM: tl.constexpr):
-    """A tile (rows, columns(DIM)) of rows that have `dim` columns: 0 behind them, and in rows that are not `there` (None: all are)."""
+    """A tile (rows, columns(DIM)) of rows that have `dim` columns: 0 behind them, and in rows that
+    are not `there` (None: all are)."""
     real = columns(DIM)[None, :] < dim
     if there is not None:
         real = there[:, None] & real
@@ -36,7 +41,8 @@ def load_columns(pointers, there, dim, DIM: tl.constexpr):
 
 @triton.jit
 def attended(q_lo, q_hi, at, there, kv_len):
-    """The keys [lo, hi) of rows of `at`; none of a row that ends behind the cache: decode_combine makes NaN of it."""
+    """The keys [lo, hi) of rows of `at`; none of a row that ends behind the cache: decode_combine
+    makes NaN of it."""
     lo = tl.maximum(tl.load(q_lo + at, mask=there, other=0), 0)
     hi = tl.load(q_hi + at, mask=there, other=0)
     return lo, tl.where(hi <= kv_len, hi, 0)
@@ -44,10 +50,11 @@ def attended(q_lo, q_hi, at, there, kv_len):
 
 @triton.jit
 def deal(q_lo, q_hi, place, batch, q_len, kv_len, shares, splits, STEP: tl.constexpr):
-    """Which sequence and which of its shares is dealt to `place`, and how many shares the sequence has.
+    """Which sequence and which of its shares is dealt to `place`, and how many shares the sequence
+    has.
 
-    All have about the same length, which makes them at most `shares` + batch: at least one of a sequence, at most `splits`.
-    Places behind the last share get sequence `batch`.
+    All have about the same length, which makes them at most `shares` + batch: at least one of a
+    sequence, at most `splits`. Places behind the last share get sequence `batch`.
     """
     sequences = tl.arange(0, SEQUENCES)
     rows = tl.arange(0, ROWS)[None, :]
@@ -69,7 +76,8 @@ def deal(q_lo, q_hi, place, batch, q_len, kv_len, shares, splits, STEP: tl.const
 
 @triton.jit
 def share_of_keys(start, end, split, splits, STEP: tl.constexpr):
-    """The split's part [begin, stop) of the keys [start, end), in whole steps from `start` but for the last."""
+    """The split's part [begin, stop) of the keys [start, end), in whole steps from `start` but for
+    the last."""
     steps = tl.cdiv(tl.maximum(end - start, 0), STEP)
     part = tl.cdiv(steps, splits)
     begin = tl.minimum(split * part, steps)
@@ -94,14 +102,17 @@ def pages_there(block_table, begin, stop, pages, page_size):
 
 @triton.jit
 def attend(
-    acc, m, l, q, key, value, block_table, lo, hi, begin, stop, skip, skipped, first_row, kv_head, pages, page_size, scale,
+    acc, m, l, q, key, value, block_table, lo, hi, begin, stop, skip, skipped, first_row, kv_head,
+    pages, page_size, scale,
     soft_cap, kv_heads, qk_dim, v_dim,
-    QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr,
+    QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    EXACT: tl.constexpr,
     PAGED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The keys [begin, stop), but for `skipped` of them at `skip`. Key j of the sequence is row first_row + j of the cache, or
-    in the page that `block_table` says. Not MASKED: whole steps of keys that all rows attend, of pages that are there, and the first
-    keys of these rows; no soft cap, and no scale near 0 or below."""
+    """The keys [begin, stop), but for `skipped` of them at `skip`. Key j of the sequence is row
+    first_row + j of the cache, or in the page that `block_table` says. Not MASKED: whole steps of
+    keys that all rows attend, of pages that are there, and the first keys of these rows; no soft
+    cap, and no scale near 0 or below."""
     DEPTH: tl.constexpr = (
         2 * STAGES - 1 if PAGED else STAGES
     )  # half of them fetch entries of the block table ahead of their rows
@@ -149,7 +160,8 @@ def attend(
             p = tl.exp2(s - base[:, None])
             alpha = tl.exp2(m - base)
         else:
-            # m is in units of s here: a fused s * scale2 - m would keep what m lost by rounding, and overflow behind 2^31
+            # m is in units of s here: a fused s * scale2 - m would keep what m lost by rounding,
+            # and overflow behind 2^31
             p = tl.exp2((s - base[:, None]) * scale2)
             alpha = tl.exp2((m - base) * scale2)
         l = l * alpha + tl.sum(p, 1)
@@ -163,12 +175,14 @@ def attend(
 @triton.jit
 def share(
     query, key, value, q_lo, q_hi, block_table, partial, sums,
-    scale, soft_cap, batch, q_len, kv_len, pages, page_size, table_width, heads, kv_heads, qk_eighths, v_eighths, splits,
+    scale, soft_cap, batch, q_len, kv_len, pages, page_size, table_width, heads, kv_heads,
+    qk_eighths, v_eighths, splits,
     shares,
-    QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
-    """One program of `decode`. Programs that run together read neighbouring heads of the same keys."""
+    """One program of `decode`. Programs that run together read neighbouring heads' keys."""
     group = heads // kv_heads
     qk_dim = qk_eighths * 8
     v_dim = v_eighths * 8
@@ -195,7 +209,8 @@ def share(
     end = tl.max(tl.where(some, hi, 0), 0)
     begin, stop = share_of_keys(start, end, split, parts, BLOCK_N)
 
-    # (batch, q_len, heads): rows of the query, of `sums` and, times the number of splits, of `partial`
+    # (batch, q_len, heads): rows of the query, of `sums` and, times the number of splits, of
+    # `partial`
     row = bounds * heads + kv_head * group + member % group
     rows = batch.to(tl.int64) * q_len * heads
     left = split * rows + row
@@ -226,24 +241,28 @@ def share(
                 if not pages_there(table, core, core_end, pages, page_size):
                     core_end = core
                 acc, m, l = attend(
-                    acc, m, l, q, key, value, table, lo, hi, core, core_end, core, 0, b.to(tl.int64) * 0, kv_head, pages,
+                    acc, m, l, q, key, value, table, lo, hi, core, core_end, core, 0,
+                    b.to(tl.int64) * 0, kv_head, pages,
                     page_size, scale, soft_cap, kv_heads, qk_dim, v_dim,
                     QK_DIM, V_DIM, BLOCK_N, STAGES, EXACT, True, False,
                 )  # fmt: skip
             acc, m, l = attend(
-                acc, m, l, q, key, value, table, lo, hi, begin, stop, core, core_end - core, b.to(tl.int64) * 0, kv_head,
+                acc, m, l, q, key, value, table, lo, hi, begin, stop, core, core_end - core,
+                b.to(tl.int64) * 0, kv_head,
                 pages, page_size, scale, soft_cap, kv_heads, qk_dim, v_dim,
                 QK_DIM, V_DIM, BLOCK_N, STAGES, EXACT, True, True,
             )  # fmt: skip
         else:
             if not EXACT:
                 acc, m, l = attend(
-                    acc, m, l, q, key, value, block_table, lo, hi, core, core_end, core, 0, b.to(tl.int64) * kv_len, kv_head,
+                    acc, m, l, q, key, value, block_table, lo, hi, core, core_end, core, 0,
+                    b.to(tl.int64) * kv_len, kv_head,
                     pages, page_size, scale, soft_cap, kv_heads, qk_dim, v_dim,
                     QK_DIM, V_DIM, BLOCK_N, STAGES, EXACT, False, False,
                 )  # fmt: skip
             acc, m, l = attend(
-                acc, m, l, q, key, value, block_table, lo, hi, begin, stop, core, core_end - core, b.to(tl.int64) * kv_len,
+                acc, m, l, q, key, value, block_table, lo, hi, begin, stop, core, core_end - core,
+                b.to(tl.int64) * kv_len,
                 kv_head, pages, page_size, scale, soft_cap, kv_heads, qk_dim, v_dim,
                 QK_DIM, V_DIM, BLOCK_N, STAGES, EXACT, False, True,
             )  # fmt: skip
@@ -260,14 +279,18 @@ def share(
 @triton.jit
 def decode(
     query, key, value, q_lo, q_hi, block_table, partial, sums,
-    scale, soft_cap, batch, q_len, kv_len, pages, page_size, table_width, heads, kv_heads, qk_eighths, v_eighths, splits,
+    scale, soft_cap, batch, q_len, kv_len, pages, page_size, table_width, heads, kv_heads,
+    qk_eighths, v_eighths, splits,
     shares,
-    QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
     share(
-        query, key, value, q_lo, q_hi, block_table, partial, sums, scale, soft_cap, batch, q_len, kv_len, pages,
-        page_size, table_width, heads, kv_heads, qk_eighths, v_eighths, splits, shares, QK_DIM, V_DIM, BLOCK_M, BLOCK_N,
+        query, key, value, q_lo, q_hi, block_table, partial, sums, scale, soft_cap, batch, q_len,
+        kv_len, pages,
+        page_size, table_width, heads, kv_heads, qk_eighths, v_eighths, splits, shares, QK_DIM,
+        V_DIM, BLOCK_M, BLOCK_N,
         STAGES, EXACT,
     )  # fmt: skip
 
@@ -275,22 +298,27 @@ def decode(
 @triton.jit
 def decode_tall(
     query, key, value, q_lo, q_hi, block_table, partial, sums,
-    scale, soft_cap, batch, q_len, kv_len, pages, page_size, table_width, heads, kv_heads, qk_eighths, v_eighths, splits,
+    scale, soft_cap, batch, q_len, kv_len, pages, page_size, table_width, heads, kv_heads,
+    qk_eighths, v_eighths, splits,
     shares,
-    QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
-    """The same for groups of more rows than a tile of `decode` has: a name of its own in the table."""
+    """The same for groups of more rows than a tile of `decode` has: another row of the table."""
     share(
-        query, key, value, q_lo, q_hi, block_table, partial, sums, scale, soft_cap, batch, q_len, kv_len, pages,
-        page_size, table_width, heads, kv_heads, qk_eighths, v_eighths, splits, shares, QK_DIM, V_DIM, BLOCK_M, BLOCK_N,
+        query, key, value, q_lo, q_hi, block_table, partial, sums, scale, soft_cap, batch, q_len,
+        kv_len, pages,
+        page_size, table_width, heads, kv_heads, qk_eighths, v_eighths, splits, shares, QK_DIM,
+        V_DIM, BLOCK_M, BLOCK_N,
         STAGES, EXACT,
     )  # fmt: skip
 
 
 @triton.jit
 def decode_combine(
-    partial, sums, sinks, q_lo, q_hi, out, lse, has_sinks, batch, sink_batch, q_len, kv_len, heads, v_eighths, splits,
+    partial, sums, sinks, q_lo, q_hi, out, lse, has_sinks, batch, sink_batch, q_len, kv_len, heads,
+    v_eighths, splits,
     V_DIM: tl.constexpr, SPLITS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """One row (batch, q_len, heads): at most SPLITS shares, STEP at once."""

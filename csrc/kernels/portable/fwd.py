@@ -1,9 +1,11 @@
 """Forward attention over row ranges, for every GPU that Triton serves.
 
-Online softmax (FlashAttention-2, arXiv 2307.08691): with m the running maximum of the scaled scores in base 2,
-    p = 2^(s * scale * log2(e) - m),   l = l * alpha + sum(p),   acc = acc * alpha + p v,   alpha = 2^(m_old - m_new)
-The order of the key blocks does not matter, so the blocks that need a mask come first and one mask-free loop does the rest.
-`scale` is positive: the caller moves a sign into the query.
+Online softmax (FlashAttention-2, arXiv 2307.08691): with m the running maximum of the scaled scores
+in base 2,
+    p = 2^(s * scale * log2(e) - m),   l = l * alpha + sum(p),   acc = acc * alpha + p v,
+    alpha = 2^(m_old - m_new)
+The order of the key blocks does not matter, so the blocks that need a mask come first and one
+mask-free loop does the rest. `scale` is positive: the caller moves a sign into the query.
 """
 
 import triton

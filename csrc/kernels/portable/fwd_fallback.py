@@ -1,7 +1,8 @@
-"""Forward attention with all that changes scores, any head dim up to a compiled one (logits.py), and maps of blocks (block_map.py).
+"""Forward attention with all that changes scores, any head dim up to a compiled one (logits.py),
+and maps of blocks (block_map.py).
 
-For every GPU that Triton serves. As forward.py, which serves what needs none of this. Beside output and log-sum-exp: `top`, the
-largest logit of every row.
+For every GPU that Triton serves. As forward.py, which serves what needs none of this. Beside output
+and log-sum-exp: `top`, the largest logit of every row.
 """
 
 import triton
@@ -139,7 +140,8 @@ def forward_fallback(
         acc, m, l = attend_general(
             acc, m, l, q, k, v, None, far, scale2, cap2, slope2, bias_batch, False, EXACT
         )
-        # carried from step to step: loads of an address loaded in the same one are not pipelined as far ahead
+        # carried from step to step: loads of an address loaded in the same one are not pipelined as
+        # far ahead
         at = step_at(listed, edges + i + 1, edges + core, map_heads, at + BLOCK_N, BLOCK_N)
 
     # none of a row's keys may be in the map; a NaN is attended: it must reach the result

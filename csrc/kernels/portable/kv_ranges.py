@@ -1,8 +1,9 @@
-"""Row ranges inside a kernel: which blocks of keys a tile of rows meets, and which keys a row keeps. And the columns of a tile.
+"""Row ranges inside a kernel: which blocks of keys a tile of rows meets, and which keys a row
+keeps. And the columns of a tile.
 
-The only kernel file that knows how a mask is stored (docs/internals/mask_format.md).
-A tile merges the bounds of its blocks of
-64 rows; the blocks of keys it meets are numbered from `start`, those from `core_begin` to `core_end` need no mask.
+The only kernel file that knows how a mask is stored (docs/internals/mask_format.md). A tile merges
+the bounds of its blocks of 64 rows; the blocks of keys it meets are numbered from `start`, those
+from `core_begin` to `core_end` need no mask.
 """
 
 import triton
@@ -18,13 +19,15 @@ ALTERNATE = tl.constexpr(
 
 @triton.jit
 def columns(DIM: tl.constexpr):
-    """The columns of a tile of head dim DIM: up to the next power of two, since Triton knows no other sizes."""
+    """The columns of a tile of head dim DIM: up to the next power of two, since Triton knows no
+    other sizes."""
     return tl.arange(0, triton.next_power_of_2(DIM))
 
 
 @triton.jit
 def load_rows(pointers, there, DIM: tl.constexpr):
-    """A tile (rows, columns(DIM)): 0 in columns past DIM, and in rows that are not `there` (N, 1); None: all are."""
+    """A tile (rows, columns(DIM)): 0 in columns past DIM, and in rows that are not `there` (N, 1);
+    None: all are."""
     PADDED: tl.constexpr = triton.next_power_of_2(DIM) != DIM
     if PADDED:
         real = columns(DIM)[None, :] < DIM
@@ -50,8 +53,8 @@ def store_rows(pointers, tile, there, DIM: tl.constexpr):
 
 @triton.jit
 def windows(tiles, heads):
-    """Where the second and the last window begin, in tiles by work, for so many key/value heads of all batch rows. The second may be
-    empty, and of one tile the last is."""
+    """Where the second and the last window begin, in tiles by work, for so many key/value heads of
+    all batch rows. The second may be empty, and of one tile the last is."""
     alternating = tl.maximum(tiles // 4, ALTERNATE // heads)
     return tiles - tiles // 2, tiles - tl.minimum(tiles // 2, alternating)
 
@@ -60,11 +63,13 @@ def windows(tiles, heads):
 def tile_of_program(order, batch, mask_batch, tiles, group, kv_heads, BLOCK_SIZE: tl.constexpr):
     """Head, batch row and first row (or key) of this program.
 
-    Tiles come with most work first. The key/value heads of all batch rows are the slowest index, so that programs running together
-    share keys and values, and of key tiles the rows and their gradients, in the L2 cache. But not over all tiles: the last head's long
-    tiles must not begin when no short ones are left to run beside them. So it goes by windows: half of the tiles of every head, then a
-    quarter, then the last quarter, with most of the tiles and little of the work of causal rows, where heads alternate.
-    `group` query heads of one tile follow each other (1 where a program serves a whole group).
+    Tiles come with most work first. The key/value heads of all batch rows are the slowest index, so
+    that programs running together share keys and values, and of key tiles the rows and their
+    gradients, in the L2 cache. But not over all tiles: the last head's long tiles must not begin
+    when no short ones are left to run beside them. So it goes by windows: half of the tiles of
+    every head, then a quarter, then the last quarter, with most of the tiles and little of the work
+    of causal rows, where heads alternate. `group` query heads of one tile follow each other (1
+    where a program serves a whole group).
     """
     SUB: tl.constexpr = TILE // BLOCK_SIZE
     pid = tl.program_id(0)
@@ -89,7 +94,8 @@ def tile_of_program(order, batch, mask_batch, tiles, group, kv_heads, BLOCK_SIZE
 
 @triton.jit
 def key_range(q_blocks, mask_b, row, q_len, BLOCK_M: tl.constexpr):
-    """Keys [start, end) that the rows of a tile meet, keys [core_lo, core_hi) that all its non-empty rows attend, tested or not."""
+    """Keys [start, end) that the rows of a tile meet, keys [core_lo, core_hi) that all its
+    non-empty rows attend, tested or not."""
     blocks = tl.cdiv(q_len, BLOCK)
     first = row // BLOCK
     base = q_blocks + mask_b.to(tl.int64) * (5 * blocks)
@@ -111,7 +117,8 @@ def key_range(q_blocks, mask_b, row, q_len, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def row_range(kv_blocks, mask_b, key, kv_len, BLOCK_N: tl.constexpr):
-    """Rows [start, end) that meet the keys of a tile, rows [core_lo, core_hi) that all attend all of its keys."""
+    """Rows [start, end) that meet the keys of a tile, rows [core_lo, core_hi) that all attend all
+    of its keys."""
     blocks = tl.cdiv(kv_len, BLOCK)
     first = key // BLOCK
     base = kv_blocks + mask_b.to(tl.int64) * (4 * blocks)
@@ -131,7 +138,8 @@ def row_range(kv_blocks, mask_b, key, kv_len, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def split(start, end, core_lo, core_hi, STEP: tl.constexpr):
-    """Number of steps from `start` to `end`, and the steps [core_begin, core_end) that lie inside the core."""
+    """Number of steps from `start` to `end`, and the steps [core_begin, core_end) that lie inside
+    the core."""
     steps = tl.where(end > start, (end - start + STEP - 1) // STEP, 0)
     core_lo = tl.minimum(core_lo, end)  # INT_MAX where there is no core
     core_begin = tl.minimum(tl.maximum(core_lo - start + STEP - 1, 0) // STEP, steps)
@@ -147,7 +155,8 @@ def masked_step(i, core_begin, core_end):
 
 @triton.jit
 def position_row(mask_row, element_test):
-    """Where a batch row of q_pos begins: it holds a limit for every query row, or an upper and a lower one."""
+    """Where a batch row of q_pos begins: it holds a limit for every query row, or an upper and a
+    lower one."""
     return mask_row * tl.where(element_test > 2, 2, 1)
 
 
@@ -167,10 +176,12 @@ def keep(
     rows, keys, lo, hi, tested, q_ids, kv_ids, q_pos, kv_pos, element_test, q_len, kv_len,
     ROW_AXIS: tl.constexpr,
 ):  # fmt: skip
-    """Whether a row attends a key: a block of rows x keys (ROW_AXIS 0) or of keys x rows (ROW_AXIS 1).
+    """Whether a row attends a key: a block of rows x keys (ROW_AXIS 0) or of keys x rows (ROW_AXIS
+    1).
 
-    `lo` and `hi` are the ranges of `rows`; the pointers are those of the mask's batch row, and behind the last limit of `q_pos` begin the
-    lower ones, where there are any. One unsigned comparison tests both ends.
+    `lo` and `hi` are the ranges of `rows`; the pointers are those of the mask's batch row, and
+    behind the last limit of `q_pos` begin the lower ones, where there are any. One unsigned
+    comparison tests both ends.
     """
     distance = tl.expand_dims(keys, ROW_AXIS) - tl.expand_dims(lo, 1 - ROW_AXIS)
     length = tl.expand_dims(hi - lo, 1 - ROW_AXIS)

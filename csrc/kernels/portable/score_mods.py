@@ -1,10 +1,11 @@
-"""What the general kernels do to a score before the softmax, and how they read tiles of any head dim.
+"""What the general kernels do to a score before the softmax, and how they read tiles of any head
+dim.
 
 With s = q k^T of a row at place i and a key at place j, all of it in base 2 (times log2(e)):
     capped = cap * tanh(s * scale / cap), or s * scale        (Gemma 2, arXiv 2408.00118)
     logit  = capped - slope * |i - j|                         (ALiBi, arXiv 2108.12409)
-The scale comes from a buffer or a scalar and has any sign. A program decides at run time, once for all of its elements, what
-there is to do: one variant serves all.
+The scale comes from a buffer or a scalar and has any sign. A program decides at run time, once for
+all of its elements, what there is to do: one variant serves all.
 """
 
 import triton
@@ -77,7 +78,8 @@ def through_cap(ds, capped, cap2):
 
 @triton.jit
 def to_tf32(x):
-    """x rounded to the nearest number of 11 bits; of two as near, to the larger one. A NaN stays one."""
+    """x rounded to the nearest number of 11 bits; of two as near, to the larger one. A NaN stays
+    one."""
     return tl.inline_asm_elementwise(
         "cvt.rna.tf32.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
     )
@@ -98,7 +100,8 @@ def dot(a, b, acc, EXACT: tl.constexpr):
 
 @triton.jit
 def load_part(pointers, there, dim, DIM: tl.constexpr):
-    """A tile (rows, columns(DIM)) of head dim `dim` up to DIM: 0 in columns past it, and in rows that are not `there` (N, 1)."""
+    """A tile (rows, columns(DIM)) of head dim `dim` up to DIM: 0 in columns past it, and in rows
+    that are not `there` (N, 1)."""
     real = columns(DIM)[None, :] < dim
     if there is None:
         tile = tl.load(pointers, mask=real, other=0.0)
@@ -118,7 +121,8 @@ def keys_of(
     key, value, b, kv_head, kv_len, kv_heads, qk_dim, v_dim, QK_DIM: tl.constexpr,
     V_DIM: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """The numbers of KEYS keys, pointers to the first so many keys and values of a head, and how far on the next of each is."""
+    """The numbers of KEYS keys, pointers to the first so many keys and values of a head, and how
+    far on the next of each is."""
     first = b.to(tl.int64) * kv_len * kv_heads + kv_head
     cols = tl.arange(0, KEYS)
     k_ptr = key + first * qk_dim + cols[:, None] * (kv_heads * qk_dim) + columns(QK_DIM)[None, :]

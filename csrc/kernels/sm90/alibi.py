@@ -1,7 +1,8 @@
 """ALiBi (arXiv 2108.12409) in the Hopper kernels, in registers.
 
-A logit is scale * score - slope * |i - j|, where the places of row i and key j are their indices: then a thread needs no array,
-only how far its first column is from its rows. Places that are arrays, and the gradient of slopes, are for the general kernels.
+A logit is scale * score - slope * |i - j|, where the places of row i and key j are their indices:
+then a thread needs no array, only how far its first column is from its rows. Places that are
+arrays, and the gradient of slopes, are for the general kernels.
 """
 
 from sm90.soft_cap import hex_float
@@ -11,8 +12,9 @@ from triton.experimental.gluon import language as gl
 
 @gluon.constexpr_function
 def biased_asm(n):
-    """One thread's scores become logits in base 2, in their own registers. Operands: n results; n tied scores, the places of its two
-    rows, the place of the first column, scale and slope times -log2(e).
+    """One thread's scores become logits in base 2, in their own registers. Operands: n results; n
+    tied scores, the places of its two rows, the place of the first column, scale and slope times
+    -log2(e).
 
     Distances are exact up to 2^24, as float32 is.
     """
@@ -20,14 +22,16 @@ def biased_asm(n):
         n = n.value
     rows, start, scale, slope = 2 * n, 2 * n + 2, 2 * n + 3, 2 * n + 4
     t = [
-        "{ .reg .u32 q; .reg .s32 d; .reg .f32 far<2>, a; mov.u32 q, %tid.x; and.b32 q, q, 3; shl.b32 q, q, 1;"
+        "{ .reg .u32 q; .reg .s32 d; .reg .f32 far<2>, a; mov.u32 q, %tid.x;"
+        " and.b32 q, q, 3; shl.b32 q, q, 1;"
         f"add.u32 q, q, ${start};"
     ]
     t += [f"sub.s32 d, ${rows + r}, q; cvt.rn.f32.s32 far{r}, d;" for r in (0, 1)]
     for i in range(n):
         column = 8 * (i >> 2) + (i & 1)
         t.append(
-            f"add.f32 a, far{(i >> 1) & 1}, {hex_float(-column)}; abs.f32 a, a; mul.f32 a, a, ${slope};"
+            f"add.f32 a, far{(i >> 1) & 1}, {hex_float(-column)}; abs.f32 a, a; mul.f32 a, a, "
+            f"${slope};"
             f"fma.rn.f32 ${i}, ${i}, ${scale}, a;"
         )
     return " ".join(t) + " }"
@@ -42,8 +46,8 @@ def biased_constraints(n):
 
 @gluon.jit
 def with_bias(s, places, start, scale2, slope2, N: gl.constexpr):
-    """Logits of a tile of N columns in `accumulator` layout: what lies along the rows is at `places`, the columns from `start` on.
-    Queries or keys, either way round."""
+    """Logits of a tile of N columns in `accumulator` layout: what lies along the rows is at
+    `places`, the columns from `start` on. Queries or keys, either way round."""
     constraints: gl.constexpr = biased_constraints(N // 2)
     return gl.inline_asm(
         biased_asm(N // 2), constraints, (s, places, start, scale2, slope2), s.type, is_pure=True

@@ -1,9 +1,9 @@
-"""Maps of blocks in the Hopper kernels: the blocks of 64 that a tile meets, and the map's word on rows and keys (block_map.py
-has both for the general kernels, and says what a list is).
+"""Maps of blocks in the Hopper kernels: the blocks of 64 that a tile meets, and the map's word on
+rows and keys (block_map.py has both for the general kernels, and says what a list is).
 
-Sizes of the map's blocks are powers of two here, so that blocks of 64 begin at whole bits and a thread finds its bits by
-shifts; the handlers give other sizes to the general kernels (csrc/ffi/fallback.cc). A step is one block of the list. Bits are those of
-hopper.range_bits_asm.
+Sizes of the map's blocks are powers of two here, so that blocks of 64 begin at whole bits and a
+thread finds its bits by shifts; the handlers give other sizes to the general kernels
+(csrc/ffi/fallback.cc). A step is one block of the list. Bits are those of hopper.range_bits_asm.
 """
 
 from triton.experimental import gluon
@@ -18,7 +18,8 @@ def shift_of(size):
 
 @gluon.jit
 def list_of(entries, map_heads, mask_b, head, tile, tiles, blocks):
-    """Where the numbers of a tile's blocks begin, how many of them need the mask, and how many follow that need none."""
+    """Where the numbers of a tile's blocks begin, how many of them need the mask, and how many
+    follow that need none."""
     at = mask_b * map_heads + gl.where(map_heads > 1, head, 0)
     listed = entries + (at.to(gl.int64) * tiles + tile) * (blocks + 2)
     return listed + 2, gl.load(listed), gl.load(listed + 1)
@@ -71,11 +72,12 @@ def map_of(block_map, mask_b, head, q_len, kv_len):
 
 @gluon.constexpr_function
 def bits_of_keys_asm():
-    """Bits of 64 keys, for the two rows of a thread. Operands: bits (2); words of the first and of the other 32 keys (2 each), first
-    key, shift."""
+    """Bits of 64 keys, for the two rows of a thread. Operands: bits (2); words of the first and of
+    the other 32 keys (2 each), first key, shift."""
     t = [
         "{ .reg .u32 q, t, b; .reg .pred p; setp.ge.u32 p, $7, 6; @p bra SAME;"
-        "mov.u32 q, %tid.x; and.b32 q, q, 3; shl.b32 q, q, 1; add.u32 q, q, $6; mov.b32 $0, 0; mov.b32 $1, 0;"
+        "mov.u32 q, %tid.x; and.b32 q, q, 3; shl.b32 q, q, 1; add.u32 q, q, $6; mov.b32 $0, 0; "
+        "mov.b32 $1, 0;"
     ]
     for o in range(8):
         for j in (0, 1):
@@ -108,8 +110,9 @@ def bits_of_keys(this_map, rows, first_key, q_len):
 
 @gluon.constexpr_function
 def bits_of_rows_asm():
-    """Bits of 64 rows, for the two keys of a thread, whose blocks share a word. Operands: bits (2); keys (2), pointers to their word of
-    the map's first row (2), first row, last row of all, bytes of a row's words, shifts of rows and keys."""
+    """Bits of 64 rows, for the two keys of a thread, whose blocks share a word. Operands: bits (2);
+    keys (2), pointers to their word of the map's first row (2), first row, last row of all, bytes
+    of a row's words, shifts of rows and keys."""
     t = [
         "{ .reg .u64 a; .reg .u32 q, t, b, w<8>, k<2>; .reg .pred p; mov.b32 $0, 0; mov.b32 $1, 0;"
         "shr.u32 k0, $2, $10; shr.u32 k1, $3, $10; setp.ge.u32 p, $9, 6; @p bra SAME;"

@@ -1,21 +1,23 @@
-"""Backward attention on Hopper in Gluon: the same gradients as backward.py, its checked twin, in five
-products instead of seven.
+"""Backward attention on Hopper in Gluon: the same gradients as backward.py, its checked twin, in
+five products instead of seven.
 
-It runs between the two kernels of sm90/bwd_prepost.py: `backward_prepare` makes delta and the base-2 LSE and
-clears a float32 dQ; `backward_sm90` adds to it by the copy engine's bulk reduction while it sums dK
-and dV of a tile of keys in registers; `backward_finish` scales dQ and rounds it.
+It runs between the two kernels of sm90/bwd_prepost.py: `backward_prepare` makes delta and the
+base-2 LSE and clears a float32 dQ; `backward_sm90` adds to it by the copy engine's bulk reduction
+while it sums dK and dV of a tile of keys in registers; `backward_finish` scales dQ and rounds it.
 
 A program of `backward_sm90` is 128 keys of one key/value head: two warp groups of 64 keys, and a
 producer warp that streams blocks of ROWS query rows of the group's heads. Scores are transposed
 (keys x rows), so that P^T and dS^T are left operands in registers. dS of both warp groups meets in
 shared memory, and each computes half of dQ's columns (FlashAttention-3, arXiv 2407.08608, section
-3.3), of the block before, so that a group does not wait for the other's dS of this block.
-They take turns, by named barriers, at issuing dK, dQ and the next scores: the softmax of one runs
-under the products of the other.
+3.3), of the block before, so that a group does not wait for the other's dS of this block. They take
+turns, by named barriers, at issuing dK, dQ and the next scores: the softmax of one runs under the
+products of the other.
 
-The float32 dQ lies in the order of the accumulator's registers, which only `backward_finish` undoes.
-Its additions come in any order: dQ differs by rounding from run to run. sm90/bwd_consumer.py has what a
-warp group computes, sm90/bwd_producer.py the producer, sm90/dq_reduce.py what warp groups hand on; dK and dV of head dims above 128 have files of their own, sm90/bwd_dkdv_d192.py and sm90/bwd_dkdv_d256.py.
+The float32 dQ lies in the order of the accumulator's registers, which only `backward_finish`
+undoes. Its additions come in any order: dQ differs by rounding from run to run.
+sm90/bwd_consumer.py has what a warp group computes, sm90/bwd_producer.py the producer,
+sm90/dq_reduce.py what warp groups hand on; dK and dV of head dims above 128 have files of their
+own, sm90/bwd_dkdv_d192.py and sm90/bwd_dkdv_d256.py.
 """
 
 from sm90.block_lists import blocks_of_lists
@@ -49,8 +51,9 @@ def backward_sm90(
     `dq_sum`.
     """
     config: gl.constexpr = constants(
-        QK_DIM=QK_DIM, V_DIM=V_DIM, QK_CHUNK=QK_CHUNK, HALVES=2, PING_PONG=PING_PONG, SKIP=SKIP, DQ=DQ,
-        REMATERIALIZE=REMATERIALIZE, LSE_BY_MMA=LSE_BY_MMA, SOFT_CAP=soft_cap is not None, ALIBI=slopes is not None,
+        QK_DIM=QK_DIM, V_DIM=V_DIM, QK_CHUNK=QK_CHUNK, HALVES=2, PING_PONG=PING_PONG, SKIP=SKIP,
+        DQ=DQ, REMATERIALIZE=REMATERIALIZE, LSE_BY_MMA=LSE_BY_MMA,
+        SOFT_CAP=soft_cap is not None, ALIBI=slopes is not None,
         BLOCK_LISTS=map_bits is not None,
     )  # fmt: skip
     dtype: gl.constexpr = query.dtype
@@ -156,7 +159,10 @@ def backward_sm90(
             [
                 (consume, (0, consumed, config)),
                 (consume, (1, consumed, config)),
-                (sum_rows, (dq_sum, k_s.index(0), ds_s, dq_s, kv_full, ds_bars, place, range_, config)),
+                (
+                    sum_rows,
+                    (dq_sum, k_s.index(0), ds_s, dq_s, kv_full, ds_bars, place, range_, config),
+                ),
                 (produce, (maps, lines, loaded, bars, place, range_, lse_parts, scale, config)),
             ],
             [4, 4, 1],

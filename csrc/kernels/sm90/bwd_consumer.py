@@ -1,4 +1,5 @@
-"""What a warp group of `backward_sm90` and its kin (sm90/bwd.py) computes: dK and dV of 64 keys, and its part of dQ."""
+"""What a warp group of `backward_sm90` and its kin (sm90/bwd.py) computes: dK and dV of 64 keys,
+and its part of dQ."""
 
 from sm90.alibi import with_bias
 from sm90.block_lists import bits_of_rows, list_of_keys, map_of
@@ -27,7 +28,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 @gluon.jit
 def ping_pong_wait(W: gl.constexpr):
-    """The warp groups take turns at issuing dK, dQ and the next scores: one's softmax runs under the other's products."""
+    """The warp groups take turns at issuing dK, dQ and the next scores: one's softmax runs under
+    the other's products."""
     gl.inline_asm(named_barrier("sync", 4 + W, 256), "~{memory}", ())
 
 
@@ -46,10 +48,12 @@ def scores(k, q_t, lse_parts, stage, LSE_BY_MMA: gl.constexpr):
 
 @gluon.jit
 def step(
-    W: gl.constexpr, sums, s, row, i, stage, phase, before, operands, k_part, keys, this_map, slope2,
+    W: gl.constexpr, sums, s, row, i, stage, phase, before, operands, k_part, keys, this_map,
+    slope2,
     MASKED: gl.constexpr, LIVE: gl.constexpr, config: gl.constexpr,
 ):  # fmt: skip
-    """One block of rows, the i-th: adds to dk and dv, hands on dS, adds dQ of the block `before`, makes the next scores.
+    """One block of rows, the i-th: adds to dk and dv, hands on dS, adds dQ of the block `before`,
+    makes the next scores.
 
     LIVE: there may be a pair of this warp group's keys and these rows.
     """
@@ -214,7 +218,8 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
                     for i in range(0, masked if part == 0 else core):
                         row = gl.load(listed + i) * ROWS if part == 0 else 0
                         dk_sum, dv_sum, s, phase = step(
-                            W, (dk_sum, dv_sum), s, row, i, stage, phase, 0, operands, k_part, keys, this_map,
+                            W, (dk_sum, dv_sum), s, row, i, stage, phase, 0, operands, k_part, keys,
+                            this_map,
                             (), part == 0, True, config,
                         )  # fmt: skip
                         stage = stage ^ 1
@@ -238,23 +243,27 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
                     slope2 = ()
                 if part == 1:
                     dk_sum, dv_sum, s, phase = step(
-                        W, (dk_sum, dv_sum), s, row, i, stage, phase, before, operands, k_part, keys, (),
+                        W, (dk_sum, dv_sum), s, row, i, stage, phase, before, operands, k_part,
+                        keys, (),
                         slope2, False, True, config,
                     )  # fmt: skip
                 elif SKIP:
                     if (row < own_end) & (row + ROWS > own_start):
                         dk_sum, dv_sum, s, phase = step(
-                            W, (dk_sum, dv_sum), s, row, i, stage, phase, before, operands, k_part, keys, (),
+                            W, (dk_sum, dv_sum), s, row, i, stage, phase, before, operands, k_part,
+                            keys, (),
                             slope2, True, True, config,
                         )  # fmt: skip
                     else:
                         dk_sum, dv_sum, s, phase = step(
-                            W, (dk_sum, dv_sum), s, row, i, stage, phase, before, operands, k_part, keys, (),
+                            W, (dk_sum, dv_sum), s, row, i, stage, phase, before, operands, k_part,
+                            keys, (),
                             slope2, True, False, config,
                         )  # fmt: skip
                 else:
                     dk_sum, dv_sum, s, phase = step(
-                        W, (dk_sum, dv_sum), s, row, i, stage, phase, before, operands, k_part, keys, (),
+                        W, (dk_sum, dv_sum), s, row, i, stage, phase, before, operands, k_part,
+                        keys, (),
                         slope2, True, True, config,
                     )  # fmt: skip
                 stage = stage ^ 1

@@ -1,12 +1,12 @@
-"""dK and dV on Hopper in Gluon for head dims whose sums all but fill a warp group's registers (192/128): the same
-arguments and results as `backward_dkdv_sm90` of sm90/bwd.py.
+"""dK and dV on Hopper in Gluon for head dims whose sums all but fill a warp group's registers
+(192/128): the same arguments and results as `backward_dkdv_sm90` of sm90/bwd.py.
 
-A program is 128 keys of one key/value head: two warp groups of 64 keys, and sm90/bwd_producer.py's producer warp. Of a thread's 240
-registers dK and dV are 160, S or dP 32, P or dS in 16 bits 16. So one loop takes masked and other blocks, and branches where
-no product is under way; dP is begun after S is used up, dS is made of the rounded P (docs/guide/numerics.md),
-and the next scores
-wait for dK but its last chunk. The softmax of one warp group runs under its own dP and the products of the other.
-Queries, keys and dK are cut into chunks of QK_CHUNK columns.
+A program is 128 keys of one key/value head: two warp groups of 64 keys, and sm90/bwd_producer.py's
+producer warp. Of a thread's 240 registers dK and dV are 160, S or dP 32, P or dS in 16 bits 16. So
+one loop takes masked and other blocks, and branches where no product is under way; dP is begun
+after S is used up, dS is made of the rounded P (docs/guide/numerics.md), and the next scores wait
+for dK but its last chunk. The softmax of one warp group runs under its own dP and the products of
+the other. Queries, keys and dK are cut into chunks of QK_CHUNK columns.
 """
 
 from sm90.bwd_producer import ROWS, mask_bits, produce, rows_of_half, tile_of_program
@@ -27,7 +27,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 @gluon.constexpr_function
 def own_columns(address):
-    """a: where this thread's columns of a line of floats in shared memory begin; those of the next octet are 32 bytes on."""
+    """a: where this thread's columns of a line of floats in shared memory begin; those of the next
+    octet are 32 bytes on."""
     return (
         f".reg .u32 a; mov.u32 a, %tid.x; and.b32 a, a, 3; shl.b32 a, a, 3;add.u32 a, a, {address};"
     )
@@ -35,7 +36,8 @@ def own_columns(address):
 
 @gluon.constexpr_function
 def p_asm(half):
-    """P = 2^(s * scale2 - lse2) in pairs of 16 bits. By octets of columns, so that it takes no registers for more of lse2.
+    """P = 2^(s * scale2 - lse2) in pairs of 16 bits. By octets of columns, so that it takes no
+    registers for more of lse2.
 
     Operands: 16 of packed P; 32 scores, scale2, shared address of lse2.
     """
@@ -79,7 +81,8 @@ def ds_asm(half):
 
 @gluon.constexpr_function
 def clear_bits_asm():
-    """Packed pairs stay where their bit is 1, else they become 0. Operands: 16 pairs; 16 pairs, bits of hopper.range_bits_asm (2)."""
+    """Packed pairs stay where their bit is 1, else they become 0. Operands: 16 pairs; 16 pairs,
+    bits of hopper.range_bits_asm (2)."""
     t = ["{ .reg .u32 u; .reg .pred p;"]
     for i in range(16):
         low = 1 << (i // 2 * 2)
@@ -128,8 +131,8 @@ def add_block(
     sums, s, row, masked, stage, phase, kv, keys, mask, tiles_s, lines_s, bars, numbers,
     V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, CHUNKS: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv with what the scores `s` of a block of rows add to them, and the scores of the next. No product is under way where
-    it branches."""
+    """dk and dv with what the scores `s` of a block of rows add to them, and the scores of the
+    next. No product is under way where it branches."""
     dk_sum, dv_sum = sums
     k, v = kv
     q_s, _, _, do_s = tiles_s
@@ -294,7 +297,8 @@ def backward_dkdv_sm90(
     bars = (kv_full, q_full, q_empty, do_full, do_empty)
     numbers = (element_test, q_len, kv_len, scale)
     config: gl.constexpr = constants(
-        QK_DIM=QK_DIM, V_DIM=V_DIM, QK_CHUNK=QK_CHUNK, HALVES=2, REMATERIALIZE=REMATERIALIZE, LSE_BY_MMA=False
+        QK_DIM=QK_DIM, V_DIM=V_DIM, QK_CHUNK=QK_CHUNK, HALVES=2,
+        REMATERIALIZE=REMATERIALIZE, LSE_BY_MMA=False,
     )  # fmt: skip
     shared = (tiles_s, lines_s)
     consumed = (grads, mask, own_blocks, shared, bars, place, range_, numbers)

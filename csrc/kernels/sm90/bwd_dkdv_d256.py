@@ -1,10 +1,11 @@
-"""dK and dV on Hopper in Gluon for head dims whose sums do not fit one warp group's registers (256): the same
-arguments and results as `backward_dkdv_sm90` of sm90/bwd.py.
+"""dK and dV on Hopper in Gluon for head dims whose sums do not fit one warp group's registers
+(256): the same arguments and results as `backward_dkdv_sm90` of sm90/bwd.py.
 
-A program is 64 keys of one key/value head, and its two warp groups divide the work by kind: the first
-makes S, P and dV, the second dP, dS and dK. P (rounded, as the product with dO takes it) passes from one to the other
-through shared memory. While one is at its exponentials, the other's products run, and the next scores of each begin
-under its last product. Tiles of queries and keys, and dK, are cut into chunks of QK_CHUNK columns.
+A program is 64 keys of one key/value head, and its two warp groups divide the work by kind: the
+first makes S, P and dV, the second dP, dS and dK. P (rounded, as the product with dO takes it)
+passes from one to the other through shared memory. While one is at its exponentials, the other's
+products run, and the next scores of each begin under its last product. Tiles of queries and keys,
+and dK, are cut into chunks of QK_CHUNK columns.
 """
 
 from sm90.bwd_producer import ROWS, mask_bits, produce, tile_of_program

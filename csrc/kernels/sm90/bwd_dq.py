@@ -1,12 +1,12 @@
-"""dQ on Hopper in Gluon without additions to memory, for deterministic gradients: the same as backward_dq, its
-checked twin. sm90/bwd.py's `backward_dkdv_sm90` makes the other two gradients.
+"""dQ on Hopper in Gluon without additions to memory, for deterministic gradients: the same as
+backward_dq, its checked twin. sm90/bwd.py's `backward_dkdv_sm90` makes the other two gradients.
 
 A program takes tiles of 128 rows of one head until none is left, as forward_sm90 does: two warp
-groups of 64 rows, and a producer warp that draws the next tile and streams its queries and cotangents,
-then keys and values. A step is three products: S = Q K^T and dP = dO V^T, then dQ += dS K with dS from
-registers. The scores of the next step run under the third product. Queries, keys and dQ are cut into
-chunks of QK_CHUNK columns, as in sm90/fwd.py. At head dim 256 tiles of 64 keys leave room for one
-tile of values beside two of keys.
+groups of 64 rows, and a producer warp that draws the next tile and streams its queries and
+cotangents, then keys and values. A step is three products: S = Q K^T and dP = dO V^T, then dQ += dS
+K with dS from registers. The scores of the next step run under the third product. Queries, keys and
+dQ are cut into chunks of QK_CHUNK columns, as in sm90/fwd.py. At head dim 256 tiles of 64 keys
+leave room for one tile of values beside two of keys.
 """
 
 from sm90.block_lists import list_of_rows, map_of
@@ -184,7 +184,14 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
         mask_row = mask_b.to(gl.int64) * q_len
         mask_key = mask_b.to(gl.int64) * kv_len
         q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos = mask
-        mask_here = (q_lo + mask_row, q_hi + mask_row, q_ids + mask_row, kv_ids + mask_key, q_pos + position_row(mask_row, element_test), kv_pos + mask_key)  # fmt: skip
+        mask_here = (
+            q_lo + mask_row,
+            q_hi + mask_row,
+            q_ids + mask_row,
+            kv_ids + mask_key,
+            q_pos + position_row(mask_row, element_test),
+            kv_pos + mask_key,
+        )
         rows = row + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
         # rows past the end: lse2 +inf and delta 0 as of a row that attends nothing
         there = rows < q_len
@@ -204,7 +211,9 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
             listed, _, _ = list_of_rows(block_map, mask_b, head, row, q_len, kv_len)
             this_map = map_of(block_map, mask_b, head, q_len, kv_len)
         else:
-            first, last = own_steps(q_blocks, mask_b, row // 64 + W, q_len, start, steps, edges, BLOCK_N)  # fmt: skip
+            first, last = own_steps(
+                q_blocks, mask_b, row // 64 + W, q_len, start, steps, edges, BLOCK_N
+            )
             this_map = ()
             stage, phase = pass_by(first, W, full, empty, stage, phase, V_STAGES, STAGES, 2)
         end = gl.where(edges == steps, last, steps)
@@ -240,7 +249,19 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
                 if part == 0:
                     if not BLOCK_LISTS:
                         at = start + nth_step(i, steps, edges, core_begin, core_end) * BLOCK_N
-                    s = masked(s, rows, at, mask_here, tested, element_test, q_len, kv_len, this_map, BLOCK_N, BLOCK_LISTS)  # fmt: skip
+                    s = masked(
+                        s,
+                        rows,
+                        at,
+                        mask_here,
+                        tested,
+                        element_test,
+                        q_len,
+                        kv_len,
+                        this_map,
+                        BLOCK_N,
+                        BLOCK_LISTS,
+                    )
                 p = gl.exp2(s * scale2 - gl.expand_dims(lse, 1))
                 if SOFT_CAP and part == 0:  # the fade of a masked key may be NaN
                     p = gl.where(p == 0.0, 0.0, p * fade)

@@ -1,4 +1,5 @@
-"""The producer warp of dK and dV with a map of blocks: sm90/bwd_producer.py's, for the lists of the heads of a group.
+"""The producer warp of dK and dV with a map of blocks: sm90/bwd_producer.py's, for the lists of the
+heads of a group.
 
 Apart from that one, so that no byte of the kernels without a map depends on it.
 """
@@ -11,7 +12,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 
 @gluon.jit
-def load_keys(maps, tiles_s, kv_full, place, QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr):  # fmt: skip
+def load_keys(
+    maps, tiles_s, kv_full, place, QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr
+):
     """The tile of keys and its values."""
     _query, key, value, _dout = maps
     _q_s, k_s, v_s, _do_s = tiles_s
@@ -73,7 +76,8 @@ def load_rows(
 def produce_listed(
     maps, lines, shared, bars, place, listing, config: gl.constexpr
 ):  # fmt: skip
-    """The producer warp: blocks of every head's list, and the rows of one block more, whose scores are made and dropped."""
+    """The producer warp: blocks of every head's list, and the rows of one block more, whose scores
+    are made and dropped."""
     _b, first_key, kv_head, group, _bh, _mask_row, _padded = place
     block_map, mask_b, q_len, kv_len = listing
     tiles_s, lines_s = shared

@@ -1,4 +1,5 @@
-"""What runs before and after backward_sm90: row statistics and a float32 dQ of zeros, then dQ itself.
+"""What runs before and after backward_sm90: row statistics and a float32 dQ of zeros, then dQ
+itself.
 
 Both move memory and nothing else: 14 bytes for every element of the query together.
 """
@@ -15,9 +16,10 @@ def backward_prepare(
     has_dlse, clear_dq, batch, mask_batch, q_len, heads, row_heads,
     V_DIM: tl.constexpr, QK_DIM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Results in rows of P = Sq rounded up to 64, so that TMA finds every block aligned and rows past the end empty:
-    delta (B, H, P) = sum(do * out) - dlse; lse2 (B, H, P) = lse * log2(e), +inf for an empty row; lo, hi (Bm, P) copies of the
-    row ranges; dq_sum (B, H, P, Dqk) = 0, with clear_dq. Rows of out and dout are `row_heads` heads apart, of which this is about `heads`."""
+    """Results in rows of P = Sq rounded up to 64, so that TMA finds every block aligned and rows
+    past the end empty: delta (B, H, P) = sum(do * out) - dlse; lse2 (B, H, P) = lse * log2(e), +inf
+    for an empty row; lo, hi (Bm, P) copies of the row ranges; dq_sum (B, H, P, Dqk) = 0, with
+    clear_dq. Rows of out and dout are `row_heads` heads apart, of which this is about `heads`."""
     padded = tl.cdiv(q_len, 64) * 64
     pid = tl.program_id(0)
     head = pid % heads
@@ -64,7 +66,8 @@ def power_of_two(n):
 
 @gluon.constexpr_function
 def sum_shape(columns):
-    """Of dq_sum's floats for 64 rows: 32 columns, 16 rows, 8 columns, row, 2 columns, row + 8, column."""
+    """Of dq_sum's floats for 64 rows: 32 columns, 16 rows, 8 columns, row, 2 columns, row + 8,
+    column."""
     while hasattr(columns, "value"):
         columns = columns.value
     return [int(columns) // 32, 4, 4, 8, 4, 2, 2]
@@ -78,7 +81,8 @@ def backward_finish(
     dq_sum, dq, scale, q_len, heads, row_heads,
     QK_DIM: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """dq = scale * dq_sum, one block of 64 rows of one head. dq_sum is in accumulator order: dq_reduce.float4s. `row_heads`: as above, of dq."""
+    """dq = scale * dq_sum, one block of 64 rows of one head. dq_sum is in accumulator order:
+    dq_reduce.float4s. `row_heads`: as above, of dq."""
     COLUMNS: gl.constexpr = power_of_two(QK_DIM)
     flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     rowwise: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])

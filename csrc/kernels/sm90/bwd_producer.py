@@ -1,4 +1,5 @@
-"""Parts of the Hopper backward kernels: a program's tile and its rows, the producer warp, and masks of a block of rows."""
+"""Parts of the Hopper backward kernels: a program's tile and its rows, the producer warp, and masks
+of a block of rows."""
 
 from sm90.common import element_bits, place_of_tile, position_row, split, stay
 from sm90.lse_by_mma import FAR, LANES, load_lines, lse_scale, store_parts
@@ -18,12 +19,14 @@ def row_bits_asm(n):
     while hasattr(n, "value"):
         n = n.value
     t = [
-        "{ .reg .u32 q, a, b, d, u; .reg .s32 lo<2>, hi<2>; .reg .pred p; mov.u32 q, %tid.x; and.b32 q, q, 3;"
+        "{ .reg .u32 q, a, b, d, u; .reg .s32 lo<2>, hi<2>; .reg .pred p;"
+        " mov.u32 q, %tid.x; and.b32 q, q, 3;"
         "shl.b32 q, q, 3; add.u32 a, $4, q; add.u32 b, $5, q; mov.b32 $0, 0; mov.b32 $1, 0;"
     ]
     for o in range(int(n) // 8):
         t.append(
-            f"ld.shared.v2.s32 {{lo0, lo1}}, [a+{32 * o}]; ld.shared.v2.s32 {{hi0, hi1}}, [b+{32 * o}];"
+            f"ld.shared.v2.s32 {{lo0, lo1}}, [a+{32 * o}]; ld.shared.v2.s32 {{hi0, hi1}}, "
+            f"[b+{32 * o}];"
         )
         for j in (0, 1):
             bit = 1 << (2 * o + j)
@@ -44,7 +47,8 @@ def row_bits(keys, lo_s, hi_s):
 
 @gluon.jit
 def row_range(kv_blocks, mask_b, key, kv_len):
-    """As rows.row_range for a tile of 128 keys, but a tile with a key past the end has no core: such a key must not meet dQ."""
+    """As rows.row_range for a tile of 128 keys, but a tile with a key past the end has no core:
+    such a key must not meet dQ."""
     blocks = (kv_len + 63) // 64
     base = kv_blocks + mask_b.to(gl.int64) * (4 * blocks)
     t = key // 64
@@ -72,14 +76,15 @@ def row_range_64(kv_blocks, mask_b, key, kv_len):
 
 @gluon.jit
 def tile_of_program(orders, pointers, sizes, KEYS: gl.constexpr):
-    """Where this program's keys are, which blocks of rows meet them (those in the core are not masked), the mask's arrays
-    of its batch row, and the bounds of its blocks of keys."""
+    """Where this program's keys are, which blocks of rows meet them (those in the core are not
+    masked), the mask's arrays of its batch row, and the bounds of its blocks of keys."""
     q_blocks, kv_blocks, kv_order = orders
     q_ids, kv_ids, q_pos, kv_pos = pointers
     element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads = sizes
     group = heads // kv_heads
     _, kv_head, b, mask_b, first_key = place_of_tile(
-        gl.program_id(0), kv_order, batch, mask_batch, (kv_len + 127) // 128, 1, kv_heads, KEYS, 128 // KEYS
+        gl.program_id(0), kv_order, batch, mask_batch, (kv_len + 127) // 128, 1, kv_heads, KEYS,
+        128 // KEYS,
     )  # fmt: skip
     if KEYS == 128:
         start, end, core_lo, core_hi = row_range(kv_blocks, mask_b, first_key, kv_len)
@@ -110,7 +115,8 @@ def rows_of_half(own_blocks, t, kv_len):
 
 @gluon.jit
 def tests_of_tile(flags, element_test, start, steps, row_blocks):
-    """element_test, or 0 for a tile of keys that meets no tested block of rows: its steps need not wait for a flag."""
+    """element_test, or 0 for a tile of keys that meets no tested block of rows: its steps need not
+    wait for a flag."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     first = start // ROWS
     found = gl.zeros([128], gl.int32, layout)

@@ -1,7 +1,9 @@
-"""What the Hopper kernels share: accumulator layouts, tile bounds, barriers, and the parts written as inline assembly.
+"""What the Hopper kernels share: accumulator layouts, tile bounds, barriers, and the parts written
+as inline assembly.
 
-Inline assembly sees the registers of one thread in the order of `accumulator`: per octet of columns (row, c), (row, c + 1), (row + 8, c),
-(row + 8, c + 1), with c = 2 * (lane % 4). P in a DotOperandLayout has the same order. The four threads of a quad hold one row.
+Inline assembly sees the registers of one thread in the order of `accumulator`: per octet of columns
+(row, c), (row, c + 1), (row + 8, c), (row + 8, c + 1), with c = 2 * (lane % 4). P in a
+DotOperandLayout has the same order. The four threads of a quad hold one row.
 """
 
 from triton.experimental import gluon
@@ -36,9 +38,11 @@ def named_barrier(kind, i, threads):
 
 @gluon.jit
 def warp_arrive(barrier):
-    """One arrival per warp (the barrier counts four per warp group): mbarrier.arrive would first synchronise the warp group."""
+    """One arrival per warp (the barrier counts four per warp group): mbarrier.arrive would first
+    synchronise the warp group."""
     gl.inline_asm(
-        "{ .reg .pred p; .reg .b32 t; mov.u32 t, %laneid; setp.eq.u32 p, t, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0]; }",
+        "{ .reg .pred p; .reg .b32 t; mov.u32 t, %laneid; setp.eq.u32 p, t, 0;"
+        " @p mbarrier.arrive.shared::cta.b64 _, [$0]; }",
         "r,~{memory}",
         (barrier,),
     )
@@ -46,7 +50,8 @@ def warp_arrive(barrier):
 
 @gluon.jit
 def lanes_arrive(barrier):
-    """One arrival per lane (the barrier counts 128 per warp group), of what every lane itself has read: racecheck follows no other."""
+    """One arrival per lane (the barrier counts 128 per warp group), of what every lane itself has
+    read: racecheck follows no other."""
     gl.inline_asm("mbarrier.arrive.shared::cta.b64 _, [$0];", "r,~{memory}", (barrier,))
 
 
@@ -61,8 +66,8 @@ def windows(tiles, heads):
 def place_of_tile(
     tile, order, batch, mask_batch, tiles, group, kv_heads, ROWS: gl.constexpr, SUB: gl.constexpr
 ):
-    """Head, key/value head, batch row, mask row and first row (or key) of the tile-th tile, or of the tile-th of its SUB parts of
-    ROWS; the same walk as rows.tile_of_program."""
+    """Head, key/value head, batch row, mask row and first row (or key) of the tile-th tile, or of
+    the tile-th of its SUB parts of ROWS; the same walk as rows.tile_of_program."""
     per_tile = group * SUB
     heads = batch * kv_heads
     second, last = windows(tiles, heads)
@@ -117,7 +122,8 @@ def split(start, end, core_lo, core_hi, STEP: gl.constexpr):
 
 @gluon.jit
 def nth_step(i, steps, edges, core_begin, core_end):
-    """The i-th step: the masked ones on both sides of the core first, from the last to the first, then the core."""
+    """The i-th step: the masked ones on both sides of the core first, from the last to the first,
+    then the core."""
     back = steps - 1 - i
     masked = gl.where(back < core_end, back - core_end + core_begin, back)
     return gl.where(i < edges, masked, core_begin + i - edges)
@@ -125,7 +131,8 @@ def nth_step(i, steps, edges, core_begin, core_end):
 
 @gluon.jit
 def own_steps(q_blocks, mask_b, block, q_len, start, steps, edges, STEP: gl.constexpr):
-    """Of a tile's masked steps, the first of this block of 64 rows, and their end: the others have no pair of its rows.
+    """Of a tile's masked steps, the first of this block of 64 rows, and their end: the others have
+    no pair of its rows.
 
     A core is met by all rows, so only steps past it are left out then: those before it lie between.
     At least one step is left.
@@ -143,7 +150,8 @@ def own_steps(q_blocks, mask_b, block, q_len, start, steps, edges, STEP: gl.cons
 
 @gluon.constexpr_function
 def range_bits_asm(outputs, inputs):
-    """A bit per column of this thread (two per octet): 1 where lo[row] <= start + column < hi[row]. Operands: lo (2), hi (2), start."""
+    """A bit per column of this thread (two per octet): 1 where lo[row] <= start + column < hi[row].
+    Operands: lo (2), hi (2), start."""
     (out,) = outputs
     lo, hi, start = inputs
     t = [
@@ -152,9 +160,11 @@ def range_bits_asm(outputs, inputs):
     ]
     for r in (0, 1):
         for bound, dst in ((lo[r], out[r]), (hi[r], "h")):
-            # columns of this thread below the bound: two per whole octet, then up to two of the next
+            # columns of this thread below the bound: two per whole octet, then up to two of the
+            # next
             t.append(
-                f"sub.s32 a, {bound}, q; max.s32 a, a, 0; shr.u32 f, a, 3; and.b32 g, a, 7; min.u32 g, g, 2;"
+                f"sub.s32 a, {bound}, q; max.s32 a, a, 0; shr.u32 f, a, 3; and.b32 g, a, 7; "
+                f"min.u32 g, g, 2;"
                 f"mad.lo.u32 f, f, 2, g; shl.b32 {dst}, -1, f;"
             )
         t.append(f"not.b32 h, h; and.b32 {out[r]}, {out[r]}, h;")
@@ -163,8 +173,8 @@ def range_bits_asm(outputs, inputs):
 
 @gluon.constexpr_function
 def element_bits_asm(n, compare):
-    """The bits of `range_bits_asm` for `column_value compare row_value`. Operands: bits (2), row values (2), column values (pointer to
-    the first column), first column, end of the columns.
+    """The bits of `range_bits_asm` for `column_value compare row_value`. Operands: bits (2), row
+    values (2), column values (pointer to the first column), first column, end of the columns.
 
     A loop, not unrolled: this path is for tested tiles and must not cost the others a register.
     """
@@ -173,13 +183,16 @@ def element_bits_asm(n, compare):
     while hasattr(compare, "value"):
         compare = compare.value
     t = [
-        "{ .reg .u64 p; .reg .u32 q; .reg .s32 x, c, last; .reg .b32 bit; .reg .pred in, a; mov.u32 q, %tid.x; and.b32 q, q, 3;"
-        f"shl.b32 q, q, 1; add.s32 c, $5, q; add.s32 last, c, {n}; mul.wide.s32 p, c, 4; add.u64 p, p, $4;"
+        "{ .reg .u64 p; .reg .u32 q; .reg .s32 x, c, last; .reg .b32 bit;"
+        " .reg .pred in, a; mov.u32 q, %tid.x; and.b32 q, q, 3;"
+        f"shl.b32 q, q, 1; add.s32 c, $5, q; add.s32 last, c, {n}; mul.wide.s32 p, c, 4; add.u64 "
+        f"p, p, $4;"
         "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 bit, 1; LOOP:"
     ]
     for j in (0, 1):
         t.append(
-            f"add.s32 q, c, {j}; setp.lt.s32 in, q, $6; mov.b32 x, 0; @in ld.global.s32 x, [p+{4 * j}];"
+            f"add.s32 q, c, {j}; setp.lt.s32 in, q, $6; mov.b32 x, 0; @in ld.global.s32 x, "
+            f"[p+{4 * j}];"
             f"setp.{compare}.and.s32 a, x, $2, in; @a or.b32 $0, $0, bit;"
             f"setp.{compare}.and.s32 a, x, $3, in; @a or.b32 $1, $1, bit; shl.b32 bit, bit, 1;"
         )
@@ -207,11 +220,11 @@ def position_row(mask_row, element_test):
 
 @gluon.jit
 def rematerialized_zero(step, REMATERIALIZE: gl.constexpr):
-    """0; with REMATERIALIZE of the number of a step, so that the compiler does not know: the addresses of what is indexed by it are made
-    anew in every step, from a uniform register. Those of operands that never move are else all made before the loop, eight an
-    operand, and where they do not fit a warp's 63 uniform registers, they come from others by R2UR before every product.
-    (2^30 blocks of 64 rows would be a query of 8 TB.)
-    """
+    """0; with REMATERIALIZE of the number of a step, so that the compiler does not know: the
+    addresses of what is indexed by it are made anew in every step, from a uniform register. Those
+    of operands that never move are else all made before the loop, eight an operand, and where they
+    do not fit a warp's 63 uniform registers, they come from others by R2UR before every product.
+    (2^30 blocks of 64 rows would be a query of 8 TB.)"""
     if REMATERIALIZE:
         zero = step >> 30
     else:
@@ -221,13 +234,15 @@ def rematerialized_zero(step, REMATERIALIZE: gl.constexpr):
 
 @gluon.jit
 def stay(x):
-    """x, and what is computed from it stays in its branch: hoisted out of the loop it would cost all tiles registers."""
+    """x, and what is computed from it stays in its branch: hoisted out of the loop it would cost
+    all tiles registers."""
     return gl.inline_asm("mov.b32 $0, $1;", "=r,r", (x,), gl.int32)
 
 
 @gluon.constexpr_function
 def select_bits_asm(outputs, inputs):
-    """A score stays where its bit is 1: two instructions each. Operands: scores, bits (2), what the others become."""
+    """A score stays where its bit is 1: two instructions each. Operands: scores, bits (2), what the
+    others become."""
     (o,) = outputs
     s, bits, other = inputs
     t = ["{ .reg .u32 u; .reg .pred p;"]

@@ -1,7 +1,8 @@
-"""What the warp groups of `backward_sm90` exchange through shared memory: dS with each other, and blocks of dQ with the float32 sum.
+"""What the warp groups of `backward_sm90` exchange through shared memory: dS with each other, and
+blocks of dQ with the float32 sum.
 
-The sum lies in the order of the accumulator's registers (`float4s`; sm90/bwd_prepost.py undoes it): stores without
-bank conflicts, whole lines, and one contiguous addition by the copy engine.
+The sum lies in the order of the accumulator's registers (`float4s`; sm90/bwd_prepost.py undoes it):
+stores without bank conflicts, whole lines, and one contiguous addition by the copy engine.
 """
 
 from sm90.bwd_producer import ROWS, next_block
@@ -19,10 +20,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 @gluon.constexpr_function
 def float4s(x):
-    """Registers of one thread in fours, each with its offset in bytes from the thread's first place in the sum.
+    """Registers of one thread in fours, each with its offset in bytes from the thread's first place
+    in the sum.
 
-    The sum: 32 columns after the other; of those each warp's 2048 bytes; of those eight columns after the other; and
-    then float4 number `lane`.
+    The sum: 32 columns after the other; of those each warp's 2048 bytes; of those eight columns
+    after the other; and then float4 number `lane`.
     """
     return [
         (i // 16 * 8192 + i // 4 % 4 * 512, ", ".join(x[i : i + 4])) for i in range(0, len(x), 4)
@@ -30,12 +32,16 @@ def float4s(x):
 
 
 # a thread's first place, in bytes: t
-FIRST = "{ .reg .u32 t, w; mov.u32 t, %tid.x; and.b32 w, t, 96; and.b32 t, t, 31; shl.b32 w, w, 6; mad.lo.u32 t, t, 16, w;"
+FIRST = (
+    "{ .reg .u32 t, w; mov.u32 t, %tid.x; and.b32 w, t, 96; and.b32 t, t, 31;"
+    " shl.b32 w, w, 6; mad.lo.u32 t, t, 16, w;"
+)
 
 
 @gluon.constexpr_function
 def store_registers_asm(outputs, inputs):
-    """Each thread stores its registers in shared memory as float4s, the threads of a warp side by side: no bank conflicts."""
+    """Each thread stores its registers in shared memory as float4s, the threads of a warp side by
+    side: no bank conflicts."""
     x, address = inputs
     t = [FIRST, f"add.u32 t, t, {address[0]};"]
     for offset, four in float4s(x):
@@ -74,16 +80,20 @@ def registers_constraints(n, letter="f"):
     return ",".join([letter] * int(n) + ["r", "~{memory}"])
 
 
-# a thread's row of 128 bytes among its warp's 16 keys, and in it the first or the second eight columns, swizzled: t
+# a thread's row of 128 bytes among its warp's 16 keys, and in it the first or the second eight
+# columns, swizzled: t
 OWN_MATRIX = (
-    "{ .reg .u32 t, a, b; .reg .b32 p<16>; mov.u32 t, %tid.x; and.b32 a, t, 15; shl.b32 a, a, 7; and.b32 b, t, 96; shl.b32 b, b, 6;"
-    " or.b32 a, a, b; shr.u32 b, t, 4; and.b32 b, b, 1; xor.b32 t, t, b; and.b32 t, t, 7; shl.b32 t, t, 4; or.b32 t, t, a;"
+    "{ .reg .u32 t, a, b; .reg .b32 p<16>; mov.u32 t, %tid.x; and.b32 a, t, 15;"
+    " shl.b32 a, a, 7; and.b32 b, t, 96; shl.b32 b, b, 6;"
+    " or.b32 a, a, b; shr.u32 b, t, 4; and.b32 b, b, 1; xor.b32 t, t, b; and.b32 t, t, 7; shl.b32 "
+    "t, t, 4; or.b32 t, t, a;"
 )
 
 
 @gluon.constexpr_function
 def store_ds_asm(outputs, inputs):
-    """64 keys of dS into a tile of keys x 64 rows, swizzled by 128 bytes, four 8 x 8 matrices at a time.
+    """64 keys of dS into a tile of keys x 64 rows, swizzled by 128 bytes, four 8 x 8 matrices at a
+    time.
 
     Later columns only flip bits of the first ones' place, as the tile lies at a multiple of 1024.
     """
@@ -100,7 +110,8 @@ def store_ds_asm(outputs, inputs):
 
 @gluon.jit
 def hand_on(ds, ds_s, full):
-    """dS of this warp group into shared memory, and an arrival of its first thread when all of it is there."""
+    """dS of this warp group into shared memory, and an arrival of its first thread when all of it
+    is there."""
     gl.inline_asm(store_ds_asm, registers_constraints(ROWS // 2, "h"), (ds, ds_s))
     fence_async_shared()
     gl.barrier()
@@ -124,8 +135,8 @@ def add_staged(dq, at, stage_s, CELLS: gl.constexpr, PENDING: gl.constexpr = 0):
 
 @gluon.jit
 def keys_read(W: gl.constexpr, DQ: gl.constexpr):
-    """Warp group W is done with the keys; 0 and 1 wait for all that read them, each at a barrier of its own: synccheck knows no
-    barrier that is met from two instructions."""
+    """Warp group W is done with the keys; 0 and 1 wait for all that read them, each at a barrier of
+    its own: synccheck knows no barrier that is met from two instructions."""
     count: gl.constexpr = 384 if DQ == 2 else 256
     if W != 1:
         gl.inline_asm(named_barrier("arrive", 2, count), "~{memory}", ())

@@ -1,15 +1,15 @@
 """Forward attention on Hopper in Gluon: the same results as forward.py, its checked twin.
 
-A program takes tiles of WARP_GROUPS x 64 rows of one head until none is left. Its producer warp draws
-the next tile from a counter, tells the consumers what it is (the plan) and streams queries, keys and
-values through TMA, so that a tile's first loads run under the last products of the tile before.
-Each warp group of consumers multiplies 64 rows by wgmma: in step i it issues s_i = q k_i^T and
-acc += p_(i-1) v_(i-1) together and runs the softmax of step i under the second product
+A program takes tiles of WARP_GROUPS x 64 rows of one head until none is left. Its producer warp
+draws the next tile from a counter, tells the consumers what it is (the plan) and streams queries,
+keys and values through TMA, so that a tile's first loads run under the last products of the tile
+before. Each warp group of consumers multiplies 64 rows by wgmma: in step i it issues s_i = q k_i^T
+and acc += p_(i-1) v_(i-1) together and runs the softmax of step i under the second product
 (FlashAttention-3, arXiv 2407.08608, section 3.2); named barriers make the groups take turns at
 issuing (section 3.1). Masked steps come first, then one mask-free loop.
 
-The query and key dim is cut into chunks of QK_CHUNK columns, one for each power of two and more only
-for dims that are none (192), since Gluon's tiles are powers of two.
+The query and key dim is cut into chunks of QK_CHUNK columns, one for each power of two and more
+only for dims that are none (192), since Gluon's tiles are powers of two.
 """
 
 from sm90.block_lists import list_of_rows
@@ -127,7 +127,8 @@ def forward_sm90(
     """
     config: gl.constexpr = constants(
         QK_DIM=QK_DIM, V_DIM=V_DIM, QK_CHUNK=QK_CHUNK, WARP_GROUPS=WARP_GROUPS, BLOCK_N=BLOCK_N,
-        STAGES=STAGES, OUT_IN_QUERY=OUT_IN_QUERY, REMATERIALIZE=REMATERIALIZE, SOFT_CAP=soft_cap is not None,
+        STAGES=STAGES, OUT_IN_QUERY=OUT_IN_QUERY, REMATERIALIZE=REMATERIALIZE,
+        SOFT_CAP=soft_cap is not None,
         ALIBI=slopes is not None, BLOCK_LISTS=map_bits is not None,
     )  # fmt: skip
     dtype: gl.constexpr = query.dtype
@@ -144,7 +145,9 @@ def forward_sm90(
         gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, V_DIM], v_tile),
     )
     if OUT_IN_QUERY:  # no room: a tile's output takes the place of its queries
-        o_s = tiles_s[0].reinterpret(dtype, [WARP_GROUPS * SLOTS * QK_CHUNK // V_DIM, 64, V_DIM], v_tile)  # fmt: skip
+        o_s = tiles_s[0].reinterpret(
+            dtype, [WARP_GROUPS * SLOTS * QK_CHUNK // V_DIM, 64, V_DIM], v_tile
+        )
     else:
         o_s = gl.allocate_shared_memory(dtype, [WARP_GROUPS, 64, V_DIM], v_tile)
     work_s = gl.allocate_shared_memory(gl.int32, [2, 16], line)

@@ -1,4 +1,5 @@
-"""What a warp group of the Hopper forward (sm90/fwd.py) computes: 64 rows of every tile that the producer names."""
+"""What a warp group of the Hopper forward (sm90/fwd.py) computes: 64 rows of every tile that the
+producer names."""
 
 from sm90.alibi import with_bias
 from sm90.block_lists import list_of_rows, map_of
@@ -39,7 +40,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 @gluon.constexpr_function
 def query_slots(chunks):
-    """Chunks of a warp group's queries, with empty ones up to a power of two: the output may take their place."""
+    """Chunks of a warp group's queries, with empty ones up to a power of two: the output may take
+    their place."""
     while hasattr(chunks, "value"):
         chunks = chunks.value
     return 1 << (int(chunks) - 1).bit_length()
@@ -97,7 +99,14 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
         mask_row = mask_b.to(gl.int64) * q_len
         mask_key = mask_b.to(gl.int64) * kv_len
         q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos = mask
-        mask_here = (q_lo + mask_row, q_hi + mask_row, q_ids + mask_row, kv_ids + mask_key, q_pos + position_row(mask_row, element_test), kv_pos + mask_key)  # fmt: skip
+        mask_here = (
+            q_lo + mask_row,
+            q_hi + mask_row,
+            q_ids + mask_row,
+            kv_ids + mask_key,
+            q_pos + position_row(mask_row, element_test),
+            kv_pos + mask_key,
+        )
         rows = row + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
         acc = gl.zeros([64, V_DIM], gl.float32, o_layout)
         if config.ALIBI:
@@ -129,7 +138,19 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
             at = start + nth_step(first, steps, edges, core_begin, core_end) * BLOCK_N
         if config.ALIBI:
             s = with_bias(s, rows, at, first_scale, slope2, BLOCK_N)
-        s = masked(s, rows, at, mask_here, tested, element_test, q_len, kv_len, this_map, BLOCK_N, BLOCK_LISTS)  # fmt: skip
+        s = masked(
+            s,
+            rows,
+            at,
+            mask_here,
+            tested,
+            element_test,
+            q_len,
+            kv_len,
+            this_map,
+            BLOCK_N,
+            BLOCK_LISTS,
+        )
         m = gl.full([64], -1e30, gl.float32, gl.SliceLayout(1, s_layout))
         l = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
         p, m, l, alpha = softmax(s, m, l, scale2, BLOCK_N, half)
@@ -165,7 +186,19 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
                 if config.ALIBI:
                     s = with_bias(s, rows, at, first_scale, slope2, BLOCK_N)
                 if part == 0:
-                    s = masked(s, rows, at, mask_here, tested, element_test, q_len, kv_len, this_map, BLOCK_N, BLOCK_LISTS)  # fmt: skip
+                    s = masked(
+                        s,
+                        rows,
+                        at,
+                        mask_here,
+                        tested,
+                        element_test,
+                        q_len,
+                        kv_len,
+                        this_map,
+                        BLOCK_N,
+                        BLOCK_LISTS,
+                    )
                 p, m, l, alpha = softmax(s, m, l, scale2, BLOCK_N, half)
                 acc = warpgroup_mma_wait(0, deps=(acc_token,))
                 warp_arrive(v_empty.index(old))

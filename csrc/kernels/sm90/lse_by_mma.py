@@ -1,8 +1,10 @@
-"""LSE and delta of a block of rows, taken off S and dP by the matrix units (LSE_BY_MMA in csrc/aot/tiles_sm90.py).
+"""LSE and delta of a block of rows, taken off S and dP by the matrix units (LSE_BY_MMA in
+csrc/aot/tiles_sm90.py).
 
-S^T and dP^T have rows along their columns, so each thread needs 16 numbers of each, which it reads from shared memory in every
-step: 8 % of what that pipe moves. A product of ones and of three bfloat16 parts of each number, which are all its 24 bits, ends
-the sums instead. The producer warp makes the parts.
+S^T and dP^T have rows along their columns, so each thread needs 16 numbers of each, which it reads
+from shared memory in every step: 8 % of what that pipe moves. A product of ones and of three
+bfloat16 parts of each number, which are all its 24 bits, ends the sums instead. The producer warp
+makes the parts.
 """
 
 from sm90.common import LOG2E, accumulator
@@ -18,7 +20,8 @@ LANES = gl.constexpr(gl.BlockedLayout([2], [32], [1], [0]))
 
 @gluon.constexpr_function
 def parts_asm(outputs, inputs):
-    """Of two rows of a lane: minus its number in three parts, then zeros, 32 bytes a row. All of a row is summed, so no swizzle matters.
+    """Of two rows of a lane: minus its number in three parts, then zeros, 32 bytes a row. All of a
+    row is summed, so no swizzle matters.
 
     Bits are cut off, not rounded, and what is left is exact: 8 bits and 8 bits and 8 bits.
     """
@@ -29,10 +32,12 @@ def parts_asm(outputs, inputs):
     ]
     for j, number in enumerate(x):
         t.append(
-            f"neg.f32 r, {number}; mov.b32 h, r; and.b32 h, h, 0xFFFF0000; mov.b32 f, h; sub.f32 r, r, f;"
+            f"neg.f32 r, {number}; mov.b32 h, r; and.b32 h, h, 0xFFFF0000; mov.b32 f, h; sub.f32 "
+            f"r, r, f;"
             "mov.b32 m, r; and.b32 m, m, 0xFFFF0000; mov.b32 f, m; sub.f32 r, r, f; mov.b32 l, r;"
             "shr.u32 h, h, 16; or.b32 h, h, m; shr.u32 l, l, 16;"
-            f"st.shared.v4.b32 [a+{32 * j}], {{h, l, z, z}}; st.shared.v4.b32 [a+{32 * j + 16}], {{z, z, z, z}};"
+            f"st.shared.v4.b32 [a+{32 * j}], {{h, l, z, z}}; st.shared.v4.b32 [a+{32 * j + 16}], "
+            f"{{z, z, z, z}};"
         )
     return " ".join(t) + " fence.proxy.async.shared::cta; bar.warp.sync -1; }"
 
@@ -55,7 +60,8 @@ def load_lines(lines, lines_s, full, at, slot):
 
 @gluon.jit
 def lse_scale(scale):
-    """`scale` in base 2 as S is multiplied by it. Below 2^-100 no score of less than 2^76 makes a difference."""
+    """`scale` in base 2 as S is multiplied by it. Below 2^-100 no score of less than 2^76 makes a
+    difference."""
     return gl.maximum(scale * LOG2E, LEAST)
 
 

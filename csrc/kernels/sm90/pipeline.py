@@ -1,6 +1,6 @@
-"""What the kernels that walk over tiles of rows share (forward, dQ): the plan that a producer tells, places in a ring of buffers,
-turns of the warp groups, and which pairs of a step the mask leaves.
-"""
+"""What the kernels that walk over tiles of rows share (forward, dQ): the plan that a producer
+tells, places in a ring of buffers, turns of the warp groups, and which pairs of a step the mask
+leaves."""
 
 from sm90.block_lists import bits_of_keys
 from sm90.common import (
@@ -18,7 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 @gluon.constexpr_function
 def send_tile_asm(outputs, inputs):
-    """The first lane, which is also the one to arrive at the barrier, writes numbers to shared memory. Operands: address, numbers."""
+    """The first lane, which is also the one to arrive at the barrier, writes numbers to shared
+    memory. Operands: address, numbers."""
     address, *numbers = inputs
     t = ["{ .reg .pred p; .reg .u32 t; mov.u32 t, %laneid; setp.eq.u32 p, t, 0;"]
     t += [f"@p st.shared.s32 [{address[0]}+{4 * k}], {x[0]};" for k, x in enumerate(numbers)]
@@ -78,7 +79,19 @@ def pairs(rows, start, mask, tested, element_test, q_len, kv_len, N: gl.constexp
 
 
 @gluon.jit
-def masked(s, rows, start, mask, tested, element_test, q_len, kv_len, this_map, N: gl.constexpr, MAPPED: gl.constexpr):  # fmt: skip
+def masked(
+    s,
+    rows,
+    start,
+    mask,
+    tested,
+    element_test,
+    q_len,
+    kv_len,
+    this_map,
+    N: gl.constexpr,
+    MAPPED: gl.constexpr,
+):
     bits = pairs(rows, start, mask, tested, element_test, q_len, kv_len, N)
     if MAPPED:
         bits = bits & bits_of_keys(this_map, rows, start, q_len)
@@ -97,7 +110,8 @@ def ping_pong_pass(W: gl.constexpr, WARP_GROUPS: gl.constexpr):
 
 @gluon.jit
 def place_of_values(stage, phase, V_STAGES: gl.constexpr, STAGES: gl.constexpr):
-    """The place in the ring of values, and its parity, where that of keys is at `stage` and `phase`."""
+    """The place in the ring of values, and its parity, where that of keys is at `stage` and
+    `phase`."""
     gl.static_assert(V_STAGES == STAGES or (V_STAGES == 1 and STAGES == 2))
     if V_STAGES == STAGES:
         place = stage, phase
@@ -107,7 +121,17 @@ def place_of_values(stage, phase, V_STAGES: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def pass_by(count, W: gl.constexpr, full, empty, stage, phase, V_STAGES: gl.constexpr, STAGES: gl.constexpr, WARP_GROUPS: gl.constexpr):  # fmt: skip
+def pass_by(
+    count,
+    W: gl.constexpr,
+    full,
+    empty,
+    stage,
+    phase,
+    V_STAGES: gl.constexpr,
+    STAGES: gl.constexpr,
+    WARP_GROUPS: gl.constexpr,
+):
     """Steps in which this warp group has nothing to do but to take its turn."""
     _, k_full, v_full = full
     _, k_empty, v_empty = empty

@@ -1,12 +1,14 @@
 """Soft caps in the Hopper kernels: tanh of scores, in registers.
 
-With s = q k^T a capped logit is cap * tanh(s * scale / cap) (Gemma 2, arXiv 2408.00118). Scores become tanh here and
-are from then on in units of the cap, which takes the place of the scale.
+With s = q k^T a capped logit is cap * tanh(s * scale / cap) (Gemma 2, arXiv 2408.00118). Scores
+become tanh here and are from then on in units of the cap, which takes the place of the scale.
 
-Where |s * scale / cap| is up to 1/2, as those of trained models mostly are, an odd polynomial: six multiplications or
-additions, while the exp unit has the softmax. Else 1 - 2 / (1 + e^2x), two more operations of that unit, which a warp without
-such a score leaves out: what it finds of a score never hangs on the others beside it. The polynomial is within 3e-7 of tanh, the other within 4e-7 by the errors that PTX allows its ex2 and rcp; a logit so within
-cap * 4e-7, which is why the handler gives larger caps to the general kernels (OnSm90 in csrc/ffi/fallback.cc).
+Where |s * scale / cap| is up to 1/2, as those of trained models mostly are, an odd polynomial: six
+multiplications or additions, while the exp unit has the softmax. Else 1 - 2 / (1 + e^2x), two more
+operations of that unit, which a warp without such a score leaves out: what it finds of a score
+never hangs on the others beside it. The polynomial is within 3e-7 of tanh, the other within 4e-7 by
+the errors that PTX allows its ex2 and rcp; a logit so within cap * 4e-7, which is why the handler
+gives larger caps to the general kernels (OnSm90 in csrc/ffi/fallback.cc).
 """
 
 from triton.experimental import gluon
@@ -27,8 +29,8 @@ def hex_float(x):
 
 @gluon.constexpr_function
 def tanh_asm(n):
-    """One thread's scores become tanh(s * k), in their own registers. Operands: n results; n tied scores, k. Warps decide apart, so
-    all their lanes must be here."""
+    """One thread's scores become tanh(s * k), in their own registers. Operands: n results; n tied
+    scores, k. Warps decide apart, so all their lanes must be here."""
     while hasattr(n, "value"):
         n = n.value
     y = [f"${i}" for i in range(n)]

@@ -13,8 +13,8 @@ from triton.experimental.gluon import language as gl
 
 @gluon.constexpr_function
 def operands(n):
-    """Numbers of the operands of a softmax step: m, l and alpha (2 each) as results, behind P; the first score; m and l (2 each) and
-    the scale as they are given."""
+    """Numbers of the operands of a softmax step: m, l and alpha (2 each) as results, behind P; the
+    first score; m and l (2 each) and the scale as they are given."""
     o = n // 2
     s = o + 6
     given = [s + n, s + n + 1], [s + n + 2, s + n + 3], s + n + 4
@@ -23,7 +23,7 @@ def operands(n):
 
 @gluon.constexpr_function
 def over_row(r, operation, total, scores):
-    """max or add over a thread's scores of row r, in two chains: {total}{2r} and {total}{2r + 1}."""
+    """max or add over a thread's scores of row r, in two chains: {total}{2r}, {total}{2r + 1}."""
     t, mine = [], [x for i, x in enumerate(scores) if (i >> 1) & 1 == r]
     for c in (0, 1):
         part, x = mine[c::2], f"{total}{2 * r + c}"
@@ -61,16 +61,19 @@ def row_sums(n, l_in, l_out, a_out):
     for r in (0, 1):
         t += over_row(r, "add", "w", [f"e{i}" for i in range(n)])
         t.append(
-            f"add.f32 w{2 * r}, w{2 * r}, w{2 * r + 1}; fma.rn.f32 ${l_out[r]}, ${l_in[r]}, ${a_out[r]}, w{2 * r};"
+            f"add.f32 w{2 * r}, w{2 * r}, w{2 * r + 1}; fma.rn.f32 ${l_out[r]}, ${l_in[r]}, "
+            f"${a_out[r]}, w{2 * r};"
         )
     return t
 
 
 @gluon.constexpr_function
 def softmax_asm(n, half):
-    """One thread's share of a softmax step. Operands: n / 2 packed P, m (2), l (2), alpha (2), then n scores, m (2), l (2), scale.
+    """One thread's share of a softmax step. Operands: n / 2 packed P, m (2), l (2), alpha (2), then
+    n scores, m (2), l (2), scale.
 
-    Score register i belongs to row 8 * (i >> 1 & 1). The maximum is reduced over the quad; alpha is the same in the whole quad.
+    Score register i belongs to row 8 * (i >> 1 & 1). The maximum is reduced over the quad; alpha is
+    the same in the whole quad.
     """
     while hasattr(n, "value"):
         n = n.value
@@ -81,7 +84,8 @@ def softmax_asm(n, half):
     t += row_maxima([f"${s + i}" for i in range(n)])
     for r in (0, 1):
         t.append(
-            f"mul.f32 g{r}, g{r}, ${scale}; add.f32 k{r}, ${m_in[r]}, 0f41000000; setp.gt.f32 q, g{r}, k{r};"
+            f"mul.f32 g{r}, g{r}, ${scale}; add.f32 k{r}, ${m_in[r]}, 0f41000000; setp.gt.f32 q, "
+            f"g{r}, k{r};"
             f"selp.f32 ${m_out[r]}, g{r}, ${m_in[r]}, q; sub.f32 k{r}, ${m_in[r]}, ${m_out[r]};"
             f"ex2.approx.ftz.f32 ${a_out[r]}, k{r}; neg.f32 g{r}, ${m_out[r]};"
         )
@@ -101,7 +105,8 @@ def half_name(dtype):
 
 @gluon.jit
 def softmax(s, m, l, scale2, N: gl.constexpr, half: gl.constexpr):
-    """P as pairs of 16 bits (int32 [64, N / 2]: carried 16-bit values would cost a PRMT each), new m, partial l, alpha."""
+    """P as pairs of 16 bits (int32 [64, N / 2]: carried 16-bit values would cost a PRMT each), new
+    m, partial l, alpha."""
     packed: gl.constexpr = gl.distributed_type(gl.int32, [64, N // 2], accumulator(N // 2))
     return gl.inline_asm(
         softmax_asm(N // 2, half),
@@ -129,11 +134,13 @@ def unpack(p, N: gl.constexpr, layout: gl.constexpr, dtype: gl.constexpr):
 
 @gluon.constexpr_function
 def rescale_asm(n):
-    """acc *= alpha, skipped by a warp in which every alpha is 1. Operands: n acc, n tied acc, alpha (2)."""
+    """acc *= alpha, skipped by a warp in which every alpha is 1. Operands: n acc, n tied acc, alpha
+    (2)."""
     while hasattr(n, "value"):
         n = n.value
     t = [
-        f"{{ .reg .pred p, q; setp.neu.f32 p, ${2 * n}, 0f3F800000; setp.neu.or.f32 p, ${2 * n + 1}, 0f3F800000, p;"
+        f"{{ .reg .pred p, q; setp.neu.f32 p, ${2 * n}, 0f3F800000;"
+        f" setp.neu.or.f32 p, ${2 * n + 1}, 0f3F800000, p;"
         " vote.sync.any.pred q, p, -1; @!q bra DONE;"
     ]
     t += [f"mul.f32 ${i}, ${i}, ${2 * n + ((i >> 1) & 1)};" for i in range(n)]

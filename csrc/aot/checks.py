@@ -1,0 +1,67 @@
+"""What the build refuses: parameters that the launcher does not pass, and unaccepted spills."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import subprocess
+
+import table
+
+PTX_TYPES = {
+    "align": "tma",
+    "u64": "ptr",
+    "u32": "i32",
+    "f32": "f32",
+    "s32": "i32",
+    "b64": "ptr",
+    "b32": "i32",
+}
+
+
+def check_parameters(ptx: str, params: list[dict[str, str]], kernel: str) -> None:
+    """The PTX must take exactly our parameters, then Triton's two scratch pointers.
+
+    A tensor map takes seven: 128 bytes, shape, strides.
+    """
+    found = re.findall(r"\.param \.(\w+) ?.*?\w+_param_\d+(\[128\])?", ptx.split(")")[0])
+    got = [PTX_TYPES.get(kind, kind) for kind, size in found if bool(size) == (kind == "align")]
+    want = []
+    for p in params:
+        want += [p["type"]] + (["i32"] * 3 + ["ptr"] * 3 if p["type"] == "tma" else [])
+    want += ["ptr", "ptr"]
+    if got != want:
+        raise SystemExit(
+            f"{kernel}: parameters in the PTX are {got}, the launcher would pass {want}"
+        )
+
+
+def resources(cubin: pathlib.Path) -> dict[str, int]:
+    """Registers and stack bytes (local memory: spills) of a thread, as recorded in the cubin."""
+    import triton
+
+    tool = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    text = subprocess.run(
+        [tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True
+    ).stdout
+    return {
+        key: int(re.search(rf"{field}:(\d+)", text).group(1))  # type: ignore[union-attr]
+        for key, field in (("registers", "REG"), ("stack", "STACK"))
+    }
+
+
+def check_assembly(variant: table.Variant, stack: int, log: str) -> None:
+    """Refuse spills that nobody accepted, and serialised matrix products where they are slow."""
+    if "registers" not in log:
+        raise SystemExit(f"{variant.name}: the assembler's report is missing")
+    if variant.arch.tiles != "hopper":
+        return
+    if stack > variant.spills:
+        raise SystemExit(
+            f"{variant.name}: {stack} bytes of local memory a thread, {variant.spills} are "
+            f"accepted "
+            "(SPILLS in table.py)"
+        )
+    serialised = re.search(r".*(C75\d\d|wgmma.*serializ).*", log)
+    if serialised and variant.kernel not in table.SERIALISED:
+        raise SystemExit(f"{variant.name}: {serialised[0].strip()}")
