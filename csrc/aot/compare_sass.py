@@ -16,6 +16,7 @@ import pathlib
 import struct
 import sys
 
+NOBITS = 8  # a section that has a size and nothing in the file
 SAME = ("arch", "dtype", "qk_dim", "v_dim", "threads", "shared", "block", "assembler", "registers")
 SAME += ("stack", "driver", "tensor_maps")
 
@@ -27,8 +28,10 @@ def sections(cubin: bytes) -> dict[str, bytes]:
     headers = [struct.unpack_from("<IIQQQQ", cubin, at + i * size) for i in range(count)]
     strings = cubin[headers[names][4] :]
     return {
-        strings[name : strings.index(b"\0", name)].decode(): cubin[offset : offset + length]
-        for name, _, _, _, offset, length in headers
+        strings[name : strings.index(b"\0", name)].decode(): (
+            b"\0" * length if kind == NOBITS else cubin[offset : offset + length]
+        )
+        for name, kind, _, _, offset, length in headers
     }
 
 
