@@ -1,7 +1,7 @@
-"""Eight CPU devices for the sharding tests; tests marked `gpu` run only where CUDA is; memory stays
-small.
+"""Eight CPU devices for the sharding tests; which tests run; memory stays small.
 
-What jax compiled for a module's tests is dropped after it, and the last lines of a run say how much
+Tests marked `gpu` run only where CUDA is, those marked `exhaustive` only under `-m exhaustive`. What
+jax compiled for a module's tests is dropped after it, and the last lines of a run say how much
 memory each worker took at most.
 """
 
@@ -29,11 +29,11 @@ settings.load_profile("packax")
 pytest.register_assert_rewrite("cpp.launches", "lowered")
 
 
-def pytest_configure(config):
-    config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped where there is none")
-
-
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if "exhaustive" not in config.option.markexpr:
+        left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu and not _has_cuda():
         for item in on_gpu:
