@@ -1,7 +1,7 @@
 """Eight CPU devices for the sharding tests; which tests run; memory stays small.
 
-Tests marked `gpu` run only where CUDA is, those marked `exhaustive` only under `-m exhaustive`. What
-jax compiled for a module's tests is dropped after it, and the last lines of a run say how much
+Tests marked `gpu` run only where CUDA is, those marked `exhaustive` only under `-m exhaustive`.
+What jax compiled for a module's tests is dropped after it, and the last lines of a run say how much
 memory each worker took at most.
 """
 
