@@ -5,8 +5,6 @@ Keys unique, every row buildable, a surprise in the PTX refused, builds repeatab
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 import json
 import pathlib
 import re
@@ -15,38 +13,8 @@ import subprocess
 import sys
 
 import pytest
-from paths import AOT, KERNEL_DIR, ROOT
-
-
-def load(name: str):
-    spec = importlib.util.spec_from_file_location(f"packax_aot_{name}", AOT / f"{name}.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    sys.path.insert(0, str(AOT))
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(AOT))
-    return module
-
-
-table = load("table")
-tiles = load("tiles_sm90")
-compiler = load("compile")
-ALL = list(table.variants())
-DECODE = ["decode", "decode_tall", "decode_combine"]
-
-
-def arguments_of(kernel: str, source: str = "") -> list[str]:
-    """As a kernel's file declares them, constants included, without those that are None in it."""
-    module = source or table.KERNELS[kernel]
-    function = table.FUNCTIONS.get(module, kernel)
-    text = compiler.module_file(module).read_text()
-    found = re.search(rf"def {function}\((.*?)\):", text, re.S)
-    assert found, f"{function} is not in the file that the table names"
-    names = [a.split(":")[0].strip() for a in found[1].split(",") if a.strip()]
-    return [name for name in names if name not in table.absent_arguments(kernel)]
+from aot_modules import ALL, DECODE, GENERAL, arguments_of, compiler, table, tiles
+from paths import ROOT
 
 
 def test_keys_and_names_are_unique() -> None:
@@ -215,17 +183,6 @@ def test_every_kernel_loads_on_a_driver_of_cuda_12() -> None:
         assert v.name.endswith("_cuda13") == (v.driver == 13000)
 
 
-PLAIN = ["forward", "backward_delta", "backward_dkdv", "backward_dq"]
-GENERAL = [f"{kernel}_fallback" for kernel in PLAIN]
-FORWARDS = [
-    *("forward_sm90", "forward_sm90_soft_cap", "forward_sm90_low_occupancy"),
-    *("forward_sm90_alibi", "forward_sm90_block_lists"),
-]
-KEYS = ["backward_dkdv_sm90", "backward_dkdv_sm90_soft_cap", "backward_dkdv_sm90_block_lists"]
-ROWS = ["backward_dq_sm90", "backward_dq_sm90_soft_cap", "backward_dq_sm90_block_lists"]
-ONES = ["backward_sm90", "backward_sm90_soft_cap", "backward_sm90_alibi"]
-
-
 @pytest.mark.parametrize(
     "kernel", ["forward_fallback", "backward_dkdv_fallback", "backward_dq_fallback"]
 )
@@ -264,118 +221,6 @@ def test_a_kernel_for_wide_heads_stands_for_the_other(kernel: str, dim: int) -> 
     assert {max(v.qk_dim, v.v_dim) for v in built if v.source == source} >= {dim}
     others = {v.source for v in built if (kernel, max(v.qk_dim, v.v_dim)) not in table.WIDE}
     assert others == {table.KERNELS[kernel]}
-
-
-@pytest.fixture
-def recompiled(monkeypatch, tmp_path, request):
-    """A function that changes a kernel file and names the variants that the cache no longer has."""
-    shutil.copytree(ROOT / "csrc" / "kernels", tmp_path, dirs_exist_ok=True)
-    monkeypatch.setattr(compiler, "KERNEL_DIR", tmp_path)
-    request.addfinalizer(compiler.source_bytes.cache_clear)
-
-    def fingerprints() -> dict[str, str]:
-        compiler.source_bytes.cache_clear()
-        return {v.name: compiler.fingerprint(v) for v in ALL}
-
-    def change(name: str) -> set[str]:
-        before = fingerprints()
-        file = compiler.module_file(name)
-        file.write_text(file.read_text() + "# changed\n")
-        return {name for name, now in fingerprints().items() if now != before[name]}
-
-    return change
-
-
-@pytest.mark.parametrize(
-    "file,kernels",
-    [
-        ("sm90.common", [*FORWARDS, *ONES, *KEYS, *ROWS]),  # also by way of softmax
-        ("sm90.fwd", [*FORWARDS]),
-        ("sm90.fwd_consumer", [*FORWARDS]),
-        ("sm90.pipeline", [*FORWARDS, *ROWS]),  # turns
-        ("sm90.softmax", [*FORWARDS, "sm90.bwd_dkdv_d192"]),
-        ("sm90.chunked_mma", [*ROWS, "sm90.bwd_dkdv_d192", "sm90.bwd_dkdv_d256"]),
-        ("sm90.bwd_consumer", ["sm90.bwd"]),
-        ("sm90.bwd_producer", [*ONES, *KEYS]),
-        ("sm90.lse_by_mma", [*ONES, *KEYS]),  # by way of the producer
-        ("sm90.dq_reduce", ["sm90.bwd", "sm90.bwd_dkdv_d256"]),
-        ("sm90.soft_cap", ["sm90.fwd", "sm90.bwd", "sm90.bwd_dq", "sm90.bwd_dkdv_d256"]),
-        ("sm90.alibi", ["sm90.fwd", "sm90.bwd"]),
-        ("sm90.block_lists", ["sm90.fwd", "sm90.bwd", "sm90.bwd_dq"]),
-        ("sm90.bwd_listed_producer", ["sm90.bwd"]),
-        ("sm90.bwd_prepost", ["backward_prepare", "backward_finish"]),
-        ("portable.kv_ranges", [*PLAIN, *GENERAL, *DECODE]),
-        ("portable.decode", DECODE),
-        ("portable.score_mods", [*GENERAL, *DECODE]),
-        ("portable.block_lists", GENERAL),
-        ("mask.segments", ["documents_init", "documents_runs", "documents_rows"]),
-        ("mask.block_bounds", ["blocks_rows", "blocks_keys", "blocks_order"]),
-    ],
-)
-def test_a_changed_file_recompiles_the_kernels_that_import_it(recompiled, file, kernels) -> None:
-    """Kernels, or of one that has two files the second."""
-    want = {v.name for v in ALL if v.kernel in kernels or v.source in kernels}
-    assert recompiled(file) == want
-
-
-def test_a_wide_kernel_has_a_file_of_its_own(recompiled) -> None:
-    for file in ("sm90.bwd_dkdv_d256", "sm90.bwd_dkdv_d192", "sm90.bwd"):
-        assert recompiled(file) == {v.name for v in ALL if v.source == file}
-
-
-@pytest.mark.parametrize(
-    "name,value,kernels",
-    [
-        ("ASSEMBLERS", table.ASSEMBLERS | {"13.4": ("ptxas-blackwell", 13010)},
-            {v.kernel for v in ALL if v.assembler == "13.4"}),
-        ("MULTIPLES", {}, set(table.KERNELS)),
-        ("FLOATS", ("scale",), set(table.KERNELS)),
-        ("SPILLS", table.SPILLS | {("forward_sm90", 128): 4096}, {"forward_sm90"}),
-        ("SERIALISED", ("backward_dkdv", "forward"), {"forward"}),
-    ],
-)  # fmt: skip
-def test_what_the_table_says_beside_a_variant_recompiles_it(monkeypatch, name, value, kernels):
-    """Else the cache would give what was compiled, and accepted, by another table."""
-    before = {v.name: compiler.fingerprint(v) for v in ALL}
-    for module in (table, compiler.table):  # the same file, loaded twice
-        monkeypatch.setattr(module, name, value)
-    assert {v.kernel for v in ALL if compiler.fingerprint(v) != before[v.name]} == kernels
-
-
-def test_an_interrupted_build_leaves_nothing_that_the_cache_would_give(
-    monkeypatch, tmp_path
-) -> None:
-    variant, out, store = ALL[0], tmp_path / "out", tmp_path / "store"
-    out.mkdir()
-    for suffix in (".cubin", ".json"):
-        (out / f"{variant.name}{suffix}").write_bytes(b"whole")
-    write = pathlib.Path.write_bytes
-
-    def full_disk(path, data):
-        write(path, data[:2])
-        if ".json" in path.name:
-            raise OSError("No space left on device")
-
-    with monkeypatch.context() as context:
-        context.setattr(pathlib.Path, "write_bytes", full_disk)
-        with pytest.raises(OSError, match="No space"):
-            compiler.keep(variant, out, store)
-    assert not (store / f"{variant.name}.json").exists()
-    compiler.keep(variant, out, store)
-    assert {(store / f"{variant.name}{s}").read_bytes() for s in (".cubin", ".json")} == {b"whole"}
-
-
-@pytest.mark.parametrize("file", sorted(KERNEL_DIR.glob("*/*.py")), ids=str)
-def test_files_are_imported_in_the_way_that_the_compiler_reads(file: pathlib.Path) -> None:
-    imported = set()
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            imported |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            imported.add(node.module)
-    own = {f"{f.parent.name}.{f.stem}" for f in KERNEL_DIR.glob("*/*.py")}
-    read = set(re.findall(r"^from ([\w.]+) import", file.read_text(), re.M))
-    assert imported & own == read & own
 
 
 def test_narrowing_names_what_is_accepted() -> None:

@@ -1,0 +1,124 @@
+"""Which kernels a changed file or table makes the build compile again."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+import re
+import shutil
+
+import pytest
+from aot_modules import ALL, DECODE, FORWARDS, GENERAL, KEYS, ONES, PLAIN, ROWS, compiler, table
+from paths import KERNEL_DIR, ROOT
+
+
+@pytest.fixture
+def recompiled(monkeypatch, tmp_path, request):
+    """A function that changes a kernel file and names the variants that the cache no longer has."""
+    shutil.copytree(ROOT / "csrc" / "kernels", tmp_path, dirs_exist_ok=True)
+    monkeypatch.setattr(compiler, "KERNEL_DIR", tmp_path)
+    request.addfinalizer(compiler.source_bytes.cache_clear)
+
+    def fingerprints() -> dict[str, str]:
+        compiler.source_bytes.cache_clear()
+        return {v.name: compiler.fingerprint(v) for v in ALL}
+
+    def change(name: str) -> set[str]:
+        before = fingerprints()
+        file = compiler.module_file(name)
+        file.write_text(file.read_text() + "# changed\n")
+        return {name for name, now in fingerprints().items() if now != before[name]}
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "file,kernels",
+    [
+        ("sm90.common", [*FORWARDS, *ONES, *KEYS, *ROWS]),  # also by way of softmax
+        ("sm90.fwd", [*FORWARDS]),
+        ("sm90.fwd_consumer", [*FORWARDS]),
+        ("sm90.pipeline", [*FORWARDS, *ROWS]),  # turns
+        ("sm90.softmax", [*FORWARDS, "sm90.bwd_dkdv_d192"]),
+        ("sm90.chunked_mma", [*ROWS, "sm90.bwd_dkdv_d192", "sm90.bwd_dkdv_d256"]),
+        ("sm90.bwd_consumer", ["sm90.bwd"]),
+        ("sm90.bwd_producer", [*ONES, *KEYS]),
+        ("sm90.lse_by_mma", [*ONES, *KEYS]),  # by way of the producer
+        ("sm90.dq_reduce", ["sm90.bwd", "sm90.bwd_dkdv_d256"]),
+        ("sm90.soft_cap", ["sm90.fwd", "sm90.bwd", "sm90.bwd_dq", "sm90.bwd_dkdv_d256"]),
+        ("sm90.alibi", ["sm90.fwd", "sm90.bwd"]),
+        ("sm90.block_lists", ["sm90.fwd", "sm90.bwd", "sm90.bwd_dq"]),
+        ("sm90.bwd_listed_producer", ["sm90.bwd"]),
+        ("sm90.bwd_prepost", ["backward_prepare", "backward_finish"]),
+        ("portable.kv_ranges", [*PLAIN, *GENERAL, *DECODE]),
+        ("portable.decode", DECODE),
+        ("portable.score_mods", [*GENERAL, *DECODE]),
+        ("portable.block_lists", GENERAL),
+        ("mask.segments", ["documents_init", "documents_runs", "documents_rows"]),
+        ("mask.block_bounds", ["blocks_rows", "blocks_keys", "blocks_order"]),
+    ],
+)
+def test_a_changed_file_recompiles_the_kernels_that_import_it(recompiled, file, kernels) -> None:
+    """Kernels, or of one that has two files the second."""
+    want = {v.name for v in ALL if v.kernel in kernels or v.source in kernels}
+    assert recompiled(file) == want
+
+
+def test_a_wide_kernel_has_a_file_of_its_own(recompiled) -> None:
+    for file in ("sm90.bwd_dkdv_d256", "sm90.bwd_dkdv_d192", "sm90.bwd"):
+        assert recompiled(file) == {v.name for v in ALL if v.source == file}
+
+
+@pytest.mark.parametrize(
+    "name,value,kernels",
+    [
+        ("ASSEMBLERS", table.ASSEMBLERS | {"13.4": ("ptxas-blackwell", 13010)},
+            {v.kernel for v in ALL if v.assembler == "13.4"}),
+        ("MULTIPLES", {}, set(table.KERNELS)),
+        ("FLOATS", ("scale",), set(table.KERNELS)),
+        ("SPILLS", table.SPILLS | {("forward_sm90", 128): 4096}, {"forward_sm90"}),
+        ("SERIALISED", ("backward_dkdv", "forward"), {"forward"}),
+    ],
+)  # fmt: skip
+def test_what_the_table_says_beside_a_variant_recompiles_it(monkeypatch, name, value, kernels):
+    """Else the cache would give what was compiled, and accepted, by another table."""
+    before = {v.name: compiler.fingerprint(v) for v in ALL}
+    for module in (table, compiler.table):  # the same file, loaded twice
+        monkeypatch.setattr(module, name, value)
+    assert {v.kernel for v in ALL if compiler.fingerprint(v) != before[v.name]} == kernels
+
+
+def test_an_interrupted_build_leaves_nothing_that_the_cache_would_give(
+    monkeypatch, tmp_path
+) -> None:
+    variant, out, store = ALL[0], tmp_path / "out", tmp_path / "store"
+    out.mkdir()
+    for suffix in (".cubin", ".json"):
+        (out / f"{variant.name}{suffix}").write_bytes(b"whole")
+    write = pathlib.Path.write_bytes
+
+    def full_disk(path, data):
+        write(path, data[:2])
+        if ".json" in path.name:
+            raise OSError("No space left on device")
+
+    with monkeypatch.context() as context:
+        context.setattr(pathlib.Path, "write_bytes", full_disk)
+        with pytest.raises(OSError, match="No space"):
+            compiler.keep(variant, out, store)
+    assert not (store / f"{variant.name}.json").exists()
+    compiler.keep(variant, out, store)
+    assert {(store / f"{variant.name}{s}").read_bytes() for s in (".cubin", ".json")} == {b"whole"}
+
+
+@pytest.mark.parametrize("file", sorted(KERNEL_DIR.glob("*/*.py")), ids=str)
+def test_files_are_imported_in_the_way_that_the_compiler_reads(file: pathlib.Path) -> None:
+    imported = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add(node.module)
+    own = {f"{f.parent.name}.{f.stem}" for f in KERNEL_DIR.glob("*/*.py")}
+    read = set(re.findall(r"^from ([\w.]+) import", file.read_text(), re.M))
+    assert imported & own == read & own

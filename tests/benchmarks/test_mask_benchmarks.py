@@ -1,0 +1,130 @@
+"""benchmarks/masks.py: masks are said alike by every library, results compared, selections counted."""
+
+from __future__ import annotations
+
+from benchmark_scripts import script
+
+
+def test_options_are_said_alike():
+    """Pair by pair, as packax has it: the predicate that FlexAttention and the reference take."""
+    script("""
+import dataclasses
+import numpy as np
+from lib.mask_cases import CASES, select
+
+assert select("causal_16k_d64")[0].name == "causal_16k_d64" and len(select(None)) == len(CASES)
+done = set()
+for case in CASES:
+    if case.mask in done:
+        continue
+    done.add(case.mask)
+    case = dataclasses.replace(case, seq=9216, selection=None)
+    i, j = np.ogrid[:9216, :9216]
+    tables = case.tables()
+    allowed = case.allows(0, i, j, tables)
+    assert np.array_equal(np.squeeze(case.expression(tables).as_array(9216, 9216)),
+        allowed), case.name
+assert 0 < allowed.mean() < 1
+""")
+
+
+def test_the_reference_of_options():
+    """packax on the CPU, whatever option: every result within the limits, and not with another
+    option."""
+    script("""
+import dataclasses
+import jax
+import masks
+from lib.mask_cases import CASES
+
+jax.config.update("jax_platforms", "cpu")
+wrong = {}
+for case in CASES:
+    if case.name not in ("window1k_32k_d64", "spans_32k_d128", "softcap_16k_d128", "alibi_16k_d128",
+        "sinks_16k_d64"):
+        continue
+    case = dataclasses.replace(case, seq=1536, heads=4, kv_heads=2, dim=16)
+    inputs = [4 * x for x in masks.inputs_of(case)[:2]] + list(masks.inputs_of(case)[2:])
+    tables = case.tables()
+    reference = masks.Reference(case, inputs, tables)
+    function, mask, area = masks.packax_function(case, tables)
+    assert area == case.expression(tables).as_array(1536, 1536).sum()
+    row = masks.usable(function, mask, inputs, reference, 1.0)
+    assert not row["wrong"] and not row["failed"], (case.name, row)
+    assert set(row["errors"]) == {"out", "dq", "dk", "dv"} and set(row["launches"]) == {"fwd",
+        "bwd"}
+    plain = dataclasses.replace(case, soft_cap=None, sinks=False, alibi=False, mask=CASES[-1].mask)
+    function, mask, _ = masks.packax_function(plain, tables)
+    row = masks.usable(function, mask, inputs, reference, 1.0)
+    assert row["wrong"] and not row["passes"], (case.name, row)
+shown = masks.table({"x": {"packax": {"times": {"fwd": {"ms": 1.0, "tflops": 5.0}},
+    "errors": {"out": 1e-3},
+                                       "failed": {"bwd": "no kernel"}, "wrong": []}}})
+assert "x packax bwd did not run: no kernel" in shown and "1.0e-03" in shown
+""")
+
+
+def test_selections_of_options():
+    """Maps of blocks: as many as asked for and none behind the row, said alike by every way,
+    counted, and compared."""
+    script("""
+import dataclasses
+import jax
+import numpy as np
+import masks
+from lib import selections
+from lib.mask_cases import select
+
+jax.config.update("jax_platforms", "cpu")
+selections.CHUNK = 100
+sizes = {"moba": (1, 64, 3), "moba_own": (1, 64, 3), "indexer": (1, 1, 90),
+    "indexer_blocks": (64, 64, 4)}
+cases = {case.name.removesuffix("_32k_d128"): case for case in select("selections")}
+assert set(cases) == set(sizes)
+S, N = 768, 4
+i, j = np.arange(S)[:, None], np.arange(S)
+blocks = {}
+for name, case in cases.items():
+    rows, keys, top = sizes[name]
+    assert (case.selection.rows, case.selection.keys) == (rows, 512 if keys == 64
+        and rows == 1 else keys)
+    of = dataclasses.replace(case.selection, keys=keys, top=top)
+    case = dataclasses.replace(case, seq=S, heads=N, kv_heads=2, dim=16, selection=of)
+    tables = selections.tables(case)
+    chosen = tables["chosen"]
+    first_row, first_key = np.arange(0, S, rows)[:, None], np.arange(0, S, keys)
+    before = first_key < first_row + rows
+    assert not (chosen & ~before).any()
+    assert np.array_equal(chosen.sum(-1),
+        np.minimum(before.sum(-1), top)[None].repeat(len(chosen), 0))
+    assert not of.own or chosen[:, before & (first_key + keys > first_row)].all()
+    allowed = case.allows(np.arange(N)[:, None, None], i, j, tables)
+    assert np.array_equal(np.broadcast_to(allowed, (N, S, S))[None],
+        np.broadcast_to(case.expression(tables).as_array(S, S), (1, N, S, S)))
+    assert len(chosen) == (N if of.by_head else 1) and (len(chosen) == 1
+        or (chosen[0] != chosen[1]).any())
+    function, mask, area = masks.packax_function(case, tables)
+    assert area == allowed.sum() / len(allowed if allowed.ndim == 3 else [0])
+    shares = selections.shares(case, mask, area)
+    tiles = np.broadcast_to(allowed, (N, S, S)).reshape(N, S // 128, 128, S // 64, 64).any((2, 4))
+    assert np.isclose(shares["blocks"], tiles.sum() / N / 42) and np.isclose(shares["pairs"],
+        area / (S * (S + 1) / 2))
+    blocks[name] = shares["blocks"]
+    if name not in ("moba", "indexer"):
+        continue
+    inputs = masks.inputs_of(case)
+    reference = masks.Reference(case, inputs, tables)
+    row = masks.usable(function, mask, inputs, reference, 1.0)
+    assert not row["wrong"] and not row["failed"] and set(row["errors"]) == {"out", "dq", "dk",
+        "dv"}, (name, row)
+    other = tables | {"chosen": np.roll(chosen, 1, axis=1)}  # the row before's choice
+    function, mask, _ = masks.packax_function(case, other)
+    assert masks.usable(function, mask, inputs, reference, 1.0)["wrong"], name
+assert blocks["moba"] < 0.8 * blocks["moba_own"], blocks
+
+rows = masks.run_case(case, None, 1, 1.0)
+shown = masks.table({case.name: rows})
+assert set(rows) == {"packax", "dense"} and "WRONG" not in shown and "did not run" not in shown
+assert f"has {shares['pairs']:.1%} of causal's pairs" in shown
+assert " of its blocks; time: fwd " in shown and ", bwd " in shown
+""")

@@ -1,0 +1,244 @@
+"""What CUDA gets of decode_attention, and what it refuses."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import packax
+import pytest
+from decoding import Extension
+from lowered import calls, text_of
+from packax._src.ops import ffi as kernel_table
+from packax._src.ops import lowering_decode as decode_lowering
+
+
+def shapes(batch=2, q_len=1, heads=8, kv_heads=2, dims=(64, 64), keys=(2, 4096),
+    dtype=jnp.bfloat16):  # fmt: skip
+    return (
+        jax.ShapeDtypeStruct((batch, q_len, heads, dims[0]), dtype),
+        jax.ShapeDtypeStruct((*keys, kv_heads, dims[0]), dtype),
+        jax.ShapeDtypeStruct((*keys, kv_heads, dims[1]), dtype),
+        jax.ShapeDtypeStruct((batch,), jnp.int32),
+    )
+
+
+def test_lowering(monkeypatch):
+    monkeypatch.setattr(kernel_table, "ext", Extension)
+    ((target, attributes, operands, results),) = calls(text_of(packax.decode_attention, *shapes()))
+    assert target == "packax_decode_v1"
+    assert {n: a.split(" ")[0] for n, a in attributes.items()} == {
+        "scale": "1.250000e-01", "soft_cap": "0.000000e+00", "paged": "0", "has_sinks": "0",
+        "exact": "0"
+    }  # fmt: skip
+    cache = "2x4096x2x64xbf16"
+    assert operands == ["2x1x8x64xbf16", cache, cache, "2x1xi32", "2x1xi32", "2x1xi32", "2x1xi32"]
+    assert results == ["2x1x8x64xbf16", "2x8x1xf32", "32x2x1x8x64xf32", "32x2x1x8xf32"]
+
+    table = jax.ShapeDtypeStruct((2, 7), jnp.int32)
+    sinks = jax.ShapeDtypeStruct((8,), jnp.bfloat16)
+    call = functools.partial(packax.decode_attention, soft_cap=50, scale=-2)
+    paged = lambda *x: call(*x[:4], block_table=x[4], sinks=x[5])  # noqa: E731
+    text = text_of(paged, *shapes(dims=(168, 24), keys=(99, 16)), table, sinks)
+    ((_, attributes, operands, results),) = calls(text)
+    assert {n: a.split(" ")[0] for n, a in attributes.items()} == {
+        "scale": "-2.000000e+00", "soft_cap": "5.000000e+01", "paged": "1", "has_sinks": "1",
+        "exact": "0"
+    }  # fmt: skip
+    assert operands[1:3] == ["99x16x2x168xbf16", "99x16x2x24xbf16"]
+    assert operands[5:] == ["2x7xi32", "1x8xf32"]
+    assert results[2:] == ["1x2x1x8x24xf32", "1x2x1x8xf32"]  # 112 keys
+
+
+def test_export_for_cuda(monkeypatch):
+    """Batch, cache and pages symbolic: room for the most shares that any size takes."""
+    monkeypatch.setattr(kernel_table, "ext", Extension)
+    batch, length, pages = jax.export.symbolic_shape("b, s, p")
+    for keys, table, splits in (
+        ((batch, length), None, 128),
+        ((batch, 4096), None, 32),
+        ((pages, 16), jax.ShapeDtypeStruct((batch, length), jnp.int32), 128),
+    ):
+        call = lambda *x: packax.decode_attention(*x[:4], block_table=x[4])  # noqa: E731
+        exported = jax.export.export(
+            jax.jit(call), platforms=["cuda", "cpu"], disabled_checks=packax.export_checks()
+        )(*shapes(batch, keys=keys), table)
+        text = exported.mlir_module()
+        assert "@packax_decode_v1" in text and f"tensor<{splits}x?x1x8xf32>" in text
+        assert str(exported.out_avals[0].shape) == "(b, 1, 8, 64)"
+
+
+@pytest.mark.parametrize(
+    "precision,exact", [(None, 0), ("tensorfloat32", 0), ("highest", 1), ("float32", 1)]
+)
+def test_precision_of_float32(monkeypatch, precision, exact):
+    """As asked for, or as jax is set where it is called; of the kernels and of every product in
+    XLA."""
+    monkeypatch.setattr(kernel_table, "ext", Extension)
+    operands = shapes(dtype=jnp.float32)
+    asked = functools.partial(packax.decode_attention, precision=precision)
+    ((target, attributes, types, results),) = calls(text_of(asked, *operands))
+    assert target == "packax_decode_v1" and attributes["exact"] == f"{exact} : i32"
+    cache = "2x4096x2x64xf32"
+    assert types[:3] == ["2x1x8x64xf32", cache, cache]
+    assert results == ["2x1x8x64xf32", "2x8x1xf32", "32x2x1x8x64xf32", "32x2x1x8xf32"]
+    with jax.default_matmul_precision(precision):
+        ((_, attributes, *_),) = calls(text_of(packax.decode_attention, *operands))
+    assert attributes["exact"] == f"{exact} : i32"
+    xla = text_of(functools.partial(asked, implementation="xla"), *operands)
+    wanted = {None: "DEFAULT", "tensorfloat32": "HIGH"}.get(precision, "HIGHEST")
+    assert xla.count("stablehlo.dot_general") == xla.count(f"[{wanted}, {wanted}]") == 2
+
+
+def test_a_build_may_have_one_precision_of_float32(monkeypatch):
+    rows = [row for row in Extension.variants() if row["dtype"] != "f32"]
+    monkeypatch.setattr(kernel_table, "ext", Extension)
+    monkeypatch.setattr(Extension, "variants", staticmethod(lambda: rows))
+    operands = shapes(dtype=jnp.float32)
+    text_of(packax.decode_attention, *operands)
+    with pytest.raises(NotImplementedError, match="no decode kernel for float32"):
+        text_of(functools.partial(packax.decode_attention, precision="highest"), *operands)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "splits"),
+    [
+        ((1, 1, 32, 8, 131072), 128),
+        ((8, 1, 32, 8, 32768), 25),
+        ((64, 1, 32, 8, 8192), 6),
+        ((1, 16, 32, 8, 131072), 128),
+        ((64, 16, 32, 8, 8192), 2),
+        ((1, 1, 32, 8, 130), 2),
+        ((0, 1, 32, 8, 130), 2),
+        ((4096, 1, 1, 1, 128), 1),
+    ],
+)
+def test_room_of_the_workspace(sizes, splits):
+    assert decode_lowering.splits(*sizes) == splits
+
+
+def test_vmap_keeps_one_cache(monkeypatch):
+    """Of a query and lengths alone: rows of the one cache by a table, and no broadcast of it."""
+    monkeypatch.setattr(kernel_table, "ext", Extension)
+    query, key, value, lengths = shapes()
+    mapped = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in (query, lengths)]
+    function = jax.vmap(packax.decode_attention, (0, None, None, 0))
+    ((_, attributes, operands, _),) = calls(text_of(function, mapped[0], key, value, mapped[1]))
+    assert attributes["paged"].split(" ")[0] == "1"
+    assert operands == ["6x1x8x64xbf16", *["2x4096x2x64xbf16"] * 2, *["6x1xi32"] * 4]
+
+
+def test_kernels_that_are_not_there(monkeypatch):
+    monkeypatch.setattr(kernel_table, "ext", Extension)
+    dtypes = ("bfloat16", "float16", "float32")
+    listed = ", ".join(f"{dtype} {dims}" for dims in ("64/64", "192/128") for dtype in dtypes)
+    for dims, dtype in (
+        ((200, 64), jnp.bfloat16),
+        ((64, 136), jnp.bfloat16),
+        ((60, 64), jnp.bfloat16),
+        ((200, 64), jnp.float32),
+    ):
+        with pytest.raises(NotImplementedError) as error:
+            text_of(packax.decode_attention, *shapes(dims=dims, dtype=dtype))
+        assert str(error.value) == (
+            f"no decode kernel for {jnp.dtype(dtype)} with head dims {dims[0]}/{dims[1]} (query "
+            f"and key / value); there are, for multiples of 8 up to these: {listed}. "
+            'implementation="xla" takes any head dim, and float64'
+        )
+        xla = functools.partial(packax.decode_attention, implementation="xla")
+        assert calls(text_of(xla, *shapes(dims=dims, dtype=dtype))) == []
+    cuda = functools.partial(packax.decode_attention, implementation="cuda")
+    with pytest.raises(NotImplementedError, match='implementation="cuda" needs a CUDA device'):
+        text_of(cuda, *shapes(), platforms=("cpu",))
+    monkeypatch.setattr(kernel_table, "ext", None)
+    monkeypatch.setattr(kernel_table, "ext_error", "why", raising=False)
+    with pytest.raises(NotImplementedError, match=r"did not load \(why\)"):
+        text_of(packax.decode_attention, *shapes(batch=3, keys=(3, 64)))
+
+
+Q, K, V, N = shapes(dtype=jnp.float32)
+
+
+def as_type(x, **changes):
+    return jax.ShapeDtypeStruct(changes.get("shape", x.shape), changes.get("dtype", x.dtype))
+
+
+REFUSED = {
+    "query must have shape (batch, rows, heads, dim), not (2, 8, 64)": {
+        "query": as_type(Q, shape=(2, 8, 64))},
+    "key must have shape (batch, length, heads, dim), not (2, 64)": {
+        "key": as_type(K, shape=(2, 64))},
+    "value must have shape (pages, page size, heads, dim), not (2,)": {
+        "value": as_type(V, shape=(2,)), "block_table": as_type(N, shape=(2, 3))},
+    "query must not be empty, but has shape (2, 1, 0, 64)": {
+        "query": as_type(Q, shape=(2, 1, 0, 64))},
+    "key must not be empty, but has shape (2, 0, 2, 64)": {
+        "key": as_type(K, shape=(2, 0, 2, 64))},
+    "value must be one of bfloat16, float16, float32, float64, but is int32": {
+        "value": as_type(V, dtype=jnp.int32)},
+    "query, key and value must have one dtype, but have float32, float16 and float32": {
+        "key": as_type(K, dtype=jnp.float16)},
+    "query must have 1 to 16 rows of a sequence, but has 17: for more, flash_attention with "
+    "ranges(lo, hi). query has shape (2, 17, 8, 64), whose axes are (batch, rows, heads, dim)": {
+        "query": as_type(Q, shape=(2, 17, 8, 64))},
+    "value must have the shape of key, (2, 4096, 2) and a head dim, but has "
+    "(2, 4095, 2, 64)": {
+        "value": as_type(V, shape=(2, 4095, 2, 64))},
+    "the heads of query must be a multiple of those of the caches, but there are 7 and 2: query "
+    "has shape (2, 1, 7, 64), whose axes are (batch, rows, heads, dim), and key "
+    "(2, 4096, 2, 64), whose axes are (batch, length, heads, dim)": {
+        "query": as_type(Q, shape=(2, 1, 7, 64))},
+    "key must have the head dim of query, 72, but has 64": {
+        "query": as_type(Q, shape=(2, 1, 8, 72))},
+    "kv_lengths must have shape (2,), as query, but has (3,)": {"kv_lengths": as_type(N,
+        shape=(3,))},
+    "kv_lengths must be an array of integers, but is float32": {
+        "kv_lengths": as_type(N, dtype=jnp.float32)},
+    "key has batch size 2, but query has 3; pages need a block_table": {
+        "query": as_type(Q, shape=(3, 1, 8, 64)), "kv_lengths": as_type(N, shape=(3,))},
+    "block_table must have shape (2, blocks), as query, but has (3, 2)": {
+        "block_table": as_type(N, shape=(3, 2))},
+    "block_table must have shape (2, blocks), as query, but has (2, 0)": {
+        "block_table": as_type(N, shape=(2, 0))},
+    "block_table must be an array of integers, but is bool": {
+        "block_table": as_type(N, shape=(2, 2), dtype=jnp.bool_)},
+    "a sequence may have room for 536870912 keys at most, but has it for 536875008": {
+        "block_table": as_type(N, shape=(2, 131073))},
+    "kv_starts must have shape (2,), one for a sequence, or (2, 1), one for a row, but has "
+    "(1, 2)": {
+        "kv_starts": as_type(N, shape=(1, 2))},
+    "kv_starts must be an array of integers, but is float32": {
+        "kv_starts": as_type(N, dtype=jnp.float32)},
+    **{
+        "window must be None or (left, right), integers from 0 on, known when tracing, or None for "
+        f"no limit, but is {window!r}": {"window": window}
+        for window in (5, (-1, 0), (0, 1.5), (True, 0), (1, 2, 3), "ab")
+    },
+    "causal must be True or False, but is 1": {"causal": 1},
+    "return_lse must be True or False, but is None": {"return_lse": None},
+    "scale must be a Python or numpy number or an array of shape (), but is a str": {"scale": "1"},
+    "scale must be a Python or numpy number, known when tracing, but is an array": {
+        "scale": np.ones(())},
+    "scale must be finite in float32, but is inf": {"scale": 10**400},
+    "soft_cap must be a Python or numpy number, known when tracing, but is a bool": {
+        "soft_cap": True},
+    "soft_cap must be from 1e-30 to 1e+30, but is nan": {"soft_cap": float("nan")},
+    "soft_cap must be from 1e-30 to 1e+30, but is 0.0: for no cap, pass None": {"soft_cap": 0},
+    "soft_cap must be from 1e-30 to 1e+30, but is -1.0": {"soft_cap": -1},
+    "sinks must have shape (8,), one logit per head of query, but has (2,)": {
+        "sinks": as_type(Q, shape=(2,))},
+    "sinks must be an array of floats, but is int32": {"sinks": as_type(N, shape=(8,))},
+    'implementation must be None, "cuda" or "xla", but is \'gpu\'': {"implementation": "gpu"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_refusals(message):
+    call = {"query": Q, "key": K, "value": V, "kv_lengths": N, **REFUSED[message]}
+    arrays = {n: x for n, x in call.items() if isinstance(x, jax.ShapeDtypeStruct)}
+    others = {n: x for n, x in call.items() if n not in arrays}
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}(\n|$)"):
+        jax.eval_shape(lambda x: packax.decode_attention(**x, **others), arrays)

@@ -1,0 +1,57 @@
+"""The build's table of kernels and its compiler (csrc/aot), as modules."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+
+from paths import AOT
+
+
+def load(name: str):
+    spec = importlib.util.spec_from_file_location(f"packax_aot_{name}", AOT / f"{name}.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    sys.path.insert(0, str(AOT))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(AOT))
+    return module
+
+
+table = load("table")
+
+
+tiles = load("tiles_sm90")
+
+
+compiler = load("compile")
+
+
+ALL = list(table.variants())
+
+
+DECODE = ["decode", "decode_tall", "decode_combine"]
+PLAIN = ["forward", "backward_delta", "backward_dkdv", "backward_dq"]
+GENERAL = [f"{kernel}_fallback" for kernel in PLAIN]
+FORWARDS = [
+    *("forward_sm90", "forward_sm90_soft_cap", "forward_sm90_low_occupancy"),
+    *("forward_sm90_alibi", "forward_sm90_block_lists"),
+]
+KEYS = ["backward_dkdv_sm90", "backward_dkdv_sm90_soft_cap", "backward_dkdv_sm90_block_lists"]
+ROWS = ["backward_dq_sm90", "backward_dq_sm90_soft_cap", "backward_dq_sm90_block_lists"]
+ONES = ["backward_sm90", "backward_sm90_soft_cap", "backward_sm90_alibi"]
+
+
+def arguments_of(kernel: str, source: str = "") -> list[str]:
+    """As a kernel's file declares them, constants included, without those that are None in it."""
+    module = source or table.KERNELS[kernel]
+    function = table.FUNCTIONS.get(module, kernel)
+    text = compiler.module_file(module).read_text()
+    found = re.search(rf"def {function}\((.*?)\):", text, re.S)
+    assert found, f"{function} is not in the file that the table names"
+    names = [a.split(":")[0].strip() for a in found[1].split(",") if a.strip()]
+    return [name for name in names if name not in table.absent_arguments(kernel)]
