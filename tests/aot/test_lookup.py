@@ -1,4 +1,5 @@
-"""The lookup over what csrc/aot/emit.py generates (csrc/runtime/variants.cc), on a made-up table."""
+"""The lookup over what csrc/aot/emit.py generates (csrc/runtime/variants.cc), on a made-up
+table."""
 
 import subprocess
 

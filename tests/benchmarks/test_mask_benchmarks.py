@@ -1,4 +1,5 @@
-"""benchmarks/masks.py: masks are said alike by every library, results compared, selections counted."""
+"""benchmarks/masks.py: masks are said alike by every library, results compared, selections
+counted."""
 
 from __future__ import annotations
 
