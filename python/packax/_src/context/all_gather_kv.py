@@ -40,6 +40,7 @@ class Groups:
         backward: bool = False,
     ) -> None:
         self.layout = layout
+        self.axes = () if layout is None else layout.several(layout.kv_context)
         self.kv_plan = kv_plan
         self.own = OwnHeads.of(layout, query.shape[2], key.shape[2])
         self.key, self.value = (self.own.take(x) for x in (key, value))
@@ -93,10 +94,9 @@ class Groups:
     def scatter(self, dk: jax.Array, dv: jax.Array) -> list[jax.Array]:
         """The sums of all ranks' gradients of a group, each rank's rows of them; in their dtype."""
         parts = self._in_order(self._together(dk, dv), 0, self.summed_up)
-        if self.layout is None or not self.layout.kv_context:
+        if not self.axes:
             return self._apart(parts)
-        axes = self.layout.kv_context
-        sums = [jax.lax.psum_scatter(x, axes, scatter_dimension=1, tiled=True) for x in parts]
+        sums = [jax.lax.psum_scatter(x, self.axes, scatter_dimension=1, tiled=True) for x in parts]
         if self.number > 1:
             self.sent_back, self.summed_up = (_zero_after(*x) for x in (parts, sums))
         return self._apart(sums)
@@ -113,9 +113,8 @@ class Groups:
         )
         if groups[0] > 0:
             self.sent = _zero_after(*pieces)
-        if self.layout is not None and self.layout.kv_context:
-            axes = self.layout.kv_context
-            pieces = [jax.lax.all_gather(x, axes, axis=1, tiled=True) for x in pieces]
+        if self.axes:
+            pieces = [jax.lax.all_gather(x, self.axes, axis=1, tiled=True) for x in pieces]
         if len(groups) > 1:
             (both,) = pieces
             dims = self.key.shape[3] + self.value.shape[3]

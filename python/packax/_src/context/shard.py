@@ -194,7 +194,7 @@ def _backward(
     scores, query, key, value, out, lse, dout, dlse, mask, places = vary_together(
         scores, query, key, value, out, lse, dout, dlse, mask, places
     )
-    if call.layout is not None and call.layout.kv_context:
+    if call.layout is not None and call.layout.several(call.layout.kv_context):
         # Else XLA sees the forward's gathers here, and keeps the gathered keys for the backward.
         key, value, dout = jax.lax.optimization_barrier((key, value, dout))
     gathered = (call.gather_head_groups, query, key, value, mask.kv_plan)

@@ -80,6 +80,13 @@ class Layout:
         sizes = dict(self.sizes)
         return math.prod(sizes[axis] for axis in axes)
 
+    def several(self, axes: Axes) -> Axes:
+        """Those of more than one device: over the others there is nothing to gather or scatter.
+
+        jax_remove_size_one_mesh_axis_from_type leaves the others out of types, too.
+        """
+        return tuple(axis for axis in axes if self.size((axis,)) > 1)
+
     def outside(self, axes: Axes) -> int:
         """How many pieces of a dimension the caller's own shard_map made."""
         return self.size(tuple(axis for axis in axes if axis in self.manual))
@@ -106,7 +113,7 @@ class Layout:
         XLA has one collective under way at a time, so a third gather would make the attention
         wait for the gradients that are on their way, and the last of those are in the open.
         """
-        if not self.kv_context:
+        if self.size(self.kv_context) == 1:
             return ((kv_heads,),)  # there is nothing to gather
         if isinstance(groups, tuple):
             return tuple((heads,) for heads in groups)
@@ -169,8 +176,10 @@ def layout_of(sharding: Any) -> Layout:
                     f"sharding.{name} names the axis {axis!r}, but the mesh has "
                     f"{', '.join(map(repr, known.axis_names)) or 'none'}"
                 )
+    single = {name for name, size in sizes if size == 1}
     for dim, axes in enumerate(query):
-        if manual.isdisjoint(axes) or manual.issuperset(axes):
+        several = set(axes) - single
+        if manual.isdisjoint(several) or manual.issuperset(several):
             continue
         raise NotImplementedError(
             f"the {_DIMS[dim]} axes {_show(axes)} of sharding.query are partly those of a shard_map "
