@@ -8,9 +8,13 @@ built and partitioned with the query rows, and the layers run on it. Parameters 
 fsdp and tensor axes, rows of the batch over fsdp, the sequence over context. The first loss is
 compared with that of the same step on one device. Needs packax, optax and tqdm.
 
-On several hosts the only difference is one line before anything else,
-`jax.distributed.initialize()`, and that each host makes its part of the batch
-(`jax.make_array_from_process_local_data`).
+Several processes, on one host or many, each with its own --process-id:
+
+    python examples/train_context_parallel.py --coordinator HOST:PORT --processes 2 --process-id 0
+    python examples/train_context_parallel.py --coordinator HOST:PORT --processes 2 --process-id 1
+
+or `--distributed` alone under Slurm or mpirun, whose variables jax reads. Every process makes the
+rows that its devices hold (`packax.local_rows`).
 """
 
 from __future__ import annotations
@@ -76,11 +80,15 @@ def arguments_of() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--cpu", action="store_true", help="fake CPU devices, 8 unless --devices")
-    parser.add_argument("--devices", type=int, help="how many (default: all)")
+    parser.add_argument("--devices", type=int, help="how many of this process (default: all)")
     parser.add_argument("--mesh", help="sizes of fsdp,context,tensor, such as 2,2,2")
     parser.add_argument("--plan", choices=("balanced", "zigzag"), default="balanced")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seq-len", type=int, help="default: 1024 on CPUs, 32768 on GPUs")
+    parser.add_argument("--distributed", action="store_true", help="processes of a launcher")
+    parser.add_argument("--coordinator", help="address:port of process 0, where there are several")
+    parser.add_argument("--processes", type=int, help="how many there are")
+    parser.add_argument("--process-id", type=int, help="which one this is, from 0")
     return parser.parse_args()
 
 
@@ -105,7 +113,12 @@ def main() -> int:
         flag = f"--xla_force_host_platform_device_count={arguments.devices or 8}"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
         jax.config.update("jax_platforms", "cpu")
-    devices = jax.devices()[: arguments.devices]
+    if arguments.distributed or arguments.coordinator:  # likewise
+        jax.distributed.initialize(arguments.coordinator, arguments.processes, arguments.process_id)
+    talks = jax.process_index() == 0
+    devices = jax.devices()
+    if jax.process_count() == 1:
+        devices = devices[: arguments.devices]
     on_gpu = devices[0].platform == "gpu"
     sizes = mesh_sizes(arguments.mesh, len(devices))
     mesh = jax.make_mesh(sizes, AXES, devices=devices, axis_types=(AxisType.Auto,) * 3)
@@ -116,20 +129,23 @@ def main() -> int:
     )
     seq_len = arguments.seq_len or (32768 if on_gpu else 1024)
     named = dict(zip(AXES, sizes, strict=True))
-    print(f"mesh       {named} on {len(devices)} x {devices[0].device_kind}")
+    if talks:
+        print(f"mesh       {named} on {len(devices)} x {devices[0].device_kind}")
 
     batch = max(2, named["fsdp"])
     documents = [text for text in standard_library() if len(text) < seq_len]
     rows = pack(documents, seq_len, limit=arguments.steps * batch)
     feed = batches(rows, batch, seed=0)
-    print(f"rows       {len(rows.tokens)} of {seq_len:,} tokens, {rows.documents:,} documents")
+    if talks:
+        print(f"rows       {len(rows.tokens)} of {seq_len:,} tokens, {rows.documents:,} documents")
 
     first = next(feed)
     host = jax.jit(model.initialize, static_argnums=0)(config, jax.random.key(0))
     alone = float(jax.jit(loss, static_argnums=2)(host, first, config))
 
-    parameters = jax.tree.map(
-        lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), host, parameter_specs(host)
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), parameter_specs(host))
+    parameters = jax.jit(model.initialize, static_argnums=0, out_shardings=shardings)(
+        config, jax.random.key(0)
     )
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3, b2=0.95))
     settings = {"kind": arguments.plan, "sharding": SHARDING}
@@ -139,22 +155,33 @@ def main() -> int:
         updates, state = optimizer.update(gradients, state, parameters)
         return optax.apply_updates(parameters, updates), state, value
 
+    def placed(batch):
+        """The rows of this process, as its part of the global batch; the step permutes them."""
+        place = NamedSharding(mesh, P("fsdp"))
+        return jax.tree.map(
+            lambda x: jax.make_array_from_process_local_data(place, x[mine], x.shape), batch
+        )
+
     with jax.set_mesh(mesh):
+        mine = packax.local_rows(SHARDING, batch)
+        packax.check_same_rows(placed(first))
+        if talks and jax.process_count() > 1:
+            print(f"processes  {jax.process_count()}; this one feeds rows {mine.tolist()}")
         state = jax.jit(optimizer.init)(parameters)
         kept = jax.tree.map(lambda x: x.sharding, (parameters, state))
         step = jax.jit(step, donate_argnums=(0, 1), out_shardings=(*kept, None))
         losses = []
-        batch = first
-        for _ in (progress := tqdm(range(arguments.steps), unit="step")):
-            place = NamedSharding(mesh, P("fsdp"))  # whole rows: the step permutes them
-            batch = {name: jax.device_put(x, place) for name, x in batch.items()}
-            parameters, state, value = step(parameters, state, batch)
+        fed = first
+        for _ in (progress := tqdm(range(arguments.steps), unit="step", disable=not talks)):
+            parameters, state, value = step(parameters, state, placed(fed))
             losses.append(float(value))
             progress.set_postfix_str(f"loss {losses[-1]:.3f}")
-            batch = next(feed)
+            fed = next(feed)
 
     difference = abs(losses[0] - alone) / alone
     limit = 1e-2 if on_gpu else 1e-4  # bfloat16, float32
+    if not talks:
+        return 0
     print(f"loss       {losses[0]:.3f} -> {losses[-1]:.3f} nats a byte")
     same = "equals" if difference <= limit else "DIFFERS from"
     print(f"first loss {same} one device's: {losses[0]:.6f} and {alone:.6f}")

@@ -8,6 +8,7 @@ from packax._src.attention import flash_attention
 from packax._src.autodiff import CHECKPOINT_NAMES
 from packax._src.context.load_balance import ContextPlan
 from packax._src.context.plan_check import check_plan, debug_checks
+from packax._src.context.processes import check_same_rows, local_rows
 from packax._src.core.mask import AttentionMask
 from packax._src.core.shapes import PADDING_SEGMENT_ID
 from packax._src.core.sharding import AttentionSharding
@@ -45,6 +46,7 @@ __all__ = [
     "block_sparse",
     "causal",
     "check_plan",
+    "check_same_rows",
     "chunked",
     "context_parallel_inputs",
     "context_plan",
@@ -56,6 +58,7 @@ __all__ = [
     "export_checks",
     "flash_attention",
     "full",
+    "local_rows",
     "plot_mask",
     "prefix",
     "ranges",

@@ -32,7 +32,7 @@ CASES = {
 }
 
 
-@pytest.fixture(params=[False, True], ids=["named", "removed"])
+@pytest.fixture(params=[False, True])
 def removed(request):
     """jax_remove_size_one_mesh_axis_from_type."""
     name = "jax_remove_size_one_mesh_axis_from_type"
@@ -99,10 +99,11 @@ def assert_same(got):
         np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=2e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [*(("Auto", name) for name in CASES), ("Explicit", "no context"), ("Explicit", "no data")],
-)
+NAMED = (False, "Auto", "no context"), (False, "Explicit", "keys replicated, no context")
+REMOVED = *((True, "Auto", name) for name in CASES), (True, "Explicit", "no context")
+
+
+@pytest.mark.parametrize(("removed", "kind", "name"), [*NAMED, *REMOVED], indirect=["removed"])
 def test_equals_one_device(name, kind, removed):
     sizes, query_spec, kv_spec = CASES[name]
     mesh = mesh_of(sizes, kind)
@@ -123,7 +124,6 @@ def test_equals_one_device(name, kind, removed):
 @pytest.mark.parametrize(
     ("name", "check_vma", "axes"),
     [
-        ("no context", True, None),
         ("no context", False, None),
         ("one more and context", True, None),
         ("no fsdp, no tensor", True, ("data", "tensor")),  # packax maps fsdp, of size 1

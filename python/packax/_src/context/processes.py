@@ -1,0 +1,94 @@
+"""Several processes: which rows of the batch each of them feeds, and whether they did.
+
+Where context or tensor axes span hosts, several hosts hold pieces of the same rows, and all of them
+must feed those rows. jax does not compare: the array would hold something else on every host.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental.multihost_utils import process_allgather
+from jax.sharding import Mesh, NamedSharding
+
+from packax._src.core.sharding import AttentionSharding, layout_of, spec
+
+
+def local_rows(sharding: AttentionSharding, batch: int) -> np.ndarray:
+    """The rows of a global batch that this process feeds: those of which its devices hold a part.
+
+    Processes along the context and tensor axes get the same rows. With one process: all rows.
+
+    Args:
+        sharding: the `AttentionSharding` of the attention; its batch axes say how rows are cut.
+        batch: how many rows the global batch has, a multiple of the size of those axes.
+
+    Returns:
+        Indices of rows, ascending. A data loader that numbers its parts gets part
+        `rows[0] // len(rows)` of `batch // len(rows)`.
+
+    Raises:
+        ValueError: no mesh of devices, or a batch that its axes do not divide.
+
+    >>> rows = packax.local_rows(sharding, 256)
+    >>> jax.make_array_from_process_local_data(NamedSharding(mesh, P("fsdp")), tokens[rows])
+    """
+    layout = layout_of(sharding)
+    mesh = layout.mesh or sharding.mesh or jax.sharding.get_mesh()
+    if not isinstance(mesh, Mesh) or mesh.empty:
+        raise ValueError(
+            "local_rows needs a mesh of devices, outside of jit: jax.set_mesh(mesh), or "
+            "AttentionSharding(..., mesh=mesh)"
+        )
+    pieces = layout.size(layout.batch)
+    if batch < 1 or batch % pieces:
+        raise ValueError(
+            f"batch, {batch}, must be a multiple of the size of the batch axes of sharding, "
+            f"{pieces}"
+        )
+    parts = NamedSharding(mesh, spec(layout.batch)).addressable_devices_indices_map((batch,))
+    rows = (np.arange(batch)[index] for index in parts.values())
+    return np.unique(np.concatenate([np.empty(0, int), *rows]))
+
+
+def check_same_rows(batch: Any) -> None:
+    """Raises ValueError where processes fed different data for the same part of an array.
+
+    Every process must call it, best once, on the first batch: it copies each array's local part to
+    the host and sends a checksum of it.
+
+    Args:
+        batch: arrays over all processes, or a pytree of them, as
+            `jax.make_array_from_process_local_data` returns them.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    sums = [
+        (shard.device.id, number, zlib.crc32(np.ascontiguousarray(shard.data)))
+        for number, (_, x) in enumerate(leaves)
+        for shard in x.addressable_shards
+    ]
+    everywhere = process_allgather(np.asarray(sums, np.uint32).reshape(-1, 3)).reshape(-1, 3)
+    parts = [_parts(x) for _, x in leaves]
+    first: dict[Any, tuple[int, int]] = {}
+    for device, number, checksum in everywhere.tolist():
+        process, part = parts[number][device]
+        other, expected = first.setdefault((number, part), (process, checksum))
+        if checksum != expected:
+            rows = "all rows" if not part or part[0] == (None, None) else f"rows {part[0]}"
+            raise ValueError(
+                f"batch{jax.tree_util.keystr(leaves[number][0])}: processes {other} and {process} "
+                f"hold the same part of it ({rows}) and fed different data: give them the same "
+                "rows, as packax.local_rows says"
+            )
+
+
+def _parts(x: jax.Array) -> dict[int, tuple[int, tuple[Any, ...]]]:
+    """By device: its process, and begin and end of its part of every dimension."""
+    indices = x.sharding.devices_indices_map(x.shape)
+    return {
+        device.id: (device.process_index, tuple((dim.start, dim.stop) for dim in index))
+        for device, index in indices.items()
+    }

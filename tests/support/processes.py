@@ -1,0 +1,101 @@
+"""One of several processes that train a step together: `python processes.py OUT` in an environment
+in which jax.distributed.initialize() finds the others. Also what a single process computes.
+
+Queries, keys and values come of parameters that are sharded over fsdp and tensor; the batch over
+fsdp, the sequence over context. Every process feeds the rows of its devices alone.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import packax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+BATCH, LENGTH, WIDTH, HEADS, KV_HEADS, DIM = 4, 128, 16, 4, 2, 8
+AXES = ("fsdp", "context", "tensor")
+SPEC = P(*AXES, None)
+SHARDING = packax.AttentionSharding(query=SPEC, key_value=SPEC)
+SPECS = {"query": P("fsdp", "tensor"), "key_value": P("fsdp", "tensor"), "out": P("tensor", "fsdp")}
+
+
+def parameters():
+    rng = np.random.default_rng(0)
+    sizes = {
+        "query": (WIDTH, HEADS * DIM),
+        "key_value": (WIDTH, KV_HEADS * 2 * DIM),
+        "out": (HEADS * DIM, WIDTH),
+    }
+    return {name: rng.standard_normal(s).astype(np.float32) / 4 for name, s in sizes.items()}
+
+
+def batch():
+    rng = np.random.default_rng(1)
+    return {
+        "x": rng.standard_normal((BATCH, LENGTH, WIDTH)).astype(np.float32),
+        "segment_ids": np.sort(rng.integers(-1, 4, (BATCH, LENGTH)), 1).astype(np.int32),
+    }
+
+
+def loss(weights, batch, sharding=None):
+    expression = packax.causal() & packax.documents(batch["segment_ids"])
+    if sharding is None:
+        mask = packax.create_attention_mask(expression)
+    else:
+        batch, mask, _ = packax.context_parallel_inputs(
+            batch, expression, sharding=sharding, kind="zigzag"
+        )
+    x = batch["x"]
+    query = (x @ weights["query"]).reshape(*x.shape[:2], HEADS, DIM)
+    both = (x @ weights["key_value"]).reshape(*x.shape[:2], KV_HEADS, 2 * DIM)
+    out = packax.flash_attention(query, both[..., :DIM], both[..., DIM:], mask)
+    return jnp.mean((out.reshape(*x.shape[:2], -1) @ weights["out"] - x) ** 2)
+
+
+def step(weights, batch, sharding=None):
+    return jax.value_and_grad(loss)(weights, batch, sharding)
+
+
+def main(out: str) -> None:
+    jax.distributed.initialize()
+    mesh = jax.make_mesh((2, 2, 2), AXES, axis_types=(AxisType.Auto,) * 3)
+    everything = batch()
+
+    def fed(rows):
+        place = NamedSharding(mesh, P("fsdp"))
+        return {
+            name: jax.make_array_from_process_local_data(place, x[rows], x.shape)
+            for name, x in everything.items()
+        }
+
+    with jax.set_mesh(mesh):
+        rows = packax.local_rows(SHARDING, BATCH)
+        mine = fed(rows)
+        packax.check_same_rows(mine)
+        placed = {
+            name: jax.make_array_from_callback(
+                x.shape, NamedSharding(mesh, SPECS[name]), x.__getitem__
+            )
+            for name, x in parameters().items()
+        }
+        kept = {name: NamedSharding(mesh, s) for name, s in SPECS.items()}
+        value, gradients = jax.jit(step, static_argnums=2, out_shardings=(None, kept))(
+            placed, mine, SHARDING
+        )
+        whole = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))(gradients)
+    refused = ""
+    if jax.process_count() == 4:  # as if the rows were cut by processes, not by the mesh
+        try:
+            packax.check_same_rows(fed((rows + jax.process_index()) % BATCH))
+        except ValueError as error:
+            refused = str(error)
+    arrays = {name: np.asarray(x.addressable_data(0)) for name, x in whole.items()}
+    np.savez(out, loss=np.float32(value), rows=rows, refused=refused, **arrays)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
