@@ -23,17 +23,17 @@ CONFIG = model.Config(
 )
 KINDS = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 SPECS = {
-    "embedding": P(None, "fsdp"),
+    "embedding": P(),
     "layers": {
         "attention_norm": P(),
-        "query_key_value": P(None, "fsdp", "tensor"),
+        "query_key_value": P(None, "fsdp", None),
         "attention_out": P(None, "tensor", "fsdp"),
         "mlp_norm": P(),
-        "gate_up": P(None, "fsdp", "tensor"),
+        "gate_up": P(None, "fsdp", None),
         "down": P(None, "tensor", "fsdp"),
     },
     "norm": P(),
-    "unembedding": P("fsdp", "tensor"),
+    "unembedding": P(None, "tensor"),
 }
 
 

@@ -16,7 +16,7 @@ import packax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-BATCH, LENGTH, WIDTH, HEADS, KV_HEADS, DIM = 4, 128, 16, 4, 2, 8
+BATCH, LENGTH, WIDTH, HEADS, KV_HEADS, DIM = 4, 256, 16, 4, 2, 8
 AXES = ("fsdp", "context", "tensor")
 SPEC = P(*AXES, None)
 SHARDING = packax.AttentionSharding(query=SPEC, key_value=SPEC)
@@ -46,9 +46,7 @@ def loss(weights, batch, sharding=None):
     if sharding is None:
         mask = packax.create_attention_mask(expression)
     else:
-        batch, mask, _ = packax.context_parallel_inputs(
-            batch, expression, sharding=sharding, kind="zigzag"
-        )
+        batch, mask, _ = packax.context_parallel_inputs(batch, expression, sharding=sharding)
     x = batch["x"]
     query = (x @ weights["query"]).reshape(*x.shape[:2], HEADS, DIM)
     both = (x @ weights["key_value"]).reshape(*x.shape[:2], KV_HEADS, 2 * DIM)
