@@ -34,7 +34,8 @@ def local_rows(sharding: AttentionSharding, batch: int) -> np.ndarray:
         ValueError: no mesh of devices, or a batch that its axes do not divide.
 
     >>> rows = packax.local_rows(sharding, 256)
-    >>> jax.make_array_from_process_local_data(NamedSharding(mesh, P("fsdp")), tokens[rows])
+
+    `jax.make_array_from_process_local_data(sharding_of_batch, tokens[rows])` makes the array.
     """
     layout = layout_of(sharding)
     mesh = layout.mesh or sharding.mesh or jax.sharding.get_mesh()
