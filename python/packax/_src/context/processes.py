@@ -56,7 +56,7 @@ def local_rows(sharding: AttentionSharding, batch: int) -> np.ndarray:
 
 
 def check_same_rows(batch: Any) -> None:
-    """Raises ValueError where processes fed different data for the same part of an array.
+    """Whether processes fed the same data for the same part of each array, or an error.
 
     Every process must call it, best once, on the first batch: it copies each array's local part to
     the host and sends a checksum of it.
@@ -64,6 +64,11 @@ def check_same_rows(batch: Any) -> None:
     Args:
         batch: arrays over all processes, or a pytree of them, as
             `jax.make_array_from_process_local_data` returns them.
+
+    Raises:
+        ValueError: processes that fed different data for the same part of an array.
+
+    >>> packax.check_same_rows(batch)
     """
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     sums = [
