@@ -192,7 +192,9 @@ def flash_attention(
     >>> mask = packax.create_attention_mask(packax.causal() & packax.documents(segment_ids))
     >>> out = packax.flash_attention(query, key, value, mask)
     """
-    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+    query, key, value = (
+        x if isinstance(x, jax.Array) else jnp.asarray(x) for x in (query, key, value)
+    )
     layout = _layout(mask, sharding)
     gather_head_groups = checked_head_groups(gather_head_groups)
     _check_tensors(query, key, value, layout, gather_head_groups)

@@ -15,6 +15,7 @@ are primitives, each with a `rule` that says what it computes on flat operands.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -240,15 +241,18 @@ call_p.multiple_results = True
 
 
 def _bind(rule: Any, operands: Arrays) -> list[Any]:
-    jaxpr = jax.make_jaxpr(lambda *x: list(rule.apply(x)))(*operands)
+    if not any(isinstance(x, jax.core.Tracer) for x in operands):
+        return _jitted_call(*operands, rule=rule)  # nothing to derive, map or trace
+    # Traced once for all layers of a model: what is one jaxpr is lowered once, too.
+    jaxpr = _jitted_call.trace(*operands, rule=rule).jaxpr
     return call_p.bind(*operands, rule=rule, jaxpr=jaxpr)
 
 
-def _run_call(*operands, rule):
+@functools.partial(jax.jit, static_argnames="rule")
+def _jitted_call(*operands, rule):
     return list(rule.apply(operands))
 
 
-_jitted_call = jax.jit(_run_call, static_argnames="rule")
 call_p.def_impl(lambda *operands, rule, jaxpr: _jitted_call(*operands, rule=rule))
 mlir.register_lowering(
     call_p,

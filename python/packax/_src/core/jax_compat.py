@@ -19,6 +19,8 @@ def vary_together(*trees: Any) -> tuple[Any, ...]:
     The transpose of the mark is the psum that the gradient of a replicated operand needs.
     """
     union = frozenset[str]().union(*(varying_axes(jax.typeof(x)) for x in jax.tree.leaves(trees)))
+    if not union:  # as outside of shard_map
+        return trees
 
     def mark(x):
         missing = tuple(sorted(union - varying_axes(jax.typeof(x))))
