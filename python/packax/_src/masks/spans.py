@@ -96,10 +96,10 @@ def extremes(begins: Any, places: Any, by_position: bool) -> tuple[Any, Any]:
     if not by_position:  # places are indices: where the run begins, and where the next one does
         length = begins.shape[1]
         index = xp.arange(length, dtype=np.int32)
-        first, following = xp.where(begins, index, 0), xp.where(begins, index, np.int32(length))
+        first, following = xp.where(begins, index, 0), xp.where(begins, index, length)
         if xp is np:
             first = np.maximum.accumulate(first, axis=1)
-            following = np.minimum.accumulate(following[:, ::-1], axis=1)[:, ::-1]
+            following = np.minimum.accumulate(following[:, ::-1], axis=1)[:, ::-1].astype(np.int32)
         else:
             first = jax.lax.cummax(first, axis=1)
             following = jax.lax.cummin(following, axis=1, reverse=True)
