@@ -275,16 +275,19 @@ def test_batch_and_heads_over_a_mesh():
         mask = packax.create_attention_mask(
             packax.block_sparse(chosen, SIZE), q_len=70, kv_len=140, sharding=sharding
         )
-        # and inside a shard_map of the caller's, by the specs of its arrays
-        lse = jax.shard_map(
-            lambda q, k, v, mask: packax.flash_attention(q, k, v, mask, return_lse=True)[1],
-            in_specs=(spec, spec, spec, sharding.mask_specs(mask)),
-            out_specs=P("data", "tensor"),
-        )(
-            *tensors[:3],
-            packax.create_attention_mask(packax.block_sparse(chosen, SIZE), q_len=70, kv_len=140),
+        alone = packax.create_attention_mask(
+            packax.block_sparse(chosen, SIZE), q_len=70, kv_len=140
         )
-    for x, y in zip((*got, lse), (*wanted, wanted[1]), strict=True):
+        # and inside a shard_map of the caller's, by the specs of its arrays
+        mapped = [
+            jax.shard_map(
+                lambda q, k, v, mask: packax.flash_attention(q, k, v, mask, return_lse=True)[1],
+                in_specs=(spec, spec, spec, sharding.mask_specs(built)),
+                out_specs=P("data", "tensor"),
+            )(*tensors[:3], built)
+            for built in (mask, alone)
+        ]
+    for x, y in zip((*got, *mapped), (*wanted, wanted[1], wanted[1]), strict=True):
         np.testing.assert_allclose(x, y, atol=2e-6)
 
 

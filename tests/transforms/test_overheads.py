@@ -1,5 +1,6 @@
 """What is made once and not for every call or layer: traces, and lowered attention."""
 
+import functools
 import re
 
 import jax
@@ -19,11 +20,12 @@ def traces(monkeypatch):
     counts = {"forward": 0, "backward": 0}
     for name in counts:
 
-        def counted(*operands, name=name, traced=getattr(shard, name)):
+        def counted(name, traced, *operands):
             counts[name] += 1
             return traced(*operands)
 
-        monkeypatch.setattr(shard, name, counted)
+        traced = getattr(shard, name)
+        monkeypatch.setattr(shard, name, functools.partial(counted, name, traced))
     jax.clear_caches()
     yield counts
     jax.clear_caches()
