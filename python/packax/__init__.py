@@ -25,7 +25,8 @@ from packax._src.masks.planning import (
 )
 from packax._src.masks.plot import plot_mask
 from packax._src.masks.spans import spans
-from packax._src.ops import lowering_decode as _decode_lowering  # noqa: F401 (registers the rules)
+from packax._src.ops import lowering_decode as _lowering_decode  # noqa: F401 (registers rules)
+from packax._src.ops import lowering_mask as _lowering_mask  # noqa: F401
 from packax._src.ops.lowering import export_checks
 from packax._src.ops.score_mods import Alibi, alibi
 from packax.integrations.jax_nn import dot_product_attention

@@ -14,7 +14,7 @@ import packax
 import pytest
 from lowered import calls, text_of
 from packax._src.core.mask import operand_names
-from packax._src.ops import primitives, short_rows
+from packax._src.ops import batch_packing, primitives
 
 
 def shapes(batch, q_len, kv_len, heads=8, kv_heads=2):
@@ -41,18 +41,18 @@ def shapes(batch, q_len, kv_len, heads=8, kv_heads=2):
     ),
 )
 def test_when(batch, q_len, kv_len, expected):
-    assert short_rows.worth_merging(*shapes(batch, q_len, kv_len)) is expected
+    assert batch_packing.worth_merging(*shapes(batch, q_len, kv_len)) is expected
 
 
 def test_one_row_of_many_heads_stays():
-    assert not short_rows.worth_merging(*shapes(1, 16, 16, heads=4096))
+    assert not batch_packing.worth_merging(*shapes(1, 16, 16, heads=4096))
 
 
 def test_sizes_that_are_not_known_yet():
     (batch, length) = jax.export.symbolic_shape("b, s")
-    assert not short_rows.worth_merging(*shapes(batch, 16, 16))
-    assert not short_rows.worth_merging(*shapes(2048, length, 16))
-    assert not short_rows.worth_merging(*shapes(2048, 16, length))
+    assert not batch_packing.worth_merging(*shapes(batch, 16, 16))
+    assert not batch_packing.worth_merging(*shapes(2048, length, 16))
+    assert not batch_packing.worth_merging(*shapes(2048, 16, length))
 
 
 B = 7
@@ -84,8 +84,8 @@ def passes(monkeypatch, merged):
     """Binds of one batch row instead, and what they were given."""
     seen = []
     for primitive, function in (
-        (primitives.forward_p, short_rows.forward),
-        (primitives.backward_p, short_rows.backward),
+        (primitives.forward_p, batch_packing.forward),
+        (primitives.backward_p, batch_packing.backward),
     ):
         bind = primitive.bind
 
@@ -138,7 +138,7 @@ def test_blocks_are_tested_where_a_row_of_theirs_was():
     mask = packax.create_attention_mask(packax.documents(ids))
     query, key = (jnp.zeros((9, 20, h, 16)) for h in (2, 1))
     operands = mask.operands("forward")
-    row = short_rows._one_row(
+    row = batch_packing._one_row(
         "forward", query, key, operands, {"element_test": 1, "implementation": None}
     )
     q_blocks = dict(zip(operand_names(False, "forward"), row, strict=True))["q_blocks"]

@@ -7,14 +7,14 @@ import numpy as np
 import packax
 import pytest
 from lowered import abstract, calls, loss, text_of
-from packax._src.ops import few_programs, primitives
+from packax._src.ops import low_occupancy, primitives
 
 
 def parts(kv_len, heads, kv_heads, batch=1):
     query, key = (
         jax.ShapeDtypeStruct((batch, kv_len, n, 64), jnp.bfloat16) for n in (heads, kv_heads)
     )
-    return few_programs.parts_of_group(query, key)
+    return low_occupancy.parts_of_group(query, key)
 
 
 @pytest.mark.parametrize(
@@ -45,10 +45,10 @@ def test_when(kv_len, heads, kv_heads, batch, expected):
 def test_sizes_that_are_not_known_yet():
     (batch, length) = jax.export.symbolic_shape("b, s")
     query, key = (jax.ShapeDtypeStruct((1, 4096, n, 64), jnp.bfloat16) for n in (8, 1))
-    assert few_programs.parts_of_group(query, key) > 1
+    assert low_occupancy.parts_of_group(query, key) > 1
     for shape in ((batch, 4096, 1, 64), (1, length, 1, 64)):
         key = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-        assert few_programs.parts_of_group(query, key) == 1
+        assert low_occupancy.parts_of_group(query, key) == 1
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_gradients(monkeypatch, dtype, heads, kv_heads, divided, kind):
 
     def in_parts(query, key, *operands, **params):
         if key.shape[2] == kv_heads:
-            return few_programs.backward_in_parts(query, key, *operands, parts=divided, **params)
+            return low_occupancy.backward_in_parts(query, key, *operands, parts=divided, **params)
         seen.append(key.shape[2])
         return bind(query, key, *operands, **params)
 

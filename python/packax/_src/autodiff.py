@@ -25,7 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
-from packax._src.context import shard as partition
+from packax._src.context import shard
 from packax._src.core.mask import AttentionMask
 from packax._src.ops.tangents import NO_MORE_DERIVATIVES
 
@@ -35,7 +35,7 @@ CHECKPOINT_NAMES = ("packax_out", "packax_lse")
 Arrays = Sequence[Any]
 
 
-def attention(call: partition.Call, inputs: Any, mask: AttentionMask, places: Arrays) -> list[Any]:
+def attention(call: shard.Call, inputs: Any, mask: AttentionMask, places: Arrays) -> list[Any]:
     """out (B, Sq, H, Dv), lse (B, H, Sq), and on request the rows' largest logits, like lse.
 
     inputs: query, key, value, scores: what has a gradient. places: of rows and keys, if there is a
@@ -47,13 +47,13 @@ def attention(call: partition.Call, inputs: Any, mask: AttentionMask, places: Ar
 
 
 class _Attention(NamedTuple):
-    call: partition.Call
+    call: shard.Call
     inputs: int  # their leaves, which are the first operands
     tree: Any  # of (inputs, mask, places)
 
     def apply(self, operands: Arrays) -> Arrays:
         (query, key, value, scores), mask, places = jax.tree.unflatten(self.tree, operands)
-        results = partition.forward(self.call, query, key, value, scores, mask, places)
+        results = shard.forward(self.call, query, key, value, scores, mask, places)
         return [x for x in results if x is not None]
 
     def named(self, results: Arrays) -> Arrays:
@@ -82,9 +82,7 @@ class _Gradients(NamedTuple):
         primals, (out, lse, dout, *rest) = _split(operands, tree.num_leaves)
         (query, key, value, scores), mask, places = jax.tree.unflatten(tree, primals)
         (dlse,) = rest or (lse,)
-        found = partition.backward(
-            call, query, key, value, scores, out, lse, dout, dlse, mask, places
-        )
+        found = shard.backward(call, query, key, value, scores, out, lse, dout, dlse, mask, places)
         return _chosen(call.wanted, jax.tree.leaves(found))
 
     def named(self, results: Arrays) -> Arrays:

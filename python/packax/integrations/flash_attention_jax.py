@@ -22,7 +22,7 @@ import numpy as np
 from packax._src import attention as _attention
 from packax._src.masks.expressions import MaskExpression
 from packax._src.masks.intervals import causal, full
-from packax._src.ops import ffi as kernel_table
+from packax._src.ops import ffi
 from packax.integrations import jax_nn as dot_product
 
 __all__ = [
@@ -119,7 +119,7 @@ def _run(
         for x in (key, value)
     )
     mask = expression(query, key, batch, *operands)
-    takes = kernel_table.has_kernels(query, key, value)
+    takes = ffi.has_kernels(query, key, value)
     out = _attention.flash_attention(
         query, key, value, mask, scale=scale, implementation=None if takes else "xla"
     )

@@ -19,7 +19,7 @@ from packax._src.context.all_gather_kv import Groups
 from packax._src.core.jax_compat import vary_together
 from packax._src.core.mask import AttentionMask
 from packax._src.core.sharding import HeadGroups, Layout
-from packax._src.ops import head_groups as some_heads
+from packax._src.ops import head_groups
 from packax._src.ops.score_mods import Scores, add_sinks, place_specs, sinks_gradient, summed
 
 Arrays = tuple[jax.Array, ...]
@@ -145,7 +145,7 @@ def _forward(call: Call, query, key, value, scores, mask, places) -> tuple[Any, 
     for group in range(groups.number):
         keys, values = groups.next()
         extras = _extras(call, scores, places, groups, group)
-        out, lse, *top = some_heads.forward(
+        out, lse, *top = head_groups.forward(
             groups.heads_of(query.shape[2], group),
             out,
             query,
@@ -207,7 +207,7 @@ def _backward(
     for group in range(groups.number):
         keys, values = groups.next()
         extras = _extras(call, scores, places, groups, group)
-        dq, dk, dv, *dnumber = some_heads.backward(
+        dq, dk, dv, *dnumber = head_groups.backward(
             groups.heads_of(query.shape[2], group),
             dq,
             query,

@@ -20,23 +20,23 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from packax._src.ops import ffi as kernel_table
-from packax._src.ops import lowering
+from packax._src.ops import ffi, lowering
 from packax._src.ops.operands import named
 from packax._src.ops.partitioning import ask_devices, plain
 from packax._src.ops.primitives import (
-    _primitive,
     backward_p,
     backward_results,
     forward_p,
     forward_results,
+    new_primitive,
 )
+from packax._src.ops.rules import COUNTER, ffi_call, lower_xla
 
 _OWN = ("first_head", "heads", "begins")
-_FORWARD = (*_OWN, *lowering._FORWARD, "implementation")
-_BACKWARD = (*_OWN, *lowering._BACKWARD, "implementation")
-forward_heads_p = _primitive("packax_forward_heads", _FORWARD)
-backward_heads_p = _primitive("packax_backward_heads", _BACKWARD)
+_FORWARD_HEADS = (*_OWN, *lowering.FORWARD_PARAMS, "implementation")
+_BACKWARD_HEADS = (*_OWN, *lowering.BACKWARD_PARAMS, "implementation")
+forward_heads_p = new_primitive("packax_forward_heads", _FORWARD_HEADS)
+backward_heads_p = new_primitive("packax_backward_heads", _BACKWARD_HEADS)
 
 
 @forward_heads_p.def_abstract_eval
@@ -129,13 +129,13 @@ def _register(primitive: Primitive, apart: Callable[..., Any], static: tuple[str
 
     batching.primitive_batchers[primitive] = batch
     ad.primitive_jvps[primitive] = jvp
-    rule = lowering._lower_xla(apart, static)
+    rule = lower_xla(apart, static)
     mlir.register_lowering(primitive, rule)
     return rule
 
 
-_forward_rule = _register(forward_heads_p, _forward_apart, _FORWARD)
-_backward_rule = _register(backward_heads_p, _backward_apart, _BACKWARD)
+_forward_rule = _register(forward_heads_p, _forward_apart, _FORWARD_HEADS)
+_backward_rule = _register(backward_heads_p, _backward_apart, _BACKWARD_HEADS)
 
 
 # --- CUDA: the plain kernels, told where those heads begin.
@@ -143,15 +143,17 @@ _backward_rule = _register(backward_heads_p, _backward_apart, _BACKWARD)
 
 def _forward_cuda(ctx, *operands, **params):
     _, (query, _, value, *_) = _without_before(ctx.avals_in, params["begins"])
-    if params["implementation"] == "xla" or lowering._general("forward", query, value, params):
+    if params["implementation"] == "xla" or lowering.takes_fallback(
+        "forward", query, value, params
+    ):
         return _forward_rule(ctx, *operands, **params)
-    kernel_table.require_kernels("forward", query, value)
+    ffi.require_kernels("forward", query, value)
     ctx, operands, attributes, same_memory = _some_heads(ctx, operands, params)
-    return lowering._call(
+    return ffi_call(
         ctx,
         "packax_forward_heads_v1",
         operands,
-        (lowering._COUNTER,),
+        (COUNTER,),
         same_memory,
         scale=np.float32(params["scale"]),
         element_test=np.int32(params["element_test"]),
@@ -162,14 +164,14 @@ def _forward_cuda(ctx, *operands, **params):
 def _backward_cuda(ctx, *operands, **params):
     wanted = params["wanted"]
     _, (query, _, value, *_) = _without_before(ctx.avals_in, params["begins"])
-    general = lowering._general("backward", query, value, params)
+    general = lowering.takes_fallback("backward", query, value, params)
     if params["implementation"] == "xla" or general or not wanted[0]:
         return _backward_rule(ctx, *operands, **params)
-    kernel_table.require_kernels("backward", query, value)
+    ffi.require_kernels("backward", query, value)
     batch, q_len, _, dim = query.shape
     first = 0 if params["begins"] else 1  # the operand before
     avals = named("backward", ctx.avals_in[first:], params)
-    elements, fused = lowering._backward_workspace(
+    elements, fused = lowering.backward_workspace(
         plain(query).update(shape=(batch, q_len, params["heads"], dim)),
         value,
         avals["q_lo"].shape[0],
@@ -183,7 +185,7 @@ def _backward_cuda(ctx, *operands, **params):
         "has_dlse": np.int32(params["has_dlse"]),
     }
     target = "packax_backward_heads_v1"
-    return lowering._wanted_call(
+    return lowering.backward_call(
         ctx, operands, elements, fused, wanted, attributes, target, same_memory
     )
 

@@ -13,26 +13,37 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
-from jax.interpreters import mlir
 
 from packax._src.core.mask import operand_names
 from packax._src.core.precision import is_exact
 from packax._src.core.shapes import BLOCK, INT_MAX, ceil_div, is_symbolic
-from packax._src.ops import few_programs, partition_rules, short_rows, xla_attention
-from packax._src.ops import ffi as kernel_table
-from packax._src.ops import xla_mask as xla_masks
+from packax._src.ops import (
+    batch_packing,
+    ffi,
+    low_occupancy,
+    partition_rules,
+    xla_attention,
+)
 from packax._src.ops.operands import TENSORS, named
-from packax._src.ops.partitioning import partitioned, plain
+from packax._src.ops.partitioning import plain
 from packax._src.ops.primitives import (
     OF_INDICES,
     backward_p,
-    blocks_p,
-    documents_p,
     forward_p,
 )
+from packax._src.ops.rules import (
+    COUNTER,
+    array,
+    ffi_call,
+    lower_xla,
+    made_constant,
+    register,
+    run_once,
+    without_kernels,
+)
 
-if kernel_table.ext is not None:
-    for _name, _stages in kernel_table.ext.registrations().items():
+if ffi.ext is not None:
+    for _name, _stages in ffi.ext.registrations().items():
         jax.ffi.register_ffi_target(_name, _stages, platform="CUDA")
 
 TARGETS = (
@@ -56,28 +67,13 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
     return [jax.export.DisabledSafetyCheck.custom_call(name) for name in TARGETS]
 
 
-_CHUNK = 1024  # keys per program of the document kernels: the workspace holds one int per chunk
-_MOST_TABLE_KEYS = 1 << 27  # as csrc/ffi/mask.cc has it
-_MOST_MASK_ROWS = 65535  # of a batch: a grid's y, in the kernels that make masks
-
-
-def _xla_documents(q_ids, kv_ids, q_pos, kv_pos, *, compare_positions):
-    return xla_masks.document_ranges(
-        q_ids, kv_ids, q_pos, kv_pos, compare_positions=compare_positions
-    )
-
-
-def _xla_blocks(q_lo, q_hi, tested, *, kv_len):
-    return xla_masks.block_bounds(q_lo, q_hi, tested, kv_len=kv_len)
-
-
 def _mask_and_extras(of):
     """Of the operands by name, as xla_attention takes them."""
     mask, extras = xla_attention.Mask, xla_attention.Extras
     return (kind(**{x: of[x] for x in kind._fields if x in of}) for kind in (mask, extras))
 
 
-def _xla_forward(
+def xla_forward(
     *operands, scale, soft_cap, precision, element_test, max_logits, block_size, extras
 ):
     of = named("forward", operands, {"block_size": block_size, "extras": extras})
@@ -93,7 +89,7 @@ def _xla_forward(
     return (out, lse, top) if max_logits else (out, lse)
 
 
-def _xla_backward(
+def xla_backward(
     *operands, scale, soft_cap, precision, element_test, has_dlse, deterministic, dnumbers, block_size, extras,
     wanted,
 ):  # fmt: skip
@@ -114,114 +110,26 @@ def _xla_backward(
     return (*gradients, parts) if dnumbers else gradients
 
 
-def _lower_xla(function: Any, static: tuple[str, ...]) -> Any:
-    # jit, so that the layers of a model trace it once.
-    rule = mlir.lower_fun(jax.jit(function, static_argnames=static), multiple_results=True)
-
-    def lower(ctx, *operands, **params):
-        ctx = ctx.replace(
-            avals_in=[plain(x) for x in ctx.avals_in], avals_out=[plain(x) for x in ctx.avals_out]
-        )
-        return rule(ctx, *operands, **params)
-
-    return lower
-
-
-_documents_xla = _lower_xla(_xla_documents, ("compare_positions",))
-_blocks_xla = _lower_xla(_xla_blocks, ("kv_len",))
-_FORWARD = ("scale", "soft_cap", "precision", "element_test", "max_logits", "block_size", "extras")
-_BACKWARD = (
+FORWARD_PARAMS = (
+    "scale",
+    "soft_cap",
+    "precision",
+    "element_test",
+    "max_logits",
+    "block_size",
+    "extras",
+)
+BACKWARD_PARAMS = (
     *("scale", "soft_cap", "precision", "element_test", "has_dlse", "deterministic"),
     *("dnumbers", "block_size", "extras", "wanted"),
 )
-_forward_xla = _lower_xla(_xla_forward, _FORWARD)
-_backward_xla = _lower_xla(_xla_backward, _BACKWARD)
-_backward_in_parts = _lower_xla(
-    few_programs.backward_in_parts, (*_BACKWARD, "implementation", "parts")
+_forward_xla = lower_xla(xla_forward, FORWARD_PARAMS)
+_backward_xla = lower_xla(xla_backward, BACKWARD_PARAMS)
+_backward_in_parts = lower_xla(
+    low_occupancy.backward_in_parts, (*BACKWARD_PARAMS, "implementation", "parts")
 )
-_forward_of_one_row = _lower_xla(short_rows.forward, (*_FORWARD, "implementation"))
-_backward_of_one_row = _lower_xla(short_rows.backward, (*_BACKWARD, "implementation"))
-
-
-def _elsewhere(rule: Any) -> Any:
-    """The rule of a platform that has no kernels."""
-
-    def lower(ctx, *operands, implementation, **params):
-        if implementation == "cuda":
-            platforms = ", ".join(ctx.platforms or ctx.module_context.platforms)
-            raise NotImplementedError(
-                f'implementation="cuda" needs a CUDA device, but this is lowered for {platforms}: '
-                'use implementation=None (kernels on CUDA, XLA elsewhere) or "xla"'
-            )
-        return rule(ctx, *operands, **params)
-
-    return lower
-
-
-def _call(
-    ctx, target: str, operands, workspace: tuple[Any, ...] = (),
-    same_memory: dict[int, int] | None = None, **attributes: Any,
-):  # fmt: skip
-    """The FFI call; workspaces are extra results, which stay valid under CUDA graphs.
-
-    `same_memory`: operands by number, and the results that take their places.
-    """
-    results = len(ctx.avals_out)
-    ctx = ctx.replace(
-        avals_in=[plain(x) for x in ctx.avals_in],
-        avals_out=[*(plain(x) for x in ctx.avals_out), *workspace],
-    )
-    rule = jax.ffi.ffi_lowering(target, operand_output_aliases=same_memory)
-    return rule(ctx, *operands, **attributes)[:results]
-
-
-def _run_once(ctx, results):
-    """The results of a call, behind a barrier.
-
-    Where `scan` keeps a result that other operations read too, as it does for the backward pass,
-    XLA copies the call into a fusion that writes the kept array, and leaves the call itself for the
-    others: the kernel runs twice (openxla/xla#45799, seen with jax 0.11.2). It does not look
-    through a barrier.
-    """
-    avals = [plain(x) for x in ctx.avals_out]
-    barrier = mlir.lower_fun(lambda *x: jax.lax.optimization_barrier(x), multiple_results=True)
-    return barrier(ctx.replace(primitive=None, avals_in=avals, avals_out=avals), *results)
-
-
-def _takes_mask_kernels(kernel, implementation, batch, kv_len):
-    """Else XLA makes the same integers: also where sizes are beyond what the kernels count."""
-    if implementation == "xla":
-        return False
-    if implementation == "cuda":
-        kernel_table.require_extension()
-    elif kernel_table.ext is None or not kernel_table.serves_here(kernel):
-        return False
-    few = is_symbolic(batch) or batch <= _MOST_MASK_ROWS
-    return few and not is_symbolic(kv_len)
-
-
-def _documents_cuda(ctx, *operands, compare_positions, implementation):
-    batch, kv_len = ctx.avals_in[1].shape
-    # the size of the tables must be known, and so small that the kernels' 32 bits count all of them
-    kernels = _takes_mask_kernels("documents_rows", implementation, batch, kv_len)
-    if not kernels or kv_len > _MOST_TABLE_KEYS:
-        return _documents_xla(ctx, *operands, compare_positions=compare_positions)
-    width = 5 * xla_masks.table_size(kv_len) + kv_len + -(-kv_len // _CHUNK)
-    workspace = jax.core.ShapedArray((batch, width), jnp.dtype(jnp.int32))
-    return _call(
-        ctx,
-        "packax_documents_v1",
-        operands,
-        (workspace,),
-        compare_positions=np.int32(compare_positions),
-    )
-
-
-def _blocks_cuda(ctx, *operands, kv_len, implementation):
-    batch = ctx.avals_in[0].shape[0]
-    if not _takes_mask_kernels("blocks_rows", implementation, batch, kv_len):
-        return _blocks_xla(ctx, *operands, kv_len=kv_len)
-    return _call(ctx, "packax_blocks_v1", operands, kv_len=np.int64(kv_len))
+_forward_of_one_row = lower_xla(batch_packing.forward, (*FORWARD_PARAMS, "implementation"))
+_backward_of_one_row = lower_xla(batch_packing.backward, (*BACKWARD_PARAMS, "implementation"))
 
 
 def _forward_cuda(ctx, *operands, implementation, **params):
@@ -235,11 +143,11 @@ def _forward_cuda(ctx, *operands, implementation, **params):
         "scale": np.float32(params["scale"]),
         "element_test": np.int32(params["element_test"]),
     }
-    if not _general("forward", query, value, params):
-        kernel_table.require_kernels("forward", query, value)
-        results = _call(ctx, "packax_forward_v1", operands, (_COUNTER,), **attributes)
-        return _run_once(ctx, results)
-    kernel_table.require_kernels("forward", query, value, general=True, exact=exact)
+    if not takes_fallback("forward", query, value, params):
+        ffi.require_kernels("forward", query, value)
+        results = ffi_call(ctx, "packax_forward_v1", operands, (COUNTER,), **attributes)
+        return run_once(ctx, results)
+    ffi.require_kernels("forward", query, value, general=True, exact=exact)
     batch, q_len, heads, _ = query.shape
     results = _general_call(
         ctx,
@@ -247,18 +155,18 @@ def _forward_cuda(ctx, *operands, implementation, **params):
         operands,
         len(TENSORS["forward"]) + len(operand_names(False, "forward")),
         2,
-        (*(() if params["max_logits"] else (_array(batch, heads, q_len),)), _COUNTER),
+        (*(() if params["max_logits"] else (array(batch, heads, q_len),)), COUNTER),
         params,
         want_top=np.int32(params["max_logits"]),
         **attributes,
     )
-    return _run_once(ctx, results)
+    return run_once(ctx, results)
 
 
 def _merged(query: Any, key: Any, params: Any) -> bool:
     """Whether its batch rows become one; places and maps of blocks are those of a row."""
     plain_scores = not params["extras"] and not params["block_size"]
-    return plain_scores and short_rows.worth_merging(query, key)
+    return plain_scores and batch_packing.worth_merging(query, key)
 
 
 def _backward_cuda(ctx, *operands, implementation, **params):
@@ -267,7 +175,7 @@ def _backward_cuda(ctx, *operands, implementation, **params):
     query, key, value = ctx.avals_in[:3]
     if _merged(query, key, params):
         return _backward_of_one_row(ctx, *operands, implementation=implementation, **params)
-    parts = few_programs.parts_of_group(query, key) if any(params["wanted"][1:]) else 1
+    parts = low_occupancy.parts_of_group(query, key) if any(params["wanted"][1:]) else 1
     if parts > 1:
         return _backward_in_parts(
             ctx, *operands, implementation=implementation, parts=parts, **params
@@ -279,25 +187,25 @@ def _backward_cuda(ctx, *operands, implementation, **params):
     }
     exact = is_exact(params["precision"])
     mask_batch = named("backward", ctx.avals_in, params)["q_lo"].shape[0]
-    if not _general("backward", query, value, params):
-        kernel_table.require_kernels("backward", query, value)
-        elements, fused = _backward_workspace(
+    if not takes_fallback("backward", query, value, params):
+        ffi.require_kernels("backward", query, value)
+        elements, fused = backward_workspace(
             query, value, mask_batch, params["deterministic"], params["wanted"]
         )
-        return _wanted_call(ctx, operands, elements, fused, params["wanted"], attributes)
-    kernel_table.require_kernels("backward", query, value, general=True, exact=exact)
+        return backward_call(ctx, operands, elements, fused, params["wanted"], attributes)
+    ffi.require_kernels("backward", query, value, general=True, exact=exact)
     dnumbers, wanted = params["dnumbers"], params["wanted"]
-    elements, fused = _backward_workspace(
+    elements, fused = backward_workspace(
         query, value, mask_batch, params["deterministic"], wanted, _suffix(params)
     )
-    workspace = _array(elements)
+    workspace = array(elements)
     call = functools.partial(
         _general_call,
         target="packax_backward_general_v1",
         operands=operands,
         count=len(TENSORS["backward"]) + len(operand_names(False, "backward")),
         maps=3,
-        workspace=(workspace,) if dnumbers else (_array(1), workspace),
+        workspace=(workspace,) if dnumbers else (array(1), workspace),
         params=params,
         has_dnumbers=np.int32(dnumbers),
         wanted=_wanted_bits(wanted),
@@ -305,13 +213,6 @@ def _backward_cuda(ctx, *operands, implementation, **params):
     )
     # The kernel of dq makes dnumbers.
     return _written(ctx, call, wanted[0] or dnumbers, fused or any(wanted[1:]))
-
-
-def _array(*shape: int, dtype: Any = jnp.float32) -> Any:
-    return jax.core.ShapedArray(shape, jnp.dtype(dtype))
-
-
-_COUNTER = _array(1, dtype=jnp.int32)  # from which programs draw tiles
 
 
 def _suffix(params: Any) -> str | None:
@@ -326,13 +227,11 @@ def _suffix(params: Any) -> str | None:
     return suffixes.get((bool(params["soft_cap"]), bool(params["block_size"]), params["extras"]))
 
 
-def _general(direction: str, query: Any, value: Any, params: Any) -> bool:
+def takes_fallback(direction: str, query: Any, value: Any, params: Any) -> bool:
     """Whether it takes the general kernels: something changes scores, or the head dims are others."""
     if params["extras"] or params["soft_cap"] or params.get("max_logits") or params["block_size"]:
         return True
-    return kernel_table.ext is not None and not kernel_table.found(
-        direction, query, value, general=False
-    )
+    return ffi.ext is not None and not ffi.found(direction, query, value, general=False)
 
 
 def _general_call(ctx, target, operands, count, maps, workspace, params, **attributes):
@@ -343,13 +242,13 @@ def _general_call(ctx, target, operands, count, maps, workspace, params, **attri
     has_bias = {OF_INDICES: 2, 4: 1}.get(extras, 0)
     if extras == OF_INDICES:  # Hopper's kernels need none, the general ones arrays
         query, key, slopes = (ctx.avals_in[i] for i in (0, 1, -1))
-        avals = [_array(slopes.shape[0], x.shape[1], dtype=jnp.int32) for x in (query, key)]
-        operands = [*operands, *(_made(ctx, _indices, aval) for aval in avals)]
+        avals = [array(slopes.shape[0], x.shape[1], dtype=jnp.int32) for x in (query, key)]
+        operands = [*operands, *(made_constant(ctx, _indices, aval) for aval in avals)]
         ctx, extras = ctx.replace(avals_in=[*ctx.avals_in, *avals]), 4
     q_block, kv_block = params["block_size"] or (0, 0)
     places = [*range(count), *(range(end - maps, end) if q_block else [stand_in] * maps)]
     places += [*range(end, len(operands)), *[stand_in] * (4 - extras)]
-    return _call(
+    return ffi_call(
         ctx.replace(avals_in=[ctx.avals_in[i] for i in places]),
         target,
         [operands[i] for i in places],
@@ -364,7 +263,7 @@ def _general_call(ctx, target, operands, count, maps, workspace, params, **attri
     )
 
 
-def _wanted_call(
+def backward_call(
     ctx,
     operands,
     elements,
@@ -376,10 +275,10 @@ def _wanted_call(
 ):
     """One kernel of Hopper writes dk and dv with dq's sum."""
     call = functools.partial(
-        _call,
+        ffi_call,
         target=target,
         operands=operands,
-        workspace=(_array(elements),),
+        workspace=(array(elements),),
         same_memory=same_memory,
         wanted=_wanted_bits(wanted),
         **attributes,
@@ -395,14 +294,14 @@ def _written(ctx, call, dq: bool, dkv: bool):
     """The results of `call`, a function of ctx: of dq, dk and dv, those that no kernel writes have no
     elements there."""
     written = (dq, dkv, dkv, *[True] * (len(ctx.avals_out) - 3))
-    nothing = _array(0, dtype=ctx.avals_in[0].dtype)
+    nothing = array(0, dtype=ctx.avals_in[0].dtype)
     made = call(
         ctx.replace(
             avals_out=[x if w else nothing for x, w in zip(ctx.avals_out, written, strict=True)]
         )
     )
     return [
-        x if w else _made(ctx, _zeros, plain(aval))  # not used, so never made
+        x if w else made_constant(ctx, _zeros, plain(aval))  # not used, so never made
         for x, w, aval in zip(made, written, ctx.avals_out, strict=True)
     ]
 
@@ -415,13 +314,7 @@ def _indices(aval):
     return jax.lax.broadcasted_iota(aval.dtype, aval.shape, 1)
 
 
-def _made(ctx, function, aval):
-    make = mlir.lower_fun(lambda: function(aval), multiple_results=False)
-    (made,) = make(ctx.replace(primitive=None, avals_in=[], avals_out=[aval]))
-    return made
-
-
-def _backward_workspace(
+def backward_workspace(
     query: Any,
     value: Any,
     mask_batch: int,
@@ -439,22 +332,14 @@ def _backward_workspace(
     if suffix is None or (not is_symbolic(rows) and rows > INT_MAX):
         return rows, False
     dims = (str(query.dtype), qk_dim, value.shape[3])
-    fused = kernel_table.on_sm90("backward_sm90" + suffix, *dims)
+    fused = ffi.on_sm90("backward_sm90" + suffix, *dims)
     apart = deterministic or not all(wanted) or not fused
-    if apart and kernel_table.on_sm90("backward_dkdv_sm90" + suffix, *dims):
+    if apart and ffi.on_sm90("backward_dkdv_sm90" + suffix, *dims):
         return sums + 1, False  # the one kernel for dk and dv, or the one for dq, or both
     if deterministic or not fused:
         return rows, False
     return sums + rows * qk_dim, True
 
 
-def register(primitive: Any, dims: Any, elsewhere: Any, cuda: Any) -> None:
-    """The primitive's rules, each of which XLA may divide over a mesh."""
-    mlir.register_lowering(primitive, partitioned(primitive, dims, elsewhere))
-    mlir.register_lowering(primitive, partitioned(primitive, dims, cuda), platform="cuda")
-
-
-register(documents_p, partition_rules.documents, _elsewhere(_documents_xla), _documents_cuda)
-register(blocks_p, partition_rules.blocks, _elsewhere(_blocks_xla), _blocks_cuda)
-register(forward_p, partition_rules.forward, _elsewhere(_forward_xla), _forward_cuda)
-register(backward_p, partition_rules.backward, _elsewhere(_backward_xla), _backward_cuda)
+register(forward_p, partition_rules.forward, without_kernels(_forward_xla), _forward_cuda)
+register(backward_p, partition_rules.backward, without_kernels(_backward_xla), _backward_cuda)

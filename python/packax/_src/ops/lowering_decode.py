@@ -14,9 +14,9 @@ import numpy as np
 
 from packax._src.core.precision import is_exact
 from packax._src.core.shapes import is_symbolic
-from packax._src.ops import ffi as kernel_table
-from packax._src.ops import lowering, partition_rules, xla_decode
+from packax._src.ops import ffi, partition_rules, xla_decode
 from packax._src.ops.primitives import decode_p
+from packax._src.ops.rules import ffi_call, lower_xla, register, without_kernels
 
 _PROGRAMS = 1024  # that csrc/ffi/decode.cc may want at once, on the largest GPU
 _MOST = 128  # shares: csrc/ffi/decode.cc takes no more
@@ -40,7 +40,7 @@ def _xla(query, key, value, q_lo, q_hi, *rest, scale, soft_cap, precision, paged
 
 
 _STATIC = ("scale", "soft_cap", "precision", "paged", "has_sinks")
-_lowered_xla = lowering._lower_xla(_xla, _STATIC)
+_lowered_xla = lower_xla(_xla, _STATIC)
 
 
 def _cuda(ctx, *operands, implementation, **static):
@@ -60,7 +60,7 @@ def _cuda(ctx, *operands, implementation, **static):
     keys = key.shape[1] * (avals[5].shape[1] if paged else 1)
     rows = (splits(batch, q_len, heads, key.shape[2], keys), batch, q_len, heads)
     workspace = ((*rows, value.shape[3]), rows)
-    return lowering._call(
+    return ffi_call(
         ctx.replace(avals_in=avals),
         "packax_decode_v1",
         buffers,
@@ -87,19 +87,19 @@ def splits(batch: int, q_len: int, heads: int, kv_heads: int, keys: int) -> int:
 
 
 def _require_kernel(query: Any, value: Any, exact: bool) -> None:
-    kernel_table.require_extension()
-    assert kernel_table.ext is not None
-    rows = [row for row in kernel_table.ext.variants() if row["kernel"] == "decode"]
+    ffi.require_extension()
+    assert ffi.ext is not None
+    rows = [row for row in ffi.ext.variants() if row["kernel"] == "decode"]
     qk_dim, v_dim = query.shape[3], value.shape[3]
-    dtype = kernel_table.kernel_dtype(query.dtype, exact)
+    dtype = ffi.kernel_dtype(query.dtype, exact)
     rooms = [row for row in rows if row["qk_dim"] >= qk_dim and row["v_dim"] >= v_dim]
     if qk_dim % 8 == v_dim % 8 == 0 and any(row["dtype"] == dtype for row in rooms):
         return
     raise NotImplementedError(
         f"no decode kernel for {query.dtype} with head dims {qk_dim}/{v_dim} (query and key / "
-        f"value); there are, for multiples of 8 up to these: {kernel_table.listed(rows)}. "
+        f"value); there are, for multiples of 8 up to these: {ffi.listed(rows)}. "
         'implementation="xla" takes any head dim, and float64'
     )
 
 
-lowering.register(decode_p, partition_rules.decode, lowering._elsewhere(_lowered_xla), _cuda)
+register(decode_p, partition_rules.decode, without_kernels(_lowered_xla), _cuda)

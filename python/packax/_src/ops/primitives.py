@@ -56,7 +56,7 @@ def _like(aval: Any, shape: tuple[int, ...], dtype: Any, dims: Sequence[int | No
     return aval.update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False, sharding=sharding)
 
 
-def _primitive(name: str, static: tuple[str, ...]) -> Primitive:
+def new_primitive(name: str, static: tuple[str, ...]) -> Primitive:
     primitive = Primitive(name)
     primitive.multiple_results = True
 
@@ -76,16 +76,16 @@ def _primitive(name: str, static: tuple[str, ...]) -> Primitive:
 BLOCK_ARRAYS = ("q_blocks", "kv_blocks", "q_order", "q_order_192", "kv_order")
 """The arrays of a mask that blocks_p makes."""
 
-documents_p = _primitive("packax_documents", ("compare_positions", "implementation"))
-blocks_p = _primitive("packax_blocks", ("kv_len", "implementation"))
-forward_p = _primitive(
+documents_p = new_primitive("packax_documents", ("compare_positions", "implementation"))
+blocks_p = new_primitive("packax_blocks", ("kv_len", "implementation"))
+forward_p = new_primitive(
     "packax_forward",
     (
         *("scale", "soft_cap", "precision", "element_test", "max_logits", "block_size", "extras"),
         "implementation",
     ),
 )
-backward_p = _primitive(
+backward_p = new_primitive(
     "packax_backward",
     (
         *("scale", "soft_cap", "precision", "element_test", "has_dlse", "deterministic"),
@@ -146,7 +146,7 @@ def _backward_shapes(query, key, value, *operands, dnumbers, **static):
     return backward_results(query, key, value, query.shape[2], dnumbers)
 
 
-class _Folding(NamedTuple):
+class _BatchingRule(NamedTuple):
     """The mapped axis merged into the batch, which is every operand's first axis.
 
     In front of it; behind it where the batch is sharded in the types of an explicit mesh, which merge no other way.
@@ -199,22 +199,22 @@ def _batch_axis(dim: int | None) -> int:
     return 1 if dim == 0 else 0
 
 
-def _folding(operands: Sequence[jax.Array], dims: Sequence[int | None]) -> _Folding:
+def _batching_rule(operands: Sequence[jax.Array], dims: Sequence[int | None]) -> _BatchingRule:
     both = list(zip(operands, dims, strict=True))
     size = next(x.shape[d] for x, d in both if d is not None)
     shardings = [(getattr(jax.typeof(x), "sharding", None), _batch_axis(d)) for x, d in both]
-    return _Folding(
+    return _BatchingRule(
         size, any(s is not None and (*s.spec, None, None)[axis] for s, axis in shardings)
     )
 
 
 def _batch_mask(primitive: Primitive, operands, dims, **params):
-    folding = _folding(operands, dims)
+    folding = _batching_rule(operands, dims)
     folded = [folding.fold(x, d) for x, d in zip(operands, dims, strict=True)]
     return folding.unfold(primitive.bind(*folded, **params))
 
 
-def _batch_attention(
+def batch_attention(
     primitive: Primitive, tensors: int, operands, dims, tangents=(), tangent_dims=(), *,
     extras, **params,
 ):  # fmt: skip
@@ -222,7 +222,7 @@ def _batch_attention(
 
     `tangents`: of the tensors, scales and slopes, which are folded as those are.
     """
-    folding = _folding((*operands, *tangents), (*dims, *tangent_dims))
+    folding = _batching_rule((*operands, *tangents), (*dims, *tangent_dims))
     values = list(zip(operands, dims, strict=True))
     moved = list(zip(tangents, tangent_dims, strict=True))
     folded = [folding.fold(x, d) for x, d in values[:tensors]]
@@ -241,7 +241,7 @@ def _batch_attention(
     return folding.unfold(primitive.bind(*folded, *new, extras=extras, **params))
 
 
-def _register_batching(primitive: Primitive, rule: Callable) -> None:
+def register_batching(primitive: Primitive, rule: Callable) -> None:
     def batched(operands, dims, **params):
         size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
         if not is_symbolic(size) and size == 0:
@@ -262,25 +262,25 @@ def _of_no_element(primitive: Primitive, operands, dims, **params):
     return vary_together(*results, *operands)[: len(results)], [0] * len(results)
 
 
-_register_batching(documents_p, _batch_mask)
-_register_batching(blocks_p, _batch_mask)
+register_batching(documents_p, _batch_mask)
+register_batching(blocks_p, _batch_mask)
 
 
 def _batch_forward(primitive, operands, dims, **params):
-    return _batch_attention(primitive, len(TENSORS["forward"]), operands, dims, **params)
+    return batch_attention(primitive, len(TENSORS["forward"]), operands, dims, **params)
 
 
 def _batch_backward(primitive, operands, dims, **params):
-    return _batch_attention(primitive, len(TENSORS["backward"]), operands, dims, **params)
+    return batch_attention(primitive, len(TENSORS["backward"]), operands, dims, **params)
 
 
-_register_batching(forward_p, _batch_forward)
-_register_batching(backward_p, _batch_backward)
+register_batching(forward_p, _batch_forward)
+register_batching(backward_p, _batch_backward)
 
 
 # --- Decoding: keys and values of a batch row, or of pages that a table orders.
 
-decode_p = _primitive(
+decode_p = new_primitive(
     "packax_decode", ("scale", "soft_cap", "precision", "paged", "has_sinks", "implementation")
 )
 
@@ -303,7 +303,7 @@ def _decode_gradient(primals, tangents, **params):
 
 def _batch_decode(primitive, operands, dims, *, paged, has_sinks, **params):
     """Caches that are not mapped stay one: the folded batch finds its rows of it by a table."""
-    folding = _folding(operands, dims)
+    folding = _batching_rule(operands, dims)
     size = folding.size
     query, key, value, q_lo, q_hi, *rest = zip(operands, dims, strict=True)
     table = rest[0] if paged else None
@@ -335,5 +335,5 @@ def _batch_decode(primitive, operands, dims, *, paged, has_sinks, **params):
     return folding.unfold(results)
 
 
-_register_batching(decode_p, _batch_decode)
+register_batching(decode_p, _batch_decode)
 ad.primitive_jvps[decode_p] = _decode_gradient

@@ -17,6 +17,7 @@ from jax.interpreters import ad, mlir
 from packax._src.ops import lowering, primitives
 from packax._src.ops.operands import TENSORS
 from packax._src.ops.primitives import backward_p, forward_p
+from packax._src.ops.rules import lower_xla
 
 NO_MORE_DERIVATIVES = (
     "flash_attention can be differentiated twice, but not in this order: there is no derivative of "
@@ -73,7 +74,7 @@ def _add_tangent(of: Primitive, name: str, tensors: int, function: Callable[...,
 
         return jax.jvp(of_moving, tuple(operands[i] for i in places), tuple(tangents))[1]
 
-    lower = lowering._lower_xla(run, ("params",))
+    lower = lower_xla(run, ("params",))
 
     @functools.partial(mlir.register_lowering, primitive)
     def _(ctx, *operands, implementation, **params):
@@ -82,9 +83,9 @@ def _add_tangent(of: Primitive, name: str, tensors: int, function: Callable[...,
     def batch(p, operands, dims, **params):
         # Tensors with the tensors, scales with the scales: what goes together has one batch.
         (old, new), (old_dims, new_dims) = (split(x, params["extras"]) for x in (operands, dims))
-        return primitives._batch_attention(p, tensors, old, old_dims, new, new_dims, **params)
+        return primitives.batch_attention(p, tensors, old, old_dims, new, new_dims, **params)
 
-    primitives._register_batching(primitive, batch)
+    primitives.register_batching(primitive, batch)
 
     def refuse(primals, tangents, **params):
         raise NotImplementedError(NO_MORE_DERIVATIVES)
@@ -106,8 +107,8 @@ def _add_tangent(of: Primitive, name: str, tensors: int, function: Callable[...,
 
 
 forward_tangent_p = _add_tangent(
-    forward_p, "packax_forward_tangent", len(TENSORS["forward"]), lowering._xla_forward
+    forward_p, "packax_forward_tangent", len(TENSORS["forward"]), lowering.xla_forward
 )
 backward_tangent_p = _add_tangent(
-    backward_p, "packax_backward_tangent", len(TENSORS["backward"]), lowering._xla_backward
+    backward_p, "packax_backward_tangent", len(TENSORS["backward"]), lowering.xla_backward
 )

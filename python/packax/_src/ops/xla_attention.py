@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from packax._src.core.shapes import INT_MAX, ceil_div, fill_up, is_symbolic
-from packax._src.ops import block_lists as block_map
+from packax._src.ops import block_lists
 
 # Tile sizes measured on two cores (float32 and bfloat16, 8/2 heads of 64): with 6 documents in 8k
 # tokens 128x128 to 256x256 are level, 512 is half as fast; with 160 documents in 16k tokens 128x128
@@ -349,7 +349,7 @@ def _visits(mask, tiles):
 
     def of_step(step, rows):
         batch = step // tiles.row_tiles if mask.q_entries.shape[0] != 1 else 0
-        met = block_map.met(mask.q_entries[batch, :, step % tiles.row_tiles])
+        met = block_lists.met(mask.q_entries[batch, :, step % tiles.row_tiles])
         number = jnp.arange(met.shape[0], dtype=jnp.int32)
         blocks = jnp.sort(jnp.where(met, number, INT_MAX))
         return jnp.int32(0), met.sum(dtype=jnp.int32), lambda visit: blocks[visit]
@@ -371,7 +371,7 @@ def _in_map(mask, block_size, tiles):
                 (step % tiles.row_tiles, block), (tiles.rows, tiles.keys), block_size, strict=True
             )
         ]
-        bits = block_map.bit(mask.map_bits[batch], *places)
+        bits = block_lists.bit(mask.map_bits[batch], *places)
         heads = (tiles.kv_heads, tiles.group) if bits.shape[0] > 1 else (1, 1)
         return allowed[None, None] & bits.reshape(*heads, *bits.shape[1:])
 

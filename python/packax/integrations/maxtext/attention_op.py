@@ -272,12 +272,12 @@ class AttentionOp(nnx.Module):
             first = keys - size if self.attention_type == "local_sliding" else before // size * size
             most, attended = min(size, keys), active & (place >= first)
         if indexer is not None:
-            attended = _and(attended, selection.indexed(indexer)[:, 0])
+            attended = both(attended, selection.indexed(indexer)[:, 0])
         if self.moba is not None:
             size, count = self.moba
             chunks = selection.moba(query, key, before, size, count)[:, :, 0]
             most = min(most, size * count)
-            attended = _and(
+            attended = both(
                 None if attended is None else attended[:, None], chunks[..., place // size]
             )
         if attended is not None:
@@ -399,7 +399,7 @@ class AttentionOp(nnx.Module):
             chunks = selection.moba(query, key, before, size, count)
             if blocks is not None:
                 chunks, size = chunks[..., jnp.arange(key.shape[1]) // size], 1
-            blocks = _and(blocks, chunks)
+            blocks = both(blocks, chunks)
             row = before + np.arange(query.shape[1])  # by index, whatever the positions say
             expression = expression & ranges(np.zeros_like(row), row + 1)
         return expression if blocks is None else expression & block_sparse(blocks, (1, size))
@@ -418,5 +418,5 @@ class AttentionOp(nnx.Module):
         return own
 
 
-def _and(a: Any, b: Any) -> Any:
+def both(a: Any, b: Any) -> Any:
     return b if a is None else a & b

@@ -1,0 +1,100 @@
+"""Imports between the layers of the package run one way, and no file of it is long.
+
+Guards against a helper of a high layer that a low one begins to use, against names that a module
+keeps to itself, and against files that do two jobs. Sources are read, nothing is imported.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+
+PACKAGE = ROOT / "python" / "packax"
+LAYERS = (  # from low to high; modules of one entry do not import those of another on its line
+    ("_src.core",),
+    ("_src.ops",),
+    ("_src.context",),
+    ("_src.masks", "_src.autodiff"),
+    ("_src.attention", "_src.decode"),
+    ("integrations", "kvax", "info", "demo", "__main__"),
+)
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+LINES = 400
+
+
+def layer_of(module: str) -> tuple[int, str] | None:
+    """The number of its layer and its entry there; None: the public names of the package itself."""
+    for number, entries in enumerate(LAYERS):
+        for entry in entries:
+            if module == f"packax.{entry}" or module.startswith(f"packax.{entry}."):
+                return number, entry
+    return None
+
+
+def name_of(path: Path) -> str:
+    parts = ("packax", *path.relative_to(PACKAGE).with_suffix("").parts)
+    return ".".join(part for part in parts if part != "__init__")
+
+
+def imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """(module, name) of every import of packax's own modules, wherever it stands."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("packax"):
+            for alias in node.names:
+                yield node.module, alias.name
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.startswith("packax"):
+                    yield alias.name, ""
+
+
+def problems_of(module: str, text: str) -> list[str]:
+    own, found = layer_of(module), []
+    aliases: dict[str, str] = {}  # of modules, as they are called here
+    for source, name in imported(ast.parse(text)):
+        whole = f"{source}.{name}"
+        target = layer_of(whole) or layer_of(source)
+        if name.startswith("_") and name != "_ext":
+            found.append(f"{module} imports the private name {whole}")
+        if own is None or target is None:
+            continue
+        above = target[0] > own[0] or (target[0] == own[0] < len(LAYERS) - 1 and target != own)
+        if above:
+            found.append(f"{module} imports {whole}, which is not below it")
+        aliases[name] = whole
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Name):
+            continue
+        private = node.attr.startswith("_") and not node.attr.startswith("__")
+        if private and node.value.id in aliases and node.value.id.islower():
+            found.append(f"{module} uses {node.value.id}.{node.attr}, a private name of another")
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_imports_run_one_way(path):
+    assert problems_of(name_of(path), path.read_text()) == []
+
+
+def test_every_module_has_a_layer():
+    below = ("packax", "packax._src")
+    assert [x for x in map(name_of, SOURCES) if x not in below and layer_of(x) is None] == []
+
+
+def test_no_file_is_long():
+    lengths = {name_of(x): len(x.read_text().splitlines()) for x in SOURCES}
+    assert {name: n for name, n in lengths.items() if n > LINES} == {}
+
+
+def test_a_wrong_import_is_found():
+    assert problems_of("packax._src.core.x", "from packax._src.ops import lowering") != []
+    assert problems_of("packax._src.masks.x", "from packax._src.autodiff import attention") != []
+    assert problems_of("packax._src.masks.x", "from packax._src.core.mask import _array") != []
+    private = "from packax._src.ops import lowering\nlowering._call()"
+    assert problems_of("packax._src.decode", private) != []
+    assert problems_of("packax._src.masks.x", "from packax._src.core.mask import FIELDS") == []
+    assert problems_of("packax._src.ops.x", "def f():\n    import packax._src.decode") != []
