@@ -13,7 +13,7 @@ import numpy as np
 import oracle
 import packax
 import pytest
-from packax._src.ops import xla_attention
+from packax._src.ops import xla_attention, xla_tiles
 
 SCALE = 0.17
 
@@ -164,7 +164,7 @@ def test_other_documents_change_nothing(name):
 
 def test_blocks_that_no_row_attends_are_not_read():
     """NaN there would reach results through 0 * NaN: documents cost, and touch, their own area."""
-    length, tile = 8 * xla_attention.KEYS, xla_attention.KEYS
+    length, tile = 8 * xla_tiles.KEYS, xla_tiles.KEYS
     lo = np.full(length, 2 * tile)
     expression = packax.ranges(lo, lo + tile)
     mask = packax.create_attention_mask(expression, kv_len=length)

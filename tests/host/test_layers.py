@@ -19,6 +19,7 @@ LAYERS = (  # from low to high; modules of one entry do not import those of anot
     ("_src.ops",),
     ("_src.context",),
     ("_src.masks", "_src.autodiff"),
+    ("_src.requests",),
     ("_src.attention", "_src.decode"),
     ("integrations", "kvax", "info", "demo", "__main__"),
 )

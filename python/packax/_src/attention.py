@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any, Literal, overload
 
 import jax
@@ -15,25 +14,18 @@ from packax._src.context.shard import Call
 from packax._src.core.jax_compat import vary_together
 from packax._src.core.mask import AttentionMask
 from packax._src.core.precision import checked_precision
-from packax._src.core.shapes import is_symbolic
 from packax._src.core.sharding import (
     AttentionSharding,
-    HeadGroups,
     Layout,
-    check_tensors,
     checked_head_groups,
     layout_of,
 )
 from packax._src.masks.build import create_attention_mask
 from packax._src.masks.expressions import MaskExpression
-from packax._src.masks.lengths import batch_of, check_lengths
-from packax._src.masks.messages import described, instead_of_array
+from packax._src.masks.lengths import batch_of
 from packax._src.ops.primitives import Implementation, check_implementation
 from packax._src.ops.score_mods import Alibi, checked_scale, checked_soft_cap, largest, scores_of
-
-_MOST_HEADS = 256  # of a model, as far as any is known
-_MANY_HEADS, _FEW_TOKENS = 64, 16
-_DTYPES = ("bfloat16", "float16", "float32", "float64")
+from packax._src.requests import check_axes, check_mask, check_request
 
 
 @overload
@@ -197,7 +189,7 @@ def flash_attention(
     )
     layout = _layout(mask, sharding)
     gather_head_groups = checked_head_groups(gather_head_groups)
-    _check_tensors(query, key, value, layout, gather_head_groups)
+    check_request(query, key, value, layout, gather_head_groups)
     check_implementation(implementation)
     for name, flag in (
         ("return_lse", return_lse),
@@ -216,14 +208,14 @@ def flash_attention(
     precision = checked_precision(precision)
     factor = 1 / math.sqrt(qk_dim) if scale is None else checked_scale(scale)
     soft_cap = checked_soft_cap(soft_cap)
-    _check_axes(mask, query.shape, key.shape, q_len, kv_len)
+    check_axes(mask, query.shape, key.shape, q_len, kv_len)
     if isinstance(mask, MaskExpression):
         if layout is None:
             batch_of(mask, query.shape[0], "query")
         mask = create_attention_mask(
             mask, q_len=q_len, kv_len=kv_len, sharding=sharding, implementation=implementation
         )
-    _check_mask(mask, query.shape, key.shape, q_len, kv_len, layout)
+    check_mask(mask, query.shape, key.shape, q_len, kv_len, layout)
     built = mask.with_batch()
 
     if not isinstance(factor, jax.Array):
@@ -269,96 +261,6 @@ def _of_nothing(
     return tuple(results) if len(results) > 1 else results[0]
 
 
-def _check_tensors(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    layout: Layout | None,
-    groups: HeadGroups,
-) -> None:
-    tensors = {"query": query, "key": key, "value": value}
-    for name, x in tensors.items():
-        if x.ndim != 4:
-            raise ValueError(f"{name} must have shape (batch, length, heads, dim), not {x.shape}")
-        if 0 in x.shape[2:]:
-            raise ValueError(
-                f"{name} must have heads and a head dim of 1 at least, but has shape {x.shape}"
-            )
-        if str(x.dtype) not in _DTYPES:
-            raise ValueError(f"{name} must be one of {', '.join(_DTYPES)}, but is {x.dtype}")
-    if not query.dtype == key.dtype == value.dtype:
-        raise ValueError(
-            "query, key and value must have one dtype, but have "
-            f"{query.dtype}, {key.dtype} and {value.dtype}"
-        )
-    for name in ("key", "value"):
-        if tensors[name].shape[0] != query.shape[0]:
-            raise ValueError(
-                f"{name} has batch size {tensors[name].shape[0]}, but query has {query.shape[0]}"
-            )
-    for axis, what in ((1, "length"), (2, "number of heads")):
-        if key.shape[axis] != value.shape[axis]:
-            raise ValueError(
-                f"value must have the {what} of key, {key.shape[axis]}, but has {value.shape[axis]}"
-            )
-    heads, kv_heads = query.shape[2], key.shape[2]
-    if layout is not None:
-        heads, kv_heads = (
-            n * layout.outside(axes)
-            for n, axes in ((heads, layout.heads), (kv_heads, layout.kv_heads))
-        )
-    if heads % kv_heads:
-        raise ValueError(
-            f"the heads of query must be a multiple of those of key and value, but there are "
-            f"{heads} and {kv_heads}{_axes(query.shape, key.shape)}"
-        )
-    if query.shape[3] != key.shape[3]:
-        raise ValueError(
-            f"key must have the head dim of query, {query.shape[3]}, but has {key.shape[3]}"
-        )
-    if layout is not None:
-        check_tensors(layout, query, key, groups)
-
-
-def _axes(query: tuple[int, ...], key: tuple[int, ...]) -> str:
-    return f". query has shape {query} and key {key}, whose axes are (batch, length, heads, dim)"
-
-
-def _check_axes(
-    mask: Any, query: tuple[int, ...], key: tuple[int, ...], q_len: int, kv_len: int
-) -> None:
-    """An error where lengths and the expression's disagree, a warning where nothing says the length
-    and the axes look like (batch, heads, length, dim)."""
-    known = False
-    if isinstance(mask, MaskExpression):
-        own = check_lengths(mask)
-        if own[0] not in (None, q_len) or own[1] not in (None, kv_len):
-            try:
-                check_lengths(mask, q_len, kv_len, said=("query has", "key has"))
-            except ValueError as error:  # nobody gave a q_len
-                raise ValueError(f"{error}{_axes(query, key)}") from None
-        known = own[0] is not None
-    elif isinstance(mask, AttentionMask):
-        known = mask.element_test > 0
-    sizes = (*query[1:3], *key[1:3])
-    if not known and not any(map(is_symbolic, sizes)) and _look_swapped(*sizes):
-        warnings.warn(
-            f"query and key may have their lengths and heads swapped{_axes(query, key)}. For "
-            "(batch, heads, length, dim), as PyTorch has it, call with x.swapaxes(1, 2)",
-            stacklevel=3,
-        )
-
-
-def _look_swapped(rows: int, heads: int, keys: int, kv_heads: int) -> bool:
-    """More heads than any model has, or as many as large ones for a few tokens, or of swapped axes
-    with grouped heads: fewer keys than rows, and as many heads of keys as of queries."""
-    longest = max(rows, keys)
-    if longest >= heads:
-        return False
-    grouped = 0 < keys < rows and rows % keys == 0 and heads == kv_heads
-    return heads > _MOST_HEADS or (heads > _MANY_HEADS and longest < _FEW_TOKENS) or grouped
-
-
 def _with_positive_scale(query: jax.Array, scale: float) -> tuple[jax.Array, float]:
     """The kernels take the largest score before they scale it: a sign belongs into the query.
 
@@ -369,57 +271,6 @@ def _with_positive_scale(query: jax.Array, scale: float) -> tuple[jax.Array, flo
     if abs(scale) < float(np.finfo(real).tiny):
         return jnp.zeros_like(query), 1.0
     return (query, scale) if scale > 0 else (-query, -scale)
-
-
-def _check_mask(
-    mask: Any,
-    query: tuple[int, ...],
-    key: tuple[int, ...],
-    q_len: int,
-    kv_len: int,
-    layout: Layout | None,
-) -> None:
-    batch, rows, heads, _ = query
-    if not isinstance(mask, AttentionMask):
-        raise ValueError(
-            "mask must come from create_attention_mask, or be an expression such as "
-            f"causal() & documents(segment_ids), but is {described(mask)}{instead_of_array(mask)}"
-        )
-    if (mask.q_len, mask.kv_len) != (q_len, kv_len):
-        raise ValueError(
-            f"mask was built for {mask.q_len} query rows and {mask.kv_len} keys, but query has "
-            f"{q_len} and key {kv_len}{_axes(query, key)}"
-        )
-    shards = 1 if layout is None else layout.size(layout.context)
-    if mask.shards != shards:
-        raise ValueError(
-            f"mask was built for query rows in {mask.shards} pieces, but the context axes of its "
-            f"sharding now have size {shards}: build it on the mesh that it is used on"
-        )
-    shape = jnp.shape(mask.q_lo)
-    if shape == (rows,) and batch > 1:
-        raise ValueError(
-            f"mask has row ranges of shape {shape}, without a batch axis, as a vmap over the mask "
-            f"leaves it, but query has batch size {batch}: map query over its batch too, or give the "
-            "mask a batch of one, jax.tree.map(lambda x: x[None], mask)"
-        )
-    if len(shape) == 2 and shape[0] == rows != batch:
-        raise ValueError(
-            f"mask was built for batch size {shape[0]}, the length of query, but query has {batch}: "
-            f"an array of shape ({rows},) of prefix or offset= is one for each row of the batch. For "
-            f"lengths of each token give (1, {rows})"
-        )
-    if shape != (rows,) and (len(shape) != 2 or shape[0] not in (1, batch) or shape[1] != rows):
-        raise ValueError(
-            f"mask has row ranges of shape {shape}, but query needs ({batch}, {rows}) or "
-            f"(1, {rows}), one mask for all: was it built for another batch, or cut? Inside of a "
-            "vmap over the batch map the mask too, with in_axes=mask.vmap_axes()"
-        )
-    if mask.map_bits is not None and jnp.shape(mask.map_bits)[-3] not in (1, heads):
-        raise ValueError(
-            f"mask has a block_map of {jnp.shape(mask.map_bits)[-3]} heads, but query has {heads}: "
-            "give it one for each head of query, or one for all"
-        )
 
 
 def _layout(mask: Any, sharding: AttentionSharding | None) -> Layout | None:

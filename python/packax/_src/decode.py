@@ -16,9 +16,9 @@ from packax._src.core.shapes import INT_MAX, MAX_LENGTH, is_symbolic
 from packax._src.ops.partitioning import ask_devices
 from packax._src.ops.primitives import Implementation, check_implementation, decode_p
 from packax._src.ops.score_mods import checked_scale, checked_soft_cap, scores_of
+from packax._src.requests import DTYPES
 
 MAX_ROWS = 16
-_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 @overload
@@ -257,8 +257,8 @@ def _check_tensors(
         # an empty batch, or no rows, have an empty result
         if 0 in (x.shape[2:] if name == "query" or (table is None and not x.shape[0]) else x.shape):
             raise ValueError(f"{name} must not be empty, but has shape {x.shape}")
-        if str(x.dtype) not in _DTYPES:
-            raise ValueError(f"{name} must be one of {', '.join(_DTYPES)}, but is {x.dtype}")
+        if str(x.dtype) not in DTYPES:
+            raise ValueError(f"{name} must be one of {', '.join(DTYPES)}, but is {x.dtype}")
     if not query.dtype == key.dtype == value.dtype:
         raise ValueError(
             "query, key and value must have one dtype, but have "

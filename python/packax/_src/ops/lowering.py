@@ -23,6 +23,7 @@ from packax._src.ops import (
     low_occupancy,
     partition_rules,
     xla_attention,
+    xla_tiles,
 )
 from packax._src.ops.operands import TENSORS, named
 from packax._src.ops.partitioning import plain
@@ -69,7 +70,7 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
 
 def _mask_and_extras(of):
     """Of the operands by name, as xla_attention takes them."""
-    mask, extras = xla_attention.Mask, xla_attention.Extras
+    mask, extras = xla_tiles.Mask, xla_attention.Extras
     return (kind(**{x: of[x] for x in kind._fields if x in of}) for kind in (mask, extras))
 
 

@@ -12,27 +12,19 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from packax._src.core.shapes import INT_MAX, ceil_div, fill_up, is_symbolic
+from packax._src.core.shapes import INT_MAX
 from packax._src.ops import block_lists
-
-# Tile sizes measured on two cores (float32 and bfloat16, 8/2 heads of 64): with 6 documents in 8k
-# tokens 128x128 to 256x256 are level, 512 is half as fast; with 160 documents in 16k tokens 128x128
-# leads by 1.2 at least, because a larger tile computes more masked pairs at the edges of documents.
-ROWS = 128
-KEYS = 128
-
-
-class Mask(NamedTuple):
-    """Row ranges and the operands of the element test, in the order the primitives take them."""
-
-    q_lo: jax.Array  # (Bm, Sq)
-    q_hi: jax.Array
-    q_ids: jax.Array
-    kv_ids: jax.Array  # (Bm, Skv)
-    q_pos: jax.Array  # (Bm, Sq), or (Bm, 2, Sq): upper limits, then lower ones
-    kv_pos: jax.Array
-    map_bits: jax.Array | None = None  # a map of blocks: (Bp, H or 1, NQ, words), Bp 1 or Bm
-    q_entries: jax.Array | None = None  # (Bm, H or 1, ceil(Sq / 128), 2 + ceil(Skv / 64))
+from packax._src.ops.xla_tiles import (
+    Mask,
+    from_key_blocks,
+    from_row_tiles,
+    key_blocks,
+    mask_keys,
+    mask_rows,
+    row_tiles,
+    split,
+    tiles_of,
+)
 
 
 class Extras(NamedTuple):
@@ -45,18 +37,6 @@ class Extras(NamedTuple):
 
 
 _NO_EXTRAS = Extras()
-
-
-class _Tiles(NamedTuple):
-    """How one call is cut: tile sizes, their numbers, query heads per key head (group)."""
-
-    batch: int
-    kv_heads: int
-    group: int
-    rows: int
-    row_tiles: int
-    keys: int
-    key_blocks: int
 
 
 def forward(
@@ -77,10 +57,10 @@ def forward(
     Shapes as in flash_attention; `scale` where there are no scales; soft_cap 0: none; `block_size` of
     the mask's map.
     """
-    tiles = _tiles(query, key)
-    keys, values = _key_blocks(key, tiles), _key_blocks(value, tiles)
-    rows_of = _mask_rows(mask, tiles)
-    keys_of = _mask_keys(mask, tiles)
+    tiles = tiles_of(query, key)
+    keys, values = key_blocks(key, tiles), key_blocks(value, tiles)
+    rows_of = mask_rows(mask, tiles)
+    keys_of = mask_keys(mask, tiles)
     logits_of = _logits(extras, scale, soft_cap, tiles)
     visits_of, in_map = _visits(mask, tiles), _in_map(mask, block_size, tiles)
     real = _accumulator(query.dtype)
@@ -125,9 +105,9 @@ def forward(
         return out.astype(query.dtype), jnp.stack([lse, top], -1)
 
     steps = jnp.arange(tiles.batch * tiles.row_tiles, dtype=jnp.int32)
-    out, sums = jax.lax.map(one_tile, (steps, _row_tiles(query, tiles)))
-    out = _from_row_tiles(out, tiles, query.shape[1])
-    lse, top = _from_row_tiles(sums, tiles, query.shape[1]).transpose(3, 0, 2, 1)
+    out, sums = jax.lax.map(one_tile, (steps, row_tiles(query, tiles)))
+    out = from_row_tiles(out, tiles, query.shape[1])
+    lse, top = from_row_tiles(sums, tiles, query.shape[1]).transpose(3, 0, 2, 1)
     return out, lse, top
 
 
@@ -154,10 +134,10 @@ def backward(
     And every row's part of those of scale and slope, (B, H, 2, Sq). Gradients not wanted are zeros:
     XLA would not drop a sum that a loop carries.
     """
-    tiles = _tiles(query, key)
-    keys, values = _key_blocks(key, tiles), _key_blocks(value, tiles)
-    rows_of = _mask_rows(mask, tiles)
-    keys_of = _mask_keys(mask, tiles)
+    tiles = tiles_of(query, key)
+    keys, values = key_blocks(key, tiles), key_blocks(value, tiles)
+    rows_of = mask_rows(mask, tiles)
+    keys_of = mask_keys(mask, tiles)
     logits_of = _logits(extras, scale, soft_cap, tiles)
     visits_of, in_map = _visits(mask, tiles), _in_map(mask, block_size, tiles)
     real = _accumulator(query.dtype)
@@ -217,10 +197,10 @@ def backward(
     steps = jnp.arange(tiles.batch * tiles.row_tiles, dtype=jnp.int32)
     operands = (
         steps,
-        _row_tiles(query, tiles),
-        _row_tiles(dout, tiles),
-        _row_tiles(shift[..., None], tiles),
-        _row_tiles(delta[..., None], tiles),
+        row_tiles(query, tiles),
+        row_tiles(dout, tiles),
+        row_tiles(shift[..., None], tiles),
+        row_tiles(delta[..., None], tiles),
     )
     sums = tuple(
         jnp.zeros(x.shape, real) if wants else None
@@ -228,33 +208,15 @@ def backward(
     )
     (dk, dv), (dq, parts) = jax.lax.scan(one_tile, sums, operands)
     return (
-        jnp.zeros_like(query) if dq is None else _from_row_tiles(dq, tiles, query.shape[1]),
-        jnp.zeros_like(key) if dk is None else _from_key_blocks(dk, tiles, key),
-        jnp.zeros_like(value) if dv is None else _from_key_blocks(dv, tiles, value),
-        _from_row_tiles(parts, tiles, query.shape[1]).transpose(0, 2, 3, 1),
+        jnp.zeros_like(query) if dq is None else from_row_tiles(dq, tiles, query.shape[1]),
+        jnp.zeros_like(key) if dk is None else from_key_blocks(dk, tiles, key),
+        jnp.zeros_like(value) if dv is None else from_key_blocks(dv, tiles, value),
+        from_row_tiles(parts, tiles, query.shape[1]).transpose(0, 2, 3, 1),
     )
 
 
 def _accumulator(dtype) -> jnp.dtype:
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
-
-
-def _tiles(query, key) -> _Tiles:
-    batch, q_len, heads, _ = query.shape
-    kv_len, kv_heads = key.shape[1:3]
-    rows, keys = (
-        size if is_symbolic(length) else min(size, length)
-        for size, length in ((ROWS, q_len), (KEYS, kv_len))
-    )
-    return _Tiles(
-        batch=batch,
-        kv_heads=kv_heads,
-        group=heads // kv_heads,
-        rows=rows,
-        row_tiles=ceil_div(q_len, rows),
-        keys=keys,
-        key_blocks=ceil_div(kv_len, keys),
-    )
 
 
 def _dots(precision):
@@ -279,7 +241,7 @@ class _Logits(NamedTuple):
 def _places(x, tiles, size):
     if x is None:
         return jnp.arange(tiles * size, dtype=jnp.int32).reshape(1, tiles, size)
-    return _split(x, tiles, size)
+    return split(x, tiles, size)
 
 
 def _logits(extras, scale, soft_cap, tiles):
@@ -376,68 +338,3 @@ def _in_map(mask, block_size, tiles):
         return allowed[None, None] & bits.reshape(*heads, *bits.shape[1:])
 
     return of_block
-
-
-def _mask_rows(mask, tiles):
-    """A function from a step to its rows' lo, hi, ids and limits of positions; rows past Sq are empty."""
-    limits = [mask.q_pos] if mask.q_pos.ndim == 2 else [mask.q_pos[:, 0], mask.q_pos[:, 1]]
-    arrays = [mask.q_lo, mask.q_hi, mask.q_ids, *limits]
-    arrays = [_split(x, tiles.row_tiles, tiles.rows) for x in arrays]
-
-    def rows_of(step):
-        batch = step // tiles.row_tiles if mask.q_lo.shape[0] != 1 else 0
-        return [x[batch, step % tiles.row_tiles] for x in arrays]
-
-    return rows_of
-
-
-def _mask_keys(mask, tiles):
-    """A function from batch row and key block to the keys' indices, ids and positions."""
-    arrays = [_split(x, tiles.key_blocks, tiles.keys) for x in (mask.kv_ids, mask.kv_pos)]
-    index = jnp.arange(tiles.keys, dtype=jnp.int32)
-
-    def keys_of(batch, block):
-        batch = batch if mask.q_lo.shape[0] != 1 else 0
-        return [block * tiles.keys + index, *(x[batch, block] for x in arrays)]
-
-    return keys_of
-
-
-def _split(x, count, size):
-    """(Bm, S) to (Bm, count, size), filled up with zeros."""
-    # A mask without ids has the query's ranges in their place: of another length, never read.
-    whole = count * size
-    missing = whole if is_symbolic(whole - x.shape[1]) else max(whole - x.shape[1], 0)
-    x = fill_up(x, 1, x.shape[1] + missing)[:, :whole]
-    return x.reshape(x.shape[0], count, size)
-
-
-def _row_tiles(x, tiles):
-    """(B, Sq, H, D) to (steps, Hkv, group * rows, D): one contiguous tile per step."""
-    depth = x.shape[-1]
-    x = fill_up(x, 1, tiles.row_tiles * tiles.rows)
-    x = x.reshape(tiles.batch, tiles.row_tiles, tiles.rows, tiles.kv_heads, tiles.group, depth)
-    x = x.transpose(0, 1, 3, 4, 2, 5)
-    return x.reshape(tiles.batch * tiles.row_tiles, tiles.kv_heads, tiles.group * tiles.rows, depth)
-
-
-def _from_row_tiles(x, tiles, q_len):
-    depth = x.shape[-1]
-    x = x.reshape(
-        tiles.batch, tiles.row_tiles, tiles.kv_heads, tiles.group, tiles.rows, depth
-    ).transpose(0, 1, 4, 2, 3, 5)
-    rows = tiles.row_tiles * tiles.rows
-    return x.reshape(tiles.batch, rows, tiles.kv_heads * tiles.group, depth)[:, :q_len]
-
-
-def _key_blocks(x, tiles):
-    """(B, Skv, Hkv, D) to (B * blocks, Hkv, keys, D): one contiguous block per index."""
-    x = fill_up(x, 1, tiles.key_blocks * tiles.keys)
-    x = x.reshape(tiles.batch * tiles.key_blocks, tiles.keys, tiles.kv_heads, x.shape[-1])
-    return x.transpose(0, 2, 1, 3)
-
-
-def _from_key_blocks(x, tiles, like):
-    keys = tiles.key_blocks * tiles.keys
-    x = x.transpose(0, 2, 1, 3).reshape(tiles.batch, keys, tiles.kv_heads, like.shape[-1])
-    return x[:, : like.shape[1]].astype(like.dtype)

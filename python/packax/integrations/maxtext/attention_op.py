@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from packax._src.attention import flash_attention
@@ -24,17 +23,17 @@ from packax._src.context.load_balance import zigzag
 from packax._src.core.integers import as_int32
 from packax._src.core.precision import checked_precision
 from packax._src.core.sharding import AttentionSharding
-from packax._src.masks.block_sparse import block_sparse
 from packax._src.masks.build import create_attention_mask
-from packax._src.masks.documents import documents, ranges
+from packax._src.masks.documents import documents
 from packax._src.masks.expressions import MaskExpression
-from packax._src.masks.intervals import causal, chunked, full, sliding_window
+from packax._src.masks.intervals import full
 from packax._src.masks.spans import spans
 from packax._src.ops.score_mods import scores_of
 from packax.integrations.jax_nn import key_mask
 from packax.integrations.maxtext import dense as maxtext_dense
 from packax.integrations.maxtext import selection
 from packax.integrations.maxtext.decode import decode, merged
+from packax.integrations.maxtext.expressions import both, chosen, interval_of
 from packax.integrations.maxtext.options import NO_EFFECT, attention_type_of, size_of
 from packax.integrations.maxtext.tokens import documents_of, reorder_sequence, runs_of
 
@@ -261,8 +260,8 @@ class AttentionOp(nnx.Module):
             if active is not None:
                 expression = key_mask(active, rows)
                 if self.attention_type in _LOCAL:
-                    expression = expression & self._interval(before)
-            expression = self._chosen(expression, query, key, before, indexer)
+                    expression = expression & interval_of(self.attention_type, self.size, before)
+            expression = chosen(expression, self.moba, query, key, before, indexer)
             mask = self._built(expression, rows, keys, None)
             return self._attend(query, key, value, mask, None, record)
         place = jnp.arange(keys, dtype=jnp.int32)
@@ -377,46 +376,12 @@ class AttentionOp(nnx.Module):
                 "bidirectional_mask is for self-attention without previous_chunk: "
                 f"there are {rows} rows and {keys} keys"
             )
-        expression = self._interval(before)
+        expression = interval_of(self.attention_type, self.size, before)
         if images is not None and self.attention_type != "full":
             expression = spans(runs_of(images), expression)
         if ids is not None:
             kv_positions = None if kv_ids is None else positions
             document = documents(ids, kv_ids, positions=positions, kv_positions=kv_positions)
             expression = expression & document
-        expression = self._chosen(expression, query, key, before, indexer_mask)
+        expression = chosen(expression, self.moba, query, key, before, indexer_mask)
         return self._built(expression, rows, keys, plan)
-
-    def _chosen(
-        self, expression: MaskExpression, query: Any, key: Any, before: int, indexer_mask: Any
-    ) -> MaskExpression:
-        """Of what `expression` says, the keys that MoBA and the indexer choose."""
-        blocks, size = None, 1
-        if indexer_mask is not None:
-            blocks = selection.indexed(indexer_mask)[:, None]
-        if self.moba is not None:
-            size, count = self.moba
-            chunks = selection.moba(query, key, before, size, count)
-            if blocks is not None:
-                chunks, size = chunks[..., jnp.arange(key.shape[1]) // size], 1
-            blocks = both(blocks, chunks)
-            row = before + np.arange(query.shape[1])  # by index, whatever the positions say
-            expression = expression & ranges(np.zeros_like(row), row + 1)
-        return expression if blocks is None else expression & block_sparse(blocks, (1, size))
-
-    def _interval(self, before: int = 0) -> MaskExpression:
-        """What the type says of places; the first row comes after `before` keys."""
-        if self.attention_type == "full":
-            return full()
-        if self.attention_type == "local_sliding":
-            return sliding_window(self.size - 1, offset=before)
-        own = causal(before)
-        if self.attention_type == "chunk":
-            return own & chunked(self.size, offset=before)
-        if self.attention_type == "block_diffusion":  # a row's block to its end, and all before
-            return own | chunked(self.size, offset=before)
-        return own
-
-
-def both(a: Any, b: Any) -> Any:
-    return b if a is None else a & b
