@@ -8,6 +8,7 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from packax._src.autodiff import attention
 from packax._src.context.shard import Call
@@ -30,19 +31,19 @@ from packax._src.requests import check_axes, check_mask, check_request
 
 @overload
 def flash_attention(
-    query: Any,
-    key: Any,
-    value: Any,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
     mask: AttentionMask | MaskExpression,
     *,
-    scale: Any = None,
+    scale: ArrayLike | None = None,
     soft_cap: float | None = None,
-    sinks: Any = None,
+    sinks: ArrayLike | None = None,
     bias: Alibi | None = None,
     return_lse: Literal[False] = False,
     return_max_logits: Literal[False] = False,
     deterministic: bool = False,
-    precision: Any = None,
+    precision: jax.lax.PrecisionLike = None,
     implementation: Implementation | None = None,
     sharding: AttentionSharding | None = None,
     gather_head_groups: int | tuple[int, ...] | None = None,
@@ -50,19 +51,19 @@ def flash_attention(
 ) -> jax.Array: ...
 @overload
 def flash_attention(
-    query: Any,
-    key: Any,
-    value: Any,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
     mask: AttentionMask | MaskExpression,
     *,
-    scale: Any = None,
+    scale: ArrayLike | None = None,
     soft_cap: float | None = None,
-    sinks: Any = None,
+    sinks: ArrayLike | None = None,
     bias: Alibi | None = None,
     return_lse: Literal[True],
     return_max_logits: Literal[False] = False,
     deterministic: bool = False,
-    precision: Any = None,
+    precision: jax.lax.PrecisionLike = None,
     implementation: Implementation | None = None,
     sharding: AttentionSharding | None = None,
     gather_head_groups: int | tuple[int, ...] | None = None,
@@ -70,38 +71,38 @@ def flash_attention(
 ) -> tuple[jax.Array, jax.Array]: ...
 @overload
 def flash_attention(
-    query: Any,
-    key: Any,
-    value: Any,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
     mask: AttentionMask | MaskExpression,
     *,
-    scale: Any = None,
+    scale: ArrayLike | None = None,
     soft_cap: float | None = None,
-    sinks: Any = None,
+    sinks: ArrayLike | None = None,
     bias: Alibi | None = None,
     return_lse: bool = False,
     return_max_logits: Literal[True],
     deterministic: bool = False,
-    precision: Any = None,
+    precision: jax.lax.PrecisionLike = None,
     implementation: Implementation | None = None,
     sharding: AttentionSharding | None = None,
     gather_head_groups: int | tuple[int, ...] | None = None,
     checkpoint_name: str | None = None,
 ) -> tuple[jax.Array, ...]: ...
 def flash_attention(
-    query: Any,
-    key: Any,
-    value: Any,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
     mask: AttentionMask | MaskExpression,
     *,
-    scale: Any = None,
+    scale: ArrayLike | None = None,
     soft_cap: float | None = None,
-    sinks: Any = None,
+    sinks: ArrayLike | None = None,
     bias: Alibi | None = None,
     return_lse: bool = False,
     return_max_logits: bool = False,
     deterministic: bool = False,
-    precision: Any = None,
+    precision: jax.lax.PrecisionLike = None,
     implementation: Implementation | None = None,
     sharding: AttentionSharding | None = None,
     gather_head_groups: int | tuple[int, ...] | None = None,

@@ -35,7 +35,7 @@ def decode_attention(
     scale: float | None = None,
     soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
-    precision: Any = None,
+    precision: jax.lax.PrecisionLike = None,
     return_lse: Literal[False] = False,
     implementation: Implementation | None = None,
 ) -> jax.Array: ...
@@ -53,7 +53,7 @@ def decode_attention(
     scale: float | None = None,
     soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
-    precision: Any = None,
+    precision: jax.lax.PrecisionLike = None,
     return_lse: Literal[True],
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...
@@ -70,7 +70,7 @@ def decode_attention(
     scale: float | None = None,
     soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
-    precision: Any = None,
+    precision: jax.lax.PrecisionLike = None,
     return_lse: bool = False,
     implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from packax._src.core.integers import as_int32
 from packax._src.core.sharding import Layout
@@ -40,7 +41,9 @@ class Alibi:
     kv_positions: Any
 
 
-def alibi(slopes: Any, *, positions: Any = None, kv_positions: Any = None) -> Alibi:
+def alibi(
+    slopes: ArrayLike, *, positions: ArrayLike | None = None, kv_positions: ArrayLike | None = None
+) -> Alibi:
     """Attention with linear biases (ALiBi, arXiv 2108.12409), for `flash_attention(..., bias=)`.
 
     The logit of row i and key j is less by `slopes[head] * abs(place of i - place of j)`. On keys
