@@ -45,7 +45,7 @@ def kvax_like(mask: packax.AttentionMask, sharding: packax.AttentionSharding, pl
     def pull(q: Any, k: Any, v: Any, mask: Any, out: Any, lse: Any, dout: Any) -> Arrays:
         # The backward primitive, as packax calls it: results of the forward are not computed again.
         dq, dk, dv, _ = partition.backward(
-            partition.Call(q.shape[3] ** -0.5, False, False, None, None, wanted=(True,) * 3),
+            partition.Call(q.shape[3] ** -0.5, False, False, None, None, needs_grad=(True,) * 3),
             *(q, k, v, Scores(), out, lse, dout, lse, local(mask), ()),
         )
         rank = jax.lax.axis_index("context")

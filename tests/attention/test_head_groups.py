@@ -106,7 +106,7 @@ def test_shapes():
     sums = jnp.zeros((2, 2, Q_LEN))
     made = jax.eval_shape(
         lambda *x: some_heads.backward(
-            own, None, *x, *backward_mask(mask), **{**BACKWARD, "dnumbers": True}
+            own, None, *x, *backward_mask(mask), **{**BACKWARD, "score_grads": True}
         ),
         *(query, of_keys(key, own), of_keys(value, own), dout, sums, dout, sums),
     )

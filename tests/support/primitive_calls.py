@@ -20,8 +20,8 @@ BACKWARD = {
     **SHARED,
     "has_dlse": False,
     "deterministic": False,
-    "dnumbers": False,
-    "wanted": (True,) * 3,
+    "score_grads": False,
+    "needs_grad": (True,) * 3,
 }
 
 

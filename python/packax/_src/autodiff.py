@@ -7,7 +7,7 @@ linear functions that jax may run forward (jvp) or transpose (grad), and both wa
     gradients:  forward  J^T dc + d/dx(J^T c) u       transposed  (J w, d/dx(J^T c) w)
 
 The last one holds because d/dx(J^T c) is the Hessian of c . attention(x), which is symmetric: so
-second derivatives need no transpose of a loop, only jvps of the loops (tangents.py).
+second derivatives need no transpose of a loop, only jvps of the loops (ops/tangents.py).
 
 jax's own custom_vjp has no forward mode, and custom_jvp no transpose that is not traced; so these
 are primitives, each with a `rule` that says what it computes on flat operands.
@@ -70,7 +70,7 @@ class _Attention(NamedTuple):
 
 
 class _Gradients(NamedTuple):
-    """The gradients of the inputs that call.wanted says.
+    """The gradients of the inputs that call.needs_grad says.
 
     Operands: those of attention, then out, lse, dout and, if call.return_lse, dlse.
     """
@@ -83,7 +83,7 @@ class _Gradients(NamedTuple):
         (query, key, value, scores), mask, places = jax.tree.unflatten(tree, primals)
         (dlse,) = rest or (lse,)
         found = shard.backward(call, query, key, value, scores, out, lse, dout, dlse, mask, places)
-        return _chosen(call.wanted, jax.tree.leaves(found))
+        return _chosen(call.needs_grad, jax.tree.leaves(found))
 
     def named(self, results: Arrays) -> Arrays:
         return results
@@ -107,7 +107,7 @@ class _OfAttention(NamedTuple):
         residuals = residuals[: self.attention.tree.num_leaves + 2]
         dout = jnp.zeros_like(residuals[-2]) if dout is None else dout
         call = self.attention.call._replace(
-            wanted=self.moving, return_lse=dlse is not None, return_max_logits=False
+            needs_grad=self.moving, return_lse=dlse is not None, return_max_logits=False
         )
         rule = _Gradients(self.attention._replace(call=call))
         return _bind(rule, [*residuals, dout, *([] if dlse is None else [dlse])])
@@ -137,15 +137,15 @@ class _OfGradients(NamedTuple):
         attention = self.gradients.attention
         operands = residuals[: len(self.moving)]
         count = attention.tree.num_leaves
-        # A direction in the inputs: zero where a gradient was not wanted, or has no cotangent.
+        # A direction in the inputs: zero where a gradient was not needs_grad, or has no cotangent.
         given = iter(cotangents)
-        placed = [next(given) if wanted else None for wanted in attention.call.wanted]
+        placed = [next(given) if needs_grad else None for needs_grad in attention.call.needs_grad]
         along = tuple(x is not None for x in placed)
         direction = [x for x in placed if x is not None]
         found: list[Any] = [None] * len(self.moving)
         inputs, seeds = self.moving[: attention.inputs], self.moving[count + 2 :]
         if any(inputs):
-            call = attention.call._replace(wanted=inputs)
+            call = attention.call._replace(needs_grad=inputs)
             hessian = _OfGradients(_Gradients(attention._replace(call=call)), along)
             rows = iter(hessian.apply(direction, operands))
             found[: len(inputs)] = [next(rows) if moving else None for moving in inputs]

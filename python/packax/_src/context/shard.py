@@ -1,7 +1,7 @@
 """What each rank of a mesh computes: its query rows against all keys, gathered group by group.
 
 Context parallelism by all-gather of keys and values (Llama 3, arXiv 2407.21783, section 3.3.2).
-The rules of derivatives.py lie outside of this: what it keeps for the backward pass are the
+The rules of autodiff.py lie outside of this: what it keeps for the backward pass are the
 ranks' own pieces, and the backward gathers again. A group of key/value heads is gathered while the
 attention of the group before runs, and its gradients are reduce-scattered while the next one runs.
 """
@@ -34,7 +34,7 @@ class Call(NamedTuple):
     implementation: Literal["cuda", "xla"] | None
     layout: Layout | None
     checkpoint_name: str | None = None
-    wanted: tuple[bool, ...] = ()  # which gradients, of the leaves of the inputs in order
+    needs_grad: tuple[bool, ...] = ()  # which gradients, of the leaves of the inputs in order
     soft_cap: float = 0.0  # 0: none
     return_max_logits: bool = False
     precision: jax.lax.Precision = jax.lax.Precision.DEFAULT
@@ -73,7 +73,7 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array, Scores]:
     """The gradients of query, key, value and scores, sharded as they are.
 
-    Those that call.wanted does not say may hold anything. `dlse`: lse if there is none.
+    Those that call.needs_grad does not say may hold anything. `dlse`: lse if there is none.
     """
     function = _backward if call.layout is None else _backward_of_ranks
     return function(call, query, key, value, scores, out, lse, dout, dlse, mask, places)
@@ -174,7 +174,7 @@ def _forward(call: Call, query, key, value, scores, mask, places) -> tuple[Any, 
 
 def _extras(call: Call, scores: Scores, places: Any, groups: Groups, group: int) -> Arrays:
     """The operands of the primitives behind the mask's: scales, then slopes and places."""
-    if not scores.numbers():
+    if not scores.any_in_kernels():
         return ()
     real = jnp.float32 if scores.slopes is None else scores.slopes.dtype
     scale = jnp.full((1,), call.scale, real) if scores.scale is None else scores.scale
@@ -202,12 +202,12 @@ def _backward(
     dq = None
     dks: list[jax.Array] = []
     dvs: list[jax.Array] = []
-    dnumbers: list[jax.Array] = []
-    wanted = call.wanted[3 + (scores.sinks is not None) :]
+    score_grads: list[jax.Array] = []
+    needs_grad = call.needs_grad[3 + (scores.sinks is not None) :]
     for group in range(groups.number):
         keys, values = groups.next()
         extras = _extras(call, scores, places, groups, group)
-        dq, dk, dv, *dnumber = head_groups.backward(
+        dq, dk, dv, *score_grad = head_groups.backward(
             groups.heads_of(query.shape[2], group),
             dq,
             query,
@@ -224,16 +224,16 @@ def _backward(
             precision=call.precision,
             element_test=mask.element_test,
             block_size=mask.block_size,
-            dnumbers=scores.numbers() and any(wanted),
+            score_grads=scores.any_in_kernels() and any(needs_grad),
             extras=len(extras),
             has_dlse=call.return_lse,
             deterministic=call.deterministic,
-            wanted=call.wanted[:3],
+            needs_grad=call.needs_grad[:3],
             implementation=call.implementation,
         )
-        dnumbers += dnumber
+        score_grads += score_grad
         # Not dq if there is another: the next group writes into it, which a look at it would put off.
-        made = [x for x, there in zip((dk, dv), call.wanted[1:3], strict=True) if there]
+        made = [x for x, there in zip((dk, dv), call.needs_grad[1:3], strict=True) if there]
         groups.gather_after((made or [dq])[0])
         dk, dv = groups.scatter(dk, dv)
         dks.append(dk)
@@ -242,8 +242,8 @@ def _backward(
     if scores.sinks is not None:
         dlse = dlse if call.return_lse else None
         dscores = dscores._replace(sinks=sinks_gradient(scores.sinks, out, lse, dout, dlse))
-    if dnumbers:
-        parts = _joined(dnumbers, 1).sum(axis=(0, 3))  # (H, 2) of this rank's rows
+    if score_grads:
+        parts = _joined(score_grads, 1).sum(axis=(0, 3))  # (H, 2) of this rank's rows
         if scores.scale is not None:
             dscores = dscores._replace(scale=parts[:, 0].sum()[None])
         if scores.slopes is not None:

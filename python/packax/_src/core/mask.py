@@ -138,7 +138,7 @@ class AttentionMask:
         """Whether query row i attends key j, as the arrays of this mask say it: for small lengths.
 
         Returns:
-            bool, (B, Sq, Skv), with a map of blocks of heads (B, H, Sq, Skv). Rows are in the order
+            bool, (B, Sq, Skv), with a block mask of heads (B, H, Sq, Skv). Rows are in the order
             of the query that the mask is for: permuted, if a plan permutes it.
 
         Raises:

@@ -1,6 +1,6 @@
 """`AttentionSharding`: what the user says of the mesh, and the layout it means for one call.
 
-Names and sizes only; partition.py moves the data.
+Names and sizes only; context/shard.py moves the data.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Layout:
 
     @property
     def mapped(self) -> frozenset[str]:
-        """The axes that partition.py maps over."""
+        """The axes that context/shard.py maps over."""
         return frozenset(name for name, _ in self.sizes) - self.manual
 
     def size(self, axes: Axes) -> int:
@@ -92,11 +92,11 @@ class Layout:
         return self.size(tuple(axis for axis in axes if axis in self.manual))
 
     def inside(self, axes: Axes) -> int:
-        """How many pieces partition.py makes of what the caller passes."""
+        """How many pieces context/shard.py makes of what the caller passes."""
         return self.size(tuple(axis for axis in axes if axis in self.mapped))
 
     def spec(self, *dims: Axes) -> P:
-        """The PartitionSpec of the axes that partition.py maps over."""
+        """The PartitionSpec of the axes that context/shard.py maps over."""
         return spec(*(tuple(axis for axis in axes if axis in self.mapped) for axes in dims))
 
     def place(self, x: Any, *dims: Axes) -> Any:

@@ -1,6 +1,6 @@
-"""The mask expression of a map of blocks, of which the data decides: MoBA, indexers, any boolean map.
+"""Block masks: an expression that the data decides: MoBA, indexers, any boolean map.
 
-Which blocks a tile of the kernels visits is block_map.py's work.
+Which blocks a tile of the kernels visits is the work of ops/block_lists.py.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ def _batch_axes(batch: int, mask_batch: Axes, x: Any) -> Axes:
 def _rows_kept_together(
     block_map: jax.Array, block_size: tuple[int, int], q_len: int, together: int
 ) -> tuple[jax.Array, tuple[int, int]]:
-    """A map of blocks of rows that no rank and no chunk of a plan begins inside of, and its block size."""
+    """A block mask, of rows that no rank and no chunk of a plan begins inside of, and its block size."""
     rows = block_size[0]
     if together == q_len or together % rows == 0:
         return block_map, block_size

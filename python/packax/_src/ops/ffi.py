@@ -27,11 +27,11 @@ _MULTIPLE = 8  # of head dims: rows of 16 bytes
 def on_sm90(kernel: str, dtype: str, qk_dim: int, v_dim: int) -> bool:
     """Whether this build has that kernel, and this process a GPU for it, as far as it can tell."""
     assert ext is not None
-    wanted = (kernel, _DTYPES.get(dtype), qk_dim, v_dim)
+    needs_grad = (kernel, _DTYPES.get(dtype), qk_dim, v_dim)
     rows = [
         row
         for row in ext.variants()
-        if (row["kernel"], row["dtype"], row["qk_dim"], row["v_dim"]) == wanted
+        if (row["kernel"], row["dtype"], row["qk_dim"], row["v_dim"]) == needs_grad
     ]
     if not rows:
         return False
@@ -70,34 +70,34 @@ def has_kernels(query: Any, key: Any, value: Any) -> bool:
     """Whether this build has both passes for the dtype and head dims; without a build: True."""
     precisions = (False, True) if str(query.dtype) == "float32" else (True,)
     return ext is None or all(
-        any(found(direction, query, value, general, exact) for general in (False, True))
+        any(found(direction, query, value, fallback, exact) for fallback in (False, True))
         for direction in _KERNELS
         for exact in precisions
     )
 
 
-def _rows(direction: str, general: bool) -> list[Any]:
+def _rows(direction: str, fallback: bool) -> list[Any]:
     assert ext is not None
-    suffix = "_fallback" if general else ""
+    suffix = "_fallback" if fallback else ""
     names = [name + suffix for name in _KERNELS[direction]]
     return [row for row in ext.variants() if row["kernel"] in names]
 
 
-def found(direction: str, query: Any, value: Any, general: bool, exact: bool = True) -> bool:
+def found(direction: str, query: Any, value: Any, fallback: bool, exact: bool = True) -> bool:
     """Whether this build has all kernels of a direction: for just these head dims, or any up to some.
 
     `exact` is for float32.
     """
     dtype, dims = kernel_dtype(query.dtype, exact), (query.shape[3], value.shape[3])
-    if general and any(dim % _MULTIPLE for dim in dims):
+    if fallback and any(dim % _MULTIPLE for dim in dims):
         return False
     by_dims: dict[tuple[int, int], set[str]] = {}
-    for row in _rows(direction, general):
+    for row in _rows(direction, fallback):
         if row["dtype"] == dtype:
             by_dims.setdefault((row["qk_dim"], row["v_dim"]), set()).add(row["kernel"])
     return any(
         len(kernels) == len(_KERNELS[direction])
-        and (have[0] >= dims[0] and have[1] >= dims[1] if general else have == dims)
+        and (have[0] >= dims[0] and have[1] >= dims[1] if fallback else have == dims)
         for have, kernels in by_dims.items()
     )
 
@@ -109,18 +109,18 @@ def kernel_dtype(dtype: Any, exact: bool) -> str | None:
 
 
 def require_kernels(
-    direction: str, query: Any, value: Any, general: bool = False, exact: bool = True
+    direction: str, query: Any, value: Any, fallback: bool = False, exact: bool = True
 ) -> None:
     """Which GPU it will be is not known yet: C++ checks that, this the rest of the table."""
     require_extension()
-    if found(direction, query, value, general, exact):
+    if found(direction, query, value, fallback, exact):
         return
-    have = _rows(direction, general)
+    have = _rows(direction, fallback)
     text = listed(have)
-    if general and not have:
+    if fallback and not have:
         text += ", of those that take soft_cap, bias, an array's scale, max logits, any head dim, "
         text += "block_sparse masks"
-    up_to = f", and all multiples of {_MULTIPLE} up to them" if general and have else ""
+    up_to = f", and all multiples of {_MULTIPLE} up to them" if fallback and have else ""
     raise NotImplementedError(
         f"no {direction} kernel for {query.dtype} with head dims {query.shape[3]}/{value.shape[3]} "
         f"(query and key / value); there are: {text}{up_to}. "

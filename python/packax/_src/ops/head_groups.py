@@ -46,9 +46,9 @@ def _forward_shapes(*operands, heads, begins, max_logits, **static):
 
 
 @backward_heads_p.def_abstract_eval
-def _backward_shapes(*operands, heads, begins, dnumbers, **static):
+def _backward_shapes(*operands, heads, begins, score_grads, **static):
     _, (query, key, value, *_) = _without_before(operands, begins)
-    return backward_results(query, key, value, heads, dnumbers)
+    return backward_results(query, key, value, heads, score_grads)
 
 
 def forward(own: range, before: jax.Array | None, query: jax.Array, *operands, **params) -> Any:
@@ -162,10 +162,10 @@ def _forward_cuda(ctx, *operands, **params):
 
 
 def _backward_cuda(ctx, *operands, **params):
-    wanted = params["wanted"]
+    needs_grad = params["needs_grad"]
     _, (query, _, value, *_) = _without_before(ctx.avals_in, params["begins"])
-    general = lowering.takes_fallback("backward", query, value, params)
-    if params["implementation"] == "xla" or general or not wanted[0]:
+    fallback = lowering.takes_fallback("backward", query, value, params)
+    if params["implementation"] == "xla" or fallback or not needs_grad[0]:
         return _backward_rule(ctx, *operands, **params)
     ffi.require_kernels("backward", query, value)
     batch, q_len, _, dim = query.shape
@@ -176,7 +176,7 @@ def _backward_cuda(ctx, *operands, **params):
         value,
         avals["q_lo"].shape[0],
         params["deterministic"],
-        wanted,
+        needs_grad,
     )
     ctx, operands, attributes, same_memory = _some_heads(ctx, operands, params)
     attributes |= {
@@ -186,7 +186,7 @@ def _backward_cuda(ctx, *operands, **params):
     }
     target = "packax_backward_heads_v1"
     return lowering.backward_call(
-        ctx, operands, elements, fused, wanted, attributes, target, same_memory
+        ctx, operands, elements, fused, needs_grad, attributes, target, same_memory
     )
 
 

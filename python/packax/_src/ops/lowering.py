@@ -78,7 +78,7 @@ def xla_forward(
     *operands, scale, soft_cap, precision, element_test, max_logits, block_size, extras
 ):
     of = named("forward", operands, {"block_size": block_size, "extras": extras})
-    out, lse, top = xla_attention.forward(
+    out, lse, row_max = xla_attention.forward(
         *(of[x] for x in TENSORS["forward"]),
         *_mask_and_extras(of),
         scale=scale,
@@ -87,12 +87,12 @@ def xla_forward(
         element_test=element_test,
         block_size=block_size,
     )
-    return (out, lse, top) if max_logits else (out, lse)
+    return (out, lse, row_max) if max_logits else (out, lse)
 
 
 def xla_backward(
-    *operands, scale, soft_cap, precision, element_test, has_dlse, deterministic, dnumbers, block_size, extras,
-    wanted,
+    *operands, scale, soft_cap, precision, element_test, has_dlse, deterministic, score_grads, block_size, extras,
+    needs_grad,
 ):  # fmt: skip
     of = named("backward", operands, {"block_size": block_size, "extras": extras})
     if not has_dlse:
@@ -106,9 +106,9 @@ def xla_backward(
         precision=precision,
         element_test=element_test,
         block_size=block_size,
-        wanted=wanted,
+        needs_grad=needs_grad,
     )
-    return (*gradients, parts) if dnumbers else gradients
+    return (*gradients, parts) if score_grads else gradients
 
 
 FORWARD_PARAMS = (
@@ -122,7 +122,7 @@ FORWARD_PARAMS = (
 )
 BACKWARD_PARAMS = (
     *("scale", "soft_cap", "precision", "element_test", "has_dlse", "deterministic"),
-    *("dnumbers", "block_size", "extras", "wanted"),
+    *("score_grads", "block_size", "extras", "needs_grad"),
 )
 _forward_xla = lower_xla(xla_forward, FORWARD_PARAMS)
 _backward_xla = lower_xla(xla_backward, BACKWARD_PARAMS)
@@ -148,9 +148,9 @@ def _forward_cuda(ctx, *operands, implementation, **params):
         ffi.require_kernels("forward", query, value)
         results = ffi_call(ctx, "packax_forward_v1", operands, (COUNTER,), **attributes)
         return run_once(ctx, results)
-    ffi.require_kernels("forward", query, value, general=True, exact=exact)
+    ffi.require_kernels("forward", query, value, fallback=True, exact=exact)
     batch, q_len, heads, _ = query.shape
-    results = _general_call(
+    results = _fallback_call(
         ctx,
         "packax_forward_general_v1",
         operands,
@@ -165,7 +165,7 @@ def _forward_cuda(ctx, *operands, implementation, **params):
 
 
 def _merged(query: Any, key: Any, params: Any) -> bool:
-    """Whether its batch rows become one; places and maps of blocks are those of a row."""
+    """Whether its batch rows become one; places and block masks are those of a row."""
     plain_scores = not params["extras"] and not params["block_size"]
     return plain_scores and batch_packing.worth_merging(query, key)
 
@@ -176,7 +176,7 @@ def _backward_cuda(ctx, *operands, implementation, **params):
     query, key, value = ctx.avals_in[:3]
     if _merged(query, key, params):
         return _backward_of_one_row(ctx, *operands, implementation=implementation, **params)
-    parts = low_occupancy.parts_of_group(query, key) if any(params["wanted"][1:]) else 1
+    parts = low_occupancy.parts_of_group(query, key) if any(params["needs_grad"][1:]) else 1
     if parts > 1:
         return _backward_in_parts(
             ctx, *operands, implementation=implementation, parts=parts, **params
@@ -191,34 +191,34 @@ def _backward_cuda(ctx, *operands, implementation, **params):
     if not takes_fallback("backward", query, value, params):
         ffi.require_kernels("backward", query, value)
         elements, fused = backward_workspace(
-            query, value, mask_batch, params["deterministic"], params["wanted"]
+            query, value, mask_batch, params["deterministic"], params["needs_grad"]
         )
-        return backward_call(ctx, operands, elements, fused, params["wanted"], attributes)
-    ffi.require_kernels("backward", query, value, general=True, exact=exact)
-    dnumbers, wanted = params["dnumbers"], params["wanted"]
+        return backward_call(ctx, operands, elements, fused, params["needs_grad"], attributes)
+    ffi.require_kernels("backward", query, value, fallback=True, exact=exact)
+    score_grads, needs_grad = params["score_grads"], params["needs_grad"]
     elements, fused = backward_workspace(
-        query, value, mask_batch, params["deterministic"], wanted, _suffix(params)
+        query, value, mask_batch, params["deterministic"], needs_grad, _suffix(params)
     )
     workspace = array(elements)
     call = functools.partial(
-        _general_call,
+        _fallback_call,
         target="packax_backward_general_v1",
         operands=operands,
         count=len(TENSORS["backward"]) + len(operand_names(False, "backward")),
         maps=3,
-        workspace=(workspace,) if dnumbers else (array(1), workspace),
+        workspace=(workspace,) if score_grads else (array(1), workspace),
         params=params,
-        has_dnumbers=np.int32(dnumbers),
-        wanted=_wanted_bits(wanted),
+        has_dnumbers=np.int32(score_grads),
+        wanted=_grad_bits(needs_grad),
         **attributes,
     )
-    # The kernel of dq makes dnumbers.
-    return _written(ctx, call, wanted[0] or dnumbers, fused or any(wanted[1:]))
+    # The kernel of dq makes score_grads.
+    return _written(ctx, call, needs_grad[0] or score_grads, fused or any(needs_grad[1:]))
 
 
 def _suffix(params: Any) -> str | None:
-    """Of the names of Hopper's kernels for a general backward: a soft cap, a map, or slopes of indices, and nothing else."""
-    if params["dnumbers"]:
+    """Of the names of the sm90 kernels for a fallback backward: a soft cap, a map, or slopes of indices, and nothing else."""
+    if params["score_grads"]:
         return None
     suffixes = {
         (True, False, 0): "_soft_cap",
@@ -229,19 +229,19 @@ def _suffix(params: Any) -> str | None:
 
 
 def takes_fallback(direction: str, query: Any, value: Any, params: Any) -> bool:
-    """Whether it takes the general kernels: something changes scores, or the head dims are others."""
+    """Whether it takes the fallback kernels: something changes scores, or the head dims are others."""
     if params["extras"] or params["soft_cap"] or params.get("max_logits") or params["block_size"]:
         return True
-    return ffi.ext is not None and not ffi.found(direction, query, value, general=False)
+    return ffi.ext is not None and not ffi.found(direction, query, value, fallback=False)
 
 
-def _general_call(ctx, target, operands, count, maps, workspace, params, **attributes):
+def _fallback_call(ctx, target, operands, count, maps, workspace, params, **attributes):
     """With the first `count` operands, `maps` of a map and four extras: another stands in for those
     not there."""
     extras, stand_in = params["extras"], 3  # some operand of the batch, never read
     end = len(operands) - extras
     has_bias = {OF_INDICES: 2, 4: 1}.get(extras, 0)
-    if extras == OF_INDICES:  # Hopper's kernels need none, the general ones arrays
+    if extras == OF_INDICES:  # the sm90 kernels need none, the fallback ones arrays
         query, key, slopes = (ctx.avals_in[i] for i in (0, 1, -1))
         avals = [array(slopes.shape[0], x.shape[1], dtype=jnp.int32) for x in (query, key)]
         operands = [*operands, *(made_constant(ctx, _indices, aval) for aval in avals)]
@@ -269,26 +269,26 @@ def backward_call(
     operands,
     elements,
     fused,
-    wanted,
+    needs_grad,
     attributes,
     target="packax_backward_v1",
     same_memory=None,
 ):
-    """One kernel of Hopper writes dk and dv with dq's sum."""
+    """One sm90 kernel writes dk and dv with dq's sum."""
     call = functools.partial(
         ffi_call,
         target=target,
         operands=operands,
         workspace=(array(elements),),
         same_memory=same_memory,
-        wanted=_wanted_bits(wanted),
+        wanted=_grad_bits(needs_grad),
         **attributes,
     )
-    return _written(ctx, call, wanted[0], fused or any(wanted[1:]))
+    return _written(ctx, call, needs_grad[0], fused or any(needs_grad[1:]))
 
 
-def _wanted_bits(wanted):
-    return np.int32(wanted[0] + 2 * any(wanted[1:]))
+def _grad_bits(needs_grad):
+    return np.int32(needs_grad[0] + 2 * any(needs_grad[1:]))
 
 
 def _written(ctx, call, dq: bool, dkv: bool):
@@ -320,11 +320,11 @@ def backward_workspace(
     value: Any,
     mask_batch: int,
     deterministic: bool,
-    wanted: tuple[bool, ...],
+    needs_grad: tuple[bool, ...],
     suffix: str | None = "",
 ) -> Any:
     """Its size in float32, by which C++ knows which kernels may run (csrc/launch/backward_sm90.h), and whether
-    one of them writes all gradients. `suffix`: of the kernels' names; None: not those of Hopper."""
+    one of them writes all gradients. `suffix`: of the kernels' names; None: not those for sm90."""
     batch, q_len, heads, qk_dim = query.shape
     padded = BLOCK * ceil_div(q_len, BLOCK)
     rows = batch * heads * padded
@@ -334,7 +334,7 @@ def backward_workspace(
         return rows, False
     dims = (str(query.dtype), qk_dim, value.shape[3])
     fused = ffi.on_sm90("backward_sm90" + suffix, *dims)
-    apart = deterministic or not all(wanted) or not fused
+    apart = deterministic or not all(needs_grad) or not fused
     if apart and ffi.on_sm90("backward_dkdv_sm90" + suffix, *dims):
         return sums + 1, False  # the one kernel for dk and dv, or the one for dq, or both
     if deterministic or not fused:

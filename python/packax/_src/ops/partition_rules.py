@@ -22,9 +22,9 @@ def forward(query, key, value, *operands, block_size, extras, max_logits, **_) -
     return Dims((*_TENSORS, *rest), ("b.h.", *rows))
 
 
-def backward(query, key, value, *operands, block_size, extras, dnumbers, **_) -> Dims:
+def backward(query, key, value, *operands, block_size, extras, score_grads, **_) -> Dims:
     rest = _behind_tensors(query, operands[4:], 3 if block_size else 0, extras)
-    numbers = ("bh..",) if dnumbers else ()
+    numbers = ("bh..",) if score_grads else ()
     results = ("b.h.", "bh.", "b.h.", "bh.")  # out, lse and their cotangents
     return Dims((*_TENSORS, *results, *rest), ("b.h.", "b.g.", "b.g.", *numbers))
 

@@ -5,8 +5,8 @@ blocks_p: q_lo, q_hi, tested -> q_blocks, kv_blocks, q_order, q_order_192, kv_or
 forward_p: query, key, value, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order,
     q_order_192, *map, *extras -> out, lse, and with max_logits the largest logit of every row
 backward_p: query, key, value, out, lse, dout, dlse, q_lo to q_order as in forward_p, kv_blocks,
-    kv_order, *map, *extras -> dq, dk, dv (those that `wanted` says, others may hold anything), and with
-    dnumbers (B, H, 2, Sq), every row's part of the gradients of scale and slope
+    kv_order, *map, *extras -> dq, dk, dv (those that `needs_grad` says, others may hold anything), and with
+    score_grads (B, H, 2, Sq), every row's part of the gradients of scale and slope
 map: none; with block_size, map_bits and q_entries, and in backward_p kv_entries.
 extras: none; scales (1 or B,), which count instead of `scale`; or scales, slopes (Bp, H), q_places
     (Bp, Sq) and kv_places (Bp, Skv), Bp 1 or B; or scales, which then are `scale`, and slopes, of
@@ -89,7 +89,7 @@ backward_p = new_primitive(
     "packax_backward",
     (
         *("scale", "soft_cap", "precision", "element_test", "has_dlse", "deterministic"),
-        *("dnumbers", "block_size", "extras", "wanted", "implementation"),
+        *("score_grads", "block_size", "extras", "needs_grad", "implementation"),
     ),
 )
 
@@ -127,10 +127,10 @@ def forward_results(query: Any, value: Any, heads: int, max_logits: bool) -> lis
     return [out, rows, rows] if max_logits else [out, rows]
 
 
-def backward_results(query: Any, key: Any, value: Any, heads: int, dnumbers: bool) -> list[Any]:
+def backward_results(query: Any, key: Any, value: Any, heads: int, score_grads: bool) -> list[Any]:
     """Likewise of backward_p."""
     gradients = [_like(x, x.shape, x.dtype, range(4)) for x in (query, key, value)]
-    if dnumbers:
+    if score_grads:
         batch, q_len, _, _ = query.shape
         gradients.append(_like(query, (batch, heads, 2, q_len), _real(query), (0, 2, None, 1)))
     return gradients
@@ -142,8 +142,8 @@ def _forward_shapes(query, key, value, *operands, max_logits, **static):
 
 
 @backward_p.def_abstract_eval
-def _backward_shapes(query, key, value, *operands, dnumbers, **static):
-    return backward_results(query, key, value, query.shape[2], dnumbers)
+def _backward_shapes(query, key, value, *operands, score_grads, **static):
+    return backward_results(query, key, value, query.shape[2], score_grads)
 
 
 class _BatchingRule(NamedTuple):
@@ -297,7 +297,7 @@ def _decode_shapes(query, key, value, *operands, **static):
 def _decode_gradient(primals, tangents, **params):
     raise NotImplementedError(
         "decode_attention has no gradient: differentiate flash_attention, or put "
-        "jax.lax.stop_gradient around query, key, value and sinks if none is wanted"
+        "jax.lax.stop_gradient around query, key, value and sinks if none is needs_grad"
     )
 
 

@@ -76,12 +76,12 @@ class Scores(NamedTuple):
     scale: Any = None  # (1,)
     slopes: Any = None  # (1, H)
 
-    def numbers(self) -> bool:
+    def any_in_kernels(self) -> bool:
         """Whether there is any that the kernels see."""
         return self.scale is not None or self.slopes is not None
 
     def specs(self, layout: Layout) -> Scores:
-        """How they lie on the mesh, where partition.py maps over it."""
+        """How they lie on the mesh, where context/shard.py maps over it."""
         return Scores(
             None if self.sinks is None else layout.spec(layout.heads),
             None if self.scale is None else layout.spec(()),

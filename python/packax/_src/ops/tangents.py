@@ -1,7 +1,7 @@
 """Forward-mode derivatives of forward_p and backward_p, as blockwise XLA on every platform.
 
 Each is a primitive of its own, so that inside shard_map the loops are traced without mesh axes.
-No kernel exists for them: they are what derivatives.py makes jvps and second derivatives of.
+No kernel exists for them: they are what autodiff.py makes jvps and second derivatives of.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def forward(
         first, last, block_of = visits_of(step, rows)
 
         def one_block(visit, state):
-            acc, top, total = state
+            acc, row_max, total = state
             block = block_of(visit)
             at = batch * tiles.key_blocks + block
             allowed = in_map(_allowed(rows, keys_of(batch, block), element_test), step, block)
@@ -84,31 +84,31 @@ def forward(
             s = _where(allowed, s, -jnp.inf, tiles)
             # Results do not depend on the shift, so it needs no tangent. That of a maximum asks which
             # scores equal it, and none may: the compiler rounds them anew (a multiply-add) for that.
-            new_top = jnp.maximum(top, jax.lax.stop_gradient(s).max(axis=-1))
+            new_max = jnp.maximum(row_max, jax.lax.stop_gradient(s).max(axis=-1))
             # A row that has met no key yet keeps -inf: shift by 0 so that -inf - -inf never is.
-            shift = jnp.where(new_top == -jnp.inf, 0, new_top)
+            shift = jnp.where(new_max == -jnp.inf, 0, new_max)
             p = jnp.exp(s - shift[..., None])
-            keep = jnp.exp(top - shift)
+            keep = jnp.exp(row_max - shift)
             total = total * keep + p.sum(axis=-1)
             acc = acc * keep[..., None] + dot(p, values[at].astype(real), 2, 1)
-            return acc, new_top, total
+            return acc, new_max, total
 
         start = (
             jnp.zeros((*shape, value.shape[-1]), real),
             jnp.full(shape, -jnp.inf, real),
             jnp.zeros(shape, real),
         )
-        acc, top, total = jax.lax.fori_loop(first, last, one_block, start)
+        acc, row_max, total = jax.lax.fori_loop(first, last, one_block, start)
         empty = total == 0
         out = acc / jnp.where(empty, 1, total)[..., None]
-        lse = jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1, total)))
-        return out.astype(query.dtype), jnp.stack([lse, top], -1)
+        lse = jnp.where(empty, -jnp.inf, row_max + jnp.log(jnp.where(empty, 1, total)))
+        return out.astype(query.dtype), jnp.stack([lse, row_max], -1)
 
     steps = jnp.arange(tiles.batch * tiles.row_tiles, dtype=jnp.int32)
     out, sums = jax.lax.map(one_tile, (steps, row_tiles(query, tiles)))
     out = from_row_tiles(out, tiles, query.shape[1])
-    lse, top = from_row_tiles(sums, tiles, query.shape[1]).transpose(3, 0, 2, 1)
-    return out, lse, top
+    lse, row_max = from_row_tiles(sums, tiles, query.shape[1]).transpose(3, 0, 2, 1)
+    return out, lse, row_max
 
 
 def backward(
@@ -127,11 +127,11 @@ def backward(
     precision: jax.lax.Precision = jax.lax.Precision.DEFAULT,
     element_test: int,
     block_size: tuple[int, int] | None = None,
-    wanted: tuple[bool, bool, bool] = (True, True, True),
+    needs_grad: tuple[bool, bool, bool] = (True, True, True),
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Gradients of query, key and value, in their dtypes, in one pass over the attended blocks.
 
-    And every row's part of those of scale and slope, (B, H, 2, Sq). Gradients not wanted are zeros:
+    And every row's part of those of scale and slope, (B, H, 2, Sq). Gradients not needs_grad are zeros:
     XLA would not drop a sum that a loop carries.
     """
     tiles = tiles_of(query, key)
@@ -190,7 +190,7 @@ def backward(
             return dq, parts, dk, dv
 
         parts = jnp.zeros((*q_tile.shape[:2], 2), real)
-        state = (jnp.zeros(q_tile.shape, real) if wanted[0] else None, parts, *sums)
+        state = (jnp.zeros(q_tile.shape, real) if needs_grad[0] else None, parts, *sums)
         dq, parts, *sums = jax.lax.fori_loop(first, last, one_block, state)
         return tuple(sums), (None if dq is None else dq.astype(query.dtype), parts)
 
@@ -204,7 +204,7 @@ def backward(
     )
     sums = tuple(
         jnp.zeros(x.shape, real) if wants else None
-        for x, wants in zip((keys, values), wanted[1:], strict=True)
+        for x, wants in zip((keys, values), needs_grad[1:], strict=True)
     )
     (dk, dv), (dq, parts) = jax.lax.scan(one_tile, sums, operands)
     return (

@@ -48,7 +48,7 @@ def decode(
     rows = rows.reshape(batch, q_len, kv_heads, group, -1)
 
     def one_block(block, state):
-        acc, top, total = state
+        acc, row_max, total = state
         # The last block begins where it ends with the cache; keys of the one before it are masked.
         first = jnp.minimum(block * size, jnp.maximum(room - size, 0))
         index = first + jnp.arange(size, dtype=jnp.int32)
@@ -65,12 +65,12 @@ def decode(
         if there is not None:
             s = jnp.where(there[:, None, None, None], s, jnp.nan)
         s = jnp.where(attends, s, -jnp.inf)
-        new_top = jnp.maximum(top, s.max(axis=-1))
-        shift = jnp.where(new_top == -jnp.inf, 0, new_top)
+        new_max = jnp.maximum(row_max, s.max(axis=-1))
+        shift = jnp.where(new_max == -jnp.inf, 0, new_max)
         p = jnp.exp(s - shift[..., None])
-        keep = jnp.exp(top - shift)
+        keep = jnp.exp(row_max - shift)
         acc = acc * keep[..., None] + einsum("bhgij,bjhd->bhgid", p, values)
-        return acc, new_top, total * keep + p.sum(axis=-1)
+        return acc, new_max, total * keep + p.sum(axis=-1)
 
     shape = (batch, kv_heads, group, q_len)
     start = (
@@ -79,10 +79,10 @@ def decode(
         jnp.zeros(shape, real),
     )
     blocks = jnp.where(some.any(), jnp.min(lo) // size, 0), -(-jnp.max(hi) // size)
-    acc, top, total = jax.lax.fori_loop(*blocks, one_block, start)
+    acc, row_max, total = jax.lax.fori_loop(*blocks, one_block, start)
 
     met = some[:, None, None]
-    lse = jnp.where(met, top + jnp.log(jnp.where(met, total, 1)), -jnp.inf)
+    lse = jnp.where(met, row_max + jnp.log(jnp.where(met, total, 1)), -jnp.inf)
     share = 1 / jnp.where(met, total, 1)
     if sinks is not None:
         sink = sinks.astype(real).reshape(-1, kv_heads, group, 1)

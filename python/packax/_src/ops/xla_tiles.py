@@ -25,7 +25,7 @@ class Mask(NamedTuple):
     kv_ids: jax.Array  # (Bm, Skv)
     q_pos: jax.Array  # (Bm, Sq), or (Bm, 2, Sq): upper limits, then lower ones
     kv_pos: jax.Array
-    map_bits: jax.Array | None = None  # a map of blocks: (Bp, H or 1, NQ, words), Bp 1 or Bm
+    map_bits: jax.Array | None = None  # a block mask: (Bp, H or 1, NQ, words), Bp 1 or Bm
     q_entries: jax.Array | None = None  # (Bm, H or 1, ceil(Sq / 128), 2 + ceil(Skv / 64))
 
 
