@@ -16,13 +16,12 @@ COLUMNS = 100
 WRITTEN_BY_PROGRAMS = (".json", ".svg", ".png", ".lock")
 FOLDERS_WRITTEN_BY_PROGRAMS = ("benchmarks/results/", "third_party/licenses/")
 WRITTEN_BY_HAND = ("benchmarks/results/README.md",)
-EXEMPT = ("python/",)  # until they are wrapped
 
 
 def checked(names: Iterable[str]) -> Iterator[str]:
     for name in names:
         in_folder = name.startswith(FOLDERS_WRITTEN_BY_PROGRAMS) and name not in WRITTEN_BY_HAND
-        if not in_folder and not name.endswith(WRITTEN_BY_PROGRAMS) and not name.startswith(EXEMPT):
+        if not in_folder and not name.endswith(WRITTEN_BY_PROGRAMS):
             yield name
 
 

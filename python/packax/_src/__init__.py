@@ -1,1 +1,1 @@
-"""Everything private. Imports run one way: core < ops < context < masks, autodiff < attention, decode."""
+"""Private. Imports run one way: core < ops < context < masks, autodiff < attention, decode."""

@@ -172,8 +172,8 @@ def flash_attention(
         keys give empty results, or those of rows that attend nothing.
 
     Raises:
-        ValueError: shapes, dtypes, scale, soft_cap, sinks, bias, precision, mask, implementation or sharding that are not as above,
-            or sizes that the mesh does not divide.
+        ValueError: shapes, dtypes, scale, soft_cap, sinks, bias, precision, mask, implementation or
+            sharding that are not as above, or sizes that the mesh does not divide.
         NotImplementedError: when lowered for CUDA, no kernel for the dtype or head dims (there
             are some for bfloat16, float16 and float32, and all multiples of 8 up to 256); with
             implementation="cuda", when lowered for another platform.

@@ -88,8 +88,8 @@ def decode_attention(
         key: the cache, (B, S, Hkv, Dqk), dtype of query; with block_table (pages, page_size, Hkv,
             Dqk). H must be a multiple of Hkv: query head h reads key/value head h // (H / Hkv).
         value: like key, with head dim Dv.
-        kv_lengths: (B,) integers: the keys of each sequence, its Sq new ones included. Below Sq, the
-            first rows are no tokens, and attend nothing.
+        kv_lengths: (B,) integers: the keys of each sequence, its Sq new ones included. Below Sq,
+            the first rows are no tokens, and attend nothing.
         block_table: (B, max_blocks) integers: the page of the keys n * page_size to
             (n + 1) * page_size - 1 of sequence b is block_table[b, n]. Entries behind a length
             may be anything; pages may be shared by sequences, and be in any order.
@@ -206,8 +206,8 @@ def _ranges(
         shapes = (lengths.shape[:1], position.shape)
         if starts.shape not in shapes:
             raise ValueError(
-                f"kv_starts must have shape {shapes[0]}, one for a sequence, or {shapes[1]}, one for "
-                f"a row, but has {starts.shape}"
+                f"kv_starts must have shape {shapes[0]}, one for a sequence, or {shapes[1]}, one "
+                f"for a row, but has {starts.shape}"
             )
         lo = jnp.maximum(lo, starts[:, None] if starts.ndim == 1 else starts)
     if left is not None:
@@ -281,8 +281,8 @@ def _check_tensors(
     if heads % key.shape[2]:
         raise ValueError(
             f"the heads of query must be a multiple of those of the caches, but there are {heads} "
-            f"and {key.shape[2]}: query has shape {query.shape}, whose axes are (batch, rows, heads, "
-            f"dim), and key {key.shape}, whose axes are {cache}"
+            f"and {key.shape[2]}: query has shape {query.shape}, whose axes are (batch, rows, "
+            f"heads, dim), and key {key.shape}, whose axes are {cache}"
         )
     if qk_dim != key.shape[3]:
         raise ValueError(f"key must have the head dim of query, {qk_dim}, but has {key.shape[3]}")

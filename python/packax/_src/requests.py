@@ -1,4 +1,4 @@
-"""What `flash_attention` is asked for, checked: tensors, their axes, and that the mask is for them."""
+"""The request of `flash_attention`, checked: tensors, their axes, and that the mask fits them."""
 
 from __future__ import annotations
 
@@ -139,14 +139,15 @@ def check_mask(
     if shape == (rows,) and batch > 1:
         raise ValueError(
             f"mask has row ranges of shape {shape}, without a batch axis, as a vmap over the mask "
-            f"leaves it, but query has batch size {batch}: map query over its batch too, or give the "
-            "mask a batch of one, jax.tree.map(lambda x: x[None], mask)"
+            f"leaves it, but query has batch size {batch}: map query over its batch too, or give "
+            "the mask a batch of one, jax.tree.map(lambda x: x[None], mask)"
         )
     if len(shape) == 2 and shape[0] == rows != batch:
         raise ValueError(
-            f"mask was built for batch size {shape[0]}, the length of query, but query has {batch}: "
-            f"an array of shape ({rows},) of prefix or offset= is one for each row of the batch. For "
-            f"lengths of each token give (1, {rows})"
+            f"mask was built for batch size {shape[0]}, the length of query, but query has "
+            f"{batch}: "
+            f"an array of shape ({rows},) of prefix or offset= is one for each row of the batch. "
+            f"For lengths of each token give (1, {rows})"
         )
     if shape != (rows,) and (len(shape) != 2 or shape[0] not in (1, batch) or shape[1] != rows):
         raise ValueError(

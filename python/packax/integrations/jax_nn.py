@@ -40,8 +40,8 @@ def dot_product_attention(
     """`jax.nn.dot_product_attention`, on packax's kernels: the import is the whole change.
 
     What is a range of keys for every row (`is_causal`, lengths, windows, a mask of keys) runs in
-    packax, with memory linear in the lengths. What is not (a bias, a dense mask) raises an error that
-    names implementation="xla", which is jax.nn's own dense path.
+    packax, with memory linear in the lengths. What is not (a bias, a dense mask) raises an error
+    that names implementation="xla", which is jax.nn's own dense path.
 
     Args:
         query: (B, T, N, H) or (T, N, H).

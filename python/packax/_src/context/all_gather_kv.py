@@ -1,9 +1,11 @@
-"""Keys and values of all ranks for one rank, gathered by groups of heads, and their gradients handed back.
+"""Keys and values of all ranks for one rank, gathered by groups of heads, and their gradients
+handed back.
 
-The gather of a group runs beside the attention of the one before, the reduce-scatter of its gradients
-beside that of the next. XLA left to itself undoes that: it joins the copies behind several gathers into one
-kernel, which then waits for all of them, and drops optimization barriers before it does; it has one
-collective of a kind under way at a time; and it sends late. So keys and values of a group travel
+The gather of a group runs beside the attention of the one before, the reduce-scatter of its
+gradients beside that of the next. XLA left to itself undoes that: it joins the copies behind
+several gathers into one kernel, which then waits for all of them, and drops optimization barriers
+before it does; it has one collective of a kind under way at a time; and it sends late. So keys and
+values of a group travel
 together, and data says the order: numbers that are 0, and known only when something is done
 (`_zero_after`), are added to places that what follows reads.
 """
@@ -82,7 +84,9 @@ class Groups:
         return dataclasses.replace(mask, **ready)
 
     def gather_after(self, result: jax.Array) -> None:
-        """Starts the next gather but one when this result of a gather's last group is there: else all would be held at once."""
+        """Starts the next gather but one when this result of a gather's last group is there: else
+        all would be held at once.
+        """
         self.sent = None
         if any(self.under_way):
             self.attended = _zero_after(result)

@@ -87,8 +87,8 @@ class ContextPlan:
             batch = order.shape[0]
             if batch > 1 and (at == 0 or x.shape[0] != batch):
                 raise ValueError(
-                    f"{name} must have the plan's batch, {batch}, as its first axis and be permuted "
-                    f"along another, but has shape {x.shape} and axis {axis}"
+                    f"{name} must have the plan's batch, {batch}, as its first axis and be "
+                    f"permuted along another, but has shape {x.shape} and axis {axis}"
                 )
             return take_sharded(order, at, x)
 

@@ -1,4 +1,4 @@
-"""`check_plan`, on while `debug_checks` is: does the batch stand in the order of the mask's rows?"""
+"""`check_plan`, on while `debug_checks` is: whether batch and mask have one order of rows."""
 
 from __future__ import annotations
 

@@ -232,7 +232,8 @@ def _backward(
             implementation=call.implementation,
         )
         score_grads += score_grad
-        # Not dq if there is another: the next group writes into it, which a look at it would put off.
+        # Not dq if there is another: the next group writes into it, which a look at it would put
+        # off.
         made = [x for x, there in zip((dk, dv), call.needs_grad[1:3], strict=True) if there]
         groups.gather_after((made or [dq])[0])
         dk, dv = groups.scatter(dk, dv)

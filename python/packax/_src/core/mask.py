@@ -76,8 +76,8 @@ class AttentionMask:
     It crosses jit, scan, remat and shard_map, and serves every layer, forward and backward. The
     first axis of every leaf is the batch, or 1 (one mask for all rows of the batch, one map of
     blocks, one plan). `vmap` over the batch of a model takes `in_axes=mask.vmap_axes()`, or 0 where
-    all leaves have the batch. Under shard_map a mask with a batch takes the batch's spec, a mask for
-    a context-parallel sharding `mask.sharding.mask_specs(mask)`. The leaves are those of
+    all leaves have the batch. Under shard_map a mask with a batch takes the batch's spec, a mask
+    for a context-parallel sharding `mask.sharding.mask_specs(mask)`. The leaves are those of
     docs/internals/mask_format.md; they are not meant to be written.
     """
 
@@ -148,8 +148,8 @@ class AttentionMask:
         rows, keys = mask.q_lo.shape[-1], self.kv_len
         if rows * keys > _MOST_PAIRS:
             raise ValueError(
-                f"as_array makes {rows} x {keys} booleans, and is for at most {_MOST_PAIRS} of them, "
-                "4096 x 4096: look at a mask of smaller lengths"
+                f"as_array makes {rows} x {keys} booleans, and is for at most {_MOST_PAIRS} of "
+                "them, 4096 x 4096: look at a mask of smaller lengths"
             )
         index = jnp.arange(keys, dtype=jnp.int32)[None, None]
         allowed = (mask.q_lo[..., None] <= index) & (index < mask.q_hi[..., None])

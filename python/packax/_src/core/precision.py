@@ -1,4 +1,5 @@
-"""The precision of matrix products, as jax.numpy takes it: of three kinds, by what float32 operands keep.
+"""The precision of matrix products, as jax.numpy takes it: of three kinds, by what float32 operands
+keep.
 
 `jax.lax.Precision.DEFAULT` and `HIGH`: on GPUs TF32, 11 bits of each operand; `HIGHEST`: float32.
 Sums are float32 in any case, and products of bfloat16 and float16 operands are exact in all three.

@@ -109,8 +109,8 @@ class Layout:
         """How many of a rank's key/value heads each gather brings, by the groups that are attended.
 
         The default, of eight heads: forward 1, 3 and 4, since what the first attention hides grows
-        with it and what is in the open before it should not. Backward 2, then 6, attended as 4 and 2:
-        XLA has one collective under way at a time, so a third gather would make the attention
+        with it and what is in the open before it should not. Backward 2, then 6, attended as 4 and
+        2: XLA has one collective under way at a time, so a third gather would make the attention
         wait for the gradients that are on their way, and the last of those are in the open.
         """
         if self.size(self.kv_context) == 1:
@@ -150,8 +150,8 @@ def layout_of(sharding: Any) -> Layout:
     key_value = _axes("key_value", sharding.key_value)
     if key_value[0] != query[0]:
         raise ValueError(
-            f"sharding.key_value must have the batch axes of sharding.query, {_show(query[0])}, but "
-            f"has {_show(key_value[0])}"
+            f"sharding.key_value must have the batch axes of sharding.query, {_show(query[0])}, "
+            f"but has {_show(key_value[0])}"
         )
     for dim in (1, 2):
         if key_value[dim] not in ((), query[dim]):
@@ -182,8 +182,9 @@ def layout_of(sharding: Any) -> Layout:
         if manual.isdisjoint(several) or manual.issuperset(several):
             continue
         raise NotImplementedError(
-            f"the {_DIMS[dim]} axes {_show(axes)} of sharding.query are partly those of a shard_map "
-            f"of yours ({', '.join(sorted(manual))}) and partly not: map over all of them or none"
+            f"the {_DIMS[dim]} axes {_show(axes)} of sharding.query are partly those of a "
+            f"shard_map of yours ({', '.join(sorted(manual))}) and partly not: map over all of "
+            "them or none"
         )
     return Layout(
         mesh,
@@ -206,8 +207,8 @@ def _axes(name: str, given: Any) -> tuple[Axes, Axes, Axes]:
     """The axes of batch, sequence and heads."""
     if not isinstance(given, P):
         raise ValueError(
-            f"sharding.{name} must be a PartitionSpec of (batch, sequence, heads, head dim), but is "
-            f"{given!r}"
+            f"sharding.{name} must be a PartitionSpec of (batch, sequence, heads, head dim), but "
+            f"is {given!r}"
         )
     if len(given) > 4:
         raise ValueError(

@@ -26,7 +26,9 @@ class BlockSparse(MaskExpression):
     block_size: tuple[int, int]
     per_head: bool  # whether it was given with heads
 
-    once = "combine the maps into one, of the finer blocks (jnp.repeat), such as first_map & second_map"
+    once = (
+        "combine the maps into one of the finer blocks (jnp.repeat), as in first_map & second_map"
+    )
 
     @property
     def name(self) -> str:
@@ -65,7 +67,8 @@ class BlockSparse(MaskExpression):
 
 
 def block_sparse(block_map: ArrayLike, block_size: int | tuple[int, int]) -> MaskExpression:
-    """Row i attends key j if the map has the block that they lie in: block_map[b, h, i // m, j // n].
+    """Row i attends key j if the map has the block that they lie in:
+    block_map[b, h, i // m, j // n].
 
     For masks that are known only when the data is: mixture of block attention (MoBA, arXiv
     2502.13189), an indexer's choice of keys, any boolean map. The attention is exact, and visits
@@ -93,8 +96,8 @@ def block_sparse(block_map: ArrayLike, block_size: int | tuple[int, int]) -> Mas
         block_map = np.asarray(block_map)
     if block_map.ndim not in (2, 3, 4) or 0 in block_map.shape:
         raise ValueError(
-            "block_map must have shape (q blocks, key blocks), behind (batch,) or (batch, heads) if "
-            f"any, but has {block_map.shape}"
+            "block_map must have shape (q blocks, key blocks), behind (batch,) or (batch, heads) "
+            f"if any, but has {block_map.shape}"
         )
     if block_map.dtype != np.bool_:
         raise ValueError(f"block_map must be boolean, but has dtype {block_map.dtype}")

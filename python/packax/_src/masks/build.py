@@ -71,9 +71,9 @@ def create_attention_mask(
     """
     if not isinstance(expression, MaskExpression):
         raise ValueError(
-            "expression must be causal(), sliding_window(...), chunked(...), prefix(...), spans(...), "
-            "full(), documents(...), ranges(...), block_sparse(...), or `&` and `|` of them, but is a "
-            f"{type(expression).__name__}{instead_of_array(expression)}"
+            "expression must be causal(), sliding_window(...), chunked(...), prefix(...), "
+            "spans(...), full(), documents(...), ranges(...), block_sparse(...), or `&` and `|` of "
+            f"them, but is a {type(expression).__name__}{instead_of_array(expression)}"
         )
     check_implementation(implementation)
     q_len, kv_len = _length("q_len", q_len), _length("kv_len", kv_len)
@@ -91,8 +91,8 @@ def create_attention_mask(
         batch = max(batch, plan.order.shape[0])
     if (layout is not None or plan is not None) and 0 in (batch, q_len, kv_len):
         raise ValueError(
-            f"a mask with sharding or plan must not be empty, but is for batch size {batch}, {q_len} "
-            f"query rows and {kv_len} keys"
+            f"a mask with sharding or plan must not be empty, but is for batch size {batch}, "
+            f"{q_len} query rows and {kv_len} keys"
         )
     if layout is not None:
         check_divides(layout, "the mask", "number of query rows", q_len, layout.context)

@@ -1,7 +1,9 @@
-"""create_attention_mask for rows that a plan permutes or a mesh divides: each rank makes the mask of its own rows.
+"""create_attention_mask for rows that a plan permutes or a mesh divides: each rank makes the mask
+of its own rows.
 
-The expression is about whole sequences in order. Limits of places are made there, then rows are moved and cut, and each rank
-derives ranges, bounds of blocks and lists from its own (docs/guide/context_parallelism.md, "Masks").
+The expression is about whole sequences in order. Limits of places are made there, then rows are
+moved and cut, and each rank derives ranges, bounds of blocks and lists from its own
+(docs/guide/context_parallelism.md, "Masks").
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ def build_rows(
     document, interval, ranges, block_map, plan, *,
     batch, q_len, kv_len, block_size, implementation, sharding, layout, permuted_keys,
 ) -> AttentionMask:  # fmt: skip
-    """The mask of permuted query rows, on each rank of those that it holds; arguments as build.py has them."""
+    """The mask of permuted query rows, on each rank of those that it holds; arguments as build.py
+    has them.
+    """
     mask_batch: Axes = ()
     context: Axes = ()
     if layout is not None:
@@ -45,7 +49,9 @@ def build_rows(
         return x if layout is None else layout.place(x, *dims)
 
     def pinned(x, *dims):
-        """Where the mesh is not in the types: XLA may split an array that every attention then gathers."""
+        """Where the mesh is not in the types: XLA may split an array that every attention then
+        gathers.
+        """
         if layout is None or not layout.mapped:
             return x
         spec = layout.spec(*dims)
@@ -195,7 +201,9 @@ def _batch_axes(batch: int, mask_batch: Axes, x: Any) -> Axes:
 def _rows_kept_together(
     block_map: jax.Array, block_size: tuple[int, int], q_len: int, together: int
 ) -> tuple[jax.Array, tuple[int, int]]:
-    """A block mask, of rows that no rank and no chunk of a plan begins inside of, and its block size."""
+    """A block mask, of rows that no rank and no chunk of a plan begins inside of, and its block
+    size.
+    """
     rows = block_size[0]
     if together == q_len or together % rows == 0:
         return block_map, block_size

@@ -46,8 +46,9 @@ def documents(
         segment_ids: (B, Sq) or (Sq,), any integer dtype that fits int32. Only -1
             (`PADDING_SEGMENT_ID`) is padding.
         kv_segment_ids: (B, Skv) or (Skv,), the keys' ids; None: the same as segment_ids.
-        positions: like segment_ids. What `causal()` and all that is not documents(...) or ranges(...)
-            compare in place of indices, beside this documents(...). Alone they have no effect.
+        positions: like segment_ids. What `causal()` and all that is not documents(...) or
+            ranges(...) compare in place of indices, beside this documents(...). Alone they have no
+            effect.
         kv_positions: like kv_segment_ids; None: the same as positions, which needs
             kv_segment_ids to be None too.
 

@@ -115,8 +115,8 @@ class MaskExpression:
 
     def __invert__(self) -> MaskExpression:
         raise TypeError(
-            f"`~` of {self!r}: the keys that a mask leaves out are not one range for every row. Say "
-            "what is attended, as in ranges(lo, hi), or block_sparse(~block_map, block_size)"
+            f"`~` of {self!r}: the keys that a mask leaves out are not one range for every row. "
+            "Say what is attended, as in ranges(lo, hi), or block_sparse(~block_map, block_size)"
         )
 
     def __eq__(self, other: object) -> bool:
@@ -130,8 +130,8 @@ class MaskExpression:
         if value is None:
             raise TypeError(
                 f"{self!r} has no hash, because it holds arrays: it cannot be a static argument of "
-                "jit, or a key of a dict. Pass it as an ordinary argument (it is a pytree), or make "
-                "it inside of the function from arrays that are arguments"
+                "jit, or a key of a dict. Pass it as an ordinary argument (it is a pytree), or "
+                "make it inside of the function from arrays that are arguments"
             )
         return hash(value)
 
@@ -327,17 +327,17 @@ def _union(members: tuple[MaskExpression, ...]) -> Or:
     for part in both.walk():
         if not isinstance(part, Interval):
             raise NotImplementedError(
-                f"`|` cannot take {part.name}(...), whose keys may be many ranges: unite the others "
-                f"and intersect the union with it, as in (a | b) & {part.name}(...)"
+                f"`|` cannot take {part.name}(...), whose keys may be many ranges: unite the "
+                f"others and intersect the union with it, as in (a | b) & {part.name}(...)"
             )
     sides = [member.unbounded() for member in both.members]
     same_side = any(all(side) for side in zip(*sides, strict=True))
     if not same_side and (True, True) not in sides and _common(both.members) == frozenset():
         raise NotImplementedError(
-            "`|` needs a union that surely is one range for every row, and here it may be two. It is "
-            "one where all members hold the row's own place, as causal, sliding_window, chunked, "
-            "prefix and spans with equal offsets do (an offset that is a jax array: the same int32 "
-            "array in all of them, not only equal ones), or all are unbounded on the same side, as "
+            "`|` needs a union that surely is one range for every row, and here it may be two. It "
+            "is one where all members hold the row's own place, as causal, sliding_window, "
+            "chunked, prefix and spans with equal offsets do (an offset that is a jax "
+            "array: the same int32 array in all of them, not only equal ones), or all are unbounded on the same side, as "
             "causal, prefix and sliding_window(None) are below. Otherwise give ranges(lo, hi), or "
             "join the attention of two disjoint masks by their log-sum-exps (return_lse=True)"
         )

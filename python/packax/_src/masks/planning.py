@@ -1,4 +1,4 @@
-"""`context_plan` and `context_parallel_inputs`: from a mask expression to a balanced order of rows."""
+"""`context_plan`, `context_parallel_inputs`: from a mask expression to a balanced order of rows."""
 
 from __future__ import annotations
 

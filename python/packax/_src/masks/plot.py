@@ -44,7 +44,8 @@ def plot_mask(
     skipped. A mask of permuted rows is drawn in their order.
 
     Args:
-        mask: an expression, or what `create_attention_mask` returned, of at most 4096 rows and keys.
+        mask: an expression, or what `create_attention_mask` returned, of at most 4096 rows and
+            keys.
         q_len, kv_len: of an expression whose arrays do not say them.
         batch, head: which row of the batch, and which head of a block_sparse(...) with heads.
         block_size: (rows, keys) of the frames, or one number: by default those of the kernels.

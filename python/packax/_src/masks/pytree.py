@@ -14,7 +14,7 @@ import numpy as np
 
 @dataclass_transform(frozen_default=True, eq_default=False)
 def pytree(*arrays: str, static: tuple[str, ...] = ()) -> Callable[[type], Any]:
-    """A frozen dataclass that is a pytree of these fields, also in programs that jax.export writes."""
+    """A frozen dataclass that is a pytree of these fields, also in exported programs."""
 
     def decorate(cls: type) -> type:
         cls = dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
@@ -43,5 +43,7 @@ def static_value(expression: Any) -> Any:
 
 
 def offset_value(offset: Any) -> Any:
-    """Equal for offsets that surely are. Values of jax arrays may be unknown: equal to itself alone."""
+    """Equal for offsets that surely are. Values of jax arrays may be unknown: equal to itself
+    alone.
+    """
     return id(offset) if isinstance(offset, jax.Array) else np.asarray(offset).tobytes()

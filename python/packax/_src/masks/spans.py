@@ -125,8 +125,8 @@ def spans(span_ids: ArrayLike, text: MaskExpression | None = None) -> MaskExpres
     """Rows of a span attend the whole span and what `text` gives them; other rows follow `text`.
 
     A span is a maximal run of equal ids other than -1, as of the tokens of an image among text
-    (Gemma 3); beside documents(...) it ends where the segment id changes. In places: a row of a span
-    attends down to the smallest and up to the largest place of its span, whatever `text` says.
+    (Gemma 3); beside documents(...) it ends where the segment id changes. In places: a row of a
+    span attends down to the smallest and up to the largest place of its span, whatever `text` says.
 
     Args:
         span_ids: (B, S) or (S,), any integer dtype that fits int32, in self-attention: a row and
@@ -153,8 +153,8 @@ def spans(span_ids: ArrayLike, text: MaskExpression | None = None) -> MaskExpres
     for part in text.walk():
         if not isinstance(part, Interval):
             raise NotImplementedError(
-                f"the text of spans(...) cannot hold {part.name}(...): intersect the spans with it, "
-                f"as in spans(span_ids) & {part.name}(...)"
+                f"the text of spans(...) cannot hold {part.name}(...): intersect the spans with "
+                f"it, as in spans(span_ids) & {part.name}(...)"
             )
         if getattr(part, "offset", None) is not None:
             raise ValueError(

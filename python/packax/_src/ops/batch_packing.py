@@ -1,9 +1,10 @@
-"""Batch rows that are shorter than a tile, as documents of one row.
+"""Batch packing: rows of a batch that are shorter than a tile run as documents of one row.
 
-A tile of the attention kernels is 128 rows of one batch row, so thousands of batch rows of 16 tokens would be thousands of tiles
-that are nearly empty, and the backward's sum of dq is padded to 64 rows for each. As one row of documents they fill the
-tiles. The mask's row ranges move by the keys before them, which keeps documents apart; nothing else changes but where a NaN may
-spread (docs/guide/numerics.md).
+A tile of the attention kernels is 128 rows of one batch row, so thousands of batch rows of 16
+tokens would be thousands of tiles that are nearly empty, and the backward's sum of dq is padded to
+64 rows for each. As one row of documents they fill the tiles. The mask's row ranges move by the
+keys before them, which keeps documents apart; nothing else changes but where a NaN may spread
+(docs/guide/numerics.md).
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from packax._src.ops.primitives import BLOCK_ARRAYS, backward_p, blocks_p, forwa
 
 ROWS = BLOCK  # two fit a tile
 KEYS = TILE  # of more, a tile takes as many steps as before
-# Below, on paper, a tile of 3.5 us on one of 132 multiprocessors takes no longer than making the mask again.
+# Below, on paper, a tile of 3.5 us on one of 132 multiprocessors takes no longer than making the
+# mask again.
 TILES = 1024
 
 

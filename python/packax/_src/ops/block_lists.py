@@ -1,7 +1,8 @@
 """Block masks as the kernels take them: bits, and for each tile the list of blocks that it meets.
 
 Made once per mask, in O(blocks), from the map and the bounds of blocks of 64
-(docs/internals/mask_format.md, "Block masks"). An element is tested by its bit; the lists only say where to look.
+(docs/internals/mask_format.md, "Block masks"). An element is tested by its bit; the lists only say
+where to look.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ def packed(block_map: jax.Array) -> jax.Array:
 
 
 def bit(map_bits: jax.Array, rows: jax.Array, columns: jax.Array) -> jax.Array:
-    """(H, NQ, words) at map rows (N,) and columns (M,): (H, N, M) bool; the nearest one past the end."""
+    """(H, NQ, words) at map rows (N,) and columns (M,): (H, N, M) bool; the nearest one past the
+    end.
+    """
     columns = columns[None]
     words = map_bits.at[:, rows[:, None], columns // _WORD].get(mode="clip")
     return (words >> columns[None] % _WORD) & 1 != 0
@@ -64,7 +67,7 @@ def entries(
 
 
 def met(lists: jax.Array) -> jax.Array:
-    """Of the lists of a tile (H, 2 + N): whether any head's has the blocks of 128, (ceil(N / 2),)."""
+    """Of a tile's lists (H, 2 + N): whether any head's has the blocks of 128, (ceil(N / 2),)."""
     number = lists.shape[1] - 2
     listed = jnp.arange(number)[None] < lists[:, :2].sum(axis=1, keepdims=True)
     found = jnp.zeros(number, bool).at[lists[:, 2:]].max(listed)
@@ -72,7 +75,7 @@ def met(lists: jax.Array) -> jax.Array:
 
 
 def _list(meets: jax.Array, full: jax.Array) -> jax.Array:
-    """Numbers of blocks that need the mask, then of those that need none, then all, in this order."""
+    """Numbers of partial blocks, of full blocks, then all blocks in this order."""
     number = meets.shape[-1]
     kind = jnp.where(meets, jnp.where(full, 1, 0), 2).astype(jnp.int32)
     place = _last(jnp.arange(number, dtype=jnp.int32), kind)

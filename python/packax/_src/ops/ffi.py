@@ -1,7 +1,7 @@
 """Which kernels this build has, and whether this process has a GPU for them.
 
-What C++ looks up by the device (csrc/runtime/variants.cc) is asked here while a program is lowered, when it is
-not known yet which GPU will run it.
+What C++ looks up by the device (csrc/runtime/variants.cc) is asked here while a program is lowered,
+when it is not known yet which GPU will run it.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ def _rows(direction: str, fallback: bool) -> list[Any]:
 
 
 def found(direction: str, query: Any, value: Any, fallback: bool, exact: bool = True) -> bool:
-    """Whether this build has all kernels of a direction: for just these head dims, or any up to some.
+    """Whether this build has all kernels of a direction: for just these head dims, or any up to
+    some.
 
     `exact` is for float32.
     """

@@ -1,11 +1,12 @@
-"""forward_p and backward_p for some of the query's heads: groups of heads without slices of query and
-output, and without putting the groups' outputs together.
+"""forward_p and backward_p for some of the query's heads: groups of heads without slices of query
+and output, and without putting the groups' outputs together.
 
 forward_heads_p: out_before, and the operands of forward_p -> its results
 backward_heads_p: dq_before, and the operands of backward_p -> its results
-`first_head` and `heads` say of which heads of the query all but query, out, dout and dq are; these have all
-heads. Those that are not meant are in out and dq what they were in the operand before, whose memory the
-kernels go on writing; with `begins` there is no such operand, and they may hold anything.
+`first_head` and `heads` say of which heads of the query all but query, out, dout and dq are; these
+have all heads. Those that are not meant are in out and dq what they were in the operand before,
+whose memory the kernels go on writing; with `begins` there is no such operand, and they may hold
+anything.
 """
 
 from __future__ import annotations
@@ -191,8 +192,8 @@ def _backward_cuda(ctx, *operands, **params):
 
 
 def _some_heads(ctx, operands, params):
-    """ctx and operands with one before, where there is none a stand-in; the attributes; which operand has the
-    memory of which result."""
+    """ctx and operands with one before, where there is none a stand-in; the attributes; which
+    operand has the memory of which result."""
     if params["begins"]:
         ctx = ctx.replace(avals_in=[ctx.avals_in[0], *ctx.avals_in])
         operands = (operands[0], *operands)

@@ -1,9 +1,10 @@
-"""The backward of work that is too little for a GPU's multiprocessors: groups of query heads in parts.
+"""The backward at low occupancy: the query heads of a GQA group are divided among programs.
 
-A program of the kernels that make dK and dV is 128 keys of one key/value head, with all the query heads that read it. One head
-of 16k keys is 128 programs, the first of which has 128 times the work of the last: most of the GPU waits for a few. There the
-query heads of a group are handed out in parts. Keys and values are repeated for every part, and the parts' gradients are
-added in float32. Where there are programs enough nothing is repeated.
+A program of the kernels that make dK and dV is 128 keys of one key/value head, with all the query
+heads that read it. One head of 16k keys is 128 programs, the first of which has 128 times the work
+of the last: most of the GPU waits for a few. There the query heads of a group are handed out in
+parts. Keys and values are repeated for every part, and the parts' gradients are added in float32.
+Where there are programs enough nothing is repeated.
 """
 
 from __future__ import annotations
@@ -15,18 +16,21 @@ import jax.numpy as jnp
 from packax._src.core.shapes import TILE, ceil_div, is_symbolic
 from packax._src.ops.primitives import backward_p
 
-# About two and about eight for every multiprocessor of the GPUs that have most. With one each, of causal rows, the longest
-# program takes twice the mean.
+# About two and about eight for every multiprocessor of the GPUs that have most. With one each, of
+# causal rows, the longest program takes twice the mean.
 ALL_BUSY = 256
 BALANCED = 1024
-# With fewer keys for every query head of a part, repeating costs more than balance brings, on paper, where all are busy.
+# With fewer keys for every query head of a part, repeating costs more than balance brings, on
+# paper, where all are busy.
 LONG = 32768
 # In shorter rows a program has 16 steps a query head at most.
 SHORT = 1024
 
 
 def parts_of_group(query: Any, key: Any) -> int:
-    """Into how many parts the query heads of a key/value head are best divided; shapes (B, Sq, H, D) and (B, Skv, Hkv, D)."""
+    """Into how many parts the query heads of a key/value head are best divided; shapes (B, Sq, H,
+    D) and (B, Skv, Hkv, D).
+    """
     batch, kv_len, kv_heads, _ = key.shape
     if any(is_symbolic(n) for n in (batch, kv_len, kv_heads, query.shape[2])):
         return 1
@@ -40,7 +44,9 @@ def parts_of_group(query: Any, key: Any) -> int:
 
 
 def backward_in_parts(query: Any, key: Any, value: Any, *operands: Any, parts: int, **params: Any):
-    """backward_p, but for `parts` times as many key/value heads; the results are those of backward_p."""
+    """backward_p, but for `parts` times as many key/value heads; the results are those of
+    backward_p.
+    """
     repeated = (jnp.repeat(x, parts, axis=2) for x in (key, value))
     dq, dk, dv, *rest = backward_p.bind(query, *repeated, *operands, **params)
     return [dq, _added(dk, parts), _added(dv, parts), *rest]

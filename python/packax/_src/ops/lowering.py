@@ -91,8 +91,8 @@ def xla_forward(
 
 
 def xla_backward(
-    *operands, scale, soft_cap, precision, element_test, has_dlse, deterministic, score_grads, block_size, extras,
-    needs_grad,
+    *operands, scale, soft_cap, precision, element_test, has_dlse, deterministic, score_grads,
+    block_size, extras, needs_grad,
 ):  # fmt: skip
     of = named("backward", operands, {"block_size": block_size, "extras": extras})
     if not has_dlse:
@@ -212,12 +212,14 @@ def _backward_cuda(ctx, *operands, implementation, **params):
         wanted=_grad_bits(needs_grad),
         **attributes,
     )
-    # The kernel of dq makes score_grads.
+    # The kernel of dq makes the gradients of score parameters.
     return _written(ctx, call, needs_grad[0] or score_grads, fused or any(needs_grad[1:]))
 
 
 def _suffix(params: Any) -> str | None:
-    """Of the names of the sm90 kernels for a fallback backward: a soft cap, a map, or slopes of indices, and nothing else."""
+    """Of the names of the sm90 kernels for a fallback backward: a soft cap, a map, or slopes of
+    indices, and nothing else.
+    """
     if params["score_grads"]:
         return None
     suffixes = {
@@ -229,7 +231,7 @@ def _suffix(params: Any) -> str | None:
 
 
 def takes_fallback(direction: str, query: Any, value: Any, params: Any) -> bool:
-    """Whether it takes the fallback kernels: something changes scores, or the head dims are others."""
+    """Whether it takes the fallback kernels: other scores, or other head dims."""
     if params["extras"] or params["soft_cap"] or params.get("max_logits") or params["block_size"]:
         return True
     return ffi.ext is not None and not ffi.found(direction, query, value, fallback=False)
@@ -292,8 +294,8 @@ def _grad_bits(needs_grad):
 
 
 def _written(ctx, call, dq: bool, dkv: bool):
-    """The results of `call`, a function of ctx: of dq, dk and dv, those that no kernel writes have no
-    elements there."""
+    """The results of `call`, a function of ctx: of dq, dk and dv, those that no kernel writes have
+    no elements there."""
     written = (dq, dkv, dkv, *[True] * (len(ctx.avals_out) - 3))
     nothing = array(0, dtype=ctx.avals_in[0].dtype)
     made = call(
@@ -323,8 +325,9 @@ def backward_workspace(
     needs_grad: tuple[bool, ...],
     suffix: str | None = "",
 ) -> Any:
-    """Its size in float32, by which C++ knows which kernels may run (csrc/launch/backward_sm90.h), and whether
-    one of them writes all gradients. `suffix`: of the kernels' names; None: not those for sm90."""
+    """Its size in float32, by which C++ knows which kernels may run (csrc/launch/backward_sm90.h),
+    and whether one of them writes all gradients. `suffix`: of the kernels' names; None: not those
+    for sm90."""
     batch, q_len, heads, qk_dim = query.shape
     padded = BLOCK * ceil_div(q_len, BLOCK)
     rows = batch * heads * padded

@@ -1,7 +1,8 @@
 """From decode_p to platforms, as lowering.py does it for the other primitives.
 
-The workspace is a result of the call, so how many shares of the keys it has room for is said here, from sizes alone; which GPU it will
-be, and how many it then takes, only C++ knows (csrc/ffi/decode.cc).
+The workspace is a result of the call, so how many shares of the keys it has room for is said here,
+from sizes alone; which GPU it will be, and how many it then takes, only C++ knows
+(csrc/ffi/decode.cc).
 """
 
 from __future__ import annotations

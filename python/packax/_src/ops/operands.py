@@ -1,4 +1,4 @@
-"""The operands of forward_p and backward_p by name: tensors, arrays of the mask, extras, in order."""
+"""The operands of forward_p and backward_p by name: tensors, the mask's arrays, extras."""
 
 from __future__ import annotations
 

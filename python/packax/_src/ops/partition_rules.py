@@ -43,7 +43,7 @@ _TENSORS = ("bsh.", "bkg.", "bkg.")
 def _behind_tensors(
     query: Any, operands: Sequence[Any], lists: int, extras: int
 ) -> tuple[str, ...]:
-    """Of the mask's operands, block lists, scales, slopes and positions: of the batch, or for all."""
+    """Of the mask, block lists, scales, slopes and positions: of the batch, or for all."""
     batch, _, heads, _ = query.shape
     end = len(operands) - extras
     return (

@@ -52,7 +52,7 @@ class Dims(NamedTuple):
 
 
 def partitioned(primitive: Any, dims: Callable[..., Dims], rule: Callable) -> Callable:
-    """The lowering rule of a primitive whose call XLA may divide as `dims(*avals, **params)` says."""
+    """The lowering rule of a primitive that XLA may divide as `dims(*avals, **params)` says."""
 
     def lower(ctx, *operands, **params):
         mesh = _mesh_in_use(ctx.module_context)

@@ -5,8 +5,8 @@ blocks_p: q_lo, q_hi, tested -> q_blocks, kv_blocks, q_order, q_order_192, kv_or
 forward_p: query, key, value, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order,
     q_order_192, *map, *extras -> out, lse, and with max_logits the largest logit of every row
 backward_p: query, key, value, out, lse, dout, dlse, q_lo to q_order as in forward_p, kv_blocks,
-    kv_order, *map, *extras -> dq, dk, dv (those that `needs_grad` says, others may hold anything), and with
-    score_grads (B, H, 2, Sq), every row's part of the gradients of scale and slope
+    kv_order, *map, *extras -> dq, dk, dv (those that `needs_grad` says, others may hold anything),
+    and with score_grads (B, H, 2, Sq), every row's part of the gradients of scale and slope
 map: none; with block_size, map_bits and q_entries, and in backward_p kv_entries.
 extras: none; scales (1 or B,), which count instead of `scale`; or scales, slopes (Bp, H), q_places
     (Bp, Sq) and kv_places (Bp, Skv), Bp 1 or B; or scales, which then are `scale`, and slopes, of
@@ -43,7 +43,8 @@ def check_implementation(
     if implementation is not None and not known:
         *most, last = (f'"{name}"' for name in names)
         raise ValueError(
-            f"implementation must be None, {', '.join(most)} or {last}{note}, but is {implementation!r}"
+            f"implementation must be None, {', '.join(most)} or {last}{note}, but is "
+            f"{implementation!r}"
         )
 
 
@@ -149,7 +150,8 @@ def _backward_shapes(query, key, value, *operands, score_grads, **static):
 class _BatchingRule(NamedTuple):
     """The mapped axis merged into the batch, which is every operand's first axis.
 
-    In front of it; behind it where the batch is sharded in the types of an explicit mesh, which merge no other way.
+    In front of it; behind it where the batch is sharded in the types of an explicit mesh, which
+    merge no other way.
     """
 
     size: Any
@@ -185,7 +187,9 @@ class _BatchingRule(NamedTuple):
         return apart, [int(self.behind)] * len(apart)
 
     def _reshape(self, x: jax.Array, shape: tuple[Any, ...]) -> jax.Array:
-        """With or without the mapped axis. How that is sharded jax 0.7 does not find beside an axis of size 1."""
+        """With or without the mapped axis. How that is sharded jax 0.7 does not find beside an axis
+        of size 1.
+        """
         if not self.behind:
             return x.reshape(shape)
         given = jax.typeof(x).sharding

@@ -1,4 +1,4 @@
-"""How lowering rules are made: of a function in jax.numpy, or of an FFI call with its workspaces."""
+"""How lowering rules are made: of a function in jax.numpy, or of an FFI call."""
 
 from __future__ import annotations
 

@@ -57,7 +57,8 @@ def alibi(
         kv_positions: (Skv,) or (B or 1, Skv), of keys. None: `positions` where the lengths are the
             same, or the indices of keys without them.
 
-    Without both arrays, on Hopper, head dims 64 and 128 have kernels of their own, which take no array.
+    Without both arrays, on Hopper, head dims 64 and 128 have kernels of their own, which take no
+    array.
 
     Where `sharding` cuts the sequence, rows do not lie at their indices: it needs both arrays,
     `positions` cut and permuted as the query rows are, `kv_positions` whole and in the order of the
@@ -135,7 +136,8 @@ def scores_of(
     bias: Any,
     layout: Layout | None,
 ) -> tuple[Scores, tuple[jax.Array, ...]]:
-    """The arrays of a request, checked; with a bias the places of rows and keys, (1 or B, length), but
+    """The arrays of a request, checked; with a bias the places of rows and keys, (1 or B, length),
+    but
     none where they are indices and nothing else is an array: Hopper has kernels for that.
 
     The lengths are those of whole sequences.

@@ -54,8 +54,8 @@ def forward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """out (B, Sq, H, Dv) in query's dtype, lse (B, H, Sq), and like it the largest logits.
 
-    Shapes as in flash_attention; `scale` where there are no scales; soft_cap 0: none; `block_size` of
-    the mask's map.
+    Shapes as in flash_attention; `scale` where there are no scales; soft_cap 0: none; `block_size`
+    of the mask's map.
     """
     tiles = tiles_of(query, key)
     keys, values = key_blocks(key, tiles), key_blocks(value, tiles)
@@ -82,8 +82,9 @@ def forward(
             allowed = in_map(_allowed(rows, keys_of(batch, block), element_test), step, block)
             s = logits(dot(q_tile, keys[at].astype(real), 2, 2), block).logit
             s = _where(allowed, s, -jnp.inf, tiles)
-            # Results do not depend on the shift, so it needs no tangent. That of a maximum asks which
-            # scores equal it, and none may: the compiler rounds them anew (a multiply-add) for that.
+            # Results do not depend on the shift, so it needs no tangent. That of a maximum asks
+            # which scores equal it, and none may: the compiler rounds them anew (a multiply-add)
+            # for that.
             new_max = jnp.maximum(row_max, jax.lax.stop_gradient(s).max(axis=-1))
             # A row that has met no key yet keeps -inf: shift by 0 so that -inf - -inf never is.
             shift = jnp.where(new_max == -jnp.inf, 0, new_max)
@@ -131,8 +132,8 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Gradients of query, key and value, in their dtypes, in one pass over the attended blocks.
 
-    And every row's part of those of scale and slope, (B, H, 2, Sq). Gradients not needs_grad are zeros:
-    XLA would not drop a sum that a loop carries.
+    And every row's part of those of scale and slope, (B, H, 2, Sq). Gradients that nobody
+    needs are zeros: XLA would not drop a sum that a loop carries.
     """
     tiles = tiles_of(query, key)
     keys, values = key_blocks(key, tiles), key_blocks(value, tiles)
@@ -230,7 +231,7 @@ def _dots(precision):
 
 
 class _Logits(NamedTuple):
-    """Of a block: what the softmax takes, and what its gradient is multiplied with on the way back."""
+    """Of a block: what the softmax takes, and the factors of its gradient on the way back."""
 
     logit: jax.Array
     scale: jax.Array | float
@@ -305,7 +306,9 @@ def _block_range(rows, tiles):
 
 
 def _visits(mask, tiles):
-    """A function from a step and its rows to the numbers of its visits, and one from those to blocks."""
+    """A function from a step and its rows to the numbers of its visits, and one from those to
+    blocks.
+    """
     if mask.q_entries is None:
         return lambda step, rows: (*_block_range(rows, tiles), lambda visit: visit)
 
@@ -320,8 +323,8 @@ def _visits(mask, tiles):
 
 
 def _in_map(mask, block_size, tiles):
-    """A function from what a step's rows attend of a block, (rows, keys), to what of it the map has,
-    also (key heads or 1, group or 1, rows, keys)."""
+    """A function from what a step's rows attend of a block, (rows, keys), to what of it the map
+    has, also (key heads or 1, group or 1, rows, keys)."""
     if block_size is None:
         return lambda allowed, step, block: allowed
 

@@ -1,6 +1,7 @@
-"""Decoding in jax.numpy, for platforms without a kernel: blockwise over the keys, O(1) memory in their number.
+"""Decoding in jax.numpy, for platforms without a kernel, blockwise over the keys.
 
-One loop step takes the next KEYS keys of all sequences at once, from where they lie: no cache is copied, padded or gathered whole.
+One loop step takes the next KEYS keys of all sequences at once, from where they lie: no cache is
+copied, padded or gathered whole.
 The recurrence is FlashAttention-2's (arXiv 2307.08691), as in xla_attention.py.
 """
 
@@ -29,7 +30,7 @@ def decode(
     soft_cap: float,
     precision: jax.lax.Precision = jax.lax.Precision.DEFAULT,
 ) -> tuple[jax.Array, jax.Array]:
-    """out (B, Sq, H, Dv) and lse (B, H, Sq); shapes as decode_p has them (docs/internals/ffi.md)."""
+    """out (B, Sq, H, Dv) and lse (B, H, Sq); docs/internals/ffi.md has the shapes of decode_p."""
     batch, q_len, heads, _ = query.shape
     kv_heads, v_dim = value.shape[2:]
     group = heads // kv_heads

@@ -60,7 +60,9 @@ def tiles_of(query, key) -> Tiles:
 
 
 def mask_rows(mask, tiles):
-    """A function from a step to its rows' lo, hi, ids and limits of positions; rows past Sq are empty."""
+    """A function from a step to its rows' lo, hi, ids and limits of positions; rows past Sq are
+    empty.
+    """
     limits = [mask.q_pos] if mask.q_pos.ndim == 2 else [mask.q_pos[:, 0], mask.q_pos[:, 1]]
     arrays = [mask.q_lo, mask.q_hi, mask.q_ids, *limits]
     arrays = [split(x, tiles.row_tiles, tiles.rows) for x in arrays]

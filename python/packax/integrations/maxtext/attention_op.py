@@ -2,8 +2,9 @@
 
     from packax.integrations.maxtext import AttentionOp
 
-    op = AttentionOp(config=config, mesh=mesh, attention_type="local_sliding", sliding_window_size=4096)
-    out = op(query, key, value, decoder_segment_ids, inputs_positions, model_mode)
+    op = AttentionOp(config=config, mesh=mesh, attention_type="local_sliding",
+    sliding_window_size=4096) out = op(query, key, value, decoder_segment_ids, inputs_positions,
+    model_mode)
 
 What a call means is what MaxText's dense path says (`generate_attention_mask` and
 `apply_attention_dot` of its attention_op.py, as of commit 001b727), without a dense mask. Queries
@@ -148,8 +149,8 @@ class AttentionOp(nnx.Module):
         """Attention of query (B, Sq, H, D), scaled, to key and value (B, Skv, Hkv, D) or a cache.
 
         Args:
-            decoder_segment_ids: (B, Skv): rows attend keys of their own id; negative: padding. While
-                decoding, the keys of id 1 are attended.
+            decoder_segment_ids: (B, Skv): rows attend keys of their own id; negative: padding.
+                While decoding, the keys of id 1 are attended.
             inputs_positions: (B, Sq); read where MaxText reads them: for tokens reordered over a
                 context-parallel mesh.
             model_mode: "train"; "prefill" or "autoregressive", with cached_values.
@@ -162,7 +163,8 @@ class AttentionOp(nnx.Module):
             indexer_mask: (B, Sq, Skv) additive, 0 or very negative; the keys of both caches while
                 decoding.
             record_max_logits: keep the largest logit of each head as `self.max_logits`, an
-                nnx.Intermediate of shape (B, H): capped, of attended pairs; -inf where there are none.
+                nnx.Intermediate of shape (B, H): capped, of attended pairs; -inf where there are
+                none.
             decoder_segment_ids_kv: (B, Skv), the keys' ids where they differ.
 
         Returns:
@@ -170,7 +172,8 @@ class AttentionOp(nnx.Module):
 
         Raises:
             ValueError: shapes, dtypes or arguments that are not as above.
-            NotImplementedError: compressed_mask, compressed_kv; no kernel for the dtype or head dim.
+            NotImplementedError: compressed_mask, compressed_kv; no kernel for the dtype or head
+                dim.
         """
         for name, x in (("compressed_mask", compressed_mask), ("compressed_kv", compressed_kv)):
             if x is not None:

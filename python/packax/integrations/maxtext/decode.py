@@ -1,7 +1,8 @@
 """Decoding of `packax.integrations.maxtext`: one row a sequence over MaxText's caches.
 
 Which tokens of a cache are attended is known on the device only, and need be no range (a ring that
-went round its end, the blocks that MoBA chose). `packax.decode_attention` takes them as pages of one
+went round its end, the blocks that MoBA chose). `packax.decode_attention` takes them as pages of
+one
 key each: nothing else of a cache is read, and no cache is copied.
 """
 

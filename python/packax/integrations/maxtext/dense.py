@@ -22,7 +22,8 @@ def attend(
     sinks: Any,
     precision: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(out, lse (B, H, Sq), largest logits (B, H)), scale 1; a row that attends nothing gives 0, -inf.
+    """(out, lse (B, H, Sq), largest logits (B, H)), scale 1; a row that attends nothing gives 0,
+    -inf.
 
     `allowed` is boolean, (B or 1, H or 1, Sq, Skv).
     """

@@ -1,4 +1,4 @@
-"""The mask expression of a call of `packax.integrations.maxtext`, from what the op was asked for."""
+"""The mask expression of a call of `packax.integrations.maxtext`, by its options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys that depend on the data, for `packax.integrations.maxtext`: MoBA's chunks and indexer masks."""
+"""Keys that depend on the data, for `packax.integrations.maxtext`: MoBA and indexers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def indexed(mask: Any) -> jax.Array:
 
 
 def moba(query: jax.Array, key: jax.Array, before: int, size: int, count: int) -> jax.Array:
-    """The chunks of `size` keys that MoBA's gate leaves each row (arXiv 2502.13189): (B, H, Sq, chunks).
+    """The chunks of `size` keys that MoBA's gate leaves each row (arXiv 2502.13189): (B, H, Sq,
+    chunks).
 
     Each row of each head attends the chunk that it lies in, and of the chunks before it the
     `count` - 1 whose mean key has the largest product with the query. `before`: the place of the

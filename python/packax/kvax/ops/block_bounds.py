@@ -1,4 +1,5 @@
-"""Bounds of blocks as kvax defines them, for whoever looks at a mask. packax's kernels have their own.
+"""Bounds of blocks as kvax defines them, for whoever looks at a mask. packax's kernels have their
+own.
 
 Every pair of an outer and an inner block is judged by the least and greatest id and position of
 each: O(blocks of queries * blocks of keys), nothing per token.
@@ -20,7 +21,7 @@ _LARGEST = np.iinfo(np.int32).max
 
 
 class Side(NamedTuple):
-    """Positions and segment ids (B, pieces, length) int32; each piece has whole blocks of its own."""
+    """Positions and segment ids (B, pieces, length) int32; a piece has blocks of its own."""
 
     positions: jax.Array
     ids: jax.Array

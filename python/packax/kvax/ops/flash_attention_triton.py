@@ -42,8 +42,8 @@ def flash_attention_triton(
     debug: bool = False,
     mesh: Any = None,
 ) -> DeviceArray:
-    """Causal attention inside each segment: row i attends key j if their segment ids are one, not -1,
-    and the row's position is at least the key's.
+    """Causal attention inside each segment: row i attends key j if their segment ids are one, not
+    -1, and the row's position is at least the key's.
 
     To be called inside `attention_specs`. What is attended is what the mask was made of; ids and
     positions are checked for their shapes, and read only where the mask holds no more than bounds
@@ -55,7 +55,8 @@ def flash_attention_triton(
         value: (B, Skv, Hkv, Dv).
         query_positions, query_segment_ids: (B, Sq), in the order of the query rows.
         kv_positions, kv_segment_ids: (B, Skv), always in the order of the sequence.
-        mask: what `create_attention_mask` returned, one mask or three: gradients need but the first.
+        mask: what `create_attention_mask` returned, one mask or three: gradients need but the
+            first.
         scale: a number; the default, 1, is kvax's and not 1 / sqrt(D).
         bias: None.
         fwd_params, bwd_params: None, or settings with the block sizes that the mask was made with.
@@ -68,15 +69,16 @@ def flash_attention_triton(
         mesh: the device mesh; None: the one entered by `with mesh:` or jax.set_mesh.
 
     Returns:
-        (B, Sq, H, Dv) in query's dtype; 0 for a row that attends nothing. Under `jax.checkpoint` it is
-        named "attention_outputs", together with the log-sum-exp that the backward pass reads.
+        (B, Sq, H, Dv) in query's dtype; 0 for a row that attends nothing. Under `jax.checkpoint` it
+        is named "attention_outputs", together with the log-sum-exp that the backward pass reads.
 
     Raises:
         ValueError: shapes, dtypes, mask, scale or block sizes that are not as above or do not go
             together; no attention specs; no mesh for their axes.
         NotImplementedError: a bias; no kernel for the dtype or head dim.
 
-    >>> out = flash_attention(q, k, v, positions, ids, positions, ids, mask, scale=q.shape[-1] ** -0.5)
+    >>> scale = q.shape[-1] ** -0.5
+    >>> out = flash_attention(q, k, v, positions, ids, positions, ids, mask, scale=scale)
     """
     if bias is not None:
         raise NotImplementedError(
@@ -146,8 +148,9 @@ def _checked_mask(
     for name, part, asked, sizes in zip(names, mask, given, wanted, strict=False):
         if asked and part.block_sizes not in (None, sizes):
             raise ValueError(
-                f"{name} asks for blocks of {sizes[0]} queries and {sizes[1]} keys, but the mask was "
-                f"made with {part.block_sizes[0]} and {part.block_sizes[1]}: give both calls the same"
+                f"{name} asks for blocks of {sizes[0]} queries and {sizes[1]} keys, but the mask "
+                f"was made with {part.block_sizes[0]} and {part.block_sizes[1]}: give both calls "
+                "the same"
             )
     return mask[0]
 
@@ -162,8 +165,8 @@ def _rows(
     if row_masks.by_permuted_index is None:
         raise ValueError(
             f"permute_tokens_for_load_balance needs a mask of rows that can be permuted, but "
-            f"{tokens.query_segment_ids.shape[1]} rows are not a multiple of twice the context axis, "
-            "or the mask was made without it"
+            f"{tokens.query_segment_ids.shape[1]} rows are not a multiple of twice the context "
+            "axis, or the mask was made without it"
         )
     return row_masks.by_permuted_index
 

@@ -107,7 +107,7 @@ def create_attention_mask(
 def block_sizes(
     fwd_params: FlashAttentionParamsConfig, bwd_params: FlashAttentionParamsConfig
 ) -> tuple[tuple[int, int], ...]:
-    """(query block, key block) of the forward, dQ and dK/dV masks: dQ's are the other two, swapped."""
+    """(query block, key block) of the forward, dQ and dK/dV masks: dQ's are swapped."""
     sizes = []
     for name, params in (("fwd_params", fwd_params), ("bwd_params", bwd_params)):
         try:
@@ -216,7 +216,7 @@ def calculate_mask_sparsity(
     query_seq_len: int,
     kv_seq_len: int,
 ) -> float:
-    """The share of all blocks, of the whole batch, that the mask attends: 1 where it attends all."""
+    """The share of all blocks, of the whole batch, that the mask attends: 1 for all of them."""
     attended = np.asarray(mask.upper_bounds) - np.asarray(mask.lower_bounds)
     blocks = -(-query_seq_len // query_block_size) * -(-kv_seq_len // kv_block_size)
     return float(attended.sum() / (blocks * attended.shape[0]))

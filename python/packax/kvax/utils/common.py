@@ -18,8 +18,8 @@ H100_NAME = "H100"
 class FlashAttentionParamsConfig:
     """Settings of kvax's kernels.
 
-    packax's kernels have settings of their own, chosen for the GPU when the wheel is built: of these
-    the block sizes decide what the bounds of a mask count, and nothing else.
+    packax's kernels have settings of their own, chosen for the GPU when the wheel is built: of
+    these the block sizes decide what the bounds of a mask count, and nothing else.
     """
 
     query_block_size: int = 64

@@ -1,4 +1,5 @@
-"""The order in which context parallelism deals the rows: the first and the last chunk to rank 0, ...
+"""The order in which context parallelism deals the rows: the first and the last chunk to rank 0,
+...
 
 Llama 3 (arXiv 2407.21783, section 3.3.2): n ranks, 2n chunks, rank r gets the chunks r and 2n-1-r,
 so that all have the same work for one causal document.
@@ -18,7 +19,7 @@ from packax.kvax.utils.typing import DeviceArray
 
 
 def generate_shard_indices(num_shards: int, reverse: bool = False) -> jax.Array:
-    """(num_shards,) int32: which chunk stands at each place, 0, n-1, 1, n-2, ...; or its inverse."""
+    """(num_shards,) int32: the chunk at each place, 0, n-1, 1, n-2, ...; or its inverse."""
     return jnp.asarray(chunk_order(num_shards)[1 if reverse else 0])
 
 

@@ -79,7 +79,8 @@ def gathered(sharding: AttentionSharding, layout: Layout) -> AttentionSharding:
 
 
 def shard_map(f: Callable[..., Any], in_specs: Specs, out_specs: Specs, mesh: Any = None) -> Any:
-    """`jax.shard_map` with specs as tuples: None, or a tuple that begins with None or holds an axis.
+    """`jax.shard_map` with specs as tuples: None, or a tuple that begins with None or holds an
+    axis.
 
     Other tuples are trees of specs. A PartitionSpec is one in any case, so it serves where the
     first entry is a tuple of axes and the others are None.

@@ -41,8 +41,8 @@ def set_attention_specs(query_specs: Specs, kv_specs: Specs) -> None:
         kv_specs: (batch, sequence, heads, head dim) of key and value.
 
     Raises:
-        ValueError: specs that do not have four entries, or differ in batch or head dim, or shard the
-            keys' sequence or the head dim.
+        ValueError: specs that do not have four entries, or differ in batch or head dim, or shard
+            the keys' sequence or the head dim.
     """
     _check(query_specs, kv_specs)
     _current.query_specs, _current.kv_specs = query_specs, kv_specs
@@ -93,8 +93,8 @@ def _check(query_specs: Specs, kv_specs: Specs) -> None:
             )
     if kv_specs[Axes.kv_sequence] is not None:
         raise ValueError(
-            f"kv_specs must have None for the sequence, but has {kv_specs[Axes.kv_sequence]!r}: every "
-            "rank attends all keys. packax.AttentionSharding takes sharded keys"
+            f"kv_specs must have None for the sequence, but has {kv_specs[Axes.kv_sequence]!r}: "
+            "every rank attends all keys. packax.AttentionSharding takes sharded keys"
         )
     if kv_specs[Axes.head_dim] is not None:
         raise ValueError(

@@ -45,11 +45,13 @@ class AttentionMask:
 
     Blocks in [lower, upper) are attended, those in [lower_full, upper_full) by every pair; lower <=
     lower_full <= upper_full <= upper. All int32. Outer is the query side, (B, 1, query blocks), for
-    the forward and dQ masks; for the dK/dV mask it is the key side, (B, context shards, key blocks),
-    and the bounds count the query blocks of each shard. A pytree: it crosses jit, scan and remat.
+    the forward and dQ masks; for the dK/dV mask it is the key side, (B, context shards, key
+    blocks), and the bounds count the query blocks of each shard. A pytree: it crosses jit, scan and
+    remat.
 
     Attributes:
-        row_masks: what packax attends by; held by the forward mask only. None in a mask made of four
+        row_masks: what packax attends by; held by the forward mask only. None in a mask made of
+            four
             arrays: `flash_attention` then makes it of its own ids and positions, in every layer.
         block_sizes: (query block, key block) that the bounds count; None where nobody said.
     """
