@@ -336,10 +336,11 @@ def _union(members: tuple[MaskExpression, ...]) -> Or:
         raise NotImplementedError(
             "`|` needs a union that surely is one range for every row, and here it may be two. It "
             "is one where all members hold the row's own place, as causal, sliding_window, "
-            "chunked, prefix and spans with equal offsets do (an offset that is a jax "
-            "array: the same int32 array in all of them, not only equal ones), or all are unbounded on the same side, as "
-            "causal, prefix and sliding_window(None) are below. Otherwise give ranges(lo, hi), or "
-            "join the attention of two disjoint masks by their log-sum-exps (return_lse=True)"
+            "chunked, prefix and spans with equal offsets do (an offset that is a jax array: the "
+            "same int32 array in all of them, not only equal ones), or all are unbounded on the "
+            "same side, as causal, prefix and sliding_window(None) are below. Otherwise give "
+            "ranges(lo, hi), or join the attention of two disjoint masks by their log-sum-exps "
+            "(return_lse=True)"
         )
     offsets: list[Any] = []
     found: dict[Any, Shared] = {}
