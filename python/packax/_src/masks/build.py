@@ -15,14 +15,15 @@ from packax._src.core.integers import Array
 from packax._src.core.jax_compat import vary_together
 from packax._src.core.mask import AttentionMask
 from packax._src.core.sharding import AttentionSharding, Layout, check_divides, layout_of
-from packax._src.masks.assemble import Document, Rows, assemble, element_test_of, limits_of
 from packax._src.masks.block_sparse import BlockSparse
-from packax._src.masks.build_ranks import build_rows, map_arrays
 from packax._src.masks.documents import Ranges
 from packax._src.masks.expressions import And, Interval, MaskExpression, documents_of
 from packax._src.masks.lengths import batch_of, check_lengths
 from packax._src.masks.messages import instead_of_array
-from packax._src.ops.primitives import Implementation, check_implementation
+from packax._src.masks.rank_rows import RankRows
+from packax._src.masks.row_ranges import Document, Rows, element_test_of, row_ranges_and_bounds
+from packax._src.ops.block_lists import entries, packed
+from packax._src.ops.primitives import BLOCK_ARRAYS, Implementation, check_implementation
 
 
 def create_attention_mask(
@@ -120,30 +121,21 @@ def create_attention_mask(
             if layout is not None and block_map.shape[1] > 1:
                 heads = block_map.shape[1]
                 check_divides(layout, "block_map", "number of heads", heads, layout.heads)
-    static = {
-        "batch": batch,
-        "q_len": q_len,
-        "kv_len": kv_len,
-        "block_size": block_size,
-        "implementation": implementation,
-    }
-    if layout is None and plan is None:
-        build = functools.partial(_build, **static)
-        if any(not is_symbolic_dim(n) and n == 0 for n in (batch, q_len, kv_len)):
-            shapes = jax.eval_shape(build, sides, interval, ranges, block_map)
-            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        return build(sides, interval, ranges, block_map)
-    return build_rows(
-        sides,
-        interval,
-        ranges,
-        block_map,
-        plan,
+    build = functools.partial(
+        _build,
+        batch=batch,
+        q_len=q_len,
+        kv_len=kv_len,
+        block_size=block_size,
+        implementation=implementation,
         sharding=sharding,
         layout=layout,
         permuted_keys=permuted_keys,
-        **static,
     )
+    if any(not is_symbolic_dim(n) and n == 0 for n in (batch, q_len, kv_len)):
+        shapes = jax.eval_shape(build, sides, interval, ranges, block_map, plan)
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    return build(sides, interval, ranges, block_map, plan)
 
 
 def _check_plan(
@@ -184,49 +176,94 @@ def _length(name: str, length: Any) -> Any:
 
 @functools.partial(
     jax.jit,
-    static_argnames=("batch", "q_len", "kv_len", "block_size", "implementation"),
+    static_argnames=(
+        *("batch", "q_len", "kv_len", "block_size", "implementation"),
+        *("sharding", "layout", "permuted_keys"),
+    ),
     inline=True,
 )
 def _build(
-    document, interval, ranges, block_map, *, batch, q_len, kv_len, block_size, implementation
-) -> AttentionMask:
+    document, interval, ranges, block_map, plan, *,
+    batch, q_len, kv_len, block_size, implementation, sharding, layout, permuted_keys,
+) -> AttentionMask:  # fmt: skip
     """document: the arrays of `Document`; interval: And of what else narrows the rows."""
-
-    def rows(x):
-        return None if x is None else jnp.broadcast_to(x, (batch, x.shape[1]))
-
-    structure: Any
-    leaves, structure = jax.tree.flatten((document, interval, ranges, block_map))
-    document, interval, ranges, block_map = structure.unflatten(vary_together(*leaves))
-    document = Document(*map(rows, document))
-    low, high = limits_of(document, interval, q_len)
+    ranks = RankRows(layout, plan, batch, q_len).with_placed_plan()
+    if ranks.in_one_piece:
+        structure: Any
+        leaves, structure = jax.tree.flatten((document, interval, ranges, block_map))
+        document, interval, ranges, block_map = structure.unflatten(vary_together(*leaves))
+    document = Document(*(None if x is None else ranks.keys(x) for x in document))
+    low, high = ranks.limits(document, interval)
     level = element_test_of(document, low, high)
-    # The limits of causal() are the positions themselves: then the keys' need not be held twice.
-    shared = document.kv_pos is None and level == 2 and high is document.q_pos
     kv_ids, kv_pos = document.keys()
-    held = Rows(document.q_ids, rows(low), rows(high), ranges)
-    arrays = assemble(
-        held,
-        kv_ids,
-        kv_pos,
+    # What keys have as the query's is not held twice, where rows lie as keys do. The limits of
+    # causal() are the positions themselves.
+    shared_ids = ranks.in_one_piece and document.kv_ids is None
+    causal = level == 2 and high is document.q_pos
+    shared_pos = ranks.in_one_piece and document.kv_pos is None and causal
+    held = Rows(
+        ids=None if document.q_ids is None else ranks.rows(document.q_ids),
+        low=None if low is None else ranks.rows(low),
+        high=None if high is None else ranks.rows(high),
+        ranges=tuple((ranks.rows(lo), ranks.rows(hi)) for lo, hi in ranges),
+    )
+
+    own_batch, own_rows = ranks.sizes()
+    arrays: Any = functools.partial(
+        row_ranges_and_bounds,
         level=level,
-        batch=batch,
-        q_len=q_len,
+        batch=own_batch,
+        q_len=own_rows,
         kv_len=kv_len,
         implementation=implementation,
     )
-    computed: dict[str, Any] = {"q_pos": None, **arrays}
+    made = ("q_lo", "q_hi", *BLOCK_ARRAYS, *(("q_pos",) if level >= 2 else ()))
+
+    def specs() -> Any:
+        rows, keys = (ranks.spec(name, 0, ranks.mask_batch) for name in ("q_lo", "kv_ids"))
+        return (rows, keys, keys), {x: ranks.spec(x, level, ranks.mask_batch) for x in made}
+
+    computed: dict[str, Any] = {"q_pos": None}
+    computed |= ranks.on_each(arrays, specs)(held, kv_ids, kv_pos)
     if block_map is not None:
-        computed |= map_arrays(
-            block_map, arrays["q_blocks"], block_size=block_size, q_len=q_len, kv_len=kv_len
+        block_map, block_size, axes = ranks.block_map(block_map, block_size)
+        lists: Any = functools.partial(
+            _block_lists, block_size=block_size, q_len=own_rows, kv_len=kv_len
         )
+
+        def list_specs() -> Any:
+            bits = ranks.spec("map_bits", level, *axes)
+            bounds = ranks.spec("q_blocks", level, ranks.mask_batch)
+            of_tiles = {
+                name: ranks.spec(name, level, ranks.mask_batch, axes[1])
+                for name in ("q_entries", "kv_entries")
+            }
+            return (bits, bounds), {"map_bits": bits, **of_tiles}
+
+        computed |= ranks.on_each(lists, list_specs)(block_map, computed["q_blocks"])
+    if ranks.plan is not None and permuted_keys:
+        orders = jnp.stack([ranks.plan.order, ranks.plan.inverse], axis=1)
+        computed["kv_plan"] = ranks.pinned(orders, ranks.plan_batch)
+    without_ids = kv_ids is None or shared_ids
+    without_pos = kv_pos is None or level < 2 or shared_pos
     return AttentionMask(
         **computed,
-        q_ids=document.q_ids,
-        kv_ids=document.kv_ids,
-        kv_pos=kv_pos if level >= 2 and not shared else None,
+        q_ids=held.ids,
+        kv_ids=None if without_ids else ranks.pinned(kv_ids, ranks.mask_batch),
+        kv_pos=None if without_pos else ranks.pinned(kv_pos, ranks.mask_batch),
         q_len=q_len,
         kv_len=kv_len,
         element_test=level,
+        sharding=sharding,
+        shards=ranks.pieces,
+        permuted=plan is not None,
         block_size=block_size,
     )
+
+
+def _block_lists(block_map, q_blocks, *, block_size, q_len, kv_len) -> dict[str, jax.Array]:
+    """The arrays that a block_sparse(...) adds."""
+    map_bits = packed(block_map)  # one for all rows of the batch may stay that
+    block_map, q_blocks = vary_together(block_map, q_blocks)
+    q_entries, kv_entries = entries(block_map, block_size, q_blocks, q_len, kv_len)
+    return {"map_bits": map_bits, "q_entries": q_entries, "kv_entries": kv_entries}

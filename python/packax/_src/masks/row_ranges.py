@@ -1,6 +1,6 @@
 """From the arrays of an expression to those of a mask: row ranges, then bounds of blocks.
 
-build.py decides which rows, of which rank and in which order; nothing here knows of that.
+rank_rows.py says which rows, of which rank and in which order; nothing here knows of that.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def element_test_of(document: Document, low: Any, high: Any) -> int:
     return 2 if low is None else 3
 
 
-def assemble(
+def row_ranges_and_bounds(
     held: Rows, kv_ids, kv_pos, *, level, batch, q_len, kv_len, implementation
 ) -> dict[str, jax.Array]:
     """The arrays of a mask that are computed: of these rows, and of all keys in order."""

@@ -1,0 +1,179 @@
+"""Which rows of a sequence a rank holds: permuted by a plan, divided by a mesh, or all in order.
+
+An expression is about whole sequences in order. `RankRows` moves and cuts what has one value a row,
+and runs what is each rank's own on its piece (docs/guide/context_parallelism.md, "Masks"). Without
+a layout and a plan there is one piece, and nothing moves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from packax._src.context.load_balance import ContextPlan, take_sharded
+from packax._src.core.jax_compat import vary_together
+from packax._src.core.mask import FIELDS
+from packax._src.core.sharding import Axes, Layout
+from packax._src.masks.expressions import And, Limits
+from packax._src.masks.row_ranges import Document, limits_of
+
+
+@dataclasses.dataclass(frozen=True)
+class RankRows:
+    """The rows of a mask: `batch` of a batch, 1 being one for all, with `q_len` query rows each."""
+
+    layout: Layout | None
+    plan: ContextPlan | None
+    batch: int
+    q_len: Any
+
+    @property
+    def in_one_piece(self) -> bool:
+        """Whether they are all rows, in the order of the sequence."""
+        return self.layout is None and self.plan is None
+
+    @property
+    def context(self) -> Axes:
+        return () if self.layout is None else self.layout.context
+
+    @property
+    def mask_batch(self) -> Axes:
+        return () if self.layout is None or self.batch == 1 else self.layout.batch
+
+    @property
+    def plan_batch(self) -> Axes:
+        return self.mask_batch if self.plan is not None and self.plan.order.shape[0] > 1 else ()
+
+    @property
+    def pieces(self) -> int:
+        return 1 if self.layout is None else self.layout.size(self.context)
+
+    def sizes(self) -> tuple[Any, Any]:
+        """Batch and query rows where `on_each` runs."""
+        batch = self.batch
+        if self.layout is not None:
+            batch //= self.layout.inside(self.mask_batch)
+        return batch, self.q_len // self.pieces if self.pieces > 1 else self.q_len
+
+    def spec(self, name: str, element_test: int, batch: Axes, heads: Axes = ()) -> Any:
+        """The PartitionSpec of an array of the mask, where there is a layout."""
+        assert self.layout is not None
+        return self.layout.spec(*FIELDS[name].dims(element_test, batch, self.context, heads))
+
+    def with_placed_plan(self) -> RankRows:
+        if self.plan is None:
+            return self
+        order, inverse = (
+            self.place(jnp.asarray(x), self.plan_batch)
+            for x in (self.plan.order, self.plan.inverse)
+        )
+        plan = dataclasses.replace(self.plan, order=order, inverse=inverse)
+        return dataclasses.replace(self, plan=plan)
+
+    def place(self, x: Any, *dims: Axes) -> Any:
+        return x if self.layout is None else self.layout.place(x, *dims)
+
+    def pinned(self, x: Any, *dims: Axes) -> Any:
+        """Whole on every rank: else XLA may split an array that every attention then gathers."""
+        if self.layout is None or not self.layout.mapped:
+            return x
+        spec = self.layout.spec(*dims)
+        return self.on_each(lambda x: x, lambda: ((spec,), spec))(x)
+
+    def keys(self, x: Any) -> Any:
+        """Of whole sequences in order, for every row of the batch."""
+        return self.place(jnp.broadcast_to(x, (self.batch, x.shape[1])), self.mask_batch)
+
+    def rows(self, x: Any) -> Any:
+        """From whole sequences to the rows in the plan's order: this rank's, where manual."""
+        x = self.keys(x)
+        if self.plan is not None:
+            x = self.plan.permute(x)
+        return self.place(self._own_part(x, 1), self.mask_batch, self.context)
+
+    def limits(self, document: Document, interval: And) -> Limits:
+        """`limits_of`, of whole sequences: intervals are about their indices and their spans."""
+        if self.layout is None:
+            return limits_of(document, interval, self.q_len)
+
+        def of_leaf(x: Any) -> tuple[Axes, ...]:
+            return (self._batch_axes(x),) if jnp.ndim(x) else ()
+
+        interval = jax.tree.map(lambda x: self.place(jnp.asarray(x), *of_leaf(x)), interval)
+        layout = self.layout
+        shape = self.sizes()[0], self.q_len
+
+        def limits(document: Document, interval: And) -> list[Any]:
+            ends = limits_of(document, interval, self.q_len)
+            return [None if x is None else jnp.broadcast_to(x, shape) for x in ends]
+
+        def specs() -> tuple[Any, Any]:
+            keys = layout.spec(self.mask_batch)
+            return (keys, jax.tree.map(lambda x: layout.spec(*of_leaf(x)), interval)), keys
+
+        low, high = self.on_each(limits, specs)(document, interval)
+        return low, high
+
+    def block_map(
+        self, block_map: jax.Array, block_size: tuple[int, int]
+    ) -> tuple[jax.Array, tuple[int, int], tuple[Axes, Axes]]:
+        """A block mask of those rows, its block size, and the mesh axes of its batch and heads."""
+        if self.plan is not None and self.plan.order.shape[0] > 1:
+            block_map = jnp.broadcast_to(block_map, (self.batch, *block_map.shape[1:]))
+        heads = self.layout.heads if self.layout is not None and block_map.shape[1] > 1 else ()
+        axes = self._batch_axes(block_map), heads
+        if self.in_one_piece:
+            return block_map, block_size, axes
+        chunks = self.pieces if self.plan is None else self.plan.order.shape[1]
+        block_map, block_size = _kept_together(
+            block_map, block_size, self.q_len, self.q_len // chunks
+        )
+        block_map = self.place(block_map, *axes)
+        if self.plan is not None:
+            block_map = take_sharded(self.plan.order, 2, block_map)
+        block_map = self._own_part(block_map, 2)
+        return self.place(block_map, *axes, self.context), block_size, axes
+
+    def on_each(
+        self, function: Callable[..., Any], specs: Callable[[], tuple[Any, Any]]
+    ) -> Callable[..., Any]:
+        """The function on every rank's piece; `specs()`: of its arguments and of its results."""
+        if self.layout is None or not self.layout.mapped:
+            return function
+        in_specs, out_specs = specs()
+        return jax.shard_map(
+            function,
+            mesh=self.layout.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=set(self.layout.mapped),
+        )
+
+    def _own_part(self, x: Any, axis: int) -> Any:
+        """This rank's, where the caller's own shard_map is over the context axes."""
+        if self.layout is None or self.layout.outside(self.context) == 1:
+            return x
+        own = x.shape[axis] // self.layout.outside(self.context)
+        x, first = vary_together(x, jax.lax.axis_index(self.context) * own)
+        return jax.lax.dynamic_slice_in_dim(x, first, own, axis=axis)
+
+    def _batch_axes(self, x: Any) -> Axes:
+        """The mesh axes over which the first axis of an expression's array lies."""
+        return self.mask_batch if jnp.shape(x)[0] == self.batch > 1 else ()
+
+
+def _kept_together(
+    block_map: jax.Array, block_size: tuple[int, int], q_len: int, together: int
+) -> tuple[jax.Array, tuple[int, int]]:
+    """A block mask, and its block size, of which no rank and no chunk of a plan begins inside."""
+    rows = block_size[0]
+    if together == q_len or together % rows == 0:
+        return block_map, block_size
+    fewer = math.gcd(rows, together)
+    block_map = jnp.repeat(block_map, rows // fewer, axis=2)[:, :, : q_len // fewer]
+    return block_map, (fewer, block_size[1])
