@@ -142,7 +142,7 @@ def check_mask(
             f"leaves it, but query has batch size {batch}: map query over its batch too, or give "
             "the mask a batch of one, jax.tree.map(lambda x: x[None], mask)"
         )
-    if len(shape) == 2 and shape[0] == rows != batch:
+    if len(shape) == 2 and shape[0] not in (1, batch) and shape[0] == rows:
         raise ValueError(
             f"mask was built for batch size {shape[0]}, the length of query, but query has "
             f"{batch}: "
