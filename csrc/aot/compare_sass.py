@@ -17,8 +17,10 @@ import struct
 import sys
 
 NOBITS = 8  # a section that has a size and nothing in the file
-SAME = ("arch", "dtype", "qk_dim", "v_dim", "threads", "shared", "block", "assembler", "registers")
-SAME += ("stack", "driver", "tensor_maps")
+SAME = (
+    *("arch", "dtype", "qk_dim", "v_dim", "threads", "shared", "block", "assembler", "registers"),
+    *("stack", "driver", "tensor_maps"),
+)
 
 
 def sections(cubin: bytes) -> dict[str, bytes]:

@@ -93,7 +93,7 @@ def check_same_rows(batch: Any) -> None:
 
 def _parts(x: jax.Array) -> dict[int, tuple[int, tuple[Any, ...]]]:
     """By device: its process, and begin and end of its part of every dimension."""
-    indices = x.sharding.devices_indices_map(x.shape)
+    indices: Any = x.sharding.devices_indices_map(x.shape)
     return {
         device.id: (device.process_index, tuple((dim.start, dim.stop) for dim in index))
         for device, index in indices.items()
