@@ -211,8 +211,8 @@ def test_workspace_for_sm90_is_the_group_s(extension, monkeypatch):
 def test_what_slices_instead(options, differentiate):
     """General kernels, and a backward without dq, of which there is nothing to go on with."""
     targets = [x[0] for x in attention_calls(lowered(differentiate, **options))]
-    kind = "_fallback" if options else ""
-    heads = "_fallback" if options else "_heads"
+    kind = "_general" if options else ""
+    heads = "_general" if options else "_heads"
     assert targets == [f"packax_forward{heads}_v1"] * 2 + [f"packax_backward{kind}_v1"] * 2
 
 
