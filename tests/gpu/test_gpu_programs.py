@@ -61,7 +61,7 @@ def test_jit_grad_vmap_scan_remat():
 def test_results_that_a_scan_keeps_are_made_once():
     """XLA's fusion with the copy that keeps them must not run the forward kernel again."""
     x = tensors(1, 512, 512, 4, 2, 128, "bfloat16")
-    mask = packax.create_attention_mask(packax.causal(), q_len=512)
+    mask = packax.create_attention_mask(packax.causal(), q_len=512, kv_len=512)
     keep = jax.checkpoint_policies.save_only_these_names(*packax.CHECKPOINT_NAMES)
 
     def loss(query, policy):
