@@ -145,7 +145,9 @@ def test_load_balanced_order(kind, size):
     mesh = jax.make_mesh((1, 2), ("data", "context"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     spec = jax.sharding.PartitionSpec("data", "context", None, None)
     sharding = packax.AttentionSharding(query=spec, key_value=spec)
-    split = maxtext.AttentionOp(config, mesh, attention_type=kind, sharding=sharding, **sizes)
+    split = maxtext.AttentionOp(
+        config, mesh, attention_type=kind, sharding=sharding, gather_head_groups=1, **sizes
+    )
     with jax.set_mesh(mesh):
         out = jax.jit(split)(*there)
     out = maxtext.reorder_sequence(out, 2, to_contiguous=True)

@@ -7,6 +7,7 @@ to do.
 
 import importlib.util
 
+import context
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import numpy as np
 import packax
 import pytest
 from exported import restored
+from jax.sharding import PartitionSpec as P
 from lowered import Extension
 from packax._src.ops import ffi as kernel_table
 from packax.integrations import flash_attention_jax
@@ -164,3 +166,23 @@ def test_masks_as_arguments_of_exported_programs():
             NotImplementedError, match=r"pass its leaves \(docs/guide/transformations\.md"
         ):
             export(query, key, value, shapes).serialize()
+
+
+def test_masks_of_a_sharding_as_arguments():
+    """The sharding that a mask carries is written with it, but for a mesh: no file can hold it."""
+    if importlib.util.find_spec("flatbuffers") is None:
+        pytest.skip("needs flatbuffers")
+    mesh = context.mesh_of(2, axes=("context",))
+    spec = P(None, ("context",))
+    sharding = packax.AttentionSharding(spec, spec)
+    query, key, value, *_ = context.tensors(batch=1, length=256)
+    expression = packax.causal() & packax.documents(np.zeros(256, int))
+    export = jax.export.export(jax.jit(packax.flash_attention), platforms=["cpu"])
+    with jax.set_mesh(mesh):
+        mask = jax.block_until_ready(packax.create_attention_mask(expression, sharding=sharding))
+        written = export(query, key, value, mask)
+        assert restored(written).in_tree == written.in_tree
+        sharding = packax.AttentionSharding(spec, spec, mesh=mesh)
+        mask = jax.block_until_ready(packax.create_attention_mask(expression, sharding=sharding))
+        with pytest.raises(NotImplementedError, match=r"leave mesh= out of AttentionSharding"):
+            export(query, key, value, mask).serialize()

@@ -63,6 +63,7 @@ class AttentionOp(nnx.Module):
         quant, kv_quant: must be None.
         use_ragged_attention: must be False; the result would be the same.
         sharding: a `packax.AttentionSharding` for context parallelism.
+        gather_head_groups: as of `packax.flash_attention`.
         implementation: as of `packax.flash_attention`; "dense": plain XLA with memory quadratic in
             the lengths, to compare with; it takes no notice of sharding.
         others: MaxText's other keyword arguments are accepted and have no effect.
@@ -87,6 +88,7 @@ class AttentionOp(nnx.Module):
         kv_quant: Any = None,
         use_ragged_attention: bool = False,
         sharding: AttentionSharding | None = None,
+        gather_head_groups: int | tuple[int, ...] | None = None,
         implementation: Any = None,
         **others: Any,
     ):
@@ -121,6 +123,7 @@ class AttentionOp(nnx.Module):
         balanced = getattr(config, "context_parallel_load_balance", False)
         self.reordered = mesh.shape.get(axis, 1) if balanced and mesh is not None else 1
         self.sharding = sharding
+        self.gather_head_groups = gather_head_groups
         precision = getattr(config, "matmul_precision", None)
         self.precision = precision
         if precision is not None:  # None: as jax is set where it is called
@@ -320,6 +323,7 @@ class AttentionOp(nnx.Module):
                 precision=self.precision,
                 implementation=self.implementation,
                 sharding=self.sharding,
+                gather_head_groups=self.gather_head_groups,
                 checkpoint_name="context",
                 **options,
             )
