@@ -13,7 +13,7 @@ import numpy as np
 import oracle
 import packax
 import pytest
-from packax._src.ops import xla_attention, xla_tiles
+from packax._src.ops import xla_tiles
 
 SCALE = 0.17
 
@@ -217,8 +217,8 @@ def test_bit_identical_from_run_to_run():
 )
 def test_any_tile_size(name, rows, keys, monkeypatch):
     """Last in this file: it clears what the tests before share."""
-    monkeypatch.setattr(xla_attention, "ROWS", rows)
-    monkeypatch.setattr(xla_attention, "KEYS", keys)
+    monkeypatch.setattr(xla_tiles, "ROWS", rows)
+    monkeypatch.setattr(xla_tiles, "KEYS", keys)
     jax.clear_caches()  # traces made with other tiles
     oracle.check(*results(cases.BY_NAME[name], jnp.float32))
     monkeypatch.undo()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import jax
@@ -50,3 +51,15 @@ def lower_with_devices(primitive: Any) -> None:
     except ImportError:
         return
     prim_requires_devices_during_lowering.add(primitive)
+
+
+def with_64_bits(avals: Any) -> Any:
+    """A context in which such values keep their 64 bits.
+
+    XLA may ask for a piece of a program in a thread of its own, which does not know that
+    `jax.enable_x64` was set in the caller's.
+    """
+    if jax.config.jax_enable_x64 or not any(x.dtype.itemsize == 8 for x in avals):
+        return contextlib.nullcontext()
+    enable: Any = getattr(jax, "enable_x64", None) or getattr(jax.experimental, "enable_x64", None)
+    return enable(True)

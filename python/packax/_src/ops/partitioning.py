@@ -27,7 +27,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding
 
-from packax._src.core.jax_compat import entered_mesh, lower_with_devices
+from packax._src.core.jax_compat import entered_mesh, lower_with_devices, with_64_bits
 from packax._src.core.sharding import Axes, spec
 
 SEQUENCE_SWITCH = "PACKAX_SHARDED_SEQUENCE"
@@ -57,13 +57,15 @@ def partitioned(primitive: Any, dims: Callable[..., Dims], rule: Callable) -> Ca
     def lower(ctx, *operands, **params):
         mesh = _mesh_in_use(ctx.module_context)
         if mesh is None:
-            return rule(ctx, *operands, **params)
+            with with_64_bits(ctx.avals_in):
+                return rule(ctx, *operands, **params)
         avals = [plain(x) for x in ctx.avals_in]
         ctx = ctx.replace(avals_in=avals, avals_out=[plain(x) for x in ctx.avals_out])
         call = _custom_call(primitive, dims(*avals, **params), avals, params)
-        with warnings.catch_warnings(), mesh:
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # jax looks in no other place
-            return mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
+            with mesh:
+                return mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
 
     return lower
 
