@@ -59,7 +59,8 @@ def with_64_bits(avals: Any) -> Any:
     XLA may ask for a piece of a program in a thread of its own, which does not know that
     `jax.enable_x64` was set in the caller's.
     """
-    if jax.config.jax_enable_x64 or not any(x.dtype.itemsize == 8 for x in avals):
+    known = jax.dtypes.canonicalize_dtype("float64") == "float64"
+    if known or not any(x.dtype.itemsize == 8 for x in avals):
         return contextlib.nullcontext()
-    enable: Any = getattr(jax, "enable_x64", None) or getattr(jax.experimental, "enable_x64", None)
-    return enable(True)
+    place: Any = jax if hasattr(jax, "enable_x64") else jax.experimental
+    return place.enable_x64(True)
