@@ -109,13 +109,18 @@ CASES = {
 }
 
 
+def weights_of(x):
+    """Constants, so that a cotangent has the same bits however XLA fuses what makes it."""
+    return np.cos(np.arange(x.size)).reshape(x.shape).astype(np.float32)
+
+
 def both(function):
     """Results and gradients of a loss of them all."""
 
     def loss(query, key, value, ids):
         results = function(query, key, value, ids)
         terms = [jnp.where(jnp.isfinite(x), x, 0) for x in jax.tree.leaves(results)]
-        return sum(jnp.sum(x * jnp.cos(x)) for x in terms), results
+        return sum(jnp.sum(x * weights_of(x)) for x in terms), results
 
     return jax.grad(loss, argnums=(0, 1, 2), has_aux=True)
 
@@ -126,8 +131,12 @@ def expected(name, kv_heads):
 
 
 def assert_equal(got, want):
+    """Integers exactly; in float32 XLA adds in another order where pieces have another shape."""
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+        if jnp.issubdtype(x.dtype, jnp.integer):
+            np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+        else:
+            np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-5, atol=4e-6)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -221,7 +230,7 @@ def test_calls_of_flash_attention_jax():
     function = jax.jit(causal_flash_attention)
     compiled = function.lower(*sharded).compile()
     assert not collectives(compiled), collectives(compiled)
-    np.testing.assert_array_equal(compiled(*sharded), function(*args))
+    assert_equal(compiled(*sharded), function(*args))
 
 
 def test_a_batch_that_does_not_divide_is_whole():
@@ -229,7 +238,7 @@ def test_a_batch_that_does_not_divide_is_whole():
     query, key, value, ids = (x[:3] for x in tensors())
     function = jax.jit(CASES["documents"])
     args = put(mesh, query, None, None, "tensor"), key, value, ids
-    np.testing.assert_array_equal(function(*args), function(query, key, value, ids))
+    assert_equal(function(*args), function(query, key, value, ids))
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
@@ -257,7 +266,7 @@ def test_a_shard_map_over_some_axes_warns_of_the_others():
     args = shard(mesh, *tensors())
     with pytest.warns(UserWarning, match="what is sharded over 'tensor' is gathered"):
         out = jax.jit(some_axes_mapped(mesh, CASES["documents"]))(*args)
-    np.testing.assert_array_equal(out, expected("documents", 2)[1])
+    assert_equal(out, expected("documents", 2)[1])
 
 
 def test_a_shard_map_over_some_axes_and_sharding_for_the_others():
@@ -271,7 +280,7 @@ def test_a_shard_map_over_some_axes_and_sharding_for_the_others():
 
     compiled = jax.jit(some_axes_mapped(mesh, function)).lower(*args).compile()
     assert not set(collectives(compiled)) & set(MOVES), collectives(compiled)
-    np.testing.assert_array_equal(compiled(*args), expected("documents", 2)[1])
+    assert_equal(compiled(*args), expected("documents", 2)[1])
 
 
 def test_vmap_over_a_sharded_axis():
@@ -286,7 +295,7 @@ def test_vmap_over_a_sharded_axis():
     )
     compiled = jax.jit(function).lower(*sharded).compile()
     assert not set(collectives(compiled)) & set(MOVES), collectives(compiled)
-    np.testing.assert_array_equal(compiled(*sharded)[:, 0], expected("documents", 2)[1])
+    assert_equal(compiled(*sharded)[:, 0], expected("documents", 2)[1])
 
 
 def layers(query, key, value, ids, remat):
@@ -335,7 +344,7 @@ def test_decoding(paged):
     compiled = function.lower(*args, **tables).compile()
     assert not collectives(compiled), collectives(compiled)
     want = function(query, key, value, lengths, **jax.tree.map(np.asarray, tables))
-    np.testing.assert_array_equal(compiled(*args, **tables), want)
+    assert_equal(compiled(*args, **tables), want)
 
 
 def test_sharded_pages_are_gathered_with_a_warning():
@@ -379,7 +388,7 @@ def test_a_sharded_sequence_is_gathered_on_request(monkeypatch):
     args = put(mesh, query, None, "data"), key, value, ids
     with pytest.warns(UserWarning, match="the sequence axis of query is sharded over 'data'"):
         out = jax.jit(lambda *x: CASES["documents"](*x))(*args)
-    np.testing.assert_array_equal(out, expected("documents", 2)[1])
+    assert_equal(out, expected("documents", 2)[1])
 
 
 def test_one_device_has_the_same_program(monkeypatch):

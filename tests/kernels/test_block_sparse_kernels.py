@@ -38,7 +38,7 @@ def random_map(rng, shape, size, lengths, share):
 def test_equal_the_oracle(expression, lengths, shape, size, share, tiles):
     q_len, kv_len = lengths
     rng = np.random.default_rng(q_len)
-    if isinstance(expression, packax._src.masks.expressions.Ranges):
+    if isinstance(expression, packax._src.masks.documents.Ranges):
         expression = packax.ranges(
             *(np.repeat(x, q_len, 1) for x in (expression.lo, expression.hi))
         )

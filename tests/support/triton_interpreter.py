@@ -300,7 +300,8 @@ def decode(
     """`room`: the head dims that the kernel is compiled for; `exact`: no TF32, None: as of 16 bits,
     but no product is rounded; `shares`: to deal out, 0: `splits` of every sequence."""
     if exact is None:
-        with unittest.mock.patch.object(sys.modules["logits"], "to_tf32", KERNELS["unrounded"]):
+        score_mods = sys.modules["portable.score_mods"]
+        with unittest.mock.patch.object(score_mods, "to_tf32", KERNELS["unrounded"]):
             return decode(
                 query, key, value, q_lo, q_hi, table, sinks, scale, soft_cap, splits, kernel=kernel,
                 room=room,
