@@ -164,6 +164,8 @@ class RankRows:
 
     def _batch_axes(self, x: Any) -> Axes:
         """The mesh axes over which the first axis of an expression's array lies."""
+        if not self.mask_batch:  # a batch that is not known has no mesh
+            return ()
         return self.mask_batch if jnp.shape(x)[0] == self.batch > 1 else ()
 
 
