@@ -170,7 +170,7 @@ def test_a_sink_of_each_sequence() -> None:
     case = Case((40, 9), heads=2, kv_heads=1, dims=(8, 8), sinks=True)
     x = decoding.tensors(case)
     sinks = np.array([[1.0, -2.0], [np.inf, 0.5]], np.float32)
-    lo, hi = (np.ascontiguousarray(y) for y in decode._ranges(x.lengths, None, None, True, 1))
+    lo, hi = (np.ascontiguousarray(y) for y in decode._ranges(x.lengths, None, None, None, True, 1))
     tensors = [np.ascontiguousarray(y) for y in x[:3]]
     out, lse = interpreter.decode(*tensors, lo, hi, None, sinks, SCALE, 0.0, 2, **SHORT)
     for b in range(2):
