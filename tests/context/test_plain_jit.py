@@ -410,6 +410,21 @@ def test_the_rule_is_in_the_program_for_cuda():
     assert text.count("sdy.sharding_rule") == 4
 
 
+def test_the_program_says_what_is_computed():
+    """Not by a pointer alone, which a persistent cache may leave out of its key."""
+    mesh = mesh_of()
+    query, key, value, _ = shard(mesh, *tensors())
+
+    def text(**options):
+        function = lambda q, k, v: packax.flash_attention(q, k, v, packax.causal(), **options)  # noqa: E731
+        lowered = jax.jit(function).lower(query, key, value).as_text()
+        return re.sub(r'backend_config = "\d+"', "", lowered)
+
+    assert text(scale=0.5) == text(scale=0.5)
+    assert text(scale=0.5) != text(scale=0.25)
+    assert text(soft_cap=2.0) != text(soft_cap=3.0)
+
+
 def test_a_shard_map_over_all_axes_is_left_alone():
     """Also for a mesh of no devices, as jax.export lowers for."""
     mesh = mesh_of().abstract_mesh

@@ -26,6 +26,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding
+from jaxlib.mlir import ir
 
 from packax._src.core.jax_compat import entered_mesh, lower_with_devices, with_64_bits
 from packax._src.core.sharding import Axes, spec
@@ -65,9 +66,21 @@ def partitioned(primitive: Any, dims: Callable[..., Dims], rule: Callable) -> Ca
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # jax looks in no other place
             with mesh:
-                return mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
+                results = mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
+        _say_parameters(results, f"{primitive} {sorted(params.items())}")
+        return results
 
     return lower
+
+
+def _say_parameters(results: Any, text: str) -> None:
+    """Writes it on the call, which else has a pointer alone to say what is computed.
+
+    jax's persistent cache may be told to leave pointers out of its keys: then this differs.
+    """
+    first = jax.tree.leaves(results)[0]
+    say: dict[str, ir.Attribute] = {"packax": ir.StringAttr.get(text)}
+    first.owner.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(say)
 
 
 def _mesh_in_use(module: Any) -> Any:
