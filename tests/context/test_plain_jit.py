@@ -416,7 +416,9 @@ def test_the_program_says_what_is_computed():
     query, key, value, _ = shard(mesh, *tensors())
 
     def text(**options):
-        function = lambda q, k, v: packax.flash_attention(q, k, v, packax.causal(), **options)  # noqa: E731
+        def function(query, key, value):
+            return packax.flash_attention(query, key, value, packax.causal(), **options)
+
         lowered = jax.jit(function).lower(query, key, value).as_text()
         return re.sub(r'backend_config = "\d+"', "", lowered)
 
