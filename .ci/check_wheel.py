@@ -7,9 +7,10 @@ import zipfile
 
 KEPT = (".py", ".pyi", ".so", "py.typed")
 LARGEST = 60_000_000  # bytes
+LICENCES = ("libcxx", "nanobind", "robin_map", "triton", "zig")
 NEEDED = (
     *("packax/py.typed", "licenses/LICENSE"),
-    *(f"third_party/licenses/{name}.txt" for name in ("nanobind", "robin_map", "triton")),
+    *(f"third_party/licenses/{name}.txt" for name in LICENCES),
 )
 FORBIDDEN = (b"import triton", b"from triton")
 
@@ -19,7 +20,7 @@ def main(path: str) -> int:
     with zipfile.ZipFile(path) as wheel:
         names = wheel.namelist()
         for name in names:
-            if ".dist-info/" in name:
+            if ".dist-info/" in name or name.endswith("/"):
                 continue
             if not name.startswith("packax/"):
                 problems.append(f"{name}: outside the package")

@@ -2,6 +2,7 @@
 
     python benchmarks/context.py [--devices 4] [--rounds 5] [--documents 12] [--groups "2,6 1,7"]
         [--profile] [--quick] [--out DIR]
+    python benchmarks/context.py --cases all [--devices 8] [...]
 
 12 documents in 128k tokens, 32/8 heads, head dim 128, bfloat16, the row over all devices; with more
 documents fewer pairs for the same bytes, as on more GPUs. "One GPU" is one rank's share: its query
@@ -10,13 +11,17 @@ GPU at once, without a word between them, by the GPU that takes longest: no way 
 beat that there. TFLOP/s are those of attended pairs, per GPU; the backward is timed alone.
 "kvax-like" moves data as kvax does, with packax's kernels and head-tail order: keys gathered at
 once and kept for the backward, their gradients summed whole in float32. Memory is XLA's plan for
-forward and backward in one program, per GPU, without arguments. Every output and gradient is
-compared with one GPU's before it is timed; a wrong one is not timed and makes the program exit 1.
+forward and backward in one program, per GPU, without arguments; "fetched" are the keys and values
+of other ranks that a rank gathers in one pass (the backward also hands as much back). Every output
+and gradient is compared with one GPU's before it is timed; a wrong one is not timed and makes the
+program exit 1.
+--cases times every plan on other rows: 128k and 512k tokens, 12 documents, or lengths drawn from a
+log-normal distribution with mean 500, 2000 or 8000 ("all", or names such as "mean2000_128k").
 --groups times the balanced plan with these groups of heads instead of the schemes; --profile lists
-the kernels of two calls of each, with their times and streams, in context.txt. Writes context.json
-(with another number of documents, that behind the name) into --out (default: $OUT, else
-benchmarks/results); the table is last. On a CPU: XLA_FLAGS=--xla_force_host_platform_device_count=4
-and --quick, to try the program itself.
+the kernels of two calls of each, with their times and streams, in a .txt beside. Writes
+context.json (with another number of documents, that behind the name; with --cases
+context_cases.json) into --out (default: $OUT, else benchmarks/results); the table is last. On a
+CPU: XLA_FLAGS=--xla_force_host_platform_device_count=4 and --quick, to try the program itself.
 """
 
 from __future__ import annotations
@@ -40,6 +45,8 @@ import packax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from lib.cases import Case
+from lib.context_cases import BOARD, CASES, QUICK, QUICK_CASES
+from lib.context_table import table
 from lib.kvax_scheme import ROWS, Arrays, kvax_like
 from lib.machine import machine
 from lib.output import START, default_out, say
@@ -47,8 +54,6 @@ from lib.timing import Time, interleaved
 from lib.traces import listing
 
 HERE = Path(__file__).parent
-CASE = Case("docs12_128k_d128", 1, 131072, 32, 8, 128, 12)
-QUICK = Case("quick", 1, 1024, 8, 8, 16, 6)
 LIMIT = 1e-2  # ‖x - one GPU's‖ / ‖one GPU's‖ in bfloat16
 HIDE = {"xla_gpu_enable_latency_hiding_scheduler": True}
 
@@ -80,8 +85,10 @@ SCHEMES = (
     Scheme("balanced", (1, 3, 4)),
     Scheme("balanced", 4),
     Scheme("balanced", (2, 6), scheduler=True),
+    Scheme("local"),
     Scheme("zigzag", kvax=True),
 )
+PLANS = (Scheme(None), Scheme("zigzag"), Scheme("balanced"), Scheme("local"))
 
 
 def plan_of(case: Case, name: str | None, ranks: int) -> packax.ContextPlan | None:
@@ -132,6 +139,13 @@ class Distributed:
         pullback = jax.block_until_ready(self.jit(with_residuals)(*self.inputs, self.mask))
         function = self.jit(lambda pullback, cotangent: pullback(cotangent))
         return lambda: function(pullback, self.cotangent)
+
+    def fetched(self) -> float:
+        """MiB of keys and values."""
+        query, key, value = self.inputs
+        ranks = query.sharding.mesh.size
+        rows = key.shape[1] // ranks * (ranks - 1) if self.plan is None else self.plan.fetched
+        return round((key.nbytes + value.nbytes) / key.shape[1] * rows / 2**20, 1)
 
     def memory(self) -> dict[str, float]:
         def both(query, key, value, mask, cotangent):
@@ -225,7 +239,7 @@ def reference_of(case: Case, inputs: Arrays) -> Arrays:
 
 
 def checked(scheme: Scheme, run: Distributed, reference: Arrays) -> dict[str, Any]:
-    """{"errors", "memory", "passes"}: no passes where a result is wrong."""
+    """{"errors", "memory", "fetched", "wrong", "passes"}: no passes where a result is wrong."""
     passes: dict[str, Callable[[], Any]] = {"fwd": run.forward(), "bwd": run.backward()}
     out = jax.block_until_ready(passes["fwd"]())
     results = jax.block_until_ready((out, *passes["bwd"]()))
@@ -234,14 +248,15 @@ def checked(scheme: Scheme, run: Distributed, reference: Arrays) -> dict[str, An
         for name, x, y in zip(("out", "dq", "dk", "dv"), results, reference, strict=True)
     }
     wrong = [name for name, error in errors.items() if not error <= LIMIT]
-    memory = run.memory()
+    memory, fetched = run.memory(), run.fetched()
     say(
         f"{scheme.name}: errors "
         + " ".join(f"{name} {error:.1e}" for name, error in errors.items())
-        + f"; memory {memory}"
+        + f"; memory {memory}; fetched {fetched}"
         + (f"; WRONG: {', '.join(wrong)}" if wrong else "")
     )
-    return {"errors": errors, "memory": memory, "wrong": wrong, "passes": {} if wrong else passes}
+    found = {"errors": errors, "memory": memory, "fetched": fetched, "wrong": wrong}
+    return found | {"passes": {} if wrong else passes}
 
 
 def profile(functions: dict[str, Callable[[], Any]], what: str) -> str:
@@ -264,61 +279,12 @@ def timed_functions(functions: dict[str, Callable[[], Any]], rounds: int) -> dic
     return interleaved(functions, rounds=rounds)
 
 
-def table(report: dict[str, Any]) -> str:
-    head = (
-        f"{'':<44}{'fwd ms':>9}{'TFLOP/s':>9}{'of one':>8}{'bwd ms':>9}{'TFLOP/s':>9}{'of one':>8}"
-    )
-    lines = [head + f"{'MiB':>9}{'error':>9}"]
-    one = report["one_gpu"]
-    rows = {"one GPU, one rank's share": one, "slowest GPU, its rank's share": report["slowest"]}
-    for name, row in {**rows, **report["schemes"]}.items():
-        line = f"{name:<44}"
-        for what in ("fwd", "bwd"):
-            cell = row["times"].get(what)
-            if cell is None:
-                line += f"{'-':>9}{'-':>9}{'-':>8}"
-                continue
-            share = cell["tflops"] / one["times"][what]["tflops"] if cell["tflops"] else 0.0
-            line += f"{cell['ms']:>9.3f}{cell['tflops']:>9.1f}{share:>8.1%}"
-        if "memory" in row:
-            line += f"{row['memory']['temp'] + row['memory']['output']:>9.0f}"
-            line += f"{max(row['errors'].values()):>9.1e}"
-        lines.append(line)
-    for name, cell in report["collectives"].items():
-        lines.append(f"{name + ' of keys and values, alone':<44}{cell['ms']:>9.3f}")
-    return "\n".join(lines)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--devices", type=int, help="of this host (default: all)")
-    parser.add_argument("--documents", type=int, default=CASE.documents)
-    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds, for the median")
-    parser.add_argument("--only", default="", help="schemes whose name holds this text")
-    parser.add_argument("--groups", default="", help="sizes of groups of heads to try: '2,6 1,7'")
-    parser.add_argument("--profile", action="store_true", help="list the kernels that ran, too")
-    parser.add_argument("--quick", action="store_true", help="a tiny case: tries the program")
-    parser.add_argument("--out", type=Path, default=default_out())
-    arguments = parser.parse_args()
-    count = arguments.devices or len(jax.devices())
-    if not 2 <= count <= len(jax.devices()):
-        raise SystemExit(f"--devices must be from 2 to {len(jax.devices())}, but is {count}")
-    if jax.default_backend() != "gpu" and not arguments.quick:
-        raise SystemExit("without GPUs only --quick: jax.devices() = " + str(jax.devices()))
-    documents = arguments.documents
-    case = QUICK if arguments.quick else dataclasses.replace(CASE, documents=documents)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    report: dict[str, Any] = {
-        "machine": machine(),
-        "commit": os.environ.get("PACKAX_COMMIT", "unknown"),
-        "case": dataclasses.asdict(case),
-        "devices": count,
-        "rounds": arguments.rounds,
-        "schemes": {},
-    }
-    say(", ".join(f"{key} {value}" for key, value in report["machine"].items()))
+def run_case(
+    case: Case, schemes: tuple[Scheme, ...], count: int, rounds: int, profiled: bool
+) -> tuple[dict[str, Any], str]:
+    """What is measured of one row on so many GPUs, and the kernels that ran, if asked for."""
+    say(f"{case.name}: {case.documents} documents in {case.seq} tokens")
+    report: dict[str, Any] = {"case": dataclasses.asdict(case) | {"split": ()}, "schemes": {}}
     inputs = inputs_of(case)
     reference = reference_of(case, inputs)
     shares = [one_share(case, count, rank, inputs) for rank in range(count)]
@@ -326,17 +292,13 @@ def main() -> int:
         (count,), ("context",), devices=jax.devices()[:count], axis_types=(AxisType.Auto,)
     )
     functions: dict[str, dict[str, Callable[[], Any]]] = {"fwd": {}, "bwd": {}}
-    schemes = SCHEMES
-    if arguments.groups:
-        sizes = (tuple(map(int, group.split(","))) for group in arguments.groups.split())
-        schemes = tuple(Scheme("balanced", 1 if len(group) == 1 else group) for group in sizes)
-    for scheme in (scheme for scheme in schemes if arguments.only in scheme.name):
+    for scheme in schemes:
         row = checked(scheme, Distributed(case, scheme, mesh, inputs), reference)
         for what, function in row.pop("passes").items():
             functions[what][scheme.name] = function
         report["schemes"][scheme.name] = row | {"times": {}}
     flops = {"fwd": case.forward_flops / count, "bwd": case.backward_flops / count}
-    timed = functools.partial(timed_functions, rounds=arguments.rounds)
+    timed = functools.partial(timed_functions, rounds=rounds)
     alone = {"one_gpu": shares[:1], "slowest": shares}
     for name, ranks in alone.items():
         part = sum(area for _, area in ranks) / len(ranks) / case.area * count
@@ -348,23 +310,82 @@ def main() -> int:
         for name, result in timed(candidates).items():
             row = report["schemes"].get(name) or report[name]
             row["times"][what] = result.as_dict(flops[what] * row.get("area_of_mean", 1))
-        if arguments.profile:
-            traces += profile(candidates, what)
+        if profiled:
+            traces += profile(candidates, f"{case.name}, {what}")
     report["collectives"] = {
         name: result.as_dict() for name, result in timed(collectives(mesh, case)).items()
     }
-    report["seconds"] = round(time.perf_counter() - START, 1)
-    suffix = "" if documents == CASE.documents else f"_{documents}"
-    path = arguments.out / f"context{suffix}.json"
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    return report, traces
+
+
+def chosen(arguments: argparse.Namespace) -> tuple[list[Case], tuple[Scheme, ...]]:
+    """What --cases, --documents, --groups and --only say."""
+    cases, schemes = [QUICK if arguments.quick else BOARD], SCHEMES
+    if arguments.documents != BOARD.documents and not arguments.quick:
+        cases = [dataclasses.replace(BOARD, documents=arguments.documents)]
+    if arguments.cases:
+        there = {case.name: case for case in (QUICK_CASES if arguments.quick else CASES)}
+        names = list(there) if arguments.cases == "all" else arguments.cases.split(",")
+        unknown = [name for name in names if name not in there]
+        if unknown:
+            raise SystemExit(f"--cases must be all or of {', '.join(there)}, but is {unknown}")
+        cases, schemes = [there[name] for name in names], PLANS
+    if arguments.groups:
+        sizes = (tuple(map(int, group.split(","))) for group in arguments.groups.split())
+        schemes = tuple(Scheme("balanced", 1 if len(group) == 1 else group) for group in sizes)
+    return cases, tuple(scheme for scheme in schemes if arguments.only in scheme.name)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--devices", type=int, help="of this host (default: all)")
+    parser.add_argument("--documents", type=int, default=BOARD.documents)
+    parser.add_argument("--cases", default="", help="other rows: all, or names with commas")
+    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds, for the median")
+    parser.add_argument("--only", default="", help="schemes whose name holds this text")
+    parser.add_argument("--groups", default="", help="sizes of groups of heads to try: '2,6 1,7'")
+    parser.add_argument("--profile", action="store_true", help="list the kernels that ran, too")
+    parser.add_argument("--quick", action="store_true", help="tiny rows: tries the program")
+    parser.add_argument("--out", type=Path, default=default_out())
+    arguments = parser.parse_args()
+    count = arguments.devices or len(jax.devices())
+    if not 2 <= count <= len(jax.devices()):
+        raise SystemExit(f"--devices must be from 2 to {len(jax.devices())}, but is {count}")
+    if jax.default_backend() != "gpu" and not arguments.quick:
+        raise SystemExit("without GPUs only --quick: jax.devices() = " + str(jax.devices()))
+    cases, schemes = chosen(arguments)
+    suffix = "" if arguments.documents == BOARD.documents else f"_{arguments.documents}"
+    name = "context_cases" if arguments.cases else f"context{suffix}"
+    path = arguments.out / f"{name}.json"
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    report: dict[str, Any] = {
+        "machine": machine(),
+        "commit": os.environ.get("PACKAX_COMMIT", "unknown"),
+        "devices": count,
+        "rounds": arguments.rounds,
+    }
+    say(", ".join(f"{key} {value}" for key, value in report["machine"].items()))
+    found: dict[str, Any] = {}
+    traces = ""
+    for case in cases:
+        found[case.name], more = run_case(case, schemes, count, arguments.rounds, arguments.profile)
+        traces += more
+        report |= {"cases": found} if arguments.cases else found[case.name]
+        report["seconds"] = round(time.perf_counter() - START, 1)
+        path.write_text(json.dumps(report, indent=1) + "\n")  # after each: time may run out
     if arguments.profile:
         path.with_suffix(".txt").write_text(traces)
-    print(
-        f"\n{case.documents} documents in {case.seq} tokens, {case.heads}/{case.kv_heads} heads, "
-        f"head dim {case.head_dim}, {count} devices; {report['seconds']} s; wrote {path}\n"
-    )
-    print(table(report))
-    wrong = [name for name, row in report["schemes"].items() if row["wrong"]]
+    print(f"\n{count} devices; {report['seconds']} s; wrote {path}")
+    wrong = []
+    for case in cases:
+        print(
+            f"\n{case.documents} documents in {case.seq} tokens, {case.heads}/{case.kv_heads} "
+            f"heads, head dim {case.head_dim}\n\n{table(found[case.name])}"
+        )
+        rows = found[case.name]["schemes"].items()
+        wrong += [f"{case.name} {name}" for name, row in rows if row["wrong"]]
     if wrong:
         print(f"WRONG: {', '.join(wrong)}")
     return 1 if wrong else 0

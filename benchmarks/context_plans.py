@@ -62,8 +62,9 @@ def visited(lo: np.ndarray, hi: np.ndarray, tile: int) -> float:
     """Pairs in whole blocks of 128 keys of the hulls of tiles of rows."""
     missing = -len(lo) % tile
     lo = np.where(lo < hi, lo, 2**40)
-    lo = np.pad(lo, (0, missing), constant_values=2**40).reshape(-1, tile).min(1)
-    hi = np.pad(hi, (0, missing)).reshape(-1, tile).max(1)
+    if missing:
+        lo, hi = np.pad(lo, (0, missing), constant_values=2**40), np.pad(hi, (0, missing))
+    lo, hi = lo.reshape(-1, tile).min(1), hi.reshape(-1, tile).max(1)
     first, last = lo // TILE, -(-hi // TILE)
     return float(np.sum(np.where(lo < hi, last - first, 0)) * TILE * tile)
 

@@ -25,10 +25,6 @@ constexpr Handler kHandlers[kTargets] = {
     {Target::kForward, packax_forward_initialize, packax_forward_execute},
     {Target::kBackward, packax_backward_initialize, packax_backward_execute},
     {Target::kDecode, packax_decode_initialize, packax_decode_execute},
-    {Target::kForwardGeneral, packax_forward_general_initialize, packax_forward_general_execute},
-    {Target::kBackwardGeneral, packax_backward_general_initialize, packax_backward_general_execute},
-    {Target::kForwardHeads, packax_forward_heads_initialize, packax_forward_heads_execute},
-    {Target::kBackwardHeads, packax_backward_heads_initialize, packax_backward_heads_execute},
 };
 
 const char* Name(Target target) { return kTargetNames[static_cast<int>(target)]; }
@@ -56,7 +52,7 @@ nb::list AllVariants() {
     row["kernel"] = Name(v.kernel);
     row["arch"] = v.arch;
     row["cc"] = v.cc;
-    row["exact"] = v.exact;
+    row["arch_specific"] = v.arch_specific;
     row["driver"] = v.driver;
     row["dtype"] = Name(v.dtype);
     row["qk_dim"] = v.qk_dim;

@@ -68,12 +68,27 @@ def batches(rows: Rows, size: int, steps: int, seed: int = 0) -> Iterator[Rows]:
         yield Rows(*(x[chosen] for x in rows))
 
 
+def planned(batch: Rows, ranks: int) -> tuple[Rows, np.ndarray, packax.ContextPlan]:
+    """For context parallelism over so many GPUs: the batch in a plan's order, its ids as they were
+    (the mask is made of those, with the plan), and the plan. Plain numpy, for a data loader."""
+    expression = packax.causal() & packax.documents(batch.segment_ids)
+    plan = packax.context_plan(expression, ranks=ranks, kind="local")
+    return plan.permute(batch), batch.segment_ids, plan
+
+
 def main() -> None:
     length, heads, dim = 1024, 2, 64
     rows = pack(sources(60), length)
     filled = np.mean(rows.segment_ids != packax.PADDING_SEGMENT_ID)
     count = int(np.sum(rows.segment_ids.max(1) + 1))
     print(f"{count} documents in {len(rows.tokens)} rows of {length}, {filled:.1%} full")
+
+    # What the loader of a model on two GPUs hands on: a plan beside each batch.
+    batch = next(batches(rows, size=1, steps=1))
+    moved, segment_ids, plan = planned(batch, ranks=2)
+    np.testing.assert_array_equal(plan.unpermute(moved.tokens), batch.tokens)
+    assert segment_ids is batch.segment_ids
+    print(f"on two GPUs each fetches {plan.fetched} of the {length // 2} keys of the other")
 
     # The row of most documents, attended as a row and document by document.
     row = int(np.argmax(rows.segment_ids.max(1)))

@@ -82,7 +82,13 @@ def arguments_of() -> argparse.Namespace:
     parser.add_argument("--cpu", action="store_true", help="fake CPU devices, 8 unless --devices")
     parser.add_argument("--devices", type=int, help="how many of this process (default: all)")
     parser.add_argument("--mesh", help="sizes of fsdp,context,tensor, such as 2,2,2")
-    parser.add_argument("--plan", choices=("balanced", "zigzag"), default="balanced")
+    parser.add_argument("--plan", choices=("balanced", "zigzag", "local"), default="balanced")
+    parser.add_argument(
+        "--shared",
+        type=float,
+        default=0.5,
+        help="of a rank's rows, for --plan local (default: half)",
+    )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seq-len", type=int, help="default: 1024 on CPUs, 32768 on GPUs")
     parser.add_argument("--distributed", action="store_true", help="processes of a launcher")
@@ -149,6 +155,8 @@ def main() -> int:
     )
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3, b2=0.95))
     settings = {"kind": arguments.plan, "sharding": SHARDING}
+    if arguments.plan == "local":
+        settings["shared"] = arguments.shared
 
     def step(parameters, state, batch):
         value, gradients = jax.value_and_grad(loss)(parameters, batch, config, **settings)

@@ -96,6 +96,6 @@ def pytest_terminal_summary(terminalreporter):
 def extension(monkeypatch):
     """Lowering asks a stand-in with kernels, whatever the build at hand has."""
     from lowered import Extension
-    from packax._src.ops import ffi as kernel_table
+    from packax._src.ops import ffi
 
-    monkeypatch.setattr(kernel_table, "ext", Extension)
+    monkeypatch.setattr(ffi, "ext", Extension)

@@ -80,7 +80,7 @@ def pairs(case: OptionCase, of: Selection, chosen: np.ndarray) -> float:
 def shares(case: OptionCase, mask: Any, attended: float) -> dict[str, float]:
     """Of causal attention: pairs that are attended, and blocks that the kernels visit."""
     ends = np.minimum(np.arange(ROWS, case.seq + ROWS, ROWS), case.seq)
-    visited = np.asarray(mask.q_entries[:, :, :, :2], np.int64).sum((0, 2, 3)).mean()
+    visited = np.asarray(mask.q_block_lists[:, :, :, :2], np.int64).sum((0, 2, 3)).mean()
     return {
         "pairs": attended / (case.seq * (case.seq + 1) / 2),
         "blocks": float(visited / np.sum(-(-ends // KEYS))),

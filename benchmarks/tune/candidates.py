@@ -197,7 +197,8 @@ def chosen(
         for changed, assembler in itertools.product(rows, assemblers):
             two = kernel in table.TWO_ASSEMBLERS
             try:
-                made = variant(kernel, table.ARCHS[arch], d, changed, assembler if two else "12.9")
+                own = table.ARCHS[arch].assembler
+                made = variant(kernel, table.ARCHS[arch], d, changed, assembler if two else own)
             except LookupError as error:
                 print(f"left out: {error}", flush=True)
                 break
@@ -217,9 +218,10 @@ def build(
     extra: list[str],
     listed: bool = True,
 ) -> None:
+    import checks
     import compile as aot
 
-    refuse = aot.check_assembly
+    refuse = checks.check_assembly
 
     def report(*arguments: Any) -> None:
         """A build refuses these; a candidate only has to be slow."""
@@ -228,7 +230,7 @@ def build(
         except SystemExit as error:
             print(f"  {error}", file=sys.stderr, flush=True)
 
-    aot.check_assembly = report  # the compiling processes are forks
+    checks.check_assembly = report  # the compiling processes are forks
     todo = list(chosen(arch, kernels, dims, assemblers, extra, listed))
     needed = tuple({(v.qk_dim, v.v_dim) for v in todo})
     decodes = {v.kernel in table.DECODE_TILES for v in todo}

@@ -8,7 +8,7 @@ A program takes one step for every block that its tile meets, 64 rows in the bac
 in the forward, and some for its beginning and end; each multiprocessor takes the next program when
 it is done with one. Orders of key/value heads and tiles, the tiles by work (of keys: the longest
 document first): heads one after the other; alternating from tile to tile; alternating over the
-second half of the tiles; and what is shipped, the windows of csrc/kernels/portable/kv_ranges.py.
+second half of the tiles; and what is shipped, the phases of csrc/kernels/portable/kv_ranges.py.
 The last column is the backward with the query heads of a group divided as
 python/packax/_src/ops/low_occupancy.py divides them, where it does.
 """
@@ -41,7 +41,7 @@ def by_head(tiles: int, heads: int) -> Iterator[tuple[int, int]]:
     return ((tile, head) for head in range(heads) for tile in range(tiles))
 
 
-def windows(*ends: End) -> Order:
+def phases(*ends: End) -> Order:
     """The tiles up to each end of every head, one head after the other; behind the last end heads
     alternate."""
 
@@ -64,9 +64,9 @@ def last(tiles: int, heads: int) -> int:
 
 ORDERS: dict[str, Order] = {
     "by head": by_head,
-    "alternate": windows(),
-    "half": windows(half),
-    "windows": windows(half, last),
+    "alternate": phases(),
+    "half": phases(half),
+    "phases": phases(half, last),
 }
 
 
@@ -134,7 +134,7 @@ def main() -> None:
             cells = "".join(f"{share(case, order, n):>11.1%}" for order in ORDERS.values())
             parts = parts_of(case) if title == "bwd" else 1
             divided = (
-                f"{backward(case, ORDERS['windows'], n, parts):.1%} in {parts}" if parts > 1 else ""
+                f"{backward(case, ORDERS['phases'], n, parts):.1%} in {parts}" if parts > 1 else ""
             )
             print(f"{case.name:<24}{heads:<7}{title:<5}{cells}{divided:>12}", flush=True)
 

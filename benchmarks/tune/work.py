@@ -61,7 +61,7 @@ class Work:
             "q_blocks": ints((5 * blocks,)), "kv_blocks": ints((4 * blocks,)),
             "q_order": ints((tiles,)), "q_order_192": ints((-(-rows // 192),)),
             "kv_order": ints((tiles,)),
-            "scale": qk**-0.5, "element_test": 0, "batch": 1, "mask_batch": 1, "has_dlse": 0,
+            "scale": qk**-0.5, "segment_check": 0, "batch": 1, "mask_batch": 1, "has_dlse": 0,
             "clear_dq": 1,
             "q_len": rows, "kv_len": rows, "heads": heads, "kv_heads": kv_heads,
             "row_heads": heads,
@@ -69,7 +69,7 @@ class Work:
         # never read without an element test or dlse
         self.given |= dict.fromkeys(("q_ids", "kv_ids", "q_pos", "kv_pos"), self.given["q_lo"])
         self.given["dlse"] = self.given["lse"]
-        self.ranges = dict.fromkeys(("lo", "hi", "tested"))
+        self.ranges = dict.fromkeys(("lo", "hi", "segment_checked"))
         self.mask = self._mask_launches(mask_kernels)
         for launch in self.mask.values():
             launch()
@@ -92,22 +92,24 @@ class Work:
             "workspace": ints((5 * slots + rows + -(-rows // 1024),)), "compare_positions": 1,
             "table_size": slots, "table_shift": 33 - slots.bit_length(),
             "search_steps": rows.bit_length(),
-            **{name: ints((rows,)) for name in ("lo", "hi", "tested")},
+            **{name: ints((rows,)) for name in ("lo", "hi", "segment_checked")},
         }  # fmt: skip
-        bounds = self.given | {"tested": put(np.zeros(rows, np.int32))}
+        bounds = self.given | {"segment_checked": put(np.zeros(rows, np.int32))}
         sizes = {"blocks_rows": -(-rows // 64), "blocks_keys": -(-rows // 64),
             "blocks_order": -(-rows // 128)}  # fmt: skip
         launches = {}
         for name, kernel in kernels.items():
             grid = (-(-sizes.get(name, rows) // kernel.meta["block"]),)
             launches[name] = kernel.bind(grid, documents if "documents" in name else bounds)
-        self.ranges = {name: documents[name] for name in ("lo", "hi", "tested")}
+        self.ranges = {name: documents[name] for name in ("lo", "hi", "segment_checked")}
         return launches
 
     def check_mask(self) -> None:
         """The row ranges from ids and positions are those of the document lengths."""
-        lo, hi, tested = (self.ranges[name].get() for name in ("lo", "hi", "tested"))
-        assert (lo == self.lo_host).all() and not tested.any()
+        lo, hi, segment_checked = (
+            self.ranges[name].get() for name in ("lo", "hi", "segment_checked")
+        )
+        assert (lo == self.lo_host).all() and not segment_checked.any()
         assert (hi == np.arange(1, self.case.seq + 1)).all()
 
     def grid(self, kernel: Kernel) -> int:

@@ -35,7 +35,7 @@ FIELDS = {
     "kernel": str,
     "arch": str,
     "cc": int,
-    "exact": bool,
+    "arch_specific": bool,
     "driver": int,
     "dtype": str,
     "qk_dim": int,
@@ -73,7 +73,7 @@ class Variant:
     kernel: str
     arch: str
     cc: int
-    exact: bool
+    arch_specific: bool
     driver: int
     dtype: str
     qk_dim: int
@@ -92,7 +92,7 @@ class Variant:
         """What Find() in csrc/runtime/variants.cc tells apart: of two rows with one key, one is
         dead."""
         dims = self.qk_dim, self.v_dim
-        return (self.kernel, self.cc, self.exact, self.driver, self.dtype, *dims)
+        return (self.kernel, self.cc, self.arch_specific, self.driver, self.dtype, *dims)
 
 
 def check(condition: bool, message: str) -> None:
@@ -194,7 +194,7 @@ def read_variant(path: Path) -> Variant:
     check(not missing, f"{where}: missing {', '.join(missing)}")
     row = {f: row[f] for f in FIELDS}  # compile.py adds figures for people (registers, stack)
     for field, kind in FIELDS.items():
-        # type() and not isinstance(): True is an int, and `exact: 1` is a mistake.
+        # type() and not isinstance(): True is an int, and `arch_specific: 1` is a mistake.
         check(
             type(row[field]) is kind,
             f"{where}: {field} is {row[field]!r}, expected {kind.__name__}",
@@ -210,8 +210,9 @@ def read_variant(path: Path) -> Variant:
         f"{where}: arch {row['arch']!r} and cc {row['cc']} do not agree",
     )
     check(
-        row["exact"] or not row["arch"].endswith("a"),
-        f"{where}: arch {row['arch']} runs on no other compute capability, so exact must be true",
+        row["arch_specific"] or not row["arch"].endswith("a"),
+        f"{where}: arch {row['arch']} runs on no other compute capability, "
+        "so arch_specific must be true",
     )
     check(
         row["driver"] >= OLDEST_DRIVER and row["driver"] % 10 == 0,
@@ -263,7 +264,7 @@ def read_table(folder: Path, kernels: dict[str, Params]) -> list[Variant]:
         check(
             other is v,
             f"{v.name} and {other.name} have one key "
-            f"(kernel {v.kernel}, cc {v.cc}, exact {v.exact}, driver {v.driver}, "
+            f"(kernel {v.kernel}, cc {v.cc}, arch_specific {v.arch_specific}, driver {v.driver}, "
             f"dtype {v.dtype}, head dims {v.qk_dim}x{v.v_dim})",
         )
         check(v.kernel in kernels, f"{v.name}: kernel {v.kernel} is not in kernels.txt")
@@ -326,7 +327,10 @@ def args_h(kernels: dict[str, Params]) -> str:
 
 
 def table_inc(table: list[Variant]) -> str:
-    out = [HEADER, "// PACKAX_VARIANT(name, kernel, arch, cc, exact, driver, dtype, qk_dim,\n"]
+    out = [
+        HEADER,
+        "// PACKAX_VARIANT(name, kernel, arch, cc, arch_specific, driver, dtype, qk_dim,\n",
+    ]
     out.append("//                v_dim, symbol, threads, shared, block,\n")
     out.append("//                {rows, columns, swizzle}...)\n")
     for v in table:
@@ -334,7 +338,7 @@ def table_inc(table: list[Variant]) -> str:
         boxes = "".join(f", {{{b.rows}, {b.columns}, {b.swizzle}}}" for b in v.tensor_maps)
         out.append(
             f'PACKAX_VARIANT({v.name}, k{camel(v.kernel)}, "{v.arch}", {v.cc}, '
-            f'{str(v.exact).lower()}, {v.driver}, {DTYPES[v.dtype]}, {dims}, "{v.symbol}", '
+            f'{str(v.arch_specific).lower()}, {v.driver}, {DTYPES[v.dtype]}, {dims}, "{v.symbol}", '
             f"{v.threads}, {v.shared}, {v.block}{boxes})\n"
         )
     return "".join(out)
@@ -361,7 +365,9 @@ def emit(folder: Path, out: Path) -> list[Variant]:
         ("table.inc", table_inc(table)),
         ("cubins.S", cubins_s(table)),
     ):
-        (out / name).write_text(text)
+        path = out / name
+        if not path.exists() or path.read_text() != text:  # else what includes it compiles again
+            path.write_text(text)
     return table
 
 

@@ -18,10 +18,11 @@ SPILLS = {
     ("backward_dq", 128): 80,
     ("backward_dq", 192): 160,
     ("backward_dq", 256): 104,
-    ("backward_dkdv_fallback", 128): 48,
-    ("backward_dkdv_fallback", 192): 96,
+    ("backward_dkdv_fallback", 128): 56,
+    ("backward_dkdv_fallback", 192): 104,
     ("backward_dq_fallback", 192): 16,
     ("backward_dq_fallback", 256): 56,
+    ("forward_fallback", 128, "tf32"): 16,
     ("backward_dq_fallback", 128, "f32"): 40,
     ("backward_dq_fallback", 256, "f32"): 40,
     ("backward_dkdv_fallback", 256, "tf32"): 56,
@@ -41,7 +42,7 @@ SPILLS = {
     ("backward_dq_sm90", 192): 272,  # under ptxas 12.9
     ("backward_dkdv_sm90", 256): 120,  # under ptxas 13.4
     ("backward_dq_sm90", 256): 192,  # under ptxas 12.9
-    # with a map of blocks
+    # with a block mask
     ("forward_sm90_block_lists", 128): 112,  # under ptxas 12.9
     ("backward_dkdv_sm90_block_lists", 128): 160,  # under ptxas 12.9; 144 under 13.4
     ("backward_dq_sm90_block_lists", 128): 152,  # under ptxas 13.4; 144 under 12.9

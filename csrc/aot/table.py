@@ -18,6 +18,7 @@ from spills import SERIALISED as SERIALISED
 from spills import SPILLS
 from tiles_decode import DECODE_SPLITS, DECODE_STEP, DECODE_TILES, FLOAT32_DECODE_TILES
 from tiles_fallback import FALLBACK_TILES, FLOAT32_DIMS, FLOAT32_TILES
+from tiles_fallback import absent_arguments as absent_from_portable
 from tiles_portable import PORTABLE_TILES
 from tiles_sm90 import (
     LIKE_PLAIN,
@@ -27,35 +28,46 @@ from tiles_sm90 import (
     UNDER_12_9,
     WIDE,
 )
-from tiles_sm90 import absent_arguments as absent_arguments
+from tiles_sm90 import absent_arguments as absent_from_sm90
 
 
 @dataclasses.dataclass(frozen=True)
 class Arch:
     """A compilation target.
 
-    `exact`: its cubins run on that compute capability alone, else on later minors of the same
-    major too.
+    `arch_specific`: its cubins run on that compute capability alone, else on later minors of the
+    same major too.
     """
 
     name: str
     cc: int
-    exact: bool
+    arch_specific: bool
     shared: int  # bytes of shared memory that one block may ask for
     tiles: str  # column of TILES
+    ptx: str = ""  # the row of ARCHS whose PTX it is assembled from, if not its own
+    driver: int = 12000  # the oldest that loads such cubins, as CUDA numbers them
+    assembler: str = "12.9"  # of ASSEMBLERS
+    ptx_isa: int = 0  # the version of PTX that first had it, where that matters: 90 is 9.0
 
 
+# docs/guide/gpus.md says which GPUs take which. Binary code of one minor runs on later ones of the
+# same major, but not on Tegra's (8.7, Orin; 11.0, Thor). Families (f) are loaded by drivers of
+# CUDA 12.9 and newer, so the arch-specific ones (a) stay for older drivers.
 ARCHS = {
     "80": Arch("sm_80", 80, False, 166_912, "ampere"),
     "86": Arch("sm_86", 86, False, 101_376, "small"),
-    "89": Arch("sm_89", 89, False, 101_376, "small"),
+    "87": Arch("sm_87", 87, True, 166_912, "ampere", ptx="80"),
+    "89": Arch("sm_89", 89, False, 101_376, "small", ptx="86"),
     "90a": Arch("sm_90a", 90, True, 232_448, "hopper"),
     "100a": Arch("sm_100a", 100, True, 232_448, "blackwell"),
+    "100f": Arch("sm_100f", 100, False, 232_448, "blackwell", ptx="100a", driver=12090),
+    "110": Arch("sm_110", 110, False, 232_448, "ampere", "80", 13000, "13.4", ptx_isa=90),
     "120a": Arch("sm_120a", 120, True, 101_376, "small"),
+    "120f": Arch("sm_120f", 120, False, 101_376, "small", ptx="120a", driver=12090),
 }
 DTYPES = ("bf16", "f16")
 # float32, in two precisions of products: that of float32, and TF32 (11 bits of each operand). Only
-# the general kernels and those of decoding have them.
+# the fallback kernels and those of decoding have them.
 FLOAT32 = ("f32", "tf32")
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))  # (query and key, value)
 
@@ -131,11 +143,11 @@ KERNELS = {  # kernel -> file in csrc/kernels, as a module
     "backward_dq_sm90_block_lists": "sm90.bwd_dq",
     "backward_delta": "portable.bwd",
     "backward_dkdv": "portable.bwd",
-    "backward_dq": "portable.bwd",
-    "forward_fallback": "portable.fwd_fallback",
-    "backward_delta_fallback": "portable.bwd_fallback",
-    "backward_dkdv_fallback": "portable.bwd_fallback",
-    "backward_dq_fallback": "portable.bwd_fallback",
+    "backward_dq": "portable.bwd_dq",
+    "forward_fallback": "portable.fwd",
+    "backward_delta_fallback": "portable.bwd",
+    "backward_dkdv_fallback": "portable.bwd",
+    "backward_dq_fallback": "portable.bwd_dq",
     "documents_init": "mask.segments",
     "documents_runs": "mask.segments",
     "documents_rows": "mask.segments",
@@ -156,6 +168,17 @@ FUNCTIONS = {
     "sm90.bwd_dkdv_d256": "backward_dkdv_sm90",
 }
 
+
+def function(kernel: str, module: str) -> str:
+    """The kernel's function in a module: options and fallback are arguments that others lack."""
+    return FUNCTIONS.get(module, kernel.removesuffix("_fallback"))
+
+
+def absent_arguments(kernel: str) -> tuple[str, ...]:
+    """Arguments of the kernel's function that are None in it."""
+    return (*absent_from_portable(kernel), *absent_from_sm90(kernel))
+
+
 # argument -> element; "" is the variant's dtype. Every other argument is an int32, but those of
 # FLOATS a float32. Run-time numbers that are multiples of this: rows of such head dims begin at
 # whole 16 bytes.
@@ -163,12 +186,12 @@ MULTIPLES = {"qk_dim": 8, "v_dim": 8}
 POINTERS = {
     **dict.fromkeys(("query", "key", "value", "out", "dout", "dq", "dk", "dv"), ""),
     **dict.fromkeys(("lse", "dlse", "delta", "lse2", "dq_sum"), "fp32"),
-    **dict.fromkeys(("top", "scales", "slopes", "dnumbers"), "fp32"),
-    **dict.fromkeys(("q_places", "kv_places"), "i32"),
-    **dict.fromkeys(("map_bits", "q_entries", "kv_entries"), "i32"),
+    **dict.fromkeys(("row_max", "scales", "slopes", "score_grads"), "fp32"),
+    **dict.fromkeys(("q_bias_pos", "kv_bias_pos"), "i32"),
+    **dict.fromkeys(("block_mask", "q_block_lists", "kv_block_lists"), "i32"),
     **dict.fromkeys(("q_lo", "q_hi", "q_ids", "kv_ids", "q_pos", "kv_pos"), "i32"),
     **dict.fromkeys(("q_blocks", "kv_blocks", "q_order", "q_order_192", "kv_order"), "i32"),
-    **dict.fromkeys(("workspace", "lo", "hi", "tested", "counter"), "i32"),
+    **dict.fromkeys(("workspace", "lo", "hi", "segment_checked", "counter"), "i32"),
     **dict.fromkeys(("partial", "sums", "sinks"), "fp32"),
     "block_table": "i32",
 }
@@ -185,13 +208,19 @@ class Variant:
     constants: tuple[tuple[str, int], ...]
     block: int  # rows or keys of one program
     warps: int
-    assembler: str = "12.9"
+    assembler: str = ""  # "" becomes the architecture's
+
+    def __post_init__(self) -> None:
+        if not self.assembler:
+            object.__setattr__(self, "assembler", self.arch.assembler)
 
     @property
     def name(self) -> str:
         shape = "" if self.dtype == "any" else f"_{self.dtype}_{self.qk_dim}x{self.v_dim}"
         arch = self.arch.name.replace("_", "")
-        return f"{self.kernel}{shape}_{arch}" + ("_cuda13" if self.driver >= 13000 else "")
+        return f"{self.kernel}{shape}_{arch}" + (
+            "" if self.assembler == self.arch.assembler else "_cuda13"
+        )
 
     @property
     def source(self) -> str:
@@ -214,14 +243,26 @@ class Variant:
     @property
     def driver(self) -> int:
         """The oldest driver that loads it, as CUDA numbers them."""
-        return ASSEMBLERS[self.assembler][1]
+        return max(ASSEMBLERS[self.assembler][1], self.arch.driver)
+
+    @property
+    def ptx_arch(self) -> Arch:
+        """The architecture whose PTX it is assembled from."""
+        return ARCHS[self.arch.ptx] if self.arch.ptx else self.arch
+
+    @property
+    def ptx(self) -> tuple:
+        """Variants for which this is equal are assembled from one PTX."""
+        made_of = self.dtype, self.qk_dim, self.v_dim, self.constants, self.warps
+        return (self.kernel, self.source, self.ptx_arch.name, *made_of)
 
 
 def served_by(arch: Arch) -> list[Arch]:
-    """The architectures whose GPUs can run a cubin of this one."""
-    if arch.exact:
+    """The architectures whose GPUs can run a cubin of this one, it first."""
+    if arch.arch_specific:
         return [arch]
-    return [a for a in ARCHS.values() if a.cc // 10 == arch.cc // 10 and a.cc >= arch.cc]
+    later = (a for a in ARCHS.values() if a.cc // 10 == arch.cc // 10 and a.cc > arch.cc)
+    return [arch, *(a for a in later if not a.arch_specific)]
 
 
 def tiled(kernel: str, arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Variant:
@@ -240,7 +281,7 @@ def tiled(kernel: str, arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Varia
         "STAGES": stages,
     }
     if kernel in FALLBACK_TILES or decodes:
-        constants["EXACT"] = int(dtype == "f32")
+        constants["FLOAT32_PRODUCTS"] = int(dtype == "f32")
     block = keys if kernel.startswith("backward_dkdv") else rows
     return Variant(kernel, arch, dtype, qk_dim, v_dim, tuple(constants.items()), block, warps)
 

@@ -1,11 +1,34 @@
-"""Tiles of the general kernels, in 16 bits and in float32: rows of the table (table.py)."""
+"""Tiles of the fallback kernels, in 16 bits and in float32, and what sets them apart from the plain
+ones: rows of the table (table.py)."""
+
+from __future__ import annotations
 
 from tiles_portable import PORTABLE_TILES
+
+# Arguments that only the fallback kernels take, and one that only the plain ones do: functions of
+# csrc/kernels/portable are compiled with None in the place of what a kernel lacks.
+FALLBACK_ARGUMENTS = (
+    *("row_max", "score_grads", "has_score_grads"),
+    *("scales", "scales_batch", "soft_cap"),
+    *("slopes", "q_bias_pos", "kv_bias_pos", "bias_batch"),
+    *("block_mask", "q_block_lists", "kv_block_lists"),
+    *("block_mask_batch", "block_mask_heads", "q_block", "kv_block"),
+    *("qk_dim", "v_dim"),
+)
+PLAIN_ARGUMENTS = ("row_heads",)
+
+
+def absent_arguments(kernel: str) -> tuple[str, ...]:
+    """Arguments of a function of csrc/kernels/portable that are None in the kernel."""
+    if kernel.endswith("_fallback"):
+        return PLAIN_ARGUMENTS
+    return FALLBACK_ARGUMENTS if f"{kernel}_fallback" in FALLBACK_KERNELS else ()
+
 
 # Kernels for what changes scores, and for head dims up to a compiled one: which of it is asked for
 # they see at run time, so one variant serves all. Tiles of the plain kernels, but on Hopper the
 # largest with few spills; nobody has timed them. A step of keys (dK/dV: of rows) is 64 at most: the
-# lists of a map of blocks count in 64.
+# lists of a block mask count in 64.
 FALLBACK_TILES = {
     kernel: PORTABLE_TILES[plain] | {("hopper", dim): tile for dim, tile in hopper.items()}
     for kernel, plain, hopper in (
@@ -27,10 +50,12 @@ FALLBACK_TILES = {
     )
 }
 
+FALLBACK_KERNELS = (*FALLBACK_TILES, "backward_delta_fallback")
+
 # The same kernels for float32: twice the bytes, so smaller tiles. Fewer of them, too: one set for
 # all of compute capability 8.x (it fits 99 KiB), and 256 serves what 192/128 would. f32 multiplies
-# without tensor cores (logits.dot), the same on every GPU. Chosen for no or few spills; nobody has
-# timed them.
+# without tensor cores (score_mods.dot), the same on every GPU. Chosen for no or few spills; nobody
+# has timed them.
 FLOAT32_DIMS = ((64, 64), (128, 128), (256, 256))
 FLOAT32_TILES = {
     "f32": {

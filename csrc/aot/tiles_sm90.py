@@ -99,14 +99,14 @@ OPTIONS = {
     "soft_cap": ("soft_cap",),
     "alibi": ("slopes",),
     "block_lists": (
-        *("map_bits", "q_entries", "kv_entries"),
-        *("map_batch", "map_heads", "q_block", "kv_block"),
+        *("block_mask", "q_block_lists", "kv_block_lists"),
+        *("block_mask_batch", "block_mask_heads", "q_block", "kv_block"),
     ),
 }
 
 
 def absent_arguments(kernel: str) -> tuple[str, ...]:
-    """Arguments of the kernel's function that are None in it."""
+    """Arguments of a function of csrc/kernels/sm90 that are None in the kernel."""
     if kernel not in SM90_TILES:
         return ()
     absent = [
@@ -116,7 +116,7 @@ def absent_arguments(kernel: str) -> tuple[str, ...]:
 
 
 # The same with a soft cap, of the same tiles but for dQ of 64 and 128, where 128 keys of P and of
-# tanh's derivative do not fit the registers. 192/128 has none (no model caps there): the general
+# tanh's derivative do not fit the registers. 192/128 has none (no model caps there): the fallback
 # kernels serve it.
 CAPPED = {
     f"{kernel}_soft_cap": kernel
@@ -135,13 +135,13 @@ SM90_TILES["backward_dq_sm90_soft_cap"] |= {
     dim: SM90_TILES["backward_dq_sm90"][dim] | {"BLOCK_N": 64, "STAGES": 3} for dim in (64, 128)
 }
 # With ALiBi of indices: the gradients that one kernel makes, and of the head dims that models with
-# it have; all else takes the general kernels.
+# it have; all else takes the fallback kernels.
 BIASED = {f"{kernel}_alibi": kernel for kernel in ("forward_sm90", "backward_sm90")}
 SM90_TILES |= {
     biased: {dim: without_lse_by_mma(SM90_TILES[plain][dim]) for dim in (64, 128)}
     for biased, plain in BIASED.items()
 }
-# With a map of blocks: a step is a block of 64 of a tile's list, and lists are of tiles of 128.
+# With a block mask: a step is a block of 64 of a tile's list, and lists are of tiles of 128.
 MAPPED = {
     f"{kernel}_block_lists": kernel
     for kernel in ("forward_sm90", "backward_dkdv_sm90", "backward_dq_sm90")

@@ -1,147 +1,109 @@
-// packax_backward_v1, and packax_backward_heads_v1 for some of the heads: check the buffers, find
-// the kernels, fill their arguments, launch them in order.
+// packax_backward_v1: check the buffers, find the kernels, fill their arguments, launch them in
+// order.
 //
 // Sizes come from the buffers; attributes hold only what no buffer says.
 
 #include "launch/backward_sm90.h"
+#include "launch/portable.h"
 
 namespace packax {
 namespace {
 
-struct PortableBackward {
-  Ready<BackwardDeltaArgs> sums;
-  Ready<BackwardDkdvArgs> keys;
-  Ready<BackwardDqArgs> rows;
+// In the order of BackwardSignature.
+struct BackwardOperands {
+  ffi::AnyBuffer query, key, value, out, lse, dout, dlse;
+  ffi::AnyBuffer q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, kv_blocks, kv_order;
+  ffi::AnyBuffer block_mask, q_block_lists, kv_block_lists;
+  ffi::AnyBuffer scales, slopes, q_bias_pos, kv_bias_pos, dq_before;
+  ffi::Result<ffi::AnyBuffer> dq, dk, dv, score_grads, workspace;
+  std::string_view algorithm;
+  float scale, soft_cap;
+  int32_t segment_check, q_block, kv_block, bias_of_indices, float32_products, needs_grad;
+  int32_t first_head, heads;
 };
 
-// The workspace begins with delta, (batch, heads, q_len) float32.
-ffi::Error LaunchBackward(const PortableBackward& kernels, Stream stream, const BackwardCall& c) {
-  const Shape& s = c.shape;
-  const Mask& m = c.mask;
-  const auto& [sums, keys, rows] = kernels;
-  PACKAX_TRY(Launch(sums, stream, Grid{Product({CeilDiv(s.q_len, sums.block()), s.heads, s.batch})},
-                    BackwardDeltaArgs{
-                        .out = FirstHead(c.out, s),
-                        .dout = FirstHead(c.dout, s),
-                        .dlse = c.dlse.untyped_data(),
-                        .delta = c.workspace.untyped_data(),
-                        .q_lo = m.q_lo.untyped_data(),
-                        .q_hi = m.q_hi.untyped_data(),
-                        .has_dlse = c.has_dlse,
-                        .batch = s.batch,
-                        .mask_batch = s.mask_batch,
-                        .q_len = s.q_len,
-                        .heads = s.heads,
-                        .row_heads = s.row_heads,
-                    }));
-  if (c.want_dkv) {
-    PACKAX_TRY(Launch(keys, stream, KeyGrid(s, keys.block()),
-                      BackwardDkdvArgs{
-                          .query = FirstHead(c.query, s),
-                          .key = c.key.untyped_data(),
-                          .value = c.value.untyped_data(),
-                          .dout = FirstHead(c.dout, s),
-                          .lse = c.lse.untyped_data(),
-                          .delta = c.workspace.untyped_data(),
-                          .dk = c.dk.untyped_data(),
-                          .dv = c.dv.untyped_data(),
-                          PACKAX_MASK_ROWS(m),
-                          .kv_blocks = c.kv_blocks.untyped_data(),
-                          .kv_order = c.kv_order.untyped_data(),
-                          .scale = c.scale,
-                          .element_test = m.element_test,
-                          PACKAX_SIZES_OF_ROWS(s),
-                      }));
+constexpr const char* kAlgorithms[] = {"portable", "sm90_separate", "sm90_fused"};
+
+ffi::Error ReadAlgorithm(std::string_view name, Algorithm* algorithm) {
+  for (int i = 0; i < 3; ++i) {
+    if (name == kAlgorithms[i]) {
+      *algorithm = static_cast<Algorithm>(i);
+      return ffi::Error::Success();
+    }
   }
-  if (!c.want_dq) return ffi::Error::Success();
-  return Launch(rows, stream, QueryGrid(s, rows.block()),
-                BackwardDqArgs{
-                    .query = FirstHead(c.query, s),
-                    .key = c.key.untyped_data(),
-                    .value = c.value.untyped_data(),
-                    .dout = FirstHead(c.dout, s),
-                    .lse = c.lse.untyped_data(),
-                    .delta = c.workspace.untyped_data(),
-                    .dq = FirstHead(c.dq, s),
-                    PACKAX_MASK_ROWS(m),
-                    .q_order = m.q_order.untyped_data(),
-                    .scale = c.scale,
-                    .element_test = m.element_test,
-                    PACKAX_SIZES_OF_ROWS(s),
-                });
+  return ErrorBuilder(ffi::ErrorCode::kInvalidArgument)
+         << "attribute algorithm is \"" << name
+         << "\", expected \"portable\", \"sm90_separate\" or \"sm90_fused\"";
 }
 
-ffi::Error Run(const std::optional<SomeHeads>& some, Stream stream, ffi::AnyBuffer query,
-               ffi::AnyBuffer key, ffi::AnyBuffer value, ffi::AnyBuffer out, ffi::AnyBuffer lse,
-               ffi::AnyBuffer dout, ffi::AnyBuffer dlse, ffi::AnyBuffer q_lo, ffi::AnyBuffer q_hi,
-               ffi::AnyBuffer q_ids, ffi::AnyBuffer kv_ids, ffi::AnyBuffer q_pos,
-               ffi::AnyBuffer kv_pos, ffi::AnyBuffer q_blocks, ffi::AnyBuffer q_order,
-               ffi::AnyBuffer kv_blocks, ffi::AnyBuffer kv_order, ffi::Result<ffi::AnyBuffer> dq,
-               ffi::Result<ffi::AnyBuffer> dk, ffi::Result<ffi::AnyBuffer> dv,
-               ffi::Result<ffi::AnyBuffer> workspace, float scale, int32_t element_test,
-               int32_t has_dlse, int32_t wanted) {
-  Shape s;
-  PACKAX_TRY(ReadShape(query, key, value, q_lo, &s, false, some));
-  const Mask mask{q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, element_test};
-  PACKAX_TRY(CheckMask(s, mask));
-  PACKAX_TRY(CheckMaskOfKeys(s, kv_blocks, kv_order));
+ffi::Error CheckWorkspace(const ffi::AnyBuffer& workspace, Algorithm algorithm, const Shape& s) {
+  PACKAX_TRY(ExpectRank("workspace", workspace, 1, "(elements)"));
+  const int64_t elements = workspace.dimensions()[0], needed = WorkspaceSize(algorithm, s);
+  PACKAX_TRY(Expect("workspace", workspace, ffi::DataType::F32, {{"elements", elements}}));
+  PACKAX_CHECK(elements == needed, kInvalidArgument)
+      << "workspace has " << elements << " elements, expected " << needed << " for algorithm \""
+      << kAlgorithms[static_cast<int>(algorithm)] << "\"";
+  return ffi::Error::Success();
+}
+
+ffi::Error RunBackward(Stream stream, BackwardOperands o) {
+  std::optional<AttentionCall> attention;
+  PACKAX_TRY(ReadAttention(o, o.kv_block_lists, &attention));
+  const Shape& s = attention->shape;
+  PACKAX_TRY(CheckMaskOfKeys(s, o.kv_blocks, o.kv_order));
+  PACKAX_TRY(CheckListsOfKeys(s, attention->block_mask));
   const Axis qk_dim{"qk_dim", s.qk_dim}, v_dim{"v_dim", s.v_dim};
-  PACKAX_TRY(ExpectRows("out", out, s, v_dim));
-  PACKAX_TRY(ExpectSums("lse", lse, s));
-  PACKAX_TRY(ExpectRows("dout", dout, s, v_dim));
-  PACKAX_TRY(ExpectAttribute("has_dlse", has_dlse, 1));
-  if (has_dlse == 1) PACKAX_TRY(ExpectSums("dlse", dlse, s));
-  PACKAX_TRY(CheckWorkspace(*workspace, s));
-  const bool fused = Sm90Workspace(s).holds_sum(*workspace);
-  // Bit 0: dq, bit 1: dk and dv. What no kernel writes has no elements.
-  PACKAX_TRY(ExpectAttribute("wanted", wanted, 3));
-  const bool want_dq = (wanted & 1) != 0, want_dkv = (wanted & 2) != 0;
-  if (want_dq) {
-    PACKAX_TRY(ExpectRows("dq", *dq, s, qk_dim));
-    PACKAX_TRY(CheckSomeHeads("dq", some, *dq));
+  PACKAX_TRY(ExpectRows("out", o.out, s, v_dim));
+  PACKAX_TRY(ExpectSums("lse", o.lse, s));
+  PACKAX_TRY(ExpectRows("dout", o.dout, s, v_dim));
+  const bool has_dlse = !Absent(o.dlse);
+  if (has_dlse) PACKAX_TRY(ExpectSums("dlse", o.dlse, s));
+  Algorithm algorithm;
+  PACKAX_TRY(ReadAlgorithm(o.algorithm, &algorithm));
+  PACKAX_TRY(CheckWorkspace(*o.workspace, algorithm, s));
+  // Bit 0: dq, bit 1: dk and dv. What no kernel writes is absent. One kernel of Hopper writes dk
+  // and dv whether they are needed or not, and the one of dq the gradients of score parameters.
+  PACKAX_TRY(ExpectAttribute("needs_grad", o.needs_grad, 3));
+  const bool needs_score_grads = !Absent(*o.score_grads);
+  const bool needs_dq = (o.needs_grad & 1) != 0 || needs_score_grads;
+  const bool needs_dkv = (o.needs_grad & 2) != 0;
+  if (needs_dq) PACKAX_TRY(ExpectRows("dq", *o.dq, s, qk_dim));
+  PACKAX_TRY(CheckBefore("dq", o.dq_before, *o.dq));
+  if (needs_dkv || algorithm == Algorithm::kSm90Fused) {
+    PACKAX_TRY(ExpectKeys("dk", *o.dk, s, qk_dim));
+    PACKAX_TRY(ExpectKeys("dv", *o.dv, s, v_dim));
   }
-  if (want_dkv || fused) {
-    PACKAX_TRY(ExpectKeys("dk", *dk, s, qk_dim));
-    PACKAX_TRY(ExpectKeys("dv", *dv, s, v_dim));
+  if (needs_score_grads) {
+    PACKAX_TRY(Expect("score_grads", *o.score_grads, ffi::DataType::F32,
+                      {{"batch", s.batch}, {"heads", s.heads}, {"params", 2}, {"q_len", s.q_len}}));
   }
-  PACKAX_TRY(CheckScale(scale));
   if (s.batch == 0) return ffi::Error::Success();
 
-  const BackwardCall call{s,          mask,  query,     key,      value,   out, lse,
-                          dout,       dlse,  kv_blocks, kv_order, *dq,     *dk, *dv,
-                          *workspace, scale, has_dlse,  want_dq,  want_dkv};
-  // All kernels before the first launch: a missing one must not leave half a backward behind.
+  const BackwardCall call{*attention, o.query,  o.key,    o.value,        o.out,
+                          o.lse,      o.dout,   o.dlse,   o.kv_blocks,    o.kv_order,
+                          *o.dq,      *o.dk,    *o.dv,    *o.score_grads, *o.workspace,
+                          algorithm,  has_dlse, needs_dq, needs_dkv,      needs_score_grads};
   Device* device;
   PACKAX_TRY(CurrentDevice(&device));
-  bool on_sm90;
-  PACKAX_TRY(BackwardOnSm90(device, stream, call, &on_sm90));
-  if (on_sm90) return ffi::Error::Success();
-  PortableBackward portable;
-  PACKAX_TRY(Prepare(device, s.kernel_dtype(), s.qk_dim, s.v_dim, &portable.sums));
-  PACKAX_TRY(Prepare(device, s.kernel_dtype(), s.qk_dim, s.v_dim, &portable.keys));
-  PACKAX_TRY(Prepare(device, s.kernel_dtype(), s.qk_dim, s.v_dim, &portable.rows));
-  return stream ? LaunchBackward(portable, stream, call) : ffi::Error::Success();
+  bool found;
+  PACKAX_TRY(BackwardOnSm90(device, stream, call, &found));
+  return found ? ffi::Error::Success() : BackwardPortable(device, stream, call);
 }
 
-constexpr auto Backward = [](Stream stream, auto... operands) {
-  return Run(std::nullopt, stream, operands...);
-};
-
-constexpr auto BackwardHeads = [](Stream stream, ffi::AnyBuffer dq_before, int32_t first_head,
-                                  int32_t heads, int32_t begins, auto... operands) {
-  return Run(SomeHeads{first_head, heads, begins, dq_before}, stream, operands...);
+constexpr auto Backward = [](Stream stream, const auto&... operands) {
+  return RunBackward(stream, BackwardOperands{operands...});
 };
 
 template <typename Binding>
 auto BackwardSignature(Binding&& binding) {
   return std::forward<Binding>(binding)
-      .template Arg<ffi::AnyBuffer>()  // query: (batch, q_len, heads, qk_dim)
+      .template Arg<ffi::AnyBuffer>()  // query: (batch, q_len, row_heads, qk_dim)
       .template Arg<ffi::AnyBuffer>()  // key: (batch, kv_len, kv_heads, qk_dim)
       .template Arg<ffi::AnyBuffer>()  // value: (batch, kv_len, kv_heads, v_dim)
-      .template Arg<ffi::AnyBuffer>()  // out: (batch, q_len, heads, v_dim)
+      .template Arg<ffi::AnyBuffer>()  // out: (batch, q_len, row_heads, v_dim)
       .template Arg<ffi::AnyBuffer>()  // lse: (batch, heads, q_len) float32
       .template Arg<ffi::AnyBuffer>()  // dout: like out
-      .template Arg<ffi::AnyBuffer>()  // dlse: like lse
+      .template Arg<ffi::AnyBuffer>()  // dlse: like lse; or absent
       .template Arg<ffi::AnyBuffer>()  // q_lo: (mask_batch, q_len) int32
       .template Arg<ffi::AnyBuffer>()  // q_hi: like q_lo
       .template Arg<ffi::AnyBuffer>()  // q_ids: like q_lo
@@ -152,23 +114,31 @@ auto BackwardSignature(Binding&& binding) {
       .template Arg<ffi::AnyBuffer>()  // q_order: (mask_batch, ceil(q_len/128)) int32
       .template Arg<ffi::AnyBuffer>()  // kv_blocks: (mask_batch, 4, ceil(kv_len/64)) int32
       .template Arg<ffi::AnyBuffer>()  // kv_order: (mask_batch, ceil(kv_len/128)) int32
-      .template Ret<ffi::AnyBuffer>()  // dq: like query
-      .template Ret<ffi::AnyBuffer>()  // dk: like key
-      .template Ret<ffi::AnyBuffer>()  // dv: like value
-      .template Ret<ffi::AnyBuffer>()  // workspace: (elements) float32
+      .template Arg<ffi::AnyBuffer>()  // block_mask: as packax_forward_v1; or absent
+      .template Arg<ffi::AnyBuffer>()  // q_block_lists: likewise
+      .template Arg<ffi::AnyBuffer>()  // kv_block_lists: (mask_batch, heads of block_mask,
+                                       //   ceil(kv_len/128), 2 + ceil(q_len/64)) int32; or absent
+      .template Arg<ffi::AnyBuffer>()  // scales: (1 or batch) float32; or absent
+      .template Arg<ffi::AnyBuffer>()  // slopes: (1 or batch, heads) float32; or absent
+      .template Arg<ffi::AnyBuffer>()  // q_bias_pos: (1 or batch, q_len) int32; or absent
+      .template Arg<ffi::AnyBuffer>()  // kv_bias_pos: (1 or batch, kv_len) int32; or absent
+      .template Arg<ffi::AnyBuffer>()  // dq_before: dq, of the same memory; or absent
+      .template Ret<ffi::AnyBuffer>()  // dq: like query; absent where nothing writes it
+      .template Ret<ffi::AnyBuffer>()  // dk: like key; likewise
+      .template Ret<ffi::AnyBuffer>()  // dv: like value; likewise
+      .template Ret<ffi::AnyBuffer>()  // score_grads: (batch, heads, 2, q_len) float32; or absent
+      .template Ret<ffi::AnyBuffer>()  // workspace: (elements) float32, as the algorithm needs
+      .template Attr<std::string_view>("algorithm")
       .template Attr<float>("scale")
-      .template Attr<int32_t>("element_test")
-      .template Attr<int32_t>("has_dlse")
-      .template Attr<int32_t>("wanted");
-}
-
-template <typename Binding>
-auto BackwardHeadsSignature(Binding&& binding) {
-  return BackwardSignature(std::forward<Binding>(binding)
-                               .template Arg<ffi::AnyBuffer>()  // dq_before: dq, if not begins
-                               .template Attr<int32_t>("first_head")
-                               .template Attr<int32_t>("heads")
-                               .template Attr<int32_t>("begins"));
+      .template Attr<float>("soft_cap")
+      .template Attr<int32_t>("segment_check")
+      .template Attr<int32_t>("q_block")
+      .template Attr<int32_t>("kv_block")
+      .template Attr<int32_t>("bias_of_indices")
+      .template Attr<int32_t>("float32_products")
+      .template Attr<int32_t>("needs_grad")
+      .template Attr<int32_t>("first_head")
+      .template Attr<int32_t>("heads");
 }
 
 }  // namespace
@@ -181,15 +151,4 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     packax_backward_execute, (packax::Execute<packax::Target::kBackward, packax::Backward>()),
     packax::BackwardSignature(xla::ffi::Ffi::Bind().Ctx<xla::ffi::PlatformStream<void*>>()),
-    {xla::ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    packax_backward_heads_initialize,
-    (packax::Initialize<packax::Target::kBackwardHeads, packax::BackwardHeads>()),
-    packax::BackwardHeadsSignature(xla::ffi::Ffi::Bind<xla::ffi::ExecutionStage::kInitialize>()),
-    {xla::ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    packax_backward_heads_execute,
-    (packax::Execute<packax::Target::kBackwardHeads, packax::BackwardHeads>()),
-    packax::BackwardHeadsSignature(xla::ffi::Ffi::Bind().Ctx<xla::ffi::PlatformStream<void*>>()),
     {xla::ffi::Traits::kCmdBufferCompatible});

@@ -33,7 +33,7 @@ Grid RowGrid(int64_t count, int block, const Rows& rows) {
 
 ffi::Error Documents(Stream stream, ffi::AnyBuffer q_ids, ffi::AnyBuffer kv_ids,
                      ffi::AnyBuffer q_pos, ffi::AnyBuffer kv_pos, ffi::Result<ffi::AnyBuffer> lo,
-                     ffi::Result<ffi::AnyBuffer> hi, ffi::Result<ffi::AnyBuffer> tested,
+                     ffi::Result<ffi::AnyBuffer> hi, ffi::Result<ffi::AnyBuffer> segment_checked,
                      ffi::Result<ffi::AnyBuffer> workspace, int32_t compare_positions) {
   Rows r;
   PACKAX_TRY(ExpectRank("q_ids", q_ids, 2, "(mask_batch, q_len)"));
@@ -62,7 +62,7 @@ ffi::Error Documents(Stream stream, ffi::AnyBuffer q_ids, ffi::AnyBuffer kv_ids,
   PACKAX_TRY(Expect("kv_pos", kv_pos, s32, {r.batch_axis(), r.kv_axis()}));
   PACKAX_TRY(Expect("lo", *lo, s32, {r.batch_axis(), r.q_axis()}));
   PACKAX_TRY(Expect("hi", *hi, s32, {r.batch_axis(), r.q_axis()}));
-  PACKAX_TRY(Expect("tested", *tested, s32, {r.batch_axis(), r.q_axis()}));
+  PACKAX_TRY(Expect("segment_checked", *segment_checked, s32, {r.batch_axis(), r.q_axis()}));
   PACKAX_TRY(Expect("workspace", *workspace, s32, {r.batch_axis(), {"words", words}}));
   if (r.batch == 0) return ffi::Error::Success();
 
@@ -74,7 +74,6 @@ ffi::Error Documents(Stream stream, ffi::AnyBuffer q_ids, ffi::AnyBuffer kv_ids,
   PACKAX_TRY(Prepare(device, Dtype::kAny, 0, 0, &init));
   PACKAX_TRY(Prepare(device, Dtype::kAny, 0, 0, &runs));
   PACKAX_TRY(Prepare(device, Dtype::kAny, 0, 0, &rows));
-  if (!stream) return ffi::Error::Success();
 
   PACKAX_TRY(Launch(init, stream, RowGrid(r.kv_len, init.block(), r),
                     DocumentsInitArgs{
@@ -102,7 +101,7 @@ ffi::Error Documents(Stream stream, ffi::AnyBuffer q_ids, ffi::AnyBuffer kv_ids,
                     .workspace = workspace->untyped_data(),
                     .lo = lo->untyped_data(),
                     .hi = hi->untyped_data(),
-                    .tested = tested->untyped_data(),
+                    .segment_checked = segment_checked->untyped_data(),
                     .compare_positions = compare_positions,
                     .q_len = r.q_len,
                     .kv_len = r.kv_len,
@@ -112,10 +111,11 @@ ffi::Error Documents(Stream stream, ffi::AnyBuffer q_ids, ffi::AnyBuffer kv_ids,
                 });
 }
 
-ffi::Error Blocks(Stream stream, ffi::AnyBuffer q_lo, ffi::AnyBuffer q_hi, ffi::AnyBuffer tested,
-                  ffi::Result<ffi::AnyBuffer> q_blocks, ffi::Result<ffi::AnyBuffer> kv_blocks,
-                  ffi::Result<ffi::AnyBuffer> q_order, ffi::Result<ffi::AnyBuffer> q_order_192,
-                  ffi::Result<ffi::AnyBuffer> kv_order, int64_t kv_len) {
+ffi::Error Blocks(Stream stream, ffi::AnyBuffer q_lo, ffi::AnyBuffer q_hi,
+                  ffi::AnyBuffer segment_checked, ffi::Result<ffi::AnyBuffer> q_blocks,
+                  ffi::Result<ffi::AnyBuffer> kv_blocks, ffi::Result<ffi::AnyBuffer> q_order,
+                  ffi::Result<ffi::AnyBuffer> q_order_192, ffi::Result<ffi::AnyBuffer> kv_order,
+                  int64_t kv_len) {
   Rows r;
   PACKAX_TRY(ExpectRank("q_lo", q_lo, 2, "(mask_batch, q_len)"));
   PACKAX_TRY(ToInt32("mask_batch (q_lo axis 0)", q_lo.dimensions()[0], 0, kMaxInt32, &r.batch));
@@ -127,7 +127,7 @@ ffi::Error Blocks(Stream stream, ffi::AnyBuffer q_lo, ffi::AnyBuffer q_hi, ffi::
   const ffi::DataType s32 = ffi::DataType::S32;
   PACKAX_TRY(Expect("q_lo", q_lo, s32, {r.batch_axis(), r.q_axis()}));
   PACKAX_TRY(Expect("q_hi", q_hi, s32, {r.batch_axis(), r.q_axis()}));
-  PACKAX_TRY(Expect("tested", tested, s32, {r.batch_axis(), r.q_axis()}));
+  PACKAX_TRY(Expect("segment_checked", segment_checked, s32, {r.batch_axis(), r.q_axis()}));
   PACKAX_TRY(Expect("q_blocks", *q_blocks, s32,
                     {r.batch_axis(), {"bounds", 5}, {"ceil(q_len/64)", q_count}}));
   PACKAX_TRY(Expect("kv_blocks", *kv_blocks, s32,
@@ -146,13 +146,12 @@ ffi::Error Blocks(Stream stream, ffi::AnyBuffer q_lo, ffi::AnyBuffer q_hi, ffi::
   PACKAX_TRY(Prepare(device, Dtype::kAny, 0, 0, &rows));
   PACKAX_TRY(Prepare(device, Dtype::kAny, 0, 0, &keys));
   PACKAX_TRY(Prepare(device, Dtype::kAny, 0, 0, &order));
-  if (!stream) return ffi::Error::Success();
 
   PACKAX_TRY(Launch(rows, stream, RowGrid(q_count, rows.block(), r),
                     BlocksRowsArgs{
                         .q_lo = q_lo.untyped_data(),
                         .q_hi = q_hi.untyped_data(),
-                        .tested = tested.untyped_data(),
+                        .segment_checked = segment_checked.untyped_data(),
                         .q_blocks = q_blocks->untyped_data(),
                         .q_len = r.q_len,
                     }));
@@ -184,7 +183,7 @@ auto DocumentsSignature(Binding&& binding) {
       .template Arg<ffi::AnyBuffer>()  // kv_pos: like kv_ids
       .template Ret<ffi::AnyBuffer>()  // lo: like q_ids
       .template Ret<ffi::AnyBuffer>()  // hi: like q_ids
-      .template Ret<ffi::AnyBuffer>()  // tested: like q_ids
+      .template Ret<ffi::AnyBuffer>()  // segment_checked: like q_ids
       .template Ret<ffi::AnyBuffer>()  // workspace: (mask_batch, words) int32
       .template Attr<int32_t>("compare_positions");
 }
@@ -194,7 +193,7 @@ auto BlocksSignature(Binding&& binding) {
   return std::forward<Binding>(binding)
       .template Arg<ffi::AnyBuffer>()  // q_lo: (mask_batch, q_len) int32
       .template Arg<ffi::AnyBuffer>()  // q_hi: like q_lo
-      .template Arg<ffi::AnyBuffer>()  // tested: like q_lo
+      .template Arg<ffi::AnyBuffer>()  // segment_checked: like q_lo
       .template Ret<ffi::AnyBuffer>()  // q_blocks: (mask_batch, 5, ceil(q_len/64)) int32
       .template Ret<ffi::AnyBuffer>()  // kv_blocks: (mask_batch, 4, ceil(kv_len/64)) int32
       .template Ret<ffi::AnyBuffer>()  // q_order: (mask_batch, ceil(q_len/128)) int32

@@ -105,4 +105,12 @@ int64_t Product(std::initializer_list<int64_t> sizes) {
   return product;
 }
 
+int64_t Sum(std::initializer_list<int64_t> sizes) {
+  int64_t sum = 0;
+  for (int64_t size : sizes) {
+    if (__builtin_add_overflow(sum, size, &sum)) return std::numeric_limits<int64_t>::max();
+  }
+  return sum;
+}
+
 }  // namespace packax

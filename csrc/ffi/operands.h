@@ -12,6 +12,9 @@
 
 namespace packax {
 
+// All operands are bound as AnyBuffer, also where the type is fixed: what XLA says of another type
+// ("Wrong buffer dtype: expected S32 but got F32", "bad operands at: 3") names no operand.
+
 // The longest row: positions and tile ends stay below 2^31.
 inline constexpr int64_t kMaxLength = int64_t{1} << 29;
 // Offsets in a tile do: 128 rows of so many heads of 256.
@@ -26,6 +29,12 @@ struct Axis {
 
 // "bfloat16", as JAX says it.
 std::string DtypeText(ffi::DataType dtype);
+
+// An operand that is not there comes as shape (0,), of any type, and is never read. Nothing that is
+// there has this shape, but for what a batch of 0 makes empty.
+inline bool Absent(const ffi::AnyBuffer& buffer) {
+  return buffer.dimensions().size() == 1 && buffer.dimensions()[0] == 0;
+}
 
 // dtype and shape are exactly these.
 ffi::Error Expect(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType dtype,
@@ -46,5 +55,8 @@ constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // A product of sizes; stays at the largest int64 instead of wrapping, so that a limit check still
 // sees it.
 int64_t Product(std::initializer_list<int64_t> sizes);
+
+// Likewise a sum.
+int64_t Sum(std::initializer_list<int64_t> sizes);
 
 }  // namespace packax

@@ -7,8 +7,8 @@
 namespace packax {
 
 ffi::Error ReadShape(const ffi::AnyBuffer& query, const ffi::AnyBuffer& key,
-                     const ffi::AnyBuffer& value, const ffi::AnyBuffer& q_lo, Shape* shape,
-                     bool float32, const std::optional<SomeHeads>& some) {
+                     const ffi::AnyBuffer& value, const ffi::AnyBuffer& q_lo, int32_t first_head,
+                     int32_t heads, Shape* shape) {
   PACKAX_TRY(ExpectRank("query", query, 4, "(batch, q_len, heads, qk_dim)"));
   PACKAX_TRY(ExpectRank("key", key, 4, "(batch, kv_len, kv_heads, qk_dim)"));
   PACKAX_TRY(ExpectRank("value", value, 4, "(batch, kv_len, kv_heads, v_dim)"));
@@ -16,16 +16,15 @@ ffi::Error ReadShape(const ffi::AnyBuffer& query, const ffi::AnyBuffer& key,
 
   shape->dtype = query.element_type();
   PACKAX_CHECK(shape->dtype == ffi::DataType::BF16 || shape->dtype == ffi::DataType::F16 ||
-                   (float32 && shape->dtype == ffi::DataType::F32),
+                   shape->dtype == ffi::DataType::F32,
                kInvalidArgument)
-      << "query is " << DtypeText(shape->dtype) << ", expected "
-      << (float32 ? "bfloat16, float16 or float32" : "bfloat16 or float16");
+      << "query is " << DtypeText(shape->dtype) << ", expected bfloat16, float16 or float32";
   PACKAX_TRY(ToInt32("batch (query axis 0)", query.dimensions()[0], 0, kMaxInt32, &shape->batch));
   PACKAX_TRY(ToInt32("q_len (query axis 1)", query.dimensions()[1], 1, kMaxLength, &shape->q_len));
   PACKAX_TRY(
       ToInt32("heads (query axis 2)", query.dimensions()[2], 1, kMaxHeads, &shape->row_heads));
-  shape->first_head = some ? some->first : 0;
-  shape->heads = some ? some->count : shape->row_heads;
+  shape->first_head = first_head;
+  shape->heads = first_head == 0 && heads == 0 ? shape->row_heads : heads;
   PACKAX_CHECK(shape->heads >= 1 && shape->first_head >= 0 &&
                    shape->first_head <= shape->row_heads - shape->heads,
                kInvalidArgument)
@@ -36,8 +35,9 @@ ffi::Error ReadShape(const ffi::AnyBuffer& query, const ffi::AnyBuffer& key,
   PACKAX_TRY(ToInt32("kv_heads (key axis 2)", key.dimensions()[2], 1, kMaxHeads, &shape->kv_heads));
   PACKAX_TRY(ToInt32("v_dim (value axis 3)", value.dimensions()[3], 1, kMaxInt32, &shape->v_dim));
   PACKAX_CHECK(shape->heads % shape->kv_heads == 0, kInvalidArgument)
-      << (some ? "attribute heads is " : "query has ") << shape->heads << (some ? "" : " heads")
-      << ", expected a multiple of the " << shape->kv_heads << " heads of key and value";
+      << (shape->heads == shape->row_heads ? "query has " : "attribute heads is ") << shape->heads
+      << (shape->heads == shape->row_heads ? " heads" : "") << ", expected a multiple of the "
+      << shape->kv_heads << " heads of key and value";
 
   const int64_t mask_batch = q_lo.dimensions()[0];
   PACKAX_CHECK(mask_batch == 1 || mask_batch == shape->batch, kInvalidArgument)
@@ -56,21 +56,27 @@ ffi::Error ReadShape(const ffi::AnyBuffer& query, const ffi::AnyBuffer& key,
                  {"v_dim", shape->v_dim}});
 }
 
+ffi::Error ReadPrecision(int32_t float32_products, Shape* shape) {
+  PACKAX_TRY(ExpectAttribute("float32_products", float32_products, 1));
+  shape->float32_products = float32_products == 1;
+  return ffi::Error::Success();
+}
+
 ffi::Error CheckMask(const Shape& s, const Mask& m) {
   const Axis batch{"mask_batch", s.mask_batch}, q_len{"q_len", s.q_len}, kv_len{"kv_len", s.kv_len};
-  PACKAX_TRY(ExpectAttribute("element_test", m.element_test, 3));
+  PACKAX_TRY(ExpectAttribute("segment_check", m.segment_check, 3));
   PACKAX_TRY(Expect("q_lo", m.q_lo, ffi::DataType::S32, {batch, q_len}));
   PACKAX_TRY(Expect("q_hi", m.q_hi, ffi::DataType::S32, {batch, q_len}));
-  if (m.element_test >= 1) {
+  if (m.segment_check >= 1) {
     PACKAX_TRY(Expect("q_ids", m.q_ids, ffi::DataType::S32, {batch, q_len}));
     PACKAX_TRY(Expect("kv_ids", m.kv_ids, ffi::DataType::S32, {batch, kv_len}));
   }
-  if (m.element_test == 3) {
+  if (m.segment_check == 3) {
     PACKAX_TRY(Expect("q_pos", m.q_pos, ffi::DataType::S32, {batch, {"limits", 2}, q_len}));
-  } else if (m.element_test == 2) {
+  } else if (m.segment_check == 2) {
     PACKAX_TRY(Expect("q_pos", m.q_pos, ffi::DataType::S32, {batch, q_len}));
   }
-  if (m.element_test >= 2) {
+  if (m.segment_check >= 2) {
     PACKAX_TRY(Expect("kv_pos", m.kv_pos, ffi::DataType::S32, {batch, kv_len}));
   }
   PACKAX_TRY(Expect("q_blocks", m.q_blocks, ffi::DataType::S32,
@@ -136,14 +142,12 @@ void* FirstHead(const ffi::AnyBuffer& buffer, const Shape& s) {
   return static_cast<char*>(buffer.untyped_data()) + s.first_head * buffer.dimensions()[3] * bytes;
 }
 
-ffi::Error CheckSomeHeads(const char* name, const std::optional<SomeHeads>& some,
-                          const ffi::AnyBuffer& result) {
-  if (!some) return ffi::Error::Success();
-  PACKAX_TRY(ExpectAttribute("begins", some->begins, 1));
-  const void* before = some->before.untyped_data();
-  PACKAX_CHECK(some->begins == 1 || before == result.untyped_data(), kInvalidArgument)
-      << name << "_before is at " << before << " and " << name << " at " << result.untyped_data()
-      << ", expected one place for both";
+ffi::Error CheckBefore(const char* name, const ffi::AnyBuffer& before,
+                       const ffi::AnyBuffer& result) {
+  if (Absent(before)) return ffi::Error::Success();
+  PACKAX_CHECK(before.untyped_data() == result.untyped_data() && !Absent(result), kInvalidArgument)
+      << name << "_before is at " << before.untyped_data() << " and " << name << " at "
+      << result.untyped_data() << ", expected one place for both";
   return ffi::Error::Success();
 }
 

@@ -20,7 +20,7 @@ struct Shape {
   int32_t batch, mask_batch, q_len, kv_len, heads, kv_heads, qk_dim, v_dim;
   // Rows of query, out and their gradients have this many; the call is about `heads` of them.
   int32_t row_heads, first_head;
-  bool exact = true;  // products of float32 operands; otherwise TF32
+  bool float32_products = true;  // of float32 operands; otherwise TF32
 
   int64_t q_blocks() const { return CeilDiv(q_len, kBlock); }
   int64_t kv_blocks() const { return CeilDiv(kv_len, kBlock); }
@@ -31,7 +31,7 @@ struct Shape {
   int64_t padded() const { return kBlock * q_blocks(); }
   int64_t padded_rows() const { return Product({batch, heads, padded()}); }
   Dtype kernel_dtype() const {
-    if (dtype == ffi::DataType::F32) return exact ? Dtype::kF32 : Dtype::kTf32;
+    if (dtype == ffi::DataType::F32) return float32_products ? Dtype::kF32 : Dtype::kTf32;
     return dtype == ffi::DataType::BF16 ? Dtype::kBf16 : Dtype::kF16;
   }
   TensorMapElement element() const {
@@ -41,11 +41,11 @@ struct Shape {
 
 struct Mask {
   ffi::AnyBuffer q_lo, q_hi;     // (mask_batch, q_len)
-  ffi::AnyBuffer q_ids, kv_ids;  // read where element_test >= 1
-  ffi::AnyBuffer q_pos, kv_pos;  // read where element_test >= 2; at 3 q_pos holds two limits
+  ffi::AnyBuffer q_ids, kv_ids;  // read where segment_check >= 1
+  ffi::AnyBuffer q_pos, kv_pos;  // read where segment_check >= 2; at 3 q_pos holds two limits
   ffi::AnyBuffer q_blocks;       // (mask_batch, 5, q_blocks)
   ffi::AnyBuffer q_order;        // (mask_batch, q_tiles)
-  int32_t element_test;
+  int32_t segment_check;
 };
 
 // Members of a kernel's `Args{...}` that a mask or the sizes fill. Every one is named: a kernel
@@ -61,22 +61,18 @@ struct Mask {
   .heads = (s).heads, .kv_heads = (s).kv_heads
 #define PACKAX_SIZES_OF_ROWS(s) PACKAX_SIZES(s), .row_heads = (s).row_heads
 
-// Of targets for some of the query's heads: `count` from `first` on. The others are in the result
-// already, which takes the place of `before`; unless this call `begins`: then there are none yet,
-// and any buffer stands in for `before`.
-struct SomeHeads {
-  int32_t first, count, begins;
-  ffi::AnyBuffer before;
-};
-
-// `float32`: whether the target has kernels for it, too.
+// `first_head` and `heads`: of the query's, those that the call is about; 0 and 0: all.
 ffi::Error ReadShape(const ffi::AnyBuffer& query, const ffi::AnyBuffer& key,
-                     const ffi::AnyBuffer& value, const ffi::AnyBuffer& q_lo, Shape* shape,
-                     bool float32 = false, const std::optional<SomeHeads>& some = std::nullopt);
+                     const ffi::AnyBuffer& value, const ffi::AnyBuffer& q_lo, int32_t first_head,
+                     int32_t heads, Shape* shape);
 
-// The result is where what was before is.
-ffi::Error CheckSomeHeads(const char* name, const std::optional<SomeHeads>& some,
-                          const ffi::AnyBuffer& result);
+// The products of float32 operands that an attribute asks for.
+ffi::Error ReadPrecision(int32_t float32_products, Shape* shape);
+
+// Of a call for some of the heads: the others are in `before` already, whose memory `result` takes.
+// Absent where there are none yet, and where nothing is written.
+ffi::Error CheckBefore(const char* name, const ffi::AnyBuffer& before,
+                       const ffi::AnyBuffer& result);
 
 ffi::Error CheckMask(const Shape& s, const Mask& m);
 

@@ -9,6 +9,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <new>
 #include <optional>
 #include <utility>
 
@@ -20,24 +21,13 @@ namespace packax {
 // CUstream; empty in the initialize stage.
 using Stream = std::optional<void*>;
 
-enum class Target {
-  kDocuments,
-  kBlocks,
-  kForward,
-  kBackward,
-  kDecode,
-  kForwardGeneral,
-  kBackwardGeneral,
-  kForwardHeads,
-  kBackwardHeads
-};
+enum class Target { kDocuments, kBlocks, kForward, kBackward, kDecode };
 
 inline constexpr const char* kTargetNames[] = {
-    "packax_documents_v1",        "packax_blocks_v1",        "packax_forward_v1",
-    "packax_backward_v1",         "packax_decode_v1",        "packax_forward_general_v1",
-    "packax_backward_general_v1", "packax_forward_heads_v1", "packax_backward_heads_v1",
+    "packax_documents_v1", "packax_blocks_v1", "packax_forward_v1",
+    "packax_backward_v1",  "packax_decode_v1",
 };
-inline constexpr int kTargets = 9;
+inline constexpr int kTargets = 5;
 
 // Time spent in the execute stage, on the host, over the life of the process.
 struct HostTime {
@@ -63,29 +53,38 @@ class ScopedHostTime {
   Clock::time_point start_;
 };
 
-// XLA does not say which custom call failed, so the target's name goes in front.
-inline ffi::Error Named(Target target, ffi::Error error) {
-  if (error.success()) [[likely]] {
-    return error;
+// Runs a target's function. XLA does not say which custom call failed, so the target's name goes in
+// front of an error. XLA's FFI is a C interface: no exception may pass it.
+template <Target target, auto function, typename... Operands>
+ffi::Error RunGuarded(Stream stream, const Operands&... operands) noexcept {
+  try {
+    ffi::Error error = function(stream, operands...);
+    if (error.success()) [[likely]] {
+      return error;
+    }
+    return ffi::Error(*error.errc(),
+                      std::string(kTargetNames[static_cast<int>(target)]) + ": " + error.message());
+  } catch (const std::bad_alloc&) {
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "no host memory");  // needs none itself
+  } catch (...) {
+    return ffi::Error(ffi::ErrorCode::kInternal, "C++ exception");  // likewise
   }
-  return ffi::Error(*error.errc(),
-                    std::string(kTargetNames[static_cast<int>(target)]) + ": " + error.message());
 }
 
 template <Target target, auto function>
 struct Initialize {
   template <typename... Operands>
-  ffi::Error operator()(Operands... operands) const {
-    return Named(target, function(std::nullopt, operands...));
+  ffi::Error operator()(const Operands&... operands) const {
+    return RunGuarded<target, function>(std::nullopt, operands...);
   }
 };
 
 template <Target target, auto function>
 struct Execute {
   template <typename... Operands>
-  ffi::Error operator()(void* stream, Operands... operands) const {
+  ffi::Error operator()(void* stream, const Operands&... operands) const {
     ScopedHostTime time(target);
-    return Named(target, function(Stream(stream), operands...));
+    return RunGuarded<target, function>(Stream(stream), operands...);
   }
 };
 
@@ -101,15 +100,21 @@ struct Ready {
 inline constexpr char kWayOut[] =
     ". implementation=\"xla\", of create_attention_mask too, needs no kernels";
 
-// Looks a kernel up for this device and loads it.
+// Loads what a search for `query` found, or says what there is instead.
 template <typename Args>
-ffi::Error Prepare(Device* device, Dtype dtype, int64_t qk_dim, int64_t v_dim, Ready<Args>* ready) {
-  const Query query{Args::kKernel, device->cc, dtype, qk_dim, v_dim, device->driver};
-  const Variant* variant = Find(query);
+ffi::Error LoadFound(Device* device, const Query& query, const Variant* variant,
+                     Ready<Args>* ready) {
   PACKAX_CHECK(variant != nullptr, kUnimplemented)
       << DescribeMissing(query) << "; device " << device->ordinal << " is " << device->name
       << kWayOut;
   return Load(device, *variant, &ready->kernel);
+}
+
+// Looks a kernel up for this device and loads it.
+template <typename Args>
+ffi::Error Prepare(Device* device, Dtype dtype, int64_t qk_dim, int64_t v_dim, Ready<Args>* ready) {
+  const Query query{Args::kKernel, device->cc, dtype, qk_dim, v_dim, device->driver};
+  return LoadFound(device, query, Find(query), ready);
 }
 
 // Prepare() of the smallest kernel whose head dims are at least these.
@@ -117,11 +122,7 @@ template <typename Args>
 ffi::Error PrepareCovering(Device* device, Dtype dtype, int64_t qk_dim, int64_t v_dim,
                            Ready<Args>* ready) {
   const Query query{Args::kKernel, device->cc, dtype, qk_dim, v_dim, device->driver};
-  const Variant* variant = FindCovering(query);
-  PACKAX_CHECK(variant != nullptr, kUnimplemented)
-      << DescribeMissing(query) << "; device " << device->ordinal << " is " << device->name
-      << kWayOut;
-  return Load(device, *variant, &ready->kernel);
+  return LoadFound(device, query, FindCovering(query), ready);
 }
 
 // Prepare() for a kernel that only some devices have and that another one stands in for: empty if
@@ -142,29 +143,25 @@ ffi::Error Encode(const Ready<Args>& ready, typename Args::Map parameter, const 
   return EncodeTensorMap(ready.kernel, parameter, view, map);
 }
 
+// In the initialize stage it only checks the grid: a call that is too large must not fail when half
+// of its kernels have run.
 template <typename Args>
 ffi::Error Launch(const Ready<Args>& ready, Stream stream, Grid grid, const Args& args) {
+  PACKAX_TRY(CheckGrid(ready.kernel, grid));
+  if (!stream) return ffi::Error::Success();
   return Launch(ready.kernel, *stream, grid, args.Addresses().data());
 }
 
 }  // namespace packax
 
-// The exported stages, defined in forward.cc, backward.cc, decode.cc, general.cc and masks.cc.
-XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_documents_initialize);
+// The exported stages.
+XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_documents_initialize);  // mask.cc
 XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_documents_execute);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_blocks_initialize);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_blocks_execute);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_forward_initialize);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_forward_initialize);  // forward.cc
 XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_forward_execute);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_backward_initialize);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_backward_initialize);  // backward.cc
 XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_backward_execute);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_forward_heads_initialize);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_forward_heads_execute);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_backward_heads_initialize);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_backward_heads_execute);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_decode_initialize);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_decode_initialize);  // decode.cc
 XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_decode_execute);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_forward_general_initialize);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_forward_general_execute);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_backward_general_initialize);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_backward_general_execute);

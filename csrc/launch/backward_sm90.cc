@@ -1,6 +1,8 @@
-// The backward's kernels for Hopper: tensor maps, the workspace, and which of them run.
+// Tensor maps, sections of the workspace, and which of the kernels run.
 
 #include "launch/backward_sm90.h"
+
+#include "launch/heuristics.h"
 
 namespace packax {
 namespace {
@@ -70,7 +72,7 @@ ffi::Error LaunchPrepare(const Ready<BackwardPrepareArgs>& prepare, Stream strea
                 });
 }
 
-// Members of `Args{...}` of kernels that make dK and dV, as those of attention.h. Maps are filled
+// Members of `Args{...}` of kernels that make dK and dV, as those of shape.h. Maps are filled
 // in by MapTiles.
 #define PACKAX_NO_TILES                                                                         \
   .query = {}, .key = {}, .value = {}, .dout = {}, .lse2 = {}, .delta = {}, .lo = {}, .hi = {}, \
@@ -78,23 +80,23 @@ ffi::Error LaunchPrepare(const Ready<BackwardPrepareArgs>& prepare, Stream strea
 #define PACKAX_KEY_ARRAYS(c)                                                 \
   PACKAX_MASK_ELEMENTS((c).mask), .kv_blocks = (c).kv_blocks.untyped_data(), \
       .kv_order = (c).kv_order.untyped_data()
-#define PACKAX_KEYS(c) PACKAX_KEY_ARRAYS(c), .scale = (c).scale
-#define PACKAX_TESTS_AND_SIZES(c) .element_test = (c).mask.element_test, PACKAX_SIZES((c).shape)
+#define PACKAX_KEYS(c) PACKAX_KEY_ARRAYS(c), .scale = (c).scores.scale
+#define PACKAX_TESTS_AND_SIZES(c) .segment_check = (c).mask.segment_check, PACKAX_SIZES((c).shape)
 
 void Fill(const BackwardCall& c, const Sections& at, BackwardSm90Args* args) {
   *args = {PACKAX_NO_TILES, .dq_sum = at.dq_sum, PACKAX_KEYS(c), PACKAX_TESTS_AND_SIZES(c)};
 }
 
 void Fill(const BackwardCall& c, const Sections& at, BackwardSm90SoftCapArgs* args) {
-  *args = {PACKAX_NO_TILES, .dq_sum = at.dq_sum, PACKAX_KEYS(c), .soft_cap = c.soft_cap,
+  *args = {PACKAX_NO_TILES, .dq_sum = at.dq_sum, PACKAX_KEYS(c), .soft_cap = c.scores.soft_cap,
            PACKAX_TESTS_AND_SIZES(c)};
 }
 
 void Fill(const BackwardCall& c, const Sections& at, BackwardSm90AlibiArgs* args) {
   *args = {
-      PACKAX_NO_TILES,      .dq_sum = at.dq_sum,
-      PACKAX_KEY_ARRAYS(c), .slopes = c.slopes->untyped_data(),
-      .scale = c.scale,     PACKAX_TESTS_AND_SIZES(c),
+      PACKAX_NO_TILES,         .dq_sum = at.dq_sum,
+      PACKAX_KEY_ARRAYS(c),    .slopes = c.scores.slopes.untyped_data(),
+      .scale = c.scores.scale, PACKAX_TESTS_AND_SIZES(c),
   };
 }
 
@@ -103,18 +105,19 @@ void Fill(const BackwardCall& c, const Sections&, BackwardDkdvSm90Args* args) {
 }
 
 void Fill(const BackwardCall& c, const Sections&, BackwardDkdvSm90SoftCapArgs* args) {
-  *args = {PACKAX_NO_TILES, PACKAX_KEYS(c), .soft_cap = c.soft_cap, PACKAX_TESTS_AND_SIZES(c)};
+  *args = {PACKAX_NO_TILES, PACKAX_KEYS(c), .soft_cap = c.scores.soft_cap,
+           PACKAX_TESTS_AND_SIZES(c)};
 }
 
 void Fill(const BackwardCall& c, const Sections&, BackwardDkdvSm90BlockListsArgs* args) {
   *args = {
       PACKAX_NO_TILES,
       PACKAX_KEY_ARRAYS(c),
-      .map_bits = c.map->bits.untyped_data(),
-      .kv_entries = c.map->kv_entries.untyped_data(),
-      .scale = c.scale,
-      .element_test = c.mask.element_test,
-      PACKAX_MAPPED_SIZES(c.shape, *c.map),
+      .block_mask = c.block_mask.bits.untyped_data(),
+      .kv_block_lists = c.block_mask.kv_lists.untyped_data(),
+      .scale = c.scores.scale,
+      .segment_check = c.mask.segment_check,
+      PACKAX_BLOCK_MASK_SIZES(c.shape, c.block_mask),
   };
 }
 
@@ -122,14 +125,14 @@ void Fill(const BackwardCall& c, const Sections&, BackwardDkdvSm90BlockListsArgs
 #define PACKAX_ROWS(c, at)                                                                     \
   .query = {}, .key = {}, .value = {}, .dout = {}, .dq = {}, .lse2 = (at).lse2,                \
   .delta = (at).delta, PACKAX_MASK_ROWS((c).mask), .q_order = (c).mask.q_order.untyped_data(), \
-  .counter = (at).counter, .scale = (c).scale
+  .counter = (at).counter, .scale = (c).scores.scale
 
 void Fill(const BackwardCall& c, const Sections& at, BackwardDqSm90Args* args) {
   *args = {PACKAX_ROWS(c, at), PACKAX_TESTS_AND_SIZES(c)};
 }
 
 void Fill(const BackwardCall& c, const Sections& at, BackwardDqSm90SoftCapArgs* args) {
-  *args = {PACKAX_ROWS(c, at), .soft_cap = c.soft_cap, PACKAX_TESTS_AND_SIZES(c)};
+  *args = {PACKAX_ROWS(c, at), .soft_cap = c.scores.soft_cap, PACKAX_TESTS_AND_SIZES(c)};
 }
 
 void Fill(const BackwardCall& c, const Sections& at, BackwardDqSm90BlockListsArgs* args) {
@@ -144,11 +147,11 @@ void Fill(const BackwardCall& c, const Sections& at, BackwardDqSm90BlockListsArg
       PACKAX_MASK_ROWS(c.mask),
       .q_order = c.mask.q_order.untyped_data(),
       .counter = at.counter,
-      .map_bits = c.map->bits.untyped_data(),
-      .q_entries = c.map->entries.untyped_data(),
-      .scale = c.scale,
-      .element_test = c.mask.element_test,
-      PACKAX_MAPPED_SIZES(c.shape, *c.map),
+      .block_mask = c.block_mask.bits.untyped_data(),
+      .q_block_lists = c.block_mask.q_lists.untyped_data(),
+      .scale = c.scores.scale,
+      .segment_check = c.mask.segment_check,
+      PACKAX_BLOCK_MASK_SIZES(c.shape, c.block_mask),
   };
 }
 
@@ -174,17 +177,20 @@ ffi::Error LaunchBackward(const Fused<Args>& kernels, Stream stream, const Backw
   const Sm90Workspace w(s);
   const Sections at(c, w);
   const auto& gradients = *kernels.gradients;
+  const Grid grid = KeyGrid(s, gradients.block());
+  PACKAX_TRY(CheckGrid(gradients.kernel, grid));
+  if (!stream) return ffi::Error::Success();
   Args args;
   Fill(c, at, &args);
   PACKAX_TRY(MapTiles(gradients, c, &args));
   PACKAX_TRY(LaunchPrepare(*kernels.prepare, stream, c, true));
-  PACKAX_TRY(Launch(gradients, stream, KeyGrid(s, gradients.block()), args));
-  if (!c.want_dq) return ffi::Error::Success();
+  PACKAX_TRY(Launch(gradients, stream, grid, args));
+  if (!c.needs_dq) return ffi::Error::Success();
   return Launch(*kernels.finish, stream, Grid{w.rows / kernels.finish->block()},
                 BackwardFinishArgs{
                     .dq_sum = at.dq_sum,
                     .dq = FirstHead(c.dq, s),
-                    .scale = c.scale,
+                    .scale = c.scores.scale,
                     .q_len = s.q_len,
                     .heads = s.heads,
                     .row_heads = s.row_heads,
@@ -192,55 +198,56 @@ ffi::Error LaunchBackward(const Fused<Args>& kernels, Stream stream, const Backw
 }
 
 // One kernel for dK and dV and one for dQ, which add nothing to memory: the same bits every run,
-// and only the gradients that are wanted. Also where there is no kernel for all.
-template <typename KeysArgs, typename RowsArgs>
-struct Apart {
+// and only the gradients that are needed. Also where there is no kernel for all.
+template <typename DkdvArgs, typename DqArgs>
+struct Separate {
   std::optional<Ready<BackwardPrepareArgs>> prepare;
-  std::optional<Ready<KeysArgs>> keys;
-  std::optional<Ready<RowsArgs>> rows;
+  std::optional<Ready<DkdvArgs>> dkdv;
+  std::optional<Ready<DqArgs>> dq;
 
   ffi::Error Find(Device* device, const Shape& s) {
     PACKAX_TRY(PrepareIfAny(device, s.kernel_dtype(), s.qk_dim, s.v_dim, &prepare));
-    PACKAX_TRY(PrepareIfAny(device, s.kernel_dtype(), s.qk_dim, s.v_dim, &keys));
-    return PrepareIfAny(device, s.kernel_dtype(), s.qk_dim, s.v_dim, &rows);
+    PACKAX_TRY(PrepareIfAny(device, s.kernel_dtype(), s.qk_dim, s.v_dim, &dkdv));
+    return PrepareIfAny(device, s.kernel_dtype(), s.qk_dim, s.v_dim, &dq);
   }
-  bool found() const { return prepare && keys && rows; }
+  bool found() const { return prepare && dkdv && dq; }
 };
 
 template <typename Args>
-ffi::Error LaunchKeys(const Ready<Args>& keys, Stream stream, const BackwardCall& c) {
+ffi::Error LaunchDkdv(const Ready<Args>& dkdv, Stream stream, const BackwardCall& c) {
   const Shape& s = c.shape;
   Args args;
   Fill(c, Sections(c, Sm90Workspace(s)), &args);
-  PACKAX_TRY(MapTiles(keys, c, &args));
-  return Launch(keys, stream, KeyGrid(s, keys.block()), args);
+  PACKAX_TRY(MapTiles(dkdv, c, &args));
+  return Launch(dkdv, stream, KeyGrid(s, dkdv.block()), args);
 }
 
 template <typename Args>
-ffi::Error LaunchRows(const Ready<Args>& rows, Stream stream, const BackwardCall& c) {
+ffi::Error LaunchDq(const Ready<Args>& dq, Stream stream, const BackwardCall& c) {
   const Shape& s = c.shape;
   const Sections at(c, Sm90Workspace(s));
   Args args;
   Fill(c, at, &args);
-  PACKAX_TRY(Encode(rows, Args::kQuery, RowsOf("query", c.query, s), &args.query));
-  PACKAX_TRY(Encode(rows, Args::kKey, KeysOf("key", c.key, s), &args.key));
-  PACKAX_TRY(Encode(rows, Args::kValue, KeysOf("value", c.value, s), &args.value));
-  PACKAX_TRY(Encode(rows, Args::kDout, RowsOf("dout", c.dout, s), &args.dout));
-  PACKAX_TRY(Encode(rows, Args::kDq, RowsOf("dq", c.dq, s), &args.dq));
-  // One program per multiprocessor; they draw further tiles from the counter.
-  const int64_t tiles = Product({s.heads, s.batch, CeilDiv(s.q_len, rows.block())});
-  const int64_t programs = rows.kernel.device->multiprocessors;
-  PACKAX_TRY(Clear(*rows.kernel.device, *stream, at.counter));
-  return Launch(rows, stream, Grid{tiles < programs ? tiles : programs}, args);
+  PACKAX_TRY(Encode(dq, Args::kQuery, RowsOf("query", c.query, s), &args.query));
+  PACKAX_TRY(Encode(dq, Args::kKey, KeysOf("key", c.key, s), &args.key));
+  PACKAX_TRY(Encode(dq, Args::kValue, KeysOf("value", c.value, s), &args.value));
+  PACKAX_TRY(Encode(dq, Args::kDout, RowsOf("dout", c.dout, s), &args.dout));
+  PACKAX_TRY(Encode(dq, Args::kDq, RowsOf("dq", c.dq, s), &args.dq));
+  const int64_t tiles = Product({s.heads, s.batch, CeilDiv(s.q_len, dq.block())});
+  const Device& device = *dq.kernel.device;
+  PACKAX_TRY(Clear(device, *stream, at.counter));
+  return Launch(dq, stream, Grid{PersistentPrograms(tiles, device)}, args);
 }
 
-template <typename KeysArgs, typename RowsArgs>
-ffi::Error LaunchBackward(const Apart<KeysArgs, RowsArgs>& kernels, Stream stream,
+template <typename DkdvArgs, typename DqArgs>
+ffi::Error LaunchBackward(const Separate<DkdvArgs, DqArgs>& kernels, Stream stream,
                           const BackwardCall& c) {
+  const auto& dkdv = *kernels.dkdv;
+  if (c.needs_dkv) PACKAX_TRY(CheckGrid(dkdv.kernel, KeyGrid(c.shape, dkdv.block())));
+  if (!stream) return ffi::Error::Success();
   PACKAX_TRY(LaunchPrepare(*kernels.prepare, stream, c, false));
-  if (c.want_dkv) PACKAX_TRY(LaunchKeys(*kernels.keys, stream, c));
-  if (c.want_dq) PACKAX_TRY(LaunchRows(*kernels.rows, stream, c));
-  return ffi::Error::Success();
+  if (c.needs_dkv) PACKAX_TRY(LaunchDkdv(dkdv, stream, c));
+  return c.needs_dq ? LaunchDq(*kernels.dq, stream, c) : ffi::Error::Success();
 }
 
 template <typename Kernels>
@@ -248,52 +255,53 @@ ffi::Error RunIfFound(Device* device, Stream stream, const BackwardCall& c, bool
   Kernels kernels;
   PACKAX_TRY(kernels.Find(device, c.shape));
   *found = kernels.found();
-  return *found && stream ? LaunchBackward(kernels, stream, c) : ffi::Error::Success();
+  return *found ? LaunchBackward(kernels, stream, c) : ffi::Error::Success();
 }
 
-template <typename GradientsArgs, typename KeysArgs, typename RowsArgs>
-ffi::Error RunOne(Device* device, Stream stream, const BackwardCall& c, bool* found) {
-  const Sm90Workspace w(c.shape);
-  const int64_t elements = c.workspace.dimensions()[0];
-  if (elements >= w.size()) {
-    PACKAX_TRY(RunIfFound<Fused<GradientsArgs>>(device, stream, c, found));
+// The fused kernel if there is room for its sum, else or without it the separate ones.
+template <typename FusedArgs, typename DkdvArgs, typename DqArgs>
+ffi::Error RunEither(Device* device, Stream stream, const BackwardCall& c, bool* found) {
+  if (c.algorithm == Algorithm::kSm90Fused) {
+    PACKAX_TRY(RunIfFound<Fused<FusedArgs>>(device, stream, c, found));
+    if (*found) return ffi::Error::Success();
   }
-  if (*found || elements < w.apart_size()) return ffi::Error::Success();
-  return RunIfFound<Apart<KeysArgs, RowsArgs>>(device, stream, c, found);
+  return RunIfFound<Separate<DkdvArgs, DqArgs>>(device, stream, c, found);
 }
 
 }  // namespace
 
-ffi::Error CheckWorkspace(const ffi::AnyBuffer& workspace, const Shape& s) {
-  PACKAX_TRY(ExpectRank("workspace", workspace, 1, "(elements)"));
-  PACKAX_TRY(Expect("workspace", workspace, ffi::DataType::F32,
-                    {{"elements", workspace.dimensions()[0]}}));
-  PACKAX_CHECK(workspace.dimensions()[0] >= s.padded_rows(), kInvalidArgument)
-      << "workspace has " << workspace.dimensions()[0] << " elements, expected at least "
-      << s.padded_rows() << ", batch * heads * q_len rounded up to 64";
-  return ffi::Error::Success();
+int64_t WorkspaceSize(Algorithm algorithm, const Shape& s) {
+  const Sm90Workspace w(s);
+  const int64_t sections = Sum({w.rows, w.rows, w.mask_rows, w.mask_rows});
+  switch (algorithm) {
+    case Algorithm::kPortable:
+      return w.rows;
+    case Algorithm::kSm90Separate:
+      return Sum({sections, 1});
+    case Algorithm::kSm90Fused:
+      return Sum({sections, Product({w.rows, s.qk_dim})});
+  }
+  __builtin_unreachable();
 }
 
 ffi::Error BackwardOnSm90(Device* device, Stream stream, const BackwardCall& c, bool* found) {
   *found = false;
-  if (!Sm90Workspace(c.shape).fits_int32()) return ffi::Error::Success();
-  if (c.map) {
-    if (c.workspace.dimensions()[0] < Sm90Workspace(c.shape).apart_size()) {
-      return ffi::Error::Success();
-    }
-    return RunIfFound<Apart<BackwardDkdvSm90BlockListsArgs, BackwardDqSm90BlockListsArgs>>(
-        device, stream, c, found);
+  const bool none = c.algorithm == Algorithm::kPortable || !Sm90Workspace(c.shape).fits_int32();
+  if (none || c.needs_score_grads || !TakesSm90(c)) return ffi::Error::Success();
+  if (c.block_mask.there()) {
+    using Kernels = Separate<BackwardDkdvSm90BlockListsArgs, BackwardDqSm90BlockListsArgs>;
+    return RunIfFound<Kernels>(device, stream, c, found);
   }
-  if (c.slopes) {  // one kernel for all gradients, or the general ones
-    if (!Sm90Workspace(c.shape).holds_sum(c.workspace)) return ffi::Error::Success();
+  if (c.scores.only_slopes()) {
+    if (c.algorithm != Algorithm::kSm90Fused) return ffi::Error::Success();
     return RunIfFound<Fused<BackwardSm90AlibiArgs>>(device, stream, c, found);
   }
-  if (c.soft_cap > 0) {
-    return RunOne<BackwardSm90SoftCapArgs, BackwardDkdvSm90SoftCapArgs, BackwardDqSm90SoftCapArgs>(
-        device, stream, c, found);
+  if (c.scores.soft_cap > 0) {
+    return RunEither<BackwardSm90SoftCapArgs, BackwardDkdvSm90SoftCapArgs,
+                     BackwardDqSm90SoftCapArgs>(device, stream, c, found);
   }
-  return RunOne<BackwardSm90Args, BackwardDkdvSm90Args, BackwardDqSm90Args>(device, stream, c,
-                                                                            found);
+  return RunEither<BackwardSm90Args, BackwardDkdvSm90Args, BackwardDqSm90Args>(device, stream, c,
+                                                                               found);
 }
 
 }  // namespace packax

@@ -182,11 +182,15 @@ ffi::Error Load(Device* device, const Variant& variant, LoadedKernel* kernel) {
   return ffi::Error::Success();
 }
 
+ffi::Error CheckGrid(const LoadedKernel& kernel, Grid grid) {
+  PACKAX_CHECK(grid.x <= kMaxGridX && grid.y <= kMaxGridY, kInvalidArgument)
+      << kernel.variant->name << " would need a grid of (" << grid.x << ", " << grid.y
+      << "), a GPU takes (" << kMaxGridX << ", " << kMaxGridY << ") at most; split the batch";
+  return ffi::Error::Success();
+}
+
 ffi::Error Launch(const LoadedKernel& kernel, void* stream, Grid grid, const void* const* params) {
   const Variant& v = *kernel.variant;
-  PACKAX_CHECK(grid.x <= kMaxGridX && grid.y <= kMaxGridY, kInvalidArgument)
-      << v.name << " would need a grid of (" << grid.x << ", " << grid.y << "), a GPU takes ("
-      << kMaxGridX << ", " << kMaxGridY << ") at most; split the batch";
   if (grid.x == 0 || grid.y == 0) return ffi::Error::Success();
   const Api* api;
   PACKAX_TRY(GetApi(&api));

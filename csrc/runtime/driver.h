@@ -69,7 +69,11 @@ struct TensorView {
 ffi::Error EncodeTensorMap(const LoadedKernel& kernel, int index, const TensorView& view,
                            TensorMap* map);
 
-// `params` is kernelParams of cuLaunchKernel. An empty grid launches nothing.
+// Whether a GPU takes that many programs.
+ffi::Error CheckGrid(const LoadedKernel& kernel, Grid grid);
+
+// `params` is kernelParams of cuLaunchKernel. An empty grid launches nothing; one that CheckGrid
+// refuses must not come here.
 ffi::Error Launch(const LoadedKernel& kernel, void* stream, Grid grid, const void* const* params);
 
 // Sets four bytes of device memory to 0, in stream order.

@@ -16,13 +16,13 @@ namespace {
 
 constexpr const char* kDtypeNames[] = {"any", "bf16", "f16", "f32", "tf32"};
 
-#define PACKAX_VARIANT(name, kernel, arch, cc, exact, driver, dtype, qk_dim, v_dim, symbol, \
-                       threads, shared, block, ...)                                         \
+#define PACKAX_VARIANT(name, kernel, arch, cc, arch_specific, driver, dtype, qk_dim, v_dim, \
+                       symbol, threads, shared, block, ...)                                 \
   Variant{#name,                                                                            \
           Kernel::kernel,                                                                   \
           arch,                                                                             \
           cc,                                                                               \
-          exact,                                                                            \
+          arch_specific,                                                                    \
           driver,                                                                           \
           Dtype::dtype,                                                                     \
           qk_dim,                                                                           \
@@ -41,13 +41,13 @@ const Variant kTable[] = {
 
 bool Runs(const Variant& v, int cc, int driver) {
   if (v.driver > driver) return false;
-  return v.exact ? v.cc == cc : v.cc / 10 == cc / 10 && v.cc <= cc;
+  return v.arch_specific ? v.cc == cc : v.cc / 10 == cc / 10 && v.cc <= cc;
 }
 
 // Of two rows that both run: a row made for this very chip first, then the newest chip, then the
 // newest driver.
 bool Better(const Variant& a, const Variant& b) {
-  return std::tuple(a.exact, a.cc, a.driver) > std::tuple(b.exact, b.cc, b.driver);
+  return std::tuple(a.arch_specific, a.cc, a.driver) > std::tuple(b.arch_specific, b.cc, b.driver);
 }
 
 void Append(std::string* list, const std::string& item) {

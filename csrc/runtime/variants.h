@@ -23,10 +23,10 @@ enum class Dtype { kAny, kBf16, kF16, kF32, kTf32 };
 struct Variant {
   const char* name;
   Kernel kernel;
-  const char* arch;  // "sm_90a"
-  int cc;            // compute capability, 10 * major + minor
-  bool exact;        // runs on `cc` only; otherwise on the same major, this minor and above
-  int driver;        // the oldest driver that loads it; 12090 is CUDA 12.9
+  const char* arch;    // "sm_90a"
+  int cc;              // compute capability, 10 * major + minor
+  bool arch_specific;  // runs on `cc` only; otherwise on the same major, this minor and above
+  int driver;          // the oldest driver that loads it; 12090 is CUDA 12.9
   Dtype dtype;
   int qk_dim, v_dim;  // 0 for mask kernels
   const char* symbol;

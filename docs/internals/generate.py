@@ -23,7 +23,7 @@ import table  # noqa: E402
 
 BINDING = re.compile(r"\.(?:template )?(Arg|Ret|Attr)<([^()]*)>\((?:\"(\w+)\")?\)+;?\s*(.*)")
 KINDS = {"Arg": "operand", "Ret": "result", "Attr": "attribute"}
-C_TYPES = {"float": "f32", "int32_t": "i32", "int64_t": "i64", "bool": "bool"}
+C_TYPES = {"float": "f32", "int32_t": "i32", "int64_t": "i64", "std::string_view": "string"}
 
 
 def signatures(text: str) -> dict[str, tuple[str | None, list[tuple[str, str, str]]]]:
@@ -82,7 +82,7 @@ def targets() -> str:
 def declared(kernel: str) -> list[str]:
     """A kernel's arguments in the order of its source; upper case: constants of a variant."""
     module = table.KERNELS[kernel]
-    function = table.FUNCTIONS.get(module, kernel)
+    function = table.function(kernel, module)
     path = CSRC / "kernels" / (module.replace(".", "/") + ".py")
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.FunctionDef) and node.name == function:

@@ -9,7 +9,7 @@ class Variant(TypedDict):
     kernel: str  # "forward", "documents_init", ...
     arch: str  # "sm_90a"
     cc: int  # 90
-    exact: bool  # runs on `cc` only; otherwise on the same major, this minor and above
+    arch_specific: bool  # runs on `cc` only; otherwise on the same major, this minor and above
     driver: int  # the oldest driver that loads it; 12090 is CUDA 12.9
     dtype: str  # "bf16", "f16"; "any" for mask kernels
     qk_dim: int  # 0 for mask kernels

@@ -32,6 +32,17 @@ def test_same_input_same_output(tmp_path):
     assert starts == sorted(names)
 
 
+def test_a_file_that_stays_the_same_is_not_written(tmp_path):
+    """args.h is included by all of C++, which would compile again."""
+    write(tmp_path / "in", "a")
+    emit.emit(tmp_path / "in", tmp_path / "out")
+    before = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out").iterdir()}
+    write(tmp_path / "in", "a", image=b"other")
+    emit.emit(tmp_path / "in", tmp_path / "out")
+    after = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out").iterdir()}
+    assert {name for name in after if after[name] != before[name]} == {"cubins.S"}
+
+
 def test_a_changed_cubin_changes_the_text(tmp_path):
     """Else the build would not assemble it again."""
     write(tmp_path / "in", "a")
@@ -68,7 +79,7 @@ def test_one_key_twice(tmp_path):
     write(tmp_path / "in", "b", threads=256)
     assert refused(tmp_path / "in") == (
         "b and a have one key "
-        "(kernel sideways, cc 90, exact True, driver 12000, dtype bf16, head dims 64x64)"
+        "(kernel sideways, cc 90, arch_specific True, driver 12000, dtype bf16, head dims 64x64)"
     )
 
 
@@ -117,15 +128,15 @@ def test_missing_field(tmp_path, field):
     ("changes", "text"),
     [
         ({"cc": "90"}, "cc is '90', expected int"),
-        ({"exact": 1}, "exact is 1, expected bool"),
+        ({"arch_specific": 1}, "arch_specific is 1, expected bool"),
         ({"threads": True}, "threads is True, expected int"),
         ({"params": None}, "params is None, expected list"),
         ({"kernel": "a-b"}, "kernel is 'a-b', expected lower-case words joined by '_'"),
         ({"cc": 80}, "arch 'sm_90a' and cc 80 do not agree"),
         ({"arch": "90a"}, "arch '90a' and cc 90 do not agree"),
         (
-            {"exact": False},
-            "arch sm_90a runs on no other compute capability, so exact must be true",
+            {"arch_specific": False},
+            "arch sm_90a runs on no other compute capability, so arch_specific must be true",
         ),
         *(
             (

@@ -51,7 +51,7 @@ def test_compiled_table(lookup):
     """Every field and every byte arrives, aligned as cuLibraryLoadData likes it."""
     table, rows, _ = lookup
     for v, row in zip(table, rows, strict=False):
-        want = [v.name, v.kernel, v.arch, v.cc, int(v.exact), v.driver, v.dtype]
+        want = [v.name, v.kernel, v.arch, v.cc, int(v.arch_specific), v.driver, v.dtype]
         want += [v.qk_dim, v.v_dim, v.symbol, v.threads, v.shared, v.block, f"cubin-of-{v.name}", 0]
         if v.kernel == "mapped":
             want += [64, 32, 3, 128, 64, 0]
@@ -67,8 +67,8 @@ def test_compiled_table(lookup):
         (87, "86"),  # highest minor not above the device's
         (88, "86"),
         (89, "89"),
-        (90, "90a"),  # exact before portable
-        (91, "90"),  # exact on no other minor
+        (90, "90a"),  # arch-specific before portable
+        (91, "90"),  # arch-specific on no other minor
         (100, "100f"),
         (103, "100f"),  # a family
         (120, "120a"),
@@ -129,7 +129,7 @@ def test_find_a_kernel_that_the_build_left_out(lookup):
 
 @pytest.mark.parametrize("cc", [70, 75, 79, 110, 121])
 def test_nothing_to_run(lookup, cc):
-    """Never a cubin of another major, of a later minor, or an exact one of a neighbour."""
+    """Never a cubin of another major, of a later minor, or an arch-specific one of a neighbour."""
     archs = "sm_80, sm_86, sm_89, sm_90, sm_90a, sm_100f, sm_120a"
     device = f"{cc // 10}.{cc % 10}"
     assert lookup[2](f"sideways {cc} bf16 64 64", f"mask_rows {cc} any 0 0") == [

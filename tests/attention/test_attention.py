@@ -8,7 +8,6 @@ import functools
 import json
 import subprocess
 import sys
-import tomllib
 
 import cases
 import jax
@@ -18,7 +17,6 @@ import oracle
 import packax
 import pytest
 from jaxprs import count
-from paths import ROOT
 
 CASE = cases.BY_NAME["batch_of_three"]
 QUERY, KEY, VALUE, DOUT, DLSE = CASE.tensors(jnp.float32, 16, 16)
@@ -336,10 +334,3 @@ def test_persistent_compilation_cache(tmp_path):
     assert first[0] == second[0]
     assert first[2] > 0 and second[1] > 0
     assert second[2] == 0
-
-
-def test_version_is_the_package_s():
-    project = ROOT / "pyproject.toml"
-    if not project.exists():
-        pytest.skip("not in the source tree")
-    assert packax.__version__ == tomllib.loads(project.read_text())["project"]["version"]

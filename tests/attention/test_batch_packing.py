@@ -139,7 +139,7 @@ def test_blocks_are_tested_where_a_row_of_theirs_was():
     query, key = (jnp.zeros((9, 20, h, 16)) for h in (2, 1))
     operands = mask.operands("forward")
     row = batch_packing._one_row(
-        "forward", query, key, operands, {"element_test": 1, "implementation": None}
+        "forward", query, key, operands, {"segment_check": 1, "implementation": None}
     )
     q_blocks = dict(zip(operand_names(False, "forward"), row, strict=True))["q_blocks"]
     rows = np.repeat(np.isin(np.arange(9), [2, 8]), 20)
@@ -215,5 +215,5 @@ def test_places_and_maps_stay_those_of_a_row():
         calls(text_of(alibi, query, key, key, slopes)),
         calls(text_of(blocks, query, key, key)),
     ):
-        assert made[-1][0] == "packax_forward_general_v1"
+        assert made[-1][0] == "packax_forward_v1"
         assert made[-1][2][0] == "128x32x8x64xbf16"

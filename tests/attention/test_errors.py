@@ -143,7 +143,7 @@ def test_the_good_call_is_good():
         ({"return_lse": 1}, ["return_lse must be True or False, but is 1"]),
         ({"deterministic": None}, ["deterministic must be True or False, but is None"]),
         ({"checkpoint_name": 1}, ["checkpoint_name must be None or a string, but is 1"]),
-        ({"mask": None}, ["mask must come from create_attention_mask", "NoneType"]),
+        ({"mask": None}, ["mask must come from create_attention_mask", "NoneType", "full()"]),
         (
             {"mask": np.ones((10, 10), bool)},
             [
@@ -164,7 +164,7 @@ def test_the_good_call_is_good():
         ),
         (
             {name: jnp.tile(GOOD[name], (2, 1, 1, 1)) for name in ("query", "key", "value")},
-            ["mask has row ranges of shape (2, 10)", "(4, 10) or (1, 10)"],
+            ["mask was built for batch size 2, but query has 4", "in_axes=mask.vmap_axes()"],
         ),
         ({"mask": jax.tree.map(lambda x: x[0], MASK)}, ["mask has row ranges of shape (10,)"]),
         (

@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from lowered import abstract, calls, text_of, with_sm90
-from packax._src.ops import ffi as kernel_table
+from packax._src.ops import ffi
 from packax._src.ops import head_groups as some_heads
 from packax._src.ops.primitives import backward_p, forward_p
 from primitive_calls import BACKWARD, STATIC, assert_maps, backward_mask
@@ -179,29 +179,29 @@ def attention_calls(text):
 def test_groups_write_on_one_output():
     found = attention_calls(lowered((0, 1, 2)))
     kinds = ["forward", "forward", "backward", "backward"]
-    assert [x[0] for x in found] == [f"packax_{kind}_heads_v1" for kind in kinds]
+    assert [x[0] for x in found] == [f"packax_{kind}_v1" for kind in kinds]
     rows, keys = "2x128x8x64xbf16", "2x256x1x64xbf16"
     for i, (target, attributes, taken, made, same) in enumerate(found):
         begins = i % 2 == 0
         assert attributes["first_head"] == f"{4 * (i % 2)} : i32"
         assert attributes["heads"] == "4 : i32"
-        assert attributes["begins"] == f"{int(begins)} : i32"
-        assert same == ({} if begins else {0: 0})
-        assert taken[:4] == [rows, rows, keys, keys] and made[0] == rows
+        assert same == ({} if begins else {len(taken) - 1: 0})
+        assert taken[-1] == ("0xf32" if begins else rows)
+        assert taken[:3] == [rows, keys, keys] and made[0] == rows
         if "forward" in target:
-            assert made[1:] == ["2x4x128xf32", "1xi32"]
+            assert made[1:] == ["2x4x128xf32", "0xf32", "1xi32"]
         else:
-            assert taken[4:8] == [rows, "2x4x128xf32", rows, "2x4x128xf32"]
+            assert taken[3:7] == [rows, "2x4x128xf32", rows, "0xf32"]
             assert made[1:3] == [keys, keys]
-            assert made[3] == f"{2 * 4 * 128}xf32"  # of the group's heads, for the portable kernels
+            assert made[4] == f"{2 * 4 * 128}xf32"  # of the group's heads, for the portable kernels
 
 
 def test_workspace_for_sm90_is_the_group_s(extension, monkeypatch):
-    monkeypatch.setattr(kernel_table.ext, "variants", lambda: with_sm90())
-    monkeypatch.setattr(kernel_table, "local_capabilities", lambda: {90})
+    monkeypatch.setattr(ffi.ext, "variants", lambda: with_sm90())
+    monkeypatch.setattr(ffi, "local_capabilities", lambda: {90})
     *_, (_, _, _, made, _) = attention_calls(lowered((0, 1, 2)))
     rows = 2 * 4 * 128
-    assert made[3] == f"{2 * rows + 2 * 128 + rows * 64}xf32"
+    assert made[4] == f"{2 * rows + 2 * 128 + rows * 64}xf32"
 
 
 @pytest.mark.usefixtures("extension")
@@ -209,11 +209,11 @@ def test_workspace_for_sm90_is_the_group_s(extension, monkeypatch):
     ("options", "differentiate"), [({"soft_cap": 9.0}, (0, 1, 2)), ({}, (1, 2))]
 )
 def test_what_slices_instead(options, differentiate):
-    """General kernels, and a backward without dq, of which there is nothing to go on with."""
-    targets = [x[0] for x in attention_calls(lowered(differentiate, **options))]
-    kind = "_general" if options else ""
-    heads = "_general" if options else "_heads"
-    assert targets == [f"packax_forward{heads}_v1"] * 2 + [f"packax_backward{kind}_v1"] * 2
+    """Fallback kernels, and a backward without dq, of which there is nothing to go on with."""
+    found = attention_calls(lowered(differentiate, **options))
+    assert [x[0] for x in found] == ["packax_forward_v1"] * 2 + ["packax_backward_v1"] * 2
+    heads = "0 : i32" if options else "4 : i32"  # 0: all that the query has
+    assert [x[1]["heads"] for x in found] == [heads] * 2 + ["0 : i32"] * 2
 
 
 @pytest.mark.usefixtures("extension")

@@ -41,14 +41,21 @@ MASK_BY_POSITION = packax.create_attention_mask(
 )
 
 
+ABSENT = "0xf32"  # an operand or a result that is not there
+NO_OPTION = {"soft_cap": "0.000000e+00 : f32"} | dict.fromkeys(
+    ("q_block", "kv_block", "bias_of_indices", "float32_products", "first_head", "heads"), "0 : i32"
+)
+
+
 def test_forward():
     ((target, attributes, operands, results),) = calls(
         text_of(lambda *x: step(*x, MASK, scale=0.125), *abstract())
     )
     assert target == "packax_forward_v1"
-    assert attributes == {"scale": "1.250000e-01 : f32", "element_test": "1 : i32"}
-    assert operands == [QUERY, KEY, KEY, *[ROWS] * 6, BLOCKS, ORDER, ORDER_192]
-    assert results == [QUERY, SUMS, "1xi32"]  # the last is the counter, a workspace
+    assert attributes == {**NO_OPTION, "scale": "1.250000e-01 : f32", "segment_check": "1 : i32"}
+    assert operands == [QUERY, KEY, KEY, *[ROWS] * 6, BLOCKS, ORDER, ORDER_192, *[ABSENT] * 7]
+    # No row_max; the last is the counter, a workspace.
+    assert results == [QUERY, SUMS, ABSENT, "1xi32"]
 
 
 def test_two_limits_of_positions():
@@ -59,20 +66,21 @@ def test_two_limits_of_positions():
         f"packax_{x}_v1" for x in ("documents", "blocks", "forward")
     ]
     (_, documents, rows, _), _, (_, forward, operands, _) = made
-    assert documents == {"compare_positions": "2 : i32"} and forward["element_test"] == "3 : i32"
+    assert documents == {"compare_positions": "2 : i32"} and forward["segment_check"] == "3 : i32"
     assert rows == [ROWS, ROWS, "2x2x300xi32", ROWS]
     assert operands[3:9] == [ROWS, ROWS, ROWS, ROWS, "2x2x300xi32", ROWS]
 
 
-def general(function, *args):
-    """Attributes beside the plain ones, extras and last results of the general calls; behind the
+def options_of(function, *args):
+    """Attributes beside the plain ones, score parameters and last results of both calls; behind the
     forward's, the counter."""
     found = []
     for target, attributes, operands, results in calls(text_of(function, *args)):
-        assert target in ("packax_forward_general_v1", "packax_backward_general_v1")
-        backward = "backward" in target
-        attributes.pop("element_test"), attributes.pop("scale"), attributes.pop("has_dlse", None)
-        assert len(operands) == (24 if backward else 18) and len(results) == (5 if backward else 4)
+        backward = target == "packax_backward_v1"
+        assert backward or target == "packax_forward_v1"
+        attributes.pop("segment_check"), attributes.pop("scale")
+        assert len(operands) == (25 if backward else 19) and len(results) == (5 if backward else 4)
+        assert operands.pop() == ABSENT  # no heads of another call
         if not backward:
             assert operands[10:12] == [ORDER, ORDER_192] and results.pop() == "1xi32"
         found.append((attributes, operands[-4:], results[3 if backward else 2 :]))
@@ -80,114 +88,105 @@ def general(function, *args):
 
 
 DELTA = f"{2 * 8 * 320}xf32"  # the workspace of the portable kernels, rows padded to 64
-NO_MAP = {"q_block": "0 : i32", "kv_block": "0 : i32"}
+OF_BACKWARD = {"algorithm": '"portable"', "needs_grad": "3 : i32"}
 
 
 def test_fallback_forward():
-    """A stand-in, the output, where an extra is not there."""
-    flags = {"soft_cap": "0.000000e+00 : f32", "has_scales": "0 : i32", "has_bias": "0 : i32"}
-    flags |= {"exact": "0 : i32", "want_top": "0 : i32"} | NO_MAP
-    ((attributes, extras, results),) = general(
+    ((attributes, params, results),) = options_of(
         lambda *x: step(*x, MASK, soft_cap=30.0), *abstract()
     )
-    assert attributes == flags | {"soft_cap": "3.000000e+01 : f32"}
-    assert extras == [ROWS] * 4 and results == [SUMS]
-    ((attributes, extras, results),) = general(
+    assert attributes == NO_OPTION | {"soft_cap": "3.000000e+01 : f32"}
+    assert params == [ABSENT] * 4 and results == [ABSENT]
+    ((attributes, params, results),) = options_of(
         lambda *x: step(*x, MASK, return_max_logits=True)[1], *abstract()
     )
-    assert attributes == flags | {"want_top": "1 : i32"} and results == [SUMS]
+    assert attributes == NO_OPTION and params == [ABSENT] * 4 and results == [SUMS]
     bias = packax.alibi(np.ones(8), positions=IDS)
-    ((attributes, extras, results),) = general(lambda *x: step(*x, MASK, bias=bias), *abstract())
-    assert attributes == flags | {"has_scales": "1 : i32", "has_bias": "1 : i32"}
-    assert extras == ["1xf32", "2x8xf32", "2x300xi32", "2x300xi32"]
+    ((attributes, params, _),) = options_of(lambda *x: step(*x, MASK, bias=bias), *abstract())
+    assert attributes == NO_OPTION
+    assert params == ["1xf32", "2x8xf32", "2x300xi32", "2x300xi32"]
 
 
 @pytest.mark.parametrize(
-    "has_bias,wanted,arguments,numbers",
+    "of_indices,grads,arguments,numbers",
     [
-        (2, 0, (0, 1, 2), {}),
-        (1, 0, (0, 1, 2), {"scale": jax.ShapeDtypeStruct((), jnp.float32)}),
-        (2, 1, (0, 3), {"slopes": jax.ShapeDtypeStruct((8,), jnp.float32)}),
+        (1, ABSENT, (0, 1, 2), {}),
+        (0, ABSENT, (0, 1, 2), {"scale": jax.ShapeDtypeStruct((), jnp.float32)}),
+        (1, "2x8x2x300xf32", (0, 3), {"slopes": jax.ShapeDtypeStruct((8,), jnp.float32)}),
     ],
 )
-def test_a_bias_of_indices(has_bias, wanted, arguments, numbers):
-    """The handler is told, for Hopper's kernels; the arrays are there for the general ones. A scale
-    that is an array is no number."""
+def test_a_bias_of_indices(of_indices, grads, arguments, numbers):
+    """The handler is told, for Hopper's kernels; the arrays are there for the fallback ones. A
+    scale that is an array is no number."""
 
     def function(query, key, value, *given):
         more = {"scale": 0.25, "slopes": np.ones(8), **dict(zip(numbers, given, strict=True))}
         bias = packax.alibi(more.pop("slopes"))
         return loss(query, key, value, MASK, bias=bias, **more)
 
-    both = general(jax.grad(function, arguments), *abstract(), *numbers.values())
-    for attributes, extras, _ in both:
-        assert attributes["has_bias"] == f"{has_bias} : i32"
-        assert attributes["has_scales"] == "1 : i32"
-        assert extras == ["1xf32", "1x8xf32", "1x300xi32", "1x300xi32"]
-    assert both[1][0]["has_dnumbers"] == f"{wanted} : i32"
+    both = options_of(jax.grad(function, arguments), *abstract(), *numbers.values())
+    for attributes, params, _ in both:
+        assert attributes["bias_of_indices"] == f"{of_indices} : i32"
+        assert params == ["1xf32", "1x8xf32", "1x300xi32", "1x300xi32"]
+    assert both[1][2][0] == grads
 
 
 def test_fallback_backward():
     number = jax.ShapeDtypeStruct((), jnp.float32)
     gradient = jax.grad(lambda q, k, v, s: loss(q, k, v, MASK, scale=s), (0, 1, 2, 3))
-    forward, (attributes, extras, results) = general(gradient, *abstract(), number)
-    flags = {"soft_cap": "0.000000e+00 : f32", "has_scales": "1 : i32", "has_bias": "0 : i32"}
-    flags |= {"exact": "0 : i32"} | NO_MAP
-    assert attributes == flags | {"has_dnumbers": "1 : i32", "wanted": "3 : i32"}
-    assert forward[0] == flags | {"want_top": "0 : i32"}
-    assert extras == ["1xf32", *[QUERY] * 3] and results == ["2x8x2x300xf32", DELTA]
+    forward, (attributes, params, results) = options_of(gradient, *abstract(), number)
+    assert forward[0] == NO_OPTION and attributes == NO_OPTION | OF_BACKWARD
+    assert params == ["1xf32", *[ABSENT] * 3] and results == ["2x8x2x300xf32", DELTA]
     gradient = jax.grad(lambda *x: loss(*x, MASK, soft_cap=5.0))
-    _, (attributes, _, results) = general(gradient, *abstract())
-    assert attributes["has_dnumbers"] == "0 : i32" and results == ["1xf32", DELTA]
-    assert attributes["wanted"] == "1 : i32"
+    _, (attributes, _, results) = options_of(gradient, *abstract())
+    assert results == [ABSENT, DELTA]
+    assert attributes["needs_grad"] == "1 : i32"
 
 
 @pytest.mark.parametrize("extra", [{}, {"bias": packax.alibi(np.ones(8), positions=IDS)}])
 def test_block_sparse(extra):
     """The map's operands lie between the mask's and the extras; the keys' list only in the
     backward."""
-    block_map = np.ones((2, 8, 100, 5), bool)
+    block_mask = np.ones((2, 8, 100, 5), bool)
     mask = packax.create_attention_mask(
-        packax.block_sparse(block_map, (3, 64)), q_len=300, kv_len=300
+        packax.block_sparse(block_mask, (3, 64)), q_len=300, kv_len=300
     )
     gradient = jax.grad(lambda *x: loss(*x, mask, **extra), (0, 1, 2))
     (_, forward, operands, _), (_, backward, others, _) = calls(text_of(gradient, *abstract()))
     bits, lists = "2x8x100x1xi32", "2x8x3x7xi32"
-    stand_ins = ["1xf32", "2x8xf32", "2x300xi32", "2x300xi32"] if extra else []
-    assert operands[10:] == [ORDER, ORDER_192, bits, lists, *(stand_ins or [ROWS] * 4)]
-    assert others[16:] == [ORDER, bits, lists, lists, *(stand_ins or [QUERY] * 4)]
+    params = ["1xf32", "2x8xf32", "2x300xi32", "2x300xi32"] if extra else [ABSENT] * 4
+    assert operands[10:] == [ORDER, ORDER_192, bits, lists, *params, ABSENT]
+    assert others[16:] == [ORDER, bits, lists, lists, *params, ABSENT]
     for attributes in (forward, backward):
         assert attributes["q_block"] == "3 : i32" and attributes["kv_block"] == "64 : i32"
 
 
-def test_other_head_dims_take_the_fallback_kernels():
+def test_other_head_dims():
     """Whatever multiple of 8 a larger pair covers, without a copy."""
     for dims in ((8, 8), (96, 80), (64, 128), (256, 8)):
         query, key, value = abstract(dim=dims[0], v_dim=dims[1])
         found = calls(text_of(lambda *x: step(*x, MASK), query, key, value))
-        assert [call[0] for call in found] == ["packax_forward_general_v1"]
+        assert [call[0] for call in found] == ["packax_forward_v1"]
         kinds = ["x".join(map(str, (*x.shape, "bf16"))) for x in (query, key, value)]
         assert found[0][2][:3] == kinds
     gradient = jax.grad(lambda *x: loss(*x, MASK))
     targets = [call[0] for call in calls(text_of(gradient, *abstract(dim=96, v_dim=80)))]
-    assert targets == ["packax_forward_general_v1", "packax_backward_general_v1"]
+    assert targets == ["packax_forward_v1", "packax_backward_v1"]
 
 
 def test_backward():
     text = text_of(jax.grad(lambda *x: loss(*x, MASK_BY_POSITION), (0, 1, 2)), *abstract())
     (forward, (target, attributes, operands, results)) = calls(text)
     assert forward[0] == "packax_forward_v1" and target == "packax_backward_v1"
-    assert forward[1]["element_test"] == "2 : i32"
-    assert attributes == {
+    assert forward[1]["segment_check"] == "2 : i32"
+    assert attributes == NO_OPTION | OF_BACKWARD | {
         "scale": "1.250000e-01 : f32",
-        "element_test": "2 : i32",
-        "has_dlse": "0 : i32",
-        "wanted": "3 : i32",
+        "segment_check": "2 : i32",
     }
-    tensors = [QUERY, KEY, KEY, QUERY, SUMS, QUERY, SUMS]
+    tensors = [QUERY, KEY, KEY, QUERY, SUMS, QUERY, ABSENT]
     kv_blocks = "2x4x5xi32"
-    assert operands == [*tensors, *[ROWS] * 6, BLOCKS, ORDER, kv_blocks, ORDER]
-    assert results == [QUERY, KEY, KEY, DELTA]
+    assert operands == [*tensors, *[ROWS] * 6, BLOCKS, ORDER, kv_blocks, ORDER, *[ABSENT] * 8]
+    assert results == [QUERY, KEY, KEY, ABSENT, DELTA]
 
 
 @pytest.mark.parametrize("scale,attribute", [(-0.25, "2.5"), (0, "1.0"), (1e-39, "1.0")])
@@ -205,7 +204,7 @@ def test_dlse_is_used_only_where_the_lse_was_asked_for():
         return out.astype(jnp.float32).sum() + lse.sum()
 
     backward = calls(text_of(jax.grad(both), *abstract()))[1]
-    assert backward[1]["has_dlse"] == "1 : i32"
+    assert backward[2][6] == SUMS
 
 
 TENSORS = ["query", "key", "value"]
@@ -234,7 +233,7 @@ def test_missing_operands_are_the_row_starts():
     mask = packax.create_attention_mask(packax.causal(), q_len=300, kv_len=500)
     text = text_of(step, *abstract(kv_len=500), mask)
     ((_, attributes, operands, _),) = calls(text)
-    assert attributes["element_test"] == "0 : i32"
+    assert attributes["segment_check"] == "0 : i32"
     assert operands[3:9] == ["1x300xi32"] * 6  # also in the places of the keys' ids and positions
     given = re.search(r"v1\((.*?)\)", text).group(1).split(", ")
     assert given[5:9] == [given[3]] * 4
@@ -310,7 +309,7 @@ def test_inside_shard_map_the_call_is_local():
 def test_every_pair_of_head_dims(dim, v_dim, dtype):
     """out and dv are of the value's, dq and dk of the query's."""
     text = text_of(jax.grad(loss, (0, 1, 2)), *abstract(dtype, dim, v_dim), MASK)
-    (_, _, _, (out, _, _)), (_, _, operands, (dq, dk, dv, _)) = calls(text)
+    (_, _, _, (out, *_)), (_, _, operands, (dq, dk, dv, *_)) = calls(text)
     short = {jnp.bfloat16: "bf16", jnp.float16: "f16"}[dtype]
     rows, keys = (f"2x300x{heads}x%dx{short}" for heads in (8, 2))
     assert out == operands[3] == operands[5] == rows % v_dim

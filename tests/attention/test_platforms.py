@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import packax
 import pytest
 from lowered import DIMS, MASK, Extension, abstract, calls, loss, step, text_of
-from packax._src.ops import ffi as kernel_table
+from packax._src.ops import ffi
 
 pytestmark = pytest.mark.usefixtures("extension")
 
@@ -55,7 +55,7 @@ def test_no_kernel(direction, dtype, dim, v_dim, said, implementation):
 
 def test_a_backward_kernel_may_be_missing_alone(monkeypatch):
     rows = [row for row in Extension.variants() if not row["kernel"].startswith("backward_dq")]
-    monkeypatch.setattr(kernel_table.ext, "variants", staticmethod(lambda: rows))
+    monkeypatch.setattr(ffi.ext, "variants", staticmethod(lambda: rows))
     text_of(loss, *abstract(), MASK)
     with pytest.raises(NotImplementedError, match="no backward kernel"):
         text_of(jax.grad(loss), *abstract(), MASK)
@@ -73,8 +73,8 @@ def test_cubin_elsewhere_is_an_error(platforms):
 
 def test_without_the_extension(monkeypatch):
     """A source tree: XLA does everything, the kernels are an error that says why."""
-    monkeypatch.setattr(kernel_table, "ext", None)
-    monkeypatch.setattr(kernel_table, "ext_error", "no such file", raising=False)
+    monkeypatch.setattr(ffi, "ext", None)
+    monkeypatch.setattr(ffi, "ext_error", "no such file", raising=False)
 
     def whole(ids, *tensors, **kwargs):
         mask = packax.create_attention_mask(packax.documents(ids))
@@ -104,7 +104,7 @@ MASK_CALLS = ["packax_documents_v1", "packax_blocks_v1"]
 @pytest.mark.parametrize("known", [None, {90}, {75}])
 def test_a_program_in_xla_has_no_call_at_all(known, monkeypatch):
     """Forward and gradient, lowered and exported for CUDA, whichever GPU is here."""
-    monkeypatch.setattr(kernel_table, "local_capabilities", lambda: known)
+    monkeypatch.setattr(ffi, "local_capabilities", lambda: known)
 
     def program(ids, *x):
         out, back = jax.vjp(lambda *y: whole(ids, *y, implementation="xla"), *x)
@@ -126,7 +126,7 @@ def calls_of(function, *args):
 def test_masks_where_no_gpu_here_has_their_kernels(known, kernels, monkeypatch):
     """The stand-in is a wheel for 8.x alone. For another machine's GPU (None: none here) kernels
     stay."""
-    monkeypatch.setattr(kernel_table, "local_capabilities", lambda: known)
+    monkeypatch.setattr(ffi, "local_capabilities", lambda: known)
     assert [call[0] for call in calls(text_of(lambda ids: built(ids), IDS))] == (
         MASK_CALLS if kernels else []
     )
@@ -139,8 +139,8 @@ def test_kernels_of_masks_elsewhere_are_an_error(monkeypatch):
         text_of(lambda ids: built(ids, implementation="cuda"), IDS, platforms=("cpu",))
     with pytest.raises(ValueError, match='must be None, "cuda" or "xla", but is \'cubin\''):
         built(jnp.zeros((2, 300), jnp.int32), implementation="cubin")
-    monkeypatch.setattr(kernel_table, "ext", None)
-    monkeypatch.setattr(kernel_table, "ext_error", "no such file", raising=False)
+    monkeypatch.setattr(ffi, "ext", None)
+    monkeypatch.setattr(ffi, "ext_error", "no such file", raising=False)
     with pytest.raises(NotImplementedError, match="no such file"):
         text_of(lambda ids: built(ids, implementation="cuda"), IDS)
 

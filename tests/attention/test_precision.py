@@ -13,7 +13,7 @@ import pytest
 from jax.lax import DotAlgorithmPreset, Precision
 from lowered import MASK, Extension, abstract, calls, loss, text_of
 from packax._src.core.precision import checked_precision
-from packax._src.ops import ffi as kernel_table
+from packax._src.ops import ffi
 
 
 @pytest.mark.parametrize(
@@ -83,12 +83,12 @@ def test_of_every_product_in_xla():
     "precision,exact", [(None, 0), ("tensorfloat32", 0), ("highest", 1), ("float32", 1)]
 )
 def test_of_the_kernels(monkeypatch, precision, exact):
-    """float32 takes the general kernels, without any option; its gradients have its precision."""
-    monkeypatch.setattr(kernel_table, "ext", Extension)
+    """float32 takes the fallback kernels, without any option; its gradients have its precision."""
+    monkeypatch.setattr(ffi, "ext", Extension)
     gradient = jax.grad(lambda *x: loss(*x, MASK, precision=precision), (0, 1, 2))
     made = calls(text_of(gradient, *abstract(jnp.float32)))
-    assert [c[0] for c in made] == ["packax_forward_general_v1", "packax_backward_general_v1"]
-    assert [c[1]["exact"] for c in made] == [f"{exact} : i32"] * 2
+    assert [c[0] for c in made] == ["packax_forward_v1", "packax_backward_v1"]
+    assert [c[1]["float32_products"] for c in made] == [f"{exact} : i32"] * 2
     query, key = "2x300x8x64xf32", "2x300x2x64xf32"
     assert made[1][2][:3] == [query, key, key] and made[1][3][:3] == [query, key, key]
     for dtype in (jnp.bfloat16, jnp.float16):
@@ -98,11 +98,11 @@ def test_of_the_kernels(monkeypatch, precision, exact):
 
 def test_a_build_may_have_one_of_them(monkeypatch):
     rows = [row for row in Extension.variants() if row["dtype"] != "f32"]
-    monkeypatch.setattr(kernel_table, "ext", Extension)
+    monkeypatch.setattr(ffi, "ext", Extension)
     monkeypatch.setattr(Extension, "variants", staticmethod(lambda: rows))
     query, key, value = abstract(jnp.float32)
-    assert not kernel_table.has_kernels(query, key, value)
-    assert kernel_table.has_kernels(*abstract(jnp.bfloat16))
+    assert not ffi.has_kernels(query, key, value)
+    assert ffi.has_kernels(*abstract(jnp.bfloat16))
     text_of(lambda *x: loss(*x, MASK), query, key, value)
     with pytest.raises(NotImplementedError, match="no forward kernel for float32"):
         text_of(lambda *x: loss(*x, MASK, precision="highest"), query, key, value)

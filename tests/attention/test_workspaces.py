@@ -1,7 +1,7 @@
-"""The size of the backward's workspace, by which the lowering says which kernels may run: by
-device, request and build.
+"""The backward's algorithm, and the size of its workspace: by device, request and build.
 
-Guards against a workspace that is too small for the kernels that C++ then takes.
+Guards against a workspace of another size than the algorithm's, which C++ refuses, and against a
+program that cannot use the kernels of the GPU that it is for.
 """
 
 import re
@@ -12,7 +12,7 @@ import numpy as np
 import packax
 import pytest
 from lowered import KEY, MASK, PORTABLE, QUERY, abstract, calls, loss, text_of, with_sm90
-from packax._src.ops import ffi as kernel_table
+from packax._src.ops import ffi
 
 pytestmark = pytest.mark.usefixtures("extension")
 
@@ -22,18 +22,22 @@ LARGE = 2 * SMALL + 2 * 2 * PADDED + 64 * SMALL  # for those of Hopper
 MIDDLE = 2 * SMALL + 2 * 2 * PADDED + 1  # for those of Hopper without a sum in memory
 
 
+said: list[str] = []  # algorithms, of each call of:
+
+
 def backward_workspace(
-    monkeypatch, rows, capabilities=None, tensors=None, mask=MASK, general=False, **kwargs
+    monkeypatch, rows, capabilities=None, tensors=None, mask=MASK, **kwargs
 ):  # fmt: skip
     """Elements of the backward's float32 workspace, its last result; local devices made up."""
-    monkeypatch.setattr(kernel_table.ext, "variants", staticmethod(lambda: rows))
-    monkeypatch.setattr(kernel_table, "local_capabilities", lambda: capabilities)
+    monkeypatch.setattr(ffi.ext, "variants", staticmethod(lambda: rows))
+    monkeypatch.setattr(ffi, "local_capabilities", lambda: capabilities)
     text = text_of(
         jax.grad(lambda *x: loss(*x, mask, **kwargs), (0, 1, 2)), *(tensors or abstract())
     )
     (_, (target, attributes, _, results)) = calls(text)
-    assert target == f"packax_backward{'_general' * general}_v1" and len(results) == 4 + general
-    assert "deterministic" not in attributes  # the size says it
+    assert target == "packax_backward_v1" and len(results) == 5
+    assert "deterministic" not in attributes  # the algorithm says it
+    said.append(attributes["algorithm"].strip('"'))
     (elements,) = re.fullmatch(r"(\d+)xf32", results[-1]).groups()
     return int(elements)
 
@@ -46,11 +50,32 @@ def test_workspace_by_device(monkeypatch, capabilities, large):
     """Without a local GPU, it may be compiled for any."""
     elements = backward_workspace(monkeypatch, with_sm90(), capabilities)
     assert elements == (LARGE if large else SMALL)
+    assert said[-1] == ("sm90_fused" if large else "portable")
+
+
+@pytest.mark.parametrize("capabilities", [None, {90}, {80}])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_an_exported_program_is_for_any_device(monkeypatch, capabilities, deterministic):
+    """Where it is exported does not matter: it has room for Hopper's kernels."""
+    rows = with_sm90(kernels=APART)
+    monkeypatch.setattr(ffi.ext, "variants", staticmethod(lambda: rows))
+    monkeypatch.setattr(ffi, "local_capabilities", lambda: capabilities)
+    gradient = jax.grad(lambda *x: loss(*x, MASK, deterministic=deterministic), (0, 1, 2))
+    text = (
+        jax.export.export(
+            jax.jit(gradient), platforms=["cuda"], disabled_checks=packax.export_checks()
+        )(*abstract())
+        .mlir_module()
+    )  # fmt: skip
+    (_, (_, attributes, _, results)) = calls(text)
+    algorithm, elements = ("sm90_separate", MIDDLE) if deterministic else ("sm90_fused", LARGE)
+    assert attributes["algorithm"] == f'"{algorithm}"' and results[-1] == f"{elements}xf32"
 
 
 def test_workspace_by_request(monkeypatch):
     for flag, elements in ((True, SMALL), (False, LARGE), (np.bool_(True), SMALL)):
         assert backward_workspace(monkeypatch, with_sm90(), deterministic=flag) == elements
+        assert said[-1] == ("portable" if flag else "sm90_fused")
 
 
 APART = ("backward_sm90", "backward_dkdv_sm90", "backward_dq_sm90")
@@ -63,16 +88,17 @@ def test_workspace_of_kernels_apart(monkeypatch, capability, large):
     local = {capability}
     sums = 2 * SMALL + 2 * 2 * PADDED + 1 if large else SMALL
     assert backward_workspace(monkeypatch, rows, local, deterministic=True) == sums
+    assert said[-1] == ("sm90_separate" if large else "portable")
     wide = abstract(dim=192, v_dim=128)
     assert backward_workspace(monkeypatch, rows, local, wide, deterministic=True) == SMALL
     text = text_of(jax.grad(lambda *x: loss(*x, MASK), (1, 2)), *abstract())
     (_, (_, attributes, _, results)) = calls(text)
-    assert attributes["wanted"] == "2 : i32"
-    assert results == ["0xbf16", KEY, KEY, f"{sums}xf32"]
+    assert attributes["needs_grad"] == "2 : i32"
+    assert results == ["0xbf16", KEY, KEY, "0xf32", f"{sums}xf32"]
     text = text_of(jax.grad(lambda *x: loss(*x, MASK)), *abstract())
     (_, (_, attributes, _, results)) = calls(text)
-    assert attributes["wanted"] == "1 : i32"
-    assert results == [QUERY, "0xbf16", "0xbf16", f"{sums}xf32"]
+    assert attributes["needs_grad"] == "1 : i32"
+    assert results == [QUERY, "0xbf16", "0xbf16", "0xf32", f"{sums}xf32"]
 
 
 def test_workspace_of_kernels_apart_alone(monkeypatch):
@@ -95,7 +121,7 @@ def test_workspace_by_build(monkeypatch):
     assert large == LARGE + 128 * SMALL  # dQ has the query's columns
     wide = abstract(dim=256, v_dim=256)
     assert backward_workspace(monkeypatch, with_sm90(), tensors=wide) == SMALL
-    rows = with_sm90(cc=86, exact=False)  # another rule than sm_90a's: later minors too
+    rows = with_sm90(cc=86, arch_specific=False)  # another rule than sm_90a's: later minors too
     for capability, elements in ((86, LARGE), (89, LARGE), (80, SMALL), (90, SMALL)):
         assert backward_workspace(monkeypatch, rows, {capability}) == elements
 
@@ -121,7 +147,7 @@ CAPPED = tuple(f"{kernel}_soft_cap" for kernel in APART)
 def test_workspace_of_a_soft_cap(monkeypatch, capability, kernels, options, elements):
     """Of Hopper's kernels with a cap, where it is all there is."""
     rows = with_sm90(kernels=kernels)
-    got = backward_workspace(monkeypatch, rows, {capability}, general=True, **options)
+    got = backward_workspace(monkeypatch, rows, {capability}, **options)
     assert got == (elements if capability == 90 else SMALL)
 
 
@@ -151,14 +177,14 @@ def test_workspace_of_a_bias(monkeypatch, capability, kernels, options, elements
     """Of Hopper's kernels with slopes of indices, where they are all there is."""
     options = {"bias": packax.alibi(SLOPES), **options}
     rows = with_sm90(kernels=kernels)
-    got = backward_workspace(monkeypatch, rows, {capability}, general=True, **options)
+    got = backward_workspace(monkeypatch, rows, {capability}, **options)
     assert got == (elements if capability == 90 else SMALL)
 
 
 def test_workspace_of_the_gradient_of_slopes(monkeypatch):
     """The general kernels make it, and with it all others."""
     rows = with_sm90(kernels=BIASED)
-    monkeypatch.setattr(kernel_table.ext, "variants", staticmethod(lambda: rows))
+    monkeypatch.setattr(ffi.ext, "variants", staticmethod(lambda: rows))
     for arguments, workspace in (((0, 1, 2), LARGE), ((0, 1, 2, 3), SMALL)):
         gradient = jax.grad(lambda *x: loss(*x[:3], MASK, bias=packax.alibi(x[3])), arguments)
         slopes = jax.ShapeDtypeStruct((8,), jnp.float32)
@@ -170,8 +196,10 @@ MAPPED = tuple(f"{kernel}_block_lists" for kernel in APART[1:])
 
 
 def with_a_map(size=(64, 64)):
-    block_map = np.ones((2, 1, *(-(-300 // n) for n in size)), bool)
-    return packax.create_attention_mask(packax.block_sparse(block_map, size), q_len=300, kv_len=300)
+    block_mask = np.ones((2, 1, *(-(-300 // n) for n in size)), bool)
+    return packax.create_attention_mask(
+        packax.block_sparse(block_mask, size), q_len=300, kv_len=300
+    )
 
 
 @pytest.mark.parametrize(
@@ -191,7 +219,7 @@ def test_workspace_of_a_map(monkeypatch, capability, kernels, options, elements)
     """Of Hopper's kernels with a map, where it is all there is; the handler sees to the sizes of
     its blocks."""
     rows, mask = with_sm90(kernels=kernels), with_a_map()
-    got = backward_workspace(monkeypatch, rows, {capability}, mask=mask, general=True, **options)
+    got = backward_workspace(monkeypatch, rows, {capability}, mask=mask, **options)
     assert got == (elements if capability == 90 else SMALL)
 
 
@@ -199,21 +227,21 @@ def test_workspace_of_a_map_without_a_map(monkeypatch):
     """Kernels with a map do not serve a call without one, nor one with a soft cap."""
     assert backward_workspace(monkeypatch, with_sm90(kernels=MAPPED)) == SMALL
     rows = with_sm90(kernels=MAPPED)
-    assert backward_workspace(monkeypatch, rows, general=True, soft_cap=30.0) == SMALL
+    assert backward_workspace(monkeypatch, rows, soft_cap=30.0) == SMALL
 
 
 def test_some_gradients_of_a_map(monkeypatch):
     """What no kernel writes has no elements."""
     rows, mask = with_sm90(kernels=MAPPED), with_a_map((4, 1))
-    monkeypatch.setattr(kernel_table.ext, "variants", staticmethod(lambda: rows))
+    monkeypatch.setattr(ffi.ext, "variants", staticmethod(lambda: rows))
     for argument, written in {0: [QUERY, *["0xbf16"] * 2], 1: ["0xbf16", KEY, KEY]}.items():
         gradient = jax.grad(lambda *x: loss(*x, mask), argument)
         (_, (target, attributes, _, made)) = calls(text_of(gradient, *abstract()))
-        assert target == "packax_backward_general_v1"
-        assert attributes["wanted"] == f"{1 + argument} : i32"
+        assert target == "packax_backward_v1"
+        assert attributes["needs_grad"] == f"{1 + argument} : i32"
         assert (attributes["q_block"], attributes["kv_block"]) == ("4 : i32", "1 : i32")
         sums = MIDDLE  # of mask_batch: the map's rows do not make the mask's
-        assert made == [*written, "1xf32", f"{sums}xf32"]
+        assert made == [*written, "0xf32", f"{sums}xf32"]
 
 
 def test_some_gradients_of_a_soft_cap(monkeypatch):
@@ -225,14 +253,14 @@ def test_some_gradients_of_a_soft_cap(monkeypatch):
     }
     for kernels, (workspace, results) in kinds.items():
         monkeypatch.setattr(
-            kernel_table.ext, "variants", staticmethod(lambda k=kernels: with_sm90(kernels=k))
+            ffi.ext, "variants", staticmethod(lambda k=kernels: with_sm90(kernels=k))
         )
         for argument, written in results.items():
             gradient = jax.grad(lambda *x: loss(*x, MASK, soft_cap=30.0), argument)
             (_, (target, attributes, _, made)) = calls(text_of(gradient, *abstract()))
-            assert target == "packax_backward_general_v1"
-            assert attributes["wanted"] == f"{1 + argument} : i32"
-            assert made == [*written, "1xf32", workspace]
+            assert target == "packax_backward_v1"
+            assert attributes["needs_grad"] == f"{1 + argument} : i32"
+            assert made == [*written, "0xf32", workspace]
 
 
 def test_workspace_with_one_mask_for_all(monkeypatch):
@@ -255,8 +283,8 @@ def test_capabilities_of_this_process(monkeypatch):
         def __init__(self, text):
             self.compute_capability = text
 
-    assert kernel_table.local_capabilities() is None  # a test of the CPU suite
+    assert ffi.local_capabilities() is None  # a test of the CPU suite
     for texts, found in ((["9.0", "8.6", "9.0"], {90, 86}), (["12.1"], {121}), ([], None)):
         devices = [Device(t) for t in texts]
         monkeypatch.setattr(jax, "local_devices", lambda *, backend, devices=devices: devices)
-        assert kernel_table.local_capabilities() == found
+        assert ffi.local_capabilities() == found

@@ -5,6 +5,7 @@ Its modules are imported in a process of their own, so that what they set in jax
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -303,3 +304,33 @@ def test_the_program_that_times_kvax_traces():
     assert result.returncode == 0, result.stderr[-3000:]
     assert "packax.kvax: traced, results as inputs" in result.stdout
     assert "OTHER" not in result.stdout
+
+
+def test_plans_of_context_parallelism_on_tiny_rows(tmp_path):
+    """On two fake devices: every plan is right, and a local one fetches less."""
+    shown = script(
+        """
+import os, sys
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+os.environ["JAX_PLATFORMS"] = "cpu"
+import context
+from lib.context_cases import CASES
+
+assert len(CASES) == 8 and {case.seq for case in CASES} == {131072, 524288}
+for case in CASES:
+    assert sum(case.lengths) == case.seq and len(case.lengths) == case.documents
+sys.argv[1:] = ["--quick", "--cases", "mean40_2k", "--rounds", "1", "--out", sys.argv[1]]
+assert context.main() == 0
+""",
+        str(tmp_path),
+    )
+    assert "WRONG" not in shown
+    report = json.loads((tmp_path / "context_cases.json").read_text())
+    found = report["cases"]["mean40_2k"]
+    assert found["schemes"].keys() == {"none", "zigzag", "balanced", "local"}
+    for row in (*found["schemes"].values(), found["one_gpu"], found["slowest"]):
+        assert {cell["ms"] > 0 for cell in row["times"].values()} == {True}
+        assert row["times"].keys() == {"fwd", "bwd"}
+    fetched = {name: row["fetched"] for name, row in found["schemes"].items()}
+    assert fetched["none"] == fetched["balanced"] == 1024 * 2 * 8 * 16 * 2 / 2**20
+    assert 0 < fetched["local"] < fetched["balanced"]

@@ -14,7 +14,7 @@ import pytest
 from paths import BENCHMARKS, SUPPORT, TUNE
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None,  # not imported: see triton_interpreter.py
+    importlib.util.find_spec("triton") is None,  # not imported: see triton_launch.py
     reason="a build dependency: kernels are declared in it",
 )
 
@@ -32,7 +32,8 @@ SM90 = table.ARCHS["90a"]
 DIMS = (128, 128)
 
 def write(variant, label):
-    params = aot.parameters(variant.kernel, aot.argument_names(variant.kernel, variant.source))
+    names = aot.lower.argument_names(variant.kernel, variant.source)
+    params = aot.lower.parameters(variant.kernel, names)
     constants = dict(variant.constants)
     boxes = []
     for _, *sizes in table.TENSOR_MAPS.get(variant.kernel, {}).values():

@@ -12,7 +12,7 @@ import pytest
 from paths import BENCHMARKS, SUPPORT, TUNE
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None,  # not imported: see triton_interpreter.py
+    importlib.util.find_spec("triton") is None,  # not imported: see triton_launch.py
     reason="a build dependency: kernels are declared in it",
 )
 
@@ -32,7 +32,7 @@ some = list(candidates.chosen("90a", tune_decode.DECODE, DIMS, ["12.9", "13.4"],
 some += [v for v in table.variants(("90a",), ("bf16",), DIMS) if v.kernel == "decode_combine"]
 rows = []
 for v in some:
-    params = aot.parameters(v.kernel, aot.argument_names(v.kernel, v.source))
+    params = aot.lower.parameters(v.kernel, aot.lower.argument_names(v.kernel, v.source))
     meta = {"kernel": v.kernel, "symbol": v.kernel, "block": v.block, "params": params,
         "tensor_maps": [], "threads": 128,
             "shared": 7, "registers": 99, "stack": 0, "driver": v.driver}
@@ -124,7 +124,7 @@ for launch in cuda.launches:
 
 
 def test_shares_are_those_of_the_handler(tmp_path):
-    """By hand, of 132 multiprocessors: csrc/ffi/decode.cc, ChooseShares."""
+    """By hand, of 132 multiprocessors: csrc/launch/heuristics.cc, ChooseDecodeShares."""
     script(
         tmp_path,
         """

@@ -153,9 +153,13 @@ def test_what_a_rank_holds():
     own = LENGTH // 4
     specs = sharding.mask_specs(mask)
     for name, shape, spec in (
-        ("map_bits", (2, HEADS, own // 4, 1), P("data", None, "context")),
-        ("q_entries", (2, HEADS, own // 128, 2 + LENGTH // 64), P("data", None, "context")),
-        ("kv_entries", (2, HEADS, LENGTH // 128, 2 + own // 64), P("data", None, None, "context")),
+        ("block_mask", (2, HEADS, own // 4, 1), P("data", None, "context")),
+        ("q_block_lists", (2, HEADS, own // 128, 2 + LENGTH // 64), P("data", None, "context")),
+        (
+            "kv_block_lists",
+            (2, HEADS, LENGTH // 128, 2 + own // 64),
+            P("data", None, None, "context"),
+        ),
     ):
         x = getattr(mask, name)
         assert x.sharding.shard_shape(x.shape) == shape, name

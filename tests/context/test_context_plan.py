@@ -237,11 +237,11 @@ SHARDING = packax.AttentionSharding(P(None, "x"), P(None, "x"))
     [
         (
             lambda: packax.context_plan(CAUSAL, ranks=2, kind="ring", length=512),
-            ['"zigzag" or "balanced"', "'ring'"],
+            ['"zigzag", "balanced" or "local"', "'ring'"],
         ),
         (
             lambda: packax.context_plan(CAUSAL, ranks=2, kind="area", length=512),
-            ['"zigzag" or "balanced"', "'area', which is \"balanced\" now"],
+            ['"zigzag", "balanced" or "local"', "'area', which is \"balanced\" now"],
         ),
         (
             lambda: packax.context_plan(CAUSAL, ranks=2, kind="head_tail", length=512),
@@ -286,7 +286,7 @@ SHARDING = packax.AttentionSharding(P(None, "x"), P(None, "x"))
         ),
         (
             lambda: packax.context_plan(CAUSAL, ranks=3, length=1024),
-            ["multiple of chunk * ranks = 128 * 3 = 384", "is 1024"],
+            ["multiple of chunk * ranks = 128 * 3 = 384", "is 1024: pad the rows"],
         ),
         (
             lambda: plan_of(np.zeros(1024, int), length=512),

@@ -12,7 +12,7 @@ import packax
 import pytest
 from decoding import Extension
 from lowered import calls, text_of
-from packax._src.ops import ffi as kernel_table
+from packax._src.ops import ffi
 from packax._src.ops import lowering_decode as decode_lowering
 
 
@@ -27,15 +27,14 @@ def shapes(batch=2, q_len=1, heads=8, kv_heads=2, dims=(64, 64), keys=(2, 4096),
 
 
 def test_lowering(monkeypatch):
-    monkeypatch.setattr(kernel_table, "ext", Extension)
+    monkeypatch.setattr(ffi, "ext", Extension)
     ((target, attributes, operands, results),) = calls(text_of(packax.decode_attention, *shapes()))
     assert target == "packax_decode_v1"
     assert {n: a.split(" ")[0] for n, a in attributes.items()} == {
-        "scale": "1.250000e-01", "soft_cap": "0.000000e+00", "paged": "0", "has_sinks": "0",
-        "exact": "0"
+        "scale": "1.250000e-01", "soft_cap": "0.000000e+00", "float32_products": "0"
     }  # fmt: skip
     cache = "2x4096x2x64xbf16"
-    assert operands == ["2x1x8x64xbf16", cache, cache, "2x1xi32", "2x1xi32", "2x1xi32", "2x1xi32"]
+    assert operands == ["2x1x8x64xbf16", cache, cache, "2x1xi32", "2x1xi32", "0xf32", "0xf32"]
     assert results == ["2x1x8x64xbf16", "2x8x1xf32", "32x2x1x8x64xf32", "32x2x1x8xf32"]
 
     table = jax.ShapeDtypeStruct((2, 7), jnp.int32)
@@ -45,8 +44,7 @@ def test_lowering(monkeypatch):
     text = text_of(paged, *shapes(dims=(168, 24), keys=(99, 16)), table, sinks)
     ((_, attributes, operands, results),) = calls(text)
     assert {n: a.split(" ")[0] for n, a in attributes.items()} == {
-        "scale": "-2.000000e+00", "soft_cap": "5.000000e+01", "paged": "1", "has_sinks": "1",
-        "exact": "0"
+        "scale": "-2.000000e+00", "soft_cap": "5.000000e+01", "float32_products": "0"
     }  # fmt: skip
     assert operands[1:3] == ["99x16x2x168xbf16", "99x16x2x24xbf16"]
     assert operands[5:] == ["2x7xi32", "1x8xf32"]
@@ -55,7 +53,7 @@ def test_lowering(monkeypatch):
 
 def test_export_for_cuda(monkeypatch):
     """Batch, cache and pages symbolic: room for the most shares that any size takes."""
-    monkeypatch.setattr(kernel_table, "ext", Extension)
+    monkeypatch.setattr(ffi, "ext", Extension)
     batch, length, pages = jax.export.symbolic_shape("b, s, p")
     for keys, table, splits in (
         ((batch, length), None, 128),
@@ -77,17 +75,17 @@ def test_export_for_cuda(monkeypatch):
 def test_precision_of_float32(monkeypatch, precision, exact):
     """As asked for, or as jax is set where it is called; of the kernels and of every product in
     XLA."""
-    monkeypatch.setattr(kernel_table, "ext", Extension)
+    monkeypatch.setattr(ffi, "ext", Extension)
     operands = shapes(dtype=jnp.float32)
     asked = functools.partial(packax.decode_attention, precision=precision)
     ((target, attributes, types, results),) = calls(text_of(asked, *operands))
-    assert target == "packax_decode_v1" and attributes["exact"] == f"{exact} : i32"
+    assert target == "packax_decode_v1" and attributes["float32_products"] == f"{exact} : i32"
     cache = "2x4096x2x64xf32"
     assert types[:3] == ["2x1x8x64xf32", cache, cache]
     assert results == ["2x1x8x64xf32", "2x8x1xf32", "32x2x1x8x64xf32", "32x2x1x8xf32"]
     with jax.default_matmul_precision(precision):
         ((_, attributes, *_),) = calls(text_of(packax.decode_attention, *operands))
-    assert attributes["exact"] == f"{exact} : i32"
+    assert attributes["float32_products"] == f"{exact} : i32"
     xla = text_of(functools.partial(asked, implementation="xla"), *operands)
     wanted = {None: "DEFAULT", "tensorfloat32": "HIGH"}.get(precision, "HIGHEST")
     assert xla.count("stablehlo.dot_general") == xla.count(f"[{wanted}, {wanted}]") == 2
@@ -95,7 +93,7 @@ def test_precision_of_float32(monkeypatch, precision, exact):
 
 def test_a_build_may_have_one_precision_of_float32(monkeypatch):
     rows = [row for row in Extension.variants() if row["dtype"] != "f32"]
-    monkeypatch.setattr(kernel_table, "ext", Extension)
+    monkeypatch.setattr(ffi, "ext", Extension)
     monkeypatch.setattr(Extension, "variants", staticmethod(lambda: rows))
     operands = shapes(dtype=jnp.float32)
     text_of(packax.decode_attention, *operands)
@@ -122,17 +120,17 @@ def test_room_of_the_workspace(sizes, splits):
 
 def test_vmap_keeps_one_cache(monkeypatch):
     """Of a query and lengths alone: rows of the one cache by a table, and no broadcast of it."""
-    monkeypatch.setattr(kernel_table, "ext", Extension)
+    monkeypatch.setattr(ffi, "ext", Extension)
     query, key, value, lengths = shapes()
     mapped = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in (query, lengths)]
     function = jax.vmap(packax.decode_attention, (0, None, None, 0))
-    ((_, attributes, operands, _),) = calls(text_of(function, mapped[0], key, value, mapped[1]))
-    assert attributes["paged"].split(" ")[0] == "1"
-    assert operands == ["6x1x8x64xbf16", *["2x4096x2x64xbf16"] * 2, *["6x1xi32"] * 4]
+    ((_, _, operands, _),) = calls(text_of(function, mapped[0], key, value, mapped[1]))
+    assert operands[:3] == ["6x1x8x64xbf16", *["2x4096x2x64xbf16"] * 2]
+    assert operands[3:] == [*["6x1xi32"] * 3, "0xf32"]
 
 
 def test_kernels_that_are_not_there(monkeypatch):
-    monkeypatch.setattr(kernel_table, "ext", Extension)
+    monkeypatch.setattr(ffi, "ext", Extension)
     dtypes = ("bfloat16", "float16", "float32")
     listed = ", ".join(f"{dtype} {dims}" for dims in ("64/64", "192/128") for dtype in dtypes)
     for dims, dtype in (
@@ -153,8 +151,8 @@ def test_kernels_that_are_not_there(monkeypatch):
     cuda = functools.partial(packax.decode_attention, implementation="cuda")
     with pytest.raises(NotImplementedError, match='implementation="cuda" needs a CUDA device'):
         text_of(cuda, *shapes(), platforms=("cpu",))
-    monkeypatch.setattr(kernel_table, "ext", None)
-    monkeypatch.setattr(kernel_table, "ext_error", "why", raising=False)
+    monkeypatch.setattr(ffi, "ext", None)
+    monkeypatch.setattr(ffi, "ext_error", "why", raising=False)
     with pytest.raises(NotImplementedError, match=r"did not load \(why\)"):
         text_of(packax.decode_attention, *shapes(batch=3, keys=(3, 64)))
 

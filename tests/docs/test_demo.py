@@ -125,6 +125,12 @@ def _causal(length):
     return packax.create_attention_mask(packax.causal(), q_len=length, kv_len=length)
 
 
+def test_fewer_steps_than_asked_for_are_explained(trained, tmp_path):
+    assert run.stopped(trained, small(tmp_path, steps=40)) == ""
+    short = run.stopped(trained, small(tmp_path, steps=120, seconds=60.0))
+    assert short == ", not 120: --seconds 60 were over"
+
+
 def test_pictures(rows, tmp_path):
     plots.document_mask(rows.segment_ids[0], tmp_path / "mask.png")
     plots.loss_curve([5.0, 4.0, 3.0], 3.0, "three steps", tmp_path / "loss.png")

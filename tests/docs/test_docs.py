@@ -22,7 +22,7 @@ import packax.kvax
 import pytest
 from jax.sharding import PartitionSpec as P
 from lowered import Extension
-from packax._src.ops import ffi as kernel_table
+from packax._src.ops import ffi
 from paths import ROOT
 
 TEXTS = {
@@ -74,7 +74,7 @@ def test_block(text, number, monkeypatch):
     space = names()
     if "serialize" in blocks[number]:
         pytest.importorskip("flatbuffers")
-    monkeypatch.setattr(kernel_table, "ext", Extension)  # of a machine with all kernels
+    monkeypatch.setattr(ffi, "ext", Extension)  # of a machine with all kernels
     monkeypatch.setattr(jax.distributed, "initialize", lambda: None)
     with around():
         for block in blocks[: number + 1]:  # a later block goes on from an earlier one
@@ -143,7 +143,7 @@ def test_docstring(name, monkeypatch):
         space |= {x: getattr(packax.kvax.ops, x) for x in packax.kvax.ops.__all__}
     if "flash_attention_jax" in name:
         space |= {x: space["query"].swapaxes(1, 2) for x in "qkv"}
-    monkeypatch.setattr(kernel_table, "ext", Extension)
+    monkeypatch.setattr(ffi, "ext", Extension)
     runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
     report: list[str] = []
     mesh = jax.make_mesh((1, 2), ("data", "context"), axis_types=(jax.sharding.AxisType.Auto,) * 2)

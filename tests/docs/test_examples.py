@@ -27,6 +27,8 @@ def test_pack_documents():
     shown = run("pack_documents.py")
     assert re.search(r"documents in \d+ rows of 1024, (9\d\.\d|100\.0)% full", shown)
     assert shown.count("largest difference") == 3
+    fetched = re.search(r"each fetches (\d+) of the 512 keys of the other", shown)
+    assert int(fetched[1]) <= 512
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from context import results
 from gpu_runs import packed, tensors
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from local_plans import greedy
 
 pytestmark = pytest.mark.gpu
 LENGTH = 2048
@@ -56,7 +57,11 @@ def truth(dim: int, dtype: str):
 def run(mesh, sharding, plan, dim=128, dtype="bfloat16", **keywords):
     """Out, lse and gradients in the order of the sequence, from the cubins."""
     x, true, plain = truth(dim, dtype)
-    plan = plan and packax.context_plan(EXPRESSION, ranks=mesh.shape["context"], kind=plan)
+    ranks = mesh.shape["context"]
+    if plan == "local":
+        plan = greedy(IDS, ranks)
+    elif plan is not None:
+        plan = packax.context_plan(EXPRESSION, ranks=ranks, kind=plan)
     moved = x
     if plan is not None:
         moved = [plan.permute(y, 2 if n == 4 else 1) for n, y in enumerate(x)]
@@ -77,7 +82,7 @@ def run(mesh, sharding, plan, dim=128, dtype="bfloat16", **keywords):
 
 
 @pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("plan", [None, "zigzag", "balanced"])
+@pytest.mark.parametrize("plan", [None, "zigzag", "balanced", "local"])
 @pytest.mark.parametrize("dim,groups", [(128, 1), (128, 2), (64, None)])
 def test_context(count, plan, dim, groups):
     oracle.check(*run(mesh_of(1, count, 1), CONTEXT, plan, dim, gather_head_groups=groups))

@@ -8,6 +8,7 @@ import numpy as np
 import packax
 import pytest
 from gpu_runs import build, packed, tensors
+from packax._src.ops.operands import call_names
 
 pytestmark = pytest.mark.gpu
 IDS = np.stack([packed(120, 1, -29, 50), packed(200)])
@@ -21,7 +22,14 @@ def forward_call(**changes):
     names += ["q_blocks", "q_order", "q_order_192"]
     operands = dict(zip(names, mask.operands(), strict=False))
     operands = {"query": x.query, "key": x.key, "value": x.value, **operands}
-    attributes = {"scale": np.float32(0.1), "element_test": np.int32(1)}
+    operands |= {name: jnp.zeros(0) for name in call_names("forward") if name not in operands}
+    numbers = ("q_block", "kv_block", "bias_of_indices", "float32_products", "first_head", "heads")
+    attributes = {
+        "scale": np.float32(0.1),
+        "soft_cap": np.float32(0),
+        "segment_check": np.int32(1),
+        **dict.fromkeys(numbers, np.int32(0)),
+    }
     for name, change in changes.items():
         target = attributes if name in attributes else operands
         target[name] = change(target[name])
@@ -29,6 +37,7 @@ def forward_call(**changes):
     results = (
         jax.ShapeDtypeStruct(query.shape, query.dtype),
         jax.ShapeDtypeStruct((query.shape[0], heads, query.shape[1]), jnp.float32),
+        jax.ShapeDtypeStruct((0,), jnp.float32),
         jax.ShapeDtypeStruct((1,), jnp.int32),
     )
     call = jax.ffi.ffi_call("packax_forward_v1", results)
@@ -51,8 +60,8 @@ def test_the_unchanged_call_works():
         ({"query": lambda y: y[:, :, :3]}, r"query has 3 heads, expected a multiple of the 2"),
         ({"query": lambda y: y[0]}, r"query is bfloat16\[200, 4, 64\], expected 4 axes"),
         (
-            {"query": lambda y: y.astype(jnp.float32)},
-            r"query is float32, expected bfloat16 or float16",
+            {"query": lambda y: y.astype(jnp.int32)},
+            r"query is int32, expected bfloat16, float16 or float32",
         ),
         ({"key": lambda y: y.astype(jnp.float16)}, r"key is float16\[.*expected bfloat16"),
         ({"q_lo": lambda y: y[:, :100]}, r"q_lo is int32\[2, 100\], expected .*q_len=200"),
@@ -62,7 +71,7 @@ def test_the_unchanged_call_works():
         ({"q_blocks": lambda y: y[:, :4]}, r"q_blocks is int32\[2, 4, 4\], expected .*bounds=5"),
         ({"q_order": lambda y: y[:, :1]}, r"q_order is int32\[2, 1\]"),
         ({"q_order_192": lambda y: y[:, :1]}, r"q_order_192 is int32\[2, 1\]"),
-        ({"element_test": lambda _: np.int32(9)}, r"element_test is 9, expected 0 to 3"),
+        ({"segment_check": lambda _: np.int32(9)}, r"segment_check is 9, expected 0 to 3"),
         ({"scale": lambda _: np.float32("nan")}, r"scale is .*nan, expected a finite number"),
     ),
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -30,7 +30,7 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 @functools.partial(jax.jit, static_argnames=("groups", "deterministic"))
 def results(x, mask, groups, deterministic):
     """Of groups of heads, or, without any, of all at once by the plain primitives."""
-    more = {"scale": 0.125, "element_test": mask.element_test, "implementation": "cuda"}
+    more = {"scale": 0.125, "segment_check": mask.segment_check, "implementation": "cuda"}
     operands = mask.operands()
     forward = functools.partial(some_heads.forward, **{**STATIC, **more})
     static = {**BACKWARD, **more, "has_dlse": True, "deterministic": deterministic}
@@ -77,8 +77,8 @@ def test_one_output():
     x = tensors(1, 1024, 1024, 24, 6, 128, jnp.bfloat16)
     mask = packax.create_attention_mask(packax.causal(), q_len=1024, kv_len=1024)
     text = results.lower(x, mask, GROUPS, False).compile().as_text()
-    assert len(re.findall(r'custom_call_target="packax_forward_heads_v1"', text)) == 3
-    assert len(re.findall(r'custom_call_target="packax_backward_heads_v1"', text)) == 3
+    assert len(re.findall(r'custom_call_target="packax_forward_v1"', text)) == 3
+    assert len(re.findall(r'custom_call_target="packax_backward_v1"', text)) == 3
     rows = [f"bf16[1,1024,{n},128]" for n in (24, 12, 8, 4)]
     copied = re.findall(r"= (\S+?)(?:\{\S*)? (?:copy|slice|concatenate|fusion)\(", text)
     assert not [y for y in copied if y in rows], copied

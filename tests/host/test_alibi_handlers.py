@@ -16,7 +16,7 @@ pytest_plugins = ("cpp.fixtures",)
 pytestmark = [needs_extension, needs_compiler]
 
 MAKE = {"forward": forward_alibi, "backward": backward_alibi}
-GIVEN = {"scale": ("float32", 0.375), "element_test": ("int32", 1)}
+GIVEN = {"scale": ("float32", 0.375), "segment_check": ("int32", 1)}
 
 
 def machine_of(tmp_path, driver, qk_dim=None):
@@ -45,7 +45,7 @@ def test_forward(tmp_path, driver, s, qk_dim, block):
 @pytest.mark.parametrize("s", SIZES)
 def test_backward(tmp_path, driver, s, qk_dim, has_dlse):
     machine = machine_of(tmp_path, driver, qk_dim)
-    call = backward_alibi(machine, s).change(**GIVEN, has_dlse=("int32", has_dlse))
+    call = backward_alibi(machine, s, has_dlse=has_dlse).change(**GIVEN)
     expect_one_backward(machine, s, call, "backward_sm90_alibi", has_dlse)
 
 
@@ -68,8 +68,8 @@ def test_what_takes_the_fallback_kernels(biased, direction, what):
 
 
 def test_largest_logits_and_the_gradient_of_slopes_take_the_fallback_kernels(biased):
-    assert kernels_of(biased, forward_alibi(biased, want_top=1)) == KERNELS["forward_fallback"]
-    call = backward_alibi(biased, has_dnumbers=1)
+    assert kernels_of(biased, forward_alibi(biased, needs_row_max=1)) == KERNELS["forward_fallback"]
+    call = backward_alibi(biased, score_grads=1)
     assert kernels_of(biased, call) == KERNELS["backward_fallback"]
 
 
@@ -79,26 +79,26 @@ def test_head_dims_without_such_kernels(tmp_path, driver, direction, qk_dim):
     machine = make_machine(
         tmp_path, driver, choose=lambda m: m.has_sm90() and m.variant["qk_dim"] == qk_dim
     )
-    call = MAKE[direction](machine, **({"kernels": "apart"} if direction == "backward" else {}))
+    call = MAKE[direction](
+        machine, **({"algorithm": "sm90_separate"} if direction == "backward" else {})
+    )
     assert kernels_of(machine, call) == KERNELS[f"{direction}_fallback"]
 
 
-def test_the_workspace_says_which_kernels(biased):
-    """One element short of dQ's sum: the general ones, which gradients in one order take too."""
-    call = backward_alibi(biased)
-    size = call.results["workspace"].shape[0]
-    for elements, kernels in (
-        (size, biased.kernels("backward_alibi")),
-        (size - 1, KERNELS["backward_fallback"]),
+def test_the_algorithm_says_which_kernels(biased):
+    """There is one for all gradients alone; gradients in one order take the fallback kernels."""
+    for algorithm, kernels in (
+        ("sm90_fused", biased.kernels("backward_alibi")),
+        ("sm90_separate", KERNELS["backward_fallback"]),
+        ("portable", KERNELS["backward_fallback"]),
     ):
-        got = kernels_of(biased, call.change(workspace=Array("float32", (elements,))))
-        assert got == kernels, elements
+        assert kernels_of(biased, backward_alibi(biased, algorithm=algorithm)) == kernels
 
 
-@pytest.mark.parametrize("wanted", [1, 2])
-def test_one_kernel_writes_all_gradients(biased, wanted):
-    call = backward_alibi(biased, wanted=wanted)
-    finish = ["backward_finish"] if wanted & 1 else []
+@pytest.mark.parametrize("needs_grad", [1, 2])
+def test_one_kernel_writes_all_gradients(biased, needs_grad):
+    call = backward_alibi(biased, needs_grad=needs_grad)
+    finish = ["backward_finish"] if needs_grad & 1 else []
     assert kernels_of(biased, call) == ["backward_prepare", "backward_sm90_alibi", *finish]
 
 
@@ -106,11 +106,11 @@ def test_one_kernel_writes_all_gradients(biased, wanted):
 def test_refusals(shared_machine, direction):
     """Of places too, although nothing reads them here."""
     for changes, text in (
-        ({"has_bias": ("int32", 3)}, "attribute has_bias is 3, expected 0 to 2"),
-        ({"has_bias": ("int32", -1)}, "attribute has_bias is -1, expected 0 to 2"),
+        ({"bias_of_indices": ("int32", 2)}, "attribute bias_of_indices is 2, expected 0 to 1"),
+        ({"bias_of_indices": ("int32", -1)}, "attribute bias_of_indices is -1, expected 0 to 1"),
         (
-            {"q_places": Array("int32", (1, 7))},
-            f"q_places is int32[1, 7], expected int32[bias_batch=1, q_len="
+            {"q_bias_pos": Array("int32", (1, 7))},
+            f"q_bias_pos is int32[1, 7], expected int32[bias_batch=1, q_len="
             f"{MAKE[direction](shared_machine).operands['query'].shape[1]}]",
         ),
     ):

@@ -25,7 +25,7 @@ pytest_plugins = ("cpp.fixtures",)
 pytestmark = [needs_extension, needs_compiler]
 
 MAKE = {"forward": forward_block_lists, "backward": backward_block_lists}
-GIVEN = {"scale": ("float32", 0.375), "element_test": ("int32", 1)}
+GIVEN = {"scale": ("float32", 0.375), "segment_check": ("int32", 1)}
 # (rows, keys) of a block: all powers of two, up to the largest of 31 bits
 SIZES_OF_BLOCKS = [(1, 1), (1, 512), (2, 16), (64, 64), (128, 1), (4096, 1 << 30), (1 << 30, 2)]
 
@@ -37,7 +37,9 @@ def mapped(tmp_path, driver):
 
 
 def of_a_map(blocks):
-    return dict(zip(("map_batch", "map_heads", "q_block", "kv_block"), blocks, strict=True))
+    return dict(
+        zip(("block_mask_batch", "block_mask_heads", "q_block", "kv_block"), blocks, strict=True)
+    )
 
 
 def blocks_of(s, n, size):
@@ -62,21 +64,21 @@ def test_forward(mapped, s, n, size):
     assert mapped.calls("cuLibraryLoadData") == 1  # not the general one
 
 
-@pytest.mark.parametrize("wanted", [0, 1, 2, 3])
+@pytest.mark.parametrize("needs_grad", [0, 1, 2, 3])
 @pytest.mark.parametrize("n,size", list(enumerate(SIZES_OF_BLOCKS[1:4])))
 @pytest.mark.parametrize("s", SIZES)
-def test_backward(mapped, s, n, size, wanted):
+def test_backward(mapped, s, n, size, needs_grad):
     """No sums in memory; a tile of keys has the lists of keys, one of rows those of rows."""
     blocks = blocks_of(s, n, size)
-    call = backward_block_lists(mapped, s, blocks, wanted=wanted)
-    call = call.change(**GIVEN, has_dlse=("int32", n % 2))
+    call = backward_block_lists(mapped, s, blocks, needs_grad=needs_grad, has_dlse=n % 2)
+    call = call.change(**GIVEN)
     sections, _ = sm90_sections(mapped, s, call.results["workspace"].address)
     counter, rows = sections["dq_sum"].address, prod(sections["delta"].shape)
     grids = {"backward_prepare": lambda r: [rows // r]}
-    if wanted & 2:
+    if needs_grad & 2:
         keys = s.kv_heads * s.batch * ceil(s.kv_len / 128)
         grids["backward_dkdv_sm90_block_lists"] = lambda n: [keys]
-    if wanted & 1:
+    if needs_grad & 1:
         tiles = s.heads * s.batch * ceil(s.q_len / 128)
         grids["backward_dq_sm90_block_lists"] = lambda m: [min(MULTIPROCESSORS, tiles)]
     scalars = attention(s, 0.375, 1, n % 2) | {"clear_dq": 0, "counter": counter}
@@ -88,13 +90,12 @@ def test_backward(mapped, s, n, size, wanted):
         values[kernel] |= backward_maps(mapped, kernel, arrays)
     expect_launches(mapped, call, values, grids)
     clear = {"memset": [counter, 0, 1], "stream": mapped.xla.stream}
-    assert mapped.record().count(clear) == (wanted & 1) == len(mapped.record()) - len(grids)
+    assert mapped.record().count(clear) == (needs_grad & 1) == len(mapped.record()) - len(grids)
     assert mapped.calls("cuLibraryLoadData") == 3
 
 
 # Of a plain call with a map: what leaves it to the general kernels.
 OTHERS = {
-    "no map": {"blocks": None},
     "rows of a block by threes": {"blocks": (1, 6, 3, 32)},
     "keys of a block by twenties": {"blocks": (1, 6, 4, 20)},
     "one less than a power of two": {"blocks": (1, 1, 127, 128)},
@@ -114,11 +115,18 @@ def test_what_takes_the_fallback_kernels(mapped, direction, what):
     assert got == KERNELS[f"{direction}_fallback"]
 
 
-def test_largest_logits_and_gradients_of_numbers_take_the_fallback_kernels(mapped):
+def test_without_a_block_mask_it_is_a_plain_call(mapped):
+    assert kernels_of(mapped, forward_block_lists(mapped, blocks=None)) == mapped.kernels("forward")
+    call = backward_block_lists(mapped, blocks=None)
+    assert kernels_of(mapped, call) == mapped.kernels("backward_apart")
+
+
+def test_largest_logits_and_gradients_of_score_params_take_the_fallback_kernels(mapped):
     assert (
-        kernels_of(mapped, forward_block_lists(mapped, want_top=1)) == KERNELS["forward_fallback"]
+        kernels_of(mapped, forward_block_lists(mapped, needs_row_max=1))
+        == KERNELS["forward_fallback"]
     )
-    call = backward_block_lists(mapped, has_dnumbers=1)
+    call = backward_block_lists(mapped, score_grads=1)
     assert kernels_of(mapped, call) == KERNELS["backward_fallback"]
 
 
@@ -139,38 +147,42 @@ def test_head_dims_without_such_kernels(tmp_path, driver, direction, dims):
 def test_float32(mapped, direction):
     if not any(v["dtype"] == "f32" for v in mapped.ext.variants()):
         pytest.skip("this build has no such kernel")
-    call = MAKE[direction](mapped, dtype="float32", exact=1)
+    call = MAKE[direction](mapped, dtype="float32", float32=1)
     assert kernels_of(mapped, call) == KERNELS[f"{direction}_fallback"]
 
 
-@pytest.mark.parametrize("wanted", [1, 2, 3])
-def test_the_workspace_says_which_kernels(mapped, wanted):
-    """One element short of the counter: the general ones. Room for a sum of dQ makes no difference:
-    none is made."""
-    call = backward_block_lists(mapped, wanted=wanted)
-    apart = call.results["workspace"].shape[0]
-    kernels = mapped.kernels("backward_block_lists")
-    own = [k for k in kernels if k == "backward_prepare" or wanted & (1 if "_dq_" in k else 2)]
-    general = KERNELS["backward_fallback"]
-    left = [k for k in general if "delta" in k or wanted & (1 if "_dq_" in k else 2)]
-    for elements, want in ((2 * apart, own), (1 << 24, own), (apart, own), (apart - 1, left)):
-        got = kernels_of(mapped, call.change(workspace=Array("float32", (elements,))))
-        assert got == want, elements
+@pytest.mark.parametrize("needs_grad", [1, 2, 3])
+def test_the_algorithm_says_which_kernels(mapped, needs_grad):
+    """Room for a sum of dQ makes no difference: none is made."""
+
+    def kept(kernels):
+        """Without those whose results are not needed."""
+        shared = ("backward_prepare", "backward_delta_fallback")
+        return [k for k in kernels if k in shared or needs_grad & (1 if "_dq_" in k else 2)]
+
+    own, fallback = mapped.kernels("backward_block_lists"), KERNELS["backward_fallback"]
+    for algorithm, kernels in (
+        ("sm90_fused", own),
+        ("sm90_separate", own),
+        ("portable", fallback),
+    ):
+        call = backward_block_lists(mapped, needs_grad=needs_grad, algorithm=algorithm)
+        assert kernels_of(mapped, call) == kept(kernels), algorithm
 
 
 REFUSALS = {
     "attribute scale is -0.5, expected a finite number above 0": {"scale": ("float32", -0.5)},
-    "map_bits is int32[2, 6, 75, 2], expected int32[map_batch=2, map_heads=6, "
+    "block_mask is int32[2, 6, 75, 2], expected int32[block_mask_batch=2, block_mask_heads=6, "
     "ceil(q_len/q_block)=75, ceil(kv_len/kv_block/32)=1]": {
-        "map_bits": Array("int32", (2, 6, 75, 2))
+        "block_mask": Array("int32", (2, 6, 75, 2))
     },
-    "map_bits has 3 heads (axis 1), expected 1 or those of query, 6": {
-        "map_bits": Array("int32", (2, 3, 75, 1))
+    "block_mask has 3 heads (axis 1), expected 1 or those of the call, 6": {
+        "block_mask": Array("int32", (2, 3, 75, 1))
     },
-    "q_entries is int32[2, 1, 3, 13], expected int32[mask_batch=2, map_heads=6, "
-    "ceil(q_len/128)=3, 2+ceil(kv_len/64)=13]": {"q_entries": Array("int32", (2, 1, 3, 13))},
+    "q_block_lists is int32[2, 1, 3, 13], expected int32[mask_batch=2, block_mask_heads=6, "
+    "ceil(q_len/128)=3, 2+ceil(kv_len/64)=13]": {"q_block_lists": Array("int32", (2, 1, 3, 13))},
     "attributes q_block and kv_block are -4 and 32, expected both above 0, or both 0 without a "
-    "map": {"q_block": ("int32", -4)},
+    "block mask": {"q_block": ("int32", -4)},
 }
 
 
@@ -187,9 +199,9 @@ def test_refusals(mapped, direction, text):
 
 
 def test_refusals_of_the_backward(mapped):
-    call = backward_block_lists(mapped, Sizes(), wanted=3)
+    call = backward_block_lists(mapped, Sizes(), needs_grad=3)
     for name, array in (
-        ("kv_entries", Array("int32", (2, 6, 6, 6))),  # 2 + 4 of ceil(300 / 64) = 5
+        ("kv_block_lists", Array("int32", (2, 6, 6, 6))),  # 2 + 4 of ceil(300 / 64) = 5
         ("dq", Array("bfloat16", (0,))),
         ("dk", Array("bfloat16", (0,))),
     ):

@@ -19,7 +19,7 @@ from cpp.refusals import check_refusal
 pytest_plugins = ("cpp.fixtures",)
 pytestmark = [needs_extension, needs_compiler]
 
-AT_ONCE = 2 * MULTIPROCESSORS  # programs, as csrc/ffi/decode.cc has it
+AT_ONCE = 2 * MULTIPROCESSORS  # programs, as csrc/launch/heuristics.cc has it
 I32, F32 = "int32", "float32"
 
 
@@ -35,7 +35,7 @@ def expect(machine, call, s, splits, dealt=0, *, pages=0, page_size=0, width=0, 
     dims = [call.operands[n].shape[3] for n in ("query", "value")]
     scalars = {
         **{n: f32(call.attributes[n][1]) for n in ("scale", "soft_cap")},
-        "has_sinks": call.attributes["has_sinks"][1],
+        "has_sinks": int(call.operands["sinks"].shape != (0,)),
         "batch": s.batch,
         "sink_batch": sink_batch,
         "q_len": s.q_len,
@@ -141,7 +141,7 @@ def test_float32(machine, exact, short, q_len, kernel):
     if not pairs:
         pytest.skip("this build has no such kernel")
     s = Sizes(2, 2, q_len, 700, 6, 2)
-    call = decode(machine, s, dims=asked, dtype="float32", exact=exact, page_size=16)
+    call = decode(machine, s, dims=asked, dtype="float32", float32=exact, page_size=16)
     assert machine.run(call, INITIALIZE) is None and machine.run(call) is None
     launches = machine.launches()
     assert [launch["kernel"] for launch in launches] == [kernel, "decode_combine"]
@@ -179,18 +179,11 @@ def test_empty_batch_launches_nothing(machine):
     assert machine.calls("cuLibraryLoadData") == machine.calls("cuLaunchKernel") == 0
 
 
-def test_unread_operands_may_be_anything(machine):
-    call = decode(machine)
-    odd = Array("bool", (3,))
-    assert machine.run(call.change(block_table=odd, sinks=odd)) is None
-
-
 def refusals():
     """As in test_refusals.py; the numbers are those of decode()."""
     paged = {"page_size": 16}
-    yield {}, {"paged": (I32, 2)}, "attribute paged is 2, expected 0 to 1"
-    yield {}, {"has_sinks": (I32, -1)}, "attribute has_sinks is -1, expected 0 to 1"
-    yield {}, {"exact": (I32, 2)}, "attribute exact is 2, expected 0 to 1"
+    flag = "float32_products"
+    yield {}, {flag: (I32, 2)}, f"attribute {flag} is 2, expected 0 to 1"
     yield (
         {},
         {"query": Array("D", (2, 6, "QK"))},

@@ -18,6 +18,7 @@ from cpp.calls import (
     forward_block_lists,
     forward_fallback,
     forward_soft_cap,
+    of_head_group,
 )
 from cpp.launches import attention, expect_launches, kernels_of
 from cpp.machine import KERNELS, make_machine, needs_compiler, needs_extension
@@ -30,10 +31,14 @@ def scalars_of(s, dims, batches=(1, 1), soft_cap=30.0, blocks=MAP):
     return {
         **attention(s, 0.125, 2, has_dlse=1),
         "soft_cap": soft_cap,
-        "has_dnumbers": 1,
+        "has_score_grads": 1,
         "scales_batch": batches[0],
         "bias_batch": batches[1],
-        **dict(zip(("map_batch", "map_heads", "q_block", "kv_block"), blocks, strict=True)),
+        **dict(
+            zip(
+                ("block_mask_batch", "block_mask_heads", "q_block", "kv_block"), blocks, strict=True
+            )
+        ),
         "qk_dim": dims[0],
         "v_dim": dims[1],
     }
@@ -83,7 +88,7 @@ def test_float32(machine, direction, exact, short):
     pairs = sorted(pair for pair in pairs if pair[0] >= asked[0] and pair[1] >= asked[1])
     if not pairs:
         pytest.skip("this build has no such kernel")
-    call = MAKE[direction](machine, s, asked, dtype="float32", exact=exact)
+    call = MAKE[direction](machine, s, asked, dtype="float32", float32=exact)
     assert machine.run(call) is None
     grids = only(direction, grids_of(s))
     launches = machine.launches()
@@ -96,32 +101,46 @@ def test_float32(machine, direction, exact, short):
         assert launch["grid"] == [*grid(row["block"]), 1, 1], kernel
 
 
-@pytest.mark.parametrize("wanted,has_dnumbers", [(0, 0), (0, 1), (1, 0), (2, 0), (2, 1)])
-def test_backward_of_some(machine, wanted, has_dnumbers):
-    """Kernels whose results nobody wants are not launched; that of dq also makes dnumbers."""
+@pytest.mark.parametrize("needs_grad,score_grads", [(0, 0), (0, 1), (1, 0), (2, 0), (2, 1)])
+def test_backward_of_some(machine, needs_grad, score_grads):
+    """Kernels whose results nobody wants are not launched; that of dq also makes score_grads."""
     s = Sizes()
     dims = machine.variant["qk_dim"], machine.variant["v_dim"]
-    call = backward_fallback(machine, s, dims, wanted=wanted, has_dnumbers=has_dnumbers)
+    call = backward_fallback(machine, s, dims, needs_grad=needs_grad, score_grads=score_grads)
     grids = only("backward", grids_of(s))
-    if not wanted & 2:
+    if not needs_grad & 2:
         del grids["backward_dkdv_fallback"]
-    if not (wanted & 1 or has_dnumbers):
+    if not (needs_grad & 1 or score_grads):
         del grids["backward_dq_fallback"]
-    expect_launches(machine, call, scalars_of(s, dims) | {"has_dnumbers": has_dnumbers}, grids)
+    expect_launches(machine, call, scalars_of(s, dims) | {"has_score_grads": score_grads}, grids)
 
 
 @pytest.mark.parametrize("direction", MAKE)
-def test_what_is_not_there_is_not_looked_at(machine, direction):
-    """Any buffer stands in for numbers, places and maps; the kernels get batches and heads of 0."""
+def test_what_is_absent(machine, direction):
+    """The kernels get batches and heads of 0."""
     s = Sizes(batch=1, mask_batch=1, q_len=1, kv_len=129, heads=8, kv_heads=1)
-    dims = machine.variant["qk_dim"], machine.variant["v_dim"]
-    call = MAKE[direction](machine, s, dims, has=(0, 0), soft_cap=0.0, blocks=(1, 1, 1, 1))
-    names = {"scales", "slopes", "q_places", "kv_places", "map_bits", "q_entries", "kv_entries"}
-    names &= set(call.operands)
-    call = call.change(**dict.fromkeys(names, Array("bfloat16", (7,))))
-    call = call.change(q_block=("int32", 0), kv_block=("int32", 0))
+    dims = machine.variant["qk_dim"] - 8, machine.variant["v_dim"] - 8
+    call = MAKE[direction](machine, s, dims, has=(0, 0), soft_cap=0.0, blocks=None)
     scalars = scalars_of(s, dims, (0, 0), 0.0, (1, 0, 1, 1))
     expect_launches(machine, call, scalars, only(direction, grids_of(s)))
+
+
+@pytest.mark.parametrize("direction", MAKE)
+def test_without_options_it_is_a_plain_call(portable, direction):
+    call = MAKE[direction](
+        portable, has=(0, 0), soft_cap=0.0, blocks=None,
+        **({"score_grads": 0} if direction == "backward" else {}),
+    )  # fmt: skip
+    assert kernels_of(portable, call) == KERNELS[direction]
+
+
+@pytest.mark.parametrize("make", [forward_fallback, backward_fallback])
+def test_some_of_the_heads(portable, make):
+    """The fallback kernels have all heads of their rows."""
+    failure = portable.run(of_head_group(make(portable, blocks=None, has=(0, 0)), 6, 12))
+    assert failure.code == "Unimplemented"
+    assert "first_head and heads are 6 and 6, but the fallback kernels take all of the query's 12" \
+        in failure.message  # fmt: skip
 
 
 @pytest.mark.parametrize("direction", MAKE)
@@ -141,14 +160,12 @@ def test_what_is_not_there_is_not_looked_at(machine, direction):
             {"slopes": Array("float32", (1, 5))},
             "slopes is float32[1, 5], expected float32[bias_batch=1, heads=6]",
         ),
-        ({"q_places": Array("int32", (1, 299))}, "q_places is int32[1, 299]"),
-        ({"kv_places": Array("int32", (2, 700))}, "kv_places is int32[2, 700]"),
+        ({"q_bias_pos": Array("int32", (1, 299))}, "q_bias_pos is int32[1, 299]"),
+        ({"kv_bias_pos": Array("int32", (2, 700))}, "kv_bias_pos is int32[2, 700]"),
         ({"soft_cap": ("float32", -1.0)}, "attribute soft_cap is -1, expected a finite number"),
         ({"soft_cap": ("float32", float("nan"))}, "attribute soft_cap is "),
         ({"scale": ("float32", 0.0)}, "attribute scale is 0, expected"),
-        ({"has_bias": ("int32", 3)}, "attribute has_bias is 3, expected 0 to 2"),
-        ({"has_scales": ("int32", -1)}, "has_scales"),
-        ({"exact": ("int32", 2)}, "attribute exact is 2, expected 0 to 1"),
+        ({"float32_products": ("int32", 2)}, "attribute float32_products is 2, expected 0 to 1"),
         (
             {"query": Array("float64", (2, 300, 6, 64))},
             "query is float64, expected bfloat16, float16 or float32",
@@ -159,26 +176,26 @@ def test_what_is_not_there_is_not_looked_at(machine, direction):
             "attributes q_block and kv_block are 3 and -1, expected both",
         ),
         (
-            {"map_bits": Array("int32", (6, 100, 2))},
-            "map_bits is int32[6, 100, 2], expected 4 axes",
+            {"block_mask": Array("int32", (6, 100, 2))},
+            "block_mask is int32[6, 100, 2], expected 4 axes",
         ),
         (
-            {"map_bits": Array("int32", (3, 6, 100, 2))},
-            "map_bits has 3 rows (axis 0), expected 1 or mask_batch, 2",
+            {"block_mask": Array("int32", (3, 6, 100, 2))},
+            "block_mask has 3 rows (axis 0), expected 1 or mask_batch, 2",
         ),
         (
-            {"map_bits": Array("int32", (1, 2, 100, 2))},
-            "map_bits has 2 heads (axis 1), expected 1 or those of query, 6",
+            {"block_mask": Array("int32", (1, 2, 100, 2))},
+            "block_mask has 2 heads (axis 1), expected 1 or those of the call, 6",
         ),
         (
-            {"map_bits": Array("int32", (1, 6, 100, 1))},
-            "expected int32[map_batch=1, map_heads=6, ceil(q_len/q_block)=100, "
+            {"block_mask": Array("int32", (1, 6, 100, 1))},
+            "expected int32[block_mask_batch=1, block_mask_heads=6, ceil(q_len/q_block)=100, "
             "ceil(kv_len/kv_block/32)=2]",
         ),
         ({"q_block": ("int32", 2)}, "ceil(q_len/q_block)=150"),
         (
-            {"q_entries": Array("int32", (2, 6, 3, 12))},
-            "q_entries is int32[2, 6, 3, 12], expected int32[mask_batch=2, map_heads=6, "
+            {"q_block_lists": Array("int32", (2, 6, 3, 12))},
+            "q_block_lists is int32[2, 6, 3, 12], expected int32[mask_batch=2, block_mask_heads=6, "
             "ceil(q_len/128)=3, 2+ceil(kv_len/64)=13]",
         ),
     ],
@@ -186,20 +203,20 @@ def test_what_is_not_there_is_not_looked_at(machine, direction):
 def test_refusals(shared_machine, direction, changes, text):
     call = MAKE[direction](shared_machine).change(**changes)
     failure = shared_machine.run(call)
-    assert text in failure.message and f"packax_{direction}_general_v1: " in failure.message
+    assert text in failure.message and f"packax_{direction}_v1: " in failure.message
     assert not shared_machine.launches()
 
 
 def test_refusals_of_the_backward(shared_machine):
     call = backward_fallback(shared_machine)
     for changes in (
-        {"dnumbers": Array("float32", (2, 6, 1, 300))},
+        {"score_grads": Array("float32", (2, 6, 1, 300))},
         {"workspace": Array("float32", (3839,))},
         {"workspace": Array("int32", (3840,))},
         {"workspace": Array("float32", (2, 6, 320))},
-        {"has_dnumbers": ("int32", 3)},
-        {"kv_entries": Array("int32", (2, 6, 6, 6))},
-        {"wanted": ("int32", 4)},
+        {"algorithm": ("string", "sm90")},
+        {"kv_block_lists": Array("int32", (2, 6, 6, 6))},
+        {"needs_grad": ("int32", 4)},
         {"dq": Array("bfloat16", (0,))},
         {"dk": Array("bfloat16", (0,))},
     ):

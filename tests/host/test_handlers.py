@@ -10,7 +10,7 @@ from math import ceil
 
 import pytest
 from cpp.call_frame import INITIALIZE
-from cpp.calls import CALLS, Array, Sizes, backward, blocks, documents, forward, table_size
+from cpp.calls import CALLS, Sizes, backward, blocks, documents, forward, table_size
 from cpp.launches import SIZES, attention, expect_launches, expect_portable_backward
 from cpp.machine import needs_compiler, needs_extension
 
@@ -20,7 +20,7 @@ pytestmark = [needs_extension, needs_compiler]
 
 @pytest.mark.parametrize("s", SIZES)
 def test_forward(portable, s):
-    call = forward(portable, s, scale=0.0625, element_test=1)
+    call = forward(portable, s, scale=0.0625, segment_check=1)
     grids = {"forward": lambda m: [s.heads * s.batch * ceil(s.q_len / 128) * (128 // m)]}
     expect_launches(portable, call, attention(s, 0.0625, 1), grids)
     assert portable.calls("cuTensorMapEncodeTiled") == 0
@@ -30,23 +30,23 @@ def test_forward(portable, s):
 @pytest.mark.parametrize("s", SIZES)
 def test_backward(machine, s, has_dlse):
     """The small workspace: these kernels also where there are those of Hopper."""
-    call = backward(machine, s, scale=1.5, has_dlse=has_dlse, kernels="portable")
+    call = backward(machine, s, scale=1.5, has_dlse=has_dlse, algorithm="portable")
     expect_portable_backward(machine, call, s, has_dlse)
 
 
-@pytest.mark.parametrize("wanted", [0, 1, 2])
-def test_backward_of_some(machine, wanted):
+@pytest.mark.parametrize("needs_grad", [0, 1, 2])
+def test_backward_of_some(machine, needs_grad):
     """Frozen keys or a frozen query: the kernels of the others are not launched."""
     s = SIZES[0]
-    call = backward(machine, s, kernels="portable", wanted=wanted)
-    expect_portable_backward(machine, call, s, 1, wanted)
+    call = backward(machine, s, algorithm="portable", needs_grad=needs_grad)
+    expect_portable_backward(machine, call, s, 1, needs_grad)
 
 
-@pytest.mark.parametrize("kernels", ["fused", "apart"])
+@pytest.mark.parametrize("algorithm", ["sm90_fused", "sm90_separate"])
 @pytest.mark.parametrize("s", SIZES)
-def test_backward_elsewhere_with_a_large_workspace(portable, s, kernels):
+def test_backward_elsewhere_with_a_large_workspace(portable, s, algorithm):
     """The lowering does not always know the GPU."""
-    expect_portable_backward(portable, backward(portable, s, kernels=kernels), s)
+    expect_portable_backward(portable, backward(portable, s, algorithm=algorithm), s)
 
 
 @pytest.mark.parametrize("compare_positions", [0, 1, 2])
@@ -102,15 +102,14 @@ def test_empty_batch_launches_nothing(machine, name, mask_batch):
 
 
 @pytest.mark.parametrize(
-    ("element_test", "unread"),
+    ("segment_check", "unread"),
     [(0, ("q_ids", "kv_ids", "q_pos", "kv_pos")), (1, ("q_pos", "kv_pos")), (2, ()), (3, ())],
 )
-def test_unread_operands_may_be_anything(machine, element_test, unread):
+def test_unread_operands_may_be_anything(machine, segment_check, unread):
     """What a mask does not have arrives as q_lo once more."""
-    call = forward(machine, element_test=element_test)
+    call = forward(machine, segment_check=segment_check)
     call = call.change(**dict.fromkeys(unread, call.operands["q_lo"]))
     assert machine.run(call) is None
-    call = backward(machine, element_test=element_test, has_dlse=0)
-    call = call.change(dlse=Array("float32", (1,)))
+    call = backward(machine, segment_check=segment_check, has_dlse=0)
     call = call.change(**dict.fromkeys(unread, call.operands["q_lo"]))
     assert machine.run(call) is None

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 from cpp.call_frame import INITIALIZE
-from cpp.calls import Array, Sizes, backward, forward, of_head_group
+from cpp.calls import Sizes, backward, forward, of_head_group
 from cpp.machine import arguments, make_machine, needs_compiler, needs_extension
 
 pytest_plugins = ("cpp.fixtures",)
@@ -22,10 +22,12 @@ ROWS = ("query", "out", "dout", "dq")
 MAKERS = {
     "forward": forward,
     "backward": backward,
-    "backward apart": lambda m, s=S: backward(m, s, kernels="apart"),
-    "backward portable": lambda m, s=S: backward(m, s, kernels="portable"),
-    "backward of dq alone": lambda m, s=S: backward(m, s, kernels="apart", wanted=1),
-    "backward of dk and dv alone": lambda m, s=S: backward(m, s, kernels="apart", wanted=2),
+    "backward apart": lambda m, s=S: backward(m, s, algorithm="sm90_separate"),
+    "backward portable": lambda m, s=S: backward(m, s, algorithm="portable"),
+    "backward of dq alone": lambda m, s=S: backward(m, s, algorithm="sm90_separate", needs_grad=1),
+    "backward of dk and dv alone": lambda m, s=S: backward(
+        m, s, algorithm="sm90_separate", needs_grad=2
+    ),
 }
 
 
@@ -75,8 +77,6 @@ def test_launches_are_those_of_the_heads_alone(request, kind, maker, begins, s):
     clears = [r for r in machine.record() if "memset" in r]
     machine.cuda.fake_clear()
     call = of_head_group(plain, FIRST, ALL, begins)
-    if begins:
-        call.operands["out_before" if maker == "forward" else "dq_before"] = Array("int32", (1,), 8)
     assert machine.run(call, INITIALIZE) is None
     assert machine.run(call) is None
     got = machine.launches()
@@ -120,7 +120,6 @@ def test_the_edge_of_small_tensors(tmp_path, driver):
             "attributes first_head and heads are 6 and 2147483647, "
             "expected some of the query's 12"),
         ({"heads": 5}, "attribute heads is 5, expected a multiple of the 2 heads of key and value"),
-        ({"begins": 2}, "attribute begins is 2, expected 0 to 1"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("make", [forward, backward])
@@ -143,6 +142,18 @@ def test_other_heads_elsewhere(shared_machine, make, result):
         f"{call.target}: {result}_before is at 0x7700 and {result} at {before.address:#x}, "
         "expected one place for both"
     )
+
+
+def test_other_heads_of_a_gradient_that_is_not_needed(shared_machine):
+    """There is no result that could take their place."""
+    call = of_head_group(
+        backward(shared_machine, S, algorithm="sm90_separate", needs_grad=2), FIRST, ALL, begins=1
+    )
+    assert call.results["dq"].shape == call.operands["dq_before"].shape == (0,)
+    call.operands["dq_before"] = replace(call.operands["dout"], address=call.results["dq"].address)
+    failure = shared_machine.run(call)
+    assert failure.code == "InvalidArgument"
+    assert failure.message.startswith(f"{call.target}: dq_before is at ")
 
 
 @pytest.mark.parametrize(

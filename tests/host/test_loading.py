@@ -210,10 +210,11 @@ def test_unknown_head_dim(machine):
     call = forward(machine)
     for name in ("query", "key"):
         a = call.operands[name]
-        call = call.change(**{name: replace(a, shape=(*a.shape[:3], 80))})
+        call = call.change(**{name: replace(a, shape=(*a.shape[:3], 264))})
     failure = machine.run(call)
     assert failure.code == "Unimplemented"
-    assert f"head dims 80x{machine.variant['v_dim']} (query and key x value)" in failure.message
+    assert failure.message.startswith("packax_forward_v1: no forward kernel for compute capability")
+    assert f"head dims 264x{machine.variant['v_dim']} (query and key x value)" in failure.message
 
 
 @pytest.mark.parametrize(
@@ -289,8 +290,10 @@ def test_a_failed_load_stops_the_backward_before_it_starts(machine, function):
     assert machine.calls("cuLaunchKernel") == 0
 
 
-def test_grid_too_large(machine):
-    failure = machine.run(documents(machine, Sizes(batch=70000, mask_batch=70000)))
+@pytest.mark.parametrize("stage", [INITIALIZE, EXECUTE])
+def test_grid_too_large(machine, stage):
+    """Said before anything runs."""
+    failure = machine.run(documents(machine, Sizes(batch=70000, mask_batch=70000)), stage)
     assert failure.code == "InvalidArgument"
     name = machine.row("documents_init", machine.variant["cc"])["name"]
     assert failure.message == (
@@ -298,11 +301,23 @@ def test_grid_too_large(machine):
         "a GPU takes (2147483647, 65535) at most; split the batch"
     )
     s = Sizes(batch=1, mask_batch=1, q_len=1 << 29, heads=1 << 16, kv_heads=1)
-    failure = machine.run(backward(machine, s))
+    failure = machine.run(backward(machine, s), stage)
     block = machine.row("backward_delta", machine.variant["cc"])["block"]
     assert f"would need a grid of ({2**45 // block}, 1)" in failure.message
     s = Sizes(batch=1 << 30, mask_batch=1, q_len=1 << 29, heads=1 << 16, kv_heads=1)
     call = backward(machine, s).change(workspace=Array("float32", (1 << 62,)))
-    failure = machine.run(call)  # no wrap-around
-    assert f"has {2**62} elements, expected at least {2**63 - 1}, batch" in failure.message
+    failure = machine.run(call, stage)  # no wrap-around
+    assert f"has {2**62} elements, expected {2**63 - 1} for algorithm" in failure.message
     assert machine.launches() == []
+
+
+@pytest.mark.parametrize("stage", [INITIALIZE, EXECUTE])
+@pytest.mark.parametrize("algorithm", ["sm90_fused", "sm90_separate"])
+def test_grid_too_large_on_sm90(tmp_path, driver, stage, algorithm):
+    """Of the second kernel of three; the first has not run."""
+    machine = make_machine(tmp_path, driver, choose=lambda m: m.has_apart())
+    s = Sizes(batch=1 << 10, mask_batch=1, q_len=64, kv_len=1 << 29, heads=1, kv_heads=1)
+    failure = machine.run(backward(machine, s, algorithm=algorithm), stage)
+    assert failure.code == "InvalidArgument"
+    assert "sm90_" in failure.message and "would need a grid of (" in failure.message
+    assert machine.record() == []

@@ -43,8 +43,8 @@ def refusals():
     )
     yield (
         forward,
-        {"query": Array("float32", (2, 300, 6, 64))},
-        ("query is float32, expected bfloat16 or float16"),
+        {"query": Array("float64", (2, 300, 6, 64))},
+        ("query is float64, expected bfloat16, float16 or float32"),
     )
     yield (
         forward,
@@ -111,8 +111,8 @@ def refusals():
         {"value": Array("D", (2, 701, 2, "V"))},
         ("value is D[2, 701, 2, V], expected D[batch=2, kv_len=700, kv_heads=2, v_dim=V]"),
     )
-    yield forward, {"element_test": (I32, 4)}, "attribute element_test is 4, expected 0 to 3"
-    yield forward, {"element_test": (I32, -1)}, "attribute element_test is -1, expected 0 to 3"
+    yield forward, {"segment_check": (I32, 4)}, "attribute segment_check is 4, expected 0 to 3"
+    yield forward, {"segment_check": (I32, -1)}, "attribute segment_check is -1, expected 0 to 3"
     yield (
         forward,
         {"scale": ("float32", float("nan"))},
@@ -136,7 +136,7 @@ def refusals():
         yield forward, {name: bad}, f"{name} is int32[2, 301], expected {rows}"
     yield (  # one limit a row where two are read, and the other way round
         forward,
-        {"element_test": (I32, 3)},
+        {"segment_check": (I32, 3)},
         f"q_pos is int32[2, 300], expected {I32}[mask_batch=2, limits=2, q_len=300]",
     )
     yield (
@@ -150,7 +150,7 @@ def refusals():
     bad = Array(I32, (1, 700))  # read with ids alone, too
     yield (
         forward,
-        {"element_test": (I32, 1), "kv_ids": bad},
+        {"segment_check": (I32, 1), "kv_ids": bad},
         f"kv_ids is int32[1, 700], expected {keys}",
     )
     yield (
@@ -198,8 +198,14 @@ def refusals():
         {"kv_order": Array(I32, (1, 6))},
         ("kv_order is int32[1, 6], expected int32[mask_batch=2, ceil(kv_len/128)=6]"),
     )
-    yield backward, {"has_dlse": (I32, 2)}, "attribute has_dlse is 2, expected 0 to 1"
-    yield backward, {"wanted": (I32, 4)}, "attribute wanted is 4, expected 0 to 3"
+    for name in ("sm90", "", "portable "):
+        yield (
+            backward,
+            {"algorithm": ("string", name)},
+            f'attribute algorithm is "{name}", expected "portable", "sm90_separate" or '
+            '"sm90_fused"',
+        )
+    yield backward, {"needs_grad": (I32, 4)}, "attribute needs_grad is 4, expected 0 to 3"
     yield (
         backward,
         {"scale": ("float32", -0.5)},
@@ -220,14 +226,6 @@ def refusals():
         backward,
         {"workspace": Array(I32, (3840,))},
         ("workspace is int32[3840], expected float32[elements=3840]"),
-    )
-    yield (
-        backward,
-        {"workspace": Array("float32", (3839,))},
-        (
-            "workspace has 3839 elements, expected at least 3840, "
-            "batch * heads * q_len rounded up to 64"
-        ),
     )
     bad = Array("float32", (2, 300, 6, "QK"))
     yield (
@@ -286,7 +284,7 @@ def refusals():
     bad = Array("uint32", (2, 300))
     yield documents, {"q_ids": bad}, f"q_ids is uint32[2, 300], expected {rows}"
     yield documents, {"kv_ids": Array("int8", (2, 700))}, f"kv_ids is int8[2, 700], expected {keys}"
-    for name in ("q_pos", "lo", "hi", "tested"):
+    for name in ("q_pos", "lo", "hi", "segment_checked"):
         bad = Array("int16", (2, 300))
         yield documents, {name: bad}, f"{name} is int16[2, 300], expected {rows}"
     bad = Array("complex64", (2, 700))
@@ -314,7 +312,7 @@ def refusals():
         {"kv_len": ("int64", 1 << 40)},
         (f"attribute kv_len is {1 << 40}, expected 1 to {at_most}"),
     )
-    for name in ("q_lo", "q_hi", "tested"):
+    for name in ("q_lo", "q_hi", "segment_checked"):
         bad = Array("bool", (2, 300))
         yield blocks, {name: bad}, f"{name} is bool[2, 300], expected {rows}"
     yield (
@@ -363,4 +361,4 @@ def test_wrong_number_of_operands(shared_machine):
     call.operands.popitem()
     failure = shared_machine.run(call)
     assert failure.code == "InvalidArgument"
-    assert "Wrong number of arguments: expected 12 but got 11" in failure.message
+    assert "Wrong number of arguments: expected 19 but got 18" in failure.message

@@ -13,7 +13,7 @@ import pytest
 from cpp.call_frame import INITIALIZE
 from cpp.calls import Array, Sizes, backward, forward, of_head_group
 from cpp.launches import SIZES, attention, expect_launches, expect_portable_backward, kernels_of
-from cpp.machine import MULTIPROCESSORS, make_machine, needs_compiler, needs_extension
+from cpp.machine import KERNELS, MULTIPROCESSORS, make_machine, needs_compiler, needs_extension
 from cpp.sm90 import (
     backward_maps,
     sm90_maps,
@@ -34,7 +34,7 @@ def test_forward_on_sm90(tmp_path, driver, s, qk_dim):
     kernel = machine.forward_of(s)
     row = machine.row(kernel, machine.variant["cc"])
     assert all(box[1:] == (64, 3) for box in row["tensor_maps"])  # 128 bytes of columns
-    call = forward(machine, s, scale=0.0625, element_test=1)
+    call = forward(machine, s, scale=0.0625, segment_check=1)
     order = {128: "q_order", 192: "q_order_192"}[row["block"]]
     more = {"q_order": call.operands[order].address, **sm90_maps(machine, call)}
     grids = {kernel: lambda m: [min(MULTIPROCESSORS, s.heads * s.batch * ceil(s.q_len / m))]}
@@ -157,7 +157,7 @@ def test_map_of_a_misaligned_buffer(sm90, name):
     ("sizes", "name", "why"),
     [
         (
-            {"q_len": 1 << 29, "heads": 1 << 10},
+            {"q_len": 1 << 29, "heads": 16},
             "query",
             "one row of the batch has 2^40 bytes or more",
         ),
@@ -203,7 +203,7 @@ def test_backward_on_sm90(tmp_path, driver, s, has_dlse, qk_dim):
     machine = make_machine(
         tmp_path, driver, choose=lambda m: m.has_sm90() and m.variant["qk_dim"] == qk_dim
     )
-    call = backward(machine, s, scale=0.375, element_test=1, has_dlse=has_dlse)
+    call = backward(machine, s, scale=0.375, segment_check=1, has_dlse=has_dlse)
     workspace = call.results["workspace"]
     sections, end = sm90_sections(machine, s, workspace.address)
     assert end == workspace.address + 4 * workspace.shape[0]
@@ -225,10 +225,10 @@ def test_backward_on_sm90(tmp_path, driver, s, has_dlse, qk_dim):
     assert machine.calls("cuLibraryLoadData") == 3  # not the portable ones
 
 
-@pytest.mark.parametrize("wanted", [0, 1, 2, 3])
+@pytest.mark.parametrize("needs_grad", [0, 1, 2, 3])
 @pytest.mark.parametrize("qk_dim,block", [(64, 128), (128, 128), (192, 128), (256, 64)])
 @pytest.mark.parametrize("s", SIZES)
-def test_backward_apart_on_sm90(tmp_path, driver, s, qk_dim, block, wanted):
+def test_backward_apart_on_sm90(tmp_path, driver, s, qk_dim, block, needs_grad):
     """Kernels that add nothing to memory: nothing is cleared but the counter, in the place of dQ's
     sum.
 
@@ -237,7 +237,9 @@ def test_backward_apart_on_sm90(tmp_path, driver, s, qk_dim, block, wanted):
     machine = make_machine(
         tmp_path, driver, choose=lambda m: m.has_apart() and m.variant["qk_dim"] == qk_dim
     )
-    call = backward(machine, s, scale=0.375, element_test=3, kernels="apart", wanted=wanted)
+    call = backward(
+        machine, s, scale=0.375, segment_check=3, algorithm="sm90_separate", needs_grad=needs_grad
+    )
     workspace = call.results["workspace"]
     sections, _ = sm90_sections(machine, s, workspace.address)
     counter = sections["dq_sum"].address
@@ -250,7 +252,7 @@ def test_backward_apart_on_sm90(tmp_path, driver, s, qk_dim, block, wanted):
         "backward_dq_sm90": lambda m: [min(MULTIPROCESSORS, s.heads * s.batch * ceil(s.q_len / m))],
     }
     for kernel, bit in (("backward_dq_sm90", 1), ("backward_dkdv_sm90", 2)):
-        if not wanted & bit:
+        if not needs_grad & bit:
             del grids[kernel]
     scalars = attention(s, 0.375, 3, 1) | {"clear_dq": 0, "counter": counter}
     pointers = {name: array.address for name, array in sections.items()}
@@ -261,27 +263,30 @@ def test_backward_apart_on_sm90(tmp_path, driver, s, qk_dim, block, wanted):
     expect_launches(machine, call, values, grids)
     clear = {"memset": [counter, 0, 1], "stream": machine.xla.stream}
     record = machine.record()
-    assert record.count(clear) == (wanted & 1) == len(record) - len(grids)
-    assert not wanted & 1 or record[-2] == clear
+    assert record.count(clear) == (needs_grad & 1) == len(record) - len(grids)
+    assert not needs_grad & 1 or record[-2] == clear
     assert machine.calls("cuLibraryLoadData") == 3  # not the portable ones
 
 
-def test_a_workspace_too_small_for_sm90(tmp_path, driver):
-    """One element short of dQ's sum, and other kernels run; one short of their counter, the
-    portable."""
+def test_the_algorithm_says_which_kernels(tmp_path, driver):
+    """And the workspace is that of the algorithm, to the element."""
     sm90 = make_machine(tmp_path, driver, choose=lambda m: m.has_apart())
     s = Sizes()
-    call = backward(sm90, s)
-    size = call.results["workspace"].shape[0]
-    assert sm90.run(call.change(workspace=Array("float32", (size - 1,)))) is None
-    assert [r["kernel"] for r in sm90.launches()] == sm90.kernels("backward_apart")
-    sm90.cuda.fake_clear()
-    short = backward(sm90, s, kernels="apart").results["workspace"].shape[0] - 1
-    expect_portable_backward(sm90, call.change(workspace=Array("float32", (short,))), s)
-    sm90.cuda.fake_clear()
-    larger = call.change(workspace=Array("float32", (size + 1,)))
-    assert sm90.run(larger) is None
-    assert [r["kernel"] for r in sm90.launches()] == sm90.kernels("backward")
+    for algorithm, kernels in (
+        ("sm90_fused", sm90.kernels("backward")),
+        ("sm90_separate", sm90.kernels("backward_apart")),
+        ("portable", KERNELS["backward"]),
+    ):
+        call = backward(sm90, s, algorithm=algorithm)
+        assert kernels_of(sm90, call) == kernels
+        (size,) = call.results["workspace"].shape
+        for elements in (size - 1, size + 1):
+            failure = sm90.run(call.change(workspace=Array("float32", (elements,))))
+            assert failure.code == "InvalidArgument"
+            assert failure.message == (
+                f"packax_backward_v1: workspace has {elements} elements, expected {size} for "
+                f'algorithm "{algorithm}"'
+            )
 
 
 @pytest.mark.parametrize("qk_dim", [64, 128, 192, 256])
@@ -325,14 +330,14 @@ def test_a_misaligned_buffer_of_the_backward(sm90, name):
     assert sm90.launches() == []
 
 
-@pytest.mark.parametrize("wanted", [1, 2])
-def test_backward_of_some_on_sm90(sm90, wanted):
+@pytest.mark.parametrize("needs_grad", [1, 2])
+def test_backward_of_some_on_sm90(sm90, needs_grad):
     """One kernel makes all three, so dk and dv are there; only dq has a kernel of its own after
     it."""
-    call = backward(sm90, wanted=wanted)
+    call = backward(sm90, needs_grad=needs_grad)
     assert sm90.run(call) is None
     kernels = [launch["kernel"] for launch in sm90.launches()]
-    finish = ["backward_finish"] if wanted & 1 else []
+    finish = ["backward_finish"] if needs_grad & 1 else []
     assert kernels == ["backward_prepare", "backward_sm90", *finish]
     call.results["dk"] = Array("float16", (0,))
     failure = sm90.run(call)

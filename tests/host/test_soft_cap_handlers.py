@@ -33,7 +33,7 @@ pytestmark = [needs_extension, needs_compiler]
 
 CAP = 50.0
 MAKE = {"forward": forward_soft_cap, "backward": backward_soft_cap}
-GIVEN = {"scale": ("float32", 0.375), "element_test": ("int32", 1)}
+GIVEN = {"scale": ("float32", 0.375), "segment_check": ("int32", 1)}
 
 
 def machine_of(tmp_path, driver, qk_dim, names="forward_soft_cap"):
@@ -61,20 +61,22 @@ def test_forward(tmp_path, driver, s, qk_dim, block):
 @pytest.mark.parametrize("s", SIZES)
 def test_backward(tmp_path, driver, s, qk_dim, has_dlse):
     machine = machine_of(tmp_path, driver, qk_dim, "backward_soft_cap")
-    call = backward_soft_cap(machine, s, CAP).change(**GIVEN, has_dlse=("int32", has_dlse))
+    call = backward_soft_cap(machine, s, CAP, has_dlse=has_dlse).change(**GIVEN)
     expect_one_backward(machine, s, call, "backward_sm90_soft_cap", has_dlse, soft_cap=CAP)
 
 
-@pytest.mark.parametrize("wanted", [0, 1, 2, 3])
+@pytest.mark.parametrize("needs_grad", [0, 1, 2, 3])
 @pytest.mark.parametrize("qk_dim,block", [(64, 128), (128, 128), (256, 64)])
 @pytest.mark.parametrize("s", SIZES)
-def test_backward_apart(tmp_path, driver, s, qk_dim, block, wanted):
+def test_backward_apart(tmp_path, driver, s, qk_dim, block, needs_grad):
     """What `deterministic=True`, only some gradients and head dim 256 take; the counter lies where
     dQ's sum would."""
     machine = machine_of(tmp_path, driver, qk_dim, "backward_apart_soft_cap")
     cc = machine.variant["cc"]
     assert machine.row("backward_dkdv_sm90_soft_cap", cc)["block"] == block
-    call = backward_soft_cap(machine, s, CAP, kernels="apart", wanted=wanted).change(**GIVEN)
+    call = backward_soft_cap(
+        machine, s, CAP, algorithm="sm90_separate", needs_grad=needs_grad
+    ).change(**GIVEN)
     sections, _ = sm90_sections(machine, s, call.results["workspace"].address)
     counter = sections["dq_sum"].address
     rows, tiles = prod(sections["delta"].shape), ceil(s.kv_len / 128) * (128 // block)
@@ -86,7 +88,7 @@ def test_backward_apart(tmp_path, driver, s, qk_dim, block, wanted):
         ],
     }
     for kernel, bit in (("backward_dq_sm90_soft_cap", 1), ("backward_dkdv_sm90_soft_cap", 2)):
-        if not wanted & bit:
+        if not needs_grad & bit:
             del grids[kernel]
     scalars = attention(s, 0.375, 1, 1) | {"clear_dq": 0, "counter": counter, "soft_cap": CAP}
     pointers = {name: array.address for name, array in sections.items()}
@@ -96,7 +98,7 @@ def test_backward_apart(tmp_path, driver, s, qk_dim, block, wanted):
         values[kernel] |= backward_maps(machine, kernel, arrays)
     expect_launches(machine, call, values, grids)
     clear = {"memset": [counter, 0, 1], "stream": machine.xla.stream}
-    assert machine.record().count(clear) == (wanted & 1) == len(machine.record()) - len(grids)
+    assert machine.record().count(clear) == (needs_grad & 1) == len(machine.record()) - len(grids)
     assert machine.calls("cuLibraryLoadData") == 3
 
 
@@ -113,7 +115,6 @@ def test_caps_of_its_own_kernels(capped, direction, soft_cap):
 
 # Of a plain call with a soft cap: what leaves it to the general kernels.
 OTHERS = {
-    "no cap": {"soft_cap": 0.0},
     "a larger cap": {"soft_cap": float(np.nextafter(np.float32(1024), np.float32(2048)))},
     "a scale from a buffer": {"has": (1, 0)},
     "a bias": {"has": (0, 1)},
@@ -140,10 +141,28 @@ def test_a_scale_that_overflows_in_units_of_the_cap(capped, direction):
     assert kernels_of(capped, call) == KERNELS[f"{direction}_fallback"]
 
 
-def test_largest_logits_and_gradients_of_numbers_take_the_fallback_kernels(capped):
-    assert kernels_of(capped, forward_soft_cap(capped, want_top=1)) == KERNELS["forward_fallback"]
-    call = backward_soft_cap(capped, has_dnumbers=1)
+@pytest.mark.parametrize("direction", MAKE)
+def test_without_a_cap_it_is_a_plain_call(capped, direction):
+    assert kernels_of(capped, MAKE[direction](capped, soft_cap=0.0)) == capped.kernels(direction)
+
+
+def test_largest_logits_and_gradients_of_score_params_take_the_fallback_kernels(capped):
+    assert (
+        kernels_of(capped, forward_soft_cap(capped, needs_row_max=1)) == KERNELS["forward_fallback"]
+    )
+    call = backward_soft_cap(capped, score_grads=1)
     assert kernels_of(capped, call) == KERNELS["backward_fallback"]
+
+
+@pytest.mark.parametrize("needs_row_max", [0, 1])
+def test_where_nobody_asks_for_the_largest_logits_their_address_is_null(capped, needs_row_max):
+    """Their result has no elements then: another array begins at its address."""
+    call = forward_soft_cap(capped, needs_row_max=needs_row_max, has=(0, 1))
+    assert kernels_of(capped, call) == KERNELS["forward_fallback"]
+    (launch,) = capped.launches()
+    got = dict(zip(arguments("forward_fallback"), launch["params"], strict=False))
+    assert got["row_max"] == (call.addresses()["row_max"] if needs_row_max else 0)
+    assert got["lse"] == call.addresses()["lse"] != 0
 
 
 @pytest.mark.parametrize("direction", MAKE)
@@ -163,31 +182,24 @@ def test_float32(capped, direction):
     asked = capped.variant["qk_dim"], capped.variant["v_dim"]
     if not any(have[0] >= asked[0] and have[1] >= asked[1] for have in dims):
         pytest.skip("this build has no such kernel")
-    call = MAKE[direction](capped, dtype="float32", exact=1)
+    call = MAKE[direction](capped, dtype="float32", float32=1)
     assert kernels_of(capped, call) == KERNELS[f"{direction}_fallback"]
 
 
-def test_the_workspace_says_which_kernels(capped):
-    """One element short of dQ's sum: those apart; one short of their counter: the general ones."""
-    call = backward_soft_cap(capped)
-    size = call.results["workspace"].shape[0]
-    apart = backward_soft_cap(capped, kernels="apart").results["workspace"].shape[0]
-    for elements, kernels in (
-        (size + 1, capped.kernels("backward_soft_cap")),
-        (size, capped.kernels("backward_soft_cap")),
-        (size - 1, capped.kernels("backward_apart_soft_cap")),
-        (apart, capped.kernels("backward_apart_soft_cap")),
-        (apart - 1, KERNELS["backward_fallback"]),
+def test_the_algorithm_says_which_kernels(capped):
+    for algorithm, kernels in (
+        ("sm90_fused", capped.kernels("backward_soft_cap")),
+        ("sm90_separate", capped.kernels("backward_apart_soft_cap")),
+        ("portable", KERNELS["backward_fallback"]),
     ):
-        got = kernels_of(capped, call.change(workspace=Array("float32", (elements,))))
-        assert got == kernels, elements
+        assert kernels_of(capped, backward_soft_cap(capped, algorithm=algorithm)) == kernels
 
 
-@pytest.mark.parametrize("wanted", [1, 2])
-def test_one_kernel_writes_all_gradients(capped, wanted):
+@pytest.mark.parametrize("needs_grad", [1, 2])
+def test_one_kernel_writes_all_gradients(capped, needs_grad):
     """With the workspace of dQ's sum, dk and dv are there; only dq has a kernel of its own."""
-    call = backward_soft_cap(capped, wanted=wanted)
-    finish = ["backward_finish"] if wanted & 1 else []
+    call = backward_soft_cap(capped, needs_grad=needs_grad)
+    finish = ["backward_finish"] if needs_grad & 1 else []
     assert kernels_of(capped, call) == ["backward_prepare", "backward_sm90_soft_cap", *finish]
     failure = capped.run(call.change(dk=Array("float16", (0,))))
     assert failure.code == "InvalidArgument" and "dk is float16[0], expected" in failure.message
@@ -204,8 +216,11 @@ REFUSALS = [
         {"counter": Array("int32", (2,))},
         "counter is int32[2], expected int32[words=1]",
     ),
-    (forward_soft_cap, {"want_top": ("int32", 2)}, "attribute want_top is 2, expected 0 to 1"),
-    (forward_soft_cap, {"want_top": ("int32", -1)}, "attribute want_top is -1, expected 0 to 1"),
+    (
+        forward_soft_cap,
+        {"row_max": Array("float32", (2, 6, 1))},
+        "row_max is float32[2, 6, 1], expected float32[batch=2, heads=6, q_len=300]",
+    ),
     (
         backward_soft_cap,
         {"workspace": Array("float32", (2, 6, 320))},
@@ -215,12 +230,6 @@ REFUSALS = [
         backward_soft_cap,
         {"workspace": Array("int32", (3840,))},
         "workspace is int32[3840], expected float32[elements=3840]",
-    ),
-    (
-        backward_soft_cap,
-        {"workspace": Array("float32", (3839,))},
-        "workspace has 3839 elements, expected at least 3840, batch * heads * q_len rounded up "
-        "to 64",
     ),
 ]
 

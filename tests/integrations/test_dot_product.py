@@ -1,38 +1,13 @@
 """packax.dot_product_attention: what jax.nn.dot_product_attention gives, from row ranges."""
 
 import functools
-import inspect
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import packax
 import pytest
-
-T, S, HEADS, KV_HEADS, DIM = 21, 37, 4, 2, 8
-
-
-def tensors(batch=2, rows=T, keys=S, dtype=jnp.float32):
-    rng = np.random.default_rng(5)
-    shapes = (batch, rows, HEADS, DIM), (batch, keys, KV_HEADS, DIM), (batch, keys, KV_HEADS, DIM)
-    return tuple(jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
-
-
-def lengths(*values):
-    return np.array(values, np.int32)
-
-
-RESIDUALS = "return_residual" in inspect.signature(jax.nn.dot_product_attention).parameters
-
-
-def theirs(*tensors, return_residual=True, **options):
-    """jax.nn's; jax 0.7 has no residual: the one of dense attention, which they return since."""
-    if RESIDUALS:
-        return jax.nn.dot_product_attention(*tensors, **options, return_residual=True)
-    out = jax.nn.dot_product_attention(*tensors, **options)
-    _, residual = packax.dot_product_attention(*tensors, **options, return_residual=True)
-    return out, residual
-
+from dot_products import DENSE, DIM, HEADS, RESIDUALS, S, T, lengths, tensors, theirs
 
 KEYS = np.random.default_rng(6).random((2, 1, 1, S)) < 0.5
 CASES = {
@@ -171,25 +146,72 @@ def test_implementations_of_jax_nn():
 def test_cudnn_is_passed_on(monkeypatch):
     asked = []
     monkeypatch.setattr(
-        jax.nn, "dot_product_attention", lambda *x, **options: asked.append(options) or x[0]
+        packax.integrations.jax_nn,
+        "jax_nn_attention",
+        lambda *x, return_residual=False, **options: asked.append(options) or x[0],
     )
     packax.dot_product_attention(*tensors(), implementation="cudnn", is_causal=True)
     assert asked[0]["implementation"] == "cudnn" and asked[0]["is_causal"] is True
 
 
-DENSE = np.ones((2, 1, T, S), bool)
+def test_dims_as_jax_nn_takes_them():
+    """One row without a length, flags as numbers, integers as a scale, empty batches."""
+    q, k, v = tensors(1)
+    one = jax.nn.dot_product_attention(q[0, 0], k[0], v[0])
+    np.testing.assert_allclose(
+        packax.dot_product_attention(q[0, 0], k[0], v[0]), one, rtol=2e-5, atol=2e-6
+    )
+    assert one.shape == (HEADS, DIM)
+    flags = [packax.dot_product_attention(q, k, v, is_causal=x) for x in (True, 1, jnp.bool_(True))]
+    for other in flags[1:]:
+        np.testing.assert_array_equal(other, flags[0])
+    np.testing.assert_array_equal(
+        packax.dot_product_attention(q, k, v, scale=jnp.int32(2)),
+        packax.dot_product_attention(q, k, v, scale=jnp.float32(2)),
+    )
+    assert packax.dot_product_attention(q[:0], k[:0], v[:0]).shape == (0, T, HEADS, DIM)
+
+
+def test_head_dims_without_kernels_run_in_blockwise_xla(monkeypatch):
+    """On a build whose kernels do not take them."""
+    asked = []
+    real = packax.integrations.jax_nn.flash_attention
+    monkeypatch.setattr(
+        packax.integrations.jax_nn,
+        "flash_attention",
+        lambda *x, **options: asked.append(options["implementation"]) or real(*x, **options),
+    )
+    for have in (True, False):
+        monkeypatch.setattr(packax.integrations.jax_nn, "has_kernels", lambda *x, have=have: have)
+        packax.dot_product_attention(*tensors())
+    assert asked == [None, "xla"]
+
+
 BUILT = packax.create_attention_mask(packax.full(), q_len=T, kv_len=S)
 
 
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"bias": np.zeros((1, 1, T, S))}, NotImplementedError, r"bias must be None.*\"xla\""),
-        ({"mask": DENSE}, NotImplementedError, r"mask has shape \(2, 1, 21, 37\).*\"xla\""),
-        ({"mask": DENSE[0, 0]}, NotImplementedError, r"mask has shape \(1, 1, 21, 37\)"),
-        ({"mask": DENSE[:, :, :1].astype(int)}, ValueError, r"mask must be boolean"),
-        ({"mask": np.ones((3, 1, 1, S), bool)}, ValueError, r"mask must have shape \(2 or 1"),
-        ({"mask": np.ones((2, 1, 1, 5), bool)}, ValueError, r"mask must have shape \(2 or 1"),
+        (
+            {"bias": np.zeros((1, 1, T, S)), "implementation": "cuda"},
+            NotImplementedError,
+            r"with a bias of shape \(1, 1, 21, 37\): no kernel takes that, and implementation=",
+        ),
+        (
+            {"mask": DENSE, "implementation": "cuda"},
+            NotImplementedError,
+            r"with a mask of shape \(2, 4, 21, 37\).*no kernel takes that",
+        ),
+        ({"mask": DENSE.astype(int)}, ValueError, r"mask must be boolean"),
+        (
+            {"mask": np.ones((3, 1, 1, S), bool)},
+            ValueError,
+            r"mask must be broadcastable to .*, \(2, 4, 21, 37\), but has shape \(3, 1, 1, 37\)",
+        ),
+        ({"mask": np.ones((2, 2, T, S), bool)}, ValueError, r"mask must be broadcastable to"),
+        ({"bias": np.ones((T, 5))}, ValueError, r"bias must be broadcastable to .*\(1, 1, 21, 5"),
+        ({"bias": np.ones((1, 2, 1, T, S))}, ValueError, r"bias must be broadcastable to"),
         ({"mask": BUILT, "is_causal": True}, ValueError, r"mask is built, so it must say every"),
         ({"mask": BUILT, "implementation": "xla"}, ValueError, r"mask is built for packax"),
         (
@@ -198,7 +220,8 @@ BUILT = packax.create_attention_mask(packax.full(), q_len=T, kv_len=S)
             r'implementation must be None, "cuda", "xla" or "cudnn" \(these two are jax.nn',
         ),
         ({"implementation": np.array([1, 2])}, ValueError, "implementation must be None"),
-        ({"is_causal": 1}, ValueError, r"is_causal must be True or False, but is 1"),
+        ({"is_causal": 2}, ValueError, r"is_causal must be True or False, but is 2"),
+        ({"is_causal": "yes"}, ValueError, r"is_causal must be True or False, but is 'yes'"),
         ({"local_window_size": 2.5}, ValueError, r"local_window_size must be an integer or"),
         ({"local_window_size": (1, 2, 3)}, ValueError, r"local_window_size must be an integer or"),
         ({"query_seq_lengths": lengths(1)}, ValueError, r"query_seq_lengths must be int32 of sh"),
@@ -220,7 +243,7 @@ def test_errors_of_shapes():
     with pytest.raises(ValueError, match=r"value must have the shape of key, \(2, 37, 2, 8\)"):
         packax.dot_product_attention(q, k, v[..., :4])
     with pytest.raises(ValueError, match=r"query must have shape \(batch, length, heads, dim\) or"):
-        packax.dot_product_attention(q[0, 0], k, v)
+        packax.dot_product_attention(q[None], k, v)
 
 
 def test_a_mask_of_keys_under_x64():

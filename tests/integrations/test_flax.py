@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import packax
 import pytest
-from packax.integrations import flax as ours
+from packax.integrations import fallback
 
+ours = pytest.importorskip("packax.integrations.flax")
 nn = pytest.importorskip("flax.linen")
 nnx = pytest.importorskip("flax.nnx")
 
@@ -189,28 +190,115 @@ def test_dtype_and_options():
     assert np.abs(scaled - ours.attention_fn(packax.causal())(q, k, v)).max() > 0.01
 
 
+# --- What has no kernel: Flax's own attention, said once.
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """Nothing was said before, and the environment says nothing."""
+    monkeypatch.setattr(fallback, "_said", set())
+    monkeypatch.delenv("PACKAX_FALLBACK", raising=False)
+
+
+FILLED = np.tril(np.ones((LENGTH, LENGTH), bool))  # no row without a key
+DROPOUT = {"dropout_rate": 0.3, "dropout_rng": jax.random.key(3)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"mask": FILLED}, r"a mask of shape \(23, 23\)"),
+        ({"mask": FILLED[None, None], "is_causal": True}, "a mask of shape"),
+        ({"mask": packax.causal(), "bias": X[0, :, :1]}, "a bias"),
+        ({"bias": np.linspace(-1, 1, HEADS * LENGTH).reshape(HEADS, 1, LENGTH)}, "a bias"),
+        (DROPOUT, "dropout"),
+        ({**DROPOUT, "is_causal": True, "broadcast_dropout": False}, "dropout"),
+        ({"dtype": jnp.complex64}, "dtype complex64"),
+        ({"promote_dtype": lambda x, dtype: x}, "promote_dtype"),
+        ({**DROPOUT, "force_fp32_for_softmax": True, "dtype": jnp.bfloat16}, "dropout"),
+        ({"einsum_dot_general": jax.lax.dot_general}, "einsum_dot_general"),
+        (
+            {"qk_attn_weights_einsum": jnp.einsum, "attn_weights_value_einsum": jnp.einsum},
+            "attn_weights_value_einsum and qk_attn_weights_einsum",
+        ),
+    ],
+)
+def test_what_only_flax_takes(said, arguments, reason):
+    """Results and gradients, bit for bit: nnx's, or linen's where an argument is linen's."""
+    q = X.reshape(BATCH, LENGTH, HEADS, -1)
+    with pytest.warns(fallback.FallbackWarning, match=f"attention of Flax with {reason}"):
+        out, transpose = jax.vjp(lambda q: ours.dot_product_attention(q, q, q, **arguments), q)
+    of_linen = any("einsum" in name or "fp32" in name for name in arguments)
+    mask = arguments.get("mask")
+    theirs = {name: x for name, x in arguments.items() if name != "is_causal"}
+    if isinstance(mask, packax.MaskExpression) or (mask is None and "is_causal" in arguments):
+        theirs["mask"] = FILLED
+    attention = nn.dot_product_attention if of_linen else nnx.dot_product_attention
+    if "mask" in theirs:
+        theirs["mask"] = jnp.asarray(theirs["mask"])
+    expected, back = jax.vjp(lambda q: attention(q, q, q, **theirs), q)
+    np.testing.assert_array_equal(out, expected)
+    np.testing.assert_array_equal(transpose(jnp.cos(out))[0], back(jnp.cos(expected))[0])
+
+
+def test_layers_with_dense_masks_dropout_and_sown_weights(said, parameters):
+    """As Flax's own layers give them, linen and nnx."""
+    x = linen(dropout_rate=0.4), linen(ours.dot_product_attention, dropout_rate=0.4)
+    rngs = {"dropout": jax.random.key(4)}
+    run = functools.partial(
+        nn.MultiHeadDotProductAttention.apply, mask=DENSE, deterministic=False, rngs=rngs
+    )
+    with pytest.warns(fallback.FallbackWarning):
+        np.testing.assert_array_equal(run(x[1], parameters, X), run(x[0], parameters, X))
+    run = functools.partial(
+        nn.MultiHeadDotProductAttention.apply, deterministic=True, mutable=["intermediates"]
+    )
+    sown = [run(y, parameters, X, sow_weights=True)[1] for y in x]
+    jax.tree.map(np.testing.assert_array_equal, *sown)
+    assert jax.tree.leaves(sown)[0].shape == (BATCH, HEADS, LENGTH, LENGTH)
+    layers = nnx_layer(), nnx_layer(attention_fn=ours.dot_product_attention)
+    for layer in layers:
+        layer.out = layer(X, mask=DENSE, sow_weights=True, decode=False)
+    np.testing.assert_array_equal(layers[0].out, layers[1].out)
+    np.testing.assert_array_equal(
+        *(jax.tree.leaves(nnx.state(x, nnx.Intermediate)) for x in layers)
+    )
+
+
+def test_assigned_over_flax(said, monkeypatch):
+    """No way back into packax from Flax's own path."""
+    q = X.reshape(BATCH, LENGTH, HEADS, -1)
+    expected = nnx.dot_product_attention(q, q, q, mask=jnp.asarray(FILLED))
+    for place in (nn, nnx, nn.attention, nnx.nn.attention, jax.nn):
+        ours_there = packax if place is jax.nn else ours
+        monkeypatch.setattr(place, "dot_product_attention", ours_there.dot_product_attention)
+    with pytest.warns(fallback.FallbackWarning):
+        np.testing.assert_array_equal(nnx.dot_product_attention(q, q, q, mask=FILLED), expected)
+
+
+def test_expressions_beside_dense_masks(said):
+    """Of more batch dimensions, a mask of keys and one of attention_fn."""
+    q, k, v = (jnp.asarray(RNG.standard_normal((2, 3, 9, 4, 8)), jnp.float32) for _ in range(3))
+    dense = RNG.random((2, 3, 4, 9, 9)) < 0.7
+    dense[..., 0] = True
+    ids = np.zeros((6, 9), int)
+    ids[:, 5:] = np.arange(6)[:, None]
+    whole = dense & np.tril(np.ones((9, 9), bool))
+    whole &= (ids[:, :, None] == ids[:, None]).reshape(2, 3, 1, 9, 9)
+    with pytest.warns(fallback.FallbackWarning):
+        out = ours.attention_fn(packax.documents(ids))(q, k, v, mask=dense, is_causal=True)
+    some = whole.any(-1).all(2)
+    same(out[some], nnx.dot_product_attention(q, k, v, mask=jnp.asarray(whole))[some])
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"bias": 0}, NotImplementedError, "bias must be None"),
-        ({"dropout_rate": 0.1}, NotImplementedError, "dropout_rate must be 0 or deterministic"),
-        ({"module": object()}, NotImplementedError, "sow_weights must be False"),
-        (
-            {"qk_attn_weights_einsum": jnp.einsum},
-            NotImplementedError,
-            "qk_attn_weights_einsum must",
-        ),
-        (
-            {"attn_weights_value_einsum": 1},
-            NotImplementedError,
-            "attn_weights_value_einsum must be",
-        ),
         ({"precision": "exact"}, ValueError, "precision must be None, a"),
-        ({"mask": DENSE}, NotImplementedError, r"mask has shape \(2, 1, 23, 23\): a dense mask"),
         (
             {"mask": np.ones((3, 1, 1, 23))},
             ValueError,
-            r"mask must be broadcastable to \(2, 1, 1, 23",
+            r"mask must be broadcastable to .*, \(2, 4, 23, 23\), but has \(3, 1, 1, 23\)",
         ),
         (
             {"mask": packax.create_attention_mask(EXPRESSION), "is_causal": True},
@@ -231,6 +319,13 @@ def test_errors_of_shapes_and_options():
         ours.dot_product_attention(q, q[0], q)
     with pytest.raises(ValueError, match=r"query must have shape \(\*batch, length, heads, dim\)"):
         ours.dot_product_attention(q[0, 0], q, q)
+    kernels = ours.attention_fn(implementation="cuda")
+    with pytest.raises(NotImplementedError, match=r"with a bias: no kernel takes that, and impl"):
+        kernels(q, q, q, bias=0)
+    with pytest.raises(NotImplementedError, match=r"soft_cap of attention_fn beside a bias: no"):
+        ours.attention_fn(soft_cap=3.0)(q, q, q, bias=0)
+    with pytest.raises(ValueError, match=r"mask is built for packax's kernels, which do not take"):
+        ours.dot_product_attention(q, q, q, 0, packax.create_attention_mask(EXPRESSION))
     for name in ("return_lse", "return_max_logits"):
         with pytest.raises(ValueError, match=f"{name} is no option of attention_fn"):
             ours.attention_fn(**{name: True})

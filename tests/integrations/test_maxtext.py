@@ -17,12 +17,16 @@ from maxtext_reference import (
     HEADS,
     IMAGES,
     KINDS,
+    MASKED,
+    MOBA,
     RNG,
     B,
     Mesh,
     S,
     close,
     ids_and_positions,
+    moba_pairs,
+    of_heads,
     op,
     pairs,
     reference,
@@ -210,7 +214,7 @@ def test_attention_types_of_maxtext():
     [
         ({"attention_type": "ring"}, ValueError, "attention_type must be one of global, local_s"),
         ({"attention_type": "compressed"}, NotImplementedError, '"compressed" has no kernel'),
-        ({"attention_type": "local_sliding"}, ValueError, "sliding_window_size must be a positive"),
+        ({"attention_type": "local_sliding"}, ValueError, "sliding_window_size must be an int"),
         ({"attention_type": "chunk", "chunk_attn_window_size": 0}, ValueError, "but is 0"),
         ({"attention_type": "block_diffusion"}, ValueError, "config.causal_block_size must be"),
         (
@@ -259,3 +263,101 @@ def test_errors_of_the_op(options, error, message):
 def test_errors_of_a_call(options, error, message):
     with pytest.raises(error, match=message):
         op()(*tensors(), **options)
+
+
+def test_a_window_of_none_and_numbers_without_a_meaning():
+    """sliding_window_size=0: no key; pad_kv_total and compress_ratio alone change nothing."""
+    q, k, v = tensors()
+    ids, _ = ids_and_positions()
+    assert not np.any(op("local_sliding", 0)(q, k, v, ids))
+    out = op()(q, k, v, ids, pad_kv_total=4, compress_ratio=2)
+    np.testing.assert_array_equal(out, op()(q, k, v, ids))
+
+
+def test_segment_ids_of_floats():
+    """Equal floats are one document, whatever they are; negative ones and NaN are padding."""
+    q, k, v = tensors()
+    table = np.array([0.0, -0.0, 1.0, 1.5, 2.0**30, 3e38, -0.5, np.nan], np.float32)
+    floats = table[np.minimum(np.arange(S) // 4, 7)][None].repeat(B, 0)
+    ids = np.array([0, 0, 1, 2, 3, 4, -1, -1])[np.minimum(np.arange(S) // 4, 7)][None].repeat(B, 0)
+    for dtype in (np.float32, jnp.bfloat16):
+        numbers = jnp.asarray(floats, dtype)
+        if dtype is jnp.bfloat16:
+            numbers = jnp.where(numbers > 1e38, 5.0, numbers).astype(dtype)
+        close(jax.jit(op())(q, k, v, numbers), reference(q, k, v, pairs("global", None, ids))[0])
+    expected = maxtext_decoding(q, k, v, np.arange(S)[None].repeat(B, 0) % 2)
+    np.testing.assert_array_equal(
+        maxtext_decoding(q, k, v, np.float32(np.arange(S)[None].repeat(B, 0) % 2)), expected
+    )
+
+
+def maxtext_decoding(q, k, v, ids):
+    return op()(q[:, :1], *[None] * 4, "autoregressive", ((k, v, ids), None))
+
+
+def test_stripes_are_an_order_too():
+    """TransformerEngine's order of tokens: chunks and MoBA, on a mesh and as one program."""
+    length = 512
+    q, k, v = tensors(length, length, 0.5)
+    ids, positions = ids_and_positions(length)
+    mesh = jax.make_mesh((1, 2), ("data", "context"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    spec = jax.sharding.PartitionSpec("data", "context", None, None)
+    sharding = packax.AttentionSharding(query=spec, key_value=spec)
+    order = np.argsort(np.arange(length) % 2, kind="stable")
+    there = [jnp.asarray(x)[:, order] for x in (q, k, v, ids, positions)]
+    common = {"context_parallel_load_balance": True, "context_sharding": "context"}
+    auto = {"packing": True, "context_parallel_strategy": "ring", "hardware": "gpu"}
+    configs = (
+        {**common, "context_parallel_reorder_strategy": "striped"},
+        {**common, "context_parallel_reorder_strategy": "auto", **auto},
+    )
+    chunks = reference(q, k, v, pairs("chunk", 70, ids, row=positions, col=positions))[0]
+    allowed = pairs("global", None, ids, row=positions, col=positions)[:, None]
+    of_moba = of_heads(q, k, v, allowed & moba_pairs(q, k, 0))
+    for config in configs:
+        for split in (None, sharding):
+            for kind, more, expected in (
+                ("chunk", {}, chunks),
+                ("global", vars(MOBA), of_moba),
+            ):
+                one = maxtext.AttentionOp(
+                    types.SimpleNamespace(**config, **more),
+                    mesh,
+                    attention_type=kind,
+                    chunk_attn_window_size=70,
+                    sharding=split,
+                )
+                with jax.set_mesh(mesh):
+                    out = jax.jit(one)(*there)
+                close(np.asarray(out)[:, np.argsort(order)], expected)
+                if config is configs[1]:
+                    break  # the setting is read alike
+
+
+@pytest.mark.parametrize(("kind", "size"), KINDS)
+def test_the_mask_that_an_indexer_asks_for(kind, size):
+    """As numbers: 0 where a pair is attended."""
+    q, k, _ = tensors()
+    ids, _ = ids_and_positions()
+    mask = op(kind, size).generate_attention_mask(
+        q, k, ids, "train", bidirectional_mask=jnp.asarray(IMAGES)
+    )
+    spans = None if kind == "full" else IMAGES
+    assert mask.shape == (B, 1, 1, S, S)
+    np.testing.assert_array_equal(mask[:, 0, 0] == 0, pairs(kind, size, ids, spans=spans))
+    assert np.all((np.asarray(mask) == 0) | (np.asarray(mask) == np.float32(MASKED)))
+
+
+def test_the_mask_of_an_indexer_while_decoding_and_of_a_chunk():
+    q, k, _ = tensors()
+    ids, _ = ids_and_positions()
+    mask = op().generate_attention_mask(q[:, :1], k, ids, "autoregressive")
+    np.testing.assert_array_equal(mask[:, 0, 0, 0] == 0, ids == 1)
+    late = op().generate_attention_mask(q[:, 20:], k, ids, "prefill", np.zeros((B, 20)))
+    np.testing.assert_array_equal(late[:, 0, 0] == 0, pairs("global", None, ids)[:, 20:])
+    assert op("full").generate_attention_mask(q, k, None, "train") is None
+    for options in ({"compressed_mask": 0}, {"pad_kv_total": 3}):
+        with pytest.raises(NotImplementedError, match="compressed_mask must be None and pad_kv_"):
+            op().generate_attention_mask(q, k, ids, "train", **options)
+    with pytest.raises(ValueError, match='attention_type must be that of the op, "global", "glo'):
+        op().generate_attention_mask(q, k, ids, "train", attention_type="chunk")

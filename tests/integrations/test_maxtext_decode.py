@@ -15,7 +15,7 @@ from decoding import Extension
 from jaxprs import count
 from lowered import calls, text_of
 from maxtext_reference import HEADS, IMAGES, MOBA, RNG, B, S, close, op, pairs, reference, tensors
-from packax._src.ops import ffi as kernel_table
+from packax._src.ops import ffi
 
 
 def in_cache(kind, size, ids):
@@ -101,7 +101,7 @@ def test_autoregressive_other_calls():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_kernels_where_there_are(monkeypatch, dtype):
     """float32 too; `matmul_precision` says which, as of MaxText's own products."""
-    monkeypatch.setattr(kernel_table, "ext", Extension)
+    monkeypatch.setattr(ffi, "ext", Extension)
     shape = jax.ShapeDtypeStruct((B, 20, 2, 64), dtype), jax.ShapeDtypeStruct((B, 20), np.int32)
     query = jax.ShapeDtypeStruct((B, 1, 2, 64), dtype)
 
@@ -113,7 +113,7 @@ def test_kernels_where_there_are(monkeypatch, dtype):
         ((target, attributes, *_),) = calls(
             text_of(functools.partial(run, precision), query, *shape)
         )
-        assert target == "packax_decode_v1" and attributes["exact"] == f"{exact} : i32"
+        assert target == "packax_decode_v1" and attributes["float32_products"] == f"{exact} : i32"
 
 
 class Level(enum.Enum):  # as MaxText's configuration has it

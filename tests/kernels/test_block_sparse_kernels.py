@@ -24,7 +24,7 @@ def random_map(rng, shape, size, lengths, share):
 @pytest.mark.parametrize(
     "expression,lengths,shape,size,share,tiles",
     [
-        # one key or three in a block, a batch row and a head for each map, rows tested by id
+        # one key or three in a block, a batch row and a head for each map, rows checked by id
         (packax.documents(IDS), (300, 300), (2, 4), (5, 3), 0.3, ((128, 64), (64, 128), (64, 64))),
         (packax.causal(offset=9), (80, 150), (1, 4), (1, 1), 0.2, ((64, 32), (32, 128), (64, 32))),
         # whole blocks are full and skip the mask; one map for all, one for each batch row
@@ -42,9 +42,9 @@ def test_equal_the_oracle(expression, lengths, shape, size, share, tiles):
         expression = packax.ranges(
             *(np.repeat(x, q_len, 1) for x in (expression.lo, expression.hi))
         )
-    block_map = random_map(rng, shape, size, lengths, share)
-    block_map[..., -1] = False  # no row attends the last keys
-    expression &= packax.block_sparse(block_map, size)
+    block_mask = random_map(rng, shape, size, lengths, share)
+    block_mask[..., -1] = False  # no row attends the last keys
+    expression &= packax.block_sparse(block_mask, size)
     mask = packax.create_attention_mask(expression, q_len=q_len, kv_len=kv_len)
     attends = np.asarray(expression.as_array(q_len, kv_len))
     batch, heads, kv_heads = 2, 4, 2
@@ -64,13 +64,13 @@ def test_equal_the_oracle(expression, lengths, shape, size, share, tiles):
     # blocks of 64 keys in which nobody attends anything are not even read
     used = attends.any((1, 2))
     used = np.pad(used, ((0, 0), (0, -kv_len % 64))).reshape(batch, -1, 64).any(2).repeat(64, 1)
-    unread = ~used[:, :kv_len] & (np.asarray(mask.q_entries).shape[0] == batch)
+    unread = ~used[:, :kv_len] & (np.asarray(mask.q_block_lists).shape[0] == batch)
     dirty_key, dirty_value = (np.where(unread[..., None, None], np.nan, x) for x in (key, value))
     dirty_key, dirty_value = (np.ascontiguousarray(x, np.float32) for x in (dirty_key, dirty_value))
 
     slopes = np.full((1, heads), 0.03, np.float32)
     places = tuple(np.arange(n, dtype=np.int32)[None] for n in lengths)
-    lists = map(np.asarray, (mask.map_bits, mask.q_entries, mask.kv_entries))
+    lists = map(np.asarray, (mask.block_mask, mask.q_block_lists, mask.kv_block_lists))
     operands = interpreter.Operands.of(mask)
     scale = 0.3
     extras = interpreter.Extras(operands, scale, 2.0, None, slopes, places, (*lists, size))
@@ -78,7 +78,7 @@ def test_equal_the_oracle(expression, lengths, shape, size, share, tiles):
     out, lse, top = interpreter.forward_fallback(
         dirty, dirty_key, dirty_value, operands, extras, forward_tile, (16, 16)
     )
-    *grads, dnumbers = interpreter.backward_general(
+    *grads, score_grads = interpreter.backward_fallback(
         dirty, dirty_key, dirty_value, out, lse, dirty_dout, dirty_dlse, operands, extras,
         dkdv_tile, dq_tile, (16, 16),
     )  # fmt: skip
@@ -98,10 +98,13 @@ def test_equal_the_oracle(expression, lengths, shape, size, share, tiles):
     np.testing.assert_allclose(top.max(-1), largest, err_msg="top", **close)
     for name, got in zip(("query", "key", "value"), grads, strict=True):
         np.testing.assert_allclose(got, true.gradients[name], err_msg=name, **close)
-    sums, wanted = dnumbers.sum((0, 3)), true.gradients["slopes"]
-    np.testing.assert_allclose(sums[:, 1], wanted, atol=1e-5 * np.abs(dnumbers).sum())
+    sums, wanted = score_grads.sum((0, 3)), true.gradients["slopes"]
+    np.testing.assert_allclose(sums[:, 1], wanted, atol=1e-5 * np.abs(score_grads).sum())
     assert not out[idle_rows].any() and not grads[0][idle_rows].any()
     if 1 in size or share < 0.3:
         assert idle_rows.any() or size == (1, 1)
-    full = np.asarray(mask.q_entries)[..., 1].sum(), np.asarray(mask.kv_entries)[..., 1].sum()
+    full = (
+        np.asarray(mask.q_block_lists)[..., 1].sum(),
+        np.asarray(mask.kv_block_lists)[..., 1].sum(),
+    )
     assert all(full) == (size == (64, 192) or size == (128, 64)), full

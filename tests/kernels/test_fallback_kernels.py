@@ -1,4 +1,4 @@
-"""The general Triton kernels in the interpreter: what changes scores, and head dims between the
+"""The fallback Triton kernels in the interpreter: what changes scores, and head dims between the
 compiled ones.
 
 Guards against columns of the next head read or written, a bias that only one loop adds, a sum over
@@ -24,12 +24,12 @@ SLOPES = 2.0 ** (-8 * np.arange(1, 9) / 8)
     [
         ("documents", {"soft_cap": 2.0}, (16, 32), (16, 32)),
         ("three rows", {"slopes": True, "scales": 3}, (24, 40), (32, 64)),
-        ("tested by id", {"slopes": True, "soft_cap": 3.0, "scales": 1}, (40, 16), (48, 16)),
+        ("checked by id", {"slopes": True, "soft_cap": 3.0, "scales": 1}, (40, 16), (48, 16)),
         ("longer keys", {"slopes": True, "scales": 1}, (24, 16), (32, 16)),
         ("ranges with empty rows", {"slopes": True, "soft_cap": 1.0, "scales": 1}, (16, 24),
             (16, 48)),
         ("longer queries", {}, (8, 56), (64, 64)),
-        ("tested by id", {"tiles": SMALL, "soft_cap": 3.0, "slopes": True}, (16, 16), (16, 16)),
+        ("checked by id", {"tiles": SMALL, "soft_cap": 3.0, "slopes": True}, (16, 16), (16, 16)),
     ],
 )  # fmt: skip
 def test_fallback_kernels_equal_the_oracle(case, options, dims, compiled):
@@ -70,10 +70,10 @@ def test_fallback_kernels_equal_the_oracle(case, options, dims, compiled):
     extras = interpreter.Extras(mask, scale, soft_cap or 0.0, scales, slopes, places)
 
     forward_tile, dkdv_tile, dq_tile = options.get("tiles", TILES)
-    out, lse, top = interpreter.forward_fallback(
+    out, lse, row_max = interpreter.forward_fallback(
         query, key, value, mask, extras, forward_tile, compiled
     )
-    *grads, dnumbers = interpreter.backward_general(
+    *grads, score_grads = interpreter.backward_fallback(
         query, key, value, out, lse, dout, dlse, mask, extras, dkdv_tile, dq_tile, compiled
     )
     for b in range(batch):
@@ -91,7 +91,7 @@ def test_fallback_kernels_equal_the_oracle(case, options, dims, compiled):
         close = {"atol": 1e-4, "rtol": 1e-4}
         np.testing.assert_allclose(out[b], true.out[0], err_msg="out", **close)
         np.testing.assert_allclose(lse[b], true.lse[0], err_msg="lse", **close)
-        np.testing.assert_allclose(top[b].max(-1), largest[0], err_msg="top", **close)
+        np.testing.assert_allclose(row_max[b].max(-1), largest[0], err_msg="row_max", **close)
         wanted = true.gradients
         if "tiles" in options:  # those of float32: as exact as plain float32
             found = dict(zip(("query", "key", "value"), (x[b : b + 1] for x in grads), strict=True))
@@ -99,8 +99,8 @@ def test_fallback_kernels_equal_the_oracle(case, options, dims, compiled):
             score_oracle.check(got, true, plain)
         for name, got in zip(("query", "key", "value"), grads, strict=True):
             np.testing.assert_allclose(got[b], wanted[name][0], err_msg=name, **close)
-        sums = dnumbers[b].sum(-1, dtype=np.float64)
-        size = np.abs(dnumbers[b]).sum()
+        sums = score_grads[b].sum(-1, dtype=np.float64)
+        size = np.abs(score_grads[b]).sum()
         np.testing.assert_allclose(
             sums[:, 0].sum(), wanted["scale"], atol=1e-5 * size, err_msg="scale"
         )
@@ -127,8 +127,10 @@ def test_tanh():
     key = np.zeros((1, 1, 1, 16), np.float32)
     key[0, 0, 0, 0] = 1
     extras = interpreter.Extras(mask, 1.0, 1.0)
-    _, lse, top = interpreter.forward_fallback(query, key, key, mask, extras, (128, 32), (16, 16))
-    for got in (lse, top):
+    _, lse, row_max = interpreter.forward_fallback(
+        query, key, key, mask, extras, (128, 32), (16, 16)
+    )
+    for got in (lse, row_max):
         np.testing.assert_allclose(
             got[0, 0], np.tanh(x.astype(np.float32).astype(np.float64)), rtol=6e-7
         )

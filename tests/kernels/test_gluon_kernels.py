@@ -43,7 +43,7 @@ MASKS = {
 
 OPERANDS = (
     *("q_lo", "q_hi", "q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks", "q_order", "q_order_192"),
-    *("kv_blocks", "kv_order", "map_bits", "q_entries", "kv_entries"),
+    *("kv_blocks", "kv_order", "block_mask", "q_block_lists", "kv_block_lists"),
 )
 
 
@@ -65,14 +65,14 @@ class Problem:
         self.heads, self.kv_heads, (self.qk_dim, self.v_dim) = heads, kv_heads, dims
         self.rng = np.random.default_rng()
         if blocks:
-            *block_size, map_heads = blocks
+            *block_size, block_mask_heads = blocks
             lengths = self.q_len, self.kv_len
             expression &= packax.block_sparse(
-                *random_map(None, block_size, 0.4, (1, map_heads), lengths)
+                *random_map(None, block_size, 0.4, (1, block_mask_heads), lengths)
             )
         mask = packax.create_attention_mask(expression, q_len=self.q_len, kv_len=self.kv_len)
         self.mask = dict(zip(OPERANDS, (np.array(x) for x in mask.operands()), strict=False))
-        self.element_test = mask.element_test
+        self.segment_check = mask.segment_check
         attends = np.asarray(expression.as_array(self.q_len, self.kv_len))
         self.attends = attends.reshape(-1, attends.shape[-3] if blocks else 1, *attends.shape[-2:])
         self.batch = len(self.attends)
@@ -85,8 +85,8 @@ class Problem:
         if option == "_alibi":
             self.extra = {"slopes": np.geomspace(0.02, 0.3, heads).astype(np.float32)}
         if option == "_block_lists":
-            sizes = dict(zip(("q_block", "kv_block", "map_heads"), blocks, strict=True))
-            self.extra = {"map_batch": 1, "map_bits": self.mask["map_bits"], **sizes}
+            sizes = dict(zip(("q_block", "kv_block", "block_mask_heads"), blocks, strict=True))
+            self.extra = {"block_mask_batch": 1, "block_mask": self.mask["block_mask"], **sizes}
         self.query, self.dout = (self.draw(self.q_len, heads, dim) for dim in dims)
         self.key, self.value = (self.draw(self.kv_len, kv_heads, dim) for dim in dims)
         # nobody attends these keys, and these rows attend nothing: what they hold must not matter
@@ -144,7 +144,7 @@ class Problem:
 
     def sizes(self) -> dict[str, Any]:
         return {
-            "element_test": self.element_test, "batch": self.batch,
+            "segment_check": self.segment_check, "batch": self.batch,
             "mask_batch": len(self.mask["q_lo"]), "q_len": self.q_len,
             "kv_len": self.kv_len, "heads": self.heads, "kv_heads": self.kv_heads, **self.extra,
         }  # fmt: skip
@@ -191,8 +191,8 @@ def forward(p: Problem, changed: dict[str, int], few: bool = False) -> None:
     launch("sm90.fwd", table.FUNCTIONS["sm90.fwd"], 3, {
         "query": rows_of(p.query), "key": rows_of(p.key), "value": rows_of(p.value),
         "out": rows_of(out), "lse": lse,
-        **p.masks("q_lo", "q_hi", "q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks", "q_entries"),
-        "q_order": order,
+        **p.masks("q_lo", "q_hi", "q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks"),
+        **p.masks("q_block_lists"), "q_order": order,
         "counter": np.zeros(1, np.int32), "scale": p.scale, **p.sizes(), **c,
     }, p.seed)  # fmt: skip
     p.check("out", out)
@@ -258,7 +258,7 @@ def launch_keys(
         "dk": rows_of(dk), "dv": rows_of(dv),
         **({"dq_sum": stats.dq_sum} if "dkdv" not in kernel else {}),
         **p.masks("q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks", "kv_blocks", "kv_order",
-            "kv_entries"),
+            "kv_block_lists"),
         "scale": p.scale, **p.sizes(), **constants(kernel, dims, changed),
     }, p.seed)  # fmt: skip
 
@@ -318,7 +318,7 @@ def queries_alone(p: Problem) -> None:
         "dout": rows_of(p.dout), "dq": rows_of(dq),
         "lse2": stats.lse2, "delta": stats.delta,
         **p.masks("q_lo", "q_hi", "q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks", "q_order",
-            "q_entries"),
+            "q_block_lists"),
         "counter": np.zeros(1, np.int32), "scale": p.scale, **p.sizes(),
         **constants(kernel, (p.qk_dim, p.v_dim), {}),
     }, p.seed)  # fmt: skip

@@ -11,7 +11,7 @@ import packax
 import pytest
 import triton_interpreter as interpreter
 from kernel_masks import ATTENTION, IDS3, mask_of, packed, positions
-from packax._src.ops import xla_mask as xla_masks
+from packax._src.ops import xla_mask
 
 
 def id_cases() -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -50,7 +50,7 @@ def test_documents_equal_the_xla_twin(case: str, kind: str) -> None:
     if compare == 2:
         arrays[2] = np.stack([arrays[2] + 1, arrays[2] - 5], axis=1)
     got = interpreter.documents(*arrays, compare)
-    want = xla_masks.document_ranges(*arrays, compare_positions=compare)
+    want = xla_mask.document_ranges(*arrays, compare_positions=compare)
     for name, a, b in zip(("lo", "hi", "tested"), got, want, strict=True):
         np.testing.assert_array_equal(a, np.asarray(b), err_msg=name)
 
@@ -73,7 +73,7 @@ def test_blocks_equal_the_xla_twin(q_len: int, kv_len: int, kind: str) -> None:
     lo, hi = np.where(empty, 0, lo).astype(np.int32), np.where(empty, 0, hi).astype(np.int32)
     tested = (~empty & (rng.random((2, q_len)) < 0.003)).astype(np.int32)
     got = interpreter.blocks(np.ascontiguousarray(lo), np.ascontiguousarray(hi), tested, kv_len)
-    want = xla_masks.block_bounds(lo, hi, tested, kv_len=kv_len)
+    want = xla_mask.block_bounds(lo, hi, tested, kv_len=kv_len)
     names = ("q_blocks", "kv_blocks", "q_order", "q_order_192", "kv_order")
     for name, a, b in zip(names, got, want, strict=True):
         np.testing.assert_array_equal(a, np.asarray(b), err_msg=name)
@@ -118,7 +118,7 @@ def test_attention_equals_the_oracle(case: str, tiles: Tiles) -> None:
 
 
 @pytest.mark.parametrize("dims", [(192, 128), (256, 256), (24, 40), (8, 16)], ids=str)
-@pytest.mark.parametrize("case", ["documents", "tested by position", "longer queries"])
+@pytest.mark.parametrize("case", ["documents", "checked by position", "longer queries"])
 def test_head_dims(case: str, dims: tuple[int, int]) -> None:
     """Where a dim is no power of two, the columns behind it are the next head's. With the smallest
     tiles there are."""

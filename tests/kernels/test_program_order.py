@@ -24,7 +24,7 @@ def walk_of_sm90():
     """sm90.common.place_of_tile as a Python function: Gluon has no interpreter."""
     source = (KERNEL_DIR / "sm90/common.py").read_text()
     module = ast.parse(source)
-    names = ("windows", "place_of_tile")
+    names = ("scheduler_phases", "place_of_tile")
     parts = [x for x in module.body if getattr(x, "name", "") in names]
     for part in parts:
         part.decorator_list = []
@@ -96,21 +96,21 @@ def benchmark(code: str):
 def test_nobody_waits():
     """With key/value heads one after the other a case loses a sixth of the time, and rows of 4k a
     third."""
-    shares = "{f'{c.name} {f.__name__}': [f(c, ORDERS[o], 132) for o in ('windows', 'by head')]"
+    shares = "{f'{c.name} {f.__name__}': [f(c, ORDERS[o], 132) for o in ('phases', 'by head')]"
     names = "causal_16k_d128,causal_4k_d128,docs12_32k_d128,docs64_32k_d128"
     names += ",mha8_causal_8k_d128,mha8_docs64_32k_d128"
     found = benchmark(f"{shares} for c in select('{names}') for f in (forward, backward)}}")
     assert len(found) == 12
-    for name, (windows, by_head) in found.items():
-        assert windows > 0.98, name
-        assert windows > by_head - 0.01, name
+    for name, (phases, by_head) in found.items():
+        assert phases > 0.98, name
+        assert phases > by_head - 0.01, name
     assert found["docs64_32k_d128 backward"][1] < 0.85
     assert found["causal_4k_d128 backward"][1] < 0.67
 
 
 def test_the_benchmark_has_this_order():
     sizes = ((1, 1), (5, 6), (50, 8), (300, 8))
-    orders = benchmark(f"[list(ORDERS['windows'](*n)) for n in {sizes}]")
+    orders = benchmark(f"[list(ORDERS['phases'](*n)) for n in {sizes}]")
     for (tiles, heads), order in zip(sizes, orders, strict=True):
         for batch in {1, max(heads // 4, 1)}:
             found = places(np.arange(tiles, dtype=np.int32)[None], batch, 1, 1, heads // batch)

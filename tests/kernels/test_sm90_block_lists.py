@@ -1,8 +1,8 @@
-"""Maps of blocks on Hopper: sm90/block_lists.py with NumPy in Gluon's place, its assembly
+"""Block masks on Hopper: sm90/block_lists.py with NumPy in Gluon's place, its assembly
 instruction by instruction for a warp group.
 
 Guards against a bit of another row or key, a shift that is wrong for some size of a block, a word
-or an entry that is read past the end of a map or a list, and a list of another head or tile. Gluon
+or an entry that is read past the end of a mask or a list, and a list of another head or tile. Gluon
 has no interpreter.
 """
 
@@ -198,17 +198,17 @@ Q_LEN, KV_LEN, BATCH, HEADS = 270, 331, 2, 3
 
 
 def mapped(size, heads=HEADS, batch=BATCH, q_len=Q_LEN, kv_len=KV_LEN, seed=None):
-    """A map, its words, and block_map of the kernels without lists."""
+    """A map, its words, and mask_args of the kernels without lists."""
     shape = batch, heads, -(-q_len // size[0]), -(-kv_len // size[1])
     chosen = np.random.default_rng(seed).random(shape) < 0.5
     words = np.asarray(lists.packed(jnp.asarray(chosen)))
     return chosen, words, (Pointer(words.reshape(-1)), None, batch, heads, *size)
 
 
-def words_of(block_map, words, b, head, q_len=Q_LEN, kv_len=KV_LEN):
-    """map_of, where only the words of this head may be read."""
-    pointer, width, q_shift, kv_shift = block_lists.map_of(
-        block_map, tensor(b), tensor(head), tensor(q_len), tensor(kv_len)
+def words_of(mask_args, words, b, head, q_len=Q_LEN, kv_len=KV_LEN):
+    """mask_of_head, where only the words of this head may be read."""
+    pointer, width, q_shift, kv_shift = block_lists.mask_of_head(
+        mask_args, tensor(b), tensor(head), tensor(q_len), tensor(kv_len)
     )
     here = words[b % len(words), head % words.shape[1]].size
     first = (b % len(words) * words.shape[1] + head % words.shape[1]) * here
@@ -234,17 +234,17 @@ def test_bits(q_shift):
     ones are part full."""
     for kv_shift in SHIFTS:
         size = 1 << q_shift, 1 << kv_shift
-        chosen, words, block_map = mapped(size)
+        chosen, words, mask_args = mapped(size)
         b, head = kv_shift % BATCH, (q_shift + kv_shift) % HEADS
-        this_map = words_of(block_map, words, b, head)
+        head_mask = words_of(mask_args, words, b, head)
         for i in range(6):  # every block of rows and of keys, in other pairs for each size
             first_row, first_key = (i + q_shift + kv_shift) % 5 * 64, i * 64
             want, there = brute(chosen, size, b, head, first_row, first_key)
             rows = tensor(first_row + np.arange(64))
-            got = block_lists.bits_of_keys(this_map, rows, tensor(first_key), tensor(Q_LEN))
+            got = block_lists.bits_of_keys(head_mask, rows, tensor(first_key), tensor(Q_LEN))
             np.testing.assert_array_equal(columns_of(got)[there], want[there], str(size))
             keys = tensor(first_key + np.arange(64))
-            got = block_lists.bits_of_rows(this_map, keys, tensor(first_row), tensor(Q_LEN))
+            got = block_lists.bits_of_rows(head_mask, keys, tensor(first_row), tensor(Q_LEN))
             np.testing.assert_array_equal(columns_of(got).T[there], want[there], str(size))
 
 
@@ -252,37 +252,37 @@ def test_bits(q_shift):
 def test_rows_past_the_end_read_nothing_else(first):
     """A tile of 128 rows, whose second half may have none: any bits, but no read past the map."""
     for size in ((1, 1), (2, 64), (64, 1), (512, 512)):
-        _, words, block_map = mapped(size)
+        _, words, mask_args = mapped(size)
         for head in (0, HEADS - 1):
-            this_map = words_of(block_map, words, BATCH - 1, head)
+            head_mask = words_of(mask_args, words, BATCH - 1, head)
             rows = tensor(first + np.arange(64))
-            block_lists.bits_of_keys(this_map, rows, tensor(0), tensor(Q_LEN))
+            block_lists.bits_of_keys(head_mask, rows, tensor(0), tensor(Q_LEN))
 
 
 @pytest.mark.parametrize("kv_len", [1, 31, 32, 33, 64, 95, 97, 130])
 def test_keys_past_the_end_read_nothing_else(kv_len):
     """The second word of a step, and the words of the keys of a tile of 128."""
     for shift in (0, 1, 5, 6, 7):
-        _, words, block_map = mapped((1, 1 << shift), kv_len=kv_len)
-        this_map = words_of(block_map, words, BATCH - 1, HEADS - 1, kv_len=kv_len)
+        _, words, mask_args = mapped((1, 1 << shift), kv_len=kv_len)
+        head_mask = words_of(mask_args, words, BATCH - 1, HEADS - 1, kv_len=kv_len)
         rows = tensor(64 + np.arange(64))
         for first in range(0, kv_len, 64):
-            block_lists.bits_of_keys(this_map, rows, tensor(first), tensor(Q_LEN))
+            block_lists.bits_of_keys(head_mask, rows, tensor(first), tensor(Q_LEN))
         for first in range(0, -(-kv_len // 128) * 128, 64):
             keys = tensor(first + np.arange(64))
-            block_lists.bits_of_rows(this_map, keys, tensor(256), tensor(Q_LEN))
+            block_lists.bits_of_rows(head_mask, keys, tensor(256), tensor(Q_LEN))
 
 
 @pytest.mark.parametrize("heads,batch", [(1, 1), (1, 2), (3, 1)])
 def test_one_map_for_all(heads, batch):
     """Of all heads, of all batch rows: its words, and the lists of its heads."""
-    chosen, words, block_map = mapped((4, 16), heads, batch)
+    chosen, words, mask_args = mapped((4, 16), heads, batch)
     for b in range(BATCH):
         for head in range(HEADS):
-            this_map = words_of(block_map, words, b, head)
+            head_mask = words_of(mask_args, words, b, head)
             want, _ = brute(chosen, (4, 16), b, head, 64, 128)
             rows = tensor(64 + np.arange(64))
-            got = block_lists.bits_of_keys(this_map, rows, tensor(128), tensor(Q_LEN))
+            got = block_lists.bits_of_keys(head_mask, rows, tensor(128), tensor(Q_LEN))
             np.testing.assert_array_equal(columns_of(got), want)
 
 
@@ -294,22 +294,22 @@ def test_shift(size):
 
 @pytest.mark.parametrize("heads", [1, HEADS])
 def test_lists(heads):
-    """Of a tile of rows, of keys, and of the heads of a group: those that block_map.entries made
+    """Of a tile of rows, of keys, and of the heads of a group: those that block_lists.py made
     for that place."""
     chosen, _, (bits, _, batch, heads, *size) = mapped((16, 64), heads, q_len=700, kv_len=523)
     chosen[0, 0, :8] = False  # a tile of rows without any
     mask = packax.create_attention_mask(
         packax.block_sparse(chosen, tuple(size)) & packax.causal(), q_len=700, kv_len=523
     )
-    of_rows, of_keys = np.asarray(mask.q_entries), np.asarray(mask.kv_entries)
+    of_rows, of_keys = np.asarray(mask.q_block_lists), np.asarray(mask.kv_block_lists)
     sizes = tensor(700), tensor(523)
     empty = 0
     for b in range(batch):
         for head in range(3):
             for tile in range(6):
-                block_map = (bits, Pointer(of_rows.reshape(-1)), batch, heads, *size)
+                mask_args = (bits, Pointer(of_rows.reshape(-1)), batch, heads, *size)
                 listed, edges, core = block_lists.list_of_rows(
-                    block_map, tensor(b), tensor(head), tensor(128 * tile), *sizes
+                    mask_args, tensor(b), tensor(head), tensor(128 * tile), *sizes
                 )
                 want = of_rows[b, head % heads, tile]
                 none = want[:2].sum() == 0  # then one that the mask empties
@@ -318,15 +318,15 @@ def test_lists(heads):
                 for i in range(edges + core):
                     assert (listed + i).read() == want[2 + i] < 9
             for tile in range(5):
-                block_map = (bits, Pointer(of_keys.reshape(-1)), batch, heads, *size)
+                mask_args = (bits, Pointer(of_keys.reshape(-1)), batch, heads, *size)
                 listed, edges, core = block_lists.list_of_keys(
-                    block_map, tensor(b), tensor(head), tensor(128 * tile), *sizes
+                    mask_args, tensor(b), tensor(head), tensor(128 * tile), *sizes
                 )
                 want = of_keys[b, head % heads, tile]
                 assert (edges, core) == tuple(want[:2])
                 for i in range(edges + core):
                     assert (listed + i).read() == want[2 + i] < 11
                 place = (b, tensor(128 * tile), tensor(0), 3, None, None, None)
-                total = block_lists.blocks_of_lists((block_map, tensor(b), *sizes), place)
+                total = block_lists.blocks_of_lists((mask_args, tensor(b), *sizes), place)
                 assert total == sum(of_keys[b, h % heads, tile, :2].sum() for h in range(3))
     assert empty

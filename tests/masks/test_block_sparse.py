@@ -20,7 +20,7 @@ import score_oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
-from packax._src.ops import block_lists as block_map
+from packax._src.ops import block_lists as block_mask
 from score_checks import check, sinks_of, slopes_of
 
 TILE = 128
@@ -106,16 +106,17 @@ def test_lists(lengths, size, heads, share):
     mask = packax.create_attention_mask(expression, kv_len=kv_len)
     allowed = np.asarray(expression.as_array(*lengths))
     hull = np.asarray(packax.ranges(lo, hi).as_array(*lengths))
-    q_entries, kv_entries = np.asarray(mask.q_entries), np.asarray(mask.kv_entries)
+    q_block_lists, kv_block_lists = np.asarray(mask.q_block_lists), np.asarray(mask.kv_block_lists)
     tiles, key_tiles = (-(-n // TILE) for n in lengths)
     assert (
-        q_entries.shape == (8, heads, tiles, 2 + -(-kv_len // 64)) and q_entries.dtype == np.int32
+        q_block_lists.shape == (8, heads, tiles, 2 + -(-kv_len // 64))
+        and q_block_lists.dtype == np.int32
     )
-    assert kv_entries.shape == (8, heads, key_tiles, 2 + -(-q_len // 64))
+    assert kv_block_lists.shape == (8, heads, key_tiles, 2 + -(-q_len // 64))
 
     some = blocks_of(blocks_of(allowed, 2, np.any, False), 3, np.any, False)
     empty = ~hull.any(2)[:, None, :, None]  # of a tile of rows these do not count
-    meets, full = listed(q_entries)
+    meets, full = listed(q_block_lists)
     attended = pairs(some, np.any, False)
     assert not (attended & ~meets).any()
     here = blocks_of(allowed | empty, 3, np.all, False)  # a partial last block is none
@@ -126,7 +127,7 @@ def test_lists(lengths, size, heads, share):
     one = [0, 1, 2] if q_len < TILE else []
     np.testing.assert_array_equal((full[one] & attended[one]), (tile_full & attended)[one])
 
-    meets, full = listed(kv_entries)
+    meets, full = listed(kv_block_lists)
     attended = pairs(some.swapaxes(2, 3), np.any, False)
     assert not (attended & ~meets).any()
     every = blocks_of(blocks_of(allowed, 2, np.all, False), 3, np.all, False).swapaxes(2, 3)
@@ -142,9 +143,9 @@ def test_bits():
     rng = np.random.default_rng(0)
     for columns in (32, 101):
         chosen = rng.random((2, 5, columns)) < 0.5
-        bits = block_map.packed(jnp.asarray(chosen))
+        bits = block_mask.packed(jnp.asarray(chosen))
         assert bits.shape == (2, 5, -(-columns // 32)) and bits.dtype == jnp.int32
-        got = block_map.bit(bits, jnp.arange(5), jnp.arange(columns))
+        got = block_mask.bit(bits, jnp.arange(5), jnp.arange(columns))
         np.testing.assert_array_equal(got, chosen)
 
 
@@ -347,62 +348,4 @@ def test_memory_is_that_of_the_blocks():
 def test_a_mask_without_a_map_has_none_of_its_arrays():
     mask = packax.create_attention_mask(packax.causal(), q_len=9, kv_len=9)
     assert len(mask.operands()) == 11 and mask.block_size is None
-    assert mask.map_bits is None and mask.q_entries is None and mask.kv_entries is None
-
-
-BLOCKS = np.ones((5, 5), bool)
-
-
-@pytest.mark.parametrize(
-    "make,error,message",
-    [
-        (lambda: packax.block_sparse(np.ones(5, bool), 1), ValueError,
-         r"block_map must have shape \(q blocks, key blocks\), .* but has \(5,\)"),
-        (lambda: packax.block_sparse(np.ones((2, 0), bool), 1), ValueError, r"but has \(2, 0\)"),
-        (lambda: packax.block_sparse(np.ones((5, 5)), 1), ValueError,
-         "block_map must be boolean, but has dtype float64"),
-        (lambda: packax.block_sparse(BLOCKS, 0), ValueError,
-            "block_size must be a positive .* but is 0"),
-        (lambda: packax.block_sparse(BLOCKS, (1, 2, 3)), ValueError, r"but is \(1, 2, 3\)"),
-        (lambda: packax.block_sparse(BLOCKS, (1, 2.0)), ValueError, r"but is \(1, 2.0\)"),
-        (lambda: packax.block_sparse(BLOCKS, 2**31), ValueError,
-            "below 2\\*\\*31, but is 2147483648"),
-        (lambda: packax.block_sparse(BLOCKS, 2).as_array(9, 11), ValueError,
-         r"block_map has shape \(5, 5\), so 5 blocks of keys, but 11 keys are 6 blocks of 2"),
-        (lambda: packax.create_attention_mask(
-            packax.block_sparse(BLOCKS, (3, 2)) & packax.documents(np.ones(9, int))), ValueError,
-         "so 5 blocks of query rows, but 9 query rows are 3 blocks of 3"),
-        (lambda: packax.create_attention_mask(packax.block_sparse(BLOCKS, 2), q_len=9), ValueError,
-         "kv_len is not known"),
-        (lambda: packax.block_sparse(BLOCKS, 2) & packax.causal() & packax.block_sparse(BLOCKS, 2),
-         NotImplementedError,
-         r"one block_sparse\(...\), and `&` was given two: combine the maps into one"),
-        (lambda: packax.block_sparse(BLOCKS, 2) | packax.causal(), NotImplementedError,
-         r"`\|` cannot take block_sparse\(...\), .* as in \(a \| b\) & block_sparse\(...\)"),
-        (lambda: packax.create_attention_mask(packax.block_sparse(np.ones((2, 5, 5), bool), 2)
-                                              & packax.documents(np.ones((3, 9), int))), ValueError,
-         "segment_ids has batch size 3, but block_map has 2"),
-    ],
-)  # fmt: skip
-def test_errors(make, error, message):
-    with pytest.raises(error, match=message):
-        make()
-
-
-def test_errors_of_heads_plans_and_meshes():
-    query, key, value, _ = small()
-    with pytest.raises(
-        ValueError, match="block_map of 3 heads, but query has 4: give it one for each"
-    ):
-        expression = packax.block_sparse(np.ones((2, 3, 70, 7), bool), SIZE)
-        packax.flash_attention(query, key, value, expression)
-    expression = packax.block_sparse(np.ones((2, 2), bool), 128)
-    with jax.set_mesh(context.mesh_of(2, 2, axes=("data", "tensor"))):
-        spec = P(None, None, "tensor", None)
-        with pytest.raises(
-            ValueError, match="the number of heads of block_map, 3, must be a multiple"
-        ):
-            packax.create_attention_mask(
-                packax.block_sparse(np.ones((1, 3, 2, 2), bool), 128), q_len=256, kv_len=256,
-                sharding=packax.AttentionSharding(spec, spec),
-            )  # fmt: skip
+    assert mask.block_mask is None and mask.q_block_lists is None and mask.kv_block_lists is None

@@ -39,7 +39,9 @@ def test_leaves_are_as_documented():
     assert {
         name: getattr(mask, name).shape
         for name in vars(mask)
-        if name[:2] in ("q_", "kv", "ma") and "len" not in name and name != "kv_plan"
+        if (name[:2] in ("q_", "kv") or name == "block_mask")
+        and "len" not in name
+        and name != "kv_plan"
     } == {
         "q_lo": (2, 409),
         "q_hi": (2, 409),
@@ -52,21 +54,21 @@ def test_leaves_are_as_documented():
         "q_order": (2, 4),
         "q_order_192": (2, 3),
         "kv_order": (2, 3),
-        "map_bits": (1, 6, 9, 2),
-        "q_entries": (2, 6, 4, 2 + 5),
-        "kv_entries": (2, 6, 3, 2 + 7),
+        "block_mask": (1, 6, 9, 2),
+        "q_block_lists": (2, 6, 4, 2 + 5),
+        "kv_block_lists": (2, 6, 3, 2 + 7),
     }
     assert mask.block_size == (50, 8)
     assert all(x.dtype == jnp.int32 for x in jax.tree.leaves(mask))
-    assert (mask.q_len, mask.kv_len, mask.element_test) == (409, 300, 2)
+    assert (mask.q_len, mask.kv_len, mask.segment_check) == (409, 300, 2)
 
 
 def test_what_is_not_needed_is_not_held():
     ids, positions = cases.ODD, cases.positions_of(cases.ODD)
     one = packax.create_attention_mask(packax.documents(ids, positions=positions))
-    assert one.element_test == 1 and one.q_pos is None and one.kv_ids is None
+    assert one.segment_check == 1 and one.q_pos is None and one.kv_ids is None
     none = packax.create_attention_mask(packax.causal(), q_len=8, kv_len=8)
-    assert none.element_test == 0 and none.q_ids is None
+    assert none.segment_check == 0 and none.q_ids is None
     # 16 bytes a token, and the summaries of blocks
     by_position = packax.create_attention_mask(
         packax.causal() & packax.documents(np.tile(ids, 20), positions=np.tile(positions, 20))

@@ -166,7 +166,7 @@ def test_vmap_takes_the_batch_of_every_array():
 
 MASK = packax.create_attention_mask(packax.documents(IDS))
 DENSE = np.ones((8, 8), bool)
-ARRAY_TEXT = ["bool[8, 8]", "ranges(lo, hi)", "block_sparse(block_map, block_size)"]
+ARRAY_TEXT = ["bool[8, 8]", "ranges(lo, hi)", "block_sparse(block_mask, block_size)"]
 
 
 @pytest.mark.parametrize(
@@ -178,6 +178,7 @@ ARRAY_TEXT = ["bool[8, 8]", "ranges(lo, hi)", "block_sparse(block_map, block_siz
         (lambda: packax.causal() | DENSE, ["`|` joins mask expressions", *ARRAY_TEXT]),
         (lambda: DENSE | packax.causal(), ["`|` joins mask expressions", *ARRAY_TEXT]),
         (lambda: packax.causal() & 3, ["one side is an int"]),
+        (lambda: packax.causal & packax.full(), ["one side is a function", "causal(...)"]),
         (lambda: None | packax.causal(), ["one side is a NoneType"]),
         (lambda: packax.causal() & MASK, ["an AttentionMask", "join expressions first"]),
         (lambda: MASK & packax.causal(), ["an AttentionMask", "join expressions first"]),

@@ -5,7 +5,6 @@ Guards against a limit that wraps around int32, a union that is two ranges, a sp
 wrong place, an offset of another row of the batch.
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import packax
@@ -15,6 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mask_checks import check
 from packax._src.masks import build
+from packax._src.masks.expressions import Interval
+from packax._src.masks.pytree import pytree
 
 PADDING = packax.PADDING_SEGMENT_ID
 
@@ -226,6 +227,29 @@ def two_batches():
     return packax.create_attention_mask(expression, q_len=4, kv_len=4)
 
 
+@pytree(static=("size",))
+class BlockCausal(Interval):
+    """A kind of mask as CONTRIBUTING.md says to write one, with no more than it must have: the rows
+    of a block attend it and all before it."""
+
+    size: int
+
+    def _last(self, places):
+        return places // self.size * self.size + self.size - 1
+
+    def limits(self, at):
+        return None, self._last(at.q)
+
+    def _as_array(self, at):
+        return at.kv[..., None, :] <= self._last(at.q)[..., :, None]
+
+
+def test_a_kind_of_ones_own():
+    expression = BlockCausal(3) & packax.documents([0, 0, 0, 0, 1, 1, 1, -1])
+    check(packax.create_attention_mask(expression), expression)
+    assert isinstance(packax.full() | BlockCausal(3), Interval)
+
+
 @pytest.mark.parametrize(
     "error,build,text",
     [
@@ -237,6 +261,9 @@ def two_batches():
         (ValueError, lambda: packax.chunked(None), "size must be an integer from 1"),
         (ValueError, lambda: packax.causal(0.5), "offset must be integers, but has dtype float64"),
         (ValueError, lambda: packax.causal(2**40), "offset must fit int32"),
+        (ValueError, lambda: packax.documents([["a.txt", "b.txt"]]),
+            "number them by np.unique(segment_ids, return_inverse=True)[1]"),
+        (NotImplementedError, lambda: BlockCausal(4) | packax.causal(), "surely is one range"),
         (ValueError, lambda: packax.chunked(4, offset=[[1]]),
             "offset must have shape () or (batch,)"),
         (ValueError, lambda: packax.prefix([[[1]]]),
@@ -296,22 +323,6 @@ def test_unions_that_are_one_range(build):
     check(packax.create_attention_mask(expression, q_len=4, kv_len=4), expression)
 
 
-def test_spans_by_hand():
-    """Equal ids apart are two spans, side by side they are one; a document cuts it."""
-    ids = np.array([0, 0, -1, 0, 1, 1, 1, -1], np.int32)
-    expected = np.tril(np.ones((8, 8), bool))
-    expected[0, 1] = expected[4, 5:7] = expected[5, 6] = True
-    np.testing.assert_array_equal(packax.spans(ids).as_array(8, 8), expected)
-    documents = np.array([3, 3, 3, 3, 3, 4, 4, 4], np.int32)
-    expected &= documents[:, None] == documents
-    # The first document's part of a span has positions up to 4: not the second one's last key.
-    restart = np.array([0, 1, 2, 3, 4, 0, 1, 2], np.int32)
-    for positions in (None, restart):
-        cut = packax.spans(ids) & packax.documents(documents, positions=positions)
-        np.testing.assert_array_equal(cut.as_array(8, 8), expected)
-        check(packax.create_attention_mask(cut), cut)
-
-
 ENDS = np.array([INT32.min, INT32.min + 1, -4, 0, 3, INT32.max - 1, INT32.max], np.int32)
 
 
@@ -352,28 +363,3 @@ def test_offsets_to_the_ends_of_int32(offset):
         expression = expression_of(recipe)
         np.testing.assert_array_equal(expression.as_array(4, 6), expected)
         check(packax.create_attention_mask(expression, q_len=4, kv_len=6), expression)
-
-
-def test_expressions_cross_jit_and_vmap():
-    """Offsets, lengths and span ids may be traced; under vmap they lose their batch."""
-    offsets, lengths = np.array([3, -2, 500], np.int32), np.array([5, 0, 2], np.int32)
-    spans = np.array([[-1, 4, 4, -1], [0, 0, 1, 1], [2, 2, 2, 2]], np.int32)
-
-    def expression(offset, length, span_ids):
-        window = packax.sliding_window(1, offset=offset) | packax.chunked(2, offset=offset)
-        return window & packax.prefix(length), packax.spans(span_ids, packax.sliding_window(1))
-
-    @jax.jit
-    def build(*arrays):
-        def mask(*row):
-            return [
-                packax.create_attention_mask(one, q_len=4, kv_len=4) for one in expression(*row)
-            ]
-
-        return jax.vmap(mask)(*arrays), mask(*arrays)
-
-    each, together = build(offsets, lengths, spans)
-    for mask, whole, one in zip(each, together, expression(offsets, lengths, spans), strict=True):
-        check(whole, one)
-        np.testing.assert_array_equal(mask.q_lo[:, 0], whole.q_lo)
-        np.testing.assert_array_equal(mask.q_hi[:, 0], whole.q_hi)

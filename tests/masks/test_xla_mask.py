@@ -7,7 +7,7 @@ import pytest
 import strategies
 from hypothesis import given
 from hypothesis import strategies as st
-from packax._src.ops import xla_mask as xla_masks
+from packax._src.ops import xla_mask
 
 INT_MAX = 2**31 - 1
 
@@ -127,8 +127,8 @@ def blocks_by_hand(lo, hi, tested, kv_len):
     )
 
 
-compiled_documents = jax.jit(xla_masks.document_ranges, static_argnames="compare_positions")
-compiled_blocks = jax.jit(xla_masks.block_bounds, static_argnames="kv_len")
+compiled_documents = jax.jit(xla_mask.document_ranges, static_argnames="compare_positions")
+compiled_blocks = jax.jit(xla_mask.block_bounds, static_argnames="kv_len")
 
 
 def check_documents(q_ids, kv_ids, q_pos, kv_pos, compare):
@@ -164,7 +164,7 @@ def test_documents_where_the_tables_grow(kv_len):
 
 def test_colliding_ids_are_tested_and_ordinary_ones_not():
     """Two ids in one slot of both tables: the hull is wide, so the rows must be tested."""
-    slots = xla_masks.table_size(64)
+    slots = xla_mask.table_size(64)
 
     def slot(i):
         return i % slots, (i * 0x9E3779B1 % 2**32) >> (32 - slots.bit_length() + 1)

@@ -49,7 +49,7 @@ ONES = ["backward_sm90", "backward_sm90_soft_cap", "backward_sm90_alibi"]
 def arguments_of(kernel: str, source: str = "") -> list[str]:
     """As a kernel's file declares them, constants included, without those that are None in it."""
     module = source or table.KERNELS[kernel]
-    function = table.FUNCTIONS.get(module, kernel)
+    function = table.function(kernel, module)
     text = compiler.module_file(module).read_text()
     found = re.search(rf"def {function}\((.*?)\):", text, re.S)
     assert found, f"{function} is not in the file that the table names"

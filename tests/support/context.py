@@ -3,7 +3,9 @@ results."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import re
 from typing import Any
 
 import jax
@@ -13,9 +15,18 @@ import packax
 import pytest
 from cases import ids_of, positions_of
 from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 BATCH, LENGTH, HEADS, KV_HEADS, DIM = 4, 1024, 8, 4, 8
 AXES = ("data", "fsdp", "context", "tensor")
+BATCH_AXES = ("data", "fsdp")
+
+CONTEXT = packax.AttentionSharding(query=P(None, "context"), key_value=P(None, "context"))
+FULL = packax.AttentionSharding(
+    query=P(BATCH_AXES, "context", "tensor", None),
+    key_value=P(BATCH_AXES, "context", "tensor", None),
+)
+TENSOR_REPLICATED = dataclasses.replace(FULL, key_value=P(BATCH_AXES, "context", None, None))
 
 # Documents of very different lengths, padding inside and at the end, an id that comes back.
 ROWS = np.stack(
@@ -35,6 +46,12 @@ def mesh_of(*sizes: int, kind: str = "Auto", axes: tuple[str, ...] = AXES):
         pytest.skip(f"needs {count} CPU devices: see conftest.py")
     types = (getattr(AxisType, kind),) * len(sizes)
     return jax.make_mesh(sizes, axes, devices=devices[:count], axis_types=types)
+
+
+def plan_of(kind, shards, ids=ROWS):
+    return kind and packax.context_plan(
+        packax.causal() & packax.documents(ids), ranks=shards, kind=kind
+    )
 
 
 def tensors(
@@ -114,3 +131,12 @@ def assert_same(got, expected, tolerance=1e-5):
     for name, x, y in zip(names, got, expected, strict=True):
         x, y = (np.asarray(z, np.float32) for z in (x, y))
         np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * np.abs(y).max(), err_msg=name)
+
+
+def collectives(text):
+    """(operation, elements of the result) of every collective in compiled HLO."""
+    found = re.findall(
+        r"= \(?\w+\[([\d,]*)\]\S* (all-gather|all-reduce|reduce-scatter|all-to-all)(?:-start)?\(",
+        text,
+    )
+    return [(what, int(np.prod([int(n) for n in shape.split(",") if n]))) for shape, what in found]

@@ -218,7 +218,7 @@ class Extension:
     @staticmethod
     def variants():
         return [
-            {"kernel": "decode", "dtype": d, "qk_dim": qk, "v_dim": v, "cc": 80, "exact": False}
+            {"kernel": "decode", "dtype": d, "qk_dim": qk, "v_dim": v, "cc": 80}
             for d in ("bf16", "f16", "f32", "tf32")
             for qk, v in ((64, 64), (192, 128))
         ]

@@ -47,7 +47,7 @@ ROW = {
     "kernel": "sideways",
     "arch": "sm_90a",
     "cc": 90,
-    "exact": True,
+    "arch_specific": True,
     "driver": 12000,
     "dtype": "bf16",
     "qk_dim": 64,
@@ -81,7 +81,7 @@ def write(folder, name, image=None, drop=(), **changes):
 
 def arch(name, **changes):
     cc = int(name.rstrip("af"))
-    return {"arch": f"sm_{name}", "cc": cc, "exact": name.endswith("a"), **changes}
+    return {"arch": f"sm_{name}", "cc": cc, "arch_specific": name.endswith("a"), **changes}
 
 
 def mapped(**changes):

@@ -147,7 +147,11 @@ class Cuda:
         if image["kernel"] == "documents_rows":
             ids = np.ctypeslib.as_array((C.c_int32 * values["q_len"]).from_address(values["q_ids"]))
             first = np.searchsorted(ids, ids)
-            for name, result in (("lo", first), ("hi", np.arange(1, len(ids) + 1)), ("tested", 0)):
+            for name, result in (
+                ("lo", first),
+                ("hi", np.arange(1, len(ids) + 1)),
+                ("segment_checked", 0),
+            ):
                 np.ctypeslib.as_array((C.c_int32 * len(ids)).from_address(values[name]))[:] = result
 
     def _attend(self, x: dict[str, Any]) -> None:

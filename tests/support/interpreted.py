@@ -9,7 +9,7 @@ from portable.kv_ranges import EMPTY_MIN, tile_of_program
 
 @triton.jit
 def to_tf32(x):
-    """For logits.to_tf32: half of the last bit kept is added to the magnitude, the rest is cut
+    """For score_mods.to_tf32: half of the last bit kept is added to the magnitude, the rest is cut
     off."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(x == x, ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True), x)
@@ -44,7 +44,7 @@ def dealt_share(q_lo, q_hi, found, batch, q_len, kv_len, shares, splits, STEP: t
 @triton.jit
 def places(order, found, batch, mask_batch, tiles, group, kv_heads, BLOCK_SIZE: tl.constexpr):
     """(programs, 4): head, key/value head, batch row and first row of every program, as
-    `rows.tile_of_program` finds them."""
+    `kv_ranges.tile_of_program` finds them."""
     head, kv_head, b, _, first = tile_of_program(
         order, batch, mask_batch, tiles, group, kv_heads, BLOCK_SIZE
     )

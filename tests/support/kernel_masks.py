@@ -29,13 +29,19 @@ def positions(ids: np.ndarray, kind: str) -> np.ndarray:
 def mask_of(
     expression: packax._src.masks.expressions.MaskExpression, q_len: int, kv_len: int
 ) -> interpreter.Operands:
-    """The operands that the handler would get, blocks from the kernels: both stages are tested."""
+    """The operands that the handler would get, blocks from the kernels: this tests both stages."""
     mask = packax.create_attention_mask(expression, q_len=q_len, kv_len=kv_len)
     ops = [np.ascontiguousarray(x) for x in mask.operands()]
     lo, hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks = ops[:7]
-    tested = np.repeat(q_blocks[:, 4] & 1, 64, axis=1)[:, : lo.shape[1]] & (hi > lo)
+    segment_checked = np.repeat(q_blocks[:, 4] & 1, 64, axis=1)[:, : lo.shape[1]] & (hi > lo)
     made = interpreter.Operands(
-        lo, hi, tested.astype(np.int32), kv_len, mask.element_test, (q_ids, kv_ids), (q_pos, kv_pos)
+        lo,
+        hi,
+        segment_checked.astype(np.int32),
+        kv_len,
+        mask.segment_check,
+        (q_ids, kv_ids),
+        (q_pos, kv_pos),
     )
     np.testing.assert_array_equal(made.kv_blocks, mask.kv_blocks)
     return made
@@ -52,11 +58,11 @@ IDS3 = np.stack(
 ATTENTION = {
     "documents": (packax.causal() & packax.documents(IDS3[0]), 200, 200, 4, 2),
     "three rows": (packax.causal() & packax.documents(IDS3), 200, 200, 4, 1),
-    "tested by id": (packax.documents(IDS3[2]), 200, 200, 2, 2),
-    "tested by position": (
+    "checked by id": (packax.documents(IDS3[2]), 200, 200, 2, 2),
+    "checked by position": (
         packax.causal() & packax.documents(IDS3[0], positions=positions(IDS3[0], "random")),
         200, 200, 2, 1),
-    "tested by two limits": (
+    "checked by two limits": (
         packax.sliding_window(9, 4) & packax.documents(
             np.stack([IDS3[2], IDS3[0]]), positions=positions(IDS3[0], "random")), 200, 200, 2, 1),
     "restarting positions": (

@@ -21,7 +21,7 @@ class Extension:
     def variants():
         plain = ("forward", "backward_delta", "backward_dkdv", "backward_dq")
         kernels = (*plain, *(f"{name}_fallback" for name in plain))
-        chip = {"cc": 80, "exact": False}
+        chip = {"cc": 80, "arch_specific": False}
         return [
             {"kernel": kernel, "dtype": dtype, "qk_dim": qk_dim, "v_dim": v_dim, **chip}
             for kernel in kernels
@@ -36,9 +36,9 @@ class Extension:
 PORTABLE = Extension.variants()
 
 
-def with_sm90(cc=90, exact=True, dims=DIMS[:3], kernels=("backward_sm90",)):
+def with_sm90(cc=90, arch_specific=True, dims=DIMS[:3], kernels=("backward_sm90",)):
     """The rows of a build with kernels for Hopper, of bf16."""
-    sm90 = {"dtype": "bf16", "cc": cc, "exact": exact}
+    sm90 = {"dtype": "bf16", "cc": cc, "arch_specific": arch_specific}
     made = itertools.product(kernels, dims)
     return [*PORTABLE, *({**sm90, "kernel": k, "qk_dim": qk, "v_dim": v} for k, (qk, v) in made)]
 

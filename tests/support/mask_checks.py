@@ -8,12 +8,12 @@ def attended(mask, use_test=True):
     index = np.arange(mask.kv_len)
     lo, hi = np.asarray(mask.q_lo)[..., None], np.asarray(mask.q_hi)[..., None]
     allowed = (lo <= index) & (index < hi)
-    if use_test and mask.element_test >= 1:
+    if use_test and mask.segment_check >= 1:
         kv_ids = mask.q_ids if mask.kv_ids is None else mask.kv_ids
         allowed &= np.asarray(mask.q_ids)[..., None] == np.asarray(kv_ids)[:, None]
-    if use_test and mask.element_test >= 2:
+    if use_test and mask.segment_check >= 2:
         limits = np.asarray(mask.q_pos)
-        upper, lower = (limits[:, 0], limits[:, 1]) if mask.element_test == 3 else (limits, None)
+        upper, lower = (limits[:, 0], limits[:, 1]) if mask.segment_check == 3 else (limits, None)
         kv_pos = np.asarray(mask.q_pos if mask.kv_pos is None else mask.kv_pos)[:, None]
         allowed &= upper[..., None] >= kv_pos
         if lower is not None:
@@ -25,9 +25,9 @@ def check(mask, expression):
     dense = np.asarray(expression.as_array(mask.q_len, mask.kv_len))
     dense = np.broadcast_to(dense, (mask.q_lo.shape[0], mask.q_len, mask.kv_len))
     np.testing.assert_array_equal(attended(mask), dense)
-    # Where no row of a block is tested the ranges alone say it: kernels load no id there.
-    tested = (np.asarray(mask.q_blocks)[:, 4] & 1).repeat(64, axis=1)[:, : mask.q_len] != 0
+    # Where no row of a block is segment_checked the ranges alone say it: kernels load no id there.
+    segment_checked = (np.asarray(mask.q_blocks)[:, 4] & 1).repeat(64, axis=1)[:, : mask.q_len] != 0
     ranges_only = attended(mask, use_test=False)
-    np.testing.assert_array_equal(ranges_only[~tested], dense[~tested])
+    np.testing.assert_array_equal(ranges_only[~segment_checked], dense[~segment_checked])
     empty = np.asarray(mask.q_lo) >= np.asarray(mask.q_hi)
     assert not np.asarray(mask.q_lo)[empty].any() and not np.asarray(mask.q_hi)[empty].any()

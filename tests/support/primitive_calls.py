@@ -7,7 +7,7 @@ import numpy as np
 SHARED = {
     "scale": 0.3,
     "soft_cap": 0.0,
-    "element_test": 2,
+    "segment_check": 2,
     "precision": jax.lax.Precision.DEFAULT,
     "block_size": None,
     "extras": 0,

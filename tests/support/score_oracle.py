@@ -23,7 +23,7 @@ class Results(NamedTuple):
 def dense(arrays: dict[str, Any], allowed, *, soft_cap=None, places=None):
     """out, lse and the largest logits (B, H); `arrays`: query, key, value, scale, sinks, slopes.
 
-    The scale is one number, or one per row, (B, H, Sq).
+    The scale is one number, slopes and sinks one a head; or each one per row, (B, H, Sq).
     """
     q, k, v = arrays["query"], arrays["key"], arrays["value"]
     k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], 2) for x in (k, v))
@@ -32,19 +32,24 @@ def dense(arrays: dict[str, Any], allowed, *, soft_cap=None, places=None):
         s = soft_cap * jnp.tanh(s / soft_cap)
     if "slopes" in arrays:
         far = jnp.abs(places[0][:, None, :, None] - places[1][:, None, None, :])
-        s -= arrays["slopes"].astype(q.dtype)[:, None, None] * far.astype(q.dtype)
+        s -= _of_rows(arrays["slopes"]).astype(q.dtype)[..., None] * far.astype(q.dtype)
     s = jnp.where(allowed, s, jnp.finfo(q.dtype).min)
     some = allowed.any(-1)
     top = s.max(-1)
     z = jnp.full_like(top, -jnp.inf)
     if "sinks" in arrays:
-        z = jnp.broadcast_to(arrays["sinks"].astype(q.dtype)[:, None], top.shape)
+        z = jnp.broadcast_to(_of_rows(arrays["sinks"]).astype(q.dtype), top.shape)
     shift = jax.lax.stop_gradient(jnp.where(some, jnp.maximum(top, z), 0))
     p = jnp.where(allowed, jnp.exp(s - shift[..., None]), 0)
     total = jnp.where(some, p.sum(-1) + jnp.exp(z - shift), 1)
     lse = jnp.where(some, shift + jnp.log(total), -jnp.inf)
     out = jnp.einsum("bhij,bjhd->bihd", p / total[..., None], v)
     return out, lse, jnp.where(some, top, -jnp.inf).max(-1)
+
+
+def _of_rows(x):
+    """(..., H) of heads with an axis of rows; (B, H, Sq) has one."""
+    return x[:, None] if x.ndim == 1 else x
 
 
 def run(attention, arrays, dout, dlse) -> Results:
@@ -57,17 +62,19 @@ def run(attention, arrays, dout, dlse) -> Results:
 @jax.jit
 def _run(arrays, allowed, dout, dlse, places, soft_cap):
     attention = functools.partial(dense, allowed=allowed, soft_cap=soft_cap, places=places)
-    by_row = arrays | {"scale": jnp.broadcast_to(arrays["scale"], dlse.shape)}
+    sums = {name: _of_rows(x) for name, x in arrays.items() if name in ("slopes", "sinks")}
+    sums["scale"] = arrays["scale"]
+    by_row = arrays | {name: jnp.broadcast_to(x, dlse.shape) for name, x in sums.items()}
     return run(attention, by_row, dout, dlse), attention(arrays)[2]
 
 
 def true_and_plain(arrays, allowed, dout, dlse, *, soft_cap=None, places=None):
     """Results in float64 and in the tensors' dtype; cotangents of empty rows count 0 there too.
 
-    The gradient of scale is one number, a sum over rows, and the error of one number is luck: of
-    two alike, each is more than twice the other in 3 draws of 10. So as a yardstick it is as wrong
-    as its rows make it, whatever their errors happen to add up to: thrice the root of their
-    squares' sum.
+    The gradients of scale, slopes and sinks are single numbers, sums over rows, and the error of
+    one number is luck: of two alike, each is more than twice the other in 3 draws of 10. So as a
+    yardstick it is as wrong as its rows make it, whatever their errors happen to add up to: thrice
+    the root of their squares' sum.
     """
     allowed = np.asarray(allowed)
     allowed = oracle.of_heads(allowed)
@@ -79,10 +86,13 @@ def true_and_plain(arrays, allowed, dout, dlse, *, soft_cap=None, places=None):
         doubles = jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float64)), arrays)
         true, top = _run(doubles, *others)
         true, plain, top = jax.tree.map(np.asarray, (true, plain, top))
-    rows = true.gradients["scale"]
-    total = rows.sum()
-    error = 3 * np.sqrt(((plain.gradients["scale"] - rows) ** 2).sum())
-    true.gradients["scale"], plain.gradients["scale"] = total, total + error
+    for name in {"scale", "slopes", "sinks"} & set(arrays):
+        rows, shape = true.gradients[name], np.shape(arrays[name])
+        axes = (0, 2) if shape else None
+        total = rows.sum(axes).reshape(shape)
+        error = 3 * np.sqrt(((plain.gradients[name] - rows) ** 2).sum(axes)).reshape(shape)
+        true.gradients[name] = total
+        plain.gradients[name] = total + error
     return true, plain, top
 
 

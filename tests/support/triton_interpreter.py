@@ -1,117 +1,16 @@
-"""Run the build-time Triton kernels on the CPU, in Triton's interpreter, on numpy arrays.
+"""Every kernel call in Triton's interpreter, on NumPy arrays: the mask, both passes, decoding.
 
-The launch arithmetic here (grids, workspace, table sizes) is written
-from docs/internals/kernels.md, as the C++ launcher's is.
+Arguments are those that the C++ handlers give. triton_launch.py runs one kernel.
 """
 
 from __future__ import annotations
 
-import importlib
-import os
 import sys
 import unittest.mock
 from typing import Any
 
 import numpy as np
-import pytest
-from paths import KERNEL_DIR
-
-
-def load_kernels() -> dict[str, Any]:
-    """Kernels for the interpreter. Triton reads the variable when it decorates a function, its own
-    included: set before its first import, and gone afterwards, so that it does not leak into a
-    build that a test starts."""
-    assert "triton" not in sys.modules, "Triton was imported before the interpreter was chosen"
-    before = os.environ.get("TRITON_INTERPRET")
-    os.environ["TRITON_INTERPRET"] = "1"
-    sys.path.insert(0, str(KERNEL_DIR))
-    try:
-        pytest.importorskip(
-            "triton", reason="a build dependency; pip install 'packax[test]' brings it"
-        )
-        importlib.import_module(
-            "triton.experimental.gluon"
-        )  # imported lazily otherwise, and asks for the variable too
-        modules = [
-            importlib.import_module(m)
-            for m in (
-                "portable.kv_ranges",
-                "portable.fwd",
-                "portable.bwd",
-                "portable.score_mods",
-                "portable.block_lists",
-                "portable.fwd_fallback",
-                "portable.bwd_fallback",
-                "mask.segments",
-                "mask.block_bounds",
-                "portable.decode",
-            )
-        ]
-        modules.append(importlib.import_module("interpreted"))
-        importlib.import_module("portable.score_mods").to_tf32 = modules[-1].to_tf32
-    finally:
-        sys.path.pop(0)
-        if before is None:
-            del os.environ["TRITON_INTERPRET"]
-        else:
-            os.environ["TRITON_INTERPRET"] = before
-    return {name: fn for m in modules for name, fn in vars(m).items()}
-
-
-KERNELS = load_kernels()
-
-
-class Tensor:
-    """The part of torch.Tensor that the interpreter asks for, over a numpy array."""
-
-    def __init__(self, array: np.ndarray):
-        assert array.flags.c_contiguous
-        self.array = array
-        self.dtype = str(array.dtype)
-        self.shape = array.shape
-
-    def data_ptr(self) -> int:
-        return self.array.ctypes.data
-
-    def untyped_storage(self) -> Tensor:
-        return self
-
-    def cpu(self) -> Tensor:
-        return self
-
-    def copy_(self, other: Tensor) -> None:
-        assert other is self
-
-    def new_empty(self, *_: Any, **__: Any) -> Tensor:
-        return self
-
-    def set_(self, *_: Any) -> None:
-        pass
-
-    def storage_offset(self) -> int:
-        return 0
-
-    def size(self) -> tuple[int, ...]:
-        return self.shape
-
-    def stride(self) -> tuple[int, ...]:
-        return tuple(s // self.array.itemsize for s in self.array.strides)
-
-
-def launch(kernel: str, grid: tuple[int, ...], *args: Any, **constants: int) -> None:
-    wrapped = [Tensor(a) if isinstance(a, np.ndarray) else a for a in args]
-    KERNELS[kernel][grid](*wrapped, **constants)
-
-
-def ceil(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def guarded(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """An output filled with what no kernel may leave behind."""
-    out = np.empty(shape, dtype)
-    out.fill(np.nan if np.issubdtype(out.dtype, np.floating) else -77)
-    return out
+from triton_launch import KERNELS, ceil, guarded, launch
 
 
 def documents(
@@ -127,7 +26,7 @@ def documents(
     shift = 32 - (table.bit_length() - 1)
     chunks = ceil(kv_len, 1024)
     workspace = guarded((batch, 5 * table + kv_len + chunks), np.int32)
-    lo, hi, tested = (guarded((batch, q_len), np.int32) for _ in range(3))
+    lo, hi, segment_checked = (guarded((batch, q_len), np.int32) for _ in range(3))
     launch("documents_init", (chunks, batch), kv_ids, workspace, kv_len, table)
     launch(
         "documents_runs",
@@ -142,14 +41,14 @@ def documents(
     )
     launch(
         "documents_rows", (ceil(q_len, 1024), batch), q_ids, kv_ids, q_pos, kv_pos, workspace, lo,
-        hi, tested,
+        hi, segment_checked,
         compare_positions, q_len, kv_len, table, shift, kv_len.bit_length(),
     )  # fmt: skip
-    return lo, hi, tested
+    return lo, hi, segment_checked
 
 
 def blocks(
-    lo: np.ndarray, hi: np.ndarray, tested: np.ndarray, kv_len: int
+    lo: np.ndarray, hi: np.ndarray, segment_checked: np.ndarray, kv_len: int
 ) -> tuple[np.ndarray, ...]:
     """q_blocks, kv_blocks, q_order, q_order_192, kv_order."""
     batch, q_len = lo.shape
@@ -158,7 +57,7 @@ def blocks(
     q_blocks = guarded((batch, 5, nq), np.int32)
     kv_blocks = guarded((batch, 4, nk), np.int32)
     orders = [guarded((batch, n), np.int32) for n in tiles]
-    launch("blocks_rows", (ceil(nq, 16), batch), lo, hi, tested, q_blocks, q_len, GROUP=16)
+    launch("blocks_rows", (ceil(nq, 16), batch), lo, hi, segment_checked, q_blocks, q_len, GROUP=16)
     sizes = {"GROUP": 8, "STEP": 256}
     launch("blocks_keys", (ceil(nk, 8), batch), q_blocks, kv_blocks, q_len, kv_len, **sizes)
     grid = (ceil(max(tiles), 8), batch)
@@ -173,15 +72,15 @@ class Operands:
         self,
         lo: np.ndarray,
         hi: np.ndarray,
-        tested: np.ndarray,
+        segment_checked: np.ndarray,
         kv_len: int,
-        element_test: int = 0,
+        segment_check: int = 0,
         ids: tuple[np.ndarray, np.ndarray] | None = None,
         pos: tuple[np.ndarray, np.ndarray] | None = None,
     ):
-        self.lo, self.hi, self.kv_len, self.element_test = lo, hi, kv_len, element_test
+        self.lo, self.hi, self.kv_len, self.segment_check = lo, hi, kv_len, segment_check
         self.q_blocks, self.kv_blocks, self.q_order, _, self.kv_order = blocks(
-            lo, hi, tested, kv_len
+            lo, hi, segment_checked, kv_len
         )
         q_ids, kv_ids = ids if ids else (lo, lo)
         q_pos, kv_pos = pos if pos else (lo, lo)
@@ -198,14 +97,14 @@ class Operands:
         made.q_blocks, made.kv_blocks, made.q_order, made.kv_order = (
             np.asarray(getattr(mask, name)) for name in names
         )
-        made.kv_len, made.element_test = mask.kv_len, mask.element_test
+        made.kv_len, made.segment_check = mask.kv_len, mask.segment_check
         made.batch, made.q_len = made.lo.shape
         return made
 
 
 def sizes(mask: Operands, query: np.ndarray, key: np.ndarray) -> tuple[int, ...]:
     batch, q_len, heads, _ = query.shape
-    return (mask.element_test, batch, mask.batch, q_len, key.shape[1], heads, key.shape[2])
+    return (mask.segment_check, batch, mask.batch, q_len, key.shape[1], heads, key.shape[2])
 
 
 def sizes_of_rows(
@@ -242,7 +141,7 @@ def forward(
         "forward", grid, from_head(query, own), key, value, from_head(out, own), lse, *mask.rows,
         mask.q_blocks,
         mask.q_order, scale, *sizes_of_rows(mask, query, key, own),
-        QK_DIM=qk_dim, V_DIM=v_dim, BLOCK_M=rows, BLOCK_N=keys, STAGES=2,
+        QK_DIM=qk_dim, V_DIM=v_dim, BLOCK_M=rows, BLOCK_N=keys, STAGES=2, FLOAT32_PRODUCTS=1,
     )  # fmt: skip
     return out, lse
 
@@ -277,7 +176,7 @@ def backward(
         from_head(dout, own), lse, delta, dk, dv, *mask.rows, mask.q_blocks, mask.kv_blocks,
         mask.kv_order, scale,
         *sizes_of_rows(mask, query, key, own), QK_DIM=qk_dim, V_DIM=v_dim, BLOCK_M=rows,
-        BLOCK_N=keys, STAGES=2,
+        BLOCK_N=keys, STAGES=2, FLOAT32_PRODUCTS=1,
     )  # fmt: skip
     rows, keys = dq_tile
     launch(
@@ -286,7 +185,7 @@ def backward(
         from_head(dout, own), lse, delta, from_head(dq, own), *mask.rows, mask.q_blocks,
         mask.q_order, scale,
         *sizes_of_rows(mask, query, key, own),
-        QK_DIM=qk_dim, V_DIM=v_dim, BLOCK_M=rows, BLOCK_N=keys, STAGES=2,
+        QK_DIM=qk_dim, V_DIM=v_dim, BLOCK_M=rows, BLOCK_N=keys, STAGES=2, FLOAT32_PRODUCTS=1,
     )  # fmt: skip
     return dq, dk, dv
 
@@ -324,7 +223,7 @@ def decode(
         batch, q_len, kv_len, pages, page_size, width, heads, kv_heads, qk_dim // 8, v_dim // 8,
         splits,
         shares, QK_DIM=room[0], V_DIM=room[1], BLOCK_M=block_m, BLOCK_N=block_n, STAGES=2,
-        EXACT=exact,
+        FLOAT32_PRODUCTS=exact,
     )  # fmt: skip
     launch(
         "decode_combine", (batch * q_len * heads,), partial, sums, q_lo if sinks is None else sinks,
@@ -349,20 +248,25 @@ def dealt_shares(
 
 
 class Extras:
-    """What the general kernels take beside the others: operands, then scalars.
+    """What the fallback kernels take beside the others: operands, then scalars.
 
-    `block_map`: bits, lists of the tiles of rows and of those of keys, and the sizes of a block."""
+    `block_mask`: bits, lists of the tiles of rows and of those of keys, sizes of a block."""
 
     def __init__(self, mask: Operands, scale: float, soft_cap: float = 0.0,
         scales: np.ndarray | None = None,
                  slopes: np.ndarray | None = None, places: tuple[np.ndarray,
                      np.ndarray] | None = None,
-                 block_map: tuple[np.ndarray, np.ndarray, np.ndarray,
+                 block_mask: tuple[np.ndarray, np.ndarray, np.ndarray,
                      tuple[int, int]] | None = None):  # fmt: skip
         self.scale, self.soft_cap = scale, soft_cap
-        bits, q_entries, kv_entries, blocks = block_map or (mask.lo, mask.lo, mask.lo, (1, 1))
-        self.rows_map, self.keys_map = (bits, q_entries), (bits, kv_entries)
-        self.map = (*(bits.shape[:2] if block_map else (1, 0)), *blocks)
+        bits, q_block_lists, kv_block_lists, blocks = block_mask or (
+            mask.lo,
+            mask.lo,
+            mask.lo,
+            (1, 1),
+        )
+        self.rows_map, self.keys_map = (bits, q_block_lists), (bits, kv_block_lists)
+        self.map = (*(bits.shape[:2] if block_mask else (1, 0)), *blocks)
         stand_in = mask.lo
         self.batches = (
             0 if scales is None else len(scales),
@@ -372,11 +276,11 @@ class Extras:
         self.operands = tuple(stand_in if x is None else x for x in given)
 
 
-def general_sizes(mask: Operands, extras: Extras, query, key, value, *flags: int):
-    """From element_test on; `flags` come behind it."""
-    element_test, batch, mask_batch, *lengths = sizes(mask, query, key)
+def fallback_sizes(mask: Operands, extras: Extras, query, key, value, *flags: int):
+    """From segment_check on; `flags` come behind it."""
+    segment_check, batch, mask_batch, *lengths = sizes(mask, query, key)
     dims = (query.shape[3], value.shape[3])
-    return (element_test, *flags, batch, mask_batch, *extras.batches, *extras.map, *lengths, *dims)
+    return (segment_check, *flags, batch, mask_batch, *extras.batches, *extras.map, *lengths, *dims)
 
 
 def forward_fallback(
@@ -387,28 +291,28 @@ def forward_fallback(
     batch, q_len, heads, _ = query.shape
     rows, keys = tile
     out = guarded((batch, q_len, heads, value.shape[3]), query.dtype)
-    lse, top = (guarded((batch, heads, q_len), np.float32) for _ in range(2))
+    lse, row_max = (guarded((batch, heads, q_len), np.float32) for _ in range(2))
     launch(
         "forward_fallback", (batch * heads * ceil(q_len, 128) * (128 // rows),), query, key, value,
-        out, lse, top,
+        out, lse, row_max,
         *mask.rows, mask.q_blocks, mask.q_order, *extras.rows_map, *extras.operands, extras.scale,
-        extras.soft_cap, *general_sizes(mask, extras, query, key, value),
-        QK_DIM=dims[0], V_DIM=dims[1], BLOCK_M=rows, BLOCK_N=keys, STAGES=2, EXACT=1,
+        extras.soft_cap, *fallback_sizes(mask, extras, query, key, value),
+        QK_DIM=dims[0], V_DIM=dims[1], BLOCK_M=rows, BLOCK_N=keys, STAGES=2, FLOAT32_PRODUCTS=1,
     )  # fmt: skip
-    return out, lse, top
+    return out, lse, row_max
 
 
-def backward_general(
+def backward_fallback(
     query: np.ndarray, key: np.ndarray, value: np.ndarray, out: np.ndarray, lse: np.ndarray,
     dout: np.ndarray, dlse: np.ndarray, mask: Operands, extras: Extras,
     dkdv_tile: tuple[int, int], dq_tile: tuple[int, int], dims: tuple[int, int],
 ) -> tuple[np.ndarray, ...]:  # fmt: skip
-    """dq, dk, dv and dnumbers."""
+    """dq, dk, dv and score_grads."""
     batch, q_len, heads, _ = query.shape
     kv_len, kv_heads, v_dim = key.shape[1], key.shape[2], value.shape[3]
     delta = guarded((batch, heads, q_len), np.float32)
     dq, dk, dv = (guarded(x.shape, x.dtype) for x in (query, key, value))
-    dnumbers = guarded((batch, heads, 2, q_len), np.float32)
+    score_grads = guarded((batch, heads, 2, q_len), np.float32)
     launch(
         "backward_delta_fallback", (ceil(q_len, 32) * heads * batch,), out, dout, dlse, delta,
         mask.lo, mask.hi, 1, batch, mask.batch, q_len, heads, v_dim, V_DIM=dims[1], ROWS=32,
@@ -420,16 +324,16 @@ def backward_general(
         lse, delta, dk, dv, *mask.rows, mask.q_blocks, mask.kv_blocks, mask.kv_order,
         *extras.keys_map,
         *extras.operands, extras.scale, extras.soft_cap,
-        *general_sizes(mask, extras, query, key, value),
-        QK_DIM=dims[0], V_DIM=dims[1], BLOCK_M=rows, BLOCK_N=keys, STAGES=2, EXACT=1,
+        *fallback_sizes(mask, extras, query, key, value),
+        QK_DIM=dims[0], V_DIM=dims[1], BLOCK_M=rows, BLOCK_N=keys, STAGES=2, FLOAT32_PRODUCTS=1,
     )  # fmt: skip
     rows, keys = dq_tile
     launch(
         "backward_dq_fallback", (batch * heads * ceil(q_len, 128) * (128 // rows),), query, key,
         value, dout, lse,
-        delta, dq, dnumbers, *mask.rows, mask.q_blocks, mask.q_order, *extras.rows_map,
+        delta, dq, score_grads, *mask.rows, mask.q_blocks, mask.q_order, *extras.rows_map,
         *extras.operands,
-        extras.scale, extras.soft_cap, *general_sizes(mask, extras, query, key, value, 1),
-        QK_DIM=dims[0], V_DIM=dims[1], BLOCK_M=rows, BLOCK_N=keys, STAGES=2, EXACT=1,
+        extras.scale, extras.soft_cap, *fallback_sizes(mask, extras, query, key, value, 1),
+        QK_DIM=dims[0], V_DIM=dims[1], BLOCK_M=rows, BLOCK_N=keys, STAGES=2, FLOAT32_PRODUCTS=1,
     )  # fmt: skip
-    return dq, dk, dv, dnumbers
+    return dq, dk, dv, score_grads

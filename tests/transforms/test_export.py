@@ -17,7 +17,7 @@ import pytest
 from exported import restored
 from jax.sharding import PartitionSpec as P
 from lowered import Extension
-from packax._src.ops import ffi as kernel_table
+from packax._src.ops import ffi
 from packax.integrations import flash_attention_jax
 from transformed import HEADS, IDS, KV_HEADS, random
 
@@ -66,7 +66,7 @@ def test_export_with_symbolic_sizes():
 
 def test_export_for_cuda(monkeypatch):
     """From a machine without a GPU, all sizes symbolic; the check of custom calls is needed."""
-    monkeypatch.setattr(kernel_table, "ext", Extension)
+    monkeypatch.setattr(ffi, "ext", Extension)
 
     def gradient(query, key, value, ids, kv_ids):
         mask = packax.create_attention_mask(packax.documents(ids, kv_ids))

@@ -19,7 +19,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jaxprs import count
 from lowered import Extension, abstract, text_of
-from packax._src.ops import ffi as kernel_table
+from packax._src.ops import ffi
 from transformed import DIM, EXPRESSION, HEADS, IDS, KV_HEADS, LENGTH, V_DIM, random
 
 X64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
@@ -189,7 +189,7 @@ def test_a_third_derivative_says_what_to_do(x64):
 
 def test_kernels_alone_have_no_forward_mode(monkeypatch):
     """implementation="cuda" means the kernels or an error."""
-    monkeypatch.setattr(kernel_table, "ext", Extension)
+    monkeypatch.setattr(ffi, "ext", Extension)
     query, key, value = abstract()
     mask = packax.causal()
 

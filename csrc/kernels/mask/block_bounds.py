@@ -14,7 +14,7 @@ NOTHING = tl.constexpr(-(2**62))  # sorts behind every document
 
 
 @triton.jit
-def blocks_rows(q_lo, q_hi, tested, q_blocks, q_len, GROUP: tl.constexpr):
+def blocks_rows(q_lo, q_hi, segment_checked, q_blocks, q_len, GROUP: tl.constexpr):
     b = tl.program_id(1).to(tl.int64)
     blocks = tl.cdiv(q_len, BLOCK)
     t = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
@@ -24,14 +24,17 @@ def blocks_rows(q_lo, q_hi, tested, q_blocks, q_len, GROUP: tl.constexpr):
     hi = tl.load(q_hi + b * q_len + rows, mask=there, other=0)
     full = hi > lo
     test = tl.max(
-        (full & (tl.load(tested + b * q_len + rows, mask=there, other=0) != 0)).to(tl.int32), 1
+        (full & (tl.load(segment_checked + b * q_len + rows, mask=there, other=0) != 0)).to(
+            tl.int32
+        ),
+        1,
     )
     holes = tl.max((~full).to(tl.int32), 1)
     lo_min = tl.min(tl.where(full, lo, EMPTY_MIN), 1)
     lo_max = tl.max(tl.where(full, lo, 0), 1)
     hi_min = tl.min(tl.where(full, hi, EMPTY_MIN), 1)
     hi_max = tl.max(tl.where(full, hi, 0), 1)
-    # no part of a block with a tested row may be treated as free of masks
+    # no part of a block with a segment-checked row may be treated as free of masks
     lo_max = tl.where(test != 0, hi_max, lo_max)
     hi_min = tl.where(test != 0, lo_min, hi_min)
     out = q_blocks + b * 5 * blocks + t
@@ -43,7 +46,7 @@ def blocks_rows(q_lo, q_hi, tested, q_blocks, q_len, GROUP: tl.constexpr):
 
 
 @triton.jit
-def core(base, blocks, t, there, first_key):
+def full_blocks(base, blocks, t, there, first_key):
     """Whether every row of block t attends all 64 keys from `first_key`: (GROUP, STEP)."""
     lo_max = tl.load(base + blocks + t, mask=there, other=0)[None, :]
     hi_min = tl.load(base + 2 * blocks + t, mask=there, other=0)[None, :]
@@ -64,7 +67,7 @@ def blocks_keys(q_blocks, kv_blocks, q_len, kv_len, GROUP: tl.constexpr, STEP: t
     # running bounds per lane, reduced over lanes once at the end
     first = tl.full([GROUP, STEP], EMPTY_MIN, tl.int32)
     last = tl.full([GROUP, STEP], -1, tl.int32)
-    core_first = tl.full([GROUP, STEP], EMPTY_MIN, tl.int32)
+    full_first = tl.full([GROUP, STEP], EMPTY_MIN, tl.int32)
     for i in range(0, q_count, STEP):
         t = i + tl.arange(0, STEP)
         there = t < q_count
@@ -73,32 +76,32 @@ def blocks_keys(q_blocks, kv_blocks, q_len, kv_len, GROUP: tl.constexpr, STEP: t
         touch = (lo_min < last_key) & (hi_max > first_key)
         first = tl.minimum(first, tl.where(touch, t[None, :], EMPTY_MIN))
         last = tl.maximum(last, tl.where(touch, t[None, :], -1))
-        inside = core(base, q_count, t, there, first_key)
-        core_first = tl.minimum(core_first, tl.where(inside, t[None, :], EMPTY_MIN))
+        inside = full_blocks(base, q_count, t, there, first_key)
+        full_first = tl.minimum(full_first, tl.where(inside, t[None, :], EMPTY_MIN))
     first = tl.min(first, 1)
     last = tl.max(last, 1)
-    core_first = tl.min(core_first, 1)
+    full_first = tl.min(full_first, 1)
 
-    core_end = tl.zeros([GROUP, STEP], tl.int32) + q_count
+    full_end = tl.zeros([GROUP, STEP], tl.int32) + q_count
     for i in range(0, q_count, STEP):
         t = i + tl.arange(0, STEP)
         there = t < q_count
         stop = (
-            ~core(base, q_count, t, there, first_key)
-            & (t[None, :] > core_first[:, None])
+            ~full_blocks(base, q_count, t, there, first_key)
+            & (t[None, :] > full_first[:, None])
             & there[None, :]
         )
-        core_end = tl.minimum(core_end, tl.where(stop, t[None, :], EMPTY_MIN))
-    core_end = tl.min(core_end, 1)
+        full_end = tl.minimum(full_end, tl.where(stop, t[None, :], EMPTY_MIN))
+    full_end = tl.min(full_end, 1)
 
     some = last >= 0
-    some_core = core_first < EMPTY_MIN
+    some_full = full_first < EMPTY_MIN
     out = kv_blocks + b * 4 * kv_count + c
     mask = c < kv_count
     tl.store(out, tl.where(some, first * BLOCK, EMPTY_MIN), mask=mask)
     tl.store(out + kv_count, tl.where(some, tl.minimum((last + 1) * BLOCK, q_len), 0), mask=mask)
-    tl.store(out + 2 * kv_count, tl.where(some_core, core_first * BLOCK, EMPTY_MIN), mask=mask)
-    tl.store(out + 3 * kv_count, tl.where(some_core, core_end * BLOCK, 0), mask=mask)
+    tl.store(out + 2 * kv_count, tl.where(some_full, full_first * BLOCK, EMPTY_MIN), mask=mask)
+    tl.store(out + 3 * kv_count, tl.where(some_full, full_end * BLOCK, 0), mask=mask)
 
 
 @triton.jit

@@ -2,8 +2,9 @@
 
 Three launches: `documents_init` clears the tables and notes where the first run of each chunk
 starts, `documents_runs` enters every run into two hash tables, `documents_rows` looks each row's id
-up. A collision only widens a hull, and the row is then tested. Workspace of a batch row: start_a,
-end_a, start_b, end_b, down (T each), run_end (kv_len), first run start of each chunk.
+up. A collision only widens a hull, and the row is then segment-checked. Workspace of a
+batch row: start_a, end_a, start_b, end_b, down (T each), run_end (kv_len), first run start of each
+chunk.
 """
 
 import triton
@@ -104,7 +105,7 @@ def documents_runs(kv_ids, kv_pos, workspace, compare_positions, kv_len, table_s
 
 @triton.jit
 def documents_rows(
-    q_ids, kv_ids, q_pos, kv_pos, workspace, lo, hi, tested,
+    q_ids, kv_ids, q_pos, kv_pos, workspace, lo, hi, segment_checked,
     compare_positions, q_len, kv_len, table_size, table_shift, search_steps,
 ):  # fmt: skip
     b = tl.program_id(1)
@@ -162,4 +163,4 @@ def documents_rows(
         found = start < end
     tl.store(lo + q_row + rows, tl.where(found, start, 0), mask=there)
     tl.store(hi + q_row + rows, tl.where(found, end, 0), mask=there)
-    tl.store(tested + q_row + rows, (found & test).to(tl.int32), mask=there)
+    tl.store(segment_checked + q_row + rows, (found & test).to(tl.int32), mask=there)

@@ -1,41 +1,87 @@
 """Backward attention over row ranges, for every GPU that Triton serves: delta, then dK and dV, then
-dQ (FlashAttention-2, arXiv 2307.08691).
+dQ (bwd_dq.py; FlashAttention-2, arXiv 2307.08691).
 
-    p = exp(s * scale - lse),   dv = p^T do,         ds = p * (do v^T - delta)
-    dk = scale * ds^T q,        dq = scale * ds k,   delta = sum(do * out) - dlse
+    p = exp(logit - lse),    delta = sum(do * out) - dlse,    dlogit = p * (do v^T - delta)
+    ds = dlogit * (1 - (capped / cap)^2)
+    dv = p^T do,             dk = scale * ds^T q,             dq = scale * ds k
 
 Masked elements are selected away, never multiplied: what padding holds may overflow to infinity. No
-atomics: the same bits every run.
+atomics: the same bits every run. One function is the plain kernel and the fallback one, as in
+fwd.py.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from portable.block_lists import BlockMask, keep_in_block_mask, mask_of_head
 from portable.kv_ranges import (
     columns,
-    elements_of,
     keep,
-    key_range,
     load_rows,
-    masked_step,
     row_range,
+    segments_of,
+    size_of,
     split,
     store_rows,
     tile_of_program,
 )
+from portable.score_mods import (
+    LOG2E,
+    bias_positions_of,
+    distances,
+    dot,
+    load_positions,
+    logits,
+    score_mods_of,
+    slope_of,
+    through_cap,
+)
+from portable.steps import (
+    full_place,
+    full_steps,
+    pair_of,
+    partial_place,
+    partial_steps,
+    pointers_of,
+    steps_of,
+)
 
-LOG2E = tl.constexpr(1.4426950408889634)
+
+class RowOperands(NamedTuple):
+    """What a step reads of its rows. `first_lse` and `first_delta` are those of the group's first
+    head at the walk's origin, one head `stat_head` behind the other; `flags` says of a block of 64
+    rows whether they are segment-checked."""
+
+    first_lse: tl.tensor
+    first_delta: tl.tensor
+    stat_head: tl.tensor
+    lo: tl.tensor
+    hi: tl.tensor
+    end: tl.tensor
+    flags: tl.tensor
+    row_blocks: tl.tensor
+
+
+class Scoring(NamedTuple):
+    """What turns scores of the tile's keys into logits."""
+
+    mods: tl.tensor
+    slopes: tl.tensor
+    bias_pos: tl.tensor
+    kv_at: tl.tensor
 
 
 @triton.jit
 def backward_delta(
-    out, dout, dlse, delta, q_lo, q_hi, has_dlse, batch, mask_batch, q_len, heads, row_heads,
+    out, dout, dlse, delta, q_lo, q_hi, has_dlse, batch, mask_batch, q_len, heads, row_heads, v_dim,
     V_DIM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """delta (B, H, Sq). Heads are the fastest index: neighbouring programs read neighbouring
     memory.
 
-    Here and below rows of query, out and their gradients are `row_heads` heads apart, of which this
-    is about `heads`.
+    Here and below rows of query, out and their gradients are `row_heads` heads apart (None:
+    `heads`), of which this is about `heads`.
     """
     pid = tl.program_id(0)
     head = pid % heads
@@ -47,11 +93,12 @@ def backward_delta(
     attended = tl.load(q_hi + mask_row + rows, mask=there, other=0) > tl.load(
         q_lo + mask_row + rows, mask=there, other=0
     )
-    offset = ((b.to(tl.int64) * q_len + rows) * row_heads + head)[:, None] * V_DIM
+    row = (b.to(tl.int64) * q_len + rows) * size_of(row_heads, heads) + head
+    offset = row[:, None] * size_of(v_dim, V_DIM)
     offset += columns(V_DIM)[None, :]
     # the cotangent of an empty row is ignored: it is not even read
-    o = load_rows(out + offset, attended[:, None], V_DIM).to(tl.float32)
-    do = load_rows(dout + offset, attended[:, None], V_DIM).to(tl.float32)
+    o = load_rows(out + offset, attended[:, None], v_dim, V_DIM).to(tl.float32)
+    do = load_rows(dout + offset, attended[:, None], v_dim, V_DIM).to(tl.float32)
     at = (b.to(tl.int64) * heads + head) * q_len + rows
     total = tl.sum(o * do, 1)
     if has_dlse != 0:
@@ -60,28 +107,126 @@ def backward_delta(
 
 
 @triton.jit
-def dkdv_step(dk, dv, k, v, q, do, lse2, dlt, inside, scale2, MASKED: tl.constexpr):
+def dkdv_step(
+    dk, dv, kv, q, do, lse2, dlt, inside, far, slope2, mods, MASKED: tl.constexpr,
+    FLOAT32_PRODUCTS: tl.constexpr,
+):  # fmt: skip
     """One block of rows, transposed: scores are keys x rows, so that p^T and ds^T are left operands
     in registers."""
-    s = tl.dot(k, tl.trans(q))
-    p = tl.exp2(s * scale2 - lse2[None, :])
+    k, v = kv
+    capped, x = logits(dot(k, tl.trans(q), None, FLOAT32_PRODUCTS), far, slope2, mods)
+    p = tl.exp2(x - lse2[None, :])
     if MASKED:
         p = tl.where(inside, p, 0.0)
-    dv = tl.dot(p.to(do.dtype), do, dv)
-    ds = p * (tl.dot(v, tl.trans(do)) - dlt[None, :])
+    dv = dot(p.to(do.dtype), do, dv, FLOAT32_PRODUCTS)
+    dp = dot(v, tl.trans(do), None, FLOAT32_PRODUCTS)
+    ds = through_cap(p * (dp - dlt[None, :]), capped, mods)
     if MASKED:
         ds = tl.where(inside, ds, 0.0)
-    dk = tl.dot(ds.to(q.dtype), q, dk)
+    dk = dot(ds.to(q.dtype), q, dk, FLOAT32_PRODUCTS)
+    return dk, dv
+
+
+@triton.jit
+def checked_rows(operands, first_row, BLOCK_M: tl.constexpr):
+    """Whether any of a block's rows is segment-checked."""
+    block = first_row // 64
+    checked = tl.load(operands.flags + block) & 1
+    for j in tl.static_range(1, BLOCK_M // 64):
+        there = block + j < operands.row_blocks
+        checked |= tl.load(operands.flags + block + j, mask=there, other=0) & 1
+    return checked
+
+
+@triton.jit
+def stat_at(first, operands, g, place, walk):
+    """Pointers to the LSE or delta of a step's rows, for the g-th head."""
+    return first + g * operands.stat_head + place * walk.unit
+
+
+@triton.jit
+def dkdv_of_heads(
+    dk, dv, kv, keys, first_key, walk, pair, operands, segments, scoring, mask, mask_b, b,
+    first_head, group_head, members, heads, qk, v,
+    QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr, FLOAT32_PRODUCTS: tl.constexpr,
+):  # fmt: skip
+    """`members` query heads from the `first_head`-th of the group on, whose walk this is."""
+    cols = tl.arange(0, BLOCK_M)
+    mods, slopes, bias_pos, kv_at = scoring
+    partial = partial_steps(walk)
+    for i in tl.range(0, members * partial, num_stages=1):
+        g = i // partial
+        place = partial_place(walk, mask, i - g * partial, BLOCK_M)
+        g = first_head + g
+        first_row = walk.origin + place * walk.unit
+        rows = first_row + cols
+        there = rows < segments.q_len
+        lo = tl.load(operands.lo + rows, mask=there, other=0)
+        hi = tl.load(operands.hi + rows, mask=there, other=0)
+        # rows past the hull are not read: a block may reach over its end
+        attended = (hi > lo) & (rows < operands.end)
+        if mask.bits is not None:  # none of a row's keys may be in it
+            lse_ptr = stat_at(operands.first_lse, operands, g, place, walk)
+            total = tl.load(lse_ptr, mask=attended, other=float("-inf"))
+            attended &= total != float("-inf")
+        q_ptr = pair.first + place * pair.first_step + g * qk
+        q = load_rows(q_ptr, attended[:, None], pair.qk_dim, QK_DIM)
+        do_ptr = pair.second + place * pair.second_step + g * v
+        do = load_rows(do_ptr, attended[:, None], pair.v_dim, V_DIM)
+        if mask.bits is None:
+            lse_ptr = stat_at(operands.first_lse, operands, g, place, walk)
+            total = tl.load(lse_ptr, mask=attended, other=0.0)
+        else:
+            total = tl.where(attended, total, 0.0)
+        lse2 = total * LOG2E
+        delta_ptr = stat_at(operands.first_delta, operands, g, place, walk)
+        dlt = tl.load(delta_ptr, mask=attended, other=0.0)
+        checked = checked_rows(operands, first_row, BLOCK_M)
+        inside = keep(rows, keys, lo, hi, checked, segments, 1)
+        own = mask_of_head(mask, mask_b, group_head + g)
+        inside = keep_in_block_mask(inside, mask, own, rows, keys, first_key, BLOCK_N, 1)
+        slope2 = slope_of(slopes, mods.bias_batch, b, heads, group_head + g)
+        far = distances(kv_at, load_positions(bias_pos.q, bias_pos.q_count, rows))
+        dk, dv = dkdv_step(
+            dk, dv, kv, q, do, lse2, dlt, inside, far, slope2, mods, True, FLOAT32_PRODUCTS
+        )
+    full = full_steps(walk)
+    if walk.listed is not None:
+        place = full_place(walk, mask, 0, walk.start + walk.full_begin * BLOCK_M, BLOCK_M)
+    for i in tl.range(0, members * full, num_stages=STAGES):
+        g = i // full
+        if walk.listed is None:
+            place = walk.full_begin + i - g * full
+        g = first_head + g
+        q_ptr = pair.first + place * pair.first_step + g * qk
+        q = load_rows(q_ptr, None, pair.qk_dim, QK_DIM)
+        do_ptr = pair.second + place * pair.second_step + g * v
+        do = load_rows(do_ptr, None, pair.v_dim, V_DIM)
+        lse2 = tl.load(stat_at(operands.first_lse, operands, g, place, walk)) * LOG2E
+        dlt = tl.load(stat_at(operands.first_delta, operands, g, place, walk))
+        slope2 = slope_of(slopes, mods.bias_batch, b, heads, group_head + g)
+        rows = walk.origin + place * walk.unit + cols
+        far = distances(kv_at, load_positions(bias_pos.q, bias_pos.q_count, rows))
+        dk, dv = dkdv_step(
+            dk, dv, kv, q, do, lse2, dlt, None, far, slope2, mods, False, FLOAT32_PRODUCTS
+        )
+        if walk.listed is not None:
+            step = (i + 1) % full
+            ranged = walk.start + (walk.full_begin + step) * BLOCK_M
+            place = full_place(walk, mask, step, ranged, BLOCK_M)
     return dk, dv
 
 
 @triton.jit
 def backward_dkdv(
     query, key, value, dout, lse, delta, dk, dv, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks,
-    kv_blocks, kv_order,
-    scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads, row_heads,
+    kv_blocks, kv_order, block_mask, kv_block_lists, scales, slopes, q_bias_pos, kv_bias_pos,
+    scale, soft_cap, segment_check, batch, mask_batch, scales_batch, bias_batch,
+    block_mask_batch, block_mask_heads, q_block, kv_block, q_len, kv_len, heads, kv_heads,
+    row_heads, qk_dim, v_dim,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, FLOAT32_PRODUCTS: tl.constexpr,
 ):  # fmt: skip
     """A tile of keys of one key/value head; its group's query heads are summed in registers."""
     group = heads // kv_heads
@@ -90,157 +235,80 @@ def backward_dkdv(
     )
     if first_key >= kv_len:
         return
-    start, end, core_lo, core_hi = row_range(kv_blocks, mask_b, first_key, kv_len, BLOCK_N)
-    steps, core_begin, core_end = split(start, end, core_lo, core_hi, BLOCK_M)
+    start, end, full_lo, full_hi = row_range(kv_blocks, mask_b, first_key, kv_len, BLOCK_N)
+    steps, full_begin, full_end = split(start, end, full_lo, full_hi, BLOCK_M)
 
     keys = first_key + tl.arange(0, BLOCK_N)
     present = (keys < kv_len)[:, None]
     qk_dims = columns(QK_DIM)
     v_dims = columns(V_DIM)
+    qk = size_of(qk_dim, QK_DIM)
+    v = size_of(v_dim, V_DIM)
     kv_first = (b.to(tl.int64) * kv_len + first_key) * kv_heads + kv_head
     local = tl.arange(0, BLOCK_N)[:, None].to(tl.int64) * kv_heads
-    k = load_rows(key + kv_first * QK_DIM + local * QK_DIM + qk_dims[None, :], present, QK_DIM)
-    v = load_rows(value + kv_first * V_DIM + local * V_DIM + v_dims[None, :], present, V_DIM)
+    k_tile = load_rows(key + kv_first * qk + local * qk + qk_dims[None, :], present, qk_dim, QK_DIM)
+    v_tile = load_rows(value + kv_first * v + local * v + v_dims[None, :], present, v_dim, V_DIM)
 
     mask_row = mask_b.to(tl.int64) * q_len
     q_lo += mask_row
     q_hi += mask_row
-    q_ids, kv_ids, q_pos, kv_pos = elements_of(
-        q_ids, kv_ids, q_pos, kv_pos, mask_b, q_len, kv_len, element_test
-    )
+    segments = segments_of(q_ids, kv_ids, q_pos, kv_pos, segment_check, mask_b, q_len, kv_len)
     row_blocks = tl.cdiv(q_len, 64)
     flags = q_blocks + (mask_b.to(tl.int64) * 5 + 4) * row_blocks
 
+    mask = BlockMask(
+        block_mask, kv_block_lists, block_mask_batch, block_mask_heads, q_block, kv_block, q_len,
+        kv_len,
+    )  # fmt: skip
+    tile = first_key // 128
+    tiles = tl.cdiv(kv_len, 128)
+    walk = steps_of(
+        start, steps, full_begin, full_end, mask, mask_b, kv_head * group, tile, tiles, row_blocks,
+        BLOCK_M,
+    )  # fmt: skip
     cols = tl.arange(0, BLOCK_M)
-    q_first = (b.to(tl.int64) * q_len + start) * row_heads + kv_head * group
-    q_ptr = query + q_first * QK_DIM + cols[:, None] * (row_heads * QK_DIM) + qk_dims[None, :]
-    do_ptr = dout + q_first * V_DIM + cols[:, None] * (row_heads * V_DIM) + v_dims[None, :]
-    stat = (b.to(tl.int64) * heads + kv_head * group) * q_len + start
-    lse_ptr = lse + stat + cols
-    delta_ptr = delta + stat + cols
-    q_step = BLOCK_M * row_heads.to(tl.int64) * QK_DIM
-    do_step = BLOCK_M * row_heads.to(tl.int64) * V_DIM
-    stat_head = q_len.to(tl.int64)
+    q_heads = size_of(row_heads, heads)
+    q_first = (b.to(tl.int64) * q_len + walk.origin) * q_heads + kv_head * group
+    pointers = pointers_of(query, dout, q_first, q_heads, qk_dim, v_dim, QK_DIM, V_DIM, BLOCK_M)
+    stat = (b.to(tl.int64) * heads + kv_head * group) * q_len + walk.origin
+    first_lse = lse + stat + cols
+    first_delta = delta + stat + cols
+    pair = pair_of(pointers, q_heads, qk_dim, v_dim, walk.unit, QK_DIM, V_DIM)
+    operands = RowOperands(
+        first_lse, first_delta, q_len.to(tl.int64), q_lo, q_hi, end, flags,
+        row_blocks,
+    )  # fmt: skip
 
-    scale2 = scale * LOG2E
+    scale, mods = score_mods_of(scale, scales, scales_batch, soft_cap, bias_batch, b)
+    bias_pos = bias_positions_of(q_bias_pos, kv_bias_pos, bias_batch, b, q_len, kv_len)
+    kv_at = load_positions(bias_pos.kv, bias_pos.kv_count, keys)
+    scoring = Scoring(mods, slopes, bias_pos, kv_at)
+
     dk_acc = tl.zeros([BLOCK_N, qk_dims.shape[0]], tl.float32)
     dv_acc = tl.zeros([BLOCK_N, v_dims.shape[0]], tl.float32)
-    edges = steps - core_end + core_begin
-    for i in tl.range(0, group * edges, num_stages=1):
-        g = i // edges
-        step = masked_step(i - g * edges, core_begin, core_end)
-        rows = start + step * BLOCK_M + cols
-        there = rows < q_len
-        lo = tl.load(q_lo + rows, mask=there, other=0)
-        hi = tl.load(q_hi + rows, mask=there, other=0)
-        # rows past the hull are not read: a block may reach over its end
-        attended = (hi > lo) & (rows < end)
-        q = load_rows(q_ptr + step * q_step + g * QK_DIM, attended[:, None], QK_DIM)
-        do = load_rows(do_ptr + step * do_step + g * V_DIM, attended[:, None], V_DIM)
-        lse2 = tl.load(lse_ptr + g * stat_head + step * BLOCK_M, mask=attended, other=0.0) * LOG2E
-        dlt = tl.load(delta_ptr + g * stat_head + step * BLOCK_M, mask=attended, other=0.0)
-        block = (start + step * BLOCK_M) // 64
-        tested = tl.load(flags + block) & 1
-        for j in tl.static_range(1, BLOCK_M // 64):
-            tested |= tl.load(flags + block + j, mask=block + j < row_blocks, other=0) & 1
-        inside = keep(
-            rows, keys, lo, hi, tested, q_ids, kv_ids, q_pos, kv_pos, element_test, q_len, kv_len, 1
-        )
-        dk_acc, dv_acc = dkdv_step(dk_acc, dv_acc, k, v, q, do, lse2, dlt, inside, scale2, True)
-    core = core_end - core_begin
-    for i in tl.range(0, group * core, num_stages=STAGES):
-        g = i // core
-        step = core_begin + i - g * core
-        q = load_rows(q_ptr + step * q_step + g * QK_DIM, None, QK_DIM)
-        do = load_rows(do_ptr + step * do_step + g * V_DIM, None, V_DIM)
-        lse2 = tl.load(lse_ptr + g * stat_head + step * BLOCK_M) * LOG2E
-        dlt = tl.load(delta_ptr + g * stat_head + step * BLOCK_M)
-        dk_acc, dv_acc = dkdv_step(dk_acc, dv_acc, k, v, q, do, lse2, dlt, None, scale2, False)
+    kv = (k_tile, v_tile)
+    if block_mask is None:
+        dk_acc, dv_acc = dkdv_of_heads(
+            dk_acc, dv_acc, kv, keys, first_key, walk, pair, operands, segments, scoring, mask,
+            mask_b, b, 0, kv_head * group, group, heads, qk, v,
+            QK_DIM, V_DIM, BLOCK_M, BLOCK_N, STAGES, FLOAT32_PRODUCTS,
+        )  # fmt: skip
+    else:
+        # heads with block masks of their own one after the other, else all in one loop
+        alone = block_mask_heads > 1
+        members = tl.where(alone, 1, group)
+        for turn in tl.range(0, tl.where(alone, group, 1)):
+            own_walk = steps_of(
+                start, steps, full_begin, full_end, mask, mask_b, kv_head * group + turn, tile,
+                tiles, row_blocks, BLOCK_M,
+            )  # fmt: skip
+            dk_acc, dv_acc = dkdv_of_heads(
+                dk_acc, dv_acc, kv, keys, first_key, own_walk, pair, operands, segments, scoring,
+                mask, mask_b, b, turn, kv_head * group, members, heads, qk, v,
+                QK_DIM, V_DIM, BLOCK_M, BLOCK_N, STAGES, FLOAT32_PRODUCTS,
+            )  # fmt: skip
 
-    dk_out = dk + kv_first * QK_DIM + local * QK_DIM + qk_dims[None, :]
-    dv_out = dv + kv_first * V_DIM + local * V_DIM + v_dims[None, :]
-    store_rows(dk_out, (dk_acc * scale).to(dk.dtype.element_ty), present, QK_DIM)
-    store_rows(dv_out, dv_acc.to(dv.dtype.element_ty), present, V_DIM)
-
-
-@triton.jit
-def dq_step(dq, q, do, k, v, lse2, dlt, inside, scale2, MASKED: tl.constexpr):
-    s = tl.dot(q, tl.trans(k))
-    p = tl.exp2(s * scale2 - lse2[:, None])
-    ds = p * (tl.dot(do, tl.trans(v)) - dlt[:, None])
-    if MASKED:
-        ds = tl.where(inside, ds, 0.0)
-    return tl.dot(ds.to(k.dtype), k, dq)
-
-
-@triton.jit
-def backward_dq(
-    query, key, value, dout, lse, delta, dq, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks,
-    q_order,
-    scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads, row_heads,
-    QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    group = heads // kv_heads
-    head, kv_head, b, mask_b, row = tile_of_program(
-        q_order, batch, mask_batch, tl.cdiv(q_len, 128), group, kv_heads, BLOCK_M
-    )
-    if row >= q_len:
-        return
-    start, end, core_lo, core_hi, tested = key_range(q_blocks, mask_b, row, q_len, BLOCK_M)
-    steps, core_begin, core_end = split(start, end, core_lo, core_hi, BLOCK_N)
-
-    rows = row + tl.arange(0, BLOCK_M)
-    there = rows < q_len
-    mask_row = mask_b.to(tl.int64) * q_len
-    lo = tl.load(q_lo + mask_row + rows, mask=there, other=0)
-    hi = tl.load(q_hi + mask_row + rows, mask=there, other=0)
-    attended = hi > lo
-    q_ids, kv_ids, q_pos, kv_pos = elements_of(
-        q_ids, kv_ids, q_pos, kv_pos, mask_b, q_len, kv_len, element_test
-    )
-
-    qk_dims = columns(QK_DIM)
-    v_dims = columns(V_DIM)
-    first = (b.to(tl.int64) * q_len + row) * row_heads + head
-    local = tl.arange(0, BLOCK_M)[:, None].to(tl.int64) * row_heads
-    # rows that attend nothing are not read: zeros keep them finite in the mask-free loop
-    q = load_rows(
-        query + first * QK_DIM + local * QK_DIM + qk_dims[None, :], attended[:, None], QK_DIM
-    )
-    do = load_rows(dout + first * V_DIM + local * V_DIM + v_dims[None, :], attended[:, None], V_DIM)
-    stat = (b.to(tl.int64) * heads + head) * q_len + rows
-    lse2 = tl.load(lse + stat, mask=attended, other=0.0) * LOG2E
-    dlt = tl.load(delta + stat, mask=attended, other=0.0)
-
-    kv_first = (b.to(tl.int64) * kv_len + start) * kv_heads + kv_head
-    cols = tl.arange(0, BLOCK_N)
-    k_ptr = key + kv_first * QK_DIM + cols[:, None] * (kv_heads * QK_DIM) + qk_dims[None, :]
-    v_ptr = value + kv_first * V_DIM + cols[:, None] * (kv_heads * V_DIM) + v_dims[None, :]
-    k_step = BLOCK_N * kv_heads.to(tl.int64) * QK_DIM
-    v_step = BLOCK_N * kv_heads.to(tl.int64) * V_DIM
-
-    scale2 = scale * LOG2E
-    acc = tl.zeros([BLOCK_M, qk_dims.shape[0]], tl.float32)
-    for i in tl.range(0, steps - core_end + core_begin, num_stages=1):
-        step = masked_step(i, core_begin, core_end)
-        keys = start + step * BLOCK_N + cols
-        present = (keys < end)[:, None]
-        k = load_rows(k_ptr + step * k_step, present, QK_DIM)
-        v = load_rows(v_ptr + step * v_step, present, V_DIM)
-        inside = keep(
-            rows, keys, lo, hi, tested, q_ids, kv_ids, q_pos, kv_pos, element_test, q_len, kv_len, 0
-        )
-        acc = dq_step(acc, q, do, k, v, lse2, dlt, inside, scale2, True)
-    for step in tl.range(core_begin, core_end, num_stages=STAGES):
-        k = load_rows(k_ptr + step * k_step, None, QK_DIM)
-        v = load_rows(v_ptr + step * v_step, None, V_DIM)
-        acc = dq_step(acc, q, do, k, v, lse2, dlt, None, scale2, False)
-
-    result = tl.where(attended[:, None], acc * scale, 0.0)
-    store_rows(
-        dq + first * QK_DIM + local * QK_DIM + qk_dims[None, :],
-        result.to(dq.dtype.element_ty),
-        there[:, None],
-        QK_DIM,
-    )
+    dk_out = dk + kv_first * qk + local * qk + qk_dims[None, :]
+    dv_out = dv + kv_first * v + local * v + v_dims[None, :]
+    store_rows(dk_out, (dk_acc * scale).to(dk.dtype.element_ty), present, qk_dim, QK_DIM)
+    store_rows(dv_out, dv_acc.to(dv.dtype.element_ty), present, v_dim, V_DIM)

@@ -17,6 +17,8 @@ multiples of 16 bytes; the tile's columns behind them are not read. A row whose 
 the cache, or meets a page that is not there, is NaN.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from portable.kv_ranges import EMPTY_MIN, columns
@@ -100,19 +102,31 @@ def pages_there(block_table, begin, stop, pages, page_size):
     return tl.max(lost, 0) == 0
 
 
+class Cache(NamedTuple):
+    """One head of a sequence in the cache, or in pages. Key j is row first_row + j, or in the page
+    that `block_table` says; `pages` are there in all."""
+
+    key: tl.tensor
+    value: tl.tensor
+    block_table: tl.tensor
+    first_row: tl.tensor
+    kv_head: tl.tensor
+    pages: tl.tensor
+    page_size: tl.tensor
+    kv_heads: tl.tensor
+    qk_dim: tl.tensor
+    v_dim: tl.tensor
+
+
 @triton.jit
 def attend(
-    acc, m, l, q, key, value, block_table, lo, hi, begin, stop, skip, skipped, first_row, kv_head,
-    pages, page_size, scale,
-    soft_cap, kv_heads, qk_dim, v_dim,
+    acc, m, l, q, cache, lo, hi, begin, stop, skip, skipped, scale, soft_cap,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    EXACT: tl.constexpr,
-    PAGED: tl.constexpr, MASKED: tl.constexpr,
+    FLOAT32_PRODUCTS: tl.constexpr, PAGED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The keys [begin, stop), but for `skipped` of them at `skip`. Key j of the sequence is row
-    first_row + j of the cache, or in the page that `block_table` says. Not MASKED: whole steps of
-    keys that all rows attend, of pages that are there, and the first keys of these rows; no soft
-    cap, and no scale near 0 or below."""
+    """The keys [begin, stop), but for `skipped` of them at `skip`. Not MASKED: whole steps of keys
+    that all rows attend, of pages that are there, and the first keys of these rows; no soft cap,
+    and no scale near 0 or below."""
     DEPTH: tl.constexpr = (
         2 * STAGES - 1 if PAGED else STAGES
     )  # half of them fetch entries of the block table ahead of their rows
@@ -121,30 +135,30 @@ def attend(
     cols = tl.arange(0, BLOCK_N)
     qk_dims = columns(QK_DIM)
     v_dims = columns(V_DIM)
-    k_ptr = key + kv_head.to(tl.int64) * qk_dim + qk_dims[None, :]
-    v_ptr = value + kv_head.to(tl.int64) * v_dim + v_dims[None, :]
-    k_row = kv_heads.to(tl.int64) * qk_dim
-    v_row = kv_heads.to(tl.int64) * v_dim
+    k_ptr = cache.key + cache.kv_head.to(tl.int64) * cache.qk_dim + qk_dims[None, :]
+    v_ptr = cache.value + cache.kv_head.to(tl.int64) * cache.v_dim + v_dims[None, :]
+    k_row = cache.kv_heads.to(tl.int64) * cache.qk_dim
+    v_row = cache.kv_heads.to(tl.int64) * cache.v_dim
     for place in tl.range(begin, stop - skipped, BLOCK_N, num_stages=DEPTH):
         at = place
         if MASKED:
             at = tl.where(place < skip, place, place + skipped)
         keys = at + cols
-        row = first_row + keys
+        row = cache.first_row + keys
         readable = None
         if MASKED:
             readable = keys < stop
         if PAGED:
-            entry = keys // page_size
+            entry = keys // cache.page_size
             if MASKED:
-                page = tl.load(block_table + entry, mask=readable, other=0)
-                readable = readable & (page >= 0) & (page < pages)
+                page = tl.load(cache.block_table + entry, mask=readable, other=0)
+                readable = readable & (page >= 0) & (page < cache.pages)
             else:
-                page = tl.load(block_table + entry)
-            row = page.to(tl.int64) * page_size + (keys - entry * page_size)
-        k = load_columns(k_ptr + row[:, None] * k_row, readable, qk_dim, QK_DIM)
-        v = load_columns(v_ptr + row[:, None] * v_row, readable, v_dim, V_DIM)
-        s = dot(q, tl.trans(k), None, EXACT)
+                page = tl.load(cache.block_table + entry)
+            row = page.to(tl.int64) * cache.page_size + (keys - entry * cache.page_size)
+        k = load_columns(k_ptr + row[:, None] * k_row, readable, cache.qk_dim, QK_DIM)
+        v = load_columns(v_ptr + row[:, None] * v_row, readable, cache.v_dim, V_DIM)
+        s = dot(q, tl.trans(k), None, FLOAT32_PRODUCTS)
         if MASKED:
             s = s * scale2
             # selected and not branched around: ptxas serialises wgmma around a branch
@@ -165,7 +179,7 @@ def attend(
             p = tl.exp2((s - base[:, None]) * scale2)
             alpha = tl.exp2((m - base) * scale2)
         l = l * alpha + tl.sum(p, 1)
-        acc = dot(p.to(v.dtype), v, acc * alpha[:, None], EXACT)
+        acc = dot(p.to(v.dtype), v, acc * alpha[:, None], FLOAT32_PRODUCTS)
         m = m_new
     if not MASKED:
         m = tl.where(m == float("-inf"), m, m * scale2)
@@ -176,11 +190,9 @@ def attend(
 def share(
     query, key, value, q_lo, q_hi, block_table, partial, sums,
     scale, soft_cap, batch, q_len, kv_len, pages, page_size, table_width, heads, kv_heads,
-    qk_eighths, v_eighths, splits,
-    shares,
+    qk_eighths, v_eighths, splits, shares,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-    EXACT: tl.constexpr,
+    STAGES: tl.constexpr, FLOAT32_PRODUCTS: tl.constexpr,
 ):  # fmt: skip
     """One program of `decode`. Programs that run together read neighbouring heads' keys."""
     group = heads // kv_heads
@@ -227,44 +239,46 @@ def share(
         m = tl.full([BLOCK_M], float("-inf"), tl.float32)
         l = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, v_dims.shape[0]], tl.float32)
-        core_lo = tl.max(tl.where(some, lo, 0), 0)
-        core_hi = tl.min(tl.where(some, hi, EMPTY_MIN), 0)
-        core = tl.minimum(begin + tl.cdiv(tl.maximum(core_lo - begin, 0), BLOCK_N) * BLOCK_N, stop)
-        core_end = core + tl.maximum(tl.minimum(core_hi, stop) - core, 0) // BLOCK_N * BLOCK_N
+        full_lo = tl.max(tl.where(some, lo, 0), 0)
+        full_hi = tl.min(tl.where(some, hi, EMPTY_MIN), 0)
+        before = tl.cdiv(tl.maximum(full_lo - begin, 0), BLOCK_N) * BLOCK_N
+        full_begin = tl.minimum(begin + before, stop)
+        full_keys = tl.maximum(tl.minimum(full_hi, stop) - full_begin, 0)
+        full_end = full_begin + full_keys // BLOCK_N * BLOCK_N
         # of smaller scales, differences of scores may overflow before they are scaled
-        core_end = tl.where((soft_cap > 0) | (scale < 1e-30), core, core_end)
-        if EXACT:  # two loops of these products would not fit in registers
-            core_end = core
+        full_end = tl.where((soft_cap > 0) | (scale < 1e-30), full_begin, full_end)
+        if FLOAT32_PRODUCTS:  # two loops of these products would not fit in registers
+            full_end = full_begin
         if page_size > 0:
             table = block_table + b.to(tl.int64) * table_width
-            if not EXACT:
-                if not pages_there(table, core, core_end, pages, page_size):
-                    core_end = core
+            cache = Cache(
+                key, value, table, b.to(tl.int64) * 0, kv_head, pages, page_size, kv_heads, qk_dim,
+                v_dim,
+            )  # fmt: skip
+            if not FLOAT32_PRODUCTS:
+                if not pages_there(table, full_begin, full_end, pages, page_size):
+                    full_end = full_begin
                 acc, m, l = attend(
-                    acc, m, l, q, key, value, table, lo, hi, core, core_end, core, 0,
-                    b.to(tl.int64) * 0, kv_head, pages,
-                    page_size, scale, soft_cap, kv_heads, qk_dim, v_dim,
-                    QK_DIM, V_DIM, BLOCK_N, STAGES, EXACT, True, False,
+                    acc, m, l, q, cache, lo, hi, full_begin, full_end, full_begin, 0, scale,
+                    soft_cap, QK_DIM, V_DIM, BLOCK_N, STAGES, FLOAT32_PRODUCTS, True, False,
                 )  # fmt: skip
             acc, m, l = attend(
-                acc, m, l, q, key, value, table, lo, hi, begin, stop, core, core_end - core,
-                b.to(tl.int64) * 0, kv_head,
-                pages, page_size, scale, soft_cap, kv_heads, qk_dim, v_dim,
-                QK_DIM, V_DIM, BLOCK_N, STAGES, EXACT, True, True,
+                acc, m, l, q, cache, lo, hi, begin, stop, full_begin, full_end - full_begin, scale,
+                soft_cap, QK_DIM, V_DIM, BLOCK_N, STAGES, FLOAT32_PRODUCTS, True, True,
             )  # fmt: skip
         else:
-            if not EXACT:
+            cache = Cache(
+                key, value, block_table, b.to(tl.int64) * kv_len, kv_head, pages, page_size,
+                kv_heads, qk_dim, v_dim,
+            )  # fmt: skip
+            if not FLOAT32_PRODUCTS:
                 acc, m, l = attend(
-                    acc, m, l, q, key, value, block_table, lo, hi, core, core_end, core, 0,
-                    b.to(tl.int64) * kv_len, kv_head,
-                    pages, page_size, scale, soft_cap, kv_heads, qk_dim, v_dim,
-                    QK_DIM, V_DIM, BLOCK_N, STAGES, EXACT, False, False,
+                    acc, m, l, q, cache, lo, hi, full_begin, full_end, full_begin, 0, scale,
+                    soft_cap, QK_DIM, V_DIM, BLOCK_N, STAGES, FLOAT32_PRODUCTS, False, False,
                 )  # fmt: skip
             acc, m, l = attend(
-                acc, m, l, q, key, value, block_table, lo, hi, begin, stop, core, core_end - core,
-                b.to(tl.int64) * kv_len,
-                kv_head, pages, page_size, scale, soft_cap, kv_heads, qk_dim, v_dim,
-                QK_DIM, V_DIM, BLOCK_N, STAGES, EXACT, False, True,
+                acc, m, l, q, cache, lo, hi, begin, stop, full_begin, full_end - full_begin, scale,
+                soft_cap, QK_DIM, V_DIM, BLOCK_N, STAGES, FLOAT32_PRODUCTS, False, True,
             )  # fmt: skip
         met = some & (l != 0.0)  # a NaN is met: it must reach the result
         result = acc / tl.where(met, l, 1.0)[:, None]
@@ -280,18 +294,14 @@ def share(
 def decode(
     query, key, value, q_lo, q_hi, block_table, partial, sums,
     scale, soft_cap, batch, q_len, kv_len, pages, page_size, table_width, heads, kv_heads,
-    qk_eighths, v_eighths, splits,
-    shares,
+    qk_eighths, v_eighths, splits, shares,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-    EXACT: tl.constexpr,
+    STAGES: tl.constexpr, FLOAT32_PRODUCTS: tl.constexpr,
 ):  # fmt: skip
     share(
         query, key, value, q_lo, q_hi, block_table, partial, sums, scale, soft_cap, batch, q_len,
-        kv_len, pages,
-        page_size, table_width, heads, kv_heads, qk_eighths, v_eighths, splits, shares, QK_DIM,
-        V_DIM, BLOCK_M, BLOCK_N,
-        STAGES, EXACT,
+        kv_len, pages, page_size, table_width, heads, kv_heads, qk_eighths, v_eighths, splits,
+        shares, QK_DIM, V_DIM, BLOCK_M, BLOCK_N, STAGES, FLOAT32_PRODUCTS,
     )  # fmt: skip
 
 
@@ -299,19 +309,15 @@ def decode(
 def decode_tall(
     query, key, value, q_lo, q_hi, block_table, partial, sums,
     scale, soft_cap, batch, q_len, kv_len, pages, page_size, table_width, heads, kv_heads,
-    qk_eighths, v_eighths, splits,
-    shares,
+    qk_eighths, v_eighths, splits, shares,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-    EXACT: tl.constexpr,
+    STAGES: tl.constexpr, FLOAT32_PRODUCTS: tl.constexpr,
 ):  # fmt: skip
     """The same for groups of more rows than a tile of `decode` has: another row of the table."""
     share(
         query, key, value, q_lo, q_hi, block_table, partial, sums, scale, soft_cap, batch, q_len,
-        kv_len, pages,
-        page_size, table_width, heads, kv_heads, qk_eighths, v_eighths, splits, shares, QK_DIM,
-        V_DIM, BLOCK_M, BLOCK_N,
-        STAGES, EXACT,
+        kv_len, pages, page_size, table_width, heads, kv_heads, qk_eighths, v_eighths, splits,
+        shares, QK_DIM, V_DIM, BLOCK_M, BLOCK_N, STAGES, FLOAT32_PRODUCTS,
     )  # fmt: skip
 
 
@@ -334,13 +340,13 @@ def decode_combine(
 
     every = tl.arange(0, SPLITS)
     parts = tl.load(sums + every * rows + row, mask=every < splits, other=float("-inf"))
-    top = tl.max(parts, 0)
+    row_max = tl.max(parts, 0)
     met = tl.max((parts != float("-inf")).to(tl.int32), 0) > 0  # NaN included
     sink = float("-inf")
     if has_sinks != 0:
         sink = tl.load(sinks + (b % sink_batch) * heads + head) * LOG2E
-    top = tl.maximum(top, sink)
-    base = tl.where(top == float("-inf"), 0.0, top)
+    row_max = tl.maximum(row_max, sink)
+    base = tl.where(row_max == float("-inf"), 0.0, row_max)
     # a sink of +inf takes everything: inf - inf would be NaN
     total = tl.sum(tl.exp2(parts - base), 0) + tl.where(sink == base, 1.0, tl.exp2(sink - base))
 

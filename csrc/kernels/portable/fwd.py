@@ -1,119 +1,172 @@
 """Forward attention over row ranges, for every GPU that Triton serves.
 
-Online softmax (FlashAttention-2, arXiv 2307.08691): with m the running maximum of the scaled scores
-in base 2,
-    p = 2^(s * scale * log2(e) - m),   l = l * alpha + sum(p),   acc = acc * alpha + p v,
+Online softmax (FlashAttention-2, arXiv 2307.08691): with m the running maximum of the logits in
+base 2,
+    p = 2^(logit - m),   l = l * alpha + sum(p),   acc = acc * alpha + p v,
     alpha = 2^(m_old - m_new)
-The order of the key blocks does not matter, so the blocks that need a mask come first and one
-mask-free loop does the rest. `scale` is positive: the caller moves a sign into the query.
+The order of the key blocks does not matter, so partial blocks come first and one mask-free loop
+does the rest.
+
+One function is all forward kernels of the table. `forward` has a positive scale and nothing else
+(the caller moves a sign into the query); `forward_fallback` has all that changes scores
+(score_mods.py), block masks, any head dim up to a compiled one, and `row_max`, the largest logit of
+every row, unless the pointer is null. What a kernel has not is None (csrc/aot/tiles_fallback.py).
 """
 
 import triton
 import triton.language as tl
+from portable.block_lists import BlockMask, keep_in_block_mask, mask_of_head
 from portable.kv_ranges import (
     columns,
-    elements_of,
     keep,
     key_range,
     load_rows,
-    masked_step,
+    segments_of,
+    size_of,
     split,
     store_rows,
     tile_of_program,
 )
+from portable.score_mods import (
+    bias_positions_of,
+    distances,
+    dot,
+    load_positions,
+    logits,
+    score_mods_of,
+    slope_of,
+)
+from portable.steps import (
+    full_place,
+    load_pair,
+    pair_of,
+    partial_place,
+    partial_steps,
+    pointers_of,
+    steps_of,
+)
 
-LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def attend(acc, m, l, q, k, v, inside, scale2, MASKED: tl.constexpr):
-    """One block of keys. k (N, Dqk), v (N, Dv); `inside` (M, N) where MASKED."""
-    s = tl.dot(q, tl.trans(k))
-    if MASKED:
-        s = tl.where(inside, s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 1) * scale2)
-        # a row that has met no key yet: 2^(-inf - 0) = 0, not NaN
-        base = tl.where(m_new == float("-inf"), 0.0, m_new)
+def attend(
+    acc, m, l, q, kv, inside, far, slope2, mods, MASKED: tl.constexpr,
+    FLOAT32_PRODUCTS: tl.constexpr,
+):  # fmt: skip
+    """One block of keys. kv: (N, Dqk) and (N, Dv); `inside` (M, N) where MASKED."""
+    k, v = kv
+    x = dot(q, tl.trans(k), None, FLOAT32_PRODUCTS)
+    factor = 1.0
+    if (
+        mods.scales is None and mods.cap2 is None and far is None
+    ):  # positive: the largest score has the largest logit
+        factor = mods.scale2
     else:
-        m_new = tl.maximum(m, tl.max(s, 1) * scale2)
-        base = m_new
-    p = tl.exp2(s * scale2 - base[:, None])
+        _, x = logits(x, far, slope2, mods)
+    if MASKED:
+        x = tl.where(inside, x, float("-inf"))
+    m_new = tl.maximum(m, tl.max(x, 1) * factor)
+    base = m_new
+    if MASKED:  # a row that has met no key yet: 2^(-inf - 0) = 0, not NaN
+        base = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.exp2(x * factor - base[:, None])
     alpha = tl.exp2(m - base)
     l = l * alpha + tl.sum(p, 1)
-    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
+    acc = dot(p.to(v.dtype), v, acc * alpha[:, None], FLOAT32_PRODUCTS)
     return acc, m_new, l
 
 
 @triton.jit
 def forward(
-    query, key, value, out, lse, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order,
-    scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads, row_heads,
+    query, key, value, out, lse, row_max, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks,
+    q_order, block_mask, q_block_lists, scales, slopes, q_bias_pos, kv_bias_pos,
+    scale, soft_cap, segment_check, batch, mask_batch, scales_batch, bias_batch,
+    block_mask_batch, block_mask_heads, q_block, kv_block, q_len, kv_len, heads, kv_heads,
+    row_heads, qk_dim, v_dim,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, FLOAT32_PRODUCTS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of query and out are `row_heads` heads apart, of which this is about `heads`."""
+    """Rows of query and out are `row_heads` heads apart (None: `heads`), of which this is about
+    `heads`."""
     group = heads // kv_heads
     head, kv_head, b, mask_b, row = tile_of_program(
         q_order, batch, mask_batch, tl.cdiv(q_len, 128), group, kv_heads, BLOCK_M
     )
     if row >= q_len:
         return
-    start, end, core_lo, core_hi, tested = key_range(q_blocks, mask_b, row, q_len, BLOCK_M)
-    steps, core_begin, core_end = split(start, end, core_lo, core_hi, BLOCK_N)
+    start, end, full_lo, full_hi, segment_checked = key_range(q_blocks, mask_b, row, q_len, BLOCK_M)
+    steps, full_begin, full_end = split(start, end, full_lo, full_hi, BLOCK_N)
+    mask = BlockMask(
+        block_mask, q_block_lists, block_mask_batch, block_mask_heads, q_block, kv_block, q_len,
+        kv_len,
+    )  # fmt: skip
+    head_mask = mask_of_head(mask, mask_b, head)
+    walk = steps_of(
+        start, steps, full_begin, full_end, mask, mask_b, head, row // 128, tl.cdiv(q_len, 128),
+        tl.cdiv(kv_len, 64), BLOCK_N,
+    )  # fmt: skip
 
     rows = row + tl.arange(0, BLOCK_M)
     there = rows < q_len
     mask_row = mask_b.to(tl.int64) * q_len
     lo = tl.load(q_lo + mask_row + rows, mask=there, other=0)
     hi = tl.load(q_hi + mask_row + rows, mask=there, other=0)
-    q_ids, kv_ids, q_pos, kv_pos = elements_of(
-        q_ids, kv_ids, q_pos, kv_pos, mask_b, q_len, kv_len, element_test
-    )
+    segments = segments_of(q_ids, kv_ids, q_pos, kv_pos, segment_check, mask_b, q_len, kv_len)
 
+    qk = size_of(qk_dim, QK_DIM)
+    v = size_of(v_dim, V_DIM)
     qk_dims = columns(QK_DIM)
     v_dims = columns(V_DIM)
+    row_heads = size_of(row_heads, heads)
     first = (b.to(tl.int64) * q_len + row) * row_heads + head
     local = tl.arange(0, BLOCK_M)[:, None].to(tl.int64) * row_heads
     # rows that attend nothing are not read
     q = load_rows(
-        query + first * QK_DIM + local * QK_DIM + qk_dims[None, :], (hi > lo)[:, None], QK_DIM
+        query + first * qk + local * qk + qk_dims[None, :], (hi > lo)[:, None], qk_dim, QK_DIM
     )
 
-    kv_first = (b.to(tl.int64) * kv_len + start) * kv_heads + kv_head
+    kv_first = (b.to(tl.int64) * kv_len + walk.origin) * kv_heads + kv_head
     cols = tl.arange(0, BLOCK_N)
-    k_ptr = key + kv_first * QK_DIM + cols[:, None] * (kv_heads * QK_DIM) + qk_dims[None, :]
-    v_ptr = value + kv_first * V_DIM + cols[:, None] * (kv_heads * V_DIM) + v_dims[None, :]
-    k_step = BLOCK_N * kv_heads.to(tl.int64) * QK_DIM
-    v_step = BLOCK_N * kv_heads.to(tl.int64) * V_DIM
+    pointers = pointers_of(key, value, kv_first, kv_heads, qk_dim, v_dim, QK_DIM, V_DIM, BLOCK_N)
+    pair = pair_of(pointers, kv_heads, qk_dim, v_dim, walk.unit, QK_DIM, V_DIM)
 
-    scale2 = scale * LOG2E
+    scale, mods = score_mods_of(scale, scales, scales_batch, soft_cap, bias_batch, b)
+    slope2 = slope_of(slopes, bias_batch, b, heads, head)
+    bias_pos = bias_positions_of(q_bias_pos, kv_bias_pos, bias_batch, b, q_len, kv_len)
+    q_at = load_positions(bias_pos.q, bias_pos.q_count, rows)
+
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, v_dims.shape[0]], tl.float32)
-    for i in tl.range(0, steps - core_end + core_begin, num_stages=1):
-        step = masked_step(i, core_begin, core_end)
-        keys = start + step * BLOCK_N + cols
+    for i in tl.range(0, partial_steps(walk), num_stages=1):
+        place = partial_place(walk, mask, i, BLOCK_N)
+        keys = walk.origin + place * walk.unit + cols
         # keys past the end of the tile's range are not read: their values never meet this tile
-        present = (keys < end)[:, None]
-        k = load_rows(k_ptr + step * k_step, present, QK_DIM)
-        v = load_rows(v_ptr + step * v_step, present, V_DIM)
-        inside = keep(
-            rows, keys, lo, hi, tested, q_ids, kv_ids, q_pos, kv_pos, element_test, q_len, kv_len, 0
-        )
-        acc, m, l = attend(acc, m, l, q, k, v, inside, scale2, True)
-    for step in tl.range(core_begin, core_end, num_stages=STAGES):
-        k = load_rows(k_ptr + step * k_step, None, QK_DIM)
-        v = load_rows(v_ptr + step * v_step, None, V_DIM)
-        acc, m, l = attend(acc, m, l, q, k, v, None, scale2, False)
+        kv = load_pair(pair, place, (keys < end)[:, None], QK_DIM, V_DIM)
+        inside = keep(rows, keys, lo, hi, segment_checked, segments, 0)
+        inside = keep_in_block_mask(inside, mask, head_mask, rows, keys, place, BLOCK_N, 0)
+        far = distances(q_at, load_positions(bias_pos.kv, bias_pos.kv_count, keys))
+        acc, m, l = attend(acc, m, l, q, kv, inside, far, slope2, mods, True, FLOAT32_PRODUCTS)
+    if walk.listed is None:
+        for place in tl.range(full_begin, full_end, num_stages=STAGES):
+            kv = load_pair(pair, place, None, QK_DIM, V_DIM)
+            acc, m, l = attend(acc, m, l, q, kv, None, None, None, mods, False, FLOAT32_PRODUCTS)
+    else:
+        place = full_place(walk, mask, 0, start + full_begin * BLOCK_N, BLOCK_N)
+        for i in tl.range(0, walk.full, num_stages=STAGES):
+            kv = load_pair(pair, place, None, QK_DIM, V_DIM)
+            far = distances(q_at, load_positions(bias_pos.kv, bias_pos.kv_count, place + cols))
+            acc, m, l = attend(acc, m, l, q, kv, None, far, slope2, mods, False, FLOAT32_PRODUCTS)
+            place = full_place(walk, mask, i + 1, place + BLOCK_N, BLOCK_N)
 
-    attended = (hi > lo) & (l != 0.0)  # a NaN is attended: it must reach the result
+    # none of a row's keys may be in a block mask; a NaN is attended: it must reach the result
+    attended = (hi > lo) & (l != 0.0)
     result = tl.where(attended[:, None], acc / tl.where(attended, l, 1.0)[:, None], 0.0)
-    store_rows(
-        out + first * V_DIM + local * V_DIM + v_dims[None, :],
-        result.to(out.dtype.element_ty),
-        there[:, None],
-        V_DIM,
-    )
+    out_rows = out + first * v + local * v + v_dims[None, :]
+    store_rows(out_rows, result.to(out.dtype.element_ty), there[:, None], v_dim, V_DIM)
     logsumexp = tl.where(attended, (m + tl.log2(l)) * LN2, float("-inf"))
-    tl.store(lse + (b.to(tl.int64) * heads + head) * q_len + rows, logsumexp, mask=there)
+    stat = (b.to(tl.int64) * heads + head) * q_len
+    tl.store(lse + stat + rows, logsumexp, mask=there)
+    if row_max is not None and row_max.to(tl.int64) != 0:  # null where nobody asks for it
+        tl.store(row_max + stat + rows, tl.where(attended, m * LN2, float("-inf")), mask=there)

@@ -3,8 +3,13 @@ keeps. And the columns of a tile.
 
 The only kernel file that knows how a mask is stored (docs/internals/mask_format.md). A tile merges
 the bounds of its blocks of 64 rows; the blocks of keys it meets are numbered from `start`, those
-from `core_begin` to `core_end` need no mask.
+from `full_begin` to `full_end` are full: they need no mask.
+
+Arguments that belong together travel as named tuples. One that is None does not exist in the kernel
+being compiled, nor does its code.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -17,6 +22,22 @@ ALTERNATE = tl.constexpr(
 )  # tiles of all heads: rows of 4096 tokens of eight heads fit a L2 cache
 
 
+class Segments(NamedTuple):
+    """What a row and a key are compared by beside the row's range: the mask's batch row of it.
+
+    Behind the last limit of `q_pos` begin the lower ones, where there are any. `check`: 0 compares
+    nothing, 1 ids, 2 positions too, 3 has lower limits.
+    """
+
+    q_ids: tl.tensor
+    kv_ids: tl.tensor
+    q_pos: tl.tensor
+    kv_pos: tl.tensor
+    check: tl.tensor
+    q_len: tl.tensor
+    kv_len: tl.tensor
+
+
 @triton.jit
 def columns(DIM: tl.constexpr):
     """The columns of a tile of head dim DIM: up to the next power of two, since Triton knows no
@@ -25,12 +46,22 @@ def columns(DIM: tl.constexpr):
 
 
 @triton.jit
-def load_rows(pointers, there, DIM: tl.constexpr):
-    """A tile (rows, columns(DIM)): 0 in columns past DIM, and in rows that are not `there` (N, 1);
-    None: all are."""
-    PADDED: tl.constexpr = triton.next_power_of_2(DIM) != DIM
+def size_of(size, otherwise):
+    """What is given at run time, or what a kernel knows `otherwise`."""
+    if size is None:
+        found = otherwise
+    else:
+        found = size
+    return found
+
+
+@triton.jit
+def load_rows(pointers, there, dim, DIM: tl.constexpr):
+    """A tile (rows, columns(DIM)): 0 in columns from `dim` on (None: DIM), and in rows that are not
+    `there` (N, 1); None: all are."""
+    PADDED: tl.constexpr = dim is not None or triton.next_power_of_2(DIM) != DIM
     if PADDED:
-        real = columns(DIM)[None, :] < DIM
+        real = columns(DIM)[None, :] < size_of(dim, DIM)
         if there is None:
             tile = tl.load(pointers, mask=real, other=0.0)
         else:
@@ -43,17 +74,18 @@ def load_rows(pointers, there, DIM: tl.constexpr):
 
 
 @triton.jit
-def store_rows(pointers, tile, there, DIM: tl.constexpr):
-    """The rows that are `there` (N, 1), of a tile (rows, columns(DIM))."""
-    if triton.next_power_of_2(DIM) != DIM:
-        tl.store(pointers, tile, mask=there & (columns(DIM)[None, :] < DIM))
+def store_rows(pointers, tile, there, dim, DIM: tl.constexpr):
+    """The rows that are `there` (N, 1), of a tile (rows, columns(DIM)) of `dim` columns (None:
+    DIM)."""
+    if dim is not None or triton.next_power_of_2(DIM) != DIM:
+        tl.store(pointers, tile, mask=there & (columns(DIM)[None, :] < size_of(dim, DIM)))
     else:
         tl.store(pointers, tile, mask=there)
 
 
 @triton.jit
-def windows(tiles, heads):
-    """Where the second and the last window begin, in tiles by work, for so many key/value heads of
+def scheduler_phases(tiles, heads):
+    """Where the second and the last phase begin, in tiles by work, for so many key/value heads of
     all batch rows. The second may be empty, and of one tile the last is."""
     alternating = tl.maximum(tiles // 4, ALTERNATE // heads)
     return tiles - tiles // 2, tiles - tl.minimum(tiles // 2, alternating)
@@ -66,7 +98,7 @@ def tile_of_program(order, batch, mask_batch, tiles, group, kv_heads, BLOCK_SIZE
     Tiles come with most work first. The key/value heads of all batch rows are the slowest index, so
     that programs running together share keys and values, and of key tiles the rows and their
     gradients, in the L2 cache. But not over all tiles: the last head's long tiles must not begin
-    when no short ones are left to run beside them. So it goes by windows: half of the tiles of
+    when no short ones are left to run beside them. So it goes by phases: half of the tiles of
     every head, then a quarter, then the last quarter, with most of the tiles and little of the work
     of causal rows, where heads alternate. `group` query heads of one tile follow each other (1
     where a program serves a whole group).
@@ -75,7 +107,7 @@ def tile_of_program(order, batch, mask_batch, tiles, group, kv_heads, BLOCK_SIZE
     pid = tl.program_id(0)
     per_tile = group * SUB
     heads = batch * kv_heads
-    second, last = windows(tiles, heads)
+    second, last = scheduler_phases(tiles, heads)
     at = pid // per_tile
     begin = tl.where(at < second * heads, 0, tl.where(at < last * heads, second, last))
     length = tl.where(begin == 0, second, tl.maximum(last - second, 1))
@@ -94,107 +126,103 @@ def tile_of_program(order, batch, mask_batch, tiles, group, kv_heads, BLOCK_SIZE
 
 @triton.jit
 def key_range(q_blocks, mask_b, row, q_len, BLOCK_M: tl.constexpr):
-    """Keys [start, end) that the rows of a tile meet, keys [core_lo, core_hi) that all its
-    non-empty rows attend, tested or not."""
+    """Keys [start, end) that the rows of a tile meet, keys [full_lo, full_hi) that all its
+    non-empty rows attend, segment-checked or not."""
     blocks = tl.cdiv(q_len, BLOCK)
     first = row // BLOCK
     base = q_blocks + mask_b.to(tl.int64) * (5 * blocks)
     start = EMPTY_MIN
-    core_lo = 0
-    core_hi = EMPTY_MIN
+    full_lo = 0
+    full_hi = EMPTY_MIN
     end = 0
-    tested = 0
+    segment_checked = 0
     for i in tl.static_range(0, tl.cdiv(BLOCK_M, BLOCK)):
         t = first + i
         there = t < blocks
         start = tl.minimum(start, tl.load(base + t, mask=there, other=EMPTY_MIN))
-        core_lo = tl.maximum(core_lo, tl.load(base + blocks + t, mask=there, other=0))
-        core_hi = tl.minimum(core_hi, tl.load(base + 2 * blocks + t, mask=there, other=EMPTY_MIN))
+        full_lo = tl.maximum(full_lo, tl.load(base + blocks + t, mask=there, other=0))
+        full_hi = tl.minimum(full_hi, tl.load(base + 2 * blocks + t, mask=there, other=EMPTY_MIN))
         end = tl.maximum(end, tl.load(base + 3 * blocks + t, mask=there, other=0))
-        tested |= tl.load(base + 4 * blocks + t, mask=there, other=0) & 1
-    return start, end, core_lo, core_hi, tested
+        segment_checked |= tl.load(base + 4 * blocks + t, mask=there, other=0) & 1
+    return start, end, full_lo, full_hi, segment_checked
 
 
 @triton.jit
 def row_range(kv_blocks, mask_b, key, kv_len, BLOCK_N: tl.constexpr):
-    """Rows [start, end) that meet the keys of a tile, rows [core_lo, core_hi) that all attend all
+    """Rows [start, end) that meet the keys of a tile, rows [full_lo, full_hi) that all attend all
     of its keys."""
     blocks = tl.cdiv(kv_len, BLOCK)
     first = key // BLOCK
     base = kv_blocks + mask_b.to(tl.int64) * (4 * blocks)
     start = EMPTY_MIN
     end = 0
-    core_lo = 0
-    core_hi = EMPTY_MIN
+    full_lo = 0
+    full_hi = EMPTY_MIN
     for i in tl.static_range(0, tl.cdiv(BLOCK_N, BLOCK)):
         t = first + i
         there = t < blocks
         start = tl.minimum(start, tl.load(base + t, mask=there, other=EMPTY_MIN))
         end = tl.maximum(end, tl.load(base + blocks + t, mask=there, other=0))
-        core_lo = tl.maximum(core_lo, tl.load(base + 2 * blocks + t, mask=there, other=0))
-        core_hi = tl.minimum(core_hi, tl.load(base + 3 * blocks + t, mask=there, other=EMPTY_MIN))
-    return start, end, core_lo, core_hi
+        full_lo = tl.maximum(full_lo, tl.load(base + 2 * blocks + t, mask=there, other=0))
+        full_hi = tl.minimum(full_hi, tl.load(base + 3 * blocks + t, mask=there, other=EMPTY_MIN))
+    return start, end, full_lo, full_hi
 
 
 @triton.jit
-def split(start, end, core_lo, core_hi, STEP: tl.constexpr):
-    """Number of steps from `start` to `end`, and the steps [core_begin, core_end) that lie inside
-    the core."""
+def split(start, end, full_lo, full_hi, STEP: tl.constexpr):
+    """Number of steps from `start` to `end`, and the steps [full_begin, full_end) that are
+    full."""
     steps = tl.where(end > start, (end - start + STEP - 1) // STEP, 0)
-    core_lo = tl.minimum(core_lo, end)  # INT_MAX where there is no core
-    core_begin = tl.minimum(tl.maximum(core_lo - start + STEP - 1, 0) // STEP, steps)
-    core_end = tl.minimum(tl.maximum(core_hi - start, 0) // STEP, steps)
-    return steps, core_begin, tl.maximum(core_begin, core_end)
+    full_lo = tl.minimum(full_lo, end)  # INT_MAX where none is full
+    full_begin = tl.minimum(tl.maximum(full_lo - start + STEP - 1, 0) // STEP, steps)
+    full_end = tl.minimum(tl.maximum(full_hi - start, 0) // STEP, steps)
+    return steps, full_begin, tl.maximum(full_begin, full_end)
 
 
 @triton.jit
-def masked_step(i, core_begin, core_end):
-    """The i-th step outside the core: first those before it, then those behind it."""
-    return tl.where(i < core_begin, i, i + core_end - core_begin)
+def partial_step(i, full_begin, full_end):
+    """The i-th step that is not full: first those before the full ones, then those behind them."""
+    return tl.where(i < full_begin, i, i + full_end - full_begin)
 
 
 @triton.jit
-def position_row(mask_row, element_test):
+def position_row(mask_row, segment_check):
     """Where a batch row of q_pos begins: it holds a limit for every query row, or an upper and a
     lower one."""
-    return mask_row * tl.where(element_test > 2, 2, 1)
+    return mask_row * tl.where(segment_check > 2, 2, 1)
 
 
 @triton.jit
-def elements_of(q_ids, kv_ids, q_pos, kv_pos, mask_b, q_len, kv_len, element_test):
-    """The pointers that `keep` takes: those of the mask's batch row."""
+def segments_of(q_ids, kv_ids, q_pos, kv_pos, segment_check, mask_b, q_len, kv_len):
+    """Those of the mask's batch row."""
     mask_row = mask_b.to(tl.int64) * q_len
     q_ids += mask_row
-    q_pos += position_row(mask_row, element_test)
+    q_pos += position_row(mask_row, segment_check)
     kv_ids += mask_b.to(tl.int64) * kv_len
     kv_pos += mask_b.to(tl.int64) * kv_len
-    return q_ids, kv_ids, q_pos, kv_pos
+    return Segments(q_ids, kv_ids, q_pos, kv_pos, segment_check, q_len, kv_len)
 
 
 @triton.jit
-def keep(
-    rows, keys, lo, hi, tested, q_ids, kv_ids, q_pos, kv_pos, element_test, q_len, kv_len,
-    ROW_AXIS: tl.constexpr,
-):  # fmt: skip
+def keep(rows, keys, lo, hi, segment_checked, segments, ROW_AXIS: tl.constexpr):
     """Whether a row attends a key: a block of rows x keys (ROW_AXIS 0) or of keys x rows (ROW_AXIS
     1).
 
-    `lo` and `hi` are the ranges of `rows`; the pointers are those of the mask's batch row, and
-    behind the last limit of `q_pos` begin the lower ones, where there are any. One unsigned
-    comparison tests both ends.
+    `lo` and `hi` are the ranges of `rows`. One unsigned comparison looks at both ends.
     """
+    q_len, kv_len = segments.q_len, segments.kv_len
     distance = tl.expand_dims(keys, ROW_AXIS) - tl.expand_dims(lo, 1 - ROW_AXIS)
     length = tl.expand_dims(hi - lo, 1 - ROW_AXIS)
     inside = distance.to(tl.uint32, bitcast=True) < length.to(tl.uint32, bitcast=True)
-    if tested != 0:
-        q_id = tl.load(q_ids + rows, mask=rows < q_len, other=-1)
-        kv_id = tl.load(kv_ids + keys, mask=keys < kv_len, other=-1)
+    if segment_checked != 0:
+        q_id = tl.load(segments.q_ids + rows, mask=rows < q_len, other=-1)
+        kv_id = tl.load(segments.kv_ids + keys, mask=keys < kv_len, other=-1)
         inside &= tl.expand_dims(q_id, 1 - ROW_AXIS) == tl.expand_dims(kv_id, ROW_AXIS)
-        if element_test > 1:
-            q_at = tl.load(q_pos + rows, mask=rows < q_len, other=0)
-            kv_at = tl.load(kv_pos + keys, mask=keys < kv_len, other=0)
+        if segments.check > 1:
+            q_at = tl.load(segments.q_pos + rows, mask=rows < q_len, other=0)
+            kv_at = tl.load(segments.kv_pos + keys, mask=keys < kv_len, other=0)
             inside &= tl.expand_dims(kv_at, ROW_AXIS) <= tl.expand_dims(q_at, 1 - ROW_AXIS)
-            if element_test > 2:
-                q_from = tl.load(q_pos + (q_len + rows), mask=rows < q_len, other=0)
+            if segments.check > 2:
+                q_from = tl.load(segments.q_pos + (q_len + rows), mask=rows < q_len, other=0)
                 inside &= tl.expand_dims(q_from, 1 - ROW_AXIS) <= tl.expand_dims(kv_at, ROW_AXIS)
     return inside

@@ -1,19 +1,41 @@
-"""What the general kernels do to a score before the softmax, and how they read tiles of any head
-dim.
+"""What kernels do to a score before the softmax, and their products.
 
-With s = q k^T of a row at place i and a key at place j, all of it in base 2 (times log2(e)):
+With s = q k^T of a row at position i and a key at position j, all of it in base 2 (times log2(e)):
     capped = cap * tanh(s * scale / cap), or s * scale        (Gemma 2, arXiv 2408.00118)
     logit  = capped - slope * |i - j|                         (ALiBi, arXiv 2108.12409)
-The scale comes from a buffer or a scalar and has any sign. A program decides at run time, once for
-all of its elements, what there is to do: one variant serves all.
+In the fallback kernels the scale comes from a buffer or a scalar and has any sign, and a program
+decides at run time, once for all of its elements, what there is to do: one variant serves all. The
+plain kernels know when they are compiled that there is a positive scale and nothing else: what they
+have not is None.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
-from portable.kv_ranges import columns
 
 LOG2E = tl.constexpr(1.4426950408889634)
 SMALL = tl.constexpr(0.3)
+
+
+class ScoreMods(NamedTuple):
+    """What is done to the scores of a batch row, in base 2. `scales` is None where the scale is
+    positive, `bias_batch` 0 in calls without a bias."""
+
+    scale2: tl.tensor
+    scales: tl.tensor
+    cap2: tl.tensor
+    bias_batch: tl.tensor
+
+
+class BiasPositions(NamedTuple):
+    """Positions of rows and of keys of a batch row, and how many there are: none in calls without a
+    bias."""
+
+    q: tl.tensor
+    kv: tl.tensor
+    q_count: tl.tensor
+    kv_count: tl.tensor
 
 
 @triton.jit
@@ -28,50 +50,81 @@ def tanh(x):
 
 
 @triton.jit
-def scale_of(scales, scale, scales_batch, b):
-    """The scale of a batch row: of the buffer (1 or batch), or the scalar where there is none."""
-    at = tl.where(scales_batch > 1, b, 0)
-    read = tl.load(scales + at, mask=scales_batch > 0, other=0.0)
-    return tl.where(scales_batch > 0, read, scale)
+def score_mods_of(scale, scales, scales_batch, soft_cap, bias_batch, b):
+    """The scale of a batch row, and what is done to its scores. `scales` has 1 or as many as there
+    are batch rows; where `scales_batch` is 0, `scale` holds."""
+    if scales is not None:
+        at = tl.where(scales_batch > 1, b, 0)
+        read = tl.load(scales + at, mask=scales_batch > 0, other=0.0)
+        scale = tl.where(scales_batch > 0, read, scale)
+    scale2 = scale * LOG2E
+    cap2 = None
+    if soft_cap is not None:
+        cap2 = soft_cap * LOG2E
+    return scale, ScoreMods(scale2, scales, cap2, bias_batch)
 
 
 @triton.jit
 def slope_of(slopes, bias_batch, b, heads, head):
-    """In base 2; 0 where there is no bias."""
-    at = tl.where(bias_batch > 1, b, 0) * heads + head
-    return tl.load(slopes + at, mask=bias_batch > 0, other=0.0) * LOG2E
+    """In base 2; 0 in calls without a bias."""
+    slope2 = None
+    if slopes is not None:
+        at = tl.where(bias_batch > 1, b, 0) * heads + head
+        slope2 = tl.load(slopes + at, mask=bias_batch > 0, other=0.0) * LOG2E
+    return slope2
 
 
 @triton.jit
-def places_of(places, bias_batch, b, length):
-    """The places of a batch row, and how many of them there are: none without a bias."""
-    first = tl.where(bias_batch > 1, b, 0).to(tl.int64) * length
-    return places + first, tl.where(bias_batch > 0, length, 0)
+def bias_positions_of(q_bias_pos, kv_bias_pos, bias_batch, b, q_len, kv_len):
+    """Those of a batch row."""
+    if q_bias_pos is None:
+        positions = BiasPositions(None, None, None, None)
+    else:
+        row = tl.where(bias_batch > 1, b, 0).to(tl.int64)
+        q_pos = q_bias_pos + row * q_len
+        q_count = tl.where(bias_batch > 0, q_len, 0)
+        kv_pos = kv_bias_pos + row * kv_len
+        kv_count = tl.where(bias_batch > 0, kv_len, 0)
+        positions = BiasPositions(q_pos, kv_pos, q_count, kv_count)
+    return positions
 
 
 @triton.jit
-def distances(places, other_places):
-    """(N, M) of places (N,) and (M,)."""
-    return tl.abs(places[:, None] - other_places[None, :]).to(tl.float32)
+def load_positions(positions, count, index):
+    """Those of rows or of keys: 0 from the count-th on."""
+    found = None
+    if positions is not None:
+        found = tl.load(positions + index, mask=index < count, other=0)
+    return found
 
 
 @triton.jit
-def logits(s, far, scale2, cap2, slope2, bias_batch):
-    """capped and logit of the scores."""
-    capped = s * scale2
-    if cap2 > 0:
-        capped = tanh(capped / cap2) * cap2
+def distances(positions, other_positions):
+    """(N, M) of positions (N,) and (M,)."""
+    far = None
+    if positions is not None:
+        far = tl.abs(positions[:, None] - other_positions[None, :]).to(tl.float32)
+    return far
+
+
+@triton.jit
+def logits(s, far, slope2, mods):
+    """capped and logit of the scores. What else is done to a score, by a row and a key, belongs
+    here, and its derivative in through_cap."""
+    capped = s * mods.scale2
+    if mods.cap2 is not None and mods.cap2 > 0:
+        capped = tanh(capped / mods.cap2) * mods.cap2
     logit = capped
-    if bias_batch > 0:
+    if far is not None and mods.bias_batch > 0:
         logit = capped - far * slope2
     return capped, logit
 
 
 @triton.jit
-def through_cap(ds, capped, cap2):
+def through_cap(ds, capped, mods):
     """The gradient of s * scale, from that of capped."""
-    if cap2 > 0:
-        t = capped / cap2
+    if mods.cap2 is not None and mods.cap2 > 0:
+        t = capped / mods.cap2
         ds = ds * (1.0 - t * t)
     return ds
 
@@ -86,45 +139,15 @@ def to_tf32(x):
 
 
 @triton.jit
-def dot(a, b, acc, EXACT: tl.constexpr):
+def dot(a, b, acc, FLOAT32_PRODUCTS: tl.constexpr):
     """a @ b, onto `acc` unless it is None.
 
-    EXACT: products of float32, without tensor cores, else of float32 operands rounded to 11 bits
-    (TF32). Neither says anything for operands of 16 bits.
+    FLOAT32_PRODUCTS: products of float32, without tensor cores, else of float32 operands rounded to
+    11 bits (TF32). Neither says anything for operands of 16 bits.
     """
-    PRECISION: tl.constexpr = "ieee" if EXACT else "tf32"
-    if not EXACT and a.dtype == tl.float32:  # tensor cores would cut the rest off: twice the error
+    PRECISION: tl.constexpr = "ieee" if FLOAT32_PRODUCTS else "tf32"
+    if (
+        not FLOAT32_PRODUCTS and a.dtype == tl.float32
+    ):  # tensor cores would cut the rest off: twice the error
         a, b = to_tf32(a), to_tf32(b)
     return tl.dot(a, b, acc, input_precision=PRECISION)
-
-
-@triton.jit
-def load_part(pointers, there, dim, DIM: tl.constexpr):
-    """A tile (rows, columns(DIM)) of head dim `dim` up to DIM: 0 in columns past it, and in rows
-    that are not `there` (N, 1)."""
-    real = columns(DIM)[None, :] < dim
-    if there is None:
-        tile = tl.load(pointers, mask=real, other=0.0)
-    else:
-        tile = tl.load(pointers, mask=there & real, other=0.0)
-    return tile
-
-
-@triton.jit
-def store_part(pointers, tile, there, dim, DIM: tl.constexpr):
-    """The rows that are `there` (N, 1), of a tile (rows, columns(DIM)) of head dim `dim`."""
-    tl.store(pointers, tile, mask=there & (columns(DIM)[None, :] < dim))
-
-
-@triton.jit
-def keys_of(
-    key, value, b, kv_head, kv_len, kv_heads, qk_dim, v_dim, QK_DIM: tl.constexpr,
-    V_DIM: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    """The numbers of KEYS keys, pointers to the first so many keys and values of a head, and how
-    far on the next of each is."""
-    first = b.to(tl.int64) * kv_len * kv_heads + kv_head
-    cols = tl.arange(0, KEYS)
-    k_ptr = key + first * qk_dim + cols[:, None] * (kv_heads * qk_dim) + columns(QK_DIM)[None, :]
-    v_ptr = value + first * v_dim + cols[:, None] * (kv_heads * v_dim) + columns(V_DIM)[None, :]
-    return cols, k_ptr, v_ptr, kv_heads.to(tl.int64) * qk_dim, kv_heads.to(tl.int64) * v_dim

@@ -1,8 +1,8 @@
 """ALiBi (arXiv 2108.12409) in the Hopper kernels, in registers.
 
-A logit is scale * score - slope * |i - j|, where the places of row i and key j are their indices:
-then a thread needs no array, only how far its first column is from its rows. Places that are
-arrays, and the gradient of slopes, are for the general kernels.
+A logit is scale * score - slope * |i - j|, of row i and key j, whose positions are their indices:
+then a thread needs no array, only how far its first column is from its rows. Positions that are
+arrays, and the gradient of slopes, are for the fallback kernels.
 """
 
 from sm90.soft_cap import hex_float
@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 @gluon.constexpr_function
 def biased_asm(n):
     """One thread's scores become logits in base 2, in their own registers. Operands: n results; n
-    tied scores, the places of its two rows, the place of the first column, scale and slope times
+    tied scores, the positions of its two rows, that of the first column, scale and slope times
     -log2(e).
 
     Distances are exact up to 2^24, as float32 is.
@@ -45,10 +45,10 @@ def biased_constraints(n):
 
 
 @gluon.jit
-def with_bias(s, places, start, scale2, slope2, N: gl.constexpr):
+def with_bias(s, positions, start, scale2, slope2, N: gl.constexpr):
     """Logits of a tile of N columns in `accumulator` layout: what lies along the rows is at
-    `places`, the columns from `start` on. Queries or keys, either way round."""
+    `positions`, the columns from `start` on. Queries or keys, either way round."""
     constraints: gl.constexpr = biased_constraints(N // 2)
     return gl.inline_asm(
-        biased_asm(N // 2), constraints, (s, places, start, scale2, slope2), s.type, is_pure=True
+        biased_asm(N // 2), constraints, (s, positions, start, scale2, slope2), s.type, is_pure=True
     )

@@ -1,9 +1,9 @@
-"""Maps of blocks in the Hopper kernels: the blocks of 64 that a tile meets, and the map's word on
-rows and keys (block_map.py has both for the general kernels, and says what a list is).
+"""Block masks in the Hopper kernels: the blocks of 64 that a tile meets, and the mask's word on
+rows and keys (portable/block_lists.py has both for the fallback kernels, and says what a list is).
 
-Sizes of the map's blocks are powers of two here, so that blocks of 64 begin at whole bits and a
-thread finds its bits by shifts; the handlers give other sizes to the general kernels
-(csrc/ffi/fallback.cc). A step is one block of the list. Bits are those of hopper.range_bits_asm.
+Sizes of its blocks are powers of two here, so that blocks of 64 begin at whole bits and a
+thread finds its bits by shifts; the handlers give other sizes to the fallback kernels
+(csrc/ffi). A step is one block of the list. Bits are those of common.range_bits_asm.
 """
 
 from triton.experimental import gluon
@@ -17,57 +17,62 @@ def shift_of(size):
 
 
 @gluon.jit
-def list_of(entries, map_heads, mask_b, head, tile, tiles, blocks):
+def list_of_tile(lists, block_mask_heads, mask_b, head, tile, tiles, blocks):
     """Where the numbers of a tile's blocks begin, how many of them need the mask, and how many
     follow that need none."""
-    at = mask_b * map_heads + gl.where(map_heads > 1, head, 0)
-    listed = entries + (at.to(gl.int64) * tiles + tile) * (blocks + 2)
+    at = mask_b * block_mask_heads + gl.where(block_mask_heads > 1, head, 0)
+    listed = lists + (at.to(gl.int64) * tiles + tile) * (blocks + 2)
     return listed + 2, gl.load(listed), gl.load(listed + 1)
 
 
 @gluon.jit
-def list_of_rows(block_map, mask_b, head, row, q_len, kv_len):
+def list_of_rows(mask_args, mask_b, head, row, q_len, kv_len):
     """That of a tile of 128 rows; one without any block gets one, which the mask empties."""
-    _, entries, _, map_heads, _, _ = block_map
+    _, lists, _, block_mask_heads, _, _ = mask_args
     tiles = (q_len + 127) // 128
-    listed, edges, core = list_of(
-        entries, map_heads, mask_b, head, row // 128, tiles, (kv_len + 63) // 64
+    listed, partial, full_count = list_of_tile(
+        lists, block_mask_heads, mask_b, head, row // 128, tiles, (kv_len + 63) // 64
     )
-    return listed, gl.where(edges + core == 0, 1, edges), core
+    return listed, gl.where(partial + full_count == 0, 1, partial), full_count
 
 
 @gluon.jit
-def list_of_keys(block_map, mask_b, head, key, q_len, kv_len):
+def list_of_keys(mask_args, mask_b, head, key, q_len, kv_len):
     """That of a tile of 128 keys."""
-    _, entries, _, map_heads, _, _ = block_map
+    _, lists, _, block_mask_heads, _, _ = mask_args
     tiles = (kv_len + 127) // 128
-    return list_of(entries, map_heads, mask_b, head, key // 128, tiles, (q_len + 63) // 64)
+    return list_of_tile(
+        lists, block_mask_heads, mask_b, head, key // 128, tiles, (q_len + 63) // 64
+    )
 
 
 @gluon.jit
 def blocks_of_lists(listing, place):
     """How many blocks of rows the lists of a tile of keys have, of all heads of its group."""
-    block_map, mask_b, q_len, kv_len = listing
+    mask_args, mask_b, q_len, kv_len = listing
     _b, first_key, kv_head, group, _bh, _mask_row, _padded = place
     total = 0
     for g in range(0, group):
-        _, edges, core = list_of_keys(
-            block_map, mask_b, kv_head * group + g, first_key, q_len, kv_len
+        _, partial, full_count = list_of_keys(
+            mask_args, mask_b, kv_head * group + g, first_key, q_len, kv_len
         )
-        total += edges + core
+        total += partial + full_count
     return total
 
 
 @gluon.jit
-def map_of(block_map, mask_b, head, q_len, kv_len):
-    """A head's map, rows of words; words in a row; shifts from a row and a key to their blocks."""
-    map_bits, _, map_batch, map_heads, q_block, kv_block = block_map
+def mask_of_head(mask_args, mask_b, head, q_len, kv_len):
+    """A head's block mask, rows of words; words in a row; shifts from a row and a key to their
+    blocks."""
+    block_mask, _, block_mask_batch, block_mask_heads, q_block, kv_block = mask_args
     q_shift = shift_of(q_block)
     kv_shift = shift_of(kv_block)
     width = (((kv_len - 1) >> kv_shift) >> 5) + 1
-    at = gl.where(map_batch > 1, mask_b, 0) * map_heads + gl.where(map_heads > 1, head, 0)
+    at = gl.where(block_mask_batch > 1, mask_b, 0) * block_mask_heads + gl.where(
+        block_mask_heads > 1, head, 0
+    )
     first = at.to(gl.int64) * (((q_len - 1) >> q_shift) + 1) * width
-    return map_bits + first, width, q_shift, kv_shift
+    return block_mask + first, width, q_shift, kv_shift
 
 
 @gluon.constexpr_function
@@ -93,9 +98,9 @@ def bits_of_keys_asm():
 
 
 @gluon.jit
-def bits_of_keys(this_map, rows, first_key, q_len):
+def bits_of_keys(head_mask, rows, first_key, q_len):
     """Bits of the 64 keys from `first_key` on, a multiple of 64, for rows."""
-    words, width, q_shift, kv_shift = this_map
+    words, width, q_shift, kv_shift = head_mask
     row = words + (gl.minimum(rows, q_len - 1) >> q_shift).to(gl.int64) * width
     low = gl.load(row + ((first_key >> kv_shift) >> 5))
     high = gl.load(row + gl.minimum(((first_key + 32) >> kv_shift) >> 5, width - 1))
@@ -119,11 +124,11 @@ def bits_of_rows_asm():
         "mov.u32 q, %tid.x; and.b32 q, q, 3; shl.b32 q, q, 1; add.u32 q, q, $6;"
     ]
     for half in (0, 1):
-        places = [8 * o + j for o in range(4 * half, 4 * half + 4) for j in (0, 1)]
-        for i, column in enumerate(places):
+        columns = [8 * o + j for o in range(4 * half, 4 * half + 4) for j in (0, 1)]
+        for i, column in enumerate(columns):
             t.append(f"add.u32 t, q, {column}; min.u32 t, t, $7; shr.u32 t, t, $9;")
             t.append(f"mad.wide.u32 a, t, $8, $4; ld.global.u32 w{i}, [a];")
-        for i, column in enumerate(places):
+        for i, column in enumerate(columns):
             bit = 1 << (column // 8 * 2 + column % 8)
             for r in (0, 1):
                 t.append(f"shf.r.wrap.b32 b, w{i}, 0, k{r}; and.b32 b, b, 1;")
@@ -135,9 +140,9 @@ def bits_of_rows_asm():
 
 
 @gluon.jit
-def bits_of_rows(this_map, keys, first_row, q_len):
+def bits_of_rows(head_mask, keys, first_row, q_len):
     """Bits of the 64 rows from `first_row` on, a multiple of 64, for keys."""
-    words, width, q_shift, kv_shift = this_map
+    words, width, q_shift, kv_shift = head_mask
     pointers = words + gl.minimum((keys >> kv_shift) >> 5, width - 1)
     return gl.inline_asm(
         bits_of_rows_asm(),

@@ -1,5 +1,5 @@
-"""Backward attention on Hopper in Gluon: the same gradients as backward.py, its checked twin, in
-five products instead of seven.
+"""Backward attention on Hopper in Gluon: the same gradients as portable/bwd.py, its checked twin,
+in five products instead of seven.
 
 It runs between the two kernels of sm90/bwd_prepost.py: `backward_prepare` makes delta and the
 base-2 LSE and clears a float32 dQ; `backward_sm90` adds to it by the copy engine's bulk reduction
@@ -23,7 +23,7 @@ own, sm90/bwd_dkdv_d192.py and sm90/bwd_dkdv_d256.py.
 from sm90.block_lists import blocks_of_lists
 from sm90.bwd_consumer import consume
 from sm90.bwd_listed_producer import produce_listed
-from sm90.bwd_producer import ROWS, produce, tests_of_tile, tile_of_program
+from sm90.bwd_producer import ROWS, produce, segment_check_of_tile, tile_of_program
 from sm90.config import constants
 from sm90.dq_reduce import sum_rows
 from sm90.lse_by_mma import COLUMNS
@@ -35,9 +35,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 @gluon.jit
 def backward_sm90(
     query, key, value, dout, lse2, delta, lo, hi, dk, dv, dq_sum, q_ids, kv_ids, q_pos, kv_pos,
-    q_blocks, kv_blocks, kv_order, slopes, map_bits, kv_entries,
-    scale, soft_cap, element_test, batch, mask_batch, map_batch, map_heads, q_block, kv_block,
-    q_len, kv_len, heads, kv_heads,
+    q_blocks, kv_blocks, kv_order, slopes, block_mask, kv_block_lists,
+    scale, soft_cap, segment_check, batch, mask_batch, block_mask_batch, block_mask_heads,
+    q_block, kv_block, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
     PING_PONG: gl.constexpr, SKIP: gl.constexpr, DQ: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, REMATERIALIZE: gl.constexpr,
@@ -54,7 +54,7 @@ def backward_sm90(
         QK_DIM=QK_DIM, V_DIM=V_DIM, QK_CHUNK=QK_CHUNK, HALVES=2, PING_PONG=PING_PONG, SKIP=SKIP,
         DQ=DQ, REMATERIALIZE=REMATERIALIZE, LSE_BY_MMA=LSE_BY_MMA,
         SOFT_CAP=soft_cap is not None, ALIBI=slopes is not None,
-        BLOCK_LISTS=map_bits is not None,
+        BLOCK_LISTS=block_mask is not None,
     )  # fmt: skip
     dtype: gl.constexpr = query.dtype
     row_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, QK_DIM], dtype)
@@ -114,13 +114,20 @@ def backward_sm90(
 
     orders = (q_blocks, kv_blocks, kv_order)
     pointers = (q_ids, kv_ids, q_pos, kv_pos)
-    sizes = (element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads)
+    sizes = (segment_check, batch, mask_batch, q_len, kv_len, heads, kv_heads)
     place, range_, mask, own_blocks = tile_of_program(orders, pointers, sizes, 128)
 
     if config.BLOCK_LISTS:
-        block_map = (map_bits, kv_entries, map_batch, map_heads, q_block, kv_block)
+        mask_args = (
+            block_mask,
+            kv_block_lists,
+            block_mask_batch,
+            block_mask_heads,
+            q_block,
+            kv_block,
+        )
         mask_b = gl.where(mask_batch > 1, place[0], 0)
-        listing = (block_map, mask_b, q_len, kv_len)
+        listing = (mask_args, mask_b, q_len, kv_len)
         range_ = (0, blocks_of_lists(listing, place), 0, 0, 0)
     else:
         listing = ()
@@ -133,11 +140,13 @@ def backward_sm90(
     ds_bars = (ds_full, ds_empty)
     if DQ == 1:  # 1 to 2 % there, nothing or less in the others
         flags = mask[4]
-        element_test = tests_of_tile(flags, element_test, range_[0], range_[1], (q_len + 63) // 64)
+        segment_check = segment_check_of_tile(
+            flags, segment_check, range_[0], range_[1], (q_len + 63) // 64
+        )
     if config.SOFT_CAP:
-        numbers = (element_test, q_len, kv_len, scale, soft_cap)
+        numbers = (segment_check, q_len, kv_len, scale, soft_cap)
     else:
-        numbers = (element_test, q_len, kv_len, scale, scale)
+        numbers = (segment_check, q_len, kv_len, scale, scale)
     shared = (tiles_s, lines_s, lse_parts, ds_s, dq_s)
     loaded = (tiles_s, lines_s)
     consumed = (

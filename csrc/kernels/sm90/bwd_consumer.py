@@ -2,7 +2,7 @@
 and its part of dQ."""
 
 from sm90.alibi import with_bias
-from sm90.block_lists import bits_of_rows, list_of_keys, map_of
+from sm90.block_lists import bits_of_rows, list_of_keys, mask_of_head
 from sm90.bwd_producer import ROWS, mask_bits, rows_of_half
 from sm90.common import (
     LOG2E,
@@ -48,7 +48,7 @@ def scores(k, q_t, lse_parts, stage, LSE_BY_MMA: gl.constexpr):
 
 @gluon.jit
 def step(
-    W: gl.constexpr, sums, s, row, i, stage, phase, before, operands, k_part, keys, this_map,
+    W: gl.constexpr, sums, s, row, i, stage, phase, before, operands, k_part, keys, head_mask,
     slope2,
     MASKED: gl.constexpr, LIVE: gl.constexpr, config: gl.constexpr,
 ):  # fmt: skip
@@ -105,7 +105,7 @@ def step(
         if MASKED:
             bits = mask_bits(keys, row, lo_s.index(stage), hi_s.index(stage), mask, numbers)
             if BLOCK_LISTS:
-                bits = bits & bits_of_rows(this_map, keys, row, numbers[1])
+                bits = bits & bits_of_rows(head_mask, keys, row, numbers[1])
             s = select_bits(s, bits, float("-inf"))
         p = gl.exp2(s * scale2 if LSE_BY_MMA else s * scale2 - lse[None, :])
         p_half = gl.convert_layout(p.to(dtype), p_layout)
@@ -176,7 +176,7 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
     kv_full, q_full, _, _, _ = bars
     ds_full, _ = ds_bars
     b, first_key, kv_head, group, bh, _mask_row, padded = place
-    start, steps, edges, core_begin, core_end = range_
+    start, steps, partial, full_begin, full_end = range_
     _element_test, _q_len, kv_len, scale, _soft_cap = numbers
     # of dQ this warp group makes half of the columns
     PART: gl.constexpr = QK_DIM // 2
@@ -207,34 +207,34 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
         stage = 0
         phase = 0
         if BLOCK_LISTS:
-            block_map, mask_b, q_len, _kv_len = listing
+            mask_args, mask_b, q_len, _kv_len = listing
             for g in range(0, group):
                 head = kv_head * group + g
-                listed, masked, core = list_of_keys(
-                    block_map, mask_b, head, first_key, q_len, kv_len
+                listed, masked, full_count = list_of_keys(
+                    mask_args, mask_b, head, first_key, q_len, kv_len
                 )
-                this_map = map_of(block_map, mask_b, head, q_len, kv_len)
+                head_mask = mask_of_head(mask_args, mask_b, head, q_len, kv_len)
                 for part in gl.static_range(2):
-                    for i in range(0, masked if part == 0 else core):
+                    for i in range(0, masked if part == 0 else full_count):
                         row = gl.load(listed + i) * ROWS if part == 0 else 0
                         dk_sum, dv_sum, s, phase = step(
                             W, (dk_sum, dv_sum), s, row, i, stage, phase, 0, operands, k_part, keys,
-                            this_map,
+                            head_mask,
                             (), part == 0, True, config,
                         )  # fmt: skip
                         stage = stage ^ 1
         # of the block before; zeros are added to the first one
         before = (bh * row_blocks + start // ROWS) * 2 + (W if DQ == 1 else 0)
-        # masked blocks of every head, then the core
+        # partial blocks of every head, then the full ones
         for part in gl.static_range(0 if BLOCK_LISTS else 2):
-            count = edges if part == 0 else core_end - core_begin
+            count = partial if part == 0 else full_end - full_begin
             n = 0
             g = 0
             for i in range(0, count * group):
                 at = (
-                    gl.where(n < core_begin, n, n + core_end - core_begin)
+                    gl.where(n < full_begin, n, n + full_end - full_begin)
                     if part == 0
-                    else core_begin + n
+                    else full_begin + n
                 )
                 row = start + at * ROWS
                 if ALIBI:

@@ -82,7 +82,7 @@ def ds_asm(half):
 @gluon.constexpr_function
 def clear_bits_asm():
     """Packed pairs stay where their bit is 1, else they become 0. Operands: 16 pairs; 16 pairs,
-    bits of hopper.range_bits_asm (2)."""
+    bits of common.range_bits_asm (2)."""
     t = ["{ .reg .u32 u; .reg .pred p;"]
     for i in range(16):
         low = 1 << (i // 2 * 2)
@@ -193,7 +193,7 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
     q_s, k_s, v_s, _ = tiles_s
     kv_full, q_full, _, _, _ = bars
     b, first_key, kv_head, group, _bh, _mask_row, _padded = place
-    start, steps, edges, core_begin, core_end = range_
+    start, steps, partial, full_begin, full_end = range_
     _element_test, _q_len, kv_len, scale = numbers
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
     dtype: gl.constexpr = dk.dtype
@@ -213,14 +213,14 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
         stage = 0
         phase = 0
         n = 0
-        for i in range(0, steps * group):  # masked blocks of every head, then the core's
-            masked = i < edges * group
-            row = start + gl.where(n < core_begin, n, n + core_end - core_begin) * ROWS
+        for i in range(0, steps * group):  # partial blocks of every head, then the full ones
+            masked = i < partial * group
+            row = start + gl.where(n < full_begin, n, n + full_end - full_begin) * ROWS
             kv_left = (
                 half_of_keys(k_s, rematerialized_zero(i, config.REMATERIALIZE), W, CHUNKS),
                 v_s.index(W + rematerialized_zero(i, config.REMATERIALIZE)),
             )
-            if (i >= edges * group) | ((row < own_end) & (row + ROWS > own_start)):
+            if (i >= partial * group) | ((row < own_end) & (row + ROWS > own_start)):
                 dk_sum, dv_sum, s = add_block(
                     (dk_sum, dv_sum), s, row, masked, stage, phase, kv_left, keys, mask, tiles_s,
                     lines_s, bars, numbers, V_DIM, QK_CHUNK, CHUNKS,
@@ -230,7 +230,7 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
             phase = phase ^ stage
             stage = stage ^ 1
             n += 1
-            n = gl.where(n == edges, 0, n)
+            n = gl.where(n == partial, 0, n)
     gl.barrier()  # dK and dV take the place of this warp group's keys and values
     for c in gl.static_range(CHUNKS):
         k[c].store((dk_sum[c] * scale).to(dtype))
@@ -250,7 +250,7 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
 def backward_dkdv_sm90(
     query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, kv_ids, q_pos, kv_pos,
     q_blocks, kv_blocks, kv_order,
-    scale, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+    scale, segment_check, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, REMATERIALIZE: gl.constexpr,
 ):  # fmt: skip
@@ -288,14 +288,14 @@ def backward_dkdv_sm90(
 
     orders = (q_blocks, kv_blocks, kv_order)
     pointers = (q_ids, kv_ids, q_pos, kv_pos)
-    sizes = (element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads)
+    sizes = (segment_check, batch, mask_batch, q_len, kv_len, heads, kv_heads)
     place, range_, mask, own_blocks = tile_of_program(orders, pointers, sizes, 128)
 
     maps = (query, key, value, dout)
     lines = (lse2, delta, lo, hi)
     grads = (dk, dv)
     bars = (kv_full, q_full, q_empty, do_full, do_empty)
-    numbers = (element_test, q_len, kv_len, scale)
+    numbers = (segment_check, q_len, kv_len, scale)
     config: gl.constexpr = constants(
         QK_DIM=QK_DIM, V_DIM=V_DIM, QK_CHUNK=QK_CHUNK, HALVES=2,
         REMATERIALIZE=REMATERIALIZE, LSE_BY_MMA=False,

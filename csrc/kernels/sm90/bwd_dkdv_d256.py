@@ -29,10 +29,10 @@ KEYS = gl.constexpr(64)  # of a program
 
 @gluon.jit
 def bits_of_masked(n, keys, stage, lines_s, mask, range_, numbers):
-    """mask_bits of the n-th masked block of a head: they lie before and behind its core."""
+    """mask_bits of the n-th partial block of a head: they lie before and behind its full ones."""
     _lse_s, _delta_s, lo_s, hi_s = lines_s
-    start, _steps, _edges, core_begin, core_end = range_
-    at = gl.where(n < core_begin, n, n + core_end - core_begin)
+    start, _steps, _partial, full_begin, full_end = range_
+    at = gl.where(n < full_begin, n, n + full_end - full_begin)
     row = start + at * ROWS
     return mask_bits(keys, row, lo_s.index(stage), hi_s.index(stage), mask, numbers)
 
@@ -51,7 +51,7 @@ def consume_scores(dv, operands, config: gl.constexpr):
     kv_full, q_full, q_empty, do_full, do_empty = bars
     p_full, p_empty = p_bars
     b, first_key, kv_head, group, _bh, _mask_row, _padded = place
-    _start, steps, edges, core_begin, core_end = range_
+    _start, steps, partial, full_begin, full_end = range_
     _, _, _, scale, soft_cap = numbers
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
     scale2 = (soft_cap if SOFT_CAP else scale) * LOG2E
@@ -70,8 +70,8 @@ def consume_scores(dv, operands, config: gl.constexpr):
         s = warpgroup_mma_wait(0, deps=(s,))
         stage = 0
         phase = 0
-        for part in gl.static_range(2):  # masked blocks of every head, then the core
-            count = edges if part == 0 else core_end - core_begin
+        for part in gl.static_range(2):  # partial blocks of every head, then the full ones
+            count = partial if part == 0 else full_end - full_begin
             n = 0
             for i in range(0, count * group):
                 other = stage ^ 1
@@ -123,7 +123,7 @@ def consume_gradients(dk, operands, config: gl.constexpr):
     kv_full, q_full, q_empty, do_full, do_empty = bars
     p_full, p_empty = p_bars
     b, first_key, kv_head, group, _bh, _mask_row, _padded = place
-    _start, steps, edges, core_begin, core_end = range_
+    _start, steps, partial, full_begin, full_end = range_
     _, _, _, scale, _ = numbers
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
     dtype: gl.constexpr = dk.dtype
@@ -142,7 +142,7 @@ def consume_gradients(dk, operands, config: gl.constexpr):
         stage = 0
         phase = 0
         for part in gl.static_range(2):
-            count = edges if part == 0 else core_end - core_begin
+            count = partial if part == 0 else full_end - full_begin
             n = 0
             for i in range(0, count * group):
                 other = stage ^ 1
@@ -183,7 +183,7 @@ def consume_gradients(dk, operands, config: gl.constexpr):
 def backward_dkdv_sm90(
     query, key, value, dout, lse2, delta, lo, hi, dk, dv, q_ids, kv_ids, q_pos, kv_pos,
     q_blocks, kv_blocks, kv_order,
-    scale, soft_cap, element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads,
+    scale, soft_cap, segment_check, batch, mask_batch, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, REMATERIALIZE: gl.constexpr,
 ):  # fmt: skip
@@ -231,7 +231,7 @@ def backward_dkdv_sm90(
 
     orders = (q_blocks, kv_blocks, kv_order)
     pointers = (q_ids, kv_ids, q_pos, kv_pos)
-    sizes = (element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads)
+    sizes = (segment_check, batch, mask_batch, q_len, kv_len, heads, kv_heads)
     place, range_, mask, _ = tile_of_program(orders, pointers, sizes, KEYS)
 
     maps = (query, key, value, dout)
@@ -239,9 +239,9 @@ def backward_dkdv_sm90(
     bars = (kv_full, q_full, q_empty, do_full, do_empty)
     p_bars = (p_full, p_empty)
     if config.SOFT_CAP:
-        numbers = (element_test, q_len, kv_len, scale, soft_cap)
+        numbers = (segment_check, q_len, kv_len, scale, soft_cap)
     else:
-        numbers = (element_test, q_len, kv_len, scale, scale)
+        numbers = (segment_check, q_len, kv_len, scale, scale)
     shared = (tiles_s, lines_s, p_s)
     loaded = (tiles_s, lines_s)
     consumed = (mask, shared, bars, p_bars, place, range_, numbers)

@@ -9,7 +9,7 @@ dQ are cut into chunks of QK_CHUNK columns, as in sm90/fwd.py. At head dim 256 t
 leave room for one tile of values beside two of keys.
 """
 
-from sm90.block_lists import list_of_rows, map_of
+from sm90.block_lists import list_of_rows, mask_of_head
 from sm90.chunked_mma import add_products, finished, left_chunks, scores, zeros
 from sm90.common import (
     LOG2E,
@@ -56,7 +56,7 @@ def value_stages(v_dim, block_n, stages):
 
 
 @gluon.jit
-def produce(maps, order, block_map, shared, sizes, config: gl.constexpr):
+def produce(maps, order, mask_args, shared, sizes, config: gl.constexpr):
     q_order, q_blocks, counter = order
     query, dout, key, value = maps
     tiles_s, work_s, full, empty, work_bars = shared
@@ -86,18 +86,20 @@ def produce(maps, order, block_map, shared, sizes, config: gl.constexpr):
         head, kv_head, b, mask_b, row = place_of_tile(
             tile, q_order, batch, mask_batch, tiles, group, kv_heads, 128, 1
         )
-        start, end, core_lo, core_hi, tested = key_range(q_blocks, mask_b, row, q_len, 128)
-        steps, core_begin, core_end = split(start, end, core_lo, core_hi, BLOCK_N)
-        edges = steps - core_end + core_begin
+        start, end, full_lo, full_hi, checked = key_range(q_blocks, mask_b, row, q_len, 128)
+        steps, full_begin, full_end = split(start, end, full_lo, full_hi, BLOCK_N)
+        partial = steps - full_end + full_begin
         if config.BLOCK_LISTS:
-            listed, edges, core = list_of_rows(block_map, mask_b, head, row, q_len, kv_len)
-            steps = edges + core
+            listed, partial, full_steps = list_of_rows(mask_args, mask_b, head, row, q_len, kv_len)
+            steps = partial + full_steps
             block = gl.load(listed)
         mbarrier.wait(work_empty.index(slot), slot_phase ^ 1)
+        told = work_s.index(slot)
+        tile = (told, row, head, b, start, steps, partial, full_begin, full_end, checked)
         gl.inline_asm(
             send_tile_asm,
             "r,r,r,r,r,r,r,r,r,r,~{memory}",
-            (work_s.index(slot), row, head, b, start, steps, edges, core_begin, core_end, tested),
+            tile,
         )
         mbarrier.arrive(work_full.index(slot))
         for w in gl.static_range(2):
@@ -115,7 +117,7 @@ def produce(maps, order, block_map, shared, sizes, config: gl.constexpr):
                 at = block * BLOCK_N
                 block = gl.load(listed + gl.minimum(i + 1, steps - 1))
             else:
-                at = start + nth_step(i, steps, edges, core_begin, core_end) * BLOCK_N
+                at = start + nth_step(i, steps, partial, full_begin, full_end) * BLOCK_N
             mbarrier.wait(k_empty.index(stage), phase ^ 1)
             mbarrier.expect(k_full.index(stage), BLOCK_N * QK_DIM * 2)
             for c in gl.static_range(CHUNKS):
@@ -144,7 +146,7 @@ def produce(maps, order, block_map, shared, sizes, config: gl.constexpr):
 
 @gluon.jit
 def consume(W: gl.constexpr, operands, config: gl.constexpr):
-    dq, stats, q_blocks, mask, block_map, shared, numbers = operands
+    dq, stats, q_blocks, mask, mask_args, shared, numbers = operands
     tiles_s, work_s, full, empty, work_bars = shared
     QK_DIM: gl.constexpr = config.QK_DIM
     V_DIM: gl.constexpr = config.V_DIM
@@ -159,7 +161,7 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
     q_full, k_full, v_full = full
     q_empty, k_empty, v_empty = empty
     work_full, work_empty = work_bars
-    element_test, mask_batch, q_len, kv_len, heads, scale, soft_cap = numbers
+    segment_check, mask_batch, q_len, kv_len, heads, scale, soft_cap = numbers
     padded = (q_len + 63) // 64 * 64
     scale2 = (soft_cap if SOFT_CAP else scale) * LOG2E
     dtype: gl.constexpr = dq.dtype
@@ -177,7 +179,8 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
     if W == 1:
         ping_pong_pass(1, 2)
     mbarrier.wait(work_full.index(0), 0)
-    row, head, b, start, steps, edges, core_begin, core_end, tested = receive_tile(work_s.index(0))
+    tile = receive_tile(work_s.index(0))
+    row, head, b, start, steps, partial, full_begin, full_end, checked = tile
     while steps > 0:
         lanes_arrive(work_empty.index(slot))
         mask_b = gl.where(mask_batch > 1, b, 0)
@@ -189,7 +192,7 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
             q_hi + mask_row,
             q_ids + mask_row,
             kv_ids + mask_key,
-            q_pos + position_row(mask_row, element_test),
+            q_pos + position_row(mask_row, segment_check),
             kv_pos + mask_key,
         )
         rows = row + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
@@ -207,21 +210,21 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
             do = do_s.index(W)
         if BLOCK_LISTS:
             first = 0
-            last = edges
-            listed, _, _ = list_of_rows(block_map, mask_b, head, row, q_len, kv_len)
-            this_map = map_of(block_map, mask_b, head, q_len, kv_len)
+            last = partial
+            listed, _, _ = list_of_rows(mask_args, mask_b, head, row, q_len, kv_len)
+            head_mask = mask_of_head(mask_args, mask_b, head, q_len, kv_len)
         else:
             first, last = own_steps(
-                q_blocks, mask_b, row // 64 + W, q_len, start, steps, edges, BLOCK_N
+                q_blocks, mask_b, row // 64 + W, q_len, start, steps, partial, BLOCK_N
             )
-            this_map = ()
+            head_mask = ()
             stage, phase = pass_by(first, W, full, empty, stage, phase, V_STAGES, STAGES, 2)
-        end = gl.where(edges == steps, last, steps)
+        end = gl.where(partial == steps, last, steps)
         mbarrier.wait(k_full.index(stage), phase)
         s = scores(q, k_s, stage, zero, CHUNKS)
         s = warpgroup_mma_wait(0, deps=(s,))
-        for part in gl.static_range(2):  # masked steps, then the core
-            begin = first if part == 0 else gl.maximum(first, edges)
+        for part in gl.static_range(2):  # partial steps, then the full ones
+            begin = first if part == 0 else gl.maximum(first, partial)
             stop = last if part == 0 else steps
             for i in range(begin, stop):
                 v_stage, v_phase = place_of_values(stage, phase, V_STAGES, STAGES)
@@ -248,17 +251,17 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
                     fade = 1.0 - s * s  # the derivative of tanh
                 if part == 0:
                     if not BLOCK_LISTS:
-                        at = start + nth_step(i, steps, edges, core_begin, core_end) * BLOCK_N
+                        at = start + nth_step(i, steps, partial, full_begin, full_end) * BLOCK_N
                     s = masked(
                         s,
                         rows,
                         at,
                         mask_here,
-                        tested,
-                        element_test,
+                        checked,
+                        segment_check,
                         q_len,
                         kv_len,
-                        this_map,
+                        head_mask,
                         BLOCK_N,
                         BLOCK_LISTS,
                     )
@@ -311,7 +314,7 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
         slot, slot_phase = after(slot, slot_phase, 2)
         q_phase = q_phase ^ 1
         mbarrier.wait(work_full.index(slot), slot_phase)
-        row, head, b, start, steps, edges, core_begin, core_end, tested = receive_tile(
+        row, head, b, start, steps, partial, full_begin, full_end, checked = receive_tile(
             work_s.index(slot)
         )
     if W == 0:
@@ -321,9 +324,9 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
 @gluon.jit
 def backward_dq_sm90(
     query, key, value, dout, dq, lse2, delta,
-    q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter, map_bits, q_entries,
-    scale, soft_cap, element_test, batch, mask_batch, map_batch, map_heads, q_block, kv_block,
-    q_len, kv_len, heads, kv_heads,
+    q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter, block_mask, q_block_lists,
+    scale, soft_cap, segment_check, batch, mask_batch, block_mask_batch, block_mask_heads,
+    q_block, kv_block, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, DO_REGISTERS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, REMATERIALIZE: gl.constexpr,
@@ -334,7 +337,7 @@ def backward_dq_sm90(
     config: gl.constexpr = constants(
         QK_DIM=QK_DIM, V_DIM=V_DIM, QK_CHUNK=QK_CHUNK, BLOCK_N=BLOCK_N, STAGES=STAGES,
         DO_REGISTERS=DO_REGISTERS, REMATERIALIZE=REMATERIALIZE, SOFT_CAP=soft_cap is not None,
-        BLOCK_LISTS=map_bits is not None,
+        BLOCK_LISTS=block_mask is not None,
     )  # fmt: skip
     dtype: gl.constexpr = query.dtype
     get_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for
@@ -375,22 +378,22 @@ def backward_dq_sm90(
     maps = (query, dout, key, value)
     stats = (lse2, delta)
     mask = (q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos)
-    block_map = (map_bits, q_entries, map_batch, map_heads, q_block, kv_block)
+    mask_args = (block_mask, q_block_lists, block_mask_batch, block_mask_heads, q_block, kv_block)
     full = (q_full, k_full, v_full)
     empty = (q_empty, k_empty, v_empty)
     shared = (tiles_s, work_s, full, empty, (work_full, work_empty))
     sizes = (batch, mask_batch, q_len, kv_len, heads, kv_heads, gl.num_programs(0))
     if config.SOFT_CAP:
-        numbers = (element_test, mask_batch, q_len, kv_len, heads, scale, soft_cap)
+        numbers = (segment_check, mask_batch, q_len, kv_len, heads, scale, soft_cap)
     else:
-        numbers = (element_test, mask_batch, q_len, kv_len, heads, scale, scale)
+        numbers = (segment_check, mask_batch, q_len, kv_len, heads, scale, scale)
     order = (q_order, q_blocks, counter)
-    consumed = (dq, stats, q_blocks, mask, block_map, shared, numbers)
+    consumed = (dq, stats, q_blocks, mask, mask_args, shared, numbers)
     gl.warp_specialize(
         [
             (consume, (0, consumed, config)),
             (consume, (1, consumed, config)),
-            (produce, (maps, order, block_map, shared, sizes, config)),
+            (produce, (maps, order, mask_args, shared, sizes, config)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

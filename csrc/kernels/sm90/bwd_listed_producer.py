@@ -1,4 +1,4 @@
-"""The producer warp of dK and dV with a map of blocks: sm90/bwd_producer.py's, for the lists of the
+"""The producer warp of dK and dV with a block mask: sm90/bwd_producer.py's, for the lists of the
 heads of a group.
 
 Apart from that one, so that no byte of the kernels without a map depends on it.
@@ -79,7 +79,7 @@ def produce_listed(
     """The producer warp: blocks of every head's list, and the rows of one block more, whose scores
     are made and dropped."""
     _b, first_key, kv_head, group, _bh, _mask_row, _padded = place
-    block_map, mask_b, q_len, kv_len = listing
+    mask_args, mask_b, q_len, kv_len = listing
     tiles_s, lines_s = shared
     QK_DIM: gl.constexpr = config.QK_DIM
     V_DIM: gl.constexpr = config.V_DIM
@@ -87,13 +87,15 @@ def produce_listed(
     load_keys(maps, tiles_s, bars[0], place, QK_DIM, V_DIM, QK_CHUNK)
     i = 0
     for g in range(0, group):
-        listed, edges, core = list_of_keys(
-            block_map, mask_b, kv_head * group + g, first_key, q_len, kv_len
+        listed, partial, full_count = list_of_keys(
+            mask_args, mask_b, kv_head * group + g, first_key, q_len, kv_len
         )
         block = gl.load(listed)
-        for n in range(0, edges + core):
+        for n in range(0, partial + full_count):
             row = block * ROWS
-            block = gl.load(listed + gl.minimum(n + 1, edges + core - 1))  # read a step ahead
+            block = gl.load(
+                listed + gl.minimum(n + 1, partial + full_count - 1)
+            )  # read a step ahead
             load_rows(
                 maps, lines, tiles_s, lines_s, bars, place, i % 2, (i // 2) & 1, g, row, True,
                 QK_DIM, V_DIM, QK_CHUNK,

@@ -44,7 +44,7 @@ def backward_prepare(
     if has_dlse != 0:
         total -= tl.load(dlse + bh * q_len + rows, mask=attended, other=0.0)
     natural = tl.load(lse + bh * q_len + rows, mask=attended, other=float("inf"))
-    # a tested row may have met no key: -inf would make p infinite
+    # a segment-checked row may have met no key: -inf would make p infinite
     natural = tl.where(natural == float("-inf"), float("inf"), natural)
     at = bh * padded + rows
     tl.store(delta + at, total)

@@ -12,7 +12,7 @@ ROWS = gl.constexpr(64)  # of a block
 
 @gluon.constexpr_function
 def row_bits_asm(n):
-    """Bits of hopper.range_bits_asm for rows along the columns: 1 where lo[row] <= key < hi[row].
+    """Bits of common.range_bits_asm for rows along the columns: 1 where lo[row] <= key < hi[row].
 
     Operands: bits (2), keys (2), shared addresses of lo and hi of the n rows.
     """
@@ -47,7 +47,7 @@ def row_bits(keys, lo_s, hi_s):
 
 @gluon.jit
 def row_range(kv_blocks, mask_b, key, kv_len):
-    """As rows.row_range for a tile of 128 keys, but a tile with a key past the end has no core:
+    """As kv_ranges.row_range for a tile of 128 keys, but one with a key past the end has none full:
     such a key must not meet dQ."""
     blocks = (kv_len + 63) // 64
     base = kv_blocks + mask_b.to(gl.int64) * (4 * blocks)
@@ -55,11 +55,11 @@ def row_range(kv_blocks, mask_b, key, kv_len):
     u = gl.minimum(t + 1, blocks - 1)
     start = gl.minimum(gl.load(base + t), gl.load(base + u))
     end = gl.maximum(gl.load(base + blocks + t), gl.load(base + blocks + u))
-    core_lo = gl.maximum(gl.load(base + 2 * blocks + t), gl.load(base + 2 * blocks + u))
-    core_hi = gl.minimum(gl.load(base + 3 * blocks + t), gl.load(base + 3 * blocks + u))
-    core_hi = gl.where(key + 128 > kv_len, 0, core_hi)
+    full_lo = gl.maximum(gl.load(base + 2 * blocks + t), gl.load(base + 2 * blocks + u))
+    full_hi = gl.minimum(gl.load(base + 3 * blocks + t), gl.load(base + 3 * blocks + u))
+    full_hi = gl.where(key + 128 > kv_len, 0, full_hi)
     start = gl.where(end == 0, 0, start)
-    return start, end, core_lo, core_hi
+    return start, end, full_lo, full_hi
 
 
 @gluon.jit
@@ -69,38 +69,38 @@ def row_range_64(kv_blocks, mask_b, key, kv_len):
     base = kv_blocks + mask_b.to(gl.int64) * (4 * blocks)
     t = gl.minimum(key // 64, blocks - 1)
     end = gl.where(key < kv_len, gl.load(base + blocks + t), 0)
-    core_hi = gl.where(key + 64 > kv_len, 0, gl.load(base + 3 * blocks + t))
+    full_hi = gl.where(key + 64 > kv_len, 0, gl.load(base + 3 * blocks + t))
     start = gl.where(end == 0, 0, gl.load(base + t))
-    return start, end, gl.load(base + 2 * blocks + t), core_hi
+    return start, end, gl.load(base + 2 * blocks + t), full_hi
 
 
 @gluon.jit
 def tile_of_program(orders, pointers, sizes, KEYS: gl.constexpr):
-    """Where this program's keys are, which blocks of rows meet them (those in the core are not
+    """Where this program's keys are, which blocks of rows meet them (the full ones are not
     masked), the mask's arrays of its batch row, and the bounds of its blocks of keys."""
     q_blocks, kv_blocks, kv_order = orders
     q_ids, kv_ids, q_pos, kv_pos = pointers
-    element_test, batch, mask_batch, q_len, kv_len, heads, kv_heads = sizes
+    segment_check, batch, mask_batch, q_len, kv_len, heads, kv_heads = sizes
     group = heads // kv_heads
     _, kv_head, b, mask_b, first_key = place_of_tile(
         gl.program_id(0), kv_order, batch, mask_batch, (kv_len + 127) // 128, 1, kv_heads, KEYS,
         128 // KEYS,
     )  # fmt: skip
     if KEYS == 128:
-        start, end, core_lo, core_hi = row_range(kv_blocks, mask_b, first_key, kv_len)
+        start, end, full_lo, full_hi = row_range(kv_blocks, mask_b, first_key, kv_len)
     else:
-        start, end, core_lo, core_hi = row_range_64(kv_blocks, mask_b, first_key, kv_len)
-    steps, core_begin, core_end = split(start, end, core_lo, core_hi, ROWS)
+        start, end, full_lo, full_hi = row_range_64(kv_blocks, mask_b, first_key, kv_len)
+    steps, full_begin, full_end = split(start, end, full_lo, full_hi, ROWS)
     row_blocks = (q_len + 63) // 64
     mask_row = mask_b.to(gl.int64) * q_len
     mask_key = mask_b.to(gl.int64) * kv_len
     flags = q_blocks + mask_b.to(gl.int64) * (5 * row_blocks)
-    q_pos += position_row(mask_row, element_test)
+    q_pos += position_row(mask_row, segment_check)
     own_blocks = kv_blocks + mask_b.to(gl.int64) * (4 * ((kv_len + 63) // 64))
     mask = (q_ids + mask_row, kv_ids + mask_key, q_pos, kv_pos + mask_key, flags)
     bh = b * heads + kv_head * group
     place = (b, first_key, kv_head, group, bh, mask_b * (row_blocks * 64), row_blocks * 64)
-    range_ = (start, steps, steps - core_end + core_begin, core_begin, core_end)
+    range_ = (start, steps, steps - full_end + full_begin, full_begin, full_end)
     return place, range_, mask, own_blocks
 
 
@@ -114,55 +114,55 @@ def rows_of_half(own_blocks, t, kv_len):
 
 
 @gluon.jit
-def tests_of_tile(flags, element_test, start, steps, row_blocks):
-    """element_test, or 0 for a tile of keys that meets no tested block of rows: its steps need not
-    wait for a flag."""
+def segment_check_of_tile(flags, segment_check, start, steps, row_blocks):
+    """segment_check, or 0 for a tile of keys that meets no segment-checked block of rows: its
+    steps need not wait for a flag."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     first = start // ROWS
     found = gl.zeros([128], gl.int32, layout)
-    if element_test > 0:
+    if segment_check > 0:
         for t in range(first, first + steps, 128):
             at = t + gl.arange(0, 128, layout)
             found |= gl.load(flags + 4 * row_blocks + at, mask=at < first + steps, other=0)
-    return gl.where(gl.max(found & 1, axis=0) != 0, element_test, 0)
+    return gl.where(gl.max(found & 1, axis=0) != 0, segment_check, 0)
 
 
 @gluon.jit
 def mask_bits(keys, row, lo_s, hi_s, mask, numbers):
-    """Bits of hopper.range_bits_asm for a block of rows along the columns."""
+    """Bits of common.range_bits_asm for a block of rows along the columns."""
     q_ids, kv_ids, q_pos, kv_pos, q_blocks = mask
-    element_test, q_len, kv_len = numbers[:3]
+    segment_check, q_len, kv_len = numbers[:3]
     row_blocks = (q_len + 63) // 64
     bits = row_bits(keys, lo_s, hi_s)
-    if element_test > 0:
+    if segment_check > 0:
         flags = gl.load(q_blocks + 4 * row_blocks + row // 64)
         if flags & 1:
             there = keys < kv_len
             kv_id = gl.load(kv_ids + keys, mask=there, other=-1)
             bits = bits & element_bits(kv_id, q_ids, row, q_len, ROWS, "eq")
-            if element_test > 1:
+            if segment_check > 1:
                 kv_at = gl.load(kv_pos + keys, mask=there, other=0)
                 bits = bits & element_bits(kv_at, q_pos, row, q_len, ROWS, "ge")
-                if element_test > 2:
+                if segment_check > 2:
                     after = stay(q_len)
                     bits = bits & element_bits(kv_at, q_pos, row + after, q_len + after, ROWS, "le")
     return bits
 
 
 @gluon.jit
-def row_of(n, in_edges, range_):
-    """The first row of a head's n-th masked block, or of its core's n-th."""
-    start, _steps, _edges, core_begin, core_end = range_
-    masked = gl.where(n < core_begin, n, n + core_end - core_begin)
-    return start + gl.where(in_edges, masked, core_begin + n) * ROWS
+def row_of(n, in_partial, range_):
+    """The first row of a head's n-th partial block, or of its full blocks' n-th."""
+    start, _steps, _partial, full_begin, full_end = range_
+    masked = gl.where(n < full_begin, n, n + full_end - full_begin)
+    return start + gl.where(in_partial, masked, full_begin + n) * ROWS
 
 
 @gluon.jit
-def next_block(n, g, in_edges, range_, group):
-    """Of masked blocks or of the core's: the next one of a head, then the next head's."""
-    _start, _steps, edges, core_begin, core_end = range_
+def next_block(n, g, in_partial, range_, group):
+    """Of partial blocks or of the full ones: the next one of a head, then the next head's."""
+    _start, _steps, partial, full_begin, full_end = range_
     n += 1
-    wrap = n == gl.where(in_edges, edges, core_end - core_begin)
+    wrap = n == gl.where(in_partial, partial, full_end - full_begin)
     n = gl.where(wrap, 0, n)
     return n, gl.where(wrap, gl.where(g == group - 1, 0, g + 1), g)
 
@@ -183,7 +183,7 @@ def produce(
     lse_s, delta_s, lo_s, hi_s = lines_s
     kv_full, q_full, q_empty, do_full, do_empty = bars
     b, first_key, kv_head, group, bh, mask_row, padded = place
-    _start, steps, edges, _core_begin, _core_end = range_
+    _start, steps, partial, _full_begin, _core_end = range_
     dtype: gl.constexpr = query.dtype
     f32: gl.constexpr = gl.float32
     i32: gl.constexpr = gl.int32
@@ -204,21 +204,21 @@ def produce(
         lse_p, delta_p, lines_full = lse_parts
         part = 1.0 / lse_scale(scale)
         if total > 0:
-            first = row_of(0, edges > 0, range_)
+            first = row_of(0, partial > 0, range_)
             load_lines(lines, lines_s, lines_full, bh * padded + first, 0)
-    # masked blocks of every head, then core blocks of every head, then one block more than there
+    # partial blocks of every head, then full blocks of every head, then one block more than there
     # are: the consumers start its scores (a tile of 64 keys its dP, too) and drop them
     for i in range(0, gl.where(total > 0, total + 1, 0)):
         stage = i % 2
         phase = (i // 2) & 1
-        in_edges = i < edges * group
-        row = row_of(n, in_edges, range_)
+        in_partial = i < partial * group
+        row = row_of(n, in_partial, range_)
         stat = (bh + g) * padded + row
         head = kv_head * group + g
         if LSE_BY_MMA:  # numbers are read a block ahead
             if i < total:
-                then, of = next_block(n, g, in_edges, range_, group)
-                following = (bh + of) * padded + row_of(then, i + 1 < edges * group, range_)
+                then, of = next_block(n, g, in_partial, range_, group)
+                following = (bh + of) * padded + row_of(then, i + 1 < partial * group, range_)
                 load_lines(lines, lines_s, lines_full, following, stage ^ 1)
             mbarrier.wait(lines_full.index(stage), phase)
             far = lse_s.index(stage).load(LANES) * part
@@ -251,4 +251,4 @@ def produce(
             if not LSE_BY_MMA:
                 delta_line = delta_s.index(stage).reinterpret(f32, [1, 1, ROWS], delta.layout)
                 tma.async_load(delta, [0, 0, stat], full, delta_line)
-        n, g = next_block(n, g, in_edges, range_, group)
+        n, g = next_block(n, g, in_partial, range_, group)

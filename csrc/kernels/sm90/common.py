@@ -56,8 +56,8 @@ def lanes_arrive(barrier):
 
 
 @gluon.jit
-def windows(tiles, heads):
-    """As rows.windows."""
+def scheduler_phases(tiles, heads):
+    """As kv_ranges.scheduler_phases."""
     alternating = gl.maximum(tiles // 4, ALTERNATE // heads)
     return tiles - tiles // 2, tiles - gl.minimum(tiles // 2, alternating)
 
@@ -67,10 +67,10 @@ def place_of_tile(
     tile, order, batch, mask_batch, tiles, group, kv_heads, ROWS: gl.constexpr, SUB: gl.constexpr
 ):
     """Head, key/value head, batch row, mask row and first row (or key) of the tile-th tile, or of
-    the tile-th of its SUB parts of ROWS; the same walk as rows.tile_of_program."""
+    the tile-th of its SUB parts of ROWS; the same walk as kv_ranges.tile_of_program."""
     per_tile = group * SUB
     heads = batch * kv_heads
-    second, last = windows(tiles, heads)
+    second, last = scheduler_phases(tiles, heads)
     at = tile // per_tile
     begin = gl.where(at < second * heads, 0, gl.where(at < last * heads, second, last))
     length = gl.where(begin == 0, second, gl.maximum(last - second, 1))
@@ -88,54 +88,54 @@ def place_of_tile(
 
 @gluon.jit
 def key_range(q_blocks, mask_b, row, q_len, ROWS: gl.constexpr):
-    """As rows.key_range, but a tile that meets no key gets one key, which every row masks."""
+    """As kv_ranges.key_range, but a tile that meets no key gets one key, which every row masks."""
     blocks = (q_len + BLOCK - 1) // BLOCK
     first = row // BLOCK
     base = q_blocks + mask_b.to(gl.int64) * (5 * blocks)
     start = EMPTY_MIN
-    core_lo = 0
-    core_hi = EMPTY_MIN
+    full_lo = 0
+    full_hi = EMPTY_MIN
     end = 0
-    tested = 0
+    checked = 0
     for i in gl.static_range(ROWS // BLOCK):
         t = gl.minimum(first + i, blocks - 1)  # a block more than once changes no bound
         start = gl.minimum(start, gl.load(base + t))
-        core_lo = gl.maximum(core_lo, gl.load(base + blocks + t))
-        core_hi = gl.minimum(core_hi, gl.load(base + 2 * blocks + t))
+        full_lo = gl.maximum(full_lo, gl.load(base + blocks + t))
+        full_hi = gl.minimum(full_hi, gl.load(base + 2 * blocks + t))
         end = gl.maximum(end, gl.load(base + 3 * blocks + t))
-        tested = tested | (gl.load(base + 4 * blocks + t) & 1)
+        checked = checked | (gl.load(base + 4 * blocks + t) & 1)
     start = gl.where(end == 0, 0, start)
-    core_lo = gl.where(end == 0, 1, core_lo)
-    core_hi = gl.where(end == 0, 0, core_hi)
-    return start, gl.maximum(end, 1), core_lo, core_hi, tested
+    full_lo = gl.where(end == 0, 1, full_lo)
+    full_hi = gl.where(end == 0, 0, full_hi)
+    return start, gl.maximum(end, 1), full_lo, full_hi, checked
 
 
 @gluon.jit
-def split(start, end, core_lo, core_hi, STEP: gl.constexpr):
-    """As rows.split, for a range that is not empty."""
+def split(start, end, full_lo, full_hi, STEP: gl.constexpr):
+    """As kv_ranges.split, for a range that is not empty."""
     steps = (end - start + STEP - 1) // STEP
-    core_lo = gl.minimum(core_lo, end)
-    core_begin = gl.minimum(gl.maximum(core_lo - start + STEP - 1, 0) // STEP, steps)
-    core_end = gl.minimum(gl.maximum(core_hi - start, 0) // STEP, steps)
-    return steps, core_begin, gl.maximum(core_begin, core_end)
+    full_lo = gl.minimum(full_lo, end)
+    full_begin = gl.minimum(gl.maximum(full_lo - start + STEP - 1, 0) // STEP, steps)
+    full_end = gl.minimum(gl.maximum(full_hi - start, 0) // STEP, steps)
+    return steps, full_begin, gl.maximum(full_begin, full_end)
 
 
 @gluon.jit
-def nth_step(i, steps, edges, core_begin, core_end):
-    """The i-th step: the masked ones on both sides of the core first, from the last to the first,
-    then the core."""
+def nth_step(i, steps, partial, full_begin, full_end):
+    """The i-th step: the partial ones on both sides of the full ones first, from the last to
+    the first, then the full ones."""
     back = steps - 1 - i
-    masked = gl.where(back < core_end, back - core_end + core_begin, back)
-    return gl.where(i < edges, masked, core_begin + i - edges)
+    masked = gl.where(back < full_end, back - full_end + full_begin, back)
+    return gl.where(i < partial, masked, full_begin + i - partial)
 
 
 @gluon.jit
-def own_steps(q_blocks, mask_b, block, q_len, start, steps, edges, STEP: gl.constexpr):
-    """Of a tile's masked steps, the first of this block of 64 rows, and their end: the others have
+def own_steps(q_blocks, mask_b, block, q_len, start, steps, partial, STEP: gl.constexpr):
+    """Of a tile's partial steps, the first of this block of 64 rows, and their end: the others have
     no pair of its rows.
 
-    A core is met by all rows, so only steps past it are left out then: those before it lie between.
-    At least one step is left.
+    Full blocks are met by all rows, so only steps past them are left out then: those before
+    lie between. At least one step is left.
     """
     blocks = (q_len + BLOCK - 1) // BLOCK
     at = q_blocks + mask_b.to(gl.int64) * (5 * blocks) + gl.minimum(block, blocks - 1)
@@ -144,7 +144,7 @@ def own_steps(q_blocks, mask_b, block, q_len, start, steps, edges, STEP: gl.cons
     past = steps - gl.maximum(own_end - start + STEP - 1, 0) // STEP
     first = gl.minimum(gl.maximum(past, 0), steps - 1)
     before = gl.maximum(own_start - start, 0) // STEP
-    last = gl.where(edges == steps, gl.maximum(steps - before, first + 1), edges)
+    last = gl.where(partial == steps, gl.maximum(steps - before, first + 1), partial)
     return first, last
 
 
@@ -176,7 +176,8 @@ def element_bits_asm(n, compare):
     """The bits of `range_bits_asm` for `column_value compare row_value`. Operands: bits (2), row
     values (2), column values (pointer to the first column), first column, end of the columns.
 
-    A loop, not unrolled: this path is for tested tiles and must not cost the others a register.
+    A loop, not unrolled: this path is for segment-checked tiles and must not cost the others a
+    register.
     """
     while hasattr(n, "value"):
         n = n.value
@@ -213,9 +214,9 @@ def element_bits(row_values, columns, first, end, N: gl.constexpr, compare: gl.c
 
 
 @gluon.jit
-def position_row(mask_row, element_test):
-    """As rows.position_row."""
-    return mask_row * gl.where(element_test > 2, 2, 1)
+def position_row(mask_row, segment_check):
+    """As kv_ranges.position_row."""
+    return mask_row * gl.where(segment_check > 2, 2, 1)
 
 
 @gluon.jit

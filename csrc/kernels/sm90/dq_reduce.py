@@ -154,7 +154,7 @@ def sum_rows(
     QK_DIM: gl.constexpr = config.QK_DIM
     ds_full, ds_empty = ds_bars
     _b, _first_key, _kv_head, group, bh, _mask_row, padded = place
-    start, steps, edges, core_begin, core_end = range_
+    start, steps, partial, full_begin, full_end = range_
     CELLS: gl.constexpr = ROWS * QK_DIM
     row_blocks = padded // ROWS
     zero = gl.zeros([ROWS, QK_DIM], gl.float32, accumulator(QK_DIM))
@@ -164,9 +164,9 @@ def sum_rows(
     n = 0
     for i in range(0, steps * group):
         stage = i % 2
-        in_edges = i < edges * group
-        masked = gl.where(n < core_begin, n, n + core_end - core_begin)
-        block = start // ROWS + gl.where(in_edges, masked, core_begin + n)
+        in_partial = i < partial * group
+        masked = gl.where(n < full_begin, n, n + full_end - full_begin)
+        block = start // ROWS + gl.where(in_partial, masked, full_begin + n)
         mbarrier.wait(ds_full.index(stage), (i // 2) & 1)
         ds_t = ds_s.index(stage).permute((1, 0))
         dq = warpgroup_mma(ds_t, k, zero, use_acc=False, is_async=True)
@@ -174,6 +174,6 @@ def sum_rows(
         warp_arrive(ds_empty.index(stage))
         cells = ((bh + g) * row_blocks + block).to(gl.int64) * CELLS
         add_staged(dq, dq_sum + cells, dq_s.index(stage), CELLS, 1)
-        n, g = next_block(n, g, in_edges, range_, group)
+        n, g = next_block(n, g, in_partial, range_, group)
     keys_read(2, config.DQ)
     tma.store_wait(0)

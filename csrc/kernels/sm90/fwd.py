@@ -1,4 +1,4 @@
-"""Forward attention on Hopper in Gluon: the same results as forward.py, its checked twin.
+"""Forward attention on Hopper in Gluon: the same results as portable/fwd.py, its checked twin.
 
 A program takes tiles of WARP_GROUPS x 64 rows of one head until none is left. Its producer warp
 draws the next tile from a counter, tells the consumers what it is (the plan) and streams queries,
@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 
 @gluon.jit
-def produce(maps, order, block_map, shared, sizes, config: gl.constexpr):
+def produce(maps, order, mask_args, shared, sizes, config: gl.constexpr):
     q_order, q_blocks, counter = order
     query, key, value = maps
     tiles_s, work_s, full, empty, work_bars = shared
@@ -55,18 +55,29 @@ def produce(maps, order, block_map, shared, sizes, config: gl.constexpr):
         head, kv_head, b, mask_b, row = place_of_tile(
             tile, q_order, batch, mask_batch, tiles, group, kv_heads, ROWS, 1
         )
-        start, end, core_lo, core_hi, tested = key_range(q_blocks, mask_b, row, q_len, ROWS)
-        steps, core_begin, core_end = split(start, end, core_lo, core_hi, BLOCK_N)
-        edges = steps - core_end + core_begin
+        start, end, full_lo, full_hi, checked = key_range(q_blocks, mask_b, row, q_len, ROWS)
+        steps, full_begin, full_end = split(start, end, full_lo, full_hi, BLOCK_N)
+        partial = steps - full_end + full_begin
         if config.BLOCK_LISTS:
-            listed, edges, core = list_of_rows(block_map, mask_b, head, row, q_len, kv_len)
-            steps = edges + core
+            listed, partial, full_count = list_of_rows(mask_args, mask_b, head, row, q_len, kv_len)
+            steps = partial + full_count
             block = gl.load(listed)
         mbarrier.wait(work_empty.index(slot), slot_phase ^ 1)
         gl.inline_asm(
             send_tile_asm,
             "r,r,r,r,r,r,r,r,r,r,~{memory}",
-            (work_s.index(slot), row, head, b, start, steps, edges, core_begin, core_end, tested),
+            (
+                work_s.index(slot),
+                row,
+                head,
+                b,
+                start,
+                steps,
+                partial,
+                full_begin,
+                full_end,
+                checked,
+            ),
         )
         mbarrier.arrive(work_full.index(slot))
         for w in gl.static_range(WARP_GROUPS):
@@ -82,7 +93,7 @@ def produce(maps, order, block_map, shared, sizes, config: gl.constexpr):
                 at = block * BLOCK_N
                 block = gl.load(listed + gl.minimum(i + 1, steps - 1))
             else:
-                at = start + nth_step(i, steps, edges, core_begin, core_end) * BLOCK_N
+                at = start + nth_step(i, steps, partial, full_begin, full_end) * BLOCK_N
             mbarrier.wait(k_empty.index(stage), phase ^ 1)
             mbarrier.expect(k_full.index(stage), BLOCK_N * QK_DIM * 2)
             for c in gl.static_range(CHUNKS):
@@ -112,9 +123,9 @@ def produce(maps, order, block_map, shared, sizes, config: gl.constexpr):
 def forward_sm90(
     query, key, value, out, lse,
     q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, counter,
-    slopes, map_bits, q_entries,
-    scale, soft_cap, element_test, batch, mask_batch, map_batch, map_heads, q_block, kv_block,
-    q_len, kv_len, heads, kv_heads,
+    slopes, block_mask, q_block_lists,
+    scale, soft_cap, segment_check, batch, mask_batch, block_mask_batch, block_mask_heads,
+    q_block, kv_block, q_len, kv_len, heads, kv_heads,
     QK_DIM: gl.constexpr, V_DIM: gl.constexpr, QK_CHUNK: gl.constexpr, WARP_GROUPS: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OUT_IN_QUERY: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, REMATERIALIZE: gl.constexpr,
@@ -129,7 +140,7 @@ def forward_sm90(
         QK_DIM=QK_DIM, V_DIM=V_DIM, QK_CHUNK=QK_CHUNK, WARP_GROUPS=WARP_GROUPS, BLOCK_N=BLOCK_N,
         STAGES=STAGES, OUT_IN_QUERY=OUT_IN_QUERY, REMATERIALIZE=REMATERIALIZE,
         SOFT_CAP=soft_cap is not None,
-        ALIBI=slopes is not None, BLOCK_LISTS=map_bits is not None,
+        ALIBI=slopes is not None, BLOCK_LISTS=block_mask is not None,
     )  # fmt: skip
     dtype: gl.constexpr = query.dtype
     get_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for
@@ -173,7 +184,7 @@ def forward_sm90(
 
     maps = (query, key, value)
     mask = (q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos)
-    block_map = (map_bits, q_entries, map_batch, map_heads, q_block, kv_block)
+    mask_args = (block_mask, q_block_lists, block_mask_batch, block_mask_heads, q_block, kv_block)
     full = (q_full, k_full, v_full)
     empty = (q_empty, k_empty, v_empty)
     bars = (work_full, work_empty)
@@ -185,10 +196,10 @@ def forward_sm90(
     else:
         first_scale = scale * LOG2E
         scale2 = 1.0 if config.ALIBI else scale * LOG2E
-    numbers = (element_test, mask_batch, q_len, kv_len, heads, scale2, first_scale, slopes)
+    numbers = (segment_check, mask_batch, q_len, kv_len, heads, scale2, first_scale, slopes)
     results = (out, lse)
     shared = (tiles_s, o_s, work_s, full, empty, bars)
-    consumed = (results, q_blocks, mask, block_map, shared, numbers)
+    consumed = (results, q_blocks, mask, mask_args, shared, numbers)
     loaded = (tiles_s, work_s, full, empty, bars)
     order = (q_order, q_blocks, counter)
     if WARP_GROUPS == 2:
@@ -196,7 +207,7 @@ def forward_sm90(
             [
                 (consume, (0, consumed, config)),
                 (consume, (1, consumed, config)),
-                (produce, (maps, order, block_map, loaded, sizes, config)),
+                (produce, (maps, order, mask_args, loaded, sizes, config)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -207,7 +218,7 @@ def forward_sm90(
                 (consume, (0, consumed, config)),
                 (consume, (1, consumed, config)),
                 (consume, (2, consumed, config)),
-                (produce, (maps, order, block_map, loaded, sizes, config)),
+                (produce, (maps, order, mask_args, loaded, sizes, config)),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],

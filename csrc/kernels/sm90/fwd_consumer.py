@@ -2,7 +2,7 @@
 producer names."""
 
 from sm90.alibi import with_bias
-from sm90.block_lists import list_of_rows, map_of
+from sm90.block_lists import list_of_rows, mask_of_head
 from sm90.common import (
     LN2,
     LOG2E,
@@ -60,7 +60,7 @@ def scores(q_s, k_s, w, stage, zero, CHUNKS: gl.constexpr, SLOTS: gl.constexpr):
 
 @gluon.jit
 def consume(W: gl.constexpr, operands, config: gl.constexpr):
-    results, q_blocks, mask, block_map, shared, numbers = operands
+    results, q_blocks, mask, mask_args, shared, numbers = operands
     out, lse = results
     tiles_s, o_s, work_s, full, empty, work_bars = shared
     QK_DIM: gl.constexpr = config.QK_DIM
@@ -75,7 +75,7 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
     q_full, k_full, v_full = full
     q_empty, k_empty, v_empty = empty
     work_full, work_empty = work_bars
-    element_test, mask_batch, q_len, kv_len, heads, scale2, first_scale, slopes = numbers
+    segment_check, mask_batch, q_len, kv_len, heads, scale2, first_scale, slopes = numbers
     dtype: gl.constexpr = out.dtype
     half: gl.constexpr = half_name(dtype)
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
@@ -92,7 +92,9 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
     slot_phase = 0
     q_phase = 0
     mbarrier.wait(work_full.index(0), 0)
-    row, head, b, start, steps, edges, core_begin, core_end, tested = receive_tile(work_s.index(0))
+    row, head, b, start, steps, partial, full_begin, full_end, checked = receive_tile(
+        work_s.index(0)
+    )
     while steps > 0:
         lanes_arrive(work_empty.index(slot))
         mask_b = gl.where(mask_batch > 1, b, 0)
@@ -104,7 +106,7 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
             q_hi + mask_row,
             q_ids + mask_row,
             kv_ids + mask_key,
-            q_pos + position_row(mask_row, element_test),
+            q_pos + position_row(mask_row, segment_check),
             kv_pos + mask_key,
         )
         rows = row + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
@@ -115,15 +117,15 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
 
         if BLOCK_LISTS:
             first = 0
-            last = edges
-            listed, _, _ = list_of_rows(block_map, mask_b, head, row, q_len, kv_len)
-            this_map = map_of(block_map, mask_b, head, q_len, kv_len)
+            last = partial
+            listed, _, _ = list_of_rows(mask_args, mask_b, head, row, q_len, kv_len)
+            head_mask = mask_of_head(mask_args, mask_b, head, q_len, kv_len)
             at = gl.load(listed) * BLOCK_N
         else:
             first, last = own_steps(
-                q_blocks, mask_b, row // 64 + W, q_len, start, steps, edges, BLOCK_N
+                q_blocks, mask_b, row // 64 + W, q_len, start, steps, partial, BLOCK_N
             )
-            this_map = ()
+            head_mask = ()
             stage, phase = pass_by(first, W, full, empty, stage, phase, STAGES, STAGES, WARP_GROUPS)
         # the first step has no second product to run beside
         mbarrier.wait(k_full.index(stage), phase)
@@ -135,7 +137,7 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
         if config.SOFT_CAP:
             s = tanh_of_scores(s, first_scale, BLOCK_N)
         if not BLOCK_LISTS:
-            at = start + nth_step(first, steps, edges, core_begin, core_end) * BLOCK_N
+            at = start + nth_step(first, steps, partial, full_begin, full_end) * BLOCK_N
         if config.ALIBI:
             s = with_bias(s, rows, at, first_scale, slope2, BLOCK_N)
         s = masked(
@@ -143,11 +145,11 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
             rows,
             at,
             mask_here,
-            tested,
-            element_test,
+            checked,
+            segment_check,
             q_len,
             kv_len,
-            this_map,
+            head_mask,
             BLOCK_N,
             BLOCK_LISTS,
         )
@@ -155,8 +157,8 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
         l = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
         p, m, l, alpha = softmax(s, m, l, scale2, BLOCK_N, half)
         stage, phase = after(stage, phase, STAGES)
-        for part in gl.static_range(2):  # masked steps, then the core
-            begin = first + 1 if part == 0 else gl.maximum(edges, first + 1)
+        for part in gl.static_range(2):  # partial steps, then the full ones
+            begin = first + 1 if part == 0 else gl.maximum(partial, first + 1)
             stop = last if part == 0 else steps
             for i in range(begin, stop):
                 old, old_phase = before(stage, phase, STAGES)
@@ -182,7 +184,7 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
                 if config.SOFT_CAP:
                     s = tanh_of_scores(s, first_scale, BLOCK_N)
                 if not BLOCK_LISTS and (config.ALIBI or part == 0):
-                    at = start + nth_step(i, steps, edges, core_begin, core_end) * BLOCK_N
+                    at = start + nth_step(i, steps, partial, full_begin, full_end) * BLOCK_N
                 if config.ALIBI:
                     s = with_bias(s, rows, at, first_scale, slope2, BLOCK_N)
                 if part == 0:
@@ -191,11 +193,11 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
                         rows,
                         at,
                         mask_here,
-                        tested,
-                        element_test,
+                        checked,
+                        segment_check,
                         q_len,
                         kv_len,
-                        this_map,
+                        head_mask,
                         BLOCK_N,
                         BLOCK_LISTS,
                     )
@@ -224,10 +226,10 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
         warp_arrive(v_empty.index(old))
         if not BLOCK_LISTS:
             stage, phase = pass_by(
-                edges - last, W, full, empty, stage, phase, STAGES, STAGES, WARP_GROUPS
+                partial - last, W, full, empty, stage, phase, STAGES, STAGES, WARP_GROUPS
             )
         inverse = gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o_layout)), 1)
-        # select, not multiply: a row that attends nothing may have met garbage in the core
+        # select, not multiply: a row that attends nothing may have met garbage in the full blocks
         acc = gl.where(inverse != 0.0, acc * inverse, 0.0)
         o = o_s.index(W * (SLOTS * QK_CHUNK // V_DIM if OUT_IN_QUERY else 1))
         gl.barrier()
@@ -243,7 +245,7 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
         slot, slot_phase = after(slot, slot_phase, 2)
         q_phase = q_phase ^ 1
         mbarrier.wait(work_full.index(slot), slot_phase)
-        row, head, b, start, steps, edges, core_begin, core_end, tested = receive_tile(
+        row, head, b, start, steps, partial, full_begin, full_end, checked = receive_tile(
             work_s.index(slot)
         )
     tma.store_wait(0)

@@ -36,7 +36,7 @@ def receive_tile_asm(outputs, inputs):
 
 @gluon.jit
 def receive_tile(plan):
-    """row, head, b, start, steps, edges, core_begin, core_end, tested."""
+    """row, head, b, start, steps, partial, full_begin, full_end, checked."""
     i32: gl.constexpr = gl.int32
     types: gl.constexpr = (i32, i32, i32, i32, i32, i32, i32, i32, i32)
     constraints: gl.constexpr = "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,~{memory}"
@@ -57,8 +57,8 @@ def before(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def pairs(rows, start, mask, tested, element_test, q_len, kv_len, N: gl.constexpr):
-    """Bits of hopper.range_bits_asm: which of N keys from `start` on the mask leaves to rows."""
+def pairs(rows, start, mask, checked, segment_check, q_len, kv_len, N: gl.constexpr):
+    """Bits of common.range_bits_asm: which of N keys from `start` on the mask leaves to rows."""
     q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos = mask
     there = rows < q_len
     lo = gl.load(q_lo + rows, mask=there, other=0)
@@ -66,13 +66,13 @@ def pairs(rows, start, mask, tested, element_test, q_len, kv_len, N: gl.constexp
     bits = gl.inline_asm(
         range_bits_asm, ("=&r", "r", "r", "r"), (lo, hi, start), lo.type, is_pure=True
     )
-    if tested != 0:
+    if checked != 0:
         q_id = gl.load(q_ids + rows, mask=there, other=-1)
         bits = bits & element_bits(q_id, kv_ids, start, kv_len, N, "eq")
-        if element_test > 1:
+        if segment_check > 1:
             q_at = gl.load(q_pos + rows, mask=there, other=0)
             bits = bits & element_bits(q_at, kv_pos, start, kv_len, N, "le")
-            if element_test > 2:
+            if segment_check > 2:
                 q_from = gl.load(q_pos + (stay(q_len) + rows), mask=there, other=0)
                 bits = bits & element_bits(q_from, kv_pos, start, kv_len, N, "ge")
     return bits
@@ -84,17 +84,17 @@ def masked(
     rows,
     start,
     mask,
-    tested,
-    element_test,
+    checked,
+    segment_check,
     q_len,
     kv_len,
-    this_map,
+    head_mask,
     N: gl.constexpr,
     MAPPED: gl.constexpr,
 ):
-    bits = pairs(rows, start, mask, tested, element_test, q_len, kv_len, N)
+    bits = pairs(rows, start, mask, checked, segment_check, q_len, kv_len, N)
     if MAPPED:
-        bits = bits & bits_of_keys(this_map, rows, start, q_len)
+        bits = bits & bits_of_keys(head_mask, rows, start, q_len)
     return select_bits(s, bits, float("-inf"))
 
 

@@ -8,7 +8,7 @@ multiplications or additions, while the exp unit has the softmax. Else 1 - 2 / (
 operations of that unit, which a warp without such a score leaves out: what it finds of a score
 never hangs on the others beside it. The polynomial is within 3e-7 of tanh, the other within 4e-7 by
 the errors that PTX allows its ex2 and rcp; a logit so within cap * 4e-7, which is why the handler
-gives larger caps to the general kernels (OnSm90 in csrc/ffi/fallback.cc).
+gives larger caps to the fallback kernels (OnSm90 in csrc/ffi/fallback.cc).
 """
 
 from triton.experimental import gluon

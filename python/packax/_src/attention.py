@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from packax._src.autodiff import attention
-from packax._src.context.shard import Call
+from packax._src.context.rank_passes import Call
 from packax._src.core.jax_compat import vary_together
 from packax._src.core.mask import AttentionMask
 from packax._src.core.precision import checked_precision
@@ -158,7 +158,8 @@ def flash_attention(
         gather_head_groups: with context parallelism, keys and values are gathered by this many
             groups of key/value heads, or by groups of these sizes: one group while the attention of
             the one before runs. The first gather and the last reduce-scatter stay in the open.
-            None: 1 on two ranks, where nothing is won, else what was found best for each pass.
+            None: 1 on two ranks, where nothing is won, and where a plan of kind "local" leaves at
+            least as many rows private as shared, else what was found best for each pass.
             No effect where nothing is gathered; results are the same.
         checkpoint_name: one more name for both results, for `jax.checkpoint` policies of a program
             that has names of its own.
@@ -221,11 +222,11 @@ def flash_attention(
 
     if not isinstance(factor, jax.Array):
         query, factor = _with_positive_scale(query, factor)
-    scores, places = scores_of(query, q_len, kv_len, factor, sinks, bias, layout)
+    scores, bias_pos = scores_of(query, q_len, kv_len, factor, sinks, bias, layout)
     if 0 in query.shape[:2] or 0 in key.shape[:2]:
         return _of_nothing(query, key, value, bool(return_lse), bool(return_max_logits))
-    scores, query, key, value, built, places = vary_together(
-        scores, query, key, value, built, places
+    scores, query, key, value, built, bias_pos = vary_together(
+        scores, query, key, value, built, bias_pos
     )
     call = Call(
         1.0 if isinstance(factor, jax.Array) else factor,
@@ -239,7 +240,7 @@ def flash_attention(
         return_max_logits=bool(return_max_logits),
         gather_head_groups=gather_head_groups,
     )
-    results = list(attention(call, (query, key, value, scores), built, places))
+    results = list(attention(call, (query, key, value, scores), built, bias_pos))
     if return_max_logits:
         results[2] = largest(results[2], layout)
     if not return_lse:

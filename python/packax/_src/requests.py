@@ -90,7 +90,7 @@ def check_axes(
                 raise ValueError(f"{error}{_axes(query, key)}") from None
         known = own[0] is not None
     elif isinstance(mask, AttentionMask):
-        known = mask.element_test > 0
+        known = mask.segment_check > 0
     sizes = (*query[1:3], *key[1:3])
     if not known and not any(map(is_symbolic, sizes)) and _look_swapped(*sizes):
         warnings.warn(
@@ -123,6 +123,7 @@ def check_mask(
         raise ValueError(
             "mask must come from create_attention_mask, or be an expression such as "
             f"causal() & documents(segment_ids), but is {described(mask)}{instead_of_array(mask)}"
+            + (": for no mask at all give full()" if mask is None else "")
         )
     if (mask.q_len, mask.kv_len) != (q_len, kv_len):
         raise ValueError(
@@ -149,14 +150,19 @@ def check_mask(
             f"an array of shape ({rows},) of prefix or offset= is one for each row of the batch. "
             f"For lengths of each token give (1, {rows})"
         )
+    if len(shape) == 2 and shape[1] == rows and shape[0] not in (1, batch):
+        raise ValueError(
+            f"mask was built for batch size {shape[0]}, but query has {batch}: build it from ids "
+            "of the same batch, or from one row, whose mask serves all. Inside of a vmap over the "
+            "batch map the mask too, with in_axes=mask.vmap_axes()"
+        )
     if shape != (rows,) and (len(shape) != 2 or shape[0] not in (1, batch) or shape[1] != rows):
         raise ValueError(
             f"mask has row ranges of shape {shape}, but query needs ({batch}, {rows}) or "
-            f"(1, {rows}), one mask for all: was it built for another batch, or cut? Inside of a "
-            "vmap over the batch map the mask too, with in_axes=mask.vmap_axes()"
+            f"(1, {rows}), one mask for all: its arrays were cut or reshaped after it was built"
         )
-    if mask.map_bits is not None and jnp.shape(mask.map_bits)[-3] not in (1, heads):
+    if mask.block_mask is not None and jnp.shape(mask.block_mask)[-3] not in (1, heads):
         raise ValueError(
-            f"mask has a block_map of {jnp.shape(mask.map_bits)[-3]} heads, but query has {heads}: "
-            "give it one for each head of query, or one for all"
+            f"mask has a block_mask of {jnp.shape(mask.block_mask)[-3]} heads, but query has "
+            f"{heads}: give it one for each head of query, or one for all"
         )

@@ -23,9 +23,10 @@ def run(settings: Settings) -> int:
     config = settings.model
     print(f"device     {device_line(settings)}")
     rows = packed(settings)
+    parts = f" ({rows.parts:,} of them parts of a longer file)" if rows.parts else ""
     print(
         f"rows       {len(rows.tokens)} of {settings.seq_len:,} tokens, {rows.fill:.1%} full, "
-        f"{rows.documents:,} documents ({rows.parts:,} of them parts of a longer file)"
+        f"{rows.documents:,} documents{parts}"
     )
     shape = f"{config.layers} layers, width {config.width}, heads {config.heads}/{config.kv_heads}"
     print(f"model      {shape}, head dim {config.head_dim}, {np.dtype(config.dtype).name}")
@@ -34,6 +35,7 @@ def run(settings: Settings) -> int:
     print(
         f"trained    {model.count(trained.parameters) / 1e6:.1f} M parameters, "
         f"{len(trained.losses)} steps of {rows_tokens(settings):,} tokens"
+        f"{stopped(trained, settings)}"
     )
     results = checks.run_all(trained.parameters, rows, settings)
     for check in results:
@@ -57,6 +59,13 @@ def run(settings: Settings) -> int:
     return 0 if fell and passed == len(results) else 1
 
 
+def stopped(trained: Trained, settings: Settings) -> str:
+    """Why training had fewer steps than asked for, if it had."""
+    if len(trained.losses) == settings.steps:
+        return ""
+    return f", not {settings.steps}: --seconds {settings.seconds:g} were over"
+
+
 def packed(settings: Settings) -> Rows:
     documents = standard_library()
     total = len(documents)
@@ -69,7 +78,7 @@ def packed(settings: Settings) -> Rows:
         fitting = [text for text in documents if len(text) < settings.seq_len]
         if len(fitting) >= 50:
             documents = fitting
-            print(f"           {total - len(fitting):,} are longer than a row and left out")
+            print(f"           {total - len(fitting):,} of them, longer than a row, are left out")
     limit = settings.steps * settings.batch  # rows that training can reach
     return pack(documents, settings.seq_len, seed=settings.seed, limit=limit)
 

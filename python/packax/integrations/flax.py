@@ -6,7 +6,8 @@
     mask = packax.create_attention_mask(packax.causal() & packax.documents(segment_ids))
     out = layer(x, mask=mask)  # once per step for all layers: a pytree, through scan and remat
 
-Flax itself is not imported here: this is the convention by which it calls.
+What has no kernel (a dense mask, a bias, dropout, sown weights) runs on Flax's own attention, said
+once: `packax.integrations.fallback`.
 """
 
 from __future__ import annotations
@@ -20,14 +21,27 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax import linen, nnx
 
 from packax._src.attention import flash_attention
 from packax._src.core.mask import AttentionMask
 from packax._src.masks.expressions import MaskExpression
 from packax._src.masks.intervals import causal, full
+from packax._src.ops.ffi import has_kernels
+from packax._src.requests import DTYPES
+from packax.integrations.fallback import fall_back
 from packax.integrations.jax_nn import key_mask
 
 __all__ = ["attention_fn", "dot_product_attention"]
+
+# Flax's own, kept: somebody may assign the function of this module over them.
+_LINEN, _NNX = linen.dot_product_attention, nnx.dot_product_attention
+_FASTER = (
+    "There are kernels for packax masks and expressions, such as packax.causal() & "
+    "packax.documents(segment_ids), for is_causal, and for a mask of keys, (*batch, 1, 1, kv_len)"
+)
+_OF_NO_RESULT = ("deterministic", "gather_head_groups", "checkpoint_name", "implementation")
 
 
 def attention_fn(
@@ -66,9 +80,11 @@ def dot_product_attention(
     dtype: Any = None,
     precision: Any = None,
     module: Any = None,
-    force_fp32_for_softmax: bool = False,
+    force_fp32_for_softmax: bool | None = None,
+    einsum_dot_general: Any = None,
     qk_attn_weights_einsum: Any = None,
     attn_weights_value_einsum: Any = None,
+    promote_dtype: Any = None,
     is_causal: bool = False,
     *,
     _mask: AttentionMask | MaskExpression | None = None,
@@ -76,21 +92,27 @@ def dot_product_attention(
 ) -> jax.Array:
     """What `flax.linen` and `flax.nnx` call as `attention_fn`, by packax's kernels.
 
+    What has none runs on Flax's own function of that name, with memory quadratic in the lengths
+    and a `packax.integrations.fallback.FallbackWarning` once: linen's where `module` or an
+    argument that only linen has says so, else nnx's.
+
     Args:
         query: (*batch, q_len, heads, dim), any batch dimensions or none.
         key: (*batch, kv_len, kv_heads, dim), heads a multiple of kv_heads.
         value: (*batch, kv_len, kv_heads, v_dim).
-        bias: must be None.
+        bias: added to the logits: Flax's path.
         mask: a mask from `packax.create_attention_mask` or an expression such as
             `packax.causal()`, whose batch is the product of the batch dimensions; or a mask of
-            keys, (*batch, 1, 1, kv_len), boolean or numbers, as Flax's decode cache makes it.
-        dropout_rate: must be 0, or deterministic True. broadcast_dropout and dropout_rng then have
-            no effect.
+            keys, (*batch, 1, 1, kv_len), boolean or numbers, as Flax's decode cache makes it; any
+            other one broadcastable to (*batch, heads, q_len, kv_len): Flax's path.
+        broadcast_dropout, dropout_rng: as in Flax, of its path.
+        dropout_rate: other than 0, without `deterministic`: Flax's path.
         dtype: of the computation and the result; None: what the operands promote to.
         precision: as of `packax.flash_attention`: of products of float32 operands.
-        module: must be None: the weights that `sow_weights=True` asks for are never formed.
-        force_fp32_for_softmax: always so.
-        qk_attn_weights_einsum, attn_weights_value_einsum: must be None.
+        module: sows the attention weights (`sow_weights=True`): Flax's path.
+        force_fp32_for_softmax: always so in packax; False and True on Flax's path.
+        einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum, promote_dtype: as in
+            Flax: its path.
         is_causal: row i attends the keys j <= i, with any mask but a built one.
 
     Returns:
@@ -99,13 +121,83 @@ def dot_product_attention(
 
     Raises:
         ValueError: shapes, dtypes or masks that are not as above.
-        NotImplementedError: a bias, dropout, a dense mask, sown weights, other einsums; no
-            kernel for the dtype or head dim (as `packax.flash_attention`).
+        NotImplementedError: what runs on Flax's path beside options of `attention_fn` that change
+            the result, with implementation="cuda" or with PACKAX_FALLBACK=error.
     """
-    _check_refused(
-        bias, dropout_rate, deterministic, module, qk_attn_weights_einsum, attn_weights_value_einsum
-    )
+    given = {
+        "broadcast_dropout": broadcast_dropout,
+        "dropout_rng": dropout_rng,
+        "dropout_rate": dropout_rate,
+        "deterministic": deterministic,
+        "dtype": dtype,
+        "precision": precision,
+        "module": module,
+    }
+    of_linen = {
+        "force_fp32_for_softmax": force_fp32_for_softmax,
+        "einsum_dot_general": einsum_dot_general,
+        "qk_attn_weights_einsum": qk_attn_weights_einsum,
+        "attn_weights_value_einsum": attn_weights_value_einsum,
+    }
+    of_linen = {name: x for name, x in of_linen.items() if x is not None}
+    einsums = sorted(name for name in of_linen if name != "force_fp32_for_softmax")
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+    reason = None
+    if einsums or promote_dtype is not None:
+        reason = " and ".join(einsums) or "promote_dtype"
+    elif module is not None:
+        reason = "sown weights"
+    elif bias is not None:
+        reason = "a bias"
+    elif dropout_rate and not deterministic:
+        reason = "dropout"
+    if reason is None or _is_packax(mask) or _mask is not None:
+        _check_shapes(query, key, value)
+    size = jnp.result_type(query, key, value) if dtype is None else jnp.dtype(dtype)
+    sizes = (*query.shape[:-3], *query.shape[-2:-4:-1], *key.shape[-3:-2])
+    if reason is None and str(size) not in DTYPES:
+        reason = f"dtype {size}"
+    masks: list[Any] = [
+        x if _is_packax(x) else jnp.asarray(x) for x in (_mask, mask) if x is not None
+    ]
+    built = [x for x in masks if isinstance(x, AttentionMask)]
+    if built and (is_causal or len(masks) > 1):
+        raise ValueError(
+            "mask is built, so it must say everything: beside it is_causal, a mask of attention_fn "
+            "and the mask of a decode cache have no place; pass an expression instead"
+        )
+    if reason is None:
+        dense = [x for x in masks if not _is_packax(x) and not _of_keys(x, sizes)]
+        reason = f"a mask of shape {dense[0].shape}" if dense else None
+    if reason is not None:
+        _check_options(reason, built, _options)
+        fall_back(
+            f"attention of Flax with {reason}",
+            "Flax's own attention",
+            _FASTER,
+            forbidden=_options.get("implementation") == "cuda",
+        )
+        masks = [*masks, causal()] if is_causal else masks
+        given |= {"bias": bias, "mask": _dense(masks, sizes)}
+        given["precision"] = _options.get("precision", precision)
+        if of_linen or isinstance(module, linen.Module):
+            return _LINEN(query, key, value, **given, **of_linen)
+        promotion = {} if promote_dtype is None else {"promote_dtype": promote_dtype}
+        return _NNX(query, key, value, **given, **promotion)
+    batch = query.shape[:-3]
+    q, k, v = (x.reshape(math.prod(batch), *x.shape[-3:]).astype(size) for x in (query, key, value))
+    expressions = [x if _is_packax(x) else _key_mask(x, sizes) for x in masks]
+    if is_causal:
+        expressions.append(causal())
+    options = {"precision": precision, **_options}
+    if options.get("implementation") is None and not has_kernels(q, k, v):
+        options["implementation"] = "xla"  # blockwise, in every dtype and head dim
+    whole: Any = functools.reduce(operator.and_, expressions) if expressions else full()
+    out: Any = flash_attention(q, k, v, whole, **options)
+    return out.reshape(*query.shape[:-1], value.shape[-1])
+
+
+def _check_shapes(query: Any, key: Any, value: Any) -> None:
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.ndim < 3:
             raise ValueError(f"{name} must have shape (*batch, length, heads, dim), not {x.shape}")
@@ -115,79 +207,56 @@ def dot_product_attention(
             raise ValueError(
                 f"{name} must have the batch dimensions of query, {batch}, but has {x.shape[:-3]}"
             )
-    dtype = jnp.result_type(query, key, value) if dtype is None else jnp.dtype(dtype)
-    q, k, v = (
-        x.reshape(math.prod(batch), *x.shape[-3:]).astype(dtype) for x in (query, key, value)
-    )
-    out: Any = flash_attention(
-        q,
-        k,
-        v,
-        _mask_of(mask, _mask, is_causal, batch, query.shape[-3], key.shape[-3]),
-        **{"precision": precision, **_options},
-    )
-    return out.reshape(*query.shape[:-1], value.shape[-1])
 
 
-def _check_refused(
-    bias: Any, dropout_rate: Any, deterministic: Any, module: Any, qk_einsum: Any, wv_einsum: Any
-) -> None:
-    if bias is not None:
-        raise NotImplementedError(
-            "bias must be None: a bias for every pair of row and key has no kernel. Flax's own "
-            "dot_product_attention adds it, with memory quadratic in the length"
-        )
-    if dropout_rate and not deterministic:
-        raise NotImplementedError(
-            f"dropout_rate must be 0 or deterministic True, but they are {dropout_rate} and "
-            f"{deterministic}: no kernel drops attention weights"
-        )
-    if module is not None:
-        raise NotImplementedError(
-            "sow_weights must be False: attention weights are never formed, so none can be sown"
-        )
-    for name, einsum in (
-        ("qk_attn_weights_einsum", qk_einsum),
-        ("attn_weights_value_einsum", wv_einsum),
-    ):
-        if einsum is not None:
-            raise NotImplementedError(f"{name} must be None: the kernels make both products")
-
-
-def _mask_of(
-    mask: Any, fixed: Any, is_causal: bool, batch: tuple[int, ...], rows: int, keys: int
-) -> AttentionMask | MaskExpression:
-    given = [_checked(x, batch, rows, keys) for x in (fixed, mask) if x is not None]
-    built = [x for x in given if isinstance(x, AttentionMask)]
-    if built and (is_causal or len(given) > 1):
-        raise ValueError(
-            "mask is built, so it must say everything: beside it is_causal, a mask of attention_fn "
-            "and the mask of a decode cache have no place; pass an expression instead"
-        )
+def _check_options(reason: str, built: list[AttentionMask], options: Mapping[str, Any]) -> None:
+    """Flax's path has neither packax's built masks nor its options."""
     if built:
-        return built[0]
-    expressions = [x for x in given if isinstance(x, MaskExpression)]
-    if is_causal:
-        expressions.append(causal())
-    return functools.reduce(operator.and_, expressions) if expressions else full()
-
-
-def _checked(
-    mask: Any, batch: tuple[int, ...], rows: int, keys: int
-) -> AttentionMask | MaskExpression:
-    if isinstance(mask, (AttentionMask, MaskExpression)):
-        return mask
-    mask = jnp.asarray(mask)
-    wanted = (*batch, 1, 1, keys)
-    if mask.ndim < 3 or mask.shape[-3:-1] != (1, 1):
-        raise NotImplementedError(
-            f"mask has shape {mask.shape}: a dense mask for every row and key is no range of "
-            f"keys. There are: a mask of keys, {wanted}; a packax expression, such as "
-            "packax.causal() & packax.documents(segment_ids); a mask from "
-            "packax.create_attention_mask"
+        raise ValueError(
+            f"mask is built for packax's kernels, which do not take {reason}: pass the expression "
+            "itself as mask"
         )
-    try:
-        attended = jnp.broadcast_to(mask.astype(bool), wanted)
-    except ValueError:
-        raise ValueError(f"mask must be broadcastable to {wanted}, but has {mask.shape}") from None
+    changing = sorted(options.keys() - {*_OF_NO_RESULT, "precision"})
+    if changing:
+        raise NotImplementedError(
+            f"{', '.join(changing)} of attention_fn beside {reason}: no kernel takes both, and "
+            "Flax's own attention has no such option"
+        )
+
+
+def _is_packax(mask: Any) -> bool:
+    return isinstance(mask, (AttentionMask, MaskExpression))
+
+
+def _of_keys(mask: jax.Array, sizes: tuple[int, ...]) -> bool:
+    """Whether an array speaks of keys alone; an error if it does not fit."""
+    shape = (1,) * (len(sizes) - mask.ndim) + mask.shape
+    fits = zip(shape, sizes, strict=False)
+    if len(shape) != len(sizes) or any(n not in (1, size) for n, size in fits):
+        raise ValueError(
+            f"mask must be broadcastable to (*batch, heads, q_len, kv_len), {sizes}, but has "
+            f"{mask.shape}"
+        )
+    return shape[-3:-1] == (1, 1)
+
+
+def _key_mask(mask: jax.Array, sizes: tuple[int, ...]) -> MaskExpression:
+    *batch, _, rows, keys = sizes
+    attended = jnp.broadcast_to(mask.astype(bool), (*batch, 1, 1, keys))
     return key_mask(attended.reshape(math.prod(batch), keys), rows)
+
+
+def _dense(masks: list[Any], sizes: tuple[int, ...]) -> Any:
+    """One array as Flax takes it: its own unchanged where it is alone."""
+    if len(masks) < 2 and not any(map(_is_packax, masks)):
+        return masks[0] if masks else None
+    *batch, _, rows, keys = sizes
+    whole: Any = np.True_
+    for mask in masks:
+        if _is_packax(mask):
+            mask = jnp.asarray(mask.as_array(rows, keys))
+            mask = mask if mask.ndim == 4 else mask.reshape(-1, 1, rows, keys)
+            own = tuple(batch) if mask.shape[0] > 1 else (1,) * len(batch)
+            mask = mask.reshape(*own, *mask.shape[1:])
+        whole = whole & mask.astype(bool)
+    return whole

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 from typing import Any, Literal
 
@@ -12,14 +13,24 @@ from jax.typing import ArrayLike
 
 from packax._src.attention import flash_attention
 from packax._src.core.integers import as_int32
+from packax._src.core.jax_compat import jax_nn_attention
 from packax._src.core.mask import AttentionMask
 from packax._src.core.shapes import PADDING_SEGMENT_ID, is_symbolic
 from packax._src.masks.documents import documents, ranges
 from packax._src.masks.expressions import MaskExpression
 from packax._src.masks.intervals import full
+from packax._src.ops.ffi import has_kernels
 from packax._src.ops.primitives import check_implementation
+from packax._src.requests import DTYPES
+from packax.integrations.fallback import fall_back
 
 _FAR = 1 << 30  # beyond every row and key, and still int32 when a row's index is added
+_WHOSE = "jax.nn's own attention"
+_RANGES = (
+    "What is a range of keys for every row has kernels: is_causal, local_window_size, sequence "
+    "lengths, a mask of keys, (B or 1, 1, 1, S), or as mask a packax expression such as "
+    "packax.causal() & packax.documents(segment_ids)"
+)
 
 
 def dot_product_attention(
@@ -29,7 +40,7 @@ def dot_product_attention(
     bias: ArrayLike | None = None,
     mask: ArrayLike | MaskExpression | AttentionMask | None = None,
     *,
-    scale: float | None = None,
+    scale: ArrayLike | None = None,
     is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
@@ -40,27 +51,29 @@ def dot_product_attention(
     """`jax.nn.dot_product_attention`, on packax's kernels: the import is the whole change.
 
     What is a range of keys for every row (`is_causal`, lengths, windows, a mask of keys) runs in
-    packax, with memory linear in the lengths. What is not (a bias, a dense mask) raises an error
-    that names implementation="xla", which is jax.nn's own dense path.
+    packax, with memory linear in the lengths. All else that jax.nn takes (a bias, a dense mask,
+    other dtypes) runs on jax.nn's own path, with a `packax.integrations.fallback.FallbackWarning`
+    once; PACKAX_FALLBACK=error in the environment makes it an error, PACKAX_FALLBACK=silent says
+    nothing. It may be assigned over `jax.nn.dot_product_attention`.
 
     Args:
         query: (B, T, N, H) or (T, N, H).
         key: (B, S, K, H) or (S, K, H), dtype of query; N a multiple of K.
         value: shape and dtype of key.
-        bias: only with implementation="xla" or "cudnn".
-        mask: which pairs take part, in one of three forms: a boolean that is the same for all
-            heads and rows, shape (B or 1, 1, 1, S); a packax expression such as
-            `packax.documents(segment_ids)`, beside which the other arguments still hold; a mask
-            from `packax.create_attention_mask`, which then says everything. Any other boolean
-            (..., T, S) only with implementation="xla" or "cudnn".
+        bias: added to the logits, broadcastable to (B, N, T, S): jax.nn's path, with its gradient.
+        mask: which pairs take part, in one of three forms: a boolean broadcastable to (B, N, T,
+            S), on packax's path where it is the same for all heads and rows, (B or 1, 1, 1, S); a
+            packax expression such as `packax.documents(segment_ids)`, beside which the other
+            arguments still hold; a mask from `packax.create_attention_mask`, which then says
+            everything.
         scale: None: 1 / sqrt(H).
         is_causal: row i attends the keys j <= i, counted from the first row and the first key.
         query_seq_lengths, key_value_seq_lengths: (B,) int32: later rows give 0, later keys do not
             take part.
         local_window_size: (left, right), or one number for both: row i attends the keys
             i - left <= j <= i + right.
-        implementation: None: packax (kernels on CUDA, blockwise XLA elsewhere); "cuda": packax's
-            kernels or an error; "xla", "cudnn": what jax.nn does under that name.
+        implementation: None: packax (kernels on CUDA, blockwise XLA elsewhere) where it can;
+            "cuda": packax's kernels or an error; "xla", "cudnn": what jax.nn does under that name.
         return_residual: return also the log-sum-exp.
 
     Returns:
@@ -68,57 +81,104 @@ def dot_product_attention(
         key, no gradient, as jax.nn gives it (float32 and differentiable:
         `packax.flash_attention(..., return_lse=True)`).
 
-        One result differs from jax.nn's: a row that attends no key gives 0 and residual -inf,
-        where jax.nn's XLA path gives the mean of all values (or, past query_seq_lengths, 0), and
-        about -2.4e38.
+        One result differs from jax.nn's, on packax's path: a row that attends no key gives 0 and
+        residual -inf, where jax.nn's gives the mean of all values (or, past query_seq_lengths, 0),
+        and about -2.4e38.
 
     Raises:
         ValueError: shapes, dtypes or arguments that are not as above.
-        NotImplementedError: a bias or a dense mask without implementation="xla"; no kernel for the
-            dtype or head dim (as `packax.flash_attention`).
+        NotImplementedError: with implementation="cuda" or PACKAX_FALLBACK=error, what has no
+            kernel; return_residual on jax.nn's path in a jax without it (0.7).
 
     >>> out = packax.dot_product_attention(query, key, value, is_causal=True)
     """
     check_implementation(implementation, ("cuda", "xla", "cudnn"), " (these two are jax.nn's)")
+    given: dict[str, Any] = {
+        "scale": scale,
+        "is_causal": is_causal,
+        "query_seq_lengths": query_seq_lengths,
+        "key_value_seq_lengths": key_value_seq_lengths,
+        "local_window_size": local_window_size,
+        "return_residual": return_residual,
+    }
     if implementation in ("xla", "cudnn"):
-        others: dict[str, Any] = {"implementation": implementation}
-        if return_residual:
-            others["return_residual"] = True
-        return jax.nn.dot_product_attention(
-            query,
-            key,
-            value,
-            bias,
-            _dense(mask, query, key),
-            scale=scale,
-            is_causal=is_causal,
-            query_seq_lengths=query_seq_lengths,
-            key_value_seq_lengths=key_value_seq_lengths,
-            local_window_size=local_window_size,
-            **others,
-        )
+        return _by_jax_nn(query, key, value, bias, mask, implementation, given)
     shape = jnp.shape(query)
     query, key, value = (
         _batched(name, x) for name, x in (("query", query), ("key", key), ("value", value))
     )
     if value.shape != key.shape:
         raise ValueError(f"value must have the shape of key, {key.shape}, but has {value.shape}")
-    if bias is not None:
-        raise NotImplementedError(
-            "bias must be None: a bias for every pair of row and key has no kernel. "
-            'implementation="xla" adds it, as jax.nn does, with memory quadratic in the lengths'
-        )
-    batch, rows = query.shape[:2]
+    batch, rows, heads = query.shape[:3]
+    sizes = (batch, heads, rows, key.shape[1])
+    given["is_causal"] = is_causal = _flag(is_causal)
+    mask = mask if mask is None or _is_packax(mask) else _boolean(mask, sizes)
     limits = _limits(
         batch, rows, is_causal, query_seq_lengths, key_value_seq_lengths, local_window_size
     )
-    mask = _combined(mask, limits, batch, rows, key.shape[1])
+    reason = _no_kernel(query, key, value, bias, mask, scale, sizes)
+    if reason is not None:
+        fall_back(
+            f"dot_product_attention with {reason}",
+            _WHOSE,
+            _RANGES,
+            forbidden=implementation == "cuda",
+        )
+        out = _by_jax_nn(query, key, value, bias, mask, None, given)
+        if not return_residual:
+            return out.reshape(shape)
+        return out[0].reshape(shape), out[1].reshape(shape[:-1])
+    mask = _combined(mask, limits, rows, key.shape[1])
+    if scale is not None and jnp.ndim(scale) == 0 and not isinstance(scale, (int, float)):
+        scale = jnp.asarray(scale)
+        scale = scale if jnp.issubdtype(scale.dtype, jnp.floating) else scale.astype(jnp.float32)
     options: dict[str, Any] = {"scale": scale, "implementation": implementation}
+    if implementation is None and not has_kernels(query, key, value):
+        options["implementation"] = "xla"  # blockwise, in every dtype and head dim
     if not return_residual:
         return flash_attention(query, key, value, mask, **options).reshape(shape)
     out, lse = flash_attention(query, key, value, mask, return_lse=True, **options)
     residual = jax.lax.stop_gradient(lse).swapaxes(1, 2).astype(key.dtype)
     return out.reshape(shape), residual.reshape(shape[:-1])
+
+
+def _is_packax(mask: Any) -> bool:
+    return isinstance(mask, (AttentionMask, MaskExpression))
+
+
+def _no_kernel(
+    query: Any, key: Any, value: Any, bias: Any, mask: Any, scale: Any, sizes: tuple[int, ...]
+) -> str | None:
+    """What of the call only jax.nn takes; None: nothing."""
+    dtypes = {x.dtype for x in (query, key, value)}
+    if len(dtypes) == 1 and str(query.dtype) not in DTYPES:
+        return f"dtype {query.dtype}"
+    if bias is not None:
+        shape = (1,) * (4 - jnp.ndim(bias)) + jnp.shape(bias)
+        _check_broadcast("bias", shape, sizes)
+        return f"a bias of shape {shape}"
+    if scale is not None and jnp.ndim(scale):
+        return f"a scale of shape {jnp.shape(scale)}"
+    if mask is not None and not _is_packax(mask) and mask.shape[1:3] != (1, 1):
+        return f"a mask of shape {mask.shape}, a boolean for every row and key"
+    return None
+
+
+def _by_jax_nn(
+    query: Any, key: Any, value: Any, bias: Any, mask: Any, implementation: Any, given: Any
+) -> Any:
+    """The original function, whatever stands at its name in jax.nn by now."""
+    options = {**given, "implementation": implementation}
+    known = "return_residual" in inspect.signature(jax_nn_attention).parameters
+    if not known and options.pop("return_residual"):
+        raise NotImplementedError(
+            f"return_residual=True on jax.nn's path: jax {jax.__version__} has no such thing; "
+            "packax.flash_attention(..., return_lse=True) has"
+        )
+    mask = _dense(mask, query, key)
+    if mask is None and given["local_window_size"] is not None:
+        mask = jnp.ones((1,) * 4, bool)  # jax 0.7 takes no notice of a window that comes alone
+    return jax_nn_attention(query, key, value, bias, mask, **options)
 
 
 def key_mask(keys: Any, rows: int) -> MaskExpression:
@@ -131,20 +191,28 @@ def key_mask(keys: Any, rows: int) -> MaskExpression:
 
 def _batched(name: str, x: Any) -> jax.Array:
     x = jnp.asarray(x)
-    if x.ndim not in (3, 4):
+    if x.ndim > 4:
         raise ValueError(
             f"{name} must have shape (batch, length, heads, dim) or (length, heads, dim), but has "
             f"{x.shape}"
         )
-    return x if x.ndim == 4 else x[None]
+    return x.reshape(*(1,) * (4 - x.ndim), *x.shape)
+
+
+def _flag(is_causal: Any) -> bool:
+    try:
+        flag = operator.index(is_causal.item() if hasattr(is_causal, "item") else is_causal)
+    except (TypeError, ValueError):
+        flag = -1
+    if flag not in (0, 1):
+        raise ValueError(f"is_causal must be True or False, but is {is_causal!r}")
+    return bool(flag)
 
 
 def _limits(
-    batch: int, rows: int, is_causal: Any, q_lengths: Any, kv_lengths: Any, window: Any
+    batch: int, rows: int, is_causal: bool, q_lengths: Any, kv_lengths: Any, window: Any
 ) -> MaskExpression | None:
     """All that is a range: None if there is nothing."""
-    if not isinstance(is_causal, (bool, np.bool_)):
-        raise ValueError(f"is_causal must be True or False, but is {is_causal!r}")
     lengths = {"query_seq_lengths": q_lengths, "key_value_seq_lengths": kv_lengths}
     for name, x in lengths.items():
         if x is None:
@@ -189,7 +257,7 @@ def _window(window: Any) -> tuple[int, int]:
 
 
 def _combined(
-    mask: Any, limits: MaskExpression | None, batch: int, rows: int, keys: int
+    mask: Any, limits: MaskExpression | None, rows: int, keys: int
 ) -> AttentionMask | MaskExpression:
     if isinstance(mask, AttentionMask):
         if limits is not None:
@@ -201,11 +269,12 @@ def _combined(
     if mask is None:
         return full() if limits is None else limits
     if not isinstance(mask, MaskExpression):
-        mask = _from_boolean(mask, batch, rows, keys)
+        mask = key_mask(jnp.broadcast_to(mask[:, 0, 0], (mask.shape[0], keys)), rows)
     return mask if limits is None else mask & limits
 
 
-def _from_boolean(mask: Any, batch: int, rows: int, keys: int) -> MaskExpression:
+def _boolean(mask: Any, sizes: tuple[int, ...]) -> jax.Array:
+    """As (B or 1, N or 1, T or 1, S or 1)."""
     mask = jnp.asarray(mask)
     if mask.dtype != jnp.bool_ or mask.ndim > 4:
         raise ValueError(
@@ -213,17 +282,16 @@ def _from_boolean(mask: Any, batch: int, rows: int, keys: int) -> MaskExpression
             f"a mask from create_attention_mask, but is {mask.dtype} of shape {mask.shape}"
         )
     mask = mask.reshape(*(1,) * (4 - mask.ndim), *mask.shape)
-    if mask.shape[1:3] != (1, 1):
-        raise NotImplementedError(
-            f"mask has shape {mask.shape}: a boolean for every row and key is no range of keys. "
-            f"There are: a mask of keys, ({batch} or 1, 1, 1, {keys}); a packax expression, such "
-            "as packax.causal() & packax.documents(segment_ids); a mask from "
-            'packax.create_attention_mask. implementation="xla" takes any boolean, as jax.nn does, '
-            "with memory quadratic in the lengths"
+    _check_broadcast("mask", mask.shape, sizes)
+    return mask
+
+
+def _check_broadcast(name: str, shape: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+    if len(shape) != 4 or any(n not in (1, size) for n, size in zip(shape, sizes, strict=True)):
+        raise ValueError(
+            f"{name} must be broadcastable to (batch, heads, rows, keys), {sizes}, but has shape "
+            f"{shape}"
         )
-    if mask.shape[0] not in (1, batch) or mask.shape[3] not in (1, keys):
-        raise ValueError(f"mask must have shape ({batch} or 1, 1, 1, {keys}), but has {mask.shape}")
-    return key_mask(jnp.broadcast_to(mask[:, 0, 0], (mask.shape[0], keys)), rows)
 
 
 def _dense(mask: Any, query: Any, key: Any) -> Any:

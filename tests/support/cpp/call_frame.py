@@ -134,10 +134,10 @@ class Xla:
                 buffer.dims = C.addressof(dims)
                 keep.append(dims)
                 made.append(buffer)
-            return pointers(made, Operands, 1)
+            return pointers(made, Operands, [1] * len(made))
 
-        def pointers(items, kind, code, **more):
-            types = (C.c_int * max(1, len(items)))(*[code] * len(items))
+        def pointers(items, kind, codes, **more):
+            types = (C.c_int * max(1, len(items)))(*codes)
             addresses = (P * max(1, len(items)))(*map(C.addressof, items))
             keep.extend((items, types, addresses))
             return kind(
@@ -150,10 +150,14 @@ class Xla:
 
         names, scalars = [], []
         for name, (dtype, value) in sorted(attributes.items()):
+            names.append(ByteSpan(name.encode(), len(name)))
+            if dtype == "string":
+                scalars.append(ByteSpan(value.encode(), len(value.encode())))
+                continue
             cell = {"float32": C.c_float, "int32": C.c_int32, "int64": I64}[dtype](value)
             keep.append(cell)
-            names.append(ByteSpan(name.encode(), len(name)))
             scalars.append(Scalar(DTYPES[dtype], C.addressof(cell)))
+        codes = [4 if isinstance(x, ByteSpan) else 3 for x in scalars]  # XLA_FFI_AttrType
         name_list = (P * max(1, len(names)))(*map(C.addressof, names))
         frame = CallFrame(
             # Without `future`: the size that API 0.1 declares.
@@ -162,7 +166,7 @@ class Xla:
             stage=stage,
             args=buffers(operands),
             rets=buffers(results),
-            attrs=pointers(scalars, Attributes, 3, names=C.addressof(name_list)),
+            attrs=pointers(scalars, Attributes, codes, names=C.addressof(name_list)),
         )
         error = handler(capsule)(C.addressof(frame))
         return self.errors.pop(error) if error else None

@@ -53,21 +53,49 @@ class Sizes:
         """q_pos: an upper limit of each row, or both."""
         return Array("int32", (self.mask_batch, *[2] * two, self.q_len))
 
-    def mask(self, element_test):
+    def mask(self, segment_check):
         rows, keys = (self.mask_batch, self.q_len), (self.mask_batch, self.kv_len)
         return {
             "q_lo": Array("int32", rows),
             "q_hi": Array("int32", rows),
             "q_ids": Array("int32", rows),
             "kv_ids": Array("int32", keys),
-            "q_pos": self.limits(element_test == 3),
+            "q_pos": self.limits(segment_check == 3),
             "kv_pos": Array("int32", keys),
             "q_blocks": Array("int32", (self.mask_batch, 5, ceil(self.q_len / 64))),
             "q_order": Array("int32", (self.mask_batch, ceil(self.q_len / 128))),
         }
 
 
-def forward(m, s=Sizes(), scale=0.125, element_test=2):
+ABSENT = Array("float32", (0,))
+OPTIONS = dict.fromkeys(
+    ("block_mask", "q_block_lists", "kv_block_lists", "scales", "slopes", "q_bias_pos",
+    "kv_bias_pos"), ABSENT,
+)  # fmt: skip
+
+
+def options(direction, **given):
+    """Operands behind those of the mask, absent but for those given."""
+    made = {**OPTIONS, **given}
+    if direction == "forward":
+        del made["kv_block_lists"]
+    return {**made, "out_before" if direction == "forward" else "dq_before": ABSENT}
+
+
+def attributes(scale, segment_check, soft_cap=0.0, **more):
+    """Those of both passes; with no option, and for all heads."""
+    numbers = {
+        "segment_check": segment_check,
+        **dict.fromkeys(("q_block", "kv_block", "bias_of_indices", "float32_products"), 0),
+        "first_head": 0,
+        "heads": 0,
+        **more,
+    }
+    made = {"scale": ("float32", scale), "soft_cap": ("float32", soft_cap)}
+    return made | {name: ("int32", value) for name, value in numbers.items()}
+
+
+def forward(m, s=Sizes(), scale=0.125, segment_check=2):
     dtype, qk_dim, v_dim = m.variant["dtype"], m.variant["qk_dim"], m.variant["v_dim"]
     dtype = {"bf16": "bfloat16", "f16": "float16"}[dtype]
     return make_call(
@@ -76,34 +104,35 @@ def forward(m, s=Sizes(), scale=0.125, element_test=2):
             "query": Array(dtype, (s.batch, s.q_len, s.heads, qk_dim)),
             "key": Array(dtype, (s.batch, s.kv_len, s.kv_heads, qk_dim)),
             "value": Array(dtype, (s.batch, s.kv_len, s.kv_heads, v_dim)),
-            **s.mask(element_test),
+            **s.mask(segment_check),
             "q_order_192": Array("int32", (s.mask_batch, ceil(s.q_len / 192))),
+            **options("forward"),
         },
         {
             "out": Array(dtype, (s.batch, s.q_len, s.heads, v_dim)),
             "lse": Array("float32", (s.batch, s.heads, s.q_len)),
+            "row_max": ABSENT,
             "counter": Array("int32", (1,)),
         },
-        {"scale": ("float32", scale), "element_test": ("int32", element_test)},
+        attributes(scale, segment_check),
     )
 
 
-def workspace(m, s, kernels):
+def workspace(s, algorithm, qk_dim):
     """Elements: what the one kernel of Hopper for all gradients needs, those apart, or the
     portable."""
     padded = 64 * ceil(s.q_len / 64)
     rows = s.batch * s.heads * padded
     sums = 2 * rows + 2 * s.mask_batch * padded
-    return {"fused": sums + rows * m.variant["qk_dim"], "apart": sums + 1, "portable": rows}[
-        kernels
-    ]
+    sizes = {"sm90_fused": sums + rows * qk_dim, "sm90_separate": sums + 1}
+    return Array("float32", (sizes.get(algorithm, rows),))
 
 
 def backward(
-    m, s=Sizes(), scale=0.125, element_test=2, has_dlse=1, kernels="fused", wanted=3
+    m, s=Sizes(), scale=0.125, segment_check=2, has_dlse=1, algorithm="sm90_fused", needs_grad=3
 ):  # fmt: skip
-    """wanted: bit 0 dq, bit 1 dk and dv; what no kernel writes has no elements."""
-    f = forward(m, s, scale, element_test)
+    """needs_grad: bit 0 dq, bit 1 dk and dv; what no kernel writes is absent."""
+    f = forward(m, s, scale, segment_check)
     query, key, value = (f.operands[n] for n in ("query", "key", "value"))
     out, lse = f.results["out"], f.results["lse"]
     operands = {
@@ -113,23 +142,22 @@ def backward(
         "out": out,
         "lse": lse,
         "dout": out,
-        "dlse": lse,
-        **s.mask(element_test),
+        "dlse": lse if has_dlse else ABSENT,
+        **s.mask(segment_check),
         "kv_blocks": Array("int32", (s.mask_batch, 4, ceil(s.kv_len / 64))),
         "kv_order": Array("int32", (s.mask_batch, ceil(s.kv_len / 128))),
+        **options("backward"),
     }
+    dkv = needs_grad & 2 or algorithm == "sm90_fused"
     results = {
-        "dq": query,
-        "dk": key,
-        "dv": value,
-        "workspace": Array("float32", (workspace(m, s, kernels),)),
+        "dq": query if needs_grad & 1 else ABSENT,
+        "dk": key if dkv else ABSENT,
+        "dv": value if dkv else ABSENT,
+        "score_grads": ABSENT,
+        "workspace": workspace(s, algorithm, query.shape[3]),
     }
-    large = m.has_sm90() and kernels == "fused"
-    unwritten = [] if wanted & 1 else ["dq"]
-    unwritten += [] if wanted & 2 or large else ["dk", "dv"]
-    results |= {name: Array(query.dtype, (0,)) for name in unwritten}
-    attributes = {**f.attributes, "has_dlse": ("int32", has_dlse), "wanted": ("int32", wanted)}
-    return make_call("packax_backward_v1", operands, results, attributes)
+    own = {"algorithm": ("string", algorithm), "needs_grad": ("int32", needs_grad)}
+    return make_call("packax_backward_v1", operands, results, {**f.attributes, **own})
 
 
 def of_head_group(plain, first, row_heads, begins=0):
@@ -140,121 +168,103 @@ def of_head_group(plain, first, row_heads, begins=0):
     def widened(arrays):
         return {
             name: replace(a, shape=(*a.shape[:2], row_heads, a.shape[3]))
-            if name in ("query", "out", "dout", "dq") and a.shape != (0,)
+            if name in ("query", "out", "dout", "dq") and a.shape != ABSENT.shape
             else a
             for name, a in arrays.items()
         }
 
     operands, results = widened(plain.operands), widened(plain.results)
     result = "out" if "out" in results else "dq"
-    own = {"first_head": first, "heads": heads, "begins": begins}
-    return Call(
-        plain.target.replace("_v1", "_heads_v1"),
-        {f"{result}_before": results[result], **operands},
-        results,
-        {**plain.attributes, **{name: ("int32", value) for name, value in own.items()}},
-    )
+    if not begins:
+        operands[f"{result}_before"] = results[result]
+    own = {"first_head": ("int32", first), "heads": ("int32", heads)}
+    return Call(plain.target, operands, results, {**plain.attributes, **own})
 
 
-def extras(s, scales_batch, bias_batch):
-    return {
-        "scales": Array("float32", (scales_batch,)),
-        "slopes": Array("float32", (bias_batch, s.heads)),
-        "q_places": Array("int32", (bias_batch, s.q_len)),
-        "kv_places": Array("int32", (bias_batch, s.kv_len)),
-    }
+def score_params(s, batches, has):
+    """`batches`: of scales and of the bias; `has`: whether there are scales, and a bias: 1, or 2 by
+    indices."""
+    params = {"scales": Array("float32", (batches[0],))} if has[0] else {}
+    if has[1]:
+        params |= {
+            "slopes": Array("float32", (batches[1], s.heads)),
+            "q_bias_pos": Array("int32", (batches[1], s.q_len)),
+            "kv_bias_pos": Array("int32", (batches[1], s.kv_len)),
+        }
+    return params
 
 
-def flags(soft_cap, **more):
-    named = {name: ("int32", value) for name, value in more.items()}
-    return {"soft_cap": ("float32", soft_cap), **named}
-
-
-def block_map(s, batch, heads, q_block, kv_block):
+def block_mask(s, batch, heads, q_block, kv_block):
     """Its operands: those of the forward, then one that the backward has beside them."""
     rows, columns = ceil(s.q_len / q_block), ceil(s.kv_len / kv_block)
     lists = (s.mask_batch, heads)
     return {
-        "map_bits": Array("int32", (batch, heads, rows, ceil(columns / 32))),
-        "q_entries": Array("int32", (*lists, ceil(s.q_len / 128), 2 + ceil(s.kv_len / 64))),
-        "kv_entries": Array("int32", (*lists, ceil(s.kv_len / 128), 2 + ceil(s.q_len / 64))),
+        "block_mask": Array("int32", (batch, heads, rows, ceil(columns / 32))),
+        "q_block_lists": Array("int32", (*lists, ceil(s.q_len / 128), 2 + ceil(s.kv_len / 64))),
+        "kv_block_lists": Array("int32", (*lists, ceil(s.kv_len / 128), 2 + ceil(s.q_len / 64))),
     }
 
 
 MAP = (1, 6, 3, 20)  # batch, heads, rows and keys of a block
-NO_MAP = (1, 1, 1, 1)  # of operands that nobody looks at
 
 
 def forward_fallback(
-    m, s=Sizes(), dims=None, batches=(1, 1), has=(1, 1), soft_cap=30.0, dtype=None, exact=0,
-    blocks=MAP, want_top=0,
+    m, s=Sizes(), dims=None, batches=(1, 1), has=(1, 1), soft_cap=30.0, dtype=None, float32=0,
+    blocks=MAP, needs_row_max=0,
 ):  # fmt: skip
-    """`dims`: those asked for, by default those of a plain kernel; `batches`: of scales and bias;
-    `blocks`: of a map, None without one."""
-    f = forward(m, s)  # element_test 2
+    """`dims`: those asked for, by default those of a plain kernel; `batches`, `has`: as
+    score_params has them; `float32`: products; `blocks`: of a block mask, None without one."""
+    f = forward(m, s)  # segment_check 2
     query, key, value = (f.operands[n] for n in ("query", "key", "value"))
     qk_dim, v_dim = dims or (query.shape[3], value.shape[3])
     dtype = dtype or query.dtype
     query, key = (replace(x, shape=(*x.shape[:3], qk_dim), dtype=dtype) for x in (query, key))
     value = replace(value, shape=(*value.shape[:3], v_dim), dtype=dtype)
     out = replace(query, shape=(*query.shape[:3], v_dim))
-    lse = f.results["lse"]
-    order = {"q_order_192": f.operands["q_order_192"]}
-    maps = block_map(s, *(blocks or NO_MAP))
-    del maps["kv_entries"]
+    own = block_mask(s, *blocks) if blocks else {}
+    own |= score_params(s, batches, has)
     q_block, kv_block = blocks[2:] if blocks else (0, 0)
-    named = {"has_scales": has[0], "has_bias": has[1], "want_top": want_top, "exact": exact}
+    row_max = f.results["lse"] if needs_row_max else ABSENT
     return make_call(
-        "packax_forward_general_v1",
+        "packax_forward_v1",
         {
-            "query": query,
-            "key": key,
-            "value": value,
-            **s.mask(2),
-            **order,
-            **maps,
-            **extras(s, *batches),
+            **f.operands,
+            "query": query, "key": key, "value": value,
+            **options("forward", **own),
         },
-        {"out": out, "lse": lse, "top": lse, "counter": f.results["counter"]},
-        {**f.attributes, **flags(soft_cap, **named, q_block=q_block, kv_block=kv_block)},
-    )
+        {**f.results, "out": out, "row_max": row_max},
+        attributes(
+            0.125, 2, soft_cap, q_block=q_block, kv_block=kv_block, bias_of_indices=has[1] // 2,
+            float32_products=float32,
+        ),
+    )  # fmt: skip
 
 
 def backward_fallback(
-    m, s=Sizes(), dims=None, batches=(1, 1), has=(1, 1), soft_cap=30.0, dtype=None, exact=0,
-    wanted=3, has_dnumbers=1, blocks=MAP, kernels="portable",
+    m, s=Sizes(), dims=None, batches=(1, 1), has=(1, 1), soft_cap=30.0, dtype=None, float32=0,
+    needs_grad=3, score_grads=1, blocks=MAP, algorithm="portable", has_dlse=1,
 ):  # fmt: skip
-    """wanted: bit 0 dq, bit 1 dk and dv; what no kernel writes has no elements."""
-    f, b = (
-        forward_fallback(m, s, dims, batches, has, soft_cap, dtype, exact, blocks),
-        backward(m, s),
-    )
-    del f.attributes["want_top"]
+    """needs_grad: bit 0 dq, bit 1 dk and dv; what no kernel writes is absent."""
+    f = forward_fallback(m, s, dims, batches, has, soft_cap, dtype, float32, blocks)
+    b = backward(m, s, has_dlse=has_dlse, algorithm=algorithm, needs_grad=needs_grad)
     query, key, value = (f.operands[n] for n in ("query", "key", "value"))
-    out, lse = f.results["out"], f.results["lse"]
-    sums = {"lse": lse, "dout": out, "dlse": lse}
-    keys = {name: b.operands[name] for name in ("kv_blocks", "kv_order")}
-    numbers = Array("float32", (s.batch, s.heads, 2, s.q_len) if has_dnumbers else (1,))
-    none = Array(query.dtype, (0,))
-    dq = query if wanted & 1 or has_dnumbers else none
-    dk, dv = (key, value) if wanted & 2 or kernels == "fused" else (none, none)
-    elements = Array("float32", (workspace(m, s, kernels),))
-    flags = {"has_dlse": 1, "has_dnumbers": has_dnumbers, "wanted": wanted}
+    own = block_mask(s, *blocks) if blocks else {}
+    own |= score_params(s, batches, has)
+    dkv = needs_grad & 2 or algorithm == "sm90_fused"
+    results = {
+        "dq": query if needs_grad & 1 or score_grads else ABSENT,
+        "dk": key if dkv else ABSENT,
+        "dv": value if dkv else ABSENT,
+        "score_grads": Array("float32", (s.batch, s.heads, 2, s.q_len)) if score_grads else ABSENT,
+        "workspace": workspace(s, algorithm, query.shape[3]),
+    }
+    out = f.results["out"]
+    tensors = {"query": query, "key": key, "value": value, "out": out, "dout": out}
     return make_call(
-        "packax_backward_general_v1",
-        {
-            "query": query,
-            "key": key,
-            "value": value,
-            "out": out,
-            **sums,
-            **s.mask(2),
-            **keys,
-            **block_map(s, *(blocks or NO_MAP)),
-            **extras(s, *batches),
-        },
-        {"dq": dq, "dk": dk, "dv": dv, "dnumbers": numbers, "workspace": elements},
-        {**f.attributes, **{name: ("int32", value) for name, value in flags.items()}},
+        "packax_backward_v1",
+        {**b.operands, **tensors, **options("backward", **own)},
+        results,
+        {**f.attributes, **{name: b.attributes[name] for name in ("algorithm", "needs_grad")}},
     )
 
 
@@ -264,7 +274,7 @@ def forward_soft_cap(m, s=Sizes(), soft_cap=50.0, **more):
 
 
 def backward_soft_cap(m, s=Sizes(), soft_cap=50.0, **more):
-    more = {"has": (0, 0), "blocks": None, "has_dnumbers": 0, "kernels": "fused", **more}
+    more = {"has": (0, 0), "blocks": None, "score_grads": 0, "algorithm": "sm90_fused", **more}
     return backward_fallback(m, s, soft_cap=soft_cap, **more)
 
 
@@ -277,7 +287,7 @@ def forward_block_lists(m, s=Sizes(), blocks=POWERS, **more):
 
 
 def backward_block_lists(m, s=Sizes(), blocks=POWERS, **more):
-    more = {"has": (0, 0), "soft_cap": 0.0, "has_dnumbers": 0, "kernels": "apart", **more}
+    more = {"has": (0, 0), "soft_cap": 0.0, "score_grads": 0, "algorithm": "sm90_separate", **more}
     return backward_fallback(m, s, blocks=blocks, **more)
 
 
@@ -290,7 +300,7 @@ def forward_alibi(m, s=Sizes(), has=OF_INDICES, **more):
 
 
 def backward_alibi(m, s=Sizes(), has=OF_INDICES, **more):
-    more = {"soft_cap": 0.0, "blocks": None, "has_dnumbers": 0, "kernels": "fused", **more}
+    more = {"soft_cap": 0.0, "blocks": None, "score_grads": 0, "algorithm": "sm90_fused", **more}
     return backward_fallback(m, s, has=has, **more)
 
 
@@ -311,7 +321,7 @@ def documents(m, s=Sizes(), compare_positions=1):
         {
             "lo": rows,
             "hi": rows,
-            "tested": rows,
+            "segment_checked": rows,
             "workspace": Array("int32", (s.mask_batch, words)),
         },
         {"compare_positions": ("int32", compare_positions)},
@@ -322,7 +332,7 @@ def blocks(m, s=Sizes()):
     rows = Array("int32", (s.mask_batch, s.q_len))
     return make_call(
         "packax_blocks_v1",
-        {"q_lo": rows, "q_hi": rows, "tested": rows},
+        {"q_lo": rows, "q_hi": rows, "segment_checked": rows},
         {
             "q_blocks": Array("int32", (s.mask_batch, 5, ceil(s.q_len / 64))),
             "kv_blocks": Array("int32", (s.mask_batch, 4, ceil(s.kv_len / 64))),
@@ -336,14 +346,14 @@ def blocks(m, s=Sizes()):
 
 def decode(
     m, s=Sizes(q_len=2, kv_len=700), scale=0.125, soft_cap=0.0, page_size=0, sink_batch=0, room=64,
-    pages=99, dims=None, dtype=None, exact=0,
+    pages=99, dims=None, dtype=None, float32=0,
 ):  # fmt: skip
     """`page_size`, `sink_batch`: 0 for a cache that is not paged, and for no sinks. `room`: shares
     in the workspace."""
     dtype = dtype or {"bf16": "bfloat16", "f16": "float16"}[m.variant["dtype"]]
     qk_dim, v_dim = dims or (m.variant["qk_dim"], m.variant["v_dim"])
     rows = Array("int32", (s.batch, s.q_len))
-    table = Array("int32", (s.batch, ceil(s.kv_len / page_size))) if page_size else rows
+    table = Array("int32", (s.batch, ceil(s.kv_len / page_size))) if page_size else ABSENT
     cache = (pages, page_size) if page_size else (s.batch, s.kv_len)
     return make_call(
         "packax_decode_v1",
@@ -354,7 +364,7 @@ def decode(
             "q_lo": rows,
             "q_hi": rows,
             "block_table": table,
-            "sinks": Array("float32", (sink_batch, s.heads)) if sink_batch else rows,
+            "sinks": Array("float32", (sink_batch, s.heads)) if sink_batch else ABSENT,
         },
         {
             "out": Array(dtype, (s.batch, s.q_len, s.heads, v_dim)),
@@ -365,9 +375,7 @@ def decode(
         {
             "scale": ("float32", scale),
             "soft_cap": ("float32", soft_cap),
-            "paged": ("int32", int(page_size > 0)),
-            "has_sinks": ("int32", int(sink_batch > 0)),
-            "exact": ("int32", exact),
+            "float32_products": ("int32", float32),
         },
     )
 

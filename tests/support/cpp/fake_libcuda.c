@@ -88,6 +88,10 @@ static __thread int current = 0;
 /* ---- steering ---- */
 
 void fake_add_device(const char* name, int cc, int shared_limit) {
+  if (device_count == kMaxDevices) {
+    fprintf(stderr, "fake_add_device: there is room for %d devices\n", kMaxDevices);
+    abort();
+  }
   snprintf(devices[device_count].name, sizeof devices[0].name, "%s", name);
   devices[device_count].cc = cc;
   devices[device_count].shared_limit = shared_limit;

@@ -12,10 +12,11 @@
 int main() {
   for (const packax::Variant& v : packax::Variants()) {
     std::cout << v.name << " " << packax::Name(v.kernel) << " " << v.arch << " " << v.cc << " "
-              << v.exact << " " << v.driver << " " << packax::Name(v.dtype) << " " << v.qk_dim
-              << " " << v.v_dim << " " << v.symbol << " " << v.threads << " " << v.shared << " "
-              << v.block << " " << std::string(reinterpret_cast<const char*>(v.begin), v.bytes())
-              << " " << reinterpret_cast<uintptr_t>(v.begin) % 64;
+              << v.arch_specific << " " << v.driver << " " << packax::Name(v.dtype) << " "
+              << v.qk_dim << " " << v.v_dim << " " << v.symbol << " " << v.threads << " "
+              << v.shared << " " << v.block << " "
+              << std::string(reinterpret_cast<const char*>(v.begin), v.bytes()) << " "
+              << reinterpret_cast<uintptr_t>(v.begin) % 64;
     for (const packax::TensorMapBox& box : v.tensor_maps) {
       if (box.rows > 0) std::cout << " " << box.rows << " " << box.columns << " " << box.swizzle;
     }

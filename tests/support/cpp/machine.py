@@ -46,18 +46,18 @@ POINTERS = {
     "backward_dq": "query key value dout lse delta dq q_lo q_hi q_ids kv_ids q_pos kv_pos "
     "q_blocks q_order",
     **{
-        f"{kernel}_fallback": f"{pointers}_entries scales slopes q_places kv_places"
+        f"{kernel}_fallback": f"{pointers}_block_lists scales slopes q_bias_pos kv_bias_pos"
         for kernel, pointers in (
-            ("forward", f"query key value out lse top {ROWS} map_bits q"),
-            ("backward_dkdv", f"query key value dout lse delta dk dv {KEYS} map_bits kv"),
-            ("backward_dq", f"query key value dout lse delta dq dnumbers {ROWS} map_bits q"),
+            ("forward", f"query key value out lse row_max {ROWS} block_mask q"),
+            ("backward_dkdv", f"query key value dout lse delta dk dv {KEYS} block_mask kv"),
+            ("backward_dq", f"query key value dout lse delta dq score_grads {ROWS} block_mask q"),
         )
     },
     "backward_delta_fallback": "out dout dlse delta q_lo q_hi",
     "documents_init": "kv_ids workspace",
     "documents_runs": "kv_ids kv_pos workspace",
-    "documents_rows": "q_ids kv_ids q_pos kv_pos workspace lo hi tested",
-    "blocks_rows": "q_lo q_hi tested q_blocks",
+    "documents_rows": "q_ids kv_ids q_pos kv_pos workspace lo hi segment_checked",
+    "blocks_rows": "q_lo q_hi segment_checked q_blocks",
     "blocks_keys": "q_blocks kv_blocks",
     "blocks_order": "q_blocks kv_blocks q_order q_order_192 kv_order",
     **dict.fromkeys(
@@ -68,9 +68,9 @@ POINTERS = {
 CAPPED = ("forward_sm90", "backward_sm90", "backward_dkdv_sm90", "backward_dq_sm90")
 POINTERS |= {f"{kernel}_soft_cap": POINTERS[kernel] for kernel in CAPPED}
 MAPPED = {
-    "forward_sm90": "map_bits q_entries",
-    "backward_dkdv_sm90": "map_bits kv_entries",
-    "backward_dq_sm90": "map_bits q_entries",
+    "forward_sm90": "block_mask q_block_lists",
+    "backward_dkdv_sm90": "block_mask kv_block_lists",
+    "backward_dq_sm90": "block_mask q_block_lists",
 }
 POINTERS |= {
     f"{kernel}_block_lists": f"{POINTERS[kernel]} {more}" for kernel, more in MAPPED.items()
@@ -78,20 +78,20 @@ POINTERS |= {
 POINTERS["forward_sm90_low_occupancy"] = POINTERS["forward_sm90"]
 BIASED = ("forward_sm90", "backward_sm90")
 POINTERS |= {f"{kernel}_alibi": f"{POINTERS[kernel]} slopes" for kernel in BIASED}
-ATTENTION = "scale:f element_test batch mask_batch q_len kv_len heads kv_heads"
+ATTENTION = "scale:f segment_check batch mask_batch q_len kv_len heads kv_heads"
 OF_ROWS = f"{ATTENTION} row_heads"  # kernels that take no tensor maps of rows
 DECODE = (
     "scale:f soft_cap:f batch q_len kv_len pages page_size table_width heads kv_heads "
     "qk_eighths v_eighths splits shares"
 )
 GENERAL = (
-    "batch mask_batch scales_batch bias_batch map_batch map_heads q_block kv_block "
+    "batch mask_batch scales_batch bias_batch block_mask_batch block_mask_heads q_block kv_block "
     "q_len kv_len heads kv_heads qk_dim v_dim"
 )
 SCALARS = {
-    "forward_fallback": f"scale:f soft_cap:f element_test {GENERAL}",
-    "backward_dkdv_fallback": f"scale:f soft_cap:f element_test {GENERAL}",
-    "backward_dq_fallback": f"scale:f soft_cap:f element_test has_dnumbers {GENERAL}",
+    "forward_fallback": f"scale:f soft_cap:f segment_check {GENERAL}",
+    "backward_dkdv_fallback": f"scale:f soft_cap:f segment_check {GENERAL}",
+    "backward_dq_fallback": f"scale:f soft_cap:f segment_check has_score_grads {GENERAL}",
     "backward_delta_fallback": "has_dlse batch mask_batch q_len heads v_dim",
     "forward": OF_ROWS,
     "forward_sm90": ATTENTION,
@@ -115,7 +115,7 @@ SCALARS = {
     "decode_combine": "has_sinks batch sink_batch q_len kv_len heads v_eighths splits",
 }
 SCALARS |= {f"{kernel}_soft_cap": ATTENTION.replace(" ", " soft_cap:f ", 1) for kernel in CAPPED}
-OF_A_MAP = "mask_batch map_batch map_heads q_block kv_block"
+OF_A_MAP = "mask_batch block_mask_batch block_mask_heads q_block kv_block"
 SCALARS |= {f"{kernel}_block_lists": ATTENTION.replace("mask_batch", OF_A_MAP) for kernel in MAPPED}
 SCALARS |= {f"{kernel}_alibi": ATTENTION for kernel in BIASED}
 

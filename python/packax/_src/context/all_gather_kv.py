@@ -7,7 +7,7 @@ several gathers into one kernel, which then waits for all of them, and drops opt
 before it does; it has one collective of a kind under way at a time; and it sends late. So keys and
 values of a group travel
 together, and data says the order: numbers that are 0, and known only when something is done
-(`_zero_after`), are added to places that what follows reads.
+(`zero_after`), are added to indices that what follows reads.
 """
 
 from __future__ import annotations
@@ -40,16 +40,23 @@ class Groups:
         kv_plan,
         *,
         backward: bool = False,
+        private: bool = False,
+        beside: int = 0,
     ) -> None:
+        """private: keys that only this rank reads; beside: how many rows there are with such."""
         self.layout = layout
-        self.axes = () if layout is None else layout.several(layout.kv_context)
+        self.axes = () if layout is None or private else layout.several(layout.kv_context)
         self.kv_plan = kv_plan
         self.own = OwnHeads.of(layout, query.shape[2], key.shape[2])
         self.key, self.value = (self.own.take(x) for x in (key, value))
         self.heads = self.key.shape[2]
         gathers: tuple[tuple[int, ...], ...] = ((self.heads,),)
-        if layout is not None:
-            gathers = layout.gathers(self.heads, head_groups, backward)
+        if private and backward and self.heads > 1:  # around the groups of what is shared
+            gathers = ((self.heads - self.heads // 2,), (self.heads // 2,))
+        elif layout is not None and not private:
+            # What is private hides one gather of all heads.
+            one = head_groups is None and beside >= key.shape[1]
+            gathers = layout.gathers(self.heads, 1 if one else head_groups, backward)
         sizes = tuple(itertools.chain(*gathers))
         self.number = len(sizes)
         self.ends = tuple(itertools.accumulate(sizes, initial=0))
@@ -61,6 +68,8 @@ class Groups:
         self.sent: jax.Array | None = None
         self.sent_back: jax.Array | None = None
         self.summed_up: jax.Array | None = None
+        self.to_send: list[jax.Array] = []  # what gathers take, and the last scatter
+        self.to_send_back: list[jax.Array] = []
         self.under_way: list[list[jax.Array]] = []  # what gathers bring, by groups
         for _ in range(min(2, len(self.gathers))):
             self._gather()
@@ -89,7 +98,7 @@ class Groups:
         """
         self.sent = None
         if any(self.under_way):
-            self.attended = _zero_after(result)
+            self.attended = zero_after(result)
         if self.under_way and not self.under_way[0]:
             del self.under_way[0]
             if self.gathers:
@@ -101,8 +110,9 @@ class Groups:
         if not self.axes:
             return self._apart(parts)
         sums = [jax.lax.psum_scatter(x, self.axes, scatter_dimension=1, tiled=True) for x in parts]
+        self.to_send_back = parts
         if self.number > 1:
-            self.sent_back, self.summed_up = (_zero_after(*x) for x in (parts, sums))
+            self.sent_back, self.summed_up = (zero_after(*x) for x in (parts, sums))
         return self._apart(sums)
 
     def _gather(self) -> None:
@@ -115,8 +125,9 @@ class Groups:
                 for x in (self.key, self.value)
             )
         )
+        self.to_send += pieces
         if groups[0] > 0:
-            self.sent = _zero_after(*pieces)
+            self.sent = zero_after(*pieces)
         if self.axes:
             pieces = [jax.lax.all_gather(x, self.axes, axis=1, tiled=True) for x in pieces]
         if len(groups) > 1:
@@ -178,7 +189,7 @@ class Groups:
         return jax.lax.psum(gradient, axes) if axes else gradient
 
 
-def _zero_after(*results: jax.Array) -> jax.Array:
+def zero_after(*results: jax.Array) -> jax.Array:
     """int32 0, which XLA does not know before the results are there."""
     bits = [
         jax.lax.bitcast_convert_type(x[(0,) * x.ndim].astype(jnp.float32), jnp.int32)
@@ -188,8 +199,8 @@ def _zero_after(*results: jax.Array) -> jax.Array:
     return jnp.minimum(functools.reduce(jnp.bitwise_or, bits, jnp.int32(0)) & 0x7FFFFFFF, 0)
 
 
-def _plus(places: jax.Array, zero: jax.Array | None) -> jax.Array:
-    return places if zero is None else places + zero
+def _plus(indices: jax.Array, zero: jax.Array | None) -> jax.Array:
+    return indices if zero is None else indices + zero
 
 
 class OwnHeads(NamedTuple):

@@ -28,8 +28,8 @@ _ROUNDS = 16  # chunks per rank that the default chunk leaves: benchmarks/contex
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["order", "inverse"],
-    meta_fields=["kind", "ranks", "length", "chunk"],
+    data_fields=["order", "inverse", "fallback"],
+    meta_fields=["kind", "ranks", "length", "chunk", "shared"],
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class ContextPlan:
@@ -39,6 +39,14 @@ class ContextPlan:
         order: (B or 1, length / chunk) int32: place p holds the chunk order[:, p].
         inverse: the same shape: chunk c stands at place inverse[:, c].
         kind, ranks, length, chunk: as `context_plan` was told or found, chunk in rows.
+        shared: of "local", where chunk is 1: the first so many rows of each rank are its shared
+            part, whose keys and values all ranks gather; the others are its private part, which
+            no other rank reads, in the order of the sequence. A document with a row in a private
+            part lies whole on that rank, the rest of it in its shared part if need be.
+            None: there are no parts, and all keys are gathered.
+        fallback: of "local" made on the device: bool scalar array, whether the documents did not
+            fit into `shared` rows. Then `order` is that of "balanced", and attention gathers all
+            keys. None: they fit.
     """
 
     order: Any
@@ -47,6 +55,47 @@ class ContextPlan:
     ranks: int
     length: int
     chunk: int
+    shared: int | None = None
+    fallback: Any = None
+
+    @property
+    def fetched(self) -> Any:
+        """Rows of keys that a rank fetches from others, of each row of the batch: for logs.
+
+        An int; an int32 scalar array where the plan may fall back.
+        """
+        own = self.length // self.ranks
+        shared = own if self.shared is None else self.shared
+        few, most = (self.ranks - 1) * shared, (self.ranks - 1) * own
+        return few if self.fallback is None else jnp.where(self.fallback, most, few)
+
+    def traffic(self, ranks_per_host: int, row_bytes: int) -> dict[str, int]:
+        """Bytes of keys and values that a rank fetches for one row of the batch, as it is planned.
+
+        Gradients travel back by as many. Ranks of a host are neighbours: the host is the first of
+        the context axes. A fallback fetches what "balanced" does.
+
+        Args:
+            ranks_per_host: context ranks of one host; it must divide `ranks`.
+            row_bytes: of a row's keys and values, such as 2 * kv_heads * head_dim * 2 in bfloat16.
+
+        Returns:
+            {"inside": from ranks of its own host, "between": from those of others}.
+
+        Raises:
+            ValueError: ranks_per_host that does not divide the ranks.
+
+        >>> plan.traffic(ranks_per_host=2, row_bytes=2 * 8 * 128 * 2)  # zigzag, 4 ranks, 1024 rows
+        {'inside': 1048576, 'between': 2097152}
+        """
+        inner = positive("ranks_per_host", ranks_per_host)
+        if self.ranks % inner:
+            raise ValueError(
+                f"ranks_per_host must divide the plan's {self.ranks} ranks, but is {inner}"
+            )
+        rows = self.length // self.ranks if self.shared is None else self.shared
+        each = rows * positive("row_bytes", row_bytes)
+        return {"inside": (inner - 1) * each, "between": (self.ranks - inner) * each}
 
     def permute(self, tree: Tree, axis: int = 1) -> Tree:
         """Every array of `tree` with its rows along `axis` in the plan's order.
@@ -204,7 +253,7 @@ def _balanced_chunk(length: int, ranks: int, chunk: int | None) -> int:
     if length % (chunk * ranks):
         raise ValueError(
             f"length must be a multiple of chunk * ranks = {chunk} * {ranks} = {chunk * ranks}, "
-            f"but is {length}"
+            f"but is {length}: pad the rows to such a length"
         )
     return chunk
 

@@ -47,7 +47,10 @@ def as_int32(
     if x.ndim not in ranks:
         raise ValueError(f"{name} must have shape {shapes}, but has {x.shape}")
     if not jnp.issubdtype(x.dtype, np.integer):  # jnp's knows int4
-        raise ValueError(f"{name} must be integers, but has dtype {x.dtype}")
+        text = f"{name} must be integers, but has dtype {x.dtype}"
+        if x.dtype.kind in "USTO":  # strings and objects
+            text += f": number them by np.unique({name}, return_inverse=True)[1]"
+        raise ValueError(text)
     if jnp.iinfo(x.dtype).bits < 32 or x.dtype == np.int32:
         same = isinstance(x, jax.Array) and x.dtype == np.int32  # jax arrays never change
         return x if same else x.astype(np.int32)

@@ -8,6 +8,18 @@ from typing import Any
 import jax
 
 
+def _attention_of_jax_nn() -> Any:
+    """The function itself: somebody may have assigned another one to its name in jax.nn."""
+    try:
+        from jax._src.nn.functions import dot_product_attention
+    except ImportError:
+        return jax.nn.dot_product_attention
+    return dot_product_attention
+
+
+jax_nn_attention = _attention_of_jax_nn()
+
+
 def varying_axes(aval: Any) -> frozenset[str]:
     """Mesh axes over which a value varies inside shard_map (jax renamed where they are kept)."""
     manual = getattr(aval, "manual_axis_type", None)

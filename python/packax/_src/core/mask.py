@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from packax._src.core.sharding import AttentionSharding
 
 _MOST_PAIRS = 1 << 24
-_BUILT_FROM = (  # by element_test
+_BUILT_FROM = (  # by segment_check
     "ranges of keys, without documents",
     "documents",
     "documents with positions that have an upper limit, as of causal",
@@ -46,16 +46,16 @@ class Field(NamedTuple):
         """Whether only masks with a block_sparse(...) have it."""
         return HEADS in self.axes
 
-    def axes_at(self, element_test: int) -> tuple[str, ...]:
+    def axes_at(self, segment_check: int) -> tuple[str, ...]:
         """The axes, with that of the two limits of positions where q_pos has both."""
-        two_limits = self.name == "q_pos" and element_test == 3
+        two_limits = self.name == "q_pos" and segment_check == 3
         return (BATCH, WHOLE, RANK) if two_limits else self.axes
 
     def dims(
-        self, element_test: int, batch: Axes, context: Axes, heads: Axes = ()
+        self, segment_check: int, batch: Axes, context: Axes, heads: Axes = ()
     ) -> tuple[Axes, ...]:
         """The mesh axes of each of its axes, up to the last that may have some."""
-        axes = self.axes_at(element_test)
+        axes = self.axes_at(segment_check)
         over = {BATCH: batch, HEADS: heads, RANK: context, WHOLE: ()}
         last = max(n for n, axis in enumerate(axes) if axis != WHOLE)
         return tuple(over[axis] for axis in axes[: last + 1])
@@ -94,23 +94,31 @@ class AttentionMask:
     kv_blocks: jax.Array = field(metadata=_array(BATCH, WHOLE, RANK, only="backward"))
     kv_order: jax.Array = field(metadata=_array(BATCH, RANK, only="backward"))
     # Of block_sparse(...): its map in bits, (Bp, H, NQ, words), and block lists of tiles.
-    map_bits: jax.Array | None = field(default=None, metadata=_array(BATCH, HEADS, RANK, WHOLE))
-    q_entries: jax.Array | None = field(default=None, metadata=_array(BATCH, HEADS, RANK, WHOLE))
-    kv_entries: jax.Array | None = field(
+    block_mask: jax.Array | None = field(default=None, metadata=_array(BATCH, HEADS, RANK, WHOLE))
+    q_block_lists: jax.Array | None = field(
+        default=None, metadata=_array(BATCH, HEADS, RANK, WHOLE)
+    )
+    kv_block_lists: jax.Array | None = field(
         default=None, metadata=_array(BATCH, HEADS, WHOLE, RANK, only="backward")
     )
     # The order of keys that a plan permuted: (Bp, 2, chunks). No kernel reads it.
     kv_plan: jax.Array | None = field(
         default=None, metadata=_array(BATCH, WHOLE, WHOLE) | _OF_NO_PASS
     )
+    # Of a plan that keeps documents local: the same again as two masks, of shared rows and the
+    # shared keys of all ranks, and of all rows and the rank's own keys. (1,), 1: use neither.
+    shared_part: AttentionMask | None = None
+    private_part: AttentionMask | None = None
+    fallback: jax.Array | None = field(default=None, metadata=_array(BATCH) | _OF_NO_PASS)
 
     q_len: int
     kv_len: int
-    element_test: int  # 0: none, 1: ids, 2: and upper limits of positions, 3: both limits
+    segment_check: int  # 0: none, 1: ids, 2: and upper limits of positions, 3: both limits
     sharding: AttentionSharding | None = None
     shards: int = 1  # pieces of its rows, by the context axes of that
     permuted: bool = False  # its rows, by a plan
     block_size: tuple[int, int] | None = None
+    own_keys: bool = False  # every rank has keys of its own, as many as rows
 
     def __repr__(self) -> str:
         """Sizes, and what it was built from as far as its arrays say it: two lines."""
@@ -122,13 +130,16 @@ class AttentionMask:
         batch = "no batch axis" if len(shape) < 2 else f"batch {shape[0]}"
         size = 4 * sum(math.prod(x.shape) for x in leaves)
         held = f"{size:,} bytes" if isinstance(size, int) else "symbolic lengths"
-        parts = [_BUILT_FROM[self.element_test]]
-        if self.map_bits is not None:
+        parts = [_BUILT_FROM[self.segment_check]]
+        if self.block_mask is not None:
             parts.append(f"block_sparse of blocks {self.block_size}")
         if self.shards > 1 and self.sharding is not None:
             parts.append(f"rows in {self.shards} pieces over {self.sharding.query[1]!r}")
         if self.permuted:
             parts.append(f"rows{'' if self.kv_plan is None else ' and keys'} permuted by a plan")
+        if self.private_part is not None:
+            shared = 0 if self.shared_part is None else self.shared_part.kv_len
+            parts.append(f"{shared} keys are attended by more than one rank")
         return (
             f"<AttentionMask: {batch}, {self.q_len} query rows, {self.kv_len} keys, {held}\n"
             f" built from {'; '.join(parts)}>"
@@ -153,24 +164,24 @@ class AttentionMask:
             )
         index = jnp.arange(keys, dtype=jnp.int32)[None, None]
         allowed = (mask.q_lo[..., None] <= index) & (index < mask.q_hi[..., None])
-        if mask.element_test >= 1:
+        if mask.segment_check >= 1:
             assert mask.q_ids is not None
             ids = mask.q_ids if mask.kv_ids is None else mask.kv_ids
             allowed &= mask.q_ids[..., None] == ids[:, None]
-        if mask.element_test >= 2:
+        if mask.segment_check >= 2:
             assert mask.q_pos is not None
-            places = mask.q_pos if mask.kv_pos is None else mask.kv_pos
-            highest = mask.q_pos if mask.element_test == 2 else mask.q_pos[:, 0]
-            allowed &= places[:, None] <= highest[..., None]
-            if mask.element_test == 3:
-                allowed &= mask.q_pos[:, 1, :, None] <= places[:, None]
-        if mask.map_bits is None:
+            positions = mask.q_pos if mask.kv_pos is None else mask.kv_pos
+            highest = mask.q_pos if mask.segment_check == 2 else mask.q_pos[:, 0]
+            allowed &= positions[:, None] <= highest[..., None]
+            if mask.segment_check == 3:
+                allowed &= mask.q_pos[:, 1, :, None] <= positions[:, None]
+        if mask.block_mask is None:
             return allowed
         assert mask.block_size is not None
         row, column = (
             jnp.arange(n) // size for n, size in zip((rows, keys), mask.block_size, strict=True)
         )
-        words = jnp.take(jnp.take(mask.map_bits, row, axis=2), column // 32, axis=3)
+        words = jnp.take(jnp.take(mask.block_mask, row, axis=2), column // 32, axis=3)
         of_heads = (words >> (column % 32).reshape(1, 1, 1, -1)) & 1 != 0
         return allowed[:, None] & of_heads if of_heads.shape[1] > 1 else allowed & of_heads[:, 0]
 
@@ -187,12 +198,18 @@ class AttentionMask:
 
     def with_batch(self) -> AttentionMask:
         """With a batch of one where vmap took the batch axis."""
-        lost = {
+        lost: dict[str, Any] = {
             name: array[None]
             for name, array in self._arrays()
-            if array.ndim == len(FIELDS[name].axes_at(self.element_test)) - 1
+            if array.ndim == len(FIELDS[name].axes_at(self.segment_check)) - 1
         }
+        lost |= {name: part.with_batch() for name, part in self.parts()}
         return dataclasses.replace(self, **lost) if lost else self
+
+    def parts(self) -> list[tuple[str, AttentionMask]]:
+        """The masks of parts that are there, by name."""
+        held = ((name, getattr(self, name)) for name in _PARTS)
+        return [(name, part) for name, part in held if part is not None]
 
     def operands(self, *passes: Pass) -> tuple[jax.Array, ...]:
         """What these passes read, or either, in order: `operand_names`.
@@ -215,9 +232,12 @@ class AttentionMask:
         def of(name: str, x: Any) -> Any:
             own_heads = heads if FIELDS[name].block_sparse and x.shape[1] > 1 else ()
             own_batch = batch if x.shape[0] != 1 else ()
-            return spec(*FIELDS[name].dims(self.element_test, own_batch, context, own_heads))
+            like = of_own_keys(name) if self.own_keys else name
+            return spec(*FIELDS[like].dims(self.segment_check, own_batch, context, own_heads))
 
-        return dataclasses.replace(self, **{name: of(name, x) for name, x in self._arrays()})
+        made = {name: of(name, x) for name, x in self._arrays()}
+        made |= {name: part.specs(spec, batch, context, heads) for name, part in self.parts()}
+        return dataclasses.replace(self, **made)
 
     def _arrays(self) -> list[tuple[str, Any]]:
         """Those that are there."""
@@ -225,14 +245,22 @@ class AttentionMask:
         return [(name, x) for name, x in held if hasattr(x, "ndim")]
 
 
+_PARTS = ("shared_part", "private_part")
 FIELDS: dict[str, Field] = {
     x.name: Field(x.name, **x.metadata) for x in dataclasses.fields(AttentionMask) if x.metadata
 }
 jax.tree_util.register_dataclass(
     AttentionMask,
-    data_fields=list(FIELDS),
-    meta_fields=[x.name for x in dataclasses.fields(AttentionMask) if x.name not in FIELDS],
+    data_fields=[*FIELDS, *_PARTS],
+    meta_fields=[
+        x.name for x in dataclasses.fields(AttentionMask) if x.name not in (*FIELDS, *_PARTS)
+    ],
 )
+
+
+def of_own_keys(name: str) -> str:
+    """The array that lies on the mesh as this one does where every rank has keys of its own."""
+    return {"kv_ids": "q_lo", "kv_pos": "q_lo", "kv_plan": "q_blocks"}.get(name, name)
 
 
 def operand_names(block_sparse: bool, *passes: Pass) -> tuple[str, ...]:

@@ -30,5 +30,7 @@ def is_symbolic(size: Any) -> bool:
 def fill_up(x: jax.Array, axis: int, size: Any, value: int = 0) -> jax.Array:
     """x with so many entries of `value` behind it that the axis has the size."""
     missing = size - x.shape[axis]
+    if not is_symbolic(missing) and missing == 0:
+        return x
     shape = (*x.shape[:axis], missing, *x.shape[axis + 1 :])
     return jnp.concatenate([x, jnp.full(shape, value, x.dtype)], axis)

@@ -13,62 +13,60 @@ import numpy as np
 
 from packax._src.core.integers import Array, ArrayLike, numpy_of
 from packax._src.core.shapes import ceil_div
-from packax._src.masks.expressions import MaskExpression, Places
+from packax._src.masks.expressions import MaskExpression, Positions
 from packax._src.masks.messages import shown
 from packax._src.masks.pytree import pytree
 
 
-@pytree("block_map", static=("block_size", "per_head"))
+@pytree("block_mask", static=("block_size", "per_head"))
 class BlockSparse(MaskExpression):
     """See `block_sparse`."""
 
-    block_map: Array  # (NQ, NK), (B, NQ, NK) or (B, H, NQ, NK), or what vmap leaves of it
+    block_mask: Array  # (NQ, NK), (B, NQ, NK) or (B, H, NQ, NK), or what vmap leaves of it
     block_size: tuple[int, int]
     per_head: bool  # whether it was given with heads
 
-    once = (
-        "combine the maps into one of the finer blocks (jnp.repeat), as in first_map & second_map"
-    )
+    once = "combine the arrays into one of the finer blocks (jnp.repeat), as in first & second"
 
     @property
     def name(self) -> str:
         return "block_sparse"
 
     def arguments(self) -> list[str]:
-        return [shown(self.block_map), repr(self.block_size)]
+        return [shown(self.block_mask), repr(self.block_size)]
 
     def arrays(self) -> list[tuple[str, Array, str]]:
-        return [("block_map", self.of_heads(), "batch")]
+        return [("block_mask", self.of_heads(), "batch")]
 
     def of_heads(self) -> Array:
         """The map as (B or 1, H or 1, NQ, NK)."""
-        shape = self.block_map.shape
+        shape = self.block_mask.shape
         heads = shape[-3:-2] if self.per_head else (1,)
         batch = shape[:1] if len(shape) > 2 + self.per_head else (1,)
-        return self.block_map.reshape(*batch, *heads, *shape[-2:])
+        return self.block_mask.reshape(*batch, *heads, *shape[-2:])
 
     def check_sizes(self, q_len: int | None, kv_len: int | None) -> None:
         for n, what, length in ((0, "query rows", q_len), (1, "keys", kv_len)):
-            have, size = self.block_map.shape[n - 2], self.block_size[n]
+            have, size = self.block_mask.shape[n - 2], self.block_size[n]
             if length is not None and have != ceil_div(length, size):
                 raise ValueError(
-                    f"block_map has shape {self.block_map.shape}, so {have} blocks of {what}, but "
-                    f"{length} {what} are {ceil_div(length, size)} blocks of {size}"
+                    f"block_mask has shape {self.block_mask.shape}, so {have} blocks of {what}, "
+                    f"but {length} {what} are {ceil_div(length, size)} blocks of {size}"
                 )
 
-    def _as_array(self, at: Places) -> Array:
+    def _as_array(self, at: Positions) -> Array:
         rows, keys = (
             np.arange(x.shape[-1]) // size
             for x, size in zip((at.q, at.kv), self.block_size, strict=True)
         )
-        xp = numpy_of(self.block_map)
-        block_map = self.of_heads() if self.per_head else self.block_map
-        return xp.take(xp.take(block_map, rows, axis=-2), keys, axis=-1)
+        xp = numpy_of(self.block_mask)
+        block_mask = self.of_heads() if self.per_head else self.block_mask
+        return xp.take(xp.take(block_mask, rows, axis=-2), keys, axis=-1)
 
 
-def block_sparse(block_map: ArrayLike, block_size: int | tuple[int, int]) -> MaskExpression:
+def block_sparse(block_mask: ArrayLike, block_size: int | tuple[int, int]) -> MaskExpression:
     """Row i attends key j if the map has the block that they lie in:
-    block_map[b, h, i // m, j // n].
+    block_mask[b, h, i // m, j // n].
 
     For masks that are known only when the data is: mixture of block attention (MoBA, arXiv
     2502.13189), an indexer's choice of keys, any boolean map. The attention is exact, and visits
@@ -76,7 +74,7 @@ def block_sparse(block_map: ArrayLike, block_size: int | tuple[int, int]) -> Mas
     Rows and keys are counted by their indices, whatever positions documents(...) gives.
 
     Args:
-        block_map: bool, (NQ, NK), (B, NQ, NK) or (B or 1, H or 1, NQ, NK), H the heads of query;
+        block_mask: bool, (NQ, NK), (B, NQ, NK) or (B or 1, H or 1, NQ, NK), H the heads of query;
             NQ = ceil(Sq / m), NK = ceil(Skv / n). Traced or not; it has no gradient.
         block_size: (m, n), rows and keys of a block, or one number for both; any positive integers.
             Cost falls with whole tiles that have nothing: rows side by side should choose alike.
@@ -92,16 +90,16 @@ def block_sparse(block_map: ArrayLike, block_size: int | tuple[int, int]) -> Mas
            [1, 1, 0, 0],
            [1, 1, 1, 1]])
     """
-    if not isinstance(block_map, jax.Array):
-        block_map = np.asarray(block_map)
-    if block_map.ndim not in (2, 3, 4) or 0 in block_map.shape:
+    if not isinstance(block_mask, jax.Array):
+        block_mask = np.asarray(block_mask)
+    if block_mask.ndim not in (2, 3, 4) or 0 in block_mask.shape:
         raise ValueError(
-            "block_map must have shape (q blocks, key blocks), behind (batch,) or (batch, heads) "
-            f"if any, but has {block_map.shape}"
+            "block_mask must have shape (q blocks, key blocks), behind (batch,) or (batch, heads) "
+            f"if any, but has {block_mask.shape}"
         )
-    if block_map.dtype != np.bool_:
-        raise ValueError(f"block_map must be boolean, but has dtype {block_map.dtype}")
-    return BlockSparse(block_map, _sizes(block_size), block_map.ndim == 4)
+    if block_mask.dtype != np.bool_:
+        raise ValueError(f"block_mask must be boolean, but has dtype {block_mask.dtype}")
+    return BlockSparse(block_mask, _sizes(block_size), block_mask.ndim == 4)
 
 
 def _sizes(given: Any) -> tuple[int, int]:

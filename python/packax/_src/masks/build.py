@@ -19,9 +19,10 @@ from packax._src.masks.block_sparse import BlockSparse
 from packax._src.masks.documents import Ranges
 from packax._src.masks.expressions import And, Interval, MaskExpression, documents_of
 from packax._src.masks.lengths import batch_of, check_lengths
+from packax._src.masks.local_parts import fits_documents, keeps_local, local_parts
 from packax._src.masks.messages import instead_of_array
 from packax._src.masks.rank_rows import RankRows
-from packax._src.masks.row_ranges import Document, Rows, element_test_of, row_ranges_and_bounds
+from packax._src.masks.row_ranges import Document, Rows, row_ranges_and_bounds, segment_check_of
 from packax._src.ops.block_lists import entries, packed
 from packax._src.ops.primitives import BLOCK_ARRAYS, Implementation, check_implementation
 
@@ -47,7 +48,11 @@ def create_attention_mask(
             are, every rank has the block bounds of its own rows, and the mask carries it:
             `flash_attention` needs to be told no more.
         plan: the `ContextPlan` by which the query rows were permuted. The expression stays in the
-            order of the sequence, as do its arrays: this function permutes the rows.
+            order of the sequence, as do its arrays: this function permutes the rows. With a plan
+            of kind "local" only shared keys are gathered; all are for a block_sparse(...), without
+            documents(...), with other ids of keys, with permuted_keys=False, and where the plan was
+            made of other documents. numpy ids and plan say here whether it was; else the program
+            finds out, and can do either.
         permuted_keys: whether keys and values are permuted by `plan` too, as in self-attention of
             permuted tokens. False: they are in the order of the sequence.
 
@@ -105,6 +110,7 @@ def create_attention_mask(
     for part in expression.walk():
         part.warn_beside(document)
     sides: tuple[Array | None, ...] = (None,) * 4
+    fits = None if document is None else fits_documents(plan, document.q_ids)
     if document is not None:
         sides = (document.q_ids, document.kv_ids, document.q_pos, document.kv_pos)
     sides = tuple(None if x is None else jnp.atleast_2d(x) for x in sides)
@@ -114,13 +120,13 @@ def create_attention_mask(
         for part in parts
         if isinstance(part, Ranges)
     )
-    block_map, block_size = None, None
+    block_mask, block_size = None, None
     for part in parts:
         if isinstance(part, BlockSparse):
-            block_map, block_size = jnp.asarray(part.of_heads()), part.block_size
-            if layout is not None and block_map.shape[1] > 1:
-                heads = block_map.shape[1]
-                check_divides(layout, "block_map", "number of heads", heads, layout.heads)
+            block_mask, block_size = jnp.asarray(part.of_heads()), part.block_size
+            if layout is not None and block_mask.shape[1] > 1:
+                heads = block_mask.shape[1]
+                check_divides(layout, "block_mask", "number of heads", heads, layout.heads)
     build = functools.partial(
         _build,
         batch=batch,
@@ -131,11 +137,12 @@ def create_attention_mask(
         sharding=sharding,
         layout=layout,
         permuted_keys=permuted_keys,
+        fits=fits,
     )
     if any(not is_symbolic_dim(n) and n == 0 for n in (batch, q_len, kv_len)):
-        shapes = jax.eval_shape(build, sides, interval, ranges, block_map, plan)
+        shapes = jax.eval_shape(build, sides, interval, ranges, block_mask, plan)
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    return build(sides, interval, ranges, block_map, plan)
+    return build(sides, interval, ranges, block_mask, plan)
 
 
 def _check_plan(
@@ -178,23 +185,24 @@ def _length(name: str, length: Any) -> Any:
     jax.jit,
     static_argnames=(
         *("batch", "q_len", "kv_len", "block_size", "implementation"),
-        *("sharding", "layout", "permuted_keys"),
+        *("sharding", "layout", "permuted_keys", "fits"),
     ),
     inline=True,
 )
 def _build(
-    document, interval, ranges, block_map, plan, *,
-    batch, q_len, kv_len, block_size, implementation, sharding, layout, permuted_keys,
+    document, interval, ranges, block_mask, plan, *,
+    batch, q_len, kv_len, block_size, implementation, sharding, layout, permuted_keys, fits,
 ) -> AttentionMask:  # fmt: skip
-    """document: the arrays of `Document`; interval: And of what else narrows the rows."""
+    """document: the arrays of `Document`; interval: And of what else narrows the rows; fits: of a
+    plan, see `fits_documents`."""
     ranks = RankRows(layout, plan, batch, q_len).with_placed_plan()
     if ranks.in_one_piece:
         structure: Any
-        leaves, structure = jax.tree.flatten((document, interval, ranges, block_map))
-        document, interval, ranges, block_map = structure.unflatten(vary_together(*leaves))
+        leaves, structure = jax.tree.flatten((document, interval, ranges, block_mask))
+        document, interval, ranges, block_mask = structure.unflatten(vary_together(*leaves))
     document = Document(*(None if x is None else ranks.keys(x) for x in document))
     low, high = ranks.limits(document, interval)
-    level = element_test_of(document, low, high)
+    level = segment_check_of(document, low, high)
     kv_ids, kv_pos = document.keys()
     # What keys have as the query's is not held twice, where rows lie as keys do. The limits of
     # causal() are the positions themselves.
@@ -225,25 +233,37 @@ def _build(
 
     computed: dict[str, Any] = {"q_pos": None}
     computed |= ranks.on_each(arrays, specs)(held, kv_ids, kv_pos)
-    if block_map is not None:
-        block_map, block_size, axes = ranks.block_map(block_map, block_size)
+    if block_mask is not None:
+        block_mask, block_size, axes = ranks.block_mask(block_mask, block_size)
         lists: Any = functools.partial(
             _block_lists, block_size=block_size, q_len=own_rows, kv_len=kv_len
         )
 
         def list_specs() -> Any:
-            bits = ranks.spec("map_bits", level, *axes)
+            bits = ranks.spec("block_mask", level, *axes)
             bounds = ranks.spec("q_blocks", level, ranks.mask_batch)
             of_tiles = {
                 name: ranks.spec(name, level, ranks.mask_batch, axes[1])
-                for name in ("q_entries", "kv_entries")
+                for name in ("q_block_lists", "kv_block_lists")
             }
-            return (bits, bounds), {"map_bits": bits, **of_tiles}
+            return (bits, bounds), {"block_mask": bits, **of_tiles}
 
-        computed |= ranks.on_each(lists, list_specs)(block_map, computed["q_blocks"])
+        computed |= ranks.on_each(lists, list_specs)(block_mask, computed["q_blocks"])
     if ranks.plan is not None and permuted_keys:
         orders = jnp.stack([ranks.plan.order, ranks.plan.inverse], axis=1)
         computed["kv_plan"] = ranks.pinned(orders, ranks.plan_batch)
+        if block_mask is None and fits is not False and keeps_local(ranks, document):
+            computed |= local_parts(
+                ranks,
+                document,
+                low,
+                high,
+                ranges,
+                level=level,
+                implementation=implementation,
+                sharding=sharding,
+                fits=fits,
+            )
     without_ids = kv_ids is None or shared_ids
     without_pos = kv_pos is None or level < 2 or shared_pos
     return AttentionMask(
@@ -253,7 +273,7 @@ def _build(
         kv_pos=None if without_pos else ranks.pinned(kv_pos, ranks.mask_batch),
         q_len=q_len,
         kv_len=kv_len,
-        element_test=level,
+        segment_check=level,
         sharding=sharding,
         shards=ranks.pieces,
         permuted=plan is not None,
@@ -261,9 +281,13 @@ def _build(
     )
 
 
-def _block_lists(block_map, q_blocks, *, block_size, q_len, kv_len) -> dict[str, jax.Array]:
+def _block_lists(block_mask, q_blocks, *, block_size, q_len, kv_len) -> dict[str, jax.Array]:
     """The arrays that a block_sparse(...) adds."""
-    map_bits = packed(block_map)  # one for all rows of the batch may stay that
-    block_map, q_blocks = vary_together(block_map, q_blocks)
-    q_entries, kv_entries = entries(block_map, block_size, q_blocks, q_len, kv_len)
-    return {"map_bits": map_bits, "q_entries": q_entries, "kv_entries": kv_entries}
+    words = packed(block_mask)  # one for all rows of the batch may stay that
+    block_mask, q_blocks = vary_together(block_mask, q_blocks)
+    q_block_lists, kv_block_lists = entries(block_mask, block_size, q_blocks, q_len, kv_len)
+    return {
+        "block_mask": words,
+        "q_block_lists": q_block_lists,
+        "kv_block_lists": kv_block_lists,
+    }

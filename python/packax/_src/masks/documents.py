@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from packax._src.core.integers import Array, ArrayLike, as_int32
-from packax._src.masks.expressions import Documents, MaskExpression, Places
+from packax._src.masks.expressions import Documents, MaskExpression, Positions
 from packax._src.masks.lengths import batch_of, check_lengths
 from packax._src.masks.messages import shown
 from packax._src.masks.pytree import pytree
@@ -24,7 +24,7 @@ class Ranges(MaskExpression):
     def arrays(self) -> list[tuple[str, Array, str]]:
         return [("lo", self.lo, "q"), ("hi", self.hi, "q")]
 
-    def _as_array(self, at: Places) -> Array:
+    def _as_array(self, at: Positions) -> Array:
         index = np.arange(at.kv.shape[-1])
         return (self.lo[..., None] <= index) & (index < self.hi[..., None])
 

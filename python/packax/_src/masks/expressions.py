@@ -19,10 +19,10 @@ from packax._src.masks.lengths import check_lengths
 from packax._src.masks.messages import not_joined, shown
 from packax._src.masks.pytree import offset_value, pytree, static_value
 
-Limits: TypeAlias = tuple[Any, Any]  # lowest and highest place of each row; None: unbounded
+Limits: TypeAlias = tuple[Any, Any]  # lowest and highest position of each row; None: unbounded
 
 
-class Places(NamedTuple):
+class Positions(NamedTuple):
     """What intervals compare: the positions of documents(...), or else indices. All int32."""
 
     q: Array  # (Sq,) or (B, Sq)
@@ -66,7 +66,7 @@ class MaskExpression:
         check_lengths(self, q_len, kv_len)
         return self._as_array(places_of(documents_of(self), q_len, kv_len))
 
-    def _as_array(self, at: Places) -> Array:
+    def _as_array(self, at: Positions) -> Array:
         raise NotImplementedError
 
     def arrays(self) -> list[tuple[str, Array, str]]:
@@ -116,7 +116,7 @@ class MaskExpression:
     def __invert__(self) -> MaskExpression:
         raise TypeError(
             f"`~` of {self!r}: the keys that a mask leaves out are not one range for every row. "
-            "Say what is attended, as in ranges(lo, hi), or block_sparse(~block_map, block_size)"
+            "Say what is attended, as in ranges(lo, hi), or block_sparse(~block_mask, block_size)"
         )
 
     def __eq__(self, other: object) -> bool:
@@ -143,25 +143,28 @@ class MaskExpression:
 
 
 class Interval(MaskExpression):
-    """Row i attends an interval of places that depends on i alone: not on what the keys are.
+    """Row i attends an interval of positions that depends on i alone: not on what the keys are.
 
     A pytree, so that it crosses jit: its arrays have the batch, or 1, as their first axis.
     """
 
-    def limits(self, at: Places) -> Limits:
-        """The lowest and the highest place of each row, (B or 1, Sq) int32; None: unbounded.
+    def limits(self, at: Positions) -> Limits:
+        """The lowest and the highest position of each row, (B or 1, Sq) int32; None: unbounded.
 
-        Nothing is lost where a limit saturates: no place lies beyond int32.
+        Nothing is lost where a limit saturates: no position lies beyond int32.
         """
         raise NotImplementedError
 
     def anchors(self) -> frozenset[Any] | None:
-        """Offsets o so that every row's interval surely holds its place + o; None: all offsets."""
-        raise NotImplementedError
+        """Offsets o so that every row's interval surely holds its position + o; None: all offsets.
+
+        `|` asks for it, and for `unbounded`. With neither, `|` refuses most unions.
+        """
+        return frozenset()
 
     def unbounded(self) -> tuple[bool, bool]:
         """Whether every row's interval is surely unbounded below, and above."""
-        raise NotImplementedError
+        return False, False
 
 
 @pytree("q_ids", "kv_ids", "q_pos", "kv_pos")
@@ -194,7 +197,7 @@ class Documents(MaskExpression):
             held.append(("segment_ids", self.q_ids, "kv"))
         return [(name, x, side) for name, x, side in held if x is not None]
 
-    def _as_array(self, at: Places) -> Array:
+    def _as_array(self, at: Positions) -> Array:
         kv_ids = self.q_ids if self.kv_ids is None else self.kv_ids
         same = self.q_ids[..., :, None] == kv_ids[..., None, :]
         return same & (self.q_ids != PADDING_SEGMENT_ID)[..., :, None]
@@ -220,7 +223,7 @@ class And(Interval):
     def arrays(self) -> list[tuple[str, Array, str]]:
         return [held for member in self.members for held in member.arrays()]
 
-    def _as_array(self, at: Places) -> Array:
+    def _as_array(self, at: Positions) -> Array:
         result: Array = np.ones((at.q.shape[-1], at.kv.shape[-1]), bool)
         arrays = [member._as_array(at) for member in self.members]
         heads = any(x.ndim == 4 for x in arrays)
@@ -228,7 +231,7 @@ class And(Interval):
             result = result & (x[:, None] if heads and x.ndim == 3 else x)
         return result
 
-    def limits(self, at: Places) -> Limits:
+    def limits(self, at: Positions) -> Limits:
         return _combine(self.members, at, "maximum", "minimum", unbounded_wins=False)
 
     def anchors(self) -> frozenset[Any] | None:
@@ -278,11 +281,11 @@ class Or(Interval):
     def arrays(self) -> list[tuple[str, Array, str]]:
         return [held for member in self.members for held in member.arrays()]
 
-    def _as_array(self, at: Places) -> Array:
+    def _as_array(self, at: Positions) -> Array:
         first, second = (member._as_array(at) for member in self.members)
         return first | second
 
-    def limits(self, at: Places) -> Limits:
+    def limits(self, at: Positions) -> Limits:
         return _combine(self.members, at, "minimum", "maximum", unbounded_wins=True)
 
     def anchors(self) -> frozenset[Any] | None:
@@ -294,7 +297,7 @@ class Or(Interval):
         return any(below), any(above)
 
 
-def _combine(members: Any, at: Places, lower: str, upper: str, unbounded_wins: bool) -> Limits:
+def _combine(members: Any, at: Positions, lower: str, upper: str, unbounded_wins: bool) -> Limits:
     def fold(name: str, limits: Any) -> Any:
         bounded = [x for x in limits if x is not None]
         if not bounded or (unbounded_wins and len(bounded) < len(limits)):
@@ -373,11 +376,11 @@ def documents_of(expression: MaskExpression) -> Documents | None:
     return None
 
 
-def places_of(document: Documents | None, q_len: int, kv_len: int) -> Places:
+def places_of(document: Documents | None, q_len: int, kv_len: int) -> Positions:
     """What the intervals beside this documents(...), if any, compare."""
     ids = None if document is None else document.q_ids
     if document is None or document.q_pos is None:
         q, kv = (np.arange(length, dtype=np.int32) for length in (q_len, kv_len))
-        return Places(q, kv, ids, False)
+        return Positions(q, kv, ids, False)
     kv_pos = document.q_pos if document.kv_pos is None else document.kv_pos
-    return Places(document.q_pos, kv_pos, ids, True)
+    return Positions(document.q_pos, kv_pos, ids, True)

@@ -1,7 +1,7 @@
-"""Mask expressions that are an interval of places of keys for every row: causal() and its kin.
+"""Mask expressions that are an interval of key positions for every row: causal() and its kin.
 
-A place is the position that `documents(..., positions=...)` gives, or else the index, of the row
-among the rows and of the key among the keys.
+A position is what `documents(..., positions=...)` gives, or else the index of the row among the
+rows and of the key among the keys.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from packax._src.core.integers import INT32, Array, ArrayLike, as_int32, numpy_of, plus
 from packax._src.core.shapes import PADDING_SEGMENT_ID
-from packax._src.masks.expressions import Documents, Interval, Limits, MaskExpression, Places
+from packax._src.masks.expressions import Documents, Interval, Limits, MaskExpression, Positions
 from packax._src.masks.messages import shown
 from packax._src.masks.pytree import offset_value, pytree
 
@@ -41,20 +41,20 @@ class _Offset(Interval):
     def arguments(self) -> list[str]:
         return [] if self.offset is None else [f"offset={shown(self.offset)}"]
 
-    def shifted(self, places: Array) -> Array:
+    def shifted(self, positions: Array) -> Array:
         if self.offset is None:
-            return places
-        return plus(places, self.offset[:, None] if np.ndim(self.offset) else self.offset)
+            return positions
+        return plus(positions, self.offset[:, None] if np.ndim(self.offset) else self.offset)
 
 
 @pytree()
 class Full(Interval):
     """See `full`."""
 
-    def _as_array(self, at: Places) -> Array:
+    def _as_array(self, at: Positions) -> Array:
         return np.ones((at.q.shape[-1], at.kv.shape[-1]), bool)
 
-    def limits(self, at: Places) -> Limits:
+    def limits(self, at: Positions) -> Limits:
         return None, None
 
     def anchors(self) -> frozenset[Any] | None:
@@ -70,10 +70,10 @@ class Causal(_Offset):
 
     offset: Any = None
 
-    def _as_array(self, at: Places) -> Array:
+    def _as_array(self, at: Positions) -> Array:
         return self.shifted(at.q)[..., :, None] >= at.kv[..., None, :]
 
-    def limits(self, at: Places) -> Limits:
+    def limits(self, at: Positions) -> Limits:
         return None, self.shifted(at.q)
 
     def unbounded(self) -> tuple[bool, bool]:
@@ -96,7 +96,7 @@ class SlidingWindow(_Offset):
         right = [] if self.right == 0 else [repr(self.right)]
         return [repr(self.left), *right, *super().arguments()]
 
-    def _as_array(self, at: Places) -> Array:
+    def _as_array(self, at: Positions) -> Array:
         low, high = self.limits(at)
         key = at.kv[..., None, :]
         result: Array = np.ones((at.q.shape[-1], at.kv.shape[-1]), bool)
@@ -104,7 +104,7 @@ class SlidingWindow(_Offset):
             result = result & (low[..., :, None] <= key)
         return result if high is None else result & (key <= high[..., :, None])
 
-    def limits(self, at: Places) -> Limits:
+    def limits(self, at: Positions) -> Limits:
         # In this order a limit saturates once at most: indices are not negative, nor is left.
         low = None if self.left is None else self.shifted(plus(at.q, -self.left))
         return low, None if self.right is None else plus(self.shifted(at.q), self.right)
@@ -123,11 +123,11 @@ class Chunked(_Offset):
     def arguments(self) -> list[str]:
         return [repr(self.size), *super().arguments()]
 
-    def _as_array(self, at: Places) -> Array:
+    def _as_array(self, at: Positions) -> Array:
         row = self.shifted(at.q) // self.size
         return row[..., :, None] == (at.kv // self.size)[..., None, :]
 
-    def limits(self, at: Places) -> Limits:
+    def limits(self, at: Positions) -> Limits:
         row = self.shifted(at.q)
         inside = row % self.size
         return plus(row, -inside), plus(row, self.size - 1 - inside)
@@ -186,11 +186,11 @@ class Prefix(Interval):
             return self.lengths
         return self.lengths[:, None]
 
-    def _as_array(self, at: Places) -> Array:
+    def _as_array(self, at: Positions) -> Array:
         key = at.kv[..., None, :]
         return (at.q[..., :, None] >= key) | (key < np.expand_dims(self._per_row(), -1))
 
-    def limits(self, at: Places) -> Limits:
+    def limits(self, at: Positions) -> Limits:
         last = plus(self._per_row(), -1)
         return None, numpy_of(at.q, last).maximum(at.q, last)
 
@@ -238,7 +238,7 @@ def sliding_window(
     """Query row i attends the keys from i - left to i + right, both included.
 
     A window of w keys that ends with the row's own, as Mistral and Gemma count, is
-    `sliding_window(w - 1)`. Places are positions beside `documents(..., positions=...)`.
+    `sliding_window(w - 1)`. Beside `documents(..., positions=...)` it compares positions.
 
     Args:
         left, right: integers from 0; None: no limit on that side.
@@ -258,11 +258,11 @@ def sliding_window(
 def chunked(size: int, *, offset: ArrayLike = 0) -> MaskExpression:
     """Query row i attends the keys j of its own chunk: floor(j / size) == floor(i / size).
 
-    Llama 4's local layers are `causal() & chunked(8192)`. Places are positions beside
+    Llama 4's local layers are `causal() & chunked(8192)`. Positions are positions beside
     `documents(..., positions=...)`, so that a document's first chunk begins with its position 0.
 
     Args:
-        size: places of a chunk, from 1.
+        size: rows of a chunk, from 1.
         offset: as in `causal`.
 
     Raises:
@@ -282,7 +282,7 @@ def chunked(size: int, *, offset: ArrayLike = 0) -> MaskExpression:
 def prefix(lengths: ArrayLike) -> MaskExpression:
     """Query row i attends the keys j <= i, and all keys j < length: a prefix-LM.
 
-    Places are positions beside `documents(..., positions=...)`: every document may then have a
+    Beside `documents(..., positions=...)` it compares positions. Every document may then have a
     prefix of its own, by one length for each row.
 
     Args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,8 @@ def not_joined(operator: str, other: Any) -> str:
     text = f"`{operator}` joins mask expressions, but one side is {described(other)}"
     if hasattr(other, "q_blocks"):
         return f"{text}: join expressions first and build the mask of all of them"
+    if inspect.isfunction(other):
+        return f"{text}, {other.__name__}: call it, as in {other.__name__}(...)"
     return f"{text}{instead_of_array(other)}"
 
 
@@ -38,6 +41,6 @@ def instead_of_array(x: Any) -> str:
         return ""
     return (
         ". Dense masks are not taken: where a row's keys are one range say ranges(lo, hi), else "
-        "block_sparse(block_map, block_size), for a boolean array of rows and keys "
+        "block_sparse(block_mask, block_size), for a boolean array of rows and keys "
         "block_sparse(array, 1)"
     )

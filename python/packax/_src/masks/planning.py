@@ -19,6 +19,7 @@ from packax._src.context.load_balance import (
     whole_rows,
     zigzag,
 )
+from packax._src.context.local_plan import local
 from packax._src.core.integers import plus
 from packax._src.core.jax_compat import vary_together
 from packax._src.core.mask import AttentionMask
@@ -27,15 +28,15 @@ from packax._src.core.sharding import AttentionSharding, Layout, check_divides, 
 from packax._src.masks.block_sparse import BlockSparse
 from packax._src.masks.build import create_attention_mask
 from packax._src.masks.documents import Ranges
-from packax._src.masks.expressions import And, Interval, MaskExpression, Places, documents_of
+from packax._src.masks.expressions import And, Interval, MaskExpression, Positions, documents_of
 from packax._src.masks.lengths import batch_of, check_lengths
 from packax._src.masks.spans import extremes
 from packax._src.ops.primitives import Implementation
 
-Kind = Literal["zigzag", "balanced"]
+Kind = Literal["zigzag", "balanced", "local"]
 Tree = TypeVar("Tree")
 
-_KINDS = ("zigzag", "balanced")
+_KINDS = ("zigzag", "balanced", "local")
 _WERE = {"head_tail": "zigzag", "area": "balanced"}
 
 
@@ -46,6 +47,7 @@ def context_plan(
     ranks: int | None = None,
     kind: Kind = "balanced",
     chunk: int | None = None,
+    shared: float | int | None = None,
     length: int | None = None,
 ) -> ContextPlan:
     """Which chunks of query rows each rank gets: equally many, and as equal work as can be.
@@ -56,6 +58,10 @@ def context_plan(
     device.
     "zigzag": rank r gets the chunks r and 2 * ranks - 1 - r of 2 * ranks (Llama 3, arXiv
     2407.21783, section 3.3.2): equal work for one causal document, whatever the expression holds.
+    "local": documents whole on a rank, which then needs no keys of others for them; only documents
+    that would leave the ranks unequal are split. A rank's rows are a shared part, whose keys all
+    ranks gather, and a private part. Without `documents(...)`, or with other ids of keys, all rows
+    are shared, as "balanced" deals them.
 
     Args:
         expression: what the mask is made of, in the order of the sequence. Where it holds numpy
@@ -64,9 +70,15 @@ def context_plan(
             positions as if they went up by one inside a document: the balance alone depends on it.
         sharding: the `AttentionSharding` of the attention: its context axes say how many ranks.
         ranks: how many, where there is no mesh, as in a data loader.
-        kind: "balanced" or "zigzag".
+        kind: "balanced", "zigzag" or "local".
         chunk: rows of a chunk, a multiple of 128 (a tile of the kernels), for "balanced". None: the
             largest power of two times 128 that leaves a rank 16 chunks, at least 128.
+        shared: size of the shared part, for "local": a share of a rank's rows (a float from 0.0 to
+            1.0, rounded up to 128 rows) or a number of rows (an int). None: on the host the
+            smallest of 0, 1/16, 1/8, 3/16, 1/4, 3/8, 1/2, 3/4 and all that keeps the most loaded
+            rank at 1.03 of the mean; on the device it must be given, since shapes depend on it.
+            Where it is too small for the documents, on the host all rows are shared; on the device
+            `fallback` says so, and attention gathers all keys.
         length: rows of the sequence; needed only where no array of the expression says it.
 
     Returns:
@@ -74,8 +86,9 @@ def context_plan(
         it moves nothing, whatever the length.
 
     Raises:
-        ValueError: not an expression, an unknown kind, neither or both of sharding and ranks, or a
-            length that does not divide into whole chunks for every rank.
+        ValueError: not an expression, an unknown kind, neither or both of sharding and ranks, a
+            length that does not divide into whole chunks for every rank, or a size of the shared
+            part that is missing, no size, or of another kind.
 
     >>> plan = packax.context_plan(expression, sharding=sharding)
     >>> batch = plan.permute(batch)  # tokens, positions, targets: (B, length, ...)
@@ -88,7 +101,11 @@ def context_plan(
         )
     if kind not in _KINDS:
         new = f', which is "{_WERE[kind]}" now' if kind in _WERE else ""
-        raise ValueError(f'kind must be "zigzag" or "balanced", but is {kind!r}{new}')
+        raise ValueError(f'kind must be "zigzag", "balanced" or "local", but is {kind!r}{new}')
+    if shared is not None and kind != "local":
+        raise ValueError(f'shared is of kind="local", but kind is {kind!r}')
+    if chunk is not None and kind == "local":
+        raise ValueError(f'chunk is of other kinds than "local", but {chunk} was given')
     ranks = _ranks(sharding, ranks)
     q_len, kv_len = check_lengths(expression)
     if length is None and q_len is None:
@@ -101,7 +118,20 @@ def context_plan(
         return in_order(kind, rows)
     if kind == "zigzag":
         return zigzag(ranks, rows, chunk)
-    return balanced(ranks, _keys(expression, rows, rows if kv_len is None else kv_len), chunk)
+    keys = _keys(expression, rows, rows if kv_len is None else kv_len)
+    if kind == "local":
+        document = documents_of(expression)
+        if document is None or document.kv_ids is not None:
+            return local(ranks, None, keys, shared)
+        return local(ranks, _of_rows(document.q_ids), keys, shared)
+    return balanced(ranks, keys, chunk)
+
+
+def _of_rows(ids: Any) -> Any:
+    """(B or 1, length)"""
+    if isinstance(ids, jax.Array):
+        return whole_rows(jnp.atleast_2d(ids))
+    return np.atleast_2d(ids)
 
 
 class ContextParallelInputs(NamedTuple, Generic[Tree]):
@@ -119,6 +149,7 @@ def context_parallel_inputs(
     sharding: AttentionSharding,
     kind: Kind = "balanced",
     chunk: int | None = None,
+    shared: float | int | None = None,
     implementation: Implementation | None = None,
 ) -> ContextParallelInputs[Tree]:
     """A batch and its mask for context-parallel self-attention: both in the order of one plan.
@@ -131,7 +162,7 @@ def context_parallel_inputs(
             has a value for every token (tokens, positions, targets, weights).
         expression: the mask in the order of the sequence; its ids are not permuted by the caller.
         sharding: how the attention lies on the mesh.
-        kind, chunk: as in `context_plan`.
+        kind, chunk, shared: as in `context_plan`.
         implementation: of the mask, as in `create_attention_mask`.
 
     Inside a `shard_map` of your own over the context axes, batch and expression are still of whole
@@ -155,7 +186,9 @@ def context_parallel_inputs(
             + (", ".join(str(np.shape(x)) for x in leaves) or "none")
         )
     (length,) = shapes
-    plan = context_plan(expression, sharding=sharding, kind=kind, chunk=chunk, length=length)
+    plan = context_plan(
+        expression, sharding=sharding, kind=kind, chunk=chunk, shared=shared, length=length
+    )
     mask = create_attention_mask(
         expression,
         q_len=length,
@@ -225,20 +258,20 @@ def _keys_of_rows(expression: MaskExpression, length: int, xp: ModuleType) -> An
     index: Any = xp.arange(length, dtype=np.int32)[None]
     first, last = xp.zeros_like(index), xp.full_like(index, length - 1)
     document = documents_of(expression)
-    ids, places = None, index
+    ids, positions = None, index
     if document is not None:
         ids = xp.atleast_2d(xp.asarray(document.q_ids))
         begins = xp.concatenate([xp.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], axis=1)
         first, last = extremes(begins, index, by_position=False)
         if document.q_pos is not None:
-            places = xp.atleast_2d(xp.asarray(document.q_pos))
+            positions = xp.atleast_2d(xp.asarray(document.q_pos))
     interval = And(tuple(part for part in expression.parts() if isinstance(part, Interval)))
     if interval.members:
-        by_position = places is not index
-        low, high = interval.limits(Places(places, places, ids, by_position))
+        by_position = positions is not index
+        low, high = interval.limits(Positions(positions, positions, ids, by_position))
         # From a place to the index of the key in the row's document that has it.
-        first = first if low is None else xp.maximum(first, plus(low, index - places))
-        last = last if high is None else xp.minimum(last, plus(high, index - places))
+        first = first if low is None else xp.maximum(first, plus(low, index - positions))
+        last = last if high is None else xp.minimum(last, plus(high, index - positions))
     for part in expression.parts():
         if isinstance(part, Ranges):
             first = xp.maximum(first, xp.clip(xp.atleast_2d(part.lo), 0, length))
@@ -258,10 +291,10 @@ _keys_on_device = jax.jit(
 
 def _keys_of_mask(mask: AttentionMask) -> jax.Array:
     """The keys in each row's range, or those of the blocks visited, on average of the heads."""
-    if mask.q_entries is None:
+    if mask.q_block_lists is None:
         lo, hi = (whole_rows(jnp.asarray(x)) for x in (mask.q_lo, mask.q_hi))
         return hi - lo
-    counts = whole_rows(mask.q_entries[..., :2].sum(axis=3, dtype=jnp.int32).swapaxes(1, 2))
+    counts = whole_rows(mask.q_block_lists[..., :2].sum(axis=3, dtype=jnp.int32).swapaxes(1, 2))
     blocks, heads = counts.sum(axis=2, dtype=jnp.int32), counts.shape[2]
     keys = blocks // heads * BLOCK + blocks % heads * BLOCK // heads
     return jnp.repeat(keys, TILE, axis=1)  # rows come in whole chunks, so in whole tiles

@@ -60,10 +60,10 @@ class RankRows:
             batch //= self.layout.inside(self.mask_batch)
         return batch, self.q_len // self.pieces if self.pieces > 1 else self.q_len
 
-    def spec(self, name: str, element_test: int, batch: Axes, heads: Axes = ()) -> Any:
+    def spec(self, name: str, segment_check: int, batch: Axes, heads: Axes = ()) -> Any:
         """The PartitionSpec of an array of the mask, where there is a layout."""
         assert self.layout is not None
-        return self.layout.spec(*FIELDS[name].dims(element_test, batch, self.context, heads))
+        return self.layout.spec(*FIELDS[name].dims(segment_check, batch, self.context, heads))
 
     def with_placed_plan(self) -> RankRows:
         if self.plan is None:
@@ -119,25 +119,25 @@ class RankRows:
         low, high = self.on_each(limits, specs)(document, interval)
         return low, high
 
-    def block_map(
-        self, block_map: jax.Array, block_size: tuple[int, int]
+    def block_mask(
+        self, block_mask: jax.Array, block_size: tuple[int, int]
     ) -> tuple[jax.Array, tuple[int, int], tuple[Axes, Axes]]:
         """A block mask of those rows, its block size, and the mesh axes of its batch and heads."""
         if self.plan is not None and self.plan.order.shape[0] > 1:
-            block_map = jnp.broadcast_to(block_map, (self.batch, *block_map.shape[1:]))
-        heads = self.layout.heads if self.layout is not None and block_map.shape[1] > 1 else ()
-        axes = self._batch_axes(block_map), heads
+            block_mask = jnp.broadcast_to(block_mask, (self.batch, *block_mask.shape[1:]))
+        heads = self.layout.heads if self.layout is not None and block_mask.shape[1] > 1 else ()
+        axes = self._batch_axes(block_mask), heads
         if self.in_one_piece:
-            return block_map, block_size, axes
+            return block_mask, block_size, axes
         chunks = self.pieces if self.plan is None else self.plan.order.shape[1]
-        block_map, block_size = _kept_together(
-            block_map, block_size, self.q_len, self.q_len // chunks
+        block_mask, block_size = _kept_together(
+            block_mask, block_size, self.q_len, self.q_len // chunks
         )
-        block_map = self.place(block_map, *axes)
+        block_mask = self.place(block_mask, *axes)
         if self.plan is not None:
-            block_map = take_sharded(self.plan.order, 2, block_map)
-        block_map = self._own_part(block_map, 2)
-        return self.place(block_map, *axes, self.context), block_size, axes
+            block_mask = take_sharded(self.plan.order, 2, block_mask)
+        block_mask = self._own_part(block_mask, 2)
+        return self.place(block_mask, *axes, self.context), block_size, axes
 
     def on_each(
         self, function: Callable[..., Any], specs: Callable[[], tuple[Any, Any]]
@@ -170,12 +170,12 @@ class RankRows:
 
 
 def _kept_together(
-    block_map: jax.Array, block_size: tuple[int, int], q_len: int, together: int
+    block_mask: jax.Array, block_size: tuple[int, int], q_len: int, together: int
 ) -> tuple[jax.Array, tuple[int, int]]:
     """A block mask, and its block size, of which no rank and no chunk of a plan begins inside."""
     rows = block_size[0]
     if together == q_len or together % rows == 0:
-        return block_map, block_size
+        return block_mask, block_size
     fewer = math.gcd(rows, together)
-    block_map = jnp.repeat(block_map, rows // fewer, axis=2)[:, :, : q_len // fewer]
-    return block_map, (fewer, block_size[1])
+    block_mask = jnp.repeat(block_mask, rows // fewer, axis=2)[:, :, : q_len // fewer]
+    return block_mask, (fewer, block_size[1])

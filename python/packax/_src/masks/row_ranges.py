@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from packax._src.core.jax_compat import vary_together
-from packax._src.masks.expressions import And, Limits, Places
+from packax._src.masks.expressions import And, Limits, Positions
 from packax._src.ops.partitioning import ask_devices
 from packax._src.ops.primitives import BLOCK_ARRAYS, blocks_p, documents_p
 
@@ -54,12 +54,12 @@ def limits_of(document: Document, interval: And, q_len: int) -> Limits:
         index = jnp.arange(q_len, dtype=jnp.int32)[None]
         index, *leaves = vary_together(index, *leaves)
     ids, interval = structure.unflatten(leaves)
-    places: Any = document.q_pos if by_position else index
-    # No interval asks for the places of keys, except that of spans, whose keys are the rows.
-    return interval.limits(Places(places, places, ids, by_position))
+    positions: Any = document.q_pos if by_position else index
+    # No interval asks for the positions of keys, except that of spans, whose keys are the rows.
+    return interval.limits(Positions(positions, positions, ids, by_position))
 
 
-def element_test_of(document: Document, low: Any, high: Any) -> int:
+def segment_check_of(document: Document, low: Any, high: Any) -> int:
     """0: none, 1: ids, 2: ids and an upper limit of positions, 3: both limits."""
     if document.q_ids is None:
         return 0
@@ -83,7 +83,7 @@ def row_ranges_and_bounds(
         high = jnp.full_like(held.low, _INT32.max) if held.high is None else held.high
         q_pos = jnp.stack([high, held.low], axis=1)
     if level > 0:
-        lo, hi, tested = documents_p.bind(
+        lo, hi, segment_checked = documents_p.bind(
             ask_devices(held.ids),
             kv_ids,
             q_pos,
@@ -94,9 +94,9 @@ def row_ranges_and_bounds(
     else:
         lo = jnp.zeros((batch, q_len), jnp.int32)
         hi = jnp.full((batch, q_len), kv_len, jnp.int32)
-        tested = lo
+        segment_checked = lo
 
-    if level < 2:  # places are indices
+    if level < 2:  # positions are indices
         if held.high is not None:
             hi = jnp.minimum(hi, jnp.minimum(held.high, kv_len - 1) + 1)
         if held.low is not None:
@@ -105,10 +105,12 @@ def row_ranges_and_bounds(
         lo = jnp.maximum(lo, jnp.clip(first, 0, kv_len))
         hi = jnp.minimum(hi, jnp.clip(last, 0, kv_len))
     empty = lo >= hi
-    lo, hi, tested = (jnp.where(empty, 0, x) for x in (lo, hi, tested))
+    lo, hi, segment_checked = (jnp.where(empty, 0, x) for x in (lo, hi, segment_checked))
 
     blocks = blocks_p.bind(
-        *vary_together(ask_devices(lo), hi, tested), kv_len=kv_len, implementation=implementation
+        *vary_together(ask_devices(lo), hi, segment_checked),
+        kv_len=kv_len,
+        implementation=implementation,
     )
     computed = {"q_lo": lo, "q_hi": hi, **dict(zip(BLOCK_ARRAYS, blocks, strict=True))}
     return computed | ({"q_pos": q_pos} if level >= 2 else {})

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from packax._src.core.integers import INT32, Array, ArrayLike, as_int32, numpy_of
-from packax._src.masks.expressions import Documents, Interval, Limits, MaskExpression, Places
+from packax._src.masks.expressions import Documents, Interval, Limits, MaskExpression, Positions
 from packax._src.masks.intervals import Causal
 from packax._src.masks.messages import shown
 from packax._src.masks.pytree import pytree
@@ -47,13 +47,13 @@ class Spans(Interval):
                 "kv_positions: give segment_ids and positions alone, the keys' are the same"
             )
 
-    def _changes(self, at: Places) -> Any:
+    def _changes(self, at: Positions) -> Any:
         """(B or 1, S): where a run of span ids begins, or one of segment ids."""
         xp = numpy_of(self.ids, *[x for x in at if isinstance(x, jax.Array)])
         changes = _begins(self.ids, xp)
         return changes if at.ids is None else changes | _begins(at.ids, xp)
 
-    def _as_array(self, at: Places) -> Array:
+    def _as_array(self, at: Positions) -> Array:
         changes = self._changes(at)
         xp = numpy_of(changes)
         run = xp.cumsum(changes, axis=-1)
@@ -66,7 +66,7 @@ class Spans(Interval):
         flat = not self.batched and (at.ids is None or at.ids.ndim == 1) and at.q.ndim == 1
         return result[0] if flat and result.shape[0] == 1 else result
 
-    def limits(self, at: Places) -> Limits:
+    def limits(self, at: Positions) -> Limits:
         low, high = self.text.limits(at)
         changes = self._changes(at)
         inside = self.ids != NO_SPAN
@@ -90,10 +90,10 @@ def _begins(ids: Any, xp: Any) -> Any:
     return xp.concatenate([xp.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], axis=1)
 
 
-def extremes(begins: Any, places: Any, by_position: bool) -> tuple[Any, Any]:
+def extremes(begins: Any, positions: Any, by_position: bool) -> tuple[Any, Any]:
     """The smallest and the largest place in the run of each row, (B or 1, S)."""
-    xp = numpy_of(begins, places)
-    if not by_position:  # places are indices: where the run begins, and where the next one does
+    xp = numpy_of(begins, positions)
+    if not by_position:  # positions are indices: where the run begins, and where the next one does
         length = begins.shape[1]
         index = xp.arange(length, dtype=np.int32)
         first, following = xp.where(begins, index, 0), xp.where(begins, index, length)
@@ -105,28 +105,28 @@ def extremes(begins: Any, places: Any, by_position: bool) -> tuple[Any, Any]:
             following = jax.lax.cummin(following, axis=1, reverse=True)
         ends = xp.concatenate([following[:, 1:], xp.full_like(following[:, :1], length)], axis=1)
         return first, ends - 1
-    batch = max(begins.shape[0], places.shape[0])
-    begins, places = (xp.broadcast_to(x, (batch, x.shape[1])) for x in (begins, places))
+    batch = max(begins.shape[0], positions.shape[0])
+    begins, positions = (xp.broadcast_to(x, (batch, x.shape[1])) for x in (begins, positions))
     run = xp.cumsum(begins, axis=1, dtype=np.int32) - 1
-    first, last = (xp.full_like(places, x) for x in (INT32.max, INT32.min))
+    first, last = (xp.full_like(positions, x) for x in (INT32.max, INT32.min))
     if xp is np:
         rows = np.arange(batch)[:, None]
-        np.minimum.at(first, (rows, run), places)
-        np.maximum.at(last, (rows, run), places)
+        np.minimum.at(first, (rows, run), positions)
+        np.maximum.at(last, (rows, run), positions)
         return first[rows, run], last[rows, run]
 
-    def one(run: Any, places: Any, first: Any, last: Any) -> tuple[Any, Any]:
-        return first.at[run].min(places)[run], last.at[run].max(places)[run]
+    def one(run: Any, positions: Any, first: Any, last: Any) -> tuple[Any, Any]:
+        return first.at[run].min(positions)[run], last.at[run].max(positions)[run]
 
-    return jax.vmap(one)(run, places, first, last)
+    return jax.vmap(one)(run, positions, first, last)
 
 
 def spans(span_ids: ArrayLike, text: MaskExpression | None = None) -> MaskExpression:
     """Rows of a span attend the whole span and what `text` gives them; other rows follow `text`.
 
     A span is a maximal run of equal ids other than -1, as of the tokens of an image among text
-    (Gemma 3); beside documents(...) it ends where the segment id changes. In places: a row of a
-    span attends down to the smallest and up to the largest place of its span, whatever `text` says.
+    (Gemma 3); beside documents(...) it ends where the segment id changes. By positions, a row of a
+    span attends down to the smallest and up to the largest one of its span, whatever `text` says.
 
     Args:
         span_ids: (B, S) or (S,), any integer dtype that fits int32, in self-attention: a row and

@@ -80,14 +80,14 @@ def _one_row(
     )
     lo, hi = (_flat(x + before * kv_len, batch) for x in (q_lo, q_hi))
     # A block of the mask is a whole batch row here.
-    tested = _flat(jnp.broadcast_to(of["q_blocks"][:, 4] & 1, q_lo.shape), batch)
+    segment_checked = _flat(jnp.broadcast_to(of["q_blocks"][:, 4] & 1, q_lo.shape), batch)
     made = {"q_lo": lo, "q_hi": hi}
     # What is not read stays what stands in for it.
     for level, names in ((1, ("q_ids", "kv_ids")), (2, ("q_pos", "kv_pos"))):
         for name in names:
-            made[name] = _flat(of[name], batch) if params["element_test"] >= level else lo
+            made[name] = _flat(of[name], batch) if params["segment_check"] >= level else lo
     blocks = blocks_p.bind(
-        *vary_together(lo, hi, tested),
+        *vary_together(lo, hi, segment_checked),
         kv_len=batch * kv_len,
         implementation=params["implementation"],
     )

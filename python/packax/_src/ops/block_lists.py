@@ -17,11 +17,11 @@ from packax._src.core.shapes import BLOCK, ceil_div
 _WORD = 32
 
 
-def packed(block_map: jax.Array) -> jax.Array:
+def packed(block_mask: jax.Array) -> jax.Array:
     """(..., NK) bool to (..., ceil(NK / 32)) int32: bit n of word w is column 32 w + n."""
-    columns = block_map.shape[-1]
+    columns = block_mask.shape[-1]
     words = ceil_div(columns, _WORD)
-    x = _filled(block_map, -1, words * _WORD - columns, False)
+    x = _filled(block_mask, -1, words * _WORD - columns, False)
     x = x.reshape(*x.shape[:-1], words, _WORD).astype(jnp.uint32)
     bits = jnp.left_shift(x, _last(jnp.arange(_WORD, dtype=jnp.uint32), x)).sum(
         -1, dtype=jnp.uint32
@@ -29,27 +29,27 @@ def packed(block_map: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(bits, jnp.int32)
 
 
-def bit(map_bits: jax.Array, rows: jax.Array, columns: jax.Array) -> jax.Array:
+def bit(block_mask: jax.Array, rows: jax.Array, columns: jax.Array) -> jax.Array:
     """(H, NQ, words) at map rows (N,) and columns (M,): (H, N, M) bool; the nearest one past the
     end.
     """
     columns = columns[None]
-    words = map_bits.at[:, rows[:, None], columns // _WORD].get(mode="clip")
+    words = block_mask.at[:, rows[:, None], columns // _WORD].get(mode="clip")
     return (words >> columns[None] % _WORD) & 1 != 0
 
 
 def entries(
-    block_map: jax.Array, block_size: tuple[int, int], q_blocks: jax.Array, q_len: Any, kv_len: Any
+    block_mask: jax.Array, block_size: tuple[int, int], q_blocks: jax.Array, q_len: Any, kv_len: Any
 ) -> tuple[jax.Array, jax.Array]:
     """The lists of the tiles of 128 rows, and of the tiles of 128 keys.
 
-    block_map (Bp, H, NQ, NK), q_blocks (Bm, 5, ceil(Sq / 64)), Bp 1 or Bm. Returns int32
+    block_mask (Bp, H, NQ, NK), q_blocks (Bm, 5, ceil(Sq / 64)), Bp 1 or Bm. Returns int32
     (Bm, H, ceil(Sq / 128), 2 + ceil(Skv / 64)), the entries being blocks of 64 keys, and
     (Bm, H, ceil(Skv / 128), 2 + ceil(Sq / 64)), the entries being blocks of 64 rows.
     """
-    some = _pooled(block_map, 2, block_size[0], q_len, jnp.any)
+    some = _pooled(block_mask, 2, block_size[0], q_len, jnp.any)
     some = _pooled(some, 3, block_size[1], kv_len, jnp.any)
-    every = _pooled(block_map, 2, block_size[0], q_len, jnp.all)
+    every = _pooled(block_mask, 2, block_size[0], q_len, jnp.all)
     every = _pooled(every, 3, block_size[1], kv_len, jnp.all)
 
     lo_min, lo_max, hi_min, hi_max, flags = (
@@ -85,14 +85,14 @@ def _list(meets: jax.Array, full: jax.Array) -> jax.Array:
 
 
 def _pooled(x: jax.Array, axis: int, block: int, length: Any, how: Any) -> jax.Array:
-    """From blocks of a map along an axis to blocks of 64: any or all of those that it touches."""
+    """From blocks of a mask along an axis to blocks of 64: any or all of those touched."""
     first = BLOCK * jnp.arange(ceil_div(length, BLOCK), dtype=jnp.int32)
     last = jnp.minimum(first + BLOCK, length) - 1
     most = ceil_div(BLOCK, block) + (BLOCK % block != 0 and block % BLOCK != 0)
-    places = jnp.minimum(
+    indices = jnp.minimum(
         (first // block)[:, None] + jnp.arange(most)[None], (last // block)[:, None]
     )
-    return how(jnp.take(x, places, axis=axis), axis=axis + 1)
+    return how(jnp.take(x, indices, axis=axis), axis=axis + 1)
 
 
 def _last(x: jax.Array, like: jax.Array) -> jax.Array:

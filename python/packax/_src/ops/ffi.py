@@ -24,35 +24,39 @@ _KERNELS = {"forward": ("forward",), "backward": ("backward_dkdv", "backward_dq"
 _MULTIPLE = 8  # of head dims: rows of 16 bytes
 
 
-def on_sm90(kernel: str, dtype: str, qk_dim: int, v_dim: int) -> bool:
+def for_export(ctx: Any) -> bool:
+    """Whether jax.export lowers, for other machines than this one."""
+    return ctx.module_context.lowering_parameters.for_export
+
+
+def on_sm90(kernel: str, dtype: str, qk_dim: int, v_dim: int, *, for_export: bool = False) -> bool:
     """Whether this build has that kernel, and this process a GPU for it, as far as it can tell."""
     assert ext is not None
-    needs_grad = (kernel, _DTYPES.get(dtype), qk_dim, v_dim)
+    asked = (kernel, _DTYPES.get(dtype), qk_dim, v_dim)
     rows = [
         row
         for row in ext.variants()
-        if (row["kernel"], row["dtype"], row["qk_dim"], row["v_dim"]) == needs_grad
+        if (row["kernel"], row["dtype"], row["qk_dim"], row["v_dim"]) == asked
     ]
-    if not rows:
-        return False
-    return _any_serves(rows)
+    return _any_serves(rows, for_export)
 
 
-def serves_here(kernel: str) -> bool:
+def serves_here(kernel: str, *, for_export: bool = False) -> bool:
     """Likewise of a kernel of masks, which has neither dtype nor head dims."""
     assert ext is not None
-    rows = [row for row in ext.variants() if row["kernel"] == kernel]
-    return bool(rows) and _any_serves(rows)
+    return _any_serves([row for row in ext.variants() if row["kernel"] == kernel], for_export)
 
 
-def _any_serves(rows: Any) -> bool:
-    capabilities = local_capabilities()
-    return capabilities is None or any(_serves(row, cc) for row in rows for cc in capabilities)
+def _any_serves(rows: Any, for_export: bool) -> bool:
+    capabilities = None if for_export else local_capabilities()
+    if capabilities is None:
+        return bool(rows)
+    return any(_serves(row, cc) for row in rows for cc in capabilities)
 
 
 def _serves(row: Any, cc: int) -> bool:
     """As Find() in csrc/runtime/variants.cc."""
-    if row["exact"]:
+    if row["arch_specific"]:
         return row["cc"] == cc
     return row["cc"] // 10 == cc // 10 and row["cc"] <= cc
 
@@ -70,9 +74,11 @@ def has_kernels(query: Any, key: Any, value: Any) -> bool:
     """Whether this build has both passes for the dtype and head dims; without a build: True."""
     precisions = (False, True) if str(query.dtype) == "float32" else (True,)
     return ext is None or all(
-        any(found(direction, query, value, fallback, exact) for fallback in (False, True))
+        any(
+            found(direction, query, value, fallback, float32_products) for fallback in (False, True)
+        )
         for direction in _KERNELS
-        for exact in precisions
+        for float32_products in precisions
     )
 
 
@@ -83,13 +89,15 @@ def _rows(direction: str, fallback: bool) -> list[Any]:
     return [row for row in ext.variants() if row["kernel"] in names]
 
 
-def found(direction: str, query: Any, value: Any, fallback: bool, exact: bool = True) -> bool:
+def found(
+    direction: str, query: Any, value: Any, fallback: bool, float32_products: bool = True
+) -> bool:
     """Whether this build has all kernels of a direction: for just these head dims, or any up to
     some.
 
-    `exact` is for float32.
+    `float32_products` is for float32.
     """
-    dtype, dims = kernel_dtype(query.dtype, exact), (query.shape[3], value.shape[3])
+    dtype, dims = kernel_dtype(query.dtype, float32_products), (query.shape[3], value.shape[3])
     if fallback and any(dim % _MULTIPLE for dim in dims):
         return False
     by_dims: dict[tuple[int, int], set[str]] = {}
@@ -103,18 +111,18 @@ def found(direction: str, query: Any, value: Any, fallback: bool, exact: bool = 
     )
 
 
-def kernel_dtype(dtype: Any, exact: bool) -> str | None:
-    """As the table names it; `exact`: the precision of float32. None: no kernel has it."""
+def kernel_dtype(dtype: Any, float32_products: bool) -> str | None:
+    """As the table names it, float32 by its precision; None: no kernel has it."""
     name = str(dtype)
-    return _FLOAT32[exact] if name == "float32" else _DTYPES.get(name)
+    return _FLOAT32[float32_products] if name == "float32" else _DTYPES.get(name)
 
 
 def require_kernels(
-    direction: str, query: Any, value: Any, fallback: bool = False, exact: bool = True
+    direction: str, query: Any, value: Any, fallback: bool = False, float32_products: bool = True
 ) -> None:
     """Which GPU it will be is not known yet: C++ checks that, this the rest of the table."""
     require_extension()
-    if found(direction, query, value, fallback, exact):
+    if found(direction, query, value, fallback, float32_products):
         return
     have = _rows(direction, fallback)
     text = listed(have)

@@ -17,13 +17,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from packax._src.ops import ffi, lowering
-from packax._src.ops.operands import named
-from packax._src.ops.partitioning import ask_devices, plain
+from packax._src.ops import attention_calls, ffi, lowering
+from packax._src.ops.partitioning import ask_devices
 from packax._src.ops.primitives import (
     backward_p,
     backward_results,
@@ -31,7 +29,7 @@ from packax._src.ops.primitives import (
     forward_results,
     new_primitive,
 )
-from packax._src.ops.rules import COUNTER, ffi_call, lower_xla
+from packax._src.ops.rules import lower_xla
 
 _OWN = ("first_head", "heads", "begins")
 _FORWARD_HEADS = (*_OWN, *lowering.FORWARD_PARAMS, "implementation")
@@ -117,16 +115,16 @@ def _register(primitive: Primitive, apart: Callable[..., Any], static: tuple[str
         return made, [0] * len(made)
 
     def jvp(primals, tangents, **params):
-        places = [i for i, x in enumerate(primals) if jnp.issubdtype(x.dtype, jnp.floating)]
+        indices = [i for i, x in enumerate(primals) if jnp.issubdtype(x.dtype, jnp.floating)]
 
         def of_floats(*floats):
             merged = list(primals)
-            for place, x in zip(places, floats, strict=True):
+            for place, x in zip(indices, floats, strict=True):
                 merged[place] = x
             return apart(*merged, **params)
 
-        moved = [ad.instantiate_zeros(tangents[i]) for i in places]
-        return jax.jvp(of_floats, [primals[i] for i in places], moved)
+        moved = [ad.instantiate_zeros(tangents[i]) for i in indices]
+        return jax.jvp(of_floats, [primals[i] for i in indices], moved)
 
     batching.primitive_batchers[primitive] = batch
     ad.primitive_jvps[primitive] = jvp
@@ -139,7 +137,7 @@ _forward_rule = _register(forward_heads_p, _forward_apart, _FORWARD_HEADS)
 _backward_rule = _register(backward_heads_p, _backward_apart, _BACKWARD_HEADS)
 
 
-# --- CUDA: the plain kernels, told where those heads begin.
+# --- CUDA: the call of all heads, told where those heads begin.
 
 
 def _forward_cuda(ctx, *operands, **params):
@@ -149,56 +147,25 @@ def _forward_cuda(ctx, *operands, **params):
     ):
         return _forward_rule(ctx, *operands, **params)
     ffi.require_kernels("forward", query, value)
-    ctx, operands, attributes, same_memory = _some_heads(ctx, operands, params)
-    return ffi_call(
-        ctx,
-        "packax_forward_heads_v1",
-        operands,
-        (COUNTER,),
-        same_memory,
-        scale=np.float32(params["scale"]),
-        element_test=np.int32(params["element_test"]),
-        **attributes,
-    )
+    return attention_calls.forward(*_of_a_group(ctx, operands, params))
 
 
 def _backward_cuda(ctx, *operands, **params):
-    needs_grad = params["needs_grad"]
     _, (query, _, value, *_) = _without_before(ctx.avals_in, params["begins"])
     fallback = lowering.takes_fallback("backward", query, value, params)
-    if params["implementation"] == "xla" or fallback or not needs_grad[0]:
+    if params["implementation"] == "xla" or fallback or not params["needs_grad"][0]:
         return _backward_rule(ctx, *operands, **params)
     ffi.require_kernels("backward", query, value)
-    batch, q_len, _, dim = query.shape
-    first = 0 if params["begins"] else 1  # the operand before
-    avals = named("backward", ctx.avals_in[first:], params)
-    elements, fused = lowering.backward_workspace(
-        plain(query).update(shape=(batch, q_len, params["heads"], dim)),
-        value,
-        avals["q_lo"].shape[0],
-        params["deterministic"],
-        needs_grad,
-    )
-    ctx, operands, attributes, same_memory = _some_heads(ctx, operands, params)
-    attributes |= {
-        "scale": np.float32(params["scale"]),
-        "element_test": np.int32(params["element_test"]),
-        "has_dlse": np.int32(params["has_dlse"]),
-    }
-    target = "packax_backward_heads_v1"
-    return lowering.backward_call(
-        ctx, operands, elements, fused, needs_grad, attributes, target, same_memory
-    )
+    return attention_calls.backward(*_of_a_group(ctx, operands, params))
 
 
-def _some_heads(ctx, operands, params):
-    """ctx and operands with one before, where there is none a stand-in; the attributes; which
-    operand has the memory of which result."""
-    if params["begins"]:
-        ctx = ctx.replace(avals_in=[ctx.avals_in[0], *ctx.avals_in])
-        operands = (operands[0], *operands)
-    attributes: dict[str, Any] = {name: np.int32(params[name]) for name in _OWN}
-    return ctx, operands, attributes, None if params["begins"] else {0: 0}
+def _of_a_group(ctx, operands, params):
+    """ctx and operands without the one before, the parameters, and what a call is told of it."""
+    aval, avals = _without_before(ctx.avals_in, params["begins"])
+    value, operands = _without_before(operands, params["begins"])
+    before = None if params["begins"] else (aval, value)
+    group = attention_calls.HeadGroup(params["first_head"], params["heads"], before)
+    return ctx.replace(avals_in=avals), operands, params, group
 
 
 mlir.register_lowering(forward_heads_p, _forward_cuda, platform="cuda")

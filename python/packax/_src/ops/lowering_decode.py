@@ -2,7 +2,7 @@
 
 The workspace is a result of the call, so how many shares of the keys it has room for is said here,
 from sizes alone; which GPU it will be, and how many it then takes, only C++ knows
-(csrc/ffi/decode.cc).
+(csrc/launch/heuristics.cc).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from packax._src.core.precision import is_exact
 from packax._src.core.shapes import is_symbolic
 from packax._src.ops import ffi, partition_rules, xla_decode
 from packax._src.ops.primitives import decode_p
-from packax._src.ops.rules import ffi_call, lower_xla, register, without_kernels
+from packax._src.ops.rules import ABSENT, ffi_call, lower_xla, register, without_kernels, zeros
 
-_PROGRAMS = 1024  # that csrc/ffi/decode.cc may want at once, on the largest GPU
-_MOST = 128  # shares: csrc/ffi/decode.cc takes no more
+_PROGRAMS = 1024  # that csrc/launch/heuristics.cc may want at once, on the largest GPU
+_MOST = 128  # shares: csrc/launch/decode.cc takes no more
 
 
 def _xla(query, key, value, q_lo, q_hi, *rest, scale, soft_cap, precision, paged, has_sinks):
@@ -48,15 +48,14 @@ def _cuda(ctx, *operands, implementation, **static):
     if implementation == "xla":
         return _lowered_xla(ctx, *operands, **static)
     scale, soft_cap, precision, paged, has_sinks = (static[name] for name in _STATIC)
-    query, key, value, q_lo = ctx.avals_in[:4]
-    exact = is_exact(precision)
-    _require_kernel(query, value, exact)
-    # What there is not is q_lo once more, and never read.
+    query, key, value = ctx.avals_in[:3]
+    float32_products = is_exact(precision)
+    _require_kernel(query, value, float32_products)
     buffers, avals = list(operands), list(ctx.avals_in)
     for place, there in ((5, paged), (6, has_sinks)):
         if not there:
-            buffers.insert(place, buffers[3])
-            avals.insert(place, q_lo)
+            avals.insert(place, ABSENT)
+            buffers.insert(place, zeros(ctx, ABSENT))
     batch, q_len, heads, _ = query.shape
     keys = key.shape[1] * (avals[5].shape[1] if paged else 1)
     rows = (splits(batch, q_len, heads, key.shape[2], keys), batch, q_len, heads)
@@ -68,14 +67,12 @@ def _cuda(ctx, *operands, implementation, **static):
         tuple(jax.core.ShapedArray(shape, jnp.dtype(jnp.float32)) for shape in workspace),
         scale=np.float32(scale),
         soft_cap=np.float32(soft_cap),
-        paged=np.int32(paged),
-        has_sinks=np.int32(has_sinks),
-        exact=np.int32(exact),
+        float32_products=np.int32(float32_products),
     )
 
 
 def splits(batch: int, q_len: int, heads: int, kv_heads: int, keys: int) -> int:
-    """Shares of the keys that the workspace has room for; csrc/ffi/decode.cc takes no more."""
+    """Shares of the keys that the workspace has room for: csrc/launch/decode.cc takes no more."""
     if is_symbolic(keys):  # of jax.export: room for the most that any size takes
         return _MOST
     most = min(_MOST, -(-keys // 128))
@@ -87,12 +84,12 @@ def splits(batch: int, q_len: int, heads: int, kv_heads: int, keys: int) -> int:
     return max(1, min(most, max(fill, balance)))
 
 
-def _require_kernel(query: Any, value: Any, exact: bool) -> None:
+def _require_kernel(query: Any, value: Any, float32_products: bool) -> None:
     ffi.require_extension()
     assert ffi.ext is not None
     rows = [row for row in ffi.ext.variants() if row["kernel"] == "decode"]
     qk_dim, v_dim = query.shape[3], value.shape[3]
-    dtype = ffi.kernel_dtype(query.dtype, exact)
+    dtype = ffi.kernel_dtype(query.dtype, float32_products)
     rooms = [row for row in rows if row["qk_dim"] >= qk_dim and row["v_dim"] >= v_dim]
     if qk_dim % 8 == v_dim % 8 == 0 and any(row["dtype"] == dtype for row in rooms):
         return

@@ -26,8 +26,8 @@ def _xla_documents(q_ids, kv_ids, q_pos, kv_pos, *, compare_positions):
     )
 
 
-def _xla_blocks(q_lo, q_hi, tested, *, kv_len):
-    return xla_mask.block_bounds(q_lo, q_hi, tested, kv_len=kv_len)
+def _xla_blocks(q_lo, q_hi, segment_checked, *, kv_len):
+    return xla_mask.block_bounds(q_lo, q_hi, segment_checked, kv_len=kv_len)
 
 
 _documents_xla = lower_xla(_xla_documents, ("compare_positions",))
@@ -36,13 +36,13 @@ _documents_xla = lower_xla(_xla_documents, ("compare_positions",))
 _blocks_xla = lower_xla(_xla_blocks, ("kv_len",))
 
 
-def _takes_mask_kernels(kernel, implementation, batch, kv_len):
+def _takes_mask_kernels(ctx, kernel, implementation, batch, kv_len):
     """Else XLA makes the same integers: also where sizes are beyond what the kernels count."""
     if implementation == "xla":
         return False
     if implementation == "cuda":
         ffi.require_extension()
-    elif ffi.ext is None or not ffi.serves_here(kernel):
+    elif ffi.ext is None or not ffi.serves_here(kernel, for_export=ffi.for_export(ctx)):
         return False
     few = is_symbolic(batch) or batch <= _MOST_MASK_ROWS
     return few and not is_symbolic(kv_len)
@@ -51,7 +51,7 @@ def _takes_mask_kernels(kernel, implementation, batch, kv_len):
 def _documents_cuda(ctx, *operands, compare_positions, implementation):
     batch, kv_len = ctx.avals_in[1].shape
     # the size of the tables must be known, and so small that the kernels' 32 bits count all of them
-    kernels = _takes_mask_kernels("documents_rows", implementation, batch, kv_len)
+    kernels = _takes_mask_kernels(ctx, "documents_rows", implementation, batch, kv_len)
     if not kernels or kv_len > _MOST_TABLE_KEYS:
         return _documents_xla(ctx, *operands, compare_positions=compare_positions)
     width = 5 * xla_mask.table_size(kv_len) + kv_len + -(-kv_len // _CHUNK)
@@ -67,7 +67,7 @@ def _documents_cuda(ctx, *operands, compare_positions, implementation):
 
 def _blocks_cuda(ctx, *operands, kv_len, implementation):
     batch = ctx.avals_in[0].shape[0]
-    if not _takes_mask_kernels("blocks_rows", implementation, batch, kv_len):
+    if not _takes_mask_kernels(ctx, "blocks_rows", implementation, batch, kv_len):
         return _blocks_xla(ctx, *operands, kv_len=kv_len)
     return ffi_call(ctx, "packax_blocks_v1", operands, kv_len=np.int64(kv_len))
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from packax._src.core.mask import Pass
+from packax._src.ops import operands
 from packax._src.ops.partitioning import Dims
+from packax._src.ops.primitives import BLOCK_ARRAYS
 
 
 def documents(q_ids, *operands, **_) -> Dims:
@@ -16,17 +19,21 @@ def blocks(*operands, **_) -> Dims:
     return Dims(("b.",) * 3, ("b..", "b..", "b.", "b.", "b."))
 
 
-def forward(query, key, value, *operands, block_size, extras, max_logits, **_) -> Dims:
-    rest = _behind_tensors(query, operands, 2 if block_size else 0, extras)
+def forward(query, key, value, *others, block_size, extras, max_logits, **_) -> Dims:
+    rest = _behind_tensors(query, others, 2 if block_size else 0, extras)
     rows = ("bh.", "bh.") if max_logits else ("bh.",)
-    return Dims((*_TENSORS, *rest), ("b.h.", *rows))
+    return Dims((*_TENSORS, *rest), ("b.h.", *rows), _of_kernels("forward", block_size, extras))
 
 
-def backward(query, key, value, *operands, block_size, extras, score_grads, **_) -> Dims:
-    rest = _behind_tensors(query, operands[4:], 3 if block_size else 0, extras)
+def backward(query, key, value, *others, block_size, extras, score_grads, **_) -> Dims:
+    rest = _behind_tensors(query, others[4:], 3 if block_size else 0, extras)
     numbers = ("bh..",) if score_grads else ()
     results = ("b.h.", "bh.", "b.h.", "bh.")  # out, lse and their cotangents
-    return Dims((*_TENSORS, *results, *rest), ("b.h.", "b.g.", "b.g.", *numbers))
+    return Dims(
+        (*_TENSORS, *results, *rest),
+        ("b.h.", "b.g.", "b.g.", *numbers),
+        _of_kernels("backward", block_size, extras),
+    )
 
 
 def decode(query, key, value, q_lo, q_hi, *operands, paged, **_) -> Dims:
@@ -37,6 +44,13 @@ def decode(query, key, value, q_lo, q_hi, *operands, paged, **_) -> Dims:
     return Dims(("bsh.", cache, cache, "b.", "b.", *rest), ("b.h.", "bh."))
 
 
+def _of_kernels(direction: Pass, block_size: Any, extras: int) -> frozenset[int]:
+    """Bounds of blocks, orders of tiles and lists, which attention in jax.numpy makes itself."""
+    names = operands.names(direction, {"block_size": block_size, "extras": extras})
+    return frozenset(n for n, name in enumerate(names) if name in _KERNELS_READ)
+
+
+_KERNELS_READ = (*BLOCK_ARRAYS, "kv_block_lists")
 _TENSORS = ("bsh.", "bkg.", "bkg.")
 
 

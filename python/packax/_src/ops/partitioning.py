@@ -33,6 +33,7 @@ from packax._src.core.sharding import Axes, spec
 
 SEQUENCE_SWITCH = "PACKAX_SHARDED_SEQUENCE"
 _DOCS = "docs/guide/context_parallelism.md"
+_MESHES = "docs/guide/meshes.md"
 
 
 def plain(aval: Any) -> Any:
@@ -50,10 +51,17 @@ class Dims(NamedTuple):
 
     operands: tuple[str, ...]
     results: tuple[str, ...]
+    of_kernels: frozenset[int] = frozenset()
+    """Operands that kernels alone read. Where there are none, XLA need not make them."""
 
 
-def partitioned(primitive: Any, dims: Callable[..., Dims], rule: Callable) -> Callable:
-    """The lowering rule of a primitive that XLA may divide as `dims(*avals, **params)` says."""
+def partitioned(
+    primitive: Any, dims: Callable[..., Dims], rule: Callable, kernels: bool = False
+) -> Callable:
+    """The lowering rule of a primitive that XLA may divide as `dims(*avals, **params)` says.
+
+    `kernels`: on this platform there are some.
+    """
 
     def lower(ctx, *operands, **params):
         mesh = _mesh_in_use(ctx.module_context)
@@ -62,7 +70,7 @@ def partitioned(primitive: Any, dims: Callable[..., Dims], rule: Callable) -> Ca
                 return rule(ctx, *operands, **params)
         avals = [plain(x) for x in ctx.avals_in]
         ctx = ctx.replace(avals_in=avals, avals_out=[plain(x) for x in ctx.avals_out])
-        call = _custom_call(primitive, dims(*avals, **params), avals, params)
+        call = _custom_call(primitive, dims(*avals, **params), avals, params, kernels)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # jax looks in no other place
             with mesh:
@@ -85,12 +93,13 @@ def _say_parameters(results: Any, text: str) -> None:
 
 def _mesh_in_use(module: Any) -> Any:
     """A context manager in which jax finds the mesh; None where XLA has nothing to divide."""
-    if module.lowering_parameters.for_export:  # a file cannot hold the functions that divide
-        return None
     context = module.axis_context
     manual = getattr(context, "manual_axes", None)
     if manual is not None:  # inside a shard_map: XLA cannot divide a call there any further
         _warn_of_axes_left({n: k for n, k in context.mesh.shape.items() if n not in manual})
+        return None
+    if module.lowering_parameters.for_export:  # a file cannot hold the functions that divide
+        _warn_of_export(getattr(context, "num_devices", 1))
         return None
     devices = getattr(context, "device_assignment", None)
     if devices is None or context.num_devices == 1:
@@ -118,11 +127,28 @@ def _warn_of_axes_left(sizes: dict[str, int]) -> None:
         )
 
 
-def _custom_call(primitive: Any, dims: Dims, avals: Sequence[Any], params: Any) -> Any:
+def _warn_of_export(devices: int) -> None:
+    if devices > 1:
+        warnings.warn(
+            f"attention in an exported program for {devices} devices: what is sharded is gathered "
+            "on every device. Pass sharding=packax.AttentionSharding(...), or call it in a "
+            f"shard_map over all axes ({_MESHES})",
+            stacklevel=2,
+        )
+
+
+def _custom_call(
+    primitive: Any, dims: Dims, avals: Sequence[Any], params: Any, kernels: bool
+) -> Any:
     heads, kv_heads = (_size(letter, dims, avals) for letter in "hg")
+    unread: frozenset[int] = frozenset() if kernels else dims.of_kernels
+    read_operands = [n for n in range(len(avals)) if n not in unread]
+    dims = Dims(tuple(dims.operands[n] for n in read_operands), dims.results)
 
     def whole(*operands):
-        return tuple(primitive.bind(*operands, **params))
+        given = dict(zip(read_operands, operands, strict=True))
+        every = (given.get(n, operands[0]) for n in range(len(avals)))  # the first stands in
+        return tuple(primitive.bind(*every, **params))
 
     def partition(mesh, arg_shapes, result_shapes):
         axes = _axes(dims, arg_shapes, result_shapes)
@@ -140,15 +166,16 @@ def _custom_call(primitive: Any, dims: Dims, avals: Sequence[Any], params: Any) 
                 spread = functools.partial(_spread, own=own, heads=kv_heads, axes=axes["h"])
                 return _each(dims.results, whole(*operands), spread)
 
-        given, made = (_shardings(mesh, axes, letters) for letters in dims)
+        given = _shardings(mesh, axes, dims.operands)
+        made = _shardings(mesh, axes, dims.results)
         return mesh, local, made, given
 
     def infer(mesh, arg_shapes, result_shapes):
         return _shardings(mesh, _axes(dims, arg_shapes, result_shapes), dims.results)
 
-    call = custom_partitioning(_with_signature(whole, len(avals)))
+    call = custom_partitioning(_with_signature(whole, len(read_operands)))
     call.def_partition(partition, infer, sharding_rule=shardy_rule(dims))
-    return call
+    return lambda *operands: call(*(operands[n] for n in read_operands))
 
 
 def _with_signature(function: Callable, number: int) -> Callable:

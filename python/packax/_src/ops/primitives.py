@@ -1,16 +1,16 @@
 """The five primitives: shapes of their results and how vmap folds into the batch. No policy.
 
-documents_p: q_ids, kv_ids, q_pos, kv_pos -> lo, hi, tested
-blocks_p: q_lo, q_hi, tested -> q_blocks, kv_blocks, q_order, q_order_192, kv_order
+documents_p: q_ids, kv_ids, q_pos, kv_pos -> lo, hi, segment_checked
+blocks_p: q_lo, q_hi, segment_checked -> q_blocks, kv_blocks, q_order, q_order_192, kv_order
 forward_p: query, key, value, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order,
-    q_order_192, *map, *extras -> out, lse, and with max_logits the largest logit of every row
+    q_order_192, *block, *extras -> out, lse, and with max_logits the largest logit of every row
 backward_p: query, key, value, out, lse, dout, dlse, q_lo to q_order as in forward_p, kv_blocks,
-    kv_order, *map, *extras -> dq, dk, dv (those that `needs_grad` says, others may hold anything),
-    and with score_grads (B, H, 2, Sq), every row's part of the gradients of scale and slope
-map: none; with block_size, map_bits and q_entries, and in backward_p kv_entries.
-extras: none; scales (1 or B,), which count instead of `scale`; or scales, slopes (Bp, H), q_places
-    (Bp, Sq) and kv_places (Bp, Skv), Bp 1 or B; or scales, which then are `scale`, and slopes, of
-    places that are indices.
+    kv_order, *block, *extras -> dq, dk, dv (those of `needs_grad`, others may hold anything), and
+    with score_grads (B, H, 2, Sq), every row's part of the gradients of scale and slope
+block: none; with block_size, block_mask and q_block_lists, and in backward_p kv_block_lists.
+extras: none; scales (1 or B,), which count instead of `scale`; or scales, slopes (Bp, H),
+    q_bias_pos (Bp, Sq) and kv_bias_pos (Bp, Skv), Bp 1 or B; or scales, which then are `scale`,
+    and slopes, of positions that are indices.
 decode_p: query, key, value, q_lo, q_hi, block_table if paged, sinks if has_sinks -> out, lse
 docs/internals/ffi.md gives every shape; lowering.py gives them a meaning per platform.
 """
@@ -82,14 +82,14 @@ blocks_p = new_primitive("packax_blocks", ("kv_len", "implementation"))
 forward_p = new_primitive(
     "packax_forward",
     (
-        *("scale", "soft_cap", "precision", "element_test", "max_logits", "block_size", "extras"),
+        *("scale", "soft_cap", "precision", "segment_check", "max_logits", "block_size", "extras"),
         "implementation",
     ),
 )
 backward_p = new_primitive(
     "packax_backward",
     (
-        *("scale", "soft_cap", "precision", "element_test", "has_dlse", "deterministic"),
+        *("scale", "soft_cap", "precision", "segment_check", "has_dlse", "deterministic"),
         *("score_grads", "block_size", "extras", "needs_grad", "implementation"),
     ),
 )
@@ -101,7 +101,7 @@ def _documents_shapes(q_ids, kv_ids, q_pos, kv_pos, *, compare_positions, implem
 
 
 @blocks_p.def_abstract_eval
-def _blocks_shapes(q_lo, q_hi, tested, *, kv_len, implementation):
+def _blocks_shapes(q_lo, q_hi, segment_checked, *, kv_len, implementation):
     batch, q_len = q_lo.shape
 
     def array(*shape):

@@ -74,6 +74,7 @@ def array(*shape: int, dtype: Any = jnp.float32) -> Any:
 
 
 COUNTER = array(1, dtype=jnp.int32)  # from which programs draw tiles
+ABSENT = array(0)  # of an operand or a result that is not there
 
 
 def made_constant(ctx, function, aval):
@@ -82,7 +83,12 @@ def made_constant(ctx, function, aval):
     return made
 
 
+def zeros(ctx, aval):
+    return made_constant(ctx, lambda x: jnp.zeros(x.shape, x.dtype), aval)
+
+
 def register(primitive: Any, dims: Any, elsewhere: Any, cuda: Any) -> None:
     """The primitive's rules, each of which XLA may divide over a mesh."""
     mlir.register_lowering(primitive, partitioned(primitive, dims, elsewhere))
-    mlir.register_lowering(primitive, partitioned(primitive, dims, cuda), platform="cuda")
+    on_cuda = partitioned(primitive, dims, cuda, kernels=True)
+    mlir.register_lowering(primitive, on_cuda, platform="cuda")

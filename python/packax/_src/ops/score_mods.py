@@ -90,7 +90,7 @@ class Scores(NamedTuple):
         )
 
 
-def place_specs(layout: Layout, places: Any) -> tuple[Any, ...]:
+def bias_pos_specs(layout: Layout, places: Any) -> tuple[Any, ...]:
     """Likewise of the places: none, or those of rows and of keys."""
     return tuple(
         layout.spec(() if x.shape[0] == 1 else layout.batch, dims)

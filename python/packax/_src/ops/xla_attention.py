@@ -7,22 +7,32 @@ its inner loop visits only the key blocks of the tile's row ranges, so documents
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from packax._src.core.shapes import INT_MAX
+from packax._src.core.shapes import INT_MAX, fill_up
 from packax._src.ops import block_lists
 from packax._src.ops.xla_tiles import (
     Mask,
-    from_key_blocks,
-    from_row_tiles,
-    key_blocks,
-    mask_keys,
-    mask_rows,
-    row_tiles,
-    split,
+    add_to_key_block,
+    at,
+    batch_row,
+    block_ranges,
+    cut_keys,
+    cut_rows,
+    div,
+    key_block,
+    key_integers,
+    keys_together,
+    put_row_tile,
+    rem,
+    row_integers,
+    row_tile,
+    rows_together,
     tiles_of,
 )
 
@@ -32,8 +42,8 @@ class Extras(NamedTuple):
 
     scales: jax.Array | None = None  # (1 or B,)
     slopes: jax.Array | None = None  # (Bp, H)
-    q_places: jax.Array | None = None  # (Bp, Sq); None beside slopes: indices
-    kv_places: jax.Array | None = None  # (Bp, Skv)
+    q_bias_pos: jax.Array | None = None  # (Bp, Sq); None beside slopes: indices
+    kv_bias_pos: jax.Array | None = None  # (Bp, Skv)
 
 
 _NO_EXTRAS = Extras()
@@ -49,7 +59,7 @@ def forward(
     scale: float,
     soft_cap: float = 0.0,
     precision: jax.lax.Precision = jax.lax.Precision.DEFAULT,
-    element_test: int,
+    segment_check: int,
     block_size: tuple[int, int] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """out (B, Sq, H, Dv) in query's dtype, lse (B, H, Sq), and like it the largest logits.
@@ -58,58 +68,59 @@ def forward(
     of the mask's map.
     """
     tiles = tiles_of(query, key)
-    keys, values = key_blocks(key, tiles), key_blocks(value, tiles)
-    rows_of = mask_rows(mask, tiles)
-    keys_of = mask_keys(mask, tiles)
+    queries, keys, values = cut_rows(query, tiles), cut_keys(key, tiles), cut_keys(value, tiles)
+    visits_of, allowed_of = _visits(mask, tiles, segment_check, block_size)
     logits_of = _logits(extras, scale, soft_cap, tiles)
-    visits_of, in_map = _visits(mask, tiles), _in_map(mask, block_size, tiles)
     real = _accumulator(query.dtype)
     dot = _dots(precision)
     shape = (tiles.kv_heads, tiles.group * tiles.rows)
 
-    def one_tile(step_and_query):
-        step, q_tile = step_and_query
-        batch = step // tiles.row_tiles
-        rows = rows_of(step)
-        q_tile = q_tile.astype(real)
-        logits = logits_of(step)
-        first, last, block_of = visits_of(step, rows)
+    def one_tile(step, results):
+        step = step.astype(jnp.int32)  # int64 under x64
+        q_tile = row_tile(queries, step).astype(real)
+        first, last_of, block_of = visits_of(step)
 
         def one_block(visit, state):
             acc, row_max, total = state
             block = block_of(visit)
-            at = batch * tiles.key_blocks + block
-            allowed = in_map(_allowed(rows, keys_of(batch, block), element_test), step, block)
-            s = logits(dot(q_tile, keys[at].astype(real), 2, 2), block).logit
-            s = _where(allowed, s, -jnp.inf, tiles)
+            s = dot(q_tile, key_block(keys, block).astype(real), 2, 2)
+            s = _where(allowed_of(step, block), logits_of(s, step, block).logit, -jnp.inf, tiles)
             # Results do not depend on the shift, so it needs no tangent. That of a maximum asks
             # which scores equal it, and none may: the compiler rounds them anew (a multiply-add)
             # for that.
-            new_max = jnp.maximum(row_max, jax.lax.stop_gradient(s).max(axis=-1))
+            new_max = lax.max(row_max, lax.reduce_max(lax.stop_gradient(s), (2,)))
             # A row that has met no key yet keeps -inf: shift by 0 so that -inf - -inf never is.
             shift = jnp.where(new_max == -jnp.inf, 0, new_max)
             p = jnp.exp(s - shift[..., None])
             keep = jnp.exp(row_max - shift)
-            total = total * keep + p.sum(axis=-1)
-            acc = acc * keep[..., None] + dot(p, values[at].astype(real), 2, 1)
-            return acc, new_max, total
+            total = total * keep + lax.reduce_sum(p, (2,))
+            v_block = key_block(values, block).astype(real)
+            return acc * keep[..., None] + dot(p, v_block, 2, 1), new_max, total
 
         start = (
             jnp.zeros((*shape, value.shape[-1]), real),
             jnp.full(shape, -jnp.inf, real),
             jnp.zeros(shape, real),
         )
-        acc, row_max, total = jax.lax.fori_loop(first, last, one_block, start)
-        empty = total == 0
-        out = acc / jnp.where(empty, 1, total)[..., None]
-        lse = jnp.where(empty, -jnp.inf, row_max + jnp.log(jnp.where(empty, 1, total)))
-        return out.astype(query.dtype), jnp.stack([lse, row_max], -1)
+        acc, row_max, total = _visit(first, last_of, one_block, start)
+        out, sums = results
+        acc = acc / jnp.where(total == 0, 1, total)[..., None]
+        return (
+            put_row_tile(out, acc.astype(query.dtype), step),
+            put_row_tile(sums, jnp.stack([row_max, total], -1), step),
+        )
 
-    steps = jnp.arange(tiles.batch * tiles.row_tiles, dtype=jnp.int32)
-    out, sums = jax.lax.map(one_tile, (steps, row_tiles(query, tiles)))
-    out = from_row_tiles(out, tiles, query.shape[1])
-    lse, row_max = from_row_tiles(sums, tiles, query.shape[1]).transpose(3, 0, 2, 1)
-    return out, lse, row_max
+    steps = tiles.batch * tiles.row_tiles
+    results = (
+        jnp.zeros((*queries.shape[:-1], value.shape[-1]), query.dtype),
+        jnp.zeros((*queries.shape[:-1], 2), real),
+    )
+    out, sums = lax.fori_loop(0, steps, one_tile, results)
+    sums = rows_together(sums, tiles, query.shape[1]).transpose(3, 0, 2, 1)
+    row_max, total = sums[0], sums[1]
+    empty = total == 0
+    lse = jnp.where(empty, -jnp.inf, row_max + jnp.log(jnp.where(empty, 1, total)))
+    return rows_together(out, tiles, query.shape[1]), lse, row_max
 
 
 def backward(
@@ -126,7 +137,7 @@ def backward(
     scale: float,
     soft_cap: float = 0.0,
     precision: jax.lax.Precision = jax.lax.Precision.DEFAULT,
-    element_test: int,
+    segment_check: int,
     block_size: tuple[int, int] | None = None,
     needs_grad: tuple[bool, bool, bool] = (True, True, True),
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -136,47 +147,47 @@ def backward(
     needs are zeros: XLA would not drop a sum that a loop carries.
     """
     tiles = tiles_of(query, key)
-    keys, values = key_blocks(key, tiles), key_blocks(value, tiles)
-    rows_of = mask_rows(mask, tiles)
-    keys_of = mask_keys(mask, tiles)
+    queries, keys, values = cut_rows(query, tiles), cut_keys(key, tiles), cut_keys(value, tiles)
+    douts = cut_rows(dout, tiles)
+    visits_of, allowed_of = _visits(mask, tiles, segment_check, block_size)
     logits_of = _logits(extras, scale, soft_cap, tiles)
-    visits_of, in_map = _visits(mask, tiles), _in_map(mask, block_size, tiles)
     real = _accumulator(query.dtype)
     dot = _dots(precision)
 
     # A row that attends nothing and its cotangents are ignored, whatever they hold.
-    nothing = lse.transpose(0, 2, 1) == -jnp.inf
-    query = jnp.where(nothing[..., None], 0, query)
-    dout = jnp.where(nothing[..., None], 0, dout)
-    delta = jnp.sum(out.astype(real) * dout.astype(real), axis=-1)
+    lse = lse.transpose(0, 2, 1).astype(real)
+    products = jnp.where((lse == -jnp.inf)[..., None], 0, out.astype(real) * dout.astype(real))
+    delta = lax.reduce_sum(products, (3,))
     if dlse is not None:
         delta = delta - dlse.transpose(0, 2, 1).astype(real)
-    shift = lse.transpose(0, 2, 1).astype(real)
+    sums_of_rows = cut_rows(jnp.stack([lse, delta], -1), tiles)
 
-    def one_tile(sums, operands):
-        step, q_tile, do_tile, shift_tile, delta_tile = operands
-        batch = step // tiles.row_tiles
-        rows = rows_of(step)
-        q_tile, do_tile = q_tile.astype(real), do_tile.astype(real)
-        logits = logits_of(step)
-        first, last, block_of = visits_of(step, rows)
+    def one_tile(step, results):
+        step = step.astype(jnp.int32)  # int64 under x64
+        dq_whole, parts_whole, dk, dv = results
+        sums = row_tile(sums_of_rows, step)
+        shift, delta = sums[..., :1], sums[..., 1:]
+        q_tile, do_tile = (
+            jnp.where(shift == -jnp.inf, 0, row_tile(x, step).astype(real))
+            for x in (queries, douts)
+        )
+        first, last_of, block_of = visits_of(step)
 
         def one_block(visit, state):
             dq, parts, dk, dv = state
             block = block_of(visit)
-            at = batch * tiles.key_blocks + block
-            k_block, v_block = keys[at].astype(real), values[at].astype(real)
-            allowed = in_map(_allowed(rows, keys_of(batch, block), element_test), step, block)
+            k_block, v_block = (key_block(x, block).astype(real) for x in (keys, values))
+            allowed = allowed_of(step, block)
             s = dot(q_tile, k_block, 2, 2)
-            of = logits(s, block)
+            of = logits_of(s, step, block)
             # Where no pair is, the row's lse and dp may be inf or nan (garbage in padding, another
             # document's overflow): select, never multiply.
             # The first select also keeps the compiler from one multiply-add of s * scale - lse: lse
             # is of rounded logits, and p is more exact where the same rounding cancels.
             logit = _where(allowed, of.logit, -jnp.inf, tiles)
-            p = _where(allowed, jnp.exp(logit - shift_tile), 0, tiles)
+            p = _where(allowed, jnp.exp(logit - shift), 0, tiles)
             dp = dot(do_tile, v_block, 2, 2)
-            dlogit = p * (dp - delta_tile)
+            dlogit = p * (dp - delta)
             ds = dlogit if of.cap_slope is None else dlogit * of.cap_slope
             if extras.scales is not None:
                 by_scale = _where(allowed, ds * s, 0, tiles).sum(axis=-1)
@@ -186,33 +197,39 @@ def backward(
                 parts = parts.at[..., 1].add(-by_slope)
             ds = _where(allowed, ds * of.scale, 0, tiles)
             dq = None if dq is None else dq + dot(ds, k_block, 2, 1)
-            dk = None if dk is None else dk.at[at].add(dot(ds, q_tile, 1, 1))
-            dv = None if dv is None else dv.at[at].add(dot(p, do_tile, 1, 1))
+            dk = None if dk is None else add_to_key_block(dk, dot(ds, q_tile, 1, 1), block)
+            dv = None if dv is None else add_to_key_block(dv, dot(p, do_tile, 1, 1), block)
             return dq, parts, dk, dv
 
-        parts = jnp.zeros((*q_tile.shape[:2], 2), real)
-        state = (jnp.zeros(q_tile.shape, real) if needs_grad[0] else None, parts, *sums)
-        dq, parts, *sums = jax.lax.fori_loop(first, last, one_block, state)
-        return tuple(sums), (None if dq is None else dq.astype(query.dtype), parts)
+        state = (
+            None if dq_whole is None else jnp.zeros(q_tile.shape, real),
+            None if parts_whole is None else jnp.zeros((*q_tile.shape[:2], 2), real),
+            *(dk, dv),
+        )
+        dq, parts, dk, dv = _visit(first, last_of, one_block, state)
+        return (
+            None if dq is None else put_row_tile(dq_whole, dq.astype(query.dtype), step),
+            None if parts is None else put_row_tile(parts_whole, parts, step),
+            *(dk, dv),
+        )
 
-    steps = jnp.arange(tiles.batch * tiles.row_tiles, dtype=jnp.int32)
-    operands = (
-        steps,
-        row_tiles(query, tiles),
-        row_tiles(dout, tiles),
-        row_tiles(shift[..., None], tiles),
-        row_tiles(delta[..., None], tiles),
+    scores_move = extras.scales is not None or extras.slopes is not None
+    results = (
+        jnp.zeros_like(queries) if needs_grad[0] else None,
+        jnp.zeros((*queries.shape[:-1], 2), real) if scores_move else None,
+        jnp.zeros(keys.shape, real) if needs_grad[1] else None,
+        jnp.zeros(values.shape, real) if needs_grad[2] else None,
     )
-    sums = tuple(
-        jnp.zeros(x.shape, real) if wants else None
-        for x, wants in zip((keys, values), needs_grad[1:], strict=True)
-    )
-    (dk, dv), (dq, parts) = jax.lax.scan(one_tile, sums, operands)
+    steps = tiles.batch * tiles.row_tiles
+    dq, parts, dk, dv = lax.fori_loop(0, steps, one_tile, results)
+    batch, q_len, heads, _ = query.shape
     return (
-        jnp.zeros_like(query) if dq is None else from_row_tiles(dq, tiles, query.shape[1]),
-        jnp.zeros_like(key) if dk is None else from_key_blocks(dk, tiles, key),
-        jnp.zeros_like(value) if dv is None else from_key_blocks(dv, tiles, value),
-        from_row_tiles(parts, tiles, query.shape[1]).transpose(0, 2, 3, 1),
+        jnp.zeros_like(query) if dq is None else rows_together(dq, tiles, q_len),
+        jnp.zeros_like(key) if dk is None else keys_together(dk, tiles, key),
+        jnp.zeros_like(value) if dv is None else keys_together(dv, tiles, value),
+        jnp.zeros((batch, heads, 2, q_len), real)
+        if parts is None
+        else rows_together(parts, tiles, q_len).transpose(0, 2, 3, 1),
     )
 
 
@@ -239,105 +256,118 @@ class _Logits(NamedTuple):
     far: jax.Array | None  # (heads, group * rows, keys)
 
 
-def _places(x, tiles, size):
-    if x is None:
-        return jnp.arange(tiles * size, dtype=jnp.int32).reshape(1, tiles, size)
-    return split(x, tiles, size)
-
-
 def _logits(extras, scale, soft_cap, tiles):
-    """A function from a step to one from a block of scores and its number to _Logits."""
+    """A function from scores, their step and their block to _Logits."""
     biased = extras.slopes is not None
     if biased:
-        rows = _places(extras.q_places, tiles.row_tiles, tiles.rows)
-        keys = _places(extras.kv_places, tiles.key_blocks, tiles.keys)
+        q_bias_pos, kv_bias_pos = (
+            lax.broadcasted_iota(jnp.int32, (1, count, size), 1) * size
+            + lax.broadcasted_iota(jnp.int32, (1, count, size), 2)
+            if x is None
+            else fill_up(x, 1, count * size).reshape(x.shape[0], count, size)
+            for x, count, size in (
+                (extras.q_bias_pos, tiles.row_tiles, tiles.rows),
+                (extras.kv_bias_pos, tiles.key_blocks, tiles.keys),
+            )
+        )
 
-    def of_batch(x, batch):
-        return x[batch if x.shape[0] != 1 else 0]
+    def of_block(s, step, block):
+        factor = scale
+        if extras.scales is not None:
+            factor = batch_row(extras.scales, step, tiles.row_tiles)
+        logit, cap_slope, far = s * factor, None, None
+        if soft_cap:
+            t = jnp.tanh(logit / soft_cap)
+            logit, cap_slope = soft_cap * t, 1 - t * t
+        if biased:
+            row = at(batch_row(q_bias_pos, step, tiles.row_tiles), rem(step, tiles.row_tiles))
+            column = batch_row(kv_bias_pos, step, tiles.row_tiles)
+            column = at(column, rem(block, tiles.key_blocks))
+            far = jnp.abs(row[:, None] - column[None, :]).astype(s.dtype)
+            far = jnp.tile(far, (tiles.group, 1))[None]
+            slopes = batch_row(extras.slopes, step, tiles.row_tiles)
+            slopes = slopes.reshape(tiles.kv_heads, tiles.group)
+            logit -= jnp.repeat(slopes, tiles.rows, axis=1)[..., None] * far
+        return _Logits(logit, factor, cap_slope, far)
 
-    def of_step(step):
-        batch = step // tiles.row_tiles
-        factor = scale if extras.scales is None else of_batch(extras.scales, batch)
-
-        def of_block(s, block):
-            logit, cap_slope, far = s * factor, None, None
-            if soft_cap:
-                t = jnp.tanh(logit / soft_cap)
-                logit, cap_slope = soft_cap * t, 1 - t * t
-            if biased:
-                row = of_batch(rows, batch)[step % tiles.row_tiles]
-                far = jnp.abs(row[:, None] - of_batch(keys, batch)[block][None, :]).astype(s.dtype)
-                far = jnp.tile(far, (tiles.group, 1))[None]
-                slopes = of_batch(extras.slopes, batch).reshape(tiles.kv_heads, tiles.group)
-                logit -= jnp.repeat(slopes, tiles.rows, axis=1)[..., None] * far
-            return _Logits(logit, factor, cap_slope, far)
-
-        return of_block
-
-    return of_step
+    return of_block
 
 
 def _where(allowed, x, other, tiles):
     """x (heads, group * rows, keys) where allowed (rows, keys), or of every head, else other."""
-    by_group = x.reshape(tiles.kv_heads, tiles.group, tiles.rows, tiles.keys)
-    return jnp.where(allowed, by_group, jnp.asarray(other, x.dtype)).reshape(x.shape)
+    by_group = (tiles.kv_heads, tiles.group, tiles.rows, tiles.keys)
+    allowed = jnp.broadcast_to(allowed, by_group).reshape(x.shape)
+    return lax.select(allowed, x, lax.full_like(x, other))
 
 
-def _allowed(rows, keys, element_test):
-    """Which keys each row attends, (rows, keys): its range, and inside it the element test."""
-    lo, hi, q_ids, upper, *lower = (x[:, None] for x in rows)
-    index, kv_ids, kv_pos = (x[None, :] for x in keys)
-    allowed = (lo <= index) & (index < hi)
-    # The test holds by construction in rows that are not tested, so it needs no flag.
-    if element_test >= 1:
-        allowed &= q_ids == kv_ids
-    if element_test >= 2:
-        allowed &= kv_pos <= upper
-    if element_test >= 3:
-        allowed &= lower[0] <= kv_pos
-    return allowed
-
-
-def _block_range(rows, tiles):
-    lo, hi = rows[0], rows[1]
-    first = jnp.min(jnp.where(lo < hi, lo, INT_MAX))
-    last = jnp.max(jnp.where(lo < hi, hi, 0))
-    return first // tiles.keys, -(-last // tiles.keys)
-
-
-def _visits(mask, tiles):
-    """A function from a step and its rows to the numbers of its visits, and one from those to
-    blocks.
+def _visits(mask, tiles, segment_check, block_size):
+    """A function from a step to its first visit, one that makes the last visit + 1, and one from
+    visits to blocks; and a function from step and block to the pairs that attend, (rows, keys) or
+    of every head.
     """
-    if mask.q_entries is None:
-        return lambda step, rows: (*_block_range(rows, tiles), lambda visit: visit)
+    all_rows = row_integers(mask, tiles, segment_check)
+    all_keys = key_integers(mask, tiles, segment_check)
 
-    def of_step(step, rows):
-        batch = step // tiles.row_tiles if mask.q_entries.shape[0] != 1 else 0
-        met = block_lists.met(mask.q_entries[batch, :, step % tiles.row_tiles])
-        number = jnp.arange(met.shape[0], dtype=jnp.int32)
-        blocks = jnp.sort(jnp.where(met, number, INT_MAX))
-        return jnp.int32(0), met.sum(dtype=jnp.int32), lambda visit: blocks[visit]
+    def allowed_of(step, block):
+        lo, hi, *of_row = at(all_rows, step, 1)
+        index, *of_key = at(all_keys, block, 1)
+        allowed = (lo <= index) & (index < hi)
+        # The test holds by construction in rows that are not segment-checked, so it needs no flag.
+        if segment_check >= 1:
+            allowed &= of_row[0] == of_key[0]
+        if segment_check >= 2:
+            allowed &= of_key[1] <= of_row[1]
+        if segment_check >= 3:
+            allowed &= of_row[2] <= of_key[1]
+        if block_size is not None:
+            allowed = allowed[None, None] & _in_block_mask(mask, block_size, tiles, step, block)
+        # Once for all heads: else it is computed again for each score, in every fusion that asks.
+        return lax.optimization_barrier(allowed)
 
-    return of_step
+    if mask.q_block_lists is not None:
+        return functools.partial(_listed, mask, tiles), allowed_of
+    ranges = block_ranges(all_rows, tiles)
+
+    def of_step(step):
+        return at(ranges, step)[0], lambda: at(ranges, step)[1], lambda visit: visit
+
+    return of_step, allowed_of
 
 
-def _in_map(mask, block_size, tiles):
-    """A function from what a step's rows attend of a block, (rows, keys), to what of it the map
-    has, also (key heads or 1, group or 1, rows, keys)."""
-    if block_size is None:
-        return lambda allowed, step, block: allowed
+def _visit(first, last_of, one_block, state):
+    """As fori_loop; its end is read in the loop's condition, which is no fusion of its own."""
 
-    def of_block(allowed, step, block):
-        batch = step // tiles.row_tiles if mask.map_bits.shape[0] != 1 else 0
-        places = [
-            (first * size + jnp.arange(size, dtype=jnp.int32)) // of_map
-            for first, size, of_map in zip(
-                (step % tiles.row_tiles, block), (tiles.rows, tiles.keys), block_size, strict=True
-            )
-        ]
-        bits = block_lists.bit(mask.map_bits[batch], *places)
-        heads = (tiles.kv_heads, tiles.group) if bits.shape[0] > 1 else (1, 1)
-        return allowed[None, None] & bits.reshape(*heads, *bits.shape[1:])
+    def more(visit_and_state):
+        return visit_and_state[0] < last_of()
 
-    return of_block
+    def one(visit_and_state):
+        visit, state = visit_and_state
+        return visit + 1, one_block(visit, state)
+
+    return lax.while_loop(more, one, (first, state))[1]
+
+
+def _listed(mask, tiles, step):
+    """Of the blocks that a step's list in a block mask has."""
+    lists = batch_row(mask.q_block_lists, step, tiles.row_tiles)
+    met = block_lists.met(lists[:, rem(step, tiles.row_tiles)])
+    number = jnp.arange(met.shape[0], dtype=jnp.int32)
+    blocks = jnp.sort(jnp.where(met, number, INT_MAX))
+    base = div(step, tiles.row_tiles) * tiles.key_blocks
+    number = met.sum(dtype=jnp.int32)
+    return jnp.int32(0), lambda: number, lambda visit: base + at(blocks, visit)
+
+
+def _in_block_mask(mask, block_size, tiles, step, block):
+    """Which pairs of a step and a block a block mask has: (key heads or 1, group or 1,
+    rows, keys)."""
+    indices = [
+        (rem(number, count) * size + jnp.arange(size, dtype=jnp.int32)) // of_mask
+        for number, count, size, of_mask in zip(
+            (step, block), (tiles.row_tiles, tiles.key_blocks), (tiles.rows, tiles.keys),
+            block_size, strict=True,
+        )
+    ]  # fmt: skip
+    bits = block_lists.bit(batch_row(mask.block_mask, step, tiles.row_tiles), *indices)
+    heads = (tiles.kv_heads, tiles.group) if bits.shape[0] > 1 else (1, 1)
+    return bits.reshape(*heads, *bits.shape[1:])

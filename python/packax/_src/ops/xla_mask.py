@@ -22,6 +22,7 @@ from packax._src.core.shapes import (
     is_symbolic,
 )
 
+_THERE = "promise_in_bounds"  # of an index: no arithmetic for those that are not
 HASH_MULTIPLIER = 0x9E3779B1  # 2^32 divided by the golden ratio: spreads consecutive ids
 
 
@@ -48,7 +49,7 @@ def document_ranges(
     *,
     compare_positions: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Row ranges of documents: lo, hi, tested, each (Bm, Sq) int32.
+    """Row ranges of documents: lo, hi, segment_checked, each (Bm, Sq) int32.
 
     compare_positions: 0, 1 (q_pos holds upper limits) or 2 (q_pos is (Bm, 2, Sq), upper limits
     first, then lower ones).
@@ -63,70 +64,60 @@ def document_ranges(
 def _document_ranges(q_ids, kv_ids, q_pos, kv_pos, compare_positions):
     kv_len = kv_ids.shape[0]
     index = jnp.arange(kv_len, dtype=jnp.int32)
-    changes = jnp.concatenate([jnp.ones(1, bool), kv_ids[1:] != kv_ids[:-1]])
-    starts = changes & (kv_ids != PADDING_SEGMENT_ID)
+    change = kv_ids[1:] != kv_ids[:-1]
+    one = jnp.ones(1, bool)
+    real = kv_ids != PADDING_SEGMENT_ID
+    ends = real & jnp.concatenate([change, one])
 
-    # The end of the run that starts at j is the next change after j.
-    next_change = _minimum_from(jnp.where(changes, index, kv_len).astype(jnp.int32))
-    next_change = jnp.concatenate([next_change[1:], jnp.full(1, kv_len, jnp.int32)])
-    run_end = jnp.where(starts, next_change, 0)
+    # Of the keys in a slot: the first one, the end of the run that it begins, the end of the last
+    # run. All by minima, so that one scatter writes all tables, and one gather reads them.
+    columns = [
+        jnp.where(real, index, INT_MAX),
+        jnp.where(ends, index + 1, INT_MAX),
+        jnp.where(real, -1 - index, 0),
+    ]
+    if compare_positions:
+        falls = jnp.concatenate([~one, (kv_pos[1:] < kv_pos[:-1]) & ~change]) & real
+        columns.append(-falls.astype(jnp.int32))
+    nothing = jnp.asarray([INT_MAX, INT_MAX, 0, 0][: len(columns)], jnp.int32)
 
     slots, bits, capacity = _table(kv_len)
-    kv_a, kv_b = _slots(kv_ids, slots, bits)
-    q_a, q_b = _slots(q_ids, slots, bits)
-    start = jnp.where(starts, index, INT_MAX)
-
-    def table(kv_slot, q_slot):
-        first = jnp.full(capacity, INT_MAX, jnp.int32).at[kv_slot].min(start)
-        last = jnp.zeros(capacity, jnp.int32).at[kv_slot].max(run_end)
-        return first[q_slot], last[q_slot]
-
-    lo_a, hi_a = table(kv_a, q_a)
-    lo_b, hi_b = table(kv_b, q_b)
-    lo, hi = jnp.maximum(lo_a, lo_b), jnp.minimum(hi_a, hi_b)
+    tables = jnp.broadcast_to(nothing, (2 * capacity, len(columns)))
+    updates = jnp.tile(jnp.stack(columns, axis=1), (2, 1))
+    tables = tables.at[_slots(kv_ids, slots, bits)].min(updates, mode=_THERE)
+    found = tables.at[_slots(q_ids, slots, bits)].get(mode=_THERE)
+    found = found.reshape(2, q_ids.shape[0], len(columns))
+    (lo_a, lo_b), (end_a, end_b), (last_a, last_b), *rest = jnp.moveaxis(found, 2, 0)
+    lo, hi = jnp.maximum(lo_a, lo_b), -jnp.maximum(last_a, last_b)
 
     at = jnp.minimum(lo, kv_len - 1)  # lo is INT_MAX where there is no run: such rows end empty
-    one_run = (kv_ids[at] == q_ids) & (run_end[at] == hi)
-    tested = ~one_run
+    one_run = kv_ids.at[at.astype(jnp.uint32)].get(mode=_THERE) == q_ids
+    one_run &= jnp.where(lo_a >= lo_b, end_a, end_b) == hi
+    segment_checked = ~one_run
     if compare_positions:
-        falls = jnp.concatenate([jnp.zeros(1, bool), kv_pos[1:] < kv_pos[:-1]])
-        falls &= ~changes & (kv_ids != PADDING_SEGMENT_ID)
-        unordered = jnp.zeros(capacity, jnp.int32).at[kv_a].max(falls.astype(jnp.int32))[q_a] != 0
-        tested |= unordered
+        segment_checked |= rest[0][0] != 0
         upper = q_pos if compare_positions == 1 else q_pos[0]
-        hi = jnp.where(tested, hi, _first(jnp.greater, kv_pos, upper, lo, hi))
+        hi = jnp.where(segment_checked, hi, _first(jnp.greater, kv_pos, upper, lo, hi))
     if compare_positions == 2:
-        lo = jnp.where(tested, lo, _first(jnp.greater_equal, kv_pos, q_pos[1], lo, hi))
+        lo = jnp.where(segment_checked, lo, _first(jnp.greater_equal, kv_pos, q_pos[1], lo, hi))
 
     empty = (q_ids == PADDING_SEGMENT_ID) | (lo >= hi)
     zero = jnp.zeros_like(lo)
     return (
         jnp.where(empty, zero, lo),
         jnp.where(empty, zero, hi),
-        jnp.where(empty, zero, tested.astype(jnp.int32)),
+        jnp.where(empty, zero, segment_checked.astype(jnp.int32)),
     )
 
 
-def _minimum_from(x):
-    """At every index the minimum of x from there on."""
-    if not is_symbolic(x.shape[0]):
-        return jax.lax.cummin(x, reverse=True)
-    # cummin is unrolled by the logarithm of a length that is not known: here by that of any.
-    length = jnp.asarray(x.shape[0]).astype(jnp.int32)
-    index = jnp.arange(x.shape[0], dtype=jnp.int32)
-
-    def double(step, x):
-        return jnp.minimum(x, x[jnp.minimum(index + (jnp.int32(1) << step), length - 1)])
-
-    steps = jnp.int32(32) - jax.lax.clz(length)
-    return jax.lax.fori_loop(jnp.int32(0), steps, double, x)
-
-
 def _slots(ids, slots, bits):
+    """Of every id its slot in both tables, which lie one behind the other: (2 * ids,)."""
     unsigned = ids.astype(jnp.uint32)
-    a = unsigned & jnp.asarray(slots - 1).astype(jnp.uint32)
+    size = jnp.asarray(slots).astype(jnp.uint32)
+    a = unsigned & (size - 1)
     b = (unsigned * jnp.uint32(HASH_MULTIPLIER)) >> jnp.asarray(32 - bits).astype(jnp.uint32)
-    return a.astype(jnp.int32), b.astype(jnp.int32)
+    second = jax.lax.broadcasted_iota(jnp.uint32, (2, ids.shape[0]), 0) == 1
+    return jnp.where(second, size + b, a).reshape(2 * ids.shape[0])
 
 
 def _first(compare, kv_pos, limit, lo, hi):
@@ -139,7 +130,8 @@ def _first(compare, kv_pos, limit, lo, hi):
     def halve(_, bounds):
         left, right = bounds
         middle = left + (right - left) // 2
-        later = compare(kv_pos[jnp.clip(middle, 0, kv_len - 1)], limit)
+        where = jnp.clip(middle, 0, kv_len - 1).astype(jnp.uint32)
+        later = compare(kv_pos.at[where].get(mode=_THERE), limit)
         open_ = left < right
         return (
             jnp.where(open_ & ~later, middle + 1, left),
@@ -152,35 +144,37 @@ def _first(compare, kv_pos, limit, lo, hi):
 
 
 def block_bounds(
-    q_lo: jax.Array, q_hi: jax.Array, tested: jax.Array, *, kv_len: int
+    q_lo: jax.Array, q_hi: jax.Array, segment_checked: jax.Array, *, kv_len: int
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
     """q_blocks (Bm, 5, NQ), kv_blocks (Bm, 4, NK); q_order, q_order_192, kv_order (Bm, tiles)."""
     q_len = q_lo.shape[1]
 
-    def one_row(lo, hi, tested):
-        q_blocks = _query_blocks(lo, hi, tested)
+    def one_row(lo, hi, segment_checked):
+        q_blocks = _query_blocks(lo, hi, segment_checked)
         kv_blocks = _key_blocks(q_blocks, q_len, kv_len)
         q_order = _query_order(q_blocks, TILE)
         q_order_192 = _query_order(q_blocks, TILE_192)
         kv_order = _key_order(q_blocks, kv_blocks)
         return q_blocks, kv_blocks, q_order, q_order_192, kv_order
 
-    return jax.vmap(one_row)(q_lo, q_hi, tested)
+    return jax.vmap(one_row)(q_lo, q_hi, segment_checked)
 
 
-def _query_blocks(lo, hi, tested):
+def _query_blocks(lo, hi, segment_checked):
     count = ceil_div(lo.shape[0], BLOCK)
-    lo, hi, tested = (fill_up(x, 0, count * BLOCK).reshape(count, BLOCK) for x in (lo, hi, tested))
+    lo, hi, segment_checked = (
+        fill_up(x, 0, count * BLOCK).reshape(count, BLOCK) for x in (lo, hi, segment_checked)
+    )
     filled = lo < hi
     lo_min = jnp.min(jnp.where(filled, lo, INT_MAX), axis=1)
     lo_max = jnp.max(jnp.where(filled, lo, 0), axis=1)
     hi_min = jnp.min(jnp.where(filled, hi, INT_MAX), axis=1)
     hi_max = jnp.max(jnp.where(filled, hi, 0), axis=1)
-    some_tested = jnp.any(tested != 0, axis=1)
-    flags = some_tested.astype(jnp.int32) + 2 * jnp.any(~filled, axis=1).astype(jnp.int32)
-    # A tested row leaves the block no keys that every row is sure to attend.
-    lo_max = jnp.where(some_tested, hi_max, lo_max)
-    hi_min = jnp.where(some_tested, lo_min, hi_min)
+    some_checked = jnp.any(segment_checked != 0, axis=1)
+    flags = some_checked.astype(jnp.int32) + 2 * jnp.any(~filled, axis=1).astype(jnp.int32)
+    # A segment_checked row leaves the block no keys that every row is sure to attend.
+    lo_max = jnp.where(some_checked, hi_max, lo_max)
+    hi_min = jnp.where(some_checked, lo_min, hi_min)
     return jnp.stack([lo_min, lo_max, hi_min, hi_max, flags])
 
 

@@ -1,8 +1,11 @@
-"""MaxText's attention op, by packax: docs/guide/integrations.md.
+"""MaxText's attention op, by packax: docs/guide/maxtext.md.
 
-from packax.integrations.maxtext import AttentionOp
+from packax.integrations import maxtext
+
+maxtext.install()
 """
 
 from packax.integrations.maxtext.attention_op import AttentionOp, reorder_sequence
+from packax.integrations.maxtext.install import install
 
-__all__ = ["AttentionOp", "reorder_sequence"]
+__all__ = ["AttentionOp", "install", "reorder_sequence"]

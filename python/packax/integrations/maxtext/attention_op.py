@@ -21,43 +21,40 @@ from flax import nnx
 
 from packax._src.attention import flash_attention
 from packax._src.context.load_balance import zigzag
-from packax._src.core.integers import as_int32
 from packax._src.core.precision import checked_precision
 from packax._src.core.sharding import AttentionSharding
 from packax._src.masks.build import create_attention_mask
 from packax._src.masks.documents import documents
 from packax._src.masks.expressions import MaskExpression
-from packax._src.masks.intervals import full
 from packax._src.masks.spans import spans
 from packax._src.ops.score_mods import scores_of
-from packax.integrations.jax_nn import key_mask
 from packax.integrations.maxtext import dense as maxtext_dense
 from packax.integrations.maxtext import selection
-from packax.integrations.maxtext.decode import decode, merged
-from packax.integrations.maxtext.expressions import both, chosen, interval_of
-from packax.integrations.maxtext.options import NO_EFFECT, attention_type_of, size_of
-from packax.integrations.maxtext.tokens import documents_of, reorder_sequence, runs_of
+from packax.integrations.maxtext.additive_mask import AdditiveMask
+from packax.integrations.maxtext.decode import merged, one_cache
+from packax.integrations.maxtext.expressions import chosen, interval_of
+from packax.integrations.maxtext.options import NO_EFFECT, attention_type_of, size_of, stripes_of
+from packax.integrations.maxtext.tokens import documents_of, reorder_sequence, runs_of, striped
 
 __all__ = ["AttentionOp", "reorder_sequence"]
 
 TRAIN, PREFILL, AUTOREGRESSIVE = "train", "prefill", "autoregressive"
-ACTIVE = 1  # the id of a cache's tokens while decoding: all others are no tokens
-_LOCAL = ("local_sliding", "chunk")
 
 
-class AttentionOp(nnx.Module):
+class AttentionOp(AdditiveMask, nnx.Module):
     """Attention by MaxText's calling convention.
 
     Args:
         config: MaxText's, or anything with the fields that are read, each of them optional:
             attention_type, causal_block_size, moba (with moba_chunk_size and moba_topk),
             matmul_precision (of float32 operands), context_parallel_load_balance,
-            context_sharding (the mesh axis, "context").
+            context_sharding (the mesh axis, "context"), context_parallel_reorder_strategy (with
+            packing, context_parallel_strategy and hardware where it is "auto").
         mesh: of MaxText; its size along context_sharding says how the tokens were reordered.
         attention_type: "global", "local_sliding", "chunk", "full", "mla", "block_diffusion", or
             MaxText's AttentionType. None: the config's, or global.
         attn_logits_soft_cap: logits become cap * tanh(logits / cap); None or 0: no cap.
-        sliding_window_size: keys that a row attends at most, its own included.
+        sliding_window_size: keys that a row attends at most, its own included; 0: none.
         chunk_attn_window_size: the length of a chunk.
         dropout_rate: must be 0.
         quant, kv_quant: must be None.
@@ -122,6 +119,7 @@ class AttentionOp(nnx.Module):
         axis = getattr(config, "context_sharding", "context")
         balanced = getattr(config, "context_parallel_load_balance", False)
         self.reordered = mesh.shape.get(axis, 1) if balanced and mesh is not None else 1
+        self.stripes = self.reordered if stripes_of(config) else 1
         self.sharding = sharding
         self.gather_head_groups = gather_head_groups
         precision = getattr(config, "matmul_precision", None)
@@ -148,12 +146,14 @@ class AttentionOp(nnx.Module):
         slot: int | None = None,
         record_max_logits: bool = False,
         decoder_segment_ids_kv: Any = None,
+        pad_kv_total: int = 0,
+        compress_ratio: int = 0,
     ) -> jax.Array:
         """Attention of query (B, Sq, H, D), scaled, to key and value (B, Skv, Hkv, D) or a cache.
 
         Args:
-            decoder_segment_ids: (B, Skv): rows attend keys of their own id; negative: padding.
-                While decoding, the keys of id 1 are attended.
+            decoder_segment_ids: (B, Skv), integers or floats: rows attend keys of their own id;
+                negative: padding. While decoding, the keys of id 1 are attended.
             inputs_positions: (B, Sq); read where MaxText reads them: for tokens reordered over a
                 context-parallel mesh.
             model_mode: "train"; "prefill" or "autoregressive", with cached_values.
@@ -169,6 +169,7 @@ class AttentionOp(nnx.Module):
                 nnx.Intermediate of shape (B, H): capped, of attended pairs; -inf where there are
                 none.
             decoder_segment_ids_kv: (B, Skv), the keys' ids where they differ.
+            pad_kv_total, compress_ratio: of compressed_kv; of no effect without it.
 
         Returns:
             (B, Sq, H, Dv), dtype of query; 0 for rows that attend nothing.
@@ -188,6 +189,51 @@ class AttentionOp(nnx.Module):
             raise ValueError(
                 f'model_mode must be "train", "prefill" or "autoregressive", but is {model_mode!r}'
             )
+        stripes = self.stripes if model_mode == TRAIN and previous_chunk is None else 1
+
+        def moved(x: Any, back: bool = False, seq_dim: int = 1) -> Any:
+            """From stripes over the ranks into two chunks a rank."""
+            if stripes == 1:
+                return x
+            if back:
+                return striped(reorder_sequence(x, stripes, to_contiguous=True), stripes)
+            x = striped(x, stripes, seq_dim, to_contiguous=True)
+            return reorder_sequence(x, stripes, seq_dim)
+
+        out = self._of_chunks(
+            moved(query),
+            moved(key),
+            moved(value),
+            moved(decoder_segment_ids),
+            moved(inputs_positions),
+            model_mode,
+            cached_values,
+            previous_chunk,
+            moved(bidirectional_mask),
+            sinks,
+            moved(moved(indexer_mask), seq_dim=2),
+            record_max_logits,
+            moved(decoder_segment_ids_kv),
+        )
+        return moved(out, back=True)
+
+    def _of_chunks(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        decoder_segment_ids: Any,
+        inputs_positions: Any,
+        model_mode: str,
+        cached_values: Any,
+        previous_chunk: Any,
+        bidirectional_mask: Any,
+        sinks: Any,
+        indexer_mask: Any,
+        record_max_logits: bool,
+        decoder_segment_ids_kv: Any,
+    ) -> jax.Array:
+        """A call whose tokens, where they are reordered, lie in two chunks a rank."""
         cache = None
         if model_mode != TRAIN:
             if cached_values is None or cached_values[0] is None:
@@ -216,7 +262,7 @@ class AttentionOp(nnx.Module):
                 to = at + key.shape[1]
                 indexer = None if indexer_mask is None else indexer_mask[..., at:to]
                 record = record_max_logits and at == 0
-                parts.append(self._decode(query, key, value, ids, indexer, record))
+                parts.append(one_cache(self, query, key, value, ids, indexer, record))
                 at = to
             return merged(parts, scores_of(query, 0, 0, 1.0, sinks, None, None)[0].sinks)
         ids, kv_ids = decoder_segment_ids, decoder_segment_ids_kv
@@ -243,62 +289,10 @@ class AttentionOp(nnx.Module):
             )
         images = None if bidirectional_mask is None else jnp.asarray(bidirectional_mask)
         mask = self._mask(query, key, ids, kv_ids, positions, images, indexer_mask, before)
-        out, _ = self._attend(query, key, value, mask, sinks, record_max_logits)
+        out, _ = self.attend(query, key, value, mask, sinks, record_max_logits)
         return reorder_sequence(out, ranks) if in_order else out
 
-    def _decode(
-        self, query: Any, key: Any, value: Any, ids: Any, indexer: Any, record: bool
-    ) -> tuple[jax.Array, jax.Array]:
-        """(out, lse) of one cache."""
-        key, value = jnp.asarray(key), jnp.asarray(value)
-        rows, keys = query.shape[1], key.shape[1]
-        before = keys - 1 if rows == 1 else 0  # the place of the row, as MaxText counts it
-        active = None
-        if ids is not None:
-            active = jnp.asarray(as_int32("the segment ids of a cache", ids) == ACTIVE)
-            if active.shape not in ((query.shape[0], keys), (1, keys)):
-                raise ValueError(
-                    f"the segment ids of a cache must have shape {(query.shape[0], keys)}, as its "
-                    f"keys, but have {active.shape}"
-                )
-        if self.dense or self.sharding is not None or record or rows != 1:
-            expression = full()
-            if active is not None:
-                expression = key_mask(active, rows)
-                if self.attention_type in _LOCAL:
-                    expression = expression & interval_of(self.attention_type, self.size, before)
-            expression = chosen(expression, self.moba, query, key, before, indexer)
-            mask = self._built(expression, rows, keys, None)
-            return self._attend(query, key, value, mask, None, record)
-        place = jnp.arange(keys, dtype=jnp.int32)
-        most, attended = keys, active
-        if active is not None and self.attention_type in _LOCAL:
-            size = self.size
-            first = keys - size if self.attention_type == "local_sliding" else before // size * size
-            most, attended = min(size, keys), active & (place >= first)
-        if indexer is not None:
-            attended = both(attended, selection.indexed(indexer)[:, 0])
-        if self.moba is not None:
-            size, count = self.moba
-            chunks = selection.moba(query, key, before, size, count)[:, :, 0]
-            most = min(most, size * count)
-            attended = both(
-                None if attended is None else attended[:, None], chunks[..., place // size]
-            )
-        if attended is not None:
-            attended = jnp.broadcast_to(attended, (query.shape[0], *attended.shape[1:]))
-        return decode(
-            query,
-            key,
-            value,
-            attended,
-            most,
-            soft_cap=self.attn_logits_soft_cap,
-            precision=self.precision,
-            implementation=self.implementation,
-        )
-
-    def _attend(
+    def attend(
         self, query: Any, key: Any, value: Any, mask: Any, sinks: Any, record: bool
     ) -> tuple[jax.Array, jax.Array]:
         """(out, lse)."""
@@ -331,7 +325,7 @@ class AttentionOp(nnx.Module):
             self.max_logits = nnx.Intermediate(results[2])
         return results[0], results[1]
 
-    def _built(self, expression: MaskExpression, rows: int, keys: int, plan: Any) -> Any:
+    def built(self, expression: MaskExpression, rows: int, keys: int, plan: Any) -> Any:
         """An AttentionMask; for the dense path the boolean (B or 1, H or 1, rows, keys)."""
         if not self.dense:
             return create_attention_mask(
@@ -391,4 +385,4 @@ class AttentionOp(nnx.Module):
             document = documents(ids, kv_ids, positions=positions, kv_positions=kv_positions)
             expression = expression & document
         expression = chosen(expression, self.moba, query, key, before, indexer_mask)
-        return self._built(expression, rows, keys, plan)
+        return self.built(expression, rows, keys, plan)

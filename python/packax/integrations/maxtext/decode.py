@@ -14,6 +14,65 @@ import jax
 import jax.numpy as jnp
 
 from packax._src.decode import decode_attention
+from packax._src.masks.intervals import full
+from packax.integrations.jax_nn import key_mask
+from packax.integrations.maxtext import selection
+from packax.integrations.maxtext.expressions import both, chosen, interval_of
+from packax.integrations.maxtext.tokens import numbers
+
+ACTIVE = 1  # the id of a cache's tokens while decoding: all others are no tokens
+_LOCAL = ("local_sliding", "chunk")
+
+
+def one_cache(
+    op: Any, query: Any, key: Any, value: Any, ids: Any, indexer: Any, record: bool
+) -> tuple[jax.Array, jax.Array]:
+    """(out, lse) of an AttentionOp over one cache."""
+    key, value = jnp.asarray(key), jnp.asarray(value)
+    rows, keys = query.shape[1], key.shape[1]
+    before = keys - 1 if rows == 1 else 0  # the place of the row, as MaxText counts it
+    active = None
+    if ids is not None:
+        active = jnp.asarray(numbers("the segment ids of a cache", ids) == ACTIVE)
+        if active.shape not in ((query.shape[0], keys), (1, keys)):
+            raise ValueError(
+                f"the segment ids of a cache must have shape {(query.shape[0], keys)}, as its "
+                f"keys, but have {active.shape}"
+            )
+    if op.dense or op.sharding is not None or record or rows != 1:
+        expression = full()
+        if active is not None:
+            expression = key_mask(active, rows)
+            if op.attention_type in _LOCAL:
+                expression = expression & interval_of(op.attention_type, op.size, before)
+        expression = chosen(expression, op.moba, query, key, before, indexer)
+        mask = op.built(expression, rows, keys, None)
+        return op.attend(query, key, value, mask, None, record)
+    place = jnp.arange(keys, dtype=jnp.int32)
+    most, attended = keys, active
+    if active is not None and op.attention_type in _LOCAL:
+        size = op.size
+        first = keys - size if op.attention_type == "local_sliding" else before // size * size
+        most, attended = min(max(size, 1), keys), active & (place >= first)
+    if indexer is not None:
+        attended = both(attended, selection.indexed(indexer)[:, 0])
+    if op.moba is not None:
+        size, count = op.moba
+        chunks = selection.moba(query, key, before, size, count)[:, :, 0]
+        most = min(most, size * count)
+        attended = both(None if attended is None else attended[:, None], chunks[..., place // size])
+    if attended is not None:
+        attended = jnp.broadcast_to(attended, (query.shape[0], *attended.shape[1:]))
+    return decode(
+        query,
+        key,
+        value,
+        attended,
+        most,
+        soft_cap=op.attn_logits_soft_cap,
+        precision=op.precision,
+        implementation=op.implementation,
+    )
 
 
 def decode(

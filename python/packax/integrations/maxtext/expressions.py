@@ -20,6 +20,8 @@ def interval_of(attention_type: str, size: int | None, before: int = 0) -> MaskE
         return full()
     if attention_type == "local_sliding":
         assert size is not None
+        if size == 0:  # no key lies in a window of none
+            return sliding_window(0, offset=before) & sliding_window(0, offset=before + 1)
         return sliding_window(size - 1, offset=before)
     own = causal(before)
     if attention_type == "chunk":

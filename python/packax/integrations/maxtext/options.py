@@ -62,8 +62,23 @@ def size_of(config: Any, kind: str, window: int | None, chunk: int | None) -> in
     if kind not in sizes:
         return 0
     name, size = sizes[kind]
-    if not isinstance(size, (int, np.integer)) or size < 1:
+    least = 0 if kind == "local_sliding" else 1
+    if not isinstance(size, (int, np.integer)) or size < least:
         raise ValueError(
-            f'{name} must be a positive integer for attention_type "{kind}", but is {size!r}'
+            f'{name} must be an integer of {least} or more for attention_type "{kind}", but is '
+            f"{size!r}"
         )
     return int(size)
+
+
+def stripes_of(config: Any) -> bool:
+    """Whether tokens are reordered one by one, as TransformerEngine's "striped", not in chunks."""
+    strategy = getattr(config, "context_parallel_reorder_strategy", None)
+    strategy = str(getattr(strategy, "value", strategy)).lower()
+    if strategy != "auto":
+        return strategy == "striped"
+    return (
+        bool(getattr(config, "packing", False))
+        and str(getattr(config, "context_parallel_strategy", "")).lower() == "ring"
+        and getattr(config, "hardware", "") in ("gpu", "gpu_multiprocess")
+    )

@@ -40,9 +40,44 @@ def reorder_sequence(
     return split.take(order, axis=seq_dim).reshape(shape)
 
 
+def striped(tensor: Any, cp_size: int, seq_dim: int = 1, to_contiguous: bool = False) -> Any:
+    """Tokens in TransformerEngine's "striped" order, or back: rank r holds r, r + cp_size, ...
+
+    >>> striped(jnp.arange(6), 2, seq_dim=0)
+    Array([0, 2, 4, 1, 3, 5], dtype=int32)
+    """
+    if tensor is None:
+        return None
+    length = tensor.shape[seq_dim]
+    if length % cp_size:
+        raise ValueError(
+            f"tensor has {length} places along axis {seq_dim}, which must be a multiple of "
+            f"cp_size = {cp_size}"
+        )
+    sizes = (cp_size, length // cp_size) if to_contiguous else (length // cp_size, cp_size)
+    shape = tensor.shape
+    split = tensor.reshape(*shape[:seq_dim], *sizes, *shape[seq_dim + 1 :])
+    return split.swapaxes(seq_dim, seq_dim + 1).reshape(shape)
+
+
+def numbers(name: str, ids: Any) -> jax.Array:
+    """Segment ids as int32, the same for equal ones: MaxText compares floats too."""
+    if not jnp.issubdtype(jnp.asarray(ids).dtype, jnp.floating):
+        return jnp.asarray(as_int32(name, ids))
+    ids = jnp.asarray(ids)
+    if ids.dtype == jnp.float64:
+        raise ValueError(f"{name} must be integers or floats of 32 bits at most, but is float64")
+    ids = ids.astype(jnp.float32)
+    whole = (ids == jnp.round(ids)) & (jnp.abs(ids) < 1 << 24)
+    # The bits of any other float but those next to 0 are above all of these. A NaN equals nothing.
+    bits = jax.lax.bitcast_convert_type(ids, jnp.int32)
+    bits = jnp.where((ids < 0) | jnp.isnan(ids), PADDING_SEGMENT_ID, bits)
+    return jnp.where(whole, ids.astype(jnp.int32), bits)
+
+
 def documents_of(name: str, ids: Any) -> jax.Array:
     """Every negative id is padding in MaxText, and 0 is a document."""
-    ids = jnp.asarray(as_int32(name, ids))
+    ids = numbers(name, ids)
     return jnp.where(ids < 0, PADDING_SEGMENT_ID, ids)
 
 

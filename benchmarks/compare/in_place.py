@@ -1,0 +1,100 @@
+"""A pytest plugin of peer_suites.py: packax where another project's tests find their attention.
+
+The environment says which project (PEER_SUITE; with PEER_PLAIN set nothing is replaced) and where
+the outcome of every test is written (PEER_REPORT, JSON).
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import types
+from typing import Any
+
+import pytest
+
+_outcomes: dict[str, str] = {}
+
+
+def _jax() -> None:
+    import jax
+    import packax
+
+    jax.nn.dot_product_attention = packax.dot_product_attention
+
+
+def _flax() -> None:
+    """Also where a class or a function keeps Flax's own as the default of an argument."""
+    import packax.integrations.flax as ours
+    from flax import linen, nnx
+
+    theirs = {linen.dot_product_attention, nnx.dot_product_attention}
+
+    def other(x: Any) -> Any:
+        return ours.dot_product_attention if _among(x, theirs) else x
+
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] != "flax" or not isinstance(module, types.ModuleType):
+            continue
+        for attribute, x in list(vars(module).items()):
+            if _among(x, theirs):
+                setattr(module, attribute, other(x))
+            for function in (x, *(vars(x).values() if isinstance(x, type) else ())):
+                if isinstance(function, types.FunctionType):
+                    defaults = function.__defaults__ or ()
+                    function.__defaults__ = tuple(map(other, defaults)) or None
+                    for key, default in (function.__kwdefaults__ or {}).items():
+                        function.__kwdefaults__[key] = other(default)
+            if isinstance(x, type):
+                for key, field in vars(x).get("__dataclass_fields__", {}).items():
+                    field.default = other(field.default)
+                    if _among(vars(x).get(key), theirs):
+                        setattr(x, key, staticmethod(ours.dot_product_attention))
+
+
+def _among(x: Any, functions: set[Any]) -> bool:
+    return any(x is function for function in functions)
+
+
+def _kvax() -> None:
+
+    for name in ("", ".ops", ".utils"):
+        module = importlib.import_module(f"packax.kvax{name}")
+        sys.modules[f"kvax{name}"] = module
+
+
+def _maxtext() -> None:
+    from packax.integrations import maxtext
+
+    maxtext.install(every=True)
+
+
+_REPLACE = {"jax": _jax, "flax": _flax, "kvax": _kvax, "maxtext": _maxtext}
+if not os.environ.get("PEER_PLAIN"):
+    _REPLACE[os.environ["PEER_SUITE"]]()
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: Any, call: Any) -> Any:
+    report = (yield).get_result()
+    if report.skipped:
+        _outcomes[item.nodeid] = "skipped"
+    elif report.failed:
+        refused = call.excinfo.errisinstance(NotImplementedError)
+        last = str(call.excinfo.value).strip().splitlines()[:1]
+        _outcomes[item.nodeid] = ("refused: " if refused else "failed: ") + call.excinfo.typename
+        _outcomes[item.nodeid] += f": {last[0][:200]}" if last else ""
+    elif report.when == "call" and item.nodeid not in _outcomes:
+        _outcomes[item.nodeid] = "passed"
+
+
+def pytest_collectreport(report: Any) -> None:
+    if report.failed:
+        _outcomes[report.nodeid] = f"failed: {str(report.longrepr).strip().splitlines()[-1][:200]}"
+
+
+def pytest_sessionfinish() -> None:
+    with open(os.environ["PEER_REPORT"], "w") as file:
+        json.dump(_outcomes, file, indent=1)

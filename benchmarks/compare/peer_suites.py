@@ -1,0 +1,110 @@
+"""Other projects' own tests with packax in place of their attention, on the CPU.
+
+    python benchmarks/compare/peer_suites.py jax CHECKOUT [--out DIR]
+    python benchmarks/compare/peer_suites.py flax CHECKOUT
+    python benchmarks/compare/peer_suites.py kvax CHECKOUT
+    python benchmarks/compare/peer_suites.py maxtext CHECKOUT [-k EXPRESSION]
+
+CHECKOUT is a folder with the project's sources at the version that is installed here; nothing is
+fetched. Every test runs twice, first with the project as it is, then with packax in place
+(in_place.py says how). A test that passes as it is and not with packax is "refused" if packax said
+NotImplementedError, else "wrong": then the program exits 1. Writes peer_suites.json into --out
+(default: $OUT, else benchmarks/results), beside the suites that it already holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from lib.output import default_out, say
+
+HERE = Path(__file__).resolve().parent
+SUITES: dict[str, tuple[str, ...]] = {  # arguments of pytest, in the checkout
+    "jax": ("tests/nn_test.py", "-k", "DotProductAttention"),
+    "flax": ("tests/linen/linen_attention_test.py", "tests/nnx/nn/attention_test.py"),
+    "kvax": ("tests",),
+    "maxtext": (
+        "tests/unit/attention_test.py",
+        "tests/unit/qk_clip_test.py",
+        "tests/unit/decoder_layer_model_mode_test.py",
+        "tests/unit/deepseek_decode_consistency_test.py",
+    ),
+}
+
+
+def outcomes(suite: str, checkout: Path, arguments: list[str], plain: bool) -> dict[str, str]:
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        paths = [str(HERE), *sys.path[1:]]
+        environment = os.environ | {
+            "PEER_SUITE": suite,
+            "PEER_REPORT": str(report),
+            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+            "JAX_PLATFORMS": "cpu",
+        }
+        environment.pop("PEER_PLAIN", None)
+        if plain:
+            environment["PEER_PLAIN"] = "1"
+        options = ["-q", "-p", "in_place", "-p", "no:cacheprovider", "-c", os.devnull]
+        options += [f"--rootdir={checkout}", "--import-mode=importlib"]
+        command = [sys.executable, "-m", "pytest", *options, *SUITES[suite], *arguments]
+        subprocess.run(command, cwd=checkout, env=environment)
+        return json.loads(report.read_text())
+
+
+def summary(plain: dict[str, str], ours: dict[str, str]) -> dict[str, object]:
+    """Counts, and what each test that packax breaks says."""
+    passes = {name for name, outcome in plain.items() if outcome == "passed"}
+    kinds = {name: ours.get(name, "failed: did not run").split(":")[0] for name in passes}
+    count = collections.Counter(kinds.values())
+    broken = {name: ours.get(name, "failed: did not run") for name in sorted(passes)}
+    return {
+        "as it is": dict(collections.Counter(x.split(":")[0] for x in plain.values())),
+        "passed": count["passed"],
+        "refused": count["refused"],
+        "wrong": len(passes) - count["passed"] - count["refused"],
+        "broken": {name: x for name, x in broken.items() if x != "passed"},
+        "fails as it is": {name: x for name, x in plain.items() if x.startswith("failed")},
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("suite", choices=sorted(SUITES))
+    parser.add_argument("checkout", type=Path)
+    parser.add_argument("--out", type=Path, default=default_out())
+    options, others = parser.parse_known_args(arguments)
+    checkout = options.checkout.resolve()
+    plain, ours = (outcomes(options.suite, checkout, others, plain) for plain in (True, False))
+    result: dict[str, object] = {"version": _version(options.suite), **summary(plain, ours)}
+    result["jax"] = importlib.metadata.version("jax")
+    result["arguments"] = [*SUITES[options.suite], *others]
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / "peer_suites.json"
+    known = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**known, options.suite: result}, indent=1) + "\n")
+    say(f"{options.suite} {result['version']}, as it is: {result['as it is']}")
+    counts = ", ".join(f"{name} {result[name]}" for name in ("passed", "refused", "wrong"))
+    say(f"with packax: {counts}")
+    return bool(result["wrong"] or result["refused"] or not result["passed"])
+
+
+def _version(project: str) -> str:
+    try:
+        return importlib.metadata.version(project)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,37 @@
+"""Rows for context parallelism: the board's 12 documents, and lengths drawn as corpora have."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lib.cases import Case, document_lengths
+
+MEANS = (500, 2000, 8000)
+BOARD = Case("docs12_128k_d128", 1, 131072, 32, 8, 128, 12)
+QUICK = Case("quick", 1, 1024, 8, 8, 16, 6)
+
+
+def lognormal_lengths(total: int, mean: int, seed: int = 0) -> list[int]:
+    """Log-normal (sigma 1.2) with about this mean; the row cuts the last one off."""
+    rng = np.random.default_rng(seed)
+    lengths: list[int] = []
+    while (left := total - sum(lengths)) > 0:
+        length = int(np.clip(rng.lognormal(np.log(mean) - 0.72, 1.2), 1, total))
+        lengths.append(min(length, left))
+    return lengths
+
+
+def _rows(totals: tuple[int, ...], means: tuple[int, ...], *heads: int) -> tuple[Case, ...]:
+    """Of every length: 12 documents, then each mean."""
+    found = []
+    for total in totals:
+        splits = {"docs12": document_lengths(total, 12)}
+        splits |= {f"mean{mean}": lognormal_lengths(total, mean) for mean in means}
+        for name, split in splits.items():
+            size = f"{total >> 10}k"
+            found.append(Case(f"{name}_{size}", 1, total, *heads, len(split), split=tuple(split)))
+    return tuple(found)
+
+
+CASES = _rows((131072, 524288), MEANS, 32, 8, 128)
+QUICK_CASES = _rows((1024, 2048), (40, 300), 8, 8, 16)

@@ -1,0 +1,219 @@
+"""One kernel to PTX, and PTX to the cubins of all targets and assemblers that share it.
+
+Triton makes PTX for one architecture; assemblers turn it into machine code. Variants that differ in
+no more than that (`Variant.ptx`) share the PTX: making it takes six times as long as
+assembling it. What is in this file decides what a cubin holds, so the cache's key has it
+(compile.py).
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import os
+import pathlib
+import re
+import subprocess
+import tempfile
+from typing import Any
+
+import checks
+import table
+
+TRITON_DTYPES = {"bf16": "bf16", "f16": "fp16", "f32": "fp32", "tf32": "fp32"}
+PTX_ISA = 88  # of the older assembler; every other takes it, too
+
+
+def tensor_map_type(
+    dtype: str, tile: tuple[str, int | str, int | str], constants: dict[str, int]
+) -> str:
+    """Gluon's type of a host tensor map that moves `tile` (table.TENSOR_MAPS)."""
+    from triton.experimental.gluon import language as gl
+
+    element, *sizes = tile
+    shape = [1, *(constants[n] if isinstance(n, str) else n for n in sizes)]
+    if element:
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
+    else:
+        half = {"bf16": gl.bfloat16, "f16": gl.float16}[dtype]
+        layout = gl.NVMMASharedLayout.get_default_for(shape, half)
+    element = element or TRITON_DTYPES[dtype]
+    return f"tensordesc<{element}[{','.join(map(str, shape))}],{layout!r}>"
+
+
+def kernel_function(kernel: str, source: str = "") -> Any:
+    module = source or table.KERNELS[kernel]
+    return getattr(importlib.import_module(module), table.function(kernel, module))
+
+
+def argument_names(kernel: str, source: str = "") -> list[str]:
+    """As the kernel's source has them; those in upper case are compile-time constants."""
+    return list(inspect.signature(kernel_function(kernel, source).fn).parameters)
+
+
+def parameters(kernel: str, arguments: list[str]) -> list[dict[str, str]]:
+    """What the launcher passes, in order: the same for every variant of a kernel."""
+    params = []
+    absent = table.absent_arguments(kernel)
+    for name in arguments:
+        if name.isupper() or name in absent:
+            continue
+        if name in table.TENSOR_MAPS.get(kernel, {}):
+            kind = "tma"
+        elif name in table.POINTERS:
+            kind = "ptr"
+        else:
+            kind = "f32" if name in table.FLOATS else "i32"
+        params.append({"name": name, "type": kind})
+    return params
+
+
+def kernel_line(kernel: str) -> str:
+    """kernels.txt: "forward query:ptr key:ptr ... kv_heads:i32"."""
+    params = parameters(kernel, argument_names(kernel))
+    return " ".join([kernel, *(f"{p['name']}:{p['type']}" for p in params)]) + "\n"
+
+
+def triton_types(
+    kernel: str, arguments: list[str], dtype: str, constants: dict[str, int]
+) -> dict[str, str]:
+    """Triton's signature of one variant."""
+    kinds = {p["name"]: p["type"] for p in parameters(kernel, arguments)}
+    types = {}
+    for name in arguments:
+        kind = kinds.get(name, "constexpr")
+        if kind == "tma":
+            types[name] = tensor_map_type(dtype, table.TENSOR_MAPS[kernel][name], constants)
+        elif kind == "ptr":
+            types[name] = "*" + (table.POINTERS[name] or TRITON_DTYPES[dtype])
+        else:
+            types[name] = "fp32" if kind == "f32" else kind
+    return types
+
+
+def without_assembling(*arguments: Any) -> Any:
+    """Triton's hook for the stages of a compilation: the last one gives nothing."""
+    if not arguments:
+        return "", ""  # no part of the key of Triton's own cache
+    _, stages, *_ = arguments
+    stages["cubin"] = lambda ptx, metadata: b""
+    return None
+
+
+def make_ptx(variant: table.Variant) -> tuple[str, Any]:
+    """PTX for the variant's `ptx_arch`, and Triton's metadata."""
+    import triton
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+
+    os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # paths and a third of the size
+    os.environ["TRITON_ALWAYS_COMPILE"] = "1"
+    knobs.runtime.add_stages_inspection_hook = without_assembling
+    fn = kernel_function(variant.kernel, variant.source)
+    arguments = argument_names(variant.kernel, variant.source)
+    constants: dict[str, Any] = dict(variant.constants)
+    types = triton_types(variant.kernel, arguments, variant.dtype, constants)
+    # XLA's buffers are aligned; a view of one never reaches a custom call
+    aligned = {
+        (i,): [["tt.divisibility", table.MULTIPLES.get(a, 16)]]
+        for i, a in enumerate(arguments)
+        if types[a][0] == "*" or (a in table.MULTIPLES and types[a] != "constexpr")
+    }
+    constants |= {
+        name: None for name in types if name not in constants and types[name] == "constexpr"
+    }
+    fn._repr = lambda _: variant.kernel  # the symbol: a profile tells kernels of one function apart
+    is_gluon = isinstance(fn, GluonJITFunction)
+    source = (GluonASTSource if is_gluon else ASTSource)(
+        fn, types, constexprs=constants, attrs=aligned
+    )
+    options = {
+        "num_warps": variant.warps,
+        "num_stages": 2,
+        "enable_fp_fusion": True,
+        "ptx_version": PTX_ISA,
+    }
+    target = GPUTarget("cuda", variant.ptx_arch.cc, 32)
+    binary = triton.compile(source, target=target, options=options)
+    meta = binary.metadata
+    if meta.global_scratch_size or meta.profile_scratch_size or meta.num_ctas != 1:
+        raise SystemExit(
+            f"{variant.name}: needs scratch memory or a cluster, which the launcher does not give"
+        )
+    return binary.asm["ptx"], meta
+
+
+def retarget(ptx: str, variant: table.Variant) -> str:
+    """PTX for the variant's own architecture: the header says which, the code is the same."""
+    made_for = rf"^\.target {variant.ptx_arch.name}$"
+    if not re.search(made_for, ptx, re.MULTILINE):
+        raise SystemExit(f"{variant.name}: the PTX is not for {variant.ptx_arch.name}")
+    isa = max(PTX_ISA, variant.arch.ptx_isa)
+    ptx = re.sub(r"^\.version .*$", f".version {isa // 10}.{isa % 10}", ptx, flags=re.MULTILINE)
+    return re.sub(made_for, f".target {variant.arch.name}", ptx, flags=re.MULTILINE)
+
+
+def assemble(ptx: str, variant: table.Variant) -> tuple[bytes, str]:
+    """The cubin and the assembler's report, with the flags that Triton gives."""
+    import triton
+
+    tool = (
+        pathlib.Path(triton.__file__).parent
+        / "backends/nvidia/bin"
+        / table.ASSEMBLERS[variant.assembler][0]
+    )
+    with tempfile.TemporaryDirectory() as work:
+        source, cubin = pathlib.Path(work, "kernel.ptx"), pathlib.Path(work, "kernel.cubin")
+        source.write_text(ptx)
+        flags = ["-lineinfo", "-suppress-debug-info", "-v", "--regAllocOptLevel=2"]
+        done = subprocess.run(
+            [tool, *flags, f"--gpu-name={variant.arch.name}", source, "-o", cubin],
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            raise SystemExit(f"{variant.name}: {tool.name} failed: {done.stderr.strip()}")
+        return cubin.read_bytes(), done.stdout + done.stderr
+
+
+def write_variant(variant: table.Variant, ptx: str, meta: Any, out: pathlib.Path) -> None:
+    """`out`/NAME.cubin and NAME.json, if nothing has to be refused."""
+    params = parameters(variant.kernel, argument_names(variant.kernel, variant.source))
+    checks.check_parameters(ptx, params, variant.name)
+    if meta.shared > variant.shared:
+        raise SystemExit(
+            f"{variant.name}: {meta.shared} bytes of shared memory, "
+            f"{variant.arch.name} has {variant.shared}: smaller tile"
+        )
+    image, log = assemble(retarget(ptx, variant), variant)
+    cubin = out / f"{variant.name}.cubin"
+    cubin.write_bytes(image)
+    used = checks.resources(cubin)
+    checks.check_assembly(variant, used["stack"], log)
+    record = {
+        "kernel": variant.kernel,
+        "arch": variant.arch.name,
+        "cc": variant.arch.cc,
+        "arch_specific": variant.arch.arch_specific,
+        "dtype": variant.dtype,
+        "qk_dim": variant.qk_dim,
+        "v_dim": variant.v_dim,
+        "symbol": meta.name,
+        "threads": 32 * meta.num_warps,
+        "shared": meta.shared,
+        "block": variant.block,
+        "assembler": variant.assembler,
+        "driver": variant.driver,
+        "params": params,
+        # What TMA moves at once, as the compiler cut the tile, and how it swizzles it; in the
+        # order of the "tma" parameters.
+        "tensor_maps": [
+            {"box": list(t["block_size"]), "swizzle": t["swizzle"]}
+            for t in meta.tensordesc_meta or ()
+        ],
+        **used,
+    }
+    (out / f"{variant.name}.json").write_text(json.dumps(record, indent=1) + "\n")

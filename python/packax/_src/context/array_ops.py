@@ -1,0 +1,139 @@
+"""The few array functions that numpy and jax spell differently, for plans that both make alike.
+
+All numbers are int32, so that the host and the device find the same integers. `K` is an axis of
+candidates, of which a caller keeps one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class HostOps:
+    """numpy."""
+
+    xp: Any = np
+
+    def order(self, x: Any) -> Any:
+        """Stable, along the last axis, smallest first."""
+        return np.argsort(x, axis=-1, kind="stable").astype(np.int32)
+
+    def ranked(self, x: Any) -> tuple[Any, Any]:
+        """The same of a short axis, and each entry's place in that order."""
+        order = self.order(x)
+        return order, self.order(order)
+
+    def in_front(self, x: Any) -> Any:
+        """The order of a (K, G) bool with True in front, stable."""
+        return np.argsort(~x, axis=-1, kind="stable").astype(np.int32)
+
+    def sums(self, x: Any) -> Any:
+        """Of the entries so far, along the last axis."""
+        return np.cumsum(x, axis=-1, dtype=np.int32)
+
+    def least_so_far(self, x: Any) -> Any:
+        return np.minimum.accumulate(x, axis=-1)
+
+    def passed(self, ends: Any, x: Any, where: Any = None) -> Any:
+        """How many of `ends` (R,), which rise, are at most x (N,); 0 where `where` is False."""
+        if where is None:
+            return np.searchsorted(ends, x, side="right").astype(np.int32)
+        found = np.zeros(x.shape, np.int32)
+        found[where] = np.searchsorted(ends, x[where], side="right")
+        return found
+
+    def put(self, index: Any, x: Any) -> Any:
+        """x (N,) moved by a permutation: entry n goes to index[n]."""
+        moved = np.empty_like(x)
+        moved[index] = x
+        return moved
+
+    def where_true(self, x: Any) -> Any:
+        """The indices of a (N,) bool, then N: at least one."""
+        return np.append(np.flatnonzero(x), len(x)).astype(np.int32)
+
+    def along(self, x: Any, index: Any) -> Any:
+        """x[k, index[k, n]], (K, N) each."""
+        if len(x) == 1:
+            return x[0][index]
+        return x[np.arange(len(x))[:, None], index]
+
+    def some(self, x: Any) -> Any:
+        """An index of at least the entries where (N,) x is True."""
+        return np.flatnonzero(x)
+
+    def with_some(self, x: Any, index: Any, value: Any) -> Any:
+        """x with the entries of `some` replaced; x may be changed."""
+        x[index] = value
+        return x
+
+    def repeat(self, times: int, body: Callable[[Any, Any], Any], state: Any) -> Any:
+        """state = body(n, state), so many times."""
+        for n in range(times):
+            state = body(n, state)
+        return state
+
+    def set_at(self, x: Any, n: Any, value: Any) -> Any:
+        """x with x[n] = value; x may be changed."""
+        x[n] = value
+        return x
+
+
+class DeviceOps(HostOps):
+    """jax, under jit: arrays as long as they can become, where numpy's are as long as they are."""
+
+    xp: Any = jnp
+
+    def order(self, x: Any) -> Any:
+        return jnp.argsort(x, axis=-1, stable=True).astype(jnp.int32)
+
+    def ranked(self, x: Any) -> tuple[Any, Any]:
+        index = jnp.arange(x.shape[-1], dtype=jnp.int32)
+        mine, other = x[..., :, None], x[..., None, :]
+        before = (other < mine) | ((other == mine) & (index[None, :] < index[:, None]))
+        place = before.sum(axis=-1, dtype=jnp.int32)
+        here = place[..., None, :] == index[:, None]
+        return jnp.where(here, index, 0).sum(axis=-1, dtype=jnp.int32), place
+
+    def in_front(self, x: Any) -> Any:
+        chosen = x.sum(axis=1, keepdims=True, dtype=jnp.int32)
+        place = jnp.where(x, self.sums(x) - 1, chosen + self.sums(~x) - 1)
+        index = jnp.arange(x.shape[1], dtype=jnp.int32)
+        return jax.vmap(lambda place: self.put(place, index))(place)
+
+    def sums(self, x: Any) -> Any:
+        return jnp.cumsum(x, axis=-1, dtype=jnp.int32)
+
+    def least_so_far(self, x: Any) -> Any:
+        return jax.lax.cummin(x, axis=x.ndim - 1)
+
+    def passed(self, ends: Any, x: Any, where: Any = None) -> Any:
+        found = (ends[:, None] <= x).sum(axis=0, dtype=jnp.int32)
+        return found if where is None else jnp.where(where, found, 0)
+
+    def put(self, index: Any, x: Any) -> Any:
+        return jnp.zeros_like(x).at[index].set(x, unique_indices=True)
+
+    def where_true(self, x: Any) -> Any:
+        size = x.shape[0]
+        return jnp.nonzero(x, size=size + 1, fill_value=size)[0].astype(jnp.int32)
+
+    def along(self, x: Any, index: Any) -> Any:
+        return jnp.take_along_axis(x, index, axis=1)
+
+    def some(self, x: Any) -> Any:
+        return slice(None)
+
+    def with_some(self, x: Any, index: Any, value: Any) -> Any:
+        return value
+
+    def repeat(self, times: int, body: Callable[[Any, Any], Any], state: Any) -> Any:
+        return jax.lax.fori_loop(0, times, body, state)
+
+    def set_at(self, x: Any, n: Any, value: Any) -> Any:
+        return x.at[n].set(value)

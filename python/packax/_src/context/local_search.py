@@ -1,0 +1,281 @@
+"""Which documents a local plan splits, found by trying a few dozen ways at once.
+
+A way is how many of the heaviest documents are split, and what counts when the others are dealt.
+Those are dealt whole, heaviest first, each to the rank with least so far (Graham 1969), as long as
+they fit; the rows of split documents level the ranks afterwards, in chunks of a tile of rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from packax._src.context.array_ops import HostOps
+from packax._src.core.shapes import TILE
+
+_HEAVIEST = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # of which so many are split
+_TOKENS = (0, 2, 8)  # how much a token weighs, in rows of mean area, beside area
+_ROUNDS = 16  # of dealing; what is left then is light
+_HUGE = 2**30
+
+
+class Documents(NamedTuple):
+    """Of one row, heaviest first; behind them entries of 0."""
+
+    lengths: Any  # (D,) int32
+    areas: Any  # (D,) attended pairs, in units of which the whole row has less than 2**26
+    chunk_document: Any  # (G,) whose chunk it is, of those seen, or their number: nobody's
+    chunk_areas: Any  # (G,) a document's last rows first
+    padding: Any  # () tokens
+
+
+class Search(NamedTuple):
+    """What of each way (K, ...) is needed to carry it out."""
+
+    end: Any  # (K,) documents dealt with
+    tokens: Any  # (K, R) of the whole documents dealt
+    areas: Any  # (K, R)
+    heaviest: Any  # (K,)
+    pointers: Any  # (ROUNDS, K) the first document of each round
+    counts: Any  # (ROUNDS, K) how many were dealt; 0: that one is split
+    takers: Any  # (ROUNDS, K, R) the rank that is offered each of the round
+
+
+def ways() -> tuple[np.ndarray, np.ndarray]:
+    heaviest, tokens = np.meshgrid(_HEAVIEST, _TOKENS, indexing="ij")
+    return heaviest.reshape(-1).astype(np.int32), tokens.reshape(-1).astype(np.int32)
+
+
+def seen(ranks: int) -> int:
+    """How many of the heaviest documents may be dealt with or split here."""
+    return max(_HEAVIEST) + (_ROUNDS + 1) * ranks
+
+
+def window(ops: HostOps, x: Any, size: int) -> Any:
+    """The first `size` entries, 0 behind the last."""
+    xp = ops.xp
+    return xp.concatenate([x[:size], xp.zeros(max(0, size - x.shape[0]), np.int32)])
+
+
+def deal(ops: HostOps, documents: Documents, ranks: int, length: int, limit: Any) -> Search:
+    """Every way's documents dealt; `limit`: the most area that a rank may get of them."""
+    xp = ops.xp
+    heaviest, weight = (xp.asarray(x) for x in ways())
+    number = len(heaviest)
+    size = seen(ranks)
+    lengths, areas = (window(ops, x, size) for x in (documents.lengths, documents.areas))
+    before = [xp.concatenate([xp.zeros(1, np.int32), ops.sums(x)]) for x in (lengths, areas)]
+    all_tokens = documents.lengths.sum(dtype=np.int32)
+    all_area = documents.areas.sum(dtype=np.int32)
+    mean = xp.maximum(all_area // length, 1)
+    own = length // ranks
+    offered = xp.arange(ranks, dtype=np.int32)
+
+    def one_round(n: Any, state: Any) -> Any:
+        end, tokens, area, pointers, counts, takers = state
+        at = xp.minimum(end[:, None] + offered, size - 1)
+        sizes, works = lengths[at], areas[at]
+        light = (all_area - before[1][end]) // xp.maximum(all_tokens - before[0][end], 1)
+        per_token = (weight * mean - xp.minimum(light, 4 * mean))[:, None]
+        fits = (tokens + sizes[:, :1] <= own) & (area + works[:, :1] <= limit)
+        load = xp.where(fits, area + per_token * tokens, _HUGE)
+        mine, slot = ops.ranked(load)
+        load = ops.along(load, mine)
+        after = ops.least_so_far(load + works + per_token * sizes)
+        ahead = xp.concatenate([xp.full((number, 1), _HUGE, np.int32), after[:, :-1]], axis=1)
+        good = (load < _HUGE) & (load <= ahead) & (end[:, None] + offered < size)
+        count = ops.sums(~good) == 0
+        count = count.sum(axis=1, dtype=np.int32)
+        got = slot < count[:, None]
+        tokens = tokens + xp.where(got, ops.along(sizes, slot), 0)
+        area = area + xp.where(got, ops.along(works, slot), 0)
+        pointers = ops.set_at(pointers, n, end)
+        counts = ops.set_at(counts, n, count)
+        takers = ops.set_at(takers, n, mine)
+        end = xp.minimum(end + xp.maximum(count, 1), size - 1)
+        return end, tokens, area, pointers, counts, takers
+
+    zeros = xp.zeros((number, ranks), np.int32)
+    state = (
+        heaviest,
+        zeros,
+        zeros,
+        xp.zeros((_ROUNDS, number), np.int32),
+        xp.zeros((_ROUNDS, number), np.int32),
+        xp.zeros((_ROUNDS, number, ranks), np.int32),
+    )
+    end, tokens, area, *rounds = ops.repeat(_ROUNDS, one_round, state)
+    return Search(end, tokens, area, heaviest, *rounds)
+
+
+def owners(ops: HostOps, search: Search, ranks: int) -> Any:
+    """(K, seen) which rank each document lies on whole, -1: it is split, `ranks`: it is light."""
+    xp = ops.xp
+    index = xp.arange(seen(ranks), dtype=np.int32)
+    # (K, seen): the round that came to the document, and its place in that round.
+    begun = (search.pointers[:, :, None] <= index).sum(axis=0, dtype=np.int32)
+    turn = xp.maximum(begun - 1, 0)
+    place = index - ops.along(search.pointers.T, turn)
+    count = ops.along(search.counts.T, turn)
+    takers = xp.swapaxes(search.takers, 0, 1).reshape(count.shape[0], -1)
+    taker = ops.along(takers, turn * ranks + xp.minimum(xp.maximum(place, 0), ranks - 1))
+    refused = (begun == 0) | ((place == 0) & (count == 0))
+    return xp.where(refused, np.int32(-1), xp.where(place < count, taker, np.int32(ranks)))
+
+
+def only(ops: HostOps, search: Search, way: Any) -> Search:
+    """The search of one way: K is 1."""
+    xp = ops.xp
+    pick = xp.asarray(way).reshape(1)
+    by_way = (xp.take(x, pick, axis=0) for x in search[:4])
+    return Search(*by_way, *(xp.take(x, pick, axis=1) for x in search[4:]))
+
+
+def filled(ops: HostOps, levels: Any, amount: Any) -> Any:
+    """(K, R) levels raised by `amount` (K,) in all, the lowest first, as water would."""
+    xp = ops.xp
+    ranks = levels.shape[1]
+    by_level, place = ops.ranked(levels)
+    low = ops.along(levels, by_level)
+    number = xp.arange(1, ranks + 1, dtype=np.int32)
+    total = ops.sums(low) + amount[:, None]
+    # With the n lowest under water the surface is at total // n: n is the most that fit.
+    covered = (total // number >= low).sum(axis=1, dtype=np.int32)
+    rank = xp.arange(ranks, dtype=np.int32)
+    total = ops.along(total, covered[:, None] - 1)
+    surface = total // covered[:, None] + (rank < total % covered[:, None])
+    raised = xp.where(rank < covered[:, None], surface, low)
+    return ops.along(raised, place)
+
+
+def chunks_each(ops: HostOps, rows: Any, number: Any) -> Any:
+    """(K, R) how many of `number` (K,) chunks each rank takes that has room for `rows` rows.
+
+    As even as can be; where the room is too small the rest stays over.
+    """
+    xp = ops.xp
+    room = rows // TILE
+    spare = xp.maximum(room.sum(axis=1, dtype=np.int32) - number, 0)
+    # Rooms lowered from the highest: what is left out is raised as water is, upside down.
+    return -filled(ops, -room, spare)
+
+
+class Chunks(NamedTuple):
+    """Of split documents, heaviest first; others behind them."""
+
+    index: Any  # (K, G) of the row's chunks
+    number: Any  # (K,) how many there are
+    sums: Any  # (K, G + 1) area of the first so many
+
+
+def chunks_of(ops: HostOps, documents: Documents, split: Any) -> Chunks:
+    """split: (K, seen) bool."""
+    xp = ops.xp
+    ways_ = split.shape[0]
+    none = xp.zeros((ways_, 1), np.int32)
+    split = xp.concatenate([split, none != 0], axis=1)
+    heavy = ops.order(-documents.chunk_areas)
+    chosen = split[:, documents.chunk_document[heavy]]
+    front = ops.in_front(chosen)
+    areas = xp.where(chosen, documents.chunk_areas[heavy], 0)
+    areas = ops.along(areas, front)
+    sums = xp.concatenate([none, ops.sums(areas)], axis=1)
+    return Chunks(heavy[front], chosen.sum(axis=1, dtype=np.int32), sums)
+
+
+class Levelled(NamedTuple):
+    """(K, R) each."""
+
+    areas: Any  # of the chunks that a rank gets
+    heavy: Any  # how many of them are of the heaviest left
+    turns: Any  # the ranks in the order in which they choose
+
+
+def level(ops: HostOps, chunks: Chunks, each: Any, wanted: Any, most: int) -> Levelled:
+    """Chunks of split documents, to each rank as many as `each` says and area near `wanted`.
+
+    A rank gets some of the heaviest that are left and some of the lightest: those with most or
+    least area a chunk to go choose first, so that what is between is left for the others.
+    """
+    xp = ops.xp
+    ways_, ranks = each.shape
+    all_chunks = each.sum(axis=1, dtype=np.int32)[:, None]
+    sums, slots = chunks.sums, chunks.sums.shape[1] - 1
+    mean = ops.along(sums, all_chunks) // xp.maximum(all_chunks, 1)
+    turns, _ = ops.ranked(-xp.abs(xp.maximum(wanted, 0) // xp.maximum(each, 1) - mean))
+    heavies = xp.arange(most + 1, dtype=np.int32)
+
+    def at(index: Any) -> Any:
+        return ops.along(sums, xp.minimum(xp.maximum(index, 0), slots))
+
+    def one_rank(n: Any, state: Any) -> Any:
+        begin, end, got, heavy, missed = state
+        rank = turns[:, n][:, None]
+        number = ops.along(each, rank)
+        aim = ops.along(wanted, rank) + missed // (ranks - n)
+        area = at(begin + heavies) - at(begin) + at(end) - at(end - number + heavies)
+        best = xp.where(heavies <= number, xp.abs(area - aim), _HUGE).argmin(axis=1)
+        best = best.astype(np.int32)[:, None]
+        here = xp.arange(ranks, dtype=np.int32) == rank
+        area = ops.along(area, best)
+        missed = missed + ops.along(wanted, rank) - area
+        got, heavy = xp.where(here, area, got), xp.where(here, best, heavy)
+        return begin + best, end - number + best, got, heavy, missed
+
+    zeros = xp.zeros((ways_, ranks), np.int32)
+    none = 0 * all_chunks
+    state = (none, all_chunks, zeros, zeros, none)
+    _, _, got, heavy, _ = ops.repeat(ranks, one_rank, state)
+    return Levelled(got, heavy, turns)
+
+
+def chunk_ranks(ops: HostOps, chunks: Chunks, each: Any, levelled: Levelled) -> Any:
+    """(G,) which rank gets each of the row's chunks, -1: none does; of one way."""
+    xp = ops.xp
+    turns = levelled.turns[0]
+    heavy, each = levelled.heavy[0][turns], each[0][turns]
+    ends = ops.sums(heavy), ops.sums(each - heavy)
+    number = each.sum(dtype=np.int32)
+    place = xp.arange(chunks.index.shape[1], dtype=np.int32)
+    turn = xp.where(
+        place < ends[0][-1],
+        ops.passed(ends[0], place),
+        ops.passed(ends[1], number - 1 - place),
+    )
+    rank = xp.where(place < number, turns[xp.minimum(turn, len(turns) - 1)], np.int32(-1))
+    return ops.put(chunks.index[0], rank)
+
+
+def judge(
+    ops: HostOps, documents: Documents, search: Search, ranks: int, length: int
+) -> tuple[Any, Any]:
+    """(K,) shared rows that a rank needs at most, and (K,) the area of the most loaded, foreseen.
+
+    The light documents are taken as a fluid that levels the ranks' tokens.
+    """
+    xp = ops.xp
+    own = length // ranks
+    owner = owners(ops, search, ranks)
+    size = owner.shape[1]
+    lengths, areas = (window(ops, x, size) for x in (documents.lengths, documents.areas))
+    split = owner < 0
+    split_tokens = xp.where(split, lengths, 0).sum(axis=1, dtype=np.int32)
+    split_areas = xp.where(split, areas, 0).sum(axis=1, dtype=np.int32)
+    all_tokens = documents.lengths.sum(dtype=np.int32)
+    all_area = documents.areas.sum(dtype=np.int32)
+    light = all_tokens - split_tokens - search.tokens.sum(axis=1, dtype=np.int32)
+    light_area = all_area - split_areas - search.areas.sum(axis=1, dtype=np.int32)
+    tokens = filled(ops, search.tokens, light)
+    more = tokens - search.tokens
+    area = search.areas + light_area[:, None] // xp.maximum(light, 1)[:, None] * more
+    rows = own - tokens
+    chunks = chunks_of(ops, documents, split)
+    each = chunks_each(ops, rows, chunks.number)
+    area = area + level(ops, chunks, each, all_area // ranks - area, own // TILE).areas
+    # Rows that fill no chunk, and those of the light documents that ranks share.
+    over = split_tokens - TILE * each.sum(axis=1, dtype=np.int32)
+    largest = xp.take(xp.concatenate([lengths, xp.zeros(1, np.int32)]), search.end)
+    largest = xp.where(light > 0, largest, 0)
+    need = xp.minimum(rows, TILE * each + (-(-over // ranks))[:, None]).max(axis=1) + largest
+    return xp.minimum(need, own), area.max(axis=1)

@@ -1,0 +1,174 @@
+"""`install()`: MaxText's own attention op, computing by packax where it can.
+
+The op is MaxText's class with another `__call__`, so that all else that layers ask of it (the mask
+of a sparse indexer, names in checkpoints) is MaxText's. What packax does not have runs on MaxText's
+"dot_product" attention, said once.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import inspect
+import sys
+import types
+from typing import Any
+
+from flax import nnx
+
+from packax.integrations.fallback import fall_back
+from packax.integrations.maxtext.attention_op import TRAIN, AttentionOp
+from packax.integrations.maxtext.mesh_axes import sharding_of
+from packax.integrations.maxtext.tokens import reorder_sequence
+
+KERNELS = ("packax", "autoselected", "flash", "cudnn_flash_te", "cudnn_flash_jax")
+_ORDERED = (  # the arrays of a batch that have a place for every token
+    "inputs",
+    "targets",
+    "inputs_position",
+    "targets_position",
+    "inputs_segmentation",
+    "targets_segmentation",
+    "corruption_mask",
+    "targets_loss_mask",
+)
+_OWN = ("pad_kv_total", "compress_ratio", "slot")  # of no effect without compressed_kv
+_FASTER = "There are kernels for every attention type but compressed, without dropout"
+_DENSE = "dot_product"
+_chosen: set[str] = set(KERNELS)
+_said: set[str] = set()
+
+
+def install(*, every: bool = False) -> None:
+    """Puts packax behind MaxText's attention, before or after its modules are imported.
+
+    From then on MaxText's AttentionOp computes by packax with `attention=packax`, and with the
+    settings that pick a fused kernel: autoselected (the default), flash, cudnn_flash_te and
+    cudnn_flash_jax. `attention=dot_product` stays MaxText's own. The mesh axes are those of
+    MaxText's mesh and rules; the first call prints one line that names them.
+
+    Tokens are reordered for context parallelism without TransformerEngine, and always by swapping
+    two chunks a rank: "striped" is an order of its kernels, which packax has no use for.
+
+    Args:
+        every: dot_product too, the only setting that MaxText's checks accept for MoBA, sparse
+            indexers and block diffusion. The last call of `install` says it.
+
+    Raises:
+        ModuleNotFoundError: maxtext (0.2) is not installed.
+
+    >>> from packax.integrations import maxtext
+    >>> maxtext.install()  # and then MaxText's train.main(argv)
+    """
+    module = importlib.import_module("maxtext.layers.attention_op")
+    theirs = module.AttentionOp
+    (_chosen.add if every else _chosen.discard)(_DENSE)
+    if hasattr(theirs, "by_packax"):
+        return
+    ours = _op_of(theirs)
+    utils = importlib.import_module("maxtext.utils.max_utils")
+    for old, new in ((theirs, ours), (utils.reorder_causal_load_balanced, _reordered)):
+        for name, other in list(sys.modules.items()):
+            if name.split(".")[0] == "maxtext" and isinstance(other, types.ModuleType):
+                for attribute, x in list(vars(other).items()):
+                    if x is old:
+                        setattr(other, attribute, new)
+
+
+def _reordered(batch: Any, cp_size: int, reorder_strategy: Any = None, hardware: str = "") -> Any:
+    """MaxText's reorder_causal_load_balanced, by its own swap of chunks on every hardware."""
+    return {
+        name: reorder_sequence(x, cp_size) if name in _ORDERED else x for name, x in batch.items()
+    }
+
+
+def _op_of(theirs: Any) -> type:
+    own_init, own_call = theirs.__init__, theirs.__call__
+    init, call = inspect.signature(own_init), inspect.signature(own_call)
+
+    @functools.wraps(own_init)
+    def __init__(self: Any, *args: Any, **options: Any) -> None:
+        given = init.bind(self, *args, **options)
+        kernel = given.arguments.get("attention_kernel")
+        # TransformerEngine's kernel is the one that drops weights.
+        drops = given.arguments.get("dropout_rate", 0.0) > 0.0 and kernel == "cudnn_flash_te"
+        chosen = kernel in _chosen and not drops
+        if drops:
+            fall_back("MaxText's attention with dropout", "TransformerEngine", _FASTER)
+        if chosen:
+            given.arguments["attention_kernel"] = _DENSE
+        own_init(*given.args, **given.kwargs)
+        self.by_packax = chosen
+
+    @functools.wraps(own_call)
+    def __call__(self: Any, *args: Any, **options: Any) -> Any:
+        given = call.bind(self, *args, **options)
+        given.apply_defaults()
+        reason = _no_kernel(self, given.arguments) if self.by_packax else ""
+        if reason:
+            fall_back(f"MaxText's attention with {reason}", "MaxText's dot_product", _FASTER)
+        if not self.by_packax or reason:
+            return own_call(self, *args, **options)
+        return _attend(self, given.arguments)
+
+    return type(theirs)(
+        theirs.__name__,
+        (theirs,),
+        {
+            "__init__": __init__,
+            "__call__": __call__,
+            "__module__": theirs.__module__,
+            "__qualname__": theirs.__qualname__,
+            "__doc__": theirs.__doc__,
+            "by_packax": False,
+        },
+    )
+
+
+def _no_kernel(op: Any, given: dict[str, Any]) -> str:
+    """What of a call only MaxText has; "": nothing."""
+    if getattr(op.attention_type, "value", op.attention_type) == "compressed":
+        return 'attention_type "compressed"'
+    if given.get("compressed_kv") is not None or given.get("compressed_mask") is not None:
+        return "compressed keys"
+    if op.kv_quant is not None:
+        return "a quantised cache"
+    return ""
+
+
+def _attend(op: Any, given: dict[str, Any]) -> Any:
+    given = {name: x for name, x in given.items() if name not in ("self", *_OWN)}
+    query, key = given["query"], given["key"]
+    training = given["model_mode"] == TRAIN and given.get("previous_chunk") is None
+    sharding = sharding_of(op.mesh, query.shape, key.shape, op.config) if training else None
+    ours = AttentionOp(
+        op.config,
+        op.mesh,
+        attention_type=op.attention_type,
+        attn_logits_soft_cap=op.attn_logits_soft_cap,
+        sliding_window_size=op.sliding_window_size,
+        chunk_attn_window_size=op.chunk_attn_window_size,
+        sharding=sharding,
+    )
+    ours.stripes = 1  # of what _reordered made
+    _say(op, sharding)
+    out = ours(**given)
+    if given.get("record_max_logits"):
+        op.max_logits = nnx.Intermediate(ours.max_logits.get_value())
+    return out
+
+
+def _say(op: Any, sharding: Any) -> None:
+    """One line, at the first call."""
+    if _said:
+        return
+    axes = "on one device"
+    if op.mesh is not None and op.mesh.size > 1:
+        axes = f"on a mesh of {op.mesh.size}, as jit divides it"
+    if sharding is not None:
+        names = zip(("batch", "context", "heads"), sharding.query, strict=False)
+        axes = "over the mesh: " + ", ".join(f"{what} {x}" for what, x in names if x is not None)
+    line = f"packax: attention of MaxText {importlib.metadata.version('maxtext')}, {axes}"
+    _said.add(line)
+    print(line, flush=True)

@@ -1,0 +1,95 @@
+"""Which part of the table a build makes: as variables say, else for this machine's GPUs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from aot_modules import load
+from cpp.machine import compile_driver, needs_compiler
+from paths import AOT
+
+narrow = load("narrow")
+
+
+@pytest.mark.parametrize(
+    ("here", "archs"),
+    [
+        ([80], ["80"]),
+        ([86], ["86"]),
+        ([87], ["87"]),
+        ([88], ["86"]),  # a later minor of 8.6; 8.7's own cubins run nowhere else
+        ([89], ["89"]),
+        ([90], ["90a"]),
+        ([100], ["100a"]),
+        ([103], ["100f"]),
+        ([110], ["110"]),
+        ([120], ["120a"]),
+        ([121], ["120f"]),
+        ([80, 90], ["80", "90a"]),
+        ([], None),
+        ([75], None),  # no kernels for it: all, so that the wheel is of use elsewhere
+        ([75, 90], None),
+    ],
+)
+def test_architectures_of_the_gpus_here(here, archs):
+    assert narrow.chosen({}, here).get("archs") == archs
+
+
+@pytest.mark.parametrize("asked", ["all", "ALL", " all "])
+def test_all_asks_for_every_gpu(asked):
+    assert narrow.chosen({"PACKAX_ARCHS": asked}, [90]) == {}
+
+
+def test_variables_say():
+    asked = {"PACKAX_ARCHS": "90a;80", "PACKAX_HEAD_DIMS": "64x64", "PACKAX_DTYPES": "bf16, f16"}
+    options = narrow.chosen(asked, [120])
+    assert options == {"archs": ["90a", "80"], "head-dims": ["64x64"], "dtypes": ["bf16", "f16"]}
+    assert narrow.local_version(options) == "+sm90a.sm80.bf16.f16.64x64"
+
+
+def test_the_version_of_the_whole_table_is_plain():
+    assert narrow.local_version(narrow.chosen({"PACKAX_DTYPES": "all"}, [])) == ""
+
+
+def test_one_line_says_why():
+    line = narrow.reason({}, narrow.chosen({}, [90]))
+    assert line.count("\n") == 0 and "archs 90a" in line and "PACKAX_ARCHS=all" in line
+    asked = {"PACKAX_ARCHS": "90a"}
+    assert "PACKAX_* variables" in narrow.reason(asked, narrow.chosen(asked, []))
+    assert narrow.reason({}, {}) == ""
+
+
+def run(environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("PACKAX_")}
+    command = [sys.executable, AOT / "narrow.py"]
+    return subprocess.run(
+        command, env=kept | environment, capture_output=True, text=True, check=True
+    )
+
+
+@needs_compiler
+@pytest.mark.parametrize(("capability", "arch"), [("90", "90a"), ("121", "120f")])
+def test_the_driver_is_asked(tmp_path, capability, arch):
+    library = Path(compile_driver(tmp_path))
+    stub = tmp_path / "stub.c"
+    stub.write_text(
+        "void fake_add_device(const char*, int, int);\n"
+        "__attribute__((constructor)) static void add(void) "
+        f'{{ fake_add_device("GPU", {capability}, 1 << 17); }}\n'
+    )
+    folder = tmp_path / "lib"
+    folder.mkdir()
+    link = ["cc", "-shared", "-fPIC", "-o", folder / "libcuda.so.1", stub, library]
+    subprocess.run(link, check=True)
+    done = run({"LD_LIBRARY_PATH": str(folder)})
+    assert done.stdout == f"--archs={arch}\n" and "this machine's GPUs" in done.stderr
+    assert run({"LD_LIBRARY_PATH": str(folder), "PACKAX_ARCHS": "all"}).stdout == ""
+
+
+def test_no_driver_no_narrowing(tmp_path):
+    (tmp_path / "libcuda.so.1").write_text("not a library")
+    assert run({"LD_LIBRARY_PATH": str(tmp_path)}).stdout == ""

@@ -1,0 +1,90 @@
+"""Masks built for the ranks of a mesh: each has what a mask of its own rows alone would have.
+
+Guards against a transpose hull of other rows, and against a mask that is cut otherwise than its
+specs say.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import packax
+import pytest
+from context import (
+    BATCH,
+    BATCH_AXES,
+    CONTEXT,
+    FULL,
+    LENGTH,
+    expression_of,
+    mesh_of,
+    plan_of,
+)
+from packax._src.core.sharding import layout_of
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_numbers_in_expressions(kind):
+    """Offsets and lengths without a batch: every rank has its rows of what one device makes."""
+    expression = packax.sliding_window(300, 2, offset=7) & packax.prefix(jnp.asarray(90))
+    mask = packax.create_attention_mask(expression, q_len=LENGTH, kv_len=LENGTH)
+    plan = plan_of("balanced", 2)
+    with jax.set_mesh(mesh_of(2, 1, 2, 1, kind=kind)):
+        for sharding in (CONTEXT, FULL):
+            got = jax.jit(
+                functools.partial(
+                    packax.create_attention_mask,
+                    q_len=LENGTH,
+                    kv_len=LENGTH,
+                    sharding=sharding,
+                    plan=plan,
+                )
+            )(expression)
+            for x, y in ((got.q_lo, mask.q_lo), (got.q_hi, mask.q_hi)):
+                y = plan.permute(jnp.broadcast_to(y, x.shape))
+                np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+def test_every_rank_has_the_hull_of_its_own_rows():
+    """Built sharded, the bounds are those of a mask built from each rank's ranges alone."""
+    plan = plan_of("balanced", 4)
+    with jax.set_mesh(mesh_of(4, axes=("context",))):
+        mask = packax.create_attention_mask(
+            expression_of("one mask for all"), sharding=CONTEXT, plan=plan
+        )
+    own = LENGTH // 4
+    for rank in range(4):
+        rows = slice(rank * own, (rank + 1) * own)
+        lo, hi = (np.asarray(x)[:, rows] for x in (mask.q_lo, mask.q_hi))
+        alone = packax.create_attention_mask(packax.ranges(lo, hi), kv_len=LENGTH)
+        for name in ("q_lo", "q_hi", "q_blocks", "kv_blocks", "q_order", "q_order_192", "kv_order"):
+            mine = np.split(np.asarray(getattr(mask, name)), 4, axis=-1)[rank]
+            np.testing.assert_array_equal(mine, getattr(alone, name), err_msg=f"{name} of {rank}")
+    in_order = packax.create_attention_mask(expression_of("one mask for all"))
+    in_order = np.broadcast_to(in_order.q_hi, (BATCH, LENGTH))
+    np.testing.assert_array_equal(plan.unpermute(mask.q_hi), in_order)
+
+
+@pytest.mark.parametrize(
+    "kind", ["causal", "documents", "positions", "spans of positions", "one mask for all"]
+)
+@pytest.mark.parametrize("plan", ["balanced", "zigzag"])  # the second has one batch row
+def test_the_specs_of_a_mask(kind, plan):
+    """Kernels read block bounds and orders that XLA does not: each operand is cut as it was
+    made."""
+    sharding = dataclasses.replace(FULL, mesh=mesh_of(1, 2, 2, 2))
+    mask = packax.create_attention_mask(
+        expression_of(kind), q_len=LENGTH, kv_len=LENGTH, sharding=sharding, plan=plan_of(plan, 2)
+    )
+    layout = layout_of(sharding)
+    specs = sharding.mask_specs(mask)
+    of_layout = mask.specs(layout.spec, layout.batch, layout.context, layout.heads)
+    assert jax.tree.leaves(specs) == jax.tree.leaves(of_layout)
+    sizes = {None: 1, BATCH_AXES: 2, "context": 2}
+    for x, spec in zip(jax.tree.leaves(mask), jax.tree.leaves(specs), strict=True):
+        pieces = [sizes[axes] for axes in (*spec, *[None] * (x.ndim - len(spec)))]
+        assert x.sharding.shard_shape(x.shape) == tuple(
+            size // n for size, n in zip(x.shape, pieces, strict=True)
+        )

@@ -1,0 +1,333 @@
+"""Attention with plans that keep documents local: results and gradients equal one device's.
+
+Guards against keys of another part, gradients that no rank or two ranks add, and a fallback that
+ranks do not take together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import packax
+import pytest
+from context import AXES, BATCH, HEADS, LENGTH, assert_same, mesh_of, results, tensors
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from local_cases import ROWS, expression_of
+from local_plans import check_local, greedy
+
+CONTEXT = packax.AttentionSharding(query=P(None, "context"), key_value=P(None, "context"))
+BATCH_AXES = ("data", "fsdp")
+FULL = packax.AttentionSharding(
+    query=P(BATCH_AXES, "context", "tensor", None),
+    key_value=P(BATCH_AXES, "context", "tensor", None),
+)
+TENSOR_REPLICATED = dataclasses.replace(FULL, key_value=P(BATCH_AXES, "context", None, None))
+
+
+@functools.cache
+def one_device(kind):
+    mask = packax.create_attention_mask(expression_of(kind))
+    return jax.jit(results)(*tensors(), mask)
+
+
+def moved(plan, inputs):
+    *rows, dlse = inputs
+    return *plan.permute(tuple(rows)), plan.permute(dlse, 2)
+
+
+def in_order(plan, got):
+    return [plan.unpermute(x, 2 if n == 1 else 1) for n, x in enumerate(got)]
+
+
+def local(plan, kind, mesh, sharding=CONTEXT, inputs=None, **keywords):
+    """Results in the order of the sequence, of rows that the plan permuted."""
+
+    @jax.jit
+    def run(*inputs):
+        mask = packax.create_attention_mask(expression_of(kind), sharding=sharding, plan=plan)
+        assert mask.private_part is not None
+        return in_order(plan, results(*moved(plan, inputs), mask, **keywords))
+
+    with jax.set_mesh(mesh):
+        return jax.block_until_ready(run(*(inputs or tensors())))
+
+
+@pytest.mark.parametrize(
+    "kind,sizes,sharding,groups",
+    [
+        ("documents", (1, 1, 4, 1), CONTEXT, 1),
+        ("window of positions", (1, 1, 8, 1), CONTEXT, 1),
+        ("one mask for all", (1, 1, 4, 1), CONTEXT, (1, 3)),
+        ("ranges", (1, 1, 8, 1), CONTEXT, 2),
+        ("spans of positions", (1, 2, 2, 2), FULL, None),
+        ("chunked", (2, 1, 2, 2), TENSOR_REPLICATED, None),
+    ],
+)
+def test_equals_one_device(kind, sizes, sharding, groups):
+    """Every mask kind is in test_local_masks."""
+    ids = ROWS[1] if kind == "one mask for all" else ROWS
+    plan = greedy(ids, sizes[2])
+    check_local(plan, ids)
+    got = local(plan, kind, mesh_of(*sizes), sharding, gather_head_groups=groups)
+    assert_same(got, one_device(kind))
+
+
+def test_nothing_is_shared():
+    """And no collective is left in the program, forward or backward."""
+    ids = np.broadcast_to(np.repeat(np.arange(32), 32), (BATCH, LENGTH))
+    expression = packax.causal() & packax.documents(ids)
+    plan = greedy(ids, 4)
+    assert plan.shared == 0
+    expected = jax.jit(results)(*tensors(), packax.create_attention_mask(expression))
+    specs = (*[P(None, "context")] * 4, P(None, None, "context"))
+    mesh = mesh_of(4, axes=("context",))
+    with jax.set_mesh(mesh):
+        mask = packax.create_attention_mask(expression, sharding=CONTEXT, plan=plan)
+        placed = [
+            jax.device_put(x, NamedSharding(mesh, spec))
+            for x, spec in zip(moved(plan, tensors()), specs, strict=True)
+        ]
+        compiled = jax.jit(results).lower(*placed, mask).compile()
+        got = in_order(plan, jax.block_until_ready(compiled(*placed, mask)))
+    text = compiled.as_text()
+    for what in ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"):
+        assert what not in text
+    assert_same(got, expected)
+
+
+def test_every_option_at_once():
+    """GQA with key/value heads that tensor ranks share, an array's scale, soft cap, sinks, ALiBi by
+    positions, log-sum-exps and largest logits, deterministic."""
+    query, key, value, dout, dlse = tensors()
+    rng = np.random.default_rng(1)
+    more = {
+        "scale": jnp.float32(0.4),
+        "sinks": jnp.asarray(rng.standard_normal(HEADS), jnp.float32),
+        "slopes": jnp.asarray(rng.random(HEADS), jnp.float32) / 30,
+    }
+    places = np.broadcast_to(np.arange(LENGTH) * 3 % 700, (BATCH, LENGTH)).astype(np.int32)
+    plan = greedy(ROWS, 2)
+
+    def attend(plan, query, key, value, more, dout, dlse, sharding=None):
+        mask = packax.create_attention_mask(
+            expression_of("documents"), sharding=sharding, plan=plan
+        )
+        rows = places if plan is None else plan.permute(places)
+
+        def function(query, key, value, more):
+            out, lse, top = packax.flash_attention(
+                query,
+                key,
+                value,
+                mask,
+                scale=more["scale"],
+                sinks=more["sinks"],
+                bias=packax.alibi(more["slopes"], positions=rows, kv_positions=places),
+                soft_cap=5.0,
+                deterministic=True,
+                return_lse=True,
+                return_max_logits=True,
+            )
+            return (out, lse), top
+
+        (out, lse), pullback, top = jax.vjp(function, query, key, value, more, has_aux=True)
+        return (out, jnp.where(jnp.isfinite(lse), lse, 0), *pullback((dout, dlse))), top
+
+    expected, top = jax.jit(functools.partial(attend, None))(query, key, value, more, dout, dlse)
+    *rows, cotangent = moved(plan, (query, key, value, dout, dlse))
+    with jax.set_mesh(mesh_of(1, 2, 2, 2)):
+        got, got_top = jax.jit(functools.partial(attend, sharding=TENSOR_REPLICATED))(
+            plan, *rows[:3], more, rows[3], cotangent
+        )
+        got = jax.block_until_ready(got)
+    assert_same(in_order(plan, got[:5]), expected[:5])
+    np.testing.assert_allclose(got_top, top, rtol=1e-5)
+    for name, x in expected[5].items():
+        np.testing.assert_allclose(got[5][name], x, rtol=1e-4, atol=1e-4, err_msg=name)
+
+
+def test_one_predicate_chooses_to_gather_all():
+    """A plan whose parts fit, and one whose do not: the same program, and both exact."""
+    good = greedy(ROWS, 4, shared=128)
+    zigzag = packax.context_plan(packax.documents(ROWS), ranks=4, kind="zigzag")
+    index = np.broadcast_to(np.asarray(zigzag.index()), ROWS.shape)
+    fits = dataclasses.replace(good, fallback=np.zeros((), bool))
+    other = dataclasses.replace(
+        good, order=index, inverse=np.argsort(index).astype(np.int32), fallback=np.ones((), bool)
+    )
+
+    @jax.jit
+    def run(plan, *inputs):
+        mask = packax.create_attention_mask(expression_of("documents"), sharding=CONTEXT, plan=plan)
+        got = results(*moved(plan, inputs), mask, gather_head_groups=1)
+        return in_order(plan, got), plan.fetched
+
+    with jax.set_mesh(mesh_of(4, axes=("context",))):
+        for plan, fetched in ((fits, 3 * 128), (other, 3 * 256)):
+            got, number = jax.block_until_ready(run(plan, *tensors()))
+            assert_same(got, one_device("documents"))
+            assert int(number) == fetched
+
+
+PARTIAL_HANGS = pytest.mark.skipif(
+    jax.__version_info__ < (0, 8), reason="a shard_map inside another hangs on CPUs in jax 0.7"
+)
+
+
+@pytest.mark.parametrize(
+    "names,inside",
+    [(AXES, True), pytest.param(("context",), False, marks=PARTIAL_HANGS)],
+)
+def test_inside_a_shard_map(names, inside):
+    """The mask is made in there, or outside and goes in by its specs; a fallback goes with it."""
+    plan = dataclasses.replace(greedy(ROWS, 2), fallback=jnp.zeros((), bool))
+
+    def kept(spec):
+        def of(axes):
+            axes = axes if isinstance(axes, tuple) else (axes,)
+            left = tuple(axis for axis in axes if axis in names)
+            return left if len(left) > 1 else left[0] if left else None
+
+        return P(*map(of, spec))
+
+    def attend(ids_or_mask, plan, *inputs):
+        mask = ids_or_mask
+        if inside:
+            expression = packax.causal() & packax.documents(ids_or_mask)
+            mask = packax.create_attention_mask(expression, sharding=FULL, plan=plan)
+        return results(*inputs, mask, gather_head_groups=1)
+
+    rows, lse = kept(FULL.query), kept(P(BATCH_AXES, "tensor", "context"))
+    batch = kept(P(BATCH_AXES))
+    plan_specs = dataclasses.replace(plan, order=batch, inverse=batch, fallback=P())
+    with jax.set_mesh(mesh_of(1, 2, 2, 2)):
+        first, first_specs = jnp.asarray(ROWS), batch
+        if not inside:
+            first = packax.create_attention_mask(
+                expression_of("documents"), sharding=FULL, plan=plan
+            )
+            first_specs = jax.tree.map(kept, FULL.mask_specs(first))
+        function = jax.shard_map(
+            attend,
+            in_specs=(first_specs, plan_specs, *[rows] * 4, lse),
+            out_specs=(rows, lse, *[rows] * 3),
+            axis_names=set(names),
+        )
+        got = jax.block_until_ready(jax.jit(function)(first, plan, *moved(plan, tensors())))
+        got = in_order(plan, got)
+    assert_same(got, one_device("documents"))
+
+
+def test_explicit_axes_and_a_context_of_two():
+    """Types say how all lies; two axes are one context, major first."""
+    spec = P(None, ("fsdp", "context"), "tensor")
+    sharding = packax.AttentionSharding(query=spec, key_value=spec)
+    plan = greedy(ROWS, 4)
+    mesh = mesh_of(1, 2, 2, 2, kind="Explicit")
+    specs = (*[spec] * 4, P(None, "tensor", ("fsdp", "context")))
+    with jax.set_mesh(mesh):
+        placed = [
+            jax.device_put(x, NamedSharding(mesh, spec))
+            for x, spec in zip(moved(plan, tensors()), specs, strict=True)
+        ]
+
+        @jax.jit
+        def run(plan, *inputs):
+            mask = packax.create_attention_mask(
+                expression_of("positions"), sharding=sharding, plan=plan
+            )
+            return results(*inputs, mask)
+
+        got = jax.block_until_ready(run(plan, *placed))
+        for x, spec in zip(got, (specs[0], specs[4], *specs[:3]), strict=True):
+            assert [*jax.typeof(x).sharding.spec] == [*spec, *[None] * (x.ndim - len(spec))]
+        got = in_order(plan, [np.asarray(x) for x in got])
+    assert_same(got, one_device("positions"))
+
+
+def test_scan_remat_and_vmap():
+    """Over layers that keep the results, and over a batch that is mapped with its mask."""
+    plan = greedy(ROWS, 2)
+    keep = jax.checkpoint_policies.save_only_these_names(*packax.CHECKPOINT_NAMES)
+
+    def gradients(query, key, value, dout, mask):
+        def one(query, key, value, mask):
+            return packax.flash_attention(query[None], key[None], value[None], mask)[0]
+
+        def loss(query, key, value):
+            @functools.partial(jax.checkpoint, policy=keep)
+            def layer(x, _):
+                axes = (0, 0, 0, mask.vmap_axes())
+                return jax.vmap(one, in_axes=axes)(x, key, value, mask), None
+
+            return jnp.sum(jax.lax.scan(layer, query, None, length=2)[0] * dout)
+
+        return jax.grad(loss, (0, 1, 2))(query, key, value)
+
+    expression = expression_of("documents")
+    inputs = tensors()[:4]
+    expected = jax.jit(gradients)(*inputs, packax.create_attention_mask(expression))
+    with jax.set_mesh(mesh_of(2, axes=("context",))):
+        mask = packax.create_attention_mask(expression, sharding=CONTEXT, plan=plan)
+        got = jax.jit(gradients)(*plan.permute(inputs), mask)
+        got = plan.unpermute(jax.block_until_ready(got))
+    for x, y in zip(got, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=1e-5)
+
+
+def test_forward_mode_and_second_derivatives():
+    """By one direction: J u, and the Hessian of a number along u, transposed too."""
+    query, key, value, dout, _ = tensors()
+    along = tensors(seed=1)[:3]
+    plan = greedy(ROWS, 2)
+
+    def derivatives(x, u, dout, mask):
+        def attend(x):
+            return packax.flash_attention(*x, mask, gather_head_groups=1)
+
+        def gradient(x):
+            return jax.grad(lambda x: jnp.sum(jnp.sin(attend(x)) * dout))(x)
+
+        def product(x):
+            return sum(jnp.vdot(g, v) for g, v in zip(gradient(x), u, strict=True))
+
+        return (
+            jax.jvp(attend, (x,), (u,))[1],
+            jax.jvp(gradient, (x,), (u,))[1],
+            jax.grad(product)(x),
+        )
+
+    expression = expression_of("documents")
+    x = (query, key, value)
+    expected = jax.jit(derivatives)(x, along, dout, packax.create_attention_mask(expression))
+    with jax.set_mesh(mesh_of(2, axes=("context",))):
+        mask = packax.create_attention_mask(expression, sharding=CONTEXT, plan=plan)
+        got = jax.jit(derivatives)(*plan.permute((x, along, dout)), mask)
+        got = plan.unpermute(jax.block_until_ready(got))
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=1e-5 * np.abs(y).max())
+
+
+def test_bfloat16_meets_the_rule_of_the_oracle():
+    """With huge values in padding; a split document's gradients are summed over four ranks."""
+    ids = ROWS[1]
+    inputs = tensors(jnp.bfloat16, batch=1)
+    padding = jnp.asarray(ids == -1)[None, :, None, None]
+    *rows, dlse = inputs
+    rows = [jnp.where(padding, jnp.asarray(1e30, x.dtype), x) for x in rows]
+    inputs = (*rows, dlse)
+    plan = greedy(ids, 4)
+    got = local(plan, "one mask for all", mesh_of(4, axes=("context",)), inputs=inputs)
+    query, key, value, dout = (jnp.where(padding, 0, x) for x in rows)
+    allowed = expression_of("one mask for all").as_array(LENGTH, LENGTH)
+    scale = query.shape[3] ** -0.5
+    true = oracle.exact(query, key, value, allowed, scale, dout, dlse)
+    plain = oracle.plain(query, key, value, allowed, scale, dout, dlse)
+    got[1] = jnp.where(allowed.any(-1), got[1], -jnp.inf)
+    oracle.check(oracle.Results(*got), true, plain)

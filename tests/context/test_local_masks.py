@@ -1,0 +1,175 @@
+"""The masks of a plan that keeps documents local: together they are the expression, of any kind.
+
+Guards against limits of the whole sequence that are read in a part, rows that two parts attend, and
+pieces that are another rank's.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import packax
+import pytest
+from context import LENGTH, mesh_of
+from jax.sharding import PartitionSpec as P
+from local_cases import KINDS, ROWS, expression_of
+from local_plans import check_local, greedy
+
+CONTEXT = packax.AttentionSharding(query=P(None, "context"), key_value=P(None, "context"))
+
+
+def build(expression, plan, ranks, sharding=CONTEXT, **keywords):
+    with jax.set_mesh(mesh_of(ranks, axes=("context",))):
+        return packax.create_attention_mask(expression, sharding=sharding, plan=plan, **keywords)
+
+
+def piece(mask, specs, rank, ranks):
+    """A rank's, cut as the specs say."""
+
+    def of(x, spec):
+        x = np.asarray(x)
+        for axis, over in enumerate(spec):
+            if over == "context":
+                x = np.split(x, ranks, axis)[rank]
+        return x
+
+    return jax.tree.map(of, mask, specs)
+
+
+def attended(mask, plan):
+    """Whether rows attend keys, in the order of the sequence, by the masks of the parts."""
+    order, ranks, shared = np.asarray(plan.order), plan.ranks, plan.shared
+    batch, own = mask.q_lo.shape[0], plan.length // ranks
+    order = np.broadcast_to(order, (batch, plan.length)).reshape(batch, ranks, own)
+    found = np.zeros((batch, plan.length, plan.length), bool)
+    specs = mask.sharding.mask_specs(mask)
+    for rank in range(ranks):
+        parts = [("private_part", order[:, rank], order[:, rank])]
+        if shared:
+            gathered = order[:, :, :shared].reshape(batch, -1)
+            parts.append(("shared_part", order[:, rank, :shared], gathered))
+        for name, rows, keys in parts:
+            part, of_part = getattr(mask, name), getattr(specs, name)
+            pairs = np.asarray(piece(part, of_part, rank, ranks).as_array())
+            for row, at, index, keys_of_row in zip(found, pairs, rows, np.sort(keys), strict=True):
+                assert not (row[index].any(1) & at.any(1)).any(), "a row is in two parts"
+                row[np.ix_(index, keys_of_row)] |= at
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:prefix")
+@pytest.mark.parametrize("number,kind", [*enumerate(KINDS)], ids=KINDS)
+def test_parts_are_the_expression(number, kind):
+    ranks = (4, 8)[number % 2]
+    ids = ROWS[1] if kind == "one mask for all" else ROWS
+    plan = greedy(ids, ranks)
+    check_local(plan, ids)
+    mask = build(expression_of(kind), plan, ranks)
+    expected = np.asarray(expression_of(kind).as_array(LENGTH, LENGTH))
+    expected = np.broadcast_to(expected, (len(mask.q_lo), LENGTH, LENGTH))
+    np.testing.assert_array_equal(attended(mask, plan), expected)
+    of_rows = np.take_along_axis(expected, np.asarray(plan.order)[:, :, None], 1)
+    np.testing.assert_array_equal(np.asarray(mask.as_array()), of_rows)
+
+
+LENGTHS = {
+    "odd": [33, 1, 1, 30, 7, 64, 12, 3, 3, 17, 29, 40],
+    "tokens alone": [1] * 240,
+    "one document": [240],
+    "one document and tokens": [201] + [1] * 39,
+}
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_any_lengths(lengths):
+    """No whole tiles anywhere; what a rank has need not be even."""
+    ids = np.repeat(np.arange(len(LENGTHS[lengths])), LENGTHS[lengths])
+    plan = greedy(ids, 4)
+    check_local(plan, ids)
+    expression = packax.causal() & packax.documents(ids)
+    mask = build(expression, plan, 4)
+    expected = expression.as_array(240, 240)[None]
+    if lengths == "one document":
+        assert plan.shared == 60 and mask.private_part is None
+        found = np.asarray(mask.as_array())
+        np.testing.assert_array_equal(found[0][plan.inverse[0]], expected[0])
+        return
+    assert (mask.shared_part is None) == (plan.shared == 0) == (lengths == "tokens alone")
+    np.testing.assert_array_equal(attended(mask, plan), expected)
+
+
+def test_padding_alone():
+    """Rows that attend nothing may lie anywhere."""
+    ids = np.full((2, 256), -1)
+    ids[1, 5:9] = 3
+    plan = greedy(ids, 4)
+    mask = build(packax.documents(ids), plan, 4)
+    np.testing.assert_array_equal(attended(mask, plan), packax.documents(ids).as_array(256, 256))
+
+
+def test_all_keys_are_gathered_where_documents_do_not_say_enough():
+    """Block masks, no documents, other ids of keys, keys that every rank has or that were not
+    permuted: the mask is as of any plan."""
+    plan = greedy(ROWS, 4)
+    documents = packax.documents(ROWS)
+    chosen = packax.block_sparse(np.ones((8, 8), bool), 128)
+    replicated = packax.AttentionSharding(query=P(None, "context"), key_value=P())
+    for expression, keywords in (
+        (documents & chosen, {}),
+        (packax.causal(), {"q_len": LENGTH, "kv_len": LENGTH}),
+        (packax.documents(ROWS, ROWS), {}),
+        (documents, {"sharding": replicated}),
+        (documents, {"permuted_keys": False}),
+    ):
+        mask = build(expression, plan, 4, **keywords)
+        assert mask.parts() == [], expression
+    assert [name for name, _ in build(documents, plan, 4).parts()] == [
+        "shared_part",
+        "private_part",
+    ]
+    assert packax.create_attention_mask(documents, plan=plan).parts() == []
+
+
+@pytest.mark.parametrize("wrong", [None, "split", "gone back", "said so"])
+def test_a_plan_of_other_documents_falls_back(wrong):
+    """Where there is a fallback it is taken for what does not fit, and only then."""
+    ids = np.array(ROWS)
+    plan = greedy(ids, 4)
+    if wrong == "split":
+        ids[3] = 7
+    elif wrong == "gone back":
+        ids[3, [0, -1]] = 1000
+    arrays = {name: jnp.asarray(getattr(plan, name)) for name in ("order", "inverse")}
+    plan = dataclasses.replace(plan, fallback=jnp.asarray(wrong == "said so"), **arrays)
+    mask = build(packax.causal() & packax.documents(ids), plan, 4)
+    assert int(mask.fallback[0]) == (wrong is not None)
+    assert plan.fetched == 3 * (256 if wrong == "said so" else plan.shared)
+
+
+def test_check_plan_is_about_the_order_alone():
+    """A plan of other documents is no mistake of order: its mask has no parts."""
+    plan, other = greedy(ROWS, 4), np.array(ROWS)
+    other[2] = 9
+    masks = [build(packax.causal() & packax.documents(ids), plan, 4) for ids in (ROWS, other)]
+    assert masks[0].private_part is not None and masks[1].private_part is None
+    with packax.debug_checks(), jax.set_mesh(mesh_of(4, axes=("context",))):
+        packax.check_plan(masks[0], segment_ids=plan.permute(ROWS))
+        with pytest.raises(ValueError, match="the batch was not permuted"):
+            packax.check_plan(masks[0], segment_ids=ROWS, positions=np.arange(LENGTH)[None])
+        packax.check_plan(masks[1], segment_ids=plan.permute(other))
+
+
+def test_what_a_plan_fetches():
+    plan = greedy(ROWS, 4)
+    assert plan.fetched == 3 * plan.shared and 0 < plan.shared < 256
+    assert packax.context_plan(packax.documents(ROWS), ranks=4).fetched == 3 * 256
+
+
+def test_a_mask_with_parts_under_vmap_and_in_words():
+    mask = build(packax.causal() & packax.documents(ROWS), greedy(ROWS, 4), 4)
+    axes = mask.vmap_axes()
+    assert axes.private_part.q_lo == axes.shared_part.kv_plan == 0
+    inside = jax.tree.map(lambda x: x[0], mask).with_batch()
+    assert inside.shared_part.q_lo.shape == (1, mask.shared_part.q_lo.shape[1])
+    assert f"{mask.shared_part.kv_len} keys are attended by more than one rank" in repr(mask)

@@ -1,0 +1,269 @@
+"""Plans of kind "local": documents whole on a rank, the same on host and device, fair and small."""
+
+import functools
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+import packax
+import pytest
+from context import mesh_of
+from jax.sharding import PartitionSpec as P
+from local_plans import check_local
+
+LENGTH, RANKS = 2048, 4
+
+
+def plan_of(ids, ranks=RANKS, **keywords):
+    expression = packax.causal() & packax.documents(ids)
+    return packax.context_plan(expression, ranks=ranks, kind="local", **keywords)
+
+
+def ids_of(lengths, length=LENGTH, padding_between=False):
+    """Documents one behind the other, numbered from 0; padding behind them, or between."""
+    ids = np.full(length, -1, np.int32)
+    rest = length - sum(lengths)
+    at = 0
+    for number, size in enumerate(lengths):
+        ids[at : at + size] = number
+        gap = rest // len(lengths) if padding_between else 0
+        at += size + gap
+    return ids
+
+
+def lognormal(rng, mean, length=LENGTH):
+    lengths = []
+    while sum(lengths) < length:
+        lengths.append(int(np.clip(rng.lognormal(np.log(mean) - 0.72, 1.2), 1, length)))
+    lengths[-1] -= sum(lengths) - length
+    return [n for n in lengths if n]
+
+
+def random_row(rng):
+    """Packings of every kind."""
+    kind = rng.integers(8)
+    lengths = lognormal(rng, int(rng.choice([20, 60, 200, 700])))
+    if kind == 0:
+        lengths = [1] * int(rng.integers(1, LENGTH))
+    elif kind == 1:
+        lengths = [int(rng.integers(1, 400))] * 5
+    elif kind == 2:
+        lengths = lengths[: max(1, len(lengths) // 2)]
+    elif kind == 3:
+        lengths = [int(rng.integers(1, LENGTH + 1))]
+    ids = ids_of(lengths, padding_between=bool(rng.integers(2)))
+    if kind == 4:  # not sorted, and negative
+        names = rng.permutation(np.arange(-LENGTH, LENGTH))
+        ids = np.where(ids < 0, -1, names[ids])
+    elif kind == 5:  # ids that come back
+        ids = np.where(ids < 0, -1, ids % 3)
+    elif kind == 6:
+        ids = rng.integers(-1, 5, LENGTH).astype(np.int32)
+    return ids.astype(np.int32)
+
+
+def load_of(plan, ids):
+    """Attended pairs of the most loaded rank over the mean, worst row."""
+    found = []
+    for number, row in enumerate(np.atleast_2d(ids)):
+        keys = np.zeros(len(row), int)
+        for document in np.setdiff1d(row, [-1]):
+            keys[row == document] = 1 + np.arange(np.sum(row == document))
+        order = np.asarray(plan.order)
+        load = keys[order[number % len(order)]].reshape(plan.ranks, -1).sum(1)
+        found.append(load.max() / max(load.mean(), 1e-9))
+    return max(found)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_documents_of_private_rows_lie_whole_on_their_rank(seed):
+    """Any ids: 40 packings a seed, and a batch of four."""
+    rng = np.random.default_rng(seed)
+    for n in range(10):
+        rows = np.stack([random_row(rng) for _ in range(4)])
+        ranks = int(rng.choice([2, 4, 8, 16]))
+        for ids in (*rows, *([rows] if n % 5 == 0 else [])):
+            plan = plan_of(ids, ranks)
+            check_local(plan, ids)
+            assert plan.fallback is None
+            assert 0 <= plan.fetched <= (ranks - 1) * LENGTH // ranks  # what "balanced" fetches
+            again = plan_of(ids, ranks)
+            np.testing.assert_array_equal(plan.order, again.order)
+
+
+def test_any_size_of_the_shared_part():
+    """From what is needed to all rows: the rest is filled with whole documents."""
+    rng = np.random.default_rng(1)
+    ids = np.stack([ids_of(rng.permutation(range(5, 60))) for _ in range(2)])
+    least = plan_of(ids).shared
+    assert least < LENGTH // RANKS
+    for shared in range(least, LENGTH // RANKS + 1, 77):
+        plan = plan_of(ids, shared=shared)
+        assert plan.shared == shared
+        check_local(plan, ids)
+
+
+@functools.partial(jax.jit, static_argnames=("ranks", "shared"))
+def on_device(ids, ranks, shared):
+    return plan_of(ids, ranks, shared=shared)
+
+
+def test_host_and_device_find_the_same():
+    rng = np.random.default_rng(3)
+    for n in range(24):
+        ids = np.stack([random_row(rng), ids_of(lognormal(rng, 50))])
+        host = plan_of(ids, RANKS, shared=128)
+        device = on_device(jnp.asarray(ids), RANKS, 128)
+        assert isinstance(device.order, jax.Array)
+        assert device.shared == 128
+        # Where it does not fit, the host gathers all and the device falls back to the same order.
+        assert bool(device.fallback) == (host.shared != 128), n
+        np.testing.assert_array_equal(host.order, device.order)
+        np.testing.assert_array_equal(host.inverse, device.inverse)
+        assert int(device.fetched) == host.fetched
+
+
+def test_fallback_is_balanced():
+    ids = np.zeros((1, LENGTH), np.int32)
+    expression = packax.causal() & packax.documents(ids)
+    expected = packax.context_plan(expression, ranks=RANKS).index()
+    device = on_device(jnp.asarray(ids), RANKS, 128)
+    assert bool(device.fallback)
+    np.testing.assert_array_equal(device.order, expected)
+    host = plan_of(ids)
+    assert host.shared == LENGTH // RANKS
+    np.testing.assert_array_equal(host.order, expected)
+
+
+def test_long_rows_and_many_ranks_are_the_same_on_both():
+    """Areas beyond int32, in units."""
+    rng = np.random.default_rng(5)
+    length, ranks = 1 << 17, 8
+    ids = ids_of(lognormal(rng, 3000, length), length)
+    host = plan_of(ids, ranks)
+    device = on_device(jnp.asarray(ids)[None], ranks, host.shared)
+    assert not bool(device.fallback)
+    np.testing.assert_array_equal(host.order, device.order)
+    assert load_of(host, ids) <= 1.03
+
+
+@pytest.mark.parametrize("mean,ranks,share", [(500, 4, 0.1), (500, 8, 0.16), (2000, 8, 0.41)])
+def test_fair_and_small(mean, ranks, share):
+    """Shares fetched of what an all-gather fetches: issue 22's greedy, which ignores tokens."""
+    rng = np.random.default_rng(7)
+    shares = []
+    for _ in range(6):
+        ids = ids_of(lognormal(rng, mean, 1 << 17), 1 << 17)
+        plan = plan_of(ids, ranks)
+        assert load_of(plan, ids) <= 1.03
+        shares.append(plan.shared * ranks / plan.length)
+    assert np.mean(shares) <= share
+
+
+def test_nothing_is_shared_where_documents_fill_ranks():
+    ids = ids_of([LENGTH // RANKS] * RANKS)
+    plan = plan_of(ids)
+    check_local(plan, ids)
+    assert plan.shared == 0
+    assert plan.fetched == 0
+
+
+def test_all_padding():
+    plan = plan_of(np.full((1, LENGTH), -1))
+    check_local(plan, np.full((1, LENGTH), -1))
+    assert plan.shared == 0
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        packax.causal(),
+        packax.documents(np.zeros(LENGTH, int), np.zeros(LENGTH, int)),
+    ],
+)
+def test_without_documents_all_is_shared(expression):
+    plan = packax.context_plan(expression, ranks=RANKS, kind="local", length=LENGTH)
+    assert plan.shared == LENGTH // RANKS
+    balanced = packax.context_plan(expression, ranks=RANKS, length=LENGTH)
+    np.testing.assert_array_equal(plan.order, balanced.index())
+
+
+def test_windows_count_what_they_attend():
+    """With a window a long document is no heavier, row by row, than others: nothing is split."""
+    ids = ids_of([500, 400, *[100] * 11])
+    window = packax.sliding_window(15) & packax.documents(ids)
+    plan = packax.context_plan(window, ranks=RANKS, kind="local")
+    check_local(plan, ids)
+    assert plan.shared < plan_of(ids).shared
+
+
+def test_the_host_leaves_jax_alone(monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("a jax operation")
+
+    monkeypatch.setattr(jax.extend.core.Primitive, "bind", refuse)
+    plan = plan_of(ids_of([300, 500, 100]))
+    plan.permute({"tokens": np.zeros((2, LENGTH), np.int32)})
+
+
+def test_permute_and_unpermute():
+    ids = np.stack([ids_of([300, 500, 100, 1]), ids_of([1000])])
+    plan = plan_of(ids)
+    x = np.random.default_rng(0).standard_normal((2, LENGTH, 3))
+    np.testing.assert_array_equal(plan.permute(x)[1], x[1][plan.index()[1]])
+    np.testing.assert_array_equal(plan.unpermute(plan.permute(x)), x)
+
+
+def test_traffic():
+    plan = plan_of(ids_of([LENGTH]), 4)
+    assert plan.traffic(2, 10) == {"inside": 5120, "between": 10240}
+    plan = plan_of(ids_of([50] * 40), 4, shared=128)
+    assert plan.traffic(4, 10) == {"inside": 3 * 1280, "between": 0}
+    with pytest.raises(ValueError, match="divide the plan's 4 ranks, but is 3"):
+        plan.traffic(3, 10)
+
+
+def test_of_one_rank():
+    plan = plan_of(np.zeros(100, int), ranks=1)
+    np.testing.assert_array_equal(plan.index(), np.arange(100)[None])
+
+
+def test_inputs_take_the_plan():
+    sharding = packax.AttentionSharding(P(None, "x"), P(None, "x"))
+    ids = np.stack([ids_of([70] * 28), ids_of([50] * 40)])
+    with jax.set_mesh(mesh_of(4, axes=("x",))):
+        tokens = jnp.broadcast_to(jnp.arange(LENGTH), ids.shape)
+        batch, _, plan = packax.context_parallel_inputs(
+            {"tokens": tokens},
+            packax.causal() & packax.documents(ids),
+            sharding=sharding,
+            kind="local",
+            shared=0.5,
+        )
+    assert plan.shared == 256
+    np.testing.assert_array_equal(batch["tokens"], plan.index())
+
+
+@pytest.mark.parametrize(
+    "call,texts",
+    [
+        (lambda: plan_of(np.zeros(1000, int)), ["ranks * 128 = 512", '"local"', "is 1000"]),
+        (lambda: plan_of(np.zeros(512, int), chunk=128), ['than "local"', "128 was given"]),
+        (lambda: plan_of(np.zeros(512, int), shared=1.5), ["from 0.0 to 1.0", "1.5"]),
+        (lambda: plan_of(np.zeros(512, int), shared=200), ["from 0 to 128 rows", "200"]),
+        (lambda: plan_of(np.zeros(512, int), shared=-1), ["from 0 to 128 rows", "-1"]),
+        (lambda: plan_of(np.zeros(512, int), shared="all"), ["or a number of rows", "'all'"]),
+        (lambda: plan_of(np.zeros(512, int), shared=True), ["or a number of rows", "True"]),
+        (lambda: plan_of(jnp.zeros(512, int)), ["shared must be given", "made on the device"]),
+        (
+            lambda: packax.context_plan(packax.causal(), ranks=2, length=512, shared=0.5),
+            ['kind="local"', "'balanced'"],
+        ),
+    ],
+)
+def test_refused(call, texts):
+    with pytest.raises(ValueError) as caught:
+        call()
+    for text in texts:
+        assert text in str(caught.value)

@@ -1,0 +1,132 @@
+"""Calls other than flash_attention under plain `jit` with sharded inputs: drop-ins, decoding."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import packax
+import pytest
+from jax.sharding import PartitionSpec as P
+from plain_jit import (
+    BATCH,
+    DIM,
+    HEADS,
+    LENGTH,
+    MOVES,
+    assert_equal,
+    both,
+    collectives,
+    mesh_of,
+    put,
+    shard,
+    tensors,
+)
+
+
+def test_flax_layers():
+    """Weights by tensor, batch by data, as a module of Flax has them."""
+    linen = pytest.importorskip("flax.linen")
+    from packax.integrations.flax import dot_product_attention
+
+    layer = linen.MultiHeadDotProductAttention(
+        num_heads=HEADS, qkv_features=64, attention_fn=dot_product_attention
+    )
+    x = jnp.asarray(np.random.default_rng(7).standard_normal((BATCH, 64, 32)), jnp.float32)
+    weights = layer.init(jax.random.key(0), x, mask=packax.causal())
+    mesh = mesh_of()
+
+    def placed(path, leaf):
+        last = "out" in jax.tree_util.keystr(path)
+        heads = 0 if last else leaf.ndim - 2
+        spec = [None] * leaf.ndim
+        if not (last and leaf.ndim == 1):  # the bias of the last one has no heads
+            spec[heads] = "tensor"
+        return put(mesh, leaf, *spec)
+
+    def loss(weights, x):
+        return jnp.sum(layer.apply(weights, x, mask=packax.causal()) ** 2)
+
+    step = jax.jit(jax.value_and_grad(loss))
+    args = jax.tree_util.tree_map_with_path(placed, weights), put(mesh, x, "data")
+    compiled = step.lower(*args).compile()
+    assert not set(collectives(compiled)) & set(MOVES), collectives(compiled)
+    for got, want in zip(
+        jax.tree.leaves(compiled(*args)), jax.tree.leaves(step(weights, x)), strict=True
+    ):
+        np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["global", "local_sliding"])
+def test_maxtexts_op(kind):
+    """Its ids of documents and sinks beside; forward and gradients."""
+    pytest.importorskip("flax.nnx")
+    from packax.integrations.maxtext import AttentionOp
+
+    mesh = mesh_of()
+    window = {"sliding_window_size": 40} if kind == "local_sliding" else {}
+    op = AttentionOp(config=None, attention_type=kind, **window)
+    positions = jnp.broadcast_to(jnp.arange(LENGTH), (BATCH, LENGTH))
+    sinks = jnp.asarray([0.5, -1.0, 2.0, 0.0])
+
+    def attention(query, key, value, ids):
+        return op(query, key, value, ids, positions, "train", sinks=sinks)
+
+    step = jax.jit(both(attention))
+    args = tensors()
+    compiled = step.lower(*shard(mesh, *args)).compile()
+    assert not set(collectives(compiled)) & set(MOVES), collectives(compiled)
+    gradients, out = got = compiled(*shard(mesh, *args))
+    for x in (*gradients, out):
+        assert x.sharding.spec[0] == "data" and x.sharding.spec[2] == "tensor", x.sharding
+    assert_equal(got, step(*args))
+
+
+def test_calls_of_flash_attention_jax():
+    """(batch, heads, length, dim) there."""
+    from packax.integrations.flash_attention_jax import causal_flash_attention
+
+    mesh = mesh_of()
+    args = [jnp.swapaxes(x, 1, 2) for x in tensors(HEADS)[:3]]
+    sharded = [put(mesh, x, "data", "tensor") for x in args]
+    function = jax.jit(causal_flash_attention)
+    compiled = function.lower(*sharded).compile()
+    assert not collectives(compiled), collectives(compiled)
+    assert_equal(compiled(*sharded), function(*args))
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_decoding(paged):
+    mesh = mesh_of()
+    rng = np.random.default_rng(5)
+
+    def array(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    query, lengths = array(BATCH, 2, HEADS, DIM), jnp.asarray([5, 64, 1, 40])
+    if paged:
+        key, value = array(20, 16, 2, DIM), array(20, 16, 2, DIM)
+        table = jnp.asarray(rng.permutation(20)[:16].reshape(4, 4), jnp.int32)
+        caches, tables = P(None, None, "tensor"), {"block_table": put(mesh, table, "data")}
+    else:
+        key, value = array(BATCH, 64, 2, DIM), array(BATCH, 64, 2, DIM)
+        caches, tables = P("data", None, "tensor"), {}
+    function = jax.jit(packax.decode_attention)
+    args = (
+        put(mesh, query, "data", None, "tensor"),
+        *(put(mesh, x, *caches) for x in (key, value)),
+        put(mesh, lengths, "data"),
+    )
+    compiled = function.lower(*args, **tables).compile()
+    assert not collectives(compiled), collectives(compiled)
+    want = function(query, key, value, lengths, **jax.tree.map(np.asarray, tables))
+    assert_equal(compiled(*args, **tables), want)
+
+
+def test_sharded_pages_are_gathered_with_a_warning():
+    mesh = mesh_of()
+    pages = put(mesh, jnp.ones((8, 16, 2, DIM)), "data")
+    query, table = jnp.ones((2, 1, HEADS, DIM)), jnp.asarray([[0, 1], [2, 3]])
+    with pytest.warns(UserWarning, match="pages of key and value are sharded over 'data'"):
+        out = jax.jit(packax.decode_attention)(
+            query, pages, pages, jnp.asarray([20, 9]), block_table=table
+        )
+    np.testing.assert_allclose(out, 1, rtol=1e-6)

@@ -1,0 +1,102 @@
+"""Which cubin each GPU takes with each driver: what docs/guide/gpus.md says is what happens.
+
+Asks the lookup of the built extension for every kernel, and runs a forward on the fake driver. A
+build without the architecture of a row skips it.
+"""
+
+import re
+
+import pytest
+from aot_modules import table
+from cpp.call_frame import INITIALIZE
+from cpp.calls import forward
+from cpp.machine import make_machine, needs_compiler, needs_extension
+from paths import DOCS
+
+pytest_plugins = ("cpp.fixtures",)
+
+DRIVERS = (*range(12000, 12100, 10), 13000, 13010, 13020)
+ROW = re.compile(r"^\| (\d+)\.(\d) \| [^|]+ \| `(\w+)` \| `(\w+)` \| (\d+)\.(\d) \|$", re.M)
+ROWS = {
+    10 * int(major) + int(minor): (arch, float32, 1000 * int(cuda) + 10 * int(of))
+    for major, minor, arch, float32, cuda, of in ROW.findall((DOCS / "guide/gpus.md").read_text())
+}
+
+
+def test_the_page_has_every_architecture():
+    assert sorted(ROWS) == [80, 86, 87, 89, 90, 100, 103, 110, 120, 121]
+    archs = {arch.name: arch for arch in table.ARCHS.values()}
+    assert {arch for arch, _, _ in ROWS.values()} == set(archs)
+    for cc, (arch, float32, driver) in ROWS.items():
+        assert driver == archs[arch].driver == max(12000, archs[float32].driver), cc
+        of_float32 = {v.arch.name for v in table.variants() if v.dtype in table.FLOAT32}
+        assert float32 in of_float32 and (arch == float32 or arch not in of_float32), cc
+
+
+def test_the_page_says_what_is_assembled_from_what():
+    text = " ".join((DOCS / "guide/gpus.md").read_text().split())
+    own = [arch.name for arch in table.ARCHS.values() if not arch.ptx]
+    assert f"once for `{'`, `'.join(own[:-1])}` and `{own[-1]}`" in text
+    section = text.partition("assembled from these: ")[2].partition(". Family")[0]
+    named = {}
+    for made, source in re.findall(r"((?:`\w+`(?: and )?)+) from `(\w+)`", section):
+        named |= dict.fromkeys(re.findall(r"\w*\d\w*", made), source)
+    assert named == {
+        arch.name: table.ARCHS[arch.ptx].name for arch in table.ARCHS.values() if arch.ptx
+    }
+
+
+def built(machine, arch):
+    return [row for row in machine.ext.variants() if row["arch"] == arch]
+
+
+@needs_extension
+@needs_compiler
+@pytest.mark.parametrize("driver_version", DRIVERS)
+@pytest.mark.parametrize("cc", ROWS)
+def test_every_kernel_on_every_gpu(shared_machine, cc, driver_version):
+    arch, float32, oldest = ROWS[cc]
+    find = shared_machine.ext.find
+    asked = 0
+    for own, dtypes in ((arch, ("any", "bf16", "f16")), (float32, ("f32", "tf32"))):
+        rows = [row for row in built(shared_machine, own) if row["dtype"] in dtypes]
+        for row in rows:
+            call = (row["kernel"], cc, row["dtype"], row["qk_dim"], row["v_dim"], driver_version)
+            name, asked = find(*call), asked + 1
+            if driver_version < oldest:
+                assert name is None, call
+                continue
+            (found,) = (r for r in rows if r["name"] == name)
+            assert found["driver"] <= driver_version, call
+            same = [r for r in rows if (r["kernel"], r["dtype"], r["qk_dim"], r["v_dim"]) ==
+                    (row["kernel"], row["dtype"], row["qk_dim"], row["v_dim"])]  # fmt: skip
+            newest = max(r["driver"] for r in same if r["driver"] <= driver_version)
+            assert found["driver"] == newest, call
+    if not asked:
+        pytest.skip(f"this build has no {arch}")
+
+
+@pytest.mark.parametrize("driver_version", [12000, 12080, 12090, 13000, 13020])
+@pytest.mark.parametrize("cc", ROWS)
+@needs_extension
+@needs_compiler
+def test_a_forward_on_every_gpu(tmp_path, driver, cc, driver_version):
+    arch, _, oldest = ROWS[cc]
+    machine = make_machine(
+        tmp_path, driver, ccs=(cc,), choose=lambda machine: machine.variant["arch"] == arch
+    )
+    machine.cuda.fake_set_version(driver_version)
+    call = forward(machine)
+    failure = machine.run(call, INITIALIZE)
+    if driver_version >= oldest:
+        assert failure is None
+        assert machine.run(call) is None
+        (launch,) = machine.launches()
+        row = machine.row(launch["kernel"], cc, driver_version)
+        assert row["arch"] == arch and launch["shared"] == row["shared"]
+        return
+    assert failure.code == "Unimplemented"
+    versions = [f"{v // 1000}.{v % 1000 // 10}" for v in (oldest, driver_version)]
+    needs = "needs a driver for CUDA {} or newer, this one is for CUDA {}".format(*versions)
+    assert f"no forward kernel for compute capability {cc // 10}.{cc % 10}" in failure.message
+    assert needs in failure.message and machine.launches() == []

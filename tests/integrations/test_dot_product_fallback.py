@@ -1,0 +1,155 @@
+"""packax.dot_product_attention where no kernel fits: jax.nn's own path, said once."""
+
+import functools
+import os
+import subprocess
+import sys
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import packax
+import pytest
+from dot_products import DENSE, HEADS, RESIDUALS, S, T, lengths, tensors, theirs
+from packax.integrations import fallback
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """Nothing was said before, and the environment says nothing."""
+    monkeypatch.setattr(fallback, "_said", set())
+    monkeypatch.delenv("PACKAX_FALLBACK", raising=False)
+
+
+SHAPES = ["1111", "0011", "1011", "0111", "0010", "1101"]  # 0: an axis of size 1
+WITHOUT_ROWS = ["1001", "0000"]  # as masks: of keys, which has kernels
+
+
+@pytest.mark.parametrize(
+    ("what", "shape"),
+    [("mask", x) for x in SHAPES] + [("bias", x) for x in SHAPES + WITHOUT_ROWS],
+)
+def test_every_broadcast_shape(said, what, shape):
+    """Results and gradients of q, k, v and the bias are jax.nn's, bit for bit."""
+    q, k, v = tensors()
+    cut = tuple(slice(None) if whole == "1" else slice(1) for whole in shape)
+    mask = DENSE[cut] if what == "mask" else None
+    bias = jnp.cos(jnp.arange(2 * HEADS * T * S)).reshape(2, HEADS, T, S)[cut]
+    bias = bias if what == "bias" else None
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(attention, q, k, v, bias):
+        call = functools.partial(attention, mask=mask, is_causal=True, scale=0.3)
+        out, transpose = jax.vjp(lambda *x: call(*x), q, k, v, bias)
+        return out, transpose(jnp.sin(out))
+
+    with pytest.warns(fallback.FallbackWarning, match=f"with a {what} of shape"):
+        ours = run(packax.dot_product_attention, q, k, v, bias)
+    theirs = run(jax.nn.dot_product_attention, q, k, v, bias)
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+    assert bias is None or ours[1][3].shape == bias.shape
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        ({"mask": [[True] * S] * T}, jnp.float32),
+        ({"scale": np.full((1, 1, 1), 0.3)}, jnp.float32),
+        ({}, jnp.int8),
+        ({"is_causal": True}, jnp.complex64),
+        ({"bias": np.ones((HEADS, T, S), np.float16), "local_window_size": (3, 1)}, jnp.bfloat16),
+        (
+            {
+                "mask": DENSE[0],
+                "query_seq_lengths": lengths(T, 4),
+                "key_value_seq_lengths": lengths(9, S),
+            },
+            jnp.float16,
+        ),
+    ],
+)
+def test_what_only_jax_nn_takes(said, options, dtype):
+    x = tensors(dtype=dtype)
+    with pytest.warns(fallback.FallbackWarning, match=r"^dot_product_attention with a? ?\w+ "):
+        ours = packax.dot_product_attention(*x, **options)
+    others = {**options, "mask": jnp.asarray(options["mask"])} if "mask" in options else options
+    if options.keys() == {"bias", "local_window_size"}:
+        others["mask"] = jnp.ones((1, 1, 1, 1), bool)  # jax 0.7: a window alone is not seen
+    np.testing.assert_array_equal(ours, jax.nn.dot_product_attention(*x, **others))
+
+
+def test_an_expression_beside_a_bias(said):
+    q, k, v = tensors(keys=T)
+    bias = jnp.ones((HEADS, T, T)) * jnp.arange(T)
+    documents = packax.documents(np.repeat([0, 1], [9, 12]))
+    with pytest.warns(fallback.FallbackWarning):
+        ours = packax.dot_product_attention(q, k, v, bias, documents, is_causal=True)
+    dense = documents.as_array(T, T)[None, None]
+    expected = jax.nn.dot_product_attention(q, k, v, bias, dense, is_causal=True)
+    np.testing.assert_array_equal(ours, expected)
+    built = packax.create_attention_mask(documents)
+    with pytest.raises(ValueError, match="mask is built for packax's kernels"):
+        packax.dot_product_attention(q, k, v, bias, built)
+
+
+def test_the_residual_of_jax_nn(said):
+    if not RESIDUALS:
+        with pytest.raises(NotImplementedError, match=r"return_residual=True on jax.nn's path"):
+            packax.dot_product_attention(*tensors(), mask=DENSE, return_residual=True)
+        return
+    with pytest.warns(fallback.FallbackWarning):
+        ours = packax.dot_product_attention(*tensors(), mask=DENSE, return_residual=True)
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs(*tensors(), mask=DENSE))
+
+
+def test_said_once_silent_or_an_error(said, monkeypatch):
+    call = functools.partial(packax.dot_product_attention, *tensors(), mask=DENSE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):  # an error again: what was not heard was not said
+            with pytest.raises(fallback.FallbackWarning, match="a boolean for every row and key"):
+                call()
+    with pytest.warns(fallback.FallbackWarning, match=r"packax.causal\(\) & packax") as heard:
+        call()
+    assert heard[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call()
+        monkeypatch.setattr(fallback, "_said", set())
+        monkeypatch.setenv("PACKAX_FALLBACK", "silent")
+        call()
+        packax.dot_product_attention(*tensors(), is_causal=True)
+    monkeypatch.setenv("PACKAX_FALLBACK", "error")
+    with pytest.raises(NotImplementedError, match=r"PACKAX_FALLBACK=error forbids jax.nn's own"):
+        call()
+    monkeypatch.setenv("PACKAX_FALLBACK", "loud")
+    with pytest.raises(ValueError, match="PACKAX_FALLBACK must be warn, silent, error or unset"):
+        call()
+
+
+@pytest.mark.parametrize("first", ["packax", "patch"])
+def test_assigned_over_jax_nn(first):
+    """Whichever comes first; in a process of its own, where nothing holds the original."""
+    program = """
+import jax, jax.numpy as jnp, numpy as np
+original = jax.nn.dot_product_attention
+def late(*args, **options):
+    import packax
+    return packax.dot_product_attention(*args, **options)
+if FIRST == "packax":
+    import packax
+    late = packax.dot_product_attention
+jax.nn.dot_product_attention = late
+q = jnp.cos(jnp.arange(80.0)).reshape(1, 5, 2, 8)
+mask = jnp.tril(jnp.ones((5, 5), bool))
+for options in ({"mask": mask}, {"bias": jnp.ones((2, 5, 5))}, {"implementation": "xla"}):
+    ours = jax.nn.dot_product_attention(q, q, q, **options)
+    np.testing.assert_array_equal(ours, original(q, q, q, **options))
+ours = jax.nn.dot_product_attention(q, q, q, is_causal=True)
+np.testing.assert_allclose(ours, original(q, q, q, is_causal=True), rtol=1e-5, atol=1e-6)
+"""
+    environment = os.environ | {"PACKAX_FALLBACK": "silent", "JAX_PLATFORMS": "cpu"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    command = [sys.executable, "-c", f"FIRST = {first!r}\n{program}"]
+    subprocess.run(command, check=True, env=environment)

@@ -1,0 +1,104 @@
+"""`packax.integrations.maxtext.install()`, behind an installed MaxText, and the axes that it takes.
+
+MaxText is in no extra: the tests of it run where somebody installed it (docs/guide/maxtext.md).
+"""
+
+import os
+import subprocess
+import sys
+import types
+
+import jax
+import packax
+import pytest
+from jax.sharding import PartitionSpec as P
+from paths import ROOT
+
+linen = pytest.importorskip("flax.linen")
+from packax.integrations.maxtext import mesh_axes  # noqa: E402
+
+RULES = (
+    ("activation_batch_attn", ("data", "fsdp", "expert")),
+    ("activation_heads", ("tensor", "tensor_sequence")),
+    ("activation_q_length", ("context",)),
+)
+BALANCED = types.SimpleNamespace(context_parallel_load_balance=True)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "query", "key", "expected"),
+    [
+        ({"fsdp": 4}, (4, 64, 4, 8), (4, 64, 2, 8), (P("fsdp", None, None, None),) * 2),
+        (
+            {"data": 2, "fsdp": 2},
+            (2, 64, 4, 8),  # a batch of 2: fsdp does not divide it any more
+            (2, 64, 2, 8),
+            (P("data", None, None, None),) * 2,
+        ),
+        ({"data": 2, "fsdp": 2}, (3, 64, 4, 8), (3, 64, 2, 8), None),
+        (
+            {"context": 2, "tensor": 2},
+            (3, 512, 4, 8),
+            (3, 512, 2, 8),
+            (P(None, "context", "tensor", None),) * 2,
+        ),
+        (
+            {"tensor": 4},
+            (1, 64, 4, 8),
+            (1, 64, 2, 8),  # every rank has both heads
+            (P(None, None, "tensor", None), P(None, None, None, None)),
+        ),
+        ({"context": 2}, (1, 64, 4, 8), (1, 64, 2, 8), None),  # chunks of less than 128 rows
+        ({"context": 2}, (1, 512, 4, 8), (1, 64, 2, 8), None),
+        ({"stage": 2}, (2, 64, 4, 8), (2, 64, 2, 8), None),
+    ],
+)
+def test_axes_of_rules_and_mesh(sizes, query, key, expected):
+    names = ("data", "stage", "fsdp", "expert", "context", "tensor", "tensor_sequence")
+    shape = tuple(sizes.get(name, 1) for name in names)
+    mesh = jax.sharding.AbstractMesh(shape, names)
+    with linen.logical_axis_rules(RULES):
+        found = mesh_axes.sharding_of(mesh, query, key, BALANCED)
+    if expected is None:
+        assert found is None
+    else:
+        assert found == packax.AttentionSharding(*expected, mesh=mesh)
+
+
+def program(text):
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "DECOUPLE_GCLOUD": "TRUE"}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    command = [sys.executable, "-c", text]
+    return subprocess.run(command, check=True, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("first", ["install", "theirs"])
+def test_install_reaches_every_name(first):
+    """Before and after MaxText's modules took the name; what it is asked for stays MaxText's."""
+    pytest.importorskip("maxtext")
+    program(f"""
+from packax.integrations import maxtext
+if {first!r} == "install":
+    maxtext.install()
+from maxtext.layers import attention_op, attentions
+from maxtext.models import gpt3
+from maxtext.utils import max_utils, maxtext_utils
+maxtext.install()
+ops = attention_op.AttentionOp, attentions.AttentionOp, gpt3.AttentionOp
+assert len(set(ops)) == 1 and hasattr(ops[0], "by_packax"), ops
+assert hasattr(ops[0], "generate_attention_mask")
+import jax.numpy as jnp
+there = max_utils.reorder_causal_load_balanced(
+    {{"inputs": jnp.arange(8)[None], "other": 1}}, 2, "striped", "gpu"
+)
+assert there["inputs"].tolist() == [[0, 1, 6, 7, 2, 3, 4, 5]] and there["other"] == 1
+""")
+
+
+def test_the_trainings_agree(tmp_path):
+    """Packed documents, alone and over a context axis; the script has more models."""
+    pytest.importorskip("maxtext")
+    script = ROOT / "benchmarks" / "compare" / "maxtext_trainings.py"
+    command = [sys.executable, str(script), "--only", "packing", "--steps", "2"]
+    command += ["--out", str(tmp_path)]
+    subprocess.run(command, check=True)

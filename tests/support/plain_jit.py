@@ -1,0 +1,139 @@
+"""What the tests of attention under plain jit share: meshes, sharded inputs, one device's results.
+
+A compiled program may sum gradients of what is replicated; it must not gather, permute or exchange
+anything (`MOVES`).
+"""
+
+import collections
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import packax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+BATCH, LENGTH, HEADS, DIM = 4, 192, 4, 16
+
+MOVES = ("all-gather", "all-to-all", "collective-permute", "reduce-scatter")
+
+
+def mesh_of(kind="Auto", shape=(4, 2), names=("data", "tensor")):
+    devices = jax.devices("cpu")
+    if len(devices) < 8:
+        pytest.skip("needs eight CPU devices: see conftest.py")
+    devices = devices[: int(np.prod(shape))]
+    return jax.make_mesh(
+        shape, names, devices=devices, axis_types=(getattr(AxisType, kind),) * len(names)
+    )
+
+
+def collectives(compiled):
+    text = compiled.as_text()
+    found = re.findall(rf"\b({'|'.join((*MOVES, 'all-reduce'))})(?:-start)?\(", text)
+    return collections.Counter(found)
+
+
+def tensors(kv_heads=2, seed=0):
+    rng = np.random.default_rng(seed)
+
+    def array(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    query = array(BATCH, LENGTH, HEADS, DIM)
+    key, value = (array(BATCH, LENGTH, kv_heads, DIM) for _ in range(2))
+    ids = jnp.asarray(np.sort(rng.integers(-1, 5, (BATCH, LENGTH)), axis=1), jnp.int32)
+    return query, key, value, ids
+
+
+def put(mesh, x, *spec):
+    return jax.device_put(x, NamedSharding(mesh, P(*spec)))
+
+
+def shard(mesh, query, key, value, ids):
+    heads = "tensor" if key.shape[2] % mesh.shape["tensor"] == 0 else None
+    return (
+        put(mesh, query, "data", None, "tensor"),
+        put(mesh, key, "data", None, heads),
+        put(mesh, value, "data", None, heads),
+        put(mesh, ids, "data"),
+    )
+
+
+def causal_documents(ids):
+    return packax.causal() & packax.documents(ids)
+
+
+SLOPES = jnp.asarray([0.5, 0.25, 0.125, 0.0625])
+
+BLOCKS = np.tril(np.random.default_rng(3).integers(0, 2, (HEADS, 3, 3)) | np.eye(3, dtype=int))
+
+CASES = {
+    "documents": lambda q, k, v, ids: packax.flash_attention(q, k, v, causal_documents(ids)),
+    "positions": lambda q, k, v, ids: packax.flash_attention(
+        q,
+        k,
+        v,
+        packax.sliding_window(20)
+        & packax.documents(ids, positions=jnp.broadcast_to(jnp.arange(LENGTH), ids.shape)),
+    ),
+    "one mask for all": lambda q, k, v, ids: packax.flash_attention(q, k, v, packax.causal()),
+    "lse": lambda q, k, v, ids: packax.flash_attention(
+        q, k, v, causal_documents(ids), return_lse=True
+    ),
+    "largest logits": lambda q, k, v, ids: packax.flash_attention(
+        q, k, v, causal_documents(ids), return_max_logits=True
+    ),
+    "sinks": lambda q, k, v, ids: packax.flash_attention(
+        q, k, v, causal_documents(ids), sinks=SLOPES
+    ),
+    "soft cap": lambda q, k, v, ids: packax.flash_attention(
+        q, k, v, causal_documents(ids), soft_cap=2.0
+    ),
+    "array scale": lambda q, k, v, ids: packax.flash_attention(
+        q, k, v, causal_documents(ids), scale=jnp.float32(0.3)
+    ),
+    "alibi": lambda q, k, v, ids: packax.flash_attention(
+        q, k, v, causal_documents(ids), bias=packax.alibi(SLOPES)
+    ),
+    "block map": lambda q, k, v, ids: packax.flash_attention(
+        q, k, v, packax.causal() & packax.block_sparse(jnp.asarray(BLOCKS[None], bool), (64, 64))
+    ),
+    "deterministic": lambda q, k, v, ids: packax.flash_attention(
+        q, k, v, causal_documents(ids), deterministic=True
+    ),
+    "jax.nn's call": lambda q, k, v, ids: packax.dot_product_attention(q, k, v, is_causal=True),
+}
+
+
+def weights_of(x):
+    """Constants, so that a cotangent has the same bits however XLA fuses what makes it."""
+    return np.cos(np.arange(x.size)).reshape(x.shape).astype(np.float32)
+
+
+def both(function):
+    """Results and gradients of a loss of them all."""
+
+    def loss(query, key, value, ids):
+        results = function(query, key, value, ids)
+        terms = [jnp.where(jnp.isfinite(x), x, 0) for x in jax.tree.leaves(results)]
+        return sum(jnp.sum(x * weights_of(x)) for x in terms), results
+
+    return jax.grad(loss, argnums=(0, 1, 2), has_aux=True)
+
+
+@functools.cache
+def expected(name, kv_heads):
+    return jax.jit(both(CASES[name]))(*tensors(kv_heads))
+
+
+def assert_equal(got, want):
+    """Integers exactly; in float32 XLA adds in another order where pieces have another shape."""
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        if jnp.issubdtype(x.dtype, jnp.integer):
+            np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+        else:
+            np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-5, atol=4e-6)

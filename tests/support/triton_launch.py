@@ -1,0 +1,145 @@
+"""Run the build-time Triton kernels on the CPU, in Triton's interpreter, on numpy arrays.
+
+The launch arithmetic here (grids, workspace, table sizes) is written
+from docs/internals/kernels.md, as the C++ launcher's is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from aot_modules import table
+from paths import KERNEL_DIR
+
+
+def load_kernels() -> dict[str, Any]:
+    """Kernels for the interpreter. Triton reads the variable when it decorates a function, its own
+    included: set before its first import, and gone afterwards, so that it does not leak into a
+    build that a test starts."""
+    assert "triton" not in sys.modules, "Triton was imported before the interpreter was chosen"
+    before = os.environ.get("TRITON_INTERPRET")
+    os.environ["TRITON_INTERPRET"] = "1"
+    sys.path.insert(0, str(KERNEL_DIR))
+    try:
+        pytest.importorskip(
+            "triton", reason="a build dependency; pip install 'packax[test]' brings it"
+        )
+        importlib.import_module(
+            "triton.experimental.gluon"
+        )  # imported lazily otherwise, and asks for the variable too
+        modules = [
+            importlib.import_module(m)
+            for m in (
+                "portable.kv_ranges",
+                "portable.fwd",
+                "portable.bwd",
+                "portable.bwd_dq",
+                "portable.score_mods",
+                "portable.block_lists",
+                "mask.segments",
+                "mask.block_bounds",
+                "portable.decode",
+            )
+        ]
+        modules.append(importlib.import_module("interpreted"))
+        importlib.import_module("portable.score_mods").to_tf32 = modules[-1].to_tf32
+    finally:
+        sys.path.pop(0)
+        if before is None:
+            del os.environ["TRITON_INTERPRET"]
+        else:
+            os.environ["TRITON_INTERPRET"] = before
+    return {name: fn for m in modules for name, fn in vars(m).items()}
+
+
+KERNELS = load_kernels()
+
+
+def _patch_once_a_launch() -> set[tuple[str, ...]]:
+    """Triton patches its language anew at every call of a device function, which takes most of the
+    time: once for each set of its modules that a function sees is enough. Returns those patched.
+    """
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    patched: set[tuple[str, ...]] = set()
+    patch = interpreter._patch_lang
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        language = [interpreter.tl, interpreter.tl.core]
+        seen = [x for x in self.fn.__globals__.values() if inspect.ismodule(x)]
+        modules = tuple(x.__name__ for x in language if x in seen)
+        if modules not in patched:
+            patch(self.fn)
+            patched.add(modules)
+        return self.rewrite()(*args, **kwargs)
+
+    interpreter.InterpretedFunction.__call__ = call
+    return patched
+
+
+_patched = _patch_once_a_launch()
+
+
+class Tensor:
+    """The part of torch.Tensor that the interpreter asks for, over a numpy array."""
+
+    def __init__(self, array: np.ndarray):
+        assert array.flags.c_contiguous
+        self.array = array
+        self.dtype = str(array.dtype)
+        self.shape = array.shape
+
+    def data_ptr(self) -> int:
+        return self.array.ctypes.data
+
+    def untyped_storage(self) -> Tensor:
+        return self
+
+    def cpu(self) -> Tensor:
+        return self
+
+    def copy_(self, other: Tensor) -> None:
+        assert other is self
+
+    def new_empty(self, *_: Any, **__: Any) -> Tensor:
+        return self
+
+    def set_(self, *_: Any) -> None:
+        pass
+
+    def storage_offset(self) -> int:
+        return 0
+
+    def size(self) -> tuple[int, ...]:
+        return self.shape
+
+    def stride(self) -> tuple[int, ...]:
+        return tuple(s // self.array.itemsize for s in self.array.strides)
+
+
+def launch(kernel: str, grid: tuple[int, ...], *args: Any, **constants: int) -> None:
+    """`args` are those that the kernel takes; the others of its function are None."""
+    _patched.clear()
+    function = KERNELS[table.function(kernel, table.KERNELS.get(kernel, ""))]
+    absent = table.absent_arguments(kernel)
+    names = inspect.signature(function.fn).parameters
+    taken = [name for name in names if not name.isupper() and name not in absent]
+    given = dict(zip(taken, args, strict=True)) | constants
+    given = {name: Tensor(a) if isinstance(a, np.ndarray) else a for name, a in given.items()}
+    function[grid](**dict.fromkeys(names) | given)
+
+
+def ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def guarded(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """An output filled with what no kernel may leave behind."""
+    out = np.empty(shape, dtype)
+    out.fill(np.nan if np.issubdtype(out.dtype, np.floating) else -77)
+    return out

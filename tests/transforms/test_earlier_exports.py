@@ -1,0 +1,94 @@
+"""Programs that earlier versions exported still load, run and give the same numbers.
+
+    python tests/transforms/test_earlier_exports.py    exports with the installed packax, once for
+                                                       each release, with the oldest jax
+
+tests/transforms/exported holds them, named by packax's version: a forward and a backward over
+packed documents, for CPUs and CUDA, and some rows of their results on a CPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import packax
+import pytest
+from packax._src.ops import ffi
+
+FOLDER = Path(__file__).resolve().parent / "exported"
+ROWS = np.s_[:, ::16]
+NAMES = sorted(path.stem for path in FOLDER.glob("*.jaxexport"))
+
+
+def arguments():
+    rng = np.random.default_rng(24)
+    shapes = (1, 192, 4, 64), (1, 192, 2, 64), (1, 192, 2, 64)
+    tensors = [jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in shapes]
+    return *tensors, jnp.asarray(np.repeat([[0, 1, 2, -1]], [70, 60, 50, 12], axis=1), jnp.int32)
+
+
+def program(query, key, value, ids):
+    """Output and gradients, of a mask built inside."""
+    mask = packax.create_attention_mask(packax.causal() & packax.documents(ids))
+
+    def attend(*tensors):
+        return packax.flash_attention(*tensors, mask)
+
+    out, pull = jax.vjp(attend, query, key, value)
+    return out, *pull(jnp.sin(out))
+
+
+def as_float32(results):
+    return [np.asarray(x, np.float32) for x in results]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_runs_here(name):
+    pytest.importorskip("flatbuffers")
+    exported = jax.export.deserialize(bytearray((FOLDER / f"{name}.jaxexport").read_bytes()))
+    assert exported.platforms == ("cpu", "cuda")
+    kept = np.load(FOLDER / f"{name}.npz")
+    got = as_float32(exported.call(*arguments()))
+    for one, now, plain in zip(kept.values(), got, as_float32(program(*arguments())), strict=True):
+        np.testing.assert_allclose(now[ROWS], one, rtol=2e-2, atol=2e-2)
+        np.testing.assert_allclose(now, plain, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.skipif(ffi.ext is None, reason="packax._ext is not built")
+@pytest.mark.parametrize("name", NAMES)
+def test_its_targets_are_registered(name):
+    """On CUDA it calls these by name; a version of a target goes away with a line in CHANGELOG.md
+    and after the time that docs/guide/support.md promises."""
+    pytest.importorskip("flatbuffers")
+    exported = jax.export.deserialize(bytearray((FOLDER / f"{name}.jaxexport").read_bytes()))
+    targets = set(re.findall(r"custom_call @(packax_\w+)", exported.mlir_module()))
+    assert {t.split("_")[1] for t in targets} == {"documents", "blocks", "forward", "backward"}
+    assert ffi.ext is not None and targets <= set(ffi.ext.registrations())
+
+
+def test_there_is_one():
+    assert NAMES
+
+
+def main() -> None:
+    assert importlib.util.find_spec("flatbuffers"), "pip install flatbuffers"
+    shapes = arguments()
+    exported = jax.export.export(
+        jax.jit(program), platforms=["cpu", "cuda"], disabled_checks=packax.export_checks()
+    )(*shapes)
+    FOLDER.mkdir(exist_ok=True)
+    path = FOLDER / f"{packax.__version__}.jaxexport"
+    path.write_bytes(exported.serialize())
+    results = as_float32(exported.call(*shapes))
+    np.savez_compressed(path.with_suffix(".npz"), *(x[ROWS] for x in results))
+    print(f"{path}: {path.stat().st_size} bytes, jax {jax.__version__}")
+
+
+if __name__ == "__main__":
+    main()
