@@ -1,4 +1,4 @@
-"""Eight CPU devices for the sharding tests; which tests run; memory stays small.
+"""Which tests run, on which devices; compiling is cheap (xla_flags.py) and memory stays small.
 
 Tests marked `gpu` run only where CUDA is, those marked `exhaustive` only under `-m exhaustive`.
 What jax compiled for a module's tests is dropped after it, and the last lines of a run say how much
@@ -6,17 +6,12 @@ memory each worker took at most.
 """
 
 import gc
-import os
 import resource
 import sys
 
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-).strip()
+import xla_flags  # noqa: F401, before jax
 
-# `pytest -n auto` on a machine with a GPU: many processes share its memory
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-
+# isort: split
 import jax
 import pytest
 from hypothesis import settings

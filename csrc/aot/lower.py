@@ -1,13 +1,15 @@
 """One kernel to PTX, and PTX to the cubins of all targets and assemblers that share it.
 
-Triton makes PTX for one architecture; assemblers turn it into machine code. Variants that differ in
-no more than that (`Variant.ptx`) share the PTX: making it takes six times as long as
+Triton makes PTX for one architecture and dtype; assemblers turn it into machine code. Variants that
+differ in no more than that (`Variant.ptx`) share the PTX: making it takes four times as long as
 assembling it. What is in this file decides what a cubin holds, so the cache's key has it
 (compile.py).
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib
 import inspect
 import json
@@ -23,6 +25,7 @@ import table
 
 TRITON_DTYPES = {"bf16": "bf16", "f16": "fp16", "f32": "fp32", "tf32": "fp32"}
 PTX_ISA = 88  # of the older assembler; every other takes it, too
+EXACT_FLAG, FAMILY_FLAG = 0x0A, 0x02  # in the flags of a cubin's ELF header
 
 
 def tensor_map_type(
@@ -102,7 +105,7 @@ def without_assembling(*arguments: Any) -> Any:
 
 
 def make_ptx(variant: table.Variant) -> tuple[str, Any]:
-    """PTX for the variant's `ptx_arch`, and Triton's metadata."""
+    """PTX for the variant's `ptx_arch` and `ptx_dtype`, and Triton's metadata."""
     import triton
     from triton import knobs
     from triton.backends.compiler import GPUTarget
@@ -115,7 +118,7 @@ def make_ptx(variant: table.Variant) -> tuple[str, Any]:
     fn = kernel_function(variant.kernel, variant.source)
     arguments = argument_names(variant.kernel, variant.source)
     constants: dict[str, Any] = dict(variant.constants)
-    types = triton_types(variant.kernel, arguments, variant.dtype, constants)
+    types = triton_types(variant.kernel, arguments, variant.ptx_dtype, constants)
     # XLA's buffers are aligned; a view of one never reaches a custom call
     aligned = {
         (i,): [["tt.divisibility", table.MULTIPLES.get(a, 16)]]
@@ -146,37 +149,79 @@ def make_ptx(variant: table.Variant) -> tuple[str, Any]:
     return binary.asm["ptx"], meta
 
 
+def tells_dtypes_apart(statement: str) -> bool:
+    """Whether a statement of PTX may have a number that depends on the dtype: none of 0 and 1."""
+    if "mma" in statement:
+        return "tcgen05" in statement
+    numbers = re.findall(r"[\s,](0x\w+|-?\d+)(?=,|$)", statement)
+    of_16_bits = re.search(r"\.(b16|bf16|bf16x2)\s", statement)
+    return bool(of_16_bits) and any(int(n, 0) not in (0, 1) for n in numbers)
+
+
 def retarget(ptx: str, variant: table.Variant) -> str:
-    """PTX for the variant's own architecture: the header says which, the code is the same."""
+    """PTX for the variant's own architecture and dtype.
+
+    The header says which architecture, the code is the same. Triton's PTX for the two dtypes of 16
+    bits differs in the names of types alone (tests/aot/test_lower.py compares), unless it has a
+    number of such a type: that is refused.
+    """
     made_for = rf"^\.target {variant.ptx_arch.name}$"
     if not re.search(made_for, ptx, re.MULTILINE):
         raise SystemExit(f"{variant.name}: the PTX is not for {variant.ptx_arch.name}")
     isa = max(PTX_ISA, variant.arch.ptx_isa)
     ptx = re.sub(r"^\.version .*$", f".version {isa // 10}.{isa % 10}", ptx, flags=re.MULTILINE)
-    return re.sub(made_for, f".target {variant.arch.name}", ptx, flags=re.MULTILINE)
+    ptx = re.sub(made_for, f".target {variant.arch.name}", ptx, flags=re.MULTILINE)
+    if variant.ptx_dtype == variant.dtype:
+        return ptx
+    apart = next((x.strip() for x in ptx.split(";") if tells_dtypes_apart(x.rstrip())), None)
+    if apart:
+        raise SystemExit(
+            f"{variant.name}: float16 cannot take the PTX of bfloat16, which has a number of 16 bits "
+            f"or tcgen05 ({apart}): see Variant.ptx_dtype in table.py"
+        )
+    return ptx.replace(variant.ptx_dtype, variant.dtype)
 
 
-def assemble(ptx: str, variant: table.Variant) -> tuple[bytes, str]:
+@functools.lru_cache(maxsize=8)
+def assemble(ptx: str, arch: str, assembler: str) -> tuple[bytes, str]:
     """The cubin and the assembler's report, with the flags that Triton gives."""
     import triton
 
-    tool = (
-        pathlib.Path(triton.__file__).parent
-        / "backends/nvidia/bin"
-        / table.ASSEMBLERS[variant.assembler][0]
-    )
+    tools = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin"
+    tool = tools / table.ASSEMBLERS[assembler][0]
     with tempfile.TemporaryDirectory() as work:
         source, cubin = pathlib.Path(work, "kernel.ptx"), pathlib.Path(work, "kernel.cubin")
         source.write_text(ptx)
         flags = ["-lineinfo", "-suppress-debug-info", "-v", "--regAllocOptLevel=2"]
         done = subprocess.run(
-            [tool, *flags, f"--gpu-name={variant.arch.name}", source, "-o", cubin],
+            [tool, *flags, f"--gpu-name={arch}", source, "-o", cubin],
             capture_output=True,
             text=True,
         )
         if done.returncode:
-            raise SystemExit(f"{variant.name}: {tool.name} failed: {done.stderr.strip()}")
+            raise SystemExit(f"{tool.name} failed for {arch}: {done.stderr.strip()}")
         return cubin.read_bytes(), done.stdout + done.stderr
+
+
+def for_family(cubin: bytes, exact: str) -> bytes:
+    """The cubin for a family (`sm_100f`) of one for an exact architecture (`sm_100a`).
+
+    What the assembler makes of the same PTX for both differs in two bytes: a flag of the ELF header
+    and the name of the architecture (tests/aot/test_lower.py compares).
+    """
+    flags, name = 48, exact.encode()
+    if cubin[flags] != EXACT_FLAG or cubin.count(name) != 1:
+        raise SystemExit(f"a cubin for {exact} is not as a family's was seen to differ from it")
+    cubin = cubin[:flags] + bytes([FAMILY_FLAG]) + cubin[flags + 1 :]
+    return cubin.replace(name, name[:-1] + b"f")
+
+
+def machine_code(ptx: str, variant: table.Variant) -> tuple[bytes, str]:
+    """The variant's cubin and the assembler's report; a family's is made of the exact one."""
+    family = variant.arch.name.endswith("f")
+    exact = dataclasses.replace(variant, arch=variant.ptx_arch) if family else variant
+    image, log = assemble(retarget(ptx, exact), exact.arch.name, variant.assembler)
+    return for_family(image, exact.arch.name) if family else image, log
 
 
 def write_variant(variant: table.Variant, ptx: str, meta: Any, out: pathlib.Path) -> None:
@@ -188,7 +233,7 @@ def write_variant(variant: table.Variant, ptx: str, meta: Any, out: pathlib.Path
             f"{variant.name}: {meta.shared} bytes of shared memory, "
             f"{variant.arch.name} has {variant.shared}: smaller tile"
         )
-    image, log = assemble(retarget(ptx, variant), variant)
+    image, log = machine_code(ptx, variant)
     cubin = out / f"{variant.name}.cubin"
     cubin.write_bytes(image)
     used = checks.resources(cubin)

@@ -2,8 +2,8 @@
 
     python csrc/aot/narrow.py    the arguments for compile.py, one a line; why, on stderr
 
-Without PACKAX_ARCHS a machine with GPUs builds for these alone, and PACKAX_ARCHS=all builds for
-every GPU. Other variables that are empty or "all" mean everything.
+PACKAX_ARCHS has rows of table.ARCHS or capabilities of GPUs. Without it a machine with GPUs builds
+for these alone, and PACKAX_ARCHS=all builds for every GPU. Other variables that are empty or "all" mean everything.
 """
 
 from __future__ import annotations
@@ -58,6 +58,16 @@ def arch_of(cc: int) -> str | None:
     return max(runs)[1] if runs else None
 
 
+def arch_named(text: str) -> str:
+    """A row of table.ARCHS by its name or by a GPU's capability: 89, 8.9 and sm_89 are 86.
+
+    What names none stays, and compile.py says what is accepted.
+    """
+    name = text.lower().removeprefix("sm_").replace(".", "")
+    known = name in table.ARCHS or not name.isdecimal()
+    return name if known else arch_of(int(name)) or text
+
+
 def split(text: str) -> list[str]:
     return [part for part in re.split(r"[;,\s]+", text) if part]
 
@@ -72,6 +82,8 @@ def chosen(environment: Mapping[str, str], here: list[int] | None = None) -> dic
         asked = environment.get(f"PACKAX_{option.replace('-', '_').upper()}", "")
         if asked.strip().lower() != "all" and split(asked):
             options[option] = split(asked)
+    if "archs" in options:
+        options["archs"] = list(dict.fromkeys(map(arch_named, options["archs"])))
     if not split(environment.get("PACKAX_ARCHS", "")):
         found = capabilities() if here is None else here
         named = dict.fromkeys(arch_of(cc) for cc in found)

@@ -51,13 +51,13 @@ class Arch:
 
 
 # docs/guide/gpus.md says which GPUs take which. Binary code of one minor runs on later ones of the
-# same major, but not on Tegra's (8.7, Orin; 11.0, Thor). Families (f) are loaded by drivers of
-# CUDA 12.9 and newer, so the arch-specific ones (a) stay for older drivers.
+# same major, but not on Tegra's (8.7, Orin; 11.0, Thor): 8.9 runs that of 8.6, which is what the
+# assembler would make for it. Families (f) are loaded by drivers of CUDA 12.9 and newer, so the
+# arch-specific ones (a) stay for older drivers.
 ARCHS = {
     "80": Arch("sm_80", 80, False, 166_912, "ampere"),
     "86": Arch("sm_86", 86, False, 101_376, "small"),
     "87": Arch("sm_87", 87, True, 166_912, "ampere", ptx="80"),
-    "89": Arch("sm_89", 89, False, 101_376, "small", ptx="86"),
     "90a": Arch("sm_90a", 90, True, 232_448, "hopper"),
     "100a": Arch("sm_100a", 100, True, 232_448, "blackwell"),
     "100f": Arch("sm_100f", 100, False, 232_448, "blackwell", ptx="100a", driver=12090),
@@ -196,6 +196,8 @@ POINTERS = {
     "block_table": "i32",
 }
 FLOATS = ("scale", "soft_cap")
+# A kernel with a NaN of its dtype; modules with PTX by hand that tells 16-bit dtypes apart.
+OF_ONE_DTYPE = {"decode_combine", "sm90.bwd", "sm90.bwd_dkdv_d192", "sm90.bwd_dkdv_d256"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,9 +253,19 @@ class Variant:
         return ARCHS[self.arch.ptx] if self.arch.ptx else self.arch
 
     @property
+    def ptx_dtype(self) -> str:
+        """The dtype whose PTX it is assembled from: float16's is bfloat16's with its name.
+
+        But where the PTX tells them apart by more: OF_ONE_DTYPE, and what describes a product to
+        tcgen05.
+        """
+        own = {self.kernel, self.source} & OF_ONE_DTYPE or self.arch.tiles == "blackwell"
+        return "bf16" if self.dtype == "f16" and not own else self.dtype
+
+    @property
     def ptx(self) -> tuple:
         """Variants for which this is equal are assembled from one PTX."""
-        made_of = self.dtype, self.qk_dim, self.v_dim, self.constants, self.warps
+        made_of = self.ptx_dtype, self.qk_dim, self.v_dim, self.constants, self.warps
         return (self.kernel, self.source, self.ptx_arch.name, *made_of)
 
 

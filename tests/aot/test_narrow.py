@@ -22,7 +22,7 @@ narrow = load("narrow")
         ([86], ["86"]),
         ([87], ["87"]),
         ([88], ["86"]),  # a later minor of 8.6; 8.7's own cubins run nowhere else
-        ([89], ["89"]),
+        ([89], ["86"]),
         ([90], ["90a"]),
         ([100], ["100a"]),
         ([103], ["100f"]),
@@ -49,6 +49,14 @@ def test_variables_say():
     options = narrow.chosen(asked, [120])
     assert options == {"archs": ["90a", "80"], "head-dims": ["64x64"], "dtypes": ["bf16", "f16"]}
     assert narrow.local_version(options) == "+sm90a.sm80.bf16.f16.64x64"
+
+
+def test_a_capability_names_an_architecture():
+    """What a GPU's data sheet says is accepted; what names none, compile.py refuses."""
+    asked = {"PACKAX_ARCHS": "8.9;7.5"}
+    assert narrow.chosen(asked, [])["archs"] == ["86", "7.5"]
+    asked = {"PACKAX_ARCHS": "89 SM_90 103 86 90a"}
+    assert narrow.chosen(asked, [])["archs"] == ["86", "90a", "100f"]
 
 
 def test_the_version_of_the_whole_table_is_plain():

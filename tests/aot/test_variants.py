@@ -56,9 +56,9 @@ def test_float32() -> None:
             assert sorted(sums) == [("f32", *dims) for dims in table.FLOAT32_DIMS]
         assert all(v.shared <= arch.shared for v in mine)
     assert all(dict(v.constants).get("FLOAT32_PRODUCTS", 1) == (v.dtype == "f32") for v in rows)
-    assert {v.dtype for v in table.variants(("89",), ("tf32",))} == {"tf32", "f32", "any"}
-    few = [v.arch.name for v in table.variants(("86", "89")) if v.dtype == "f32"]
-    assert few and set(few) == {"sm_86"}
+    assert {v.dtype for v in table.variants(("86",), ("tf32",))} == {"tf32", "f32", "any"}
+    few = [v.arch.name for v in table.variants(("80", "86")) if v.dtype == "f32"]
+    assert few and set(few) == {"sm_80"}
 
 
 def test_a_head_dim_without_an_sm90_kernel_has_the_portable_ones(monkeypatch):
@@ -187,7 +187,7 @@ def test_variants_that_differ_in_target_or_assembler_share_ptx() -> None:
     own = [name for name, arch in table.ARCHS.items() if not arch.ptx]
     assert all(not table.ARCHS[arch.ptx].ptx for arch in table.ARCHS.values() if arch.ptx)
     few = {v.ptx for v in table.variants(tuple(own))}
-    assert {v.ptx for v in ALL} == few and len(few) < len(ALL) * 0.6
+    assert {v.ptx for v in ALL} == few and len(few) < len(ALL) * 0.4
     twice = [v for v in ALL if v.assembler != v.arch.assembler]
     alone = {v.ptx for v in ALL if v.assembler == v.arch.assembler}
     shared = [v for v in twice if v.ptx in alone]
@@ -278,7 +278,7 @@ def test_narrowing_names_what_is_accepted() -> None:
     assert compiler.names("90a, 80", dict(table.ARCHS), "--archs") == ("90a", "80")
     with pytest.raises(
         SystemExit,
-        match=r"--archs: '75' is not in the table; accepted: 80, 86, 87, 89, 90a, 100a, "
+        match=r"--archs: '75' is not in the table; accepted: 80, 86, 87, 90a, 100a, "
         r"100f, 110, 120a, 120f",
     ):
         compiler.names("75", dict(table.ARCHS), "--archs")

@@ -1,0 +1,38 @@
+"""Settings of XLA for the whole suite, made before jax is imported; processes of tests take them.
+
+Eight CPU devices for the sharding tests. Most of the suite's time is compiling for the CPU, so that
+is made cheap: XLA's older code generator, and few optimisations of LLVM. What XLA does by default
+is what `python -m packax demo`, `.ci/matrix` and the benchmarks run.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pathlib
+
+import jaxlib
+
+
+def known(flag: str) -> bool:
+    """Whether this jaxlib has the flag: XLA ends the process over one that it does not know."""
+    for library in pathlib.Path(jaxlib.__file__).parent.glob("*.so"):
+        with (
+            library.open("rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as code,
+        ):
+            if code.find(flag.encode()) >= 0:
+                return True
+    return False
+
+
+flags = [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8"]
+if "xla_cpu_use_fusion_emitters" not in flags[0] and known("xla_cpu_use_fusion_emitters"):
+    flags.append("--xla_cpu_use_fusion_emitters=false")
+os.environ["XLA_FLAGS"] = " ".join(flags).strip()
+
+if not os.path.exists("/dev/nvidiactl"):  # on a GPU, programs are as users have them
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
+
+# `pytest -n auto` on a machine with a GPU: many processes share its memory
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
