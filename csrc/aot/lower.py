@@ -150,12 +150,15 @@ def make_ptx(variant: table.Variant) -> tuple[str, Any]:
 
 
 def tells_dtypes_apart(statement: str) -> bool:
-    """Whether a statement of PTX may have a number that depends on the dtype: none of 0 and 1."""
-    if "mma" in statement:
+    """Whether a statement of PTX may have a number that depends on the dtype.
+
+    Small ones are integers and bools: as floats of 16 bits they would be next to nothing.
+    """
+    if "mma" in statement:  # its numbers are flags
         return "tcgen05" in statement
     numbers = re.findall(r"[\s,](0x\w+|-?\d+)(?=,|$)", statement)
     of_16_bits = re.search(r"\.(b16|bf16|bf16x2)\s", statement)
-    return bool(of_16_bits) and any(int(n, 0) not in (0, 1) for n in numbers)
+    return bool(of_16_bits) and any(int(n, 0) not in range(-1, 256) for n in numbers)
 
 
 def retarget(ptx: str, variant: table.Variant) -> str:

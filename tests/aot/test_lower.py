@@ -49,7 +49,9 @@ def test_float16_takes_the_ptx_of_bfloat16() -> None:
     "line,apart",
     [
         ("selp.b16 %rs7, 32704, %rs6, %p22;", True),
-        ("selp.b16 %rs7, 1, 0, %p22;", False),  # a bool
+        ("selp.b16 %rs7, 1, 0, %p22;", False),
+        ("selp.b16 %rs7, -1, 0, %p22;", False),
+        ("shl.b16 %rs2, %rs1, 2;", False),
         ("mov.b16 %rs1, 0x3F80;", True),
         ("fma.rn.bf16x2 %r1, %r2, %r3, 0x80008000;", True),
         ("mov.b16 %rs1, 0x0000;", False),
