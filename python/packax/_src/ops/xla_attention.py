@@ -12,27 +12,34 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from packax._src.core.shapes import INT_MAX, fill_up
 from packax._src.ops import block_lists
 from packax._src.ops.xla_tiles import (
     Mask,
-    add_to_key_block,
+    add,
+    add_keys,
     at,
     batch_row,
-    block_ranges,
+    block_range,
+    change,
     cut_keys,
     cut_rows,
     div,
+    first_key,
+    furthest,
     key_block,
     key_integers,
     keys_together,
-    put_row_tile,
+    of_key_block,
+    put,
     rem,
     row_integers,
     row_tile,
     rows_together,
+    sized,
     tiles_of,
 )
 
@@ -73,15 +80,16 @@ def forward(
     logits_of = _logits(extras, scale, soft_cap, tiles)
     real = _accumulator(query.dtype)
     dot = _dots(precision)
+    steps = tiles.batch * tiles.row_tiles
     shape = (tiles.kv_heads, tiles.group * tiles.rows)
 
     def one_tile(step, results):
-        step = step.astype(jnp.int32)  # int64 under x64
         q_tile = row_tile(queries, step).astype(real)
         first, last_of, block_of = visits_of(step)
 
         def one_block(visit, state):
-            acc, row_max, total = state
+            acc, sums = state
+            row_max, total = lax.stop_gradient(sums[0]), sums[1]
             block = block_of(visit)
             s = dot(q_tile, key_block(keys, block).astype(real), 2, 2)
             s = _where(allowed_of(step, block), logits_of(s, step, block).logit, -jnp.inf, tiles)
@@ -93,34 +101,32 @@ def forward(
             shift = jnp.where(new_max == -jnp.inf, 0, new_max)
             p = jnp.exp(s - shift[..., None])
             keep = jnp.exp(row_max - shift)
-            total = total * keep + lax.reduce_sum(p, (2,))
-            v_block = key_block(values, block).astype(real)
-            return acc * keep[..., None] + dot(p, v_block, 2, 1), new_max, total
+            sums = jnp.stack([new_max, total * keep + lax.reduce_sum(p, (2,))])
+            more = dot(p, key_block(values, block).astype(real), 2, 1)
+            return change(acc, step, lambda own: own * keep[None, ..., None] + more[None]), sums
 
-        start = (
-            jnp.zeros((*shape, value.shape[-1]), real),
-            jnp.full(shape, -jnp.inf, real),
-            jnp.zeros(shape, real),
-        )
-        acc, row_max, total = _visit(first, last_of, one_block, start)
-        out, sums = results
-        acc = acc / jnp.where(total == 0, 1, total)[..., None]
-        return (
-            put_row_tile(out, acc.astype(query.dtype), step),
-            put_row_tile(sums, jnp.stack([row_max, total], -1), step),
-        )
+        acc, sums = results
+        start = jnp.stack([jnp.full(shape, -jnp.inf, real), jnp.zeros(shape, real)])
+        acc, own_sums = _loop(first, last_of, one_block, (acc, start))
+        return acc, put(sums, own_sums, step)
 
-    steps = tiles.batch * tiles.row_tiles
     results = (
-        jnp.zeros((*queries.shape[:-1], value.shape[-1]), query.dtype),
-        jnp.zeros((*queries.shape[:-1], 2), real),
+        jnp.zeros((steps, *shape, value.shape[-1]), real),
+        jnp.zeros((steps, 2, *shape), real),
     )
-    out, sums = lax.fori_loop(0, steps, one_tile, results)
-    sums = rows_together(sums, tiles, query.shape[1]).transpose(3, 0, 2, 1)
-    row_max, total = sums[0], sums[1]
+    acc, sums = _loop(jnp.uint32(0), lambda: sized(steps), one_tile, results)
+    row_max, total = sums[:, 0], sums[:, 1]
     empty = total == 0
-    lse = jnp.where(empty, -jnp.inf, row_max + jnp.log(jnp.where(empty, 1, total)))
-    return rows_together(out, tiles, query.shape[1]), lse, row_max
+    total = jnp.where(empty, 1, total)
+    lse = jnp.where(empty, -jnp.inf, row_max + jnp.log(total))
+    out = rows_together(acc / total[..., None], tiles, query.shape[1])
+    return (
+        out.astype(query.dtype),
+        *(
+            rows_together(x[..., None], tiles, query.shape[1])[..., 0].transpose(0, 2, 1)
+            for x in (lse, row_max)
+        ),
+    )
 
 
 def backward(
@@ -162,19 +168,17 @@ def backward(
         delta = delta - dlse.transpose(0, 2, 1).astype(real)
     sums_of_rows = cut_rows(jnp.stack([lse, delta], -1), tiles)
 
-    def one_tile(step, results):
-        step = step.astype(jnp.int32)  # int64 under x64
-        dq_whole, parts_whole, dk, dv = results
+    def one_tile(step, state):
         sums = row_tile(sums_of_rows, step)
-        shift, delta = sums[..., :1], sums[..., 1:]
         q_tile, do_tile = (
-            jnp.where(shift == -jnp.inf, 0, row_tile(x, step).astype(real))
+            jnp.where(sums[..., :1] == -jnp.inf, 0, row_tile(x, step).astype(real))
             for x in (queries, douts)
         )
         first, last_of, block_of = visits_of(step)
 
         def one_block(visit, state):
             dq, parts, dk, dv = state
+            shift, delta = sums[..., :1], sums[..., 1:]
             block = block_of(visit)
             k_block, v_block = (key_block(x, block).astype(real) for x in (keys, values))
             allowed = allowed_of(step, block)
@@ -185,46 +189,42 @@ def backward(
             # The first select also keeps the compiler from one multiply-add of s * scale - lse: lse
             # is of rounded logits, and p is more exact where the same rounding cancels.
             logit = _where(allowed, of.logit, -jnp.inf, tiles)
-            p = _where(allowed, jnp.exp(logit - shift), 0, tiles)
+            # -0 where no pair is tells those from a p that is too small: a second look at `allowed`
+            # would be computed anew.
+            p = _where(allowed, jnp.exp(logit - shift), -0.0, tiles)
             dp = dot(do_tile, v_block, 2, 2)
             dlogit = p * (dp - delta)
             ds = dlogit if of.cap_slope is None else dlogit * of.cap_slope
             if extras.scales is not None:
                 by_scale = _where(allowed, ds * s, 0, tiles).sum(axis=-1)
-                parts = parts.at[..., 0].add(by_scale)
+                parts = change(parts, step, lambda own: own.at[..., 0].add(by_scale[None]))
             if of.far is not None:
                 by_slope = _where(allowed, dlogit * of.far, 0, tiles).sum(axis=-1)
-                parts = parts.at[..., 1].add(-by_slope)
-            ds = _where(allowed, ds * of.scale, 0, tiles)
-            dq = None if dq is None else dq + dot(ds, k_block, 2, 1)
-            dk = None if dk is None else add_to_key_block(dk, dot(ds, q_tile, 1, 1), block)
-            dv = None if dv is None else add_to_key_block(dv, dot(p, do_tile, 1, 1), block)
+                parts = change(parts, step, lambda own: own.at[..., 1].add(-by_slope[None]))
+            ds = jnp.where(jnp.signbit(p), 0, ds * of.scale)
+            dq = None if dq is None else add(dq, step, dot(ds, k_block, 2, 1))
+            dk = None if dk is None else add_keys(dk, block, dot(ds, q_tile, 1, 1))
+            dv = None if dv is None else add_keys(dv, block, dot(p, do_tile, 1, 1))
             return dq, parts, dk, dv
 
-        state = (
-            None if dq_whole is None else jnp.zeros(q_tile.shape, real),
-            None if parts_whole is None else jnp.zeros((*q_tile.shape[:2], 2), real),
-            *(dk, dv),
-        )
-        dq, parts, dk, dv = _visit(first, last_of, one_block, state)
-        return (
-            None if dq is None else put_row_tile(dq_whole, dq.astype(query.dtype), step),
-            None if parts is None else put_row_tile(parts_whole, parts, step),
-            *(dk, dv),
-        )
+        return _loop(first, last_of, one_block, state)
 
+    # Sums lie where they stay: those of a tile apart would be filled, added up and put back.
     scores_move = extras.scales is not None or extras.slopes is not None
-    results = (
-        jnp.zeros_like(queries) if needs_grad[0] else None,
-        jnp.zeros((*queries.shape[:-1], 2), real) if scores_move else None,
+    steps = tiles.batch * tiles.row_tiles
+    shape = (steps, tiles.kv_heads, tiles.group * tiles.rows)
+    start = (
+        jnp.zeros((*shape, query.shape[-1]), real) if needs_grad[0] else None,
+        jnp.zeros((*shape, 2), real) if scores_move else None,
         jnp.zeros(keys.shape, real) if needs_grad[1] else None,
         jnp.zeros(values.shape, real) if needs_grad[2] else None,
     )
-    steps = tiles.batch * tiles.row_tiles
-    dq, parts, dk, dv = lax.fori_loop(0, steps, one_tile, results)
+    dq, parts, dk, dv = _loop(jnp.uint32(0), lambda: sized(steps), one_tile, start)
     batch, q_len, heads, _ = query.shape
     return (
-        jnp.zeros_like(query) if dq is None else rows_together(dq, tiles, q_len),
+        jnp.zeros_like(query)
+        if dq is None
+        else rows_together(dq, tiles, q_len).astype(query.dtype),
         jnp.zeros_like(key) if dk is None else keys_together(dk, tiles, key),
         jnp.zeros_like(value) if dv is None else keys_together(dv, tiles, value),
         jnp.zeros((batch, heads, 2, q_len), real)
@@ -309,9 +309,10 @@ def _visits(mask, tiles, segment_check, block_size):
     all_keys = key_integers(mask, tiles, segment_check)
 
     def allowed_of(step, block):
-        lo, hi, *of_row = at(all_rows, step, 1)
-        index, *of_key = at(all_keys, block, 1)
-        allowed = (lo <= index) & (index < hi)
+        not_lo, hi, *of_row = at(all_rows, step, 1)
+        of_key = [of_key_block(x, block, tiles) for x in all_keys]
+        index = first_key(block, tiles) + lax.broadcasted_iota(jnp.int32, (1, tiles.keys), 1)
+        allowed = (~index <= not_lo) & (index < hi)
         # The test holds by construction in rows that are not segment-checked, so it needs no flag.
         if segment_check >= 1:
             allowed &= of_row[0] == of_key[0]
@@ -326,25 +327,29 @@ def _visits(mask, tiles, segment_check, block_size):
 
     if mask.q_block_lists is not None:
         return functools.partial(_listed, mask, tiles), allowed_of
-    ranges = block_ranges(all_rows, tiles)
+    most = furthest(all_rows)
 
     def of_step(step):
-        return at(ranges, step)[0], lambda: at(ranges, step)[1], lambda visit: visit
+        first, _ = block_range(most, step, tiles)
+        return first, lambda: block_range(most, step, tiles)[1], lambda visit: visit
 
     return of_step, allowed_of
 
 
-def _visit(first, last_of, one_block, state):
-    """As fori_loop; its end is read in the loop's condition, which is no fusion of its own."""
+def _loop(first, last_of, one, state):
+    """As fori_loop; its end is read in the loop's condition, which is no fusion of its own.
 
-    def more(visit_and_state):
-        return visit_and_state[0] < last_of()
+    Unsigned numbers, as `at` takes them: to convert one would be a fusion.
+    """
 
-    def one(visit_and_state):
-        visit, state = visit_and_state
-        return visit + 1, one_block(visit, state)
+    def more(number_and_state):
+        return number_and_state[0] < last_of()
 
-    return lax.while_loop(more, one, (first, state))[1]
+    def next_one(number_and_state):
+        number, state = number_and_state
+        return number + np.uint32(1), one(number, state)
+
+    return lax.while_loop(more, next_one, (first, state))[1]
 
 
 def _listed(mask, tiles, step):
@@ -352,17 +357,17 @@ def _listed(mask, tiles, step):
     lists = batch_row(mask.q_block_lists, step, tiles.row_tiles)
     met = block_lists.met(lists[:, rem(step, tiles.row_tiles)])
     number = jnp.arange(met.shape[0], dtype=jnp.int32)
-    blocks = jnp.sort(jnp.where(met, number, INT_MAX))
-    base = div(step, tiles.row_tiles) * tiles.key_blocks
-    number = met.sum(dtype=jnp.int32)
-    return jnp.int32(0), lambda: number, lambda visit: base + at(blocks, visit)
+    blocks = jnp.sort(jnp.where(met, number, INT_MAX)).astype(jnp.uint32)
+    base = div(step, tiles.row_tiles) * sized(tiles.key_blocks)
+    number = met.sum(dtype=jnp.uint32)
+    return jnp.uint32(0), lambda: number, lambda visit: base + at(blocks, visit)
 
 
 def _in_block_mask(mask, block_size, tiles, step, block):
     """Which pairs of a step and a block a block mask has: (key heads or 1, group or 1,
     rows, keys)."""
     indices = [
-        (rem(number, count) * size + jnp.arange(size, dtype=jnp.int32)) // of_mask
+        (rem(number, count).astype(jnp.int32) * size + jnp.arange(size, dtype=jnp.int32)) // of_mask
         for number, count, size, of_mask in zip(
             (step, block), (tiles.row_tiles, tiles.key_blocks), (tiles.rows, tiles.keys),
             block_size, strict=True,

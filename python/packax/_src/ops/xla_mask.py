@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from packax._src.core.shapes import (
     BLOCK,
@@ -55,19 +56,12 @@ def document_ranges(
     first, then lower ones).
     """
 
-    def one_row(q_ids, kv_ids, q_pos, kv_pos):
-        return _document_ranges(q_ids, kv_ids, q_pos, kv_pos, compare_positions)
-
-    return jax.vmap(one_row)(q_ids, kv_ids, q_pos, kv_pos)
-
-
-def _document_ranges(q_ids, kv_ids, q_pos, kv_pos, compare_positions):
-    kv_len = kv_ids.shape[0]
-    index = jnp.arange(kv_len, dtype=jnp.int32)
-    change = kv_ids[1:] != kv_ids[:-1]
-    one = jnp.ones(1, bool)
+    batch, kv_len = kv_ids.shape
+    index = jax.lax.broadcasted_iota(jnp.int32, kv_ids.shape, 1)
+    change = kv_ids[:, 1:] != kv_ids[:, :-1]
+    one = jnp.ones((batch, 1), bool)
     real = kv_ids != PADDING_SEGMENT_ID
-    ends = real & jnp.concatenate([change, one])
+    ends = real & jnp.concatenate([change, one], axis=1)
 
     # Of the keys in a slot: the first one, the end of the run that it begins, the end of the last
     # run. All by minima, so that one scatter writes all tables, and one gather reads them.
@@ -77,29 +71,31 @@ def _document_ranges(q_ids, kv_ids, q_pos, kv_pos, compare_positions):
         jnp.where(real, -1 - index, 0),
     ]
     if compare_positions:
-        falls = jnp.concatenate([~one, (kv_pos[1:] < kv_pos[:-1]) & ~change]) & real
+        falls = jnp.concatenate([~one, (kv_pos[:, 1:] < kv_pos[:, :-1]) & ~change], axis=1) & real
         columns.append(-falls.astype(jnp.int32))
-    nothing = jnp.asarray([INT_MAX, INT_MAX, 0, 0][: len(columns)], jnp.int32)
+    nothing = jnp.asarray([[INT_MAX, INT_MAX, 0, 0][: len(columns)]], jnp.int32)
 
+    # Tables of all batch rows lie in one array: by a vmap, XLA would compile more small fusions.
     slots, bits, capacity = _table(kv_len)
-    tables = jnp.broadcast_to(nothing, (2 * capacity, len(columns)))
-    updates = jnp.tile(jnp.stack(columns, axis=1), (2, 1))
-    tables = tables.at[_slots(kv_ids, slots, bits)].min(updates, mode=_THERE)
-    found = tables.at[_slots(q_ids, slots, bits)].get(mode=_THERE)
-    found = found.reshape(2, q_ids.shape[0], len(columns))
-    (lo_a, lo_b), (end_a, end_b), (last_a, last_b), *rest = jnp.moveaxis(found, 2, 0)
+    tables = jnp.broadcast_to(nothing, (batch * 2 * capacity, len(columns)))
+    updates = jnp.stack(columns, axis=2).reshape(1, -1, len(columns))
+    updates = jnp.tile(updates, (2, 1, 1)).reshape(-1, len(columns))
+    tables = tables.at[_slots(kv_ids, slots, bits, capacity)].min(updates, mode=_THERE)
+    found = tables.at[_slots(q_ids, slots, bits, capacity)].get(mode=_THERE)
+    found = found.reshape(2, *q_ids.shape, len(columns))
+    (lo_a, lo_b), (end_a, end_b), (last_a, last_b), *rest = jnp.moveaxis(found, 3, 0)
     lo, hi = jnp.maximum(lo_a, lo_b), -jnp.maximum(last_a, last_b)
 
-    at = jnp.minimum(lo, kv_len - 1)  # lo is INT_MAX where there is no run: such rows end empty
-    one_run = kv_ids.at[at.astype(jnp.uint32)].get(mode=_THERE) == q_ids
+    one_run = _of_keys(kv_ids, lo) == q_ids  # lo is INT_MAX where there is no run: ends empty
     one_run &= jnp.where(lo_a >= lo_b, end_a, end_b) == hi
     segment_checked = ~one_run
     if compare_positions:
         segment_checked |= rest[0][0] != 0
-        upper = q_pos if compare_positions == 1 else q_pos[0]
+        upper = q_pos if compare_positions == 1 else q_pos[:, 0]
         hi = jnp.where(segment_checked, hi, _first(jnp.greater, kv_pos, upper, lo, hi))
     if compare_positions == 2:
-        lo = jnp.where(segment_checked, lo, _first(jnp.greater_equal, kv_pos, q_pos[1], lo, hi))
+        first = _first(jnp.greater_equal, kv_pos, q_pos[:, 1], lo, hi)
+        lo = jnp.where(segment_checked, lo, first)
 
     empty = (q_ids == PADDING_SEGMENT_ID) | (lo >= hi)
     zero = jnp.zeros_like(lo)
@@ -110,14 +106,23 @@ def _document_ranges(q_ids, kv_ids, q_pos, kv_pos, compare_positions):
     )
 
 
-def _slots(ids, slots, bits):
-    """Of every id its slot in both tables, which lie one behind the other: (2 * ids,)."""
-    unsigned = ids.astype(jnp.uint32)
-    size = jnp.asarray(slots).astype(jnp.uint32)
-    a = unsigned & (size - 1)
-    b = (unsigned * jnp.uint32(HASH_MULTIPLIER)) >> jnp.asarray(32 - bits).astype(jnp.uint32)
-    second = jax.lax.broadcasted_iota(jnp.uint32, (2, ids.shape[0]), 0) == 1
-    return jnp.where(second, size + b, a).reshape(2 * ids.shape[0])
+def _slots(ids, slots, bits, capacity):
+    """Of every id its slot in both tables, which lie one behind the other: (2 * B * ids,)."""
+    size, total = (jnp.asarray(x).astype(jnp.int32) for x in (slots, 2 * capacity))
+    a = ids & (size - 1)
+    spread = ids * np.uint32(HASH_MULTIPLIER).astype(np.int32)
+    b = jax.lax.shift_right_logical(spread, jnp.full_like(ids, 32 - bits))
+    table, row = (jax.lax.broadcasted_iota(jnp.int32, (2, *ids.shape), axis) for axis in (0, 1))
+    slot = jnp.where(table == 1, size + b[None], a[None]) + row * total
+    return slot.astype(jnp.uint32).reshape(-1)
+
+
+def _of_keys(x, index):
+    """Of x (B, keys): what each batch row has at its own indices (B, N), the last one beyond."""
+    row = jax.lax.broadcasted_iota(jnp.uint32, index.shape, 0)
+    size = jnp.asarray(x.shape[1]).astype(jnp.uint32)
+    index = jnp.minimum(index.astype(jnp.uint32), size - 1)
+    return x.reshape(-1).at[row * size + index].get(mode=_THERE)
 
 
 def _first(compare, kv_pos, limit, lo, hi):
@@ -125,13 +130,12 @@ def _first(compare, kv_pos, limit, lo, hi):
 
     Binary search: positions do not go down there.
     """
-    kv_len = kv_pos.shape[0]
+    kv_len = kv_pos.shape[1]
 
     def halve(_, bounds):
         left, right = bounds
         middle = left + (right - left) // 2
-        where = jnp.clip(middle, 0, kv_len - 1).astype(jnp.uint32)
-        later = compare(kv_pos.at[where].get(mode=_THERE), limit)
+        later = compare(_of_keys(kv_pos, middle), limit)
         open_ = left < right
         return (
             jnp.where(open_ & ~later, middle + 1, left),

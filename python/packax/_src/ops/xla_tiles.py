@@ -2,11 +2,13 @@
 
 XLA takes long to compile many small fusions. So what a tile or a block reads lies in few arrays,
 each indexed by the tile's or the block's number in the whole batch, and is sliced from where it
-lies: nothing is transposed beforehand.
+lies: nothing is transposed beforehand. Sums are added up in place, by a slice and an update of one
+fusion: `change`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -71,53 +73,70 @@ def tiles_of(query, key) -> Tiles:
 
 
 def row_integers(mask: Mask, tiles: Tiles, segment_check: int) -> jax.Array:
-    """(2 + segment_check, steps, rows, 1): lo, hi, then ids and limits of the segment check.
+    """(2 + segment_check, steps, rows, 1): ~lo, hi, ids and limits, as the segment check reads them.
 
-    Rows past Sq are empty.
+    Of an empty row, and of rows past Sq, ~lo is least and hi 0: the most of a tile is its range's.
     """
+    some = mask.q_lo < mask.q_hi
+    not_lo, hi = jnp.where(some, ~mask.q_lo, ~INT_MAX), jnp.where(some, mask.q_hi, 0)
     limits = [mask.q_pos] if mask.q_pos.ndim == 2 else [mask.q_pos[:, 0], mask.q_pos[:, 1]]
-    arrays = [mask.q_lo, mask.q_hi, mask.q_ids, *limits][: 2 + segment_check]
-    return _by_tile(arrays, tiles.batch, tiles.row_tiles, tiles.rows)[..., None]
+    whole = tiles.row_tiles * tiles.rows
+    shape = (tiles.batch * tiles.row_tiles, tiles.rows, 1)
+
+    def cut(x, value):
+        x = fill_up(x, 1, whole, value)
+        return jnp.broadcast_to(x, (tiles.batch, whole)).reshape(shape)
+
+    # Each in its shape before they are one array: XLA copies what lies reshaped before a loop.
+    others = [cut(x, 0) for x in [mask.q_ids, *limits][:segment_check]]
+    return jnp.stack([cut(not_lo, ~INT_MAX), cut(hi, 0), *others])
 
 
-def key_integers(mask: Mask, tiles: Tiles, segment_check: int) -> jax.Array:
-    """(1 to 3, blocks, 1, keys): indices, then ids and positions that the segment check reads."""
+def key_integers(mask: Mask, tiles: Tiles, segment_check: int) -> list[jax.Array]:
+    """(1 or B, blocks * keys) each: the ids and positions that the segment check reads, or none."""
     whole = tiles.key_blocks * tiles.keys
-    batch = mask.q_lo.shape[0]
-    index = lax.broadcasted_iota(jnp.int32, (batch, whole), 1)
-    arrays = [index, mask.kv_ids, mask.kv_pos][: 1 + min(segment_check, 2)]
-    return _by_tile(arrays, tiles.batch, tiles.key_blocks, tiles.keys)[:, :, None]
+    return [fill_up(x, 1, whole) for x in [mask.kv_ids, mask.kv_pos][: min(segment_check, 2)]]
 
 
-def block_ranges(rows: jax.Array, tiles: Tiles) -> jax.Array:
-    """(steps, 2): of every tile the first block that its rows (`row_integers`) meet, and the last
-    one + 1.
-    """
-    lo, hi = rows[0, :, :, 0], rows[1, :, :, 0]
-    some = lo < hi
-    both = jnp.stack([jnp.where(some, ~lo, ~INT_MAX), jnp.where(some, hi, 0)])
-    most = lax.reduce_max(both, (2,))
-    base = (
-        div(lax.iota(jnp.int32, tiles.batch * tiles.row_tiles), tiles.row_tiles) * tiles.key_blocks
-    )
-    first = div(~most[0], tiles.keys)
-    last = div(most[1] + (tiles.keys - 1), tiles.keys)
-    return jnp.stack([jnp.minimum(first, last) + base, last + base], axis=1)
+def of_key_block(x: jax.Array, block: jax.Array, tiles: Tiles) -> jax.Array:
+    """Of an array of `key_integers`, a block: (1, keys)."""
+    row = jnp.uint32(0) if x.shape[0] == 1 else div(block, tiles.key_blocks)
+    start = (row, rem(block, tiles.key_blocks) * sized(tiles.keys))
+    return lax.dynamic_slice(x, start, (1, tiles.keys))
 
 
-def int32(size: Any) -> Any:
-    """A size of Python, which would be int64 under x64, or a symbolic one."""
-    return jnp.asarray(size).astype(jnp.int32) if is_symbolic(size) else np.int32(size)
+def first_key(block: jax.Array, tiles: Tiles) -> jax.Array:
+    """The index of a block's first key in its batch row, int32."""
+    return (rem(block, tiles.key_blocks) * sized(tiles.keys)).astype(jnp.int32)
+
+
+def furthest(rows: jax.Array) -> jax.Array:
+    """(..., steps): the most of `row_integers` in every tile, of all: a slice would be a fusion."""
+    return lax.reduce_max(rows, (2, 3))
+
+
+def block_range(most: jax.Array, step: jax.Array, tiles: Tiles) -> tuple[jax.Array, jax.Array]:
+    """Of `furthest`: the first block that a step's rows meet, and the last one + 1."""
+    of_tile = at(most, step, 1)
+    first = div((~of_tile[0]).astype(jnp.uint32), tiles.keys)
+    last = div((of_tile[1] + (tiles.keys - 1)).astype(jnp.uint32), tiles.keys)
+    base = div(step, tiles.row_tiles) * sized(tiles.key_blocks)
+    return jnp.minimum(first, last) + base, last + base
+
+
+def sized(size: Any) -> Any:
+    """A size of Python or a symbolic one, as numbers of steps and blocks are: uint32."""
+    return jnp.asarray(size).astype(jnp.uint32) if is_symbolic(size) else np.uint32(size)
 
 
 def div(number: jax.Array, size: Any) -> jax.Array:
-    """number // size, of int32 from 0."""
-    return lax.div(number, int32(size))
+    """number // size, of uint32."""
+    return lax.div(number, sized(size))
 
 
 def rem(number: jax.Array, size: Any) -> jax.Array:
-    """number % size, of int32 from 0."""
-    return lax.rem(number, int32(size))
+    """number % size, of uint32."""
+    return lax.rem(number, sized(size))
 
 
 def batch_row(x: jax.Array, number: Any, of: Any) -> jax.Array:
@@ -131,22 +150,26 @@ def at(x: jax.Array, number: Any, axis: int = 0) -> jax.Array:
     return lax.squeeze(lax.dynamic_slice(x, _start(x, number, axis), sizes), (axis,))
 
 
-def put(x: jax.Array, part: jax.Array, number: Any) -> jax.Array:
+def put(x: jax.Array, part: jax.Array, number: jax.Array) -> jax.Array:
     """x with the part at this number."""
     return lax.dynamic_update_slice(x, part[None], _start(x, number))
 
 
+def change(x: jax.Array, number: jax.Array, function: Callable) -> jax.Array:
+    """x with function(what is at this number, (1, ...)) there: in place, by one fusion."""
+    start = _start(x, number)
+    own = lax.dynamic_slice(x, start, (1, *x.shape[1:]))
+    return lax.dynamic_update_slice(x, function(own), start)
+
+
+def add(x: jax.Array, number: jax.Array, part: jax.Array) -> jax.Array:
+    """x with the part added at this number."""
+    return change(x, number, lambda own: own + part[None])
+
+
 def _start(x, number, axis=0):
     # Unsigned, so that jax adds no arithmetic for numbers below zero.
-    number, zero = number.astype(jnp.uint32), jnp.uint32(0)
-    return tuple(number if n == axis else zero for n in range(x.ndim))
-
-
-def _by_tile(arrays, batch, count, size):
-    """(1 or B, S) each to (arrays, B * count, size), filled up with zeros."""
-    stacked = jnp.stack([fill_up(x, 1, count * size) for x in arrays])
-    stacked = jnp.broadcast_to(stacked, (len(arrays), batch, count * size))
-    return stacked.reshape(len(arrays), batch * count, size)
+    return tuple(number if n == axis else jnp.uint32(0) for n in range(x.ndim))
 
 
 def cut_rows(x: jax.Array, tiles: Tiles) -> jax.Array:
@@ -162,17 +185,12 @@ def row_tile(x: jax.Array, step: Any) -> jax.Array:
     return x.reshape(x.shape[0], x.shape[1] * x.shape[2], x.shape[3])
 
 
-def put_row_tile(x: jax.Array, tile: jax.Array, step: Any) -> jax.Array:
-    """x of `cut_rows` with this tile of the step."""
-    _, rows, kv_heads, group, depth = x.shape
-    tile = tile.reshape(kv_heads, group, rows, depth).transpose(2, 0, 1, 3)
-    return put(x, tile, step)
-
-
 def rows_together(x: jax.Array, tiles: Tiles, q_len: Any) -> jax.Array:
-    """From `cut_rows` back to (B, Sq, H, D)."""
-    rows = tiles.row_tiles * tiles.rows
-    return x.reshape(tiles.batch, rows, tiles.kv_heads * tiles.group, x.shape[-1])[:, :q_len]
+    """From tiles as `row_tile` has them, (steps, Hkv, group * rows, D), to (B, Sq, H, D)."""
+    depth, rows = x.shape[-1], tiles.row_tiles * tiles.rows
+    x = x.reshape(tiles.batch, tiles.row_tiles, tiles.kv_heads, tiles.group, tiles.rows, depth)
+    x = x.transpose(0, 1, 4, 2, 3, 5)
+    return x.reshape(tiles.batch, rows, tiles.kv_heads * tiles.group, depth)[:, :q_len]
 
 
 def cut_keys(x: jax.Array, tiles: Tiles) -> jax.Array:
@@ -186,11 +204,9 @@ def key_block(x: jax.Array, block: Any) -> jax.Array:
     return at(x, block).transpose(1, 0, 2)
 
 
-def add_to_key_block(x: jax.Array, sums: jax.Array, block: Any) -> jax.Array:
+def add_keys(x: jax.Array, block: jax.Array, sums: jax.Array) -> jax.Array:
     """x of `cut_keys` with sums (Hkv, keys, D) added to a block."""
-    start = _start(x, block)
-    own = lax.dynamic_slice(x, start, (1, *x.shape[1:]))
-    return lax.dynamic_update_slice(x, own + sums.transpose(1, 0, 2)[None], start)
+    return add(x, block, sums.transpose(1, 0, 2))
 
 
 def keys_together(x: jax.Array, tiles: Tiles, like: jax.Array) -> jax.Array:
