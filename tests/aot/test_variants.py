@@ -187,7 +187,7 @@ def test_variants_that_differ_in_target_or_assembler_share_ptx() -> None:
     own = [name for name, arch in table.ARCHS.items() if not arch.ptx]
     assert all(not table.ARCHS[arch.ptx].ptx for arch in table.ARCHS.values() if arch.ptx)
     few = {v.ptx for v in table.variants(tuple(own))}
-    assert {v.ptx for v in ALL} == few and len(few) < len(ALL) * 0.4
+    assert {v.ptx for v in ALL} == few and len(few) < len(ALL) * 0.45
     twice = [v for v in ALL if v.assembler != v.arch.assembler]
     alone = {v.ptx for v in ALL if v.assembler == v.arch.assembler}
     shared = [v for v in twice if v.ptx in alone]
@@ -198,7 +198,7 @@ def test_variants_that_differ_in_target_or_assembler_share_ptx() -> None:
 
 def retargeted(text: str, **fields) -> str:
     arch = table.Arch("sm_100f", 100, False, 0, "blackwell", **{"ptx": "100a", **fields})
-    return compiler.lower.retarget(text, table.Variant("k", arch, "any", 0, 0, (), 1, 4))
+    return compiler.lower.retarget(text, table.Variant("blocks_rows", arch, "any", 0, 0, (), 1, 4))
 
 
 def test_ptx_for_another_target_differs_in_its_header() -> None:
@@ -207,7 +207,7 @@ def test_ptx_for_another_target_differs_in_its_header() -> None:
         ".version 9.0\n.target sm_100f\n.address_size 64\n// .target sm_100a\n"
     )
     assert retargeted(ptx) == ptx.replace(".target sm_100a", ".target sm_100f", 1)
-    with pytest.raises(SystemExit, match="k_sm100f: the PTX is not for sm_80"):
+    with pytest.raises(SystemExit, match="blocks_rows_sm100f: the PTX is not for sm_80"):
         retargeted(ptx, ptx="80")
 
 
