@@ -179,8 +179,8 @@ def retarget(ptx: str, variant: table.Variant) -> str:
     apart = next((x.strip() for x in ptx.split(";") if tells_dtypes_apart(x.rstrip())), None)
     if apart:
         raise SystemExit(
-            f"{variant.name}: float16 cannot take the PTX of bfloat16, which has a number of 16 bits "
-            f"or tcgen05 ({apart}): see Variant.ptx_dtype in table.py"
+            f"{variant.name}: float16 cannot take the PTX of bfloat16, which has a number of 16 "
+            f"bits or tcgen05 ({apart}): see Variant.ptx_dtype in table.py"
         )
     return ptx.replace(variant.ptx_dtype, variant.dtype)
 

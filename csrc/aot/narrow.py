@@ -3,7 +3,8 @@
     python csrc/aot/narrow.py    the arguments for compile.py, one a line; why, on stderr
 
 PACKAX_ARCHS has rows of table.ARCHS or capabilities of GPUs. Without it a machine with GPUs builds
-for these alone, and PACKAX_ARCHS=all builds for every GPU. Other variables that are empty or "all" mean everything.
+for these alone, and PACKAX_ARCHS=all builds for every GPU. Other variables that are empty or "all"
+mean everything.
 """
 
 from __future__ import annotations

@@ -120,13 +120,11 @@ def forward(
     total = jnp.where(empty, 1, total)
     lse = jnp.where(empty, -jnp.inf, row_max + jnp.log(total))
     out = rows_together(acc / total[..., None], tiles, query.shape[1])
-    return (
-        out.astype(query.dtype),
-        *(
-            rows_together(x[..., None], tiles, query.shape[1])[..., 0].transpose(0, 2, 1)
-            for x in (lse, row_max)
-        ),
+    lse, row_max = (
+        rows_together(x[..., None], tiles, query.shape[1])[..., 0].transpose(0, 2, 1)
+        for x in (lse, row_max)
     )
+    return out.astype(query.dtype), lse, row_max
 
 
 def backward(

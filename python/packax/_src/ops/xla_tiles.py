@@ -73,7 +73,7 @@ def tiles_of(query, key) -> Tiles:
 
 
 def row_integers(mask: Mask, tiles: Tiles, segment_check: int) -> jax.Array:
-    """(2 + segment_check, steps, rows, 1): ~lo, hi, ids and limits, as the segment check reads them.
+    """(2 + segment_check, steps, rows, 1): ~lo, hi, ids and limits, for the segment check.
 
     Of an empty row, and of rows past Sq, ~lo is least and hi 0: the most of a tile is its range's.
     """
