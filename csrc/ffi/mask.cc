@@ -45,9 +45,9 @@ ffi::Error Documents(Stream stream, ffi::AnyBuffer q_ids, ffi::AnyBuffer kv_ids,
 
   // Two slots per key at least, a power of two.
   const int64_t slots = 2 * static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(r.kv_len)));
-  const int32_t table_size = static_cast<int32_t>(slots > kMinTableSize ? slots : kMinTableSize);
+  const auto table_size = static_cast<int32_t>(slots > kMinTableSize ? slots : kMinTableSize);
   const int32_t table_shift = 32 - std::countr_zero(static_cast<uint32_t>(table_size));
-  const int32_t search_steps = std::bit_width(static_cast<uint32_t>(r.kv_len));
+  const auto search_steps = static_cast<int32_t>(std::bit_width(static_cast<uint32_t>(r.kv_len)));
   const int64_t words = 5 * int64_t{table_size} + r.kv_len + CeilDiv(r.kv_len, kWorkspaceChunk);
 
   PACKAX_TRY(ExpectAttribute("compare_positions", compare_positions, 2));

@@ -136,10 +136,11 @@ ffi::Error PrepareIfAny(Device* device, Dtype dtype, int64_t qk_dim, int64_t v_d
   return Load(device, *variant, &ready->emplace().kernel);
 }
 
-// EncodeTensorMap for one of the kernel's own parameters.
+// EncodeTensorMap for one of the kernel's own parameters. In the initialize stage only checks it.
 template <typename Args>
-ffi::Error Encode(const Ready<Args>& ready, typename Args::Map parameter, const TensorView& view,
-                  TensorMap* map) {
+ffi::Error Encode(const Ready<Args>& ready, Stream stream, typename Args::Map parameter,
+                  const TensorView& view, TensorMap* map) {
+  if (!stream) return CheckTensorMap(ready.kernel, parameter, view);
   return EncodeTensorMap(ready.kernel, parameter, view, map);
 }
 

@@ -23,7 +23,7 @@ struct Sections {
 
 // The tensor maps of a kernel that makes dK and dV, of blocks of rows that a tile of keys meets.
 template <typename Args>
-ffi::Error MapTiles(const Ready<Args>& kernel, const BackwardCall& c, Args* args) {
+ffi::Error MapTiles(const Ready<Args>& kernel, Stream stream, const BackwardCall& c, Args* args) {
   const Shape& s = c.shape;
   const Sm90Workspace w(s);
   const Sections at(c, w);
@@ -31,16 +31,17 @@ ffi::Error MapTiles(const Ready<Args>& kernel, const BackwardCall& c, Args* args
     return TensorView{name, data, element, 1, 1, n, n};
   };
   constexpr TensorMapElement f32 = TensorMapElement::kF32, i32 = TensorMapElement::kI32;
-  PACKAX_TRY(Encode(kernel, Args::kQuery, RowsOf("query", c.query, s), &args->query));
-  PACKAX_TRY(Encode(kernel, Args::kKey, KeysOf("key", c.key, s), &args->key));
-  PACKAX_TRY(Encode(kernel, Args::kValue, KeysOf("value", c.value, s), &args->value));
-  PACKAX_TRY(Encode(kernel, Args::kDout, RowsOf("dout", c.dout, s), &args->dout));
-  PACKAX_TRY(Encode(kernel, Args::kLse2, line("lse2", at.lse2, f32, w.rows), &args->lse2));
-  PACKAX_TRY(Encode(kernel, Args::kDelta, line("delta", at.delta, f32, w.rows), &args->delta));
-  PACKAX_TRY(Encode(kernel, Args::kLo, line("lo", at.lo, i32, w.mask_rows), &args->lo));
-  PACKAX_TRY(Encode(kernel, Args::kHi, line("hi", at.hi, i32, w.mask_rows), &args->hi));
-  PACKAX_TRY(Encode(kernel, Args::kDk, KeysOf("dk", c.dk, s), &args->dk));
-  return Encode(kernel, Args::kDv, KeysOf("dv", c.dv, s), &args->dv);
+  PACKAX_TRY(Encode(kernel, stream, Args::kQuery, RowsOf("query", c.query, s), &args->query));
+  PACKAX_TRY(Encode(kernel, stream, Args::kKey, KeysOf("key", c.key, s), &args->key));
+  PACKAX_TRY(Encode(kernel, stream, Args::kValue, KeysOf("value", c.value, s), &args->value));
+  PACKAX_TRY(Encode(kernel, stream, Args::kDout, RowsOf("dout", c.dout, s), &args->dout));
+  PACKAX_TRY(Encode(kernel, stream, Args::kLse2, line("lse2", at.lse2, f32, w.rows), &args->lse2));
+  PACKAX_TRY(
+      Encode(kernel, stream, Args::kDelta, line("delta", at.delta, f32, w.rows), &args->delta));
+  PACKAX_TRY(Encode(kernel, stream, Args::kLo, line("lo", at.lo, i32, w.mask_rows), &args->lo));
+  PACKAX_TRY(Encode(kernel, stream, Args::kHi, line("hi", at.hi, i32, w.mask_rows), &args->hi));
+  PACKAX_TRY(Encode(kernel, stream, Args::kDk, KeysOf("dk", c.dk, s), &args->dk));
+  return Encode(kernel, stream, Args::kDv, KeysOf("dv", c.dv, s), &args->dv);
 }
 
 ffi::Error LaunchPrepare(const Ready<BackwardPrepareArgs>& prepare, Stream stream,
@@ -179,10 +180,10 @@ ffi::Error LaunchBackward(const Fused<Args>& kernels, Stream stream, const Backw
   const auto& gradients = *kernels.gradients;
   const Grid grid = KeyGrid(s, gradients.block());
   PACKAX_TRY(CheckGrid(gradients.kernel, grid));
-  if (!stream) return ffi::Error::Success();
   Args args;
   Fill(c, at, &args);
-  PACKAX_TRY(MapTiles(gradients, c, &args));
+  PACKAX_TRY(MapTiles(gradients, stream, c, &args));
+  if (!stream) return ffi::Error::Success();
   PACKAX_TRY(LaunchPrepare(*kernels.prepare, stream, c, true));
   PACKAX_TRY(Launch(gradients, stream, grid, args));
   if (!c.needs_dq) return ffi::Error::Success();
@@ -214,40 +215,43 @@ struct Separate {
 };
 
 template <typename Args>
-ffi::Error LaunchDkdv(const Ready<Args>& dkdv, Stream stream, const BackwardCall& c) {
+ffi::Error MapRows(const Ready<Args>& dq, Stream stream, const BackwardCall& c, Args* args) {
   const Shape& s = c.shape;
-  Args args;
-  Fill(c, Sections(c, Sm90Workspace(s)), &args);
-  PACKAX_TRY(MapTiles(dkdv, c, &args));
-  return Launch(dkdv, stream, KeyGrid(s, dkdv.block()), args);
-}
-
-template <typename Args>
-ffi::Error LaunchDq(const Ready<Args>& dq, Stream stream, const BackwardCall& c) {
-  const Shape& s = c.shape;
-  const Sections at(c, Sm90Workspace(s));
-  Args args;
-  Fill(c, at, &args);
-  PACKAX_TRY(Encode(dq, Args::kQuery, RowsOf("query", c.query, s), &args.query));
-  PACKAX_TRY(Encode(dq, Args::kKey, KeysOf("key", c.key, s), &args.key));
-  PACKAX_TRY(Encode(dq, Args::kValue, KeysOf("value", c.value, s), &args.value));
-  PACKAX_TRY(Encode(dq, Args::kDout, RowsOf("dout", c.dout, s), &args.dout));
-  PACKAX_TRY(Encode(dq, Args::kDq, RowsOf("dq", c.dq, s), &args.dq));
-  const int64_t tiles = Product({s.heads, s.batch, CeilDiv(s.q_len, dq.block())});
-  const Device& device = *dq.kernel.device;
-  PACKAX_TRY(Clear(device, *stream, at.counter));
-  return Launch(dq, stream, Grid{PersistentPrograms(tiles, device)}, args);
+  PACKAX_TRY(Encode(dq, stream, Args::kQuery, RowsOf("query", c.query, s), &args->query));
+  PACKAX_TRY(Encode(dq, stream, Args::kKey, KeysOf("key", c.key, s), &args->key));
+  PACKAX_TRY(Encode(dq, stream, Args::kValue, KeysOf("value", c.value, s), &args->value));
+  PACKAX_TRY(Encode(dq, stream, Args::kDout, RowsOf("dout", c.dout, s), &args->dout));
+  return Encode(dq, stream, Args::kDq, RowsOf("dq", c.dq, s), &args->dq);
 }
 
 template <typename DkdvArgs, typename DqArgs>
 ffi::Error LaunchBackward(const Separate<DkdvArgs, DqArgs>& kernels, Stream stream,
                           const BackwardCall& c) {
+  const Shape& s = c.shape;
+  const Sections at(c, Sm90Workspace(s));
   const auto& dkdv = *kernels.dkdv;
-  if (c.needs_dkv) PACKAX_TRY(CheckGrid(dkdv.kernel, KeyGrid(c.shape, dkdv.block())));
+  const auto& dq = *kernels.dq;
+  const Grid grid = KeyGrid(s, dkdv.block());
+  // What can be refused is, before the first launch.
+  DkdvArgs dkdv_args;
+  if (c.needs_dkv) {
+    PACKAX_TRY(CheckGrid(dkdv.kernel, grid));
+    Fill(c, at, &dkdv_args);
+    PACKAX_TRY(MapTiles(dkdv, stream, c, &dkdv_args));
+  }
+  DqArgs dq_args;
+  if (c.needs_dq) {
+    Fill(c, at, &dq_args);
+    PACKAX_TRY(MapRows(dq, stream, c, &dq_args));
+  }
   if (!stream) return ffi::Error::Success();
   PACKAX_TRY(LaunchPrepare(*kernels.prepare, stream, c, false));
-  if (c.needs_dkv) PACKAX_TRY(LaunchDkdv(dkdv, stream, c));
-  return c.needs_dq ? LaunchDq(*kernels.dq, stream, c) : ffi::Error::Success();
+  if (c.needs_dkv) PACKAX_TRY(Launch(dkdv, stream, grid, dkdv_args));
+  if (!c.needs_dq) return ffi::Error::Success();
+  const int64_t tiles = Product({s.heads, s.batch, CeilDiv(s.q_len, dq.block())});
+  const Device& device = *dq.kernel.device;
+  PACKAX_TRY(Clear(device, *stream, at.counter));
+  return Launch(dq, stream, Grid{PersistentPrograms(tiles, device)}, dq_args);
 }
 
 template <typename Kernels>

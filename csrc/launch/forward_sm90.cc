@@ -64,14 +64,14 @@ ffi::Error LaunchForward(const Ready<Args>& forward, Stream stream, const Forwar
   PACKAX_CHECK(tiles <= kMaxInt32 - kMaxPrograms, kInvalidArgument)
       << "batch * heads * ceil(q_len/" << block << ") is " << tiles << ", a GPU takes "
       << kMaxInt32 - kMaxPrograms << " at most; split the batch";
-  if (!stream) return ffi::Error::Success();
   const ffi::AnyBuffer& q_order = block == kTile192 ? c.q_order_192 : c.mask.q_order;
   Args args;
   Fill(c, q_order.untyped_data(), &args);
-  PACKAX_TRY(Encode(forward, Args::kQuery, RowsOf("query", c.query, s), &args.query));
-  PACKAX_TRY(Encode(forward, Args::kKey, KeysOf("key", c.key, s), &args.key));
-  PACKAX_TRY(Encode(forward, Args::kValue, KeysOf("value", c.value, s), &args.value));
-  PACKAX_TRY(Encode(forward, Args::kOut, RowsOf("out", c.out, s), &args.out));
+  PACKAX_TRY(Encode(forward, stream, Args::kQuery, RowsOf("query", c.query, s), &args.query));
+  PACKAX_TRY(Encode(forward, stream, Args::kKey, KeysOf("key", c.key, s), &args.key));
+  PACKAX_TRY(Encode(forward, stream, Args::kValue, KeysOf("value", c.value, s), &args.value));
+  PACKAX_TRY(Encode(forward, stream, Args::kOut, RowsOf("out", c.out, s), &args.out));
+  if (!stream) return ffi::Error::Success();
   const Device& device = *forward.kernel.device;
   PACKAX_TRY(Clear(device, *stream, c.counter.untyped_data()));
   return Launch(forward, stream, Grid{PersistentPrograms(tiles, device)}, args);

@@ -35,8 +35,7 @@ struct Registry {
 };
 
 Registry& GetRegistry() {
-  static Registry* registry =
-      new Registry;  // outlives static destructors: XLA may still run at exit
+  static auto* registry = new Registry;  // outlives static destructors: XLA may still run at exit
   return *registry;
 }
 
@@ -124,7 +123,7 @@ ffi::Error CurrentDevice(Device** device) {
     return ffi::Error::Success();
   }
 
-  std::lock_guard lock(registry.mutex);
+  const std::scoped_lock lock(registry.mutex);
   *device = FindDevice(registry, context);
   if (*device != nullptr) return ffi::Error::Success();
   auto added = std::make_unique<Device>();
@@ -156,7 +155,7 @@ ffi::Error Load(Device* device, const Variant& variant, LoadedKernel* kernel) {
   const Api* api;
   PACKAX_TRY(GetApi(&api));
   Registry& registry = GetRegistry();
-  std::lock_guard lock(registry.mutex);
+  const std::scoped_lock lock(registry.mutex);
   if (const LoadedKernel* loaded = slot.load(std::memory_order_relaxed); loaded != nullptr) {
     *kernel = *loaded;
     return ffi::Error::Success();

@@ -63,9 +63,12 @@ struct TensorView {
   int64_t batch, length, columns, row;
 };
 
-// The host tensor map over `view` for the kernel's index-th "tma" parameter. TMA reads zeros where
-// a box reaches over an end of the view, and writes nothing there. About a microsecond; no call
-// that CUDA graph capture forbids.
+// Whether there can be a tensor map over `view` for the kernel's index-th "tma" parameter.
+ffi::Error CheckTensorMap(const LoadedKernel& kernel, int index, const TensorView& view);
+
+// The host tensor map over `view`, which is checked first, for the kernel's index-th "tma"
+// parameter. TMA reads zeros where a box reaches over an end of the view, and writes nothing there.
+// About a microsecond; no call that CUDA graph capture forbids.
 ffi::Error EncodeTensorMap(const LoadedKernel& kernel, int index, const TensorView& view,
                            TensorMap* map);
 

@@ -14,7 +14,7 @@ constexpr int64_t kMaxMapStride = int64_t{1} << 40;
 constexpr int64_t kMapAlignment = 16;
 // In maps of tensors whose last element begins below this, drivers up to that version set bit 21 of
 // the second word; Triton's and CUTLASS's launchers clear it, and so does this one.
-constexpr int64_t kSmallMap = 128 * 1024;
+constexpr int64_t kSmallMap = int64_t{128} * 1024;
 constexpr int kSmallMapFixed = 13010;
 
 struct MapElement {
@@ -48,12 +48,10 @@ std::string MapText(const TensorView& view, const TensorMapBox& box) {
 
 }  // namespace
 
-ffi::Error EncodeTensorMap(const LoadedKernel& kernel, int index, const TensorView& view,
-                           TensorMap* map) {
+ffi::Error CheckTensorMap(const LoadedKernel& kernel, int index, const TensorView& view) {
   const Variant& v = *kernel.variant;
   const TensorMapBox& box = v.tensor_maps[index];
-  const MapElement element = Describe(view.element);
-  const int64_t row = view.row * element.bytes;
+  const int64_t row = view.row * Describe(view.element).bytes;
   PACKAX_CHECK(view.length <= (kMaxMapStride - 1) / row, kInvalidArgument)
       << MapText(view, box) << ": one row of the batch has 2^40 bytes or more; " << v.name;
   PACKAX_CHECK(row % kMapAlignment == 0, kInvalidArgument)
@@ -62,7 +60,16 @@ ffi::Error EncodeTensorMap(const LoadedKernel& kernel, int index, const TensorVi
   PACKAX_CHECK(reinterpret_cast<uintptr_t>(view.data) % kMapAlignment == 0, kInvalidArgument)
       << MapText(view, box) << ": address " << view.data << " is no multiple of " << kMapAlignment
       << "; " << v.name;
+  return ffi::Error::Success();
+}
 
+ffi::Error EncodeTensorMap(const LoadedKernel& kernel, int index, const TensorView& view,
+                           TensorMap* map) {
+  PACKAX_TRY(CheckTensorMap(kernel, index, view));
+  const Variant& v = *kernel.variant;
+  const TensorMapBox& box = v.tensor_maps[index];
+  const MapElement element = Describe(view.element);
+  const int64_t row = view.row * element.bytes;
   const int64_t matrix = row * view.length;
   const Api* api;
   PACKAX_TRY(GetApi(&api));
@@ -83,10 +90,10 @@ ffi::Error EncodeTensorMap(const LoadedKernel& kernel, int index, const TensorVi
       << Where(v, *kernel.device);
   // The comparison before it keeps the product small.
   const int64_t last = (view.length - 1) * row + (view.columns - 1) * element.bytes;
-  if (last + 1 < kSmallMap &&
+  if (kernel.device->driver <= kSmallMapFixed && last + 1 < kSmallMap &&
       (view.batch == 1 ||
        (matrix < kSmallMap && (view.batch - 1) * matrix + last + 1 < kSmallMap))) {
-    if (kernel.device->driver <= kSmallMapFixed) encoded.opaque[1] &= ~(cuuint64_t{1} << 21);
+    encoded.opaque[1] &= ~(cuuint64_t{1} << 21);
   }
   static_assert(sizeof(encoded) == sizeof(map->map));
   std::memcpy(map->map, &encoded, sizeof(encoded));

@@ -321,3 +321,18 @@ def test_grid_too_large_on_sm90(tmp_path, driver, stage, algorithm):
     assert failure.code == "InvalidArgument"
     assert "sm90_" in failure.message and "would need a grid of (" in failure.message
     assert machine.record() == []
+
+
+@pytest.mark.parametrize("stage", [INITIALIZE, EXECUTE])
+@pytest.mark.parametrize("name", ["forward", "sm90_fused", "sm90_separate"])
+def test_array_too_large_for_tensor_maps(tmp_path, driver, stage, name):
+    """Likewise: keys of 2^40 bytes are none of the first kernel's."""
+    machine = make_machine(tmp_path, driver, choose=lambda m: m.has_apart())
+    heads = (1 << 40) // (1 << 29) // (2 * machine.variant["qk_dim"])
+    s = Sizes(batch=1, mask_batch=1, q_len=64, kv_len=1 << 29, heads=heads, kv_heads=heads)
+    call = forward(machine, s) if name == "forward" else backward(machine, s, algorithm=name)
+    failure = machine.run(call, stage)
+    assert failure.code == "InvalidArgument"
+    assert "tensor map of key, " in failure.message
+    assert "one row of the batch has 2^40 bytes or more" in failure.message
+    assert machine.record() == []

@@ -182,7 +182,8 @@ _serial = itertools.count()
 def compile_driver(folder, *flags):
     path = folder / "fake_libcuda.so"
     source = HERE / "fake_libcuda.c"
-    command = [COMPILER, "-O1", "-shared", "-fPIC", "-pthread", *flags, source, "-o", path]
+    more = os.environ.get("CFLAGS", "").split()  # a sanitizer's
+    command = [COMPILER, "-O1", "-shared", "-fPIC", *more, *flags, source, "-o", path]
     subprocess.run(command, check=True)
     return path
 
