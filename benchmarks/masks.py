@@ -3,7 +3,7 @@ under torch, in turns on one GPU.
 
     python benchmarks/masks.py [--cases NAME,NAME] [--rounds 5] [--without-flex] [--out DIR]
 
-Cases: lib/mask_cases.py; `--cases selections`: maps of blocks that the data decides
+Cases: lib/mask_cases.py; `--cases selections`: block masks that the data decides
 (lib/selections.py), beside packax's causal attention of all keys. FLOPs are those of attended
 pairs, 4 * H * D a pair forward, 2.5 times that backward; ratios are of medians, over 1: packax is
 faster. Every output and gradient is compared with one float32 reference first; a wrong one is not

@@ -38,7 +38,7 @@ def spans(i: Any, j: Any, tables: Tables) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """A map of blocks that the data decides (selections.py): every `rows` rows choose `top` blocks
+    """A block mask that the data decides (selections.py): every `rows` rows choose `top` blocks
     of `keys` keys."""
 
     rows: int

@@ -1,4 +1,4 @@
-"""Maps of blocks for mask_cases.py, chosen as MoBA's gate and an indexer choose: by the highest
+"""Block masks for mask_cases.py, chosen as MoBA's gate and an indexer choose: by the highest
 scores of the keys before a row.
 
 Scores are products of random features. Those of rows, and of keys, change slowly over `alike` of
@@ -67,7 +67,7 @@ def _choose(of: Selection, rows: jax.Array, keys: jax.Array, at: Any) -> jax.Arr
 
 
 def pairs(case: OptionCase, of: Selection, chosen: np.ndarray) -> float:
-    """Attended pairs of a head, the mean of heads; the mask beside the map is causal."""
+    """Attended pairs of a head, the mean of heads; the mask beside the block mask is causal."""
     first_key, total = np.arange(chosen.shape[2], dtype=np.int32) * of.keys, 0
     for at in range(0, case.seq, CHUNK):
         i = np.arange(at, min(at + CHUNK, case.seq), dtype=np.int32)

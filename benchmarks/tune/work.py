@@ -66,7 +66,7 @@ class Work:
             "q_len": rows, "kv_len": rows, "heads": heads, "kv_heads": kv_heads,
             "row_heads": heads,
         }  # fmt: skip
-        # never read without an element test or dlse
+        # never read without a segment check or dlse
         self.given |= dict.fromkeys(("q_ids", "kv_ids", "q_pos", "kv_pos"), self.given["q_lo"])
         self.given["dlse"] = self.given["lse"]
         self.ranges = dict.fromkeys(("lo", "hi", "segment_checked"))

@@ -59,7 +59,7 @@ B = 7
 
 
 def expressions(rng, q_len, kv_len):
-    """One mask for all rows and one each, of all levels of element tests."""
+    """One mask for all rows and one each, of all levels of segment checks."""
     ids = functools.partial(rng.integers, -1, 3)  # they come back, so are tested
     q_at, kv_at = rng.integers(0, 40, (B, q_len)), rng.integers(0, 40, (B, kv_len))
     lo = rng.integers(-3, kv_len, (B, q_len)).astype(np.int32)

@@ -182,7 +182,7 @@ def test_workspace_of_a_bias(monkeypatch, capability, kernels, options, elements
 
 
 def test_workspace_of_the_gradient_of_slopes(monkeypatch):
-    """The general kernels make it, and with it all others."""
+    """The fallback kernels make it, and with it all others."""
     rows = with_sm90(kernels=BIASED)
     monkeypatch.setattr(ffi.ext, "variants", staticmethod(lambda: rows))
     for arguments, workspace in (((0, 1, 2), LARGE), ((0, 1, 2, 3), SMALL)):
@@ -240,7 +240,7 @@ def test_some_gradients_of_a_map(monkeypatch):
         assert target == "packax_backward_v1"
         assert attributes["needs_grad"] == f"{1 + argument} : i32"
         assert (attributes["q_block"], attributes["kv_block"]) == ("4 : i32", "1 : i32")
-        sums = MIDDLE  # of mask_batch: the map's rows do not make the mask's
+        sums = MIDDLE  # of mask_batch: the block mask's rows do not make the mask's
         assert made == [*written, "0xf32", f"{sums}xf32"]
 
 

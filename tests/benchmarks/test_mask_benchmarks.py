@@ -66,7 +66,7 @@ assert "x packax bwd did not run: no kernel" in shown and "1.0e-03" in shown
 
 
 def test_selections_of_options():
-    """Maps of blocks: as many as asked for and none behind the row, said alike by every way,
+    """Block masks: as many as asked for and none behind the row, said alike by every way,
     counted, and compared."""
     script("""
 import dataclasses

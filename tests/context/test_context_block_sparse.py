@@ -1,4 +1,4 @@
-"""Maps of blocks under context parallelism: every rank has the map of its own rows, in the plan's
+"""Block masks under context parallelism: every rank has the mask of its own rows, in the plan's
 order.
 
 Guards against a map that is cut where no rank or chunk begins, against lists of another rank's
@@ -19,8 +19,8 @@ SHARDING = packax.AttentionSharding(
     query=P("data", "context", "tensor"), key_value=P("data", "context", "tensor")
 )
 DOCUMENTS = packax.causal() & packax.documents(ROWS)
-# rows and keys of a block, batch rows and heads of the map: finer than a chunk, no part of one, one
-# row, more than a rank has
+# rows and keys of a block, batch rows and heads of the block mask: finer than a chunk,
+# no part of one, one row, more than a rank has
 MAPS = {
     "tiles": ((128, 64), (1, 1)),
     "odd": ((100, 48), (BATCH, HEADS)),

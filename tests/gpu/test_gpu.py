@@ -144,7 +144,7 @@ def test_ids_and_positions_of_any_shape(kind):
 
 @pytest.mark.parametrize("ordered", (False, True), ids=("tested", "ordered"))
 def test_two_limits_of_positions(kind, ordered, deterministic):
-    """Windows of positions in several tiles: the element test with a lower limit, and without
+    """Windows of positions in several tiles: the segment check with a lower limit, and without
     one."""
     dtype, dims = kind
     rng = np.random.default_rng(7)

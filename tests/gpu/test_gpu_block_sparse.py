@@ -1,8 +1,8 @@
-"""Maps of blocks on a GPU. `pytest -m gpu`.
+"""Block masks on a GPU. `pytest -m gpu`.
 
 `test_scores.check` asks for the largest logits and gives the scale as an array, so `test_cases`
-runs the general kernels. At head dim 128 a call that has nothing beside the map runs Hopper's own
-where the sizes of a block are powers of two.
+runs the fallback kernels. At head dim 128 a call that has nothing beside the block mask runs
+Hopper's own where the sizes of a block are powers of two.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def test_long_sequences_equal_xla_and_every_time(size, share, dim, garbage):
     """Long lists, full blocks and others, garbage in rows that attend nothing; the same bits in
     each run.
 
-    The general kernels keep NaNs out there, those of Hopper what docs/guide/numerics.md
+    The fallback kernels keep NaNs out there, those of Hopper what docs/guide/numerics.md
     says: finite numbers."""
     length, heads = 4096, 8
     chosen, _ = cases.random_map(1, size, share, (2, heads), (length, length))
@@ -115,7 +115,7 @@ def test_cases_with_nothing_else(name, dtype):
 
 
 Q_LEN, KV_LEN = 777, 1301
-# (rows, keys) of a block, the share of them in the map, its batch rows and heads
+# (rows, keys) of a block, the share of them in the block mask, its batch rows and heads
 SELECTIONS = [
     ((1, 512), 0.4, (2, 4)),  # MoBA
     ((1, 1), 0.1, (2, 1)),  # an indexer
@@ -185,7 +185,7 @@ def test_short_sequences(q_len, kv_len, group):
 
 @jax.jit
 def of_an_array(x: Tensors, mask, scale):
-    """The general kernels."""
+    """The fallback kernels."""
 
     def attention(query, key, value):
         return packax.flash_attention(query, key, value, mask, scale=scale, return_lse=True)
@@ -239,7 +239,7 @@ def test_gradients_in_one_order():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", (0, 3, 4))
 def test_finite_garbage_that_nothing_attends_changes_nothing(n, dtype):
-    """In rows and keys that the map leaves alone, of every head: scores there overflow to
+    """In rows and keys that the block mask leaves alone, of every head: scores there overflow to
     infinities and NaNs."""
     x, expression = tensors(2, Q_LEN, KV_LEN, 4, 2, 128, dtype), selection(n, BESIDE[1])
     allowed = np.broadcast_to(np.asarray(expression.as_array(Q_LEN, KV_LEN)), (2, 4, Q_LEN, KV_LEN))
@@ -259,7 +259,7 @@ def test_finite_garbage_that_nothing_attends_changes_nothing(n, dtype):
 
 
 def test_nan_stays_where_numerics_md_says():
-    """Beyond blocks of 64 for which the map has something it does not come."""
+    """Beyond blocks of 64 for which the block mask has something it does not come."""
     x = tensors(1, 896, 896, 4, 2, 128, "bfloat16")
     chosen = np.zeros((7, 7), bool)
     chosen[:3, :3] = chosen[3:, 3:] = True

@@ -1,4 +1,4 @@
-"""The general kernels on a GPU: what changes scores, and head dims between the compiled ones.
+"""The fallback kernels on a GPU: what changes scores, and head dims between the compiled ones.
 `pytest -m gpu`."""
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def test_float32(name, dims, options, precision, close):
 
 
 def test_plain_requests_are_what_they_were():
-    """Where nothing changes a score, general kernels agree with the plain ones to rounding."""
+    """Where nothing changes a score, fallback kernels agree with the plain ones to rounding."""
     query, key, value, *_ = cases.BY_NAME["causal_long"].tensors("bfloat16", 128, 128)
     plain = packax.flash_attention(query, key, value, packax.causal())
     general, top = packax.flash_attention(

@@ -35,7 +35,7 @@ CAPS = (2.0, 50.0, 1024.0)
 LOUD = {2.0: 4, 50.0: 30, 1024.0: 600}
 ROWS = np.r_[20:46, 200:203, 499]
 BACK = np.stack([packed(90, 40, 370), packed(500), packed(64, 436)])
-BACK[0, 300:], BACK[2, 400:] = BACK[0, 0], BACK[2, 0]  # ids that come back: tested rows
+BACK[0, 300:], BACK[2, 400:] = BACK[0, 0], BACK[2, 0]  # ids that come back: segment-checked rows
 BACK[1, 460:] = packax.PADDING_SEGMENT_ID
 MASKS = (
     lambda: causal_documents(THREE_ROWS),  # padding: rows that attend nothing
@@ -99,7 +99,7 @@ def test_cases(name, dim):
 
 @jax.jit
 def of_an_array(x: Tensors, mask, scale):
-    """The general kernels: the cap is that of `test_both_kinds_of_kernels`."""
+    """The fallback kernels: the cap is that of `test_both_kinds_of_kernels`."""
 
     def attention(query, key, value):
         return packax.flash_attention(
@@ -172,7 +172,7 @@ def test_sinks(dtype, dim):
         (128, 2.0, -0.3),  # a sign, which goes into the query
         (64, 2.0, 0.0),
         (64, 1e-3, None),  # all of tanh is 1 or -1
-        (128, 5000.0, None),  # from here on the general kernels
+        (128, 5000.0, None),  # from here on the fallback kernels
         ((192, 128), 50.0, None),
         (72, 50.0, None),
     ],

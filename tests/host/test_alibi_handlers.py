@@ -1,4 +1,4 @@
-"""The general handlers with ALiBi of indices on a GPU of Hopper: its own kernels where the slopes
+"""The fallback handlers with ALiBi of indices on a GPU of Hopper: its own kernels where the slopes
 are all there is.
 
 Guards against a bias that a kernel does not know and gets all the same, places that it would not
@@ -49,12 +49,12 @@ def test_backward(tmp_path, driver, s, qk_dim, has_dlse):
     expect_one_backward(machine, s, call, "backward_sm90_alibi", has_dlse)
 
 
-# Of slopes alone: what leaves them to the general kernels.
+# Of slopes alone: what leaves them to the fallback kernels.
 OTHERS = {
     "places that are arrays": {"has": (1, 1)},
     "slopes for every row of the batch": {"batches": (1, 2)},
     "a soft cap": {"soft_cap": 30.0},
-    "a map of blocks": {"blocks": MAP},
+    "a block mask": {"blocks": MAP},
     "other head dims": {"dims": (56, 56)},
 }
 

@@ -1,7 +1,7 @@
-"""The general handlers with a map of blocks on a GPU of Hopper: its own kernels where the map is
+"""The fallback handlers with a block mask on a GPU of Hopper: its own kernels where the mask is
 all there is.
 
-Guards against a map that the kernels cannot read (they find blocks by shifts) or that one of them
+Guards against a mask that the kernels cannot read (they find blocks by shifts) or that one of them
 does not get, and against arguments in another place than the kernels have them. On a fake libcuda,
 as test_soft_cap_handlers.py.
 """
@@ -94,7 +94,7 @@ def test_backward(mapped, s, n, size, needs_grad):
     assert mapped.calls("cuLibraryLoadData") == 3
 
 
-# Of a plain call with a map: what leaves it to the general kernels.
+# Of a plain call with a map: what leaves it to the fallback kernels.
 OTHERS = {
     "rows of a block by threes": {"blocks": (1, 6, 3, 32)},
     "keys of a block by twenties": {"blocks": (1, 6, 4, 20)},

@@ -1,4 +1,4 @@
-"""The general handlers: the smallest kernel that covers the head dims, its arguments, what they
+"""The fallback handlers: the smallest kernel that covers the head dims, its arguments, what they
 refuse.
 
 On a fake libcuda, as test_handlers.py.

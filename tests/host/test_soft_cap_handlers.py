@@ -1,4 +1,4 @@
-"""The general handlers with a soft cap on a GPU of Hopper: its own kernels where the cap is all
+"""The fallback handlers with a soft cap on a GPU of Hopper: its own kernels where the cap is all
 there is.
 
 Guards against a cap or a map of scores that one of the two kinds does not know and gets all the
@@ -113,12 +113,12 @@ def test_caps_of_its_own_kernels(capped, direction, soft_cap):
             assert launch["params"][at] == soft_cap
 
 
-# Of a plain call with a soft cap: what leaves it to the general kernels.
+# Of a plain call with a soft cap: what leaves it to the fallback kernels.
 OTHERS = {
     "a larger cap": {"soft_cap": float(np.nextafter(np.float32(1024), np.float32(2048)))},
     "a scale from a buffer": {"has": (1, 0)},
     "a bias": {"has": (0, 1)},
-    "a map of blocks": {"blocks": MAP},
+    "a block mask": {"blocks": MAP},
     "other head dims": {"dims": (56, 56)},
 }
 

@@ -1,4 +1,4 @@
-"""The general Triton kernels in the interpreter, with a map of blocks and the lists of the real
+"""The fallback Triton kernels in the interpreter, with a block mask and the lists of the real
 build.
 
 Guards against a list that misses a block, a block taken for full that is not, a head that reads

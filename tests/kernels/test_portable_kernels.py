@@ -1,7 +1,7 @@
 """The Triton kernels in the interpreter: the integers of the XLA twins, attention of an oracle.
 
-Guards against a kernel that is right only on tidy input: odd lengths, empty rows, tested rows,
-tiles of every shape, garbage in padding. The oracle is float64.
+Guards against a kernel that is right only on tidy input: odd lengths, empty rows, segment-checked
+rows, tiles of every shape, garbage in padding. The oracle is float64.
 """
 
 from __future__ import annotations

@@ -250,7 +250,7 @@ def test_bits(q_shift):
 
 @pytest.mark.parametrize("first", [Q_LEN, 320])
 def test_rows_past_the_end_read_nothing_else(first):
-    """A tile of 128 rows, whose second half may have none: any bits, but no read past the map."""
+    """A tile of 128 rows, whose second half may have none: any bits, but no read past the mask."""
     for size in ((1, 1), (2, 64), (64, 1), (512, 512)):
         _, words, mask_args = mapped(size)
         for head in (0, HEADS - 1):

@@ -325,7 +325,7 @@ def test_export_with_symbolic_sizes():
 
 
 def test_memory_is_that_of_the_blocks():
-    """Four times the tokens and blocks of keys, four times the memory, but for the map itself."""
+    """Four times the tokens and blocks of keys, four times the memory, but for the mask itself."""
 
     def temporary(length):
         def loss(query, key, value, chosen):

@@ -178,7 +178,7 @@ def test_colliding_ids_are_tested_and_ordinary_ones_not():
 
 @pytest.mark.parametrize("case", cases.CASES, ids=str)
 def test_ordinary_packing_is_never_tested(case):
-    """Only the cases whose names say so may pay for the element test."""
+    """Only the cases whose names say so may pay for the segment check."""
     from packax import create_attention_mask
 
     mask = create_attention_mask(case.expression(), q_len=case.q_len, kv_len=case.kv_len)

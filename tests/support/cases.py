@@ -155,7 +155,7 @@ CASES = [
     Case("gqa_4", "group 4", lambda: _causal_documents(ODD), heads=8, kv_heads=2),
     Case("gqa_8", "group 8", lambda: _causal_documents(ODD), heads=16, kv_heads=2),
     Case("hashed_ids", "large, negative, colliding", lambda: _causal_documents(_hashed())),
-    Case("ids_reappear", "hulls: tested rows", lambda: _causal_documents(BACK)),
+    Case("ids_reappear", "hulls: segment-checked rows", lambda: _causal_documents(BACK)),
     Case("ids_alternate", "tested everywhere", lambda: packax.documents(np.arange(LENGTH) % 2)),
     Case(
         "positions_restart",
@@ -187,7 +187,7 @@ CASES = [
     ),
     Case(
         "ranges_of_hulls",
-        "ranges narrow tested rows until they attend nothing",
+        "ranges narrow segment-checked rows until they attend nothing",
         lambda: packax.ranges(np.arange(LENGTH) - 3, np.arange(LENGTH)) & packax.documents(BACK),
     ),
     Case(
@@ -250,7 +250,7 @@ CASES = [
 
 
 def random_map(seed, size, share, shape=(), lengths=(LENGTH, LENGTH)):
-    """A map of blocks with this share of them, and its sizes of a block."""
+    """A block mask with this share of them, and its sizes of a block."""
     blocks = [-(-length // of) for length, of in zip(lengths, size, strict=True)]
     return np.random.default_rng(seed).random((*shape, *blocks)) < share, size
 
@@ -274,7 +274,7 @@ def _indexer():
     return packax.block_sparse(chosen, size) & packax.causal() & packax.documents(PADDED)
 
 
-# What only the general kernels take: not among CASES.
+# What only the fallback kernels take: not among CASES.
 SPARSE = [
     Case("moba", "rows choose blocks of keys, heads their own", _moba, heads=4, kv_heads=2),
     Case("indexer", "keys one by one, a map for each batch row", _indexer, batch=2, heads=4),
@@ -285,7 +285,7 @@ SPARSE = [
     ),
     Case(
         "sparse_threes",
-        "blocks of odd sizes, on tested rows, in batches and heads",
+        "blocks of odd sizes, on segment-checked rows, in batches and heads",
         lambda: (
             packax.block_sparse(*random_map(8, (3, 5), 0.4, (2, 2)))
             & packax.documents(BACK, positions=positions_of(BACK))

@@ -99,7 +99,7 @@ CASES = {
     "alibi": lambda q, k, v, ids: packax.flash_attention(
         q, k, v, causal_documents(ids), bias=packax.alibi(SLOPES)
     ),
-    "block map": lambda q, k, v, ids: packax.flash_attention(
+    "block mask": lambda q, k, v, ids: packax.flash_attention(
         q, k, v, packax.causal() & packax.block_sparse(jnp.asarray(BLOCKS[None], bool), (64, 64))
     ),
     "deterministic": lambda q, k, v, ids: packax.flash_attention(

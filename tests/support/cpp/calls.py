@@ -282,7 +282,7 @@ POWERS = (2, 6, 4, 32)  # a map that Hopper's kernels take, of the default sizes
 
 
 def forward_block_lists(m, s=Sizes(), blocks=POWERS, **more):
-    """A map of blocks is all that it has beside a plain call."""
+    """A block mask is all that it has beside a plain call."""
     return forward_fallback(m, s, **{"has": (0, 0), "soft_cap": 0.0, "blocks": blocks, **more})
 
 

@@ -138,7 +138,7 @@ SM90 = {
     "backward": ["backward_prepare", "backward_sm90", "backward_finish"],
     # deterministic, or of some gradients; up to head dim 192
     "backward_apart": ["backward_prepare", "backward_dkdv_sm90", "backward_dq_sm90"],
-    # with a soft cap and nothing else that needs the general kernels
+    # with a soft cap and nothing else that needs the fallback kernels
     "forward_soft_cap": ["forward_sm90_soft_cap"],
     "backward_soft_cap": ["backward_prepare", "backward_sm90_soft_cap", "backward_finish"],
     "backward_apart_soft_cap": [
@@ -149,7 +149,7 @@ SM90 = {
     # with slopes of indices and nothing else that does
     "forward_alibi": ["forward_sm90_alibi"],
     "backward_alibi": ["backward_prepare", "backward_sm90_alibi", "backward_finish"],
-    # with a map of blocks and nothing else that does
+    # with a block mask and nothing else that does
     "forward_block_lists": ["forward_sm90_block_lists"],
     "backward_block_lists": [
         "backward_prepare",

@@ -45,7 +45,7 @@ def sm90_maps(machine, call, **more):
 
 def expect_forward(machine, s, call, kernel, block, **more):
     """The kernel alone, of tiles of `block` rows in their order; before the launch the counter is
-    cleared. Scale 0.375, element test 1."""
+    cleared. Scale 0.375, segment check 1."""
     assert machine.row(kernel, machine.variant["cc"])["block"] == block
     order = {128: "q_order", 192: "q_order_192"}[block]
     more |= {"q_order": call.operands[order].address, **sm90_maps(machine, call)}

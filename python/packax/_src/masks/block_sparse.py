@@ -65,7 +65,7 @@ class BlockSparse(MaskExpression):
 
 
 def block_sparse(block_mask: ArrayLike, block_size: int | tuple[int, int]) -> MaskExpression:
-    """Row i attends key j if the map has the block that they lie in:
+    """Row i attends key j if the block mask has the block that they lie in:
     block_mask[b, h, i // m, j // n].
 
     For masks that are known only when the data is: mixture of block attention (MoBA, arXiv
@@ -82,8 +82,8 @@ def block_sparse(block_mask: ArrayLike, block_size: int | tuple[int, int]) -> Ma
     Raises:
         ValueError: a shape, dtype or size that is not as above.
 
-    The mask holds the map in bits, and lists of one int32 for every 128 x 64 rows and keys, twice,
-    and for every head of the map.
+    An attention mask holds it in bits, and lists of one int32 for every 128 x 64 rows and keys,
+    twice, and for each of its heads.
 
     >>> packax.block_sparse(np.array([[True, False], [True, True]]), 2).as_array(3, 4).astype(int)
     array([[1, 1, 0, 0],

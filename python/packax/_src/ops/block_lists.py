@@ -1,6 +1,6 @@
 """Block masks as the kernels take them: bits, and for each tile the list of blocks that it meets.
 
-Made once per mask, in O(blocks), from the map and the bounds of blocks of 64
+Made once per mask, in O(blocks), from the block mask and the bounds of blocks of 64
 (docs/internals/mask_format.md, "Block masks"). An element is tested by its bit; the lists only say
 where to look.
 """
