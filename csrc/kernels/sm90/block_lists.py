@@ -116,7 +116,7 @@ def bits_of_keys(head_mask, rows, first_key, q_len):
 @gluon.constexpr_function
 def bits_of_rows_asm():
     """Bits of 64 rows, for the two keys of a thread, whose blocks share a word. Operands: bits (2);
-    keys (2), pointers to their word of the map's first row (2), first row, last row of all, bytes
+    keys (2), pointers to their word of the mask's first row (2), first row, last row of all, bytes
     of a row's words, shifts of rows and keys."""
     t = [
         "{ .reg .u64 a; .reg .u32 q, t, b, w<8>, k<2>; .reg .pred p; mov.b32 $0, 0; mov.b32 $1, 0;"

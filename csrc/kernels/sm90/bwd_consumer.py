@@ -177,7 +177,7 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
     ds_full, _ = ds_bars
     b, first_key, kv_head, group, bh, _mask_row, padded = place
     start, steps, partial, full_begin, full_end = range_
-    _element_test, _q_len, kv_len, scale, _soft_cap = numbers
+    _segment_check, _q_len, kv_len, scale, _soft_cap = numbers
     # of dQ this warp group makes half of the columns
     PART: gl.constexpr = QK_DIM // 2
     CELLS: gl.constexpr = ROWS * PART

@@ -194,7 +194,7 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
     kv_full, q_full, _, _, _ = bars
     b, first_key, kv_head, group, _bh, _mask_row, _padded = place
     start, steps, partial, full_begin, full_end = range_
-    _element_test, _q_len, kv_len, scale = numbers
+    _segment_check, _q_len, kv_len, scale = numbers
     CHUNKS: gl.constexpr = QK_DIM // QK_CHUNK
     dtype: gl.constexpr = dk.dtype
     s_layout: gl.constexpr = accumulator(ROWS)
