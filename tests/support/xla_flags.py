@@ -15,13 +15,16 @@ import jaxlib
 
 
 def known(flag: str) -> bool:
-    """Whether this jaxlib has the flag: XLA ends the process over one that it does not know."""
+    """Whether this jaxlib has the flag: XLA ends the process over one that it does not know.
+
+    As a string of its own: a protocol buffer goes on to list names of flags that are gone.
+    """
     for library in pathlib.Path(jaxlib.__file__).parent.glob("*.so"):
         with (
             library.open("rb") as file,
             mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as code,
         ):
-            if code.find(flag.encode()) >= 0:
+            if code.find(flag.encode() + b"\0") >= 0:
                 return True
     return False
 
