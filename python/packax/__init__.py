@@ -25,6 +25,7 @@ from packax._src.masks.planning import (
 )
 from packax._src.masks.plot import plot_mask
 from packax._src.masks.spans import spans
+from packax._src.masks.tree import depth_positions, shared_prefix, tree
 from packax._src.ops import lowering_decode as _lowering_decode  # noqa: F401 (registers rules)
 from packax._src.ops import lowering_mask as _lowering_mask  # noqa: F401
 from packax._src.ops.lowering import export_checks
@@ -54,6 +55,7 @@ __all__ = [
     "create_attention_mask",
     "debug_checks",
     "decode_attention",
+    "depth_positions",
     "documents",
     "dot_product_attention",
     "export_checks",
@@ -63,6 +65,8 @@ __all__ = [
     "plot_mask",
     "prefix",
     "ranges",
+    "shared_prefix",
     "sliding_window",
     "spans",
+    "tree",
 ]

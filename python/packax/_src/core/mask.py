@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.export import is_symbolic_dim
 from jax.sharding import PartitionSpec as P
 
+from packax._src.core.shapes import ONE_BLOCK
 from packax._src.core.sharding import AttentionSharding
 
 _MOST_PAIRS = 1 << 24
@@ -131,7 +132,9 @@ class AttentionMask:
         size = 4 * sum(math.prod(x.shape) for x in leaves)
         held = f"{size:,} bytes" if isinstance(size, int) else "symbolic lengths"
         parts = [_BUILT_FROM[self.segment_check]]
-        if self.block_mask is not None:
+        if self.block_size == ONE_BLOCK:
+            parts = ["a tree"]
+        elif self.block_mask is not None:
             parts.append(f"block_sparse of blocks {self.block_size}")
         if self.shards > 1 and self.sharding is not None:
             parts.append(f"rows in {self.shards} pieces over {self.sharding.query[1]!r}")

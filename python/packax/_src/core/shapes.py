@@ -12,6 +12,9 @@ TILE = 128  # rows or keys of one entry of q_order and kv_order
 TILE_192 = 192  # rows of one entry of q_order_192
 INT_MAX = 2**31 - 1
 MAX_LENGTH = 1 << 29  # of a row, as csrc/ffi/operands.h has it
+ONE_BLOCK = (1 << 30, 1 << 30)
+"""The block size of a mask that has block lists and leaves elements to the segment check: its block
+mask is one block, which is there."""
 
 PADDING_SEGMENT_ID = -1
 """The one segment id that is no document: its rows attend nothing and no row attends its keys."""

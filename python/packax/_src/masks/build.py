@@ -14,6 +14,7 @@ from packax._src.context.load_balance import ContextPlan
 from packax._src.core.integers import Array
 from packax._src.core.jax_compat import vary_together
 from packax._src.core.mask import AttentionMask
+from packax._src.core.shapes import ONE_BLOCK
 from packax._src.core.sharding import AttentionSharding, Layout, check_divides, layout_of
 from packax._src.masks.block_sparse import BlockSparse
 from packax._src.masks.documents import Ranges
@@ -23,7 +24,7 @@ from packax._src.masks.local_parts import fits_documents, keeps_local, local_par
 from packax._src.masks.messages import instead_of_array
 from packax._src.masks.rank_rows import RankRows
 from packax._src.masks.row_ranges import Document, Rows, row_ranges_and_bounds, segment_check_of
-from packax._src.ops.block_lists import entries, packed
+from packax._src.masks.tree import tree_of
 from packax._src.ops.primitives import BLOCK_ARRAYS, Implementation, check_implementation
 
 
@@ -78,7 +79,8 @@ def create_attention_mask(
     if not isinstance(expression, MaskExpression):
         raise ValueError(
             "expression must be causal(), sliding_window(...), chunked(...), prefix(...), "
-            "spans(...), full(), documents(...), ranges(...), block_sparse(...), or `&` and `|` of "
+            "spans(...), full(), documents(...), ranges(...), block_sparse(...), tree(...), "
+            "shared_prefix(...), or `&` and `|` of "
             f"them, but is a {type(expression).__name__}{instead_of_array(expression)}"
         )
     check_implementation(implementation)
@@ -127,6 +129,9 @@ def create_attention_mask(
             if layout is not None and block_mask.shape[1] > 1:
                 heads = block_mask.shape[1]
                 check_divides(layout, "block_mask", "number of heads", heads, layout.heads)
+    tree = tree_of(expression)
+    if tree is not None and block_size is None:
+        block_size = ONE_BLOCK
     build = functools.partial(
         _build,
         batch=batch,
@@ -140,9 +145,9 @@ def create_attention_mask(
         fits=fits,
     )
     if any(not is_symbolic_dim(n) and n == 0 for n in (batch, q_len, kv_len)):
-        shapes = jax.eval_shape(build, sides, interval, ranges, block_mask, plan)
+        shapes = jax.eval_shape(build, sides, interval, ranges, block_mask, tree, plan)
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    return build(sides, interval, ranges, block_mask, plan)
+    return build(sides, interval, ranges, block_mask, tree, plan)
 
 
 def _check_plan(
@@ -190,19 +195,34 @@ def _length(name: str, length: Any) -> Any:
     inline=True,
 )
 def _build(
-    document, interval, ranges, block_mask, plan, *,
+    document, interval, ranges, block_mask, tree, plan, *,
     batch, q_len, kv_len, block_size, implementation, sharding, layout, permuted_keys, fits,
 ) -> AttentionMask:  # fmt: skip
     """document: the arrays of `Document`; interval: And of what else narrows the rows; fits: of a
-    plan, see `fits_documents`."""
+    plan, see `fits_documents`.
+
+    A tree narrows the row ranges, and the test of documents with positions does the rest: ids are
+    those of documents, or all alike, and a row attends a key if one after the row is at most the
+    end of the key's subtree. Both are there with the other sign, so that it reads "key at most
+    row". Rows may be permuted: what they bring is about the sequence in order.
+    """
     ranks = RankRows(layout, plan, batch, q_len).with_placed_plan()
     if ranks.in_one_piece:
         structure: Any
-        leaves, structure = jax.tree.flatten((document, interval, ranges, block_mask))
-        document, interval, ranges, block_mask = structure.unflatten(vary_together(*leaves))
+        leaves, structure = jax.tree.flatten((document, interval, ranges, block_mask, tree))
+        document, interval, ranges, block_mask, tree = structure.unflatten(vary_together(*leaves))
     document = Document(*(None if x is None else ranks.keys(x) for x in document))
-    low, high = ranks.limits(document, interval)
-    level = segment_check_of(document, low, high)
+    beside = None if tree is None else document.q_ids is not None
+    if tree is None:
+        low, high = ranks.limits(document, interval)
+        level = segment_check_of(document, low, high)
+    else:
+        lo, hi, end = (ranks.keys(x) for x in ranks.tree_rows(tree, interval))
+        ranges = (*ranges, (lo, hi))
+        after = -1 - jax.lax.broadcasted_iota(jnp.int32, end.shape, 1)
+        ids = jnp.zeros_like(end) if document.q_ids is None else document.q_ids
+        document = Document(ids, document.kv_ids, after, -end)
+        low, high, level = None, after, 2
     kv_ids, kv_pos = document.keys()
     # What keys have as the query's is not held twice, where rows lie as keys do. The limits of
     # causal() are the positions themselves.
@@ -217,6 +237,9 @@ def _build(
     )
 
     own_batch, own_rows = ranks.sizes()
+    axes: tuple[Any, Any] = (), ()
+    if block_mask is not None:
+        block_mask, block_size, axes = ranks.block_mask(block_mask, block_size)
     arrays: Any = functools.partial(
         row_ranges_and_bounds,
         level=level,
@@ -224,35 +247,29 @@ def _build(
         q_len=own_rows,
         kv_len=kv_len,
         implementation=implementation,
+        block_size=block_size,
+        tree=beside,
     )
     made = ("q_lo", "q_hi", *BLOCK_ARRAYS, *(("q_pos",) if level >= 2 else ()))
 
     def specs() -> Any:
         rows, keys = (ranks.spec(name, 0, ranks.mask_batch) for name in ("q_lo", "kv_ids"))
-        return (rows, keys, keys), {x: ranks.spec(x, level, ranks.mask_batch) for x in made}
-
-    computed: dict[str, Any] = {"q_pos": None}
-    computed |= ranks.on_each(arrays, specs)(held, kv_ids, kv_pos)
-    if block_mask is not None:
-        block_mask, block_size, axes = ranks.block_mask(block_mask, block_size)
-        lists: Any = functools.partial(
-            _block_lists, block_size=block_size, q_len=own_rows, kv_len=kv_len
-        )
-
-        def list_specs() -> Any:
-            bits = ranks.spec("block_mask", level, *axes)
-            bounds = ranks.spec("q_blocks", level, ranks.mask_batch)
-            of_tiles = {
+        bits = ranks.spec("block_mask", level, *axes)
+        out = {x: ranks.spec(x, level, ranks.mask_batch) for x in made}
+        if block_size is not None:
+            out |= {
                 name: ranks.spec(name, level, ranks.mask_batch, axes[1])
                 for name in ("q_block_lists", "kv_block_lists")
             }
-            return (bits, bounds), {"block_mask": bits, **of_tiles}
+            out["block_mask"] = bits
+        return (rows, keys, keys, bits), out
 
-        computed |= ranks.on_each(lists, list_specs)(block_mask, computed["q_blocks"])
+    computed: dict[str, Any] = {"q_pos": None}
+    computed |= ranks.on_each(arrays, specs)(held, kv_ids, kv_pos, block_mask)
     if ranks.plan is not None and permuted_keys:
         orders = jnp.stack([ranks.plan.order, ranks.plan.inverse], axis=1)
         computed["kv_plan"] = ranks.pinned(orders, ranks.plan_batch)
-        if block_mask is None and fits is not False and keeps_local(ranks, document):
+        if block_size is None and fits is not False and keeps_local(ranks, document):
             computed |= local_parts(
                 ranks,
                 document,
@@ -279,15 +296,3 @@ def _build(
         permuted=plan is not None,
         block_size=block_size,
     )
-
-
-def _block_lists(block_mask, q_blocks, *, block_size, q_len, kv_len) -> dict[str, jax.Array]:
-    """The arrays that a block_sparse(...) adds."""
-    words = packed(block_mask)  # one for all rows of the batch may stay that
-    block_mask, q_blocks = vary_together(block_mask, q_blocks)
-    q_block_lists, kv_block_lists = entries(block_mask, block_size, q_blocks, q_len, kv_len)
-    return {
-        "block_mask": words,
-        "q_block_lists": q_block_lists,
-        "kv_block_lists": kv_block_lists,
-    }

@@ -1,6 +1,6 @@
 """Mask expressions: frozen values whose meaning is a dense boolean, `as_array`.
 
-Their algebra, `&` and `|`. The leaves are in documents.py, intervals.py, spans.py and
+Their algebra, `&` and `|`. The leaves are in documents.py, intervals.py, spans.py, tree.py and
 block_sparse.py. Nothing here computes row ranges (build.py does) or knows a kernel.
 """
 
@@ -64,7 +64,7 @@ class MaskExpression:
             ValueError: if the expression's own arrays have other lengths.
         """
         check_lengths(self, q_len, kv_len)
-        return self._as_array(places_of(documents_of(self), q_len, kv_len))
+        return self._as_array(places_of(self, q_len, kv_len))
 
     def _as_array(self, at: Positions) -> Array:
         raise NotImplementedError
@@ -84,8 +84,15 @@ class MaskExpression:
         """Itself and all that it is made of."""
         yield self
 
+    def places(self, q_len: int, kv_len: int) -> Positions | None:
+        """What the intervals beside it compare, if it says that."""
+        return None
+
     def check_beside(self, document: Documents | None) -> None:
         """Raises ValueError if it cannot be intersected with these documents."""
+
+    def check_others(self, both: And) -> None:
+        """Raises ValueError if it cannot be intersected with all of this."""
 
     def warn_beside(self, document: Documents | None) -> None:
         """Warns if beside these documents it surely, or as a rule, is not what is meant."""
@@ -196,6 +203,12 @@ class Documents(MaskExpression):
         if self.kv_ids is None:
             held.append(("segment_ids", self.q_ids, "kv"))
         return [(name, x, side) for name, x, side in held if x is not None]
+
+    def places(self, q_len: int, kv_len: int) -> Positions | None:
+        if self.q_pos is None:
+            return None
+        kv_pos = self.q_pos if self.kv_pos is None else self.kv_pos
+        return Positions(self.q_pos, kv_pos, self.q_ids, True)
 
     def _as_array(self, at: Positions) -> Array:
         kv_ids = self.q_ids if self.kv_ids is None else self.kv_ids
@@ -322,6 +335,7 @@ def _check_and(both: And) -> None:
     document = documents_of(both)
     for part in both.walk():
         part.check_beside(document)
+        part.check_others(both)
 
 
 def _union(members: tuple[MaskExpression, ...]) -> Or:
@@ -376,11 +390,11 @@ def documents_of(expression: MaskExpression) -> Documents | None:
     return None
 
 
-def places_of(document: Documents | None, q_len: int, kv_len: int) -> Positions:
-    """What the intervals beside this documents(...), if any, compare."""
-    ids = None if document is None else document.q_ids
-    if document is None or document.q_pos is None:
-        q, kv = (np.arange(length, dtype=np.int32) for length in (q_len, kv_len))
-        return Positions(q, kv, ids, False)
-    kv_pos = document.q_pos if document.kv_pos is None else document.kv_pos
-    return Positions(document.q_pos, kv_pos, ids, True)
+def places_of(expression: MaskExpression, q_len: int, kv_len: int) -> Positions:
+    """What the intervals of the expression compare: positions that a part of it has, or indices."""
+    for part in expression.parts():
+        places = part.places(q_len, kv_len)
+        if places is not None:
+            return places
+    q, kv = (np.arange(length, dtype=np.int32) for length in (q_len, kv_len))
+    return Positions(q, kv, getattr(documents_of(expression), "q_ids", None), False)

@@ -31,6 +31,7 @@ from packax._src.masks.documents import Ranges
 from packax._src.masks.expressions import And, Interval, MaskExpression, Positions, documents_of
 from packax._src.masks.lengths import batch_of, check_lengths
 from packax._src.masks.spans import extremes
+from packax._src.masks.tree import tree_keys, tree_of
 from packax._src.ops.primitives import Implementation
 
 Kind = Literal["zigzag", "balanced", "local"]
@@ -239,7 +240,9 @@ def _keys(expression: MaskExpression, length: int, kv_len: int) -> Any:
     """(B or 1, length) int32: how many keys each row attends, or a tile visits for it."""
     document = documents_of(expression)
     cross = kv_len != length or (document is not None and document.kv_ids is not None)
-    if cross or any(isinstance(part, BlockSparse) for part in expression.parts()):
+    parts, tree = expression.parts(), tree_of(expression)
+    alone = all(part is tree or isinstance(part, Interval) for part in parts)
+    if cross or (tree and not alone) or any(isinstance(part, BlockSparse) for part in parts):
         mask = create_attention_mask(expression, q_len=length, kv_len=kv_len)
         keys = _keys_of_mask(mask)
         return keys >> max(0, kv_len.bit_length() - length.bit_length())
@@ -255,6 +258,11 @@ def _whole_rows(x: Any) -> Any:
 def _keys_of_rows(expression: MaskExpression, length: int, xp: ModuleType) -> Any:
     """In self-attention, where a document is a run of one id and its positions go up by one."""
     batch = batch_of(expression)
+    tree = tree_of(expression)
+    if tree is not None:
+        interval = And(tuple(part for part in expression.parts() if isinstance(part, Interval)))
+        keys = tree_keys(tree, interval)
+        return xp.broadcast_to(keys, (max(batch, keys.shape[0]), length))
     index: Any = xp.arange(length, dtype=np.int32)[None]
     first, last = xp.zeros_like(index), xp.full_like(index, length - 1)
     document = documents_of(expression)

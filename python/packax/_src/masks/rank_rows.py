@@ -8,6 +8,7 @@ a layout and a plan there is one piece, and nothing moves.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,7 @@ from packax._src.core.mask import FIELDS
 from packax._src.core.sharding import Axes, Layout
 from packax._src.masks.expressions import And, Limits
 from packax._src.masks.row_ranges import Document, limits_of
+from packax._src.masks.tree import Tree, tree_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,8 +100,21 @@ class RankRows:
 
     def limits(self, document: Document, interval: And) -> Limits:
         """`limits_of`, of whole sequences: intervals are about their indices and their spans."""
+        function = functools.partial(limits_of, q_len=self.q_len)
+        low, high = self._of_sequences(function, document, interval)
+        return low, high
+
+    def tree_rows(self, tree: Tree, interval: And) -> list[Any]:
+        """`tree_rows`, of whole sequences: a tree is about their order."""
+        return self._of_sequences(tree_rows, jax.tree.map(lambda x: self.keys(jnp.atleast_2d(x)), tree), interval)
+
+    def _of_sequences(self, function: Callable[..., Any], held: Any, interval: And) -> Any:
+        """function(held, interval) on every rank: arrays of each row of whole sequences, or None.
+
+        held: arrays of `keys`.
+        """
         if self.layout is None:
-            return limits_of(document, interval, self.q_len)
+            return function(held, interval)
 
         def of_leaf(x: Any) -> tuple[Axes, ...]:
             return (self._batch_axes(x),) if jnp.ndim(x) else ()
@@ -108,16 +123,15 @@ class RankRows:
         layout = self.layout
         shape = self.sizes()[0], self.q_len
 
-        def limits(document: Document, interval: And) -> list[Any]:
-            ends = limits_of(document, interval, self.q_len)
-            return [None if x is None else jnp.broadcast_to(x, shape) for x in ends]
+        def of_rank(held: Any, interval: And) -> list[Any]:
+            made = function(held, interval)
+            return [None if x is None else jnp.broadcast_to(x, shape) for x in made]
 
         def specs() -> tuple[Any, Any]:
             keys = layout.spec(self.mask_batch)
             return (keys, jax.tree.map(lambda x: layout.spec(*of_leaf(x)), interval)), keys
 
-        low, high = self.on_each(limits, specs)(document, interval)
-        return low, high
+        return self.on_each(of_rank, specs)(held, interval)
 
     def block_mask(
         self, block_mask: jax.Array, block_size: tuple[int, int]

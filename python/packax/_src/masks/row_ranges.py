@@ -12,9 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from packax._src.core.jax_compat import vary_together
+from packax._src.core.shapes import BLOCK, INT_MAX, ceil_div, fill_up
 from packax._src.masks.expressions import And, Limits, Positions
+from packax._src.ops.block_lists import Subtrees, entries, packed
 from packax._src.ops.partitioning import ask_devices
 from packax._src.ops.primitives import BLOCK_ARRAYS, blocks_p, documents_p
+from packax._src.ops.xla_mask import query_blocks
 
 _INT32 = np.iinfo(np.int32)
 
@@ -69,12 +72,17 @@ def segment_check_of(document: Document, low: Any, high: Any) -> int:
 
 
 def row_ranges_and_bounds(
-    held: Rows, kv_ids, kv_pos, *, level, batch, q_len, kv_len, implementation
-) -> dict[str, jax.Array]:
-    """The arrays of a mask that are computed: of these rows, and of all keys in order."""
+    held: Rows, kv_ids, kv_pos, block_mask=None, *,
+    level, batch, q_len, kv_len, implementation, block_size=None, tree=None,
+) -> dict[str, jax.Array]:  # fmt: skip
+    """The arrays of a mask that are computed: of these rows, and of all keys in order.
+
+    tree: None, or whether there are documents too: `held.high` and kv_pos are then less than 0 by
+    one after the row, and by the end of the key's subtree (tree.py).
+    """
     structure: Any
-    leaves, structure = jax.tree.flatten((held, kv_ids, kv_pos))
-    held, kv_ids, kv_pos = structure.unflatten(vary_together(*leaves))
+    leaves, structure = jax.tree.flatten((held, kv_ids, kv_pos, block_mask))
+    held, kv_ids, kv_pos, own_block_mask = structure.unflatten(vary_together(*leaves))
     q_pos = held.ids
     if level == 2:
         q_pos = held.high
@@ -82,13 +90,13 @@ def row_ranges_and_bounds(
         assert held.low is not None
         high = jnp.full_like(held.low, _INT32.max) if held.high is None else held.high
         q_pos = jnp.stack([high, held.low], axis=1)
-    if level > 0:
+    if level > 0 and tree is not False:
         lo, hi, segment_checked = documents_p.bind(
             ask_devices(held.ids),
             kv_ids,
-            q_pos,
-            kv_pos if level > 1 else kv_ids,
-            compare_positions=max(level - 1, 0),
+            q_pos if tree is None else held.ids,
+            kv_pos if level > 1 and tree is None else kv_ids,
+            compare_positions=max(level - 1, 0) if tree is None else 0,
             implementation=implementation,
         )
     else:
@@ -107,10 +115,46 @@ def row_ranges_and_bounds(
     empty = lo >= hi
     lo, hi, segment_checked = (jnp.where(empty, 0, x) for x in (lo, hi, segment_checked))
 
+    computed = {"q_lo": lo, "q_hi": hi} | ({"q_pos": q_pos} if level >= 2 else {})
+    if tree is not None:  # before its rows are marked: a marked block has no full part
+        lo, hi, segment_checked = vary_together(lo, hi, segment_checked)
+        q_blocks = jax.vmap(query_blocks)(lo, hi, segment_checked)
+        subtrees = _subtrees(q_pos, lo < hi, kv_pos)
+        q_lists, kv_lists, tested = entries(
+            own_block_mask, block_size, q_blocks, q_len, kv_len, subtrees
+        )
+        computed |= {"q_block_lists": q_lists, "kv_block_lists": kv_lists}
+        tested = jnp.repeat(tested, BLOCK, axis=1)[:, :q_len]
+        segment_checked = jnp.where((tested | (segment_checked != 0)) & (lo < hi), 1, 0)
     blocks = blocks_p.bind(
         *vary_together(ask_devices(lo), hi, segment_checked),
         kv_len=kv_len,
         implementation=implementation,
     )
-    computed = {"q_lo": lo, "q_hi": hi, **dict(zip(BLOCK_ARRAYS, blocks, strict=True))}
-    return computed | ({"q_pos": q_pos} if level >= 2 else {})
+    computed |= dict(zip(BLOCK_ARRAYS, blocks, strict=True))
+    if block_size is None:
+        return computed
+    if tree is None:
+        bounds = vary_together(own_block_mask, computed["q_blocks"])
+        q_lists, kv_lists, _ = entries(bounds[0], block_size, bounds[1], q_len, kv_len)
+        computed |= {"q_block_lists": q_lists, "kv_block_lists": kv_lists}
+    # One for all rows of the batch stays that.
+    words = jnp.ones((1, 1, 1, 1), jnp.int32) if block_mask is None else packed(block_mask)
+    return computed | {"block_mask": words}
+
+
+def _subtrees(q_pos: jax.Array, some: jax.Array, kv_pos: jax.Array) -> Subtrees:
+    """Bounds of blocks: of rows that are not empty, and of keys."""
+
+    def bounds(x: jax.Array, there: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        count = ceil_div(x.shape[1], BLOCK)
+        least, most = x, x
+        if there is not None:
+            least, most = jnp.where(there, x, INT_MAX), jnp.where(there, x, 0)
+        least, most = (
+            fill_up(y, 1, count * BLOCK, value).reshape(x.shape[0], count, BLOCK)
+            for y, value in ((least, INT_MAX), (most, 0))
+        )
+        return least.min(axis=2), most.max(axis=2)
+
+    return Subtrees(*bounds(-q_pos, some), *bounds(-kv_pos, None))

@@ -7,7 +7,7 @@ where to look.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,19 @@ import jax.numpy as jnp
 from packax._src.core.shapes import BLOCK, ceil_div
 
 _WORD = 32
+
+
+class Subtrees(NamedTuple):
+    """Bounds of blocks of 64, of a mask in which row i attends key j only if own[i] <= end[j].
+
+    Of rows those that are not empty: own_min and own_max (Bm, ceil(Sq / 64)). Of keys end_min and
+    end_max (Bm, ceil(Skv / 64)).
+    """
+
+    own_min: jax.Array
+    own_max: jax.Array
+    end_min: jax.Array
+    end_max: jax.Array
 
 
 def packed(block_mask: jax.Array) -> jax.Array:
@@ -39,31 +52,47 @@ def bit(block_mask: jax.Array, rows: jax.Array, columns: jax.Array) -> jax.Array
 
 
 def entries(
-    block_mask: jax.Array, block_size: tuple[int, int], q_blocks: jax.Array, q_len: Any, kv_len: Any
-) -> tuple[jax.Array, jax.Array]:
+    block_mask: jax.Array | None,
+    block_size: tuple[int, int],
+    q_blocks: jax.Array,
+    q_len: Any,
+    kv_len: Any,
+    subtrees: Subtrees | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The lists of the tiles of 128 rows, and of the tiles of 128 keys.
 
-    block_mask (Bp, H, NQ, NK), q_blocks (Bm, 5, ceil(Sq / 64)), Bp 1 or Bm. Returns int32
-    (Bm, H, ceil(Sq / 128), 2 + ceil(Skv / 64)), the entries being blocks of 64 keys, and
-    (Bm, H, ceil(Skv / 128), 2 + ceil(Sq / 64)), the entries being blocks of 64 rows.
+    block_mask (Bp, H, NQ, NK), q_blocks (Bm, 5, ceil(Sq / 64)), Bp 1 or Bm; no block mask: one of
+    one head that has all. Returns int32 (Bm, H, ceil(Sq / 128), 2 + ceil(Skv / 64)), the entries
+    being blocks of 64 keys, and (Bm, H, ceil(Skv / 128), 2 + ceil(Sq / 64)), the entries being
+    blocks of 64 rows. And (Bm, ceil(Sq / 64)) bool: where a tile of 128 x 128 that is visited needs
+    the test of `subtrees`.
     """
-    some = _pooled(block_mask, 2, block_size[0], q_len, jnp.any)
-    some = _pooled(some, 3, block_size[1], kv_len, jnp.any)
-    every = _pooled(block_mask, 2, block_size[0], q_len, jnp.all)
-    every = _pooled(every, 3, block_size[1], kv_len, jnp.all)
-
     lo_min, lo_max, hi_min, hi_max, flags = (
         x[:, None, :, None] for x in jnp.unstack(q_blocks, axis=1)
     )
     first = _last(BLOCK * jnp.arange(ceil_div(kv_len, BLOCK), dtype=jnp.int32), lo_min)
-    meets = some & (lo_min < first + BLOCK) & (first < hi_max)
+    hull = meets = (lo_min < first + BLOCK) & (first < hi_max)
     # A partial last block of keys is never full: no row's range reaches its end.
-    full = every & (lo_max <= first) & (first + BLOCK <= hi_min)
+    full = (lo_max <= first) & (first + BLOCK <= hi_min)
+    if block_mask is not None:
+        some, every = (
+            _pooled(_pooled(block_mask, 2, block_size[0], q_len, how), 3, block_size[1], kv_len, how)
+            for how in (jnp.any, jnp.all)
+        )
+        meets, full = some & meets, every & full
+    tested = jnp.zeros(q_blocks[:, 0].shape, bool)
+    if subtrees is not None:
+        own_min, own_max = (x[:, None, :, None] for x in (subtrees.own_min, subtrees.own_max))
+        end_min, end_max = (x[:, None, None, :] for x in (subtrees.end_min, subtrees.end_max))
+        meets &= own_min <= end_max
+        full &= own_max <= end_min
+        visited = _tiles(_tiles(meets.any(1, keepdims=True), 2), 3)
+        tested = (visited & hull & (end_min < own_max)).any((1, 3))
     of_rows = _list(_pairs(meets, 2, jnp.any), _pairs(full | (hi_max == 0), 2, jnp.all))
     # Rows that attend nothing must not add to a key's sums.
     full &= flags == 0
     of_keys = (_pairs(meets, 3, jnp.any), _pairs(full, 3, jnp.all))
-    return of_rows, _list(*(x.swapaxes(2, 3) for x in of_keys))
+    return of_rows, _list(*(x.swapaxes(2, 3) for x in of_keys)), tested
 
 
 def met(lists: jax.Array) -> jax.Array:
@@ -105,6 +134,12 @@ def _pairs(x: jax.Array, axis: int, how: Any) -> jax.Array:
     pairs = ceil_div(x.shape[axis], 2)
     x = _filled(x, axis, 2 * pairs - x.shape[axis], how is jnp.all)
     return how(x.reshape(*x.shape[:axis], pairs, 2, *x.shape[axis + 1 :]), axis=axis + 1)
+
+
+def _tiles(x: jax.Array, axis: int) -> jax.Array:
+    """Of blocks of 64, whether either of a tile of 128 has it."""
+    pairs = jnp.repeat(_pairs(x, axis, jnp.any), 2, axis=axis)
+    return jax.lax.slice_in_dim(pairs, 0, x.shape[axis], axis=axis)
 
 
 def _filled(x: jax.Array, axis: int, more: Any, value: bool) -> jax.Array:

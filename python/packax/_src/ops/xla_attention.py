@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from packax._src.core.shapes import INT_MAX, fill_up
+from packax._src.core.shapes import INT_MAX, ONE_BLOCK, fill_up
 from packax._src.ops import block_lists
 from packax._src.ops.xla_tiles import (
     Mask,
@@ -318,7 +318,7 @@ def _visits(mask, tiles, segment_check, block_size):
             allowed &= of_key[1] <= of_row[1]
         if segment_check >= 3:
             allowed &= of_row[2] <= of_key[1]
-        if block_size is not None:
+        if block_size not in (None, ONE_BLOCK):
             allowed = allowed[None, None] & _in_block_mask(mask, block_size, tiles, step, block)
         # Once for all heads: else it is computed again for each score, in every fusion that asks.
         return lax.optimization_barrier(allowed)

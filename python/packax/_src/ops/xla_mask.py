@@ -154,7 +154,7 @@ def block_bounds(
     q_len = q_lo.shape[1]
 
     def one_row(lo, hi, segment_checked):
-        q_blocks = _query_blocks(lo, hi, segment_checked)
+        q_blocks = query_blocks(lo, hi, segment_checked)
         kv_blocks = _key_blocks(q_blocks, q_len, kv_len)
         q_order = _query_order(q_blocks, TILE)
         q_order_192 = _query_order(q_blocks, TILE_192)
@@ -164,7 +164,8 @@ def block_bounds(
     return jax.vmap(one_row)(q_lo, q_hi, segment_checked)
 
 
-def _query_blocks(lo, hi, segment_checked):
+def query_blocks(lo, hi, segment_checked):
+    """(5, NQ), of one batch row."""
     count = ceil_div(lo.shape[0], BLOCK)
     lo, hi, segment_checked = (
         fill_up(x, 0, count * BLOCK).reshape(count, BLOCK) for x in (lo, hi, segment_checked)

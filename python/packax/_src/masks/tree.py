@@ -1,0 +1,363 @@
+"""tree(...) and shared_prefix(...): tokens that attend their ancestors in a packed tree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from packax._src.core.integers import Array, ArrayLike, as_int32, numpy_of
+from packax._src.core.jax_compat import vary_together
+from packax._src.core.shapes import PADDING_SEGMENT_ID
+from packax._src.masks.expressions import And, Limits, MaskExpression, Positions, documents_of
+from packax._src.masks.lengths import batch_of, check_lengths
+from packax._src.masks.messages import shown
+from packax._src.masks.pytree import pytree
+from packax._src.masks.tree_nodes import (
+    Nodes,
+    greatest_yet,
+    index_at,
+    levels_of,
+    nodes_of,
+    scattered,
+)
+
+PROMPT = -1
+_TREE, _SHARED_PREFIX = "tree", "shared_prefix"
+_ARGUMENTS = {_TREE: ("segment_ids", "parents"), _SHARED_PREFIX: ("group_ids", "answer_ids")}
+
+
+@pytree("ids", "others", static=("form",))
+class Tree(MaskExpression):
+    """See `tree` and `shared_prefix`."""
+
+    ids: Array  # (B, S) or (S,): of segments, or of groups
+    others: Array  # parents, (B, N) or (N,), or the answers of tokens, as ids
+    form: str
+
+    once = "give all trees of a row in one, as roots one behind the other"
+
+    @property
+    def name(self) -> str:
+        return self.form
+
+    def arguments(self) -> list[str]:
+        return [shown(self.ids), shown(self.others)]
+
+    def arrays(self) -> list[tuple[str, Array, str]]:
+        first, second = (f"{x} of {self.name}(...)" for x in _ARGUMENTS[self.name])
+        held = [(first, self.ids, "q"), (first, self.ids, "kv")]
+        if self.name == _SHARED_PREFIX:
+            return [*held, (second, self.others, "q")]
+        return held + ([(second, self.others, "batch")] if self.others.ndim == 2 else [])
+
+    def check_others(self, both: And) -> None:
+        document = documents_of(both)
+        if document is not None and document.q_pos is not None:
+            raise ValueError(
+                f"documents(..., positions=...) beside {self.name}(...): give no positions, they "
+                "are the depths of tokens in the tree (depth_positions)"
+            )
+        for part in both.walk():
+            if getattr(part, "offset", None) is not None:
+                raise ValueError(
+                    f"{part.name} has an offset, beside {self.name}(...): give no offset, a tree "
+                    "is for self-attention, and positions are depths in it"
+                )
+
+    def places(self, q_len: int, kv_len: int) -> Positions:
+        attended = self._as_array(Positions(np.arange(q_len), np.arange(kv_len), None, False))
+        earlier = np.arange(kv_len)[None, :] < np.arange(q_len)[:, None]
+        xp = numpy_of(attended)
+        depth = xp.sum(attended & earlier, axis=-1, dtype=np.int32)
+        return Positions(depth, depth, self.segments()[0], True)
+
+    def _as_array(self, at: Positions) -> Array:
+        ids, parents = self.segments()
+        xp = numpy_of(ids, parents)
+        number = parents.shape[-1]
+        name = np.arange(number)
+        # From each segment to those above it, itself among them: by squaring, for any numbering.
+        above = (parents[..., :, None] == name) | (name[:, None] == name)
+        for _ in range(levels_of(number)):
+            above = (above[..., :, :, None] & above[..., None, :, :]).any(-2)
+        real = ids != PADDING_SEGMENT_ID
+        at_segment = xp.clip(ids, 0, number - 1)
+        lead = np.broadcast_shapes(above.shape[:-2], ids.shape[:-1])
+        above = xp.broadcast_to(above, (*lead, number, number))
+        at_segment = xp.broadcast_to(at_segment, (*lead, ids.shape[-1]))
+        of_rows = xp.take_along_axis(above, at_segment[..., :, None], axis=-2)
+        attended = xp.take_along_axis(of_rows, at_segment[..., None, :], axis=-1)
+        # A segment stands before those below it, and these stand side by side.
+        last = xp.where(above, name[:, None], -1).max(-2)
+        orders = (last - name + 1 == above.sum(-2)) & (parents < name) & (parents >= -1)
+        later = np.arange(ids.shape[-1])
+        falls = (ids[..., :, None] < ids[..., None, :]) & (later[None, :] < later[:, None])
+        falls = (falls & real[..., :, None] & real[..., None, :]).any((-2, -1))
+        known = (ids >= PADDING_SEGMENT_ID) & (ids < number)
+        valid = orders.all(-1) & ~falls & known.all(-1)
+        both = real[..., :, None] & real[..., None, :]
+        return attended & both & valid[..., None, None]
+
+    def segments(self) -> tuple[Array, Array]:
+        """The segments of tokens and their parents, as `tree` takes them."""
+        if self.name == _TREE:
+            return self.ids, self.others
+        return _segments_of_groups(self.ids, self.others)
+
+    def nodes(self) -> Nodes:
+        ids, parents = (_two(x) for x in self.segments())
+        shallow = self.name == _SHARED_PREFIX
+        return nodes_of(ids, parents, 1 if shallow else levels_of(parents.shape[1]))
+
+
+def tree(segment_ids: ArrayLike, parents: ArrayLike) -> MaskExpression:
+    """Row i attends the keys of its own segment and of the segments above it in a tree.
+
+    For rows that hold a prompt and many answers, a conversation with branches, a search tree:
+    what branches share is there once, and attended once. Segments are the pieces between branches,
+    numbered in depth-first order: a segment, then all that is below it. A row may hold several
+    trees, one behind the other. The attention is exact, and blocks of siblings are skipped in both
+    passes.
+
+    Beside it, what is not documents(...), ranges(...) or block_sparse(...) compares depths in
+    place of indices: a token's depth is the number of tokens before it on its path, as RoPE needs
+    (`depth_positions`). `tree(...) & causal()` is what language models train on; `sliding_window`
+    and `chunked` go along the path; `prefix(lengths)` attends the first tokens of the path both
+    ways.
+
+    Args:
+        segment_ids: (B, S) or (S,), the segment of each token, from 0; they do not decrease. -1 is
+            padding, and may stand anywhere.
+        parents: (B, N) or (N,), of each segment the one above it, an earlier one, or -1 for the
+            root of a tree. A segment may have no tokens, as those have that only fill up a batch.
+
+    Raises:
+        ValueError: a rank, dtype, value or length that is not as above, numpy arrays that are no
+            trees in depth-first order; documents(...) with positions, or an offset beside it.
+
+    Where arrays of jax are no trees in depth-first order, that row of the batch attends nothing.
+
+    >>> packax.tree([0, 0, 1, 2, 2], [-1, 0, 0]).as_array(5, 5).astype(int)  # a prompt, two answers
+    array([[1, 1, 0, 0, 0],
+           [1, 1, 0, 0, 0],
+           [1, 1, 1, 0, 0],
+           [1, 1, 0, 1, 1],
+           [1, 1, 0, 1, 1]])
+    """
+    ids = as_int32("segment_ids", segment_ids)
+    above = as_int32("parents", parents, shapes="(batch, segments) or (segments,)")
+    if above.shape[-1] == 0:
+        raise ValueError("parents must name the parent of each segment, but has none: give [-1]")
+    return _checked(Tree(ids, above, _TREE))
+
+
+def shared_prefix(group_ids: ArrayLike, answer_ids: ArrayLike) -> MaskExpression:
+    """Row i attends its group's prompt and its own answer: a `tree` of one prompt and its answers.
+
+    As reinforcement learning packs them (GRPO): each group is a prompt, then its answers one behind
+    the other. The prompt is there once. Everything said of `tree` holds.
+
+    Args:
+        group_ids: (B, S) or (S,), equal for all tokens of a group. -1 is padding, and may stand
+            anywhere.
+        answer_ids: likewise; -1 for the tokens of the prompt, which come first, if any; other
+            values change from answer to answer.
+
+    A group, and in it an answer, is a run of equal ids, padding left out: an id that comes back
+    later is another one.
+
+    Raises:
+        ValueError: a rank, dtype or length that is not as above; numpy arrays in which a prompt
+            comes behind an answer of its group.
+
+    Where arrays of jax have a prompt behind an answer, that row of the batch attends nothing.
+
+    >>> packax.shared_prefix([5, 5, 5, 5, -1], [-1, 0, 0, 1, 1]).as_array(5, 5).astype(int)
+    array([[1, 0, 0, 0, 0],
+           [1, 1, 1, 0, 0],
+           [1, 1, 1, 0, 0],
+           [1, 0, 0, 1, 0],
+           [0, 0, 0, 0, 0]])
+    """
+    ids, answers = as_int32("group_ids", group_ids), as_int32("answer_ids", answer_ids)
+    return _checked(Tree(ids, answers, _SHARED_PREFIX))
+
+
+def depth_positions(expression: MaskExpression) -> Array:
+    """How many tokens come before each one on its path: the positions of a tree, as RoPE needs.
+
+    Args:
+        expression: a `tree` or `shared_prefix`, or `&` of it and others.
+
+    Returns:
+        int32, as the ids of the tree: (B, S) or (S,); 0 for padding. numpy for numpy.
+
+    Raises:
+        ValueError: an expression without a tree.
+
+    >>> packax.depth_positions(packax.tree([0, 0, 1, 2, 2], [-1, 0, 0]))
+    array([0, 1, 2, 2, 3], dtype=int32)
+    """
+    found = tree_of(expression) if isinstance(expression, MaskExpression) else None
+    if found is None:
+        raise ValueError(
+            "expression must hold a tree(...) or a shared_prefix(...), but is "
+            f"{expression!r}"
+        )
+    nodes = found.nodes()
+    xp = numpy_of(nodes.position)
+    position = xp.where(nodes.valid[:, None], nodes.position, 0)
+    flat = found.ids.ndim == 1 and found.others.ndim == 1
+    return position[0] if flat else position
+
+
+def tree_of(expression: MaskExpression) -> Tree | None:
+    """The one tree of the expression."""
+    return next((x for x in expression.parts() if isinstance(x, Tree)), None)
+
+
+def position_limits(nodes: Nodes, interval: And) -> Limits:
+    """The lowest and the highest depth that each row attends, inside its path; None: all of it."""
+    at = Positions(nodes.position, nodes.position, nodes.node, True)
+    return interval.limits(at) if interval.members else (None, None)
+
+
+def tree_rows(tree: Tree, interval: And) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(lo, hi, end) of the tokens of whole sequences, (B, S) each.
+
+    Row i attends key j if lo[i] <= j < hi[i] and i < end[j], one after the subtree of the key's
+    segment. In depth-first order a subtree's tokens lie together, so the last says that row i is
+    below the key or in its segment; and keys of one path are in the order of their depths, so
+    limits of depths are limits of indices.
+    """
+    nodes = tree.nodes()
+    low, high = position_limits(nodes, interval)
+    causal = high is nodes.position
+    batch = max(x.shape[0] for x in (nodes.position, low, high) if x is not None)
+    nodes, low, high = jax.tree.map(
+        lambda x: jnp.broadcast_to(x, (batch, *x.shape[1:])), (nodes, low, high)
+    )
+    empty = nodes.end == 0
+    lo, hi = nodes.first, nodes.own_end
+    if low is not None:
+        empty = empty | (low > nodes.last)
+        lo = index_at(nodes, jnp.clip(low, 0, nodes.last))
+    if causal:
+        hi = jax.lax.broadcasted_iota(jnp.int32, hi.shape, 1) + 1
+    elif high is not None:
+        empty = empty | (high < 0)
+        hi = index_at(nodes, jnp.clip(high, 0, nodes.last)) + 1
+    lo, hi, empty = vary_together(lo, hi, empty)
+    return jnp.where(empty, 0, lo), jnp.where(empty, 0, hi), nodes.end
+
+
+def tree_keys(tree: Tree, interval: And) -> Any:
+    """(B or 1, S): how many keys each row attends, as its path has one for each depth."""
+    nodes = tree.nodes()
+    xp = numpy_of(nodes.position)
+    low, high = position_limits(nodes, interval)
+    first = 0 if low is None else xp.maximum(low, 0)
+    last = nodes.last if high is None else xp.minimum(high, nodes.last)
+    keys = xp.where(nodes.end > 0, xp.maximum(last - first + 1, 0), 0)
+    return keys.astype(np.int32)
+
+
+def _segments_of_groups(groups: Any, answers: Any) -> tuple[Any, Any]:
+    """Runs of one answer of one group as segments: those of tokens, and their parents.
+
+    Where a prompt comes behind an answer, segments that there are not.
+    """
+    flat = groups.ndim == answers.ndim == 1
+    groups, answers = _two(groups), _two(answers)
+    xp = numpy_of(groups, answers)
+    batch = max(groups.shape[0], answers.shape[0])
+    groups, answers = (xp.broadcast_to(x, (batch, x.shape[1])) for x in (groups, answers))
+    if xp is np:
+        rows = [_of_row(*row, np) for row in zip(groups, answers, strict=True)]
+        ids, parents = (np.stack(x) for x in zip(*rows, strict=True))
+    else:
+        ids, parents = jax.vmap(lambda x, y: _of_row(x, y, jnp))(*vary_together(groups, answers))
+    return (ids[0], parents[0]) if flat else (ids, parents)
+
+
+def _of_row(groups: Any, answers: Any, xp: Any) -> tuple[Any, Any]:
+    length = groups.shape[0]
+    index = xp.arange(length, dtype=np.int32)
+    if xp is jnp:
+        groups, answers, index = vary_together(groups, answers, index)
+    real = groups != PADDING_SEGMENT_ID
+    seen = greatest_yet(xp.where(real, index, -1), xp)
+    before = xp.concatenate([xp.full_like(index[:1], -1), seen[:-1]])  # the token before it
+    at = xp.maximum(before, 0)
+    new_group = real & ((before < 0) | (groups[at] != groups))
+    begins = new_group | (real & (answers[at] != answers))
+    segment = xp.cumsum(begins, dtype=np.int32) - 1
+    group = greatest_yet(xp.where(new_group, index, 0), xp)  # its first token
+    below = ~new_group & (answers[group] == PROMPT)
+    parent = xp.where(below, segment[group], -1)
+    parents = scattered(
+        xp.full_like(index, -1), xp.where(begins, segment, length), parent, "max", xp
+    )
+    ids = xp.where(real, segment, PADDING_SEGMENT_ID)
+    wrong = begins & ~new_group & (answers == PROMPT)
+    return xp.where(wrong.any(), length, ids).astype(np.int32), parents
+
+
+def _two(x: Any) -> Any:
+    return x[None] if x.ndim == 1 else x
+
+
+def _checked(expression: Tree) -> Tree:
+    """Sizes, and of numpy arrays the values."""
+    check_lengths(expression)
+    batch_of(expression)
+    if isinstance(expression.ids, jax.Array) or isinstance(expression.others, jax.Array):
+        return expression  # to look at values would wait for the device, or they are not known
+    ids, parents = (_two(x) for x in expression.segments())
+    if expression.name == _SHARED_PREFIX:
+        wrong = (ids == ids.shape[1]).any(1)
+        if wrong.any():
+            raise ValueError(
+                f"answer_ids has a prompt ({PROMPT}) behind an answer of the same group, in batch "
+                f"row {int(wrong.argmax())}: the prompt comes first, and a new group has another "
+                "group_id"
+            )
+        return expression
+    number = parents.shape[1]
+    wrong = (parents < -1) | (parents >= np.arange(number))
+    if wrong.any():
+        b, n = np.argwhere(wrong)[0]
+        raise ValueError(
+            "parents must hold, for each segment, the number of an earlier one, or -1 for a root, "
+            f"but that of segment {n} is {parents[b, n]}"
+        )
+    wrong = (ids < PADDING_SEGMENT_ID) | (ids >= number)
+    if wrong.any():
+        raise ValueError(
+            f"segment_ids must be from 0 to {number - 1}, as parents has {number} segments, or -1 "
+            f"for padding, but holds {ids[wrong][0]}"
+        )
+    wrong = (ids != np.maximum.accumulate(ids, axis=1)) & (ids != PADDING_SEGMENT_ID)
+    if wrong.any():
+        b, i = np.argwhere(wrong)[0]
+        raise ValueError(
+            "segment_ids must not decrease, as segments are numbered in depth-first order, but "
+            f"token {i} of batch row {b} is of segment {ids[b, i]}, behind one of "
+            f"{ids[b, :i].max()}"
+        )
+    for row in parents:
+        path: list[int] = []
+        for n, parent in enumerate(row.tolist()):
+            while path and path[-1] != parent:
+                path.pop()
+            if parent != -1 and not path:
+                raise ValueError(
+                    f"parents must be in depth-first order, but segment {n} is below segment "
+                    f"{parent}, and segment {n - 1} is neither that nor below it: number the "
+                    "segments of a subtree one behind the other"
+                )
+            path.append(n)
+    return expression
