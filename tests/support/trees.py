@@ -63,6 +63,10 @@ BESIDE = {
         lambda: packax.sliding_window(7, 3),
         lambda i, j: (j - i <= 3) & (i - j <= 7),
     ),
+    "wide window": (
+        lambda: packax.sliding_window(200, 9),
+        lambda i, j: (j - i <= 9) & (i - j <= 200),
+    ),
     "ahead": (lambda: packax.sliding_window(None, 5), lambda i, j: j - i <= 5),
     "chunked": (
         lambda: packax.causal() & packax.chunked(6),
@@ -89,3 +93,96 @@ def meaning(tree: Tree, beside: str = "causal") -> np.ndarray:
     allowed = attended(tree)
     depth = depths(allowed)
     return allowed & BESIDE[beside][1](depth[:, None], depth[None, :])
+
+
+def as_kernels_see_it(mask) -> tuple[np.ndarray, np.ndarray]:
+    """(B, S, S) twice, what the kernels attend: by the lists of tiles of rows, and of tiles of keys.
+
+    Of a partial block the row ranges, and the test where a flag asks for it; of a full one all.
+    """
+    lo, hi = np.asarray(mask.q_lo)[..., None], np.asarray(mask.q_hi)[..., None]
+    q_ids, q_pos, kv_pos = (np.asarray(x) for x in (mask.q_ids, mask.q_pos, mask.kv_pos))
+    kv_ids = q_ids if mask.kv_ids is None else np.asarray(mask.kv_ids)
+    length = mask.kv_len
+    index = np.arange(length)
+    ranges = (lo <= index) & (index < hi)
+    tested = ranges & (q_ids[..., None] == kv_ids[:, None]) & (kv_pos[:, None] <= q_pos[..., None])
+    flags = np.asarray(mask.q_blocks)[:, 4] & 1 != 0
+    by_rows, by_keys = np.zeros_like(ranges), np.zeros_like(ranges)
+    for b in range(len(ranges)):
+        for tile, listed in enumerate(np.asarray(mask.q_block_lists)[b, 0]):
+            rows = slice(128 * tile, 128 * tile + 128)
+            check = flags[b, 2 * tile : 2 * tile + 2].any()
+            for n, block in enumerate(listed[2 : 2 + listed[0] + listed[1]]):
+                keys = slice(64 * block, 64 * block + 64)
+                some = (tested if check else ranges)[b, rows, keys]
+                every = np.broadcast_to((lo < hi)[b, rows], some.shape)
+                by_rows[b, rows, keys] = every if n >= listed[0] else some
+        for tile, listed in enumerate(np.asarray(mask.kv_block_lists)[b, 0]):
+            keys = slice(128 * tile, 128 * tile + 128)
+            for n, block in enumerate(listed[2 : 2 + listed[0] + listed[1]]):
+                rows = slice(64 * block, 64 * block + 64)
+                some = (tested if flags[b, block] else ranges)[b, rows, keys]
+                by_keys[b, rows, keys] = True if n >= listed[0] else some
+    return by_rows, by_keys
+
+
+def blocks_visited(mask) -> tuple[int, int]:
+    """Of 128 x 64: how many are in the lists of tiles of rows, and of tiles of keys."""
+    lists = mask.q_block_lists, mask.kv_block_lists
+    rows, keys = (int(np.asarray(x)[..., :2].sum()) for x in lists)
+    return rows, keys
+
+
+def blocks_attended(tree: Tree) -> tuple[int, int]:
+    """How many of them have a pair that a causal tree attends; of one row of the batch."""
+    ids, parents = tree
+    end = np.zeros(len(ids), np.int64)  # of the subtree of each token
+    last = np.arange(len(parents))
+    for n in reversed(range(len(parents))):
+        if parents[n] >= 0:
+            last[parents[n]] = max(last[parents[n]], last[n])
+    end = np.where(ids < 0, 0, np.searchsorted(ids[ids >= 0], last[ids], "right"))
+    assert (ids >= 0).all()  # then an index is a number of tokens
+    index, length = np.arange(len(ids)), len(ids)
+    starts = np.arange(0, length, 64)
+    of_rows = of_keys = 0
+    for first in range(0, length, 128):
+        rows = index[first : first + 128, None]
+        found = (index[None, : first + 128] <= rows) & (rows < end[None, : first + 128])
+        of_rows += np.add.reduceat(found.any(0), starts[starts < first + 128]).astype(bool).sum()
+        keys = index[None, first : first + 128]
+        found = (keys <= index[first:, None]) & (index[first:, None] < end[first : first + 128])
+        of_keys += np.add.reduceat(found.any(1), starts[starts >= first] - first).astype(bool).sum()
+    return int(of_rows), int(of_keys)
+
+
+def of_lengths(lengths, parents) -> Tree:
+    return Tree(np.repeat(np.arange(len(lengths)), lengths).astype(np.int32), np.asarray(parents))
+
+
+def prompt_and_answers(prompt: int, answers: int, length: int) -> Tree:
+    return of_lengths([prompt] + answers * [length], [-1] + answers * [0])
+
+
+def binary(depth: int, length: int) -> Tree:
+    """A full binary tree, in depth-first order; `depth` counts its levels."""
+    parents: list[int] = []
+
+    def grow(parent: int, levels: int) -> None:
+        own = len(parents)
+        parents.append(parent)
+        for _ in range(2 * (levels > 1)):
+            grow(own, levels - 1)
+
+    grow(-1, depth)
+    return of_lengths(len(parents) * [length], parents)
+
+
+# Of issue 25: what GRPO packs, and a search tree.
+LARGE = {
+    "prompt4k_16x2k": lambda: prompt_and_answers(4096, 16, 2048),
+    "prompt16k_8x1k": lambda: prompt_and_answers(16384, 8, 1024),
+    "binary6_512": lambda: binary(6, 512),
+    "prompt4001_16x1999": lambda: prompt_and_answers(4001, 16, 1999),
+}
