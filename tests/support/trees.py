@@ -96,7 +96,7 @@ def meaning(tree: Tree, beside: str = "causal") -> np.ndarray:
 
 
 def as_kernels_see_it(mask) -> tuple[np.ndarray, np.ndarray]:
-    """(B, S, S) twice, what the kernels attend: by the lists of tiles of rows, and of tiles of keys.
+    """(B, S, S) twice, what the kernels attend: by the lists of tiles of rows, and of keys.
 
     Of a partial block the row ranges, and the test where a flag asks for it; of a full one all.
     """

@@ -115,10 +115,13 @@ def row_ranges_and_bounds(
     empty = lo >= hi
     lo, hi, segment_checked = (jnp.where(empty, 0, x) for x in (lo, hi, segment_checked))
 
-    computed = {"q_lo": lo, "q_hi": hi} | ({"q_pos": q_pos} if level >= 2 else {})
+    computed: dict[str, Any] = {"q_lo": lo, "q_hi": hi}
+    if level >= 2:
+        computed["q_pos"] = q_pos
     if tree is not None:  # before its rows are marked: a marked block has no full part
         lo, hi, segment_checked = vary_together(lo, hi, segment_checked)
         q_blocks = jax.vmap(query_blocks)(lo, hi, segment_checked)
+        assert q_pos is not None
         subtrees = _subtrees(q_pos, lo < hi, kv_pos)
         q_lists, kv_lists, tested = entries(
             own_block_mask, block_size, q_blocks, q_len, kv_len, subtrees

@@ -204,8 +204,7 @@ def depth_positions(expression: MaskExpression) -> Array:
     found = tree_of(expression) if isinstance(expression, MaskExpression) else None
     if found is None:
         raise ValueError(
-            "expression must hold a tree(...) or a shared_prefix(...), but is "
-            f"{expression!r}"
+            f"expression must hold a tree(...) or a shared_prefix(...), but is {expression!r}"
         )
     nodes = found.nodes()
     xp = numpy_of(nodes.position)

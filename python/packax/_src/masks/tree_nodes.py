@@ -59,8 +59,6 @@ def nodes_of(ids: Any, parents: Any, levels: int) -> Nodes:
 
 def index_at(nodes: Nodes, position: Any) -> Any:
     """(B, S): the index of the token at this position of each token's path, from 0 to `last`."""
-    if numpy_of(nodes.node, position) is np:
-        return np.stack([_index_at(Nodes(*x[:-1]), x[-1]) for x in zip(*nodes, position)])
     return jax.vmap(_index_at)(nodes, position)
 
 
@@ -124,22 +122,16 @@ def _of_row(ids: Any, parents: Any, levels: int, xp: ModuleType) -> Nodes:
 
 def _index_at(nodes: Nodes, position: Any) -> Any:
     """Climb as long as the segment above begins behind the position, then once more if need be."""
-    xp = numpy_of(nodes.node, position)
     padding = nodes.start.shape[0] - 1
 
-    def climb(at: Any, up: Any) -> Any:
+    def climb(at: Any, up: Any) -> tuple[Any, None]:
         above = up[at]
-        return xp.where((above != padding) & (nodes.start[above] > position), above, at)
+        return jnp.where((above != padding) & (nodes.start[above] > position), above, at), None
 
-    at = nodes.node
-    if xp is np:
-        for up in nodes.ups[::-1]:
-            at = climb(at, up)
-    else:
-        at = jax.lax.scan(lambda at, up: (climb(at, up), None), at, nodes.ups, reverse=True)[0]
-    at = xp.where(nodes.start[at] > position, nodes.ups[0][at], at)
+    at, _ = jax.lax.scan(climb, nodes.node, nodes.ups, reverse=True)
+    at = jnp.where(nodes.start[at] > position, nodes.ups[0][at], at)
     rank = nodes.rank[at] + position - nodes.start[at]
-    return nodes.token[xp.clip(rank, 0, max(nodes.token.shape[0] - 1, 0))]
+    return nodes.token[jnp.clip(rank, 0, nodes.token.shape[0] - 1)]
 
 
 def greatest_yet(x: Any, xp: ModuleType) -> Any:

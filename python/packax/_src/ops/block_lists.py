@@ -76,7 +76,9 @@ def entries(
     full = (lo_max <= first) & (first + BLOCK <= hi_min)
     if block_mask is not None:
         some, every = (
-            _pooled(_pooled(block_mask, 2, block_size[0], q_len, how), 3, block_size[1], kv_len, how)
+            _pooled(
+                _pooled(block_mask, 2, block_size[0], q_len, how), 3, block_size[1], kv_len, how
+            )
             for how in (jnp.any, jnp.all)
         )
         meets, full = some & meets, every & full
