@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import pkgutil
 import sys
 import types
 from typing import Any
@@ -59,10 +60,51 @@ def _among(x: Any, functions: set[Any]) -> bool:
 
 
 def _kvax() -> None:
+    """packax.kvax under kvax's names; what only kvax has (its reference, its helpers) is its own.
+
+    That was written for older jax: a sharding that jax dropped is made of today's. Where there is
+    no GPU its reference, cuDNN by jax.nn, is jax.nn's plain XLA.
+    """
+    import jax
+    import packax.kvax as ours
 
     for name in ("", ".ops", ".utils"):
-        module = importlib.import_module(f"packax.kvax{name}")
-        sys.modules[f"kvax{name}"] = module
+        package = importlib.import_module(f"{ours.__name__}{name}")
+        sys.modules[f"kvax{name}"] = package
+        for _, module, _ in list(pkgutil.iter_modules(package.__path__)):
+            there = importlib.import_module(f"{package.__name__}.{module}")
+            sys.modules[f"kvax{name}.{module}"] = there
+        package.__path__.append(os.path.join("kvax", *name.split(".")[1:]))
+    if not hasattr(jax.sharding, "PositionalSharding"):
+        jax.sharding.PositionalSharding = _Positional
+        put = jax.device_put
+        jax.device_put = lambda x, to: put(x, getattr(to, "named", to))
+    if jax.default_backend() == "cpu":
+        attention = jax.nn.dot_product_attention
+
+        def by_xla(*args: Any, implementation: Any = None, **options: Any) -> Any:
+            return attention(*args, **options, implementation="xla")
+
+        jax.nn.dot_product_attention = by_xla
+
+
+class _Positional:
+    """jax.sharding.PositionalSharding, of which jax 0.7 was the last: an axis a dimension."""
+
+    def __init__(self, devices: Any, whole: bool = False):
+        from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+        axes = tuple(f"axis{n}" for n in range(devices.ndim))
+        self.devices = devices
+        spec = PartitionSpec() if whole else PartitionSpec(*axes)
+        self.named = NamedSharding(Mesh(devices, axes), spec)
+
+    def replicate(self) -> _Positional:
+        return _Positional(self.devices, whole=True)
+
+    def reshape(self, *shape: Any) -> _Positional:
+        """Of a replicated one only."""
+        return self
 
 
 def _maxtext() -> None:

@@ -1,6 +1,7 @@
 """packax.dot_product_attention: what jax.nn.dot_product_attention gives, from row ranges."""
 
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import packax
 import pytest
 from dot_products import DENSE, DIM, HEADS, RESIDUALS, S, T, lengths, tensors, theirs
+from packax.integrations.fallback import FallbackWarning
 
 KEYS = np.random.default_rng(6).random((2, 1, 1, S)) < 0.5
 CASES = {
@@ -101,6 +103,45 @@ def test_windows_beyond_int32():
             packax.dot_product_attention(*x, local_window_size=(far, np.int64(2))),
             packax.dot_product_attention(*x, local_window_size=(50, 2)),
         )
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint32", "float32", "float16"])
+def test_windows_that_are_traced(dtype):
+    """A scan over layers whose windows differ: on packax's path, as jax.nn takes them."""
+    q, k, v = tensors(keys=T)
+    windows = jnp.array([[3, 2], [0, 0], [7, 0], [99, 1]], dtype)
+    if jnp.issubdtype(windows.dtype, jnp.floating):
+        windows = windows + 0.5
+
+    def layers(attention, q):
+        def layer(x, window):
+            call = functools.partial(attention, local_window_size=tuple(window))
+            return call(x, k, v, mask=jnp.ones((1, 1, 1, T), bool)), None
+
+        return jnp.sum(jnp.sin(jax.lax.scan(layer, q, windows)[0]))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FallbackWarning)
+        ours = jax.jit(jax.value_and_grad(functools.partial(layers, packax.dot_product_attention)))(
+            q
+        )
+    theirs = jax.jit(jax.value_and_grad(functools.partial(layers, jax.nn.dot_product_attention)))(q)
+    for x, y in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=5e-6)
+
+
+def test_what_python_reads_as_numbers():
+    """As jax.nn: None is no causal mask, True as a scale is 1, NaN keys are near nothing."""
+    q, k, v = tensors(keys=T)
+    for options in (
+        {"is_causal": None},
+        {"scale": True},
+        {"local_window_size": (2.0, np.inf)},
+    ):
+        want = jax.nn.dot_product_attention(q, k, v, **options, mask=jnp.ones((1,) * 4, bool))
+        got = packax.dot_product_attention(q, k, v, **options)
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
+    assert not np.any(packax.dot_product_attention(q, k, v, local_window_size=(np.nan, 3)))
 
 
 IDS = np.repeat([0, 1, -1], [9, 8, 4])
@@ -223,6 +264,8 @@ BUILT = packax.create_attention_mask(packax.full(), q_len=T, kv_len=S)
         ({"is_causal": 2}, ValueError, r"is_causal must be True or False, but is 2"),
         ({"is_causal": "yes"}, ValueError, r"is_causal must be True or False, but is 'yes'"),
         ({"local_window_size": 2.5}, ValueError, r"local_window_size must be an integer or"),
+        ({"local_window_size": (1, 2j)}, ValueError, r"local_window_size must be an integer or"),
+        ({"local_window_size": (1, "2")}, ValueError, r"local_window_size must be an integer or"),
         ({"local_window_size": (1, 2, 3)}, ValueError, r"local_window_size must be an integer or"),
         ({"query_seq_lengths": lengths(1)}, ValueError, r"query_seq_lengths must be int32 of sh"),
         (

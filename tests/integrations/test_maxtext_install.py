@@ -9,18 +9,21 @@ import sys
 import types
 
 import jax
+import jax.numpy as jnp
 import packax
 import pytest
 from jax.sharding import PartitionSpec as P
 from paths import ROOT
 
 linen = pytest.importorskip("flax.linen")
+from maxtext_reference import close, ids_and_positions, tensors  # noqa: E402
+from packax.integrations import maxtext  # noqa: E402
 from packax.integrations.maxtext import mesh_axes  # noqa: E402
 
 RULES = (
     ("activation_batch_attn", ("data", "fsdp", "expert")),
     ("activation_heads", ("tensor", "tensor_sequence")),
-    ("activation_q_length", ("context",)),
+    ("activation_q_length", ("context", "ulysses")),
 )
 BALANCED = types.SimpleNamespace(context_parallel_load_balance=True)
 
@@ -48,13 +51,25 @@ BALANCED = types.SimpleNamespace(context_parallel_load_balance=True)
             (1, 64, 2, 8),  # every rank has both heads
             (P(None, None, "tensor", None), P(None, None, None, None)),
         ),
-        ({"context": 2}, (1, 64, 4, 8), (1, 64, 2, 8), None),  # chunks of less than 128 rows
-        ({"context": 2}, (1, 512, 4, 8), (1, 64, 2, 8), None),
+        ({"context": 2}, (1, 64, 4, 8), (1, 64, 2, 8), (P(None, None, None, None),) * 2),
+        ({"context": 2}, (1, 512, 4, 8), (1, 64, 2, 8), (P(None, None, None, None),) * 2),
+        (
+            {"context": 2, "ulysses": 2, "fsdp": 2},  # in the order of 2 ranks, over 4
+            (2, 1024, 4, 8),
+            (2, 1024, 2, 8),
+            (P("fsdp", None, None, None),) * 2,
+        ),
+        (
+            {"ulysses": 2},  # tokens in order
+            (1, 64, 4, 8),
+            (1, 64, 2, 8),
+            (P(None, "ulysses", None, None),) * 2,
+        ),
         ({"stage": 2}, (2, 64, 4, 8), (2, 64, 2, 8), None),
     ],
 )
 def test_axes_of_rules_and_mesh(sizes, query, key, expected):
-    names = ("data", "stage", "fsdp", "expert", "context", "tensor", "tensor_sequence")
+    names = ("data", "stage", "fsdp", "expert", "context", "ulysses", "tensor", "tensor_sequence")
     shape = tuple(sizes.get(name, 1) for name in names)
     mesh = jax.sharding.AbstractMesh(shape, names)
     with linen.logical_axis_rules(RULES):
@@ -63,6 +78,45 @@ def test_axes_of_rules_and_mesh(sizes, query, key, expected):
         assert found is None
     else:
         assert found == packax.AttentionSharding(*expected, mesh=mesh)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "length"),
+    [((2, 2, 1), 512), ((2, 2, 2), 512), ((2, 1, 1), 128), ((1, 2, 1), 60)],
+)
+def test_a_sequence_that_no_kernel_divides_is_right(sizes, length):
+    """Reordered over fewer ranks than hold it, in chunks too small; and one in order, divided."""
+    mesh = jax.make_mesh(
+        sizes, ("context", "ulysses", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 3
+    )
+    q, k, v = tensors(length, length, 0.5)
+    ids, positions = ids_and_positions(length)
+    there = [maxtext.reorder_sequence(jnp.asarray(x), sizes[0]) for x in (q, k, v, ids, positions)]
+    if sizes[0] == 1:
+        there = [jnp.asarray(x) for x in (q, k, v, ids, positions)]
+    rows = jax.sharding.NamedSharding(mesh, P(None, ("context", "ulysses")))
+    there = [jax.device_put(x, rows) for x in there]
+    with linen.logical_axis_rules(RULES):
+        sharding = mesh_axes.sharding_of(mesh, q.shape, k.shape, BALANCED)
+    assert sharding.query[1] == ("ulysses" if sizes[0] == 1 else None)
+    op = maxtext.AttentionOp(BALANCED, mesh, sharding=sharding)
+
+    def loss(q, *others):
+        out = op(q, *others)
+        return jnp.sum(jnp.sin(out)), out
+
+    (_, out), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(*there)
+    back = [maxtext.reorder_sequence(x, sizes[0], to_contiguous=True) for x in (out, gradient)]
+    back = [out, gradient] if sizes[0] == 1 else back
+    one = maxtext.AttentionOp(attention_type="global")
+
+    def of_one(q):
+        out = one(q, k, v, ids)
+        return jnp.sum(jnp.sin(out)), out
+
+    (_, expected), slope = jax.jit(jax.value_and_grad(of_one, has_aux=True))(q)
+    close(back[0], expected)
+    close(back[1], slope)
 
 
 def program(text):

@@ -71,7 +71,7 @@ def dot_product_attention(
         query_seq_lengths, key_value_seq_lengths: (B,) int32: later rows give 0, later keys do not
             take part.
         local_window_size: (left, right), or one number for both: row i attends the keys
-            i - left <= j <= i + right.
+            i - left <= j <= i + right. Each may be traced, as in a `scan` over layers.
         implementation: None: packax (kernels on CUDA, blockwise XLA elsewhere) where it can;
             "cuda": packax's kernels or an error; "xla", "cudnn": what jax.nn does under that name.
         return_residual: return also the log-sum-exp.
@@ -129,6 +129,8 @@ def dot_product_attention(
             return out.reshape(shape)
         return out[0].reshape(shape), out[1].reshape(shape[:-1])
     mask = _combined(mask, limits, rows, key.shape[1])
+    if isinstance(scale, bool):
+        scale = float(scale)
     if scale is not None and jnp.ndim(scale) == 0 and not isinstance(scale, (int, float)):
         scale = jnp.asarray(scale)
         scale = scale if jnp.issubdtype(scale.dtype, jnp.floating) else scale.astype(jnp.float32)
@@ -200,6 +202,8 @@ def _batched(name: str, x: Any) -> jax.Array:
 
 
 def _flag(is_causal: Any) -> bool:
+    if is_causal is None:
+        return False
     try:
         flag = operator.index(is_causal.item() if hasattr(is_causal, "item") else is_causal)
     except (TypeError, ValueError):
@@ -229,13 +233,14 @@ def _limits(
     q_lengths, kv_lengths = lengths.values()
     if not is_causal and window is None and q_lengths is None and kv_lengths is None:
         return None
-    xp: Any = jnp if is_symbolic(rows) else np
+    left, right = (None, None) if window is None else _window(window)
+    traced = isinstance(left, jax.Array) or isinstance(right, jax.Array)
+    xp: Any = jnp if traced or is_symbolic(rows) else np
     index = xp.arange(rows, dtype=np.int32)[None]
     lo, hi = xp.zeros_like(index), xp.full_like(index, _FAR)
     if is_causal:
         hi = index + 1
-    if window is not None:
-        left, right = _window(window)
+    if left is not None:
         lo, hi = xp.maximum(lo, index - left), xp.minimum(hi, index + right + 1)
     if kv_lengths is not None:
         hi = jnp.minimum(hi, kv_lengths)
@@ -245,15 +250,36 @@ def _limits(
     return ranges(lo, hi)
 
 
-def _window(window: Any) -> tuple[int, int]:
-    pair = window if np.ndim(window) else (window, window)
+def _window(window: Any) -> Any:
+    """(left, right): Python integers, or int32 scalars where the window is an array."""
+    both = isinstance(window, (tuple, list)) or np.ndim(window)
+    pair = window if both else (window, window)
     try:
-        left, right = (min(max(operator.index(x), -_FAR), _FAR) for x in pair)
+        if isinstance(window, float):  # jax.nn takes floats in pairs only
+            raise TypeError
+        left, right = map(_side, pair)
     except (TypeError, ValueError):
         raise ValueError(
             f"local_window_size must be an integer or (left, right), but is {window!r}"
         ) from None
     return left, right
+
+
+def _side(x: Any) -> Any:
+    """How many keys a window has on one side: as an integer, rounded down."""
+    try:
+        return min(max(operator.index(x), -_FAR), _FAR)
+    except TypeError:  # traced, or a float
+        x = jnp.asarray(x)
+    if x.shape != () or not jnp.issubdtype(x.dtype, jnp.number) or jnp.iscomplexobj(x):
+        raise ValueError
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        x = jnp.floor(x.astype(jnp.promote_types(x.dtype, jnp.float32)))
+        x = jnp.where(jnp.isnan(x), -_FAR, x)  # no key is that near
+    elif x.dtype.itemsize < 4:
+        x = x.astype(jnp.int32)
+    least = 0 if jnp.issubdtype(x.dtype, jnp.unsignedinteger) else -_FAR
+    return jnp.clip(x, least, _FAR).astype(jnp.int32)
 
 
 def _combined(

@@ -33,6 +33,7 @@ from packax.integrations.maxtext import selection
 from packax.integrations.maxtext.additive_mask import AdditiveMask
 from packax.integrations.maxtext.decode import merged, one_cache
 from packax.integrations.maxtext.expressions import chosen, interval_of
+from packax.integrations.maxtext.mesh_axes import reordered_ranks
 from packax.integrations.maxtext.options import NO_EFFECT, attention_type_of, size_of, stripes_of
 from packax.integrations.maxtext.tokens import documents_of, reorder_sequence, runs_of, striped
 
@@ -116,11 +117,10 @@ class AttentionOp(AdditiveMask, nnx.Module):
         self.size = size_of(
             config, self.attention_type, sliding_window_size, chunk_attn_window_size
         )
-        axis = getattr(config, "context_sharding", "context")
-        balanced = getattr(config, "context_parallel_load_balance", False)
-        self.reordered = mesh.shape.get(axis, 1) if balanced and mesh is not None else 1
+        self.reordered = reordered_ranks(mesh, config)
         self.stripes = self.reordered if stripes_of(config) else 1
         self.sharding = sharding
+        self.divided = sharding is not None and sharding.query[1] is not None  # the sequence
         self.gather_head_groups = gather_head_groups
         precision = getattr(config, "matmul_precision", None)
         self.precision = precision
@@ -278,7 +278,8 @@ class AttentionOp(AdditiveMask, nnx.Module):
                 f"{ranks} context-parallel ranks"
             )
         positions = inputs_positions if ranks > 1 else None
-        in_order = ranks > 1 and self.sharding is None  # then nothing speaks for MaxText's order
+        # Rows that nothing divides are better in order than in MaxText's.
+        in_order = ranks > 1 and not self.divided
         if in_order:
             query, key, value, ids, kv_ids, positions, bidirectional_mask, indexer_mask = (
                 reorder_sequence(x, ranks, to_contiguous=True)
@@ -360,7 +361,7 @@ class AttentionOp(AdditiveMask, nnx.Module):
             ids = ids[:, before : before + rows]
         plan = None
         if positions is not None:
-            if self.sharding is not None:
+            if self.divided:
                 plan = zigzag(self.reordered, rows)
                 if self.moba is not None:  # which keys a row attends is of the sequence
                     query, key = plan.unpermute((query, key))
