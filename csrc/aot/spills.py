@@ -22,6 +22,9 @@ SPILLS = {
     ("backward_dkdv_fallback", 192): 104,
     ("backward_dq_fallback", 192): 16,
     ("backward_dq_fallback", 256): 56,
+    ("forward_fallback", 512): 8,
+    ("backward_dkdv_fallback", 512): 128,  # 12 loads in the loop without a mask, no stores
+    ("backward_dq_fallback", 512): 168,  # none in that loop
     ("forward_fallback", 128, "tf32"): 16,
     ("backward_dq_fallback", 128, "f32"): 40,
     ("backward_dq_fallback", 256, "f32"): 40,
@@ -35,6 +38,7 @@ SPILLS = {
     ("backward_sm90", 64): 32,  # under ptxas 12.9
     ("backward_sm90", 128): 56,  # under ptxas 12.9; 48 under 13.4
     ("decode_tall", 256): 24,
+    ("decode", 512): 24,  # none in a loop
     ("backward_dkdv_sm90", 128): 40,  # under ptxas 12.9
     ("backward_dq_sm90", 64): 160,  # under ptxas 12.9
     ("backward_dq_sm90", 128): 200,  # under ptxas 12.9; 168 under 13.4

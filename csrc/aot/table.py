@@ -3,8 +3,8 @@
 Build, C++ lookup, tests, `packax info` and error texts all read it. A variant is a kernel for one
 architecture, dtype and pair of head dims, with its tile. Rows of tiles stand by stage:
 tiles_portable.py, tiles_fallback.py and tiles_decode.py (float32, too), tiles_sm90.py. To add a
-head dim, add it to HEAD_DIMS and a row of tiles for it to each; to add a GPU, add it to ARCHS (and
-its tiles, if its shared memory differs from those there are).
+head dim, add it to HEAD_DIMS and a row of tiles for it to each; to add a GPU, add it to ARCHS in
+archs.py (and its tiles, if its shared memory differs from those there are).
 These files declare; they compile nothing and import nothing but the standard library.
 """
 
@@ -14,6 +14,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
+from archs import ARCHS, ASSEMBLERS, Arch, one_set, served_by
 from spills import SERIALISED as SERIALISED
 from spills import SPILLS
 from tiles_decode import DECODE_SPLITS, DECODE_STEP, DECODE_TILES, FLOAT32_DECODE_TILES
@@ -31,50 +32,11 @@ from tiles_sm90 import (
 from tiles_sm90 import absent_arguments as absent_from_sm90
 
 
-@dataclasses.dataclass(frozen=True)
-class Arch:
-    """A compilation target.
-
-    `arch_specific`: its cubins run on that compute capability alone, else on later minors of the
-    same major too.
-    """
-
-    name: str
-    cc: int
-    arch_specific: bool
-    shared: int  # bytes of shared memory that one block may ask for
-    tiles: str  # column of TILES
-    ptx: str = ""  # the row of ARCHS whose PTX it is assembled from, if not its own
-    driver: int = 12000  # the oldest that loads such cubins, as CUDA numbers them
-    assembler: str = "12.9"  # of ASSEMBLERS
-    ptx_isa: int = 0  # the version of PTX that first had it, where that matters: 90 is 9.0
-
-
-# docs/guide/gpus.md says which GPUs take which. Binary code of one minor runs on later ones of the
-# same major, but not on Tegra's (8.7, Orin; 11.0, Thor): 8.9 runs that of 8.6, which is what the
-# assembler would make for it. Families (f) are loaded by drivers of CUDA 12.9 and newer, so the
-# arch-specific ones (a) stay for older drivers.
-ARCHS = {
-    "80": Arch("sm_80", 80, False, 166_912, "ampere"),
-    "86": Arch("sm_86", 86, False, 101_376, "small"),
-    "87": Arch("sm_87", 87, True, 166_912, "ampere", ptx="80"),
-    "90a": Arch("sm_90a", 90, True, 232_448, "hopper"),
-    "100a": Arch("sm_100a", 100, True, 232_448, "blackwell"),
-    "100f": Arch("sm_100f", 100, False, 232_448, "blackwell", ptx="100a", driver=12090),
-    "110": Arch("sm_110", 110, False, 232_448, "ampere", "80", 13000, "13.4", ptx_isa=90),
-    "120a": Arch("sm_120a", 120, True, 101_376, "small"),
-    "120f": Arch("sm_120f", 120, False, 101_376, "small", ptx="120a", driver=12090),
-}
 DTYPES = ("bf16", "f16")
 # float32, in two precisions of products: that of float32, and TF32 (11 bits of each operand). Only
 # the fallback kernels and those of decoding have them.
 FLOAT32 = ("f32", "tf32")
-HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))  # (query and key, value)
-
-# The Triton wheel brings two assemblers. Cubins of 12.9 load with every driver of CUDA 12 and 13
-# that knows the GPU; those of 13.4 were seen to load on driver 580 (CUDA 13.0) and are promised for
-# no older one.
-ASSEMBLERS = {"12.9": ("ptxas", 12000), "13.4": ("ptxas-blackwell", 13000)}
+HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512))  # (query and key, value)
 
 # kernel -> (kind of tile, larger head dim) -> BLOCK_M, BLOCK_N, STAGES of the mask-free loop, warps
 TILES = PORTABLE_TILES | FALLBACK_TILES
@@ -239,13 +201,19 @@ class Variant:
     @property
     def shared(self) -> int:
         """Bytes of shared memory that a block may ask for, on every GPU that runs it."""
-        served = served_by(self.arch) if self.dtype in FLOAT32 else [self.arch]
+        shared = self.dtype in FLOAT32 or only_fallback((self.qk_dim, self.v_dim))
+        served = served_by(self.arch) if shared else [self.arch]
         return min(arch.shared for arch in served)
 
     @property
     def driver(self) -> int:
         """The oldest driver that loads it, as CUDA numbers them."""
         return max(ASSEMBLERS[self.assembler][1], self.arch.driver)
+
+    @property
+    def without_tcgen05(self) -> bool:
+        """Whether it has none of the products that 10.x alone has: they take 64 rows at least."""
+        return only_fallback((self.qk_dim, self.v_dim))
 
     @property
     def ptx_arch(self) -> Arch:
@@ -259,7 +227,8 @@ class Variant:
         But where the PTX tells them apart by more: OF_ONE_DTYPE, and what describes a product to
         tcgen05.
         """
-        own = {self.kernel, self.source} & OF_ONE_DTYPE or self.arch.tiles == "blackwell"
+        tcgen05 = self.arch.tiles == "blackwell" and not self.without_tcgen05
+        own = {self.kernel, self.source} & OF_ONE_DTYPE or tcgen05
         return "bf16" if self.dtype == "f16" and not own else self.dtype
 
     @property
@@ -269,12 +238,9 @@ class Variant:
         return (self.kernel, self.source, self.ptx_arch.name, *made_of)
 
 
-def served_by(arch: Arch) -> list[Arch]:
-    """The architectures whose GPUs can run a cubin of this one, it first."""
-    if arch.arch_specific:
-        return [arch]
-    later = (a for a in ARCHS.values() if a.cc // 10 == arch.cc // 10 and a.cc > arch.cc)
-    return [arch, *(a for a in later if not a.arch_specific)]
+def only_fallback(head_dims: tuple[int, int]) -> bool:
+    """Whether plain calls of these head dims take the fallback kernels, too."""
+    return max(head_dims) > max(dim for _, dim in PORTABLE_TILES["forward"])
 
 
 def tiled(kernel: str, arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Variant:
@@ -298,14 +264,23 @@ def tiled(kernel: str, arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Varia
     return Variant(kernel, arch, dtype, qk_dim, v_dim, tuple(constants.items()), block, warps)
 
 
+def fallback_alone(
+    archs: tuple[str, ...], dtypes: tuple[str, ...], head_dims: tuple[tuple[int, int], ...]
+) -> Iterator[Variant]:
+    """The kernels in 16 bits of head dims that have no others: fewer of them, as of float32."""
+    for arch in one_set(archs):
+        for dtype in dtypes:
+            for dims in filter(only_fallback, head_dims):
+                for kernel in (*FALLBACK_TILES, "decode"):
+                    yield tiled(kernel, arch, dtype, *dims)
+                yield delta("backward_delta_fallback", arch, dtype, *dims)
+                yield merging(arch, dtype, *dims)
+
+
 def float32(
     archs: tuple[str, ...], dtypes: tuple[str, ...], head_dims: tuple[tuple[int, int], ...]
 ) -> Iterator[Variant]:
-    """One set for every group of architectures that can run the same cubin."""
-    for name in archs:
-        arch = ARCHS[name]
-        if any(arch in served_by(ARCHS[other])[1:] for other in archs):
-            continue
+    for arch in one_set(archs):
         for dims in FLOAT32_DIMS:
             if dims not in head_dims:
                 continue
@@ -314,10 +289,13 @@ def float32(
                     for kernel in (*FALLBACK_TILES, *DECODE_TILES):
                         yield tiled(kernel, arch, dtype, *dims)
             if "f32" in dtypes or "tf32" in dtypes:  # they have no products
-                constants = (("V_DIM", dims[1]), ("ROWS", DELTA_ROWS))
-                kernel = "backward_delta_fallback"
-                yield Variant(kernel, arch, "f32", *dims, constants, DELTA_ROWS, 4)
+                yield delta("backward_delta_fallback", arch, "f32", *dims)
                 yield merging(arch, "f32", *dims)
+
+
+def delta(kernel: str, arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Variant:
+    constants = (("V_DIM", v_dim), ("ROWS", DELTA_ROWS))
+    return Variant(kernel, arch, dtype, qk_dim, v_dim, constants, DELTA_ROWS, 4)
 
 
 def merging(arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Variant:
@@ -367,6 +345,8 @@ def variants(
     """Every variant of the narrowed table, heaviest to compile first."""
     yield from float32(archs, dtypes, head_dims)
     dtypes = tuple(dtype for dtype in dtypes if dtype in DTYPES)
+    yield from fallback_alone(archs, dtypes, head_dims)
+    head_dims = tuple(dims for dims in head_dims if not only_fallback(dims))
     for arch in archs:
         if ARCHS[arch].tiles != "hopper":
             continue
@@ -389,10 +369,7 @@ def variants(
     for arch in archs:
         for dtype in dtypes:
             for qk_dim, v_dim in head_dims:
-                constants = (("V_DIM", v_dim), ("ROWS", DELTA_ROWS))
                 for kernel in ("backward_delta", "backward_delta_fallback"):
-                    yield Variant(
-                        kernel, ARCHS[arch], dtype, qk_dim, v_dim, constants, DELTA_ROWS, 4
-                    )
+                    yield delta(kernel, ARCHS[arch], dtype, qk_dim, v_dim)
         for kernel, (named, block, warps) in MASK_KERNELS.items():
             yield Variant(kernel, ARCHS[arch], "any", 0, 0, tuple(named.items()), block, warps)

@@ -50,10 +50,28 @@ FALLBACK_TILES = {
     )
 }
 
+# Above 256 they serve plain calls, too, and there are no others: one set for all of compute
+# capability 8.x, as of float32 below. On 10.x tiles of under 64 rows, for which Triton takes no
+# tcgen05: its accumulators would not fit. STAGES 1 where a second buffer does not fit or makes the
+# assembler serialise wgmma. Chosen for no or few spills in the loops (docs/experiments.md).
+WIDEST = 512
+FALLBACK_TILES["forward_fallback"] |= {
+    ("hopper", WIDEST): (64, 32, 1, 8),
+    **{(kind, WIDEST): (32, 32, 2, 8) for kind in ("ampere", "small", "blackwell")},
+}
+FALLBACK_TILES["backward_dkdv_fallback"] |= {
+    ("hopper", WIDEST): (32, 16, 1, 8),
+    **{(kind, WIDEST): (16, 16, 1, 8) for kind in ("ampere", "small", "blackwell")},
+}
+FALLBACK_TILES["backward_dq_fallback"] |= {
+    ("hopper", WIDEST): (64, 32, 1, 8),
+    **{(kind, WIDEST): (16, 32, 1, 8) for kind in ("ampere", "small", "blackwell")},
+}
+
 FALLBACK_KERNELS = (*FALLBACK_TILES, "backward_delta_fallback")
 
 # The same kernels for float32: twice the bytes, so smaller tiles. Fewer of them, too: one set for
-# all of compute capability 8.x (it fits 99 KiB), and 256 serves what 192/128 would. f32 multiplies
+# all of compute capability 8.x (it fits 99 KiB), 256 serves what 192/128 would, and above that XLA does. f32 multiplies
 # without tensor cores (score_mods.dot), the same on every GPU. Chosen for no or few spills; nobody
 # has timed them.
 FLOAT32_DIMS = ((64, 64), (128, 128), (256, 256))

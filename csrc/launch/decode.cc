@@ -72,11 +72,19 @@ ffi::Error Run(Device* device, Stream stream, const DecodeCall& c) {
                 });
 }
 
+// The widest head dims have no `decode_tall`: their groups take more tiles of `decode`.
+bool HasTall(const Device& device, const DecodeShape& s) {
+  const Query query{
+      DecodeTallArgs::kKernel, device.cc, s.kernel_dtype(), s.qk_dim, s.v_dim, device.driver};
+  return FindCovering(query) != nullptr;
+}
+
 }  // namespace
 
 ffi::Error LaunchDecode(Device* device, Stream stream, const DecodeCall& c) {
-  return TakesSmallDecodeTile(c.shape.rows()) ? Run<DecodeArgs>(device, stream, c)
-                                              : Run<DecodeTallArgs>(device, stream, c);
+  return TakesSmallDecodeTile(c.shape.rows()) || !HasTall(*device, c.shape)
+             ? Run<DecodeArgs>(device, stream, c)
+             : Run<DecodeTallArgs>(device, stream, c);
 }
 
 }  // namespace packax

@@ -49,6 +49,14 @@ class Report:
         return sorted({(v["qk_dim"], v["v_dim"]) for v in forward})
 
     @property
+    def wide_dims(self) -> list[tuple[int, int]]:
+        """Head dims that only the fallback kernels have, in 16 bits; each serves those up to it."""
+        short = DTYPES.values()
+        fallback = (v for v in self.variants if v["kernel"] in GENERAL_KERNELS)
+        of = {(v["qk_dim"], v["v_dim"]) for v in fallback if v["dtype"] in short}
+        return sorted(of - set(self.head_dims))
+
+    @property
     def float32_dims(self) -> list[tuple[int, int]]:
         """Head dims of kernels for float32; each serves those up to it."""
         of = (v for v in self.variants if v["dtype"] in FLOAT32.values())
@@ -131,6 +139,7 @@ def _wheel_lines(report: Report) -> list[str]:
     built = {v["dtype"] for v in report.variants}
     dtypes = [name for name, short in DTYPES.items() if short in built]
     dims = [_dims(*pair) for pair in report.head_dims]
+    dims += [f"up to {_dims(*pair)}" for pair in report.wide_dims]
     lines = [
         f"{len(report.variants)} cubins for {', '.join(archs) or 'no GPU'}",
         f"dtypes {', '.join(dtypes) or 'none'}; head dims {', '.join(dims) or 'none'}",
@@ -200,7 +209,7 @@ def _runs_lines(report: Report) -> list[str]:
             for dtype in DTYPES
             for qk, v in report.head_dims
         }
-        if not any(name for name, _ in rows.values()):
+        if report.head_dims and not any(name for name, _ in rows.values()):
             have = ", ".join(map(capability, report.capabilities)) or "none"
             lines.append(
                 f"{gpu}: no cubin for compute capability {capability(cc)}; this wheel has {have}"
@@ -209,14 +218,15 @@ def _runs_lines(report: Report) -> list[str]:
             continue
         for (dtype, qk, v), (name, why) in rows.items():
             lines.append(f"{gpu}, {dtype}, head dim {_dims(qk, v)}: {name or why}")
-        for name, short in FLOAT32.items():
-            for pair in report.float32_dims:
-                found = [
-                    report.find(kernel, cc, short, *pair, report.driver_version)
-                    for kernel in GENERAL_KERNELS
-                ]
-                what = found[0] if all(found) else f"no cubin for {capability(cc)}"
-                lines.append(f"{gpu}, {name}, head dims up to {_dims(*pair)}: {what}")
+        wide = [(*dtype, pair) for dtype in DTYPES.items() for pair in report.wide_dims]
+        wide += [(*dtype, pair) for dtype in FLOAT32.items() for pair in report.float32_dims]
+        for name, short, pair in wide:
+            found = [
+                report.find(kernel, cc, short, *pair, report.driver_version)
+                for kernel in GENERAL_KERNELS
+            ]
+            what = found[0] if all(found) else f"no cubin for {capability(cc)}"
+            lines.append(f"{gpu}, {name}, head dims up to {_dims(*pair)}: {what}")
     return lines
 
 

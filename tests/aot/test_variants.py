@@ -34,6 +34,9 @@ def test_every_architecture_has_every_kernel() -> None:
             # a Hopper kernel may leave a head dim to the portable ones
             rows = table.SM90_TILES.get(kernel, {max(dims) for dims in table.HEAD_DIMS})
             wanted = [dims for dims in table.HEAD_DIMS if max(dims) in rows]
+            one_set = arch in table.one_set(tuple(table.ARCHS))
+            wide = one_set and kernel in (*table.FALLBACK_TILES, "decode", "decode_combine")
+            wanted = [dims for dims in wanted if wide or not table.only_fallback(dims)]
             of_float32 = {row for row in got if row[0] in table.FLOAT32}
             assert got - of_float32 == {(d, *dims) for d in table.DTYPES for dims in wanted}
             assert not of_float32 or kernel in (*table.FALLBACK_TILES, *decoding)
@@ -59,6 +62,23 @@ def test_float32() -> None:
     assert {v.dtype for v in table.variants(("86",), ("tf32",))} == {"tf32", "f32", "any"}
     few = [v.arch.name for v in table.variants(("80", "86")) if v.dtype == "f32"]
     assert few and set(few) == {"sm_80"}
+
+
+def test_head_dims_of_fallback_kernels_alone() -> None:
+    """Every GPU has one set of them, and what the largest asks for fits all that run it."""
+    wide = [dims for dims in table.HEAD_DIMS if table.only_fallback(dims)]
+    assert wide == [(512, 512)]
+    kernels = (*GENERAL, "decode", "decode_combine")
+    for arch in table.ARCHS.values():
+        mine = [v for v in ALL if arch in table.served_by(v.arch) and v.qk_dim == 512]
+        got = sorted((v.kernel, v.dtype) for v in mine)
+        assert got == sorted((kernel, dtype) for kernel in kernels for dtype in table.DTYPES)
+        assert all(v.shared <= arch.shared for v in mine)
+        if arch.tiles == "blackwell":  # made without tcgen05, which would tell dtypes apart
+            ptx = {v.ptx for v in mine if v.kernel != "decode_combine"}
+            assert len(ptx) == len(kernels) - 1
+    few = [v.arch.name for v in table.variants(("86",), ("f16",), ((512, 512),)) if v.qk_dim]
+    assert few == ["sm_86"] * len(kernels)
 
 
 def test_a_head_dim_without_an_sm90_kernel_has_the_portable_ones(monkeypatch):

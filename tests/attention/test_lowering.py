@@ -163,7 +163,7 @@ def test_block_sparse(extra):
 
 def test_other_head_dims():
     """Whatever multiple of 8 a larger pair covers, without a copy."""
-    for dims in ((8, 8), (96, 80), (64, 128), (256, 8)):
+    for dims in ((8, 8), (96, 80), (64, 128), (256, 8), (512, 512), (320, 264)):
         query, key, value = abstract(dim=dims[0], v_dim=dims[1])
         found = calls(text_of(lambda *x: step(*x, MASK), query, key, value))
         assert [call[0] for call in found] == ["packax_forward_v1"]

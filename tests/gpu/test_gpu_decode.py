@@ -16,7 +16,7 @@ from decoding import CASES, Case
 pytestmark = pytest.mark.gpu
 SCALE = 0.15
 DTYPES = (jnp.bfloat16, jnp.float16)
-DIMS = ((64, 64), (128, 128), (192, 128), (256, 256), (72, 40), (8, 200))
+DIMS = ((64, 64), (128, 128), (192, 128), (256, 256), (72, 40), (8, 200), (512, 512), (320, 264))
 KINDS = itertools.cycle(itertools.product(DIMS, DTYPES))
 
 LONG = {
@@ -40,7 +40,7 @@ def check(case: Case, dtype, tf32: bool = False) -> None:
     oracle.check(got, decoding.exact(case, x, SCALE), decoding.plain(case, x, SCALE, tf32))
 
 
-@pytest.mark.parametrize("dims,dtype", list(zip(DIMS, DTYPES * 3, strict=True)), ids=str)
+@pytest.mark.parametrize("dims,dtype", list(zip(DIMS, DTYPES * 4, strict=True)), ids=str)
 @pytest.mark.parametrize("name", ["soft cap and sinks", "16 rows", "pages longer than a block"])
 def test_head_dims(name, dims, dtype):
     check(CASES[name]._replace(dims=dims), dtype)
@@ -59,7 +59,7 @@ def test_split_over_the_gpu(name, dims):
     check(LONG[name]._replace(dims=dims), jnp.bfloat16)
 
 
-@pytest.mark.parametrize("dims", DIMS[2:4], ids=str)
+@pytest.mark.parametrize("dims", (*DIMS[2:4], (512, 512)), ids=str)
 @pytest.mark.parametrize("name", ["one long row", "pages and tall tiles"])
 def test_wide_heads_split_over_the_gpu(name, dims):
     check(LONG[name]._replace(dims=dims), jnp.float16)

@@ -22,6 +22,8 @@ pytestmark = pytest.mark.gpu
         ("batch_of_three", (128, 128), {"slopes": True, "sinks": True}),
         ("positions_fall", (192, 128), {"soft_cap": 3.0, "slopes": True}),
         ("padding", (256, 256), {"soft_cap": 3.0, "slopes": True, "sinks": True}),
+        ("padding", (512, 512), {"soft_cap": 3.0, "slopes": True, "sinks": True}),
+        ("gqa_4", (320, 320), {"soft_cap": 2.0, "sinks": True}),
         ("gqa_4", (128, 128), {"scale": -0.2}),
         ("cross_documents", (64, 64), {"scale": 0.0, "slopes": True}),
     ],
@@ -36,7 +38,11 @@ def test_options(name, dims, options, dtype):
 
 
 @pytest.mark.parametrize(
-    "dims", [(8, 8), (16, 24), (40, 64), (64, 72), (96, 96), (136, 80), (200, 232), (256, 8)]
+    "dims",
+    [
+        *((8, 8), (16, 24), (40, 64), (64, 72), (96, 96), (136, 80), (200, 232), (256, 8)),
+        *((320, 320), (264, 512), (504, 72)),
+    ],
 )
 @pytest.mark.parametrize("name", ["documents_odd", "ids_reappear"])
 def test_head_dims(name, dims):

@@ -130,6 +130,30 @@ def test_dims_in_between(tmp_path, driver):
             assert got["shared"] == row["shared"] and got["kernel"] == kernel
 
 
+@pytest.mark.parametrize("q_len", [2, 16])
+@pytest.mark.parametrize("dims", [(512, 512), (8, 320)])
+def test_dims_above_256(tmp_path, driver, dims, q_len):
+    """They have no tall tiles: many rows take more tiles of the others."""
+
+    def serves(m):
+        return m.ext.find("decode", m.variant["cc"], m.variant["dtype"], 512, 512) is not None
+
+    machine = make_machine(tmp_path, driver, choose=serves)
+    s, v = Sizes(2, 2, q_len, 700, 6, 2), machine.variant
+    call = decode(machine, s, dims=dims)
+    assert machine.run(call, INITIALIZE) is None and machine.run(call) is None
+    launches = machine.launches()
+    assert [launch["kernel"] for launch in launches] == ["decode", "decode_combine"]
+    rows = []
+    for launch in launches:
+        name = machine.ext.find(launch["kernel"], v["cc"], v["dtype"], 512, 512)
+        rows += [r for r in machine.ext.variants() if r["name"] == name]
+        assert launch["shared"] == rows[-1]["shared"]
+    programs = ceil(q_len * 3 / rows[0]["block"]) * s.kv_heads * s.batch
+    assert launches[0]["grid"][0] % programs == 0
+    assert launches[1]["grid"] == [s.batch * q_len * s.heads, 1, 1]
+
+
 @pytest.mark.parametrize("q_len,kernel", [(2, "decode"), (9, "decode_tall")])
 @pytest.mark.parametrize("exact,short", [(0, "tf32"), (1, "f32")])
 def test_float32(machine, exact, short, q_len, kernel):
@@ -167,9 +191,9 @@ def test_dims_that_no_kernel_has(machine, dims, text):
         failure = machine.run(decode(machine, dims=dims), stage)
         assert failure.code == "Unimplemented"
         assert failure.message == f"packax_decode_v1: no decode kernel for {text}"
-    failure = machine.run(decode(machine, dims=(264, 8)))
+    failure = machine.run(decode(machine, dims=(520, 8)))
     assert failure.code == "Unimplemented"
-    assert "head dims 264x8 (query and key x value); this build has it for" in failure.message
+    assert "head dims 520x8 (query and key x value); this build has it for" in failure.message
     assert machine.launches() == []
 
 

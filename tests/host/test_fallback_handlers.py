@@ -4,6 +4,7 @@ refuse.
 On a fake libcuda, as test_handlers.py.
 """
 
+import itertools
 from math import ceil
 
 import pytest
@@ -230,10 +231,43 @@ def test_other_head_dims_are_refused(shared_machine, dims, text):
     assert f"{text}, there are kernels for multiples of 8" in failure.message
 
 
+def wide_machine(tmp_path, driver, cc):
+    """One for that capability, if the build has the kernels of head dims up to 512."""
+
+    def serves(machine):
+        return machine.ext.find("decode", cc, machine.variant["dtype"], 512, 512) is not None
+
+    return make_machine(tmp_path, driver, ccs=(cc,), choose=serves)
+
+
+@pytest.mark.parametrize("dims", [(512, 512), (320, 264), (264, 8)])
+@pytest.mark.parametrize("cc", [80, 86, 87, 89, 90, 100, 103, 110, 120, 121])
+def test_head_dims_above_256(tmp_path, driver, cc, dims):
+    """Plain calls, and those with every option, take the fallback kernels for 512."""
+    machine = wide_machine(tmp_path, driver, cc)
+    machine.cuda.fake_set_version(13000)
+    s, dtype = Sizes(), machine.variant["dtype"]
+    plain = {"has": (0, 0), "soft_cap": 0.0, "blocks": None}
+    for direction, options in itertools.product(MAKE, ({}, plain)):
+        if options and direction == "backward":
+            options = {**options, "score_grads": 0}
+        machine.cuda.fake_clear()
+        call = MAKE[direction](machine, s, dims, **options)
+        assert machine.run(call, INITIALIZE) is None and machine.run(call) is None
+        grids = only(direction, grids_of(s))
+        launches = machine.launches()
+        assert [launch["kernel"] for launch in launches] == list(grids)
+        for launch, (kernel, grid) in zip(launches, grids.items(), strict=True):
+            name = machine.ext.find(kernel, cc, dtype, 512, 512, 13000)
+            row = next(r for r in machine.ext.variants() if r["name"] == name)
+            assert launch["shared"] == row["shared"], kernel
+            assert launch["grid"] == [*grid(row["block"]), 1, 1], kernel
+
+
 def test_larger_head_dims_are_refused(shared_machine):
-    failure = shared_machine.run(forward_fallback(shared_machine, dims=(8, 264)))
+    failure = shared_machine.run(forward_fallback(shared_machine, dims=(8, 520)))
     assert "no forward_fallback kernel for compute capability" in failure.message
-    assert "head dims 8x264" in failure.message
+    assert "head dims 8x520" in failure.message
 
 
 # Calls for which Hopper has kernels of its own: test_soft_cap_handlers.py,

@@ -34,6 +34,14 @@ FLOAT32 = tuple(
 )
 
 
+WIDE = tuple(
+    VARIANTS[0]
+    | {"kernel": k, "dtype": t, "qk_dim": 512, "v_dim": 512, "name": f"{k}_{t}_512x512_sm80"}
+    for k in info.GENERAL_KERNELS
+    for t in ("bf16", "f16")
+)
+
+
 def find(kernel, cc, dtype, qk_dim, v_dim, driver, variants=VARIANTS):
     assert driver == GOOD.driver_version
     wanted = {"kernel": kernel, "dtype": dtype, "qk_dim": qk_dim, "v_dim": v_dim}
@@ -79,6 +87,17 @@ def test_float32():
     assert "GPU 1, float32, head dims up to 64: forward_fallback_f32_64x64_sm80" in shown
     assert "GPU 1, float32 in TF32, head dims up to 64: forward_fallback_tf32_64x64_sm80" in shown
     assert "float32" not in text()
+
+
+@pytest.mark.parametrize("others", [VARIANTS, ()], ids=["all", "PACKAX_HEAD_DIMS=512"])
+def test_head_dims_of_fallback_kernels_alone(others):
+    rows = others + WIDE
+    shown = text(variants=rows, find=lambda *query: find(*query, variants=rows))
+    assert "head dims 64, 128, 192/128, 256, up to 512" in shown or not others
+    assert "GPU 0, bfloat16, head dims up to 512: no cubin for 9.0" in shown
+    assert "GPU 1, float16, head dims up to 512: forward_fallback_f16_512x512_sm80" in shown
+    assert ("GPU 1, float16, head dim 64: forward_f16_64x64_sm80" in shown) == bool(others)
+    assert "512" not in text()
 
 
 @pytest.mark.parametrize(

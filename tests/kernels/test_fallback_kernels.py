@@ -16,6 +16,8 @@ from kernel_masks import ATTENTION, mask_of
 
 TILES = ((128, 64), (64, 128), (64, 64))  # of the forward, dkdv and dq
 SMALL = ((32, 16), (16, 32), (16, 32))  # of float32 at 256: eighths of an order's entry
+WIDE = ((32, 32), (16, 16), (16, 32))  # of head dims above 256
+WIDE_SM90 = ((64, 32), (32, 16), (64, 32))  # the same for Hopper
 SLOPES = 2.0 ** (-8 * np.arange(1, 9) / 8)
 
 
@@ -30,6 +32,8 @@ SLOPES = 2.0 ** (-8 * np.arange(1, 9) / 8)
             (16, 48)),
         ("longer queries", {}, (8, 56), (64, 64)),
         ("checked by id", {"tiles": SMALL, "soft_cap": 3.0, "slopes": True}, (16, 16), (16, 16)),
+        ("documents", {"tiles": WIDE, "soft_cap": 2.0}, (320, 264), (512, 512)),
+        ("three rows", {"tiles": WIDE_SM90, "slopes": True}, (24, 16), (32, 16)),
     ],
 )  # fmt: skip
 def test_fallback_kernels_equal_the_oracle(case, options, dims, compiled):

@@ -12,6 +12,7 @@ import numpy as np
 import packax
 
 DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+WIDEST = (512, 512)  # of the fallback kernels, in 16 bits
 
 
 class Extension:
@@ -26,7 +27,8 @@ class Extension:
             {"kernel": kernel, "dtype": dtype, "qk_dim": qk_dim, "v_dim": v_dim, **chip}
             for kernel in kernels
             for dtype in (("bf16", "f16") if kernel in plain else ("bf16", "f16", "f32", "tf32"))
-            for qk_dim, v_dim in DIMS
+            for qk_dim, v_dim in (*DIMS, WIDEST)
+            if (qk_dim, v_dim) in DIMS or (kernel not in plain and dtype in ("bf16", "f16"))
         ] + [
             {"kernel": kernel, "dtype": "any", "qk_dim": 0, "v_dim": 0, **chip}
             for kernel in ("documents_rows", "blocks_rows")

@@ -176,7 +176,7 @@ def flash_attention(
         ValueError: shapes, dtypes, scale, soft_cap, sinks, bias, precision, mask, implementation or
             sharding that are not as above, or sizes that the mesh does not divide.
         NotImplementedError: when lowered for CUDA, no kernel for the dtype or head dims (there
-            are some for bfloat16, float16 and float32, and all multiples of 8 up to 256); with
+            are some for all multiples of 8 up to 512, of float32 up to 256); with
             implementation="cuda", when lowered for another platform.
 
     Under `jax.checkpoint`, the policy `save_only_these_names("packax_out", "packax_lse")`

@@ -109,8 +109,8 @@ def decode_attention(
             the sink.
         implementation: None: the CUDA kernels where this is lowered for CUDA, blockwise XLA
             elsewhere; "cuda": the CUDA kernels or an error; "xla": blockwise XLA everywhere.
-            The kernels take bfloat16, float16 and float32, and head dims up to 256 that are
-            multiples of 8.
+            The kernels take bfloat16 and float16 with head dims up to 512, and float32 with head
+            dims up to 256, all multiples of 8.
 
     Returns:
         out, (B, Sq, H, Dv) in query's dtype, or (out, lse), lse (B, H, Sq) float32 (float64 for

@@ -5,8 +5,8 @@
 Layout (batch, heads, length, dim), scores scaled by 1 / sqrt(dim). Beyond that package: any
 lengths, leading dimensions on every call, keys and values of one head (or fewer heads than the
 query), head dims of values that differ from the query's, key masks of any shape, and every backend.
-Where packax has kernels (bfloat16, float16 and float32, head dims that are multiples of 8 up to
-256) they run on CUDA; everything else is blockwise XLA, as that whole package is.
+Where packax has kernels (bfloat16 and float16 with head dims up to 512, float32 up to 256, all
+multiples of 8) they run on CUDA; everything else is blockwise XLA, as that whole package is.
 """
 
 from __future__ import annotations

@@ -1,0 +1,61 @@
+"""The architectures that kernels are compiled for, and the assemblers: rows of the table
+(table.py)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Arch:
+    """A compilation target.
+
+    `arch_specific`: its cubins run on that compute capability alone, else on later minors of the
+    same major too.
+    """
+
+    name: str
+    cc: int
+    arch_specific: bool
+    shared: int  # bytes of shared memory that one block may ask for
+    tiles: str  # column of TILES
+    ptx: str = ""  # the row of ARCHS whose PTX it is assembled from, if not its own
+    driver: int = 12000  # the oldest that loads such cubins, as CUDA numbers them
+    assembler: str = "12.9"  # of ASSEMBLERS
+    ptx_isa: int = 0  # the version of PTX that first had it, where that matters: 90 is 9.0
+
+
+# docs/guide/gpus.md says which GPUs take which. Binary code of one minor runs on later ones of the
+# same major, but not on Tegra's (8.7, Orin; 11.0, Thor): 8.9 runs that of 8.6, which is what the
+# assembler would make for it. Families (f) are loaded by drivers of CUDA 12.9 and newer, so the
+# arch-specific ones (a) stay for older drivers.
+ARCHS = {
+    "80": Arch("sm_80", 80, False, 166_912, "ampere"),
+    "86": Arch("sm_86", 86, False, 101_376, "small"),
+    "87": Arch("sm_87", 87, True, 166_912, "ampere", ptx="80"),
+    "90a": Arch("sm_90a", 90, True, 232_448, "hopper"),
+    "100a": Arch("sm_100a", 100, True, 232_448, "blackwell"),
+    "100f": Arch("sm_100f", 100, False, 232_448, "blackwell", ptx="100a", driver=12090),
+    "110": Arch("sm_110", 110, False, 232_448, "ampere", "80", 13000, "13.4", ptx_isa=90),
+    "120a": Arch("sm_120a", 120, True, 101_376, "small"),
+    "120f": Arch("sm_120f", 120, False, 101_376, "small", ptx="120a", driver=12090),
+}
+
+# The Triton wheel brings two assemblers. Cubins of 12.9 load with every driver of CUDA 12 and 13
+# that knows the GPU; those of 13.4 were seen to load on driver 580 (CUDA 13.0) and are promised for
+# no older one.
+ASSEMBLERS = {"12.9": ("ptxas", 12000), "13.4": ("ptxas-blackwell", 13000)}
+
+
+def served_by(arch: Arch) -> list[Arch]:
+    """The architectures whose GPUs can run a cubin of this one, it first."""
+    if arch.arch_specific:
+        return [arch]
+    later = (a for a in ARCHS.values() if a.cc // 10 == arch.cc // 10 and a.cc > arch.cc)
+    return [arch, *(a for a in later if not a.arch_specific)]
+
+
+def one_set(archs: tuple[str, ...]) -> list[Arch]:
+    """One architecture for every group of them that can run the same cubin."""
+    asked = [ARCHS[name] for name in archs]
+    return [arch for arch in asked if not any(arch in served_by(other)[1:] for other in asked)]
