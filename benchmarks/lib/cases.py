@@ -96,8 +96,8 @@ DIMS = (
     Case("docs12_32k_d256", 1, 32768, 32, 8, 256, 12, group="dims"),
     Case("causal_16k_192v128", 1, 16384, 32, 8, 192, 1, v_dim=128, group="dims"),
     Case("docs12_32k_192v128", 1, 32768, 32, 8, 192, 12, v_dim=128, group="dims"),
-    Case("causal_16k_d512", 1, 16384, 8, 2, 512, 1, group="dims"),
-    Case("docs12_32k_d512", 1, 32768, 8, 2, 512, 12, group="dims"),
+    Case("causal_16k_d512", 1, 16384, 16, 2, 512, 1, group="dims"),
+    Case("docs12_32k_d512", 1, 32768, 16, 2, 512, 12, group="dims"),
 )
 LONG = (
     Case("causal_32k_d128", 1, 32768, 32, 8, 128, 1, group="long"),

@@ -12,11 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import packax
 import pytest
+from lowered import calls, text_of
 from maxtext_reference import (
     DIM,
     HEADS,
     IMAGES,
     KINDS,
+    KV_HEADS,
     MASKED,
     MOBA,
     RNG,
@@ -41,6 +43,22 @@ def test_training(kind, size):
     ids, positions = ids_and_positions()
     run = jax.jit(lambda *x: op(kind, size)(*x, ids, positions, "train"))
     close(run(q, k, v), reference(q, k, v, pairs(kind, size, ids))[0])
+
+
+def test_head_dim_of_gemma_4(extension):
+    """512 in its global layers, with keys as values: right here, and a kernel's call on CUDA."""
+    q, k = (RNG.standard_normal((B, S, n, 512)).astype(np.float32) for n in (HEADS, KV_HEADS))
+    q *= 512**-0.5
+    ids, _ = ids_and_positions()
+    run = jax.jit(lambda *x: op()(*x, ids, model_mode="train"))
+    close(run(q, k, k), reference(q, k, k, pairs("global", None, ids))[0])
+
+    def loss(q, k):
+        return jnp.sum(op()(q, k, k, ids, model_mode="train").astype(jnp.float32))
+
+    shapes = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in (q, k)]
+    targets = [target for target, *_ in calls(text_of(jax.grad(loss), *shapes))]
+    assert targets[-2:] == ["packax_forward_v1", "packax_backward_v1"]
 
 
 def test_no_segment_ids_and_ids_of_keys():
