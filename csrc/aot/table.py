@@ -31,7 +31,6 @@ from tiles_sm90 import (
 )
 from tiles_sm90 import absent_arguments as absent_from_sm90
 
-
 DTYPES = ("bf16", "f16")
 # float32, in two precisions of products: that of float32, and TF32 (11 bits of each operand). Only
 # the fallback kernels and those of decoding have them.
