@@ -210,11 +210,11 @@ def test_unknown_head_dim(machine):
     call = forward(machine)
     for name in ("query", "key"):
         a = call.operands[name]
-        call = call.change(**{name: replace(a, shape=(*a.shape[:3], 264))})
+        call = call.change(**{name: replace(a, shape=(*a.shape[:3], 520))})
     failure = machine.run(call)
     assert failure.code == "Unimplemented"
     assert failure.message.startswith("packax_forward_v1: no forward kernel for compute capability")
-    assert f"head dims 264x{machine.variant['v_dim']} (query and key x value)" in failure.message
+    assert f"head dims 520x{machine.variant['v_dim']} (query and key x value)" in failure.message
 
 
 @pytest.mark.parametrize(
