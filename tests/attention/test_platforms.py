@@ -36,8 +36,9 @@ def test_several_platforms_in_one_module():
     "dtype,dim,v_dim,said",
     [
         (jnp.bfloat16, 84, 80, "bfloat16 with head dims 84/80"),
-        (jnp.float16, 64, 264, "float16 with head dims 64/264"),
+        (jnp.float16, 64, 520, "float16 with head dims 64/520"),
         (jnp.float32, 72, 20, "float32 with head dims 72/20"),
+        (jnp.float32, 512, 512, "float32 with head dims 512/512"),
     ],
 )
 @pytest.mark.parametrize("implementation", [None, "cuda"])
