@@ -77,3 +77,59 @@ def test_equinox_is_its_own_attention(namespace):
     close(out, expected[1])
     for x, y in zip(*map(jax.tree.leaves, (gradients, expected[0])), strict=True):
         close(x, y)
+
+
+def test_keras_rows_of_documents(namespace):
+    """The Keras block: a document does not see the one before it."""
+    pytest.importorskip("keras")
+    model, text, ids = (namespace[name] for name in ("model", "text", "ids"))
+    out = model.predict([text, ids], verbose=0)
+    other = text.copy()
+    other[0, :40] = 49 - text[0, :40]
+    moved = model.predict([other, ids], verbose=0)
+    np.testing.assert_array_equal(out[0, 40:], moved[0, 40:])
+    assert np.abs(out[0, :40] - moved[0, :40]).max() > 0.01
+
+
+def test_keras_is_its_own_attention(namespace):
+    """Output and gradients of keras.layers.MultiHeadAttention with the dense mask."""
+    keras = pytest.importorskip("keras")
+    ids = jnp.asarray([[0] * 7 + [1] * 13] * 2)
+    x = jax.random.normal(jax.random.key(0), (2, 20, 32))
+    ours = namespace["PackedAttention"](num_heads=4, key_dim=8)
+    theirs = keras.layers.MultiHeadAttention(num_heads=4, key_dim=8)
+    ours.build(x.shape, x.shape)
+    theirs.build(x.shape, x.shape)
+    theirs.set_weights(ours.get_weights())
+    allowed = (packax.causal() & packax.documents(ids)).as_array(20, 20).reshape(2, 20, 20)
+    weights = [x.value for x in ours.trainable_variables]
+
+    def run(layer, mask):
+        def loss(weights, x):
+            out, _ = layer.stateless_call(weights, [], x, x, attention_mask=mask)
+            return jnp.sum(jnp.sin(out)), out
+
+        (_, out), gradients = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(weights, x)
+        return out, gradients
+
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
+    for x, y in zip(*map(jax.tree.leaves, (run(ours, ids), run(theirs, allowed))), strict=True):
+        close(x, y)
+
+
+def test_keras_layers_as_they_are(monkeypatch):
+    """What stands at jax.nn's name runs: a causal layer on packax, without a fallback."""
+    keras = pytest.importorskip("keras")
+    monkeypatch.setenv("PACKAX_FALLBACK", "error")
+    calls = []
+
+    def attention(*operands, **options):
+        calls.append(options)
+        return packax.dot_product_attention(*operands, **options)
+
+    layer = keras.layers.MultiHeadAttention(num_heads=4, key_dim=8, flash_attention=False)
+    x = jax.random.normal(jax.random.key(0), (2, 20, 32))
+    expected = layer(x, x, use_causal_mask=True)
+    monkeypatch.setattr(jax.nn, "dot_product_attention", attention)
+    np.testing.assert_allclose(layer(x, x, use_causal_mask=True), expected, rtol=1e-4, atol=1e-5)
+    assert len(calls) == 1
