@@ -205,7 +205,9 @@ def test_inside_a_shard_map(names, inside):
 
     rows, lse = kept(FULL.query), kept(P(BATCH_AXES, "tensor", "context"))
     batch = kept(P(BATCH_AXES))
-    plan_specs = dataclasses.replace(plan, order=batch, inverse=batch, fallback=P())
+    plan_specs = dataclasses.replace(
+        plan, order=batch, inverse=batch, split=batch, fallback=P()
+    )
     with jax.set_mesh(mesh_of(1, 2, 2, 2)):
         first, first_specs = jnp.asarray(ROWS), batch
         if not inside:

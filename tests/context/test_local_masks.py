@@ -17,21 +17,29 @@ from local_cases import KINDS, ROWS, expression_of
 from local_plans import check_local, greedy
 
 CONTEXT = packax.AttentionSharding(query=P(None, "context"), key_value=P(None, "context"))
+LEVELS = {  # by how many
+    len(axes): packax.AttentionSharding(query=P(None, axes), key_value=P(None, axes))
+    for axes in (("host", "gpu"), ("host", "switch", "gpu"))
+}
 
 
 def build(expression, plan, ranks, sharding=CONTEXT, **keywords):
-    with jax.set_mesh(mesh_of(ranks, axes=("context",))):
+    axes, sizes = ("context",), (ranks,)
+    if isinstance(ranks, tuple):
+        sharding, axes, sizes = LEVELS[len(ranks)], LEVELS[len(ranks)].query[1], ranks
+    with jax.set_mesh(mesh_of(*sizes, axes=axes)):
         return packax.create_attention_mask(expression, sharding=sharding, plan=plan, **keywords)
 
 
-def piece(mask, specs, rank, ranks):
-    """A rank's, cut as the specs say."""
+def piece(mask, specs, rank, sizes):
+    """A rank's, cut as the specs say; sizes: of the mesh's axes by name."""
+    places = dict(zip(sizes, np.unravel_index(rank, tuple(sizes.values())), strict=True))
 
     def of(x, spec):
         x = np.asarray(x)
         for axis, over in enumerate(spec):
-            if over == "context":
-                x = np.split(x, ranks, axis)[rank]
+            for name in over if isinstance(over, tuple) else () if over is None else (over,):
+                x = np.split(x, sizes[name], axis)[places[name]]
         return x
 
     return jax.tree.map(of, mask, specs)
@@ -39,20 +47,37 @@ def piece(mask, specs, rank, ranks):
 
 def attended(mask, plan):
     """Whether rows attend keys, in the order of the sequence, by the masks of the parts."""
-    order, ranks, shared = np.asarray(plan.order), plan.ranks, plan.shared
+    ranks = plan.ranks
     batch, own = mask.q_lo.shape[0], plan.length // ranks
-    order = np.broadcast_to(order, (batch, plan.length)).reshape(batch, ranks, own)
+    order = np.broadcast_to(plan.order, (batch, plan.length)).reshape(batch, ranks, own)
     found = np.zeros((batch, plan.length, plan.length), bool)
     specs = mask.sharding.mask_specs(mask)
+    names = mask.sharding.query[1]
+    names = names if isinstance(names, tuple) else (names,)
+    sizes = dict(zip(names, plan.levels or (ranks,), strict=True))
+    shared = [(groups, rows) for groups, rows in plan.parts if rows > 0]
     for rank in range(ranks):
-        parts = [("private_part", order[:, rank], order[:, rank])]
-        if shared:
-            gathered = order[:, :, :shared].reshape(batch, -1)
-            parts.append(("shared_part", order[:, rank, :shared], gathered))
-        for name, rows, keys in parts:
-            part, of_part = getattr(mask, name), getattr(specs, name)
-            pairs = np.asarray(piece(part, of_part, rank, ranks).as_array())
-            for row, at, index, keys_of_row in zip(found, pairs, rows, np.sort(keys), strict=True):
+        parts = [(order[:, rank], order[:, rank], mask.private_part, specs.private_part)]
+        for (groups, rows), part, spec in zip(
+            shared, mask.shared_parts, specs.shared_parts, strict=True
+        ):
+            mine = rank // (ranks // groups)
+            # The axes of a host's ranks come first where hosts are gathered before them.
+            gathered = order.reshape(batch, groups, ranks // groups, own)[:, mine, :, :rows]
+            inner = [size for size in plan.levels or (ranks,) if size > 1]
+            while len(inner) > 1 and np.prod(inner) > ranks // groups:
+                inner.pop(0)
+            gathered = gathered.reshape(batch, *inner, rows)
+            gathered = gathered.transpose(0, *range(len(inner), 0, -1), len(inner) + 1)
+            keys = gathered.reshape(batch, -1)
+            places = np.broadcast_to(
+                piece(part, spec, rank, sizes).kv_plan[:, 0], (batch, keys.shape[1])
+            )
+            keys = np.take_along_axis(keys, places, 1)
+            parts.append((order[:, rank, :rows], keys, part, spec))
+        for rows, keys, part, of_part in parts:
+            pairs = np.asarray(piece(part, of_part, rank, sizes).as_array())
+            for row, at, index, keys_of_row in zip(found, pairs, rows, keys, strict=True):
                 assert not (row[index].any(1) & at.any(1)).any(), "a row is in two parts"
                 row[np.ix_(index, keys_of_row)] |= at
     return found
@@ -95,7 +120,7 @@ def test_any_lengths(lengths):
         found = np.asarray(mask.as_array())
         np.testing.assert_array_equal(found[0][plan.inverse[0]], expected[0])
         return
-    assert (mask.shared_part is None) == (plan.shared == 0) == (lengths == "tokens alone")
+    assert (not mask.shared_parts) == (plan.shared == 0) == (lengths == "tokens alone")
     np.testing.assert_array_equal(attended(mask, plan), expected)
 
 
@@ -123,12 +148,10 @@ def test_all_keys_are_gathered_where_documents_do_not_say_enough():
         (documents, {"permuted_keys": False}),
     ):
         mask = build(expression, plan, 4, **keywords)
-        assert mask.parts() == [], expression
-    assert [name for name, _ in build(documents, plan, 4).parts()] == [
-        "shared_part",
-        "private_part",
-    ]
-    assert packax.create_attention_mask(documents, plan=plan).parts() == []
+        assert mask.private_part is None and not mask.shared_parts, expression
+    mask = build(documents, plan, 4)
+    assert mask.private_part is not None and len(mask.shared_parts) == 1
+    assert packax.create_attention_mask(documents, plan=plan).private_part is None
 
 
 @pytest.mark.parametrize("wrong", [None, "split", "gone back", "said so"])
@@ -140,7 +163,7 @@ def test_a_plan_of_other_documents_falls_back(wrong):
         ids[3] = 7
     elif wrong == "gone back":
         ids[3, [0, -1]] = 1000
-    arrays = {name: jnp.asarray(getattr(plan, name)) for name in ("order", "inverse")}
+    arrays = {name: jnp.asarray(getattr(plan, name)) for name in ("order", "inverse", "split")}
     plan = dataclasses.replace(plan, fallback=jnp.asarray(wrong == "said so"), **arrays)
     mask = build(packax.causal() & packax.documents(ids), plan, 4)
     assert int(mask.fallback[0]) == (wrong is not None)
@@ -169,7 +192,8 @@ def test_what_a_plan_fetches():
 def test_a_mask_with_parts_under_vmap_and_in_words():
     mask = build(packax.causal() & packax.documents(ROWS), greedy(ROWS, 4), 4)
     axes = mask.vmap_axes()
-    assert axes.private_part.q_lo == axes.shared_part.kv_plan == 0
+    assert axes.private_part.q_lo == axes.shared_parts[0].kv_plan == 0
     inside = jax.tree.map(lambda x: x[0], mask).with_batch()
-    assert inside.shared_part.q_lo.shape == (1, mask.shared_part.q_lo.shape[1])
-    assert f"{mask.shared_part.kv_len} keys are attended by more than one rank" in repr(mask)
+    (of_row,), (shared,) = inside.shared_parts, mask.shared_parts
+    assert of_row.q_lo.shape == (1, shared.q_lo.shape[1])
+    assert f"{shared.kv_len} keys are attended by more than one rank" in repr(mask)

@@ -13,26 +13,38 @@ def check_local(plan: ContextPlan, ids) -> None:
     """Every invariant of a local plan for these segment ids, (B or 1, length) or (length,)."""
     ids = np.atleast_2d(np.asarray(ids))
     order, inverse = np.asarray(plan.order), np.asarray(plan.inverse)
-    ranks, length, shared = plan.ranks, plan.length, plan.shared
-    assert plan.kind == "local" and plan.chunk == 1 and shared is not None
-    assert length % ranks == 0 and 0 <= shared <= length // ranks
+    ranks, length = plan.ranks, plan.length
+    own = length // ranks
+    assert plan.kind == "local" and plan.chunk == 1 and plan.shared is not None
+    assert length % ranks == 0 and all(0 <= rows <= own for _, rows in plan.parts)
     assert order.dtype == inverse.dtype == np.int32 and order.shape == inverse.shape
     assert order.shape in ((1, length), (ids.shape[0], length)) and ids.shape[1] == length
+    if plan.split is None:
+        assert plan.parts[0] == (1, own)
+    else:
+        assert plan.split.dtype == np.int32
+        assert plan.split.shape == (len(order), ranks, len(plan.parts))
     for row in range(max(len(order), len(ids))):
-        of_row = order[row if len(order) > 1 else 0]
+        at = row if len(order) > 1 else 0
+        of_row = order[at]
         document = ids[row if len(ids) > 1 else 0]
         np.testing.assert_array_equal(np.sort(of_row), np.arange(length))
-        back = inverse[row if len(order) > 1 else 0]
-        np.testing.assert_array_equal(of_row[back], np.arange(length))
-        pieces = of_row.reshape(ranks, -1)
-        private = pieces[:, shared:]
-        assert (np.diff(private, axis=1) > 0).all(), "a part is not in the order of the sequence"
-        for rank, piece in enumerate(pieces):
-            for one in np.unique(document[piece[shared:]]):
-                whole = np.flatnonzero(document == one)
-                assert one == PADDING or np.isin(whole, piece).all(), (
-                    f"document {one} of row {row} has private rows on rank {rank} and others"
-                )
+        np.testing.assert_array_equal(of_row[inverse[at]], np.arange(length))
+        if plan.split is None:
+            continue
+        homes = np.full(length, -1)
+        split = np.asarray(plan.split)[at]
+        for rank, (piece, ends) in enumerate(zip(of_row.reshape(ranks, -1), split, strict=True)):
+            assert (np.diff(ends, prepend=0) >= 0).all()
+            private = piece[ends[-1] :]
+            assert (np.diff(private) > 0).all(), "whole documents are not in the row's order"
+            homes[private] = rank
+            for level, (groups, rows) in reversed([*enumerate(plan.parts)]):
+                assert ends[level] <= rows, "more rows are split than are shared"
+                homes[piece[: ends[level]]] = ranks * (level + 1) + rank // (ranks // groups)
+        for one in np.setdiff1d(document, [PADDING]):
+            there = np.unique(homes[document == one])
+            assert len(there) == 1, f"document {one} of row {row} is in several parts: {there}"
 
 
 def greedy(ids, ranks: int, shared: int = 0) -> ContextPlan:
@@ -45,9 +57,14 @@ def greedy(ids, ranks: int, shared: int = 0) -> ContextPlan:
     own = length // ranks
     rows = [_one_row(row, ranks) for row in ids]
     shared = max(shared, max(own - min(len(piece) for piece in pieces) for pieces, _ in rows))
-    order = np.stack([_in_places(*row, own, shared) for row in rows]).astype(np.int32)
+    order = np.stack([_in_places(*row, own) for row in rows]).astype(np.int32)
     inverse = np.argsort(order, axis=1).astype(np.int32)
-    return ContextPlan(order, inverse, "local", ranks, length, 1, shared=shared)
+    split = np.array([[own - len(piece) for piece in pieces] for pieces, _ in rows], np.int32)
+    if shared == own:
+        return ContextPlan(order, inverse, "local", ranks, length, 1, shared=shared)
+    return ContextPlan(
+        order, inverse, "local", ranks, length, 1, shared=shared, split=split[:, :, None]
+    )
 
 
 def _one_row(ids: np.ndarray, ranks: int) -> tuple[list[list[int]], list[int]]:
@@ -65,11 +82,9 @@ def _one_row(ids: np.ndarray, ranks: int) -> tuple[list[list[int]], list[int]]:
     return pieces, split
 
 
-def _in_places(pieces: list[list[int]], split: list[int], own: int, shared: int) -> list[int]:
+def _in_places(pieces: list[list[int]], split: list[int], own: int) -> list[int]:
     rest, order = sorted(split), []
     for piece in pieces:
         fill = [rest.pop(0) for _ in range(own - len(piece))]
-        # The last of what is whole fills the shared part.
-        private, extra = piece[: own - shared], piece[own - shared :]
-        order += [*sorted(fill + extra), *sorted(private)]
+        order += [*fill, *sorted(piece)]
     return order

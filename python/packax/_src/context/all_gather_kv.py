@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from packax._src.context.load_balance import take_chunks
 from packax._src.core.jax_compat import vary_together
 from packax._src.core.mask import FIELDS, AttentionMask
-from packax._src.core.sharding import HeadGroups, Layout
+from packax._src.core.sharding import Axes, HeadGroups, Layout
 
 
 class Groups:
@@ -40,12 +40,14 @@ class Groups:
         kv_plan,
         *,
         backward: bool = False,
-        private: bool = False,
+        starts: tuple[int, ...] = (0,),
         beside: int = 0,
     ) -> None:
-        """private: keys that only this rank reads; beside: how many rows there are with such."""
+        """starts: at which context axes gathers begin, (): keys that only this rank reads; beside:
+        how many rows there are with such."""
         self.layout = layout
-        self.axes = () if layout is None or private else layout.several(layout.kv_context)
+        self.steps = () if layout is None else layout.steps(starts)
+        private = not starts
         self.kv_plan = kv_plan
         self.own = OwnHeads.of(layout, query.shape[2], key.shape[2])
         self.key, self.value = (self.own.take(x) for x in (key, value))
@@ -56,7 +58,8 @@ class Groups:
         elif layout is not None and not private:
             # What is private hides one gather of all heads.
             one = head_groups is None and beside >= key.shape[1]
-            gathers = layout.gathers(self.heads, 1 if one else head_groups, backward)
+            among = layout.size(tuple(itertools.chain(*self.steps)))
+            gathers = layout.gathers(self.heads, 1 if one else head_groups, backward, among)
         sizes = tuple(itertools.chain(*gathers))
         self.number = len(sizes)
         self.ends = tuple(itertools.accumulate(sizes, initial=0))
@@ -107,9 +110,11 @@ class Groups:
     def scatter(self, dk: jax.Array, dv: jax.Array) -> list[jax.Array]:
         """The sums of all ranks' gradients of a group, each rank's rows of them; in their dtype."""
         parts = self._in_order(self._together(dk, dv), 0, self.summed_up)
-        if not self.axes:
+        if not self.steps:
             return self._apart(parts)
-        sums = [jax.lax.psum_scatter(x, self.axes, scatter_dimension=1, tiled=True) for x in parts]
+        sums = parts
+        for axes in reversed(self.steps):
+            sums = [jax.lax.psum_scatter(x, axes, scatter_dimension=1, tiled=True) for x in sums]
         self.to_send_back = parts
         if self.number > 1:
             self.sent_back, self.summed_up = (zero_after(*x) for x in (parts, sums))
@@ -128,8 +133,8 @@ class Groups:
         self.to_send += pieces
         if groups[0] > 0:
             self.sent = zero_after(*pieces)
-        if self.axes:
-            pieces = [jax.lax.all_gather(x, self.axes, axis=1, tiled=True) for x in pieces]
+        for axes in self.steps:
+            pieces = [jax.lax.all_gather(x, axes, axis=1, tiled=True) for x in pieces]
         if len(groups) > 1:
             (both,) = pieces
             dims = self.key.shape[3] + self.value.shape[3]
@@ -187,6 +192,25 @@ class Groups:
         missing = set(layout.context + layout.heads) - set(layout.kv_context + layout.kv_heads)
         axes = tuple(axis for axis, _ in layout.sizes if axis in missing & layout.mapped)
         return jax.lax.psum(gradient, axes) if axes else gradient
+
+
+def piece(x: jax.Array, axes: Axes, layout: Layout) -> jax.Array:
+    """Of (B, ranks, ...) those of this rank's group, which the axes number."""
+    groups = layout.size(axes)
+    if groups == 1:
+        return x
+    x = x.reshape(x.shape[0], groups, x.shape[1] // groups, *x.shape[2:])
+    x, number = vary_together(x, jax.lax.axis_index(layout.several(axes)))
+    return jax.lax.dynamic_index_in_dim(x, number, 1, keepdims=False)
+
+
+def as_gathered(x: jax.Array, layout: Layout, starts: tuple[int, ...]) -> jax.Array:
+    """Of (B, ranks of a group, rows) the order in which the gathers of a part bring it."""
+    ends = (*starts[1:], len(layout.context))
+    sizes = [layout.size(layout.context[a:b]) for a, b in zip(starts, ends, strict=True)]
+    x = x.reshape(x.shape[0], *sizes, x.shape[2])
+    inner = range(len(sizes), 0, -1)
+    return x.transpose(0, *inner, len(sizes) + 1).reshape(x.shape[0], -1)
 
 
 def zero_after(*results: jax.Array) -> jax.Array:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import math
 import operator
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +28,17 @@ Tree = TypeVar("Tree")
 _ROUNDS = 16  # chunks per rank that the default chunk leaves: benchmarks/context_plans.py
 
 
+class Step(NamedTuple):
+    """A gather among `size` ranks, which are so many ranks apart."""
+
+    size: int
+    stride: int
+
+
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["order", "inverse", "fallback"],
-    meta_fields=["kind", "ranks", "length", "chunk", "shared"],
+    data_fields=["order", "inverse", "fallback", "split"],
+    meta_fields=["kind", "ranks", "length", "chunk", "shared", "levels"],
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class ContextPlan:
@@ -40,13 +49,18 @@ class ContextPlan:
         inverse: the same shape: chunk c stands at place inverse[:, c].
         kind, ranks, length, chunk: as `context_plan` was told or found, chunk in rows.
         shared: of "local", where chunk is 1: the first so many rows of each rank are its shared
-            part, whose keys and values all ranks gather; the others are its private part, which
-            no other rank reads, in the order of the sequence. A document with a row in a private
-            part lies whole on that rank, the rest of it in its shared part if need be.
+            part, whose keys and values all ranks gather. The others are its private part, which no
+            other rank reads. With levels a tuple, a number for each: the first shared[0] rows are
+            gathered by all ranks, the first shared[1] by the ranks of a host, and so on.
             None: there are no parts, and all keys are gathered.
         fallback: of "local" made on the device: bool scalar array, whether the documents did not
             fit into `shared` rows. Then `order` is that of "balanced", and attention gathers all
             keys. None: they fit.
+        split: of "local": (B or 1, ranks, levels or 1) int32, how many rows of each rank are of
+            documents that are split over hosts or within: they come first, at most `shared`. The
+            rows behind them are of documents that lie whole there, in the order of the sequence.
+        levels: of "local": sizes of the groups of ranks, such as (hosts, ranks of a host), whose
+            product is `ranks`. (): one level.
     """
 
     order: Any
@@ -55,8 +69,20 @@ class ContextPlan:
     ranks: int
     length: int
     chunk: int
-    shared: int | None = None
+    shared: int | tuple[int, ...] | None = None
     fallback: Any = None
+    split: Any = None
+    levels: tuple[int, ...] = ()
+
+    @property
+    def parts(self) -> tuple[tuple[int, int], ...]:
+        """Of each shared part, the outermost first: by how many groups of ranks it is gathered,
+        each by itself, and how many of a rank's rows."""
+        if self.shared is None:
+            return ()
+        rows = self.shared if isinstance(self.shared, tuple) else (self.shared,)
+        groups = itertools.accumulate((1, *self.levels), operator.mul)
+        return tuple(zip(groups, rows, strict=False))
 
     @property
     def fetched(self) -> Any:
@@ -65,15 +91,19 @@ class ContextPlan:
         An int; an int32 scalar array where the plan may fall back.
         """
         own = self.length // self.ranks
-        shared = own if self.shared is None else self.shared
-        few, most = (self.ranks - 1) * shared, (self.ranks - 1) * own
+        parts = self.parts or ((1, own),)
+        few, most = (
+            sum((self.ranks // groups - 1) * rows for groups, rows in x) for x in (parts, ((1, own),))
+        )
         return few if self.fallback is None else jnp.where(self.fallback, most, few)
 
     def traffic(self, ranks_per_host: int, row_bytes: int) -> dict[str, int]:
         """Bytes of keys and values that a rank fetches for one row of the batch, as it is planned.
 
         Gradients travel back by as many. Ranks of a host are neighbours: the host is the first of
-        the context axes. A fallback fetches what "balanced" does.
+        the context axes. A fallback fetches what "balanced" does. With levels what all ranks gather
+        crosses hosts once: each rank fetches what its like hold on other hosts, and then, in its
+        own host, what the others fetched.
 
         Args:
             ranks_per_host: context ranks of one host; it must divide `ranks`.
@@ -93,9 +123,27 @@ class ContextPlan:
             raise ValueError(
                 f"ranks_per_host must divide the plan's {self.ranks} ranks, but is {inner}"
             )
-        rows = self.length // self.ranks if self.shared is None else self.shared
-        each = rows * positive("row_bytes", row_bytes)
-        return {"inside": (inner - 1) * each, "between": (self.ranks - inner) * each}
+        inside = between = 0
+        for groups, rows in self.parts or ((1, self.length // self.ranks),):
+            held = rows  # of a rank, and after each step
+            for step in self.steps(groups):
+                here = math.gcd(step.size * step.stride, inner) // math.gcd(step.stride, inner)
+                inside += (here - 1) * held
+                between += (step.size - here) * held
+                held *= step.size
+        row = positive("row_bytes", row_bytes)
+        return {"inside": inside * row, "between": between * row}
+
+    def steps(self, groups: int) -> list[Step]:
+        """How what is gathered by so many groups comes together, in order."""
+        if len(self.levels) < 2:
+            return [Step(self.ranks // groups, 1)]
+        found, stride = [], self.ranks
+        for size in self.levels:
+            stride //= size
+            if self.ranks // stride > groups and size > 1:
+                found.append(Step(size, stride))
+        return found
 
     def permute(self, tree: Tree, axis: int = 1) -> Tree:
         """Every array of `tree` with its rows along `axis` in the plan's order.

@@ -1,10 +1,10 @@
 """What a rank computes with a plan that keeps documents local: only shared rows' keys are gathered.
 
-A document lies whole on one rank, or in the ranks' shared parts. So there are two attentions with a
-mask each: of all rows of a rank and its own keys, and of its shared rows and the shared keys of all
-ranks. A row is empty in one of the two, and adds 0 there. The first runs while the shared keys are
-gathered. Of its backward pass, one half of the heads runs then too, and the other while the shared
-gradients are reduce-scattered.
+A document lies whole on one rank, or in the shared parts of all ranks, or of those of a host. So
+there is an attention with a mask for each: of all rows of a rank and its own keys, and of its first
+rows and such keys of the ranks that share them. A row is empty in all but one, and adds 0 there.
+The first runs while shared keys are gathered. Of its backward pass, one half of the heads runs then
+too, and the other while shared gradients are reduce-scattered.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from packax._src.context.all_gather_kv import Groups, zero_after
+from packax._src.context.all_gather_kv import Groups, as_gathered, piece, zero_after
 from packax._src.context.load_balance import take_chunks
 from packax._src.context.rank_passes import (
     Arrays,
@@ -32,17 +32,16 @@ def forward(
     call: Call, scores, query, key, value, mask, bias_pos
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """out, lse and the largest logits, if asked for."""
-    private = _private(call, scores, query, key, value, mask, bias_pos)
-    if mask.shared_part is None:
-        return forward_groups(call, *private)
-    shared = _shared(call, scores, query, key, value, mask, bias_pos)
-    private.groups.sent = zero_after(*shared.groups.to_send)
+    private, *shared = _parts(call, scores, query, key, value, mask, bias_pos)
+    private.groups.sent = _all_sent(shared)
     out, lse, top = forward_groups(call, *private)
-    shared.groups.attended = zero_after(lse)
-    more, more_lse, more_top = forward_groups(call, *shared)
-    if top is not None and more_top is not None:
-        top = _on_first(jnp.maximum, top, more_top, 2)
-    return _on_first(jnp.add, out, more, 1), _on_first(jnp.maximum, lse, more_lse, 2), top
+    for part in shared:
+        part.groups.attended = zero_after(lse)
+        more, more_lse, more_top = forward_groups(call, *part)
+        if top is not None and more_top is not None:
+            top = _on_first(jnp.maximum, top, more_top, 2)
+        out, lse = _on_first(jnp.add, out, more, 1), _on_first(jnp.maximum, lse, more_lse, 2)
+    return out, lse, top
 
 
 def backward(
@@ -50,25 +49,30 @@ def backward(
 ) -> tuple[Any, ...]:
     """The gradients of query, key and value, and what rows add to those of scale and slopes."""
     results = (out, lse, dout, dlse)
-    own, more = Gradients(), Gradients()
-    private = _private(call, scores, query, key, value, mask, bias_pos, results)
+    private, *shared = _parts(call, scores, query, key, value, mask, bias_pos, results)
+    own, others = Gradients(), []
     halves = iter(range(private.groups.number))
-    if mask.shared_part is not None:
-        shared = _shared(call, scores, query, key, value, mask, bias_pos, results)
-        if private.groups.number > 1:
-            private.groups.sent = zero_after(*shared.groups.to_send)
-            own.add(*backward_group(call, private.groups, next(halves), private.rows, None))
-            # Not dq: the other half writes into it, which a look at it would put off.
-            keys = zip((own.keys, own.values), call.needs_grad[1:3], strict=True)
-            shared.groups.attended = zero_after(*[x[0] for x, there in keys if there][:1])
-        for group in range(shared.groups.number):
-            more.add(*backward_group(call, shared.groups, group, shared.rows, more.dq))
-        private.groups.sent = None
-        private.groups.sent_back = zero_after(*shared.groups.to_send_back)
+    if shared and private.groups.number > 1:
+        private.groups.sent = _all_sent(shared)
+        own.add(*backward_group(call, private.groups, next(halves), private.rows, None))
+        # Not dq: the other half writes into it, which a look at it would put off.
+        keys = zip((own.keys, own.values), call.needs_grad[1:3], strict=True)
+        done = zero_after(*[x[0] for x, there in keys if there][:1])
+        for part in shared:
+            part.groups.attended = done
+    for part in shared:
+        more = Gradients()
+        for group in range(part.groups.number):
+            more.add(*backward_group(call, part.groups, group, part.rows, more.dq))
+        others.append(more)
+    private.groups.sent = None
+    if shared:
+        to_send = [x for part in shared for x in part.groups.to_send_back]
+        private.groups.sent_back = zero_after(*to_send)
     for group in halves:
         own.add(*backward_group(call, private.groups, group, private.rows, own.dq))
     dq, dk, dv, of_scores = own.whole()
-    if mask.shared_part is not None:
+    for more in others:
         *found, more_scores = more.whole()
         pairs = zip((dq, dk, dv), found, strict=True)
         dq, dk, dv = (_on_first(jnp.add, x, first, 1) for x, first in pairs)
@@ -84,52 +88,60 @@ class _Part(NamedTuple):
     rows: Rows
 
 
-def _private(call: Call, scores, query, key, value, mask, bias_pos, results: Arrays = ()) -> _Part:
-    """All rows of the rank and its own keys; `results`: out, lse and cotangents, for backward."""
-    of = mask.private_part
-    groups = Groups(
-        call.layout, None, query, key, value, of.kv_plan, backward=bool(results), private=True
-    )
-    if bias_pos:
-        bias_pos = bias_pos[0], _own_keys(call, mask, bias_pos[1])
-    return _Part(groups, Rows(query, scores, of, bias_pos, *results))
+def _parts(
+    call: Call, scores, query, key, value, mask, bias_pos, results: Arrays = ()
+) -> list[_Part]:
+    """In the order in which they are attended: private rows, then what is shared by the fewest.
+
+    results: out, lse and cotangents, for backward.
+    """
+    shared = [
+        (of, of.q_lo.shape[1])  # the first rows of the rank, and such keys of the ranks
+        for of in reversed(mask.shared_parts)
+    ]
+    private = query.shape[1] - max((number for _, number in shared), default=0)
+    made: list[_Part] = []
+    for of, number in [(mask.private_part, query.shape[1]), *shared]:
+
+        def first(x: jax.Array, axis: int = 1, number: int = number) -> jax.Array:
+            return jax.lax.slice_in_dim(x, 0, number, axis=axis)
+
+        own_query, own_key, own_value = (first(x) for x in (query, key, value))
+        groups = Groups(
+            call.layout,
+            call.gather_head_groups,
+            own_query,
+            own_key,
+            own_value,
+            of.kv_plan,
+            backward=bool(results),
+            starts=of.gathers,
+            beside=private,
+        )
+        own_bias: Arrays = ()
+        if bias_pos:
+            own_bias = first(bias_pos[0]), _of_keys(call, mask, of, bias_pos[1], number)
+        own_results = tuple(first(x, 1 if x.ndim == 4 else 2) for x in results)
+        made.append(_Part(groups, Rows(own_query, scores, of, own_bias, *own_results)))
+    return made
 
 
-def _shared(call: Call, scores, query, key, value, mask, bias_pos, results: Arrays = ()) -> _Part:
-    """The first rows of the rank, and such keys of all ranks."""
-    of = mask.shared_part
-    number = of.q_lo.shape[1]
-
-    def first(x: jax.Array, axis: int = 1) -> jax.Array:
-        return jax.lax.slice_in_dim(x, 0, number, axis=axis)
-
-    query, key, value = (first(x) for x in (query, key, value))
-    groups = Groups(
-        call.layout,
-        call.gather_head_groups,
-        query,
-        key,
-        value,
-        of.kv_plan,
-        backward=bool(results),
-        beside=mask.private_part.kv_len - number,
-    )
-    if bias_pos:
-        moved = _in_plans_order(call, mask, bias_pos[1])[:, :, :number]
-        keys = take_chunks(of.kv_plan[:, 1], 1, moved.reshape(len(moved), of.kv_len))
-        bias_pos = first(bias_pos[0]), keys
-    results = tuple(first(x, 1 if x.ndim == 4 else 2) for x in results)
-    return _Part(groups, Rows(query, scores, of, bias_pos, *results))
+def _all_sent(shared: list[_Part]) -> jax.Array | None:
+    """0 when the keys of all that is shared are ready to be sent."""
+    pieces = [x for part in shared for x in part.groups.to_send]
+    return zero_after(*pieces) if pieces else None
 
 
-def _own_keys(call: Call, mask: AttentionMask, bias_pos: jax.Array) -> jax.Array:
-    """Of the rank's own keys, in order."""
-    moved = _in_plans_order(call, mask, bias_pos)
-    assert call.layout is not None and mask.private_part is not None
-    moved, rank = vary_together(moved, jax.lax.axis_index(call.layout.context))
-    own = jax.lax.dynamic_index_in_dim(moved, rank, 1, keepdims=False)
-    plan = mask.private_part.kv_plan
-    return own if plan is None else take_chunks(plan[:, 1], 1, own)
+def _of_keys(call: Call, mask: AttentionMask, of: AttentionMask, x: jax.Array, number: int) -> Any:
+    """What all keys have in the order of the sequence, of the keys of a part."""
+    layout = call.layout
+    assert layout is not None and of.gathers is not None
+    x = _in_plans_order(call, mask, x)[:, :, :number]
+    outside = layout.context[: of.gathers[0]] if of.gathers else layout.context
+    x = piece(x, outside, layout)
+    if not of.gathers:
+        return x[:, 0]
+    return take_chunks(of.kv_plan[:, 1], 1, as_gathered(x, layout, of.gathers))
 
 
 def _in_plans_order(call: Call, mask: AttentionMask, bias_pos: jax.Array) -> jax.Array:

@@ -68,8 +68,8 @@ def local(ranks: int, ids: Any, keys: Any, shared: Any) -> ContextPlan:
     if on_host:
         return _on_host(ranks, ids, keys, rows)
     assert rows is not None
-    order, fallback = _on_device(ids, keys, ranks=ranks, shared=rows)
-    return _plan(order, ranks, length, rows, fallback)
+    order, split, fallback = _on_device(ids, keys, ranks=ranks, shared=rows)
+    return _plan(order, ranks, length, rows, split, fallback)
 
 
 def shared_rows(shared: Any, own: int) -> int | None:
@@ -101,13 +101,15 @@ def _rows_of(share: float, own: int) -> int:
     return min(own, TILE * math.ceil(share * own / TILE))
 
 
-def _plan(order: Any, ranks: int, length: int, shared: int, fallback: Any = None) -> ContextPlan:
+def _plan(
+    order: Any, ranks: int, length: int, shared: int, split: Any = None, fallback: Any = None
+) -> ContextPlan:
     if isinstance(order, np.ndarray):
         inverse = np.empty_like(order)
         np.put_along_axis(inverse, order, np.arange(length, dtype=np.int32)[None], axis=1)
     else:
         inverse = _inverse(order)
-    return ContextPlan(order, inverse, "local", ranks, length, 1, shared, fallback)
+    return ContextPlan(order, inverse, "local", ranks, length, 1, shared, fallback, split)
 
 
 @functools.partial(jax.jit, inline=True)
@@ -133,11 +135,11 @@ def _best(ops: HostOps, found: _Found, shared: int) -> tuple[Any, Any]:
     return way, area[way] <= found.mean + found.mean // 8
 
 
-def _row(ops: HostOps, found: _Found, shared: int, ranks: int) -> tuple[Any, Any]:
-    """One row's order, and whether it is none."""
+def _row(ops: HostOps, found: _Found, shared: int, ranks: int) -> tuple[Any, Any, Any]:
+    """One row's order, the rows of each rank that are of split documents, and whether it fails."""
     way, fair = _best(ops, found, shared)
-    order, need = carry_out(ops, found.row, found.search, way, ranks)
-    return order, ~fair | (need > shared)
+    order, split = carry_out(ops, found.row, found.search, way, ranks)
+    return order, split[:, None], ~fair | (split.max() > shared)
 
 
 def _on_host(ranks: int, ids: np.ndarray, keys: np.ndarray, shared: int | None) -> ContextPlan:
@@ -151,14 +153,15 @@ def _on_host(ranks: int, ids: np.ndarray, keys: np.ndarray, shared: int | None) 
     for size in sizes:
         if not all(_best(_HOST, x, size)[1] for x in found):
             continue
-        orders = []
+        orders, splits = [], []
         for x, its_keys in zip(found, keys, strict=True):
-            order, none = _row(_HOST, x, size, ranks)
-            if none or (shared is None and _load(its_keys, order, ranks) > _FAIR):
+            order, split, fails = _row(_HOST, x, size, ranks)
+            if fails or (shared is None and _load(its_keys, order, ranks) > _FAIR):
                 break
             orders.append(order)
+            splits.append(split)
         else:
-            return _plan(np.stack(orders), ranks, length, size)
+            return _plan(np.stack(orders), ranks, length, size, np.stack(splits))
     return _plan(balanced(ranks, keys).index(), ranks, length, own)
 
 
@@ -171,13 +174,13 @@ def _load(keys: np.ndarray, order: np.ndarray, ranks: int) -> float:
 @functools.partial(jax.jit, static_argnames=("ranks", "shared"), inline=True)
 def _on_device(
     ids: jax.Array, keys: jax.Array, ranks: int, shared: int
-) -> tuple[jax.Array, jax.Array]:
-    def one_row(ids: jax.Array, keys: jax.Array) -> tuple[Any, Any]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def one_row(ids: jax.Array, keys: jax.Array) -> tuple[Any, Any, Any]:
         return _row(_DEVICE, _find(_DEVICE, ids, keys, ranks), shared, ranks)
 
-    order, none = jax.vmap(one_row)(ids.astype(jnp.int32), keys)
-    fallback = none.any()
+    order, split, fails = jax.vmap(one_row)(ids.astype(jnp.int32), keys)
+    fallback = fails.any()
     order = jax.lax.cond(
         fallback, lambda _, keys: balanced(ranks, keys).index(), lambda order, _: order, order, keys
     )
-    return order, fallback
+    return order, split, fallback

@@ -116,7 +116,7 @@ def look(ops: HostOps, ids: Any, keys: Any, ranks: int) -> Row:
 
 
 def carry_out(ops: HostOps, row: Row, search: Search, way: Any, ranks: int) -> tuple[Any, Any]:
-    """(N,) the tokens in the order of one way, and the rows a rank has of split documents."""
+    """(N,) the tokens in the order of one way, and (ranks,) rows each has of split documents."""
     xp = ops.xp
     documents = row.documents
     sizes, works = documents.lengths, documents.areas
@@ -173,7 +173,7 @@ def carry_out(ops: HostOps, row: Row, search: Search, way: Any, ranks: int) -> t
     order = ops.order(ops.put(row.sequence, key))
 
     own_odd = xp.diff(xp.minimum(ends, odd_number), prepend=np.int32(0))
-    return order, (TILE * each[0] + own_odd).max()
+    return order, TILE * each[0] + own_odd
 
 
 _BEYOND = 2**30

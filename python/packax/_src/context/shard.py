@@ -157,7 +157,7 @@ def _backward(
 def _by_parts(mask: AttentionMask, gathered: Any, local: Any, call: Call, operands: Any) -> Any:
     """One of two functions of (call, *operands): of keys that are all gathered, or only in part."""
     gathered, local = (functools.partial(f, call) for f in (gathered, local))
-    if not mask.parts():
+    if mask.private_part is None:
         return gathered(*operands)
     if mask.fallback is None:
         return local(*operands)

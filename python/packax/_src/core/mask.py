@@ -106,9 +106,9 @@ class AttentionMask:
     kv_plan: jax.Array | None = field(
         default=None, metadata=_array(BATCH, WHOLE, WHOLE) | _OF_NO_PASS
     )
-    # Of a plan that keeps documents local: the same again as two masks, of shared rows and the
-    # shared keys of all ranks, and of all rows and the rank's own keys. (1,), 1: use neither.
-    shared_part: AttentionMask | None = None
+    # Of a plan that keeps documents local: the same again as masks of shared rows and the shared
+    # keys of all ranks, or of a host's, and of all rows and the rank's own keys. (1,), 1: use none.
+    shared_parts: tuple[AttentionMask, ...] = ()
     private_part: AttentionMask | None = None
     fallback: jax.Array | None = field(default=None, metadata=_array(BATCH) | _OF_NO_PASS)
 
@@ -119,7 +119,8 @@ class AttentionMask:
     shards: int = 1  # pieces of its rows, by the context axes of that
     permuted: bool = False  # its rows, by a plan
     block_size: tuple[int, int] | None = None
-    own_keys: bool = False  # every rank has keys of its own, as many as rows
+    # Of a part: the context axes at which the gathers of its keys begin, (): they are the rank's.
+    gathers: tuple[int, ...] | None = None
 
     def __repr__(self) -> str:
         """Sizes, and what it was built from as far as its arrays say it: two lines."""
@@ -141,7 +142,7 @@ class AttentionMask:
         if self.permuted:
             parts.append(f"rows{'' if self.kv_plan is None else ' and keys'} permuted by a plan")
         if self.private_part is not None:
-            shared = 0 if self.shared_part is None else self.shared_part.kv_len
+            shared = " and ".join(str(x.kv_len) for x in self.shared_parts) or "0"
             parts.append(f"{shared} keys are attended by more than one rank")
         return (
             f"<AttentionMask: {batch}, {self.q_len} query rows, {self.kv_len} keys, {held}\n"
@@ -206,13 +207,15 @@ class AttentionMask:
             for name, array in self._arrays()
             if array.ndim == len(FIELDS[name].axes_at(self.segment_check)) - 1
         }
-        lost |= {name: part.with_batch() for name, part in self.parts()}
+        lost |= self._of_parts(AttentionMask.with_batch)
         return dataclasses.replace(self, **lost) if lost else self
 
-    def parts(self) -> list[tuple[str, AttentionMask]]:
-        """The masks of parts that are there, by name."""
-        held = ((name, getattr(self, name)) for name in _PARTS)
-        return [(name, part) for name, part in held if part is not None]
+    def _of_parts(self, function: Callable[[AttentionMask], Any]) -> dict[str, Any]:
+        """A function of each part that is there."""
+        if self.private_part is None:
+            return {}
+        shared = tuple(map(function, self.shared_parts))
+        return {"private_part": function(self.private_part), "shared_parts": shared}
 
     def operands(self, *passes: Pass) -> tuple[jax.Array, ...]:
         """What these passes read, or either, in order: `operand_names`.
@@ -235,11 +238,12 @@ class AttentionMask:
         def of(name: str, x: Any) -> Any:
             own_heads = heads if FIELDS[name].block_sparse and x.shape[1] > 1 else ()
             own_batch = batch if x.shape[0] != 1 else ()
-            like = of_own_keys(name) if self.own_keys else name
-            return spec(*FIELDS[like].dims(self.segment_check, own_batch, context, own_heads))
+            if self.gathers is not None:
+                return spec(*dims_of(name, self.gathers, self.segment_check, own_batch, context))
+            return spec(*FIELDS[name].dims(self.segment_check, own_batch, context, own_heads))
 
         made = {name: of(name, x) for name, x in self._arrays()}
-        made |= {name: part.specs(spec, batch, context, heads) for name, part in self.parts()}
+        made |= self._of_parts(lambda part: part.specs(spec, batch, context, heads))
         return dataclasses.replace(self, **made)
 
     def _arrays(self) -> list[tuple[str, Any]]:
@@ -248,7 +252,7 @@ class AttentionMask:
         return [(name, x) for name, x in held if hasattr(x, "ndim")]
 
 
-_PARTS = ("shared_part", "private_part")
+_PARTS = ("shared_parts", "private_part")
 FIELDS: dict[str, Field] = {
     x.name: Field(x.name, **x.metadata) for x in dataclasses.fields(AttentionMask) if x.metadata
 }
@@ -261,9 +265,14 @@ jax.tree_util.register_dataclass(
 )
 
 
-def of_own_keys(name: str) -> str:
-    """The array that lies on the mesh as this one does where every rank has keys of its own."""
-    return {"kv_ids": "q_lo", "kv_pos": "q_lo", "kv_plan": "q_blocks"}.get(name, name)
+def dims_of(
+    name: str, gathers: tuple[int, ...], segment_check: int, batch: Axes, context: Axes
+) -> tuple[Axes, ...]:
+    """The mesh axes of each axis of an array of a part: of those that say whose keys they are."""
+    like = {"kv_ids": "q_lo", "kv_pos": "q_lo", "kv_plan": "q_blocks"}.get(name)
+    if like is None:
+        return FIELDS[name].dims(segment_check, batch, context)
+    return FIELDS[like].dims(segment_check, batch, context[: gathers[0]] if gathers else context)
 
 
 def operand_names(block_sparse: bool, *passes: Pass) -> tuple[str, ...]:

@@ -87,6 +87,12 @@ class Layout:
         """
         return tuple(axis for axis in axes if self.size((axis,)) > 1)
 
+    def steps(self, starts: tuple[int, ...]) -> tuple[Axes, ...]:
+        """The axes of each of the gathers of keys that begin at these context axes."""
+        axes, ends = self.kv_context, (*starts[1:], len(self.kv_context))
+        found = (self.several(axes[a:b]) for a, b in zip(starts, ends, strict=True) if axes)
+        return tuple(step for step in found if step)
+
     def outside(self, axes: Axes) -> int:
         """How many pieces of a dimension the caller's own shard_map made."""
         return self.size(tuple(axis for axis in axes if axis in self.manual))
@@ -104,7 +110,7 @@ class Layout:
         return jax.sharding.reshard(x, self.spec(*dims)) if self.explicit else x
 
     def gathers(
-        self, kv_heads: int, groups: HeadGroups, backward: bool
+        self, kv_heads: int, groups: HeadGroups, backward: bool, ranks: int | None = None
     ) -> tuple[tuple[int, ...], ...]:
         """How many of a rank's key/value heads each gather brings, by the groups that are attended.
 
@@ -112,14 +118,16 @@ class Layout:
         with it and what is in the open before it should not. Backward 2, then 6, attended as 4 and
         2: XLA has one collective under way at a time, so a third gather would make the attention
         wait for the gradients that are on their way, and the last of those are in the open.
+        `ranks`: among which keys are gathered, if not among all.
         """
-        if self.size(self.kv_context) == 1:
+        ranks = self.size(self.kv_context) if ranks is None else ranks
+        if ranks == 1:
             return ((kv_heads,),)  # there is nothing to gather
         if isinstance(groups, tuple):
             return tuple((heads,) for heads in groups)
         if groups is not None:
             return ((kv_heads // groups,),) * groups
-        if kv_heads == 1 or self.size(self.kv_context) <= 2:
+        if kv_heads == 1 or ranks <= 2:
             return ((kv_heads,),)
         if backward:
             end = max(1, kv_heads // 4)

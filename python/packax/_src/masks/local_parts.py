@@ -1,25 +1,31 @@
 """The masks of a plan that keeps documents local: of each rank's own keys, and of shared ones.
 
-The keys of each are a part of the sequence, in its order. A limit that is an index of the sequence
-becomes the number of the part's keys before it, so an interval stays an interval, and holds the
-part's keys of the interval it was, no others. Ids say the rest: a row has no id in the mask that is
-not about its document, and so attends nothing there.
+A row is in one part: that of the ranks which have rows of its document. A limit that is an index of
+the sequence becomes the number of the part's keys before it, so an interval stays an interval, and
+holds the part's keys of the interval it was. Keys and rows that a part is not about have no id in
+its mask. The keys of a shared part are in the order of the sequence, each document's to the end of
+a tile, as its rows are cut: a tile of rows then reads no more tiles of keys than it must. Private
+keys are in the order of the rows.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from packax._src.context.all_gather_kv import as_gathered, piece
 from packax._src.context.load_balance import ContextPlan
 from packax._src.core.integers import plus
 from packax._src.core.jax_compat import vary_together
-from packax._src.core.mask import AttentionMask, of_own_keys
-from packax._src.core.shapes import PADDING_SEGMENT_ID
+from packax._src.core.mask import AttentionMask, dims_of
+from packax._src.core.shapes import PADDING_SEGMENT_ID, TILE
+from packax._src.core.sharding import Axes, Layout
 from packax._src.masks.rank_rows import RankRows
 from packax._src.masks.row_ranges import Document, Rows, row_ranges_and_bounds
 from packax._src.ops.primitives import BLOCK_ARRAYS
@@ -28,18 +34,26 @@ from packax._src.ops.xla_mask import HASH_MULTIPLIER, table_size
 _MOST = jnp.iinfo(jnp.int32).max
 
 
+class _Keys(NamedTuple):
+    """The keys of a part."""
+
+    index: Any  # (B, n) of the sequence
+    ids: Any  # -1: the part is not about it
+    number: Callable[[Any], Any]  # of the part's keys before an index of the sequence
+    orders: Any = None  # (B, 2, n): where they come from, and go to
+
+
 def keeps_local(ranks: RankRows, document: Document) -> bool:
     """Whether gathering the shared keys alone is known to be enough.
 
     Not without documents, with other ids of keys, nor where every rank has all keys.
     """
     plan, layout = ranks.plan, ranks.layout
-    if plan is None or plan.shared is None or layout is None:
+    if plan is None or plan.split is None or layout is None:
         return False
     if document.q_ids is None or document.kv_ids is not None:
         return False
-    gathered = layout.size(layout.kv_context) > 1
-    return gathered and plan.shared < plan.length // plan.ranks
+    return layout.size(layout.kv_context) > 1
 
 
 def local_parts(
@@ -54,64 +68,113 @@ def local_parts(
     sharding: Any,
     fits: bool | None,
 ) -> dict[str, Any]:
-    """`shared_part`, `private_part` and `fallback` of a mask; arguments are of whole sequences.
+    """`shared_parts`, `private_part` and `fallback` of a mask; arguments are of whole sequences.
 
     fits: as `fits_documents` found.
     """
     plan, layout = ranks.plan, ranks.layout
-    assert plan is not None and layout is not None and plan.shared is not None
-    pieces, shared = plan.ranks, plan.shared
-    own = plan.length // pieces
+    assert plan is not None and layout is not None
+    pieces, own = plan.ranks, plan.length // plan.ranks
+    context = layout.context
+    # A part's number among the levels, by how many groups its keys are gathered, its rows, and the
+    # context axes at which its gathers begin.
+    parts = [
+        (n, groups, rows, gathers_of(layout, plan, groups))
+        for n, (groups, rows) in enumerate(plan.parts)
+        if rows > 0
+    ]
 
-    def of_rank(document: Document, low: Any, high: Any, ranges: Any, order: Any) -> list[Any]:
+    def of_rank(
+        document: Document, low: Any, high: Any, ranges: Any, order: Any, split: Any
+    ) -> list[Any]:
+        ids = document.q_ids
+        assert ids is not None
         of_part = functools.partial(
             _of_part, document, low, high, ranges, level=level, implementation=implementation
         )
-        parts = order.reshape(order.shape[0], pieces, own)
-        mine, rank = vary_together(parts, jax.lax.axis_index(layout.context))
-        mine = jax.lax.dynamic_index_in_dim(mine, rank, 1, keepdims=False)
-        assert document.q_ids is not None
-        ids = _take(document.q_ids, mine)
-        if shared == 0:
-            return [of_part(ids, mine, mine, in_order=True)]
-        first, private = ids[:, :shared], ids[:, shared:]
-        kept = _among(first, private)
-        own_ids = jnp.concatenate([jnp.where(kept, first, PADDING_SEGMENT_ID), private], axis=1)
-        others = jnp.where(kept, PADDING_SEGMENT_ID, first)
-        keys = parts[:, :, :shared].reshape(order.shape[0], pieces * shared)
-        return [of_part(own_ids, mine, mine), of_part(others, mine[:, :shared], keys)]
+        batch = order.shape[0]
+        order, split = order.reshape(batch, pieces, own), split.reshape(batch, pieces, -1)
+        begin = jnp.concatenate([jnp.zeros_like(split[..., :1]), split], axis=2)
+        place = jnp.arange(own, dtype=jnp.int32)
+        made = []
+        mine, first = (piece(x, context, layout) for x in (order, begin))
+        mine, first = mine[:, 0], first[:, 0]
+        my_ids = _take(ids, mine)
+        for n, _, rows, starts in parts:
+            of_group, ends = (
+                piece(x, context[: starts[0]], layout) for x in (order[..., :rows], begin)
+            )
+            inside = (ends[..., n, None] <= place[:rows]) & (place[:rows] < ends[..., n + 1, None])
+            of_group, inside = (as_gathered(x, layout, starts) for x in (of_group, inside))
+            keys = _in_order(ids, of_group, inside)
+            held = (first[:, n, None] <= place[:rows]) & (place[:rows] < first[:, n + 1, None])
+            row_ids = jnp.where(held, my_ids[:, :rows], PADDING_SEGMENT_ID)
+            made.append(of_part(row_ids, mine[:, :rows], keys))
+        private = jnp.broadcast_to(place >= first[:, -1:], my_ids.shape)
+        my_ids = jnp.where(private, my_ids, PADDING_SEGMENT_ID)
+        before = _number_before(mine, private, ids.shape[1]) + first[:, -1:]
+        number = functools.partial(_number, before)
+        made.append(of_part(my_ids, mine, _Keys(mine, my_ids, number)))
+        return made
 
     def specs() -> Any:
         axes = ranks.mask_batch
 
-        def of(own_keys: bool) -> dict[str, Any]:
-            names = ["q_lo", "q_hi", *BLOCK_ARRAYS, "q_ids", "kv_ids", "kv_plan"]
+        def of(starts: tuple[int, ...], permuted: bool) -> dict[str, Any]:
+            names = ["q_lo", "q_hi", *BLOCK_ARRAYS, "q_ids", "kv_ids"]
             names += ["q_pos", "kv_pos"] if level > 1 else []
-            if shared == 0:
-                names.remove("kv_plan")
-            like = of_own_keys if own_keys else str
-            over = {"kv_plan": ranks.plan_batch}
-            return {x: ranks.spec(like(x), level, over.get(x, axes)) for x in names}
+            names += ["kv_plan"] if permuted else []
+            over = {"kv_plan": ranks.plan_batch if len(plan.order) > 1 else ()}
+            return {
+                x: layout.spec(*dims_of(x, starts, level, over.get(x, axes), context))
+                for x in names
+            }
 
         whole, orders = layout.spec(axes), layout.spec(ranks.plan_batch)
-        made = [of(True), of(False)] if shared > 0 else [of(True)]
-        return (whole, whole, whole, whole, orders), made
+        made = [of(starts, True) for *_, starts in parts] + [of((), False)]
+        return (whole, whole, whole, whole, orders, orders), made
 
     ranges = tuple((ranks.keys(lo), ranks.keys(hi)) for lo, hi in ranges)
-    made = ranks.on_each(of_rank, specs)(document, low, high, ranges, plan.order)
+    operands = document, low, high, ranges, plan.order, plan.split
+    *made, private = ranks.on_each(of_rank, specs)(*operands)
     build: Any = functools.partial(
         AttentionMask, segment_check=level, sharding=sharding, shards=pieces, permuted=True
     )
     unset = dict.fromkeys(("q_pos", "kv_pos"))
-    found = {"private_part": build(**unset | made[0], q_len=plan.length, kv_len=own, own_keys=True)}
-    if shared > 0:
-        number = pieces * shared
-        found["shared_part"] = build(**unset | made[1], q_len=number, kv_len=number)
+    found: dict[str, Any] = {
+        "private_part": build(**unset | private, q_len=plan.length, kv_len=own, gathers=()),
+        "shared_parts": tuple(
+            build(
+                **unset | arrays,
+                q_len=pieces * rows,
+                kv_len=pieces // groups * rows,
+                gathers=starts,
+            )
+            for arrays, (_, groups, rows, starts) in zip(made, parts, strict=True)
+        ),
+    }
     if not fits:
         found["fallback"] = _fallback(ranks, document)
     elif plan.fallback is not None:
         found["fallback"] = jnp.asarray(plan.fallback, jnp.int32).reshape(1)
     return found
+
+
+def gathers_of(layout: Layout, plan: ContextPlan, groups: int) -> tuple[int, ...]:
+    """At which of the context axes the gathers of a part begin, the outermost first.
+
+    Raises:
+        ValueError: the plan has other levels than the mesh.
+    """
+    axes = layout.context
+    before = [layout.size(axes[:n]) for n in range(len(axes))]
+    outside = [plan.ranks // (step.size * step.stride) for step in plan.steps(groups)]
+    if any(number not in before for number in outside):
+        raise ValueError(
+            f"plan was made for levels of {plan.levels} ranks, but the context axes of sharding, "
+            f"{axes}, have sizes {tuple(layout.size((axis,)) for axis in axes)}"
+        )
+    return tuple(before.index(number) for number in outside)
 
 
 def fits_documents(plan: ContextPlan | None, ids: Any) -> bool | None:
@@ -124,31 +187,41 @@ def fits_documents(plan: ContextPlan | None, ids: Any) -> bool | None:
         return None
     if not isinstance(plan.inverse, np.ndarray) or not isinstance(ids, np.ndarray):
         return None
-    own = plan.length // plan.ranks
-    if plan.shared == own:
+    if plan.split is None:
         return True
-    ids, places = (np.atleast_2d(x) for x in (ids, plan.inverse))
+    assert isinstance(plan.split, np.ndarray)
+    ids, places, homes = (np.atleast_2d(x) for x in (ids, plan.inverse, _homes(plan, np)))
     batch = max(len(ids), len(places))
-    ids, places = (np.broadcast_to(x, (batch, plan.length)) for x in (ids, places))
-    rows = zip(ids, places, strict=True)
-    return not any(_some_apart_on_host(*row, own, plan.shared) for row in rows)
+    ids, places, homes = (np.broadcast_to(x, (batch, plan.length)) for x in (ids, places, homes))
+    rows = zip(ids, np.take_along_axis(homes, places, 1), strict=True)
+    return not any(_some_apart_on_host(*row) for row in rows)
 
 
-def _some_apart_on_host(ids: np.ndarray, place: np.ndarray, own: int, shared: int) -> bool:
+def _homes(plan: ContextPlan, xp: Any) -> Any:
+    """(B or 1, length) a number for the ranks that have rows of the document of each place."""
+    ranks, own = plan.ranks, plan.length // plan.ranks
+    place, rank = xp.arange(own, dtype=np.int32), xp.arange(ranks, dtype=np.int32)
+    of_rank = rank + ranks * len(plan.parts)
+    home = xp.broadcast_to(of_rank[:, None], (plan.split.shape[0], ranks, own))
+    for n, (groups, _) in reversed([*enumerate(plan.parts)]):
+        of_group = rank // (ranks // groups) + ranks * n
+        home = xp.where(place < plan.split[..., n, None], of_group[:, None], home)
+    return home.reshape(-1, plan.length)
+
+
+def _some_apart_on_host(ids: np.ndarray, homes: np.ndarray) -> bool:
     """`_some_apart`, exactly: of runs of an id first, which are few."""
-    rank, private = place // own, place % own >= shared
     begins = np.flatnonzero(np.concatenate([[True], ids[1:] != ids[:-1]]))
     of_runs = ids[begins]
     by_id = np.argsort(of_runs, kind="stable")
     of_runs = of_runs[by_id]
     first = np.flatnonzero(np.concatenate([[True], of_runs[1:] != of_runs[:-1]]))
 
-    def of_ids(reduce: Any, x: np.ndarray) -> np.ndarray:
-        return reduce.reduceat(reduce.reduceat(x, begins)[by_id], first)
+    def of_ids(reduce: Any) -> np.ndarray:
+        return reduce.reduceat(reduce.reduceat(homes, begins)[by_id], first)
 
-    apart = of_ids(np.minimum, rank) != of_ids(np.maximum, rank)
-    apart &= of_ids(np.logical_or, private) & (of_runs[first] != PADDING_SEGMENT_ID)
-    return bool(apart.any())
+    apart = of_ids(np.minimum) != of_ids(np.maximum)
+    return bool((apart & (of_runs[first] != PADDING_SEGMENT_ID)).any())
 
 
 def _of_part(
@@ -158,38 +231,30 @@ def _of_part(
     ranges: Any,
     ids: jax.Array,
     rows: jax.Array,
-    keys: jax.Array,
+    keys: _Keys,
     *,
     level: int,
     implementation: Any,
-    in_order: bool = False,
 ) -> dict[str, Any]:
-    """Of the rows with these ids at the indices `rows`, and the keys at the indices `keys`."""
-    assert document.q_ids is not None
-    length = document.q_ids.shape[1]
-    before = _number_before(keys, length)
-    made: dict[str, Any] = {}
-    if not in_order:
-        made["kv_plan"] = _orders(_take(before, keys))
-        keys = _take(keys, made["kv_plan"][:, 1])
-
-    def number(x: Any) -> Any:
-        return _take(before, jnp.clip(x, 0, length))
-
+    """Of the rows with these ids at the indices `rows`."""
     low, high = (None if x is None else _take(x, rows) for x in (low, high))
     if level < 2:  # positions are indices
-        low = None if low is None else number(low)
-        high = None if high is None else number(plus(high, 1)) - 1
+        low = None if low is None else keys.number(low)
+        high = None if high is None else keys.number(plus(high, 1)) - 1
     held = Rows(
         ids=ids,
         low=low,
         high=high,
-        ranges=tuple((number(_take(x, rows)), number(_take(y, rows))) for x, y in ranges),
+        ranges=tuple(
+            (keys.number(_take(x, rows)), keys.number(_take(y, rows))) for x, y in ranges
+        ),
     )
-    made |= {"q_ids": ids, "kv_ids": _take(document.q_ids, keys)}
+    made: dict[str, Any] = {"q_ids": ids, "kv_ids": keys.ids}
+    if keys.orders is not None:
+        made["kv_plan"] = keys.orders
     if level > 1:
         assert document.q_pos is not None
-        made["kv_pos"] = _take(document.q_pos, keys)
+        made["kv_pos"] = _take(document.q_pos, keys.index)
     return made | row_ranges_and_bounds(
         held,
         made["kv_ids"],
@@ -197,33 +262,78 @@ def _of_part(
         level=level,
         batch=ids.shape[0],
         q_len=ids.shape[1],
-        kv_len=keys.shape[1],
+        kv_len=keys.index.shape[1],
         implementation=implementation,
     )
+
+
+def _in_order(ids: jax.Array, index: jax.Array, inside: jax.Array) -> _Keys:
+    """Keys at these indices, of which those `inside` are the part's.
+
+    Others stand before a document, so that it ends with a tile, and behind all.
+    """
+    size = index.shape[1]
+    before = _number_before(index, inside, ids.shape[1])
+    number = inside.sum(axis=1, keepdims=True, dtype=jnp.int32)
+    rest = jnp.cumsum(~inside, axis=1, dtype=jnp.int32) - 1
+    # First the part's in order, then the others.
+    sorted_ = _inverse(jnp.where(inside, _take(before, index), number + rest))
+    place = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), sorted_.shape)
+    there = place < number
+    of_key = _take(ids, _take(index, sorted_))
+    begins = there & jnp.concatenate(
+        [jnp.ones_like(there[:, :1]), of_key[:, 1:] != of_key[:, :-1]], axis=1
+    )
+    next_begin = jnp.where(begins, place, jnp.broadcast_to(number, place.shape))
+    next_begin = jnp.concatenate([next_begin[:, 1:], number], axis=1)
+    end = jax.lax.cummin(next_begin, axis=1, reverse=True)
+    gaps = jnp.cumsum(jnp.where(begins, (place - end) % TILE, 0), axis=1, dtype=jnp.int32)
+    most = jnp.where(begins & (gaps <= size - number), gaps, 0)
+    gaps = jax.lax.cummax(most, axis=1)  # where others are too few, no more of them
+    slot = place + gaps
+    taken, slot, yes = vary_together(jnp.zeros_like(place), slot, there.astype(jnp.int32))
+    drop = jnp.where(there, slot, size)
+    taken = jax.vmap(lambda x, at, y: x.at[at].set(y, mode="drop"))(taken, drop, yes)
+    part = jnp.cumsum(taken, axis=1, dtype=jnp.int32)
+    order = jnp.where(taken > 0, part - 1, number + place - part)
+    order = _take(sorted_, order)
+    orders = jnp.stack([order, _inverse(order)], axis=1)
+    index = _take(index, order)
+    end = number + gaps[:, -1:]
+    slot = jnp.concatenate([jnp.where(there, slot, end), end], axis=1)
+    found = jnp.where(taken > 0, _take(ids, index), PADDING_SEGMENT_ID)
+    return _Keys(index, found, functools.partial(_number, _take(slot, before)), orders)
+
+
+def _number(before: jax.Array, x: Any) -> jax.Array:
+    return _take(before, jnp.clip(x, 0, before.shape[1] - 1))
 
 
 def _fallback(ranks: RankRows, document: Document) -> jax.Array:
     """(1,): whether the plan fell back, or was made of other documents than these."""
     plan, layout = ranks.plan, ranks.layout
-    assert plan is not None and layout is not None and plan.shared is not None
-    own, shared = plan.length // plan.ranks, plan.shared
+    assert plan is not None and layout is not None
 
     def specs() -> Any:
-        batch = layout.spec(ranks.mask_batch)
-        return (batch, layout.spec(ranks.plan_batch)), batch
+        batch, orders = layout.spec(ranks.mask_batch), layout.spec(ranks.plan_batch)
+        return (batch, orders, orders), batch
 
-    def split(ids: jax.Array, place: jax.Array) -> jax.Array:
-        place = jnp.broadcast_to(place, ids.shape)
-        return jax.vmap(_some_apart)(*vary_together(ids, place // own, place % own >= shared))
+    def split(ids: jax.Array, place: jax.Array, split: jax.Array) -> jax.Array:
+        homes = _homes(dataclasses.replace(plan, split=split), jnp)
+        return jax.vmap(_some_apart)(*vary_together(ids, _take(_take(homes, place), _all(ids))))
 
-    found = ranks.on_each(split, specs)(document.q_ids, plan.inverse)
+    found = ranks.on_each(split, specs)(document.q_ids, plan.inverse, plan.split)
     said = False if plan.fallback is None else plan.fallback
     fallback, found = vary_together(jnp.asarray(said, bool), found.any())
     return (fallback | found).astype(jnp.int32).reshape(1)
 
 
-def _some_apart(ids: jax.Array, rank: jax.Array, private: jax.Array) -> jax.Array:
-    """Whether an id has a private row, and rows of another rank: of one row of the batch.
+def _all(x: jax.Array) -> jax.Array:
+    return jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape)
+
+
+def _some_apart(ids: jax.Array, homes: jax.Array) -> jax.Array:
+    """Whether rows of an id have several homes: of one row of the batch.
 
     Surely False where none has. By two tables of ids, as in ops/xla_mask.py: an id is taken for
     apart where both say so, for itself or for others of their slot.
@@ -235,24 +345,10 @@ def _some_apart(ids: jax.Array, rank: jax.Array, private: jax.Array) -> jax.Arra
     found = token = ids != PADDING_SEGMENT_ID
     for slot in (low, high):
         at = jnp.where(token, slot.astype(jnp.int32), slots)  # padding has a slot of its own
-        table, at, rank, private = vary_together(jnp.zeros(slots + 1, jnp.int32), at, rank, private)
-        least = (table + _MOST).at[at].min(rank)
-        most = table.at[at].max(rank)
-        some = table.at[at].max(private.astype(jnp.int32))
-        found &= ((least != most) & (some > 0))[at]
+        table, at, homes = vary_together(jnp.zeros(slots + 1, jnp.int32), at, homes)
+        least = (table + _MOST).at[at].min(homes)
+        found &= (least != table.at[at].max(homes))[at]
     return found.any()
-
-
-def _among(x: jax.Array, others: jax.Array) -> jax.Array:
-    """Whether each of x[b] is one of others[b]."""
-    size = others.shape[1]
-    ordered = jnp.sort(others, axis=1)
-    ordered, x, less = vary_together(ordered, x, jnp.zeros_like(x))
-    for bit in reversed(range(size.bit_length())):  # how many are less
-        more = less + (1 << bit)
-        below = _take(ordered, jnp.minimum(more, size) - 1) < x
-        less = jnp.where((more <= size) & below, more, less)
-    return (less < size) & (_take(ordered, jnp.minimum(less, size - 1)) == x)
 
 
 def _take(x: jax.Array, index: jax.Array) -> jax.Array:
@@ -263,16 +359,19 @@ def _take(x: jax.Array, index: jax.Array) -> jax.Array:
     return jax.vmap(lambda x, index: x.at[index].get(mode="promise_in_bounds"))(x, index)
 
 
-def _number_before(index: jax.Array, length: int) -> jax.Array:
-    """(B, length + 1): how many of the indices, all of them different, are less than each."""
-    zeros, index = vary_together(jnp.zeros((index.shape[0], length + 1), jnp.int32), index)
-    there = jax.vmap(lambda x, index: x.at[index + 1].set(1, unique_indices=True))(zeros, index)
-    return jnp.cumsum(there, axis=1, dtype=jnp.int32)
+def _number_before(index: jax.Array, inside: jax.Array, length: int) -> jax.Array:
+    """(B, length + 1): how many of the indices `inside`, all different, are less than each."""
+    zeros, index, inside = vary_together(
+        jnp.zeros((index.shape[0], length + 1), jnp.int32), index, inside.astype(jnp.int32)
+    )
+
+    def one(zeros: jax.Array, index: jax.Array, inside: jax.Array) -> jax.Array:
+        return zeros.at[index + 1].set(inside, unique_indices=True)
+
+    return jnp.cumsum(jax.vmap(one)(zeros, index, inside), axis=1, dtype=jnp.int32)
 
 
-def _orders(order: jax.Array) -> jax.Array:
-    """(B, 2, n): a permutation, and its inverse."""
-    number = jnp.broadcast_to(jnp.arange(order.shape[1], dtype=jnp.int32), order.shape)
-    zeros, number, order = vary_together(jnp.zeros_like(order), number, order)
-    place = jax.vmap(lambda x, at, y: x.at[at].set(y, unique_indices=True))(zeros, order, number)
-    return jnp.stack([order, place], axis=1)
+def _inverse(order: jax.Array) -> jax.Array:
+    """(B, n): of permutations."""
+    zeros, number, order = vary_together(jnp.zeros_like(order), _all(order), order)
+    return jax.vmap(lambda x, at, y: x.at[at].set(y, unique_indices=True))(zeros, order, number)
