@@ -7,8 +7,14 @@ backward, scaled by the tiles that a plan makes the kernels visit; 330 GB/s of g
 a host, 50 GB/s a GPU of what comes from other hosts; 4.8 TB/s to order gathered keys. Gathers
 and reduce-scatters go one at a time, by groups of heads as the program has them. With "local"
 private rows are attended while shared keys travel: forward before the shared rows, backward half of
-the heads before and half behind them. Efficiency is the time of the mean rank's attention alone
-over that of the slowest rank with all of this.
+the heads before and half behind them. Beyond one host of eight GPUs "local" has two levels: what
+all hosts share crosses once for each GPU, and is then gathered inside; the other plans gather in
+one step, in which each GPU by itself fetches what other hosts have. Efficiency is the time of the
+mean rank's attention alone over that of the slowest rank with all of this.
+
+"limit" is the most that any plan can reach which gathers whole documents over hosts or inside: the
+documents that are too long or too heavy for one rank, or for one host, at a load of at most 1.03 of
+the mean; their keys travel while attention runs, and nothing else costs.
 
 First it checks itself against measured times (docs/performance.md), within 10 %. Then rows of
 lognormal lengths (sigma 1.2) and of the standard library's sources: area of the most loaded rank,
@@ -44,7 +50,9 @@ MEASURED = (  # documents, ranks, milliseconds: benchmarks/results/context_paral
 )
 
 
-def planned(sizes: list[int], length: int, ranks: int, kind: str) -> packax.ContextPlan | None:
+def planned(
+    sizes: list[int], length: int, ranks: tuple[int, ...], kind: str
+) -> packax.ContextPlan | None:
     if kind == "none":
         return None
     ids = np.full(length, packax.PADDING_SEGMENT_ID)
@@ -54,43 +62,72 @@ def planned(sizes: list[int], length: int, ranks: int, kind: str) -> packax.Cont
 
 
 def work(sizes: list[int], plan: packax.ContextPlan | None, length: int, ranks: int) -> Any:
-    """Of each rank: attended pairs, and pairs in the tiles visited for private and shared rows."""
+    """(ranks,) attended pairs; and (ranks,) pairs in the tiles visited of each part: private rows,
+    then those shared by the fewest ranks."""
     lo, hi = ranges(sizes, length)
     own = length // ranks
     order = np.arange(length) if plan is None else plan.index()[0]
-    shared = own if plan is None or plan.shared is None else plan.shared
-    area = (hi - lo)[order].reshape(ranks, -1).sum(1)
-    if shared == own:
-        tiles = [visited(lo[rows], hi[rows], TILE) for rows in order.reshape(ranks, -1)]
-        return area, np.zeros(ranks), np.array(tiles), shared
-    # In each part keys are numbered in the order of the sequence.
-    is_shared = np.zeros(length, bool)
-    is_shared[order.reshape(ranks, -1)[:, :shared]] = True
-    parts = []
-    for rows in order.reshape(ranks, -1):
-        mine = np.zeros(length, bool)
-        mine[rows] = True
-        document = lo[rows]
-        # A document with a private row is read from the rank's own keys.
-        kept = np.isin(document, document[shared:][hi[rows[shared:]] > lo[rows[shared:]]])
-        kept[shared:] = True
-        tiles = []
-        for keys, among, held in ((mine, slice(None), kept), (is_shared, slice(shared), ~kept)):
-            before = np.concatenate([[0], np.cumsum(keys)])
-            first, last = before[lo[rows]], before[hi[rows]]
-            first, last = (np.where(held, x, 0)[among] for x in (first, last))
-            tiles.append(visited(first, last, TILE))
-        parts.append(tiles)
-    private, of_shared = np.array(parts).T
-    return area, private, of_shared, shared
+    pieces = order.reshape(ranks, own)
+    area = (hi - lo)[pieces].sum(1)
+    if plan is None or plan.split is None:
+        tiles = [visited(lo[rows], hi[rows], TILE) for rows in pieces]
+        return area, [np.zeros(ranks), np.array(tiles)]
+    split, place = plan.split[0], np.arange(own)
+    found = [np.zeros(ranks)]
+    for rank, rows in enumerate(pieces):
+        private = place >= split[rank, -1]
+        before = split[rank, -1] + np.searchsorted(rows[private], lo[rows])
+        empty = ~private | (hi[rows] == lo[rows])
+        found[0][rank] = visited(np.where(empty, 0, before), np.where(empty, 0, place + 1), TILE)
+    for level, (groups, number) in reversed([*enumerate(plan.parts)]):
+        each = np.zeros(ranks)
+        for group in np.split(np.arange(ranks), groups):
+            begin = split[group, level - 1] if level else np.zeros(len(group))
+            held = (begin[:, None] <= place) & (place < split[group, level, None])
+            slots = slots_of(pieces[group][held], lo, number * len(group))
+            for rank, mine in zip(group, held, strict=True):
+                rows, mine = pieces[rank][:number], mine[:number] & (hi > lo)[pieces[rank][:number]]
+                first, last = np.zeros(number), np.zeros(number)
+                first[mine], last[mine] = slots[lo[rows[mine]]], slots[rows[mine]] + 1
+                each[rank] = visited(first.astype(int), last.astype(int), TILE)
+        found.append(each)
+    return area, found
 
 
-def travel(ranks: int, shared: int, per_host: int) -> float:
-    """Seconds to gather the shared rows of all ranks."""
-    inside = ranks * shared * ROW / INSIDE
-    if ranks <= per_host:
-        return inside
-    return max(inside, (ranks - per_host) * shared * ROW / BETWEEN)
+def slots_of(keys: np.ndarray, lo: np.ndarray, room: int) -> np.ndarray:
+    """Where each key of a shared part stands: in order, documents ending with a tile if they can
+    (packax/_src/masks/local_parts.py); -1: not there."""
+    keys = np.sort(keys)
+    begins = np.flatnonzero(np.diff(lo[keys], prepend=-1))
+    gaps = np.cumsum(-np.diff(begins, append=len(keys)) % TILE)
+    gaps = np.maximum.accumulate(np.where(gaps <= room - len(keys), gaps, 0))
+    slots = np.full(len(lo), -1)
+    slots[keys] = np.arange(len(keys)) + np.repeat(gaps, np.diff(begins, append=len(keys)))
+    return slots
+
+
+def travel(plan: packax.ContextPlan | None, length: int, ranks: int) -> list[tuple[int, float]]:
+    """Of each shared part, that of the fewest ranks first: keys, and seconds to gather them."""
+    if plan is None or len(plan.levels) < 2:
+        parts = ((1, length // ranks),) if plan is None else plan.parts or ((1, length // ranks),)
+        found = []
+        for _, rows in parts:
+            seconds = ranks * rows * ROW / INSIDE
+            if ranks > HOST:  # in one step: each GPU by itself fetches what other hosts have
+                seconds = max(seconds, (ranks - HOST) * rows * ROW / BETWEEN)
+            found.append((ranks * rows, seconds))
+        return found
+    found = []
+    for groups, rows in reversed(plan.parts):
+        seconds, held = 0.0, rows
+        for size, stride in plan.steps(groups):
+            if stride >= HOST:
+                seconds += (size - 1) * held * ROW / BETWEEN
+            else:
+                seconds += size * held * ROW / INSIDE
+            held *= size
+        found.append((held, seconds))
+    return found
 
 
 def groups(ranks: int, what: str, one: bool) -> tuple[float, ...]:
@@ -100,50 +137,80 @@ def groups(ranks: int, what: str, one: bool) -> tuple[float, ...]:
     return (1 / 8, 3 / 8, 1 / 2) if what == "fwd" else (1 / 4, 1 / 2, 1 / 4)
 
 
-def seconds(what: str, private: float, shared: float, wire: float, ranks: int, one: bool) -> float:
-    """One rank's pass: attention of private and of shared rows, and a gather of all heads."""
-    if wire == 0:
-        return private
-    parts = groups(ranks, what, one)
-    clock = wired = 0.0
-    clock += private if what == "fwd" else private / 2
-    sent = []
-    for part in parts:
-        wired += part * wire
-        clock = max(clock, wired) + part * shared
-        sent.append(clock)
-    if what == "bwd":
-        for part, ready in zip(parts, sent, strict=True):
-            wired = max(wired, ready) + part * wire
+def seconds(
+    what: str, works: list[float], sent: list[tuple[int, float]], ranks: list[int], one: list[bool]
+) -> float:
+    """One rank's pass: attention of private rows and of each shared part, and their gathers."""
+    private, *shared = works
+    clock = private if what == "fwd" or not shared else private / 2
+    wired = copies = 0.0
+    ready = []
+    for work_, (keys, wire), among, together in zip(shared, sent, ranks, one, strict=True):
+        for part in groups(among, what, together):
+            wired += part * wire
+            clock = max(clock, wired) + part * work_
+            ready.append((clock, part * wire))
+        copies += 2 * keys * ROW / MEMORY  # read and written, of what came
+    if what == "bwd" and shared:
+        for done, wire in ready:
+            wired = max(wired, done) + wire
         clock = max(clock + private / 2, wired)
-    copies = 2 * wire * INSIDE / MEMORY  # read and written, of what came
     return clock + copies * (1 if what == "fwd" else 2)
 
 
 def predict(
-    sizes: list[int], length: int, ranks: int, kind: str, per_host: int = HOST
+    sizes: list[int], length: int, ranks: int, kind: str, levels: tuple[int, ...] = ()
 ) -> dict[str, float]:
-    plan = planned(sizes, length, ranks, kind)
+    plan = planned(sizes, length, levels or (ranks,), kind)
     lo, hi = ranges(sizes, length)
     in_order = visited(lo, hi, TILE)
-    area, private, of_shared, shared = work(sizes, plan, length, ranks)
+    area, works = work(sizes, plan, length, ranks)
     pairs = area.sum() / in_order  # attended, of a pair in a visited tile
-    one = (length // ranks - shared) >= ranks * shared
-    wire = travel(ranks, shared, per_host)
+    own = length // ranks
+    parts = plan.parts if plan is not None and plan.parts else ((1, own),)
+    sent = travel(plan, length, ranks)
+    private = own - parts[-1][1]
+    among = [ranks // number for number, _ in reversed(parts)]
+    one = [
+        private >= number * rows for number, (_, rows) in zip(among, reversed(parts), strict=True)
+    ]
+    if len(works) == 1:
+        sent, among, one = [], [], []
     found: dict[str, float] = {
         "area": float(area.max() / area.mean()),
-        "shared": shared * ranks / length,
-        "visited": float((private.sum() + of_shared.sum()) / in_order),
+        "shared": parts[-1][1] / own,
+        "between": parts[0][1] / own,
+        "visited": float(sum(x.sum() for x in works) / in_order),
     }
     for what, rate in RATE.items():
         speed = rate / FLOPS[what] / pairs  # of pairs in visited tiles a second
         times = [
-            seconds(what, mine / speed, other / speed, wire, ranks, one)
-            for mine, other in zip(private, of_shared, strict=True)
+            seconds(what, [x[rank] / speed for x in works], sent, among, one)
+            for rank in range(ranks)
         ]
         alone = area.mean() * FLOPS[what] / rate
         found[what] = alone / max(times)
         found[f"{what}_ms"] = max(times) * 1e3
+    return found
+
+
+def limit(sizes: list[int], length: int, ranks: int) -> dict[str, float]:
+    """The efficiency that no plan exceeds which gathers whole documents, by hosts and inside."""
+    tokens = np.array(sizes)
+    area = tokens * (tokens + 1) / 2
+    hosts = max(1, ranks // HOST)
+
+    def several(parts: int) -> Any:
+        return (area > 1.03 * area.sum() / parts) | (tokens > length / parts)
+
+    over_hosts = several(hosts) if hosts > 1 else tokens < 0
+    inside = several(ranks) & ~over_hosts
+    wire = (tokens[over_hosts].sum() + tokens[inside].sum() / hosts) * ROW / INSIDE
+    wire += tokens[over_hosts].sum() * (hosts - 1) / ranks * ROW / BETWEEN
+    found = {}
+    for what, rate in RATE.items():
+        alone = area.sum() / ranks * FLOPS[what] / rate
+        found[what] = alone / max(alone, wire * (1 if what == "fwd" else 2))
     return found
 
 
@@ -192,7 +259,7 @@ def main() -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / "context_model.json"
     print(f"{'rows':<22}{'ranks':>6} {'plan':<9}{'area':>7}{'worst':>7}{'shared':>8}{'worst':>7}"
-          f"{'visited':>9}{'fwd':>7}{'bwd':>7}")  # fmt: skip
+          f"{'between':>9}{'visited':>9}{'fwd':>7}{'bwd':>7}{'limit':>7}{'limit':>7}")  # fmt: skip
     for length in lengths:
         count = count_of(length, arguments.packings)
         cases = {
@@ -205,20 +272,26 @@ def main() -> int:
             for ranks in ranks_of:
                 if length // ranks < 16 * TILE:
                     continue
+                most = [limit(sizes, length, ranks) for sizes in packings]
                 for kind in PLANS:
-                    found = [predict(sizes, length, ranks, kind) for sizes in packings]
+                    levels = (ranks // HOST, HOST) if kind == "local" and ranks > HOST else ()
+                    found = [predict(sizes, length, ranks, kind, levels) for sizes in packings]
                     row = {"length": length, "case": case, "ranks": ranks, "plan": kind}
                     row["packings"] = len(packings)
-                    for key in ("area", "shared", "visited", "fwd", "bwd"):
+                    for key in ("area", "shared", "between", "visited", "fwd", "bwd"):
                         values = [x[key] for x in found]
                         row[key] = round(float(np.mean(values)), 4)
                         if key in ("area", "shared"):
                             row[f"{key}_worst"] = round(max(values), 4)
+                    for key in RATE:
+                        row[f"{key}_limit"] = round(float(np.mean([x[key] for x in most])), 4)
                     report["rows"].append(row)
                     print(f"{case + f', {length // 1024}k':<22}{ranks:>6} {kind:<9}"
                           f"{row['area']:>7.3f}{row['area_worst']:>7.3f}{row['shared']:>8.3f}"
-                          f"{row['shared_worst']:>7.2f}{row['visited']:>9.3f}{row['fwd']:>7.1%}"
-                          f"{row['bwd']:>7.1%}", flush=True)  # fmt: skip
+                          f"{row['shared_worst']:>7.2f}{row['between']:>9.3f}"
+                          f"{row['visited']:>9.3f}{row['fwd']:>7.1%}{row['bwd']:>7.1%}"
+                          f"{row['fwd_limit']:>7.1%}{row['bwd_limit']:>7.1%}",
+                          flush=True)  # fmt: skip
                 report["seconds"] = round(time.perf_counter() - start, 1)
                 path.write_text(written(report))
     print(f"wrote {path}")

@@ -57,7 +57,7 @@ def parameter_specs(parameters: model.Parameters) -> model.Parameters:
     return specs
 
 
-def loss(parameters, batch, config, *, kind="balanced", sharding=None):
+def loss(parameters, batch, config, *, kind="balanced", shared=None, sharding=None):
     """Mean loss; with a sharding, of the batch permuted by a plan: the mean is the same."""
     # The expression is about the documents in order; the plan moves the batch and the mask's rows.
     expression = packax.causal() & packax.documents(batch["segment_ids"])
@@ -65,7 +65,7 @@ def loss(parameters, batch, config, *, kind="balanced", sharding=None):
         mask = packax.create_attention_mask(expression)
     else:
         batch, mask, _ = packax.context_parallel_inputs(
-            batch, expression, sharding=sharding, kind=kind
+            batch, expression, sharding=sharding, kind=kind, shared=shared
         )
     return model.loss(
         parameters,

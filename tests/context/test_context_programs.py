@@ -24,12 +24,13 @@ def run(*arguments: str, **environment: str) -> str:
     return result.stdout
 
 
-def test_the_example_trains_and_equals_one_device():
+@pytest.mark.parametrize("plan", ["balanced", "local"])
+def test_the_example_trains_and_equals_one_device(plan):
     pytest.importorskip("optax")
     pytest.importorskip("tqdm")
     script = ROOT / "examples" / "train_context_parallel.py"
     settings = ("--steps", "3", "--seq-len", "512", "--devices", "4", "--mesh", "2,2,1")
-    shown = run(str(script), "--cpu", *settings)
+    shown = run(str(script), "--cpu", "--plan", plan, *settings)
     assert "mesh       {'fsdp': 2, 'context': 2, 'tensor': 1} on 4 x cpu" in shown
     assert "first loss equals one device's" in shown
 

@@ -27,6 +27,8 @@ FULL = packax.AttentionSharding(
     query=P(BATCH_AXES, "context", "tensor", None),
     key_value=P(BATCH_AXES, "context", "tensor", None),
 )
+TWO = P("data", ("fsdp", "context"), "tensor", None)
+LEVELS = packax.AttentionSharding(query=TWO, key_value=TWO)
 TENSOR_REPLICATED = dataclasses.replace(FULL, key_value=P(BATCH_AXES, "context", None, None))
 
 
@@ -67,12 +69,17 @@ def local(plan, kind, mesh, sharding=CONTEXT, inputs=None, **keywords):
         ("ranges", (1, 1, 8, 1), CONTEXT, 2),
         ("spans of positions", (1, 2, 2, 2), FULL, None),
         ("chunked", (2, 1, 2, 2), TENSOR_REPLICATED, None),
+        ("union", (1, 2, 4, 1), LEVELS, None),
+        ("positions", (1, 2, 2, 2), LEVELS, (1, 1)),
+        ("offsets", (2, 4, 1, 1), LEVELS, 1),
     ],
 )
 def test_equals_one_device(kind, sizes, sharding, groups):
-    """Every mask kind is in test_local_masks."""
+    """Every mask kind is in test_local_masks. LEVELS: fsdp stands for hosts."""
     ids = ROWS[1] if kind == "one mask for all" else ROWS
-    plan = greedy(ids, sizes[2])
+    ranks = sizes[1:3] if sharding is LEVELS and 1 not in sizes[1:3] else max(sizes[1:3])
+    plan = greedy(ids, ranks if sharding is LEVELS else sizes[2])
+    assert len(plan.parts) == (2 if isinstance(ranks, tuple) else 1)
     check_local(plan, ids)
     got = local(plan, kind, mesh_of(*sizes), sharding, gather_head_groups=groups)
     assert_same(got, one_device(kind))
@@ -205,9 +212,7 @@ def test_inside_a_shard_map(names, inside):
 
     rows, lse = kept(FULL.query), kept(P(BATCH_AXES, "tensor", "context"))
     batch = kept(P(BATCH_AXES))
-    plan_specs = dataclasses.replace(
-        plan, order=batch, inverse=batch, split=batch, fallback=P()
-    )
+    plan_specs = dataclasses.replace(plan, order=batch, inverse=batch, split=batch, fallback=P())
     with jax.set_mesh(mesh_of(1, 2, 2, 2)):
         first, first_specs = jnp.asarray(ROWS), batch
         if not inside:

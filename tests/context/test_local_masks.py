@@ -71,7 +71,7 @@ def attended(mask, plan):
             gathered = gathered.transpose(0, *range(len(inner), 0, -1), len(inner) + 1)
             keys = gathered.reshape(batch, -1)
             places = np.broadcast_to(
-                piece(part, spec, rank, sizes).kv_plan[:, 0], (batch, keys.shape[1])
+                piece(part, spec, rank, sizes).kv_plan[:, 1], (batch, keys.shape[1])
             )
             keys = np.take_along_axis(keys, places, 1)
             parts.append((order[:, rank, :rows], keys, part, spec))
@@ -86,7 +86,7 @@ def attended(mask, plan):
 @pytest.mark.filterwarnings("ignore:prefix")
 @pytest.mark.parametrize("number,kind", [*enumerate(KINDS)], ids=KINDS)
 def test_parts_are_the_expression(number, kind):
-    ranks = (4, 8)[number % 2]
+    ranks = (4, 8, (2, 4), (2, 2, 2))[number % 4]
     ids = ROWS[1] if kind == "one mask for all" else ROWS
     plan = greedy(ids, ranks)
     check_local(plan, ids)

@@ -8,6 +8,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import packax
 import pytest
 from context import BATCH, DIM, KV_HEADS, LENGTH, collectives, mesh_of, results, tensors
@@ -33,15 +34,13 @@ def of_rank(function, *operands):
     return found
 
 
-@pytest.mark.parametrize("groups", [1, None])
 @pytest.mark.parametrize("heads,kv_heads", [(8, 4), (8, 1)])
-def test_private_rows_are_attended_beside_the_gather_and_the_scatter(groups, heads, kv_heads):
+def test_private_rows_are_attended_beside_the_gather_and_the_scatter(heads, kv_heads):
     """One key/value head has no halves: its backward runs beside the scatter."""
     plan = greedy(ROWS, 4)
-    assert 2 * plan.shared <= LENGTH // 4  # so that the default is one gather
     with jax.set_mesh(mesh_of(4, axes=("context",))):
         mask = packax.create_attention_mask(expression_of("documents"), sharding=CONTEXT, plan=plan)
-        function = functools.partial(results, gather_head_groups=groups)
+        function = functools.partial(results, gather_head_groups=1)
         inputs = tensors(heads=heads, kv_heads=kv_heads)
         forward, backward = of_rank(function, *inputs, mask)
     name = ALL.format("forward")
@@ -68,6 +67,55 @@ def test_private_rows_are_attended_beside_the_gather_and_the_scatter(groups, hea
         assert backward.waits_for_operands(half, private, "reduce_scatter", scatter)
 
 
+@pytest.mark.parametrize("shared,gathers", [(50, 2), (52, 3)])
+def test_groups_of_heads_where_private_rows_are_fewer_than_shared_keys(shared, gathers):
+    """Else one gather of keys and one of values, which they hide."""
+    ids = np.broadcast_to(np.repeat(np.arange(32), 32), (BATCH, LENGTH))
+    plan = greedy(ids, 4, shared=shared)
+    assert plan.shared == shared
+    with jax.set_mesh(mesh_of(4, axes=("context",))):
+        expression = packax.causal() & packax.documents(ids)
+        mask = packax.create_attention_mask(expression, sharding=CONTEXT, plan=plan)
+        text = jax.jit(packax.flash_attention).lower(*tensors()[:3], mask).as_text()
+    assert text.count('"stablehlo.all_gather"') == gathers
+
+
+def test_shared_keys_of_hosts_travel_beside_those_of_a_host():
+    """Private rows first, then what is shared in a host, then over hosts."""
+    plan = greedy(ROWS, (2, 2))
+    spec = P(None, ("host", "gpu"))
+    sharding = packax.AttentionSharding(query=spec, key_value=spec)
+    assert 0 < plan.shared[0] < plan.shared[1]
+    with jax.set_mesh(mesh_of(2, 2, axes=("host", "gpu"))):
+        mask = packax.create_attention_mask(
+            expression_of("documents"), sharding=sharding, plan=plan
+        )
+        function = functools.partial(results, gather_head_groups=1)
+        forward, backward = of_rank(function, *tensors(), mask)
+    name = ALL.format("forward")
+    private, inner, outer = 0, 1, 2
+    # Keys and values: in the host, then over hosts and inside.
+    steps = {inner: (0, 1), outer: (2, 3, 4, 5)}
+    assert len(forward.named[name]) == 3 and len(forward.named["all_gather"]) == 6
+    for part, gathers in steps.items():
+        for gather in gathers:
+            assert forward.waits(name, part, "all_gather", gather)
+            assert not forward.waits("all_gather", gather, name, private)
+    assert not any(forward.waits(name, inner, "all_gather", n) for n in steps[outer])
+    assert forward.waits(name, inner, name, private)
+    assert forward.waits(name, outer, name, private)
+
+    half, name = SOME.format("backward"), ALL.format("backward")
+    assert len(backward.named[half]) == len(backward.named[name]) == 2
+    assert len(backward.named["all_gather"]) == len(backward.named["reduce_scatter"]) == 6
+    for part in (0, 1):  # of what is shared; then the second half of private rows
+        assert backward.waits(name, part, half, 0)
+    for scatter, part in ((0, 0), (1, 0), (2, 1), (3, 1)):
+        assert backward.waits("reduce_scatter", scatter, name, part)
+        if scatter < 4:
+            assert backward.waits_for_operands(half, 1, "reduce_scatter", scatter)
+
+
 @pytest.mark.parametrize("groups", [1, 2])
 def test_collectives_move_what_the_plan_says(groups):
     """Read from the compiled program, forward and backward: shared rows of keys and values, and
@@ -90,9 +138,7 @@ def test_collectives_move_what_the_plan_says(groups):
     compiled = collectives(lowered.compile().as_text())
     moved = {what: sum(n for name, n in compiled if name == what) for what, _ in compiled}
     assert set(moved) == {"all-gather", "reduce-scatter"}, compiled
-    gathered = (
-        plan.fetched + plan.shared
-    ) * of_row  # what a rank holds is its own part and others'
+    gathered = (plan.fetched + plan.shared) * of_row  # a rank's own part and others'
     # The CPU compilers of older jax gather once for both passes.
     again = 2 if jax.__version_info__ >= (0, 11) else 1
     assert moved["all-gather"] in (gathered * 2, gathered * again)
@@ -107,7 +153,8 @@ def test_kernels_of_both_parts_are_in_the_program_for_cuda(extension):
         mask = packax.create_attention_mask(expression_of("documents"), sharding=CONTEXT, plan=plan)
 
         def loss(*x):
-            return packax.flash_attention(*x, mask).astype(jnp.float32).sum()
+            out = packax.flash_attention(*x, mask, gather_head_groups=1)
+            return out.astype(jnp.float32).sum()
 
         traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*shapes)
         found = calls(traced.lower(lowering_platforms=("cuda",)).as_text())

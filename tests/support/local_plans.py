@@ -47,44 +47,60 @@ def check_local(plan: ContextPlan, ids) -> None:
             assert len(there) == 1, f"document {one} of row {row} is in several parts: {there}"
 
 
-def greedy(ids, ranks: int, shared: int = 0) -> ContextPlan:
+def greedy(ids, ranks, shared: int = 0) -> ContextPlan:
     """A local plan of numpy: documents whole on the rank with most room, longest first.
 
     What does not fit is split, and lies where room is left. `shared`: at least so many rows a rank.
+    `ranks`: a number, or sizes of levels: what fits into a host is split there.
     """
     ids = np.atleast_2d(np.asarray(ids))
-    length = ids.shape[1]
+    levels = ranks if isinstance(ranks, tuple) else (ranks,)
+    ranks, length = int(np.prod(levels)), ids.shape[1]
     own = length // ranks
-    rows = [_one_row(row, ranks) for row in ids]
-    shared = max(shared, max(own - min(len(piece) for piece in pieces) for pieces, _ in rows))
-    order = np.stack([_in_places(*row, own) for row in rows]).astype(np.int32)
+    rows = [_one_row(row, levels) for row in ids]
+    order = np.array([np.concatenate([x for rank in row for x in rank]) for row in rows], np.int32)
     inverse = np.argsort(order, axis=1).astype(np.int32)
-    split = np.array([[own - len(piece) for piece in pieces] for pieces, _ in rows], np.int32)
-    if shared == own:
-        return ContextPlan(order, inverse, "local", ranks, length, 1, shared=shared)
-    return ContextPlan(
-        order, inverse, "local", ranks, length, 1, shared=shared, split=split[:, :, None]
+    split = [[np.cumsum([len(x) for x in rank[:-1]]) for rank in row] for row in rows]
+    split = np.array(split, np.int32)
+    most = tuple(max(shared, int(x)) for x in split.max((0, 1)))
+    if most[0] == own:
+        return ContextPlan(order, inverse, "local", ranks, length, 1, shared=own)
+    if len(levels) == 1:
+        return ContextPlan(order, inverse, "local", ranks, length, 1, shared=most[0], split=split)
+    made = (order, inverse, "local", ranks, length, 1, most)
+    return ContextPlan(*made, split=split, levels=levels)
+
+
+def _one_row(ids: np.ndarray, levels: tuple[int, ...]) -> list[list[list[int]]]:
+    """Of each rank the rows that are split at each level, then the others, in order."""
+    groups = [[[*range(len(ids))]]]
+    for parts in levels:
+        groups = [part for group in groups for part in _divided(ids, group, parts)]
+    return groups
+
+
+def _divided(ids: np.ndarray, group: list[list[int]], parts: int) -> list[list[list[int]]]:
+    *before, tokens = group
+    room = sum(map(len, group)) // parts
+    made = [[rows[part::parts] for rows in before] for part in range(parts)]
+    whole: list[list[int]] = [[] for _ in range(parts)]
+
+    def left(part: int) -> int:
+        return room - sum(map(len, made[part])) - len(whole[part])
+
+    documents, lengths = np.unique(
+        [ids[n] for n in tokens if ids[n] != PADDING] or [PADDING], return_counts=True
     )
-
-
-def _one_row(ids: np.ndarray, ranks: int) -> tuple[list[list[int]], list[int]]:
-    """What lies whole on each rank, padding among it; and what is split."""
-    pieces: list[list[int]] = [[] for _ in range(ranks)]
-    documents, lengths = np.unique(ids[ids != PADDING], return_counts=True)
-    rest = [*np.flatnonzero(ids == PADDING)]
     split: list[int] = []
     for n in np.argsort(-lengths, kind="stable"):
-        least = min(pieces, key=len)
-        fits = len(least) + lengths[n] <= len(ids) // ranks
-        (least if fits else split).extend(np.flatnonzero(ids == documents[n]))
-    for token in rest:
-        min(pieces, key=len).append(token)
-    return pieces, split
-
-
-def _in_places(pieces: list[list[int]], split: list[int], own: int) -> list[int]:
-    rest, order = sorted(split), []
-    for piece in pieces:
-        fill = [rest.pop(0) for _ in range(own - len(piece))]
-        order += [*fill, *sorted(piece)]
-    return order
+        rows = [m for m in tokens if ids[m] == documents[n] != PADDING]
+        most = max(range(parts), key=left)
+        (whole[most] if left(most) >= len(rows) else split).extend(rows)
+    for token in (n for n in tokens if ids[n] == PADDING):
+        whole[max(range(parts), key=left)].append(token)
+    split.sort()
+    for part in range(parts):
+        free = left(part)
+        made[part] += [split[:free], sorted(whole[part])]
+        split = split[free:]
+    return made

@@ -57,8 +57,8 @@ class Groups:
             gathers = ((self.heads - self.heads // 2,), (self.heads // 2,))
         elif layout is not None and not private:
             # What is private hides one gather of all heads.
-            one = head_groups is None and beside >= key.shape[1]
             among = layout.size(tuple(itertools.chain(*self.steps)))
+            one = head_groups is None and beside >= among * key.shape[1]
             gathers = layout.gathers(self.heads, 1 if one else head_groups, backward, among)
         sizes = tuple(itertools.chain(*gathers))
         self.number = len(sizes)
@@ -206,8 +206,8 @@ def piece(x: jax.Array, axes: Axes, layout: Layout) -> jax.Array:
 
 def as_gathered(x: jax.Array, layout: Layout, starts: tuple[int, ...]) -> jax.Array:
     """Of (B, ranks of a group, rows) the order in which the gathers of a part bring it."""
-    ends = (*starts[1:], len(layout.context))
-    sizes = [layout.size(layout.context[a:b]) for a, b in zip(starts, ends, strict=True)]
+    pairs = itertools.pairwise((*starts, len(layout.context)))
+    sizes = [layout.size(layout.context[first:end]) for first, end in pairs]
     x = x.reshape(x.shape[0], *sizes, x.shape[2])
     inner = range(len(sizes), 0, -1)
     return x.transpose(0, *inner, len(sizes) + 1).reshape(x.shape[0], -1)

@@ -53,6 +53,12 @@ class HostOps:
         moved[index] = x
         return moved
 
+    def placed(self, x: Any, index: Any, values: Any) -> Any:
+        """x with x[index] = values, where the index is not -1."""
+        x = x.copy()
+        x[index[index >= 0]] = values[index >= 0]
+        return x
+
     def where_true(self, x: Any) -> Any:
         """The indices of a (N,) bool, then N: at least one."""
         return np.append(np.flatnonzero(x), len(x)).astype(np.int32)
@@ -71,6 +77,11 @@ class HostOps:
         """x with the entries of `some` replaced; x may be changed."""
         x[index] = value
         return x
+
+    def each(self, function: Callable[[Any], Any], x: Any) -> Any:
+        """A function, which returns a NamedTuple, of every entry of x, stacked."""
+        made = [function(one) for one in x]
+        return type(made[0])(*(np.stack(found) for found in zip(*made, strict=True)))
 
     def repeat(self, times: int, body: Callable[[Any, Any], Any], state: Any) -> Any:
         """state = body(n, state), so many times."""
@@ -119,6 +130,9 @@ class DeviceOps(HostOps):
     def put(self, index: Any, x: Any) -> Any:
         return jnp.zeros_like(x).at[index].set(x, unique_indices=True)
 
+    def placed(self, x: Any, index: Any, values: Any) -> Any:
+        return x.at[jnp.where(index < 0, x.shape[0], index)].set(values, mode="drop")
+
     def where_true(self, x: Any) -> Any:
         size = x.shape[0]
         return jnp.nonzero(x, size=size + 1, fill_value=size)[0].astype(jnp.int32)
@@ -131,6 +145,9 @@ class DeviceOps(HostOps):
 
     def with_some(self, x: Any, index: Any, value: Any) -> Any:
         return value
+
+    def each(self, function: Callable[[Any], Any], x: Any) -> Any:
+        return jax.vmap(function)(x)
 
     def repeat(self, times: int, body: Callable[[Any, Any], Any], state: Any) -> Any:
         return jax.lax.fori_loop(0, times, body, state)

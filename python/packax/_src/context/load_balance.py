@@ -93,7 +93,8 @@ class ContextPlan:
         own = self.length // self.ranks
         parts = self.parts or ((1, own),)
         few, most = (
-            sum((self.ranks // groups - 1) * rows for groups, rows in x) for x in (parts, ((1, own),))
+            sum((self.ranks // groups - 1) * rows for groups, rows in x)
+            for x in (parts, ((1, own),))
         )
         return few if self.fallback is None else jnp.where(self.fallback, most, few)
 
@@ -314,7 +315,7 @@ def _chunk_areas(keys: Any, chunk: int, xp: ModuleType) -> Any:
     return tiles.reshape(batch, length // chunk, -1).sum(axis=2, dtype=np.int32)
 
 
-def _next_round(load: Any, areas: Any, xp: ModuleType) -> tuple[Any, Any]:
+def next_round(load: Any, areas: Any, xp: ModuleType) -> tuple[Any, Any]:
     """One round of dealing: areas (ranks,), largest first, to ranks of these loads.
 
     Returns the new loads, and which of the round's chunks each rank gets.
@@ -335,7 +336,7 @@ def _deal_on_host(areas: np.ndarray, ranks: int) -> np.ndarray:
         load = np.zeros(ranks, np.int32)
         dealt = np.empty_like(chunks)
         for number, round_ in enumerate(chunks):
-            load, mine = _next_round(load, row[round_], np)
+            load, mine = next_round(load, row[round_], np)
             dealt[number] = round_[mine]
         orders.append(np.sort(dealt.T, axis=1).reshape(-1))
     return np.stack(orders).astype(np.int32)
@@ -347,7 +348,7 @@ def _deal_on_device(keys: jax.Array, chunk: int, ranks: int) -> tuple[jax.Array,
         chunks = jnp.argsort(-areas, stable=True).astype(jnp.int32).reshape(-1, ranks)
 
         def deal(load: jax.Array, round_: jax.Array) -> tuple[jax.Array, jax.Array]:
-            load, mine = _next_round(load, areas[round_], jnp)
+            load, mine = next_round(load, areas[round_], jnp)
             return load, round_[mine]
 
         _, dealt = jax.lax.scan(deal, 0 * areas[:ranks], chunks)

@@ -141,6 +141,7 @@ def _of_keys(call: Call, mask: AttentionMask, of: AttentionMask, x: jax.Array, n
     x = piece(x, outside, layout)
     if not of.gathers:
         return x[:, 0]
+    assert of.kv_plan is not None
     return take_chunks(of.kv_plan[:, 1], 1, as_gathered(x, layout, of.gathers))
 
 

@@ -1,16 +1,19 @@
 """Plans of kind "local": documents stay whole on a rank, but for those that balance must split.
 
 A rank's rows are a shared part, whose keys every rank gathers, and a private part that no other
-rank reads. local_search.py says which documents are split, local_rows.py where each token goes;
-this file sets the size of the shared part and says what happens where it is too small.
+rank reads. With levels there is a shared part for each: of all ranks, of those of a host.
+local_search.py says which documents are split, local_rows.py where each token goes,
+local_levels.py divides level by level; this file sets the sizes of the shared parts and says what
+happens where they are too small.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import operator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,40 +21,33 @@ import numpy as np
 
 from packax._src.context.array_ops import DeviceOps, HostOps
 from packax._src.context.load_balance import ContextPlan, balanced
-from packax._src.context.local_rows import Row, carry_out, look
-from packax._src.context.local_search import Search, deal, judge
+from packax._src.context.local_levels import Group, assigned, best, divide, divide_all, find
 from packax._src.core.shapes import TILE
 
-SIZES = (0, 1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1)
+SIZES = tuple(n / 32 for n in (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 28, 32))
 """Shares of a rank's rows, of which the host takes the smallest shared part that will do."""
 
 _FAIR = 1.03  # area of the most loaded rank over the mean
-_HUGE = 2**30
 _HOST, _DEVICE = HostOps(), DeviceOps()
 
 
-class _Found(NamedTuple):
-    """The ways to divide one row."""
+def local(levels: tuple[int, ...], ids: Any, keys: Any, shared: Any) -> ContextPlan:
+    """Documents of `ids` (B or 1, length), None: one, which attend `keys` (B or 1, length).
 
-    row: Row
-    search: Search
-    need: Any  # (K,) shared rows
-    area: Any  # (K,) of the most loaded rank
-    mean: Any
-
-
-def local(ranks: int, ids: Any, keys: Any, shared: Any) -> ContextPlan:
-    """Documents of `ids` (B or 1, length), None: one, which attend `keys` (B or 1, length)."""
-    length = keys.shape[1]
+    levels: sizes of the groups of ranks, of which each is part of the one before.
+    """
+    ranks, length = math.prod(levels), keys.shape[1]
     if length % (TILE * ranks):
         raise ValueError(
             f'length must be a multiple of ranks * {TILE} = {TILE * ranks} for "local", '
             f"but is {length}"
         )
     own = length // ranks
-    rows = shared_rows(shared, own)
+    rows = shared_rows(shared, own, levels)
+    if not isinstance(shared, tuple) and shared is not None:
+        levels = (ranks,)
     if ids is None:
-        rows = own
+        rows = (own,)
     arrays = [x for x in (ids, keys) if x is not None]
     on_host = all(isinstance(x, np.ndarray) for x in arrays)
     if rows is None and not on_host:
@@ -59,27 +55,38 @@ def local(ranks: int, ids: Any, keys: Any, shared: Any) -> ContextPlan:
             'shared must be given where a "local" plan is made on the device, since shapes of a '
             "program depend on it: a share of a rank's rows from 0.0 to 1.0, or a number of rows"
         )
-    if rows == own:
-        order = balanced(ranks, keys).index()
-        return _plan(order, ranks, length, own)
+    if rows is not None and rows[0] == own:
+        return _all_shared(ranks, keys)
     batch = max(len(x) for x in arrays)
     arrays = [(np if on_host else jnp).broadcast_to(x, (batch, length)) for x in arrays]
     ids, keys = arrays
     if on_host:
-        return _on_host(ranks, ids, keys, rows)
+        return _on_host(levels, ids, keys, rows)
     assert rows is not None
-    order, split, fallback = _on_device(ids, keys, ranks=ranks, shared=rows)
-    return _plan(order, ranks, length, rows, split, fallback)
+    order, split, fallback = _on_device(ids, keys, levels=levels, shared=rows)
+    return _plan(order, levels, rows, split, fallback)
 
 
-def shared_rows(shared: Any, own: int) -> int | None:
-    """Rows of the shared part of `own` rows, None where it is not said.
+def shared_rows(shared: Any, own: int, levels: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Rows of each shared part of `own` rows, the outermost first; None where it is not said.
 
     Raises:
-        ValueError: neither a share nor a number of rows.
+        ValueError: neither a share nor a number of rows, or as many as levels that do not rise.
     """
     if shared is None:
         return None
+    if not isinstance(shared, tuple):
+        return (_rows(shared, own),)
+    rows = tuple(_rows(x, own) for x in shared)
+    if len(rows) != len(levels) or any(a > b for a, b in itertools.pairwise(rows)):
+        raise ValueError(
+            f"shared must hold a size for each of the levels of ranks, {levels}, none smaller than "
+            f"the one before, but is {shared}"
+        )
+    return rows
+
+
+def _rows(shared: Any, own: int) -> int:
     if isinstance(shared, float):
         if not 0 <= shared <= 1:
             raise ValueError(f"shared must be a share from 0.0 to 1.0, but is {shared}")
@@ -101,15 +108,29 @@ def _rows_of(share: float, own: int) -> int:
     return min(own, TILE * math.ceil(share * own / TILE))
 
 
+def _all_shared(ranks: int, keys: Any) -> ContextPlan:
+    order = balanced(ranks, keys).index()
+    return _plan(order, (ranks,), (order.shape[1] // ranks,))
+
+
 def _plan(
-    order: Any, ranks: int, length: int, shared: int, split: Any = None, fallback: Any = None
+    order: Any,
+    levels: tuple[int, ...],
+    shared: tuple[int, ...],
+    split: Any = None,
+    fallback: Any = None,
 ) -> ContextPlan:
+    length, ranks = order.shape[1], math.prod(levels)
     if isinstance(order, np.ndarray):
         inverse = np.empty_like(order)
         np.put_along_axis(inverse, order, np.arange(length, dtype=np.int32)[None], axis=1)
     else:
         inverse = _inverse(order)
-    return ContextPlan(order, inverse, "local", ranks, length, 1, shared, fallback, split)
+    one = len(levels) == 1
+    return ContextPlan(
+        *(order, inverse, "local", ranks, length, 1, shared[0] if one else shared, fallback, split),
+        levels=() if one else levels,
+    )
 
 
 @functools.partial(jax.jit, inline=True)
@@ -118,51 +139,81 @@ def _inverse(order: jax.Array) -> jax.Array:
     return jax.vmap(lambda x: _DEVICE.put(x, indices))(order)
 
 
-def _find(ops: HostOps, ids: Any, keys: Any, ranks: int) -> _Found:
-    row = look(ops, ids, keys, ranks)
-    mean = row.documents.areas.sum(dtype=np.int32) // ranks
-    length = ids.shape[0]
-    search = deal(ops, row.documents, ranks, length, mean + mean // 34)
-    need, area = judge(ops, row.documents, search, ranks, length)
-    return _Found(row, search, need, area, mean)
+class _OnHost:
+    """One row of the batch, of which groups are divided once for all sizes that divide it alike."""
+
+    def __init__(self, levels: tuple[int, ...], ids: np.ndarray, keys: np.ndarray) -> None:
+        self.levels, self.ids, self.keys = levels, ids, keys
+        self.known: dict[Any, Any] = {}
+
+    def divided(self, shared: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray] | None:
+        """The order, and the rows of each rank that are split at each level; None: it fails."""
+        length = len(self.keys)
+        everything = Group(np.arange(length, dtype=np.int32), np.zeros(0, np.int32))
+        groups: list[tuple[Any, Group]] = [((), everything)]
+        own = length // math.prod(self.levels)
+        for level, parts in enumerate(self.levels):
+            inside = math.prod(self.levels[level + 1 :])
+            bounds = tuple(rows * parts * inside for rows in shared[:level])
+            made = []
+            for path, group in groups:
+                got = self._parts(path, group, parts, bounds, shared[level], inside, own)
+                if got is None:
+                    return None
+                made += got
+            groups = made
+        order = np.concatenate([group.tokens for _, group in groups])
+        split = np.stack([group.ends for _, group in groups])
+        return None if (split > np.array(shared)).any() else (order, split)
+
+    def _parts(
+        self, path: Any, group: Group, parts: int, bounds: Any, rows: int, inside: int, own: int
+    ) -> list[tuple[Any, Group]] | None:
+        here = (*path, rows)
+        if here not in self.known:
+            self.known[here] = None
+            if rows == own:
+                self.known[here] = divide_all(_HOST, self.keys, group, parts)
+            else:
+                if path not in self.known:
+                    found = find(_HOST, self.ids, self.keys, group, parts, bounds)
+                    of_way = functools.cache(functools.partial(assigned, _HOST, found))
+                    self.known[path] = found, of_way
+                found, of_way = self.known[path]
+                mine, fair = best(_HOST, found, rows * inside, of_way)
+                if fair:
+                    self.known[here] = divide(_HOST, found, group, mine)
+        made, path = self.known[here], here
+        if made is None:
+            return None
+        return [((*path, n), Group(made.tokens[n], made.ends[n])) for n in range(parts)]
 
 
-def _best(ops: HostOps, found: _Found, shared: int) -> tuple[Any, Any]:
-    """The way with the least load of those that get by with these rows, and whether it is fair."""
-    xp = ops.xp
-    area = xp.where(found.need <= shared, found.area, _HUGE)
-    way = area.argmin()
-    return way, area[way] <= found.mean + found.mean // 8
-
-
-def _row(ops: HostOps, found: _Found, shared: int, ranks: int) -> tuple[Any, Any, Any]:
-    """One row's order, the rows of each rank that are of split documents, and whether it fails."""
-    way, fair = _best(ops, found, shared)
-    order, split = carry_out(ops, found.row, found.search, way, ranks)
-    return order, split[:, None], ~fair | (split.max() > shared)
-
-
-def _on_host(ranks: int, ids: np.ndarray, keys: np.ndarray, shared: int | None) -> ContextPlan:
+def _on_host(
+    levels: tuple[int, ...], ids: np.ndarray, keys: np.ndarray, shared: tuple[int, ...] | None
+) -> ContextPlan:
     ids, keys = (np.asarray(x, np.int32) for x in (ids, keys))
-    length = keys.shape[1]
-    own = length // ranks
-    found = [_find(_HOST, *x, ranks) for x in zip(ids, keys, strict=True)]
-    sizes = sorted({_rows_of(share, own) for share in SIZES} - {own})
-    if shared is not None:
-        sizes = [shared]
-    for size in sizes:
-        if not all(_best(_HOST, x, size)[1] for x in found):
-            continue
-        orders, splits = [], []
-        for x, its_keys in zip(found, keys, strict=True):
-            order, split, fails = _row(_HOST, x, size, ranks)
-            if fails or (shared is None and _load(its_keys, order, ranks) > _FAIR):
+    own = keys.shape[1] // math.prod(levels)
+    rows = [_OnHost(levels, *x) for x in zip(ids, keys, strict=True)]
+    tried: Any = [shared]
+    if shared is None:
+        sizes = sorted({_rows_of(share, own) for share in SIZES})
+        tried = itertools.combinations_with_replacement(sizes, len(levels))
+    for sizes in tried:
+        if sizes[0] == own:
+            break
+        found = []
+        for row in rows:
+            divided = row.divided(sizes)
+            if divided is None:
                 break
-            orders.append(order)
-            splits.append(split)
+            if shared is None and _load(row.keys, divided[0], math.prod(levels)) > _FAIR:
+                break
+            found.append(divided)
         else:
-            return _plan(np.stack(orders), ranks, length, size, np.stack(splits))
-    return _plan(balanced(ranks, keys).index(), ranks, length, own)
+            orders, splits = zip(*found, strict=True)
+            return _plan(np.stack(orders), levels, sizes, np.stack(splits))
+    return _all_shared(math.prod(levels), keys)
 
 
 def _load(keys: np.ndarray, order: np.ndarray, ranks: int) -> float:
@@ -171,12 +222,35 @@ def _load(keys: np.ndarray, order: np.ndarray, ranks: int) -> float:
     return float(area.max() * ranks / max(area.sum(), 1))
 
 
-@functools.partial(jax.jit, static_argnames=("ranks", "shared"), inline=True)
+@functools.partial(jax.jit, static_argnames=("levels", "shared"), inline=True)
 def _on_device(
-    ids: jax.Array, keys: jax.Array, ranks: int, shared: int
+    ids: jax.Array, keys: jax.Array, levels: tuple[int, ...], shared: tuple[int, ...]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    ranks, length = math.prod(levels), ids.shape[1]
+
     def one_row(ids: jax.Array, keys: jax.Array) -> tuple[Any, Any, Any]:
-        return _row(_DEVICE, _find(_DEVICE, ids, keys, ranks), shared, ranks)
+        groups = Group(jnp.arange(length, dtype=jnp.int32)[None], jnp.zeros((1, 0), jnp.int32))
+        fails = jnp.zeros((), bool)
+        for level, parts in enumerate(levels):
+            inside = math.prod(levels[level + 1 :])
+            bounds = tuple(rows * parts * inside for rows in shared[:level])
+
+            def one_group(
+                group: Group, parts: int = parts, bounds: Any = bounds, level: int = level
+            ) -> tuple[Group, Any]:
+                if shared[level] * ranks == length:
+                    return divide_all(_DEVICE, keys, group, parts), jnp.zeros((), bool)
+                found = find(_DEVICE, ids, keys, group, parts, bounds)
+                rows = shared[level] * math.prod(levels[level + 1 :])
+                of_way = functools.partial(assigned, _DEVICE, found)
+                mine, fair = best(_DEVICE, found, rows, of_way)
+                return divide(_DEVICE, found, group, mine), ~fair
+
+            divided, none = jax.vmap(one_group)(groups)
+            fails |= none.any()
+            groups = Group(*(x.reshape(-1, x.shape[2]) for x in divided))
+        fails |= (groups.ends > jnp.array(shared)).any()
+        return groups.tokens.reshape(-1), groups.ends, fails
 
     order, split, fails = jax.vmap(one_row)(ids.astype(jnp.int32), keys)
     fallback = fails.any()

@@ -1,9 +1,10 @@
 """One row of a local plan: from segment ids to which token stands where.
 
 Tokens are looked at by document ("in documents' order"): an id's tokens together, in the order of
-the sequence. A rank's place is filled with chunks of split documents, the rows of split documents
-that fill no chunk, and the rest: whole documents and padding. Each of these is in the order of the
-sequence. Chunks fill tiles of rows of one document, which the kernels then need not share.
+the sequence. A rank's place is filled with rows that it must have, chunks of split documents, the
+rows of split documents that fill no chunk, and the rest: whole documents and padding. Each of these
+is in the order of the sequence. Chunks fill tiles of rows of one document, which the kernels then
+need not share.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 
 from packax._src.context.array_ops import HostOps
 from packax._src.context.local_search import (
+    Base,
     Documents,
     Search,
     chunk_ranks,
@@ -26,20 +28,23 @@ from packax._src.context.local_search import (
     seen,
     window,
 )
+from packax._src.context.local_settle import settled
 from packax._src.core.shapes import PADDING_SEGMENT_ID, TILE
 
-_CHUNK, _ODD, _LOCAL = range(3)  # in the order in which a rank has them
+_CHUNK, _ODD, _LOCAL = range(3)  # in the order in which a rank has them, behind what it must have
 
 
 class Row(NamedTuple):
     """The documents of one row; D of them, in descending area, and N tokens."""
 
     documents: Documents
+    areas: Areas
     sequence: Any  # (N,) in documents' order: the index in the sequence
     document: Any  # (N,) in documents' order
     from_end: Any  # (N,) rows of the document behind it
     padding: Any  # (N,) bool, in documents' order
     first_chunk: Any  # (seen,) of the row's chunks
+    held: Any  # () the first in documents' order of the tokens that are given to ranks before
 
 
 def by_document(ops: HostOps, ids: Any) -> Any:
@@ -78,18 +83,24 @@ class Areas:
         return (((high << left) >> right) + (low >> self.shift)).astype(np.int32)
 
 
-def look(ops: HostOps, ids: Any, keys: Any, ranks: int) -> Row:
-    """ids, keys: (N,) int32, keys how many each row attends."""
+def look(ops: HostOps, ids: Any, keys: Any, ranks: int, held: Any) -> Row:
+    """ids, keys: (N,) int32, keys how many each row attends.
+
+    held: how many, the first, are given to ranks before and are of no document here.
+    """
     xp = ops.xp
+    index = xp.arange(ids.shape[0], dtype=np.int32)
+    ids = xp.where(index < held, np.int32(PADDING_SEGMENT_ID), ids)
     length = ids.shape[0]
     sequence = by_document(ops, ids)
     ids = ids[sequence]
     begins = xp.concatenate([xp.ones(1, bool), ids[1:] != ids[:-1]])
     bounds = ops.where_true(begins)  # one more than documents
     starts, ends = bounds[:-1], bounds[1:]
-    padding = ids == PADDING_SEGMENT_ID
+    # Those held are the first of padding.
+    padding = (ids == PADDING_SEGMENT_ID) & (sequence >= held)
     areas = Areas(ops, keys[sequence])
-    empty = padding[xp.minimum(starts, length - 1)]
+    empty = ids[xp.minimum(starts, length - 1)] == PADDING_SEGMENT_ID
     sizes = xp.where(empty, 0, ends - starts)
     works = xp.where(sizes > 0, areas.between(starts, ends), -1)
     heaviest = ops.order(-works)
@@ -112,16 +123,27 @@ def look(ops: HostOps, ids: Any, keys: Any, ranks: int) -> Row:
     place = ops.put(heaviest, xp.arange(sizes.shape[0], dtype=np.int32))
     number = place[ops.sums(begins) - 1]
     from_end = ends[number] - 1 - xp.arange(length, dtype=np.int32)
-    return Row(documents, sequence, number, from_end, padding, first_chunk)
+    first_held = (ids < PADDING_SEGMENT_ID).sum(dtype=np.int32)
+    return Row(documents, areas, sequence, number, from_end, padding, first_chunk, first_held)
 
 
-def carry_out(ops: HostOps, row: Row, search: Search, way: Any, ranks: int) -> tuple[Any, Any]:
-    """(N,) the tokens in the order of one way, and (ranks,) rows each has of split documents."""
+class Assigned(NamedTuple):
+    """What each rank gets, by one way."""
+
+    owner: Any  # (D,) the rank on which a document lies whole, -1: it is split
+    chunk_rank: Any  # (G,) which rank gets each of the row's chunks, -1: none does
+    rows: Any  # (R,) of split documents and padding
+    split: Any  # (R,) rows of split documents
+    number: Any  # (R,) chunks
+    area: Any  # () of the most loaded rank
+
+
+def assign(ops: HostOps, row: Row, search: Search, way: Any, base: Base) -> Assigned:
     xp = ops.xp
     documents = row.documents
     sizes, works = documents.lengths, documents.areas
-    number, length = sizes.shape[0], row.sequence.shape[0]
-    own = length // ranks
+    ranks = base.tokens.shape[0]
+    number, own = sizes.shape[0], row.sequence.shape[0] // ranks
     search = only(ops, search, way)
     owner = owners(ops, search, ranks)[0, :number]
     rest = xp.full(max(0, number - owner.shape[0]), ranks, np.int32)
@@ -129,36 +151,60 @@ def carry_out(ops: HostOps, row: Row, search: Search, way: Any, ranks: int) -> t
 
     rank = xp.arange(ranks, dtype=np.int32)[:, None]
     mine = owner == rank
-    tokens = xp.where(mine, sizes, 0).sum(axis=1, dtype=np.int32)
-    area = xp.where(mine, works, 0).sum(axis=1, dtype=np.int32)
+    tokens = base.tokens + xp.where(mine, sizes, 0).sum(axis=1, dtype=np.int32)
+    area = base.areas + xp.where(mine, works, 0).sum(axis=1, dtype=np.int32)
     rows = own - tokens
     chunks = chunks_of(ops, documents, window(ops, owner, seen(ranks))[None] < 0)
     each = chunks_each(ops, rows[None], chunks.number)
-    wanted = works.sum(dtype=np.int32) // ranks - area
+    wanted = (works.sum(dtype=np.int32) + base.areas.sum(dtype=np.int32)) // ranks - area
     levelled = level(ops, chunks, each, wanted[None], own // TILE)
     chunk_rank = chunk_ranks(ops, chunks, each, levelled)
+    chunk_rank = settled(ops, chunk_rank, documents.chunk_areas, wanted, own // TILE)
+    area = area + xp.where(chunk_rank == rank, documents.chunk_areas, 0).sum(1, dtype=np.int32)
+
+    each = each[0]
+    free = rows - TILE * each
+    odd = xp.where(owner < 0, sizes, 0).sum(dtype=np.int32) - TILE * each.sum(dtype=np.int32)
+    ends = ops.sums(free - xp.minimum(free, documents.padding // ranks))
+    own_odd = xp.diff(xp.minimum(ends, odd), prepend=np.int32(0))
+    return Assigned(owner, chunk_rank, rows, TILE * each + own_odd, each, area.max())
+
+
+def carry_out(ops: HostOps, row: Row, assigned: Assigned, held_by: Any, before: int) -> Any:
+    """(N,) the tokens in the order of the ranks.
+
+    held_by: (N,) of the tokens held, of which `before` kinds come first in this order on a rank:
+    rank * before + kind; -1: of others.
+    """
+    xp = ops.xp
+    documents, sizes = row.documents, row.documents.lengths
+    owner, chunk_rank, rows, _, each, _ = assigned
+    ranks = rows.shape[0]
 
     # What is left of each rank: padding, as even as can be, and rows that fill no chunk.
-    free = rows - TILE * each[0]
+    free = rows - TILE * each
     even = xp.minimum(free, documents.padding // ranks)
     ends, even_ends = ops.sums(free - even), ops.sums(even)
     owner = owner[row.document]
-    key = (owner * 3 + _LOCAL).astype(np.int16 if xp is np else np.int32)
+    kinds = before + 3
+    key = (owner * kinds + before + _LOCAL).astype(np.int16 if xp is np else np.int32)
     # The others lie whole where their document does.
-    some = ops.some((owner < 0) | row.padding)
-    owner, document, from_end, padding = (
-        x[some] for x in (owner, row.document, row.from_end, row.padding)
+    unheld = held_by[row.sequence] < 0
+    some = ops.some(((owner < 0) | row.padding) & unheld)
+    owner, document, from_end, padding, unheld = (
+        x[some] for x in (owner, row.document, row.from_end, row.padding, unheld)
     )
+    divided = (owner < 0) & ~padding & unheld
     chunk = xp.where(
         document < seen(ranks),
         row.first_chunk[xp.minimum(document, seen(ranks) - 1)] + from_end // TILE,
         np.int32(_BEYOND),
     )
     whole_chunks = sizes[document] // TILE > from_end // TILE
-    in_chunk = (owner < 0) & ~padding & whole_chunks & (chunk < chunk_rank.shape[0])
+    in_chunk = divided & whole_chunks & (chunk < chunk_rank.shape[0])
     chunk = chunk_rank[xp.where(in_chunk, chunk, 0)]
     in_chunk = in_chunk & (chunk >= 0)
-    odd = (owner < 0) & ~padding & ~in_chunk
+    odd = divided & ~in_chunk
     odd_place = ops.sums(odd) - 1
     odd_number = odd.sum(dtype=np.int32)
     padding_place = ops.sums(padding) - 1
@@ -169,11 +215,12 @@ def carry_out(ops: HostOps, row: Row, search: Search, way: Any, ranks: int) -> t
     at = xp.where(odd | behind, ops.passed(ends, line, odd | behind), at)
     at = xp.where(spread, ops.passed(even_ends, padding_place, spread), at)
     kind = xp.where(in_chunk, _CHUNK, xp.where(odd, _ODD, _LOCAL))
-    key = ops.with_some(key, some, (at * 3 + kind).astype(key.dtype))
-    order = ops.order(ops.put(row.sequence, key))
-
-    own_odd = xp.diff(xp.minimum(ends, odd_number), prepend=np.int32(0))
-    return order, TILE * each[0] + own_odd
+    key = ops.with_some(key, some, (at * kinds + before + kind).astype(key.dtype))
+    key = ops.put(row.sequence, key)
+    if before:
+        held_key = held_by // before * kinds + held_by % before
+        key = xp.where(held_by < 0, key, held_key.astype(key.dtype))
+    return ops.order(key)
 
 
 _BEYOND = 2**30

@@ -30,11 +30,18 @@ class Documents(NamedTuple):
     padding: Any  # () tokens
 
 
+class Base(NamedTuple):
+    """What ranks hold before, (R,) each: rows of documents that are split over hosts."""
+
+    tokens: Any
+    areas: Any
+
+
 class Search(NamedTuple):
     """What of each way (K, ...) is needed to carry it out."""
 
     end: Any  # (K,) documents dealt with
-    tokens: Any  # (K, R) of the whole documents dealt
+    tokens: Any  # (K, R) of the base and the whole documents dealt
     areas: Any  # (K, R)
     heaviest: Any  # (K,)
     pointers: Any  # (ROUNDS, K) the first document of each round
@@ -58,8 +65,9 @@ def window(ops: HostOps, x: Any, size: int) -> Any:
     return xp.concatenate([x[:size], xp.zeros(max(0, size - x.shape[0]), np.int32)])
 
 
-def deal(ops: HostOps, documents: Documents, ranks: int, length: int, limit: Any) -> Search:
-    """Every way's documents dealt; `limit`: the most area that a rank may get of them."""
+def deal(ops: HostOps, documents: Documents, base: Base, length: int, limit: Any) -> Search:
+    """Every way's documents dealt; `limit`: the most area that a rank may get."""
+    ranks = base.tokens.shape[0]
     xp = ops.xp
     heaviest, weight = (xp.asarray(x) for x in ways())
     number = len(heaviest)
@@ -96,11 +104,9 @@ def deal(ops: HostOps, documents: Documents, ranks: int, length: int, limit: Any
         end = xp.minimum(end + xp.maximum(count, 1), size - 1)
         return end, tokens, area, pointers, counts, takers
 
-    zeros = xp.zeros((number, ranks), np.int32)
     state = (
         heaviest,
-        zeros,
-        zeros,
+        *(xp.broadcast_to(x, (number, ranks)) for x in base),
         xp.zeros((_ROUNDS, number), np.int32),
         xp.zeros((_ROUNDS, number), np.int32),
         xp.zeros((_ROUNDS, number, ranks), np.int32),
@@ -248,13 +254,14 @@ def chunk_ranks(ops: HostOps, chunks: Chunks, each: Any, levelled: Levelled) -> 
 
 
 def judge(
-    ops: HostOps, documents: Documents, search: Search, ranks: int, length: int
+    ops: HostOps, documents: Documents, base: Base, search: Search, length: int
 ) -> tuple[Any, Any]:
     """(K,) shared rows that a rank needs at most, and (K,) the area of the most loaded, foreseen.
 
     The light documents are taken as a fluid that levels the ranks' tokens.
     """
     xp = ops.xp
+    ranks = base.tokens.shape[0]
     own = length // ranks
     owner = owners(ops, search, ranks)
     size = owner.shape[1]
@@ -264,18 +271,22 @@ def judge(
     split_areas = xp.where(split, areas, 0).sum(axis=1, dtype=np.int32)
     all_tokens = documents.lengths.sum(dtype=np.int32)
     all_area = documents.areas.sum(dtype=np.int32)
-    light = all_tokens - split_tokens - search.tokens.sum(axis=1, dtype=np.int32)
-    light_area = all_area - split_areas - search.areas.sum(axis=1, dtype=np.int32)
+    dealt = (search.tokens - base.tokens).sum(axis=1, dtype=np.int32)
+    dealt_areas = (search.areas - base.areas).sum(axis=1, dtype=np.int32)
+    light = all_tokens - split_tokens - dealt
+    light_area = all_area - split_areas - dealt_areas
+    mean = (all_area + base.areas.sum(dtype=np.int32)) // ranks
     tokens = filled(ops, search.tokens, light)
     more = tokens - search.tokens
     area = search.areas + light_area[:, None] // xp.maximum(light, 1)[:, None] * more
     rows = own - tokens
     chunks = chunks_of(ops, documents, split)
     each = chunks_each(ops, rows, chunks.number)
-    area = area + level(ops, chunks, each, all_area // ranks - area, own // TILE).areas
+    area = area + level(ops, chunks, each, mean - area, own // TILE).areas
     # Rows that fill no chunk, and those of the light documents that ranks share.
     over = split_tokens - TILE * each.sum(axis=1, dtype=np.int32)
     largest = xp.take(xp.concatenate([lengths, xp.zeros(1, np.int32)]), search.end)
     largest = xp.where(light > 0, largest, 0)
-    need = xp.minimum(rows, TILE * each + (-(-over // ranks))[:, None]).max(axis=1) + largest
+    need = xp.minimum(rows, TILE * each + (-(-over // ranks))[:, None]) + base.tokens
+    need = need.max(axis=1) + largest
     return xp.minimum(need, own), area.max(axis=1)

@@ -6,6 +6,7 @@ Names and sizes only; context/shard.py moves the data.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -89,8 +90,9 @@ class Layout:
 
     def steps(self, starts: tuple[int, ...]) -> tuple[Axes, ...]:
         """The axes of each of the gathers of keys that begin at these context axes."""
-        axes, ends = self.kv_context, (*starts[1:], len(self.kv_context))
-        found = (self.several(axes[a:b]) for a, b in zip(starts, ends, strict=True) if axes)
+        axes = self.kv_context
+        pairs = itertools.pairwise((*starts, len(axes)))
+        found = (self.several(axes[first:end]) for first, end in pairs)
         return tuple(step for step in found if step)
 
     def outside(self, axes: Axes) -> int:

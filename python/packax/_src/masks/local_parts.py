@@ -25,7 +25,7 @@ from packax._src.core.integers import plus
 from packax._src.core.jax_compat import vary_together
 from packax._src.core.mask import AttentionMask, dims_of
 from packax._src.core.shapes import PADDING_SEGMENT_ID, TILE
-from packax._src.core.sharding import Axes, Layout
+from packax._src.core.sharding import Layout
 from packax._src.masks.rank_rows import RankRows
 from packax._src.masks.row_ranges import Document, Rows, row_ranges_and_bounds
 from packax._src.ops.primitives import BLOCK_ARRAYS
@@ -40,7 +40,7 @@ class _Keys(NamedTuple):
     index: Any  # (B, n) of the sequence
     ids: Any  # -1: the part is not about it
     number: Callable[[Any], Any]  # of the part's keys before an index of the sequence
-    orders: Any = None  # (B, 2, n): where they come from, and go to
+    orders: Any = None  # (B, 2, n): where they go to, and come from
 
 
 def keeps_local(ranks: RankRows, document: Document) -> bool:
@@ -245,9 +245,7 @@ def _of_part(
         ids=ids,
         low=low,
         high=high,
-        ranges=tuple(
-            (keys.number(_take(x, rows)), keys.number(_take(y, rows))) for x, y in ranges
-        ),
+        ranges=tuple((keys.number(_take(x, rows)), keys.number(_take(y, rows))) for x, y in ranges),
     )
     made: dict[str, Any] = {"q_ids": ids, "kv_ids": keys.ids}
     if keys.orders is not None:
@@ -297,7 +295,7 @@ def _in_order(ids: jax.Array, index: jax.Array, inside: jax.Array) -> _Keys:
     part = jnp.cumsum(taken, axis=1, dtype=jnp.int32)
     order = jnp.where(taken > 0, part - 1, number + place - part)
     order = _take(sorted_, order)
-    orders = jnp.stack([order, _inverse(order)], axis=1)
+    orders = jnp.stack([_inverse(order), order], axis=1)
     index = _take(index, order)
     end = number + gaps[:, -1:]
     slot = jnp.concatenate([jnp.where(there, slot, end), end], axis=1)

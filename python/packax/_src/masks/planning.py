@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from types import ModuleType
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
@@ -45,10 +46,10 @@ def context_plan(
     expression: MaskExpression,
     *,
     sharding: AttentionSharding | None = None,
-    ranks: int | None = None,
+    ranks: int | tuple[int, ...] | None = None,
     kind: Kind = "balanced",
     chunk: int | None = None,
-    shared: float | int | None = None,
+    shared: float | int | tuple[float | int, ...] | None = None,
     length: int | None = None,
 ) -> ContextPlan:
     """Which chunks of query rows each rank gets: equally many, and as equal work as can be.
@@ -61,8 +62,10 @@ def context_plan(
     2407.21783, section 3.3.2): equal work for one causal document, whatever the expression holds.
     "local": documents whole on a rank, which then needs no keys of others for them; only documents
     that would leave the ranks unequal are split. A rank's rows are a shared part, whose keys all
-    ranks gather, and a private part. Without `documents(...)`, or with other ids of keys, all rows
-    are shared, as "balanced" deals them.
+    ranks gather, and a private part. Where the context axes are several, such as (host, GPU), they
+    are levels: documents are split inside a host first, and there is a shared part of all ranks and
+    one of the ranks of a host. Without `documents(...)`, or with other ids of keys, all rows are
+    shared, as "balanced" deals them.
 
     Args:
         expression: what the mask is made of, in the order of the sequence. Where it holds numpy
@@ -70,16 +73,20 @@ def context_plan(
             device, inside jit or not. An id that comes back counts as another document here, and
             positions as if they went up by one inside a document: the balance alone depends on it.
         sharding: the `AttentionSharding` of the attention: its context axes say how many ranks.
-        ranks: how many, where there is no mesh, as in a data loader.
+        ranks: how many, where there is no mesh, as in a data loader; for levels their sizes, such
+            as (4, 8): of 4 hosts with 8 ranks each.
         kind: "balanced", "zigzag" or "local".
         chunk: rows of a chunk, a multiple of 128 (a tile of the kernels), for "balanced". None: the
             largest power of two times 128 that leaves a rank 16 chunks, at least 128.
         shared: size of the shared part, for "local": a share of a rank's rows (a float from 0.0 to
-            1.0, rounded up to 128 rows) or a number of rows (an int). None: on the host the
-            smallest of 0, 1/16, 1/8, 3/16, 1/4, 3/8, 1/2, 3/4 and all that keeps the most loaded
-            rank at 1.03 of the mean; on the device it must be given, since shapes depend on it.
-            Where it is too small for the documents, on the host all rows are shared; on the device
-            `fallback` says so, and attention gathers all keys.
+            1.0, rounded up to 128 rows) or a number of rows (an int). With levels a tuple of a size
+            for each, none smaller than the one before, such as (1 / 16, 1 / 2): rows that all ranks
+            share, then those that a host's ranks share, the former among them. One size alone is
+            of one part that all ranks share. None: on the host the smallest of a few shares that
+            keep the most loaded rank at 1.03 of the mean, those of hosts first; on the device it
+            must be given, since shapes depend on it. Where it is too small for the documents, on
+            the host all rows are shared; on the device `fallback` says so, and attention gathers
+            all keys.
         length: rows of the sequence; needed only where no array of the expression says it.
 
     Returns:
@@ -89,7 +96,7 @@ def context_plan(
     Raises:
         ValueError: not an expression, an unknown kind, neither or both of sharding and ranks, a
             length that does not divide into whole chunks for every rank, or a size of the shared
-            part that is missing, no size, or of another kind.
+            part that is missing, no size, of other levels, or of another kind.
 
     >>> plan = packax.context_plan(expression, sharding=sharding)
     >>> batch = plan.permute(batch)  # tokens, positions, targets: (B, length, ...)
@@ -107,7 +114,8 @@ def context_plan(
         raise ValueError(f'shared is of kind="local", but kind is {kind!r}')
     if chunk is not None and kind == "local":
         raise ValueError(f'chunk is of other kinds than "local", but {chunk} was given')
-    ranks = _ranks(sharding, ranks)
+    levels = _levels(sharding, ranks)
+    ranks = math.prod(levels)
     q_len, kv_len = check_lengths(expression)
     if length is None and q_len is None:
         raise ValueError("length is not known: no array of the expression says it, so give length=")
@@ -123,8 +131,8 @@ def context_plan(
     if kind == "local":
         document = documents_of(expression)
         if document is None or document.kv_ids is not None:
-            return local(ranks, None, keys, shared)
-        return local(ranks, _of_rows(document.q_ids), keys, shared)
+            return local(levels, None, keys, shared)
+        return local(levels, _of_rows(document.q_ids), keys, shared)
     return balanced(ranks, keys, chunk)
 
 
@@ -150,7 +158,7 @@ def context_parallel_inputs(
     sharding: AttentionSharding,
     kind: Kind = "balanced",
     chunk: int | None = None,
-    shared: float | int | None = None,
+    shared: float | int | tuple[float | int, ...] | None = None,
     implementation: Implementation | None = None,
 ) -> ContextParallelInputs[Tree]:
     """A batch and its mask for context-parallel self-attention: both in the order of one plan.
@@ -224,16 +232,21 @@ def _own_rows(layout: Layout, x: Any) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, spec)
 
 
-def _ranks(sharding: AttentionSharding | None, ranks: int | None) -> int:
+def _levels(
+    sharding: AttentionSharding | None, ranks: int | tuple[int, ...] | None
+) -> tuple[int, ...]:
+    """Sizes of the context axes, those of 1 left out; at least one."""
     if (sharding is None) == (ranks is None):
         raise ValueError(
             "give sharding=, whose context axes say how many ranks there are, or ranks=, not "
             + ("neither" if ranks is None else "both")
         )
-    if sharding is None:
-        return positive("ranks", ranks)
-    layout = layout_of(sharding)
-    return layout.size(layout.context)
+    if sharding is not None:
+        layout = layout_of(sharding)
+        sizes = [layout.size((axis,)) for axis in layout.context]
+    else:
+        sizes = [positive("ranks", x) for x in (ranks if isinstance(ranks, tuple) else (ranks,))]
+    return tuple(size for size in sizes if size > 1) or (1,)
 
 
 def _keys(expression: MaskExpression, length: int, kv_len: int) -> Any:

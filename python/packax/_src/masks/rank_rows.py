@@ -70,13 +70,11 @@ class RankRows:
     def with_placed_plan(self) -> RankRows:
         if self.plan is None:
             return self
-        arrays = (
+        order, inverse, split = (
             None if x is None else self.place(jnp.asarray(x), self.plan_batch)
             for x in (self.plan.order, self.plan.inverse, self.plan.split)
         )
-        plan = dataclasses.replace(
-            self.plan, **dict(zip(("order", "inverse", "split"), arrays, strict=True))
-        )
+        plan = dataclasses.replace(self.plan, order=order, inverse=inverse, split=split)
         return dataclasses.replace(self, plan=plan)
 
     def place(self, x: Any, *dims: Axes) -> Any:

@@ -1,0 +1,205 @@
+"""Plans for hosts and their ranks: documents are split inside a host first.
+
+Guards against rows of a document in two hosts that only one gathers, against parts that are larger
+than the plan says, and against bytes between hosts that nobody reads.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import packax
+import pytest
+from context import BATCH, DIM, KV_HEADS, LENGTH, assert_same, mesh_of, results, tensors
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from local_cases import ROWS, expression_of
+from local_packings import ids_of, lognormal, random_row
+from local_plans import check_local, greedy
+
+SPEC = P(None, ("host", "gpu"))
+SHARDING = packax.AttentionSharding(query=SPEC, key_value=SPEC)
+
+
+def plan_of(ids, ranks, **keywords):
+    expression = packax.causal() & packax.documents(ids)
+    return packax.context_plan(expression, ranks=ranks, kind="local", **keywords)
+
+
+@pytest.mark.parametrize("levels", [(2, 2), (2, 4), (4, 2), (2, 2, 2), (4, 4)])
+def test_every_document_is_of_one_part(levels):
+    rng = np.random.default_rng(sum(levels))
+    for n in range(8):
+        ids = np.stack([random_row(rng) for _ in range(2 if n % 4 == 0 else 1)])
+        plan = plan_of(ids, levels)
+        check_local(plan, ids)
+        assert plan.ranks == np.prod(levels) and plan.levels in (levels, ())
+        np.testing.assert_array_equal(plan.order, plan_of(ids, levels).order)
+
+
+@functools.partial(jax.jit, static_argnames=("ranks", "shared"))
+def on_device(ids, ranks, shared):
+    return plan_of(ids, ranks, shared=shared)
+
+
+def test_host_and_device_find_the_same():
+    """Also where all that is left in a host is shared, and where nothing fits."""
+    rng = np.random.default_rng(3)
+    fell = []
+    for shared in ((128, 256), (128, 512)):
+        for _ in range(5):
+            ids = np.stack([ids_of(lognormal(rng, 60)), random_row(rng)])
+            host = plan_of(ids, (2, 2), shared=shared)
+            device = on_device(jnp.asarray(ids), (2, 2), shared)
+            fell.append(bool(device.fallback))
+            assert fell[-1] == (host.shared != shared)
+            np.testing.assert_array_equal(host.order, device.order)
+            if not fell[-1]:
+                np.testing.assert_array_equal(host.split, device.split)
+                assert device.levels == (2, 2) and int(device.fetched) == host.fetched
+    assert {True, False} == set(fell)
+
+
+def test_almost_nothing_crosses_hosts():
+    """128k tokens, documents of 2,000: what a host can hold stays there."""
+    rng = np.random.default_rng(1)
+    length = 1 << 17
+    between = []
+    for _ in range(3):
+        ids = ids_of(lognormal(rng, 2000, length), length)
+        plan = plan_of(ids, (4, 8))
+        check_local(plan, ids)
+        of_one = packax.context_plan(packax.documents(ids), ranks=32)
+        between.append(plan.traffic(8, 1)["between"] / of_one.traffic(8, 1)["between"])
+    assert np.mean(between) < 0.05
+
+
+def test_of_one_host_is_of_one_level():
+    ids = ids_of([300, 500, 100, 1])
+    for ranks in ((1, 4), (4, 1)):
+        plan, expected = plan_of(ids, ranks), plan_of(ids, 4)
+        assert plan.levels == () and plan.shared == expected.shared
+        np.testing.assert_array_equal(plan.order, expected.order)
+
+
+def test_a_number_is_of_all_ranks():
+    """Without sizes of levels there is one shared part, over hosts too."""
+    ids = ids_of([50] * 40)
+    plan = plan_of(ids, (2, 2), shared=0.25)
+    assert plan.levels == () and plan.shared == 128
+
+
+def test_traffic():
+    """What crosses hosts does so once for each rank, and is handed on inside."""
+    ids = ids_of([50] * 40)
+    plan = plan_of(ids, (2, 2), shared=(128, 256))
+    assert plan.levels == (2, 2) and plan.parts == ((1, 128), (2, 256))
+    # All ranks: 128 of the other host, then 256 of the neighbour; in the host 256 of the neighbour.
+    assert plan.traffic(2, 10) == {"inside": 10 * (256 + 256), "between": 10 * 128}
+    assert plan.traffic(4, 10) == {"inside": 10 * (128 + 256 + 256), "between": 0}
+    assert plan.fetched == 3 * 128 + 256
+
+
+@pytest.mark.parametrize("ranks", [(2, 4), (4, 2)])
+def test_collectives_move_what_the_plan_says(ranks):
+    """Read from the compiled program: by groups of ranks, forward and backward, nothing else."""
+    plan = greedy(ROWS, ranks)
+    assert 0 < plan.shared[0] < plan.shared[1]
+    specs = (*[SPEC] * 4, P(None, None, ("host", "gpu")))
+    mesh = mesh_of(*ranks, axes=("host", "gpu"))
+    with jax.set_mesh(mesh):
+        mask = packax.create_attention_mask(
+            expression_of("documents"), sharding=SHARDING, plan=plan
+        )
+        placed = [
+            jax.device_put(x, NamedSharding(mesh, spec))
+            for x, spec in zip(tensors(), specs, strict=True)
+        ]
+        function = functools.partial(results, gather_head_groups=1)
+        text = jax.jit(function).lower(*placed, mask).compile().as_text()
+    of_row = BATCH * KV_HEADS * DIM
+    # (ranks of the group, rows of the result) of keys or values
+    outer, inner = plan.shared
+    hosts, gpus = ranks
+    gathers = [(hosts, hosts * outer), (gpus, hosts * gpus * outer), (gpus, gpus * inner)]
+    # Keys and values, for both passes; the CPU compilers of older jax gather once for both.
+    expected = [sorted((n, rows * of_row) for n, rows in gathers * times) for times in (4, 2)]
+    assert moved(text, "all-gather") in expected
+    scatters = [(gpus, hosts * outer), (hosts, outer), (gpus, inner)]
+    expected = sorted((n, rows * of_row) for n, rows in scatters * 2)
+    assert moved(text, "reduce-scatter") == expected
+    assert "all-reduce" not in text and "all-to-all" not in text
+    fetched = sum((n - 1) * rows // n for n, rows in gathers)
+    said = plan.traffic(gpus, 1)
+    assert fetched == said["inside"] + said["between"]
+
+
+def moved(text, what):
+    """(ranks of a group, elements of the result) of such collectives in compiled HLO."""
+    found = []
+    for line in re.findall(rf"^.* {what}(?:-start)?\(.*$", text, re.MULTILINE):
+        (shape,) = re.findall(r"= \(?\w+\[([\d,]*)\]", line)
+        found.append((ranks_of(line), int(np.prod([int(n) for n in shape.split(",")]))))
+    return sorted(found)
+
+
+def ranks_of(line):
+    """As XLA writes groups: of axes of a mesh, as an iota, or one by one."""
+    if mesh := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", line):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
+        return int(np.prod([int(sizes[axis]) for axis in re.findall(r"'(\w+)'", mesh[2])]))
+    if iota := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
+        return int(iota[1])
+    return len(re.search(r"replica_groups=\{\{([\d,]*)\}", line)[1].split(","))
+
+
+def test_a_fallback_gathers_all():
+    """Made on the device for documents that do not fit into the sizes said."""
+
+    @jax.jit
+    def run(ids, *inputs):
+        expression = packax.causal() & packax.documents(ids)
+        *rows, dlse = inputs
+        rows, mask, plan = packax.context_parallel_inputs(
+            tuple(rows), expression, sharding=SHARDING, kind="local", shared=(0, 128)
+        )
+        got = results(*rows, plan.permute(dlse, 2), mask, gather_head_groups=1)
+        return [plan.unpermute(x, 2 if n == 1 else 1) for n, x in enumerate(got)], mask.fallback
+
+    with jax.set_mesh(mesh_of(2, 2, axes=("host", "gpu"))):
+        got, fallback = jax.block_until_ready(run(jnp.asarray(ROWS), *tensors()))
+    assert int(fallback[0]) == 1
+    mask = packax.create_attention_mask(expression_of("documents"))
+    assert_same(got, jax.jit(results)(*tensors(), mask))
+
+
+@pytest.mark.parametrize(
+    "call,texts",
+    [
+        (
+            lambda: plan_of(np.zeros(1024, int), (2, 2), shared=(0.75, 0.25)),
+            ["levels of ranks, (2, 2)", "(0.75, 0.25)"],
+        ),
+        (lambda: plan_of(np.zeros(1024, int), (2, 2), shared=(0.5,)), ["levels of ranks, (2, 2)"]),
+        (lambda: plan_of(np.zeros(1024, int), (2, 0)), ["ranks must be at least 1, but is 0"]),
+    ],
+)
+def test_refused(call, texts):
+    with pytest.raises(ValueError) as caught:
+        call()
+    for text in texts:
+        assert text in str(caught.value)
+
+
+def test_levels_of_another_mesh_are_refused():
+    plan = greedy(ROWS, (2, 2))
+    spec = P(None, "context")
+    sharding = packax.AttentionSharding(query=spec, key_value=spec)
+    with (
+        jax.set_mesh(mesh_of(4, axes=("context",))),
+        pytest.raises(ValueError, match=r"levels of \(2, 2\) ranks.*have sizes \(4,\)"),
+    ):
+        packax.create_attention_mask(expression_of("documents"), sharding=sharding, plan=plan)
+    assert LENGTH // 4 > plan.shared[0] > 0

@@ -1,0 +1,50 @@
+"""Rows of documents, of every kind, for tests of plans that keep documents local."""
+
+from __future__ import annotations
+
+import numpy as np
+
+LENGTH = 2048
+
+
+def ids_of(lengths, length=LENGTH, padding_between=False):
+    """Documents one behind the other, numbered from 0; padding behind them, or between."""
+    ids = np.full(length, -1, np.int32)
+    rest = length - sum(lengths)
+    at = 0
+    for number, size in enumerate(lengths):
+        ids[at : at + size] = number
+        gap = rest // len(lengths) if padding_between else 0
+        at += size + gap
+    return ids
+
+
+def lognormal(rng, mean, length=LENGTH):
+    lengths = []
+    while sum(lengths) < length:
+        lengths.append(int(np.clip(rng.lognormal(np.log(mean) - 0.72, 1.2), 1, length)))
+    lengths[-1] -= sum(lengths) - length
+    return [n for n in lengths if n]
+
+
+def random_row(rng):
+    """Packings of every kind."""
+    kind = rng.integers(8)
+    lengths = lognormal(rng, int(rng.choice([20, 60, 200, 700])))
+    if kind == 0:
+        lengths = [1] * int(rng.integers(1, LENGTH))
+    elif kind == 1:
+        lengths = [int(rng.integers(1, 400))] * 5
+    elif kind == 2:
+        lengths = lengths[: max(1, len(lengths) // 2)]
+    elif kind == 3:
+        lengths = [int(rng.integers(1, LENGTH + 1))]
+    ids = ids_of(lengths, padding_between=bool(rng.integers(2)))
+    if kind == 4:  # not sorted, and negative
+        names = rng.permutation(np.arange(-LENGTH, LENGTH))
+        ids = np.where(ids < 0, -1, names[ids])
+    elif kind == 5:  # ids that come back
+        ids = np.where(ids < 0, -1, ids % 3)
+    elif kind == 6:
+        ids = rng.integers(-1, 5, LENGTH).astype(np.int32)
+    return ids.astype(np.int32)
