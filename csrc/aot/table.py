@@ -160,6 +160,9 @@ FLOATS = ("scale", "soft_cap")
 # A kernel with a NaN of its dtype; modules with PTX by hand that tells 16-bit dtypes apart.
 OF_ONE_DTYPE = {"decode_combine", "sm90.bwd", "sm90.bwd_dkdv_d192", "sm90.bwd_dkdv_d256"}
 
+# kernels without products, or of 16 rows alone
+WITHOUT_TCGEN05 = ("backward_delta", "backward_delta_fallback", "decode")
+
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
@@ -212,7 +215,7 @@ class Variant:
     @property
     def without_tcgen05(self) -> bool:
         """Whether it has none of the products that 10.x alone has: they take 64 rows at least."""
-        return only_fallback((self.qk_dim, self.v_dim))
+        return self.kernel in WITHOUT_TCGEN05 or only_fallback((self.qk_dim, self.v_dim))
 
     @property
     def ptx_arch(self) -> Arch:

@@ -73,7 +73,7 @@ def test_numbers_of_a_dtype_are_not_shared(line: str, apart: bool) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
 def test_every_kernel_of_float16_takes_the_ptx_of_bfloat16(arch: str) -> None:
     of_kernel = {}
     for v in ALL:  # one head dim of every source; portable kernels for sm_80 alone
