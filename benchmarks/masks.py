@@ -4,7 +4,8 @@ under torch, in turns on one GPU.
     python benchmarks/masks.py [--cases NAME,NAME] [--rounds 5] [--without-flex] [--out DIR]
 
 Cases: lib/mask_cases.py; `--cases selections`: block masks that the data decides
-(lib/selections.py), beside packax's causal attention of all keys. FLOPs are those of attended
+(lib/selections.py), beside packax's causal attention of all keys; `--cases trees`: packed trees
+(lib/packed_trees.py), also beside their paths as packed documents. FLOPs are those of attended
 pairs, 4 * H * D a pair forward, 2.5 times that backward; ratios are of medians, over 1: packax is
 faster. Every output and gradient is compared with one float32 reference first; a wrong one is not
 timed. torch runs in another process, which compiles FlexAttention for each case. Writes masks.json
@@ -34,14 +35,16 @@ import numpy as np
 import packax
 from lib import selections
 from lib.machine import machine
-from lib.mask_cases import OptionCase, select
+from lib.mask_cases import OptionCase, causal_mask, select
 from lib.output import default_out, first_line, say
+from lib.packed_trees import as_documents
 from lib.reference import einsum, wrong
 from lib.turns import Failed, Worker, as_row, burst, in_turns, launches_of, troubles
 
 HERE = Path(__file__).parent
 SHOWN = ("packax", "cudnn", "flex")
-ORDER = (*SHOWN, "dense")  # packax's causal attention, where a case selects of its pairs
+# packax's causal attention, where a case selects of its pairs; of trees, packed documents
+ORDER = (*SHOWN, "dense", "documents")
 PASSES = ("fwd", "bwd")
 ROWS, BLOCK = 32, 256
 OPERANDS = ("query", "key", "value", "cotangent")
@@ -140,6 +143,8 @@ def packax_function(
     build = jax.jit(packax.create_attention_mask, static_argnames=("q_len", "kv_len"))
     mask = build(case.expression(tables), q_len=case.seq, kv_len=case.seq)
     area = float(np.sum(np.asarray(mask.q_hi, np.int64) - np.asarray(mask.q_lo, np.int64)))
+    if case.tree is not None:
+        area = float(case.tree.pairs())
     if case.selection is not None:
         area = selections.pairs(case, case.selection, tables["chosen"])
     more: dict[str, Any] = {} if case.soft_cap is None else {"soft_cap": case.soft_cap}
@@ -217,10 +222,18 @@ def run_case(
     reference = Reference(case, inputs, tables)
     function, mask, area = packax_function(case, tables)
     rows = {"packax": usable(function, mask, inputs, reference, round_ms)}
-    if case.selection is not None:
+    if case.selection is not None or case.tree is not None:
         rows["packax"]["shares"] = selections.shares(case, mask, area)
-        whole, causal, _ = packax_function(dataclasses.replace(case, selection=None), tables)
-        rows["dense"] = usable(whole, causal, inputs, None, round_ms)
+        whole, of_all, _ = packax_function(
+            dataclasses.replace(case, selection=None, tree=None, mask=causal_mask), tables
+        )
+        rows["dense"] = usable(whole, of_all, inputs, None, round_ms)
+    if case.tree is not None:
+        apart = as_documents(case)
+        whole, of_all, pairs = packax_function(apart, {})
+        rows["documents"] = usable(whole, of_all, inputs_of(apart), None, round_ms)
+        rows["documents"]["pairs"] = pairs
+        rows["packax"]["pairs"] = area
     if case.cudnn is not None:
         rows["cudnn"] = usable(cudnn_function(case), (), inputs, reference, round_ms)
     if torch is not None:
@@ -287,25 +300,37 @@ def table(results: dict[str, Any]) -> str:
 
 
 def of_dense(name: str, rows: dict[str, Any]) -> list[str]:
-    """What a selection keeps, and what it costs, beside causal attention of all keys."""
+    """What a selection or a tree keeps, and what it costs, beside causal attention of all keys; and
+    beside packed documents of the paths of a tree."""
     shares = rows.get("packax", {}).get("shares")
     if shares is None:
         return []
-    times = [rows[who].get("times", {}) for who in ("packax", "dense")]
+    kept = f"{shares['pairs']:.1%} of causal's pairs, {shares['blocks']:.1%} of its blocks"
+    lines = [f"{name} has {kept}; time: {times_beside(rows, 'dense')}"]
+    if "documents" in rows:
+        share = rows["packax"]["pairs"] / rows["documents"]["pairs"]
+        beside = times_beside(rows, "documents")
+        lines.append(f"{name} has {share:.1%} of its documents' pairs; time: {beside}")
+    return lines
+
+
+def times_beside(rows: dict[str, Any], other: str) -> str:
+    times = [rows[who].get("times", {}) for who in ("packax", other)]
     ratios = [
         f"{what} {times[0][what]['ms'] / times[1][what]['ms']:.1%} of {times[1][what]['ms']:.3f} ms"
         for what in PASSES
         if all(what in x for x in times)
     ]
-    kept = f"{shares['pairs']:.1%} of causal's pairs, {shares['blocks']:.1%} of its blocks"
-    return [f"{name} has {kept}; time: {', '.join(ratios) or 'none'}"]
+    return ", ".join(ratios) or "none"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--cases", help="names of lib/mask_cases.py, or selections (default: all)")
+    parser.add_argument(
+        "--cases", help="names of lib/mask_cases.py, selections or trees (default: all)"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--round-ms", type=float, default=80.0, help="length of a burst")
     parser.add_argument("--without-flex", action="store_true", help="no torch")

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from lib.packed_trees import PackedTree, binary, prompt_and_answers
+
 Tables = Mapping[str, Any]
 
 
@@ -34,6 +36,10 @@ def prefix(length: int) -> Callable[[Any, Any, Tables], Any]:
 def spans(i: Any, j: Any, tables: Tables) -> Any:
     ids = tables["ids"]
     return (j <= i) | ((ids[i] == ids[j]) & (ids[i] >= 0))
+
+
+def on_path(i: Any, j: Any, tables: Tables) -> Any:
+    return (j <= i) & (i < tables["end"][j])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,9 +71,13 @@ class OptionCase:
         None  # arguments of jax.nn.dot_product_attention, if it has the mask
     )
     selection: Selection | None = None
+    tree: PackedTree | None = None
 
     def tables(self) -> dict[str, np.ndarray]:
-        """Images of 576 tokens in text, one every 1500. Of a selection, masks.py adds "chosen"."""
+        """Images of 576 tokens in text, one every 1500, or those of the tree. Of a selection,
+        masks.py adds "chosen"."""
+        if self.tree is not None:
+            return self.tree.tables()
         at = np.arange(self.seq)
         return {"ids": np.where(at % 1500 < 576, at // 1500, -1).astype(np.int32)}
 
@@ -94,12 +104,19 @@ class OptionCase:
         return np.linspace(-1, 4, self.heads, dtype=np.float32)
 
 
-def _causal(p: Any, _: Tables) -> Any:
+def causal_mask(p: Any, _: Tables) -> Any:
     return p.causal()
 
 
 def _window(size: int) -> Callable[[Any, Tables], Any]:
     return lambda p, _: p.sliding_window(size - 1)
+
+
+def _tree(name: str, tree: PackedTree, dim: int) -> OptionCase:
+    return OptionCase(
+        f"{name}_d{dim}", tree.tokens, dim, on_path,
+        lambda p, tables: p.causal() & p.tree(tables["segments"], tables["parents"]), tree=tree,
+    )  # fmt: skip
 
 
 CAUSAL = {"is_causal": True}
@@ -117,25 +134,36 @@ CASES = (
         _: p.causal() & p.chunked(8192)),
     OptionCase("prefix8k_32k_d128", 32768, 128, prefix(8192), lambda p, _: p.prefix(8192)),
     OptionCase("spans_32k_d128", 32768, 128, spans, lambda p, tables: p.spans(tables["ids"])),
-    OptionCase("softcap_16k_d128", 16384, 128, causal, _causal, soft_cap=50.0),
-    OptionCase("softcap_16k_d256", 16384, 256, causal, _causal, soft_cap=50.0),
-    OptionCase("alibi_16k_d128", 16384, 128, causal, _causal, alibi=True),
-    OptionCase("sinks_16k_d64", 16384, 64, causal, _causal, sinks=True),
+    OptionCase("softcap_16k_d128", 16384, 128, causal, causal_mask, soft_cap=50.0),
+    OptionCase("softcap_16k_d256", 16384, 256, causal, causal_mask, soft_cap=50.0),
+    OptionCase("alibi_16k_d128", 16384, 128, causal, causal_mask, alibi=True),
+    OptionCase("sinks_16k_d64", 16384, 64, causal, causal_mask, sinks=True),
     OptionCase("sinks_window128_32k_d64", 32768, 64, window(128), _window(128), sinks=True),
-    OptionCase("moba_32k_d128", 32768, 128, causal, _causal, selection=MOBA),
-    OptionCase("moba_own_32k_d128", 32768, 128, causal, _causal, selection=MOBA_OWN),
-    OptionCase("indexer_32k_d128", 32768, 128, causal, _causal, selection=INDEXER),
-    OptionCase("indexer_blocks_32k_d128", 32768, 128, causal, _causal, selection=INDEXER_64),
-    OptionCase("causal_16k_d64", 16384, 64, causal, _causal, cudnn=CAUSAL),
-    OptionCase("causal_16k_d128", 16384, 128, causal, _causal, cudnn=CAUSAL),
+    OptionCase("moba_32k_d128", 32768, 128, causal, causal_mask, selection=MOBA),
+    OptionCase("moba_own_32k_d128", 32768, 128, causal, causal_mask, selection=MOBA_OWN),
+    OptionCase("indexer_32k_d128", 32768, 128, causal, causal_mask, selection=INDEXER),
+    OptionCase("indexer_blocks_32k_d128", 32768, 128, causal, causal_mask, selection=INDEXER_64),
+    *(
+        _tree(name, tree, dim)
+        for dim in (128, 64)
+        for name, tree in (
+            ("tree_4k_16x2k", prompt_and_answers(4096, 16, 2048)),
+            ("tree_16k_8x1k", prompt_and_answers(16384, 8, 1024)),
+            ("tree_binary6_512", binary(6, 512)),
+        )
+    ),
+    OptionCase("causal_16k_d64", 16384, 64, causal, causal_mask, cudnn=CAUSAL),
+    OptionCase("causal_16k_d128", 16384, 128, causal, causal_mask, cudnn=CAUSAL),
 )  # fmt: skip
 
 
 def select(names: str | None) -> list[OptionCase]:
-    """All; those named; of `selections`, those that have one."""
+    """All; those named; of `selections` and `trees`, those that have one."""
     wanted = [case.name for case in CASES] if names is None else names.split(",")
     if names == "selections":
         wanted = [case.name for case in CASES if case.selection is not None]
+    if names == "trees":
+        wanted = [case.name for case in CASES if case.tree is not None]
     known = {case.name: case for case in CASES}
     unknown = [name for name in wanted if name not in known]
     if unknown:

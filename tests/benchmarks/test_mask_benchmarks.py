@@ -16,7 +16,7 @@ from lib.mask_cases import CASES, select
 assert select("causal_16k_d64")[0].name == "causal_16k_d64" and len(select(None)) == len(CASES)
 done = set()
 for case in CASES:
-    if case.mask in done:
+    if case.mask in done or case.tree is not None:
         continue
     done.add(case.mask)
     case = dataclasses.replace(case, seq=9216, selection=None)
@@ -128,4 +128,40 @@ shown = masks.table({case.name: rows})
 assert set(rows) == {"packax", "dense"} and "WRONG" not in shown and "did not run" not in shown
 assert f"has {shares['pairs']:.1%} of causal's pairs" in shown
 assert " of its blocks; time: fwd " in shown and ", bwd " in shown
+""")
+
+
+def test_packed_trees():
+    """Said alike by every way, counted, compared, and timed beside documents of the paths."""
+    script("""
+import dataclasses
+import jax
+import numpy as np
+import masks
+from lib import packed_trees
+from lib.mask_cases import CASES, select
+
+jax.config.update("jax_platforms", "cpu")
+trees = {case.name: case.tree for case in select("trees")}
+assert len(trees) == 6 and trees["tree_4k_16x2k_d64"].tokens == 4096 + 16 * 2048
+assert trees["tree_16k_8x1k_d128"].paths() == 8 * [17408]
+assert trees["tree_binary6_512_d128"].paths() == 32 * [6 * 512]
+assert all(case.seq % masks.BLOCK == 0 for case in select("trees"))
+case = select("tree_4k_16x2k_d128")[0]
+for tree in (packed_trees.prompt_and_answers(256, 3, 128), packed_trees.binary(3, 128),
+             packed_trees.PackedTree((100, 60, 96, 0, 256), (-1, 0, 1, 0, -1))):
+    small = dataclasses.replace(case, seq=tree.tokens, heads=4, kv_heads=2, dim=16, tree=tree)
+    S, tables = small.seq, small.tables()
+    allowed = small.allows(0, np.arange(S)[:, None], np.arange(S), tables)
+    assert np.array_equal(small.expression(tables).as_array(S, S), allowed)
+    function, mask, area = masks.packax_function(small, tables)
+    assert area == tree.pairs() == allowed.sum()
+    apart = packed_trees.as_documents(small)
+    _, _, pairs = masks.packax_function(apart, {})
+    assert apart.seq == sum(tree.paths()) and pairs == sum(n * (n + 1) / 2 for n in tree.paths())
+rows = masks.run_case(small, None, 1, 1.0)
+assert set(rows) == {"packax", "dense", "documents"}
+shown = masks.table({small.name: rows})
+assert "WRONG" not in shown and "did not run" not in shown, shown
+assert f"has {area / pairs:.1%} of its documents' pairs; time: fwd " in shown
 """)

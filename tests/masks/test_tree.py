@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import packax
 import pytest
@@ -87,3 +88,171 @@ def test_blocks_of_siblings_are_skipped(name):
         assert attended <= visited <= 1.15 * attended
     full = int(np.asarray(mask.q_block_lists)[..., 1].sum())
     assert full > 0.85 * trees.blocks_visited(mask)[0]
+
+
+def test_shared_prefix():
+    """Runs of ids, padding left out; what a tree of the same segments is."""
+    groups = [7, 7, 7, -1, 7, 7, 7, 7, 3, 3, 3, -1, 3, 7, 7, 7]
+    answers = [-1, -1, 4, 9, 4, 4, 5, 4, 2, 2, 3, 0, 3, -1, -1, 1]
+    segments = [0, 0, 1, -1, 1, 1, 2, 3, 4, 4, 5, -1, 5, 6, 6, 7]
+    tree = trees.Tree(np.array(segments), np.array([-1, 0, 0, 0, -1, -1, -1, 6]))
+    for beside in ("alone", "causal", "window"):
+        make = trees.BESIDE[beside][0] or packax.full
+        of = packax.shared_prefix(groups, answers) & make()
+        wanted = trees.meaning(tree, beside)
+        np.testing.assert_array_equal(of.as_array(16, 16), wanted)
+        np.testing.assert_array_equal(packax.create_attention_mask(of).as_array()[0], wanted)
+        traced = packax.shared_prefix(jnp.array([groups]), jnp.array(answers)) & make()
+        np.testing.assert_array_equal(traced.as_array(16, 16)[0], wanted)
+        depth = trees.depths(trees.attended(tree))
+        np.testing.assert_array_equal(packax.depth_positions(of), depth)
+        assert packax.depth_positions(traced).shape == (1, 16)
+
+
+def test_deep_and_wide():
+    """A path of 64 segments, 200 roots, one segment, all padding, no tokens at all."""
+    index = np.arange(128)
+    for beside, ids, parents in (
+        ("window", index // 2, np.arange(64) - 1),
+        ("causal", index, np.full(200, -1)),
+        ("window", 0 * index, [-1]),
+        ("causal", 0 * index - 1, [-1, 0]),
+    ):
+        tree = trees.Tree(np.asarray(ids), np.asarray(parents))
+        _, got = built(*tree, beside)
+        np.testing.assert_array_equal(got[0], trees.meaning(tree, beside))
+    nothing = packax.tree(np.zeros((2, 0), int), [-1])
+    assert nothing.as_array(0, 0).shape == (2, 0, 0)
+    assert packax.create_attention_mask(nothing).q_lo.shape == (2, 0)
+    assert packax.shared_prefix(*np.zeros((2, 0), int)).as_array(0, 0).shape == (0, 0)
+
+
+def test_beside_documents_ranges_and_block_masks():
+    tree = trees.batch_of_trees(5, 4, LENGTH, SEGMENTS)
+    ids = np.random.default_rng(0).integers(-1, 2, (4, LENGTH))
+    index = np.arange(LENGTH)
+    chosen = np.random.default_rng(1).random((4, 2, -(-LENGTH // 32), -(-LENGTH // 16))) < 0.6
+    others = [
+        packax.documents(ids),
+        packax.ranges(index - 90, index + 1),
+        packax.block_sparse(chosen, (32, 16)),
+    ]
+    wanted = trees.meaning(tree, "alone")[:, None]
+    expression = packax.tree(*tree)
+    for other in others:
+        expression &= other
+        of = np.asarray(other.as_array(LENGTH, LENGTH))
+        wanted = wanted & (of[:, None] if of.ndim == 3 else of)
+        mask = packax.create_attention_mask(expression)
+        got = np.asarray(mask.as_array())
+        np.testing.assert_array_equal(got if got.ndim == 4 else got[:, None], wanted)
+        dense = np.asarray(expression.as_array(LENGTH, LENGTH))
+        np.testing.assert_array_equal(dense if dense.ndim == 4 else dense[:, None], wanted)
+    spans = packax.spans(np.where(index % 40 < 25, 1, -1), packax.sliding_window(20))
+    for beside in (spans, packax.prefix(np.array([3, 50, 0, 200]))):
+        both = packax.tree(*tree) & beside
+        mask = packax.create_attention_mask(both)
+        np.testing.assert_array_equal(mask.as_array(), both.as_array(LENGTH, LENGTH))
+
+
+BROKEN = {  # (segment_ids, parents), and what of it an error names
+    "cycle": ([0, 1, 2], [-1, 2, 1], "of segment 1 is 2"),
+    "itself": ([0, 1], [-1, 1], "of segment 1 is 1"),
+    "below -1": ([0], [-2], "of segment 0 is -2"),
+    "no such segment": ([0, 2], [-1, 0], "from 0 to 1, .* holds 2"),
+    "other padding": ([0, -2], [-1, 0], "holds -2"),
+    "decreasing": (
+        [0, 2, -1, 1],
+        [-1, 0, 0],
+        "token 3 of batch row 0 is of segment 1, behind .* 2",
+    ),
+    "breadth first": ([0, 1, 2, 3], [-1, 0, 0, 1], "segment 3 is below segment 1, and segment 2"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_no_tree(name):
+    *arrays, message = BROKEN[name]
+    with pytest.raises(ValueError, match=message):
+        packax.tree(*arrays)
+
+
+def test_what_is_no_tree_and_is_not_known():
+    """That row of the batch attends nothing; the others are what they are."""
+    broken = [*BROKEN.values(), ([0, 0, 1, 1], [-1, 0, -1, -1], "")]
+    ids = np.array([[*x, *[-1] * (4 - len(x))] for x, _, _ in broken])
+    parents = np.array([[*x, *[-1] * (4 - len(x))] for _, x, _ in broken])
+    ids[list(BROKEN).index("no such segment"), 3] = 7
+
+    @jax.jit
+    def of(*tree):
+        expression = packax.tree(*tree)
+        mask = packax.create_attention_mask(expression)
+        return mask.as_array(), expression.as_array(4, 4), packax.depth_positions(expression)
+
+    attended, meant, depth = map(np.asarray, of(ids, parents))
+    np.testing.assert_array_equal(attended, meant)
+    assert not attended[:-1].any() and not depth[:-1].any()
+    np.testing.assert_array_equal(attended[-1].sum(1), [2, 2, 4, 4])
+    np.testing.assert_array_equal(depth[-1], [0, 1, 2, 3])
+
+
+def test_a_prompt_behind_an_answer():
+    ids, answers = [0, 0, 0, 1], [-1, 2, -1, -1]
+    with pytest.raises(
+        ValueError, match=r"prompt .* behind an answer of the same group, in batch r"
+    ):
+        packax.shared_prefix(ids, answers)
+    expression = packax.shared_prefix(jnp.asarray(ids), answers)
+    assert not np.asarray(expression.as_array(4, 4)).any()
+    assert not np.asarray(packax.create_attention_mask(expression).as_array()).any()
+
+
+TREE = packax.tree([0, 0, 1], [-1, 0])
+
+
+@pytest.mark.parametrize(
+    "make,error,message",
+    [
+        (lambda: packax.tree([0.5], [-1]), ValueError, "segment_ids must be integers"),
+        (lambda: packax.tree([0], [[[-1]]]), ValueError,
+         r"parents must have shape \(batch, segments\) or \(segments,\), but has \(1, 1, 1\)"),
+        (lambda: packax.tree([0], []), ValueError, "parents must be integers|has none: give"),
+        (lambda: packax.tree([0], np.zeros((1, 0), int)), ValueError, r"has none: give \[-1\]"),
+        (lambda: packax.tree(np.zeros((2, 3), int), np.full((3, 1), -1)), ValueError,
+         r"parents of tree\(...\) has batch size 3, but segment_ids of tree\(...\) has 2"),
+        (lambda: packax.shared_prefix([0, 0], [-1]), ValueError,
+         r"answer_ids of shared_prefix\(...\) is for 1 query rows, but group_ids .* is for 2"),
+        (lambda: packax.create_attention_mask(TREE, kv_len=4), ValueError,
+         r"segment_ids of tree\(...\) is for 3 keys, but kv_len says 4"),
+        (lambda: TREE & packax.documents([0, 0, 0], positions=[0, 1, 2]), ValueError,
+         r"documents\(..., positions=...\) beside tree\(...\): give no positions"),
+        (lambda: TREE & packax.causal(offset=1), ValueError,
+         r"causal has an offset, beside tree\(...\)"),
+        (lambda: TREE & TREE, NotImplementedError,
+         r"one tree\(...\), and `&` was given two: give all trees of a row in one"),
+        (lambda: TREE & packax.shared_prefix([0, 0, 0], [-1, 0, 1]), NotImplementedError,
+         "one tree"),
+        (lambda: TREE | packax.causal(), NotImplementedError, r"`\|` cannot take tree\(...\)"),
+        (lambda: packax.depth_positions(packax.causal()), ValueError,
+         r"must hold a tree\(...\) or a shared_prefix\(...\), but is causal\(\)"),
+    ],
+)  # fmt: skip
+def test_errors(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_text_and_static_fields():
+    assert repr(TREE & packax.causal()) == "tree(int32[3], int32[2]) & causal()"
+    of = packax.shared_prefix([0, 0, 0], [-1, 0, 1])
+    assert repr(of) == "shared_prefix(int32[3], int32[3])"
+    mask = packax.create_attention_mask(of)
+    assert "built from a tree" in repr(mask) and mask.block_size == (1 << 30, 1 << 30)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("beside", trees.BESIDE)
+def test_a_thousand_trees(beside):
+    for seed in range(10, 16):
+        check_masks(seed, beside, 24)

@@ -53,6 +53,13 @@ KINDS = {
     "documents, other ids of keys": lambda a: packax.documents(a["ids"], a["span_ids"]),
     "ranges": lambda a: packax.ranges(a["lo"], a["lo"] + a["offset"][:, None]) & documents(a),
     "block sparse": lambda a: packax.block_sparse(a["map"], 1) & by_positions(a),
+    "tree": lambda a: packax.tree(a["segments"], a["parents"]) & packax.causal(),
+    "tree and window": lambda a: (
+        packax.tree(a["segments"], a["parents"]) & packax.sliding_window(3, 1) & documents(a)
+    ),
+    "shared prefix": lambda a: (
+        packax.shared_prefix(a["groups"], a["answers"]) & packax.prefix(a["lengths"])
+    ),
     "one or the other": lambda a: packax.causal() & packax.chunked(5) | packax.sliding_window(2),
     "or on one side": lambda a: packax.causal(1) | packax.prefix(a["lengths"]),
 }
@@ -69,7 +76,22 @@ def arrays(length=S, batch=B, seed=0):
         "lo": rng.integers(-2, length, (batch, length)).astype(np.int32),
         "lengths": rng.integers(0, length, batch).astype(np.int32),
         "offset": rng.integers(1, 5, batch).astype(np.int32),
+    } | of_trees(rng, batch, length)
+
+
+def of_trees(rng, batch, length):
+    """A root, two branches, one of which branches again, and a second tree; groups of three."""
+    segments = np.sort(rng.integers(0, 7, (batch, length)))
+    padded = rng.random((batch, length)) < 0.1
+    groups = np.broadcast_to(np.arange(length) // 9, (batch, length))
+    answers = np.broadcast_to(np.arange(length) % 9 // 3 - 1, (batch, length))
+    made = {
+        "segments": np.where(padded, -1, segments),
+        "parents": np.broadcast_to([-1, 0, 1, 1, 0, -1, 5], (batch, 7)),
+        "groups": groups,
+        "answers": answers,
     }
+    return {name: x.astype(np.int32) for name, x in made.items()}
 
 
 def tensors(dtype, length=S, batch=B):

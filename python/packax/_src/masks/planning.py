@@ -255,7 +255,11 @@ def _keys(expression: MaskExpression, length: int, kv_len: int) -> Any:
     cross = kv_len != length or (document is not None and document.kv_ids is not None)
     parts, tree = expression.parts(), tree_of(expression)
     alone = all(part is tree or isinstance(part, Interval) for part in parts)
-    if cross or (tree and not alone) or any(isinstance(part, BlockSparse) for part in parts):
+    if (
+        cross
+        or (tree is not None and not alone)
+        or any(isinstance(part, BlockSparse) for part in parts)
+    ):
         mask = create_attention_mask(expression, q_len=length, kv_len=kv_len)
         keys = _keys_of_mask(mask)
         return keys >> max(0, kv_len.bit_length() - length.bit_length())

@@ -78,6 +78,8 @@ class Tree(MaskExpression):
         ids, parents = self.segments()
         xp = numpy_of(ids, parents)
         number = parents.shape[-1]
+        if number == 0:  # of a group, no tokens
+            return np.zeros((*ids.shape[:-1], 0, 0), bool)
         name = np.arange(number)
         # From each segment to those above it, itself among them: by squaring, for any numbering.
         above = (parents[..., :, None] == name) | (name[:, None] == name)
@@ -273,6 +275,8 @@ def _segments_of_groups(groups: Any, answers: Any) -> tuple[Any, Any]:
     groups, answers = _two(groups), _two(answers)
     xp = numpy_of(groups, answers)
     batch = max(groups.shape[0], answers.shape[0])
+    if groups.shape[1] == 0:
+        return (groups[0], groups[0]) if flat else (groups, groups)
     groups, answers = (xp.broadcast_to(x, (batch, x.shape[1])) for x in (groups, answers))
     if xp is np:
         rows = [_of_row(*row, np) for row in zip(groups, answers, strict=True)]

@@ -100,7 +100,7 @@ def _of_row(ids: Any, parents: Any, levels: int, xp: ModuleType) -> Nodes:
     start = total - size
 
     before = xp.cumsum(real, dtype=np.int32) - real.astype(np.int32)
-    rank = xp.concatenate([before, xp.zeros_like(index[:1])])[xp.minimum(first, length)]
+    rank = xp.concatenate([before, none[:1]])[xp.minimum(first, length)]
     position = xp.where(real, start[node] + before - rank[node], 0)
     last_position = xp.where(real, (start + size - 1)[node], 0)
     token = scattered(xp.zeros_like(index), xp.where(real, before, length), index, "max", xp)
@@ -122,6 +122,8 @@ def _of_row(ids: Any, parents: Any, levels: int, xp: ModuleType) -> Nodes:
 
 def _index_at(nodes: Nodes, position: Any) -> Any:
     """Climb as long as the segment above begins behind the position, then once more if need be."""
+    if nodes.token.shape[0] == 0:
+        return position
     padding = nodes.start.shape[0] - 1
 
     def climb(at: Any, up: Any) -> tuple[Any, None]:

@@ -1,0 +1,108 @@
+"""Packed trees under context parallelism: every rank has the lists of its own rows.
+
+Guards against a row that takes its place in a rank for its place in the tree, against lists of
+another rank's rows, and against a plan that takes a path for all that stands before it.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import packax
+import pytest
+import trees
+from context import BATCH, LENGTH, assert_same, mesh_of, results, tensors
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+SHARDING = packax.AttentionSharding(
+    query=P("data", "context", "tensor"), key_value=P("data", "context", "tensor")
+)
+TREE = trees.batch_of_trees(4, BATCH, LENGTH, 9)
+BESIDE = {"causal": packax.causal(), "window": packax.sliding_window(150, 3)}
+
+
+def expression_of(beside, batch=BATCH):
+    tree = packax.tree(TREE.ids[:batch], TREE.parents[:batch])
+    return tree & BESIDE[beside]
+
+
+@functools.cache
+def one_device(beside, batch):
+    mask = packax.create_attention_mask(expression_of(beside, batch))
+    return jax.jit(results)(*tensors(), mask)
+
+
+@pytest.mark.parametrize(
+    "beside,sizes,kind,plan,batch",
+    [
+        ("causal", (1, 4, 2), "Auto", "balanced", BATCH),
+        ("window", (2, 2, 2), "Explicit", "zigzag", BATCH),
+        ("causal", (1, 8, 1), "Auto", "local", 1),
+        ("window", (2, 4, 1), "Auto", None, 1),
+    ],
+)
+def test_results_are_those_of_one_device(beside, sizes, kind, plan, batch):
+    mesh = mesh_of(*sizes, kind=kind, axes=("data", "context", "tensor"))
+    expression = expression_of(beside, batch)
+    if plan is not None:
+        shared = {"shared": 1.0} if plan == "local" else {}
+        plan = packax.context_plan(expression, ranks=sizes[1], kind=plan, **shared)
+
+    @jax.jit
+    def run(expression, plan, *x):
+        mask = packax.create_attention_mask(expression, sharding=SHARDING, plan=plan)
+        return results(*x, mask, gather_head_groups=1)
+
+    x = tensors()
+    if plan is not None:
+        x = [plan.permute(y, 2 if n == 4 else 1) for n, y in enumerate(x)]
+    axes = P("data", "context", "tensor")
+    specs = [axes] * 4 + [P("data", "tensor", "context")]
+    with jax.set_mesh(mesh):
+        x = [jax.device_put(y, NamedSharding(mesh, s)) for y, s in zip(x, specs, strict=True)]
+        got = jax.block_until_ready(run(expression, plan, *x))
+        if plan is not None:
+            got = [plan.unpermute(y, 2 if n == 1 else 1) for n, y in enumerate(got)]
+    assert_same(got, one_device(beside, batch))
+
+
+@pytest.mark.parametrize("beside", trees.BESIDE)
+def test_plans_weigh_rows_by_what_they_attend(beside):
+    """On the host and on the device; keys of a path are as many as its depths."""
+    of = trees.Tree(TREE.ids[:2], TREE.parents[:2])
+    attended = trees.meaning(of, beside).sum(2)
+    expressions = (
+        trees.expression(of, beside),
+        trees.expression(trees.Tree(*map(jnp.asarray, of)), beside),
+    )
+    for expression in expressions:
+        keys = packax._src.masks.planning._keys(expression, LENGTH, LENGTH)
+        np.testing.assert_array_equal(keys, attended)
+        assert isinstance(keys, jax.Array) == (expression is expressions[1])
+
+
+def test_a_plan_balances_answers():
+    """Of a prompt and answers the ranks get equal work, which zigzag's do not."""
+    tree = trees.prompt_and_answers(8192, 16, 512)
+    expression = packax.tree(*tree) & packax.causal()
+    of_rows = packax.depth_positions(expression) + 1
+
+    def most(kind):
+        plan = packax.context_plan(expression, ranks=4, kind=kind)
+        load = np.asarray(plan.permute(of_rows, 0)).reshape(4, -1).sum(1, dtype=np.int64)
+        return load.max() / load.mean()
+
+    assert most("balanced") < 1.03 < most("zigzag")
+
+
+def test_what_stands_beside_a_tree_is_weighed_too():
+    """By the blocks that its mask visits."""
+    of = trees.Tree(TREE.ids[:1], TREE.parents[:1])
+    index = np.arange(LENGTH)
+    expression = trees.expression(of) & packax.ranges(index - 100, index + 1)
+    keys = np.asarray(packax._src.masks.planning._keys(expression, LENGTH, LENGTH))
+    assert keys.shape == (1, LENGTH) and keys.max() <= 100 + 4 * 64
