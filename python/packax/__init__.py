@@ -6,6 +6,7 @@
 
 from packax._src.attention import flash_attention
 from packax._src.autodiff import CHECKPOINT_NAMES
+from packax._src.cascade import decode_shared_prefix
 from packax._src.context.load_balance import ContextPlan
 from packax._src.context.plan_check import check_plan, debug_checks
 from packax._src.context.processes import check_same_rows, local_rows
@@ -55,6 +56,7 @@ __all__ = [
     "create_attention_mask",
     "debug_checks",
     "decode_attention",
+    "decode_shared_prefix",
     "depth_positions",
     "documents",
     "dot_product_attention",

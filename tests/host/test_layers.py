@@ -21,6 +21,7 @@ LAYERS = (  # from low to high; modules of one entry do not import those of anot
     ("_src.masks", "_src.autodiff"),
     ("_src.requests",),
     ("_src.attention", "_src.decode"),
+    ("_src.cascade",),
     ("integrations", "kvax", "info", "demo", "__main__"),
 )
 SOURCES = sorted(PACKAGE.rglob("*.py"))

@@ -1,0 +1,118 @@
+"""`decode_shared_prefix`: continuations of one prompt read its pages once a step (a cascade)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from packax._src.core.integers import ArrayLike
+from packax._src.decode import MAX_ROWS, decode_attention
+from packax._src.ops.primitives import Implementation
+
+
+def decode_shared_prefix(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    kv_lengths: ArrayLike,
+    prefix_lengths: ArrayLike,
+    *,
+    block_table: ArrayLike,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: ArrayLike | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    return_lse: bool = False,
+    implementation: Implementation | None = None,
+) -> Any:
+    """`decode_attention` of groups of sequences whose first keys lie in the same pages.
+
+    The sequences of a group stand side by side in the batch, as many in each. The prefix is
+    attended once for all rows of up to 16 sequences, then what each has of its own, and both are
+    merged by their log-sum-exps, as in Hydragen (arXiv 2402.05099). So a step reads the prefix once
+    and not for every sequence. Exact: the same as decode_attention, to rounding.
+
+    Args:
+        query: (B, Sq, H, Dqk), as in `decode_attention`.
+        key, value: pages, (pages, page_size, Hkv, D).
+        kv_lengths: (B,) integers: the keys of each sequence, prefix and new ones included.
+        prefix_lengths: (G,) integers, B a multiple of G: the first keys of the sequences of each
+            group, which all have. Not counted among them are the Sq new ones.
+        block_table: (B, max_blocks) integers. The pages of a prefix are found by the entries of
+            the first sequence of its group, or of each 16 / Sq of them.
+        scale, soft_cap, sinks, precision, implementation: as in `decode_attention`.
+        return_lse: return also the log-sum-exp.
+
+    Returns:
+        As `decode_attention`. Sequences of a group whose prefix reaches into their new rows get
+        NaN, as do those for which decode_attention has it.
+
+    Raises:
+        ValueError, NotImplementedError: as `decode_attention`; a batch that is not a multiple of
+            the groups.
+
+    >>> out = packax.decode_shared_prefix(
+    ...     query, key_pages, value_pages, lengths, prompt_lengths, block_table=block_table
+    ... )
+    """
+    query, kv_lengths, block_table = map(jnp.asarray, (query, kv_lengths, block_table))
+    prefixes = jnp.asarray(prefix_lengths)
+    options: dict[str, Any] = {
+        "scale": scale,
+        "soft_cap": soft_cap,
+        "precision": precision,
+        "return_lse": True,
+        "implementation": implementation,
+    }
+    if not jnp.issubdtype(prefixes.dtype, np.integer) or prefixes.ndim != 1:
+        raise ValueError(
+            "prefix_lengths must be integers, one for each group of sequences, but is "
+            f"{prefixes.dtype}{list(prefixes.shape)}"
+        )
+    groups, batch = prefixes.shape[0], query.shape[0]
+    if groups == 0 or batch % groups or query.ndim != 4:
+        raise ValueError(
+            "query must be (batch, rows, heads, dim), its batch a multiple of the groups of "
+            f"prefix_lengths, but has shape {query.shape}, and there are {groups} groups"
+        )
+    prefixes = jnp.repeat(jnp.maximum(prefixes, 0), batch // groups).astype(jnp.int32)
+    q_len, heads, dim = query.shape[1:]
+    together = max(1, min(batch // groups, MAX_ROWS // max(q_len, 1)))
+    while batch // groups % together:
+        together -= 1
+    parts = batch // together
+    # A prefix of fewer keys than rows is attended with the rest: those rows would be no tokens.
+    apart = jnp.where(prefixes < together * q_len, 0, prefixes)
+    suffix = decode_attention(
+        query, key, value, kv_lengths, block_table=block_table, kv_starts=apart, sinks=sinks,
+        **options,
+    )  # fmt: skip
+    out, lse = decode_attention(
+        query.reshape(parts, together * q_len, heads, dim),
+        key, value, apart[::together], block_table=block_table[::together], causal=False,
+        **options,
+    )  # fmt: skip
+    lse = lse.reshape(parts, heads, together, q_len).swapaxes(1, 2).reshape(batch, heads, q_len)
+    merged = _merged((out.reshape(suffix[0].shape), lse), suffix)
+    # Rows of a prefix that ends behind the first new one would attend keys after their own.
+    there = prefixes + q_len <= jnp.maximum(kv_lengths, 0)
+    there = (there | (prefixes == 0)).reshape(batch, 1, 1)
+    out = jnp.where(there[..., None], merged[0], jnp.nan).astype(query.dtype)
+    lse = jnp.where(there, merged[1], jnp.nan)
+    return (out, lse) if return_lse else out
+
+
+def _merged(*parts: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Attention of keys that are there in one part alone, of all: (out, lse)."""
+    outs, lses = zip(*parts, strict=True)
+    lse = jnp.stack(lses)
+    top = jnp.max(lse, axis=0)
+    weights = jnp.exp(lse - jnp.where(top == -jnp.inf, 0, top))
+    total = weights.sum(axis=0)
+    weights = weights / jnp.where(total == 0, 1, total)
+    by_row = jnp.expand_dims(weights.swapaxes(2, 3), -1)
+    out = (by_row * jnp.stack(outs).astype(by_row.dtype)).sum(axis=0)
+    return out, jnp.where(total == 0, -jnp.inf, top + jnp.log(total))

@@ -1,0 +1,104 @@
+"""decode_shared_prefix: what decode_attention gives, with the prefix read once for a group.
+
+Guards against a key of the prefix that counts twice or not at all, against a group that reads
+another's pages, and against a sink that is counted in both parts.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import packax
+import pytest
+
+PAGE, HEADS, KV_HEADS, DIM = 8, 4, 2, 16
+
+
+def inputs(groups, of_each, q_len, prefixes, seed=0, dtype=np.float32):
+    """Sequences whose pages are their group's as far as whole pages of the prefix go."""
+    rng = np.random.default_rng(seed)
+    batch, blocks, shared = groups * of_each, 9, 4
+    pages = groups * shared + batch * (blocks - shared)
+    order = rng.permutation(pages).astype(np.int32)
+    table = np.empty((batch, blocks), np.int32)
+    for b in range(batch):
+        table[b, :shared] = order[b // of_each * shared :][:shared]
+        table[b, shared:] = order[groups * shared + b * (blocks - shared) :][: blocks - shared]
+    lengths = np.repeat(prefixes, of_each) + rng.integers(q_len, 30, batch)
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), dtype)
+
+    query = normal(batch, q_len, HEADS, DIM)
+    key, value = (normal(pages, PAGE, KV_HEADS, DIM) for _ in "kv")
+    return (query, key, value, lengths.astype(np.int32)), table
+
+
+@functools.partial(jax.jit, static_argnames=("soft_cap", "sunk"))
+def both(tensors, prefixes, table, soft_cap=None, sunk=False):
+    more = {"soft_cap": soft_cap, "block_table": table, "return_lse": True}
+    if sunk:
+        more["sinks"] = jnp.linspace(-1, 2, HEADS)
+    return (
+        packax.decode_shared_prefix(*tensors, prefixes, **more),
+        packax.decode_attention(*tensors, **more),
+    )
+
+
+@pytest.mark.parametrize(
+    "groups,of_each,q_len,options",
+    [
+        (2, 16, 1, {}),
+        (1, 3, 2, {"soft_cap": 2.0}),
+        (2, 20, 1, {"sunk": True}),  # more than 16 rows: in two parts
+    ],
+)
+def test_equals_decode_attention(groups, of_each, q_len, options):
+    prefixes = np.array([32, 9])[:groups]
+    tensors, table = inputs(groups, of_each, q_len, prefixes)
+    got, wanted = both(tensors, prefixes, table, **options)
+    for x, y in zip(got, wanted, strict=True):
+        assert x.shape == y.shape and x.dtype == y.dtype
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6)
+
+
+def test_empty_prefixes_and_what_cannot_be():
+    """A prefix of nothing; one that reaches into the new rows; sequences that are none."""
+    prefixes = np.array([0, 20, -3])
+    tensors, table = inputs(3, 2, 1, np.maximum(prefixes, 0))
+    lengths = tensors[3].copy()
+    lengths[3] = 20  # of a group with a prefix of 20: its new token would be in that
+    lengths[0] = 0  # attends nothing
+    tensors = (*tensors[:3], lengths)
+    (out, lse), (wanted, wanted_lse) = both(tensors, prefixes, table)
+    assert np.isnan(out[3]).all() and np.isnan(lse[3]).all()
+    assert not np.asarray(out[0]).any() and (np.asarray(lse[0]) == -np.inf).all()
+    others = [0, 1, 2, 4, 5]
+    np.testing.assert_allclose(out[np.array(others)], wanted[np.array(others)], atol=2e-6)
+    np.testing.assert_allclose(lse[np.array(others)], wanted_lse[np.array(others)], rtol=2e-5)
+
+
+def test_half_precision():
+    prefixes = np.array([32])
+    tensors, table = inputs(1, 16, 1, prefixes, dtype=jnp.bfloat16)
+    exact = [x.astype(jnp.float32) for x in tensors[:3]]
+    true = both((*exact, tensors[3]), prefixes, table)[1][0]
+    got, plain = (np.asarray(x[0], np.float32) for x in both(tensors, prefixes, table))
+    assert np.abs(got - true).max() <= 2 * np.abs(plain - true).max()
+
+
+@pytest.mark.parametrize(
+    "prefixes,message",
+    [
+        ([1.5], r"prefix_lengths must be integers, .* but is float32\[1\]"),
+        ([[1]], r"but is int32\[1, 1\]"),
+        ([1, 2, 3], r"a multiple of the groups .* \(4, 1, 4, 16\), and there are 3 groups"),
+    ],
+)
+def test_errors(prefixes, message):
+    tensors, table = inputs(1, 4, 1, [9])
+    with pytest.raises(ValueError, match=message):
+        packax.decode_shared_prefix(*tensors, prefixes, block_table=table)
