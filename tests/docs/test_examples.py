@@ -31,6 +31,15 @@ def test_pack_documents():
     assert int(fetched[1]) <= 512
 
 
+def test_grpo_tree():
+    """A tree has the loss and gradients of its branches as documents."""
+    shown = run("grpo_tree.py")
+    tree, documents = re.findall(r"(\d+) tokens, loss (-?[\d.]+)", shown)
+    assert 3 * int(tree[0]) < int(documents[0])
+    loss, gradients = map(float, re.findall(r"(?:loss|gradients) (\d\.\de-\d+)", shown))
+    assert loss < 1e-5 and gradients < 1e-5
+
+
 @pytest.mark.parametrize(
     ("name", "needed"),
     [
