@@ -61,7 +61,8 @@ def decode_shared_prefix(
     ...     prefix_lengths=jnp.array([16]), block_table=table,
     ... )
     """
-    query, kv_lengths, block_table = map(jnp.asarray, (query, kv_lengths, block_table))
+    query, key, value = map(jnp.asarray, (query, key, value))
+    kv_lengths, block_table = map(jnp.asarray, (kv_lengths, block_table))
     prefixes = jnp.asarray(prefix_lengths)
     options: dict[str, Any] = {
         "scale": scale,
@@ -89,11 +90,12 @@ def decode_shared_prefix(
     parts = batch // together
     # A prefix of fewer keys than rows is attended with the rest: those rows would be no tokens.
     apart = jnp.where(prefixes < together * q_len, 0, prefixes)
-    suffix = decode_attention(
+    attend: Any = decode_attention
+    suffix = attend(
         query, key, value, kv_lengths, block_table=block_table, kv_starts=apart, sinks=sinks,
         **options,
     )  # fmt: skip
-    out, lse = decode_attention(
+    out, lse = attend(
         query.reshape(parts, together * q_len, heads, dim),
         key, value, apart[::together], block_table=block_table[::together], causal=False,
         **options,
