@@ -19,6 +19,7 @@ from paths import AOT
 sys.path.insert(0, str(AOT))
 
 import table
+import trees
 from cases import ids_of, random_map
 from gluon_language import launch
 from gluon_threads import TensorMap
@@ -46,6 +47,14 @@ OPERANDS = (
     *("kv_blocks", "kv_order", "block_mask", "q_block_lists", "kv_block_lists"),
 )
 
+TREES = {
+    name: (trees.expression(tree, beside), len(tree.ids), len(tree.ids))
+    for name, tree, beside in (
+        ("prompt and answers", trees.prompt_and_answers(170, 3, 90), "causal"),
+        ("deep", trees.of_lengths([130, 70, 1, 100, 60, 80], [-1, 0, 1, 1, 0, -1]), "alone"),
+    )
+}
+
 
 class Problem:
     """Random inputs of one call, and float64's results."""
@@ -61,7 +70,7 @@ class Problem:
     ):
         """`option`: what the kernels' names end with. `blocks`: rows and keys of a map's blocks,
         and its heads."""
-        expression, self.q_len, self.kv_len = MASKS[case]
+        expression, self.q_len, self.kv_len = (MASKS | TREES)[case]
         self.heads, self.kv_heads, (self.qk_dim, self.v_dim) = heads, kv_heads, dims
         self.rng = np.random.default_rng()
         if blocks:
@@ -85,7 +94,8 @@ class Problem:
         if option == "_alibi":
             self.extra = {"slopes": np.geomspace(0.02, 0.3, heads).astype(np.float32)}
         if option == "_block_lists":
-            sizes = dict(zip(("q_block", "kv_block", "block_mask_heads"), blocks, strict=True))
+            of = *mask.block_size, mask.block_mask.shape[1]
+            sizes = dict(zip(("q_block", "kv_block", "block_mask_heads"), of, strict=True))
             self.extra = {"block_mask_batch": 1, "block_mask": self.mask["block_mask"], **sizes}
         self.query, self.dout = (self.draw(self.q_len, heads, dim) for dim in dims)
         self.key, self.value = (self.draw(self.kv_len, kv_heads, dim) for dim in dims)
@@ -357,6 +367,16 @@ def test_alibi(dim, case):
 @pytest.mark.parametrize("blocks", [(64, 64, 2), (1, 2, 1), (256, 128, 2), (8, 32, 2)], ids=str)
 def test_maps_of_blocks(blocks, case):
     p = Problem(case, (128, 128), "_block_lists", blocks=blocks)
+    forward(p, {})
+    backward(p, "backward_dkdv_sm90", {})
+    queries_alone(p)
+
+
+@pytest.mark.parametrize("case", TREES)
+def test_packed_trees(case):
+    """Lists that leave siblings out, full blocks, and the test of a key's subtree in the others."""
+    p = Problem(case, (128, 128), "_block_lists", heads=4, kv_heads=2)
+    assert p.mask["q_block_lists"][..., 1].any() and (p.mask["q_blocks"][:, 4] & 1).any()
     forward(p, {})
     backward(p, "backward_dkdv_sm90", {})
     queries_alone(p)
