@@ -51,8 +51,11 @@ ffi::Error Run(Device* device, Stream stream, const DecodeCall& c) {
   const int64_t most = s.room < combine.block() ? s.room : combine.block();
   const DecodeShares shares =
       ChooseDecodeShares(*device, s.batch, s.kv_heads, s.kv_len, s.rows(), tiles, most);
+  // Before the first launch: a call that is too large must not be half done.
+  const Grid rows{Product({s.batch, s.q_len, s.heads})};
+  PACKAX_TRY(CheckGrid(combine.kernel, rows));
   PACKAX_TRY(LaunchShares(decode, stream, c, tiles, shares));
-  return Launch(combine, stream, Grid{Product({s.batch, s.q_len, s.heads})},
+  return Launch(combine, stream, rows,
                 DecodeCombineArgs{
                     .partial = c.partial.untyped_data(),
                     .sums = c.sums.untyped_data(),

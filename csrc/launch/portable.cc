@@ -222,13 +222,16 @@ ffi::Error Forward(Device* device, Stream stream, const ForwardCall& c) {
 
 template <typename Kernels>
 ffi::Error Backward(Device* device, Stream stream, const BackwardCall& c) {
-  // All kernels before the first launch: a missing one must not leave half a backward behind.
+  // All kernels and grids before the first launch: what is missing or too large must not leave half
+  // a backward behind.
   Ready<typename Kernels::Delta> delta;
   Ready<typename Kernels::Dkdv> dkdv;
   Ready<typename Kernels::Dq> dq;
   PACKAX_TRY(Kernels::Find(device, c.shape, &delta));
   PACKAX_TRY(Kernels::Find(device, c.shape, &dkdv));
   PACKAX_TRY(Kernels::Find(device, c.shape, &dq));
+  if (c.needs_dkv) PACKAX_TRY(CheckGrid(dkdv.kernel, KeyGrid(c.shape, dkdv.block())));
+  if (c.needs_dq) PACKAX_TRY(CheckGrid(dq.kernel, QueryGrid(c.shape, dq.block())));
   PACKAX_TRY(LaunchDelta(delta, stream, c));
   if (c.needs_dkv) PACKAX_TRY(LaunchDkdv(dkdv, stream, c));
   return c.needs_dq ? LaunchDq(dq, stream, c) : ffi::Error::Success();

@@ -23,7 +23,7 @@ from cpp.made_up import FORWARDS, made_up
 pytest_plugins = ("cpp.fixtures",)
 pytestmark = [needs_extension, needs_compiler]
 
-CALLS_IN_ALL = int(os.environ.get("PACKAX_FUZZ_CALLS", "800"))
+CALLS_IN_ALL = int(os.environ.get("PACKAX_FUZZ_CALLS", "4000"))
 CAPABILITIES = ((75, 80, 86, 87), (89, 90, 100, 103), (110, 120, 121, 90))
 DRIVERS = (12000, 12040, 12080, 12090, 13000)
 

@@ -12,7 +12,7 @@ from math import ceil
 
 import pytest
 from cpp.call_frame import EXECUTE, INITIALIZE, Array
-from cpp.calls import CALLS, Sizes, backward, documents, forward
+from cpp.calls import CALLS, Sizes, backward, backward_fallback, decode, documents, forward
 from cpp.machine import MULTIPROCESSORS, make_machine, needs_compiler, needs_extension
 
 pytest_plugins = ("cpp.fixtures",)
@@ -320,6 +320,28 @@ def test_grid_too_large_on_sm90(tmp_path, driver, stage, algorithm):
     failure = machine.run(backward(machine, s, algorithm=algorithm), stage)
     assert failure.code == "InvalidArgument"
     assert "sm90_" in failure.message and "would need a grid of (" in failure.message
+    assert machine.record() == []
+
+
+@pytest.mark.parametrize("stage", [INITIALIZE, EXECUTE])
+@pytest.mark.parametrize(
+    ("make", "options"), [(backward, {}), (backward_fallback, {"blocks": None})]
+)
+def test_grid_too_large_of_a_portable_backward(machine, stage, make, options):
+    """Of dK and dV; delta, the first, has not run."""
+    s = Sizes(batch=1 << 10, mask_batch=1, q_len=64, kv_len=1 << 29, heads=1, kv_heads=1)
+    failure = machine.run(make(machine, s, algorithm="portable", **options), stage)
+    assert failure.code == "InvalidArgument"
+    assert "backward_dkdv" in failure.message and "would need a grid of (" in failure.message
+    assert machine.record() == []
+
+
+@pytest.mark.parametrize("stage", [INITIALIZE, EXECUTE])
+def test_grid_too_large_of_decoding(machine, stage):
+    s = Sizes(batch=(1 << 31) - 1, q_len=2, heads=1, kv_heads=1)
+    failure = machine.run(decode(machine, s, room=1), stage)
+    assert failure.code == "InvalidArgument"
+    assert f"would need a grid of ({2**32 - 2}, 1)" in failure.message
     assert machine.record() == []
 
 
