@@ -57,8 +57,9 @@ def _mask_and_extras(of):
 
 
 def xla_forward(
-    *operands, scale, soft_cap, precision, segment_check, max_logits, block_size, extras
-):
+    *operands, scale, soft_cap, precision, segment_check, max_logits, block_size, extras,
+    dropout_threshold,
+):  # fmt: skip
     of = named("forward", operands, {"block_size": block_size, "extras": extras})
     out, lse, row_max = xla_attention.forward(
         *(of[x] for x in TENSORS["forward"]),
@@ -68,19 +69,20 @@ def xla_forward(
         precision=precision,
         segment_check=segment_check,
         block_size=block_size,
+        dropout_threshold=dropout_threshold,
     )
     return (out, lse, row_max) if max_logits else (out, lse)
 
 
 def xla_backward(
     *operands, scale, soft_cap, precision, segment_check, has_dlse, deterministic, score_grads,
-    block_size, extras, needs_grad,
+    bias_grad, block_size, extras, dropout_threshold, needs_grad,
 ):  # fmt: skip
     of = named("backward", operands, {"block_size": block_size, "extras": extras})
     if not has_dlse:
         of["dlse"] = None
     # One order of sums in any case.
-    *gradients, parts = xla_attention.backward(
+    *gradients, parts, dbias = xla_attention.backward(
         *(of[x] for x in TENSORS["backward"]),
         *_mask_and_extras(of),
         scale=scale,
@@ -88,9 +90,12 @@ def xla_backward(
         precision=precision,
         segment_check=segment_check,
         block_size=block_size,
+        dropout_threshold=dropout_threshold,
         needs_grad=needs_grad,
+        bias_grad=bias_grad,
     )
-    return (*gradients, parts) if score_grads else gradients
+    others = ((parts, score_grads), (dbias, bias_grad))
+    return (*gradients, *(x for x, asked in others if asked))
 
 
 FORWARD_PARAMS = (
@@ -101,10 +106,11 @@ FORWARD_PARAMS = (
     "max_logits",
     "block_size",
     "extras",
+    "dropout_threshold",
 )
 BACKWARD_PARAMS = (
     *("scale", "soft_cap", "precision", "segment_check", "has_dlse", "deterministic"),
-    *("score_grads", "block_size", "extras", "needs_grad"),
+    *("score_grads", "bias_grad", "block_size", "extras", "dropout_threshold", "needs_grad"),
 )
 _forward_xla = lower_xla(xla_forward, FORWARD_PARAMS)
 _backward_xla = lower_xla(xla_backward, BACKWARD_PARAMS)
