@@ -21,8 +21,8 @@ from arguments import POINTERS as POINTERS
 from arguments import TENSOR_MAPS as TENSOR_MAPS
 from spills import SERIALISED as SERIALISED
 from spills import SPILLS
-from tiles_decode import DECODE_SPLITS, DECODE_STEP, DECODE_TILES, FLOAT32_DECODE_TILES
 from tiles_bias import BIAS_DIMS, BIAS_TILES
+from tiles_decode import DECODE_SPLITS, DECODE_STEP, DECODE_TILES, FLOAT32_DECODE_TILES
 from tiles_fallback import FALLBACK_TILES, FLOAT32_DIMS, FLOAT32_TILES
 from tiles_fallback import absent_arguments as absent_from_portable
 from tiles_portable import PORTABLE_TILES

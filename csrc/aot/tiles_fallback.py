@@ -29,7 +29,9 @@ def absent_arguments(kernel: str) -> tuple[str, ...]:
         return PLAIN_ARGUMENTS
     if kernel.endswith("_fallback"):
         return (*PLAIN_ARGUMENTS, *BIAS_ARGUMENTS)
-    return (*FALLBACK_ARGUMENTS, *BIAS_ARGUMENTS) if f"{kernel}_fallback" in FALLBACK_KERNELS else ()
+    return (
+        (*FALLBACK_ARGUMENTS, *BIAS_ARGUMENTS) if f"{kernel}_fallback" in FALLBACK_KERNELS else ()
+    )
 
 
 # Kernels for what changes scores, and for head dims up to a compiled one: which of it is asked for

@@ -62,7 +62,7 @@ def test_every_shape(shape):
     check(SMALL, drawn(shape, SMALL.kv_len))
 
 
-@pytest.mark.parametrize("name", ["documents_odd", "batch_of_three", "cross", "one_row"])
+@pytest.mark.parametrize("name", ["documents_odd", "batch_of_three", "cross_positions", "one_row"])
 def test_masks(name):
     case = BY_NAME[name]
     got, _ = check(case, drawn((1, case.heads, case.q_len), case.kv_len))

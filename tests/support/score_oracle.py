@@ -78,9 +78,7 @@ def _run(arrays, allowed, dout, dlse, places, soft_cap, factors):
     return run(attention, by_row, dout, dlse), attention(arrays)[2]
 
 
-def true_and_plain(
-    arrays, allowed, dout, dlse, *, soft_cap=None, places=None, factors=None
-):
+def true_and_plain(arrays, allowed, dout, dlse, *, soft_cap=None, places=None, factors=None):
     """Results in float64 and in the tensors' dtype; cotangents of empty rows count 0 there too.
 
     The gradients of scale, slopes and sinks are single numbers, sums over rows, and the error of

@@ -74,7 +74,7 @@ def backward_dbias(
         head = own_head + i // tiles % members
         b = own_batch + i // tiles // members
         mask_b = tl.where(mask_batch > 1, b, 0)
-        start, end, full_lo, full_hi, segment_checked = key_range(
+        start, end, _full_lo, _full_hi, segment_checked = key_range(
             q_blocks, mask_b, row, q_len, BLOCK_M
         )
         if (start < first_key + BLOCK_N) & (end > first_key):
@@ -104,13 +104,13 @@ def backward_dbias(
                 key + kv_first * qk + kv_local * qk + qk_dims[None, :], read, qk_dim, QK_DIM
             )
             x = dot(q, tl.trans(k), None, FLOAT32_PRODUCTS)
-            own_scale, mods = score_mods_of(scale, scales, scales_batch, soft_cap, bias_batch, b)
+            _scale, mods = score_mods_of(scale, scales, scales_batch, soft_cap, bias_batch, b)
             slope2 = slope_of(slopes, bias_batch, b, heads, head)
             at = bias_positions_of(q_bias_pos, kv_bias_pos, bias_batch, b, q_len, kv_len)
             far = distances(
                 load_positions(at.q, at.q_count, rows), load_positions(at.kv, at.kv_count, keys)
             )
-            capped, x = logits(x, far, slope2, mods)
+            _capped, x = logits(x, far, slope2, mods)
             added = bias_of(bias, bias_kind, bias_axes, b, heads, q_len, kv_len)
             x = add_bias(x, added, head, row, first_key, BLOCK_M, BLOCK_N, 0)
             p = tl.exp2(x - lse2[:, None])

@@ -83,9 +83,7 @@ class _Gradients(NamedTuple):
         primals, (out, lse, dout, *rest) = _split(operands, tree.num_leaves)
         (query, key, value, scores), mask, beside = jax.tree.unflatten(tree, primals)
         (dlse,) = rest or (lse,)
-        found = shard.backward(
-            call, query, key, value, scores, out, lse, dout, dlse, mask, beside
-        )
+        found = shard.backward(call, query, key, value, scores, out, lse, dout, dlse, mask, beside)
         return _chosen(call.needs_grad, jax.tree.leaves(found))
 
     def named(self, results: Arrays) -> Arrays:

@@ -198,9 +198,7 @@ def _extras(
     made: dict[str, jax.Array] = {}
     if scores.scale is not None or scores.slopes is not None:
         real = jnp.float32 if scores.slopes is None else scores.slopes.dtype
-        made["scales"] = (
-            jnp.full((1,), call.scale, real) if scores.scale is None else scores.scale
-        )
+        made["scales"] = jnp.full((1,), call.scale, real) if scores.scale is None else scores.scale
     if scores.slopes is not None:
         made["slopes"] = groups.rows(scores.slopes, group, 1)
         if beside.positions:

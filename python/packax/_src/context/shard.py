@@ -89,9 +89,7 @@ def _backward_of_ranks(
     return mapped(query, key, value, scores, out, lse, dout, dlse, mask, beside)
 
 
-def _specs(
-    layout: Layout, scores: Scores, mask: AttentionMask, beside: Beside
-) -> tuple[Any, ...]:
+def _specs(layout: Layout, scores: Scores, mask: AttentionMask, beside: Beside) -> tuple[Any, ...]:
     """Of query, key and value, log-sum-exps, scores, mask and beside."""
     batch, context, heads = layout.batch, layout.context, layout.heads
     return (
@@ -138,7 +136,9 @@ def _backward(
         # Else XLA sees the forward's gathers here, and keeps the gathered keys for the backward.
         key, value, dout = jax.lax.optimization_barrier((key, value, dout))
     operands = (scores, query, key, value, mask, beside, out, lse, dout, dlse)
-    dq, dk, dv, parts, dbias = _by_parts(mask, rank_passes.backward, local_kv.backward, call, operands)
+    dq, dk, dv, parts, dbias = _by_parts(
+        mask, rank_passes.backward, local_kv.backward, call, operands
+    )
     dscores = jax.tree.map(jnp.zeros_like, scores)  # for those that nobody wants
     if scores.sinks is not None:
         dlse = dlse if call.return_lse else None

@@ -20,9 +20,10 @@ from packax._src.ops import (
     low_occupancy,
     partition_rules,
     xla_attention,
+    xla_scores,
     xla_tiles,
 )
-from packax._src.ops.operands import TENSORS, named
+from packax._src.ops.operands import TENSORS, named, version
 from packax._src.ops.primitives import backward_p, forward_p
 from packax._src.ops.rules import lower_xla, register, run_once, without_kernels
 
@@ -32,7 +33,7 @@ if ffi.ext is not None:
 
 TARGETS = (
     *("packax_documents_v1", "packax_blocks_v1", "packax_forward_v1", "packax_backward_v1"),
-    "packax_decode_v1",
+    *("packax_decode_v1", "packax_forward_v2", "packax_backward_v2"),
 )
 
 
@@ -52,7 +53,7 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
 
 def _mask_and_extras(of):
     """Of the operands by name, as xla_attention takes them."""
-    mask, extras = xla_tiles.Mask, xla_attention.Extras
+    mask, extras = xla_tiles.Mask, xla_scores.Extras
     return (kind(**{x: of[x] for x in kind._fields if x in of}) for kind in (mask, extras))
 
 
@@ -134,7 +135,8 @@ def _forward_cuda(ctx, *operands, implementation, **params):
 def _require_kernels(direction: Pass, query: Any, value: Any, params: Any) -> None:
     fallback = takes_fallback(direction, query, value, params)
     float32_products = not fallback or is_exact(params["precision"])
-    ffi.require_kernels(direction, query, value, fallback, float32_products)
+    with_bias = version(params) > 1
+    ffi.require_kernels(direction, query, value, fallback, float32_products, with_bias)
 
 
 def _merged(query: Any, key: Any, params: Any) -> bool:

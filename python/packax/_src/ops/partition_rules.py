@@ -25,9 +25,7 @@ def forward(query, key, value, *others, block_size, extras, max_logits, **_) -> 
     return Dims((*_TENSORS, *rest), ("b.h.", *rows), _of_kernels("forward", block_size, extras))
 
 
-def backward(
-    query, key, value, *others, block_size, extras, score_grads, bias_grad, **_
-) -> Dims:
+def backward(query, key, value, *others, block_size, extras, score_grads, bias_grad, **_) -> Dims:
     rest, of_extra = _behind_tensors(query, others[4:], 3 if block_size else 0, extras)
     results = ("b.h.", "bh.", "b.h.", "bh.")  # out, lse and their cotangents
     all_operands = (*_TENSORS, *results, *rest)
@@ -36,9 +34,7 @@ def backward(
     if bias_grad:  # each device has a part of it, where it is one for what is divided
         summed[len(gradients)] = len(all_operands) - len(extras) + extras.index("bias")
         gradients.append(of_extra["bias"])
-    return Dims(
-        all_operands, tuple(gradients), _of_kernels("backward", block_size, extras), summed
-    )
+    return Dims(all_operands, tuple(gradients), _of_kernels("backward", block_size, extras), summed)
 
 
 def decode(query, key, value, q_lo, q_hi, *operands, paged, **_) -> Dims:
@@ -49,9 +45,7 @@ def decode(query, key, value, q_lo, q_hi, *operands, paged, **_) -> Dims:
     return Dims(("bsh.", cache, cache, "b.", "b.", *rest), ("b.h.", "bh."))
 
 
-def _of_kernels(
-    direction: Pass, block_size: Any, extras: tuple[str, ...]
-) -> frozenset[int]:
+def _of_kernels(direction: Pass, block_size: Any, extras: tuple[str, ...]) -> frozenset[int]:
     """Bounds of blocks, orders of tiles and lists, which attention in jax.numpy makes itself."""
     names = operands.names(direction, {"block_size": block_size, "extras": extras})
     return frozenset(n for n, name in enumerate(names) if name in _KERNELS_READ)

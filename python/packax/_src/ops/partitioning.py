@@ -170,8 +170,8 @@ def _custom_call(
         def local(*operands):
             with jax.sharding.use_abstract_mesh(_NO_MESH):  # pieces are not typed by the mesh
                 dtypes = [x.dtype for x in operands]
-                operands = _widened(operands, [n for r, n in dims.summed.items() if over[r]])
-                results = list(of_pieces(*operands))
+                wide = _widened(operands, [n for r, n in dims.summed.items() if over[r]])
+                results = list(of_pieces(*wide))
                 for result, operand in dims.summed.items():
                     if over[result]:
                         total = jax.lax.psum(results[result], over[result])

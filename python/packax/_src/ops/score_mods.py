@@ -91,9 +91,7 @@ class Scores(NamedTuple):
 def bias_dims(layout: Layout, bias: Any) -> tuple[Any, ...]:
     """The mesh axes of a bias: those of batch, heads and rows where it is not one for all."""
     own = (layout.batch, layout.heads, layout.context)
-    return tuple(
-        () if size == 1 else axes for size, axes in zip(bias.shape[:3], own, strict=True)
-    )
+    return tuple(() if size == 1 else axes for size, axes in zip(bias.shape[:3], own, strict=True))
 
 
 class Beside(NamedTuple):
@@ -117,9 +115,7 @@ class Beside(NamedTuple):
         )
 
 
-def summed(
-    layout: Layout | None, gradients: Scores, bias_dims: tuple[Any, ...]
-) -> Scores:
+def summed(layout: Layout | None, gradients: Scores, bias_dims: tuple[Any, ...]) -> Scores:
     """A rank's part of the gradients, summed over the axes that the arrays do not have.
 
     `bias_dims`: the mesh axes that the bias has. Where the caller's shard_map has the axis, jax
@@ -135,9 +131,7 @@ def summed(
     rows = layout.batch + layout.context
     of_bias = {axis for axes in bias_dims for axis in axes}
     return gradients._replace(
-        bias=psum(
-            gradients.bias, tuple(x for x in rows + layout.heads if x not in of_bias)
-        ),
+        bias=psum(gradients.bias, tuple(x for x in rows + layout.heads if x not in of_bias)),
         sinks=psum(gradients.sinks, rows),
         scale=psum(gradients.scale, rows + layout.heads),
         slopes=psum(gradients.slopes, rows),

@@ -8,18 +8,17 @@ its inner loop visits only the key blocks of the tile's row ranges, so documents
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from packax._src.core.shapes import INT_MAX, ONE_BLOCK, fill_up
+from packax._src.core.shapes import INT_MAX, ONE_BLOCK
 from packax._src.ops import block_lists
 from packax._src.ops.dropout import inverse_keep
 from packax._src.ops.xla_bias import BiasTiles
-from packax._src.ops.xla_dropout import kept
+from packax._src.ops.xla_scores import Extras, kept_of_blocks, logits_of_blocks
 from packax._src.ops.xla_tiles import (
     Mask,
     add,
@@ -46,19 +45,6 @@ from packax._src.ops.xla_tiles import (
     tiles_of,
 )
 
-
-class Extras(NamedTuple):
-    """What changes scores and probabilities, as the primitives take it; batches 1 or B."""
-
-    scales: jax.Array | None = None  # (1 or B,)
-    slopes: jax.Array | None = None  # (Bp, H)
-    q_bias_pos: jax.Array | None = None  # (Bp, Sq); None beside slopes: indices
-    kv_bias_pos: jax.Array | None = None  # (Bp, Skv)
-    bias: jax.Array | None = None  # (1 or B, 1 or H, 1 or Sq, Skv)
-    dropout_streams: jax.Array | None = None  # (B, H, 4)
-    dropout_rows: jax.Array | None = None  # (1 or B, Sq)
-
-
 _NO_EXTRAS = Extras()
 
 
@@ -84,8 +70,8 @@ def forward(
     tiles = tiles_of(query, key)
     queries, keys, values = cut_rows(query, tiles), cut_keys(key, tiles), cut_keys(value, tiles)
     visits_of, allowed_of = _visits(mask, tiles, segment_check, block_size)
-    logits_of = _logits(extras, scale, soft_cap, tiles)
-    kept_of = _kept(extras, dropout_threshold, tiles)
+    logits_of = logits_of_blocks(extras, scale, soft_cap, tiles)
+    kept_of = kept_of_blocks(extras, dropout_threshold, tiles)
     real = _accumulator(query.dtype)
     dot = _dots(precision)
     steps = tiles.batch * tiles.row_tiles
@@ -167,8 +153,8 @@ def backward(
     queries, keys, values = cut_rows(query, tiles), cut_keys(key, tiles), cut_keys(value, tiles)
     douts = cut_rows(dout, tiles)
     visits_of, allowed_of = _visits(mask, tiles, segment_check, block_size)
-    logits_of = _logits(extras, scale, soft_cap, tiles)
-    kept_of = _kept(extras, dropout_threshold, tiles)
+    logits_of = logits_of_blocks(extras, scale, soft_cap, tiles)
+    kept_of = kept_of_blocks(extras, dropout_threshold, tiles)
     bias = BiasTiles(extras.bias, tiles) if bias_grad and extras.bias is not None else None
     real = _accumulator(query.dtype)
     dot = _dots(precision)
@@ -269,63 +255,6 @@ def _dots(precision):
         return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=a.dtype)
 
     return dot
-
-
-class _Logits(NamedTuple):
-    """Of a block: what the softmax takes, and the factors of its gradient on the way back."""
-
-    logit: jax.Array
-    scale: jax.Array | float
-    cap_slope: jax.Array | None  # of soft_cap * tanh(s * scale / soft_cap)
-    far: jax.Array | None  # (heads, group * rows, keys)
-
-
-def _logits(extras, scale, soft_cap, tiles):
-    """A function from scores, their step and their block to _Logits."""
-    biased = extras.slopes is not None
-    bias = None if extras.bias is None else BiasTiles(extras.bias, tiles)
-    if biased:
-        q_bias_pos, kv_bias_pos = (
-            lax.broadcasted_iota(jnp.int32, (1, count, size), 1) * size
-            + lax.broadcasted_iota(jnp.int32, (1, count, size), 2)
-            if x is None
-            else fill_up(x, 1, count * size).reshape(x.shape[0], count, size)
-            for x, count, size in (
-                (extras.q_bias_pos, tiles.row_tiles, tiles.rows),
-                (extras.kv_bias_pos, tiles.key_blocks, tiles.keys),
-            )
-        )
-
-    def of_block(s, step, block):
-        factor = scale
-        if extras.scales is not None:
-            factor = batch_row(extras.scales, step, tiles.row_tiles)
-        logit, cap_slope, far = s * factor, None, None
-        if soft_cap:
-            t = jnp.tanh(logit / soft_cap)
-            logit, cap_slope = soft_cap * t, 1 - t * t
-        if biased:
-            row = at(batch_row(q_bias_pos, step, tiles.row_tiles), rem(step, tiles.row_tiles))
-            column = batch_row(kv_bias_pos, step, tiles.row_tiles)
-            column = at(column, rem(block, tiles.key_blocks))
-            far = jnp.abs(row[:, None] - column[None, :]).astype(s.dtype)
-            far = jnp.tile(far, (tiles.group, 1))[None]
-            slopes = batch_row(extras.slopes, step, tiles.row_tiles)
-            slopes = slopes.reshape(tiles.kv_heads, tiles.group)
-            logit -= jnp.repeat(slopes, tiles.rows, axis=1)[..., None] * far
-        if bias is not None:
-            logit += bias.at(step, block, s.dtype)
-        return _Logits(logit, factor, cap_slope, far)
-
-    return of_block
-
-
-def _kept(extras, threshold, tiles):
-    """A function from a step and a block to which probabilities dropout keeps; None: all."""
-    if not threshold:
-        return None
-    streams, rows = extras.dropout_streams, extras.dropout_rows
-    return lambda step, block: kept(streams, rows, step, block, threshold, tiles)
 
 
 def _where(allowed, x, other, tiles):
