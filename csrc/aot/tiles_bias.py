@@ -1,4 +1,4 @@
-"""Tiles of the kernels with a bias that is an array, and with dropout: rows of the table (table.py).
+"""Tiles of the kernels with a bias array and with dropout: rows of the table (table.py).
 
 They take all that the fallback kernels take. One set serves all GPUs that can run the same cubin,
 so tiles of compute capability 8.0 fit the 99 KiB of 8.6, and the smallest compiled head dim that

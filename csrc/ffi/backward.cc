@@ -1,5 +1,5 @@
-// packax_backward_v1 and _v2: check the buffers, find the kernels, fill their arguments, launch them
-// in order.
+// packax_backward_v1 and _v2: check the buffers, find the kernels, fill their arguments, launch
+// them in order.
 //
 // Sizes come from the buffers; attributes hold only what no buffer says.
 

@@ -62,8 +62,9 @@ ffi::Error ReadBias(const Shape& s, const BiasOperands& o, BiasParams* p) {
 ffi::Error CheckBiasGradient(const ffi::AnyBuffer& bias, const ffi::AnyBuffer& dbias) {
   PACKAX_CHECK(!Absent(bias), kInvalidArgument) << "dbias is there, but bias is absent";
   const auto sizes = bias.dimensions();
-  return Expect("dbias", dbias, bias.element_type(),
-                {{"batch", sizes[0]}, {"heads", sizes[1]}, {"q_len", sizes[2]}, {"kv_len", sizes[3]}});
+  return Expect(
+      "dbias", dbias, bias.element_type(),
+      {{"batch", sizes[0]}, {"heads", sizes[1]}, {"q_len", sizes[2]}, {"kv_len", sizes[3]}});
 }
 
 }  // namespace packax

@@ -1,5 +1,5 @@
-// What calls of the second version have besides: a bias that is an array, and dropout. Read from the
-// buffers and checked once.
+// What calls of the second version have besides: a bias that is an array, and dropout. Read from
+// the buffers and checked once.
 
 #pragma once
 

@@ -122,6 +122,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
     packax::ForwardBiasSignature(xla::ffi::Ffi::Bind<xla::ffi::ExecutionStage::kInitialize>()),
     {xla::ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    packax_forward_v2_execute, (packax::Execute<packax::Target::kForwardBias, packax::ForwardBias>()),
+    packax_forward_v2_execute,
+    (packax::Execute<packax::Target::kForwardBias, packax::ForwardBias>()),
     packax::ForwardBiasSignature(xla::ffi::Ffi::Bind().Ctx<xla::ffi::PlatformStream<void*>>()),
     {xla::ffi::Traits::kCmdBufferCompatible});

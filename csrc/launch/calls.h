@@ -46,8 +46,9 @@ struct BackwardCall : AttentionCall {
   PACKAX_LINEAR_BIAS(p), .bias = (b).bias, .dropout_streams = (b).dropout_streams,   \
       .dropout_rows = (b).dropout_rows, .scale = (p).scale, .soft_cap = (p).soft_cap, \
       .inverse_keep = (b).inverse_keep
-#define PACKAX_BIAS_NUMBERS(b)                                                                    \
-  .bias_kind = (b).bias_kind, .bias_axes = (b).bias_axes, .dropout_threshold = (b).dropout_threshold, \
+#define PACKAX_BIAS_NUMBERS(b)                                \
+  .bias_kind = (b).bias_kind, .bias_axes = (b).bias_axes,     \
+  .dropout_threshold = (b).dropout_threshold, \
   .dropout_rows_batch = (b).dropout_rows_batch
 #define PACKAX_FALLBACK_SIZES(s, p, m)                                                        \
   .batch = (s).batch, .mask_batch = (s).mask_batch, .scales_batch = (p).scales_batch,         \

@@ -117,9 +117,7 @@ def test_vmap_over_keys_and_inputs():
     x = jnp.asarray(rng.standard_normal((3, 1, 40, 2, 8)), jnp.float32)
 
     def loss(x, key):
-        out = packax.flash_attention(
-            x, x, x, packax.causal(), dropout_rate=0.4, dropout_key=key
-        )
+        out = packax.flash_attention(x, x, x, packax.causal(), dropout_rate=0.4, dropout_key=key)
         return jnp.sin(out).sum()
 
     got = jax.grad(lambda x: jax.vmap(loss)(x, keys).sum())(x)
@@ -133,9 +131,7 @@ def test_second_derivatives():
     factors = philox.factors(KEY, 0.4, (1, 2, 20, 20))
 
     def ours(x):
-        out = packax.flash_attention(
-            x, x, x, packax.causal(), dropout_rate=0.4, dropout_key=KEY
-        )
+        out = packax.flash_attention(x, x, x, packax.causal(), dropout_rate=0.4, dropout_key=KEY)
         return jnp.sin(out).sum()
 
     def plain(x):

@@ -61,9 +61,7 @@ def close(got, wanted):
 )
 def test_context_parallelism(sizes, sharding, shape, rate, kind, groups):
     whole = inputs(shape)
-    wanted = jax.jit(lambda *x: results(*x, packax.create_attention_mask(EXPRESSION), rate))(
-        *whole
-    )
+    wanted = jax.jit(lambda *x: results(*x, packax.create_attention_mask(EXPRESSION), rate))(*whole)
     plan = kind and packax.context_plan(EXPRESSION, ranks=sizes[2], kind=kind)
     move = (lambda x, axis: x) if plan is None else (lambda x, axis: plan.permute(x, axis))
     back = (lambda x, axis: x) if plan is None else (lambda x, axis: plan.unpermute(x, axis))
@@ -100,9 +98,7 @@ def test_plain_jit(shape):
 def test_a_shard_map_of_the_callers():
     """Over batch and heads, whose indices packax knows from sharding=."""
     whole = inputs((1, HEADS, LENGTH))
-    wanted = jax.jit(lambda *x: results(*x, packax.create_attention_mask(EXPRESSION), 0.3))(
-        *whole
-    )
+    wanted = jax.jit(lambda *x: results(*x, packax.create_attention_mask(EXPRESSION), 0.3))(*whole)
     sharding = packax.AttentionSharding(
         query=P("data", None, "tensor"), key_value=P("data", None, "tensor")
     )
@@ -116,9 +112,7 @@ def test_a_shard_map_of_the_callers():
         )  # fmt: skip
 
     with jax.set_mesh(mesh_of(2, 2, axes=("data", "tensor"))):
-        mapped = jax.shard_map(
-            attend, in_specs=(tensor, tensor, tensor, of_bias), out_specs=tensor
-        )
+        mapped = jax.shard_map(attend, in_specs=(tensor, tensor, tensor, of_bias), out_specs=tensor)
         query, key, value, dout, bias = whole
         out, transpose = jax.vjp(jax.jit(mapped), query, key, value, bias)
         got = jax.block_until_ready((out, *transpose(dout)))
@@ -133,9 +127,7 @@ def test_what_plans_do_not_say():
         with pytest.raises(NotImplementedError, match="bias that is an array beside a plan"):
             packax.flash_attention(query, key, value, mask, bias=bias)
         with pytest.raises(NotImplementedError, match="dropout beside a plan of kind 'local'"):
-            packax.flash_attention(
-                query, key, value, mask, dropout_rate=0.1, dropout_key=KEY
-            )
+            packax.flash_attention(query, key, value, mask, dropout_rate=0.1, dropout_key=KEY)
     plan = packax.context_plan(EXPRESSION, ranks=2, kind="balanced")
     mask = packax.create_attention_mask(EXPRESSION, plan=plan, permuted_keys=False)
     with pytest.raises(NotImplementedError, match="permutes the query rows alone"):

@@ -46,9 +46,7 @@ def grids_of(s, direction, axes=ALL_AXES):
     batch, heads, of_rows = own
     return {
         "backward_delta_fallback": lambda r: [ceil(s.q_len / r) * s.heads * s.batch],
-        "backward_dkdv_bias": lambda n: [
-            s.kv_heads * s.batch * ceil(s.kv_len / 128) * (128 // n)
-        ],
+        "backward_dkdv_bias": lambda n: [s.kv_heads * s.batch * ceil(s.kv_len / 128) * (128 // n)],
         "backward_dq_bias": rows,
         "backward_dbias": lambda b: [batch * heads * ceil(of_rows / b) * ceil(s.kv_len / b)],
     }
@@ -114,7 +112,10 @@ def test_some_of_the_heads(portable, make):
 @pytest.mark.parametrize(
     "changes,text",
     [
-        ({"bias": Array("float32", (6, 300, 700))}, "bias is float32[6, 300, 700], expected 4 axes"),
+        (
+            {"bias": Array("float32", (6, 300, 700))},
+            "bias is float32[6, 300, 700], expected 4 axes",
+        ),
         (
             {"bias": Array("float32", (3, 6, 300, 700))},
             "bias has 3 entries along axis 0, expected 1 or batch, 2",

@@ -49,7 +49,8 @@ from portable.steps import (
 @triton.jit
 def dq_step(
     dq, sums, q, do, kv, lse2, dlt, inside, far, slope2, mods, bias, dropout, head, rows,
-    first_row, first_key, cols, has_score_grads, MASKED: tl.constexpr, FLOAT32_PRODUCTS: tl.constexpr,
+    first_row, first_key, cols, has_score_grads, MASKED: tl.constexpr,
+    FLOAT32_PRODUCTS: tl.constexpr,
 ):  # fmt: skip
     """One block of keys. `sums`: of every row, those of scale and of slope."""
     k, v = kv
@@ -83,7 +84,8 @@ def backward_dq(
     query, key, value, dout, lse, delta, dq, score_grads, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos,
     q_blocks, q_order, block_mask, q_block_lists, scales, slopes, q_bias_pos, kv_bias_pos, bias,
     dropout_streams, dropout_rows, scale, soft_cap, inverse_keep, segment_check, has_score_grads,
-    bias_kind, bias_axes, dropout_threshold, dropout_rows_batch, batch, mask_batch, scales_batch, bias_batch,
+    bias_kind, bias_axes, dropout_threshold, dropout_rows_batch, batch, mask_batch, scales_batch,
+    bias_batch,
     block_mask_batch, block_mask_heads, q_block, kv_block, q_len, kv_len, heads, kv_heads,
     row_heads, qk_dim, v_dim,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,

@@ -175,8 +175,8 @@ def forward(
         for place in tl.range(full_begin, full_end, num_stages=STAGES):
             kv = load_pair(pair, place, None, QK_DIM, V_DIM)
             acc, m, l = attend(
-                acc, m, l, q, kv, None, None, None, mods, added, dropout, head, rows, row, place, cols,
-                False, FLOAT32_PRODUCTS,
+                acc, m, l, q, kv, None, None, None, mods, added, dropout, head, rows, row, place,
+                cols, False, FLOAT32_PRODUCTS,
             )  # fmt: skip
     elif bias is None:
         place = full_place(walk, mask, 0, start + full_begin * BLOCK_N, BLOCK_N)
@@ -184,8 +184,8 @@ def forward(
             kv = load_pair(pair, place, None, QK_DIM, V_DIM)
             far = distances(q_at, load_positions(bias_pos.kv, bias_pos.kv_count, place + cols))
             acc, m, l = attend(
-                acc, m, l, q, kv, None, far, slope2, mods, added, dropout, head, rows, row, place, cols,
-                False, FLOAT32_PRODUCTS,
+                acc, m, l, q, kv, None, far, slope2, mods, added, dropout, head, rows, row, place,
+                cols, False, FLOAT32_PRODUCTS,
             )  # fmt: skip
             place = full_place(walk, mask, i + 1, place + BLOCK_N, BLOCK_N)
 

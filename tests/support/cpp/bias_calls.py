@@ -1,9 +1,19 @@
 """Correct calls of the second version: with a bias that is an array, and with dropout."""
 
-from cpp.calls import ABSENT, MAP, Array, Call, Sizes, backward_fallback, forward_fallback, make_call
+from cpp.calls import (
+    ABSENT,
+    MAP,
+    Array,
+    Call,
+    Sizes,
+    backward_fallback,
+    forward_fallback,
+    make_call,
+)
 
 THRESHOLD = 3 << 30  # three quarters are dropped
 ALL_AXES = 7
+SIZES = Sizes()
 
 
 def bias_of(s, axes=ALL_AXES, dtype="float32"):
@@ -30,7 +40,7 @@ def _second(call: Call, s, axes, dtype, threshold, rows_batch, dbias) -> Call:
 
 
 def forward_bias(
-    m, s=Sizes(), dims=None, axes=ALL_AXES, dtype="float32", threshold=THRESHOLD, rows_batch=1,
+    m, s=SIZES, dims=None, axes=ALL_AXES, dtype="float32", threshold=THRESHOLD, rows_batch=1,
     blocks=MAP, **more,
 ):  # fmt: skip
     """`axes` None: no bias; `threshold` 0: no dropout."""
@@ -39,7 +49,7 @@ def forward_bias(
 
 
 def backward_bias(
-    m, s=Sizes(), dims=None, axes=ALL_AXES, dtype="float32", threshold=THRESHOLD, rows_batch=1,
+    m, s=SIZES, dims=None, axes=ALL_AXES, dtype="float32", threshold=THRESHOLD, rows_batch=1,
     blocks=MAP, dbias=1, **more,
 ):  # fmt: skip
     call = backward_fallback(m, s, dims, blocks=blocks, **more)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from cpp.call_frame import DTYPES, Array
 from cpp.bias_calls import backward_bias, forward_bias
+from cpp.call_frame import DTYPES, Array
 from cpp.calls import CALLS, Call, Sizes
 from cpp.machine import SPEC, Machine
 

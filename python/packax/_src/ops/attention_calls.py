@@ -48,8 +48,8 @@ def backward(ctx, operands, params: Any, group: HeadGroup = _ALL_HEADS):
     algorithm = choose_algorithm(query, avals["value"], params, ffi.for_export(ctx))
     elements = workspace_size(algorithm, query, avals["q_lo"].shape[0])
 
-    # The kernel of dq makes score_grads, and the fused one writes dk and dv with dq's sum. A call of
-    # the second version has dbias in front.
+    # The kernel of dq makes score_grads, and the fused one writes dk and dv with dq's sum. A call
+    # of the second version has dbias in front.
     nothing = array(0, dtype=query.dtype)
     dq, dkv = needs_grad[0] or score_grads, algorithm == "sm90_fused" or any(needs_grad[1:])
     written = (dq, dkv, dkv)
