@@ -15,9 +15,9 @@ from context import CONTEXT, DIM, FULL, mesh_of
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-BATCH, LENGTH, HEADS, KV_HEADS = 2, 256, 4, 2
+BATCH, LENGTH, HEADS, KV_HEADS = 2, 512, 4, 2
 KEY = jax.random.key(3)
-IDS = np.repeat(np.arange(3), (100, 90, 66)).astype(np.int32)
+IDS = np.repeat(np.arange(3), (200, 190, 122)).astype(np.int32)
 EXPRESSION = packax.causal() & packax.documents(IDS)
 
 
