@@ -170,7 +170,7 @@ def check_mask(
 
 def check_bias_beside(mask: AttentionMask) -> None:
     """Of a bias that is an array."""
-    if mask.parts():
+    if mask.private_part is not None:
         raise NotImplementedError(
             "a bias that is an array beside a plan of kind 'local', by which ranks have keys of "
             "their own: make a plan of another kind, such as context_plan(..., kind='balanced')"

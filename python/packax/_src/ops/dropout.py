@@ -74,7 +74,7 @@ def streams_of(key: Any, query: jax.Array, layout: Layout | None) -> jax.Array:
 
 def rows_of(mask: AttentionMask, rows: Any, layout: Layout | None) -> jax.Array:
     """(1 or B, Sq) int32: the index that every row of query has in the sequence."""
-    if mask.parts():
+    if mask.private_part is not None:
         raise NotImplementedError(
             "dropout beside a plan of kind 'local': make a plan of another kind, such as "
             "context_plan(..., kind='balanced')"
