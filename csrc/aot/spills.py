@@ -25,6 +25,16 @@ SPILLS = {
     ("forward_fallback", 512): 8,
     ("backward_dkdv_fallback", 512): 128,  # 12 loads in the loop without a mask, no stores
     ("backward_dq_fallback", 512): 168,  # none in that loop
+    ("forward_bias", 128): 72,
+    ("backward_dkdv_bias", 64): 48,
+    ("backward_dkdv_bias", 128): 88,
+    ("backward_dq_bias", 128): 32,
+    ("backward_dbias", 128): 16,
+    ("backward_dbias", 128, "f32"): 360,
+    ("forward_bias", 128, "tf32"): 312,
+    ("backward_dkdv_bias", 128, "f32"): 24,
+    ("backward_dkdv_bias", 128, "tf32"): 192,
+    ("backward_dbias", 128, "tf32"): 288,
     ("forward_fallback", 128, "tf32"): 16,
     ("backward_dq_fallback", 128, "f32"): 40,
     ("backward_dq_fallback", 256, "f32"): 40,

@@ -15,8 +15,13 @@ import itertools
 from collections.abc import Iterator
 
 from archs import ARCHS, ASSEMBLERS, Arch, one_set, served_by
+from arguments import FLOATS as FLOATS
+from arguments import MULTIPLES as MULTIPLES
+from arguments import POINTERS as POINTERS
+from arguments import TENSOR_MAPS as TENSOR_MAPS
 from spills import SERIALISED as SERIALISED
 from spills import SPILLS
+from tiles_bias import BIAS_DIMS, BIAS_TILES
 from tiles_decode import DECODE_SPLITS, DECODE_STEP, DECODE_TILES, FLOAT32_DECODE_TILES
 from tiles_fallback import FALLBACK_TILES, FLOAT32_DIMS, FLOAT32_TILES
 from tiles_fallback import absent_arguments as absent_from_portable
@@ -39,38 +44,6 @@ HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512))  # (query
 
 # kernel -> (kind of tile, larger head dim) -> BLOCK_M, BLOCK_N, STAGES of the mask-free loop, warps
 TILES = PORTABLE_TILES | FALLBACK_TILES
-
-# kernel -> argument -> (element, rows, columns) that TMA moves; names are constants of the variant,
-# "" is its dtype. Maps are (batch, length, heads * dim) or, of float32 and int32, plain lines.
-TENSOR_MAPS: dict[str, dict[str, tuple[str, int | str, int | str]]] = {
-    "forward_sm90": {
-        "query": ("", 64, "QK_CHUNK"),
-        "key": ("", "BLOCK_N", "QK_CHUNK"),
-        "value": ("", "BLOCK_N", "V_DIM"),
-        "out": ("", 64, "V_DIM"),
-    },
-    "backward_sm90": {
-        "query": ("", 64, "QK_CHUNK"),
-        "key": ("", 64, "QK_CHUNK"),
-        "value": ("", 64, "V_DIM"),
-        "dout": ("", 64, "V_DIM"),
-        "lse2": ("fp32", 1, 64),
-        "delta": ("fp32", 1, 64),
-        "lo": ("i32", 1, 64),
-        "hi": ("i32", 1, 64),
-        "dk": ("", 64, "QK_CHUNK"),
-        "dv": ("", 64, "V_DIM"),
-    },
-    "backward_dq_sm90": {
-        "query": ("", 64, "QK_CHUNK"),
-        "key": ("", "BLOCK_N", "QK_CHUNK"),
-        "value": ("", "BLOCK_N", "V_DIM"),
-        "dout": ("", 64, "V_DIM"),
-        "dq": ("", 64, "QK_CHUNK"),
-    },
-}
-TENSOR_MAPS["backward_dkdv_sm90"] = TENSOR_MAPS["backward_sm90"]
-TENSOR_MAPS |= {kernel: TENSOR_MAPS[plain] for kernel, plain in LIKE_PLAIN.items()}
 
 # Kernels that see neither dtype nor head dim: compile-time constants, rows or keys per program,
 # warps.
@@ -109,6 +82,10 @@ KERNELS = {  # kernel -> file in csrc/kernels, as a module
     "backward_delta_fallback": "portable.bwd",
     "backward_dkdv_fallback": "portable.bwd",
     "backward_dq_fallback": "portable.bwd_dq",
+    "forward_bias": "portable.fwd",
+    "backward_dkdv_bias": "portable.bwd",
+    "backward_dq_bias": "portable.bwd_dq",
+    "backward_dbias": "portable.bwd_dbias",
     "documents_init": "mask.segments",
     "documents_runs": "mask.segments",
     "documents_rows": "mask.segments",
@@ -132,7 +109,7 @@ FUNCTIONS = {
 
 def function(kernel: str, module: str) -> str:
     """The kernel's function in a module: options and fallback are arguments that others lack."""
-    return FUNCTIONS.get(module, kernel.removesuffix("_fallback"))
+    return FUNCTIONS.get(module, kernel.removesuffix("_fallback").removesuffix("_bias"))
 
 
 def absent_arguments(kernel: str) -> tuple[str, ...]:
@@ -140,23 +117,6 @@ def absent_arguments(kernel: str) -> tuple[str, ...]:
     return (*absent_from_portable(kernel), *absent_from_sm90(kernel))
 
 
-# argument -> element; "" is the variant's dtype. Every other argument is an int32, but those of
-# FLOATS a float32. Run-time numbers that are multiples of this: rows of such head dims begin at
-# whole 16 bytes.
-MULTIPLES = {"qk_dim": 8, "v_dim": 8}
-POINTERS = {
-    **dict.fromkeys(("query", "key", "value", "out", "dout", "dq", "dk", "dv"), ""),
-    **dict.fromkeys(("lse", "dlse", "delta", "lse2", "dq_sum"), "fp32"),
-    **dict.fromkeys(("row_max", "scales", "slopes", "score_grads"), "fp32"),
-    **dict.fromkeys(("q_bias_pos", "kv_bias_pos"), "i32"),
-    **dict.fromkeys(("block_mask", "q_block_lists", "kv_block_lists"), "i32"),
-    **dict.fromkeys(("q_lo", "q_hi", "q_ids", "kv_ids", "q_pos", "kv_pos"), "i32"),
-    **dict.fromkeys(("q_blocks", "kv_blocks", "q_order", "q_order_192", "kv_order"), "i32"),
-    **dict.fromkeys(("workspace", "lo", "hi", "segment_checked", "counter"), "i32"),
-    **dict.fromkeys(("partial", "sums", "sinks"), "fp32"),
-    "block_table": "i32",
-}
-FLOATS = ("scale", "soft_cap")
 # A kernel with a NaN of its dtype; modules with PTX by hand that tells 16-bit dtypes apart.
 OF_ONE_DTYPE = {"decode_combine", "sm90.bwd", "sm90.bwd_dkdv_d192", "sm90.bwd_dkdv_d256"}
 
@@ -203,7 +163,11 @@ class Variant:
     @property
     def shared(self) -> int:
         """Bytes of shared memory that a block may ask for, on every GPU that runs it."""
-        shared = self.dtype in FLOAT32 or only_fallback((self.qk_dim, self.v_dim))
+        shared = (
+            self.dtype in FLOAT32
+            or self.kernel in BIAS_TILES
+            or only_fallback((self.qk_dim, self.v_dim))
+        )
         served = served_by(self.arch) if shared else [self.arch]
         return min(arch.shared for arch in served)
 
@@ -248,7 +212,10 @@ def only_fallback(head_dims: tuple[int, int]) -> bool:
 def tiled(kernel: str, arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Variant:
     dim = max(qk_dim, v_dim)
     decodes = kernel in DECODE_TILES
-    if dtype in FLOAT32:
+    if kernel in BIAS_TILES:
+        own_tiles = BIAS_TILES[kernel]
+        rows, keys, stages, warps = own_tiles.get((dtype, dim), own_tiles[arch.tiles, dim])
+    elif dtype in FLOAT32:
         own = FLOAT32_DECODE_TILES if decodes else FLOAT32_TILES
         rows, keys, stages, warps = own.get(f"{dtype} {arch.tiles}", own[dtype])[kernel][dim]
     else:
@@ -260,7 +227,7 @@ def tiled(kernel: str, arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Varia
         "BLOCK_N": keys,
         "STAGES": stages,
     }
-    if kernel in FALLBACK_TILES or decodes:
+    if kernel in FALLBACK_TILES or kernel in BIAS_TILES or decodes:
         constants["FLOAT32_PRODUCTS"] = int(dtype == "f32")
     block = keys if kernel.startswith("backward_dkdv") else rows
     return Variant(kernel, arch, dtype, qk_dim, v_dim, tuple(constants.items()), block, warps)
@@ -298,6 +265,18 @@ def float32(
 def delta(kernel: str, arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Variant:
     constants = (("V_DIM", v_dim), ("ROWS", DELTA_ROWS))
     return Variant(kernel, arch, dtype, qk_dim, v_dim, constants, DELTA_ROWS, 4)
+
+
+def with_bias(
+    archs: tuple[str, ...], dtypes: tuple[str, ...], head_dims: tuple[tuple[int, int], ...]
+) -> Iterator[Variant]:
+    """Kernels with a bias that is an array, and dropout: one set likewise."""
+    for arch in one_set(archs):
+        for dtype in dtypes:
+            for dims in BIAS_DIMS[dtype]:
+                if dims in head_dims:
+                    for kernel in BIAS_TILES:
+                        yield tiled(kernel, arch, dtype, *dims)
 
 
 def merging(arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Variant:
@@ -346,6 +325,7 @@ def variants(
 ) -> Iterator[Variant]:
     """Every variant of the narrowed table, heaviest to compile first."""
     yield from float32(archs, dtypes, head_dims)
+    yield from with_bias(archs, dtypes, head_dims)
     dtypes = tuple(dtype for dtype in dtypes if dtype in DTYPES)
     yield from fallback_alone(archs, dtypes, head_dims)
     head_dims = tuple(dims for dims in head_dims if not only_fallback(dims))

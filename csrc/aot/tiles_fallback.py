@@ -15,14 +15,23 @@ FALLBACK_ARGUMENTS = (
     *("block_mask_batch", "block_mask_heads", "q_block", "kv_block"),
     *("qk_dim", "v_dim"),
 )
+# And those that only kernels with a bias array and dropout take (tiles_bias.py).
+BIAS_ARGUMENTS = (
+    *("bias", "bias_kind", "bias_axes"),
+    *("dropout_streams", "dropout_rows", "dropout_threshold", "dropout_rows_batch", "inverse_keep"),
+)
 PLAIN_ARGUMENTS = ("row_heads",)
 
 
 def absent_arguments(kernel: str) -> tuple[str, ...]:
     """Arguments of a function of csrc/kernels/portable that are None in the kernel."""
-    if kernel.endswith("_fallback"):
+    if kernel.endswith("_bias"):
         return PLAIN_ARGUMENTS
-    return FALLBACK_ARGUMENTS if f"{kernel}_fallback" in FALLBACK_KERNELS else ()
+    if kernel.endswith("_fallback"):
+        return (*PLAIN_ARGUMENTS, *BIAS_ARGUMENTS)
+    return (
+        (*FALLBACK_ARGUMENTS, *BIAS_ARGUMENTS) if f"{kernel}_fallback" in FALLBACK_KERNELS else ()
+    )
 
 
 # Kernels for what changes scores, and for head dims up to a compiled one: which of it is asked for

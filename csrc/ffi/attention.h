@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include "ffi/bias.h"
 #include "ffi/block_mask.h"
 #include "ffi/score_params.h"
 #include "ffi/shape.h"
@@ -14,13 +15,18 @@ struct AttentionCall {
   Mask mask;
   BlockMask block_mask;
   ScoreParams scores;
+  BiasParams bias = {};  // of calls of the second version
+
+  // Whether nothing is asked for that the plain kernels have not.
+  bool plain() const { return !scores.any() && !block_mask.there() && !bias.any(); }
 };
 
 // `o`: the operands and attributes of a pass, which names them alike. What a mask does not have is
 // another array of it, so that only the attribute says so.
+// `added`: null in calls of the first version.
 template <typename Operands>
 ffi::Error ReadAttention(const Operands& o, const ffi::AnyBuffer& kv_block_lists,
-                         std::optional<AttentionCall>* call) {
+                         const BiasOperands* added, std::optional<AttentionCall>* call) {
   AttentionCall& c = call->emplace(AttentionCall{
       .shape = {},
       .mask = {o.q_lo, o.q_hi, o.q_ids, o.kv_ids, o.q_pos, o.kv_pos, o.q_blocks, o.q_order,
@@ -32,6 +38,7 @@ ffi::Error ReadAttention(const Operands& o, const ffi::AnyBuffer& kv_block_lists
   PACKAX_TRY(ReadPrecision(o.float32_products, &c.shape));
   PACKAX_TRY(CheckMask(c.shape, c.mask));
   PACKAX_TRY(ReadScoreParams(c.shape, o.bias_of_indices, &c.scores));
+  if (added != nullptr) PACKAX_TRY(ReadBias(c.shape, *added, &c.bias));
   return ReadBlockMask(c.shape, &c.block_mask);
 }
 

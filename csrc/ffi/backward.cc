@@ -1,5 +1,5 @@
-// packax_backward_v1: check the buffers, find the kernels, fill their arguments, launch them in
-// order.
+// packax_backward_v1 and _v2: check the buffers, find the kernels, fill their arguments, launch
+// them in order.
 //
 // Sizes come from the buffers; attributes hold only what no buffer says.
 
@@ -20,6 +20,12 @@ struct BackwardOperands {
   float scale, soft_cap;
   int32_t segment_check, q_block, kv_block, bias_of_indices, float32_products, needs_grad;
   int32_t first_head, heads;
+};
+
+struct BackwardBiasOperands {
+  BiasOperands added;
+  ffi::Result<ffi::AnyBuffer> dbias;
+  BackwardOperands backward;
 };
 
 constexpr const char* kAlgorithms[] = {"portable", "sm90_separate", "sm90_fused"};
@@ -46,9 +52,11 @@ ffi::Error CheckWorkspace(const ffi::AnyBuffer& workspace, Algorithm algorithm, 
   return ffi::Error::Success();
 }
 
-ffi::Error RunBackward(Stream stream, BackwardOperands o) {
+// `added` and `dbias`: null in calls of the first version.
+ffi::Error RunBackward(Stream stream, BackwardOperands o, const BiasOperands* added,
+                       const ffi::AnyBuffer* dbias) {
   std::optional<AttentionCall> attention;
-  PACKAX_TRY(ReadAttention(o, o.kv_block_lists, &attention));
+  PACKAX_TRY(ReadAttention(o, o.kv_block_lists, added, &attention));
   const Shape& s = attention->shape;
   PACKAX_TRY(CheckMaskOfKeys(s, o.kv_blocks, o.kv_order));
   PACKAX_TRY(CheckListsOfKeys(s, attention->block_mask));
@@ -77,12 +85,15 @@ ffi::Error RunBackward(Stream stream, BackwardOperands o) {
     PACKAX_TRY(Expect("score_grads", *o.score_grads, ffi::DataType::F32,
                       {{"batch", s.batch}, {"heads", s.heads}, {"params", 2}, {"q_len", s.q_len}}));
   }
+  const bool needs_dbias = dbias != nullptr && !Absent(*dbias);
+  if (needs_dbias) PACKAX_TRY(CheckBiasGradient(added->bias, *dbias));
   if (s.batch == 0) return ffi::Error::Success();
 
   const BackwardCall call{*attention, o.query,  o.key,    o.value,        o.out,
                           o.lse,      o.dout,   o.dlse,   o.kv_blocks,    o.kv_order,
                           *o.dq,      *o.dk,    *o.dv,    *o.score_grads, *o.workspace,
-                          algorithm,  has_dlse, needs_dq, needs_dkv,      needs_score_grads};
+                          algorithm,  has_dlse, needs_dq, needs_dkv,      needs_score_grads,
+                          needs_dbias ? dbias->untyped_data() : nullptr};
   Device* device;
   PACKAX_TRY(CurrentDevice(&device));
   bool found;
@@ -91,7 +102,12 @@ ffi::Error RunBackward(Stream stream, BackwardOperands o) {
 }
 
 constexpr auto Backward = [](Stream stream, const auto&... operands) {
-  return RunBackward(stream, BackwardOperands{operands...});
+  return RunBackward(stream, BackwardOperands{operands...}, nullptr, nullptr);
+};
+
+constexpr auto BackwardBias = [](Stream stream, const auto&... operands) {
+  BackwardBiasOperands o{operands...};
+  return RunBackward(stream, o.backward, &o.added, &*o.dbias);
 };
 
 template <typename Binding>
@@ -141,6 +157,17 @@ auto BackwardSignature(Binding&& binding) {
       .template Attr<int32_t>("heads");
 }
 
+template <typename Binding>
+auto BackwardBiasSignature(Binding&& binding) {
+  return BackwardSignature(
+      std::forward<Binding>(binding)
+          .template Arg<ffi::AnyBuffer>()  // bias: as packax_forward_v2; or absent
+          .template Arg<ffi::AnyBuffer>()  // dropout_streams: likewise
+          .template Arg<ffi::AnyBuffer>()  // dropout_rows: likewise
+          .template Attr<int64_t>("dropout_threshold")
+          .template Ret<ffi::AnyBuffer>());  // dbias: like bias; absent where nobody asks for it
+}
+
 }  // namespace
 }  // namespace packax
 
@@ -151,4 +178,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     packax_backward_execute, (packax::Execute<packax::Target::kBackward, packax::Backward>()),
     packax::BackwardSignature(xla::ffi::Ffi::Bind().Ctx<xla::ffi::PlatformStream<void*>>()),
+    {xla::ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    packax_backward_v2_initialize,
+    (packax::Initialize<packax::Target::kBackwardBias, packax::BackwardBias>()),
+    packax::BackwardBiasSignature(xla::ffi::Ffi::Bind<xla::ffi::ExecutionStage::kInitialize>()),
+    {xla::ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    packax_backward_v2_execute,
+    (packax::Execute<packax::Target::kBackwardBias, packax::BackwardBias>()),
+    packax::BackwardBiasSignature(xla::ffi::Ffi::Bind().Ctx<xla::ffi::PlatformStream<void*>>()),
     {xla::ffi::Traits::kCmdBufferCompatible});

@@ -1,4 +1,4 @@
-// packax_forward_v1: check the buffers, find the kernel, fill its arguments, launch.
+// packax_forward_v1 and _v2: check the buffers, find the kernel, fill its arguments, launch.
 //
 // Sizes come from the buffers; attributes hold only what no buffer says.
 
@@ -18,9 +18,14 @@ struct ForwardOperands {
   int32_t segment_check, q_block, kv_block, bias_of_indices, float32_products, first_head, heads;
 };
 
-ffi::Error RunForward(Stream stream, ForwardOperands o) {
+struct ForwardBiasOperands {
+  BiasOperands added;
+  ForwardOperands forward;
+};
+
+ffi::Error RunForward(Stream stream, ForwardOperands o, const BiasOperands* added) {
   std::optional<AttentionCall> attention;
-  PACKAX_TRY(ReadAttention(o, o.q_block_lists, &attention));
+  PACKAX_TRY(ReadAttention(o, o.q_block_lists, added, &attention));
   const Shape& s = attention->shape;
   PACKAX_TRY(Expect("q_order_192", o.q_order_192, ffi::DataType::S32,
                     {{"mask_batch", s.mask_batch}, {"ceil(q_len/192)", s.q_tiles_192()}}));
@@ -42,7 +47,12 @@ ffi::Error RunForward(Stream stream, ForwardOperands o) {
 }
 
 constexpr auto Forward = [](Stream stream, const auto&... operands) {
-  return RunForward(stream, ForwardOperands{operands...});
+  return RunForward(stream, ForwardOperands{operands...}, nullptr);
+};
+
+constexpr auto ForwardBias = [](Stream stream, const auto&... operands) {
+  const ForwardBiasOperands o{operands...};
+  return RunForward(stream, o.forward, &o.added);
 };
 
 template <typename Binding>
@@ -84,6 +94,17 @@ auto ForwardSignature(Binding&& binding) {
       .template Attr<int32_t>("heads");
 }
 
+template <typename Binding>
+auto ForwardBiasSignature(Binding&& binding) {
+  return ForwardSignature(
+      std::forward<Binding>(binding)
+          .template Arg<ffi::AnyBuffer>()  // bias: (1 or batch, 1 or heads, 1 or q_len, kv_len), of
+                                           //   query's type or float32; or absent
+          .template Arg<ffi::AnyBuffer>()  // dropout_streams: (batch, heads, 4) uint32; or absent
+          .template Arg<ffi::AnyBuffer>()  // dropout_rows: (1 or batch, q_len) int32; or absent
+          .template Attr<int64_t>("dropout_threshold"));
+}
+
 }  // namespace
 }  // namespace packax
 
@@ -94,4 +115,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     packax_forward_execute, (packax::Execute<packax::Target::kForward, packax::Forward>()),
     packax::ForwardSignature(xla::ffi::Ffi::Bind().Ctx<xla::ffi::PlatformStream<void*>>()),
+    {xla::ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    packax_forward_v2_initialize,
+    (packax::Initialize<packax::Target::kForwardBias, packax::ForwardBias>()),
+    packax::ForwardBiasSignature(xla::ffi::Ffi::Bind<xla::ffi::ExecutionStage::kInitialize>()),
+    {xla::ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    packax_forward_v2_execute,
+    (packax::Execute<packax::Target::kForwardBias, packax::ForwardBias>()),
+    packax::ForwardBiasSignature(xla::ffi::Ffi::Bind().Ctx<xla::ffi::PlatformStream<void*>>()),
     {xla::ffi::Traits::kCmdBufferCompatible});

@@ -21,13 +21,22 @@ namespace packax {
 // CUstream; empty in the initialize stage.
 using Stream = std::optional<void*>;
 
-enum class Target { kDocuments, kBlocks, kForward, kBackward, kDecode };
+enum class Target {
+  kDocuments,
+  kBlocks,
+  kForward,
+  kBackward,
+  kDecode,
+  kForwardBias,
+  kBackwardBias,
+};
 
 inline constexpr const char* kTargetNames[] = {
     "packax_documents_v1", "packax_blocks_v1", "packax_forward_v1",
-    "packax_backward_v1",  "packax_decode_v1",
+    "packax_backward_v1",  "packax_decode_v1", "packax_forward_v2",
+    "packax_backward_v2",
 };
-inline constexpr int kTargets = 5;
+inline constexpr int kTargets = 7;
 
 // Time spent in the execute stage, on the host, over the life of the process.
 struct HostTime {
@@ -166,3 +175,7 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_backward_initialize);  // backward.cc
 XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_backward_execute);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_decode_initialize);  // decode.cc
 XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_decode_execute);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_forward_v2_initialize);  // forward.cc
+XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_forward_v2_execute);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_backward_v2_initialize);  // backward.cc
+XLA_FFI_DECLARE_HANDLER_SYMBOL(packax_backward_v2_execute);

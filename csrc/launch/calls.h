@@ -12,7 +12,7 @@ struct ForwardCall : AttentionCall {
   bool needs_row_max;  // the largest score of every row, like lse
 
   // Whether no option of the fallback kernels is asked for.
-  bool plain() const { return !scores.any() && !block_mask.there() && !needs_row_max; }
+  bool plain() const { return AttentionCall::plain() && !needs_row_max; }
 };
 
 // What the backward's workspace has room for: that algorithm, and those before it. It is chosen
@@ -32,14 +32,24 @@ struct BackwardCall : AttentionCall {
   bool needs_dq, needs_dkv;
   bool needs_score_grads;  // (batch, heads, 2, q_len) float32, from the kernel of dQ
 
-  bool plain() const { return !scores.any() && !block_mask.there() && !needs_score_grads; }
+  void* dbias;             // null where nobody asks for it
+
+  bool plain() const { return AttentionCall::plain() && !needs_score_grads; }
 };
 
 // Members of a kernel's `Args{...}`, as those of shape.h.
-#define PACKAX_SCORE_PARAMS(p)                                                                \
-  .scales = (p).scales.untyped_data(), .slopes = (p).slopes.untyped_data(),                   \
-  .q_bias_pos = (p).q_bias_pos.untyped_data(), .kv_bias_pos = (p).kv_bias_pos.untyped_data(), \
-  .scale = (p).scale, .soft_cap = (p).soft_cap
+#define PACKAX_LINEAR_BIAS(p)                                               \
+  .scales = (p).scales.untyped_data(), .slopes = (p).slopes.untyped_data(), \
+  .q_bias_pos = (p).q_bias_pos.untyped_data(), .kv_bias_pos = (p).kv_bias_pos.untyped_data()
+#define PACKAX_SCORE_PARAMS(p) PACKAX_LINEAR_BIAS(p), .scale = (p).scale, .soft_cap = (p).soft_cap
+#define PACKAX_BIAS_PARAMS(p, b)                                                     \
+  PACKAX_LINEAR_BIAS(p), .bias = (b).bias, .dropout_streams = (b).dropout_streams,   \
+      .dropout_rows = (b).dropout_rows, .scale = (p).scale, .soft_cap = (p).soft_cap, \
+      .inverse_keep = (b).inverse_keep
+#define PACKAX_BIAS_NUMBERS(b)                                \
+  .bias_kind = (b).bias_kind, .bias_axes = (b).bias_axes,     \
+  .dropout_threshold = (b).dropout_threshold, \
+  .dropout_rows_batch = (b).dropout_rows_batch
 #define PACKAX_FALLBACK_SIZES(s, p, m)                                                        \
   .batch = (s).batch, .mask_batch = (s).mask_batch, .scales_batch = (p).scales_batch,         \
   .bias_batch = (p).bias_batch, .block_mask_batch = (m).batch, .block_mask_heads = (m).heads, \

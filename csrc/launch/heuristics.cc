@@ -19,6 +19,7 @@ constexpr double kGoodEnough = 0.95;       // of the best share of time in which
 bool TakesSm90(const AttentionCall& c) {
   const ScoreParams& p = c.scores;
   const BlockMask& m = c.block_mask;
+  if (c.bias.any()) return false;
   if (p.only_slopes()) return !m.there();
   if (p.scales_batch > 0 || p.bias_batch > 0) return false;
   if (p.soft_cap == 0) return !m.there() || m.shifts();

@@ -1,6 +1,42 @@
 #include "launch/portable.h"
 
+#include "launch/bias.h"
+
 namespace packax {
+
+ffi::Error CheckAllHeads(const Shape& s) {
+  PACKAX_CHECK(s.heads == s.row_heads, kUnimplemented)
+      << "attributes first_head and heads are " << s.first_head << " and " << s.heads
+      << ", but the fallback kernels take all of the query's " << s.row_heads;
+  return ffi::Error::Success();
+}
+
+ffi::Error FindDelta(Device* device, const Shape& s, Ready<BackwardDeltaFallbackArgs>* ready) {
+  PACKAX_TRY(CheckAllHeads(s));
+  const Dtype dtype = s.dtype == ffi::DataType::F32 ? Dtype::kF32 : s.kernel_dtype();
+  return PrepareCovering(device, dtype, s.qk_dim, s.v_dim, ready);
+}
+
+ffi::Error LaunchDelta(const Ready<BackwardDeltaFallbackArgs>& delta, Stream stream,
+                       const BackwardCall& c) {
+  const Shape& s = c.shape;
+  return Launch(delta, stream, Grid{Product({CeilDiv(s.q_len, delta.block()), s.heads, s.batch})},
+                BackwardDeltaFallbackArgs{
+                    .out = c.out.untyped_data(),
+                    .dout = c.dout.untyped_data(),
+                    .dlse = c.dlse.untyped_data(),
+                    .delta = c.workspace.untyped_data(),
+                    .q_lo = c.mask.q_lo.untyped_data(),
+                    .q_hi = c.mask.q_hi.untyped_data(),
+                    .has_dlse = c.has_dlse,
+                    .batch = s.batch,
+                    .mask_batch = s.mask_batch,
+                    .q_len = s.q_len,
+                    .heads = s.heads,
+                    .v_dim = s.v_dim,
+                });
+}
+
 namespace {
 
 ffi::Error LaunchForward(const Ready<ForwardArgs>& forward, Stream stream, const ForwardCall& c) {
@@ -61,26 +97,6 @@ ffi::Error LaunchDelta(const Ready<BackwardDeltaArgs>& delta, Stream stream,
                     .q_len = s.q_len,
                     .heads = s.heads,
                     .row_heads = s.row_heads,
-                });
-}
-
-ffi::Error LaunchDelta(const Ready<BackwardDeltaFallbackArgs>& delta, Stream stream,
-                       const BackwardCall& c) {
-  const Shape& s = c.shape;
-  return Launch(delta, stream, Grid{Product({CeilDiv(s.q_len, delta.block()), s.heads, s.batch})},
-                BackwardDeltaFallbackArgs{
-                    .out = c.out.untyped_data(),
-                    .dout = c.dout.untyped_data(),
-                    .dlse = c.dlse.untyped_data(),
-                    .delta = c.workspace.untyped_data(),
-                    .q_lo = c.mask.q_lo.untyped_data(),
-                    .q_hi = c.mask.q_hi.untyped_data(),
-                    .has_dlse = c.has_dlse,
-                    .batch = s.batch,
-                    .mask_batch = s.mask_batch,
-                    .q_len = s.q_len,
-                    .heads = s.heads,
-                    .v_dim = s.v_dim,
                 });
 }
 
@@ -188,14 +204,6 @@ struct Plain {
   }
 };
 
-// They have all heads of their rows.
-ffi::Error CheckAllHeads(const Shape& s) {
-  PACKAX_CHECK(s.heads == s.row_heads, kUnimplemented)
-      << "attributes first_head and heads are " << s.first_head << " and " << s.heads
-      << ", but the fallback kernels take all of the query's " << s.row_heads;
-  return ffi::Error::Success();
-}
-
 // Those for head dims of at least these.
 struct Fallback {
   using Forward = ForwardFallbackArgs;
@@ -205,11 +213,9 @@ struct Fallback {
 
   template <typename Args>
   static ffi::Error Find(Device* device, const Shape& s, Ready<Args>* ready) {
+    if constexpr (std::is_same_v<Args, Delta>) return FindDelta(device, s, ready);
     PACKAX_TRY(CheckAllHeads(s));
-    // Delta has no products: of float32, one kernel serves both precisions.
-    const bool any_precision = std::is_same_v<Args, Delta> && s.dtype == ffi::DataType::F32;
-    const Dtype dtype = any_precision ? Dtype::kF32 : s.kernel_dtype();
-    return PrepareCovering(device, dtype, s.qk_dim, s.v_dim, ready);
+    return PrepareCovering(device, s.kernel_dtype(), s.qk_dim, s.v_dim, ready);
   }
 };
 
@@ -251,12 +257,14 @@ bool TakesPlain(const Device& device, const Call& c) {
 }  // namespace
 
 ffi::Error ForwardPortable(Device* device, Stream stream, const ForwardCall& c) {
+  if (c.bias.any()) return ForwardWithBias(device, stream, c);
   return TakesPlain<ForwardArgs, ForwardFallbackArgs>(*device, c)
              ? Forward<Plain>(device, stream, c)
              : Forward<Fallback>(device, stream, c);
 }
 
 ffi::Error BackwardPortable(Device* device, Stream stream, const BackwardCall& c) {
+  if (c.bias.any()) return BackwardWithBias(device, stream, c);
   return TakesPlain<BackwardDqArgs, BackwardDqFallbackArgs>(*device, c)
              ? Backward<Plain>(device, stream, c)
              : Backward<Fallback>(device, stream, c);

@@ -16,4 +16,11 @@ ffi::Error ForwardPortable(Device* device, Stream stream, const ForwardCall& c);
 // needed. The workspace begins with delta, (batch, heads, q_len) float32.
 ffi::Error BackwardPortable(Device* device, Stream stream, const BackwardCall& c);
 
+// What kernels with more options share with the fallback ones: they have all heads of their rows,
+// and delta, which of float32 has one kernel for both precisions, since it has no products.
+ffi::Error CheckAllHeads(const Shape& s);
+ffi::Error FindDelta(Device* device, const Shape& s, Ready<BackwardDeltaFallbackArgs>* ready);
+ffi::Error LaunchDelta(const Ready<BackwardDeltaFallbackArgs>& delta, Stream stream,
+                       const BackwardCall& c);
+
 }  // namespace packax

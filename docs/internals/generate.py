@@ -57,7 +57,7 @@ def targets() -> str:
         known = signatures(text)
         bound = re.findall(r"(packax_\w+)_execute,.*?packax::(\w+Signature)\(", text, re.S)
         for name, signature in bound:
-            (version,) = (n for n in names if n.rpartition("_")[0] == name)
+            version = name if name in names else f"{name}_v1"
             rows: list[tuple[str, str, str]] = []
             at: str | None = signature
             while at is not None:

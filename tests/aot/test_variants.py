@@ -20,7 +20,9 @@ def test_keys_and_names_are_unique() -> None:
 def test_every_architecture_has_every_kernel() -> None:
     for arch in table.ARCHS.values():
         own = set() if arch.tiles == "hopper" else set(table.SM90_TILES)
-        assert {v.kernel for v in ALL if v.arch is arch} == set(table.KERNELS) - own
+        covered = any(arch in table.served_by(other)[1:] for other in table.ARCHS.values())
+        shared = set(table.BIAS_TILES) if covered else set()
+        assert {v.kernel for v in ALL if v.arch is arch} == set(table.KERNELS) - own - shared
         decoding = (*table.DECODE_TILES, "decode_combine")
         for kernel in (
             *table.TILES,
@@ -45,7 +47,7 @@ def test_every_architecture_has_every_kernel() -> None:
 def test_float32() -> None:
     """Every GPU has both precisions of every general kernel and of decoding's, from one set for all
     of a family."""
-    rows = [v for v in ALL if v.dtype in table.FLOAT32]
+    rows = [v for v in ALL if v.dtype in table.FLOAT32 and v.kernel not in table.BIAS_TILES]
     assert {v.kernel for v in rows} == {*GENERAL, *DECODE}
     for arch in table.ARCHS.values():
         mine = [v for v in rows if arch in table.served_by(v.arch)]
@@ -79,6 +81,25 @@ def test_head_dims_of_fallback_kernels_alone() -> None:
             assert len(ptx) == len(kernels) - 1
     few = [v.arch.name for v in table.variants(("86",), ("f16",), ((512, 512),)) if v.qk_dim]
     assert few == ["sm_86"] * len(kernels)
+
+
+def test_with_a_bias() -> None:
+    """Every GPU has all four kernels of each dtype and dims; a program of dbias covers as many rows
+    as keys, since C++ reads one number of both."""
+    rows = [v for v in ALL if v.kernel in table.BIAS_TILES]
+    for arch in table.ARCHS.values():
+        mine = [v for v in rows if arch in table.served_by(v.arch)]
+        got = sorted((v.kernel, v.dtype, v.qk_dim, v.v_dim) for v in mine)
+        assert got == sorted(
+            (kernel, dtype, *dims)
+            for kernel in table.BIAS_TILES
+            for dtype, all_dims in table.BIAS_DIMS.items()
+            for dims in all_dims
+        )
+        assert all(v.shared <= arch.shared for v in mine)
+    for v in rows:
+        of = dict(v.constants)
+        assert v.kernel != "backward_dbias" or of["BLOCK_M"] == of["BLOCK_N"] == v.block, v.name
 
 
 def test_a_head_dim_without_an_sm90_kernel_has_the_portable_ones(monkeypatch):

@@ -10,7 +10,8 @@ SHARED = {
     "segment_check": 2,
     "precision": jax.lax.Precision.DEFAULT,
     "block_size": None,
-    "extras": 0,
+    "extras": (),
+    "dropout_threshold": 0,
     "implementation": None,
 }
 
@@ -21,6 +22,7 @@ BACKWARD = {
     "has_dlse": False,
     "deterministic": False,
     "score_grads": False,
+    "bias_grad": False,
     "needs_grad": (True,) * 3,
 }
 

@@ -20,10 +20,12 @@ class Results(NamedTuple):
     gradients: dict[str, Any]  # by the names of `arrays`
 
 
-def dense(arrays: dict[str, Any], allowed, *, soft_cap=None, places=None):
-    """out, lse and the largest logits (B, H); `arrays`: query, key, value, scale, sinks, slopes.
+def dense(arrays: dict[str, Any], allowed, *, soft_cap=None, places=None, factors=None):
+    """out, lse and the largest logits (B, H); `arrays`: query, key, value, scale, sinks, slopes,
+    bias.
 
     The scale is one number, slopes and sinks one a head; or each one per row, (B, H, Sq).
+    `factors`: what dropout multiplies probabilities by.
     """
     q, k, v = arrays["query"], arrays["key"], arrays["value"]
     k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], 2) for x in (k, v))
@@ -33,6 +35,9 @@ def dense(arrays: dict[str, Any], allowed, *, soft_cap=None, places=None):
     if "slopes" in arrays:
         far = jnp.abs(places[0][:, None, :, None] - places[1][:, None, None, :])
         s -= _of_rows(arrays["slopes"]).astype(q.dtype)[..., None] * far.astype(q.dtype)
+    if "bias" in arrays:
+        s += arrays["bias"].astype(q.dtype)
+        allowed = allowed & (s != -jnp.inf)
     s = jnp.where(allowed, s, jnp.finfo(q.dtype).min)
     some = allowed.any(-1)
     top = s.max(-1)
@@ -43,7 +48,10 @@ def dense(arrays: dict[str, Any], allowed, *, soft_cap=None, places=None):
     p = jnp.where(allowed, jnp.exp(s - shift[..., None]), 0)
     total = jnp.where(some, p.sum(-1) + jnp.exp(z - shift), 1)
     lse = jnp.where(some, shift + jnp.log(total), -jnp.inf)
-    out = jnp.einsum("bhij,bjhd->bihd", p / total[..., None], v)
+    p = p / total[..., None]
+    if factors is not None:
+        p = p * factors.astype(p.dtype)
+    out = jnp.einsum("bhij,bjhd->bihd", p, v)
     return out, lse, jnp.where(some, top, -jnp.inf).max(-1)
 
 
@@ -60,15 +68,17 @@ def run(attention, arrays, dout, dlse) -> Results:
 
 
 @jax.jit
-def _run(arrays, allowed, dout, dlse, places, soft_cap):
-    attention = functools.partial(dense, allowed=allowed, soft_cap=soft_cap, places=places)
+def _run(arrays, allowed, dout, dlse, places, soft_cap, factors):
+    attention = functools.partial(
+        dense, allowed=allowed, soft_cap=soft_cap, places=places, factors=factors
+    )
     sums = {name: _of_rows(x) for name, x in arrays.items() if name in ("slopes", "sinks")}
     sums["scale"] = arrays["scale"]
     by_row = arrays | {name: jnp.broadcast_to(x, dlse.shape) for name, x in sums.items()}
     return run(attention, by_row, dout, dlse), attention(arrays)[2]
 
 
-def true_and_plain(arrays, allowed, dout, dlse, *, soft_cap=None, places=None):
+def true_and_plain(arrays, allowed, dout, dlse, *, soft_cap=None, places=None, factors=None):
     """Results in float64 and in the tensors' dtype; cotangents of empty rows count 0 there too.
 
     The gradients of scale, slopes and sinks are single numbers, sums over rows, and the error of
@@ -80,7 +90,7 @@ def true_and_plain(arrays, allowed, dout, dlse, *, soft_cap=None, places=None):
     allowed = oracle.of_heads(allowed)
     some = np.broadcast_to(allowed.any(-1), np.shape(dlse))
     dlse = np.where(some, np.asarray(dlse), 0)
-    others = allowed, np.asarray(dout, np.float32), dlse, places, soft_cap
+    others = allowed, np.asarray(dout, np.float32), dlse, places, soft_cap, factors
     plain, _ = _run(arrays, *others)
     with x64(True):
         doubles = jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float64)), arrays)

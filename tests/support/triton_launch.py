@@ -40,6 +40,7 @@ def load_kernels() -> dict[str, Any]:
                 "portable.fwd",
                 "portable.bwd",
                 "portable.bwd_dq",
+                "portable.bwd_dbias",
                 "portable.score_mods",
                 "portable.block_lists",
                 "mask.segments",

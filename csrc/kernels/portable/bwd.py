@@ -14,7 +14,9 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from portable.bias import add_bias, bias_of
 from portable.block_lists import BlockMask, keep_in_block_mask, mask_of_head
+from portable.dropout import dropout_of, negative_where_dropped
 from portable.kv_ranges import (
     columns,
     keep,
@@ -40,6 +42,7 @@ from portable.score_mods import (
 from portable.steps import (
     full_place,
     full_steps,
+    in_one_loop,
     pair_of,
     partial_place,
     partial_steps,
@@ -64,12 +67,14 @@ class RowOperands(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """What turns scores of the tile's keys into logits."""
+    """What turns scores of the tile's keys into logits, and what is dropped of them."""
 
     mods: tl.tensor
     slopes: tl.tensor
     bias_pos: tl.tensor
     kv_at: tl.tensor
+    bias: tl.tensor
+    dropout: tl.tensor
 
 
 @triton.jit
@@ -108,18 +113,29 @@ def backward_delta(
 
 @triton.jit
 def dkdv_step(
-    dk, dv, kv, q, do, lse2, dlt, inside, far, slope2, mods, MASKED: tl.constexpr,
-    FLOAT32_PRODUCTS: tl.constexpr,
+    dk, dv, kv, q, do, lse2, dlt, inside, far, slope2, scoring, head, rows, first_row, keys,
+    first_key, MASKED: tl.constexpr, FLOAT32_PRODUCTS: tl.constexpr,
 ):  # fmt: skip
     """One block of rows, transposed: scores are keys x rows, so that p^T and ds^T are left operands
     in registers."""
     k, v = kv
+    mods, bias, dropout = scoring.mods, scoring.bias, scoring.dropout
+    KEYS: tl.constexpr = keys.shape[0]
     capped, x = logits(dot(k, tl.trans(q), None, FLOAT32_PRODUCTS), far, slope2, mods)
+    if bias.array is not None:
+        x = add_bias(x, bias, head, first_row, first_key, rows.shape[0], KEYS, 1)
     p = tl.exp2(x - lse2[None, :])
     if MASKED:
         p = tl.where(inside, p, 0.0)
-    dv = dot(p.to(do.dtype), do, dv, FLOAT32_PRODUCTS)
-    dp = dot(v, tl.trans(do), None, FLOAT32_PRODUCTS)
+    if dropout.threshold is None:
+        dv = dot(p.to(do.dtype), do, dv, FLOAT32_PRODUCTS)
+        dp = dot(v, tl.trans(do), None, FLOAT32_PRODUCTS)
+    else:  # a sign says what is dropped: one tile to keep
+        p = negative_where_dropped(p, dropout, head, rows, first_key, KEYS, 1)
+        dv = dot(tl.where(p < 0, 0.0, p).to(do.dtype), do, dv, FLOAT32_PRODUCTS)
+        dp = dot(v, tl.trans(do), None, FLOAT32_PRODUCTS)
+        dp = tl.where(p < 0, 0.0, dp * dropout.inverse_keep)
+        p = tl.abs(p)
     ds = through_cap(p * (dp - dlt[None, :]), capped, mods)
     if MASKED:
         ds = tl.where(inside, ds, 0.0)
@@ -153,7 +169,9 @@ def dkdv_of_heads(
 ):  # fmt: skip
     """`members` query heads from the `first_head`-th of the group on, whose walk this is."""
     cols = tl.arange(0, BLOCK_M)
-    mods, slopes, bias_pos, kv_at = scoring
+    mods, slopes, bias_pos, kv_at = scoring.mods, scoring.slopes, scoring.bias_pos, scoring.kv_at
+    if scoring.bias.array is not None:
+        walk = in_one_loop(walk)
     partial = partial_steps(walk)
     for i in tl.range(0, members * partial, num_stages=1):
         g = i // partial
@@ -189,40 +207,44 @@ def dkdv_of_heads(
         slope2 = slope_of(slopes, mods.bias_batch, b, heads, group_head + g)
         far = distances(kv_at, load_positions(bias_pos.q, bias_pos.q_count, rows))
         dk, dv = dkdv_step(
-            dk, dv, kv, q, do, lse2, dlt, inside, far, slope2, mods, True, FLOAT32_PRODUCTS
-        )
-    full = full_steps(walk)
-    if walk.listed is not None:
-        place = full_place(walk, mask, 0, walk.start + walk.full_begin * BLOCK_M, BLOCK_M)
-    for i in tl.range(0, members * full, num_stages=STAGES):
-        g = i // full
-        if walk.listed is None:
-            place = walk.full_begin + i - g * full
-        g = first_head + g
-        q_ptr = pair.first + place * pair.first_step + g * qk
-        q = load_rows(q_ptr, None, pair.qk_dim, QK_DIM)
-        do_ptr = pair.second + place * pair.second_step + g * v
-        do = load_rows(do_ptr, None, pair.v_dim, V_DIM)
-        lse2 = tl.load(stat_at(operands.first_lse, operands, g, place, walk)) * LOG2E
-        dlt = tl.load(stat_at(operands.first_delta, operands, g, place, walk))
-        slope2 = slope_of(slopes, mods.bias_batch, b, heads, group_head + g)
-        rows = walk.origin + place * walk.unit + cols
-        far = distances(kv_at, load_positions(bias_pos.q, bias_pos.q_count, rows))
-        dk, dv = dkdv_step(
-            dk, dv, kv, q, do, lse2, dlt, None, far, slope2, mods, False, FLOAT32_PRODUCTS
-        )
+            dk, dv, kv, q, do, lse2, dlt, inside, far, slope2, scoring, group_head + g, rows,
+            first_row, keys, first_key, True, FLOAT32_PRODUCTS,
+        )  # fmt: skip
+    if scoring.bias.array is None:
+        full = full_steps(walk)
         if walk.listed is not None:
-            step = (i + 1) % full
-            ranged = walk.start + (walk.full_begin + step) * BLOCK_M
-            place = full_place(walk, mask, step, ranged, BLOCK_M)
+            place = full_place(walk, mask, 0, walk.start + walk.full_begin * BLOCK_M, BLOCK_M)
+        for i in tl.range(0, members * full, num_stages=STAGES):
+            g = i // full
+            if walk.listed is None:
+                place = walk.full_begin + i - g * full
+            g = first_head + g
+            q_ptr = pair.first + place * pair.first_step + g * qk
+            q = load_rows(q_ptr, None, pair.qk_dim, QK_DIM)
+            do_ptr = pair.second + place * pair.second_step + g * v
+            do = load_rows(do_ptr, None, pair.v_dim, V_DIM)
+            lse2 = tl.load(stat_at(operands.first_lse, operands, g, place, walk)) * LOG2E
+            dlt = tl.load(stat_at(operands.first_delta, operands, g, place, walk))
+            slope2 = slope_of(slopes, mods.bias_batch, b, heads, group_head + g)
+            rows = walk.origin + place * walk.unit + cols
+            far = distances(kv_at, load_positions(bias_pos.q, bias_pos.q_count, rows))
+            dk, dv = dkdv_step(
+                dk, dv, kv, q, do, lse2, dlt, None, far, slope2, scoring, group_head + g, rows,
+                None, keys, first_key, False, FLOAT32_PRODUCTS,
+            )  # fmt: skip
+            if walk.listed is not None:
+                step = (i + 1) % full
+                ranged = walk.start + (walk.full_begin + step) * BLOCK_M
+                place = full_place(walk, mask, step, ranged, BLOCK_M)
     return dk, dv
 
 
 @triton.jit
 def backward_dkdv(
     query, key, value, dout, lse, delta, dk, dv, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks,
-    kv_blocks, kv_order, block_mask, kv_block_lists, scales, slopes, q_bias_pos, kv_bias_pos,
-    scale, soft_cap, segment_check, batch, mask_batch, scales_batch, bias_batch,
+    kv_blocks, kv_order, block_mask, kv_block_lists, scales, slopes, q_bias_pos, kv_bias_pos, bias,
+    dropout_streams, dropout_rows, scale, soft_cap, inverse_keep, segment_check, bias_kind,
+    bias_axes, dropout_threshold, dropout_rows_batch, batch, mask_batch, scales_batch, bias_batch,
     block_mask_batch, block_mask_heads, q_block, kv_block, q_len, kv_len, heads, kv_heads,
     row_heads, qk_dim, v_dim,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -282,7 +304,12 @@ def backward_dkdv(
     scale, mods = score_mods_of(scale, scales, scales_batch, soft_cap, bias_batch, b)
     bias_pos = bias_positions_of(q_bias_pos, kv_bias_pos, bias_batch, b, q_len, kv_len)
     kv_at = load_positions(bias_pos.kv, bias_pos.kv_count, keys)
-    scoring = Scoring(mods, slopes, bias_pos, kv_at)
+    added = bias_of(bias, bias_kind, bias_axes, b, heads, q_len, kv_len)
+    dropout = dropout_of(
+        dropout_streams, dropout_rows, dropout_threshold, dropout_rows_batch, inverse_keep, b,
+        heads, q_len,
+    )  # fmt: skip
+    scoring = Scoring(mods, slopes, bias_pos, kv_at, added, dropout)
 
     dk_acc = tl.zeros([BLOCK_N, qk_dims.shape[0]], tl.float32)
     dv_acc = tl.zeros([BLOCK_N, v_dims.shape[0]], tl.float32)
@@ -308,6 +335,8 @@ def backward_dkdv(
                 QK_DIM, V_DIM, BLOCK_M, BLOCK_N, STAGES, FLOAT32_PRODUCTS,
             )  # fmt: skip
 
+    if dropout_threshold is not None:
+        dv_acc *= inverse_keep
     dk_out = dk + kv_first * qk + local * qk + qk_dims[None, :]
     dv_out = dv + kv_first * v + local * v + v_dims[None, :]
     store_rows(dk_out, (dk_acc * scale).to(dk.dtype.element_ty), present, qk_dim, QK_DIM)

@@ -9,7 +9,9 @@ that they attend nothing (lse -inf) are not read.
 
 import triton
 import triton.language as tl
+from portable.bias import add_bias, bias_of
 from portable.block_lists import BlockMask, keep_in_block_mask, mask_of_head
+from portable.dropout import aligned_start, drop, dropout_of
 from portable.kv_ranges import (
     columns,
     keep,
@@ -34,6 +36,7 @@ from portable.score_mods import (
 )
 from portable.steps import (
     full_place,
+    in_one_loop,
     load_pair,
     pair_of,
     partial_place,
@@ -45,15 +48,22 @@ from portable.steps import (
 
 @triton.jit
 def dq_step(
-    dq, sums, q, do, kv, lse2, dlt, inside, far, slope2, mods, has_score_grads,
-    MASKED: tl.constexpr, FLOAT32_PRODUCTS: tl.constexpr,
+    dq, sums, q, do, kv, lse2, dlt, inside, far, slope2, mods, bias, dropout, head, rows,
+    first_row, first_key, cols, has_score_grads, MASKED: tl.constexpr,
+    FLOAT32_PRODUCTS: tl.constexpr,
 ):  # fmt: skip
     """One block of keys. `sums`: of every row, those of scale and of slope."""
     k, v = kv
     s = dot(q, tl.trans(k), None, FLOAT32_PRODUCTS)
+    BLOCK_N: tl.constexpr = cols.shape[0]
     capped, x = logits(s, far, slope2, mods)
+    if bias.array is not None:
+        x = add_bias(x, bias, head, first_row, first_key, rows.shape[0], BLOCK_N, 0)
     p = tl.exp2(x - lse2[:, None])
-    dlogit = p * (dot(do, tl.trans(v), None, FLOAT32_PRODUCTS) - dlt[:, None])
+    dp = dot(do, tl.trans(v), None, FLOAT32_PRODUCTS)
+    if dropout.threshold is not None:
+        dp = drop(dp * dropout.inverse_keep, dropout, head, rows, first_key, BLOCK_N, 0)
+    dlogit = p * (dp - dlt[:, None])
     ds = through_cap(dlogit, capped, mods)
     if MASKED:
         ds = tl.where(inside, ds, 0.0)
@@ -72,8 +82,10 @@ def dq_step(
 @triton.jit
 def backward_dq(
     query, key, value, dout, lse, delta, dq, score_grads, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos,
-    q_blocks, q_order, block_mask, q_block_lists, scales, slopes, q_bias_pos, kv_bias_pos,
-    scale, soft_cap, segment_check, has_score_grads, batch, mask_batch, scales_batch, bias_batch,
+    q_blocks, q_order, block_mask, q_block_lists, scales, slopes, q_bias_pos, kv_bias_pos, bias,
+    dropout_streams, dropout_rows, scale, soft_cap, inverse_keep, segment_check, has_score_grads,
+    bias_kind, bias_axes, dropout_threshold, dropout_rows_batch, batch, mask_batch, scales_batch,
+    bias_batch,
     block_mask_batch, block_mask_heads, q_block, kv_block, q_len, kv_len, heads, kv_heads,
     row_heads, qk_dim, v_dim,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -87,6 +99,7 @@ def backward_dq(
     if row >= q_len:
         return
     start, end, full_lo, full_hi, segment_checked = key_range(q_blocks, mask_b, row, q_len, BLOCK_M)
+    start = aligned_start(start, dropout_threshold)
     steps, full_begin, full_end = split(start, end, full_lo, full_hi, BLOCK_N)
     mask = BlockMask(
         block_mask, q_block_lists, block_mask_batch, block_mask_heads, q_block, kv_block, q_len,
@@ -97,6 +110,9 @@ def backward_dq(
         start, steps, full_begin, full_end, mask, mask_b, head, row // 128, tl.cdiv(q_len, 128),
         tl.cdiv(kv_len, 64), BLOCK_N,
     )  # fmt: skip
+
+    if bias is not None:
+        walk = in_one_loop(walk)
 
     rows = row + tl.arange(0, BLOCK_M)
     there = rows < q_len
@@ -139,35 +155,41 @@ def backward_dq(
     slope2 = slope_of(slopes, bias_batch, b, heads, head)
     bias_pos = bias_positions_of(q_bias_pos, kv_bias_pos, bias_batch, b, q_len, kv_len)
     q_at = load_positions(bias_pos.q, bias_pos.q_count, rows)
+    added = bias_of(bias, bias_kind, bias_axes, b, heads, q_len, kv_len)
+    dropout = dropout_of(
+        dropout_streams, dropout_rows, dropout_threshold, dropout_rows_batch, inverse_keep, b,
+        heads, q_len,
+    )  # fmt: skip
 
     acc = tl.zeros([BLOCK_M, qk_dims.shape[0]], tl.float32)
     sums = (tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32))
     for i in tl.range(0, partial_steps(walk), num_stages=1):
         place = partial_place(walk, mask, i, BLOCK_N)
-        keys = walk.origin + place * walk.unit + cols
+        first_key = walk.origin + place * walk.unit
+        keys = first_key + cols
         kv = load_pair(pair, place, (keys < end)[:, None], QK_DIM, V_DIM)
         inside = keep(rows, keys, lo, hi, segment_checked, segments, 0)
         inside = keep_in_block_mask(inside, mask, head_mask, rows, keys, place, BLOCK_N, 0)
         far = distances(q_at, load_positions(bias_pos.kv, bias_pos.kv_count, keys))
         acc, sums = dq_step(
-            acc, sums, q, do, kv, lse2, dlt, inside, far, slope2, mods, has_score_grads, True,
-            FLOAT32_PRODUCTS,
+            acc, sums, q, do, kv, lse2, dlt, inside, far, slope2, mods, added, dropout, head, rows,
+            row, first_key, cols, has_score_grads, True, FLOAT32_PRODUCTS,
         )  # fmt: skip
-    if walk.listed is None:
+    if bias is None and walk.listed is None:
         for place in tl.range(full_begin, full_end, num_stages=STAGES):
             kv = load_pair(pair, place, None, QK_DIM, V_DIM)
             acc, sums = dq_step(
-                acc, sums, q, do, kv, lse2, dlt, None, None, slope2, mods, has_score_grads, False,
-                FLOAT32_PRODUCTS,
+                acc, sums, q, do, kv, lse2, dlt, None, None, slope2, mods, added, dropout, head,
+                rows, row, place, cols, has_score_grads, False, FLOAT32_PRODUCTS,
             )  # fmt: skip
-    else:
+    elif bias is None:
         place = full_place(walk, mask, 0, start + full_begin * BLOCK_N, BLOCK_N)
         for i in tl.range(0, walk.full, num_stages=STAGES):
             kv = load_pair(pair, place, None, QK_DIM, V_DIM)
             far = distances(q_at, load_positions(bias_pos.kv, bias_pos.kv_count, place + cols))
             acc, sums = dq_step(
-                acc, sums, q, do, kv, lse2, dlt, None, far, slope2, mods, has_score_grads, False,
-                FLOAT32_PRODUCTS,
+                acc, sums, q, do, kv, lse2, dlt, None, far, slope2, mods, added, dropout, head,
+                rows, row, place, cols, has_score_grads, False, FLOAT32_PRODUCTS,
             )  # fmt: skip
             place = full_place(walk, mask, i + 1, place + BLOCK_N, BLOCK_N)
 

@@ -10,12 +10,16 @@ does the rest.
 One function is all forward kernels of the table. `forward` has a positive scale and nothing else
 (the caller moves a sign into the query); `forward_fallback` has all that changes scores
 (score_mods.py), block masks, any head dim up to a compiled one, and `row_max`, the largest logit of
-every row, unless the pointer is null. What a kernel has not is None (csrc/aot/tiles_fallback.py).
+every row, unless the pointer is null; `forward_bias` has besides a bias that is an array (bias.py)
+and dropout (dropout.py), and one loop for all blocks. What a kernel has not is None
+(csrc/aot/tiles_fallback.py).
 """
 
 import triton
 import triton.language as tl
+from portable.bias import add_bias, bias_of
 from portable.block_lists import BlockMask, keep_in_block_mask, mask_of_head
+from portable.dropout import aligned_start, drop, dropout_of
 from portable.kv_ranges import (
     columns,
     keep,
@@ -38,6 +42,7 @@ from portable.score_mods import (
 )
 from portable.steps import (
     full_place,
+    in_one_loop,
     load_pair,
     pair_of,
     partial_place,
@@ -51,10 +56,11 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def attend(
-    acc, m, l, q, kv, inside, far, slope2, mods, MASKED: tl.constexpr,
-    FLOAT32_PRODUCTS: tl.constexpr,
+    acc, m, l, q, kv, inside, far, slope2, mods, bias, dropout, head, rows, first_row,
+    first_key, cols, MASKED: tl.constexpr, FLOAT32_PRODUCTS: tl.constexpr,
 ):  # fmt: skip
     """One block of keys. kv: (N, Dqk) and (N, Dv); `inside` (M, N) where MASKED."""
+    BLOCK_N: tl.constexpr = cols.shape[0]
     k, v = kv
     x = dot(q, tl.trans(k), None, FLOAT32_PRODUCTS)
     factor = 1.0
@@ -64,6 +70,8 @@ def attend(
         factor = mods.scale2
     else:
         _, x = logits(x, far, slope2, mods)
+        if bias.array is not None:
+            x = add_bias(x, bias, head, first_row, first_key, rows.shape[0], BLOCK_N, 0)
     if MASKED:
         x = tl.where(inside, x, float("-inf"))
     m_new = tl.maximum(m, tl.max(x, 1) * factor)
@@ -73,6 +81,7 @@ def attend(
     p = tl.exp2(x * factor - base[:, None])
     alpha = tl.exp2(m - base)
     l = l * alpha + tl.sum(p, 1)
+    p = drop(p, dropout, head, rows, first_key, BLOCK_N, 0)
     acc = dot(p.to(v.dtype), v, acc * alpha[:, None], FLOAT32_PRODUCTS)
     return acc, m_new, l
 
@@ -80,8 +89,9 @@ def attend(
 @triton.jit
 def forward(
     query, key, value, out, lse, row_max, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks,
-    q_order, block_mask, q_block_lists, scales, slopes, q_bias_pos, kv_bias_pos,
-    scale, soft_cap, segment_check, batch, mask_batch, scales_batch, bias_batch,
+    q_order, block_mask, q_block_lists, scales, slopes, q_bias_pos, kv_bias_pos, bias,
+    dropout_streams, dropout_rows, scale, soft_cap, inverse_keep, segment_check, bias_kind,
+    bias_axes, dropout_threshold, dropout_rows_batch, batch, mask_batch, scales_batch, bias_batch,
     block_mask_batch, block_mask_heads, q_block, kv_block, q_len, kv_len, heads, kv_heads,
     row_heads, qk_dim, v_dim,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -96,6 +106,7 @@ def forward(
     if row >= q_len:
         return
     start, end, full_lo, full_hi, segment_checked = key_range(q_blocks, mask_b, row, q_len, BLOCK_M)
+    start = aligned_start(start, dropout_threshold)
     steps, full_begin, full_end = split(start, end, full_lo, full_hi, BLOCK_N)
     mask = BlockMask(
         block_mask, q_block_lists, block_mask_batch, block_mask_heads, q_block, kv_block, q_len,
@@ -106,6 +117,9 @@ def forward(
         start, steps, full_begin, full_end, mask, mask_b, head, row // 128, tl.cdiv(q_len, 128),
         tl.cdiv(kv_len, 64), BLOCK_N,
     )  # fmt: skip
+
+    if bias is not None:
+        walk = in_one_loop(walk)
 
     rows = row + tl.arange(0, BLOCK_M)
     there = rows < q_len
@@ -135,34 +149,51 @@ def forward(
     slope2 = slope_of(slopes, bias_batch, b, heads, head)
     bias_pos = bias_positions_of(q_bias_pos, kv_bias_pos, bias_batch, b, q_len, kv_len)
     q_at = load_positions(bias_pos.q, bias_pos.q_count, rows)
+    added = bias_of(bias, bias_kind, bias_axes, b, heads, q_len, kv_len)
+    dropout = dropout_of(
+        dropout_streams, dropout_rows, dropout_threshold, dropout_rows_batch, inverse_keep, b,
+        heads, q_len,
+    )  # fmt: skip
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, v_dims.shape[0]], tl.float32)
     for i in tl.range(0, partial_steps(walk), num_stages=1):
         place = partial_place(walk, mask, i, BLOCK_N)
-        keys = walk.origin + place * walk.unit + cols
+        first_key = walk.origin + place * walk.unit
+        keys = first_key + cols
         # keys past the end of the tile's range are not read: their values never meet this tile
         kv = load_pair(pair, place, (keys < end)[:, None], QK_DIM, V_DIM)
         inside = keep(rows, keys, lo, hi, segment_checked, segments, 0)
         inside = keep_in_block_mask(inside, mask, head_mask, rows, keys, place, BLOCK_N, 0)
         far = distances(q_at, load_positions(bias_pos.kv, bias_pos.kv_count, keys))
-        acc, m, l = attend(acc, m, l, q, kv, inside, far, slope2, mods, True, FLOAT32_PRODUCTS)
-    if walk.listed is None:
+        acc, m, l = attend(
+            acc, m, l, q, kv, inside, far, slope2, mods, added, dropout, head, rows, row,
+            first_key, cols, True, FLOAT32_PRODUCTS,
+        )  # fmt: skip
+    if bias is None and walk.listed is None:
         for place in tl.range(full_begin, full_end, num_stages=STAGES):
             kv = load_pair(pair, place, None, QK_DIM, V_DIM)
-            acc, m, l = attend(acc, m, l, q, kv, None, None, None, mods, False, FLOAT32_PRODUCTS)
-    else:
+            acc, m, l = attend(
+                acc, m, l, q, kv, None, None, None, mods, added, dropout, head, rows, row, place,
+                cols, False, FLOAT32_PRODUCTS,
+            )  # fmt: skip
+    elif bias is None:
         place = full_place(walk, mask, 0, start + full_begin * BLOCK_N, BLOCK_N)
         for i in tl.range(0, walk.full, num_stages=STAGES):
             kv = load_pair(pair, place, None, QK_DIM, V_DIM)
             far = distances(q_at, load_positions(bias_pos.kv, bias_pos.kv_count, place + cols))
-            acc, m, l = attend(acc, m, l, q, kv, None, far, slope2, mods, False, FLOAT32_PRODUCTS)
+            acc, m, l = attend(
+                acc, m, l, q, kv, None, far, slope2, mods, added, dropout, head, rows, row, place,
+                cols, False, FLOAT32_PRODUCTS,
+            )  # fmt: skip
             place = full_place(walk, mask, i + 1, place + BLOCK_N, BLOCK_N)
 
     # none of a row's keys may be in a block mask; a NaN is attended: it must reach the result
     attended = (hi > lo) & (l != 0.0)
     result = tl.where(attended[:, None], acc / tl.where(attended, l, 1.0)[:, None], 0.0)
+    if dropout_threshold is not None:
+        result *= inverse_keep
     out_rows = out + first * v + local * v + v_dims[None, :]
     store_rows(out_rows, result.to(out.dtype.element_ty), there[:, None], v_dim, V_DIM)
     logsumexp = tl.where(attended, (m + tl.log2(l)) * LN2, float("-inf"))

@@ -63,6 +63,12 @@ def steps_of(
 
 
 @triton.jit
+def in_one_loop(walk):
+    """The walk of a kernel that may have a block mask, with all of its steps as partial ones."""
+    return Steps(walk.start, 0, 0, walk.steps + walk.full, 0, walk.listed, walk.origin, walk.unit)
+
+
+@triton.jit
 def partial_steps(walk):
     """How many steps are partial."""
     count = walk.steps

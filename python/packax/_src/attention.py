@@ -24,9 +24,18 @@ from packax._src.core.sharding import (
 from packax._src.masks.build import create_attention_mask
 from packax._src.masks.expressions import MaskExpression
 from packax._src.masks.lengths import batch_of
+from packax._src.ops.dropout import check_key, checked_rate, rows_of, streams_of
 from packax._src.ops.primitives import Implementation, check_implementation
-from packax._src.ops.score_mods import Alibi, checked_scale, checked_soft_cap, largest, scores_of
-from packax._src.requests import check_axes, check_mask, check_request
+from packax._src.ops.score_mods import (
+    Alibi,
+    Beside,
+    bias_dims,
+    checked_scale,
+    checked_soft_cap,
+    largest,
+    scores_of,
+)
+from packax._src.requests import check_axes, check_bias_beside, check_mask, check_request
 
 
 @overload
@@ -39,7 +48,9 @@ def flash_attention(
     scale: ArrayLike | None = None,
     soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
-    bias: Alibi | None = None,
+    bias: Alibi | ArrayLike | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: ArrayLike | None = None,
     return_lse: Literal[False] = False,
     return_max_logits: Literal[False] = False,
     deterministic: bool = False,
@@ -59,7 +70,9 @@ def flash_attention(
     scale: ArrayLike | None = None,
     soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
-    bias: Alibi | None = None,
+    bias: Alibi | ArrayLike | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: ArrayLike | None = None,
     return_lse: Literal[True],
     return_max_logits: Literal[False] = False,
     deterministic: bool = False,
@@ -79,7 +92,9 @@ def flash_attention(
     scale: ArrayLike | None = None,
     soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
-    bias: Alibi | None = None,
+    bias: Alibi | ArrayLike | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: ArrayLike | None = None,
     return_lse: bool = False,
     return_max_logits: Literal[True],
     deterministic: bool = False,
@@ -98,7 +113,9 @@ def flash_attention(
     scale: ArrayLike | None = None,
     soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
-    bias: Alibi | None = None,
+    bias: Alibi | ArrayLike | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: ArrayLike | None = None,
     return_lse: bool = False,
     return_max_logits: bool = False,
     deterministic: bool = False,
@@ -114,7 +131,7 @@ def flash_attention(
 
     The algorithm is FlashAttention-2 (arXiv 2307.08691) over row ranges: blocks of keys that no
     row of a tile attends are never visited, forward or backward. Differentiable in query, key,
-    value, sinks, slopes of the bias and an array's scale; softmax and all sums are float32
+    value, sinks, slopes or array of the bias and an array's scale; softmax and all sums are float32
     (float64 for float64 operands).
 
     Args:
@@ -131,8 +148,18 @@ def flash_attention(
             soft_cap * tanh(logits / soft_cap) (Gemma 2, arXiv 2408.00118). None: no cap.
         sinks: (H,) of any float dtype: a logit per query head that stands in the softmax's
             denominator beside the logits, and has no value (gpt-oss). Differentiable.
-        bias: `alibi(slopes)`: minus the slope of the head times the distance of row and key,
-            added behind the soft cap. No array of Sq x Skv is made.
+        bias: added to the logits behind the soft cap. `alibi(slopes)`: minus the slope of the head
+            times the distance of row and key; no array of Sq x Skv is made. Or an array, (1 or B,
+            1 or H, 1 or Sq, Skv) of any float dtype, read block by block where the mask attends,
+            and never expanded: differentiable, its gradient 0 where nothing attends. Where a plan
+            permutes the sequence, its rows are those of query, its columns stay in order. An entry
+            may be -inf.
+        dropout_rate: a Python or numpy number of at least 0 and less than 1: the share of the
+            softmax's probabilities that becomes 0; the others are divided by 1 - dropout_rate.
+            The log-sum-exp and the largest logits are of all. 0: none.
+        dropout_key: the key of jax.random whose bits decide that, for dropout_rate above 0: one
+            for each layer and step. Bits depend on it and on the indices of batch row, head, row
+            and key alone, so that all implementations, meshes and passes drop the same ones.
         return_lse: return also the log-sum-exp (natural logarithm) of each row's logits. It is
             differentiable, and counts the sink.
         return_max_logits: return also the largest logit of each head, as it enters the softmax,
@@ -173,11 +200,14 @@ def flash_attention(
         keys give empty results, or those of rows that attend nothing.
 
     Raises:
-        ValueError: shapes, dtypes, scale, soft_cap, sinks, bias, precision, mask, implementation or
-            sharding that are not as above, or sizes that the mesh does not divide.
+        ValueError: shapes, dtypes, scale, soft_cap, sinks, bias, dropout, precision, mask,
+            implementation or sharding that are not as above, or sizes that the mesh does not
+            divide.
         NotImplementedError: when lowered for CUDA, no kernel for the dtype or head dims (there
             are some for all multiples of 8 up to 512, of float32 up to 256); with
-            implementation="cuda", when lowered for another platform.
+            implementation="cuda", when lowered for another platform. A bias that is an array, or
+            dropout, above head dim 128 there; beside a plan of kind "local"; and dropout beside
+            permuted_keys=False.
 
     Under `jax.checkpoint`, the policy `save_only_these_names("packax_out", "packax_lse")`
     (`packax.CHECKPOINT_NAMES`) keeps the results, so that the backward pass does not run
@@ -219,14 +249,26 @@ def flash_attention(
         )
     check_mask(mask, query.shape, key.shape, q_len, kv_len, layout)
     built = mask.with_batch()
+    threshold = checked_rate(dropout_rate)
+    if threshold:
+        check_key(dropout_key)
 
     if not isinstance(factor, jax.Array):
         query, factor = _with_positive_scale(query, factor)
-    scores, bias_pos = scores_of(query, q_len, kv_len, factor, sinks, bias, layout)
+    scores, positions = scores_of(
+        query, q_len, kv_len, factor, sinks, bias, layout, for_sm90=not threshold
+    )
+    if scores.bias is not None:
+        check_bias_beside(mask)
+    beside = Beside(positions)
     if 0 in query.shape[:2] or 0 in key.shape[:2]:
         return _of_nothing(query, key, value, bool(return_lse), bool(return_max_logits))
-    scores, query, key, value, built, bias_pos = vary_together(
-        scores, query, key, value, built, bias_pos
+    if threshold:
+        beside = beside._replace(
+            streams=streams_of(dropout_key, query, layout), rows=rows_of(built, rows, layout)
+        )
+    scores, query, key, value, built, beside = vary_together(
+        scores, query, key, value, built, beside
     )
     call = Call(
         1.0 if isinstance(factor, jax.Array) else factor,
@@ -239,8 +281,10 @@ def flash_attention(
         precision=precision,
         return_max_logits=bool(return_max_logits),
         gather_head_groups=gather_head_groups,
+        bias_dims=() if layout is None or scores.bias is None else bias_dims(layout, scores.bias),
+        dropout_threshold=threshold,
     )
-    results = list(attention(call, (query, key, value, scores), built, bias_pos))
+    results = list(attention(call, (query, key, value, scores), built, beside))
     if return_max_logits:
         results[2] = largest(results[2], layout)
     if not return_lse:

@@ -28,6 +28,7 @@ from jax.interpreters import ad, batching, mlir
 from packax._src.context import shard
 from packax._src.context.rank_passes import Call
 from packax._src.core.mask import AttentionMask
+from packax._src.ops.score_mods import Beside
 from packax._src.ops.tangents import NO_MORE_DERIVATIVES
 
 CHECKPOINT_NAMES = ("packax_out", "packax_lse")
@@ -36,25 +37,24 @@ CHECKPOINT_NAMES = ("packax_out", "packax_lse")
 Arrays = Sequence[Any]
 
 
-def attention(call: Call, inputs: Any, mask: AttentionMask, bias_pos: Arrays) -> list[Any]:
+def attention(call: Call, inputs: Any, mask: AttentionMask, beside: Beside) -> list[Any]:
     """out (B, Sq, H, Dv), lse (B, H, Sq), and on request the rows' largest logits, like lse.
 
-    inputs: query, key, value, scores: what has a gradient. bias_pos: of rows and keys, if there
-    is a     bias that is not of their indices. The largest logits have no gradient: for
-    `jax.lax.stop_gradient`.
+    inputs: query, key, value, scores: what has a gradient. beside: arrays that have none. The
+    largest logits have no gradient: for `jax.lax.stop_gradient`.
     """
-    leaves, tree = jax.tree.flatten((inputs, mask, bias_pos))
+    leaves, tree = jax.tree.flatten((inputs, mask, beside))
     return _bind(_Attention(call, len(jax.tree.leaves(inputs)), tree), leaves)
 
 
 class _Attention(NamedTuple):
     call: Call
     inputs: int  # their leaves, which are the first operands
-    tree: Any  # of (inputs, mask, bias_pos)
+    tree: Any  # of (inputs, mask, beside)
 
     def apply(self, operands: Arrays) -> Arrays:
-        (query, key, value, scores), mask, bias_pos = jax.tree.unflatten(self.tree, operands)
-        results = shard.forward(self.call, query, key, value, scores, mask, bias_pos)
+        (query, key, value, scores), mask, beside = jax.tree.unflatten(self.tree, operands)
+        results = shard.forward(self.call, query, key, value, scores, mask, beside)
         return [x for x in results if x is not None]
 
     def named(self, results: Arrays) -> Arrays:
@@ -81,11 +81,9 @@ class _Gradients(NamedTuple):
     def apply(self, operands: Arrays) -> Arrays:
         call, tree = self.attention.call, self.attention.tree
         primals, (out, lse, dout, *rest) = _split(operands, tree.num_leaves)
-        (query, key, value, scores), mask, bias_pos = jax.tree.unflatten(tree, primals)
+        (query, key, value, scores), mask, beside = jax.tree.unflatten(tree, primals)
         (dlse,) = rest or (lse,)
-        found = shard.backward(
-            call, query, key, value, scores, out, lse, dout, dlse, mask, bias_pos
-        )
+        found = shard.backward(call, query, key, value, scores, out, lse, dout, dlse, mask, beside)
         return _chosen(call.needs_grad, jax.tree.leaves(found))
 
     def named(self, results: Arrays) -> Arrays:

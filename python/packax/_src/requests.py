@@ -166,3 +166,12 @@ def check_mask(
             f"mask has a block_mask of {jnp.shape(mask.block_mask)[-3]} heads, but query has "
             f"{heads}: give it one for each head of query, or one for all"
         )
+
+
+def check_bias_beside(mask: AttentionMask) -> None:
+    """Of a bias that is an array."""
+    if mask.private_part is not None:
+        raise NotImplementedError(
+            "a bias that is an array beside a plan of kind 'local', by which ranks have keys of "
+            "their own: make a plan of another kind, such as context_plan(..., kind='balanced')"
+        )

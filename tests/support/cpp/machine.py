@@ -65,6 +65,13 @@ POINTERS = {
     ),
     "decode_combine": "partial sums sinks q_lo q_hi out lse",
 }
+ADDED = "bias dropout_streams dropout_rows"
+for _name in ("forward", "backward_dkdv", "backward_dq"):
+    POINTERS[f"{_name}_bias"] = f"{POINTERS[f'{_name}_fallback']} {ADDED}"
+POINTERS["backward_dbias"] = (
+    f"query key value dout lse delta dbias {ROWS.removesuffix(' q_order')} block_mask scales "
+    f"slopes q_bias_pos kv_bias_pos {ADDED}"
+)
 CAPPED = ("forward_sm90", "backward_sm90", "backward_dkdv_sm90", "backward_dq_sm90")
 POINTERS |= {f"{kernel}_soft_cap": POINTERS[kernel] for kernel in CAPPED}
 MAPPED = {
@@ -113,6 +120,16 @@ SCALARS = {
     "decode": DECODE,
     "decode_tall": DECODE,
     "decode_combine": "has_sinks batch sink_batch q_len kv_len heads v_eighths splits",
+}
+OF_BIAS = "bias_kind bias_axes dropout_threshold dropout_rows_batch"
+SCALARS |= {
+    kernel: f"scale:f soft_cap:f inverse_keep:f segment_check {flag}{OF_BIAS} {GENERAL}"
+    for kernel, flag in (
+        ("forward_bias", ""),
+        ("backward_dkdv_bias", ""),
+        ("backward_dq_bias", "has_score_grads "),
+        ("backward_dbias", ""),
+    )
 }
 SCALARS |= {f"{kernel}_soft_cap": ATTENTION.replace(" ", " soft_cap:f ", 1) for kernel in CAPPED}
 OF_A_MAP = "mask_batch block_mask_batch block_mask_heads q_block kv_block"
@@ -165,6 +182,13 @@ KERNELS = {
         "backward_delta_fallback",
         "backward_dkdv_fallback",
         "backward_dq_fallback",
+    ],
+    "forward_bias": ["forward_bias"],
+    "backward_bias": [
+        "backward_delta_fallback",
+        "backward_dkdv_bias",
+        "backward_dq_bias",
+        "backward_dbias",
     ],
     "documents": ["documents_init", "documents_runs", "documents_rows"],
     "blocks": ["blocks_rows", "blocks_keys", "blocks_order"],
@@ -256,7 +280,7 @@ class Machine:
         return self.has("backward_apart")
 
     def kernels(self, name):
-        """What packax_<name>_v1 launches on device 0, in order."""
+        """What the target of that name launches on device 0, in order."""
         return (SM90 if self.has_sm90() else {}).get(name) or KERNELS[name]
 
     def forward_of(self, s):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+from cpp.bias_calls import backward_bias, forward_bias
 from cpp.call_frame import DTYPES, Array
 from cpp.calls import CALLS, Call, Sizes
 from cpp.machine import SPEC, Machine
@@ -57,7 +58,8 @@ def changed_array(rng: random.Random, array: Array) -> Array:
 def made_up(rng: random.Random, machine: Machine) -> Call:
     """A good call with up to three changes; a length changed everywhere, too."""
     machine = replace(machine, variant=rng.choice(FORWARDS))
-    call = CALLS[rng.choice(list(CALLS))](machine, sizes(rng))
+    calls = CALLS | {"forward_bias": forward_bias, "backward_bias": backward_bias}
+    call = calls[rng.choice(list(calls))](machine, sizes(rng))
     arrays = {**call.operands, **call.results}
     if rng.random() < 0.4:  # one size, wherever it occurs
         old = rng.choice([n for a in arrays.values() for n in a.shape] or [0])

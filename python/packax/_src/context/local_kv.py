@@ -29,10 +29,10 @@ from packax._src.core.mask import AttentionMask
 
 
 def forward(
-    call: Call, scores, query, key, value, mask, bias_pos
+    call: Call, scores, query, key, value, mask, beside
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """out, lse and the largest logits, if asked for."""
-    private, *shared = _parts(call, scores, query, key, value, mask, bias_pos)
+    private, *shared = _parts(call, scores, query, key, value, mask, beside)
     private.groups.sent = _all_sent(shared)
     out, lse, top = forward_groups(call, *private)
     for part in shared:
@@ -45,11 +45,11 @@ def forward(
 
 
 def backward(
-    call: Call, scores, query, key, value, mask, bias_pos, out, lse, dout, dlse
+    call: Call, scores, query, key, value, mask, beside, out, lse, dout, dlse
 ) -> tuple[Any, ...]:
     """The gradients of query, key and value, and what rows add to those of scale and slopes."""
     results = (out, lse, dout, dlse)
-    private, *shared = _parts(call, scores, query, key, value, mask, bias_pos, results)
+    private, *shared = _parts(call, scores, query, key, value, mask, beside, results)
     own, others = Gradients(), []
     halves = iter(range(private.groups.number))
     if shared and private.groups.number > 1:
@@ -71,14 +71,14 @@ def backward(
         private.groups.sent_back = zero_after(*to_send)
     for group in halves:
         own.add(*backward_group(call, private.groups, group, private.rows, own.dq))
-    dq, dk, dv, of_scores = own.whole()
+    dq, dk, dv, of_scores, _ = own.whole()
     for more in others:
-        *found, more_scores = more.whole()
+        *found, more_scores, _ = more.whole()
         pairs = zip((dq, dk, dv), found, strict=True)
         dq, dk, dv = (_on_first(jnp.add, x, first, 1) for x, first in pairs)
         of_scores = None if of_scores is None else of_scores + more_scores
     groups = private.groups
-    return dq, groups.summed(dk, key), groups.summed(dv, value), of_scores
+    return dq, groups.summed(dk, key), groups.summed(dv, value), of_scores, None
 
 
 class _Part(NamedTuple):
@@ -89,7 +89,7 @@ class _Part(NamedTuple):
 
 
 def _parts(
-    call: Call, scores, query, key, value, mask, bias_pos, results: Arrays = ()
+    call: Call, scores, query, key, value, mask, beside, results: Arrays = ()
 ) -> list[_Part]:
     """In the order in which they are attended: private rows, then what is shared by the fewest.
 
@@ -118,11 +118,13 @@ def _parts(
             starts=of.gathers,
             beside=private,
         )
-        own_bias: Arrays = ()
-        if bias_pos:
-            own_bias = first(bias_pos[0]), _of_keys(call, mask, of, bias_pos[1], number)
+        own_beside = beside
+        if beside.positions:
+            rows, keys = beside.positions
+            positions = first(rows), _of_keys(call, mask, of, keys, number)
+            own_beside = beside._replace(positions=positions)
         own_results = tuple(first(x, 1 if x.ndim == 4 else 2) for x in results)
-        made.append(_Part(groups, Rows(own_query, scores, of, own_bias, *own_results)))
+        made.append(_Part(groups, Rows(own_query, scores, of, own_beside, *own_results)))
     return made
 
 
@@ -145,12 +147,12 @@ def _of_keys(call: Call, mask: AttentionMask, of: AttentionMask, x: jax.Array, n
     return take_chunks(of.kv_plan[:, 1], 1, as_gathered(x, layout, of.gathers))
 
 
-def _in_plans_order(call: Call, mask: AttentionMask, bias_pos: jax.Array) -> jax.Array:
+def _in_plans_order(call: Call, mask: AttentionMask, positions: jax.Array) -> jax.Array:
     """(batch, ranks, rows of each), from those of all keys in the order of the sequence."""
     assert call.layout is not None and mask.kv_plan is not None
-    batch = max(len(bias_pos), len(mask.kv_plan))
-    bias_pos = jnp.broadcast_to(bias_pos, (batch, bias_pos.shape[1]))
-    moved = take_chunks(mask.kv_plan[:, 0], 1, bias_pos)
+    batch = max(len(positions), len(mask.kv_plan))
+    positions = jnp.broadcast_to(positions, (batch, positions.shape[1]))
+    moved = take_chunks(mask.kv_plan[:, 0], 1, positions)
     return moved.reshape(batch, call.layout.size(call.layout.context), -1)
 
 

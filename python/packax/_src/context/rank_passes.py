@@ -11,7 +11,7 @@ from packax._src.context.all_gather_kv import Groups
 from packax._src.core.mask import AttentionMask
 from packax._src.core.sharding import HeadGroups, Layout
 from packax._src.ops import head_groups
-from packax._src.ops.score_mods import Scores
+from packax._src.ops.score_mods import Beside, Scores
 
 Arrays = tuple[jax.Array, ...]
 
@@ -30,6 +30,13 @@ class Call(NamedTuple):
     return_max_logits: bool = False
     precision: jax.lax.Precision = jax.lax.Precision.DEFAULT
     gather_head_groups: HeadGroups = None
+    bias_dims: tuple[Any, ...] = ()  # the mesh axes that a bias has
+    dropout_threshold: int = 0  # of 2^32: probabilities whose word is below are dropped
+
+    def scores_need(self, scores: Scores) -> Scores:
+        """Of which of these a gradient is needed."""
+        tree = jax.tree.structure(scores)
+        return jax.tree.unflatten(tree, self.needs_grad[3:])
 
 
 class Rows(NamedTuple):
@@ -38,7 +45,7 @@ class Rows(NamedTuple):
     query: jax.Array
     scores: Scores
     mask: AttentionMask
-    bias_pos: Arrays
+    beside: Beside
     # Of the backward pass: the results and their cotangents.
     out: Any = None
     lse: Any = None
@@ -47,38 +54,39 @@ class Rows(NamedTuple):
 
 
 def forward(
-    call: Call, scores, query, key, value, mask, bias_pos
+    call: Call, scores, query, key, value, mask, beside
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """out, lse and the largest logits, if asked for, of rows that attend keys of all ranks."""
     groups = Groups(call.layout, call.gather_head_groups, query, key, value, mask.kv_plan)
-    return forward_groups(call, groups, Rows(query, scores, mask, bias_pos))
+    return forward_groups(call, groups, Rows(query, scores, mask, beside))
 
 
 def backward(
-    call: Call, scores, query, key, value, mask, bias_pos, out, lse, dout, dlse
+    call: Call, scores, query, key, value, mask, beside, out, lse, dout, dlse
 ) -> tuple[Any, ...]:
-    """The gradients of query, key and value, and what rows add to those of scale and slopes."""
+    """The gradients of query, key and value, what rows add to those of scale and slopes, and that
+    of the bias."""
     gathered = (call.gather_head_groups, query, key, value, mask.kv_plan)
     groups = Groups(call.layout, *gathered, backward=True)
-    rows = Rows(query, scores, mask, bias_pos, out, lse, dout, dlse)
+    rows = Rows(query, scores, mask, beside, out, lse, dout, dlse)
     found = Gradients()
     for group in range(groups.number):
         found.add(*backward_group(call, groups, group, rows, found.dq))
-    dq, dk, dv, of_scores = found.whole()
-    return dq, groups.summed(dk, key), groups.summed(dv, value), of_scores
+    dq, dk, dv, *others = found.whole(scores.bias)
+    return dq, groups.summed(dk, key), groups.summed(dv, value), *others
 
 
 def forward_groups(
     call: Call, groups: Groups, rows: Rows
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """out, lse, and the largest logits, if asked for, of all groups."""
-    query, scores, mask, bias_pos = rows[:4]
+    query, scores, mask, beside = rows[:4]
     out = None
     lses: list[jax.Array] = []
     tops: list[jax.Array] = []
     for group in range(groups.number):
         keys, values = groups.next()
-        extras = _extras(call, scores, bias_pos, groups, group)
+        extras = _extras(call, scores, beside, groups, group)
         out, lse, *top = head_groups.forward(
             groups.heads_of(query.shape[2], group),
             out,
@@ -86,14 +94,15 @@ def forward_groups(
             keys,
             values,
             *groups.mask(mask, group).operands("forward"),
-            *extras,
+            *extras.values(),
             scale=call.scale,
             soft_cap=call.soft_cap,
             precision=call.precision,
             segment_check=mask.segment_check,
             block_size=mask.block_size,
             max_logits=call.return_max_logits,
-            extras=len(extras),
+            extras=tuple(extras),
+            dropout_threshold=call.dropout_threshold,
             implementation=call.implementation,
         )
         tops += top
@@ -111,28 +120,45 @@ class Gradients:
         self.keys: list[jax.Array] = []
         self.values: list[jax.Array] = []
         self.scores: list[jax.Array] = []
+        self.biases: list[jax.Array] = []
 
-    def add(self, dq: jax.Array, dk: jax.Array, dv: jax.Array, *scores: jax.Array) -> None:
+    def add(
+        self,
+        dq: jax.Array,
+        dk: jax.Array,
+        dv: jax.Array,
+        scores: jax.Array | None,
+        bias: jax.Array | None,
+    ) -> None:
         self.dq = dq
         self.keys.append(dk)
         self.values.append(dv)
-        self.scores += scores
+        self.scores += [] if scores is None else [scores]
+        self.biases += [] if bias is None else [bias]
 
-    def whole(self) -> tuple[Any, ...]:
-        """dq, dk and dv of all heads, and (H, 2) of scale and slopes or None."""
+    def whole(self, bias: jax.Array | None = None) -> tuple[Any, ...]:
+        """dq, dk and dv of all heads, (H, 2) of scale and slopes or None, that of `bias` or
+        None."""
         scores = _joined(self.scores, 1).sum(axis=(0, 3)) if self.scores else None
-        return self.dq, _joined(self.keys, 2), _joined(self.values, 2), scores
+        of_bias = None
+        if self.biases and bias is not None:
+            one_for_all = bias.shape[1] == 1
+            of_bias = sum(self.biases[1:], self.biases[0]) if one_for_all else None
+            of_bias = _joined(self.biases, 1) if of_bias is None else of_bias
+        return self.dq, _joined(self.keys, 2), _joined(self.values, 2), scores, of_bias
 
 
 def backward_group(
     call: Call, groups: Groups, group: int, rows: Rows, dq: jax.Array | None
 ) -> tuple[Any, ...]:
-    """The gradients of query, on the others', of keys and values, and what there is of scores."""
-    query, scores, mask, bias_pos, out, lse, dout, dlse = rows
-    needs_grad = call.needs_grad[3 + (scores.sinks is not None) :]
+    """The gradients of query, on the others', of keys and values, and what there is of scores and
+    of the bias, or None."""
+    query, scores, mask, beside, out, lse, dout, dlse = rows
+    needs = call.scores_need(scores)
+    score_grads, bias_grad = bool(needs.scale or needs.slopes), bool(needs.bias)
     keys, values = groups.next()
-    extras = _extras(call, scores, bias_pos, groups, group)
-    dq, dk, dv, *score_grad = head_groups.backward(
+    extras = _extras(call, scores, beside, groups, group)
+    dq, dk, dv, *others = head_groups.backward(
         groups.heads_of(query.shape[2], group),
         dq,
         query,
@@ -143,14 +169,16 @@ def backward_group(
         dout,
         groups.rows(dlse, group, 1),
         *groups.mask(mask, group).operands("backward"),
-        *extras,
+        *extras.values(),
         scale=call.scale,
         soft_cap=call.soft_cap,
         precision=call.precision,
         segment_check=mask.segment_check,
         block_size=mask.block_size,
-        score_grads=scores.any_in_kernels() and any(needs_grad),
-        extras=len(extras),
+        score_grads=score_grads,
+        bias_grad=bias_grad,
+        extras=tuple(extras),
+        dropout_threshold=call.dropout_threshold,
         has_dlse=call.return_lse,
         deterministic=call.deterministic,
         needs_grad=call.needs_grad[:3],
@@ -159,22 +187,32 @@ def backward_group(
     # Not dq if there is another: the next group writes into it, which a look at it would put off.
     made = [x for x, there in zip((dk, dv), call.needs_grad[1:3], strict=True) if there]
     groups.gather_after((made or [dq])[0])
-    return dq, *groups.scatter(dk, dv), *score_grad
+    of_scores = others.pop(0) if score_grads else None
+    return dq, *groups.scatter(dk, dv), of_scores, others.pop(0) if bias_grad else None
 
 
-def _extras(call: Call, scores: Scores, bias_pos: Any, groups: Groups, group: int) -> Arrays:
-    """The operands of the primitives behind the mask's: scales, then slopes and bias_pos."""
-    if not scores.any_in_kernels():
-        return ()
-    real = jnp.float32 if scores.slopes is None else scores.slopes.dtype
-    scale = jnp.full((1,), call.scale, real) if scores.scale is None else scores.scale
-    if scores.slopes is None:
-        return (scale,)
-    slopes = groups.rows(scores.slopes, group, 1)
-    if not bias_pos:
-        return scale, slopes
-    batch = max(x.shape[0] for x in bias_pos)
-    return scale, *(jnp.broadcast_to(x, (batch, x.shape[1])) for x in (slopes, *bias_pos))
+def _extras(
+    call: Call, scores: Scores, beside: Beside, groups: Groups, group: int
+) -> dict[str, jax.Array]:
+    """The operands of the primitives behind the mask's, by name and in order."""
+    made: dict[str, jax.Array] = {}
+    if scores.scale is not None or scores.slopes is not None:
+        real = jnp.float32 if scores.slopes is None else scores.slopes.dtype
+        made["scales"] = jnp.full((1,), call.scale, real) if scores.scale is None else scores.scale
+    if scores.slopes is not None:
+        made["slopes"] = groups.rows(scores.slopes, group, 1)
+        if beside.positions:
+            batch = max(x.shape[0] for x in beside.positions)
+            named = (made["slopes"], *beside.positions)
+            for name, x in zip(("slopes", "q_bias_pos", "kv_bias_pos"), named, strict=True):
+                made[name] = jnp.broadcast_to(x, (batch, x.shape[1]))
+    if scores.bias is not None:
+        one_for_all = scores.bias.shape[1] == 1
+        made["bias"] = scores.bias if one_for_all else groups.rows(scores.bias, group, 1)
+    if beside.streams is not None:
+        made["dropout_streams"] = groups.rows(beside.streams, group, 1)
+        made["dropout_rows"] = beside.rows
+    return made
 
 
 def _joined(parts: list[jax.Array], axis: int) -> jax.Array:

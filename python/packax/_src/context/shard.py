@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 
 from packax._src.context import local_kv, rank_passes
-from packax._src.context.rank_passes import Arrays, Call
+from packax._src.context.rank_passes import Call
 from packax._src.core.jax_compat import vary_together
 from packax._src.core.mask import AttentionMask
 from packax._src.core.sharding import Layout
-from packax._src.ops.score_mods import Scores, add_sinks, bias_pos_specs, sinks_gradient, summed
+from packax._src.ops.score_mods import Beside, Scores, add_sinks, sinks_gradient, summed
 
 
 def forward(
@@ -31,14 +31,11 @@ def forward(
     value: jax.Array,
     scores: Scores,
     mask: AttentionMask,
-    bias_pos: Arrays,
+    beside: Beside,
 ) -> tuple[Any, ...]:
-    """out (B, Sq, H, Dv), lse (B, H, Sq), and the rows' largest logits like lse, on request.
-
-    `bias_pos`: of rows and keys, if there is a bias and they are not just their indices.
-    """
+    """out (B, Sq, H, Dv), lse (B, H, Sq), and the rows' largest logits like lse, on request."""
     function = _forward if call.layout is None else _forward_of_ranks
-    return function(call, query, key, value, scores, mask, bias_pos)
+    return function(call, query, key, value, scores, mask, beside)
 
 
 def backward(
@@ -52,36 +49,36 @@ def backward(
     dout: jax.Array,
     dlse: jax.Array,
     mask: AttentionMask,
-    bias_pos: Arrays,
+    beside: Beside,
 ) -> tuple[jax.Array, jax.Array, jax.Array, Scores]:
     """The gradients of query, key, value and scores, sharded as they are.
 
     Those that call.needs_grad does not say may hold anything. `dlse`: lse if there is none.
     """
     function = _backward if call.layout is None else _backward_of_ranks
-    return function(call, query, key, value, scores, out, lse, dout, dlse, mask, bias_pos)
+    return function(call, query, key, value, scores, out, lse, dout, dlse, mask, beside)
 
 
 # jit, so that outside of jit it is one program and not one for every operation and collective.
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def _forward_of_ranks(call: Call, query, key, value, scores, mask, bias_pos) -> tuple[Any, ...]:
+def _forward_of_ranks(call: Call, query, key, value, scores, mask, beside) -> tuple[Any, ...]:
     assert call.layout is not None
-    q_spec, kv_spec, lse_spec, *others = _specs(call.layout, scores, mask, bias_pos)
+    q_spec, kv_spec, lse_spec, *others = _specs(call.layout, scores, mask, beside)
     mapped = _shard_map(
         call.layout,
         lambda *operands: _forward(call, *operands),
         (q_spec, kv_spec, kv_spec, *others),
         (q_spec, lse_spec, lse_spec if call.return_max_logits else None),
     )
-    return mapped(query, key, value, scores, mask, bias_pos)
+    return mapped(query, key, value, scores, mask, beside)
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _backward_of_ranks(
-    call: Call, query, key, value, scores, out, lse, dout, dlse, mask, bias_pos
+    call: Call, query, key, value, scores, out, lse, dout, dlse, mask, beside
 ) -> tuple[Any, ...]:
     assert call.layout is not None
-    q_spec, kv_spec, lse_spec, score_specs, *others = _specs(call.layout, scores, mask, bias_pos)
+    q_spec, kv_spec, lse_spec, score_specs, *others = _specs(call.layout, scores, mask, beside)
     rows = (q_spec, lse_spec, q_spec, lse_spec)
     mapped = _shard_map(
         call.layout,
@@ -89,13 +86,11 @@ def _backward_of_ranks(
         (q_spec, kv_spec, kv_spec, score_specs, *rows, *others),
         (q_spec, kv_spec, kv_spec, score_specs),
     )
-    return mapped(query, key, value, scores, out, lse, dout, dlse, mask, bias_pos)
+    return mapped(query, key, value, scores, out, lse, dout, dlse, mask, beside)
 
 
-def _specs(
-    layout: Layout, scores: Scores, mask: AttentionMask, bias_pos: Arrays
-) -> tuple[Any, ...]:
-    """Of query, key and value, log-sum-exps, scores, mask and bias_pos."""
+def _specs(layout: Layout, scores: Scores, mask: AttentionMask, beside: Beside) -> tuple[Any, ...]:
+    """Of query, key and value, log-sum-exps, scores, mask and beside."""
     batch, context, heads = layout.batch, layout.context, layout.heads
     return (
         layout.spec(batch, context, heads),
@@ -103,7 +98,7 @@ def _specs(
         layout.spec(batch, heads, context),
         scores.specs(layout),
         mask.specs(layout.spec, batch, context, heads),
-        bias_pos_specs(layout, bias_pos),
+        beside.specs(layout),
     )
 
 
@@ -120,9 +115,9 @@ def _shard_map(layout: Layout, function: Callable[..., Any], in_specs: Any, out_
     )
 
 
-def _forward(call: Call, query, key, value, scores, mask, bias_pos) -> tuple[Any, ...]:
+def _forward(call: Call, query, key, value, scores, mask, beside) -> tuple[Any, ...]:
     """On one rank."""
-    operands = vary_together(scores, query, key, value, mask, bias_pos)
+    operands = vary_together(scores, query, key, value, mask, beside)
     scores = operands[0]
     out, lse, top = _by_parts(operands[4], rank_passes.forward, local_kv.forward, call, operands)
     if scores.sinks is not None:
@@ -131,17 +126,19 @@ def _forward(call: Call, query, key, value, scores, mask, bias_pos) -> tuple[Any
 
 
 def _backward(
-    call: Call, query, key, value, scores, out, lse, dout, dlse, mask, bias_pos
+    call: Call, query, key, value, scores, out, lse, dout, dlse, mask, beside
 ) -> tuple[Any, ...]:
     """On one rank."""
-    scores, query, key, value, out, lse, dout, dlse, mask, bias_pos = vary_together(
-        scores, query, key, value, out, lse, dout, dlse, mask, bias_pos
+    scores, query, key, value, out, lse, dout, dlse, mask, beside = vary_together(
+        scores, query, key, value, out, lse, dout, dlse, mask, beside
     )
     if call.layout is not None and call.layout.several(call.layout.kv_context):
         # Else XLA sees the forward's gathers here, and keeps the gathered keys for the backward.
         key, value, dout = jax.lax.optimization_barrier((key, value, dout))
-    operands = (scores, query, key, value, mask, bias_pos, out, lse, dout, dlse)
-    dq, dk, dv, parts = _by_parts(mask, rank_passes.backward, local_kv.backward, call, operands)
+    operands = (scores, query, key, value, mask, beside, out, lse, dout, dlse)
+    dq, dk, dv, parts, dbias = _by_parts(
+        mask, rank_passes.backward, local_kv.backward, call, operands
+    )
     dscores = jax.tree.map(jnp.zeros_like, scores)  # for those that nobody wants
     if scores.sinks is not None:
         dlse = dlse if call.return_lse else None
@@ -151,7 +148,9 @@ def _backward(
             dscores = dscores._replace(scale=parts[:, 0].sum()[None])
         if scores.slopes is not None:
             dscores = dscores._replace(slopes=parts[:, 1][None])
-    return dq, dk, dv, summed(call.layout, dscores)
+    if dbias is not None:
+        dscores = dscores._replace(bias=dbias)
+    return dq, dk, dv, summed(call.layout, dscores, call.bias_dims)
 
 
 def _by_parts(mask: AttentionMask, gathered: Any, local: Any, call: Call, operands: Any) -> Any:

@@ -15,9 +15,8 @@ from packax._src.core.mask import Pass
 from packax._src.core.precision import is_exact
 from packax._src.core.shapes import BLOCK, INT_MAX, ceil_div, is_symbolic
 from packax._src.ops import ffi
-from packax._src.ops.operands import call_names, named
+from packax._src.ops.operands import call_names, named, of_indices, version
 from packax._src.ops.partitioning import plain
-from packax._src.ops.primitives import OF_INDICES
 from packax._src.ops.rules import ABSENT, COUNTER, array, ffi_call, made_constant, zeros
 
 
@@ -49,32 +48,39 @@ def backward(ctx, operands, params: Any, group: HeadGroup = _ALL_HEADS):
     algorithm = choose_algorithm(query, avals["value"], params, ffi.for_export(ctx))
     elements = workspace_size(algorithm, query, avals["q_lo"].shape[0])
 
-    # The kernel of dq makes score_grads, and the fused one writes dk and dv with dq's sum.
-    dq, dkv = needs_grad[0] or score_grads, algorithm == "sm90_fused" or any(needs_grad[1:])
-    written = (dq, dkv, dkv, *[True] * (len(ctx.avals_out) - 3))
+    # The kernel of dq makes score_grads, and the fused one writes dk and dv with dq's sum. A call
+    # of the second version has dbias in front.
     nothing = array(0, dtype=query.dtype)
-    avals_out = [x if w else nothing for x, w in zip(ctx.avals_out, written, strict=True)]
+    dq, dkv = needs_grad[0] or score_grads, algorithm == "sm90_fused" or any(needs_grad[1:])
+    written = (dq, dkv, dkv)
+    tensors = [x if w else nothing for x, w in zip(ctx.avals_out, written, strict=False)]
+    others = list(ctx.avals_out[3:])
+    of_bias = [others.pop() if params["bias_grad"] else ABSENT] * (version(params) > 1)
+    avals_out = [*of_bias, *tensors, *(others or [ABSENT])]
     made = _call(
         ctx.replace(avals_out=avals_out),
         "backward",
         operands,
         params,
         group,
-        (*(() if score_grads else (ABSENT,)), array(elements)),
+        (array(elements),),
         algorithm=algorithm,
         needs_grad=np.int32(needs_grad[0] + 2 * any(needs_grad[1:])),
     )
-    return [
+    dbias, gradients = made[: len(of_bias)], made[len(of_bias) :]
+    results = [
         x if w else zeros(ctx, plain(aval))  # not used, so never made
-        for x, w, aval in zip(made, written, ctx.avals_out, strict=True)
+        for x, w, aval in zip(gradients, written, ctx.avals_out, strict=False)
     ]
+    results += gradients[3:] if score_grads else []
+    return [*results, *(dbias if params["bias_grad"] else [])]
 
 
 def _call(ctx, direction: Pass, operands, params: Any, group, workspace, **attributes: Any):
     avals, values = (named(direction, x, params) for x in (ctx.avals_in, operands))
     if direction == "backward" and not params["has_dlse"]:
         del values["dlse"]
-    if params["extras"] == OF_INDICES:  # the sm90 kernels need none, the fallback ones arrays
+    if of_indices(params):  # the sm90 kernels need none, the fallback ones arrays
         for name, rows in (("q_bias_pos", "query"), ("kv_bias_pos", "key")):
             shape = (avals["slopes"].shape[0], avals[rows].shape[1])
             avals[name] = array(*shape, dtype=jnp.int32)
@@ -82,11 +88,14 @@ def _call(ctx, direction: Pass, operands, params: Any, group, workspace, **attri
     if group.before is not None:
         avals["before"], values["before"] = group.before
     absent = zeros(ctx, ABSENT)
-    names = call_names(direction)
+    number = version(params)
+    names = call_names(direction, number)
+    if number > 1:
+        attributes["dropout_threshold"] = np.int64(params["dropout_threshold"])
     q_block, kv_block = params["block_size"] or (0, 0)
     return ffi_call(
         ctx.replace(avals_in=[avals[x] if x in values else ABSENT for x in names]),
-        f"packax_{direction}_v1",
+        f"packax_{direction}_v{number}",
         [values.get(x, absent) for x in names],
         workspace,
         # The first result is where it was before, so that nothing copies the other heads.
@@ -96,7 +105,7 @@ def _call(ctx, direction: Pass, operands, params: Any, group, workspace, **attri
         segment_check=np.int32(params["segment_check"]),
         q_block=np.int32(q_block),
         kv_block=np.int32(kv_block),
-        bias_of_indices=np.int32(params["extras"] == OF_INDICES),
+        bias_of_indices=np.int32(of_indices(params)),
         float32_products=np.int32(is_exact(params["precision"])),
         first_head=np.int32(group.first),
         heads=np.int32(group.heads),
@@ -140,11 +149,12 @@ def _suffix(params: Any) -> str | None:
     """Of the names of the sm90 kernels: with one option, or none; None: there are none."""
     if params["score_grads"]:
         return None
-    suffixes = {
-        (False, False, 0): "",
-        (True, False, 0): "_soft_cap",
-        (False, True, 0): "_block_lists",
-        (False, False, OF_INDICES): "_alibi",
+    alibi = ("scales", "slopes")
+    suffixes: dict[Any, str] = {
+        (False, False, ()): "",
+        (True, False, ()): "_soft_cap",
+        (False, True, ()): "_block_lists",
+        (False, False, alibi): "_alibi",
     }
     return suffixes.get((bool(params["soft_cap"]), bool(params["block_size"]), params["extras"]))
 

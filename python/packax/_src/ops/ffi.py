@@ -82,15 +82,20 @@ def has_kernels(query: Any, key: Any, value: Any) -> bool:
     )
 
 
-def _rows(direction: str, fallback: bool) -> list[Any]:
-    assert ext is not None
-    suffix = "_fallback" if fallback else ""
+def _names(direction: str, fallback: bool, with_bias: bool) -> list[str]:
+    """With a bias that is an array, or dropout, a backward has one kernel more."""
+    suffix = "_bias" if with_bias else "_fallback" if fallback else ""
     names = [name + suffix for name in _KERNELS[direction]]
-    return [row for row in ext.variants() if row["kernel"] in names]
+    return [*names, "backward_dbias"] if with_bias and direction == "backward" else names
 
 
 def found(
-    direction: str, query: Any, value: Any, fallback: bool, float32_products: bool = True
+    direction: str,
+    query: Any,
+    value: Any,
+    fallback: bool,
+    float32_products: bool = True,
+    with_bias: bool = False,
 ) -> bool:
     """Whether this build has all kernels of a direction: for just these head dims, or any up to
     some.
@@ -100,12 +105,14 @@ def found(
     dtype, dims = kernel_dtype(query.dtype, float32_products), (query.shape[3], value.shape[3])
     if fallback and any(dim % _MULTIPLE for dim in dims):
         return False
+    assert ext is not None
+    names = _names(direction, fallback, with_bias)
     by_dims: dict[tuple[int, int], set[str]] = {}
-    for row in _rows(direction, fallback):
-        if row["dtype"] == dtype:
+    for row in ext.variants():
+        if row["dtype"] == dtype and row["kernel"] in names:
             by_dims.setdefault((row["qk_dim"], row["v_dim"]), set()).add(row["kernel"])
     return any(
-        len(kernels) == len(_KERNELS[direction])
+        len(kernels) == len(names)
         and (have[0] >= dims[0] and have[1] >= dims[1] if fallback else have == dims)
         for have, kernels in by_dims.items()
     )
@@ -118,15 +125,24 @@ def kernel_dtype(dtype: Any, float32_products: bool) -> str | None:
 
 
 def require_kernels(
-    direction: str, query: Any, value: Any, fallback: bool = False, float32_products: bool = True
+    direction: str,
+    query: Any,
+    value: Any,
+    fallback: bool = False,
+    float32_products: bool = True,
+    with_bias: bool = False,
 ) -> None:
     """Which GPU it will be is not known yet: C++ checks that, this the rest of the table."""
     require_extension()
-    if found(direction, query, value, fallback, float32_products):
+    if found(direction, query, value, fallback, float32_products, with_bias):
         return
-    have = _rows(direction, fallback)
+    assert ext is not None
+    names = _names(direction, fallback, with_bias)
+    have = [row for row in ext.variants() if row["kernel"] in names]
     text = listed(have)
-    if fallback and not have:
+    if with_bias:
+        text += ", of those with a bias that is an array, or dropout"
+    elif fallback and not have:
         text += ", of those that take soft_cap, bias, an array's scale, max logits, any head dim, "
         text += "block_sparse masks"
     up_to = f", and all multiples of {_MULTIPLE} up to them" if fallback and have else ""

@@ -45,9 +45,8 @@ def _forward_shapes(*operands, heads, begins, max_logits, **static):
 
 
 @backward_heads_p.def_abstract_eval
-def _backward_shapes(*operands, heads, begins, score_grads, **static):
-    _, (query, key, value, *_) = _without_before(operands, begins)
-    return backward_results(query, key, value, heads, score_grads)
+def _backward_shapes(*operands, heads, begins, **params):
+    return backward_results(_without_before(operands, begins)[1], heads, params)
 
 
 def forward(own: range, before: jax.Array | None, query: jax.Array, *operands, **params) -> Any:

@@ -20,9 +20,10 @@ from packax._src.ops import (
     low_occupancy,
     partition_rules,
     xla_attention,
+    xla_scores,
     xla_tiles,
 )
-from packax._src.ops.operands import TENSORS, named
+from packax._src.ops.operands import TENSORS, named, version
 from packax._src.ops.primitives import backward_p, forward_p
 from packax._src.ops.rules import lower_xla, register, run_once, without_kernels
 
@@ -32,7 +33,7 @@ if ffi.ext is not None:
 
 TARGETS = (
     *("packax_documents_v1", "packax_blocks_v1", "packax_forward_v1", "packax_backward_v1"),
-    "packax_decode_v1",
+    *("packax_decode_v1", "packax_forward_v2", "packax_backward_v2"),
 )
 
 
@@ -52,13 +53,14 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
 
 def _mask_and_extras(of):
     """Of the operands by name, as xla_attention takes them."""
-    mask, extras = xla_tiles.Mask, xla_attention.Extras
+    mask, extras = xla_tiles.Mask, xla_scores.Extras
     return (kind(**{x: of[x] for x in kind._fields if x in of}) for kind in (mask, extras))
 
 
 def xla_forward(
-    *operands, scale, soft_cap, precision, segment_check, max_logits, block_size, extras
-):
+    *operands, scale, soft_cap, precision, segment_check, max_logits, block_size, extras,
+    dropout_threshold,
+):  # fmt: skip
     of = named("forward", operands, {"block_size": block_size, "extras": extras})
     out, lse, row_max = xla_attention.forward(
         *(of[x] for x in TENSORS["forward"]),
@@ -68,19 +70,20 @@ def xla_forward(
         precision=precision,
         segment_check=segment_check,
         block_size=block_size,
+        dropout_threshold=dropout_threshold,
     )
     return (out, lse, row_max) if max_logits else (out, lse)
 
 
 def xla_backward(
     *operands, scale, soft_cap, precision, segment_check, has_dlse, deterministic, score_grads,
-    block_size, extras, needs_grad,
+    bias_grad, block_size, extras, dropout_threshold, needs_grad,
 ):  # fmt: skip
     of = named("backward", operands, {"block_size": block_size, "extras": extras})
     if not has_dlse:
         of["dlse"] = None
     # One order of sums in any case.
-    *gradients, parts = xla_attention.backward(
+    *gradients, parts, dbias = xla_attention.backward(
         *(of[x] for x in TENSORS["backward"]),
         *_mask_and_extras(of),
         scale=scale,
@@ -88,9 +91,12 @@ def xla_backward(
         precision=precision,
         segment_check=segment_check,
         block_size=block_size,
+        dropout_threshold=dropout_threshold,
         needs_grad=needs_grad,
+        bias_grad=bias_grad,
     )
-    return (*gradients, parts) if score_grads else gradients
+    others = ((parts, score_grads), (dbias, bias_grad))
+    return (*gradients, *(x for x, asked in others if asked))
 
 
 FORWARD_PARAMS = (
@@ -101,10 +107,11 @@ FORWARD_PARAMS = (
     "max_logits",
     "block_size",
     "extras",
+    "dropout_threshold",
 )
 BACKWARD_PARAMS = (
     *("scale", "soft_cap", "precision", "segment_check", "has_dlse", "deterministic"),
-    *("score_grads", "block_size", "extras", "needs_grad"),
+    *("score_grads", "bias_grad", "block_size", "extras", "dropout_threshold", "needs_grad"),
 )
 _forward_xla = lower_xla(xla_forward, FORWARD_PARAMS)
 _backward_xla = lower_xla(xla_backward, BACKWARD_PARAMS)
@@ -128,7 +135,8 @@ def _forward_cuda(ctx, *operands, implementation, **params):
 def _require_kernels(direction: Pass, query: Any, value: Any, params: Any) -> None:
     fallback = takes_fallback(direction, query, value, params)
     float32_products = not fallback or is_exact(params["precision"])
-    ffi.require_kernels(direction, query, value, fallback, float32_products)
+    with_bias = version(params) > 1
+    ffi.require_kernels(direction, query, value, fallback, float32_products, with_bias)
 
 
 def _merged(query: Any, key: Any, params: Any) -> bool:

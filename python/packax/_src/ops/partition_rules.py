@@ -20,20 +20,21 @@ def blocks(*operands, **_) -> Dims:
 
 
 def forward(query, key, value, *others, block_size, extras, max_logits, **_) -> Dims:
-    rest = _behind_tensors(query, others, 2 if block_size else 0, extras)
+    rest, _ = _behind_tensors(query, others, 2 if block_size else 0, extras)
     rows = ("bh.", "bh.") if max_logits else ("bh.",)
     return Dims((*_TENSORS, *rest), ("b.h.", *rows), _of_kernels("forward", block_size, extras))
 
 
-def backward(query, key, value, *others, block_size, extras, score_grads, **_) -> Dims:
-    rest = _behind_tensors(query, others[4:], 3 if block_size else 0, extras)
-    numbers = ("bh..",) if score_grads else ()
+def backward(query, key, value, *others, block_size, extras, score_grads, bias_grad, **_) -> Dims:
+    rest, of_extra = _behind_tensors(query, others[4:], 3 if block_size else 0, extras)
     results = ("b.h.", "bh.", "b.h.", "bh.")  # out, lse and their cotangents
-    return Dims(
-        (*_TENSORS, *results, *rest),
-        ("b.h.", "b.g.", "b.g.", *numbers),
-        _of_kernels("backward", block_size, extras),
-    )
+    all_operands = (*_TENSORS, *results, *rest)
+    gradients = ["b.h.", "b.g.", "b.g.", *(["bh.."] if score_grads else [])]
+    summed = {}
+    if bias_grad:  # each device has a part of it, where it is one for what is divided
+        summed[len(gradients)] = len(all_operands) - len(extras) + extras.index("bias")
+        gradients.append(of_extra["bias"])
+    return Dims(all_operands, tuple(gradients), _of_kernels("backward", block_size, extras), summed)
 
 
 def decode(query, key, value, q_lo, q_hi, *operands, paged, **_) -> Dims:
@@ -44,7 +45,7 @@ def decode(query, key, value, q_lo, q_hi, *operands, paged, **_) -> Dims:
     return Dims(("bsh.", cache, cache, "b.", "b.", *rest), ("b.h.", "bh."))
 
 
-def _of_kernels(direction: Pass, block_size: Any, extras: int) -> frozenset[int]:
+def _of_kernels(direction: Pass, block_size: Any, extras: tuple[str, ...]) -> frozenset[int]:
     """Bounds of blocks, orders of tiles and lists, which attention in jax.numpy makes itself."""
     names = operands.names(direction, {"block_size": block_size, "extras": extras})
     return frozenset(n for n, name in enumerate(names) if name in _KERNELS_READ)
@@ -52,21 +53,25 @@ def _of_kernels(direction: Pass, block_size: Any, extras: int) -> frozenset[int]
 
 _KERNELS_READ = (*BLOCK_ARRAYS, "kv_block_lists")
 _TENSORS = ("bsh.", "bkg.", "bkg.")
+_OF_HEADS = ("slopes", "bias", "dropout_streams")
 
 
 def _behind_tensors(
-    query: Any, operands: Sequence[Any], lists: int, extras: int
-) -> tuple[str, ...]:
-    """Of the mask, block lists, scales, slopes and positions: of the batch, or for all."""
+    query: Any, operands: Sequence[Any], lists: int, extras: tuple[str, ...]
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Of the mask, block lists and extras: of the batch, or for all; extras also by name."""
     batch, _, heads, _ = query.shape
-    end = len(operands) - extras
-    return (
+    end = len(operands) - len(extras)
+    of_extra = {
+        name: _of_heads(x, batch, heads) if name in _OF_HEADS else _of_batch(x, batch)
+        for name, x in zip(extras, operands[end:], strict=True)
+    }
+    rest = (
         *(_of_batch(x, batch) for x in operands[: end - lists]),
         *(_of_heads(x, batch, heads) for x in operands[end - lists : end]),
-        *(_of_batch(x, batch) for x in operands[end : end + 1]),
-        *(_of_heads(x, batch, heads) for x in operands[end + 1 : end + 2]),
-        *(_of_batch(x, batch) for x in operands[end + 2 :]),
+        *of_extra.values(),
     )
+    return rest, of_extra
 
 
 def _of_batch(x: Any, batch: int) -> str:

@@ -16,7 +16,8 @@ import itertools
 import math
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -53,6 +54,9 @@ class Dims(NamedTuple):
     results: tuple[str, ...]
     of_kernels: frozenset[int] = frozenset()
     """Operands that kernels alone read. Where there are none, XLA need not make them."""
+    summed: Mapping[int, int] = MappingProxyType({})
+    """Results that are sums over the batch and heads that they do not have, and the operand whose
+    gradient each is: its dtype is that of the sum."""
 
 
 def partitioned(
@@ -143,7 +147,11 @@ def _custom_call(
     heads, kv_heads = (_size(letter, dims, avals) for letter in "hg")
     unread: frozenset[int] = frozenset() if kernels else dims.of_kernels
     read_operands = [n for n in range(len(avals)) if n not in unread]
-    dims = Dims(tuple(dims.operands[n] for n in read_operands), dims.results)
+    dims = Dims(
+        tuple(dims.operands[n] for n in read_operands),
+        dims.results,
+        summed={result: read_operands.index(n) for result, n in dims.summed.items()},
+    )
 
     def whole(*operands):
         given = dict(zip(read_operands, operands, strict=True))
@@ -157,14 +165,26 @@ def _custom_call(
         if read is not None:  # fewer key/value heads than devices: each takes those that it reads
             axes["g"] = ()
 
+        over = {result: _missing(dims.results[result], axes) for result in dims.summed}
+
         def local(*operands):
             with jax.sharding.use_abstract_mesh(_NO_MESH):  # pieces are not typed by the mesh
-                if read is None:
-                    return whole(*operands)
-                own = read(jax.lax.axis_index(axes["h"]))
-                operands = _each(dims.operands, operands, lambda x, dim: jnp.take(x, own, axis=dim))
-                spread = functools.partial(_spread, own=own, heads=kv_heads, axes=axes["h"])
-                return _each(dims.results, whole(*operands), spread)
+                dtypes = [x.dtype for x in operands]
+                wide = _widened(operands, [n for r, n in dims.summed.items() if over[r]])
+                results = list(of_pieces(*wide))
+                for result, operand in dims.summed.items():
+                    if over[result]:
+                        total = jax.lax.psum(results[result], over[result])
+                        results[result] = total.astype(dtypes[operand])
+                return tuple(results)
+
+        def of_pieces(*operands):
+            if read is None:
+                return whole(*operands)
+            own = read(jax.lax.axis_index(axes["h"]))
+            operands = _each(dims.operands, operands, lambda x, dim: jnp.take(x, own, axis=dim))
+            spread = functools.partial(_spread, own=own, heads=kv_heads, axes=axes["h"])
+            return _each(dims.results, whole(*operands), spread)
 
         given = _shardings(mesh, axes, dims.operands)
         made = _shardings(mesh, axes, dims.results)
@@ -176,6 +196,19 @@ def _custom_call(
     call = custom_partitioning(_with_signature(whole, len(read_operands)))
     call.def_partition(partition, infer, sharding_rule=shardy_rule(dims))
     return lambda *operands: call(*(operands[n] for n in read_operands))
+
+
+def _missing(letters: str, axes: dict[str, Axes]) -> Axes:
+    """The mesh axes of the batch and of heads that a result does not have."""
+    return tuple(axis for of in "bh" if of not in letters for axis in axes[of])
+
+
+def _widened(operands: Sequence[Any], numbers: Sequence[int]) -> list[Any]:
+    """Those of these numbers in float32, in which their gradients are added up."""
+    return [
+        x.astype(jnp.promote_types(x.dtype, jnp.float32)) if n in numbers else x
+        for n, x in enumerate(operands)
+    ]
 
 
 def _with_signature(function: Callable, number: int) -> Callable:

@@ -5,12 +5,15 @@ blocks_p: q_lo, q_hi, segment_checked -> q_blocks, kv_blocks, q_order, q_order_1
 forward_p: query, key, value, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order,
     q_order_192, *block, *extras -> out, lse, and with max_logits the largest logit of every row
 backward_p: query, key, value, out, lse, dout, dlse, q_lo to q_order as in forward_p, kv_blocks,
-    kv_order, *block, *extras -> dq, dk, dv (those of `needs_grad`, others may hold anything), and
-    with score_grads (B, H, 2, Sq), every row's part of the gradients of scale and slope
+    kv_order, *block, *extras -> dq, dk, dv (those of `needs_grad`, others may hold anything), with
+    score_grads (B, H, 2, Sq), every row's part of the gradients of scale and slope, and with
+    bias_grad that of bias, like it
 block: none; with block_size, block_mask and q_block_lists, and in backward_p kv_block_lists.
-extras: none; scales (1 or B,), which count instead of `scale`; or scales, slopes (Bp, H),
-    q_bias_pos (Bp, Sq) and kv_bias_pos (Bp, Skv), Bp 1 or B; or scales, which then are `scale`,
-    and slopes, of positions that are indices.
+extras, of which the parameter `extras` has the names: scales (1 or B,), which count instead of
+    `scale`; scales, slopes (Bp, H), q_bias_pos (Bp, Sq) and kv_bias_pos (Bp, Skv), Bp 1 or B; or
+    scales, which then are `scale`, and slopes, of positions that are indices; bias (1 or B, 1 or H,
+    1 or Sq, Skv), added to the logits; with dropout_threshold above 0 dropout_streams (B, H, 4)
+    uint32 and dropout_rows (1 or B, Sq) int32, the counters of xla_dropout.py.
 decode_p: query, key, value, q_lo, q_hi, block_table if paged, sinks if has_sinks -> out, lse
 docs/internals/ffi.md gives every shape; lowering.py gives them a meaning per platform.
 """
@@ -28,12 +31,11 @@ from jax.interpreters import ad, batching
 
 from packax._src.core.jax_compat import vary_together
 from packax._src.core.shapes import BLOCK, TILE, TILE_192, ceil_div, is_symbolic
-from packax._src.ops.operands import TENSORS
+from packax._src.ops.operands import MOVING, TENSORS, named
 from packax._src.ops.partitioning import ask_devices
 
 P = jax.sharding.PartitionSpec
 Implementation = Literal["cuda", "xla"]
-OF_INDICES = 2  # extras: slopes without places
 
 
 def check_implementation(
@@ -83,14 +85,15 @@ forward_p = new_primitive(
     "packax_forward",
     (
         *("scale", "soft_cap", "precision", "segment_check", "max_logits", "block_size", "extras"),
-        "implementation",
+        *("dropout_threshold", "implementation"),
     ),
 )
 backward_p = new_primitive(
     "packax_backward",
     (
         *("scale", "soft_cap", "precision", "segment_check", "has_dlse", "deterministic"),
-        *("score_grads", "block_size", "extras", "needs_grad", "implementation"),
+        *("score_grads", "bias_grad", "block_size", "extras", "dropout_threshold", "needs_grad"),
+        "implementation",
     ),
 )
 
@@ -128,12 +131,16 @@ def forward_results(query: Any, value: Any, heads: int, max_logits: bool) -> lis
     return [out, rows, rows] if max_logits else [out, rows]
 
 
-def backward_results(query: Any, key: Any, value: Any, heads: int, score_grads: bool) -> list[Any]:
+def backward_results(operands: Sequence[Any], heads: int, params: dict[str, Any]) -> list[Any]:
     """Likewise of backward_p."""
-    gradients = [_like(x, x.shape, x.dtype, range(4)) for x in (query, key, value)]
-    if score_grads:
+    of = named("backward", operands, params)
+    query = of["query"]
+    gradients = [_like(x, x.shape, x.dtype, range(4)) for x in (query, of["key"], of["value"])]
+    if params["score_grads"]:
         batch, q_len, _, _ = query.shape
         gradients.append(_like(query, (batch, heads, 2, q_len), _real(query), (0, 2, None, 1)))
+    if params["bias_grad"]:
+        gradients.append(_like(of["bias"], of["bias"].shape, of["bias"].dtype, range(4)))
     return gradients
 
 
@@ -143,8 +150,8 @@ def _forward_shapes(query, key, value, *operands, max_logits, **static):
 
 
 @backward_p.def_abstract_eval
-def _backward_shapes(query, key, value, *operands, score_grads, **static):
-    return backward_results(query, key, value, query.shape[2], score_grads)
+def _backward_shapes(query, *operands, **params):
+    return backward_results((query, *operands), query.shape[2], params)
 
 
 class _BatchingRule(NamedTuple):
@@ -224,7 +231,7 @@ def batch_attention(
 ):  # fmt: skip
     """The first `tensors` operands have the batch; mask operands and extras have it, or 1.
 
-    `tangents`: of the tensors, scales and slopes, which are folded as those are.
+    `tangents`: of the tensors and of the extras that move, which are folded as those are.
     """
     folding = _batching_rule((*operands, *tangents), (*dims, *tangent_dims))
     values = list(zip(operands, dims, strict=True))
@@ -232,17 +239,46 @@ def batch_attention(
     folded = [folding.fold(x, d) for x, d in values[:tensors]]
     new = [folding.fold(x, d) for x, d in moved[:tensors]]
     batch = folded[0].shape[0] // folding.size
-    end = len(operands) - extras
-    for group, n in (
-        (slice(tensors, end), None),
-        (slice(end, end + 1), tensors),
-        (slice(end + 1, None), tensors + 1),
-    ):
-        own, other = values[group], moved[n : n + 1] if n and values[group] else []
-        both = folding.fold_shared([x for x, _ in own + other], [d for _, d in own + other], batch)
-        folded += both[: len(own)]
-        new += both[len(own) :]
-    return folding.unfold(primitive.bind(*folded, *new, extras=extras, **params))
+    end = len(operands) - len(extras)
+    of_extra = dict(zip(extras, values[end:], strict=True))
+    move = iter(moved[tensors:])
+    with_tangent = {name: next(move) for name in extras if name in MOVING and moved}
+    bias_grad = params.get("bias_grad", False)
+    expanded = bias_grad and of_extra["bias"][0].shape[_batch_axis(of_extra["bias"][1])] == 1
+    for group in (None, *_TOGETHER):
+        if group is None:
+            own, other = values[tensors:end], []
+        else:
+            own = [of_extra[name] for name in group if name in of_extra]
+            other = [with_tangent[name] for name in group if name in with_tangent]
+        both = own + other
+        if group == ("bias",) and expanded:  # each element's gradient is its own
+            placed = [folding.place(x, d) for x, d in both]
+            made = [folding.merged(x, batch) for x in placed]
+        else:
+            made = folding.fold_shared([x for x, _ in both], [d for _, d in both], batch)
+        folded += made[: len(own)]
+        new += made[len(own) :]
+    results = primitive.bind(*folded, *new, extras=extras, **params)
+    apart, axes = folding.unfold(results)
+    if expanded:  # of all rows of the batch
+        apart[-1] = _sum_of_batch(apart[-1], 0 if folding.behind else 1)
+    return apart, axes
+
+
+_TOGETHER = (
+    ("scales",),
+    ("slopes", "q_bias_pos", "kv_bias_pos"),
+    ("bias",),
+    ("dropout_streams",),
+    ("dropout_rows",),
+)
+"""Extras that have the batch together, or all 1."""
+
+
+def _sum_of_batch(x: jax.Array, axis: int) -> jax.Array:
+    real = jnp.promote_types(x.dtype, jnp.float32)
+    return x.sum(axis, keepdims=True, dtype=real).astype(x.dtype)
 
 
 def register_batching(primitive: Primitive, rule: Callable) -> None:

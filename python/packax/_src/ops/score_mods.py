@@ -76,10 +76,7 @@ class Scores(NamedTuple):
     sinks: Any = None  # (H,)
     scale: Any = None  # (1,)
     slopes: Any = None  # (1, H)
-
-    def any_in_kernels(self) -> bool:
-        """Whether there is any that the kernels see."""
-        return self.scale is not None or self.slopes is not None
+    bias: Any = None  # (1 or B, 1 or H, 1 or Sq, Skv)
 
     def specs(self, layout: Layout) -> Scores:
         """How they lie on the mesh, where context/shard.py maps over it."""
@@ -87,21 +84,42 @@ class Scores(NamedTuple):
             None if self.sinks is None else layout.spec(layout.heads),
             None if self.scale is None else layout.spec(()),
             None if self.slopes is None else layout.spec((), layout.heads),
+            None if self.bias is None else layout.spec(*bias_dims(layout, self.bias)),
         )
 
 
-def bias_pos_specs(layout: Layout, places: Any) -> tuple[Any, ...]:
-    """Likewise of the places: none, or those of rows and of keys."""
-    return tuple(
-        layout.spec(() if x.shape[0] == 1 else layout.batch, dims)
-        for x, dims in zip(places, (layout.context, ()), strict=False)
-    )
+def bias_dims(layout: Layout, bias: Any) -> tuple[Any, ...]:
+    """The mesh axes of a bias: those of batch, heads and rows where it is not one for all."""
+    own = (layout.batch, layout.heads, layout.context)
+    return tuple(() if size == 1 else axes for size, axes in zip(bias.shape[:3], own, strict=True))
 
 
-def summed(layout: Layout | None, gradients: Scores) -> Scores:
+class Beside(NamedTuple):
+    """Arrays of a request that have no gradient; None: not there."""
+
+    positions: tuple[Any, ...] = ()  # (1 or B, length) of rows and of keys, for ALiBi
+    streams: Any = None  # (B, H, 4), of dropout (ops/dropout.py)
+    rows: Any = None  # (1 or B, Sq), of dropout
+
+    def specs(self, layout: Layout) -> Beside:
+        """As `Scores.specs`."""
+
+        def of_length(x: Any, dims: Any) -> Any:
+            return layout.spec(() if x.shape[0] == 1 else layout.batch, dims)
+
+        both = zip(self.positions, (layout.context, ()), strict=False)
+        return Beside(
+            tuple(of_length(x, dims) for x, dims in both),
+            None if self.streams is None else layout.spec(layout.batch, layout.heads),
+            None if self.rows is None else of_length(self.rows, layout.context),
+        )
+
+
+def summed(layout: Layout | None, gradients: Scores, bias_dims: tuple[Any, ...]) -> Scores:
     """A rank's part of the gradients, summed over the axes that the arrays do not have.
 
-    Where the caller's shard_map has the axis, jax sums: the transpose of a replicated operand.
+    `bias_dims`: the mesh axes that the bias has. Where the caller's shard_map has the axis, jax
+    sums: the transpose of a replicated operand.
     """
     if layout is None:
         return gradients
@@ -111,7 +129,9 @@ def summed(layout: Layout | None, gradients: Scores) -> Scores:
         return jax.lax.psum(x, axes) if axes and x is not None else x
 
     rows = layout.batch + layout.context
+    of_bias = {axis for axes in bias_dims for axis in axes}
     return gradients._replace(
+        bias=psum(gradients.bias, tuple(x for x in rows + layout.heads if x not in of_bias)),
         sinks=psum(gradients.sinks, rows),
         scale=psum(gradients.scale, rows + layout.heads),
         slopes=psum(gradients.slopes, rows),
@@ -135,10 +155,11 @@ def scores_of(
     sinks: Any,
     bias: Any,
     layout: Layout | None,
+    for_sm90: bool = True,
 ) -> tuple[Scores, tuple[jax.Array, ...]]:
-    """The arrays of a request, checked; with a bias the places of rows and keys, (1 or B, length),
-    but
-    none where they are indices and nothing else is an array: Hopper has kernels for that.
+    """The arrays of a request, checked; with ALiBi the places of rows and keys, (1 or B, length),
+    but none where they are indices and nothing else is an array: Hopper has kernels for that, if
+    the rest of the request is `for_sm90`.
 
     The lengths are those of whole sequences.
     """
@@ -150,16 +171,43 @@ def scores_of(
     if bias is None:
         return scores, ()
     if not isinstance(bias, Alibi):
-        raise ValueError(f"bias must be None or alibi(slopes), but is a {type(bias).__name__}")
+        return scores._replace(bias=_bias_array(bias, query, kv_len, layout)), ()
     slopes = _per_head("slopes", "slope", bias.slopes, heads, layout)
     if slopes is None:
         raise ValueError("slopes must be an array of floats, but is None")
     places: tuple[jax.Array, ...] = ()
     _check_cut(bias, layout)
     given = bias.positions is not None or bias.kv_positions is not None
-    if given or scores.scale is not None:
+    if given or scores.scale is not None or not for_sm90:
         places = _places(bias, query.shape[:2], q_len, kv_len, layout)
     return scores._replace(slopes=slopes.astype(real)[None]), places
+
+
+def _bias_array(bias: Any, query: jax.Array, kv_len: int, layout: Layout | None) -> jax.Array:
+    """(1 or B, 1 or H, 1 or Sq, Skv), of query's dtype, or of float32 as the kernels take it."""
+    if not hasattr(bias, "dtype") or not hasattr(bias, "shape"):
+        raise ValueError(
+            "bias must be None, alibi(slopes) or an array of floats, but is a "
+            f"{type(bias).__name__}"
+        )
+    if not jnp.issubdtype(bias.dtype, jnp.floating):
+        more = ": a mask is an expression, not a bias" if bias.dtype == bool else ""
+        raise ValueError(f"bias must be an array of floats, but is {bias.dtype}{more}")
+    batch, rows, heads, _ = query.shape
+    sizes = (batch, heads, rows)
+    fits = len(bias.shape) == 4 and bias.shape[3] == kv_len
+    if not fits or any(n not in (1, m) for n, m in zip(bias.shape[:3], sizes, strict=True)):
+        raise ValueError(
+            f"bias must have shape (1 or {batch}, 1 or {heads}, 1 or {rows}, {kv_len}), which is "
+            f"(batch, heads, query rows, keys), but has {tuple(bias.shape)}"
+        )
+    bias = jnp.asarray(bias)
+    real = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
+    # Parts of its gradient that ranks, or groups of heads, add up are float32.
+    divided = layout is not None and 1 in bias.shape[:3]
+    if divided or bias.dtype not in (query.dtype, real):
+        bias = bias.astype(real)
+    return bias if layout is None else _placed(bias, layout, *bias_dims(layout, bias))
 
 
 def _placed(x: jax.Array, layout: Layout | None, *dims: Any) -> jax.Array:

@@ -15,7 +15,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
 from packax._src.ops import lowering, primitives
-from packax._src.ops.operands import TENSORS
+from packax._src.ops.operands import MOVING, TENSORS
 from packax._src.ops.primitives import backward_p, forward_p
 from packax._src.ops.rules import lower_xla
 
@@ -30,7 +30,7 @@ NO_MORE_DERIVATIVES = (
 
 def _add_tangent(of: Primitive, name: str, tensors: int, function: Callable[..., Any]) -> Primitive:
     """The primitive whose operands are those of `of`, then tangents of the first `tensors` ones and
-    of the scales and slopes there are; its results are the tangents of the results of `of`.
+    of those extras that may move; its results are the tangents of the results of `of`.
 
     `function`: the meaning of `of` in XLA.
     """
@@ -39,12 +39,12 @@ def _add_tangent(of: Primitive, name: str, tensors: int, function: Callable[...,
 
     def moving(operands, extras):
         """Which operands of `of` may move."""
-        first = len(operands) - extras
-        return [*range(tensors), *range(first, first + min(extras, 2))]
+        first = len(operands) - len(extras)
+        return [*range(tensors), *(first + n for n, x in enumerate(extras) if x in MOVING)]
 
     def split(operands, extras):
         """Operands of `of`, and the tangents."""
-        end = len(operands) - tensors - min(extras, 2)
+        end = len(operands) - tensors - len(set(extras).intersection(MOVING))
         return operands[:end], operands[end:]
 
     @primitive.def_abstract_eval

@@ -8,15 +8,17 @@ its inner loop visits only the key blocks of the tile's row ranges, so documents
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from packax._src.core.shapes import INT_MAX, ONE_BLOCK, fill_up
+from packax._src.core.shapes import INT_MAX, ONE_BLOCK
 from packax._src.ops import block_lists
+from packax._src.ops.dropout import inverse_keep
+from packax._src.ops.xla_bias import BiasTiles
+from packax._src.ops.xla_scores import Extras, kept_of_blocks, logits_of_blocks
 from packax._src.ops.xla_tiles import (
     Mask,
     add,
@@ -43,16 +45,6 @@ from packax._src.ops.xla_tiles import (
     tiles_of,
 )
 
-
-class Extras(NamedTuple):
-    """What changes scores, in the order the primitives take it; batches 1 or B."""
-
-    scales: jax.Array | None = None  # (1 or B,)
-    slopes: jax.Array | None = None  # (Bp, H)
-    q_bias_pos: jax.Array | None = None  # (Bp, Sq); None beside slopes: indices
-    kv_bias_pos: jax.Array | None = None  # (Bp, Skv)
-
-
 _NO_EXTRAS = Extras()
 
 
@@ -68,6 +60,7 @@ def forward(
     precision: jax.lax.Precision = jax.lax.Precision.DEFAULT,
     segment_check: int,
     block_size: tuple[int, int] | None = None,
+    dropout_threshold: int = 0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """out (B, Sq, H, Dv) in query's dtype, lse (B, H, Sq), and like it the largest logits.
 
@@ -77,7 +70,8 @@ def forward(
     tiles = tiles_of(query, key)
     queries, keys, values = cut_rows(query, tiles), cut_keys(key, tiles), cut_keys(value, tiles)
     visits_of, allowed_of = _visits(mask, tiles, segment_check, block_size)
-    logits_of = _logits(extras, scale, soft_cap, tiles)
+    logits_of = logits_of_blocks(extras, scale, soft_cap, tiles)
+    kept_of = kept_of_blocks(extras, dropout_threshold, tiles)
     real = _accumulator(query.dtype)
     dot = _dots(precision)
     steps = tiles.batch * tiles.row_tiles
@@ -102,6 +96,8 @@ def forward(
             p = jnp.exp(s - shift[..., None])
             keep = jnp.exp(row_max - shift)
             sums = jnp.stack([new_max, total * keep + lax.reduce_sum(p, (2,))])
+            if kept_of is not None:
+                p = jnp.where(kept_of(step, block), p, 0)
             more = dot(p, key_block(values, block).astype(real), 2, 1)
             return change(acc, step, lambda own: own * keep[None, ..., None] + more[None]), sums
 
@@ -119,6 +115,7 @@ def forward(
     empty = total == 0
     total = jnp.where(empty, 1, total)
     lse = jnp.where(empty, -jnp.inf, row_max + jnp.log(total))
+    total = total if kept_of is None else total / inverse_keep(dropout_threshold)
     out = rows_together(acc / total[..., None], tiles, query.shape[1])
     lse, row_max = (
         rows_together(x[..., None], tiles, query.shape[1])[..., 0].transpose(0, 2, 1)
@@ -143,18 +140,22 @@ def backward(
     precision: jax.lax.Precision = jax.lax.Precision.DEFAULT,
     segment_check: int,
     block_size: tuple[int, int] | None = None,
+    dropout_threshold: int = 0,
     needs_grad: tuple[bool, bool, bool] = (True, True, True),
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    bias_grad: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Gradients of query, key and value, in their dtypes, in one pass over the attended blocks.
 
-    And every row's part of those of scale and slope, (B, H, 2, Sq). Gradients that nobody
-    needs are zeros: XLA would not drop a sum that a loop carries.
+    And every row's part of those of scale and slope, (B, H, 2, Sq), and with bias_grad that of the
+    bias. Gradients that nobody needs are zeros: XLA would not drop a sum that a loop carries.
     """
     tiles = tiles_of(query, key)
     queries, keys, values = cut_rows(query, tiles), cut_keys(key, tiles), cut_keys(value, tiles)
     douts = cut_rows(dout, tiles)
     visits_of, allowed_of = _visits(mask, tiles, segment_check, block_size)
-    logits_of = _logits(extras, scale, soft_cap, tiles)
+    logits_of = logits_of_blocks(extras, scale, soft_cap, tiles)
+    kept_of = kept_of_blocks(extras, dropout_threshold, tiles)
+    bias = BiasTiles(extras.bias, tiles) if bias_grad and extras.bias is not None else None
     real = _accumulator(query.dtype)
     dot = _dots(precision)
 
@@ -175,8 +176,10 @@ def backward(
         first, last_of, block_of = visits_of(step)
 
         def one_block(visit, state):
-            dq, parts, dk, dv = state
+            dq, parts, dk, dv, dbias = state
             shift, delta = sums[..., :1], sums[..., 1:]
+            if extras.bias is not None:  # -inf may be all that a row attends
+                shift = jnp.where(shift == -jnp.inf, jnp.inf, shift)
             block = block_of(visit)
             k_block, v_block = (key_block(x, block).astype(real) for x in (keys, values))
             allowed = allowed_of(step, block)
@@ -191,7 +194,14 @@ def backward(
             # would be computed anew.
             p = _where(allowed, jnp.exp(logit - shift), -0.0, tiles)
             dp = dot(do_tile, v_block, 2, 2)
+            dropped = p
+            if kept_of is not None:
+                keep = jnp.where(kept_of(step, block), inverse_keep(dropout_threshold), 0)
+                dp, dropped = dp * keep.astype(real), p * keep.astype(real)
             dlogit = p * (dp - delta)
+            if bias is not None:
+                part = jnp.where(jnp.signbit(p), 0, dlogit)
+                dbias = bias.add(dbias, step, block, part)
             ds = dlogit if of.cap_slope is None else dlogit * of.cap_slope
             if extras.scales is not None:
                 by_scale = _where(allowed, ds * s, 0, tiles).sum(axis=-1)
@@ -202,8 +212,8 @@ def backward(
             ds = jnp.where(jnp.signbit(p), 0, ds * of.scale)
             dq = None if dq is None else add(dq, step, dot(ds, k_block, 2, 1))
             dk = None if dk is None else add_keys(dk, block, dot(ds, q_tile, 1, 1))
-            dv = None if dv is None else add_keys(dv, block, dot(p, do_tile, 1, 1))
-            return dq, parts, dk, dv
+            dv = None if dv is None else add_keys(dv, block, dot(dropped, do_tile, 1, 1))
+            return dq, parts, dk, dv, dbias
 
         return _loop(first, last_of, one_block, state)
 
@@ -216,8 +226,9 @@ def backward(
         jnp.zeros((*shape, 2), real) if scores_move else None,
         jnp.zeros(keys.shape, real) if needs_grad[1] else None,
         jnp.zeros(values.shape, real) if needs_grad[2] else None,
+        None if bias is None else bias.zeros(real),
     )
-    dq, parts, dk, dv = _loop(jnp.uint32(0), lambda: sized(steps), one_tile, start)
+    dq, parts, dk, dv, dbias = _loop(jnp.uint32(0), lambda: sized(steps), one_tile, start)
     batch, q_len, heads, _ = query.shape
     return (
         jnp.zeros_like(query)
@@ -228,6 +239,7 @@ def backward(
         jnp.zeros((batch, heads, 2, q_len), real)
         if parts is None
         else rows_together(parts, tiles, q_len).transpose(0, 2, 3, 1),
+        None if bias is None or extras.bias is None else bias.gradient(dbias, extras.bias.dtype),
     )
 
 
@@ -243,52 +255,6 @@ def _dots(precision):
         return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=a.dtype)
 
     return dot
-
-
-class _Logits(NamedTuple):
-    """Of a block: what the softmax takes, and the factors of its gradient on the way back."""
-
-    logit: jax.Array
-    scale: jax.Array | float
-    cap_slope: jax.Array | None  # of soft_cap * tanh(s * scale / soft_cap)
-    far: jax.Array | None  # (heads, group * rows, keys)
-
-
-def _logits(extras, scale, soft_cap, tiles):
-    """A function from scores, their step and their block to _Logits."""
-    biased = extras.slopes is not None
-    if biased:
-        q_bias_pos, kv_bias_pos = (
-            lax.broadcasted_iota(jnp.int32, (1, count, size), 1) * size
-            + lax.broadcasted_iota(jnp.int32, (1, count, size), 2)
-            if x is None
-            else fill_up(x, 1, count * size).reshape(x.shape[0], count, size)
-            for x, count, size in (
-                (extras.q_bias_pos, tiles.row_tiles, tiles.rows),
-                (extras.kv_bias_pos, tiles.key_blocks, tiles.keys),
-            )
-        )
-
-    def of_block(s, step, block):
-        factor = scale
-        if extras.scales is not None:
-            factor = batch_row(extras.scales, step, tiles.row_tiles)
-        logit, cap_slope, far = s * factor, None, None
-        if soft_cap:
-            t = jnp.tanh(logit / soft_cap)
-            logit, cap_slope = soft_cap * t, 1 - t * t
-        if biased:
-            row = at(batch_row(q_bias_pos, step, tiles.row_tiles), rem(step, tiles.row_tiles))
-            column = batch_row(kv_bias_pos, step, tiles.row_tiles)
-            column = at(column, rem(block, tiles.key_blocks))
-            far = jnp.abs(row[:, None] - column[None, :]).astype(s.dtype)
-            far = jnp.tile(far, (tiles.group, 1))[None]
-            slopes = batch_row(extras.slopes, step, tiles.row_tiles)
-            slopes = slopes.reshape(tiles.kv_heads, tiles.group)
-            logit -= jnp.repeat(slopes, tiles.rows, axis=1)[..., None] * far
-        return _Logits(logit, factor, cap_slope, far)
-
-    return of_block
 
 
 def _where(allowed, x, other, tiles):

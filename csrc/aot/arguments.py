@@ -1,0 +1,56 @@
+"""What the arguments of kernels are: pointers, numbers and tensor maps (table.py)."""
+
+from __future__ import annotations
+
+from tiles_sm90 import LIKE_PLAIN
+
+# kernel -> argument -> (element, rows, columns) that TMA moves; names are constants of the variant,
+# "" is its dtype. Maps are (batch, length, heads * dim) or, of float32 and int32, plain lines.
+TENSOR_MAPS: dict[str, dict[str, tuple[str, int | str, int | str]]] = {
+    "forward_sm90": {
+        "query": ("", 64, "QK_CHUNK"),
+        "key": ("", "BLOCK_N", "QK_CHUNK"),
+        "value": ("", "BLOCK_N", "V_DIM"),
+        "out": ("", 64, "V_DIM"),
+    },
+    "backward_sm90": {
+        "query": ("", 64, "QK_CHUNK"),
+        "key": ("", 64, "QK_CHUNK"),
+        "value": ("", 64, "V_DIM"),
+        "dout": ("", 64, "V_DIM"),
+        "lse2": ("fp32", 1, 64),
+        "delta": ("fp32", 1, 64),
+        "lo": ("i32", 1, 64),
+        "hi": ("i32", 1, 64),
+        "dk": ("", 64, "QK_CHUNK"),
+        "dv": ("", 64, "V_DIM"),
+    },
+    "backward_dq_sm90": {
+        "query": ("", 64, "QK_CHUNK"),
+        "key": ("", "BLOCK_N", "QK_CHUNK"),
+        "value": ("", "BLOCK_N", "V_DIM"),
+        "dout": ("", 64, "V_DIM"),
+        "dq": ("", 64, "QK_CHUNK"),
+    },
+}
+TENSOR_MAPS["backward_dkdv_sm90"] = TENSOR_MAPS["backward_sm90"]
+TENSOR_MAPS |= {kernel: TENSOR_MAPS[plain] for kernel, plain in LIKE_PLAIN.items()}
+
+# argument -> element; "" is the variant's dtype. Every other argument is an int32, but those of
+# FLOATS a float32. Run-time numbers that are multiples of this: rows of such head dims begin at
+# whole 16 bytes.
+MULTIPLES = {"qk_dim": 8, "v_dim": 8}
+POINTERS = {
+    **dict.fromkeys(("query", "key", "value", "out", "dout", "dq", "dk", "dv"), ""),
+    **dict.fromkeys(("bias", "dbias"), ""),  # or of float32: the kernels look
+    **dict.fromkeys(("lse", "dlse", "delta", "lse2", "dq_sum"), "fp32"),
+    **dict.fromkeys(("row_max", "scales", "slopes", "score_grads"), "fp32"),
+    **dict.fromkeys(("q_bias_pos", "kv_bias_pos"), "i32"),
+    **dict.fromkeys(("block_mask", "q_block_lists", "kv_block_lists"), "i32"),
+    **dict.fromkeys(("q_lo", "q_hi", "q_ids", "kv_ids", "q_pos", "kv_pos"), "i32"),
+    **dict.fromkeys(("q_blocks", "kv_blocks", "q_order", "q_order_192", "kv_order"), "i32"),
+    **dict.fromkeys(("workspace", "lo", "hi", "segment_checked", "counter"), "i32"),
+    **dict.fromkeys(("partial", "sums", "sinks"), "fp32"),
+    **dict.fromkeys(("block_table", "dropout_streams", "dropout_rows"), "i32"),
+}
+FLOATS = ("scale", "soft_cap", "inverse_keep")

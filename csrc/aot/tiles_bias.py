@@ -1,0 +1,45 @@
+"""Tiles of the kernels with a bias array and with dropout: rows of the table (table.py).
+
+They take all that the fallback kernels take. One set serves all GPUs that can run the same cubin,
+so tiles of compute capability 8.0 fit the 99 KiB of 8.6, and the smallest compiled head dim that
+covers a request serves it: each is a kernel more to compile. Nobody has timed them. A step is 64
+rows or keys at most: the lists of a block mask count in 64.
+"""
+
+from __future__ import annotations
+
+# dtype -> head dims (query and key, value)
+BIAS_DIMS: dict[str, tuple[tuple[int, int], ...]] = {
+    **dict.fromkeys(("bf16", "f16"), ((64, 64), (128, 128))),
+    **dict.fromkeys(("f32", "tf32"), ((128, 128),)),
+}
+
+# kernel -> (kind of tile or dtype of float32, head dim) -> BLOCK_M, BLOCK_N, stages (their loop is
+# not pipelined), warps
+_KINDS = ("hopper", "blackwell", "ampere", "small")
+BIAS_TILES: dict[str, dict[tuple[str, int], tuple[int, int, int, int]]] = {
+    kernel: {(kind, dim): tile for kind in _KINDS for dim, tile in rows.items()}
+    | {(dtype, 128): tile for dtype, tile in of_float32.items()}
+    for kernel, rows, of_float32 in (
+        (
+            "forward_bias",
+            {64: (64, 64, 1, 4), 128: (64, 64, 1, 8)},
+            {"f32": (32, 32, 1, 8), "tf32": (32, 32, 1, 8)},
+        ),
+        (
+            "backward_dkdv_bias",
+            {64: (64, 64, 1, 8), 128: (64, 64, 1, 8)},
+            {"f32": (32, 32, 1, 8), "tf32": (32, 32, 1, 8)},
+        ),
+        (
+            "backward_dq_bias",
+            {64: (64, 64, 1, 8), 128: (64, 64, 1, 8)},
+            {"f32": (32, 32, 1, 8), "tf32": (32, 32, 1, 8)},
+        ),
+        (
+            "backward_dbias",
+            {64: (64, 64, 1, 8), 128: (64, 64, 1, 8)},
+            {"f32": (32, 32, 1, 8), "tf32": (32, 32, 1, 8)},
+        ),
+    )
+}

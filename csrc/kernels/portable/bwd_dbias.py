@@ -1,0 +1,150 @@
+"""Backward attention over row ranges, for every GPU that Triton serves: the gradient of an array
+that is added to the logits (bias.py). bwd.py has the formulas:
+
+    dbias = dlogit, summed over the axes that the array has as 1
+
+A program owns a tile of the array and goes through all batch rows, heads and, where one row serves
+all, rows that read it, in one order: nothing is added in memory, and the bits are the same every
+run. Scores are made a third time, since neither other kernel meets all that a tile serves.
+"""
+
+import triton
+import triton.language as tl
+from portable.bias import FLOAT32, add_bias, as_float32, bias_of
+from portable.block_lists import BlockMask, keep_in_block_mask, mask_of_head
+from portable.dropout import drop, dropout_of
+from portable.kv_ranges import columns, keep, key_range, load_rows, segments_of, size_of
+from portable.score_mods import (
+    LOG2E,
+    bias_positions_of,
+    distances,
+    dot,
+    load_positions,
+    logits,
+    score_mods_of,
+    slope_of,
+)
+
+
+@triton.jit
+def backward_dbias(
+    query, key, value, dout, lse, delta, dbias, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks,
+    block_mask, scales, slopes, q_bias_pos, kv_bias_pos, bias, dropout_streams, dropout_rows,
+    scale, soft_cap, inverse_keep, segment_check, bias_kind, bias_axes, dropout_threshold,
+    dropout_rows_batch, batch, mask_batch, scales_batch, bias_batch, block_mask_batch,
+    block_mask_heads, q_block, kv_block, q_len, kv_len, heads, kv_heads, qk_dim, v_dim,
+    QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr, FLOAT32_PRODUCTS: tl.constexpr,
+):  # fmt: skip
+    """Rows that attend nothing, by their range or by lse -inf, are not read."""
+    group = heads // kv_heads
+    has_batch, has_heads, has_rows = bias_axes & 1, bias_axes & 2, bias_axes & 4
+    row_tiles = tl.cdiv(q_len, BLOCK_M)
+    key_tiles = tl.cdiv(kv_len, BLOCK_N)
+    own_tiles = tl.where(has_rows != 0, row_tiles, 1)
+    own_heads = tl.where(has_heads != 0, heads, 1)
+    pid = tl.program_id(0)
+    first_key = pid % key_tiles * BLOCK_N
+    rest = pid // key_tiles
+    own_tile = rest % own_tiles
+    rest = rest // own_tiles
+    own_head = rest % own_heads
+    own_batch = rest // own_heads
+
+    # how many of each read this tile
+    batches = tl.where(has_batch != 0, 1, batch)
+    members = tl.where(has_heads != 0, 1, heads)
+    tiles = tl.where(has_rows != 0, 1, row_tiles)
+
+    keys = first_key + tl.arange(0, BLOCK_N)
+    present = keys < kv_len
+    local_rows = tl.arange(0, BLOCK_M)
+    qk_dims = columns(QK_DIM)
+    v_dims = columns(V_DIM)
+    qk = size_of(qk_dim, QK_DIM)
+    v = size_of(v_dim, V_DIM)
+    mask = BlockMask(
+        block_mask, block_mask, block_mask_batch, block_mask_heads, q_block, kv_block, q_len,
+        kv_len,
+    )  # fmt: skip
+
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for i in tl.range(0, batches * members * tiles, num_stages=1):
+        row = (own_tile + i % tiles) * BLOCK_M
+        head = own_head + i // tiles % members
+        b = own_batch + i // tiles // members
+        mask_b = tl.where(mask_batch > 1, b, 0)
+        start, end, _full_lo, _full_hi, segment_checked = key_range(
+            q_blocks, mask_b, row, q_len, BLOCK_M
+        )
+        if (start < first_key + BLOCK_N) & (end > first_key):
+            rows = row + local_rows
+            mask_row = mask_b.to(tl.int64) * q_len
+            lo = tl.load(q_lo + mask_row + rows, mask=rows < q_len, other=0)
+            hi = tl.load(q_hi + mask_row + rows, mask=rows < q_len, other=0)
+            stat = (b.to(tl.int64) * heads + head) * q_len + rows
+            total = tl.load(lse + stat, mask=hi > lo, other=float("-inf"))
+            attended = total != float("-inf")
+            lse2 = tl.where(attended, total, 0.0) * LOG2E
+            dlt = tl.load(delta + stat, mask=attended, other=0.0)
+            first = (b.to(tl.int64) * q_len + row) * heads + head
+            local = local_rows[:, None].to(tl.int64) * heads
+            q = load_rows(
+                query + first * qk + local * qk + qk_dims[None, :], attended[:, None], qk_dim,
+                QK_DIM,
+            )  # fmt: skip
+            do = load_rows(
+                dout + first * v + local * v + v_dims[None, :], attended[:, None], v_dim, V_DIM
+            )
+            kv_first = (b.to(tl.int64) * kv_len + first_key) * kv_heads + head // group
+            kv_local = tl.arange(0, BLOCK_N)[:, None].to(tl.int64) * kv_heads
+            # keys past the end of the tile's range are not read: their values never meet this tile
+            read = (keys < end)[:, None]
+            k = load_rows(
+                key + kv_first * qk + kv_local * qk + qk_dims[None, :], read, qk_dim, QK_DIM
+            )
+            x = dot(q, tl.trans(k), None, FLOAT32_PRODUCTS)
+            _scale, mods = score_mods_of(scale, scales, scales_batch, soft_cap, bias_batch, b)
+            slope2 = slope_of(slopes, bias_batch, b, heads, head)
+            at = bias_positions_of(q_bias_pos, kv_bias_pos, bias_batch, b, q_len, kv_len)
+            far = distances(
+                load_positions(at.q, at.q_count, rows), load_positions(at.kv, at.kv_count, keys)
+            )
+            _capped, x = logits(x, far, slope2, mods)
+            added = bias_of(bias, bias_kind, bias_axes, b, heads, q_len, kv_len)
+            x = add_bias(x, added, head, row, first_key, BLOCK_M, BLOCK_N, 0)
+            p = tl.exp2(x - lse2[:, None])
+            value_rows = load_rows(
+                value + kv_first * v + kv_local * v + v_dims[None, :], read, v_dim, V_DIM
+            )
+            dp = dot(do, tl.trans(value_rows), None, FLOAT32_PRODUCTS)
+            dropout = dropout_of(
+                dropout_streams, dropout_rows, dropout_threshold, dropout_rows_batch, inverse_keep,
+                b, heads, q_len,
+            )  # fmt: skip
+            dp = drop(dp * inverse_keep, dropout, head, rows, first_key, BLOCK_N, 0)
+            segments = segments_of(
+                q_ids, kv_ids, q_pos, kv_pos, segment_check, mask_b, q_len, kv_len
+            )
+            inside = keep(rows, keys, lo, hi, segment_checked, segments, 0)
+            own = mask_of_head(mask, mask_b, head)
+            inside = keep_in_block_mask(inside, mask, own, rows, keys, first_key, BLOCK_N, 0)
+            inside &= attended[:, None]
+            acc += tl.where(inside, p * (dp - dlt[:, None]), 0.0)
+
+    own = (own_batch.to(tl.int64) * own_heads + own_head) * tl.where(has_rows != 0, q_len, 1)
+    if has_rows != 0:
+        rows = own_tile * BLOCK_M + local_rows
+        offset = (own + rows.to(tl.int64))[:, None] * kv_len + keys[None, :]
+        there = (rows < q_len)[:, None] & present[None, :]
+        if bias_kind == FLOAT32:
+            tl.store(as_float32(dbias) + offset, acc, mask=there)
+        else:
+            tl.store(dbias + offset, acc.to(dbias.dtype.element_ty), mask=there)
+    else:
+        total = tl.sum(acc, 0)
+        columns_of = own * kv_len + keys
+        if bias_kind == FLOAT32:
+            tl.store(as_float32(dbias) + columns_of, total, mask=present)
+        else:
+            tl.store(dbias + columns_of, total.to(dbias.dtype.element_ty), mask=present)

@@ -1,0 +1,105 @@
+"""Dropout of the softmax's probabilities: the request checked, and the counters of its bits.
+
+Bits are Philox4x32-10 (Salmon et al., 2011) of the random key, the indices of batch row and head,
+and those of row and key, so that nothing is stored and no mesh, tile or pass changes them.
+`streams` and `rows` hold the first three, and lie on a mesh as what they are indices of.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from packax._src.core.mask import AttentionMask
+from packax._src.core.sharding import Axes, Layout
+
+WORDS = 2**32
+
+
+def checked_rate(rate: Any) -> int:
+    """The threshold below which a word of 32 bits drops its element; 0: nothing is dropped."""
+    if not isinstance(rate, numbers.Real) or isinstance(rate, bool):
+        raise ValueError(
+            "dropout_rate must be a Python or numpy number, known when tracing, but is a "
+            f"{type(rate).__name__}"
+        )
+    if not 0 <= float(rate) < 1:
+        raise ValueError(f"dropout_rate must be at least 0 and less than 1, but is {rate}")
+    return min(round(float(rate) * WORDS), WORDS - 1)
+
+
+def inverse_keep(threshold: int) -> float:
+    """1 / the share of elements that is kept; C++ computes the same (csrc/ffi/bias.cc)."""
+    return 1.0 / (1.0 - threshold / WORDS)
+
+
+def check_key(key: Any) -> None:
+    """Raises ValueError unless it is one random key of jax."""
+    if key is None:
+        raise ValueError(
+            "dropout_rate above 0 needs dropout_key, a key such as jax.random.key(0), a new one "
+            "for every layer and step"
+        )
+    shape, dtype = np.shape(key), getattr(key, "dtype", None)
+    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    raw = dtype == jnp.uint32 and len(shape) == 1
+    if not (typed and shape == ()) and not raw:
+        raise ValueError(
+            "dropout_key must be one key of jax.random.key, or the uint32 array of one, but is "
+            f"{dtype or type(key).__name__} of shape {shape}"
+        )
+
+
+def streams_of(key: Any, query: jax.Array, layout: Layout | None) -> jax.Array:
+    """(B, H, 4) uint32: two words of the key, the index of the batch row and that of the head."""
+    try:
+        words = jax.random.bits(key, (2,), jnp.uint32)
+    except TypeError as error:  # a raw key of another implementation than jax's default
+        raise ValueError(f"dropout_key is no key of jax.random: {error}") from None
+    batch, _, heads, _ = query.shape
+    axes = ((), ()) if layout is None else (layout.batch, layout.heads)
+    index = [
+        _indices(size, layout, of).astype(jnp.uint32)
+        for size, of in zip((batch, heads), axes, strict=True)
+    ]
+    parts = (words[0], words[1], index[0][:, None], index[1][None])
+    streams = jnp.stack([jnp.broadcast_to(x, (batch, heads)) for x in parts], -1)
+    return streams if layout is None else layout.place(streams, layout.batch, layout.heads)
+
+
+def rows_of(mask: AttentionMask, rows: Any, layout: Layout | None) -> jax.Array:
+    """(1 or B, Sq) int32: the index that every row of query has in the sequence."""
+    if mask.private_part is not None:
+        raise NotImplementedError(
+            "dropout beside a plan of kind 'local': make a plan of another kind, such as "
+            "context_plan(..., kind='balanced')"
+        )
+    context: Axes = () if layout is None else layout.context
+    numbers = _indices(rows, layout, context)[None]
+    if mask.permuted:
+        if mask.kv_plan is None:
+            raise NotImplementedError(
+                "dropout beside a plan that permutes the query rows alone, as with "
+                "permuted_keys=False: the mask does not hold its order"
+            )
+        chunk = mask.q_len // mask.kv_plan.shape[2]
+        order = jnp.take(mask.kv_plan[:, 0], numbers[0] // chunk, axis=1)
+        numbers = order * chunk + numbers % chunk
+    if layout is None:
+        return numbers
+    batch = () if numbers.shape[0] == 1 else layout.batch
+    return layout.place(numbers, batch, context)
+
+
+def _indices(size: Any, layout: Layout | None, axes: Axes) -> jax.Array:
+    """Of the whole array, where the caller's own shard_map is over some of the axes."""
+    index = jnp.arange(size, dtype=jnp.int32)
+    manual = () if layout is None else tuple(axis for axis in axes if axis in layout.manual)
+    if layout is None or math.prod(layout.size((axis,)) for axis in manual) == 1:
+        return index
+    return index + jax.lax.axis_index(manual) * jnp.int32(size)

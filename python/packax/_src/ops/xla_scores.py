@@ -1,0 +1,83 @@
+"""What changes scores and probabilities in attention in jax.numpy: by steps and blocks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from packax._src.core.shapes import fill_up
+from packax._src.ops.xla_bias import BiasTiles
+from packax._src.ops.xla_dropout import kept
+from packax._src.ops.xla_tiles import at, batch_row, rem
+
+
+class Extras(NamedTuple):
+    """What changes scores and probabilities, as the primitives take it; batches 1 or B."""
+
+    scales: jax.Array | None = None  # (1 or B,)
+    slopes: jax.Array | None = None  # (Bp, H)
+    q_bias_pos: jax.Array | None = None  # (Bp, Sq); None beside slopes: indices
+    kv_bias_pos: jax.Array | None = None  # (Bp, Skv)
+    bias: jax.Array | None = None  # (1 or B, 1 or H, 1 or Sq, Skv)
+    dropout_streams: jax.Array | None = None  # (B, H, 4)
+    dropout_rows: jax.Array | None = None  # (1 or B, Sq)
+
+
+class Logits(NamedTuple):
+    """Of a block: what the softmax takes, and the factors of its gradient on the way back."""
+
+    logit: jax.Array
+    scale: jax.Array | float
+    cap_slope: jax.Array | None  # of soft_cap * tanh(s * scale / soft_cap)
+    far: jax.Array | None  # (heads, group * rows, keys)
+
+
+def logits_of_blocks(extras, scale, soft_cap, tiles):
+    """A function from scores, their step and their block to Logits."""
+    biased = extras.slopes is not None
+    bias = None if extras.bias is None else BiasTiles(extras.bias, tiles)
+    if biased:
+        q_bias_pos, kv_bias_pos = (
+            lax.broadcasted_iota(jnp.int32, (1, count, size), 1) * size
+            + lax.broadcasted_iota(jnp.int32, (1, count, size), 2)
+            if x is None
+            else fill_up(x, 1, count * size).reshape(x.shape[0], count, size)
+            for x, count, size in (
+                (extras.q_bias_pos, tiles.row_tiles, tiles.rows),
+                (extras.kv_bias_pos, tiles.key_blocks, tiles.keys),
+            )
+        )
+
+    def of_block(s, step, block):
+        factor = scale
+        if extras.scales is not None:
+            factor = batch_row(extras.scales, step, tiles.row_tiles)
+        logit, cap_slope, far = s * factor, None, None
+        if soft_cap:
+            t = jnp.tanh(logit / soft_cap)
+            logit, cap_slope = soft_cap * t, 1 - t * t
+        if biased:
+            row = at(batch_row(q_bias_pos, step, tiles.row_tiles), rem(step, tiles.row_tiles))
+            column = batch_row(kv_bias_pos, step, tiles.row_tiles)
+            column = at(column, rem(block, tiles.key_blocks))
+            far = jnp.abs(row[:, None] - column[None, :]).astype(s.dtype)
+            far = jnp.tile(far, (tiles.group, 1))[None]
+            slopes = batch_row(extras.slopes, step, tiles.row_tiles)
+            slopes = slopes.reshape(tiles.kv_heads, tiles.group)
+            logit -= jnp.repeat(slopes, tiles.rows, axis=1)[..., None] * far
+        if bias is not None:
+            logit += bias.at(step, block, s.dtype)
+        return Logits(logit, factor, cap_slope, far)
+
+    return of_block
+
+
+def kept_of_blocks(extras, threshold, tiles):
+    """A function from a step and a block to which probabilities dropout keeps; None: all."""
+    if not threshold:
+        return None
+    streams, rows = extras.dropout_streams, extras.dropout_rows
+    return lambda step, block: kept(streams, rows, step, block, threshold, tiles)

@@ -1,0 +1,169 @@
+"""Dropout: the same bits as Philox in numpy, in both passes; by key alone; and what is refused."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import packax
+import philox
+import pytest
+import score_checks
+import score_oracle
+from cases import BY_NAME, Case
+
+SMALL = Case(
+    "dropout", "odd lengths, groups", lambda: packax.sliding_window(90, 33), 150, 187, batch=2,
+    heads=4, kv_heads=2,
+)  # fmt: skip
+KEY = jax.random.key(5)
+
+
+def test_philox_is_that_of_the_paper():
+    """Known answers of its authors' Random123, and of the words in XLA."""
+    from packax._src.ops import xla_dropout
+
+    known = {
+        (0, 0): (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8),
+        (0xFFFFFFFF, 0xFFFFFFFF): (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
+    }
+    for (counter, key), words in known.items():
+        assert tuple(map(int, philox.philox([counter] * 4, [key] * 2))) == words
+        made = xla_dropout.philox([jnp.uint32(counter)] * 4, [jnp.uint32(key)] * 2)
+        assert tuple(map(int, made)) == words
+
+
+def of(case, key, rate, **more):
+    mask = packax.create_attention_mask(case.expression(), q_len=case.q_len, kv_len=case.kv_len)
+
+    def attention(arrays):
+        tensors = [arrays[name] for name in ("query", "key", "value")]
+        return packax.flash_attention(
+            *tensors, mask, scale=arrays["scale"], bias=arrays.get("bias"), return_lse=True,
+            dropout_rate=rate, dropout_key=key, **more,
+        )  # fmt: skip
+
+    return attention
+
+
+@pytest.mark.parametrize(
+    "case,rate,dtype,bias",
+    [
+        (SMALL, 0.2, jnp.float32, None),
+        (SMALL, 0.5, jnp.bfloat16, (1, 4, 150)),
+        (BY_NAME["documents_odd"], 0.1, jnp.float32, None),
+        (BY_NAME["one_row"], 0.9, jnp.float32, None),
+    ],
+)
+def test_out_and_gradients(case, rate, dtype, bias):
+    arrays, dout, dlse = score_checks.arrays_of(case, dtype)
+    if bias is not None:
+        rng = np.random.default_rng(0)
+        arrays["bias"] = jnp.asarray(rng.standard_normal((*bias, case.kv_len)), dtype)
+    attention = of(case, KEY, rate)
+    got = jax.jit(lambda arrays: score_oracle.run(attention, arrays, dout, dlse))(arrays)
+    factors = philox.factors(KEY, rate, (case.batch, case.heads, case.q_len, case.kv_len))
+    true, plain, _ = score_oracle.true_and_plain(
+        arrays, case.allowed(), dout, dlse, factors=factors
+    )
+    score_oracle.check(got, true, plain)
+
+
+def ones(rate, key, length=256, batch=2, heads=4):
+    """What each row keeps of its keys, which it attends alike: its mean is 1."""
+    query = jnp.zeros((batch, length, heads, 8))
+    value = jnp.ones((batch, length, heads, 8))
+    return packax.flash_attention(
+        query, query, value, packax.full(), dropout_rate=rate, dropout_key=key
+    )[..., 0]
+
+
+def test_the_share_that_is_kept():
+    rate = 0.3
+    kept = np.asarray(ones(rate, KEY)) * (1 - rate)
+    one = np.sqrt(rate * (1 - rate) / 256)  # of a row; there are 2048
+    assert abs(kept.mean() - (1 - rate)) < 5 * one / np.sqrt(kept.size)
+    assert 0.9 < kept.std() / one < 1.1
+    for axis in range(3):  # rows, heads and batch rows draw their own
+        flat = np.moveaxis(kept, axis, 0).reshape(kept.shape[axis], -1)
+        assert abs(np.corrcoef(flat[0], flat[1])[0, 1]) < 5 / np.sqrt(flat.shape[1])
+
+
+def test_it_depends_on_the_key_alone():
+    first = ones(0.5, KEY)
+    np.testing.assert_array_equal(ones(0.5, KEY), first)
+    np.testing.assert_array_equal(ones(0.5, jax.random.key_data(KEY)), first)
+    np.testing.assert_array_equal(jax.jit(lambda key: ones(0.5, key))(KEY), first)
+    assert (np.asarray(ones(0.5, jax.random.key(6))) != np.asarray(first)).any()
+    # rows of a longer batch, and more heads, keep what they had
+    np.testing.assert_array_equal(ones(0.5, KEY, batch=3, heads=6)[:2, :, :4], first)
+
+
+def test_without_a_rate_it_is_the_same_program():
+    query = jnp.ones((1, 64, 2, 8))
+
+    def text(**more):
+        attend = lambda x: packax.flash_attention(x, x, x, packax.causal(), **more)  # noqa: E731
+        return jax.jit(attend).lower(query).as_text()
+
+    assert text(dropout_rate=0.0, dropout_key=KEY) == text()
+
+
+def test_vmap_over_keys_and_inputs():
+    keys = jax.random.split(KEY, 3)
+    got = jax.vmap(lambda key: ones(0.5, key))(keys)
+    np.testing.assert_array_equal(got, np.stack([ones(0.5, key) for key in keys]))
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((3, 1, 40, 2, 8)), jnp.float32)
+
+    def loss(x, key):
+        out = packax.flash_attention(x, x, x, packax.causal(), dropout_rate=0.4, dropout_key=key)
+        return jnp.sin(out).sum()
+
+    got = jax.grad(lambda x: jax.vmap(loss)(x, keys).sum())(x)
+    apart = [jax.grad(loss)(x[n], keys[n]) for n in range(3)]
+    np.testing.assert_allclose(got, np.stack(apart), atol=2e-5)
+
+
+def test_second_derivatives():
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((1, 20, 2, 8)), jnp.float32)
+    factors = philox.factors(KEY, 0.4, (1, 2, 20, 20))
+
+    def ours(x):
+        out = packax.flash_attention(x, x, x, packax.causal(), dropout_rate=0.4, dropout_key=KEY)
+        return jnp.sin(out).sum()
+
+    def plain(x):
+        arrays = {"query": x, "key": x, "value": x, "scale": jnp.float32(8**-0.5)}
+        allowed = np.tril(np.ones((20, 20), bool))
+        return jnp.sin(score_oracle.dense(arrays, allowed, factors=factors)[0]).sum()
+
+    for way in (
+        lambda f: jax.jvp(f, (x,), (jnp.cos(x),))[1],
+        lambda f: jax.jvp(jax.grad(f), (x,), (jnp.cos(x),))[1],
+        lambda f: jax.grad(lambda x: (jax.grad(f)(x) * jnp.cos(x)).sum())(x),
+    ):
+        np.testing.assert_allclose(way(ours), way(plain), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "rate,key,text",
+    [
+        (1.0, KEY, "dropout_rate must be at least 0 and less than 1, but is 1.0"),
+        (-0.1, KEY, "dropout_rate must be at least 0 and less than 1, but is -0.1"),
+        (float("nan"), KEY, "dropout_rate must be at least 0 and less than 1, but is nan"),
+        ("0.1", KEY, "dropout_rate must be a Python or numpy number"),
+        (True, KEY, "dropout_rate must be a Python or numpy number"),
+        (0.1, None, "dropout_rate above 0 needs dropout_key"),
+        (0.1, 7, "dropout_key must be one key of jax.random.key"),
+        (0.1, jax.random.split(KEY, 2), "of shape (2,)"),
+        (0.1, jnp.zeros((2,)), "dropout_key must be one key of jax.random.key"),
+        (0.1, jnp.zeros((3,), jnp.uint32), "dropout_key is no key of jax.random"),
+    ],
+)
+def test_wrong_requests(rate, key, text):
+    x = jnp.ones((1, 8, 1, 8))
+    with pytest.raises(ValueError, match="dropout_") as error:
+        packax.flash_attention(x, x, x, packax.full(), dropout_rate=rate, dropout_key=key)
+    assert text in str(error.value)

@@ -1,0 +1,172 @@
+"""packax_forward_v2 and packax_backward_v2: kernels, grids, every argument, what they refuse.
+
+On a fake libcuda, as test_handlers.py.
+"""
+
+import struct
+from math import ceil
+
+import pytest
+from cpp.bias_calls import ALL_AXES, THRESHOLD, backward_bias, bias_of, forward_bias
+from cpp.call_frame import INITIALIZE
+from cpp.calls import MAP, Array, Sizes, of_head_group
+from cpp.launches import attention, expect_launches, kernels_of
+from cpp.machine import KERNELS, needs_compiler, needs_extension
+
+pytest_plugins = ("cpp.fixtures",)
+pytestmark = [needs_extension, needs_compiler]
+MAKE = {"forward": forward_bias, "backward": backward_bias}
+
+
+def as_float32(x):
+    return struct.unpack("f", struct.pack("f", x))[0]
+
+
+def scalars_of(s, dims, kind=2, axes=ALL_AXES, threshold=THRESHOLD, rows_batch=1, blocks=MAP):
+    of_map = ("block_mask_batch", "block_mask_heads", "q_block", "kv_block")
+    return {
+        **attention(s, 0.125, 2, has_dlse=1),
+        "soft_cap": 30.0, "has_score_grads": 1, "scales_batch": 1, "bias_batch": 1,
+        **dict(zip(of_map, blocks, strict=True)),
+        "qk_dim": dims[0], "v_dim": dims[1],
+        "bias_kind": kind, "bias_axes": axes,
+        "dropout_threshold": threshold - (1 << 32) * (threshold >= 1 << 31),
+        "dropout_rows_batch": rows_batch,
+        "inverse_keep": as_float32(1 / (1 - threshold / 2**32)),
+    }  # fmt: skip
+
+
+def grids_of(s, direction, axes=ALL_AXES):
+    def rows(m):
+        return [s.heads * s.batch * ceil(s.q_len / 128) * (128 // m)]
+
+    if direction == "forward":
+        return {"forward_bias": rows}
+    own = (n if axes >> bit & 1 else 1 for bit, n in enumerate((s.batch, s.heads, s.q_len)))
+    batch, heads, of_rows = own
+    return {
+        "backward_delta_fallback": lambda r: [ceil(s.q_len / r) * s.heads * s.batch],
+        "backward_dkdv_bias": lambda n: [s.kv_heads * s.batch * ceil(s.kv_len / 128) * (128 // n)],
+        "backward_dq_bias": rows,
+        "backward_dbias": lambda b: [batch * heads * ceil(of_rows / b) * ceil(s.kv_len / b)],
+    }
+
+
+def dims_of(machine, smaller=0):
+    return machine.variant["qk_dim"] - smaller, machine.variant["v_dim"] - smaller
+
+
+@pytest.mark.parametrize("direction", MAKE)
+@pytest.mark.parametrize("axes", [0, 1, 2, 6, 7])
+def test_launches(machine, direction, axes):
+    s, dims = Sizes(), dims_of(machine, 8)
+    call = MAKE[direction](machine, s, dims, axes, rows_batch=1 + axes % 2)
+    scalars = scalars_of(s, dims, axes=axes, rows_batch=1 + axes % 2)
+    expect_launches(machine, call, scalars, grids_of(s, direction, axes))
+
+
+@pytest.mark.parametrize("direction", MAKE)
+def test_a_bias_of_the_querys_dtype(machine, direction):
+    s, dims = Sizes(), dims_of(machine)
+    dtype = {"bf16": "bfloat16", "f16": "float16"}[machine.variant["dtype"]]
+    call = MAKE[direction](machine, s, dims, dtype=dtype, threshold=1 << 31)
+    scalars = scalars_of(s, dims, 1, threshold=1 << 31)
+    expect_launches(machine, call, scalars, grids_of(s, direction))
+
+
+@pytest.mark.parametrize("direction", MAKE)
+def test_without_either_it_is_a_call_of_the_first_version(portable, direction):
+    call = MAKE[direction](portable, axes=None, threshold=0, **({"dbias": 0} if
+        direction == "backward" else {}))  # fmt: skip
+    assert kernels_of(portable, call) == KERNELS[f"{direction}_fallback"]
+
+
+@pytest.mark.parametrize("axes,threshold", [(None, THRESHOLD), (7, 0)])
+def test_one_of_both(portable, axes, threshold):
+    call = forward_bias(portable, axes=axes, threshold=threshold)
+    assert kernels_of(portable, call) == ["forward_bias"]
+    call = backward_bias(portable, axes=axes, threshold=threshold, dbias=0)
+    assert kernels_of(portable, call) == KERNELS["backward_bias"][:3]
+
+
+def test_the_gradient_of_the_bias_alone(portable):
+    call = backward_bias(portable, needs_grad=0, score_grads=0)
+    assert kernels_of(portable, call) == ["backward_delta_fallback", "backward_dbias"]
+
+
+@pytest.mark.parametrize("direction", MAKE)
+def test_initialize_loads_what_execute_launches(portable, direction):
+    call = MAKE[direction](portable)
+    assert portable.run(call, INITIALIZE) is None and portable.record() == []
+    assert portable.calls("cuLibraryLoadData") == len(KERNELS[f"{direction}_bias"])
+
+
+@pytest.mark.parametrize("make", MAKE.values())
+def test_some_of_the_heads(portable, make):
+    call = make(portable, blocks=None, has=(0, 0))
+    failure = portable.run(of_head_group(call, 6, 12))
+    assert failure.code == "Unimplemented" and "take all of the query's 12" in failure.message
+
+
+@pytest.mark.parametrize("direction", MAKE)
+@pytest.mark.parametrize(
+    "changes,text",
+    [
+        (
+            {"bias": Array("float32", (6, 300, 700))},
+            "bias is float32[6, 300, 700], expected 4 axes",
+        ),
+        (
+            {"bias": Array("float32", (3, 6, 300, 700))},
+            "bias has 3 entries along axis 0, expected 1 or batch, 2",
+        ),
+        (
+            {"bias": Array("float32", (2, 2, 300, 700))},
+            "bias has 2 entries along axis 1, expected 1 or heads, 6",
+        ),
+        (
+            {"bias": Array("float32", (2, 6, 301, 700))},
+            "bias has 301 entries along axis 2, expected 1 or q_len, 300",
+        ),
+        ({"bias": Array("float32", (2, 6, 300, 701))}, "q_len=300, kv_len=700]"),
+        ({"bias": Array("float64", (2, 6, 300, 700))}, "bias is float64[2, 6, 300, 700], expected"),
+        (
+            {"dropout_threshold": ("int64", 1 << 32)},
+            "attribute dropout_threshold is 4294967296, expected 0 to 4294967295",
+        ),
+        ({"dropout_threshold": ("int64", -1)}, "attribute dropout_threshold is -1, expected 0"),
+        (
+            {"dropout_streams": Array("int32", (2, 6, 4))},
+            "dropout_streams is int32[2, 6, 4], expected uint32[batch=2, heads=6, words=4]",
+        ),
+        (
+            {"dropout_rows": Array("int32", (3, 300))},
+            "dropout_rows has 3 rows (axis 0), expected 1 or the batch, 2",
+        ),
+        ({"dropout_rows": Array("int32", (300,))}, "dropout_rows is int32[300], expected 2 axes"),
+        ({"dropout_rows": Array("int32", (1, 299))}, "expected int32[batch=1, q_len=300]"),
+    ],
+)
+def test_refusals(shared_machine, direction, changes, text):
+    call = MAKE[direction](shared_machine).change(**changes)
+    failure = shared_machine.run(call)
+    assert text in failure.message and f"packax_{direction}_v2: " in failure.message
+    assert not shared_machine.launches()
+
+
+def test_refusals_of_the_gradient(shared_machine):
+    call = backward_bias(shared_machine)
+    for dbias in (bias_of(Sizes(), 6), bias_of(Sizes(), dtype="bfloat16")):
+        failure = shared_machine.run(call.change(dbias=dbias))
+        assert failure.message.startswith("packax_backward_v2: dbias is ")
+    failure = shared_machine.run(call.change(bias=Array("float32", (0,))))
+    assert "dbias is there, but bias is absent" in failure.message
+
+
+def test_long_rows_are_refused(shared_machine):
+    s = Sizes(kv_len=(1 << 24) + 1)
+    failure = shared_machine.run(forward_bias(shared_machine, s))
+    assert failure.code == "Unimplemented"
+    assert "bias has rows of 16777217 keys, there are kernels for 16777216 at most" in \
+        failure.message  # fmt: skip
+    assert shared_machine.run(forward_bias(shared_machine, s, axes=3)) is None

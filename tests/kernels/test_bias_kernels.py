@@ -1,0 +1,93 @@
+"""The Triton kernels with a bias that is an array and with dropout, in the interpreter.
+
+Guards against bits that differ between the kernels of one backward, a tile of the bias read for the
+wrong head, a sum over the wrong batch rows, a walk that begins between four keys of one word. The
+oracle is dense and in float64, its gradients automatic, its bits made in numpy.
+"""
+
+from __future__ import annotations
+
+import bias_interpreter as kernels
+import jax
+import numpy as np
+import philox
+import pytest
+import score_oracle
+import triton_interpreter as interpreter
+from kernel_masks import ATTENTION, mask_of
+
+KEY = jax.random.key(7)
+TILES = (64, 64), ((32, 64), (64, 32), 64)
+
+
+def added_of(shape, dtype, rate, sizes, rng):
+    """Of the request, as attention.py makes it; and the bias in float32."""
+    batch, heads, q_len, kv_len = sizes
+    bias = None
+    if shape is not None:
+        full = [n if has else 1 for n, has in zip(sizes[:3], shape, strict=True)]
+        bias = rng.standard_normal((*full, kv_len)).astype(dtype)
+        bias[..., rng.integers(0, kv_len, 3)] = -np.inf
+    if not rate:
+        return kernels.Added(bias)
+    words = np.asarray(jax.random.bits(KEY, (2,), np.uint32))
+    streams = np.empty((batch, heads, 4), np.uint32)
+    streams[..., :2] = words
+    streams[..., 2] = np.arange(batch)[:, None]
+    streams[..., 3] = np.arange(heads)
+    rows = np.arange(q_len, dtype=np.int32)[None]
+    return kernels.Added(bias, streams, rows, round(rate * 2**32))
+
+
+@pytest.mark.parametrize(
+    "case,shape,dtype,rate,soft_cap,tiles",
+    [
+        ("three rows", (1, 1, 1), np.float32, 0.0, 0.0, TILES),
+        ("documents", (0, 1, 1), np.float16, 0.2, 0.0, TILES),
+        ("longer keys", (0, 0, 1), np.float32, 0.0, 2.0, ((32, 32), ((32, 32), (32, 32), 32))),
+        ("checked by id", (1, 0, 0), np.float32, 0.3, 0.0, TILES),
+        ("ranges with empty rows", None, np.float32, 0.5, 0.0, TILES),
+    ],
+)
+def test_they_equal_the_oracle(case, shape, dtype, rate, soft_cap, tiles):
+    expression, q_len, kv_len, heads, kv_heads = ATTENTION[case]
+    attends = np.asarray(expression.as_array(q_len, kv_len))
+    attends = attends if attends.ndim == 3 else attends[None]
+    mask = mask_of(expression, q_len, kv_len)
+    batch, dims = max(len(attends), 2 if shape and shape[0] else 1), (24, 16)
+    if batch > len(attends):
+        attends = np.repeat(attends, batch, 0)
+    rng = np.random.default_rng(len(case))
+
+    def draw(*sizes):
+        return rng.standard_normal(sizes).astype(np.float32)
+
+    query, key = draw(batch, q_len, heads, dims[0]), draw(batch, kv_len, kv_heads, dims[0])
+    value, dout = draw(batch, kv_len, kv_heads, dims[1]), draw(batch, q_len, heads, dims[1])
+    dlse = draw(batch, heads, q_len)
+    sizes = (batch, heads, q_len, kv_len)
+    added = added_of(shape, dtype, rate, sizes, rng)
+    scale = dims[0] ** -0.5
+    extras = interpreter.Extras(mask, scale, soft_cap)
+    out, lse, row_max = kernels.forward(query, key, value, mask, extras, added, tiles[0], (32, 16))
+    dq, dk, dv, _, dbias = kernels.backward(
+        query, key, value, out, lse, dout, dlse, mask, extras, added, tiles[1], (32, 16)
+    )
+    arrays = {"query": query, "key": key, "value": value, "scale": np.float32(scale)}
+    found = {"query": dq, "key": dk, "value": dv}
+    if added.bias is not None:
+        arrays["bias"] = added.bias.astype(np.float32)
+        found["bias"] = dbias
+    factors = philox.factors(KEY, rate, sizes) if rate else None
+    true, _, largest = score_oracle.true_and_plain(
+        arrays, attends[:, None], dout, dlse, soft_cap=soft_cap or None, factors=factors
+    )
+    close = {"atol": 2e-5, "rtol": 2e-5}
+    np.testing.assert_allclose(out, true.out, err_msg="out", **close)
+    np.testing.assert_allclose(lse, true.lse, err_msg="lse", **close)
+    np.testing.assert_allclose(row_max.max(-1), largest, err_msg="row_max", **close)
+    for name, got in found.items():
+        more = {"atol": 2e-3, "rtol": 2e-3} if got.dtype == np.float16 else {"atol": 1e-4}
+        np.testing.assert_allclose(
+            got.astype(np.float32), true.gradients[name], err_msg=name, **{**close, **more}
+        )

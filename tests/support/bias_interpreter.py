@@ -1,0 +1,108 @@
+"""The kernels with a bias that is an array and with dropout, in Triton's interpreter."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import triton_interpreter as interpreter
+from triton_launch import ceil, guarded, launch
+
+
+class Added(NamedTuple):
+    """What a call of the second version has besides, as docs/internals/ffi.md has it."""
+
+    bias: np.ndarray | None = None
+    streams: np.ndarray | None = None  # (B, H, 4) uint32
+    rows: np.ndarray | None = None  # (1 or B, Sq) int32
+    threshold: int = 0
+
+    def pointers(self, stand_in: np.ndarray) -> tuple[np.ndarray, ...]:
+        streams = None if self.streams is None else self.streams.view(np.int32)
+        bias = self.bias
+        if bias is None:
+            bias = stand_in.view(np.float32)
+        return tuple(stand_in if x is None else x for x in (bias, streams, self.rows))
+
+    @property
+    def inverse_keep(self) -> float:
+        return 1 / (1 - self.threshold / 2**32)
+
+    def numbers(self) -> tuple[int, ...]:
+        kind = axes = 0
+        if self.bias is not None:
+            kind = 2 if self.bias.dtype == np.float32 else 1
+            axes = sum((size > 1) << axis for axis, size in enumerate(self.bias.shape[:3]))
+        bits = int(np.uint32(self.threshold).view(np.int32))
+        return kind, axes, bits, 1 if self.rows is None else len(self.rows)
+
+
+def _call(mask: Any, extras: Any, added: Added, tensors: Any, *flags: int) -> tuple[Any, ...]:
+    """From the score parameters on."""
+    segment_check, *rest = interpreter.fallback_sizes(mask, extras, *tensors)
+    return (
+        *extras.operands, *added.pointers(mask.lo), extras.scale, extras.soft_cap,
+        added.inverse_keep, segment_check, *flags, *added.numbers(), *rest,
+    )  # fmt: skip
+
+
+def forward(query, key, value, mask, extras, added: Added, tile, dims) -> tuple[np.ndarray, ...]:
+    """out, lse and row_max; `dims`: those that the kernel is compiled for."""
+    batch, q_len, heads, _ = query.shape
+    rows, keys = tile
+    out = guarded((batch, q_len, heads, value.shape[3]), query.dtype)
+    lse, row_max = (guarded((batch, heads, q_len), np.float32) for _ in range(2))
+    launch(
+        "forward_bias", (batch * heads * ceil(q_len, 128) * (128 // rows),), query, key, value,
+        out, lse, row_max, *mask.rows, mask.q_blocks, mask.q_order, *extras.rows_map,
+        *_call(mask, extras, added, (query, key, value)),
+        QK_DIM=dims[0], V_DIM=dims[1], BLOCK_M=rows, BLOCK_N=keys, STAGES=1, FLOAT32_PRODUCTS=1,
+    )  # fmt: skip
+    return out, lse, row_max
+
+
+def backward(
+    query, key, value, out, lse, dout, dlse, mask, extras, added: Added, tiles, dims
+) -> tuple[np.ndarray | None, ...]:
+    """dq, dk, dv, score_grads and dbias; `tiles`: of dkdv, of dq, and the side of that of dbias."""
+    batch, q_len, heads, _ = query.shape
+    kv_len, kv_heads = key.shape[1:3]
+    delta = guarded((batch, heads, q_len), np.float32)
+    dq, dk, dv = (guarded(x.shape, x.dtype) for x in (query, key, value))
+    score_grads = guarded((batch, heads, 2, q_len), np.float32)
+    tensors = (query, key, value)
+    launch(
+        "backward_delta_fallback", (ceil(q_len, 32) * heads * batch,), out, dout, dlse, delta,
+        mask.lo, mask.hi, 1, batch, mask.batch, q_len, heads, value.shape[3], V_DIM=dims[1],
+        ROWS=32,
+    )  # fmt: skip
+
+    def constants(rows: int, keys: int) -> dict[str, int]:
+        return {
+            "QK_DIM": dims[0], "V_DIM": dims[1], "BLOCK_M": rows, "BLOCK_N": keys, "STAGES": 1,
+            "FLOAT32_PRODUCTS": 1,
+        }  # fmt: skip
+
+    rows, keys = tiles[0]
+    launch(
+        "backward_dkdv_bias", (kv_heads * batch * ceil(kv_len, 128) * (128 // keys),), *tensors,
+        dout, lse, delta, dk, dv, *mask.rows, mask.q_blocks, mask.kv_blocks, mask.kv_order,
+        *extras.keys_map, *_call(mask, extras, added, tensors), **constants(rows, keys),
+    )  # fmt: skip
+    rows, keys = tiles[1]
+    launch(
+        "backward_dq_bias", (batch * heads * ceil(q_len, 128) * (128 // rows),), *tensors, dout,
+        lse, delta, dq, score_grads, *mask.rows, mask.q_blocks, mask.q_order, *extras.rows_map,
+        *_call(mask, extras, added, tensors, 1), **constants(rows, keys),
+    )  # fmt: skip
+    dbias = None
+    if added.bias is not None:
+        side = tiles[2]
+        dbias = guarded(added.bias.shape, added.bias.dtype)
+        sizes = added.bias.shape
+        launch(
+            "backward_dbias", (sizes[0] * sizes[1] * ceil(sizes[2], side) * ceil(kv_len, side),),
+            *tensors, dout, lse, delta, dbias, *mask.rows, mask.q_blocks, extras.rows_map[0],
+            *_call(mask, extras, added, tensors), **constants(side, side),
+        )  # fmt: skip
+    return dq, dk, dv, score_grads, dbias

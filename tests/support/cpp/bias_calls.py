@@ -1,0 +1,56 @@
+"""Correct calls of the second version: with a bias that is an array, and with dropout."""
+
+from cpp.calls import (
+    ABSENT,
+    MAP,
+    Array,
+    Call,
+    Sizes,
+    backward_fallback,
+    forward_fallback,
+    make_call,
+)
+
+THRESHOLD = 3 << 30  # three quarters are dropped
+ALL_AXES = 7
+SIZES = Sizes()
+
+
+def bias_of(s, axes=ALL_AXES, dtype="float32"):
+    """`axes`: bit 0, it has the batch; bit 1, heads; bit 2, rows."""
+    sizes = (s.batch, s.heads, s.q_len)
+    own = (n if axes >> bit & 1 else 1 for bit, n in enumerate(sizes))
+    return Array(dtype, (*own, s.kv_len))
+
+
+def _second(call: Call, s, axes, dtype, threshold, rows_batch, dbias) -> Call:
+    bias = ABSENT if axes is None else bias_of(s, axes, dtype)
+    of_dropout = {"dropout_streams": ABSENT, "dropout_rows": ABSENT}
+    if threshold:
+        of_dropout = {
+            "dropout_streams": Array("uint32", (s.batch, s.heads, 4)),
+            "dropout_rows": Array("int32", (rows_batch, s.q_len)),
+        }
+    return make_call(
+        call.target.replace("_v1", "_v2"),
+        {"bias": bias, **of_dropout, **call.operands},
+        {**({} if dbias is None else {"dbias": bias if dbias else ABSENT}), **call.results},
+        {**call.attributes, "dropout_threshold": ("int64", threshold)},
+    )
+
+
+def forward_bias(
+    m, s=SIZES, dims=None, axes=ALL_AXES, dtype="float32", threshold=THRESHOLD, rows_batch=1,
+    blocks=MAP, **more,
+):  # fmt: skip
+    """`axes` None: no bias; `threshold` 0: no dropout."""
+    call = forward_fallback(m, s, dims, blocks=blocks, **more)
+    return _second(call, s, axes, dtype, threshold, rows_batch, None)
+
+
+def backward_bias(
+    m, s=SIZES, dims=None, axes=ALL_AXES, dtype="float32", threshold=THRESHOLD, rows_batch=1,
+    blocks=MAP, dbias=1, **more,
+):  # fmt: skip
+    call = backward_fallback(m, s, dims, blocks=blocks, **more)
+    return _second(call, s, axes, dtype, threshold, rows_batch, dbias)
