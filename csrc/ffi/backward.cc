@@ -89,10 +89,26 @@ ffi::Error RunBackward(Stream stream, BackwardOperands o, const BiasOperands* ad
   if (needs_dbias) PACKAX_TRY(CheckBiasGradient(added->bias, *dbias));
   if (s.batch == 0) return ffi::Error::Success();
 
-  const BackwardCall call{*attention, o.query,  o.key,    o.value,        o.out,
-                          o.lse,      o.dout,   o.dlse,   o.kv_blocks,    o.kv_order,
-                          *o.dq,      *o.dk,    *o.dv,    *o.score_grads, *o.workspace,
-                          algorithm,  has_dlse, needs_dq, needs_dkv,      needs_score_grads,
+  const BackwardCall call{*attention,
+                          o.query,
+                          o.key,
+                          o.value,
+                          o.out,
+                          o.lse,
+                          o.dout,
+                          o.dlse,
+                          o.kv_blocks,
+                          o.kv_order,
+                          *o.dq,
+                          *o.dk,
+                          *o.dv,
+                          *o.score_grads,
+                          *o.workspace,
+                          algorithm,
+                          has_dlse,
+                          needs_dq,
+                          needs_dkv,
+                          needs_score_grads,
                           needs_dbias ? dbias->untyped_data() : nullptr};
   Device* device;
   PACKAX_TRY(CurrentDevice(&device));

@@ -21,9 +21,9 @@ ffi::Error ReadArray(const Shape& s, const ffi::AnyBuffer& bias, BiasParams* p) 
     if (size > 1) p->bias_axes |= 1 << axis;
   }
   const bool wide = bias.element_type() == ffi::DataType::F32;
-  PACKAX_TRY(Expect(
-      "bias", bias, wide ? ffi::DataType::F32 : s.dtype,
-      {{"batch", p->batch}, {"heads", p->heads}, {"q_len", p->rows}, {"kv_len", s.kv_len}}));
+  PACKAX_TRY(
+      Expect("bias", bias, wide ? ffi::DataType::F32 : s.dtype,
+             {{"batch", p->batch}, {"heads", p->heads}, {"q_len", p->rows}, {"kv_len", s.kv_len}}));
   PACKAX_CHECK(p->rows == 1 || s.kv_len <= kMostKeys, kUnimplemented)
       << "bias has rows of " << s.kv_len << " keys, there are kernels for " << kMostKeys
       << " at most";

@@ -32,9 +32,8 @@ enum class Target {
 };
 
 inline constexpr const char* kTargetNames[] = {
-    "packax_documents_v1", "packax_blocks_v1", "packax_forward_v1",
-    "packax_backward_v1",  "packax_decode_v1", "packax_forward_v2",
-    "packax_backward_v2",
+    "packax_documents_v1", "packax_blocks_v1",  "packax_forward_v1",  "packax_backward_v1",
+    "packax_decode_v1",    "packax_forward_v2", "packax_backward_v2",
 };
 inline constexpr int kTargets = 7;
 

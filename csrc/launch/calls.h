@@ -32,7 +32,7 @@ struct BackwardCall : AttentionCall {
   bool needs_dq, needs_dkv;
   bool needs_score_grads;  // (batch, heads, 2, q_len) float32, from the kernel of dQ
 
-  void* dbias;             // null where nobody asks for it
+  void* dbias;  // null where nobody asks for it
 
   bool plain() const { return AttentionCall::plain() && !needs_score_grads; }
 };
@@ -42,14 +42,13 @@ struct BackwardCall : AttentionCall {
   .scales = (p).scales.untyped_data(), .slopes = (p).slopes.untyped_data(), \
   .q_bias_pos = (p).q_bias_pos.untyped_data(), .kv_bias_pos = (p).kv_bias_pos.untyped_data()
 #define PACKAX_SCORE_PARAMS(p) PACKAX_LINEAR_BIAS(p), .scale = (p).scale, .soft_cap = (p).soft_cap
-#define PACKAX_BIAS_PARAMS(p, b)                                                     \
-  PACKAX_LINEAR_BIAS(p), .bias = (b).bias, .dropout_streams = (b).dropout_streams,   \
+#define PACKAX_BIAS_PARAMS(p, b)                                                      \
+  PACKAX_LINEAR_BIAS(p), .bias = (b).bias, .dropout_streams = (b).dropout_streams,    \
       .dropout_rows = (b).dropout_rows, .scale = (p).scale, .soft_cap = (p).soft_cap, \
       .inverse_keep = (b).inverse_keep
-#define PACKAX_BIAS_NUMBERS(b)                                \
-  .bias_kind = (b).bias_kind, .bias_axes = (b).bias_axes,     \
-  .dropout_threshold = (b).dropout_threshold, \
-  .dropout_rows_batch = (b).dropout_rows_batch
+#define PACKAX_BIAS_NUMBERS(b)                            \
+  .bias_kind = (b).bias_kind, .bias_axes = (b).bias_axes, \
+  .dropout_threshold = (b).dropout_threshold, .dropout_rows_batch = (b).dropout_rows_batch
 #define PACKAX_FALLBACK_SIZES(s, p, m)                                                        \
   .batch = (s).batch, .mask_batch = (s).mask_batch, .scales_batch = (p).scales_batch,         \
   .bias_batch = (p).bias_batch, .block_mask_batch = (m).batch, .block_mask_heads = (m).heads, \
