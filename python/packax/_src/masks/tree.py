@@ -96,8 +96,8 @@ class Tree(MaskExpression):
         last = xp.where(above, name[:, None], -1).max(-2)
         orders = (last - name + 1 == above.sum(-2)) & (parents < name) & (parents >= -1)
         later = np.arange(ids.shape[-1])
-        falls = (ids[..., :, None] < ids[..., None, :]) & (later[None, :] < later[:, None])
-        falls = (falls & real[..., :, None] & real[..., None, :]).any((-2, -1))
+        comes_back = (ids[..., :, None] < ids[..., None, :]) & (later[None, :] < later[:, None])
+        falls = (comes_back & real[..., :, None] & real[..., None, :]).any((-2, -1))
         known = (ids >= PADDING_SEGMENT_ID) & (ids < number)
         valid = orders.all(-1) & ~falls & known.all(-1)
         both = real[..., :, None] & real[..., None, :]
