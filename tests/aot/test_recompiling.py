@@ -8,7 +8,7 @@ import re
 import shutil
 
 import pytest
-from aot_modules import ALL, DECODE, FORWARDS, GENERAL, KEYS, ONES, PLAIN, ROWS, compiler, table
+from aot_modules import ALL, BIAS, DECODE, FORWARDS, GENERAL, KEYS, ONES, PLAIN, ROWS, compiler, table
 from paths import KERNEL_DIR, ROOT
 
 
@@ -50,12 +50,15 @@ def recompiled(monkeypatch, tmp_path, request):
         ("sm90.block_lists", ["sm90.fwd", "sm90.bwd", "sm90.bwd_dq"]),
         ("sm90.bwd_listed_producer", ["sm90.bwd"]),
         ("sm90.bwd_prepost", ["backward_prepare", "backward_finish"]),
-        ("portable.kv_ranges", [*PLAIN, *GENERAL, *DECODE]),
+        ("portable.kv_ranges", [*PLAIN, *GENERAL, *BIAS, *DECODE]),
         ("portable.decode", DECODE),
-        ("portable.score_mods", [*PLAIN, *GENERAL, *DECODE]),
-        ("portable.block_lists", [*PLAIN, *GENERAL]),
-        ("portable.steps", [*PLAIN, *GENERAL]),
-        ("portable.bwd_dq", ["backward_dq", "backward_dq_fallback"]),
+        ("portable.score_mods", [*PLAIN, *GENERAL, *BIAS, *DECODE]),
+        ("portable.block_lists", [*PLAIN, *GENERAL, *BIAS]),
+        ("portable.steps", [*PLAIN, *GENERAL, *BIAS]),
+        ("portable.bias", [*PLAIN, *GENERAL, *BIAS]),
+        ("portable.dropout", [*PLAIN, *GENERAL, *BIAS]),
+        ("portable.bwd_dq", ["backward_dq", "backward_dq_fallback", "backward_dq_bias"]),
+        ("portable.bwd_dbias", ["backward_dbias"]),
         ("mask.segments", ["documents_init", "documents_runs", "documents_rows"]),
         ("mask.block_bounds", ["blocks_rows", "blocks_keys", "blocks_order"]),
     ],
