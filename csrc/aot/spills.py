@@ -57,6 +57,8 @@ SPILLS = {
     ("backward_dkdv_sm90", 256): 120,  # under ptxas 13.4
     ("backward_dq_sm90", 256): 192,  # under ptxas 12.9
     # with a block mask
+    ("forward_sm90_block_lists", 64): 120,  # under ptxas 12.9
+    ("backward_dq_sm90_block_lists", 64): 136,  # under ptxas 13.4; 112 under 12.9
     ("forward_sm90_block_lists", 128): 112,  # under ptxas 12.9
     ("backward_dkdv_sm90_block_lists", 128): 160,  # under ptxas 12.9; 144 under 13.4
     ("backward_dq_sm90_block_lists", 128): 152,  # under ptxas 13.4; 144 under 12.9

@@ -148,12 +148,18 @@ MAPPED = {
 }
 SM90_TILES |= {
     "forward_sm90_block_lists": {
-        128: SM90_TILES["forward_sm90"][128] | {"BLOCK_N": 64, "STAGES": 4}
+        64: SM90_TILES["forward_sm90"][64]
+        | {"BLOCK_N": 64, "STAGES": 4, "WARP_GROUPS": 2}
+        | {"CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24},
+        128: SM90_TILES["forward_sm90"][128] | {"BLOCK_N": 64, "STAGES": 4},
     },
     "backward_dkdv_sm90_block_lists": {
-        128: without_lse_by_mma(SM90_TILES["backward_dkdv_sm90"][128]) | {"SKIP": 0}
+        dim: without_lse_by_mma(SM90_TILES["backward_dkdv_sm90"][dim]) | {"SKIP": 0}
+        for dim in (64, 128)
     },
-    "backward_dq_sm90_block_lists": {128: SM90_TILES["backward_dq_sm90_soft_cap"][128]},
+    "backward_dq_sm90_block_lists": {
+        dim: SM90_TILES["backward_dq_sm90_soft_cap"][dim] for dim in (64, 128)
+    },
 }
 # The same in shorter tiles, where there are too few of the others to keep a GPU busy
 # (csrc/launch/forward_sm90.cc).

@@ -365,8 +365,9 @@ def test_alibi(dim, case):
 
 @pytest.mark.parametrize("case", ["documents", "longer keys", "ids that come back"])
 @pytest.mark.parametrize("blocks", [(64, 64, 2), (1, 2, 1), (256, 128, 2), (8, 32, 2)], ids=str)
-def test_maps_of_blocks(blocks, case):
-    p = Problem(case, (128, 128), "_block_lists", blocks=blocks)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_maps_of_blocks(dim, blocks, case):
+    p = Problem(case, (dim, dim), "_block_lists", blocks=blocks)
     forward(p, {})
     backward(p, "backward_dkdv_sm90", {})
     queries_alone(p)
