@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import packax
 from jax.sharding import PartitionSpec as P
 from packax._src.context import shard as partition
-from packax._src.ops.score_mods import Scores
+from packax._src.ops.score_mods import Beside, Scores
 
 Arrays = tuple[jax.Array, ...]
 ROWS, LSE = P(None, "context"), P(None, None, "context")
@@ -46,7 +46,7 @@ def kvax_like(mask: packax.AttentionMask, sharding: packax.AttentionSharding, pl
         # The backward primitive, as packax calls it: results of the forward are not computed again.
         dq, dk, dv, _ = partition.backward(
             partition.Call(q.shape[3] ** -0.5, False, False, None, None, needs_grad=(True,) * 3),
-            *(q, k, v, Scores(), out, lse, dout, lse, local(mask), ()),
+            *(q, k, v, Scores(), out, lse, dout, lse, local(mask), Beside()),
         )
         rank = jax.lax.axis_index("context")
         sums = (jax.lax.psum(x.astype(jnp.float32), "context") for x in (dk, dv))

@@ -14,7 +14,7 @@ import numpy as np
 import packax
 import pytest
 import trees
-from context import BATCH, LENGTH, assert_same, mesh_of, results, tensors
+from context import BATCH, HEADS, LENGTH, assert_same, mesh_of, results, tensors
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -22,7 +22,12 @@ SHARDING = packax.AttentionSharding(
     query=P("data", "context", "tensor"), key_value=P("data", "context", "tensor")
 )
 TREE = trees.batch_of_trees(4, BATCH, LENGTH, 9)
-BESIDE = {"causal": packax.causal(), "window": packax.sliding_window(150, 3)}
+CHOSEN = np.random.default_rng(3).random((1, HEADS, LENGTH // 64, LENGTH // 32)) < 0.6
+BESIDE = {
+    "causal": packax.causal(),
+    "window": packax.sliding_window(150, 3),
+    "blocks": packax.causal() & packax.block_sparse(CHOSEN, (64, 32)),  # other ones on other ranks
+}
 
 
 def expression_of(beside, batch=BATCH):
@@ -39,7 +44,7 @@ def one_device(beside, batch):
 @pytest.mark.parametrize(
     "beside,sizes,kind,plan,batch",
     [
-        ("causal", (1, 4, 2), "Auto", "balanced", BATCH),
+        ("blocks", (1, 4, 2), "Auto", "balanced", BATCH),
         ("window", (2, 2, 2), "Explicit", "zigzag", BATCH),
         ("causal", (1, 8, 1), "Auto", "local", 1),
         ("window", (2, 4, 1), "Auto", None, 1),

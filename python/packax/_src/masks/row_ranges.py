@@ -81,8 +81,8 @@ def row_ranges_and_bounds(
     one after the row, and by the end of the key's subtree (tree.py).
     """
     structure: Any
-    leaves, structure = jax.tree.flatten((held, kv_ids, kv_pos, block_mask))
-    held, kv_ids, kv_pos, own_block_mask = structure.unflatten(vary_together(*leaves))
+    leaves, structure = jax.tree.flatten((held, kv_ids, kv_pos))  # a block mask may be by heads
+    held, kv_ids, kv_pos = structure.unflatten(vary_together(*leaves))
     q_pos = held.ids
     if level == 2:
         q_pos = held.high
@@ -124,7 +124,7 @@ def row_ranges_and_bounds(
         assert q_pos is not None
         subtrees = _subtrees(q_pos, lo < hi, kv_pos)
         q_lists, kv_lists, tested = entries(
-            own_block_mask, block_size, q_blocks, q_len, kv_len, subtrees
+            block_mask, block_size, q_blocks, q_len, kv_len, subtrees
         )
         computed |= {"q_block_lists": q_lists, "kv_block_lists": kv_lists}
         tested = jnp.repeat(tested, BLOCK, axis=1)[:, :q_len]
@@ -138,7 +138,7 @@ def row_ranges_and_bounds(
     if block_size is None:
         return computed
     if tree is None:
-        bounds = vary_together(own_block_mask, computed["q_blocks"])
+        bounds = vary_together(block_mask, computed["q_blocks"])
         q_lists, kv_lists, _ = entries(bounds[0], block_size, bounds[1], q_len, kv_len)
         computed |= {"q_block_lists": q_lists, "kv_block_lists": kv_lists}
     # One for all rows of the batch stays that.

@@ -71,9 +71,19 @@ def entries(
         x[:, None, :, None] for x in jnp.unstack(q_blocks, axis=1)
     )
     first = _last(BLOCK * jnp.arange(ceil_div(kv_len, BLOCK), dtype=jnp.int32), lo_min)
-    hull = meets = (lo_min < first + BLOCK) & (first < hi_max)
+    meets = (lo_min < first + BLOCK) & (first < hi_max)
     # A partial last block of keys is never full: no row's range reaches its end.
     full = (lo_max <= first) & (first + BLOCK <= hi_min)
+    tested = jnp.zeros(q_blocks[:, 0].shape, bool)
+    if subtrees is not None:
+        own_min, own_max = (x[:, None, :, None] for x in (subtrees.own_min, subtrees.own_max))
+        end_min, end_max = (x[:, None, None, :] for x in (subtrees.end_min, subtrees.end_max))
+        hull = meets
+        meets &= own_min <= end_max
+        full &= own_max <= end_min
+        # Whatever the block mask says: its heads may lie on other ranks.
+        visited = _tiles(_tiles(meets, 2), 3)
+        tested = (visited & hull & (end_min < own_max)).any((1, 3))
     if block_mask is not None:
         some, every = (
             _pooled(
@@ -82,14 +92,6 @@ def entries(
             for how in (jnp.any, jnp.all)
         )
         meets, full = some & meets, every & full
-    tested = jnp.zeros(q_blocks[:, 0].shape, bool)
-    if subtrees is not None:
-        own_min, own_max = (x[:, None, :, None] for x in (subtrees.own_min, subtrees.own_max))
-        end_min, end_max = (x[:, None, None, :] for x in (subtrees.end_min, subtrees.end_max))
-        meets &= own_min <= end_max
-        full &= own_max <= end_min
-        visited = _tiles(_tiles(meets.any(1, keepdims=True), 2), 3)
-        tested = (visited & hull & (end_min < own_max)).any((1, 3))
     of_rows = _list(_pairs(meets, 2, jnp.any), _pairs(full | (hi_max == 0), 2, jnp.all))
     # Rows that attend nothing must not add to a key's sums.
     full &= flags == 0
