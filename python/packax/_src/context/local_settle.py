@@ -21,7 +21,8 @@ _HUGE = 2**30
 def settled(ops: HostOps, chunk_rank: Any, areas: Any, heavy: Any, wanted: Any, most: int) -> Any:
     """(G,) chunk_rank, -1: nobody's, with chunks exchanged; as many on each rank.
 
-    areas, heavy: (G,) of chunks, and their order, the largest first; wanted: (R,) of ranks; most: chunks that a rank may have.
+    areas, heavy: (G,) of chunks, and their order, the largest first; wanted: (R,) of ranks;
+    most: chunks that a rank may have.
     """
     xp = ops.xp
     ranks, number = wanted.shape[0], chunk_rank.shape[0]
