@@ -2,7 +2,7 @@
 
     python benchmarks/context.py [--devices 4] [--rounds 5] [--documents 12] [--groups "2,6 1,7"]
         [--profile] [--quick] [--out DIR]
-    python benchmarks/context.py --cases all [--devices 8] [...]
+    python benchmarks/context.py --cases all [--devices 8] [--hosts 2] [...]
 
 12 documents in 128k tokens, 32/8 heads, head dim 128, bfloat16, the row over all devices; with more
 documents fewer pairs for the same bytes, as on more GPUs. "One GPU" is one rank's share: its query
@@ -17,6 +17,8 @@ and gradient is compared with one GPU's before it is timed; a wrong one is not t
 program exit 1.
 --cases times every plan on other rows: 128k and 512k tokens, 12 documents, or lengths drawn from a
 log-normal distribution with mean 500, 2000 or 8000 ("all", or names such as "mean2000_128k").
+--hosts times every plan, and local plans of two levels and of one, on a mesh of hosts and GPUs: the
+devices of this process, in order, are divided among so many.
 --groups times the balanced plan with these groups of heads instead of the schemes; --profile lists
 the kernels of two calls of each, with their times and streams, in a .txt beside. Writes
 context.json (with another number of documents, that behind the name; with --cases
@@ -42,12 +44,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import packax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from lib.cases import Case
 from lib.context_cases import BOARD, CASES, QUICK, QUICK_CASES
+from lib.context_mesh import context_axes, levels_of, mesh_of, rows_of
 from lib.context_table import table
-from lib.kvax_scheme import ROWS, Arrays, kvax_like
+from lib.kvax_scheme import Arrays, kvax_like
 from lib.machine import machine
 from lib.output import START, default_out, say
 from lib.timing import Time, interleaved
@@ -64,6 +67,7 @@ class Scheme:
     groups: int | tuple[int, ...] | None = None  # None: the default
     scheduler: bool = False  # XLA's latency-hiding one, else its default
     kvax: bool = False
+    one_level: bool = False  # of a local plan, though there are hosts
 
     @property
     def name(self) -> str:
@@ -71,7 +75,8 @@ class Scheme:
             return "kvax-like"
         hiding = ", latency-hiding scheduler" if self.scheduler else ""
         groups = "" if self.groups is None else f", groups {self.groups}"
-        return f"{self.plan or 'none'}{groups}{hiding}"
+        levels = ", one level" if self.one_level else ""
+        return f"{self.plan or 'none'}{levels}{groups}{hiding}"
 
 
 SCHEMES = (
@@ -91,7 +96,10 @@ SCHEMES = (
 PLANS = (Scheme(None), Scheme("zigzag"), Scheme("balanced"), Scheme("local"))
 
 
-def plan_of(case: Case, name: str | None, ranks: int) -> packax.ContextPlan | None:
+OF_HOSTS = (*PLANS, Scheme("local", 8), Scheme("local", one_level=True))
+
+
+def plan_of(case: Case, name: str | None, ranks: Any) -> packax.ContextPlan | None:
     if name is None:
         return None
     expression = packax.causal() & packax.documents(case.segment_ids())
@@ -102,11 +110,13 @@ class Distributed:
     """One scheme on a mesh: inputs in its order, passes, results back in the row's order."""
 
     def __init__(self, case: Case, scheme: Scheme, mesh: Any, inputs: Arrays) -> None:
-        self.plan = plan_of(case, scheme.plan, mesh.size)
-        sharding = packax.AttentionSharding(query=ROWS, key_value=ROWS, mesh=mesh)
+        local = scheme.plan == "local" and not scheme.one_level
+        self.plan = plan_of(case, scheme.plan, levels_of(mesh) if local else mesh.size)
+        rows = rows_of(mesh)
+        sharding = packax.AttentionSharding(query=rows, key_value=rows, mesh=mesh)
         expression = packax.causal() & packax.documents(case.segment_ids())
         self.mask = packax.create_attention_mask(expression, sharding=sharding, plan=self.plan)
-        place = NamedSharding(mesh, ROWS)
+        place = NamedSharding(mesh, rows)
         order = (lambda x: x) if self.plan is None else self.plan.permute
         inputs = tuple(jax.device_put(order(x), place) for x in inputs)
         self.inputs, self.cotangent = inputs[:3], inputs[3]
@@ -188,25 +198,26 @@ def one_share(
 def collectives(mesh: Any, case: Case) -> dict[str, Callable[[], Any]]:
     """The gather of keys and values, and the reduce-scatter of their gradients, alone."""
     shape = (2, case.seq, case.kv_heads, case.head_dim)
-    place = NamedSharding(mesh, ROWS)
+    axes, rows = context_axes(mesh), rows_of(mesh)
+    place = NamedSharding(mesh, rows)
     x = jax.device_put(jnp.zeros(shape, jnp.bfloat16), place)
     whole = jax.device_put(
-        jnp.zeros((mesh.size, *shape), jnp.bfloat16), NamedSharding(mesh, P("context"))
+        jnp.zeros((mesh.size, *shape), jnp.bfloat16), NamedSharding(mesh, P(axes))
     )
     gather = jax.jit(
         jax.shard_map(
-            lambda x: jax.lax.all_gather(x, "context", axis=1, tiled=True)[None],
+            lambda x: jax.lax.all_gather(x, axes, axis=1, tiled=True)[None],
             mesh=mesh,
-            in_specs=ROWS,
-            out_specs=P("context"),
+            in_specs=rows,
+            out_specs=P(axes),
         )
     )
     scatter = jax.jit(
         jax.shard_map(
-            lambda x: jax.lax.psum_scatter(x[0], "context", scatter_dimension=1, tiled=True),
+            lambda x: jax.lax.psum_scatter(x[0], axes, scatter_dimension=1, tiled=True),
             mesh=mesh,
-            in_specs=P("context"),
-            out_specs=ROWS,
+            in_specs=P(axes),
+            out_specs=rows,
         )
     )
     return {"gather": lambda: gather(x), "reduce-scatter": lambda: scatter(whole)}
@@ -280,17 +291,14 @@ def timed_functions(functions: dict[str, Callable[[], Any]], rounds: int) -> dic
 
 
 def run_case(
-    case: Case, schemes: tuple[Scheme, ...], count: int, rounds: int, profiled: bool
+    case: Case, schemes: tuple[Scheme, ...], mesh: Any, rounds: int, profiled: bool
 ) -> tuple[dict[str, Any], str]:
     """What is measured of one row on so many GPUs, and the kernels that ran, if asked for."""
     say(f"{case.name}: {case.documents} documents in {case.seq} tokens")
     report: dict[str, Any] = {"case": dataclasses.asdict(case) | {"split": ()}, "schemes": {}}
-    inputs = inputs_of(case)
+    inputs, count = inputs_of(case), mesh.size
     reference = reference_of(case, inputs)
     shares = [one_share(case, count, rank, inputs) for rank in range(count)]
-    mesh = jax.make_mesh(
-        (count,), ("context",), devices=jax.devices()[:count], axis_types=(AxisType.Auto,)
-    )
     functions: dict[str, dict[str, Callable[[], Any]]] = {"fwd": {}, "bwd": {}}
     for scheme in schemes:
         row = checked(scheme, Distributed(case, scheme, mesh, inputs), reference)
@@ -330,6 +338,8 @@ def chosen(arguments: argparse.Namespace) -> tuple[list[Case], tuple[Scheme, ...
         if unknown:
             raise SystemExit(f"--cases must be all or of {', '.join(there)}, but is {unknown}")
         cases, schemes = [there[name] for name in names], PLANS
+    if arguments.hosts > 1:
+        schemes = OF_HOSTS
     if arguments.groups:
         sizes = (tuple(map(int, group.split(","))) for group in arguments.groups.split())
         schemes = tuple(Scheme("balanced", 1 if len(group) == 1 else group) for group in sizes)
@@ -341,6 +351,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--devices", type=int, help="of this host (default: all)")
+    parser.add_argument("--hosts", type=int, default=1, help="over which the devices are divided")
     parser.add_argument("--documents", type=int, default=BOARD.documents)
     parser.add_argument("--cases", default="", help="other rows: all, or names with commas")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds, for the median")
@@ -355,22 +366,25 @@ def main() -> int:
         raise SystemExit(f"--devices must be from 2 to {len(jax.devices())}, but is {count}")
     if jax.default_backend() != "gpu" and not arguments.quick:
         raise SystemExit("without GPUs only --quick: jax.devices() = " + str(jax.devices()))
+    mesh = mesh_of(count, arguments.hosts)
     cases, schemes = chosen(arguments)
     suffix = "" if arguments.documents == BOARD.documents else f"_{arguments.documents}"
     name = "context_cases" if arguments.cases else f"context{suffix}"
+    name += f"_{arguments.hosts}_hosts" if arguments.hosts > 1 else ""
     path = arguments.out / f"{name}.json"
     arguments.out.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {
         "machine": machine(),
         "commit": os.environ.get("PACKAX_COMMIT", "unknown"),
         "devices": count,
+        "hosts": arguments.hosts,
         "rounds": arguments.rounds,
     }
     say(", ".join(f"{key} {value}" for key, value in report["machine"].items()))
     found: dict[str, Any] = {}
     traces = ""
     for case in cases:
-        found[case.name], more = run_case(case, schemes, count, arguments.rounds, arguments.profile)
+        found[case.name], more = run_case(case, schemes, mesh, arguments.rounds, arguments.profile)
         traces += more
         report |= {"cases": found} if arguments.cases else found[case.name]
         report["seconds"] = round(time.perf_counter() - START, 1)

@@ -18,13 +18,15 @@ the mean; their keys travel while attention runs, and nothing else costs.
 
 First it checks itself against measured times (docs/performance.md), within 10 %. Then rows of
 lognormal lengths (sigma 1.2) and of the standard library's sources: area of the most loaded rank,
-shared rows of a rank's, efficiency, without a plan, with zigzag, balanced and local. Writes
+shared rows of a rank's, efficiency, without a plan, with zigzag, balanced and local, beyond one
+host also with local plans of one level. Writes
 context_model.json into --out (default: $OUT, else benchmarks/results).
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 import time
@@ -61,10 +63,17 @@ def planned(
     return packax.context_plan(expression, ranks=ranks, kind=kind)
 
 
-def work(sizes: list[int], plan: packax.ContextPlan | None, length: int, ranks: int) -> Any:
+@functools.lru_cache(1)
+def of_row(sizes: tuple[int, ...], length: int) -> tuple[np.ndarray, np.ndarray, float]:
+    """Row ranges, and the pairs in the tiles visited in the order of the sequence."""
+    lo, hi = ranges(list(sizes), length)
+    return lo, hi, visited(lo, hi, TILE)
+
+
+def work(lo: np.ndarray, hi: np.ndarray, plan: packax.ContextPlan | None, ranks: int) -> Any:
     """(ranks,) attended pairs; and (ranks,) pairs in the tiles visited of each part: private rows,
     then those shared by the fewest ranks."""
-    lo, hi = ranges(sizes, length)
+    length = len(lo)
     own = length // ranks
     order = np.arange(length) if plan is None else plan.index()[0]
     pieces = order.reshape(ranks, own)
@@ -72,24 +81,29 @@ def work(sizes: list[int], plan: packax.ContextPlan | None, length: int, ranks: 
     if plan is None or plan.split is None:
         tiles = [visited(lo[rows], hi[rows], TILE) for rows in pieces]
         return area, [np.zeros(ranks), np.array(tiles)]
-    split, place = plan.split[0], np.arange(own)
+    split = plan.split[0]
     found = [np.zeros(ranks)]
     for rank, rows in enumerate(pieces):
-        private = place >= split[rank, -1]
-        before = split[rank, -1] + np.searchsorted(rows[private], lo[rows])
-        empty = ~private | (hi[rows] == lo[rows])
-        found[0][rank] = visited(np.where(empty, 0, before), np.where(empty, 0, place + 1), TILE)
+        begin = split[rank, -1]
+        mine = rows[begin:]
+        first, last = np.zeros((2, own), np.int64)
+        first[begin:] = begin + np.searchsorted(mine, lo[mine])
+        last[begin:] = np.where(hi[mine] > lo[mine], np.arange(begin, own) + 1, 0)
+        found[0][rank] = visited(first, last, TILE)
     for level, (groups, number) in reversed([*enumerate(plan.parts)]):
         each = np.zeros(ranks)
         for group in np.split(np.arange(ranks), groups):
-            begin = split[group, level - 1] if level else np.zeros(len(group))
-            held = (begin[:, None] <= place) & (place < split[group, level, None])
-            slots = slots_of(pieces[group][held], lo, number * len(group))
-            for rank, mine in zip(group, held, strict=True):
-                rows, mine = pieces[rank][:number], mine[:number] & (hi > lo)[pieces[rank][:number]]
-                first, last = np.zeros(number), np.zeros(number)
-                first[mine], last[mine] = slots[lo[rows[mine]]], slots[rows[mine]] + 1
-                each[rank] = visited(first.astype(int), last.astype(int), TILE)
+            begins = split[group, level - 1] if level else np.zeros(len(group), int)
+            bounds = list(zip(group, begins, split[group, level], strict=True))
+            keys = [pieces[rank][begin:end] for rank, begin, end in bounds]
+            slots = slots_of(np.concatenate(keys), lo, number * len(group))
+            for rank, begin, end in bounds:
+                rows = pieces[rank][begin:end]
+                first, last = np.zeros((2, number), np.int64)
+                some = hi[rows] > lo[rows]
+                first[begin:end] = np.where(some, slots[lo[rows]], 0)
+                last[begin:end] = np.where(some, slots[rows] + 1, 0)
+                each[rank] = visited(first, last, TILE)
         found.append(each)
     return area, found
 
@@ -162,9 +176,8 @@ def predict(
     sizes: list[int], length: int, ranks: int, kind: str, levels: tuple[int, ...] = ()
 ) -> dict[str, float]:
     plan = planned(sizes, length, levels or (ranks,), kind)
-    lo, hi = ranges(sizes, length)
-    in_order = visited(lo, hi, TILE)
-    area, works = work(sizes, plan, length, ranks)
+    lo, hi, in_order = of_row(tuple(sizes), length)
+    area, works = work(lo, hi, plan, ranks)
     pairs = area.sum() / in_order  # attended, of a pair in a visited tile
     own = length // ranks
     parts = plan.parts if plan is not None and plan.parts else ((1, own),)
@@ -258,10 +271,10 @@ def main() -> int:
     }
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / "context_model.json"
-    print(f"{'rows':<22}{'ranks':>6} {'plan':<9}{'area':>7}{'worst':>7}{'shared':>8}{'worst':>7}"
+    print(f"{'rows':<22}{'ranks':>6} {'plan':<10}{'area':>7}{'worst':>7}{'shared':>8}{'worst':>7}"
           f"{'between':>9}{'visited':>9}{'fwd':>7}{'bwd':>7}{'limit':>7}{'limit':>7}")  # fmt: skip
     for length in lengths:
-        count = count_of(length, arguments.packings)
+        count = arguments.packings
         cases = {
             f"documents of {mean}": [lognormal_lengths(length, mean, seed) for seed in range(count)]
             for mean in means
@@ -273,9 +286,15 @@ def main() -> int:
                 if length // ranks < 16 * TILE:
                     continue
                 most = [limit(sizes, length, ranks) for sizes in packings]
-                for kind in PLANS:
-                    levels = (ranks // HOST, HOST) if kind == "local" and ranks > HOST else ()
-                    found = [predict(sizes, length, ranks, kind, levels) for sizes in packings]
+                several: dict[str, tuple[int, ...]] = dict.fromkeys(PLANS, ())
+                if ranks > HOST:
+                    several |= {"local": (ranks // HOST, HOST), "one level": ()}
+                predicted: dict[str, list[Any]] = {kind: [] for kind in several}
+                for sizes in packings:
+                    for kind, levels in several.items():
+                        of_kind = "local" if kind == "one level" else kind
+                        predicted[kind].append(predict(sizes, length, ranks, of_kind, levels))
+                for kind, found in predicted.items():
                     row = {"length": length, "case": case, "ranks": ranks, "plan": kind}
                     row["packings"] = len(packings)
                     for key in ("area", "shared", "between", "visited", "fwd", "bwd"):
@@ -286,7 +305,7 @@ def main() -> int:
                     for key in RATE:
                         row[f"{key}_limit"] = round(float(np.mean([x[key] for x in most])), 4)
                     report["rows"].append(row)
-                    print(f"{case + f', {length // 1024}k':<22}{ranks:>6} {kind:<9}"
+                    print(f"{case + f', {length // 1024}k':<22}{ranks:>6} {kind:<10}"
                           f"{row['area']:>7.3f}{row['area_worst']:>7.3f}{row['shared']:>8.3f}"
                           f"{row['shared_worst']:>7.2f}{row['between']:>9.3f}"
                           f"{row['visited']:>9.3f}{row['fwd']:>7.1%}{row['bwd']:>7.1%}"
@@ -303,11 +322,6 @@ def written(report: dict[str, Any]) -> str:
     rows = ",\n".join("  " + json.dumps(row) for row in report["rows"])
     head = json.dumps(report | {"rows": []}, indent=1)
     return head.replace('"rows": []', f'"rows": [\n{rows}\n ]') + "\n"
-
-
-def count_of(length: int, packings: int) -> int:
-    """Fewer of the longest rows, which hold more documents."""
-    return max(1, packings * 131072 // max(length, 131072))
 
 
 if __name__ == "__main__":

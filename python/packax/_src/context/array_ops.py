@@ -14,6 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 
 
+def _flat(index: np.ndarray, width: int = 0) -> np.ndarray:
+    """Indices into the flat array of rows, each of this width, or of the index's."""
+    rows = index.reshape(-1, index.shape[-1])
+    width = width or index.shape[-1]
+    begin = np.arange(0, len(rows) * width, width, dtype=np.int32)
+    return (rows + begin[:, None]).reshape(index.shape)
+
+
 class HostOps:
     """numpy."""
 
@@ -26,7 +34,9 @@ class HostOps:
     def ranked(self, x: Any) -> tuple[Any, Any]:
         """The same of a short axis, and each entry's place in that order."""
         order = self.order(x)
-        return order, self.order(order)
+        place = np.empty_like(order)
+        place.reshape(-1)[_flat(order)] = np.arange(x.shape[-1], dtype=np.int32)
+        return order, place
 
     def in_front(self, x: Any) -> Any:
         """The order of a (K, G) bool with True in front, stable."""
@@ -39,13 +49,13 @@ class HostOps:
     def least_so_far(self, x: Any) -> Any:
         return np.minimum.accumulate(x, axis=-1)
 
-    def passed(self, ends: Any, x: Any, where: Any = None) -> Any:
-        """How many of `ends` (R,), which rise, are at most x (N,); 0 where `where` is False."""
-        if where is None:
-            return np.searchsorted(ends, x, side="right").astype(np.int32)
-        found = np.zeros(x.shape, np.int32)
-        found[where] = np.searchsorted(ends, x[where], side="right")
-        return found
+    def passed(self, ends: Any, x: Any) -> Any:
+        """How many of `ends` (R,), which rise, are at most x (N,)."""
+        return np.searchsorted(ends, x, side="right").astype(np.int32)
+
+    def sums_by(self, of: Any, x: Any, number: int) -> Any:
+        """(number,) sums of the x (N,) that are `of` each; others, of -1 or more, are left out."""
+        return np.bincount(of + 1, x, number + 2)[1 : number + 1].astype(np.int32)
 
     def put(self, index: Any, x: Any) -> Any:
         """x (N,) moved by a permutation: entry n goes to index[n]."""
@@ -65,28 +75,21 @@ class HostOps:
 
     def along(self, x: Any, index: Any) -> Any:
         """x[k, index[k, n]], (K, N) each."""
-        if len(x) == 1:
-            return x[0][index]
-        return x[np.arange(len(x))[:, None], index]
-
-    def some(self, x: Any) -> Any:
-        """An index of at least the entries where (N,) x is True."""
-        return np.flatnonzero(x)
-
-    def with_some(self, x: Any, index: Any, value: Any) -> Any:
-        """x with the entries of `some` replaced; x may be changed."""
-        x[index] = value
-        return x
+        return x[0][index] if len(x) == 1 else x.reshape(-1)[_flat(index, x.shape[1])]
 
     def each(self, function: Callable[[Any], Any], x: Any) -> Any:
         """A function, which returns a NamedTuple, of every entry of x, stacked."""
         made = [function(one) for one in x]
         return type(made[0])(*(np.stack(found) for found in zip(*made, strict=True)))
 
-    def repeat(self, times: int, body: Callable[[Any, Any], Any], state: Any) -> Any:
-        """state = body(n, state), so many times."""
+    def repeat(
+        self, times: int, body: Callable[[Any, Any], Any], state: Any, done: Any = None
+    ) -> Any:
+        """state = body(n, state), so many times. done(state): whether more would change nothing."""
         for n in range(times):
             state = body(n, state)
+            if done is not None and done(state):
+                break
         return state
 
     def set_at(self, x: Any, n: Any, value: Any) -> Any:
@@ -123,9 +126,12 @@ class DeviceOps(HostOps):
     def least_so_far(self, x: Any) -> Any:
         return jax.lax.cummin(x, axis=x.ndim - 1)
 
-    def passed(self, ends: Any, x: Any, where: Any = None) -> Any:
-        found = (ends[:, None] <= x).sum(axis=0, dtype=jnp.int32)
-        return found if where is None else jnp.where(where, found, 0)
+    def passed(self, ends: Any, x: Any) -> Any:
+        return (ends[:, None] <= x).sum(axis=0, dtype=jnp.int32)
+
+    def sums_by(self, of: Any, x: Any, number: int) -> Any:
+        mine = of == jnp.arange(number, dtype=jnp.int32)[:, None]
+        return jnp.where(mine, x, 0).sum(axis=1, dtype=jnp.int32)
 
     def put(self, index: Any, x: Any) -> Any:
         return jnp.zeros_like(x).at[index].set(x, unique_indices=True)
@@ -140,16 +146,12 @@ class DeviceOps(HostOps):
     def along(self, x: Any, index: Any) -> Any:
         return jnp.take_along_axis(x, index, axis=1)
 
-    def some(self, x: Any) -> Any:
-        return slice(None)
-
-    def with_some(self, x: Any, index: Any, value: Any) -> Any:
-        return value
-
     def each(self, function: Callable[[Any], Any], x: Any) -> Any:
         return jax.vmap(function)(x)
 
-    def repeat(self, times: int, body: Callable[[Any, Any], Any], state: Any) -> Any:
+    def repeat(
+        self, times: int, body: Callable[[Any, Any], Any], state: Any, done: Any = None
+    ) -> Any:
         return jax.lax.fori_loop(0, times, body, state)
 
     def set_at(self, x: Any, n: Any, value: Any) -> Any:

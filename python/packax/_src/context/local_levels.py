@@ -16,12 +16,14 @@ import numpy as np
 from packax._src.context.array_ops import HostOps
 from packax._src.context.load_balance import next_round
 from packax._src.context.local_rows import Assigned, Row, assign, carry_out, look
-from packax._src.context.local_search import Base, Search, deal, judge
+from packax._src.context.local_search import Base, Needs, Search, deal, foreseen, needs
 from packax._src.context.local_settle import settled
 from packax._src.core.shapes import TILE
 
 _HUGE = 2**30
-_TRIED = 4  # ways
+# Ways are tried until one leaves no part with more than such a part above the mean.
+_ENOUGH = (256, 256, 256, 40, 40, 40, 40, 40)
+_FAIR = 8  # and what is found is fair with no more than this part above it
 
 
 class Group(NamedTuple):
@@ -39,7 +41,9 @@ class Found(NamedTuple):
     held_by: Any  # (N,) rank * kinds + kind of the tokens that come first, else -1
     search: Search
     need: Any  # (K,) split rows of a part, foreseen
-    area: Any  # (K,) of the most loaded part, foreseen
+    area: Callable[
+        [Any], Any
+    ]  # (K,) of the most loaded part, foreseen, at least where (K,) is True
     mean: Any
 
 
@@ -48,14 +52,26 @@ def find(
 ) -> Found:
     """ids, keys: of the whole row; bounds: the most tokens that the levels before have split."""
     length = group.tokens.shape[0]
-    keys = keys[group.tokens]
     held = group.ends[-1] if bounds else np.int32(0)
-    row = look(ops, ids[group.tokens], keys, parts, held)
+    if length < keys.shape[0]:  # else it is the row in order
+        ids, keys = ids[group.tokens], keys[group.tokens]
+    row = look(ops, ids, keys, parts, held)
     base, held_by = _dealt(ops, row, group, parts, bounds)
     mean = (row.documents.areas.sum(dtype=np.int32) + base.areas.sum(dtype=np.int32)) // parts
     search = deal(ops, row.documents, base, length, mean + mean // 34)
-    need, area = judge(ops, row.documents, base, search, length)
-    return Found(row, base, held_by, search, need, area, mean)
+    need = needs(ops, row.documents, base, search, length)
+    known: Any = np.full(need.rows.shape, -1, np.int32)
+
+    def area(where: Any) -> Any:
+        if ops.xp is not np:
+            return foreseen(ops, row.documents, need, mean, length // parts)
+        new = np.flatnonzero(where & (known < 0))
+        if len(new):
+            of_new = Needs(*(x[new] for x in need))
+            known[new] = foreseen(ops, row.documents, of_new, mean, length // parts)
+        return known
+
+    return Found(row, base, held_by, search, need.rows, area, mean)
 
 
 def assigned(ops: HostOps, found: Found, way: Any) -> Assigned:
@@ -63,18 +79,38 @@ def assigned(ops: HostOps, found: Found, way: Any) -> Assigned:
 
 
 def best(ops: HostOps, found: Found, shared: int, of_way: Callable[[Any], Any]) -> tuple[Any, Any]:
-    """What each part gets, by the way with the least load of those that get by with these rows;
-    and whether it is fair. of_way: `assigned`."""
-    xp = ops.xp
-    ways = ops.order(xp.where(found.need <= shared, found.area, _HUGE))[:_TRIED]
-    enough = found.need[ways] <= shared
-    if xp is np and not enough[0]:
-        return None, False
+    """What each part gets, by the way with the least load of those that get by with these rows and
+    are tried; and whether it is fair. of_way: `assigned`.
+    """
+    xp, mean = ops.xp, found.mean
+    enough = found.need <= shared
+    area = found.area(enough)
+    # Ways that split the same documents are tried once.
+    same = (area[:, None] == area) & (found.need[:, None] == found.need) & enough
+    enough = enough & (same.argmax(axis=1) == xp.arange(len(area)))
+    enough = enough & (area <= mean + mean // _FAIR)
+    ways = ops.order(xp.where(enough, area, _HUGE))[: len(_ENOUGH)]
+    enough = enough[ways]
+    most = found.base.tokens.max()
+
+    def load(mine: Assigned) -> Any:
+        return xp.where(mine.split.max(axis=-1) + most <= shared, mine.area, _HUGE)
+
+    if xp is np:
+        least, chosen = _HUGE, None
+        for way, part in zip(ways[enough], _ENOUGH, strict=False):
+            mine = of_way(int(way))
+            if load(mine) < least:
+                least, chosen = load(mine), mine
+            if least <= mean + mean // part:
+                break
+        return chosen, least <= mean + mean // _FAIR
     tried = ops.each(of_way, ways)
-    enough = enough & (tried.split.max(axis=1) + found.base.tokens.max() <= shared)
-    area = xp.where(enough, tried.area, _HUGE)
-    way = area.argmin()
-    return Assigned(*(x[way] for x in tried)), area[way] <= found.mean + found.mean // 8
+    area = xp.where(enough, load(tried), _HUGE)
+    equal = ops.least_so_far(area) <= mean + mean // xp.asarray(_ENOUGH)
+    last = xp.where(equal.any(), equal.argmax(), len(_ENOUGH))
+    way = xp.where(xp.arange(len(_ENOUGH)) <= last, area, _HUGE).argmin()
+    return Assigned(*(x[way] for x in tried)), area[way] <= mean + mean // _FAIR
 
 
 def divide(ops: HostOps, found: Found, group: Group, mine: Assigned) -> Group:
@@ -89,7 +125,8 @@ def divide(ops: HostOps, found: Found, group: Group, mine: Assigned) -> Group:
         for kind in range(before)
     ]
     ends = ops.sums(xp.stack([*counts, mine.split], axis=1))
-    return Group(group.tokens[order].reshape(parts, -1), ends)
+    tokens = group.tokens[order] if before else order  # at first the row is in order
+    return Group(tokens.reshape(parts, -1), ends)
 
 
 def divide_all(ops: HostOps, keys: Any, group: Group, parts: int) -> Group:
@@ -110,7 +147,8 @@ def divide_all(ops: HostOps, keys: Any, group: Group, parts: int) -> Group:
     last = kind[tile] == before
     others = xp.where((of_tile == part) & ~last, works, 0).sum(axis=1, dtype=np.int32)
     wanted = works.sum(dtype=np.int32) // parts - others
-    exchanged = settled(ops, xp.where(last, of_tile, -1), works, wanted, length // (TILE * parts))
+    of_last = xp.where(last, of_tile, -1)
+    exchanged = settled(ops, of_last, works, ops.order(-works), wanted, length // (TILE * parts))
     of_tile = xp.where(last, exchanged, of_tile)
     held_by = of_tile[index // TILE] * kinds + kind
     counts = [(held_by == part * kinds + n).sum(axis=1, dtype=np.int32) for n in range(kinds)]

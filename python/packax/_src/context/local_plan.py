@@ -122,8 +122,9 @@ def _plan(
 ) -> ContextPlan:
     length, ranks = order.shape[1], math.prod(levels)
     if isinstance(order, np.ndarray):
-        inverse = np.empty_like(order)
-        np.put_along_axis(inverse, order, np.arange(length, dtype=np.int32)[None], axis=1)
+        inverse, index = np.empty_like(order), np.arange(length, dtype=np.int32)
+        for row, of_row in zip(inverse, order, strict=True):
+            row[of_row] = index
     else:
         inverse = _inverse(order)
     one = len(levels) == 1
@@ -142,16 +143,22 @@ def _inverse(order: jax.Array) -> jax.Array:
 class _OnHost:
     """One row of the batch, of which groups are divided once for all sizes that divide it alike."""
 
-    def __init__(self, levels: tuple[int, ...], ids: np.ndarray, keys: np.ndarray) -> None:
+    def __init__(
+        self, levels: tuple[int, ...], ids: np.ndarray, keys: np.ndarray, most: float | None
+    ) -> None:
+        """most: area of the most loaded rank over the mean, None: any that is fair."""
         self.levels, self.ids, self.keys = levels, ids, keys
+        mean = keys.sum(dtype=np.int64) / math.prod(levels)
+        self.most = None if most is None else most * float(mean)
         self.known: dict[Any, Any] = {}
 
     def divided(self, shared: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray] | None:
         """The order, and the rows of each rank that are split at each level; None: it fails."""
         length = len(self.keys)
-        everything = Group(np.arange(length, dtype=np.int32), np.zeros(0, np.int32))
-        groups: list[tuple[Any, Group]] = [((), everything)]
         own = length // math.prod(self.levels)
+        whole = Group(np.arange(length, dtype=np.int32), np.zeros(0, np.int32))
+        groups: list[tuple[Any, Group]] = [((), whole)]
+        made: list[Group] = []
         for level, parts in enumerate(self.levels):
             inside = math.prod(self.levels[level + 1 :])
             bounds = tuple(rows * parts * inside for rows in shared[:level])
@@ -160,15 +167,20 @@ class _OnHost:
                 got = self._parts(path, group, parts, bounds, shared[level], inside, own)
                 if got is None:
                     return None
-                made += got
-            groups = made
-        order = np.concatenate([group.tokens for _, group in groups])
-        split = np.stack([group.ends for _, group in groups])
+                made.append(got)
+            groups = [
+                ((*path, shared[level], n), Group(got.tokens[n], got.ends[n]))
+                for (path, _), got in zip(groups, made, strict=True)
+                for n in range(parts)
+            ]
+        tokens, ends = ([getattr(x, name) for x in made] for name in ("tokens", "ends"))
+        order = (np.concatenate(tokens) if len(tokens) > 1 else tokens[0]).reshape(-1)
+        split = np.concatenate(ends)
         return None if (split > np.array(shared)).any() else (order, split)
 
     def _parts(
         self, path: Any, group: Group, parts: int, bounds: Any, rows: int, inside: int, own: int
-    ) -> list[tuple[Any, Group]] | None:
+    ) -> Group | None:
         here = (*path, rows)
         if here not in self.known:
             self.known[here] = None
@@ -181,12 +193,15 @@ class _OnHost:
                     self.known[path] = found, of_way
                 found, of_way = self.known[path]
                 mine, fair = best(_HOST, found, rows * inside, of_way)
-                if fair:
+                if fair and not self._too_much(found, mine, inside):
                     self.known[here] = divide(_HOST, found, group, mine)
-        made, path = self.known[here], here
-        if made is None:
-            return None
-        return [((*path, n), Group(made.tokens[n], made.ends[n])) for n in range(parts)]
+        return self.known[here]
+
+    def _too_much(self, found: Any, mine: Any, inside: int) -> bool:
+        """Whether a rank surely gets more than the most: areas are rounded down."""
+        if self.most is None or inside > 1:
+            return False
+        return int(mine.area) * int(found.row.areas.unit) > self.most
 
 
 def _on_host(
@@ -194,7 +209,8 @@ def _on_host(
 ) -> ContextPlan:
     ids, keys = (np.asarray(x, np.int32) for x in (ids, keys))
     own = keys.shape[1] // math.prod(levels)
-    rows = [_OnHost(levels, *x) for x in zip(ids, keys, strict=True)]
+    most = _FAIR if shared is None else None
+    rows = [_OnHost(levels, *x, most) for x in zip(ids, keys, strict=True)]
     tried: Any = [shared]
     if shared is None:
         sizes = sorted({_rows_of(share, own) for share in SIZES})
@@ -207,12 +223,13 @@ def _on_host(
             divided = row.divided(sizes)
             if divided is None:
                 break
-            if shared is None and _load(row.keys, divided[0], math.prod(levels)) > _FAIR:
+            if most is not None and _load(row.keys, divided[0], math.prod(levels)) > most:
                 break
             found.append(divided)
         else:
             orders, splits = zip(*found, strict=True)
-            return _plan(np.stack(orders), levels, sizes, np.stack(splits))
+            orders = orders[0][None] if len(orders) == 1 else np.stack(orders)
+            return _plan(orders, levels, sizes, np.stack(splits))
     return _all_shared(math.prod(levels), keys)
 
 

@@ -14,6 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from packax._src.context.array_ops import HostOps
+from packax._src.context.local_runs import (
+    SumsOfRuns,
+    cuts_of_line,
+    pieces_of,
+    runs_of,
+    tokens_in_order,
+)
 from packax._src.context.local_search import (
     Base,
     Documents,
@@ -39,48 +46,59 @@ class Row(NamedTuple):
 
     documents: Documents
     areas: Areas
-    sequence: Any  # (N,) in documents' order: the index in the sequence
-    document: Any  # (N,) in documents' order
-    from_end: Any  # (N,) rows of the document behind it
-    padding: Any  # (N,) bool, in documents' order
+    tokens: Any  # Tokens, or Runs on the host
+    length: int
+    ends: Any  # (D,) place in documents' order
+    number: Any  # (D,) of the documents in documents' order: which they are here
     first_chunk: Any  # (seen,) of the row's chunks
     held: Any  # () the first in documents' order of the tokens that are given to ranks before
 
 
-def by_document(ops: HostOps, ids: Any) -> Any:
-    """The indices in documents' order."""
-    if ops.xp is not np:
-        return ops.order(ids)
-    runs = np.flatnonzero(np.append(True, ids[1:] != ids[:-1])).astype(np.int32)
-    sizes = np.diff(runs, append=np.int32(len(ids)))
-    by_id = np.argsort(ids[runs], kind="stable")
-    runs, sizes = runs[by_id], sizes[by_id]
-    offset = np.repeat(runs - (np.cumsum(sizes) - sizes), sizes)
-    return (offset + np.arange(len(ids))).astype(np.int32)
+class Tokens(NamedTuple):
+    """(N,) in documents' order."""
+
+    sequence: Any  # the index in the sequence
+    document: Any  # the number of the id
+    padding: Any  # bool
+
+
+class Sums:
+    """Sums of high and of low bits of numbers, between any two."""
+
+    def __init__(self, ops: HostOps, x: Any, bits: int) -> None:
+        none = ops.xp.zeros(1, np.int32)
+        self.sums = [
+            ops.xp.concatenate([none, ops.sums(part)])
+            for part in (x >> bits, x & ((1 << bits) - 1))
+        ]
+
+    def totals(self) -> tuple[Any, Any]:
+        high, low = self.sums
+        return high[-1], low[-1]
+
+    def between(self, begin: Any, end: Any) -> tuple[Any, Any]:
+        high, low = (x[end] - x[begin] for x in self.sums)
+        return high, low
 
 
 class Areas:
     """Sums of attended pairs of tokens in documents' order, in units that keep them in int32."""
 
-    def __init__(self, ops: HostOps, keys: Any) -> None:
+    def __init__(self, ops: HostOps, sums: Any, bits: int, dropped: int) -> None:
         xp = ops.xp
-        more = max(0, keys.shape[0].bit_length() - 21)
-        self.bits = 10 - more
-        keys = keys >> 3 * more
-        none = xp.zeros(1, np.int32)
-        self.high = xp.concatenate([none, ops.sums(keys >> self.bits)])
-        self.low = xp.concatenate([none, ops.sums(keys & ((1 << self.bits) - 1))])
-        self.xp = xp
-        total = self.high[-1] + (self.low[-1] >> self.bits) + 1
+        self.sums = sums
+        high, low = sums.totals()
+        total = high + (low >> bits) + 1
         powers = xp.asarray(2 ** np.arange(31, dtype=np.int32))
-        self.shift = xp.maximum(0, self.bits + (powers < total).sum(dtype=np.int32) - 26)
+        self.shift = xp.maximum(0, bits + (powers < total).sum(dtype=np.int32) - 26)
+        self.unit = 1 << (self.shift + 3 * dropped)
+        self.left = xp.maximum(bits - self.shift, 0)
+        self.right = xp.maximum(self.shift - bits, 0)
 
     def between(self, begin: Any, end: Any) -> Any:
         """Of the tokens from `begin` to `end`."""
-        high, low = (x[end] - x[begin] for x in (self.high, self.low))
-        left = self.xp.maximum(self.bits - self.shift, 0)
-        right = self.xp.maximum(self.shift - self.bits, 0)
-        return (((high << left) >> right) + (low >> self.shift)).astype(np.int32)
+        high, low = self.sums.between(begin, end)
+        return (((high << self.left) >> self.right) + (low >> self.shift)).astype(np.int32)
 
 
 def look(ops: HostOps, ids: Any, keys: Any, ranks: int, held: Any) -> Row:
@@ -89,18 +107,32 @@ def look(ops: HostOps, ids: Any, keys: Any, ranks: int, held: Any) -> Row:
     held: how many, the first, are given to ranks before and are of no document here.
     """
     xp = ops.xp
-    index = xp.arange(ids.shape[0], dtype=np.int32)
-    ids = xp.where(index < held, np.int32(PADDING_SEGMENT_ID), ids)
     length = ids.shape[0]
-    sequence = by_document(ops, ids)
-    ids = ids[sequence]
-    begins = xp.concatenate([xp.ones(1, bool), ids[1:] != ids[:-1]])
-    bounds = ops.where_true(begins)  # one more than documents
-    starts, ends = bounds[:-1], bounds[1:]
-    # Those held are the first of padding.
-    padding = (ids == PADDING_SEGMENT_ID) & (sequence >= held)
-    areas = Areas(ops, keys[sequence])
-    empty = ids[xp.minimum(starts, length - 1)] == PADDING_SEGMENT_ID
+    more = max(0, length.bit_length() - 21)
+    bits, keys = 10 - more, keys >> 3 * more if more else keys
+    tokens: Any
+    sums: Any
+    if xp is np:
+        tokens = runs_of(ids, int(held))
+        sums = SumsOfRuns(tokens, keys, bits)
+        padding = np.diff(tokens.begin)[tokens.padding].sum(dtype=np.int32)
+        starts, ends, empty = tokens.starts, tokens.ends, tokens.empty
+        first_held = tokens.begin[(tokens.first < held).argmax()]
+    else:
+        ids = xp.where(xp.arange(length) < held, PADDING_SEGMENT_ID, ids)
+        sequence = ops.order(ids)
+        ids = ids[sequence]
+        begins = xp.concatenate([xp.ones(1, bool), ids[1:] != ids[:-1]])
+        bounds = ops.where_true(begins)  # one more than documents
+        starts, ends = bounds[:-1], bounds[1:]
+        # Those held are the first of padding.
+        is_padding = (ids == PADDING_SEGMENT_ID) & (sequence >= held)
+        tokens = Tokens(sequence, ops.sums(begins) - 1, is_padding)
+        sums = Sums(ops, keys[sequence], bits)
+        padding = is_padding.sum(dtype=np.int32)
+        empty = ids[xp.minimum(starts, length - 1)] == PADDING_SEGMENT_ID
+        first_held = (ids < PADDING_SEGMENT_ID).sum(dtype=np.int32)
+    areas = Areas(ops, sums, bits, more)
     sizes = xp.where(empty, 0, ends - starts)
     works = xp.where(sizes > 0, areas.between(starts, ends), -1)
     heaviest = ops.order(-works)
@@ -108,10 +140,11 @@ def look(ops: HostOps, ids: Any, keys: Any, ranks: int, held: Any) -> Row:
     works = xp.maximum(works[heaviest], 0)
 
     size = seen(ranks)
-    last_chunk = ops.sums(window(ops, sizes // TILE, size))
+    each = window(ops, sizes // TILE, size)
+    last_chunk = ops.sums(each)
     slot = xp.arange(length // TILE, dtype=np.int32)
     of = ops.passed(last_chunk, slot)
-    first_chunk = last_chunk - window(ops, sizes // TILE, size)
+    first_chunk = last_chunk - each
     known = xp.minimum(of, min(size, sizes.shape[0]) - 1)
     end = ends[known] - TILE * (slot - first_chunk[known])
     real = of < size
@@ -119,12 +152,10 @@ def look(ops: HostOps, ids: Any, keys: Any, ranks: int, held: Any) -> Row:
         real, areas.between(xp.where(real, end - TILE, 0), xp.where(real, end, 0)), 0
     )
     chunk_documents = xp.where(real, of, np.int32(size))
-    documents = Documents(sizes, works, chunk_documents, chunk_works, padding.sum(dtype=np.int32))
-    place = ops.put(heaviest, xp.arange(sizes.shape[0], dtype=np.int32))
-    number = place[ops.sums(begins) - 1]
-    from_end = ends[number] - 1 - xp.arange(length, dtype=np.int32)
-    first_held = (ids < PADDING_SEGMENT_ID).sum(dtype=np.int32)
-    return Row(documents, areas, sequence, number, from_end, padding, first_chunk, first_held)
+    chunk_order = ops.order(-chunk_works)
+    documents = Documents(sizes, works, chunk_documents, chunk_works, chunk_order, padding)
+    number = ops.put(heaviest, xp.arange(sizes.shape[0], dtype=np.int32))
+    return Row(documents, areas, tokens, length, ends, number, first_chunk, first_held)
 
 
 class Assigned(NamedTuple):
@@ -143,24 +174,23 @@ def assign(ops: HostOps, row: Row, search: Search, way: Any, base: Base) -> Assi
     documents = row.documents
     sizes, works = documents.lengths, documents.areas
     ranks = base.tokens.shape[0]
-    number, own = sizes.shape[0], row.sequence.shape[0] // ranks
+    number, own = sizes.shape[0], row.length // ranks
     search = only(ops, search, way)
     owner = owners(ops, search, ranks)[0, :number]
     rest = xp.full(max(0, number - owner.shape[0]), ranks, np.int32)
     owner = _light_dealt(ops, xp.concatenate([owner, rest]), sizes, search.tokens, ranks)
 
-    rank = xp.arange(ranks, dtype=np.int32)[:, None]
-    mine = owner == rank
-    tokens = base.tokens + xp.where(mine, sizes, 0).sum(axis=1, dtype=np.int32)
-    area = base.areas + xp.where(mine, works, 0).sum(axis=1, dtype=np.int32)
+    tokens = base.tokens + ops.sums_by(owner, sizes, ranks)
+    area = base.areas + ops.sums_by(owner, works, ranks)
     rows = own - tokens
     chunks = chunks_of(ops, documents, window(ops, owner, seen(ranks))[None] < 0)
     each = chunks_each(ops, rows[None], chunks.number)
     wanted = (works.sum(dtype=np.int32) + base.areas.sum(dtype=np.int32)) // ranks - area
     levelled = level(ops, chunks, each, wanted[None], own // TILE)
     chunk_rank = chunk_ranks(ops, chunks, each, levelled)
-    chunk_rank = settled(ops, chunk_rank, documents.chunk_areas, wanted, own // TILE)
-    area = area + xp.where(chunk_rank == rank, documents.chunk_areas, 0).sum(1, dtype=np.int32)
+    works, order = documents.chunk_areas, documents.chunk_order
+    chunk_rank = settled(ops, chunk_rank, works, order, wanted, own // TILE)
+    area = area + ops.sums_by(chunk_rank, works, ranks)
 
     each = each[0]
     free = rows - TILE * each
@@ -176,51 +206,111 @@ def carry_out(ops: HostOps, row: Row, assigned: Assigned, held_by: Any, before: 
     held_by: (N,) of the tokens held, of which `before` kinds come first in this order on a rank:
     rank * before + kind; -1: of others.
     """
+    if ops.xp is np:
+        return _carry_out_runs(row, assigned, held_by, before)
     xp = ops.xp
-    documents, sizes = row.documents, row.documents.lengths
-    owner, chunk_rank, rows, _, each, _ = assigned
-    ranks = rows.shape[0]
+    sequence, document, padding = row.tokens
+    document = row.number[document]
+    from_end = row.ends[document] - 1 - xp.arange(row.length, dtype=np.int32)
+    divided = ~padding & (held_by[sequence] < 0)
+    chunk, odd = _chunk_of(ops, row, assigned, document, from_end, divided)
+    places, left = (ops.sums(odd) - 1, ops.sums(padding) - 1), odd.sum(dtype=np.int32)
+    key = _key(ops, row, assigned, document, padding, chunk, odd, places, left, before)
+    key = ops.put(sequence, key)
+    if before:
+        held_key = held_by // before * (before + 3) + held_by % before
+        key = xp.where(held_by < 0, key, held_key.astype(key.dtype))
+    return ops.order(key)
 
-    # What is left of each rank: padding, as even as can be, and rows that fill no chunk.
-    free = rows - TILE * each
-    even = xp.minimum(free, documents.padding // ranks)
-    ends, even_ends = ops.sums(free - even), ops.sums(even)
-    owner = owner[row.document]
-    kinds = before + 3
-    key = (owner * kinds + before + _LOCAL).astype(np.int16 if xp is np else np.int32)
-    # The others lie whole where their document does.
-    unheld = held_by[row.sequence] < 0
-    some = ops.some(((owner < 0) | row.padding) & unheld)
-    owner, document, from_end, padding, unheld = (
-        x[some] for x in (owner, row.document, row.from_end, row.padding, unheld)
-    )
-    divided = (owner < 0) & ~padding & unheld
+
+def _carry_out_runs(row: Row, assigned: Assigned, held_by: np.ndarray, before: int) -> np.ndarray:
+    """The same of pieces of runs, whose tokens go the same way."""
+    ops, runs, sizes = HostOps(), row.tokens, row.documents.lengths
+    of_seen = len(row.first_chunk)
+    split = np.flatnonzero((assigned.owner[:of_seen] < 0) & (sizes[:of_seen] > 0))
+    number = sizes[split] // TILE
+    behind = np.arange(number.sum()) - np.repeat(np.cumsum(number) - number, number)
+    cuts = [np.repeat(row.ends[split], number) - TILE * (behind + 1)]
+    held = int((held_by[: len(held_by) if before else 0] >= 0).sum())
+    if held:
+        cuts.append(row.held + 1 + np.flatnonzero(np.diff(held_by[:held])))
+    ends, even_ends = _ends_of_rest(ops, row, assigned)
+
+    def looked(cuts: list[np.ndarray]) -> tuple[Any, ...]:
+        place, size, run = pieces_of(runs, cuts)
+        document, padding = row.number[runs.document[run]], runs.padding[run]
+        first = runs.first[run] + place - runs.begin[run]
+        divided = ~padding & (first >= held)
+        from_end = row.ends[document] - 1 - place
+        chunk, odd = _chunk_of(ops, row, assigned, document, from_end, divided)
+        return place, size, first, document, padding, chunk, odd
+
+    place, size, _, _, padding, _, odd = looked(cuts)
+    left = size[odd].sum()
+    cuts.append(cuts_of_line(place[odd], size[odd], ends))
+    more = ends - left + even_ends[-1]
+    line_ends = np.concatenate([even_ends, more[more > even_ends[-1]]])
+    cuts.append(cuts_of_line(place[padding], size[padding], line_ends))
+    place, size, first, document, padding, chunk, odd = looked(cuts)
+    places = [np.cumsum(np.where(x, size, 0)) - size for x in (odd, padding)]
+    key = _key(ops, row, assigned, document, padding, chunk, odd, places, left, before)
+    if held:
+        of_held = held_by[np.minimum(first, held - 1)]
+        key = np.where(first < held, of_held // before * (before + 3) + of_held % before, key)
+    return tokens_in_order(key, first, size)
+
+
+def _ends_of_rest(ops: HostOps, row: Row, assigned: Assigned) -> tuple[Any, Any]:
+    """(R,) ends of what is left of each rank behind its chunks, in lines: of rows that fill no
+    chunk and then padding; and of padding that is dealt as even as can be."""
+    free = assigned.rows - TILE * assigned.number
+    even = ops.xp.minimum(free, row.documents.padding // free.shape[0])
+    return ops.sums(free - even), ops.sums(even)
+
+
+def _chunk_of(
+    ops: HostOps, row: Row, assigned: Assigned, document: Any, from_end: Any, free: Any
+) -> tuple[Any, Any]:
+    """The rank that gets the chunk of tokens, -1: they are in none; and whether they are of a split
+    document, but in none. free: tokens of documents that are not held."""
+    xp = ops.xp
+    size = row.first_chunk.shape[0]
     chunk = xp.where(
-        document < seen(ranks),
-        row.first_chunk[xp.minimum(document, seen(ranks) - 1)] + from_end // TILE,
+        document < size,
+        row.first_chunk[xp.minimum(document, size - 1)] + from_end // TILE,
         np.int32(_BEYOND),
     )
-    whole_chunks = sizes[document] // TILE > from_end // TILE
-    in_chunk = divided & whole_chunks & (chunk < chunk_rank.shape[0])
-    chunk = chunk_rank[xp.where(in_chunk, chunk, 0)]
-    in_chunk = in_chunk & (chunk >= 0)
-    odd = divided & ~in_chunk
-    odd_place = ops.sums(odd) - 1
-    odd_number = odd.sum(dtype=np.int32)
-    padding_place = ops.sums(padding) - 1
+    divided = free & (assigned.owner[document] < 0)
+    whole = row.documents.lengths[document] // TILE > from_end // TILE
+    there = divided & whole & (chunk < assigned.chunk_rank.shape[0])
+    chunk = xp.where(there, assigned.chunk_rank[xp.where(there, chunk, 0)], np.int32(-1))
+    return chunk, divided & (chunk < 0)
+
+
+def _key(
+    ops: HostOps,
+    row: Row,
+    assigned: Assigned,
+    document: Any,
+    padding: Any,
+    chunk: Any,
+    odd: Any,
+    places: Any,
+    odd_number: Any,
+    before: int,
+) -> Any:
+    """By which tokens are sorted: rank and kind. places: of tokens in the lines of odd, padding."""
+    xp = ops.xp
+    ends, even_ends = _ends_of_rest(ops, row, assigned)
+    odd_place, padding_place = places
     spread = padding & (padding_place < even_ends[-1])
     behind = padding & ~spread
     line = xp.where(odd, odd_place, odd_number + padding_place - even_ends[-1])
-    at = xp.where(in_chunk, chunk, owner)
-    at = xp.where(odd | behind, ops.passed(ends, line, odd | behind), at)
-    at = xp.where(spread, ops.passed(even_ends, padding_place, spread), at)
-    kind = xp.where(in_chunk, _CHUNK, xp.where(odd, _ODD, _LOCAL))
-    key = ops.with_some(key, some, (at * kinds + before + kind).astype(key.dtype))
-    key = ops.put(row.sequence, key)
-    if before:
-        held_key = held_by // before * kinds + held_by % before
-        key = xp.where(held_by < 0, key, held_key.astype(key.dtype))
-    return ops.order(key)
+    at = xp.where(chunk >= 0, chunk, assigned.owner[document])
+    at = xp.where(odd | behind, ops.passed(ends, line), at)
+    at = xp.where(spread, ops.passed(even_ends, padding_place), at)
+    kind = xp.where(chunk >= 0, _CHUNK, xp.where(odd, _ODD, _LOCAL))
+    return (at * (before + 3) + before + kind).astype(np.int32)
 
 
 _BEYOND = 2**30

@@ -27,6 +27,7 @@ class Documents(NamedTuple):
     areas: Any  # (D,) attended pairs, in units of which the whole row has less than 2**26
     chunk_document: Any  # (G,) whose chunk it is, of those seen, or their number: nobody's
     chunk_areas: Any  # (G,) a document's last rows first
+    chunk_order: Any  # (G,) by area, the largest first
     padding: Any  # () tokens
 
 
@@ -104,14 +105,18 @@ def deal(ops: HostOps, documents: Documents, base: Base, length: int, limit: Any
         end = xp.minimum(end + xp.maximum(count, 1), size - 1)
         return end, tokens, area, pointers, counts, takers
 
+    def done(state: Any) -> bool:
+        return bool(state[0].min() >= documents.lengths.shape[0])
+
+    # A round that is left out begins behind all documents.
     state = (
         heaviest,
         *(xp.broadcast_to(x, (number, ranks)) for x in base),
-        xp.zeros((_ROUNDS, number), np.int32),
+        xp.full((_ROUNDS, number), size, np.int32),
         xp.zeros((_ROUNDS, number), np.int32),
         xp.zeros((_ROUNDS, number, ranks), np.int32),
     )
-    end, tokens, area, *rounds = ops.repeat(_ROUNDS, one_round, state)
+    end, tokens, area, *rounds = ops.repeat(_ROUNDS, one_round, state, done)
     return Search(end, tokens, area, heaviest, *rounds)
 
 
@@ -178,10 +183,9 @@ class Chunks(NamedTuple):
 def chunks_of(ops: HostOps, documents: Documents, split: Any) -> Chunks:
     """split: (K, seen) bool."""
     xp = ops.xp
-    ways_ = split.shape[0]
+    ways_, heavy = split.shape[0], documents.chunk_order
     none = xp.zeros((ways_, 1), np.int32)
     split = xp.concatenate([split, none != 0], axis=1)
-    heavy = ops.order(-documents.chunk_areas)
     chosen = split[:, documents.chunk_document[heavy]]
     front = ops.in_front(chosen)
     areas = xp.where(chosen, documents.chunk_areas[heavy], 0)
@@ -210,6 +214,10 @@ def level(ops: HostOps, chunks: Chunks, each: Any, wanted: Any, most: int) -> Le
     sums, slots = chunks.sums, chunks.sums.shape[1] - 1
     mean = ops.along(sums, all_chunks) // xp.maximum(all_chunks, 1)
     turns, _ = ops.ranked(-xp.abs(xp.maximum(wanted, 0) // xp.maximum(each, 1) - mean))
+    if xp is np:
+        found = [_level_one(*x) for x in zip(sums, each, wanted, turns, strict=True)]
+        got, heavy = (np.array(x, np.int32) for x in zip(*found, strict=True))
+        return Levelled(got, heavy, turns)
     heavies = xp.arange(most + 1, dtype=np.int32)
 
     def at(index: Any) -> Any:
@@ -236,6 +244,24 @@ def level(ops: HostOps, chunks: Chunks, each: Any, wanted: Any, most: int) -> Le
     return Levelled(got, heavy, turns)
 
 
+def _level_one(
+    sums: np.ndarray, each: np.ndarray, wanted: np.ndarray, turns: np.ndarray
+) -> tuple[list[int], list[int]]:
+    """One way's areas and heavy: with numbers of Python, which are quicker than arrays of one."""
+    each, wanted = each.tolist(), wanted.tolist()
+    begin, end, missed = 0, sum(each), 0
+    got, heavy = [0] * len(each), [0] * len(each)
+    for left, rank in zip(range(len(each), 0, -1), turns.tolist(), strict=True):
+        number, aim = each[rank], wanted[rank] + missed // left
+        area = sums[begin : begin + number + 1] - sums[end - number : end + 1]
+        base = int(sums[end]) - int(sums[begin])
+        best = int(np.abs(area + (base - aim)).argmin())
+        got[rank], heavy[rank] = int(area[best]) + base, best
+        missed += wanted[rank] - got[rank]
+        begin, end = begin + best, end - number + best
+    return got, heavy
+
+
 def chunk_ranks(ops: HostOps, chunks: Chunks, each: Any, levelled: Levelled) -> Any:
     """(G,) which rank gets each of the row's chunks, -1: none does; of one way."""
     xp = ops.xp
@@ -253,13 +279,16 @@ def chunk_ranks(ops: HostOps, chunks: Chunks, each: Any, levelled: Levelled) -> 
     return ops.put(chunks.index[0], rank)
 
 
-def judge(
-    ops: HostOps, documents: Documents, base: Base, search: Search, length: int
-) -> tuple[Any, Any]:
-    """(K,) shared rows that a rank needs at most, and (K,) the area of the most loaded, foreseen.
+class Needs(NamedTuple):
+    """What each way (K, ...) needs, the light documents taken as a fluid that levels tokens."""
 
-    The light documents are taken as a fluid that levels the ranks' tokens.
-    """
+    rows: Any  # (K,) shared rows of a rank, at most
+    split: Any  # (K, seen) bool
+    area: Any  # (K, R) without chunks
+    each: Any  # (K, R) chunks
+
+
+def needs(ops: HostOps, documents: Documents, base: Base, search: Search, length: int) -> Needs:
     xp = ops.xp
     ranks = base.tokens.shape[0]
     own = length // ranks
@@ -267,26 +296,30 @@ def judge(
     size = owner.shape[1]
     lengths, areas = (window(ops, x, size) for x in (documents.lengths, documents.areas))
     split = owner < 0
-    split_tokens = xp.where(split, lengths, 0).sum(axis=1, dtype=np.int32)
-    split_areas = xp.where(split, areas, 0).sum(axis=1, dtype=np.int32)
+    split_tokens, split_areas, chunks = (
+        xp.where(split, x, 0).sum(axis=1, dtype=np.int32) for x in (lengths, areas, lengths // TILE)
+    )
     all_tokens = documents.lengths.sum(dtype=np.int32)
     all_area = documents.areas.sum(dtype=np.int32)
     dealt = (search.tokens - base.tokens).sum(axis=1, dtype=np.int32)
     dealt_areas = (search.areas - base.areas).sum(axis=1, dtype=np.int32)
     light = all_tokens - split_tokens - dealt
     light_area = all_area - split_areas - dealt_areas
-    mean = (all_area + base.areas.sum(dtype=np.int32)) // ranks
     tokens = filled(ops, search.tokens, light)
     more = tokens - search.tokens
     area = search.areas + light_area[:, None] // xp.maximum(light, 1)[:, None] * more
     rows = own - tokens
-    chunks = chunks_of(ops, documents, split)
-    each = chunks_each(ops, rows, chunks.number)
-    area = area + level(ops, chunks, each, mean - area, own // TILE).areas
+    each = chunks_each(ops, rows, chunks)
     # Rows that fill no chunk, and those of the light documents that ranks share.
     over = split_tokens - TILE * each.sum(axis=1, dtype=np.int32)
     largest = xp.take(xp.concatenate([lengths, xp.zeros(1, np.int32)]), search.end)
     largest = xp.where(light > 0, largest, 0)
     need = xp.minimum(rows, TILE * each + (-(-over // ranks))[:, None]) + base.tokens
-    need = need.max(axis=1) + largest
-    return xp.minimum(need, own), area.max(axis=1)
+    return Needs(xp.minimum(need.max(axis=1) + largest, own), split, area, each)
+
+
+def foreseen(ops: HostOps, documents: Documents, needs: Needs, mean: Any, own: int) -> Any:
+    """(K,) the area of the most loaded rank."""
+    chunks = chunks_of(ops, documents, needs.split)
+    levelled = level(ops, chunks, needs.each, mean - needs.area, own // TILE)
+    return (needs.area + levelled.areas).max(axis=1)

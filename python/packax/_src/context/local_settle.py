@@ -18,10 +18,11 @@ _OFFERED = 16  # of a rank's chunks
 _HUGE = 2**30
 
 
-def settled(ops: HostOps, chunk_rank: Any, areas: Any, wanted: Any, most: int) -> Any:
+def settled(ops: HostOps, chunk_rank: Any, areas: Any, heavy: Any, wanted: Any, most: int) -> Any:
     """(G,) chunk_rank, -1: nobody's, with chunks exchanged; as many on each rank.
 
-    areas: (G,) of chunks; wanted: (R,) of ranks; most: chunks that a rank may have.
+    areas, heavy: (G,) of chunks, and their order, the largest first; wanted: (R,) of ranks;
+    most: chunks that a rank may have.
     """
     xp = ops.xp
     ranks, number = wanted.shape[0], chunk_rank.shape[0]
@@ -33,19 +34,18 @@ def settled(ops: HostOps, chunk_rank: Any, areas: Any, wanted: Any, most: int) -
     columns = -(-most // stride)
     taken = chunk_rank >= 0
     key = xp.where(taken, chunk_rank, np.int32(ranks))
-    heavy = ops.order(-areas)
     by_rank = heavy[ops.order(key[heavy])]
-    held = (key == rank).sum(axis=1, dtype=np.int32)[:, None]
+    held = ops.sums_by(key, xp.ones_like(key), ranks)[:, None]
     first = ops.sums(held[:, 0])[:, None] - held
     place = xp.arange(columns, dtype=np.int32) * stride
     there = place < held
     index = xp.where(there, by_rank[xp.minimum(first + place, number - 1)], np.int32(-1))
     of_chunk = xp.where(there, areas[xp.maximum(index, 0)], 0)
-    got = xp.where(key == rank, areas, 0).sum(axis=1, dtype=np.int32)
+    got = ops.sums_by(key, areas, ranks)
     pairs = ranks // 2
 
     def once(_: Any, state: Any) -> Any:
-        index, of_chunk, short = state  # short: of what is wanted
+        index, of_chunk, short, _ = state  # short: of what is wanted
         order = ops.order(short)
         over, under = order[:pairs], order[ranks - pairs :][::-1]
         amount = (short[under] - short[over]) // 2
@@ -73,7 +73,8 @@ def settled(ops: HostOps, chunk_rank: Any, areas: Any, wanted: Any, most: int) -
         index, of_chunk = (
             xp.where(gives, x, old) for x, old in zip(new, (index, of_chunk), strict=True)
         )
-        return index, of_chunk, short - change
+        return index, of_chunk, short - change, better.any()
 
-    index, _, _ = ops.repeat(_TIMES, once, (index, of_chunk, wanted - got))
+    state = (index, of_chunk, wanted - got, xp.ones((), bool))
+    index, *_ = ops.repeat(_TIMES, once, state, lambda state: not state[3])
     return ops.placed(chunk_rank, index.reshape(-1), xp.repeat(rank[:, 0], columns))

@@ -281,7 +281,7 @@ def _keys_of_rows(expression: MaskExpression, length: int, xp: ModuleType) -> An
         keys = tree_keys(tree, interval)
         return xp.broadcast_to(keys, (max(batch, keys.shape[0]), length))
     index: Any = xp.arange(length, dtype=np.int32)[None]
-    first, last = xp.zeros_like(index), xp.full_like(index, length - 1)
+    first, last = np.int32(0), np.int32(length - 1)
     document = documents_of(expression)
     ids, positions = None, index
     if document is not None:
@@ -294,14 +294,22 @@ def _keys_of_rows(expression: MaskExpression, length: int, xp: ModuleType) -> An
     if interval.members:
         by_position = positions is not index
         low, high = interval.limits(Positions(positions, positions, ids, by_position))
-        # From a place to the index of the key in the row's document that has it.
-        first = first if low is None else xp.maximum(first, plus(low, index - positions))
-        last = last if high is None else xp.minimum(last, plus(high, index - positions))
+        if by_position:  # from a place to the index of the key in the row's document that has it
+            ahead = index - positions
+            low, high = (None if x is None else plus(x, ahead) for x in (low, high))
+        first = first if low is None else xp.maximum(first, low)
+        last = last if high is None else xp.minimum(last, high)
     for part in expression.parts():
         if isinstance(part, Ranges):
             first = xp.maximum(first, xp.clip(xp.atleast_2d(part.lo), 0, length))
             last = xp.minimum(last, xp.clip(xp.atleast_2d(part.hi), 0, length) - 1)
-    keys = xp.maximum(last - first + 1, 0).astype(np.int32)
+    keys = xp.atleast_2d(last - first)
+    if xp is np:  # in place: new memory costs more than the arithmetic
+        keys = keys.astype(np.int32, copy=False)
+        keys += 1
+        np.maximum(keys, 0, out=keys)
+    else:
+        keys = jnp.maximum(keys + 1, 0).astype(np.int32)
     if ids is not None:
         keys = xp.where(ids == PADDING_SEGMENT_ID, 0, keys)
     return xp.broadcast_to(keys, (max(batch, keys.shape[0]), length))

@@ -95,14 +95,17 @@ def extremes(begins: Any, positions: Any, by_position: bool) -> tuple[Any, Any]:
     xp = numpy_of(begins, positions)
     if not by_position:  # positions are indices: where the run begins, and where the next one does
         length = begins.shape[1]
+        if xp is np:  # one by one, runs are few
+            at = np.flatnonzero(begins).astype(np.int32)
+            sizes = np.diff(at, append=np.int32(begins.size))
+            begin = at % np.int32(length)
+            of_runs = (begin, begin + sizes - 1)
+            start, end = (np.repeat(x, sizes).reshape(begins.shape) for x in of_runs)
+            return start, end
         index = xp.arange(length, dtype=np.int32)
         first, following = xp.where(begins, index, 0), xp.where(begins, index, length)
-        if xp is np:
-            first = np.maximum.accumulate(first, axis=1)
-            following = np.minimum.accumulate(following[:, ::-1], axis=1)[:, ::-1].astype(np.int32)
-        else:
-            first = jax.lax.cummax(first, axis=1)
-            following = jax.lax.cummin(following, axis=1, reverse=True)
+        first = jax.lax.cummax(first, axis=1)
+        following = jax.lax.cummin(following, axis=1, reverse=True)
         ends = xp.concatenate([following[:, 1:], xp.full_like(following[:, :1], length)], axis=1)
         return first, ends - 1
     batch = max(begins.shape[0], positions.shape[0])
