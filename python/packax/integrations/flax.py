@@ -32,7 +32,13 @@ from packax._src.ops.dropout import OneForAll
 from packax._src.ops.ffi import has_kernels
 from packax._src.requests import DTYPES
 from packax.integrations.fallback import fall_back
-from packax.integrations.jax_nn import FASTER, array_mask, bias_array, is_of_keys
+from packax.integrations.jax_nn import (
+    FASTER,
+    array_mask,
+    bias_array,
+    is_of_keys,
+    mean_where_empty,
+)
 
 __all__ = ["attention_fn", "dot_product_attention"]
 
@@ -117,7 +123,7 @@ def dot_product_attention(
 
     Returns:
         (*batch, q_len, heads, v_dim). A row that attends no key gives 0, where Flax gives the mean
-        of all values.
+        of all values; beside a dense mask it gives that, too.
 
     Raises:
         ValueError: shapes, dtypes or masks that are not as above.
@@ -202,7 +208,9 @@ def dot_product_attention(
         drawn = OneForAll(dropout_rng) if broadcast_dropout else dropout_rng
         options |= {"dropout_rate": rate, "dropout_key": drawn}
     whole: Any = functools.reduce(operator.and_, expressions) if expressions else full()
-    out: Any = flash_attention(q, k, v, whole, **options)
+    out: Any = flash_attention(q, k, v, whole, **options, return_lse=dense)
+    if dense:
+        out = mean_where_empty(out[0], out[1], v)
     return out.reshape(*query.shape[:-1], value.shape[-1])
 
 
@@ -225,10 +233,23 @@ def _check_shapes(query: Any, key: Any, value: Any) -> None:
             raise ValueError(f"{name} must have shape (*batch, length, heads, dim), not {x.shape}")
     batch = query.shape[:-3]
     for name, x in (("key", key), ("value", value)):
+        if x.ndim != query.ndim:
+            raise ValueError(
+                f"query, key and value must have the same rank, but {name} has shape {x.shape}, "
+                f"query {query.shape}"
+            )
         if x.shape[:-3] != batch:
             raise ValueError(
-                f"{name} must have the batch dimensions of query, {batch}, but has {x.shape[:-3]}"
+                f"{name} must have the batch dims of query, {query.shape}, but has {x.shape}"
             )
+    if key.shape[-3] != value.shape[-3]:
+        raise ValueError(
+            f"key and value lengths must match, but are {key.shape[-3]} and {value.shape[-3]}"
+        )
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(
+            f"query and key depths must match, but are {query.shape[-1]} and {key.shape[-1]}"
+        )
 
 
 def _check_beside(bias: Any, rate: float, rng: Any, options: Mapping[str, Any]) -> None:
@@ -237,11 +258,11 @@ def _check_beside(bias: Any, rate: float, rng: Any, options: Mapping[str, Any]) 
         if given and options.get(name) is not None:
             raise ValueError(f"{name} is given to attention_fn and by the layer: give one of them")
     if not 0 <= rate < 1:
-        raise ValueError(f"dropout_rate must be at least 0 and less than 1, not {rate}")
+        raise ValueError(f"dropout_rate must be in the range [0, 1), not {rate}")
     if rate and rng is None:
         raise ValueError(
-            f"dropout_rng is needed where dropout_rate is above 0, here {rate}, and deterministic "
-            "is False"
+            f"dropout_rng is required where dropout_rate is above 0, here {rate}, and deterministic"
+            " is False"
         )
 
 

@@ -25,6 +25,7 @@ from packax._src.ops.primitives import check_implementation
 from packax._src.requests import DTYPES
 from packax.integrations.fallback import fall_back
 
+_MASKED = -0.7 * float(np.finfo(np.float32).max)  # jax.nn's logit of a pair that takes no part
 _FAR = 1 << 30  # beyond every row and key, and still int32 when a row's index is added
 _WHOSE = "jax.nn's own attention"
 FASTER = (
@@ -83,9 +84,10 @@ def dot_product_attention(
         key, no gradient, as jax.nn gives it (float32 and differentiable:
         `packax.flash_attention(..., return_lse=True)`).
 
-        One result differs from jax.nn's, on packax's path: a row that attends no key gives 0 and
-        residual -inf, where jax.nn's gives the mean of all values (or, past query_seq_lengths, 0),
-        and about -2.4e38; where a bias of -inf leaves no key, jax.nn's gives NaN.
+        One result differs from jax.nn's. Where no dense mask is given, a row that attends no key
+        gives 0 and residual -inf, where jax.nn's gives the mean of all values (or, past
+        query_seq_lengths, 0), and about -2.4e38; where a bias of -inf leaves no key, it gives NaN.
+        Beside a dense mask such rows are jax.nn's.
 
     Raises:
         ValueError: shapes, dtypes or arguments that are not as above.
@@ -144,9 +146,17 @@ def dot_product_attention(
         options["bias"] = bias_array(bias, key.shape[1])
     elif implementation is None and not has_kernels(query, key, value, options=dense):
         options["implementation"] = "xla"  # blockwise, in every dtype and head dim
-    if not return_residual:
+    if not return_residual and not dense:
         return flash_attention(query, key, value, mask, **options).reshape(shape)
     out, lse = flash_attention(query, key, value, mask, return_lse=True, **options)
+    if dense:
+        out = mean_where_empty(out, lse, value)
+        lse = jnp.where(lse == -jnp.inf, _MASKED, lse)
+        if query_seq_lengths is not None:
+            inside = jnp.arange(rows)[None] < jnp.asarray(query_seq_lengths)[:, None]
+            out = jnp.where(inside[..., None, None], out, 0)
+    if not return_residual:
+        return out.reshape(shape)
     residual = jax.lax.stop_gradient(lse).swapaxes(1, 2).astype(key.dtype)
     return out.reshape(shape), residual.reshape(shape[:-1])
 
@@ -215,6 +225,19 @@ def array_mask(mask: jax.Array, rows: Any, keys: Any) -> MaskExpression:
     mask = jax.lax.optimization_barrier(jnp.broadcast_to(mask, whole))
     sizes = (rows if mask.shape[2] == 1 else 1, keys if mask.shape[3] == 1 else 1)
     return block_sparse(mask, sizes)
+
+
+def mean_where_empty(out: jax.Array, lse: jax.Array, value: jax.Array) -> jax.Array:
+    """The mean of all values in rows that attend no key, as a softmax of equal logits gives it.
+
+    out: (B, T, N, H); lse: (B, N, T); value: (B, S, K, H).
+    """
+    if 0 in (*out.shape, value.shape[1]):
+        return out
+    wide = jnp.promote_types(value.dtype, jnp.float32)
+    mean = jnp.repeat(value.mean(1, keepdims=True, dtype=wide), out.shape[2] // value.shape[2], 2)
+    empty = jax.lax.stop_gradient(lse).swapaxes(1, 2)[..., None] == -jnp.inf
+    return jnp.where(empty, mean.astype(out.dtype), out)
 
 
 def bias_array(bias: jax.Array, keys: Any) -> jax.Array:
