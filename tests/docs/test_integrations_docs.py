@@ -134,3 +134,25 @@ def test_keras_layers_as_they_are(monkeypatch):
     monkeypatch.setattr(jax.nn, "dot_product_attention", attention)
     np.testing.assert_allclose(layer(x, x, **mask)[:, :15], expected, rtol=1e-4, atol=1e-5)
     assert calls == ["xla"]  # which alone would have been jax.nn's own path
+
+
+def test_easydel_is_its_own_attention(namespace):
+    """Logits and gradients of a tiny Llama with EasyDeL's plain attention, without padding."""
+    pytest.importorskip("easydel")
+    from flax import nnx
+
+    ids, real = jnp.arange(40)[None], jnp.arange(40)[None] < 33
+
+    def run(name):
+        llama = namespace["model"](name)
+
+        def loss(llama):
+            logits = llama(input_ids=ids, attention_mask=real).logits[:, :33]
+            return jnp.sum(jnp.sin(logits)), logits
+
+        with llama.config.mesh:
+            (_, logits), gradients = nnx.value_and_grad(loss, has_aux=True)(llama)
+        return [logits, *jax.tree.leaves(gradients)]
+
+    for x, y in zip(run("packax"), run("vanilla"), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-4)
