@@ -118,18 +118,41 @@ def test_keras_is_its_own_attention(namespace):
 
 
 def test_keras_layers_as_they_are(monkeypatch):
-    """What stands at jax.nn's name runs: a causal layer on packax, without a fallback."""
+    """The page's function at jax.nn's name: a layer with a dense mask runs on packax."""
     keras = pytest.importorskip("keras")
     monkeypatch.setenv("PACKAX_FALLBACK", "error")
     calls = []
 
-    def attention(*operands, **options):
-        calls.append(options)
+    def attention(*operands, implementation=None, **options):
+        calls.append(implementation)
         return packax.dot_product_attention(*operands, **options)
 
     layer = keras.layers.MultiHeadAttention(num_heads=4, key_dim=8, flash_attention=False)
     x = jax.random.normal(jax.random.key(0), (2, 20, 32))
-    expected = layer(x, x, use_causal_mask=True)
+    mask = {"use_causal_mask": True, "query_mask": jnp.arange(20)[None] < 15}
+    expected = layer(x, x, **mask)[:, :15]
     monkeypatch.setattr(jax.nn, "dot_product_attention", attention)
-    np.testing.assert_allclose(layer(x, x, use_causal_mask=True), expected, rtol=1e-4, atol=1e-5)
-    assert len(calls) == 1
+    np.testing.assert_allclose(layer(x, x, **mask)[:, :15], expected, rtol=1e-4, atol=1e-5)
+    assert calls == ["xla"]  # which alone would have been jax.nn's own path
+
+
+def test_easydel_is_its_own_attention(namespace):
+    """Logits and gradients of a tiny Llama with EasyDeL's plain attention, without padding."""
+    pytest.importorskip("easydel")
+    from flax import nnx
+
+    ids, real = jnp.arange(40)[None], jnp.arange(40)[None] < 33
+
+    def run(name):
+        llama = namespace["model"](name)
+
+        def loss(llama):
+            logits = llama(input_ids=ids, attention_mask=real).logits[:, :33]
+            return jnp.sum(jnp.sin(logits)), logits
+
+        with llama.config.mesh:
+            (_, logits), gradients = nnx.value_and_grad(loss, has_aux=True)(llama)
+        return [logits, *jax.tree.leaves(gradients)]
+
+    for x, y in zip(run("packax"), run("vanilla"), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-4)

@@ -223,7 +223,9 @@ def test_head_dims_without_kernels_run_in_blockwise_xla(monkeypatch):
         lambda *x, **options: asked.append(options["implementation"]) or real(*x, **options),
     )
     for have in (True, False):
-        monkeypatch.setattr(packax.integrations.jax_nn, "has_kernels", lambda *x, have=have: have)
+        monkeypatch.setattr(
+            packax.integrations.jax_nn, "has_kernels", lambda *x, have=have, options: have
+        )
         packax.dot_product_attention(*tensors())
     assert asked == [None, "xla"]
 
@@ -235,14 +237,9 @@ BUILT = packax.create_attention_mask(packax.full(), q_len=T, kv_len=S)
     ("options", "error", "message"),
     [
         (
-            {"bias": np.zeros((1, 1, T, S)), "implementation": "cuda"},
+            {"scale": np.ones(1), "implementation": "cuda"},
             NotImplementedError,
-            r"with a bias of shape \(1, 1, 21, 37\): no kernel takes that, and implementation=",
-        ),
-        (
-            {"mask": DENSE, "implementation": "cuda"},
-            NotImplementedError,
-            r"with a mask of shape \(2, 4, 21, 37\).*no kernel takes that",
+            r"with a scale of shape \(1,\): no kernel takes that, and implementation=",
         ),
         ({"mask": DENSE.astype(int)}, ValueError, r"mask must be boolean"),
         (

@@ -22,21 +22,20 @@ def said(monkeypatch):
     monkeypatch.delenv("PACKAX_FALLBACK", raising=False)
 
 
-SHAPES = ["1111", "0011", "1011", "0111", "0010", "1101"]  # 0: an axis of size 1
-WITHOUT_ROWS = ["1001", "0000"]  # as masks: of keys, which has kernels
+@pytest.fixture
+def no_bias_kernels(monkeypatch):
+    """A build without, as there is none above head dim 128."""
+    monkeypatch.setattr(packax.integrations.jax_nn, "has_kernels", lambda *x, with_bias=0: 0)
 
 
-@pytest.mark.parametrize(
-    ("what", "shape"),
-    [("mask", x) for x in SHAPES] + [("bias", x) for x in SHAPES + WITHOUT_ROWS],
-)
-def test_every_broadcast_shape(said, what, shape):
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("shape", ["1111", "0011", "0111", "1101", "0000"])  # 0: of size 1
+def test_every_broadcast_shape(said, no_bias_kernels, masked, shape):
     """Results and gradients of q, k, v and the bias are jax.nn's, bit for bit."""
     q, k, v = tensors()
     cut = tuple(slice(None) if whole == "1" else slice(1) for whole in shape)
-    mask = DENSE[cut] if what == "mask" else None
+    mask = DENSE[cut] if masked else None
     bias = jnp.cos(jnp.arange(2 * HEADS * T * S)).reshape(2, HEADS, T, S)[cut]
-    bias = bias if what == "bias" else None
 
     @functools.partial(jax.jit, static_argnums=0)
     def run(attention, q, k, v, bias):
@@ -44,26 +43,27 @@ def test_every_broadcast_shape(said, what, shape):
         out, transpose = jax.vjp(lambda *x: call(*x), q, k, v, bias)
         return out, transpose(jnp.sin(out))
 
-    with pytest.warns(fallback.FallbackWarning, match=f"with a {what} of shape"):
+    with pytest.warns(fallback.FallbackWarning, match="with a bias beside float32 and head"):
         ours = run(packax.dot_product_attention, q, k, v, bias)
     theirs = run(jax.nn.dot_product_attention, q, k, v, bias)
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
-    assert bias is None or ours[1][3].shape == bias.shape
+    assert ours[1][3].shape == bias.shape
 
 
 @pytest.mark.parametrize(
     ("options", "dtype"),
     [
-        ({"mask": [[True] * S] * T}, jnp.float32),
-        ({"scale": np.full((1, 1, 1), 0.3)}, jnp.float32),
+        ({"scale": np.full((1, 1, 1), 0.3), "mask": [[True] * S] * T}, jnp.float32),
         ({}, jnp.int8),
         ({"is_causal": True}, jnp.complex64),
-        ({"bias": np.ones((HEADS, T, S), np.float16), "local_window_size": (3, 1)}, jnp.bfloat16),
+        ({"bias": np.ones((HEADS, T, S), np.complex64)}, jnp.float32),
+        ({"bias": np.ones((HEADS, T, S), np.float16), "scale": np.ones(1)}, jnp.bfloat16),
         (
             {
                 "mask": DENSE[0],
                 "query_seq_lengths": lengths(T, 4),
                 "key_value_seq_lengths": lengths(9, S),
+                "scale": np.ones(1),
             },
             jnp.float16,
         ),
@@ -74,12 +74,10 @@ def test_what_only_jax_nn_takes(said, options, dtype):
     with pytest.warns(fallback.FallbackWarning, match=r"^dot_product_attention with a? ?\w+ "):
         ours = packax.dot_product_attention(*x, **options)
     others = {**options, "mask": jnp.asarray(options["mask"])} if "mask" in options else options
-    if options.keys() == {"bias", "local_window_size"}:
-        others["mask"] = jnp.ones((1, 1, 1, 1), bool)  # jax 0.7: a window alone is not seen
     np.testing.assert_array_equal(ours, jax.nn.dot_product_attention(*x, **others))
 
 
-def test_an_expression_beside_a_bias(said):
+def test_an_expression_beside_a_bias(said, no_bias_kernels):
     q, k, v = tensors(keys=T)
     bias = jnp.ones((HEADS, T, T)) * jnp.arange(T)
     documents = packax.documents(np.repeat([0, 1], [9, 12]))
@@ -93,24 +91,27 @@ def test_an_expression_beside_a_bias(said):
         packax.dot_product_attention(q, k, v, bias, built)
 
 
+ONLY_THEIRS = {"mask": DENSE, "scale": np.full(1, 0.3)}
+
+
 def test_the_residual_of_jax_nn(said):
     if not RESIDUALS:
         with pytest.raises(NotImplementedError, match=r"return_residual=True on jax.nn's path"):
-            packax.dot_product_attention(*tensors(), mask=DENSE, return_residual=True)
+            packax.dot_product_attention(*tensors(), **ONLY_THEIRS, return_residual=True)
         return
     with pytest.warns(fallback.FallbackWarning):
-        ours = packax.dot_product_attention(*tensors(), mask=DENSE, return_residual=True)
-    jax.tree.map(np.testing.assert_array_equal, ours, theirs(*tensors(), mask=DENSE))
+        ours = packax.dot_product_attention(*tensors(), **ONLY_THEIRS, return_residual=True)
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs(*tensors(), **ONLY_THEIRS))
 
 
 def test_said_once_silent_or_an_error(said, monkeypatch):
-    call = functools.partial(packax.dot_product_attention, *tensors(), mask=DENSE)
+    call = functools.partial(packax.dot_product_attention, *tensors(), **ONLY_THEIRS)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(2):  # an error again: what was not heard was not said
-            with pytest.raises(fallback.FallbackWarning, match="a boolean for every row and key"):
+            with pytest.raises(fallback.FallbackWarning, match="a scale that is a number, and hea"):
                 call()
-    with pytest.warns(fallback.FallbackWarning, match=r"packax.causal\(\) & packax") as heard:
+    with pytest.warns(fallback.FallbackWarning, match=r"with a scale of shape \(1,\): ") as heard:
         call()
     assert heard[0].filename == __file__
     with warnings.catch_warnings():
@@ -119,8 +120,8 @@ def test_said_once_silent_or_an_error(said, monkeypatch):
         monkeypatch.setattr(fallback, "_said", set())
         monkeypatch.setenv("PACKAX_FALLBACK", "silent")
         call()
-        packax.dot_product_attention(*tensors(), is_causal=True)
-    monkeypatch.setenv("PACKAX_FALLBACK", "error")
+        monkeypatch.setenv("PACKAX_FALLBACK", "error")
+        packax.dot_product_attention(*tensors(), mask=DENSE)
     with pytest.raises(NotImplementedError, match=r"PACKAX_FALLBACK=error forbids jax.nn's own"):
         call()
     monkeypatch.setenv("PACKAX_FALLBACK", "loud")
@@ -143,11 +144,12 @@ if FIRST == "packax":
 jax.nn.dot_product_attention = late
 q = jnp.cos(jnp.arange(80.0)).reshape(1, 5, 2, 8)
 mask = jnp.tril(jnp.ones((5, 5), bool))
-for options in ({"mask": mask}, {"bias": jnp.ones((2, 5, 5))}, {"implementation": "xla"}):
+for options in ({"mask": mask, "scale": jnp.ones(1)}, {"implementation": "xla"}):
     ours = jax.nn.dot_product_attention(q, q, q, **options)
     np.testing.assert_array_equal(ours, original(q, q, q, **options))
-ours = jax.nn.dot_product_attention(q, q, q, is_causal=True)
-np.testing.assert_allclose(ours, original(q, q, q, is_causal=True), rtol=1e-5, atol=1e-6)
+for options in ({"is_causal": True}, {"mask": mask}, {"bias": jnp.cos(jnp.ones((2, 5, 5)))}):
+    ours = jax.nn.dot_product_attention(q, q, q, **options)
+    np.testing.assert_allclose(ours, original(q, q, q, **options), rtol=1e-5, atol=1e-6)
 """
     environment = os.environ | {"PACKAX_FALLBACK": "silent", "JAX_PLATFORMS": "cpu"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)

@@ -200,6 +200,12 @@ def said(monkeypatch):
     monkeypatch.delenv("PACKAX_FALLBACK", raising=False)
 
 
+@pytest.fixture
+def no_bias_kernels(monkeypatch):
+    """A build without those with a bias, as there are none above head dim 128."""
+    monkeypatch.setattr(ours, "has_kernels", lambda *x, with_bias=False, options=0: not with_bias)
+
+
 FILLED = np.tril(np.ones((LENGTH, LENGTH), bool))  # no row without a key
 DROPOUT = {"dropout_rate": 0.3, "dropout_rng": jax.random.key(3)}
 
@@ -207,15 +213,15 @@ DROPOUT = {"dropout_rate": 0.3, "dropout_rng": jax.random.key(3)}
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"mask": FILLED}, r"a mask of shape \(23, 23\)"),
-        ({"mask": FILLED[None, None], "is_causal": True}, "a mask of shape"),
-        ({"mask": packax.causal(), "bias": X[0, :, :1]}, "a bias"),
-        ({"bias": np.linspace(-1, 1, HEADS * LENGTH).reshape(HEADS, 1, LENGTH)}, "a bias"),
-        (DROPOUT, "dropout"),
-        ({**DROPOUT, "is_causal": True, "broadcast_dropout": False}, "dropout"),
+        ({"mask": packax.causal(), "bias": X[0, :, :1]}, "a bias beside float32 and head dim 4"),
+        ({"mask": FILLED, "bias": np.ones((HEADS, 1, LENGTH), np.float32)}, "a bias beside"),
+        (DROPOUT, "dropout beside"),
+        ({**DROPOUT, "bias": np.ones((1, 1)), "mask": FILLED}, "a bias and dropout beside"),
+        ({**DROPOUT, "is_causal": True, "broadcast_dropout": False}, "dropout beside"),
         ({"dtype": jnp.complex64}, "dtype complex64"),
+        ({"bias": np.ones((1, 1), np.complex64)}, "a bias of dtype complex64"),
         ({"promote_dtype": lambda x, dtype: x}, "promote_dtype"),
-        ({**DROPOUT, "force_fp32_for_softmax": True, "dtype": jnp.bfloat16}, "dropout"),
+        ({**DROPOUT, "force_fp32_for_softmax": True, "dtype": jnp.bfloat16}, "dropout beside"),
         ({"einsum_dot_general": jax.lax.dot_general}, "einsum_dot_general"),
         (
             {"qk_attn_weights_einsum": jnp.einsum, "attn_weights_value_einsum": jnp.einsum},
@@ -223,7 +229,7 @@ DROPOUT = {"dropout_rate": 0.3, "dropout_rng": jax.random.key(3)}
         ),
     ],
 )
-def test_what_only_flax_takes(said, arguments, reason):
+def test_what_only_flax_takes(said, no_bias_kernels, arguments, reason):
     """Results and gradients, bit for bit: nnx's, or linen's where an argument is linen's."""
     q = X.reshape(BATCH, LENGTH, HEADS, -1)
     with pytest.warns(fallback.FallbackWarning, match=f"attention of Flax with {reason}"):
@@ -241,7 +247,7 @@ def test_what_only_flax_takes(said, arguments, reason):
     np.testing.assert_array_equal(transpose(jnp.cos(out))[0], back(jnp.cos(expected))[0])
 
 
-def test_layers_with_dense_masks_dropout_and_sown_weights(said, parameters):
+def test_layers_with_dense_masks_dropout_and_sown_weights(said, no_bias_kernels, parameters):
     """As Flax's own layers give them, linen and nnx."""
     x = linen(dropout_rate=0.4), linen(ours.dot_product_attention, dropout_rate=0.4)
     rngs = {"dropout": jax.random.key(4)}
@@ -265,6 +271,13 @@ def test_layers_with_dense_masks_dropout_and_sown_weights(said, parameters):
     )
 
 
+class Sown:
+    """A module as far as nnx's attention asks it."""
+
+    def sow(self, *what):
+        self.what = what
+
+
 def test_assigned_over_flax(said, monkeypatch):
     """No way back into packax from Flax's own path."""
     q = X.reshape(BATCH, LENGTH, HEADS, -1)
@@ -272,11 +285,13 @@ def test_assigned_over_flax(said, monkeypatch):
     for place in (nn, nnx, nn.attention, nnx.nn.attention, jax.nn):
         ours_there = packax if place is jax.nn else ours
         monkeypatch.setattr(place, "dot_product_attention", ours_there.dot_product_attention)
-    with pytest.warns(fallback.FallbackWarning):
-        np.testing.assert_array_equal(nnx.dot_product_attention(q, q, q, mask=FILLED), expected)
+    dropped = {**DROPOUT, "module": Sown()}
+    with pytest.warns(fallback.FallbackWarning, match="with sown weights"):
+        nnx.dot_product_attention(q, q, q, mask=jnp.asarray(FILLED), **dropped)
+    same(nnx.dot_product_attention(q, q, q, mask=FILLED), expected)
 
 
-def test_expressions_beside_dense_masks(said):
+def test_expressions_beside_dense_masks():
     """Of more batch dimensions, a mask of keys and one of attention_fn."""
     q, k, v = (jnp.asarray(RNG.standard_normal((2, 3, 9, 4, 8)), jnp.float32) for _ in range(3))
     dense = RNG.random((2, 3, 4, 9, 9)) < 0.7
@@ -285,10 +300,8 @@ def test_expressions_beside_dense_masks(said):
     ids[:, 5:] = np.arange(6)[:, None]
     whole = dense & np.tril(np.ones((9, 9), bool))
     whole &= (ids[:, :, None] == ids[:, None]).reshape(2, 3, 1, 9, 9)
-    with pytest.warns(fallback.FallbackWarning):
-        out = ours.attention_fn(packax.documents(ids))(q, k, v, mask=dense, is_causal=True)
-    some = whole.any(-1).all(2)
-    same(out[some], nnx.dot_product_attention(q, k, v, mask=jnp.asarray(whole))[some])
+    out = ours.attention_fn(packax.documents(ids))(q, k, v, mask=dense, is_causal=True)
+    same(out, nnx.dot_product_attention(q, k, v, mask=jnp.asarray(whole)))
 
 
 @pytest.mark.parametrize(
@@ -315,17 +328,33 @@ def test_errors(arguments, error, message):
 
 def test_errors_of_shapes_and_options():
     q = X.reshape(BATCH, LENGTH, HEADS, -1)
-    with pytest.raises(ValueError, match="key must have the batch dimensions of query"):
+    with pytest.raises(ValueError, match="must have the same rank, but key has shape"):
         ours.dot_product_attention(q, q[0], q)
+    with pytest.raises(ValueError, match="key must have the batch dims of query"):
+        ours.dot_product_attention(q, q[:1], q)
+    with pytest.raises(ValueError, match="key and value lengths must match, but are 23 and 22"):
+        ours.dot_product_attention(q, q, q[:, 1:])
+    with pytest.raises(ValueError, match="query and key depths must match, but are 4 and 3"):
+        ours.dot_product_attention(q, q[..., 1:], q)
     with pytest.raises(ValueError, match=r"query must have shape \(\*batch, length, heads, dim\)"):
         ours.dot_product_attention(q[0, 0], q, q)
     kernels = ours.attention_fn(implementation="cuda")
-    with pytest.raises(NotImplementedError, match=r"with a bias: no kernel takes that, and impl"):
-        kernels(q, q, q, bias=0)
-    with pytest.raises(NotImplementedError, match=r"soft_cap of attention_fn beside a bias: no"):
-        ours.attention_fn(soft_cap=3.0)(q, q, q, bias=0)
+    einsums = {"einsum_dot_general": jax.lax.dot_general}
+    with pytest.raises(NotImplementedError, match=r"with einsum_dot_general: no kernel takes that"):
+        kernels(q, q, q, **einsums)
+    with pytest.raises(NotImplementedError, match=r"soft_cap of attention_fn beside einsum_dot_g"):
+        ours.attention_fn(soft_cap=3.0)(q, q, q, **einsums)
     with pytest.raises(ValueError, match=r"mask is built for packax's kernels, which do not take"):
-        ours.dot_product_attention(q, q, q, 0, packax.create_attention_mask(EXPRESSION))
+        mask = packax.create_attention_mask(EXPRESSION)
+        ours.dot_product_attention(q, q, q, mask=mask, **einsums)
+    with pytest.raises(ValueError, match=r"bias is given to attention_fn and by the layer: give"):
+        ours.attention_fn(bias=packax.alibi(np.ones(HEADS)))(q, q, q, bias=0)
+    with pytest.raises(ValueError, match=r"bias must be broadcastable to .*, but has \(3,\)"):
+        ours.dot_product_attention(q, q, q, bias=np.ones(3))
+    with pytest.raises(ValueError, match=r"dropout_rng is required where dropout_rate is above 0"):
+        ours.dot_product_attention(q, q, q, dropout_rate=0.1)
+    with pytest.raises(ValueError, match=r"dropout_rate must be in the range \[0, 1\), not 1.5"):
+        ours.dot_product_attention(q, q, q, dropout_rate=1.5, dropout_rng=jax.random.key(0))
     for name in ("return_lse", "return_max_logits"):
         with pytest.raises(ValueError, match=f"{name} is no option of attention_fn"):
             ours.attention_fn(**{name: True})

@@ -13,6 +13,7 @@ import packax
 
 DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 WIDEST = (512, 512)  # of the fallback kernels, in 16 bits
+WITH_BIAS = ("forward_bias", "backward_dkdv_bias", "backward_dq_bias", "backward_dbias")
 
 
 class Extension:
@@ -23,16 +24,27 @@ class Extension:
         plain = ("forward", "backward_delta", "backward_dkdv", "backward_dq")
         kernels = (*plain, *(f"{name}_fallback" for name in plain))
         chip = {"cc": 80, "arch_specific": False}
-        return [
-            {"kernel": kernel, "dtype": dtype, "qk_dim": qk_dim, "v_dim": v_dim, **chip}
-            for kernel in kernels
-            for dtype in (("bf16", "f16") if kernel in plain else ("bf16", "f16", "f32", "tf32"))
-            for qk_dim, v_dim in (*DIMS, WIDEST)
-            if (qk_dim, v_dim) in DIMS or (kernel not in plain and dtype in ("bf16", "f16"))
-        ] + [
-            {"kernel": kernel, "dtype": "any", "qk_dim": 0, "v_dim": 0, **chip}
-            for kernel in ("documents_rows", "blocks_rows")
-        ]
+        return (
+            [
+                {"kernel": kernel, "dtype": dtype, "qk_dim": qk_dim, "v_dim": v_dim, **chip}
+                for kernel in kernels
+                for dtype in (
+                    ("bf16", "f16") if kernel in plain else ("bf16", "f16", "f32", "tf32")
+                )
+                for qk_dim, v_dim in (*DIMS, WIDEST)
+                if (qk_dim, v_dim) in DIMS or (kernel not in plain and dtype in ("bf16", "f16"))
+            ]
+            + [
+                {"kernel": kernel, "dtype": dtype, "qk_dim": dim, "v_dim": dim, **chip}
+                for kernel in WITH_BIAS
+                for dtype in ("bf16", "f16", "f32", "tf32")
+                for dim in (64, 128)
+            ]
+            + [
+                {"kernel": kernel, "dtype": "any", "qk_dim": 0, "v_dim": 0, **chip}
+                for kernel in ("documents_rows", "blocks_rows")
+            ]
+        )
 
 
 PORTABLE = Extension.variants()

@@ -6,8 +6,8 @@
     mask = packax.create_attention_mask(packax.causal() & packax.documents(segment_ids))
     out = layer(x, mask=mask)  # once per step for all layers: a pytree, through scan and remat
 
-What has no kernel (a dense mask, a bias, dropout, sown weights) runs on Flax's own attention, said
-once: `packax.integrations.fallback`.
+What has no kernel (sown weights, the einsum classes, a bias or dropout above head dim 128) runs on
+Flax's own attention, said once: `packax.integrations.fallback`.
 """
 
 from __future__ import annotations
@@ -28,19 +28,22 @@ from packax._src.attention import flash_attention
 from packax._src.core.mask import AttentionMask
 from packax._src.masks.expressions import MaskExpression
 from packax._src.masks.intervals import causal, full
+from packax._src.ops.dropout import OneForAll
 from packax._src.ops.ffi import has_kernels
 from packax._src.requests import DTYPES
 from packax.integrations.fallback import fall_back
-from packax.integrations.jax_nn import key_mask
+from packax.integrations.jax_nn import (
+    FASTER,
+    array_mask,
+    bias_array,
+    is_of_keys,
+    mean_where_empty,
+)
 
 __all__ = ["attention_fn", "dot_product_attention"]
 
 # Flax's own, kept: somebody may assign the function of this module over them.
 _LINEN, _NNX = linen.dot_product_attention, nnx.dot_product_attention
-_FASTER = (
-    "There are kernels for packax masks and expressions, such as packax.causal() & "
-    "packax.documents(segment_ids), for is_causal, and for a mask of keys, (*batch, 1, 1, kv_len)"
-)
 _OF_NO_RESULT = ("deterministic", "gather_head_groups", "checkpoint_name", "implementation")
 
 
@@ -100,13 +103,16 @@ def dot_product_attention(
         query: (*batch, q_len, heads, dim), any batch dimensions or none.
         key: (*batch, kv_len, kv_heads, dim), heads a multiple of kv_heads.
         value: (*batch, kv_len, kv_heads, v_dim).
-        bias: added to the logits: Flax's path.
+        bias: added to the logits, broadcastable to (*batch, heads, q_len, kv_len);
+            differentiable.
         mask: a mask from `packax.create_attention_mask` or an expression such as
-            `packax.causal()`, whose batch is the product of the batch dimensions; or a mask of
-            keys, (*batch, 1, 1, kv_len), boolean or numbers, as Flax's decode cache makes it; any
-            other one broadcastable to (*batch, heads, q_len, kv_len): Flax's path.
-        broadcast_dropout, dropout_rng: as in Flax, of its path.
-        dropout_rate: other than 0, without `deterministic`: Flax's path.
+            `packax.causal()`, whose batch is the product of the batch dimensions; or an array of
+            booleans or numbers, broadcastable to (*batch, heads, q_len, kv_len), cheapest where it
+            speaks of keys, (*batch, 1, 1, kv_len), as Flax's decode cache makes it.
+        dropout_rate, dropout_rng, deterministic: as in Flax; which weights a dropout_rng drops is
+            not what Flax makes of it.
+        broadcast_dropout: all batch rows and heads drop the same pairs of row and key; False: each
+            its own.
         dtype: of the computation and the result; None: what the operands promote to.
         precision: as of `packax.flash_attention`: of products of float32 operands.
         module: sows the attention weights (`sow_weights=True`): Flax's path.
@@ -117,7 +123,7 @@ def dot_product_attention(
 
     Returns:
         (*batch, q_len, heads, v_dim). A row that attends no key gives 0, where Flax gives the mean
-        of all values.
+        of all values; beside a dense mask it gives that, too.
 
     Raises:
         ValueError: shapes, dtypes or masks that are not as above.
@@ -147,10 +153,6 @@ def dot_product_attention(
         reason = " and ".join(einsums) or "promote_dtype"
     elif module is not None:
         reason = "sown weights"
-    elif bias is not None:
-        reason = "a bias"
-    elif dropout_rate and not deterministic:
-        reason = "dropout"
     if reason is None or _is_packax(mask) or _mask is not None:
         _check_shapes(query, key, value)
     size = jnp.result_type(query, key, value) if dtype is None else jnp.dtype(dtype)
@@ -166,15 +168,27 @@ def dot_product_attention(
             "mask is built, so it must say everything: beside it is_causal, a mask of attention_fn "
             "and the mask of a decode cache have no place; pass an expression instead"
         )
+    rate = 0.0 if deterministic else float(dropout_rate)
+    options = {"precision": precision, **_options}
     if reason is None:
-        dense = [x for x in masks if not _is_packax(x) and not _of_keys(x, sizes)]
-        reason = f"a mask of shape {dense[0].shape}" if dense else None
+        _check_beside(bias, rate, dropout_rng, options)
+        q, k, v = (
+            x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:]).astype(size)
+            for x in (query, key, value)
+        )
+        arrays = [x if _is_packax(x) else _shaped("mask", x, sizes).astype(bool) for x in masks]
+        added = None if bias is None else _shaped("bias", jnp.asarray(bias), sizes)
+        dense = any(not _is_packax(x) and not is_of_keys(x) for x in arrays)
+        if added is not None or rate:
+            reason = _no_kernel(q, k, v, added, rate, options)
+        elif options.get("implementation") is None and not has_kernels(q, k, v, options=dense):
+            options["implementation"] = "xla"  # blockwise, in every dtype and head dim
     if reason is not None:
         _check_options(reason, built, _options)
         fall_back(
             f"attention of Flax with {reason}",
             "Flax's own attention",
-            _FASTER,
+            FASTER,
             forbidden=_options.get("implementation") == "cuda",
         )
         masks = [*masks, causal()] if is_causal else masks
@@ -184,17 +198,33 @@ def dot_product_attention(
             return _LINEN(query, key, value, **given, **of_linen)
         promotion = {} if promote_dtype is None else {"promote_dtype": promote_dtype}
         return _NNX(query, key, value, **given, **promotion)
-    batch = query.shape[:-3]
-    q, k, v = (x.reshape(math.prod(batch), *x.shape[-3:]).astype(size) for x in (query, key, value))
-    expressions = [x if _is_packax(x) else _key_mask(x, sizes) for x in masks]
+    rows, keys = sizes[-2:]
+    expressions = [x if _is_packax(x) else array_mask(x, rows, keys) for x in arrays]
     if is_causal:
         expressions.append(causal())
-    options = {"precision": precision, **_options}
-    if options.get("implementation") is None and not has_kernels(q, k, v):
-        options["implementation"] = "xla"  # blockwise, in every dtype and head dim
+    if added is not None:
+        options["bias"] = bias_array(added, keys)
+    if rate:
+        drawn = OneForAll(dropout_rng) if broadcast_dropout else dropout_rng
+        options |= {"dropout_rate": rate, "dropout_key": drawn}
     whole: Any = functools.reduce(operator.and_, expressions) if expressions else full()
-    out: Any = flash_attention(q, k, v, whole, **options)
+    out: Any = flash_attention(q, k, v, whole, **options, return_lse=dense)
+    if dense:
+        out = mean_where_empty(out[0], out[1], v)
     return out.reshape(*query.shape[:-1], value.shape[-1])
+
+
+def _no_kernel(
+    query: Any, key: Any, value: Any, bias: Any, rate: float, options: Mapping[str, Any]
+) -> str | None:
+    """Why a call with a bias or dropout is Flax's; None: it is not."""
+    if bias is not None and jnp.iscomplexobj(bias):
+        return f"a bias of dtype {bias.dtype}"
+    if options.get("implementation") == "xla" or has_kernels(query, key, value, with_bias=True):
+        return None
+    what = " and ".join(["a bias"] * (bias is not None) + ["dropout"] * bool(rate))
+    dims = "/".join(map(str, dict.fromkeys((query.shape[3], value.shape[3]))))
+    return f"{what} beside {query.dtype} and head dim {dims}"
 
 
 def _check_shapes(query: Any, key: Any, value: Any) -> None:
@@ -203,10 +233,37 @@ def _check_shapes(query: Any, key: Any, value: Any) -> None:
             raise ValueError(f"{name} must have shape (*batch, length, heads, dim), not {x.shape}")
     batch = query.shape[:-3]
     for name, x in (("key", key), ("value", value)):
+        if x.ndim != query.ndim:
+            raise ValueError(
+                f"query, key and value must have the same rank, but {name} has shape {x.shape}, "
+                f"query {query.shape}"
+            )
         if x.shape[:-3] != batch:
             raise ValueError(
-                f"{name} must have the batch dimensions of query, {batch}, but has {x.shape[:-3]}"
+                f"{name} must have the batch dims of query, {query.shape}, but has {x.shape}"
             )
+    if key.shape[-3] != value.shape[-3]:
+        raise ValueError(
+            f"key and value lengths must match, but are {key.shape[-3]} and {value.shape[-3]}"
+        )
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(
+            f"query and key depths must match, but are {query.shape[-1]} and {key.shape[-1]}"
+        )
+
+
+def _check_beside(bias: Any, rate: float, rng: Any, options: Mapping[str, Any]) -> None:
+    """A bias, or dropout, comes from the layer or from attention_fn, and dropout with its key."""
+    for name, given in (("bias", bias is not None), ("dropout_rate", bool(rate))):
+        if given and options.get(name) is not None:
+            raise ValueError(f"{name} is given to attention_fn and by the layer: give one of them")
+    if not 0 <= rate < 1:
+        raise ValueError(f"dropout_rate must be in the range [0, 1), not {rate}")
+    if rate and rng is None:
+        raise ValueError(
+            f"dropout_rng is required where dropout_rate is above 0, here {rate}, and deterministic"
+            " is False"
+        )
 
 
 def _check_options(reason: str, built: list[AttentionMask], options: Mapping[str, Any]) -> None:
@@ -228,22 +285,19 @@ def _is_packax(mask: Any) -> bool:
     return isinstance(mask, (AttentionMask, MaskExpression))
 
 
-def _of_keys(mask: jax.Array, sizes: tuple[int, ...]) -> bool:
-    """Whether an array speaks of keys alone; an error if it does not fit."""
-    shape = (1,) * (len(sizes) - mask.ndim) + mask.shape
+def _shaped(name: str, x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
+    """As (batch or 1, heads or 1, q_len or 1, kv_len or 1); an error if it does not fit."""
+    shape = (1,) * (len(sizes) - x.ndim) + x.shape
     fits = zip(shape, sizes, strict=False)
     if len(shape) != len(sizes) or any(n not in (1, size) for n, size in fits):
         raise ValueError(
-            f"mask must be broadcastable to (*batch, heads, q_len, kv_len), {sizes}, but has "
-            f"{mask.shape}"
+            f"{name} must be broadcastable to (*batch, heads, q_len, kv_len), {sizes}, but has "
+            f"{x.shape}"
         )
-    return shape[-3:-1] == (1, 1)
-
-
-def _key_mask(mask: jax.Array, sizes: tuple[int, ...]) -> MaskExpression:
-    *batch, _, rows, keys = sizes
-    attended = jnp.broadcast_to(mask.astype(bool), (*batch, 1, 1, keys))
-    return key_mask(attended.reshape(math.prod(batch), keys), rows)
+    batch, others = shape[:-3], shape[-3:]
+    batch = batch if all(n == 1 for n in batch) else sizes[:-3]
+    x = jnp.broadcast_to(x.reshape(shape), (*batch, *others))
+    return x.reshape(math.prod(batch), *others)
 
 
 def _dense(masks: list[Any], sizes: tuple[int, ...]) -> Any:

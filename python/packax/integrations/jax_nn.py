@@ -16,6 +16,7 @@ from packax._src.core.integers import as_int32
 from packax._src.core.jax_compat import jax_nn_attention
 from packax._src.core.mask import AttentionMask
 from packax._src.core.shapes import PADDING_SEGMENT_ID, is_symbolic
+from packax._src.masks.block_sparse import block_sparse
 from packax._src.masks.documents import documents, ranges
 from packax._src.masks.expressions import MaskExpression
 from packax._src.masks.intervals import full
@@ -24,12 +25,12 @@ from packax._src.ops.primitives import check_implementation
 from packax._src.requests import DTYPES
 from packax.integrations.fallback import fall_back
 
+_MASKED = -0.7 * float(np.finfo(np.float32).max)  # jax.nn's logit of a pair that takes no part
 _FAR = 1 << 30  # beyond every row and key, and still int32 when a row's index is added
 _WHOSE = "jax.nn's own attention"
-_RANGES = (
-    "What is a range of keys for every row has kernels: is_causal, local_window_size, sequence "
-    "lengths, a mask of keys, (B or 1, 1, 1, S), or as mask a packax expression such as "
-    "packax.causal() & packax.documents(segment_ids)"
+FASTER = (
+    "There are kernels for bfloat16, float16 and float32, a scale that is a number, and head dims "
+    "that are multiples of 8, beside a bias or dropout up to 128"
 )
 
 
@@ -50,22 +51,24 @@ def dot_product_attention(
 ) -> Any:
     """`jax.nn.dot_product_attention`, on packax's kernels: the import is the whole change.
 
-    What is a range of keys for every row (`is_causal`, lengths, windows, a mask of keys) runs in
-    packax, with memory linear in the lengths. All else that jax.nn takes (a bias, a dense mask,
-    other dtypes) runs on jax.nn's own path, with a `packax.integrations.fallback.FallbackWarning`
-    once; PACKAX_FALLBACK=error in the environment makes it an error, PACKAX_FALLBACK=silent says
-    nothing. It may be assigned over `jax.nn.dot_product_attention`.
+    What is a range of keys for every row (`is_causal`, lengths, windows, a mask of keys) takes
+    memory linear in the lengths; a dense mask takes a bit of each of its elements, and a bias and
+    its gradient are read and written as they are, nothing expanded. What has no kernel (other
+    dtypes, a bias above head dim 128) runs on jax.nn's own path, with a
+    `packax.integrations.fallback.FallbackWarning` once; PACKAX_FALLBACK=error in the environment
+    makes it an error, PACKAX_FALLBACK=silent says nothing. It may be assigned over
+    `jax.nn.dot_product_attention`.
 
     Args:
         query: (B, T, N, H) or (T, N, H).
         key: (B, S, K, H) or (S, K, H), dtype of query; N a multiple of K.
         value: shape and dtype of key.
-        bias: added to the logits, broadcastable to (B, N, T, S): jax.nn's path, with its gradient.
+        bias: added to the logits, broadcastable to (B, N, T, S); differentiable.
         mask: which pairs take part, in one of three forms: a boolean broadcastable to (B, N, T,
-            S), on packax's path where it is the same for all heads and rows, (B or 1, 1, 1, S); a
-            packax expression such as `packax.documents(segment_ids)`, beside which the other
-            arguments still hold; a mask from `packax.create_attention_mask`, which then says
-            everything.
+            S), cheapest where it is the same for all heads and rows, (B or 1, 1, 1, S); a packax
+            expression such as `packax.documents(segment_ids)`, beside which the other arguments
+            still hold; a mask from `packax.create_attention_mask`, which then says everything
+            but the bias.
         scale: None: 1 / sqrt(H).
         is_causal: row i attends the keys j <= i, counted from the first row and the first key.
         query_seq_lengths, key_value_seq_lengths: (B,) int32: later rows give 0, later keys do not
@@ -81,9 +84,10 @@ def dot_product_attention(
         key, no gradient, as jax.nn gives it (float32 and differentiable:
         `packax.flash_attention(..., return_lse=True)`).
 
-        One result differs from jax.nn's, on packax's path: a row that attends no key gives 0 and
-        residual -inf, where jax.nn's gives the mean of all values (or, past query_seq_lengths, 0),
-        and about -2.4e38.
+        One result differs from jax.nn's. Where no dense mask is given, a row that attends no key
+        gives 0 and residual -inf, where jax.nn's gives the mean of all values (or, past
+        query_seq_lengths, 0), and about -2.4e38; where a bias of -inf leaves no key, it gives NaN.
+        Beside a dense mask such rows are jax.nn's.
 
     Raises:
         ValueError: shapes, dtypes or arguments that are not as above.
@@ -116,18 +120,21 @@ def dot_product_attention(
     limits = _limits(
         batch, rows, is_causal, query_seq_lengths, key_value_seq_lengths, local_window_size
     )
-    reason = _no_kernel(query, key, value, bias, mask, scale, sizes)
+    if bias is not None:
+        bias = _bias(bias, sizes)
+    reason = _no_kernel(query, key, value, bias, scale)
     if reason is not None:
         fall_back(
             f"dot_product_attention with {reason}",
             _WHOSE,
-            _RANGES,
+            FASTER,
             forbidden=implementation == "cuda",
         )
         out = _by_jax_nn(query, key, value, bias, mask, None, given)
         if not return_residual:
             return out.reshape(shape)
         return out[0].reshape(shape), out[1].reshape(shape[:-1])
+    dense = isinstance(mask, jax.Array) and not is_of_keys(mask)
     mask = _combined(mask, limits, rows, key.shape[1])
     if isinstance(scale, bool):
         scale = float(scale)
@@ -135,11 +142,21 @@ def dot_product_attention(
         scale = jnp.asarray(scale)
         scale = scale if jnp.issubdtype(scale.dtype, jnp.floating) else scale.astype(jnp.float32)
     options: dict[str, Any] = {"scale": scale, "implementation": implementation}
-    if implementation is None and not has_kernels(query, key, value):
+    if bias is not None:
+        options["bias"] = bias_array(bias, key.shape[1])
+    elif implementation is None and not has_kernels(query, key, value, options=dense):
         options["implementation"] = "xla"  # blockwise, in every dtype and head dim
-    if not return_residual:
+    if not return_residual and not dense:
         return flash_attention(query, key, value, mask, **options).reshape(shape)
     out, lse = flash_attention(query, key, value, mask, return_lse=True, **options)
+    if dense:
+        out = mean_where_empty(out, lse, value)
+        lse = jnp.where(lse == -jnp.inf, _MASKED, lse)
+        if query_seq_lengths is not None:
+            inside = jnp.arange(rows)[None] < jnp.asarray(query_seq_lengths)[:, None]
+            out = jnp.where(inside[..., None, None], out, 0)
+    if not return_residual:
+        return out.reshape(shape)
     residual = jax.lax.stop_gradient(lse).swapaxes(1, 2).astype(key.dtype)
     return out.reshape(shape), residual.reshape(shape[:-1])
 
@@ -148,21 +165,19 @@ def _is_packax(mask: Any) -> bool:
     return isinstance(mask, (AttentionMask, MaskExpression))
 
 
-def _no_kernel(
-    query: Any, key: Any, value: Any, bias: Any, mask: Any, scale: Any, sizes: tuple[int, ...]
-) -> str | None:
+def _no_kernel(query: Any, key: Any, value: Any, bias: Any, scale: Any) -> str | None:
     """What of the call only jax.nn takes; None: nothing."""
     dtypes = {x.dtype for x in (query, key, value)}
     if len(dtypes) == 1 and str(query.dtype) not in DTYPES:
         return f"dtype {query.dtype}"
-    if bias is not None:
-        shape = (1,) * (4 - jnp.ndim(bias)) + jnp.shape(bias)
-        _check_broadcast("bias", shape, sizes)
-        return f"a bias of shape {shape}"
     if scale is not None and jnp.ndim(scale):
         return f"a scale of shape {jnp.shape(scale)}"
-    if mask is not None and not _is_packax(mask) and mask.shape[1:3] != (1, 1):
-        return f"a mask of shape {mask.shape}, a boolean for every row and key"
+    if bias is None:
+        return None
+    if jnp.iscomplexobj(bias):
+        return f"a bias of dtype {bias.dtype}"
+    if not has_kernels(query, key, value, with_bias=True):
+        return f"a bias beside {query.dtype} and head dim {query.shape[3]}"
     return None
 
 
@@ -189,6 +204,47 @@ def key_mask(keys: Any, rows: int) -> MaskExpression:
     ids = jnp.where(keys, jnp.int32(0), jnp.int32(PADDING_SEGMENT_ID))
     one = jnp.zeros if is_symbolic(rows) else np.zeros
     return documents(one(rows, np.int32), ids)
+
+
+def is_of_keys(mask: jax.Array) -> bool:
+    """Whether a boolean is the same for all heads and rows."""
+    return mask.shape[-3:-1] == (1, 1)
+
+
+def array_mask(mask: jax.Array, rows: Any, keys: Any) -> MaskExpression:
+    """The pairs that are True; mask: (B or 1, H or 1, rows or 1, keys or 1)."""
+    if is_of_keys(mask):
+        return key_mask(jnp.broadcast_to(mask[:, 0, 0], (mask.shape[0], keys)), rows)
+    if rows == 0 or keys == 0:
+        return full()
+    whole = list(mask.shape)
+    for axis, length in ((2, rows), (3, keys)):
+        if whole[axis] == 1 and is_symbolic(length):  # no size of a block
+            whole[axis] = length
+    # Of a constant, such as jnp.tril of ones, XLA would compute all that follows while compiling.
+    mask = jax.lax.optimization_barrier(jnp.broadcast_to(mask, whole))
+    sizes = (rows if mask.shape[2] == 1 else 1, keys if mask.shape[3] == 1 else 1)
+    return block_sparse(mask, sizes)
+
+
+def mean_where_empty(out: jax.Array, lse: jax.Array, value: jax.Array) -> jax.Array:
+    """The mean of all values in rows that attend no key, as a softmax of equal logits gives it.
+
+    out: (B, T, N, H); lse: (B, N, T); value: (B, S, K, H).
+    """
+    if 0 in (*out.shape, value.shape[1]):
+        return out
+    wide = jnp.promote_types(value.dtype, jnp.float32)
+    mean = jnp.repeat(value.mean(1, keepdims=True, dtype=wide), out.shape[2] // value.shape[2], 2)
+    empty = jax.lax.stop_gradient(lse).swapaxes(1, 2)[..., None] == -jnp.inf
+    return jnp.where(empty, mean.astype(out.dtype), out)
+
+
+def bias_array(bias: jax.Array, keys: Any) -> jax.Array:
+    """As flash_attention takes it, of a real one (B or 1, H or 1, T or 1, S or 1)."""
+    if not jnp.issubdtype(bias.dtype, jnp.floating):
+        bias = bias.astype(jnp.float32)
+    return jnp.broadcast_to(bias, (*bias.shape[:3], keys))
 
 
 def _batched(name: str, x: Any) -> jax.Array:
@@ -295,7 +351,7 @@ def _combined(
     if mask is None:
         return full() if limits is None else limits
     if not isinstance(mask, MaskExpression):
-        mask = key_mask(jnp.broadcast_to(mask[:, 0, 0], (mask.shape[0], keys)), rows)
+        mask = array_mask(mask, rows, keys)
     return mask if limits is None else mask & limits
 
 
@@ -310,6 +366,14 @@ def _boolean(mask: Any, sizes: tuple[int, ...]) -> jax.Array:
     mask = mask.reshape(*(1,) * (4 - mask.ndim), *mask.shape)
     _check_broadcast("mask", mask.shape, sizes)
     return mask
+
+
+def _bias(bias: Any, sizes: tuple[int, ...]) -> jax.Array:
+    """As (B or 1, N or 1, T or 1, S or 1)."""
+    bias = jnp.asarray(bias)
+    shape = (1,) * (4 - bias.ndim) + bias.shape
+    _check_broadcast("bias", shape, sizes)
+    return bias.reshape(shape)
 
 
 def _check_broadcast(name: str, shape: tuple[int, ...], sizes: tuple[int, ...]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,12 @@ from packax._src.core.mask import AttentionMask
 from packax._src.core.sharding import Axes, Layout
 
 WORDS = 2**32
+
+
+class OneForAll(NamedTuple):
+    """As dropout_key: all batch rows and heads drop the same pairs of row and key."""
+
+    key: Any
 
 
 def checked_rate(rate: Any) -> int:
@@ -40,6 +46,7 @@ def inverse_keep(threshold: int) -> float:
 
 def check_key(key: Any) -> None:
     """Raises ValueError unless it is one random key of jax."""
+    key = key.key if isinstance(key, OneForAll) else key
     if key is None:
         raise ValueError(
             "dropout_rate above 0 needs dropout_key, a key such as jax.random.key(0), a new one "
@@ -57,6 +64,8 @@ def check_key(key: Any) -> None:
 
 def streams_of(key: Any, query: jax.Array, layout: Layout | None) -> jax.Array:
     """(B, H, 4) uint32: two words of the key, the index of the batch row and that of the head."""
+    one_for_all = isinstance(key, OneForAll)
+    key = key.key if one_for_all else key
     try:
         words = jax.random.bits(key, (2,), jnp.uint32)
     except TypeError as error:  # a raw key of another implementation than jax's default
@@ -67,6 +76,8 @@ def streams_of(key: Any, query: jax.Array, layout: Layout | None) -> jax.Array:
         _indices(size, layout, of).astype(jnp.uint32)
         for size, of in zip((batch, heads), axes, strict=True)
     ]
+    if one_for_all:
+        index = [jnp.zeros_like(x) for x in index]
     parts = (words[0], words[1], index[0][:, None], index[1][None])
     streams = jnp.stack([jnp.broadcast_to(x, (batch, heads)) for x in parts], -1)
     return streams if layout is None else layout.place(streams, layout.batch, layout.heads)

@@ -70,12 +70,20 @@ def local_capabilities() -> set[int] | None:
         return None
 
 
-def has_kernels(query: Any, key: Any, value: Any) -> bool:
-    """Whether this build has both passes for the dtype and head dims; without a build: True."""
+def has_kernels(
+    query: Any, key: Any, value: Any, *, options: bool = False, with_bias: bool = False
+) -> bool:
+    """Whether this build has both passes for the dtype and head dims; without a build: True.
+
+    `options`: beside a block mask, or what else only the fallback kernels take; `with_bias`: beside
+    a bias that is an array, or dropout.
+    """
     precisions = (False, True) if str(query.dtype) == "float32" else (True,)
+    sets = (True,) if options or with_bias else (False, True)
     return ext is None or all(
         any(
-            found(direction, query, value, fallback, float32_products) for fallback in (False, True)
+            found(direction, query, value, fallback, float32_products, with_bias)
+            for fallback in sets
         )
         for direction in _KERNELS
         for float32_products in precisions

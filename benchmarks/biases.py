@@ -1,0 +1,172 @@
+"""Biases with gradients and dropout: packax beside jax.nn in XLA and cuDNN, and beside itself
+without them.
+
+    python benchmarks/biases.py [--cases NAME,NAME] [--rounds 5] [--out DIR]
+
+Cases: lib/bias_cases.py. Every output and gradient, the bias's too, is compared with a float32
+reference before anything is timed; a wrong one is not timed and makes the program exit 1. Dropout
+of the others has bits of their own: of them the mean of the output is compared. FLOPs are those of
+attention alone, 4 * H * D an attended pair forward, 2.5 times that backward; the gradient of a bias
+is on top. `plain` is packax without bias and dropout, on the kernels that such calls have. The
+backward is timed alone. Ratios are over packax's time. Writes biases.json into --out (default:
+$OUT, else benchmarks/results).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # cuDNN wants room beside jax's
+
+import jax
+import jax.numpy as jnp
+from lib.bias_cases import (
+    BiasCase,
+    Function,
+    cudnn_function,
+    jax_function,
+    packax_function,
+    select,
+)
+from lib.bias_reference import Reference, wrong
+from lib.machine import machine
+from lib.output import default_out, first_line, say
+from lib.timing import interleaved
+
+PASSES = ("fwd", "bwd")
+ORDER = ("packax", "plain", "xla", "cudnn")
+
+
+def inputs_of(case: BiasCase) -> tuple[jax.Array, ...]:
+    """query, key, value and the output's cotangent."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    heads = (case.heads, case.kv_heads, case.kv_heads, case.heads)
+    return tuple(
+        jax.random.normal(key, (case.batch, case.seq, n, case.dim), jnp.bfloat16)
+        for key, n in zip(keys, heads, strict=True)
+    )
+
+
+def usable(
+    name: str, function: Function, case: BiasCase, inputs: Any, operand: Any, reference: Reference
+) -> dict[str, Any]:
+    """Runs both passes once and compares: {"errors", "failed", "wrong", "passes"}."""
+    row: dict[str, Any] = {"errors": {}, "failed": {}, "wrong": [], "passes": {}}
+    query, key, value, dout = inputs
+    tensors = (query, key, value) if operand is None else (query, key, value, operand)
+    whole = function if operand is not None else lambda q, k, v: function(q, k, v, None)
+    other_bits = bool(case.dropout) and name != "packax"
+
+    def compared(**results: Any) -> None:
+        if name != "plain":
+            row["errors"] |= reference.errors(reference.slices(**results), other_bits=other_bits)
+
+    try:
+        forward = jax.jit(whole)
+        compared(out=forward(*tensors))
+        row["passes"]["fwd"] = lambda: forward(*tensors)
+        pullback = jax.jit(lambda *x: jax.vjp(whole, *x)[1])(*tensors)
+        backward = jax.jit(lambda pullback, dout: pullback(dout))
+        compared(gradients=backward(pullback, dout))
+        row["passes"]["bwd"] = lambda: backward(pullback, dout)
+    except Exception as error:  # one that cannot run a case must not end the others
+        row["failed"]["bwd" if row["passes"] else "fwd"] = first_line(error)
+    row["wrong"] = wrong(row["errors"])
+    if row["wrong"]:
+        row["passes"] = {}
+    return row
+
+
+def run_case(case: BiasCase, rounds: int) -> dict[str, Any]:
+    inputs, operand = inputs_of(case), case.operand()
+    reference = Reference(case, inputs, operand)
+    functions = {
+        "packax": packax_function(case),
+        "plain": packax_function(case, plain=True),
+        "xla": jax_function(case),
+        "cudnn": cudnn_function(case),
+    }
+    rows: dict[str, Any] = {}
+    for name, function in functions.items():
+        row = usable(name, function, case, inputs, operand, reference)
+        errors = " ".join(f"{what} {error:.1e}" for what, error in row["errors"].items())
+        said = "; ".join(f"{what} did not run: {text}" for what, text in row["failed"].items())
+        say(f"{case.name}: {name} {errors} {said}{' WRONG' if row['wrong'] else ''}")
+        rows[name] = row | {"times": {}}
+    for what in PASSES:
+        ready = {name: row["passes"][what] for name, row in rows.items() if what in row["passes"]}
+        for name, time in interleaved(ready, rounds=rounds).items() if ready else ():
+            rows[name]["times"][what] = time.as_dict(case.flops(what))
+    for row in rows.values():
+        del row["passes"]
+    return rows
+
+
+def table(results: dict[str, Any]) -> str:
+    """One line a case and pass: milliseconds of each, the ratios, and packax's largest error."""
+    lines = [
+        f"{'case':<20}{'pass':<5}" + "".join(f"{name:>18}" for name in ORDER) + f"{'error':>9}"
+    ]
+    for name, rows in results.items():
+        for what in PASSES:
+            ours = rows.get("packax", {}).get("times", {}).get(what)
+            line = f"{name:<20}{what:<5}"
+            for who in ORDER:
+                cell = rows.get(who, {}).get("times", {}).get(what)
+                ratio = f"{cell['ms'] / ours['ms']:.2f}" if cell and ours else "-"
+                line += f"{cell['ms']:>12.3f}{ratio:>6}" if cell else f"{'-':>12}{'-':>6}"
+            errors = rows.get("packax", {}).get("errors", {}).values()
+            lines.append(line + (f"{max(errors):>9.1e}" if errors else f"{'-':>9}"))
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", help="comma-separated names (default: all)")
+    parser.add_argument("--rounds", type=int, default=5, help="of which the median is reported")
+    parser.add_argument("--out", type=Path, default=default_out())
+    options = parser.parse_args(arguments)
+    cases = select(options.cases)
+    if jax.default_backend() != "gpu":
+        raise SystemExit(
+            f"biases.py times GPU kernels, and jax runs on {jax.default_backend()!r} here: "
+            f"jax.devices() = {jax.devices()}"
+        )
+    report: dict[str, Any] = {
+        "machine": machine(),
+        "commit": os.environ.get("PACKAX_COMMIT", "unknown"),
+        "rounds": options.rounds,
+        "cases": {},
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    failures = []
+    for case in cases:
+        try:
+            rows = run_case(case, options.rounds)
+            if any(row["wrong"] for row in rows.values()) or rows["packax"]["failed"]:
+                failures.append(case.name)
+        except Exception as error:
+            traceback.print_exc(limit=6)
+            rows = {"failed": first_line(error)}
+            failures.append(case.name)
+        report["cases"][case.name] = rows
+        (options.out / "biases.json").write_text(json.dumps(report, indent=1) + "\n")
+        gc.collect()
+    print(table({name: rows for name, rows in report["cases"].items() if "failed" not in rows}))
+    print("ms, and the ratio to packax's; plain: packax without bias and dropout")
+    if failures:
+        print(f"FAILED: {', '.join(failures)}")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

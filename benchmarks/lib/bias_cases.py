@@ -1,0 +1,159 @@
+"""Cases of biases and dropout as data, and what each implementation makes of one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import packax
+
+BUCKETS, FURTHEST = 32, 128  # of T5
+
+
+@dataclasses.dataclass(frozen=True)
+class BiasCase:
+    name: str
+    batch: int
+    seq: int
+    heads: int
+    kv_heads: int
+    dim: int
+    bias: str = "none"  # "array", (1, H, S, S) with its gradient; "table", T5's; "none"
+    causal: bool = False
+    dropout: float = 0.0
+
+    @property
+    def area(self) -> float:
+        """Attended pairs of a head, whole batch."""
+        return self.batch * self.seq * (self.seq + 1 if self.causal else 2 * self.seq) / 2
+
+    def flops(self, what: str) -> float:
+        """Of attention alone: two products forward, five backward."""
+        forward = 4.0 * self.heads * self.dim * self.area
+        return {"fwd": forward, "bwd": 2.5 * forward}[what]
+
+    def operand(self) -> jax.Array | None:
+        """What the bias is made of, and differentiated in."""
+        shapes = {
+            "array": (1, self.heads, self.seq, self.seq),
+            "table": (BUCKETS, self.heads),
+        }
+        if self.bias == "none":
+            return None
+        # Many pairs are added up to an entry of a table: in float32.
+        dtype = jnp.float32 if self.bias == "table" else jnp.bfloat16
+        return jax.random.normal(jax.random.key(7), shapes[self.bias], dtype)
+
+    def bias_rows(self, operand: Any, rows: jax.Array) -> Any:
+        """(1, H, rows, S) of some rows."""
+        if self.bias == "table":
+            return operand[self._buckets(rows)].transpose(2, 0, 1)[None].astype(jnp.bfloat16)
+        return None if operand is None else operand[:, :, rows]
+
+    def bias_of(self, operand: Any) -> Any:
+        """(1, H, S, S)."""
+        return self.bias_rows(operand, jnp.arange(self.seq)) if self.bias == "table" else operand
+
+    def _buckets(self, rows: jax.Array) -> jax.Array:
+        """T5's, of distances in both directions or of those behind a row."""
+        far = rows[:, None] - jnp.arange(self.seq)
+        count = BUCKETS if self.causal else BUCKETS // 2
+        ahead = jnp.zeros_like(far) if self.causal else jnp.where(far < 0, count, 0)
+        far = jnp.maximum(far, 0) if self.causal else jnp.abs(far)
+        exact = count // 2
+        steps = jnp.log(jnp.maximum(far, 1) / exact) / np.log(FURTHEST / exact) * exact
+        wide = jnp.minimum(exact + steps.astype(int), count - 1)
+        return ahead + jnp.where(far < exact, far, wide)
+
+
+# AlphaFold 3: tokens of a complex, 16 heads, one bias of pairs for all diffusion samples; T5 large;
+# dropout in training of a decoder.
+CASES = (
+    BiasCase("pair_768_d24", 48, 768, 16, 16, 24, "array"),
+    BiasCase("pair_2k_d32", 4, 2048, 16, 16, 32, "array"),
+    BiasCase("pair_4k_d64", 1, 4096, 16, 16, 64, "array"),
+    BiasCase("t5_2k_d64", 4, 2048, 16, 16, 64, "table"),
+    BiasCase("t5_causal_4k_d64", 2, 4096, 16, 16, 64, "array", causal=True),
+    BiasCase("dropout_4k_d64", 2, 4096, 16, 16, 64, causal=True, dropout=0.1),
+    BiasCase("dropout_16k_d128", 1, 16384, 32, 8, 128, causal=True, dropout=0.1),
+)
+DROPOUT_KEY = jax.random.key(11)
+
+Function = Callable[..., jax.Array]  # (query, key, value, operand) -> output
+
+
+def packax_function(case: BiasCase, *, plain: bool = False) -> Function:
+    """`plain`: the same attention without bias and dropout, to see what they cost."""
+    expression = packax.causal() if case.causal else packax.full()
+    mask = packax.create_attention_mask(expression, q_len=case.seq, kv_len=case.seq)
+    drops: dict[str, Any] = {"dropout_rate": case.dropout, "dropout_key": DROPOUT_KEY}
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, operand: Any) -> jax.Array:
+        if plain:
+            return packax.flash_attention(q, k, v, mask)
+        more = drops if case.dropout else {}
+        return packax.flash_attention(q, k, v, mask, bias=case.bias_of(operand), **more)
+
+    return run
+
+
+def jax_function(case: BiasCase) -> Function:
+    """jax.nn's in XLA; it has no dropout, so that is written out as Flax has it."""
+    if not case.dropout:
+        return lambda q, k, v, operand: jax.nn.dot_product_attention(
+            q, k, v, case.bias_of(operand), is_causal=case.causal, implementation="xla"
+        )
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, operand: Any) -> jax.Array:
+        k, v = (jnp.repeat(x, case.heads // case.kv_heads, 2) for x in (k, v))
+        logits = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=jnp.float32)
+        logits *= case.dim**-0.5
+        if operand is not None:
+            logits += case.bias_of(operand)
+        if case.causal:
+            logits = jnp.where(jnp.tri(case.seq, dtype=bool), logits, jnp.finfo(jnp.float32).min)
+        p = jax.nn.softmax(logits).astype(v.dtype)
+        kept = jax.random.bernoulli(DROPOUT_KEY, 1 - case.dropout, p.shape)
+        return jnp.einsum("bhqk,bkhd->bqhd", jnp.where(kept, p / (1 - case.dropout), 0), v)
+
+    return run
+
+
+def cudnn_function(case: BiasCase) -> Function:
+    """Through jax.nn; with dropout through jax's private call, the only one that has it."""
+    if not case.dropout:
+        return lambda q, k, v, operand: jax.nn.dot_product_attention(
+            q, k, v, case.bias_of(operand), is_causal=case.causal, implementation="cudnn"
+        )
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, operand: Any) -> jax.Array:
+        from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+        kinds = cudnn.MaskType
+        return cudnn.dot_product_attention(
+            q,
+            k,
+            v,
+            case.bias_of(operand),
+            scale=case.dim**-0.5,
+            mask_type=kinds.CAUSAL if case.causal else kinds.NO_MASK,
+            dropout_rate=case.dropout,
+        )
+
+    return run
+
+
+def select(names: str | None) -> list[BiasCase]:
+    """The cases of a comma-separated list, in the table's order (None: all)."""
+    known = [case.name for case in CASES]
+    wanted = known if names is None else names.split(",")
+    unknown = [name for name in wanted if name not in known]
+    if unknown:
+        raise SystemExit(
+            f"--cases: no case named {', '.join(unknown)}; there are {', '.join(known)}"
+        )
+    return [case for case in CASES if case.name in wanted]

@@ -1,0 +1,229 @@
+"""packax.dot_product_attention with biases and dense masks: what jax.nn gives, on packax's kernels.
+
+Guards against a bias added at the wrong heads or rows, a gradient of another shape, an array
+expanded over the axes it does not have, and a way back into jax.nn's quadratic path.
+"""
+
+import re
+import warnings
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import lowered
+import numpy as np
+import packax
+import pytest
+from dot_products import DENSE, HEADS, S, T, lengths, tensors, theirs
+from packax.integrations.fallback import FallbackWarning
+
+BIAS = np.random.default_rng(3).standard_normal((2, HEADS, T, S)).astype(np.float32)
+SHAPES = ["1111", "0011", "1011", "0111", "0010", "1101", "1001", "0000", "1000"]
+HALF = {  # what goes with them
+    "nothing": {},
+    "causal": {"is_causal": True, "scale": 0.3},
+    "lengths": {"key_value_seq_lengths": lengths(9, S), "local_window_size": (12, 30)},
+    "query lengths": {"query_seq_lengths": lengths(20, 12)},
+}
+
+
+@pytest.fixture(autouse=True)
+def no_fallback():
+    """And no promotion of ranks, which jax's own tests forbid."""
+    with warnings.catch_warnings(), jax.numpy_rank_promotion("raise"):
+        warnings.simplefilter("error", FallbackWarning)
+        yield
+
+
+def cut(array, shape):
+    """Of a shape such as "1011": 0 is an axis of size 1."""
+    return array[tuple(slice(None) if whole == "1" else slice(1) for whole in shape)]
+
+
+def run(attention, q, k, v, bias, residual=True, **options):
+    """Output, residual and gradients of the tensors and the bias."""
+
+    @jax.jit
+    def all_of_it(*x):
+        def call(*x):
+            q, k, v = x[:3]
+            added = x[3] if bias is not None else None
+            out = attention(q, k, v, added, **options, return_residual=residual)
+            return out if residual else (out, ())
+
+        out, transpose, rest = jax.vjp(call, *x, has_aux=True)
+        weights = jnp.cos(jnp.arange(out.size)).reshape(out.shape).astype(out.dtype)
+        return out, rest, transpose(weights)
+
+    return all_of_it(*(x for x in (q, k, v, bias) if x is not None))
+
+
+def assert_same(bias, **options):
+    """Beside a dense mask everything; else rows with no key apart, where jax.nn gives the mean of
+    the values and packax 0."""
+    q, k, v = tensors()
+    ours, expected = (run(f, q, k, v, bias, **options) for f in (packax_nn, theirs))
+    some = np.asarray(expected[1]) > -1e30
+    assert some.mean() > 0.4
+    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
+        assert x.shape == y.shape and x.dtype == y.dtype
+    dense = "mask" in options and options["mask"].shape[1:3] != (1, 1)
+    compared = np.ones_like(some) if dense else some
+    for x, y in zip(ours[:2], expected[:2], strict=True):
+        x, y = np.asarray(x)[compared], np.asarray(y)[compared]
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=5e-6)
+    if not dense:
+        assert not np.any(ours[0][~some]) and np.all(np.isneginf(ours[1][~some]))
+    for n, (x, y) in enumerate(zip(ours[2], expected[2], strict=True)):
+        if dense or some.all() or n not in (1, 2):  # theirs has parts of such rows in these
+            np.testing.assert_allclose(x, y, rtol=5e-5, atol=2e-5)
+
+
+def packax_nn(*x, **options):
+    return packax.dot_product_attention(*x, **options)
+
+
+@pytest.mark.parametrize("beside", HALF)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_of_a_bias(shape, beside):
+    assert_same(jnp.asarray(cut(BIAS, shape)), **HALF[beside])
+
+
+@pytest.mark.parametrize("beside", HALF)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_of_a_mask(shape, beside):
+    """Some of them leave whole rows without a key: all have one such row."""
+    mask = cut(DENSE if shape[3] == "1" else DENSE[..., 1:], shape).copy()
+    if shape[2] == "1":
+        mask[:, :, 3] = False
+    assert_same(None, mask=jnp.asarray(mask | (not mask.any())), **HALF[beside])
+
+
+@pytest.mark.parametrize(
+    ("of_bias", "of_mask"), [("0111", "1011"), ("1101", "0011"), ("0010", "1")]
+)
+def test_a_bias_and_a_mask(of_bias, of_mask):
+    assert_same(jnp.asarray(cut(BIAS, of_bias)), mask=jnp.asarray(cut(DENSE, of_mask)))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int32])
+def test_bfloat16_with_biases_of_every_dtype(dtype):
+    """As near to the truth as jax.nn in the same dtype; integers have no gradient."""
+    bias = jnp.asarray(3 * cut(BIAS, "0111"), dtype)
+    floating = jnp.issubdtype(dtype, jnp.floating)
+
+    def of(attention, tensors, bias):
+        def call(q, k, v, added, **more):
+            return attention(q, k, v, added if floating else bias, **more)
+
+        given = bias if floating else None
+        return jax.tree.leaves(run(call, *tensors, given, residual=False, mask=DENSE))
+
+    half = tensors(dtype=jnp.bfloat16)
+    wide = tuple(x.astype(jnp.float32) for x in half)
+    true = of(jax.nn.dot_product_attention, wide, bias.astype(jnp.float32) if floating else bias)
+    plain = of(jax.nn.dot_product_attention, half, bias)
+    for x, y, z in zip(of(packax_nn, half, bias), plain, true, strict=True):
+        assert x.dtype == y.dtype
+        errors = [np.abs(np.asarray(one, np.float32) - z).max() for one in (x, y)]
+        assert errors[0] <= 2 * errors[1]
+
+
+def test_rows_that_a_bias_leaves_no_key():
+    """0, also in gradients, where jax.nn gives NaN; the others are as a mask leaves them."""
+    q, k, v = tensors()
+    bias = BIAS.copy()
+    bias[:, 1, 4] = -np.inf
+    bias[:, :, :, 5] = -np.inf
+    out, residual, gradients = run(packax_nn, q, k, v, jnp.asarray(bias))
+    assert not np.any(out[:, 4, 1]) and np.all(np.isneginf(residual[:, 4, 1]))
+    assert not np.any(gradients[0][:, 4, 1]) and not np.any(gradients[3][:, 1, 4])
+    assert all(np.all(np.isfinite(x)) for x in gradients)
+    mask = np.arange(S) != 5
+    whole = run(theirs, q, k, v, jnp.asarray(BIAS), mask=jnp.asarray(mask)[None, None, None])[0]
+    others = np.ones((2, T, HEADS), bool)
+    others[:, 4, 1] = False
+    np.testing.assert_allclose(out[others], whole[others], rtol=2e-5, atol=5e-6)
+
+
+def test_expressions_and_built_masks_beside_a_bias():
+    q, k, v = tensors(keys=T)
+    bias = jnp.asarray(BIAS[..., :T])
+    documents = packax.documents(np.repeat([0, 1], [9, 12]))
+    dense = jnp.asarray(documents.as_array(T, T)[None, None])
+    expected = jax.nn.dot_product_attention(q, k, v, bias, dense, is_causal=True)
+    ours = packax.dot_product_attention(q, k, v, bias, documents, is_causal=True)
+    np.testing.assert_allclose(ours, expected, rtol=2e-5, atol=5e-6)
+    built = packax.create_attention_mask(documents & packax.causal())
+    np.testing.assert_array_equal(packax.dot_product_attention(q, k, v, bias, built), ours)
+
+
+def test_without_a_batch():
+    q, k, v = (x[0] for x in tensors(1))
+    bias, mask = jnp.asarray(BIAS[0]), jnp.asarray(DENSE[0, 0])
+    ours = packax.dot_product_attention(q, k, v, bias, mask)
+    expected = jax.nn.dot_product_attention(q, k, v, bias, mask[None, None])
+    assert ours.shape == q.shape
+    np.testing.assert_allclose(ours, expected, rtol=2e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize(("rows", "keys", "batch"), [(0, S, 2), (T, 0, 2), (T, S, 0)])
+def test_nothing_to_attend(rows, keys, batch):
+    q, k, v = tensors(batch, rows, keys)
+    mask, bias = np.ones((1, 1, rows, keys), bool), np.ones((batch, HEADS, rows, keys))
+    out = packax.dot_product_attention(q, k, v, bias, mask)
+    assert out.shape == q.shape and not np.any(out)
+
+
+def text_of(q, k, v, **options):
+    def loss(q, k, v, bias):
+        out = packax.dot_product_attention(q, k, v, bias, **options)
+        return out.astype(jnp.float32).sum()
+
+    both = jax.value_and_grad(loss, argnums=(0, 1, 2, 3))
+    length = q.shape[1], k.shape[1]
+    return lowered.text_of(both, q, k, v, jax.ShapeDtypeStruct((1, 8, *length), jnp.float32))
+
+
+def test_kernels_that_are_called(extension):
+    """Both passes of the kernels with a bias, and the bias is never expanded over the batch."""
+    text = text_of(*lowered.abstract(), is_causal=True)
+    assert {"packax_forward_v2", "packax_backward_v2"} <= set(re.findall(r"packax_\w+_v2", text))
+    assert "2x8x300x300" not in text and "8x300x300" in text
+
+
+def test_no_kernels_for_a_bias(extension, monkeypatch):
+    """Above head dim 128: jax.nn's own, said once, with its gradient."""
+    monkeypatch.setattr(packax.integrations.fallback, "_said", set())
+    wide = lowered.abstract(dim=256, v_dim=256)
+    with pytest.warns(FallbackWarning, match=r"a bias beside bfloat16 and head dim 256: runs on"):
+        text = text_of(*wide)
+    assert "packax" not in text
+    with pytest.raises(NotImplementedError, match=r"head dim 256: no kernel takes that, and impl"):
+        text_of(*wide, implementation="cuda")
+
+
+def test_a_constant_mask_is_not_computed_while_compiling():
+    """XLA compiled 11 s to fold 2048 x 2048 into bits: the mask itself is the one constant."""
+    q = jnp.ones((1, 320, HEADS, 8))
+    mask = np.tril(np.ones((320, 320), bool))
+    run = jax.jit(lambda q: packax.dot_product_attention(q, q, q, mask=mask))
+    text = run.lower(q).compile().as_text()
+    constants = re.findall(r"= (\w+\[[\d,]*\b320\b[\d,]*\])\S* constant", text)
+    assert constants == ["pred[1,1,320,320]"]
+
+
+def test_export_with_symbolic_sizes():
+    def run(query, key, bias, mask):
+        return packax.dot_product_attention(query, key, key, bias, mask, is_causal=True)
+
+    rng = np.random.default_rng(3)
+    query, key = (jnp.asarray(rng.standard_normal((3, 70, h, 8)), jnp.float32) for h in (4, 2))
+    batch, length = jax.export.symbolic_shape("b, s")
+    sizes = {3: batch, 70: length}
+    for shape in ((3, 1, 70, 70), (1, 4, 70, 1), (1, 4, 1, 70)):
+        bias = jnp.asarray(rng.standard_normal(shape), jnp.float32)
+        x = query, key, bias, bias < 0.7
+        shapes = [jax.ShapeDtypeStruct([sizes.get(n, n) for n in y.shape], y.dtype) for y in x]
+        program = jax.export.export(jax.jit(run))(*shapes)
+        np.testing.assert_allclose(program.call(*x), jax.jit(run)(*x), rtol=1e-5, atol=1e-6)
