@@ -30,7 +30,7 @@ class Arch:
 # assembler would make for it. Families (f) are loaded by drivers of CUDA 12.9 and newer, so the
 # arch-specific ones (a) stay for older drivers. 8.x, 11.0 and 12.x multiply with the same
 # instructions (mma.sync): their kernels of one tile share the PTX of 8.0, from which the assembler
-# makes as good code as from their own (docs/experiments.md).
+# makes as good code as from their own, of float32 aside (docs/experiments.md).
 ARCHS = {
     "80": Arch("sm_80", 80, False, 166_912, "ampere"),
     "86": Arch("sm_86", 86, False, 101_376, "small", ptx="80"),

@@ -178,13 +178,14 @@ class Variant:
 
     @property
     def without_tcgen05(self) -> bool:
-        """Whether it has none of the products that 10.x alone has: of 64 rows at least, and not
-        of float32."""
-        return self.kernel in WITHOUT_PRODUCTS or self.dtype == "f32" or self.block < 64
+        """Whether it has none of the products that 10.x alone has: they take 64 rows at least."""
+        return self.kernel in WITHOUT_PRODUCTS or self.block < 64
 
     @property
     def ptx_arch(self) -> Arch:
         """The architecture whose PTX it is assembled from."""
+        if self.dtype == "f32" and self.arch.cc in (100, 120):
+            return exact(self.arch)  # of 8.0's PTX it would spill 400 bytes
         if self.arch.tiles == "blackwell" and self.without_tcgen05:
             return ARCHS["80"]
         return ARCHS[self.arch.ptx] if self.arch.ptx else self.arch
