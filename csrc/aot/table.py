@@ -229,8 +229,6 @@ def tiled(kernel: str, arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Varia
     }
     if kernel in FALLBACK_TILES or kernel in BIAS_TILES or decodes:
         constants["FLOAT32_PRODUCTS"] = int(dtype == "f32")
-    if decodes:  # two loops only where they were timed; of float32 products they are the only ones
-        constants["ONE_MASKED_LOOP"] = int(arch.tiles != "hopper" and dtype != "f32")
     block = keys if kernel.startswith("backward_dkdv") else rows
     return Variant(kernel, arch, dtype, qk_dim, v_dim, tuple(constants.items()), block, warps)
 

@@ -21,8 +21,6 @@ SCALE = 0.4
 SHORT = {"kernel": "decode", "room": (64, 64), "tile": (16, 32)}
 TALL = {"kernel": "decode_tall", "room": (16, 32), "tile": (32, 64)}
 SMALL = {"room": (64, 64), "tile": (16, 16)}  # of float32
-# Masked keys of both kinds of cache in one loop, as on all GPUs but Hopper, and in one each.
-both = pytest.mark.parametrize("one_masked_loop", [0, 1])
 
 
 def run(
@@ -48,19 +46,17 @@ def check(case: Case, splits: int, **kernel) -> None:
         np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5, err_msg=name)
 
 
-@both
 @pytest.mark.parametrize("name", CASES)
-def test_equals_the_definition(name: str, one_masked_loop: int) -> None:
-    check(CASES[name]._replace(dims=(24, 40)), 3, **SHORT, one_masked_loop=one_masked_loop)
+def test_equals_the_definition(name: str) -> None:
+    check(CASES[name]._replace(dims=(24, 40)), 3, **SHORT)
 
 
-@both
 @pytest.mark.parametrize("name", ["16 rows", "causal=False", "starts by row", "pages of 1, left"])
-def test_tall_tiles(name: str, one_masked_loop: int) -> None:
+def test_tall_tiles(name: str) -> None:
     """More rows than one tile has in the first, fewer in the others; dims that fill the columns,
     and not."""
     case = CASES[name]._replace(heads=6, dims=(16, 24) if name == "16 rows" else (16, 32))
-    check(case, 2, **TALL, one_masked_loop=one_masked_loop)
+    check(case, 2, **TALL)
 
 
 @pytest.mark.parametrize(
@@ -187,15 +183,14 @@ def test_a_sink_of_each_sequence() -> None:
                 np.testing.assert_allclose(lse[b, h], want.lse[b, h], atol=1e-5)
 
 
-@both
-def test_what_cannot_be_is_nan_in_its_row_alone(one_masked_loop: int) -> None:
+def test_what_cannot_be_is_nan_in_its_row_alone() -> None:
     case = Case((33, 20, 9), q_len=2, capacity=32, page_size=8, dims=(8, 8))
     x = decoding.tensors(case)
     table = x.block_table
     assert table is not None
     table[2] = [table[2, 0], table[2, 1], 2**31 - 1, -(2**31)]  # no key of it is there
     table[1, 2] = x.key_cache.shape[0]  # keys 16 to 23; rows are at 18 and 19
-    out, lse = run(case, x, 2, **SHORT, one_masked_loop=one_masked_loop)
+    out, lse = run(case, x, 2, **SHORT)
     want = decoding.exact(case, x, SCALE)
     lost = np.zeros((3, 2), bool)
     lost[0, 1] = lost[1] = True
@@ -216,17 +211,14 @@ def test_scales_of_any_size(scale: float, exact: int | None) -> None:
     np.testing.assert_allclose(got.lse, want.lse, atol=3e-6, rtol=3e-6)
 
 
-@both
 @pytest.mark.parametrize("shares", [0, 3])
 @pytest.mark.parametrize("page", [-1, None, 2**31 - 1, -(2**31)])
-def test_a_page_lost_among_keys_that_all_rows_attend(
-    page: int | None, shares: int, one_masked_loop: int
-) -> None:
+def test_a_page_lost_among_keys_that_all_rows_attend(page: int | None, shares: int) -> None:
     case = Case((200, 150), q_len=2, capacity=208, page_size=8, dims=(8, 8))
     x = decoding.tensors(case)
     assert x.block_table is not None
     x.block_table[0, 9] = len(x.key_cache) if page is None else page
-    out, lse = run(case, x, 1, **SHORT, shares=shares, one_masked_loop=one_masked_loop)
+    out, lse = run(case, x, 1, **SHORT, shares=shares)
     want = decoding.exact(case, x, SCALE)
     assert np.isnan(out[0]).all() and np.isnan(lse[0]).all()
     np.testing.assert_allclose(out[1], want.out[1], atol=1e-5)

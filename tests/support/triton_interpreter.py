@@ -194,7 +194,7 @@ def decode(
     query: np.ndarray, key: np.ndarray, value: np.ndarray, q_lo: np.ndarray, q_hi: np.ndarray,
     table: np.ndarray | None, sinks: np.ndarray | None, scale: float, soft_cap: float, splits: int,
     *, kernel: str, room: tuple[int, int], tile: tuple[int, int], exact: int | None = None,
-    shares: int = 0, one_masked_loop: int = 0,
+    shares: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """`room`: the head dims that the kernel is compiled for; `exact`: no TF32, None: as of 16 bits,
     but no product is rounded; `shares`: to deal out, 0: `splits` of every sequence."""
@@ -204,7 +204,7 @@ def decode(
             return decode(
                 query, key, value, q_lo, q_hi, table, sinks, scale, soft_cap, splits, kernel=kernel,
                 room=room,
-                tile=tile, exact=0, shares=shares, one_masked_loop=one_masked_loop,
+                tile=tile, exact=0, shares=shares,
             )  # fmt: skip
     batch, q_len, heads, qk_dim = query.shape
     first, second, kv_heads, v_dim = value.shape
@@ -223,7 +223,7 @@ def decode(
         batch, q_len, kv_len, pages, page_size, width, heads, kv_heads, qk_dim // 8, v_dim // 8,
         splits,
         shares, QK_DIM=room[0], V_DIM=room[1], BLOCK_M=block_m, BLOCK_N=block_n, STAGES=2,
-        FLOAT32_PRODUCTS=exact, ONE_MASKED_LOOP=one_masked_loop,
+        FLOAT32_PRODUCTS=exact,
     )  # fmt: skip
     launch(
         "decode_combine", (batch * q_len * heads,), partial, sums, q_lo if sinks is None else sinks,

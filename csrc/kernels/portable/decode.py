@@ -123,12 +123,10 @@ def attend(
     acc, m, l, q, cache, lo, hi, begin, stop, skip, skipped, scale, soft_cap,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     FLOAT32_PRODUCTS: tl.constexpr, PAGED: tl.constexpr, MASKED: tl.constexpr,
-    table_width=None, sequence=None,
 ):  # fmt: skip
     """The keys [begin, stop), but for `skipped` of them at `skip`. Not MASKED: whole steps of keys
     that all rows attend, of pages that are there, and the first keys of these rows; no soft cap,
-    and no scale near 0 or below. With `table_width`, which is known at run time: where it is 0, the
-    cache has no table and is one page of each `sequence`."""
+    and no scale near 0 or below."""
     DEPTH: tl.constexpr = (
         2 * STAGES - 1 if PAGED else STAGES
     )  # half of them fetch entries of the block table ahead of their rows
@@ -152,11 +150,7 @@ def attend(
             readable = keys < stop
         if PAGED:
             entry = keys // cache.page_size
-            if table_width is not None:
-                listed = readable & (entry < table_width)
-                page = tl.load(cache.block_table + entry, mask=listed, other=sequence)
-                readable = readable & (page >= 0) & (page < cache.pages)
-            elif MASKED:
+            if MASKED:
                 page = tl.load(cache.block_table + entry, mask=readable, other=0)
                 readable = readable & (page >= 0) & (page < cache.pages)
             else:
@@ -198,7 +192,7 @@ def share(
     scale, soft_cap, batch, q_len, kv_len, pages, page_size, table_width, heads, kv_heads,
     qk_eighths, v_eighths, splits, shares,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, FLOAT32_PRODUCTS: tl.constexpr, ONE_MASKED_LOOP: tl.constexpr,
+    STAGES: tl.constexpr, FLOAT32_PRODUCTS: tl.constexpr,
 ):  # fmt: skip
     """One program of `decode`. Programs that run together read neighbouring heads' keys."""
     group = heads // kv_heads
@@ -268,11 +262,10 @@ def share(
                     acc, m, l, q, cache, lo, hi, full_begin, full_end, full_begin, 0, scale,
                     soft_cap, QK_DIM, V_DIM, BLOCK_N, STAGES, FLOAT32_PRODUCTS, True, False,
                 )  # fmt: skip
-            if not ONE_MASKED_LOOP:
-                acc, m, l = attend(
-                    acc, m, l, q, cache, lo, hi, begin, stop, full_begin, full_end - full_begin,
-                    scale, soft_cap, QK_DIM, V_DIM, BLOCK_N, STAGES, FLOAT32_PRODUCTS, True, True,
-                )  # fmt: skip
+            acc, m, l = attend(
+                acc, m, l, q, cache, lo, hi, begin, stop, full_begin, full_end - full_begin, scale,
+                soft_cap, QK_DIM, V_DIM, BLOCK_N, STAGES, FLOAT32_PRODUCTS, True, True,
+            )  # fmt: skip
         else:
             cache = Cache(
                 key, value, block_table, b.to(tl.int64) * kv_len, kv_head, pages, page_size,
@@ -283,22 +276,9 @@ def share(
                     acc, m, l, q, cache, lo, hi, full_begin, full_end, full_begin, 0, scale,
                     soft_cap, QK_DIM, V_DIM, BLOCK_N, STAGES, FLOAT32_PRODUCTS, False, False,
                 )  # fmt: skip
-            if not ONE_MASKED_LOOP:
-                acc, m, l = attend(
-                    acc, m, l, q, cache, lo, hi, begin, stop, full_begin, full_end - full_begin,
-                    scale, soft_cap, QK_DIM, V_DIM, BLOCK_N, STAGES, FLOAT32_PRODUCTS, False, True,
-                )  # fmt: skip
-        if ONE_MASKED_LOOP:
-            has_table = page_size > 0
-            cache = Cache(
-                key, value, block_table + b.to(tl.int64) * table_width, b.to(tl.int64) * 0, kv_head,
-                tl.where(has_table, pages, batch), tl.where(has_table, page_size, kv_len), kv_heads,
-                qk_dim, v_dim,
-            )  # fmt: skip
             acc, m, l = attend(
                 acc, m, l, q, cache, lo, hi, begin, stop, full_begin, full_end - full_begin, scale,
-                soft_cap, QK_DIM, V_DIM, BLOCK_N, STAGES, FLOAT32_PRODUCTS, True, True, table_width,
-                b,
+                soft_cap, QK_DIM, V_DIM, BLOCK_N, STAGES, FLOAT32_PRODUCTS, False, True,
             )  # fmt: skip
         met = some & (l != 0.0)  # a NaN is met: it must reach the result
         result = acc / tl.where(met, l, 1.0)[:, None]
@@ -316,12 +296,12 @@ def decode(
     scale, soft_cap, batch, q_len, kv_len, pages, page_size, table_width, heads, kv_heads,
     qk_eighths, v_eighths, splits, shares,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, FLOAT32_PRODUCTS: tl.constexpr, ONE_MASKED_LOOP: tl.constexpr,
+    STAGES: tl.constexpr, FLOAT32_PRODUCTS: tl.constexpr,
 ):  # fmt: skip
     share(
         query, key, value, q_lo, q_hi, block_table, partial, sums, scale, soft_cap, batch, q_len,
         kv_len, pages, page_size, table_width, heads, kv_heads, qk_eighths, v_eighths, splits,
-        shares, QK_DIM, V_DIM, BLOCK_M, BLOCK_N, STAGES, FLOAT32_PRODUCTS, ONE_MASKED_LOOP,
+        shares, QK_DIM, V_DIM, BLOCK_M, BLOCK_N, STAGES, FLOAT32_PRODUCTS,
     )  # fmt: skip
 
 
@@ -331,13 +311,13 @@ def decode_tall(
     scale, soft_cap, batch, q_len, kv_len, pages, page_size, table_width, heads, kv_heads,
     qk_eighths, v_eighths, splits, shares,
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, FLOAT32_PRODUCTS: tl.constexpr, ONE_MASKED_LOOP: tl.constexpr,
+    STAGES: tl.constexpr, FLOAT32_PRODUCTS: tl.constexpr,
 ):  # fmt: skip
     """The same for groups of more rows than a tile of `decode` has: another row of the table."""
     share(
         query, key, value, q_lo, q_hi, block_table, partial, sums, scale, soft_cap, batch, q_len,
         kv_len, pages, page_size, table_width, heads, kv_heads, qk_eighths, v_eighths, splits,
-        shares, QK_DIM, V_DIM, BLOCK_M, BLOCK_N, STAGES, FLOAT32_PRODUCTS, ONE_MASKED_LOOP,
+        shares, QK_DIM, V_DIM, BLOCK_M, BLOCK_N, STAGES, FLOAT32_PRODUCTS,
     )  # fmt: skip
 
 
