@@ -28,23 +28,30 @@ class Arch:
 # docs/guide/gpus.md says which GPUs take which. Binary code of one minor runs on later ones of the
 # same major, but not on Tegra's (8.7, Orin; 11.0, Thor): 8.9 runs that of 8.6, which is what the
 # assembler would make for it. Families (f) are loaded by drivers of CUDA 12.9 and newer, so the
-# arch-specific ones (a) stay for older drivers.
+# arch-specific ones (a) stay for older drivers. 8.x, 11.0 and 12.x multiply with the same
+# instructions (mma.sync): their kernels of one tile share the PTX of 8.0, from which the assembler
+# makes as good code as from their own, of float32 aside (docs/experiments.md).
 ARCHS = {
     "80": Arch("sm_80", 80, False, 166_912, "ampere"),
-    "86": Arch("sm_86", 86, False, 101_376, "small"),
+    "86": Arch("sm_86", 86, False, 101_376, "small", ptx="80"),
     "87": Arch("sm_87", 87, True, 166_912, "ampere", ptx="80"),
     "90a": Arch("sm_90a", 90, True, 232_448, "hopper"),
     "100a": Arch("sm_100a", 100, True, 232_448, "blackwell"),
     "100f": Arch("sm_100f", 100, False, 232_448, "blackwell", ptx="100a", driver=12090),
     "110": Arch("sm_110", 110, False, 232_448, "ampere", "80", 13000, "13.4", ptx_isa=90),
-    "120a": Arch("sm_120a", 120, True, 101_376, "small"),
-    "120f": Arch("sm_120f", 120, False, 101_376, "small", ptx="120a", driver=12090),
+    "120a": Arch("sm_120a", 120, True, 101_376, "small", ptx="80"),
+    "120f": Arch("sm_120f", 120, False, 101_376, "small", ptx="80", driver=12090),
 }
 
 # The Triton wheel brings two assemblers. Cubins of 12.9 load with every driver of CUDA 12 and 13
 # that knows the GPU; those of 13.4 were seen to load on driver 580 (CUDA 13.0) and are promised for
 # no older one.
 ASSEMBLERS = {"12.9": ("ptxas", 12000), "13.4": ("ptxas-blackwell", 13000)}
+
+
+def exact(arch: Arch) -> Arch:
+    """The arch-specific architecture of which a family's cubins are made; of others, itself."""
+    return ARCHS[arch.name[3:-1] + "a"] if arch.name.endswith("f") else arch
 
 
 def served_by(arch: Arch) -> list[Arch]:

@@ -18,6 +18,7 @@ import hashlib
 import importlib
 import json
 import multiprocessing
+import multiprocessing.connection
 import os
 import pathlib
 import re
@@ -59,7 +60,7 @@ def fingerprint(variant: table.Variant) -> str:
     table_says = (
         *(variant, table.TENSOR_MAPS.get(variant.kernel), table.POINTERS, table.FLOATS),
         *(table.MULTIPLES, table.ASSEMBLERS[variant.assembler], TRITON_VERSION),
-        *(variant.spills, variant.kernel in table.SERIALISED),
+        *(variant.spills, variant.kernel in table.SERIALISED, variant.ptx),
     )
     return hashlib.sha256(repr(table_says).encode() + source_bytes(variant.source)).hexdigest()[:24]
 
@@ -143,6 +144,7 @@ def compile_table(
             child = context.Process(target=worker, args=(group, out))
             child.start()
             running.append((child, group, time.monotonic()))
+        multiprocessing.connection.wait([process.sentinel for process, *_ in running])
         for entry in list(running):
             process, group, began = entry
             if process.exitcode is None:
@@ -165,7 +167,6 @@ def compile_table(
                 )
                 if cache:
                     keep(v, out, cache / fingerprint(v))
-        time.sleep(0.02)
     # Of every kernel, also one that this build has no variant of: C++ calls them all by name.
     (out / "kernels.txt").write_text("".join(map(lower.kernel_line, table.KERNELS)))
     print(

@@ -8,6 +8,7 @@ assembling it. What is in this file decides what a cubin holds, so the cache's k
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import importlib
@@ -25,6 +26,8 @@ import table
 
 TRITON_DTYPES = {"bf16": "bf16", "f16": "fp16", "f32": "fp32", "tf32": "fp32"}
 PTX_ISA = 88  # of the older assembler; every other takes it, too
+# In the descriptor of tcgen05's products of kind f16: the types of both operands, and bfloat16's.
+OPERAND_TYPES, BFLOAT16_OPERANDS = 7 << 7 | 7 << 10, 1 << 7 | 1 << 10
 EXACT_FLAG, FAMILY_FLAG = 0x0A, 0x02  # in the flags of a cubin's ELF header
 
 
@@ -155,18 +158,36 @@ def tells_dtypes_apart(statement: str) -> bool:
     Small ones are integers and bools: as floats of 16 bits they would be next to nothing.
     """
     if "mma" in statement:  # its numbers are flags
-        return "tcgen05" in statement
+        return False
     numbers = re.findall(r"[\s,](0x\w+|-?\d+)(?=,|$)", statement)
     of_16_bits = re.search(r"\.(b16|bf16|bf16x2)\s", statement)
     return bool(of_16_bits) and any(int(n, 0) not in range(-1, 256) for n in numbers)
+
+
+def float16_descriptors(ptx: str) -> str:
+    """The PTX with float16 in place of bfloat16 in what describes tcgen05's products: constants in
+    registers that hold nothing else."""
+    operands = r"\[[^]]*\], (?:\[[^]]*\]|%\w+), %\w+, (%r\d+)\b"
+    described = re.findall(rf"\btcgen05\.mma\.cta_group::1\.kind::f16 {operands}", ptx)
+    uses = collections.Counter(re.findall(r"%r\d+\b", ptx)) if described else {}
+    if len(described) != ptx.count("tcgen05.mma"):
+        raise SystemExit("a product of tcgen05 is not as those seen: see float16_descriptors")
+    for register, products in collections.Counter(described).items():
+        loads = re.findall(rf"^\tmov\.b32 \t{register}, (\d+);$", ptx, re.MULTILINE)
+        types = int(loads[0]) & OPERAND_TYPES if loads else 0
+        if len(loads) != 1 or uses[register] != 1 + products or types != BFLOAT16_OPERANDS:
+            raise SystemExit(f"{register} does not describe products of bfloat16 alone")
+        now = int(loads[0]) - BFLOAT16_OPERANDS
+        ptx = ptx.replace(f"\tmov.b32 \t{register}, {loads[0]};", f"\tmov.b32 \t{register}, {now};")
+    return ptx
 
 
 def retarget(ptx: str, variant: table.Variant) -> str:
     """PTX for the variant's own architecture and dtype.
 
     The header says which architecture, the code is the same. Triton's PTX for the two dtypes of 16
-    bits differs in the names of types alone (tests/aot/test_lower.py compares), unless it has a
-    number of such a type: that is refused.
+    bits differs in the names of types and in what describes tcgen05's products
+    (tests/aot/test_lower.py compares), unless it has a number of such a type: that is refused.
     """
     made_for = rf"^\.target {variant.ptx_arch.name}$"
     if not re.search(made_for, ptx, re.MULTILINE):
@@ -180,9 +201,9 @@ def retarget(ptx: str, variant: table.Variant) -> str:
     if apart:
         raise SystemExit(
             f"{variant.name}: float16 cannot take the PTX of bfloat16, which has a number of 16 "
-            f"bits or tcgen05 ({apart}): see Variant.ptx_dtype in table.py"
+            f"bits ({apart}): see Variant.ptx_dtype in table.py"
         )
-    return ptx.replace(variant.ptx_dtype, variant.dtype)
+    return float16_descriptors(ptx).replace(variant.ptx_dtype, variant.dtype)
 
 
 @functools.lru_cache(maxsize=8)
@@ -221,10 +242,9 @@ def for_family(cubin: bytes, exact: str) -> bytes:
 
 def machine_code(ptx: str, variant: table.Variant) -> tuple[bytes, str]:
     """The variant's cubin and the assembler's report; a family's is made of the exact one."""
-    family = variant.arch.name.endswith("f")
-    exact = dataclasses.replace(variant, arch=variant.ptx_arch) if family else variant
+    exact = dataclasses.replace(variant, arch=table.exact(variant.arch))
     image, log = assemble(retarget(ptx, exact), exact.arch.name, variant.assembler)
-    return for_family(image, exact.arch.name) if family else image, log
+    return image if exact == variant else for_family(image, exact.arch.name), log
 
 
 def write_variant(variant: table.Variant, ptx: str, meta: Any, out: pathlib.Path) -> None:

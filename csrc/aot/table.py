@@ -15,6 +15,7 @@ import itertools
 from collections.abc import Iterator
 
 from archs import ARCHS, ASSEMBLERS, Arch, one_set, served_by
+from archs import exact as exact
 from arguments import FLOATS as FLOATS
 from arguments import MULTIPLES as MULTIPLES
 from arguments import POINTERS as POINTERS
@@ -120,8 +121,7 @@ def absent_arguments(kernel: str) -> tuple[str, ...]:
 # A kernel with a NaN of its dtype; modules with PTX by hand that tells 16-bit dtypes apart.
 OF_ONE_DTYPE = {"decode_combine", "sm90.bwd", "sm90.bwd_dkdv_d192", "sm90.bwd_dkdv_d256"}
 
-# kernels without products, or of 16 rows alone
-WITHOUT_TCGEN05 = ("backward_delta", "backward_delta_fallback", "decode")
+WITHOUT_PRODUCTS = ("backward_delta", "backward_delta_fallback", "decode_combine", *MASK_KERNELS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,22 +179,22 @@ class Variant:
     @property
     def without_tcgen05(self) -> bool:
         """Whether it has none of the products that 10.x alone has: they take 64 rows at least."""
-        return self.kernel in WITHOUT_TCGEN05 or only_fallback((self.qk_dim, self.v_dim))
+        return self.kernel in WITHOUT_PRODUCTS or self.block < 64
 
     @property
     def ptx_arch(self) -> Arch:
         """The architecture whose PTX it is assembled from."""
+        if self.dtype == "f32" and self.arch.cc in (100, 120):
+            return exact(self.arch)  # of 8.0's PTX it would spill 400 bytes
+        if self.arch.tiles == "blackwell" and self.without_tcgen05:
+            return ARCHS["80"]
         return ARCHS[self.arch.ptx] if self.arch.ptx else self.arch
 
     @property
     def ptx_dtype(self) -> str:
-        """The dtype whose PTX it is assembled from: float16's is bfloat16's with its name.
-
-        But where the PTX tells them apart by more: OF_ONE_DTYPE, and what describes a product to
-        tcgen05.
-        """
-        tcgen05 = self.arch.tiles == "blackwell" and not self.without_tcgen05
-        own = {self.kernel, self.source} & OF_ONE_DTYPE or tcgen05
+        """The dtype whose PTX it is assembled from: float16's is bfloat16's with its name, but
+        where the PTX tells them apart by more: OF_ONE_DTYPE."""
+        own = {self.kernel, self.source} & OF_ONE_DTYPE
         return "bf16" if self.dtype == "f16" and not own else self.dtype
 
     @property

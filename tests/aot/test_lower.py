@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from aot_modules import ALL, compiler
+from aot_modules import ALL, compiler, table, tiles
 from paths import ROOT
 
 # In a process of its own: LLVM aborts the process on an error, and Triton's interpreter, which
@@ -17,12 +17,14 @@ sys.path[:0] = ["csrc/aot", "csrc/kernels"]
 import lower, table
 for variant in [v for v in table.variants() if v.name in sys.argv[1:]]:
     shared, _ = lower.make_ptx(variant)
+    renamed = lower.retarget(shared, variant)
     with_property, table.Variant.ptx_dtype = table.Variant.ptx_dtype, variant.dtype
     own, _ = lower.make_ptx(variant)
-    table.Variant.ptx_dtype = with_property
     assert ".bf16" in shared and ".bf16" not in own, f"{variant.name}: the dtypes are not there"
-    shared, own = (lower.retarget(ptx, variant) for ptx in (shared, own))
-    assert shared == own, f"{variant.name} differs"
+    assert renamed == lower.retarget(own, variant), f"{variant.name} differs"
+    table.Variant.ptx_dtype = with_property
+    tcgen05 = variant.ptx_arch.name == "sm_100a"
+    assert ("tcgen05.mma" in own) == tcgen05, f"{variant.name}: whose PTX?"
     print("equal", variant.name)
 """
 
@@ -41,7 +43,7 @@ def test_float16_takes_the_ptx_of_bfloat16() -> None:
     names = (
         "forward_f16_64x64_sm80",
         "backward_dq_sm90_f16_64x64_sm90a",
-        "decode_f16_64x64_sm120a",
+        "forward_f16_64x64_sm100a",
     )
     equal(COMPARE, list(names))
 
@@ -58,7 +60,6 @@ def test_float16_takes_the_ptx_of_bfloat16() -> None:
         ("mov.b16 %rs1, 0x0000;", False),
         ("st.shared.b16 [%r1+256], %rs7;", False),
         ("wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%r1}, %rd1, %rd2, 0, 1, 1;", False),
-        ("@%p1 tcgen05.mma.cta_group::1.kind::f16 [ %r1 + 0 ], %rd1, %rd2, %r2, %p2;", True),
         ("add.s32 %r1, %r2, 256;", False),
     ],
 )
@@ -72,15 +73,93 @@ def test_numbers_of_a_dtype_are_not_shared(line: str, apart: bool) -> None:
         assert compiler.lower.retarget(ptx, variant) == ptx.replace("bf16", "f16")
 
 
+PRODUCTS = """.version 8.8
+.target sm_100a
+	mov.b32 	%r7, 135267472;
+	@%p1 tcgen05.mma.cta_group::1.kind::f16 [ %r2 + 0 ], %rd1, %rd2, %r7, %p2;
+	@%p1 tcgen05.mma.cta_group::1.kind::f16 [ %r2 + 0 ], [ %r3 + 0 ], %rd2, %r7, %p2;
+"""
+
+
+def test_descriptors_of_tcgen05_become_those_of_float16() -> None:
+    variant = next(v for v in ALL if v.name == "forward_f16_64x64_sm100a")
+    made = compiler.lower.retarget(PRODUCTS, variant)
+    assert made == PRODUCTS.replace("135267472", "135266320")  # as Triton's own were seen
+
+
+@pytest.mark.parametrize(
+    "old,new,match",
+    [
+        ("135267472", "135266320", "does not describe products of bfloat16"),  # of float16
+        ("135267472", "135268624", "does not describe products of bfloat16"),  # of another type
+        ("mov.b32", "add.s32", "does not describe products of bfloat16"),
+        (".target sm_100a\n", ".target sm_100a\n\tadd.s32 %r8, %r7, 1;\n", "does not describe"),
+        ("kind::f16", "kind::tf32", "is not as those seen"),
+        ("%r7, %p2", "135267472, %p2", "is not as those seen"),
+    ],
+)
+def test_descriptors_that_are_not_as_seen_are_refused(old: str, new: str, match: str) -> None:
+    variant = next(v for v in ALL if v.name == "forward_f16_64x64_sm100a")
+    with pytest.raises(SystemExit, match=match):
+        compiler.lower.retarget(PRODUCTS.replace(old, new), variant)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
 def test_every_kernel_of_float16_takes_the_ptx_of_bfloat16(arch: str) -> None:
     of_kernel = {}
     for v in ALL:  # one head dim of every source; portable kernels for sm_80 alone
-        shares = v.arch.name == arch and v.dtype == "f16" and v.ptx_dtype == "bf16"
-        if shares and v.source.startswith("sm90") == (arch == "sm_90a"):
+        shares = v.ptx_arch is v.arch and v.dtype == "f16" and v.ptx_dtype == "bf16"
+        if shares and v.arch.name == arch and v.source.startswith("sm90") == (arch == "sm_90a"):
             of_kernel[v.kernel, v.source] = v.name
     equal(COMPARE, list(of_kernel.values()))
+
+
+def test_variants_that_differ_in_target_or_assembler_share_ptx() -> None:
+    """Making PTX is most of a build: new targets and assemblers cost no more than assembling."""
+    own = [name for name, arch in table.ARCHS.items() if not arch.ptx]
+    assert all(not table.ARCHS[arch.ptx].ptx for arch in table.ARCHS.values() if arch.ptx)
+    few = {v.ptx for v in table.variants((*own, "86", "120a"))}  # 86: smaller tiles; 120a: f32
+    assert {v.ptx for v in ALL} == few and len(few) < len(ALL) * 0.26
+    twice = [v for v in ALL if v.assembler != v.arch.assembler]
+    alone = {v.ptx for v in ALL if v.assembler == v.arch.assembler}
+    shared = [v for v in twice if v.ptx in alone]
+    assert shared and {v.kernel for v in twice if v not in shared} <= {
+        kernel for kernel, _ in tiles.UNDER_12_9
+    }
+
+
+def test_kernels_without_tcgen05_share_the_ptx_of_older_gpus() -> None:
+    """10.x has matrix units of its own for 64 rows or more; below, it multiplies as 8.0 does."""
+    of = {v.name: v.ptx_arch.name for v in ALL if v.arch.name in ("sm_100a", "sm_100f")}
+    for stem, made_for in {
+        "forward_bf16_128x128": "sm_100a",
+        "backward_dkdv_bf16_256x256": "sm_100a",  # 64 keys, 32 rows
+        "decode_tall_f16_64x64": "sm_100a",
+        "forward_fallback_tf32_64x64": "sm_100a",
+        "forward_fallback_tf32_256x256": "sm_80",  # 32 rows
+        "forward_fallback_f32_64x64": "sm_100a",  # would spill
+        "decode_bf16_128x128": "sm_80",
+        "decode_combine_bf16_64x64": "sm_80",
+        "backward_delta_f16_64x64": "sm_80",
+        "documents_rows": "sm_80",
+    }.items():
+        assert {of[f"{stem}_sm100a"], of[f"{stem}_sm100f"]} == {made_for}, stem
+
+
+def retargeted(text: str, **fields) -> str:
+    arch = table.Arch("sm_100f", 100, False, 0, "blackwell", **{"ptx": "100a", **fields})
+    return compiler.lower.retarget(text, table.Variant("forward", arch, "bf16", 64, 64, (), 128, 4))
+
+
+def test_ptx_for_another_target_differs_in_its_header() -> None:
+    ptx = ".version 8.8\n.target sm_100a\n.address_size 64\n// .target sm_100a\n"
+    assert retargeted(ptx, ptx_isa=90) == (
+        ".version 9.0\n.target sm_100f\n.address_size 64\n// .target sm_100a\n"
+    )
+    assert retargeted(ptx) == ptx.replace(".target sm_100a", ".target sm_100f", 1)
+    with pytest.raises(SystemExit, match="forward_bf16_64x64_sm100f: the PTX is not for sm_80"):
+        retargeted(ptx, ptx="80")
 
 
 # ptxas's own cubins of a family and of 8.9, beside those that stand for them.
@@ -93,7 +172,7 @@ for variant in [v for v in table.variants() if v.name in sys.argv[1:]]:
     ptx, _ = lower.make_ptx(variant)
     made, _ = lower.machine_code(ptx, variant)
     if variant.arch.name == "sm_86":
-        ada = dataclasses.replace(variant.arch, name="sm_89", cc=89, ptx="86")
+        ada = dataclasses.replace(variant.arch, name="sm_89", cc=89)
         own = dataclasses.replace(variant, arch=ada)
         parts = [compare_sass.sections(x) for x in (made, lower.machine_code(ptx, own)[0])]
         made, image = ({n: x for n, x in part.items() if n.startswith(".text")} for part in parts)

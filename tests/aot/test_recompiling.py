@@ -8,7 +8,19 @@ import re
 import shutil
 
 import pytest
-from aot_modules import ALL, BIAS, DECODE, FORWARDS, GENERAL, KEYS, ONES, PLAIN, ROWS, compiler, table
+from aot_modules import (
+    ALL,
+    BIAS,
+    DECODE,
+    FORWARDS,
+    GENERAL,
+    KEYS,
+    ONES,
+    PLAIN,
+    ROWS,
+    compiler,
+    table,
+)
 from paths import KERNEL_DIR, ROOT
 
 
