@@ -88,6 +88,32 @@ def test_context(count, plan, dim, groups):
     oracle.check(*run(mesh_of(1, count, 1), CONTEXT, plan, dim, gather_head_groups=groups))
 
 
+def test_passes_of_one_row_alone_with_a_local_plan():
+    """The update of rows that are shared ends each program, and is contiguous: XLA may join it to
+    the kernel."""
+    x = tensors(1, LENGTH, LENGTH, 4, 2, 128, "bfloat16")[:4]
+    expression = packax.causal() & packax.documents(IDS[:1])
+    plan = greedy(IDS[:1], 2, shared=64)
+    one = packax.create_attention_mask(expression)
+    moved = [jax.device_put(plan.permute(y), NamedSharding(mesh_of(1, 2, 1), CONTEXT.query))
+             for y in x]  # fmt: skip
+    with jax.set_mesh(mesh_of(1, 2, 1)):
+        mask = packax.create_attention_mask(expression, sharding=CONTEXT, plan=plan)
+        passes = [(moved, mask, plan.unpermute), (x, one, lambda y: y)]
+        found = []
+        for (*inputs, dout), of, in_order in passes:
+            attend = jax.jit(packax.flash_attention)
+            pull = jax.jit(
+                lambda *y, of=of: jax.vjp(lambda *z: packax.flash_attention(*z, of), *y)[1]
+            )
+            back = jax.jit(lambda pullback, dout: pullback(dout))
+            made = attend(*inputs, of), *back(pull(*inputs), dout)
+            found.append([np.asarray(in_order(np.asarray(y)), np.float32) for y in made])
+    for name, got, wanted in zip(("out", "dq", "dk", "dv"), *found, strict=True):
+        size = np.abs(wanted).max()
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=2.0**-7 * size, err_msg=name)
+
+
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize(
     "sizes,sharding",

@@ -158,7 +158,8 @@ def _in_plans_order(call: Call, mask: AttentionMask, positions: jax.Array) -> ja
 
 def _on_first(join: Any, x: jax.Array, first: jax.Array, axis: int) -> jax.Array:
     """x, on its first rows joined with others."""
-    begin = jax.lax.slice_in_dim(x, 0, first.shape[axis], axis=axis)
-    # Not a concatenation, which would copy the other rows.
-    x, joined, zero = vary_together(x, join(begin, first), jnp.int32(0))
-    return jax.lax.dynamic_update_slice_in_dim(x, joined, zero, axis)
+    # Not a concatenation, which would copy the other rows. And at a place that XLA does not know:
+    # where it does, some of its versions take the update for a result of the kernel's and fail.
+    x, first, zero = vary_together(x, first, zero_after(first))
+    begin = jax.lax.dynamic_slice_in_dim(x, zero, first.shape[axis], axis)
+    return jax.lax.dynamic_update_slice_in_dim(x, join(begin, first), zero, axis)
