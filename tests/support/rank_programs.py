@@ -18,13 +18,24 @@ class Program:
     """A rank's equations by primitive, and all equations that each of them needs."""
 
     def __init__(self, jaxpr):
-        made_by, self.direct, self.needs, self.named = {}, [], [], {}
+        self.eqns, self.made_by, self.direct, self.needs, self.named = jaxpr.eqns, {}, [], [], {}
         for n, eqn in enumerate(jaxpr.eqns):
-            operands = [v for v in eqn.invars if not hasattr(v, "val")]
-            self.direct.append({made_by[v] for v in operands if v in made_by})
+            self.direct.append(self._makers(eqn.invars))
             self.needs.append(self.direct[n].union(*(self.needs[m] for m in self.direct[n])))
-            made_by |= dict.fromkeys(eqn.outvars, n)
+            self.made_by |= dict.fromkeys(eqn.outvars, n)
             self.named.setdefault(eqn.primitive.name, []).append(n)
+
+    def _makers(self, operands):
+        named = [v for v in operands if not hasattr(v, "val")]
+        return {self.made_by[v] for v in named if v in self.made_by}
+
+    def updates_wait(self, names):
+        """Of every update of a slice, whether where it begins needs a result of such primitives."""
+        made = {n for name in names for n in self.named.get(name, ())}
+        places = [self.eqns[n].invars[2:] for n in self.named.get("dynamic_update_slice", ())]
+        return [
+            any(made & (self.needs[m] | {m}) for m in self._makers(operands)) for operands in places
+        ]
 
     def waits(self, name, n, before, m):
         return self.named[before][m] in self.needs[self.named[name][n]]
