@@ -6,6 +6,8 @@ memory each worker took at most.
 """
 
 import gc
+import os
+import pathlib
 import resource
 import sys
 
@@ -67,6 +69,14 @@ def _peak_memory() -> float:
 
 
 _peaks: dict[str, float] = {}
+
+
+def pytest_runtest_logreport(report):
+    """A run that a time limit ends prints no summary: PACKAX_FAILURES names a file that has it."""
+    path = os.environ.get("PACKAX_FAILURES")
+    if path and report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        with pathlib.Path(path).open("a") as file:
+            file.write(f"FAILED {report.nodeid}\n{report.longreprtext[-2000:]}\n\n")
 
 
 def pytest_sessionfinish(session):
