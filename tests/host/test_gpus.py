@@ -36,14 +36,10 @@ def test_the_page_has_every_architecture():
 def test_the_page_says_what_is_assembled_from_what():
     text = " ".join((DOCS / "guide/gpus.md").read_text().split())
     own = [arch.name for arch in table.ARCHS.values() if not arch.ptx]
-    assert f"once for `{'`, `'.join(own[:-1])}` and `{own[-1]}`" in text
-    section = text.partition("assembled from these: ")[2].partition(". Family")[0]
-    named = {}
-    for made, source in re.findall(r"((?:`\w+`(?: and )?)+) from `(\w+)`", section):
-        named |= dict.fromkeys(re.findall(r"\w*\d\w*", made), source)
-    assert named == {
-        arch.name: table.ARCHS[arch.ptx].name for arch in table.ARCHS.values() if arch.ptx
-    }
+    assert f"makes PTX for `{'`, `'.join(own[:-1])}` and `{own[-1]}`. The others" in text
+    assert "and are assembled from its PTX" in text.partition("matrix instructions of 8.0")[2]
+    assert {table.exact(arch).ptx for arch in table.ARCHS.values()} == {"", "80"}
+    assert "Family cubins (`f`) hold the same machine code as the exact ones" in text
 
 
 def built(machine, arch):
