@@ -101,12 +101,16 @@ def packax_function(case: BiasCase, *, plain: bool = False) -> Function:
     return run
 
 
+def _by_jax_nn(case: BiasCase, implementation: str) -> Function:
+    return lambda q, k, v, operand: jax.nn.dot_product_attention(
+        q, k, v, case.bias_of(operand), is_causal=case.causal, implementation=implementation
+    )
+
+
 def jax_function(case: BiasCase) -> Function:
     """jax.nn's in XLA; it has no dropout, so that is written out as Flax has it."""
     if not case.dropout:
-        return lambda q, k, v, operand: jax.nn.dot_product_attention(
-            q, k, v, case.bias_of(operand), is_causal=case.causal, implementation="xla"
-        )
+        return _by_jax_nn(case, "xla")
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, operand: Any) -> jax.Array:
         k, v = (jnp.repeat(x, case.heads // case.kv_heads, 2) for x in (k, v))
@@ -126,9 +130,7 @@ def jax_function(case: BiasCase) -> Function:
 def cudnn_function(case: BiasCase) -> Function:
     """Through jax.nn; with dropout through jax's private call, the only one that has it."""
     if not case.dropout:
-        return lambda q, k, v, operand: jax.nn.dot_product_attention(
-            q, k, v, case.bias_of(operand), is_causal=case.causal, implementation="cudnn"
-        )
+        return _by_jax_nn(case, "cudnn")
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, operand: Any) -> jax.Array:
         from jax._src.cudnn import fused_attention_stablehlo as cudnn
