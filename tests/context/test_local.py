@@ -15,7 +15,7 @@ import numpy as np
 import oracle
 import packax
 import pytest
-from context import AXES, BATCH, HEADS, LENGTH, assert_same, mesh_of, results, tensors
+from context import AXES, BATCH, LENGTH, assert_same, mesh_of, results, tensors
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from local_cases import ROWS, expression_of
@@ -64,23 +64,16 @@ def local(plan, kind, mesh, sharding=CONTEXT, inputs=None, **keywords):
     "kind,sizes,sharding,groups",
     [
         ("documents", (1, 1, 4, 1), CONTEXT, 1),
-        ("window of positions", (1, 1, 8, 1), CONTEXT, 1),
-        ("one mask for all", (1, 1, 4, 1), CONTEXT, (1, 3)),
         ("ranges", (1, 1, 8, 1), CONTEXT, 2),
-        ("spans of positions", (1, 2, 2, 2), FULL, None),
         ("chunked", (2, 1, 2, 2), TENSOR_REPLICATED, None),
         ("union", (1, 2, 4, 1), LEVELS, None),
-        ("positions", (1, 2, 2, 2), LEVELS, (1, 1)),
-        ("offsets", (2, 4, 1, 1), LEVELS, 1),
     ],
 )
 def test_equals_one_device(kind, sizes, sharding, groups):
-    """Every mask kind is in test_local_masks. LEVELS: fsdp stands for hosts."""
-    ids = ROWS[1] if kind == "one mask for all" else ROWS
-    ranks = sizes[1:3] if sharding is LEVELS and 1 not in sizes[1:3] else max(sizes[1:3])
-    plan = greedy(ids, ranks if sharding is LEVELS else sizes[2])
-    assert len(plan.parts) == (2 if isinstance(ranks, tuple) else 1)
-    check_local(plan, ids)
+    """Every mask kind is in test_local_breadth.py. LEVELS: fsdp stands for hosts."""
+    plan = greedy(ROWS, sizes[1:3] if sharding is LEVELS else sizes[2])
+    assert len(plan.parts) == (2 if sharding is LEVELS else 1)
+    check_local(plan, ROWS)
     got = local(plan, kind, mesh_of(*sizes), sharding, gather_head_groups=groups)
     assert_same(got, one_device(kind))
 
@@ -106,57 +99,6 @@ def test_nothing_is_shared():
     for what in ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"):
         assert what not in text
     assert_same(got, expected)
-
-
-def test_every_option_at_once():
-    """GQA with key/value heads that tensor ranks share, an array's scale, soft cap, sinks, ALiBi by
-    positions, log-sum-exps and largest logits, deterministic."""
-    query, key, value, dout, dlse = tensors()
-    rng = np.random.default_rng(1)
-    more = {
-        "scale": jnp.float32(0.4),
-        "sinks": jnp.asarray(rng.standard_normal(HEADS), jnp.float32),
-        "slopes": jnp.asarray(rng.random(HEADS), jnp.float32) / 30,
-    }
-    places = np.broadcast_to(np.arange(LENGTH) * 3 % 700, (BATCH, LENGTH)).astype(np.int32)
-    plan = greedy(ROWS, 2)
-
-    def attend(plan, query, key, value, more, dout, dlse, sharding=None):
-        mask = packax.create_attention_mask(
-            expression_of("documents"), sharding=sharding, plan=plan
-        )
-        rows = places if plan is None else plan.permute(places)
-
-        def function(query, key, value, more):
-            out, lse, top = packax.flash_attention(
-                query,
-                key,
-                value,
-                mask,
-                scale=more["scale"],
-                sinks=more["sinks"],
-                bias=packax.alibi(more["slopes"], positions=rows, kv_positions=places),
-                soft_cap=5.0,
-                deterministic=True,
-                return_lse=True,
-                return_max_logits=True,
-            )
-            return (out, lse), top
-
-        (out, lse), pullback, top = jax.vjp(function, query, key, value, more, has_aux=True)
-        return (out, jnp.where(jnp.isfinite(lse), lse, 0), *pullback((dout, dlse))), top
-
-    expected, top = jax.jit(functools.partial(attend, None))(query, key, value, more, dout, dlse)
-    *rows, cotangent = moved(plan, (query, key, value, dout, dlse))
-    with jax.set_mesh(mesh_of(1, 2, 2, 2)):
-        got, got_top = jax.jit(functools.partial(attend, sharding=TENSOR_REPLICATED))(
-            plan, *rows[:3], more, rows[3], cotangent
-        )
-        got = jax.block_until_ready(got)
-    assert_same(in_order(plan, got[:5]), expected[:5])
-    np.testing.assert_allclose(got_top, top, rtol=1e-5)
-    for name, x in expected[5].items():
-        np.testing.assert_allclose(got[5][name], x, rtol=1e-4, atol=1e-4, err_msg=name)
 
 
 def test_one_predicate_chooses_to_gather_all():
