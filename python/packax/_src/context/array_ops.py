@@ -6,6 +6,8 @@ candidates, of which a caller keeps one.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,12 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def _flat(index: np.ndarray, width: int = 0) -> np.ndarray:
-    """Indices into the flat array of rows, each of this width, or of the index's."""
-    rows = index.reshape(-1, index.shape[-1])
-    width = width or index.shape[-1]
-    begin = np.arange(0, len(rows) * width, width, dtype=np.int32)
-    return (rows + begin[:, None]).reshape(index.shape)
+@functools.lru_cache(256)
+def _begins(shape: tuple[int, ...], width: int) -> np.ndarray:
+    """Where each row of a last axis of this width begins in the flat array, to add to indices."""
+    rows = np.arange(math.prod(shape), dtype=np.intp) * width
+    return rows.reshape(*shape, 1)
 
 
 class HostOps:
@@ -29,29 +30,56 @@ class HostOps:
 
     def order(self, x: Any) -> Any:
         """Stable, along the last axis, smallest first."""
-        return np.argsort(x, axis=-1, kind="stable").astype(np.int32)
+        return x.argsort(axis=-1, kind="stable").astype(np.int32)
 
     def ranked(self, x: Any) -> tuple[Any, Any]:
         """The same of a short axis, and each entry's place in that order."""
-        order = self.order(x)
-        place = np.empty_like(order)
-        place.reshape(-1)[_flat(order)] = np.arange(x.shape[-1], dtype=np.int32)
-        return order, place
+        order = x.argsort(axis=-1, kind="stable")
+        place = np.empty(x.shape, np.int32)
+        flat = order + _begins(x.shape[:-1], x.shape[-1])
+        place.reshape(-1)[flat] = np.arange(x.shape[-1], dtype=np.int32)
+        return order.astype(np.int32), place
+
+    def sorted(self, x: Any) -> tuple[Any, Any]:
+        """The same order of a short axis, and x in that order."""
+        order = x.argsort(axis=-1, kind="stable")
+        return order, x.take(order + _begins(x.shape[:-1], x.shape[-1]))
+
+    def added(self, x: Any, index: Any, more: Any) -> Any:
+        """x[m, k, index[k, n]] + more[m, k, n], where an index is a permutation of a short axis;
+        x may be changed."""
+        flat = index + _begins(index.shape[:-1], index.shape[-1])
+        x.reshape(len(x), -1)[:, flat] += more
+        return x
+
+    def written(self, x: Any, begin: Any, values: Any) -> Any:
+        """x (K, N) with x[k, begin[k] + n] = values[k, n], n few; x may be changed."""
+        at = begin[:, None] + np.arange(values.shape[1])
+        x.reshape(-1)[at + _begins((len(x),), x.shape[1])] = values
+        return x
+
+    def copied(self, x: Any) -> Any:
+        """x, to be changed."""
+        return x.copy()
 
     def in_front(self, x: Any) -> Any:
         """The order of a (K, G) bool with True in front, stable."""
-        return np.argsort(~x, axis=-1, kind="stable").astype(np.int32)
+        return (~x).argsort(axis=-1, kind="stable").astype(np.int32)
 
     def sums(self, x: Any) -> Any:
         """Of the entries so far, along the last axis."""
-        return np.cumsum(x, axis=-1, dtype=np.int32)
+        return x.cumsum(axis=-1, dtype=np.int32)
 
     def least_so_far(self, x: Any) -> Any:
         return np.minimum.accumulate(x, axis=-1)
 
+    def all_so_far(self, x: Any) -> Any:
+        """Of a (K, R) bool, R short."""
+        return np.logical_and.accumulate(x, axis=1)
+
     def passed(self, ends: Any, x: Any) -> Any:
         """How many of `ends` (R,), which rise, are at most x (N,)."""
-        return np.searchsorted(ends, x, side="right").astype(np.int32)
+        return ends.searchsorted(x, side="right").astype(np.int32)
 
     def sums_by(self, of: Any, x: Any, number: int) -> Any:
         """(number,) sums of the x (N,) that are `of` each; others, of -1 or more, are left out."""
@@ -75,7 +103,9 @@ class HostOps:
 
     def along(self, x: Any, index: Any) -> Any:
         """x[k, index[k, n]], (K, N) each."""
-        return x[0][index] if len(x) == 1 else x.reshape(-1)[_flat(index, x.shape[1])]
+        if len(x) == 1:
+            return x[0].take(index)
+        return x.take(index + _begins((len(x),), x.shape[1]))
 
     def each(self, function: Callable[[Any], Any], x: Any) -> Any:
         """A function, which returns a NamedTuple, of every entry of x, stacked."""
@@ -107,12 +137,38 @@ class DeviceOps(HostOps):
         return jnp.argsort(x, axis=-1, stable=True).astype(jnp.int32)
 
     def ranked(self, x: Any) -> tuple[Any, Any]:
+        order, place, _ = self._compared(x)
+        return order, place
+
+    def sorted(self, x: Any) -> tuple[Any, Any]:
+        order, _, values = self._compared(x)
+        return order, values
+
+    def _compared(self, x: Any) -> tuple[Any, Any, Any]:
         index = jnp.arange(x.shape[-1], dtype=jnp.int32)
         mine, other = x[..., :, None], x[..., None, :]
         before = (other < mine) | ((other == mine) & (index[None, :] < index[:, None]))
         place = before.sum(axis=-1, dtype=jnp.int32)
         here = place[..., None, :] == index[:, None]
-        return jnp.where(here, index, 0).sum(axis=-1, dtype=jnp.int32), place
+        order, values = (
+            jnp.where(here, y, 0).sum(axis=-1, dtype=jnp.int32) for y in (index, x[..., None, :])
+        )
+        return order, place, values
+
+    def added(self, x: Any, index: Any, more: Any) -> Any:
+        rank = jnp.arange(x.shape[-1], dtype=jnp.int32)[:, None]
+        here = index[..., None, :] == rank
+        return x + jnp.where(here, more[..., None, :], 0).sum(axis=-1, dtype=jnp.int32)
+
+    def written(self, x: Any, begin: Any, values: Any) -> Any:
+        place = jnp.arange(x.shape[1], dtype=jnp.int32) - begin[:, None]
+        number = values.shape[1]
+        here = place[:, :, None] == jnp.arange(number, dtype=jnp.int32)
+        values = jnp.where(here, values[:, None], 0).sum(axis=2, dtype=jnp.int32)
+        return jnp.where((place >= 0) & (place < number), values, x)
+
+    def copied(self, x: Any) -> Any:
+        return x
 
     def in_front(self, x: Any) -> Any:
         chosen = x.sum(axis=1, keepdims=True, dtype=jnp.int32)
@@ -125,6 +181,10 @@ class DeviceOps(HostOps):
 
     def least_so_far(self, x: Any) -> Any:
         return jax.lax.cummin(x, axis=x.ndim - 1)
+
+    def all_so_far(self, x: Any) -> Any:
+        index = jnp.arange(x.shape[1], dtype=jnp.int32)
+        return (x[:, None, :] | (index > index[:, None])).all(axis=2)
 
     def passed(self, ends: Any, x: Any) -> Any:
         return (ends[:, None] <= x).sum(axis=0, dtype=jnp.int32)

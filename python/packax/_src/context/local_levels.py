@@ -40,7 +40,7 @@ class Found(NamedTuple):
     base: Base
     held_by: Any  # (N,) rank * kinds + kind of the tokens that come first, else -1
     search: Search
-    need: Any  # (K,) split rows of a part, foreseen
+    need: Needs
     area: Callable[
         [Any], Any
     ]  # (K,) of the most loaded part, foreseen, at least where (K,) is True
@@ -64,14 +64,15 @@ def find(
 
     def area(where: Any) -> Any:
         if ops.xp is not np:
-            return foreseen(ops, row.documents, need, mean, length // parts)
+            return foreseen(ops, row.documents, search.owner, need, mean, length // parts)
         new = np.flatnonzero(where & (known < 0))
         if len(new):
             of_new = Needs(*(x[new] for x in need))
-            known[new] = foreseen(ops, row.documents, of_new, mean, length // parts)
+            owner = search.owner[new]
+            known[new] = foreseen(ops, row.documents, owner, of_new, mean, length // parts)
         return known
 
-    return Found(row, base, held_by, search, need.rows, area, mean)
+    return Found(row, base, held_by, search, need, area, mean)
 
 
 def assigned(ops: HostOps, found: Found, way: Any) -> Assigned:
@@ -83,10 +84,13 @@ def best(ops: HostOps, found: Found, shared: int, of_way: Callable[[Any], Any]) 
     are tried; and whether it is fair. of_way: `assigned`.
     """
     xp, mean = ops.xp, found.mean
-    enough = found.need <= shared
+    need = found.need.rows
+    enough = need <= shared
+    if xp is np and not enough.any():
+        return None, False
     area = found.area(enough)
     # Ways that split the same documents are tried once.
-    same = (area[:, None] == area) & (found.need[:, None] == found.need) & enough
+    same = (area[:, None] == area) & (need[:, None] == need) & enough
     enough = enough & (same.argmax(axis=1) == xp.arange(len(area)))
     enough = enough & (area <= mean + mean // _FAIR)
     ways = ops.order(xp.where(enough, area, _HUGE))[: len(_ENOUGH)]

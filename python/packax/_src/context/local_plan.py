@@ -124,7 +124,7 @@ def _plan(
     if isinstance(order, np.ndarray):
         inverse, index = np.empty_like(order), np.arange(length, dtype=np.int32)
         for row, of_row in zip(inverse, order, strict=True):
-            row[of_row] = index
+            row[of_row.astype(np.intp)] = index  # other integers are slower indices
     else:
         inverse = _inverse(order)
     one = len(levels) == 1
@@ -235,7 +235,7 @@ def _on_host(
 
 def _load(keys: np.ndarray, order: np.ndarray, ranks: int) -> float:
     """Area of the most loaded rank over the mean."""
-    area = keys[order].reshape(ranks, -1).sum(axis=1, dtype=np.int64)
+    area = keys.take(order.astype(np.intp)).reshape(ranks, -1).sum(axis=1, dtype=np.int64)
     return float(area.max() * ranks / max(area.sum(), 1))
 
 

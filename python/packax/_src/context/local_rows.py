@@ -9,6 +9,7 @@ need not share.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,8 +31,6 @@ from packax._src.context.local_search import (
     chunks_of,
     filled,
     level,
-    only,
-    owners,
     seen,
     window,
 )
@@ -142,7 +141,9 @@ def look(ops: HostOps, ids: Any, keys: Any, ranks: int, held: Any) -> Row:
     size = seen(ranks)
     each = window(ops, sizes // TILE, size)
     last_chunk = ops.sums(each)
-    slot = xp.arange(length // TILE, dtype=np.int32)
+    # On the host as many as there are.
+    chunks = max(1, int(last_chunk[-1])) if xp is np else length // TILE
+    slot = xp.arange(chunks, dtype=np.int32)
     of = ops.passed(last_chunk, slot)
     first_chunk = last_chunk - each
     known = xp.minimum(of, min(size, sizes.shape[0]) - 1)
@@ -175,10 +176,9 @@ def assign(ops: HostOps, row: Row, search: Search, way: Any, base: Base) -> Assi
     sizes, works = documents.lengths, documents.areas
     ranks = base.tokens.shape[0]
     number, own = sizes.shape[0], row.length // ranks
-    search = only(ops, search, way)
-    owner = owners(ops, search, ranks)[0, :number]
+    owner = search.owner[way][:number]
     rest = xp.full(max(0, number - owner.shape[0]), ranks, np.int32)
-    owner = _light_dealt(ops, xp.concatenate([owner, rest]), sizes, search.tokens, ranks)
+    owner = _light_dealt(ops, xp.concatenate([owner, rest]), sizes, search.tokens[way][None], ranks)
 
     tokens = base.tokens + ops.sums_by(owner, sizes, ranks)
     area = base.areas + ops.sums_by(owner, works, ranks)
@@ -325,12 +325,22 @@ def _light_dealt(ops: HostOps, owner: Any, sizes: Any, tokens: Any, ranks: int) 
     light = owner == ranks
     amount = xp.where(light, sizes, 0).sum(dtype=np.int32)
     share = (filled(ops, tokens, amount[None]) - tokens)[0]
-    golden = np.uint32(2654435769)  # 2**32 over the golden ratio: any part of the line is mixed
-    mixed = (xp.arange(sizes.shape[0], dtype=np.uint32) * golden) >> np.uint32(1)
-    mixed = ops.order(mixed.astype(np.int32))
+    mixed = _mixed(sizes.shape[0]) if xp is np else _mix(ops, sizes.shape[0])
     line = xp.where(light, sizes, 0)[mixed]
     end = ops.sums(line)
     ends = ops.sums(share)
     first, last = ops.passed(ends, end - line), ops.passed(ends, end - 1)
     dealt = ops.put(mixed, xp.where(first == last, xp.minimum(first, ranks - 1), -1))
     return xp.where(light, dealt.astype(np.int32), owner)
+
+
+def _mix(ops: HostOps, number: int) -> Any:
+    """An order of so many, of which any part is mixed."""
+    golden = np.uint32(2654435769)  # 2**32 over the golden ratio
+    mixed = (ops.xp.arange(number, dtype=np.uint32) * golden) >> np.uint32(1)
+    return ops.order(mixed.astype(np.int32))
+
+
+@functools.lru_cache(64)
+def _mixed(number: int) -> np.ndarray:
+    return _mix(HostOps(), number)

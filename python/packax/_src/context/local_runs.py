@@ -49,42 +49,50 @@ def runs_of(ids: np.ndarray, held: int) -> Runs:
 
 
 class SumsOfRuns:
-    """As local_rows.Sums, of keys in the order of the sequence."""
+    """As local_rows.Sums, of keys in the order of the sequence.
+
+    Sums wrap around int32. Differences that fit it are right all the same, and those of high and
+    of low bits do: `whole - (high << bits)` is the sum of low bits.
+    """
 
     def __init__(self, runs: Runs, keys: np.ndarray, bits: int) -> None:
         self.bits = bits
         self.runs = runs
-        # Of the sequence, then what turns these into sums in documents' order.
-        self.sums = []
-        for x, kind in ((keys, np.int64), (keys >> bits, np.int32)):
-            sums = np.zeros(len(keys) + 1, kind)
-            np.cumsum(x, out=sums[1:])
-            size = np.diff(runs.begin)
-            begin = sums[runs.first]
-            of_run = sums[runs.first + size] - begin
-            self.sums.append((sums, np.cumsum(of_run) - of_run - begin))
+        # Of whole numbers and high bits, in the sequence; then what turns these into sums in
+        # documents' order.
+        size = np.diff(runs.begin)
+        self.sums = np.zeros((2, len(keys) + 1), np.int32)
+        keys.cumsum(dtype=np.int32, out=self.sums[0, 1:])
+        (keys >> bits).cumsum(dtype=np.int32, out=self.sums[1, 1:])
+        begin = self.sums.take(runs.first, axis=1)
+        of_run = self.sums.take(runs.first + size, axis=1) - begin
+        self.more = of_run.cumsum(axis=1, dtype=np.int32) - of_run - begin
 
     def totals(self) -> tuple[Any, Any]:
-        whole, high = (sums[-1] for sums, _ in self.sums)
-        return high, (whole - (int(high) << self.bits)).astype(np.int32)
+        high, low = self._parts(self.sums[:, -1:])
+        return high[0], low[0]
 
     def between(self, begin: Any, end: Any) -> tuple[Any, Any]:
         """Sums of high and of low bits, of the tokens from `begin` to `end`."""
-        whole, high = (b - a for a, b in zip(self._before(begin), self._before(end), strict=True))
-        low = whole - (high.astype(np.int64) << self.bits)
-        return high.astype(np.int32), low.astype(np.int32)
+        return self._parts(self._before(end) - self._before(begin))
 
-    def _before(self, place: Any) -> list[np.ndarray]:
+    def _parts(self, sums: np.ndarray) -> tuple[Any, Any]:
+        whole, high = sums
+        return high, whole - (high << self.bits)
+
+    def _before(self, place: Any) -> np.ndarray:
         first, begin = self.runs.first, self.runs.begin
-        run = np.searchsorted(begin[1:-1], place, side="right")
-        token = first[run] + place - begin[run]
-        return [more[run] + sums[token] for sums, more in self.sums]
+        run = begin[1:-1].searchsorted(place, side="right")
+        token = first.take(run) + place - begin.take(run)
+        return self.more.take(run, axis=1) + self.sums.take(token, axis=1)
 
 
 def pieces_of(runs: Runs, cuts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Where runs are cut at these places: places, tokens, and the run of each."""
-    place = np.unique(np.concatenate([runs.begin[:-1], *cuts]))
-    run = np.searchsorted(runs.begin[1:-1], place, side="right")
+    place = np.concatenate([runs.begin[:-1], *cuts])
+    place.sort()
+    place = place[np.diff(place, prepend=-1) > 0]
+    run = runs.begin[1:-1].searchsorted(place, side="right")
     return place, np.diff(place, append=runs.begin[-1]), run
 
 
@@ -98,8 +106,10 @@ def cuts_of_line(place: np.ndarray, size: np.ndarray, ends: np.ndarray) -> np.nd
 
 def tokens_in_order(key: np.ndarray, first: np.ndarray, size: np.ndarray) -> np.ndarray:
     """(N,) the tokens of pieces, which begin at `first` of the sequence, by key and then by it."""
-    order = np.lexsort((first, key))
+    ends = size.sum()
+    order = (key * np.int64(ends) + first).argsort()  # of which no two are equal
     first, size = first[order], size[order]
-    offset = first - (np.cumsum(size) - size)
-    number = int(size.sum())
-    return np.repeat(offset.astype(np.int32), size) + np.arange(number, dtype=np.int32)
+    offset = first - (size.cumsum() - size)
+    tokens = offset.astype(np.int32).repeat(size)
+    tokens += np.arange(ends, dtype=np.int32)
+    return tokens

@@ -44,10 +44,7 @@ class Search(NamedTuple):
     end: Any  # (K,) documents dealt with
     tokens: Any  # (K, R) of the base and the whole documents dealt
     areas: Any  # (K, R)
-    heaviest: Any  # (K,)
-    pointers: Any  # (ROUNDS, K) the first document of each round
-    counts: Any  # (ROUNDS, K) how many were dealt; 0: that one is split
-    takers: Any  # (ROUNDS, K, R) the rank that is offered each of the round
+    owner: Any  # (K, seen) the rank that each document lies on whole, -1: split, `ranks`: light
 
 
 def ways() -> tuple[np.ndarray, np.ndarray]:
@@ -56,7 +53,7 @@ def ways() -> tuple[np.ndarray, np.ndarray]:
 
 
 def seen(ranks: int) -> int:
-    """How many of the heaviest documents may be dealt with or split here."""
+    """How many of the heaviest documents may be dealt with or split here, and a round more."""
     return max(_HEAVIEST) + (_ROUNDS + 1) * ranks
 
 
@@ -81,66 +78,44 @@ def deal(ops: HostOps, documents: Documents, base: Base, length: int, limit: Any
     own = length // ranks
     offered = xp.arange(ranks, dtype=np.int32)
 
+    # Of each that may be the first of a round: the next, one for each rank, and a token's mean area
+    # in what is behind them.
+    index = xp.arange(size, dtype=np.int32)
+    ahead = xp.minimum(index[:, None] + offered, size - 1)
+    items = xp.stack([lengths[ahead], areas[ahead]])
+    light = (all_area - before[1][:-1]) // xp.maximum(all_tokens - before[0][:-1], 1)
+    light = xp.minimum(light, 4 * mean)
+    weight = weight * mean
+    bounds = xp.stack([xp.asarray(own, np.int32), limit])[:, None, None]
+
     def one_round(n: Any, state: Any) -> Any:
-        end, tokens, area, pointers, counts, takers = state
-        at = xp.minimum(end[:, None] + offered, size - 1)
-        sizes, works = lengths[at], areas[at]
-        light = (all_area - before[1][end]) // xp.maximum(all_tokens - before[0][end], 1)
-        per_token = (weight * mean - xp.minimum(light, 4 * mean))[:, None]
-        fits = (tokens + sizes[:, :1] <= own) & (area + works[:, :1] <= limit)
-        load = xp.where(fits, area + per_token * tokens, _HUGE)
-        mine, slot = ops.ranked(load)
-        load = ops.along(load, mine)
-        after = ops.least_so_far(load + works + per_token * sizes)
-        ahead = xp.concatenate([xp.full((number, 1), _HUGE, np.int32), after[:, :-1]], axis=1)
-        good = (load < _HUGE) & (load <= ahead) & (end[:, None] + offered < size)
-        count = ops.sums(~good) == 0
-        count = count.sum(axis=1, dtype=np.int32)
-        got = slot < count[:, None]
-        tokens = tokens + xp.where(got, ops.along(sizes, slot), 0)
-        area = area + xp.where(got, ops.along(works, slot), 0)
-        pointers = ops.set_at(pointers, n, end)
-        counts = ops.set_at(counts, n, count)
-        takers = ops.set_at(takers, n, mine)
-        end = xp.minimum(end + xp.maximum(count, 1), size - 1)
-        return end, tokens, area, pointers, counts, takers
+        end, held, owner = state
+        offer = items.take(end, axis=1)
+        per_token = (weight - light.take(end))[:, None]
+        fits = (held + offer[:, :, :1] <= bounds).all(axis=0)
+        load = xp.where(fits, held[1] + per_token * held[0], _HUGE)
+        mine, load = ops.sorted(load)
+        after = ops.least_so_far(load + offer[1] + per_token * offer[0])
+        good = load < _HUGE
+        # As if one by one: a rank takes one while those before it, with theirs, have no less.
+        first = load[:, 1:] <= after[:, :-1]
+        good = ops.all_so_far(xp.concatenate([good[:, :1], good[:, 1:] & first], axis=1))
+        count = good.sum(axis=1, dtype=np.int32)
+        held = ops.added(held, mine, offer * good)
+        # Who is offered one and takes none splits it.
+        none = (offered == 0) & (count == 0)[:, None]
+        got = xp.where(good, mine, xp.where(none, np.int32(-1), np.int32(ranks)))
+        owner = ops.written(owner, end, got)
+        return end + xp.maximum(count, 1), held, owner
 
     def done(state: Any) -> bool:
         return bool(state[0].min() >= documents.lengths.shape[0])
 
-    # A round that is left out begins behind all documents.
-    state = (
-        heaviest,
-        *(xp.broadcast_to(x, (number, ranks)) for x in base),
-        xp.full((_ROUNDS, number), size, np.int32),
-        xp.zeros((_ROUNDS, number), np.int32),
-        xp.zeros((_ROUNDS, number, ranks), np.int32),
-    )
-    end, tokens, area, *rounds = ops.repeat(_ROUNDS, one_round, state, done)
-    return Search(end, tokens, area, heaviest, *rounds)
-
-
-def owners(ops: HostOps, search: Search, ranks: int) -> Any:
-    """(K, seen) which rank each document lies on whole, -1: it is split, `ranks`: it is light."""
-    xp = ops.xp
-    index = xp.arange(seen(ranks), dtype=np.int32)
-    # (K, seen): the round that came to the document, and its place in that round.
-    begun = (search.pointers[:, :, None] <= index).sum(axis=0, dtype=np.int32)
-    turn = xp.maximum(begun - 1, 0)
-    place = index - ops.along(search.pointers.T, turn)
-    count = ops.along(search.counts.T, turn)
-    takers = xp.swapaxes(search.takers, 0, 1).reshape(count.shape[0], -1)
-    taker = ops.along(takers, turn * ranks + xp.minimum(xp.maximum(place, 0), ranks - 1))
-    refused = (begun == 0) | ((place == 0) & (count == 0))
-    return xp.where(refused, np.int32(-1), xp.where(place < count, taker, np.int32(ranks)))
-
-
-def only(ops: HostOps, search: Search, way: Any) -> Search:
-    """The search of one way: K is 1."""
-    xp = ops.xp
-    pick = xp.asarray(way).reshape(1)
-    by_way = (xp.take(x, pick, axis=0) for x in search[:4])
-    return Search(*by_way, *(xp.take(x, pick, axis=1) for x in search[4:]))
+    owner = xp.where(index < heaviest[:, None], np.int32(-1), np.int32(ranks))
+    held = xp.broadcast_to(xp.stack(base)[:, None], (2, number, ranks))
+    state = (heaviest, ops.copied(held), owner)
+    end, held, owner = ops.repeat(_ROUNDS, one_round, state, done)
+    return Search(end, held[0], held[1], owner)
 
 
 def filled(ops: HostOps, levels: Any, amount: Any) -> Any:
@@ -247,18 +222,43 @@ def level(ops: HostOps, chunks: Chunks, each: Any, wanted: Any, most: int) -> Le
 def _level_one(
     sums: np.ndarray, each: np.ndarray, wanted: np.ndarray, turns: np.ndarray
 ) -> tuple[list[int], list[int]]:
-    """One way's areas and heavy: with numbers of Python, which are quicker than arrays of one."""
+    """One way's areas and heavy: with numbers of Python, which are quicker than arrays of one.
+
+    With more of the heaviest in place of the lightest an area never gets smaller, so a rank's best
+    number of them is found by bisection, and is the first of those that are as good.
+    """
     each, wanted = each.tolist(), wanted.tolist()
     begin, end, missed = 0, sum(each), 0
+    known = sums[: end + 1].tolist()  # area of the first so many
     got, heavy = [0] * len(each), [0] * len(each)
     for left, rank in zip(range(len(each), 0, -1), turns.tolist(), strict=True):
-        number, aim = each[rank], wanted[rank] + missed // left
-        area = sums[begin : begin + number + 1] - sums[end - number : end + 1]
-        base = int(sums[end]) - int(sums[begin])
-        best = int(np.abs(area + (base - aim)).argmin())
-        got[rank], heavy[rank] = int(area[best]) + base, best
-        missed += wanted[rank] - got[rank]
-        begin, end = begin + best, end - number + best
+        number = each[rank]
+        behind = end - number
+        aim = wanted[rank] + missed // left
+        base = known[end] - known[begin]
+
+        def first(
+            least: int, most: int, begin: int = begin, behind: int = behind, base: int = base
+        ) -> int:
+            """The first number whose area is `least` or more, `most` if none below is."""
+            low, high = 0, most
+            while low < high:
+                middle = (low + high) // 2
+                if base + known[begin + middle] - known[behind + middle] < least:
+                    low = middle + 1
+                else:
+                    high = middle
+            return low
+
+        best = first(aim, number)
+        area = base + known[begin + best] - known[behind + best]
+        if best:
+            below = base + known[begin + best - 1] - known[behind + best - 1]
+            if abs(below - aim) <= abs(area - aim):
+                best, area = first(below, best - 1), below
+        got[rank], heavy[rank] = area, best
+        missed += wanted[rank] - area
+        begin, end = begin + best, behind + best
     return got, heavy
 
 
@@ -283,7 +283,6 @@ class Needs(NamedTuple):
     """What each way (K, ...) needs, the light documents taken as a fluid that levels tokens."""
 
     rows: Any  # (K,) shared rows of a rank, at most
-    split: Any  # (K, seen) bool
     area: Any  # (K, R) without chunks
     each: Any  # (K, R) chunks
 
@@ -292,10 +291,9 @@ def needs(ops: HostOps, documents: Documents, base: Base, search: Search, length
     xp = ops.xp
     ranks = base.tokens.shape[0]
     own = length // ranks
-    owner = owners(ops, search, ranks)
-    size = owner.shape[1]
+    size = search.owner.shape[1]
     lengths, areas = (window(ops, x, size) for x in (documents.lengths, documents.areas))
-    split = owner < 0
+    split = search.owner < 0
     split_tokens, split_areas, chunks = (
         xp.where(split, x, 0).sum(axis=1, dtype=np.int32) for x in (lengths, areas, lengths // TILE)
     )
@@ -315,11 +313,13 @@ def needs(ops: HostOps, documents: Documents, base: Base, search: Search, length
     largest = xp.take(xp.concatenate([lengths, xp.zeros(1, np.int32)]), search.end)
     largest = xp.where(light > 0, largest, 0)
     need = xp.minimum(rows, TILE * each + (-(-over // ranks))[:, None]) + base.tokens
-    return Needs(xp.minimum(need.max(axis=1) + largest, own), split, area, each)
+    return Needs(xp.minimum(need.max(axis=1) + largest, own), area, each)
 
 
-def foreseen(ops: HostOps, documents: Documents, needs: Needs, mean: Any, own: int) -> Any:
-    """(K,) the area of the most loaded rank."""
-    chunks = chunks_of(ops, documents, needs.split)
+def foreseen(
+    ops: HostOps, documents: Documents, owner: Any, needs: Needs, mean: Any, own: int
+) -> Any:
+    """(K,) the area of the most loaded rank; owner: of the search, of those ways."""
+    chunks = chunks_of(ops, documents, owner < 0)
     levelled = level(ops, chunks, needs.each, mean - needs.area, own // TILE)
     return (needs.area + levelled.areas).max(axis=1)

@@ -34,7 +34,8 @@ def settled(ops: HostOps, chunk_rank: Any, areas: Any, heavy: Any, wanted: Any, 
     columns = -(-most // stride)
     taken = chunk_rank >= 0
     key = xp.where(taken, chunk_rank, np.int32(ranks))
-    by_rank = heavy[ops.order(key[heavy])]
+    small = np.int16 if ranks < 2**15 else np.int32  # numpy sorts 16 bits faster
+    by_rank = heavy[ops.order(key[heavy].astype(small))]
     held = ops.sums_by(key, xp.ones_like(key), ranks)[:, None]
     first = ops.sums(held[:, 0])[:, None] - held
     place = xp.arange(columns, dtype=np.int32) * stride
@@ -43,10 +44,13 @@ def settled(ops: HostOps, chunk_rank: Any, areas: Any, heavy: Any, wanted: Any, 
     of_chunk = xp.where(there, areas[xp.maximum(index, 0)], 0)
     got = ops.sums_by(key, areas, ranks)
     pairs = ranks // 2
+    if xp is np:
+        _exchange(index, of_chunk, wanted - got)
+        return ops.placed(chunk_rank, index.reshape(-1), rank[:, 0].repeat(columns))
 
     def once(_: Any, state: Any) -> Any:
-        index, of_chunk, short, _ = state  # short: of what is wanted
-        order = ops.order(short)
+        index, of_chunk, short = state  # short: of what is wanted
+        order, place = ops.ranked(short)
         over, under = order[:pairs], order[ranks - pairs :][::-1]
         amount = (short[under] - short[over]) // 2
         left = xp.abs(
@@ -55,17 +59,14 @@ def settled(ops: HostOps, chunk_rank: Any, areas: Any, heavy: Any, wanted: Any, 
         both = (index[over] >= 0)[:, :, None] & (index[under] >= 0)[:, None, :]
         left = xp.where(both, left, _HUGE).reshape(pairs, columns * columns)
         best = left.argmin(axis=1).astype(np.int32)
-        better = ops.along(left, best[:, None])[:, 0] < amount
-        mine, other = best // columns, best % columns
+        better = left.min(axis=1) < amount
         # For every rank the column that it gives, -1: none, and the rank that gives in return.
-        middle = order[pairs : ranks - pairs]
-        everyone = xp.concatenate([over, middle, under])
-        none = -xp.ones_like(middle)
-        mine, other = (xp.where(better, x, -1) for x in (mine, other))
-        given = xp.concatenate([mine, none, other])
-        partner = xp.concatenate([under, middle, over])
-        given = ops.put(everyone, given.astype(np.int32))
-        partner = ops.put(everyone, partner)
+        pair = xp.minimum(place, ranks - 1 - place)
+        there = pair < pairs  # else it is in the middle
+        pair = xp.minimum(pair, pairs - 1)
+        given = xp.where(place < pairs, best[pair] // columns, best[pair] % columns)
+        given = xp.where(there & better[pair], given, -1)
+        partner = order[ranks - 1 - place]
         at = xp.maximum(given, 0)[:, None]
         new = [ops.along(x, at)[partner] for x in (index, of_chunk)]
         gives = (xp.arange(columns, dtype=np.int32) == at) & (given >= 0)[:, None]
@@ -73,8 +74,33 @@ def settled(ops: HostOps, chunk_rank: Any, areas: Any, heavy: Any, wanted: Any, 
         index, of_chunk = (
             xp.where(gives, x, old) for x, old in zip(new, (index, of_chunk), strict=True)
         )
-        return index, of_chunk, short - change, better.any()
+        return index, of_chunk, short - change
 
-    state = (index, of_chunk, wanted - got, xp.ones((), bool))
-    index, *_ = ops.repeat(_TIMES, once, state, lambda state: not state[3])
+    index, *_ = ops.repeat(_TIMES, once, (index, of_chunk, wanted - got))
     return ops.placed(chunk_rank, index.reshape(-1), xp.repeat(rank[:, 0], columns))
+
+
+def _exchange(index: np.ndarray, of_chunk: np.ndarray, short: np.ndarray) -> None:
+    """The same in place, on the host: only what changes is touched, until nothing does."""
+    ranks, columns = index.shape
+    pairs = ranks // 2
+    # Where there is no chunk, to give and to take, a difference is too large to be the best.
+    missing = (index < 0) * np.int32(_HUGE // 2)
+    for _ in range(_TIMES):
+        order = short.argsort(kind="stable")
+        over, under = order[:pairs], order[ranks - pairs :][::-1]
+        amount = (short[under] - short[over]) // 2
+        give = of_chunk[over] + missing[over] - amount[:, None]
+        take = of_chunk[under] - missing[under]
+        left = np.abs(give[:, :, None] - take[:, None, :]).reshape(pairs, -1)
+        best = left.argmin(axis=1)
+        better = np.flatnonzero(left[np.arange(pairs), best] < amount)
+        if not len(better):
+            return
+        mine, other = np.divmod(best[better], columns)
+        over, under = over[better], under[better]
+        for x in (index, of_chunk):
+            x[over, mine], x[under, other] = x[under, other], x[over, mine]
+        gained = of_chunk[under, other] - of_chunk[over, mine]
+        short[over] += gained
+        short[under] -= gained
