@@ -106,17 +106,38 @@ def test_long_rows_and_many_ranks_are_the_same_on_both():
     assert load_of(host, ids) <= 1.03
 
 
-@pytest.mark.parametrize("mean,ranks,share", [(500, 4, 0.1), (500, 8, 0.16), (2000, 8, 0.41)])
-def test_fair_and_small(mean, ranks, share):
+@pytest.mark.parametrize(
+    "thousands,mean,ranks,share",
+    [
+        (128, 500, 4, 0.06),
+        (128, 500, 8, 0.12),
+        (128, 500, 16, 0.24),
+        (128, 2000, 8, 0.41),
+        (512, 500, 4, 0.02),
+        (512, 500, 16, 0.06),
+    ],
+)
+def test_fair_and_small(thousands, mean, ranks, share):
     """Shares fetched of what an all-gather fetches: issue 22's greedy, which ignores tokens."""
     rng = np.random.default_rng(7)
-    shares = []
+    length, shares = thousands << 10, []
     for _ in range(6):
-        ids = ids_of(lognormal(rng, mean, 1 << 17), 1 << 17)
+        ids = ids_of(lognormal(rng, mean, length), length)
         plan = plan_of(ids, ranks)
         assert load_of(plan, ids) <= 1.03
         shares.append(plan.shared * ranks / plan.length)
     assert np.mean(shares) <= share
+
+
+def test_short_documents_level_the_ranks():
+    """What is cut to make ranks equally long is one of the shortest, though most are long."""
+    length = 1 << 17
+    ids = ids_of([300] * 400 + [10] * 1000, length)
+    plan = plan_of(ids, 4)
+    check_local(plan, ids)
+    assert plan.shared == length // 4 // 128
+    for n in range(400):
+        assert len({*plan.inverse[0][ids == n] // (length // 4)}) == 1
 
 
 def test_nothing_is_shared_where_documents_fill_ranks():

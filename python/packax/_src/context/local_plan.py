@@ -24,7 +24,7 @@ from packax._src.context.load_balance import ContextPlan, balanced
 from packax._src.context.local_levels import Group, assigned, best, divide, divide_all, find
 from packax._src.core.shapes import TILE
 
-SIZES = tuple(n / 32 for n in (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 28, 32))
+SIZES = tuple(n / 128 for n in (0, 1, 2, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 112, 128))
 """Shares of a rank's rows, of which the host takes the smallest shared part that will do."""
 
 _FAIR = 1.03  # area of the most loaded rank over the mean

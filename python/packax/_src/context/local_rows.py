@@ -30,6 +30,7 @@ from packax._src.context.local_search import (
     chunks_each,
     chunks_of,
     filled,
+    kept_back,
     level,
     seen,
     window,
@@ -178,7 +179,9 @@ def assign(ops: HostOps, row: Row, search: Search, way: Any, base: Base) -> Assi
     number, own = sizes.shape[0], row.length // ranks
     owner = search.owner[way][:number]
     rest = xp.full(max(0, number - owner.shape[0]), ranks, np.int32)
-    owner = _light_dealt(ops, xp.concatenate([owner, rest]), sizes, search.tokens[way][None], ranks)
+    owner = _light_dealt(
+        ops, xp.concatenate([owner, rest]), sizes, search.tokens[way][None], row.length
+    )
 
     tokens = base.tokens + ops.sums_by(owner, sizes, ranks)
     area = base.areas + ops.sums_by(owner, works, ranks)
@@ -316,22 +319,34 @@ def _key(
 _BEYOND = 2**30
 
 
-def _light_dealt(ops: HostOps, owner: Any, sizes: Any, tokens: Any, ranks: int) -> Any:
+def _light_dealt(ops: HostOps, owner: Any, sizes: Any, tokens: Any, length: int) -> Any:
     """Light documents laid in a line, mixed, and cut where each rank has its tokens.
 
-    What is cut is split.
+    What is cut is split. So that it is small, the smallest are kept back: the line of the others is
+    cut between two of them, and that of the smallest where each rank is full.
     """
-    xp = ops.xp
+    xp, ranks = ops.xp, tokens.shape[1]
     light = owner == ranks
-    amount = xp.where(light, sizes, 0).sum(dtype=np.int32)
-    share = (filled(ops, tokens, amount[None]) - tokens)[0]
+    sizes = xp.where(light, sizes, 0)
+    tail = ops.sums(sizes[::-1])[::-1]
+    share = (filled(ops, tokens, tail[:1]) - tokens)[0]
     mixed = _mixed(sizes.shape[0]) if xp is np else _mix(ops, sizes.shape[0])
-    line = xp.where(light, sizes, 0)[mixed]
+    small = (tail <= kept_back(ops, sizes.max(), ranks, length))[mixed]
+    sizes = sizes[mixed]
+    line = xp.where(small, 0, sizes)
     end = ops.sums(line)
-    ends = ops.sums(share)
+    room = share + filled(ops, -share[None], end[-1:])[0]
+    at = xp.minimum(ops.passed(ops.sums(room), end - line), ranks - 1)
+    at = xp.where(small, np.int32(-1), at)
+    left = share - ops.sums_by(at, line, ranks)
+    good = left.min() >= 0  # else the line of all is cut
+    share = xp.where(good, left, share)
+    line = xp.where(good & ~small, 0, sizes)
+    end, ends = ops.sums(line), ops.sums(share)
     first, last = ops.passed(ends, end - line), ops.passed(ends, end - 1)
-    dealt = ops.put(mixed, xp.where(first == last, xp.minimum(first, ranks - 1), -1))
-    return xp.where(light, dealt.astype(np.int32), owner)
+    cut = xp.where(first == last, xp.minimum(first, ranks - 1), np.int32(-1))
+    dealt = ops.put(mixed, xp.where(good & ~small, at, cut).astype(np.int32))
+    return xp.where(light, dealt, owner)
 
 
 def _mix(ops: HostOps, number: int) -> Any:

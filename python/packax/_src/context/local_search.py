@@ -135,6 +135,12 @@ def filled(ops: HostOps, levels: Any, amount: Any) -> Any:
     return ops.along(raised, place)
 
 
+def kept_back(ops: HostOps, largest: Any, ranks: int, length: int) -> Any:
+    """Tokens of the smallest light documents, which level ranks that others are dealt to whole:
+    twice the largest for each."""
+    return 2 * ranks * ops.xp.minimum(largest, length // (2 * ranks))
+
+
 def chunks_each(ops: HostOps, rows: Any, number: Any) -> Any:
     """(K, R) how many of `number` (K,) chunks each rank takes that has room for `rows` rows.
 
@@ -310,8 +316,13 @@ def needs(ops: HostOps, documents: Documents, base: Base, search: Search, length
     each = chunks_each(ops, rows, chunks)
     # Rows that fill no chunk, and those of the light documents that ranks share.
     over = split_tokens - TILE * each.sum(axis=1, dtype=np.int32)
-    largest = xp.take(xp.concatenate([lengths, xp.zeros(1, np.int32)]), search.end)
-    largest = xp.where(light > 0, largest, 0)
+    largest = xp.take(lengths, search.end)
+    # What is cut is of those kept back.
+    tail = all_tokens - ops.sums(documents.lengths) + documents.lengths
+    first = ops.passed(-tail, -1 - kept_back(ops, largest, ranks, length))
+    last = documents.lengths.shape[0] - 1
+    cut = documents.lengths.take(xp.minimum(first, last))
+    largest = xp.where(light > 0, xp.minimum(largest, cut), 0)
     need = xp.minimum(rows, TILE * each + (-(-over // ranks))[:, None]) + base.tokens
     return Needs(xp.minimum(need.max(axis=1) + largest, own), area, each)
 
