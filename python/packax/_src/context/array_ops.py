@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+_SHORT = 64  # of such an axis sums are made by comparing, in a fusion
+
 
 @functools.lru_cache(256)
 def _begins(shape: tuple[int, ...], width: int) -> np.ndarray:
@@ -128,6 +130,12 @@ class HostOps:
         return x
 
 
+def _so_far(x: Any) -> jax.Array:
+    """(R, R) which entries of a short last axis are not behind each: XLA fuses what uses it."""
+    index = jnp.arange(x.shape[-1], dtype=jnp.int32)
+    return index <= index[:, None]
+
+
 class DeviceOps(HostOps):
     """jax, under jit: arrays as long as they can become, where numpy's are as long as they are."""
 
@@ -177,14 +185,15 @@ class DeviceOps(HostOps):
         return jax.vmap(lambda place: self.put(place, index))(place)
 
     def sums(self, x: Any) -> Any:
-        return jnp.cumsum(x, axis=-1, dtype=jnp.int32)
+        if x.shape[-1] > _SHORT:
+            return jnp.cumsum(x, axis=-1, dtype=jnp.int32)
+        return jnp.where(_so_far(x), x[..., None, :], 0).sum(axis=-1, dtype=jnp.int32)
 
     def least_so_far(self, x: Any) -> Any:
-        return jax.lax.cummin(x, axis=x.ndim - 1)
+        return jnp.where(_so_far(x), x[..., None, :], np.iinfo(np.int32).max).min(axis=-1)
 
     def all_so_far(self, x: Any) -> Any:
-        index = jnp.arange(x.shape[1], dtype=jnp.int32)
-        return (x[:, None, :] | (index > index[:, None])).all(axis=2)
+        return (x[:, None, :] | ~_so_far(x)).all(axis=2)
 
     def passed(self, ends: Any, x: Any) -> Any:
         return (ends[:, None] <= x).sum(axis=0, dtype=jnp.int32)

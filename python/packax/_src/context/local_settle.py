@@ -48,33 +48,39 @@ def settled(ops: HostOps, chunk_rank: Any, areas: Any, heavy: Any, wanted: Any, 
         _exchange(index, of_chunk, wanted - got)
         return ops.placed(chunk_rank, index.reshape(-1), rank[:, 0].repeat(columns))
 
+    # Few ranks and columns are picked by comparing: XLA fuses that.
+    column = xp.arange(columns, dtype=np.int32)
+
+    def picked(x: Any, at: Any) -> Any:
+        """x[at] of ranks."""
+        here = (at[:, None] == rank[:, 0]).reshape(*at.shape, ranks, *[1] * (x.ndim - 1))
+        return xp.where(here, x[None], 0).sum(axis=1, dtype=np.int32)
+
     def once(_: Any, state: Any) -> Any:
         index, of_chunk, short = state  # short: of what is wanted
         order, place = ops.ranked(short)
-        over, under = order[:pairs], order[ranks - pairs :][::-1]
-        amount = (short[under] - short[over]) // 2
+        by_index, by_area, by_short = (picked(x, order) for x in (index, of_chunk, short))
+        over, under = slice(0, pairs), slice(None, ranks - pairs - 1, -1)
+        amount = (by_short[under] - by_short[over]) // 2
         left = xp.abs(
-            of_chunk[over][:, :, None] - of_chunk[under][:, None, :] - amount[:, None, None]
+            by_area[over][:, :, None] - by_area[under][:, None, :] - amount[:, None, None]
         )
-        both = (index[over] >= 0)[:, :, None] & (index[under] >= 0)[:, None, :]
+        both = (by_index[over] >= 0)[:, :, None] & (by_index[under] >= 0)[:, None, :]
         left = xp.where(both, left, _HUGE).reshape(pairs, columns * columns)
         best = left.argmin(axis=1).astype(np.int32)
-        better = left.min(axis=1) < amount
+        best = xp.where(left.min(axis=1) < amount, best, np.int32(-1))
         # For every rank the column that it gives, -1: none, and the rank that gives in return.
-        pair = xp.minimum(place, ranks - 1 - place)
-        there = pair < pairs  # else it is in the middle
-        pair = xp.minimum(pair, pairs - 1)
-        given = xp.where(place < pairs, best[pair] // columns, best[pair] % columns)
-        given = xp.where(there & better[pair], given, -1)
-        partner = order[ranks - 1 - place]
-        at = xp.maximum(given, 0)[:, None]
-        new = [ops.along(x, at)[partner] for x in (index, of_chunk)]
-        gives = (xp.arange(columns, dtype=np.int32) == at) & (given >= 0)[:, None]
-        change = xp.where(given >= 0, (new[1] - ops.along(of_chunk, at))[:, 0], 0)
+        none = xp.full(ranks - 2 * pairs, -1, np.int32)
+        given = picked(xp.concatenate([best, none, best[::-1]]), place)
+        mine = xp.where(place < pairs, given // columns, given % columns)
+        gives = (column == mine[:, None]) & (given >= 0)[:, None]
+        partner = picked(order, ranks - 1 - place)
+        old = [xp.where(gives, x, 0).sum(axis=1, dtype=np.int32) for x in (index, of_chunk)]
+        new = [picked(x, partner) for x in old]
         index, of_chunk = (
-            xp.where(gives, x, old) for x, old in zip(new, (index, of_chunk), strict=True)
+            xp.where(gives, x[:, None], y) for x, y in zip(new, (index, of_chunk), strict=True)
         )
-        return index, of_chunk, short - change
+        return index, of_chunk, short - (new[1] - old[1])
 
     index, *_ = ops.repeat(_TIMES, once, (index, of_chunk, wanted - got))
     return ops.placed(chunk_rank, index.reshape(-1), xp.repeat(rank[:, 0], columns))
