@@ -27,14 +27,15 @@ ffi::Error FindIfAny(Device* device, const Shape& s, std::optional<Ready<Args>>*
 }
 
 // Members of all four kernels' arguments, up to their sizes.
-#define PACKAX_BIAS_ALONE(c) \
-  .scale = (c).scores.scale, .segment_check = (c).mask.segment_check, .bias_axes = (c).bias.bias_axes
-#define PACKAX_BIAS_ALONE_SIZES(s)                                                         \
+#define PACKAX_BIAS_ALONE(c)                                          \
+  .scale = (c).scores.scale, .segment_check = (c).mask.segment_check, \
+  .bias_axes = (c).bias.bias_axes
+#define PACKAX_BIAS_ALONE_SIZES(s)                                                            \
   .batch = (s).batch, .mask_batch = (s).mask_batch, .q_len = (s).q_len, .kv_len = (s).kv_len, \
   .heads = (s).heads, .kv_heads = (s).kv_heads, .qk_dim = (s).qk_dim, .v_dim = (s).v_dim
-#define PACKAX_BACKWARD_OPERANDS(c)                                                     \
-  .query = (c).query.untyped_data(), .key = (c).key.untyped_data(),                     \
-  .value = (c).value.untyped_data(), .dout = (c).dout.untyped_data(),                   \
+#define PACKAX_BACKWARD_OPERANDS(c)                                   \
+  .query = (c).query.untyped_data(), .key = (c).key.untyped_data(),   \
+  .value = (c).value.untyped_data(), .dout = (c).dout.untyped_data(), \
   .lse = (c).lse.untyped_data(), .delta = (c).workspace.untyped_data()
 
 }  // namespace
@@ -61,8 +62,7 @@ ffi::Error ForwardWithBiasAlone(Device* device, Stream stream, const ForwardCall
                 });
 }
 
-ffi::Error BackwardWithBiasAlone(Device* device, Stream stream, const BackwardCall& c,
-                                 bool* done) {
+ffi::Error BackwardWithBiasAlone(Device* device, Stream stream, const BackwardCall& c, bool* done) {
   *done = false;
   if (!Takes(c) || c.needs_score_grads) return ffi::Error::Success();
   const Shape& s = c.shape;
