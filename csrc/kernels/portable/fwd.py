@@ -66,9 +66,7 @@ def attend(
     added = bias_tile(bias, head, first_row, first_key, rows.shape[0], BLOCK_N, 0)
     x = dot(q, tl.trans(k), None, FLOAT32_PRODUCTS)
     factor = 1.0
-    if (
-        mods.scales is None and mods.cap2 is None and far is None
-    ):
+    if mods.scales is None and mods.cap2 is None and far is None:
         if added is None:  # positive: the largest score has the largest logit
             factor = mods.scale2
         else:
