@@ -22,6 +22,10 @@ from hypothesis import settings
 settings.register_profile("packax", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("packax")
 
+# Tracing makes many small objects that live on: at Python's thresholds the collector looks through
+# them all again and again. _no_programs_of_other_modules collects.
+gc.set_threshold(50_000, 20, 20)
+
 # Assertions of these helpers, too, say what was there.
 pytest.register_assert_rewrite("cpp.launches", "lowered")
 
