@@ -35,6 +35,12 @@ CHEAP = {"xla_cpu_use_fusion_emitters": "false", "xla_cpu_parallel_codegen_split
 flags += [f"--{f}={value}" for f, value in CHEAP.items() if f not in flags[0] and known(f)]
 os.environ["XLA_FLAGS"] = " ".join(flags).strip()
 
+
+def of_devices(number: int) -> str:
+    """XLA_FLAGS of a process with so many CPU devices, as cheap: of a flag the last one counts."""
+    return f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={number}"
+
+
 if not os.path.exists("/dev/nvidiactl"):  # on a GPU, programs are as users have them
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
 
