@@ -41,7 +41,7 @@ SPILLS = {
     ("forward_bias", 128, "tf32"): 312,
     ("backward_dkdv_bias", 128, "f32"): 24,
     ("backward_dkdv_bias", 128, "tf32"): 192,
-    ("backward_dbias", 128, "tf32"): 288,
+    ("backward_dbias", 128, "tf32"): 568,
     ("forward_fallback", 128, "tf32"): 16,
     ("backward_dq_fallback", 128, "f32"): 40,
     ("backward_dq_fallback", 256, "f32"): 40,

@@ -102,10 +102,11 @@ def backward_dbias(
                 key + kv_first * qk + kv_local * qk + qk_dims[None, :], present[:, None], qk_dim,
                 QK_DIM,
             )  # fmt: skip
-            value_rows = load_rows(
-                value + kv_first * v + kv_local * v + v_dims[None, :], present[:, None], v_dim,
-                V_DIM,
-            )  # fmt: skip
+            if bias_kind is None:
+                value_rows = load_rows(
+                    value + kv_first * v + kv_local * v + v_dims[None, :], present[:, None], v_dim,
+                    V_DIM,
+                )  # fmt: skip
             attended = (hi > lo) & (total != float("-inf"))
             lse2 = tl.where(attended, total, 0.0) * LOG2E
             added = bias_of(bias, bias_kind, bias_axes, b, heads, q_len, kv_len)
@@ -120,6 +121,11 @@ def backward_dbias(
             _capped, x = logits(x, far, slope2, mods)
             x += added
             p = tl.exp2(x - lse2[:, None])
+            if bias_kind is not None:  # later: float32 would spill
+                value_rows = load_rows(
+                    value + kv_first * v + kv_local * v + v_dims[None, :], present[:, None], v_dim,
+                    V_DIM,
+                )  # fmt: skip
             dp = dot(do, tl.trans(value_rows), None, FLOAT32_PRODUCTS)
             dropout = dropout_of(
                 dropout_streams, dropout_rows, dropout_threshold, dropout_rows_batch, inverse_keep,
