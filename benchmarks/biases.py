@@ -24,6 +24,11 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # cuDNN wants room beside jax's
+# jax 0.11.2 ends the process where cuDNN's attention with dropout becomes part of a CUDA graph
+# ("Check failed: local_device_ordinal.has_value()"): without graphs, for all alike.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_command_buffer="
+).strip()
 
 import jax
 import jax.numpy as jnp

@@ -5,6 +5,7 @@ What jax compiled for a module's tests is dropped after it, and the last lines o
 memory each worker took at most.
 """
 
+import ctypes
 import gc
 import os
 import pathlib
@@ -21,6 +22,10 @@ from hypothesis import settings
 # Compiling is slow and comes at random: no deadline. One seed, so that a failure comes back.
 settings.register_profile("packax", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("packax")
+
+# Tracing makes many small objects that live on: at Python's thresholds the collector looks through
+# them all again and again. _no_programs_of_other_modules collects.
+gc.set_threshold(50_000, 20, 20)
 
 # Assertions of these helpers, too, say what was there.
 pytest.register_assert_rewrite("cpp.launches", "lowered")
@@ -56,10 +61,12 @@ def _cpu_unless_gpu(request):
 
 @pytest.fixture(autouse=True, scope="module")
 def _no_programs_of_other_modules():
-    """A suite of 4000 tests keeps 5 GB of compiled programs otherwise."""
+    """A suite of 4000 tests keeps 5 GB of compiled programs otherwise, and glibc what they took."""
     yield
     jax.clear_caches()
     gc.collect()
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
 
 
 def _peak_memory() -> float:

@@ -141,6 +141,7 @@ def make_ptx(variant: table.Variant) -> tuple[str, Any]:
         "num_stages": 2,
         "enable_fp_fusion": True,
         "ptx_version": PTX_ISA,
+        "maxnreg": variant.registers or None,
     }
     target = GPUTarget("cuda", variant.ptx_arch.cc, 32)
     binary = triton.compile(source, target=target, options=options)

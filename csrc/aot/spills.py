@@ -27,14 +27,21 @@ SPILLS = {
     ("backward_dq_fallback", 512): 168,  # none in that loop
     ("forward_bias", 128): 72,
     ("backward_dkdv_bias", 64): 48,
-    ("backward_dkdv_bias", 128): 88,
+    ("backward_dkdv_bias", 128): 96,
     ("backward_dq_bias", 128): 32,
-    ("backward_dbias", 128): 16,
+    ("forward_bias_alone", 64): 32,
+    ("forward_bias_alone", 128): 32,
+    ("backward_dkdv_bias_alone", 64): 56,
+    ("backward_dkdv_bias_alone", 128): 88,
+    ("backward_dq_bias_alone", 64): 56,
+    ("backward_dq_bias_alone", 128): 120,
+    ("backward_dbias_alone", 64): 96,
+    ("backward_dbias_alone", 128): 176,
     ("backward_dbias", 128, "f32"): 360,
     ("forward_bias", 128, "tf32"): 312,
     ("backward_dkdv_bias", 128, "f32"): 24,
     ("backward_dkdv_bias", 128, "tf32"): 192,
-    ("backward_dbias", 128, "tf32"): 288,
+    ("backward_dbias", 128, "tf32"): 568,
     ("forward_fallback", 128, "tf32"): 16,
     ("backward_dq_fallback", 128, "f32"): 40,
     ("backward_dq_fallback", 256, "f32"): 40,
@@ -81,5 +88,5 @@ SPILLS = {
     ("backward_dq_sm90_soft_cap", 256): 320,  # under ptxas 12.9; 248 under 13.4
 }
 # Kernels for Hopper whose wgmma the assembler may serialise (C7515): the portable dK/dV, which is a
-# stand-in there.
-SERIALISED = ("backward_dkdv",)
+# stand-in there, and that with a bias.
+SERIALISED = ("backward_dkdv", "backward_dkdv_bias_alone")

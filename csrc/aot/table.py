@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Iterator
 
 from archs import ARCHS, ASSEMBLERS, Arch, one_set, served_by
@@ -22,7 +23,7 @@ from arguments import POINTERS as POINTERS
 from arguments import TENSOR_MAPS as TENSOR_MAPS
 from spills import SERIALISED as SERIALISED
 from spills import SPILLS
-from tiles_bias import BIAS_DIMS, BIAS_TILES
+from tiles_bias import BIAS_ALONE_TILES, BIAS_DIMS, BIAS_TILES
 from tiles_decode import DECODE_SPLITS, DECODE_STEP, DECODE_TILES, FLOAT32_DECODE_TILES
 from tiles_fallback import FALLBACK_TILES, FLOAT32_DIMS, FLOAT32_TILES
 from tiles_fallback import absent_arguments as absent_from_portable
@@ -87,6 +88,10 @@ KERNELS = {  # kernel -> file in csrc/kernels, as a module
     "backward_dkdv_bias": "portable.bwd",
     "backward_dq_bias": "portable.bwd_dq",
     "backward_dbias": "portable.bwd_dbias",
+    "forward_bias_alone": "portable.fwd",
+    "backward_dkdv_bias_alone": "portable.bwd",
+    "backward_dq_bias_alone": "portable.bwd_dq",
+    "backward_dbias_alone": "portable.bwd_dbias",
     "documents_init": "mask.segments",
     "documents_runs": "mask.segments",
     "documents_rows": "mask.segments",
@@ -110,7 +115,7 @@ FUNCTIONS = {
 
 def function(kernel: str, module: str) -> str:
     """The kernel's function in a module: options and fallback are arguments that others lack."""
-    return FUNCTIONS.get(module, kernel.removesuffix("_fallback").removesuffix("_bias"))
+    return FUNCTIONS.get(module, re.sub("(_fallback|_bias)?(_alone)?$", "", kernel))
 
 
 def absent_arguments(kernel: str) -> tuple[str, ...]:
@@ -135,6 +140,7 @@ class Variant:
     block: int  # rows or keys of one program
     warps: int
     assembler: str = ""  # "" becomes the architecture's
+    registers: int = 0  # at most so many a thread; 0: the assembler's choice
 
     def __post_init__(self) -> None:
         if not self.assembler:
@@ -201,7 +207,7 @@ class Variant:
     def ptx(self) -> tuple:
         """Variants for which this is equal are assembled from one PTX."""
         made_of = self.ptx_dtype, self.qk_dim, self.v_dim, self.constants, self.warps
-        return (self.kernel, self.source, self.ptx_arch.name, *made_of)
+        return (self.registers, self.kernel, self.source, self.ptx_arch.name, *made_of)
 
 
 def only_fallback(head_dims: tuple[int, int]) -> bool:
@@ -279,6 +285,29 @@ def with_bias(
                         yield tiled(kernel, arch, dtype, *dims)
 
 
+def with_bias_alone(
+    archs: tuple[str, ...], dtypes: tuple[str, ...], head_dims: tuple[tuple[int, int], ...]
+) -> Iterator[Variant]:
+    for arch in (ARCHS[name] for name in archs if ARCHS[name].tiles == "hopper"):
+        for kernel, tiles in BIAS_ALONE_TILES.items():
+            for dtype, dim in itertools.product(dtypes, tiles):
+                if (dim, dim) in head_dims:
+                    rows, keys, stages, warps, registers = tiles[dim]
+                    constants = {
+                        "QK_DIM": dim,
+                        "V_DIM": dim,
+                        "BLOCK_M": rows,
+                        "BLOCK_N": keys,
+                        "STAGES": stages,
+                        "FLOAT32_PRODUCTS": 0,
+                    }
+                    block = keys if kernel.startswith("backward_dkdv") else rows
+                    own = tuple(constants.items())
+                    yield Variant(
+                        kernel, arch, dtype, dim, dim, own, block, warps, registers=registers
+                    )
+
+
 def merging(arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Variant:
     constants = (("V_DIM", v_dim), ("SPLITS", DECODE_SPLITS), ("STEP", DECODE_STEP))
     return Variant("decode_combine", arch, dtype, qk_dim, v_dim, constants, DECODE_SPLITS, 4)
@@ -327,6 +356,7 @@ def variants(
     yield from float32(archs, dtypes, head_dims)
     yield from with_bias(archs, dtypes, head_dims)
     dtypes = tuple(dtype for dtype in dtypes if dtype in DTYPES)
+    yield from with_bias_alone(archs, dtypes, head_dims)
     yield from fallback_alone(archs, dtypes, head_dims)
     head_dims = tuple(dims for dims in head_dims if not only_fallback(dims))
     for arch in archs:

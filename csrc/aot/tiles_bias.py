@@ -2,8 +2,8 @@
 
 They take all that the fallback kernels take. One set serves all GPUs that can run the same cubin,
 so tiles of compute capability 8.0 fit the 99 KiB of 8.6, and the smallest compiled head dim that
-covers a request serves it: each is a kernel more to compile. Nobody has timed them. A step is 64
-rows or keys at most: the lists of a block mask count in 64.
+covers a request serves it: each is a kernel more to compile. A step is 64 rows or keys at most: the
+lists of a block mask count in 64. Of one stage, they have one loop for all blocks.
 """
 
 from __future__ import annotations
@@ -42,4 +42,15 @@ BIAS_TILES: dict[str, dict[tuple[str, int], tuple[int, int, int, int]]] = {
             {"f32": (32, 32, 1, 8), "tf32": (32, 32, 1, 8)},
         ),
     )
+}
+
+# Those for Hopper with a bias array alone: of the query's dtype, in rows that begin at 16 bytes,
+# and nothing else that changes scores. Kernel -> head dim -> BLOCK_M, BLOCK_N, stages, warps, most
+# registers a thread (0: the assembler's choice), so that several blocks fit a multiprocessor.
+# Chosen by their times on an H100 (docs/experiments.md).
+BIAS_ALONE_TILES: dict[str, dict[int, tuple[int, int, int, int, int]]] = {
+    "forward_bias_alone": {64: (64, 64, 3, 4, 168), 128: (64, 64, 2, 4, 0)},
+    "backward_dkdv_bias_alone": {64: (64, 64, 2, 4, 0), 128: (64, 64, 2, 8, 0)},
+    "backward_dq_bias_alone": {64: (64, 64, 2, 4, 168), 128: (64, 64, 2, 4, 0)},
+    "backward_dbias_alone": {64: (64, 64, 1, 8, 128), 128: (64, 64, 1, 8, 128)},
 }

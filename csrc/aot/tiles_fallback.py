@@ -20,11 +20,15 @@ BIAS_ARGUMENTS = (
     *("bias", "bias_kind", "bias_axes"),
     *("dropout_streams", "dropout_rows", "dropout_threshold", "dropout_rows_batch", "inverse_keep"),
 )
+DROPOUT_ARGUMENTS = BIAS_ARGUMENTS[3:]
 PLAIN_ARGUMENTS = ("row_heads",)
 
 
 def absent_arguments(kernel: str) -> tuple[str, ...]:
     """Arguments of a function of csrc/kernels/portable that are None in the kernel."""
+    if kernel.endswith("_alone"):
+        of_scores = [name for name in FALLBACK_ARGUMENTS if name not in ("qk_dim", "v_dim")]
+        return (*PLAIN_ARGUMENTS, *of_scores, "bias_kind", *DROPOUT_ARGUMENTS)
     if kernel.endswith("_bias"):
         return PLAIN_ARGUMENTS
     if kernel.endswith("_fallback"):

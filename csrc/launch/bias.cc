@@ -2,6 +2,7 @@
 
 #include "launch/bias.h"
 
+#include "launch/bias_alone.h"
 #include "launch/portable.h"
 
 namespace packax {
@@ -117,12 +118,18 @@ ffi::Error FindCovering(Device* device, const Shape& s, Ready<Args>* ready) {
 }  // namespace
 
 ffi::Error ForwardWithBias(Device* device, Stream stream, const ForwardCall& c) {
+  bool done = false;
+  PACKAX_TRY(ForwardWithBiasAlone(device, stream, c, &done));
+  if (done) return ffi::Error::Success();
   Ready<ForwardBiasArgs> forward;
   PACKAX_TRY(FindCovering(device, c.shape, &forward));
   return LaunchForward(forward, stream, c);
 }
 
 ffi::Error BackwardWithBias(Device* device, Stream stream, const BackwardCall& c) {
+  bool done = false;
+  PACKAX_TRY(BackwardWithBiasAlone(device, stream, c, &done));
+  if (done) return ffi::Error::Success();
   // All kernels before the first launch: a missing one must not leave half a backward behind.
   Ready<BackwardDeltaFallbackArgs> delta;
   Ready<BackwardDkdvBiasArgs> dkdv;

@@ -44,8 +44,9 @@ def runs(row: np.ndarray) -> list[tuple[int, int]]:
 
 
 def main() -> None:
-    width, height = 5 * (SIDE + GAP) + GAP, 2 * (SIDE + TOP) + 26
-    picture = svg.Picture(width, height, "Who attends whom, for ten mask expressions")
+    rows = -(-len(KINDS) // 5)
+    width, height = 5 * (SIDE + GAP) + GAP, rows * (SIDE + TOP) + 26
+    picture = svg.Picture(width, height, "Who attends whom, by mask expression")
     for n, (title, expression) in enumerate(KINDS.items()):
         x, y = GAP + n % 5 * (SIDE + GAP), TOP + n // 5 * (SIDE + TOP)
         lines = title.replace(" & d", "\n& d").replace(" | ", "\n| ").splitlines()

@@ -11,6 +11,7 @@ import pytest
 from aot_modules import (
     ALL,
     BIAS,
+    DBIAS,
     DECODE,
     FORWARDS,
     GENERAL,
@@ -66,11 +67,11 @@ def recompiled(monkeypatch, tmp_path, request):
         ("portable.decode", DECODE),
         ("portable.score_mods", [*PLAIN, *GENERAL, *BIAS, *DECODE]),
         ("portable.block_lists", [*PLAIN, *GENERAL, *BIAS]),
-        ("portable.steps", [*PLAIN, *GENERAL, *BIAS[:-1]]),  # not the gradient of a bias
+        ("portable.steps", [*PLAIN, *GENERAL, *BIAS[: -len(DBIAS)]]),  # not the gradient
         ("portable.bias", [*PLAIN, *GENERAL, *BIAS]),
         ("portable.dropout", [*PLAIN, *GENERAL, *BIAS]),
-        ("portable.bwd_dq", ["backward_dq", "backward_dq_fallback", "backward_dq_bias"]),
-        ("portable.bwd_dbias", ["backward_dbias"]),
+        ("portable.bwd_dq", ["portable.bwd_dq"]),
+        ("portable.bwd_dbias", DBIAS),
         ("mask.segments", ["documents_init", "documents_runs", "documents_rows"]),
         ("mask.block_bounds", ["blocks_rows", "blocks_keys", "blocks_order"]),
     ],

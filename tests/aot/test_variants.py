@@ -19,7 +19,7 @@ def test_keys_and_names_are_unique() -> None:
 
 def test_every_architecture_has_every_kernel() -> None:
     for arch in table.ARCHS.values():
-        own = set() if arch.tiles == "hopper" else set(table.SM90_TILES)
+        own = {*table.SM90_TILES, *table.BIAS_ALONE_TILES} if arch.tiles != "hopper" else set()
         covered = any(arch in table.served_by(other)[1:] for other in table.ARCHS.values())
         shared = set(table.BIAS_TILES) if covered else set()
         assert {v.kernel for v in ALL if v.arch is arch} == set(table.KERNELS) - own - shared
@@ -99,6 +99,24 @@ def test_with_a_bias() -> None:
     for v in rows:
         of = dict(v.constants)
         assert v.kernel != "backward_dbias" or of["BLOCK_M"] == of["BLOCK_N"] == v.block, v.name
+
+
+def test_with_a_bias_alone() -> None:
+    rows = [v for v in ALL if v.kernel in table.BIAS_ALONE_TILES]
+    got = sorted((v.kernel, v.dtype, v.qk_dim, v.v_dim) for v in rows)
+    assert got == sorted(
+        (kernel, dtype, dim, dim)
+        for kernel in table.BIAS_ALONE_TILES
+        for dtype in table.DTYPES
+        for dim in (64, 128)
+    )
+    for v in rows:
+        of = dict(v.constants)
+        assert v.arch is table.ARCHS["90a"] and of["FLOAT32_PRODUCTS"] == 0
+        of_keys = v.kernel.startswith("backward_dkdv")
+        assert v.block == of["BLOCK_N" if of_keys else "BLOCK_M"], v.name
+        assert v.kernel != "backward_dbias_alone" or of["BLOCK_M"] == of["BLOCK_N"], v.name
+        assert of["BLOCK_N"] % 8 == 0 and of["BLOCK_M"] % 8 == 0, v.name  # keys read at once
 
 
 def test_a_head_dim_without_an_sm90_kernel_has_the_portable_ones(monkeypatch):

@@ -31,9 +31,8 @@ def backward_workspace(
     """Elements of the backward's float32 workspace, its last result; local devices made up."""
     monkeypatch.setattr(ffi.ext, "variants", staticmethod(lambda: rows))
     monkeypatch.setattr(ffi, "local_capabilities", lambda: capabilities)
-    text = text_of(
-        jax.grad(lambda *x: loss(*x, mask, **kwargs), (0, 1, 2)), *(tensors or abstract())
-    )
+    gradient = jax.grad(lambda *x: loss(*x, **kwargs), (0, 1, 2))
+    text = text_of(gradient, *(tensors or abstract()), mask)
     (_, (target, attributes, _, results)) = calls(text)
     assert target == "packax_backward_v1" and len(results) == 5
     assert "deterministic" not in attributes  # the algorithm says it
@@ -272,7 +271,9 @@ def test_workspace_with_one_mask_for_all(monkeypatch):
 def test_workspace_up_to_32_bits(monkeypatch, length, large):
     """Rows of all heads: 64 * 8 * 2^22 = 2^31. Elements of the workspace may be more."""
     tensors = abstract(q_len=length, kv_len=64, batch=64)
-    mask = packax.create_attention_mask(packax.full(), q_len=length, kv_len=64)
+    mask = jax.eval_shape(  # as values its arrays would take half a minute to print
+        lambda: packax.create_attention_mask(packax.full(), q_len=length, kv_len=64)
+    )
     rows = 64 * 8 * length
     elements = backward_workspace(monkeypatch, with_sm90(), tensors=tensors, mask=mask)
     assert elements == (2 * rows + 2 * length + 64 * rows if large else rows)

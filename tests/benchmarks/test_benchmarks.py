@@ -311,7 +311,7 @@ def test_plans_of_context_parallelism_on_tiny_rows(tmp_path):
     shown = script(
         """
 import os, sys
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=2"
 os.environ["JAX_PLATFORMS"] = "cpu"
 import context
 from lib.context_cases import CASES

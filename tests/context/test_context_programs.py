@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from paths import ROOT
+from xla_flags import of_devices
 
 
 def run(*arguments: str, **environment: str) -> str:
@@ -17,7 +18,7 @@ def run(*arguments: str, **environment: str) -> str:
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env={**os.environ, "XLA_FLAGS": "", **environment},
+        env={**os.environ, "XLA_FLAGS": of_devices(1), **environment},
         timeout=300,
     )
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-3000:]
@@ -49,7 +50,7 @@ def test_the_plans_are_balanced(tmp_path):
 
 def test_the_benchmark_moves_data_as_kvax_does(tmp_path):
     script = ROOT / "benchmarks" / "context.py"
-    devices = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    devices = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": of_devices(2)}
     settings = ("--quick", "--only", "kvax-like", "--rounds", "1", "--out", str(tmp_path))
     assert "wrote" in run(str(script), *settings, **devices)
     (row,) = json.loads((tmp_path / "context.json").read_text())["schemes"].values()

@@ -20,6 +20,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from paths import ROOT
+from xla_flags import of_devices
 
 FIRST_PORT = 65536 - 2**12  # jax makes a port of a job's number: this and the number modulo 4096
 
@@ -93,7 +94,7 @@ def alone():
 )
 def test_equals_one_process(number, launcher, alone, tmp_path):
     job = free_job()
-    devices = f"--xla_force_host_platform_device_count={8 // number}"
+    devices = of_devices(8 // number)
     outs = [tmp_path / f"{process}.npz" for process in range(number)]
     script = str(ROOT / "tests" / "support" / "processes.py")
     together(
@@ -122,7 +123,7 @@ def test_the_example_by_two_commands(tmp_path):
     commands = [
         [sys.executable, script, *settings, *where, "--process-id", str(n)] for n in range(2)
     ]
-    first, second = together(commands, [{"XLA_FLAGS": ""}] * 2)
+    first, second = together(commands, [{"XLA_FLAGS": of_devices(1)}] * 2)
     assert "mesh       {'fsdp': 2, 'context': 2, 'tensor': 1} on 4 x cpu" in first
     assert "processes  2; this one feeds rows [0]" in first
     assert "first loss equals one device's" in first

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from paths import EXAMPLES
+from xla_flags import of_devices
 
 
 def run(name: str) -> str:
@@ -16,7 +17,7 @@ def run(name: str) -> str:
         [sys.executable, str(EXAMPLES / name)],
         capture_output=True,
         text=True,
-        env={**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"},
+        env={**os.environ, "XLA_FLAGS": of_devices(1), "JAX_PLATFORMS": "cpu"},
         timeout=300,
     )
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-3000:]

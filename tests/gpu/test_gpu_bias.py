@@ -61,6 +61,49 @@ def test_options(name, dims, axes, bias_dtype, rate, soft_cap, dtype):
     check(name, dtype, dims, axes, bias_dtype or dtype, rate, soft_cap)
 
 
+def packed_case(kind):
+    """Documents that begin at no multiple of 8, and as many keys as one."""
+    ids = {"odd": cases.ODD, "padding": cases.PADDED, "reappear": cases.BACK}.get(kind)
+    if ids is None:
+        return cases.Case(kind, "full blocks", packax.full, 131, 264, batch=3, heads=4, kv_heads=2)
+    expression = packax.documents(ids[:400])
+    if kind != "padding":
+        expression = packax.causal() & expression
+    return cases.Case(kind, "packed", lambda: expression, 400, 400, batch=2, heads=4, kv_heads=2)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (24, 40)], ids=str)
+@pytest.mark.parametrize(
+    "kind,axes",
+    [("odd", (0, 1, 1)), ("padding", (1, 0, 1)), ("reappear", (1, 1, 0)), ("full", (0, 1, 1))],
+)
+def test_a_bias_alone(kind, axes, dims, dtype):
+    """Nothing else that changes scores, and a scale that is a number: Hopper has kernels for it."""
+    case = packed_case(kind)
+    arrays, dout, dlse = score_checks.arrays_of(case, dtype, dims)
+    sizes = (case.batch, case.heads, case.q_len)
+    own = tuple(n if has else 1 for n, has in zip(sizes, axes, strict=True))
+    rng = np.random.default_rng(1)
+    arrays["bias"] = jnp.asarray(rng.standard_normal((*own, case.kv_len)), dtype)
+    scale = float(arrays.pop("scale"))
+    mask = packax.create_attention_mask(case.expression(), q_len=case.q_len, kv_len=case.kv_len)
+
+    def attention(arrays):
+        tensors = [arrays[x] for x in ("query", "key", "value")]
+        return packax.flash_attention(
+            *tensors, mask, scale=scale, bias=arrays["bias"], return_lse=True,
+            implementation="cuda",
+        )  # fmt: skip
+
+    got = jax.jit(lambda arrays: score_oracle.run(attention, arrays, dout, dlse))(arrays)
+    others = {"scale": jnp.float32(scale)}
+    true, plain, _ = score_oracle.true_and_plain(arrays | others, case.allowed(), dout, dlse)
+    for results in (true, plain):
+        del results.gradients["scale"]
+    score_oracle.check(got, true, plain)
+
+
 @pytest.mark.parametrize("precision", ["highest", "tensorfloat32"])
 @pytest.mark.parametrize("axes,rate", [((0, 1, 1), 0.0), ((1, 0, 1), 0.2), (None, 0.4)])
 def test_float32(axes, rate, precision):

@@ -22,7 +22,7 @@ def forward_call(**changes):
     names += ["q_blocks", "q_order", "q_order_192"]
     operands = dict(zip(names, mask.operands(), strict=False))
     operands = {"query": x.query, "key": x.key, "value": x.value, **operands}
-    operands |= {name: jnp.zeros(0) for name in call_names("forward") if name not in operands}
+    operands |= {name: jnp.zeros(0) for name in call_names("forward", 1) if name not in operands}
     numbers = ("q_block", "kv_block", "bias_of_indices", "float32_products", "first_head", "heads")
     attributes = {
         "scale": np.float32(0.1),

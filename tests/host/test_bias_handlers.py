@@ -7,11 +7,18 @@ import struct
 from math import ceil
 
 import pytest
-from cpp.bias_calls import ALL_AXES, THRESHOLD, backward_bias, bias_of, forward_bias
+from cpp.bias_calls import (
+    ALL_AXES,
+    THRESHOLD,
+    backward_bias,
+    bias_alone,
+    bias_of,
+    forward_bias,
+)
 from cpp.call_frame import INITIALIZE
 from cpp.calls import MAP, Array, Sizes, of_head_group
 from cpp.launches import attention, expect_launches, kernels_of
-from cpp.machine import KERNELS, needs_compiler, needs_extension
+from cpp.machine import KERNELS, make_machine, needs_compiler, needs_extension
 
 pytest_plugins = ("cpp.fixtures",)
 pytestmark = [needs_extension, needs_compiler]
@@ -36,19 +43,35 @@ def scalars_of(s, dims, kind=2, axes=ALL_AXES, threshold=THRESHOLD, rows_batch=1
     }  # fmt: skip
 
 
-def grids_of(s, direction, axes=ALL_AXES):
+@pytest.fixture
+def hopper(tmp_path, driver):
+    """A machine with the kernels for a bias alone."""
+    return make_machine(
+        tmp_path,
+        driver,
+        choose=lambda m: m.ext.find(
+            "forward_bias_alone", m.variant["cc"], m.variant["dtype"], 64, 64
+        ),
+    )
+
+
+def grids_of(s, direction, axes=ALL_AXES, suffix=""):
     def rows(m):
         return [s.heads * s.batch * ceil(s.q_len / 128) * (128 // m)]
 
     if direction == "forward":
-        return {"forward_bias": rows}
+        return {f"forward_bias{suffix}": rows}
     own = (n if axes >> bit & 1 else 1 for bit, n in enumerate((s.batch, s.heads, s.q_len)))
     batch, heads, of_rows = own
     return {
         "backward_delta_fallback": lambda r: [ceil(s.q_len / r) * s.heads * s.batch],
-        "backward_dkdv_bias": lambda n: [s.kv_heads * s.batch * ceil(s.kv_len / 128) * (128 // n)],
-        "backward_dq_bias": rows,
-        "backward_dbias": lambda b: [batch * heads * ceil(of_rows / b) * ceil(s.kv_len / b)],
+        f"backward_dkdv_bias{suffix}": lambda n: [
+            s.kv_heads * s.batch * ceil(s.kv_len / 128) * (128 // n)
+        ],
+        f"backward_dq_bias{suffix}": rows,
+        f"backward_dbias{suffix}": lambda b: [
+            batch * heads * ceil(of_rows / b) * ceil(s.kv_len / b)
+        ],
     }
 
 
@@ -72,6 +95,58 @@ def test_a_bias_of_the_querys_dtype(machine, direction):
     call = MAKE[direction](machine, s, dims, dtype=dtype, threshold=1 << 31)
     scalars = scalars_of(s, dims, 1, threshold=1 << 31)
     expect_launches(machine, call, scalars, grids_of(s, direction))
+
+
+@pytest.mark.parametrize("direction", MAKE)
+@pytest.mark.parametrize("axes", [0, 3, 7])
+def test_a_bias_alone_on_hopper(hopper, direction, axes):
+    s, dims = Sizes(kv_len=704), (32, 24)
+    hopper.variant = hopper.variant | {"qk_dim": 64, "v_dim": 64}  # which serve these
+    call = bias_alone(direction, hopper, s, axes=axes)
+    scalars = {**attention(s, 0.125, 2, has_dlse=1), "bias_axes": axes, "qk_dim": dims[0],
+        "v_dim": dims[1]}  # fmt: skip
+    expect_launches(hopper, call, scalars, grids_of(s, direction, axes, "_alone"))
+
+
+@pytest.mark.parametrize("direction", MAKE)
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"dtype_of_bias": "float32"},
+        {"s": Sizes(kv_len=700)},
+        {"threshold": THRESHOLD},
+        {"has": (1, 0)},
+        {"has": (0, 1)},
+        {"soft_cap": 30.0},
+        {"blocks": MAP},
+    ],
+    ids=lambda more: next(iter(more)),
+)
+def test_a_bias_and_more_on_hopper(hopper, direction, more):
+    more = dict(more)
+    call = bias_alone(direction, hopper, more.pop("s", None), **more)
+    assert kernels_of(hopper, call) == KERNELS[f"{direction}_bias"]
+
+
+@pytest.mark.parametrize("direction", MAKE)
+def test_a_bias_alone_elsewhere(portable, direction):
+    assert kernels_of(portable, bias_alone(direction, portable)) == KERNELS[f"{direction}_bias"]
+
+
+def test_results_that_a_bias_alone_does_not_give(hopper):
+    call = bias_alone("forward", hopper, needs_row_max=1)
+    assert kernels_of(hopper, call) == ["forward_bias"]
+    call = bias_alone("backward", hopper, score_grads=1)
+    assert kernels_of(hopper, call) == KERNELS["backward_bias"]
+
+
+@pytest.mark.parametrize("needs_grad,dbias", [(1, 0), (2, 0), (0, 1)])
+def test_some_gradients_of_a_bias_alone(hopper, needs_grad, dbias):
+    call = bias_alone("backward", hopper, needs_grad=needs_grad, dbias=dbias)
+    delta, *others = KERNELS["backward_bias_alone"]
+    asked = needs_grad & 2, needs_grad & 1, dbias
+    expected = [delta, *(k for k, there in zip(others, asked, strict=True) if there)]
+    assert kernels_of(hopper, call) == expected
 
 
 @pytest.mark.parametrize("direction", MAKE)

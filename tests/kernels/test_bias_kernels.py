@@ -10,11 +10,12 @@ from __future__ import annotations
 import bias_interpreter as kernels
 import jax
 import numpy as np
+import packax
 import philox
 import pytest
 import score_oracle
 import triton_interpreter as interpreter
-from kernel_masks import ATTENTION, mask_of
+from kernel_masks import ATTENTION, mask_of, packed
 
 KEY = jax.random.key(7)
 TILES = (64, 64), ((32, 64), (64, 32), 64)
@@ -91,3 +92,46 @@ def test_they_equal_the_oracle(case, shape, dtype, rate, soft_cap, tiles):
         np.testing.assert_allclose(
             got.astype(np.float32), true.gradients[name], err_msg=name, **{**close, **more}
         )
+
+
+IDS = np.stack([packed(37, 66, 1, -20, 60, 16), packed(101, 3, 96)])
+BOTH_WAYS = packax.documents(IDS)
+
+
+@pytest.mark.parametrize(
+    "expression,q_len,shape,stages",
+    [
+        (packax.causal() & BOTH_WAYS, 200, (0, 1, 1), 2),
+        (BOTH_WAYS, 200, (1, 0, 1), 1),
+        (packax.full(), 131, (0, 1, 1), 2),
+        (packax.causal() & packax.documents(IDS[:1]), 200, (1, 1, 0), 2),
+    ],
+    ids=("packed", "both ways", "full blocks", "one row for all"),
+)
+def test_those_with_a_bias_alone_equal_the_oracle(expression, q_len, shape, stages):
+    """Of documents that begin at no multiple of 8, which is what they read at once."""
+    kv_len, heads, kv_heads, dims = 200, 4, 2, (24, 16)
+    attends = np.asarray(expression.as_array(q_len, kv_len))
+    attends = np.broadcast_to(attends, (2, q_len, kv_len))
+    mask = mask_of(expression, q_len, kv_len)
+    rng = np.random.default_rng(q_len + stages)
+    sizes = (2, heads, q_len, kv_len)
+
+    def draw(*sizes):
+        return rng.standard_normal(sizes).astype(np.float32)
+
+    query, key = draw(2, q_len, heads, dims[0]), draw(2, kv_len, kv_heads, dims[0])
+    value, dout = draw(2, kv_len, kv_heads, dims[1]), draw(2, q_len, heads, dims[1])
+    added = added_of(shape, np.float32, 0, sizes, rng)
+    scale = -(dims[0] ** -0.5)  # a kernel must not take the largest score for the largest logit
+    extras = interpreter.Extras(mask, scale, 0.0)
+    tiles = (64, 32), (64, 32), (32, 64), 64
+    found = kernels.alone(query, key, value, dout, mask, extras, added, tiles, (32, 16), stages)
+    arrays = {"query": query, "key": key, "value": value, "scale": np.float32(scale)}
+    arrays["bias"] = added.bias
+    true, _, _ = score_oracle.true_and_plain(
+        arrays, attends[:, None], dout, np.zeros((2, heads, q_len), np.float32)
+    )
+    expected = {"out": true.out, "lse": true.lse, **true.gradients}
+    for name, got in found.items():
+        np.testing.assert_allclose(got, expected[name], err_msg=name, atol=1e-4, rtol=2e-5)

@@ -258,7 +258,7 @@ def test_a_kind_of_ones_own():
         (ValueError, lambda: packax.sliding_window(1, 2**31), "right must be an integer from 0"),
         (ValueError, lambda: packax.sliding_window(1.5), "left must be an integer, but is 1.5"),
         (ValueError, lambda: packax.chunked(0), "size must be an integer from 1"),
-        (ValueError, lambda: packax.chunked(None), "size must be an integer from 1"),
+        (ValueError, lambda: packax.chunked(None), "size must be an integer, but is None"),
         (ValueError, lambda: packax.causal(0.5), "offset must be integers, but has dtype float64"),
         (ValueError, lambda: packax.causal(2**40), "offset must fit int32"),
         (ValueError, lambda: packax.documents([["a.txt", "b.txt"]]),

@@ -37,7 +37,12 @@ ALL = list(table.variants())
 DECODE = ["decode", "decode_tall", "decode_combine"]
 PLAIN = ["forward", "backward_delta", "backward_dkdv", "backward_dq"]
 GENERAL = [f"{kernel}_fallback" for kernel in PLAIN]
-BIAS = ["forward_bias", "backward_dkdv_bias", "backward_dq_bias", "backward_dbias"]
+DBIAS = ["backward_dbias", "backward_dbias_alone"]
+BIAS = [
+    *("forward_bias", "backward_dkdv_bias", "backward_dq_bias"),
+    *("forward_bias_alone", "backward_dkdv_bias_alone", "backward_dq_bias_alone"),
+    *DBIAS,
+]
 FORWARDS = [
     *("forward_sm90", "forward_sm90_soft_cap", "forward_sm90_low_occupancy"),
     *("forward_sm90_alibi", "forward_sm90_block_lists"),

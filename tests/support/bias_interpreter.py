@@ -46,6 +46,64 @@ def _call(mask: Any, extras: Any, added: Added, tensors: Any, *flags: int) -> tu
     )  # fmt: skip
 
 
+def _alone(mask: Any, extras: Any, added: Added, tensors: Any) -> tuple[Any, ...]:
+    """The same for the kernels with a bias alone."""
+    segment_check, *rest = interpreter.fallback_sizes(mask, extras, *tensors)
+    axes = added.numbers()[1]
+    return added.bias, extras.scale, segment_check, axes, *rest[:2], *rest[-6:]
+
+
+def alone(
+    query, key, value, dout, mask, extras, added: Added, tiles, dims, stages
+) -> dict[str, np.ndarray]:
+    """Both passes by the kernels with a bias alone; `tiles`: of the forward, of dK and dV, of dQ,
+    and the side of that of dbias."""
+    batch, q_len, heads, _ = query.shape
+    kv_len, kv_heads = key.shape[1:3]
+    tensors = (query, key, value)
+    out = guarded((batch, q_len, heads, value.shape[3]), query.dtype)
+    lse, delta = (guarded((batch, heads, q_len), np.float32) for _ in range(2))
+    dq, dk, dv, dbias = (guarded(x.shape, x.dtype) for x in (*tensors, added.bias))
+    own = _alone(mask, extras, added, tensors)
+
+    def constants(rows: int, keys: int) -> dict[str, int]:
+        return {
+            "QK_DIM": dims[0], "V_DIM": dims[1], "BLOCK_M": rows, "BLOCK_N": keys,
+            "STAGES": stages, "FLOAT32_PRODUCTS": 1,
+        }  # fmt: skip
+
+    def rows_grid(rows: int) -> tuple[int]:
+        return (batch * heads * ceil(q_len, 128) * (128 // rows),)
+
+    launch(
+        "forward_bias_alone", rows_grid(tiles[0][0]), *tensors, out, lse, *mask.rows,
+        mask.q_blocks, mask.q_order, *own, **constants(*tiles[0]),
+    )  # fmt: skip
+    launch(
+        "backward_delta_fallback", (ceil(q_len, 32) * heads * batch,), out, dout, lse, delta,
+        mask.lo, mask.hi, 0, batch, mask.batch, q_len, heads, value.shape[3], V_DIM=dims[1],
+        ROWS=32,
+    )  # fmt: skip
+    of_backward = (*tensors, dout, lse, delta)
+    keys = tiles[1][1]
+    launch(
+        "backward_dkdv_bias_alone", (kv_heads * batch * ceil(kv_len, 128) * (128 // keys),),
+        *of_backward, dk, dv, *mask.rows, mask.q_blocks, mask.kv_blocks, mask.kv_order, *own,
+        **constants(*tiles[1]),
+    )  # fmt: skip
+    launch(
+        "backward_dq_bias_alone", rows_grid(tiles[2][0]), *of_backward, dq, *mask.rows,
+        mask.q_blocks, mask.q_order, *own, **constants(*tiles[2]),
+    )  # fmt: skip
+    side, sizes = tiles[3], dbias.shape
+    launch(
+        "backward_dbias_alone",
+        (sizes[0] * sizes[1] * ceil(sizes[2], side) * ceil(kv_len, side),), *of_backward, dbias,
+        *mask.rows, mask.q_blocks, *own, **constants(side, side),
+    )  # fmt: skip
+    return {"out": out, "lse": lse, "query": dq, "key": dk, "value": dv, "bias": dbias}
+
+
 def forward(query, key, value, mask, extras, added: Added, tile, dims) -> tuple[np.ndarray, ...]:
     """out, lse and row_max; `dims`: those that the kernel is compiled for."""
     batch, q_len, heads, _ = query.shape

@@ -6,6 +6,7 @@ from docs/internals/kernels.md, as the C++ launcher's is.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import os
@@ -70,10 +71,14 @@ def _patch_once_a_launch() -> set[tuple[str, ...]]:
     patched: set[tuple[str, ...]] = set()
     patch = interpreter._patch_lang
 
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @functools.cache
+    def modules_of(fn: Any) -> tuple[str, ...]:
         language = [interpreter.tl, interpreter.tl.core]
-        seen = [x for x in self.fn.__globals__.values() if inspect.ismodule(x)]
-        modules = tuple(x.__name__ for x in language if x in seen)
+        seen = [x for x in fn.__globals__.values() if inspect.ismodule(x)]
+        return tuple(x.__name__ for x in language if x in seen)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        modules = modules_of(self.fn)
         if modules not in patched:
             patch(self.fn)
             patched.add(modules)
@@ -84,6 +89,20 @@ def _patch_once_a_launch() -> set[tuple[str, ...]]:
 
 
 _patched = _patch_once_a_launch()
+
+
+def _keep_numpy_dtypes() -> None:
+    """Triton makes a table of numpy's dtypes at every load: once for each dtype is enough."""
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    of_scalar = functools.cache(interpreter._get_np_dtype)
+
+    def of_any(kind: Any) -> np.dtype:
+        return np.dtype(np.uint64) if kind.scalar.is_ptr() else of_scalar(kind.scalar)
+
+    interpreter._get_np_dtype = of_any
+
+
+_keep_numpy_dtypes()
 
 
 class Tensor:

@@ -1,8 +1,8 @@
 """Settings of XLA for the whole suite, made before jax is imported; processes of tests take them.
 
 Eight CPU devices for the sharding tests. Most of the suite's time is compiling for the CPU, so that
-is made cheap: XLA's older code generator, and few optimisations of LLVM. What XLA does by default
-is what `python -m packax demo`, `.ci/matrix` and the benchmarks run.
+is made cheap: XLA's older code generator, one LLVM module a program, and few optimisations of LLVM.
+What XLA does by default is what `python -m packax demo`, `.ci/matrix` and the benchmarks run.
 """
 
 from __future__ import annotations
@@ -30,9 +30,16 @@ def known(flag: str) -> bool:
 
 
 flags = [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8"]
-if "xla_cpu_use_fusion_emitters" not in flags[0] and known("xla_cpu_use_fusion_emitters"):
-    flags.append("--xla_cpu_use_fusion_emitters=false")
+# One LLVM module a program: cutting it into 32 costs more than compiling these small ones.
+CHEAP = {"xla_cpu_use_fusion_emitters": "false", "xla_cpu_parallel_codegen_split_count": "1"}
+flags += [f"--{f}={value}" for f, value in CHEAP.items() if f not in flags[0] and known(f)]
 os.environ["XLA_FLAGS"] = " ".join(flags).strip()
+
+
+def of_devices(number: int) -> str:
+    """XLA_FLAGS of a process with so many CPU devices, as cheap: of a flag the last one counts."""
+    return f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={number}"
+
 
 if not os.path.exists("/dev/nvidiactl"):  # on a GPU, programs are as users have them
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")

@@ -48,21 +48,37 @@ def as_float32(pointer):
 
 
 @triton.jit
-def add_bias(
-    logit, bias, head, first_row, first_key, ROWS: tl.constexpr, KEYS: tl.constexpr,
+def bias_tile(
+    bias, head, first_row, first_key, ROWS: tl.constexpr, KEYS: tl.constexpr,
     ROW_AXIS: tl.constexpr,
 ):  # fmt: skip
-    """`logit`, in base 2, with the bias added where there is one: rows x keys (ROW_AXIS 0) or keys
-    x rows (ROW_AXIS 1). Offsets in a tile have 32 bits: C++ refuses rows of more keys."""
-    if bias.kind != NONE:
+    """What is added to a tile of logits in base 2: rows x keys (ROW_AXIS 0) or keys x rows
+    (ROW_AXIS 1); 0 where there is no bias, None in kernels that never have one.
+
+    It is read before the scores are made, which takes time that the read needs. Offsets in a tile
+    have 32 bits: C++ refuses rows of more keys.
+    """
+    if bias.array is None:
+        x = None
+    else:
         rows = tl.expand_dims(tl.arange(0, ROWS), 1 - ROW_AXIS)
         keys = tl.expand_dims(tl.arange(0, KEYS), ROW_AXIS)
-        there = (rows < bias.q_len - first_row) & (keys < bias.kv_len - first_key)
         first = bias.first + head * bias.head_step + first_row * bias.row_step + first_key
-        at = rows * bias.row_step.to(tl.int32) + keys
-        if bias.kind == FLOAT32:
-            x = tl.load(as_float32(bias.array) + first + at, mask=there, other=0.0)
+        step = bias.row_step.to(tl.int32)
+        left = bias.kv_len - first_key
+        there = rows < bias.q_len - first_row
+        if bias.kind is None:  # 16 bytes at once: the compiler sees that all are multiples of 8
+            at = bias.array + first // 8 * 8 + (rows * (step // 8 * 8) + keys)
+            x = tl.load(at, mask=there & (keys < left // 8 * 8), other=0.0).to(tl.float32)
         else:
-            x = tl.load(bias.array + first + at, mask=there, other=0.0).to(tl.float32)
-        logit += x * LOG2E
-    return logit
+            shape: tl.constexpr = [ROWS, KEYS] if ROW_AXIS == 0 else [KEYS, ROWS]
+            x = tl.zeros(shape, tl.float32)
+            if bias.kind != NONE:
+                at = rows * step + keys
+                inside = there & (keys < left)
+                if bias.kind == FLOAT32:
+                    x = tl.load(as_float32(bias.array) + first + at, mask=inside, other=0.0)
+                else:
+                    x = tl.load(bias.array + first + at, mask=inside, other=0.0).to(tl.float32)
+        x *= LOG2E
+    return x

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
-from portable.bias import add_bias, bias_of
+from portable.bias import bias_of, bias_tile
 from portable.block_lists import BlockMask, keep_in_block_mask, mask_of_head
 from portable.dropout import dropout_of, negative_where_dropped
 from portable.kv_ranges import (
@@ -121,9 +121,10 @@ def dkdv_step(
     k, v = kv
     mods, bias, dropout = scoring.mods, scoring.bias, scoring.dropout
     KEYS: tl.constexpr = keys.shape[0]
+    added = bias_tile(bias, head, first_row, first_key, rows.shape[0], KEYS, 1)
     capped, x = logits(dot(k, tl.trans(q), None, FLOAT32_PRODUCTS), far, slope2, mods)
-    if bias.array is not None:
-        x = add_bias(x, bias, head, first_row, first_key, rows.shape[0], KEYS, 1)
+    if added is not None:
+        x += added
     p = tl.exp2(x - lse2[None, :])
     if MASKED:
         p = tl.where(inside, p, 0.0)
@@ -170,7 +171,7 @@ def dkdv_of_heads(
     """`members` query heads from the `first_head`-th of the group on, whose walk this is."""
     cols = tl.arange(0, BLOCK_M)
     mods, slopes, bias_pos, kv_at = scoring.mods, scoring.slopes, scoring.bias_pos, scoring.kv_at
-    if scoring.bias.array is not None:
+    if scoring.bias.array is not None and STAGES == 1:
         walk = in_one_loop(walk)
     partial = partial_steps(walk)
     for i in tl.range(0, members * partial, num_stages=1):
@@ -210,7 +211,7 @@ def dkdv_of_heads(
             dk, dv, kv, q, do, lse2, dlt, inside, far, slope2, scoring, group_head + g, rows,
             first_row, keys, first_key, True, FLOAT32_PRODUCTS,
         )  # fmt: skip
-    if scoring.bias.array is None:
+    if scoring.bias.array is None or STAGES > 1:
         full = full_steps(walk)
         if walk.listed is not None:
             place = full_place(walk, mask, 0, walk.start + walk.full_begin * BLOCK_M, BLOCK_M)
@@ -226,11 +227,12 @@ def dkdv_of_heads(
             lse2 = tl.load(stat_at(operands.first_lse, operands, g, place, walk)) * LOG2E
             dlt = tl.load(stat_at(operands.first_delta, operands, g, place, walk))
             slope2 = slope_of(slopes, mods.bias_batch, b, heads, group_head + g)
-            rows = walk.origin + place * walk.unit + cols
+            first_row = walk.origin + place * walk.unit
+            rows = first_row + cols
             far = distances(kv_at, load_positions(bias_pos.q, bias_pos.q_count, rows))
             dk, dv = dkdv_step(
                 dk, dv, kv, q, do, lse2, dlt, None, far, slope2, scoring, group_head + g, rows,
-                None, keys, first_key, False, FLOAT32_PRODUCTS,
+                first_row, keys, first_key, False, FLOAT32_PRODUCTS,
             )  # fmt: skip
             if walk.listed is not None:
                 step = (i + 1) % full

@@ -10,7 +10,7 @@ run. Scores are made a third time, since neither other kernel meets all that a t
 
 import triton
 import triton.language as tl
-from portable.bias import FLOAT32, add_bias, as_float32, bias_of
+from portable.bias import FLOAT32, as_float32, bias_of, bias_tile
 from portable.block_lists import BlockMask, keep_in_block_mask, mask_of_head
 from portable.dropout import drop, dropout_of
 from portable.kv_ranges import columns, keep, key_range, load_rows, segments_of, size_of
@@ -36,7 +36,7 @@ def backward_dbias(
     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, FLOAT32_PRODUCTS: tl.constexpr,
 ):  # fmt: skip
-    """Rows that attend nothing, by their range or by lse -inf, are not read."""
+    """Rows that attend nothing, by their range or by lse -inf, add nothing."""
     group = heads // kv_heads
     has_batch, has_heads, has_rows = bias_axes & 1, bias_axes & 2, bias_axes & 4
     row_tiles = tl.cdiv(q_len, BLOCK_M)
@@ -78,31 +78,39 @@ def backward_dbias(
             q_blocks, mask_b, row, q_len, BLOCK_M
         )
         if (start < first_key + BLOCK_N) & (end > first_key):
+            # Nothing here is summed over rows or keys: what is read of those that attend nothing
+            # ends with them. So no load waits for another to say which.
             rows = row + local_rows
+            real = rows < q_len
             mask_row = mask_b.to(tl.int64) * q_len
-            lo = tl.load(q_lo + mask_row + rows, mask=rows < q_len, other=0)
-            hi = tl.load(q_hi + mask_row + rows, mask=rows < q_len, other=0)
+            lo = tl.load(q_lo + mask_row + rows, mask=real, other=0)
+            hi = tl.load(q_hi + mask_row + rows, mask=real, other=0)
             stat = (b.to(tl.int64) * heads + head) * q_len + rows
-            total = tl.load(lse + stat, mask=hi > lo, other=float("-inf"))
-            attended = total != float("-inf")
-            lse2 = tl.where(attended, total, 0.0) * LOG2E
-            dlt = tl.load(delta + stat, mask=attended, other=0.0)
+            total = tl.load(lse + stat, mask=real, other=float("-inf"))
+            dlt = tl.load(delta + stat, mask=real, other=0.0)
             first = (b.to(tl.int64) * q_len + row) * heads + head
             local = local_rows[:, None].to(tl.int64) * heads
             q = load_rows(
-                query + first * qk + local * qk + qk_dims[None, :], attended[:, None], qk_dim,
-                QK_DIM,
-            )  # fmt: skip
+                query + first * qk + local * qk + qk_dims[None, :], real[:, None], qk_dim, QK_DIM
+            )
             do = load_rows(
-                dout + first * v + local * v + v_dims[None, :], attended[:, None], v_dim, V_DIM
+                dout + first * v + local * v + v_dims[None, :], real[:, None], v_dim, V_DIM
             )
             kv_first = (b.to(tl.int64) * kv_len + first_key) * kv_heads + head // group
             kv_local = tl.arange(0, BLOCK_N)[:, None].to(tl.int64) * kv_heads
-            # keys past the end of the tile's range are not read: their values never meet this tile
-            read = (keys < end)[:, None]
             k = load_rows(
-                key + kv_first * qk + kv_local * qk + qk_dims[None, :], read, qk_dim, QK_DIM
-            )
+                key + kv_first * qk + kv_local * qk + qk_dims[None, :], present[:, None], qk_dim,
+                QK_DIM,
+            )  # fmt: skip
+            if bias_kind is None:
+                value_rows = load_rows(
+                    value + kv_first * v + kv_local * v + v_dims[None, :], present[:, None], v_dim,
+                    V_DIM,
+                )  # fmt: skip
+            attended = (hi > lo) & (total != float("-inf"))
+            lse2 = tl.where(attended, total, 0.0) * LOG2E
+            added = bias_of(bias, bias_kind, bias_axes, b, heads, q_len, kv_len)
+            added = bias_tile(added, head, row, first_key, BLOCK_M, BLOCK_N, 0)
             x = dot(q, tl.trans(k), None, FLOAT32_PRODUCTS)
             _scale, mods = score_mods_of(scale, scales, scales_batch, soft_cap, bias_batch, b)
             slope2 = slope_of(slopes, bias_batch, b, heads, head)
@@ -111,18 +119,21 @@ def backward_dbias(
                 load_positions(at.q, at.q_count, rows), load_positions(at.kv, at.kv_count, keys)
             )
             _capped, x = logits(x, far, slope2, mods)
-            added = bias_of(bias, bias_kind, bias_axes, b, heads, q_len, kv_len)
-            x = add_bias(x, added, head, row, first_key, BLOCK_M, BLOCK_N, 0)
+            x += added
             p = tl.exp2(x - lse2[:, None])
-            value_rows = load_rows(
-                value + kv_first * v + kv_local * v + v_dims[None, :], read, v_dim, V_DIM
-            )
+            if bias_kind is not None:  # later: float32 would spill
+                value_rows = load_rows(
+                    value + kv_first * v + kv_local * v + v_dims[None, :], present[:, None], v_dim,
+                    V_DIM,
+                )  # fmt: skip
             dp = dot(do, tl.trans(value_rows), None, FLOAT32_PRODUCTS)
             dropout = dropout_of(
                 dropout_streams, dropout_rows, dropout_threshold, dropout_rows_batch, inverse_keep,
                 b, heads, q_len,
             )  # fmt: skip
-            dp = drop(dp * inverse_keep, dropout, head, rows, first_key, BLOCK_N, 0)
+            if dropout_threshold is not None:
+                dp *= inverse_keep
+            dp = drop(dp, dropout, head, rows, first_key, BLOCK_N, 0)
             segments = segments_of(
                 q_ids, kv_ids, q_pos, kv_pos, segment_check, mask_b, q_len, kv_len
             )
@@ -133,18 +144,21 @@ def backward_dbias(
             acc += tl.where(inside, p * (dp - dlt[:, None]), 0.0)
 
     own = (own_batch.to(tl.int64) * own_heads + own_head) * tl.where(has_rows != 0, q_len, 1)
+    if bias_kind is None:  # the compiler sees that rows begin at 16 bytes
+        kv_len = kv_len // 8 * 8
+        present = keys < kv_len
     if has_rows != 0:
         rows = own_tile * BLOCK_M + local_rows
         offset = (own + rows.to(tl.int64))[:, None] * kv_len + keys[None, :]
         there = (rows < q_len)[:, None] & present[None, :]
-        if bias_kind == FLOAT32:
+        if bias_kind is not None and bias_kind == FLOAT32:
             tl.store(as_float32(dbias) + offset, acc, mask=there)
         else:
             tl.store(dbias + offset, acc.to(dbias.dtype.element_ty), mask=there)
     else:
         total = tl.sum(acc, 0)
         columns_of = own * kv_len + keys
-        if bias_kind == FLOAT32:
+        if bias_kind is not None and bias_kind == FLOAT32:
             tl.store(as_float32(dbias) + columns_of, total, mask=present)
         else:
             tl.store(dbias + columns_of, total.to(dbias.dtype.element_ty), mask=present)

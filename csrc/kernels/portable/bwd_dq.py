@@ -9,9 +9,9 @@ that they attend nothing (lse -inf) are not read.
 
 import triton
 import triton.language as tl
-from portable.bias import add_bias, bias_of
+from portable.bias import bias_of, bias_tile
 from portable.block_lists import BlockMask, keep_in_block_mask, mask_of_head
-from portable.dropout import aligned_start, drop, dropout_of
+from portable.dropout import drop, dropout_of
 from portable.kv_ranges import (
     columns,
     keep,
@@ -35,6 +35,7 @@ from portable.score_mods import (
     through_cap,
 )
 from portable.steps import (
+    aligned_start,
     full_place,
     in_one_loop,
     load_pair,
@@ -54,11 +55,12 @@ def dq_step(
 ):  # fmt: skip
     """One block of keys. `sums`: of every row, those of scale and of slope."""
     k, v = kv
-    s = dot(q, tl.trans(k), None, FLOAT32_PRODUCTS)
     BLOCK_N: tl.constexpr = cols.shape[0]
+    added = bias_tile(bias, head, first_row, first_key, rows.shape[0], BLOCK_N, 0)
+    s = dot(q, tl.trans(k), None, FLOAT32_PRODUCTS)
     capped, x = logits(s, far, slope2, mods)
-    if bias.array is not None:
-        x = add_bias(x, bias, head, first_row, first_key, rows.shape[0], BLOCK_N, 0)
+    if added is not None:
+        x += added
     p = tl.exp2(x - lse2[:, None])
     dp = dot(do, tl.trans(v), None, FLOAT32_PRODUCTS)
     if dropout.threshold is not None:
@@ -99,7 +101,7 @@ def backward_dq(
     if row >= q_len:
         return
     start, end, full_lo, full_hi, segment_checked = key_range(q_blocks, mask_b, row, q_len, BLOCK_M)
-    start = aligned_start(start, dropout_threshold)
+    start = aligned_start(start, dropout_threshold, bias, bias_kind)
     steps, full_begin, full_end = split(start, end, full_lo, full_hi, BLOCK_N)
     mask = BlockMask(
         block_mask, q_block_lists, block_mask_batch, block_mask_heads, q_block, kv_block, q_len,
@@ -111,7 +113,7 @@ def backward_dq(
         tl.cdiv(kv_len, 64), BLOCK_N,
     )  # fmt: skip
 
-    if bias is not None:
+    if bias is not None and STAGES == 1:
         walk = in_one_loop(walk)
 
     rows = row + tl.arange(0, BLOCK_M)
@@ -175,14 +177,16 @@ def backward_dq(
             acc, sums, q, do, kv, lse2, dlt, inside, far, slope2, mods, added, dropout, head, rows,
             row, first_key, cols, has_score_grads, True, FLOAT32_PRODUCTS,
         )  # fmt: skip
-    if bias is None and walk.listed is None:
-        for place in tl.range(full_begin, full_end, num_stages=STAGES):
-            kv = load_pair(pair, place, None, QK_DIM, V_DIM)
-            acc, sums = dq_step(
-                acc, sums, q, do, kv, lse2, dlt, None, None, slope2, mods, added, dropout, head,
-                rows, row, place, cols, has_score_grads, False, FLOAT32_PRODUCTS,
-            )  # fmt: skip
-    elif bias is None:
+    if walk.listed is None:
+        if bias is None or STAGES > 1:
+            for place in tl.range(full_begin, full_end, num_stages=STAGES):
+                first_key = walk.origin + place * walk.unit
+                kv = load_pair(pair, place, None, QK_DIM, V_DIM)
+                acc, sums = dq_step(
+                    acc, sums, q, do, kv, lse2, dlt, None, None, slope2, mods, added, dropout, head,
+                    rows, row, first_key, cols, has_score_grads, False, FLOAT32_PRODUCTS,
+                )  # fmt: skip
+    elif bias is None or STAGES > 1:
         place = full_place(walk, mask, 0, start + full_begin * BLOCK_N, BLOCK_N)
         for i in tl.range(0, walk.full, num_stages=STAGES):
             kv = load_pair(pair, place, None, QK_DIM, V_DIM)

@@ -39,15 +39,6 @@ def dropout_of(streams, row_numbers, threshold, rows_batch, inverse_keep, b, hea
 
 
 @triton.jit
-def aligned_start(start, threshold):
-    """The first key of a walk, such that four neighbours share a step."""
-    aligned = start
-    if threshold is not None:
-        aligned = tl.where(threshold != 0, start // 4 * 4, start)
-    return aligned
-
-
-@triton.jit
 def philox(c0, c1, c2, c3, k0, k1):
     """Four words of uint32, for four counters and two keys of uint32."""
     for _ in tl.static_range(10):

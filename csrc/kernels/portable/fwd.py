@@ -11,15 +11,15 @@ One function is all forward kernels of the table. `forward` has a positive scale
 (the caller moves a sign into the query); `forward_fallback` has all that changes scores
 (score_mods.py), block masks, any head dim up to a compiled one, and `row_max`, the largest logit of
 every row, unless the pointer is null; `forward_bias` has besides a bias that is an array (bias.py)
-and dropout (dropout.py), and one loop for all blocks. What a kernel has not is None
-(csrc/aot/tiles_fallback.py).
+and dropout (dropout.py), and one loop for all blocks where its row of the table has one stage. What
+a kernel has not is None (csrc/aot/tiles_fallback.py).
 """
 
 import triton
 import triton.language as tl
-from portable.bias import add_bias, bias_of
+from portable.bias import bias_of, bias_tile
 from portable.block_lists import BlockMask, keep_in_block_mask, mask_of_head
-from portable.dropout import aligned_start, drop, dropout_of
+from portable.dropout import drop, dropout_of
 from portable.kv_ranges import (
     columns,
     keep,
@@ -41,6 +41,7 @@ from portable.score_mods import (
     slope_of,
 )
 from portable.steps import (
+    aligned_start,
     full_place,
     in_one_loop,
     load_pair,
@@ -62,16 +63,18 @@ def attend(
     """One block of keys. kv: (N, Dqk) and (N, Dv); `inside` (M, N) where MASKED."""
     BLOCK_N: tl.constexpr = cols.shape[0]
     k, v = kv
+    added = bias_tile(bias, head, first_row, first_key, rows.shape[0], BLOCK_N, 0)
     x = dot(q, tl.trans(k), None, FLOAT32_PRODUCTS)
     factor = 1.0
-    if (
-        mods.scales is None and mods.cap2 is None and far is None
-    ):  # positive: the largest score has the largest logit
-        factor = mods.scale2
+    if mods.scales is None and mods.cap2 is None and far is None:
+        if added is None:  # positive: the largest score has the largest logit
+            factor = mods.scale2
+        else:
+            x = x * mods.scale2 + added
     else:
         _, x = logits(x, far, slope2, mods)
-        if bias.array is not None:
-            x = add_bias(x, bias, head, first_row, first_key, rows.shape[0], BLOCK_N, 0)
+        if added is not None:
+            x += added
     if MASKED:
         x = tl.where(inside, x, float("-inf"))
     m_new = tl.maximum(m, tl.max(x, 1) * factor)
@@ -106,7 +109,7 @@ def forward(
     if row >= q_len:
         return
     start, end, full_lo, full_hi, segment_checked = key_range(q_blocks, mask_b, row, q_len, BLOCK_M)
-    start = aligned_start(start, dropout_threshold)
+    start = aligned_start(start, dropout_threshold, bias, bias_kind)
     steps, full_begin, full_end = split(start, end, full_lo, full_hi, BLOCK_N)
     mask = BlockMask(
         block_mask, q_block_lists, block_mask_batch, block_mask_heads, q_block, kv_block, q_len,
@@ -118,7 +121,7 @@ def forward(
         tl.cdiv(kv_len, 64), BLOCK_N,
     )  # fmt: skip
 
-    if bias is not None:
+    if bias is not None and STAGES == 1:
         walk = in_one_loop(walk)
 
     rows = row + tl.arange(0, BLOCK_M)
@@ -171,14 +174,16 @@ def forward(
             acc, m, l, q, kv, inside, far, slope2, mods, added, dropout, head, rows, row,
             first_key, cols, True, FLOAT32_PRODUCTS,
         )  # fmt: skip
-    if bias is None and walk.listed is None:
-        for place in tl.range(full_begin, full_end, num_stages=STAGES):
-            kv = load_pair(pair, place, None, QK_DIM, V_DIM)
-            acc, m, l = attend(
-                acc, m, l, q, kv, None, None, None, mods, added, dropout, head, rows, row, place,
-                cols, False, FLOAT32_PRODUCTS,
-            )  # fmt: skip
-    elif bias is None:
+    if walk.listed is None:
+        if bias is None or STAGES > 1:
+            for place in tl.range(full_begin, full_end, num_stages=STAGES):
+                first_key = walk.origin + place * walk.unit
+                kv = load_pair(pair, place, None, QK_DIM, V_DIM)
+                acc, m, l = attend(
+                    acc, m, l, q, kv, None, None, None, mods, added, dropout, head, rows, row,
+                    first_key, cols, False, FLOAT32_PRODUCTS,
+                )  # fmt: skip
+    elif bias is None or STAGES > 1:
         place = full_place(walk, mask, 0, start + full_begin * BLOCK_N, BLOCK_N)
         for i in tl.range(0, walk.full, num_stages=STAGES):
             kv = load_pair(pair, place, None, QK_DIM, V_DIM)

@@ -63,9 +63,24 @@ def steps_of(
 
 
 @triton.jit
+def aligned_start(start, dropout_threshold, bias, bias_kind):
+    """The first key of a walk: four neighbours share their bits of dropout, and a kernel for a bias
+    of aligned rows reads eight of its elements at once."""
+    aligned = start
+    if dropout_threshold is not None:
+        aligned = tl.where(dropout_threshold != 0, start // 4 * 4, start)
+    elif bias is not None and bias_kind is None:
+        aligned = start // 8 * 8
+    return aligned
+
+
+@triton.jit
 def in_one_loop(walk):
-    """The walk of a kernel that may have a block mask, with all of its steps as partial ones."""
-    return Steps(walk.start, 0, 0, walk.steps + walk.full, 0, walk.listed, walk.origin, walk.unit)
+    """The same walk with all of its steps as partial ones."""
+    steps = walk.steps  # without lists that is all of them
+    if walk.listed is not None:
+        steps += walk.full
+    return Steps(walk.start, 0, 0, steps, 0, walk.listed, walk.origin, walk.unit)
 
 
 @triton.jit

@@ -72,6 +72,21 @@ POINTERS["backward_dbias"] = (
     f"query key value dout lse delta dbias {ROWS.removesuffix(' q_order')} block_mask scales "
     f"slopes q_bias_pos kv_bias_pos {ADDED}"
 )
+ALONE = ("forward_bias", "backward_dkdv_bias", "backward_dq_bias", "backward_dbias")
+OF_SCORES = [
+    "row_max",
+    "score_grads",
+    "block_mask",
+    "q_block_lists",
+    "kv_block_lists",
+    "scales",
+    "slopes",
+]
+OF_SCORES += ["q_bias_pos", "kv_bias_pos", "dropout_streams", "dropout_rows"]
+POINTERS |= {
+    f"{kernel}_alone": " ".join(x for x in POINTERS[kernel].split() if x not in OF_SCORES)
+    for kernel in ALONE
+}
 CAPPED = ("forward_sm90", "backward_sm90", "backward_dkdv_sm90", "backward_dq_sm90")
 POINTERS |= {f"{kernel}_soft_cap": POINTERS[kernel] for kernel in CAPPED}
 MAPPED = {
@@ -131,6 +146,11 @@ SCALARS |= {
         ("backward_dbias", ""),
     )
 }
+SCALARS |= {
+    f"{kernel}_alone": "scale:f segment_check bias_axes batch mask_batch q_len kv_len heads "
+    "kv_heads qk_dim v_dim"
+    for kernel in ALONE
+}
 SCALARS |= {f"{kernel}_soft_cap": ATTENTION.replace(" ", " soft_cap:f ", 1) for kernel in CAPPED}
 OF_A_MAP = "mask_batch block_mask_batch block_mask_heads q_block kv_block"
 SCALARS |= {f"{kernel}_block_lists": ATTENTION.replace("mask_batch", OF_A_MAP) for kernel in MAPPED}
@@ -189,6 +209,13 @@ KERNELS = {
         "backward_dkdv_bias",
         "backward_dq_bias",
         "backward_dbias",
+    ],
+    "forward_bias_alone": ["forward_bias_alone"],
+    "backward_bias_alone": [
+        "backward_delta_fallback",
+        "backward_dkdv_bias_alone",
+        "backward_dq_bias_alone",
+        "backward_dbias_alone",
     ],
     "documents": ["documents_init", "documents_runs", "documents_rows"],
     "blocks": ["blocks_rows", "blocks_keys", "blocks_order"],

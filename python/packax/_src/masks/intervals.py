@@ -252,7 +252,9 @@ def sliding_window(
            [1, 1, 0],
            [0, 1, 1]])
     """
-    return SlidingWindow(_size("left", left, 0), _size("right", right, 0), _offset(offset))
+    before = None if left is None else _size("left", left, 0)
+    after = None if right is None else _size("right", right, 0)
+    return SlidingWindow(before, after, _offset(offset))
 
 
 def chunked(size: int, *, offset: ArrayLike = 0) -> MaskExpression:
@@ -273,10 +275,7 @@ def chunked(size: int, *, offset: ArrayLike = 0) -> MaskExpression:
            [1, 1, 0, 0],
            [0, 0, 1, 1]])
     """
-    chunk = _size("size", size, 1)
-    if chunk is None:
-        raise ValueError("size must be an integer from 1 to 2147483647, but is None")
-    return Chunked(chunk, _offset(offset))
+    return Chunked(_size("size", size, 1), _offset(offset))
 
 
 def prefix(lengths: ArrayLike) -> MaskExpression:
@@ -308,9 +307,7 @@ def _offset(offset: ArrayLike) -> Any:
     return None if zero else array
 
 
-def _size(name: str, size: Any, least: int) -> int | None:
-    if size is None:
-        return None
+def _size(name: str, size: Any, least: int) -> int:
     if isinstance(size, jax.core.Tracer):
         raise ValueError(
             f"{name} must be an integer that is known when tracing, but is traced: make it static "
