@@ -95,7 +95,7 @@ def test_a_wide_kernel_has_a_file_of_its_own(recompiled) -> None:
         ("MULTIPLES", {}, set(table.KERNELS)),
         ("FLOATS", ("scale",), set(table.KERNELS)),
         ("SPILLS", table.SPILLS | {("forward_sm90", 128): 4096}, {"forward_sm90"}),
-        ("SERIALISED", ("backward_dkdv", "forward"), {"forward"}),
+        ("SERIALISED", (*table.SERIALISED, "forward"), {"forward"}),
     ],
 )  # fmt: skip
 def test_what_the_table_says_beside_a_variant_recompiles_it(monkeypatch, name, value, kernels):
