@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from packax._src.core.shapes import (
     BLOCK,
@@ -22,6 +23,7 @@ from packax._src.core.shapes import (
     fill_up,
     is_symbolic,
 )
+from packax._src.ops.xla_tiles import select, stack
 
 _THERE = "promise_in_bounds"  # of an index: no arithmetic for those that are not
 HASH_MULTIPLIER = 0x9E3779B1  # 2^32 divided by the golden ratio: spreads consecutive ids
@@ -66,9 +68,9 @@ def document_ranges(
     # Of the keys in a slot: the first one, the end of the run that it begins, the end of the last
     # run. All by minima, so that one scatter writes all tables, and one gather reads them.
     columns = [
-        jnp.where(real, index, INT_MAX),
-        jnp.where(ends, index + 1, INT_MAX),
-        jnp.where(real, -1 - index, 0),
+        select(real, index, INT_MAX),
+        select(ends, lax.add(index, 1), INT_MAX),
+        select(real, lax.bitwise_not(index), 0),  # -1 - index
     ]
     if compare_positions:
         falls = jnp.concatenate([~one, (kv_pos[:, 1:] < kv_pos[:, :-1]) & ~change], axis=1) & real
@@ -78,17 +80,22 @@ def document_ranges(
     # Tables of all batch rows lie in one array: by a vmap, XLA would compile more small fusions.
     slots, bits, capacity = _table(kv_len)
     tables = jnp.broadcast_to(nothing, (batch * 2 * capacity, len(columns)))
-    updates = jnp.stack(columns, axis=2).reshape(1, -1, len(columns))
-    updates = jnp.tile(updates, (2, 1, 1)).reshape(-1, len(columns))
+    updates = stack([stack(columns, 2)] * 2, 0).reshape(-1, len(columns))
     tables = tables.at[_slots(kv_ids, slots, bits, capacity)].min(updates, mode=_THERE)
     found = tables.at[_slots(q_ids, slots, bits, capacity)].get(mode=_THERE)
     found = found.reshape(2, *q_ids.shape, len(columns))
-    (lo_a, lo_b), (end_a, end_b), (last_a, last_b), *rest = jnp.moveaxis(found, 3, 0)
-    lo, hi = jnp.maximum(lo_a, lo_b), -jnp.maximum(last_a, last_b)
+    found = lax.transpose(found, (3, 0, 1, 2))
+    (lo_a, lo_b), (end_a, end_b), (last_a, last_b), *rest = (
+        [lax.squeeze(lax.slice(found, (n, of, 0, 0), (n + 1, of + 1, *found.shape[2:])), (0, 1))
+         for of in (0, 1)]
+        for n in range(len(columns))
+    )  # fmt: skip
+    lo, hi = lax.max(lo_a, lo_b), lax.neg(lax.max(last_a, last_b))
 
-    one_run = _of_keys(kv_ids, lo) == q_ids  # lo is INT_MAX where there is no run: ends empty
-    one_run &= jnp.where(lo_a >= lo_b, end_a, end_b) == hi
-    segment_checked = ~one_run
+    # lo is INT_MAX where there is no run: ends empty
+    of_lo = lax.eq(_of_keys(kv_ids, lo), q_ids)
+    end = lax.select(lax.ge(lo_a, lo_b), end_a, end_b)
+    segment_checked = lax.bitwise_not(lax.bitwise_and(of_lo, lax.eq(end, hi)))
     if compare_positions:
         segment_checked |= rest[0][0] != 0
         upper = q_pos if compare_positions == 1 else q_pos[:, 0]
@@ -97,13 +104,9 @@ def document_ranges(
         first = _first(jnp.greater_equal, kv_pos, q_pos[:, 1], lo, hi)
         lo = jnp.where(segment_checked, lo, first)
 
-    empty = (q_ids == PADDING_SEGMENT_ID) | (lo >= hi)
-    zero = jnp.zeros_like(lo)
-    return (
-        jnp.where(empty, zero, lo),
-        jnp.where(empty, zero, hi),
-        jnp.where(empty, zero, segment_checked.astype(jnp.int32)),
-    )
+    some = lax.bitwise_and(lax.ne(q_ids, PADDING_SEGMENT_ID), lax.lt(lo, hi))
+    checked = lax.convert_element_type(segment_checked, np.int32)
+    return select(some, lo, 0), select(some, hi, 0), select(some, checked, 0)
 
 
 def _slots(ids, slots, bits, capacity):
