@@ -114,7 +114,7 @@ def forward(
     row_sums = lax.full((steps, *shape), 0, real)
     results = lax.full((steps, *shape, value.shape[-1]), 0, real), row_sums, row_sums
     acc, total, row_max = _loop(np.uint32(0), lambda: sized(steps), one_tile, results)
-    some = lax.ne(total, 0.0)
+    some = lax.ne(total, real.type(0))
     total = select(some, total, 1)
     lse = select(some, lax.add(row_max, lax.log(total)), -jnp.inf)
     row_max = select(some, row_max, -jnp.inf)
@@ -167,7 +167,7 @@ def backward(
 
     # A row that attends nothing and its cotangents are ignored, whatever they hold.
     lse = lse.transpose(0, 2, 1).astype(real)
-    some = lax.broadcast_in_dim(lax.ne(lse, -jnp.inf), out.shape, (0, 1, 2))
+    some = lax.broadcast_in_dim(lax.ne(lse, real.type(-np.inf)), out.shape, (0, 1, 2))
     products = select(some, lax.mul(out.astype(real), dout.astype(real)), 0)
     delta = lax.reduce_sum(products, (3,))
     if dlse is not None:
@@ -176,7 +176,7 @@ def backward(
 
     def one_tile(step, state):
         sums = row_tile(sums_of_rows, step)
-        some = lax.ne(lax.slice_in_dim(sums, 0, 1, axis=2), -jnp.inf)
+        some = lax.ne(lax.slice_in_dim(sums, 0, 1, axis=2), real.type(-np.inf))
         q_tile, do_tile = (
             select(lax.broadcast_in_dim(some, x.shape, (0, 1, 2)), x, 0)
             for x in (row_tile(x, step).astype(real) for x in (queries, douts))

@@ -112,7 +112,7 @@ def document_ranges(
         first = _first(jnp.greater_equal, kv_pos, q_pos[:, 1], lo, hi)
         lo = jnp.where(segment_checked, lo, first)
 
-    some = lax.bitwise_and(lax.ne(q_ids, PADDING_SEGMENT_ID), lax.lt(lo, hi))
+    some = lax.bitwise_and(lax.ne(q_ids, np.int32(PADDING_SEGMENT_ID)), lax.lt(lo, hi))
     checked = lax.convert_element_type(segment_checked, np.int32)
     return select(some, lo, 0), select(some, hi, 0), select(some, checked, 0)
 
