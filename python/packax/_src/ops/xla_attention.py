@@ -41,7 +41,9 @@ from packax._src.ops.xla_tiles import (
     row_integers,
     row_tile,
     rows_together,
+    select,
     sized,
+    stack,
     tiles_of,
 )
 
@@ -77,48 +79,52 @@ def forward(
     steps = tiles.batch * tiles.row_tiles
     shape = (tiles.kv_heads, tiles.group * tiles.rows)
 
+    # Where a row has met no key yet, its maximum is the least number: -inf - -inf never is.
+    least = float(jnp.finfo(real).min)
+
     def one_tile(step, results):
         q_tile = row_tile(queries, step).astype(real)
         first, last_of, block_of = visits_of(step)
 
         def one_block(visit, state):
-            acc, sums = state
-            row_max, total = lax.stop_gradient(sums[0]), sums[1]
+            acc, total, row_max = state
             block = block_of(visit)
             s = dot(q_tile, key_block(keys, block).astype(real), 2, 2)
             s = _where(allowed_of(step, block), logits_of(s, step, block).logit, -jnp.inf, tiles)
             # Results do not depend on the shift, so it needs no tangent. That of a maximum asks
             # which scores equal it, and none may: the compiler rounds them anew (a multiply-add)
             # for that.
+            row_max = lax.stop_gradient(row_max)
             new_max = lax.max(row_max, lax.reduce_max(lax.stop_gradient(s), (2,)))
-            # A row that has met no key yet keeps -inf: shift by 0 so that -inf - -inf never is.
-            shift = jnp.where(new_max == -jnp.inf, 0, new_max)
-            p = jnp.exp(s - shift[..., None])
-            keep = jnp.exp(row_max - shift)
-            sums = jnp.stack([new_max, total * keep + lax.reduce_sum(p, (2,))])
+            p = lax.exp(lax.sub(s, lax.expand_dims(new_max, (2,))))
+            keep = lax.exp(lax.sub(row_max, new_max))
+            total = lax.add(lax.mul(total, keep), lax.reduce_sum(p, (2,)))
             if kept_of is not None:
-                p = jnp.where(kept_of(step, block), p, 0)
+                p = select(kept_of(step, block), p, 0)
             more = dot(p, key_block(values, block).astype(real), 2, 1)
-            return change(acc, step, lambda own: own * keep[None, ..., None] + more[None]), sums
+            keep, more = lax.expand_dims(keep, (0, 3)), lax.expand_dims(more, (0,))
+            acc = change(acc, step, lambda own: lax.add(lax.mul(own, keep), more))
+            return acc, total, new_max
 
-        acc, sums = results
-        start = jnp.stack([jnp.full(shape, -jnp.inf, real), jnp.zeros(shape, real)])
-        acc, own_sums = _loop(first, last_of, one_block, (acc, start))
-        return acc, put(sums, own_sums, step)
+        acc, total, row_max = results
+        start = acc, lax.full(shape, 0, real), lax.full(shape, least, real)
+        acc, own_total, own_max = _loop(first, last_of, one_block, start)
+        return acc, put(total, own_total, step), put(row_max, own_max, step)
 
-    results = (
-        jnp.zeros((steps, *shape, value.shape[-1]), real),
-        jnp.zeros((steps, 2, *shape), real),
-    )
-    acc, sums = _loop(jnp.uint32(0), lambda: sized(steps), one_tile, results)
-    row_max, total = sums[:, 0], sums[:, 1]
-    empty = total == 0
-    total = jnp.where(empty, 1, total)
-    lse = jnp.where(empty, -jnp.inf, row_max + jnp.log(total))
+    row_sums = lax.full((steps, *shape), 0, real)
+    results = lax.full((steps, *shape, value.shape[-1]), 0, real), row_sums, row_sums
+    acc, total, row_max = _loop(np.uint32(0), lambda: sized(steps), one_tile, results)
+    some = lax.ne(total, real.type(0))
+    total = select(some, total, 1)
+    lse = select(some, lax.add(row_max, lax.log(total)), -jnp.inf)
+    row_max = select(some, row_max, -jnp.inf)
     total = total if kept_of is None else total / inverse_keep(dropout_threshold)
-    out = rows_together(acc / total[..., None], tiles, query.shape[1])
+    out = rows_together(lax.div(acc, lax.expand_dims(total, (3,))), tiles, query.shape[1])
     lse, row_max = (
-        rows_together(x[..., None], tiles, query.shape[1])[..., 0].transpose(0, 2, 1)
+        lax.transpose(
+            lax.squeeze(rows_together(lax.expand_dims(x, (3,)), tiles, query.shape[1]), (3,)),
+            (0, 2, 1),
+        )
         for x in (lse, row_max)
     )
     return out.astype(query.dtype), lse, row_max
@@ -161,25 +167,27 @@ def backward(
 
     # A row that attends nothing and its cotangents are ignored, whatever they hold.
     lse = lse.transpose(0, 2, 1).astype(real)
-    products = jnp.where((lse == -jnp.inf)[..., None], 0, out.astype(real) * dout.astype(real))
+    some = lax.broadcast_in_dim(lax.ne(lse, real.type(-np.inf)), out.shape, (0, 1, 2))
+    products = select(some, lax.mul(out.astype(real), dout.astype(real)), 0)
     delta = lax.reduce_sum(products, (3,))
     if dlse is not None:
         delta = delta - dlse.transpose(0, 2, 1).astype(real)
-    sums_of_rows = cut_rows(jnp.stack([lse, delta], -1), tiles)
+    sums_of_rows = cut_rows(stack([lse, delta], 3), tiles)
 
     def one_tile(step, state):
         sums = row_tile(sums_of_rows, step)
+        some = lax.ne(lax.slice_in_dim(sums, 0, 1, axis=2), real.type(-np.inf))
         q_tile, do_tile = (
-            jnp.where(sums[..., :1] == -jnp.inf, 0, row_tile(x, step).astype(real))
-            for x in (queries, douts)
+            select(lax.broadcast_in_dim(some, x.shape, (0, 1, 2)), x, 0)
+            for x in (row_tile(x, step).astype(real) for x in (queries, douts))
         )
         first, last_of, block_of = visits_of(step)
 
         def one_block(visit, state):
             dq, parts, dk, dv, dbias = state
-            shift, delta = sums[..., :1], sums[..., 1:]
+            shift, delta = (lax.slice_in_dim(sums, n, n + 1, axis=2) for n in (0, 1))
             if extras.bias is not None:  # -inf may be all that a row attends
-                shift = jnp.where(shift == -jnp.inf, jnp.inf, shift)
+                shift = select(some, shift, jnp.inf)
             block = block_of(visit)
             k_block, v_block = (key_block(x, block).astype(real) for x in (keys, values))
             allowed = allowed_of(step, block)
@@ -192,16 +200,16 @@ def backward(
             logit = _where(allowed, of.logit, -jnp.inf, tiles)
             # -0 where no pair is tells those from a p that is too small: a second look at `allowed`
             # would be computed anew.
-            p = _where(allowed, jnp.exp(logit - shift), -0.0, tiles)
+            p = _where(allowed, lax.exp(lax.sub(logit, shift)), -0.0, tiles)
             dp = dot(do_tile, v_block, 2, 2)
             dropped = p
             if kept_of is not None:
                 keep = jnp.where(kept_of(step, block), inverse_keep(dropout_threshold), 0)
                 dp, dropped = dp * keep.astype(real), p * keep.astype(real)
-            dlogit = p * (dp - delta)
+            dlogit = lax.mul(p, lax.sub(dp, delta))
+            nowhere = jnp.signbit(p)
             if bias is not None:
-                part = jnp.where(jnp.signbit(p), 0, dlogit)
-                dbias = bias.add(dbias, step, block, part)
+                dbias = bias.add(dbias, step, block, jnp.where(nowhere, 0, dlogit))
             ds = dlogit if of.cap_slope is None else dlogit * of.cap_slope
             if extras.scales is not None:
                 by_scale = _where(allowed, ds * s, 0, tiles).sum(axis=-1)
@@ -209,7 +217,7 @@ def backward(
             if of.far is not None:
                 by_slope = _where(allowed, dlogit * of.far, 0, tiles).sum(axis=-1)
                 parts = change(parts, step, lambda own: own.at[..., 1].add(-by_slope[None]))
-            ds = jnp.where(jnp.signbit(p), 0, ds * of.scale)
+            ds = lax.select(nowhere, lax.full_like(ds, 0), lax.mul(ds, of.scale))
             dq = None if dq is None else add(dq, step, dot(ds, k_block, 2, 1))
             dk = None if dk is None else add_keys(dk, block, dot(ds, q_tile, 1, 1))
             dv = None if dv is None else add_keys(dv, block, dot(dropped, do_tile, 1, 1))
@@ -222,13 +230,13 @@ def backward(
     steps = tiles.batch * tiles.row_tiles
     shape = (steps, tiles.kv_heads, tiles.group * tiles.rows)
     start = (
-        jnp.zeros((*shape, query.shape[-1]), real) if needs_grad[0] else None,
+        lax.full((*shape, query.shape[-1]), 0, real) if needs_grad[0] else None,
         jnp.zeros((*shape, 2), real) if scores_move else None,
-        jnp.zeros(keys.shape, real) if needs_grad[1] else None,
-        jnp.zeros(values.shape, real) if needs_grad[2] else None,
+        lax.full(keys.shape, 0, real) if needs_grad[1] else None,
+        lax.full(values.shape, 0, real) if needs_grad[2] else None,
         None if bias is None else bias.zeros(real),
     )
-    dq, parts, dk, dv, dbias = _loop(jnp.uint32(0), lambda: sized(steps), one_tile, start)
+    dq, parts, dk, dv, dbias = _loop(np.uint32(0), lambda: sized(steps), one_tile, start)
     batch, q_len, heads, _ = query.shape
     return (
         jnp.zeros_like(query)
@@ -260,8 +268,9 @@ def _dots(precision):
 def _where(allowed, x, other, tiles):
     """x (heads, group * rows, keys) where allowed (rows, keys), or of every head, else other."""
     by_group = (tiles.kv_heads, tiles.group, tiles.rows, tiles.keys)
-    allowed = jnp.broadcast_to(allowed, by_group).reshape(x.shape)
-    return lax.select(allowed, x, lax.full_like(x, other))
+    axes = range(len(by_group) - allowed.ndim, len(by_group))
+    allowed = lax.reshape(lax.broadcast_in_dim(allowed, by_group, tuple(axes)), x.shape)
+    return select(allowed, x, other)
 
 
 def _visits(mask, tiles, segment_check, block_size):
@@ -273,17 +282,19 @@ def _visits(mask, tiles, segment_check, block_size):
     all_keys = key_integers(mask, tiles, segment_check)
 
     def allowed_of(step, block):
-        not_lo, hi, *of_row = at(all_rows, step, 1)
+        own = at(all_rows, step, 1)
+        not_lo, hi, *of_row = (lax.index_in_dim(own, n, keepdims=False) for n in range(len(own)))
         of_key = [of_key_block(x, block, tiles) for x in all_keys]
-        index = first_key(block, tiles) + lax.broadcasted_iota(jnp.int32, (1, tiles.keys), 1)
-        allowed = (~index <= not_lo) & (index < hi)
+        iota = lax.broadcasted_iota(jnp.int32, (1, tiles.keys), 1)
+        index = lax.add(first_key(block, tiles), iota)
+        allowed = lax.bitwise_and(lax.le(lax.bitwise_not(index), not_lo), lax.lt(index, hi))
         # The test holds by construction in rows that are not segment-checked, so it needs no flag.
         if segment_check >= 1:
-            allowed &= of_row[0] == of_key[0]
+            allowed = lax.bitwise_and(allowed, lax.eq(of_row[0], of_key[0]))
         if segment_check >= 2:
-            allowed &= of_key[1] <= of_row[1]
+            allowed = lax.bitwise_and(allowed, lax.le(of_key[1], of_row[1]))
         if segment_check >= 3:
-            allowed &= of_row[2] <= of_key[1]
+            allowed = lax.bitwise_and(allowed, lax.le(of_row[2], of_key[1]))
         if block_size not in (None, ONE_BLOCK):
             allowed = allowed[None, None] & _in_block_mask(mask, block_size, tiles, step, block)
         # Once for all heads: else it is computed again for each score, in every fusion that asks.
@@ -307,11 +318,11 @@ def _loop(first, last_of, one, state):
     """
 
     def more(number_and_state):
-        return number_and_state[0] < last_of()
+        return lax.lt(number_and_state[0], last_of())
 
     def next_one(number_and_state):
         number, state = number_and_state
-        return number + np.uint32(1), one(number, state)
+        return lax.add(number, np.uint32(1)), one(number, state)
 
     return lax.while_loop(more, next_one, (first, state))[1]
 
@@ -324,7 +335,7 @@ def _listed(mask, tiles, step):
     blocks = jnp.sort(jnp.where(met, number, INT_MAX)).astype(jnp.uint32)
     base = div(step, tiles.row_tiles) * sized(tiles.key_blocks)
     number = met.sum(dtype=jnp.uint32)
-    return jnp.uint32(0), lambda: number, lambda visit: base + at(blocks, visit)
+    return np.uint32(0), lambda: number, lambda visit: base + at(blocks, visit)
 
 
 def _in_block_mask(mask, block_size, tiles, step, block):

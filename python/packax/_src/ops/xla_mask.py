@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from packax._src.core.shapes import (
     BLOCK,
@@ -22,6 +23,7 @@ from packax._src.core.shapes import (
     fill_up,
     is_symbolic,
 )
+from packax._src.ops.xla_tiles import select, sized, stack
 
 _THERE = "promise_in_bounds"  # of an index: no arithmetic for those that are not
 HASH_MULTIPLIER = 0x9E3779B1  # 2^32 divided by the golden ratio: spreads consecutive ids
@@ -57,38 +59,51 @@ def document_ranges(
     """
 
     batch, kv_len = kv_ids.shape
-    index = jax.lax.broadcasted_iota(jnp.int32, kv_ids.shape, 1)
-    change = kv_ids[:, 1:] != kv_ids[:, :-1]
-    one = jnp.ones((batch, 1), bool)
-    real = kv_ids != PADDING_SEGMENT_ID
-    ends = real & jnp.concatenate([change, one], axis=1)
+    index = lax.broadcasted_iota(jnp.int32, kv_ids.shape, 1)
+    left, right = (lax.slice_in_dim(kv_ids, n, kv_len - 1 + n, axis=1) for n in (0, 1))
+    change = lax.ne(right, left)
+    one = lax.full((batch, 1), True)
+    real = lax.ne(kv_ids, np.int32(PADDING_SEGMENT_ID))
+    ends = lax.bitwise_and(real, lax.concatenate([change, one], 1))
 
     # Of the keys in a slot: the first one, the end of the run that it begins, the end of the last
     # run. All by minima, so that one scatter writes all tables, and one gather reads them.
     columns = [
-        jnp.where(real, index, INT_MAX),
-        jnp.where(ends, index + 1, INT_MAX),
-        jnp.where(real, -1 - index, 0),
+        select(real, index, INT_MAX),
+        select(ends, lax.add(index, np.int32(1)), INT_MAX),
+        select(real, lax.bitwise_not(index), 0),  # -1 - index
     ]
     if compare_positions:
         falls = jnp.concatenate([~one, (kv_pos[:, 1:] < kv_pos[:, :-1]) & ~change], axis=1) & real
         columns.append(-falls.astype(jnp.int32))
-    nothing = jnp.asarray([[INT_MAX, INT_MAX, 0, 0][: len(columns)]], jnp.int32)
+    nothing = np.asarray([INT_MAX, INT_MAX, 0, 0][: len(columns)], np.int32)
 
     # Tables of all batch rows lie in one array: by a vmap, XLA would compile more small fusions.
     slots, bits, capacity = _table(kv_len)
-    tables = jnp.broadcast_to(nothing, (batch * 2 * capacity, len(columns)))
-    updates = jnp.stack(columns, axis=2).reshape(1, -1, len(columns))
-    updates = jnp.tile(updates, (2, 1, 1)).reshape(-1, len(columns))
-    tables = tables.at[_slots(kv_ids, slots, bits, capacity)].min(updates, mode=_THERE)
-    found = tables.at[_slots(q_ids, slots, bits, capacity)].get(mode=_THERE)
-    found = found.reshape(2, *q_ids.shape, len(columns))
-    (lo_a, lo_b), (end_a, end_b), (last_a, last_b), *rest = jnp.moveaxis(found, 3, 0)
-    lo, hi = jnp.maximum(lo_a, lo_b), -jnp.maximum(last_a, last_b)
+    tables = lax.broadcast_in_dim(nothing, (batch * 2 * capacity, len(columns)), (1,))
+    updates = stack([stack(columns, 2)] * 2, 0)
+    updates = lax.reshape(updates, (2 * batch * kv_len, len(columns)))
+    tables = lax.scatter_min(
+        tables,
+        _slots(kv_ids, slots, bits, capacity),
+        updates,
+        lax.ScatterDimensionNumbers((1,), (0,), (0,)),
+        mode=_THERE,
+    )
+    found = _rows(tables, _slots(q_ids, slots, bits, capacity))
+    found = lax.reshape(found, (2, *q_ids.shape, len(columns)))
+    found = lax.transpose(found, (3, 0, 1, 2))
+    (lo_a, lo_b), (end_a, end_b), (last_a, last_b), *rest = (
+        [lax.squeeze(lax.slice(found, (n, of, 0, 0), (n + 1, of + 1, *found.shape[2:])), (0, 1))
+         for of in (0, 1)]
+        for n in range(len(columns))
+    )  # fmt: skip
+    lo, hi = lax.max(lo_a, lo_b), lax.neg(lax.max(last_a, last_b))
 
-    one_run = _of_keys(kv_ids, lo) == q_ids  # lo is INT_MAX where there is no run: ends empty
-    one_run &= jnp.where(lo_a >= lo_b, end_a, end_b) == hi
-    segment_checked = ~one_run
+    # lo is INT_MAX where there is no run: ends empty
+    of_lo = lax.eq(_of_keys(kv_ids, lo), q_ids)
+    end = lax.select(lax.ge(lo_a, lo_b), end_a, end_b)
+    segment_checked = lax.bitwise_not(lax.bitwise_and(of_lo, lax.eq(end, hi)))
     if compare_positions:
         segment_checked |= rest[0][0] != 0
         upper = q_pos if compare_positions == 1 else q_pos[:, 0]
@@ -97,32 +112,40 @@ def document_ranges(
         first = _first(jnp.greater_equal, kv_pos, q_pos[:, 1], lo, hi)
         lo = jnp.where(segment_checked, lo, first)
 
-    empty = (q_ids == PADDING_SEGMENT_ID) | (lo >= hi)
-    zero = jnp.zeros_like(lo)
-    return (
-        jnp.where(empty, zero, lo),
-        jnp.where(empty, zero, hi),
-        jnp.where(empty, zero, segment_checked.astype(jnp.int32)),
-    )
+    some = lax.bitwise_and(lax.ne(q_ids, np.int32(PADDING_SEGMENT_ID)), lax.lt(lo, hi))
+    checked = lax.convert_element_type(segment_checked, np.int32)
+    return select(some, lo, 0), select(some, hi, 0), select(some, checked, 0)
 
 
 def _slots(ids, slots, bits, capacity):
-    """Of every id its slot in both tables, which lie one behind the other: (2 * B * ids,)."""
-    size, total = (jnp.asarray(x).astype(jnp.int32) for x in (slots, 2 * capacity))
-    a = ids & (size - 1)
-    spread = ids * np.uint32(HASH_MULTIPLIER).astype(np.int32)
-    b = jax.lax.shift_right_logical(spread, jnp.full_like(ids, 32 - bits))
-    table, row = (jax.lax.broadcasted_iota(jnp.int32, (2, *ids.shape), axis) for axis in (0, 1))
-    slot = jnp.where(table == 1, size + b[None], a[None]) + row * total
-    return slot.astype(jnp.uint32).reshape(-1)
+    """Of every id its slot in both tables, which lie one behind the other: (2 * B * ids, 1)."""
+    size, total, bits = (
+        jnp.asarray(x).astype(jnp.int32) if is_symbolic(x) else np.int32(x)
+        for x in (slots, 2 * capacity, bits)
+    )
+    a = lax.bitwise_and(ids, lax.full_like(ids, size - np.int32(1)))
+    spread = lax.mul(ids, np.uint32(HASH_MULTIPLIER).astype(np.int32))
+    b = lax.shift_right_logical(spread, lax.full_like(ids, np.int32(32) - bits))
+    slot = stack([a, lax.add(b, size)], 0)
+    row = lax.broadcasted_iota(jnp.int32, slot.shape, 1)
+    slot = lax.convert_element_type(lax.add(slot, lax.mul(row, total)), np.uint32)
+    return lax.reshape(slot, (2 * ids.shape[0] * ids.shape[1], 1))
+
+
+def _rows(x, index):
+    """x (N, ...) at the indices (M, 1), all of them there: (M, ...)."""
+    others = tuple(range(1, x.ndim))
+    numbers = lax.GatherDimensionNumbers(others, (0,), (0,))
+    return lax.gather(x, index, numbers, (1, *x.shape[1:]), mode=_THERE)
 
 
 def _of_keys(x, index):
     """Of x (B, keys): what each batch row has at its own indices (B, N), the last one beyond."""
-    row = jax.lax.broadcasted_iota(jnp.uint32, index.shape, 0)
-    size = jnp.asarray(x.shape[1]).astype(jnp.uint32)
-    index = jnp.minimum(index.astype(jnp.uint32), size - 1)
-    return x.reshape(-1).at[row * size + index].get(mode=_THERE)
+    row = lax.broadcasted_iota(jnp.uint32, index.shape, 0)
+    batch, size = x.shape[0], sized(x.shape[1])
+    index = lax.min(lax.convert_element_type(index, np.uint32), size - np.uint32(1))
+    index = lax.reshape(lax.add(lax.mul(row, size), index), (index.shape[0] * index.shape[1], 1))
+    return lax.reshape(_rows(lax.reshape(x, (batch * x.shape[1],)), index), row.shape)
 
 
 def _first(compare, kv_pos, limit, lo, hi):

@@ -55,7 +55,8 @@ def logits_of_blocks(extras, scale, soft_cap, tiles):
         factor = scale
         if extras.scales is not None:
             factor = batch_row(extras.scales, step, tiles.row_tiles)
-        logit, cap_slope, far = s * factor, None, None
+        factor = lax.convert_element_type(factor, s.dtype)
+        logit, cap_slope, far = lax.mul(s, factor), None, None
         if soft_cap:
             t = jnp.tanh(logit / soft_cap)
             logit, cap_slope = soft_cap * t, 1 - t * t

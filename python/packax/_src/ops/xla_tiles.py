@@ -8,6 +8,7 @@ fusion: `change`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -77,19 +78,20 @@ def row_integers(mask: Mask, tiles: Tiles, segment_check: int) -> jax.Array:
 
     Of an empty row, and of rows past Sq, ~lo is least and hi 0: the most of a tile is its range's.
     """
-    some = mask.q_lo < mask.q_hi
-    not_lo, hi = jnp.where(some, ~mask.q_lo, ~INT_MAX), jnp.where(some, mask.q_hi, 0)
+    some = lax.lt(mask.q_lo, mask.q_hi)
+    not_lo = select(some, lax.bitwise_not(mask.q_lo), ~INT_MAX)
+    hi = select(some, mask.q_hi, 0)
     limits = [mask.q_pos] if mask.q_pos.ndim == 2 else [mask.q_pos[:, 0], mask.q_pos[:, 1]]
     whole = tiles.row_tiles * tiles.rows
     shape = (tiles.batch * tiles.row_tiles, tiles.rows, 1)
 
     def cut(x, value):
         x = fill_up(x, 1, whole, value)
-        return jnp.broadcast_to(x, (tiles.batch, whole)).reshape(shape)
+        return lax.reshape(lax.broadcast_in_dim(x, (tiles.batch, whole), (0, 1)), shape)
 
     # Each in its shape before they are one array: XLA copies what lies reshaped before a loop.
     others = [cut(x, 0) for x in [mask.q_ids, *limits][:segment_check]]
-    return jnp.stack([cut(not_lo, ~INT_MAX), cut(hi, 0), *others])
+    return stack([cut(not_lo, ~INT_MAX), cut(hi, 0), *others], 0)
 
 
 def key_integers(mask: Mask, tiles: Tiles, segment_check: int) -> list[jax.Array]:
@@ -100,28 +102,34 @@ def key_integers(mask: Mask, tiles: Tiles, segment_check: int) -> list[jax.Array
 
 def of_key_block(x: jax.Array, block: jax.Array, tiles: Tiles) -> jax.Array:
     """Of an array of `key_integers`, a block: (1, keys)."""
-    row = jnp.uint32(0) if x.shape[0] == 1 else div(block, tiles.key_blocks)
-    start = (row, rem(block, tiles.key_blocks) * sized(tiles.keys))
-    return lax.dynamic_slice(x, start, (1, tiles.keys))
+    row = np.uint32(0) if x.shape[0] == 1 else div(block, tiles.key_blocks)
+    first = lax.mul(rem(block, tiles.key_blocks), sized(tiles.keys))
+    return lax.dynamic_slice(x, (row, first), (1, tiles.keys))
 
 
 def first_key(block: jax.Array, tiles: Tiles) -> jax.Array:
     """The index of a block's first key in its batch row, int32."""
-    return (rem(block, tiles.key_blocks) * sized(tiles.keys)).astype(jnp.int32)
+    first = lax.mul(rem(block, tiles.key_blocks), sized(tiles.keys))
+    return lax.convert_element_type(first, np.int32)
 
 
 def furthest(rows: jax.Array) -> jax.Array:
     """(..., steps): the most of `row_integers` in every tile, of all: a slice would be a fusion."""
-    return lax.reduce_max(rows, (2, 3))
+    # XLA's CPU compiler makes two reductions, one of them of windows, of an axis of 32 or more.
+    count, steps, size = rows.shape[:3]
+    few = math.gcd(size, 16)
+    rows = lax.reshape(rows, (count, steps, size // few, few))
+    return lax.reduce_max(lax.optimization_barrier(rows), (2, 3))
 
 
 def block_range(most: jax.Array, step: jax.Array, tiles: Tiles) -> tuple[jax.Array, jax.Array]:
     """Of `furthest`: the first block that a step's rows meet, and the last one + 1."""
     of_tile = at(most, step, 1)
-    first = div((~of_tile[0]).astype(jnp.uint32), tiles.keys)
-    last = div((of_tile[1] + (tiles.keys - 1)).astype(jnp.uint32), tiles.keys)
-    base = div(step, tiles.row_tiles) * sized(tiles.key_blocks)
-    return jnp.minimum(first, last) + base, last + base
+    not_lo, hi = (lax.index_in_dim(of_tile, n, keepdims=False) for n in (0, 1))
+    first, end = lax.bitwise_not(not_lo), lax.add(hi, np.int32(tiles.keys - 1))
+    first, last = (div(lax.convert_element_type(x, np.uint32), tiles.keys) for x in (first, end))
+    base = lax.mul(div(step, tiles.row_tiles), sized(tiles.key_blocks))
+    return lax.add(lax.min(first, last), base), lax.add(last, base)
 
 
 def sized(size: Any) -> Any:
@@ -139,6 +147,20 @@ def rem(number: jax.Array, size: Any) -> jax.Array:
     return lax.rem(number, sized(size))
 
 
+def select(which: jax.Array, x: jax.Array, other: float) -> jax.Array:
+    """x where `which`, an array of x's shape, is true; else this number.
+
+    In loops lax stands in place of jax.numpy, each of whose functions jax traces by itself: on a
+    mesh attention is traced once more while it compiles, and so in two thirds of the time.
+    """
+    return lax.select(which, x, lax.full_like(x, other))
+
+
+def stack(arrays: list[jax.Array], axis: int) -> jax.Array:
+    """As jnp.stack."""
+    return lax.concatenate([lax.expand_dims(x, (axis,)) for x in arrays], axis)
+
+
 def batch_row(x: jax.Array, number: Any, of: Any) -> jax.Array:
     """Of x, (1 or B, ...): the batch row of a step or a block, `of` of which a batch row has."""
     return x[0] if x.shape[0] == 1 else at(x, div(number, of))
@@ -152,7 +174,7 @@ def at(x: jax.Array, number: Any, axis: int = 0) -> jax.Array:
 
 def put(x: jax.Array, part: jax.Array, number: jax.Array) -> jax.Array:
     """x with the part at this number."""
-    return lax.dynamic_update_slice(x, part[None], _start(x, number))
+    return lax.dynamic_update_slice(x, lax.expand_dims(part, (0,)), _start(x, number))
 
 
 def change(x: jax.Array, number: jax.Array, function: Callable) -> jax.Array:
@@ -164,53 +186,55 @@ def change(x: jax.Array, number: jax.Array, function: Callable) -> jax.Array:
 
 def add(x: jax.Array, number: jax.Array, part: jax.Array) -> jax.Array:
     """x with the part added at this number."""
-    return change(x, number, lambda own: own + part[None])
+    return change(x, number, lambda own: lax.add(own, lax.expand_dims(part, (0,))))
 
 
 def _start(x, number, axis=0):
     # Unsigned, so that jax adds no arithmetic for numbers below zero.
-    return tuple(number if n == axis else jnp.uint32(0) for n in range(x.ndim))
+    return tuple(number if n == axis else np.uint32(0) for n in range(x.ndim))
 
 
 def cut_rows(x: jax.Array, tiles: Tiles) -> jax.Array:
     """(B, Sq, H, D) to (steps, rows, Hkv, group, D), as it lies."""
     x = fill_up(x, 1, tiles.row_tiles * tiles.rows)
     steps = tiles.batch * tiles.row_tiles
-    return x.reshape(steps, tiles.rows, tiles.kv_heads, tiles.group, x.shape[-1])
+    return lax.reshape(x, (steps, tiles.rows, tiles.kv_heads, tiles.group, x.shape[-1]))
 
 
 def row_tile(x: jax.Array, step: Any) -> jax.Array:
     """Of `cut_rows`, a step's tile: (Hkv, group * rows, D)."""
-    x = at(x, step).transpose(1, 2, 0, 3)
-    return x.reshape(x.shape[0], x.shape[1] * x.shape[2], x.shape[3])
+    x = lax.transpose(at(x, step), (1, 2, 0, 3))
+    return lax.reshape(x, (x.shape[0], x.shape[1] * x.shape[2], x.shape[3]))
 
 
 def rows_together(x: jax.Array, tiles: Tiles, q_len: Any) -> jax.Array:
     """From tiles as `row_tile` has them, (steps, Hkv, group * rows, D), to (B, Sq, H, D)."""
     depth, rows = x.shape[-1], tiles.row_tiles * tiles.rows
-    x = x.reshape(tiles.batch, tiles.row_tiles, tiles.kv_heads, tiles.group, tiles.rows, depth)
-    x = x.transpose(0, 1, 4, 2, 3, 5)
-    return x.reshape(tiles.batch, rows, tiles.kv_heads * tiles.group, depth)[:, :q_len]
+    shape = (tiles.batch, tiles.row_tiles, tiles.kv_heads, tiles.group, tiles.rows, depth)
+    x = lax.transpose(lax.reshape(x, shape), (0, 1, 4, 2, 3, 5))
+    x = lax.reshape(x, (tiles.batch, rows, tiles.kv_heads * tiles.group, depth))
+    return lax.slice_in_dim(x, 0, q_len, axis=1)
 
 
 def cut_keys(x: jax.Array, tiles: Tiles) -> jax.Array:
     """(B, Skv, Hkv, D) to (blocks, keys, Hkv, D), as it lies."""
     x = fill_up(x, 1, tiles.key_blocks * tiles.keys)
-    return x.reshape(tiles.batch * tiles.key_blocks, tiles.keys, *x.shape[2:])
+    return lax.reshape(x, (tiles.batch * tiles.key_blocks, tiles.keys, *x.shape[2:]))
 
 
 def key_block(x: jax.Array, block: Any) -> jax.Array:
     """Of `cut_keys`, a block: (Hkv, keys, D)."""
-    return at(x, block).transpose(1, 0, 2)
+    return lax.transpose(at(x, block), (1, 0, 2))
 
 
 def add_keys(x: jax.Array, block: jax.Array, sums: jax.Array) -> jax.Array:
     """x of `cut_keys` with sums (Hkv, keys, D) added to a block."""
-    return add(x, block, sums.transpose(1, 0, 2))
+    return add(x, block, lax.transpose(sums, (1, 0, 2)))
 
 
 def keys_together(x: jax.Array, tiles: Tiles, like: jax.Array) -> jax.Array:
     """From `cut_keys` back to the shape and dtype of `like`."""
     keys = tiles.key_blocks * tiles.keys
-    x = x.reshape(tiles.batch, keys, tiles.kv_heads, like.shape[-1])
-    return x[:, : like.shape[1]].astype(like.dtype)
+    x = lax.reshape(x, (tiles.batch, keys, tiles.kv_heads, like.shape[-1]))
+    x = lax.slice_in_dim(x, 0, like.shape[1], axis=1)
+    return lax.convert_element_type(x, like.dtype)
