@@ -69,6 +69,7 @@ def test_every_name_is_where_kvax_has_it():
     ]  # fmt: skip
     assert signature(create_attention_mask) == [
         *tokens, *params, "calc_bwd_mask=False", "skip_pad_tokens=True", "mesh=None",
+        "plan=None",  # packax's own
     ]  # fmt: skip
     assert signature(attention_specs) == ["query_specs", "kv_specs"]
     assert signature(Params)[:4] == [

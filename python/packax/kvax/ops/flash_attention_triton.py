@@ -63,8 +63,9 @@ def flash_attention_triton(
         assume_sequential_positions: compare the places in the sequence in place of positions.
         memory_optimized_gqa_backward: no effect: gradients of keys are never made per query head.
         permute_tokens_for_load_balance: with a context axis in the specs: query, key, value and the
-            query's positions and ids are permuted by `permute_tokens_context_parallelism`; so is
-            the result. False: all are in the order of the sequence. Without one: no effect.
+            query's positions and ids are permuted by `permute_tokens_context_parallelism`, with the
+            plan that the mask was made with, if any; so is the result. False: all are in the order
+            of the sequence. Without one: no effect.
         debug: no effect: kernels are compiled when the wheel is built.
         mesh: the device mesh; None: the one entered by `with mesh:` or jax.set_mesh.
 
@@ -103,10 +104,17 @@ def flash_attention_triton(
     shards = 1 if layout is None else layout.size(layout.context)
     permuted = bool(permute_tokens_for_load_balance) and shards > 1
     rows = _rows(row_masks, tokens, bool(assume_sequential_positions), permuted)
-    if permuted:
+    if rows.permuted:  # by a plan: the mask knows all of it
+        if not permute_tokens_for_load_balance:
+            raise ValueError(
+                "permute_tokens_for_load_balance must be True where the mask was made with a plan: "
+                "its rows are permuted"
+            )
+        sharding = rows.sharding
+    elif permuted:
         assert layout is not None
         rows = dataclasses.replace(rows, kv_plan=_order_of_keys(key.shape[1], shards, layout))
-    if sharding is not None and layout is not None and shards > 1:
+    if sharding is not None and layout is not None and shards > 1 and not rows.permuted:
         # Keys made of the tokens whose rows a rank has: they are on that rank.
         own = key.shape[1] == query.shape[1] and not layout.explicit
         sharding = gathered(sharding, layout) if own else sharding

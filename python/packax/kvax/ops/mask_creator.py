@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import packax
+from packax._src.context.load_balance import ContextPlan
 from packax._src.core.integers import as_int32
 from packax._src.core.sharding import AttentionSharding, Layout, check_divides
 from packax.kvax.ops.block_bounds import Side, block_bounds
@@ -19,8 +20,8 @@ from packax.kvax.utils.common import (
     FlashAttentionParamsConfig,
     get_default_flash_attention_params,
 )
-from packax.kvax.utils.permutation import head_tail_plan
-from packax.kvax.utils.sharding import attention_layout
+from packax.kvax.utils.permutation import check_plan, head_tail_plan
+from packax.kvax.utils.sharding import attention_layout, gathered
 from packax.kvax.utils.typing import AttentionMask, DeviceArray, RowMasks
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ def create_attention_mask(
     calc_bwd_mask: bool = False,
     skip_pad_tokens: bool = True,
     mesh: Any = None,
+    plan: ContextPlan | None = None,
 ) -> tuple[AttentionMask, ...]:
     """The mask that all layers of a step share: row i attends key j of its own segment id, if its
     position is at least the key's.
@@ -61,19 +63,27 @@ def create_attention_mask(
             need them.
         skip_pad_tokens: False: padding attends padding, by position. True: it attends nothing.
         mesh: the device mesh; None: the one entered by `with mesh:` or jax.set_mesh.
+        plan: of `packax.context_plan`, by which the rows were permuted; kvax has none. Queries are
+            then the keys' tokens, whose ids and positions say what attends what. With one of kind
+            "local" a rank fetches the keys of documents that ranks share, and no others.
 
     Returns:
         (forward,) or (forward, dQ, dK/dV): `AttentionMask`, pytrees.
 
     Raises:
         ValueError: no attention specs, no mesh for their axes, shapes or dtypes that are not as
-            above, or sizes that the mesh does not divide.
+            above, sizes that the mesh does not divide, or a plan for others.
+        NotImplementedError: a plan on a mesh with axes of Explicit type.
 
     >>> mask = create_attention_mask(positions, ids, kv_positions, kv_ids, calc_bwd_mask=True)
     """
     sharding, layout = attention_layout(mesh)
     tokens = checked_tokens(query_positions, query_segment_ids, kv_positions, kv_segment_ids)
-    row_masks = row_masks_of(tokens, sharding, layout, skip_pad_tokens=bool(skip_pad_tokens))
+    if plan is None:
+        row_masks = row_masks_of(tokens, sharding, layout, skip_pad_tokens=bool(skip_pad_tokens))
+    else:
+        given = (query_positions, query_segment_ids, kv_positions, kv_segment_ids)
+        row_masks = _row_masks_by_plan(given, tokens, sharding, layout, plan, bool(skip_pad_tokens))
 
     shards = 1 if layout is None else layout.size(layout.context)
     batch, q_len = tokens.query_segment_ids.shape
@@ -192,6 +202,49 @@ def row_masks_of(
     return RowMasks(
         build(packax.causal() & placed), build(packax.causal() & documents), by_permuted_index
     )
+
+
+def _row_masks_by_plan(
+    given: tuple[Any, ...],
+    tokens: Tokens,
+    sharding: AttentionSharding | None,
+    layout: Layout | None,
+    plan: ContextPlan,
+    skip_pad_tokens: bool,
+) -> RowMasks:
+    """The masks of rows that `plan` permuted, and keys with them; given: tokens as they came."""
+    shards = 1 if layout is None else layout.size(layout.context)
+    check_plan(plan, tokens.query_segment_ids.shape, shards)
+    if tokens.query_segment_ids.shape != tokens.kv_segment_ids.shape:
+        raise ValueError(
+            "plan permutes queries and keys alike, but query_segment_ids have shape "
+            f"{tokens.query_segment_ids.shape} and kv_segment_ids {tokens.kv_segment_ids.shape}"
+        )
+    if sharding is not None and layout is not None:
+        if layout.explicit:
+            raise NotImplementedError(
+                "plan needs keys that are cut along the context axes, which kv_specs do not say on "
+                "a mesh with axes of Explicit type: use packax.flash_attention there"
+            )
+        sharding = gathered(sharding, layout)
+    for name, query, key in zip(("positions", "segment_ids"), given[:2], given[2:], strict=True):
+        known = all(isinstance(x, np.ndarray) for x in (query, key, plan.order))
+        if known and (query != plan.permute(key)).any():
+            raise ValueError(
+                f"query_{name} must be kv_{name} permuted by plan, but they differ: permute them "
+                "by permute_tokens_context_parallelism(..., plan=plan)"
+            )
+    # Of numpy, packax sees before the program runs whether they fit the plan.
+    ids = given[3] if isinstance(given[3], np.ndarray) else tokens.kv_segment_ids
+    if not skip_pad_tokens:
+        ids, _ = _padding_as_a_document(*(tokens.kv_segment_ids,) * 2)
+
+    def build(**positions: jax.Array) -> packax.AttentionMask:
+        expression = packax.causal() & packax.documents(ids, **positions)
+        return packax.create_attention_mask(expression, sharding=sharding, plan=plan)
+
+    by_index = build()
+    return RowMasks(build(positions=tokens.kv_positions), by_index, by_index)
 
 
 def _padding_as_a_document(q_ids: jax.Array, kv_ids: jax.Array) -> tuple[jax.Array, jax.Array]:

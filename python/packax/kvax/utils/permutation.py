@@ -54,31 +54,52 @@ def apply_permutation(
     return [move(x) for x in inputs]
 
 
-def permute_tokens_context_parallelism(inputs: Any, mesh: Any = None) -> Any:
+def check_plan(plan: Any, shape: tuple[int, ...], shards: int) -> None:
+    """Whether a plan is one for rows (B, S, ...) on so many ranks.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not isinstance(plan, ContextPlan):
+        raise ValueError(f"plan must come from packax.context_plan, but is a {type(plan).__name__}")
+    if plan.ranks != shards or plan.length != shape[1] or len(plan.order) not in (1, shape[0]):
+        raise ValueError(
+            f"plan was made for {plan.ranks} ranks and {len(plan.order)} x {plan.length} rows, but "
+            f"the context axis has {shards} and there are {shape[0]} x {shape[1]}"
+        )
+
+
+def permute_tokens_context_parallelism(
+    inputs: Any, mesh: Any = None, plan: ContextPlan | None = None
+) -> Any:
     """Arrays (B, S, ...) with their rows (axis 1) in the order that balances a causal document.
 
     Args:
         inputs: an array, or a tuple of arrays that agree in B and S.
         mesh: the device mesh; None: the one entered by `with mesh:` or jax.set_mesh.
+        plan: None: kvax's order. One of `packax.context_plan` (which kvax does not have): its
+            order, on a context axis of as many ranks; `create_attention_mask` needs it too.
 
     Returns:
         The array, or a list of the arrays.
 
     Raises:
-        ValueError: no mesh, no context axis in the attention specs, shapes that do not agree, or S
-            that is not a multiple of twice the context axis.
+        ValueError: no mesh, no context axis in the attention specs, shapes that do not agree, S
+            that is not a multiple of twice the context axis, or a plan for other lengths or ranks.
 
     >>> tokens, positions, ids = permute_tokens_context_parallelism((tokens, positions, ids))
     """
-    return _move(inputs, mesh, reverse=False)
+    return _move(inputs, mesh, plan, reverse=False)
 
 
-def unpermute_tokens_context_parallelism(inputs: Any, mesh: Any = None) -> Any:
+def unpermute_tokens_context_parallelism(
+    inputs: Any, mesh: Any = None, plan: ContextPlan | None = None
+) -> Any:
     """The inverse of `permute_tokens_context_parallelism`."""
-    return _move(inputs, mesh, reverse=True)
+    return _move(inputs, mesh, plan, reverse=True)
 
 
-def _move(inputs: Any, mesh: Any, *, reverse: bool) -> Any:
+def _move(inputs: Any, mesh: Any, plan: ContextPlan | None, *, reverse: bool) -> Any:
     shards = get_query_context_mesh_axis_size(mesh)
     several = isinstance(inputs, (tuple, list))
     arrays = tuple(jnp.asarray(x) for x in (inputs if several else (inputs,)))
@@ -88,5 +109,9 @@ def _move(inputs: Any, mesh: Any, *, reverse: bool) -> Any:
             "inputs must be an array (batch, length, ...) or a tuple of arrays with one batch size "
             f"and one length, but the shapes are {shapes}"
         )
+    if plan is not None:
+        check_plan(plan, shapes[0], shards)
+        moved = [(plan.unpermute if reverse else plan.permute)(x) for x in arrays]
+        return moved if several else moved[0]
     moved = list(arrays) if shards == 1 else apply_permutation(arrays, 2 * shards, reverse)
     return moved if several else moved[0]

@@ -1,0 +1,163 @@
+"""packax.kvax with packax's own plans: equal to one device, and a local plan fetches its share.
+
+kvax has one order; `plan=` is what its callers change to keep short documents on their rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import packax
+import pytest
+from context import assert_same, mesh_of
+from packax.kvax.ops import create_attention_mask, flash_attention
+from packax.kvax.utils import (
+    attention_specs,
+    permute_tokens_context_parallelism,
+    unpermute_tokens_context_parallelism,
+)
+
+BATCH, LENGTH, HEADS, KV_HEADS, DIM, RANKS = 2, 2048, 4, 2, 8, 4
+SPECS = (("data", "context", "tensor", None), ("data", None, "tensor", None))
+ALONE = ((None,) * 4,) * 2
+
+
+def documents():
+    """Row 0: many short ones and padding; row 1: one for all ranks, and one for each."""
+    rng = np.random.default_rng(6)
+    lengths = [rng.integers(70, 120, 20), [1024, 256, 256, 256, 256]]
+    ids = np.full((BATCH, LENGTH), -1, np.int32)
+    for row, sizes in zip(ids, lengths, strict=True):
+        row[: sum(sizes)] = np.repeat(np.arange(len(sizes)), sizes)
+    return ids
+
+
+IDS = documents()
+# They restart in every document, and go up and down in the last one of row 1.
+POSITIONS = np.stack(
+    [np.concatenate([np.arange(n) for n in np.unique_counts(row).counts]) for row in np.sort(IDS)]
+).astype(np.int32)
+POSITIONS[1, 1400:1420] = POSITIONS[1, 1400:1420][::-1]
+TOKENS = (POSITIONS, IDS, POSITIONS, IDS)
+
+
+def plan_of(kind, **more):
+    expression = packax.causal() & packax.documents(IDS, positions=POSITIONS)
+    return packax.context_plan(expression, ranks=RANKS, kind=kind, **more)
+
+
+def tensors():
+    rng = np.random.default_rng(3)
+    shapes = [(BATCH, LENGTH, n, DIM) for n in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    return [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
+
+
+def forward(query, key, value, *, plan=None, permute=True, pad=True, sequential=False):
+    """The output, in the order of the sequence."""
+    arrays = (query, key, value, *TOKENS[:2])
+    if permute:
+        arrays = permute_tokens_context_parallelism(arrays, plan=plan)
+    query, key, value, positions, ids = arrays
+    tokens = (positions, ids, *TOKENS[2:])
+    mask = create_attention_mask(*tokens, calc_bwd_mask=True, skip_pad_tokens=pad, plan=plan)
+    out = flash_attention(
+        query, key, value, *tokens, mask, scale=0.3, assume_sequential_positions=sequential
+    )
+    return unpermute_tokens_context_parallelism(out, plan=plan) if permute else out
+
+
+def results(query, key, value, dout, **settings):
+    out, transpose = jax.vjp(functools.partial(forward, **settings), query, key, value)
+    return out, np.ones(1), *transpose(dout)
+
+
+@functools.cache
+def one_device(**settings):
+    with attention_specs(*ALONE):
+        return jax.jit(functools.partial(results, permute=False, **settings))(*tensors())
+
+
+@pytest.mark.parametrize("settings", [{}, {"pad": False}, {"sequential": True}], ids=str)
+@pytest.mark.parametrize("kind,more", [("local", {"shared": 0.5}), ("local", {}), ("balanced", {})])
+def test_equals_one_device(kind, more, settings):
+    plan = plan_of(kind, **more)
+    with jax.set_mesh(mesh_of(1, 1, RANKS, 2)), attention_specs(*SPECS):
+        got = jax.jit(functools.partial(results, plan=plan, **settings))(*tensors())
+        got = jax.block_until_ready(got)
+    assert_same(got, one_device(**settings))
+
+
+def gathered_rows(plan):
+    """Rows of keys that the compiled forward pass gathers, of each gather."""
+    with jax.set_mesh(mesh_of(1, 1, RANKS, 1)), attention_specs(*SPECS):
+        step = jax.jit(functools.partial(forward, plan=plan))
+        text = step.lower(*tensors()[:3]).compile().as_text()
+    shapes = re.findall(r"= \(?f32\[([\d,]+)\][^=]*? all-gather\(", text)
+    return [max(int(n) for n in shape.split(",")) for shape in shapes]
+
+
+def test_a_local_plan_fetches_no_more_than_its_share():
+    local, balanced = plan_of("local", shared=0.5), plan_of("balanced")
+    assert 0 < local.shared < LENGTH // RANKS
+    assert max(gathered_rows(balanced)) == LENGTH
+    assert max(gathered_rows(local)) == RANKS * local.shared
+
+
+def test_a_plan_on_the_device():
+    ids, positions = jnp.asarray(IDS), jnp.asarray(POSITIONS)
+
+    def step(*operands):
+        expression = packax.causal() & packax.documents(ids, positions=positions)
+        plan = packax.context_plan(expression, ranks=RANKS, kind="local", shared=0.75)
+        return results(*operands, plan=plan)
+
+    with jax.set_mesh(mesh_of(1, 1, RANKS, 1)), attention_specs(*SPECS):
+        got = jax.block_until_ready(jax.jit(step)(*tensors()))
+    assert_same(got, one_device())
+
+
+def rejected(error, *texts):
+    return pytest.raises(error, match="(?s)" + ".*".join(map(re.escape, texts)))
+
+
+def test_errors():
+    plan = plan_of("local")
+    permuted = plan.permute(POSITIONS), plan.permute(IDS)
+    with jax.set_mesh(mesh_of(1, 1, RANKS, 1)), attention_specs(*SPECS):
+        with rejected(ValueError, "plan must come from packax.context_plan, but is a str"):
+            permute_tokens_context_parallelism(IDS, plan="local")
+        with rejected(ValueError, "for 4 ranks and 2 x 2048 rows", "has 4 and there are 2 x 1024"):
+            permute_tokens_context_parallelism(IDS[:, :1024], plan=plan)
+        with rejected(ValueError, "plan was made for 4 ranks", "there are 1 x 2048"):
+            create_attention_mask(*(x[:1] for x in TOKENS), plan=plan)
+        with rejected(ValueError, "query_segment_ids must be kv_segment_ids permuted by plan"):
+            create_attention_mask(permuted[0], *TOKENS[1:], plan=plan)
+        with rejected(ValueError, "query_positions must be kv_positions permuted by plan"):
+            create_attention_mask(*TOKENS, plan=plan)
+        longer = (np.zeros((BATCH, LENGTH + 4), np.int32),) * 2
+        with rejected(ValueError, "plan permutes queries and keys alike", "(2, 2048)", "(2, 2052)"):
+            create_attention_mask(*permuted, *longer, plan=plan)
+        mask = create_attention_mask(*permuted, *TOKENS[2:], plan=plan)
+        with rejected(ValueError, "permute_tokens_for_load_balance must be True"):
+            flash_attention(
+                *tensors()[:3], *permuted, *TOKENS[2:], mask,
+                permute_tokens_for_load_balance=False,
+            )  # fmt: skip
+    other = rejected(ValueError, "plan was made for 4 ranks", "the context axis has 2")
+    with jax.set_mesh(mesh_of(1, 1, 2, 1)), attention_specs(*SPECS), other:
+        create_attention_mask(*TOKENS, plan=plan)
+
+
+def test_an_explicit_mesh_is_refused():
+    plan = plan_of("local")
+    axes = ("data", "fsdp", "context", "tensor")
+    explicit = (jax.sharding.AxisType.Explicit,) * 4
+    mesh = jax.make_mesh((1, 1, RANKS, 1), axes, axis_types=explicit)
+    tokens = plan.permute(POSITIONS), plan.permute(IDS), *TOKENS[2:]
+    refused = rejected(NotImplementedError, "axes of Explicit type")
+    with jax.set_mesh(mesh), attention_specs(*SPECS), refused:
+        create_attention_mask(*tokens, plan=plan)
