@@ -228,3 +228,25 @@ def test_vmap_beside_a_batch_that_is_sharded_in_its_type(shared):
         np.testing.assert_allclose(got, np.transpose(want), rtol=1e-10)
         jacobian = jax.jacrev(lambda f: sums(f, *map(put, tensors)))(1.0)
         np.testing.assert_allclose(jacobian, jax.jacrev(sums)(1.0, *tensors), rtol=1e-10)
+
+
+def test_an_explicit_mesh_that_nobody_set():
+    """`AttentionSharding(mesh=)` alone: jax.make_mesh makes axes of Explicit type by default."""
+    mesh = mesh_of("Explicit")
+    spec = P("data", "model")
+    sharding = packax.AttentionSharding(query=spec, key_value=spec, mesh=mesh)
+    operands = [jax.device_put(x, NamedSharding(mesh, spec)) for x in (QUERY, KEY, VALUE)]
+    weights = jax.device_put(WEIGHTS, NamedSharding(mesh, spec))
+
+    def loss(query, key, value):
+        expression = packax.causal() & packax.documents(jnp.asarray(IDS))
+        mask = packax.create_attention_mask(expression, sharding=sharding)
+        return jnp.sum(packax.flash_attention(query, key, value, mask) * weights)
+
+    def on_one(query, key, value):
+        return jnp.sum(packax.flash_attention(query, key, value, build(IDS)) * WEIGHTS)
+
+    got = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(*operands)
+    want = jax.jit(jax.value_and_grad(on_one, (0, 1, 2)))(QUERY, KEY, VALUE)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-4, atol=1e-4)

@@ -44,6 +44,24 @@ def maxtexts_op():
     return op(Q, K, V, jnp.asarray(IDS) + 1, "train", bidirectional_mask=jnp.asarray(images))
 
 
+def attention_by(kind, **shared):
+    """By a plan of the device, over two ranks."""
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("context",), axis_types=auto, devices=jax.devices()[:2])
+    spec = jax.sharding.PartitionSpec(None, "context")
+    sharding = packax.AttentionSharding(query=spec, key_value=spec, mesh=mesh)
+    query, key = jnp.ones((1, 512, 2, 8)), jnp.ones((1, 512, 1, 8))
+
+    def loss(query, key):
+        expression = packax.causal() & packax.documents(LONG)
+        plan = packax.context_plan(expression, sharding=sharding, kind=kind, **shared)
+        mask = packax.create_attention_mask(expression, sharding=sharding, plan=plan)
+        out = packax.flash_attention(query, key, key, mask, sinks=jnp.ones(2))
+        return jnp.sum(jnp.sin(out))
+
+    return jax.jit(jax.grad(loss, (0, 1)))(query, key)
+
+
 CALLS = {
     "attention": attention,
     "decoding": decoding,
@@ -55,6 +73,11 @@ CALLS = {
         *(x.swapaxes(1, 2) for x in (Q, Q, Q)), KEYS
     ),
     "MaxText": maxtexts_op,
+    "a local plan": lambda: packax.context_plan(
+        packax.documents(LONG), ranks=2, kind="local", shared=0.5
+    ),
+    "attention by a local plan": lambda: attention_by("local", shared=0.5),
+    "attention by a balanced plan": lambda: attention_by("balanced"),
     "a plan's index": lambda: packax.context_plan(packax.documents(LONG), ranks=2).index(),
 }
 

@@ -22,6 +22,7 @@ import numpy as np
 from packax._src.context.array_ops import DeviceOps, HostOps
 from packax._src.context.load_balance import ContextPlan, balanced
 from packax._src.context.local_levels import Group, assigned, best, divide, divide_all, find
+from packax._src.core.jax_compat import promotion
 from packax._src.core.shapes import TILE
 
 SIZES = tuple(n / 128 for n in (0, 1, 2, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 112, 128))
@@ -63,8 +64,9 @@ def local(levels: tuple[int, ...], ids: Any, keys: Any, shared: Any) -> ContextP
     if on_host:
         return _on_host(levels, ids, keys, rows)
     assert rows is not None
-    order, split, fallback = _on_device(ids, keys, levels=levels, shared=rows)
-    return _plan(order, levels, rows, split, fallback)
+    with promotion():  # the same lines are numpy's on the host
+        order, split, fallback = _on_device(ids, keys, levels=levels, shared=rows)
+        return _plan(order, levels, rows, split, fallback)
 
 
 def shared_rows(shared: Any, own: int, levels: tuple[int, ...]) -> tuple[int, ...] | None:

@@ -11,7 +11,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import jax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from packax._src.core.jax_compat import entered_mesh
@@ -109,7 +109,12 @@ class Layout:
 
     def place(self, x: Any, *dims: Axes) -> Any:
         """x sharded like this in its type, where types say it; elsewhere shard_map moves it."""
-        return jax.sharding.reshard(x, self.spec(*dims)) if self.explicit else x
+        if not self.explicit:
+            return x
+        where = self.spec(*dims)
+        # Without a mesh in the context a spec alone says nothing.
+        placed = where if self.mesh is None else NamedSharding(self.mesh, where)
+        return jax.sharding.reshard(x, placed)
 
     def gathers(
         self, kv_heads: int, groups: HeadGroups, backward: bool, ranks: int | None = None

@@ -22,7 +22,7 @@ import numpy as np
 from packax._src.context.all_gather_kv import as_gathered, piece
 from packax._src.context.load_balance import ContextPlan
 from packax._src.core.integers import plus
-from packax._src.core.jax_compat import vary_together
+from packax._src.core.jax_compat import promotion, vary_together
 from packax._src.core.mask import AttentionMask, dims_of
 from packax._src.core.shapes import PADDING_SEGMENT_ID, TILE
 from packax._src.core.sharding import Layout
@@ -56,6 +56,7 @@ def keeps_local(ranks: RankRows, document: Document) -> bool:
     return layout.size(layout.kv_context) > 1
 
 
+@promotion()
 def local_parts(
     ranks: RankRows,
     document: Document,
