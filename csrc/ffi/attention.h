@@ -18,7 +18,7 @@ struct AttentionCall {
   BiasParams bias = {};  // of calls of the second version
 
   // Whether nothing is asked for that the plain kernels have not.
-  bool plain() const { return !scores.any() && !block_mask.there() && !bias.any(); }
+  bool nothing_beside() const { return !scores.any() && !block_mask.there() && !bias.any(); }
 };
 
 // `o`: the operands and attributes of a pass, which names them alike. What a mask does not have is

@@ -12,7 +12,7 @@ struct ForwardCall : AttentionCall {
   bool needs_row_max;  // the largest score of every row, like lse
 
   // Whether no option of the fallback kernels is asked for.
-  bool plain() const { return AttentionCall::plain() && !needs_row_max; }
+  bool plain() const { return nothing_beside() && !needs_row_max; }
 };
 
 // What the backward's workspace has room for: that algorithm, and those before it. It is chosen
@@ -34,7 +34,7 @@ struct BackwardCall : AttentionCall {
 
   void* dbias;  // null where nobody asks for it
 
-  bool plain() const { return AttentionCall::plain() && !needs_score_grads; }
+  bool plain() const { return nothing_beside() && !needs_score_grads; }
 };
 
 // Members of a kernel's `Args{...}`, as those of shape.h.
