@@ -25,11 +25,11 @@ MASKS = [
     "moba",
 ]
 OPTIONS = {
-    "plain": {},
     "scale": {"scale": 0.3},
     "an array's scale": {"scale": np.float32(0.3)},
     "soft cap and sinks": {"soft_cap": 3.0, "sinks": np.float32([0.5, -1, 2, 0])},
     "slopes": {"bias": packax.alibi(np.float32([0.5, 0.25, 0.1, 0.05]))},
+    "a bias": {"bias": np.float32(np.random.default_rng(8).standard_normal((1, 4, 409, 409)))},
     "dropout": {"dropout_rate": 0.25, "dropout_key": 7},
     "float16": {"dtype": "float16"},
     "bfloat16": {"dtype": "bfloat16"},
@@ -61,9 +61,9 @@ def results(case, dtype="float32", **options):
     "name,options",
     [
         *((name, {}) for name in MASKS),
-        *(("padding", options) for name, options in OPTIONS.items() if name != "plain"),
+        *(("padding", options) for options in OPTIONS.values()),
     ],
-    ids=[*MASKS, *(name for name in OPTIONS if name != "plain")],
+    ids=[*MASKS, *OPTIONS],
 )
 def test_results_are_the_same(name, options):
     case = cases.BY_NAME[name]

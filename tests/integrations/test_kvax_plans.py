@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import packax
 import pytest
+from cases import positions_of
 from context import assert_same, mesh_of
 from packax.kvax.ops import create_attention_mask, flash_attention
 from packax.kvax.utils import (
@@ -37,10 +38,8 @@ def documents():
 
 
 IDS = documents()
-# They restart in every document, and go up and down in the last one of row 1.
-POSITIONS = np.stack(
-    [np.concatenate([np.arange(n) for n in np.unique_counts(row).counts]) for row in np.sort(IDS)]
-).astype(np.int32)
+# They restart in every document, and go down inside one of row 1.
+POSITIONS = np.stack([positions_of(row) for row in IDS])
 POSITIONS[1, 1400:1420] = POSITIONS[1, 1400:1420][::-1]
 TOKENS = (POSITIONS, IDS, POSITIONS, IDS)
 
@@ -130,10 +129,12 @@ def test_errors():
     with jax.set_mesh(mesh_of(1, 1, RANKS, 1)), attention_specs(*SPECS):
         with rejected(ValueError, "plan must come from packax.context_plan, but is a str"):
             permute_tokens_context_parallelism(IDS, plan="local")
-        with rejected(ValueError, "for 4 ranks and 2 x 2048 rows", "has 4 and there are 2 x 1024"):
+        with rejected(ValueError, "must have 2048 rows, the plan's length", "(2, 1024)"):
             permute_tokens_context_parallelism(IDS[:, :1024], plan=plan)
-        with rejected(ValueError, "plan was made for 4 ranks", "there are 1 x 2048"):
-            create_attention_mask(*(x[:1] for x in TOKENS), plan=plan)
+        with rejected(ValueError, "plan must come from context_plan, but is a str"):
+            create_attention_mask(*TOKENS, plan="local")
+        with rejected(ValueError, "plan was made for 2048 query rows, but there are 1024"):
+            create_attention_mask(*(x[:, :1024] for x in TOKENS), plan=plan)
         with rejected(ValueError, "query_segment_ids must be kv_segment_ids permuted by plan"):
             create_attention_mask(permuted[0], *TOKENS[1:], plan=plan)
         with rejected(ValueError, "query_positions must be kv_positions permuted by plan"):
@@ -147,9 +148,11 @@ def test_errors():
                 *tensors()[:3], *permuted, *TOKENS[2:], mask,
                 permute_tokens_for_load_balance=False,
             )  # fmt: skip
-    other = rejected(ValueError, "plan was made for 4 ranks", "the context axis has 2")
-    with jax.set_mesh(mesh_of(1, 1, 2, 1)), attention_specs(*SPECS), other:
-        create_attention_mask(*TOKENS, plan=plan)
+    with jax.set_mesh(mesh_of(1, 1, 2, 1)), attention_specs(*SPECS):
+        with rejected(ValueError, "made for 4 ranks, but the context axis has size 2"):
+            permute_tokens_context_parallelism(IDS, plan=plan)
+        with rejected(ValueError, "made for 4 ranks, but the context axes of sharding have size 2"):
+            create_attention_mask(*TOKENS, plan=plan)
 
 
 def test_an_explicit_mesh_is_refused():

@@ -6,9 +6,10 @@ candidates, of which a caller keeps one.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -16,6 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 
 _SHORT = 64  # of such an axis sums are made by comparing, in a fusion
+
+
+@contextlib.contextmanager
+def promotion() -> Iterator[None]:
+    """Of ranks and dtypes, as numpy does it: whatever the user lets jax do."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
 
 
 @functools.lru_cache(256)

@@ -19,10 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from packax._src.context.array_ops import DeviceOps, HostOps
+from packax._src.context.array_ops import DeviceOps, HostOps, promotion
 from packax._src.context.load_balance import ContextPlan, balanced
 from packax._src.context.local_levels import Group, assigned, best, divide, divide_all, find
-from packax._src.core.jax_compat import promotion
 from packax._src.core.shapes import TILE
 
 SIZES = tuple(n / 128 for n in (0, 1, 2, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 112, 128))

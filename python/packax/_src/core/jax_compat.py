@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -77,10 +76,3 @@ def with_64_bits(avals: Any) -> Any:
         return contextlib.nullcontext()
     place: Any = jax if hasattr(jax, "enable_x64") else jax.experimental
     return place.enable_x64(True)
-
-
-@contextlib.contextmanager
-def promotion() -> Iterator[None]:
-    """Of ranks and dtypes, as numpy does it: whatever the user lets jax do."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield

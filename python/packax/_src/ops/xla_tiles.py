@@ -151,7 +151,8 @@ def select(which: jax.Array, x: jax.Array, other: float) -> jax.Array:
     """x where `which`, an array of x's shape, is true; else this number.
 
     In loops lax stands in place of jax.numpy, each of whose functions jax traces by itself: on a
-    mesh attention is traced once more while it compiles, and so in two thirds of the time.
+    mesh attention is traced once more while it compiles. Numbers have their array's dtype: of
+    Python they would have 64 bits under jax_enable_x64.
     """
     return lax.select(which, x, lax.full_like(x, other))
 

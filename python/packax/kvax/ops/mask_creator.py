@@ -20,7 +20,7 @@ from packax.kvax.utils.common import (
     FlashAttentionParamsConfig,
     get_default_flash_attention_params,
 )
-from packax.kvax.utils.permutation import check_plan, head_tail_plan
+from packax.kvax.utils.permutation import head_tail_plan
 from packax.kvax.utils.sharding import attention_layout, gathered
 from packax.kvax.utils.typing import AttentionMask, DeviceArray, RowMasks
 
@@ -213,8 +213,6 @@ def _row_masks_by_plan(
     skip_pad_tokens: bool,
 ) -> RowMasks:
     """The masks of rows that `plan` permuted, and keys with them; given: tokens as they came."""
-    shards = 1 if layout is None else layout.size(layout.context)
-    check_plan(plan, tokens.query_segment_ids.shape, shards)
     if tokens.query_segment_ids.shape != tokens.kv_segment_ids.shape:
         raise ValueError(
             "plan permutes queries and keys alike, but query_segment_ids have shape "
@@ -227,6 +225,16 @@ def _row_masks_by_plan(
                 "a mesh with axes of Explicit type: use packax.flash_attention there"
             )
         sharding = gathered(sharding, layout)
+    # Of numpy, packax sees before the program runs whether they fit the plan.
+    ids = given[3] if isinstance(given[3], np.ndarray) else tokens.kv_segment_ids
+    if not skip_pad_tokens:
+        ids, _ = _padding_as_a_document(tokens.kv_segment_ids, tokens.kv_segment_ids)
+
+    def build(**positions: jax.Array) -> packax.AttentionMask:
+        expression = packax.causal() & packax.documents(ids, **positions)
+        return packax.create_attention_mask(expression, sharding=sharding, plan=plan)
+
+    by_index = build()  # which checks the plan
     for name, query, key in zip(("positions", "segment_ids"), given[:2], given[2:], strict=True):
         known = all(isinstance(x, np.ndarray) for x in (query, key, plan.order))
         if known and (query != plan.permute(key)).any():
@@ -234,16 +242,6 @@ def _row_masks_by_plan(
                 f"query_{name} must be kv_{name} permuted by plan, but they differ: permute them "
                 "by permute_tokens_context_parallelism(..., plan=plan)"
             )
-    # Of numpy, packax sees before the program runs whether they fit the plan.
-    ids = given[3] if isinstance(given[3], np.ndarray) else tokens.kv_segment_ids
-    if not skip_pad_tokens:
-        ids, _ = _padding_as_a_document(*(tokens.kv_segment_ids,) * 2)
-
-    def build(**positions: jax.Array) -> packax.AttentionMask:
-        expression = packax.causal() & packax.documents(ids, **positions)
-        return packax.create_attention_mask(expression, sharding=sharding, plan=plan)
-
-    by_index = build()
     return RowMasks(build(positions=tokens.kv_positions), by_index, by_index)
 
 

@@ -54,21 +54,6 @@ def apply_permutation(
     return [move(x) for x in inputs]
 
 
-def check_plan(plan: Any, shape: tuple[int, ...], shards: int) -> None:
-    """Whether a plan is one for rows (B, S, ...) on so many ranks.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if not isinstance(plan, ContextPlan):
-        raise ValueError(f"plan must come from packax.context_plan, but is a {type(plan).__name__}")
-    if plan.ranks != shards or plan.length != shape[1] or len(plan.order) not in (1, shape[0]):
-        raise ValueError(
-            f"plan was made for {plan.ranks} ranks and {len(plan.order)} x {plan.length} rows, but "
-            f"the context axis has {shards} and there are {shape[0]} x {shape[1]}"
-        )
-
-
 def permute_tokens_context_parallelism(
     inputs: Any, mesh: Any = None, plan: ContextPlan | None = None
 ) -> Any:
@@ -110,8 +95,15 @@ def _move(inputs: Any, mesh: Any, plan: ContextPlan | None, *, reverse: bool) ->
             f"and one length, but the shapes are {shapes}"
         )
     if plan is not None:
-        check_plan(plan, shapes[0], shards)
-        moved = [(plan.unpermute if reverse else plan.permute)(x) for x in arrays]
-        return moved if several else moved[0]
-    moved = list(arrays) if shards == 1 else apply_permutation(arrays, 2 * shards, reverse)
+        if not isinstance(plan, ContextPlan):
+            raise ValueError(
+                f"plan must come from packax.context_plan, but is a {type(plan).__name__}"
+            )
+        if plan.ranks != shards:
+            raise ValueError(
+                f"plan was made for {plan.ranks} ranks, but the context axis has size {shards}"
+            )
+        moved = list((plan.unpermute if reverse else plan.permute)(arrays))
+    else:
+        moved = list(arrays) if shards == 1 else apply_permutation(arrays, 2 * shards, reverse)
     return moved if several else moved[0]
