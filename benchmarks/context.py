@@ -40,6 +40,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", ".92")  # rows of 512k tokens
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,6 +51,7 @@ from jax.sharding import PartitionSpec as P
 from lib.cases import Case
 from lib.context_cases import BOARD, CASES, QUICK, QUICK_CASES
 from lib.context_mesh import context_axes, levels_of, mesh_of, rows_of
+from lib.context_schemes import OF_HOSTS, PLANS, SCHEMES, Scheme
 from lib.context_table import table
 from lib.kvax_scheme import Arrays, kvax_like
 from lib.machine import machine
@@ -61,44 +64,6 @@ LIMIT = 1e-2  # ‖x - one GPU's‖ / ‖one GPU's‖ in bfloat16
 HIDE = {"xla_gpu_enable_latency_hiding_scheduler": True}
 
 
-@dataclasses.dataclass(frozen=True)
-class Scheme:
-    plan: str | None
-    groups: int | tuple[int, ...] | None = None  # None: the default
-    scheduler: bool = False  # XLA's latency-hiding one, else its default
-    kvax: bool = False
-    one_level: bool = False  # of a local plan, though there are hosts
-
-    @property
-    def name(self) -> str:
-        if self.kvax:
-            return "kvax-like"
-        hiding = ", latency-hiding scheduler" if self.scheduler else ""
-        groups = "" if self.groups is None else f", groups {self.groups}"
-        levels = ", one level" if self.one_level else ""
-        return f"{self.plan or 'none'}{levels}{groups}{hiding}"
-
-
-SCHEMES = (
-    Scheme("balanced"),
-    Scheme("zigzag"),
-    Scheme(None),
-    Scheme("balanced", 1),
-    Scheme("balanced", 2),
-    Scheme("balanced", (2, 6)),
-    Scheme("balanced", (2, 4, 2)),
-    Scheme("balanced", (1, 3, 4)),
-    Scheme("balanced", 4),
-    Scheme("balanced", (2, 6), scheduler=True),
-    Scheme("local"),
-    Scheme("zigzag", kvax=True),
-)
-PLANS = (Scheme(None), Scheme("zigzag"), Scheme("balanced"), Scheme("local"))
-
-
-OF_HOSTS = (*PLANS, Scheme("local", 8), Scheme("local", one_level=True))
-
-
 def plan_of(case: Case, name: str | None, ranks: Any) -> packax.ContextPlan | None:
     if name is None:
         return None
@@ -107,21 +72,22 @@ def plan_of(case: Case, name: str | None, ranks: Any) -> packax.ContextPlan | No
 
 
 class Distributed:
-    """One scheme on a mesh: inputs in its order, passes, results back in the row's order."""
+    """One scheme on a mesh: passes of inputs in its order, results back in the row's order.
 
-    def __init__(self, case: Case, scheme: Scheme, mesh: Any, inputs: Arrays) -> None:
+    Inputs are of the host. A pass holds what it needs and no more: of 512k tokens several gigabytes
+    for every scheme.
+    """
+
+    def __init__(self, case: Case, scheme: Scheme, mesh: Any) -> None:
         local = scheme.plan == "local" and not scheme.one_level
         self.plan = plan_of(case, scheme.plan, levels_of(mesh) if local else mesh.size)
         rows = rows_of(mesh)
         sharding = packax.AttentionSharding(query=rows, key_value=rows, mesh=mesh)
         expression = packax.causal() & packax.documents(case.segment_ids())
         self.mask = packax.create_attention_mask(expression, sharding=sharding, plan=self.plan)
-        place = NamedSharding(mesh, rows)
-        order = (lambda x: x) if self.plan is None else self.plan.permute
-        inputs = tuple(jax.device_put(order(x), place) for x in inputs)
-        self.inputs, self.cotangent = inputs[:3], inputs[3]
+        self.sharding = NamedSharding(mesh, rows)
         options = HIDE if scheme.scheduler and jax.default_backend() == "gpu" else None
-        self.jit = functools.partial(jax.jit, compiler_options=options)
+        jit = functools.partial(jax.jit, compiler_options=options)
         if scheme.kvax:
             assert self.plan is not None
 
@@ -133,66 +99,78 @@ class Distributed:
                 groups = scheme.groups
                 return packax.flash_attention(query, key, value, mask, gather_head_groups=groups)
 
-        self.attention = attention
+        def with_residuals(query, key, value, mask):
+            return jax.vjp(lambda *x: attention(*x, mask), query, key, value)[1]
+
+        def both(query, key, value, mask, cotangent):
+            out, pullback = jax.vjp(lambda *x: attention(*x, mask), query, key, value)
+            return out, pullback(cotangent)
+
+        self._forward, self._residuals, self._both = map(jit, (attention, with_residuals, both))
+        self._backward = jit(lambda pullback, cotangent: pullback(cotangent))
+
+    def placed(self, inputs: Arrays) -> Arrays:
+        order = (lambda x: x) if self.plan is None else self.plan.permute
+        return tuple(jax.device_put(order(jnp.asarray(x)), self.sharding) for x in inputs)
 
     def in_order(self, x: jax.Array) -> jax.Array:
         x = jax.device_put(x, jax.devices()[0])
         return x if self.plan is None else self.plan.unpermute(x)
 
-    def forward(self) -> Callable[[], jax.Array]:
-        return functools.partial(self.jit(self.attention), *self.inputs, self.mask)
+    def passes(self, what: str, inputs: Arrays) -> Callable[[], Any]:
+        """Forward, or the backward alone."""
+        query_key_value = self.placed(inputs[:3])
+        if what == "fwd":
+            return functools.partial(self._forward, *query_key_value, self.mask)
+        pullback = jax.block_until_ready(self._residuals(*query_key_value, self.mask))
+        return functools.partial(self._backward, pullback, *self.placed(inputs[3:]))
 
-    def backward(self) -> Callable[[], Arrays]:
-        def with_residuals(query, key, value, mask):
-            return jax.vjp(lambda *x: self.attention(*x, mask), query, key, value)[1]
-
-        pullback = jax.block_until_ready(self.jit(with_residuals)(*self.inputs, self.mask))
-        function = self.jit(lambda pullback, cotangent: pullback(cotangent))
-        return lambda: function(pullback, self.cotangent)
-
-    def fetched(self) -> float:
+    def fetched(self, inputs: Arrays) -> float:
         """MiB of keys and values."""
-        query, key, value = self.inputs
-        ranks = query.sharding.mesh.size
+        _, key, value, _ = inputs
+        ranks = self.sharding.mesh.size
         rows = key.shape[1] // ranks * (ranks - 1) if self.plan is None else self.plan.fetched
         return round((key.nbytes + value.nbytes) / key.shape[1] * rows / 2**20, 1)
 
-    def memory(self) -> dict[str, float]:
-        def both(query, key, value, mask, cotangent):
-            out, pullback = jax.vjp(lambda *x: self.attention(*x, mask), query, key, value)
-            return out, pullback(cotangent)
-
-        compiled = self.jit(both).lower(*self.inputs, self.mask, self.cotangent).compile()
-        plan = compiled.memory_analysis()
+    def memory(self, inputs: Arrays) -> dict[str, float]:
+        *x, cotangent = (
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.sharding) for x in inputs
+        )
+        plan = self._both.lower(*x, self.mask, cotangent).compile().memory_analysis()
         names = ("temp", "output", "argument")
         return {name: round(getattr(plan, f"{name}_size_in_bytes") / 2**20, 1) for name in names}
 
 
-def one_share(
-    case: Case, ranks: int, rank: int, inputs: Arrays
-) -> tuple[dict[str, Callable[[], Any]], float]:
-    """Passes of a rank's rows of the balanced plan against all keys, on its GPU; its attended
-    pairs."""
-    plan = plan_of(case, "balanced", ranks)
-    assert plan is not None
-    own = case.seq // ranks
-    rows = np.asarray(plan.index())[0, rank * own : (rank + 1) * own]
-    starts = np.repeat(np.cumsum([0, *case.lengths[:-1]]), case.lengths)
-    lo, hi = starts[rows], rows + 1
-    mask = packax.create_attention_mask(packax.ranges(lo, hi), kv_len=case.seq)
-    query, key, value, dout = inputs
-    query, key, value, dout, mask = jax.device_put(
-        (query[:, rows], key, value, dout[:, rows], mask), jax.devices()[rank]
-    )
-    forward = jax.jit(packax.flash_attention)
-    residuals = jax.jit(lambda *x: jax.vjp(lambda *y: packax.flash_attention(*y, x[3]), *x[:3])[1])
-    pullback = residuals(query, key, value, mask)
-    backward = jax.jit(lambda pullback, cotangent: pullback(cotangent))
-    passes = {
-        "fwd": lambda: forward(query, key, value, mask),
-        "bwd": lambda: backward(pullback, dout),
-    }
-    return passes, float(np.sum(hi - lo))
+class Share:
+    """A rank's rows of the balanced plan against all keys, on its GPU."""
+
+    def __init__(self, case: Case, ranks: int, rank: int) -> None:
+        plan = plan_of(case, "balanced", ranks)
+        assert plan is not None
+        own = case.seq // ranks
+        self.rows = np.asarray(plan.index())[0, rank * own : (rank + 1) * own]
+        starts = np.repeat(np.cumsum([0, *case.lengths[:-1]]), case.lengths)
+        lo, hi = starts[self.rows], self.rows + 1
+        self.area = float(np.sum(hi - lo))  # attended pairs
+        self.device = jax.devices()[rank]
+        mask = packax.create_attention_mask(packax.ranges(lo, hi), kv_len=case.seq)
+        self.mask = jax.device_put(mask, self.device)
+
+    def passes(self, what: str, inputs: Arrays) -> Callable[[], Any]:
+        query, key, value, dout = inputs
+        query, key, value = jax.device_put((query[:, self.rows], key, value), self.device)
+        forward = jax.jit(packax.flash_attention)
+        if what == "fwd":
+            return functools.partial(forward, query, key, value, self.mask)
+
+        @jax.jit
+        def residuals(query, key, value, mask):
+            return jax.vjp(lambda *x: packax.flash_attention(*x, mask), query, key, value)[1]
+
+        pullback = jax.block_until_ready(residuals(query, key, value, self.mask))
+        backward = jax.jit(lambda pullback, cotangent: pullback(cotangent))
+        dout = jax.device_put(dout[:, self.rows], self.device)
+        return functools.partial(backward, pullback, dout)
 
 
 def collectives(mesh: Any, case: Case) -> dict[str, Callable[[], Any]]:
@@ -234,16 +212,18 @@ def relative(x: jax.Array, reference: jax.Array) -> float:
 
 
 def inputs_of(case: Case) -> Arrays:
+    """On the host, whose memory is larger."""
     keys = jax.random.split(jax.random.key(0), 4)
     heads = (case.heads, case.kv_heads, case.kv_heads, case.heads)
     return tuple(
-        jax.random.normal(key, (case.batch, case.seq, h, case.head_dim), jnp.bfloat16)
+        np.asarray(jax.random.normal(key, (case.batch, case.seq, h, case.head_dim), jnp.bfloat16))
         for key, h in zip(keys, heads, strict=True)
     )
 
 
 def reference_of(case: Case, inputs: Arrays) -> Arrays:
-    """Output and gradients on one GPU, which benchmarks/attention.py holds against float32."""
+    """Output and gradients on one GPU, which benchmarks/attention.py holds against float32; on the
+    host."""
     mask = packax.create_attention_mask(packax.causal() & packax.documents(case.segment_ids()))
 
     @jax.jit
@@ -251,28 +231,27 @@ def reference_of(case: Case, inputs: Arrays) -> Arrays:
         out, pullback = jax.vjp(lambda *x: packax.flash_attention(*x, mask), query, key, value)
         return out, *pullback(dout)
 
-    return both(*inputs, mask)
+    return tuple(map(np.asarray, both(*inputs, mask)))
 
 
-def checked(scheme: Scheme, run: Distributed, reference: Arrays) -> dict[str, Any]:
-    """{"errors", "memory", "fetched", "wrong", "passes"}: no passes where a result is wrong."""
-    passes: dict[str, Callable[[], Any]] = {"fwd": run.forward(), "bwd": run.backward()}
-    out = jax.block_until_ready(passes["fwd"]())
-    results = jax.block_until_ready((out, *passes["bwd"]()))
-    errors = {
-        name: relative(run.in_order(x), y)
-        for name, x, y in zip(("out", "dq", "dk", "dv"), results, reference, strict=True)
-    }
+def checked(scheme: Scheme, run: Distributed, inputs: Arrays, reference: Arrays) -> dict[str, Any]:
+    """{"errors", "memory", "fetched", "wrong"}."""
+    errors = {}
+    for what, names in (("fwd", ("out",)), ("bwd", ("dq", "dk", "dv"))):
+        results = run.passes(what, inputs)()
+        results = (results,) if what == "fwd" else results
+        for name, x in zip(names, results, strict=True):
+            y = reference[("out", "dq", "dk", "dv").index(name)]
+            errors[name] = relative(run.in_order(x), jnp.asarray(y))
     wrong = [name for name, error in errors.items() if not error <= LIMIT]
-    memory, fetched = run.memory(), run.fetched()
+    memory, fetched = run.memory(inputs), run.fetched(inputs)
     say(
         f"{scheme.name}: errors "
         + " ".join(f"{name} {error:.1e}" for name, error in errors.items())
         + f"; memory {memory}; fetched {fetched}"
         + (f"; WRONG: {', '.join(wrong)}" if wrong else "")
     )
-    found = {"errors": errors, "memory": memory, "fetched": fetched, "wrong": wrong}
-    return found | {"passes": {} if wrong else passes}
+    return {"errors": errors, "memory": memory, "fetched": fetched, "wrong": wrong}
 
 
 def profile(functions: dict[str, Callable[[], Any]], what: str) -> str:
@@ -303,30 +282,35 @@ def run_case(
     report: dict[str, Any] = {"case": dataclasses.asdict(case) | {"split": ()}, "schemes": {}}
     inputs, count = inputs_of(case), mesh.size
     reference = reference_of(case, inputs)
-    shares = [one_share(case, count, rank, inputs) for rank in range(count)]
-    functions: dict[str, dict[str, Callable[[], Any]]] = {"fwd": {}, "bwd": {}}
+    runs = {}
     for scheme in schemes:
-        row = checked(scheme, Distributed(case, scheme, mesh, inputs), reference)
-        for what, function in row.pop("passes").items():
-            functions[what][scheme.name] = function
+        run = Distributed(case, scheme, mesh)
+        row = checked(scheme, run, inputs, reference)
+        if not row["wrong"]:  # else it is not timed
+            runs[scheme.name] = run
         report["schemes"][scheme.name] = row | {"times": {}}
-    flops = {"fwd": case.forward_flops / count, "bwd": case.backward_flops / count}
-    timed = functools.partial(timed_functions, rounds=rounds)
+    del reference
+    shares = [Share(case, count, rank) for rank in range(count)]
     alone = {"one_gpu": shares[:1], "slowest": shares}
     for name, ranks in alone.items():
-        part = sum(area for _, area in ranks) / len(ranks) / case.area * count
+        part = sum(share.area for share in ranks) / len(ranks) / case.area * count
         report[name] = {"area_of_mean": round(part, 4), "times": {}}
     traces = ""
-    for what, candidates in functions.items():
+    for what, flops in (("fwd", case.forward_flops), ("bwd", case.backward_flops)):
+        candidates = {name: run.passes(what, inputs) for name, run in runs.items()}
+        of_ranks = [share.passes(what, inputs) for share in shares]
         for name, ranks in alone.items():
-            candidates[name] = lambda what=what, ranks=ranks: [own[what]() for own, _ in ranks]
-        for name, result in timed(candidates).items():
+            own = of_ranks[: len(ranks)]
+            candidates[name] = lambda own=own: [function() for function in own]
+        for name, result in timed_functions(candidates, rounds=rounds).items():
             row = report["schemes"].get(name) or report[name]
-            row["times"][what] = result.as_dict(flops[what] * row.get("area_of_mean", 1))
+            row["times"][what] = result.as_dict(flops / count * row.get("area_of_mean", 1))
         if profiled:
             traces += profile(candidates, f"{case.name}, {what}")
+        del candidates, of_ranks  # the other pass needs the memory
     report["collectives"] = {
-        name: result.as_dict() for name, result in timed(collectives(mesh, case)).items()
+        name: result.as_dict()
+        for name, result in timed_functions(collectives(mesh, case), rounds=rounds).items()
     }
     return report, traces
 

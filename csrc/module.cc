@@ -2,9 +2,11 @@
 // machine have.
 
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 
 #include "ffi/stages.h"
+#include "plan/deal.h"
 #include "runtime/driver.h"
 #include "runtime/variants.h"
 
@@ -118,6 +120,51 @@ void ResetHostTimes() {
   }
 }
 
+template <typename T, int kDims>
+using Array = nb::ndarray<T, nb::ndim<kDims>, nb::c_contig, nb::device::cpu>;
+
+template <typename T>
+std::span<T> Row(const Array<T, 2>& array, size_t row) {
+  return {array.data() + row * array.shape(1), array.shape(1)};
+}
+
+template <typename T>
+std::span<T> All(const Array<T, 1>& array) {
+  return {array.data(), array.shape(0)};
+}
+
+void DealWays(const Array<const int32_t, 1>& lengths, const Array<const int32_t, 1>& areas,
+              const Array<const int32_t, 1>& light, const Array<const int32_t, 1>& weight,
+              int32_t most_tokens, int32_t most_area, int rounds, const Array<int32_t, 1>& end,
+              const Array<int32_t, 2>& held_tokens, const Array<int32_t, 2>& held_areas,
+              const Array<int32_t, 2>& owner) {
+  const size_t ways = end.shape(0);
+  const size_t documents = lengths.shape(0);
+  const size_t ranks = held_tokens.shape(1);
+  if (areas.shape(0) != documents || light.shape(0) != documents || weight.shape(0) != ways ||
+      held_tokens.shape(0) != ways || held_areas.shape(0) != ways || held_areas.shape(1) != ranks ||
+      owner.shape(0) != ways || owner.shape(1) != documents) {
+    throw nb::value_error("deal: arrays of documents, ways and ranks do not go together");
+  }
+  for (size_t way = 0; way < ways; ++way) {
+    const int64_t most = end.data()[way] + int64_t{rounds} * static_cast<int64_t>(ranks);
+    if (end.data()[way] < 0 || rounds < 0 || most > static_cast<int64_t>(documents)) {
+      throw nb::value_error("deal: each round needs a document for every rank");
+    }
+  }
+  const Deal deal{.lengths = All(lengths),
+                  .areas = All(areas),
+                  .light = All(light),
+                  .most_tokens = most_tokens,
+                  .most_area = most_area,
+                  .rounds = rounds};
+  for (size_t way = 0; way < ways; ++way) {
+    end.data()[way] = DealWay(
+        deal, end.data()[way], weight.data()[way],
+        {.tokens = Row(held_tokens, way), .areas = Row(held_areas, way), .owner = Row(owner, way)});
+  }
+}
+
 }  // namespace
 }  // namespace packax
 
@@ -136,5 +183,11 @@ NB_MODULE(_ext, m) {
         "libcuda on first use.");
   m.def("host_times", &packax::HostTimes,
         "Target name -> (calls, nanoseconds) spent in the execute stage.");
+  m.def("deal", &packax::DealWays, nb::arg("lengths"), nb::arg("areas"), nb::arg("light"),
+        nb::arg("weight"), nb::arg("most_tokens"), nb::arg("most_area"), nb::arg("rounds"),
+        nb::arg("end").noconvert(), nb::arg("held_tokens").noconvert(),
+        nb::arg("held_areas").noconvert(), nb::arg("owner").noconvert(),
+        "Documents dealt to ranks in many ways, as packax/_src/context/local_search.py says; the "
+        "last four arrays are changed in place.");
   m.def("reset_host_times", &packax::ResetHostTimes, "Sets host_times() to zero.");
 }

@@ -2,6 +2,8 @@
 
 from typing import NotRequired, TypedDict
 
+import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import CapsuleType
 
 class Variant(TypedDict):
@@ -53,3 +55,19 @@ def host_times() -> dict[str, tuple[int, int]]:
 
 def reset_host_times() -> None:
     """Sets `host_times()` to zero."""
+
+def deal(
+    lengths: NDArray[np.int32],
+    areas: NDArray[np.int32],
+    light: NDArray[np.int32],
+    weight: NDArray[np.int32],
+    most_tokens: int,
+    most_area: int,
+    rounds: int,
+    end: NDArray[np.int32],
+    held_tokens: NDArray[np.int32],
+    held_areas: NDArray[np.int32],
+    owner: NDArray[np.int32],
+) -> None:
+    """Documents (D,) dealt to ranks in K ways, as packax/_src/context/local_search.py says; end
+    (K,), held_tokens, held_areas (K, ranks) and owner (K, D) are changed in place."""

@@ -33,10 +33,22 @@ def _begins(shape: tuple[int, ...], width: int) -> np.ndarray:
     return rows.reshape(*shape, 1)
 
 
+@functools.lru_cache(8)
+def indices(number: int) -> np.ndarray:
+    """0, 1, ... of numpy, to be read: new memory costs more than the arithmetic on it."""
+    index = np.arange(number, dtype=np.int32)
+    index.flags.writeable = False
+    return index
+
+
 class HostOps:
     """numpy."""
 
     xp: Any = np
+
+    def indices(self, number: int) -> Any:
+        """0, 1, ..., not to be changed."""
+        return indices(number)
 
     def order(self, x: Any) -> Any:
         """Stable, along the last axis, smallest first."""
@@ -148,6 +160,9 @@ class DeviceOps(HostOps):
     """jax, under jit: arrays as long as they can become, where numpy's are as long as they are."""
 
     xp: Any = jnp
+
+    def indices(self, number: int) -> Any:
+        return jnp.arange(number, dtype=jnp.int32)
 
     def order(self, x: Any) -> Any:
         return jnp.argsort(x, axis=-1, stable=True).astype(jnp.int32)

@@ -188,8 +188,8 @@ def _dealt(
     length, kinds = group.tokens.shape[0], len(bounds)
     part = xp.arange(parts, dtype=np.int32)[:, None]
     tokens = areas = xp.zeros(parts, np.int32)
-    held_by = xp.full(length, -1, np.int32)
-    index = xp.arange(length, dtype=np.int32)
+    held_by = xp.broadcast_to(np.int32(-1), (length,))
+    index = ops.indices(length)
     begin = np.int32(0)
     for kind, bound in enumerate(bounds):
         tiles = parts * -(-bound // (TILE * parts))

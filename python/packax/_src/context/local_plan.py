@@ -24,7 +24,10 @@ from packax._src.context.load_balance import ContextPlan, balanced
 from packax._src.context.local_levels import Group, assigned, best, divide, divide_all, find
 from packax._src.core.shapes import TILE
 
-SIZES = tuple(n / 128 for n in (0, 1, 2, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 112, 128))
+SIZES = tuple(
+    n / 128
+    for n in (0, 0.25, *range(1, 9), 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 104, 112, 120, 128)
+)
 """Shares of a rank's rows, of which the host takes the smallest shared part that will do."""
 
 _FAIR = 1.03  # area of the most loaded rank over the mean
@@ -123,9 +126,10 @@ def _plan(
 ) -> ContextPlan:
     length, ranks = order.shape[1], math.prod(levels)
     if isinstance(order, np.ndarray):
-        inverse, index = np.empty_like(order), np.arange(length, dtype=np.int32)
-        for row, of_row in zip(inverse, order, strict=True):
-            row[of_row.astype(np.intp)] = index  # other integers are slower indices
+        inverse, index = np.empty_like(order), _HOST.indices(length).reshape(ranks, -1)
+        for row, of_row in zip(inverse, order.reshape(-1, *index.shape), strict=True):
+            for number, of_rank in zip(index, of_row, strict=True):
+                row[_to_index(of_rank)] = number
     else:
         inverse = _inverse(order)
     one = len(levels) == 1
@@ -157,7 +161,7 @@ class _OnHost:
         """The order, and the rows of each rank that are split at each level; None: it fails."""
         length = len(self.keys)
         own = length // math.prod(self.levels)
-        whole = Group(np.arange(length, dtype=np.int32), np.zeros(0, np.int32))
+        whole = Group(_HOST.indices(length), np.zeros(0, np.int32))
         groups: list[tuple[Any, Group]] = [((), whole)]
         made: list[Group] = []
         for level, parts in enumerate(self.levels):
@@ -236,8 +240,13 @@ def _on_host(
 
 def _load(keys: np.ndarray, order: np.ndarray, ranks: int) -> float:
     """Area of the most loaded rank over the mean."""
-    area = keys.take(order.astype(np.intp)).reshape(ranks, -1).sum(axis=1, dtype=np.int64)
-    return float(area.max() * ranks / max(area.sum(), 1))
+    area = [keys.take(_to_index(x)).sum(dtype=np.int64) for x in order.reshape(ranks, -1)]
+    return float(max(area) * ranks / max(sum(area), 1))
+
+
+def _to_index(x: np.ndarray) -> np.ndarray:
+    """What indexes faster than other integers. A rank at a time: small arrays reuse memory."""
+    return x.astype(np.intp)
 
 
 @functools.partial(jax.jit, static_argnames=("levels", "shared"), inline=True)

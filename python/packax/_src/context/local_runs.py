@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from packax._src.context.array_ops import indices
 from packax._src.core.shapes import PADDING_SEGMENT_ID
 
 
@@ -61,9 +62,12 @@ class SumsOfRuns:
         # Of whole numbers and high bits, in the sequence; then what turns these into sums in
         # documents' order.
         size = np.diff(runs.begin)
-        self.sums = np.zeros((2, len(keys) + 1), np.int32)
-        keys.cumsum(dtype=np.int32, out=self.sums[0, 1:])
-        (keys >> bits).cumsum(dtype=np.int32, out=self.sums[1, 1:])
+        self.sums = np.empty((2, len(keys) + 1), np.int32)
+        self.sums[:, 0] = 0
+        whole, high = self.sums[:, 1:]
+        keys.cumsum(dtype=np.int32, out=whole)
+        np.right_shift(keys, bits, out=high)
+        high.cumsum(dtype=np.int32, out=high)
         begin = self.sums.take(runs.first, axis=1)
         of_run = self.sums.take(runs.first + size, axis=1) - begin
         self.more = of_run.cumsum(axis=1, dtype=np.int32) - of_run - begin
@@ -111,5 +115,5 @@ def tokens_in_order(key: np.ndarray, first: np.ndarray, size: np.ndarray) -> np.
     first, size = first[order], size[order]
     offset = first - (size.cumsum() - size)
     tokens = offset.astype(np.int32).repeat(size)
-    tokens += np.arange(ends, dtype=np.int32)
+    tokens += indices(int(ends))
     return tokens

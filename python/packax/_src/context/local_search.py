@@ -13,6 +13,7 @@ import numpy as np
 
 from packax._src.context.array_ops import HostOps
 from packax._src.core.shapes import TILE
+from packax._src.ops.ffi import ext
 
 _HEAVIEST = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # of which so many are split
 _TOKENS = (0, 2, 8)  # how much a token weighs, in rows of mean area, beside area
@@ -86,6 +87,12 @@ def deal(ops: HostOps, documents: Documents, base: Base, length: int, limit: Any
     light = (all_area - before[1][:-1]) // xp.maximum(all_tokens - before[0][:-1], 1)
     light = xp.minimum(light, 4 * mean)
     weight = weight * mean
+    owner = xp.where(index < heaviest[:, None], np.int32(-1), np.int32(ranks))
+    held = ops.copied(xp.broadcast_to(xp.stack(base)[:, None], (2, number, ranks)))
+    if xp is np and ext is not None:  # the same in C++
+        end, most = heaviest.copy(), (own, int(limit))
+        ext.deal(lengths, areas, light, weight, *most, _ROUNDS, end, *held, owner)
+        return Search(end, held[0], held[1], owner)
     bounds = xp.stack([xp.asarray(own, np.int32), limit])[:, None, None]
 
     def one_round(n: Any, state: Any) -> Any:
@@ -111,9 +118,7 @@ def deal(ops: HostOps, documents: Documents, base: Base, length: int, limit: Any
     def done(state: Any) -> bool:
         return bool(state[0].min() >= documents.lengths.shape[0])
 
-    owner = xp.where(index < heaviest[:, None], np.int32(-1), np.int32(ranks))
-    held = xp.broadcast_to(xp.stack(base)[:, None], (2, number, ranks))
-    state = (heaviest, ops.copied(held), owner)
+    state = (heaviest, held, owner)
     end, held, owner = ops.repeat(_ROUNDS, one_round, state, done)
     return Search(end, held[0], held[1], owner)
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from packax._src.context.array_ops import indices
 from packax._src.context.load_balance import (
     ContextPlan,
     balanced,
@@ -280,7 +281,8 @@ def _keys_of_rows(expression: MaskExpression, length: int, xp: ModuleType) -> An
         interval = And(tuple(part for part in expression.parts() if isinstance(part, Interval)))
         keys = tree_keys(tree, interval)
         return xp.broadcast_to(keys, (max(batch, keys.shape[0]), length))
-    index: Any = xp.arange(length, dtype=np.int32)[None]
+    on_host = xp is np
+    index: Any = (indices(length) if on_host else xp.arange(length, dtype=np.int32))[None]
     first, last = np.int32(0), np.int32(length - 1)
     document = documents_of(expression)
     ids, positions = None, index
@@ -297,22 +299,24 @@ def _keys_of_rows(expression: MaskExpression, length: int, xp: ModuleType) -> An
         if by_position:  # from a place to the index of the key in the row's document that has it
             ahead = index - positions
             low, high = (None if x is None else plus(x, ahead) for x in (low, high))
-        first = first if low is None else xp.maximum(first, low)
-        last = last if high is None else xp.minimum(last, high)
+        first = first if low is None else _in_place(xp.maximum, first, low)
+        last = last if high is None else _in_place(xp.minimum, last, high)
     for part in expression.parts():
         if isinstance(part, Ranges):
             first = xp.maximum(first, xp.clip(xp.atleast_2d(part.lo), 0, length))
             last = xp.minimum(last, xp.clip(xp.atleast_2d(part.hi), 0, length) - 1)
-    keys = xp.atleast_2d(last - first)
-    if xp is np:  # in place: new memory costs more than the arithmetic
-        keys = keys.astype(np.int32, copy=False)
-        keys += 1
-        np.maximum(keys, 0, out=keys)
-    else:
-        keys = jnp.maximum(keys + 1, 0).astype(np.int32)
+    keys = xp.atleast_2d(_in_place(xp.subtract, last, first))
+    keys = _in_place(xp.maximum, _in_place(xp.add, keys, 1), 0).astype(np.int32, copy=False)
     if ids is not None:
-        keys = xp.where(ids == PADDING_SEGMENT_ID, 0, keys)
+        real = ids != PADDING_SEGMENT_ID
+        keys = _in_place(xp.multiply, keys, real) if on_host else xp.where(real, keys, 0)
     return xp.broadcast_to(keys, (max(batch, keys.shape[0]), length))
+
+
+def _in_place(operation: Any, x: Any, y: Any) -> Any:
+    """operation(x, y); into an array x of numpy: new memory costs more than the arithmetic."""
+    fits = isinstance(x, np.ndarray) and np.broadcast_shapes(x.shape, np.shape(y)) == x.shape
+    return operation(x, y, out=x) if fits else operation(x, y)
 
 
 _keys_on_device = jax.jit(

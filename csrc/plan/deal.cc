@@ -1,0 +1,51 @@
+#include "plan/deal.h"
+
+#include <algorithm>
+#include <limits>
+#include <numeric>
+#include <vector>
+
+namespace packax {
+namespace {
+
+constexpr int64_t kFull = std::numeric_limits<int64_t>::max();
+
+}  // namespace
+
+int32_t DealWay(const Deal& deal, int32_t begin, int32_t weight, Way way) {
+  const int ranks = static_cast<int>(way.tokens.size());
+  const int32_t last = static_cast<int32_t>(deal.lengths.size()) - 1;
+  std::vector<int64_t> load(ranks);
+  std::vector<int> turns(ranks);
+  int32_t end = begin;
+  for (int round = 0; round < deal.rounds; ++round) {
+    const int32_t first = std::min(end, last);
+    const int64_t per_token = weight - deal.light[first];
+    for (int rank = 0; rank < ranks; ++rank) {
+      const bool fits = way.tokens[rank] + deal.lengths[first] <= deal.most_tokens &&
+                        way.areas[rank] + deal.areas[first] <= deal.most_area;
+      load[rank] = fits ? way.areas[rank] + per_token * way.tokens[rank] : kFull;
+    }
+    std::iota(turns.begin(), turns.end(), 0);
+    std::stable_sort(turns.begin(), turns.end(), [&](int a, int b) { return load[a] < load[b]; });
+    // As if one by one: a rank takes one while those before it, with theirs, have no less.
+    int64_t least = kFull;
+    int taken = 0;
+    for (; taken < ranks; ++taken) {
+      const int rank = turns[taken];
+      if (load[rank] == kFull || load[rank] > least) break;
+      const int32_t document = std::min(end + taken, last);
+      const int64_t length = deal.lengths[document];
+      const int64_t area = deal.areas[document];
+      least = std::min(least, load[rank] + area + per_token * length);
+      way.tokens[rank] += deal.lengths[document];
+      way.areas[rank] += deal.areas[document];
+      way.owner[end + taken] = rank;
+    }
+    if (taken == 0) way.owner[end] = -1;  // fits nowhere: it is split
+    end += std::max(taken, 1);
+  }
+  return end;
+}
+
+}  // namespace packax
