@@ -7,8 +7,9 @@ On the host: ten rows of about so many documents, lognormal lengths, the quickes
 each; the median of the rows, and the slowest.
 
 Inside `jit`. Needs no GPU: operations are counted in the program that XLA compiles for the CPU,
-those of a loop as often as it runs. The model: each launches a kernel, 3 to 5 us, and all move the bytes of XLA's
-cost analysis at 3 TB/s. XLA fuses more for GPUs, so that this is an upper bound of launches.
+those of a loop as often as it runs. The model: each launches a kernel, 3 to 5 us, and all move the
+bytes of XLA's cost analysis at 3 TB/s. XLA fuses more for GPUs, so that this is an upper bound of
+launches.
 """
 
 from __future__ import annotations
