@@ -1,4 +1,4 @@
-"""Ways to spread a row over ranks that benchmarks/context.py times: plans, groups of heads, kvax's."""
+"""Ways to spread a row over ranks that benchmarks/context.py times: plans, head groups, kvax's."""
 
 from __future__ import annotations
 
