@@ -117,7 +117,7 @@ def choose_algorithm(query: Any, value: Any, params: Any, for_export: bool = Fal
     """The backward's: what its workspace has room for. Where the GPU that runs it has no kernels
     for that, C++ takes the one before (csrc/launch/calls.h).
     """
-    suffix = _suffix(params)
+    suffix = suffix_of(params)
     # The kernels count rows in 32 bits. If there are more when an exported program runs, C++ knows.
     rows = _padded_rows(query)
     if suffix is None or (not is_symbolic(rows) and rows > INT_MAX):
@@ -145,9 +145,9 @@ def _padded_rows(query: Any) -> Any:
     return batch * heads * BLOCK * ceil_div(q_len, BLOCK)
 
 
-def _suffix(params: Any) -> str | None:
+def suffix_of(params: Any) -> str | None:
     """Of the names of the sm90 kernels: with one option, or none; None: there are none."""
-    if params["score_grads"]:
+    if params.get("score_grads") or params.get("max_logits"):
         return None
     alibi = ("scales", "slopes")
     suffixes: dict[Any, str] = {

@@ -6,7 +6,9 @@ when it is not known yet which GPU will run it.
 
 from __future__ import annotations
 
+import functools
 import importlib
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +23,7 @@ except ImportError as error:  # a source tree, or a broken install: XLA still wo
 _DTYPES = {"bfloat16": "bf16", "float16": "f16"}
 _FLOAT32 = {False: "tf32", True: "f32"}  # by whether products are those of float32
 _KERNELS = {"forward": ("forward",), "backward": ("backward_dkdv", "backward_dq")}
-_MULTIPLE = 8  # of head dims: rows of 16 bytes
+MULTIPLE = 8  # of head dims: rows of 16 bytes
 
 
 def for_export(ctx: Any) -> bool:
@@ -31,20 +33,33 @@ def for_export(ctx: Any) -> bool:
 
 def on_sm90(kernel: str, dtype: str, qk_dim: int, v_dim: int, *, for_export: bool = False) -> bool:
     """Whether this build has that kernel, and this process a GPU for it, as far as it can tell."""
-    assert ext is not None
-    asked = (kernel, _DTYPES.get(dtype), qk_dim, v_dim)
-    rows = [
-        row
-        for row in ext.variants()
-        if (row["kernel"], row["dtype"], row["qk_dim"], row["v_dim"]) == asked
-    ]
-    return _any_serves(rows, for_export)
+    return (qk_dim, v_dim) in dims_on_sm90(kernel, dtype, for_export=for_export)
+
+
+def dims_on_sm90(kernel: str, dtype: str, *, for_export: bool = False) -> set[tuple[int, int]]:
+    """Of query and value: the head dims of which on_sm90 is true."""
+    asked = (kernel, _DTYPES.get(dtype))
+    by_dims: dict[tuple[int, int], list[Any]] = {}
+    for row in variants():
+        if (row["kernel"], row["dtype"]) == asked:
+            by_dims.setdefault((row["qk_dim"], row["v_dim"]), []).append(row)
+    return {dims for dims, rows in by_dims.items() if _any_serves(rows, for_export)}
 
 
 def serves_here(kernel: str, *, for_export: bool = False) -> bool:
     """Likewise of a kernel of masks, which has neither dtype nor head dims."""
+    return _any_serves([row for row in variants() if row["kernel"] == kernel], for_export)
+
+
+def variants() -> tuple[Any, ...]:
+    """Every kernel in this build."""
     assert ext is not None
-    return _any_serves([row for row in ext.variants() if row["kernel"] == kernel], for_export)
+    return _made(ext.variants)
+
+
+@functools.lru_cache(4)
+def _made(table: Callable[[], Any]) -> tuple[Any, ...]:
+    return tuple(table())  # 1,600 rows take milliseconds, and a lowering asks many times
 
 
 def _any_serves(rows: Any, for_export: bool) -> bool:
@@ -111,12 +126,11 @@ def found(
     `float32_products` is for float32.
     """
     dtype, dims = kernel_dtype(query.dtype, float32_products), (query.shape[3], value.shape[3])
-    if fallback and any(dim % _MULTIPLE for dim in dims):
+    if fallback and any(dim % MULTIPLE for dim in dims):
         return False
-    assert ext is not None
     names = _names(direction, fallback, with_bias)
     by_dims: dict[tuple[int, int], set[str]] = {}
-    for row in ext.variants():
+    for row in variants():
         if row["dtype"] == dtype and row["kernel"] in names:
             by_dims.setdefault((row["qk_dim"], row["v_dim"]), set()).add(row["kernel"])
     return any(
@@ -144,16 +158,15 @@ def require_kernels(
     require_extension()
     if found(direction, query, value, fallback, float32_products, with_bias):
         return
-    assert ext is not None
     names = _names(direction, fallback, with_bias)
-    have = [row for row in ext.variants() if row["kernel"] in names]
+    have = [row for row in variants() if row["kernel"] in names]
     text = listed(have)
     if with_bias:
         text += ", of those with a bias that is an array, or dropout"
     elif fallback and not have:
         text += ", of those that take soft_cap, bias, an array's scale, max logits, any head dim, "
         text += "block_sparse masks"
-    up_to = f", and all multiples of {_MULTIPLE} up to them" if fallback and have else ""
+    up_to = f", and all multiples of {MULTIPLE} up to them" if fallback and have else ""
     raise NotImplementedError(
         f"no {direction} kernel for {query.dtype} with head dims {query.shape[3]}/{value.shape[3]} "
         f"(query and key / value); there are: {text}{up_to}. "

@@ -17,6 +17,7 @@ from packax._src.ops import (
     attention_calls,
     batch_packing,
     ffi,
+    head_dims,
     low_occupancy,
     partition_rules,
     xla_attention,
@@ -120,6 +121,8 @@ _backward_in_parts = lower_xla(
 )
 _forward_of_one_row = lower_xla(batch_packing.forward, (*FORWARD_PARAMS, "implementation"))
 _backward_of_one_row = lower_xla(batch_packing.backward, (*BACKWARD_PARAMS, "implementation"))
+_forward_padded = lower_xla(head_dims.forward, (*FORWARD_PARAMS, "implementation", "dims"))
+_backward_padded = lower_xla(head_dims.backward, (*BACKWARD_PARAMS, "implementation", "dims"))
 
 
 def _forward_cuda(ctx, *operands, implementation, **params):
@@ -128,6 +131,9 @@ def _forward_cuda(ctx, *operands, implementation, **params):
     query, key, value = ctx.avals_in[:3]
     if _merged(query, key, params):
         return _forward_of_one_row(ctx, *operands, implementation=implementation, **params)
+    dims = head_dims.padded("forward", query, value, params, ffi.for_export(ctx))
+    if dims is not None:
+        return _forward_padded(ctx, *operands, implementation=implementation, dims=dims, **params)
     _require_kernels("forward", query, value, params)
     return run_once(ctx, attention_calls.forward(ctx, operands, params))
 
@@ -156,6 +162,9 @@ def _backward_cuda(ctx, *operands, implementation, **params):
         return _backward_in_parts(
             ctx, *operands, implementation=implementation, parts=parts, **params
         )
+    dims = head_dims.padded("backward", query, value, params, ffi.for_export(ctx))
+    if dims is not None:
+        return _backward_padded(ctx, *operands, implementation=implementation, dims=dims, **params)
     _require_kernels("backward", query, value, params)
     return attention_calls.backward(ctx, operands, params)
 

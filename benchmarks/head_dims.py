@@ -1,0 +1,149 @@
+"""Head dims between those of Hopper's kernels: padded to the next of them, as packax does it there,
+beside the fallback kernels, which take them as they are, and cuDNN.
+
+    python benchmarks/head_dims.py [--dims 32,80,96,192] [--rounds 5] [--out DIR] [--quick]
+
+Causal rows, and 12 documents in one row, 32/8 heads in bfloat16. Outputs and gradients of both are
+compared before anything is timed; two results of bfloat16 differ by 1 %, and a wrong one makes the
+program exit 1. cuDNN is asked through jax.nn, for causal rows alone. The backward is timed alone.
+Writes head_dims.json into --out (default: $OUT, else benchmarks/results).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # cuDNN wants room beside jax's
+
+import jax
+import jax.numpy as jnp
+from lib.cases import Case
+from lib.implementations import cudnn_attention, packax_attention
+from lib.machine import machine
+from lib.output import default_out, first_line, say
+from lib.timing import interleaved
+from packax._src.ops import head_dims
+
+ROWS = ((2048, 1), (16384, 1), (32768, 12), (256, 1))  # tokens, documents
+LIMIT = 1e-2
+Passes = dict[str, Callable[[], Any]]
+
+
+@contextlib.contextmanager
+def unpadded() -> Iterator[None]:
+    """What is compiled here is not padded."""
+    jax.clear_caches()
+    with mock.patch.object(head_dims, "padded", lambda *_: None):
+        yield
+    jax.clear_caches()
+
+
+def passes_of(implementation: Any, inputs: tuple[jax.Array, ...]) -> tuple[Passes, list[Any]]:
+    """Both passes, compiled, and what they return: out, dq, dk, dv."""
+    query, key, value, cotangent = inputs
+    function, operands = implementation.function, implementation.operands
+
+    @jax.jit
+    def residuals(query, key, value, operands):
+        return jax.vjp(lambda *x: function(*x, operands), query, key, value)[1]
+
+    forward = jax.jit(function).lower(query, key, value, operands).compile()
+    pullback = residuals(query, key, value, operands)
+    backward = jax.jit(lambda pullback, x: pullback(x)).lower(pullback, cotangent).compile()
+    passes: Passes = {
+        "fwd": lambda: forward(query, key, value, operands),
+        "bwd": lambda: backward(pullback, cotangent),
+    }
+    return passes, jax.block_until_ready([passes["fwd"](), *passes["bwd"]()])
+
+
+def difference(x: jax.Array, y: jax.Array) -> float:
+    x, y = (z.astype(jnp.float32) for z in (x, y))
+    return float(jnp.linalg.norm(x - y) / jnp.linalg.norm(y))
+
+
+def run(case: Case, rounds: int) -> dict[str, Any]:
+    keys = jax.random.split(jax.random.key(0), 4)
+    heads = (case.heads, case.kv_heads, case.kv_heads, case.heads)
+    inputs = tuple(
+        jax.random.normal(key, (case.batch, case.seq, n, case.head_dim), jnp.bfloat16)
+        for key, n in zip(keys, heads, strict=True)
+    )
+    found: dict[str, Passes] = {}
+    report: dict[str, Any] = {"times": {}, "failed": {}}
+    with unpadded():
+        found["fallback"], expected = passes_of(packax_attention(case), inputs)
+    found["packax"], results = passes_of(packax_attention(case), inputs)
+    report["differences"] = list(map(difference, results, expected))
+    report["wrong"] = not max(report["differences"]) <= LIMIT
+    del expected, results
+    if case.documents == 1 and jax.default_backend() == "gpu":
+        try:
+            found["cudnn"], _ = passes_of(cudnn_attention(case), inputs)
+        except Exception as error:
+            report["failed"]["cudnn"] = first_line(error)
+    if report["wrong"]:
+        return report
+    flops = {"fwd": case.forward_flops, "bwd": case.backward_flops}
+    for what, number in flops.items():
+        times = interleaved({name: own[what] for name, own in found.items()}, rounds=rounds)
+        report["times"][what] = {name: x.as_dict(number) for name, x in times.items()}
+    return report
+
+
+def line(name: str, report: dict[str, Any]) -> str:
+    cells = [f"{name:<22}"]
+    for row in report["times"].values():
+        own = row["packax"]
+        cells.append(f"{own['ms']:9.3f} ms {own['tflops']:6.0f} TFLOP/s")
+        ratios = (
+            (x, f"{row[x]['ms'] / own['ms']:5.2f}") for x in ("fallback", "cudnn") if x in row
+        )
+        cells.append(" ".join(f"{x} {ratio}" for x, ratio in ratios))
+    return "  ".join(cells) + ("  WRONG" if report["wrong"] else "")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--dims", default="96,80,32,192")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="tiny rows: tries the program")
+    parser.add_argument("--out", type=Path, default=default_out())
+    arguments = parser.parse_args()
+    rows = ((96, 1), (256, 3)) if arguments.quick else ROWS
+    cases = [
+        Case(f"{'causal' if n == 1 else f'docs{n}'}_{length}_d{dim}", 1, length, 32, 8, dim, n)
+        for length, n in rows
+        for dim in map(int, arguments.dims.split(","))
+    ]
+    report: dict[str, Any] = {
+        "machine": machine(),
+        "commit": os.environ.get("PACKAX_COMMIT", "unknown"),
+        "rounds": arguments.rounds,
+        "cases": {},
+    }
+    say(", ".join(f"{key} {value}" for key, value in report["machine"].items()))
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    path = arguments.out / "head_dims.json"
+    for case in cases:
+        report["cases"][case.name] = run(case, arguments.rounds)
+        say(line(case.name, report["cases"][case.name]))
+        path.write_text(json.dumps(report, indent=1) + "\n")  # after each: time may run out
+    print(f"\nratios are times over packax's; wrote {path}")
+    for name, of_case in report["cases"].items():
+        print(line(name, of_case))
+    return int(any(x["wrong"] for x in report["cases"].values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

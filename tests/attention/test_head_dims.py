@@ -1,0 +1,163 @@
+"""Head dims padded to those of Hopper's kernels: when, what the kernels get, and that results and
+gradients stay what they are.
+
+Guards against padding where nothing is won (another GPU, an option without such kernels), a scale
+of the padded head dim, and results that keep the padding.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import packax
+import pytest
+from lowered import MASK, abstract, calls, loss, step, text_of, with_sm90
+from packax._src.ops import ffi, head_dims, primitives
+
+DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+PASSES = ("forward_sm90", "backward_sm90", "backward_dkdv_sm90", "backward_dq_sm90")
+
+
+@pytest.fixture
+def hopper(extension, monkeypatch):
+    """A build with kernels for Hopper of these head dims; soft caps for 64 and 128."""
+    capped = tuple(f"{name}_soft_cap" for name in PASSES)
+    rows = with_sm90(dims=DIMS, kernels=PASSES) + with_sm90(dims=DIMS[:2], kernels=capped)
+    monkeypatch.setattr(ffi.ext, "variants", lambda: rows)
+
+
+def dims_of(function, dims, dtype=jnp.bfloat16, **options):
+    """Head dims of query and value that the call gets: of a gradient the backward's."""
+    tensors = abstract(dtype, *dims)
+    text = text_of(lambda *x: function(*x, MASK, **options), *tensors)
+    of = {target: operands for target, _, operands, _ in calls(text)}
+    operands = of.get("packax_backward_v1") or of["packax_forward_v1"]
+    return tuple(int(operands[n].split("x")[3]) for n in (0, 2))
+
+
+@pytest.mark.parametrize(
+    "dims,expected",
+    (
+        ((64, 64), (64, 64)),
+        ((8, 8), (64, 64)),
+        ((96, 96), (128, 128)),
+        ((64, 72), (128, 128)),
+        ((136, 128), (192, 128)),
+        ((192, 128), (192, 128)),
+        ((192, 192), (256, 256)),
+        ((248, 8), (256, 256)),
+        ((264, 64), (264, 64)),
+    ),
+)
+@pytest.mark.parametrize("function", (step, jax.grad(loss)))
+def test_the_next_kernels_of_hopper(hopper, function, dims, expected):
+    assert dims_of(function, dims) == expected
+
+
+@pytest.mark.parametrize("function", (step, jax.grad(loss)))
+def test_of_an_option(hopper, function):
+    assert dims_of(function, (40, 40), soft_cap=30.0) == (64, 64)
+    # No kernel of Hopper has such an option at that head dim, or at all.
+    assert dims_of(function, (136, 128), soft_cap=30.0) == (136, 128)
+    assert dims_of(function, (40, 40), sinks=jnp.ones(8)) == (64, 64)
+    assert dims_of(function, (40, 40), scale=jnp.ones(())) == (40, 40)
+    slopes = packax.alibi(jnp.ones(8))
+    assert dims_of(function, (40, 40), bias=slopes) == (40, 40)
+
+
+def test_largest_scores_are_of_the_fallback_kernels(hopper):
+    def with_largest(*x):
+        return step(*x, return_max_logits=True)
+
+    assert dims_of(with_largest, (40, 40)) == (40, 40)
+
+
+def test_of_a_backward_without_such_kernels(hopper, monkeypatch):
+    rows = with_sm90(dims=DIMS, kernels=PASSES[:2])
+    monkeypatch.setattr(ffi.ext, "variants", lambda: rows)
+    assert dims_of(jax.grad(loss), (40, 40)) == (64, 64)
+    assert dims_of(jax.grad(loss), (40, 40), deterministic=True) == (40, 40)
+    assert dims_of(step, (40, 40)) == (64, 64)
+
+
+@pytest.mark.parametrize(
+    "capabilities,expected", (({80}, 96), ({100}, 96), ({90}, 128), ({80, 90}, 128), (None, 128))
+)
+def test_of_other_gpus(hopper, monkeypatch, capabilities, expected):
+    """None: without a GPU, for any."""
+    monkeypatch.setattr(ffi, "local_capabilities", lambda: capabilities)
+    assert dims_of(step, (96, 96))[0] == expected
+    assert dims_of(jax.grad(loss), (96, 96))[0] == expected
+
+
+def test_other_dtypes_have_no_such_kernels(hopper):
+    for dtype in (jnp.float32, jnp.float16):  # the rows are of bfloat16
+        assert dims_of(step, (96, 96), dtype) == (96, 96)
+
+
+def test_the_scale_is_that_of_the_head_dim(hopper):
+    (_, attributes, _, results), *_ = (
+        x for x in calls(text_of(lambda *x: step(*x, MASK), *abstract(dim=96, v_dim=72)))
+        if "forward" in x[0]
+    )  # fmt: skip
+    assert float(attributes["scale"].split(":")[0]) == pytest.approx(96**-0.5)
+    assert results[0] == "2x300x8x128xbf16"
+
+
+def test_head_dims_that_no_kernel_takes_are_refused_as_before(hopper):
+    with pytest.raises(NotImplementedError, match="all multiples of 8"):
+        text_of(lambda *x: step(*x, MASK, implementation="cuda"), *abstract(dim=20, v_dim=20))
+
+
+def test_in_programs_with_sizes_that_are_not_known_yet(hopper):
+    (batch,) = jax.export.symbolic_shape("b")
+    tensors = abstract(dim=96, v_dim=96, batch=batch)
+
+    def causal(*x):
+        mask = packax.create_attention_mask(packax.causal(), q_len=300, kv_len=300)
+        return loss(*x, mask)
+
+    exported = jax.export.export(
+        jax.jit(jax.grad(causal)), platforms=["cuda"], disabled_checks=packax.export_checks()
+    )(*tensors)
+    assert "x300x8x128xbf16" in exported.mlir_module()
+
+
+@pytest.mark.parametrize("option", ("plain", "lse", "soft cap", "frozen keys"))
+@pytest.mark.parametrize("dims", ((24, 24), (24, 40), (72, 8)))
+def test_results_and_gradients(monkeypatch, dims, option):
+    """On the CPU, with binds of other head dims padded as lowering for Hopper does it."""
+    rng = np.random.default_rng(sum(dims))
+    shapes = ((2, 300, 4, dims[0]), (2, 300, 2, dims[0]), (2, 300, 2, dims[1]))
+    shapes += ((2, 300, 4, dims[1]),)
+    *tensors, cotangent = (jnp.asarray(rng.standard_normal(x), jnp.float32) for x in shapes)
+    options = {"soft_cap": 1.5} if option == "soft cap" else {}
+
+    def total(query, key, value):
+        key = jax.lax.stop_gradient(key) if option == "frozen keys" else key
+        out, lse = packax.flash_attention(query, key, value, MASK, return_lse=True, **options)
+        of_lse = jnp.sin(lse).sum() if option == "lse" else 0
+        return (out * cotangent).sum() + of_lse, (out, lse)
+
+    gradients = jax.jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))
+    expected = gradients(*tensors)
+    seen = []
+    for primitive, function in (
+        (primitives.forward_p, head_dims.forward),
+        (primitives.backward_p, head_dims.backward),
+    ):
+        bind = primitive.bind
+
+        def instead(query, key, value, *x, bind=bind, function=function, **params):
+            wide = (80, 96)
+            if (query.shape[3], value.shape[3]) == wide:
+                seen.append(function.__name__)
+                return bind(query, key, value, *x, **params)
+            return function(query, key, value, *x, dims=wide, **params)
+
+        monkeypatch.setattr(primitive, "bind", instead)
+    jax.clear_caches()  # else the program is the one before
+    found = gradients(*tensors)
+    assert set(seen) == {"forward", "backward"}
+    for got, want in zip(*(jax.tree.leaves(x) for x in (found, expected)), strict=True):
+        assert got.shape == want.shape
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-5)

@@ -1,0 +1,79 @@
+"""Head dims between those of Hopper's kernels, padded on it: `pytest -m gpu`.
+
+Guards against a scale of the padded head dim, padding in results, and columns of another head. On
+other GPUs the same tests run the fallback kernels.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import packax
+import pytest
+from gpu_kinds import THREE_ROWS, causal_documents
+from gpu_runs import assert_close, build, passes, run, tensors
+from lowered import calls
+from packax._src.ops import ffi
+
+pytest_plugins = ("gpu_fixtures",)
+pytestmark = pytest.mark.gpu
+
+DIMS = ((8, 8), (24, 40), (72, 72), (80, 80), (96, 96), (40, 120), (136, 128), (160, 160))
+DIMS += ((192, 192), (248, 16))
+
+
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+@pytest.mark.parametrize("deterministic", (False, True))
+def test_documents(dims, dtype, deterministic):
+    x = tensors(3, 500, 500, 8, 2, dims, dtype)
+    expression = causal_documents(THREE_ROWS)
+    got = run(x, expression, deterministic=deterministic)
+    assert_close(x, got, expression.as_array(500, 500))
+
+
+@pytest.mark.parametrize("dims", ((24, 24), (96, 96), (160, 160)), ids=str)
+def test_a_scale_of_ones_own(dims):
+    x = tensors(2, 129, 300, 6, 3, dims, "bfloat16")
+    mask = packax.sliding_window(40)
+    assert_close(x, run(x, mask, 0.3), mask.as_array(129, 300), 0.3)
+
+
+@pytest.mark.parametrize("dims", ((24, 24), (96, 96), (136, 128), (160, 160)), ids=str)
+@pytest.mark.parametrize("option", ("soft cap", "alibi", "sinks", "block mask"))
+def test_options_equal_xla(dims, option):
+    """To what bfloat16 rounds: kernels and XLA round in other places."""
+    x = tensors(3, 500, 500, 8, 2, dims, "bfloat16")
+    expression, options = causal_documents(THREE_ROWS), {}
+    if option == "soft cap":
+        options = {"soft_cap": 20.0}
+    elif option == "alibi":
+        options = {"bias": packax.alibi(jnp.linspace(0.01, 0.5, 8))}
+    elif option == "sinks":
+        options = {"sinks": jnp.linspace(-1.0, 1.0, 8)}
+    else:
+        expression = packax.block_sparse(np.tri(8, dtype=bool)[None, None], 64) & packax.causal()
+    mask = build(expression, x)
+
+    def both(x, implementation):
+        def attention(*y):
+            return packax.flash_attention(*y, mask, **options, implementation=implementation)
+
+        out, pullback = jax.vjp(attention, x.query, x.key, x.value)
+        return out, *pullback(x.dout)
+
+    both = jax.jit(both, static_argnums=1)
+    wide = jax.tree.map(lambda y: y.astype(jnp.float32), x)
+    found, expected, plain = both(x, "cuda"), both(wide, "xla"), both(x, "xla")
+    for got, true, same in zip(found, expected, plain, strict=True):
+        error, allowed = (float(jnp.linalg.norm(y.astype(jnp.float32) - true)) for y in (got, same))
+        assert error <= 2 * allowed
+
+
+def test_hopper_runs_its_own_kernels():
+    x = tensors(1, 256, 256, 4, 4, 96, jnp.bfloat16)
+    mask = build(packax.causal(), x)
+    lowered = passes.lower(x, mask, None, "cuda")
+    dims = {operands[0].split("x")[3] for _, _, operands, _ in calls(lowered.as_text())}
+    assert dims == ({"128"} if ffi.local_capabilities() == {90} else {"96"})
