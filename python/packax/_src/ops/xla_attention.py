@@ -113,7 +113,7 @@ def forward(
 
     row_sums = lax.full((steps, *shape), 0, real)
     results = lax.full((steps, *shape, value.shape[-1]), 0, real), row_sums, row_sums
-    acc, total, row_max = _loop(np.uint32(0), lambda: sized(steps), one_tile, results)
+    acc, total, row_max = _loop(np.int32(0), lambda: sized(steps), one_tile, results)
     some = lax.ne(total, real.type(0))
     total = select(some, total, 1)
     lse = select(some, lax.add(row_max, lax.log(total)), -jnp.inf)
@@ -236,7 +236,7 @@ def backward(
         lax.full(values.shape, 0, real) if needs_grad[2] else None,
         None if bias is None else bias.zeros(real),
     )
-    dq, parts, dk, dv, dbias = _loop(np.uint32(0), lambda: sized(steps), one_tile, start)
+    dq, parts, dk, dv, dbias = _loop(np.int32(0), lambda: sized(steps), one_tile, start)
     batch, q_len, heads, _ = query.shape
     return (
         jnp.zeros_like(query)
@@ -314,7 +314,7 @@ def _visits(mask, tiles, segment_check, block_size):
 def _loop(first, last_of, one, state):
     """As fori_loop; its end is read in the loop's condition, which is no fusion of its own.
 
-    Unsigned numbers, as `at` takes them: to convert one would be a fusion.
+    Numbers are int32, as those of `scan` are: XLA compiles what both have once.
     """
 
     def more(number_and_state):
@@ -322,7 +322,7 @@ def _loop(first, last_of, one, state):
 
     def next_one(number_and_state):
         number, state = number_and_state
-        return lax.add(number, np.uint32(1)), one(number, state)
+        return lax.add(number, np.int32(1)), one(number, state)
 
     return lax.while_loop(more, next_one, (first, state))[1]
 
@@ -332,17 +332,17 @@ def _listed(mask, tiles, step):
     lists = batch_row(mask.q_block_lists, step, tiles.row_tiles)
     met = block_lists.met(lists[:, rem(step, tiles.row_tiles)])
     number = jnp.arange(met.shape[0], dtype=jnp.int32)
-    blocks = jnp.sort(jnp.where(met, number, INT_MAX)).astype(jnp.uint32)
+    blocks = jnp.sort(jnp.where(met, number, INT_MAX))
     base = div(step, tiles.row_tiles) * sized(tiles.key_blocks)
-    number = met.sum(dtype=jnp.uint32)
-    return np.uint32(0), lambda: number, lambda visit: base + at(blocks, visit)
+    number = met.sum(dtype=jnp.int32)
+    return np.int32(0), lambda: number, lambda visit: base + at(blocks, visit)
 
 
 def _in_block_mask(mask, block_size, tiles, step, block):
     """Which pairs of a step and a block a block mask has: (key heads or 1, group or 1,
     rows, keys)."""
     indices = [
-        (rem(number, count).astype(jnp.int32) * size + jnp.arange(size, dtype=jnp.int32)) // of_mask
+        (rem(number, count) * size + jnp.arange(size, dtype=jnp.int32)) // of_mask
         for number, count, size, of_mask in zip(
             (step, block), (tiles.row_tiles, tiles.key_blocks), (tiles.rows, tiles.keys),
             block_size, strict=True,

@@ -142,7 +142,7 @@ def _rows(x, index):
 def _of_keys(x, index):
     """Of x (B, keys): what each batch row has at its own indices (B, N), the last one beyond."""
     row = lax.broadcasted_iota(jnp.uint32, index.shape, 0)
-    batch, size = x.shape[0], sized(x.shape[1])
+    batch, size = x.shape[0], sized(x.shape[1]).astype(np.uint32)
     index = lax.min(lax.convert_element_type(index, np.uint32), size - np.uint32(1))
     index = lax.reshape(lax.add(lax.mul(row, size), index), (index.shape[0] * index.shape[1], 1))
     return lax.reshape(_rows(lax.reshape(x, (batch * x.shape[1],)), index), row.shape)
