@@ -37,6 +37,7 @@ from packax._src.ops.xla_tiles import (
     keys_together,
     of_key_block,
     put,
+    put_row_tile,
     rem,
     row_integers,
     row_tile,
@@ -45,6 +46,7 @@ from packax._src.ops.xla_tiles import (
     sized,
     stack,
     tiles_of,
+    uncut_rows,
 )
 
 _NO_EXTRAS = Extras()
@@ -77,12 +79,14 @@ def forward(
     real = _accumulator(query.dtype)
     dot = _dots(precision)
     steps = tiles.batch * tiles.row_tiles
+    depth = value.shape[-1]
     shape = (tiles.kv_heads, tiles.group * tiles.rows)
 
     # Where a row has met no key yet, its maximum is the least number: -inf - -inf never is.
     least = float(jnp.finfo(real).min)
 
     def one_tile(step, results):
+        out, all_totals, all_max = results
         q_tile = row_tile(queries, step).astype(real)
         first, last_of, block_of = visits_of(step)
 
@@ -102,32 +106,39 @@ def forward(
             if kept_of is not None:
                 p = select(kept_of(step, block), p, 0)
             more = dot(p, key_block(values, block).astype(real), 2, 1)
-            keep, more = lax.expand_dims(keep, (0, 3)), lax.expand_dims(more, (0,))
-            acc = change(acc, step, lambda own: lax.add(lax.mul(own, keep), more))
+            acc = lax.add(lax.mul(acc, lax.expand_dims(keep, (2,))), more)
             return acc, total, new_max
 
-        acc, total, row_max = results
-        start = acc, lax.full(shape, 0, real), lax.full(shape, least, real)
-        acc, own_total, own_max = _loop(first, last_of, one_block, start)
-        return acc, put(total, own_total, step), put(row_max, own_max, step)
+        start = (
+            lax.full((*shape, depth), 0, real),
+            lax.full(shape, 0, real),
+            lax.full(shape, least, real),
+        )
+        acc, total, row_max = _loop(first, last_of, one_block, start)
+        # Of a sum per row, XLA would take the reciprocal first, by another kernel.
+        divisor = lax.broadcast_in_dim(total, acc.shape, (0, 1))
+        divisor = select(lax.ne(divisor, real.type(0)), divisor, 1)
+        if kept_of is not None:
+            divisor = lax.div(divisor, real.type(inverse_keep(dropout_threshold)))
+        own = put_row_tile(out, lax.div(acc, divisor).astype(query.dtype), step, tiles)
+        return own, put(all_totals, total, step), put(all_max, row_max, step)
 
-    row_sums = lax.full((steps, *shape), 0, real)
-    results = lax.full((steps, *shape, value.shape[-1]), 0, real), row_sums, row_sums
-    acc, total, row_max = _loop(np.int32(0), lambda: sized(steps), one_tile, results)
+    # Every tile is written: whatever has the shape may lie there before, and zeros are a kernel.
+    out = queries
+    if depth != query.shape[-1]:
+        out = lax.full((*queries.shape[:-1], depth), 0, query.dtype)
+    rows = lax.full((steps, *shape), 0, real)
+    out, total, row_max = _loop(np.int32(0), lambda: sized(steps), one_tile, (out, rows, rows))
     some = lax.ne(total, real.type(0))
-    total = select(some, total, 1)
-    lse = select(some, lax.add(row_max, lax.log(total)), -jnp.inf)
-    row_max = select(some, row_max, -jnp.inf)
-    total = total if kept_of is None else total / inverse_keep(dropout_threshold)
-    out = rows_together(lax.div(acc, lax.expand_dims(total, (3,))), tiles, query.shape[1])
+    lse = lax.add(row_max, lax.log(select(some, total, 1)))
     lse, row_max = (
         lax.transpose(
             lax.squeeze(rows_together(lax.expand_dims(x, (3,)), tiles, query.shape[1]), (3,)),
             (0, 2, 1),
         )
-        for x in (lse, row_max)
+        for x in (select(some, lse, -jnp.inf), select(some, row_max, -jnp.inf))
     )
-    return out.astype(query.dtype), lse, row_max
+    return uncut_rows(out, tiles, query.shape[1]), lse, row_max
 
 
 def backward(

@@ -222,6 +222,20 @@ def row_tile(x: jax.Array, step: Any) -> jax.Array:
     return lax.reshape(x, (x.shape[0], x.shape[1] * x.shape[2], x.shape[3]))
 
 
+def put_row_tile(x: jax.Array, part: jax.Array, step: Any, tiles: Tiles) -> jax.Array:
+    """x, which lies as `cut_rows` has it, with a step's tile, as `row_tile` has it."""
+    shape = (tiles.kv_heads, tiles.group, tiles.rows, part.shape[-1])
+    part = lax.transpose(lax.reshape(part, shape), (2, 0, 1, 3))
+    return put(x, part, step)
+
+
+def uncut_rows(x: jax.Array, tiles: Tiles, q_len: Any) -> jax.Array:
+    """From `cut_rows` back to (B, Sq, H, D), as it lies."""
+    heads = tiles.kv_heads * tiles.group
+    x = lax.reshape(x, (tiles.batch, tiles.row_tiles * tiles.rows, heads, x.shape[-1]))
+    return lax.slice_in_dim(x, 0, q_len, axis=1)
+
+
 def rows_together(x: jax.Array, tiles: Tiles, q_len: Any) -> jax.Array:
     """From tiles as `row_tile` has them, (steps, Hkv, group * rows, D), to (B, Sq, H, D)."""
     depth, rows = x.shape[-1], tiles.row_tiles * tiles.rows
