@@ -28,6 +28,7 @@ from packax._src.ops.xla_tiles import (
     block_range,
     change,
     cut_keys,
+    cut_row_numbers,
     cut_rows,
     div,
     first_key,
@@ -40,6 +41,7 @@ from packax._src.ops.xla_tiles import (
     put_row_tile,
     rem,
     row_integers,
+    row_numbers,
     row_tile,
     rows_together,
     select,
@@ -168,7 +170,7 @@ def backward(
     """
     tiles = tiles_of(query, key)
     queries, keys, values = cut_rows(query, tiles), cut_keys(key, tiles), cut_keys(value, tiles)
-    douts = cut_rows(dout, tiles)
+    outs, douts = cut_rows(out, tiles), cut_rows(dout, tiles)
     visits_of, allowed_of = _visits(mask, tiles, segment_check, block_size)
     logits_of = logits_of_blocks(extras, scale, soft_cap, tiles)
     kept_of = kept_of_blocks(extras, dropout_threshold, tiles)
@@ -176,29 +178,25 @@ def backward(
     real = _accumulator(query.dtype)
     dot = _dots(precision)
 
-    # A row that attends nothing and its cotangents are ignored, whatever they hold.
-    lse = lse.transpose(0, 2, 1).astype(real)
-    some = lax.broadcast_in_dim(lax.ne(lse, real.type(-np.inf)), out.shape, (0, 1, 2))
-    products = select(some, lax.mul(out.astype(real), dout.astype(real)), 0)
-    delta = lax.reduce_sum(products, (3,))
-    if dlse is not None:
-        delta = delta - dlse.transpose(0, 2, 1).astype(real)
-    sums_of_rows = cut_rows(stack([lse, delta], 3), tiles)
+    lses, dlses = (None if x is None else cut_row_numbers(x, tiles) for x in (lse, dlse))
 
     def one_tile(step, state):
-        sums = row_tile(sums_of_rows, step)
-        some = lax.ne(lax.slice_in_dim(sums, 0, 1, axis=2), real.type(-np.inf))
-        q_tile, do_tile = (
-            select(lax.broadcast_in_dim(some, x.shape, (0, 1, 2)), x, 0)
-            for x in (row_tile(x, step).astype(real) for x in (queries, douts))
+        # A row that attends nothing and its cotangents are ignored, whatever they hold.
+        shift = row_numbers(lses, step, tiles).astype(real)
+        some = lax.ne(shift, real.type(-np.inf))
+        q_tile, o_tile, do_tile = (  # all three by one kernel
+            select(lax.broadcast_in_dim(some, x.shape, (0, 1)), x, 0)
+            for x in (row_tile(x, step).astype(real) for x in (queries, outs, douts))
         )
+        delta = lax.reduce_sum(lax.mul(o_tile, do_tile), (2,))
+        if dlses is not None:
+            delta = lax.sub(delta, row_numbers(dlses, step, tiles).astype(real))
+        if extras.bias is not None:  # -inf may be all that a row attends
+            shift = select(some, shift, jnp.inf)
         first, last_of, block_of = visits_of(step)
 
         def one_block(visit, state):
             dq, parts, dk, dv, dbias = state
-            shift, delta = (lax.slice_in_dim(sums, n, n + 1, axis=2) for n in (0, 1))
-            if extras.bias is not None:  # -inf may be all that a row attends
-                shift = select(some, shift, jnp.inf)
             block = block_of(visit)
             k_block, v_block = (key_block(x, block).astype(real) for x in (keys, values))
             allowed = allowed_of(step, block)
@@ -211,13 +209,13 @@ def backward(
             logit = _where(allowed, of.logit, -jnp.inf, tiles)
             # -0 where no pair is tells those from a p that is too small: a second look at `allowed`
             # would be computed anew.
-            p = _where(allowed, lax.exp(lax.sub(logit, shift)), -0.0, tiles)
+            p = _where(allowed, lax.exp(lax.sub(logit, lax.expand_dims(shift, (2,)))), -0.0, tiles)
             dp = dot(do_tile, v_block, 2, 2)
             dropped = p
             if kept_of is not None:
                 keep = jnp.where(kept_of(step, block), inverse_keep(dropout_threshold), 0)
                 dp, dropped = dp * keep.astype(real), p * keep.astype(real)
-            dlogit = lax.mul(p, lax.sub(dp, delta))
+            dlogit = lax.mul(p, lax.sub(dp, lax.expand_dims(delta, (2,))))
             nowhere = jnp.signbit(p)
             if bias is not None:
                 dbias = bias.add(dbias, step, block, jnp.where(nowhere, 0, dlogit))
