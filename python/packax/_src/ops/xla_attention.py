@@ -88,7 +88,7 @@ def forward(
     least = float(jnp.finfo(real).min)
 
     def one_tile(step, results):
-        out, all_totals, all_max = results
+        out, acc, all_totals, all_max = results
         q_tile = row_tile(queries, step).astype(real)
         first, last_of, block_of = visits_of(step)
 
@@ -108,29 +108,28 @@ def forward(
             if kept_of is not None:
                 p = select(kept_of(step, block), p, 0)
             more = dot(p, key_block(values, block).astype(real), 2, 1)
-            acc = lax.add(lax.mul(acc, lax.expand_dims(keep, (2,))), more)
+            keep, more = lax.expand_dims(keep, (0, 3)), lax.expand_dims(more, (0,))
+            acc = change(acc, step, lambda own: lax.add(lax.mul(own, keep), more))
             return acc, total, new_max
 
-        start = (
-            lax.full((*shape, depth), 0, real),
-            lax.full(shape, 0, real),
-            lax.full(shape, least, real),
-        )
+        start = acc, lax.full(shape, 0, real), lax.full(shape, least, real)
         acc, total, row_max = _loop(first, last_of, one_block, start)
         # Of a sum per row, XLA would take the reciprocal first, by another kernel.
-        divisor = lax.broadcast_in_dim(total, acc.shape, (0, 1))
+        divisor = lax.broadcast_in_dim(total, (*shape, depth), (0, 1))
         divisor = select(lax.ne(divisor, real.type(0)), divisor, 1)
         if kept_of is not None:
             divisor = lax.div(divisor, real.type(inverse_keep(dropout_threshold)))
-        own = put_row_tile(out, lax.div(acc, divisor).astype(query.dtype), step, tiles)
-        return own, put(all_totals, total, step), put(all_max, row_max, step)
+        own = lax.div(at(acc, step), divisor).astype(query.dtype)
+        out = put_row_tile(out, own, step, tiles)
+        return out, acc, put(all_totals, total, step), put(all_max, row_max, step)
 
     # Every tile is written: whatever has the shape may lie there before, and zeros are a kernel.
     out = queries
     if depth != query.shape[-1]:
         out = lax.full((*queries.shape[:-1], depth), 0, query.dtype)
     rows = lax.full((steps, *shape), 0, real)
-    out, total, row_max = _loop(np.int32(0), lambda: sized(steps), one_tile, (out, rows, rows))
+    results = out, lax.full((steps, *shape, depth), 0, real), rows, rows
+    out, _, total, row_max = _loop(np.int32(0), lambda: sized(steps), one_tile, results)
     some = lax.ne(total, real.type(0))
     lse = lax.add(row_max, lax.log(select(some, total, 1)))
     lse, row_max = (
