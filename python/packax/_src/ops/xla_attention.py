@@ -87,13 +87,17 @@ def forward(
     # Where a row has met no key yet, its maximum is the least number: -inf - -inf never is.
     least = float(jnp.finfo(real).min)
 
+    def sums_and_maxima(rows, axis):
+        return (lax.index_in_dim(rows, n, axis, keepdims=False) for n in (0, 1))
+
     def one_tile(step, results):
-        out, acc, all_totals, all_max = results
+        out, acc, rows = results
         q_tile = row_tile(queries, step).astype(real)
         first, last_of, block_of = visits_of(step)
 
         def one_block(visit, state):
-            acc, total, row_max = state
+            acc, rows = state
+            total, row_max = sums_and_maxima(at(rows, step), 0)
             block = block_of(visit)
             s = dot(q_tile, key_block(keys, block).astype(real), 2, 2)
             s = _where(allowed_of(step, block), logits_of(s, step, block).logit, -jnp.inf, tiles)
@@ -110,10 +114,11 @@ def forward(
             more = dot(p, key_block(values, block).astype(real), 2, 1)
             keep, more = lax.expand_dims(keep, (0, 3)), lax.expand_dims(more, (0,))
             acc = change(acc, step, lambda own: lax.add(lax.mul(own, keep), more))
-            return acc, total, new_max
+            # Both by one write, behind all that reads what was there: no copy is made for that.
+            return acc, put(rows, stack([total, new_max], 0), step)
 
-        start = acc, lax.full(shape, 0, real), lax.full(shape, least, real)
-        acc, total, row_max = _loop(first, last_of, one_block, start)
+        acc, rows = _loop(first, last_of, one_block, (acc, rows))
+        total, _ = sums_and_maxima(at(rows, step), 0)
         # Of a sum per row, XLA would take the reciprocal first, by another kernel.
         divisor = lax.broadcast_in_dim(total, (*shape, depth), (0, 1))
         divisor = select(lax.ne(divisor, real.type(0)), divisor, 1)
@@ -121,15 +126,16 @@ def forward(
             divisor = lax.div(divisor, real.type(inverse_keep(dropout_threshold)))
         own = lax.div(at(acc, step), divisor).astype(query.dtype)
         out = put_row_tile(out, own, step, tiles)
-        return out, acc, put(all_totals, total, step), put(all_max, row_max, step)
+        return out, acc, rows
 
     # Every tile is written: whatever has the shape may lie there before, and zeros are a kernel.
     out = queries
     if depth != query.shape[-1]:
         out = lax.full((*queries.shape[:-1], depth), 0, query.dtype)
-    rows = lax.full((steps, *shape), 0, real)
-    results = out, lax.full((steps, *shape, depth), 0, real), rows, rows
-    out, _, total, row_max = _loop(np.int32(0), lambda: sized(steps), one_tile, results)
+    rows = stack([lax.full((steps, *shape), x, real) for x in (0, least)], 1)
+    results = out, lax.full((steps, *shape, depth), 0, real), rows
+    out, _, rows = _loop(np.int32(0), lambda: sized(steps), one_tile, results)
+    total, row_max = sums_and_maxima(rows, 1)
     some = lax.ne(total, real.type(0))
     lse = lax.add(row_max, lax.log(select(some, total, 1)))
     lse, row_max = (
