@@ -189,11 +189,13 @@ def backward(
         # A row that attends nothing and its cotangents are ignored, whatever they hold.
         shift = row_numbers(lses, step, tiles).astype(real)
         some = lax.ne(shift, real.type(-np.inf))
-        q_tile, o_tile, do_tile = (  # all three by one kernel
+        q_tile, o_tile, do_tile = (row_tile(x, step).astype(real) for x in (queries, outs, douts))
+        # The select keeps the compiler from one product with the sum, which rounds by its shape.
+        q_tile, do_tile, products = (
             select(lax.broadcast_in_dim(some, x.shape, (0, 1)), x, 0)
-            for x in (row_tile(x, step).astype(real) for x in (queries, outs, douts))
+            for x in (q_tile, do_tile, lax.mul(o_tile, do_tile))
         )
-        delta = lax.reduce_sum(lax.mul(o_tile, do_tile), (2,))
+        delta = lax.reduce_sum(products, (2,))
         if dlses is not None:
             delta = lax.sub(delta, row_numbers(dlses, step, tiles).astype(real))
         if extras.bias is not None:  # -inf may be all that a row attends
