@@ -92,7 +92,7 @@ def _say_parameters(text: str) -> None:
     on a constant that nobody reads. On the call, XLA would copy it to all that the call becomes,
     and compile what differs in nothing else for each anew.
     """
-    unread = mlir.ir_constant(np.int32(0))
+    unread: Any = mlir.ir_constant(np.int32(0))
     say: dict[str, ir.Attribute] = {"packax": ir.StringAttr.get(text)}
     unread.owner.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(say)
 

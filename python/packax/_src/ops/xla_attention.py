@@ -183,7 +183,8 @@ def backward(
     real = _accumulator(query.dtype)
     dot = _dots(precision)
 
-    lses, dlses = (None if x is None else cut_row_numbers(x, tiles) for x in (lse, dlse))
+    lses = cut_row_numbers(lse, tiles)
+    dlses = None if dlse is None else cut_row_numbers(dlse, tiles)
 
     def one_tile(step, state):
         # A row that attends nothing and its cotangents are ignored, whatever they hold.
