@@ -79,20 +79,22 @@ def partitioned(
             warnings.simplefilter("ignore", DeprecationWarning)  # jax looks in no other place
             with mesh:
                 results = mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
-        _say_parameters(results, f"{primitive} {sorted(params.items())}")
+        _say_parameters(f"{primitive} {sorted(params.items())}")
         return results
 
     return lower
 
 
-def _say_parameters(results: Any, text: str) -> None:
-    """Writes it on the call, which else has a pointer alone to say what is computed.
+def _say_parameters(text: str) -> None:
+    """Writes it beside the call, which has a pointer alone to say what is computed.
 
-    jax's persistent cache may be told to leave pointers out of its keys: then this differs.
+    jax's persistent cache may be told to leave pointers out of its keys: then this differs. It is
+    on a constant that nobody reads. On the call, XLA would copy it to all that the call becomes,
+    and compile what differs in nothing else for each anew.
     """
-    first = jax.tree.leaves(results)[0]
+    unread: Any = mlir.ir_constant(np.int32(0))
     say: dict[str, ir.Attribute] = {"packax": ir.StringAttr.get(text)}
-    first.owner.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(say)
+    unread.owner.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(say)
 
 
 def _mesh_in_use(module: Any) -> Any:

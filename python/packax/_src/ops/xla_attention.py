@@ -28,6 +28,7 @@ from packax._src.ops.xla_tiles import (
     block_range,
     change,
     cut_keys,
+    cut_row_numbers,
     cut_rows,
     div,
     first_key,
@@ -37,14 +38,17 @@ from packax._src.ops.xla_tiles import (
     keys_together,
     of_key_block,
     put,
+    put_row_tile,
     rem,
     row_integers,
+    row_numbers,
     row_tile,
     rows_together,
     select,
     sized,
     stack,
     tiles_of,
+    uncut_rows,
 )
 
 _NO_EXTRAS = Extras()
@@ -77,17 +81,23 @@ def forward(
     real = _accumulator(query.dtype)
     dot = _dots(precision)
     steps = tiles.batch * tiles.row_tiles
+    depth = value.shape[-1]
     shape = (tiles.kv_heads, tiles.group * tiles.rows)
 
     # Where a row has met no key yet, its maximum is the least number: -inf - -inf never is.
     least = float(jnp.finfo(real).min)
 
+    def sums_and_maxima(rows, axis):
+        return (lax.index_in_dim(rows, n, axis, keepdims=False) for n in (0, 1))
+
     def one_tile(step, results):
+        out, acc, rows = results
         q_tile = row_tile(queries, step).astype(real)
         first, last_of, block_of = visits_of(step)
 
         def one_block(visit, state):
-            acc, total, row_max = state
+            acc, rows = state
+            total, row_max = sums_and_maxima(at(rows, step), 0)
             block = block_of(visit)
             s = dot(q_tile, key_block(keys, block).astype(real), 2, 2)
             s = _where(allowed_of(step, block), logits_of(s, step, block).logit, -jnp.inf, tiles)
@@ -104,30 +114,38 @@ def forward(
             more = dot(p, key_block(values, block).astype(real), 2, 1)
             keep, more = lax.expand_dims(keep, (0, 3)), lax.expand_dims(more, (0,))
             acc = change(acc, step, lambda own: lax.add(lax.mul(own, keep), more))
-            return acc, total, new_max
+            # Both by one write, behind all that reads what was there: no copy is made for that.
+            return acc, put(rows, stack([total, new_max], 0), step)
 
-        acc, total, row_max = results
-        start = acc, lax.full(shape, 0, real), lax.full(shape, least, real)
-        acc, own_total, own_max = _loop(first, last_of, one_block, start)
-        return acc, put(total, own_total, step), put(row_max, own_max, step)
+        acc, rows = _loop(first, last_of, one_block, (acc, rows))
+        total, _ = sums_and_maxima(at(rows, step), 0)
+        # Of a sum per row, XLA would take the reciprocal first, by another kernel.
+        divisor = lax.broadcast_in_dim(total, (*shape, depth), (0, 1))
+        divisor = select(lax.ne(divisor, real.type(0)), divisor, 1)
+        if kept_of is not None:
+            divisor = lax.div(divisor, real.type(inverse_keep(dropout_threshold)))
+        own = lax.div(at(acc, step), divisor).astype(query.dtype)
+        out = put_row_tile(out, own, step, tiles)
+        return out, acc, rows
 
-    row_sums = lax.full((steps, *shape), 0, real)
-    results = lax.full((steps, *shape, value.shape[-1]), 0, real), row_sums, row_sums
-    acc, total, row_max = _loop(np.uint32(0), lambda: sized(steps), one_tile, results)
+    # Every tile is written: whatever has the shape may lie there before, and zeros are a kernel.
+    out = queries
+    if depth != query.shape[-1]:
+        out = lax.full((*queries.shape[:-1], depth), 0, query.dtype)
+    rows = stack([lax.full((steps, *shape), x, real) for x in (0, least)], 1)
+    results = out, lax.full((steps, *shape, depth), 0, real), rows
+    out, _, rows = _loop(np.int32(0), lambda: sized(steps), one_tile, results)
+    total, row_max = sums_and_maxima(rows, 1)
     some = lax.ne(total, real.type(0))
-    total = select(some, total, 1)
-    lse = select(some, lax.add(row_max, lax.log(total)), -jnp.inf)
-    row_max = select(some, row_max, -jnp.inf)
-    total = total if kept_of is None else total / inverse_keep(dropout_threshold)
-    out = rows_together(lax.div(acc, lax.expand_dims(total, (3,))), tiles, query.shape[1])
+    lse = lax.add(row_max, lax.log(select(some, total, 1)))
     lse, row_max = (
         lax.transpose(
             lax.squeeze(rows_together(lax.expand_dims(x, (3,)), tiles, query.shape[1]), (3,)),
             (0, 2, 1),
         )
-        for x in (lse, row_max)
+        for x in (select(some, lse, -jnp.inf), select(some, row_max, -jnp.inf))
     )
-    return out.astype(query.dtype), lse, row_max
+    return uncut_rows(out, tiles, query.shape[1]), lse, row_max
 
 
 def backward(
@@ -157,7 +175,7 @@ def backward(
     """
     tiles = tiles_of(query, key)
     queries, keys, values = cut_rows(query, tiles), cut_keys(key, tiles), cut_keys(value, tiles)
-    douts = cut_rows(dout, tiles)
+    outs, douts = cut_rows(out, tiles), cut_rows(dout, tiles)
     visits_of, allowed_of = _visits(mask, tiles, segment_check, block_size)
     logits_of = logits_of_blocks(extras, scale, soft_cap, tiles)
     kept_of = kept_of_blocks(extras, dropout_threshold, tiles)
@@ -165,29 +183,28 @@ def backward(
     real = _accumulator(query.dtype)
     dot = _dots(precision)
 
-    # A row that attends nothing and its cotangents are ignored, whatever they hold.
-    lse = lse.transpose(0, 2, 1).astype(real)
-    some = lax.broadcast_in_dim(lax.ne(lse, real.type(-np.inf)), out.shape, (0, 1, 2))
-    products = select(some, lax.mul(out.astype(real), dout.astype(real)), 0)
-    delta = lax.reduce_sum(products, (3,))
-    if dlse is not None:
-        delta = delta - dlse.transpose(0, 2, 1).astype(real)
-    sums_of_rows = cut_rows(stack([lse, delta], 3), tiles)
+    lses = cut_row_numbers(lse, tiles)
+    dlses = None if dlse is None else cut_row_numbers(dlse, tiles)
 
     def one_tile(step, state):
-        sums = row_tile(sums_of_rows, step)
-        some = lax.ne(lax.slice_in_dim(sums, 0, 1, axis=2), real.type(-np.inf))
-        q_tile, do_tile = (
-            select(lax.broadcast_in_dim(some, x.shape, (0, 1, 2)), x, 0)
-            for x in (row_tile(x, step).astype(real) for x in (queries, douts))
+        # A row that attends nothing and its cotangents are ignored, whatever they hold.
+        shift = row_numbers(lses, step, tiles).astype(real)
+        some = lax.ne(shift, real.type(-np.inf))
+        q_tile, o_tile, do_tile = (row_tile(x, step).astype(real) for x in (queries, outs, douts))
+        # The select keeps the compiler from one product with the sum, which rounds by its shape.
+        q_tile, do_tile, products = (
+            select(lax.broadcast_in_dim(some, x.shape, (0, 1)), x, 0)
+            for x in (q_tile, do_tile, lax.mul(o_tile, do_tile))
         )
+        delta = lax.reduce_sum(products, (2,))
+        if dlses is not None:
+            delta = lax.sub(delta, row_numbers(dlses, step, tiles).astype(real))
+        if extras.bias is not None:  # -inf may be all that a row attends
+            shift = select(some, shift, jnp.inf)
         first, last_of, block_of = visits_of(step)
 
         def one_block(visit, state):
             dq, parts, dk, dv, dbias = state
-            shift, delta = (lax.slice_in_dim(sums, n, n + 1, axis=2) for n in (0, 1))
-            if extras.bias is not None:  # -inf may be all that a row attends
-                shift = select(some, shift, jnp.inf)
             block = block_of(visit)
             k_block, v_block = (key_block(x, block).astype(real) for x in (keys, values))
             allowed = allowed_of(step, block)
@@ -200,13 +217,13 @@ def backward(
             logit = _where(allowed, of.logit, -jnp.inf, tiles)
             # -0 where no pair is tells those from a p that is too small: a second look at `allowed`
             # would be computed anew.
-            p = _where(allowed, lax.exp(lax.sub(logit, shift)), -0.0, tiles)
+            p = _where(allowed, lax.exp(lax.sub(logit, lax.expand_dims(shift, (2,)))), -0.0, tiles)
             dp = dot(do_tile, v_block, 2, 2)
             dropped = p
             if kept_of is not None:
                 keep = jnp.where(kept_of(step, block), inverse_keep(dropout_threshold), 0)
                 dp, dropped = dp * keep.astype(real), p * keep.astype(real)
-            dlogit = lax.mul(p, lax.sub(dp, delta))
+            dlogit = lax.mul(p, lax.sub(dp, lax.expand_dims(delta, (2,))))
             nowhere = jnp.signbit(p)
             if bias is not None:
                 dbias = bias.add(dbias, step, block, jnp.where(nowhere, 0, dlogit))
@@ -236,7 +253,7 @@ def backward(
         lax.full(values.shape, 0, real) if needs_grad[2] else None,
         None if bias is None else bias.zeros(real),
     )
-    dq, parts, dk, dv, dbias = _loop(np.uint32(0), lambda: sized(steps), one_tile, start)
+    dq, parts, dk, dv, dbias = _loop(np.int32(0), lambda: sized(steps), one_tile, start)
     batch, q_len, heads, _ = query.shape
     return (
         jnp.zeros_like(query)
@@ -314,7 +331,7 @@ def _visits(mask, tiles, segment_check, block_size):
 def _loop(first, last_of, one, state):
     """As fori_loop; its end is read in the loop's condition, which is no fusion of its own.
 
-    Unsigned numbers, as `at` takes them: to convert one would be a fusion.
+    Numbers are int32, as those of `scan` are: XLA compiles what both have once.
     """
 
     def more(number_and_state):
@@ -322,7 +339,7 @@ def _loop(first, last_of, one, state):
 
     def next_one(number_and_state):
         number, state = number_and_state
-        return lax.add(number, np.uint32(1)), one(number, state)
+        return lax.add(number, np.int32(1)), one(number, state)
 
     return lax.while_loop(more, next_one, (first, state))[1]
 
@@ -332,17 +349,17 @@ def _listed(mask, tiles, step):
     lists = batch_row(mask.q_block_lists, step, tiles.row_tiles)
     met = block_lists.met(lists[:, rem(step, tiles.row_tiles)])
     number = jnp.arange(met.shape[0], dtype=jnp.int32)
-    blocks = jnp.sort(jnp.where(met, number, INT_MAX)).astype(jnp.uint32)
+    blocks = jnp.sort(jnp.where(met, number, INT_MAX))
     base = div(step, tiles.row_tiles) * sized(tiles.key_blocks)
-    number = met.sum(dtype=jnp.uint32)
-    return np.uint32(0), lambda: number, lambda visit: base + at(blocks, visit)
+    number = met.sum(dtype=jnp.int32)
+    return np.int32(0), lambda: number, lambda visit: base + at(blocks, visit)
 
 
 def _in_block_mask(mask, block_size, tiles, step, block):
     """Which pairs of a step and a block a block mask has: (key heads or 1, group or 1,
     rows, keys)."""
     indices = [
-        (rem(number, count).astype(jnp.int32) * size + jnp.arange(size, dtype=jnp.int32)) // of_mask
+        (rem(number, count) * size + jnp.arange(size, dtype=jnp.int32)) // of_mask
         for number, count, size, of_mask in zip(
             (step, block), (tiles.row_tiles, tiles.key_blocks), (tiles.rows, tiles.keys),
             block_size, strict=True,

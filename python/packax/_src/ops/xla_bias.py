@@ -6,10 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from packax._src.core.shapes import fill_up
-from packax._src.ops.xla_tiles import Tiles, div, rem, sized
+from packax._src.ops.xla_tiles import Tiles, div, read, rem, sized, write
 
 
 class BiasTiles:
@@ -27,7 +28,7 @@ class BiasTiles:
         return fill_up(x, 2, self.tiles.row_tiles * self.tiles.rows)
 
     def _start(self, step: Any, block: Any) -> tuple[Any, ...]:
-        tiles, zero = self.tiles, jnp.uint32(0)
+        tiles, zero = self.tiles, np.int32(0)
         return (
             zero if self.shape[0] == 1 else div(step, tiles.row_tiles),
             zero,
@@ -43,7 +44,7 @@ class BiasTiles:
     def at(self, step: Any, block: Any, real: Any) -> jax.Array:
         """(Hkv, group * rows, keys), of this dtype."""
         tiles = self.tiles
-        tile = lax.dynamic_slice(self.array, self._start(step, block), self._sizes)[0].astype(real)
+        tile = read(self.array, self._start(step, block), self._sizes)[0].astype(real)
         heads = (1, 1) if self.shape[1] == 1 else (tiles.kv_heads, tiles.group)
         tile = tile.reshape(*heads, *tile.shape[1:])
         of_heads = (tiles.kv_heads, tiles.group, tiles.rows, tiles.keys)
@@ -61,8 +62,7 @@ class BiasTiles:
         axes = tuple(axis for axis in (0, 1) if self.shape[axis + 1] == 1)
         part = lax.reduce_sum(part, axes).reshape(self._sizes) if axes else part[None]
         start = self._start(step, block)
-        own = lax.dynamic_slice(sums, start, self._sizes)
-        return lax.dynamic_update_slice(sums, own + part, start)
+        return write(sums, read(sums, start, self._sizes) + part, start)
 
     def gradient(self, sums: jax.Array, dtype: Any) -> jax.Array:
         """Of the bias as it came."""

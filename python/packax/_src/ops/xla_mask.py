@@ -123,13 +123,15 @@ def _slots(ids, slots, bits, capacity):
         jnp.asarray(x).astype(jnp.int32) if is_symbolic(x) else np.int32(x)
         for x in (slots, 2 * capacity, bits)
     )
+    # By a select: a concatenation would be a kernel by itself.
+    ids = lax.broadcast_in_dim(ids, (2, *ids.shape), (1, 2))
     a = lax.bitwise_and(ids, lax.full_like(ids, size - np.int32(1)))
     spread = lax.mul(ids, np.uint32(HASH_MULTIPLIER).astype(np.int32))
     b = lax.shift_right_logical(spread, lax.full_like(ids, np.int32(32) - bits))
-    slot = stack([a, lax.add(b, size)], 0)
-    row = lax.broadcasted_iota(jnp.int32, slot.shape, 1)
+    first, row = (lax.broadcasted_iota(jnp.int32, ids.shape, n) for n in (0, 1))
+    slot = lax.select(lax.eq(first, np.int32(0)), a, lax.add(b, size))
     slot = lax.convert_element_type(lax.add(slot, lax.mul(row, total)), np.uint32)
-    return lax.reshape(slot, (2 * ids.shape[0] * ids.shape[1], 1))
+    return lax.reshape(slot, (ids.shape[0] * ids.shape[1] * ids.shape[2], 1))
 
 
 def _rows(x, index):
@@ -142,7 +144,7 @@ def _rows(x, index):
 def _of_keys(x, index):
     """Of x (B, keys): what each batch row has at its own indices (B, N), the last one beyond."""
     row = lax.broadcasted_iota(jnp.uint32, index.shape, 0)
-    batch, size = x.shape[0], sized(x.shape[1])
+    batch, size = x.shape[0], sized(x.shape[1]).astype(np.uint32)
     index = lax.min(lax.convert_element_type(index, np.uint32), size - np.uint32(1))
     index = lax.reshape(lax.add(lax.mul(row, size), index), (index.shape[0] * index.shape[1], 1))
     return lax.reshape(_rows(lax.reshape(x, (batch * x.shape[1],)), index), row.shape)

@@ -102,15 +102,13 @@ def key_integers(mask: Mask, tiles: Tiles, segment_check: int) -> list[jax.Array
 
 def of_key_block(x: jax.Array, block: jax.Array, tiles: Tiles) -> jax.Array:
     """Of an array of `key_integers`, a block: (1, keys)."""
-    row = np.uint32(0) if x.shape[0] == 1 else div(block, tiles.key_blocks)
-    first = lax.mul(rem(block, tiles.key_blocks), sized(tiles.keys))
-    return lax.dynamic_slice(x, (row, first), (1, tiles.keys))
+    row = np.int32(0) if x.shape[0] == 1 else div(block, tiles.key_blocks)
+    return read(x, (row, first_key(block, tiles)), (1, tiles.keys))
 
 
 def first_key(block: jax.Array, tiles: Tiles) -> jax.Array:
-    """The index of a block's first key in its batch row, int32."""
-    first = lax.mul(rem(block, tiles.key_blocks), sized(tiles.keys))
-    return lax.convert_element_type(first, np.int32)
+    """The index of a block's first key in its batch row."""
+    return lax.mul(rem(block, tiles.key_blocks), sized(tiles.keys))
 
 
 def furthest(rows: jax.Array) -> jax.Array:
@@ -127,24 +125,32 @@ def block_range(most: jax.Array, step: jax.Array, tiles: Tiles) -> tuple[jax.Arr
     of_tile = at(most, step, 1)
     not_lo, hi = (lax.index_in_dim(of_tile, n, keepdims=False) for n in (0, 1))
     first, end = lax.bitwise_not(not_lo), lax.add(hi, np.int32(tiles.keys - 1))
-    first, last = (div(lax.convert_element_type(x, np.uint32), tiles.keys) for x in (first, end))
+    first, last = (div(x, tiles.keys) for x in (first, end))
     base = lax.mul(div(step, tiles.row_tiles), sized(tiles.key_blocks))
     return lax.add(lax.min(first, last), base), lax.add(last, base)
 
 
 def sized(size: Any) -> Any:
-    """A size of Python or a symbolic one, as numbers of steps and blocks are: uint32."""
-    return jnp.asarray(size).astype(jnp.uint32) if is_symbolic(size) else np.uint32(size)
+    """A size of Python or a symbolic one, as numbers of steps and blocks are: int32."""
+    return jnp.asarray(size).astype(jnp.int32) if is_symbolic(size) else np.int32(size)
 
 
 def div(number: jax.Array, size: Any) -> jax.Array:
-    """number // size, of uint32."""
+    """number // size, of int32 that are not negative."""
+    if _is_power_of_two(size):  # of a division XLA and LLVM would make more
+        return lax.shift_right_logical(number, lax.full_like(number, size.bit_length() - 1))
     return lax.div(number, sized(size))
 
 
 def rem(number: jax.Array, size: Any) -> jax.Array:
-    """number % size, of uint32."""
+    """number % size, of int32 that are not negative."""
+    if _is_power_of_two(size):
+        return lax.bitwise_and(number, sized(size - 1))
     return lax.rem(number, sized(size))
+
+
+def _is_power_of_two(size: Any) -> bool:
+    return not is_symbolic(size) and size & (size - 1) == 0
 
 
 def select(which: jax.Array, x: jax.Array, other: float) -> jax.Array:
@@ -170,19 +176,28 @@ def batch_row(x: jax.Array, number: Any, of: Any) -> jax.Array:
 def at(x: jax.Array, number: Any, axis: int = 0) -> jax.Array:
     """x[number] along the axis; the number is there."""
     sizes = (*x.shape[:axis], 1, *x.shape[axis + 1 :])
-    return lax.squeeze(lax.dynamic_slice(x, _start(x, number, axis), sizes), (axis,))
+    return lax.squeeze(read(x, _start(x, number, axis), sizes), (axis,))
 
 
 def put(x: jax.Array, part: jax.Array, number: jax.Array) -> jax.Array:
     """x with the part at this number."""
-    return lax.dynamic_update_slice(x, lax.expand_dims(part, (0,)), _start(x, number))
+    return write(x, lax.expand_dims(part, (0,)), _start(x, number))
+
+
+def read(x: jax.Array, start: tuple[Any, ...], sizes: tuple[Any, ...]) -> jax.Array:
+    """What lies there: without arithmetic for numbers below zero."""
+    return lax.dynamic_slice(x, start, sizes, allow_negative_indices=False)
+
+
+def write(x: jax.Array, part: jax.Array, start: tuple[Any, ...]) -> jax.Array:
+    """x with the part there."""
+    return lax.dynamic_update_slice(x, part, start, allow_negative_indices=False)
 
 
 def change(x: jax.Array, number: jax.Array, function: Callable) -> jax.Array:
     """x with function(what is at this number, (1, ...)) there: in place, by one fusion."""
     start = _start(x, number)
-    own = lax.dynamic_slice(x, start, (1, *x.shape[1:]))
-    return lax.dynamic_update_slice(x, function(own), start)
+    return write(x, function(read(x, start, (1, *x.shape[1:]))), start)
 
 
 def add(x: jax.Array, number: jax.Array, part: jax.Array) -> jax.Array:
@@ -191,8 +206,7 @@ def add(x: jax.Array, number: jax.Array, part: jax.Array) -> jax.Array:
 
 
 def _start(x, number, axis=0):
-    # Unsigned, so that jax adds no arithmetic for numbers below zero.
-    return tuple(number if n == axis else np.uint32(0) for n in range(x.ndim))
+    return tuple(number if n == axis else np.int32(0) for n in range(x.ndim))
 
 
 def cut_rows(x: jax.Array, tiles: Tiles) -> jax.Array:
@@ -206,6 +220,34 @@ def row_tile(x: jax.Array, step: Any) -> jax.Array:
     """Of `cut_rows`, a step's tile: (Hkv, group * rows, D)."""
     x = lax.transpose(at(x, step), (1, 2, 0, 3))
     return lax.reshape(x, (x.shape[0], x.shape[1] * x.shape[2], x.shape[3]))
+
+
+def cut_row_numbers(x: jax.Array, tiles: Tiles) -> jax.Array:
+    """(B, H, Sq) to (B, H, tiles of rows, rows), as it lies."""
+    x = fill_up(x, 2, tiles.row_tiles * tiles.rows)
+    return lax.reshape(x, (*x.shape[:2], tiles.row_tiles, tiles.rows))
+
+
+def row_numbers(x: jax.Array, step: Any, tiles: Tiles) -> jax.Array:
+    """Of `cut_row_numbers`, a step's: (Hkv, group * rows)."""
+    zero = np.int32(0)
+    start = (div(step, tiles.row_tiles), zero, rem(step, tiles.row_tiles), zero)
+    x = read(x, start, (1, x.shape[1], 1, tiles.rows))
+    return lax.reshape(x, (tiles.kv_heads, tiles.group * tiles.rows))
+
+
+def put_row_tile(x: jax.Array, part: jax.Array, step: Any, tiles: Tiles) -> jax.Array:
+    """x, which lies as `cut_rows` has it, with a step's tile, as `row_tile` has it."""
+    shape = (tiles.kv_heads, tiles.group, tiles.rows, part.shape[-1])
+    part = lax.transpose(lax.reshape(part, shape), (2, 0, 1, 3))
+    return put(x, part, step)
+
+
+def uncut_rows(x: jax.Array, tiles: Tiles, q_len: Any) -> jax.Array:
+    """From `cut_rows` back to (B, Sq, H, D), as it lies."""
+    heads = tiles.kv_heads * tiles.group
+    x = lax.reshape(x, (tiles.batch, tiles.row_tiles * tiles.rows, heads, x.shape[-1]))
+    return lax.slice_in_dim(x, 0, q_len, axis=1)
 
 
 def rows_together(x: jax.Array, tiles: Tiles, q_len: Any) -> jax.Array:
