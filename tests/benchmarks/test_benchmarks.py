@@ -334,3 +334,36 @@ assert context.main() == 0
     fetched = {name: row["fetched"] for name, row in found["schemes"].items()}
     assert fetched["none"] == fetched["balanced"] == 1024 * 2 * 8 * 16 * 2 / 2**20
     assert 0 < fetched["local"] < fetched["balanced"]
+
+
+def test_padded_head_dims_are_compared_before_they_are_timed():
+    """A padding that is wrong is found, and not timed."""
+    shown = script("""
+import jax.numpy as jnp
+import head_dims as program
+from lib.cases import Case
+from packax._src.ops import head_dims
+
+case = Case("small", 1, 96, 4, 2, 24, 1)
+report = program.run(case, rounds=1)
+assert not report["wrong"] and set(report["times"]["fwd"]) == {"fallback", "packax"}
+print(program.line(case.name, report))
+padded = head_dims.padded
+with program.unpadded():
+    assert head_dims.padded("forward", None, None, None, False) is None
+assert head_dims.padded is padded
+
+attention = program.packax_attention
+calls = []
+def wrong(case):
+    made = attention(case)
+    calls.append(case)
+    if len(calls) == 1:
+        return made
+    return type(made)("packax", lambda *x: 1.1 * made.function(*x), made.operands)
+program.packax_attention = wrong
+report = program.run(case, rounds=1)
+assert report["wrong"] and not report["times"]
+assert "WRONG" in program.line(case.name, report)
+""")
+    assert "fallback" in shown
