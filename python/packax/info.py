@@ -218,6 +218,8 @@ def _runs_lines(report: Report) -> list[str]:
             continue
         for (dtype, qk, v), (name, why) in rows.items():
             lines.append(f"{gpu}, {dtype}, head dim {_dims(qk, v)}: {name or why}")
+        if any(name and name.startswith(FASTER_FORWARD) for name, _ in rows.values()):
+            lines.append(f"{gpu}: head dims between these are padded to the next")
         wide = [(*dtype, pair) for dtype in DTYPES.items() for pair in report.wide_dims]
         wide += [(*dtype, pair) for dtype in FLOAT32.items() for pair in report.float32_dims]
         for name, short, pair in wide:

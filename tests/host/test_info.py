@@ -89,6 +89,18 @@ def test_float32():
     assert "float32" not in text()
 
 
+def test_head_dims_that_are_padded():
+    """Where a GPU has faster kernels of few head dims (packax/_src/ops/head_dims.py)."""
+    faster = VARIANTS[0] | {"kernel": "forward_sm90", "cc": 90, "name": "forward_sm90_bf16_64x64"}
+    faster |= {"dtype": "bf16", "qk_dim": 64, "v_dim": 64, "arch": "sm_90a"}
+    rows = (*VARIANTS, faster)
+    shown = text(variants=rows, find=lambda *query: find(*query, variants=rows))
+    assert "GPU 0, bfloat16, head dim 64: forward_sm90_bf16_64x64" in shown
+    assert "GPU 0: head dims between these are padded to the next" in shown
+    assert "GPU 1: head dims" not in shown
+    assert "padded" not in text()
+
+
 @pytest.mark.parametrize("others", [VARIANTS, ()], ids=["all", "PACKAX_HEAD_DIMS=512"])
 def test_head_dims_of_fallback_kernels_alone(others):
     rows = others + WIDE
