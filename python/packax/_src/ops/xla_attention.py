@@ -28,7 +28,6 @@ from packax._src.ops.xla_tiles import (
     block_range,
     change,
     cut_keys,
-    cut_row_numbers,
     cut_rows,
     div,
     first_key,
@@ -41,7 +40,6 @@ from packax._src.ops.xla_tiles import (
     put_row_tile,
     rem,
     row_integers,
-    row_numbers,
     row_tile,
     rows_together,
     select,
@@ -175,7 +173,7 @@ def backward(
     """
     tiles = tiles_of(query, key)
     queries, keys, values = cut_rows(query, tiles), cut_keys(key, tiles), cut_keys(value, tiles)
-    outs, douts = cut_rows(out, tiles), cut_rows(dout, tiles)
+    douts = cut_rows(dout, tiles)
     visits_of, allowed_of = _visits(mask, tiles, segment_check, block_size)
     logits_of = logits_of_blocks(extras, scale, soft_cap, tiles)
     kept_of = kept_of_blocks(extras, dropout_threshold, tiles)
@@ -183,22 +181,24 @@ def backward(
     real = _accumulator(query.dtype)
     dot = _dots(precision)
 
-    lses = cut_row_numbers(lse, tiles)
-    dlses = None if dlse is None else cut_row_numbers(dlse, tiles)
+    # A row that attends nothing and its cotangents are ignored, whatever they hold.
+    lse = lse.transpose(0, 2, 1).astype(real)
+    some = lax.broadcast_in_dim(lax.ne(lse, real.type(-np.inf)), out.shape, (0, 1, 2))
+    # Of whole rows: by tiles, as all else, the sums would round by how many heads a device has.
+    products = select(some, lax.mul(out.astype(real), dout.astype(real)), 0)
+    delta = lax.reduce_sum(products, (3,))
+    if dlse is not None:
+        delta = delta - dlse.transpose(0, 2, 1).astype(real)
+    sums_of_rows = cut_rows(stack([lse, delta], 3), tiles)
 
     def one_tile(step, state):
-        # A row that attends nothing and its cotangents are ignored, whatever they hold.
-        shift = row_numbers(lses, step, tiles).astype(real)
+        sums = row_tile(sums_of_rows, step)
+        shift, delta = (lax.index_in_dim(sums, n, 2, keepdims=False) for n in (0, 1))
         some = lax.ne(shift, real.type(-np.inf))
-        q_tile, o_tile, do_tile = (row_tile(x, step).astype(real) for x in (queries, outs, douts))
-        # The select keeps the compiler from one product with the sum, which rounds by its shape.
-        q_tile, do_tile, products = (
+        q_tile, do_tile = (
             select(lax.broadcast_in_dim(some, x.shape, (0, 1)), x, 0)
-            for x in (q_tile, do_tile, lax.mul(o_tile, do_tile))
+            for x in (row_tile(x, step).astype(real) for x in (queries, douts))
         )
-        delta = lax.reduce_sum(products, (2,))
-        if dlses is not None:
-            delta = lax.sub(delta, row_numbers(dlses, step, tiles).astype(real))
         if extras.bias is not None:  # -inf may be all that a row attends
             shift = select(some, shift, jnp.inf)
         first, last_of, block_of = visits_of(step)

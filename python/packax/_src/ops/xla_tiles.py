@@ -222,20 +222,6 @@ def row_tile(x: jax.Array, step: Any) -> jax.Array:
     return lax.reshape(x, (x.shape[0], x.shape[1] * x.shape[2], x.shape[3]))
 
 
-def cut_row_numbers(x: jax.Array, tiles: Tiles) -> jax.Array:
-    """(B, H, Sq) to (B, H, tiles of rows, rows), as it lies."""
-    x = fill_up(x, 2, tiles.row_tiles * tiles.rows)
-    return lax.reshape(x, (*x.shape[:2], tiles.row_tiles, tiles.rows))
-
-
-def row_numbers(x: jax.Array, step: Any, tiles: Tiles) -> jax.Array:
-    """Of `cut_row_numbers`, a step's: (Hkv, group * rows)."""
-    zero = np.int32(0)
-    start = (div(step, tiles.row_tiles), zero, rem(step, tiles.row_tiles), zero)
-    x = read(x, start, (1, x.shape[1], 1, tiles.rows))
-    return lax.reshape(x, (tiles.kv_heads, tiles.group * tiles.rows))
-
-
 def put_row_tile(x: jax.Array, part: jax.Array, step: Any, tiles: Tiles) -> jax.Array:
     """x, which lies as `cut_rows` has it, with a step's tile, as `row_tile` has it."""
     shape = (tiles.kv_heads, tiles.group, tiles.rows, part.shape[-1])
