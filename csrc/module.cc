@@ -5,6 +5,8 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 
+#include <utility>
+
 #include "ffi/stages.h"
 #include "plan/deal.h"
 #include "runtime/driver.h"
@@ -148,7 +150,7 @@ void DealWays(const Array<const int32_t, 1>& lengths, const Array<const int32_t,
   }
   for (size_t way = 0; way < ways; ++way) {
     const int64_t most = end.data()[way] + int64_t{rounds} * static_cast<int64_t>(ranks);
-    if (end.data()[way] < 0 || rounds < 0 || most > static_cast<int64_t>(documents)) {
+    if (end.data()[way] < 0 || rounds < 0 || std::cmp_greater(most, documents)) {
       throw nb::value_error("deal: each round needs a document for every rank");
     }
   }

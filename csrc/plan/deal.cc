@@ -27,7 +27,7 @@ int32_t DealWay(const Deal& deal, int32_t begin, int32_t weight, Way way) {
       load[rank] = fits ? way.areas[rank] + per_token * way.tokens[rank] : kFull;
     }
     std::iota(turns.begin(), turns.end(), 0);
-    std::stable_sort(turns.begin(), turns.end(), [&](int a, int b) { return load[a] < load[b]; });
+    std::ranges::stable_sort(turns, {}, [&](int rank) { return load[rank]; });
     // As if one by one: a rank takes one while those before it, with theirs, have no less.
     int64_t least = kFull;
     int taken = 0;
