@@ -221,7 +221,7 @@ def inputs_of(case: Case) -> Arrays:
     )
 
 
-def reference_of(case: Case, inputs: Arrays) -> Arrays:
+def reference_of(case: Case, inputs: Arrays) -> dict[str, np.ndarray]:
     """Output and gradients on one GPU, which benchmarks/attention.py holds against float32; on the
     host."""
     mask = packax.create_attention_mask(packax.causal() & packax.documents(case.segment_ids()))
@@ -231,18 +231,20 @@ def reference_of(case: Case, inputs: Arrays) -> Arrays:
         out, pullback = jax.vjp(lambda *x: packax.flash_attention(*x, mask), query, key, value)
         return out, *pullback(dout)
 
-    return tuple(map(np.asarray, both(*inputs, mask)))
+    results = map(np.asarray, both(*inputs, mask))
+    return dict(zip(("out", "dq", "dk", "dv"), results, strict=True))
 
 
-def checked(scheme: Scheme, run: Distributed, inputs: Arrays, reference: Arrays) -> dict[str, Any]:
+def checked(
+    scheme: Scheme, run: Distributed, inputs: Arrays, reference: dict[str, np.ndarray]
+) -> dict[str, Any]:
     """{"errors", "memory", "fetched", "wrong"}."""
     errors = {}
     for what, names in (("fwd", ("out",)), ("bwd", ("dq", "dk", "dv"))):
         results = run.passes(what, inputs)()
         results = (results,) if what == "fwd" else results
         for name, x in zip(names, results, strict=True):
-            y = reference[("out", "dq", "dk", "dv").index(name)]
-            errors[name] = relative(run.in_order(x), jnp.asarray(y))
+            errors[name] = relative(run.in_order(x), jnp.asarray(reference[name]))
     wrong = [name for name, error in errors.items() if not error <= LIMIT]
     memory, fetched = run.memory(inputs), run.fetched(inputs)
     say(

@@ -26,9 +26,10 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # cuDNN wants r
 import jax
 import jax.numpy as jnp
 from lib.cases import Case
-from lib.implementations import cudnn_attention, packax_attention
+from lib.implementations import cudnn_attention, packax_attention, random_inputs
 from lib.machine import machine
 from lib.output import default_out, first_line, say
+from lib.reference import relative
 from lib.timing import interleaved
 from packax._src.ops import head_dims
 
@@ -47,7 +48,8 @@ def unpadded() -> Iterator[None]:
 
 
 def passes_of(implementation: Any, inputs: tuple[jax.Array, ...]) -> tuple[Passes, list[Any]]:
-    """Both passes, compiled, and what they return: out, dq, dk, dv."""
+    """Both passes, and what they return: out, dq, dk, dv. They are compiled here, not when they are
+    first called (lib.implementations.Compiled): what `unpadded` does ends before."""
     query, key, value, cotangent = inputs
     function, operands = implementation.function, implementation.operands
 
@@ -65,24 +67,15 @@ def passes_of(implementation: Any, inputs: tuple[jax.Array, ...]) -> tuple[Passe
     return passes, jax.block_until_ready([passes["fwd"](), *passes["bwd"]()])
 
 
-def difference(x: jax.Array, y: jax.Array) -> float:
-    x, y = (z.astype(jnp.float32) for z in (x, y))
-    return float(jnp.linalg.norm(x - y) / jnp.linalg.norm(y))
-
-
 def run(case: Case, rounds: int) -> dict[str, Any]:
-    keys = jax.random.split(jax.random.key(0), 4)
-    heads = (case.heads, case.kv_heads, case.kv_heads, case.heads)
-    inputs = tuple(
-        jax.random.normal(key, (case.batch, case.seq, n, case.head_dim), jnp.bfloat16)
-        for key, n in zip(keys, heads, strict=True)
-    )
+    inputs = random_inputs(case)
     found: dict[str, Passes] = {}
     report: dict[str, Any] = {"times": {}, "failed": {}}
     with unpadded():
         found["fallback"], expected = passes_of(packax_attention(case), inputs)
     found["packax"], results = passes_of(packax_attention(case), inputs)
-    report["differences"] = list(map(difference, results, expected))
+    pairs = zip(results, expected, strict=True)
+    report["differences"] = [relative(x, y.astype(jnp.float32)) for x, y in pairs]
     report["wrong"] = not max(report["differences"]) <= LIMIT
     del expected, results
     if case.documents == 1 and jax.default_backend() == "gpu":

@@ -3,8 +3,7 @@
 // The numbers are those of `deal` in python/packax/_src/context/local_search.py, which says what is
 // done and why; there it takes a few hundred small steps of numpy.
 
-#ifndef PACKAX_PLAN_DEAL_H_
-#define PACKAX_PLAN_DEAL_H_
+#pragma once
 
 #include <cstdint>
 #include <span>
@@ -33,5 +32,3 @@ struct Way {
 int32_t DealWay(const Deal& deal, int32_t begin, int32_t weight, Way way);
 
 }  // namespace packax
-
-#endif  // PACKAX_PLAN_DEAL_H_

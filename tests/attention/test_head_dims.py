@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import packax
 import pytest
-from lowered import MASK, abstract, calls, loss, step, text_of, with_sm90
+from lowered import DIMS, MASK, abstract, calls, loss, step, text_of, with_sm90
 from packax._src.ops import ffi, head_dims, primitives
 
-DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 PASSES = ("forward_sm90", "backward_sm90", "backward_dkdv_sm90", "backward_dq_sm90")
 
 

@@ -51,7 +51,6 @@ def test_the_same_as_numpy(monkeypatch: pytest.MonkeyPatch, ranks: int, number: 
         # Behind the last document numpy stops where all ways have, and C++ goes on.
         ends = [np.minimum(x.end, number) for x in (found, expected)]
         assert (ends[0] == ends[1]).all()
-        assert (found.owner < 0).any() or number == 1 or ranks == 2
         assert not np.shares_memory(found.tokens, base.tokens)
 
 

@@ -1,7 +1,7 @@
 """Head dims between those of Hopper's kernels: operands are padded with zeros to the next of them.
 
 Zeros change no score, and their own results and gradients are cut off. The fallback kernels take
-any head dim as it is, but are two to four times as slow there (docs/performance.md).
+any head dim as it is, but take two to four and a half times as long there (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ def padded(
     suffix, dims = suffix_of(params), (query.shape[3], value.shape[3])
     if ffi.ext is None or suffix is None or any(is_symbolic(x) or x % ffi.MULTIPLE for x in dims):
         return None
-    dtype = str(query.dtype)
-    there = ffi.dims_on_sm90("forward_sm90" + suffix, dtype, for_export=for_export)
+    there = ffi.dims_on_sm90("forward_sm90" + suffix, str(query.dtype), for_export=for_export)
     wider = sorted((x for x in there if x[0] >= dims[0] and x[1] >= dims[1]), key=sum)
     if dims in there or not wider:
         return None
-    shapes = ((*x.shape[:3], dim) for x, dim in zip((query, value), wider[0], strict=True))
-    query, value = (
-        plain(x).update(shape=shape) for x, shape in zip((query, value), shapes, strict=True)
-    )
-    if direction == "backward" and choose_algorithm(query, value, params, for_export) == "portable":
-        return None
+    if direction == "backward":
+        query, value = (
+            plain(x).update(shape=(*x.shape[:3], dim))
+            for x, dim in zip((query, value), wider[0], strict=True)
+        )
+        if choose_algorithm(query, value, params, for_export) == "portable":
+            return None
     return wider[0]
 
 
@@ -55,12 +55,9 @@ def backward(
     dims: tuple[int, int], **params: Any,
 ) -> list[jax.Array]:  # fmt: skip
     """backward_p, likewise."""
-    of_scores = (_wider(x, dims[0]) for x in (query, key))
-    of_values = (_wider(x, dims[1]) for x in (value, out, dout))
-    (wide_query, wide_key), (wide_value, wide_out, wide_dout) = of_scores, of_values
-    gradients = backward_p.bind(
-        wide_query, wide_key, wide_value, wide_out, lse, wide_dout, *others, **params
-    )
+    wide = (_wider(query, dims[0]), _wider(key, dims[0]), _wider(value, dims[1]))
+    sums = (_wider(out, dims[1]), lse, _wider(dout, dims[1]))
+    gradients = backward_p.bind(*wide, *sums, *others, **params)
     return [x[..., : y.shape[3]] for x, y in zip(gradients, (query, key, value), strict=True)]
 
 

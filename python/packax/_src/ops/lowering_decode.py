@@ -86,7 +86,6 @@ def splits(batch: int, q_len: int, heads: int, kv_heads: int, keys: int) -> int:
 
 def _require_kernel(query: Any, value: Any, float32_products: bool) -> None:
     ffi.require_extension()
-    assert ffi.ext is not None
     rows = [row for row in ffi.variants() if row["kernel"] == "decode"]
     qk_dim, v_dim = query.shape[3], value.shape[3]
     dtype = ffi.kernel_dtype(query.dtype, float32_products)
