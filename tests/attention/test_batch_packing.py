@@ -63,12 +63,14 @@ def expressions(rng, q_len, kv_len):
     ids = functools.partial(rng.integers, -1, 3)  # they come back, so are tested
     q_at, kv_at = rng.integers(0, 40, (B, q_len)), rng.integers(0, 40, (B, kv_len))
     lo = rng.integers(-3, kv_len, (B, q_len)).astype(np.int32)
-    both = packax.documents(ids((B, q_len)), ids((B, kv_len)))
-    placed = packax.documents(ids((B, q_len)), ids((B, kv_len)), positions=q_at, kv_positions=kv_at)
+    both = packax.documents(ids((B, q_len)), kv_segment_ids=ids((B, kv_len)))
+    placed = packax.documents(
+        ids((B, q_len)), kv_segment_ids=ids((B, kv_len)), positions=q_at, kv_positions=kv_at
+    )
     return {
         "full": packax.full(),
         "causal, one for all": packax.causal(),
-        "documents, one for all": packax.documents(ids((q_len,)), ids((kv_len,))),
+        "documents, one for all": packax.documents(ids((q_len,)), kv_segment_ids=ids((kv_len,))),
         "documents": both,
         "documents, causal": both & packax.causal(),
         "positions": placed & packax.causal(),

@@ -214,7 +214,10 @@ def test_flash_attention(changes, texts):
                 ".astype(jnp.int32)",
             ],
         ),
-        (lambda: packax.documents([0, 1], [[0], [1]], positions=[0, 1]), ["without kv_positions"]),
+        (
+            lambda: packax.documents([0, 1], kv_segment_ids=[[0], [1]], positions=[0, 1]),
+            ["without kv_positions"],
+        ),
         (
             lambda: packax.documents([0, 1], kv_positions=[0, 1]),
             ["kv_positions was given without positions"],
@@ -224,7 +227,9 @@ def test_flash_attention(changes, texts):
             ["positions is for 3 query rows", "segment_ids is for 2"],
         ),
         (
-            lambda: packax.documents([0, 1], [1, 2, 3], positions=[0, 1], kv_positions=[0]),
+            lambda: packax.documents(
+                [0, 1], kv_segment_ids=[1, 2, 3], positions=[0, 1], kv_positions=[0]
+            ),
             ["kv_positions is for 1 keys", "kv_segment_ids is for 3"],
         ),
         (
@@ -232,7 +237,7 @@ def test_flash_attention(changes, texts):
             ["segment_ids is for 2 keys, but kv_positions is for 3"],
         ),
         (
-            lambda: packax.documents(np.zeros((2, 4), int), np.zeros((3, 5), int)),
+            lambda: packax.documents(np.zeros((2, 4), int), kv_segment_ids=np.zeros((3, 5), int)),
             ["kv_segment_ids has batch size 3, but segment_ids has 2"],
         ),
         (lambda: packax.ranges([0.5], [1]), ["lo must be integers", "float64"]),
@@ -339,4 +344,5 @@ def test_swapped_axes_are_warned_of(query, key, warns):
     ids = [np.zeros(shape[:2], int) for shape in (query, key)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        jax.eval_shape(lambda: packax.flash_attention(x, y, y, packax.documents(*ids)))
+        expression = packax.documents(ids[0], kv_segment_ids=ids[1])
+        jax.eval_shape(lambda: packax.flash_attention(x, y, y, expression))

@@ -27,7 +27,7 @@ Q_LEN, KV_LEN = 70, 90
 def operands(dtype=jnp.float32, *more):
     rng = np.random.default_rng(1)
     ids = np.sort(rng.integers(-1, 4, (2, KV_LEN))).astype(np.int32)
-    expression = packax.causal() & packax.documents(ids[:, :Q_LEN], ids)
+    expression = packax.causal() & packax.documents(ids[:, :Q_LEN], kv_segment_ids=ids)
     mask = packax.create_attention_mask(expression, q_len=Q_LEN, kv_len=KV_LEN).operands()
 
     def draw(*shape):

@@ -215,7 +215,7 @@ def test_the_order_of_mask_operands():
     """The mask is an argument here, so that its leaves have names in the text."""
     kv = np.zeros((2, 500), np.int32)
     mask = packax.create_attention_mask(
-        packax.causal() & packax.documents(IDS, kv, positions=IDS, kv_positions=kv)
+        packax.causal() & packax.documents(IDS, kv_segment_ids=kv, positions=IDS, kv_positions=kv)
     )
     text = text_of(jax.grad(loss), *abstract(kv_len=500), mask)
     arguments = TENSORS + [path[-1].name for path, _ in jax.tree.leaves_with_path(mask)]
@@ -274,7 +274,7 @@ def test_workspace_of_documents_grows_with_the_tables():
 )
 def test_masks_too_large_for_the_kernels_are_made_by_xla(batch, keys, targets):
     def build(q_ids, kv_ids):
-        return packax.create_attention_mask(packax.documents(q_ids, kv_ids))
+        return packax.create_attention_mask(packax.documents(q_ids, kv_segment_ids=kv_ids))
 
     ids = (jax.ShapeDtypeStruct((batch, n), jnp.int32) for n in (100, keys))
     assert [name for name, *_ in calls(text_of(build, *ids))] == targets

@@ -205,9 +205,10 @@ def test_nothing_to_attend(sizes):
     expressions = [
         packax.causal(),
         packax.sliding_window(2) | packax.chunked(4),
-        packax.documents(q_ids, kv_ids),
-        packax.causal() & packax.documents(q_ids, kv_ids, positions=q_ids, kv_positions=kv_ids),
-        packax.documents(q_ids, kv_ids) & packax.ranges(q_ids, q_ids),
+        packax.documents(q_ids, kv_segment_ids=kv_ids),
+        packax.causal()
+        & packax.documents(q_ids, kv_segment_ids=kv_ids, positions=q_ids, kv_positions=kv_ids),
+        packax.documents(q_ids, kv_segment_ids=kv_ids) & packax.ranges(q_ids, q_ids),
         packax.prefix(np.zeros(batch, int)),
     ]
     if q_len == kv_len:

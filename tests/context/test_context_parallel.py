@@ -164,7 +164,7 @@ def test_any_length_without_a_plan():
     ids, kv_ids = (np.sort(rng.integers(0, 6, n)) for n in (400, 520))
     query, key, value, dout, dlse = tensors(batch=1, length=520)
     inputs = (query[:, :400], key, value, dout[:, :400], dlse[:, :, :400])
-    expression = packax.documents(ids, kv_ids)
+    expression = packax.documents(ids, kv_segment_ids=kv_ids)
     expected = jax.jit(results)(*inputs, packax.create_attention_mask(expression))
     with jax.set_mesh(mesh):
         mask = packax.create_attention_mask(expression, sharding=CONTEXT)

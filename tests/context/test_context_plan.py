@@ -101,7 +101,7 @@ EXPRESSIONS = {
     "spans of positions": packax.spans(SPANS, packax.sliding_window(9)) & placed(),
     "ranges": packax.ranges(INDEX - 70, INDEX + 1) & packax.documents(DOCUMENTS),
     "union": packax.causal() & (packax.sliding_window(50) | packax.chunked(200)),
-    "other keys": packax.documents(DOCUMENTS, np.sort(DOCUMENTS)[:, 200:]),
+    "other keys": packax.documents(DOCUMENTS, kv_segment_ids=np.sort(DOCUMENTS)[:, 200:]),
     "map": packax.causal() & packax.block_sparse(np.tri(LENGTH // 128, dtype=bool), (128, 128)),
 }
 

@@ -143,7 +143,7 @@ def test_all_keys_are_gathered_where_documents_do_not_say_enough():
     for expression, keywords in (
         (documents & chosen, {}),
         (packax.causal(), {"q_len": LENGTH, "kv_len": LENGTH}),
-        (packax.documents(ROWS, ROWS), {}),
+        (packax.documents(ROWS, kv_segment_ids=ROWS), {}),
         (documents, {"sharding": replicated}),
         (documents, {"permuted_keys": False}),
     ):

@@ -158,7 +158,7 @@ def test_all_padding():
     "expression",
     [
         packax.causal(),
-        packax.documents(np.zeros(LENGTH, int), np.zeros(LENGTH, int)),
+        packax.documents(np.zeros(LENGTH, int), kv_segment_ids=np.zeros(LENGTH, int)),
     ],
 )
 def test_without_documents_all_is_shared(expression):

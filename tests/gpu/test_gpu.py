@@ -88,8 +88,8 @@ def test_many_short_rows_of_a_batch(q_len, kv_len, own, kind):
     expression = packax.causal()
     if own:
         rng = np.random.default_rng(q_len)
-        sides = (rng.integers(-1, 2, (batch, n)) for n in (q_len, kv_len))
-        expression = packax.documents(*sides)
+        ids, kv_ids = (rng.integers(-1, 2, (batch, n)) for n in (q_len, kv_len))
+        expression = packax.documents(ids, kv_segment_ids=kv_ids)
     assert_close(x, run(x, expression), expression.as_array(q_len, kv_len))
 
 
@@ -102,7 +102,7 @@ def test_query_and_key_lengths_differ(q_len, kv_len, kind, dtype):
         "full": packax.full(),
         "causal": packax.causal(),
         "documents": packax.documents(
-            rng.integers(-1, 3, (2, q_len)), rng.integers(-1, 3, (2, kv_len))
+            rng.integers(-1, 3, (2, q_len)), kv_segment_ids=rng.integers(-1, 3, (2, kv_len))
         ),
         "ranges": packax.ranges(lo, lo + rng.integers(0, 200, (2, q_len), np.int32)),
     }[kind]

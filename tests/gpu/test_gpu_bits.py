@@ -128,9 +128,9 @@ def test_mask_arrays_equal_the_xla_twins(length):
         "causal": lambda ids, other, pos, kv_pos: causal_documents(ids),
         "positions": lambda ids, other, pos, kv_pos: causal_documents(ids, positions=pos),
         "restarting": lambda ids, other, pos, kv_pos: causal_documents(ids, positions=pos % 50),
-        "cross": lambda ids, other, pos, kv_pos: packax.documents(ids, other),
+        "cross": lambda ids, other, pos, kv_pos: packax.documents(ids, kv_segment_ids=other),
         "cross positions": lambda ids, other, pos, kv_pos: causal_documents(
-            ids, other, positions=pos, kv_positions=kv_pos
+            ids, kv_segment_ids=other, positions=pos, kv_positions=kv_pos
         ),
         "cut": lambda ids, other, pos, kv_pos: (
             causal_documents(ids) & packax.ranges(pos // 2, pos * 2)

@@ -165,7 +165,7 @@ def test_masks_that_a_program_does_not_use_are_not_made():
         return program.lower(query, key, value).compile().as_text()
 
     q_pos, q_ids, kv_pos, kv_ids = (jnp.asarray(x) for x in TOKENS)
-    documents = packax.documents(q_ids, kv_ids, positions=q_pos, kv_positions=kv_pos)
+    documents = packax.documents(q_ids, kv_segment_ids=kv_ids, positions=q_pos, kv_positions=kv_pos)
     own = compiled(lambda: packax.create_attention_mask(packax.causal() & documents))
     ours = compiled(
         lambda: create_attention_mask(*TOKENS, calc_bwd_mask=True)[0].row_masks.by_position

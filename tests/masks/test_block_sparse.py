@@ -45,7 +45,9 @@ def test_as_array_is_the_definition(data):
         chosen.reshape(*[*lead, 1, 1][:2], *chosen.shape[-2:]), (3, 2, *chosen.shape[-2:])
     )
     documents, causal = draw(st.booleans()), draw(st.booleans())
-    parts += [packax.documents(ids, kv_ids)] * documents + [packax.causal(offset=3)] * causal
+    parts += [packax.documents(ids, kv_segment_ids=kv_ids)] * documents + [
+        packax.causal(offset=3)
+    ] * causal
     for b, h, i, j in np.ndindex(allowed.shape):
         allowed[b, h, i, j] = full[b, h, i // m, j // n]
         allowed[b, h, i, j] &= not documents or (ids[b, i] == kv_ids[b, j] and ids[b, i] != -1)

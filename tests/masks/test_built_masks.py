@@ -20,7 +20,7 @@ KINDS = {  # expression, what repr says it was built from
     "ids": (packax.sliding_window(4) & packax.documents(IDS), "documents>"),
     "positions": (packax.causal() & PACKED, "an upper limit, as of causal>"),
     "window": (packax.sliding_window(2, 1) & PACKED, "two limits, as of a window>"),
-    "keys": (packax.documents(IDS, IDS[::-1], positions=POSITIONS,
+    "keys": (packax.documents(IDS, kv_segment_ids=IDS[::-1], positions=POSITIONS,
         kv_positions=IDS) & packax.causal(), "documents"),
     "map": (packax.block_sparse(MAP, (1, 4)) & PACKED & packax.causal(),
         "block_sparse of blocks (1, 4)>"),

@@ -282,7 +282,7 @@ def test_a_kind_of_ones_own():
             "causal has an offset, beside documents(..., positions=...)"),
         (ValueError, lambda: (packax.chunked(2, offset=1) & packax.causal(1)) & POSITIONS,
             "the positions say it"),
-        (ValueError, lambda: packax.spans(IDS) & packax.documents(IDS, IDS),
+        (ValueError, lambda: packax.spans(IDS) & packax.documents(IDS, kv_segment_ids=IDS),
             "for self-attention, but documents(...) has kv_"),
         (NotImplementedError, lambda: packax.spans(IDS, packax.causal() & POSITIONS),
             "spans(span_ids) & documents(...)"),

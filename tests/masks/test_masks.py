@@ -69,6 +69,13 @@ def test_positions_serve_both_sides_in_self_attention():
     assert once[0, 2] and not once[2, 1]  # equal positions both ways; later ones never
 
 
+def test_only_ids_are_positional():
+    """Positions in the second place would be taken for ids of keys."""
+    ids, positions = np.zeros(4, np.int32), np.array([0, 1, 0, 1], np.int32)
+    with pytest.raises(TypeError, match="1 positional argument but 2 were given"):
+        packax.documents(ids, positions)
+
+
 def test_positions_without_causal_have_no_effect():
     ids = np.array([0, 0, 1], np.int32)
     with_positions = packax.documents(ids, positions=np.array([2, 1, 0], np.int32))

@@ -70,8 +70,8 @@ assert len(ODD) == len(PADDED) == len(BACK) == LENGTH
 INT32 = np.iinfo(np.int32)
 
 
-def _causal_documents(*args, **kwargs):
-    return packax.causal() & packax.documents(*args, **kwargs)
+def _causal_documents(ids, **more):
+    return packax.causal() & packax.documents(ids, **more)
 
 
 def _batch_of_three():
@@ -116,7 +116,8 @@ def _images():
 
 def _cross():
     return packax.documents(
-        ids_of((0, 33), (1, 70), (-1, 10), (3, 60)), ids_of((1, 120), (3, 44), (-1, 30), (0, 106))
+        ids_of((0, 33), (1, 70), (-1, 10), (3, 60)),
+        kv_segment_ids=ids_of((1, 120), (3, 44), (-1, 30), (0, 106)),
     )
 
 
@@ -124,7 +125,10 @@ def _cross_positions():
     kv_ids = ids_of((1, 130), (2, 131))
     ids = ids_of((2, 50), (1, 51))
     return _causal_documents(
-        ids, kv_ids, positions=positions_of(ids) + 40, kv_positions=positions_of(kv_ids)
+        ids,
+        kv_segment_ids=kv_ids,
+        positions=positions_of(ids) + 40,
+        kv_positions=positions_of(kv_ids),
     )
 
 

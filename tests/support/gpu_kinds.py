@@ -22,8 +22,8 @@ def name_of(kind):
     return f"{dtype}-d{qk_dim}" + (f"x{v_dim}" if v_dim != qk_dim else "")
 
 
-def causal_documents(*ids, **positions):
-    return packax.causal() & packax.documents(*ids, **positions)
+def causal_documents(ids, **more):
+    return packax.causal() & packax.documents(ids, **more)
 
 
 THREE_ROWS = np.stack(

@@ -50,7 +50,9 @@ KINDS = {
     "spans": lambda a: packax.spans(a["span_ids"], packax.sliding_window(3)) & documents(a),
     "documents": lambda a: documents(a),
     "documents by positions": lambda a: packax.causal() & by_positions(a),
-    "documents, other ids of keys": lambda a: packax.documents(a["ids"], a["span_ids"]),
+    "documents, other ids of keys": lambda a: packax.documents(
+        a["ids"], kv_segment_ids=a["span_ids"]
+    ),
     "ranges": lambda a: packax.ranges(a["lo"], a["lo"] + a["offset"][:, None]) & documents(a),
     "block sparse": lambda a: packax.block_sparse(a["map"], 1) & by_positions(a),
     "tree": lambda a: packax.tree(a["segments"], a["parents"]) & packax.causal(),

@@ -69,7 +69,7 @@ def test_export_for_cuda(monkeypatch):
     monkeypatch.setattr(ffi, "ext", Extension)
 
     def gradient(query, key, value, ids, kv_ids):
-        mask = packax.create_attention_mask(packax.documents(ids, kv_ids))
+        mask = packax.create_attention_mask(packax.documents(ids, kv_segment_ids=kv_ids))
         return jax.grad(
             lambda *x: packax.flash_attention(*x, mask).astype(jnp.float32).sum(), (0, 1, 2)
         )(query, key, value)

@@ -203,7 +203,7 @@ def key_mask(keys: Any, rows: int) -> MaskExpression:
     # one document of all that take part
     ids = jnp.where(keys, jnp.int32(0), jnp.int32(PADDING_SEGMENT_ID))
     one = jnp.zeros if is_symbolic(rows) else np.zeros
-    return documents(one(rows, np.int32), ids)
+    return documents(one(rows, np.int32), kv_segment_ids=ids)
 
 
 def is_of_keys(mask: jax.Array) -> bool:

@@ -31,8 +31,8 @@ class Ranges(MaskExpression):
 
 def documents(
     segment_ids: ArrayLike,
-    kv_segment_ids: ArrayLike | None = None,
     *,
+    kv_segment_ids: ArrayLike | None = None,
     positions: ArrayLike | None = None,
     kv_positions: ArrayLike | None = None,
 ) -> MaskExpression:

@@ -189,9 +189,12 @@ class Documents(MaskExpression):
     kv_pos: Array | None
 
     def arguments(self) -> list[str]:
-        sides = [shown(x) for x in (self.q_ids, self.kv_ids) if x is not None]
-        positions = ("positions", self.q_pos), ("kv_positions", self.kv_pos)
-        return sides + [f"{name}={shown(x)}" for name, x in positions if x is not None]
+        named = (
+            ("kv_segment_ids", self.kv_ids),
+            ("positions", self.q_pos),
+            ("kv_positions", self.kv_pos),
+        )
+        return [shown(self.q_ids), *(f"{name}={shown(x)}" for name, x in named if x is not None)]
 
     def arrays(self) -> list[tuple[str, Array, str]]:
         held: list[tuple[str, Array | None, str]] = [
@@ -356,7 +359,7 @@ def _union(members: tuple[MaskExpression, ...]) -> Or:
             "chunked, prefix and spans with equal offsets do (an offset that is a jax array: the "
             "same int32 array in all of them, not only equal ones), or all are unbounded on the "
             "same side, as causal, prefix and sliding_window(None) are below. Otherwise give "
-            "ranges(lo, hi), or join the attention of two disjoint masks by their log-sum-exps "
+            "ranges(lo, hi), or join the attention of disjoint masks by packax.merge_attention "
             "(return_lse=True)"
         )
     offsets: list[Any] = []

@@ -93,7 +93,7 @@ class AdditiveMask:
                 if kv_ids is not None and places:
                     places["kv_positions"] = segment_positions
                 ids = ids[:, before : before + rows] if before else ids
-                expression = expression & documents(ids, kv_ids, **places)
+                expression = expression & documents(ids, kv_segment_ids=kv_ids, **places)
         pairs = jnp.asarray(expression.as_array(rows, keys)).reshape(-1, rows, keys)
         pairs = pairs if allowed is None else pairs & allowed
         return jnp.where(pairs, 0.0, MASKED)[:, None, None]

@@ -27,11 +27,12 @@ from packax._src.masks.build import create_attention_mask
 from packax._src.masks.documents import documents
 from packax._src.masks.expressions import MaskExpression
 from packax._src.masks.spans import spans
+from packax._src.ops.merge import merged
 from packax._src.ops.score_mods import scores_of
 from packax.integrations.maxtext import dense as maxtext_dense
 from packax.integrations.maxtext import selection
 from packax.integrations.maxtext.additive_mask import AdditiveMask
-from packax.integrations.maxtext.decode import merged, one_cache
+from packax.integrations.maxtext.decode import one_cache
 from packax.integrations.maxtext.expressions import chosen, interval_of
 from packax.integrations.maxtext.mesh_axes import reordered_ranks
 from packax.integrations.maxtext.options import NO_EFFECT, attention_type_of, size_of, stripes_of
@@ -264,7 +265,11 @@ class AttentionOp(AdditiveMask, nnx.Module):
                 record = record_max_logits and at == 0
                 parts.append(one_cache(self, query, key, value, ids, indexer, record))
                 at = to
-            return merged(parts, scores_of(query, 0, 0, 1.0, sinks, None, None)[0].sinks)
+            sinks = scores_of(query, 0, 0, 1.0, sinks, None, None)[0].sinks
+            if sinks is not None:
+                lse = parts[0][1]
+                parts.append((None, jnp.broadcast_to(sinks[:, None].astype(lse.dtype), lse.shape)))
+            return merged(parts)[0]
         ids, kv_ids = decoder_segment_ids, decoder_segment_ids_kv
         if ids is None and kv_ids is not None:
             raise ValueError("decoder_segment_ids_kv was given without decoder_segment_ids")
@@ -383,7 +388,9 @@ class AttentionOp(AdditiveMask, nnx.Module):
             expression = spans(runs_of(images), expression)
         if ids is not None:
             kv_positions = None if kv_ids is None else positions
-            document = documents(ids, kv_ids, positions=positions, kv_positions=kv_positions)
+            document = documents(
+                ids, kv_segment_ids=kv_ids, positions=positions, kv_positions=kv_positions
+            )
             expression = expression & document
         expression = chosen(expression, self.moba, query, key, before, indexer_mask)
         return self.built(expression, rows, keys, plan)

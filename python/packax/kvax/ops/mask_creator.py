@@ -188,8 +188,8 @@ def row_masks_of(
         if layout is not None:
             q_ids, kv_ids = (layout.place(x, layout.batch) for x in (q_ids, kv_ids))
         q_ids, kv_ids = _padding_as_a_document(q_ids, kv_ids)
-    documents = packax.documents(q_ids, kv_ids)
-    placed = packax.documents(q_ids, kv_ids, positions=q_pos, kv_positions=kv_pos)
+    documents = packax.documents(q_ids, kv_segment_ids=kv_ids)
+    placed = packax.documents(q_ids, kv_segment_ids=kv_ids, positions=q_pos, kv_positions=kv_pos)
 
     def build(expression: Any) -> packax.AttentionMask:
         return packax.create_attention_mask(expression, sharding=sharding)
