@@ -30,6 +30,7 @@ from packax._src.masks.tree import depth_positions, shared_prefix, tree
 from packax._src.ops import lowering_decode as _lowering_decode  # noqa: F401 (registers rules)
 from packax._src.ops import lowering_mask as _lowering_mask  # noqa: F401
 from packax._src.ops.lowering import export_checks
+from packax._src.ops.merge import merge_attention
 from packax._src.ops.score_mods import Alibi, alibi
 from packax.integrations.jax_nn import dot_product_attention
 
@@ -64,6 +65,7 @@ __all__ = [
     "flash_attention",
     "full",
     "local_rows",
+    "merge_attention",
     "plot_mask",
     "prefix",
     "ranges",

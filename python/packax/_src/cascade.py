@@ -10,6 +10,7 @@ import numpy as np
 
 from packax._src.core.integers import ArrayLike
 from packax._src.decode import MAX_ROWS, decode_attention
+from packax._src.ops.merge import merge_attention
 from packax._src.ops.primitives import Implementation
 
 
@@ -101,23 +102,10 @@ def decode_shared_prefix(
         **options,
     )  # fmt: skip
     lse = lse.reshape(parts, heads, together, q_len).swapaxes(1, 2).reshape(batch, heads, q_len)
-    merged = _merged((out.reshape(suffix[0].shape), lse), suffix)
+    merged = merge_attention([(out.reshape(suffix[0].shape), lse), suffix])
     # Rows of a prefix that ends behind the first new one would attend keys after their own.
     there = prefixes + q_len <= jnp.maximum(kv_lengths, 0)
     there = (there | (prefixes == 0)).reshape(batch, 1, 1)
-    out = jnp.where(there[..., None], merged[0], jnp.nan).astype(query.dtype)
+    out = jnp.where(there[..., None], merged[0], jnp.nan)
     lse = jnp.where(there, merged[1], jnp.nan)
     return (out, lse) if return_lse else out
-
-
-def _merged(*parts: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Attention of keys that are there in one part alone, of all: (out, lse)."""
-    outs, lses = zip(*parts, strict=True)
-    lse = jnp.stack(lses)
-    top = jnp.max(lse, axis=0)
-    weights = jnp.exp(lse - jnp.where(top == -jnp.inf, 0, top))
-    total = weights.sum(axis=0)
-    weights = weights / jnp.where(total == 0, 1, total)
-    by_row = jnp.expand_dims(weights.swapaxes(2, 3), -1)
-    out = (by_row * jnp.stack(outs).astype(by_row.dtype)).sum(axis=0)
-    return out, jnp.where(total == 0, -jnp.inf, top + jnp.log(total))

@@ -23,6 +23,7 @@ from jax.typing import ArrayLike
 
 from packax._src.core.integers import as_int32
 from packax._src.core.sharding import Layout
+from packax._src.ops.merge import merged
 
 _CAPS = (1e-30, 1e30)
 
@@ -316,16 +317,13 @@ def _number(name: str, given: Any) -> float:
 
 
 def add_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """out' and lse' of out (B, Sq, H, Dv) and lse (B, H, Sq); empty rows stay as they are.
+    """out' and lse' of out (B, Sq, H, Dv), lse (B, H, Sq) and sinks (H,) or (B or 1, H); empty
+    rows stay as they are.
 
     An infinite sink takes all of the softmax: out' is 0 and lse' is the sink, also in derivatives.
     """
-    attended, finite, sink = _beside(lse, sinks)
-    total = jnp.logaddexp(jnp.where(attended, lse, 0), jnp.where(finite, sink, 0))
-    share = jnp.where(attended & finite, jnp.exp(lse - total), 0)
-    scaled = out.astype(lse.dtype) * share.transpose(0, 2, 1)[..., None]
-    total = jnp.where(finite, total, sink)
-    return scaled.astype(out.dtype), jnp.where(attended, total, lse)
+    attended, _, sink = _beside(lse, sinks)
+    return merged([(out, lse), (None, jnp.where(attended, sink, lse))])
 
 
 def sinks_gradient(
@@ -343,5 +341,5 @@ def sinks_gradient(
 
 def _beside(lse: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Where rows attend something, where sinks are less than infinity, and the sinks as lse is."""
-    sink = sinks.astype(lse.dtype)[None, :, None]
+    sink = sinks.astype(lse.dtype)[..., None]
     return lse != -jnp.inf, sink != jnp.inf, sink

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from packax._src.core.shapes import INT_MAX, is_symbolic
+from packax._src.ops.score_mods import add_sinks
 
 KEYS = 128
 
@@ -84,17 +85,13 @@ def decode(
 
     met = some[:, None, None]
     lse = jnp.where(met, row_max + jnp.log(jnp.where(met, total, 1)), -jnp.inf)
-    share = 1 / jnp.where(met, total, 1)
-    if sinks is not None:
-        sink = sinks.astype(real).reshape(-1, kv_heads, group, 1)
-        with_sink = jnp.logaddexp(lse, sink)
-        share = share * jnp.exp(lse - jnp.where(met, with_sink, 0))
-        lse = jnp.where(met, with_sink, -jnp.inf)
-    outside = beyond[:, None, None]
-    out = jnp.where(outside[..., None], jnp.nan, acc * share[..., None])
-    lse = jnp.where(outside, jnp.nan, lse)
+    out = acc / jnp.where(met, total, 1)[..., None]
     out = out.transpose(0, 3, 1, 2, 4).reshape(batch, q_len, heads, v_dim)
-    return out.astype(query.dtype), lse.reshape(batch, heads, q_len)
+    lse = lse.reshape(batch, heads, q_len)
+    if sinks is not None:
+        out, lse = add_sinks(out, lse, sinks)
+    out = jnp.where(beyond[..., None, None], jnp.nan, out)
+    return out.astype(query.dtype), jnp.where(beyond[:, None], jnp.nan, lse)
 
 
 def _block(key, value, block_table, first, index):

@@ -130,19 +130,3 @@ def _pages(attended: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:
 
     rows = jax.vmap(scatter)(at.reshape(-1, at.shape[-1]))
     return rows.reshape(*at.shape[:-1], most), rank[..., -1] + 1
-
-
-def merged(parts: list[tuple[jax.Array, jax.Array]], sinks: Any) -> jax.Array:
-    """One softmax over the keys of all parts, and the sink."""
-    if len(parts) == 1 and sinks is None:
-        return parts[0][0]
-    lses = [lse for _, lse in parts]
-    if sinks is not None:
-        lses.append(jnp.broadcast_to(sinks.astype(lses[0].dtype)[:, None], lses[0].shape))
-    total = jax.scipy.special.logsumexp(jnp.stack(lses), axis=0)
-    total = jnp.where(jnp.isneginf(total), 0, total)  # nothing attended: every weight is 0
-    result = jnp.zeros((), total.dtype)
-    for out, lse in parts:
-        weight = jnp.exp(lse - total)
-        result = result + weight.swapaxes(1, 2)[..., None] * out.astype(lse.dtype)
-    return result.astype(parts[0][0].dtype)

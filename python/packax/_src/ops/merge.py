@@ -1,0 +1,115 @@
+"""`merge_attention`: attention over disjoint sets of keys, joined by their log-sum-exps.
+
+With the weights w_p = exp(lse_p - lse), where lse = log(sum_p exp(lse_p)), out = sum_p w_p out_p.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+_EXAMPLE = "packax.flash_attention(..., return_lse=True)"
+
+
+def merge_attention(parts: Sequence[tuple[ArrayLike, ArrayLike]]) -> tuple[jax.Array, jax.Array]:
+    """Attention over the keys of all parts, from the attention over the keys of each.
+
+    For rows whose keys are several ranges, such as the first tokens and a window
+    (docs/guide/masks.md), and for keys that stand in several caches. Exact where no row attends a
+    key in two parts. Differentiable, of any order, in every out and lse.
+
+    Args:
+        parts: one or more (out, lse), as `flash_attention` and `decode_attention` return them with
+            return_lse=True: out (B, Sq, H, Dv), lse (B, H, Sq). Give sinks to one part alone.
+
+    Returns:
+        (out, lse), as of one call; out in the dtype of the parts' outs, summed in that of lse. A
+        row that attends nothing in a part, lse -inf, takes nothing from it, whatever out holds
+        there, and gives it no gradient. One that attends nothing at all has out 0 and lse -inf. An
+        lse of +inf, as an infinite sink makes it, takes all of the softmax.
+
+    Raises:
+        ValueError: no part, one that is not (out, lse), or shapes and dtypes that differ or are
+            not as above.
+
+    >>> window = packax.flash_attention(query, key, value, near, return_lse=True)
+    >>> first = packax.flash_attention(query, key, value, far, return_lse=True)
+    >>> out, lse = packax.merge_attention([window, first])
+    """
+    if not isinstance(parts, (list, tuple)) or not parts:
+        raise ValueError(
+            f"parts must be a list of (out, lse), as {_EXAMPLE} returns them, but is "
+            f"{_named(parts)}"
+        )
+    pairs = []
+    for number, part in enumerate(parts):
+        if not isinstance(part, (list, tuple)) or len(part) != 2:
+            raise ValueError(
+                f"parts[{number}] must be (out, lse), as {_EXAMPLE} returns it, but is "
+                f"{_named(part)}"
+            )
+        out, lse = map(jnp.asarray, part)
+        rows = (*out.shape[:1], *out.shape[2:0:-1])
+        if out.ndim != 4 or lse.shape != rows:
+            raise ValueError(
+                f"parts[{number}] must be out of shape (batch, rows, heads, dim) and lse of shape "
+                f"(batch, heads, rows), but has {out.shape} and {lse.shape}"
+            )
+        for name, x, like in zip(
+            ("out", "lse"), (out, lse), (pairs or [(out, lse)])[0], strict=True
+        ):
+            if not jnp.issubdtype(x.dtype, jnp.floating):
+                raise ValueError(f"{name} of parts[{number}] must be floats, but is {x.dtype}")
+            if (x.shape, x.dtype) != (like.shape, like.dtype):
+                raise ValueError(
+                    f"{name} of all parts must have one shape and dtype, but that of parts[0] is "
+                    f"{like.dtype}{list(like.shape)}, and of parts[{number}] "
+                    f"{x.dtype}{list(x.shape)}"
+                )
+        pairs.append((out, lse))
+    return merged(pairs)
+
+
+def merged(parts: Sequence[tuple[jax.Array | None, jax.Array]]) -> tuple[jax.Array, jax.Array]:
+    """`merge_attention` of checked parts; the out of a part that has no values, a sink, is None."""
+    lses = [lse for _, lse in parts]
+    largest = functools.reduce(jnp.maximum, lses)
+    top = jax.lax.stop_gradient(largest)
+    empty, full = top == -jnp.inf, top == jnp.inf
+    shift = jnp.where(empty | full, 0, top)
+    zero = jnp.zeros((), top.dtype)
+    weights = []
+    for lse in lses:
+        # Infinities stay out of the arithmetic, so that no gradient is 0 * inf.
+        weight = jnp.exp(jnp.where(jnp.isinf(lse), zero, lse) - shift)
+        weight = jnp.where((lse == -jnp.inf) | (full & (lse != jnp.inf)), zero, weight)
+        weights.append(weight)
+    total = functools.reduce(jnp.add, weights)
+    total = jnp.where(empty, 1, total)
+    result: Any = zero
+    for (out, lse), weight in zip(parts, weights, strict=True):
+        if out is None:
+            continue
+        attended = _of_rows(lse != -jnp.inf)
+        values = jnp.where(attended, out.astype(top.dtype), zero)
+        result = result + _of_rows(weight / total) * values
+    dtype = next(out.dtype for out, _ in parts if out is not None)
+    result = jnp.where(_of_rows(empty), zero, result)  # also ends cotangents that come in for it
+    lse = jnp.where(full, largest, shift + jnp.log(total))
+    return result.astype(dtype), jnp.where(empty, top, lse)
+
+
+def _of_rows(x: jax.Array) -> jax.Array:
+    """(B, H, Sq) as (B, Sq, H, 1)."""
+    return x.swapaxes(1, 2)[..., None]
+
+
+def _named(x: Any) -> str:
+    if isinstance(x, (list, tuple)):
+        return f"a {type(x).__name__} of length {len(x)}"
+    return f"a {type(x).__name__}" + (f" of shape {x.shape}" if hasattr(x, "shape") else "")

@@ -1,0 +1,174 @@
+"""merge_attention: several calls over disjoint keys are one attention, with its gradients.
+
+Guards against a row without keys in one part that poisons the others (exp(-inf - -inf)), against a
+cotangent of such a row that comes back as NaN, and against an infinite sink in one part.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import packax
+import pytest
+from jax.test_util import check_grads
+
+WINDOW, FIRST = 20, 4
+
+
+def positions_of(ids):
+    change = np.concatenate([[True], ids[1:] != ids[:-1]])
+    index = np.arange(len(ids))
+    return index - np.maximum.accumulate(np.where(change, index, 0))
+
+
+IDS = np.repeat([0, 1, 2, -1], [60, 3, 37, 10])
+POSITIONS = positions_of(IDS)
+
+
+def expressions():
+    """The recipe of docs/guide/masks.md: a window, and the first tokens of the row's document."""
+    start = np.arange(len(IDS)) - POSITIONS
+    before = np.clip(POSITIONS - WINDOW, 0, FIRST)
+    documents = packax.documents(IDS)
+    near = packax.sliding_window(WINDOW) & documents
+    return near, packax.ranges(start, start + before) & documents
+
+
+def tensors(dtype=np.float32, batch=2):
+    rng = np.random.default_rng(0)
+    shapes = [(batch, len(IDS), heads, 16) for heads in (4, 2, 2)]
+    arrays = [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
+    dout = rng.standard_normal(shapes[0]).astype(np.float32)
+    return arrays, dout, rng.standard_normal((batch, 4, len(IDS))).astype(np.float32)
+
+
+def attention(query, key, value):
+    parts = [
+        packax.flash_attention(query, key, value, mask, scale=0.3, return_lse=True)
+        for mask in expressions()
+    ]
+    return packax.merge_attention(parts)
+
+
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+def test_first_tokens_and_a_window(dtype):
+    near, first = (x.as_array(len(IDS), len(IDS)) for x in expressions())
+    place = np.arange(len(IDS))
+    same = (IDS[:, None] == IDS) & (IDS != -1)
+    recent = (place[:, None] - place <= WINDOW) | (POSITIONS < FIRST)
+    allowed = same & (place[:, None] >= place) & recent
+    np.testing.assert_array_equal(near | first, allowed)
+    assert not (near & first).any()
+    arrays, dout, dlse = tensors(dtype)
+    with jax.default_matmul_precision("highest"):
+        got = jax.jit(lambda *x: oracle.run(attention, *x))(*arrays, dout, dlse)
+        plain = oracle.plain(*arrays, allowed, 0.3, dout, dlse)
+    assert got.out.dtype == dtype and got.lse.dtype == np.float32
+    oracle.check(got, oracle.exact(*arrays, allowed, 0.3, dout, dlse), plain)
+
+
+def parts_of(lses, dtype=np.float32):
+    """Parts of one row and head for each column."""
+    rng = np.random.default_rng(1)
+    lses = jnp.asarray(lses, dtype)
+    outs = jnp.asarray(rng.standard_normal((len(lses), 1, lses.shape[1], 1, 3)), dtype)
+    return [(out, lse[None, None]) for out, lse in zip(outs, lses, strict=True)]
+
+
+INF = np.inf
+
+
+def test_infinite_log_sum_exps():
+    """By column: one part is empty; all are; a sink of +inf in one; in one and the other empty."""
+    parts = parts_of([[0.5, -INF, INF, INF, 3e38], [-INF, -INF, 1.0, -INF, -3e38]])
+    (first, first_lse), (second, second_lse) = parts
+    full = first_lse[0, 0] == INF  # a sink took all
+    first = jnp.where(full[:, None, None], 0, first)
+    second = jnp.where((second_lse == -INF)[0, 0, :, None, None], jnp.nan, second)
+    parts = [(first, first_lse), (second, second_lse)]  # what an empty row holds does not count
+
+    def function(parts):
+        return packax.merge_attention(parts)
+
+    for apply in (function, jax.jit(function)):
+        out, lse = apply(parts)
+        np.testing.assert_array_equal(lse[0, 0], np.float32([0.5, -INF, INF, INF, 3e38]))
+        wanted = np.asarray(parts[0][0][0]).copy()
+        wanted[1:4] = 0
+        np.testing.assert_array_equal(out[0], wanted)
+    # Cotangents that come in for the row without keys are ignored, whatever they are.
+    cotangents = jax.tree.map(jnp.ones_like, (out, lse))
+    cotangents = (
+        jax.tree.map(lambda x: x.at[..., 1, :, :].set(jnp.nan), cotangents[0]),
+        (cotangents[1].at[..., 1].set(jnp.nan)),
+    )
+    (gradients,) = jax.vjp(function, parts)[1](cotangents)
+    for gradient in jax.tree.leaves(gradients):
+        assert np.isfinite(gradient).all()
+    (dout, dlse), (dout_empty, dlse_empty) = gradients
+    np.testing.assert_array_equal(dout[0, :, 0, 0], [1, 0, 1, 1, 1])
+    np.testing.assert_array_equal(dlse[0, 0], [1, 0, 1, 1, 1])
+    assert not dout_empty.any() and not dlse_empty.any()
+
+
+def test_derivatives():
+    """First and second, forward and reverse, at rows that some parts leave empty."""
+    with jax.enable_x64(True):
+        parts = parts_of([[0.5, -INF, 2], [-1.0, 0.3, -INF], [0.1, 0.7, -INF]], np.float64)
+        attended = [jnp.isfinite(lse) for _, lse in parts]
+
+        def function(outs, lses):  # a numerical derivative would step off -inf
+            lses = [jnp.where(*x, -INF) for x in zip(attended, lses, strict=True)]
+            return packax.merge_attention(list(zip(outs, lses, strict=True)))
+
+        outs, lses = zip(*parts, strict=True)
+        check_grads(function, (outs, jax.tree.map(jnp.nan_to_num, lses)), order=2, rtol=1e-5)
+
+
+def test_with_decoding_and_sinks():
+    """A cache in two halves, the sink in one of them: decode_attention of the whole cache."""
+    rng = np.random.default_rng(2)
+    query = jnp.asarray(rng.standard_normal((3, 1, 4, 16)), np.float32)
+    key, value = (jnp.asarray(rng.standard_normal((3, 40, 2, 16)), np.float32) for _ in "kv")
+    lengths, sinks = np.array([40, 25, 3]), jnp.array([0.5, -INF, INF, 2.0])
+    wanted = packax.decode_attention(query, key, value, lengths, sinks=sinks, return_lse=True)
+    halves = [
+        packax.decode_attention(
+            query, key[:, part], value[:, part], np.clip(lengths - part.start, 0, 20),
+            causal=False, return_lse=True, **options,
+        )
+        for part, options in ((slice(0, 20), {"sinks": sinks}), (slice(20, 40), {}))
+    ]  # fmt: skip
+    got = packax.merge_attention(halves)
+    for x, y in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-6, atol=2e-6)
+
+
+def test_one_part_is_itself():
+    ((out, lse),) = parts_of([[0.5, -2]])
+    merged = packax.merge_attention([(out, lse)])
+    np.testing.assert_array_equal(merged[0], out)
+    np.testing.assert_array_equal(merged[1], lse)
+
+
+OUT, LSE = np.zeros((2, 5, 4, 8), np.float32), np.zeros((2, 4, 5), np.float32)
+
+
+@pytest.mark.parametrize(
+    "parts,text",
+    [
+        ([], r"parts must be a list of \(out, lse\), .* but is a list of length 0"),
+        (OUT, r"parts must be a list .* but is a ndarray of shape \(2, 5, 4, 8\)"),
+        ((OUT, LSE), r"parts\[0\] must be \(out, lse\), .* but is a ndarray of shape \(2, 5"),
+        ([(OUT, LSE, LSE)], r"parts\[0\] must be \(out, lse\), .* but is a tuple of length 3"),
+        ([(OUT, LSE), OUT], r"parts\[1\] must be \(out, lse\)"),
+        ([(OUT, OUT)], r"parts\[0\] must be out of shape .* \(2, 5, 4, 8\) and \(2, 5, 4, 8\)"),
+        ([(OUT, LSE.swapaxes(1, 2))], r"lse of shape \(batch, heads, rows\), .* \(2, 5, 4\)"),
+        ([(OUT, LSE), (OUT[:1], LSE[:1])], r"out of all parts .* float32\[2, 5, 4, 8\].*\[1, 5"),
+        ([(OUT, LSE), (OUT.astype(np.float16), LSE)], r"float32.*, and of parts\[1\] float16"),
+        ([(OUT.astype(int), LSE)], r"out of parts\[0\] must be floats, but is int"),
+    ],
+)
+def test_errors(parts, text):
+    with pytest.raises(ValueError, match=text):
+        packax.merge_attention(parts)
