@@ -244,6 +244,20 @@ class BlockCausal(Interval):
         return at.kv[..., None, :] <= self._last(at.q)[..., :, None]
 
 
+def test_a_window_bounds_spans():
+    """Gemma 3's local layers: text has a causal window, and images are bounded on both sides."""
+    images = np.array([-1, -1, 5, 5, 5, 5, 5, 5, -1, -1], np.int32)
+    at = np.arange(len(images))
+    away = at - at[:, None]
+    same = (images[:, None] == images) & (images != -1)
+    wanted = (np.abs(away) <= 2) & ((away <= 0) | same)
+    expression = packax.spans(images) & packax.sliding_window(2, 2)
+    np.testing.assert_array_equal(expression.as_array(10, 10), wanted)
+    unbounded = packax.spans(images, packax.sliding_window(2)).as_array(10, 10)
+    assert unbounded[2, 7] and not wanted[2, 7]
+    check(packax.create_attention_mask(expression), expression)
+
+
 def test_a_kind_of_ones_own():
     expression = BlockCausal(3) & packax.documents([0, 0, 0, 0, 1, 1, 1, -1])
     check(packax.create_attention_mask(expression), expression)
