@@ -88,7 +88,8 @@ def test_equal_expressions_share_a_program():
     [
         (packax.causal() & packax.documents(np.zeros((2, 64), int)),
             "causal() & documents(int32[2, 64])"),
-        (packax.documents([1], kv_segment_ids=[2, 3]), "documents(int32[1], kv_segment_ids=int32[2])"),
+        (packax.documents([1], kv_segment_ids=[2, 3]),
+            "documents(int32[1], kv_segment_ids=int32[2])"),
         (packax.documents([1], positions=[0], kv_positions=[0]),
             "documents(int32[1], positions=int32[1], kv_positions=int32[1])"),
         (packax.sliding_window(3), "sliding_window(3)"),

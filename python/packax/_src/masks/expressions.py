@@ -189,12 +189,8 @@ class Documents(MaskExpression):
     kv_pos: Array | None
 
     def arguments(self) -> list[str]:
-        named = (
-            ("kv_segment_ids", self.kv_ids),
-            ("positions", self.q_pos),
-            ("kv_positions", self.kv_pos),
-        )
-        return [shown(self.q_ids), *(f"{name}={shown(x)}" for name, x in named if x is not None)]
+        named = {name: shown(x) for name, x, _ in self.arrays()}
+        return [named.pop("segment_ids"), *(f"{name}={x}" for name, x in named.items())]
 
     def arrays(self) -> list[tuple[str, Array, str]]:
         held: list[tuple[str, Array | None, str]] = [

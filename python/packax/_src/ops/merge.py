@@ -48,7 +48,7 @@ def merge_attention(parts: Sequence[tuple[ArrayLike, ArrayLike]]) -> tuple[jax.A
             f"parts must be a list of (out, lse), as {_EXAMPLE} returns them, but is "
             f"{_named(parts)}"
         )
-    pairs = []
+    pairs: list[tuple[jax.Array, jax.Array]] = []
     for number, part in enumerate(parts):
         if not isinstance(part, (list, tuple)) or len(part) != 2:
             raise ValueError(

@@ -258,7 +258,8 @@ class AttentionOp(AdditiveMask, nnx.Module):
             ):
                 if x is not None:
                     raise ValueError(f'{name} must be None in model_mode "autoregressive"')
-            parts, at = [], 0
+            parts: list[Any] = []
+            at = 0
             for key, value, ids in caches:
                 to = at + key.shape[1]
                 indexer = None if indexer_mask is None else indexer_mask[..., at:to]
