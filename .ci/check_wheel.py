@@ -1,9 +1,22 @@
-"""What a packax wheel may hold: package, extension module, metadata; no kernel sources."""
+"""What a packax wheel may hold: package, extension module, metadata; no kernel sources.
+
+    python .ci/check_wheel.py packax-0.1.0-cp312-abi3-linux_x86_64.whl    exits 1 if it is wrong
+
+Where PACKAX_* variables ask for the whole table, as all that publishes does, it must be there.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 import zipfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "csrc/aot")]
+
+import check_module  # noqa: E402
+import narrow  # noqa: E402
 
 KEPT = (".py", ".pyi", ".so", "py.typed")
 LARGEST = 60_000_000  # bytes
@@ -37,6 +50,11 @@ def main(path: str) -> int:
             for needed in NEEDED
             if not any(f"/{name}".endswith(f"/{needed}") for name in names)
         ]
+        if not narrow.chosen(os.environ):
+            found = sum(len(list(check_module.cubins(wheel.read(name)))) for name in extensions)
+            wanted = check_module.kernels_of_the_table()
+            if found != wanted or "+" in Path(path).name:
+                problems.append(f"{found} cubins, and all {wanted} are asked for")
         size = sum(info.compress_size for info in wheel.infolist())
         if size > LARGEST:
             problems.append(f"more than {LARGEST / 1e6:.0f} MB")

@@ -176,6 +176,8 @@ NB_MODULE(_ext, m) {
       "registrations", &packax::Registrations,
       "FFI handlers: target name -> stage -> capsule, as jax.ffi.register_ffi_target takes them.");
   m.def("variants", &packax::AllVariants, "Every kernel in this build.");
+  m.def("part", &packax::Part,
+        "How the build was narrowed, such as \"archs 90a, dtypes bf16\"; empty: not at all.");
   m.def("find", &packax::FindName, nb::arg("kernel"), nb::arg("cc"), nb::arg("dtype"),
         nb::arg("qk_dim"), nb::arg("v_dim"), nb::arg("driver") = packax::kNewestDriver,
         "The name of the kernel that a device of compute capability `cc` would run with a driver "

@@ -2,9 +2,9 @@
 
     python csrc/aot/narrow.py    the arguments for compile.py, one a line; why, on stderr
 
-PACKAX_ARCHS has rows of table.ARCHS or capabilities of GPUs. Without it a machine with GPUs builds
-for these alone, and PACKAX_ARCHS=all builds for every GPU. Other variables that are empty or "all"
-mean everything.
+PACKAX_ARCHS has rows of table.ARCHS or capabilities of GPUs, or "all". Without it a machine with
+GPUs builds for these alone, and one without builds DEFAULT, whose dtypes and head dims the other
+variables replace. With it, variables that are empty or "all" mean everything.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
 import table
 
+# Where no variable and no GPU says what is wanted: what most models run on A100 and H100, compiled
+# within minutes. All masks and decoding are in it; exact float32 and other head dims are not.
+DEFAULT = {"archs": ["80", "90a"], "head-dims": ["64", "128"], "dtypes": ["bf16"]}
 COMPUTE_CAPABILITY = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
 
 
@@ -32,7 +35,7 @@ def capabilities() -> list[int]:
     count = ctypes.c_int()
     if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
         return []
-    found = set()
+    gpus = set()
     for ordinal in range(count.value):
         device, numbers = ctypes.c_int(), (ctypes.c_int(), ctypes.c_int())
         if cuda.cuDeviceGet(ctypes.byref(device), ordinal):
@@ -42,8 +45,8 @@ def capabilities() -> list[int]:
             for number, attribute in zip(numbers, COMPUTE_CAPABILITY, strict=True)
         ]
         if not any(codes):
-            found.add(10 * numbers[0].value + numbers[1].value)
-    return sorted(found)
+            gpus.add(10 * numbers[0].value + numbers[1].value)
+    return sorted(gpus)
 
 
 def arch_of(cc: int) -> str | None:
@@ -73,34 +76,48 @@ def split(text: str) -> list[str]:
     return [part for part in re.split(r"[;,\s]+", text) if part]
 
 
+def archs_here(here: list[int] | None = None) -> list[str]:
+    """For this machine's GPUs: those with these capabilities, or the driver's if None."""
+    found = map(arch_of, capabilities() if here is None else here)
+    return [name for name in dict.fromkeys(found) if name]
+
+
 def chosen(environment: Mapping[str, str], here: list[int] | None = None) -> dict[str, list[str]]:
     """Option of compile.py -> what is built, for those that narrow the table.
 
     `here`: the capabilities of this machine's GPUs, asked of the driver if None.
     """
-    options = {}
-    for option in ("archs", "head-dims", "dtypes"):
-        asked = environment.get(f"PACKAX_{option.replace('-', '_').upper()}", "")
-        if asked.strip().lower() != "all" and split(asked):
-            options[option] = split(asked)
-    if "archs" in options:
-        options["archs"] = list(dict.fromkeys(map(arch_named, options["archs"])))
-    if not split(environment.get("PACKAX_ARCHS", "")):
-        found = capabilities() if here is None else here
-        named = dict.fromkeys(arch_of(cc) for cc in found)
-        if found and None not in named:
-            options["archs"] = [name for name in named if name]
-    return options
+    asked = {
+        option: split(environment.get(f"PACKAX_{option.replace('-', '_').upper()}", ""))
+        for option in DEFAULT
+    }
+    if asked["archs"]:
+        asked["archs"] = list(dict.fromkeys(map(arch_named, asked["archs"])))
+    elif archs := archs_here(here):
+        asked["archs"] = archs
+    else:
+        asked = {option: values or DEFAULT[option] for option, values in asked.items()}
+    return {
+        option: values
+        for option, values in asked.items()
+        if values and [value.lower() for value in values] != ["all"]
+    }
 
 
-def reason(environment: Mapping[str, str], options: Mapping[str, list[str]]) -> str:
+def reason(
+    environment: Mapping[str, str],
+    options: Mapping[str, list[str]],
+    here: list[int] | None = None,
+) -> str:
     """One line for who installs; empty where nothing is narrowed."""
     if not options:
         return ""
     said = ", ".join(f"{option} {' '.join(values)}" for option, values in options.items())
-    if "archs" in options and not split(environment.get("PACKAX_ARCHS", "")):
+    if split(environment.get("PACKAX_ARCHS", "")):
+        return f"packax: a part of the kernels ({said}), as PACKAX_* variables say"
+    if archs_here(here):
         return f"packax: for this machine's GPUs alone ({said}); PACKAX_ARCHS=all builds for all"
-    return f"packax: a part of the kernels ({said}), as PACKAX_* variables say"
+    return f"packax: no GPU here: a part of the kernels ({said}); PACKAX_ARCHS=all builds all"
 
 
 def local_version(options: Mapping[str, list[str]]) -> str:

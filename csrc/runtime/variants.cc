@@ -5,6 +5,8 @@
 #include <sstream>
 #include <tuple>
 
+#include "build.h"  // generated: kPart, kSharedLimits
+
 #define PACKAX_VARIANT(name, ...)                         \
   extern "C" const unsigned char packax_##name##_begin[]; \
   extern "C" const unsigned char packax_##name##_end[];
@@ -39,9 +41,28 @@ const Variant kTable[] = {
 };
 #undef PACKAX_VARIANT
 
+// Whether what is made for one capability is for another: `arch_specific` for that one alone, else
+// for later minors of the same major too.
+bool Covers(int made_for, bool arch_specific, int cc) {
+  return arch_specific ? made_for == cc : made_for / 10 == cc / 10 && made_for <= cc;
+}
+
+// Of the GPU; null where packax has no kernels for it. The last row that covers it is nearest.
+const SharedLimit* LimitOf(int cc) {
+  const SharedLimit* nearest = nullptr;
+  for (const SharedLimit& limit : kSharedLimits) {
+    if (Covers(limit.cc, limit.arch_specific, cc)) nearest = &limit;
+  }
+  return nearest;
+}
+
+bool TooLarge(const Variant& v, int cc) {
+  const SharedLimit* limit = LimitOf(cc);
+  return limit != nullptr && v.shared > limit->bytes;
+}
+
 bool Runs(const Variant& v, int cc, int driver) {
-  if (v.driver > driver) return false;
-  return v.arch_specific ? v.cc == cc : v.cc / 10 == cc / 10 && v.cc <= cc;
+  return v.driver <= driver && Covers(v.cc, v.arch_specific, cc) && !TooLarge(v, cc);
 }
 
 // Of two rows that both run: a row made for this very chip first, then the newest chip, then the
@@ -55,6 +76,13 @@ void Append(std::string* list, const std::string& item) {
   *list += item;
 }
 
+// What to type where a part of the table was built, and the whole has kernels for the GPU.
+std::string WholeBuild(int cc) {
+  if (*Part() == '\0' || LimitOf(cc) == nullptr) return "";
+  return std::string("; this build has a part of packax's kernels (") + Part() +
+         "): PACKAX_ARCHS=all pip install ./ builds all";
+}
+
 std::string Dims(int64_t qk_dim, int64_t v_dim) {
   return std::to_string(qk_dim) + "x" + std::to_string(v_dim);
 }
@@ -62,6 +90,8 @@ std::string Dims(int64_t qk_dim, int64_t v_dim) {
 }  // namespace
 
 std::span<const Variant> Variants() { return kTable; }
+
+const char* Part() { return kPart; }
 
 const Variant* Find(const Query& q) {
   const Variant* best = nullptr;
@@ -103,6 +133,12 @@ std::string DescribeMissing(const Query& q) {
 
   // The least that would do.
   const Variant* newer = nullptr;
+  const Variant* too_large = nullptr;
+  for (const Variant& v : kTable) {
+    const bool asked = v.kernel == q.kernel && v.dtype == q.dtype && v.qk_dim == q.qk_dim &&
+                       v.v_dim == q.v_dim && Covers(v.cc, v.arch_specific, q.cc);
+    if (asked && TooLarge(v, q.cc)) too_large = &v;
+  }
   Query other = q;
   for (other.driver = kNewestDriver; const Variant* found = Find(other);) {
     newer = found;
@@ -117,7 +153,7 @@ std::string DescribeMissing(const Query& q) {
         << " (query and key x value)";
   }
   if (archs.empty()) {
-    out << "; this build has none";
+    out << "; this build has none" << WholeBuild(q.cc);
     return out.str();
   }
   if (newer != nullptr) {
@@ -125,8 +161,14 @@ std::string DescribeMissing(const Query& q) {
         << " or newer, this one is for CUDA " << CudaVersionText(q.driver);
     return out.str();
   }
-  out << "; this build has it for " << arch_list;
-  if (q.dtype != Dtype::kAny) out << "; " << dtype_list << "; head dims " << dim_list;
+  if (too_large != nullptr) {
+    out << "; " << too_large->name << " needs " << too_large->shared
+        << " bytes of shared memory, this GPU has " << LimitOf(q.cc)->bytes << " for a block";
+  } else {
+    out << "; this build has it for " << arch_list;
+    if (q.dtype != Dtype::kAny) out << "; " << dtype_list << "; head dims " << dim_list;
+  }
+  out << WholeBuild(q.cc);
   return out.str();
 }
 

@@ -54,9 +54,12 @@ struct Query {
 // All rows, by name.
 std::span<const Variant> Variants();
 
+// How the build was narrowed, such as "archs 90a, dtypes bf16"; empty: it has every kernel.
+const char* Part();
+
 // The row for exactly this compute capability if there is one, else the highest minor of the same
-// major that the device can run; of several, the one for the newest driver that is not above this
-// one. Null if there is none.
+// major that the device can run and has the shared memory for; of several, the one for the newest
+// driver that is not above this one. Null if there is none.
 const Variant* Find(const Query& query);
 
 // As Find() among the rows with at least these head dims, of which it takes the smallest.

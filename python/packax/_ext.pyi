@@ -41,6 +41,9 @@ def registrations() -> dict[str, dict[str, CapsuleType]]:
 def variants() -> list[Variant]:
     """Every kernel in this build."""
 
+def part() -> str:
+    """How the build was narrowed, such as "archs 90a, dtypes bf16"; empty: it has every kernel."""
+
 def find(
     kernel: str, cc: int, dtype: str, qk_dim: int, v_dim: int, driver: int = ...
 ) -> str | None:

@@ -34,6 +34,7 @@ class Report:
     platforms: tuple[str, ...]  # of jax's devices
     jax_error: str | None = None  # why jax has none
     extension_error: str | None = None  # why packax._ext did not load
+    part: str = ""  # as packax._ext.part()
 
     @property
     def devices(self) -> list[dict[str, Any]]:
@@ -83,6 +84,7 @@ def gather() -> Report:
         find=extension.find,
         platforms=platforms,
         jax_error=jax_error,
+        part=extension.part(),
     )
 
 
@@ -148,6 +150,9 @@ def _wheel_lines(report: Report) -> list[str]:
     if names:
         dims = [_dims(*pair) for pair in report.float32_dims]
         lines.append(f"{', '.join(names)}; head dims up to {', '.join(dims)}")
+    if report.part:
+        lines.append(f"a part of packax's kernels ({report.part});")
+        lines.append("PACKAX_ARCHS=all pip install ./ builds all")
     return lines
 
 

@@ -1,4 +1,5 @@
-"""What .ci/check_module.py says of the extension modules of wheels."""
+"""What .ci/check_module.py says of the extension modules of wheels, and .ci/check_wheel.py of
+missing kernels."""
 
 from __future__ import annotations
 
@@ -12,10 +13,17 @@ import pytest
 from cpp.machine import COMPILER, SPEC, needs_compiler, needs_extension
 from paths import ROOT
 
-_spec = importlib.util.spec_from_file_location("check_module", ROOT / ".ci/check_module.py")
-assert _spec and _spec.loader
-check_module = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(check_module)
+
+def script(name: str):
+    spec = importlib.util.spec_from_file_location(name, ROOT / f".ci/{name}.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+check_module = script("check_module")
+check_wheel = script("check_wheel")
 
 
 @needs_extension
@@ -88,3 +96,18 @@ def test_other_cubins_are_named(tmp_path, capsys):
     assert check_module.main([wheel_of(tmp_path, "1", module)]) == 1
     wanted = check_module.kernels_of_the_table()
     assert f"1 cubins, the table has {wanted}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("variables", "complains"),
+    [({"PACKAX_ARCHS": "all"}, True), ({"PACKAX_ARCHS": "all", "PACKAX_DTYPES": "bf16"}, False)],
+)
+def test_what_is_published_has_every_kernel(tmp_path, capsys, monkeypatch, variables, complains):
+    for name in ("PACKAX_ARCHS", "PACKAX_DTYPES", "PACKAX_HEAD_DIMS"):
+        monkeypatch.setenv(name, variables.get(name, ""))
+    module = tmp_path / "module.so"
+    module.write_bytes(b"")
+    assert check_wheel.main(wheel_of(tmp_path, "1+part", module)) == 1  # it lacks licences, too
+    wanted = check_module.kernels_of_the_table()
+    said = capsys.readouterr().out
+    assert (f"wrong: 0 cubins, and all {wanted} are asked for\n" in said) == complains

@@ -7,6 +7,11 @@ import pytest
 from emitted import COMPILER, arch, emit, mapped, mask, write
 from paths import ROOT
 
+PART = "archs 80 86, dtypes bf16"
+BIG = {"qk_dim": 512, "v_dim": 512, "shared": 101_377}
+WHOLE = f"; this build has a part of packax's kernels ({PART}): PACKAX_ARCHS=all pip install ./ "
+WHOLE += "builds all"
+
 
 @pytest.fixture(scope="module")
 def lookup(tmp_path_factory):
@@ -27,7 +32,11 @@ def lookup(tmp_path_factory):
             write(source, f"sideways_f16_sm{name}_{driver}", **row)
     newer = {"driver": 13000, "qk_dim": 32, "v_dim": 32}
     write(source, "upwards_sm90a_13000", kernel="upwards", **newer)
-    table = emit.emit(source, out)
+    for name in ("80", "86"):  # more than a block of 8.6 may have, and as much as that
+        large = {"qk_dim": 256, "v_dim": 256, "shared": 101_377 if name == "80" else 101_376}
+        write(source, f"sideways_bf16_256_sm{name}", **arch(name, **large, dtype="f16"))
+    write(source, "sideways_f16_512_sm80", **arch("80", **BIG, dtype="f16"))
+    table = emit.emit(source, out, PART)
     program = folder / "lookup"
     files = [
         ROOT / "tests/support/cpp/lookup.cc",
@@ -123,7 +132,22 @@ def test_find_for_an_older_driver_than_any(lookup):
 def test_find_a_kernel_that_the_build_left_out(lookup):
     assert lookup[2]("absent 90 bf16 64 64") == [
         "no absent kernel for compute capability 9.0, bf16, head dims 64x64 "
-        "(query and key x value); this build has none"
+        f"(query and key x value); this build has none{WHOLE}"
+    ]
+
+
+@pytest.mark.parametrize("cc", [80, 86, 87, 88, 89])
+def test_shared_memory_counts(lookup, cc):
+    """8.6 and 8.9 run cubins of 8.0, but their blocks have less shared memory."""
+    ask = lookup[2]
+    small = cc in (86, 88, 89)
+    assert ask(f"sideways {cc} f16 256 256") == [f"sideways_bf16_256_sm{'80' if cc == 80 else 86}"]
+    assert ask(f"sideways {cc} f16 512 512") == [
+        f"no sideways kernel for compute capability 8.{cc % 10}, f16, head dims 512x512 (query and "
+        "key x value); sideways_f16_512_sm80 needs 101377 bytes of shared memory, this GPU has "
+        f"101376 for a block{WHOLE}"
+        if small
+        else "sideways_f16_512_sm80"
     ]
 
 
@@ -132,9 +156,11 @@ def test_nothing_to_run(lookup, cc):
     """Never a cubin of another major, of a later minor, or an arch-specific one of a neighbour."""
     archs = "sm_80, sm_86, sm_89, sm_90, sm_90a, sm_100f, sm_120a"
     device = f"{cc // 10}.{cc % 10}"
+    whole = WHOLE if cc >= 80 else ""  # for older GPUs there is nothing to build
     assert lookup[2](f"sideways {cc} bf16 64 64", f"mask_rows {cc} any 0 0") == [
         f"no sideways kernel for compute capability {device}, bf16, head dims 64x64 "
         f"(query and key x value); this build has it for {archs}; bf16, f16; "
-        "head dims 64x64, 128x128, 192x128",
-        f"no mask_rows kernel for compute capability {device}; this build has it for {archs}",
+        f"head dims 64x64, 128x128, 192x128, 256x256, 512x512{whole}",
+        f"no mask_rows kernel for compute capability {device}; this build has it for {archs}"
+        f"{whole}",
     ]

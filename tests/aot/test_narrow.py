@@ -30,18 +30,30 @@ narrow = load("narrow")
         ([120], ["120a"]),
         ([121], ["120f"]),
         ([80, 90], ["80", "90a"]),
-        ([], None),
-        ([75], None),  # no kernels for it: all, so that the wheel is of use elsewhere
-        ([75, 90], None),
+        ([75, 90], ["90a"]),  # there are no kernels for 7.5
     ],
 )
 def test_architectures_of_the_gpus_here(here, archs):
-    assert narrow.chosen({}, here).get("archs") == archs
+    assert narrow.chosen({}, here) == {"archs": archs}
+
+
+@pytest.mark.parametrize("here", [[], [75]])
+def test_the_default_set_where_no_gpu_has_kernels(here):
+    assert narrow.chosen({}, here) == narrow.DEFAULT
+    asked = {"PACKAX_DTYPES": "f16", "PACKAX_HEAD_DIMS": "all"}
+    assert narrow.chosen(asked, here) == {"archs": narrow.DEFAULT["archs"], "dtypes": ["f16"]}
+
+
+def test_the_default_set_is_in_the_table():
+    archs, dims, dtypes = (narrow.DEFAULT[o] for o in ("archs", "head-dims", "dtypes"))
+    assert set(archs) <= set(narrow.table.ARCHS) and set(dtypes) <= set(narrow.table.DTYPES)
+    assert {(int(dim), int(dim)) for dim in dims} <= set(narrow.table.HEAD_DIMS)
 
 
 @pytest.mark.parametrize("asked", ["all", "ALL", " all "])
 def test_all_asks_for_every_gpu(asked):
-    assert narrow.chosen({"PACKAX_ARCHS": asked}, [90]) == {}
+    for here in ([90], []):
+        assert narrow.chosen({"PACKAX_ARCHS": asked}, here) == {}
 
 
 def test_variables_say():
@@ -60,14 +72,22 @@ def test_a_capability_names_an_architecture():
 
 
 def test_the_version_of_the_whole_table_is_plain():
-    assert narrow.local_version(narrow.chosen({"PACKAX_DTYPES": "all"}, [])) == ""
+    assert narrow.local_version(narrow.chosen({"PACKAX_ARCHS": "all"}, [])) == ""
+
+
+def test_the_version_of_the_default_set_says_what_it_is():
+    assert narrow.local_version(narrow.chosen({}, [])) == "+sm80.sm90a.bf16.64.128"
 
 
 def test_one_line_says_why():
-    line = narrow.reason({}, narrow.chosen({}, [90]))
+    line = narrow.reason({}, narrow.chosen({}, [90]), [90])
     assert line.count("\n") == 0 and "archs 90a" in line and "PACKAX_ARCHS=all" in line
     asked = {"PACKAX_ARCHS": "90a"}
-    assert "PACKAX_* variables" in narrow.reason(asked, narrow.chosen(asked, []))
+    assert "PACKAX_* variables" in narrow.reason(asked, narrow.chosen(asked, []), [])
+    assert narrow.reason({}, narrow.chosen({}, []), []) == (
+        "packax: no GPU here: a part of the kernels (archs 80 90a, head-dims 64 128, dtypes bf16); "
+        "PACKAX_ARCHS=all builds all"
+    )
     assert narrow.reason({}, {}) == ""
 
 
@@ -98,6 +118,8 @@ def test_the_driver_is_asked(tmp_path, capability, arch):
     assert run({"LD_LIBRARY_PATH": str(folder), "PACKAX_ARCHS": "all"}).stdout == ""
 
 
-def test_no_driver_no_narrowing(tmp_path):
+def test_without_a_driver_the_default_set(tmp_path):
     (tmp_path / "libcuda.so.1").write_text("not a library")
-    assert run({"LD_LIBRARY_PATH": str(tmp_path)}).stdout == ""
+    done = run({"LD_LIBRARY_PATH": str(tmp_path)})
+    assert done.stdout == "--archs=80,90a\n--head-dims=64,128\n--dtypes=bf16\n"
+    assert "no GPU here" in done.stderr

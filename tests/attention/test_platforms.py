@@ -4,6 +4,8 @@ asked for are not there.
 Guards against an implementation that is not the one asked for.
 """
 
+import re
+
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -53,6 +55,18 @@ def test_no_kernel(direction, dtype, dim, v_dim, said, implementation):
     assert f"there are: {', '.join(listed)}, and all multiples of 8 up to them." in text
     assert 'implementation="xla" takes any head dim, and float64' in text
     text_of(lambda *x: direction(*x, MASK, implementation="xla"), *args)
+
+
+def test_a_part_of_the_kernels_says_how_to_build_all(monkeypatch):
+    monkeypatch.setattr(ffi.ext, "part", lambda: "archs 80 90a, dtypes bf16", raising=False)
+    hint = "this build has a part of packax's kernels (archs 80 90a, dtypes bf16): "
+    hint += "PACKAX_ARCHS=all pip install ./ builds all"
+    with pytest.raises(NotImplementedError, match=re.escape(hint)):
+        text_of(lambda *x: step(*x, MASK), *abstract(jnp.float16, 64, 520))
+    query = jnp.ones((1, 1, 2, 520), jnp.float16)
+    cache = jnp.ones((1, 64, 1, 520), jnp.float16)
+    with pytest.raises(NotImplementedError, match=re.escape(hint)):
+        text_of(packax.decode_attention, query, cache, cache, jnp.array([5]))
 
 
 def test_a_backward_kernel_may_be_missing_alone(monkeypatch):

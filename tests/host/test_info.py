@@ -78,6 +78,12 @@ def test_everything_is_there():
     assert "XLA" not in shown
 
 
+def test_a_part_of_the_kernels():
+    shown = text(part="archs 80 90a, head-dims 64 128, dtypes bf16")
+    assert "a part of packax's kernels (archs 80 90a, head-dims 64 128, dtypes bf16);" in shown
+    assert "PACKAX_ARCHS=all pip install ./ builds all" in shown and "a part" not in text()
+
+
 def test_float32():
     """A line of what the wheel has, and one for every GPU and precision."""
     rows = VARIANTS + FLOAT32

@@ -206,6 +206,26 @@ def test_unknown_gpu(tmp_path, driver):
     assert machine.launches() == []
 
 
+@pytest.mark.parametrize("cc", [86, 100, 120])
+def test_a_gpu_that_a_part_of_the_kernels_lacks(tmp_path, driver, cc):
+    """As a default build on it: the error names the part and what to type."""
+    machine = make_machine(tmp_path, driver)
+    part = machine.ext.part()
+    names = ("forward", "backward_dkdv", "backward_dq", "documents_rows")
+    rows = [r for r in machine.ext.variants() if r["kernel"] in names]
+    if not part or any(r["cc"] == cc for r in rows):
+        pytest.skip(f"this build has the kernels of {cc // 10}.{cc % 10}")
+    (tmp_path / "other").mkdir()
+    machine = make_machine(tmp_path / "other", driver, ccs=(cc,))
+    failure = machine.run(forward(machine), INITIALIZE)
+    if cc == 86 and failure is None:  # what fits of 8.0 runs
+        assert machine.run(forward(machine)) is None
+        return
+    assert failure.code == "Unimplemented"
+    hint = f"this build has a part of packax's kernels ({part}): PACKAX_ARCHS=all pip install ./ "
+    assert hint + "builds all; device 0 is Fake GPU 0" in failure.message
+
+
 def test_unknown_head_dim(machine):
     call = forward(machine)
     for name in ("query", "key"):

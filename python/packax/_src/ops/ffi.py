@@ -169,8 +169,19 @@ def require_kernels(
     up_to = f", and all multiples of {MULTIPLE} up to them" if fallback and have else ""
     raise NotImplementedError(
         f"no {direction} kernel for {query.dtype} with head dims {query.shape[3]}/{value.shape[3]} "
-        f"(query and key / value); there are: {text}{up_to}. "
+        f"(query and key / value); there are: {text}{up_to}{whole_build()}. "
         'implementation="xla" takes any head dim, and float64'
+    )
+
+
+def whole_build() -> str:
+    """What to type where a part of the kernels was built; as variants.cc says it."""
+    part = getattr(ext, "part", str)()
+    if not part:
+        return ""
+    return (
+        f"; this build has a part of packax's kernels ({part}): "
+        "PACKAX_ARCHS=all pip install ./ builds all"
     )
 
 

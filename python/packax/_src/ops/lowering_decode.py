@@ -94,7 +94,8 @@ def _require_kernel(query: Any, value: Any, float32_products: bool) -> None:
         return
     raise NotImplementedError(
         f"no decode kernel for {query.dtype} with head dims {qk_dim}/{v_dim} (query and key / "
-        f"value); there are, for multiples of 8 up to these: {ffi.listed(rows)}. "
+        f"value); there are, for multiples of 8 up to these: {ffi.listed(rows)}"
+        f"{ffi.whole_build()}. "
         'implementation="xla" takes any head dim, and float64'
     )
 
