@@ -17,6 +17,7 @@ import pytest
 import score_checks
 import score_oracle
 from cases import BY_NAME, Case
+from tiers import once_each
 
 SMALL = Case(
     "bias", "odd lengths, groups", lambda: packax.sliding_window(40, 9), 150, 187, batch=2, heads=4,
@@ -71,8 +72,10 @@ def test_masks(name):
     assert not np.asarray(got.gradients["bias"])[:, :, idle].any()
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("bias_dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+@pytest.mark.parametrize(
+    "dtype,bias_dtype",
+    once_each([jnp.bfloat16, jnp.float16], [jnp.bfloat16, jnp.float16, jnp.float32]),
+)
 def test_dtypes(dtype, bias_dtype):
     check(SMALL, drawn((1, 4, 150), SMALL.kv_len, bias_dtype), dtype)
 

@@ -14,6 +14,7 @@ import oracle
 import packax
 import pytest
 from packax._src.ops import xla_tiles
+from tiers import once_each
 
 SCALE = 0.17
 
@@ -63,8 +64,7 @@ def test_float32(case):
 HALF = ["documents_odd", "padding", "gqa_4", "positions_reappear", "cross_documents"]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", HALF)
+@pytest.mark.parametrize("name,dtype", once_each(HALF, ["bfloat16", "float16"]))
 def test_half_precision(name, dtype):
     got, true, plain = results(cases.BY_NAME[name], dtype)
     assert got.out.dtype == dtype and got.dk.dtype == dtype and got.lse.dtype == jnp.float32

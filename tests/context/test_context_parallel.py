@@ -73,24 +73,27 @@ def sharded(mesh, sharding, kind, plan=None, *, inputs=None, explicit=False, gro
         return tuple(plan.unpermute(x, 2 if n == 1 else 1) for n, x in enumerate(got))
 
 
+EXHAUSTIVE = pytest.mark.exhaustive
+
+
 @pytest.mark.parametrize(
     "sizes,sharding,kind,plan",
     [
-        ((1, 1, 8, 1), CONTEXT, "causal", None),
+        pytest.param((1, 1, 8, 1), CONTEXT, "causal", None, marks=EXHAUSTIVE),
         ((1, 1, 4, 1), CONTEXT, "full", "zigzag"),
         ((1, 1, 8, 1), CONTEXT, "documents", "balanced"),
         ((2, 2, 2, 1), FULL, "positions", "balanced"),
-        ((1, 2, 2, 2), FULL, "documents", "balanced"),
+        pytest.param((1, 2, 2, 2), FULL, "documents", "balanced", marks=EXHAUSTIVE),
         ((1, 2, 2, 2), FULL, "one mask for all", "balanced"),
         ((2, 1, 2, 2), FULL, "ranges", "zigzag"),
-        ((1, 1, 2, 4), FULL, "both ways", "balanced"),
+        pytest.param((1, 1, 2, 4), FULL, "both ways", "balanced", marks=EXHAUSTIVE),
         ((1, 2, 4, 1), FULL, "spans", "balanced"),
-        ((2, 2, 2, 1), FULL, "spans of positions", "balanced"),
+        pytest.param((2, 2, 2, 1), FULL, "spans of positions", "balanced", marks=EXHAUSTIVE),
         ((1, 1, 4, 1), CONTEXT, "spans of positions", "zigzag"),
         ((2, 1, 2, 1), FULL, "offsets", "balanced"),
-        ((2, 2, 1, 2), FULL, "documents", None),
+        pytest.param((2, 2, 1, 2), FULL, "documents", None, marks=EXHAUSTIVE),
         ((1, 2, 2, 2), TENSOR_REPLICATED, "documents", "balanced"),
-        ((1, 1, 1, 8), TENSOR_REPLICATED, "positions", None),
+        pytest.param((1, 1, 1, 8), TENSOR_REPLICATED, "positions", None, marks=EXHAUSTIVE),
         ((1, 1, 2, 4), KEYS_REPLICATED, "one mask for all", "zigzag"),
         ((1, 2, 2, 2), ALL_REPLICATED, "documents", "balanced"),
     ],

@@ -16,6 +16,7 @@ import packax
 import pytest
 from dot_products import DENSE, HEADS, S, T, lengths, tensors, theirs
 from packax.integrations.fallback import FallbackWarning
+from tiers import once_each
 
 BIAS = np.random.default_rng(3).standard_normal((2, HEADS, T, S)).astype(np.float32)
 SHAPES = ["1111", "0011", "1011", "0111", "0010", "1101", "1001", "0000", "1000"]
@@ -83,14 +84,12 @@ def packax_nn(*x, **options):
     return packax.dot_product_attention(*x, **options)
 
 
-@pytest.mark.parametrize("beside", HALF)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape,beside", once_each(SHAPES, HALF))
 def test_every_shape_of_a_bias(shape, beside):
     assert_same(jnp.asarray(cut(BIAS, shape)), **HALF[beside])
 
 
-@pytest.mark.parametrize("beside", HALF)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape,beside", once_each(SHAPES, HALF))
 def test_every_shape_of_a_mask(shape, beside):
     """Some of them leave whole rows without a key: all have one such row."""
     mask = cut(DENSE if shape[3] == "1" else DENSE[..., 1:], shape).copy()

@@ -21,6 +21,7 @@ from packax.kvax.utils import (
     permute_tokens_context_parallelism,
     unpermute_tokens_context_parallelism,
 )
+from tiers import once_each
 
 BATCH, LENGTH, HEADS, KV_HEADS, DIM, RANKS = 2, 2048, 4, 2, 8, 4
 SPECS = (("data", "context", "tensor", None), ("data", None, "tensor", None))
@@ -80,9 +81,16 @@ def one_device(**settings):
         return jax.jit(functools.partial(results, permute=False, **settings))(*tensors())
 
 
-@pytest.mark.parametrize("settings", [{}, {"pad": False}, {"sequential": True}], ids=str)
-@pytest.mark.parametrize("kind,more", [("local", {"shared": 0.5}), ("local", {}), ("balanced", {})])
-def test_equals_one_device(kind, more, settings):
+@pytest.mark.parametrize(
+    "plan,settings",
+    once_each(
+        [("local", {"shared": 0.5}), ("local", {}), ("balanced", {})],
+        [{}, {"pad": False}, {"sequential": True}],
+    ),
+    ids=str,
+)
+def test_equals_one_device(plan, settings):
+    kind, more = plan
     plan = plan_of(kind, **more)
     with jax.set_mesh(mesh_of(1, 1, RANKS, 2)), attention_specs(*SPECS):
         got = jax.jit(functools.partial(results, plan=plan, **settings))(*tensors())

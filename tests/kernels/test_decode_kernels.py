@@ -16,6 +16,7 @@ import pytest
 import triton_interpreter as interpreter
 from decoding import CASES, Case
 from packax._src import decode
+from tiers import once_each
 
 SCALE = 0.4
 SHORT = {"kernel": "decode", "room": (64, 64), "tile": (16, 32)}
@@ -106,18 +107,20 @@ def test_any_number_of_shares(splits: int, lengths: tuple[int, ...]) -> None:
 MANY = tuple(int(n) for n in np.random.default_rng(7).integers(0, 40, 64))
 
 
-@pytest.mark.parametrize("shares,splits", [(4, 2), (9, 9), (128, 128)])
 @pytest.mark.parametrize(
-    "lengths",
-    [(300, 0, 17, 129), (1, 290), (5,), (0, 0), (*MANY[:63], 300)],
+    "lengths,shares",
+    once_each(
+        [(300, 0, 17, 129), (1, 290), (5,), (0, 0), (*MANY[:63], 300)], [(4, 2), (9, 9), (128, 128)]
+    ),
     ids=lambda x: str(x[:4]),
 )
-def test_shares_are_dealt_out_by_length(lengths: tuple[int, ...], shares: int, splits: int) -> None:
+def test_shares_are_dealt_out_by_length(lengths: tuple[int, ...], shares: tuple[int, int]) -> None:
     """Also where a sequence has no key, where the last places are empty, and with a window."""
+    most, splits = shares
     case = Case(
-        lengths, q_len=2, heads=2, kv_heads=1, dims=(8, 8), window=(200, 0) if shares == 9 else None
+        lengths, q_len=2, heads=2, kv_heads=1, dims=(8, 8), window=(200, 0) if most == 9 else None
     )
-    check(case, splits, **SHORT, shares=shares)
+    check(case, splits, **SHORT, shares=most)
 
 
 @pytest.mark.parametrize("name", ["starts by row", "pages", "soft cap and sinks", "16 rows"])
@@ -200,8 +203,7 @@ def test_what_cannot_be_is_nan_in_its_row_alone() -> None:
     np.testing.assert_allclose(lse.swapaxes(1, 2)[~lost], want.lse.swapaxes(1, 2)[~lost], atol=1e-5)
 
 
-@pytest.mark.parametrize("scale", [-0.4, 0.0, 1e-40, 1e-30, 1e30])
-@pytest.mark.parametrize("exact", [None, 1])
+@pytest.mark.parametrize("scale,exact", once_each([-0.4, 0.0, 1e-40, 1e-30, 1e30], [None, 1]))
 def test_scales_of_any_size(scale: float, exact: int | None) -> None:
     """Where a score times the scale is 0, or so large that one key has all of the sum."""
     case = Case((200, 40), heads=2, kv_heads=1, dims=(8, 8))
@@ -211,8 +213,7 @@ def test_scales_of_any_size(scale: float, exact: int | None) -> None:
     np.testing.assert_allclose(got.lse, want.lse, atol=3e-6, rtol=3e-6)
 
 
-@pytest.mark.parametrize("shares", [0, 3])
-@pytest.mark.parametrize("page", [-1, None, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("page,shares", once_each([-1, None, 2**31 - 1, -(2**31)], [0, 3]))
 def test_a_page_lost_among_keys_that_all_rows_attend(page: int | None, shares: int) -> None:
     case = Case((200, 150), q_len=2, capacity=208, page_size=8, dims=(8, 8))
     x = decoding.tensors(case)

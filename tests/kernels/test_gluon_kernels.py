@@ -2,11 +2,13 @@
 
 Guards against barriers that wait for ever or let go too early, tiles read before they are there or
 after they are gone, blocks that are left out or met twice, and masks; not against what the compiler
-makes of them. Every candidate of tune.py that is not timed yet is here, too.
+makes of them. Every candidate of tune.py that is not timed yet is here, too. Every mask and every
+head dim runs each time, all pairs of them exhaustively.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 from typing import Any
 
@@ -23,6 +25,7 @@ import trees
 from cases import ids_of, random_map
 from gluon_language import launch
 from gluon_threads import TensorMap
+from tiers import once_each, some
 
 SM90 = table.ARCHS["90a"]
 HALF = ml_dtypes.bfloat16
@@ -213,8 +216,8 @@ def forward(p: Problem, changed: dict[str, int], few: bool = False) -> None:
 
 # for what has its way of masking from a plain row of the table, or is none
 SOME = ("two rows", "ids that come back", "longer queries")
-EVERY = [((dim, dim), case) for dim in (64, 128) for case in MASKS]
-EVERY += [(dims, case) for dims in ((192, 128), (256, 256)) for case in (*SOME, "one row")]
+EVERY = once_each([(64, 64), (128, 128)], MASKS)
+EVERY += some(itertools.product([(192, 128), (256, 256)], (*SOME, "one row")), 0, 5)
 
 
 @pytest.mark.parametrize("dims,case", EVERY, ids=str)
@@ -222,7 +225,7 @@ def test_forward(dims, case):
     forward(Problem(case, dims), {})
 
 
-@pytest.mark.parametrize("case", MASKS)
+@pytest.mark.parametrize("case", some(MASKS, 2, 6))
 def test_forward_of_few_tiles(case):
     forward(Problem(case, (64, 64)), {}, few=True)
 
@@ -282,12 +285,12 @@ def backward(p: Problem, kernel: str, changed: dict[str, int]) -> None:
     p.check("dv", dv)
 
 
-@pytest.mark.parametrize("case", MASKS)
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim,case", once_each([64, 128], MASKS))
 def test_backward(dim, case):
     backward(Problem(case, (dim, dim), heads=4, kv_heads=2), "backward_sm90", {})
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", SOME)
 @pytest.mark.parametrize(
     "dim,changed",
@@ -315,7 +318,7 @@ def test_keys_and_values_alone(dims, case):
     backward(Problem(case, dims), "backward_dkdv_sm90", {})
 
 
-@pytest.mark.parametrize("case", SOME)
+@pytest.mark.parametrize("case", some(SOME, 0))
 @pytest.mark.parametrize("dim,fold", [(64, 1), (128, 0)])
 def test_keys_and_values_alone_the_other_way(dim, fold, case):
     backward(Problem(case, (dim, dim)), "backward_dkdv_sm90", {"LSE_BY_MMA": fold})
@@ -340,8 +343,7 @@ def test_queries_alone(dims, case):
     queries_alone(Problem(case, dims))
 
 
-@pytest.mark.parametrize("case", SOME)
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim,case", once_each([64, 128, 256], SOME))
 def test_soft_cap(dim, case):
     p = Problem(case, (dim, dim), "_soft_cap")
     forward(p, {})
@@ -349,23 +351,27 @@ def test_soft_cap(dim, case):
     queries_alone(p)
 
 
-@pytest.mark.parametrize("case", SOME)
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim,case", some(itertools.product([64, 128], SOME), 0, 5))
 def test_soft_cap_of_keys_and_values_alone(dim, case):
     backward(Problem(case, (dim, dim), "_soft_cap"), "backward_dkdv_sm90", {})
 
 
-@pytest.mark.parametrize("case", SOME)
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim,case", some(itertools.product([64, 128], SOME), 1, 3))
 def test_alibi(dim, case):
     p = Problem(case, (dim, dim), "_alibi", heads=4, kv_heads=2)
     forward(p, {})
     backward(p, "backward_sm90", {})
 
 
-@pytest.mark.parametrize("case", ["documents", "longer keys", "ids that come back"])
-@pytest.mark.parametrize("blocks", [(64, 64, 2), (1, 2, 1), (256, 128, 2), (8, 32, 2)], ids=str)
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(
+    "dim,blocks,case",
+    once_each(
+        [64, 128],
+        [(64, 64, 2), (1, 2, 1), (256, 128, 2), (8, 32, 2)],
+        ["documents", "longer keys", "ids that come back"],
+    ),
+    ids=str,
+)
 def test_maps_of_blocks(dim, blocks, case):
     p = Problem(case, (dim, dim), "_block_lists", blocks=blocks)
     forward(p, {})

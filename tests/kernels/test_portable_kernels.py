@@ -13,6 +13,7 @@ import pytest
 import triton_interpreter as interpreter
 from kernel_masks import ATTENTION, IDS3, mask_of, packed, positions
 from packax._src.ops import xla_mask
+from tiers import once_each
 
 
 def id_cases() -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -39,9 +40,10 @@ def id_cases() -> dict[str, tuple[np.ndarray, np.ndarray]]:
     return {name: (q, q if k is None else k) for name, (q, k) in cases.items()}
 
 
-@pytest.mark.parametrize("case", id_cases())
-@pytest.mark.parametrize("kind", ["none", "restart", "in pairs", "random", "two limits"])
-def test_documents_equal_the_xla_twin(case: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    "kind,case", once_each(["none", "restart", "in pairs", "random", "two limits"], id_cases())
+)
+def test_documents_equal_the_xla_twin(kind: str, case: str) -> None:
     q, kv = id_cases()[case]
     compare = {"none": 0, "two limits": 2}.get(kind, 1)
     kind = "restart" if compare == 2 else kind
@@ -57,10 +59,15 @@ def test_documents_equal_the_xla_twin(case: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "q_len,kv_len", [(1, 1), (64, 64), (65, 200), (300, 130), (1111, 1111), (2500, 70)]
+    "kind,lengths",
+    once_each(
+        ["causal", "random", "monotone"],
+        [(1, 1), (64, 64), (65, 200), (300, 130), (1111, 1111), (2500, 70)],
+    ),
+    ids=str,
 )
-@pytest.mark.parametrize("kind", ["causal", "random", "monotone"])
-def test_blocks_equal_the_xla_twin(q_len: int, kv_len: int, kind: str) -> None:
+def test_blocks_equal_the_xla_twin(kind: str, lengths: tuple[int, int]) -> None:
+    q_len, kv_len = lengths
     rng = np.random.default_rng(q_len + kv_len)
     if kind == "causal":
         lo = np.zeros((2, q_len), np.int32)
@@ -105,21 +112,26 @@ def oracle(query, key, value, dout, dlse, attends, scale):
 Tiles = tuple[tuple[int, int], ...]  # of the forward, dkdv and dq
 
 
-@pytest.mark.parametrize(
-    "tiles",
-    [
-        ((128, 64), (64, 128), (128, 64)),
-        ((64, 32), (32, 64), (64, 64)),
-        ((128, 128), (128, 64), (128, 32)),
-    ],
+TILES = (
+    ((128, 64), (64, 128), (128, 64)),
+    ((64, 32), (32, 64), (64, 64)),
+    ((128, 128), (128, 64), (128, 32)),
 )
-@pytest.mark.parametrize("case", ATTENTION)
+
+
+@pytest.mark.parametrize("case,tiles", once_each(ATTENTION, TILES))
 def test_attention_equals_the_oracle(case: str, tiles: Tiles) -> None:
     check_attention(case, tiles, 16, 32)
 
 
-@pytest.mark.parametrize("dims", [(192, 128), (256, 256), (24, 40), (8, 16)], ids=str)
-@pytest.mark.parametrize("case", ["documents", "checked by position", "longer queries"])
+@pytest.mark.parametrize(
+    "case,dims",
+    once_each(
+        ["documents", "checked by position", "longer queries"],
+        [(192, 128), (256, 256), (24, 40), (8, 16)],
+    ),
+    ids=str,
+)
 def test_head_dims(case: str, dims: tuple[int, int]) -> None:
     """Where a dim is no power of two, the columns behind it are the next head's. With the smallest
     tiles there are."""

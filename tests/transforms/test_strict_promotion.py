@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import packax
 import pytest
+from tiers import once_each
 
 pytest.importorskip("flax.nnx")  # of the `test` extra
 from packax.integrations import flash_attention_jax, maxtext
@@ -82,8 +83,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("strict", STRICT)
+@pytest.mark.parametrize("call,strict", once_each(CALLS, STRICT))
 def test_same_as_without(call, strict):
     want = jax.tree.leaves(CALLS[call]())
     with contextlib.ExitStack() as stack:

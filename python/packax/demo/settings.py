@@ -45,7 +45,7 @@ def defaults(
         chosen = Settings(300, 32768, 2, 120.0, 6e-4, model, False, out, seed)
     else:
         model = Config(VOCABULARY, 2, 128, 4, 2, 32, 352)
-        chosen = Settings(120, 2048, 2, 60.0, 4e-3, model, True, out, seed)
+        chosen = Settings(60, 2048, 1, 30.0, 4e-3, model, True, out, seed)
     given: dict[str, Any] = {
         "steps": steps,
         "seq_len": seq_len,
