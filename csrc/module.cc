@@ -7,6 +7,7 @@
 
 #include <utility>
 
+#include "build.h"  // generated: kWholeTable
 #include "ffi/stages.h"
 #include "plan/deal.h"
 #include "runtime/driver.h"
@@ -72,6 +73,19 @@ nb::list AllVariants() {
     }
     row["tensor_maps"] = boxes;
     row["bytes"] = v.bytes();
+    out.append(row);
+  }
+  return out;
+}
+
+nb::list WholeTable() {
+  nb::list out;
+  for (const TableRow& r : kWholeTable) {
+    nb::dict row;
+    row["kernel"] = r.kernel;
+    row["dtype"] = r.dtype;
+    row["qk_dim"] = r.qk_dim;
+    row["v_dim"] = r.v_dim;
     out.append(row);
   }
   return out;
@@ -176,6 +190,7 @@ NB_MODULE(_ext, m) {
       "registrations", &packax::Registrations,
       "FFI handlers: target name -> stage -> capsule, as jax.ffi.register_ffi_target takes them.");
   m.def("variants", &packax::AllVariants, "Every kernel in this build.");
+  m.def("whole_table", &packax::WholeTable, "What a build of every kernel has, for some GPU.");
   m.def("part", &packax::Part,
         "How the build was narrowed, such as \"archs 90a, dtypes bf16\"; empty: not at all.");
   m.def("find", &packax::FindName, nb::arg("kernel"), nb::arg("cc"), nb::arg("dtype"),

@@ -23,6 +23,12 @@ class Variant(TypedDict):
     tensor_maps: list[tuple[int, int, int]]
     bytes: int  # of the cubin
 
+class TableRow(TypedDict):
+    kernel: str
+    dtype: str
+    qk_dim: int
+    v_dim: int
+
 class Device(TypedDict):
     ordinal: int
     name: str
@@ -40,6 +46,9 @@ def registrations() -> dict[str, dict[str, CapsuleType]]:
 
 def variants() -> list[Variant]:
     """Every kernel in this build."""
+
+def whole_table() -> list[TableRow]:
+    """What a build of every kernel has, for some GPU."""
 
 def part() -> str:
     """How the build was narrowed, such as "archs 90a, dtypes bf16"; empty: it has every kernel."""

@@ -37,6 +37,7 @@ def equal(program: str, names: list[str]) -> None:
     assert sorted(done.stdout.split()) == sorted(["equal"] * len(names) + names)
 
 
+@pytest.mark.exhaustive
 def test_float16_takes_the_ptx_of_bfloat16() -> None:
     own = {v.ptx for v in ALL if v.ptx_dtype == "f16"}
     assert len(own) < sum(v.dtype == "f16" for v in ALL) * 0.3

@@ -12,6 +12,7 @@ import pytest
 from paths import ROOT
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype,dims", [("bf16", "64x64")])
 def test_two_builds_give_the_same_bytes(tmp_path: pathlib.Path, dtype: str, dims: str) -> None:
     pytest.importorskip("triton", reason="a build dependency")

@@ -69,6 +69,19 @@ def test_a_part_of_the_kernels_says_how_to_build_all(monkeypatch):
         text_of(packax.decode_attention, query, cache, cache, jnp.array([5]))
 
 
+def test_other_projects_paths_are_for_what_the_whole_table_lacks(monkeypatch):
+    """With a part of the kernels, what the whole has is an error on a GPU, and no fallback."""
+    whole = Extension.variants()
+    part = [row for row in whole if row["dtype"] in ("bf16", "any")]
+    monkeypatch.setattr(ffi.ext, "variants", staticmethod(lambda: part))
+    monkeypatch.setattr(ffi.ext, "whole_table", lambda: whole, raising=False)
+    query, key, value, *_ = abstract(jnp.float32)
+    assert ffi.has_kernels(query, key, value)
+    assert not ffi.has_kernels(*(x.update(dtype=jnp.float64) for x in (query, key, value)))
+    with pytest.raises(NotImplementedError, match="float32 with head dims 64/64"):
+        text_of(lambda *x: step(*x, MASK), *abstract(jnp.float32))
+
+
 def test_a_backward_kernel_may_be_missing_alone(monkeypatch):
     rows = [row for row in Extension.variants() if not row["kernel"].startswith("backward_dq")]
     monkeypatch.setattr(ffi.ext, "variants", staticmethod(lambda: rows))

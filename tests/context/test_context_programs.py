@@ -25,7 +25,7 @@ def run(*arguments: str, **environment: str) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize("plan", ["balanced", "local"])
+@pytest.mark.parametrize("plan", ["balanced", pytest.param("local", marks=pytest.mark.exhaustive)])
 def test_the_example_trains_and_equals_one_device(plan):
     pytest.importorskip("optax")
     pytest.importorskip("tqdm")
@@ -48,6 +48,7 @@ def test_the_plans_are_balanced(tmp_path):
     assert (tmp_path / "context_plans.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.exhaustive
 def test_the_benchmark_moves_data_as_kvax_does(tmp_path):
     script = ROOT / "benchmarks" / "context.py"
     devices = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": of_devices(2)}

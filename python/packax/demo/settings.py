@@ -18,7 +18,7 @@ class Settings:
     steps: int
     seq_len: int
     batch: int
-    seconds: float  # training stops at this time even when steps are left
+    seconds: float  # training stops at this time after its first step even when steps are left
     learning_rate: float
     model: Config
     whole_documents: bool  # leave out documents longer than a row instead of cutting them
@@ -45,7 +45,7 @@ def defaults(
         chosen = Settings(300, 32768, 2, 120.0, 6e-4, model, False, out, seed)
     else:
         model = Config(VOCABULARY, 2, 128, 4, 2, 32, 352)
-        chosen = Settings(60, 2048, 1, 30.0, 4e-3, model, True, out, seed)
+        chosen = Settings(60, 2048, 1, 25.0, 4e-3, model, True, out, seed)
     given: dict[str, Any] = {
         "steps": steps,
         "seq_len": seq_len,

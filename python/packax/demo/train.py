@@ -91,7 +91,8 @@ def make_step(settings: Settings) -> tuple[optax.GradientTransformation, Callabl
 
 
 def train(rows: Rows, settings: Settings, *, quiet: bool = False) -> Trained:
-    """Trains from scratch for `settings.steps` or `settings.seconds`, two steps at least."""
+    """Trains from scratch for `settings.steps`, or `settings.seconds` after the first step, which
+    compiles; two steps at least."""
     parameters = jax.jit(model.initialize, static_argnums=0)(
         settings.model, jax.random.key(settings.seed)
     )
@@ -114,7 +115,7 @@ def train(rows: Rows, settings: Settings, *, quiet: bool = False) -> Trained:
                 speed = number * rows_tokens(settings) / (time.perf_counter() - after_first)
                 progress.set_postfix_str(f"loss {shown:.3f}, {speed:,.0f} tokens/s", refresh=False)
             progress.update()
-            if number > 0 and time.perf_counter() - start > settings.seconds:
+            if number > 0 and time.perf_counter() - after_first > settings.seconds:
                 break
         jnp.stack(losses).block_until_ready()
     trained = time.perf_counter() - after_first

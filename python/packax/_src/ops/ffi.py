@@ -51,6 +51,12 @@ def serves_here(kernel: str, *, for_export: bool = False) -> bool:
     return _any_serves([row for row in variants() if row["kernel"] == kernel], for_export)
 
 
+def whole_table() -> tuple[Any, ...]:
+    """The kernels of a build that was not narrowed."""
+    assert ext is not None
+    return _made(getattr(ext, "whole_table", ext.variants))
+
+
 def variants() -> tuple[Any, ...]:
     """Every kernel in this build."""
     assert ext is not None
@@ -88,7 +94,8 @@ def local_capabilities() -> set[int] | None:
 def has_kernels(
     query: Any, key: Any, value: Any, *, options: bool = False, with_bias: bool = False
 ) -> bool:
-    """Whether this build has both passes for the dtype and head dims; without a build: True.
+    """Whether packax has both passes for the dtype and head dims, maybe not in this build; without
+    a build: True.
 
     `options`: beside a block mask, or what else only the fallback kernels take; `with_bias`: beside
     a bias that is an array, or dropout.
@@ -97,7 +104,7 @@ def has_kernels(
     sets = (True,) if options or with_bias else (False, True)
     return ext is None or all(
         any(
-            found(direction, query, value, fallback, float32_products, with_bias)
+            found(direction, query, value, fallback, float32_products, with_bias, whole_table())
             for fallback in sets
         )
         for direction in _KERNELS
@@ -119,9 +126,10 @@ def found(
     fallback: bool,
     float32_products: bool = True,
     with_bias: bool = False,
+    rows: tuple[Any, ...] | None = None,
 ) -> bool:
-    """Whether this build has all kernels of a direction: for just these head dims, or any up to
-    some.
+    """Whether this build, or these rows, have all kernels of a direction: for just these head dims,
+    or any up to some.
 
     `float32_products` is for float32.
     """
@@ -130,7 +138,7 @@ def found(
         return False
     names = _names(direction, fallback, with_bias)
     by_dims: dict[tuple[int, int], set[str]] = {}
-    for row in variants():
+    for row in variants() if rows is None else rows:
         if row["dtype"] == dtype and row["kernel"] in names:
             by_dims.setdefault((row["qk_dim"], row["v_dim"]), set()).add(row["kernel"])
     return any(
