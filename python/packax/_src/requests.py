@@ -15,7 +15,7 @@ from packax._src.masks.expressions import MaskExpression
 from packax._src.masks.lengths import check_lengths
 from packax._src.masks.messages import described, instead_of_array
 
-_MOST_HEADS = 256  # of a model, as far as any is known
+_MOST_HEADS, _MOST_EQUAL_HEADS = 256, 128  # of a model, of which any is known; and of keys too
 _MANY_HEADS, _FEW_TOKENS = 64, 16
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
@@ -101,13 +101,19 @@ def check_axes(
 
 
 def _look_swapped(rows: int, heads: int, keys: int, kv_heads: int) -> bool:
-    """More heads than any model has, or as many as large ones for a few tokens, or of swapped axes
-    with grouped heads: fewer keys than rows, and as many heads of keys as of queries."""
+    """More heads than any model has, or as many as large ones for a few tokens; as many heads of
+    keys as of queries, and more than a model has that does not group them, or an odd number; or, of
+    swapped axes with grouped heads, as many heads of keys as of queries, and fewer keys than rows.
+    """
     longest = max(rows, keys)
     if longest >= heads:
         return False
+    large, few = heads > _MANY_HEADS, longest < _FEW_TOKENS
+    if heads == kv_heads and rows == keys:
+        if heads > _MOST_EQUAL_HEADS or (large and heads % 8) or (heads == _MANY_HEADS and few):
+            return True
     grouped = 0 < keys < rows and rows % keys == 0 and heads == kv_heads
-    return heads > _MOST_HEADS or (heads > _MANY_HEADS and longest < _FEW_TOKENS) or grouped
+    return heads > _MOST_HEADS or (large and few) or grouped
 
 
 def check_mask(

@@ -149,6 +149,13 @@ class AttentionMask:
             f" built from {'; '.join(parts)}>"
         )
 
+    def __hash__(self) -> int:
+        raise TypeError(
+            "an AttentionMask has no hash, because it holds arrays: it cannot be a static argument "
+            "of jit, or a key of a dict. Pass it as an ordinary argument (it is a pytree), or build "
+            "it inside of the function from arrays that are arguments"
+        )
+
     def as_array(self) -> jax.Array:
         """Whether query row i attends key j, as the arrays of this mask say it: for small lengths.
 

@@ -19,6 +19,7 @@ from packax._src.core.sharding import AttentionSharding, Layout, check_divides, 
 from packax._src.masks.block_sparse import BlockSparse
 from packax._src.masks.documents import Ranges
 from packax._src.masks.expressions import And, Interval, MaskExpression, documents_of
+from packax._src.masks.intervals import warn_of_offsets
 from packax._src.masks.lengths import batch_of, check_lengths
 from packax._src.masks.local_parts import fits_documents, keeps_local, local_parts
 from packax._src.masks.messages import instead_of_array
@@ -111,6 +112,7 @@ def create_attention_mask(
     document = documents_of(expression)
     for part in expression.walk():
         part.warn_beside(document)
+    warn_of_offsets(expression, q_len, kv_len)
     sides: tuple[Array | None, ...] = (None,) * 4
     fits = None if document is None else fits_documents(plan, document.q_ids)
     if document is not None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 
 from packax._src.core.integers import Array, ArrayLike, as_int32
+from packax._src.core.shapes import PADDING_SEGMENT_ID
 from packax._src.masks.expressions import Documents, MaskExpression, Positions
 from packax._src.masks.lengths import batch_of, check_lengths
 from packax._src.masks.messages import shown
@@ -72,10 +75,39 @@ def documents(
             "positions was given with kv_segment_ids but without kv_positions: give "
             "kv_positions, one for every key"
         )
+    for name, x in (("segment_ids", q_ids), ("kv_segment_ids", kv_ids)):
+        _warn_of_padding(name, x)
     expression = Documents(q_ids, kv_ids, q_pos, kv_pos)
     check_lengths(expression)
     batch_of(expression)
     return expression
+
+
+_LIKE_PADDING = (0, -100)  # of 0/1 masks and packers that number from 1; of labels
+
+
+def _warn_of_padding(name: str, ids: Array | None) -> None:
+    """Warns where rows end with an id that elsewhere is padding. Values of jax arrays would cost a
+    wait for the device."""
+    if not isinstance(ids, np.ndarray) or 0 in ids.shape or np.any(ids == PADDING_SEGMENT_ID):
+        return
+    rows = np.atleast_2d(ids)
+    for padding in _LIKE_PADDING:
+        tail = rows == padding
+        if not np.any(tail[:, -1]):
+            continue
+        before = np.where(tail, 0, rows)
+        # Documents numbered from 1 upwards, then nothing but padding, in all rows that have any.
+        packed = np.all(before[:, 1:] >= before[:, :-1], axis=1, where=~tail[:, 1:])
+        packed &= np.all(tail[:, 1:] >= tail[:, :-1], axis=1) & ~tail[:, 0] & (before.min(1) >= 0)
+        if np.all(packed):
+            warnings.warn(
+                f"{name} ends with {padding} behind ids from 1 on, which looks like padding: here "
+                f"only {PADDING_SEGMENT_ID} is, and {padding} is a document like any other. Give "
+                f"np.where(ids == {padding}, {PADDING_SEGMENT_ID}, ids), or number documents from "
+                "0 if it is one",
+                stacklevel=3,
+            )
 
 
 def ranges(lo: ArrayLike, hi: ArrayLike) -> MaskExpression:

@@ -47,6 +47,48 @@ class _Offset(Interval):
         return plus(positions, self.offset[:, None] if np.ndim(self.offset) else self.offset)
 
 
+def warn_of_offsets(expression: MaskExpression, q_len: Any, kv_len: Any) -> None:
+    """Warns where rows behind a cache are surely, or as a rule, not placed behind it.
+
+    Each interval has its own offset: causal(n) & sliding_window(w) is no window behind n keys. And
+    without any, fewer rows than keys are the first ones, not the last.
+    """
+    members = [part for part in expression.walk() if isinstance(part, _Offset)]
+    for part in expression.walk():
+        own = [x for x in part.parts() if isinstance(x, _Offset)]
+        if not _may_be_equal([x.offset for x in own]):
+            names = " and ".join(sorted({x.name for x in own}))
+            warnings.warn(
+                f"{names} have different offsets in one `&`: each places rows by its own. For rows "
+                "behind a cache give all of them the same, as in causal(offset=n) & "
+                "sliding_window(w, offset=n)",
+                stacklevel=3,
+            )
+    sizes = q_len, kv_len
+    if not all(isinstance(n, int) for n in sizes) or not 0 < q_len < kv_len:
+        return
+    # Positions place the rows, and keys with ids of their own are another sequence.
+    placed = any(part.places(*sizes) is not None for part in expression.parts())
+    sides = {side for x in expression.parts() for _, _, side in x.arrays()}
+    causal = any(isinstance(x, Causal) for x in members)
+    if causal and not placed and "kv" not in sides and all(x.offset is None for x in members):
+        warnings.warn(
+            "causal() counts rows from the first key, and there are fewer rows than keys: row 0 "
+            "attends key 0 alone. If the rows are new tokens behind a cache, give "
+            "causal(offset=kv_len - q_len), or use decode_attention",
+            stacklevel=3,
+        )
+
+
+def _may_be_equal(offsets: list[Any]) -> bool:
+    """Unless they surely differ; an array whose values are not known is not the offset 0."""
+    known = [x for x in offsets if not isinstance(x, jax.Array)]
+    numbers = [np.asarray(0 if x is None else x) for x in known]
+    if any(np.any(x != numbers[0]) for x in numbers[1:]):
+        return False
+    return len(known) == len(offsets) or not any(x is None for x in known)
+
+
 @pytree()
 class Full(Interval):
     """See `full`."""
