@@ -103,9 +103,9 @@ def test_vmap_of_a_mask_that_is_not_mapped_or_of_a_batch_inside():
 def test_no_hash():
     """By identity it would be a static argument of jit that compiles anew for each mask."""
     mask = build("ids")
-    with pytest.raises(TypeError, match="an AttentionMask has no hash.* ordinary argument"):
+    with pytest.raises(TypeError, match=r"an AttentionMask has no hash.* ordinary argument"):
         hash(mask)
     query = jnp.ones((B, S, HEADS, 8))
     static = jax.jit(lambda m: packax.flash_attention(query, query, query, m), static_argnums=0)
-    with pytest.raises((TypeError, ValueError), match="no hash|[Nn]on-hashable"):
+    with pytest.raises((TypeError, ValueError), match=r"no hash|[Nn]on-hashable"):
         static(mask)

@@ -40,6 +40,31 @@ def test_documents_padding_and_blocks(built):
     assert frames == [("partial", 0, 0, 8, 16), ("partial", 8, 0, 8, 16)]
 
 
+def test_groups_of_shared_prefixes():
+    """Each group has its colour, and padding is grey, also where documents go with the tree."""
+    groups = np.array([7, 7, 7, 3, 3, -1])
+    expression = packax.shared_prefix(groups, [-1, 0, 1, -1, 0, -1])
+    padding = (groups == -1)[:, None] | (groups == -1)
+    wanted = np.where(expression.as_array(6, 6), np.array([2, 2, 2, 3, 3, 1])[:, None], padding)
+    np.testing.assert_array_equal(drawn(expression)[0], wanted)
+    segments = packax.tree([0, 0, 0, 1, 1, -1], [-1, 0]) & packax.documents([4] * 6)
+    image = drawn(segments)[0]
+    assert set(image[:5, :5].flat) == {0, 2} and (image[5] == 1).all() and (image[:, 5] == 1).all()
+
+
+def test_titles_of_neighbours_do_not_overlap():
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    pyplot.switch_backend("Agg")
+    figure, axes = pyplot.subplots(1, 3, figsize=(9, 4))
+    long = packax.causal() & packax.sliding_window(3, 3) & packax.documents(IDS) & packax.full()
+    for ax in axes:
+        packax.plot_mask(long, ax=ax)
+    figure.canvas.draw()
+    boxes = [ax.title.get_window_extent() for ax in axes]
+    pyplot.close(figure)
+    assert boxes[0].x1 <= boxes[1].x0 and boxes[1].x1 <= boxes[2].x0
+
+
 def test_heads_lengths_and_last_blocks():
     maps = np.array([[[[True]], [[False]]]])
     one = packax.block_sparse(maps, 8)

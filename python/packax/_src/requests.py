@@ -109,11 +109,13 @@ def _look_swapped(rows: int, heads: int, keys: int, kv_heads: int) -> bool:
     if longest >= heads:
         return False
     large, few = heads > _MANY_HEADS, longest < _FEW_TOKENS
-    if heads == kv_heads and rows == keys:
-        if heads > _MOST_EQUAL_HEADS or (large and heads % 8) or (heads == _MANY_HEADS and few):
-            return True
-    grouped = 0 < keys < rows and rows % keys == 0 and heads == kv_heads
-    return heads > _MOST_HEADS or (large and few) or grouped
+    if heads > _MOST_HEADS or (large and few):
+        return True
+    if heads != kv_heads:
+        return False
+    if rows == keys:
+        return heads > _MOST_EQUAL_HEADS or (large and heads % 8 != 0) or (heads == 64 and few)
+    return 0 < keys < rows and rows % keys == 0
 
 
 def check_mask(

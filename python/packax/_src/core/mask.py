@@ -152,8 +152,8 @@ class AttentionMask:
     def __hash__(self) -> int:
         raise TypeError(
             "an AttentionMask has no hash, because it holds arrays: it cannot be a static argument "
-            "of jit, or a key of a dict. Pass it as an ordinary argument (it is a pytree), or build "
-            "it inside of the function from arrays that are arguments"
+            "of jit, or a key of a dict. Pass it as an ordinary argument (it is a pytree), or "
+            "build it inside of the function from arrays that are arguments"
         )
 
     def as_array(self) -> jax.Array:

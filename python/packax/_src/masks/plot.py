@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from packax._src.core.shapes import PADDING_SEGMENT_ID, ceil_div
 from packax._src.masks.expressions import MaskExpression, documents_of
 from packax._src.masks.lengths import check_lengths
 from packax._src.masks.messages import described
+from packax._src.masks.tree import tree_of
 
 _DOCUMENTS = (
     "#1f6feb",
@@ -24,6 +26,7 @@ _DOCUMENTS = (
 )
 _PADDING, _NOTHING, _FULL, _PARTIAL = "#d0d7de", "#ffffff", "#1b1f24", "#8c959f"
 _MOST = 4096
+_FONT_SIZE = 9
 
 
 def plot_mask(
@@ -38,10 +41,11 @@ def plot_mask(
 ) -> Any:
     """Draw which keys each query row attends, with matplotlib.
 
-    Pairs that are attended have the colour of the row's document, rows and keys of padding are
-    grey. A frame is drawn around each block that has work: solid where all of its pairs are
-    attended (the kernels compare nothing there), dashed where some are. Blocks without a frame are
-    skipped. A mask of permuted rows is drawn in their order.
+    Pairs that are attended have the colour of the row's document (of a tree alone: of its segment
+    or group), rows and keys of padding are grey. A built mask does not know the segments or groups
+    of its trees: draw the expression. A frame is drawn around each block that has work: solid where
+    all of its pairs are attended (the kernels compare nothing there), dashed where some are. Blocks
+    without a frame are skipped. A mask of permuted rows is drawn in their order.
 
     Args:
         mask: an expression, or what `create_attention_mask` returned, of at most 4096 rows and
@@ -97,7 +101,12 @@ def plot_mask(
     ax.set_xlabel("keys")
     ax.set_ylabel("query rows")
     title = repr(mask) if isinstance(mask, MaskExpression) else "AttentionMask"
-    ax.set_title(f"{title}\n{dense.mean():.1%} of all pairs are attended", fontsize=9)
+    width_in_points = ax.get_window_extent().width / ax.figure.dpi * 72
+    letters = max(
+        20, int(width_in_points / (0.6 * _FONT_SIZE))
+    )  # so that neighbours do not overlap
+    lines = *textwrap.wrap(title, letters), f"{dense.mean():.1%} of all pairs are attended"
+    ax.set_title("\n".join(lines), fontsize=_FONT_SIZE)
     return ax
 
 
@@ -114,9 +123,13 @@ def _of_one_row(
             raise ValueError(
                 f"{name} is not known: no array of the expression says it, so give {name}="
             )
-        document = documents_of(mask)
+        document, tree = documents_of(mask), tree_of(mask)
         q_ids = None if document is None else document.q_ids
         kv_ids = None if document is None else document.kv_ids
+        if tree is not None:  # for self-attention; padding is what either has as padding
+            q_ids = (
+                tree.ids if q_ids is None else np.where(tree.ids == PADDING_SEGMENT_ID, -1, q_ids)
+            )
     elif isinstance(mask, AttentionMask):
         for name, given, have in (("q_len", q_len, mask.q_len), ("kv_len", kv_len, mask.kv_len)):
             if given not in (None, have):
