@@ -37,11 +37,9 @@ def inputs(groups, of_each, q_len, prefixes, seed=0, dtype=np.float32):
     return (query, key, value, lengths.astype(np.int32)), table
 
 
-@functools.partial(jax.jit, static_argnames=("soft_cap", "sunk"))
-def both(tensors, prefixes, table, soft_cap=None, sunk=False):
-    more = {"soft_cap": soft_cap, "block_table": table, "return_lse": True}
-    if sunk:
-        more["sinks"] = jnp.linspace(-1, 2, HEADS)
+@functools.partial(jax.jit, static_argnames="soft_cap")
+def both(tensors, prefixes, table, soft_cap=None, sinks=None):
+    more = {"soft_cap": soft_cap, "block_table": table, "return_lse": True, "sinks": sinks}
     return (
         packax.decode_shared_prefix(*tensors, prefixes, **more),
         packax.decode_attention(*tensors, **more),
@@ -53,7 +51,8 @@ def both(tensors, prefixes, table, soft_cap=None, sunk=False):
     [
         (2, 16, 1, {}),
         (1, 3, 2, {"soft_cap": 2.0}),
-        (2, 20, 1, {"sunk": True}),  # more than 16 rows: in two parts
+        (2, 20, 1, {"sinks": np.linspace(-1, 2, HEADS)}),  # more than 16 rows: in two parts
+        (2, 4, 1, {"sinks": np.array([np.inf, 1, -np.inf, 0])}),
     ],
 )
 def test_equals_decode_attention(groups, of_each, q_len, options):
@@ -81,6 +80,29 @@ def test_empty_prefixes_and_what_cannot_be():
     np.testing.assert_allclose(lse[np.array(others)], wanted_lse[np.array(others)], rtol=2e-5)
 
 
+@pytest.mark.parametrize(
+    "large", [np.int64(2**32 + 4), np.uint32(2**32 - 1), np.uint64(2**64 - 1), np.int32(2**31 - 1)]
+)
+def test_numbers_beyond_int32(large):
+    """They saturate, and never wrap: a prefix of so many keys does not end before the new rows."""
+    tensors, table = inputs(2, 2, 1, [8, 9])
+    wanted = packax.decode_attention(*tensors, block_table=table)
+    prefixes = np.array([large, 9], large.dtype)
+    out = packax.decode_shared_prefix(*tensors, prefixes, block_table=table)
+    assert np.isnan(out[:2]).all()
+    np.testing.assert_allclose(out[2:], wanted[2:], rtol=2e-5, atol=2e-6)
+    # Nor do lengths and places of pages: as decode_attention answers them.
+    for n, name in ((0, "kv_lengths"), (1, "block_table")):
+        arrays = [tensors[3], table]
+        arrays[n] = arrays[n].astype(large.dtype)
+        arrays[n][-1:] = large
+        of = (*tensors[:3], arrays[0])
+        wanted = packax.decode_attention(*of, block_table=arrays[1])
+        out = packax.decode_shared_prefix(*of, [8, 9], block_table=arrays[1])
+        assert np.isnan(wanted[-1]).all(), name
+        np.testing.assert_allclose(out, wanted, rtol=2e-5, atol=2e-6)
+
+
 def test_half_precision():
     prefixes = np.array([32])
     tensors, table = inputs(1, 16, 1, prefixes, dtype=jnp.bfloat16)
@@ -93,8 +115,8 @@ def test_half_precision():
 @pytest.mark.parametrize(
     "prefixes,message",
     [
-        ([1.5], r"prefix_lengths must be integers, .* but is float32\[1\]"),
-        ([[1]], r"but is int32\[1, 1\]"),
+        ([1.5], "prefix_lengths must be an array of integers, but is float"),
+        ([[1]], r"prefix_lengths must have shape \(groups,\), .* but has \(1, 1\)"),
         ([1, 2, 3], r"a multiple of the groups .* \(4, 1, 4, 16\), and there are 3 groups"),
     ],
 )

@@ -35,7 +35,7 @@ from packax._src.ops.score_mods import (
     largest,
     scores_of,
 )
-from packax._src.requests import check_axes, check_bias_beside, check_mask, check_request
+from packax._src.requests import as_array, check_axes, check_bias_beside, check_mask, check_request
 
 
 @overload
@@ -49,7 +49,7 @@ def flash_attention(
     soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
     bias: Alibi | ArrayLike | None = None,
-    dropout_rate: float = 0.0,
+    dropout_rate: float | None = None,
     dropout_key: ArrayLike | None = None,
     return_lse: Literal[False] = False,
     return_max_logits: Literal[False] = False,
@@ -71,7 +71,7 @@ def flash_attention(
     soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
     bias: Alibi | ArrayLike | None = None,
-    dropout_rate: float = 0.0,
+    dropout_rate: float | None = None,
     dropout_key: ArrayLike | None = None,
     return_lse: Literal[True],
     return_max_logits: Literal[False] = False,
@@ -93,7 +93,7 @@ def flash_attention(
     soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
     bias: Alibi | ArrayLike | None = None,
-    dropout_rate: float = 0.0,
+    dropout_rate: float | None = None,
     dropout_key: ArrayLike | None = None,
     return_lse: bool = False,
     return_max_logits: Literal[True],
@@ -114,7 +114,7 @@ def flash_attention(
     soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
     bias: Alibi | ArrayLike | None = None,
-    dropout_rate: float = 0.0,
+    dropout_rate: float | None = None,
     dropout_key: ArrayLike | None = None,
     return_lse: bool = False,
     return_max_logits: bool = False,
@@ -156,7 +156,7 @@ def flash_attention(
             may be -inf.
         dropout_rate: a Python or numpy number of at least 0 and less than 1: the share of the
             softmax's probabilities that becomes 0; the others are divided by 1 - dropout_rate.
-            The log-sum-exp and the largest logits are of all. 0: none.
+            The log-sum-exp and the largest logits are of all. 0 or None: none.
         dropout_key: the key of jax.random whose bits decide that, for dropout_rate above 0: one
             for each layer and step. Bits depend on it and on the indices of batch row, head, row
             and key alone, so that all implementations, meshes and passes drop the same ones.
@@ -217,7 +217,7 @@ def flash_attention(
     >>> out = packax.flash_attention(query, key, value, mask)
     """
     query, key, value = (
-        x if isinstance(x, jax.Array) else jnp.asarray(x) for x in (query, key, value)
+        as_array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
     )
     layout = _layout(mask, sharding)
     gather_head_groups = checked_head_groups(gather_head_groups)
@@ -249,7 +249,11 @@ def flash_attention(
         )
     check_mask(mask, query.shape, key.shape, q_len, kv_len, layout)
     built = mask.with_batch()
-    threshold = checked_rate(dropout_rate)
+    if dropout_rate is None and dropout_key is not None:
+        raise ValueError(
+            "dropout_key was given without dropout_rate: give both, a rate of 0 for none"
+        )
+    threshold = checked_rate(0.0 if dropout_rate is None else dropout_rate)
     if threshold:
         check_key(dropout_key)
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from packax._src.core.integers import ArrayLike
-from packax._src.decode import MAX_ROWS, decode_attention
+from packax._src.decode import MAX_ROWS, as_integers, decode_attention
 from packax._src.ops.merge import merge_attention
 from packax._src.ops.primitives import Implementation
+from packax._src.requests import as_array
 
 
 def decode_shared_prefix(
@@ -62,9 +62,14 @@ def decode_shared_prefix(
     ...     prefix_lengths=jnp.array([16]), block_table=table,
     ... )
     """
-    query, key, value = map(jnp.asarray, (query, key, value))
-    kv_lengths, block_table = map(jnp.asarray, (kv_lengths, block_table))
-    prefixes = jnp.asarray(prefix_lengths)
+    query, key, value = (
+        as_array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
+    )
+    integers = ("kv_lengths", "prefix_lengths", "block_table")
+    kv_lengths, prefixes, block_table = (
+        as_integers(name, x)
+        for name, x in zip(integers, (kv_lengths, prefix_lengths, block_table), strict=True)
+    )
     options: dict[str, Any] = {
         "scale": scale,
         "soft_cap": soft_cap,
@@ -72,18 +77,18 @@ def decode_shared_prefix(
         "return_lse": True,
         "implementation": implementation,
     }
-    if not jnp.issubdtype(prefixes.dtype, np.integer) or prefixes.ndim != 1:
+    if prefixes.ndim != 1:
         raise ValueError(
-            "prefix_lengths must be integers, one for each group of sequences, but is "
-            f"{prefixes.dtype}{list(prefixes.shape)}"
+            "prefix_lengths must have shape (groups,), one for each group of sequences, but has "
+            f"{prefixes.shape}"
         )
-    groups, batch = prefixes.shape[0], query.shape[0]
+    groups, batch = prefixes.shape[0], query.shape[0] if query.ndim == 4 else 1
     if groups == 0 or batch % groups or query.ndim != 4:
         raise ValueError(
             "query must be (batch, rows, heads, dim), its batch a multiple of the groups of "
             f"prefix_lengths, but has shape {query.shape}, and there are {groups} groups"
         )
-    prefixes = jnp.repeat(jnp.maximum(prefixes, 0), batch // groups).astype(jnp.int32)
+    prefixes = jnp.repeat(jnp.maximum(prefixes, 0), batch // groups)
     q_len, heads, dim = query.shape[1:]
     together = max(1, min(batch // groups, MAX_ROWS // max(q_len, 1)))
     while batch // groups % together:
@@ -104,7 +109,7 @@ def decode_shared_prefix(
     lse = lse.reshape(parts, heads, together, q_len).swapaxes(1, 2).reshape(batch, heads, q_len)
     merged = merge_attention([(out.reshape(suffix[0].shape), lse), suffix])
     # Rows of a prefix that ends behind the first new one would attend keys after their own.
-    there = prefixes + q_len <= jnp.maximum(kv_lengths, 0)
+    there = prefixes <= jnp.maximum(kv_lengths, 0) - q_len
     there = (there | (prefixes == 0)).reshape(batch, 1, 1)
     out = jnp.where(there[..., None], merged[0], jnp.nan)
     lse = jnp.where(there, merged[1], jnp.nan)

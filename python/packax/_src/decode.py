@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from packax._src.core.integers import numpy_array
 from packax._src.core.jax_compat import vary_together
 from packax._src.core.precision import checked_precision
 from packax._src.core.shapes import INT_MAX, MAX_LENGTH, is_symbolic
 from packax._src.ops.partitioning import ask_devices
 from packax._src.ops.primitives import Implementation, check_implementation, decode_p
 from packax._src.ops.score_mods import checked_scale, checked_soft_cap, scores_of
-from packax._src.requests import DTYPES
+from packax._src.requests import DTYPES, as_array
 
 MAX_ROWS = 16
 
@@ -139,9 +140,11 @@ def decode_attention(
     ...     )
     ...     return out, key_cache, value_cache, lengths + 1
     """
-    query, key, value = map(jnp.asarray, (query, key, value))
-    lengths = _integers("kv_lengths", kv_lengths)
-    table = None if block_table is None else _integers("block_table", block_table)
+    query, key, value = (
+        as_array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
+    )
+    lengths = as_integers("kv_lengths", kv_lengths)
+    table = None if block_table is None else as_integers("block_table", block_table)
     _check_tensors(query, key, value, lengths, table)
     _, q_len, _, qk_dim = query.shape
     check_implementation(implementation)
@@ -154,6 +157,11 @@ def decode_attention(
             "scale must be a Python or numpy number, known when tracing, but is an array"
         )
     left, right = _window(window)
+    if causal and right:
+        raise ValueError(
+            f"window={window} lets a row attend {right} keys behind its own, which causal=True "
+            f"forbids: give ({left}, 0), or causal=False"
+        )
     rows = _ranges(lengths, kv_starts, left, right, bool(causal), q_len)
     operands = [ask_devices(query), key, value, *rows]
     if table is not None:
@@ -202,7 +210,7 @@ def _ranges(
     hi = jnp.where(position < 0, 0, hi)
     lo = jnp.zeros_like(position)
     if starts is not None:
-        starts = _integers("kv_starts", starts)
+        starts = as_integers("kv_starts", starts)
         shapes = (lengths.shape[:1], position.shape)
         if starts.shape not in shapes:
             raise ValueError(
@@ -233,10 +241,10 @@ def _is_integer(x: Any) -> bool:
     return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
 
 
-def _integers(name: str, x: Any) -> jax.Array:
+def as_integers(name: str, x: Any) -> jax.Array:
     """As int32; what does not fit becomes the nearest there is, which is behind every cache."""
     if not isinstance(x, jax.Array):
-        x = np.asarray(x)  # jax would cut 64 bits to 32, and a length become another
+        x = numpy_array(name, x)  # jax would cut 64 bits to 32, and a length become another
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise ValueError(f"{name} must be an array of integers, but is {x.dtype}")
     limits = jnp.iinfo(x.dtype)
@@ -270,8 +278,8 @@ def _check_tensors(
     if rows > MAX_ROWS:
         raise ValueError(
             f"query must have 1 to {MAX_ROWS} rows of a sequence, but has {rows}: for more, "
-            f"flash_attention with ranges(lo, hi). query has shape {query.shape}, whose axes are "
-            "(batch, rows, heads, dim)"
+            f"flash_attention with causal(offset=kv_lengths - {rows}). query has shape "
+            f"{query.shape}, whose axes are (batch, rows, heads, dim)"
         )
     if key.shape[:3] != value.shape[:3]:
         raise ValueError(

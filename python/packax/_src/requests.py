@@ -9,15 +9,29 @@ import jax
 import jax.numpy as jnp
 
 from packax._src.core.mask import AttentionMask
+from packax._src.core.messages import described
 from packax._src.core.shapes import is_symbolic
 from packax._src.core.sharding import HeadGroups, Layout, check_tensors
 from packax._src.masks.expressions import MaskExpression
 from packax._src.masks.lengths import check_lengths
-from packax._src.masks.messages import described, instead_of_array
+from packax._src.masks.messages import instead_of_array
 
 _MOST_HEADS, _MOST_EQUAL_HEADS = 256, 128  # of a model, of which any is known; and of keys too
 _MANY_HEADS, _FEW_TOKENS = 64, 16
+_NO_MASK = (
+    ": for no mask at all give full(), and for attention_fn= of a layer of Flax what "
+    "packax.integrations.flax.attention_fn() makes"
+)
 DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+def as_array(name: str, given: Any) -> jax.Array:
+    if isinstance(given, jax.Array):
+        return given
+    try:
+        return jnp.asarray(given)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"{name} must be an array, but is {described(given)}") from None
 
 
 def check_request(
@@ -131,7 +145,7 @@ def check_mask(
         raise ValueError(
             "mask must come from create_attention_mask, or be an expression such as "
             f"causal() & documents(segment_ids), but is {described(mask)}{instead_of_array(mask)}"
-            + (": for no mask at all give full()" if mask is None else "")
+            + (_NO_MASK if mask is None else "")
         )
     if (mask.q_len, mask.kv_len) != (q_len, kv_len):
         raise ValueError(

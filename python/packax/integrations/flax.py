@@ -48,14 +48,15 @@ _OF_NO_RESULT = ("deterministic", "gather_head_groups", "checkpoint_name", "impl
 
 
 def attention_fn(
-    mask: AttentionMask | MaskExpression | None = None, **options: Any
+    mask: AttentionMask | MaskExpression | None = None, /, *operands: Any, **options: Any
 ) -> Callable[..., jax.Array]:
     """`dot_product_attention` with a mask and options of its own, for `attention_fn=`.
 
     Args:
-        mask: holds for every call, beside the mask of the call if that is a mask of keys or an
-            expression; a built one stands alone. In a trained model pass the mask to the layer's
-            call instead: a function made anew each step is compiled anew each step.
+        mask: by position or name. Holds for every call, beside the mask of the call if that is a
+            mask of keys or an expression; a built one stands alone. In a trained model pass the
+            mask to the layer's call instead: a function made anew each step is compiled anew each
+            step.
         options: keyword arguments of `packax.flash_attention`: scale, soft_cap, sinks, bias, ...
             (its `deterministic` too, which here means gradients, not dropout).
 
@@ -64,6 +65,12 @@ def attention_fn(
 
     >>> layer = nn.MultiHeadAttention(num_heads=8, attention_fn=attention_fn(packax.causal()))
     """
+    if operands:
+        raise ValueError(
+            "attention_fn makes the function that a layer calls, but was called as that function, "
+            "with query, key and value: give attention_fn=attention_fn(), with parentheses"
+        )
+    mask = options.pop("mask", mask)
     for name in ("return_lse", "return_max_logits"):
         if name in options:
             raise ValueError(f"{name} is no option of attention_fn: a layer takes one result")

@@ -15,6 +15,7 @@ from packax._src.attention import flash_attention
 from packax._src.core.integers import as_int32
 from packax._src.core.jax_compat import jax_nn_attention
 from packax._src.core.mask import AttentionMask
+from packax._src.core.messages import described
 from packax._src.core.shapes import PADDING_SEGMENT_ID, is_symbolic
 from packax._src.masks.block_sparse import block_sparse
 from packax._src.masks.documents import documents, ranges
@@ -22,7 +23,7 @@ from packax._src.masks.expressions import MaskExpression
 from packax._src.masks.intervals import full
 from packax._src.ops.ffi import has_kernels
 from packax._src.ops.primitives import check_implementation
-from packax._src.requests import DTYPES
+from packax._src.requests import DTYPES, as_array
 from packax.integrations.fallback import fall_back
 
 _MASKED = -0.7 * float(np.finfo(np.float32).max)  # jax.nn's logit of a pair that takes no part
@@ -248,7 +249,7 @@ def bias_array(bias: jax.Array, keys: Any) -> jax.Array:
 
 
 def _batched(name: str, x: Any) -> jax.Array:
-    x = jnp.asarray(x)
+    x = as_array(name, x)
     if x.ndim > 4:
         raise ValueError(
             f"{name} must have shape (batch, length, heads, dim) or (length, heads, dim), but has "
@@ -370,7 +371,9 @@ def _boolean(mask: Any, sizes: tuple[int, ...]) -> jax.Array:
 
 def _bias(bias: Any, sizes: tuple[int, ...]) -> jax.Array:
     """As (B or 1, N or 1, T or 1, S or 1)."""
-    bias = jnp.asarray(bias)
+    if _is_packax(bias):
+        raise ValueError(f"bias is {described(bias)}: give a mask by its name, as mask=")
+    bias = as_array("bias", bias)
     shape = (1,) * (4 - bias.ndim) + bias.shape
     _check_broadcast("bias", shape, sizes)
     return bias.reshape(shape)

@@ -172,6 +172,9 @@ class ContextPlan:
         return rows.reshape(rows.shape[0], self.length)
 
     def _move(self, tree: Tree, order: Any, axis: int) -> Tree:
+        if not isinstance(axis, (int, np.integer)) or isinstance(axis, bool):
+            raise ValueError(f"axis must be an integer, but is {axis!r}")
+
         def move(path: Any, x: Any) -> Any:
             name = "array" + jax.tree_util.keystr(path)
             if not isinstance(x, jax.Array):

@@ -13,6 +13,7 @@ import numpy as np
 
 from packax._src.context.load_balance import ContextPlan
 from packax._src.core.mask import AttentionMask
+from packax._src.core.messages import described
 from packax._src.core.sharding import layout_of
 
 _PADDING = -1  # of segment ids
@@ -86,14 +87,12 @@ def check_plan(
     if not _enabled.value:
         return
     if not isinstance(mask, AttentionMask):
-        raise ValueError(
-            f"mask must come from create_attention_mask, but is a {type(mask).__name__}"
-        )
+        raise ValueError(f"mask must come from create_attention_mask, but is {described(mask)}")
     mask = mask.with_batch()
     if segment_ids is None and positions is None:
         raise ValueError("give the batch's segment_ids, its positions, or both")
     if plan is not None and not isinstance(plan, ContextPlan):
-        raise ValueError(f"plan must come from context_plan, but is a {type(plan).__name__}")
+        raise ValueError(f"plan must come from context_plan, but is {described(plan)}")
     if plan is not None and plan.length != mask.q_len:
         raise ValueError(f"plan was made for {plan.length} rows, but the mask has {mask.q_len}")
     if mask.permuted and mask.kv_plan is None and plan is None:

@@ -12,6 +12,8 @@ import jax.typing
 import numpy as np
 from jax.export import is_symbolic_dim
 
+from packax._src.core.messages import described
+
 Array: TypeAlias = jax.Array | np.ndarray
 ArrayLike: TypeAlias = jax.typing.ArrayLike | Sequence[Any]  # or nested sequences of integers
 
@@ -31,6 +33,22 @@ def plus(x: Any, step: Any) -> Array:
     return xp.where((step < 0) & (total > x), INT32.min, total).astype(np.int32)
 
 
+def numpy_array(name: str, given: Any) -> np.ndarray:
+    """What should be integers, as numpy has it: what is no array of anything is an error."""
+    try:
+        x = np.asarray(given)
+    except (TypeError, ValueError):  # ragged, or no array
+        rows = " whose rows differ in length" if isinstance(given, (list, tuple)) else ""
+        raise ValueError(
+            f"{name} must be an array of integers, but is {described(given)}{rows}"
+        ) from None
+    if x.ndim == 0 and x.dtype.kind in "OUS" and not isinstance(given, int):
+        raise ValueError(f"{name} must be an array of integers, but is {described(given)}")
+    if x.dtype.kind == "O" and x.size and all(isinstance(n, int) for n in x.flat):
+        raise ValueError(f"{name} must fit int32, but holds values from {x.min()} to {x.max()}")
+    return x
+
+
 def as_int32(
     name: str,
     x: Any,
@@ -43,7 +61,7 @@ def as_int32(
     if is_symbolic_dim(x):  # of jax.export, such as causal(kv_len - q_len)
         x = jnp.asarray(x).astype(jnp.int32)
     if not isinstance(x, jax.Array):
-        x = np.asarray(x)
+        x = numpy_array(name, x)
     if x.ndim not in ranks:
         raise ValueError(f"{name} must have shape {shapes}, but has {x.shape}")
     if not jnp.issubdtype(x.dtype, np.integer):  # jnp's knows int4

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.export import is_symbolic_dim
 from jax.sharding import PartitionSpec as P
 
+from packax._src.core.messages import NotAnArray
 from packax._src.core.shapes import ONE_BLOCK
 from packax._src.core.sharding import AttentionSharding
 
@@ -71,7 +72,7 @@ _OF_NO_PASS = {"passes": ()}
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True, repr=False)
-class AttentionMask:
+class AttentionMask(NotAnArray):
     """What `create_attention_mask` returns: a pytree of int32 arrays, O(S) in memory, or O(blocks).
 
     It crosses jit, scan, remat and shard_map, and serves every layer, forward and backward. The

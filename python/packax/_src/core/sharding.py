@@ -53,6 +53,10 @@ class AttentionSharding:
     key_value: P
     mesh: Any = None
 
+    def __post_init__(self) -> None:
+        for name in ("query", "key_value"):
+            _axes(name, getattr(self, name))
+
     def mask_specs(self, mask: AttentionMask) -> AttentionMask:
         """The PartitionSpec of every array of a mask, as a mask: for a `shard_map` of your own."""
         return mask.specs(spec, *_axes("query", self.query))

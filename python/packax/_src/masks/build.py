@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import functools
-import operator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.export import is_symbolic_dim
 
 from packax._src.context.load_balance import ContextPlan
 from packax._src.core.integers import Array
 from packax._src.core.jax_compat import vary_together
 from packax._src.core.mask import AttentionMask
+from packax._src.core.messages import described
 from packax._src.core.shapes import ONE_BLOCK
 from packax._src.core.sharding import AttentionSharding, Layout, check_divides, layout_of
 from packax._src.masks.block_sparse import BlockSparse
@@ -82,10 +83,14 @@ def create_attention_mask(
             "expression must be causal(), sliding_window(...), chunked(...), prefix(...), "
             "spans(...), full(), documents(...), ranges(...), block_sparse(...), tree(...), "
             "shared_prefix(...), or `&` and `|` of "
-            f"them, but is a {type(expression).__name__}{instead_of_array(expression)}"
+            f"them, but is {described(expression)}{instead_of_array(expression)}"
         )
     check_implementation(implementation)
-    q_len, kv_len = _length("q_len", q_len), _length("kv_len", kv_len)
+    if not isinstance(permuted_keys, (bool, np.bool_)):
+        raise ValueError(
+            "permuted_keys must be True (keys and values are permuted by the plan, as query is) or "
+            f"False, but is {described(permuted_keys)}"
+        )
     q_len, kv_len = check_lengths(expression, q_len, kv_len)
     for name, length in (("q_len", q_len), ("kv_len", kv_len)):
         if length is None:
@@ -143,7 +148,7 @@ def create_attention_mask(
         implementation=implementation,
         sharding=sharding,
         layout=layout,
-        permuted_keys=permuted_keys,
+        permuted_keys=bool(permuted_keys),
         fits=fits,
     )
     if any(not is_symbolic_dim(n) and n == 0 for n in (batch, q_len, kv_len)):
@@ -156,7 +161,7 @@ def _check_plan(
     plan: Any, batch: int, q_len: int, kv_len: int, permuted_keys: Any, layout: Layout | None
 ) -> None:
     if not isinstance(plan, ContextPlan):
-        raise ValueError(f"plan must come from context_plan, but is a {type(plan).__name__}")
+        raise ValueError(f"plan must come from context_plan, but is {described(plan)}")
     if plan.length != q_len:
         raise ValueError(f"plan was made for {plan.length} query rows, but there are {q_len}")
     if permuted_keys and kv_len != q_len:
@@ -174,18 +179,6 @@ def _check_plan(
             f"plan was made for {plan.ranks} ranks, but the context axes of sharding have size "
             f"{layout.size(layout.context)}"
         )
-
-
-def _length(name: str, length: Any) -> Any:
-    if length is None or is_symbolic_dim(length):
-        return length
-    try:
-        length = operator.index(length)
-    except TypeError:
-        raise ValueError(f"{name} must be an integer, but is {length!r}") from None
-    if not 0 <= length < 2**31:
-        raise ValueError(f"{name} must be from 0 to 2**31 - 1, but is {length}")
-    return length
 
 
 @functools.partial(

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from packax._src.core.integers import Array, numpy_of
+from packax._src.core.messages import NotAnArray, shown
 from packax._src.core.shapes import PADDING_SEGMENT_ID
 from packax._src.masks.lengths import check_lengths
-from packax._src.masks.messages import not_joined, shown
+from packax._src.masks.messages import not_joined
 from packax._src.masks.pytree import offset_value, pytree, static_value
 
 Limits: TypeAlias = tuple[Any, Any]  # lowest and highest position of each row; None: unbounded
@@ -31,7 +32,7 @@ class Positions(NamedTuple):
     by_position: bool
 
 
-class MaskExpression:
+class MaskExpression(NotAnArray):
     """What `causal()`, `documents(...)` and the others return, and `&` and `|` of them.
 
     A pytree of its arrays: it may be an argument of jit, and vmap may map it. One without arrays,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import operator
+from typing import TYPE_CHECKING, Any
+
+from jax.export import is_symbolic_dim
 
 if TYPE_CHECKING:
     from packax._src.masks.expressions import MaskExpression
@@ -22,6 +25,7 @@ def check_lengths(
     Raises:
         ValueError: if they do not agree.
     """
+    q_len, kv_len = _length("q_len", q_len), _length("kv_len", kv_len)
     known: dict[str, tuple[str, int]] = {}
     if q_len is not None:
         known["q"] = (said[0], q_len)
@@ -66,3 +70,15 @@ def batch_of(expression: MaskExpression, batch: int = 1, said: str = "") -> int:
         if size != 1:
             batch, first, note = size, name, more
     return batch
+
+
+def _length(name: str, length: Any) -> Any:
+    if length is None or is_symbolic_dim(length):
+        return length
+    try:
+        length = operator.index(length)
+    except TypeError:
+        raise ValueError(f"{name} must be an integer, but is {length!r}") from None
+    if not 0 <= length < 2**31:
+        raise ValueError(f"{name} must be from 0 to 2**31 - 1, but is {length}")
+    return length

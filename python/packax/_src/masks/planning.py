@@ -25,6 +25,7 @@ from packax._src.context.local_plan import local
 from packax._src.core.integers import plus
 from packax._src.core.jax_compat import vary_together
 from packax._src.core.mask import AttentionMask
+from packax._src.core.messages import described
 from packax._src.core.shapes import BLOCK, PADDING_SEGMENT_ID, TILE
 from packax._src.core.sharding import AttentionSharding, Layout, check_divides, layout_of
 from packax._src.masks.block_sparse import BlockSparse
@@ -106,10 +107,10 @@ def context_plan(
     if not isinstance(expression, MaskExpression):
         raise ValueError(
             "expression must be what the mask is made of, such as causal() & documents(segment_ids)"
-            f", but is a {type(expression).__name__}"
+            f", but is {described(expression)}"
         )
-    if kind not in _KINDS:
-        new = f', which is "{_WERE[kind]}" now' if kind in _WERE else ""
+    if not isinstance(kind, str) or kind not in _KINDS:
+        new = f', which is "{_WERE[kind]}" now' if isinstance(kind, str) and kind in _WERE else ""
         raise ValueError(f'kind must be "zigzag", "balanced" or "local", but is {kind!r}{new}')
     if shared is not None and kind != "local":
         raise ValueError(f'shared is of kind="local", but kind is {kind!r}')

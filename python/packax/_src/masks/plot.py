@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from packax._src.core.mask import AttentionMask
+from packax._src.core.messages import described
 from packax._src.core.shapes import PADDING_SEGMENT_ID, ceil_div
 from packax._src.masks.expressions import MaskExpression, documents_of
 from packax._src.masks.lengths import check_lengths
-from packax._src.masks.messages import described
 from packax._src.masks.tree import tree_of
 
 _DOCUMENTS = (

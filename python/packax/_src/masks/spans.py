@@ -9,9 +9,9 @@ import jax
 import numpy as np
 
 from packax._src.core.integers import INT32, Array, ArrayLike, as_int32, numpy_of
+from packax._src.core.messages import described, shown
 from packax._src.masks.expressions import Documents, Interval, Limits, MaskExpression, Positions
 from packax._src.masks.intervals import Causal
-from packax._src.masks.messages import shown
 from packax._src.masks.pytree import pytree
 
 NO_SPAN = -1
@@ -152,7 +152,7 @@ def spans(span_ids: ArrayLike, text: MaskExpression | None = None) -> MaskExpres
     ids = as_int32("span_ids", span_ids)
     text = Causal() if text is None else text
     if not isinstance(text, MaskExpression):
-        raise ValueError(f"text must be a mask expression, but is a {type(text).__name__}")
+        raise ValueError(f"text must be a mask expression, but is {described(text)}")
     for part in text.walk():
         if not isinstance(part, Interval):
             raise NotImplementedError(

@@ -10,10 +10,10 @@ import numpy as np
 
 from packax._src.core.integers import Array, ArrayLike, as_int32, numpy_of
 from packax._src.core.jax_compat import vary_together
+from packax._src.core.messages import shown
 from packax._src.core.shapes import PADDING_SEGMENT_ID
 from packax._src.masks.expressions import And, Limits, MaskExpression, Positions, documents_of
 from packax._src.masks.lengths import batch_of, check_lengths
-from packax._src.masks.messages import shown
 from packax._src.masks.pytree import pytree
 from packax._src.masks.tree_nodes import (
     Nodes,

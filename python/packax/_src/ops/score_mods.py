@@ -22,6 +22,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from packax._src.core.integers import as_int32
+from packax._src.core.messages import described
 from packax._src.core.sharding import Layout
 from packax._src.ops.merge import merged
 
@@ -188,8 +189,7 @@ def _bias_array(bias: Any, query: jax.Array, kv_len: int, layout: Layout | None)
     """(1 or B, 1 or H, 1 or Sq, Skv), of query's dtype, or of float32 as the kernels take it."""
     if not hasattr(bias, "dtype") or not hasattr(bias, "shape"):
         raise ValueError(
-            "bias must be None, alibi(slopes) or an array of floats, but is a "
-            f"{type(bias).__name__}"
+            f"bias must be None, alibi(slopes) or an array of floats, but is {described(bias)}"
         )
     if not jnp.issubdtype(bias.dtype, jnp.floating):
         more = ": a mask is an expression, not a bias" if bias.dtype == bool else ""
@@ -282,9 +282,12 @@ def checked_scale(scale: Any) -> float | jax.Array:
     """A number that is finite in float32, or an array of floats of shape ()."""
     if isinstance(scale, (jax.Array, np.ndarray)):
         if scale.shape != () or not jnp.issubdtype(scale.dtype, jnp.floating):
+            key = (
+                ", a key of jax.random" if jnp.issubdtype(scale.dtype, jax.dtypes.prng_key) else ""
+            )
             raise ValueError(
                 f"scale, where it is an array, must have shape () and a float dtype, but is "
-                f"{scale.dtype} of shape {scale.shape}"
+                f"{scale.dtype} of shape {scale.shape}{key}"
             )
         return jnp.asarray(scale)
     number = _number("scale", scale)
@@ -308,7 +311,7 @@ def _number(name: str, given: Any) -> float:
     if not isinstance(given, numbers.Real) or isinstance(given, bool):
         more = " or an array of shape ()" if name == "scale" else ", known when tracing"
         raise ValueError(
-            f"{name} must be a Python or numpy number{more}, but is a {type(given).__name__}"
+            f"{name} must be a Python or numpy number{more}, but is {described(given)}"
         )
     try:
         return float(given)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from packax._src.context.load_balance import ContextPlan
+from packax._src.core.messages import described
 from packax.kvax.utils.sharding import get_query_context_mesh_axis_size
 from packax.kvax.utils.typing import DeviceArray
 
@@ -96,9 +97,7 @@ def _move(inputs: Any, mesh: Any, plan: ContextPlan | None, *, reverse: bool) ->
         )
     if plan is not None:
         if not isinstance(plan, ContextPlan):
-            raise ValueError(
-                f"plan must come from packax.context_plan, but is a {type(plan).__name__}"
-            )
+            raise ValueError(f"plan must come from packax.context_plan, but is {described(plan)}")
         if plan.ranks != shards:
             raise ValueError(
                 f"plan was made for {plan.ranks} ranks, but the context axis has size {shards}"

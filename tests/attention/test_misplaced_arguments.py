@@ -1,0 +1,117 @@
+"""What is no array, no number or another's argument: the error names it, what came, what is taken.
+
+Guards against errors of numpy and jax that name no argument, and against arguments that are taken
+in silence and have no effect.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import packax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+Q, ONE = jnp.ones((2, 8, 2, 8)), jnp.ones((2, 1, 2, 8))
+LENGTHS, TABLE = np.array([5, 6]), np.zeros((2, 1), int)
+CAUSAL = packax.causal()
+MASK = packax.create_attention_mask(CAUSAL & packax.documents(np.zeros((2, 8), int)))
+PLAN = packax.context_plan(packax.documents(np.zeros((1, 1024), int)), ranks=2)
+
+
+def attend(query=Q, key=Q, value=Q, mask=CAUSAL, **options):
+    return packax.flash_attention(query, key, value, mask, **options)
+
+
+def decode(query=ONE, key=Q, value=Q, lengths=LENGTHS, **options):
+    return packax.decode_attention(query, key, value, lengths, **options)
+
+
+def shared(query=ONE, lengths=LENGTHS, prefixes=(1,), table=TABLE):
+    return packax.decode_shared_prefix(query, Q, Q, lengths, prefixes, block_table=table)
+
+
+def build(**options):
+    return packax.create_attention_mask(packax.documents(np.zeros(8, int)), **options)
+
+
+@pytest.mark.parametrize(
+    "call,text",
+    [
+        (lambda: attend("q"), "query must be an array, but is a str"),
+        (lambda: attend(None), "query must be an array, but is None"),
+        (lambda: attend(key=jnp.ones), r"key must be .* is the function ones: call it, as in ones"),
+        (lambda: attend(value=MASK), "value must be an array, but is an AttentionMask"),
+        (lambda: attend(bias="x"), r"bias must be None, alibi\(slopes\) or .* but is a str"),
+        (lambda: attend(bias=packax.alibi), r"bias must .* alibi: call it, as in alibi\(...\)"),
+        (lambda: attend(mask=packax.causal), r"mask must .* but is the function causal: call it"),
+        (lambda: attend(mask=None), r"is None: for no mask at all give full\(\).*attention_fn\(\)"),
+        (lambda: attend(scale=jax.random.key(0)), r"scale, .* key<fry> .*, a key of jax.random"),
+        (lambda: attend(dropout_key=jax.random.key(0)), "dropout_key .* without dropout_rate"),
+        (lambda: packax.dot_product_attention(Q, Q, Q, MASK),
+            "bias is an AttentionMask: give a mask by its name, as mask="),
+        (lambda: packax.dot_product_attention(Q, Q, Q, CAUSAL), "bias is a Causal: give a mask by"),
+        (lambda: packax.dot_product_attention(Q, "k", Q), "key must be an array, but is a str"),
+        (lambda: packax.documents([[0, 1], [1]]),
+            "segment_ids must be an array of integers, but is a list whose rows differ in length"),
+        (lambda: packax.documents(None), "segment_ids must be an array of integers, but is None"),
+        (lambda: packax.documents("abc"), "segment_ids must be an array of integers, but is a str"),
+        (lambda: packax.documents([2**70]), r"segment_ids must fit int32, .* 11805916207174113034"),
+        (lambda: packax.causal(None), "offset must be an array of integers, but is None"),
+        (lambda: packax.spans([1], MASK), "text must be .* but is an AttentionMask"),
+        (lambda: packax.create_attention_mask(MASK), "expression must be .* is an AttentionMask"),
+        (lambda: build(permuted_keys=np.ones(3)), r"permuted_keys must be True .*float64\[3\]"),
+        (lambda: build(permuted_keys="no"), "permuted_keys must be True .* or False, .* is a str"),
+        (lambda: CAUSAL.as_array("x", 4), "q_len must be an integer, but is 'x'"),
+        (lambda: CAUSAL.as_array(4, -1), "kv_len must be from 0 to .*, but is -1"),
+        (lambda: packax.context_plan(CAUSAL, ranks=2, kind=[], length=1024), r"kind .* is \[\]"),
+        (lambda: PLAN.permute(np.ones((1, 1024)), axis={}), "axis must be an integer, but is {}"),
+        (lambda: PLAN.unpermute(np.ones((1, 1024)), axis="1"), "axis must be an integer, .*'1'"),
+        (lambda: packax.AttentionSharding(query=float("nan"), key_value=P()),
+            "sharding.query must be a PartitionSpec .* but is nan"),
+        (lambda: packax.AttentionSharding(query=P(), key_value="data"),
+            "sharding.key_value must be a PartitionSpec .* but is 'data'"),
+        (lambda: decode(None), "query must be an array, but is None"),
+        (lambda: decode(lengths=None), "kv_lengths must be an array of integers, but is None"),
+        (lambda: decode(lengths=[[1], [1, 2]]), "kv_lengths must .* whose rows differ in length"),
+        (lambda: decode(block_table=len), "block_table must be .* the function len: call it"),
+        (lambda: decode(jnp.ones((2, 17, 2, 8))), r"with causal\(offset=kv_lengths - 17\)"),
+        (lambda: decode(window=(3, 5)), r"window=\(3, 5\) .* 5 keys behind .* give \(3, 0\), or "),
+        (lambda: shared(jnp.float32(1)), r"query must be \(batch, rows, heads, dim\).* shape \(\)"),
+        (lambda: shared(table="x"), "block_table must be an array of integers, but is a str"),
+    ],
+)  # fmt: skip
+def test_errors(call, text):
+    with pytest.raises(ValueError, match=text):
+        call()
+
+
+def test_lengths_beyond_int32():
+    """What no cache can have gives NaN, as other lengths behind it: no error of numpy."""
+    assert np.isnan(shared(lengths=[2**40, 2])[0]).all()
+    assert np.isnan(decode(lengths=[2**40, 2])[0]).all()
+
+
+def test_masks_are_no_arrays():
+    """numpy would make an array of one object of them."""
+    for x, name in ((MASK, "an AttentionMask"), (CAUSAL, "a Causal")):
+        for function in (np.asarray, jnp.asarray):
+            with pytest.raises(TypeError, match=rf"{name} is not an array: its as_array\(\)"):
+                function(x)
+
+
+def test_a_rate_of_zero_beside_a_key():
+    """As in evaluation: the key is not read."""
+    key = jax.random.key(0)
+    np.testing.assert_array_equal(attend(dropout_rate=0.0, dropout_key=key), attend())
+
+
+def test_more_rows_than_decoding_takes():
+    """The advice of that error: causal(offset=kv_lengths - rows), exact."""
+    rng = np.random.default_rng(0)
+    query, key, value = (
+        jnp.asarray(rng.standard_normal((2, n, 2, 8)), jnp.float32) for n in (17, 40, 40)
+    )
+    lengths = np.array([40, 21])
+    out = packax.flash_attention(query, key, value, packax.causal(offset=lengths - 17))
+    wanted = packax.decode_attention(query[:, 1:], key, value, lengths)
+    np.testing.assert_allclose(out[:, 1:], wanted, rtol=2e-5, atol=2e-6)
