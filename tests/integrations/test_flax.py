@@ -358,6 +358,10 @@ def test_errors_of_shapes_and_options():
     for name in ("return_lse", "return_max_logits"):
         with pytest.raises(ValueError, match=f"{name} is no option of attention_fn"):
             ours.attention_fn(**{name: True})
+    with pytest.raises(ValueError, match=r"give attention_fn=attention_fn\(\), with parentheses"):
+        linen.MultiHeadDotProductAttention(2, attention_fn=ours.attention_fn).init(
+            jax.random.key(0), jnp.ones((2, 8, 16))
+        )
     assert not np.any(
         ours.dot_product_attention(q, q, q, dropout_rate=0.1, deterministic=True)[0] * 0
     )

@@ -97,8 +97,8 @@ def decode_attention(
         kv_starts: (B,) or (B, Sq) integers: the first key that a sequence, or a row, attends
             (padding on the left; chunked attention: kv_starts = p // size * size).
         window: (left, right), Python integers from 0 or None for no limit: a row attends the keys
-            from p - left to p + right, as `sliding_window(left, right)` has it. Keys behind the
-            row's own only with causal=False.
+            from p - left to p + right, as `sliding_window(left, right)` has it. A right above 0
+            needs causal=False.
         causal: False: all rows of a sequence attend all its keys, also those of later rows.
         scale: a finite Python or numpy number, of any sign, or 0; None: 1 / sqrt(Dqk).
         soft_cap: a positive Python or numpy number c: scores become c * tanh(score / c) (Gemma).
