@@ -359,7 +359,7 @@ def test_errors_of_shapes_and_options():
         with pytest.raises(ValueError, match=f"{name} is no option of attention_fn"):
             ours.attention_fn(**{name: True})
     with pytest.raises(ValueError, match=r"give attention_fn=attention_fn\(\), with parentheses"):
-        linen.MultiHeadDotProductAttention(2, attention_fn=ours.attention_fn).init(
+        nn.MultiHeadDotProductAttention(2, attention_fn=ours.attention_fn).init(
             jax.random.key(0), jnp.ones((2, 8, 16))
         )
     assert not np.any(

@@ -57,7 +57,7 @@ def flash_attention(q: Any, k: Any, v: Any, key_mask: Any = None) -> jax.Array:
 
     Returns:
         (batch, heads, q_len, v_dim), dtype of q. 0 where a batch row has no key. One array: `out, _
-        = flash_attention(...)`, as old examples have it, would unpack its batch.
+        = flash_attention(...)` would unpack its batch.
 
     Raises:
         ValueError: shapes or dtypes that are not as above.
