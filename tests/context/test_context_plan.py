@@ -249,7 +249,7 @@ SHARDING = packax.AttentionSharding(P(None, "x"), P(None, "x"))
         ),
         (
             lambda: packax.context_plan(np.zeros(512, int), ranks=2),
-            ["expression must be what the mask is made of", "ndarray"],
+            ["expression must be what the mask is made of", "an array, int64[512]"],
         ),
         (
             lambda: packax.context_plan(CAUSAL, length=512),

@@ -1,6 +1,7 @@
 """Plans of kind "local": documents whole on a rank, the same on host and device, fair and small."""
 
 import functools
+import warnings
 
 import jax
 import jax.extend
@@ -246,3 +247,17 @@ def test_refused(call, texts):
         call()
     for text in texts:
         assert text in str(caught.value)
+
+
+def test_a_shared_part_that_is_too_small_is_said():
+    """shared=1 is one row, not all of them: on the host nothing else says that it does not fit."""
+    expression = packax.documents(np.zeros((1, 1024), int))  # one document, over two ranks
+    with pytest.warns(
+        UserWarning, match=r"do not fit a shared part of \d+ of .* 512 rows.*int cou"
+    ):
+        plan = packax.context_plan(expression, ranks=2, kind="local", shared=1)
+    assert plan.fetched == 512
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert packax.context_plan(expression, ranks=2, kind="local", shared=1.0).fetched == 512
+        packax.context_plan(expression, ranks=2, kind="local")

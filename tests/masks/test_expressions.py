@@ -180,7 +180,7 @@ ARRAY_TEXT = ["bool[8, 8]", "ranges(lo, hi)", "block_sparse(block_mask, block_si
         (lambda: DENSE | packax.causal(), ["`|` joins mask expressions", *ARRAY_TEXT]),
         (lambda: packax.causal() & 3, ["one side is an int"]),
         (lambda: packax.causal & packax.full(), ["one side is the function", "causal(...)"]),
-        (lambda: None | packax.causal(), ["one side is a NoneType"]),
+        (lambda: None | packax.causal(), ["one side is None"]),
         (lambda: packax.causal() & MASK, ["an AttentionMask", "join expressions first"]),
         (lambda: MASK & packax.causal(), ["an AttentionMask", "join expressions first"]),
         (lambda: ~packax.causal(), ["`~` of causal()", "ranges(lo, hi)", "block_sparse(~"]),

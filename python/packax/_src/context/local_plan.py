@@ -13,6 +13,7 @@ import functools
 import itertools
 import math
 import operator
+import warnings
 from typing import Any
 
 import jax
@@ -235,6 +236,14 @@ def _on_host(
             orders, splits = zip(*found, strict=True)
             orders = orders[0][None] if len(orders) == 1 else np.stack(orders)
             return _plan(orders, levels, sizes, np.stack(splits))
+    if shared is not None:
+        rows_given = " and ".join(map(str, shared))
+        warnings.warn(
+            f"the documents do not fit a shared part of {rows_given} of a rank's {own} rows, so "
+            "all rows are shared, as by a plan that keeps nothing local. Give a larger shared= (an "
+            "int counts rows, a float is a share of them), or None to have it chosen",
+            stacklevel=4,
+        )
     return _all_shared(math.prod(levels), keys)
 
 

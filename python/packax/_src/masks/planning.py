@@ -87,8 +87,8 @@ def context_plan(
             of one part that all ranks share. None: on the host the smallest of a few shares that
             keep the most loaded rank at 1.03 of the mean, those of hosts first; on the device it
             must be given, since shapes depend on it. Where it is too small for the documents, on
-            the host all rows are shared; on the device `fallback` says so, and attention gathers
-            all keys.
+            the host all rows are shared, with a warning; on the device `fallback` says so, and
+            attention gathers all keys.
         length: rows of the sequence; needed only where no array of the expression says it.
 
     Returns:
