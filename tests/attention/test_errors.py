@@ -311,6 +311,7 @@ def test_a_mask_cannot_be_written():
         MASK.q_lo = None
 
 
+@pytest.mark.filterwarnings("ignore:causal.* counts rows")
 @pytest.mark.parametrize(
     ("query", "key", "warns"),
     [

@@ -180,7 +180,8 @@ REFUSED = {
     "query, key and value must have one dtype, but have float32, float16 and float32": {
         "key": as_type(K, dtype=jnp.float16)},
     "query must have 1 to 16 rows of a sequence, but has 17: for more, flash_attention with "
-    "ranges(lo, hi). query has shape (2, 17, 8, 64), whose axes are (batch, rows, heads, dim)": {
+    "causal(offset=kv_lengths - 17). query has shape (2, 17, 8, 64), whose axes are (batch, rows, "
+    "heads, dim)": {
         "query": as_type(Q, shape=(2, 17, 8, 64))},
     "value must have the shape of key, (2, 4096, 2) and a head dim, but has "
     "(2, 4095, 2, 64)": {

@@ -192,6 +192,7 @@ def masks(draw):
     return recipe, document, ranges, q_len, kv_len
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # whatever is drawn has its meaning
 @given(masks())
 def test_arrays_and_as_array_are_the_definition(drawn):
     recipe, document, ranges, q_len, kv_len = drawn
