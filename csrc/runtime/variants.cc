@@ -79,8 +79,10 @@ void Append(std::string* list, const std::string& item) {
 // What to type where a part of the table was built, and the whole has kernels for the GPU.
 std::string WholeBuild(int cc) {
   if (*Part() == '\0' || LimitOf(cc) == nullptr) return "";
-  return std::string("; this build has a part of packax's kernels (") + Part() +
-         "): PACKAX_ARCHS=all pip install ./ builds all";
+  std::ostringstream out;
+  out << "; this build has a part of packax's kernels (" << Part()
+      << "): PACKAX_ARCHS=all pip install ./ builds all";
+  return out.str();
 }
 
 std::string Dims(int64_t qk_dim, int64_t v_dim) {

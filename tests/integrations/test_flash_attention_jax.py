@@ -128,9 +128,8 @@ def test_errors(shapes, key_mask, message):
         ("bfloat16", 600, False),
     ],
 )
-def test_kernels_where_there_are_and_xla_for_the_rest(dtype, dim, kernels):
+def test_kernels_where_there_are_and_xla_for_the_rest(extension, dtype, dim, kernels):
     """On every backend: no request of theirs may end in an error for want of a kernel."""
-    pytest.importorskip("packax._ext")
     x = jax.ShapeDtypeStruct((2, 3, 37, dim), dtype)
     traced = jax.jit(jax.grad(lambda *x: ours.causal_flash_attention(*x).sum())).trace(x, x, x)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
