@@ -155,6 +155,34 @@ def test_beside_documents_ranges_and_block_masks():
         np.testing.assert_array_equal(mask.as_array(), both.as_array(LENGTH, LENGTH))
 
 
+def test_spans_end_with_documents_and_segments():
+    """Beside a tree, too, a span ends where the id of documents changes: by walking runs."""
+    documents = packax.documents([3, 5, 3])
+    expression = packax.spans([0, 0, 0]) & documents & packax.tree([0, 0, 0], [-1])
+    np.testing.assert_array_equal(expression.as_array(3, 3), [[1, 0, 0], [0, 1, 0], [1, 0, 1]])
+    tree = trees.batch_of_trees(6, 4, LENGTH, SEGMENTS)
+    rng = np.random.default_rng(2)
+    ids = np.repeat(rng.integers(-1, 3, (4, 15)), 10, axis=1)[:, :LENGTH]
+    images = np.repeat(rng.integers(-1, 2, (4, 30)), 5, axis=1)[:, :LENGTH]
+    allowed = trees.attended_of_batch(tree)
+    both = (ids[..., None] == ids[:, None]) & (ids != -1)[..., None]
+    runs = np.zeros((4, LENGTH), int)
+    for b in range(4):
+        for i in range(1, LENGTH):
+            same = all(x[b, i] == x[b, i - 1] for x in (images, ids, tree.ids))
+            runs[b, i] = runs[b, i - 1] + (not same)
+    in_span = (runs[..., None] == runs[:, None]) & (images != -1)[..., None]
+    wanted = allowed & both & (in_span | np.tri(LENGTH, dtype=bool))
+    for make in (np.asarray, jnp.asarray):
+        of_tree = packax.tree(*map(make, tree))
+        of = [packax.spans(make(images)), packax.documents(make(ids)), of_tree]
+        for order in (of, of[::-1]):
+            expression = order[0] & order[1] & order[2]
+            np.testing.assert_array_equal(expression.as_array(LENGTH, LENGTH), wanted)
+            mask = packax.create_attention_mask(expression)
+            np.testing.assert_array_equal(mask.as_array(), wanted)
+
+
 BROKEN = {  # (segment_ids, parents), and what of it an error names
     "cycle": ([0, 1, 2], [-1, 2, 1], "of segment 1 is 2"),
     "itself": ([0, 1], [-1, 1], "of segment 1 is 1"),

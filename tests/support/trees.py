@@ -49,6 +49,10 @@ def attended(tree: Tree) -> np.ndarray:
     return path[np.ix_(ids, ids)]  # padding is the last segment, which none is above or below
 
 
+def attended_of_batch(tree: Tree) -> np.ndarray:
+    return np.stack([attended(Tree(*x)) for x in zip(*tree, strict=True)])
+
+
 def depths(allowed: np.ndarray) -> np.ndarray:
     """How many earlier tokens each one attends, of `attended`."""
     return np.tril(allowed, -1).sum(-1)

@@ -212,7 +212,7 @@ def _build(
         low, high = ranks.limits(document, interval)
         level = segment_check_of(document, low, high)
     else:
-        lo, hi, end = (ranks.keys(x) for x in ranks.tree_rows(tree, interval))
+        lo, hi, end = (ranks.keys(x) for x in ranks.tree_rows(tree, document.q_ids, interval))
         ranges = (*ranges, (lo, hi))
         after = -1 - jax.lax.broadcasted_iota(jnp.int32, end.shape, 1)
         ids = jnp.zeros_like(end) if document.q_ids is None else document.q_ids

@@ -28,7 +28,7 @@ class Positions(NamedTuple):
 
     q: Array  # (Sq,) or (B, Sq)
     kv: Array  # (Skv,) or (B, Skv)
-    ids: Array | None  # (Sq,) or (B, Sq): segment ids of the rows, where there are documents
+    ids: tuple[Array, ...]  # (Sq,) or (B, Sq) each: of documents, of a tree; a span is of one id
     by_position: bool
 
 
@@ -86,7 +86,7 @@ class MaskExpression(NotAnArray):
         yield self
 
     def places(self, q_len: int, kv_len: int) -> Positions | None:
-        """What the intervals beside it compare, if it says that."""
+        """What the intervals beside it compare, if it says that; without the ids of documents."""
         return None
 
     def check_beside(self, document: Documents | None) -> None:
@@ -208,7 +208,7 @@ class Documents(MaskExpression):
         if self.q_pos is None:
             return None
         kv_pos = self.q_pos if self.kv_pos is None else self.kv_pos
-        return Positions(self.q_pos, kv_pos, self.q_ids, True)
+        return Positions(self.q_pos, kv_pos, (), True)
 
     def _as_array(self, at: Positions) -> Array:
         kv_ids = self.q_ids if self.kv_ids is None else self.kv_ids
@@ -392,9 +392,8 @@ def documents_of(expression: MaskExpression) -> Documents | None:
 
 def places_of(expression: MaskExpression, q_len: int, kv_len: int) -> Positions:
     """What the intervals of the expression compare: positions that a part of it has, or indices."""
-    for part in expression.parts():
-        places = part.places(q_len, kv_len)
-        if places is not None:
-            return places
     q, kv = (np.arange(length, dtype=np.int32) for length in (q_len, kv_len))
-    return Positions(q, kv, getattr(documents_of(expression), "q_ids", None), False)
+    said = (part.places(q_len, kv_len) for part in expression.parts())
+    places = next((x for x in said if x is not None), Positions(q, kv, (), False))
+    document = documents_of(expression)
+    return places if document is None else places._replace(ids=(*places.ids, document.q_ids))

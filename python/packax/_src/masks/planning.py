@@ -286,7 +286,8 @@ def _keys_of_rows(expression: MaskExpression, length: int, xp: ModuleType) -> An
     index: Any = (indices(length) if on_host else xp.arange(length, dtype=np.int32))[None]
     first, last = np.int32(0), np.int32(length - 1)
     document = documents_of(expression)
-    ids, positions = None, index
+    ids: Any = None
+    positions = index
     if document is not None:
         ids = xp.atleast_2d(xp.asarray(document.q_ids))
         begins = xp.concatenate([xp.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], axis=1)
@@ -296,7 +297,8 @@ def _keys_of_rows(expression: MaskExpression, length: int, xp: ModuleType) -> An
     interval = And(tuple(part for part in expression.parts() if isinstance(part, Interval)))
     if interval.members:
         by_position = positions is not index
-        low, high = interval.limits(Positions(positions, positions, ids, by_position))
+        of_rows = () if ids is None else (ids,)
+        low, high = interval.limits(Positions(positions, positions, of_rows, by_position))
         if by_position:  # from a place to the index of the key in the row's document that has it
             ahead = index - positions
             low, high = (None if x is None else plus(x, ahead) for x in (low, high))

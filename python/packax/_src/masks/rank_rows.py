@@ -104,11 +104,10 @@ class RankRows:
         low, high = self._of_sequences(function, document, interval)
         return low, high
 
-    def tree_rows(self, tree: Tree, interval: And) -> list[Any]:
+    def tree_rows(self, tree: Tree, ids: Any, interval: And) -> list[Any]:
         """`tree_rows`, of whole sequences: a tree is about their order."""
-        return self._of_sequences(
-            tree_rows, jax.tree.map(lambda x: self.keys(jnp.atleast_2d(x)), tree), interval
-        )
+        tree = jax.tree.map(lambda x: self.keys(jnp.atleast_2d(x)), tree)
+        return self._of_sequences(tree_rows, (tree, ids), interval)
 
     def _of_sequences(self, function: Callable[..., Any], held: Any, interval: And) -> Any:
         """function(held, interval) on every rank: arrays of each row of whole sequences, or None.

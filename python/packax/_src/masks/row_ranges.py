@@ -59,7 +59,8 @@ def limits_of(document: Document, interval: And, q_len: int) -> Limits:
     ids, interval = structure.unflatten(leaves)
     positions: Any = document.q_pos if by_position else index
     # No interval asks for the positions of keys, except that of spans, whose keys are the rows.
-    return interval.limits(Positions(positions, positions, ids, by_position))
+    of_rows = () if ids is None else (ids,)
+    return interval.limits(Positions(positions, positions, of_rows, by_position))
 
 
 def segment_check_of(document: Document, low: Any, high: Any) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,9 +51,9 @@ class Spans(Interval):
 
     def _changes(self, at: Positions) -> Any:
         """(B or 1, S): where a run of span ids begins, or one of segment ids."""
-        xp = numpy_of(self.ids, *[x for x in at if isinstance(x, jax.Array)])
-        changes = _begins(self.ids, xp)
-        return changes if at.ids is None else changes | _begins(at.ids, xp)
+        xp = numpy_of(self.ids, at.q, at.kv, *at.ids)
+        begins = [_begins(ids, xp) for ids in (self.ids, *at.ids)]
+        return functools.reduce(operator.or_, begins)
 
     def _as_array(self, at: Positions) -> Array:
         changes = self._changes(at)
@@ -63,7 +65,7 @@ class Spans(Interval):
         first = xp.where(same, key, INT32.max).min(axis=-1, keepdims=True)
         last = xp.where(same, key, INT32.min).max(axis=-1, keepdims=True)
         result = self.text._as_array(at) | ((first <= key) & (key <= last))
-        flat = not self.batched and (at.ids is None or at.ids.ndim == 1) and at.q.ndim == 1
+        flat = not self.batched and all(x.ndim == 1 for x in (at.q, *at.ids))
         return result[0] if flat and result.shape[0] == 1 else result
 
     def limits(self, at: Positions) -> Limits:
@@ -128,8 +130,9 @@ def spans(span_ids: ArrayLike, text: MaskExpression | None = None) -> MaskExpres
     """Rows of a span attend the whole span and what `text` gives them; other rows follow `text`.
 
     A span is a maximal run of equal ids other than -1, as of the tokens of an image among text
-    (Gemma 3); beside documents(...) it ends where the segment id changes. By positions, a row of a
-    span attends down to the smallest and up to the largest one of its span, whatever `text` says.
+    (Gemma 3); beside documents(...) or a tree it ends where the segment id changes. By positions, a
+    row of a span attends down to the smallest and up to the largest one of its span, whatever
+    `text` says.
 
     Args:
         span_ids: (B, S) or (S,), any integer dtype that fits int32, in self-attention: a row and

@@ -68,11 +68,11 @@ class Tree(MaskExpression):
                 )
 
     def places(self, q_len: int, kv_len: int) -> Positions:
-        attended = self._as_array(Positions(np.arange(q_len), np.arange(kv_len), None, False))
+        attended = self._as_array(Positions(np.arange(q_len), np.arange(kv_len), (), False))
         earlier = np.arange(kv_len)[None, :] < np.arange(q_len)[:, None]
         xp = numpy_of(attended)
         depth = xp.sum(attended & earlier, axis=-1, dtype=np.int32)
-        return Positions(depth, depth, self.segments()[0], True)
+        return Positions(depth, depth, self.segments()[:1], True)
 
     def _as_array(self, at: Positions) -> Array:
         ids, parents = self.segments()
@@ -220,22 +220,30 @@ def tree_of(expression: MaskExpression) -> Tree | None:
     return next((x for x in expression.parts() if isinstance(x, Tree)), None)
 
 
-def position_limits(nodes: Nodes, interval: And) -> Limits:
-    """The lowest and the highest depth that each row attends, inside its path; None: all of it."""
-    at = Positions(nodes.position, nodes.position, nodes.node, True)
+def position_limits(nodes: Nodes, ids: Any, interval: And) -> Limits:
+    """The lowest and the highest depth that each row attends, inside its path; None: all of it.
+
+    ids: those of documents(...), or None.
+    """
+    of_rows = (nodes.node,) if ids is None else (nodes.node, ids)
+    at = Positions(nodes.position, nodes.position, of_rows, True)
     return interval.limits(at) if interval.members else (None, None)
 
 
-def tree_rows(tree: Tree, interval: And) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(lo, hi, end) of the tokens of whole sequences, (B, S) each.
+def tree_rows(
+    held: tuple[Tree, jax.Array | None], interval: And
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(lo, hi, end) of the tokens of whole sequences, (B, S) each. held: the tree, and the ids of
+    documents(...) or None.
 
     Row i attends key j if lo[i] <= j < hi[i] and i < end[j], one after the subtree of the key's
     segment. In depth-first order a subtree's tokens lie together, so the last says that row i is
     below the key or in its segment; and keys of one path are in the order of their depths, so
     limits of depths are limits of indices.
     """
+    tree, ids = held
     nodes = tree.nodes()
-    low, high = position_limits(nodes, interval)
+    low, high = position_limits(nodes, ids, interval)
     causal = high is nodes.position
     batch = max(x.shape[0] for x in (nodes.position, low, high) if x is not None)
     nodes, low, high = jax.tree.map(
@@ -259,7 +267,7 @@ def tree_keys(tree: Tree, interval: And) -> Any:
     """(B or 1, S): how many keys each row attends, as its path has one for each depth."""
     nodes = tree.nodes()
     xp = numpy_of(nodes.position)
-    low, high = position_limits(nodes, interval)
+    low, high = position_limits(nodes, None, interval)
     first = 0 if low is None else xp.maximum(low, 0)
     last = nodes.last if high is None else xp.minimum(high, nodes.last)
     keys = xp.where(nodes.end > 0, xp.maximum(last - first + 1, 0), 0)
