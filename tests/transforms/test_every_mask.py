@@ -19,81 +19,11 @@ import pytest
 import score_oracle
 from exported import restored
 from lowered import Extension
+from mask_kinds import KINDS, B, S, arrays
 from packax._src.ops import ffi
 
-B, S, HEADS, KV_HEADS, DIM = 3, 14, 2, 1, 8
+HEADS, KV_HEADS, DIM = 2, 1, 8
 RNG = np.random.default_rng(21)
-
-
-def documents(a, **more):
-    return packax.documents(a["ids"], **more)
-
-
-def by_positions(a):
-    return documents(a, positions=a["positions"])
-
-
-# From arrays (B, S), of rows (B,): so that they may be mapped, or have symbolic sizes.
-KINDS = {
-    "full": lambda a: packax.full(),
-    "causal": lambda a: packax.causal(),
-    "causal, offset": lambda a: packax.causal(2) & documents(a),
-    "causal, an offset of each row": lambda a: packax.causal(a["offset"]),
-    "sliding window": lambda a: packax.sliding_window(3, 1),
-    "sliding window, left alone": lambda a: packax.sliding_window(4) & documents(a),
-    "sliding window, offset": lambda a: packax.sliding_window(4, 2, offset=a["offset"]),
-    "sliding window by positions": lambda a: packax.sliding_window(2) & by_positions(a),
-    "chunked": lambda a: packax.causal() & packax.chunked(4),
-    "chunked by positions": lambda a: packax.chunked(3) & by_positions(a),
-    "prefix": lambda a: packax.prefix(a["lengths"]) & documents(a),
-    "prefix of each row": lambda a: packax.prefix(a["span_ids"] + 4) & by_positions(a),
-    "spans": lambda a: packax.spans(a["span_ids"], packax.sliding_window(3)) & documents(a),
-    "documents": lambda a: documents(a),
-    "documents by positions": lambda a: packax.causal() & by_positions(a),
-    "documents, other ids of keys": lambda a: packax.documents(
-        a["ids"], kv_segment_ids=a["span_ids"]
-    ),
-    "ranges": lambda a: packax.ranges(a["lo"], a["lo"] + a["offset"][:, None]) & documents(a),
-    "block sparse": lambda a: packax.block_sparse(a["map"], 1) & by_positions(a),
-    "tree": lambda a: packax.tree(a["segments"], a["parents"]) & packax.causal(),
-    "tree and window": lambda a: (
-        packax.tree(a["segments"], a["parents"]) & packax.sliding_window(3, 1) & documents(a)
-    ),
-    "shared prefix": lambda a: (
-        packax.shared_prefix(a["groups"], a["answers"]) & packax.prefix(a["lengths"])
-    ),
-    "one or the other": lambda a: packax.causal() & packax.chunked(5) | packax.sliding_window(2),
-    "or on one side": lambda a: packax.causal(1) | packax.prefix(a["lengths"]),
-}
-
-
-def arrays(length=S, batch=B, seed=0):
-    rng = np.random.default_rng(seed)
-    ids = rng.integers(-1, 3, (batch, length))
-    return {
-        "ids": ids.astype(np.int32),  # not sorted: rows are tested by elements
-        "positions": rng.integers(0, 9, (batch, length)).astype(np.int32),
-        "span_ids": np.sort(rng.integers(-1, 4, (batch, length))).astype(np.int32),
-        "map": rng.random((batch, length, length)) < 0.4,
-        "lo": rng.integers(-2, length, (batch, length)).astype(np.int32),
-        "lengths": rng.integers(0, length, batch).astype(np.int32),
-        "offset": rng.integers(1, 5, batch).astype(np.int32),
-    } | of_trees(rng, batch, length)
-
-
-def of_trees(rng, batch, length):
-    """A root, two branches, one of which branches again, and a second tree; groups of three."""
-    segments = np.sort(rng.integers(0, 7, (batch, length)))
-    padded = rng.random((batch, length)) < 0.1
-    groups = np.broadcast_to(np.arange(length) // 9, (batch, length))
-    answers = np.broadcast_to(np.arange(length) % 9 // 3 - 1, (batch, length))
-    made = {
-        "segments": np.where(padded, -1, segments),
-        "parents": np.broadcast_to([-1, 0, 1, 1, 0, -1, 5], (batch, 7)),
-        "groups": groups,
-        "answers": answers,
-    }
-    return {name: x.astype(np.int32) for name, x in made.items()}
 
 
 def tensors(dtype, length=S, batch=B):

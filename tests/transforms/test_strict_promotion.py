@@ -2,9 +2,11 @@
 without."""
 
 import contextlib
+import functools
 
 import jax
 import jax.numpy as jnp
+import mask_kinds
 import numpy as np
 import packax
 import pytest
@@ -15,9 +17,16 @@ from packax.integrations import flash_attention_jax, maxtext
 from packax.integrations import flax as for_flax
 
 STRICT = {
+    "dtypes": ["dtypes"],
+    "ranks": ["ranks"],
+    "dtypes, with 64 bits": ["64 bits", "dtypes"],
+}
+MODES = {
     "dtypes": lambda: jax.numpy_dtype_promotion("strict"),
     "ranks": lambda: jax.numpy_rank_promotion("raise"),
+    "64 bits": lambda: with_x64(True),
 }
+with_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
 RNG = np.random.default_rng(4)
 Q, K, V = (jnp.asarray(RNG.normal(size=(2, 24, h, 8)), jnp.float32) for h in (4, 2, 2))
 IDS = np.stack([np.repeat([0, 1, -1], [9, 10, 5]), np.repeat([3, 0], [4, 20])])
@@ -63,9 +72,64 @@ def attention_by(kind, **shared):
     return jax.jit(jax.grad(loss, (0, 1)))(query, key)
 
 
+def shared_prefix(**more):
+    table = jnp.asarray(np.array([[0, 1], [0, 2], [3, 4], [3, 5]], np.int32))
+    pages = jnp.concatenate([K.reshape(6, 8, 2, 8), V.reshape(6, 8, 2, 8)])
+    return packax.decode_shared_prefix(
+        Q.reshape(4, -1, 4, 8)[:, :1], pages, pages, jnp.array([9, 16, 11, 8], jnp.int32),
+        jnp.array([8, 5], jnp.int32), block_table=table, return_lse=True, **more,
+    )  # fmt: skip
+
+
+def attention_of(kind):
+    """Forward and backward of a kind of mask, with everything that changes scores."""
+    made = {name: jnp.asarray(x) for name, x in mask_kinds.arrays(24, 2).items()}
+
+    def loss(*operands):
+        q, k, v, bias, sinks, scale = operands
+        mask = mask_kinds.KINDS[kind](made)
+        out, lse = packax.flash_attention(
+            q, k, v, mask, bias=bias, sinks=sinks, scale=scale, return_lse=True,
+            dropout_rate=0.3, dropout_key=jax.random.key(3),
+        )  # fmt: skip
+        return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.where(jnp.isfinite(lse), lse, 0))
+
+    numbers = jnp.float32(0.5) + jnp.zeros(4, jnp.float32), jnp.float32(0.3)
+    bias = jnp.zeros((1, 1, 24, 24), jnp.float32)
+    return jax.jit(jax.grad(loss, range(6)))(Q, K, V, bias, *numbers)
+
+
+def mapped_bias(dtype, mapped):
+    """The gradients of a bias under vmap, with and without the axis."""
+    bias = jnp.asarray(np.linspace(-1, 1, 2 * 24 * 24).reshape(2, 1, 1, 24, 24), dtype)
+    tensors = [x[:, None].astype(dtype) for x in (Q, K, V)]
+
+    def gradient(q, k, v, bias):
+        def loss(bias):
+            out = packax.flash_attention(q, k, v, packax.causal(), bias=bias)
+            return jnp.sum(out.astype(jnp.float32))
+
+        return jax.grad(loss)(bias)
+
+    if mapped:
+        return jax.vmap(gradient)(*tensors, bias)
+    return jax.vmap(gradient, (0, 0, 0, None))(*tensors, bias[0])
+
+
+KINDS = ("block sparse", "tree and window", "spans", "sliding window by positions", "ranges")
 CALLS = {
     "attention": attention,
     "decoding": decoding,
+    "a shared prefix": shared_prefix,
+    "a shared prefix, sinks": lambda: shared_prefix(sinks=jnp.ones(4, jnp.float32), soft_cap=3.0),
+    **{kind: functools.partial(attention_of, kind) for kind in KINDS},
+    **{
+        f"{dtype} bias under vmap{', mapped' * mapped}": functools.partial(
+            mapped_bias, dtype, mapped
+        )
+        for dtype in ("bfloat16", "float16", "float32")
+        for mapped in (False, True)
+    },
     "keys of dot_product_attention": lambda: packax.dot_product_attention(
         Q, K, V, mask=KEYS[:, None, None]
     ),
@@ -87,7 +151,8 @@ CALLS = {
 def test_same_as_without(call, strict):
     want = jax.tree.leaves(CALLS[call]())
     with contextlib.ExitStack() as stack:
-        stack.enter_context(STRICT[strict]())
+        for mode in STRICT[strict]:
+            stack.enter_context(MODES[mode]())
         got = jax.tree.leaves(CALLS[call]())
     for x, y in zip(got, want, strict=True):
         np.testing.assert_array_equal(x, y)

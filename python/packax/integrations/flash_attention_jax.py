@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from packax._src import attention as _attention
+from packax._src.core.precision import accumulator
 from packax._src.masks.expressions import MaskExpression
 from packax._src.masks.intervals import causal, full
 from packax._src.ops import ffi
@@ -171,7 +172,7 @@ def _causal(query: jax.Array, key: jax.Array, batch: tuple[int, ...]) -> MaskExp
 
 
 def _normalised(x: jax.Array) -> jax.Array:
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = x.astype(accumulator(x.dtype))
     norm = jnp.sqrt(jnp.sum(wide * wide, (-2, -1), keepdims=True))
     return (wide / (norm + _EPSILON)).astype(x.dtype)
 

@@ -16,6 +16,7 @@ from packax._src.core.integers import as_int32
 from packax._src.core.jax_compat import jax_nn_attention
 from packax._src.core.mask import AttentionMask
 from packax._src.core.messages import described
+from packax._src.core.precision import accumulator
 from packax._src.core.shapes import PADDING_SEGMENT_ID, is_symbolic
 from packax._src.masks.block_sparse import block_sparse
 from packax._src.masks.documents import documents, ranges
@@ -154,7 +155,9 @@ def dot_product_attention(
         out = mean_where_empty(out, lse, value)
         lse = jnp.where(lse == -jnp.inf, _MASKED, lse)
         if query_seq_lengths is not None:
-            inside = jnp.arange(rows)[None] < jnp.asarray(query_seq_lengths)[:, None]
+            inside = (
+                jnp.arange(rows, dtype=jnp.int32)[None] < jnp.asarray(query_seq_lengths)[:, None]
+            )
             out = jnp.where(inside[..., None, None], out, 0)
     if not return_residual:
         return out.reshape(shape)
@@ -235,7 +238,7 @@ def mean_where_empty(out: jax.Array, lse: jax.Array, value: jax.Array) -> jax.Ar
     """
     if 0 in (*out.shape, value.shape[1]):
         return out
-    wide = jnp.promote_types(value.dtype, jnp.float32)
+    wide = accumulator(value.dtype)
     mean = jnp.repeat(value.mean(1, keepdims=True, dtype=wide), out.shape[2] // value.shape[2], 2)
     empty = jax.lax.stop_gradient(lse).swapaxes(1, 2)[..., None] == -jnp.inf
     return jnp.where(empty, mean.astype(out.dtype), out)
@@ -331,7 +334,7 @@ def _side(x: Any) -> Any:
     if x.shape != () or not jnp.issubdtype(x.dtype, jnp.number) or jnp.iscomplexobj(x):
         raise ValueError
     if jnp.issubdtype(x.dtype, jnp.floating):
-        x = jnp.floor(x.astype(jnp.promote_types(x.dtype, jnp.float32)))
+        x = jnp.floor(x.astype(accumulator(x.dtype)))
         x = jnp.where(jnp.isnan(x), -_FAR, x)  # no key is that near
     elif x.dtype.itemsize < 4:
         x = x.astype(jnp.int32)

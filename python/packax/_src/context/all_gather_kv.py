@@ -245,7 +245,7 @@ class OwnHeads(NamedTuple):
         number = heads // common
         if heads % group == 0 or group % heads == 0:
             return OwnHeads(number, rank * heads // group)
-        index = (rank * heads + common * jnp.arange(number)) // group
+        index = (rank * heads + common * jnp.arange(number, dtype=jnp.int32)) // group
         return OwnHeads(number, None, index)
 
     def take(self, x: jax.Array) -> jax.Array:

@@ -323,7 +323,7 @@ def next_round(load: Any, areas: Any, xp: ModuleType) -> tuple[Any, Any]:
 
     Returns the new loads, and which of the round's chunks each rank gets.
     """
-    rank = xp.arange(load.shape[0])
+    rank = xp.arange(load.shape[0], dtype=np.int32)
     before = (load[None, :] < load[:, None]) | (
         (load[None, :] == load[:, None]) & (rank[None, :] < rank[:, None])
     )

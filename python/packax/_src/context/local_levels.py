@@ -91,7 +91,7 @@ def best(ops: HostOps, found: Found, shared: int, of_way: Callable[[Any], Any]) 
     area = found.area(enough)
     # Ways that split the same documents are tried once.
     same = (area[:, None] == area) & (need[:, None] == need) & enough
-    enough = enough & (same.argmax(axis=1) == xp.arange(len(area)))
+    enough = enough & (same.argmax(axis=1) == xp.arange(len(area), dtype=np.int32))
     enough = enough & (area <= mean + mean // _FAIR)
     ways = ops.order(xp.where(enough, area, _HUGE))[: len(_ENOUGH)]
     enough = enough[ways]
@@ -113,7 +113,7 @@ def best(ops: HostOps, found: Found, shared: int, of_way: Callable[[Any], Any]) 
     area = xp.where(enough, load(tried), _HUGE)
     equal = ops.least_so_far(area) <= mean + mean // xp.asarray(_ENOUGH)
     last = xp.where(equal.any(), equal.argmax(), len(_ENOUGH))
-    way = xp.where(xp.arange(len(_ENOUGH)) <= last, area, _HUGE).argmin()
+    way = xp.where(xp.arange(len(_ENOUGH), dtype=np.int32) <= last, area, _HUGE).argmin()
     return Assigned(*(x[way] for x in tried)), area[way] <= mean + mean // _FAIR
 
 

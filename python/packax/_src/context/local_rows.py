@@ -119,7 +119,7 @@ def look(ops: HostOps, ids: Any, keys: Any, ranks: int, held: Any) -> Row:
         starts, ends, empty = tokens.starts, tokens.ends, tokens.empty
         first_held = tokens.begin[(tokens.first < held).argmax()]
     else:
-        ids = xp.where(xp.arange(length) < held, PADDING_SEGMENT_ID, ids)
+        ids = xp.where(xp.arange(length, dtype=np.int32) < held, PADDING_SEGMENT_ID, ids)
         sequence = ops.order(ids)
         ids = ids[sequence]
         begins = xp.concatenate([xp.ones(1, bool), ids[1:] != ids[:-1]])

@@ -191,7 +191,8 @@ class AttentionMask(NotAnArray):
             return allowed
         assert mask.block_size is not None
         row, column = (
-            jnp.arange(n) // size for n, size in zip((rows, keys), mask.block_size, strict=True)
+            jnp.arange(n, dtype=jnp.int32) // size
+            for n, size in zip((rows, keys), mask.block_size, strict=True)
         )
         words = jnp.take(jnp.take(mask.block_mask, row, axis=2), column // 32, axis=3)
         of_heads = (words >> (column % 32).reshape(1, 1, 1, -1)) & 1 != 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 Precision = jax.lax.Precision
 _config: Any = jax.config  # its type does not list what it has, in some releases
@@ -25,6 +26,11 @@ _ACCEPTED = (
     "None, a jax.lax.Precision, a jax.lax.DotAlgorithmPreset for float32 or less, the name of one, "
     "or a pair of them"
 )
+
+
+def accumulator(dtype: Any) -> Any:
+    """The dtype of sums of such floats: float64 for float64, else float32."""
+    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
 def checked_precision(precision: Any) -> jax.lax.Precision:

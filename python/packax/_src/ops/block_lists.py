@@ -102,7 +102,7 @@ def entries(
 def met(lists: jax.Array) -> jax.Array:
     """Of a tile's lists (H, 2 + N): whether any head's has the blocks of 128, (ceil(N / 2),)."""
     number = lists.shape[1] - 2
-    listed = jnp.arange(number)[None] < lists[:, :2].sum(axis=1, keepdims=True)
+    listed = jnp.arange(number, dtype=jnp.int32)[None] < lists[:, :2].sum(axis=1, keepdims=True)
     found = jnp.zeros(number, bool).at[lists[:, 2:]].max(listed)
     return _pairs(found, 0, jnp.any)
 
@@ -123,7 +123,8 @@ def _pooled(x: jax.Array, axis: int, block: int, length: Any, how: Any) -> jax.A
     last = jnp.minimum(first + BLOCK, length) - 1
     most = ceil_div(BLOCK, block) + (BLOCK % block != 0 and block % BLOCK != 0)
     indices = jnp.minimum(
-        (first // block)[:, None] + jnp.arange(most)[None], (last // block)[:, None]
+        (first // block)[:, None] + jnp.arange(most, dtype=jnp.int32)[None],
+        (last // block)[:, None],
     )
     return how(jnp.take(x, indices, axis=axis), axis=axis + 1)
 

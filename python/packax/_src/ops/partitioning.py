@@ -30,6 +30,7 @@ from jax.sharding import NamedSharding
 from jaxlib.mlir import ir
 
 from packax._src.core.jax_compat import entered_mesh, lower_with_devices, with_64_bits
+from packax._src.core.precision import accumulator
 from packax._src.core.sharding import Axes, spec
 
 SEQUENCE_SWITCH = "PACKAX_SHARDED_SEQUENCE"
@@ -207,10 +208,7 @@ def _missing(letters: str, axes: dict[str, Axes]) -> Axes:
 
 def _widened(operands: Sequence[Any], numbers: Sequence[int]) -> list[Any]:
     """Those of these numbers in float32, in which their gradients are added up."""
-    return [
-        x.astype(jnp.promote_types(x.dtype, jnp.float32)) if n in numbers else x
-        for n, x in enumerate(operands)
-    ]
+    return [x.astype(accumulator(x.dtype)) if n in numbers else x for n, x in enumerate(operands)]
 
 
 def _with_signature(function: Callable, number: int) -> Callable:
@@ -293,7 +291,7 @@ def _heads_read(heads: int, kv_heads: int, pieces: int) -> Callable[[Any], jax.A
         return None
     local, group = heads // pieces, heads // kv_heads
     step = math.gcd(local, group)
-    return lambda index: (index * local + jnp.arange(0, local, step)) // group
+    return lambda index: (index * local + jnp.arange(0, local, step, dtype=jnp.int32)) // group
 
 
 def _each(all_letters: Sequence[str], arrays: Any, function: Callable) -> tuple[Any, ...]:
@@ -307,7 +305,7 @@ def _each(all_letters: Sequence[str], arrays: Any, function: Callable) -> tuple[
 def _spread(x: jax.Array, dim: int, own: jax.Array, heads: int, axes: Axes) -> jax.Array:
     """Gradients of the heads that each device read, summed to those of all heads."""
     shape = (*x.shape[:dim], heads, *x.shape[dim + 1 :])
-    apart = jnp.zeros(shape, jnp.promote_types(x.dtype, jnp.float32))
+    apart = jnp.zeros(shape, accumulator(x.dtype))
     apart = apart.at[(slice(None),) * dim + (own,)].add(x.astype(apart.dtype))
     return jax.lax.psum(apart, axes).astype(x.dtype)
 

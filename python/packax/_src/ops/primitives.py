@@ -30,6 +30,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
 from packax._src.core.jax_compat import vary_together
+from packax._src.core.precision import accumulator
 from packax._src.core.shapes import BLOCK, TILE, TILE_192, ceil_div, is_symbolic
 from packax._src.ops.operands import MOVING, TENSORS, named
 from packax._src.ops.partitioning import ask_devices
@@ -119,14 +120,10 @@ def _blocks_shapes(q_lo, q_hi, segment_checked, *, kv_len, implementation):
     ]
 
 
-def _real(query: Any) -> Any:
-    return jnp.float64 if query.dtype == jnp.float64 else jnp.float32
-
-
 def forward_results(query: Any, value: Any, heads: int, max_logits: bool) -> list[Any]:
     """Of forward_p; `heads` of the query's are computed."""
     batch, q_len, _, _ = query.shape
-    rows = _like(query, (batch, heads, q_len), _real(query), (0, 2, 1))
+    rows = _like(query, (batch, heads, q_len), accumulator(query.dtype), (0, 2, 1))
     out = _like(query, (*query.shape[:3], value.shape[3]), query.dtype, (0, 1, 2, None))
     return [out, rows, rows] if max_logits else [out, rows]
 
@@ -138,7 +135,9 @@ def backward_results(operands: Sequence[Any], heads: int, params: dict[str, Any]
     gradients = [_like(x, x.shape, x.dtype, range(4)) for x in (query, of["key"], of["value"])]
     if params["score_grads"]:
         batch, q_len, _, _ = query.shape
-        gradients.append(_like(query, (batch, heads, 2, q_len), _real(query), (0, 2, None, 1)))
+        gradients.append(
+            _like(query, (batch, heads, 2, q_len), accumulator(query.dtype), (0, 2, None, 1))
+        )
     if params["bias_grad"]:
         gradients.append(_like(of["bias"], of["bias"].shape, of["bias"].dtype, range(4)))
     return gradients
@@ -277,8 +276,7 @@ _TOGETHER = (
 
 
 def _sum_of_batch(x: jax.Array, axis: int) -> jax.Array:
-    real = jnp.promote_types(x.dtype, jnp.float32)
-    return x.sum(axis, keepdims=True, dtype=real).astype(x.dtype)
+    return x.sum(axis, keepdims=True, dtype=accumulator(x.dtype)).astype(x.dtype)
 
 
 def register_batching(primitive: Primitive, rule: Callable) -> None:
@@ -330,7 +328,7 @@ def _decode_shapes(query, key, value, *operands, **static):
     batch, q_len, heads, _ = query.shape
     return [
         _like(query, (batch, q_len, heads, value.shape[3]), query.dtype, (0, 1, 2, None)),
-        _like(query, (batch, heads, q_len), _real(query), (0, 2, 1)),
+        _like(query, (batch, heads, q_len), accumulator(query.dtype), (0, 2, 1)),
     ]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from packax._src.core.precision import accumulator
 from packax.integrations.maxtext.selection import MASKED
 
 
@@ -29,7 +30,7 @@ def attend(
     """
     batch, rows, heads, dim = query.shape
     kv_heads = key.shape[2]
-    wide = jnp.promote_types(query.dtype, jnp.float32)
+    wide = accumulator(query.dtype)
     grouped = query.reshape(batch, rows, kv_heads, heads // kv_heads, dim)
     options: dict[str, Any] = {"precision": precision, "preferred_element_type": wide}
     logits = jnp.einsum("btkgd,bskd->bkgts", grouped, key, **options)

@@ -49,7 +49,7 @@ def chosen(
         size, count = moba
         chunks = selection.moba(query, key, before, size, count)
         if blocks is not None:
-            chunks, size = chunks[..., jnp.arange(key.shape[1]) // size], 1
+            chunks, size = chunks[..., jnp.arange(key.shape[1], dtype=jnp.int32) // size], 1
         blocks = both(blocks, chunks)
         row = before + np.arange(query.shape[1])  # by index, whatever the positions say
         expression = expression & ranges(np.zeros_like(row), row + 1)

@@ -45,12 +45,12 @@ def moba(query: jax.Array, key: jax.Array, before: int, size: int, count: int) -
     chunks = math.ceil(keys / size)
     padded = jnp.pad(key.astype(jnp.float32), ((0, 0), (0, chunks * size - keys), (0, 0), (0, 0)))
     sums = padded.reshape(batch, chunks, size, kv_heads, dim).sum(2)
-    held = jnp.minimum(size, keys - size * jnp.arange(chunks))
+    held = jnp.minimum(size, keys - size * jnp.arange(chunks, dtype=jnp.int32))
     means = sums / held[:, None, None]
     grouped = query.astype(jnp.float32).reshape(batch, rows, kv_heads, heads // kv_heads, dim)
     gate = jnp.einsum("btkgd,bnkd->bkgtn", grouped, means, precision="highest")
-    own = (before + jnp.arange(rows))[:, None] // size
-    chunk = jnp.arange(chunks)
+    own = (before + jnp.arange(rows, dtype=jnp.int32))[:, None] // size
+    chunk = jnp.arange(chunks, dtype=jnp.int32)
     gate = jnp.where(chunk < own, gate, -jnp.inf)
     gate = jax.lax.stop_gradient(jnp.where(chunk == own, jnp.inf, gate))
     _, chosen = jax.lax.top_k(gate, min(count, chunks))
