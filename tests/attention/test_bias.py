@@ -11,6 +11,7 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import jaxprs
 import numpy as np
 import packax
 import pytest
@@ -155,6 +156,31 @@ def test_vmap(mapped):
     apart = [jax.grad(one, 3)(*(x[n] for x in (query, key, value)),
         bias[n] if mapped else bias) for n in range(3)]  # fmt: skip
     np.testing.assert_allclose(got, np.stack(apart) if mapped else sum(apart), atol=2e-5)
+
+
+@pytest.mark.parametrize("way", ["out", "gradient", "tangent", "gradient of a sum"])
+@pytest.mark.parametrize("mapped", [True, False])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_vmap_does_not_repeat_it_for_the_batch(batch, mapped, way):
+    """Of an array for all batch rows, nothing is larger than one for each mapped element."""
+    n, length = 3, 256
+    bias = jnp.zeros((n, 1, 2, length, length)[not mapped :])
+    query = jnp.zeros((n, batch, length, 2, 8))
+
+    def one(query, bias):
+        out = packax.flash_attention(query, query, query, packax.causal(), bias=bias)
+        return jnp.sin(out).sum()
+
+    ways = {
+        "out": lambda q, b: packax.flash_attention(q, q, q, packax.causal(), bias=b),
+        "gradient": jax.grad(one, 1),
+        "tangent": lambda q, b: jax.jvp(one, (q, b), (q, b)),
+    }
+    axes = (0, 0 if mapped else None)
+    function = jax.vmap(ways.get(way, one), axes)
+    if way not in ways:
+        function = jax.grad(lambda q, b: jax.vmap(one, axes)(q, b).sum(), 1)
+    assert jaxprs.largest(function, query, bias) <= n * 2 * length**2
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import jaxprs
 import numpy as np
 import packax
 import philox
@@ -123,6 +124,27 @@ def test_vmap_over_keys_and_inputs():
     got = jax.grad(lambda x: jax.vmap(loss)(x, keys).sum())(x)
     apart = [jax.grad(loss)(x[n], keys[n]) for n in range(3)]
     np.testing.assert_allclose(got, np.stack(apart), atol=2e-5)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("way", ["out", "gradient", "tangent"])
+def test_under_vmap_every_batch_row_has_its_streams(batch, way):
+    """The kernels read them by batch row, also where no key is mapped."""
+    x = jnp.zeros((3, batch, 40, 2, 8))
+
+    def loss(x):
+        out = packax.flash_attention(x, x, x, packax.causal(), dropout_rate=0.4, dropout_key=KEY)
+        return jnp.sin(out).sum()
+
+    ways = {"out": loss, "gradient": jax.grad(loss), "tangent": lambda x: jax.jvp(loss, (x,), (x,))}
+    shapes = [
+        (query.aval.shape, extra.aval.shape)
+        for equation in jaxprs.equations(jax.make_jaxpr(jax.vmap(ways[way]))(x))
+        for query, extra in [(equation.invars[0], x) for x in equation.invars[3:]]
+        if equation.primitive.name.startswith(("packax_forward", "packax_backward"))
+        and extra.aval.dtype == jnp.uint32
+    ]
+    assert shapes and all(x == ((3 * batch, 40, 2, 8), (3 * batch, 2, 4)) for x in shapes), shapes
 
 
 def test_second_derivatives():

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 
 
 def count(name, function, *args):
     """How often a primitive occurs in the jaxpr of a call, at any depth."""
+    return sum(x.primitive.name == name for x in equations(jax.make_jaxpr(function)(*args)))
 
-    def walk(jaxpr):
-        found = 0
-        for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-            found += equation.primitive.name == name
-            inner = jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr)
-            found += sum(walk(x) for x in inner if _is_jaxpr(x))
-        return found
 
-    return walk(jax.make_jaxpr(function)(*args))
+def largest(function, *args):
+    """The most elements that an array of the jaxpr of a call has, at any depth."""
+    traced = equations(jax.make_jaxpr(function)(*args))
+    return max(math.prod(x.aval.shape) for equation in traced for x in equation.outvars)
+
+
+def equations(jaxpr):
+    """Those of a jaxpr, at any depth."""
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield equation
+        inner = jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr)
+        for x in inner:
+            if _is_jaxpr(x):
+                yield from equations(x)
 
 
 def _is_jaxpr(x):

@@ -218,32 +218,38 @@ def _batching_rule(operands: Sequence[jax.Array], dims: Sequence[int | None]) ->
     )
 
 
-def _batch_mask(primitive: Primitive, operands, dims, **params):
+def _batch_mask(primitive: Primitive, sharded: bool, operands, dims, **params):
     folding = _batching_rule(operands, dims)
     folded = [folding.fold(x, d) for x, d in zip(operands, dims, strict=True)]
     return folding.unfold(primitive.bind(*folded, **params))
 
 
 def batch_attention(
-    primitive: Primitive, tensors: int, operands, dims, tangents=(), tangent_dims=(), *,
-    extras, **params,
+    primitive: Primitive, tensors: int, sharded: bool, operands, dims, tangents=(),
+    tangent_dims=(), *, extras, **params,
 ):  # fmt: skip
     """The first `tensors` operands have the batch; mask operands and extras have it, or 1.
 
     `tangents`: of the tensors and of the extras that move, which are folded as those are.
     """
+    biases = _of_bias(operands, dims, tangents, tangent_dims, extras)
+    bias_grad = params.get("bias_grad", False)
+    batch = operands[0].shape[_batch_axis(dims[0])]
+    one_for_batch = batch != 1 and any(x.shape[_batch_axis(d)] == 1 for x, d in biases)
+    apart = bias_grad or any(d is not None for _, d in biases)
+    if one_for_batch and apart and not sharded:  # folded, the bias would be repeated for the batch
+        every, all_dims = (*operands, *tangents), (*dims, *tangent_dims)
+        return _one_by_one(primitive, every, all_dims, extras=extras, **params)
     folding = _batching_rule((*operands, *tangents), (*dims, *tangent_dims))
     values = list(zip(operands, dims, strict=True))
     moved = list(zip(tangents, tangent_dims, strict=True))
     folded = [folding.fold(x, d) for x, d in values[:tensors]]
     new = [folding.fold(x, d) for x, d in moved[:tensors]]
-    batch = folded[0].shape[0] // folding.size
     end = len(operands) - len(extras)
     of_extra = dict(zip(extras, values[end:], strict=True))
     move = iter(moved[tensors:])
     with_tangent = {name: next(move) for name in extras if name in MOVING and moved}
-    bias_grad = params.get("bias_grad", False)
-    expanded = bias_grad and of_extra["bias"][0].shape[_batch_axis(of_extra["bias"][1])] == 1
+    expanded = bias_grad and biases[0][0].shape[_batch_axis(biases[0][1])] == 1
     for group in (None, *_TOGETHER):
         if group is None:
             own, other = values[tensors:end], []
@@ -251,7 +257,8 @@ def batch_attention(
             own = [of_extra[name] for name in group if name in of_extra]
             other = [with_tangent[name] for name in group if name in with_tangent]
         both = own + other
-        if group == ("bias",) and expanded:  # each element's gradient is its own
+        if group == ("dropout_streams",) or (group == ("bias",) and expanded):
+            # Of bits every batch row has its own, and of the bias every element its own gradient.
             placed = [folding.place(x, d) for x, d in both]
             made = [folding.merged(x, batch) for x in placed]
         else:
@@ -272,7 +279,31 @@ _TOGETHER = (
     ("dropout_streams",),
     ("dropout_rows",),
 )
-"""Extras that have the batch together, or all 1."""
+"""Extras that have the batch together, or all 1; dropout_streams have it always."""
+
+
+def _of_bias(operands, dims, tangents, tangent_dims, extras) -> list[tuple[Any, int | None]]:
+    """The bias and its tangent, with their mapped axes; those that there are."""
+    if "bias" not in extras:
+        return []
+    at = len(operands) - len(extras) + extras.index("bias")
+    found = [(operands[at], dims[at])]
+    if tangents:  # the last: no other extra that moves stands behind the bias
+        found.append((tangents[-1], tangent_dims[-1]))
+    return found
+
+
+def _one_by_one(primitive: Primitive, operands, dims, **params):
+    """A loop over the mapped axis, for which nothing is repeated."""
+    mapped = [jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True) if d is not None]
+
+    def one(some):
+        rest = iter(some)
+        every = (x if d is None else next(rest) for x, d in zip(operands, dims, strict=True))
+        return tuple(primitive.bind(*every, **params))
+
+    results = jax.lax.map(one, mapped)
+    return results, [0] * len(results)
 
 
 def _sum_of_batch(x: jax.Array, axis: int) -> jax.Array:
@@ -280,13 +311,18 @@ def _sum_of_batch(x: jax.Array, axis: int) -> jax.Array:
 
 
 def register_batching(primitive: Primitive, rule: Callable) -> None:
-    def batched(operands, dims, **params):
-        size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
-        if not is_symbolic(size) and size == 0:
-            return _of_no_element(primitive, operands, dims, **params)
-        return rule(primitive, operands, dims, **params)
+    """rule(primitive, whether the mapped axis is divided over a mesh, operands, dims, **params)."""
 
-    batching.primitive_batchers[primitive] = batched
+    def batched(axis_data, operands, dims, **params):
+        if all(d is None for d in dims):
+            results = primitive.bind(*operands, **params)
+            return results, [None] * len(results)
+        if not is_symbolic(axis_data.size) and axis_data.size == 0:
+            return _of_no_element(primitive, operands, dims, **params)
+        names = axis_data.spmd_name, getattr(axis_data, "explicit_mesh_axis", None)
+        return rule(primitive, any(x is not None for x in names), operands, dims, **params)
+
+    batching.fancy_primitive_batchers[primitive] = batched
 
 
 def _of_no_element(primitive: Primitive, operands, dims, **params):
@@ -304,12 +340,12 @@ register_batching(documents_p, _batch_mask)
 register_batching(blocks_p, _batch_mask)
 
 
-def _batch_forward(primitive, operands, dims, **params):
-    return batch_attention(primitive, len(TENSORS["forward"]), operands, dims, **params)
+def _batch_forward(primitive, sharded, operands, dims, **params):
+    return batch_attention(primitive, len(TENSORS["forward"]), sharded, operands, dims, **params)
 
 
-def _batch_backward(primitive, operands, dims, **params):
-    return batch_attention(primitive, len(TENSORS["backward"]), operands, dims, **params)
+def _batch_backward(primitive, sharded, operands, dims, **params):
+    return batch_attention(primitive, len(TENSORS["backward"]), sharded, operands, dims, **params)
 
 
 register_batching(forward_p, _batch_forward)
@@ -339,7 +375,7 @@ def _decode_gradient(primals, tangents, **params):
     )
 
 
-def _batch_decode(primitive, operands, dims, *, paged, has_sinks, **params):
+def _batch_decode(primitive, sharded, operands, dims, *, paged, has_sinks, **params):
     """Caches that are not mapped stay one: the folded batch finds its rows of it by a table."""
     folding = _batching_rule(operands, dims)
     size = folding.size

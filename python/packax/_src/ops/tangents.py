@@ -80,10 +80,12 @@ def _add_tangent(of: Primitive, name: str, tensors: int, function: Callable[...,
     def _(ctx, *operands, implementation, **params):
         return lower(ctx, *operands, params=tuple(params.items()))
 
-    def batch(p, operands, dims, **params):
+    def batch(p, sharded, operands, dims, **params):
         # Tensors with the tensors, scales with the scales: what goes together has one batch.
         (old, new), (old_dims, new_dims) = (split(x, params["extras"]) for x in (operands, dims))
-        return primitives.batch_attention(p, tensors, old, old_dims, new, new_dims, **params)
+        return primitives.batch_attention(
+            p, tensors, sharded, old, old_dims, new, new_dims, **params
+        )
 
     primitives.register_batching(primitive, batch)
 
