@@ -29,22 +29,24 @@ MODES = {
 with_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
 RNG = np.random.default_rng(4)
 Q, K, V = (jnp.asarray(RNG.normal(size=(2, 24, h, 8)), jnp.float32) for h in (4, 2, 2))
-IDS = np.stack([np.repeat([0, 1, -1], [9, 10, 5]), np.repeat([3, 0], [4, 20])])
+IDS = np.stack([np.repeat([0, 1, -1], [9, 10, 5]), np.repeat([3, 0], [4, 20])]).astype(np.int32)
 KEYS = jnp.asarray(RNG.random((2, 24)) < 0.7)
-LONG = jnp.asarray(np.repeat([[0, 1]], [300, 212], axis=1))
+LONG = jnp.asarray(np.repeat([[0, 1]], [300, 212], axis=1), jnp.int32)
 
 
 def attention():
     def loss(q, k, v):
         mask = packax.causal() & packax.documents(jnp.asarray(IDS))
-        out = packax.flash_attention(q, k, v, mask, soft_cap=9.0, bias=packax.alibi(jnp.ones(4)))
+        out = packax.flash_attention(
+            q, k, v, mask, soft_cap=9.0, bias=packax.alibi(jnp.ones(4, jnp.float32))
+        )
         return jnp.sum(jnp.sin(out))
 
     return jax.grad(loss, (0, 1, 2))(Q, K, V)
 
 
 def decoding():
-    return packax.decode_attention(Q[:, :2], K, V, jnp.array([24, 7]), window=(5, 0))
+    return packax.decode_attention(Q[:, :2], K, V, jnp.array([24, 7], jnp.int32), window=(5, 0))
 
 
 def maxtexts_op():
@@ -60,13 +62,13 @@ def attention_by(kind, **shared):
     mesh = jax.make_mesh((2,), ("context",), axis_types=auto, devices=jax.devices()[:2])
     spec = jax.sharding.PartitionSpec(None, "context")
     sharding = packax.AttentionSharding(query=spec, key_value=spec, mesh=mesh)
-    query, key = jnp.ones((1, 512, 2, 8)), jnp.ones((1, 512, 1, 8))
+    query, key = (jnp.ones((1, 512, n, 8), jnp.float32) for n in (2, 1))
 
     def loss(query, key):
         expression = packax.causal() & packax.documents(LONG)
         plan = packax.context_plan(expression, sharding=sharding, kind=kind, **shared)
         mask = packax.create_attention_mask(expression, sharding=sharding, plan=plan)
-        out = packax.flash_attention(query, key, key, mask, sinks=jnp.ones(2))
+        out = packax.flash_attention(query, key, key, mask, sinks=jnp.ones(2, jnp.float32))
         return jnp.sum(jnp.sin(out))
 
     return jax.jit(jax.grad(loss, (0, 1)))(query, key)

@@ -58,7 +58,7 @@ class Spans(Interval):
     def _as_array(self, at: Positions) -> Array:
         changes = self._changes(at)
         xp = numpy_of(changes)
-        run = xp.cumsum(changes, axis=-1)
+        run = xp.cumsum(changes, axis=-1, dtype=np.int32)
         inside = xp.broadcast_to(self.ids != NO_SPAN, run.shape)
         same = (run[..., :, None] == run[..., None, :]) & inside[..., None]
         key = at.kv[..., None, :]

@@ -94,7 +94,9 @@ class Tree(MaskExpression):
         attended = xp.take_along_axis(of_rows, at_segment[..., None, :], axis=-1)
         # A segment stands before those below it, and these stand side by side.
         last = xp.where(above, name[:, None], -1).max(-2)
-        orders = (last - name + 1 == above.sum(-2)) & (parents < name) & (parents >= -1)
+        orders = (
+            (last - name + 1 == above.sum(-2, dtype=np.int32)) & (parents < name) & (parents >= -1)
+        )
         later = np.arange(ids.shape[-1])
         comes_back = (ids[..., :, None] < ids[..., None, :]) & (later[None, :] < later[:, None])
         falls = (comes_back & real[..., :, None] & real[..., None, :]).any((-2, -1))

@@ -102,7 +102,9 @@ def entries(
 def met(lists: jax.Array) -> jax.Array:
     """Of a tile's lists (H, 2 + N): whether any head's has the blocks of 128, (ceil(N / 2),)."""
     number = lists.shape[1] - 2
-    listed = jnp.arange(number, dtype=jnp.int32)[None] < lists[:, :2].sum(axis=1, keepdims=True)
+    listed = jnp.arange(number, dtype=jnp.int32)[None] < lists[:, :2].sum(
+        axis=1, keepdims=True, dtype=jnp.int32
+    )
     found = jnp.zeros(number, bool).at[lists[:, 2:]].max(listed)
     return _pairs(found, 0, jnp.any)
 
