@@ -15,6 +15,8 @@ import pytest
 from plain_jit import (
     BATCH,
     CASES,
+    HEADS,
+    LENGTH,
     MOVES,
     assert_equal,
     both,
@@ -96,6 +98,49 @@ def test_meshes(kind, entered):
         function = jax.jit(both(CASES["lse"]))
         assert not set(collectives(function.lower(*args).compile())) & set(MOVES)
         assert_equal(function(*args), expected("lse", 2))
+
+
+SCORES = {  # what has a gradient beside query, key and value, and how it may be sharded
+    "sinks": (lambda x: {"sinks": x}, (HEADS,), [(), ("tensor",)]),
+    "slopes": (lambda x: {"bias": packax.alibi(x)}, (HEADS,), [(), ("tensor",)]),
+    "scale": (lambda x: {"scale": x}, (), [()]),
+    "bias": (
+        lambda x: {"bias": x},
+        (1, HEADS, LENGTH, LENGTH),
+        [(), (None, "tensor")],
+    ),
+}
+
+
+@pytest.mark.parametrize("heads", ["tensor", None])
+@pytest.mark.parametrize("name", SCORES)
+def test_gradients_of_scores_on_an_explicit_mesh(name, heads):
+    """Whatever types say of the heads, a gradient is sharded as its primal is."""
+    mesh = mesh_of("Explicit")
+    options, shape, specs = SCORES[name]
+    x = jnp.asarray(np.random.default_rng(3).random(shape), jnp.float32)
+    query, key, value, _ = tensors()
+
+    def loss(x, query, key, value):
+        out = packax.flash_attention(query, key, value, packax.causal(), **options(x))
+        return jnp.sin(out).sum()
+
+    gradients = jax.grad(loss, range(4))
+    want = gradients(x, query, key, value)
+    args = (put(mesh, y, "data", None, heads) for y in (query, key, value))
+    with jax.set_mesh(mesh):
+        args = tuple(args)
+        for spec in specs:
+            placed = put(mesh, x, *spec)
+            for function in (gradients, jax.jit(gradients)):
+                got = function(placed, *args)
+                for y, z, primal in zip(got, want, (placed, *args), strict=True):
+                    assert jax.typeof(y) == jax.typeof(primal)
+                    np.testing.assert_allclose(y, z, rtol=1e-4, atol=2e-5)
+        if name != "bias":
+            second = jax.jit(jax.grad(lambda *y: gradients(*y)[0].sum()))(placed, *args)
+            wanted = jax.grad(lambda *y: gradients(*y)[0].sum())(x, query, key, value)
+            np.testing.assert_allclose(second, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_vmap_over_a_sharded_axis():

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
 from packax._src.core.integers import as_int32
@@ -165,16 +167,15 @@ def scores_of(
 
     The lengths are those of whole sequences.
     """
-    heads = query.shape[2]
     real = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
-    scores = Scores(_per_head("sinks", "logit", sinks, heads, layout))
+    scores = Scores(_per_head("sinks", "logit", sinks, query, layout))
     if isinstance(scale, jax.Array):
         scores = scores._replace(scale=_placed(scale.astype(real)[None], layout, ()))
     if bias is None:
         return scores, ()
     if not isinstance(bias, Alibi):
         return scores._replace(bias=_bias_array(bias, query, kv_len, layout)), ()
-    slopes = _per_head("slopes", "slope", bias.slopes, heads, layout)
+    slopes = _per_head("slopes", "slope", bias.slopes, query, layout)
     if slopes is None:
         raise ValueError("slopes must be an array of floats, but is None")
     places: tuple[jax.Array, ...] = ()
@@ -216,9 +217,10 @@ def _placed(x: jax.Array, layout: Layout | None, *dims: Any) -> jax.Array:
 
 
 def _per_head(
-    name: str, what: str, given: Any, heads: int, layout: Layout | None
+    name: str, what: str, given: Any, query: jax.Array, layout: Layout | None
 ) -> jax.Array | None:
-    """(H,) as an array of floats, or None."""
+    """(H,) as an array of floats, or None; on an explicit mesh sharded as the heads are."""
+    heads = query.shape[2]
     if given is None:
         return None
     try:
@@ -232,7 +234,13 @@ def _per_head(
             f"{name} must have shape ({heads},), one {what} per head of query, but has "
             f"{given.shape}"
         )
-    return _placed(given, layout, () if layout is None else layout.heads)
+    if layout is not None:
+        return layout.place(given, layout.heads)
+    sharding = jax.typeof(query).sharding
+    of_heads, own = ((*x.spec, *[None] * 4) for x in (sharding, jax.typeof(given).sharding))
+    if own[0] == of_heads[2]:
+        return given
+    return jax.sharding.reshard(given, NamedSharding(sharding.mesh, P(of_heads[2])))
 
 
 def _check_cut(bias: Alibi, layout: Layout | None) -> None:
