@@ -111,6 +111,41 @@ def test_explicit_axis_types(sharding):
     assert_same(got, one_device(kind))
 
 
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("arrive", ["replicated", "before the mesh", "as numpy", "otherwise"])
+def test_inputs_of_another_sharding_are_resharded(arrive, kind):
+    """query, key, value and a mask that was built without one; gradients are sharded as inputs."""
+    mesh = mesh_of(1, 2, 2, 2, kind=kind)
+    query, key, value, *_ = tensors()
+    expression = packax.causal() & packax.documents(ROWS)
+    unsharded = packax.create_attention_mask(expression)
+    rows = P(BATCH_AXES, None, "tensor")
+    whole = packax.AttentionSharding(query=rows, key_value=rows)
+
+    def gradients(query, key, value, mask, sharding):
+        def loss(*tensors):
+            return jnp.sum(jnp.sin(packax.flash_attention(*tensors, mask, sharding=sharding)))
+
+        return jax.grad(loss, (0, 1, 2))(query, key, value)
+
+    want = gradients(query, key, value, unsharded, None)
+    place = {
+        "replicated": lambda x: jax.device_put(x, P()),
+        "before the mesh": lambda x: x,
+        "as numpy": np.asarray,
+        "otherwise": lambda x: jax.device_put(x, P(None, ("context", "fsdp"))),
+    }[arrive]
+    with jax.set_mesh(mesh):
+        args = [place(x) for x in (query, key, value)]
+        of_ranks = packax.create_attention_mask(expression, sharding=FULL)
+        for mask, sharding in ((expression, FULL), (of_ranks, None), (unsharded, whole)):
+            got = jax.jit(functools.partial(gradients, sharding=sharding))(*args, mask)
+            for x, y, z in zip(got, want, args, strict=True):
+                np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
+                if kind == "Explicit" and arrive in ("otherwise", "replicated"):
+                    assert jax.typeof(x) == jax.typeof(z)
+
+
 @pytest.mark.parametrize("heads,kv_heads,tensor", [(8, 1, 4), (8, 2, 4), (12, 2, 4)])
 def test_key_value_heads_replicated_under_query_heads(heads, kv_heads, tensor):
     """One head for all, a head for two ranks, a rank with parts of two heads."""

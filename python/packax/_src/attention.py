@@ -222,6 +222,8 @@ def flash_attention(
     layout = _layout(mask, sharding)
     gather_head_groups = checked_head_groups(gather_head_groups)
     check_request(query, key, value, layout, gather_head_groups)
+    if layout is not None:
+        query, key, value = layout.place_tensors(query, key, value)
     check_implementation(implementation)
     for name, flag in (
         ("return_lse", return_lse),
@@ -249,6 +251,9 @@ def flash_attention(
         )
     check_mask(mask, query.shape, key.shape, q_len, kv_len, layout)
     built = mask.with_batch()
+    if layout is not None:
+        dims = built.specs(lambda *dims: dims, layout.batch, layout.context, layout.heads)
+        built = jax.tree.map(lambda x, of: layout.place(x, *of), built, dims)
     if dropout_rate is None and dropout_key is not None:
         raise ValueError(
             "dropout_key was given without dropout_rate: give both, a rate of 0 for none"

@@ -40,6 +40,8 @@ class AttentionSharding:
             uses those of its query heads).
         mesh: needed only where no mesh is set (`jax.set_mesh(mesh)`).
 
+    Arrays that arrive sharded in another way are resharded, on mesh axes of any type.
+
     Inside a `shard_map` of your own over some of these axes, arrays are this rank's pieces along
     them, and only the others (if any) are mapped here.
 
@@ -119,6 +121,13 @@ class Layout:
         # Without a mesh in the context a spec alone says nothing.
         placed = where if self.mesh is None else NamedSharding(self.mesh, where)
         return jax.sharding.reshard(x, placed)
+
+    def place_tensors(
+        self, query: jax.Array, key: jax.Array, value: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        of_keys = self.batch, self.kv_context, self.kv_heads
+        query = self.place(query, self.batch, self.context, self.heads)
+        return query, self.place(key, *of_keys), self.place(value, *of_keys)
 
     def gathers(
         self, kv_heads: int, groups: HeadGroups, backward: bool, ranks: int | None = None
