@@ -14,7 +14,8 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
-from packax._src.ops import lowering, primitives
+from packax._src.ops import lowering
+from packax._src.ops.batching_rules import batch_attention, register_batching
 from packax._src.ops.operands import MOVING, TENSORS
 from packax._src.ops.primitives import backward_p, forward_p
 from packax._src.ops.rules import lower_xla
@@ -83,11 +84,9 @@ def _add_tangent(of: Primitive, name: str, tensors: int, function: Callable[...,
     def batch(p, sharded, operands, dims, **params):
         # Tensors with the tensors, scales with the scales: what goes together has one batch.
         (old, new), (old_dims, new_dims) = (split(x, params["extras"]) for x in (operands, dims))
-        return primitives.batch_attention(
-            p, tensors, sharded, old, old_dims, new, new_dims, **params
-        )
+        return batch_attention(p, tensors, sharded, old, old_dims, new, new_dims, **params)
 
-    primitives.register_batching(primitive, batch)
+    register_batching(primitive, batch)
 
     def refuse(primals, tangents, **params):
         raise NotImplementedError(NO_MORE_DERIVATIVES)
