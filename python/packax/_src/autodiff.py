@@ -7,7 +7,9 @@ linear functions that jax may run forward (jvp) or transpose (grad), and both wa
     gradients:  forward  J^T dc + d/dx(J^T c) u       transposed  (J w, d/dx(J^T c) w)
 
 The last one holds because d/dx(J^T c) is the Hessian of c . attention(x), which is symmetric: so
-second derivatives need no transpose of a loop, only jvps of the loops (ops/tangents.py).
+second derivatives need no transpose of a loop, only jvps of the loops (ops/tangents.py). For the
+same reason the derivative of J u, for a fixed u, has a transpose, d/dx(J^T c) u: so a loss may hold
+a jvp of attention (`_OfTangents`). Run forward it would be a jvp of a jvp, which there is not.
 
 jax's own custom_vjp has no forward mode, and custom_jvp no transpose that is not traced; so these
 are primitives, each with a `rule` that says what it computes on flat operands.
@@ -113,6 +115,39 @@ class _OfAttention(NamedTuple):
         rule = _Gradients(self.attention._replace(call=call))
         return _bind(rule, [*residuals, dout, *([] if dlse is None else [dlse])])
 
+    def of_residuals(self, moving: tuple[bool, ...]) -> tuple[_OfTangents, tuple[bool, ...]]:
+        # The results among the residuals are functions of the inputs, and are not read.
+        inputs = moving[: self.attention.inputs]
+        read = (*inputs, *[False] * (len(moving) - len(inputs)))
+        return _OfTangents(self, inputs), read
+
+
+class _OfTangents(NamedTuple):
+    """From tangents of the moving inputs to those of J u, for a fixed u.
+
+    Residuals: operands and results of the attention, then u.
+    """
+
+    inner: _OfAttention
+    moving: tuple[bool, ...]  # which inputs
+
+    def apply(self, tangents: Arrays, residuals: Arrays) -> Arrays:
+        raise NotImplementedError(NO_MORE_DERIVATIVES)
+
+    def transpose(self, cotangents: Arrays, residuals: Arrays) -> Arrays:
+        attention = self.inner.attention
+        operands, along = _split(residuals, len(residuals) - sum(self.inner.moving))
+        out, *rest = operands[attention.tree.num_leaves :]
+        dout, dlse = cotangents[:2]
+        dout = jnp.zeros_like(out) if dout is None else dout
+        call = attention.call._replace(
+            needs_grad=self.moving, return_lse=dlse is not None, return_max_logits=False
+        )
+        operands = [*operands[: attention.tree.num_leaves], out, rest[0], dout]
+        operands += [] if dlse is None else [dlse]
+        gradients = _Gradients(attention._replace(call=call))
+        return _OfGradients(gradients, self.inner.moving).apply(along, operands)
+
 
 class _OfGradients(NamedTuple):
     """From tangents of operands to those of the gradients; residuals: operands, results.
@@ -187,6 +222,11 @@ class _MappedTangents(NamedTuple):
     def apply(self, tangents: Arrays, residuals: Arrays) -> Arrays:
         mapped = self.axis.vmap(self.rule.apply, self.tangents, self.residuals)
         return mapped(tangents, residuals)
+
+    def of_residuals(self, moving: tuple[bool, ...]) -> tuple[_MappedTangents, tuple[bool, ...]]:
+        rule, read = _of_residuals(self.rule, moving)
+        tangents = tuple(_chosen(read, self.residuals))
+        return _MappedTangents(rule, tangents, self.residuals + self.tangents, self.axis), read
 
     def transpose(self, cotangents: Arrays, residuals: Arrays) -> Arrays:
         mapped = self.axis.vmap(self.rule.transpose, (0,) * len(cotangents), self.residuals)
@@ -313,13 +353,34 @@ def _linear_transpose(cotangents, *operands, rule, results, tangents):
 
 def _linear_jvp(primals, moved, *, rule, results, tangents):
     params = {"rule": rule, "results": results, "tangents": tangents}
+    like, rest = _split(primals, results)
+    at, held = _split(rest, tangents)
     linear, residuals = _split(moved[results:], tangents)
-    if any(type(x) is not ad.Zero for x in residuals):
-        raise NotImplementedError(NO_MORE_DERIVATIVES)
     values = linear_p.bind(*primals, **params)
-    some = map(ad.instantiate_zeros, linear)
-    along = linear_p.bind(*primals[:results], *some, *primals[results + tangents :], **params)
-    return values, along
+    terms = []
+    if any(type(x) is not ad.Zero for x in linear):
+        along = map(ad.instantiate_zeros, linear)
+        terms.append(linear_p.bind(*like, *along, *held, **params))
+    moving = tuple(type(x) is not ad.Zero for x in residuals)
+    if any(moving):
+        of_residuals, read = _of_residuals(rule, moving)
+        some = _chosen(read, residuals)
+        terms.append(
+            linear_p.bind(
+                *like, *some, *held, *at, rule=of_residuals, results=results, tangents=len(some)
+            )
+        )
+    return values, [functools.reduce(jnp.add, x) for x in zip(*terms, strict=True)]
+
+
+def _of_residuals(rule: Any, moving: tuple[bool, ...]) -> Any:
+    """The rule of what a linear function is of its residuals, if those move, and which it reads.
+
+    Residuals of that rule: those of this one, then the tangents that this one is applied to.
+    """
+    if not hasattr(rule, "of_residuals"):
+        raise NotImplementedError(NO_MORE_DERIVATIVES)
+    return rule.of_residuals(moving)
 
 
 def _linear_batch(axis_data, operands, dims, *, rule, results, tangents):

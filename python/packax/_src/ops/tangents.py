@@ -21,11 +21,10 @@ from packax._src.ops.primitives import backward_p, forward_p
 from packax._src.ops.rules import lower_xla
 
 NO_MORE_DERIVATIVES = (
-    "flash_attention can be differentiated twice, but not in this order: there is no derivative of "
-    "a forward-mode derivative (jax.jvp, jax.jacfwd, jax.linearize) nor of a second derivative. "
-    "Take the gradient first, then one derivative of it: jax.jvp(jax.grad(f), ...), "
-    "jax.hessian(f), or jax.grad of a function of jax.grad(f). For more, write the attention out "
-    "in jax.numpy"
+    "flash_attention can be differentiated twice, but not in this order: there is no forward-mode "
+    "derivative (jax.jvp, jax.jacfwd, jax.linearize) of a forward-mode derivative, nor any "
+    "derivative of a second derivative. There are jax.grad of a function of jax.jvp or of jax.grad, "
+    "jax.jvp(jax.grad(f), ...) and jax.hessian(f). For more, write the attention out in jax.numpy"
 )
 
 
