@@ -29,6 +29,7 @@ from jax.interpreters import ad, batching, mlir
 
 from packax._src.context import shard
 from packax._src.context.rank_passes import Call
+from packax._src.core.jax_compat import check_for_nans, run_compiled
 from packax._src.core.mask import AttentionMask
 from packax._src.ops.score_mods import Beside
 from packax._src.ops.tangents import NO_MORE_DERIVATIVES
@@ -281,7 +282,8 @@ call_p.multiple_results = True
 
 def _bind(rule: Any, operands: Arrays) -> list[Any]:
     if not any(isinstance(x, jax.core.Tracer) for x in operands):
-        return _jitted_call(*operands, rule=rule)  # nothing to derive, map or trace
+        # nothing to derive, map or trace
+        return run_compiled(_jitted_call, *operands, rule=rule)
     # Traced once for all layers of a model: what is one jaxpr is lowered once, too.
     jaxpr = _jitted_call.trace(*operands, rule=rule).jaxpr
     return call_p.bind(*operands, rule=rule, jaxpr=jaxpr)
@@ -292,7 +294,8 @@ def _jitted_call(*operands, rule):
     return list(rule.apply(operands))
 
 
-call_p.def_impl(lambda *operands, rule, jaxpr: _jitted_call(*operands, rule=rule))
+call_p.def_impl(lambda *operands, rule, jaxpr: run_compiled(_jitted_call, *operands, rule=rule))
+check_for_nans(call_p)
 mlir.register_lowering(
     call_p,
     mlir.lower_fun(
@@ -336,7 +339,12 @@ def _run_linear(*operands, rule, results, tangents):
     return list(rule.apply(moving, residuals))
 
 
-linear_p.def_impl(jax.jit(_run_linear, static_argnames=("rule", "results", "tangents")))
+linear_p.def_impl(
+    functools.partial(
+        run_compiled, jax.jit(_run_linear, static_argnames=("rule", "results", "tangents"))
+    )
+)
+check_for_nans(linear_p)
 mlir.register_lowering(linear_p, mlir.lower_fun(_run_linear, multiple_results=True))
 linear_p.def_abstract_eval(lambda *operands, rule, results, tangents: list(operands[:results]))
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 
 def _attention_of_jax_nn() -> Any:
@@ -44,6 +46,34 @@ def vary_together(*trees: Any) -> tuple[Any, ...]:
         return jax.lax.pvary(x, missing)  # type: ignore[attr-defined]  # jax 0.7
 
     return jax.tree.map(mark, trees)
+
+
+def run_compiled(function: Any, *operands: Any, **params: Any) -> Any:
+    """The results of a jitted function that implements a primitive outside of jit.
+
+    It stays jitted under disable_jit, where it would call itself. jax looks for NaNs and infinities
+    (jax.debug_nans, jax.debug_infs) in what comes out, but for -inf: that is what the log-sum-exp
+    of a row that attends nothing is.
+    """
+    if not (jax.config.jax_debug_nans or jax.config.jax_debug_infs):  # type: ignore[attr-defined]
+        with jax.disable_jit(False):
+            return function(*operands, **params)
+    with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
+        results = function(*operands, **params)
+    for x in results:
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            jnp.where(x == -jnp.inf, jnp.zeros_like(x), x)  # in the results of this jax looks
+    return results
+
+
+def check_for_nans(primitive: Any) -> None:
+    """checkify looks for NaNs in the results of the primitive, as in those of jax's own."""
+    try:
+        from jax._src import checkify
+
+        checkify.error_checks[primitive] = functools.partial(checkify.nan_error_check, primitive)
+    except (ImportError, AttributeError):
+        return
 
 
 def entered_mesh() -> Any:

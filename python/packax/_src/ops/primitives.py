@@ -29,6 +29,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad
 
+from packax._src.core.jax_compat import check_for_nans, run_compiled
 from packax._src.core.precision import accumulator
 from packax._src.core.shapes import BLOCK, TILE, TILE_192, ceil_div
 from packax._src.ops.batching_rules import (
@@ -74,12 +75,7 @@ def new_primitive(name: str, static: tuple[str, ...]) -> Primitive:
     def call(first, *operands, **params):
         return primitive.bind(ask_devices(first), *operands, **params)
 
-    # Outside jit, a call compiles by itself; also under disable_jit, where it would call itself.
-    @primitive.def_impl
-    def _(*operands, **params):
-        with jax.disable_jit(False):
-            return call(*operands, **params)
-
+    primitive.def_impl(functools.partial(run_compiled, call))  # a call compiles by itself
     return primitive
 
 
@@ -234,3 +230,4 @@ def _batch_decode(primitive, sharded, operands, dims, *, paged, has_sinks, **par
 
 register_batching(decode_p, _batch_decode)
 ad.primitive_jvps[decode_p] = _decode_gradient
+check_for_nans(decode_p)

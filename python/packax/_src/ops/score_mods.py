@@ -352,5 +352,5 @@ def sinks_gradient(
 
 def _beside(lse: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Where rows attend something, where sinks are less than infinity, and the sinks as lse is."""
-    sink = sinks.astype(lse.dtype)[..., None]
+    sink = jnp.atleast_2d(sinks).astype(lse.dtype)[..., None]
     return lse != -jnp.inf, sink != jnp.inf, sink

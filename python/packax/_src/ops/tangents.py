@@ -14,6 +14,7 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
+from packax._src.core.jax_compat import run_compiled
 from packax._src.ops import lowering
 from packax._src.ops.batching_rules import batch_attention, register_batching
 from packax._src.ops.operands import MOVING, TENSORS
@@ -58,8 +59,7 @@ def _add_tangent(of: Primitive, name: str, tensors: int, function: Callable[...,
 
     @primitive.def_impl
     def outside_jit(*operands, **params):
-        with jax.disable_jit(False):
-            return jitted(*operands, params=tuple(params.items()))
+        return run_compiled(jitted, *operands, params=tuple(params.items()))
 
     def run(*operands, params):
         static = dict(params)
