@@ -24,7 +24,7 @@ from packax._src.ops.rules import lower_xla
 NO_MORE_DERIVATIVES = (
     "flash_attention can be differentiated twice, but not in this order: there is no forward-mode "
     "derivative (jax.jvp, jax.jacfwd, jax.linearize) of a forward-mode derivative, nor any "
-    "derivative of a second derivative. There are jax.grad of a function of jax.jvp or of jax.grad, "
+    "derivative of a second derivative. There is jax.grad of a function of jax.jvp or jax.grad, "
     "jax.jvp(jax.grad(f), ...) and jax.hessian(f). For more, write the attention out in jax.numpy"
 )
 
