@@ -213,6 +213,18 @@ def test_dims_as_jax_nn_takes_them():
     assert packax.dot_product_attention(q[:0], k[:0], v[:0]).shape == (0, T, HEADS, DIM)
 
 
+def test_the_shape_of_a_mask_says_what_rows_without_keys_give():
+    """0 under a mask of keys, jax.nn's mean under the same one broadcast over rows."""
+    q, k, v = tensors(2)
+    keys = jnp.stack([jnp.arange(S) < 5, jnp.zeros(S, bool)])[:, None, None]
+    mean = jax.nn.dot_product_attention(q, k, v, mask=keys)
+    of_keys = packax.dot_product_attention(q, k, v, mask=keys)
+    np.testing.assert_array_equal(of_keys[1], jnp.zeros_like(of_keys[1]))
+    np.testing.assert_allclose(of_keys[0], mean[0], rtol=2e-5, atol=2e-6)
+    dense = packax.dot_product_attention(q, k, v, mask=jnp.broadcast_to(keys, (2, 1, T, S)))
+    np.testing.assert_allclose(dense, mean, rtol=2e-5, atol=2e-6)
+
+
 def test_head_dims_without_kernels_run_in_blockwise_xla(monkeypatch):
     """On a build whose kernels do not take them."""
     asked = []

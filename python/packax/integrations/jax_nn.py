@@ -29,7 +29,6 @@ from packax.integrations.fallback import fall_back
 
 _MASKED = -0.7 * float(np.finfo(np.float32).max)  # jax.nn's logit of a pair that takes no part
 _FAR = 1 << 30  # beyond every row and key, and still int32 when a row's index is added
-_WHOSE = "jax.nn's own attention"
 FASTER = (
     "There are kernels for bfloat16, float16 and float32, a scale that is a number, and head dims "
     "that are multiples of 8, beside a bias or dropout up to 128"
@@ -86,10 +85,9 @@ def dot_product_attention(
         key, no gradient, as jax.nn gives it (float32 and differentiable:
         `packax.flash_attention(..., return_lse=True)`).
 
-        One result differs from jax.nn's. Where no dense mask is given, a row that attends no key
-        gives 0 and residual -inf, where jax.nn's gives the mean of all values (or, past
-        query_seq_lengths, 0), and about -2.4e38; where a bias of -inf leaves no key, it gives NaN.
-        Beside a dense mask such rows are jax.nn's.
+        One result differs from jax.nn's: a row that attends no key gives 0 and residual -inf, where
+        jax.nn's gives the mean of all values and about -2.4e38, and NaN where a bias is -inf. Under
+        a boolean mask of another shape than (B or 1, 1, 1, S) it gives jax.nn's, the mean.
 
     Raises:
         ValueError: shapes, dtypes or arguments that are not as above.
@@ -128,7 +126,7 @@ def dot_product_attention(
     if reason is not None:
         fall_back(
             f"dot_product_attention with {reason}",
-            _WHOSE,
+            "jax.nn's own attention",
             FASTER,
             forbidden=implementation == "cuda",
         )
@@ -155,9 +153,8 @@ def dot_product_attention(
         out = mean_where_empty(out, lse, value)
         lse = jnp.where(lse == -jnp.inf, _MASKED, lse)
         if query_seq_lengths is not None:
-            inside = (
-                jnp.arange(rows, dtype=jnp.int32)[None] < jnp.asarray(query_seq_lengths)[:, None]
-            )
+            lengths = jnp.asarray(query_seq_lengths)[:, None]
+            inside = jax.lax.broadcasted_iota(lengths.dtype, (1, rows), 1) < lengths
             out = jnp.where(inside[..., None, None], out, 0)
     if not return_residual:
         return out.reshape(shape)
@@ -238,8 +235,8 @@ def mean_where_empty(out: jax.Array, lse: jax.Array, value: jax.Array) -> jax.Ar
     """
     if 0 in (*out.shape, value.shape[1]):
         return out
-    wide = accumulator(value.dtype)
-    mean = jnp.repeat(value.mean(1, keepdims=True, dtype=wide), out.shape[2] // value.shape[2], 2)
+    mean = value.mean(1, keepdims=True, dtype=accumulator(value.dtype))
+    mean = jnp.repeat(mean, out.shape[2] // value.shape[2], 2)
     empty = jax.lax.stop_gradient(lse).swapaxes(1, 2)[..., None] == -jnp.inf
     return jnp.where(empty, mean.astype(out.dtype), out)
 
