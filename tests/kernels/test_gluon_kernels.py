@@ -379,7 +379,7 @@ def test_maps_of_blocks(dim, blocks, case):
     queries_alone(p)
 
 
-@pytest.mark.parametrize("case", TREES)
+@pytest.mark.parametrize("case", some(TREES, 0))
 def test_packed_trees(case):
     """Lists that leave siblings out, full blocks, and the test of a key's subtree in the others."""
     p = Problem(case, (128, 128), "_block_lists", heads=4, kv_heads=2)
