@@ -120,7 +120,15 @@ def test_the_good_call_is_good():
         ),
         (
             {"bias": packax.alibi(np.ones(4), kv_positions=np.zeros(10))},
-            ["kv_positions must be integers, but is float"],
+            ["kv_positions must be integers, but has dtype float"],
+        ),
+        (
+            {"bias": packax.alibi(np.ones(4), positions=jnp.full(10, 2**31, jnp.uint32))},
+            ["positions must have an integer dtype that fits int32, but has uint32: cast it"],
+        ),
+        (
+            {"bias": packax.alibi(np.ones(4), kv_positions=np.full(10, 2**31))},
+            ["kv_positions must fit int32, but holds values from 2147483648 to 2147483648"],
         ),
         (
             {

@@ -56,8 +56,8 @@ def alibi(
     Args:
         slopes: (H,) of any float dtype, one per query head; the paper takes 2^(-8 h / H), h from 1
             to H. Differentiable.
-        positions: (Sq,) or (B or 1, Sq) integers, the places of query rows; None: their indices.
-            Distances must stay below 2^31, and are exact up to 2^24.
+        positions: (Sq,) or (B or 1, Sq), any integer dtype that fits int32, the places of query
+            rows; None: their indices. Distances must stay below 2^31, and are exact up to 2^24.
         kv_positions: (Skv,) or (B or 1, Skv), of keys. None: `positions` where the lengths are the
             same, or the indices of keys without them.
 
@@ -269,16 +269,11 @@ def _places(
     places = []
     batch = rows[0]
     for name, x, length in (("positions", q, rows[1]), ("kv_positions", kv, kv_len)):
-        if not isinstance(x, jax.Array):
-            x = np.asarray(x)
-        if not jnp.issubdtype(x.dtype, jnp.integer):
-            raise ValueError(f"{name} must be integers, but is {x.dtype}")
+        shapes = f"({length},), (1, {length}) or ({batch}, {length})"
+        x = as_int32(name, x, shapes=shapes)
         if x.shape not in ((length,), (1, length), (batch, length)):
-            raise ValueError(
-                f"{name} must have shape ({length},), (1, {length}) or ({batch}, {length}), but "
-                f"has {x.shape}"
-            )
-        x = jnp.atleast_2d(x if isinstance(x, jax.Array) else as_int32(name, x)).astype(jnp.int32)
+            raise ValueError(f"{name} must have shape {shapes}, but has {x.shape}")
+        x = jnp.atleast_2d(x)
         if layout is not None:
             dims = layout.context if name == "positions" else ()
             x = layout.place(x, () if x.shape[0] == 1 else layout.batch, dims)
