@@ -6,12 +6,14 @@ must not gather, permute or exchange anything, and its results are those of one 
 
 import contextlib
 import functools
+import pickle
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import packax
 import pytest
+from jax.experimental import serialize_executable
 from plain_jit import (
     BATCH,
     CASES,
@@ -156,6 +158,19 @@ def test_vmap_over_a_sharded_axis():
     compiled = jax.jit(function).lower(*sharded).compile()
     assert not set(collectives(compiled)) & set(MOVES), collectives(compiled)
     assert_equal(compiled(*sharded)[:, 0], expected("documents", 2)[1])
+
+
+def test_a_compiled_program_is_stored():
+    """serialize_executable: what XLA called to divide the attention does not go with it."""
+    mesh = mesh_of()
+    args = shard(mesh, *tensors())
+    compiled = jax.jit(both(CASES["documents"])).lower(*args).compile()
+    stored = pickle.dumps(serialize_executable.serialize(compiled))
+    devices = mesh.devices.ravel().tolist()
+    loaded = serialize_executable.deserialize_and_load(
+        *pickle.loads(stored), execution_devices=devices
+    )
+    assert_equal(loaded(*args), compiled(*args))
 
 
 def layers(query, key, value, ids, remat):

@@ -76,14 +76,31 @@ def partitioned(
         avals = [plain(x) for x in ctx.avals_in]
         ctx = ctx.replace(avals_in=avals, avals_out=[plain(x) for x in ctx.avals_out])
         call = _custom_call(primitive, dims(*avals, **params), avals, params, kernels)
+        kept = ctx.module_context.keepalives
+        before = len(kept)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # jax looks in no other place
             with mesh:
                 results = mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
+        kept[before:] = map(_UntilCompiled, kept[before:])
         _say_parameters(f"{primitive} {sorted(params.items())}")
         return results
 
     return lower
+
+
+class _UntilCompiled:
+    """What XLA calls while it compiles a program, kept alive by it: jax's functions and these ones.
+
+    jax.experimental.serialize_executable pickles a compiled program, which needs them no more, and
+    jax's cannot be pickled: it stores None.
+    """
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
 
 
 def _say_parameters(text: str) -> None:
