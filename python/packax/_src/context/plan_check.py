@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import functools
+import ctypes
 import os
+import threading
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from packax._src.context.load_balance import ContextPlan
 from packax._src.core.mask import AttentionMask
 from packax._src.core.messages import described
-from packax._src.core.sharding import layout_of
+from packax._src.core.sharding import Layout, layout_of
 
 _PADDING = -1  # of segment ids
 
@@ -78,9 +81,11 @@ def check_plan(
             only then the mask does not know it.
 
     Raises:
-        ValueError: while the checks are on: a batch in another order. Inside jit it comes out of
-            the running program, so wrapped by jax (`jax.errors.JaxRuntimeError`). Arguments that
-            are not as above.
+        ValueError: while the checks are on: a batch in another order. Inside jit it is raised in
+            the thread that traced the function, once the program has run that far: the program
+            itself goes on, so that no device waits for another. Where jax runs a small program in
+            that very thread it wraps the error (`jax.errors.JaxRuntimeError`). Arguments that are
+            not as above.
 
     >>> packax.check_plan(mask, segment_ids=segment_ids)
     """
@@ -116,11 +121,77 @@ def check_plan(
     if mask.kv_plan is not None:
         order = mask.kv_plan[:, 0]
     held = [whole(mask.q_ids), order, whole(segment_ids), whole(positions)]
-    check = functools.partial(_check, mask.permuted)
     if any(isinstance(x, jax.core.Tracer) for x in held):
-        jax.debug.callback(check, *held)
+        _on_every_device(_Report(mask.permuted), held, layout)
     else:
-        check(*held)
+        _check(mask.permuted, *held)
+
+
+def _on_every_device(report: _Report, held: list[Any], layout: Layout | None) -> None:
+    """Calls report(number of the device, *held) on every device, each of which has all of it.
+
+    So every process finds the error, and XLA gathers for all and not for the first device alone.
+    """
+    mesh: Any = jax.sharding.get_abstract_mesh()
+    given = None
+    if mesh.empty and layout is not None:
+        given, mesh = layout.mesh, getattr(layout.mesh, "abstract_mesh", layout.mesh)
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    free = {name for name, kind in kinds.items() if kind != AxisType.Manual}
+
+    def of_device(held: Any) -> tuple[()]:
+        number = jax.lax.axis_index(mesh.axis_names) if mesh.axis_names else np.int32(0)
+        jax.debug.callback(report, number, *held)
+        return ()
+
+    if not free:
+        of_device(held)
+        return
+    if AxisType.Explicit in kinds.values():
+        whole = P() if given is None else NamedSharding(given, P())
+        held = jax.tree.map(lambda x: jax.sharding.reshard(jnp.asarray(x), whole), held)
+    jax.shard_map(of_device, mesh=given, in_specs=P(), out_specs=(), axis_names=free)(held)
+
+
+class _Report:
+    """The check of a traced program, on the host: one device of each process speaks for all."""
+
+    def __init__(self, permuted: bool) -> None:
+        self.permuted = permuted
+        self.thread = threading.get_ident()
+        self.lock = threading.Lock()
+        self.speaker: int | None = None
+
+    def __call__(self, device: Any, *held: Any) -> None:
+        with self.lock:
+            if self.speaker is None:
+                self.speaker = int(device)
+        if int(device) != self.speaker:
+            return
+        try:
+            _check(self.permuted, *held)
+        except ValueError as error:
+            if threading.get_ident() == self.thread:
+                raise  # jax runs programs of one device alone in the caller's thread
+            _raise_in(self.thread, str(error))
+
+
+def _raise_in(thread: int, text: str) -> None:
+    """Raises ValueError(text) in that thread, or in the main one if it has ended.
+
+    Raised here it would end the program of this device, and the others would wait for it in their
+    next collective until XLA ends the process.
+    """
+
+    def __init__(self: ValueError, *_: Any) -> None:
+        ValueError.__init__(self, text)
+
+    kind = type("PlanError", (ValueError,), {"__init__": __init__, "__module__": "packax"})
+    for number in (thread, threading.main_thread().ident):
+        if ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(number or 0), ctypes.py_object(kind)
+        ):
+            return
 
 
 def _check(permuted: bool, mask_ids: Any, order: Any, ids: Any, positions: Any) -> None:
