@@ -153,7 +153,7 @@ def consume(W: gl.constexpr, operands, config: gl.constexpr):
             BLOCK_N,
             BLOCK_LISTS,
         )
-        m = gl.full([64], -1e30, gl.float32, gl.SliceLayout(1, s_layout))
+        m = gl.full([64], -3e38, gl.float32, gl.SliceLayout(1, s_layout))
         l = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
         p, m, l, alpha = softmax(s, m, l, scale2, BLOCK_N, half)
         stage, phase = after(stage, phase, STAGES)
