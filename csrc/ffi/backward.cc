@@ -62,7 +62,7 @@ ffi::Error RunBackward(Stream stream, BackwardOperands o, const BiasOperands* ad
   PACKAX_TRY(CheckListsOfKeys(s, attention->block_mask));
   const Axis qk_dim{"qk_dim", s.qk_dim}, v_dim{"v_dim", s.v_dim};
   PACKAX_TRY(ExpectRows("out", o.out, s, v_dim));
-  PACKAX_TRY(ExpectSums("lse", o.lse, s));
+  PACKAX_TRY(ExpectLse(o.lse, s, attention->bias.any()));
   PACKAX_TRY(ExpectRows("dout", o.dout, s, v_dim));
   const bool has_dlse = !Absent(o.dlse);
   if (has_dlse) PACKAX_TRY(ExpectSums("dlse", o.dlse, s));
@@ -133,9 +133,10 @@ auto BackwardSignature(Binding&& binding) {
       .template Arg<ffi::AnyBuffer>()  // key: (batch, kv_len, kv_heads, qk_dim)
       .template Arg<ffi::AnyBuffer>()  // value: (batch, kv_len, kv_heads, v_dim)
       .template Arg<ffi::AnyBuffer>()  // out: (batch, q_len, row_heads, v_dim)
-      .template Arg<ffi::AnyBuffer>()  // lse: (batch, heads, q_len) float32
+      .template Arg<ffi::AnyBuffer>()  // lse: (batch, heads, q_len) float32; with a bias or
+                                       //   dropout (batch, heads, q_len, 2)
       .template Arg<ffi::AnyBuffer>()  // dout: like out
-      .template Arg<ffi::AnyBuffer>()  // dlse: like lse; or absent
+      .template Arg<ffi::AnyBuffer>()  // dlse: (batch, heads, q_len) float32; or absent
       .template Arg<ffi::AnyBuffer>()  // q_lo: (mask_batch, q_len) int32
       .template Arg<ffi::AnyBuffer>()  // q_hi: like q_lo
       .template Arg<ffi::AnyBuffer>()  // q_ids: like q_lo

@@ -31,7 +31,7 @@ ffi::Error RunForward(Stream stream, ForwardOperands o, const BiasOperands* adde
                     {{"mask_batch", s.mask_batch}, {"ceil(q_len/192)", s.q_tiles_192()}}));
   PACKAX_TRY(ExpectRows("out", *o.out, s, {"v_dim", s.v_dim}));
   PACKAX_TRY(CheckBefore("out", o.out_before, *o.out));
-  PACKAX_TRY(ExpectSums("lse", *o.lse, s));
+  PACKAX_TRY(ExpectLse(*o.lse, s, attention->bias.any()));
   const bool needs_row_max = !Absent(*o.row_max);
   if (needs_row_max) PACKAX_TRY(ExpectSums("row_max", *o.row_max, s));
   PACKAX_TRY(Expect("counter", *o.counter, ffi::DataType::S32, {{"words", 1}}));
@@ -80,8 +80,9 @@ auto ForwardSignature(Binding&& binding) {
       .template Arg<ffi::AnyBuffer>()  // kv_bias_pos: (1 or batch, kv_len) int32; or absent
       .template Arg<ffi::AnyBuffer>()  // out_before: out, of the same memory; or absent
       .template Ret<ffi::AnyBuffer>()  // out: (batch, q_len, row_heads, v_dim)
-      .template Ret<ffi::AnyBuffer>()  // lse: (batch, heads, q_len) float32
-      .template Ret<ffi::AnyBuffer>()  // row_max: like lse; or absent
+      .template Ret<ffi::AnyBuffer>()  // lse: (batch, heads, q_len) float32; with a bias or
+                                       //   dropout (batch, heads, q_len, 2)
+      .template Ret<ffi::AnyBuffer>()  // row_max: (batch, heads, q_len) float32; or absent
       .template Ret<ffi::AnyBuffer>()  // counter: (1,) int32; workspace
       .template Attr<float>("scale")
       .template Attr<float>("soft_cap")

@@ -115,6 +115,12 @@ ffi::Error ExpectSums(const char* name, const ffi::AnyBuffer& buffer, const Shap
                 {{"batch", s.batch}, {"heads", s.heads}, {"q_len", s.q_len}});
 }
 
+ffi::Error ExpectLse(const ffi::AnyBuffer& lse, const Shape& s, bool in_two) {
+  if (!in_two) return ExpectSums("lse", lse, s);
+  return Expect("lse", lse, ffi::DataType::F32,
+                {{"batch", s.batch}, {"heads", s.heads}, {"q_len", s.q_len}, {"numbers", 2}});
+}
+
 Grid QueryGrid(const Shape& s, int block) {
   return {Product({s.heads, s.batch, s.q_tiles(), kTile / block})};
 }

@@ -88,8 +88,12 @@ ffi::Error ExpectRows(const char* name, const ffi::AnyBuffer& buffer, const Shap
 // (batch, kv_len, kv_heads, dim): gradients of key and value.
 ffi::Error ExpectKeys(const char* name, const ffi::AnyBuffer& buffer, const Shape& s, Axis dim);
 
-// (batch, heads, q_len) in float32: lse and what goes with it.
+// (batch, heads, q_len) in float32: a number of each row.
 ffi::Error ExpectSums(const char* name, const ffi::AnyBuffer& buffer, const Shape& s);
+
+// lse: like that, or with `in_two` (batch, heads, q_len, 2), a row's largest logit and the
+// logarithm of its sum less that (csrc/kernels/portable/row_sums.py).
+ffi::Error ExpectLse(const ffi::AnyBuffer& lse, const Shape& s, bool in_two);
 
 // One program per query tile, or several where a program covers less than a tile. kv_heads x group
 // = heads.

@@ -334,3 +334,16 @@ def test_persistent_compilation_cache(tmp_path):
     assert first[0] == second[0]
     assert first[2] > 0 and second[1] > 0
     assert second[2] == 0
+
+
+@pytest.mark.parametrize("logit", [1e2, 1e4, 1e6])
+def test_large_logits_without_a_bias(logit):
+    """As docs/guide/numerics.md says: 2e-7 times the logit, in the gradient alone."""
+    query = jnp.full((1, 200, 1, 16), np.sqrt(logit / 4), jnp.float32)
+    value = jnp.asarray(np.random.default_rng(0).standard_normal(query.shape), jnp.float32)
+    out, transpose = jax.vjp(
+        lambda value: packax.flash_attention(query, query, value, packax.full()), value
+    )
+    np.testing.assert_allclose(out, np.broadcast_to(value.mean(1), out.shape), atol=1e-5)
+    (gradient,) = transpose(jnp.ones_like(out))
+    np.testing.assert_allclose(gradient, 1, rtol=1e-5 + 2e-7 * logit)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 
+import additive_masks
 import jax
 import jax.numpy as jnp
 import jaxprs
@@ -94,6 +95,140 @@ def test_minus_infinity():
     assert not np.asarray(got.out)[:, 7].any() and (np.asarray(got.lse)[:, :, 7] == -np.inf).all()
     for gradient in got.gradients.values():
         assert np.isfinite(gradient).all()
+
+
+def hidden_case(expression, length=264):
+    return Case("hidden", "additive masks", lambda: expression, length, length, heads=2, kv_heads=1)
+
+
+IDS = np.repeat(np.arange(5), (3, 61, 70, 66, 64))
+HIDDEN = {
+    "full": hidden_case(packax.full()),
+    "packed": hidden_case(packax.causal() & packax.documents(IDS)),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "name,axes,times",
+    [("full", (1, 1, 1), 1), ("packed", (1, 2, 264), 0), ("packed", (1, 1, 264), 1)],
+)
+def test_additive_masks(name, axes, times, dtype):
+    """Of every kind in every size, also on all keys that a row has. Queries times 0: the softmax of
+    equal logits, which plain attention has exactly."""
+    case = HIDDEN[name]
+    arrays, dout, dlse = score_checks.arrays_of(case, dtype, bias=None)
+    arrays["query"] *= times
+    check = additive_masks.checker(of(case), case.allowed())
+    for where, bias in additive_masks.biases((*axes, case.kv_len), dtype):
+        check(arrays | {"bias": bias}, dout, dlse, where)
+
+
+@pytest.mark.parametrize("value", [-1e9, "least", "0.7 least", "most"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_number_on_all_keys_shifts_nothing(dtype, value):
+    """The mean of the values and, in the gradient of their sum, one over how many there are."""
+    value = additive_masks.values_of(dtype).get(value, value)
+    query = jnp.ones((1, 256, 1, 64), dtype)
+    bias = jnp.full((1, 1, 1, 256), value, dtype)
+    ramp = jnp.broadcast_to(jnp.arange(256, dtype=dtype)[None, :, None, None], query.shape)
+
+    def run(ramp):
+        return packax.flash_attention(query, query, ramp, packax.full(), bias=bias)
+
+    out, transpose = jax.vjp(run, ramp)
+    np.testing.assert_allclose(np.asarray(out, np.float32), 127.5, rtol=1e-2)
+    (gradient,) = transpose(jnp.ones_like(out) / 256)
+    np.testing.assert_allclose(np.asarray(gradient, np.float32), 1 / 256, rtol=1e-2)
+
+
+def test_with_sinks_and_dropout_on_rows_of_one_number():
+    """A sink takes all of a row at -1e9, and nothing of one whose logits are larger still."""
+    query = jnp.zeros((1, 8, 2, 16))
+    value = jnp.ones_like(query)
+    bias = jnp.full((1, 1, 8, 8), -1e9).at[:, :, 4:].set(1e9)
+
+    def run(bias, sinks, **more):
+        return packax.flash_attention(
+            query, query, value, packax.full(), bias=bias, sinks=sinks, return_lse=True, **more
+        )
+
+    sinks = jnp.zeros(2)
+    out, lse = run(bias, sinks)
+    np.testing.assert_array_equal(out[0, :, 0, 0], [0] * 4 + [1] * 4)
+    np.testing.assert_array_equal(lse[0, 0], [0] * 4 + [1e9] * 4)
+    shifted, even = run(bias - jnp.asarray([1e9] * 4 + [0] * 4)[:, None], sinks - 4e9)
+    np.testing.assert_array_equal(shifted, 1)
+    np.testing.assert_allclose(even[0, 0], [-2e9] * 4 + [1e9] * 4)
+
+    def loss(bias, sinks):
+        out, lse = run(bias, sinks, dropout_rate=0.5, dropout_key=jax.random.key(0))
+        return out[:, 4:].sum() + lse[:, :, :4].sum()
+
+    of_bias, of_sinks = jax.grad(loss, (0, 1))(bias, sinks)
+    assert np.isfinite(of_bias).all() and not np.any(of_bias[:, :, :4])
+    np.testing.assert_allclose(of_sinks, 4)  # that of the log-sum-exp of the rows it takes
+
+
+def test_gradients_beside_an_emptied_row():
+    """NaN in its cotangents, large numbers in its query."""
+    bias = jnp.zeros((1, 1, 70, 70)).at[:, :, 5].set(-jnp.inf)
+    query, key, value = (jax.random.normal(jax.random.key(n), (1, 70, 1, 8)) for n in range(3))
+
+    def gradients(query, at_row):
+        def run(*x):
+            return packax.flash_attention(
+                *x[:3], packax.causal(), bias=x[3], return_lse=True, return_max_logits=True
+            )
+
+        (out, lse, top), transpose = jax.vjp(run, query, key, value, bias)
+        dout, dlse = jnp.ones_like(out), jnp.ones_like(lse)
+        assert not np.isnan(top).any()
+        return transpose(
+            (dout.at[:, 5].set(at_row), dlse.at[:, :, 5].set(at_row), jnp.zeros_like(top))
+        )
+
+    clean = gradients(query, 0)
+    for x, y in zip(gradients(query.at[:, 5].set(1e30), jnp.nan), clean, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("given", [np.asarray, jnp.asarray])
+def test_the_least_float64_is_finite(given):
+    """Beside queries of less: a bias of float64 is clipped to them, but for infinities."""
+    with score_oracle.x64(True):
+        bias = given(np.full((1, 1, 1, 16), np.finfo(np.float64).min))
+        query = jnp.ones((1, 16, 1, 8), jnp.float32)
+        out = packax.flash_attention(query, query, query, packax.full(), bias=bias)
+        np.testing.assert_allclose(out, 1)
+        none = packax.flash_attention(query, query, query, packax.full(), bias=bias * np.inf)
+        np.testing.assert_array_equal(none, 0)
+
+
+def test_second_derivatives_on_rows_of_one_number():
+    rng = np.random.default_rng(3)
+    query, key, value, direction = (
+        jnp.asarray(rng.standard_normal((1, 12, 1, 8)), jnp.float32) for _ in range(4)
+    )
+
+    def of(bias):
+        def loss(value):
+            out, lse = packax.flash_attention(
+                query * 0, key, value, packax.causal(), bias=bias, return_lse=True
+            )
+            return jnp.sin(out).sum() + jnp.sin(lse - jax.lax.stop_gradient(lse)).sum()
+
+        ways = (
+            lambda: jax.jvp(loss, (value,), (direction,))[1],
+            lambda: jax.jvp(jax.grad(loss), (value,), (direction,))[1],
+            lambda: jax.grad(lambda x: (jax.grad(loss)(x) * direction).sum())(value),
+            lambda: jax.grad(lambda x: jax.jvp(loss, (x,), (direction,))[1])(value),
+        )
+        return [way() for way in ways]
+
+    zero = jnp.zeros((1, 1, 12, 12))
+    for x, y in zip(of(zero - 1e9), of(zero), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-6)
 
 
 def test_it_equals_alibi():
@@ -212,3 +347,14 @@ def test_it_is_not_expanded():
 
     text = jax.jit(jax.grad(loss)).lower(bias).as_text()
     assert "x150x187xf32" not in text and f"tensor<1x1x1x{case.kv_len}xf32>" in text
+
+
+def test_debugging_of_infinities_beside_an_emptied_row():
+    bias = jnp.zeros((1, 1, 12, 12)).at[:, :, 3].set(-jnp.inf)
+    query = jnp.ones((1, 12, 1, 8))
+
+    def loss(query):
+        return packax.flash_attention(query, query, query, packax.causal(), bias=bias).sum()
+
+    with jax.debug_nans(True), jax.debug_infs(True):
+        assert np.isfinite(jax.grad(loss)(query)).all()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import additive_masks
 import cases
 import jax
 import jax.numpy as jnp
@@ -147,3 +148,105 @@ def test_the_same_bits_each_run():
     for _ in range(5):
         for x, y in zip(run(bias), first, strict=True):
             np.testing.assert_array_equal(x, y)
+
+
+IDS = np.repeat(np.arange(5), (3, 61, 70, 66, 64))
+HIDDEN = {"full": packax.full(), "packed": packax.causal() & packax.documents(IDS)}
+
+
+@pytest.mark.parametrize(
+    "dtype,bias_dtype,options",
+    [
+        ("bfloat16", "bfloat16", {}),  # the kernels with a bias alone on Hopper
+        ("float16", "float16", {}),
+        ("bfloat16", "float32", {}),
+        ("bfloat16", "bfloat16", {"soft_cap": 5.0}),
+        ("float16", "float32", {"dropout_rate": 0.2, "dropout_key": KEY}),
+        ("bfloat16", "bfloat16", {"deterministic": True}),
+        ("float32", "float32", {}),
+    ],
+)
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (40, 72)], ids=str)
+@pytest.mark.parametrize(
+    "name,axes,times", [("full", (1, 1), 1), ("packed", (2, 264), 0), ("packed", (1, 264), 1)]
+)
+def test_additive_masks(name, axes, times, dims, dtype, bias_dtype, options):
+    """Keys and rows at -inf, the least number, -1e9, -1e4, also all that a row has, and left
+    padding; queries times 0: the softmax of equal logits."""
+    expression = HIDDEN[name]
+    case = cases.Case(name, "additive masks", lambda: expression, 264, 264, heads=2, kv_heads=1)
+    arrays, dout, dlse = score_checks.arrays_of(case, dtype, dims, bias=None)
+    arrays["query"] *= times
+    scale = float(arrays.pop("scale"))  # an array's takes other kernels
+    mask = packax.create_attention_mask(expression, q_len=264, kv_len=264)
+
+    def attention(arrays):
+        tensors = [arrays[x] for x in ("query", "key", "value")]
+        return packax.flash_attention(
+            *tensors, mask, scale=scale, bias=arrays["bias"], return_lse=True,
+            implementation="cuda", **options,
+        )  # fmt: skip
+
+    rate = options.get("dropout_rate")
+    factors = philox.factors(KEY, rate, (1, 2, 264, 264)) if rate else None
+    check = additive_masks.checker(attention, case.allowed())
+    with jax.default_matmul_precision("highest" if dtype == "float32" else None):
+        for where, bias in additive_masks.biases((1, *axes, case.kv_len), bias_dtype):
+            check(
+                arrays | {"bias": bias}, dout, dlse, where, scale=scale,
+                soft_cap=options.get("soft_cap"), factors=factors,
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize("value", ["-1e9", "least", "0.7 least", "most"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_one_number_on_all_keys_shifts_nothing(dim, dtype, value):
+    query = jnp.ones((1, 256, 1, dim), dtype)
+    bias = jnp.full((1, 1, 1, 256), additive_masks.values_of(dtype)[value], dtype)
+    ramp = jnp.broadcast_to(jnp.arange(256, dtype=dtype)[None, :, None, None], query.shape)
+
+    def run(ramp):
+        return packax.flash_attention(
+            query, query, ramp, packax.full(), bias=bias, implementation="cuda"
+        )
+
+    out, transpose = jax.vjp(jax.jit(run), ramp)
+    np.testing.assert_allclose(np.asarray(out, np.float32), 127.5, rtol=1e-2)
+    (gradient,) = transpose(jnp.ones_like(out) / 256)
+    np.testing.assert_allclose(np.asarray(gradient, np.float32), 1 / 256, rtol=1e-2)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype,logit", [("bfloat16", 1e3), ("bfloat16", 1e5), ("float16", 1e5)])
+def test_large_logits_without_a_bias(dim, dtype, logit):
+    """The bound of docs/guide/numerics.md, and the rounding of probabilities."""
+    each = float(jnp.asarray(np.sqrt(logit / np.sqrt(dim)), dtype))
+    query = jnp.full((1, 256, 1, dim), each, dtype)
+    value = jnp.ones_like(query)
+    out, transpose = jax.vjp(
+        jax.jit(lambda value: packax.flash_attention(query, query, value, packax.full())), value
+    )
+    np.testing.assert_allclose(np.asarray(out, np.float32), 1, rtol=1e-2)
+    (gradient,) = transpose(jnp.ones_like(out))
+    np.testing.assert_allclose(
+        np.asarray(gradient, np.float32), 1, rtol=float(jnp.finfo(dtype).eps) + 2e-7 * logit
+    )
+
+
+def test_rows_of_logits_far_below_zero():
+    """Below -1e30 in base 2: still the mean."""
+    query = jnp.ones((1, 256, 1, 64), jnp.bfloat16)
+
+    def run(value):
+        return packax.flash_attention(query, -query, value, packax.full(), scale=1e32)
+
+    np.testing.assert_array_equal(jax.jit(run)(query), 1)
+    slopes = jnp.full(1, 1e37)
+    index = jnp.arange(256)
+    far = packax.alibi(slopes, positions=index)
+    out, transpose = jax.vjp(
+        lambda *x: packax.flash_attention(*x, packax.full(), bias=far), query, query, query
+    )
+    for x in (out, *transpose(out)):
+        assert np.isfinite(np.asarray(x, np.float32)).all()

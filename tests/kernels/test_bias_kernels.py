@@ -7,6 +7,7 @@ oracle is dense and in float64, its gradients automatic, its bits made in numpy.
 
 from __future__ import annotations
 
+import additive_masks
 import bias_interpreter as kernels
 import jax
 import numpy as np
@@ -89,7 +90,7 @@ def test_they_equal_the_oracle(case, shape, dtype, rate, soft_cap, tiles):
     )
     close = {"atol": 2e-5, "rtol": 2e-5}
     np.testing.assert_allclose(out, true.out, err_msg="out", **close)
-    np.testing.assert_allclose(lse, true.lse, err_msg="lse", **close)
+    np.testing.assert_allclose(kernels.log_sum_exp(lse), true.lse, err_msg="lse", **close)
     np.testing.assert_allclose(row_max.max(-1), largest, err_msg="row_max", **close)
     for name, got in found.items():
         more = {"atol": 2e-3, "rtol": 2e-3} if got.dtype == np.float16 else {"atol": 1e-4}
@@ -139,6 +140,62 @@ def test_those_with_a_bias_alone_equal_the_oracle(expression, q_len, shape, stag
     true, _, _ = score_oracle.true_and_plain(
         arrays, attends[:, None], dout, np.zeros((2, heads, q_len), np.float32)
     )
+    found["lse"] = kernels.log_sum_exp(found["lse"])
     expected = {"out": true.out, "lse": true.lse, **true.gradients}
     for name, got in found.items():
         np.testing.assert_allclose(got, expected[name], err_msg=name, atol=1e-4, rtol=2e-5)
+
+
+# Rows that keep nothing but hidden keys, whose first blocks are hidden, and blocks in between.
+HIDING = [
+    ("left 100", "-inf", packax.full(), 131),
+    ("left 64", "least", packax.full(), 131),
+    ("both", "-inf", packax.causal() & packax.documents(IDS), 200),
+    ("both", "least", packax.causal() & packax.documents(IDS), 200),
+    ("rows", "-1e9", packax.causal() & packax.documents(IDS), 200),
+    ("both", "most", packax.full(), 131),
+]
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=("alone", "with options"))
+@pytest.mark.parametrize(
+    "kind,name,expression,q_len", HIDING, ids=[" ".join(x[:2]) for x in HIDING]
+)
+def test_additive_masks(kind, name, expression, q_len, alone):
+    """Queries of 0 in some batch rows: the softmax of equal logits, however large."""
+    kv_len, heads, kv_heads, dims = 200, 2, 1, (24, 16)
+    allowed = np.broadcast_to(np.asarray(expression.as_array(q_len, kv_len)), (2, q_len, kv_len))
+    rng = np.random.default_rng(5)
+
+    def draw(*sizes):
+        return rng.standard_normal(sizes).astype(np.float32)
+
+    query, key = draw(2, q_len, heads, dims[0]), draw(2, kv_len, kv_heads, dims[0])
+    value, dout = draw(2, kv_len, kv_heads, dims[1]), draw(2, q_len, heads, dims[1])
+    query[1] = 0
+    value_of = additive_masks.values_of(np.float32)[name]
+    bias = additive_masks.hiding(kind, value_of, (1, heads, q_len, kv_len)).astype(np.float32)
+    idle = additive_masks.emptied(allowed, bias, (2, heads, q_len))
+    dout = np.where(idle.swapaxes(1, 2)[..., None], np.float32(0), dout)  # as shard.py leaves it
+    dlse = np.where(idle | alone, np.float32(0), draw(2, heads, q_len))
+    arrays = {"query": query, "key": key, "value": value, "scale": np.float32(dims[0] ** -0.5)}
+    arrays["bias"] = bias
+    true, plain, _ = score_oracle.true_and_plain(arrays, allowed[:, None], dout, dlse)
+    for results in (true, plain):
+        del results.gradients["scale"]
+    mask, added = mask_of(expression, q_len, kv_len), kernels.Added(bias)
+    extras = interpreter.Extras(mask, float(arrays["scale"]), 0.0)
+    # What a row that attends nothing holds changes no gradient.
+    query = np.where(idle.swapaxes(1, 2)[..., None], np.float32(1e10), query)
+    if alone:
+        tiles = (64, 32), (64, 32), (32, 64), 64
+        found = kernels.alone(query, key, value, dout, mask, extras, added, tiles, (32, 16), 2)
+    else:
+        out, lse, _ = kernels.forward(query, key, value, mask, extras, added, TILES[0], (32, 16))
+        dq, dk, dv, _, dbias = kernels.backward(
+            query, key, value, out, lse, dout, dlse, mask, extras, added, TILES[1], (32, 16)
+        )
+        found = {"out": out, "lse": lse, "query": dq, "key": dk, "value": dv, "bias": dbias}
+    out, lse = found.pop("out"), kernels.log_sum_exp(found.pop("lse"))
+    got = score_oracle.Results(out, lse, found)
+    additive_masks.compare(got, true, plain, idle, kind)

@@ -116,6 +116,24 @@ def test_fallback_kernels_equal_the_oracle(case, options, dims, compiled):
     assert not out[idle_rows].any() and not grads[0][idle_rows].any()
 
 
+def test_slopes_whose_bias_is_infinite():
+    """A row's own key is all that its softmax then has."""
+    mask = mask_of(packax.full(), 130, 130)
+    rng = np.random.default_rng(0)
+    query, key, value = (rng.standard_normal((1, 130, 1, 16)).astype(np.float32) for _ in range(3))
+    places = (np.arange(130, dtype=np.int32)[None],) * 2
+    slopes = np.full((1, 1), 1e37, np.float32)
+    extras = interpreter.Extras(mask, 0.25, 0.0, np.full(1, 0.25, np.float32), slopes, places)
+    out, lse, _ = interpreter.forward_fallback(query, key, value, mask, extras, TILES[0], (16, 16))
+    np.testing.assert_allclose(out, value, atol=1e-6)
+    zero = np.zeros_like(lse)
+    *grads, _ = interpreter.backward_fallback(
+        query, key, value, out, lse, value, zero, mask, extras, *TILES[1:], (16, 16)
+    )
+    for x in grads:
+        assert np.isfinite(x).all()
+
+
 def test_tanh():
     """Within 3 units of float32, at all sizes: no cancellation near 0, no overflow."""
     rng = np.random.default_rng(0)

@@ -62,7 +62,7 @@ def alone(
     kv_len, kv_heads = key.shape[1:3]
     tensors = (query, key, value)
     out = guarded((batch, q_len, heads, value.shape[3]), query.dtype)
-    lse, delta = (guarded((batch, heads, q_len), np.float32) for _ in range(2))
+    lse, delta = (guarded(n, np.float32) for n in ((batch, heads, q_len, 2), (batch, heads, q_len)))
     dq, dk, dv, dbias = (guarded(x.shape, x.dtype) for x in (*tensors, added.bias))
     own = _alone(mask, extras, added, tensors)
 
@@ -104,12 +104,20 @@ def alone(
     return {"out": out, "lse": lse, "query": dq, "key": dk, "value": dv, "bias": dbias}
 
 
+def log_sum_exp(lse: np.ndarray) -> np.ndarray:
+    """(B, H, Sq) of (B, H, Sq, 2)."""
+    top, log = lse[..., 0], lse[..., 1]
+    np.testing.assert_array_equal(top == -np.inf, log == np.finfo(np.float32).max)
+    return np.where(top == -np.inf, top, top + np.where(top == -np.inf, 0, log))
+
+
 def forward(query, key, value, mask, extras, added: Added, tile, dims) -> tuple[np.ndarray, ...]:
-    """out, lse and row_max; `dims`: those that the kernel is compiled for."""
+    """out, lse (B, H, Sq, 2) and row_max; `dims`: those that the kernel is compiled for."""
     batch, q_len, heads, _ = query.shape
     rows, keys = tile
     out = guarded((batch, q_len, heads, value.shape[3]), query.dtype)
-    lse, row_max = (guarded((batch, heads, q_len), np.float32) for _ in range(2))
+    lse = guarded((batch, heads, q_len, 2), np.float32)
+    row_max = guarded((batch, heads, q_len), np.float32)
     launch(
         "forward_bias", (batch * heads * ceil(q_len, 128) * (128 // rows),), query, key, value,
         out, lse, row_max, *mask.rows, mask.q_blocks, mask.q_order, *extras.rows_map,

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
-from portable.score_mods import LOG2E
 
 NONE = tl.constexpr(0)  # of `bias_kind`
 OWN_DTYPE = tl.constexpr(1)
@@ -52,7 +51,7 @@ def bias_tile(
     bias, head, first_row, first_key, ROWS: tl.constexpr, KEYS: tl.constexpr,
     ROW_AXIS: tl.constexpr,
 ):  # fmt: skip
-    """What is added to a tile of logits in base 2: rows x keys (ROW_AXIS 0) or keys x rows
+    """What is added to a tile of logits in base e: rows x keys (ROW_AXIS 0) or keys x rows
     (ROW_AXIS 1); 0 where there is no bias, None in kernels that never have one.
 
     It is read before the scores are made, which takes time that the read needs. Offsets in a tile
@@ -80,5 +79,4 @@ def bias_tile(
                     x = tl.load(as_float32(bias.array) + first + at, mask=inside, other=0.0)
                 else:
                     x = tl.load(bias.array + first + at, mask=inside, other=0.0).to(tl.float32)
-        x *= LOG2E
     return x

@@ -28,8 +28,8 @@ from portable.kv_ranges import (
     store_rows,
     tile_of_program,
 )
+from portable.row_sums import attending, load_sums, pointer_to_sums, probabilities, row_sums
 from portable.score_mods import (
-    LOG2E,
     bias_positions_of,
     distances,
     dot,
@@ -52,9 +52,9 @@ from portable.steps import (
 
 
 class RowOperands(NamedTuple):
-    """What a step reads of its rows. `first_lse` and `first_delta` are those of the group's first
-    head at the walk's origin, one head `stat_head` behind the other; `flags` says of a block of 64
-    rows whether they are segment-checked."""
+    """What a step reads of its rows. `first_lse` (row_sums.py) and `first_delta` are those of the
+    group's first head at the walk's origin, one head `stat_head` behind the other; `flags` says of
+    a block of 64 rows whether they are segment-checked."""
 
     first_lse: tl.tensor
     first_delta: tl.tensor
@@ -113,19 +113,21 @@ def backward_delta(
 
 @triton.jit
 def dkdv_step(
-    dk, dv, kv, q, do, lse2, dlt, inside, far, slope2, scoring, head, rows, first_row, keys,
+    dk, dv, kv, q, do, stats, attended, inside, far, slope, scoring, head, rows, first_row, keys,
     first_key, MASKED: tl.constexpr, FLOAT32_PRODUCTS: tl.constexpr,
 ):  # fmt: skip
     """One block of rows, transposed: scores are keys x rows, so that p^T and ds^T are left operands
-    in registers."""
+    in registers. `stats`: pointers to the sums and delta of the rows, which are read where they are
+    needed: earlier they would take registers; `attended`: those that are read, None for all."""
     k, v = kv
+    lse_ptr, delta_ptr = stats
     mods, bias, dropout = scoring.mods, scoring.bias, scoring.dropout
     KEYS: tl.constexpr = keys.shape[0]
     added = bias_tile(bias, head, first_row, first_key, rows.shape[0], KEYS, 1)
-    capped, x = logits(dot(k, tl.trans(q), None, FLOAT32_PRODUCTS), far, slope2, mods)
+    capped, x = logits(dot(k, tl.trans(q), None, FLOAT32_PRODUCTS), far, slope, mods)
     if added is not None:
         x += added
-    p = tl.exp2(x - lse2[None, :])
+    p = probabilities(x, row_sums(load_sums(lse_ptr, attended, bias.array), bias.array), 0)
     if MASKED:
         p = tl.where(inside, p, 0.0)
     if dropout.threshold is None:
@@ -137,6 +139,7 @@ def dkdv_step(
         dp = dot(v, tl.trans(do), None, FLOAT32_PRODUCTS)
         dp = tl.where(p < 0, 0.0, dp * dropout.inverse_keep)
         p = tl.abs(p)
+    dlt = tl.load(delta_ptr, mask=attended, other=None if attended is None else 0.0)
     ds = through_cap(p * (dp - dlt[None, :]), capped, mods)
     if MASKED:
         ds = tl.where(inside, ds, 0.0)
@@ -171,7 +174,8 @@ def dkdv_of_heads(
     """`members` query heads from the `first_head`-th of the group on, whose walk this is."""
     cols = tl.arange(0, BLOCK_M)
     mods, slopes, bias_pos, kv_at = scoring.mods, scoring.slopes, scoring.bias_pos, scoring.kv_at
-    if scoring.bias.array is not None and STAGES == 1:
+    bias = scoring.bias.array
+    if bias is not None and STAGES == 1:
         walk = in_one_loop(walk)
     partial = partial_steps(walk)
     for i in tl.range(0, members * partial, num_stages=1):
@@ -185,33 +189,25 @@ def dkdv_of_heads(
         hi = tl.load(operands.hi + rows, mask=there, other=0)
         # rows past the hull are not read: a block may reach over its end
         attended = (hi > lo) & (rows < operands.end)
+        lse_ptr = stat_at(operands.first_lse, operands, g, place, walk)
+        delta_ptr = stat_at(operands.first_delta, operands, g, place, walk)
         if mask.bits is not None:  # none of a row's keys may be in it
-            lse_ptr = stat_at(operands.first_lse, operands, g, place, walk)
-            total = tl.load(lse_ptr, mask=attended, other=float("-inf"))
-            attended &= total != float("-inf")
+            attended &= attending(row_sums(load_sums(lse_ptr, attended, bias), bias))
         q_ptr = pair.first + place * pair.first_step + g * qk
         q = load_rows(q_ptr, attended[:, None], pair.qk_dim, QK_DIM)
         do_ptr = pair.second + place * pair.second_step + g * v
         do = load_rows(do_ptr, attended[:, None], pair.v_dim, V_DIM)
-        if mask.bits is None:
-            lse_ptr = stat_at(operands.first_lse, operands, g, place, walk)
-            total = tl.load(lse_ptr, mask=attended, other=0.0)
-        else:
-            total = tl.where(attended, total, 0.0)
-        lse2 = total * LOG2E
-        delta_ptr = stat_at(operands.first_delta, operands, g, place, walk)
-        dlt = tl.load(delta_ptr, mask=attended, other=0.0)
         checked = checked_rows(operands, first_row, BLOCK_M)
         inside = keep(rows, keys, lo, hi, checked, segments, 1)
         own = mask_of_head(mask, mask_b, group_head + g)
         inside = keep_in_block_mask(inside, mask, own, rows, keys, first_key, BLOCK_N, 1)
-        slope2 = slope_of(slopes, mods.bias_batch, b, heads, group_head + g)
+        slope = slope_of(slopes, mods.bias_batch, b, heads, group_head + g, bias)
         far = distances(kv_at, load_positions(bias_pos.q, bias_pos.q_count, rows))
         dk, dv = dkdv_step(
-            dk, dv, kv, q, do, lse2, dlt, inside, far, slope2, scoring, group_head + g, rows,
-            first_row, keys, first_key, True, FLOAT32_PRODUCTS,
+            dk, dv, kv, q, do, (lse_ptr, delta_ptr), attended, inside, far, slope, scoring,
+            group_head + g, rows, first_row, keys, first_key, True, FLOAT32_PRODUCTS,
         )  # fmt: skip
-    if scoring.bias.array is None or STAGES > 1:
+    if bias is None or STAGES > 1:
         full = full_steps(walk)
         if walk.listed is not None:
             place = full_place(walk, mask, 0, walk.start + walk.full_begin * BLOCK_M, BLOCK_M)
@@ -224,15 +220,15 @@ def dkdv_of_heads(
             q = load_rows(q_ptr, None, pair.qk_dim, QK_DIM)
             do_ptr = pair.second + place * pair.second_step + g * v
             do = load_rows(do_ptr, None, pair.v_dim, V_DIM)
-            lse2 = tl.load(stat_at(operands.first_lse, operands, g, place, walk)) * LOG2E
-            dlt = tl.load(stat_at(operands.first_delta, operands, g, place, walk))
-            slope2 = slope_of(slopes, mods.bias_batch, b, heads, group_head + g)
+            lse_ptr = stat_at(operands.first_lse, operands, g, place, walk)
+            delta_ptr = stat_at(operands.first_delta, operands, g, place, walk)
+            slope = slope_of(slopes, mods.bias_batch, b, heads, group_head + g, bias)
             first_row = walk.origin + place * walk.unit
             rows = first_row + cols
             far = distances(kv_at, load_positions(bias_pos.q, bias_pos.q_count, rows))
             dk, dv = dkdv_step(
-                dk, dv, kv, q, do, lse2, dlt, None, far, slope2, scoring, group_head + g, rows,
-                first_row, keys, first_key, False, FLOAT32_PRODUCTS,
+                dk, dv, kv, q, do, (lse_ptr, delta_ptr), None, None, far, slope, scoring,
+                group_head + g, rows, first_row, keys, first_key, False, FLOAT32_PRODUCTS,
             )  # fmt: skip
             if walk.listed is not None:
                 step = (i + 1) % full
@@ -295,7 +291,7 @@ def backward_dkdv(
     q_first = (b.to(tl.int64) * q_len + walk.origin) * q_heads + kv_head * group
     pointers = pointers_of(query, dout, q_first, q_heads, qk_dim, v_dim, QK_DIM, V_DIM, BLOCK_M)
     stat = (b.to(tl.int64) * heads + kv_head * group) * q_len + walk.origin
-    first_lse = lse + stat + cols
+    first_lse = pointer_to_sums(lse, bias) + stat + cols
     first_delta = delta + stat + cols
     pair = pair_of(pointers, q_heads, qk_dim, v_dim, walk.unit, QK_DIM, V_DIM)
     operands = RowOperands(
@@ -303,7 +299,7 @@ def backward_dkdv(
         row_blocks,
     )  # fmt: skip
 
-    scale, mods = score_mods_of(scale, scales, scales_batch, soft_cap, bias_batch, b)
+    scale, mods = score_mods_of(scale, scales, scales_batch, soft_cap, bias_batch, b, bias)
     bias_pos = bias_positions_of(q_bias_pos, kv_bias_pos, bias_batch, b, q_len, kv_len)
     kv_at = load_positions(bias_pos.kv, bias_pos.kv_count, keys)
     added = bias_of(bias, bias_kind, bias_axes, b, heads, q_len, kv_len)

@@ -14,8 +14,8 @@ from portable.bias import FLOAT32, as_float32, bias_of, bias_tile
 from portable.block_lists import BlockMask, keep_in_block_mask, mask_of_head
 from portable.dropout import drop, dropout_of
 from portable.kv_ranges import columns, keep, key_range, load_rows, segments_of, size_of
+from portable.row_sums import attending, load_sums, pointer_to_sums, probabilities, row_sums
 from portable.score_mods import (
-    LOG2E,
     bias_positions_of,
     distances,
     dot,
@@ -86,7 +86,7 @@ def backward_dbias(
             lo = tl.load(q_lo + mask_row + rows, mask=real, other=0)
             hi = tl.load(q_hi + mask_row + rows, mask=real, other=0)
             stat = (b.to(tl.int64) * heads + head) * q_len + rows
-            total = tl.load(lse + stat, mask=real, other=float("-inf"))
+            sums = load_sums(pointer_to_sums(lse, bias) + stat, real, bias)
             dlt = tl.load(delta + stat, mask=real, other=0.0)
             first = (b.to(tl.int64) * q_len + row) * heads + head
             local = local_rows[:, None].to(tl.int64) * heads
@@ -107,20 +107,20 @@ def backward_dbias(
                     value + kv_first * v + kv_local * v + v_dims[None, :], present[:, None], v_dim,
                     V_DIM,
                 )  # fmt: skip
-            attended = (hi > lo) & (total != float("-inf"))
-            lse2 = tl.where(attended, total, 0.0) * LOG2E
+            sums = row_sums(sums, bias)
+            attended = (hi > lo) & attending(sums)
             added = bias_of(bias, bias_kind, bias_axes, b, heads, q_len, kv_len)
             added = bias_tile(added, head, row, first_key, BLOCK_M, BLOCK_N, 0)
             x = dot(q, tl.trans(k), None, FLOAT32_PRODUCTS)
-            _scale, mods = score_mods_of(scale, scales, scales_batch, soft_cap, bias_batch, b)
-            slope2 = slope_of(slopes, bias_batch, b, heads, head)
+            _scale, mods = score_mods_of(scale, scales, scales_batch, soft_cap, bias_batch, b, bias)
+            slope = slope_of(slopes, bias_batch, b, heads, head, bias)
             at = bias_positions_of(q_bias_pos, kv_bias_pos, bias_batch, b, q_len, kv_len)
             far = distances(
                 load_positions(at.q, at.q_count, rows), load_positions(at.kv, at.kv_count, keys)
             )
-            _capped, x = logits(x, far, slope2, mods)
+            _capped, x = logits(x, far, slope, mods)
             x += added
-            p = tl.exp2(x - lse2[:, None])
+            p = probabilities(x, sums, 1)
             if bias_kind is not None:  # later: float32 would spill
                 value_rows = load_rows(
                     value + kv_first * v + kv_local * v + v_dims[None, :], present[:, None], v_dim,

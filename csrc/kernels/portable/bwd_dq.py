@@ -23,8 +23,8 @@ from portable.kv_ranges import (
     store_rows,
     tile_of_program,
 )
+from portable.row_sums import attending, load_sums, pointer_to_sums, probabilities, row_sums
 from portable.score_mods import (
-    LOG2E,
     bias_positions_of,
     distances,
     dot,
@@ -49,19 +49,19 @@ from portable.steps import (
 
 @triton.jit
 def dq_step(
-    dq, sums, q, do, kv, lse2, dlt, inside, far, slope2, mods, bias, dropout, head, rows,
+    dq, grads, q, do, kv, sums, dlt, inside, far, slope, mods, bias, dropout, head, rows,
     first_row, first_key, cols, has_score_grads, MASKED: tl.constexpr,
     FLOAT32_PRODUCTS: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys. `sums`: of every row, those of scale and of slope."""
+    """One block of keys. `grads`: of every row, those of scale and of slope."""
     k, v = kv
     BLOCK_N: tl.constexpr = cols.shape[0]
     added = bias_tile(bias, head, first_row, first_key, rows.shape[0], BLOCK_N, 0)
     s = dot(q, tl.trans(k), None, FLOAT32_PRODUCTS)
-    capped, x = logits(s, far, slope2, mods)
+    capped, x = logits(s, far, slope, mods)
     if added is not None:
         x += added
-    p = tl.exp2(x - lse2[:, None])
+    p = probabilities(x, sums, 1)
     dp = dot(do, tl.trans(v), None, FLOAT32_PRODUCTS)
     if dropout.threshold is not None:
         dp = drop(dp * dropout.inverse_keep, dropout, head, rows, first_key, BLOCK_N, 0)
@@ -69,7 +69,7 @@ def dq_step(
     ds = through_cap(dlogit, capped, mods)
     if MASKED:
         ds = tl.where(inside, ds, 0.0)
-    dscale, dslope = sums
+    dscale, dslope = grads
     if has_score_grads is not None and has_score_grads != 0:
         by_scale = ds * s
         by_slope = dlogit * far
@@ -122,10 +122,10 @@ def backward_dq(
     lo = tl.load(q_lo + mask_row + rows, mask=there, other=0)
     hi = tl.load(q_hi + mask_row + rows, mask=there, other=0)
     attended = hi > lo
+    stat = (b.to(tl.int64) * heads + head) * q_len + rows
+    sums = row_sums(load_sums(pointer_to_sums(lse, bias) + stat, attended, bias), bias)
     if block_mask is not None:  # none of a row's keys may be in it
-        stat = (b.to(tl.int64) * heads + head) * q_len + rows
-        total = tl.load(lse + stat, mask=attended, other=float("-inf"))
-        attended = total != float("-inf")
+        attended = attending(sums)
     segments = segments_of(q_ids, kv_ids, q_pos, kv_pos, segment_check, mask_b, q_len, kv_len)
 
     qk_dims = columns(QK_DIM)
@@ -140,12 +140,6 @@ def backward_dq(
         query + first * qk + local * qk + qk_dims[None, :], attended[:, None], qk_dim, QK_DIM
     )
     do = load_rows(dout + first * v + local * v + v_dims[None, :], attended[:, None], v_dim, V_DIM)
-    stat = (b.to(tl.int64) * heads + head) * q_len + rows
-    if block_mask is None:
-        total = tl.load(lse + stat, mask=attended, other=0.0)
-    else:
-        total = tl.where(attended, total, 0.0)
-    lse2 = total * LOG2E
     dlt = tl.load(delta + stat, mask=attended, other=0.0)
 
     kv_first = (b.to(tl.int64) * kv_len + walk.origin) * kv_heads + kv_head
@@ -153,8 +147,8 @@ def backward_dq(
     pointers = pointers_of(key, value, kv_first, kv_heads, qk_dim, v_dim, QK_DIM, V_DIM, BLOCK_N)
     pair = pair_of(pointers, kv_heads, qk_dim, v_dim, walk.unit, QK_DIM, V_DIM)
 
-    scale, mods = score_mods_of(scale, scales, scales_batch, soft_cap, bias_batch, b)
-    slope2 = slope_of(slopes, bias_batch, b, heads, head)
+    scale, mods = score_mods_of(scale, scales, scales_batch, soft_cap, bias_batch, b, bias)
+    slope = slope_of(slopes, bias_batch, b, heads, head, bias)
     bias_pos = bias_positions_of(q_bias_pos, kv_bias_pos, bias_batch, b, q_len, kv_len)
     q_at = load_positions(bias_pos.q, bias_pos.q_count, rows)
     added = bias_of(bias, bias_kind, bias_axes, b, heads, q_len, kv_len)
@@ -164,7 +158,7 @@ def backward_dq(
     )  # fmt: skip
 
     acc = tl.zeros([BLOCK_M, qk_dims.shape[0]], tl.float32)
-    sums = (tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32))
+    grads = (tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32))
     for i in tl.range(0, partial_steps(walk), num_stages=1):
         place = partial_place(walk, mask, i, BLOCK_N)
         first_key = walk.origin + place * walk.unit
@@ -173,8 +167,8 @@ def backward_dq(
         inside = keep(rows, keys, lo, hi, segment_checked, segments, 0)
         inside = keep_in_block_mask(inside, mask, head_mask, rows, keys, place, BLOCK_N, 0)
         far = distances(q_at, load_positions(bias_pos.kv, bias_pos.kv_count, keys))
-        acc, sums = dq_step(
-            acc, sums, q, do, kv, lse2, dlt, inside, far, slope2, mods, added, dropout, head, rows,
+        acc, grads = dq_step(
+            acc, grads, q, do, kv, sums, dlt, inside, far, slope, mods, added, dropout, head, rows,
             row, first_key, cols, has_score_grads, True, FLOAT32_PRODUCTS,
         )  # fmt: skip
     if walk.listed is None:
@@ -182,8 +176,8 @@ def backward_dq(
             for place in tl.range(full_begin, full_end, num_stages=STAGES):
                 first_key = walk.origin + place * walk.unit
                 kv = load_pair(pair, place, None, QK_DIM, V_DIM)
-                acc, sums = dq_step(
-                    acc, sums, q, do, kv, lse2, dlt, None, None, slope2, mods, added, dropout, head,
+                acc, grads = dq_step(
+                    acc, grads, q, do, kv, sums, dlt, None, None, slope, mods, added, dropout, head,
                     rows, row, first_key, cols, has_score_grads, False, FLOAT32_PRODUCTS,
                 )  # fmt: skip
     elif bias is None or STAGES > 1:
@@ -191,8 +185,8 @@ def backward_dq(
         for i in tl.range(0, walk.full, num_stages=STAGES):
             kv = load_pair(pair, place, None, QK_DIM, V_DIM)
             far = distances(q_at, load_positions(bias_pos.kv, bias_pos.kv_count, place + cols))
-            acc, sums = dq_step(
-                acc, sums, q, do, kv, lse2, dlt, None, far, slope2, mods, added, dropout, head,
+            acc, grads = dq_step(
+                acc, grads, q, do, kv, sums, dlt, None, far, slope, mods, added, dropout, head,
                 rows, row, place, cols, has_score_grads, False, FLOAT32_PRODUCTS,
             )  # fmt: skip
             place = full_place(walk, mask, i + 1, place + BLOCK_N, BLOCK_N)
@@ -206,7 +200,7 @@ def backward_dq(
         QK_DIM,
     )
     if score_grads is not None and has_score_grads != 0:
-        dscale, dslope = sums
+        dscale, dslope = grads
         parts = score_grads + (b.to(tl.int64) * heads + head) * (2 * q_len)
         tl.store(parts + rows, tl.where(attended, dscale, 0.0), mask=there)
         tl.store(parts + q_len + rows, tl.where(attended, dslope, 0.0), mask=there)

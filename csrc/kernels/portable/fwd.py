@@ -1,7 +1,7 @@
 """Forward attention over row ranges, for every GPU that Triton serves.
 
 Online softmax (FlashAttention-2, arXiv 2307.08691): with m the running maximum of the logits in
-base 2,
+base 2 (with a bias array in base e: row_sums.py),
     p = 2^(logit - m),   l = l * alpha + sum(p),   acc = acc * alpha + p v,
     alpha = 2^(m_old - m_new)
 The order of the key blocks does not matter, so partial blocks come first and one mask-free loop
@@ -31,6 +31,7 @@ from portable.kv_ranges import (
     store_rows,
     tile_of_program,
 )
+from portable.row_sums import LEAST, power, store_sums
 from portable.score_mods import (
     bias_positions_of,
     distances,
@@ -52,12 +53,10 @@ from portable.steps import (
     steps_of,
 )
 
-LN2 = tl.constexpr(0.6931471805599453)
-
 
 @triton.jit
 def attend(
-    acc, m, l, q, kv, inside, far, slope2, mods, bias, dropout, head, rows, first_row,
+    acc, m, l, q, kv, inside, far, slope, mods, bias, dropout, head, rows, first_row,
     first_key, cols, MASKED: tl.constexpr, FLOAT32_PRODUCTS: tl.constexpr,
 ):  # fmt: skip
     """One block of keys. kv: (N, Dqk) and (N, Dv); `inside` (M, N) where MASKED."""
@@ -66,23 +65,20 @@ def attend(
     added = bias_tile(bias, head, first_row, first_key, rows.shape[0], BLOCK_N, 0)
     x = dot(q, tl.trans(k), None, FLOAT32_PRODUCTS)
     factor = 1.0
-    if mods.scales is None and mods.cap2 is None and far is None:
+    if mods.scales is None and mods.cap is None and far is None:
         if added is None:  # positive: the largest score has the largest logit
-            factor = mods.scale2
+            factor = mods.scale
         else:
-            x = x * mods.scale2 + added
+            x = x * mods.scale + added
     else:
-        _, x = logits(x, far, slope2, mods)
+        _, x = logits(x, far, slope, mods)
         if added is not None:
             x += added
     if MASKED:
         x = tl.where(inside, x, float("-inf"))
     m_new = tl.maximum(m, tl.max(x, 1) * factor)
-    base = m_new
-    if MASKED:  # a row that has met no key yet: 2^(-inf - 0) = 0, not NaN
-        base = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p = tl.exp2(x * factor - base[:, None])
-    alpha = tl.exp2(m - base)
+    p = power(x * factor - m_new[:, None], bias.array)
+    alpha = power(m - m_new, bias.array)
     l = l * alpha + tl.sum(p, 1)
     p = drop(p, dropout, head, rows, first_key, BLOCK_N, 0)
     acc = dot(p.to(v.dtype), v, acc * alpha[:, None], FLOAT32_PRODUCTS)
@@ -148,8 +144,8 @@ def forward(
     pointers = pointers_of(key, value, kv_first, kv_heads, qk_dim, v_dim, QK_DIM, V_DIM, BLOCK_N)
     pair = pair_of(pointers, kv_heads, qk_dim, v_dim, walk.unit, QK_DIM, V_DIM)
 
-    scale, mods = score_mods_of(scale, scales, scales_batch, soft_cap, bias_batch, b)
-    slope2 = slope_of(slopes, bias_batch, b, heads, head)
+    scale, mods = score_mods_of(scale, scales, scales_batch, soft_cap, bias_batch, b, bias)
+    slope = slope_of(slopes, bias_batch, b, heads, head, bias)
     bias_pos = bias_positions_of(q_bias_pos, kv_bias_pos, bias_batch, b, q_len, kv_len)
     q_at = load_positions(bias_pos.q, bias_pos.q_count, rows)
     added = bias_of(bias, bias_kind, bias_axes, b, heads, q_len, kv_len)
@@ -158,7 +154,8 @@ def forward(
         heads, q_len,
     )  # fmt: skip
 
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    # where a row has met no key yet, the least number: -inf less that is -inf, not NaN
+    m = tl.full([BLOCK_M], LEAST, tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, v_dims.shape[0]], tl.float32)
     for i in tl.range(0, partial_steps(walk), num_stages=1):
@@ -171,7 +168,7 @@ def forward(
         inside = keep_in_block_mask(inside, mask, head_mask, rows, keys, place, BLOCK_N, 0)
         far = distances(q_at, load_positions(bias_pos.kv, bias_pos.kv_count, keys))
         acc, m, l = attend(
-            acc, m, l, q, kv, inside, far, slope2, mods, added, dropout, head, rows, row,
+            acc, m, l, q, kv, inside, far, slope, mods, added, dropout, head, rows, row,
             first_key, cols, True, FLOAT32_PRODUCTS,
         )  # fmt: skip
     if walk.listed is None:
@@ -189,7 +186,7 @@ def forward(
             kv = load_pair(pair, place, None, QK_DIM, V_DIM)
             far = distances(q_at, load_positions(bias_pos.kv, bias_pos.kv_count, place + cols))
             acc, m, l = attend(
-                acc, m, l, q, kv, None, far, slope2, mods, added, dropout, head, rows, row, place,
+                acc, m, l, q, kv, None, far, slope, mods, added, dropout, head, rows, row, place,
                 cols, False, FLOAT32_PRODUCTS,
             )  # fmt: skip
             place = full_place(walk, mask, i + 1, place + BLOCK_N, BLOCK_N)
@@ -201,8 +198,5 @@ def forward(
         result *= inverse_keep
     out_rows = out + first * v + local * v + v_dims[None, :]
     store_rows(out_rows, result.to(out.dtype.element_ty), there[:, None], v_dim, V_DIM)
-    logsumexp = tl.where(attended, (m + tl.log2(l)) * LN2, float("-inf"))
     stat = (b.to(tl.int64) * heads + head) * q_len
-    tl.store(lse + stat + rows, logsumexp, mask=there)
-    if row_max is not None and row_max.to(tl.int64) != 0:  # null where nobody asks for it
-        tl.store(row_max + stat + rows, tl.where(attended, m * LN2, float("-inf")), mask=there)
+    store_sums(lse, row_max, stat, rows, there, m, l, attended, bias)

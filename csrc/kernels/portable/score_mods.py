@@ -1,8 +1,11 @@
 """What kernels do to a score before the softmax, and their products.
 
-With s = q k^T of a row at position i and a key at position j, all of it in base 2 (times log2(e)):
+With s = q k^T of a row at position i and a key at position j:
     capped = cap * tanh(s * scale / cap), or s * scale        (Gemma 2, arXiv 2408.00118)
     logit  = capped - slope * |i - j|                         (ALiBi, arXiv 2108.12409)
+All of it is in base 2 (times log2(e)), in kernels that may have a bias array in base e
+(row_sums.py).
+
 In the fallback kernels the scale comes from a buffer or a scalar and has any sign, and a program
 decides at run time, once for all of its elements, what there is to do: one variant serves all. The
 plain kernels know when they are compiled that there is a positive scale and nothing else: what they
@@ -13,18 +16,18 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from portable.row_sums import LOG2E, in_base
 
-LOG2E = tl.constexpr(1.4426950408889634)
 SMALL = tl.constexpr(0.3)
 
 
 class ScoreMods(NamedTuple):
-    """What is done to the scores of a batch row, in base 2. `scales` is None where the scale is
+    """What is done to the scores of a batch row. `scales` is None where the scale is
     positive, `bias_batch` 0 in calls without a bias."""
 
-    scale2: tl.tensor
+    scale: tl.tensor
     scales: tl.tensor
-    cap2: tl.tensor
+    cap: tl.tensor
     bias_batch: tl.tensor
 
 
@@ -50,28 +53,27 @@ def tanh(x):
 
 
 @triton.jit
-def score_mods_of(scale, scales, scales_batch, soft_cap, bias_batch, b):
+def score_mods_of(scale, scales, scales_batch, soft_cap, bias_batch, b, bias):
     """The scale of a batch row, and what is done to its scores. `scales` has 1 or as many as there
     are batch rows; where `scales_batch` is 0, `scale` holds."""
     if scales is not None:
         at = tl.where(scales_batch > 1, b, 0)
         read = tl.load(scales + at, mask=scales_batch > 0, other=0.0)
         scale = tl.where(scales_batch > 0, read, scale)
-    scale2 = scale * LOG2E
-    cap2 = None
+    cap = None
     if soft_cap is not None:
-        cap2 = soft_cap * LOG2E
-    return scale, ScoreMods(scale2, scales, cap2, bias_batch)
+        cap = in_base(soft_cap, bias)
+    return scale, ScoreMods(in_base(scale, bias), scales, cap, bias_batch)
 
 
 @triton.jit
-def slope_of(slopes, bias_batch, b, heads, head):
-    """In base 2; 0 in calls without a bias."""
-    slope2 = None
+def slope_of(slopes, bias_batch, b, heads, head, bias):
+    """0 in calls without a linear bias."""
+    slope = None
     if slopes is not None:
         at = tl.where(bias_batch > 1, b, 0) * heads + head
-        slope2 = tl.load(slopes + at, mask=bias_batch > 0, other=0.0) * LOG2E
-    return slope2
+        slope = in_base(tl.load(slopes + at, mask=bias_batch > 0, other=0.0), bias)
+    return slope
 
 
 @triton.jit
@@ -108,23 +110,23 @@ def distances(positions, other_positions):
 
 
 @triton.jit
-def logits(s, far, slope2, mods):
+def logits(s, far, slope, mods):
     """capped and logit of the scores. What else is done to a score, by a row and a key, belongs
     here, and its derivative in through_cap."""
-    capped = s * mods.scale2
-    if mods.cap2 is not None and mods.cap2 > 0:
-        capped = tanh(capped / mods.cap2) * mods.cap2
+    capped = s * mods.scale
+    if mods.cap is not None and mods.cap > 0:
+        capped = tanh(capped / mods.cap) * mods.cap
     logit = capped
     if far is not None and mods.bias_batch > 0:
-        logit = capped - far * slope2
+        logit = capped - far * slope
     return capped, logit
 
 
 @triton.jit
 def through_cap(ds, capped, mods):
     """The gradient of s * scale, from that of capped."""
-    if mods.cap2 is not None and mods.cap2 > 0:
-        t = capped / mods.cap2
+    if mods.cap is not None and mods.cap > 0:
+        t = capped / mods.cap
         ds = ds * (1.0 - t * t)
     return ds
 

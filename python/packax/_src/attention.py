@@ -26,6 +26,7 @@ from packax._src.masks.expressions import MaskExpression
 from packax._src.masks.lengths import batch_of
 from packax._src.ops.dropout import check_key, checked_rate, rows_of, streams_of
 from packax._src.ops.primitives import Implementation, check_implementation
+from packax._src.ops.row_sums import log_sum_exp
 from packax._src.ops.score_mods import (
     Alibi,
     Beside,
@@ -296,7 +297,9 @@ def flash_attention(
     results = list(attention(call, (query, key, value, scores), built, beside))
     if return_max_logits:
         results[2] = largest(results[2], layout)
-    if not return_lse:
+    if return_lse:
+        results[1] = log_sum_exp(results[1])
+    else:
         del results[1]
     return tuple(results) if len(results) > 1 else results[0]
 

@@ -27,6 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 from packax._src.context import shard
 from packax._src.context.rank_passes import Call
 from packax._src.core.mask import AttentionMask
+from packax._src.ops import row_sums
 from packax._src.ops.rule_calls import Arrays, bind, chosen, split
 from packax._src.ops.score_mods import Beside
 from packax._src.ops.tangents import NO_MORE_DERIVATIVES
@@ -36,7 +37,8 @@ CHECKPOINT_NAMES = ("packax_out", "packax_lse")
 
 
 def attention(call: Call, inputs: Any, mask: AttentionMask, beside: Beside) -> list[Any]:
-    """out (B, Sq, H, Dv), lse (B, H, Sq), and on request the rows' largest logits, like lse.
+    """out (B, Sq, H, Dv), lse (ops/row_sums.py), and on request the rows' largest logits (B, H,
+    Sq).
 
     inputs: query, key, value, scores: what has a gradient. beside: arrays that have none. The
     largest logits have no gradient: for `jax.lax.stop_gradient`.
@@ -102,7 +104,8 @@ class _OfAttention(NamedTuple):
         return _derivative(self.attention.apply, operands, self.moving, tangents)
 
     def transpose(self, cotangents: Arrays, residuals: Arrays) -> Arrays:
-        dout, dlse = cotangents[:2]  # the largest logits have none
+        dout, dlse = cotangents[:2]  # the largest logits have none, neither those in lse
+        dlse = None if dlse is None else row_sums.of_log(dlse)
         residuals = residuals[: self.attention.tree.num_leaves + 2]
         dout = jnp.zeros_like(residuals[-2]) if dout is None else dout
         call = self.attention.call._replace(
@@ -136,6 +139,7 @@ class _OfTangents(NamedTuple):
         out, *rest = operands[attention.tree.num_leaves :]
         dout, dlse = cotangents[:2]
         dout = jnp.zeros_like(out) if dout is None else dout
+        dlse = None if dlse is None else row_sums.of_log(dlse)
         call = attention.call._replace(
             needs_grad=self.moving, return_lse=dlse is not None, return_max_logits=False
         )
@@ -182,9 +186,8 @@ class _OfGradients(NamedTuple):
             rows = iter(hessian.apply(direction, operands))
             found[: len(inputs)] = [next(rows) if moving else None for moving in inputs]
         if any(seeds):
-            found[count + 2 :] = _OfAttention(attention, along).apply(
-                direction, operands[: count + 2]
-            )[: len(seeds)]
+            out, lse = _OfAttention(attention, along).apply(direction, operands[: count + 2])
+            found[count + 2 :] = [out, row_sums.of_log(lse)][: len(seeds)]
         return chosen(self.moving, found)
 
 

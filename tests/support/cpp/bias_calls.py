@@ -31,10 +31,15 @@ def _second(call: Call, s, axes, dtype, threshold, rows_batch, dbias) -> Call:
             "dropout_streams": Array("uint32", (s.batch, s.heads, 4)),
             "dropout_rows": Array("int32", (rows_batch, s.q_len)),
         }
+    lse = {}
+    if axes is not None or threshold:
+        lse = {"lse": Array("float32", (s.batch, s.heads, s.q_len, 2))}
+    of_pass = {"operands": call.operands, "results": call.results}
+    of_pass["results" if dbias is None else "operands"] |= lse
     return make_call(
         call.target.replace("_v1", "_v2"),
-        {"bias": bias, **of_dropout, **call.operands},
-        {**({} if dbias is None else {"dbias": bias if dbias else ABSENT}), **call.results},
+        {"bias": bias, **of_dropout, **of_pass["operands"]},
+        {**({} if dbias is None else {"dbias": bias if dbias else ABSENT}), **of_pass["results"]},
         {**call.attributes, "dropout_threshold": ("int64", threshold)},
     )
 

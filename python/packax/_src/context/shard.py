@@ -21,6 +21,7 @@ from packax._src.context.rank_passes import Call
 from packax._src.core.jax_compat import vary_together
 from packax._src.core.mask import AttentionMask
 from packax._src.core.sharding import Layout
+from packax._src.ops.row_sums import of_attended
 from packax._src.ops.score_mods import Beside, Scores, add_sinks, sinks_gradient, summed
 
 
@@ -33,7 +34,8 @@ def forward(
     mask: AttentionMask,
     beside: Beside,
 ) -> tuple[Any, ...]:
-    """out (B, Sq, H, Dv), lse (B, H, Sq), and the rows' largest logits like lse, on request."""
+    """out (B, Sq, H, Dv), lse (ops/row_sums.py), and on request the rows' largest logits (B, H,
+    Sq)."""
     function = _forward if call.layout is None else _forward_of_ranks
     return function(call, query, key, value, scores, mask, beside)
 
@@ -135,6 +137,9 @@ def _backward(
     if call.layout is not None and call.layout.several(call.layout.kv_context):
         # Else XLA sees the forward's gathers here, and keeps the gathered keys for the backward.
         key, value, dout = jax.lax.optimization_barrier((key, value, dout))
+    if scores.bias is not None:  # whose -inf may empty a row
+        dout, of_lse = of_attended(lse, dout, dlse if call.return_lse else None)
+        dlse = dlse if of_lse is None else of_lse
     operands = (scores, query, key, value, mask, beside, out, lse, dout, dlse)
     dq, dk, dv, parts, dbias = _by_parts(
         mask, rank_passes.backward, local_kv.backward, call, operands

@@ -39,9 +39,9 @@ backward_heads_p = new_primitive("packax_backward_heads", _BACKWARD_HEADS)
 
 
 @forward_heads_p.def_abstract_eval
-def _forward_shapes(*operands, heads, begins, max_logits, **static):
+def _forward_shapes(*operands, heads, begins, max_logits, extras, **static):
     _, (query, _, value, *_) = _without_before(operands, begins)
-    return forward_results(query, value, heads, max_logits)
+    return forward_results(query, value, heads, max_logits, extras)
 
 
 @backward_heads_p.def_abstract_eval

@@ -24,7 +24,7 @@ from packax._src.ops import (
     xla_scores,
     xla_tiles,
 )
-from packax._src.ops.operands import TENSORS, named, version
+from packax._src.ops.operands import TENSORS, lse_in_two, named, version
 from packax._src.ops.primitives import backward_p, forward_p
 from packax._src.ops.rules import lower_xla, register, run_once, without_kernels
 
@@ -72,6 +72,7 @@ def xla_forward(
         segment_check=segment_check,
         block_size=block_size,
         dropout_threshold=dropout_threshold,
+        lse_in_two=lse_in_two(extras),
     )
     return (out, lse, row_max) if max_logits else (out, lse)
 

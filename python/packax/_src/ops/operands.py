@@ -30,7 +30,12 @@ def names(direction: Pass, params: dict[str, Any]) -> tuple[str, ...]:
 
 def version(params: dict[str, Any]) -> int:
     """Of the FFI call: the second where it has an operand that the first has not."""
-    return 2 if set(params["extras"]).intersection(ARRAYS) else 1
+    return 2 if lse_in_two(params["extras"]) else 1
+
+
+def lse_in_two(extras: Sequence[str]) -> bool:
+    """Whether lse is two numbers a row (row_sums.py), here and in the kernels that take arrays."""
+    return not set(extras).isdisjoint(ARRAYS)
 
 
 def call_names(direction: Pass, version: int) -> tuple[str, ...]:

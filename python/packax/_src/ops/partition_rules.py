@@ -21,13 +21,15 @@ def blocks(*operands, **_) -> Dims:
 
 def forward(query, key, value, *others, block_size, extras, max_logits, **_) -> Dims:
     rest, _ = _behind_tensors(query, others, 2 if block_size else 0, extras)
-    rows = ("bh.", "bh.") if max_logits else ("bh.",)
-    return Dims((*_TENSORS, *rest), ("b.h.", *rows), _of_kernels("forward", block_size, extras))
+    lse = "bh.." if operands.lse_in_two(extras) else "bh."
+    results = ("b.h.", lse, *(["bh."] if max_logits else []))
+    return Dims((*_TENSORS, *rest), results, _of_kernels("forward", block_size, extras))
 
 
 def backward(query, key, value, *others, block_size, extras, score_grads, bias_grad, **_) -> Dims:
     rest, of_extra = _behind_tensors(query, others[4:], 3 if block_size else 0, extras)
-    results = ("b.h.", "bh.", "b.h.", "bh.")  # out, lse and their cotangents
+    # out, lse and their cotangents
+    results = tuple(dims + "." * (x.ndim - 3) for dims, x in zip(_RESULTS, others, strict=False))
     all_operands = (*_TENSORS, *results, *rest)
     gradients = ["b.h.", "b.g.", "b.g.", *(["bh.."] if score_grads else [])]
     summed = {}
@@ -53,6 +55,7 @@ def _of_kernels(direction: Pass, block_size: Any, extras: tuple[str, ...]) -> fr
 
 _KERNELS_READ = (*BLOCK_ARRAYS, "kv_block_lists")
 _TENSORS = ("bsh.", "bkg.", "bkg.")
+_RESULTS = ("b.h", "bh.", "b.h", "bh.")
 _OF_HEADS = ("slopes", "bias", "dropout_streams")
 
 

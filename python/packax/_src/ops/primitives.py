@@ -3,7 +3,8 @@
 documents_p: q_ids, kv_ids, q_pos, kv_pos -> lo, hi, segment_checked
 blocks_p: q_lo, q_hi, segment_checked -> q_blocks, kv_blocks, q_order, q_order_192, kv_order
 forward_p: query, key, value, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order,
-    q_order_192, *block, *extras -> out, lse, and with max_logits the largest logit of every row
+    q_order_192, *block, *extras -> out, lse, and with max_logits the largest logit of every row;
+    lse may be two numbers a row (operands.lse_in_two), here and in backward_p
 backward_p: query, key, value, out, lse, dout, dlse, q_lo to q_order as in forward_p, kv_blocks,
     kv_order, *block, *extras -> dq, dk, dv (those of `needs_grad`, others may hold anything), with
     score_grads (B, H, 2, Sq), every row's part of the gradients of scale and slope, and with
@@ -39,7 +40,7 @@ from packax._src.ops.batching_rules import (
     batching_rule,
     register_batching,
 )
-from packax._src.ops.operands import TENSORS, named
+from packax._src.ops.operands import TENSORS, lse_in_two, named
 from packax._src.ops.partitioning import ask_devices
 
 P = jax.sharding.PartitionSpec
@@ -122,12 +123,17 @@ def _blocks_shapes(q_lo, q_hi, segment_checked, *, kv_len, implementation):
     ]
 
 
-def forward_results(query: Any, value: Any, heads: int, max_logits: bool) -> list[Any]:
+def forward_results(
+    query: Any, value: Any, heads: int, max_logits: bool, extras: Sequence[str]
+) -> list[Any]:
     """Of forward_p; `heads` of the query's are computed."""
     batch, q_len, _, _ = query.shape
     rows = _like(query, (batch, heads, q_len), accumulator(query.dtype), (0, 2, 1))
     out = _like(query, (*query.shape[:3], value.shape[3]), query.dtype, (0, 1, 2, None))
-    return [out, rows, rows] if max_logits else [out, rows]
+    lse = rows
+    if lse_in_two(extras):
+        lse = _like(query, (batch, heads, q_len, 2), accumulator(query.dtype), (0, 2, 1, None))
+    return [out, lse, rows] if max_logits else [out, lse]
 
 
 def backward_results(operands: Sequence[Any], heads: int, params: dict[str, Any]) -> list[Any]:
@@ -146,8 +152,8 @@ def backward_results(operands: Sequence[Any], heads: int, params: dict[str, Any]
 
 
 @forward_p.def_abstract_eval
-def _forward_shapes(query, key, value, *operands, max_logits, **static):
-    return forward_results(query, value, query.shape[2], max_logits)
+def _forward_shapes(query, key, value, *operands, max_logits, extras, **static):
+    return forward_results(query, value, query.shape[2], max_logits, extras)
 
 
 @backward_p.def_abstract_eval

@@ -26,6 +26,7 @@ from jax.typing import ArrayLike
 from packax._src.core.integers import as_int32
 from packax._src.core.messages import described
 from packax._src.core.sharding import Layout
+from packax._src.ops import row_sums
 from packax._src.ops.merge import merged
 
 _CAPS = (1e-30, 1e30)
@@ -203,8 +204,11 @@ def _bias_array(bias: Any, query: jax.Array, kv_len: int, layout: Layout | None)
             f"bias must have shape (1 or {batch}, 1 or {heads}, 1 or {rows}, {kv_len}), which is "
             f"(batch, heads, query rows, keys), but has {tuple(bias.shape)}"
         )
-    bias = jnp.asarray(bias)
     real = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
+    if bias.dtype == jnp.float64 and real == jnp.float32:  # its least number is no infinity there
+        xp, limits = jnp if isinstance(bias, jax.Array) else np, np.finfo(np.float32)
+        bias = xp.where(xp.isinf(bias), bias, xp.clip(bias, limits.min, limits.max))
+    bias = jnp.asarray(bias)
     # Parts of its gradient that ranks, or groups of heads, add up are float32.
     divided = layout is not None and 1 in bias.shape[:3]
     if divided or bias.dtype not in (query.dtype, real):
@@ -323,13 +327,15 @@ def _number(name: str, given: Any) -> float:
 
 
 def add_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """out' and lse' of out (B, Sq, H, Dv), lse (B, H, Sq) and sinks (H,) or (B or 1, H); empty
+    """out' and lse' of out (B, Sq, H, Dv), lse (row_sums.py) and sinks (H,) or (B or 1, H); empty
     rows stay as they are.
 
     An infinite sink takes all of the softmax: out' is 0 and lse' is the sink, also in derivatives.
     """
-    attended, _, sink = _beside(lse, sinks)
-    return merged([(out, lse), (None, jnp.where(attended, sink, lse))])
+    top, log = row_sums.apart(lse)
+    attended, _, sink = _beside(top, log, sinks)
+    out, log = merged([(out, log), (None, jnp.where(attended, sink, log))])
+    return out, row_sums.together(top, log)
 
 
 def sinks_gradient(
@@ -340,12 +346,17 @@ def sinks_gradient(
     delta = jnp.sum(out.astype(real) * dout.astype(real), -1).transpose(0, 2, 1)
     if dlse is not None:
         delta -= dlse.astype(real)
-    attended, finite, sink = _beside(lse, sinks)
-    weight = jnp.exp(jnp.where(finite, sink, 0) - jnp.where(attended & finite, lse, 0))
+    top, log = row_sums.apart(lse)
+    attended, finite, sink = _beside(top, log, sinks)
+    weight = jnp.exp(jnp.where(finite, sink, 0) - jnp.where(attended & finite, log, 0))
     return -jnp.sum(jnp.where(attended, weight * delta, 0), axis=(0, 2)).astype(sinks.dtype)
 
 
-def _beside(lse: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Where rows attend something, where sinks are less than infinity, and the sinks as lse is."""
-    sink = jnp.atleast_2d(sinks).astype(lse.dtype)[..., None]
-    return lse != -jnp.inf, sink != jnp.inf, sink
+def _beside(
+    top: jax.Array | None, log: jax.Array, sinks: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Where rows attend something, where sinks are less than infinity, and the sinks as `log` is:
+    less the row's largest logit, if that is apart."""
+    attended, sink = log != -jnp.inf, jnp.atleast_2d(sinks).astype(log.dtype)[..., None]
+    finite = sink != jnp.inf
+    return attended, finite, sink if top is None else sink - jnp.where(attended, top, 0)

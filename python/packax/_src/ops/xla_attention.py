@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from packax._src.core.shapes import INT_MAX, ONE_BLOCK
-from packax._src.ops import block_lists
+from packax._src.ops import block_lists, row_sums
 from packax._src.ops.dropout import inverse_keep
 from packax._src.ops.xla_bias import BiasTiles
 from packax._src.ops.xla_scores import Extras, kept_of_blocks, logits_of_blocks
@@ -65,8 +65,10 @@ def forward(
     segment_check: int,
     block_size: tuple[int, int] | None = None,
     dropout_threshold: int = 0,
+    lse_in_two: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """out (B, Sq, H, Dv) in query's dtype, lse (B, H, Sq), and like it the largest logits.
+    """out (B, Sq, H, Dv) in query's dtype, lse (row_sums.py), and the rows' largest logits (B, H,
+    Sq).
 
     Shapes as in flash_attention; `scale` where there are no scales; soft_cap 0: none; `block_size`
     of the mask's map.
@@ -135,14 +137,17 @@ def forward(
     out, _, rows = _loop(np.int32(0), lambda: sized(steps), one_tile, results)
     total, row_max = sums_and_maxima(rows, 1)
     some = lax.ne(total, real.type(0))
-    lse = lax.add(row_max, lax.log(select(some, total, 1)))
+    log = lax.log(select(some, total, 1))
+    lse = select(some, log if lse_in_two else lax.add(row_max, log), -jnp.inf)
     lse, row_max = (
         lax.transpose(
             lax.squeeze(rows_together(lax.expand_dims(x, (3,)), tiles, query.shape[1]), (3,)),
             (0, 2, 1),
         )
-        for x in (select(some, lse, -jnp.inf), select(some, row_max, -jnp.inf))
+        for x in (lse, select(some, row_max, -jnp.inf))
     )
+    if lse_in_two:
+        lse = row_sums.together(row_max, lse)
     return uncut_rows(out, tiles, query.shape[1]), lse, row_max
 
 
@@ -182,25 +187,29 @@ def backward(
     dot = _dots(precision)
 
     # A row that attends nothing and its cotangents are ignored, whatever they hold.
-    lse = lse.transpose(0, 2, 1).astype(real)
-    some = lax.broadcast_in_dim(lax.ne(lse, real.type(-np.inf)), out.shape, (0, 1, 2))
+    numbers = [x for x in reversed(row_sums.apart(lse)) if x is not None]
+    log, *top = (x.transpose(0, 2, 1).astype(real) for x in numbers)
+    some = lax.ne(log, real.type(-np.inf))
+    some = lax.broadcast_in_dim(some, out.shape, (0, 1, 2))
     # Of whole rows: by tiles, as all else, the sums would round by how many heads a device has.
     products = select(some, lax.mul(out.astype(real), dout.astype(real)), 0)
     delta = lax.reduce_sum(products, (3,))
     if dlse is not None:
         delta = delta - dlse.transpose(0, 2, 1).astype(real)
-    sums_of_rows = cut_rows(stack([lse, delta], 3), tiles)
+    sums_of_rows = cut_rows(stack([log, delta, *top], 3), tiles)
 
     def one_tile(step, state):
         sums = row_tile(sums_of_rows, step)
-        shift, delta = (lax.index_in_dim(sums, n, 2, keepdims=False) for n in (0, 1))
+        shift, delta, *top = (
+            lax.index_in_dim(sums, n, 2, keepdims=False) for n in range(sums.shape[2])
+        )
         some = lax.ne(shift, real.type(-np.inf))
         q_tile, do_tile = (
             select(lax.broadcast_in_dim(some, x.shape, (0, 1)), x, 0)
             for x in (row_tile(x, step).astype(real) for x in (queries, douts))
         )
-        if extras.bias is not None:  # -inf may be all that a row attends
-            shift = select(some, shift, jnp.inf)
+        if top:  # a bias of -inf may be all that a row attends
+            shift, top = select(some, shift, jnp.inf), [select(some, top[0], 0)]
         first, last_of, block_of = visits_of(step)
 
         def one_block(visit, state):
@@ -215,6 +224,11 @@ def backward(
             # The first select also keeps the compiler from one multiply-add of s * scale - lse: lse
             # is of rounded logits, and p is more exact where the same rounding cancels.
             logit = _where(allowed, of.logit, -jnp.inf, tiles)
+            if top:
+                # Above 0 only where a product rounds otherwise than in the forward. Not by a
+                # minimum: of two equal numbers it would have half the derivative.
+                logit = lax.sub(logit, lax.expand_dims(top[0], (2,)))
+                logit = lax.sub(logit, lax.stop_gradient(lax.max(logit, lax.full_like(logit, 0))))
             # -0 where no pair is tells those from a p that is too small: a second look at `allowed`
             # would be computed anew.
             p = _where(allowed, lax.exp(lax.sub(logit, lax.expand_dims(shift, (2,)))), -0.0, tiles)

@@ -1,0 +1,103 @@
+"""Biases that hide keys or rows, as masks are often written: -inf, the least finite number, -1e9
+and others; and a check of attention with them against float64.
+
+A row of nothing but -inf attends nothing; of nothing but one finite number it is the softmax of the
+scores. Cotangents of rows that attend nothing are NaN here: they are ignored.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import score_oracle
+
+KINDS = ("left 40", "left 64", "left 100", "left 200", "keys", "rows", "both")
+
+
+def values_of(dtype: Any) -> dict[str, float]:
+    """What hides, by name: none is an infinity that was not meant."""
+    least, most = (float(x) for x in (jnp.finfo(dtype).min, jnp.finfo(dtype).max))
+    finite = {"least": least, "0.7 least": 0.7 * least, "-1e9": -1e9, "-1e4": -1e4, "most": most}
+    return {"-inf": -np.inf} | {name: max(x, least) for name, x in finite.items()}
+
+
+def hiding(kind: str, value: float, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    """A bias of shape (B or 1, H or 1, Sq or 1, Skv) in which `value` hides what `kind` says."""
+    rng = np.random.default_rng(seed)
+    bias = rng.standard_normal(shape)
+    if kind.startswith("left"):
+        bias[..., : int(kind.split()[1])] = value
+    if kind in ("keys", "both"):
+        bias[..., rng.random(shape[-1]) < 0.4] = value
+    if kind in ("rows", "both"):
+        bias[:, :, rng.random(shape[2]) < 0.4] = value
+    return bias
+
+
+def biases(shape: tuple[int, ...], dtype: Any) -> Iterator[tuple[str, jax.Array]]:
+    for kind in KINDS:
+        if kind in ("rows", "both") and shape[2] == 1:
+            continue
+        for name, value in values_of(dtype).items():
+            yield f"{kind} {name}", jnp.asarray(hiding(kind, value, shape), dtype)
+
+
+def emptied(allowed: Any, bias: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """(B, H, Sq) rows that attend nothing."""
+    some = oracle.of_heads(allowed) & (np.asarray(bias, np.float32) != -np.inf)
+    return np.broadcast_to(~some.any(-1), shape)
+
+
+def checker(attention: Callable[[Any], Any], allowed: Any) -> Callable[..., None]:
+    """Of attention(arrays) -> out, lse; a function that checks it and its gradients."""
+
+    @jax.jit
+    def run(arrays, dout, dlse):
+        return score_oracle.run(attention, arrays, dout, dlse)
+
+    return functools.partial(_check, run, allowed)
+
+
+def _check(
+    run, allowed, arrays, dout, dlse, where, *, scale=None, soft_cap=None, factors=None
+) -> None:
+    """`scale`: one that is a number, no array with a gradient."""
+    idle = emptied(allowed, arrays["bias"], dlse.shape)
+    by_row = idle.swapaxes(1, 2)[..., None]
+    got = run(arrays, jnp.where(by_row, jnp.nan, dout), jnp.where(idle, jnp.nan, dlse))
+    fixed = {} if scale is None else {"scale": jnp.float32(scale)}
+    dout, dlse = np.where(by_row, 0, np.asarray(dout, np.float32)), np.where(idle, 0, dlse)
+    true, plain, _ = score_oracle.true_and_plain(
+        arrays | fixed, allowed, dout, dlse, soft_cap=soft_cap, factors=factors
+    )
+    for name in fixed:
+        del true.gradients[name], plain.gradients[name]
+    compare(got, true, plain, idle, where)
+
+
+def compare(got: Any, true: Any, plain: Any, idle: np.ndarray, where: str) -> None:
+    """The rule of oracle.check for all but the log-sum-exp, which is so large that it allows
+    anything; its own rounding for that."""
+    by_row = idle.swapaxes(1, 2)[..., None]
+    assert not np.any(np.where(by_row, got.out, 0)), where
+    assert not np.any(np.where(by_row, got.gradients["query"], 0)), where
+    found, wanted = np.asarray(got.lse, np.float64), np.asarray(true.lse, np.float64)
+    np.testing.assert_array_equal(np.isneginf(found), idle, err_msg=where)
+    error = np.abs(found[~idle] - wanted[~idle])
+    # Half a unit of a logit, and the error of the yardstick where it is of 16 bits.
+    close = np.abs(np.asarray(plain.lse, np.float64)[~idle] - wanted[~idle])
+    close = 2 * close + 2.0**-22 * np.maximum(np.abs(wanted[~idle]), 16)
+    assert (error <= close).all(), f"{where}: lse by {error.max()}"
+    for results in (got, true, plain):
+        for x in results.gradients.values():
+            assert np.isfinite(np.asarray(x, np.float64)).all(), where
+    try:
+        score_oracle.check(*(x._replace(lse=np.zeros(1, np.float32)) for x in (got, true, plain)))
+    except AssertionError as error:
+        raise AssertionError(f"{where}: {error}") from None
