@@ -197,8 +197,8 @@ def chosen(
         for changed, assembler in itertools.product(rows, assemblers):
             two = kernel in table.TWO_ASSEMBLERS
             try:
-                own = table.ARCHS[arch].assembler
-                made = variant(kernel, table.ARCHS[arch], d, changed, assembler if two else own)
+                own = table.find_arch(arch).assembler
+                made = variant(kernel, table.find_arch(arch), d, changed, assembler if two else own)
             except LookupError as error:
                 print(f"left out: {error}", flush=True)
                 break

@@ -43,10 +43,22 @@ ARCHS = {
     "120f": Arch("sm_120f", 120, False, 101_376, "small", ptx="80", driver=12090),
 }
 
+# What no wheel holds and PACKAX_ARCHS has to name: the PTX of another GPU, assembled for Hopper with
+# the tiles and the shared memory of that GPU. It shows on a Hopper card how good kernels of mma.sync
+# and cp.async are (docs/internals/proxy.md).
+PROXIES = {
+    "80@90": Arch("sm_90", 90, False, 166_912, "ampere", ptx="80"),
+    "86@90": Arch("sm_90", 90, False, 101_376, "small", ptx="80"),
+}
+
 # The Triton wheel brings two assemblers. Cubins of 12.9 load with every driver of CUDA 12 and 13
 # that knows the GPU; those of 13.4 were seen to load on driver 580 (CUDA 13.0) and are promised for
 # no older one.
 ASSEMBLERS = {"12.9": ("ptxas", 12000), "13.4": ("ptxas-blackwell", 13000)}
+
+
+def find_arch(name: str) -> Arch:
+    return ARCHS[name] if name in ARCHS else PROXIES[name]
 
 
 def exact(arch: Arch) -> Arch:
@@ -64,5 +76,5 @@ def served_by(arch: Arch) -> list[Arch]:
 
 def one_set(archs: tuple[str, ...]) -> list[Arch]:
     """One architecture for every group of them that can run the same cubin."""
-    asked = [ARCHS[name] for name in archs]
+    asked = [find_arch(name) for name in archs]
     return [arch for arch in asked if not any(arch in served_by(other)[1:] for other in asked)]

@@ -25,6 +25,7 @@ import re
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 
 HERE = pathlib.Path(__file__).resolve().parent
 KERNEL_DIR = HERE.parent / "kernels"
@@ -177,10 +178,13 @@ def compile_table(
     return failed
 
 
-def names(text: str, known: dict[str, object], option: str) -> tuple[str, ...]:
+def names(
+    text: str, known: Mapping[str, object], option: str, hidden: Mapping[str, object] | None = None
+) -> tuple[str, ...]:
+    """Those asked for, which may be `hidden` ones too; all that are known if none is."""
     chosen = tuple(x for x in re.split(r"[;,\s]+", text) if x)
     for x in chosen:
-        if x not in known:
+        if x not in known and x not in (hidden or {}):
             raise SystemExit(f"{option}: {x!r} is not in the table; accepted: {', '.join(known)}")
     return chosen or tuple(known)
 
@@ -196,7 +200,7 @@ def main() -> int:
         "--head-dims", default="", help="64x64;128x128, or 64 for 64x64 (default: all)"
     )
     args = parser.parse_args()
-    archs = names(args.archs.replace("sm_", ""), dict(table.ARCHS), "--archs")
+    archs = names(args.archs.replace("sm_", ""), table.ARCHS, "--archs", table.PROXIES)
     dtypes = names(args.dtypes, dict.fromkeys(table.DTYPES + table.FLOAT32), "--dtypes")
     known = {f"{a}x{b}": (a, b) for a, b in table.HEAD_DIMS}
     dims = names(

@@ -15,7 +15,8 @@ import itertools
 import re
 from collections.abc import Iterator
 
-from archs import ARCHS, ASSEMBLERS, Arch, one_set, served_by
+from archs import ARCHS, ASSEMBLERS, Arch, find_arch, one_set, served_by
+from archs import PROXIES as PROXIES
 from archs import exact as exact
 from arguments import FLOATS as FLOATS
 from arguments import MULTIPLES as MULTIPLES
@@ -28,6 +29,8 @@ from tiles_decode import DECODE_SPLITS, DECODE_STEP, DECODE_TILES, FLOAT32_DECOD
 from tiles_fallback import FALLBACK_TILES, FLOAT32_DIMS, FLOAT32_TILES
 from tiles_fallback import absent_arguments as absent_from_portable
 from tiles_portable import PORTABLE_TILES
+from tiles_sm80 import BACKWARD as SM80_BACKWARD
+from tiles_sm80 import FORWARD as SM80_FORWARD
 from tiles_sm90 import (
     LIKE_PLAIN,
     ONE_ASSEMBLER,
@@ -77,6 +80,8 @@ KERNELS = {  # kernel -> file in csrc/kernels, as a module
     "forward_sm90_block_lists": "sm90.fwd",
     "backward_dkdv_sm90_block_lists": "sm90.bwd",
     "backward_dq_sm90_block_lists": "sm90.bwd_dq",
+    "backward_sm80": "sm80.bwd",
+    "backward_finish_sm80": "sm80.bwd",
     "backward_delta": "portable.bwd",
     "backward_dkdv": "portable.bwd",
     "backward_dq": "portable.bwd_dq",
@@ -155,15 +160,21 @@ class Variant:
         )
 
     @property
+    def dim(self) -> int:
+        return max(self.qk_dim, self.v_dim)
+
+    @property
     def source(self) -> str:
         """The module in csrc/kernels."""
         own = KERNELS[self.kernel]
-        return WIDE.get((self.kernel, max(self.qk_dim, self.v_dim)), (own, 0))[0]
+        if self.kernel == "forward" and (self.arch.tiles, self.dim) in SM80_FORWARD:
+            return "sm80.fwd"
+        return WIDE.get((self.kernel, self.dim), (own, 0))[0]
 
     @property
     def spills(self) -> int:
         """Bytes that SPILLS accepts."""
-        key = (self.kernel, max(self.qk_dim, self.v_dim))
+        key = (self.kernel, self.dim)
         return SPILLS.get((*key, self.dtype) if self.dtype in FLOAT32 else key, 0)
 
     @property
@@ -225,7 +236,10 @@ def tiled(kernel: str, arch: Arch, dtype: str, qk_dim: int, v_dim: int) -> Varia
         own = FLOAT32_DECODE_TILES if decodes else FLOAT32_TILES
         rows, keys, stages, warps = own.get(f"{dtype} {arch.tiles}", own[dtype])[kernel][dim]
     else:
-        rows, keys, stages, warps = (DECODE_TILES if decodes else TILES)[kernel][arch.tiles, dim]
+        tile = (DECODE_TILES if decodes else TILES)[kernel][arch.tiles, dim]
+        if kernel == "forward":
+            tile = SM80_FORWARD.get((arch.tiles, dim), tile)
+        rows, keys, stages, warps = tile
     constants = {
         "QK_DIM": qk_dim,
         "V_DIM": v_dim,
@@ -288,7 +302,7 @@ def with_bias(
 def with_bias_alone(
     archs: tuple[str, ...], dtypes: tuple[str, ...], head_dims: tuple[tuple[int, int], ...]
 ) -> Iterator[Variant]:
-    for arch in (ARCHS[name] for name in archs if ARCHS[name].tiles == "hopper"):
+    for arch in (arch for arch in map(find_arch, archs) if arch.tiles == "hopper"):
         for kernel, tiles in BIAS_ALONE_TILES.items():
             for dtype, dim in itertools.product(dtypes, tiles):
                 if (dim, dim) in head_dims:
@@ -347,6 +361,26 @@ def sm90(
     )
 
 
+def sm80_backward(arch: Arch, dtype: str, dim: int) -> Iterator[Variant]:
+    """The kernels of a backward that adds dQ up in memory, where there are others than Hopper's."""
+    rows, keys, stages, warps, dq_warps = SM80_BACKWARD[arch.tiles, dim]
+
+    def variant(kernel: str, block: int, warps: int, **constants: int) -> Variant:
+        return Variant(kernel, arch, dtype, dim, dim, tuple(constants.items()), block, warps)
+
+    yield variant(
+        *("backward_sm80", keys, warps),
+        QK_DIM=dim,
+        V_DIM=dim,
+        BLOCK_M=rows,
+        BLOCK_N=keys,
+        STAGES=stages,
+        DQ_WARPS=dq_warps,
+    )
+    yield variant("backward_finish_sm80", rows, warps, QK_DIM=dim, ROWS=rows, DQ_WARPS=dq_warps)
+    yield variant("backward_prepare", 32, 4, V_DIM=dim, QK_DIM=dim, ROWS=32)
+
+
 def variants(
     archs: tuple[str, ...] = tuple(ARCHS),
     dtypes: tuple[str, ...] = DTYPES + FLOAT32,
@@ -360,28 +394,32 @@ def variants(
     yield from fallback_alone(archs, dtypes, head_dims)
     head_dims = tuple(dims for dims in head_dims if not only_fallback(dims))
     for arch in archs:
-        if ARCHS[arch].tiles != "hopper":
+        if find_arch(arch).tiles != "hopper":
             continue
         for kernel, tiles in SM90_TILES.items():
             built = [dims for dims in head_dims if max(dims) in tiles]  # else the portable kernels
             for assembler, dtype, dims in itertools.product(ASSEMBLERS, dtypes, built):
                 if assembler == "12.9" or assembled_twice(kernel, max(dims)):
-                    yield sm90(kernel, ARCHS[arch], dtype, *dims, assembler)
+                    yield sm90(kernel, find_arch(arch), dtype, *dims, assembler)
+    for arch in map(find_arch, archs):
+        for dtype, (qk_dim, v_dim) in itertools.product(dtypes, head_dims):
+            if qk_dim == v_dim and (arch.tiles, qk_dim) in SM80_BACKWARD:
+                yield from sm80_backward(arch, dtype, qk_dim)
     for kernel in TILES:
         for arch in archs:
             for dtype in dtypes:
                 for qk_dim, v_dim in head_dims:
-                    yield tiled(kernel, ARCHS[arch], dtype, qk_dim, v_dim)
+                    yield tiled(kernel, find_arch(arch), dtype, qk_dim, v_dim)
     for arch in archs:
         for dtype in dtypes:
             for qk_dim, v_dim in head_dims:
                 for kernel in DECODE_TILES:
-                    yield tiled(kernel, ARCHS[arch], dtype, qk_dim, v_dim)
-                yield merging(ARCHS[arch], dtype, qk_dim, v_dim)
+                    yield tiled(kernel, find_arch(arch), dtype, qk_dim, v_dim)
+                yield merging(find_arch(arch), dtype, qk_dim, v_dim)
     for arch in archs:
         for dtype in dtypes:
             for qk_dim, v_dim in head_dims:
                 for kernel in ("backward_delta", "backward_delta_fallback"):
-                    yield delta(kernel, ARCHS[arch], dtype, qk_dim, v_dim)
+                    yield delta(kernel, find_arch(arch), dtype, qk_dim, v_dim)
         for kernel, (named, block, warps) in MASK_KERNELS.items():
-            yield Variant(kernel, ARCHS[arch], "any", 0, 0, tuple(named.items()), block, warps)
+            yield Variant(kernel, find_arch(arch), "any", 0, 0, tuple(named.items()), block, warps)

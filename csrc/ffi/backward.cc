@@ -3,6 +3,7 @@
 //
 // Sizes come from the buffers; attributes hold only what no buffer says.
 
+#include "launch/backward_sm80.h"
 #include "launch/backward_sm90.h"
 #include "launch/portable.h"
 
@@ -39,7 +40,7 @@ ffi::Error ReadAlgorithm(std::string_view name, Algorithm* algorithm) {
   }
   return ErrorBuilder(ffi::ErrorCode::kInvalidArgument)
          << "attribute algorithm is \"" << name
-         << "\", expected \"portable\", \"sm90_separate\" or \"sm90_fused\"";
+         << "\", expected \"portable\", \"sm90_separate\" or \"fused\"";
 }
 
 ffi::Error CheckWorkspace(const ffi::AnyBuffer& workspace, Algorithm algorithm, const Shape& s) {
@@ -114,6 +115,7 @@ ffi::Error RunBackward(Stream stream, BackwardOperands o, const BiasOperands* ad
   PACKAX_TRY(CurrentDevice(&device));
   bool found;
   PACKAX_TRY(BackwardOnSm90(device, stream, call, &found));
+  if (!found) PACKAX_TRY(BackwardOnSm80(device, stream, call, &found));
   return found ? ffi::Error::Success() : BackwardPortable(device, stream, call);
 }
 

@@ -7,20 +7,6 @@
 namespace packax {
 namespace {
 
-struct Sections {
-  Sections(const BackwardCall& c, const Sm90Workspace& w)
-      : Sections(static_cast<float*>(c.workspace.untyped_data()), w) {}
-  Sections(float* start, const Sm90Workspace& w)
-      : delta(start + w.delta()),
-        lse2(start + w.lse2()),
-        lo(start + w.lo()),
-        hi(start + w.hi()),
-        dq_sum(start + w.dq_sum()),
-        counter(start + w.counter()) {}
-
-  float *delta, *lse2, *lo, *hi, *dq_sum, *counter;
-};
-
 // The tensor maps of a kernel that makes dK and dV, of blocks of rows that a tile of keys meets.
 template <typename Args>
 ffi::Error MapTiles(const Ready<Args>& kernel, Stream stream, const BackwardCall& c, Args* args) {
@@ -42,35 +28,6 @@ ffi::Error MapTiles(const Ready<Args>& kernel, Stream stream, const BackwardCall
   PACKAX_TRY(Encode(kernel, stream, Args::kHi, line("hi", at.hi, i32, w.mask_rows), &args->hi));
   PACKAX_TRY(Encode(kernel, stream, Args::kDk, KeysOf("dk", c.dk, s), &args->dk));
   return Encode(kernel, stream, Args::kDv, KeysOf("dv", c.dv, s), &args->dv);
-}
-
-ffi::Error LaunchPrepare(const Ready<BackwardPrepareArgs>& prepare, Stream stream,
-                         const BackwardCall& c, bool clear_dq) {
-  const Shape& s = c.shape;
-  const Mask& m = c.mask;
-  const Sm90Workspace w(s);
-  const Sections at(c, w);
-  return Launch(prepare, stream, Grid{w.rows / prepare.block()},
-                BackwardPrepareArgs{
-                    .out = FirstHead(c.out, s),
-                    .dout = FirstHead(c.dout, s),
-                    .lse = c.lse.untyped_data(),
-                    .dlse = c.dlse.untyped_data(),
-                    .q_lo = m.q_lo.untyped_data(),
-                    .q_hi = m.q_hi.untyped_data(),
-                    .delta = at.delta,
-                    .lse2 = at.lse2,
-                    .lo = at.lo,
-                    .hi = at.hi,
-                    .dq_sum = at.dq_sum,
-                    .has_dlse = c.has_dlse,
-                    .clear_dq = clear_dq,
-                    .batch = s.batch,
-                    .mask_batch = s.mask_batch,
-                    .q_len = s.q_len,
-                    .heads = s.heads,
-                    .row_heads = s.row_heads,
-                });
 }
 
 // Members of `Args{...}` of kernels that make dK and dV, as those of shape.h. Maps are filled
@@ -273,6 +230,35 @@ ffi::Error RunEither(Device* device, Stream stream, const BackwardCall& c, bool*
 }
 
 }  // namespace
+
+ffi::Error LaunchPrepare(const Ready<BackwardPrepareArgs>& prepare, Stream stream,
+                         const BackwardCall& c, bool clear_dq) {
+  const Shape& s = c.shape;
+  const Mask& m = c.mask;
+  const Sm90Workspace w(s);
+  const Sections at(c, w);
+  return Launch(prepare, stream, Grid{w.rows / prepare.block()},
+                BackwardPrepareArgs{
+                    .out = FirstHead(c.out, s),
+                    .dout = FirstHead(c.dout, s),
+                    .lse = c.lse.untyped_data(),
+                    .dlse = c.dlse.untyped_data(),
+                    .q_lo = m.q_lo.untyped_data(),
+                    .q_hi = m.q_hi.untyped_data(),
+                    .delta = at.delta,
+                    .lse2 = at.lse2,
+                    .lo = at.lo,
+                    .hi = at.hi,
+                    .dq_sum = at.dq_sum,
+                    .has_dlse = c.has_dlse,
+                    .clear_dq = clear_dq,
+                    .batch = s.batch,
+                    .mask_batch = s.mask_batch,
+                    .q_len = s.q_len,
+                    .heads = s.heads,
+                    .row_heads = s.row_heads,
+                });
+}
 
 int64_t WorkspaceSize(Algorithm algorithm, const Shape& s) {
   const Sm90Workspace w(s);

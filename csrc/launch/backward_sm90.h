@@ -25,6 +25,24 @@ struct Sm90Workspace {
   int64_t rows, mask_rows;
 };
 
+struct Sections {
+  Sections(const BackwardCall& c, const Sm90Workspace& w)
+      : Sections(static_cast<float*>(c.workspace.untyped_data()), w) {}
+  Sections(float* start, const Sm90Workspace& w)
+      : delta(start + w.delta()),
+        lse2(start + w.lse2()),
+        lo(start + w.lo()),
+        hi(start + w.hi()),
+        dq_sum(start + w.dq_sum()),
+        counter(start + w.counter()) {}
+
+  float *delta, *lse2, *lo, *hi, *dq_sum, *counter;
+};
+
+// Row statistics into the workspace, and with `clear_dq` zeros into dq_sum.
+ffi::Error LaunchPrepare(const Ready<BackwardPrepareArgs>& prepare, Stream stream,
+                         const BackwardCall& c, bool clear_dq);
+
 // Elements, for that algorithm and those before it.
 int64_t WorkspaceSize(Algorithm algorithm, const Shape& s);
 

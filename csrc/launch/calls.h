@@ -21,7 +21,7 @@ struct ForwardCall : AttentionCall {
 enum class Algorithm {
   kPortable,      // delta, then dK and dV, then dQ
   kSm90Separate,  // Hopper's kernels, dK and dV apart from dQ
-  kSm90Fused,     // one kernel of Hopper for all three, which adds dQ up in memory
+  kSm90Fused,     // one kernel for all three, which adds dQ up in memory: Hopper's or sm80's
 };
 
 struct BackwardCall : AttentionCall {

@@ -10,169 +10,20 @@ from __future__ import annotations
 
 import itertools
 import sys
-from typing import Any
 
-import ml_dtypes
 import numpy as np
-import packax
 import pytest
 from paths import AOT
 
 sys.path.insert(0, str(AOT))
 
 import table
-import trees
-from cases import ids_of, random_map
 from gluon_language import launch
+from gluon_problems import HALF, MASKS, TREES, Problem, Statistics, poisoned
 from gluon_threads import TensorMap
 from tiers import once_each, some
 
 SM90 = table.ARCHS["90a"]
-HALF = ml_dtypes.bfloat16
-
-
-IDS = ids_of((0, 70), (1, 3), (2, 197), (3, 1), (4, 100), (-1, 29))
-TWO_ROWS = np.stack([IDS, ids_of((-1, 40), (1, 300), (2, 60))])
-MASKS = {
-    "causal": (packax.causal(), 300, 300),
-    "documents": (packax.causal() & packax.documents(IDS), 400, 400),
-    "two rows": (packax.causal() & packax.documents(TWO_ROWS), 400, 400),
-    "window": (packax.sliding_window(100, 0), 400, 400),
-    "ids that come back": (packax.documents(np.arange(260, dtype=np.int32) // 50 % 3), 260, 260),
-    "longer keys": (packax.full(), 70, 333),
-    "longer queries": (packax.causal(), 333, 70),
-    "one row": (packax.full(), 1, 130),
-}
-
-
-OPERANDS = (
-    *("q_lo", "q_hi", "q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks", "q_order", "q_order_192"),
-    *("kv_blocks", "kv_order", "block_mask", "q_block_lists", "kv_block_lists"),
-)
-
-TREES = {
-    name: (trees.expression(tree, beside), len(tree.ids), len(tree.ids))
-    for name, tree, beside in (
-        ("prompt and answers", trees.prompt_and_answers(170, 3, 90), "causal"),
-        ("deep", trees.of_lengths([130, 70, 1, 100, 60, 80], [-1, 0, 1, 1, 0, -1]), "alone"),
-    )
-}
-
-
-class Problem:
-    """Random inputs of one call, and float64's results."""
-
-    def __init__(
-        self,
-        case: str,
-        dims: tuple[int, int],
-        option: str = "",
-        heads: int = 2,
-        kv_heads: int = 1,
-        blocks: tuple[int, ...] = (),
-    ):
-        """`option`: what the kernels' names end with. `blocks`: rows and keys of a map's blocks,
-        and its heads."""
-        expression, self.q_len, self.kv_len = (MASKS | TREES)[case]
-        self.heads, self.kv_heads, (self.qk_dim, self.v_dim) = heads, kv_heads, dims
-        self.rng = np.random.default_rng()
-        if blocks:
-            *block_size, block_mask_heads = blocks
-            lengths = self.q_len, self.kv_len
-            expression &= packax.block_sparse(
-                *random_map(None, block_size, 0.4, (1, block_mask_heads), lengths)
-            )
-        mask = packax.create_attention_mask(expression, q_len=self.q_len, kv_len=self.kv_len)
-        self.mask = dict(zip(OPERANDS, (np.array(x) for x in mask.operands()), strict=False))
-        self.segment_check = mask.segment_check
-        attends = np.asarray(expression.as_array(self.q_len, self.kv_len))
-        self.attends = attends.reshape(-1, attends.shape[-3] if blocks else 1, *attends.shape[-2:])
-        self.batch = len(self.attends)
-        self.seed = int(self.rng.integers(1 << 30))
-        self.scale = float(1.3 * self.qk_dim**-0.5)
-        self.option = option
-        self.extra: dict[str, Any] = {}
-        if option == "_soft_cap":
-            self.extra = {"soft_cap": 2.0}
-        if option == "_alibi":
-            self.extra = {"slopes": np.geomspace(0.02, 0.3, heads).astype(np.float32)}
-        if option == "_block_lists":
-            of = *mask.block_size, mask.block_mask.shape[1]
-            sizes = dict(zip(("q_block", "kv_block", "block_mask_heads"), of, strict=True))
-            self.extra = {"block_mask_batch": 1, "block_mask": self.mask["block_mask"], **sizes}
-        self.query, self.dout = (self.draw(self.q_len, heads, dim) for dim in dims)
-        self.key, self.value = (self.draw(self.kv_len, kv_heads, dim) for dim in dims)
-        # nobody attends these keys, and these rows attend nothing: what they hold must not matter
-        self.key[np.broadcast_to(~self.attends.any((1, 2)), self.key.shape[:2])] = 1e30
-        idle = np.broadcast_to(~self.attends.any((1, 3)), self.query.shape[:2])
-        self.query[idle], self.dout[idle] = 1e30, 1e30
-        self.want, self.plain = self.oracle(), self.oracle(HALF)
-
-    def draw(self, length: int, heads: int, dim: int) -> np.ndarray:
-        return self.rng.standard_normal((self.batch, length, heads, dim)).astype(HALF)
-
-    def oracle(self, half: Any = float) -> dict[str, np.ndarray]:
-        """In float64, where P, dS and the results are rounded by `half`: as a yardstick tighter
-        than oracle.py's, whose logits are of that dtype, too."""
-        tensors = self.query, self.key, self.value, self.dout
-        q, k, v, do = (
-            np.where(np.abs(x.astype(float)) > 1e29, 0, x.astype(float)) for x in tensors
-        )
-        group = self.heads // self.kv_heads
-        k, v = np.repeat(k, group, 2), np.repeat(v, group, 2)
-        s, fade = self.logits(np.einsum("bqhd,bkhd->bhqk", q, k) * self.scale)
-        s = np.where(self.attends, s, -np.inf)
-        top = np.maximum(s.max(-1, keepdims=True), -1e300)
-        p = np.exp(s - top)
-        total = p.sum(-1, keepdims=True)
-        with np.errstate(divide="ignore"):
-            lse = np.where(total > 0, np.log(total) + top, -np.inf)[..., 0]
-        p = p / np.where(total > 0, total, 1)
-        rounded = p.astype(half).astype(float)
-        out = np.einsum("bhqk,bkhd->bqhd", rounded, v)
-        delta = np.einsum("bqhd,bqhd->bhq", do, out)
-        dp = np.einsum("bqhd,bkhd->bhqk", do, v) - delta[..., None]
-        ds = (p * fade * dp).astype(half).astype(float)
-        # docs/guide/numerics.md: above 128 dK is of the rounded P
-        wide = max(self.qk_dim, self.v_dim) > 128
-        ds_of_keys = (rounded * fade * dp).astype(half).astype(float) if wide else ds
-        back = lambda x: x.reshape(*x.shape[:2], -1, group, x.shape[3]).sum(3)  # noqa: E731
-        results = {
-            "out": out, "dq": np.einsum("bhqk,bkhd->bqhd", ds, k) * self.scale,
-            "dk": back(np.einsum("bhqk,bqhd->bkhd", ds_of_keys, q)) * self.scale,
-            "dv": back(np.einsum("bhqk,bqhd->bkhd", rounded, do)),
-        }  # fmt: skip
-        results = {name: x.astype(half).astype(float) for name, x in results.items()}
-        return results | {"lse": lse, "delta": delta}
-
-    def logits(self, s: np.ndarray) -> tuple[np.ndarray, Any]:
-        """And their derivative by s."""
-        if "soft_cap" in self.extra:
-            bent = np.tanh(s / self.extra["soft_cap"])
-            return bent * self.extra["soft_cap"], 1 - bent**2
-        if "slopes" in self.extra:
-            far = np.abs(np.arange(self.q_len)[:, None] - np.arange(self.kv_len))
-            return s - self.extra["slopes"][:, None, None].astype(float) * far, 1.0
-        return s, 1.0
-
-    def sizes(self) -> dict[str, Any]:
-        return {
-            "segment_check": self.segment_check, "batch": self.batch,
-            "mask_batch": len(self.mask["q_lo"]), "q_len": self.q_len,
-            "kv_len": self.kv_len, "heads": self.heads, "kv_heads": self.kv_heads, **self.extra,
-        }  # fmt: skip
-
-    def masks(self, *names: str) -> dict[str, np.ndarray]:
-        """Lists of a map are in it if there is one."""
-        return {name: self.mask[name] for name in names if name in self.mask}
-
-    def check(self, name: str, got: np.ndarray) -> None:
-        """Twice the error of plain attention; the largest one is of a single number, so four times
-        that."""
-        want, plain = self.want[name], self.plain[name]
-        for norm, times in ((np.linalg.norm, 2), (lambda x: np.abs(x).max(), 4)):
-            error, bound = norm(got.astype(float) - want), times * norm(plain - want)
-            assert error <= bound + 1e-6, f"{name}: {error}, accepted {bound}"
 
 
 def rows_of(x: np.ndarray) -> TensorMap:
@@ -187,10 +38,6 @@ def constants(kernel: str, dims: tuple[int, int], changed: dict[str, int]) -> di
     found = dict(table.sm90(kernel, SM90, "bf16", *dims, "13.4").constants)
     assert not set(changed) - set(found)
     return found | changed
-
-
-def poisoned(x: np.ndarray) -> np.ndarray:
-    return np.full(x.shape, np.nan, HALF)
 
 
 def forward(p: Problem, changed: dict[str, int], few: bool = False) -> None:
@@ -236,27 +83,6 @@ def test_forward_of_logits_far_below_zero():
 @pytest.mark.parametrize("case", some(MASKS, 2, 6))
 def test_forward_of_few_tiles(case):
     forward(Problem(case, (64, 64)), {}, few=True)
-
-
-class Statistics:
-    """What backward_prepare makes."""
-
-    def __init__(self, p: Problem):
-        padded = -(-p.q_len // 64) * 64
-
-        def whole(x: np.ndarray, other: float) -> np.ndarray:
-            widths = [(0, 0)] * (x.ndim - 1) + [(0, padded - p.q_len)]
-            return np.pad(x, widths, constant_values=other)
-
-        lse2 = np.where(np.isneginf(p.want["lse"]), np.inf, p.want["lse"]) / np.log(2)
-        self.lse2 = whole(lse2.astype(np.float32), np.inf)
-        self.delta = whole(p.want["delta"].astype(np.float32), 0)
-        self.lo, self.hi = whole(p.mask["q_lo"], 0), whole(p.mask["q_hi"], 0)
-        self.dq_sum = np.zeros((p.batch, p.heads, padded // 64, p.qk_dim // 32, 64, 32), np.float32)
-
-    def dq(self, p: Problem) -> np.ndarray:
-        rows = self.dq_sum.transpose(0, 2, 4, 1, 3, 5).reshape(p.batch, -1, p.heads, p.qk_dim)
-        return rows[:, : p.q_len] * p.scale
 
 
 def launch_keys(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import random
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,7 @@ DTYPES = {
     "int16": DType("i16", np.int16),
     "int32": DType("i32", np.int32),
     "int64": DType("i64", np.int64),
+    "uint32": DType("u32", np.uint32),
 }
 DTYPE_OF = {x.numpy: x for x in DTYPES.values()}
 
@@ -64,11 +66,13 @@ class Tile(np.ndarray):
     """A tensor in registers."""
 
     def to(self, dtype: DType, bitcast: bool = False) -> Tile:
-        return self if bitcast else self.astype(dtype.numpy)
+        if bitcast:
+            return self.astype(np.uint32) if dtype.numpy == np.uint32 else self
+        return self.astype(dtype.numpy)
 
     @property
-    def type(self) -> None:
-        return None
+    def type(self) -> types.SimpleNamespace:
+        return types.SimpleNamespace(layout=None, shape=self.shape)
 
 
 def tile(x: Any) -> Tile:
@@ -78,6 +82,10 @@ def tile(x: Any) -> Tile:
 class Pointer:
     def __init__(self, data: np.ndarray, at: Any = 0):
         self.data, self.at = data, at
+
+    @property
+    def dtype(self) -> types.SimpleNamespace:
+        return types.SimpleNamespace(element_ty=DTYPE_OF[self.data.dtype])
 
     def __add__(self, more: Any) -> Pointer:
         return Pointer(self.data, np.asarray(self.at) + more)
@@ -206,6 +214,8 @@ class Mine(threading.local):
     coin: random.Random
     products: list[Product]
     stores: list[Callable[[], None]]
+    copies: list[Callable[[], None]]  # of cp.async, of the group that is not committed yet
+    groups: list[list[Callable[[], None]]]
 
 
 mine = Mine()
@@ -215,6 +225,7 @@ def become(run: Run, name: str, warps: int) -> None:
     mine.run, mine.name, mine.warps = run, name, warps
     mine.coin = random.Random(f"{run.seed} {run.place} {name}")
     mine.products, mine.stores = [], []
+    mine.copies, mine.groups = [], []
 
 
 class NamedBarrier:
@@ -284,6 +295,36 @@ def async_load(source: TensorMap, at: list[int], barrier: MBarrier, to: Shared) 
             to.array[...] = poison(to.dtype, [1])[0]
             mine.run.copies.append(copy)
         mine.run.changed.notify_all()
+
+
+def copy_later(to: Shared, pointer: Pointer, mask: Any = None) -> None:
+    """cp.async: done at once, or when its group is waited for."""
+
+    def copy() -> None:
+        to.array[...] = load(pointer, mask, 0)
+
+    if mine.coin.random() < 0.5:
+        copy()
+    else:
+        to.array[...] = poison(to.dtype, [1])[0]
+        mine.copies.append(copy)
+
+
+def commit_group() -> None:
+    mine.groups.append(mine.copies)
+    mine.copies = []
+
+
+def wait_group(pending: int) -> None:
+    while len(mine.groups) > pending:
+        for copy in mine.groups.pop(0):
+            copy()
+
+
+def mma(a: Tile, b: Tile, sums: Tile) -> Tile:
+    assert a.shape[1] == b.shape[0] and a.dtype == b.dtype
+    with np.errstate(all="ignore"):
+        return tile(sums + np.asarray(a, np.float32) @ np.asarray(b, np.float32))
 
 
 def later(action: Callable[[], None]) -> None:

@@ -123,8 +123,10 @@ def choose_algorithm(query: Any, value: Any, params: Any, for_export: bool = Fal
     if suffix is None or (not is_symbolic(rows) and rows > INT_MAX):
         return "portable"
     dims = (str(query.dtype), query.shape[3], value.shape[3])
-    fused = ffi.on_sm90("backward_sm90" + suffix, *dims, for_export=for_export)
-    separate = ffi.on_sm90("backward_dkdv_sm90" + suffix, *dims, for_export=for_export)
+    fused = ffi.kernel_here("backward_sm90" + suffix, *dims, for_export=for_export)
+    separate = ffi.kernel_here("backward_dkdv_sm90" + suffix, *dims, for_export=for_export)
+    if not suffix and all(params["needs_grad"]):
+        fused = fused or ffi.kernel_here("backward_sm80", *dims, for_export=for_export)
     # Separate ones make the same bits every run, or only what is needed.
     if separate and (params["deterministic"] or not all(params["needs_grad"]) or not fused):
         return "sm90_separate"

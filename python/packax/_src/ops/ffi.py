@@ -31,13 +31,13 @@ def for_export(ctx: Any) -> bool:
     return ctx.module_context.lowering_parameters.for_export
 
 
-def on_sm90(kernel: str, dtype: str, qk_dim: int, v_dim: int, *, for_export: bool = False) -> bool:
+def kernel_here(kernel: str, dtype: str, qk_dim: int, v_dim: int, *, for_export: bool = False) -> bool:
     """Whether this build has that kernel, and this process a GPU for it, as far as it can tell."""
-    return (qk_dim, v_dim) in dims_on_sm90(kernel, dtype, for_export=for_export)
+    return (qk_dim, v_dim) in dims_here(kernel, dtype, for_export=for_export)
 
 
-def dims_on_sm90(kernel: str, dtype: str, *, for_export: bool = False) -> set[tuple[int, int]]:
-    """Of query and value: the head dims of which on_sm90 is true."""
+def dims_here(kernel: str, dtype: str, *, for_export: bool = False) -> set[tuple[int, int]]:
+    """Of query and value: the head dims of which kernel_here is true."""
     asked = (kernel, _DTYPES.get(dtype))
     by_dims: dict[tuple[int, int], list[Any]] = {}
     for row in variants():

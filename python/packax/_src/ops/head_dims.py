@@ -27,7 +27,7 @@ def padded(
     suffix, dims = suffix_of(params), (query.shape[3], value.shape[3])
     if ffi.ext is None or suffix is None or any(is_symbolic(x) or x % ffi.MULTIPLE for x in dims):
         return None
-    there = ffi.dims_on_sm90("forward_sm90" + suffix, str(query.dtype), for_export=for_export)
+    there = ffi.dims_here("forward_sm90" + suffix, str(query.dtype), for_export=for_export)
     wider = sorted((x for x in there if x[0] >= dims[0] and x[1] >= dims[1]), key=sum)
     if dims in there or not wider:
         return None

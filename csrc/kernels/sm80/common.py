@@ -1,0 +1,87 @@
+"""What the kernels of mma.sync and cp.async share: layouts, tiles in shared memory, copies."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+
+
+@gluon.constexpr_function
+def plain(n):
+    while hasattr(n, "value"):
+        n = n.value
+    return int(n)
+
+
+@gluon.constexpr_function
+def accumulator(warps, warps_n=1):
+    """Warps side by side along rows, `warps_n` of them along columns."""
+    n = plain(warps_n)
+    return gl.NVMMADistributedLayout([2, 0], [plain(warps) // n, n], [16, 8])
+
+
+@gluon.constexpr_function
+def copy_layout(columns, warps):
+    """16 bytes a thread, at most 128 bytes of a row together."""
+    lanes = min(plain(columns) // 8, 8)
+    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [plain(warps), 1], [1, 0])
+
+
+@gluon.constexpr_function
+def swizzled(columns):
+    """Rows of 64 bytes or of multiples of 128, in which matrices of 8 x 8 are read without bank
+    conflicts."""
+    narrow = plain(columns) < 64
+    return gl.SwizzledSharedLayout(8, 2 if narrow else 1, 4 if narrow else 8, [1, 0])
+
+
+@gluon.jit
+def tile_offsets(row_stride, ROWS: gl.constexpr, DIM: gl.constexpr, layout: gl.constexpr):
+    """Of ROWS rows, `row_stride` elements apart."""
+    r = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    c = gl.arange(0, DIM, gl.SliceLayout(0, layout))
+    return r[:, None] * row_stride + c[None, :]
+
+
+@gluon.constexpr_function
+def chunk_of(dim):
+    """Columns of a tile in shared memory: a power of two, so that 192 is three tiles of 64."""
+    return plain(dim) & -plain(dim)
+
+
+@gluon.jit
+def copy_chunks(shared, base, offsets, there, DIM: gl.constexpr):
+    """Start copying a tile by chunks of columns; rows that are not `there` (ROWS, 1) become 0 and
+    are not read."""
+    CHUNK: gl.constexpr = chunk_of(DIM)
+    for c in gl.static_range(DIM // CHUNK):
+        async_copy.async_load(shared.index(c), base + c * CHUNK + offsets, there)
+
+
+@gluon.jit
+def times_transposed(left_s, right_s, acc, DIM: gl.constexpr):
+    """acc + left right^T of two tiles in shared memory, 16 columns a step: few registers."""
+    layout: gl.constexpr = acc.type.layout
+    for c in gl.static_range(DIM // 16):
+        x = left_s.slice(c * 16, 16, dim=1).load(gl.DotOperandLayout(0, layout, 2))
+        y = right_s.slice(c * 16, 16, dim=1).permute((1, 0))
+        acc = mma_v2(x, y.load(gl.DotOperandLayout(1, layout, 2)), acc)
+    return acc
+
+
+@gluon.jit
+def times_shared(left_s, right_s, acc, DIM: gl.constexpr):
+    """acc + left right of two tiles in shared memory, 16 of DIM common columns a step."""
+    layout: gl.constexpr = acc.type.layout
+    for c in gl.static_range(DIM // 16):
+        x = left_s.slice(c * 16, 16, dim=1).load(gl.DotOperandLayout(0, layout, 2))
+        y = right_s.slice(c * 16, 16, dim=0).load(gl.DotOperandLayout(1, layout, 2))
+        acc = mma_v2(x, y, acc)
+    return acc
+
+
+@gluon.jit
+def times(left, right_s, acc):
+    """acc + left right, of an accumulator in 16 bits and a tile in shared memory."""
+    layout: gl.constexpr = acc.type.layout
+    x = gl.convert_layout(left, gl.DotOperandLayout(0, layout, 2), assert_trivial=True)
+    return mma_v2(x, right_s.load(gl.DotOperandLayout(1, layout, 2)), acc)

@@ -1,0 +1,175 @@
+"""Forward attention with mma.sync and cp.async, for GPUs of compute capability 8.x and 12.x.
+
+The portable forward (portable/fwd.py) in Gluon, which decides what stays in shared memory: queries
+do, and are read again in every step, so that a warp has registers for 32 rows and reads every key
+and value half as often. One buffer each for keys and values: values arrive while scores are
+computed, the next keys while values are multiplied (FlashAttention-2, arXiv 2307.08691).
+"""
+
+from sm80.common import (
+    accumulator,
+    chunk_of,
+    copy_chunks,
+    copy_layout,
+    swizzled,
+    tile_offsets,
+    times,
+    times_transposed,
+)
+from sm90.common import (
+    LN2,
+    LOG2E,
+    key_range,
+    nth_step,
+    place_of_tile,
+    position_row,
+    split,
+    stay,
+)
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+
+@gluon.jit
+def kept(s, row, rows, keys, ranges, segments, checked):
+    """The scores of keys that their row attends, -inf for the others."""
+    lo, hi = ranges
+    q_ids, kv_ids, q_pos, kv_pos, check, q_len, kv_len = segments
+    distance = keys[None, :] - lo[:, None]
+    inside = distance.to(gl.uint32, bitcast=True) < (hi - lo)[:, None].to(gl.uint32, bitcast=True)
+    if checked != 0:
+        rows = stay(row) + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
+        q_there = rows < q_len
+        kv_there = keys < kv_len
+        q_id = gl.load(q_ids + rows, mask=q_there, other=-1)
+        kv_id = gl.load(kv_ids + keys, mask=kv_there, other=-1)
+        inside &= q_id[:, None] == kv_id[None, :]
+        if check > 1:
+            q_at = gl.load(q_pos + rows, mask=q_there, other=0)
+            kv_at = gl.load(kv_pos + keys, mask=kv_there, other=0)
+            inside &= kv_at[None, :] <= q_at[:, None]
+            if check > 2:
+                q_from = gl.load(q_pos + (q_len + rows), mask=q_there, other=0)
+                inside &= q_from[:, None] <= kv_at[None, :]
+    return gl.where(inside, s, float("-inf"))
+
+
+@gluon.jit
+def forward(
+    query, key, value, out, lse, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, scale,
+    segment_check, batch, mask_batch, q_len, kv_len, heads, kv_heads, row_heads,
+    QK_DIM: gl.constexpr, V_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Rows of query and out are `row_heads` heads apart, of which this is about `heads`."""
+    WARPS: gl.constexpr = gl.num_warps()
+    CHUNK: gl.constexpr = chunk_of(QK_DIM)
+    s_layout: gl.constexpr = accumulator(WARPS)
+    by_row: gl.constexpr = gl.SliceLayout(1, s_layout)
+    copies: gl.constexpr = copy_layout(CHUNK, WARPS)
+    v_copies: gl.constexpr = copy_layout(V_DIM, WARPS)
+    dtype: gl.constexpr = query.dtype.element_ty
+
+    group = heads // kv_heads
+    head, kv_head, b, mask_b, row = place_of_tile(
+        gl.program_id(0), q_order, batch, mask_batch, (q_len + 127) // 128, group, kv_heads,
+        BLOCK_M, 128 // BLOCK_M,
+    )  # fmt: skip
+    if row >= q_len:
+        return
+    start, end, full_lo, full_hi, checked = key_range(q_blocks, mask_b, row, q_len, BLOCK_M)
+    steps, full_begin, full_end = split(start, end, full_lo, full_hi, BLOCK_N)
+    partial = steps - full_end + full_begin
+
+    q_s = gl.allocate_shared_memory(dtype, [QK_DIM // CHUNK, BLOCK_M, CHUNK], swizzled(CHUNK))
+    k_s = gl.allocate_shared_memory(dtype, [QK_DIM // CHUNK, BLOCK_N, CHUNK], swizzled(CHUNK))
+    v_s = gl.allocate_shared_memory(dtype, [BLOCK_N, V_DIM], swizzled(V_DIM))
+
+    mask_row = mask_b.to(gl.int64) * q_len
+    mask_key = mask_b.to(gl.int64) * kv_len
+    copied = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, copies))
+    copied_there = copied < q_len
+    # rows that attend nothing are not read
+    attend = gl.load(q_hi + mask_row + copied, mask=copied_there, other=0) > gl.load(
+        q_lo + mask_row + copied, mask=copied_there, other=0
+    )
+    first = (b.to(gl.int64) * q_len + row) * row_heads + head
+    q_offsets = tile_offsets(row_heads * QK_DIM, BLOCK_M, CHUNK, copies)
+    copy_chunks(q_s, query + first * QK_DIM, q_offsets, attend[:, None], QK_DIM)
+
+    kv_first = (b.to(gl.int64) * kv_len + start) * kv_heads + kv_head
+    k_base = key + kv_first * QK_DIM
+    v_base = value + kv_first * V_DIM
+    k_offsets = tile_offsets(kv_heads * QK_DIM, BLOCK_N, CHUNK, copies)
+    v_offsets = tile_offsets(kv_heads * V_DIM, BLOCK_N, V_DIM, v_copies)
+    k_step = kv_heads.to(gl.int64) * (BLOCK_N * QK_DIM)
+    v_step = kv_heads.to(gl.int64) * (BLOCK_N * V_DIM)
+    k_rows = gl.arange(0, BLOCK_N, gl.SliceLayout(1, copies))
+    v_rows = gl.arange(0, BLOCK_N, gl.SliceLayout(1, v_copies))
+
+    rows = row + gl.arange(0, BLOCK_M, by_row)
+    there = rows < q_len
+    lo = gl.load(q_lo + mask_row + rows, mask=there, other=0)
+    hi = gl.load(q_hi + mask_row + rows, mask=there, other=0)
+    cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout))
+    segments = (
+        q_ids + mask_row, kv_ids + mask_key, q_pos + position_row(mask_row, segment_check),
+        kv_pos + mask_key, segment_check, q_len, kv_len,
+    )  # fmt: skip
+
+    scale2 = scale * LOG2E
+    m = gl.full([BLOCK_M], -3e38, gl.float32, by_row)
+    l = gl.full([BLOCK_M], 0.0, gl.float32, by_row)
+    acc = gl.zeros([BLOCK_M, V_DIM], gl.float32, s_layout)
+    zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, s_layout)
+
+    place = nth_step(0, steps, partial, full_begin, full_end)
+    left_keys = end - start - place * BLOCK_N  # keys past the end of the tile's range are not read
+    copy_chunks(k_s, k_base + place * k_step, k_offsets, (k_rows < left_keys)[:, None], QK_DIM)
+    async_copy.commit_group()
+    for i in range(0, steps):
+        async_copy.wait_group(0)
+        if i < partial:
+            left_keys = end - start - place * BLOCK_N
+            async_copy.async_load(
+                v_s, v_base + place * v_step + v_offsets, (v_rows < left_keys)[:, None]
+            )
+        else:
+            async_copy.async_load(v_s, v_base + place * v_step + v_offsets)
+        async_copy.commit_group()
+        s = zero
+        for c in gl.static_range(QK_DIM // CHUNK):
+            s = times_transposed(q_s.index(c), k_s.index(c), s, CHUNK)
+        async_copy.wait_group(0)
+        if i < partial:
+            keys = start + place * BLOCK_N + cols
+            s = kept(s, row, rows, keys, (lo, hi), segments, checked)
+        place = nth_step(i + 1, steps, partial, full_begin, full_end)
+        if i + 1 < partial:
+            left_keys = end - start - place * BLOCK_N
+            copy_chunks(
+                k_s, k_base + place * k_step, k_offsets, (k_rows < left_keys)[:, None], QK_DIM
+            )
+        else:
+            if i + 1 < steps:
+                copy_chunks(k_s, k_base + place * k_step, k_offsets, None, QK_DIM)
+        async_copy.commit_group()
+        m_new = gl.maximum(m, gl.max(s, 1) * scale2)
+        alpha = gl.exp2(m - m_new)
+        p = gl.exp2(s * scale2 - m_new[:, None])
+        l = l * alpha + gl.sum(p, 1)
+        m = m_new
+        acc = acc * alpha[:, None]
+        acc = times(p.to(dtype), v_s, acc)
+
+    attended = (hi > lo) & (l != 0.0)  # a NaN is attended: it must reach the result
+    inverse = gl.where(attended, 1.0 / l, 0.0)
+    # select, not multiply: a row that attends nothing may have met garbage in the full blocks
+    acc = gl.where(attended[:, None], acc * inverse[:, None], 0.0)
+    natural = gl.where(attended, (m + gl.log2(l)) * LN2, float("-inf"))
+    gl.store(lse + (b.to(gl.int64) * heads + head) * q_len + rows, natural, mask=there)
+    columns = gl.arange(0, V_DIM, gl.SliceLayout(0, s_layout))
+    local = (rows - row)[:, None] * row_heads
+    at = out + first * V_DIM + local * V_DIM + columns[None, :]
+    gl.store(at, acc.to(dtype), mask=there[:, None])
