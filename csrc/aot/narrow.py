@@ -125,7 +125,9 @@ def local_version(options: Mapping[str, list[str]]) -> str:
 
     PEP 440: letters, digits and dots.
     """
-    labels = [f"sm{x.lower().removeprefix('sm_')}" for x in options.get("archs", ())]
+    labels = [
+        f"sm{x.lower().removeprefix('sm_').replace('@', 'on')}" for x in options.get("archs", ())
+    ]
     for option in ("dtypes", "head-dims"):
         labels += [x.lower() for x in options.get(option, ())]
     return f"+{'.'.join(labels)}" if labels else ""

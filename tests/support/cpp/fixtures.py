@@ -23,7 +23,10 @@ def sm90(tmp_path, driver):
 @pytest.fixture
 def portable(tmp_path, driver):
     """A machine whose attention kernels are the portable ones."""
-    return make_machine(tmp_path, driver, choose=lambda m: not m.has_sm90())
+    others = ("has_sm90", "has_sm80")
+    return make_machine(
+        tmp_path, driver, choose=lambda m: not any(getattr(m, name)() for name in others)
+    )
 
 
 @pytest.fixture(scope="module")

@@ -36,6 +36,9 @@ POINTERS = {
     "backward_sm90": "query:t key:t value:t dout:t lse2:t delta:t lo:t hi:t dk:t dv:t dq_sum "
     "q_ids kv_ids q_pos kv_pos q_blocks kv_blocks kv_order",
     "backward_finish": "dq_sum dq",
+    "backward_sm80": "query key value dout lse2 delta lo hi dq_sum dk dv q_ids kv_ids q_pos kv_pos "
+    "q_blocks kv_blocks kv_order",
+    "backward_finish_sm80": "dq_sum dq",
     "backward_dkdv_sm90": "query:t key:t value:t dout:t lse2:t delta:t lo:t hi:t dk:t dv:t "
     "q_ids kv_ids q_pos kv_pos q_blocks kv_blocks kv_order",
     "backward_dq_sm90": "query:t key:t value:t dout:t dq:t lse2 delta q_lo q_hi q_ids kv_ids "
@@ -123,6 +126,8 @@ SCALARS = {
     "backward_dkdv_sm90": ATTENTION,
     "backward_dq_sm90": ATTENTION,
     "backward_finish": "scale:f q_len heads row_heads",
+    "backward_sm80": OF_ROWS,
+    "backward_finish_sm80": "scale:f q_len heads row_heads",
     "backward_delta": "has_dlse batch mask_batch q_len heads row_heads",
     "backward_dkdv": OF_ROWS,
     "backward_dq": OF_ROWS,
@@ -222,6 +227,8 @@ KERNELS = {
     "decode": ["decode", "decode_combine"],
 }
 
+SM80_BACKWARD = ["backward_prepare", "backward_sm80", "backward_finish_sm80"]
+
 MULTIPROCESSORS = 10  # of the fake's devices
 
 ELF = b"\x7fELF\x02\x01"  # 64 bits, little endian
@@ -296,9 +303,15 @@ class Machine:
 
     def has(self, names):
         """Whether the build has all kernels of a list in SM90."""
+        return self.has_kernels(SM90[names])
+
+    def has_kernels(self, names):
         v = self.variant
         dims = (v["dtype"], v["qk_dim"], v["v_dim"])
-        return all(self.ext.find(name, v["cc"], *dims) is not None for name in SM90[names])
+        return all(self.ext.find(name, v["cc"], *dims) is not None for name in names)
+
+    def has_sm80(self):
+        return self.has_kernels(SM80_BACKWARD) and not self.has_sm90()
 
     def has_sm90(self):
         return self.has("forward")
