@@ -1,9 +1,9 @@
-"""FlashAttention-4's CuTe kernels under torch for versus_fa4.py, timed a burst at a time when
-asked.
+"""FlashAttention-4's CuTe kernels, or torch's own FlashAttention-2, for versus_fa4.py: timed a burst
+at a time when asked.
 
 Inputs are the JAX worker's, and it judges the results: both come and go through files. Called as a
-user of torch calls them: flash_attn_func for one document, flash_attn_varlen_func for several;
-gradients by torch.autograd, residuals in memory.
+user of torch calls them: flash_attn_func for one document, flash_attn_varlen_func for several, of
+FlashAttention-2 the operation with cu_seqlens; gradients by torch.autograd, residuals in memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def finish(_: Any) -> None:
     torch.cuda.synchronize()
 
 
-def attention(case: Case, device: str) -> Callable[..., torch.Tensor]:
+def attention(case: Case, device: str, peer: str = "fa4") -> Callable[..., torch.Tensor]:
+    if case.batch == 1 and peer == "fa2":
+        return flash_attention_2(case, device)
     from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
     def first(result: Any) -> torch.Tensor:
@@ -56,6 +58,19 @@ def attention(case: Case, device: str) -> Callable[..., torch.Tensor]:
     return packed
 
 
+def flash_attention_2(case: Case, device: str) -> Callable[..., torch.Tensor]:
+    edges = torch.tensor(np.cumsum([0, *case.lengths]), dtype=torch.int32, device=device)
+    longest = max(case.lengths)
+
+    def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        rows = (x.flatten(0, 1) for x in (q, k, v))
+        return torch.ops.aten._flash_attention_forward(
+            *rows, edges, edges, longest, longest, 0.0, True, False, scale=case.head_dim**-0.5
+        )[0][None]
+
+    return packed
+
+
 class State:
     device = "cuda"
 
@@ -67,14 +82,21 @@ class State:
 
     def hello(self) -> dict[str, str]:
         names = ("torch", "flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels")
-        return {name: importlib.metadata.version(name) for name in names}
+        installed = {d.metadata["Name"] for d in importlib.metadata.distributions()}
+        return {name: importlib.metadata.version(name) for name in names if name in installed}
 
     def load(self, folder: str) -> list[torch.Tensor]:
         files = [Path(folder) / f"{name}.npy" for name in OPERANDS]
         return [torch.from_numpy(np.load(f)).view(torch.bfloat16).to(self.device) for f in files]
 
     def prepare(
-        self, case: str, folder: str, results: str, compared: dict[str, list[int]], round_ms: float
+        self,
+        case: str,
+        folder: str,
+        results: str,
+        compared: dict[str, list[int]],
+        round_ms: float,
+        peer: str = "fa4",
     ) -> dict[str, Any]:
         """Runs both passes and writes what the reference compares; {"failed", "launches"}."""
         self.passes = {}
@@ -82,7 +104,7 @@ class State:
         torch.cuda.empty_cache()
         (found,) = (item for item in CASES if item.name == case)
         q, k, v, do = self.load(folder)
-        function = attention(found, self.device)
+        function = attention(found, self.device, peer)
         rows, (start, stop), (head,) = compared["rows"], compared["window"], compared["head"]
 
         def write(name: str, x: torch.Tensor) -> None:

@@ -1,6 +1,6 @@
-"""packax, cuDNN, FlashAttention-3 and FlashAttention-4 on one GPU, in turns: TFLOP/s and ratios.
+"""packax, cuDNN and FlashAttention 2, 3 and 4 on one GPU, in turns: TFLOP/s and ratios.
 
-    python benchmarks/compare/versus_fa4.py [--fa4 dist/fa4.tar.xz] [--peers cudnn,fa3]
+    python benchmarks/compare/versus_fa4.py [--fa4 dist/fa4.tar.xz | --fa2] [--peers cudnn,fa3]
         [--cases board,long] [--rounds 7] [--power] [--out DIR]
 
 Two processes, one with JAX (packax from the wheel, and --peers: cuDNN, FA3 from flash-attn3-jax)
@@ -8,14 +8,15 @@ and one with torch (FA4), take turns: in every round each implementation runs a 
 ms, in another order every round, while the other process waits (turns.py). Ratios are of medians.
 Inputs are the same arrays and every output and gradient is compared with one float32 reference
 first; a wrong one is not timed. --power: bursts of two seconds (--round-ms), and beside each time
-the GPU's power and clock (power.py). Without --fa4 the JAX process runs alone.
+the GPU's power and clock (power.py). --fa2 takes torch's own FlashAttention-2 in FA4's place, for
+builds of kernels for other GPUs (docs/internals/proxy.md); with neither the JAX process runs alone.
 
 The machine needs torch 2.11 for CUDA 13 and, of Python packages, einops, cuda-bindings, protobuf
 and typing-extensions beside JAX. What it has not got comes in the archives that `bash
 benchmarks/compare/pack_fa4.sh` (and pack_fa3.sh) makes where there is a package registry:
 flash-attn-4, nvidia-cutlass-dsl with its libs-base, libs-core and libs-cu13, quack-kernels,
-apache-tvm-ffi, torch-c-dlpack-ext. FA4 compiles its kernels at first use. Writes versus_fa4.json
-into --out (default: $OUT, else benchmarks/results).
+apache-tvm-ffi, torch-c-dlpack-ext. FA4 compiles its kernels at first use. Writes versus_fa4.json,
+or versus_fa2.json, into --out (default: $OUT, else benchmarks/results).
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ from lib.turns import Failed, Worker, as_row, in_turns, troubles
 
 HERE = Path(__file__).parent
 PASSES = ("fwd", "bwd")
-ORDER = ("packax", "cudnn", "fa3", "fa4")
-TITLES = {"cudnn": "to cuDNN", "fa3": "to FA3", "fa4": "to FA4"}
+ORDER = ("packax", "cudnn", "fa2", "fa3", "fa4")
+TITLES = {"cudnn": "to cuDNN", "fa2": "to FA2", "fa3": "to FA3", "fa4": "to FA4"}
+TORCH = ("fa2", "fa4")
 
 
 def unpacked(fa4: Path, stack: contextlib.ExitStack) -> Path:
@@ -71,6 +73,7 @@ def prepare(
     scratch: Path,
     round_ms: float,
     peers: tuple[str, ...],
+    torch_peer: str = "fa4",
 ) -> dict[str, Any]:
     """Rows of the report without times: errors, what failed, launches of a burst."""
     with (
@@ -82,19 +85,21 @@ def prepare(
         if torch is None:
             return rows
         try:
-            fa4 = torch.ask(
+            found_there = torch.ask(
                 do="prepare",
+                peer=torch_peer,
                 case=case.name,
                 folder=inputs,
                 results=results,
                 compared=found["compared"],
                 round_ms=round_ms,
             )
-            rows["fa4"] = fa4 | jax.ask(do="judge", folder=results)
+            row = found_there | jax.ask(do="judge", folder=results)
         except Failed as error:
-            rows["fa4"] = {"failed": {"fwd": str(error)}, "errors": {}, "wrong": [], "launches": {}}
-        if rows["fa4"]["wrong"]:
-            rows["fa4"]["launches"] = {}
+            row = {"failed": {"fwd": str(error)}, "errors": {}, "wrong": [], "launches": {}}
+        if row["wrong"]:
+            row["launches"] = {}
+        rows[torch_peer] = row
         return rows
 
 
@@ -107,8 +112,9 @@ def run_case(
     round_ms: float,
     meter: Meter | None = None,
     peers: tuple[str, ...] = ("cudnn",),
+    torch_peer: str = "fa4",
 ) -> dict[str, Any]:
-    rows = prepare(case, jax, torch, scratch, round_ms, peers)
+    rows = prepare(case, jax, torch, scratch, round_ms, peers, torch_peer)
     flops = {"fwd": case.forward_flops, "bwd": case.backward_flops}
     for row in rows.values():
         row["times"] = {}
@@ -117,7 +123,7 @@ def run_case(
         names = [name for name in ORDER if name in rows and what in rows[name]["launches"]]
         bursts = {
             name: functools.partial(
-                (torch if torch and name == "fa4" else jax).ask,
+                (torch if torch and name in TORCH else jax).ask,
                 do="time",
                 name=name,
                 what=what,
@@ -178,6 +184,7 @@ def main() -> int:
         type=Path,
         help="the archive of pack_fa4.sh, or a folder unpacked from it (default: without FA4)",
     )
+    parser.add_argument("--fa2", action="store_true", help="torch's own FlashAttention-2 instead")
     parser.add_argument(
         "--peers", default="cudnn", help="of implementations.py: cudnn, fa3 (default: cudnn)"
     )
@@ -191,6 +198,8 @@ def main() -> int:
     arguments = parser.parse_args()
     cases = select(arguments.cases)
     peers = tuple(name for name in arguments.peers.split(",") if name)
+    torch_peer = "fa2" if arguments.fa2 else "fa4"
+    file = arguments.out / f"versus_{torch_peer}.json"
     meter = Meter() if arguments.power else None
     round_ms = arguments.round_ms or (2000.0 if arguments.power else 120.0)
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -202,7 +211,9 @@ def main() -> int:
     }
     with contextlib.ExitStack() as stack:
         programs = {"jax": ("jax_worker.py", dict(os.environ))}
-        if arguments.fa4:
+        if arguments.fa2:
+            programs["torch"] = ("peers_torch.py", os.environ | {"PYTHONPATH": ""})
+        elif arguments.fa4:
             site = unpacked(arguments.fa4, stack)
             programs["torch"] = ("peers_torch.py", torch_environment(site))
         workers = {}
@@ -224,20 +235,21 @@ def main() -> int:
                     round_ms,
                     meter,
                     peers,
+                    torch_peer,
                 )
             except Failed as error:
                 say(f"{case.name} FAILED: {error}")
                 rows = {}
             report["cases"][case.name] = rows
             say(f"{case.name}\n{table({case.name: rows})}")
-            (arguments.out / "versus_fa4.json").write_text(json.dumps(report, indent=1) + "\n")
+            file.write_text(json.dumps(report, indent=1) + "\n")
     print(f"\n{table(report['cases'])}\n")
     rounds = f"medians of {arguments.rounds} rounds in turns"
-    print(f"to cuDNN, to FA3, to FA4: their ms / packax ms, {rounds}")
+    print(f"{', '.join(TITLES.values())}: their ms / packax ms, {rounds}")
     board = json.loads(PEERS.read_text())
     if any(rows for rows in report["cases"].values()):
-        bar_chart(report | {"machine": report["jax"]}, board, arguments.out / "versus_fa4.png")
-    print(f"wrote {arguments.out / 'versus_fa4.json'} and, of what was measured, versus_fa4.png")
+        bar_chart(report | {"machine": report["jax"]}, board, file.with_suffix(".png"))
+    print(f"wrote {file} and, of what was measured, {file.with_suffix('.png').name}")
     bad = [
         name
         for name, rows in report["cases"].items()

@@ -61,6 +61,7 @@ MASK_KERNELS: dict[str, tuple[dict[str, int], int, int]] = {
     "blocks_order": ({"GROUP": 8, "STEP": 256}, 8, 4),
 }
 DELTA_ROWS = 64
+PREPARE_ROWS = 32
 
 KERNELS = {  # kernel -> file in csrc/kernels, as a module
     "forward": "portable.fwd",
@@ -361,6 +362,10 @@ def sm90(
     )
 
 
+# What the lowering and C++ look for where there are none of Hopper's.
+SM80_KERNELS = ("backward_prepare", "backward_sm80", "backward_finish_sm80")
+
+
 def sm80_backward(arch: Arch, dtype: str, dim: int) -> Iterator[Variant]:
     """The kernels of a backward that adds dQ up in memory, where there are others than Hopper's."""
     rows, keys, stages, warps, dq_warps = SM80_BACKWARD[arch.tiles, dim]
@@ -378,7 +383,7 @@ def sm80_backward(arch: Arch, dtype: str, dim: int) -> Iterator[Variant]:
         DQ_WARPS=dq_warps,
     )
     yield variant("backward_finish_sm80", rows, warps, QK_DIM=dim, ROWS=rows, DQ_WARPS=dq_warps)
-    yield variant("backward_prepare", 32, 4, V_DIM=dim, QK_DIM=dim, ROWS=32)
+    yield variant("backward_prepare", PREPARE_ROWS, 4, V_DIM=dim, QK_DIM=dim, ROWS=PREPARE_ROWS)
 
 
 def variants(

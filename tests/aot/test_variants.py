@@ -20,6 +20,10 @@ def test_keys_and_names_are_unique() -> None:
 def test_every_architecture_has_every_kernel() -> None:
     for arch in table.ARCHS.values():
         own = {*table.SM90_TILES, *table.BIAS_ALONE_TILES} if arch.tiles != "hopper" else set()
+        with_sm80 = {dim for kind, dim in table.SM80_BACKWARD if kind == arch.tiles}
+        own = (own - set(table.SM80_KERNELS)) if with_sm80 else own | set(table.SM80_KERNELS)
+        if arch.tiles == "hopper":
+            own.remove("backward_prepare")
         covered = any(arch in table.served_by(other)[1:] for other in table.ARCHS.values())
         shared = set(table.BIAS_TILES) if covered else set()
         assert {v.kernel for v in ALL if v.arch is arch} == set(table.KERNELS) - own - shared
@@ -27,7 +31,7 @@ def test_every_architecture_has_every_kernel() -> None:
         for kernel in (
             *table.TILES,
             *decoding,
-            *set(table.SM90_TILES) - own,
+            *set(table.SM90_TILES) - own - set(table.SM80_KERNELS),
             "backward_delta",
         ):
             got = {
@@ -42,6 +46,37 @@ def test_every_architecture_has_every_kernel() -> None:
             of_float32 = {row for row in got if row[0] in table.FLOAT32}
             assert got - of_float32 == {(d, *dims) for d in table.DTYPES for dims in wanted}
             assert not of_float32 or kernel in (*table.FALLBACK_TILES, *decoding)
+
+
+def test_the_kernels_of_sm80_come_together() -> None:
+    """C++ takes all of them or none; the forward's rows replace the portable one's."""
+    for arch in table.ARCHS.values():
+        dims = {dim for kind, dim in table.SM80_BACKWARD if kind == arch.tiles}
+        if arch.tiles != "hopper":
+            for kernel in table.SM80_KERNELS:
+                got = sorted((v.dtype, v.dim) for v in ALL if v.arch is arch and v.kernel == kernel)
+                assert got == sorted((d, dim) for d in table.DTYPES for dim in dims)
+        forwards = [v for v in ALL if v.arch is arch and v.kernel == "forward"]
+        for v in forwards:
+            gluon = (arch.tiles, v.dim) in table.SM80_FORWARD
+            assert v.source == ("sm80.fwd" if gluon else "portable.fwd")
+            assert not gluon or v.constants[2][1] == table.SM80_FORWARD[arch.tiles, v.dim][0]
+
+
+def test_proxies_are_in_no_build_that_does_not_name_them() -> None:
+    assert not set(table.PROXIES) & set(table.ARCHS)
+    assert not any("@" in v.arch.name or v.arch.name == "sm_90" for v in ALL)
+    for name, arch in table.PROXIES.items():
+        of, on = (table.ARCHS.get(x) for x in name.split("@"))
+        rows = list(table.variants((name,), ("bf16",), ((128, 128),)))
+        same = list(table.variants((name.split("@")[0],), ("bf16",), ((128, 128),)))
+        assert on is None and (arch.name, arch.cc) == ("sm_90", 90)
+        assert (arch.tiles, arch.shared) == (of.tiles, of.shared)
+        assert {v.ptx_arch.name for v in rows} == {"sm_80"}
+        constants = {(v.kernel, v.dtype): v.constants for v in same}
+        assert all(v.constants == constants[v.kernel, v.dtype] for v in rows if v.dtype != "f32")
+    assert compiler.names("80@90", table.ARCHS, "--archs", table.PROXIES) == ("80@90",)
+    assert "80@90" not in compiler.names("", table.ARCHS, "--archs", table.PROXIES)
 
 
 def test_float32() -> None:
@@ -126,9 +161,12 @@ def test_a_head_dim_without_an_sm90_kernel_has_the_portable_ones(monkeypatch):
     }
     monkeypatch.setattr(table, "SM90_TILES", few)
     left = list(table.variants())
-    assert {max(v.qk_dim, v.v_dim) for v in left if v.kernel in few} == {64}
-    portable = [v for v in ALL if v.kernel not in few]
-    assert [v for v in left if v.kernel not in few] == portable
+
+    def of_sm90(v: table.Variant) -> bool:
+        return v.kernel in few and v.arch.tiles == "hopper"
+
+    assert {v.dim for v in left if of_sm90(v)} == {64}
+    assert [v for v in left if not of_sm90(v)] == [v for v in ALL if not of_sm90(v)]
 
 
 def test_the_backward_kernels_of_sm90_come_together() -> None:

@@ -36,7 +36,7 @@ def test_backward(sm80, s, has_dlse):
     }
     pointers = {name: array.address for name, array in sections.items()}
     values = {**attention(s, 0.375, 1, has_dlse), **pointers, "clear_dq": 1}
-    expect_launches(sm80, call, {name: values for name in grids}, grids)
+    expect_launches(sm80, call, dict.fromkeys(grids, values), grids)
     assert sm80.calls("cuTensorMapEncodeTiled") == 0
     assert sm80.calls("cuLibraryLoadData") == 3  # not the portable ones
 
