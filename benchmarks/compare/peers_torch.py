@@ -1,5 +1,6 @@
-"""FlashAttention-4's CuTe kernels, or torch's own FlashAttention-2, for versus_fa4.py: timed a burst
-at a time when asked.
+"""FlashAttention-4's CuTe kernels, or torch's own FlashAttention-2, for versus_fa4.py.
+
+Each is timed a burst at a time when asked.
 
 Inputs are the JAX worker's, and it judges the results: both come and go through files. Called as a
 user of torch calls them: flash_attn_func for one document, flash_attn_varlen_func for several, of

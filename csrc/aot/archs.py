@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 
+# Bytes of shared memory: of Hopper's multiprocessor, of its largest block, of each block's own.
+HOPPER, LARGEST, RESERVED = 233_472, 232_448, 1024
+
 
 @dataclasses.dataclass(frozen=True)
 class Arch:
@@ -23,6 +26,15 @@ class Arch:
     driver: int = 12000  # the oldest that loads such cubins, as CUDA numbers them
     assembler: str = "12.9"  # of ASSEMBLERS
     ptx_isa: int = 0  # the version of PTX that first had it, where that matters: 90 is 9.0
+    multiprocessor: int = 0  # of a proxy: bytes of shared memory of the other GPU's multiprocessor
+
+    def asked(self, used: int) -> int:
+        """Bytes of shared memory that a launch asks for. Of a proxy more than are used, so that as
+        many blocks fit a multiprocessor as on the other GPU."""
+        if not self.multiprocessor:
+            return used
+        blocks = min(max(self.multiprocessor // (used + RESERVED), 1), 8)
+        return max(used, min(LARGEST, HOPPER // blocks - RESERVED))
 
 
 # docs/guide/gpus.md says which GPUs take which. Binary code of one minor runs on later ones of the
@@ -43,12 +55,12 @@ ARCHS = {
     "120f": Arch("sm_120f", 120, False, 101_376, "small", ptx="80", driver=12090),
 }
 
-# What no wheel holds and PACKAX_ARCHS has to name: the PTX of another GPU, assembled for Hopper with
-# the tiles and the shared memory of that GPU. It shows on a Hopper card how good kernels of mma.sync
-# and cp.async are (docs/internals/proxy.md).
+# What no wheel holds and PACKAX_ARCHS has to name: the PTX of another GPU, assembled for Hopper
+# with the tiles and the shared memory of that GPU. It shows on a Hopper card how good kernels of
+# mma.sync and cp.async are (docs/internals/proxy.md).
 PROXIES = {
-    "80@90": Arch("sm_90", 90, False, 166_912, "ampere", ptx="80"),
-    "86@90": Arch("sm_90", 90, False, 101_376, "small", ptx="80"),
+    "80@90": Arch("sm_90", 90, False, 166_912, "ampere", ptx="80", multiprocessor=167_936),
+    "86@90": Arch("sm_90", 90, False, 101_376, "small", ptx="80", multiprocessor=102_400),
 }
 
 # The Triton wheel brings two assemblers. Cubins of 12.9 load with every driver of CUDA 12 and 13

@@ -272,7 +272,7 @@ def write_variant(variant: table.Variant, ptx: str, meta: Any, out: pathlib.Path
         "v_dim": variant.v_dim,
         "symbol": meta.name,
         "threads": 32 * meta.num_warps,
-        "shared": meta.shared,
+        "shared": variant.arch.asked(meta.shared),
         "block": variant.block,
         "assembler": variant.assembler,
         "driver": variant.driver,

@@ -75,6 +75,10 @@ def test_proxies_are_in_no_build_that_does_not_name_them() -> None:
         assert {v.ptx_arch.name for v in rows} == {"sm_80"}
         constants = {(v.kernel, v.dtype): v.constants for v in same}
         assert all(v.constants == constants[v.kernel, v.dtype] for v in rows if v.dtype != "f32")
+    # blocks of a multiprocessor: 164 KiB hold two of 80, and of 228 KiB two ask for 113 each
+    assert table.PROXIES["80@90"].asked(80 * 1024) == 115_712
+    assert table.PROXIES["80@90"].asked(164_864) == table.PROXIES["86@90"].asked(99_328) == 232_448
+    assert table.ARCHS["80"].asked(80 * 1024) == 80 * 1024
     assert compiler.names("80@90", table.ARCHS, "--archs", table.PROXIES) == ("80@90",)
     assert "80@90" not in compiler.names("", table.ARCHS, "--archs", table.PROXIES)
 

@@ -256,7 +256,7 @@ def backward_finish_sm80(
     dq_sum, dq, scale, q_len, heads, row_heads,
     QK_DIM: gl.constexpr, ROWS: gl.constexpr, DQ_WARPS: gl.constexpr,
 ):  # fmt: skip
-    """dq = scale * dq_sum, one block of rows of one head; rows of dq are `row_heads` heads apart."""
+    """dq = scale * dq_sum, a block of rows of one head. Rows of dq are `row_heads` heads apart."""
     WARPS: gl.constexpr = gl.num_warps()
     REGISTERS: gl.constexpr = ROWS * QK_DIM // (WARPS * 32)
     layout: gl.constexpr = accumulator(WARPS, DQ_WARPS)

@@ -31,7 +31,9 @@ def for_export(ctx: Any) -> bool:
     return ctx.module_context.lowering_parameters.for_export
 
 
-def kernel_here(kernel: str, dtype: str, qk_dim: int, v_dim: int, *, for_export: bool = False) -> bool:
+def kernel_here(
+    kernel: str, dtype: str, qk_dim: int, v_dim: int, *, for_export: bool = False
+) -> bool:
     """Whether this build has that kernel, and this process a GPU for it, as far as it can tell."""
     return (qk_dim, v_dim) in dims_here(kernel, dtype, for_export=for_export)
 
