@@ -1,4 +1,4 @@
-"""`python -m packax info` and `python -m packax demo`."""
+"""`python -m packax info`, `python -m packax check` and `python -m packax demo`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="what this machine would run, and why not the cubins when not")
+    commands.add_parser(
+        "check",
+        help="compare attention on this machine with float32, and time it: a minute on a GPU",
+    )
     demo = commands.add_parser(
         "demo",
         help="train a small transformer on packed documents, check it, draw it",
@@ -34,6 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     demo.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
+    if arguments.command == "check":
+        from packax.check import run
+
+        return run()
     return info() if arguments.command == "info" else run_demo(arguments)
 
 

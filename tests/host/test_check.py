@@ -1,0 +1,27 @@
+"""`python -m packax check`: all right on a CPU, and it says so where something is wrong."""
+
+import pytest
+from packax import check
+from packax.__main__ import main
+
+
+def test_every_case_is_right_here(capsys, monkeypatch):
+    monkeypatch.setattr(check, "TIMED", check.TIMED[:1])
+    assert main(["check"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("  ok    ") == len(check.CASES) and "WRONG" not in out
+    assert "the same bits twice" in out and "all cases are right" in out
+    assert "causal 512, head dim 128, packax: forward" in out and "cuDNN" not in out
+
+
+@pytest.mark.parametrize("factor", [1.1, float("nan")])
+def test_a_wrong_number_is_found(capsys, monkeypatch, factor):
+    def broken(*arguments, **options):
+        return factor * right(*arguments, **options)
+
+    right = check.packax.flash_attention
+    monkeypatch.setattr(check.packax, "flash_attention", broken)
+    monkeypatch.setattr(check, "CASES", check.CASES[:1])
+    monkeypatch.setattr(check, "TIMED", ())
+    assert check.run() == 1
+    assert "WRONG causal" in capsys.readouterr().out
