@@ -406,10 +406,9 @@ def variants(
             for assembler, dtype, dims in itertools.product(ASSEMBLERS, dtypes, built):
                 if assembler == "12.9" or assembled_twice(kernel, max(dims)):
                     yield sm90(kernel, find_arch(arch), dtype, *dims, assembler)
-    for arch in map(find_arch, archs):
-        for dtype, (qk_dim, v_dim) in itertools.product(dtypes, head_dims):
-            if qk_dim == v_dim and (arch.tiles, qk_dim) in SM80_BACKWARD:
-                yield from sm80_backward(arch, dtype, qk_dim)
+    for name, dtype, (qk_dim, v_dim) in itertools.product(archs, dtypes, head_dims):
+        if qk_dim == v_dim and (find_arch(name).tiles, qk_dim) in SM80_BACKWARD:
+            yield from sm80_backward(find_arch(name), dtype, qk_dim)
     for kernel in TILES:
         for arch in archs:
             for dtype in dtypes:

@@ -151,7 +151,9 @@ def speed(on_gpu: bool) -> Iterator[str]:
         if count > 1:
             expression &= packax.documents(documents(length, count))
         mask = packax.create_attention_mask(expression, q_len=length, kv_len=length)
-        calls = {"packax": lambda q, k, v, mask=mask: packax.flash_attention(q, k, v, mask)}
+        calls: dict[str, Callable[..., jax.Array]] = {
+            "packax": lambda q, k, v, mask=mask: packax.flash_attention(q, k, v, mask)
+        }
         if on_gpu and count == 1:
             calls["cuDNN"] = cudnn
         for who, attention in calls.items():
