@@ -160,6 +160,8 @@ def tells_dtypes_apart(statement: str) -> bool:
     """
     if "mma" in statement:  # its numbers are flags
         return False
+    if bit := re.search(r"\band\.b16\s.*, (\d+)$", statement):  # one of bools packed into a word
+        return int(bit[1]).bit_count() != 1
     numbers = re.findall(r"[\s,](0x\w+|-?\d+)(?=,|$)", statement)
     of_16_bits = re.search(r"\.(b16|bf16|bf16x2)\s", statement)
     return bool(of_16_bits) and any(int(n, 0) not in range(-1, 256) for n in numbers)

@@ -56,6 +56,8 @@ def test_float16_takes_the_ptx_of_bfloat16() -> None:
         ("selp.b16 %rs7, 1, 0, %p22;", False),
         ("selp.b16 %rs7, -1, 0, %p22;", False),
         ("shl.b16 %rs2, %rs1, 2;", False),
+        ("and.b16 \t%rs5, %rs4, 8192;", False),  # one of bools packed into a word
+        ("and.b16 \t%rs5, %rs4, 32767;", True),
         ("mov.b16 %rs1, 0x3F80;", True),
         ("fma.rn.bf16x2 %r1, %r2, %r3, 0x80008000;", True),
         ("mov.b16 %rs1, 0x0000;", False),
