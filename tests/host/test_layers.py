@@ -22,7 +22,7 @@ LAYERS = (  # from low to high; modules of one entry do not import those of anot
     ("_src.requests",),
     ("_src.attention", "_src.decode"),
     ("_src.cascade",),
-    ("integrations", "kvax", "info", "demo", "__main__"),
+    ("integrations", "kvax", "info", "check", "demo", "__main__"),
 )
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 LINES = 400
