@@ -2,8 +2,8 @@
 
 Prints one block of text to paste into an issue.
 
-Every case is compared with a dense float32 reference; the bound is twice the error of plain attention
-in the same dtype. Speed is the median of single calls, next to cuDNN where jax has it.
+Every case is compared with a dense float32 reference; the bound is twice the error of plain
+attention in the same dtype. Speed is the median of single calls, next to cuDNN where jax has it.
 """
 
 from __future__ import annotations
