@@ -71,7 +71,7 @@ CASES = {
     "starts": Case((290, 60, 7), q_len=2, starts=(130, 0, 7)),
     "starts by row": Case((290, 60), q_len=2, starts=((256, 257), (59, -3))),
     "left": Case((290, 60, 2), q_len=3, window=(31, 0)),
-    "no limit on the left": Case((290, 60, 2), q_len=3, window=(None, 5)),
+    "no limit on the left": Case((290, 60, 2), q_len=3, window=(None, 0)),
     "window beside rows that see later ones": Case(
         (290, 60, 2), q_len=4, window=(31, 2), causal=False
     ),
