@@ -17,9 +17,9 @@ import numpy as np
 import packax
 import pytest
 import score_oracle
+from every_kind import KINDS, B, S, arrays
 from exported import restored
 from lowered import Extension
-from mask_kinds import KINDS, B, S, arrays
 from packax._src.ops import ffi
 
 HEADS, KV_HEADS, DIM = 2, 1, 8

@@ -4,9 +4,9 @@ without."""
 import contextlib
 import functools
 
+import every_kind
 import jax
 import jax.numpy as jnp
-import mask_kinds
 import numpy as np
 import packax
 import pytest
@@ -85,11 +85,11 @@ def shared_prefix(**more):
 
 def attention_of(kind):
     """Forward and backward of a kind of mask, with everything that changes scores."""
-    made = {name: jnp.asarray(x) for name, x in mask_kinds.arrays(24, 2).items()}
+    made = {name: jnp.asarray(x) for name, x in every_kind.arrays(24, 2).items()}
 
     def loss(*operands):
         q, k, v, bias, sinks, scale = operands
-        mask = mask_kinds.KINDS[kind](made)
+        mask = every_kind.KINDS[kind](made)
         out, lse = packax.flash_attention(
             q, k, v, mask, bias=bias, sinks=sinks, scale=scale, return_lse=True,
             dropout_rate=0.3, dropout_key=jax.random.key(3),
