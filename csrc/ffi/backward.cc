@@ -40,7 +40,7 @@ ffi::Error ReadAlgorithm(std::string_view name, Algorithm* algorithm) {
   }
   return ErrorBuilder(ffi::ErrorCode::kInvalidArgument)
          << "attribute algorithm is \"" << name
-         << "\", expected \"portable\", \"sm90_separate\" or \"fused\"";
+         << "\", expected \"portable\", \"sm90_separate\" or \"sm90_fused\"";
 }
 
 ffi::Error CheckWorkspace(const ffi::AnyBuffer& workspace, Algorithm algorithm, const Shape& s) {

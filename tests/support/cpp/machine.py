@@ -321,6 +321,8 @@ class Machine:
 
     def kernels(self, name):
         """What the target of that name launches on device 0, in order."""
+        if name == "backward" and self.has_sm80():
+            return SM80_BACKWARD
         return (SM90 if self.has_sm90() else {}).get(name) or KERNELS[name]
 
     def forward_of(self, s):
