@@ -153,6 +153,11 @@ def make_ptx(variant: table.Variant) -> tuple[str, Any]:
     return binary.asm["ptx"], meta
 
 
+# Masks of a bfloat16's fraction, exponent and magnitude, and what is left without them. The sign is
+# where float16 has it.
+BFLOAT16_FIELDS = (0x007F, 0x7F80, 0x7FFF, 0xFF80, 0x807F)
+
+
 def tells_dtypes_apart(statement: str) -> bool:
     """Whether a statement of PTX may have a number that depends on the dtype.
 
@@ -160,8 +165,8 @@ def tells_dtypes_apart(statement: str) -> bool:
     """
     if "mma" in statement:  # its numbers are flags
         return False
-    if bit := re.search(r"\band\.b16\s.*, (\d+)$", statement):  # one of bools packed into a word
-        return int(bit[1]).bit_count() != 1
+    if mask := re.search(r"\band\.b16\s.*, (-?\d+)$", statement):  # often bools in a word
+        return int(mask[1]) & 0xFFFF in BFLOAT16_FIELDS
     numbers = re.findall(r"[\s,](0x\w+|-?\d+)(?=,|$)", statement)
     of_16_bits = re.search(r"\.(b16|bf16|bf16x2)\s", statement)
     return bool(of_16_bits) and any(int(n, 0) not in range(-1, 256) for n in numbers)

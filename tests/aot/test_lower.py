@@ -57,6 +57,11 @@ def test_float16_takes_the_ptx_of_bfloat16() -> None:
         ("selp.b16 %rs7, -1, 0, %p22;", False),
         ("shl.b16 %rs2, %rs1, 2;", False),
         ("and.b16 \t%rs5, %rs4, 8192;", False),  # one of bools packed into a word
+        ("and.b16 \t%rs5, %rs4, 3;", False),  # two of them
+        ("and.b16 \t%rs5, %rs4, 255;", False),  # one of bytes
+        ("and.b16 \t%rs5, %rs4, 127;", True),  # the fraction of a bfloat16
+        ("and.b16 \t%rs5, %rs4, -128;", True),  # the rest
+        ("and.b16 \t%rs5, %rs4, -32768;", False),  # the sign
         ("and.b16 \t%rs5, %rs4, 32767;", True),
         ("mov.b16 %rs1, 0x3F80;", True),
         ("fma.rn.bf16x2 %r1, %r2, %r3, 0x80008000;", True),
