@@ -1,16 +1,16 @@
 """packax beside cuDNN and FlashAttention-3 on the cases of `cases.py`, in one process: ms,
 TFLOP/s, ratio, error.
 
-    python benchmarks/attention.py [--cases board,odd,NAME] [--peers cudnn,fa3] [--rounds 7]
+    python benchmarks/attention.py [--cases board,short,NAME] [--peers cudnn,fa3] [--rounds 7]
         [--quick] [--out DIR]
 
 Every output and gradient is checked against a float32 reference before anything is timed; a wrong
 one is not timed and makes the program exit 1. FLOPs are those of attended pairs: 4 * H * D a pair
 forward, 2.5 times that backward. The backward is timed alone (the jitted pullback, residuals in
 memory); `bwd~` is (forward + backward) - forward, as the peers' board has it. Beside it the
-backward with deterministic=True. Cases of the group `odd` are short: they run LOOP times inside one
-jitted call. Writes attention.json and attention.png, or odd.json, into --out (default: $OUT, else
-benchmarks/results).
+backward with deterministic=True. Cases of the group `short` are short: they run LOOP times inside
+one jitted call. Writes attention.json and attention.png, or short.json, into --out (default: $OUT,
+else benchmarks/results).
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from lib.implementations import (
     random_inputs,
 )
 from lib.machine import machine
-from lib.output import PEERS, default_out, first_line, say
+from lib.output import PEERS, default_out, first_line, say, write_json
 from lib.overheads import first_call, handler_time, mask_building
 from lib.passes import usable, usable_deterministic
 from lib.reference import Reference
-from lib.tables import deterministic_table, odd_table, table
+from lib.tables import deterministic_table, short_table, table
 from lib.timing import Time, interleaved
 
 PASSES = ("fwd", "bwd", "fwd+bwd")
@@ -68,7 +68,7 @@ def run_case(case: Case, rounds: int, peers: Sequence[str] = ("cudnn",)) -> dict
         for what, text in result["failed"].items():
             say(f"{case.name}: {name} {what} did not run: {text}")
 
-    loops = LOOP if case.group == "odd" else 1
+    loops = LOOP if case.group == "short" else 1
     if loops > 1:
         for name, result in checked.items():
             kept = result["passes"].keys() & {"fwd", "bwd"}
@@ -130,7 +130,7 @@ def main() -> int:
     )
     parser.add_argument(
         "--cases",
-        help="comma-separated names and groups: board, dims, large, odd (default: all but odd)",
+        help="comma-separated names and groups: board, dims, large, short (default: all but short)",
     )
     parser.add_argument("--peers", default="cudnn", help="cudnn, fa3 (default: cudnn)")
     parser.add_argument(
@@ -154,7 +154,7 @@ def main() -> int:
         )
 
     arguments.out.mkdir(parents=True, exist_ok=True)
-    name = "odd" if all(case.group == "odd" for case in cases) else "attention"
+    name = "short" if all(case.group == "short" for case in cases) else "attention"
     written = arguments.out / f"{name}.json"
     peers = json.loads(PEERS.read_text())
     report: dict[str, Any] = {
@@ -189,14 +189,14 @@ def main() -> int:
         ours = [report["cases"][case.name].get(name, {}) for name in ("packax", "deterministic")]
         if any(row.get("wrong") or row.get("failed") for row in ours):
             failures.append(case.name)
-        written.write_text(json.dumps(report, indent=1) + "\n")
+        write_json(written, report)
     if arguments.cases is None:
         overheads["mask_building"] = step("mask building", mask_building)
         overheads["handlers"] = step("handler time", handler_time)
     report["triton_imported"] = "triton" in sys.modules
-    written.write_text(json.dumps(report, indent=1) + "\n")
-    long = {case.name: report["cases"][case.name] for case in cases if case.group != "odd"}
-    odd = [case for case in cases if case.group == "odd"]
+    write_json(written, report)
+    long = {case.name: report["cases"][case.name] for case in cases if case.group != "short"}
+    short = [case for case in cases if case.group == "short"]
     for name, value in overheads.items():
         print(f"{name:<14} {value}")
     if long:
@@ -205,8 +205,8 @@ def main() -> int:
             lambda: bar_chart(report | {"cases": long}, peers, arguments.out / "attention.png"),
         )
         print(f"\n{table(long, peers)}\n\n{deterministic_table(long)}")
-    if odd:
-        print(f"\n{odd_table(report['cases'], odd)}")
+    if short:
+        print(f"\n{short_table(report['cases'], short)}")
         print(f"(in a jitted loop of {LOOP}; GB/s of the least bytes)")
     print(f"\nboard: {peers['machine']}; bwd~ = (fwd+bwd) - fwd; ratio = the peer's ms / packax ms")
     print(f"wrote {written}")

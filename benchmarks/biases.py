@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import sys
 import traceback
@@ -42,7 +41,7 @@ from lib.bias_cases import (
 )
 from lib.bias_reference import Reference, wrong
 from lib.machine import machine
-from lib.output import default_out, first_line, say
+from lib.output import default_out, first_line, say, write_json
 from lib.timing import interleaved
 
 PASSES = ("fwd", "bwd")
@@ -164,7 +163,7 @@ def main(arguments: list[str] | None = None) -> int:
             rows = {"failed": first_line(error)}
             failures.append(case.name)
         report["cases"][case.name] = rows
-        (options.out / "biases.json").write_text(json.dumps(report, indent=1) + "\n")
+        write_json(options.out / "biases.json", report)
         gc.collect()
     print(table({name: rows for name, rows in report["cases"].items() if "failed" not in rows}))
     print("ms, and the ratio to packax's; plain: packax without bias and dropout")

@@ -10,7 +10,6 @@ what else the machine does moves single rounds by a tenth.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -26,7 +25,7 @@ import jax.numpy as jnp
 import packax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from lib.output import default_out, say
+from lib.output import default_out, say, write_json
 
 BATCH, LENGTH, HEADS, KV_HEADS, DIM = 8, 512, 8, 4, 64
 WIDTH = HEADS * DIM
@@ -121,7 +120,7 @@ def main() -> None:
     }
     out = arguments.out or default_out()
     out.mkdir(parents=True, exist_ok=True)
-    (out / "compile_time.json").write_text(json.dumps(report, indent=2) + "\n")
+    write_json(out / "compile_time.json", report)
     say(f"wrote {out / 'compile_time.json'}")
 
 

@@ -31,7 +31,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
 import os
 import sys
 import tempfile
@@ -55,7 +54,7 @@ from lib.context_schemes import OF_HOSTS, PLANS, SCHEMES, Scheme
 from lib.context_table import table
 from lib.kvax_scheme import Arrays, kvax_like
 from lib.machine import machine
-from lib.output import START, default_out, say
+from lib.output import START, default_out, say, write_json
 from lib.timing import Time, interleaved
 from lib.traces import listing
 
@@ -379,7 +378,7 @@ def main() -> int:
         traces += more
         report |= {"cases": found} if arguments.cases else found[case.name]
         report["seconds"] = round(time.perf_counter() - START, 1)
-        path.write_text(json.dumps(report, indent=1) + "\n")  # after each: time may run out
+        write_json(path, report)  # after each: time may run out
     if arguments.profile:
         path.with_suffix(".txt").write_text(traces)
     print(f"\n{count} devices; {report['seconds']} s; wrote {path}")

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import sys
 import time
 from pathlib import Path
@@ -38,7 +37,7 @@ import packax
 from context_plans import TILE, library_rows, ranges, visited
 from lib.cases import document_lengths
 from lib.context_cases import MEANS, lognormal_lengths
-from lib.output import default_out
+from lib.output import default_out, write_json
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 RATE = {"fwd": 640e12, "bwd": 560e12}
@@ -312,16 +311,9 @@ def main() -> int:
                           f"{row['fwd_limit']:>7.1%}{row['bwd_limit']:>7.1%}",
                           flush=True)  # fmt: skip
                 report["seconds"] = round(time.perf_counter() - start, 1)
-                path.write_text(written(report))
+                write_json(path, report)
     print(f"wrote {path}")
     return 0 if good else 1
-
-
-def written(report: dict[str, Any]) -> str:
-    """As JSON, with a line for each row of the table."""
-    rows = ",\n".join("  " + json.dumps(row) for row in report["rows"])
-    head = json.dumps(report | {"rows": []}, indent=1)
-    return head.replace('"rows": []', f'"rows": [\n{rows}\n ]') + "\n"
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 import time
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import Any
 import numpy as np
 import packax
 from lib.cases import document_lengths
-from lib.output import default_out
+from lib.output import default_out, write_json
 from packax.demo.data import fit, standard_library
 
 HERE = Path(__file__).parent
@@ -205,7 +204,7 @@ def main() -> int:
     )
     picture(loads, title, arguments.out / "context_plans.png")
     report["seconds"] = round(time.perf_counter() - start, 1)
-    (arguments.out / "context_plans.json").write_text(json.dumps(report, indent=1) + "\n")
+    write_json(arguments.out / "context_plans.json", report)
     print("\n".join(lines))
     print(f"wrote {arguments.out / 'context_plans.json'} and context_plans.png")
     worst = max(

@@ -29,6 +29,7 @@ import packax
 from lib.decode_cases import CASES, Case
 from lib.implementations import LOOP, touched
 from lib.machine import machine
+from lib.output import write_json
 from lib.timing import interleaved
 
 LIMIT = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 2e-3}  # ‖x - y‖ / ‖y‖; that of TF32
@@ -183,7 +184,7 @@ def main(arguments: list[str] | None = None, cases: tuple[Case, ...] = CASES) ->
     print(table(rows))
     options.out.mkdir(parents=True, exist_ok=True)
     result = {"machine": machine(), "copied_bytes": COPIED, "cases": rows}
-    (options.out / "decode.json").write_text(json.dumps(result, indent=1) + "\n")
+    write_json(options.out / "decode.json", result)
     return 0 if all("packax" in row["times"] for row in rows) else 1
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -28,7 +27,7 @@ import jax.numpy as jnp
 from lib.cases import Case
 from lib.implementations import cudnn_attention, packax_attention, random_inputs
 from lib.machine import machine
-from lib.output import default_out, first_line, say
+from lib.output import default_out, first_line, say, write_json
 from lib.reference import relative
 from lib.timing import interleaved
 from packax._src.ops import head_dims
@@ -131,7 +130,7 @@ def main() -> int:
     for case in cases:
         report["cases"][case.name] = run(case, arguments.rounds)
         say(line(case.name, report["cases"][case.name]))
-        path.write_text(json.dumps(report, indent=1) + "\n")  # after each: time may run out
+        write_json(path, report)  # after each: time may run out
     print(f"\nratios are times over packax's; wrote {path}")
     for name, of_case in report["cases"].items():
         print(line(name, of_case))

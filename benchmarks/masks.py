@@ -19,7 +19,6 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import json
 import os
 import sys
 import tempfile
@@ -36,7 +35,7 @@ import packax
 from lib import selections
 from lib.machine import machine
 from lib.mask_cases import OptionCase, causal_mask, select
-from lib.output import default_out, first_line, say
+from lib.output import default_out, first_line, say, write_json
 from lib.packed_trees import as_documents
 from lib.reference import einsum, wrong
 from lib.turns import Failed, Worker, as_row, burst, in_turns, launches_of, troubles
@@ -361,7 +360,7 @@ def main() -> int:
             report["cases"][case.name] = rows
             gc.collect()
             say(f"{case.name}\n{table({case.name: rows})}")
-            (arguments.out / "masks.json").write_text(json.dumps(report, indent=1) + "\n")
+            write_json(arguments.out / "masks.json", report)
     print(f"\n{table(report['cases'])}\n\nwrote {arguments.out / 'masks.json'}")
     bad = [
         name

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import packax
-from lib.output import default_out
+from lib.output import default_out, write_json
 
 LAYERS, LENGTH, HEADS, KV_HEADS, DIM = 24, 256, 8, 2, 32
 Attention = Callable[..., jax.Array]
@@ -167,7 +167,7 @@ def main() -> int:
     }
     print(json.dumps(report, indent=1))
     arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "overheads.json").write_text(json.dumps(report, indent=1) + "\n")
+    write_json(arguments.out / "overheads.json", report)
     return 0
 
 

@@ -24,7 +24,6 @@ import argparse
 import dataclasses
 import functools
 import gc
-import json
 import os
 import re
 import sys
@@ -42,7 +41,7 @@ from lib import llama
 from lib.cases import Case
 from lib.implementations import JAX_PEERS, not_tried
 from lib.machine import machine
-from lib.output import default_out, first_line, say
+from lib.output import default_out, first_line, say, write_json
 from lib.traces import totals
 from lib.turns import as_row, in_turns, troubles
 
@@ -355,7 +354,7 @@ def main() -> int:
         config = llama.Config(run.layers, **(TINY | {"chunk": 64} if arguments.tiny else {}))
         rows = timed(run, config, names, arguments.rounds, arguments.profile)
         report["runs"][run.name] = rows
-        written.write_text(json.dumps(report, indent=1) + "\n")
+        write_json(written, report)
         gc.collect()
         say(f"\n{table({run.name: rows})}")
     print(f"\n{table(report['runs'])}\nwrote {written}")

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from lib.cases import Case, select
 from lib.chart import bar_chart
-from lib.output import PEERS, default_out, say
+from lib.output import PEERS, default_out, say, write_json
 from lib.power import Meter, medians, metered
 from lib.power import line as power_line
 from lib.turns import Failed, Worker, as_row, in_turns, troubles
@@ -242,7 +242,7 @@ def main() -> int:
                 rows = {}
             report["cases"][case.name] = rows
             say(f"{case.name}\n{table({case.name: rows})}")
-            file.write_text(json.dumps(report, indent=1) + "\n")
+            write_json(file, report)
     print(f"\n{table(report['cases'])}\n")
     rounds = f"medians of {arguments.rounds} rounds in turns"
     print(f"{', '.join(TITLES.values())}: their ms / packax ms, {rounds}")

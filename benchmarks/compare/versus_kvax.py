@@ -21,7 +21,6 @@ import contextlib
 import functools
 import importlib
 import importlib.metadata
-import json
 import sys
 import types
 from pathlib import Path
@@ -35,7 +34,7 @@ import numpy as np
 from lib.cases import Case, select
 from lib.implementations import Compiled, Implementation, random_inputs
 from lib.machine import machine
-from lib.output import default_out, first_line, say
+from lib.output import default_out, first_line, say, write_json
 from lib.passes import usable
 from lib.reference import Reference
 from lib.timing import interleaved
@@ -197,7 +196,7 @@ def main() -> int:
     for case in select(arguments.cases):
         rows = run_case(case, packages, arguments.rounds)
         report["cases"][case.name] = rows
-        (arguments.out / "versus_kvax.json").write_text(json.dumps(report, indent=1) + "\n")
+        write_json(arguments.out / "versus_kvax.json", report)
         for package in packages:
             row = rows[package]
             times = ", ".join(f"{what} {t['tflops']} TFLOP/s" for what, t in row["times"].items())

@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import json
 import os
 import statistics
 import sys
@@ -33,7 +32,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from lib.cases import Case, select
-from lib.output import default_out, say
+from lib.output import default_out, say, write_json
 from lib.turns import Failed, Worker, as_row, in_turns, troubles
 
 HERE = Path(__file__).parent
@@ -209,7 +208,7 @@ def main() -> int:
                 rows = {}
             report["cases"][case.name] = rows
             say(f"{case.name}\n{table({case.name: rows})}")
-            written.write_text(json.dumps(report, indent=1) + "\n")
+            write_json(written, report)
     print(f"\n{table(report['cases'])}\n")
     print(
         f"ratio: before ms / now ms, of medians of {rounds} rounds in turns; over 1: now is faster"

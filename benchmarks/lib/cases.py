@@ -1,5 +1,5 @@
-"""The benchmark cases as data: the board's by name, more head dims, long rows, drawn lengths, odd
-and short work, few heads."""
+"""The benchmark cases as data: the board's by name, more head dims, long rows, drawn lengths,
+short sequences, few heads."""
 
 from __future__ import annotations
 
@@ -111,21 +111,21 @@ LARGE = (Case("docs12_1m_d64", 1, 1 << 20, 8, 2, 64, 12, peers=False, group="lar
 
 MIXED = (1, 63, 64, 65, 4000, 17, 1, 8191, 300, 129, 128, 127, 2, 19680)  # 32768 rows
 ODD = (
-    *(Case(f"causal_{n >> 10}k_d{d}", 1, n, 32, 8, d, 1, group="odd")
+    *(Case(f"causal_{n >> 10}k_d{d}", 1, n, 32, 8, d, 1, group="short")
       for d in (64, 128) for n in (1024, 2048, 4096)),
-    Case("docs2048x16_d128", 1, 32768, 32, 8, 128, 2048, split=(16,) * 2048, group="odd"),
-    *(Case(f"docs8192x16_d{d}", 1, 131072, 32, 8, d, 8192, split=(16,) * 8192, group="odd")
+    Case("docs2048x16_d128", 1, 32768, 32, 8, 128, 2048, split=(16,) * 2048, group="short"),
+    *(Case(f"docs8192x16_d{d}", 1, 131072, 32, 8, d, 8192, split=(16,) * 8192, group="short")
       for d in (64, 128)),
-    Case("docs32kx1_d128", 1, 32768, 32, 8, 128, 32768, split=(1,) * 32768, group="odd"),
-    Case("batch2048_1row_d128", 2048, 1, 32, 8, 128, 1, group="odd"),
-    Case("batch1024_49rows_d64", 1024, 49, 16, 16, 64, 1, group="odd"),
-    Case("heads1_8k_d128", 1, 8192, 1, 1, 128, 1, group="odd"),
-    Case("heads1_8k_d64", 1, 8192, 1, 1, 64, 1, group="odd"),
-    *(Case(f"heads{h}_{n >> 10}k_d{d}", 1, n, h, 1, d, 1, group="odd")
+    Case("docs32kx1_d128", 1, 32768, 32, 8, 128, 32768, split=(1,) * 32768, group="short"),
+    Case("batch2048_1row_d128", 2048, 1, 32, 8, 128, 1, group="short"),
+    Case("batch1024_49rows_d64", 1024, 49, 16, 16, 64, 1, group="short"),
+    Case("heads1_8k_d128", 1, 8192, 1, 1, 128, 1, group="short"),
+    Case("heads1_8k_d64", 1, 8192, 1, 1, 64, 1, group="short"),
+    *(Case(f"heads{h}_{n >> 10}k_d{d}", 1, n, h, 1, d, 1, group="short")
       for h, n in ((1, 2048), (4, 4096), (1, 16384)) for d in (64, 128)),
-    Case("mixed14_32k_d128", 1, 32768, 32, 8, 128, len(MIXED), split=MIXED, group="odd"),
-    Case("causal_2k_d256", 1, 2048, 32, 8, 256, 1, group="odd"),
-    Case("causal_2k_192v128", 1, 2048, 32, 8, 192, 1, v_dim=128, group="odd"),
+    Case("mixed14_32k_d128", 1, 32768, 32, 8, 128, len(MIXED), split=MIXED, group="short"),
+    Case("causal_2k_d256", 1, 2048, 32, 8, 256, 1, group="short"),
+    Case("causal_2k_192v128", 1, 2048, 32, 8, 192, 1, v_dim=128, group="short"),
 )  # fmt: skip
 SHARD = (  # a GPU's heads under tensor parallelism
     *(Case(f"kv1_{name}_d128", 1, seq, 8, 1, 128, documents, group="shard")
@@ -139,7 +139,7 @@ QUICK = (  # to try a program where there is no GPU
     Case("causal_2x96_d24", 2, 96, 4, 2, 24, 1, group="quick"),
 )
 CASES = (*BOARD, *DIMS, *LONG, *LENGTHS, *LARGE, *ODD, *SHARD, *QUICK)
-GROUPS = ("board", "dims", "long", "lengths", "large", "odd", "shard", "quick")
+GROUPS = ("board", "dims", "long", "lengths", "large", "short", "shard", "quick")
 
 
 def select(names: str | None) -> list[Case]:

@@ -1,5 +1,5 @@
-"""What attention.py prints: the board's table, the cost of deterministic=True, and odd and short
-work."""
+"""What attention.py prints: the board's table, the cost of deterministic=True, and short
+sequences."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def deterministic_table(results: dict[str, Any]) -> str:
 NAMES = {"cudnn": "cuDNN", "fa3": "FA3"}
 
 
-def odd_table(results: dict[str, Any], cases: list[Case]) -> str:
+def short_table(results: dict[str, Any], cases: list[Case]) -> str:
     """Time per attended pair of a head, and bandwidth over the least bytes there are to move: a
     cliff shows in both."""
     peers = [who for who in NAMES if any(who in rows for rows in results.values())]

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import os
 import sys
 from pathlib import Path
@@ -28,7 +27,7 @@ import jax.numpy as jnp
 from lib.cases import select
 from lib.implementations import Compiled, packax_attention, random_inputs
 from lib.machine import machine
-from lib.output import default_out
+from lib.output import default_out, write_json
 from lib.power import Meter, line, medians, metered
 from lib.turns import as_row, burst, in_turns, launches_of
 
@@ -98,7 +97,7 @@ def main() -> int:
     report = machine() | {"rounds": arguments.rounds, "rows": rows}
     report["commit"] = os.environ.get("PACKAX_COMMIT", "unknown")
     arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "power_limit.json").write_text(json.dumps(report, indent=1) + "\n")
+    write_json(arguments.out / "power_limit.json", report)
     print(table(rows))
     print(f"wrote {arguments.out / 'power_limit.json'}")
     return 0

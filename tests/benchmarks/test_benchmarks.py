@@ -6,13 +6,12 @@ Its modules are imported in a process of their own, so that what they set in jax
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
 from benchmark_scripts import script
-from paths import BENCHMARKS, COMPARE, SUPPORT
+from paths import BENCHMARKS, SUPPORT
 
 ORACLE = SUPPORT / "oracle.py"
 
@@ -105,7 +104,7 @@ bar_chart(report, peers, pathlib.Path(sys.argv[2]))
     assert all(picture.startswith(b"\x89PNG") for picture in drawn) and drawn[0] != drawn[1]
 
 
-def test_odd_cases_and_head_dims_run_and_are_tabled(tmp_path):
+def test_short_cases_and_head_dims_run_and_are_tabled(tmp_path):
     """On the CPU, where cuDNN is absent: it is said so, packax is timed and compared all the
     same."""
     shown = script("""
@@ -113,7 +112,7 @@ import dataclasses
 import jax.numpy as jnp
 import attention
 from lib.cases import CASES, Case, select
-from lib.tables import deterministic_table, odd_table
+from lib.tables import deterministic_table, short_table
 
 for case in CASES:
     assert sum(case.lengths) == case.seq and len(case.lengths) == case.documents, case.name
@@ -122,9 +121,9 @@ assert [case.name for case in select("heads1_8k_d64,causal_16k_d64")] == ["causa
     "heads1_8k_d64"]
 
 small = [
-    Case("ones", 1, 32, 2, 1, 16, 32, split=(1,) * 32, group="odd"),
-    Case("rows", 8, 1, 2, 1, 16, 1, group="odd"),
-    Case("many", 1, 256, 2, 1, 16, 128, split=(2,) * 128, group="odd"),
+    Case("ones", 1, 32, 2, 1, 16, 32, split=(1,) * 32, group="short"),
+    Case("rows", 8, 1, 2, 1, 16, 1, group="short"),
+    Case("many", 1, 256, 2, 1, 16, 128, split=(2,) * 128, group="short"),
     Case("unequal", 1, 64, 2, 1, 24, 1, v_dim=16, group="dims"),
 ]
 assert small[3].forward_flops == 2 * 2 * (24 + 16) * 65 * 32
@@ -136,7 +135,7 @@ for rows in results.values():
 assert results["many"]["cudnn"]["failed"]["bwd"].startswith("not tried with 128 documents")
 assert results["unequal"]["deterministic"]["bit_identical"]
 assert results["ones"]["packax"]["times"]["fwd"]["launches"] >= 2 * attention.LOOP
-print(odd_table(results, small))
+print(short_table(results, small))
 print(deterministic_table({"unequal": results["unequal"]}))
 """)
     lines = [line.split() for line in shown.splitlines()]
@@ -165,7 +164,7 @@ import sys, types
 import jax, jax.numpy as jnp
 import attention
 from lib.cases import Case
-from lib.tables import odd_table
+from lib.tables import short_table
 
 calls = []
 
@@ -190,10 +189,10 @@ rows = attention.run_case(documents, 1, ("fa3",))
 assert set(rows["ratio"]) == {"fa3"} and rows["ratio"]["fa3"]["bwd"] > 0
 assert not rows["fa3"]["wrong"]
 assert calls[0] == ("varlen", (300, 4, 128), (4,), 193, 193)
-plain = Case("plain", 2, 64, 4, 2, 128, 1, group="odd")
+plain = Case("plain", 2, 64, 4, 2, 128, 1, group="short")
 rows = attention.run_case(plain, 1, ("fa3",))
 assert not rows["fa3"]["wrong"] and calls[-1] == ("mha", (2, 64, 4, 128))
-shown = odd_table({"plain": rows}, [plain])
+shown = short_table({"plain": rows}, [plain])
 assert "FA3 ms" in shown and "cuDNN" not in shown
 late = True
 wrong = attention.run_case(documents, 1, ("fa3",))["fa3"]
@@ -201,38 +200,6 @@ assert wrong["wrong"] and not wrong["times"]
 other = attention.run_case(Case("d64", 1, 64, 4, 2, 64, 1), 1, ("fa3",))["fa3"]
 assert other["failed"]["fwd"] == "its wheels have head dim 128 alone" and not other["times"]
 """)
-
-
-def test_compiling_ahead_leaves_nothing_to_compile(tmp_path):
-    """Every program of a case is in jax's cache before the benchmark runs it."""
-    environment = os.environ | {
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
-    commands = (
-        [COMPARE / "compile_ahead.py", "--cases", "causal_2x96_d24"],
-        [
-            "-c",
-            "import attention as a; a.run_case(a.select('causal_2x96_d24')[0], 1)",
-        ],
-    )
-    kept = []
-    for command in commands:
-        result = subprocess.run(
-            [sys.executable, *command],
-            capture_output=True,
-            text=True,
-            cwd=BENCHMARKS,
-            timeout=300,
-            env=environment,
-        )
-        assert result.returncode == 0, result.stderr[-3000:]
-        kept.append({path.name for path in tmp_path.glob("*-cache")})
-    ahead, then = kept
-    assert any(name.startswith("jit_with_residuals-") for name in ahead), ahead
-    passes = ("jit_both-", "jit_with_residuals-", "jit_backward-", "jit_sampled_rows-")
-    assert not [name for name in then - ahead if name.startswith(passes)], then - ahead
 
 
 def test_a_loop_runs_every_pass():

@@ -152,7 +152,7 @@ assert there["inputs"].tolist() == [[0, 1, 6, 7, 2, 3, 4, 5]] and there["other"]
 def test_the_trainings_agree(tmp_path):
     """Packed documents, alone and over a context axis; the script has more models."""
     pytest.importorskip("maxtext")
-    script = ROOT / "benchmarks" / "compare" / "maxtext_trainings.py"
+    script = ROOT / "tests" / "peers" / "maxtext_trainings.py"
     command = [sys.executable, str(script), "--only", "packing", "--steps", "2"]
     command += ["--out", str(tmp_path)]
     subprocess.run(command, check=True)

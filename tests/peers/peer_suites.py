@@ -1,10 +1,10 @@
 """Other projects' own tests with packax in place of their attention, on the CPU.
 
-    python benchmarks/compare/peer_suites.py jax CHECKOUT [--out DIR]
-    python benchmarks/compare/peer_suites.py flax CHECKOUT
-    python benchmarks/compare/peer_suites.py kvax CHECKOUT
-    python benchmarks/compare/peer_suites.py maxtext CHECKOUT [-k EXPRESSION]
-    PYTHONPATH=CHECKOUT/src python benchmarks/compare/peer_suites.py maxtext CHECKOUT \
+    python tests/peers/peer_suites.py jax CHECKOUT [--out DIR]
+    python tests/peers/peer_suites.py flax CHECKOUT
+    python tests/peers/peer_suites.py kvax CHECKOUT
+    python tests/peers/peer_suites.py maxtext CHECKOUT [-k EXPRESSION]
+    PYTHONPATH=CHECKOUT/src python tests/peers/peer_suites.py maxtext CHECKOUT \
         --name "maxtext main" --version e591f30
 
 CHECKOUT is a folder with the project's sources at the version that is installed here; nothing is
@@ -29,9 +29,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-from lib.output import default_out, say
+from lib.output import default_out, say, write_json
 
 HERE = Path(__file__).resolve().parent
 SUITES: dict[str, tuple[str, ...]] = {  # arguments of pytest, in the checkout
@@ -107,7 +107,7 @@ def main(arguments: list[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "peer_suites.json"
     known = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps({**known, options.name or options.suite: result}, indent=1) + "\n")
+    write_json(path, {**known, options.name or options.suite: result})
     say(f"{options.suite} {result['version']}, as it is: {result['as it is']}")
     counts = ", ".join(f"{name} {result[name]}" for name in ("passed", "refused", "wrong"))
     say(f"with packax: {counts}")

@@ -22,7 +22,7 @@ echo "ran $*"
             {"ONLY": "llama, FSDP"},
             0,
             [
-                "ran benchmarks/compare/maxtext_trainings.py --only llama, FSDP",
+                "ran tests/peers/maxtext_trainings.py --only llama, FSDP",
                 "maxtext: no CHECKOUT: MaxText's own tests were not run",
                 "maxtext: ok",
             ],
@@ -31,8 +31,8 @@ echo "ran $*"
             {"CHECKOUT": "/there", "TESTS": "-k qk_clip", "FAILS": "trainings"},
             1,
             [
-                "ran benchmarks/compare/maxtext_trainings.py",
-                "ran benchmarks/compare/peer_suites.py maxtext /there -k qk_clip",
+                "ran tests/peers/maxtext_trainings.py",
+                "ran tests/peers/peer_suites.py maxtext /there -k qk_clip",
                 "maxtext: FAILED: trainings",
             ],
         ),
@@ -40,8 +40,8 @@ echo "ran $*"
             {"CHECKOUT": "/there", "FAILS": "peer_suites"},
             1,
             [
-                "ran benchmarks/compare/maxtext_trainings.py",
-                "ran benchmarks/compare/peer_suites.py maxtext /there",
+                "ran tests/peers/maxtext_trainings.py",
+                "ran tests/peers/peer_suites.py maxtext /there",
                 "maxtext: FAILED: tests",
             ],
         ),

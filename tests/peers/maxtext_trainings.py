@@ -1,6 +1,6 @@
 """Tiny trainings by an installed MaxText, with its own dense attention and with packax's: losses.
 
-    python benchmarks/compare/maxtext_trainings.py [--only llama,mla] [--steps 4] [--out DIR]
+    python tests/peers/maxtext_trainings.py [--only llama,mla] [--steps 4] [--out DIR]
 
 Needs maxtext from the package index (docs/guide/maxtext.md says what else), fetches nothing, and
 runs on two devices of the CPU. Each model trains twice from the same seed on the same synthetic
@@ -21,12 +21,12 @@ import tempfile
 import warnings
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("DECOUPLE_GCLOUD", "TRUE")
 
-from lib.output import default_out, first_line, say
+from lib.output import default_out, first_line, say, write_json
 
 TOLERANCE = 1e-5
 COMMON = (
@@ -123,7 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
         known[name] = row
         result = {"maxtext": importlib.metadata.version("maxtext")}
         result |= {"jax": importlib.metadata.version("jax"), "trainings": known}
-        path.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(path, result)
     say(f"failed: {', '.join(failed)}" if failed else "all losses agree")
     return bool(failed)
 
