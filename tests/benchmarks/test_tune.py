@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from paths import BENCHMARKS, SUPPORT, TUNE
+from paths import BENCHMARKS, SIMULATORS, TUNE
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None,  # not imported: see triton_launch.py
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 
 SETUP = """
 import json, pathlib, sys
-sys.path[:0] = [sys.argv[1] + "/../../csrc/aot"]
+sys.path[:0] = [sys.argv[1] + "/../../../csrc/aot"]
 sys.path.append(sys.argv[1])
 import compile as aot, table
 import candidates, cubin, fake_driver, tune
@@ -63,7 +63,7 @@ def built(*kernels, twins=True):
 
 def script(tmp_path: Path, code: str) -> str:
     result = subprocess.run(
-        [sys.executable, "-c", SETUP + code, str(SUPPORT), str(tmp_path / "built")],
+        [sys.executable, "-c", SETUP + code, str(SIMULATORS), str(tmp_path / "built")],
         capture_output=True,
         text=True,
         cwd=BENCHMARKS,

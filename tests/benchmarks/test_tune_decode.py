@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from paths import BENCHMARKS, SUPPORT, TUNE
+from paths import BENCHMARKS, SIMULATORS, TUNE
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None,  # not imported: see triton_launch.py
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 
 SETUP = """
 import dataclasses, json, pathlib, sys
-sys.path[:0] = [sys.argv[1] + "/../../csrc/aot"]
+sys.path[:0] = [sys.argv[1] + "/../../../csrc/aot"]
 sys.path.append(sys.argv[1])
 import candidates, cubin, decode_work, fake_driver, tune, tune_decode
 from lib import decode_cases
@@ -49,7 +49,7 @@ assert [v for v in some if v.kernel == "decode_tall"] and len(some) > 20
 
 def script(tmp_path: Path, code: str) -> str:
     result = subprocess.run(
-        [sys.executable, "-c", SETUP + code, str(SUPPORT), str(tmp_path / "built")],
+        [sys.executable, "-c", SETUP + code, str(SIMULATORS), str(tmp_path / "built")],
         capture_output=True,
         text=True,
         cwd=BENCHMARKS,

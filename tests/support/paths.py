@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 SUPPORT = Path(__file__).resolve().parent
+SIMULATORS = SUPPORT / "simulators"
 TESTS = SUPPORT.parent
 ROOT = TESTS.parent
 BENCHMARKS = ROOT / "benchmarks"
