@@ -2,21 +2,24 @@
 
     python benchmarks/context_plans.py [--packings 100] [--out DIR]
 
-Rows are packed from the sources of this Python's standard library, one document a file, as in the
-demo (random order, best fit); and from the lengths of the board's case with 12 documents. Per plan:
-attended pairs of the most loaded rank over the mean ("area"), the same for the pairs that the
-kernels visit (whole blocks of 128 keys inside the hull of a tile of rows: "tiles"), all ranks'
-visited pairs over those of the row in order ("visited": what cutting into chunks costs), and the
-keys that no row of a rank attends, which it would not have to fetch ("unread").
+Rows are packed from the sources of this Python's standard library, one document a file, in random
+order, each into the fullest row that still holds it; and from the lengths of the board's case with
+12 documents. Per plan: attended pairs of the most loaded rank over the mean ("area"), the same for
+the pairs that the kernels visit (whole blocks of 128 keys inside the hull of a tile of rows:
+"tiles"), all ranks' visited pairs over those of the row in order ("visited": what cutting into
+chunks costs), and the keys that no row of a rank attends, which it would not have to fetch
+("unread").
 Writes context_plans.json and context_plans.png into --out (default: $OUT, else benchmarks/results).
 """
 
 from __future__ import annotations
 
 import argparse
+import bisect
 import itertools
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,7 @@ import numpy as np
 import packax
 from lib.cases import document_lengths
 from lib.output import default_out, write_json
-from packax.demo.data import fit, standard_library
+from packax.demo.data import standard_library
 
 HERE = Path(__file__).parent
 TILE = 128
@@ -46,6 +49,23 @@ def library_rows(length: int, count: int) -> list[list[int]]:
         packed = [[int(order[i]) for i in row] for row in fit(order.tolist(), length)]
         rows += [packed[i] for i in rng.permutation(len(packed))[:10]]
     return rows[:count]
+
+
+def fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Best fit: the indices of `lengths` in rows, each in the fullest row that holds it."""
+    rows: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # (room left, row), sorted
+    for index, length in enumerate(lengths):
+        if length > capacity:
+            raise ValueError(f"a document of {length} tokens does not fit in a row of {capacity}")
+        place = bisect.bisect_left(free, (length, 0))
+        room, row = free.pop(place) if place < len(free) else (capacity, len(rows))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(index)
+        if room > length:
+            bisect.insort(free, (room - length, row))
+    return rows
 
 
 def ranges(lengths: list[int], total: int) -> tuple[np.ndarray, np.ndarray]:

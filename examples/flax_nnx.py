@@ -54,11 +54,8 @@ class Model(nnx.Module):
 def loss(model, batch):
     mask = packax.create_attention_mask(packax.causal() & packax.documents(batch.segment_ids))
     logits = model(batch.tokens, batch.positions, mask)
-    there = batch.targets >= 0
-    losses = optax.softmax_cross_entropy_with_integer_labels(
-        logits, jnp.where(there, batch.targets, 0)
-    )
-    return jnp.sum(losses * there) / jnp.sum(there)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets)
+    return jnp.sum(losses * batch.weights) / jnp.sum(batch.weights)
 
 
 @nnx.jit

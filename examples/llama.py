@@ -85,11 +85,8 @@ def loss(parameters, batch: Rows, remat: bool):
     x = parameters["embedding"].astype(DTYPE)[batch.tokens]
     x, _ = jax.lax.scan(layer, x, parameters["layers"])
     logits = normalized(x, parameters["norm"]).astype(jnp.float32) @ parameters["unembedding"]
-    there = batch.targets >= 0
-    losses = optax.softmax_cross_entropy_with_integer_labels(
-        logits, jnp.where(there, batch.targets, 0)
-    )
-    return jnp.sum(losses * there) / jnp.sum(there)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets)
+    return jnp.sum(losses * batch.weights) / jnp.sum(batch.weights)
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import packax
-from packax.demo.data import pack, targets
+from packax import segments
 
 LAYERS, WIDTH, HEADS, KV_HEADS, HEAD_DIM = 2, 128, 4, 2, 64
 
@@ -32,7 +32,7 @@ def initialize(key):
     }
 
 
-def loss(parameters, tokens, segment_ids, following, weight):
+def loss(parameters, tokens, segment_ids, targets, weights):
     # Row i attends its own document's tokens up to itself. One mask for all layers, both passes.
     mask = packax.create_attention_mask(packax.causal() & packax.documents(segment_ids))
     x = parameters["embedding"][tokens]
@@ -45,18 +45,16 @@ def loss(parameters, tokens, segment_ids, following, weight):
         key, value = jnp.split(x @ parameters["key_value"][layer], 2, axis=-1)
         out = packax.flash_attention(query, heads(key, KV_HEADS), heads(value, KV_HEADS), mask)
         x = x + out.reshape(*x.shape[:2], -1).astype(x.dtype) @ parameters["out"][layer]
-    losses = optax.softmax_cross_entropy_with_integer_labels(
-        x @ parameters["unembedding"], following
-    )
-    return jnp.sum(losses * weight) / jnp.sum(weight)
+    losses = optax.softmax_cross_entropy_with_integer_labels(x @ parameters["unembedding"], targets)
+    return jnp.sum(losses * weights) / jnp.sum(weights)
 
 
 def main() -> None:
     rng = np.random.default_rng(0)
-    documents = [b"packed documents, one after another. " * n for n in rng.integers(1, 40, 60)]
-    rows = pack(documents, seq_len=2048)
-    following, weight = targets(rows.tokens, rows.segment_ids)
-    print(f"{rows.documents} documents in {len(rows.tokens)} rows, {rows.fill:.0%} full")
+    text = np.frombuffer(b"packed documents, one after another. ", np.uint8)
+    rows = segments.pack([np.tile(text, n) for n in rng.integers(1, 40, 60)], length=2048)
+    targets, weights = segments.next_tokens(rows.tokens, rows.segment_ids)
+    print(segments.check_packing(*rows[1:3], targets, tokens=rows.tokens, weights=weights))
 
     parameters = initialize(jax.random.key(0))
     optimizer = optax.adam(3e-3)
@@ -70,7 +68,7 @@ def main() -> None:
 
     for number in range(10):
         chosen = rng.integers(0, len(rows.tokens), 2)
-        batch = [x[chosen] for x in (rows.tokens, rows.segment_ids, following, weight)]
+        batch = [x[chosen] for x in (rows.tokens, rows.segment_ids, targets, weights)]
         parameters, state, value = step(parameters, state, *batch)
         print(f"step {number}: loss {value:.3f}")
 

@@ -1,4 +1,4 @@
-"""Pack documents into rows with plain numpy, and see that in a row each stays by itself.
+"""Pack documents into rows, and see that no document in a row attends another.
 
     python examples/pack_documents.py
 
@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import packax
+from packax import segments
 
 
 class Rows(NamedTuple):
@@ -24,34 +25,13 @@ class Rows(NamedTuple):
     tokens: np.ndarray
     segment_ids: np.ndarray  # 0, 1, 2, ... in each row; -1: padding
     positions: np.ndarray  # from 0 in each document
-    targets: np.ndarray  # the next token of the same document; -1: there is none
+    targets: np.ndarray  # the next token of the same document
+    weights: np.ndarray  # 1, and 0 where there is none
 
 
 def pack(documents: list[np.ndarray], length: int) -> Rows:
-    """First fit, longest first: each document into the first row with room; longer ones are cut."""
-    pieces = [x[i : i + length] for x in documents for i in range(0, len(x), length)]
-    rows: list[list[np.ndarray]] = []
-    room = np.zeros(0, np.int64)
-    for piece in sorted(pieces, key=len, reverse=True):
-        fits = np.flatnonzero(room >= len(piece))
-        row = int(fits[0]) if len(fits) else len(rows)
-        if row == len(rows):
-            rows.append([])
-            room = np.append(room, length)
-        rows[row].append(piece)
-        room[row] -= len(piece)
-
-    packed = Rows(*(np.full((len(rows), length), fill, np.int32) for fill in (0, -1, 0, -1)))
-    for row, members in enumerate(rows):
-        start = 0
-        for number, piece in enumerate(members):
-            place = np.s_[row, start : start + len(piece)]
-            packed.tokens[place] = piece
-            packed.segment_ids[place] = number
-            packed.positions[place] = np.arange(len(piece))
-            packed.targets[row, start : start + len(piece) - 1] = piece[1:]
-            start += len(piece)
-    return packed
+    tokens, segment_ids, positions, _ = segments.pack(documents, length)
+    return Rows(tokens, segment_ids, positions, *segments.next_tokens(tokens, segment_ids))
 
 
 def sources(count: int = 200) -> list[np.ndarray]:
@@ -79,9 +59,7 @@ def planned(batch: Rows, ranks: int) -> tuple[Rows, np.ndarray, packax.ContextPl
 def main() -> None:
     length, heads, dim = 1024, 2, 64
     rows = pack(sources(60), length)
-    filled = np.mean(rows.segment_ids != packax.PADDING_SEGMENT_ID)
-    count = int(np.sum(rows.segment_ids.max(1) + 1))
-    print(f"{count} documents in {len(rows.tokens)} rows of {length}, {filled:.1%} full")
+    print(segments.check_packing(*rows[1:4], tokens=rows.tokens, weights=rows.weights))
 
     # What the loader of a model on two GPUs hands on: a plan beside each batch.
     batch = next(batches(rows, size=1, steps=1))

@@ -4,6 +4,7 @@
 >>> out = packax.flash_attention(query, key, value, mask)
 """
 
+from packax import segments
 from packax._src.attention import flash_attention
 from packax._src.autodiff import CHECKPOINT_NAMES
 from packax._src.cascade import decode_shared_prefix
@@ -69,6 +70,7 @@ __all__ = [
     "plot_mask",
     "prefix",
     "ranges",
+    "segments",
     "shared_prefix",
     "sliding_window",
     "spans",

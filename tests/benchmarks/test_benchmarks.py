@@ -334,3 +334,15 @@ assert report["wrong"] and not report["times"]
 assert "WRONG" in program.line(case.name, report)
 """)
     assert "fallback" in shown
+
+
+def test_rows_of_plans_are_filled_greedily():
+    script("""
+from context_plans import fit
+
+assert fit([60, 50, 40, 30, 10, 10], 100) == [[0, 2], [1, 3, 4, 5]]
+try:
+    fit([101], 100)
+except ValueError as error:
+    assert "a document of 101 tokens does not fit in a row of 100" in str(error)
+""")

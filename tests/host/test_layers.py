@@ -16,13 +16,14 @@ from paths import ROOT
 PACKAGE = ROOT / "python" / "packax"
 LAYERS = (  # from low to high; modules of one entry do not import those of another on its line
     ("_src.core",),
+    ("_src.segments",),
     ("_src.ops",),
     ("_src.context",),
     ("_src.masks", "_src.autodiff"),
     ("_src.requests",),
     ("_src.attention", "_src.decode"),
     ("_src.cascade",),
-    ("integrations", "kvax", "info", "check", "demo", "__main__"),
+    ("integrations", "kvax", "segments", "info", "check", "demo", "__main__"),
 )
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 LINES = 400

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import packax
+from packax import segments
 from packax.demo import model
-from packax.demo.data import VOCABULARY, Rows, targets
+from packax.demo.data import VOCABULARY, Rows
 from packax.demo.settings import Settings
 
 SLICE = 1024  # tokens compared with the dense reference, which is quadratic
@@ -42,8 +43,9 @@ def row_with_most_documents(rows: Rows) -> int:
 
 
 def longest_document(segment_ids: jax.Array) -> int:
+    """Of a row's documents behind the first, which a causal mask alone would let see others."""
     ids = np.asarray(segment_ids).ravel()
-    return int(np.argmax(np.bincount(ids[ids > 0])))
+    return int(np.argmax(np.bincount(ids[ids > 0], minlength=1)))
 
 
 def causal_documents(segment_ids: jax.Array) -> packax.AttentionMask:
@@ -124,7 +126,7 @@ def gradient_stays_inside(
     """One document's loss has gradient exactly 0 at every embedded token of the others."""
     document = longest_document(segment_ids)
     inside = np.asarray(segment_ids)[0] == document
-    following, weight = targets(np.asarray(tokens), np.asarray(segment_ids))
+    following, weight = segments.next_tokens(np.asarray(tokens), np.asarray(segment_ids))
 
     @jax.jit
     def gradient(parameters, tokens, positions, segment_ids):

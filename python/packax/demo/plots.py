@@ -17,16 +17,16 @@ DOCUMENTS = ("#1f6feb", "#e08a1e", "#2da06f", "#c9448f", "#7a5af0", "#1595a8", "
 def document_mask(segment_ids: np.ndarray, path: Path) -> None:
     """A pixel is coloured where its row's token attends its column's, in its document's colour."""
     length = len(segment_ids)
-    documents = int(segment_ids.max())
+    documents = int(segment_ids.max()) + 1
     samples = (np.arange(min(PIXELS, length)) + 0.5) * length / min(PIXELS, length)
     samples = samples.astype(int)
     ids = segment_ids[samples]
     attends = (ids[:, None] == ids[None, :]) & (samples[:, None] >= samples[None, :])
     attends &= ids[:, None] != packax.PADDING_SEGMENT_ID
     palette = np.array([_rgb(colour) for colour in DOCUMENTS])
-    image = np.where(attends[..., None], palette[(ids - 1) % len(palette)][:, None], 1.0)
+    image = np.where(attends[..., None], palette[ids % len(palette)][:, None], 1.0)
 
-    lengths = np.bincount(segment_ids[segment_ids > 0]).astype(float)
+    lengths = np.bincount(segment_ids[segment_ids >= 0]).astype(float)
     share = np.sum(lengths * (lengths + 1)) / 2 / length**2
     padding = int(np.sum(segment_ids == packax.PADDING_SEGMENT_ID))
     figure, axis = _figure((7.2, 7.6))

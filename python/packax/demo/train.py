@@ -14,8 +14,9 @@ import optax
 from tqdm import tqdm
 
 import packax
+from packax import segments
 from packax.demo import model
-from packax.demo.data import Rows, targets
+from packax.demo.data import Rows
 from packax.demo.settings import Settings
 
 Batch = dict[str, np.ndarray]
@@ -40,7 +41,7 @@ class Trained:
 
 def batches(rows: Rows, batch: int, seed: int) -> Iterator[Batch]:
     """Batches without end, every epoch in a new order; few rows repeat within a batch."""
-    following, weight = targets(rows.tokens, rows.segment_ids)
+    following, weight = segments.next_tokens(rows.tokens, rows.segment_ids)
     rng = np.random.default_rng(seed)
     order: list[int] = []
     while True:

@@ -1,0 +1,319 @@
+"""Segment ids from what a data pipeline has, and what a loss needs of them: numpy or jax alike."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from packax._src.core.integers import Array, ArrayLike, as_int32, numpy_of
+from packax._src.core.shapes import PADDING_SEGMENT_ID
+
+
+class NextTokens(NamedTuple):
+    """What `next_tokens` returns."""
+
+    targets: Any  # the next token of the same document; 0 where there is none
+    weights: Any  # float32, 0 where there is none
+
+
+def from_lengths(lengths: ArrayLike, length: int | None = None) -> Array:
+    """Segment ids of documents of these lengths, one after another, then padding.
+
+    Args:
+        lengths: (N,) or (B, N): the number of tokens of each document. A document of length 0 has
+            no token; so a batch fills up `lengths` with 0.
+        length: of the rows. None: the longest row's sum. Under `jit` it must be given, and tokens
+            behind it are cut off.
+
+    Returns:
+        int32, (length,) or (B, length). Document n has id n.
+
+    Raises:
+        ValueError: a rank or dtype that is not as above; of numpy arrays also a negative length,
+            and documents that do not fit into `length`.
+
+    Examples:
+        >>> packax.segments.from_lengths([3, 2], length=8)
+        array([ 0,  0,  0,  1,  1, -1, -1, -1], dtype=int32)
+    """
+    each = as_int32("lengths", lengths, shapes="(batch, documents) or (documents,)")
+    xp = numpy_of(each)
+    ends = xp.cumsum(each, axis=-1, dtype=np.int32)
+    if xp is np:
+        if each.size and each.min() < 0:
+            raise ValueError(f"lengths must not be negative, but holds {each.min()}")
+        total = int(ends[..., -1].max(initial=0)) if each.shape[-1] else 0
+        length = total if length is None else length
+        if total > length:
+            raise ValueError(f"lengths add up to {total} tokens, but length is {length}")
+    elif length is None:
+        raise ValueError("length must be given where lengths is an array of jax: it is a shape")
+    index = np.arange(length, dtype=np.int32)
+
+    def of_row(ends: Any) -> Any:
+        number = xp.searchsorted(ends, index, side="right").astype(np.int32)
+        return xp.where(number < ends.shape[0], number, PADDING_SEGMENT_ID).astype(np.int32)
+
+    if ends.ndim == 1:
+        return of_row(ends)
+    return np.stack([of_row(x) for x in ends]) if xp is np else jax.vmap(of_row)(ends)
+
+
+def from_cu_seqlens(cu_seqlens: ArrayLike, length: int | None = None) -> Array:
+    """Segment ids from cumulative lengths, as flash-attention's varlen functions take them.
+
+    Args:
+        cu_seqlens: (N + 1,) or (B, N + 1): 0, then the end of each document. The last end may be
+            repeated, to fill the array up to a static size.
+        length: as in `from_lengths`. Tokens behind the last end are padding.
+
+    Returns:
+        int32, (length,) or (B, length).
+
+    Raises:
+        ValueError: as `from_lengths`; of numpy arrays also a first entry other than 0.
+
+    Examples:
+        >>> packax.segments.from_cu_seqlens([0, 3, 5], length=8)
+        array([ 0,  0,  0,  1,  1, -1, -1, -1], dtype=int32)
+    """
+    ends = as_int32("cu_seqlens", cu_seqlens, shapes="(batch, documents + 1) or (documents + 1,)")
+    if ends.shape[-1] == 0:
+        raise ValueError("cu_seqlens must begin with 0, but is empty")
+    if isinstance(ends, np.ndarray):
+        if (ends[..., 0] != 0).any():
+            raise ValueError(f"cu_seqlens must begin with 0, but begins with {ends[..., 0].max()}")
+        if (ends[..., 1:] < ends[..., :-1]).any():
+            raise ValueError("cu_seqlens must not decrease: they are cumulative lengths")
+    return from_lengths(ends[..., 1:] - ends[..., :-1], length)
+
+
+def from_attention_mask(attention_mask: ArrayLike) -> Array:
+    """Segment ids from an attention mask of 0 and 1, as Hugging Face tokenizers return it.
+
+    Args:
+        attention_mask: (B, S) or (S,) of integers or booleans: 1 for tokens, 0 for padding, on the
+            right or on the left.
+
+    Returns:
+        int32: 0 for tokens, so that each row is one document, and -1 for padding.
+
+    Raises:
+        ValueError: a rank or dtype that is not as above; of numpy arrays also another value. A mask
+            that numbers packed documents 1, 2, 3, ... is for `from_one_based`.
+
+    Examples:
+        >>> packax.segments.from_attention_mask([[1, 1, 1, 0], [1, 0, 0, 0]])
+        array([[ 0,  0,  0, -1],
+               [ 0, -1, -1, -1]], dtype=int32)
+    """
+    mask = _flags("attention_mask", attention_mask)
+    xp = numpy_of(mask)
+    if xp is np and ((mask != 0) & (mask != 1)).any():
+        raise ValueError(
+            f"attention_mask must hold 0 and 1, but holds values from {mask.min()} to "
+            f"{mask.max()}: if it numbers documents from 1, use from_one_based"
+        )
+    return xp.where(mask != 0, 0, PADDING_SEGMENT_ID).astype(np.int32)
+
+
+def from_one_based(segment_ids: ArrayLike) -> Array:
+    """Segment ids from those of packers that number documents from 1 and pad with 0.
+
+    grain, tf.data with seqio, and MaxText pack so.
+
+    Args:
+        segment_ids: (B, S) or (S,) of integers.
+
+    Returns:
+        int32: one less each, so that padding is -1.
+
+    Raises:
+        ValueError: a rank or dtype that is not as above; of numpy arrays also a negative id, as
+            such ids are packax's already.
+
+    Examples:
+        >>> packax.segments.from_one_based([1, 1, 2, 0])
+        array([ 0,  0,  1, -1], dtype=int32)
+    """
+    ids = as_int32("segment_ids", segment_ids)
+    if isinstance(ids, np.ndarray) and ids.size and ids.min() < 0:
+        raise ValueError(
+            f"segment_ids must be 0 for padding and positive elsewhere, but holds {ids.min()}"
+        )
+    return ids - np.int32(1)
+
+
+def from_positions(positions: ArrayLike, valid: ArrayLike | None = None) -> Array:
+    """Segment ids from position ids: a document starts where the position is 0.
+
+    Args:
+        positions: (B, S) or (S,) of integers.
+        valid: like positions, integers or booleans: 0 or False for padding. None: no padding. Give
+            it where padding has position 0: each of its tokens would be a document.
+
+    Returns:
+        int32: 0, 1, 2, ... in each row. A row may begin inside of a document.
+
+    Raises:
+        ValueError: a rank, dtype or shape that is not as above.
+
+    Examples:
+        >>> packax.segments.from_positions([0, 1, 2, 0, 1, 0])
+        array([0, 0, 0, 1, 1, 2], dtype=int32)
+    """
+    at = as_int32("positions", positions)
+    xp = numpy_of(at)
+    starts = xp.concatenate([xp.ones_like(at[..., :1]), (at[..., 1:] == 0).astype(np.int32)], -1)
+    real = None if valid is None else _flags("valid", valid, at.shape) != 0
+    if real is not None:
+        starts = xp.where(real, starts, 0)
+    ids = xp.cumsum(starts, axis=-1, dtype=np.int32) - np.int32(1)
+    # Padding in front of a document that goes on from an earlier row leaves it without a start.
+    return ids if real is None else xp.where(real, xp.maximum(ids, 0), PADDING_SEGMENT_ID)
+
+
+def positions(segment_ids: ArrayLike) -> Array:
+    """Positions that restart in every document, as RoPE needs: 0, 1, 2, ... for each id.
+
+    Args:
+        segment_ids: (B, S) or (S,) of integers. An id that comes back is the same document, and its
+            positions go on.
+
+    Returns:
+        int32: how many earlier tokens of the row have the same id; 0 for padding.
+
+    Raises:
+        ValueError: a rank or dtype that is not as above.
+
+    Examples:
+        >>> packax.segments.positions([0, 0, 0, 1, 1, -1])
+        array([0, 1, 2, 0, 1, 0], dtype=int32)
+    """
+    ids = as_int32("segment_ids", segment_ids)
+    xp = numpy_of(ids)
+    order = xp.argsort(ids, axis=-1, stable=True)
+    of_id = xp.take_along_axis(ids, order, axis=-1)
+    index = xp.broadcast_to(xp.arange(ids.shape[-1], dtype=np.int32), ids.shape)
+    begins = xp.where(of_id[..., 1:] != of_id[..., :-1], index[..., 1:], 0)
+    begins = xp.concatenate([xp.zeros_like(index[..., :1]), begins], axis=-1)
+    if xp is np:
+        begins = np.maximum.accumulate(begins, axis=-1)
+    else:
+        begins = jax.lax.cummax(begins, axis=ids.ndim - 1)
+    place = xp.take_along_axis(index - begins, xp.argsort(order, axis=-1), axis=-1)
+    return xp.where(ids == PADDING_SEGMENT_ID, 0, place).astype(np.int32)
+
+
+def next_tokens(
+    tokens: ArrayLike, segment_ids: ArrayLike, token_weights: ArrayLike | None = None
+) -> NextTokens:
+    """Next-token targets that do not cross a document, and the weights of their losses.
+
+    Args:
+        tokens: (B, S) or (S,) of integers.
+        segment_ids: the same shape.
+        token_weights: the same shape: how much the prediction of each token counts, such as 0 for
+            prompts in fine-tuning. None: 1.
+
+    Returns:
+        (targets, weights): of the last token of a document, and of padding, both are 0. Divide the
+        sum of weighted losses by the sum of the weights.
+
+    Raises:
+        ValueError: a rank, dtype or shape that is not as above.
+
+    Examples:
+        >>> targets, weights = packax.segments.next_tokens([5, 6, 7, 8, 0], [0, 0, 1, 1, -1])
+        >>> targets, weights
+        (array([6, 0, 8, 0, 0], dtype=int32), array([1., 0., 1., 0., 0.], dtype=float32))
+    """
+    words, ids = as_int32("tokens", tokens), as_int32("segment_ids", segment_ids)
+    same_shape("segment_ids", ids, "tokens", words.shape)
+    xp = numpy_of(words, ids)
+    inside = (ids[..., 1:] == ids[..., :-1]) & (ids[..., 1:] != PADDING_SEGMENT_ID)
+    weights = inside.astype(np.float32)
+    if token_weights is not None:
+        given = token_weights if isinstance(token_weights, jax.Array) else np.asarray(token_weights)
+        same_shape("token_weights", given, "tokens", words.shape)
+        xp = numpy_of(words, ids, given)
+        weights = weights * given[..., 1:].astype(np.float32)
+    last = [(0, 0)] * (words.ndim - 1) + [(0, min(1, words.shape[-1]))]
+    return NextTokens(xp.pad(xp.where(inside, words[..., 1:], 0), last), xp.pad(weights, last))
+
+
+def cu_seqlens(segment_ids: ArrayLike, max_documents: int | None = None) -> Array:
+    """Cumulative lengths of the documents, as flash-attention's varlen functions take them.
+
+    They count the tokens that are not padding: those of `tokens[segment_ids != -1]`, the rows of a
+    batch one after another.
+
+    Args:
+        segment_ids: (B, S) or (S,) of integers. A document is a run of equal ids in a row.
+        max_documents: the result has one entry more, and repeats the last one; documents beyond
+            are left out under `jit`. None: as many as there are, of numpy arrays only.
+
+    Returns:
+        int32, (documents + 1,).
+
+    Raises:
+        ValueError: a rank or dtype that is not as above, no max_documents for jax arrays; of numpy
+            arrays also more documents than it, and an id that comes back, which no cumulative
+            length can say.
+
+    Examples:
+        >>> packax.segments.cu_seqlens([4, 4, 4, 9, 9, -1])
+        array([0, 3, 5], dtype=int32)
+    """
+    ids = as_int32("segment_ids", segment_ids)
+    xp = numpy_of(ids)
+    rows = np.arange(ids.size, dtype=np.int32) // max(1, ids.shape[-1])
+    flat = ids.reshape(-1)
+    real = flat != PADDING_SEGMENT_ID
+    index = xp.where(real, np.arange(ids.size, dtype=np.int32), -1)
+    seen = np.maximum.accumulate(index) if xp is np else jax.lax.cummax(index)
+    before = xp.concatenate([np.full(min(1, ids.size), -1, np.int32), seen[:-1]])
+    at = xp.maximum(before, 0)
+    starts = real & ((before < 0) | (flat[at] != flat) | (xp.asarray(rows)[at] != rows))
+    ends = xp.cumsum(real, dtype=np.int32)
+    total = ends[-1:] if ids.size else xp.zeros(1, np.int32)
+    offsets = xp.concatenate([ends - real.astype(np.int32), total])
+    if isinstance(ids, np.ndarray):
+        for row, again in enumerate(map(returning, np.atleast_2d(ids))):
+            if again:
+                raise ValueError(
+                    f"segment_ids has id {again[0]} twice in row {row}, with others between: "
+                    "cumulative lengths would make two documents of it"
+                )
+        count = int(starts.sum())
+        most = count if max_documents is None else max_documents
+        if count > most:
+            raise ValueError(f"max_documents is {most}, but segment_ids has {count} documents")
+        return offsets[np.append(np.flatnonzero(starts), [ids.size] * (most - count + 1))]
+    if max_documents is None:
+        raise ValueError("max_documents must be given where segment_ids is an array of jax")
+    return offsets[jnp.nonzero(starts, size=max_documents + 1, fill_value=ids.size)[0]]
+
+
+def returning(ids: np.ndarray) -> list[int]:
+    """Ids of a row that come back behind other ids; padding does not count as one."""
+    ids = ids[ids != PADDING_SEGMENT_ID]
+    runs = ids[np.append(True, ids[1:] != ids[:-1])] if len(ids) else ids
+    found, counts = np.unique(runs, return_counts=True)
+    return found[counts > 1].tolist()
+
+
+def _flags(name: str, x: ArrayLike, shape: tuple[int, ...] | None = None) -> Array:
+    array = x if isinstance(x, jax.Array) else np.asarray(x)
+    flags = as_int32(name, array.astype(np.int32) if array.dtype == bool else array)
+    if shape is not None:
+        same_shape(name, flags, "positions", shape)
+    return flags
+
+
+def same_shape(name: str, x: Array, other: str, shape: tuple[int, ...]) -> None:
+    if x.shape != shape:
+        raise ValueError(f"{name} must have the shape of {other}, {shape}, but has {x.shape}")

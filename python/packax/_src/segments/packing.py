@@ -1,0 +1,261 @@
+"""Packing documents into rows, and a look at what a packed batch holds: numpy alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from packax._src.core.integers import ArrayLike, as_int32
+from packax._src.core.shapes import PADDING_SEGMENT_ID
+from packax._src.segments.ids import positions as positions_of
+from packax._src.segments.ids import returning, same_shape
+
+_LIKE_PADDING = (0, -100)  # of packers that number from 1; of labels
+
+
+class Packed(NamedTuple):
+    """What `pack` returns: (rows, length) each."""
+
+    tokens: np.ndarray  # padding: `padding_token`
+    segment_ids: np.ndarray  # 0, 1, 2, ... in each row; padding: -1
+    positions: np.ndarray  # from 0 in each document; padding: 0
+    source: np.ndarray  # the index of the token in np.concatenate(documents); padding: -1
+
+
+class PackingReport(NamedTuple):
+    """What `check_packing` returns. `print` shows all of it."""
+
+    summary: str
+    problems: tuple[str, ...]
+
+    def __str__(self) -> str:
+        found = [f"- {problem}" for problem in self.problems] or ["No problem found."]
+        return "\n".join([self.summary, *found])
+
+
+def pack(
+    documents: Sequence[np.ndarray | Sequence[int]], length: int, padding_token: int = 0
+) -> Packed:
+    """Pack documents into rows: the longest first, each into the first row that has room for it.
+
+    For who has no packer: grain's `FirstFitPackIterDataset` packs a stream, and `from_one_based`
+    takes its ids. Documents of one length keep their order. One that is longer than a row is cut
+    into pieces, each a document of its own; one without tokens is left out.
+
+    Args:
+        documents: arrays of tokens, (tokens,) each.
+        length: of the rows.
+        padding_token: what padding holds in `tokens`.
+
+    Returns:
+        Packed. `source` packs whatever else the tokens have, such as weights:
+        `np.where(packed.source < 0, 0, np.concatenate(weights)[packed.source])`.
+
+    Raises:
+        ValueError: a document that is no array of integers (tokens,), or a length below 1.
+
+    Examples:
+        >>> packed = packax.segments.pack([[1, 2], [3, 4, 5], [6]], length=4)
+        >>> packed.tokens
+        array([[3, 4, 5, 6],
+               [1, 2, 0, 0]], dtype=int32)
+        >>> packed.segment_ids
+        array([[ 0,  0,  0,  1],
+               [ 0,  0, -1, -1]], dtype=int32)
+    """
+    if length < 1:
+        raise ValueError(f"length must be at least 1, but is {length}")
+    arrays = [
+        as_int32(f"documents[{n}]", np.asarray(x, None if len(x) else np.int32), ranks=(1,),
+                 shapes="(tokens,)")
+        for n, x in enumerate(documents)
+    ]  # fmt: skip
+    ends = np.cumsum([len(x) for x in arrays], dtype=np.int64)
+    pieces = [
+        range(i, min(i + length, end))
+        for end, x in zip(ends.tolist(), arrays, strict=True)
+        for i in range(end - len(x), end, length)
+    ]
+    # A binary tree over rows: the most room of those below each node. Node 1 is the root.
+    leaves = 1 << max(0, len(pieces) - 1).bit_length()
+    room = [length] * (2 * leaves)
+    rows: list[list[range]] = []
+    for piece in sorted(pieces, key=len, reverse=True):
+        node = 1
+        while node < leaves:
+            node = 2 * node + (room[2 * node] < len(piece))
+        if node - leaves == len(rows):
+            rows.append([])
+        rows[node - leaves].append(piece)
+        room[node] -= len(piece)
+        while node > 1:
+            node //= 2
+            room[node] = max(room[2 * node], room[2 * node + 1])
+    source = np.full((len(rows), length), -1, np.int64)
+    segment_ids = np.full((len(rows), length), PADDING_SEGMENT_ID, np.int32)
+    positions = np.zeros((len(rows), length), np.int32)
+    for row, members in enumerate(rows):
+        sizes = [len(piece) for piece in members]
+        source[row, : sum(sizes)] = np.concatenate([np.arange(x.start, x.stop) for x in members])
+        positions[row, : sum(sizes)] = np.concatenate([np.arange(n) for n in sizes])
+        segment_ids[row, : sum(sizes)] = np.repeat(np.arange(len(sizes)), sizes)
+    flat = np.concatenate([*arrays, np.array([padding_token], np.int32)])  # -1 is the last
+    return Packed(flat[source], segment_ids, positions, source)
+
+
+def check_packing(
+    segment_ids: ArrayLike,
+    positions: ArrayLike | None = None,
+    targets: ArrayLike | None = None,
+    *,
+    tokens: ArrayLike | None = None,
+    weights: ArrayLike | None = None,
+) -> PackingReport:
+    """Look at a packed batch, and say in words what it holds and what looks wrong.
+
+    Args:
+        segment_ids: (B, S) or (S,), as `documents` takes them.
+        positions: what RoPE gets. None: not looked at.
+        targets: what the loss of each token compares with. None: not looked at.
+        tokens: with them, targets must be the next tokens.
+        weights: of the losses. None: every target counts that is not negative, as -100 is.
+
+    Returns:
+        PackingReport: `summary` counts documents and padding, `problems` names what looks like a
+        mistake, and where. It is empty if nothing does.
+
+    Raises:
+        ValueError: a rank, dtype or shape that is not as above, or traced arrays.
+
+    Examples:
+        >>> print(packax.segments.check_packing([[0, 0, 0, 1, 1, -1]], [[0, 1, 2, 3, 4, 0]]))
+        1 row of 6 tokens: 2 documents, 16.7 % padding
+        - 1 document does not start at position 0: first row 0, token 3, position 3
+    """
+    ids = np.atleast_2d(_on_host("segment_ids", segment_ids))
+    given: dict[str, Any] = {"positions": positions, "targets": targets}
+    given |= {"tokens": tokens, "weights": weights}
+    arrays = {name: None if x is None else _on_host(name, x, ids) for name, x in given.items()}
+    return _report(ids, arrays)
+
+
+def _on_host(name: str, x: ArrayLike, ids: np.ndarray | None = None) -> np.ndarray:
+    if isinstance(x, jax.core.Tracer):
+        raise ValueError(f"{name} is traced: check a batch outside of jit")
+    array = np.asarray(x)
+    if name != "weights":
+        array = np.asarray(as_int32(name, array))
+    if ids is None:
+        return array
+    same_shape(name, np.atleast_2d(array), "segment_ids", ids.shape)
+    return np.atleast_2d(array)
+
+
+def _report(ids: np.ndarray, given: dict[str, Any]) -> PackingReport:
+    """Of arrays (B, S)."""
+    real = ids != PADDING_SEGMENT_ID
+    problems = _of_ids(ids, real)
+    if given["positions"] is not None:
+        problems += _of_positions(given["positions"], ids, real)
+    if given["targets"] is not None:
+        problems += _of_targets(given["targets"], ids, real, given["tokens"], given["weights"])
+    return PackingReport(_summary(ids, real), tuple(problems))
+
+
+def _summary(ids: np.ndarray, real: np.ndarray) -> str:
+    each = [len(np.unique(row[kept])) for row, kept in zip(ids, real, strict=True)]
+    total, few, most = sum(each), min(each, default=0), max(each, default=0)
+    rows, length = ids.shape
+    documents = _count(total, "document")
+    if rows > 1:
+        a_row = f"{few}" if few == most else f"{few} to {most}"
+        documents += f" ({a_row} a row)"
+    padding = f"{100 * np.mean(~real):.1f} % padding" if ids.size else "no token"
+    return f"{_count(rows, 'row')} of {_count(length, 'token')}: {documents}, {padding}"
+
+
+def _of_ids(ids: np.ndarray, real: np.ndarray) -> list[str]:
+    found = []
+    empty = np.flatnonzero(~real.any(1))
+    if len(empty):
+        found.append(f"{_count(len(empty), 'row')} of padding alone: first row {empty[0]}")
+    for padding in _LIKE_PADDING:
+        tail = ids == padding
+        packed = real.all() and tail.any() and not tail[:, :1].any() and ids[~tail].min() > 0
+        if packed and not (tail[:, :-1] & ~tail[:, 1:]).any():
+            found.append(
+                f"rows end with id {padding} behind ids from 1 on, as if it were padding: only "
+                f"{PADDING_SEGMENT_ID} is (packax.segments.from_one_based turns 0 into -1)"
+            )
+    back = [(row, returning(x)) for row, x in enumerate(ids)]
+    back = [(row, which) for row, which in back if which]
+    if back:
+        row, which = back[0]
+        found.append(
+            f"ids that come back behind others in {_count(len(back), 'row')}: first row {row}, id "
+            f"{which[0]}. Its pieces are one document and attend each other"
+        )
+    return found
+
+
+def _of_positions(at_token: np.ndarray, ids: np.ndarray, real: np.ndarray) -> list[str]:
+    found = []
+    first = real & (positions_of(ids) == 0)
+    bad = first & (at_token != 0)
+    if bad.any():
+        row, at = np.argwhere(bad)[0]
+        verb = "does" if bad.sum() == 1 else "do"
+        found.append(
+            f"{_count(int(bad.sum()), 'document')} {verb} not start at position 0: first row "
+            f"{row}, token {at}, position {at_token[row, at]}"
+        )
+    bad = np.zeros_like(real)
+    bad[:, 1:] = real[:, 1:] & (ids[:, 1:] == ids[:, :-1]) & (np.diff(at_token) != 1)
+    if bad.any():
+        row, at = np.argwhere(bad)[0]
+        found.append(
+            f"positions do not count by 1 inside of documents, at {_count(int(bad.sum()), 'token')}"
+            f": first row {row}, token {at}, position {at_token[row, at]}"
+        )
+    return found
+
+
+def _of_targets(
+    targets: np.ndarray, ids: np.ndarray, real: np.ndarray, tokens: Any, weights: Any
+) -> list[str]:
+    counts = targets >= 0 if weights is None else weights != 0
+    inside = np.zeros_like(real)
+    inside[:, :-1] = real[:, :-1] & (ids[:, 1:] == ids[:, :-1])
+    found = []
+    cases = (
+        (real & ~inside, "the last token of a document, where the next token is of another"),
+        (~real, "padding"),
+    )
+    for where, what in cases:
+        bad = counts & where
+        if bad.any():
+            row, at = np.argwhere(bad)[0]
+            verb = "counts" if bad.sum() == 1 else "count"
+            found.append(
+                f"{_count(int(bad.sum()), 'target')} {verb} at {what}: first row {row}, token {at}"
+            )
+    if tokens is not None:
+        following = np.zeros_like(tokens)
+        following[:, :-1] = tokens[:, 1:]
+        bad = counts & inside & (targets != following)
+        if bad.any():
+            row, at = np.argwhere(bad)[0]
+            same = (targets == tokens)[counts & inside].all()
+            why = "they are the tokens themselves" if same else "are they shifted twice?"
+            found.append(
+                f"{_count(int(bad.sum()), 'target')} that count are not the next token: first row "
+                f"{row}, token {at}; {why}"
+            )
+    return found
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")

@@ -1,0 +1,279 @@
+"""packax.segments: ids, positions, targets and cumulative lengths against their definitions."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import packax
+import pytest
+from packax import segments
+
+
+def of_lengths(lengths, length):
+    """The definition: each document's tokens have its number."""
+    ids = [n for n, size in enumerate(lengths) for _ in range(size)]
+    return np.array(ids + [-1] * (length - len(ids)), np.int32)
+
+
+def random_ids(rng, shape=(3, 40)):
+    """Runs of ids that may come back, with padding anywhere."""
+    ids = np.repeat(rng.integers(-1, 5, (shape[0], 20)), rng.integers(1, 4, 20), axis=1)
+    return np.pad(ids, ((0, 0), (0, shape[1])), constant_values=-1)[:, : shape[1]].astype(np.int32)
+
+
+def runs(rng, rows=3, length=40):
+    """Ids that do not come back."""
+    made = [segments.from_lengths(rng.integers(0, 9, 6), length=50) for _ in range(rows)]
+    return np.where(rng.random((rows, 50)) < 0.1, -1, np.stack(made))
+
+
+def both(function, *arrays, **sizes):
+    """Of numpy, and of jax under jit, checked to be equal: int32 and numpy for numpy."""
+    ours = function(*arrays, **sizes)
+    leaves = jax.tree.leaves(ours)
+    assert all(isinstance(x, np.ndarray) for x in leaves)
+    traced = jax.jit(lambda *x: function(*x, **sizes))(*map(jnp.asarray, arrays))
+    for x, y in zip(leaves, jax.tree.leaves(traced), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(x, y)
+    return ours
+
+
+def test_from_lengths():
+    lengths = np.array([[3, 0, 2, 0], [1, 1, 1, 5]])
+    ids = both(segments.from_lengths, lengths, length=9)
+    assert ids.dtype == np.int32
+    np.testing.assert_array_equal(ids, [of_lengths(row, 9) for row in lengths])
+    np.testing.assert_array_equal(both(segments.from_lengths, lengths[0], length=6), ids[0, :6])
+    assert segments.from_lengths([3, 2]).tolist() == [0, 0, 0, 1, 1]
+    assert segments.from_lengths(np.zeros(0, int)).shape == (0,)
+
+
+def test_from_cu_seqlens_is_from_lengths():
+    ends = np.array([0, 3, 3, 7, 7, 7])
+    ids = both(segments.from_cu_seqlens, ends, length=10)
+    np.testing.assert_array_equal(ids, of_lengths([3, 0, 4], 10))
+
+
+def test_from_attention_mask():
+    mask = np.array([[0, 1, 1, 1], [1, 1, 0, 0]])
+    ids = both(segments.from_attention_mask, mask)
+    np.testing.assert_array_equal(ids, [[-1, 0, 0, 0], [0, 0, -1, -1]])
+    np.testing.assert_array_equal(segments.from_attention_mask(mask == 1), ids)
+
+
+def test_from_one_based():
+    ids = both(segments.from_one_based, np.array([[1, 1, 2, 0]]))
+    np.testing.assert_array_equal(ids, [[0, 0, 1, -1]])
+
+
+def test_from_positions():
+    positions = np.array([[0, 1, 2, 0, 1, 0, 0, 0], [5, 6, 0, 1, 2, 3, 0, 0]])
+    ids = both(segments.from_positions, positions)
+    np.testing.assert_array_equal(ids, [[0, 0, 0, 1, 1, 2, 3, 4], [0, 0, 1, 1, 1, 1, 2, 3]])
+    valid = np.array([[1, 1, 1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1, 0, 0]])
+    ids = both(segments.from_positions, positions, valid)
+    np.testing.assert_array_equal(ids, [[0, 0, 0, 1, 1, 2, -1, -1], [-1, 0, 0, 0, 0, 0, -1, -1]])
+
+
+def test_positions_count_the_tokens_of_a_document():
+    ids = random_ids(np.random.default_rng(0))
+    positions = both(segments.positions, ids)
+    for row, places in zip(ids, positions, strict=True):
+        for i, (document, place) in enumerate(zip(row, places, strict=True)):
+            assert place == (0 if document == -1 else np.sum(row[:i] == document))
+    np.testing.assert_array_equal(both(segments.positions, ids[0]), positions[0])
+
+
+def test_positions_and_ids_are_inverse():
+    ids = segments.from_lengths([[4, 1, 3], [8, 0, 0]])
+    back = segments.from_positions(segments.positions(ids), ids >= 0)
+    np.testing.assert_array_equal(back, ids)
+
+
+def test_next_tokens_do_not_cross_a_document():
+    rng = np.random.default_rng(1)
+    ids, tokens = random_ids(rng), rng.integers(1, 99, (3, 40))
+    each = rng.random((3, 40)).astype(np.float32)
+    targets, weights = both(segments.next_tokens, tokens, ids)
+    assert (targets.dtype, weights.dtype) == (np.int32, np.float32)
+    weighted = both(segments.next_tokens, tokens, ids, each).weights
+    for row in range(3):
+        for i in range(40):
+            same = i + 1 < 40 and ids[row, i] == ids[row, i + 1] != -1
+            assert targets[row, i] == (tokens[row, i + 1] if same else 0)
+            assert weights[row, i] == same
+            assert weighted[row, i] == (each[row, i + 1] if same else 0)
+    assert segments.next_tokens([7], [0]).targets.tolist() == [0]
+    assert segments.next_tokens(np.zeros((2, 0), int), np.zeros((2, 0), int)).targets.size == 0
+
+
+def test_cu_seqlens_count_what_is_not_padding():
+    for seed in range(5):
+        ids = runs(np.random.default_rng(seed))
+        offsets = segments.cu_seqlens(ids)
+        kept = [(b, document) for b, row in enumerate(ids) for document in row if document != -1]
+        assert offsets[0] == 0 and offsets[-1] == len(kept)
+        for start, stop in itertools.pairwise(offsets):
+            assert len(set(kept[start:stop])) == 1
+        assert len(offsets) - 1 == len(set(kept))
+        filled = both(segments.cu_seqlens, ids, max_documents=20)
+        assert filled.shape == (21,) and filled.dtype == np.int32
+        assert filled.tolist() == offsets.tolist() + [len(kept)] * (21 - len(offsets))
+        few = jax.jit(segments.cu_seqlens, static_argnums=1)(jnp.asarray(ids), 2)
+        assert few.tolist() == offsets[:3].tolist()
+
+
+def test_cu_seqlens_is_the_reverse():
+    ends = np.array([0, 4, 5, 9], np.int32)
+    ids = segments.from_cu_seqlens(ends, length=12)
+    np.testing.assert_array_equal(segments.cu_seqlens(ids), ends)
+    assert segments.cu_seqlens(np.full((2, 3), -1)).tolist() == [0]
+    assert segments.cu_seqlens(np.zeros((0,), int)).tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: segments.from_lengths([3, -1]), "must not be negative, but holds -1"),
+        (lambda: segments.from_lengths([3, 2], length=4), "add up to 5 tokens, but length is 4"),
+        (lambda: segments.from_lengths(jnp.array([3])), "length must be given"),
+        (lambda: segments.from_lengths([[[3]]]), "lengths must have shape"),
+        (lambda: segments.from_cu_seqlens([1, 3]), "must begin with 0, but begins with 1"),
+        (lambda: segments.from_cu_seqlens(np.zeros(0, int)), "is empty"),
+        (lambda: segments.from_cu_seqlens([0, 3, 2]), "must not decrease"),
+        (lambda: segments.from_attention_mask([1, 2, 0]), "from 0 to 2: .* from_one_based"),
+        (lambda: segments.from_one_based([0, -1]), "but holds -1"),
+        (lambda: segments.from_positions([0, 1], [1]), r"valid must have the shape of positions"),
+        (lambda: segments.next_tokens([1, 2], [0]), "segment_ids must have the shape of tokens"),
+        (lambda: segments.next_tokens([1], [0], [1, 1]), "token_weights must have the shape"),
+        (lambda: segments.cu_seqlens([0, 1, 0]), "id 0 twice in row 0"),
+        (lambda: segments.cu_seqlens([0, 1], 1), "max_documents is 1, .* has 2 documents"),
+        (lambda: segments.cu_seqlens(jnp.array([0])), "max_documents must be given"),
+        (lambda: segments.pack([[1]], 0), "length must be at least 1, but is 0"),
+        (lambda: segments.pack([[1], [[2]]], 4), r"documents\[1\] must have shape \(tokens,\)"),
+        (lambda: segments.pack([[0.5]], 4), r"documents\[0\] must be integers"),
+    ],
+)
+def test_errors(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def first_fit(sizes, length):
+    """The definition: which row each document goes to, the longest first."""
+    room, rows = [], {}
+    for n in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
+        row = next((r for r, left in enumerate(room) if left >= sizes[n]), len(room))
+        room[row:] = room[row:] or [length]
+        room[row] -= sizes[n]
+        rows.setdefault(row, []).append(n)
+    return [rows[row] for row in range(len(room))]
+
+
+def test_pack_is_first_fit_by_length():
+    rng = np.random.default_rng(2)
+    documents = [rng.integers(1, 99, n) for n in rng.integers(1, 30, 80)]
+    packed = segments.pack(documents, 32, padding_token=7)
+    expected = first_fit([len(x) for x in documents], 32)
+    assert len(packed.tokens) == len(expected)
+    for row, members in enumerate(expected):
+        whole = np.concatenate([documents[n] for n in members])
+        sizes = [len(documents[n]) for n in members]
+        np.testing.assert_array_equal(packed.segment_ids[row], of_lengths(sizes, 32))
+        assert packed.tokens[row].tolist() == whole.tolist() + [7] * (32 - len(whole))
+    np.testing.assert_array_equal(packed.positions, segments.positions(packed.segment_ids))
+    real = packed.source >= 0
+    np.testing.assert_array_equal(
+        packed.tokens[real], np.concatenate(documents)[packed.source[real]]
+    )
+    assert sorted(packed.source[real]) == list(range(sum(map(len, documents))))
+    assert {x.dtype for x in packed[:3]} == {np.dtype(np.int32)}
+
+
+def test_pack_cuts_what_is_longer_than_a_row():
+    packed = segments.pack([np.arange(1, 11), [], [20]], 4)
+    assert packed.tokens.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 20, 0]]
+    assert packed.segment_ids.tolist() == [[0] * 4, [0] * 4, [0, 0, 1, -1]]
+    assert packed.positions.tolist() == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 0, 0]]
+    assert segments.pack([], 4).tokens.shape == (0, 4)
+
+
+def test_numpy_starts_no_backend_of_jax():
+    program = """
+import numpy as np
+import packax
+from packax import segments
+from jax._src import xla_bridge
+packed = segments.pack([np.arange(5), np.arange(3)], 4)
+segments.next_tokens(packed.tokens, packed.segment_ids)
+segments.cu_seqlens(segments.from_cu_seqlens(np.array([0, 2, 4])))
+segments.from_positions(packed.positions, packed.segment_ids >= 0)
+str(segments.check_packing(packed.segment_ids, packed.positions, packed.tokens))
+packax.depth_positions(packax.tree(np.array([0, 1]), np.array([-1, 0])))
+assert not xla_bridge._backends, xla_bridge._backends
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def good():
+    packed = segments.pack([np.arange(1, 6), np.arange(1, 4), np.arange(1, 3)], 6)
+    return packed, segments.next_tokens(packed.tokens, packed.segment_ids)
+
+
+def problems(*args, **kwargs):
+    return segments.check_packing(*args, **kwargs).problems
+
+
+def test_a_good_batch_has_no_problem():
+    packed, (targets, weights) = good()
+    report = segments.check_packing(
+        packed.segment_ids, packed.positions, targets, tokens=packed.tokens, weights=weights
+    )
+    assert report.problems == ()
+    assert report.summary == "2 rows of 6 tokens: 3 documents (1 to 2 a row), 16.7 % padding"
+    assert str(report).endswith("\nNo problem found.")
+    ignored = np.where(weights > 0, targets, -100)
+    assert problems(packed.segment_ids, None, ignored, tokens=packed.tokens) == ()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: problems([[1, 1, 2, 0]]), "rows end with id 0 .*from_one_based"),
+        (lambda: problems([[1, 2, -100]]), "rows end with id -100"),
+        (lambda: problems([[0, 1], [-1, -1]]), "1 row of padding alone: first row 1"),
+        (lambda: problems([[0, 1, 0, 2]]), "come back behind others in 1 row: first row 0, id 0"),
+        (lambda: problems([0, 0, 1, 1], [0, 1, 2, 3]),
+         "1 document does not start at position 0: first row 0, token 2, position 2"),
+        (lambda: problems([0, 0, 0], [0, 2, 3]), "at 1 token: first row 0, token 1, position 2"),
+        (lambda: problems([0, 0, 1, 1, -1], None, [2, 3, 4, -100, -1]),
+         "1 target counts at the last token of a document.*first row 0, token 1"),
+        (lambda: problems([0, 0, -1], None, [2, -100, 0]), "1 target counts at padding: .*token 2"),
+        (lambda: problems([0] * 3, None, [3, 0, 0], tokens=[1, 2, 3], weights=[1, 1, 0]),
+         "2 targets that count are not the next token: first row 0, token 0; .* shifted twice"),
+        (lambda: problems([0] * 3, None, [1, 2, -1], tokens=[1, 2, 3]), "the tokens themselves"),
+    ],
+)  # fmt: skip
+def test_what_check_packing_finds(call, message):
+    (problem,) = call()
+    assert re.search(message, problem), problem
+
+
+def test_check_packing_refuses_tracers_and_other_shapes():
+    with pytest.raises(ValueError, match="segment_ids is traced: check a batch outside of jit"):
+        jax.jit(lambda ids: len(problems(ids)))(jnp.zeros((1, 4), jnp.int32))
+    with pytest.raises(ValueError, match="targets must have the shape of segment_ids"):
+        problems([0, 0], None, [0])
+
+
+def test_ids_make_a_mask():
+    ids = segments.from_one_based(np.array([[1, 1, 2, 2, 0, 0]]))
+    dense = (packax.causal() & packax.documents(ids)).as_array(6, 6)
+    assert dense.sum() == 6
