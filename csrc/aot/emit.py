@@ -364,7 +364,7 @@ def cubins_s(table: list[Variant]) -> str:
 
 
 def build_h(part: str) -> str:
-    check(re.fullmatch(r"[\w ,@-]*", part) is not None, f"--part is {part!r}, expected words")
+    check(re.fullmatch(r"[\w. ,@-]*", part) is not None, f"--part is {part!r}, expected words")
     rows = "".join(
         f"    {{{arch.cc}, {str(arch.arch_specific).lower()}, {arch.shared}}},\n"
         for arch in sorted(archs.ARCHS.values(), key=lambda arch: arch.cc)

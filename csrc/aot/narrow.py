@@ -1,4 +1,5 @@
-"""Which part of the table a build makes: PACKAX_ARCHS, PACKAX_HEAD_DIMS and PACKAX_DTYPES.
+"""Which part of the table a build makes: PACKAX_ARCHS, PACKAX_HEAD_DIMS, PACKAX_DTYPES and
+PACKAX_ASSEMBLERS.
 
     python csrc/aot/narrow.py    the arguments for compile.py, one a line; why, on stderr
 
@@ -21,8 +22,14 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 import table
 
 # Where no variable and no GPU says what is wanted: what most models run on A100 and H100, compiled
-# within minutes. All masks and decoding are in it; exact float32 and other head dims are not.
-DEFAULT = {"archs": ["80", "90a"], "head-dims": ["64", "128"], "dtypes": ["bf16"]}
+# within minutes. All masks, options and decoding are in it; float32, other head dims, and Hopper's
+# kernels once more by the assembler for newer drivers are not.
+DEFAULT = {
+    "archs": ["80", "90a"],
+    "head-dims": ["64", "128"],
+    "dtypes": ["bf16"],
+    "assemblers": ["12.9"],
+}
 COMPUTE_CAPABILITY = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
 
 
@@ -130,6 +137,7 @@ def local_version(options: Mapping[str, list[str]]) -> str:
     ]
     for option in ("dtypes", "head-dims"):
         labels += [x.lower() for x in options.get(option, ())]
+    labels += [f"ptxas{x.lower()}" for x in options.get("assemblers", ())]
     return f"+{'.'.join(labels)}" if labels else ""
 
 

@@ -41,13 +41,16 @@ def test_architectures_of_the_gpus_here(here, archs):
 def test_the_default_set_where_no_gpu_has_kernels(here):
     assert narrow.chosen({}, here) == narrow.DEFAULT
     asked = {"PACKAX_DTYPES": "f16", "PACKAX_HEAD_DIMS": "all"}
-    assert narrow.chosen(asked, here) == {"archs": narrow.DEFAULT["archs"], "dtypes": ["f16"]}
+    kept = {option: narrow.DEFAULT[option] for option in ("archs", "assemblers")}
+    assert narrow.chosen(asked, here) == {**kept, "dtypes": ["f16"]}
 
 
 def test_the_default_set_is_in_the_table():
     archs, dims, dtypes = (narrow.DEFAULT[o] for o in ("archs", "head-dims", "dtypes"))
     assert set(archs) <= set(narrow.table.ARCHS) and set(dtypes) <= set(narrow.table.DTYPES)
     assert {(int(dim), int(dim)) for dim in dims} <= set(narrow.table.HEAD_DIMS)
+    # Of each kernel one cubin, and one that every driver of CUDA 12 and 13 loads.
+    assert {narrow.table.ARCHS[arch].assembler for arch in archs} == {*narrow.DEFAULT["assemblers"]}
 
 
 @pytest.mark.parametrize("asked", ["all", "ALL", " all "])
@@ -76,7 +79,7 @@ def test_the_version_of_the_whole_table_is_plain():
 
 
 def test_the_version_of_the_default_set_says_what_it_is():
-    assert narrow.local_version(narrow.chosen({}, [])) == "+sm80.sm90a.bf16.64.128"
+    assert narrow.local_version(narrow.chosen({}, [])) == "+sm80.sm90a.bf16.64.128.ptxas12.9"
 
 
 def test_one_line_says_why():
@@ -85,8 +88,8 @@ def test_one_line_says_why():
     asked = {"PACKAX_ARCHS": "90a"}
     assert "PACKAX_* variables" in narrow.reason(asked, narrow.chosen(asked, []), [])
     assert narrow.reason({}, narrow.chosen({}, []), []) == (
-        "packax: no GPU here: a part of the kernels (archs 80 90a, head-dims 64 128, dtypes bf16); "
-        "PACKAX_ARCHS=all builds all"
+        "packax: no GPU here: a part of the kernels (archs 80 90a, head-dims 64 128, dtypes bf16, "
+        "assemblers 12.9); PACKAX_ARCHS=all builds all"
     )
     assert narrow.reason({}, {}) == ""
 
@@ -121,5 +124,5 @@ def test_the_driver_is_asked(tmp_path, capability, arch):
 def test_without_a_driver_the_default_set(tmp_path):
     (tmp_path / "libcuda.so.1").write_text("not a library")
     done = run({"LD_LIBRARY_PATH": str(tmp_path)})
-    assert done.stdout == "--archs=80,90a\n--head-dims=64,128\n--dtypes=bf16\n"
+    assert done.stdout == "--archs=80,90a\n--head-dims=64,128\n--dtypes=bf16\n--assemblers=12.9\n"
     assert "no GPU here" in done.stderr

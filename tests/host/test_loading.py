@@ -119,10 +119,10 @@ def launched(machine, call, version, wanted):
 
 
 @pytest.mark.parametrize(("version", "wanted"), [(12090, 12000), (13000, 13000), (13020, 13000)])
-def test_the_newest_cubin_that_the_driver_loads(sm90, version, wanted):
-    row, launch = launched(sm90, forward(sm90), version, wanted)
+def test_the_newest_cubin_that_the_driver_loads(assembled_twice, version, wanted):
+    row, launch = launched(assembled_twice, forward(assembled_twice), version, wanted)
     assert row["name"].endswith("_cuda13") == (wanted == 13000)
-    assert sm90.calls("cuLibraryLoadData") == 1
+    assert assembled_twice.calls("cuLibraryLoadData") == 1
     assert launch["shared"] == row["shared"]
 
 
@@ -132,33 +132,33 @@ LOADING = ("cuLibraryLoadData", "cuLibraryGetKernel", "cuKernelSetAttribute", "c
 
 @pytest.mark.parametrize("function", LOADING)
 @pytest.mark.parametrize("code", UNREADABLE)
-def test_a_cubin_that_the_driver_cannot_read(sm90, function, code):
+def test_a_cubin_that_the_driver_cannot_read(assembled_twice, function, code):
     """Once, then the one for older drivers, for as long as the context lives."""
-    sm90.cuda.fake_fail_times(function.encode(), code, 1)
-    launched(sm90, forward(sm90), 13000, 13000)
-    assert sm90.calls("cuLibraryLoadData") == 2
+    assembled_twice.cuda.fake_fail_times(function.encode(), code, 1)
+    launched(assembled_twice, forward(assembled_twice), 13000, 13000)
+    assert assembled_twice.calls("cuLibraryLoadData") == 2
 
 
 @pytest.mark.parametrize("function", LOADING)
-def test_both_cubins_unreadable(sm90, function):
+def test_both_cubins_unreadable(assembled_twice, function):
     """The error is that of the second: any driver that packax runs on should load it."""
-    sm90.cuda.fake_set_version(13000)
-    sm90.fail(function, 209)
-    failure = sm90.run(forward(sm90))
-    row = sm90.row("forward_sm90", sm90.variant["cc"], 12090)
+    assembled_twice.cuda.fake_set_version(13000)
+    assembled_twice.fail(function, 209)
+    failure = assembled_twice.run(forward(assembled_twice))
+    row = assembled_twice.row("forward_sm90", assembled_twice.variant["cc"], 12090)
     assert f"{function} failed: CUDA_ERROR_NO_BINARY_FOR_GPU" in failure.message
     assert f"; {row['name']} (cubin for sm_90a)" in failure.message
-    assert sm90.calls(function) == 2
+    assert assembled_twice.calls(function) == 2
 
 
-def test_a_driver_out_of_memory_is_no_reason_for_the_older_cubin(sm90):
-    sm90.cuda.fake_set_version(13000)
-    sm90.cuda.fake_fail_times(b"cuLibraryLoadData", 2, 1)
-    failure = sm90.run(forward(sm90))
-    row = sm90.row("forward_sm90", sm90.variant["cc"], 13000)
+def test_a_driver_out_of_memory_is_no_reason_for_the_older_cubin(assembled_twice):
+    assembled_twice.cuda.fake_set_version(13000)
+    assembled_twice.cuda.fake_fail_times(b"cuLibraryLoadData", 2, 1)
+    failure = assembled_twice.run(forward(assembled_twice))
+    row = assembled_twice.row("forward_sm90", assembled_twice.variant["cc"], 13000)
     assert f"; {row['name']} (cubin for sm_90a)" in failure.message
     assert "driver for CUDA 13.0" in failure.message
-    assert sm90.run(forward(sm90)) is None
+    assert assembled_twice.run(forward(assembled_twice)) is None
 
 
 def test_a_kernel_without_an_older_cubin(machine):

@@ -21,6 +21,18 @@ def sm90(tmp_path, driver):
 
 
 @pytest.fixture
+def assembled_twice(tmp_path, driver):
+    """The same where there is a cubin for newer drivers, too: not in the default set."""
+
+    def twice(machine):
+        if not machine.has_sm90():
+            return False
+        return machine.row("forward_sm90", machine.variant["cc"], 13000)["driver"] == 13000
+
+    return make_machine(tmp_path, driver, choose=twice)
+
+
+@pytest.fixture
 def portable(tmp_path, driver):
     """A machine whose attention kernels are the portable ones."""
     others = ("has_sm90", "has_sm80")
