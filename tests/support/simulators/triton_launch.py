@@ -6,9 +6,11 @@ from docs/internals/kernels.md, as the C++ launcher's is.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import inspect
+import math
 import os
 import sys
 from typing import Any
@@ -103,6 +105,52 @@ def _keep_numpy_dtypes() -> None:
 
 
 _keep_numpy_dtypes()
+
+
+def _work_less() -> None:
+    """What Triton does for every operation and no result depends on: whether sums of integers
+    overflow, which its debug mode alone would say, and lists and types of the same sizes anew."""
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    language, builder = interpreter.tl.core, interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    semantic = interpreter.TritonSemantic
+    made = type("made", (language.block_type,), {})  # by Triton's own function
+    broadcast, cast = semantic.broadcast_impl_value, semantic.cast
+
+    @functools.cache
+    def sizes_of(*shape: int) -> tuple[Any, Any]:
+        sizes = language.tuple([language.constexpr(size) for size in shape])
+        return sizes, language.constexpr(math.prod(shape))
+
+    @functools.cache
+    def block_of(*shape: int) -> tuple[Any, int, str]:
+        block = made(language.float32, list(shape))
+        return block.shape, block.numel, f"<{block.shape}, "
+
+    def block_init(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = (getattr(size, "value", size) for size in shape)
+        self.element_ty = element_ty
+        self.shape, self.numel, self.name = block_of(*sizes)
+        self.name += f"{element_ty}>"
+
+    def init(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = sizes_of(*(type.shape.values if type.is_block() else ()))
+
+    def of_one_shape(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        if lhs.shape is rhs.shape:
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    def cast_to_another(self: Any, value: Any, kind: Any, rounding: Any = None) -> Any:
+        return value if value.dtype is kind else cast(self, value, kind, rounding)
+
+    made.__init__ = language.block_type.__init__
+    language.block_type.__init__, language.tensor.__init__ = block_init, init
+    semantic.broadcast_impl_value, semantic.cast = of_one_shape, cast_to_another
+
+
+_work_less()
 
 
 class Tensor:
