@@ -108,14 +108,17 @@ HIDDEN = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(
-    "name,axes,times",
-    [("full", (1, 1, 1), 1), ("packed", (1, 2, 264), 0), ("packed", (1, 1, 264), 1)],
+    "of_case,dtype",
+    once_each(
+        [("full", (1, 1, 1), 1), ("packed", (1, 2, 264), 0), ("packed", (1, 1, 264), 1)],
+        ["float32", "bfloat16", "float16"],
+    ),
 )
-def test_additive_masks(name, axes, times, dtype):
+def test_additive_masks(of_case, dtype):
     """Of every kind in every size, also on all keys that a row has. Queries times 0: the softmax of
     equal logits, which plain attention has exactly."""
+    name, axes, times = of_case
     case = HIDDEN[name]
     arrays, dout, dlse = score_checks.arrays_of(case, dtype, bias=None)
     arrays["query"] *= times

@@ -14,6 +14,7 @@ import pytest
 from context import CONTEXT, DIM, FULL, mesh_of
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from tiers import some
 
 BATCH, LENGTH, HEADS, KV_HEADS = 2, 512, 4, 2
 KEY = jax.random.key(3)
@@ -51,13 +52,16 @@ def close(got, wanted):
 
 @pytest.mark.parametrize(
     "sizes,sharding,shape,rate,kind,groups",
-    [
-        ((1, 1, 4, 1), CONTEXT, (1, 1, LENGTH), 0.3, "balanced", 1),
-        ((1, 1, 2, 1), CONTEXT, (1, HEADS, 1), 0.3, None, 2),
-        ((2, 1, 2, 2), FULL, (1, 1, 1), 0.3, "zigzag", 1),
-        ((2, 1, 2, 2), FULL, (BATCH, HEADS, LENGTH), 0.0, None, 1),
-        ((1, 1, 2, 2), FULL, (1, 1, LENGTH), 0.5, "balanced", 1),
-    ],
+    some(
+        [
+            ((1, 1, 4, 1), CONTEXT, (1, 1, LENGTH), 0.3, "balanced", 1),
+            ((1, 1, 2, 1), CONTEXT, (1, HEADS, 1), 0.3, None, 2),
+            ((2, 1, 2, 2), FULL, (1, 1, 1), 0.3, "zigzag", 1),
+            ((2, 1, 2, 2), FULL, (BATCH, HEADS, LENGTH), 0.0, None, 1),
+            ((1, 1, 2, 2), FULL, (1, 1, LENGTH), 0.5, "balanced", 1),
+        ],
+        *(0, 1, 3),
+    ),
 )
 def test_context_parallelism(sizes, sharding, shape, rate, kind, groups):
     whole = inputs(shape)

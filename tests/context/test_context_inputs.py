@@ -16,6 +16,7 @@ from context import results as results_of
 from jax._src.dispatch import runtime_tokens
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from tiers import once_each
 
 AXES = ("data", "context", "tensor")
 SPEC = P("data", "context", "tensor")
@@ -172,9 +173,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("kind", ["balanced", "zigzag"])
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case,jit,kind", once_each(CASES, [False, True], ["balanced", "zigzag"]), ids=str
+)
 def test_which_half_is_missing(case, jit, kind):
     def check():
         plan = packax.context_plan(EXPRESSION, sharding=SHARDING, kind=kind)

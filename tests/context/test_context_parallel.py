@@ -31,6 +31,7 @@ from context import (
 )
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from tiers import once_each, some
 
 KEYS_REPLICATED = dataclasses.replace(FULL, key_value=P(BATCH_AXES, None, "tensor", None))
 ALL_REPLICATED = dataclasses.replace(FULL, key_value=P(BATCH_AXES))
@@ -111,8 +112,10 @@ def test_explicit_axis_types(sharding):
     assert_same(got, one_device(kind))
 
 
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-@pytest.mark.parametrize("arrive", ["replicated", "before the mesh", "as numpy", "otherwise"])
+@pytest.mark.parametrize(
+    "arrive,kind",
+    once_each(["replicated", "before the mesh", "as numpy", "otherwise"], ["Auto", "Explicit"]),
+)
 def test_inputs_of_another_sharding_are_resharded(arrive, kind):
     """query, key, value and a mask that was built without one; gradients are sharded as inputs."""
     mesh = mesh_of(1, 2, 2, 2, kind=kind)
@@ -157,13 +160,16 @@ def test_key_value_heads_replicated_under_query_heads(heads, kv_heads, tensor):
 
 @pytest.mark.parametrize(
     "groups,heads,plan",
-    [
-        ((1, 3, 2), (12, 6), "balanced"),
-        ((1, 3, 2), (12, 6), None),
-        (2, (8, 2), "balanced"),
-        (None, (8, 4), None),
-        (None, (12, 12), "balanced"),
-    ],
+    some(
+        [
+            ((1, 3, 2), (12, 6), "balanced"),
+            ((1, 3, 2), (12, 6), None),
+            (2, (8, 2), "balanced"),
+            (None, (8, 4), None),
+            (None, (12, 12), "balanced"),
+        ],
+        *(0, 2, 3),
+    ),
 )
 def test_head_groups(groups, heads, plan):
     """More than two, of which one waits for another; equal ones; those of the default for four

@@ -19,6 +19,7 @@ from context import BATCH, DIM, LENGTH, mesh_of
 from jax.sharding import PartitionSpec as P
 from local_cases import KINDS, ROWS, expression_of
 from local_plans import check_local, greedy
+from tiers import some
 
 HEADS = 8
 PLACES = np.stack([np.arange(LENGTH) * n % 700 for n in (1, 3, 5, 9)]).astype(np.int32)
@@ -153,7 +154,9 @@ def inputs(kv_heads):
 
 
 @pytest.mark.filterwarnings("ignore:prefix")
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.kind}, {case.mesh}")
+@pytest.mark.parametrize(
+    "case", some(CASES, 0, 5, 7, 10, 13, 16), ids=lambda case: f"{case.kind}, {case.mesh}"
+)
 def test_equals_one_device(case):
     mesh = MESHES[case.mesh]
     expression = OTHERS[case.kind]() if case.kind in OTHERS else expression_of(case.kind)

@@ -17,7 +17,7 @@ import pytest
 import score_oracle
 import triton_interpreter as interpreter
 from kernel_masks import ATTENTION, mask_of, packed
-from tiers import some
+from tiers import once_each, some
 
 KEY = jax.random.key(7)
 TILES = (64, 64), ((32, 64), (64, 32), 64)
@@ -157,12 +157,14 @@ HIDING = [
 ]
 
 
-@pytest.mark.parametrize("alone", [True, False], ids=("alone", "with options"))
 @pytest.mark.parametrize(
-    "kind,name,expression,q_len", HIDING, ids=[" ".join(x[:2]) for x in HIDING]
+    "case,alone",
+    once_each(HIDING, [True, False]),
+    ids=lambda x: " ".join(x[:2]) if isinstance(x, tuple) else "alone" if x else "with options",
 )
-def test_additive_masks(kind, name, expression, q_len, alone):
+def test_additive_masks(case, alone):
     """Queries of 0 in some batch rows: the softmax of equal logits, however large."""
+    kind, name, expression, q_len = case
     kv_len, heads, kv_heads, dims = 200, 2, 1, (24, 16)
     allowed = np.broadcast_to(np.asarray(expression.as_array(q_len, kv_len)), (2, q_len, kv_len))
     rng = np.random.default_rng(5)

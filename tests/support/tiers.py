@@ -25,7 +25,7 @@ def once_each(*axes: Iterable[Any]) -> list[Any]:
 def some(values: Iterable[Any], *every_time: int) -> list[Any]:
     """The values, for `parametrize`: those at these places every time, the others exhaustively."""
     return [
-        marked(value if isinstance(value, tuple) else [value], i in every_time)
+        marked(value if type(value) is tuple else [value], i in every_time)
         for i, value in enumerate(values)
     ]
 
