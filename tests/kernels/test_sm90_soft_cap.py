@@ -55,13 +55,13 @@ def test_scores_up_to_a_half_take_the_polynomial():
 ERRORS = [(e, r) for e in (-1, 0, 1) for r in (-1, 0, 1)]
 
 
-@pytest.mark.parametrize("errors", some(ERRORS, 0, 4, 8))
-def test_larger_scores_take_the_exponential(errors):
+@pytest.mark.parametrize("ex2,rcp", some(ERRORS, 0, 4, 8))
+def test_larger_scores_take_the_exponential(ex2, rcp):
     """One of a warp is enough, and small ones beside it are as right."""
     points = np.concatenate([np.linspace(-12, 12, 1 << 16), np.linspace(-0.6, 0.6, 1 << 16)])
     for x in warps_of(points):
         assert np.abs(x).max() > 0.5
-        warp = Warp(*errors)
+        warp = Warp(ex2, rcp)
         assert error_of(tanh_of(warp, x), x) <= FAR
         assert "ex2.approx.ftz.f32" in warp.executed
 
