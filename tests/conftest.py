@@ -1,10 +1,11 @@
 """Which tests run, on which devices; compiling is cheap (xla_flags.py) and memory stays small.
 
 Tests marked `gpu` run only where CUDA is, those marked `exhaustive` only under `-m exhaustive`.
-What jax compiled for a module's tests is dropped after it, and the last lines of a run say how much
-memory each worker took at most.
+What jax compiled for a module's tests is dropped after it. The last lines of a run say how much
+memory each worker took at most, and the processor time of each folder.
 """
 
+import collections
 import ctypes
 import gc
 import os
@@ -42,6 +43,20 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
+def pytest_collection_finish(session):
+    """What collecting made lives on: the collector of a module's programs need not look there."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """A file's tests share programs: one worker runs them."""
+    from xdist.scheduler import LoadFileScheduling
+
+    return LoadFileScheduling(config, log) if config.option.dist == "load" else None
+
+
 def _has_cuda() -> bool:
     try:
         return bool(jax.devices("cuda"))
@@ -75,11 +90,32 @@ def _peak_memory() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
+def _processor_time() -> float:
+    """Of this process and those that it waited for, in seconds."""
+    return sum(os.times()[:4])
+
+
 _peaks: dict[str, float] = {}
+_seconds: collections.Counter[str] = collections.Counter()  # of processors, by folder of tests
+_of_workers: list[float] = []
+_began = pytest.StashKey[float]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item):
+    item.stash[_began] = _processor_time()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(item, call):
+    if call.when == "teardown":
+        item.user_properties.append(("seconds", _processor_time() - item.stash[_began]))
 
 
 def pytest_runtest_logreport(report):
     """A run that a time limit ends prints no summary: PACKAX_FAILURES names a file that has it."""
+    folder = pathlib.Path(report.fspath).parent.name
+    _seconds[folder] += sum(x for name, x in report.user_properties if name == "seconds")
     path = os.environ.get("PACKAX_FAILURES")
     if path and report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
         with pathlib.Path(path).open("a") as file:
@@ -89,6 +125,7 @@ def pytest_runtest_logreport(report):
 def pytest_sessionfinish(session):
     if hasattr(session.config, "workeroutput"):  # a worker of xdist
         session.config.workeroutput["peak_memory"] = _peak_memory()
+        session.config.workeroutput["seconds"] = _processor_time()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -96,12 +133,19 @@ def pytest_testnodedown(node, error):
     output = getattr(node, "workeroutput", {})  # a worker that crashed has none
     if "peak_memory" in output:
         _peaks[node.gateway.id] = output["peak_memory"]
+        _of_workers.append(output["seconds"])
 
 
 def pytest_terminal_summary(terminalreporter):
     peaks = _peaks or {"this process": _peak_memory()}
     shown = ", ".join(f"{name} {peak:.1f} GB" for name, peak in sorted(peaks.items()))
     terminalreporter.write_line(f"peak memory: {shown}")
+    folders = ", ".join(f"{name} {seconds:.0f}" for name, seconds in _seconds.most_common())
+    every = sum(_of_workers) or _processor_time()
+    starting = every - sum(_seconds.values())
+    terminalreporter.write_line(
+        f"processor time: {every:.0f} s, {starting:.0f} of them before and between tests: {folders}"
+    )
 
 
 @pytest.fixture
