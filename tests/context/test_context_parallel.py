@@ -81,11 +81,11 @@ EXHAUSTIVE = pytest.mark.exhaustive
     "sizes,sharding,kind,plan",
     [
         pytest.param((1, 1, 8, 1), CONTEXT, "causal", None, marks=EXHAUSTIVE),
-        ((1, 1, 4, 1), CONTEXT, "full", "zigzag"),
+        pytest.param((1, 1, 4, 1), CONTEXT, "full", "zigzag", marks=EXHAUSTIVE),
         ((1, 1, 8, 1), CONTEXT, "documents", "balanced"),
         ((2, 2, 2, 1), FULL, "positions", "balanced"),
         pytest.param((1, 2, 2, 2), FULL, "documents", "balanced", marks=EXHAUSTIVE),
-        ((1, 2, 2, 2), FULL, "one mask for all", "balanced"),
+        pytest.param((1, 2, 2, 2), FULL, "one mask for all", "balanced", marks=EXHAUSTIVE),
         ((2, 1, 2, 2), FULL, "ranges", "zigzag"),
         pytest.param((1, 1, 2, 4), FULL, "both ways", "balanced", marks=EXHAUSTIVE),
         ((1, 2, 4, 1), FULL, "spans", "balanced"),
@@ -96,7 +96,7 @@ EXHAUSTIVE = pytest.mark.exhaustive
         ((1, 2, 2, 2), TENSOR_REPLICATED, "documents", "balanced"),
         pytest.param((1, 1, 1, 8), TENSOR_REPLICATED, "positions", None, marks=EXHAUSTIVE),
         ((1, 1, 2, 4), KEYS_REPLICATED, "one mask for all", "zigzag"),
-        ((1, 2, 2, 2), ALL_REPLICATED, "documents", "balanced"),
+        pytest.param((1, 2, 2, 2), ALL_REPLICATED, "documents", "balanced", marks=EXHAUSTIVE),
     ],
 )
 def test_equals_one_device(sizes, sharding, kind, plan):
@@ -149,7 +149,7 @@ def test_inputs_of_another_sharding_are_resharded(arrive, kind):
                     assert jax.typeof(x) == jax.typeof(z)
 
 
-@pytest.mark.parametrize("heads,kv_heads,tensor", [(8, 1, 4), (8, 2, 4), (12, 2, 4)])
+@pytest.mark.parametrize("heads,kv_heads,tensor", some([(8, 1, 4), (8, 2, 4), (12, 2, 4)], 0, 2))
 def test_key_value_heads_replicated_under_query_heads(heads, kv_heads, tensor):
     """One head for all, a head for two ranks, a rank with parts of two heads."""
     mesh = mesh_of(1, 1, 2, tensor)

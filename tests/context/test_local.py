@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from local_cases import ROWS, expression_of
 from local_plans import check_local, greedy
+from tiers import some
 
 CONTEXT = packax.AttentionSharding(query=P(None, "context"), key_value=P(None, "context"))
 BATCH_AXES = ("data", "fsdp")
@@ -62,12 +63,16 @@ def local(plan, kind, mesh, sharding=CONTEXT, inputs=None, **keywords):
 
 @pytest.mark.parametrize(
     "kind,sizes,sharding,groups",
-    [
-        ("documents", (1, 1, 4, 1), CONTEXT, 1),
-        ("ranges", (1, 1, 8, 1), CONTEXT, 2),
-        ("chunked", (2, 1, 2, 2), TENSOR_REPLICATED, None),
-        ("union", (1, 2, 4, 1), LEVELS, None),
-    ],
+    some(
+        [
+            ("documents", (1, 1, 4, 1), CONTEXT, 1),
+            ("ranges", (1, 1, 8, 1), CONTEXT, 2),
+            ("chunked", (2, 1, 2, 2), TENSOR_REPLICATED, None),
+            ("union", (1, 2, 4, 1), LEVELS, None),
+        ],
+        0,
+        3,
+    ),
 )
 def test_equals_one_device(kind, sizes, sharding, groups):
     """Every mask kind is in test_local_breadth.py. LEVELS: fsdp stands for hosts."""
@@ -200,6 +205,7 @@ def test_explicit_axes_and_a_context_of_two():
     assert_same(got, one_device("positions"))
 
 
+@pytest.mark.exhaustive
 def test_scan_remat_and_vmap():
     """Over layers that keep the results, and over a batch that is mapped with its mask."""
     plan = greedy(ROWS, 2)
@@ -230,6 +236,7 @@ def test_scan_remat_and_vmap():
         np.testing.assert_allclose(x, y, rtol=0, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_forward_mode_and_second_derivatives():
     """By one direction: J u, and the Hessian of a number along u, transposed too."""
     query, key, value, dout, _ = tensors()
@@ -263,6 +270,7 @@ def test_forward_mode_and_second_derivatives():
         np.testing.assert_allclose(x, y, rtol=0, atol=1e-5 * np.abs(y).max())
 
 
+@pytest.mark.exhaustive
 def test_bfloat16_meets_the_rule_of_the_oracle():
     """With huge values in padding; a split document's gradients are summed over four ranks."""
     ids = ROWS[1]

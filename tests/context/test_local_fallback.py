@@ -14,6 +14,7 @@ import pytest
 from context import CONTEXT, LENGTH, assert_same, mesh_of, results, tensors
 from local_cases import ROWS, expression_of
 from local_plans import greedy
+from tiers import some
 
 OTHER = np.broadcast_to(np.repeat(np.arange(32), 32), ROWS.shape)  # fits 4 ranks, sharing nothing
 
@@ -46,12 +47,16 @@ def plans_of_other_documents():
 
 @pytest.mark.parametrize(
     "name,known",
-    [
-        ("nothing shared", "ids and plan"),
-        ("a shared part", "nothing"),
-        ("one row", "nothing"),
-        ("context_plan", "ids"),
-    ],
+    some(
+        [
+            ("nothing shared", "ids and plan"),
+            ("a shared part", "nothing"),
+            ("one row", "nothing"),
+            ("context_plan", "ids"),
+        ],
+        0,
+        1,
+    ),
 )
 def test_a_plan_of_other_documents(name, known):
     """Known: while the program is traced. The plan is the host's, which has no fallback."""
@@ -101,7 +106,7 @@ def test_a_right_plan_falls_back_nowhere():
             assert not fallback(plan, ROWS).any()
 
 
-@pytest.mark.parametrize("where", ["host", "device"])
+@pytest.mark.parametrize("where", some(["host", "device"], 1))
 def test_inputs_of_a_local_plan_through_attention(where):
     """`context_parallel_inputs` to output and gradients in one program; the documents fit."""
     query, key, value, dout, _ = tensors()

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from local_cases import ROWS, expression_of
 from local_packings import ids_of, lognormal, random_row
 from local_plans import check_local, greedy
+from tiers import some
 
 SPEC = P(None, ("host", "gpu"))
 SHARDING = packax.AttentionSharding(query=SPEC, key_value=SPEC)
@@ -102,7 +103,7 @@ def test_traffic():
     assert plan.fetched == 3 * 128 + 256
 
 
-@pytest.mark.parametrize("ranks", [(2, 4), (4, 2)])
+@pytest.mark.parametrize("ranks", some([(2, 4), (4, 2)], 0))
 def test_collectives_move_what_the_plan_says(ranks):
     """Read from the compiled program: by groups of ranks, forward and backward, nothing else."""
     plan = greedy(ROWS, ranks)
@@ -155,6 +156,7 @@ def ranks_of(line):
     return len(re.search(r"replica_groups=\{\{([\d,]*)\}", line)[1].split(","))
 
 
+@pytest.mark.exhaustive
 def test_a_fallback_gathers_all():
     """Made on the device for documents that do not fit into the sizes said."""
 

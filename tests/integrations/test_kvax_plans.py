@@ -6,6 +6,7 @@ kvax has one order; `plan=` is what its callers change to keep short documents o
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 
 import jax
@@ -21,7 +22,7 @@ from packax.kvax.utils import (
     permute_tokens_context_parallelism,
     unpermute_tokens_context_parallelism,
 )
-from tiers import once_each
+from tiers import some
 
 BATCH, LENGTH, HEADS, KV_HEADS, DIM, RANKS = 2, 2048, 4, 2, 8, 4
 SPECS = (("data", "context", "tensor", None), ("data", None, "tensor", None))
@@ -83,9 +84,12 @@ def one_device(**settings):
 
 @pytest.mark.parametrize(
     "plan,settings",
-    once_each(
-        [("local", {"shared": 0.5}), ("local", {}), ("balanced", {})],
-        [{}, {"pad": False}, {"sequential": True}],
+    some(
+        itertools.product(
+            [("local", {"shared": 0.5}), ("local", {}), ("balanced", {})],
+            [{}, {"pad": False}, {"sequential": True}],
+        ),
+        *(1, 8),
     ),
     ids=str,
 )
@@ -114,6 +118,7 @@ def test_a_local_plan_fetches_no_more_than_its_share():
     assert max(gathered_rows(local)) == RANKS * local.shared
 
 
+@pytest.mark.exhaustive
 def test_a_plan_on_the_device():
     ids, positions = jnp.asarray(IDS), jnp.asarray(POSITIONS)
 

@@ -30,6 +30,7 @@ from maxtext_reference import (
     tensors,
 )
 from packax.integrations import maxtext
+from tiers import once_each
 
 
 def test_dense_path_is_the_same_attention():
@@ -51,17 +52,20 @@ def test_dense_path_is_the_same_attention():
     jax.tree.map(close, run("dense"), run(None))
 
 
-@pytest.mark.parametrize("implementation", [None, "dense"])
 @pytest.mark.parametrize(
-    ("kind", "size", "moba", "indexer"),
-    [
-        ("global", None, True, False),
-        ("full", None, True, True),
-        ("local_sliding", 13, True, False),
-        ("full", None, False, True),
-    ],
+    ("case", "implementation"),
+    once_each(
+        [
+            ("global", None, True, False),
+            ("full", None, True, True),
+            ("local_sliding", 13, True, False),
+            ("full", None, False, True),
+        ],
+        [None, "dense"],
+    ),
 )
-def test_moba_and_indexer_mask(kind, size, moba, indexer, implementation):
+def test_moba_and_indexer_mask(case, implementation):
+    kind, size, moba, indexer = case
     """Beside segment ids, cap and sinks. MoBA is causal with every type; rows without a key are
     0."""
     q, k, v = tensors()
@@ -160,6 +164,7 @@ def test_reordered_moba_and_indexer_mask(implementation):
     close(maxtext.reorder_sequence(out, 2, to_contiguous=True), expected)
 
 
+@pytest.mark.exhaustive
 def test_reordered_and_sharded_moba_and_indexer_mask():
     """On a mesh rows stay where they are; what is chosen is of the sequence in order, as above."""
     config, there, expected = reordered(512)
