@@ -84,7 +84,9 @@ def test_context_parallelism(sizes, sharding, shape, rate, kind, groups):
     close(got, wanted)
 
 
-@pytest.mark.parametrize("shape", some([(1, 1, LENGTH), (1, HEADS, 1), (BATCH, 1, LENGTH)], 0, 2))
+@pytest.mark.parametrize(
+    "shape", some([((1, 1, LENGTH),), ((1, HEADS, 1),), ((BATCH, 1, LENGTH),)], 0, 2)
+)
 def test_plain_jit(shape):
     """XLA divides batch and heads; the gradient of what is one for all is summed."""
     whole = inputs(shape)

@@ -103,7 +103,7 @@ def test_traffic():
     assert plan.fetched == 3 * 128 + 256
 
 
-@pytest.mark.parametrize("ranks", some([(2, 4), (4, 2)], 0))
+@pytest.mark.parametrize("ranks", some([((2, 4),), ((4, 2),)], 0))
 def test_collectives_move_what_the_plan_says(ranks):
     """Read from the compiled program: by groups of ranks, forward and backward, nothing else."""
     plan = greedy(ROWS, ranks)
