@@ -1,0 +1,53 @@
+""".ci/check_words.py finds words to avoid, only in prose and only in pages that are checked."""
+
+import importlib.util
+import subprocess
+import sys
+
+from paths import ROOT
+
+SCRIPT = ROOT / ".ci" / "check_words.py"
+spec = importlib.util.spec_from_file_location("check_words", SCRIPT)
+check_words = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(check_words)
+
+
+def found(text):
+    return [(line, words) for line, words, _ in check_words.stumbles(text)]
+
+
+def test_a_word_is_found_and_named(tmp_path):
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    (tmp_path / "page.md").write_text("# Page\n\nAfter this page you know it.\n")
+    (tmp_path / "module.py").write_text("# beside\n")
+    (tmp_path / "not_added.md").write_text("beside\n")
+    subprocess.run(["git", "add", "page.md", "module.py"], cwd=tmp_path, check=True)
+    run = [sys.executable, str(SCRIPT)]
+    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert done.stdout == "page.md:3: 'After this page'; write: this page covers\n"
+    (tmp_path / "page.md").write_text("# Page\n\nThis page covers it.\n")
+    assert subprocess.run(run, cwd=tmp_path).returncode == 0
+
+
+def test_words_in_any_case_in_tables_and_over_two_lines():
+    assert found("## Beside cuDNN\n| keys it meets | - |\n") == [(1, "Beside"), (2, "meets")]
+    assert found("kernels of\n  its own, likewise\n")[0][0] == 1
+    assert len(found("kernels of\n  its own, likewise\n")) == 2
+    assert found("It calls `of`\nits code.\n\nof\n\nits own\n") == []
+
+
+def test_longer_words_are_others():
+    assert found("metadata, families, skin, a meeting, beliefs; the best of all keys\n") == []
+
+
+def test_code_and_link_targets_are_left_out():
+    code = "```python\nbeside = 1\n```\n`beside`, `a\nbeside`, [kvax](page.md#beside-kvax)\n"
+    assert found(code) == []
+    assert found(code + "beside\n") == [(6, "beside")]
+
+
+def test_pages_that_are_checked():
+    names = ["README.md", "a/b.md", "third_party/README.md", "a/b.py", *check_words.NOT_YET]
+    assert list(check_words.checked(names)) == ["README.md", "a/b.md"]
+    assert all((ROOT / name).is_file() for name in check_words.NOT_YET)
