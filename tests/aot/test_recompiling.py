@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import pathlib
 import re
 import shutil
@@ -25,6 +26,14 @@ from aot_modules import (
 from paths import KERNEL_DIR, ROOT
 
 
+def fingerprints() -> dict[str, str]:
+    compiler.source_bytes.cache_clear()
+    return {v.name: compiler.fingerprint(v) for v in ALL}
+
+
+of_unchanged_files = functools.cache(fingerprints)
+
+
 @pytest.fixture
 def recompiled(monkeypatch, tmp_path, request):
     """A function that changes a kernel file and names the variants that the cache no longer has."""
@@ -32,15 +41,15 @@ def recompiled(monkeypatch, tmp_path, request):
     monkeypatch.setattr(compiler, "KERNEL_DIR", tmp_path)
     request.addfinalizer(compiler.source_bytes.cache_clear)
 
-    def fingerprints() -> dict[str, str]:
-        compiler.source_bytes.cache_clear()
-        return {v.name: compiler.fingerprint(v) for v in ALL}
+    before = of_unchanged_files()
 
     def change(name: str) -> set[str]:
-        before = fingerprints()
+        nonlocal before
         file = compiler.module_file(name)
         file.write_text(file.read_text() + "# changed\n")
-        return {name for name, now in fingerprints().items() if now != before[name]}
+        now, then = fingerprints(), before
+        before = now
+        return {name for name in now if now[name] != then[name]}
 
     return change
 

@@ -56,14 +56,7 @@ def results(case, dtype):
     )
 
 
-# Each time one of those that differ in lengths, heads or ids alone.
-AGAIN = ["one_token", "causal_tiles", "causal_long", "causal_tall", "documents_full"]
-AGAIN += ["single_tokens", "gqa_1", "gqa_8", "ids_alternate", "positions_prefix", "sparse_wide"]
-AGAIN += ["ranges_of_documents", "ranges_of_hulls", "window_of_documents", "sparse_threes"]
-EACH_TIME = [i for i, case in enumerate(cases.CASES) if case.name not in AGAIN]
-
-
-@pytest.mark.parametrize("case", some(cases.CASES, *EACH_TIME), ids=str)
+@pytest.mark.parametrize("case", some(cases.CASES, *cases.EACH_TIME), ids=str)
 def test_float32(case):
     oracle.check(*results(case, jnp.float32))
 

@@ -20,6 +20,7 @@ from cpp.machine import (
     needs_extension,
 )
 from cpp.sm90 import backward_maps, sm90_sections
+from tiers import once_each
 
 pytest_plugins = ("cpp.fixtures",)
 pytestmark = [needs_extension, needs_compiler]
@@ -68,11 +69,12 @@ def test_forward(mapped, s, n, size):
     assert mapped.calls("cuLibraryLoadData") == 1  # not the general one
 
 
-@pytest.mark.parametrize("needs_grad", [0, 1, 2, 3])
-@pytest.mark.parametrize("n,size", list(enumerate(SIZES_OF_BLOCKS[1:4])))
-@pytest.mark.parametrize("s", SIZES)
-def test_backward(mapped, s, n, size, needs_grad):
+@pytest.mark.parametrize(
+    "s,of_blocks,needs_grad", once_each(SIZES, enumerate(SIZES_OF_BLOCKS[1:4]), range(4)), ids=str
+)
+def test_backward(mapped, s, of_blocks, needs_grad):
     """No sums in memory; a tile of keys has the lists of keys, one of rows those of rows."""
+    n, size = of_blocks
     blocks = blocks_of(s, n, size)
     call = backward_block_lists(mapped, s, blocks, needs_grad=needs_grad, has_dlse=n % 2)
     call = call.change(**GIVEN)

@@ -312,4 +312,10 @@ SPARSE = [
     ),
 ]
 BY_NAME = {case.name: case for case in CASES + SPARSE}
+
+# Those that differ from others in lengths, heads or ids alone run exhaustively.
+AGAIN = {"one_token", "causal_tiles", "causal_long", "causal_tall", "documents_full"}
+AGAIN |= {"single_tokens", "gqa_1", "gqa_8", "ids_alternate", "positions_prefix"}
+AGAIN |= {"ranges_of_documents", "ranges_of_hulls", "window_of_documents"}
+EACH_TIME = [place for place, case in enumerate(CASES) if case.name not in AGAIN]
 assert len(BY_NAME) == len(CASES + SPARSE)
