@@ -206,7 +206,7 @@ NB_MODULE(_ext, m) {
         nb::arg("weight"), nb::arg("most_tokens"), nb::arg("most_area"), nb::arg("rounds"),
         nb::arg("end").noconvert(), nb::arg("held_tokens").noconvert(),
         nb::arg("held_areas").noconvert(), nb::arg("owner").noconvert(),
-        "Documents dealt to ranks in many ways, as packax/_src/context/local_search.py says; the "
+        "Documents dealt to ranks in many ways, as packax/_src/context/local_plan.py says; the "
         "last four arrays are changed in place.");
   m.def("reset_host_times", &packax::ResetHostTimes, "Sets host_times() to zero.");
 }

@@ -3,8 +3,9 @@
     python examples/train_context_parallel.py                      # all GPUs of this host
     python examples/train_context_parallel.py --devices 8 --cpu    # eight fake CPU devices
 
-Every step: the documents' plan is made on the device, the batch is permuted by it, one mask is
-built and partitioned with the query rows, and the layers run on it. Parameters are sharded over the
+Every step: the documents' plan is made on the device (with --plan local on the host, before), the
+batch is permuted by it, one mask is built and partitioned with the query rows, and the layers run
+on it. Parameters are sharded over the
 fsdp and tensor axes, rows of the batch over fsdp, the sequence over context. The first loss is
 compared with that of the same step on one device. Needs packax, optax and tqdm.
 
@@ -57,7 +58,7 @@ def parameter_specs(parameters: model.Parameters) -> model.Parameters:
     return specs
 
 
-def loss(parameters, batch, config, *, kind="balanced", shared=None, sharding=None):
+def loss(parameters, batch, config, plan=None, *, kind="balanced", sharding=None):
     """Mean loss; with a sharding, of the batch permuted by a plan: the mean is the same."""
     # The expression is about the documents in order; the plan moves the batch and the mask's rows.
     expression = packax.causal() & packax.documents(batch["segment_ids"])
@@ -65,7 +66,7 @@ def loss(parameters, batch, config, *, kind="balanced", shared=None, sharding=No
         mask = packax.create_attention_mask(expression)
     else:
         batch, mask, _ = packax.context_parallel_inputs(
-            batch, expression, sharding=sharding, kind=kind, shared=shared
+            batch, expression, sharding=sharding, kind=kind, plan=plan
         )
     return model.loss(
         parameters,
@@ -154,14 +155,21 @@ def main() -> int:
         config, jax.random.key(0)
     )
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3, b2=0.95))
-    settings = {"kind": arguments.plan, "sharding": SHARDING}
-    if arguments.plan == "local":
-        settings["shared"] = arguments.shared
+    local = arguments.plan == "local"
+    settings = {"kind": "balanced" if local else arguments.plan, "sharding": SHARDING}
 
-    def step(parameters, state, batch):
-        value, gradients = jax.value_and_grad(loss)(parameters, batch, config, **settings)
+    def step(parameters, state, batch, plan):
+        value, gradients = jax.value_and_grad(loss)(parameters, batch, config, plan, **settings)
         updates, state = optimizer.update(gradients, state, parameters)
         return optax.apply_updates(parameters, updates), state, value
+
+    def planned(batch):
+        """On the host, for all rows of the global batch; None: the program plans."""
+        if not local:
+            return None
+        expression = packax.causal() & packax.documents(batch["segment_ids"])
+        ranks, shared = named["context"], arguments.shared
+        return packax.context_plan(expression, ranks=ranks, kind="local", shared=shared)
 
     def placed(batch):
         """The rows of this process, as its part of the global batch; the step permutes them."""
@@ -181,7 +189,7 @@ def main() -> int:
         losses = []
         fed = first
         for _ in (progress := tqdm(range(arguments.steps), unit="step", disable=not talks)):
-            parameters, state, value = step(parameters, state, placed(fed))
+            parameters, state, value = step(parameters, state, placed(fed), planned(fed))
             losses.append(float(value))
             progress.set_postfix_str(f"loss {losses[-1]:.3f}")
             fed = next(feed)

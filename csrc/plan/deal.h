@@ -1,7 +1,7 @@
 // Local plans on the host: whole documents dealt to ranks in every way that a plan tries.
 //
-// The numbers are those of `deal` in python/packax/_src/context/local_search.py, which says what is
-// done and why; there it takes a few hundred small steps of numpy.
+// The numbers are those of `_deal` in python/packax/_src/context/local_plan.py, which is used where
+// the extension is not built.
 
 #pragma once
 

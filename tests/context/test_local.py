@@ -1,7 +1,6 @@
 """Attention with plans that keep documents local: results and gradients equal one device's.
 
-Guards against keys of another part, gradients that no rank or two ranks add, and a fallback that
-ranks do not take together.
+Guards against keys of another part, and gradients that no rank or two ranks add.
 """
 
 from __future__ import annotations
@@ -106,29 +105,6 @@ def test_nothing_is_shared():
     assert_same(got, expected)
 
 
-def test_one_predicate_chooses_to_gather_all():
-    """A plan whose parts fit, and one whose do not: the same program, and both exact."""
-    good = greedy(ROWS, 4, shared=128)
-    zigzag = packax.context_plan(packax.documents(ROWS), ranks=4, kind="zigzag")
-    index = np.broadcast_to(np.asarray(zigzag.index()), ROWS.shape)
-    fits = dataclasses.replace(good, fallback=np.zeros((), bool))
-    other = dataclasses.replace(
-        good, order=index, inverse=np.argsort(index).astype(np.int32), fallback=np.ones((), bool)
-    )
-
-    @jax.jit
-    def run(plan, *inputs):
-        mask = packax.create_attention_mask(expression_of("documents"), sharding=CONTEXT, plan=plan)
-        got = results(*moved(plan, inputs), mask, gather_head_groups=1)
-        return in_order(plan, got), plan.fetched
-
-    with jax.set_mesh(mesh_of(4, axes=("context",))):
-        for plan, fetched in ((fits, 3 * 128), (other, 3 * 256)):
-            got, number = jax.block_until_ready(run(plan, *tensors()))
-            assert_same(got, one_device("documents"))
-            assert int(number) == fetched
-
-
 PARTIAL_HANGS = pytest.mark.skipif(
     jax.__version_info__ < (0, 8), reason="a shard_map inside another hangs on CPUs in jax 0.7"
 )
@@ -139,8 +115,9 @@ PARTIAL_HANGS = pytest.mark.skipif(
     [(AXES, True), pytest.param(("context",), False, marks=PARTIAL_HANGS)],
 )
 def test_inside_a_shard_map(names, inside):
-    """The mask is made in there, or outside and goes in by its specs; a fallback goes with it."""
-    plan = dataclasses.replace(greedy(ROWS, 2), fallback=jnp.zeros((), bool))
+    """The mask is made in there, or outside and goes in by its specs, with what says that the plan
+    is of other documents."""
+    plan = jax.tree.map(jnp.asarray, greedy(ROWS, 2))
 
     def kept(spec):
         def of(axes):
@@ -159,7 +136,7 @@ def test_inside_a_shard_map(names, inside):
 
     rows, lse = kept(FULL.query), kept(P(BATCH_AXES, "tensor", "context"))
     batch = kept(P(BATCH_AXES))
-    plan_specs = dataclasses.replace(plan, order=batch, inverse=batch, split=batch, fallback=P())
+    plan_specs = jax.tree.map(lambda x: batch, plan)
     with jax.set_mesh(mesh_of(1, 2, 2, 2)):
         first, first_specs = jnp.asarray(ROWS), batch
         if not inside:

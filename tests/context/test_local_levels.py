@@ -8,11 +8,10 @@ import functools
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import packax
 import pytest
-from context import BATCH, DIM, KV_HEADS, LENGTH, assert_same, mesh_of, results, tensors
+from context import BATCH, DIM, KV_HEADS, LENGTH, mesh_of, results, tensors
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from local_cases import ROWS, expression_of
@@ -38,29 +37,6 @@ def test_every_document_is_of_one_part(levels):
         check_local(plan, ids)
         assert plan.ranks == np.prod(levels) and plan.levels in (levels, ())
         np.testing.assert_array_equal(plan.order, plan_of(ids, levels).order)
-
-
-@functools.partial(jax.jit, static_argnames=("ranks", "shared"))
-def on_device(ids, ranks, shared):
-    return plan_of(ids, ranks, shared=shared)
-
-
-def test_host_and_device_find_the_same():
-    """Also where all that is left in a host is shared, and where nothing fits."""
-    rng = np.random.default_rng(3)
-    fell = []
-    for shared in ((128, 256), (128, 512)):
-        for _ in range(5):
-            ids = np.stack([ids_of(lognormal(rng, 60)), random_row(rng)])
-            host = plan_of(ids, (2, 2), shared=shared)
-            device = on_device(jnp.asarray(ids), (2, 2), shared)
-            fell.append(bool(device.fallback))
-            assert fell[-1] == (host.shared != shared)
-            np.testing.assert_array_equal(host.order, device.order)
-            if not fell[-1]:
-                np.testing.assert_array_equal(host.split, device.split)
-                assert device.levels == (2, 2) and int(device.fetched) == host.fetched
-    assert {True, False} == set(fell)
 
 
 def test_almost_nothing_crosses_hosts():
@@ -154,27 +130,6 @@ def ranks_of(line):
     if iota := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
         return int(iota[1])
     return len(re.search(r"replica_groups=\{\{([\d,]*)\}", line)[1].split(","))
-
-
-@pytest.mark.exhaustive
-def test_a_fallback_gathers_all():
-    """Made on the device for documents that do not fit into the sizes said."""
-
-    @jax.jit
-    def run(ids, *inputs):
-        expression = packax.causal() & packax.documents(ids)
-        *rows, dlse = inputs
-        rows, mask, plan = packax.context_parallel_inputs(
-            tuple(rows), expression, sharding=SHARDING, kind="local", shared=(0, 128)
-        )
-        got = results(*rows, plan.permute(dlse, 2), mask, gather_head_groups=1)
-        return [plan.unpermute(x, 2 if n == 1 else 1) for n, x in enumerate(got)], mask.fallback
-
-    with jax.set_mesh(mesh_of(2, 2, axes=("host", "gpu"))):
-        got, fallback = jax.block_until_ready(run(jnp.asarray(ROWS), *tensors()))
-    assert int(fallback[0]) == 1
-    mask = packax.create_attention_mask(expression_of("documents"))
-    assert_same(got, jax.jit(results)(*tensors(), mask))
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,6 @@ Guards against limits of the whole sequence that are read in a part, rows that t
 pieces that are another rank's.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +13,7 @@ from context import LENGTH, mesh_of
 from jax.sharding import PartitionSpec as P
 from local_cases import KINDS, ROWS, expression_of
 from local_plans import check_local, greedy
+from packax._src.context.load_balance import checksum
 from tiers import some
 
 CONTEXT = packax.AttentionSharding(query=P(None, "context"), key_value=P(None, "context"))
@@ -155,20 +154,26 @@ def test_all_keys_are_gathered_where_documents_do_not_say_enough():
     assert packax.create_attention_mask(documents, plan=plan).private_part is None
 
 
-@pytest.mark.parametrize("wrong", [None, "split", "gone back", "said so"])
-def test_a_plan_of_other_documents_falls_back(wrong):
-    """Where there is a fallback it is taken for what does not fit, and only then."""
-    ids = np.array(ROWS)
-    plan = greedy(ids, 4)
-    if wrong == "split":
-        ids[3] = 7
-    elif wrong == "gone back":
-        ids[3, [0, -1]] = 1000
-    arrays = {name: jnp.asarray(getattr(plan, name)) for name in ("order", "inverse", "split")}
-    plan = dataclasses.replace(plan, fallback=jnp.asarray(wrong == "said so"), **arrays)
-    mask = build(packax.causal() & packax.documents(ids), plan, 4)
-    assert int(mask.fallback[0]) == (wrong is not None)
-    assert plan.fetched == 3 * (256 if wrong == "said so" else plan.shared)
+def test_a_plan_of_other_documents_is_found_out():
+    """In the rows of the batch that have others, wherever one token differs."""
+    plan = jax.tree.map(jnp.asarray, greedy(ROWS, 4))
+    for place in (0, 512, LENGTH - 1):
+        ids = np.array(ROWS)
+        ids[3, place] = 1000
+        mask = build(packax.causal() & packax.documents(ids), plan, 4)
+        np.testing.assert_array_equal(mask.plan_mismatch, [0, 0, 0, 1])
+    mask = build(packax.causal() & packax.documents(ROWS), plan, 4)
+    np.testing.assert_array_equal(mask.plan_mismatch, [0] * 4)
+
+
+def test_a_checksum_is_the_same_on_host_and_device():
+    rng = np.random.default_rng(0)
+    ids = rng.integers(-(2**31), 2**31, (64, 999)).astype(np.int32)
+    np.testing.assert_array_equal(checksum(ids), jax.jit(checksum)(ids))
+    # Ids that change places, are counted from elsewhere, or of one token more: other sums.
+    others = [np.arange(999) // n + first for n in range(1, 9) for first in range(-9, 9)]
+    sums = checksum(np.array([*others, *(x[::-1] for x in others)], np.int32))
+    assert len({*sums.tolist()}) == len(sums)
 
 
 def test_check_plan_is_about_the_order_alone():

@@ -1,6 +1,5 @@
-"""Plans of kind "local": documents whole on a rank, the same on host and device, fair and small."""
+"""Plans of kind "local": documents whole on a rank, fair and small, made on the host."""
 
-import functools
 import warnings
 
 import jax
@@ -45,7 +44,6 @@ def test_documents_of_private_rows_lie_whole_on_their_rank(seed):
         for ids in (*rows, *([rows] if n % 5 == 0 else [])):
             plan = plan_of(ids, ranks)
             check_local(plan, ids)
-            assert plan.fallback is None
             assert 0 <= plan.fetched <= (ranks - 1) * LENGTH // ranks  # what "balanced" fetches
             again = plan_of(ids, ranks)
             np.testing.assert_array_equal(plan.order, again.order)
@@ -63,48 +61,51 @@ def test_any_size_of_the_shared_part():
         check_local(plan, ids)
 
 
-@functools.partial(jax.jit, static_argnames=("ranks", "shared"))
-def on_device(ids, ranks, shared):
-    return plan_of(ids, ranks, shared=shared)
-
-
-def test_host_and_device_find_the_same():
-    rng = np.random.default_rng(3)
-    for n in range(24):
-        ids = np.stack([random_row(rng), ids_of(lognormal(rng, 50))])
-        host = plan_of(ids, RANKS, shared=128)
-        device = on_device(jnp.asarray(ids), RANKS, 128)
-        assert isinstance(device.order, jax.Array)
-        assert device.shared == 128
-        # Where it does not fit, the host gathers all and the device falls back to the same order.
-        assert bool(device.fallback) == (host.shared != 128), n
-        np.testing.assert_array_equal(host.order, device.order)
-        np.testing.assert_array_equal(host.inverse, device.inverse)
-        assert int(device.fetched) == host.fetched
-
-
-def test_fallback_is_balanced():
+def test_what_does_not_fit_is_balanced():
+    """One document, over all ranks."""
     ids = np.zeros((1, LENGTH), np.int32)
     expression = packax.causal() & packax.documents(ids)
-    expected = packax.context_plan(expression, ranks=RANKS).index()
-    device = on_device(jnp.asarray(ids), RANKS, 128)
-    assert bool(device.fallback)
-    np.testing.assert_array_equal(device.order, expected)
-    host = plan_of(ids)
-    assert host.shared == LENGTH // RANKS
-    np.testing.assert_array_equal(host.order, expected)
+    plan = plan_of(ids)
+    assert plan.shared == LENGTH // RANKS and plan.split is None and plan.checksum is None
+    np.testing.assert_array_equal(plan.order, packax.context_plan(expression, ranks=RANKS).index())
 
 
-def test_long_rows_and_many_ranks_are_the_same_on_both():
-    """Areas beyond int32, in units."""
+def test_areas_beyond_int32():
     rng = np.random.default_rng(5)
-    length, ranks = 1 << 17, 8
-    ids = ids_of(lognormal(rng, 3000, length), length)
-    host = plan_of(ids, ranks)
-    device = on_device(jnp.asarray(ids)[None], ranks, host.shared)
-    assert not bool(device.fallback)
-    np.testing.assert_array_equal(host.order, device.order)
-    assert load_of(host, ids) <= 1.03
+    length = 1 << 17
+    for mean in (3000, 60000):
+        ids = ids_of(lognormal(rng, mean, length), length)
+        plan = plan_of(ids, 8)
+        check_local(plan, ids)
+        assert load_of(plan, ids) <= 1.03
+
+
+def test_arrays_of_jax_are_planned_on_the_host_too():
+    ids = ids_of([300, 500, 100, 1])
+    plan, of_jax = plan_of(ids), plan_of(jnp.asarray(ids))
+    assert isinstance(of_jax.order, np.ndarray)
+    np.testing.assert_array_equal(plan.order, of_jax.order)
+
+
+@pytest.mark.parametrize("keywords", [{}, {"shared": 0.5}])
+def test_inside_jit_the_error_says_what_to_do(keywords):
+    sharding = packax.AttentionSharding(P(None, "x"), P(None, "x"))
+
+    def inputs(ids):
+        return packax.context_parallel_inputs(
+            ids, packax.documents(ids), sharding=sharding, kind="local", **keywords
+        )
+
+    calls = (lambda ids: plan_of(ids, **keywords), jnp.zeros(512, int)), (inputs, ROW)
+    with jax.set_mesh(mesh_of(4, axes=("x",))):
+        for call, ids in calls:
+            with pytest.raises(ValueError) as caught:
+                jax.jit(call)(ids)
+            for text in ("plan on the host", "holds an array, int32[", 'use kind="balanced"'):
+                assert text in str(caught.value)
+
+
+ROW = np.zeros((1, LENGTH), np.int32)
 
 
 @pytest.mark.parametrize(
@@ -225,6 +226,29 @@ def test_inputs_take_the_plan():
     np.testing.assert_array_equal(batch["tokens"], plan.index())
 
 
+def test_inputs_take_a_plan_that_was_made_before():
+    """As an argument of a jitted step, whose ids nobody can plan by."""
+    sharding = packax.AttentionSharding(P(None, "x"), P(None, "x"))
+    ids = np.stack([ids_of([70] * 28), ids_of([50] * 40)])
+    plan = plan_of(ids, 4, shared=256)
+
+    @jax.jit
+    def step(plan, ids):
+        expression = packax.causal() & packax.documents(ids)
+        return packax.context_parallel_inputs(ids, expression, sharding=sharding, plan=plan)
+
+    with jax.set_mesh(mesh_of(4, axes=("x",))):
+        moved, mask, same = step(plan, ids)
+        for more in ({"kind": "local"}, {"chunk": 128}, {"shared": 0.5}):
+            with pytest.raises(ValueError, match="plan says how rows are dealt"):
+                packax.context_parallel_inputs(
+                    ids, packax.documents(ids), sharding=sharding, plan=plan, **more
+                )
+    np.testing.assert_array_equal(moved, plan.permute(ids))
+    np.testing.assert_array_equal(same.order, plan.order)
+    np.testing.assert_array_equal(mask.plan_mismatch, [0, 0])
+
+
 @pytest.mark.parametrize(
     "call,texts",
     [
@@ -235,7 +259,6 @@ def test_inputs_take_the_plan():
         (lambda: plan_of(np.zeros(512, int), shared=-1), ["from 0 to 128 rows", "-1"]),
         (lambda: plan_of(np.zeros(512, int), shared="all"), ["or a number of rows", "'all'"]),
         (lambda: plan_of(np.zeros(512, int), shared=True), ["or a number of rows", "True"]),
-        (lambda: plan_of(jnp.zeros(512, int)), ["shared must be given", "made on the device"]),
         (
             lambda: packax.context_plan(packax.causal(), ranks=2, length=512, shared=0.5),
             ['kind="local"', "'balanced'"],

@@ -1,57 +1,44 @@
-"""Documents dealt by C++ (csrc/plan/deal.cc) get the owners that numpy and jax find."""
+"""Documents dealt by C++ (csrc/plan/deal.cc) get the owners that Python finds."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from packax._src.context import local_search
-from packax._src.context.array_ops import HostOps
-from packax._src.context.local_search import Base, Documents, Search, deal
+from packax._src.context import local_plan
+from packax._src.context.local_plan import Strategies, analyze_row
 from packax._src.ops.ffi import ext
 
 needs_extension = pytest.mark.skipif(ext is None, reason="the extension is not built")
 
 
-def documents_of(rng: np.random.Generator, number: int, length: int) -> Documents:
-    """A few long documents and many short ones, the heaviest first, with empty ones behind."""
-    cuts = rng.choice(np.arange(1, length), number - 1, replace=False)
-    lengths = np.diff(np.sort(cuts), prepend=0, append=length)
-    lengths = np.where(rng.random(number) < 0.1, 0, lengths)
-    areas = lengths * (lengths + 1) // 2
-    areas = areas >> max(0, int(areas.sum()).bit_length() - 26)
-    order = np.argsort(-areas, kind="stable")
-    none = np.zeros(0, np.int32)
-    x = [value[order].astype(np.int32) for value in (lengths, areas)]
-    return Documents(*x, none, none, none, np.int32(0))
-
-
-def dealt(documents: Documents, base: Base, length: int) -> Search:
-    mean = (documents.areas.sum() + base.areas.sum()) // len(base.tokens)
-    limit = np.int32(mean + mean // 34)
-    return deal(HostOps(), documents, base, length, limit)
+def row_of(rng: np.random.Generator, number: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Segment ids of a few long documents and many short ones, and the keys of each row."""
+    cuts = np.sort(rng.choice(np.arange(1, length), number - 1, replace=False))
+    sizes = np.diff(cuts, prepend=0, append=length)
+    ids = np.where(rng.random(number) < 0.1, -1, np.arange(number)).repeat(sizes)
+    keys = np.arange(length) - np.append(0, cuts).repeat(sizes) + 1
+    return ids.astype(np.int32), np.where(ids < 0, 0, keys).astype(np.int32)
 
 
 @needs_extension
 @pytest.mark.parametrize("ranks", [2, 3, 8, 64])
 @pytest.mark.parametrize("number", [1, 2, 9, 200, 1500])
-def test_the_same_as_numpy(monkeypatch: pytest.MonkeyPatch, ranks: int, number: int) -> None:
+def test_the_same_as_python(monkeypatch: pytest.MonkeyPatch, ranks: int, number: int) -> None:
     rng = np.random.default_rng([ranks, number])
-    length = 128 * ranks * 32
+    own = 128 * 32
     for held in (False, True):
-        documents = documents_of(rng, number, length)
-        most = (length // ranks // 4, int(documents.areas.sum()) // ranks // 2 + 1)
-        base = Base(*(rng.integers(0, x * held + 1, ranks).astype(np.int32) for x in most))
-        found = dealt(documents, base, length)
+        ids, keys = row_of(rng, number, own * ranks)
+        shift = max(0, int(keys.sum(dtype=np.int64)).bit_length() - 26)
+        most = (own // 4, (int(keys.sum(dtype=np.int64)) >> shift) // ranks // 2 + 1)
+        before = [rng.integers(0, x * held + 1, ranks) for x in most]
+        stats = analyze_row(ids, keys, own, *before, shift)
+        found = Strategies(stats)
         with monkeypatch.context() as patch:
-            patch.setattr(local_search, "ext", None)
-            expected = dealt(documents, base, length)
-        assert (found.owner[:, :number] == expected.owner[:, :number]).all()
-        assert (found.tokens == expected.tokens).all()
-        assert (found.areas == expected.areas).all()
-        # Behind the last document numpy stops where all ways have, and C++ goes on.
-        ends = [np.minimum(x.end, number) for x in (found, expected)]
-        assert (ends[0] == ends[1]).all()
-        assert not np.shares_memory(found.tokens, base.tokens)
+            patch.setattr(local_plan, "ext", None)
+            expected = Strategies(stats)
+        for name in ("owner", "tokens", "areas", "need"):
+            np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+        np.testing.assert_array_equal(stats.sizes, before[0])
 
 
 @needs_extension

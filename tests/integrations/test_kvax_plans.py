@@ -118,20 +118,6 @@ def test_a_local_plan_fetches_no_more_than_its_share():
     assert max(gathered_rows(local)) == RANKS * local.shared
 
 
-@pytest.mark.exhaustive
-def test_a_plan_on_the_device():
-    ids, positions = jnp.asarray(IDS), jnp.asarray(POSITIONS)
-
-    def step(*operands):
-        expression = packax.causal() & packax.documents(ids, positions=positions)
-        plan = packax.context_plan(expression, ranks=RANKS, kind="local", shared=0.75)
-        return results(*operands, plan=plan)
-
-    with jax.set_mesh(mesh_of(1, 1, RANKS, 1)), attention_specs(*SPECS):
-        got = jax.block_until_ready(jax.jit(step)(*tensors()))
-    assert_same(got, one_device())
-
-
 def rejected(error, *texts):
     return pytest.raises(error, match="(?s)" + ".*".join(map(re.escape, texts)))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 from packax import ContextPlan
+from packax._src.context.load_balance import checksum
 
 PADDING = -1
 
@@ -24,6 +25,7 @@ def check_local(plan: ContextPlan, ids) -> None:
     else:
         assert plan.split.dtype == np.int32
         assert plan.split.shape == (len(order), ranks, len(plan.parts))
+        np.testing.assert_array_equal(plan.checksum, np.broadcast_to(checksum(ids), len(order)))
     for row in range(max(len(order), len(ids))):
         at = row if len(order) > 1 else 0
         of_row = order[at]
@@ -65,10 +67,11 @@ def greedy(ids, ranks, shared: int = 0) -> ContextPlan:
     most = tuple(max(shared, int(x)) for x in split.max((0, 1)))
     if most[0] == own:
         return ContextPlan(order, inverse, "local", ranks, length, 1, shared=own)
+    known = {"split": split, "checksum": checksum(ids)}
     if len(levels) == 1:
-        return ContextPlan(order, inverse, "local", ranks, length, 1, shared=most[0], split=split)
+        return ContextPlan(order, inverse, "local", ranks, length, 1, shared=most[0], **known)
     made = (order, inverse, "local", ranks, length, 1, most)
-    return ContextPlan(*made, split=split, levels=levels)
+    return ContextPlan(*made, **known, levels=levels)
 
 
 def _one_row(ids: np.ndarray, levels: tuple[int, ...]) -> list[list[list[int]]]:

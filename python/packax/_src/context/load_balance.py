@@ -37,7 +37,7 @@ class Step(NamedTuple):
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["order", "inverse", "fallback", "split"],
+    data_fields=["order", "inverse", "split", "checksum"],
     meta_fields=["kind", "ranks", "length", "chunk", "shared", "levels"],
 )
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -53,12 +53,10 @@ class ContextPlan:
             other rank reads. With levels a tuple, a number for each: the first shared[0] rows are
             gathered by all ranks, the first shared[1] by the ranks of a host, and so on.
             None: there are no parts, and all keys are gathered.
-        fallback: of "local" made on the device: bool scalar array, whether the documents did not
-            fit into `shared` rows. Then `order` is that of "balanced", and attention gathers all
-            keys. None: they fit.
         split: of "local": (B or 1, ranks, levels or 1) int32, how many rows of each rank are of
             documents that are split over hosts or within: they come first, at most `shared`. The
             rows behind them are of documents that lie whole there, in the order of the sequence.
+        checksum: where there is `split`: (B or 1,) int32, of the segment ids that it was made of.
         levels: of "local": sizes of the groups of ranks, such as (hosts, ranks of a host), whose
             product is `ranks`. (): one level.
     """
@@ -70,8 +68,8 @@ class ContextPlan:
     length: int
     chunk: int
     shared: int | tuple[int, ...] | None = None
-    fallback: Any = None
     split: Any = None
+    checksum: Any = None
     levels: tuple[int, ...] = ()
 
     @property
@@ -85,26 +83,17 @@ class ContextPlan:
         return tuple(zip(groups, rows, strict=False))
 
     @property
-    def fetched(self) -> Any:
-        """Rows of keys that a rank fetches from others, of each row of the batch: for logs.
-
-        An int; an int32 scalar array where the plan may fall back.
-        """
-        own = self.length // self.ranks
-        parts = self.parts or ((1, own),)
-        few, most = (
-            sum((self.ranks // groups - 1) * rows for groups, rows in x)
-            for x in (parts, ((1, own),))
-        )
-        return few if self.fallback is None else jnp.where(self.fallback, most, few)
+    def fetched(self) -> int:
+        """Rows of keys that a rank fetches from others, of each row of the batch: for logs."""
+        parts = self.parts or ((1, self.length // self.ranks),)
+        return sum((self.ranks // groups - 1) * rows for groups, rows in parts)
 
     def traffic(self, ranks_per_host: int, row_bytes: int) -> dict[str, int]:
         """Bytes of keys and values that a rank fetches for one row of the batch, as it is planned.
 
         Gradients travel back by as many. Ranks of a host are neighbours: the host is the first of
-        the context axes. A fallback fetches what "balanced" does. With levels what all ranks gather
-        crosses hosts once: each rank fetches what its like hold on other hosts, and then, in its
-        own host, what the others fetched.
+        the context axes. With levels what all ranks gather crosses hosts once: each rank fetches
+        what its like hold on other hosts, and then, in its own host, what the others fetched.
 
         Args:
             ranks_per_host: context ranks of one host; it must divide `ranks`.
@@ -237,8 +226,7 @@ def zigzag(ranks: int, length: int, chunk: int | None = None) -> ContextPlan:
     rank = np.arange(ranks, dtype=np.int32)
     order = np.stack([rank, 2 * ranks - 1 - rank], axis=1).reshape(1, -1)
     chunk = _zigzag_chunk(length, ranks, chunk)
-    inverse = np.argsort(order, axis=1).astype(np.int32)
-    return ContextPlan(order, inverse, "zigzag", ranks, length, chunk)
+    return ContextPlan(order, inverse_of(order), "zigzag", ranks, length, chunk)
 
 
 def balanced(ranks: int, keys: Any, chunk: int | None = None) -> ContextPlan:
@@ -250,10 +238,27 @@ def balanced(ranks: int, keys: Any, chunk: int | None = None) -> ContextPlan:
     chunk = _balanced_chunk(length, ranks, chunk)
     if isinstance(keys, np.ndarray):
         order = _deal_on_host(_chunk_areas(keys, chunk, np), ranks)
-        inverse = np.argsort(order, axis=1).astype(np.int32)
+        inverse = inverse_of(order)
     else:
         order, inverse = _deal_on_device(keys, chunk, ranks)
     return ContextPlan(order, inverse, "balanced", ranks, length, chunk)
+
+
+def inverse_of(order: np.ndarray) -> np.ndarray:
+    """(B, n): of permutations."""
+    inverse, index = np.empty_like(order), np.arange(order.shape[1], dtype=order.dtype)
+    for of_row, row in zip(inverse, order, strict=True):
+        of_row[row] = index
+    return inverse
+
+
+def checksum(ids: Any) -> Any:
+    """(B,) int32 of segment ids (B, length), the same of numpy and of jax."""
+    xp = jnp if isinstance(ids, jax.Array) else np
+    index = xp.arange(ids.shape[1], dtype=np.uint32)[None]
+    x = ids.astype(np.uint32) * np.uint32(2654435761) + index * np.uint32(2246822519)
+    x = (x ^ (x >> np.uint32(15))) * np.uint32(3266489917)
+    return (x ^ (x >> np.uint32(13))).sum(axis=1, dtype=np.uint32).astype(np.int32)
 
 
 def in_order(kind: str, length: int) -> ContextPlan:
@@ -318,31 +323,22 @@ def _chunk_areas(keys: Any, chunk: int, xp: ModuleType) -> Any:
     return tiles.reshape(batch, length // chunk, -1).sum(axis=2, dtype=np.int32)
 
 
-def next_round(load: Any, areas: Any, xp: ModuleType) -> tuple[Any, Any]:
-    """One round of dealing: areas (ranks,), largest first, to ranks of these loads.
-
-    Returns the new loads, and which of the round's chunks each rank gets.
-    """
-    rank = xp.arange(load.shape[0], dtype=np.int32)
-    before = (load[None, :] < load[:, None]) | (
-        (load[None, :] == load[:, None]) & (rank[None, :] < rank[:, None])
-    )
-    mine = before.sum(axis=1)  # the rank with least gets the largest
-    load = load + areas[mine]
-    return load - load.min(), mine  # only differences count, and they stay small
+def deal_in_rounds(areas: np.ndarray, order: np.ndarray, load: np.ndarray) -> np.ndarray:
+    """The rank of each chunk: dealt in this order, in each round one to every rank, the largest to
+    the rank with the least load."""
+    load, rank_of = load.astype(np.int64), np.empty(len(areas), np.int64)
+    for chunks in order.reshape(-1, len(load)):
+        chunks = chunks[(-areas[chunks]).argsort(kind="stable")]
+        ranks = load.argsort(kind="stable")
+        rank_of[chunks] = ranks
+        load[ranks] += areas[chunks]
+    return rank_of
 
 
 def _deal_on_host(areas: np.ndarray, ranks: int) -> np.ndarray:
-    orders = []
-    for row in areas:
-        chunks = np.argsort(-row, kind="stable").reshape(-1, ranks)
-        load = np.zeros(ranks, np.int32)
-        dealt = np.empty_like(chunks)
-        for number, round_ in enumerate(chunks):
-            load, mine = next_round(load, row[round_], np)
-            dealt[number] = round_[mine]
-        orders.append(np.sort(dealt.T, axis=1).reshape(-1))
-    return np.stack(orders).astype(np.int32)
+    none = np.zeros(ranks, np.int64)
+    dealt = [deal_in_rounds(row, (-row).argsort(kind="stable"), none) for row in areas]
+    return np.stack(dealt).argsort(axis=1, kind="stable").astype(np.int32)
 
 
 @functools.partial(jax.jit, static_argnames=("chunk", "ranks"), inline=True)
@@ -351,8 +347,12 @@ def _deal_on_device(keys: jax.Array, chunk: int, ranks: int) -> tuple[jax.Array,
         chunks = jnp.argsort(-areas, stable=True).astype(jnp.int32).reshape(-1, ranks)
 
         def deal(load: jax.Array, round_: jax.Array) -> tuple[jax.Array, jax.Array]:
-            load, mine = next_round(load, areas[round_], jnp)
-            return load, round_[mine]
+            index = jnp.arange(ranks, dtype=jnp.int32)
+            less, equal = (f(load[None, :], load[:, None]) for f in (jnp.less, jnp.equal))
+            before = less | (equal & (index[None, :] < index[:, None]))
+            mine = before.sum(axis=1)  # the rank with least gets the largest
+            load = load + areas[round_[mine]]
+            return load - load.min(), round_[mine]  # only differences count: they stay small
 
         _, dealt = jax.lax.scan(deal, 0 * areas[:ranks], chunks)
         order = jnp.sort(dealt.T, axis=1).reshape(-1)

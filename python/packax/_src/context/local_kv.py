@@ -41,6 +41,13 @@ def forward(
         if top is not None and more_top is not None:
             top = _on_first(jnp.maximum, top, more_top, 2)
         out, lse = _on_first(jnp.add, out, more, 1), _on_first(jnp.maximum, lse, more_lse, 2)
+    if mask.plan_mismatch is not None:
+        # One number of each head is enough to reach all that is made of the output. Gradients are
+        # NaN by the log-sum-exp.
+        nan = jnp.where(mask.plan_mismatch != 0, jnp.nan, 0.0)[:, None, None]
+        of_heads = jnp.broadcast_to(nan[..., None], (*out.shape[:3], 1)).astype(out.dtype)
+        out = _on_first(jnp.add, out, of_heads, 3)
+        lse, top = lse + nan.astype(lse.dtype), None if top is None else top + nan.astype(top.dtype)
     return out, lse, top
 
 

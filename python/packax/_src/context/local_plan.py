@@ -1,44 +1,66 @@
-"""Plans of kind "local": documents stay whole on a rank, but for those that balance must split.
+"""Plans of kind "local": documents stay whole on a rank, except those that balance must split.
 
 A rank's rows are a shared part, whose keys every rank gathers, and a private part that no other
-rank reads. With levels there is a shared part for each: of all ranks, of those of a host.
-local_search.py says which documents are split, local_rows.py where each token goes,
-local_levels.py divides level by level; this file sets the sizes of the shared parts and says what
-happens where they are too small.
+rank reads. All of it is numpy, on the host. A row of the batch is planned in three steps:
+
+1. `analyze_row`: the lengths and attended areas of its documents, heaviest first.
+2. `assign_documents`: which of them are split, and the rank of each of the others. A few dozen
+   strategies split some of the heaviest and deal the others whole, each to the rank with the least
+   load (longest processing time first, Graham 1969). Small documents then fill up the tokens of
+   the ranks as water would, chunks of split documents level the areas, and ranks swap chunks.
+3. `order_rows`: the tokens of each rank, those of split documents first.
+
+With levels, such as hosts and their GPUs, the row is divided among hosts as if they were ranks.
+What a host gets is divided among its GPUs in the same way, after the rows of documents that are
+split over hosts, which are dealt evenly in tiles (`_Group`). There is a shared part for each level.
+`local` takes the smallest shared parts that keep the ranks balanced.
 """
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 import math
 import operator
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from packax._src.context.array_ops import DeviceOps, HostOps, promotion
-from packax._src.context.load_balance import ContextPlan, balanced
-from packax._src.context.local_levels import Group, assigned, best, divide, divide_all, find
-from packax._src.core.shapes import TILE
+from packax._src.context.load_balance import (
+    ContextPlan,
+    balanced,
+    checksum,
+    deal_in_rounds,
+    inverse_of,
+)
+from packax._src.core.shapes import PADDING_SEGMENT_ID, TILE
+from packax._src.ops.ffi import ext
 
-SIZES = tuple(
+SHARES = tuple(
     n / 128
     for n in (0, 0.25, *range(1, 9), 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 104, 112, 120, 128)
 )
-"""Shares of a rank's rows, of which the host takes the smallest shared part that will do."""
+"""Of a rank's rows: the sizes of a shared part that `local` chooses from."""
 
 _FAIR = 1.03  # area of the most loaded rank over the mean
-_HOST, _DEVICE = HostOps(), DeviceOps()
+_AREA_BITS = 26  # areas are counted in units of which a whole row has less than 2**26
+_HEAVIEST = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # documents that strategies split, and
+_TOKEN_WEIGHTS = (0, 2, 8)  # rows of mean area that a token adds to a load when they deal
+_ROUNDS = 16  # of dealing; the documents that remain are small
+_SLACK = (256, 256, 256, 40, 40, 40, 40, 40)  # the nth best is taken within 1 + 1 / _SLACK[n]
+_WORST = 8  # and none above 1 + 1 / _WORST of the mean
+_SWAPS = 5  # rounds of swaps
+_OFFERED = 16  # chunks that a rank offers in each
+_HUGE = 2**30
 
 
-def local(levels: tuple[int, ...], ids: Any, keys: Any, shared: Any) -> ContextPlan:
-    """Documents of `ids` (B or 1, length), None: one, which attend `keys` (B or 1, length).
+def local(levels: tuple[int, ...], ids: Any, keys: np.ndarray, shared: Any) -> ContextPlan:
+    """Documents of `ids` (B or 1, length) or (length,), None: one; `keys` (B or 1, length): how
+    many keys each row attends.
 
-    levels: sizes of the groups of ranks, of which each is part of the one before.
+    levels: sizes of the groups of ranks, each inside the one before. shared: as in `context_plan`.
     """
     ranks, length = math.prod(levels), keys.shape[1]
     if length % (TILE * ranks):
@@ -48,28 +70,42 @@ def local(levels: tuple[int, ...], ids: Any, keys: Any, shared: Any) -> ContextP
         )
     own = length // ranks
     rows = shared_rows(shared, own, levels)
-    if not isinstance(shared, tuple) and shared is not None:
+    if shared is not None and not isinstance(shared, tuple):
         levels = (ranks,)
-    if ids is None:
-        rows = (own,)
-    arrays = [x for x in (ids, keys) if x is not None]
-    on_host = all(isinstance(x, np.ndarray) for x in arrays)
-    if rows is None and not on_host:
-        raise ValueError(
-            'shared must be given where a "local" plan is made on the device, since shapes of a '
-            "program depend on it: a share of a rank's rows from 0.0 to 1.0, or a number of rows"
-        )
-    if rows is not None and rows[0] == own:
+    if ids is None or (rows is not None and rows[0] == own):
         return _all_shared(ranks, keys)
-    batch = max(len(x) for x in arrays)
-    arrays = [(np if on_host else jnp).broadcast_to(x, (batch, length)) for x in arrays]
-    ids, keys = arrays
-    if on_host:
-        return _on_host(levels, ids, keys, rows)
-    assert rows is not None
-    with promotion():  # the same lines are numpy's on the host
-        order, split, fallback = _on_device(ids, keys, levels=levels, shared=rows)
-        return _plan(order, levels, rows, split, fallback)
+    ids = np.atleast_2d(ids)
+    batch = max(len(ids), len(keys))
+    ids, keys = (np.broadcast_to(np.asarray(x, np.int32), (batch, length)) for x in (ids, keys))
+    most = _FAIR if rows is None else math.inf
+    groups = [_Group(levels, *row, most) for row in zip(ids, keys, strict=True)]
+    tried: Any = [rows]
+    if rows is None:
+        sizes = sorted({_rows_of(share, own) for share in SHARES})
+        tried = itertools.combinations_with_replacement(sizes, len(levels))
+    for rows in tried:
+        if rows[0] == own:
+            break
+        divided = [of_row for group in groups if (of_row := group.divided(rows)) is not None]
+        if len(divided) == batch:
+            order, split = (np.stack(x) for x in zip(*divided, strict=True))
+            one = len(levels) == 1
+            return ContextPlan(
+                *(order, inverse_of(order), "local", ranks, length, 1),
+                shared=rows[0] if one else rows,
+                split=split,
+                checksum=checksum(ids),
+                levels=() if one else levels,
+            )
+    if shared is not None:
+        given = " and ".join(str(x) for x in rows or ())
+        warnings.warn(
+            f"the documents do not fit a shared part of {given} of a rank's {own} rows, so "
+            "all rows are shared, as by a plan that keeps nothing local. Give a larger shared= (an "
+            "int counts rows, a float is a share of them), or None to have it chosen",
+            stacklevel=3,
+        )
+    return _all_shared(ranks, keys)
 
 
 def shared_rows(shared: Any, own: int, levels: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -113,184 +149,633 @@ def _rows_of(share: float, own: int) -> int:
     return min(own, TILE * math.ceil(share * own / TILE))
 
 
-def _all_shared(ranks: int, keys: Any) -> ContextPlan:
+def _all_shared(ranks: int, keys: np.ndarray) -> ContextPlan:
     order = balanced(ranks, keys).index()
-    return _plan(order, (ranks,), (order.shape[1] // ranks,))
+    length = order.shape[1]
+    made = (order, inverse_of(order), "local", ranks, length, 1)
+    return ContextPlan(*made, shared=length // ranks)
 
 
-def _plan(
-    order: Any,
-    levels: tuple[int, ...],
-    shared: tuple[int, ...],
-    split: Any = None,
-    fallback: Any = None,
-) -> ContextPlan:
-    length, ranks = order.shape[1], math.prod(levels)
-    if isinstance(order, np.ndarray):
-        inverse, index = np.empty_like(order), _HOST.indices(length).reshape(ranks, -1)
-        for row, of_row in zip(inverse, order.reshape(-1, *index.shape), strict=True):
-            for number, of_rank in zip(index, of_row, strict=True):
-                row[_to_index(of_rank)] = number
-    else:
-        inverse = _inverse(order)
-    one = len(levels) == 1
-    return ContextPlan(
-        *(order, inverse, "local", ranks, length, 1, shared[0] if one else shared, fallback, split),
-        levels=() if one else levels,
-    )
+class _Group:
+    """Tokens of a group of ranks, to be divided among its parts: the groups of the next level.
 
-
-@functools.partial(jax.jit, inline=True)
-def _inverse(order: jax.Array) -> jax.Array:
-    indices = jnp.arange(order.shape[1], dtype=jnp.int32)
-    return jax.vmap(lambda x: _DEVICE.put(x, indices))(order)
-
-
-class _OnHost:
-    """One row of the batch, of which groups are divided once for all sizes that divide it alike."""
+    It keeps its divisions for other sizes of the shared parts that begin alike.
+    """
 
     def __init__(
-        self, levels: tuple[int, ...], ids: np.ndarray, keys: np.ndarray, most: float | None
+        self,
+        levels: tuple[int, ...],
+        ids: np.ndarray,
+        keys: np.ndarray,
+        most: float,
+        tokens: tuple[np.ndarray, ...] = (),
     ) -> None:
-        """most: area of the most loaded rank over the mean, None: any that is fair."""
-        self.levels, self.ids, self.keys = levels, ids, keys
-        mean = keys.sum(dtype=np.int64) / math.prod(levels)
-        self.most = None if most is None else most * float(mean)
-        self.known: dict[Any, Any] = {}
+        """ids, keys: of the whole row; most: area that a rank may get, over the mean; tokens: of
+        documents that each outer level has split, then all others; (): the whole row."""
+        self.levels, self.row, self.most = levels, (ids, keys), most
+        self.tokens = tokens or (np.arange(len(ids), dtype=np.int32),)
+        self.parts: dict[int, list[_Group] | None] = {}  # by rows of the shared part
 
     def divided(self, shared: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray] | None:
-        """The order, and the rows of each rank that are split at each level; None: it fails."""
-        length = len(self.keys)
-        own = length // math.prod(self.levels)
-        whole = Group(_HOST.indices(length), np.zeros(0, np.int32))
-        groups: list[tuple[Any, Group]] = [((), whole)]
-        made: list[Group] = []
-        for level, parts in enumerate(self.levels):
-            inside = math.prod(self.levels[level + 1 :])
-            bounds = tuple(rows * parts * inside for rows in shared[:level])
-            made = []
-            for path, group in groups:
-                got = self._parts(path, group, parts, bounds, shared[level], inside, own)
-                if got is None:
-                    return None
-                made.append(got)
-            groups = [
-                ((*path, shared[level], n), Group(got.tokens[n], got.ends[n]))
-                for (path, _), got in zip(groups, made, strict=True)
-                for n in range(parts)
-            ]
-        tokens, ends = ([getattr(x, name) for x in made] for name in ("tokens", "ends"))
-        order = (np.concatenate(tokens) if len(tokens) > 1 else tokens[0]).reshape(-1)
-        split = np.concatenate(ends)
-        return None if (split > np.array(shared)).any() else (order, split)
+        """Of a whole row the order, and (ranks, levels) how many of a rank's tokens are of
+        documents that this level or an outer one has split; None: it does not fit."""
+        ranks = self._ranks(shared)
+        if ranks is None:
+            return None
+        order = np.concatenate([*itertools.chain(*ranks)])
+        split = np.array([[len(x) for x in rank[:-1]] for rank in ranks])
+        split = split.cumsum(axis=1, dtype=np.int32)
+        if (split > shared).any():
+            return None
+        if self.most < math.inf:
+            areas = [self.row[1][x].sum(dtype=np.int64) for x in order.reshape(len(ranks), -1)]
+            if max(areas) * len(areas) > self.most * sum(areas):
+                return None
+        return order, split
 
-    def _parts(
-        self, path: Any, group: Group, parts: int, bounds: Any, rows: int, inside: int, own: int
-    ) -> Group | None:
-        here = (*path, rows)
-        if here not in self.known:
-            self.known[here] = None
-            if rows == own:
-                self.known[here] = divide_all(_HOST, self.keys, group, parts)
-            else:
-                if path not in self.known:
-                    found = find(_HOST, self.ids, self.keys, group, parts, bounds)
-                    of_way = functools.cache(functools.partial(assigned, _HOST, found))
-                    self.known[path] = found, of_way
-                found, of_way = self.known[path]
-                mine, fair = best(_HOST, found, rows * inside, of_way)
-                if fair and not self._too_much(found, mine, inside):
-                    self.known[here] = divide(_HOST, found, group, mine)
-        return self.known[here]
+    def _ranks(self, shared: tuple[int, ...]) -> list[tuple[np.ndarray, ...]] | None:
+        """For each rank the tokens of documents that each level has split, then of whole ones."""
+        if not self.levels:
+            return [self.tokens]
+        rows, *inner = shared
+        if rows not in self.parts:
+            self.parts[rows] = self._divide(rows)
+        parts = self.parts[rows]
+        if parts is None:
+            return None
+        found: list[tuple[np.ndarray, ...]] = []
+        for part in parts:
+            ranks = part._ranks(tuple(inner))
+            if ranks is None:
+                return None
+            found += ranks
+        return found
 
-    def _too_much(self, found: Any, mine: Any, inside: int) -> bool:
-        """Whether a rank surely gets more than the most: areas are rounded down."""
-        if self.most is None or inside > 1:
-            return False
-        return int(mine.area) * int(found.row.areas.unit) > self.most
-
-
-def _on_host(
-    levels: tuple[int, ...], ids: np.ndarray, keys: np.ndarray, shared: tuple[int, ...] | None
-) -> ContextPlan:
-    ids, keys = (np.asarray(x, np.int32) for x in (ids, keys))
-    own = keys.shape[1] // math.prod(levels)
-    most = _FAIR if shared is None else None
-    rows = [_OnHost(levels, *x, most) for x in zip(ids, keys, strict=True)]
-    tried: Any = [shared]
-    if shared is None:
-        sizes = sorted({_rows_of(share, own) for share in SIZES})
-        tried = itertools.combinations_with_replacement(sizes, len(levels))
-    for sizes in tried:
-        if sizes[0] == own:
-            break
-        found = []
-        for row in rows:
-            divided = row.divided(sizes)
-            if divided is None:
-                break
-            if most is not None and _load(row.keys, divided[0], math.prod(levels)) > most:
-                break
-            found.append(divided)
+    def _divide(self, shared: int) -> list[_Group] | None:
+        """shared: rows of a rank."""
+        parts, inner = self.levels[0], math.prod(self.levels[1:])
+        length = sum(map(len, self.tokens))
+        if shared * parts * inner == length:
+            made = self._all_split()
+        elif len(self.tokens[-1]) == 0:
+            none = self.tokens[-1]
+            made = [(*outer, none, none) for outer in self.preassigned.tokens]
         else:
-            orders, splits = zip(*found, strict=True)
-            orders = orders[0][None] if len(orders) == 1 else np.stack(orders)
-            return _plan(orders, levels, sizes, np.stack(splits))
-    if shared is not None:
-        rows_given = " and ".join(map(str, shared))
-        warnings.warn(
-            f"the documents do not fit a shared part of {rows_given} of a rank's {own} rows, so "
-            "all rows are shared, as by a plan that keeps nothing local. Give a larger shared= (an "
-            "int counts rows, a float is a share of them), or None to have it chosen",
-            stacklevel=4,
+            assignment = assign_documents(self.strategies, shared * inner)
+            if assignment is None or (inner == 1 and self._too_much(assignment)):
+                return None
+            order = order_rows(self.strategies.stats, assignment)
+            rest = self.tokens[-1]
+            made = [
+                (*outer, *(rest[x] for x in own))
+                for outer, own in zip(self.preassigned.tokens, order, strict=True)
+            ]
+        if any(sum(map(len, x)) * parts != length for x in made):
+            return None
+        return [_Group(self.levels[1:], *self.row, self.most, x) for x in made]
+
+    def _too_much(self, assignment: Assignment) -> bool:
+        """Whether a rank surely gets more area than it may: areas are rounded down."""
+        area = int(assignment.area) << self.area_shift
+        total = self.row[1].sum(dtype=np.int64)
+        return area * len(self.row[1]) > self.most * total * self.strategies.stats.own
+
+    @functools.cached_property
+    def area_shift(self) -> int:
+        total = sum(int(self.row[1][x].sum(dtype=np.int64)) for x in self.tokens)
+        return max(0, total.bit_length() - _AREA_BITS)
+
+    @functools.cached_property
+    def preassigned(self) -> Preassigned:
+        """What the outer levels have split, dealt to the parts in tiles: of each as many tiles."""
+        parts = self.levels[0]
+        areas, sizes = np.zeros((2, parts), np.int64)
+        dealt: list[list[np.ndarray]] = [[] for _ in range(parts)]
+        for tokens in self.tokens[:-1]:
+            of_tile = self._tile_areas(tokens, parts * -(-len(tokens) // (TILE * parts)))
+            part = deal_in_rounds(of_tile, np.argsort(-of_tile, kind="stable"), areas)
+            areas = areas + _sums(part, of_tile, parts)
+            of_token = part.repeat(TILE)[: len(tokens)]
+            for number, mine in enumerate(dealt):
+                mine.append(tokens[of_token == number])
+            sizes += [len(mine[-1]) for mine in dealt]
+        return Preassigned(dealt, sizes, areas)
+
+    @functools.cached_property
+    def strategies(self) -> Strategies:
+        own = sum(map(len, self.tokens)) // self.levels[0]
+        rest = self.tokens[-1]
+        ids, keys = self.row if len(self.tokens) == 1 else (x[rest] for x in self.row)
+        before = self.preassigned
+        return Strategies(analyze_row(ids, keys, own, before.sizes, before.areas, self.area_shift))
+
+    def _all_split(self) -> list[tuple[np.ndarray, ...]]:
+        """All that is left is split as well: tiles of the group's order, dealt by area."""
+        parts, tokens = self.levels[0], np.concatenate(self.tokens)
+        ends = np.cumsum([len(x) for x in self.tokens[:-1]], dtype=np.int64)
+        tiles = len(tokens) // TILE
+        areas = self._tile_areas(tokens, tiles)
+        level = ends.searchsorted(TILE * np.arange(tiles), side="right")
+        heavy = np.argsort(-areas, kind="stable")
+        by_level = heavy[np.argsort(level[heavy], kind="stable")]
+        part = deal_in_rounds(areas, by_level, np.zeros(parts, np.int64))
+        # Tiles of this level may be swapped.
+        last = level == len(ends)
+        wanted = areas.sum() // parts - _sums(np.where(last, -1, part), areas, parts)
+        swapped = refine_by_swaps(np.where(last, part, -1), areas, heavy, wanted, tiles // parts)
+        of_token = np.where(last, swapped, part).repeat(TILE)
+        none = tokens[:0]
+        levels = [*zip(self.tokens, np.split(of_token, ends), strict=True)]
+        return [(*(x[to == number] for x, to in levels), none) for number in range(parts)]
+
+    def _tile_areas(self, tokens: np.ndarray, tiles: int) -> np.ndarray:
+        keys = np.zeros(tiles * TILE, np.int64)
+        keys[: len(tokens)] = self.row[1][tokens]
+        return keys.reshape(tiles, TILE).sum(axis=1) >> self.area_shift
+
+
+class Preassigned(NamedTuple):
+    """What parts get before documents are assigned."""
+
+    tokens: list[list[np.ndarray]]  # of each part, of each outer level
+    sizes: np.ndarray  # (R,) tokens
+    areas: np.ndarray  # (R,)
+
+
+class RowStats(NamedTuple):
+    """The D documents of a row, heaviest first, and the tokens and areas of its R parts.
+
+    A chunk is a tile of rows of one document, counted from its end: the kernels then need not
+    share the tile. Only documents that may be split have chunks, G of them.
+    """
+
+    own: int  # tokens of a part
+    sizes: np.ndarray  # (R,) preassigned tokens
+    base_areas: np.ndarray  # (R,) their areas
+    lengths: np.ndarray  # (D,); padding is a document of none
+    areas: np.ndarray  # (D,)
+    padding: int  # tokens
+    chunk_document: np.ndarray  # (G,)
+    chunk_areas: np.ndarray  # (G,)
+    heavy_chunks: np.ndarray  # (G,) the order of chunks, heaviest first
+    first_chunk: np.ndarray  # of each document that has some
+    # Tokens sorted by document, in documents' order: runs of them.
+    runs: Runs
+    ends: np.ndarray  # (D,) place behind each document
+
+
+class Runs(NamedTuple):
+    """Runs of one id, sorted by it: a row has a few hundred of them, and 100,000 tokens."""
+
+    first: np.ndarray  # (r,) index in the sequence
+    begin: np.ndarray  # (r + 1,) place among the sorted tokens
+    document: np.ndarray  # (r,) number of the document
+    padding: np.ndarray  # (r,) bool
+
+
+def analyze_row(
+    ids: np.ndarray,
+    keys: np.ndarray,
+    own: int,
+    sizes: np.ndarray,
+    base_areas: np.ndarray,
+    area_shift: int = 0,
+) -> RowStats:
+    """ids, keys: of its tokens; the rest as in RowStats; areas count 2**area_shift pairs."""
+    changes = np.flatnonzero(ids[1:] != ids[:-1]) + 1
+    first = np.concatenate([np.zeros(min(1, len(ids)), np.int64), changes])
+    of_run, run_sizes = ids[first], np.diff(first, append=len(ids))
+    by_id = of_run.argsort(kind="stable")
+    first, of_run, run_sizes = first[by_id], of_run[by_id], run_sizes[by_id]
+    begin = np.append(0, run_sizes.cumsum())
+    begins = np.append(True, of_run[1:] != of_run[:-1])[: len(first)]
+    document, padding = begins.cumsum() - 1, of_run == PADDING_SEGMENT_ID
+    starts = begin[:-1][begins]
+    ends = np.append(starts[1:], len(ids))[: len(starts)]
+
+    sums = np.zeros(len(keys) + 1, np.int64)
+    keys.cumsum(dtype=np.int64, out=sums[1:])
+    of_runs = sums[first + run_sizes] - sums[first]
+    ahead = of_runs.cumsum() - of_runs - sums[first]
+
+    def sum_before(place: np.ndarray) -> np.ndarray:
+        run = begin[1:-1].searchsorted(place, side="right")
+        return ahead[run] + sums[first[run] + place - begin[run]]
+
+    def area(start: np.ndarray, end: np.ndarray) -> np.ndarray:
+        return (sum_before(end) - sum_before(start)) >> area_shift
+
+    empty = padding[begins]
+    lengths = np.where(empty, 0, ends - starts)
+    areas = np.where(empty, -1, area(starts, ends))
+    heaviest = (-areas).argsort(kind="stable")
+    lengths, areas, ends = lengths[heaviest], areas[heaviest].clip(0), ends[heaviest]
+    place = np.empty_like(heaviest)
+    place[heaviest] = np.arange(len(heaviest))
+
+    each = lengths[: _max_candidates(len(sizes))] // TILE
+    first_chunk = each.cumsum() - each
+    chunk_document = np.arange(len(each)).repeat(each)
+    behind = np.arange(len(chunk_document)) - first_chunk[chunk_document]
+    end = ends[chunk_document] - TILE * behind
+    chunk_areas = area(end - TILE, end)
+    heavy_chunks = (-chunk_areas).argsort(kind="stable")
+    runs = Runs(first, begin, place[document], padding)
+    chunks = (chunk_document, chunk_areas, heavy_chunks, first_chunk)
+    of_padding = int(run_sizes[padding].sum())
+    return RowStats(own, sizes, base_areas, lengths, areas, of_padding, *chunks, runs, ends)
+
+
+def _max_candidates(ranks: int) -> int:
+    """How many of the heaviest documents may be split or dealt by a strategy, and a round more."""
+    return max(_HEAVIEST) + (_ROUNDS + 1) * ranks
+
+
+class Assignment(NamedTuple):
+    """What each part gets of a row."""
+
+    owner: np.ndarray  # (D,) the part that has all of a document, -1: it is split
+    chunk_part: np.ndarray  # (G,) of chunks of split documents, -1: none
+    chunks: np.ndarray  # (R,) how many
+    rows: np.ndarray  # (R,) of split documents and of padding
+    split: np.ndarray  # (R,) of split documents
+    area: int  # of the part with most
+
+
+def assign_documents(strategies: Strategies, shared: int) -> Assignment | None:
+    """By the strategy with the least load of those tried which need at most `shared` rows of a
+    part; None: there is none, or none that is fair."""
+    stats, mean = strategies.stats, strategies.mean
+    enough = strategies.need <= shared
+    load = np.full(len(enough), _HUGE)
+    for number in np.flatnonzero(enough):
+        load[number] = strategies.predicted_load(int(number))
+    # Those that split the same documents are tried once.
+    _, first = np.unique(np.stack([load, strategies.need]), axis=1, return_index=True)
+    first = np.sort(first)
+    order = first[load[first].argsort(kind="stable")][: len(_SLACK)]
+    least, best = _HUGE, None
+    for number, slack in zip(order, _SLACK, strict=False):
+        if load[number] > mean + mean // _WORST:
+            break
+        found = strategies.assignment(int(number))
+        fits = found.split.max() + stats.sizes.max() <= shared
+        if fits and found.area < least:
+            least, best = found.area, found
+        if least <= mean + mean // slack:
+            break
+    return best if least <= mean + mean // _WORST else None
+
+
+class Strategies:
+    """K strategies for a row. Each splits some of the heaviest documents and deals the next whole;
+    what it needs is estimated with the small ones as a fluid that levels the tokens of parts."""
+
+    def __init__(self, stats: RowStats) -> None:
+        self.stats = stats
+        ranks, lengths, areas = len(stats.sizes), stats.lengths, stats.areas
+        self.mean = int(areas.sum() + stats.base_areas.sum()) // ranks
+        end = self._deal()
+        split = self.owner < 0
+        few = min(split.shape[1], len(lengths))
+        split_tokens, split_areas, chunks = (
+            (split[:, :few] * x[:few]).sum(axis=1) for x in (lengths, areas, lengths // TILE)
         )
-    return _all_shared(math.prod(levels), keys)
+        small = lengths.sum() - split_tokens - (self.tokens - stats.sizes).sum(axis=1)
+        small_areas = areas.sum() - split_areas - (self.areas - stats.base_areas).sum(axis=1)
+        tokens = water_fill(self.tokens, small)
+        density = small_areas // small.clip(1)
+        self.without_chunks = self.areas + density[:, None] * (tokens - self.tokens)
+        rows = stats.own - tokens
+        self.chunks = _chunks_each(rows, chunks)
+        remainder = split_tokens - TILE * self.chunks.sum(axis=1)  # rows that fill no chunk
+        # A small document that is cut is one of the reserve.
+        largest = np.append(lengths, 0)[end.clip(0, len(lengths))]
+        tail = lengths[::-1].cumsum()[::-1]
+        first = (-tail).searchsorted(-_reserve(largest, ranks, ranks * stats.own))
+        cut = np.minimum(largest, lengths[first.clip(0, len(lengths) - 1)])
+        need = np.minimum(rows, TILE * self.chunks - (-remainder // ranks)[:, None]) + stats.sizes
+        self.need = np.minimum(need.max(axis=1) + np.where(small > 0, cut, 0), stats.own)
+        self.predicted_load = functools.cache(self._predicted_load)
+        self.assignment = functools.cache(self._assignment)
+
+    def _deal(self) -> np.ndarray:
+        """Deals the documents behind those that are split, each to the part with the least load
+        that has room. Returns how many each strategy has then dealt with, and sets `tokens` and
+        `areas` (K, R) and `owner` (K, candidates): the part, -1: split, R: small, not dealt."""
+        stats, ranks = self.stats, len(self.stats.sizes)
+        number, length = _max_candidates(ranks), ranks * stats.own
+        lengths, areas = (
+            np.pad(x[:number], (0, max(0, number - len(x)))) for x in (stats.lengths, stats.areas)
+        )
+        total_tokens, total_areas = stats.lengths.sum(), stats.areas.sum()
+        mean = max(total_areas // length, 1)  # area of a token
+        tokens_ahead, areas_ahead = (x.cumsum() - x for x in (lengths, areas))
+        density = (total_areas - areas_ahead) // (total_tokens - tokens_ahead).clip(1)
+        heaviest, weight = (
+            x.ravel() for x in np.meshgrid(_HEAVIEST, _TOKEN_WEIGHTS, indexing="ij")
+        )
+        owner = np.where(np.arange(number) < heaviest[:, None], -1, ranks)
+        before = np.stack([stats.sizes, stats.base_areas])[:, None].repeat(len(weight), axis=1)
+        read = (lengths, areas, density.clip(max=4 * mean), weight * mean)
+        written = (heaviest, *before, owner)
+        deal: Any = _deal if ext is None else ext.deal
+        changed = [x.astype(np.int32) for x in written]
+        most = stats.own, self.mean + self.mean // 34
+        deal(*(x.astype(np.int32) for x in read), *most, _ROUNDS, *changed)
+        end, self.tokens, self.areas, self.owner = (x.astype(np.int64) for x in changed)
+        return end
+
+    def _predicted_load(self, number: int) -> int:
+        """The area of the part with most."""
+        _, sums = _chunks_of(self.stats, self.owner[number])
+        area = self.without_chunks[number]
+        more, _ = _level(sums, self.chunks[number], self.mean - area)
+        return int((area + more).max())
+
+    def _assignment(self, number: int) -> Assignment:
+        stats, ranks = self.stats, len(self.stats.sizes)
+        owner = np.full(len(stats.lengths), ranks)
+        few = self.owner[number][: len(owner)]
+        owner[: len(few)] = few
+        owner = _deal_small(owner, stats.lengths, self.tokens[number], stats.own)
+        rows = stats.own - stats.sizes - _sums(owner, stats.lengths, ranks)
+        area = stats.base_areas + _sums(owner, stats.areas, ranks)
+        index, sums = _chunks_of(stats, owner)
+        each = _chunks_each(rows[None], np.array([len(index)]))[0]
+        wanted = self.mean - area
+        _, part = _level(sums, each, wanted)
+        chunk_part = np.full(len(stats.chunk_areas), -1)
+        chunk_part[index[: len(part)]] = part
+        heavy, most = stats.heavy_chunks, stats.own // TILE
+        chunk_part = refine_by_swaps(chunk_part, stats.chunk_areas, heavy, wanted, most)
+        area = area + _sums(chunk_part, stats.chunk_areas, ranks)
+        room = rows - TILE * each
+        remainder = stats.lengths[owner < 0].sum() - TILE * each.sum()
+        ends = (room - np.minimum(room, stats.padding // ranks)).cumsum()
+        split = TILE * each + np.diff(np.minimum(ends, remainder), prepend=0)
+        return Assignment(owner, chunk_part, each, rows, split, int(area.max()))
 
 
-def _load(keys: np.ndarray, order: np.ndarray, ranks: int) -> float:
-    """Area of the most loaded rank over the mean."""
-    area = [keys.take(_to_index(x)).sum(dtype=np.int64) for x in order.reshape(ranks, -1)]
-    return float(max(area) * ranks / max(sum(area), 1))
+def _deal(
+    lengths, areas, density, weight, most_tokens, most_area, rounds, end, tokens, area, owner
+) -> None:
+    """csrc/plan/deal.cc without the extension: the last four arrays are changed in place."""
+    ranks, last = tokens.shape[1], len(lengths) - 1
+    lengths, areas, density = (x.tolist() for x in (lengths, areas, density))
+    for n, of_token in enumerate(weight.tolist()):
+        held, load = tokens[n].tolist(), area[n].tolist()
+        for _ in range(rounds):
+            begin = int(end[n])
+            first = min(begin, last)
+            per_token = of_token - density[first]
+            turns = [
+                (load[rank] + per_token * held[rank], rank)
+                for rank in range(ranks)
+                if held[rank] + lengths[first] <= most_tokens
+                and load[rank] + areas[first] <= most_area
+            ]
+            # As if one by one: a rank takes one while those before it, with theirs, have no less.
+            least, taken = math.inf, 0
+            for before, rank in sorted(turns):
+                if before > least:
+                    break
+                document = min(begin + taken, last)
+                least = min(least, before + areas[document] + per_token * lengths[document])
+                held[rank] += lengths[document]
+                load[rank] += areas[document]
+                owner[n, begin + taken] = rank
+                taken += 1
+            if taken == 0:
+                owner[n, begin] = -1  # fits nowhere: it is split
+            end[n] += max(taken, 1)
+        tokens[n], area[n] = held, load
 
 
-def _to_index(x: np.ndarray) -> np.ndarray:
-    """What indexes faster than other integers. A rank at a time: small arrays reuse memory."""
-    return x.astype(np.intp)
+def water_fill(levels: np.ndarray, amount: np.ndarray) -> np.ndarray:
+    """(K, R) levels raised by `amount` (K,) in all, the lowest first, as water would."""
+    by_level = levels.argsort(axis=1, kind="stable")
+    low = np.take_along_axis(levels, by_level, 1)
+    number = np.arange(1, levels.shape[1] + 1)
+    total = low.cumsum(axis=1) + amount[:, None]
+    # With the n lowest under water the surface is at total // n: n is the most that fit.
+    covered = (total // number >= low).sum(axis=1, keepdims=True)
+    surface, remainder = np.divmod(np.take_along_axis(total, covered - 1, 1), covered)
+    raised = np.where(number <= covered, surface + (number <= remainder), low)
+    filled = np.empty_like(levels)
+    np.put_along_axis(filled, by_level, raised, 1)
+    return filled
 
 
-@functools.partial(jax.jit, static_argnames=("levels", "shared"), inline=True)
-def _on_device(
-    ids: jax.Array, keys: jax.Array, levels: tuple[int, ...], shared: tuple[int, ...]
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    ranks, length = math.prod(levels), ids.shape[1]
+def _chunks_each(rows: np.ndarray, number: np.ndarray) -> np.ndarray:
+    """(K, R) how many of `number` (K,) chunks each part takes that has room for `rows` rows: as
+    even as can be; where the room is too small the rest stays over."""
+    room = rows // TILE
+    spare = (room.sum(axis=1) - number).clip(0)
+    # Rooms lowered from the highest: what is left out is raised as water is, upside down.
+    return -water_fill(-room, spare)
 
-    def one_row(ids: jax.Array, keys: jax.Array) -> tuple[Any, Any, Any]:
-        groups = Group(jnp.arange(length, dtype=jnp.int32)[None], jnp.zeros((1, 0), jnp.int32))
-        fails = jnp.zeros((), bool)
-        for level, parts in enumerate(levels):
-            inside = math.prod(levels[level + 1 :])
-            bounds = tuple(rows * parts * inside for rows in shared[:level])
 
-            def one_group(
-                group: Group, parts: int = parts, bounds: Any = bounds, level: int = level
-            ) -> tuple[Group, Any]:
-                if shared[level] * ranks == length:
-                    return divide_all(_DEVICE, keys, group, parts), jnp.zeros((), bool)
-                found = find(_DEVICE, ids, keys, group, parts, bounds)
-                rows = shared[level] * math.prod(levels[level + 1 :])
-                of_way = functools.partial(assigned, _DEVICE, found)
-                mine, fair = best(_DEVICE, found, rows, of_way)
-                return divide(_DEVICE, found, group, mine), ~fair
+def _chunks_of(stats: RowStats, owner: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Chunks of split documents, heaviest first, and the area of the first n of them."""
+    heavy = stats.heavy_chunks
+    index = heavy[owner[stats.chunk_document[heavy]] < 0]
+    return index, np.append(0, stats.chunk_areas[index].cumsum())
 
-            divided, none = jax.vmap(one_group)(groups)
-            fails |= none.any()
-            groups = Group(*(x.reshape(-1, x.shape[2]) for x in divided))
-        fails |= (groups.ends > jnp.array(shared)).any()
-        return groups.tokens.reshape(-1), groups.ends, fails
 
-    order, split, fails = jax.vmap(one_row)(ids.astype(jnp.int32), keys)
-    fallback = fails.any()
-    order = jax.lax.cond(
-        fallback, lambda _, keys: balanced(ranks, keys).index(), lambda order, _: order, order, keys
-    )
-    return order, split, fallback
+def _level(sums: np.ndarray, each: np.ndarray, wanted: np.ndarray) -> tuple[Any, Any]:
+    """Chunks of split documents, to each part as many as `each` says and area near `wanted`.
+
+    sums: area of the first n, heaviest first. Returns the areas (R,), and the part of each chunk.
+    A part gets some of the heaviest that are left and some of the lightest: those with most or
+    least area a chunk to go choose first, so that what is between is left for the others. With
+    more of the heaviest in place of the lightest an area never gets smaller: the best number of
+    them is found by bisection.
+    """
+    number = int(each.sum())
+    mean = sums[number] // max(number, 1)
+    turns = (-abs(wanted.clip(0) // each.clip(1) - mean)).argsort(kind="stable")
+    known = sums[: number + 1].tolist()
+    areas, heavies = np.zeros((2, len(each)), np.int64)
+    begin, end, missed = 0, number, 0
+    for turn, part in enumerate(turns.tolist()):
+        count, aim = int(each[part]), int(wanted[part])
+        goal, behind = aim + missed // (len(each) - turn), end - count
+
+        def area(heavy: int, begin: int = begin, behind: int = behind, end: int = end) -> int:
+            return known[begin + heavy] - known[begin] + known[end] - known[behind + heavy]
+
+        best = bisect.bisect_left(range(count), goal, key=area)
+        if best and abs(area(best - 1) - goal) <= abs(area(best) - goal):
+            best = bisect.bisect_left(range(best - 1), area(best - 1), key=area)
+        areas[part], heavies[part] = area(best), best
+        missed += aim - area(best)
+        begin, end = begin + best, behind + best
+    front, back = heavies[turns], (each - heavies)[turns]
+    return areas, np.concatenate([turns.repeat(front), turns.repeat(back)[::-1]])
+
+
+def refine_by_swaps(
+    part_of: np.ndarray, areas: np.ndarray, heavy: np.ndarray, wanted: np.ndarray, most: int
+) -> np.ndarray:
+    """(G,) the part of each chunk, -1: none, with chunks swapped until areas are as wanted.
+
+    Levelling leaves a part up to half a chunk from its share. The part with most and the one with
+    least swap the two chunks that bring them nearest, and so on inwards; all pairs at once, a few
+    times. areas, heavy: (G,) of chunks, and their order, the largest first; wanted: (R,) of parts;
+    most: chunks that a part may have.
+    """
+    ranks = len(wanted)
+    if ranks < 2 or len(part_of) == 0:
+        return part_of
+    # (R, columns) the chunks that each offers: one of so many, by area.
+    stride = -(-most // _OFFERED)
+    columns = -(-most // stride)
+    by_part = heavy[part_of[heavy] >= 0]
+    by_part = by_part[part_of[by_part].argsort(kind="stable")]
+    count = np.bincount(part_of[by_part], minlength=ranks)[:, None]
+    place = stride * np.arange(columns)
+    there = place < count
+    slot = np.where(there, count.cumsum()[:, None] - count + place, 0)
+    index = np.where(there, by_part[slot] if len(by_part) else -1, -1)
+    offered = np.where(there, areas[index], 0)
+    short = wanted - _sums(part_of, areas, ranks)
+    # Where there is no chunk, to give and to take, a difference is too large to be the best.
+    missing = ~there * (_HUGE // 2)
+    pairs = ranks // 2
+    for _ in range(_SWAPS):
+        order = short.argsort(kind="stable")
+        over, under = order[:pairs], order[ranks - pairs :][::-1]
+        amount = (short[under] - short[over]) // 2
+        give = offered[over] + missing[over] - amount[:, None]
+        take = offered[under] - missing[under]
+        left = abs(give[:, :, None] - take[:, None, :]).reshape(pairs, -1)
+        best = left.argmin(axis=1)
+        better = np.flatnonzero(left[np.arange(pairs), best] < amount)
+        if not len(better):
+            break
+        over, under = over[better], under[better]
+        mine, other = np.divmod(best[better], columns)
+        for x in (index, offered):
+            x[over, mine], x[under, other] = x[under, other], x[over, mine]
+        gained = offered[under, other] - offered[over, mine]
+        short[over] += gained
+        short[under] -= gained
+    swapped = part_of.copy()
+    swapped[index[there]] = np.arange(ranks).repeat(columns).reshape(there.shape)[there]
+    return swapped
+
+
+def _deal_small(owner: np.ndarray, lengths: np.ndarray, tokens: np.ndarray, own: int) -> np.ndarray:
+    """Small documents (owner R) laid in a line, mixed, and cut so that parts are equally long.
+
+    A document that is cut is split. So that it is short, the shortest are a reserve: the line of
+    the others is cut between two of them, and that of the reserve where each part is full.
+    """
+    ranks, small = len(tokens), owner == len(tokens)
+    sizes = np.where(small, lengths, 0)
+    tail = sizes[::-1].cumsum()[::-1]
+    share = water_fill(tokens[None], tail[:1])[0] - tokens
+    mixed = _mixed(len(sizes))
+    reserved = (tail <= _reserve(sizes.max(), ranks, ranks * own))[mixed]
+    sizes = sizes[mixed]
+    line = np.where(reserved, 0, sizes)
+    end = line.cumsum()
+    room = share + water_fill(-share[None], end[-1:])[0]
+    whole = np.minimum(room.cumsum().searchsorted(end - line, side="right"), ranks - 1)
+    whole = np.where(reserved, -1, whole)
+    left = share - _sums(whole, line, ranks)
+    if left.min() >= 0:
+        share, line = left, np.where(reserved, sizes, 0)
+    else:  # the line of all is cut
+        whole, line = np.full_like(whole, -1), sizes
+    end, ends = line.cumsum(), share.cumsum()
+    first, last = (ends.searchsorted(x, side="right") for x in (end - line, end - 1))
+    cut = np.where(first == last, np.minimum(first, ranks - 1), -1)
+    dealt = np.empty_like(owner)
+    dealt[mixed] = np.where(whole >= 0, whole, cut)
+    return np.where(small, dealt, owner)
+
+
+def _reserve(largest: Any, ranks: int, length: Any) -> Any:
+    """Tokens of the smallest small documents, which level parts that others are dealt to whole:
+    twice the largest for each."""
+    return 2 * ranks * np.minimum(largest, length // (2 * ranks))
+
+
+@functools.lru_cache(64)
+def _mixed(number: int) -> np.ndarray:
+    """An order of so many, of which any part is mixed."""
+    golden = np.uint32(2654435769)  # 2**32 over the golden ratio
+    return (np.arange(number, dtype=np.uint32) * golden >> np.uint32(1)).argsort(kind="stable")
+
+
+def _sums(part_of: np.ndarray, x: np.ndarray, ranks: int) -> np.ndarray:
+    """(ranks,) sums of the x (N,) of each part; those of no part (-1) and of R are left out."""
+    return np.bincount(part_of + 1, x, ranks + 2)[1 : ranks + 1].astype(np.int64)
+
+
+def order_rows(stats: RowStats, assignment: Assignment) -> list[tuple[np.ndarray, np.ndarray]]:
+    """For each part its tokens of split documents, and the others in the order of the row.
+
+    Chunks come first, then rows of split documents that fill no chunk: each in the row's order.
+    """
+    runs, lengths = stats.runs, stats.lengths
+    # Runs are cut into pieces that go one way: at chunks, and where a line of what fills none, or
+    # of padding, passes from one part to the next.
+    some = assignment.owner[: len(stats.first_chunk)] < 0
+    of_split = some[stats.chunk_document]
+    document = stats.chunk_document[of_split]
+    behind = np.arange(len(of_split))[of_split] - stats.first_chunk[document] + 1
+    cuts = [runs.begin[:-1], stats.ends[document] - TILE * behind]
+    free = assignment.rows - TILE * assignment.chunks
+    even = np.minimum(free, stats.padding // len(free))
+    ends, even_ends = (free - even).cumsum(), even.cumsum()
+
+    def pieces() -> tuple[np.ndarray, ...]:
+        place = np.unique(np.concatenate(cuts))
+        run = runs.begin[1:-1].searchsorted(place, side="right")
+        document, padding = runs.document[run], runs.padding[run]
+        from_end = stats.ends[document] - 1 - place
+        # Part -1 of a split document: in no chunk.
+        part = assignment.owner[document]
+        split = ~padding & (part < 0)
+        chunked = (
+            split
+            & (document < len(stats.first_chunk))
+            & (lengths[document] // TILE > from_end // TILE)
+        )
+        chunk = stats.first_chunk[document[chunked]] + from_end[chunked] // TILE
+        part[chunked] = assignment.chunk_part[chunk]
+        first = runs.first[run] + place - runs.begin[run]
+        return place, np.diff(place, append=runs.begin[-1]), first, padding, split, part
+
+    place, size, _, padding, split, part = pieces()
+    remainder = split & (part < 0)
+    cuts.append(_cuts_of_line(place[remainder], size[remainder], ends))
+    left = ends - size[remainder].sum() + even_ends[-1]
+    line_ends = np.append(even_ends, left[left > even_ends[-1]])
+    cuts.append(_cuts_of_line(place[padding], size[padding], line_ends))
+    place, size, first, padding, split, part = pieces()
+    remainder = split & (part < 0)
+    in_line, in_padding = (np.where(x, size, 0).cumsum() - size for x in (remainder, padding))
+    spread = padding & (in_padding < even_ends[-1])
+    in_line[padding] = in_padding[padding] + size[remainder].sum() - even_ends[-1]
+    kind = np.where(remainder, 1, np.where(split, 0, 2))
+    behind = remainder | padding
+    part[behind] = ends.searchsorted(in_line[behind], side="right")
+    part[spread] = even_ends.searchsorted(in_padding[spread], side="right")
+    order = np.lexsort((first, kind, part))
+    first, size = first[order], size[order]
+    tokens = (first - (size.cumsum() - size)).astype(np.int32).repeat(size)
+    tokens += np.arange(len(tokens), dtype=np.int32)
+    parts = np.split(tokens, (stats.own - stats.sizes).cumsum()[:-1])
+    return [(x[:n], x[n:]) for x, n in zip(parts, assignment.split, strict=True)]
+
+
+def _cuts_of_line(place: np.ndarray, size: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """The places where a line of pieces is cut at `ends`, which are numbers of its tokens."""
+    line = size.cumsum()
+    ends = ends[(ends > 0) & (ends < size.sum())]
+    piece = line.searchsorted(ends, side="right")
+    return place[piece] + ends - (line[piece] - size[piece])

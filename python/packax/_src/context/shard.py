@@ -121,7 +121,8 @@ def _forward(call: Call, query, key, value, scores, mask, beside) -> tuple[Any, 
     """On one rank."""
     operands = vary_together(scores, query, key, value, mask, beside)
     scores = operands[0]
-    out, lse, top = _by_parts(operands[4], rank_passes.forward, local_kv.forward, call, operands)
+    passes = rank_passes if operands[4].private_part is None else local_kv
+    out, lse, top = passes.forward(call, *operands)
     if scores.sinks is not None:
         out, lse = add_sinks(out, lse, scores.sinks)
     return out, lse, top
@@ -141,9 +142,8 @@ def _backward(
         dout, of_lse = of_attended(lse, dout, dlse if call.return_lse else None)
         dlse = dlse if of_lse is None else of_lse
     operands = (scores, query, key, value, mask, beside, out, lse, dout, dlse)
-    dq, dk, dv, parts, dbias = _by_parts(
-        mask, rank_passes.backward, local_kv.backward, call, operands
-    )
+    passes = rank_passes if mask.private_part is None else local_kv
+    dq, dk, dv, parts, dbias = passes.backward(call, *operands)
     dscores = jax.tree.map(jnp.zeros_like, scores)  # for those that nobody wants
     if scores.sinks is not None:
         dlse = dlse if call.return_lse else None
@@ -156,13 +156,3 @@ def _backward(
     if dbias is not None:
         dscores = dscores._replace(bias=dbias)
     return dq, dk, dv, summed(call.layout, dscores, call.bias_dims)
-
-
-def _by_parts(mask: AttentionMask, gathered: Any, local: Any, call: Call, operands: Any) -> Any:
-    """One of two functions of (call, *operands): of keys that are all gathered, or only in part."""
-    gathered, local = (functools.partial(f, call) for f in (gathered, local))
-    if mask.private_part is None:
-        return gathered(*operands)
-    if mask.fallback is None:
-        return local(*operands)
-    return jax.lax.cond(mask.fallback[0] != 0, gathered, local, *operands)

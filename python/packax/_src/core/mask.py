@@ -108,10 +108,11 @@ class AttentionMask(NotAnArray):
         default=None, metadata=_array(BATCH, WHOLE, WHOLE) | _OF_NO_PASS
     )
     # Of a plan that keeps documents local: the same again as masks of shared rows and the shared
-    # keys of all ranks, or of a host's, and of all rows and the rank's own keys. (1,), 1: use none.
+    # keys of all ranks, or of a host's, and of all rows and the rank's own keys.
     shared_parts: tuple[AttentionMask, ...] = ()
     private_part: AttentionMask | None = None
-    fallback: jax.Array | None = field(default=None, metadata=_array(BATCH) | _OF_NO_PASS)
+    # (B,), 1: that plan was made of other segment ids, so results are NaN. None: known not to be.
+    plan_mismatch: jax.Array | None = field(default=None, metadata=_array(BATCH) | _OF_NO_PASS)
 
     q_len: int
     kv_len: int

@@ -11,6 +11,7 @@ import numpy as np
 from jax.export import is_symbolic_dim
 
 from packax._src.context.load_balance import ContextPlan
+from packax._src.context.local_mask import keeps_local, local_parts, made_of
 from packax._src.core.integers import Array
 from packax._src.core.jax_compat import vary_together
 from packax._src.core.mask import AttentionMask
@@ -22,7 +23,6 @@ from packax._src.masks.documents import Ranges
 from packax._src.masks.expressions import And, Interval, MaskExpression, documents_of
 from packax._src.masks.intervals import warn_of_offsets
 from packax._src.masks.lengths import batch_of, check_lengths
-from packax._src.masks.local_parts import fits_documents, keeps_local, local_parts
 from packax._src.masks.messages import instead_of_array
 from packax._src.masks.rank_rows import RankRows
 from packax._src.masks.row_ranges import Document, Rows, row_ranges_and_bounds, segment_check_of
@@ -53,9 +53,9 @@ def create_attention_mask(
         plan: the `ContextPlan` by which the query rows were permuted. The expression stays in the
             order of the sequence, as do its arrays: this function permutes the rows. With a plan
             of kind "local" only shared keys are gathered; all are for a block_sparse(...), without
-            documents(...), with other ids of keys, with permuted_keys=False, and where the plan was
-            made of other documents. numpy ids and plan say here whether it was; else the program
-            finds out, and can do either.
+            documents(...), with other ids of keys, and with permuted_keys=False. If such a plan was
+            made of other segment ids, all keys are gathered where ids and plan are numpy arrays;
+            else the program compares a checksum, and outputs and gradients are NaN.
         permuted_keys: whether keys and values are permuted by `plan` too, as in self-attention of
             permuted tokens. False: they are in the order of the sequence.
 
@@ -119,7 +119,7 @@ def create_attention_mask(
         part.warn_beside(document)
     warn_of_offsets(expression, q_len, kv_len)
     sides: tuple[Array | None, ...] = (None,) * 4
-    fits = None if document is None else fits_documents(plan, document.q_ids)
+    of_plan = None if document is None else made_of(plan, document.q_ids)
     if document is not None:
         sides = (document.q_ids, document.kv_ids, document.q_pos, document.kv_pos)
     sides = tuple(None if x is None else jnp.atleast_2d(x) for x in sides)
@@ -149,7 +149,7 @@ def create_attention_mask(
         sharding=sharding,
         layout=layout,
         permuted_keys=bool(permuted_keys),
-        fits=fits,
+        of_plan=of_plan,
     )
     if any(not is_symbolic_dim(n) and n == 0 for n in (batch, q_len, kv_len)):
         shapes = jax.eval_shape(build, sides, interval, ranges, block_mask, tree, plan)
@@ -185,16 +185,16 @@ def _check_plan(
     jax.jit,
     static_argnames=(
         *("batch", "q_len", "kv_len", "block_size", "implementation"),
-        *("sharding", "layout", "permuted_keys", "fits"),
+        *("sharding", "layout", "permuted_keys", "of_plan"),
     ),
     inline=True,
 )
 def _build(
     document, interval, ranges, block_mask, tree, plan, *,
-    batch, q_len, kv_len, block_size, implementation, sharding, layout, permuted_keys, fits,
+    batch, q_len, kv_len, block_size, implementation, sharding, layout, permuted_keys, of_plan,
 ) -> AttentionMask:  # fmt: skip
-    """document: the arrays of `Document`; interval: And of what else narrows the rows; fits: of a
-    plan, see `fits_documents`.
+    """document: the arrays of `Document`; interval: And of what else narrows the rows; of_plan: see
+    `made_of`.
 
     A tree narrows the row ranges, and the test of documents with positions does the rest: ids are
     those of documents, or all alike, and a row attends a key if one after the row is at most the
@@ -264,7 +264,7 @@ def _build(
     if ranks.plan is not None and permuted_keys:
         orders = jnp.stack([ranks.plan.order, ranks.plan.inverse], axis=1)
         computed["kv_plan"] = ranks.pinned(orders, ranks.plan_batch)
-        if block_size is None and fits is not False and keeps_local(ranks, document):
+        if block_size is None and of_plan is not False and keeps_local(ranks, document):
             computed |= local_parts(
                 ranks,
                 document,
@@ -274,7 +274,7 @@ def _build(
                 level=level,
                 implementation=implementation,
                 sharding=sharding,
-                fits=fits,
+                checked=bool(of_plan),
             )
     without_ids = kv_ids is None or shared_ids
     without_pos = kv_pos is None or level < 2 or shared_pos

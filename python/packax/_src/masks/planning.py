@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from packax._src.context.array_ops import indices
 from packax._src.context.load_balance import (
     ContextPlan,
     balanced,
@@ -67,13 +66,14 @@ def context_plan(
     ranks gather, and a private part. Where the context axes are several, such as (host, GPU), they
     are levels: documents are split inside a host first, and there is a shared part of all ranks and
     one of the ranks of a host. Without `documents(...)`, or with other ids of keys, all rows are
-    shared, as "balanced" deals them.
+    shared, as "balanced" deals them. Such a plan is made on the host, from values: not inside jit.
 
     Args:
         expression: what the mask is made of, in the order of the sequence. Where it holds numpy
             arrays alone, the plan is made on the host in numpy, as in a data loader; else on the
-            device, inside jit or not. An id that comes back counts as another document here, and
-            positions as if they went up by one inside a document: the balance alone depends on it.
+            device, inside jit or not ("local": always on the host). An id that comes back counts as
+            another document here, and positions as if they went up by one inside a document: the
+            balance alone depends on it.
         sharding: the `AttentionSharding` of the attention: its context axes say how many ranks.
         ranks: how many, where there is no mesh, as in a data loader; for levels their sizes, such
             as (4, 8): of 4 hosts with 8 ranks each.
@@ -84,11 +84,9 @@ def context_plan(
             1.0, rounded up to 128 rows) or a number of rows (an int). With levels a tuple of a size
             for each, none smaller than the one before, such as (1 / 16, 1 / 2): rows that all ranks
             share, then those that a host's ranks share, the former among them. One size alone is
-            of one part that all ranks share. None: on the host the smallest of a few shares that
-            keep the most loaded rank at 1.03 of the mean, those of hosts first; on the device it
-            must be given, since shapes depend on it. Where it is too small for the documents, on
-            the host all rows are shared, with a warning; on the device `fallback` says so, and
-            attention gathers all keys.
+            of one part that all ranks share. None: the smallest of 24 shares that keep the most
+            loaded rank at 1.03 of the mean, those of hosts first. Where it is too small for the
+            documents, all rows are shared, with a warning.
         length: rows of the sequence; needed only where no array of the expression says it.
 
     Returns:
@@ -97,8 +95,8 @@ def context_plan(
 
     Raises:
         ValueError: not an expression, an unknown kind, neither or both of sharding and ranks, a
-            length that does not divide into whole chunks for every rank, or a size of the shared
-            part that is missing, no size, of other levels, or of another kind.
+            length that does not divide into whole chunks for every rank, a size of the shared part
+            that is no size, of other levels, or of another kind, or kind="local" inside jit.
 
     >>> plan = packax.context_plan(expression, sharding=sharding)
     >>> batch = plan.permute(batch)  # tokens, positions, targets: (B, length, ...)
@@ -129,20 +127,25 @@ def context_plan(
         return in_order(kind, rows)
     if kind == "zigzag":
         return zigzag(ranks, rows, chunk)
-    keys = _keys(expression, rows, rows if kv_len is None else kv_len)
     if kind == "local":
-        document = documents_of(expression)
-        if document is None or document.kv_ids is not None:
-            return local(levels, None, keys, shared)
-        return local(levels, _of_rows(document.q_ids), keys, shared)
-    return balanced(ranks, keys, chunk)
+        expression = jax.tree.map(_on_host, expression)
+    keys = _keys(expression, rows, rows if kv_len is None else kv_len)
+    if kind == "balanced":
+        return balanced(ranks, keys, chunk)
+    document = documents_of(expression)
+    ids = None if document is None or document.kv_ids is not None else document.q_ids
+    return local(levels, ids, np.asarray(keys), shared)
 
 
-def _of_rows(ids: Any) -> Any:
-    """(B or 1, length)"""
-    if isinstance(ids, jax.Array):
-        return whole_rows(jnp.atleast_2d(ids))
-    return np.atleast_2d(ids)
+def _on_host(x: Any) -> Any:
+    """An array of an expression, in numpy."""
+    if isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
+        raise ValueError(
+            'kind="local" plans on the host and needs the values of the expression, but it holds '
+            f"{described(x)}: plan on the host, where the batch is packed, and pass the plan into "
+            'the program as an argument, or use kind="balanced"'
+        )
+    return np.asarray(x) if isinstance(x, jax.Array) else x
 
 
 class ContextParallelInputs(NamedTuple, Generic[Tree]):
@@ -161,6 +164,7 @@ def context_parallel_inputs(
     kind: Kind = "balanced",
     chunk: int | None = None,
     shared: float | int | tuple[float | int, ...] | None = None,
+    plan: ContextPlan | None = None,
     implementation: Implementation | None = None,
 ) -> ContextParallelInputs[Tree]:
     """A batch and its mask for context-parallel self-attention: both in the order of one plan.
@@ -174,6 +178,8 @@ def context_parallel_inputs(
         expression: the mask in the order of the sequence; its ids are not permuted by the caller.
         sharding: how the attention lies on the mesh.
         kind, chunk, shared: as in `context_plan`.
+        plan: in place of those, one that `context_plan` made of this expression before, such as a
+            "local" one of the data loader, which is an argument of the jitted step.
         implementation: of the mask, as in `create_attention_mask`.
 
     Inside a `shard_map` of your own over the context axes, batch and expression are still of whole
@@ -184,8 +190,8 @@ def context_parallel_inputs(
         `plan.unpermute(x)` puts what comes out back into the order of the sequence.
 
     Raises:
-        ValueError: arrays of another length, or what `context_plan` and `create_attention_mask`
-            raise.
+        ValueError: arrays of another length, a plan and a kind, or what `context_plan` and
+            `create_attention_mask` raise.
 
     >>> batch, mask, plan = packax.context_parallel_inputs(batch, expression, sharding=sharding)
     """
@@ -197,9 +203,12 @@ def context_parallel_inputs(
             + (", ".join(str(np.shape(x)) for x in leaves) or "none")
         )
     (length,) = shapes
-    plan = context_plan(
-        expression, sharding=sharding, kind=kind, chunk=chunk, shared=shared, length=length
-    )
+    if plan is None:
+        plan = context_plan(
+            expression, sharding=sharding, kind=kind, chunk=chunk, shared=shared, length=length
+        )
+    elif (kind, chunk, shared) != ("balanced", None, None):
+        raise ValueError("plan says how rows are dealt: give kind=, chunk= and shared= without it")
     mask = create_attention_mask(
         expression,
         q_len=length,
@@ -283,7 +292,7 @@ def _keys_of_rows(expression: MaskExpression, length: int, xp: ModuleType) -> An
         keys = tree_keys(tree, interval)
         return xp.broadcast_to(keys, (max(batch, keys.shape[0]), length))
     on_host = xp is np
-    index: Any = (indices(length) if on_host else xp.arange(length, dtype=np.int32))[None]
+    index: Any = xp.arange(length, dtype=np.int32)[None]
     first, last = np.int32(0), np.int32(length - 1)
     document = documents_of(expression)
     ids: Any = None

@@ -70,11 +70,7 @@ class RankRows:
     def with_placed_plan(self) -> RankRows:
         if self.plan is None:
             return self
-        order, inverse, split = (
-            None if x is None else self.place(jnp.asarray(x), self.plan_batch)
-            for x in (self.plan.order, self.plan.inverse, self.plan.split)
-        )
-        plan = dataclasses.replace(self.plan, order=order, inverse=inverse, split=split)
+        plan = jax.tree.map(lambda x: self.place(jnp.asarray(x), self.plan_batch), self.plan)
         return dataclasses.replace(self, plan=plan)
 
     def place(self, x: Any, *dims: Axes) -> Any:

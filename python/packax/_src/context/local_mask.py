@@ -10,9 +10,9 @@ keys are in the order of the rows.
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -20,8 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from packax._src.context.all_gather_kv import as_gathered, piece
-from packax._src.context.array_ops import promotion
-from packax._src.context.load_balance import ContextPlan
+from packax._src.context.load_balance import ContextPlan, checksum
 from packax._src.core.integers import plus
 from packax._src.core.jax_compat import vary_together
 from packax._src.core.mask import AttentionMask, dims_of
@@ -30,9 +29,6 @@ from packax._src.core.sharding import Layout
 from packax._src.masks.rank_rows import RankRows
 from packax._src.masks.row_ranges import Document, Rows, row_ranges_and_bounds
 from packax._src.ops.primitives import BLOCK_ARRAYS
-from packax._src.ops.xla_mask import HASH_MULTIPLIER, table_size
-
-_MOST = jnp.iinfo(jnp.int32).max
 
 
 class _Keys(NamedTuple):
@@ -50,14 +46,21 @@ def keeps_local(ranks: RankRows, document: Document) -> bool:
     Not without documents, with other ids of keys, nor where every rank has all keys.
     """
     plan, layout = ranks.plan, ranks.layout
-    if plan is None or plan.split is None or layout is None:
+    if plan is None or plan.checksum is None or layout is None:
         return False
     if document.q_ids is None or document.kv_ids is not None:
         return False
     return layout.size(layout.kv_context) > 1
 
 
-@promotion()
+@contextlib.contextmanager
+def _promotion() -> Iterator[None]:
+    """Of ranks and dtypes, as numpy does it: whatever the user lets jax do."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@_promotion()
 def local_parts(
     ranks: RankRows,
     document: Document,
@@ -68,12 +71,10 @@ def local_parts(
     level: int,
     implementation: Any,
     sharding: Any,
-    fits: bool | None,
+    checked: bool,
 ) -> dict[str, Any]:
-    """`shared_parts`, `private_part` and `fallback` of a mask; arguments are of whole sequences.
-
-    fits: as `fits_documents` found.
-    """
+    """`shared_parts` and `private_part` of a mask, and `plan_mismatch` unless `checked`: the plan
+    is known to be of these documents. Arguments are of whole sequences."""
     plan, layout = ranks.plan, ranks.layout
     assert plan is not None and layout is not None
     pieces, own = plan.ranks, plan.length // plan.ranks
@@ -155,10 +156,10 @@ def local_parts(
             for arrays, (_, groups, rows, starts) in zip(made, parts, strict=True)
         ),
     }
-    if not fits:
-        found["fallback"] = _fallback(ranks, document)
-    elif plan.fallback is not None:
-        found["fallback"] = jnp.asarray(plan.fallback, jnp.int32).reshape(1)
+    if not checked:
+        assert document.q_ids is not None
+        of_mask, of_plan = vary_together(checksum(document.q_ids), plan.checksum)
+        found["plan_mismatch"] = (of_mask != of_plan).astype(jnp.int32)
     return found
 
 
@@ -179,51 +180,12 @@ def gathers_of(layout: Layout, plan: ContextPlan, groups: int) -> tuple[int, ...
     return tuple(before.index(number) for number in outside)
 
 
-def fits_documents(plan: ContextPlan | None, ids: Any) -> bool | None:
-    """Whether each document of a private row lies whole on its rank, where numpy arrays say it.
-
-    None: the program has to find out. ids: (B or 1, length) of the mask, which the plan need not
-    have been made of.
-    """
-    if plan is None or plan.shared is None:
+def made_of(plan: ContextPlan | None, ids: Any) -> bool | None:
+    """Whether the plan was made of these segment ids, (B or 1, length); None: the program has to
+    find out, because they or the plan are not numpy arrays."""
+    if plan is None or not isinstance(plan.checksum, np.ndarray) or not isinstance(ids, np.ndarray):
         return None
-    if not isinstance(plan.inverse, np.ndarray) or not isinstance(ids, np.ndarray):
-        return None
-    if plan.split is None:
-        return True
-    assert isinstance(plan.split, np.ndarray)
-    ids, places, homes = (np.atleast_2d(x) for x in (ids, plan.inverse, _homes(plan, np)))
-    batch = max(len(ids), len(places))
-    ids, places, homes = (np.broadcast_to(x, (batch, plan.length)) for x in (ids, places, homes))
-    rows = zip(ids, np.take_along_axis(homes, places, 1), strict=True)
-    return not any(_some_apart_on_host(*row) for row in rows)
-
-
-def _homes(plan: ContextPlan, xp: Any) -> Any:
-    """(B or 1, length) a number for the ranks that have rows of the document of each place."""
-    ranks, own = plan.ranks, plan.length // plan.ranks
-    place, rank = xp.arange(own, dtype=np.int32), xp.arange(ranks, dtype=np.int32)
-    of_rank = rank + ranks * len(plan.parts)
-    home = xp.broadcast_to(of_rank[:, None], (plan.split.shape[0], ranks, own))
-    for n, (groups, _) in reversed([*enumerate(plan.parts)]):
-        of_group = rank // (ranks // groups) + ranks * n
-        home = xp.where(place < plan.split[..., n, None], of_group[:, None], home)
-    return home.reshape(-1, plan.length)
-
-
-def _some_apart_on_host(ids: np.ndarray, homes: np.ndarray) -> bool:
-    """`_some_apart`, exactly: of runs of an id first, which are few."""
-    begins = np.flatnonzero(np.concatenate([[True], ids[1:] != ids[:-1]]))
-    of_runs = ids[begins]
-    by_id = np.argsort(of_runs, kind="stable")
-    of_runs = of_runs[by_id]
-    first = np.flatnonzero(np.concatenate([[True], of_runs[1:] != of_runs[:-1]]))
-
-    def of_ids(reduce: Any) -> np.ndarray:
-        return reduce.reduceat(reduce.reduceat(homes, begins)[by_id], first)
-
-    apart = of_ids(np.minimum) != of_ids(np.maximum)
-    return bool((apart & (of_runs[first] != PADDING_SEGMENT_ID)).any())
+    return bool((checksum(np.atleast_2d(ids)) == plan.checksum).all())
 
 
 def _of_part(
@@ -309,48 +271,6 @@ def _number(before: jax.Array, x: Any) -> jax.Array:
     return _take(before, jnp.clip(x, 0, before.shape[1] - 1))
 
 
-def _fallback(ranks: RankRows, document: Document) -> jax.Array:
-    """(1,): whether the plan fell back, or was made of other documents than these."""
-    plan, layout = ranks.plan, ranks.layout
-    assert plan is not None and layout is not None
-
-    def specs() -> Any:
-        batch, orders = layout.spec(ranks.mask_batch), layout.spec(ranks.plan_batch)
-        return (batch, orders, orders), batch
-
-    def split(ids: jax.Array, place: jax.Array, split: jax.Array) -> jax.Array:
-        homes = _homes(dataclasses.replace(plan, split=split), jnp)
-        return jax.vmap(_some_apart)(*vary_together(ids, _take(_take(homes, place), _all(ids))))
-
-    found = ranks.on_each(split, specs)(document.q_ids, plan.inverse, plan.split)
-    said = False if plan.fallback is None else plan.fallback
-    fallback, found = vary_together(jnp.asarray(said, bool), found.any())
-    return (fallback | found).astype(jnp.int32).reshape(1)
-
-
-def _all(x: jax.Array) -> jax.Array:
-    return jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape)
-
-
-def _some_apart(ids: jax.Array, homes: jax.Array) -> jax.Array:
-    """Whether rows of an id have several homes: of one row of the batch.
-
-    Surely False where none has. By two tables of ids, as in ops/xla_mask.py: an id is taken for
-    apart where both say so, for itself or for others of their slot.
-    """
-    slots = table_size(ids.shape[0])
-    unsigned = ids.astype(jnp.uint32)
-    low = unsigned & jnp.uint32(slots - 1)
-    high = (unsigned * jnp.uint32(HASH_MULTIPLIER)) >> jnp.uint32(33 - slots.bit_length())
-    found = token = ids != PADDING_SEGMENT_ID
-    for slot in (low, high):
-        at = jnp.where(token, slot.astype(jnp.int32), slots)  # padding has a slot of its own
-        table, at, homes = vary_together(jnp.zeros(slots + 1, jnp.int32), at, homes)
-        least = (table + _MOST).at[at].min(homes)
-        found &= (least != table.at[at].max(homes))[at]
-    return found.any()
-
-
 def _take(x: jax.Array, index: jax.Array) -> jax.Array:
     """x[b, index[b]], each of batch 1 or B."""
     batch = max(x.shape[0], index.shape[0])
@@ -373,5 +293,6 @@ def _number_before(index: jax.Array, inside: jax.Array, length: int) -> jax.Arra
 
 def _inverse(order: jax.Array) -> jax.Array:
     """(B, n): of permutations."""
-    zeros, number, order = vary_together(jnp.zeros_like(order), _all(order), order)
+    number = jnp.broadcast_to(jnp.arange(order.shape[1], dtype=jnp.int32), order.shape)
+    zeros, number, order = vary_together(jnp.zeros_like(order), number, order)
     return jax.vmap(lambda x, at, y: x.at[at].set(y, unique_indices=True))(zeros, order, number)

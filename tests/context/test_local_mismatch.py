@@ -1,0 +1,115 @@
+"""Local plans of other documents than the mask's: never a wrong number.
+
+Such a plan divides documents of the mask whose keys no rank gathers. Where the host knows, all keys
+are gathered; else the program compares checksums, and results are NaN.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import packax
+import pytest
+from context import CONTEXT, LENGTH, assert_same, mesh_of, results, tensors
+from local_cases import ROWS, expression_of
+from local_plans import greedy
+
+OTHER = np.broadcast_to(np.repeat(np.arange(32), 32), ROWS.shape)  # fits 4 ranks, sharing nothing
+
+
+@functools.cache
+def one_device():
+    return jax.jit(results)(*tensors(), packax.create_attention_mask(expression_of("documents")))
+
+
+def run(plan, ids, *inputs):
+    """Results in the order of the sequence."""
+    expression = packax.causal() & packax.documents(ids)
+    mask = packax.create_attention_mask(expression, sharding=CONTEXT, plan=plan)
+    *rows, dlse = inputs
+    moved = (*plan.permute(tuple(rows)), plan.permute(dlse, 2))
+    got = results(*moved, mask, gather_head_groups=1)
+    return [plan.unpermute(x, 2 if n == 1 else 1) for n, x in enumerate(got)]
+
+
+def plans_of_other_documents():
+    return {
+        "nothing shared": greedy(OTHER, 4),
+        "a shared part": greedy(OTHER, 4, shared=128),
+        "context_plan": packax.context_plan(
+            packax.causal() & packax.documents(OTHER), ranks=4, kind="local", shared=0.5
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", plans_of_other_documents())
+def test_where_the_host_knows_all_keys_are_gathered(name):
+    plan = plans_of_other_documents()[name]
+    assert plan.shared < LENGTH // 4
+    with jax.set_mesh(mesh_of(4, axes=("context",))):
+        got = jax.block_until_ready(jax.jit(functools.partial(run, plan, ROWS))(*tensors()))
+    assert_same(got, one_device())
+
+
+@pytest.mark.parametrize("name", plans_of_other_documents())
+@pytest.mark.parametrize("known", ["ids", "nothing"])
+def test_where_only_the_device_knows_results_are_nan(name, known):
+    """Every row of the output in every head, its log-sum-exp, and gradients: a loss is NaN."""
+    plan = plans_of_other_documents()[name]
+    with jax.set_mesh(mesh_of(4, axes=("context",))):
+        if known == "ids":
+            got = jax.jit(lambda plan, *x: run(plan, ROWS, *x))(plan, *tensors())
+        else:
+            got = jax.jit(run)(plan, jnp.asarray(ROWS), *tensors())
+        out, lse, *gradients = (np.asarray(x) for x in jax.block_until_ready(got))
+    assert np.isnan(out).any(axis=-1).all()
+    assert np.isnan(lse).all()
+    tokens = ROWS != -1
+    for gradient in gradients:
+        assert np.isnan(gradient[tokens]).all()
+
+
+def test_rows_of_the_batch_are_apart():
+    """The plan is of other documents in one row of the batch: the others are exact."""
+    ids = ROWS.copy()
+    ids[2, 700:] = ids[2, 300]
+    plan = greedy(ids, 4, shared=greedy(ROWS, 4).shared)
+    with jax.set_mesh(mesh_of(4, axes=("context",))):
+        got = jax.jit(run)(plan, jnp.asarray(ROWS), *tensors())
+        got = [np.asarray(x) for x in jax.block_until_ready(got)]
+    assert np.isnan(got[0][2]).any(axis=-1).all()
+    assert_same([np.delete(x, 2, 0) for x in got], [np.delete(x, 2, 0) for x in one_device()])
+
+
+def test_a_plan_that_is_known_to_be_right_is_not_checked():
+    plan = greedy(ROWS, 4)
+    with jax.set_mesh(mesh_of(4, axes=("context",))):
+        mask = packax.create_attention_mask(expression_of("documents"), sharding=CONTEXT, plan=plan)
+    assert mask.private_part is not None and mask.plan_mismatch is None
+
+
+@pytest.mark.parametrize("made", ["by packax", "by the test"])
+def test_a_right_plan_through_attention(made):
+    """Plan and ids are arguments of the program."""
+    if made == "by packax":
+        plan = packax.context_plan(expression_of("documents"), ranks=2, kind="local", shared=0.75)
+    else:
+        plan = greedy(ROWS, 2, shared=300)
+    assert plan.shared < LENGTH // 2
+    with jax.set_mesh(mesh_of(2, axes=("context",))):
+        got = jax.block_until_ready(jax.jit(run)(plan, jnp.asarray(ROWS), *tensors()))
+    assert_same(got, one_device())
+
+
+def test_largest_logits_are_nan_too():
+    plan = greedy(OTHER, 4)
+
+    @jax.jit
+    def attend(plan, ids, *x):
+        mask = packax.create_attention_mask(packax.documents(ids), sharding=CONTEXT, plan=plan)
+        return packax.flash_attention(*x, mask, return_max_logits=True)
+
+    with jax.set_mesh(mesh_of(4, axes=("context",))):
+        out, top = jax.block_until_ready(attend(plan, jnp.asarray(ROWS), *tensors()[:3]))
+    assert np.isnan(out).any() and np.isnan(top).all()
