@@ -244,21 +244,43 @@ def balanced(ranks: int, keys: Any, chunk: int | None = None) -> ContextPlan:
     return ContextPlan(order, inverse, "balanced", ranks, length, chunk)
 
 
+@functools.lru_cache(8)
+def indices(number: int) -> np.ndarray:
+    """0, 1, ... to be read: new memory costs more than the arithmetic on it."""
+    index = np.arange(number, dtype=np.int32)
+    index.flags.writeable = False
+    return index
+
+
 def inverse_of(order: np.ndarray) -> np.ndarray:
     """(B, n): of permutations."""
-    inverse, index = np.empty_like(order), np.arange(order.shape[1], dtype=order.dtype)
+    inverse = np.empty_like(order)
     for of_row, row in zip(inverse, order, strict=True):
-        of_row[row] = index
+        of_row[row] = indices(len(row))
     return inverse
 
 
 def checksum(ids: Any) -> Any:
     """(B,) int32 of segment ids (B, length), the same of numpy and of jax."""
-    xp = jnp if isinstance(ids, jax.Array) else np
-    index = xp.arange(ids.shape[1], dtype=np.uint32)[None]
-    x = ids.astype(np.uint32) * np.uint32(2654435761) + index * np.uint32(2246822519)
-    x = (x ^ (x >> np.uint32(15))) * np.uint32(3266489917)
-    return (x ^ (x >> np.uint32(13))).sum(axis=1, dtype=np.uint32).astype(np.int32)
+    if isinstance(ids, jax.Array):
+        weights = _weights(jnp.arange(ids.shape[1], dtype=jnp.uint32))
+        sums = (ids.astype(jnp.uint32) * weights[None]).sum(axis=1, dtype=jnp.uint32)
+    else:
+        sums = ids.astype(np.uint32) @ _weights_on_host(ids.shape[1])
+    return sums.astype(np.int32)
+
+
+def _weights(index: Any) -> Any:
+    """Odd numbers, as good as random; so that a sum of ids times these tells any two rows apart."""
+    x = index * np.uint32(2654435761)
+    x = (x ^ (x >> np.uint32(15))) * np.uint32(2246822519)
+    x = (x ^ (x >> np.uint32(13))) * np.uint32(3266489917)
+    return (x ^ (x >> np.uint32(16))) | np.uint32(1)
+
+
+@functools.lru_cache(8)
+def _weights_on_host(number: int) -> np.ndarray:
+    return _weights(np.arange(number, dtype=np.uint32))
 
 
 def in_order(kind: str, length: int) -> ContextPlan:

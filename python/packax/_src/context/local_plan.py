@@ -33,6 +33,7 @@ from packax._src.context.load_balance import (
     balanced,
     checksum,
     deal_in_rounds,
+    indices,
     inverse_of,
 )
 from packax._src.core.shapes import PADDING_SEGMENT_ID, TILE
@@ -86,7 +87,8 @@ def local(levels: tuple[int, ...], ids: Any, keys: np.ndarray, shared: Any) -> C
     for rows in tried:
         if rows[0] == own:
             break
-        divided = [of_row for group in groups if (of_row := group.divided(rows)) is not None]
+        of_rows = (group.divided(rows) for group in groups)
+        divided = [*itertools.takewhile(lambda x: x is not None, of_rows)]
         if len(divided) == batch:
             order, split = (np.stack(x) for x in zip(*divided, strict=True))
             one = len(levels) == 1
@@ -173,7 +175,7 @@ class _Group:
         """ids, keys: of the whole row; most: area that a rank may get, over the mean; tokens: of
         documents that each outer level has split, then all others; (): the whole row."""
         self.levels, self.row, self.most = levels, (ids, keys), most
-        self.tokens = tokens or (np.arange(len(ids), dtype=np.int32),)
+        self.tokens = tokens or (indices(len(ids)),)
         self.parts: dict[int, list[_Group] | None] = {}  # by rows of the shared part
 
     def divided(self, shared: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray] | None:
@@ -225,11 +227,9 @@ class _Group:
             if assignment is None or (inner == 1 and self._too_much(assignment)):
                 return None
             order = order_rows(self.strategies.stats, assignment)
-            rest = self.tokens[-1]
-            made = [
-                (*outer, *(rest[x] for x in own))
-                for outer, own in zip(self.preassigned.tokens, order, strict=True)
-            ]
+            if len(self.tokens) > 1:
+                order = [(self.tokens[-1][split], self.tokens[-1][rest]) for split, rest in order]
+            made = [(*x, *part) for x, part in zip(self.preassigned.tokens, order, strict=True)]
         if any(sum(map(len, x)) * parts != length for x in made):
             return None
         return [_Group(self.levels[1:], *self.row, self.most, x) for x in made]
@@ -242,7 +242,8 @@ class _Group:
 
     @functools.cached_property
     def area_shift(self) -> int:
-        total = sum(int(self.row[1][x].sum(dtype=np.int64)) for x in self.tokens)
+        parts = [self.row[1][x] for x in self.tokens] if len(self.tokens) > 1 else [self.row[1]]
+        total = sum(int(x.sum(dtype=np.int64)) for x in parts)
         return max(0, total.bit_length() - _AREA_BITS)
 
     @functools.cached_property
@@ -342,31 +343,32 @@ def analyze_row(
     area_shift: int = 0,
 ) -> RowStats:
     """ids, keys: of its tokens; the rest as in RowStats; areas count 2**area_shift pairs."""
-    changes = np.flatnonzero(ids[1:] != ids[:-1]) + 1
-    first = np.concatenate([np.zeros(min(1, len(ids)), np.int64), changes])
+    first = np.append(0, np.flatnonzero(ids[1:] != ids[:-1]) + 1)
     of_run, run_sizes = ids[first], np.diff(first, append=len(ids))
     by_id = of_run.argsort(kind="stable")
     first, of_run, run_sizes = first[by_id], of_run[by_id], run_sizes[by_id]
     begin = np.append(0, run_sizes.cumsum())
-    begins = np.append(True, of_run[1:] != of_run[:-1])[: len(first)]
+    begins = np.append(True, of_run[1:] != of_run[:-1])
     document, padding = begins.cumsum() - 1, of_run == PADDING_SEGMENT_ID
     starts = begin[:-1][begins]
-    ends = np.append(starts[1:], len(ids))[: len(starts)]
-
-    sums = np.zeros(len(keys) + 1, np.int64)
-    keys.cumsum(dtype=np.int64, out=sums[1:])
-    of_runs = sums[first + run_sizes] - sums[first]
-    ahead = of_runs.cumsum() - of_runs - sums[first]
-
-    def sum_before(place: np.ndarray) -> np.ndarray:
-        run = begin[1:-1].searchsorted(place, side="right")
-        return ahead[run] + sums[first[run] + place - begin[run]]
-
-    def area(start: np.ndarray, end: np.ndarray) -> np.ndarray:
-        return (sum_before(end) - sum_before(start)) >> area_shift
+    ends = np.append(starts[1:], len(ids))
 
     empty = padding[begins]
     lengths = np.where(empty, 0, ends - starts)
+
+    # Sums of keys between any two places where a run or a chunk begins.
+    chunk_document, behind = _numbered(lengths // TILE)
+    places = np.unique(np.append(begin[:-1], ends[chunk_document] - TILE * (behind + 1)))
+    run = begin[1:-1].searchsorted(places, side="right")
+    token = first[run] + places - begin[run]
+    by_token = token.argsort()
+    sums = np.zeros(len(places) + 1, np.int64)
+    sums[1:][by_token] = np.add.reduceat(keys, token[by_token], dtype=np.int64)
+    sums = sums.cumsum()
+
+    def area(start: np.ndarray, end: np.ndarray) -> np.ndarray:
+        return (sums[places.searchsorted(end)] - sums[places.searchsorted(start)]) >> area_shift
+
     areas = np.where(empty, -1, area(starts, ends))
     heaviest = (-areas).argsort(kind="stable")
     lengths, areas, ends = lengths[heaviest], areas[heaviest].clip(0), ends[heaviest]
@@ -375,8 +377,7 @@ def analyze_row(
 
     each = lengths[: _max_candidates(len(sizes))] // TILE
     first_chunk = each.cumsum() - each
-    chunk_document = np.arange(len(each)).repeat(each)
-    behind = np.arange(len(chunk_document)) - first_chunk[chunk_document]
+    chunk_document, behind = _numbered(each)
     end = ends[chunk_document] - TILE * behind
     chunk_areas = area(end - TILE, end)
     heavy_chunks = (-chunk_areas).argsort(kind="stable")
@@ -384,6 +385,12 @@ def analyze_row(
     chunks = (chunk_document, chunk_areas, heavy_chunks, first_chunk)
     of_padding = int(run_sizes[padding].sum())
     return RowStats(own, sizes, base_areas, lengths, areas, of_padding, *chunks, runs, ends)
+
+
+def _numbered(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of so many things of each kind: the kind, and the number within it."""
+    kind = np.arange(len(counts)).repeat(counts)
+    return kind, np.arange(len(kind)) - (counts.cumsum() - counts)[kind]
 
 
 def _max_candidates(ranks: int) -> int:
@@ -405,26 +412,23 @@ class Assignment(NamedTuple):
 def assign_documents(strategies: Strategies, shared: int) -> Assignment | None:
     """By the strategy with the least load of those tried which need at most `shared` rows of a
     part; None: there is none, or none that is fair."""
-    stats, mean = strategies.stats, strategies.mean
-    enough = strategies.need <= shared
-    load = np.full(len(enough), _HUGE)
-    for number in np.flatnonzero(enough):
-        load[number] = strategies.predicted_load(int(number))
-    # Those that split the same documents are tried once.
-    _, first = np.unique(np.stack([load, strategies.need]), axis=1, return_index=True)
-    first = np.sort(first)
-    order = first[load[first].argsort(kind="stable")][: len(_SLACK)]
-    least, best = _HUGE, None
-    for number, slack in zip(order, _SLACK, strict=False):
-        if load[number] > mean + mean // _WORST:
-            break
-        found = strategies.assignment(int(number))
-        fits = found.split.max() + stats.sizes.max() <= shared
+    mean = strategies.mean
+    most = least = mean + mean // _WORST + 1
+    numbers: dict[tuple[int, int], int] = {}  # those that split the same documents count once
+    for number, need in enumerate(strategies.need.tolist()):
+        if need <= shared and (load := strategies.predicted_load(number)) < most:
+            numbers.setdefault((load, need), number)
+    best = None
+    for (_, number), slack in zip(
+        sorted((x[0], n) for x, n in numbers.items()), _SLACK, strict=False
+    ):
+        found = strategies.assignment(number)
+        fits = found.split.max() + strategies.stats.sizes.max() <= shared
         if fits and found.area < least:
             least, best = found.area, found
         if least <= mean + mean // slack:
             break
-    return best if least <= mean + mean // _WORST else None
+    return best
 
 
 class Strategies:
@@ -595,11 +599,11 @@ def _level(sums: np.ndarray, each: np.ndarray, wanted: np.ndarray) -> tuple[Any,
     number = int(each.sum())
     mean = sums[number] // max(number, 1)
     turns = (-abs(wanted.clip(0) // each.clip(1) - mean)).argsort(kind="stable")
-    known = sums[: number + 1].tolist()
-    areas, heavies = np.zeros((2, len(each)), np.int64)
+    known, counts, aims = (x.tolist() for x in (sums[: number + 1], each, wanted))
+    areas, heavies = [0] * len(each), [0] * len(each)
     begin, end, missed = 0, number, 0
     for turn, part in enumerate(turns.tolist()):
-        count, aim = int(each[part]), int(wanted[part])
+        count, aim = counts[part], aims[part]
         goal, behind = aim + missed // (len(each) - turn), end - count
 
         def area(heavy: int, begin: int = begin, behind: int = behind, end: int = end) -> int:
@@ -611,8 +615,8 @@ def _level(sums: np.ndarray, each: np.ndarray, wanted: np.ndarray) -> tuple[Any,
         areas[part], heavies[part] = area(best), best
         missed += aim - area(best)
         begin, end = begin + best, behind + best
-    front, back = heavies[turns], (each - heavies)[turns]
-    return areas, np.concatenate([turns.repeat(front), turns.repeat(back)[::-1]])
+    front, back = np.array(heavies)[turns], (each - heavies)[turns]
+    return np.array(areas), np.concatenate([turns.repeat(front), turns.repeat(back)[::-1]])
 
 
 def refine_by_swaps(
@@ -768,7 +772,7 @@ def order_rows(stats: RowStats, assignment: Assignment) -> list[tuple[np.ndarray
     order = np.lexsort((first, kind, part))
     first, size = first[order], size[order]
     tokens = (first - (size.cumsum() - size)).astype(np.int32).repeat(size)
-    tokens += np.arange(len(tokens), dtype=np.int32)
+    tokens += indices(len(tokens))
     parts = np.split(tokens, (stats.own - stats.sizes).cumsum()[:-1])
     return [(x[:n], x[n:]) for x, n in zip(parts, assignment.split, strict=True)]
 

@@ -16,6 +16,7 @@ from packax._src.context.load_balance import (
     ContextPlan,
     balanced,
     in_order,
+    indices,
     positive,
     whole_rows,
     zigzag,
@@ -292,7 +293,7 @@ def _keys_of_rows(expression: MaskExpression, length: int, xp: ModuleType) -> An
         keys = tree_keys(tree, interval)
         return xp.broadcast_to(keys, (max(batch, keys.shape[0]), length))
     on_host = xp is np
-    index: Any = xp.arange(length, dtype=np.int32)[None]
+    index: Any = (indices(length) if on_host else xp.arange(length, dtype=np.int32))[None]
     first, last = np.int32(0), np.int32(length - 1)
     document = documents_of(expression)
     ids: Any = None
