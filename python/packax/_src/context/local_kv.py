@@ -44,10 +44,10 @@ def forward(
     if mask.plan_mismatch is not None:
         # One number of each head is enough to reach all that is made of the output. Gradients are
         # NaN by the log-sum-exp.
-        nan = jnp.where(mask.plan_mismatch != 0, jnp.nan, 0.0)[:, None, None]
-        of_heads = jnp.broadcast_to(nan[..., None], (*out.shape[:3], 1)).astype(out.dtype)
-        out = _on_first(jnp.add, out, of_heads, 3)
-        lse, top = lse + nan.astype(lse.dtype), None if top is None else top + nan.astype(top.dtype)
+        nan = jnp.where(mask.plan_mismatch != 0, jnp.nan, 0.0)
+        lse = lse + nan.reshape(-1, *[1] * (lse.ndim - 1)).astype(lse.dtype)
+        of_heads = jnp.broadcast_to(nan[:, None, None, None], (*out.shape[:3], 1))
+        out = _on_first(jnp.add, out, of_heads.astype(out.dtype), 3)
     return out, lse, top
 
 
