@@ -109,7 +109,7 @@ def work(lo: np.ndarray, hi: np.ndarray, plan: packax.ContextPlan | None, ranks:
 
 def slots_of(keys: np.ndarray, lo: np.ndarray, room: int) -> np.ndarray:
     """Where each key of a shared part stands: in order, documents ending with a tile if they can
-    (packax/_src/masks/local_parts.py); -1: not there."""
+    (packax/_src/masks/local_mask.py); -1: not there."""
     keys = np.sort(keys)
     begins = np.flatnonzero(np.diff(lo[keys], prepend=-1))
     gaps = np.cumsum(-np.diff(begins, append=len(keys)) % TILE)

@@ -78,8 +78,8 @@ def local(levels: tuple[int, ...], ids: Any, keys: np.ndarray, shared: Any) -> C
     ids = np.atleast_2d(ids)
     batch = max(len(ids), len(keys))
     ids, keys = (np.broadcast_to(np.asarray(x, np.int32), (batch, length)) for x in (ids, keys))
-    most = _FAIR if rows is None else math.inf
-    groups = [_Group(levels, *row, most) for row in zip(ids, keys, strict=True)]
+    most = (_FAIR if rows is None else math.inf) * (keys.sum(axis=1, dtype=np.int64) / ranks)
+    groups = [_Group(levels, *row) for row in zip(ids, keys, most, strict=True)]
     tried: Any = [rows]
     if rows is None:
         sizes = sorted({_rows_of(share, own) for share in SHARES})
@@ -111,11 +111,7 @@ def local(levels: tuple[int, ...], ids: Any, keys: np.ndarray, shared: Any) -> C
 
 
 def shared_rows(shared: Any, own: int, levels: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Rows of each shared part of `own` rows, the outermost first; None where it is not said.
-
-    Raises:
-        ValueError: neither a share nor a number of rows, or as many as levels that do not rise.
-    """
+    """Rows of each shared part of `own` rows, the outermost first; None where it is not said."""
     if shared is None:
         return None
     if not isinstance(shared, tuple):
@@ -169,12 +165,12 @@ class _Group:
         levels: tuple[int, ...],
         ids: np.ndarray,
         keys: np.ndarray,
-        most: float,
+        most_area: float,
         tokens: tuple[np.ndarray, ...] = (),
     ) -> None:
-        """ids, keys: of the whole row; most: area that a rank may get, over the mean; tokens: of
-        documents that each outer level has split, then all others; (): the whole row."""
-        self.levels, self.row, self.most = levels, (ids, keys), most
+        """ids, keys: of the whole row; most_area: that a rank may get; tokens: of documents that
+        each outer level has split, then all others; (): the whole row."""
+        self.levels, self.ids, self.keys, self.most_area = levels, ids, keys, most_area
         self.tokens = tokens or (indices(len(ids)),)
         self.parts: dict[int, list[_Group] | None] = {}  # by rows of the shared part
 
@@ -187,13 +183,9 @@ class _Group:
         order = np.concatenate([*itertools.chain(*ranks)])
         split = np.array([[len(x) for x in rank[:-1]] for rank in ranks])
         split = split.cumsum(axis=1, dtype=np.int32)
-        if (split > shared).any():
-            return None
-        if self.most < math.inf:
-            areas = [self.row[1][x].sum(dtype=np.int64) for x in order.reshape(len(ranks), -1)]
-            if max(areas) * len(areas) > self.most * sum(areas):
-                return None
-        return order, split
+        areas = (self.keys[x].sum(dtype=np.int64) for x in order.reshape(len(ranks), -1))
+        fits = (split <= shared).all() and all(area <= self.most_area for area in areas)
+        return (order, split) if fits else None
 
     def _ranks(self, shared: tuple[int, ...]) -> list[tuple[np.ndarray, ...]] | None:
         """For each rank the tokens of documents that each level has split, then of whole ones."""
@@ -202,16 +194,13 @@ class _Group:
         rows, *inner = shared
         if rows not in self.parts:
             self.parts[rows] = self._divide(rows)
-        parts = self.parts[rows]
-        if parts is None:
-            return None
         found: list[tuple[np.ndarray, ...]] = []
-        for part in parts:
+        for part in self.parts[rows] or ():
             ranks = part._ranks(tuple(inner))
             if ranks is None:
                 return None
             found += ranks
-        return found
+        return found or None
 
     def _divide(self, shared: int) -> list[_Group] | None:
         """shared: rows of a rank."""
@@ -221,34 +210,31 @@ class _Group:
             made = self._all_split()
         elif len(self.tokens[-1]) == 0:
             none = self.tokens[-1]
-            made = [(*outer, none, none) for outer in self.preassigned.tokens]
+            made = [(*outer, none, none) for outer in self.preassigned[0]]
         else:
             assignment = assign_documents(self.strategies, shared * inner)
-            if assignment is None or (inner == 1 and self._too_much(assignment)):
+            if assignment is None:
                 return None
+            if inner == 1 and assignment.area << self.area_shift > self.most_area:
+                return None  # surely too much: areas are rounded down
             order = order_rows(self.strategies.stats, assignment)
             if len(self.tokens) > 1:
                 order = [(self.tokens[-1][split], self.tokens[-1][rest]) for split, rest in order]
-            made = [(*x, *part) for x, part in zip(self.preassigned.tokens, order, strict=True)]
+            made = [(*x, *part) for x, part in zip(self.preassigned[0], order, strict=True)]
         if any(sum(map(len, x)) * parts != length for x in made):
             return None
-        return [_Group(self.levels[1:], *self.row, self.most, x) for x in made]
-
-    def _too_much(self, assignment: Assignment) -> bool:
-        """Whether a rank surely gets more area than it may: areas are rounded down."""
-        area = int(assignment.area) << self.area_shift
-        total = self.row[1].sum(dtype=np.int64)
-        return area * len(self.row[1]) > self.most * total * self.strategies.stats.own
+        return [_Group(self.levels[1:], self.ids, self.keys, self.most_area, x) for x in made]
 
     @functools.cached_property
     def area_shift(self) -> int:
-        parts = [self.row[1][x] for x in self.tokens] if len(self.tokens) > 1 else [self.row[1]]
-        total = sum(int(x.sum(dtype=np.int64)) for x in parts)
-        return max(0, total.bit_length() - _AREA_BITS)
+        whole = len(self.tokens) == 1
+        keys = self.keys if whole else self.keys[np.concatenate(self.tokens)]
+        return max(0, int(keys.sum(dtype=np.int64)).bit_length() - _AREA_BITS)
 
     @functools.cached_property
-    def preassigned(self) -> Preassigned:
-        """What the outer levels have split, dealt to the parts in tiles: of each as many tiles."""
+    def preassigned(self) -> tuple[list[list[np.ndarray]], np.ndarray, np.ndarray]:
+        """What the outer levels have split, dealt in tiles, of each level as many to every part:
+        for each part its tokens of each level, their number and their area."""
         parts = self.levels[0]
         areas, sizes = np.zeros((2, parts), np.int64)
         dealt: list[list[np.ndarray]] = [[] for _ in range(parts)]
@@ -260,15 +246,15 @@ class _Group:
             for number, mine in enumerate(dealt):
                 mine.append(tokens[of_token == number])
             sizes += [len(mine[-1]) for mine in dealt]
-        return Preassigned(dealt, sizes, areas)
+        return dealt, sizes, areas
 
     @functools.cached_property
     def strategies(self) -> Strategies:
         own = sum(map(len, self.tokens)) // self.levels[0]
         rest = self.tokens[-1]
-        ids, keys = self.row if len(self.tokens) == 1 else (x[rest] for x in self.row)
-        before = self.preassigned
-        return Strategies(analyze_row(ids, keys, own, before.sizes, before.areas, self.area_shift))
+        row = (self.ids, self.keys)
+        ids, keys = row if len(self.tokens) == 1 else (x[rest] for x in row)
+        return Strategies(analyze_row(ids, keys, own, *self.preassigned[1:], self.area_shift))
 
     def _all_split(self) -> list[tuple[np.ndarray, ...]]:
         """All that is left is split as well: tiles of the group's order, dealt by area."""
@@ -291,16 +277,8 @@ class _Group:
 
     def _tile_areas(self, tokens: np.ndarray, tiles: int) -> np.ndarray:
         keys = np.zeros(tiles * TILE, np.int64)
-        keys[: len(tokens)] = self.row[1][tokens]
+        keys[: len(tokens)] = self.keys[tokens]
         return keys.reshape(tiles, TILE).sum(axis=1) >> self.area_shift
-
-
-class Preassigned(NamedTuple):
-    """What parts get before documents are assigned."""
-
-    tokens: list[list[np.ndarray]]  # of each part, of each outer level
-    sizes: np.ndarray  # (R,) tokens
-    areas: np.ndarray  # (R,)
 
 
 class RowStats(NamedTuple):
@@ -320,18 +298,13 @@ class RowStats(NamedTuple):
     chunk_areas: np.ndarray  # (G,)
     heavy_chunks: np.ndarray  # (G,) the order of chunks, heaviest first
     first_chunk: np.ndarray  # of each document that has some
-    # Tokens sorted by document, in documents' order: runs of them.
-    runs: Runs
+    # Tokens sorted by document, and in it by index: places are among these.
     ends: np.ndarray  # (D,) place behind each document
-
-
-class Runs(NamedTuple):
-    """Runs of one id, sorted by it: a row has a few hundred of them, and 100,000 tokens."""
-
-    first: np.ndarray  # (r,) index in the sequence
-    begin: np.ndarray  # (r + 1,) place among the sorted tokens
-    document: np.ndarray  # (r,) number of the document
-    padding: np.ndarray  # (r,) bool
+    # Runs of one id, sorted alike: a row has a few hundred of them, and 100,000 tokens.
+    run_first: np.ndarray  # index in the sequence
+    run_begin: np.ndarray  # place, and then the number of tokens
+    run_document: np.ndarray
+    run_padding: np.ndarray  # bool
 
 
 def analyze_row(
@@ -381,10 +354,10 @@ def analyze_row(
     end = ends[chunk_document] - TILE * behind
     chunk_areas = area(end - TILE, end)
     heavy_chunks = (-chunk_areas).argsort(kind="stable")
-    runs = Runs(first, begin, place[document], padding)
-    chunks = (chunk_document, chunk_areas, heavy_chunks, first_chunk)
     of_padding = int(run_sizes[padding].sum())
-    return RowStats(own, sizes, base_areas, lengths, areas, of_padding, *chunks, runs, ends)
+    chunks = (chunk_document, chunk_areas, heavy_chunks, first_chunk)
+    runs = (ends, first, begin, place[document], padding)
+    return RowStats(own, sizes, base_areas, lengths, areas, of_padding, *chunks, *runs)
 
 
 def _numbered(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -724,22 +697,21 @@ def order_rows(stats: RowStats, assignment: Assignment) -> list[tuple[np.ndarray
 
     Chunks come first, then rows of split documents that fill no chunk: each in the row's order.
     """
-    runs, lengths = stats.runs, stats.lengths
     # Runs are cut into pieces that go one way: at chunks, and where a line of what fills none, or
     # of padding, passes from one part to the next.
     some = assignment.owner[: len(stats.first_chunk)] < 0
     of_split = some[stats.chunk_document]
     document = stats.chunk_document[of_split]
     behind = np.arange(len(of_split))[of_split] - stats.first_chunk[document] + 1
-    cuts = [runs.begin[:-1], stats.ends[document] - TILE * behind]
+    cuts = [stats.run_begin[:-1], stats.ends[document] - TILE * behind]
     free = assignment.rows - TILE * assignment.chunks
     even = np.minimum(free, stats.padding // len(free))
     ends, even_ends = (free - even).cumsum(), even.cumsum()
 
     def pieces() -> tuple[np.ndarray, ...]:
         place = np.unique(np.concatenate(cuts))
-        run = runs.begin[1:-1].searchsorted(place, side="right")
-        document, padding = runs.document[run], runs.padding[run]
+        run = stats.run_begin[1:-1].searchsorted(place, side="right")
+        document, padding = stats.run_document[run], stats.run_padding[run]
         from_end = stats.ends[document] - 1 - place
         # Part -1 of a split document: in no chunk.
         part = assignment.owner[document]
@@ -747,12 +719,12 @@ def order_rows(stats: RowStats, assignment: Assignment) -> list[tuple[np.ndarray
         chunked = (
             split
             & (document < len(stats.first_chunk))
-            & (lengths[document] // TILE > from_end // TILE)
+            & (stats.lengths[document] // TILE > from_end // TILE)
         )
         chunk = stats.first_chunk[document[chunked]] + from_end[chunked] // TILE
         part[chunked] = assignment.chunk_part[chunk]
-        first = runs.first[run] + place - runs.begin[run]
-        return place, np.diff(place, append=runs.begin[-1]), first, padding, split, part
+        first = stats.run_first[run] + place - stats.run_begin[run]
+        return place, np.diff(place, append=stats.run_begin[-1]), first, padding, split, part
 
     place, size, _, padding, split, part = pieces()
     remainder = split & (part < 0)

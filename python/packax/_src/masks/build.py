@@ -11,7 +11,6 @@ import numpy as np
 from jax.export import is_symbolic_dim
 
 from packax._src.context.load_balance import ContextPlan
-from packax._src.context.local_mask import keeps_local, local_parts, made_of
 from packax._src.core.integers import Array
 from packax._src.core.jax_compat import vary_together
 from packax._src.core.mask import AttentionMask
@@ -23,6 +22,7 @@ from packax._src.masks.documents import Ranges
 from packax._src.masks.expressions import And, Interval, MaskExpression, documents_of
 from packax._src.masks.intervals import warn_of_offsets
 from packax._src.masks.lengths import batch_of, check_lengths
+from packax._src.masks.local_mask import keeps_local, local_parts, made_of
 from packax._src.masks.messages import instead_of_array
 from packax._src.masks.rank_rows import RankRows
 from packax._src.masks.row_ranges import Document, Rows, row_ranges_and_bounds, segment_check_of
@@ -265,17 +265,14 @@ def _build(
         orders = jnp.stack([ranks.plan.order, ranks.plan.inverse], axis=1)
         computed["kv_plan"] = ranks.pinned(orders, ranks.plan_batch)
         if block_size is None and of_plan is not False and keeps_local(ranks, document):
-            computed |= local_parts(
-                ranks,
-                document,
-                low,
-                high,
-                ranges,
-                level=level,
-                implementation=implementation,
-                sharding=sharding,
-                checked=bool(of_plan),
-            )
+            with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+                computed |= local_parts(
+                    *(ranks, document, low, high, ranges),
+                    level=level,
+                    implementation=implementation,
+                    sharding=sharding,
+                    checked=bool(of_plan),
+                )
     without_ids = kv_ids is None or shared_ids
     without_pos = kv_pos is None or level < 2 or shared_pos
     return AttentionMask(

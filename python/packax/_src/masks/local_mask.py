@@ -10,9 +10,8 @@ keys are in the order of the rows.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -41,26 +40,15 @@ class _Keys(NamedTuple):
 
 
 def keeps_local(ranks: RankRows, document: Document) -> bool:
-    """Whether gathering the shared keys alone is known to be enough.
-
-    Not without documents, with other ids of keys, nor where every rank has all keys.
-    """
+    """Whether gathering the shared keys alone is enough: not without documents, with other ids of
+    keys, nor where every rank has all keys."""
     plan, layout = ranks.plan, ranks.layout
     if plan is None or plan.checksum is None or layout is None:
         return False
-    if document.q_ids is None or document.kv_ids is not None:
-        return False
-    return layout.size(layout.kv_context) > 1
+    documents = document.q_ids is not None and document.kv_ids is None
+    return documents and layout.size(layout.kv_context) > 1
 
 
-@contextlib.contextmanager
-def _promotion() -> Iterator[None]:
-    """Of ranks and dtypes, as numpy does it: whatever the user lets jax do."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
-
-
-@_promotion()
 def local_parts(
     ranks: RankRows,
     document: Document,
