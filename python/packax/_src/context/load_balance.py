@@ -57,6 +57,7 @@ class ContextPlan:
             documents that are split over hosts or within: they come first, at most `shared`. The
             rows behind them are of documents that lie whole there, in the order of the sequence.
         checksum: where there is `split`: (B or 1,) int32, of the segment ids that it was made of.
+            None: attention gathers all keys.
         levels: of "local": sizes of the groups of ranks, such as (hosts, ranks of a host), whose
             product is `ranks`. (): one level.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import operator
 from typing import Any, NamedTuple
@@ -65,7 +66,8 @@ def create_attention_mask(
         mesh: the device mesh; None: the one entered by `with mesh:` or jax.set_mesh.
         plan: of `packax.context_plan`, by which the rows were permuted; kvax has none. Queries are
             then the keys' tokens, whose ids and positions say what attends what. With one of kind
-            "local" a rank fetches the keys of documents that ranks share, and no others.
+            "local" a rank fetches the keys of documents that ranks share, and no others; all keys
+            where padding attends padding.
 
     Returns:
         (forward,) or (forward, dQ, dK/dV): `AttentionMask`, pytrees.
@@ -225,10 +227,11 @@ def _row_masks_by_plan(
                 "a mesh with axes of Explicit type: use packax.flash_attention there"
             )
         sharding = gathered(sharding, layout)
-    # Of numpy, packax sees before the program runs whether they fit the plan.
+    # Of numpy, packax sees before the program runs whether the plan was made of them.
     ids = given[3] if isinstance(given[3], np.ndarray) else tokens.kv_segment_ids
-    if not skip_pad_tokens:
+    if not skip_pad_tokens:  # a document that the plan did not know: all keys are gathered
         ids, _ = _padding_as_a_document(tokens.kv_segment_ids, tokens.kv_segment_ids)
+        plan = dataclasses.replace(plan, checksum=None)
 
     def build(**positions: jax.Array) -> packax.AttentionMask:
         expression = packax.causal() & packax.documents(ids, **positions)
