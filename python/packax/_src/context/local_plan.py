@@ -313,9 +313,9 @@ def analyze_row(
     own: int,
     sizes: np.ndarray,
     base_areas: np.ndarray,
-    area_shift: int = 0,
+    shift: int,
 ) -> RowStats:
-    """ids, keys: of its tokens; the rest as in RowStats; areas count 2**area_shift pairs."""
+    """ids, keys: of its tokens; the rest as in RowStats; areas count 2**shift pairs."""
     first = np.append(0, np.flatnonzero(ids[1:] != ids[:-1]) + 1)
     of_run, run_sizes = ids[first], np.diff(first, append=len(ids))
     by_id = of_run.argsort(kind="stable")
@@ -340,7 +340,7 @@ def analyze_row(
     sums = sums.cumsum()
 
     def area(start: np.ndarray, end: np.ndarray) -> np.ndarray:
-        return (sums[places.searchsorted(end)] - sums[places.searchsorted(start)]) >> area_shift
+        return (sums[places.searchsorted(end)] - sums[places.searchsorted(start)]) >> shift
 
     areas = np.where(empty, -1, area(starts, ends))
     heaviest = (-areas).argsort(kind="stable")

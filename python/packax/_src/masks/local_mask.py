@@ -50,17 +50,9 @@ def keeps_local(ranks: RankRows, document: Document) -> bool:
 
 
 def local_parts(
-    ranks: RankRows,
-    document: Document,
-    low: Any,
-    high: Any,
-    ranges: tuple[tuple[Any, Any], ...],
-    *,
-    level: int,
-    implementation: Any,
-    sharding: Any,
-    checked: bool,
-) -> dict[str, Any]:
+    ranks: RankRows, document: Document, low: Any, high: Any, ranges: tuple[tuple[Any, Any], ...], *,
+    level: int, implementation: Any, sharding: Any, checked: bool,
+) -> dict[str, Any]:  # fmt: skip
     """`shared_parts` and `private_part` of a mask, and `plan_mismatch` unless `checked`: the plan
     is known to be of these documents. Arguments are of whole sequences."""
     plan, layout = ranks.plan, ranks.layout
@@ -77,12 +69,11 @@ def local_parts(
 
     def of_rank(
         document: Document, low: Any, high: Any, ranges: Any, order: Any, split: Any
-    ) -> list[Any]:
+    ) -> Any:
         ids = document.q_ids
         assert ids is not None
-        of_part = functools.partial(
-            _of_part, document, low, high, ranges, level=level, implementation=implementation
-        )
+        limits = (document, low, high, ranges)
+        of_part = functools.partial(_of_part, limits, level, implementation)
         batch = order.shape[0]
         order, split = order.reshape(batch, pieces, own), split.reshape(batch, pieces, -1)
         begin = jnp.concatenate([jnp.zeros_like(split[..., :1]), split], axis=2)
@@ -152,11 +143,7 @@ def local_parts(
 
 
 def gathers_of(layout: Layout, plan: ContextPlan, groups: int) -> tuple[int, ...]:
-    """At which of the context axes the gathers of a part begin, the outermost first.
-
-    Raises:
-        ValueError: the plan has other levels than the mesh.
-    """
+    """At which of the context axes the gathers of a part begin, the outermost first."""
     axes = layout.context
     before = [layout.size(axes[:n]) for n in range(len(axes))]
     outside = [plan.ranks // (step.size * step.stride) for step in plan.steps(groups)]
@@ -177,18 +164,11 @@ def made_of(plan: ContextPlan | None, ids: Any) -> bool | None:
 
 
 def _of_part(
-    document: Document,
-    low: Any,
-    high: Any,
-    ranges: Any,
-    ids: jax.Array,
-    rows: jax.Array,
-    keys: _Keys,
-    *,
-    level: int,
-    implementation: Any,
-) -> dict[str, Any]:
-    """Of the rows with these ids at the indices `rows`."""
+    limits: tuple[Document, Any, Any, Any], level: int, implementation: Any,
+    ids: jax.Array, rows: jax.Array, keys: _Keys,
+) -> dict[str, Any]:  # fmt: skip
+    """Of the rows with these ids at the indices `rows`; limits: document, low, high, ranges."""
+    document, low, high, ranges = limits
     low, high = (None if x is None else _take(x, rows) for x in (low, high))
     if level < 2:  # positions are indices
         low = None if low is None else keys.number(low)
