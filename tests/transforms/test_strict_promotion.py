@@ -32,7 +32,7 @@ RNG = np.random.default_rng(4)
 Q, K, V = (jnp.asarray(RNG.normal(size=(2, 24, h, 8)), jnp.float32) for h in (4, 2, 2))
 IDS = np.stack([np.repeat([0, 1, -1], [9, 10, 5]), np.repeat([3, 0], [4, 20])]).astype(np.int32)
 KEYS = jnp.asarray(RNG.random((2, 24)) < 0.7)
-LONG = jnp.asarray(np.repeat([[0, 1]], [300, 212], axis=1), jnp.int32)
+LONG = jnp.asarray(np.repeat([[0, 1, 2, 3]], [192, 192, 64, 64], axis=1), jnp.int32)
 
 
 def attention():
@@ -58,7 +58,7 @@ def maxtexts_op():
 
 
 def attention_by(kind, **shared):
-    """By a plan of the device, over two ranks."""
+    """By a plan of two ranks: "local" of the host, which the program compares with its ids."""
     auto = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((2,), ("context",), axis_types=auto, devices=jax.devices()[:2])
     spec = jax.sharding.PartitionSpec(None, "context")
@@ -69,6 +69,7 @@ def attention_by(kind, **shared):
         expression = packax.causal() & packax.documents(LONG)
         plan = packax.context_plan(expression, sharding=sharding, kind=kind, **shared)
         mask = packax.create_attention_mask(expression, sharding=sharding, plan=plan)
+        assert (mask.plan_mismatch is None) == (kind != "local")
         out = packax.flash_attention(query, key, key, mask, sinks=jnp.ones(2, jnp.float32))
         return jnp.sum(jnp.sin(out))
 

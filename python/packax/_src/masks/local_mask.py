@@ -50,7 +50,7 @@ def keeps_local(ranks: RankRows, document: Document) -> bool:
 
 
 def local_parts(
-    ranks: RankRows, document: Document, low: Any, high: Any, ranges: tuple[tuple[Any, Any], ...], *,
+    ranks: RankRows, document: Document, low: Any, high: Any, ranges: Any, *,
     level: int, implementation: Any, sharding: Any, checked: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """`shared_parts` and `private_part` of a mask, and `plan_mismatch` unless `checked`: the plan
