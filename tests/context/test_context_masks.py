@@ -23,6 +23,7 @@ from context import (
     plan_of,
 )
 from packax._src.core.sharding import layout_of
+from tiers import once_each
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
@@ -68,9 +69,12 @@ def test_every_rank_has_the_hull_of_its_own_rows():
 
 
 @pytest.mark.parametrize(
-    "kind", ["causal", "documents", "positions", "spans of positions", "one mask for all"]
+    "kind,plan",
+    once_each(
+        ["causal", "documents", "positions", "spans of positions", "one mask for all"],
+        ["balanced", "zigzag"],  # the second has one batch row
+    ),
 )
-@pytest.mark.parametrize("plan", ["balanced", "zigzag"])  # the second has one batch row
 def test_the_specs_of_a_mask(kind, plan):
     """Kernels read block bounds and orders that XLA does not: each operand is cut as it was
     made."""

@@ -7,6 +7,7 @@ test_context_masks.py, loops and transformations in test_context_transforms.py.
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,7 @@ from context import (
 )
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from tiers import once_each, some
+from tiers import some
 
 KEYS_REPLICATED = dataclasses.replace(FULL, key_value=P(BATCH_AXES, None, "tensor", None))
 ALL_REPLICATED = dataclasses.replace(FULL, key_value=P(BATCH_AXES))
@@ -114,7 +115,12 @@ def test_explicit_axis_types(sharding):
 
 @pytest.mark.parametrize(
     "arrive,kind",
-    once_each(["replicated", "before the mesh", "as numpy", "otherwise"], ["Auto", "Explicit"]),
+    some(
+        itertools.product(
+            ["replicated", "before the mesh", "as numpy", "otherwise"], ["Auto", "Explicit"]
+        ),
+        *(2, 7),
+    ),
 )
 def test_inputs_of_another_sharding_are_resharded(arrive, kind):
     """query, key, value and a mask that was built without one; gradients are sharded as inputs."""

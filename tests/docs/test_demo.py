@@ -129,6 +129,7 @@ def test_smoothing_keeps_the_ends():
     np.testing.assert_allclose(plots._smooth(losses), losses)
 
 
+@pytest.mark.exhaustive
 def test_the_whole_demo(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run, "standard_library", lambda: DOCUMENTS)
     monkeypatch.setattr(run, "train", lambda rows, chosen: train.train(rows, chosen, quiet=True))

@@ -15,6 +15,7 @@ import numpy as np
 import packax
 import pytest
 import trees
+from tiers import some
 
 LENGTH, SEGMENTS = 149, 12
 
@@ -75,7 +76,7 @@ def test_what_kernels_attend(beside):
         np.testing.assert_array_equal(lists[1][:, 0, :, :2].sum(2), tiles)
 
 
-@pytest.mark.parametrize("name", trees.LARGE)
+@pytest.mark.parametrize("name", some(trees.LARGE, 0, 2))
 def test_blocks_of_siblings_are_skipped(name):
     """What is visited is what has a pair, at the sizes that models train on."""
     tree = trees.LARGE[name]()
