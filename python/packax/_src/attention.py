@@ -17,9 +17,9 @@ from packax._src.core.mask import AttentionMask
 from packax._src.core.precision import checked_precision
 from packax._src.core.sharding import (
     AttentionSharding,
-    Layout,
     checked_head_groups,
     layout_of,
+    with_types,
 )
 from packax._src.masks.build import create_attention_mask
 from packax._src.masks.expressions import MaskExpression
@@ -220,7 +220,8 @@ def flash_attention(
     query, key, value = (
         as_array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
     )
-    layout = _layout(mask, sharding)
+    sharding = _sharding(mask, sharding, query, key, value)
+    layout = None if sharding is None else layout_of(sharding)
     gather_head_groups = checked_head_groups(gather_head_groups)
     check_request(query, key, value, layout, gather_head_groups)
     if layout is not None:
@@ -331,19 +332,27 @@ def _with_positive_scale(query: jax.Array, scale: float) -> tuple[jax.Array, flo
     return (query, scale) if scale > 0 else (-query, -scale)
 
 
-def _layout(mask: Any, sharding: AttentionSharding | None) -> Layout | None:
-    """The layout that the mask was built with, or that of sharding= beside an expression."""
+def _sharding(
+    mask: Any, given: Any, query: jax.Array, key: jax.Array, value: jax.Array
+) -> AttentionSharding | None:
+    """That of sharding=, or that which the mask was built with, and what types of tensors add."""
+    asked = with_types(given, query, key, value)
     if not isinstance(mask, AttentionMask):
-        return None if sharding is None else layout_of(sharding)
-    layout = None if mask.sharding is None else layout_of(mask.sharding)
-    if sharding is None:
-        return layout
-    asked = layout_of(sharding)
-    if mask.sharding is None and not asked.context:
-        return asked  # such a mask is the same with and without
-    if asked != layout:
+        return asked
+    found = asked if mask.sharding is None else with_types(mask.sharding, query, key, value)
+    if found is None:
+        return None
+    context = layout_of(found).context
+    if given is None:
+        if context and mask.sharding is None:
+            raise ValueError(
+                f"query is {jax.typeof(query)}: its sequence axis is sharded over {context}, but "
+                "mask was built of whole sequences. Build it from ids that are sharded as query "
+                "is (jax.sharding.reshard), or with sharding=, or pass the expression as mask"
+            )
+    elif (context and mask.sharding is None) or layout_of(asked) != layout_of(found):
         raise ValueError(
-            f"sharding must be that of the mask, {mask.sharding}, but is {sharding}: give it to "
+            f"sharding must be that of the mask, {mask.sharding}, but is {given}: give it to "
             "create_attention_mask, and leave it out here"
         )
-    return layout
+    return found

@@ -14,7 +14,7 @@ from packax._src.core.integers import numpy_array
 from packax._src.core.jax_compat import vary_together
 from packax._src.core.precision import checked_precision
 from packax._src.core.shapes import INT_MAX, MAX_LENGTH, is_symbolic
-from packax._src.ops.partitioning import ask_devices
+from packax._src.ops.partitioning import ask_devices, check_whole
 from packax._src.ops.primitives import Implementation, check_implementation, decode_p
 from packax._src.ops.score_mods import checked_scale, checked_soft_cap, scores_of
 from packax._src.requests import DTYPES, as_array
@@ -146,6 +146,7 @@ def decode_attention(
     lengths = as_integers("kv_lengths", kv_lengths)
     table = None if block_table is None else as_integers("block_table", block_table)
     _check_tensors(query, key, value, lengths, table)
+    check_whole({"query": query} | ({} if table is not None else {"key": key, "value": value}))
     _, q_len, _, qk_dim = query.shape
     check_implementation(implementation)
     for name, flag in (("return_lse", return_lse), ("causal", causal)):

@@ -162,6 +162,66 @@ def spec(*dims: Axes) -> P:
     return P(*(None if not axes else axes[0] if len(axes) == 1 else axes for axes in dims))
 
 
+def typed_axes(x: Any) -> tuple[Axes, ...]:
+    """The mesh axes of Explicit type over which the type of x shards each dimension."""
+    sharding = jax.typeof(x).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return ((),) * x.ndim
+    found = tuple(() if e is None else (e,) if isinstance(e, str) else e for e in sharding.spec)
+    return found + ((),) * (x.ndim - len(found))
+
+
+def typed_mesh(x: Any) -> Any:
+    """The mesh of the type of x: its own one where x has devices, as outside of jit."""
+    typed = jax.typeof(x).sharding.mesh
+    return typed if isinstance(x, jax.core.Tracer) else getattr(x.sharding, "mesh", typed)
+
+
+def with_types(sharding: Any, query: Any, key: Any, value: Any) -> Any:
+    """`sharding`, and what the types of the tensors say where it says None.
+
+    None without a sharding, where no type shards a sequence: batch and heads need none.
+
+    Raises:
+        ValueError: types that say something else than `sharding`, or than each other.
+    """
+    tensors = {"query": query, "key": key, "value": value}
+    types = {name: typed_axes(x) for name, x in tensors.items()}
+    if sharding is None:
+        if not any(axes[1] for axes in types.values()):
+            return None
+        sharding = AttentionSharding(P(), P(), typed_mesh(query))
+    elif not isinstance(sharding, AttentionSharding) or not any(map(any, types.values())):
+        return sharding
+    mesh = jax.typeof(query).sharding.mesh
+    several = {  # the axes of which types say something
+        name
+        for name, size, kind in zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
+        if size > 1 and kind == AxisType.Explicit
+    }
+    specs = {of: list(_axes(of, getattr(sharding, of))) for of in ("query", "key_value")}
+    source = {
+        (of, dim): f"sharding.{of}" if axes else "the type of query"
+        for of, dims in specs.items()
+        for dim, axes in enumerate(dims)
+    }
+    for name, dims in types.items():
+        own = "query" if name == "query" else "key_value"
+        for dim, axes in enumerate(dims):
+            said = [axis for axis in axes if axis in several]
+            if said and not specs[own][dim]:
+                specs[own][dim], source[own, dim] = axes, f"the type of {name}"
+            for of in {own, "query"} if said else ():
+                if said != [axis for axis in specs[of][dim] if axis in several]:
+                    raise ValueError(
+                        f"{name} is {jax.typeof(tensors[name])}: its {_DIMS[dim]} axis is sharded "
+                        f"over {_show(axes)}, but {source[of, dim]} says {_show(specs[of][dim])}: "
+                        "reshard one as the other (jax.sharding.reshard)"
+                    )
+    specs["key_value"][0] = specs["query"][0]
+    return AttentionSharding(spec(*specs["query"]), spec(*specs["key_value"]), sharding.mesh)
+
+
 def layout_of(sharding: Any) -> Layout:
     """The layout of a sharding on the mesh in use.
 

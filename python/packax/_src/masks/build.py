@@ -16,7 +16,15 @@ from packax._src.core.jax_compat import vary_together
 from packax._src.core.mask import AttentionMask
 from packax._src.core.messages import described
 from packax._src.core.shapes import ONE_BLOCK
-from packax._src.core.sharding import AttentionSharding, Layout, check_divides, layout_of
+from packax._src.core.sharding import (
+    AttentionSharding,
+    Layout,
+    check_divides,
+    layout_of,
+    spec,
+    typed_axes,
+    typed_mesh,
+)
 from packax._src.masks.block_sparse import BlockSparse
 from packax._src.masks.documents import Ranges
 from packax._src.masks.expressions import And, Interval, MaskExpression, documents_of
@@ -99,6 +107,8 @@ def create_attention_mask(
             )
     assert q_len is not None and kv_len is not None
     batch = batch_of(expression)
+    if sharding is None:
+        sharding = _sharding_of_ids(expression)
     layout = None if sharding is None else layout_of(sharding)
     if plan is not None:
         _check_plan(plan, batch, q_len, kv_len, permuted_keys, layout)
@@ -155,6 +165,16 @@ def create_attention_mask(
         shapes = jax.eval_shape(build, sides, interval, ranges, block_mask, tree, plan)
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     return build(sides, interval, ranges, block_mask, tree, plan)
+
+
+def _sharding_of_ids(expression: MaskExpression) -> AttentionSharding | None:
+    """Of a sequence that the type of an array shards: what query and output are to have, too."""
+    arrays = [x for _, x, side in expression.arrays() if side == "q" and isinstance(x, jax.Array)]
+    for x in arrays:
+        *batch, context = typed_axes(x)
+        if context:
+            return AttentionSharding(spec(*(batch or [()]), context), spec(*batch), typed_mesh(x))
+    return None
 
 
 def _check_plan(

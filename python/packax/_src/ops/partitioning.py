@@ -31,7 +31,8 @@ from jaxlib.mlir import ir
 
 from packax._src.core.jax_compat import entered_mesh, lower_with_devices, with_64_bits
 from packax._src.core.precision import accumulator
-from packax._src.core.sharding import Axes, spec
+from packax._src.core.sharding import Axes, spec, typed_axes
+from packax._src.ops.cuts import cuts
 
 SEQUENCE_SWITCH = "PACKAX_SHARDED_SEQUENCE"
 _DOCS = "docs/guide/context_parallelism.md"
@@ -179,8 +180,8 @@ def _custom_call(
         return tuple(primitive.bind(*every, **params))
 
     def partition(mesh, arg_shapes, result_shapes):
-        axes = _axes(dims, arg_shapes, result_shapes)
-        _check_sequence(dims, arg_shapes)
+        axes = _axes(mesh, dims, arg_shapes, result_shapes)
+        _check_sequence(mesh, dims, arg_shapes)
         read = _heads_read(heads, kv_heads, _pieces(mesh, axes["h"]))
         if read is not None:  # fewer key/value heads than devices: each takes those that it reads
             axes["g"] = ()
@@ -211,10 +212,10 @@ def _custom_call(
         return mesh, local, made, given
 
     def infer(mesh, arg_shapes, result_shapes):
-        return _shardings(mesh, _axes(dims, arg_shapes, result_shapes), dims.results)
+        return _shardings(mesh, _axes(mesh, dims, arg_shapes, result_shapes), dims.results)
 
     call = custom_partitioning(_with_signature(whole, len(read_operands)))
-    call.def_partition(partition, infer, sharding_rule=shardy_rule(dims))
+    call.def_partition(partition, infer, decode_shardings=False, sharding_rule=shardy_rule(dims))
     return lambda *operands: call(*(operands[n] for n in read_operands))
 
 
@@ -243,28 +244,23 @@ def _size(letter: str, dims: Dims, avals: Sequence[Any]) -> int:
     return next(sizes, 1)
 
 
-def _entry(entry: Any) -> Axes:
-    """The mesh axes of one entry of a PartitionSpec."""
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-
-
 def _pieces(mesh: Any, axes: Axes) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
-def _axes(dims: Dims, arg_shapes: Any, result_shapes: Any) -> dict[str, Axes]:
+def _axes(mesh: Any, dims: Dims, arg_shapes: Any, result_shapes: Any) -> dict[str, Axes]:
     """The mesh axes of batch and heads: those of the first array that is divided there, evenly."""
     axes: dict[str, Axes] = dict.fromkeys("bhg", ())
     for letters, x in zip(
         (*dims.operands, *dims.results), (*arg_shapes, *result_shapes), strict=True
     ):
-        for letter, entry, size in zip(letters, x.sharding.spec, x.shape, strict=True):
-            found, of = _entry(entry), "h" if letter == "g" else letter
+        for letter, cut, size in zip(letters, cuts(mesh, x), x.shape, strict=True):
+            of = "h" if letter == "g" else letter
             taken = {*axes["b"], *axes["h"]}
-            if of not in ("b", "h") or axes[of] or not found or not taken.isdisjoint(found):
+            if of not in ("b", "h") or axes[of] or not taken.isdisjoint(cut.axes):
                 continue
-            if size % _pieces(x.sharding.mesh, found) == 0:
-                axes[of] = found
+            if cut.whole and size % cut.pieces == 0:
+                axes[of] = cut.axes
     axes["g"] = axes["h"]
     return axes
 
@@ -276,21 +272,36 @@ def _shardings(mesh: Any, axes: dict[str, Axes], all_letters: Sequence[str]) -> 
     )
 
 
-def _check_sequence(dims: Dims, arg_shapes: Sequence[Any]) -> None:
+def _check_sequence(mesh: Any, dims: Dims, arg_shapes: Sequence[Any]) -> None:
     """Answers rows, keys or pages that arrive in pieces: every device needs them whole.
 
     Rows and keys are an error unless a gather was asked for, pages of a cache a warning.
     """
     for letters, x in zip(dims.operands, arg_shapes, strict=True):
-        for letter, entry in zip(letters, x.sharding.spec, strict=True):
-            if letter not in _SHARDED or not _entry(entry):
+        for letter, cut in zip(letters, cuts(mesh, x), strict=True):
+            if letter not in _SHARDED or cut.pieces == 1:
                 continue
-            text = _SHARDED[letter].format(axes=", ".join(map(repr, _entry(entry))))
+            text = _SHARDED[letter].format(axes=", ".join(map(repr, cut.axes)))
             if letter != "p" and os.environ.get(SEQUENCE_SWITCH) != "gather":
                 raise ValueError(
                     f"{text}, or set {SEQUENCE_SWITCH}=gather to have it gathered on every device"
                 )
             warnings.warn(f"{text}. It is gathered on every device", stacklevel=2)
+
+
+def check_whole(tensors: Mapping[str, Any]) -> None:
+    """Raises ValueError where a type says what `_check_sequence` would find later."""
+    for name, x in tensors.items():
+        axes = typed_axes(x)[1]
+        if (
+            _pieces(jax.typeof(x).sharding.mesh, axes) > 1
+            and os.environ.get(SEQUENCE_SWITCH) != "gather"
+        ):
+            raise ValueError(
+                f"{name} is {jax.typeof(x)}: its sequence axis is sharded over "
+                f"{', '.join(map(repr, axes))}, but decoding reads whole sequences. Shard batch "
+                "and heads, or call it in a shard_map and join the parts by merge_attention"
+            )
 
 
 _CONTEXT = f"for context parallelism pass sharding=packax.AttentionSharding(...) ({_DOCS})"

@@ -1,0 +1,167 @@
+"""Axes of Explicit type: the layout is that of the operands' types, without `sharding=`.
+
+Guards against an attention that gathers, or refuses, what the types already say.
+"""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import packax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from plain_jit import collectives, mesh_of
+from tiers import some
+
+BATCH, LENGTH, HEADS, KV_HEADS, DIM = 2, 128, 4, 2, 8
+NAMES = ("data", "context", "tensor")
+QUERY = ("data", "context", "tensor")
+KEYS = {
+    "as query": QUERY,
+    "whole sequence": ("data", None, "tensor"),
+    "whole heads": ("data", "context"),
+    "whole": (),
+}
+
+
+def mesh():
+    return mesh_of("Explicit", (2, 2, 2), NAMES)
+
+
+def arrays():
+    rng = np.random.default_rng(0)
+    shapes = [(BATCH, LENGTH, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    query, key, value, weights = (rng.standard_normal(s).astype(np.float32) for s in shapes)
+    ids = np.sort(rng.integers(-1, 4, (BATCH, LENGTH)), axis=1).astype(np.int32)
+    return query, key, value, weights, ids
+
+
+def loss(query, key, value, weights, ids, call):
+    out = CALLS[call](query, key, value, ids)
+    return jnp.sum(out * weights), out
+
+
+def expression(ids):
+    return packax.causal() & packax.documents(ids)
+
+
+def built(query, key, value, ids):
+    return packax.flash_attention(query, key, value, packax.create_attention_mask(expression(ids)))
+
+
+CALLS = {
+    "built mask": built,
+    "expression": lambda q, k, v, ids: packax.flash_attention(q, k, v, expression(ids)),
+    "drop-in": lambda q, k, v, ids: packax.dot_product_attention(q, k, v, is_causal=True),
+}
+
+
+@functools.cache
+def expected(call):
+    step = jax.value_and_grad(functools.partial(loss, call=call), (0, 1, 2), has_aux=True)
+    return jax.jit(step)(*arrays())
+
+
+@pytest.mark.parametrize(("call", "keys"), some(itertools.product(CALLS, KEYS), 0, 5))
+def test_context_parallelism_without_sharding(call, keys):
+    step = jax.value_and_grad(functools.partial(loss, call=call), (0, 1, 2), has_aux=True)
+    ids_spec = () if call == "expression" else ("data", "context")
+    specs = (QUERY, KEYS[keys], KEYS[keys], QUERY, ids_spec)
+    on = mesh()
+    args = [
+        jax.device_put(x, NamedSharding(on, P(*s))) for x, s in zip(arrays(), specs, strict=True)
+    ]
+    with jax.set_mesh(on):
+        compiled = jax.jit(step).lower(*args).compile()
+        (_, out), gradients = got = compiled(*args)
+    for x, like in zip((out, *gradients), (args[0], *args[:3]), strict=True):
+        assert jax.typeof(x) == jax.typeof(like)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected(call)), strict=True):
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-4, atol=1e-5)
+    if keys == "whole sequence":
+        assert "all-gather" not in collectives(compiled)
+
+
+def typed(on, shape, *spec, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(on, P(*spec)))
+
+
+def traced(query, key, ids=(), call=CALLS["expression"], sharding=None):
+    """Types alone: nothing is compiled."""
+    on = mesh()
+    shapes = (BATCH, LENGTH, HEADS, DIM), (BATCH, LENGTH, KV_HEADS, DIM)
+    args = typed(on, shapes[0], *query), *[typed(on, shapes[1], *key)] * 2
+    with jax.set_mesh(on):
+        return jax.eval_shape(call, *args, typed(on, (BATCH, LENGTH), *ids, dtype=jnp.int32))
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "message"),
+    [
+        (QUERY, ("data", "tensor"), "key is .*tensor.*sequence axis.*'tensor'.*query.*'context'"),
+        (("data",), ("data", "context"), "key is .*sequence axis .*'context', but .*query .* None"),
+        (QUERY, ("tensor", "context"), "key is .*batch axis.*'tensor', but .*query.*'data'"),
+    ],
+)
+def test_types_that_disagree(query, key, message):
+    with pytest.raises(ValueError, match=message):
+        traced(query, key)
+
+
+def test_a_mask_of_whole_sequences_is_refused():
+    with pytest.raises(ValueError, match=r"query is .*context.*: its sequence axis .*mask was"):
+        traced(QUERY, QUERY, ("data",), CALLS["built mask"])
+
+
+def test_sharding_must_agree_with_types():
+    def call(query, key, value, ids):
+        sharding = packax.AttentionSharding(query=P(*QUERY), key_value=P(*QUERY))
+        return packax.flash_attention(query, key, value, expression(ids), sharding=sharding)
+
+    assert traced(QUERY, QUERY, call=call).sharding.spec == P(*QUERY, None)
+    message = r"query is .*sequence axis .* over 'tensor', but sharding.query says 'context'"
+    with pytest.raises(ValueError, match=message):
+        traced(("data", "tensor"), QUERY, call=call)
+
+
+def test_what_types_add_to_sharding():
+    """Heads that `sharding=` leaves out, and a mask that knows no heads."""
+
+    def call(query, key, value, ids):
+        spec = P("data", "context")
+        sharding = packax.AttentionSharding(query=spec, key_value=spec)
+        mask = packax.create_attention_mask(expression(ids), sharding=sharding)
+        return packax.flash_attention(query, key, value, mask)
+
+    assert traced(QUERY, QUERY, call=call).sharding.spec == P(*QUERY, None)
+
+
+def test_a_mask_takes_the_layout_of_its_ids():
+    on = mesh()
+    with jax.set_mesh(on):
+        ids = typed(on, (BATCH, LENGTH), "data", "context", dtype=jnp.int32)
+        mask = jax.eval_shape(lambda x: packax.create_attention_mask(expression(x)), ids)
+    assert mask.sharding.query == P("data", "context")
+    assert mask.q_lo.sharding.spec == P("data", "context")
+
+
+def test_decoding_refuses_a_cache_in_pieces():
+    on = mesh()
+    cache = typed(on, (BATCH, LENGTH, KV_HEADS, DIM), "data", "context")
+    query = typed(on, (BATCH, 1, HEADS, DIM), "data")
+    lengths = typed(on, (BATCH,), "data", dtype=jnp.int32)
+    with jax.set_mesh(on), pytest.raises(ValueError, match=r"key is .*context.*sequence axis"):
+        jax.eval_shape(packax.decode_attention, query, cache, cache, lengths)
+
+
+def test_axes_of_other_types_say_nothing():
+    on = jax.make_mesh(
+        (2, 2), ("data", "context"), devices=jax.devices("cpu")[:4], axis_types=(AxisType.Auto,) * 2
+    )
+    with jax.set_mesh(on):
+        ids = typed(on, (BATCH, LENGTH), "data", "context", dtype=jnp.int32)
+        mask = jax.eval_shape(lambda x: packax.create_attention_mask(expression(x)), ids)
+    assert mask.sharding is None
