@@ -104,7 +104,7 @@ def _run_step(space):
 def modules():
     yield packax
     for found in pkgutil.walk_packages(packax.__path__, "packax."):
-        if not re.search(r"__main__|_ext|\.demo|integrations\.(flax|maxtext)", found.name):
+        if not re.search(r"__main__|_ext|\.demo|integrations\.(flax|maxtext|levanter)", found.name):
             yield importlib.import_module(found.name)
 
 

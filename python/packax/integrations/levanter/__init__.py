@@ -1,0 +1,6 @@
+"""packax behind Levanter's two attentions, Grug's and that of its layers: docs/guide/levanter.md."""
+
+from packax.integrations.levanter.grug import attention as attention
+from packax.integrations.levanter.grug import build_mask as build_mask
+from packax.integrations.levanter.install import install as install
+from packax.integrations.levanter.layers import dot_product_attention as dot_product_attention

@@ -1,0 +1,127 @@
+"""`attention`: the call of `levanter.grug.attention.attention`, on raw arrays, as row ranges."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import packax
+from packax import AttentionMask, MaskExpression
+from packax._src.ops.ffi import has_kernels
+from packax.integrations.fallback import fall_back
+from packax.integrations.jax_nn import FASTER, array_mask, bias_array, mean_where_empty
+
+OURS = (None, "packax", "cuda", "xla")
+
+
+def attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: Any = None, *, implementation: str | None = None
+) -> jax.Array:
+    """`levanter.grug.attention.attention`, by packax.
+
+    Under axes of Explicit type the layout is that of the operands' types: queries sharded along the
+    sequence are context parallelism, with keys and values whole or sharded along the same axes.
+
+    Args:
+        q: (B, Q, Hq, D).
+        k, v: (B, K, Hkv, D); Hq a multiple of Hkv.
+        mask: Grug's AttentionMask, None, or a dense array (Q, K) or (1 or B, Q, K), boolean (True:
+            attended) or of floats (added to the logits). Also a packax mask or expression, as
+            `build_mask` makes for a scan over layers. Negative segment ids are padding: such rows
+            give 0, as in Levanter's FA4 kernels (its reference lets them attend each other).
+        implementation: None or "packax": packax, as kernels on CUDA and as XLA elsewhere; "cuda",
+            "xla": one of these; any other name: Levanter's own.
+
+    Raises:
+        ValueError: shapes, windows or ids that do not go together.
+        NotImplementedError: implementation="cuda" where no kernel is.
+    """
+    if implementation not in OURS:
+        return _theirs().attention(q, k, v, mask, implementation=implementation)
+    chosen: Any = None if implementation == "packax" else implementation
+    if isinstance(mask, jax.Array):
+        return _dense(q, k, v, mask, chosen)
+    if not isinstance(mask, (AttentionMask, MaskExpression)):
+        mask = expression_of(mask, q.shape[1])
+    return packax.flash_attention(q, k, v, mask, implementation=chosen)
+
+
+def build_mask(
+    mask: Any, q_len: int, kv_len: int | None = None, *, sliding_window: int | None = None
+) -> AttentionMask:
+    """A packax mask of Grug's, to build once a step and pass to every layer's `attention`.
+
+    For layers that alternate windows in a scan build one of each, and choose between them by layer:
+    `jax.tree.map(lambda x, y: jnp.where(is_global, x, y), whole, window)`.
+
+    Args:
+        mask: Grug's AttentionMask.
+        q_len, kv_len: number of rows and keys; None: as many keys as rows.
+        sliding_window: one in place of the mask's.
+    """
+    expression = expression_of(mask, q_len, sliding_window)
+    return packax.create_attention_mask(expression, q_len=q_len, kv_len=kv_len or q_len)
+
+
+def expression_of(mask: Any, q_len: int, sliding_window: int | None = None) -> MaskExpression:
+    """What Grug's AttentionMask says, as an expression."""
+    if mask is None:
+        return packax.full()
+    if mask.fa4_bounds is not None:  # which say everything
+        lower, valid = mask.fa4_bounds
+        index = jax.lax.broadcasted_iota(jnp.int32, (1, q_len), 1)
+        return packax.ranges(lower, jnp.where(valid, index + 1, 0))
+    window = mask.sliding_window if sliding_window is None else sliding_window
+    parts = [packax.causal()] if mask.is_causal else []
+    if window is not None:
+        if window <= 0:
+            raise ValueError(f"sliding_window must be positive, but is {window}")
+        parts.append(packax.sliding_window(window - 1, None))
+    if mask.segment_ids is not None:
+        parts.append(documents_of(*mask.segment_ids))
+    return all_of(parts)
+
+
+def documents_of(q_ids: jax.Array, kv_ids: jax.Array) -> MaskExpression:
+    """Every negative id is padding."""
+    kv = None if kv_ids is q_ids else jnp.maximum(kv_ids, packax.PADDING_SEGMENT_ID)
+    return packax.documents(jnp.maximum(q_ids, packax.PADDING_SEGMENT_ID), kv_segment_ids=kv)
+
+
+def all_of(parts: list[MaskExpression]) -> MaskExpression:
+    result = parts[0] if parts else packax.full()
+    for part in parts[1:]:
+        result = result & part
+    return result
+
+
+def _dense(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, chosen: Any) -> jax.Array:
+    """A boolean array costs a bit of each of its elements, a bias is read as it is."""
+    rows, keys = q.shape[1], k.shape[1]
+    if mask.ndim not in (2, 3) or mask.shape[-2:] != (rows, keys):
+        raise ValueError(
+            f"a dense mask must have shape ({rows}, {keys}) or (1 or {q.shape[0]}, {rows}, {keys}),"
+            f" but has {mask.shape}"
+        )
+    whole = mask.reshape(-1, 1, rows, keys)
+    if mask.dtype == jnp.bool_:
+        expression = array_mask(whole, rows, keys)
+        out, lse = packax.flash_attention(
+            q, k, v, expression, return_lse=True, implementation=chosen
+        )
+        return mean_where_empty(out, lse, v)
+    if not has_kernels(q, k, v, with_bias=True):
+        what = f"Grug's attention with an additive mask and head dim {q.shape[3]}"
+        fall_back(what, "Levanter's reference", FASTER, forbidden=chosen == "cuda")
+        return _theirs().attention(q, k, v, mask, implementation="reference")
+    bias = bias_array(whole, keys)
+    return packax.flash_attention(q, k, v, packax.full(), bias=bias, implementation=chosen)
+
+
+def _theirs() -> Any:
+    """Levanter's own, whatever `install` put in its place."""
+    module = importlib.import_module("levanter.grug.attention._core")
+    return getattr(module.attention, "by_levanter", module)

@@ -1,0 +1,104 @@
+"""`install()`: packax under a name of its own in Levanter's two attentions, or as the default."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import sys
+import types
+from typing import Any, Literal
+
+import jax
+
+from packax.integrations.levanter import grug, layers
+
+_default: dict[str, Any] = {"where": False}
+
+
+def install(*, default: bool | Literal["everywhere"] = False) -> None:
+    """Makes packax an attention of Levanter, before or after its models are imported.
+
+    Grug's `attention` takes implementation="packax", and the layers' `AttentionBackend` has a
+    member PACKAX, so that a configuration may say `attn_backend: packax`.
+
+    Args:
+        default: use packax on NVIDIA GPUs, too, where nothing is asked for (implementation=None,
+            AttentionBackend.DEFAULT or None); "everywhere": on other platforms, too. The last call
+            of `install` says it.
+
+    Raises:
+        ValueError: default is something else.
+        ModuleNotFoundError: marin-levanter is not installed.
+
+    >>> from packax.integrations import levanter
+    >>> levanter.install(default=True)
+    """
+    if default not in (False, True, "everywhere"):
+        raise ValueError(f'default must be False, True or "everywhere", but is {default!r}')
+    _default["where"] = default
+    core = importlib.import_module("levanter.grug.attention._core")
+    module = importlib.import_module("levanter.layers.attention")
+    if hasattr(core.attention, "by_levanter"):
+        return
+    names: Any = core.GrugAttentionImplementation
+    extended = Literal[(*names.__args__, "packax")]  # type: ignore[valid-type]
+    _add_member(module.AttentionBackend, "PACKAX", "packax")
+    _replace(names, extended)
+    _replace(core.attention, _grug(core.attention))
+    _replace(module.dot_product_attention, _layers(module.dot_product_attention, module))
+
+
+def _grug(theirs: Any) -> Any:
+    @functools.wraps(theirs)
+    def attention(q: Any, k: Any, v: Any, mask: Any, *, implementation: Any = None) -> Any:
+        chosen = implementation == "packax" or (implementation is None and _is_default())
+        function = grug.attention if chosen else theirs
+        return function(q, k, v, mask, implementation=implementation)
+
+    attention.by_levanter = theirs  # type: ignore[attr-defined]
+    return attention
+
+
+def _layers(theirs: Any, module: Any) -> Any:
+    signature = inspect.signature(theirs)
+    backends = module.AttentionBackend
+
+    @functools.wraps(theirs)
+    def dot_product_attention(*args: Any, **options: Any) -> Any:
+        given = signature.bind(*args, **options).arguments
+        backend, flash = given.get("attn_backend"), given.get("use_flash")
+        chosen = backend == backends.PACKAX
+        if backend in (None, backends.DEFAULT) and flash is not False:
+            chosen = _is_default()
+        elif chosen and flash is False:
+            raise ValueError("use_flash is False, but attn_backend is packax")
+        return (layers.dot_product_attention if chosen else theirs)(*args, **options)
+
+    dot_product_attention.by_levanter = theirs  # type: ignore[attr-defined]
+    return dot_product_attention
+
+
+def _is_default() -> bool:
+    where = _default["where"]
+    return where == "everywhere" or (where and jax.default_backend() == "gpu")
+
+
+def _add_member(enum: Any, name: str, value: str) -> None:
+    """A member of an enumeration of strings that exists: Python has no public way."""
+    member = str.__new__(enum, value)
+    member._name_, member._value_ = name, value
+    member.__objclass__ = enum
+    member._sort_order_ = len(enum._member_names_)
+    setattr(enum, name, member)
+    enum._member_names_.append(name)
+    enum._member_map_[name] = enum._value2member_map_[value] = member
+
+
+def _replace(old: Any, new: Any) -> None:
+    """In every module that has it already."""
+    for module in list(sys.modules.values()):
+        if isinstance(module, types.ModuleType):
+            for name, x in list(vars(module).items()):
+                if x is old:
+                    setattr(module, name, new)

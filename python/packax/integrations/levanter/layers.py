@@ -1,0 +1,258 @@
+"""`dot_product_attention`: the call of `levanter.layers.attention`, on haliax's named arrays."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+import packax
+from packax import AttentionSharding, MaskExpression
+from packax._src.ops.ffi import has_kernels
+from packax.integrations.fallback import fall_back
+from packax.integrations.jax_nn import FASTER, array_mask, mean_where_empty
+from packax.integrations.levanter.grug import all_of, documents_of
+
+
+class Axes(NamedTuple):
+    """haliax's axes of one call: what becomes (batch, length, heads, dim)."""
+
+    batch: tuple[Any, ...]
+    rows: Any
+    keys: Any
+    kv_heads: tuple[Any, ...]
+    group: tuple[Any, ...]  # of query alone: minor to kv_heads
+    key_dim: Any
+    value_dim: Any
+
+    @property
+    def heads(self) -> tuple[Any, ...]:
+        return (*self.kv_heads, *self.group)
+
+
+def dot_product_attention(
+    QPos: Any,
+    KPos: Any,
+    Key: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any = None,
+    bias: Any = None,
+    attention_dtype: Any = None,
+    precision: Any = None,
+    use_flash: bool | None = None,
+    attn_backend: Any = None,
+    flash_block_size: int | None = None,
+    dropout: float = 0.0,
+    *,
+    logits_soft_cap: float | None = None,
+    scaling_factor: Any = None,
+    inference: bool = True,
+    prng: Any = None,
+    attn_sink: Any = None,
+) -> Any:
+    """`levanter.layers.attention.dot_product_attention`, by packax.
+
+    Causal masks with or without offsets, windows of both kinds, segment ids, explicit masks, sinks,
+    soft caps, biases, dropout and precision are as there; a negative segment id is padding, whose
+    rows give 0. With an axis mapping of haliax over the sequence it is context parallel. What has no
+    kernel runs on Levanter's "vanilla" backend: a `FallbackWarning` says why, once.
+
+    Args:
+        use_flash, attn_backend, flash_block_size: of no effect; packax needs no block size.
+        The others are Levanter's.
+
+    Raises:
+        ValueError: axes or shapes that do not go together.
+    """
+    axes = _axes_of(QPos, KPos, Key, query, key, value, _arrays(mask), _arrays(attn_sink))
+    rate = 0.0 if inference else float(dropout)
+    reason = "axes that are not (batch, length, heads, dim)" if axes is None else ""
+    if axes is not None:
+        reason = _no_kernel(axes, query, value, mask, bias, rate, logits_soft_cap, attn_sink)
+    if axes is None or reason:
+        fall_back(f"Levanter's attention with {reason}", 'its "vanilla" backend', FASTER)
+        module = importlib.import_module("levanter.layers.attention")
+        theirs = getattr(module.dot_product_attention, "by_levanter", module.dot_product_attention)
+        options = {"prng": prng, "attn_sink": attn_sink, "scaling_factor": scaling_factor}
+        options |= {"logits_soft_cap": logits_soft_cap, "inference": inference}
+        options |= {"attn_backend": module.AttentionBackend.VANILLA, "dropout": dropout}
+        options |= {"attention_dtype": attention_dtype, "precision": precision}
+        return theirs(QPos, KPos, Key, query, key, value, mask, bias, **options)
+
+    tensors = [
+        _raw(query, axes.batch, (axes.rows,), axes.heads, (axes.key_dim,)),
+        _raw(key, axes.batch, (axes.keys,), axes.kv_heads, (axes.key_dim,)),
+        _raw(value, axes.batch, (axes.keys,), axes.kv_heads, (axes.value_dim,)),
+    ]
+    # Logits, softmax and sums are float32 at least, whatever the operands are.
+    if attention_dtype is not None and jnp.dtype(attention_dtype) == jnp.float64:
+        tensors = [x.astype(jnp.float64) for x in tensors]
+    size = axes.key_dim.size
+    options = {
+        "scale": 1 / math.sqrt(size) if scaling_factor is None else scaling_factor,
+        "soft_cap": logits_soft_cap,
+        "precision": precision,
+        "sharding": _sharding(axes, query),
+    }
+    if bias is not None:
+        every = (axes.batch, axes.heads, (axes.rows,), (axes.keys,))
+        options["bias"] = _broadcast(bias, *every, keep=3).astype(jnp.float32)
+    if attn_sink is not None:
+        options["sinks"] = _broadcast(attn_sink, axes.heads, keep=0)
+    if rate:
+        options |= {"dropout_rate": rate, "dropout_key": prng}
+    expression, dense = _expression(mask, axes)
+    out, lse = packax.flash_attention(*tensors, expression, return_lse=True, **options)
+    if dense:
+        out = mean_where_empty(out, lse, tensors[2])
+    result = (*axes.batch, axes.rows, *axes.heads, axes.value_dim)
+    named = importlib.import_module("haliax").named
+    out = named(out.astype(query.dtype).reshape([axis.size for axis in result]), result)
+    order = [axis for axis in query.axes if axis.name != axes.key_dim.name]
+    return out.rearrange((*order, axes.value_dim))
+
+
+def _arrays(mask: Any) -> list[Any]:
+    """The named arrays of a mask, or of what is one itself."""
+    found = (mask,)
+    if hasattr(mask, "explicit_mask"):
+        found = (mask.causal_offset, mask.explicit_mask, *(mask.segment_ids or ()))
+    return [x for x in found if hasattr(x, "axes")]
+
+
+def _axes_of(
+    QPos: Any, KPos: Any, Key: Any, query: Any, key: Any, value: Any, masks: Any, sinks: Any
+) -> Axes | None:
+    """None: axes that are of key or value alone, or several of keys."""
+    if isinstance(KPos, (tuple, list)):
+        return None
+    rows, keys, key_dim = (x.resolve_axis(y) for x, y in ((query, QPos), (key, KPos), (query, Key)))
+    used = {rows.name, keys.name, key_dim.name}
+    names = [{axis.name for axis in x.axes} for x in (query, key, value)]
+    shared = [axis for axis in query.axes if axis.name in set.intersection(*names) - used]
+    only_value = [a for a in value.axes if a.name not in (keys.name, *(s.name for s in shared))]
+    group = [a for a in query.axes if a not in shared and a.name not in used]
+    known = used | {axis.name for axis in shared}
+    if len(only_value) != 1 or names[1] - known:
+        return None
+    # Heads are the shared axes behind the rows, or else all but the first; but what a mask has one
+    # value for is of the batch, and what sinks have one for is a head.
+    order = [axis.name for axis in query.axes]
+    behind = [a for a in shared if order.index(a.name) > order.index(rows.name)]
+    of_masks, of_sinks = ({axis.name for x in xs for axis in x.axes} for xs in (masks, sinks))
+    likely = {a.name for a in behind or shared[1:]} - of_masks
+    heads = [axis for axis in shared if axis.name in likely | of_sinks]
+    batch = [axis for axis in shared if axis not in heads]
+    return Axes(tuple(batch), rows, keys, tuple(heads), tuple(group), key_dim, only_value[0])
+
+
+def _no_kernel(
+    axes: Axes, query: Any, value: Any, mask: Any, bias: Any, rate: float, cap: Any, sink: Any
+) -> str:
+    """What of a call only Levanter takes; "": nothing."""
+    if bias is not None and cap is not None:
+        return "a bias below a soft cap"
+    if sink is not None and {a.name for a in sink.axes} - {a.name for a in axes.heads}:
+        return "sinks that are not of heads"
+    if mask is not None and not hasattr(mask, "explicit_mask") and mask.array.dtype != jnp.bool_:
+        return f"a mask of dtype {mask.array.dtype}"
+    of_heads = {axis.name for axis in axes.heads}
+    explicit = mask.explicit_mask if hasattr(mask, "explicit_mask") else mask
+    if any(of_heads & {a.name for a in x.axes} for x in _arrays(mask) if x is not explicit):
+        return "an offset or ids by head"
+    tensors = [jax.ShapeDtypeStruct((1, 1, 1, n.size), query.dtype) for n in axes[-2:]]
+    with_bias = bias is not None or rate > 0
+    if not has_kernels(tensors[0], tensors[0], tensors[1], with_bias=with_bias):
+        return f"dtype {query.dtype}, head dim {axes.key_dim.size}" + " and a bias" * with_bias
+    return ""
+
+
+def _expression(mask: Any, axes: Axes) -> tuple[MaskExpression, bool]:
+    """What a mask says, and whether it holds a dense one, whose empty rows are means."""
+    if mask is None:
+        return packax.full(), False
+    if not hasattr(mask, "explicit_mask"):
+        return _dense(mask, axes), True
+    parts = []
+    if mask.is_causal:
+        offset = mask.causal_offset
+        named = hasattr(offset, "axes")
+        moved = _broadcast(offset, axes.batch, keep=0) if named else offset or 0
+        parts.append(packax.causal(moved))
+    if mask.sliding_window is not None:
+        parts.append(packax.sliding_window(mask.sliding_window - 1))
+    radius = mask.bidirectional_window
+    if radius is not None:
+        parts.append(packax.sliding_window(radius, radius))
+    if mask.segment_ids is not None:
+        q_ids, kv_ids = mask.segment_ids
+        sides = [_named_as(q_ids, axes.rows, axes), _named_as(kv_ids, axes.keys, axes)]
+        same = kv_ids is q_ids and axes.rows.size == axes.keys.size
+        parts.append(documents_of(sides[0], sides[0] if same else sides[1]))
+    if mask.explicit_mask is not None:
+        parts.append(_dense(mask.explicit_mask, axes))
+    return all_of(parts), mask.explicit_mask is not None
+
+
+def _named_as(ids: Any, axis: Any, axes: Axes) -> jax.Array:
+    """(1 or B, length): Levanter names the ids of keys by the axis of rows, too."""
+    other = {axes.rows.name: axis.name, axes.keys.name: axis.name}
+    return _broadcast(
+        ids.rename({a: b for a, b in other.items() if a != b and a in ids.shape}),
+        axes.batch,
+        (axis,),
+        keep=1,
+    )
+
+
+def _dense(mask: Any, axes: Axes) -> MaskExpression:
+    whole = _broadcast(mask, axes.batch, axes.heads, (axes.rows,), (axes.keys,), keep=4)
+    return array_mask(whole, axes.rows.size, axes.keys.size)
+
+
+def _raw(x: Any, *dims: tuple[Any, ...]) -> jax.Array:
+    """The array of exactly these axes, those of a group merged."""
+    array = x.rearrange(tuple(axis for group in dims for axis in group)).array
+    return array.reshape([math.prod(axis.size for axis in group) for group in dims])
+
+
+def _broadcast(x: Any, *dims: tuple[Any, ...], keep: int) -> jax.Array:
+    """As `_raw`, where x may lack axes: the first `keep` groups are 1 if it has none of theirs."""
+    used = []
+    for number, group in enumerate(dims):
+        has = any(axis.name in x.shape for axis in group)
+        used.append(group if has or number >= keep else ())
+        for axis in used[-1]:
+            if axis.name not in x.shape:
+                x = x.broadcast_axis(axis)
+    return _raw(x, *used)
+
+
+def _sharding(axes: Axes, query: Any) -> AttentionSharding | None:
+    """Of haliax's axis mapping, where that shards the sequence; types say it themselves."""
+    partitioning = importlib.import_module("haliax.partitioning")
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or all(kind != jax.sharding.AxisType.Auto for kind in mesh.axis_types):
+        return None
+
+    def of(group: tuple[Any, ...]) -> Any:
+        found: list[str] = []
+        for axis in group:
+            name = partitioning.physical_axis_name(axis)
+            found += () if name is None else (name,) if isinstance(name, str) else name
+        return tuple(x for x in found if x in mesh.axis_names) or None
+
+    context = of((axes.rows,))
+    if context is None or axes.rows.size % math.prod(mesh.shape[x] for x in context):
+        return None
+    batch, keys = of(axes.batch), of((axes.keys,))
+    kv_heads = of(axes.kv_heads)
+    return AttentionSharding(
+        P(batch, context, of(axes.heads)), P(batch, keys if keys == context else None, kv_heads)
+    )

@@ -1,0 +1,183 @@
+"""`packax.integrations.levanter` on masks of Grug's form, against what its masks mean.
+
+Levanter itself is not needed here: a stand-in has the fields of its mask. The layers, on haliax's
+named arrays, are tested where marin-levanter is installed.
+"""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from packax.integrations import levanter
+from tiers import some
+
+BATCH, LENGTH, HEADS, KV_HEADS, DIM = 2, 24, 4, 2, 8
+IDS = np.asarray([[0] * 9 + [3] * 8 + [7] * 3 + [-1] * 4, [-2] * 5 + [1] * 19], np.int32)
+
+
+@dataclasses.dataclass
+class Mask:
+    is_causal: bool = False
+    segment_ids: Any = None
+    sliding_window: int | None = None
+    fa4_bounds: Any = None
+
+    def dense(self):
+        """(B, Q, K); a negative id attends nothing."""
+        row, key = np.arange(LENGTH)[:, None], np.arange(LENGTH)
+        allowed = np.ones((BATCH, LENGTH, LENGTH), bool)
+        if self.is_causal:
+            allowed &= key <= row
+        if self.sliding_window is not None:
+            allowed &= key > row - self.sliding_window
+        if self.segment_ids is not None:
+            q, kv = (np.broadcast_to(x, (BATCH, LENGTH)) for x in self.segment_ids)
+            allowed &= (q[:, :, None] == kv[:, None]) & (q >= 0)[:, :, None]
+        return allowed
+
+
+def tensors():
+    rng = np.random.default_rng(0)
+    shapes = [(BATCH, LENGTH, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    return [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
+
+
+def plain(q, k, v, allowed, bias=0.0):
+    k, v = (jnp.repeat(x, HEADS // KV_HEADS, 2) for x in (k, v))
+    logits = jnp.einsum("bqhd,bkhd->bhqk", q, k) / DIM**0.5 + jnp.asarray(bias)
+    logits = jnp.where(jnp.asarray(allowed)[:, None], logits, -jnp.inf)
+    weights = jnp.nan_to_num(jax.nn.softmax(logits))
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+PAIR = (jnp.asarray(IDS), jnp.asarray(IDS))
+ONE = (jnp.asarray(IDS[0]), jnp.asarray(IDS[0]))
+MASKS = {
+    "all": Mask(True, PAIR, 5),
+    "nothing": Mask(),
+    "causal": Mask(True),
+    "window alone": Mask(False, None, 5),
+    "one row of ids": Mask(True, ONE),
+    "ids alone": Mask(False, PAIR),
+}
+
+
+@pytest.mark.parametrize("name", some(MASKS, 0))
+def test_grug_masks(name):
+    mask, args = MASKS[name], tensors()
+    want = plain(*args, mask.dense())
+    np.testing.assert_allclose(levanter.attention(*args, mask), want, rtol=1e-5, atol=1e-5)
+    built = levanter.build_mask(mask, LENGTH)
+    np.testing.assert_allclose(levanter.attention(*args, built), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.exhaustive
+def test_bounds_of_fa4_say_everything():
+    allowed = MASKS["all"].dense()
+    lower = np.where(allowed.any(-1), allowed.argmax(-1), LENGTH).astype(np.int32)
+    mask = Mask(True, None, None, (jnp.asarray(lower), jnp.asarray(IDS >= 0)))
+    args = tensors()
+    got = levanter.attention(*args, mask)
+    np.testing.assert_allclose(got, plain(*args, allowed), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("shape", [(LENGTH, LENGTH), (1, LENGTH, LENGTH), (BATCH, LENGTH, LENGTH)])
+def test_dense_masks(shape):
+    rng, args = np.random.default_rng(1), tensors()
+    allowed = rng.random(shape) < 0.4
+    allowed[..., 0, :] = False  # such a row gives the mean of all values, as Levanter's does
+    want = np.array(plain(*args, np.broadcast_to(allowed, (BATCH, LENGTH, LENGTH))))
+    want[:, 0] = jnp.repeat(args[2].mean(1), HEADS // KV_HEADS, 1)
+    got = levanter.attention(*args, jnp.asarray(allowed))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    bias = rng.standard_normal(shape).astype(np.float32)
+    every = np.ones((BATCH, LENGTH, LENGTH), bool)
+    want = plain(*args, every, bias.reshape(-1, 1, LENGTH, LENGTH))
+    got = levanter.attention(*args, jnp.asarray(bias))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.exhaustive
+def test_two_masks_of_a_step_in_a_scan_over_layers():
+    """The row ranges are chosen by layer; nothing of a mask is made in the loop."""
+    mask, (q, k, v) = Mask(True, PAIR), tensors()
+
+    def step(q, kinds):
+        whole, window = (levanter.build_mask(mask, LENGTH, sliding_window=n) for n in (None, 5))
+
+        def layer(x, is_global):
+            chosen = jax.tree.map(lambda a, b: jnp.where(is_global, a, b), whole, window)
+            return levanter.attention(x, k, v, chosen), None
+
+        return jax.lax.scan(layer, q, kinds)[0]
+
+    got = jax.jit(step)(q, jnp.asarray([False, True, False]))
+    want = q
+    for window in (5, None, 5):
+        want = plain(want, k, v, Mask(True, PAIR, window).dense())
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_requests_that_are_wrong():
+    q, k, v = tensors()
+    with pytest.raises(ValueError, match="sliding_window must be positive, but is 0"):
+        levanter.attention(q, k, v, Mask(True, None, 0))
+    with pytest.raises(ValueError, match=r"a dense mask must have shape \(24, 24\).*has \(3, 24\)"):
+        levanter.attention(q, k, v, jnp.ones((3, 24), bool))
+
+
+def named(seed, *axes):
+    hax = pytest.importorskip("haliax")
+    pytest.importorskip("levanter.layers.attention")
+    return hax.random.normal(jax.random.key(seed), axes)
+
+
+LAYERS = {
+    "offset": lambda m, x: {"mask": m.causal(offset=x["offset"])},
+    "window": lambda m, x: {"mask": m.causal(sliding_window=4)},
+    "both ways": lambda m, x: {"mask": m.bidirectional_sliding_window(2)},
+    "ids": lambda m, x: {"mask": m.causal().with_segment_ids(x["ids"])},
+    "explicit": lambda m, x: {"mask": m.causal() & m.explicit(x["dense"])},
+    "array": lambda m, x: {"mask": x["dense"]},
+    "sinks": lambda m, x: {"mask": m.causal(), "attn_sink": x["sink"]},
+    "soft cap": lambda m, x: {"logits_soft_cap": 1.5},
+    "bias": lambda m, x: {"bias": x["bias"]},
+    "scale": lambda m, x: {"scaling_factor": 0.3},
+    "bias below a cap": lambda m, x: {"bias": x["bias"], "logits_soft_cap": 1.5},
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("name", "rows_first"), list(itertools.product(LAYERS, [False, True])))
+def test_layers(name, rows_first):
+    hax = pytest.importorskip("haliax")
+    module = pytest.importorskip("levanter.layers.attention")
+    sizes = {"batch": 2, "position": 12, "key_position": 12, "kv_heads": 2, "group": 3, "dim": 8}
+    B, Q, K, H, G, D = hax.make_axes(**sizes)
+    arrays = {"sink": named(3, H, G), "bias": named(4, G, Q, K), "dense": named(5, B, Q, K) > 0}
+    arrays["ids"] = hax.named(jnp.asarray([[0] * 5 + [2] * 7, [4] * 12]), (B, Q))
+    arrays["offset"] = hax.named(jnp.asarray([0, 2]), (B,))
+    query = named(0, *((B, Q, H, G, D) if rows_first else (B, H, G, Q, D)))
+    args = query, named(1, B, H, K, D), named(2, B, H, K, D)
+    options = LAYERS[name](module.AttentionMask, arrays)
+    backend = module.AttentionBackend.VANILLA
+    theirs = getattr(module.dot_product_attention, "by_levanter", module.dot_product_attention)
+
+    def loss(function, args, **more):
+        out = function("position", "key_position", "dim", *args, **options, **more)
+        return hax.sum(hax.sin(out)).array, out
+
+    def both(function, **more):
+        step = jax.value_and_grad(lambda x: loss(function, x, **more), has_aux=True)
+        return jax.jit(step)(args)
+
+    want = both(theirs, attn_backend=backend)
+    got = both(levanter.dot_product_attention)
+    assert got[0][1].axes == want[0][1].axes
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5)
