@@ -113,7 +113,27 @@ def _maxtext() -> None:
     maxtext.install(every=True)
 
 
-_REPLACE = {"jax": _jax, "flax": _flax, "kvax": _kvax, "maxtext": _maxtext}
+def _levanter() -> None:
+    """Where a call names no implementation, also on the CPU; and for Grug's "xla_flash", which its
+    tests call by name."""
+    from packax.integrations import levanter
+
+    levanter.install(default="everywhere")
+    grug = importlib.import_module("levanter.grug.attention")
+
+    def flash(q: Any, k: Any, v: Any, mask: Any, *, block_size: Any = None) -> Any:
+        return levanter.attention(q, k, v, mask)
+
+    grug.xla_flash_attention = flash
+
+
+_REPLACE = {
+    "jax": _jax,
+    "flax": _flax,
+    "kvax": _kvax,
+    "levanter": _levanter,
+    "maxtext": _maxtext,
+}
 if not os.environ.get("PEER_PLAIN"):
     _REPLACE[os.environ["PEER_SUITE"]]()
 

@@ -3,6 +3,7 @@
     python tests/peers/peer_suites.py jax CHECKOUT [--out DIR]
     python tests/peers/peer_suites.py flax CHECKOUT
     python tests/peers/peer_suites.py kvax CHECKOUT
+    python tests/peers/peer_suites.py levanter CHECKOUT
     python tests/peers/peer_suites.py maxtext CHECKOUT [-k EXPRESSION]
     PYTHONPATH=CHECKOUT/src python tests/peers/peer_suites.py maxtext CHECKOUT \
         --name "maxtext main" --version e591f30
@@ -38,6 +39,10 @@ SUITES: dict[str, tuple[str, ...]] = {  # arguments of pytest, in the checkout
     "jax": ("tests/nn_test.py", "-k", "DotProductAttention"),
     "flax": ("tests/linen/linen_attention_test.py", "tests/nnx/nn/attention_test.py"),
     "kvax": ("tests",),
+    "levanter": (
+        "lib/levanter/tests/grug/test_attention.py",
+        "lib/levanter/tests/test_attention.py",
+    ),
     "maxtext": (
         "tests/unit/attention_test.py",
         "tests/unit/qk_clip_test.py",
