@@ -51,6 +51,7 @@ SUITES: dict[str, tuple[str, ...]] = {  # arguments of pytest, in the checkout
     ),
 }
 NOT_AS_IT_IS = ("kvax",)
+DISTRIBUTIONS = {"levanter": "marin-levanter"}  # where they have another name
 
 
 def outcomes(suite: str, checkout: Path, arguments: list[str], plain: bool) -> dict[str, str]:
@@ -121,7 +122,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _version(project: str) -> str:
     try:
-        return importlib.metadata.version(project)
+        return importlib.metadata.version(DISTRIBUTIONS.get(project, project))
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
 

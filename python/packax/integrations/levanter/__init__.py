@@ -1,4 +1,4 @@
-"""packax behind Levanter's two attentions, Grug's and that of its layers: docs/guide/levanter.md."""
+"""packax behind the attentions of Levanter, Grug's and its layers': docs/guide/levanter.md."""
 
 from packax.integrations.levanter.grug import attention as attention
 from packax.integrations.levanter.grug import build_mask as build_mask

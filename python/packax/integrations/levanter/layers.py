@@ -60,8 +60,8 @@ def dot_product_attention(
 
     Causal masks with or without offsets, windows of both kinds, segment ids, explicit masks, sinks,
     soft caps, biases, dropout and precision are as there; a negative segment id is padding, whose
-    rows give 0. With an axis mapping of haliax over the sequence it is context parallel. What has no
-    kernel runs on Levanter's "vanilla" backend: a `FallbackWarning` says why, once.
+    rows give 0. With an axis mapping of haliax over the sequence it is context parallel. What has
+    no kernel runs on Levanter's "vanilla" backend: a `FallbackWarning` says why, once.
 
     Args:
         use_flash, attn_backend, flash_block_size: of no effect; packax needs no block size.
@@ -108,9 +108,10 @@ def dot_product_attention(
     if rate:
         options |= {"dropout_rate": rate, "dropout_key": prng}
     expression, dense = _expression(mask, axes)
-    out, lse = packax.flash_attention(*tensors, expression, return_lse=True, **options)
+    q, k, v = tensors
+    out, lse = packax.flash_attention(q, k, v, expression, return_lse=True, **options)
     if dense:
-        out = mean_where_empty(out, lse, tensors[2])
+        out = mean_where_empty(out, lse, v)
     result = (*axes.batch, axes.rows, *axes.heads, axes.value_dim)
     named = importlib.import_module("haliax").named
     out = named(out.astype(query.dtype).reshape([axis.size for axis in result]), result)
