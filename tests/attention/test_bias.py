@@ -147,6 +147,7 @@ def test_one_number_on_all_keys_shifts_nothing(dtype, value):
     np.testing.assert_allclose(np.asarray(gradient, np.float32), 1 / 256, rtol=1e-2)
 
 
+@pytest.mark.exhaustive
 def test_with_sinks_and_dropout_on_rows_of_one_number():
     """A sink takes all of a row at -1e9, and nothing of one whose logits are larger still."""
     query = jnp.zeros((1, 8, 2, 16))
@@ -210,6 +211,7 @@ def test_the_least_float64_is_finite(given):
         np.testing.assert_array_equal(none, 0)
 
 
+@pytest.mark.exhaustive
 def test_second_derivatives_on_rows_of_one_number():
     rng = np.random.default_rng(3)
     query, key, value, direction = (

@@ -116,6 +116,7 @@ def test_without_a_rate_it_is_the_same_program():
     assert text(dropout_rate=0.0, dropout_key=KEY) == text()
 
 
+@pytest.mark.exhaustive
 def test_vmap_over_keys_and_inputs():
     keys = jax.random.split(KEY, 3)
     got = jax.vmap(lambda key: ones(0.5, key))(keys)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import packax
 import pytest
+from tiers import some
 
 IDS = np.zeros((2, 10), np.int32)
 MASK = packax.create_attention_mask(packax.documents(IDS))
@@ -322,25 +323,37 @@ def test_a_mask_cannot_be_written():
 @pytest.mark.filterwarnings("ignore:causal.* counts rows")
 @pytest.mark.parametrize(
     ("query", "key", "warns"),
-    [
-        ((2, 8, 128, 64), (2, 2, 128, 64), True),  # 8 heads of 128 rows, over 2 of as many keys
-        ((2, 32, 512, 64), (2, 32, 512, 64), True),  # 32 heads of 512 rows
-        ((2, 8, 70, 64), (2, 8, 70, 64), True),
-        ((2, 70, 8, 64), (2, 70, 8, 64), False),
-        ((1, 32, 128, 64), (1, 32, 128, 64), False),  # as large models of 128 heads have few tokens
-        ((1, 1, 128, 64), (1, 4096, 128, 64), False),  # their decoding
-        ((2, 4, 8, 64), (2, 2, 8, 64), True),
-        ((2, 4, 8, 64), (2, 2, 4, 64), False),  # grouped heads lie where they should
-        ((2, 2, 16, 64), (2, 3, 16, 64), False),
-        ((2, 16, 197, 64), (2, 16, 197, 64), True),  # as many heads of keys as of queries
-        ((2, 32, 160, 64), (2, 32, 160, 64), True),
-        ((2, 16, 77, 64), (2, 16, 77, 64), True),
-        ((2, 8, 64, 64), (2, 8, 64, 64), True),
-        ((2, 77, 16, 64), (2, 77, 16, 64), False),
-        ((1, 40, 96, 64), (1, 40, 96, 64), False),  # models of 96 heads
-        ((1, 40, 64, 64), (1, 40, 64, 64), False),
-        ((1, 8, 32, 64), (1, 8, 32, 64), False),
-    ],
+    some(
+        [
+            ((2, 8, 128, 64), (2, 2, 128, 64), True),  # 8 heads of 128 rows, over 2 of as many keys
+            ((2, 32, 512, 64), (2, 32, 512, 64), True),  # 32 heads of 512 rows
+            ((2, 8, 70, 64), (2, 8, 70, 64), True),
+            ((2, 70, 8, 64), (2, 70, 8, 64), False),
+            (
+                (1, 32, 128, 64),
+                (1, 32, 128, 64),
+                False,
+            ),  # as large models of 128 heads have few tokens
+            ((1, 1, 128, 64), (1, 4096, 128, 64), False),  # their decoding
+            ((2, 4, 8, 64), (2, 2, 8, 64), True),
+            ((2, 4, 8, 64), (2, 2, 4, 64), False),  # grouped heads lie where they should
+            ((2, 2, 16, 64), (2, 3, 16, 64), False),
+            ((2, 16, 197, 64), (2, 16, 197, 64), True),  # as many heads of keys as of queries
+            ((2, 32, 160, 64), (2, 32, 160, 64), True),
+            ((2, 16, 77, 64), (2, 16, 77, 64), True),
+            ((2, 8, 64, 64), (2, 8, 64, 64), True),
+            ((2, 77, 16, 64), (2, 77, 16, 64), False),
+            ((1, 40, 96, 64), (1, 40, 96, 64), False),  # models of 96 heads
+            ((1, 40, 64, 64), (1, 40, 64, 64), False),
+            ((1, 8, 32, 64), (1, 8, 32, 64), False),
+        ],
+        0,
+        3,
+        4,
+        5,
+        7,
+        9,
+    ),
 )
 def test_swapped_axes_are_warned_of(query, key, warns):
     """Where nothing says the length: (batch, heads, length, dim) attends across heads without an

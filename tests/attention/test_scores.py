@@ -16,13 +16,18 @@ import pytest
 import score_oracle
 from jax.sharding import PartitionSpec as P
 from score_checks import arrays_of, attention_of, check, sinks_of, slopes_of
+from tiers import some
 
 CASE = cases.BY_NAME["batch_of_three"]  # groups of two heads, padding, one document
 
 
 @pytest.mark.parametrize(
     "name,dtype",
-    [("batch_of_three", "float32"), ("ids_reappear", "bfloat16"), ("all_padding", "float16")],
+    some(
+        [("batch_of_three", "float32"), ("ids_reappear", "bfloat16"), ("all_padding", "float16")],
+        1,
+        2,
+    ),
 )
 def test_sinks(name, dtype):
     case = cases.BY_NAME[name]
@@ -31,14 +36,20 @@ def test_sinks(name, dtype):
 
 @pytest.mark.parametrize(
     "name,dtype,options",
-    [
-        ("documents_odd", "float32", {"soft_cap": 1.5}),
-        ("positions_fall", "bfloat16", {"soft_cap": 20.0, "sinks": True}),
-        ("causal_wide", "bfloat16", {"slopes": True, "soft_cap": 2.0}),
-        ("cross_documents", "float32", {"slopes": True, "sinks": True, "soft_cap": 3.0}),
-        ("gqa_4", "float32", {"scale": -0.7, "soft_cap": 5.0}),
-        ("causal", "float32", {"scale": 0.0, "slopes": True}),
-    ],
+    some(
+        [
+            ("documents_odd", "float32", {"soft_cap": 1.5}),
+            ("positions_fall", "bfloat16", {"soft_cap": 20.0, "sinks": True}),
+            ("causal_wide", "bfloat16", {"slopes": True, "soft_cap": 2.0}),
+            ("cross_documents", "float32", {"slopes": True, "sinks": True, "soft_cap": 3.0}),
+            ("gqa_4", "float32", {"scale": -0.7, "soft_cap": 5.0}),
+            ("causal", "float32", {"scale": 0.0, "slopes": True}),
+        ],
+        1,
+        2,
+        4,
+        5,
+    ),
 )
 def test_options(name, dtype, options):
     """An option alone, and several together, on masks of every kind."""
@@ -148,6 +159,7 @@ def test_an_infinite_sink_takes_all():
     np.testing.assert_array_equal(got["sinks"][group:], want["sinks"][group:])
 
 
+@pytest.mark.exhaustive
 def test_second_derivatives_beside_an_infinite_sink():
     arrays, *_ = arrays_of(cases.BY_NAME["batch_of_three"], "float32")
     mask = packax.create_attention_mask(cases.BY_NAME["batch_of_three"].expression())
@@ -268,6 +280,7 @@ def test_a_bias_of_indices_on_a_mesh(kind):
         np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * float(np.abs(y).max()))
 
 
+@pytest.mark.exhaustive
 def test_a_bias_of_indices_under_vmap_and_derived_twice():
     """Mapped slopes, mapped tensors or both; and a directional derivative of the gradient. As with
     arrays of places."""

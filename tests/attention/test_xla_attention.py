@@ -213,7 +213,7 @@ def test_bit_identical_from_run_to_run():
 
 @pytest.mark.parametrize(
     "name,rows,keys",
-    [("padding", 16, 16), ("positions_reappear", 48, 32), ("cross_positions", 512, 64)],
+    some([("padding", 16, 16), ("positions_reappear", 48, 32), ("cross_positions", 512, 64)], 1),
 )
 def test_any_tile_size(name, rows, keys, monkeypatch):
     """Last in this file: it clears what the tests before share."""

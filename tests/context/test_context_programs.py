@@ -36,6 +36,7 @@ def test_the_example_trains_and_equals_one_device(plan):
     assert "first loss equals one device's" in shown
 
 
+@pytest.mark.exhaustive
 def test_the_plans_are_balanced(tmp_path):
     pytest.importorskip("matplotlib")
     script = ROOT / "benchmarks" / "context_plans.py"

@@ -54,8 +54,8 @@ PARTIAL_HANGS = pytest.mark.skipif(
     "names,inside,check_vma",
     [
         (AXES, False, True),
-        (AXES, True, True),
-        (AXES, False, False),
+        pytest.param(AXES, True, True, marks=pytest.mark.exhaustive),
+        pytest.param(AXES, False, False, marks=pytest.mark.exhaustive),
         pytest.param(("context",), True, True, marks=PARTIAL_HANGS),
         pytest.param(("data", "fsdp", "tensor"), False, True, marks=PARTIAL_HANGS),
     ],

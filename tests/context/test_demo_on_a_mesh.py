@@ -63,6 +63,7 @@ def batch_of():
     }
 
 
+@pytest.mark.exhaustive
 def test_collectives_are_those_of_jax_nn(monkeypatch):
     devices = jax.devices("cpu")
     if len(devices) < 8:

@@ -69,7 +69,6 @@ def local(plan, kind, mesh, sharding=CONTEXT, inputs=None, **keywords):
             ("chunked", (2, 1, 2, 2), TENSOR_REPLICATED, None),
             ("union", (1, 2, 4, 1), LEVELS, None),
         ],
-        0,
         3,
     ),
 )

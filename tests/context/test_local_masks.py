@@ -84,7 +84,7 @@ def attended(mask, plan):
 
 
 @pytest.mark.filterwarnings("ignore:prefix")
-@pytest.mark.parametrize("number,kind", some(enumerate(KINDS), 1, 2, 3, 4, 6, 9, 10), ids=KINDS)
+@pytest.mark.parametrize("number,kind", some(enumerate(KINDS), 1, 3, 6, 9, 10), ids=KINDS)
 def test_parts_are_the_expression(number, kind):
     ranks = (4, 8, (2, 4), (2, 2, 2))[number % 4]
     ids = ROWS[1] if kind == "one mask for all" else ROWS
@@ -106,7 +106,7 @@ LENGTHS = {
 }
 
 
-@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("lengths", some(LENGTHS, 0, 1))
 def test_any_lengths(lengths):
     """No whole tiles anywhere; what a rank has need not be even."""
     ids = np.repeat(np.arange(len(LENGTHS[lengths])), LENGTHS[lengths])

@@ -20,6 +20,7 @@ from plain_jit import (
     shard,
     tensors,
 )
+from tiers import some
 
 
 def test_flax_layers():
@@ -55,7 +56,7 @@ def test_flax_layers():
         np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("kind", ["global", "local_sliding"])
+@pytest.mark.parametrize("kind", some(["global", "local_sliding"], 1))
 def test_maxtexts_op(kind):
     """Its ids of documents and sinks beside; forward and gradients."""
     pytest.importorskip("flax.nnx")

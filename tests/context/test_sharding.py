@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from packax._src.core.jax_compat import vary_together
+from tiers import some
 
 BATCH, LENGTH, HEADS, DIM = 8, 150, 4, 8
 RNG = np.random.default_rng(0)
@@ -70,7 +71,7 @@ def assert_same(got, expected):
 HEADS_SPLIT = P("data", None, "model")
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", some([True, False], 0))
 @pytest.mark.parametrize("kind", ["batch", "one mask for all", "built inside"])
 def test_shard_map(kind, check_vma):
     """Batch over data, query heads over model: keys and values are replicated over model."""
@@ -163,7 +164,7 @@ def test_remat_and_scan_inside_shard_map():
     assert_same(grad(mapped), grad(local))
 
 
-@pytest.mark.parametrize("jit", [True, False])
+@pytest.mark.parametrize("jit", some([True, False], 0))
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_sharded_operands_without_shard_map(kind, jit):
     """The compiler splits it (Auto) or follows the types (Explicit): right, if not the fastest."""
@@ -204,7 +205,7 @@ def test_case_of_three_rows_on_three_devices():
     )
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["masks of rows", "one mask"])
+@pytest.mark.parametrize("shared", some([False, True], 0), ids=["masks of rows", "one mask"])
 def test_vmap_beside_a_batch_that_is_sharded_in_its_type(shared):
     """The mapped axis goes behind the batch there: only so do the two merge in the types."""
     mesh = mesh_of("Explicit")

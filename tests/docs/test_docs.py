@@ -34,8 +34,8 @@ TEXTS = {
     )
     if path.name != "integrations.md"
 }
-BLOCKS = [
-    pytest.param(text, number, id=f"{name}-{number}")
+BLOCKS = [  # every other one of a page each time, all exhaustively
+    pytest.param(text, number, id=f"{name}-{number}", marks=[pytest.mark.exhaustive] * (number % 2))
     for name, text in TEXTS.items()
     for number in range(len(re.findall(r"^```python$", text, re.MULTILINE)))
 ]

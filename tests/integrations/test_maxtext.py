@@ -314,6 +314,7 @@ def maxtext_decoding(q, k, v, ids):
     return op()(q[:, :1], *[None] * 4, "autoregressive", ((k, v, ids), None))
 
 
+@pytest.mark.exhaustive
 def test_stripes_are_an_order_too():
     """TransformerEngine's order of tokens: chunks and MoBA, on a mesh and as one program."""
     length = 512
