@@ -154,6 +154,7 @@ def test_under_vmap_every_batch_row_has_its_streams(batch, way):
     assert shapes and all(x == ((3 * batch, 40, 2, 8), (3 * batch, 2, 4)) for x in shapes), shapes
 
 
+@pytest.mark.exhaustive
 def test_second_derivatives():
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((1, 20, 2, 8)), jnp.float32)

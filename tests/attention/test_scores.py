@@ -340,6 +340,7 @@ def test_inside_the_callers_shard_map():
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.exhaustive
 def test_forward_mode_and_second_derivatives():
     """Of sinks, slopes and an array's scale, beside the tensors: in float64, by finite
     differences."""

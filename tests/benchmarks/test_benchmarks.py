@@ -273,6 +273,7 @@ def test_the_program_that_times_kvax_traces():
     assert "OTHER" not in result.stdout
 
 
+@pytest.mark.exhaustive
 def test_plans_of_context_parallelism_on_tiny_rows(tmp_path):
     """On two fake devices: every plan is right, and a local one fetches less."""
     shown = script(
@@ -303,6 +304,7 @@ assert context.main() == 0
     assert 0 < fetched["local"] < fetched["balanced"]
 
 
+@pytest.mark.exhaustive
 def test_padded_head_dims_are_compared_before_they_are_timed():
     """A padding that is wrong is found, and not timed."""
     shown = script("""

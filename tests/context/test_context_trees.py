@@ -51,7 +51,7 @@ def one_device(beside, batch):
             ("causal", (1, 8, 1), "Auto", "local", 1),
             ("window", (2, 4, 1), "Auto", None, 1),
         ],
-        *(1, 2),
+        *(1,),
     ),
 )
 def test_results_are_those_of_one_device(beside, sizes, kind, plan, batch):

@@ -111,7 +111,10 @@ PARTIAL_HANGS = pytest.mark.skipif(
 
 @pytest.mark.parametrize(
     "names,inside",
-    [(AXES, True), pytest.param(("context",), False, marks=PARTIAL_HANGS)],
+    [
+        (AXES, True),
+        pytest.param(("context",), False, marks=[PARTIAL_HANGS, pytest.mark.exhaustive]),
+    ],
 )
 def test_inside_a_shard_map(names, inside):
     """The mask is made in there, or outside and goes in by its specs, with what says that the plan
@@ -154,6 +157,7 @@ def test_inside_a_shard_map(names, inside):
     assert_same(got, one_device("documents"))
 
 
+@pytest.mark.exhaustive
 def test_explicit_axes_and_a_context_of_two():
     """Types say how all lies; two axes are one context, major first."""
     spec = P(None, ("fsdp", "context"), "tensor")

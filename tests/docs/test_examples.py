@@ -53,7 +53,6 @@ def test_grpo_tree():
             ("flax_nnx.py", ("optax", "flax")),
         ],
         1,
-        3,
     ),
 )
 def test_training(name, needed):

@@ -212,6 +212,7 @@ def test_a_constant_mask_is_not_computed_while_compiling():
     assert constants == ["pred[1,1,320,320]"]
 
 
+@pytest.mark.exhaustive
 def test_export_with_symbolic_sizes():
     def run(query, key, bias, mask):
         return packax.dot_product_attention(query, key, key, bias, mask, is_causal=True)

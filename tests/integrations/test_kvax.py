@@ -185,6 +185,7 @@ def test_vmap():
     np.testing.assert_allclose(got[0], run(*tensors())[0], atol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_export_with_symbolic_sizes():
     """One program for every batch and length: bounds, output and gradients as of known sizes."""
 

@@ -278,6 +278,7 @@ def test_shard_map_takes_tuples():
         assert kvax.utils.sharding.get_query_context_mesh_axis_size(mesh) == 4
 
 
+@pytest.mark.exhaustive
 def test_a_program_for_kvax_trains(monkeypatch, capsys):
     """examples/from_kvax.py with its one line changed back: on one device and on four, equally."""
     pytest.importorskip("optax")

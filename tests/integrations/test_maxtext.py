@@ -185,6 +185,7 @@ def test_load_balanced_order(kind, size):
         one(*there[:4])
 
 
+@pytest.mark.exhaustive
 def test_export_with_symbolic_sizes():
     q, k, v = tensors()
     ids, _ = ids_and_positions()

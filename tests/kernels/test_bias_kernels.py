@@ -52,7 +52,7 @@ def added_of(shape, dtype, rate, sizes, rng):
             ("checked by id", (1, 0, 0), np.float32, 0.3, 0.0, TILES),
             ("ranges with empty rows", None, np.float32, 0.5, 0.0, TILES),
         ],
-        *(1, 2, 3),
+        *(1, 3),
     ),
 )
 def test_they_equal_the_oracle(case, shape, dtype, rate, soft_cap, tiles):

@@ -193,7 +193,7 @@ def test_soft_cap_of_keys_and_values_alone(dim, case):
     backward(Problem(case, (dim, dim), "_soft_cap"), "backward_dkdv_sm90", {})
 
 
-@pytest.mark.parametrize("dim,case", some(itertools.product([64, 128], SOME), 1, 3))
+@pytest.mark.parametrize("dim,case", some(itertools.product([64, 128], SOME), 1))
 def test_alibi(dim, case):
     p = Problem(case, (dim, dim), "_alibi", heads=4, kv_heads=2)
     forward(p, {})

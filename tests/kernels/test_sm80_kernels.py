@@ -38,7 +38,7 @@ def sizes(p):
     return {**p.sizes(), "row_heads": p.heads, "scale": p.scale}
 
 
-@pytest.mark.parametrize("dims,case", some(FORWARD, *range(len(MASKS)), 8, 13), ids=str)
+@pytest.mark.parametrize("dims,case", some(FORWARD, *range(0, len(MASKS), 2), 8, 13), ids=str)
 def test_forward(dims, case):
     p = Problem(case, dims, heads=4, kv_heads=2)
     out = np.full((p.batch, p.q_len, p.heads, p.v_dim), np.nan, HALF)

@@ -250,6 +250,7 @@ def test_vmap_over_the_map():
         np.testing.assert_allclose(np.asarray(x)[:, 0], y, atol=2e-6)
 
 
+@pytest.mark.exhaustive
 def test_forward_mode_and_second_derivatives():
     """Of a map that is traced: they are those of the dense attention."""
 
@@ -274,6 +275,7 @@ def test_forward_mode_and_second_derivatives():
         np.testing.assert_allclose(x, y, atol=2e-5)
 
 
+@pytest.mark.exhaustive
 def test_batch_and_heads_over_a_mesh():
     tensors, chosen = small(), CHOSEN
     wanted = step(*tensors, chosen)
@@ -300,6 +302,7 @@ def test_batch_and_heads_over_a_mesh():
         np.testing.assert_allclose(x, y, atol=2e-6)
 
 
+@pytest.mark.exhaustive
 def test_export_with_symbolic_sizes():
     def attention(query, key, chosen):
         mask = packax.create_attention_mask(

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jaxprs import count
 from lowered import Extension, abstract, text_of
 from packax._src.ops import ffi
+from tiers import some
 from transformed import DIM, EXPRESSION, HEADS, IDS, KV_HEADS, LENGTH, V_DIM, random
 
 X64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
@@ -108,6 +109,7 @@ def test_reverse_over_reverse(x64, argnums):
     assert_same(lambda f: gradient_of_gradient(f, argnums), *random(3))
 
 
+@pytest.mark.exhaustive
 def test_second_derivatives_under_vmap(x64):
     """vmap inside and outside of both gradients, over some operands, along other axes than 0."""
     query, key, value, sinks = random(4, 3)
@@ -117,6 +119,7 @@ def test_second_derivatives_under_vmap(x64):
     assert_same(lambda f: gradient_of_gradient(jax.vmap(f, in_axes=axes)), *operands)
 
 
+@pytest.mark.exhaustive
 def test_second_derivatives_under_scan_and_checkpoint(x64):
     keep = jax.checkpoint_policies.save_only_these_names(*packax.CHECKPOINT_NAMES)
 
@@ -148,7 +151,7 @@ def loss_of_tangents(attention, stopped):
     return loss
 
 
-@pytest.mark.parametrize("stopped", [True, False])
+@pytest.mark.parametrize("stopped", some([True, False], 0))
 def test_reverse_over_forward(x64, stopped):
     """In all operands and in the direction; along one operand and of another; the tangent alone."""
     argnums = 0 if stopped else (0, 1)
@@ -169,6 +172,7 @@ def test_reverse_over_forward(x64, stopped):
         assert_same(lambda f: jax.grad(functools.partial(out, f)), random(10), random(11))
 
 
+@pytest.mark.exhaustive
 def test_reverse_over_forward_under_vmap_scan_and_checkpoint(x64):
     operands, along = random(12, 3), random(13, 3)
     for inside in (True, False):
