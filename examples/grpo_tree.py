@@ -57,11 +57,8 @@ def as_tree(prompts, answers, advantages) -> tuple[Batch, packax.MaskExpression]
     groups, of_answer = np.concatenate(groups), np.concatenate(of_answer)
     expression = packax.causal() & packax.shared_prefix(groups, of_answer)
     positions = packax.depth_positions(expression)
-    index = np.arange(len(groups))
-    first = (of_answer >= 0) & (of_answer != np.roll(of_answer, 1))
-    end_of_prompt = {g: index[(groups == g) & (of_answer < 0)][-1] for g in range(GROUPS)}
-    before = np.where(first, [end_of_prompt[g] for g in groups], index - 1)
-    made = np.concatenate(pieces), positions, np.maximum(before, 0), np.concatenate(worth)
+    before = np.maximum(packax.masks.path_predecessors(expression), 0)
+    made = np.concatenate(pieces), positions, before, np.concatenate(worth)
     return Batch(*(np.asarray(x)[None] for x in made)), expression
 
 

@@ -1,10 +1,11 @@
 """Exact FlashAttention over packed documents, for JAX on NVIDIA GPUs.
 
->>> mask = packax.create_attention_mask(packax.causal() & packax.documents(segment_ids))
->>> out = packax.flash_attention(query, key, value, mask)
+Examples:
+    >>> mask = packax.create_attention_mask(packax.causal() & packax.documents(segment_ids))
+    >>> out = packax.flash_attention(query, key, value, mask)
 """
 
-from packax import segments
+from packax import context, kv_cache, masks, segments
 from packax._src.attention import flash_attention
 from packax._src.autodiff import CHECKPOINT_NAMES
 from packax._src.cascade import decode_shared_prefix
@@ -53,6 +54,7 @@ __all__ = [
     "check_plan",
     "check_same_rows",
     "chunked",
+    "context",
     "context_parallel_inputs",
     "context_plan",
     "create_attention_mask",
@@ -65,7 +67,9 @@ __all__ = [
     "export_checks",
     "flash_attention",
     "full",
+    "kv_cache",
     "local_rows",
+    "masks",
     "merge_attention",
     "plot_mask",
     "prefix",

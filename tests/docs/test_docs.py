@@ -1,8 +1,8 @@
 """The Python of README.md, docs/ and the docstrings runs, in a namespace of what the text around it
 names.
 
-Blocks of docs/guide/integrations.md have a test of their own (test_integrations_docs.py), bash
-blocks of the README run in CI. A block that must not run starts with a comment `# not run: why`.
+Blocks of docs/guide/integrations.md and tutorial.md have tests of their own, bash blocks of the
+README run in CI. A block that must not run starts with a comment `# not run: why`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TEXTS = {
         ROOT / "CONTRIBUTING.md",
         *sorted((ROOT / "docs").rglob("*.md")),
     )
-    if path.name != "integrations.md"
+    if path.name not in ("integrations.md", "tutorial.md")
 }
 BLOCKS = [  # every other one of a page each time, all exhaustively
     pytest.param(text, number, id=f"{name}-{number}", marks=[pytest.mark.exhaustive] * (number % 2))
@@ -154,6 +154,15 @@ def test_docstring(name, monkeypatch):
         test.globs = test.globs | space
         runner.run(test, out=report.append)
     assert not runner.failures, "".join(report)
+
+
+def test_examples_of_docstrings_have_a_heading():
+    """Without it the site shows nested quotation bars in place of code."""
+    for name, test in EXAMPLES.items():
+        lines = test.docstring.splitlines()
+        first = next(n for n, line in enumerate(lines) if line.lstrip().startswith(">>>"))
+        above = [line.strip() for line in lines[:first] if line.strip().endswith(":")]
+        assert "Examples:" in above, f"{name}: put its example under `Examples:`"
 
 
 def test_every_public_function_has_an_example():

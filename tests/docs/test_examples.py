@@ -43,6 +43,16 @@ def test_grpo_tree():
     assert loss < 1e-5 and gradients < 1e-5
 
 
+def test_generate():
+    """Decoding from both caches draws the tokens of the full forward."""
+    shown = run("generate.py")
+    counts = re.findall(r"(dense|paged): 6 prompts, (\d+) new tokens, (\d+) sequences", shown)
+    assert [name for name, *_ in counts] == ["dense", "paged"] and counts[0][1:] == counts[1][1:]
+    assert int(counts[0][2]) > 0
+    errors = re.findall(r"the full forward draws the same tokens, logits within (\S+)", shown)
+    assert len(errors) == 2 and max(map(float, errors)) < 1e-4
+
+
 @pytest.mark.parametrize(
     ("name", "needed"),
     some(

@@ -23,7 +23,18 @@ LAYERS = (  # from low to high; modules of one entry do not import those of anot
     ("_src.requests",),
     ("_src.attention", "_src.decode"),
     ("_src.cascade",),
-    ("integrations", "kvax", "segments", "info", "check", "demo", "__main__"),
+    (
+        "integrations",
+        "kvax",
+        "context",
+        "kv_cache",
+        "masks",
+        "segments",
+        "info",
+        "check",
+        "demo",
+        "__main__",
+    ),
 )
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 

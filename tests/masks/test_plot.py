@@ -100,3 +100,61 @@ def test_without_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.colors", None)
     with pytest.raises(ImportError, match="plot_mask needs matplotlib: pip install matplotlib"):
         packax.plot_mask(EXPRESSION)
+
+
+def drawn_plan(*arguments, **keywords):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    pyplot.switch_backend("Agg")
+    ax = packax.context.plot_plan(*arguments, **keywords)
+    ax.figure.canvas.draw()
+    texts = [x.get_text() for x in ax.texts]
+    lines = [np.asarray(x.get_segments()) for x in ax.collections]
+    image, names = (
+        np.asarray(ax.images[0].get_array()),
+        [x.get_text() for x in ax.get_yticklabels()],
+    )
+    pyplot.close(ax.figure)
+    return image, names, texts, lines, ax.get_title()
+
+
+def test_a_plan_has_a_lane_for_each_rank():
+    ids = np.repeat([0, 1, -1], [512, 384, 128])
+    expression = packax.causal() & packax.documents(ids)
+    plan = packax.context_plan(expression, ranks=2, chunk=128)
+    image, names, texts, lines, title = drawn_plan(plan, expression)
+    assert names == ["documents", "rank 0", "rank 1"]
+    np.testing.assert_array_equal(image[0], np.where(ids < 0, -1, 1 + ids))
+    area = np.concatenate([1 + np.arange(512), 1 + np.arange(384), np.zeros(128)])
+    rows = plan.index()[0].reshape(2, -1)
+    for rank in range(2):
+        assert sorted(np.flatnonzero(image[1 + rank])) == sorted(rows[rank])
+        assert set(image[1 + rank]) == {0, 1 + rank}
+        assert texts[rank] == f"{area[rows[rank]].sum() / area.sum() * 2:.3f}"
+    starts = [set(rows[rank][::128]) for rank in range(2)]
+    for rank in range(2):  # a border where two chunks of the rank are neighbours
+        wanted = [x for x in sorted(starts[rank]) if x - 128 in starts[rank]]
+        assert [x[0, 0] for x in lines[rank]] == wanted
+    assert title.startswith('"balanced": 2 ranks, 8 chunks of 128 rows')
+
+
+def test_a_plan_without_loads_and_one_of_rows():
+    expression = packax.causal() & packax.documents(np.repeat([0, 1, 2], [512, 256, 256]))
+    plan = packax.context_plan(expression, ranks=2, kind="local")
+    image, names, texts, _, title = drawn_plan(plan)
+    assert (image.shape, names, texts) == ((2, 1024), ["rank 0", "rank 1"], [])
+    assert "largest load" not in title
+    np.testing.assert_array_equal((image > 0).sum(0), 1)
+
+
+def test_what_plot_plan_refuses():
+    plan = packax.context_plan(packax.causal(), ranks=2, length=16384)
+    with pytest.raises(ValueError, match="plan must come from context_plan, but is None"):
+        packax.context.plot_plan(None)
+    with pytest.raises(ValueError, match="at most 8192 rows, but the plan has 16384"):
+        packax.context.plot_plan(plan, packax.causal())
+
+
+def test_a_group_that_comes_back_has_a_colour_of_its_own():
+    groups = np.array([7, 7, 3, 3, 7, 7])
+    image = drawn(packax.shared_prefix(groups, [-1, 0, -1, 0, -1, 0]))[0]
+    assert image.max(1).tolist() == [2, 2, 3, 3, 4, 4]

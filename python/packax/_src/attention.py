@@ -214,8 +214,9 @@ def flash_attention(
     (`packax.CHECKPOINT_NAMES`) keeps the results, so that the backward pass does not run
     attention forward again.
 
-    >>> mask = packax.create_attention_mask(packax.causal() & packax.documents(segment_ids))
-    >>> out = packax.flash_attention(query, key, value, mask)
+    Examples:
+        >>> mask = packax.create_attention_mask(packax.causal() & packax.documents(segment_ids))
+        >>> out = packax.flash_attention(query, key, value, mask)
     """
     query, key, value = (
         as_array(name, x) for name, x in (("query", query), ("key", key), ("value", value))

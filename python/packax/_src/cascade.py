@@ -55,12 +55,13 @@ def decode_shared_prefix(
         ValueError, NotImplementedError: as `decode_attention`; a batch that is not a multiple of
             the groups.
 
-    >>> pages = jnp.ones((4, 8, 2, 64), jnp.bfloat16)
-    >>> table = jnp.array([[0, 1, 2], [0, 1, 3]])  # two answers share the pages of their prompt
-    >>> out = packax.decode_shared_prefix(
-    ...     jnp.ones((2, 1, 4, 64), jnp.bfloat16), pages, pages, jnp.array([18, 20]),
-    ...     prefix_lengths=jnp.array([16]), block_table=table,
-    ... )
+    Examples:
+        >>> pages = jnp.ones((4, 8, 2, 64), jnp.bfloat16)
+        >>> table = jnp.array([[0, 1, 2], [0, 1, 3]])  # two answers share the pages of their prompt
+        >>> out = packax.decode_shared_prefix(
+        ...     jnp.ones((2, 1, 4, 64), jnp.bfloat16), pages, pages, jnp.array([18, 20]),
+        ...     prefix_lengths=jnp.array([16]), block_table=table,
+        ... )
     """
     query, key, value = (
         as_array(name, x) for name, x in (("query", query), ("key", key), ("value", value))

@@ -125,20 +125,20 @@ def decode_attention(
         NotImplementedError: when differentiated; when lowered for CUDA, no kernel for the dtype or
             head dims; with implementation="cuda", when lowered for another platform.
 
-    A step of a loop over a paged cache, caches donated so that they are written in place:
+    Examples:
+        A step of a loop over a paged cache, caches donated so that they are written in place:
 
-    >>> @functools.partial(jax.jit, donate_argnames=("key_cache", "value_cache"))
-    ... def step(query, key, value, key_cache, value_cache, block_table, lengths):
-    ...     page_size = key_cache.shape[1]         # query (B, 1, H, D), key (B, 1, Hkv, D)
-    ...     page = jnp.take_along_axis(block_table, lengths[:, None] // page_size, axis=1)
-    ...     page = jnp.where(page < 0, len(key_cache), page)     # none: -1 would be the last one
-    ...     at = page, lengths[:, None] % page_size
-    ...     key_cache = key_cache.at[at].set(key, mode="drop")
-    ...     value_cache = value_cache.at[at].set(value, mode="drop")
-    ...     out = packax.decode_attention(
-    ...         query, key_cache, value_cache, lengths + 1, block_table=block_table
-    ...     )
-    ...     return out, key_cache, value_cache, lengths + 1
+        >>> @functools.partial(jax.jit, donate_argnames=("key_cache", "value_cache"))
+        ... def step(query, key, value, key_cache, value_cache, block_table, lengths):
+        ...     # query (B, 1, H, D); key, value (B, 1, Hkv, D)
+        ...     row, place = jnp.arange(len(lengths))[:, None], lengths[:, None]
+        ...     write = functools.partial(packax.kv_cache.write, block_table=block_table)
+        ...     key_cache = write(key_cache, key, row, place)
+        ...     value_cache = write(value_cache, value, row, place)
+        ...     out = packax.decode_attention(
+        ...         query, key_cache, value_cache, lengths + 1, block_table=block_table
+        ...     )
+        ...     return out, key_cache, value_cache, lengths + 1
     """
     query, key, value = (
         as_array(name, x) for name, x in (("query", query), ("key", key), ("value", value))

@@ -63,7 +63,8 @@ def flash_attention(q: Any, k: Any, v: Any, key_mask: Any = None) -> jax.Array:
     Raises:
         ValueError: shapes or dtypes that are not as above.
 
-    >>> out = flash_attention(q, k, v, key_mask)
+    Examples:
+        >>> out = flash_attention(q, k, v, key_mask)
     """
     return _run(q, k, v, _key_mask, key_mask)
 
@@ -76,7 +77,8 @@ def causal_flash_attention(q: Any, k: Any, v: Any) -> jax.Array:
     Args:
         q, k, v: as for `flash_attention`, with any leading dimensions.
 
-    >>> out = causal_flash_attention(q, k, v)
+    Examples:
+        >>> out = causal_flash_attention(q, k, v)
     """
     return _run(q, k, v, _causal)
 

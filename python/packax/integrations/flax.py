@@ -63,7 +63,8 @@ def attention_fn(
     Raises:
         ValueError: return_lse or return_max_logits among the options: a layer takes one result.
 
-    >>> layer = nn.MultiHeadAttention(num_heads=8, attention_fn=attention_fn(packax.causal()))
+    Examples:
+        >>> layer = nn.MultiHeadAttention(num_heads=8, attention_fn=attention_fn(packax.causal()))
     """
     if operands:
         raise ValueError(

@@ -67,9 +67,8 @@ def dot_product_attention(
         bias: added to the logits, broadcastable to (B, N, T, S); differentiable.
         mask: which pairs take part, in one of three forms: a boolean broadcastable to (B, N, T,
             S), cheapest where it is the same for all heads and rows, (B or 1, 1, 1, S); a packax
-            expression such as `packax.documents(segment_ids)`, beside which the other arguments
-            still hold; a mask from `packax.create_attention_mask`, which then says everything
-            but the bias.
+            expression such as `packax.documents(segment_ids)`, joined with the other arguments;
+            a mask from `packax.create_attention_mask`, in place of all but the bias.
         scale: None: 1 / sqrt(H).
         is_causal: row i attends the keys j <= i, counted from the first row and the first key.
         query_seq_lengths, key_value_seq_lengths: (B,) int32: later rows give 0, later keys do not
@@ -94,7 +93,8 @@ def dot_product_attention(
         NotImplementedError: with implementation="cuda" or PACKAX_FALLBACK=error, what has no
             kernel; return_residual on jax.nn's path in a jax without it (0.7).
 
-    >>> out = packax.dot_product_attention(query, key, value, is_causal=True)
+    Examples:
+        >>> out = packax.dot_product_attention(query, key, value, is_causal=True)
     """
     check_implementation(implementation, ("cuda", "xla", "cudnn"), " (these two are jax.nn's)")
     given: dict[str, Any] = {

@@ -4,8 +4,9 @@
 answers
 depend on block sizes or are wrong, these are exact: docs/guide/from_kvax.md lists every difference.
 
->>> from packax.kvax.ops import create_attention_mask, flash_attention
->>> from packax.kvax.utils import attention_specs
+Examples:
+    >>> from packax.kvax.ops import create_attention_mask, flash_attention
+    >>> from packax.kvax.utils import attention_specs
 """
 
 from packax.kvax import ops, utils

@@ -106,8 +106,10 @@ class ContextPlan:
         Raises:
             ValueError: ranks_per_host that does not divide the ranks.
 
-        >>> plan.traffic(ranks_per_host=2, row_bytes=2 * 8 * 128 * 2)  # zigzag, 4 ranks, 1024 rows
-        {'inside': 1048576, 'between': 2097152}
+        Examples:
+            >>> # zigzag, 4 ranks, 1024 rows
+            >>> plan.traffic(ranks_per_host=2, row_bytes=2 * 8 * 128 * 2)
+            {'inside': 1048576, 'between': 2097152}
         """
         inner = positive("ranks_per_host", ranks_per_host)
         if self.ranks % inner:
@@ -146,7 +148,8 @@ class ContextPlan:
             ValueError: an array whose `axis` is not as long as the plan, or, where the plan has
                 one order per row of the batch, whose first axis is not that batch.
 
-        >>> batch = plan.permute(batch)
+        Examples:
+            >>> batch = plan.permute(batch)
         """
         return self._move(tree, self.order, axis)
 

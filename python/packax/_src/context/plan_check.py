@@ -51,8 +51,9 @@ def debug_checks(enable: bool = True) -> Any:
     Args:
         enable: True or False.
 
-    >>> with packax.debug_checks():
-    ...     packax.check_plan(mask, segment_ids=segment_ids)
+    Examples:
+        >>> with packax.debug_checks():
+        ...     packax.check_plan(mask, segment_ids=segment_ids)
     """
     return _enabled(bool(enable))
 
@@ -87,7 +88,8 @@ def check_plan(
             that very thread it wraps the error (`jax.errors.JaxRuntimeError`). Arguments that are
             not as above.
 
-    >>> packax.check_plan(mask, segment_ids=segment_ids)
+    Examples:
+        >>> packax.check_plan(mask, segment_ids=segment_ids)
     """
     if not _enabled.value:
         return

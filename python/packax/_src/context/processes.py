@@ -33,9 +33,10 @@ def local_rows(sharding: AttentionSharding, batch: int) -> np.ndarray:
     Raises:
         ValueError: no mesh of devices, or a batch that its axes do not divide.
 
-    >>> rows = packax.local_rows(sharding, 256)
+    Examples:
+        >>> rows = packax.local_rows(sharding, 256)
 
-    `jax.make_array_from_process_local_data(sharding_of_batch, tokens[rows])` makes the array.
+        `jax.make_array_from_process_local_data(sharding_of_batch, tokens[rows])` makes the array.
     """
     layout = layout_of(sharding)
     mesh = layout.mesh or sharding.mesh or jax.sharding.get_mesh()
@@ -68,7 +69,8 @@ def check_same_rows(batch: Any) -> None:
     Raises:
         ValueError: processes that fed different data for the same part of an array.
 
-    >>> packax.check_same_rows(batch)
+    Examples:
+        >>> packax.check_same_rows(batch)
     """
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     sums = [

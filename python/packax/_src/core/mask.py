@@ -203,9 +203,10 @@ class AttentionMask(NotAnArray):
         """`in_axes` for a vmap over the batch: 0 for what has it, None for what all rows share.
 
         For models that are written for one row of a batch, as Equinox's are. Inside of the vmap the
-        mask has no batch axis, and query, key and value a batch of one, as in `query[None]`:
+        mask has no batch axis, and query, key and value a batch of one, as in `query[None]`.
 
-        >>> out = jax.vmap(attend, in_axes=(0, 0, 0, mask.vmap_axes()))(query, key, value, mask)
+        Examples:
+            >>> out = jax.vmap(attend, in_axes=(0, 0, 0, mask.vmap_axes()))(query, key, value, mask)
         """
         batch = self.q_lo.shape[0]
         return jax.tree.map(lambda x: 0 if x.shape[0] == batch > 1 else None, self)

@@ -45,10 +45,11 @@ class AttentionSharding:
     Inside a `shard_map` of your own over some of these axes, arrays are this rank's pieces along
     them, and only the others (if any) are mapped here.
 
-    >>> sharding = packax.AttentionSharding(
-    ...     query=P(("data", "fsdp"), "context", "tensor", None),
-    ...     key_value=P(("data", "fsdp"), "context", "tensor", None),
-    ... )
+    Examples:
+        >>> sharding = packax.AttentionSharding(
+        ...     query=P(("data", "fsdp"), "context", "tensor", None),
+        ...     key_value=P(("data", "fsdp"), "context", "tensor", None),
+        ... )
     """
 
     query: P

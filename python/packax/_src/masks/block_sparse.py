@@ -85,10 +85,12 @@ def block_sparse(block_mask: ArrayLike, block_size: int | tuple[int, int]) -> Ma
     An attention mask holds it in bits, and lists of one int32 for every 128 x 64 rows and keys,
     twice, and for each of its heads.
 
-    >>> packax.block_sparse(np.array([[True, False], [True, True]]), 2).as_array(3, 4).astype(int)
-    array([[1, 1, 0, 0],
-           [1, 1, 0, 0],
-           [1, 1, 1, 1]])
+    Examples:
+        >>> blocks = np.array([[True, False], [True, True]])
+        >>> packax.block_sparse(blocks, 2).as_array(3, 4).astype(int)
+        array([[1, 1, 0, 0],
+               [1, 1, 0, 0],
+               [1, 1, 1, 1]])
     """
     if not isinstance(block_mask, jax.Array):
         block_mask = np.asarray(block_mask)

@@ -84,7 +84,8 @@ def create_attention_mask(
             agree, or an implementation that is none of these.
         NotImplementedError: implementation="cuda", when lowered for another platform.
 
-    >>> mask = packax.create_attention_mask(packax.causal() & packax.documents(segment_ids))
+    Examples:
+        >>> mask = packax.create_attention_mask(packax.causal() & packax.documents(segment_ids))
     """
     if not isinstance(expression, MaskExpression):
         raise ValueError(

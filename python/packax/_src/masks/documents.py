@@ -58,11 +58,12 @@ def documents(
     Raises:
         ValueError: a rank, dtype, value or length that is not as above.
 
-    >>> packax.documents([7, 7, -1, 3]).as_array(4, 4).astype(int)
-    array([[1, 1, 0, 0],
-           [1, 1, 0, 0],
-           [0, 0, 0, 0],
-           [0, 0, 0, 1]])
+    Examples:
+        >>> packax.documents([7, 7, -1, 3]).as_array(4, 4).astype(int)
+        array([[1, 1, 0, 0],
+               [1, 1, 0, 0],
+               [0, 0, 0, 0],
+               [0, 0, 0, 1]])
     """
     q_ids = as_int32("segment_ids", segment_ids)
     kv_ids = None if kv_segment_ids is None else as_int32("kv_segment_ids", kv_segment_ids)
@@ -119,9 +120,10 @@ def ranges(lo: ArrayLike, hi: ArrayLike) -> MaskExpression:
     Raises:
         ValueError: a rank or dtype that is not as above, or lengths that differ.
 
-    >>> packax.ranges([0, 1], [1, 3]).as_array(2, 3).astype(int)
-    array([[1, 0, 0],
-           [0, 1, 1]])
+    Examples:
+        >>> packax.ranges([0, 1], [1, 3]).as_array(2, 3).astype(int)
+        array([[1, 0, 0],
+               [0, 1, 1]])
     """
     expression = Ranges(as_int32("lo", lo, saturate=True), as_int32("hi", hi, saturate=True))
     check_lengths(expression)

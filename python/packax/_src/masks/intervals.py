@@ -246,9 +246,10 @@ class Prefix(Interval):
 def full() -> MaskExpression:
     """Every query row attends every key.
 
-    >>> packax.full().as_array(2, 3)
-    array([[ True,  True,  True],
-           [ True,  True,  True]])
+    Examples:
+        >>> packax.full().as_array(2, 3)
+        array([[ True,  True,  True],
+               [ True,  True,  True]])
     """
     return Full()
 
@@ -267,9 +268,10 @@ def causal(offset: ArrayLike = 0) -> MaskExpression:
     Raises:
         ValueError: an offset of another rank, dtype or size, or beside positions.
 
-    >>> packax.causal().as_array(2, 3)
-    array([[ True, False, False],
-           [ True,  True, False]])
+    Examples:
+        >>> packax.causal().as_array(2, 3)
+        array([[ True, False, False],
+               [ True,  True, False]])
     """
     return Causal(_offset(offset))
 
@@ -289,10 +291,11 @@ def sliding_window(
     Raises:
         ValueError: a size that is not from 0 to 2**31 - 1; an offset as in `causal`.
 
-    >>> packax.sliding_window(1).as_array(3, 3).astype(int)
-    array([[1, 0, 0],
-           [1, 1, 0],
-           [0, 1, 1]])
+    Examples:
+        >>> packax.sliding_window(1).as_array(3, 3).astype(int)
+        array([[1, 0, 0],
+               [1, 1, 0],
+               [0, 1, 1]])
     """
     before = None if left is None else _size("left", left, 0)
     after = None if right is None else _size("right", right, 0)
@@ -312,10 +315,11 @@ def chunked(size: int, *, offset: ArrayLike = 0) -> MaskExpression:
     Raises:
         ValueError: a size that is not from 1 to 2**31 - 1; an offset as in `causal`.
 
-    >>> packax.chunked(2).as_array(3, 4).astype(int)
-    array([[1, 1, 0, 0],
-           [1, 1, 0, 0],
-           [0, 0, 1, 1]])
+    Examples:
+        >>> packax.chunked(2).as_array(3, 4).astype(int)
+        array([[1, 1, 0, 0],
+               [1, 1, 0, 0],
+               [0, 0, 1, 1]])
     """
     return Chunked(_size("size", size, 1), _offset(offset))
 
@@ -332,10 +336,11 @@ def prefix(lengths: ArrayLike) -> MaskExpression:
     Raises:
         ValueError: another rank or dtype, values that do not fit int32, or lengths that differ.
 
-    >>> packax.prefix(2).as_array(3, 3).astype(int)
-    array([[1, 1, 0],
-           [1, 1, 0],
-           [1, 1, 1]])
+    Examples:
+        >>> packax.prefix(2).as_array(3, 3).astype(int)
+        array([[1, 1, 0],
+               [1, 1, 0],
+               [1, 1, 1]])
     """
     shapes = "(), (batch,) or (batch, length)"
     lengths = as_int32("lengths", lengths, ranks=(0, 1, 2), shapes=shapes)

@@ -99,9 +99,10 @@ def context_plan(
             length that does not divide into whole chunks for every rank, a size of the shared part
             that is no size, of other levels, or of another kind, or kind="local" inside jit.
 
-    >>> plan = packax.context_plan(expression, sharding=sharding)
-    >>> batch = plan.permute(batch)  # tokens, positions, targets: (B, length, ...)
-    >>> mask = packax.create_attention_mask(expression, sharding=sharding, plan=plan)
+    Examples:
+        >>> plan = packax.context_plan(expression, sharding=sharding)
+        >>> batch = plan.permute(batch)  # tokens, positions, targets: (B, length, ...)
+        >>> mask = packax.create_attention_mask(expression, sharding=sharding, plan=plan)
     """
     if not isinstance(expression, MaskExpression):
         raise ValueError(
@@ -194,7 +195,8 @@ def context_parallel_inputs(
         ValueError: arrays of another length, a plan and a kind, or what `context_plan` and
             `create_attention_mask` raise.
 
-    >>> batch, mask, plan = packax.context_parallel_inputs(batch, expression, sharding=sharding)
+    Examples:
+        >>> batch, mask, plan = packax.context_parallel_inputs(batch, expression, sharding=sharding)
     """
     leaves = jax.tree.leaves(batch)
     shapes = {np.shape(x)[1] for x in leaves if np.ndim(x) > 1}

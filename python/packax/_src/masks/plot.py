@@ -1,4 +1,4 @@
-"""`plot_mask`: a picture of what an expression or a built mask attends."""
+"""`plot_mask` and `plot_plan`: pictures of what a mask attends, and of what each rank computes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from packax._src.context.load_balance import ContextPlan
 from packax._src.core.mask import AttentionMask
 from packax._src.core.messages import described
 from packax._src.core.shapes import PADDING_SEGMENT_ID, ceil_div
@@ -26,6 +27,7 @@ _DOCUMENTS = (
 )
 _PADDING, _NOTHING, _FULL, _PARTIAL = "#d0d7de", "#ffffff", "#1b1f24", "#8c959f"
 _MOST = 4096
+_MOST_ROWS_OF_PLAN = 8192
 _FONT_SIZE = 9
 
 
@@ -63,23 +65,20 @@ def plot_mask(
         ValueError: not an expression or mask, lengths that are missing or too large, a batch, head
             or block_size that there is not.
 
-    >>> ax = packax.plot_mask(packax.causal() & packax.documents(segment_ids), block_size=8)
+    Examples:
+        >>> ax = packax.plot_mask(packax.causal() & packax.documents(segment_ids), block_size=8)
     """
     dense, q_ids, kv_ids = _of_one_row(mask, q_len, kv_len, batch, head)
     sizes = np.atleast_1d(np.asarray(block_size))
     if sizes.shape not in ((1,), (2,)) or sizes.dtype.kind not in "iu" or sizes.min() < 1:
         raise ValueError(f"block_size must be one or two positive integers, but is {block_size!r}")
     rows, keys = int(sizes[0]), int(sizes[-1])
-    try:
-        import matplotlib.colors
-        import matplotlib.pyplot as plt
-    except ImportError as error:
-        raise ImportError("plot_mask needs matplotlib: pip install matplotlib") from error
-
+    plt = _pyplot("plot_mask")
     if ax is None:
-        _, ax = plt.subplots(figsize=(6, 6 * min(2, max(0.5, dense.shape[0] / dense.shape[1]))))
+        size = (6, 6 * min(2, max(0.5, dense.shape[0] / dense.shape[1])))
+        _, ax = plt.subplots(figsize=size, layout="constrained")
     palette = [_NOTHING, _PADDING, *_DOCUMENTS]
-    colours = matplotlib.colors.ListedColormap(palette)
+    colours = _colormap(palette)
     height, width = dense.shape
     image = _colours(dense, q_ids, kv_ids)
     extent = (0, width, height, 0)
@@ -101,17 +100,116 @@ def plot_mask(
     ax.set_xlabel("keys")
     ax.set_ylabel("query rows")
     title = repr(mask) if isinstance(mask, MaskExpression) else "AttentionMask"
-    width_in_points = ax.get_window_extent().width / ax.figure.dpi * 72
-    letters = max(
-        20, int(width_in_points / (0.6 * _FONT_SIZE))
-    )  # so that neighbours do not overlap
-    lines = *textwrap.wrap(title, letters), f"{dense.mean():.1%} of all pairs are attended"
-    ax.set_title("\n".join(lines), fontsize=_FONT_SIZE)
+    _set_title(ax, title, f"{dense.mean():.1%} of all pairs are attended")
     return ax
 
 
+def plot_plan(
+    plan: ContextPlan,
+    expression: MaskExpression | None = None,
+    *,
+    batch: int = 0,
+    ax: Any = None,
+) -> Any:
+    """Draw which rows of the sequence each rank computes, with matplotlib.
+
+    A lane for each rank: its rows are coloured, in the order of the sequence, and a line is drawn
+    at each border of two chunks. With an expression there is a lane of its documents above them,
+    and the load of each rank is written behind its lane: the pairs of a row and a key that its rows
+    attend, over the mean of all ranks.
+
+    Args:
+        plan: from `context_plan`.
+        expression: what it was made of, of at most 8192 rows. None: no loads.
+        batch: which row of the batch.
+        ax: matplotlib axes to draw on; None: new ones.
+
+    Returns:
+        The matplotlib axes.
+
+    Raises:
+        ImportError: without matplotlib.
+        ValueError: not a plan, not an expression of its length, one that is too long, a batch that
+            there is not.
+
+    Examples:
+        >>> plan = packax.context_plan(expression, ranks=4, chunk=128)
+        >>> ax = packax.context.plot_plan(plan, expression)
+    """
+    if not isinstance(plan, ContextPlan):
+        raise ValueError(f"plan must come from context_plan, but is {described(plan)}")
+    plans = plan.order.shape[0]
+    if plans > 1 and not 0 <= batch < plans:
+        raise ValueError(f"batch must be from 0 to {plans - 1}, but is {batch}")
+    index = np.asarray(plan.index())[min(batch, plans - 1)].reshape(plan.ranks, -1)
+    own = np.zeros((plan.ranks, plan.length), int)
+    np.put_along_axis(own, index, 1, axis=1)
+    lanes = [np.where(x == 1, 1 + rank % len(_DOCUMENTS), 0) for rank, x in enumerate(own)]
+    names = [f"rank {rank}" for rank in range(plan.ranks)]
+    loads = None
+    if expression is not None:
+        if max(plan.length, 1) > _MOST_ROWS_OF_PLAN:
+            raise ValueError(
+                f"plot_plan computes loads of at most {_MOST_ROWS_OF_PLAN} rows, but the plan has "
+                f"{plan.length}: leave out expression"
+            )
+        dense, ids, _ = _of_one_row(
+            expression, plan.length, plan.length, batch, 0, _MOST_ROWS_OF_PLAN
+        )
+        loads = own @ dense.sum(1)
+        loads = loads / max(1.0, loads.mean())
+        if ids is not None:
+            lanes.insert(0, np.where(ids == PADDING_SEGMENT_ID, -1, 1 + _numbers(ids)))
+            names.insert(0, "documents")
+    plt = _pyplot("plot_plan")
+    if ax is None:
+        _, ax = plt.subplots(figsize=(8, 0.8 + 0.35 * len(lanes)), layout="constrained")
+    colours = _colormap([_PADDING, _NOTHING, *_DOCUMENTS])
+    extent = (0, plan.length, len(lanes), 0)
+    limits = {"vmin": -1, "vmax": len(_DOCUMENTS), "interpolation": "nearest"}
+    ax.imshow(np.stack(lanes), cmap=colours, extent=extent, aspect="auto", **limits)
+    for lane, rows in enumerate(own, len(lanes) - plan.ranks):
+        inside = rows[1:] & rows[:-1]  # a border in the middle of a coloured stretch
+        chunk_ends = (np.arange(1, plan.length) % plan.chunk == 0) & (plan.chunk > 1)
+        borders = 1 + np.flatnonzero(inside & chunk_ends)
+        ax.vlines(borders, lane + 0.05, lane + 0.95, color=_NOTHING, linewidth=0.8)
+        if loads is not None:
+            load = loads[lane - len(lanes)]
+            at = (1.01 * plan.length, lane + 0.5)
+            ax.text(*at, f"{load:.3f}", va="center", fontsize=_FONT_SIZE)
+    ax.set_yticks(np.arange(len(lanes)) + 0.5, names)
+    ax.tick_params(axis="y", length=0)
+    ax.hlines(range(1, len(lanes)), 0, plan.length, color=_PADDING, linewidth=0.8)
+    ax.set_xlabel("rows of the sequence")
+    chunk = f" of {plan.chunk} rows" if plan.chunk > 1 else ""
+    title = f'"{plan.kind}": {plan.ranks} ranks, {plan.length // plan.chunk} chunks{chunk}'
+    _set_title(ax, title, *([] if loads is None else [f"largest load {loads.max():.3f}"]))
+    return ax
+
+
+def _pyplot(name: str) -> Any:
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError as error:
+        raise ImportError(f"{name} needs matplotlib: pip install matplotlib") from error
+    return plt
+
+
+def _colormap(palette: list[str]) -> Any:
+    import matplotlib.colors
+
+    return matplotlib.colors.ListedColormap(palette)
+
+
+def _set_title(ax: Any, title: str, *lines: str) -> None:
+    """In lines that are as wide as the axes at most, so that neighbours do not overlap."""
+    width_in_points = ax.get_window_extent().width / ax.figure.dpi * 72
+    letters = max(20, int(width_in_points / (0.6 * _FONT_SIZE)))
+    ax.set_title("\n".join([*textwrap.wrap(title, letters), *lines]), fontsize=_FONT_SIZE)
+
+
 def _of_one_row(
-    mask: Any, q_len: int | None, kv_len: int | None, batch: int, head: int
+    mask: Any, q_len: int | None, kv_len: int | None, batch: int, head: int, most: int = _MOST
 ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
     """The dense mask of one batch row and head, and the ids of its rows and keys."""
     q_ids: Any
@@ -127,9 +225,8 @@ def _of_one_row(
         q_ids = None if document is None else document.q_ids
         kv_ids = None if document is None else document.kv_ids
         if tree is not None:  # for self-attention; padding is what either has as padding
-            q_ids = (
-                tree.ids if q_ids is None else np.where(tree.ids == PADDING_SEGMENT_ID, -1, q_ids)
-            )
+            padding = np.asarray(tree.ids) == PADDING_SEGMENT_ID
+            q_ids = np.where(padding, -1, tree.groups() if q_ids is None else q_ids)
     elif isinstance(mask, AttentionMask):
         for name, given, have in (("q_len", q_len, mask.q_len), ("kv_len", kv_len, mask.kv_len)):
             if given not in (None, have):
@@ -141,9 +238,9 @@ def _of_one_row(
             "mask must be a mask expression, or come from create_attention_mask, but is "
             f"{described(mask)}"
         )
-    if max(q_len, kv_len) > _MOST:
+    if max(q_len, kv_len) > most:
         raise ValueError(
-            f"plot_mask is for at most {_MOST} rows and keys, but there are {q_len} and {kv_len}"
+            f"plot_mask is for at most {most} rows and keys, but there are {q_len} and {kv_len}"
         )
     whole = mask.as_array() if isinstance(mask, AttentionMask) else mask.as_array(q_len, kv_len)
     dense = np.asarray(whole)
@@ -164,11 +261,16 @@ def _colours(dense: np.ndarray, q_ids: Any, kv_ids: Any) -> np.ndarray:
     number = np.zeros(dense.shape[0], int)
     image = np.zeros(dense.shape, int)
     if q_ids is not None:
-        _, first, inverse = np.unique(q_ids, return_index=True, return_inverse=True)
-        number = np.argsort(np.argsort(first))[inverse]  # in the order in which they begin
+        number = _numbers(q_ids)
         image[q_ids == PADDING_SEGMENT_ID] = 1
         image[:, kv_ids == PADDING_SEGMENT_ID] = 1
-    return np.where(dense, 2 + number[:, None] % len(_DOCUMENTS), image)
+    return np.where(dense, 2 + number[:, None], image)
+
+
+def _numbers(ids: np.ndarray) -> np.ndarray:
+    """Of the colours of ids, in the order in which these begin."""
+    _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
+    return np.argsort(np.argsort(first))[inverse] % len(_DOCUMENTS)
 
 
 def _blocks(dense: np.ndarray, rows: int, keys: int) -> list[tuple[str, int, int]]:

@@ -146,11 +146,12 @@ def spans(span_ids: ArrayLike, text: MaskExpression | None = None) -> MaskExpres
         NotImplementedError: a `text` with documents(...), ranges(...) or block_sparse(...):
             intersect the spans with them.
 
-    >>> packax.spans([-1, 5, 5, -1]).as_array(4, 4).astype(int)
-    array([[1, 0, 0, 0],
-           [1, 1, 1, 0],
-           [1, 1, 1, 0],
-           [1, 1, 1, 1]])
+    Examples:
+        >>> packax.spans([-1, 5, 5, -1]).as_array(4, 4).astype(int)
+        array([[1, 0, 0, 0],
+               [1, 1, 1, 0],
+               [1, 1, 1, 0],
+               [1, 1, 1, 1]])
     """
     ids = as_int32("span_ids", span_ids)
     text = Causal() if text is None else text

@@ -111,6 +111,14 @@ class Tree(MaskExpression):
             return self.ids, self.others
         return _segments_of_groups(self.ids, self.others)
 
+    def groups(self) -> Array:
+        """What a picture gives a colour: segments of tokens, or the groups of shared prefixes."""
+        if self.name == _TREE:
+            return self.ids
+        # A group is a run of ids: one that comes back is another. Its prompt begins its paths.
+        first = self.nodes().first
+        return first[0] if self.ids.ndim == self.others.ndim == 1 else first
+
     def nodes(self) -> Nodes:
         ids, parents = (_two(x) for x in self.segments())
         shallow = self.name == _SHARED_PREFIX
@@ -144,12 +152,14 @@ def tree(segment_ids: ArrayLike, parents: ArrayLike) -> MaskExpression:
 
     Where arrays of jax are no trees in depth-first order, that row of the batch attends nothing.
 
-    >>> packax.tree([0, 0, 1, 2, 2], [-1, 0, 0]).as_array(5, 5).astype(int)  # a prompt, two answers
-    array([[1, 1, 0, 0, 0],
-           [1, 1, 0, 0, 0],
-           [1, 1, 1, 0, 0],
-           [1, 1, 0, 1, 1],
-           [1, 1, 0, 1, 1]])
+    Examples:
+        >>> # a prompt and two answers
+        >>> packax.tree([0, 0, 1, 2, 2], [-1, 0, 0]).as_array(5, 5).astype(int)
+        array([[1, 1, 0, 0, 0],
+               [1, 1, 0, 0, 0],
+               [1, 1, 1, 0, 0],
+               [1, 1, 0, 1, 1],
+               [1, 1, 0, 1, 1]])
     """
     ids = as_int32("segment_ids", segment_ids)
     above = as_int32("parents", parents, shapes="(batch, segments) or (segments,)")
@@ -179,12 +189,13 @@ def shared_prefix(group_ids: ArrayLike, answer_ids: ArrayLike) -> MaskExpression
 
     Where arrays of jax have a prompt behind an answer, that row of the batch attends nothing.
 
-    >>> packax.shared_prefix([5, 5, 5, 5, -1], [-1, 0, 0, 1, 1]).as_array(5, 5).astype(int)
-    array([[1, 0, 0, 0, 0],
-           [1, 1, 1, 0, 0],
-           [1, 1, 1, 0, 0],
-           [1, 0, 0, 1, 0],
-           [0, 0, 0, 0, 0]])
+    Examples:
+        >>> packax.shared_prefix([5, 5, 5, 5, -1], [-1, 0, 0, 1, 1]).as_array(5, 5).astype(int)
+        array([[1, 0, 0, 0, 0],
+               [1, 1, 1, 0, 0],
+               [1, 1, 1, 0, 0],
+               [1, 0, 0, 1, 0],
+               [0, 0, 0, 0, 0]])
     """
     ids, answers = as_int32("group_ids", group_ids), as_int32("answer_ids", answer_ids)
     return _checked(Tree(ids, answers, _SHARED_PREFIX))
@@ -202,8 +213,9 @@ def depth_positions(expression: MaskExpression) -> Array:
     Raises:
         ValueError: an expression without a tree.
 
-    >>> packax.depth_positions(packax.tree([0, 0, 1, 2, 2], [-1, 0, 0]))
-    array([0, 1, 2, 2, 3], dtype=int32)
+    Examples:
+        >>> packax.depth_positions(packax.tree([0, 0, 1, 2, 2], [-1, 0, 0]))
+        array([0, 1, 2, 2, 3], dtype=int32)
     """
     found = tree_of(expression) if isinstance(expression, MaskExpression) else None
     if found is None:

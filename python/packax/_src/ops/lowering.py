@@ -45,9 +45,10 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
     runs. Of packax's, the name has a version, which goes up with every change of the call: where
     it runs, `import packax` of a version that has the same ones.
 
-    >>> exported = jax.export.export(
-    ...     jax.jit(step), platforms=["cuda"], disabled_checks=packax.export_checks()
-    ... )(*shapes)
+    Examples:
+        >>> exported = jax.export.export(
+        ...     jax.jit(step), platforms=["cuda"], disabled_checks=packax.export_checks()
+        ... )(*shapes)
     """
     return [jax.export.DisabledSafetyCheck.custom_call(name) for name in TARGETS]
 

@@ -69,8 +69,9 @@ def alibi(
     `positions` cut and permuted as the query rows are, `kv_positions` whole and in the order of the
     sequence. Everything is checked by `flash_attention`.
 
-    >>> slopes = 2.0 ** (-8 * np.arange(1, heads + 1) / heads)
-    >>> out = packax.flash_attention(query, key, value, mask, bias=packax.alibi(slopes))
+    Examples:
+        >>> slopes = 2.0 ** (-8 * np.arange(1, heads + 1) / heads)
+        >>> out = packax.flash_attention(query, key, value, mask, bias=packax.alibi(slopes))
     """
     return Alibi(slopes, positions, kv_positions)
 

@@ -13,10 +13,15 @@ from packax._src.core.shapes import PADDING_SEGMENT_ID
 
 
 class NextTokens(NamedTuple):
-    """What `next_tokens` returns."""
+    """What `next_tokens` returns.
 
-    targets: Any  # the next token of the same document; 0 where there is none
-    weights: Any  # float32, 0 where there is none
+    Attributes:
+        targets: int32, the next token of the same document; 0 where there is none.
+        weights: float32, 0 where there is none.
+    """
+
+    targets: Any
+    weights: Any
 
 
 def from_lengths(lengths: ArrayLike, length: int | None = None) -> Array:

@@ -17,16 +17,28 @@ _LIKE_PADDING = (0, -100)  # of packers that number from 1; of labels
 
 
 class Packed(NamedTuple):
-    """What `pack` returns: (rows, length) each."""
+    """What `pack` returns: (rows, length) each.
 
-    tokens: np.ndarray  # padding: `padding_token`
-    segment_ids: np.ndarray  # 0, 1, 2, ... in each row; padding: -1
-    positions: np.ndarray  # from 0 in each document; padding: 0
-    source: np.ndarray  # the index of the token in np.concatenate(documents); padding: -1
+    Attributes:
+        tokens: padding is `padding_token`.
+        segment_ids: 0, 1, 2, ... in each row; padding is -1.
+        positions: from 0 in each document; padding is 0.
+        source: the index of the token in `np.concatenate(documents)`; padding is -1.
+    """
+
+    tokens: np.ndarray
+    segment_ids: np.ndarray
+    positions: np.ndarray
+    source: np.ndarray
 
 
 class PackingReport(NamedTuple):
-    """What `check_packing` returns. `print` shows all of it."""
+    """What `check_packing` returns. `print` shows all of it.
+
+    Attributes:
+        summary: rows, documents and padding.
+        problems: a sentence for each kind of mistake.
+    """
 
     summary: str
     problems: tuple[str, ...]

@@ -58,8 +58,9 @@ def install(*, every: bool = False) -> None:
     Raises:
         ModuleNotFoundError: maxtext (0.2) is not installed.
 
-    >>> from packax.integrations import maxtext
-    >>> maxtext.install()  # and then MaxText's train.main(argv)
+    Examples:
+        >>> from packax.integrations import maxtext
+        >>> maxtext.install()  # and then MaxText's train.main(argv)
     """
     module = importlib.import_module("maxtext.layers.attention_op")
     theirs = module.AttentionOp

@@ -21,8 +21,9 @@ def reorder_sequence(
     Of 2 * cp_size chunks, rank r holds chunks r and 2 * cp_size - 1 - r: the "zigzag" order of
     `packax.context_plan`.
 
-    >>> reorder_sequence(jnp.arange(8), 2, seq_dim=0)
-    Array([0, 1, 6, 7, 2, 3, 4, 5], dtype=int32)
+    Examples:
+        >>> reorder_sequence(jnp.arange(8), 2, seq_dim=0)
+        Array([0, 1, 6, 7, 2, 3, 4, 5], dtype=int32)
     """
     if tensor is None:
         return None
@@ -43,8 +44,9 @@ def reorder_sequence(
 def striped(tensor: Any, cp_size: int, seq_dim: int = 1, to_contiguous: bool = False) -> Any:
     """Tokens in TransformerEngine's "striped" order, or back: rank r holds r, r + cp_size, ...
 
-    >>> striped(jnp.arange(6), 2, seq_dim=0)
-    Array([0, 2, 4, 1, 3, 5], dtype=int32)
+    Examples:
+        >>> striped(jnp.arange(6), 2, seq_dim=0)
+        Array([0, 2, 4, 1, 3, 5], dtype=int32)
     """
     if tensor is None:
         return None

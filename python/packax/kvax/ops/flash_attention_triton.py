@@ -78,8 +78,9 @@ def flash_attention_triton(
             together; no attention specs; no mesh for their axes.
         NotImplementedError: a bias; no kernel for the dtype or head dim.
 
-    >>> scale = q.shape[-1] ** -0.5
-    >>> out = flash_attention(q, k, v, positions, ids, positions, ids, mask, scale=scale)
+    Examples:
+        >>> scale = q.shape[-1] ** -0.5
+        >>> out = flash_attention(q, k, v, positions, ids, positions, ids, mask, scale=scale)
     """
     if bias is not None:
         raise NotImplementedError(

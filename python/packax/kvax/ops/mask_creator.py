@@ -77,7 +77,8 @@ def create_attention_mask(
             above, sizes that the mesh does not divide, or a plan for others.
         NotImplementedError: a plan on a mesh with axes of Explicit type.
 
-    >>> mask = create_attention_mask(positions, ids, kv_positions, kv_ids, calc_bwd_mask=True)
+    Examples:
+        >>> mask = create_attention_mask(positions, ids, kv_positions, kv_ids, calc_bwd_mask=True)
     """
     sharding, layout = attention_layout(mesh)
     tokens = checked_tokens(query_positions, query_segment_ids, kv_positions, kv_segment_ids)

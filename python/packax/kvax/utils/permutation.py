@@ -73,7 +73,8 @@ def permute_tokens_context_parallelism(
         ValueError: no mesh, no context axis in the attention specs, shapes that do not agree, S
             that is not a multiple of twice the context axis, or a plan for other lengths or ranks.
 
-    >>> tokens, positions, ids = permute_tokens_context_parallelism((tokens, positions, ids))
+    Examples:
+        >>> tokens, positions, ids = permute_tokens_context_parallelism((tokens, positions, ids))
     """
     return _move(inputs, mesh, plan, reverse=False)
 

@@ -66,8 +66,11 @@ def get_attention_specs() -> AttentionSpecs:
 def attention_specs(query_specs: Specs, kv_specs: Specs) -> Iterator[None]:
     """`set_attention_specs` for the length of a `with` block; then what was set before.
 
-    >>> with attention_specs(("data", "context", None, None), ("data", None, None, None)):
-    ...     mask = create_attention_mask(positions, ids, kv_positions, kv_ids, calc_bwd_mask=True)
+    Examples:
+        >>> with attention_specs(("data", "context", None, None), ("data", None, None, None)):
+        ...     mask = create_attention_mask(
+        ...         positions, ids, kv_positions, kv_ids, calc_bwd_mask=True
+        ...     )
     """
     before = dataclasses.replace(_current)
     set_attention_specs(query_specs, kv_specs)

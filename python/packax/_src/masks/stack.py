@@ -1,0 +1,150 @@
+"""`stack_masks`: masks of one sequence in one array each, of which a layer picks one by a number."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from packax._src.core.jax_compat import vary_together
+from packax._src.core.mask import AttentionMask
+from packax._src.core.messages import described
+
+_INT32 = np.iinfo(np.int32)
+_ALIKE = ("q_len", "kv_len", "sharding", "shards", "permuted", "block_size", "gathers")
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["masks"], meta_fields=["number"])
+@dataclasses.dataclass(frozen=True, eq=False)
+class MaskStack:
+    """What `stack_masks` returns: a pytree. `stack[kind]` is the mask of that number, an integer or
+    a traced one. It takes the nearest mask where a traced number is out of range.
+    """
+
+    masks: AttentionMask  # each array with an axis in front
+    number: int
+
+    def __len__(self) -> int:
+        return self.number
+
+    def __getitem__(self, kind: Any) -> AttentionMask:
+        if isinstance(kind, (int, np.integer)) and not -self.number <= kind < self.number:
+            raise IndexError(f"kind is {kind}, but the stack has {self.number} masks")
+        return jax.tree.map(
+            lambda x: jax.lax.dynamic_index_in_dim(x, kind, keepdims=False), self.masks
+        )
+
+
+def stack_masks(masks: Sequence[AttentionMask]) -> MaskStack:
+    """Masks of one sequence, stacked: layers of several kinds then share one compiled body.
+
+    For models whose layers alternate, such as a window and all keys, in one `scan` over layers.
+    Masks of documents with and without positions, and of limits on one side or both, hold different
+    arrays; here all get those of the most general one. Attention is the same to the bit.
+
+    Args:
+        masks: from `create_attention_mask`, with the same lengths, sharding and plan. All or none
+            of them have a tree, and all or none a block_sparse(...) of one block size.
+
+    Returns:
+        MaskStack: `stack[kind]` is the mask of a layer, inside of `scan` too.
+
+    Raises:
+        ValueError: no masks, or masks that differ in what is named above.
+
+    Examples:
+        >>> document = packax.documents(segment_ids)
+        >>> kinds = packax.sliding_window(15) & document, packax.causal() & document
+        >>> stack = packax.masks.stack_masks([packax.create_attention_mask(x) for x in kinds])
+        >>> def layer(x, kind):  # one of a scan; a model has weights, too
+        ...     return x + packax.flash_attention(x, x, x, stack[kind]), None
+        >>> out, _ = jax.lax.scan(layer, query, jnp.array([0, 0, 1, 0, 0, 1]))
+    """
+    masks = list(masks)
+    if not masks:
+        raise ValueError("masks must hold at least one mask, but is empty")
+    for n, mask in enumerate(masks):
+        if not isinstance(mask, AttentionMask):
+            raise ValueError(
+                f"masks[{n}] must come from create_attention_mask, but is {described(mask)}"
+            )
+    alike = _with_same_arrays(masks)
+    first, *others = (jax.tree.structure(mask) for mask in alike)
+    for n, other in enumerate(others, 1):
+        if other != first:
+            raise ValueError(f"masks[0] and masks[{n}] {_difference(alike[0], alike[n])}")
+
+    def stacked(*arrays: Any) -> jax.Array:
+        shape = np.broadcast_shapes(*(x.shape for x in arrays))
+        return jnp.stack([jnp.broadcast_to(x, shape) for x in vary_together(*arrays)])
+
+    return MaskStack(jax.tree.map(stacked, *alike), len(masks))
+
+
+def _difference(one: AttentionMask, other: AttentionMask) -> str:
+    for name in _ALIKE:
+        x, y = getattr(one, name), getattr(other, name)
+        if x != y:
+            return f"must have the same {name}, but have {x!r} and {y!r}"
+    return "must have the same parts, but one of them has a plan or a block mask that other has not"
+
+
+def _with_same_arrays(masks: list[AttentionMask]) -> list[AttentionMask]:
+    """With ids and positions of rows and keys where one of them has them. A mask without ids has
+    one document; one without positions has limits that no position is beyond."""
+    level = max(mask.segment_check for mask in masks)
+    if any(mask.segment_check != level for mask in masks):
+        level = max(level, 1)
+        masks = [_at_level(mask, level) for mask in masks]
+    own_ids = any(mask.kv_ids is not None for mask in masks)
+    own_positions = any(mask.kv_pos is not None for mask in masks)
+    made = []
+    for mask in masks:
+        changes: dict[str, Any] = {}
+        if own_ids and mask.kv_ids is None:
+            changes["kv_ids"] = mask.q_ids
+        if own_positions and mask.kv_pos is None:
+            changes["kv_pos"] = mask.q_pos
+        made.append(dataclasses.replace(mask, **changes))
+    if any(mask.private_part is None for mask in made):
+        return made
+    private = _with_same_arrays([_part(mask) for mask in made])
+    if len({len(mask.shared_parts) for mask in made}) > 1:
+        return made
+    shared = [_with_same_arrays(list(x)) for x in zip(*(m.shared_parts for m in made), strict=True)]
+    return [
+        dataclasses.replace(mask, private_part=part, shared_parts=tuple(x[n] for x in shared))
+        for n, (mask, part) in enumerate(zip(made, private, strict=True))
+    ]
+
+
+def _part(mask: AttentionMask) -> AttentionMask:
+    assert mask.private_part is not None
+    return mask.private_part
+
+
+def _at_level(mask: AttentionMask, level: int) -> AttentionMask:
+    """The same mask with a segment check of this level, which is not below its own."""
+    own = mask.segment_check
+    if own == level:
+        return mask
+    q_ids, kv_ids, q_pos, kv_pos = mask.q_ids, mask.kv_ids, mask.q_pos, mask.kv_pos
+    if own == 0:
+        q_ids = jnp.zeros_like(mask.q_lo)
+        kv_ids = jnp.zeros((*mask.q_lo.shape[:-1], mask.kv_len), jnp.int32)
+    if level >= 2 and own < 2:
+        assert q_ids is not None
+        q_pos = jnp.full_like(q_ids, _INT32.max)
+        kv_pos = jnp.zeros_like(q_ids if kv_ids is None else kv_ids)
+    if level == 3:
+        assert q_pos is not None
+        kv_pos = q_pos if kv_pos is None else kv_pos  # before the limits are two
+        q_pos = jnp.stack([q_pos, jnp.full_like(q_pos, _INT32.min)], axis=1)
+    return dataclasses.replace(
+        mask, segment_check=level, q_ids=q_ids, kv_ids=kv_ids, q_pos=q_pos, kv_pos=kv_pos
+    )

@@ -1,0 +1,86 @@
+"""Writing keys and values into a cache, dense or in pages, where `decode_attention` reads them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from packax._src.core.integers import as_int32
+
+__all__ = ["write"]
+
+
+def write(
+    cache: ArrayLike,
+    new: ArrayLike,
+    sequence_ids: ArrayLike,
+    positions: ArrayLike,
+    *,
+    block_table: ArrayLike | None = None,
+) -> jax.Array:
+    """A cache with the keys, or the values, of new tokens in their places.
+
+    After a prefill `new` is a packed batch: rows of prompts of any lengths, behind one another.
+    In decoding it is one token of every sequence, or a few. Donate the cache to `jit`, so that it
+    is written in place.
+
+    Args:
+        cache: (B, S, Hkv, D); with block_table its pages, (pages, page_size, Hkv, D).
+        new: (R, T, Hkv, D): R rows of T tokens. They get the dtype of the cache.
+        sequence_ids: (R, T) integers: the sequence of each token, a row of the cache or of
+            block_table. -1, or any other number that is none: the token is left out.
+        positions: (R, T) integers: its place in its sequence, from 0. Places behind the cache or
+            the table, and those whose entry of the table is no page, are left out.
+        block_table: (B, max_blocks) integers: the page of the keys n * page_size to
+            (n + 1) * page_size - 1 of sequence b is block_table[b, n], as in `decode_attention`.
+
+    Returns:
+        The cache, with the same shape and dtype.
+
+    Raises:
+        ValueError: shapes or dtypes that are not as above.
+
+    Examples:
+        >>> pages = jnp.zeros((6, 4, 1, 8))  # six pages of four keys
+        >>> table = jnp.array([[5, 0], [2, 1]])  # of two sequences
+        >>> prompts = jnp.ones((1, 9, 1, 8))  # of 6 and 2 tokens in one row, then padding
+        >>> sequence_ids = packax.segments.from_lengths([6, 2], length=9)[None]
+        >>> positions = packax.segments.positions(sequence_ids)
+        >>> pages = packax.kv_cache.write(
+        ...     pages, prompts, sequence_ids, positions, block_table=table
+        ... )
+        >>> pages[:, :, 0, 0].astype(int)
+        Array([[1, 1, 0, 0],
+               [0, 0, 0, 0],
+               [1, 1, 0, 0],
+               [0, 0, 0, 0],
+               [0, 0, 0, 0],
+               [1, 1, 1, 1]], dtype=int32)
+    """
+    cache, new = jnp.asarray(cache), jnp.asarray(new)
+    if cache.ndim != 4 or new.ndim != 4 or cache.shape[2:] != new.shape[2:]:
+        raise ValueError(
+            "cache and new must have shapes (sequences or pages, length, heads, head dim) and "
+            "(rows, tokens, heads, head dim) with the same heads and head dim, but have "
+            f"{cache.shape} and {new.shape}"
+        )
+    row, place = (
+        jnp.asarray(as_int32(name, x, ranks=(2,), shapes="(rows, tokens)"))
+        for name, x in (("sequence_ids", sequence_ids), ("positions", positions))
+    )
+    for name, x in (("sequence_ids", row), ("positions", place)):
+        if x.shape != new.shape[:2]:
+            raise ValueError(
+                f"{name} must have the rows and tokens of new, {new.shape[:2]}, but has {x.shape}"
+            )
+    there = (row >= 0) & (place >= 0)
+    if block_table is not None:
+        table = jnp.asarray(
+            as_int32("block_table", block_table, ranks=(2,), shapes="(batch, max_blocks)")
+        )
+        block, place = place // cache.shape[1], place % cache.shape[1]
+        row = table.at[row, block].get(mode="fill", fill_value=-1)
+        there &= row >= 0
+    row = jnp.where(there, row, cache.shape[0])  # one that there is not: dropped
+    return cache.at[row, place].set(new.astype(cache.dtype), mode="drop")

@@ -1,0 +1,95 @@
+"""kv_cache.write: every token at its place, dense and in pages, and nothing else touched."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import packax
+import pytest
+from packax import kv_cache, segments
+
+LENGTHS = [5, 1, 9]
+
+
+def prompts():
+    """Three prompts in two rows, and their sequences: ids of all rows together."""
+    ids = np.stack(
+        [segments.from_lengths([5, 1], length=10), segments.from_lengths([9], length=10)]
+    )
+    sequences = np.where(ids < 0, -1, ids + np.array([[0], [2]]))
+    new = np.random.default_rng(0).standard_normal((2, 10, 2, 4)).astype(np.float32)
+    return new, sequences, segments.positions(ids)
+
+
+def expected(cache, new, sequences, positions, place_of):
+    cache = cache.copy()
+    for row, token in np.argwhere(sequences >= 0):
+        place = place_of(sequences[row, token], positions[row, token])
+        if place is not None:
+            cache[place] = new[row, token]
+    return cache
+
+
+def test_dense():
+    new, sequences, positions = prompts()
+    cache = np.full((3, 7, 2, 4), 9, np.float32)  # the third prompt is longer
+    wanted = expected(cache, new, sequences, positions, lambda b, p: (b, p) if p < 7 else None)
+    got = jax.jit(kv_cache.write)(cache, new, sequences, positions)
+    np.testing.assert_array_equal(got, wanted)
+
+
+def test_pages():
+    new, sequences, positions = prompts()
+    table = np.array([[4, 0, -1], [2, 7, 99], [1, -1, 3]])  # a hole, and a page that there is not
+    cache = np.full((6, 4, 2, 4), 9, np.float32)
+
+    def place_of(b, p):
+        page = table[b, p // 4]
+        return (page, p % 4) if 0 <= page < 6 else None
+
+    wanted = expected(cache, new, sequences, positions, place_of)
+    got = jax.jit(kv_cache.write)(cache, new, sequences, positions, block_table=table)
+    np.testing.assert_array_equal(got, wanted)
+    beyond = kv_cache.write(cache, new, sequences, positions + 12, block_table=table)
+    np.testing.assert_array_equal(beyond, cache)
+
+
+def test_one_token_of_each_sequence_keeps_the_dtype():
+    cache = jnp.zeros((2, 4, 1, 8), jnp.bfloat16)
+    got = kv_cache.write(cache, jnp.ones((2, 1, 1, 8)), [[0], [1]], [[3], [0]])
+    assert got.dtype == jnp.bfloat16
+    assert got[:, :, 0, 0].tolist() == [[0, 0, 0, 1], [1, 0, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"new": np.zeros((2, 10, 3, 4))}, r"same heads and head dim, but have .*\(2, 10, 3, 4\)"),
+        ({"sequence_ids": np.zeros((2, 9), int)}, r"sequence_ids must have the rows and tokens"),
+        ({"positions": np.zeros((3, 10), int)}, r"positions must have the rows and tokens"),
+        ({"positions": np.zeros((2, 10))}, "positions must be integers"),
+        ({"block_table": np.zeros(3, int)}, r"block_table must have shape \(batch, max_blocks\)"),
+    ],
+)
+def test_errors(change, message):
+    new, sequences, positions = prompts()
+    given = {"cache": np.zeros((3, 7, 2, 4)), "new": new, "sequence_ids": sequences}
+    with pytest.raises(ValueError, match=message):
+        kv_cache.write(**(given | {"positions": positions} | change))
+
+
+def test_decoding_from_pages_is_attention_of_the_prompt():
+    new, sequences, positions = prompts()
+    key, value = new, np.random.default_rng(1).standard_normal(new.shape).astype(np.float32)
+    query = np.random.default_rng(2).standard_normal((2, 10, 4, 4)).astype(np.float32)
+    whole = packax.flash_attention(query, key, value, packax.causal() & packax.documents(sequences))
+    table = np.arange(9).reshape(3, 3)
+    pages = [
+        kv_cache.write(jnp.zeros((9, 4, 2, 4)), x, sequences, positions, block_table=table)
+        for x in (key, value)
+    ]
+    last = [(0, 4), (0, 5), (1, 8)]  # of each prompt
+    rows = np.stack([query[at] for at in last])[:, None]
+    out = packax.decode_attention(rows, *pages, np.array(LENGTHS), block_table=table)
+    np.testing.assert_allclose(out[:, 0], np.stack([whole[at] for at in last]), atol=1e-6)

@@ -1,0 +1,150 @@
+"""stack_masks: layers of several kinds in one scan, with the results of a loop over layers."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import packax
+import pytest
+from jax.sharding import PartitionSpec as P
+from packax.masks import stack_masks
+from tiers import some
+
+LENGTH = 256
+IDS = np.stack([np.repeat([0, 1, -1], [100, 120, 36]), np.repeat([3, 7], [56, 200])])
+POSITIONS = np.asarray(packax.segments.positions(IDS))
+KINDS = {
+    "ids": (packax.documents(IDS),) * 2,
+    "positions": (packax.documents(IDS, positions=POSITIONS),) * 2,
+    "positions of one": (packax.documents(IDS, positions=POSITIONS), packax.documents(IDS)),
+    "no ids in one": (packax.documents(IDS, positions=POSITIONS), packax.full()),
+    "none": (packax.full(), packax.full()),
+    "keys have ids": (packax.documents(IDS, kv_segment_ids=IDS.copy()), packax.documents(IDS)),
+}
+
+
+def expressions(name):
+    local, whole = KINDS[name]
+    return packax.sliding_window(15) & local, packax.causal() & whole
+
+
+def built(name, **options):
+    sizes = {"q_len": LENGTH, "kv_len": LENGTH}
+    return [packax.create_attention_mask(x, **sizes, **options) for x in expressions(name)]
+
+
+def tensors(seed=0):
+    keys = jax.random.split(jax.random.key(seed), 3)
+    return [jax.random.normal(k, (2, LENGTH, h, 16)) for k, h in zip(keys, (4, 2, 2), strict=True)]
+
+
+def model(x, key, value, mask_of, kinds, *, scan, remat=False, **options):
+    """Layers that add attention of some kind; keys and values are shared."""
+
+    def layer(x, kind):
+        return x + packax.flash_attention(x, key, value, mask_of(kind), **options), None
+
+    if not scan:
+        for kind in kinds:
+            x, _ = layer(x, kind)
+        return x
+    policy = jax.checkpoint_policies.save_only_these_names(*packax.CHECKPOINT_NAMES)
+    body = jax.checkpoint(layer, policy=policy) if remat else layer
+    return jax.lax.scan(body, x, jnp.asarray(kinds))[0]
+
+
+LAYERS = (0, 1, 0)
+
+
+@pytest.mark.parametrize("name", some(list(KINDS), 1, 2))
+def test_a_mask_of_the_stack_attends_what_it_did(name):
+    masks = built(name)
+    stack = stack_masks(masks)
+    assert len(stack) == 2
+    for kind, mask in enumerate(masks):
+        np.testing.assert_array_equal(stack[kind].as_array(), mask.as_array())
+    if name != "ids":
+        return
+    assert stack[0].segment_check == masks[0].segment_check  # nothing is added where nothing lacks
+
+
+@pytest.mark.parametrize(("name", "remat"), some([(n, r) for n in KINDS for r in (0, 1)], 3))
+def test_scan_equals_a_loop(name, remat):
+    masks = built(name)
+    stack = stack_masks(masks)
+
+    def loss(function, *x):
+        return jnp.sum(jnp.sin(function(*x)))
+
+    loop = functools.partial(model, mask_of=lambda kind: masks[kind], kinds=LAYERS, scan=False)
+    scanned = functools.partial(
+        model, mask_of=lambda kind: stack[kind], kinds=LAYERS, scan=True, remat=bool(remat)
+    )
+    both = [
+        jax.jit(jax.value_and_grad(functools.partial(loss, x), argnums=(0, 1, 2)))(*tensors())
+        for x in (loop, scanned)
+    ]
+    for x, y in zip(*map(jax.tree.leaves, both), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
+
+
+def test_the_body_is_compiled_once():
+    """A scan of a stack has the attention of one layer; lax.cond has that of both kinds."""
+    stack = stack_masks(built("positions"))
+    masks = built("positions")
+
+    def count(mask_of):
+        text = str(jax.make_jaxpr(lambda *x: model(*x, mask_of, LAYERS, scan=True))(*tensors()))
+        return text.count("packax_forward")
+
+    one = count(lambda kind: stack[kind])
+    assert one >= 1
+    assert one == count(lambda kind: masks[0])
+
+    def cond(x, kind):
+        attend = [functools.partial(packax.flash_attention, *tensors(), mask) for mask in masks]
+        return x + jax.lax.cond(kind == 1, attend[1], attend[0]), None
+
+    branches = str(
+        jax.make_jaxpr(lambda x: jax.lax.scan(cond, x, jnp.asarray(LAYERS)))(tensors()[0])
+    )
+    assert branches.count("packax_forward") == 2 * one
+
+
+@pytest.mark.parametrize("kind", some([None, "balanced", "local"], 1))
+def test_under_a_mesh(kind):
+    """Context parallelism: masks of one plan stack, and carry its sharding."""
+    mesh = jax.make_mesh((1, 2), ("data", "context"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    sharding = packax.AttentionSharding(P("data", "context"), P("data", "context"))
+    with jax.set_mesh(mesh):
+        local, whole = expressions("positions" if kind != "local" else "ids")
+        plan = None
+        if kind is not None:
+            plan = packax.context_plan(whole, ranks=2, kind=kind, chunk=None)
+        masks = [
+            packax.create_attention_mask(x, sharding=sharding, plan=plan) for x in (local, whole)
+        ]
+        stack = stack_masks(masks)
+        inputs = tensors() if plan is None else plan.permute(tensors())
+        spec = jax.sharding.NamedSharding(mesh, P("data", "context"))
+        inputs = [jax.device_put(x, spec) for x in inputs]
+        scanned = jax.jit(lambda *x: model(*x, lambda k: stack[k], LAYERS, scan=True))(*inputs)
+    alone = stack_masks(built("positions"))
+    wanted = jax.jit(lambda *x: model(*x, lambda k: alone[k], LAYERS, scan=True))(*tensors())
+    got = scanned if plan is None else plan.unpermute(scanned)
+    np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-5)
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="at least one mask, but is empty"):
+        stack_masks([])
+    with pytest.raises(ValueError, match=r"masks\[1\] must come from create_attention_mask"):
+        stack_masks([built("ids")[0], packax.causal()])
+    short = packax.create_attention_mask(packax.full(), q_len=8, kv_len=LENGTH)
+    with pytest.raises(ValueError, match="the same q_len, but have 256 and 8"):
+        stack_masks([built("ids")[0], short])
+    with pytest.raises(IndexError, match="kind is 2, but the stack has 2 masks"):
+        stack_masks(built("ids"))[2]
