@@ -1,4 +1,4 @@
-"""The cells of docs/guide/tutorial.md run in order: the model learns, and the pictures are drawn."""
+"""The cells of docs/guide/tutorial.md run in order: the model learns, pictures are drawn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`stack_masks`: masks of one sequence in one array each, of which a layer picks one by a number."""
+"""`stack_masks`: masks of one sequence stacked, so that a layer picks one by a number."""
 
 from __future__ import annotations
 
