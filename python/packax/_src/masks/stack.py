@@ -74,9 +74,9 @@ def stack_masks(masks: Sequence[AttentionMask]) -> MaskStack:
                 f"masks[{n}] must come from create_attention_mask, but is {described(mask)}"
             )
     alike = _with_same_arrays(masks)
-    first, *others = (jax.tree.structure(mask) for mask in alike)
-    for n, other in enumerate(others, 1):
-        if other != first:
+    structures: list[Any] = [jax.tree.structure(mask) for mask in alike]
+    for n, other in enumerate(structures):
+        if other != structures[0]:
             raise ValueError(f"masks[0] and masks[{n}] {_difference(alike[0], alike[n])}")
 
     def stacked(*arrays: Any) -> jax.Array:
