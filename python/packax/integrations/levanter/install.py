@@ -31,8 +31,9 @@ def install(*, default: bool | Literal["everywhere"] = False) -> None:
         ValueError: default is something else.
         ModuleNotFoundError: marin-levanter is not installed.
 
-    >>> from packax.integrations import levanter
-    >>> levanter.install(default=True)
+    Examples:
+        >>> from packax.integrations import levanter
+        >>> levanter.install(default=True)
     """
     if default not in (False, True, "everywhere"):
         raise ValueError(f'default must be False, True or "everywhere", but is {default!r}')
