@@ -81,5 +81,5 @@ def deal(
     held_areas: NDArray[np.int32],
     owner: NDArray[np.int32],
 ) -> None:
-    """Documents (D,) dealt to ranks in K ways, as packax/_src/context/local_search.py says; end
+    """Documents (D,) dealt to ranks in K ways, as packax/_src/context/local_plan.py says; end
     (K,), held_tokens, held_areas (K, ranks) and owner (K, D) are changed in place."""

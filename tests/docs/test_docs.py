@@ -84,6 +84,9 @@ def test_block(text, number, monkeypatch):
     assert out is None or np.isfinite(np.asarray(out, np.float32)).all()
     if "step" in space and "def step" in blocks[number]:
         _run_step(space)
+    if "def local_step" in blocks[number]:
+        with around():
+            space["local_step"](None, {"segment_ids": space["segment_ids"]}, space["plan"])
 
 
 def _run_step(space):
