@@ -81,7 +81,7 @@ def test_context_parallelism_without_sharding(call, keys):
         assert jax.typeof(x) == jax.typeof(like)
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected(call)), strict=True):
         np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-4, atol=1e-5)
-    if keys == "whole sequence":
+    if keys == "whole sequence" and call != "built mask":  # whose ids arrive in pieces
         assert "all-gather" not in collectives(compiled)
 
 
