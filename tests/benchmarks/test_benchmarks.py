@@ -243,6 +243,7 @@ assert len(calls) == LOOP, calls
 """)
 
 
+@pytest.mark.exhaustive
 def test_a_short_pass_is_timed_in_a_loop():
     """By the worker of versus_wheel.py, whose times are of one pass either way."""
     script("""

@@ -1,6 +1,7 @@
 """The benchmark of biases and dropout on tiny cases: packax is right by its reference, and what is
 wrong is seen."""
 
+import pytest
 from benchmark_scripts import script
 
 SMALL = """
@@ -13,6 +14,7 @@ from lib.bias_reference import Reference, wrong
 """
 
 
+@pytest.mark.exhaustive
 def test_small_cases_run_and_are_tabled():
     shown = script(
         SMALL

@@ -103,7 +103,7 @@ def test_forward_over_reverse(x64):
     assert_same(lambda f: jax.hessian(lambda s: scalar(f)(*tensors, s)), random(2)[3])
 
 
-@pytest.mark.parametrize("argnums", [(0, 1, 2, 3), (0,), (1, 3)], ids=str)
+@pytest.mark.parametrize("argnums", some([((0, 1, 2, 3),), ((0,),), ((1, 3),)], 0), ids=str)
 def test_reverse_over_reverse(x64, argnums):
     """A penalty on gradients: of all operands, or of some, in all of them."""
     assert_same(lambda f: gradient_of_gradient(f, argnums), *random(3))
