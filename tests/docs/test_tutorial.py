@@ -11,6 +11,7 @@ from paths import DOCS
 PAGE = (DOCS / "guide" / "tutorial.md").read_text()
 
 
+@pytest.mark.exhaustive
 def test_cells(tmp_path, monkeypatch):
     pytest.importorskip("optax")
     pytest.importorskip("matplotlib")
