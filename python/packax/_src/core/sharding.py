@@ -40,7 +40,8 @@ class AttentionSharding:
             uses those of its query heads).
         mesh: needed only where no mesh is set (`jax.set_mesh(mesh)`).
 
-    Arrays that arrive sharded in another way are resharded, on mesh axes of any type.
+    Arrays that arrive sharded in another way are resharded. Types on axes of Explicit type must
+    agree where they shard a dimension and the spec does, and say the rest where it does not.
 
     Inside a `shard_map` of your own over some of these axes, arrays are this rank's pieces along
     them, and only the others (if any) are mapped here.
