@@ -130,6 +130,7 @@ def test_debug_nans():
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(results))
 
 
+@pytest.mark.exhaustive
 def test_strict_promotion():
     """Ranks and dtypes are what they say: nothing relies on jax's promotion of either."""
     sinks, slopes = np.ones((2, HEADS), np.float32)

@@ -250,6 +250,7 @@ def test_on_a_mesh(kind, groups):
         np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * float(np.abs(y).max()))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_a_bias_of_indices_on_a_mesh(kind):
     """Without arrays of places: heads and batch are split, the sequence is not; gradients of slopes
