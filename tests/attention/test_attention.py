@@ -188,7 +188,7 @@ def test_two_by_two_differences():
         np.testing.assert_allclose(jax.grad(total)(0.0), expected, rtol=1e-8)
 
 
-@pytest.mark.parametrize("axes", [(0, None), (0, 0), (1, None), (None, 0)])
+@pytest.mark.parametrize("axes", some([((0, None),), ((0, 0),), ((1, None),), ((None, 0),)], 0, 1))
 def test_vmap_folds_into_the_batch(axes):
     """Over tensors, over ids, over both: as a Python loop, and with one kernel call."""
     tensor_axis, ids_axis = axes

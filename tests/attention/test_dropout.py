@@ -59,7 +59,6 @@ def of(case, key, rate, **more):
         ],
         0,
         1,
-        3,
     ),
 )
 def test_out_and_gradients(case, rate, dtype, bias):

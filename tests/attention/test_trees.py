@@ -56,7 +56,6 @@ def check(seed, beside, dtype):
             ("alone", "float32"),
             ("window", "float32"),
         ],
-        0,
         1,
         3,
     ),

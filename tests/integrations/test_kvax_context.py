@@ -94,7 +94,6 @@ def check(got, **heads):
             ((2, 1, 1, 1), CONTEXT, {"permute": True}),  # a context axis of one rank
         ],
         0,
-        2,
         3,
     ),
 )

@@ -83,7 +83,7 @@ def test_axes_of_rules_and_mesh(sizes, query, key, expected):
 
 @pytest.mark.parametrize(
     ("sizes", "length"),
-    some([((2, 2, 1), 512), ((2, 2, 2), 512), ((2, 1, 1), 128), ((1, 2, 1), 60)], 1, 3),
+    some([((2, 2, 1), 512), ((2, 2, 2), 512), ((2, 1, 1), 128), ((1, 2, 1), 60)], 3),
 )
 def test_a_sequence_that_no_kernel_divides_is_right(sizes, length):
     """Reordered over fewer ranks than hold it, in chunks too small; and one in order, divided."""
