@@ -115,7 +115,8 @@ def test_the_body_is_compiled_once():
     assert branches.count("packax_forward") == 2 * one
 
 
-@pytest.mark.parametrize("kind", some([None, "balanced", "local"], 1))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", [None, "balanced", "local"])
 def test_under_a_mesh(kind):
     """Context parallelism: masks of one plan stack, and carry its sharding."""
     mesh = jax.make_mesh((1, 2), ("data", "context"), axis_types=(jax.sharding.AxisType.Auto,) * 2)

@@ -60,5 +60,5 @@ def test_no_tokens_and_no_tree():
     assert path_predecessors(packax.tree(np.zeros((2, 0), int), [-1])).shape == (2, 0)
     with pytest.raises(ValueError, match=r"must hold a tree\(...\) or a shared_prefix"):
         path_predecessors(packax.causal())
-    wrong = packax.tree(jnp.array([1, 0]), jnp.array([-1, 0]))  # not in depth-first order
-    assert path_predecessors(wrong).tolist() == [-1, -1]
+    traced = jax.jit(lambda *x: path_predecessors(packax.tree(*x)))
+    assert traced(jnp.array([1, 0]), jnp.array([-1, 0])).tolist() == [-1, -1]  # not depth-first
