@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import packax
 from jax.sharding import PartitionSpec as P
-from packax._src.context import shard as partition
-from packax._src.ops.score_mods import Beside, Scores
+from packax._src.core.spec import AttentionSpec
+from packax._src.ops import passes
+from packax._src.ops.score_mods import NonDiffOperands, ScoreParams
 
 Arrays = tuple[jax.Array, ...]
 ROWS, LSE = P(None, "context"), P(None, None, "context")
@@ -44,9 +45,9 @@ def kvax_like(mask: packax.AttentionMask, sharding: packax.AttentionSharding, pl
 
     def pull(q: Any, k: Any, v: Any, mask: Any, out: Any, lse: Any, dout: Any) -> Arrays:
         # The backward primitive, as packax calls it: results of the forward are not computed again.
-        dq, dk, dv, _ = partition.backward(
-            partition.Call(q.shape[3] ** -0.5, False, False, None, None, needs_grad=(True,) * 3),
-            *(q, k, v, Scores(), out, lse, dout, lse, local(mask), Beside()),
+        dq, dk, dv, _ = passes.backward(
+            AttentionSpec(scale=q.shape[3] ** -0.5, needs_grad=("query", "key", "value")),
+            *(q, k, v, ScoreParams(), out, lse, dout, None, local(mask), NonDiffOperands()),
         )
         rank = jax.lax.axis_index("context")
         sums = (jax.lax.psum(x.astype(jnp.float32), "context") for x in (dk, dv))

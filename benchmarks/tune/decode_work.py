@@ -27,7 +27,7 @@ Launch = Callable[[], None]
 
 def room_of(case: Case) -> int:
     """Shares of a sequence that the workspace has room for:
-    python/packax/_src/ops/lowering_decode.py."""
+    python/packax/_src/ops/lowering.py."""
     rows = case.q_len * (case.heads // case.kv_heads)
     fill = -(-1024 // (len(case.lengths) * case.kv_heads * -(-rows // 64)))
     return max(

@@ -29,8 +29,6 @@ from packax._src.masks.planning import (
 from packax._src.masks.plot import plot_mask
 from packax._src.masks.spans import spans
 from packax._src.masks.tree import depth_positions, shared_prefix, tree
-from packax._src.ops import lowering_decode as _lowering_decode  # noqa: F401 (registers rules)
-from packax._src.ops import lowering_mask as _lowering_mask  # noqa: F401
 from packax._src.ops.lowering import export_checks
 from packax._src.ops.merge import merge_attention
 from packax._src.ops.score_mods import Alibi, alibi

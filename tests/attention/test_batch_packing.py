@@ -14,8 +14,8 @@ import numpy as np
 import packax
 import pytest
 from lowered import calls, text_of
-from packax._src.core.mask import operand_names
-from packax._src.ops import batch_packing, primitives
+from packax._src.core.spec import AttentionSpec, Operands
+from packax._src.ops import primitives, rewrites
 from tiers import some
 
 
@@ -43,18 +43,18 @@ def shapes(batch, q_len, kv_len, heads=8, kv_heads=2):
     ),
 )
 def test_when(batch, q_len, kv_len, expected):
-    assert batch_packing.worth_merging(*shapes(batch, q_len, kv_len)) is expected
+    assert rewrites.worth_packing(*shapes(batch, q_len, kv_len)) is expected
 
 
 def test_one_row_of_many_heads_stays():
-    assert not batch_packing.worth_merging(*shapes(1, 16, 16, heads=4096))
+    assert not rewrites.worth_packing(*shapes(1, 16, 16, heads=4096))
 
 
 def test_sizes_that_are_not_known_yet():
     (batch, length) = jax.export.symbolic_shape("b, s")
-    assert not batch_packing.worth_merging(*shapes(batch, 16, 16))
-    assert not batch_packing.worth_merging(*shapes(2048, length, 16))
-    assert not batch_packing.worth_merging(*shapes(2048, 16, length))
+    assert not rewrites.worth_packing(*shapes(batch, 16, 16))
+    assert not rewrites.worth_packing(*shapes(2048, length, 16))
+    assert not rewrites.worth_packing(*shapes(2048, 16, length))
 
 
 B = 7
@@ -87,19 +87,16 @@ KINDS = tuple(expressions(np.random.default_rng(0), 4, 4))
 def passes(monkeypatch, merged):
     """Binds of one batch row instead, and what they were given."""
     seen = []
-    for primitive, function in (
-        (primitives.forward_p, batch_packing.forward),
-        (primitives.backward_p, batch_packing.backward),
-    ):
-        bind = primitive.bind
+    for direction in ("forward", "backward"):
+        bind = getattr(primitives, direction)
 
-        def instead(query, *operands, bind=bind, function=function, **params):
-            seen.append(query.shape)
-            if merged and query.shape[0] > 1:
-                return function(query, *operands, **params)
-            return bind(query, *operands, **params)
+        def instead(spec, x, bind=bind, direction=direction):
+            seen.append(x.query.shape)
+            if merged and x.query.shape[0] > 1:
+                return rewrites.packed(direction, spec, x)
+            return bind(spec, x)
 
-        monkeypatch.setattr(primitive, "bind", instead)
+        monkeypatch.setattr(primitives, direction, instead)
     return seen
 
 
@@ -144,11 +141,8 @@ def test_blocks_are_tested_where_a_row_of_theirs_was():
     ids[[2, 8], 7:9] = 1  # documents that come back
     mask = packax.create_attention_mask(packax.documents(ids))
     query, key = (jnp.zeros((9, 20, h, 16)) for h in (2, 1))
-    operands = mask.operands("forward")
-    row = batch_packing._one_row(
-        "forward", query, key, operands, {"segment_check": 1, "implementation": None}
-    )
-    q_blocks = dict(zip(operand_names(False, "forward"), row, strict=True))["q_blocks"]
+    operands = Operands(query, key, key, **mask.operands("forward"))
+    q_blocks = rewrites.one_row(AttentionSpec(segment_check=1), operands)["q_blocks"]
     rows = np.repeat(np.isin(np.arange(9), [2, 8]), 20)
     rows = np.pad(rows, (0, 192 - 180)).reshape(3, 64)
     np.testing.assert_array_equal(q_blocks[0, 4] & 1, rows.any(1))

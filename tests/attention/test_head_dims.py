@@ -11,7 +11,7 @@ import numpy as np
 import packax
 import pytest
 from lowered import DIMS, MASK, abstract, calls, loss, step, text_of, with_sm90
-from packax._src.ops import ffi, head_dims, primitives
+from packax._src.ops import ffi, primitives, rewrites
 from tiers import once_each
 
 PASSES = ("forward_sm90", "backward_sm90", "backward_dkdv_sm90", "backward_dq_sm90")
@@ -144,20 +144,17 @@ def test_results_and_gradients(monkeypatch, dims, option):
     gradients = jax.jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))
     expected = gradients(*tensors)
     seen = []
-    for primitive, function in (
-        (primitives.forward_p, head_dims.forward),
-        (primitives.backward_p, head_dims.backward),
-    ):
-        bind = primitive.bind
+    for direction in ("forward", "backward"):
+        bind = getattr(primitives, direction)
 
-        def instead(query, key, value, *x, bind=bind, function=function, **params):
+        def instead(spec, x, bind=bind, direction=direction):
             wide = (80, 96)
-            if (query.shape[3], value.shape[3]) == wide:
-                seen.append(function.__name__)
-                return bind(query, key, value, *x, **params)
-            return function(query, key, value, *x, dims=wide, **params)
+            if (x.query.shape[3], x.value.shape[3]) == wide:
+                seen.append(direction)
+                return bind(spec, x)
+            return rewrites.padded(direction, spec, x, wide)
 
-        monkeypatch.setattr(primitive, "bind", instead)
+        monkeypatch.setattr(primitives, direction, instead)
     jax.clear_caches()  # else the program is the one before
     found = gradients(*tensors)
     assert set(seen) == {"forward", "backward"}

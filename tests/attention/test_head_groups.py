@@ -5,6 +5,7 @@ Guards against heads of another group read, written or forgotten, and against an
 copied where the next group should go on in it.
 """
 
+import dataclasses
 import re
 
 import jax
@@ -17,8 +18,7 @@ from jax.sharding import PartitionSpec as P
 from lowered import abstract, calls, text_of, with_sm90
 from packax._src.ops import ffi
 from packax._src.ops import head_groups as some_heads
-from packax._src.ops.primitives import backward_p, forward_p
-from primitive_calls import BACKWARD, STATIC, assert_maps, backward_mask
+from primitive_calls import SPEC, arrays_of, assert_maps, backward, forward, of_pass
 
 GROUPS = (range(2), range(2, 6))  # of six query heads, two to a key/value head
 Q_LEN, KV_LEN = 70, 90
@@ -27,8 +27,11 @@ Q_LEN, KV_LEN = 70, 90
 def operands(dtype=jnp.float32, *more):
     rng = np.random.default_rng(1)
     ids = np.sort(rng.integers(-1, 4, (2, KV_LEN))).astype(np.int32)
-    expression = packax.causal() & packax.documents(ids[:, :Q_LEN], kv_segment_ids=ids)
-    mask = packax.create_attention_mask(expression, q_len=Q_LEN, kv_len=KV_LEN).operands()
+    places = np.broadcast_to(np.arange(KV_LEN), ids.shape)
+    rows = {"segment_ids": ids[:, :Q_LEN], "positions": places[:, :Q_LEN]}
+    expression = packax.documents(**rows, kv_segment_ids=ids, kv_positions=places)
+    expression &= packax.causal()
+    mask = arrays_of(packax.create_attention_mask(expression, q_len=Q_LEN, kv_len=KV_LEN))
 
     def draw(*shape):
         return jnp.asarray(rng.standard_normal((*more, *shape)), dtype)
@@ -41,30 +44,35 @@ def of_keys(x, own):
     return x[..., own.start // 2 : own.stop // 2, :]
 
 
-def grouped_forward(query, key, value, *mask, **static):
+def some_forward(own, out, query, key, value, mask, spec=SPEC):
+    x = of_pass("forward", mask, query=query, key=key, value=value, before=out)
+    return some_heads.forward(own, spec, x)
+
+
+def grouped_forward(query, key, value, mask):
     out, lses = None, []
     for own in GROUPS:
         keys, values = (of_keys(x, own) for x in (key, value))
-        out, lse = some_heads.forward(own, out, query, keys, values, *mask, **STATIC, **static)
+        out, lse = some_forward(own, out, query, keys, values, mask)
         lses.append(lse)
     return out, jnp.concatenate(lses, 1)
 
 
-def grouped_backward(query, key, value, out, lse, dout, dlse, *mask, **changes):
+def some_backward(own, dq, tensors, mask, spec=SPEC):
+    names = ("query", "key", "value", "out", "lse", "dout", "dlse")
+    named = dict(zip(names, tensors, strict=False))
+    return some_heads.backward(own, spec, of_pass("backward", mask, **named, before=dq))
+
+
+def grouped_backward(tensors, mask):
+    query, key, value, out, lse, dout, dlse = tensors
     dq, parts = None, []
     for own in GROUPS:
         keys, values = (of_keys(x, own) for x in (key, value))
         sums = [x[:, own.start : own.stop] for x in (lse, dlse)]
-        dq, *part = some_heads.backward(
-            *(own, dq, query, keys, values, out, sums[0], dout, sums[1], *mask),
-            **{**BACKWARD, "has_dlse": True, **changes},
-        )
+        dq, *part = some_backward(own, dq, (query, keys, values, out, sums[0], dout, sums[1]), mask)
         parts.append(part)
     return dq, *(jnp.concatenate(x, 2) for x in zip(*parts, strict=True))
-
-
-def whole_backward(*x, **changes):
-    return backward_p.bind(*x, **{**BACKWARD, "has_dlse": True, **changes})
 
 
 def assert_close(got, want):
@@ -75,18 +83,16 @@ def assert_close(got, want):
 
 def test_groups_are_the_whole():
     tensors, dout, dlse, mask = operands()
-    forward = jax.jit(lambda *x: forward_p.bind(*x, **STATIC))(*tensors, *mask[:9])
-    assert_close(jax.jit(grouped_forward)(*tensors, *mask[:9]), forward)
-    everything = (*tensors, *forward, dout, dlse, *backward_mask(mask))
-    assert_close(jax.jit(grouped_backward)(*everything), jax.jit(whole_backward)(*everything))
+    whole = jax.jit(forward)(*tensors, mask)
+    assert_close(jax.jit(grouped_forward)(*tensors, mask), whole)
+    everything = ((*tensors, *whole, dout, dlse), mask)
+    assert_close(jax.jit(grouped_backward)(*everything), jax.jit(backward)(*everything))
 
 
 def test_the_other_heads_stay():
     (query, key, value), _, _, mask = operands()
     before = jnp.full((2, Q_LEN, 6, 16), 7.0)
-    out, _ = some_heads.forward(
-        range(2, 4), before, query, key[:, :, :1], value[:, :, :1], *mask[:9], **STATIC
-    )
+    out, _ = some_forward(range(2, 4), before, query, key[:, :, :1], value[:, :, :1], mask)
     np.testing.assert_array_equal(np.delete(out, (2, 3), axis=2), 7)
     assert not (out[:, :, 2:4] == 7).any()
 
@@ -95,8 +101,9 @@ def test_shapes():
     """With the largest logits, and with the numbers that become gradients of scale and slopes."""
     (query, key, value), dout, _, mask = operands(jnp.bfloat16)
     own = range(2, 4)
+    spec = dataclasses.replace(SPEC, max_logits=True)
     made = jax.eval_shape(
-        lambda *x: some_heads.forward(own, None, *x, *mask[:9], **{**STATIC, "max_logits": True}),
+        lambda *x: some_forward(own, None, *x, mask, spec),
         *(query, of_keys(key, own), of_keys(value, own)),
     )
     assert [(x.shape, x.dtype) for x in made] == [
@@ -104,10 +111,9 @@ def test_shapes():
         *[((2, 2, Q_LEN), jnp.float32)] * 2,
     ]
     sums = jnp.zeros((2, 2, Q_LEN))
+    spec = dataclasses.replace(SPEC, needs_grad=(*SPEC.needs_grad, "scales"))
     made = jax.eval_shape(
-        lambda *x: some_heads.backward(
-            own, None, *x, *backward_mask(mask), **{**BACKWARD, "score_grads": True}
-        ),
+        lambda *x: some_backward(own, None, x, mask, spec),
         *(query, of_keys(key, own), of_keys(value, own), dout, sums, dout, sums),
     )
     assert [x.shape for x in made] == [
@@ -124,20 +130,20 @@ def test_vmap(mapped):
     if mapped == "query":
         tensors = (tensors[0], tensors[1][0], tensors[2][0])
     axes = [0 if x.ndim == 5 else None for x in tensors]
-    assert_maps(grouped_forward, (*tensors, *mask[:9]), (*axes, *[None] * 9))
+    assert_maps(grouped_forward, (*tensors, mask), (*axes, None))
 
-    def both(query, key, value, dout, dlse, *mask):
-        out, lse = grouped_forward(query, key, value, *mask[:9])
-        return grouped_backward(query, key, value, out, lse, dout, dlse, *backward_mask(mask))
+    def both(query, key, value, dout, dlse, mask):
+        out, lse = grouped_forward(query, key, value, mask)
+        return grouped_backward((query, key, value, out, lse, dout, dlse), mask)
 
-    assert_maps(both, (*tensors, dout, dlse, *mask), (*axes, 0, 0, *[None] * len(mask)))
+    assert_maps(both, (*tensors, dout, dlse, mask), (*axes, 0, 0, None))
 
 
 def test_forward_mode():
     tensors, _, _, mask = operands()
     tangents = tuple(jnp.flip(x, 1) for x in tensors)
-    whole = lambda *x: tuple(forward_p.bind(*x, *mask[:9], **STATIC))  # noqa: E731
-    groups = lambda *x: grouped_forward(*x, *mask[:9])  # noqa: E731
+    whole = lambda *x: tuple(forward(*x, mask))  # noqa: E731
+    groups = lambda *x: grouped_forward(*x, mask)  # noqa: E731
     assert_close(
         jax.tree.leaves(jax.jvp(groups, tensors, tangents)),
         jax.tree.leaves(jax.jvp(whole, tensors, tangents)),

@@ -7,7 +7,7 @@ import numpy as np
 import packax
 import pytest
 from lowered import abstract, calls, loss, text_of
-from packax._src.ops import low_occupancy, primitives
+from packax._src.ops import primitives, rewrites
 from tiers import once_each
 
 
@@ -15,7 +15,7 @@ def parts(kv_len, heads, kv_heads, batch=1):
     query, key = (
         jax.ShapeDtypeStruct((batch, kv_len, n, 64), jnp.bfloat16) for n in (heads, kv_heads)
     )
-    return low_occupancy.parts_of_group(query, key)
+    return rewrites.parts_of_group(query, key)
 
 
 @pytest.mark.parametrize(
@@ -46,10 +46,10 @@ def test_when(kv_len, heads, kv_heads, batch, expected):
 def test_sizes_that_are_not_known_yet():
     (batch, length) = jax.export.symbolic_shape("b, s")
     query, key = (jax.ShapeDtypeStruct((1, 4096, n, 64), jnp.bfloat16) for n in (8, 1))
-    assert low_occupancy.parts_of_group(query, key) > 1
+    assert rewrites.parts_of_group(query, key) > 1
     for shape in ((batch, 4096, 1, 64), (1, length, 1, 64)):
         key = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-        assert low_occupancy.parts_of_group(query, key) == 1
+        assert rewrites.parts_of_group(query, key) == 1
 
 
 @pytest.mark.parametrize(
@@ -95,15 +95,15 @@ def test_gradients(monkeypatch, kind, sizes):
         return jax.jit(jax.grad(total, (0, 1, 2)))(query, key, value)
 
     whole = gradients()
-    bind, seen = primitives.backward_p.bind, []
+    bind, seen = primitives.backward, []
 
-    def in_parts(query, key, *operands, **params):
-        if key.shape[2] == kv_heads:
-            return low_occupancy.backward_in_parts(query, key, *operands, parts=divided, **params)
-        seen.append(key.shape[2])
-        return bind(query, key, *operands, **params)
+    def in_parts(spec, x):
+        if x.key.shape[2] == kv_heads:
+            return rewrites.in_parts("backward", spec, x, divided)
+        seen.append(x.key.shape[2])
+        return bind(spec, x)
 
-    monkeypatch.setattr(primitives.backward_p, "bind", in_parts)
+    monkeypatch.setattr(primitives, "backward", in_parts)
     divided_ones = gradients()
     assert set(seen) == {kv_heads * divided}
     limit = 1e-5 if dtype == jnp.float32 else 2**-7

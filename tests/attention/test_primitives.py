@@ -8,13 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import packax
 import pytest
-from packax._src.ops.primitives import backward_p, blocks_p, documents_p, forward_p
-from primitive_calls import BACKWARD, STATIC, assert_maps, backward_mask
+from packax._src.ops.primitives import blocks_p, documents_p
+from primitive_calls import arrays_of, assert_maps, backward, forward
 from tiers import some
 
 
 def shapes(function, *shapes_and_dtypes):
-    structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes_and_dtypes]
+    structs = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(*x),
+        list(shapes_and_dtypes),
+        is_leaf=lambda x: type(x) is tuple,
+    )
     return [(x.shape, x.dtype.name) for x in jax.eval_shape(function, *structs)]
 
 
@@ -43,10 +47,15 @@ def test_shapes_of_blocks(q_len, kv_len, expected):
 
 def mask_shapes(batch=2, q_len=100, kv_len=200):
     rows, keys = ints(batch, q_len), ints(batch, kv_len)
-    return (
-        rows, rows, rows, keys, rows, keys,
-        ints(batch, 5, 2), ints(batch, 1), ints(batch, 1), ints(batch, 4, 4), ints(batch, 2),
-    )  # fmt: skip
+    return {
+        **dict.fromkeys(("q_lo", "q_hi", "q_ids", "q_pos"), rows),
+        **dict.fromkeys(("kv_ids", "kv_pos"), keys),
+        "q_blocks": ints(batch, 5, 2),
+        "kv_blocks": ints(batch, 4, 4),
+        "q_order": ints(batch, 1),
+        "q_order_192": ints(batch, 1),
+        "kv_order": ints(batch, 2),
+    }
 
 
 @pytest.mark.parametrize("dtype,lse", [("bfloat16", "float32"), ("float32", "float32")])
@@ -55,12 +64,9 @@ def test_shapes_of_forward_and_backward(dtype, lse):
     tensors = [(x, dtype) for x in (query, key, value)]
     out = ((2, 100, 8, 24), dtype)
     sums = ((2, 8, 100), lse)
-    forward = lambda *x: forward_p.bind(*x, **STATIC)  # noqa: E731
-    assert shapes(forward, *tensors, *mask_shapes()[:9]) == [out, sums]
-    backward = lambda *x: backward_p.bind(*x, **{**BACKWARD, "has_dlse": True})  # noqa: E731
-    assert (
-        shapes(backward, *tensors, out, sums, out, sums, *backward_mask(mask_shapes())) == tensors
-    )
+    assert shapes(forward, *tensors, mask_shapes()) == [out, sums]
+    for results in ([out, sums, out, sums], [out, sums, out]):  # with dlse, and without
+        assert shapes(backward, [*tensors, *results], mask_shapes()) == tensors
 
 
 def random_ids(rng, *shape):
@@ -106,11 +112,13 @@ def test_batching_of_attention(what, mask_batch):
         ids = np.asarray(random_ids(rng, *batch, mask_batch, 70))
 
         def build(ids):
-            return packax.create_attention_mask(
-                packax.causal() & packax.documents(ids, positions=jnp.abs(ids))
-            ).operands()
+            return arrays_of(
+                packax.create_attention_mask(
+                    packax.causal() & packax.documents(ids, positions=jnp.abs(ids))
+                )
+            )
 
-        return list(jax.vmap(build)(ids) if batch else build(jnp.asarray(ids)))
+        return jax.vmap(build)(ids) if batch else build(jnp.asarray(ids))
 
     def tensor(mapped, *shape):
         return jnp.asarray(rng.standard_normal((3, *shape) if mapped else shape), jnp.float32)
@@ -121,23 +129,19 @@ def test_batching_of_attention(what, mask_batch):
     value = tensor(every or what == "values and ids", 2, 70, 2, 8)
     operands = mask(3) if what != "query" else mask()
     if what == "values and ids":  # only q_ids of the mask is mapped
-        operands = [x if n == 2 else x[0] for n, x in enumerate(operands)]
+        operands = {n: x if n == "q_ids" else x[0] for n, x in operands.items()}
     tensors = [query, key, value]
     axes = [0 if x.ndim == 5 else None for x in tensors]
-    ranks = (2, 2, 2, 2, 2, 2, 3, 2, 2, 3, 2)
-    mask_axes = [0 if x.ndim > r else None for x, r in zip(operands, ranks, strict=True)]
-    forward = lambda *x: forward_p.bind(*x, **STATIC)  # noqa: E731
-    assert_maps(forward, [*tensors, *operands[:9]], [*axes, *mask_axes[:9]])
+    mask_axes = {n: 0 if x.ndim > 2 + n.endswith("blocks") else None for n, x in operands.items()}
+    assert_maps(forward, [*tensors, operands], (*axes, mask_axes))
 
     dout = tensor(True, 2, 70, 4, 8)
 
-    def both(query, key, value, dout, *mask):
-        out, lse = forward(query, key, value, *mask[:9])
-        return backward_p.bind(
-            query, key, value, out, lse, dout, lse, *backward_mask(mask), **BACKWARD
-        )
+    def both(query, key, value, dout, mask):
+        out, lse = forward(query, key, value, mask)
+        return backward((query, key, value, out, lse, dout), mask)
 
-    assert_maps(both, [*tensors, dout, *operands], [*axes, 0, *mask_axes])
+    assert_maps(both, [*tensors, dout, operands], (*axes, 0, mask_axes))
 
 
 def test_called_outside_jit():

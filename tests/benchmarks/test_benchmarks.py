@@ -312,16 +312,16 @@ def test_padded_head_dims_are_compared_before_they_are_timed():
 import jax.numpy as jnp
 import head_dims as program
 from lib.cases import Case
-from packax._src.ops import head_dims
+from packax._src.ops import rewrites
 
 case = Case("small", 1, 96, 4, 2, 24, 1)
 report = program.run(case, rounds=1)
 assert not report["wrong"] and set(report["times"]["fwd"]) == {"fallback", "packax"}
 print(program.line(case.name, report))
-padded = head_dims.padded
+padded = rewrites.padded_dims
 with program.unpadded():
-    assert head_dims.padded("forward", None, None, None, False) is None
-assert head_dims.padded is padded
+    assert rewrites.padded_dims("forward", None, None, False) is None
+assert rewrites.padded_dims is padded
 
 attention = program.packax_attention
 calls = []

@@ -13,7 +13,7 @@ import pytest
 from decoding import Extension
 from lowered import calls, text_of
 from packax._src.ops import ffi
-from packax._src.ops import lowering_decode as decode_lowering
+from packax._src.ops import lowering as decode_lowering
 
 
 def shapes(batch=2, q_len=1, heads=8, kv_heads=2, dims=(64, 64), keys=(2, 4096),

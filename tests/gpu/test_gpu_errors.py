@@ -8,7 +8,7 @@ import numpy as np
 import packax
 import pytest
 from gpu_runs import build, packed, tensors
-from packax._src.ops.operands import call_names
+from packax._src.ops.ffi_calls import call_names
 
 pytestmark = pytest.mark.gpu
 IDS = np.stack([packed(120, 1, -29, 50), packed(200)])
@@ -18,10 +18,9 @@ def forward_call(**changes):
     """packax_forward_v1 past every Python check, one operand or attribute replaced."""
     x = tensors(2, 200, 200, 4, 2, 64, "bfloat16")
     mask = build(packax.causal() & packax.documents(IDS), x)
-    names = ["q_lo", "q_hi", "q_ids", "kv_ids", "q_pos", "kv_pos"]
-    names += ["q_blocks", "q_order", "q_order_192"]
-    operands = dict(zip(names, mask.operands(), strict=False))
-    operands = {"query": x.query, "key": x.key, "value": x.value, **operands}
+    unread = dict.fromkeys(("q_pos", "kv_pos"), mask.q_lo)
+    operands = {"query": x.query, "key": x.key, "value": x.value} | unread
+    operands |= mask.operands("forward")
     operands |= {name: jnp.zeros(0) for name in call_names("forward", 1) if name not in operands}
     numbers = ("q_block", "kv_block", "bias_of_indices", "float32_products", "first_head", "heads")
     attributes = {

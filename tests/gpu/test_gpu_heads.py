@@ -16,9 +16,9 @@ import packax
 import pytest
 from gpu_kinds import THREE_ROWS, causal_documents
 from gpu_runs import assert_identical, build, poison, tensors
+from packax._src.core.spec import AttentionSpec
 from packax._src.ops import head_groups as some_heads
-from packax._src.ops.primitives import backward_p, forward_p
-from primitive_calls import BACKWARD, STATIC, backward_mask
+from primitive_calls import ALL, arrays_of, backward, forward, of_pass
 
 pytest_plugins = ("gpu_fixtures",)
 pytestmark = pytest.mark.gpu
@@ -30,28 +30,31 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 @functools.partial(jax.jit, static_argnames=("groups", "deterministic"))
 def results(x, mask, groups, deterministic):
     """Of groups of heads, or, without any, of all at once by the plain primitives."""
-    more = {"scale": 0.125, "segment_check": mask.segment_check, "implementation": "cuda"}
-    operands = mask.operands()
-    forward = functools.partial(some_heads.forward, **{**STATIC, **more})
-    static = {**BACKWARD, **more, "has_dlse": True, "deterministic": deterministic}
-    backward = functools.partial(some_heads.backward, **static)
+    spec = AttentionSpec(
+        scale=0.125,
+        segment_check=mask.segment_check,
+        implementation="cuda",
+        deterministic=deterministic,
+        needs_grad=ALL,
+    )
+    operands = arrays_of(mask)
     if not groups:
-        out, lse = forward_p.bind(*x[:3], *operands[:9], **{**STATIC, **more})
-        sums = (out, lse, x.dout, x.dlse)
-        return out, lse, *backward_p.bind(*x[:3], *sums, *backward_mask(operands), **static)
+        out, lse = forward(*x[:3], operands, spec)
+        return out, lse, *backward((*x[:3], out, lse, x.dout, x.dlse), operands, spec)
     out, lses = None, []
     for own in groups:
         keys, values = (y[:, :, own.start // 4 : own.stop // 4] for y in (x.key, x.value))
-        out, lse = forward(own, out, x.query, keys, values, *operands[:9])
+        tensors = {"query": x.query, "key": keys, "value": values, "before": out}
+        out, lse = some_heads.forward(own, spec, of_pass("forward", operands, **tensors))
         lses.append(lse)
     lse = jnp.concatenate(lses, 1)
     dq, parts = None, []
     for own in groups:
         keys, values = (y[:, :, own.start // 4 : own.stop // 4] for y in (x.key, x.value))
         own_lse, own_dlse = (y[:, own.start : own.stop] for y in (lse, x.dlse))
-        dq, *part = backward(
-            own, dq, x.query, keys, values, out, own_lse, x.dout, own_dlse, *backward_mask(operands)
-        )
+        tensors = {"query": x.query, "key": keys, "value": values, "before": dq}
+        tensors |= {"out": out, "lse": own_lse, "dout": x.dout, "dlse": own_dlse}
+        dq, *part = some_heads.backward(own, spec, of_pass("backward", operands, **tensors))
         parts.append(part)
     return out, lse, dq, *(jnp.concatenate(y, 2) for y in zip(*parts, strict=True))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import packax
 import triton_interpreter as interpreter
+from mask_checks import kernel_operands
 
 
 def packed(*lengths: int) -> np.ndarray:
@@ -31,8 +32,9 @@ def mask_of(
 ) -> interpreter.Operands:
     """The operands that the handler would get, blocks from the kernels: this tests both stages."""
     mask = packax.create_attention_mask(expression, q_len=q_len, kv_len=kv_len)
-    ops = [np.ascontiguousarray(x) for x in mask.operands()]
-    lo, hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks = ops[:7]
+    names = ("q_lo", "q_hi", "q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks")
+    ops = kernel_operands(mask)
+    lo, hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks = (ops[name] for name in names)
     segment_checked = np.repeat(q_blocks[:, 4] & 1, 64, axis=1)[:, : lo.shape[1]] & (hi > lo)
     made = interpreter.Operands(
         lo,

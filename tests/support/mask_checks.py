@@ -31,3 +31,11 @@ def check(mask, expression):
     np.testing.assert_array_equal(ranges_only[~segment_checked], dense[~segment_checked])
     empty = np.asarray(mask.q_lo) >= np.asarray(mask.q_hi)
     assert not np.asarray(mask.q_lo)[empty].any() and not np.asarray(mask.q_hi)[empty].any()
+
+
+def kernel_operands(mask):
+    """A mask's arrays by name, with others in place of ids and positions that it does not have, as
+    kernels get them."""
+    unread = dict.fromkeys(("q_ids", "kv_ids", "q_pos", "kv_pos"), mask.q_lo)
+    there = unread | mask.operands("forward") | mask.operands("backward")
+    return {name: np.ascontiguousarray(x) for name, x in there.items()}

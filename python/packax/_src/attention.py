@@ -11,7 +11,6 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from packax._src.autodiff import attention
-from packax._src.context.rank_passes import Call
 from packax._src.core.jax_compat import vary_together
 from packax._src.core.mask import AttentionMask
 from packax._src.core.precision import checked_precision
@@ -21,6 +20,7 @@ from packax._src.core.sharding import (
     layout_of,
     with_types,
 )
+from packax._src.core.spec import AttentionSpec
 from packax._src.masks.build import create_attention_mask
 from packax._src.masks.expressions import MaskExpression
 from packax._src.masks.lengths import batch_of
@@ -29,14 +29,20 @@ from packax._src.ops.primitives import Implementation, check_implementation
 from packax._src.ops.row_sums import log_sum_exp
 from packax._src.ops.score_mods import (
     Alibi,
-    Beside,
+    NonDiffOperands,
     bias_dims,
+    largest,
+)
+from packax._src.requests import (
+    as_array,
+    check_axes,
+    check_bias_beside,
+    check_mask,
+    check_request,
     checked_scale,
     checked_soft_cap,
-    largest,
-    scores_of,
+    validate_score_params,
 )
-from packax._src.requests import as_array, check_axes, check_bias_beside, check_mask, check_request
 
 
 @overload
@@ -223,7 +229,8 @@ def flash_attention(
     )
     sharding = _sharding(mask, sharding, query, key, value)
     layout = None if sharding is None else layout_of(sharding)
-    gather_head_groups = checked_head_groups(gather_head_groups)
+    if gather_head_groups is not None:
+        gather_head_groups = checked_head_groups(gather_head_groups)
     check_request(query, key, value, layout, gather_head_groups)
     if layout is not None:
         query, key, value = layout.place_tensors(query, key, value)
@@ -261,42 +268,39 @@ def flash_attention(
         raise ValueError(
             "dropout_key was given without dropout_rate: give both, a rate of 0 for none"
         )
-    threshold = checked_rate(0.0 if dropout_rate is None else dropout_rate)
+    threshold = 0 if dropout_rate is None else checked_rate(dropout_rate)
     if threshold:
         check_key(dropout_key)
 
     if not isinstance(factor, jax.Array):
         query, factor = _with_positive_scale(query, factor)
-    scores, positions = scores_of(
+    scores, positions = validate_score_params(
         query, q_len, kv_len, factor, sinks, bias, layout, for_sm90=not threshold
     )
     if scores.bias is not None:
         check_bias_beside(mask)
-    beside = Beside(positions)
+    fixed = NonDiffOperands(positions)
     if 0 in query.shape[:2] or 0 in key.shape[:2]:
-        return _of_nothing(query, key, value, bool(return_lse), bool(return_max_logits))
+        return _empty_result(query, key, value, bool(return_lse), bool(return_max_logits))
     if threshold:
-        beside = beside._replace(
+        fixed = fixed._replace(
             streams=streams_of(dropout_key, query, layout), rows=rows_of(built, rows, layout)
         )
-    scores, query, key, value, built, beside = vary_together(
-        scores, query, key, value, built, beside
-    )
-    call = Call(
-        1.0 if isinstance(factor, jax.Array) else factor,
-        bool(return_lse),
-        bool(deterministic),
-        implementation,
-        layout,
-        checkpoint_name,
+    scores, query, key, value, built, fixed = vary_together(scores, query, key, value, built, fixed)
+    spec = AttentionSpec(
+        scale=1.0 if isinstance(factor, jax.Array) else factor,
         soft_cap=soft_cap,
         precision=precision,
-        return_max_logits=bool(return_max_logits),
+        dropout_threshold=threshold,
+        max_logits=bool(return_max_logits),
+        deterministic=bool(deterministic),
+        implementation=implementation,
+        layout=layout,
         gather_head_groups=gather_head_groups,
         bias_dims=() if layout is None or scores.bias is None else bias_dims(layout, scores.bias),
-        dropout_threshold=threshold,
+        checkpoint_name=checkpoint_name,
     )
-    results = list(attention(call, (query, key, value, scores), built, beside))
+    results = list(attention(spec, (query, key, value, scores), built, fixed))
     if return_max_logits:
         results[2] = largest(results[2], layout)
     if return_lse:
@@ -306,7 +310,7 @@ def flash_attention(
     return tuple(results) if len(results) > 1 else results[0]
 
 
-def _of_nothing(
+def _empty_result(
     query: jax.Array, key: jax.Array, value: jax.Array, return_lse: bool, return_max_logits: bool
 ) -> jax.Array | tuple[jax.Array, ...]:
     """Of an empty batch, no query rows, or no keys: no row attends anything."""

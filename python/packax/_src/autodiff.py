@@ -17,6 +17,7 @@ are primitives, each with a `rule` that says what it computes on flat operands (
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -25,66 +26,77 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from packax._src.context import shard
-from packax._src.context.rank_passes import Call
 from packax._src.core.mask import AttentionMask
-from packax._src.ops import row_sums
+from packax._src.core.spec import DIFFERENTIABLE, AttentionSpec
+from packax._src.ops import passes, row_sums
 from packax._src.ops.rule_calls import Arrays, bind, chosen, split
-from packax._src.ops.score_mods import Beside
+from packax._src.ops.score_mods import NonDiffOperands
 from packax._src.ops.tangents import NO_MORE_DERIVATIVES
 
 CHECKPOINT_NAMES = ("packax_out", "packax_lse")
 """The results' names for `jax.checkpoint_policies.save_only_these_names`."""
 
 
-def attention(call: Call, inputs: Any, mask: AttentionMask, beside: Beside) -> list[Any]:
-    """out (B, Sq, H, Dv), lse (ops/row_sums.py), and on request the rows' largest logits (B, H,
-    Sq).
+def attention(
+    spec: AttentionSpec, inputs: Any, mask: AttentionMask, fixed: NonDiffOperands
+) -> list[Any]:
+    """out (B, Sq, H, Dv), lse (ops/row_sums.py), and with max_logits the rows' largest logits (B,
+    H, Sq).
 
-    inputs: query, key, value, scores: what has a gradient. beside: arrays that have none. The
-    largest logits have no gradient: for `jax.lax.stop_gradient`.
+    inputs: query, key, value, ScoreParams: what has a gradient. The largest logits have none: for
+    `jax.lax.stop_gradient`.
     """
-    leaves, tree = jax.tree.flatten((inputs, mask, beside))
-    return bind(_Attention(call, len(jax.tree.leaves(inputs)), tree), leaves)
+    leaves, tree = jax.tree.flatten((inputs, mask, fixed))
+    score_names = zip(inputs[3]._fields, inputs[3], strict=True)
+    names = (*DIFFERENTIABLE[:3], *(name for name, x in score_names if x is not None))
+    return bind(_Attention(spec, names, tree), leaves)
 
 
 class _Attention(NamedTuple):
-    call: Call
-    inputs: int  # their leaves, which are the first operands
-    tree: Any  # of (inputs, mask, beside)
+    spec: AttentionSpec
+    inputs: tuple[str, ...]  # of DIFFERENTIABLE: the first operands
+    tree: Any  # of (inputs, mask, fixed)
 
     def apply(self, operands: Arrays) -> Arrays:
-        (query, key, value, scores), mask, beside = jax.tree.unflatten(self.tree, operands)
-        results = shard.forward(self.call, query, key, value, scores, mask, beside)
-        return [x for x in results if x is not None]
+        (query, key, value, scores), mask, fixed = jax.tree.unflatten(self.tree, operands)
+        run = passes.forward if self.spec.layout is None else shard.forward
+        return run(self.spec, query, key, value, scores, mask, fixed)
+
+    def gradients(self, moving: tuple[bool, ...], has_dlse: bool) -> _Gradients:
+        needs_grad = tuple(chosen(moving, self.inputs))
+        spec = dataclasses.replace(self.spec, needs_grad=needs_grad, max_logits=False)
+        return _Gradients(self._replace(spec=spec), has_dlse)
 
     def named(self, results: Arrays) -> Arrays:
         # The backward pass reads the named values, so a policy that keeps them spares the kernel.
         read, others = results[:2], results[2:]
         read = [checkpoint_name(x, n) for x, n in zip(read, CHECKPOINT_NAMES, strict=True)]
-        name = self.call.checkpoint_name
+        name = self.spec.checkpoint_name
         if name is not None:
-            read = [checkpoint_name(x, name) for x in read]  # beside: a policy keeps any of them
+            read = [checkpoint_name(x, name) for x in read]  # a policy keeps any of both names
         return [*read, *others]
 
     def tangents(self, moving: tuple[bool, ...], results: int) -> _OfAttention:
-        return _OfAttention(self, moving[: self.inputs])
+        return _OfAttention(self, moving[: len(self.inputs)])
 
 
 class _Gradients(NamedTuple):
-    """The gradients of the inputs that call.needs_grad says.
+    """The gradients of the inputs that spec.needs_grad names.
 
-    Operands: those of attention, then out, lse, dout and, if call.return_lse, dlse.
+    Operands: those of attention, then out, lse, dout and maybe dlse.
     """
 
     attention: _Attention
+    has_dlse: bool
 
     def apply(self, operands: Arrays) -> Arrays:
-        call, tree = self.attention.call, self.attention.tree
+        spec, inputs, tree = self.attention
         primals, (out, lse, dout, *rest) = split(operands, tree.num_leaves)
-        (query, key, value, scores), mask, beside = jax.tree.unflatten(tree, primals)
-        (dlse,) = rest or (lse,)
-        found = shard.backward(call, query, key, value, scores, out, lse, dout, dlse, mask, beside)
-        return chosen(call.needs_grad, jax.tree.leaves(found))
+        (query, key, value, scores), mask, fixed = jax.tree.unflatten(tree, primals)
+        (dlse,) = rest or (None,)
+        run = passes.backward if spec.layout is None else shard.backward
+        found = run(spec, query, key, value, scores, out, lse, dout, dlse, mask, fixed)
+        return chosen([x in spec.needs_grad for x in inputs], jax.tree.leaves(found))
 
     def named(self, results: Arrays) -> Arrays:
         return results
@@ -108,15 +120,12 @@ class _OfAttention(NamedTuple):
         dlse = None if dlse is None else row_sums.of_log(dlse)
         residuals = residuals[: self.attention.tree.num_leaves + 2]
         dout = jnp.zeros_like(residuals[-2]) if dout is None else dout
-        call = self.attention.call._replace(
-            needs_grad=self.moving, return_lse=dlse is not None, return_max_logits=False
-        )
-        rule = _Gradients(self.attention._replace(call=call))
+        rule = self.attention.gradients(self.moving, dlse is not None)
         return bind(rule, [*residuals, dout, *([] if dlse is None else [dlse])])
 
     def of_residuals(self, moving: tuple[bool, ...]) -> tuple[_OfTangents, tuple[bool, ...]]:
         # The results among the residuals are functions of the inputs, and are not read.
-        inputs = moving[: self.attention.inputs]
+        inputs = moving[: len(self.attention.inputs)]
         read = (*inputs, *[False] * (len(moving) - len(inputs)))
         return _OfTangents(self, inputs), read
 
@@ -140,12 +149,9 @@ class _OfTangents(NamedTuple):
         dout, dlse = cotangents[:2]
         dout = jnp.zeros_like(out) if dout is None else dout
         dlse = None if dlse is None else row_sums.of_log(dlse)
-        call = attention.call._replace(
-            needs_grad=self.moving, return_lse=dlse is not None, return_max_logits=False
-        )
         operands = [*operands[: attention.tree.num_leaves], out, rest[0], dout]
         operands += [] if dlse is None else [dlse]
-        gradients = _Gradients(attention._replace(call=call))
+        gradients = attention.gradients(self.moving, dlse is not None)
         return _OfGradients(gradients, self.inner.moving).apply(along, operands)
 
 
@@ -160,7 +166,7 @@ class _OfGradients(NamedTuple):
 
     def apply(self, tangents: Arrays, residuals: Arrays) -> Arrays:
         attention = self.gradients.attention
-        operands = residuals[: attention.tree.num_leaves + 3 + attention.call.return_lse]
+        operands = residuals[: attention.tree.num_leaves + 3 + self.gradients.has_dlse]
 
         def whole(operands):
             primals, (_, _, *cotangents) = split(operands, attention.tree.num_leaves)
@@ -173,16 +179,17 @@ class _OfGradients(NamedTuple):
         attention = self.gradients.attention
         operands = residuals[: len(self.moving)]
         count = attention.tree.num_leaves
-        # A direction in the inputs: zero where a gradient was not needs_grad, or has no cotangent.
+        # A direction in the inputs: zero where no gradient was needed, or has no cotangent.
         given = iter(cotangents)
-        placed = [next(given) if needs_grad else None for needs_grad in attention.call.needs_grad]
+        needs_grad = attention.spec.needs_grad
+        placed = [next(given) if x in needs_grad else None for x in attention.inputs]
         along = tuple(x is not None for x in placed)
         direction = [x for x in placed if x is not None]
         found: list[Any] = [None] * len(self.moving)
-        inputs, seeds = self.moving[: attention.inputs], self.moving[count + 2 :]
+        inputs, seeds = self.moving[: len(attention.inputs)], self.moving[count + 2 :]
         if any(inputs):
-            call = attention.call._replace(needs_grad=inputs)
-            hessian = _OfGradients(_Gradients(attention._replace(call=call)), along)
+            gradients = attention.gradients(inputs, self.gradients.has_dlse)
+            hessian = _OfGradients(gradients, along)
             rows = iter(hessian.apply(direction, operands))
             found[: len(inputs)] = [next(rows) if moving else None for moving in inputs]
         if any(seeds):

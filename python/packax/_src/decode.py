@@ -16,8 +16,13 @@ from packax._src.core.precision import checked_precision
 from packax._src.core.shapes import INT_MAX, MAX_LENGTH, is_symbolic
 from packax._src.ops.partitioning import ask_devices, check_whole
 from packax._src.ops.primitives import Implementation, check_implementation, decode_p
-from packax._src.ops.score_mods import checked_scale, checked_soft_cap, scores_of
-from packax._src.requests import DTYPES, as_array
+from packax._src.requests import (
+    DTYPES,
+    as_array,
+    checked_scale,
+    checked_soft_cap,
+    validate_score_params,
+)
 
 MAX_ROWS = 16
 
@@ -167,7 +172,7 @@ def decode_attention(
     operands = [ask_devices(query), key, value, *rows]
     if table is not None:
         operands.append(table)
-    of_heads = scores_of(query, 0, 0, factor, sinks, None, None)[0].sinks
+    of_heads = validate_score_params(query, 0, 0, factor, sinks, None, None)[0].sinks
     if of_heads is not None:
         real = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
         operands.append(of_heads.astype(real)[None])

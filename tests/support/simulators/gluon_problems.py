@@ -10,6 +10,7 @@ import numpy as np
 import packax
 import trees
 from cases import ids_of, random_map
+from mask_checks import kernel_operands
 
 HALF = ml_dtypes.bfloat16
 
@@ -27,11 +28,6 @@ MASKS = {
     "one row": (packax.full(), 1, 130),
 }
 
-
-OPERANDS = (
-    *("q_lo", "q_hi", "q_ids", "kv_ids", "q_pos", "kv_pos", "q_blocks", "q_order", "q_order_192"),
-    *("kv_blocks", "kv_order", "block_mask", "q_block_lists", "kv_block_lists"),
-)
 
 TREES = {
     name: (trees.expression(tree, beside), len(tree.ids), len(tree.ids))
@@ -66,7 +62,7 @@ class Problem:
                 *random_map(None, block_size, 0.4, (1, block_mask_heads), lengths)
             )
         mask = packax.create_attention_mask(expression, q_len=self.q_len, kv_len=self.kv_len)
-        self.mask = dict(zip(OPERANDS, (np.array(x) for x in mask.operands()), strict=False))
+        self.mask = kernel_operands(mask)
         self.segment_check = mask.segment_check
         attends = np.asarray(expression.as_array(self.q_len, self.kv_len))
         self.attends = attends.reshape(-1, attends.shape[-3] if blocks else 1, *attends.shape[-2:])

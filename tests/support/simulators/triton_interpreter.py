@@ -10,6 +10,7 @@ import unittest.mock
 from typing import Any
 
 import numpy as np
+from mask_checks import kernel_operands
 from triton_launch import KERNELS, ceil, guarded, launch
 
 
@@ -91,7 +92,8 @@ class Operands:
     def of(mask: Any) -> Operands:
         """From an AttentionMask."""
         made = Operands.__new__(Operands)
-        made.rows = tuple(map(np.asarray, mask.operands()[:6]))
+        names = ("q_lo", "q_hi", "q_ids", "kv_ids", "q_pos", "kv_pos")
+        made.rows = tuple(kernel_operands(mask)[name] for name in names)
         made.lo, made.hi = made.rows[:2]
         names = ("q_blocks", "kv_blocks", "q_order", "kv_order")
         made.q_blocks, made.kv_blocks, made.q_order, made.kv_order = (

@@ -16,30 +16,21 @@ import jax.numpy as jnp
 
 from packax._src.context.all_gather_kv import Groups, as_gathered, piece, zero_after
 from packax._src.context.load_balance import take_chunks
-from packax._src.context.rank_passes import (
-    Arrays,
-    Call,
-    Gradients,
-    Rows,
-    backward_group,
-    forward_groups,
-)
+from packax._src.context.rank_passes import Gradients, Rows, backward_group, forward_groups
 from packax._src.core.jax_compat import vary_together
 from packax._src.core.mask import AttentionMask
+from packax._src.core.spec import AttentionSpec
 
 
-def forward(
-    call: Call, scores, query, key, value, mask, beside
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+def forward(spec: AttentionSpec, query, key, value, scores, mask, fixed) -> list[jax.Array]:
     """out, lse and the largest logits, if asked for."""
-    private, *shared = _parts(call, scores, query, key, value, mask, beside)
+    private, *shared = _parts(spec, scores, query, key, value, mask, fixed)
     private.groups.sent = _all_sent(shared)
-    out, lse, top = forward_groups(call, *private)
+    out, lse, *top = forward_groups(spec, *private)
     for part in shared:
         part.groups.attended = zero_after(lse)
-        more, more_lse, more_top = forward_groups(call, *part)
-        if top is not None and more_top is not None:
-            top = _on_first(jnp.maximum, top, more_top, 2)
+        more, more_lse, *more_top = forward_groups(spec, *part)
+        top = [_on_first(jnp.maximum, *x, 2) for x in zip(top, more_top, strict=True)]
         out, lse = _on_first(jnp.add, out, more, 1), _on_first(jnp.maximum, lse, more_lse, 2)
     if mask.plan_mismatch is not None:
         # One number of each head is enough to reach all that is made of the output. Gradients are
@@ -48,36 +39,36 @@ def forward(
         lse = lse + nan.reshape(-1, *[1] * (lse.ndim - 1)).astype(lse.dtype)
         of_heads = jnp.broadcast_to(nan[:, None, None, None], (*out.shape[:3], 1))
         out = _on_first(jnp.add, out, of_heads.astype(out.dtype), 3)
-    return out, lse, top
+    return [out, lse, *top]
 
 
 def backward(
-    call: Call, scores, query, key, value, mask, beside, out, lse, dout, dlse
+    spec: AttentionSpec, query, key, value, scores, out, lse, dout, dlse, mask, fixed
 ) -> tuple[Any, ...]:
     """The gradients of query, key and value, and what rows add to those of scale and slopes."""
     results = (out, lse, dout, dlse)
-    private, *shared = _parts(call, scores, query, key, value, mask, beside, results)
+    private, *shared = _parts(spec, scores, query, key, value, mask, fixed, results)
     own, others = Gradients(), []
     halves = iter(range(private.groups.number))
     if shared and private.groups.number > 1:
         private.groups.sent = _all_sent(shared)
-        own.add(*backward_group(call, private.groups, next(halves), private.rows, None))
+        own.add(*backward_group(spec, private.groups, next(halves), private.rows, None))
         # Not dq: the other half writes into it, which a look at it would put off.
-        keys = zip((own.keys, own.values), call.needs_grad[1:3], strict=True)
-        done = zero_after(*[x[0] for x, there in keys if there][:1])
+        made = [(own.keys, "key"), (own.values, "value")]
+        done = zero_after(*[x[0] for x, name in made if name in spec.needs_grad][:1])
         for part in shared:
             part.groups.attended = done
     for part in shared:
         more = Gradients()
         for group in range(part.groups.number):
-            more.add(*backward_group(call, part.groups, group, part.rows, more.dq))
+            more.add(*backward_group(spec, part.groups, group, part.rows, more.dq))
         others.append(more)
     private.groups.sent = None
     if shared:
         to_send = [x for part in shared for x in part.groups.to_send_back]
         private.groups.sent_back = zero_after(*to_send)
     for group in halves:
-        own.add(*backward_group(call, private.groups, group, private.rows, own.dq))
+        own.add(*backward_group(spec, private.groups, group, private.rows, own.dq))
     dq, dk, dv, of_scores, _ = own.whole()
     for more in others:
         *found, more_scores, _ = more.whole()
@@ -96,7 +87,7 @@ class _Part(NamedTuple):
 
 
 def _parts(
-    call: Call, scores, query, key, value, mask, beside, results: Arrays = ()
+    spec: AttentionSpec, scores, query, key, value, mask, fixed, results: tuple[Any, ...] = ()
 ) -> list[_Part]:
     """In the order in which they are attended: private rows, then what is shared by the fewest.
 
@@ -115,8 +106,8 @@ def _parts(
 
         own_query, own_key, own_value = (first(x) for x in (query, key, value))
         groups = Groups(
-            call.layout,
-            call.gather_head_groups,
+            spec.layout,
+            spec.gather_head_groups,
             own_query,
             own_key,
             own_value,
@@ -125,13 +116,13 @@ def _parts(
             starts=of.gathers,
             beside=private,
         )
-        own_beside = beside
-        if beside.positions:
-            rows, keys = beside.positions
-            positions = first(rows), _of_keys(call, mask, of, keys, number)
-            own_beside = beside._replace(positions=positions)
-        own_results = tuple(first(x, 1 if x.ndim == 4 else 2) for x in results)
-        made.append(_Part(groups, Rows(own_query, scores, of, own_beside, *own_results)))
+        own_fixed = fixed
+        if fixed.positions:
+            rows, keys = fixed.positions
+            positions = first(rows), _of_keys(spec, mask, of, keys, number)
+            own_fixed = fixed._replace(positions=positions)
+        own_results = (None if x is None else first(x, 1 if x.ndim == 4 else 2) for x in results)
+        made.append(_Part(groups, Rows(own_query, scores, of, own_fixed, *own_results)))
     return made
 
 
@@ -141,11 +132,13 @@ def _all_sent(shared: list[_Part]) -> jax.Array | None:
     return zero_after(*pieces) if pieces else None
 
 
-def _of_keys(call: Call, mask: AttentionMask, of: AttentionMask, x: jax.Array, number: int) -> Any:
+def _of_keys(
+    spec: AttentionSpec, mask: AttentionMask, of: AttentionMask, x: jax.Array, number: int
+) -> Any:
     """What all keys have in the order of the sequence, of the keys of a part."""
-    layout = call.layout
+    layout = spec.layout
     assert layout is not None and of.gathers is not None
-    x = _in_plans_order(call, mask, x)[:, :, :number]
+    x = _in_plans_order(spec, mask, x)[:, :, :number]
     outside = layout.context[: of.gathers[0]] if of.gathers else layout.context
     x = piece(x, outside, layout)
     if not of.gathers:
@@ -154,13 +147,13 @@ def _of_keys(call: Call, mask: AttentionMask, of: AttentionMask, x: jax.Array, n
     return take_chunks(of.kv_plan[:, 1], 1, as_gathered(x, layout, of.gathers))
 
 
-def _in_plans_order(call: Call, mask: AttentionMask, positions: jax.Array) -> jax.Array:
+def _in_plans_order(spec: AttentionSpec, mask: AttentionMask, positions: jax.Array) -> jax.Array:
     """(batch, ranks, rows of each), from those of all keys in the order of the sequence."""
-    assert call.layout is not None and mask.kv_plan is not None
+    assert spec.layout is not None and mask.kv_plan is not None
     batch = max(len(positions), len(mask.kv_plan))
     positions = jnp.broadcast_to(positions, (batch, positions.shape[1]))
     moved = take_chunks(mask.kv_plan[:, 0], 1, positions)
-    return moved.reshape(batch, call.layout.size(call.layout.context), -1)
+    return moved.reshape(batch, spec.layout.size(spec.layout.context), -1)
 
 
 def _on_first(join: Any, x: jax.Array, first: jax.Array, axis: int) -> jax.Array:

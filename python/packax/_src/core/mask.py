@@ -41,7 +41,6 @@ class Field(NamedTuple):
     name: str
     axes: tuple[str, ...]
     passes: tuple[Pass, ...]  # which read it
-    stand_ins: tuple[str, ...]  # operands in its place where it is None, and never read
 
     @property
     def block_sparse(self) -> bool:
@@ -63,9 +62,8 @@ class Field(NamedTuple):
         return tuple(over[axis] for axis in axes[: last + 1])
 
 
-def _array(*axes: str, only: Pass | None = None, stand_ins: tuple[str, ...] = ()) -> dict[str, Any]:
-    passes = ("forward", "backward") if only is None else (only,)
-    return {"axes": axes, "passes": passes, "stand_ins": stand_ins}
+def _array(*axes: str, only: Pass | None = None) -> dict[str, Any]:
+    return {"axes": axes, "passes": ("forward", "backward") if only is None else (only,)}
 
 
 _OF_NO_PASS = {"passes": ()}
@@ -83,13 +81,13 @@ class AttentionMask(NotAnArray):
     docs/internals/mask_format.md; they are not meant to be written.
     """
 
-    # In the order of the operands of forward_p and backward_p.
+    # In the order of `Operands`.
     q_lo: jax.Array = field(metadata=_array(BATCH, RANK))  # (Bm, Sq)
     q_hi: jax.Array = field(metadata=_array(BATCH, RANK))
-    q_ids: jax.Array | None = field(metadata=_array(BATCH, RANK, stand_ins=("q_lo",)))
-    kv_ids: jax.Array | None = field(metadata=_array(BATCH, WHOLE, stand_ins=("q_ids", "q_lo")))
-    q_pos: jax.Array | None = field(metadata=_array(BATCH, RANK, stand_ins=("q_lo",)))
-    kv_pos: jax.Array | None = field(metadata=_array(BATCH, WHOLE, stand_ins=("q_pos", "q_lo")))
+    q_ids: jax.Array | None = field(metadata=_array(BATCH, RANK))
+    kv_ids: jax.Array | None = field(metadata=_array(BATCH, WHOLE))
+    q_pos: jax.Array | None = field(metadata=_array(BATCH, RANK))
+    kv_pos: jax.Array | None = field(metadata=_array(BATCH, WHOLE))
     q_blocks: jax.Array = field(metadata=_array(BATCH, WHOLE, RANK))  # (Bm, 5, blocks of 64)
     q_order: jax.Array = field(metadata=_array(BATCH, RANK))  # (Bm, tiles of 128 rows)
     q_order_192: jax.Array = field(metadata=_array(BATCH, RANK, only="forward"))
@@ -228,18 +226,15 @@ class AttentionMask(NotAnArray):
         shared = tuple(map(function, self.shared_parts))
         return {"private_part": function(self.private_part), "shared_parts": shared}
 
-    def operands(self, *passes: Pass) -> tuple[jax.Array, ...]:
-        """What these passes read, or either, in order: `operand_names`.
-
-        What is not there is never read: a stand-in is in its place, so that nothing is made.
-        """
-
-        def first(name: str, stand_ins: tuple[str, ...]) -> jax.Array:
-            candidates = (getattr(self, x) for x in (name, *stand_ins))
-            return next(x for x in candidates if x is not None)
-
-        names = operand_names(self.block_size is not None, *passes)
-        return tuple(first(name, FIELDS[name].stand_ins) for name in names)
+    def operands(self, direction: Pass) -> dict[str, jax.Array]:
+        """The arrays that this pass reads, by name and in order."""
+        there = {
+            name: getattr(self, name) for name, field in FIELDS.items() if direction in field.passes
+        }
+        # Keys that are the rows have their ids and positions.
+        for name, of_rows in (("kv_ids", "q_ids"), ("kv_pos", "q_pos")):
+            there[name] = there[of_rows] if there[name] is None else there[name]
+        return {name: x for name, x in there.items() if x is not None}
 
     def specs(
         self, spec: Callable[..., Any], batch: Axes, context: Axes, heads: Axes
@@ -284,16 +279,6 @@ def dims_of(
     if like is None:
         return FIELDS[name].dims(segment_check, batch, context)
     return FIELDS[like].dims(segment_check, batch, context[: gathers[0]] if gathers else context)
-
-
-def operand_names(block_sparse: bool, *passes: Pass) -> tuple[str, ...]:
-    """The arrays that these passes read, or either, in the order of the primitives' operands."""
-    chosen = set(passes or ("forward", "backward"))
-    return tuple(
-        name
-        for name, x in FIELDS.items()
-        if chosen.intersection(x.passes) and (block_sparse or not x.block_sparse)
-    )
 
 
 def _serialized(static: Any) -> bytes:

@@ -13,7 +13,7 @@ from jax.interpreters import batching
 from packax._src.core.jax_compat import vary_together
 from packax._src.core.precision import accumulator
 from packax._src.core.shapes import is_symbolic
-from packax._src.ops.operands import MOVING
+from packax._src.core.spec import differentiable
 
 P = jax.sharding.PartitionSpec
 
@@ -45,8 +45,6 @@ class BatchingRule(NamedTuple):
 
     def fold_shared(self, operands, dims, batch: Any) -> list[jax.Array]:
         """Operands that all have the batch, or all 1: one for all stays so, unless it is mapped."""
-        if not operands:
-            return []
         if operands[0].shape[batch_axis(dims[0])] == 1 and all(d is None for d in dims):
             return list(operands)
         placed = [self.place(x, d) for x, d in zip(operands, dims, strict=True)]
@@ -89,73 +87,53 @@ def batch_mask(primitive: Primitive, sharded: bool, operands, dims, **params):
     return folding.unfold(primitive.bind(*folded, **params))
 
 
-def batch_attention(
-    primitive: Primitive, tensors: int, sharded: bool, operands, dims, tangents=(),
-    tangent_dims=(), *, extras, **params,
-):  # fmt: skip
-    """The first `tensors` operands have the batch; mask operands and extras have it, or 1.
+_TENSORS = ("query", "key", "value", "out", "lse", "dout", "dlse")
+_TOGETHER = {
+    **dict.fromkeys(("slopes", "q_bias_pos", "kv_bias_pos"), "slopes"),
+    **{name: name for name in ("scales", "bias", "dropout_streams", "dropout_rows")},
+    **dict.fromkeys(_TENSORS, "tensors"),
+}
+"""Operands that have the batch together, or all 1; tensors and dropout_streams have it always. The
+others are the mask's."""
 
-    `tangents`: of the tensors and of the extras that move, which are folded as those are.
+
+def batch_attention(primitive: Primitive, sharded: bool, operands, dims, *, names, **params):
+    """The operands are those of `names`, then maybe tangents of those that may have one
+    (tangents.py), which are folded as those are.
     """
-    biases = _of_bias(operands, dims, tangents, tangent_dims, extras)
-    bias_grad = params.get("bias_grad", False)
-    batch = operands[0].shape[batch_axis(dims[0])]
-    one_for_batch = batch != 1 and any(x.shape[batch_axis(d)] == 1 for x, d in biases)
-    apart = bias_grad or any(d is not None for _, d in biases)
-    if one_for_batch and apart and not sharded:  # folded, the bias would be repeated for the batch
-        every, all_dims = (*operands, *tangents), (*dims, *tangent_dims)
-        return _one_by_one(primitive, every, all_dims, extras=extras, **params)
-    folding = batching_rule((*operands, *tangents), (*dims, *tangent_dims))
+    every = [*names, *(differentiable(names) if len(operands) > len(names) else ())]
     values = list(zip(operands, dims, strict=True))
-    moved = list(zip(tangents, tangent_dims, strict=True))
-    folded = [folding.fold(x, d) for x, d in values[:tensors]]
-    new = [folding.fold(x, d) for x, d in moved[:tensors]]
-    end = len(operands) - len(extras)
-    of_extra = dict(zip(extras, values[end:], strict=True))
-    move = iter(moved[tensors:])
-    with_tangent = {name: next(move) for name in extras if name in MOVING and moved}
-    expanded = bias_grad and biases[0][0].shape[batch_axis(biases[0][1])] == 1
-    for group in (None, *_TOGETHER):
-        if group is None:
-            own, other = values[tensors:end], []
-        else:
-            own = [of_extra[name] for name in group if name in of_extra]
-            other = [with_tangent[name] for name in group if name in with_tangent]
-        both = own + other
-        if group == ("dropout_streams",) or (group == ("bias",) and expanded):
+    bias_grad = params["spec"].bias_grad
+    batch = operands[0].shape[batch_axis(dims[0])]
+    biases = [value for name, value in zip(every, values, strict=True) if name == "bias"]
+    shared = [x.shape[batch_axis(d)] == 1 for x, d in biases]
+    apart = bias_grad or any(d is not None for _, d in biases)
+    if batch != 1 and any(shared) and apart and not sharded:
+        # folded, the bias would be repeated for the batch
+        return _one_by_one(primitive, operands, dims, names=names, **params)
+    folding = batching_rule(operands, dims)
+    expanded = bias_grad and shared[0]
+    groups: dict[str, list[int]] = {}
+    for n, name in enumerate(every):
+        groups.setdefault(_TOGETHER.get(name, "mask"), []).append(n)
+    folded: list[Any] = [None] * len(operands)
+    for group, numbers in groups.items():
+        of_group = [values[n] for n in numbers]
+        if group == "tensors":
+            made = [folding.fold(x, d) for x, d in of_group]
+        elif group == "dropout_streams" or (group == "bias" and expanded):
             # Of bits every batch row has its own, and of the bias every element its own gradient.
-            placed = [folding.place(x, d) for x, d in both]
-            made = [folding.merged(x, batch) for x in placed]
+            made = [folding.merged(folding.place(x, d), batch) for x, d in of_group]
         else:
-            made = folding.fold_shared([x for x, _ in both], [d for _, d in both], batch)
-        folded += made[: len(own)]
-        new += made[len(own) :]
-    results = primitive.bind(*folded, *new, extras=extras, **params)
-    apart, axes = folding.unfold(results)
+            arrays, axes_of = zip(*of_group, strict=True)
+            made = folding.fold_shared(arrays, axes_of, batch)
+        for n, x in zip(numbers, made, strict=True):
+            folded[n] = x
+    results = primitive.bind(*folded, names=names, **params)
+    unfolded, axes = folding.unfold(results)
     if expanded:  # of all rows of the batch
-        apart[-1] = _sum_of_batch(apart[-1], 0 if folding.behind else 1)
-    return apart, axes
-
-
-_TOGETHER = (
-    ("scales",),
-    ("slopes", "q_bias_pos", "kv_bias_pos"),
-    ("bias",),
-    ("dropout_streams",),
-    ("dropout_rows",),
-)
-"""Extras that have the batch together, or all 1; dropout_streams have it always."""
-
-
-def _of_bias(operands, dims, tangents, tangent_dims, extras) -> list[tuple[Any, int | None]]:
-    """The bias and its tangent, with their mapped axes; those that there are."""
-    if "bias" not in extras:
-        return []
-    at = len(operands) - len(extras) + extras.index("bias")
-    found = [(operands[at], dims[at])]
-    if tangents:  # the last: no other extra that moves stands behind the bias
-        found.append((tangents[-1], tangent_dims[-1]))
-    return found
+        unfolded[-1] = _sum_of_batch(unfolded[-1], 0 if folding.behind else 1)
+    return unfolded, axes
 
 
 def _one_by_one(primitive: Primitive, operands, dims, **params):

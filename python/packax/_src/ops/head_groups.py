@@ -1,12 +1,10 @@
 """forward_p and backward_p for some of the query's heads: groups of heads without slices of query
 and output, and without putting the groups' outputs together.
 
-forward_heads_p: out_before, and the operands of forward_p -> its results
-backward_heads_p: dq_before, and the operands of backward_p -> its results
-`first_head` and `heads` say of which heads of the query all but query, out, dout and dq are; these
-have all heads. Those that are not meant are in out and dq what they were in the operand before,
-whose memory the kernels go on writing; with `begins` there is no such operand, and they may hold
-anything.
+forward_heads_p, backward_heads_p: operands and results of forward_p and backward_p.
+`heads` says of which heads of the query all but query, out, dout and dq are; these have all heads.
+The others are in out and dq what they are in the operand `before`, whose memory the kernels go on
+writing; without that operand they may hold anything.
 """
 
 from __future__ import annotations
@@ -20,93 +18,74 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from packax._src.ops import attention_calls, ffi, lowering
+from packax._src.core.spec import AttentionSpec, Operands
+from packax._src.ops import ffi, ffi_calls, lowering, primitives
 from packax._src.ops.partitioning import ask_devices
-from packax._src.ops.primitives import (
-    backward_p,
-    backward_results,
-    forward_p,
-    forward_results,
-    new_primitive,
-)
-from packax._src.ops.rules import lower_xla
+from packax._src.ops.primitives import backward_results, forward_results, new_primitive
 
-_OWN = ("first_head", "heads", "begins")
-_FORWARD_HEADS = (*_OWN, *lowering.FORWARD_PARAMS, "implementation")
-_BACKWARD_HEADS = (*_OWN, *lowering.BACKWARD_PARAMS, "implementation")
-forward_heads_p = new_primitive("packax_forward_heads", _FORWARD_HEADS)
-backward_heads_p = new_primitive("packax_backward_heads", _BACKWARD_HEADS)
+_STATIC = ("spec", "names", "heads")
+forward_heads_p = new_primitive("packax_forward_heads", _STATIC)
+backward_heads_p = new_primitive("packax_backward_heads", _STATIC)
 
 
 @forward_heads_p.def_abstract_eval
-def _forward_shapes(*operands, heads, begins, max_logits, extras, **static):
-    _, (query, _, value, *_) = _without_before(operands, begins)
-    return forward_results(query, value, heads, max_logits, extras)
+def _forward_shapes(*avals, spec, names, heads):
+    return forward_results(spec, Operands.of(names, avals), heads.heads)
 
 
 @backward_heads_p.def_abstract_eval
-def _backward_shapes(*operands, heads, begins, **params):
-    return backward_results(_without_before(operands, begins)[1], heads, params)
+def _backward_shapes(*avals, spec, names, heads):
+    return backward_results(spec, Operands.of(names, avals), heads.heads)
 
 
-def forward(own: range, before: jax.Array | None, query: jax.Array, *operands, **params) -> Any:
-    """forward_p, of these heads of the query, if they are not all."""
-    if len(own) == query.shape[2]:
-        return forward_p.bind(ask_devices(query), *operands, **params)
-    return forward_heads_p.bind(
-        *_with_before(before, query), *operands, **_of(own, before), **params
-    )
+def forward(own: range, spec: AttentionSpec, x: Operands) -> list[jax.Array]:
+    """primitives.forward, of these heads of the query, if they are not all."""
+    if len(own) == x.query.shape[2]:
+        return primitives.forward(spec, x._replace(query=ask_devices(x.query)))
+    heads = ffi_calls.HeadGroup(own.start, len(own))
+    return forward_heads_p.bind(*x.leaves, spec=spec, names=x.names, heads=heads)
 
 
-def backward(own: range, before: jax.Array | None, query: jax.Array, *operands, **params) -> Any:
-    """backward_p likewise."""
-    if len(own) == query.shape[2]:
-        return backward_p.bind(ask_devices(query), *operands, **params)
-    return backward_heads_p.bind(
-        *_with_before(before, query), *operands, **_of(own, before), **params
-    )
-
-
-def _with_before(before, query):
-    return (query,) if before is None else (before, query)
-
-
-def _of(own: range, before: Any) -> dict[str, Any]:
-    return {"first_head": own.start, "heads": len(own), "begins": before is None}
+def backward(own: range, spec: AttentionSpec, x: Operands) -> list[jax.Array]:
+    """primitives.backward, of these heads of the query, if they are not all."""
+    if len(own) == x.query.shape[2]:
+        return primitives.backward(spec, x._replace(query=ask_devices(x.query)))
+    heads = ffi_calls.HeadGroup(own.start, len(own))
+    return backward_heads_p.bind(*x.leaves, spec=spec, names=x.names, heads=heads)
 
 
 # --- The meaning: those heads sliced, and the result put in its place.
 
 
-def _forward_apart(*operands, first_head, heads, begins, **params):
-    before, (query, *rest) = _without_before(operands, begins)
-    out, *rows = forward_p.bind(_slice(query, first_head, heads), *rest, **params)
-    return [_placed(out, before, first_head, query.shape[2]), *rows]
+def _forward_apart(*operands, spec, names, heads):
+    x = Operands.of(names, operands)
+    part = x._replace(query=_slice(x.query, heads), before=None)
+    out, *rows = primitives.forward(spec, part)
+    return [_placed(out, x.before, heads, x.query.shape[2]), *rows]
 
 
-def _backward_apart(*operands, first_head, heads, begins, **params):
-    before, (query, key, value, out, lse, dout, *rest) = _without_before(operands, begins)
-    part, out, dout = (_slice(x, first_head, heads) for x in (query, out, dout))
-    dq, *others = backward_p.bind(part, key, value, out, lse, dout, *rest, **params)
-    return [_placed(dq, before, first_head, query.shape[2]), *others]
+def _backward_apart(*operands, spec, names, heads):
+    x = Operands.of(names, operands)
+    query, out, dout = (_slice(y, heads) for y in (x.query, x.out, x.dout))
+    part = x._replace(query=query, out=out, dout=dout, before=None)
+    dq, *others = primitives.backward(spec, part)
+    return [_placed(dq, x.before, heads, x.query.shape[2]), *others]
 
 
-def _without_before(operands, begins: bool):
-    return (None, operands) if begins else (operands[0], operands[1:])
+def _slice(x: jax.Array, own: ffi_calls.HeadGroup) -> jax.Array:
+    return jax.lax.slice_in_dim(x, own.first, own.first + own.heads, axis=2)
 
 
-def _slice(x: jax.Array, first: int, size: int) -> jax.Array:
-    return jax.lax.slice_in_dim(x, first, first + size, axis=2)
-
-
-def _placed(part: jax.Array, before: jax.Array | None, first: int, heads: int) -> jax.Array:
+def _placed(
+    part: jax.Array, before: jax.Array | None, own: ffi_calls.HeadGroup, heads: int
+) -> jax.Array:
     if before is not None:
-        return jax.lax.dynamic_update_slice_in_dim(before, part, first, 2)
-    behind = heads - first - part.shape[2]
-    return jnp.pad(part, ((0, 0), (0, 0), (first, behind), (0, 0)))
+        return jax.lax.dynamic_update_slice_in_dim(before, part, own.first, 2)
+    behind = heads - own.first - own.heads
+    return jnp.pad(part, ((0, 0), (0, 0), (own.first, behind), (0, 0)))
 
 
-def _register(primitive: Primitive, apart: Callable[..., Any], static: tuple[str, ...]) -> Any:
+def _register(primitive: Primitive, apart: Callable[..., Any]) -> Any:
     """vmap and derivatives of what it means; its lowering where there are no kernels for it."""
 
     def batch(operands, dims, **params):
@@ -127,44 +106,33 @@ def _register(primitive: Primitive, apart: Callable[..., Any], static: tuple[str
 
     batching.primitive_batchers[primitive] = batch
     ad.primitive_jvps[primitive] = jvp
-    rule = lower_xla(apart, static)
+    rule = lowering.lower_xla(apart, _STATIC)
     mlir.register_lowering(primitive, rule)
     return rule
 
 
-_forward_rule = _register(forward_heads_p, _forward_apart, _FORWARD_HEADS)
-_backward_rule = _register(backward_heads_p, _backward_apart, _BACKWARD_HEADS)
+_forward_rule = _register(forward_heads_p, _forward_apart)
+_backward_rule = _register(backward_heads_p, _backward_apart)
 
 
 # --- CUDA: the call of all heads, told where those heads begin.
 
 
-def _forward_cuda(ctx, *operands, **params):
-    _, (query, _, value, *_) = _without_before(ctx.avals_in, params["begins"])
-    if params["implementation"] == "xla" or lowering.takes_fallback(
-        "forward", query, value, params
-    ):
-        return _forward_rule(ctx, *operands, **params)
-    ffi.require_kernels("forward", query, value)
-    return attention_calls.forward(*_of_a_group(ctx, operands, params))
+def _forward_cuda(ctx, *operands, spec, names, heads):
+    avals = Operands.of(names, ctx.avals_in)
+    if spec.implementation == "xla" or ffi_calls.takes_fallback("forward", avals, spec):
+        return _forward_rule(ctx, *operands, spec=spec, names=names, heads=heads)
+    ffi.require_kernels("forward", avals.query, avals.value)
+    return ffi_calls.forward(ctx, Operands.of(names, operands), spec, heads)
 
 
-def _backward_cuda(ctx, *operands, **params):
-    _, (query, _, value, *_) = _without_before(ctx.avals_in, params["begins"])
-    fallback = lowering.takes_fallback("backward", query, value, params)
-    if params["implementation"] == "xla" or fallback or not params["needs_grad"][0]:
-        return _backward_rule(ctx, *operands, **params)
-    ffi.require_kernels("backward", query, value)
-    return attention_calls.backward(*_of_a_group(ctx, operands, params))
-
-
-def _of_a_group(ctx, operands, params):
-    """ctx and operands without the one before, the parameters, and what a call is told of it."""
-    aval, avals = _without_before(ctx.avals_in, params["begins"])
-    value, operands = _without_before(operands, params["begins"])
-    before = None if params["begins"] else (aval, value)
-    group = attention_calls.HeadGroup(params["first_head"], params["heads"], before)
-    return ctx.replace(avals_in=avals), operands, params, group
+def _backward_cuda(ctx, *operands, spec, names, heads):
+    avals = Operands.of(names, ctx.avals_in)
+    fallback = ffi_calls.takes_fallback("backward", avals, spec)
+    if spec.implementation == "xla" or fallback or "query" not in spec.needs_grad:
+        return _backward_rule(ctx, *operands, spec=spec, names=names, heads=heads)
+    ffi.require_kernels("backward", avals.query, avals.value)
+    return ffi_calls.backward(ctx, Operands.of(names, operands), spec, heads)
 
 
 mlir.register_lowering(forward_heads_p, _forward_cuda, platform="cuda")

@@ -10,23 +10,25 @@ from typing import Any
 
 import jax
 import jax.export
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import mlir
 
-from packax._src.core.mask import Pass
 from packax._src.core.precision import is_exact
+from packax._src.core.shapes import is_symbolic
+from packax._src.core.spec import Operands
 from packax._src.ops import (
-    attention_calls,
-    batch_packing,
     ffi,
-    head_dims,
-    low_occupancy,
+    ffi_calls,
     partition_rules,
+    rewrites,
     xla_attention,
-    xla_scores,
-    xla_tiles,
+    xla_decode,
+    xla_mask,
 )
-from packax._src.ops.operands import TENSORS, lse_in_two, named, version
-from packax._src.ops.primitives import backward_p, forward_p
-from packax._src.ops.rules import lower_xla, register, run_once, without_kernels
+from packax._src.ops.ffi_calls import ABSENT, ffi_call, zeros
+from packax._src.ops.partitioning import partitioned, plain
+from packax._src.ops.primitives import backward_p, blocks_p, decode_p, documents_p, forward_p
 
 if ffi.ext is not None:
     for _name, _stages in ffi.ext.registrations().items():
@@ -53,130 +55,224 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
     return [jax.export.DisabledSafetyCheck.custom_call(name) for name in TARGETS]
 
 
-def _mask_and_extras(of):
-    """Of the operands by name, as xla_attention takes them."""
-    mask, extras = xla_tiles.Mask, xla_scores.Extras
-    return (kind(**{x: of[x] for x in kind._fields if x in of}) for kind in (mask, extras))
+def lower_xla(function: Any, static: tuple[str, ...]) -> Any:
+    # jit, so that the layers of a model trace it once.
+    rule = mlir.lower_fun(jax.jit(function, static_argnames=static), multiple_results=True)
 
-
-def xla_forward(
-    *operands, scale, soft_cap, precision, segment_check, max_logits, block_size, extras,
-    dropout_threshold,
-):  # fmt: skip
-    of = named("forward", operands, {"block_size": block_size, "extras": extras})
-    out, lse, row_max = xla_attention.forward(
-        *(of[x] for x in TENSORS["forward"]),
-        *_mask_and_extras(of),
-        scale=scale,
-        soft_cap=soft_cap,
-        precision=precision,
-        segment_check=segment_check,
-        block_size=block_size,
-        dropout_threshold=dropout_threshold,
-        lse_in_two=lse_in_two(extras),
-    )
-    return (out, lse, row_max) if max_logits else (out, lse)
-
-
-def xla_backward(
-    *operands, scale, soft_cap, precision, segment_check, has_dlse, deterministic, score_grads,
-    bias_grad, block_size, extras, dropout_threshold, needs_grad,
-):  # fmt: skip
-    of = named("backward", operands, {"block_size": block_size, "extras": extras})
-    if not has_dlse:
-        of["dlse"] = None
-    # One order of sums in any case.
-    *gradients, parts, dbias = xla_attention.backward(
-        *(of[x] for x in TENSORS["backward"]),
-        *_mask_and_extras(of),
-        scale=scale,
-        soft_cap=soft_cap,
-        precision=precision,
-        segment_check=segment_check,
-        block_size=block_size,
-        dropout_threshold=dropout_threshold,
-        needs_grad=needs_grad,
-        bias_grad=bias_grad,
-    )
-    others = ((parts, score_grads), (dbias, bias_grad))
-    return (*gradients, *(x for x, asked in others if asked))
-
-
-FORWARD_PARAMS = (
-    "scale",
-    "soft_cap",
-    "precision",
-    "segment_check",
-    "max_logits",
-    "block_size",
-    "extras",
-    "dropout_threshold",
-)
-BACKWARD_PARAMS = (
-    *("scale", "soft_cap", "precision", "segment_check", "has_dlse", "deterministic"),
-    *("score_grads", "bias_grad", "block_size", "extras", "dropout_threshold", "needs_grad"),
-)
-_forward_xla = lower_xla(xla_forward, FORWARD_PARAMS)
-_backward_xla = lower_xla(xla_backward, BACKWARD_PARAMS)
-_backward_in_parts = lower_xla(
-    low_occupancy.backward_in_parts, (*BACKWARD_PARAMS, "implementation", "parts")
-)
-_forward_of_one_row = lower_xla(batch_packing.forward, (*FORWARD_PARAMS, "implementation"))
-_backward_of_one_row = lower_xla(batch_packing.backward, (*BACKWARD_PARAMS, "implementation"))
-_forward_padded = lower_xla(head_dims.forward, (*FORWARD_PARAMS, "implementation", "dims"))
-_backward_padded = lower_xla(head_dims.backward, (*BACKWARD_PARAMS, "implementation", "dims"))
-
-
-def _forward_cuda(ctx, *operands, implementation, **params):
-    if implementation == "xla":
-        return _forward_xla(ctx, *operands, **params)
-    query, key, value = ctx.avals_in[:3]
-    if _merged(query, key, params):
-        return _forward_of_one_row(ctx, *operands, implementation=implementation, **params)
-    dims = head_dims.padded("forward", query, value, params, ffi.for_export(ctx))
-    if dims is not None:
-        return _forward_padded(ctx, *operands, implementation=implementation, dims=dims, **params)
-    _require_kernels("forward", query, value, params)
-    return run_once(ctx, attention_calls.forward(ctx, operands, params))
-
-
-def _require_kernels(direction: Pass, query: Any, value: Any, params: Any) -> None:
-    fallback = takes_fallback(direction, query, value, params)
-    float32_products = not fallback or is_exact(params["precision"])
-    with_bias = version(params) > 1
-    ffi.require_kernels(direction, query, value, fallback, float32_products, with_bias)
-
-
-def _merged(query: Any, key: Any, params: Any) -> bool:
-    """Whether its batch rows become one; places and block masks are those of a row."""
-    plain_scores = not params["extras"] and not params["block_size"]
-    return plain_scores and batch_packing.worth_merging(query, key)
-
-
-def _backward_cuda(ctx, *operands, implementation, **params):
-    if implementation == "xla":
-        return _backward_xla(ctx, *operands, **params)
-    query, key, value = ctx.avals_in[:3]
-    if _merged(query, key, params):
-        return _backward_of_one_row(ctx, *operands, implementation=implementation, **params)
-    parts = low_occupancy.parts_of_group(query, key) if any(params["needs_grad"][1:]) else 1
-    if parts > 1:
-        return _backward_in_parts(
-            ctx, *operands, implementation=implementation, parts=parts, **params
+    def lower(ctx, *operands, implementation=None, **params):  # the same for any
+        ctx = ctx.replace(
+            avals_in=[plain(x) for x in ctx.avals_in], avals_out=[plain(x) for x in ctx.avals_out]
         )
-    dims = head_dims.padded("backward", query, value, params, ffi.for_export(ctx))
-    if dims is not None:
-        return _backward_padded(ctx, *operands, implementation=implementation, dims=dims, **params)
-    _require_kernels("backward", query, value, params)
-    return attention_calls.backward(ctx, operands, params)
+        return rule(ctx, *operands, **params)
+
+    return lower
 
 
-def takes_fallback(direction: str, query: Any, value: Any, params: Any) -> bool:
-    """Whether it takes the fallback kernels: other scores, or other head dims."""
-    if params["extras"] or params["soft_cap"] or params.get("max_logits") or params["block_size"]:
-        return True
-    return ffi.ext is not None and not ffi.found(direction, query, value, fallback=False)
+def without_kernels(rule: Any) -> Any:
+    """The rule of a platform that has no kernels."""
+
+    def lower(ctx, *operands, **params):
+        if implementation_of(params) == "cuda":
+            platforms = ", ".join(ctx.platforms or ctx.module_context.platforms)
+            raise NotImplementedError(
+                f'implementation="cuda" needs a CUDA device, but this is lowered for {platforms}: '
+                'use implementation=None (kernels on CUDA, XLA elsewhere) or "xla"'
+            )
+        return rule(ctx, *operands, **params)
+
+    return lower
 
 
-register(forward_p, partition_rules.forward, without_kernels(_forward_xla), _forward_cuda)
-register(backward_p, partition_rules.backward, without_kernels(_backward_xla), _backward_cuda)
+def register(primitive: Any, dims: Any, elsewhere: Any, cuda: Any) -> None:
+    """The primitive's rules, each of which XLA may divide over a mesh."""
+    mlir.register_lowering(primitive, partitioned(primitive, dims, elsewhere))
+    on_cuda = partitioned(primitive, dims, cuda, kernels=True)
+    mlir.register_lowering(primitive, on_cuda, platform="cuda")
+
+
+def implementation_of(params: dict[str, Any]) -> str | None:
+    return params["spec"].implementation if "spec" in params else params["implementation"]
+
+
+# --- Attention
+
+
+def xla_forward(*operands, spec, names):
+    return xla_attention.forward(spec, Operands.of(names, operands))
+
+
+def xla_backward(*operands, spec, names):
+    return xla_attention.backward(spec, Operands.of(names, operands))
+
+
+def _rewrite(*operands, direction, spec, names, rewrite, to):
+    return rewrite(direction, spec, Operands.of(names, operands), to)
+
+
+_STATIC = ("spec", "names")
+_forward_xla = lower_xla(xla_forward, _STATIC)
+_backward_xla = lower_xla(xla_backward, _STATIC)
+_rewritten = lower_xla(_rewrite, ("direction", *_STATIC, "rewrite", "to"))
+
+
+def _attention_on_cuda(direction, xla):
+    def lower(ctx, *operands, spec, names):
+        if spec.implementation == "xla":
+            return xla(ctx, *operands, spec=spec, names=names)
+        avals = Operands.of(names, ctx.avals_in)
+        found = rewrites.rewritten(direction, avals, spec, ffi.for_export(ctx))
+        if found is not None:
+            rewrite, to = found
+            params = {"spec": spec, "names": names, "rewrite": rewrite, "to": to}
+            return _rewritten(ctx, *operands, direction=direction, **params)
+        ffi_calls.require_kernels(direction, avals, spec)
+        values = Operands.of(names, operands)
+        if direction == "backward":
+            return ffi_calls.backward(ctx, values, spec)
+        return ffi_calls.run_once(ctx, ffi_calls.forward(ctx, values, spec))
+
+    return lower
+
+
+register(
+    forward_p,
+    partition_rules.forward,
+    without_kernels(_forward_xla),
+    _attention_on_cuda("forward", _forward_xla),
+)
+register(
+    backward_p,
+    partition_rules.backward,
+    without_kernels(_backward_xla),
+    _attention_on_cuda("backward", _backward_xla),
+)
+
+
+# --- Masks
+
+_CHUNK = 1024  # keys per program of the document kernels: the workspace holds one int per chunk
+_MOST_TABLE_KEYS = 1 << 27  # as csrc/ffi/mask.cc has it
+_MOST_MASK_ROWS = 65535  # of a batch: a grid's y, in the kernels that make masks
+
+
+_documents_xla = lower_xla(xla_mask.document_ranges, ("compare_positions",))
+_blocks_xla = lower_xla(xla_mask.block_bounds, ("kv_len",))
+
+
+def _takes_mask_kernels(ctx, kernel, implementation, batch, kv_len):
+    """Else XLA makes the same integers: also where sizes are beyond what the kernels count."""
+    if implementation == "xla":
+        return False
+    if implementation == "cuda":
+        ffi.require_extension()
+    elif ffi.ext is None or not ffi.serves_here(kernel, for_export=ffi.for_export(ctx)):
+        return False
+    few = is_symbolic(batch) or batch <= _MOST_MASK_ROWS
+    return few and not is_symbolic(kv_len)
+
+
+def _documents_cuda(ctx, *operands, compare_positions, implementation):
+    batch, kv_len = ctx.avals_in[1].shape
+    # the size of the tables must be known, and so small that the kernels' 32 bits count all of them
+    kernels = _takes_mask_kernels(ctx, "documents_rows", implementation, batch, kv_len)
+    if not kernels or kv_len > _MOST_TABLE_KEYS:
+        return _documents_xla(ctx, *operands, compare_positions=compare_positions)
+    width = 5 * xla_mask.table_size(kv_len) + kv_len + -(-kv_len // _CHUNK)
+    workspace = jax.core.ShapedArray((batch, width), jnp.dtype(jnp.int32))
+    return ffi_call(
+        ctx,
+        "packax_documents_v1",
+        operands,
+        (workspace,),
+        compare_positions=np.int32(compare_positions),
+    )
+
+
+def _blocks_cuda(ctx, *operands, kv_len, implementation):
+    batch = ctx.avals_in[0].shape[0]
+    if not _takes_mask_kernels(ctx, "blocks_rows", implementation, batch, kv_len):
+        return _blocks_xla(ctx, *operands, kv_len=kv_len)
+    return ffi_call(ctx, "packax_blocks_v1", operands, kv_len=np.int64(kv_len))
+
+
+register(documents_p, partition_rules.documents, without_kernels(_documents_xla), _documents_cuda)
+register(blocks_p, partition_rules.blocks, without_kernels(_blocks_xla), _blocks_cuda)
+
+
+# --- Decoding
+#
+# The workspace is a result of the call, so how many shares of the keys it has room for is decided
+# here, from sizes alone. How many a GPU then takes only C++ knows (csrc/launch/heuristics.cc).
+
+_PROGRAMS = 1024  # that csrc/launch/heuristics.cc may want at once, on the largest GPU
+_MOST_SHARES = 128  # shares: csrc/launch/decode.cc takes no more
+
+
+def _xla_decode(*operands, paged, has_sinks, **static):
+    query, key, value, q_lo, q_hi, *others = operands
+    table = others[0] if paged else None
+    sinks = others[-1] if has_sinks else None
+    return xla_decode.decode(query, key, value, q_lo, q_hi, table, sinks, **static)
+
+
+_DECODE = ("scale", "soft_cap", "precision", "paged", "has_sinks")
+_decode_xla = lower_xla(_xla_decode, _DECODE)
+
+
+def _decode_cuda(ctx, *operands, implementation, **static):
+    if implementation == "xla":
+        return _decode_xla(ctx, *operands, **static)
+    scale, soft_cap, precision, paged, has_sinks = (static[name] for name in _DECODE)
+    query, key, value = ctx.avals_in[:3]
+    float32_products = is_exact(precision)
+    _require_decode_kernel(query, value, float32_products)
+    buffers, avals = list(operands), list(ctx.avals_in)
+    for place, there in ((5, paged), (6, has_sinks)):
+        if not there:
+            avals.insert(place, ABSENT)
+            buffers.insert(place, zeros(ctx, ABSENT))
+    batch, q_len, heads, _ = query.shape
+    keys = key.shape[1] * (avals[5].shape[1] if paged else 1)
+    rows = (splits(batch, q_len, heads, key.shape[2], keys), batch, q_len, heads)
+    workspace = ((*rows, value.shape[3]), rows)
+    return ffi_call(
+        ctx.replace(avals_in=avals),
+        "packax_decode_v1",
+        buffers,
+        tuple(jax.core.ShapedArray(shape, jnp.dtype(jnp.float32)) for shape in workspace),
+        scale=np.float32(scale),
+        soft_cap=np.float32(soft_cap),
+        float32_products=np.int32(float32_products),
+    )
+
+
+def splits(batch: int, q_len: int, heads: int, kv_heads: int, keys: int) -> int:
+    """Shares of the keys that the workspace has room for: csrc/launch/decode.cc takes no more."""
+    if is_symbolic(keys):  # of jax.export: room for the most that any size takes
+        return _MOST_SHARES
+    most = min(_MOST_SHARES, -(-keys // 128))
+    if is_symbolic(batch):
+        return most
+    rows = q_len * (heads // kv_heads)
+    fill = -(-_PROGRAMS // max(batch * kv_heads * -(-rows // 64), 1))
+    balance = keys // (1024 + 64 * rows)
+    return max(1, min(most, max(fill, balance)))
+
+
+def _require_decode_kernel(query: Any, value: Any, float32_products: bool) -> None:
+    ffi.require_extension()
+    rows = [row for row in ffi.variants() if row["kernel"] == "decode"]
+    qk_dim, v_dim = query.shape[3], value.shape[3]
+    dtype = ffi.kernel_dtype(query.dtype, float32_products)
+    rooms = [row for row in rows if row["qk_dim"] >= qk_dim and row["v_dim"] >= v_dim]
+    if qk_dim % 8 == v_dim % 8 == 0 and any(row["dtype"] == dtype for row in rooms):
+        return
+    raise NotImplementedError(
+        f"no decode kernel for {query.dtype} with head dims {qk_dim}/{v_dim} (query and key / "
+        f"value); there are, for multiples of 8 up to these: {ffi.listed(rows)}"
+        f"{ffi.whole_build()}. "
+        'implementation="xla" takes any head dim, and float64'
+    )
+
+
+register(decode_p, partition_rules.decode, without_kernels(_decode_xla), _decode_cuda)

@@ -2,19 +2,11 @@
 
 documents_p: q_ids, kv_ids, q_pos, kv_pos -> lo, hi, segment_checked
 blocks_p: q_lo, q_hi, segment_checked -> q_blocks, kv_blocks, q_order, q_order_192, kv_order
-forward_p: query, key, value, q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order,
-    q_order_192, *block, *extras -> out, lse, and with max_logits the largest logit of every row;
-    lse may be two numbers a row (operands.lse_in_two), here and in backward_p
-backward_p: query, key, value, out, lse, dout, dlse, q_lo to q_order as in forward_p, kv_blocks,
-    kv_order, *block, *extras -> dq, dk, dv (those of `needs_grad`, others may hold anything), with
-    score_grads (B, H, 2, Sq), every row's part of the gradients of scale and slope, and with
-    bias_grad that of bias, like it
-block: none; with block_size, block_mask and q_block_lists, and in backward_p kv_block_lists.
-extras, of which the parameter `extras` has the names: scales (1 or B,), which count instead of
-    `scale`; scales, slopes (Bp, H), q_bias_pos (Bp, Sq) and kv_bias_pos (Bp, Skv), Bp 1 or B; or
-    scales, which then are `scale`, and slopes, of positions that are indices; bias (1 or B, 1 or H,
-    1 or Sq, Skv), added to the logits; with dropout_threshold above 0 dropout_streams (B, H, 4)
-    uint32 and dropout_rows (1 or B, Sq) int32, the counters of xla_dropout.py.
+forward_p: leaves of `Operands` (core/spec.py) -> out, lse, and with spec.max_logits the largest
+    logit of every row
+backward_p: likewise -> dq, dk, dv (those of spec.needs_grad, others may hold anything), with
+    spec.score_grads (B, H, 2, Sq), every row's part of the gradients of scale and slope, and with
+    spec.bias_grad that of bias, like it
 decode_p: query, key, value, q_lo, q_hi, block_table if paged, sinks if has_sinks -> out, lse
 docs/internals/ffi.md gives every shape; lowering.py gives them a meaning per platform.
 """
@@ -33,6 +25,7 @@ from jax.interpreters import ad
 from packax._src.core.jax_compat import check_for_nans, run_compiled
 from packax._src.core.precision import accumulator
 from packax._src.core.shapes import BLOCK, TILE, TILE_192, ceil_div
+from packax._src.core.spec import AttentionSpec, Operands
 from packax._src.ops.batching_rules import (
     batch_attention,
     batch_axis,
@@ -40,7 +33,6 @@ from packax._src.ops.batching_rules import (
     batching_rule,
     register_batching,
 )
-from packax._src.ops.operands import TENSORS, lse_in_two, named
 from packax._src.ops.partitioning import ask_devices
 
 P = jax.sharding.PartitionSpec
@@ -85,21 +77,16 @@ BLOCK_ARRAYS = ("q_blocks", "kv_blocks", "q_order", "q_order_192", "kv_order")
 
 documents_p = new_primitive("packax_documents", ("compare_positions", "implementation"))
 blocks_p = new_primitive("packax_blocks", ("kv_len", "implementation"))
-forward_p = new_primitive(
-    "packax_forward",
-    (
-        *("scale", "soft_cap", "precision", "segment_check", "max_logits", "block_size", "extras"),
-        *("dropout_threshold", "implementation"),
-    ),
-)
-backward_p = new_primitive(
-    "packax_backward",
-    (
-        *("scale", "soft_cap", "precision", "segment_check", "has_dlse", "deterministic"),
-        *("score_grads", "bias_grad", "block_size", "extras", "dropout_threshold", "needs_grad"),
-        "implementation",
-    ),
-)
+forward_p = new_primitive("packax_forward", ("spec", "names"))
+backward_p = new_primitive("packax_backward", ("spec", "names"))
+
+
+def forward(spec: AttentionSpec, operands: Operands) -> list[jax.Array]:
+    return forward_p.bind(*operands.leaves, spec=spec, names=operands.names)
+
+
+def backward(spec: AttentionSpec, operands: Operands) -> list[jax.Array]:
+    return backward_p.bind(*operands.leaves, spec=spec, names=operands.names)
 
 
 @documents_p.def_abstract_eval
@@ -123,58 +110,46 @@ def _blocks_shapes(q_lo, q_hi, segment_checked, *, kv_len, implementation):
     ]
 
 
-def forward_results(
-    query: Any, value: Any, heads: int, max_logits: bool, extras: Sequence[str]
-) -> list[Any]:
+def forward_results(spec: AttentionSpec, of: Operands, heads: int) -> list[Any]:
     """Of forward_p; `heads` of the query's are computed."""
+    query = of.query
     batch, q_len, _, _ = query.shape
     rows = _like(query, (batch, heads, q_len), accumulator(query.dtype), (0, 2, 1))
-    out = _like(query, (*query.shape[:3], value.shape[3]), query.dtype, (0, 1, 2, None))
+    out = _like(query, (*query.shape[:3], of.value.shape[3]), query.dtype, (0, 1, 2, None))
     lse = rows
-    if lse_in_two(extras):
+    if of.lse_in_two:
         lse = _like(query, (batch, heads, q_len, 2), accumulator(query.dtype), (0, 2, 1, None))
-    return [out, lse, rows] if max_logits else [out, lse]
+    return [out, lse, rows] if spec.max_logits else [out, lse]
 
 
-def backward_results(operands: Sequence[Any], heads: int, params: dict[str, Any]) -> list[Any]:
-    """Likewise of backward_p."""
-    of = named("backward", operands, params)
-    query = of["query"]
-    gradients = [_like(x, x.shape, x.dtype, range(4)) for x in (query, of["key"], of["value"])]
-    if params["score_grads"]:
+def backward_results(spec: AttentionSpec, of: Operands, heads: int) -> list[Any]:
+    """Of backward_p."""
+    query = of.query
+    gradients = [_like(x, x.shape, x.dtype, range(4)) for x in (query, of.key, of.value)]
+    if spec.score_grads:
         batch, q_len, _, _ = query.shape
         gradients.append(
             _like(query, (batch, heads, 2, q_len), accumulator(query.dtype), (0, 2, None, 1))
         )
-    if params["bias_grad"]:
-        gradients.append(_like(of["bias"], of["bias"].shape, of["bias"].dtype, range(4)))
+    if spec.bias_grad:
+        gradients.append(_like(of.bias, of.bias.shape, of.bias.dtype, range(4)))
     return gradients
 
 
 @forward_p.def_abstract_eval
-def _forward_shapes(query, key, value, *operands, max_logits, extras, **static):
-    return forward_results(query, value, query.shape[2], max_logits, extras)
+def _forward_shapes(query, *avals, spec, names):
+    return forward_results(spec, Operands.of(names, (query, *avals)), query.shape[2])
 
 
 @backward_p.def_abstract_eval
-def _backward_shapes(query, *operands, **params):
-    return backward_results((query, *operands), query.shape[2], params)
+def _backward_shapes(query, *avals, spec, names):
+    return backward_results(spec, Operands.of(names, (query, *avals)), query.shape[2])
 
 
 register_batching(documents_p, batch_mask)
 register_batching(blocks_p, batch_mask)
-
-
-def _batch_forward(primitive, sharded, operands, dims, **params):
-    return batch_attention(primitive, len(TENSORS["forward"]), sharded, operands, dims, **params)
-
-
-def _batch_backward(primitive, sharded, operands, dims, **params):
-    return batch_attention(primitive, len(TENSORS["backward"]), sharded, operands, dims, **params)
-
-
-register_batching(forward_p, _batch_forward)
-register_batching(backward_p, _batch_backward)
+register_batching(forward_p, batch_attention)
+register_batching(backward_p, batch_attention)
 
 
 # --- Decoding: keys and values of a batch row, or of pages that a table orders.
@@ -196,7 +171,7 @@ def _decode_shapes(query, key, value, *operands, **static):
 def _decode_gradient(primals, tangents, **params):
     raise NotImplementedError(
         "decode_attention has no gradient: differentiate flash_attention, or put "
-        "jax.lax.stop_gradient around query, key, value and sinks if none is needs_grad"
+        "jax.lax.stop_gradient around query, key, value and sinks if no gradient is wanted"
     )
 
 

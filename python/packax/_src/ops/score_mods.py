@@ -12,24 +12,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-import numbers
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
-from packax._src.core.integers import as_int32
-from packax._src.core.messages import described
 from packax._src.core.sharding import Layout
 from packax._src.ops import row_sums
 from packax._src.ops.merge import merged
-
-_CAPS = (1e-30, 1e30)
 
 
 @functools.partial(
@@ -76,19 +67,19 @@ def alibi(
     return Alibi(slopes, positions, kv_positions)
 
 
-class Scores(NamedTuple):
-    """What has a gradient beside query, key and value; None: not there."""
+class ScoreParams(NamedTuple):
+    """What has a gradient besides query, key and value; None: absent."""
 
     sinks: Any = None  # (H,)
-    scale: Any = None  # (1,)
+    scales: Any = None  # (1,)
     slopes: Any = None  # (1, H)
     bias: Any = None  # (1 or B, 1 or H, 1 or Sq, Skv)
 
-    def specs(self, layout: Layout) -> Scores:
-        """How they lie on the mesh, where context/shard.py maps over it."""
-        return Scores(
+    def specs(self, layout: Layout) -> ScoreParams:
+        """How they are sharded, where context/shard.py maps over the mesh."""
+        return ScoreParams(
             None if self.sinks is None else layout.spec(layout.heads),
-            None if self.scale is None else layout.spec(()),
+            None if self.scales is None else layout.spec(()),
             None if self.slopes is None else layout.spec((), layout.heads),
             None if self.bias is None else layout.spec(*bias_dims(layout, self.bias)),
         )
@@ -100,28 +91,30 @@ def bias_dims(layout: Layout, bias: Any) -> tuple[Any, ...]:
     return tuple(() if size == 1 else axes for size, axes in zip(bias.shape[:3], own, strict=True))
 
 
-class Beside(NamedTuple):
-    """Arrays of a request that have no gradient; None: not there."""
+class NonDiffOperands(NamedTuple):
+    """Arrays of a request that have no gradient; None: absent."""
 
     positions: tuple[Any, ...] = ()  # (1 or B, length) of rows and of keys, for ALiBi
     streams: Any = None  # (B, H, 4), of dropout (ops/dropout.py)
     rows: Any = None  # (1 or B, Sq), of dropout
 
-    def specs(self, layout: Layout) -> Beside:
-        """As `Scores.specs`."""
+    def specs(self, layout: Layout) -> NonDiffOperands:
+        """As `ScoreParams.specs`."""
 
         def of_length(x: Any, dims: Any) -> Any:
             return layout.spec(() if x.shape[0] == 1 else layout.batch, dims)
 
         both = zip(self.positions, (layout.context, ()), strict=False)
-        return Beside(
+        return NonDiffOperands(
             tuple(of_length(x, dims) for x, dims in both),
             None if self.streams is None else layout.spec(layout.batch, layout.heads),
             None if self.rows is None else of_length(self.rows, layout.context),
         )
 
 
-def summed(layout: Layout | None, gradients: Scores, bias_dims: tuple[Any, ...]) -> Scores:
+def summed(
+    layout: Layout | None, gradients: ScoreParams, bias_dims: tuple[Any, ...]
+) -> ScoreParams:
     """A rank's part of the gradients, summed over the axes that the arrays do not have.
 
     `bias_dims`: the mesh axes that the bias has. Where the caller's shard_map has the axis, jax
@@ -139,7 +132,7 @@ def summed(layout: Layout | None, gradients: Scores, bias_dims: tuple[Any, ...])
     return gradients._replace(
         bias=psum(gradients.bias, tuple(x for x in rows + layout.heads if x not in of_bias)),
         sinks=psum(gradients.sinks, rows),
-        scale=psum(gradients.scale, rows + layout.heads),
+        scales=psum(gradients.scales, rows + layout.heads),
         slopes=psum(gradients.slopes, rows),
     )
 
@@ -153,180 +146,6 @@ def largest(top: jax.Array, layout: Layout | None) -> jax.Array:
     return jax.lax.pmax(result, axes) if axes else result
 
 
-def scores_of(
-    query: jax.Array,
-    q_len: int,
-    kv_len: int,
-    scale: float | jax.Array,
-    sinks: Any,
-    bias: Any,
-    layout: Layout | None,
-    for_sm90: bool = True,
-) -> tuple[Scores, tuple[jax.Array, ...]]:
-    """The arrays of a request, checked; with ALiBi the places of rows and keys, (1 or B, length),
-    but none where they are indices and nothing else is an array: Hopper has kernels for that, if
-    the rest of the request is `for_sm90`.
-
-    The lengths are those of whole sequences.
-    """
-    real = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
-    scores = Scores(_per_head("sinks", "logit", sinks, query, layout))
-    if isinstance(scale, jax.Array):
-        scores = scores._replace(scale=_placed(scale.astype(real)[None], layout, ()))
-    if bias is None:
-        return scores, ()
-    if not isinstance(bias, Alibi):
-        return scores._replace(bias=_bias_array(bias, query, kv_len, layout)), ()
-    slopes = _per_head("slopes", "slope", bias.slopes, query, layout)
-    if slopes is None:
-        raise ValueError("slopes must be an array of floats, but is None")
-    places: tuple[jax.Array, ...] = ()
-    _check_cut(bias, layout)
-    given = bias.positions is not None or bias.kv_positions is not None
-    if given or scores.scale is not None or not for_sm90:
-        places = _places(bias, query.shape[:2], q_len, kv_len, layout)
-    return scores._replace(slopes=slopes.astype(real)[None]), places
-
-
-def _bias_array(bias: Any, query: jax.Array, kv_len: int, layout: Layout | None) -> jax.Array:
-    """(1 or B, 1 or H, 1 or Sq, Skv), of query's dtype, or of float32 as the kernels take it."""
-    if not hasattr(bias, "dtype") or not hasattr(bias, "shape"):
-        raise ValueError(
-            f"bias must be None, alibi(slopes) or an array of floats, but is {described(bias)}"
-        )
-    if not jnp.issubdtype(bias.dtype, jnp.floating):
-        more = ": a mask is an expression, not a bias" if bias.dtype == bool else ""
-        raise ValueError(f"bias must be an array of floats, but is {bias.dtype}{more}")
-    batch, rows, heads, _ = query.shape
-    sizes = (batch, heads, rows)
-    fits = len(bias.shape) == 4 and bias.shape[3] == kv_len
-    if not fits or any(n not in (1, m) for n, m in zip(bias.shape[:3], sizes, strict=True)):
-        raise ValueError(
-            f"bias must have shape (1 or {batch}, 1 or {heads}, 1 or {rows}, {kv_len}), which is "
-            f"(batch, heads, query rows, keys), but has {tuple(bias.shape)}"
-        )
-    real = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
-    if bias.dtype == jnp.float64 and real == jnp.float32:  # its least number is no infinity there
-        xp, limits = jnp if isinstance(bias, jax.Array) else np, np.finfo(np.float32)
-        bias = xp.where(xp.isinf(bias), bias, xp.clip(bias, limits.min, limits.max))
-    bias = jnp.asarray(bias)
-    # Parts of its gradient that ranks, or groups of heads, add up are float32.
-    divided = layout is not None and 1 in bias.shape[:3]
-    if divided or bias.dtype not in (query.dtype, real):
-        bias = bias.astype(real)
-    return bias if layout is None else _placed(bias, layout, *bias_dims(layout, bias))
-
-
-def _placed(x: jax.Array, layout: Layout | None, *dims: Any) -> jax.Array:
-    return x if layout is None else layout.place(x, *dims)
-
-
-def _per_head(
-    name: str, what: str, given: Any, query: jax.Array, layout: Layout | None
-) -> jax.Array | None:
-    """(H,) as an array of floats, or None; on an explicit mesh sharded as the heads are."""
-    heads = query.shape[2]
-    if given is None:
-        return None
-    try:
-        given = jnp.asarray(given)
-    except TypeError:
-        raise ValueError(f"{name} must be an array of floats, but is {given!r}") from None
-    if not jnp.issubdtype(given.dtype, jnp.floating):
-        raise ValueError(f"{name} must be an array of floats, but is {given.dtype}")
-    if given.shape != (heads,):
-        raise ValueError(
-            f"{name} must have shape ({heads},), one {what} per head of query, but has "
-            f"{given.shape}"
-        )
-    if layout is not None:
-        return layout.place(given, layout.heads)
-    sharding = jax.typeof(query).sharding
-    of_heads, own = ((*x.spec, *[None] * 4) for x in (sharding, jax.typeof(given).sharding))
-    if own[0] == of_heads[2]:
-        return given
-    return jax.sharding.reshard(given, NamedSharding(sharding.mesh, P(of_heads[2])))
-
-
-def _check_cut(bias: Alibi, layout: Layout | None) -> None:
-    if layout is None or layout.size(layout.context) <= 1:
-        return
-    if bias.positions is None or bias.kv_positions is None:
-        raise ValueError(
-            f"alibi needs positions and kv_positions where sharding cuts the sequence, here over "
-            f"{layout.context}: rows do not lie at their indices"
-        )
-
-
-def _places(
-    bias: Alibi, rows: tuple[int, ...], q_len: int, kv_len: int, layout: Layout | None
-) -> tuple[jax.Array, ...]:
-    q, kv = bias.positions, bias.kv_positions
-    if q is not None and kv is None:
-        if q_len != kv_len:
-            raise ValueError(
-                f"alibi needs kv_positions beside positions where the lengths differ: there are "
-                f"{q_len} query rows and {kv_len} keys"
-            )
-        kv = q
-    q = jnp.arange(q_len, dtype=jnp.int32) if q is None else q
-    kv = jnp.arange(kv_len, dtype=jnp.int32) if kv is None else kv
-    places = []
-    batch = rows[0]
-    for name, x, length in (("positions", q, rows[1]), ("kv_positions", kv, kv_len)):
-        shapes = f"({length},), (1, {length}) or ({batch}, {length})"
-        x = as_int32(name, x, shapes=shapes)
-        if x.shape not in ((length,), (1, length), (batch, length)):
-            raise ValueError(f"{name} must have shape {shapes}, but has {x.shape}")
-        x = jnp.atleast_2d(x)
-        if layout is not None:
-            dims = layout.context if name == "positions" else ()
-            x = layout.place(x, () if x.shape[0] == 1 else layout.batch, dims)
-        places.append(x)
-    return tuple(places)
-
-
-def checked_scale(scale: Any) -> float | jax.Array:
-    """A number that is finite in float32, or an array of floats of shape ()."""
-    if isinstance(scale, (jax.Array, np.ndarray)):
-        if scale.shape != () or not jnp.issubdtype(scale.dtype, jnp.floating):
-            key = (
-                ", a key of jax.random" if jnp.issubdtype(scale.dtype, jax.dtypes.prng_key) else ""
-            )
-            raise ValueError(
-                f"scale, where it is an array, must have shape () and a float dtype, but is "
-                f"{scale.dtype} of shape {scale.shape}{key}"
-            )
-        return jnp.asarray(scale)
-    number = _number("scale", scale)
-    if not abs(number) <= float(np.finfo(np.float32).max):
-        raise ValueError(f"scale must be finite in float32, but is {number}")
-    return number
-
-
-def checked_soft_cap(soft_cap: Any) -> float:
-    """The cap; 0: there is none."""
-    if soft_cap is None:
-        return 0.0
-    number = _number("soft_cap", soft_cap)
-    if not _CAPS[0] <= number <= _CAPS[1]:
-        none = ": for no cap, pass None" if number == 0 else ""
-        raise ValueError(f"soft_cap must be from {_CAPS[0]} to {_CAPS[1]}, but is {number}{none}")
-    return number
-
-
-def _number(name: str, given: Any) -> float:
-    if not isinstance(given, numbers.Real) or isinstance(given, bool):
-        more = " or an array of shape ()" if name == "scale" else ", known when tracing"
-        raise ValueError(
-            f"{name} must be a Python or numpy number{more}, but is {described(given)}"
-        )
-    try:
-        return float(given)
-    except OverflowError:  # an integer beyond float64
-        return math.inf
-
-
 def add_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
     """out' and lse' of out (B, Sq, H, Dv), lse (row_sums.py) and sinks (H,) or (B or 1, H); empty
     rows stay as they are.
@@ -334,7 +153,7 @@ def add_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Arr
     An infinite sink takes all of the softmax: out' is 0 and lse' is the sink, also in derivatives.
     """
     top, log = row_sums.apart(lse)
-    attended, _, sink = _beside(top, log, sinks)
+    attended, _, sink = _sink_terms(top, log, sinks)
     out, log = merged([(out, log), (None, jnp.where(attended, sink, log))])
     return out, row_sums.together(top, log)
 
@@ -348,12 +167,12 @@ def sinks_gradient(
     if dlse is not None:
         delta -= dlse.astype(real)
     top, log = row_sums.apart(lse)
-    attended, finite, sink = _beside(top, log, sinks)
+    attended, finite, sink = _sink_terms(top, log, sinks)
     weight = jnp.exp(jnp.where(finite, sink, 0) - jnp.where(attended & finite, log, 0))
     return -jnp.sum(jnp.where(attended, weight * delta, 0), axis=(0, 2)).astype(sinks.dtype)
 
 
-def _beside(
+def _sink_terms(
     top: jax.Array | None, log: jax.Array, sinks: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Where rows attend something, where sinks are less than infinity, and the sinks as `log` is:

@@ -15,11 +15,10 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
 from packax._src.core.jax_compat import run_compiled
+from packax._src.core.spec import differentiable
 from packax._src.ops import lowering
 from packax._src.ops.batching_rules import batch_attention, register_batching
-from packax._src.ops.operands import MOVING, TENSORS
 from packax._src.ops.primitives import backward_p, forward_p
-from packax._src.ops.rules import lower_xla
 
 NO_MORE_DERIVATIVES = (
     "flash_attention can be differentiated twice, but not in this order: there is no forward-mode "
@@ -29,86 +28,60 @@ NO_MORE_DERIVATIVES = (
 )
 
 
-def _add_tangent(of: Primitive, name: str, tensors: int, function: Callable[..., Any]) -> Primitive:
-    """The primitive whose operands are those of `of`, then tangents of the first `tensors` ones and
-    of those extras that may move; its results are the tangents of the results of `of`.
+def _add_tangent(of: Primitive, name: str, function: Callable[..., Any]) -> Primitive:
+    """The primitive whose operands are those of `of`, then tangents of those that may have one;
+    its results are the tangents of the results of `of`.
 
     `function`: the meaning of `of` in XLA.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
 
-    def moving(operands, extras):
-        """Which operands of `of` may move."""
-        first = len(operands) - len(extras)
-        return [*range(tensors), *(first + n for n, x in enumerate(extras) if x in MOVING)]
-
-    def split(operands, extras):
-        """Operands of `of`, and the tangents."""
-        end = len(operands) - tensors - len(set(extras).intersection(MOVING))
-        return operands[:end], operands[end:]
-
     @primitive.def_abstract_eval
-    def shapes(*operands, **params):
-        return of.abstract_eval(*split(operands, params["extras"])[0], **params)[0]
+    def shapes(*operands, spec, names):
+        return of.abstract_eval(*operands[: len(names)], spec=spec, names=names)[0]
 
-    def call(*operands, params):
-        return primitive.bind(*operands, **dict(params))
+    def call(*operands, spec, names):
+        return primitive.bind(*operands, spec=spec, names=names)
 
-    jitted = jax.jit(call, static_argnames="params")
+    jitted = jax.jit(call, static_argnames=("spec", "names"))
+    primitive.def_impl(functools.partial(run_compiled, jitted))
 
-    @primitive.def_impl
-    def outside_jit(*operands, **params):
-        return run_compiled(jitted, *operands, params=tuple(params.items()))
+    def run(*operands, spec, names):
+        primals, tangents = operands[: len(names)], operands[len(names) :]
+        moved = differentiable(names)
 
-    def run(*operands, params):
-        static = dict(params)
-        operands, tangents = split(operands, static["extras"])
-        places = moving(operands, static["extras"])
+        def of_moved(*values):
+            of_name = dict(zip(names, primals, strict=True)) | dict(zip(moved, values, strict=True))
+            return tuple(function(*of_name.values(), spec=spec, names=names))
 
-        def of_moving(*some):
-            merged = list(operands)
-            for place, x in zip(places, some, strict=True):
-                merged[place] = x
-            return tuple(function(*merged, **static))
+        at = tuple(x for x, name in zip(primals, names, strict=True) if name in moved)
+        return jax.jvp(of_moved, at, tuple(tangents))[1]
 
-        return jax.jvp(of_moving, tuple(operands[i] for i in places), tuple(tangents))[1]
-
-    lower = lower_xla(run, ("params",))
-
-    @functools.partial(mlir.register_lowering, primitive)
-    def _(ctx, *operands, implementation, **params):
-        return lower(ctx, *operands, params=tuple(params.items()))
-
-    def batch(p, sharded, operands, dims, **params):
-        # Tensors with the tensors, scales with the scales: what goes together has one batch.
-        (old, new), (old_dims, new_dims) = (split(x, params["extras"]) for x in (operands, dims))
-        return batch_attention(p, tensors, sharded, old, old_dims, new, new_dims, **params)
-
-    register_batching(primitive, batch)
+    mlir.register_lowering(primitive, lowering.lower_xla(run, ("spec", "names")))
+    register_batching(primitive, batch_attention)
 
     def refuse(primals, tangents, **params):
         raise NotImplementedError(NO_MORE_DERIVATIVES)
 
-    def jvp(primals, tangents, *, implementation, **params):
-        if implementation == "cuda":
+    def jvp(primals, tangents, *, spec, names):
+        if spec.implementation == "cuda":
             raise NotImplementedError(
                 'implementation="cuda" has kernels for attention and its gradient, but none for '
                 "forward-mode derivatives (jax.jvp, jax.jacfwd) and second derivatives: with "
                 "implementation=None these run as blockwise XLA beside the kernels"
             )
-        params["implementation"] = implementation
-        moved = [ad.instantiate_zeros(tangents[i]) for i in moving(primals, params["extras"])]
-        return of.bind(*primals, **params), primitive.bind(*primals, *moved, **params)
+        moved = differentiable(names)
+        of_moved = [
+            ad.instantiate_zeros(x) for x, n in zip(tangents, names, strict=True) if n in moved
+        ]
+        params = {"spec": spec, "names": names}
+        return of.bind(*primals, **params), primitive.bind(*primals, *of_moved, **params)
 
     ad.primitive_jvps[of] = jvp
     ad.primitive_jvps[primitive] = refuse
     return primitive
 
 
-forward_tangent_p = _add_tangent(
-    forward_p, "packax_forward_tangent", len(TENSORS["forward"]), lowering.xla_forward
-)
-backward_tangent_p = _add_tangent(
-    backward_p, "packax_backward_tangent", len(TENSORS["backward"]), lowering.xla_backward
-)
+forward_tangent_p = _add_tangent(forward_p, "packax_forward_tangent", lowering.xla_forward)
+backward_tangent_p = _add_tangent(backward_p, "packax_backward_tangent", lowering.xla_backward)

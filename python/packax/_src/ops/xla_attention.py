@@ -14,13 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from packax._src.core.precision import accumulator
 from packax._src.core.shapes import INT_MAX, ONE_BLOCK
+from packax._src.core.spec import AttentionSpec, Operands
 from packax._src.ops import block_lists, row_sums
 from packax._src.ops.dropout import inverse_keep
 from packax._src.ops.xla_bias import BiasTiles
-from packax._src.ops.xla_scores import Extras, kept_of_blocks, logits_of_blocks
+from packax._src.ops.xla_scores import kept_of_blocks, logits_of_blocks
 from packax._src.ops.xla_tiles import (
-    Mask,
     add,
     add_keys,
     at,
@@ -49,37 +50,17 @@ from packax._src.ops.xla_tiles import (
     uncut_rows,
 )
 
-_NO_EXTRAS = Extras()
 
-
-def forward(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    mask: Mask,
-    extras: Extras = _NO_EXTRAS,
-    *,
-    scale: float,
-    soft_cap: float = 0.0,
-    precision: jax.lax.Precision = jax.lax.Precision.DEFAULT,
-    segment_check: int,
-    block_size: tuple[int, int] | None = None,
-    dropout_threshold: int = 0,
-    lse_in_two: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """out (B, Sq, H, Dv) in query's dtype, lse (row_sums.py), and the rows' largest logits (B, H,
-    Sq).
-
-    Shapes as in flash_attention; `scale` where there are no scales; soft_cap 0: none; `block_size`
-    of the mask's map.
-    """
+def forward(spec: AttentionSpec, x: Operands) -> list[jax.Array]:
+    """The results of forward_p."""
+    query, key, value = x.query, x.key, x.value
     tiles = tiles_of(query, key)
     queries, keys, values = cut_rows(query, tiles), cut_keys(key, tiles), cut_keys(value, tiles)
-    visits_of, allowed_of = _visits(mask, tiles, segment_check, block_size)
-    logits_of = logits_of_blocks(extras, scale, soft_cap, tiles)
-    kept_of = kept_of_blocks(extras, dropout_threshold, tiles)
-    real = _accumulator(query.dtype)
-    dot = _dots(precision)
+    visits_of, allowed_of = _visits(spec, x, tiles)
+    logits_of = logits_of_blocks(spec, x, tiles)
+    kept_of = kept_of_blocks(spec, x, tiles)
+    real = accumulator(query.dtype)
+    dot = _dots(spec.precision)
     steps = tiles.batch * tiles.row_tiles
     depth = value.shape[-1]
     shape = (tiles.kv_heads, tiles.group * tiles.rows)
@@ -123,7 +104,7 @@ def forward(
         divisor = lax.broadcast_in_dim(total, (*shape, depth), (0, 1))
         divisor = select(lax.ne(divisor, real.type(0)), divisor, 1)
         if kept_of is not None:
-            divisor = lax.div(divisor, real.type(inverse_keep(dropout_threshold)))
+            divisor = lax.div(divisor, real.type(inverse_keep(spec.dropout_threshold)))
         own = lax.div(at(acc, step), divisor).astype(query.dtype)
         out = put_row_tile(out, own, step, tiles)
         return out, acc, rows
@@ -138,64 +119,46 @@ def forward(
     total, row_max = sums_and_maxima(rows, 1)
     some = lax.ne(total, real.type(0))
     log = lax.log(select(some, total, 1))
-    lse = select(some, log if lse_in_two else lax.add(row_max, log), -jnp.inf)
+    lse = select(some, log if x.lse_in_two else lax.add(row_max, log), -jnp.inf)
     lse, row_max = (
         lax.transpose(
-            lax.squeeze(rows_together(lax.expand_dims(x, (3,)), tiles, query.shape[1]), (3,)),
+            lax.squeeze(rows_together(lax.expand_dims(y, (3,)), tiles, query.shape[1]), (3,)),
             (0, 2, 1),
         )
-        for x in (lse, select(some, row_max, -jnp.inf))
+        for y in (lse, select(some, row_max, -jnp.inf))
     )
-    if lse_in_two:
+    if x.lse_in_two:
         lse = row_sums.together(row_max, lse)
-    return uncut_rows(out, tiles, query.shape[1]), lse, row_max
+    out = uncut_rows(out, tiles, query.shape[1])
+    return [out, lse, row_max] if spec.max_logits else [out, lse]
 
 
-def backward(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    out: jax.Array,
-    lse: jax.Array,
-    dout: jax.Array,
-    dlse: jax.Array | None,
-    mask: Mask,
-    extras: Extras = _NO_EXTRAS,
-    *,
-    scale: float,
-    soft_cap: float = 0.0,
-    precision: jax.lax.Precision = jax.lax.Precision.DEFAULT,
-    segment_check: int,
-    block_size: tuple[int, int] | None = None,
-    dropout_threshold: int = 0,
-    needs_grad: tuple[bool, bool, bool] = (True, True, True),
-    bias_grad: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Gradients of query, key and value, in their dtypes, in one pass over the attended blocks.
+def backward(spec: AttentionSpec, x: Operands) -> list[jax.Array]:
+    """The results of backward_p, in one pass over the attended blocks.
 
-    And every row's part of those of scale and slope, (B, H, 2, Sq), and with bias_grad that of the
-    bias. Gradients that nobody needs are zeros: XLA would not drop a sum that a loop carries.
+    Gradients that are not needed are zeros: XLA would not drop a sum that a loop carries.
     """
+    query, key, value, out = x.query, x.key, x.value, x.out
     tiles = tiles_of(query, key)
     queries, keys, values = cut_rows(query, tiles), cut_keys(key, tiles), cut_keys(value, tiles)
-    douts = cut_rows(dout, tiles)
-    visits_of, allowed_of = _visits(mask, tiles, segment_check, block_size)
-    logits_of = logits_of_blocks(extras, scale, soft_cap, tiles)
-    kept_of = kept_of_blocks(extras, dropout_threshold, tiles)
-    bias = BiasTiles(extras.bias, tiles) if bias_grad and extras.bias is not None else None
-    real = _accumulator(query.dtype)
-    dot = _dots(precision)
+    douts = cut_rows(x.dout, tiles)
+    visits_of, allowed_of = _visits(spec, x, tiles)
+    logits_of = logits_of_blocks(spec, x, tiles)
+    kept_of = kept_of_blocks(spec, x, tiles)
+    bias = BiasTiles(x.bias, tiles) if spec.bias_grad else None
+    real = accumulator(query.dtype)
+    dot = _dots(spec.precision)
 
     # A row that attends nothing and its cotangents are ignored, whatever they hold.
-    numbers = [x for x in reversed(row_sums.apart(lse)) if x is not None]
-    log, *top = (x.transpose(0, 2, 1).astype(real) for x in numbers)
+    numbers = [y for y in reversed(row_sums.apart(x.lse)) if y is not None]
+    log, *top = (y.transpose(0, 2, 1).astype(real) for y in numbers)
     some = lax.ne(log, real.type(-np.inf))
     some = lax.broadcast_in_dim(some, out.shape, (0, 1, 2))
     # Of whole rows: by tiles, as all else, the sums would round by how many heads a device has.
-    products = select(some, lax.mul(out.astype(real), dout.astype(real)), 0)
+    products = select(some, lax.mul(out.astype(real), x.dout.astype(real)), 0)
     delta = lax.reduce_sum(products, (3,))
-    if dlse is not None:
-        delta = delta - dlse.transpose(0, 2, 1).astype(real)
+    if x.dlse is not None:
+        delta = delta - x.dlse.transpose(0, 2, 1).astype(real)
     sums_of_rows = cut_rows(stack([log, delta, *top], 3), tiles)
 
     def one_tile(step, state):
@@ -205,8 +168,8 @@ def backward(
         )
         some = lax.ne(shift, real.type(-np.inf))
         q_tile, do_tile = (
-            select(lax.broadcast_in_dim(some, x.shape, (0, 1)), x, 0)
-            for x in (row_tile(x, step).astype(real) for x in (queries, douts))
+            select(lax.broadcast_in_dim(some, y.shape, (0, 1)), y, 0)
+            for y in (row_tile(y, step).astype(real) for y in (queries, douts))
         )
         if top:  # a bias of -inf may be all that a row attends
             shift, top = select(some, shift, jnp.inf), [select(some, top[0], 0)]
@@ -215,7 +178,7 @@ def backward(
         def one_block(visit, state):
             dq, parts, dk, dv, dbias = state
             block = block_of(visit)
-            k_block, v_block = (key_block(x, block).astype(real) for x in (keys, values))
+            k_block, v_block = (key_block(y, block).astype(real) for y in (keys, values))
             allowed = allowed_of(step, block)
             s = dot(q_tile, k_block, 2, 2)
             of = logits_of(s, step, block)
@@ -235,17 +198,17 @@ def backward(
             dp = dot(do_tile, v_block, 2, 2)
             dropped = p
             if kept_of is not None:
-                keep = jnp.where(kept_of(step, block), inverse_keep(dropout_threshold), 0)
+                keep = jnp.where(kept_of(step, block), inverse_keep(spec.dropout_threshold), 0)
                 dp, dropped = dp * keep.astype(real), p * keep.astype(real)
             dlogit = lax.mul(p, lax.sub(dp, lax.expand_dims(delta, (2,))))
             nowhere = jnp.signbit(p)
             if bias is not None:
                 dbias = bias.add(dbias, step, block, jnp.where(nowhere, 0, dlogit))
             ds = dlogit if of.cap_slope is None else dlogit * of.cap_slope
-            if extras.scales is not None:
+            if parts is not None and x.scales is not None:
                 by_scale = _where(allowed, ds * s, 0, tiles).sum(axis=-1)
                 parts = change(parts, step, lambda own: own.at[..., 0].add(by_scale[None]))
-            if of.far is not None:
+            if parts is not None and of.far is not None:
                 by_slope = _where(allowed, dlogit * of.far, 0, tiles).sum(axis=-1)
                 parts = change(parts, step, lambda own: own.at[..., 1].add(-by_slope[None]))
             ds = lax.select(nowhere, lax.full_like(ds, 0), lax.mul(ds, of.scale))
@@ -257,33 +220,30 @@ def backward(
         return _loop(first, last_of, one_block, state)
 
     # Sums lie where they stay: those of a tile apart would be filled, added up and put back.
-    scores_move = extras.scales is not None or extras.slopes is not None
+    scores_move = spec.score_grads
     steps = tiles.batch * tiles.row_tiles
     shape = (steps, tiles.kv_heads, tiles.group * tiles.rows)
     start = (
-        lax.full((*shape, query.shape[-1]), 0, real) if needs_grad[0] else None,
+        lax.full((*shape, query.shape[-1]), 0, real) if "query" in spec.needs_grad else None,
         jnp.zeros((*shape, 2), real) if scores_move else None,
-        lax.full(keys.shape, 0, real) if needs_grad[1] else None,
-        lax.full(values.shape, 0, real) if needs_grad[2] else None,
+        lax.full(keys.shape, 0, real) if "key" in spec.needs_grad else None,
+        lax.full(values.shape, 0, real) if "value" in spec.needs_grad else None,
         None if bias is None else bias.zeros(real),
     )
     dq, parts, dk, dv, dbias = _loop(np.int32(0), lambda: sized(steps), one_tile, start)
-    batch, q_len, heads, _ = query.shape
-    return (
+    q_len = query.shape[1]
+    results = [
         jnp.zeros_like(query)
         if dq is None
         else rows_together(dq, tiles, q_len).astype(query.dtype),
         jnp.zeros_like(key) if dk is None else keys_together(dk, tiles, key),
         jnp.zeros_like(value) if dv is None else keys_together(dv, tiles, value),
-        jnp.zeros((batch, heads, 2, q_len), real)
-        if parts is None
-        else rows_together(parts, tiles, q_len).transpose(0, 2, 3, 1),
-        None if bias is None or extras.bias is None else bias.gradient(dbias, extras.bias.dtype),
-    )
-
-
-def _accumulator(dtype) -> jnp.dtype:
-    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+    ]
+    if parts is not None:
+        results.append(rows_together(parts, tiles, q_len).transpose(0, 2, 3, 1))
+    if bias is not None:
+        results.append(bias.gradient(dbias, x.bias.dtype))
+    return results
 
 
 def _dots(precision):
@@ -304,11 +264,12 @@ def _where(allowed, x, other, tiles):
     return select(allowed, x, other)
 
 
-def _visits(mask, tiles, segment_check, block_size):
+def _visits(spec, mask, tiles):
     """A function from a step to its first visit, one that makes the last visit + 1, and one from
     visits to blocks; and a function from step and block to the pairs that attend, (rows, keys) or
     of every head.
     """
+    segment_check, block_size = spec.segment_check, spec.block_size
     all_rows = row_integers(mask, tiles, segment_check)
     all_keys = key_integers(mask, tiles, segment_check)
 

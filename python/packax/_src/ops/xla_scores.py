@@ -14,18 +14,6 @@ from packax._src.ops.xla_dropout import kept
 from packax._src.ops.xla_tiles import at, batch_row, rem
 
 
-class Extras(NamedTuple):
-    """What changes scores and probabilities, as the primitives take it; batches 1 or B."""
-
-    scales: jax.Array | None = None  # (1 or B,)
-    slopes: jax.Array | None = None  # (Bp, H)
-    q_bias_pos: jax.Array | None = None  # (Bp, Sq); None beside slopes: indices
-    kv_bias_pos: jax.Array | None = None  # (Bp, Skv)
-    bias: jax.Array | None = None  # (1 or B, 1 or H, 1 or Sq, Skv)
-    dropout_streams: jax.Array | None = None  # (B, H, 4)
-    dropout_rows: jax.Array | None = None  # (1 or B, Sq)
-
-
 class Logits(NamedTuple):
     """Of a block: what the softmax takes, and the factors of its gradient on the way back."""
 
@@ -35,8 +23,9 @@ class Logits(NamedTuple):
     far: jax.Array | None  # (heads, group * rows, keys)
 
 
-def logits_of_blocks(extras, scale, soft_cap, tiles):
+def logits_of_blocks(spec, extras, tiles):
     """A function from scores, their step and their block to Logits."""
+    soft_cap = spec.soft_cap
     biased = extras.slopes is not None
     bias = None if extras.bias is None else BiasTiles(extras.bias, tiles)
     if biased:
@@ -52,7 +41,7 @@ def logits_of_blocks(extras, scale, soft_cap, tiles):
         )
 
     def of_block(s, step, block):
-        factor = scale
+        factor = spec.scale
         if extras.scales is not None:
             factor = batch_row(extras.scales, step, tiles.row_tiles)
         factor = lax.convert_element_type(factor, s.dtype)
@@ -76,9 +65,9 @@ def logits_of_blocks(extras, scale, soft_cap, tiles):
     return of_block
 
 
-def kept_of_blocks(extras, threshold, tiles):
+def kept_of_blocks(spec, extras, tiles):
     """A function from a step and a block to which probabilities dropout keeps; None: all."""
-    if not threshold:
+    if not spec.dropout_threshold:
         return None
     streams, rows = extras.dropout_streams, extras.dropout_rows
-    return lambda step, block: kept(streams, rows, step, block, threshold, tiles)
+    return lambda step, block: kept(streams, rows, step, block, spec.dropout_threshold, tiles)

@@ -18,25 +18,13 @@ import numpy as np
 from jax import lax
 
 from packax._src.core.shapes import INT_MAX, ceil_div, fill_up, is_symbolic
+from packax._src.core.spec import Operands
 
 # Tile sizes measured on two cores (float32 and bfloat16, 8/2 heads of 64): with 6 documents in 8k
 # tokens 128x128 to 256x256 are level, 512 is half as fast; with 160 documents in 16k tokens 128x128
 # leads by 1.2 at least, because a larger tile computes more masked pairs at the edges of documents.
 ROWS = 128
 KEYS = 128
-
-
-class Mask(NamedTuple):
-    """Row ranges and the operands of the segment check, in the order the primitives take them."""
-
-    q_lo: jax.Array  # (Bm, Sq)
-    q_hi: jax.Array
-    q_ids: jax.Array
-    kv_ids: jax.Array  # (Bm, Skv)
-    q_pos: jax.Array  # (Bm, Sq), or (Bm, 2, Sq): upper limits, then lower ones
-    kv_pos: jax.Array
-    block_mask: jax.Array | None = None  # a block mask: (Bp, H or 1, NQ, words), Bp 1 or Bm
-    q_block_lists: jax.Array | None = None  # (Bm, H or 1, ceil(Sq / 128), 2 + ceil(Skv / 64))
 
 
 class Tiles(NamedTuple):
@@ -73,7 +61,7 @@ def tiles_of(query, key) -> Tiles:
     )
 
 
-def row_integers(mask: Mask, tiles: Tiles, segment_check: int) -> jax.Array:
+def row_integers(mask: Operands, tiles: Tiles, segment_check: int) -> jax.Array:
     """(2 + segment_check, steps, rows, 1): ~lo, hi, ids and limits, for the segment check.
 
     Of an empty row, and of rows past Sq, ~lo is least and hi 0: the most of a tile is its range's.
@@ -81,7 +69,7 @@ def row_integers(mask: Mask, tiles: Tiles, segment_check: int) -> jax.Array:
     some = lax.lt(mask.q_lo, mask.q_hi)
     not_lo = select(some, lax.bitwise_not(mask.q_lo), ~INT_MAX)
     hi = select(some, mask.q_hi, 0)
-    limits = [mask.q_pos] if mask.q_pos.ndim == 2 else [mask.q_pos[:, 0], mask.q_pos[:, 1]]
+    limits = [mask.q_pos] if segment_check < 3 else [mask.q_pos[:, 0], mask.q_pos[:, 1]]
     whole = tiles.row_tiles * tiles.rows
     shape = (tiles.batch * tiles.row_tiles, tiles.rows, 1)
 
@@ -94,7 +82,7 @@ def row_integers(mask: Mask, tiles: Tiles, segment_check: int) -> jax.Array:
     return stack([cut(not_lo, ~INT_MAX), cut(hi, 0), *others], 0)
 
 
-def key_integers(mask: Mask, tiles: Tiles, segment_check: int) -> list[jax.Array]:
+def key_integers(mask: Operands, tiles: Tiles, segment_check: int) -> list[jax.Array]:
     """(1 or B, blocks * keys) each: the ids and positions that the segment check reads, or none."""
     whole = tiles.key_blocks * tiles.keys
     return [fill_up(x, 1, whole) for x in [mask.kv_ids, mask.kv_pos][: min(segment_check, 2)]]

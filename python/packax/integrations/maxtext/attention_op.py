@@ -28,7 +28,7 @@ from packax._src.masks.documents import documents
 from packax._src.masks.expressions import MaskExpression
 from packax._src.masks.spans import spans
 from packax._src.ops.merge import merged
-from packax._src.ops.score_mods import scores_of
+from packax._src.requests import validate_score_params
 from packax.integrations.maxtext import dense as maxtext_dense
 from packax.integrations.maxtext import selection
 from packax.integrations.maxtext.additive_mask import AdditiveMask
@@ -266,7 +266,7 @@ class AttentionOp(AdditiveMask, nnx.Module):
                 record = record_max_logits and at == 0
                 parts.append(one_cache(self, query, key, value, ids, indexer, record))
                 at = to
-            sinks = scores_of(query, 0, 0, 1.0, sinks, None, None)[0].sinks
+            sinks = validate_score_params(query, 0, 0, 1.0, sinks, None, None)[0].sinks
             if sinks is not None:
                 lse = parts[0][1]
                 parts.append((None, jnp.broadcast_to(sinks[:, None].astype(lse.dtype), lse.shape)))

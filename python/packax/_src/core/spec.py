@@ -1,0 +1,135 @@
+"""One attention, as every layer hands it on: `AttentionSpec`, what the trace fixes of it, and
+`Operands`, its arrays by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+
+from packax._src.core.sharding import HeadGroups, Layout
+
+DIFFERENTIABLE = ("query", "key", "value", "sinks", "scales", "slopes", "bias")
+"""What may have a gradient, in this order."""
+LINEAR_BIAS = ("scales", "slopes", "q_bias_pos", "kv_bias_pos")
+ARRAYS = ("bias", "dropout_streams", "dropout_rows")
+EXTRAS = (*LINEAR_BIAS, *ARRAYS)
+"""What changes scores and probabilities. Slopes come with scales, without positions where those are
+indices; the two of dropout come together."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """Static and hashable. An operand's presence, shape and dtype are in `Operands`, not here."""
+
+    scale: float = 1.0  # without `scales`
+    soft_cap: float = 0.0  # 0: none
+    precision: jax.lax.Precision = jax.lax.Precision.DEFAULT
+    segment_check: int = 0  # of the mask
+    block_size: tuple[int, int] | None = None  # of the mask's block map
+    dropout_threshold: int = 0  # of 2^32: probabilities whose word is below are dropped
+    max_logits: bool = False  # whether the forward also returns them
+    deterministic: bool = False
+    needs_grad: tuple[str, ...] = ()  # of DIFFERENTIABLE: which gradients the backward returns
+    implementation: Literal["cuda", "xla"] | None = None
+    # What no primitive reads.
+    layout: Layout | None = None
+    gather_head_groups: HeadGroups = None
+    bias_dims: tuple[Any, ...] = ()  # the mesh axes that a bias has
+    checkpoint_name: str | None = None
+
+    @property
+    def score_grads(self) -> bool:
+        """Whether a backward returns each row's part of the gradients of scales and slopes."""
+        return "scales" in self.needs_grad or "slopes" in self.needs_grad
+
+    @property
+    def bias_grad(self) -> bool:
+        return "bias" in self.needs_grad
+
+    def of_primitive(self, mask: Any) -> AttentionSpec:
+        """What the primitives read, with a mask's part of it: equal for calls that run the same."""
+        return dataclasses.replace(
+            self,
+            segment_check=mask.segment_check,
+            block_size=mask.block_size,
+            needs_grad=tuple(x for x in self.needs_grad if x != "sinks"),
+            layout=None,
+            gather_head_groups=None,
+            bias_dims=(),
+            checkpoint_name=None,
+        )
+
+
+class Operands(NamedTuple):
+    """What forward_p and backward_p take, or what there is one of for each (avals, MLIR values,
+    letters), by name. None: absent. The leaves of a primitive are those that are there, in order.
+    """
+
+    query: Any  # (B, Sq, H, Dqk)
+    key: Any  # (B, Skv, Hkv, Dqk)
+    value: Any  # (B, Skv, Hkv, Dv)
+    # Of the backward: results of the forward, and their cotangents; dlse may be absent.
+    out: Any = None  # (B, Sq, H, Dv)
+    lse: Any = None  # (B, H, Sq), or with `lse_in_two` (B, H, Sq, 2)
+    dout: Any = None
+    dlse: Any = None  # (B, H, Sq)
+    # The mask's, as core/mask.py has them.
+    q_lo: Any = None
+    q_hi: Any = None
+    q_ids: Any = None
+    kv_ids: Any = None
+    q_pos: Any = None
+    kv_pos: Any = None
+    q_blocks: Any = None
+    q_order: Any = None
+    q_order_192: Any = None
+    kv_blocks: Any = None
+    kv_order: Any = None
+    block_mask: Any = None
+    q_block_lists: Any = None
+    kv_block_lists: Any = None
+    # EXTRAS; Bp is 1 or B.
+    scales: Any = None  # (1 or B,): counts instead of AttentionSpec.scale
+    slopes: Any = None  # (Bp, H)
+    q_bias_pos: Any = None  # (Bp, Sq)
+    kv_bias_pos: Any = None  # (Bp, Skv)
+    bias: Any = None  # (1 or B, 1 or H, 1 or Sq, Skv)
+    dropout_streams: Any = None  # (B, H, 4) uint32, and
+    dropout_rows: Any = None  # (1 or B, Sq) int32: the counters of xla_dropout.py
+    # Of some heads of the query (head_groups.py): out or dq, which holds the others.
+    before: Any = None
+
+    @staticmethod
+    def of(names: Iterable[str], values: Iterable[Any]) -> Operands:
+        return Operands(**dict(zip(names, values, strict=True)))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(n for n, x in zip(self._fields, self, strict=True) if x is not None)
+
+    @property
+    def leaves(self) -> list[Any]:
+        return [x for x in self if x is not None]
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        return tuple(x for x in EXTRAS if getattr(self, x) is not None)
+
+    @property
+    def lse_in_two(self) -> bool:
+        """Whether lse is two numbers a row (row_sums.py), here and in the kernels for ARRAYS."""
+        return self.bias is not None or self.dropout_streams is not None
+
+    @property
+    def bias_of_indices(self) -> bool:
+        """Whether there are slopes of positions that are indices."""
+        return self.slopes is not None and self.q_bias_pos is None
+
+
+def differentiable(names: Sequence[str]) -> tuple[str, ...]:
+    """Of the operands of a primitive, in order: those that may have a tangent."""
+    floats = (*DIFFERENTIABLE, "out", "lse", "dout", "dlse")
+    return tuple(x for x in names if x in floats)
