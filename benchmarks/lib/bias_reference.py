@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from packax._src.ops.xla_dropout import philox
+from packax._src.ops.dropout import philox
 
 from lib.bias_cases import DROPOUT_KEY, BiasCase
 from lib.reference import einsum, relative

@@ -1,7 +1,8 @@
-"""Imports between the layers of the package run one way.
+"""Imports between the layers of the package run one way, and modules import in no circle.
 
-Guards against a helper of a high layer that a low one begins to use, and against names that a
-module keeps to itself. Sources are read, nothing is imported.
+Guards against a helper of a high layer that a low one begins to use, against modules that only make
+sense together, and against names that a module keeps to itself. Sources are read, nothing is
+imported.
 """
 
 from __future__ import annotations
@@ -96,6 +97,42 @@ def test_imports_run_one_way(path):
 def test_every_module_has_a_layer():
     below = ("packax", "packax._src")
     assert [x for x in map(name_of, SOURCES) if x not in below and layer_of(x) is None] == []
+
+
+def circle_of(imports: dict[str, set[str]]) -> list[str]:
+    """Modules that import one another in a circle, [] if there is none."""
+    done: set[str] = set()
+
+    def visit(module: str, path: list[str]) -> list[str]:
+        if module in path:
+            return [*path[path.index(module) :], module]
+        if module in done:
+            return []
+        found = (visit(x, [*path, module]) for x in sorted(imports.get(module, ())))
+        circle = next((x for x in found if x), [])
+        done.add(module)
+        return circle
+
+    return next((x for module in sorted(imports) if (x := visit(module, []))), [])
+
+
+def test_modules_import_in_no_circle():
+    """Imports for annotations count: a reader follows them."""
+    modules = set(map(name_of, SOURCES))
+    imports = {
+        name_of(path): {
+            whole if (whole := f"{source}.{name}") in modules else source
+            for source, name in imported(ast.parse(path.read_text()))
+        }
+        - {name_of(path)}
+        for path in SOURCES
+    }
+    assert circle_of(imports) == []
+
+
+def test_a_circle_is_found():
+    assert circle_of({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert circle_of({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
 
 
 def test_a_wrong_import_is_found():

@@ -25,7 +25,7 @@ STAGES = (
     *("ops/primitives.py", "ops/partitioning.py", "ops/lowering.py"),
 )
 CUDA = ("ops/rewrites.py", "ops/ffi_calls.py", "ops/ffi.py")
-XLA = ("ops/xla_attention.py", "ops/xla_scores.py", "ops/xla_tiles.py")
+XLA = ("ops/xla_attention.py", "ops/xla_tiles.py")
 
 
 class Walk:

@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mask_checks import check
 from packax._src.masks import build
-from packax._src.masks.expressions import Interval
-from packax._src.masks.pytree import pytree
+from packax._src.masks.expressions import Interval, pytree
 
 PADDING = packax.PADDING_SEGMENT_ID
 

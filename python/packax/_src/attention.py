@@ -22,8 +22,7 @@ from packax._src.core.sharding import (
 )
 from packax._src.core.spec import AttentionSpec
 from packax._src.masks.build import create_attention_mask
-from packax._src.masks.expressions import MaskExpression
-from packax._src.masks.lengths import batch_of
+from packax._src.masks.expressions import MaskExpression, batch_of
 from packax._src.ops.dropout import check_key, checked_rate, rows_of, streams_of
 from packax._src.ops.primitives import Implementation, check_implementation
 from packax._src.ops.row_sums import log_sum_exp

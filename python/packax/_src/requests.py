@@ -19,9 +19,7 @@ from packax._src.core.mask import AttentionMask
 from packax._src.core.messages import described
 from packax._src.core.shapes import is_symbolic
 from packax._src.core.sharding import HeadGroups, Layout, check_tensors
-from packax._src.masks.expressions import MaskExpression
-from packax._src.masks.lengths import check_lengths
-from packax._src.masks.messages import instead_of_array
+from packax._src.masks.expressions import MaskExpression, check_lengths, instead_of_array
 from packax._src.ops.score_mods import Alibi, ScoreParams, bias_dims
 
 _MOST_HEADS, _MOST_EQUAL_HEADS = 256, 128  # of a model, of which any is known; and of keys too

@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 import jax
 from jax.sharding import AxisType, NamedSharding
@@ -16,13 +17,17 @@ from jax.sharding import PartitionSpec as P
 
 from packax._src.core.jax_compat import entered_mesh
 
-if TYPE_CHECKING:
-    from packax._src.core.mask import AttentionMask
-
 Axes = tuple[str, ...]
 HeadGroups = int | tuple[int, ...] | None  # by which a rank gathers its key/value heads
 
 _DIMS = ("batch", "sequence", "heads", "head dim")
+
+
+class _HasSpecs(Protocol):  # an AttentionMask, which core/mask.py makes of this module
+    def specs(self, spec: Callable[..., Any], batch: Axes, context: Axes, heads: Axes) -> Any: ...
+
+
+Mask = TypeVar("Mask", bound=_HasSpecs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +66,7 @@ class AttentionSharding:
         for name in ("query", "key_value"):
             _axes(name, getattr(self, name))
 
-    def mask_specs(self, mask: AttentionMask) -> AttentionMask:
+    def mask_specs(self, mask: Mask) -> Mask:
         """The PartitionSpec of every array of a mask, as a mask: for a `shard_map` of your own."""
         return mask.specs(spec, *_axes("query", self.query))
 

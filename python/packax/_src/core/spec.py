@@ -98,7 +98,7 @@ class Operands(NamedTuple):
     kv_bias_pos: Any = None  # (Bp, Skv)
     bias: Any = None  # (1 or B, 1 or H, 1 or Sq, Skv)
     dropout_streams: Any = None  # (B, H, 4) uint32, and
-    dropout_rows: Any = None  # (1 or B, Sq) int32: the counters of xla_dropout.py
+    dropout_rows: Any = None  # (1 or B, Sq) int32: the counters of dropout.py
     # Of some heads of the query (head_groups.py): out or dq, which holds the others.
     before: Any = None
 

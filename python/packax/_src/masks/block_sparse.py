@@ -14,8 +14,7 @@ import numpy as np
 from packax._src.core.integers import Array, ArrayLike, numpy_of
 from packax._src.core.messages import shown
 from packax._src.core.shapes import ceil_div
-from packax._src.masks.expressions import MaskExpression, Positions
-from packax._src.masks.pytree import pytree
+from packax._src.masks.expressions import MaskExpression, Positions, pytree
 
 
 @pytree("block_mask", static=("block_size", "per_head"))

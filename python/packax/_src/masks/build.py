@@ -27,11 +27,17 @@ from packax._src.core.sharding import (
 )
 from packax._src.masks.block_sparse import BlockSparse
 from packax._src.masks.documents import Ranges
-from packax._src.masks.expressions import And, Interval, MaskExpression, documents_of
+from packax._src.masks.expressions import (
+    And,
+    Interval,
+    MaskExpression,
+    batch_of,
+    check_lengths,
+    documents_of,
+    instead_of_array,
+)
 from packax._src.masks.intervals import warn_of_offsets
-from packax._src.masks.lengths import batch_of, check_lengths
 from packax._src.masks.local_mask import keeps_local, local_parts, made_of
-from packax._src.masks.messages import instead_of_array
 from packax._src.masks.rank_rows import RankRows
 from packax._src.masks.row_ranges import Document, Rows, row_ranges_and_bounds, segment_check_of
 from packax._src.masks.tree import tree_of

@@ -9,9 +9,14 @@ import numpy as np
 from packax._src.core.integers import Array, ArrayLike, as_int32
 from packax._src.core.messages import shown
 from packax._src.core.shapes import PADDING_SEGMENT_ID
-from packax._src.masks.expressions import Documents, MaskExpression, Positions
-from packax._src.masks.lengths import batch_of, check_lengths
-from packax._src.masks.pytree import pytree
+from packax._src.masks.expressions import (
+    Documents,
+    MaskExpression,
+    Positions,
+    batch_of,
+    check_lengths,
+    pytree,
+)
 
 
 @pytree("lo", "hi")

@@ -1,6 +1,7 @@
 """Mask expressions: frozen values whose meaning is a dense boolean, `as_array`.
 
-Their algebra, `&` and `|`. The leaves are in documents.py, intervals.py, spans.py, tree.py and
+Their algebra, `&` and `|`, the sizes that their arrays agree on, and how they cross jit. The leaves
+are in documents.py, intervals.py, spans.py, tree.py and
 block_sparse.py. Nothing here computes row ranges (build.py does) or knows a kernel.
 """
 
@@ -8,19 +9,58 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
-from typing import Any, NamedTuple, TypeAlias
+import json
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeAlias, dataclass_transform
 
+import jax
+import jax.export
 import numpy as np
+from jax.export import is_symbolic_dim
 
 from packax._src.core.integers import Array, numpy_of
-from packax._src.core.messages import NotAnArray, shown
+from packax._src.core.messages import NotAnArray, described, shown
 from packax._src.core.shapes import PADDING_SEGMENT_ID
-from packax._src.masks.lengths import check_lengths
-from packax._src.masks.messages import not_joined
-from packax._src.masks.pytree import offset_value, pytree, static_value
 
 Limits: TypeAlias = tuple[Any, Any]  # lowest and highest position of each row; None: unbounded
+
+
+@dataclass_transform(frozen_default=True, eq_default=False)
+def pytree(*arrays: str, static: tuple[str, ...] = ()) -> Callable[[type], Any]:
+    """A frozen dataclass that is a pytree of these fields, also in exported programs."""
+
+    def decorate(cls: type) -> type:
+        cls = dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
+        jax.tree_util.register_dataclass(cls, data_fields=[*arrays], meta_fields=[*static])
+        jax.export.register_pytree_node_serialization(
+            cls,
+            serialized_name=f"packax.{cls.__name__}",
+            serialize_auxdata=lambda static: json.dumps(static).encode(),
+            deserialize_auxdata=_static_fields,
+        )
+        return cls
+
+    return decorate
+
+
+def _static_fields(written: bytes) -> Any:
+    return tuple(tuple(x) if isinstance(x, list) else x for x in json.loads(written))
+
+
+def static_value(expression: Any) -> Any:
+    """What expressions without arrays are compared by; None for others."""
+    leaves, structure = jax.tree.flatten(expression)
+    if any(not isinstance(x, (np.ndarray, np.generic)) or x.ndim for x in leaves):
+        return None
+    return tuple(int(x) for x in leaves), structure
+
+
+def offset_value(offset: Any) -> Any:
+    """Equal for offsets that surely are. Values of jax arrays may be unknown: equal to itself
+    alone.
+    """
+    return id(offset) if isinstance(offset, jax.Array) else np.asarray(offset).tobytes()
 
 
 class Positions(NamedTuple):
@@ -397,3 +437,101 @@ def places_of(expression: MaskExpression, q_len: int, kv_len: int) -> Positions:
     places = next((x for x in said if x is not None), Positions(q, kv, (), False))
     document = documents_of(expression)
     return places if document is None else places._replace(ids=(*places.ids, document.q_ids))
+
+
+# --- Sizes that the arrays of an expression agree on.
+
+
+def check_lengths(
+    expression: MaskExpression,
+    q_len: int | None = None,
+    kv_len: int | None = None,
+    *,
+    said: tuple[str, str] = ("q_len says", "kv_len says"),
+) -> tuple[int | None, int | None]:
+    """q_len and kv_len as the arguments and all arrays agree on, None where nothing says.
+
+    `said`: who gave q_len and kv_len, for the text of errors.
+
+    Raises:
+        ValueError: if they do not agree.
+    """
+    q_len, kv_len = _length("q_len", q_len), _length("kv_len", kv_len)
+    known: dict[str, tuple[str, int]] = {}
+    if q_len is not None:
+        known["q"] = (said[0], q_len)
+    if kv_len is not None:
+        known["kv"] = (said[1], kv_len)
+    for name, x, side in expression.arrays():
+        if side == "batch":
+            continue
+        length = x.shape[-1]
+        first, expected = known.setdefault(side, (f"{name} is for", length))
+        if length != expected:
+            what = "query rows" if side == "q" else "keys"
+            more = ""
+            if side == "kv" and name == "segment_ids":
+                more = ": give the ids of the keys as kv_segment_ids"
+            raise ValueError(f"{name} is for {length} {what}, but {first} {expected}{more}")
+    nothing = ("", None)
+    lengths = known.get("q", nothing)[1], known.get("kv", nothing)[1]
+    for part in expression.walk():
+        part.check_sizes(*lengths)
+    return lengths
+
+
+def batch_of(expression: MaskExpression, batch: int = 1, said: str = "") -> int:
+    """The batch size of the arrays, 1 where none has a batch.
+
+    `batch`, `said`: one that is known before, and who has it, for the text of errors.
+
+    Raises:
+        ValueError: if two arrays have different batch sizes, neither of them 1.
+    """
+    first, note = said, ""
+    for name, x, side in expression.arrays():
+        size = x.shape[0] if x.ndim == 2 or side == "batch" else 1
+        more = ""
+        if side == "batch" and x.ndim == 1:
+            more = f". {name} of shape {x.shape} is one for each row of the batch"
+            if name == "lengths":
+                more += f": for one of each token give (1, {size})"
+        if size not in (1, batch) and (batch != 1 or said):
+            raise ValueError(f"{name} has batch size {size}, but {first} has {batch}{more or note}")
+        if size != 1:
+            batch, first, note = size, name, more
+    return batch
+
+
+def _length(name: str, length: Any) -> Any:
+    if length is None or is_symbolic_dim(length):
+        return length
+    try:
+        length = operator.index(length)
+    except TypeError:
+        raise ValueError(f"{name} must be an integer, but is {length!r}") from None
+    if not 0 <= length < 2**31:
+        raise ValueError(f"{name} must be from 0 to 2**31 - 1, but is {length}")
+    return length
+
+
+# --- What a caller gave in place of a mask or an expression.
+
+
+def not_joined(operator: str, other: Any) -> str:
+    """Why an expression and something else are not joined."""
+    text = f"`{operator}` joins mask expressions, but one side is {described(other)}"
+    if hasattr(other, "q_blocks"):
+        return f"{text}: join expressions first and build the mask of all of them"
+    return f"{text}{instead_of_array(other)}"
+
+
+def instead_of_array(x: Any) -> str:
+    """What to do with a dense mask."""
+    if not hasattr(x, "ndim") or x.ndim < 1:
+        return ""
+    return (
+        ". Dense masks are not taken: where a row's keys are one range say ranges(lo, hi), else "
+        "block_sparse(block_mask, block_size), for a boolean array of rows and keys "
+        "block_sparse(array, 1)"
+    )

@@ -16,8 +16,15 @@ import numpy as np
 from packax._src.core.integers import INT32, Array, ArrayLike, as_int32, numpy_of, plus
 from packax._src.core.messages import shown
 from packax._src.core.shapes import PADDING_SEGMENT_ID
-from packax._src.masks.expressions import Documents, Interval, Limits, MaskExpression, Positions
-from packax._src.masks.pytree import offset_value, pytree
+from packax._src.masks.expressions import (
+    Documents,
+    Interval,
+    Limits,
+    MaskExpression,
+    Positions,
+    offset_value,
+    pytree,
+)
 
 
 class _Offset(Interval):

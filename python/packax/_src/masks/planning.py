@@ -31,8 +31,15 @@ from packax._src.core.sharding import AttentionSharding, Layout, check_divides, 
 from packax._src.masks.block_sparse import BlockSparse
 from packax._src.masks.build import create_attention_mask
 from packax._src.masks.documents import Ranges
-from packax._src.masks.expressions import And, Interval, MaskExpression, Positions, documents_of
-from packax._src.masks.lengths import batch_of, check_lengths
+from packax._src.masks.expressions import (
+    And,
+    Interval,
+    MaskExpression,
+    Positions,
+    batch_of,
+    check_lengths,
+    documents_of,
+)
 from packax._src.masks.spans import extremes
 from packax._src.masks.tree import tree_keys, tree_of
 from packax._src.ops.primitives import Implementation

@@ -11,8 +11,7 @@ from packax._src.context.load_balance import ContextPlan
 from packax._src.core.mask import AttentionMask
 from packax._src.core.messages import described
 from packax._src.core.shapes import PADDING_SEGMENT_ID, ceil_div
-from packax._src.masks.expressions import MaskExpression, documents_of
-from packax._src.masks.lengths import check_lengths
+from packax._src.masks.expressions import MaskExpression, check_lengths, documents_of
 from packax._src.masks.tree import tree_of
 
 _DOCUMENTS = (

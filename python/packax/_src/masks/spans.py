@@ -12,9 +12,15 @@ import numpy as np
 
 from packax._src.core.integers import INT32, Array, ArrayLike, as_int32, numpy_of
 from packax._src.core.messages import described, shown
-from packax._src.masks.expressions import Documents, Interval, Limits, MaskExpression, Positions
+from packax._src.masks.expressions import (
+    Documents,
+    Interval,
+    Limits,
+    MaskExpression,
+    Positions,
+    pytree,
+)
 from packax._src.masks.intervals import Causal
-from packax._src.masks.pytree import pytree
 
 NO_SPAN = -1
 

@@ -19,6 +19,8 @@ from packax._src.core.mask import AttentionMask
 from packax._src.core.sharding import Axes, Layout
 
 WORDS = 2**32
+_MULTIPLIERS = np.uint32(0xD2511F53), np.uint32(0xCD9E8D57)
+_WEYL = np.uint32(0x9E3779B9), np.uint32(0xBB67AE85)
 
 
 class OneForAll(NamedTuple):
@@ -114,3 +116,24 @@ def _indices(size: Any, layout: Layout | None, axes: Axes) -> jax.Array:
     if layout is None or math.prod(layout.size((axis,)) for axis in manual) == 1:
         return index
     return index + jax.lax.axis_index(manual) * jnp.int32(size)
+
+
+def philox(counters: Any, keys: Any) -> list[jax.Array]:
+    """Philox4x32-10: four words of uint32 for four counters and two keys, arrays of uint32."""
+    c0, c1, c2, c3 = counters
+    k0, k1 = keys
+    for _ in range(10):
+        high0, low0 = _product(c0, _MULTIPLIERS[0])
+        high1, low1 = _product(c2, _MULTIPLIERS[1])
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = k0 + _WEYL[0], k1 + _WEYL[1]
+    return [c0, c1, c2, c3]
+
+
+def _product(x: jax.Array, y: np.uint32) -> tuple[jax.Array, jax.Array]:
+    """The upper and the lower 32 bits of a product, without integers of 64 bits."""
+    half, low = np.uint32(16), np.uint32(0xFFFF)
+    x1, x0, y1, y0 = x >> half, x & low, y >> half, y & low
+    middle = x1 * y0 + (x0 * y0 >> half)
+    carry = (middle & low) + x0 * y1
+    return x1 * y1 + (middle >> half) + (carry >> half), x * y

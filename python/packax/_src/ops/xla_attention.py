@@ -8,6 +8,7 @@ its inner loop visits only the key blocks of the tile's row ranges, so documents
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +16,12 @@ import numpy as np
 from jax import lax
 
 from packax._src.core.precision import accumulator
-from packax._src.core.shapes import INT_MAX, ONE_BLOCK
+from packax._src.core.shapes import INT_MAX, ONE_BLOCK, ceil_div, fill_up
 from packax._src.core.spec import AttentionSpec, Operands
 from packax._src.ops import block_lists, row_sums
-from packax._src.ops.dropout import inverse_keep
-from packax._src.ops.xla_bias import BiasTiles
-from packax._src.ops.xla_scores import kept_of_blocks, logits_of_blocks
+from packax._src.ops.dropout import inverse_keep, philox
 from packax._src.ops.xla_tiles import (
+    BiasTiles,
     add,
     add_keys,
     at,
@@ -343,3 +343,84 @@ def _in_block_mask(mask, block_size, tiles, step, block):
     bits = block_lists.bit(batch_row(mask.block_mask, step, tiles.row_tiles), *indices)
     heads = (tiles.kv_heads, tiles.group) if bits.shape[0] > 1 else (1, 1)
     return bits.reshape(*heads, *bits.shape[1:])
+
+
+# --- What changes scores and probabilities.
+
+
+class Logits(NamedTuple):
+    """Of a block: what the softmax takes, and the factors of its gradient on the way back."""
+
+    logit: jax.Array
+    scale: jax.Array | float
+    cap_slope: jax.Array | None  # of soft_cap * tanh(s * scale / soft_cap)
+    far: jax.Array | None  # (heads, group * rows, keys)
+
+
+def logits_of_blocks(spec, extras, tiles):
+    """A function from scores, their step and their block to Logits."""
+    soft_cap = spec.soft_cap
+    biased = extras.slopes is not None
+    bias = None if extras.bias is None else BiasTiles(extras.bias, tiles)
+    if biased:
+        q_bias_pos, kv_bias_pos = (
+            lax.broadcasted_iota(jnp.int32, (1, count, size), 1) * size
+            + lax.broadcasted_iota(jnp.int32, (1, count, size), 2)
+            if x is None
+            else fill_up(x, 1, count * size).reshape(x.shape[0], count, size)
+            for x, count, size in (
+                (extras.q_bias_pos, tiles.row_tiles, tiles.rows),
+                (extras.kv_bias_pos, tiles.key_blocks, tiles.keys),
+            )
+        )
+
+    def of_block(s, step, block):
+        factor = spec.scale
+        if extras.scales is not None:
+            factor = batch_row(extras.scales, step, tiles.row_tiles)
+        factor = lax.convert_element_type(factor, s.dtype)
+        logit, cap_slope, far = lax.mul(s, factor), None, None
+        if soft_cap:
+            t = jnp.tanh(logit / soft_cap)
+            logit, cap_slope = soft_cap * t, 1 - t * t
+        if biased:
+            row = at(batch_row(q_bias_pos, step, tiles.row_tiles), rem(step, tiles.row_tiles))
+            column = batch_row(kv_bias_pos, step, tiles.row_tiles)
+            column = at(column, rem(block, tiles.key_blocks))
+            far = jnp.abs(row[:, None] - column[None, :]).astype(s.dtype)
+            far = jnp.tile(far, (tiles.group, 1))[None]
+            slopes = batch_row(extras.slopes, step, tiles.row_tiles)
+            slopes = slopes.reshape(tiles.kv_heads, tiles.group)
+            logit -= jnp.repeat(slopes, tiles.rows, axis=1)[..., None] * far
+        if bias is not None:
+            logit += bias.at(step, block, s.dtype)
+        return Logits(logit, factor, cap_slope, far)
+
+    return of_block
+
+
+def kept_of_blocks(spec, operands, tiles):
+    """A function from a step and a block to which probabilities dropout keeps, (Hkv, group * rows,
+    keys), by the bits of csrc/kernels/portable/dropout.py; None: all."""
+    if not spec.dropout_threshold:
+        return None
+    streams, rows = operands.dropout_streams, operands.dropout_rows
+    whole = tiles.row_tiles * tiles.rows
+    rows = fill_up(rows, 1, whole).reshape(rows.shape[0], tiles.row_tiles, tiles.rows)
+
+    def kept(step, block):
+        row = at(batch_row(rows, step, tiles.row_tiles), rem(step, tiles.row_tiles))
+        words = at(streams, div(step, tiles.row_tiles))[:, :, None, None]  # (H, 4, 1, 1)
+        fours = ceil_div(tiles.keys, 4)
+        shape = (words.shape[0], tiles.rows, fours)
+        four = first_key(block, tiles) // 4 + lax.broadcasted_iota(jnp.int32, shape, 2)
+        row, batch, head = (
+            jnp.broadcast_to(x.astype(jnp.uint32), shape)
+            for x in (row[None, :, None], words[:, 2], words[:, 3])
+        )
+        made = philox((four.astype(jnp.uint32), row, head, batch), (words[:, 0], words[:, 1]))
+        stays = jnp.stack([x >= np.uint32(spec.dropout_threshold) for x in made], -1)
+        stays = stays.reshape(*shape[:2], 4 * fours)[..., : tiles.keys]
+        return stays.reshape(tiles.kv_heads, tiles.group * tiles.rows, tiles.keys)
+
+    return kept
