@@ -55,6 +55,7 @@ class Walk:
 
 
 def plain_call() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    jax.clear_caches()
     ids = jnp.zeros((1, 256), jnp.int32)
     mask = packax.create_attention_mask(packax.causal() & packax.documents(ids))
     tensors = abstract(q_len=256, kv_len=256)

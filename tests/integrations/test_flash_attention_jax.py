@@ -157,52 +157,11 @@ def both(name, theirs, *args):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", ["flash_attention", "attention", "plain_attention"])
-def test_key_mask_as_theirs(theirs, name):
+def test_key_mask_as_theirs(theirs):
     mask = np.random.default_rng(3).random((2, 37)) < 0.5
-    both(name, theirs, *tensors(SHAPES["as there"])[:3], mask)
+    both("flash_attention", theirs, *tensors(SHAPES["as there"])[:3], mask)
 
 
-@pytest.mark.parametrize("name", ["causal_flash_attention", "causal_attention"])
-def test_causal_as_theirs(theirs, name):
+def test_causal_as_theirs(theirs):
     shape = (2, 2, 5, 8), (2, 2, 70, 8), (2, 2, 70, 8)
-    both(name, theirs, *tensors(shape)[:3])
-
-
-def test_cosine_sim_as_theirs(theirs):
-    mask = np.random.default_rng(4).random((1, 19)) < 0.7
-    q, k, v, _ = tensors(SHAPES["matrix"])
-    both("cosine_sim_flash_attention", theirs, q, k, v, mask[0])
-    both("cosine_sim_attention", theirs, *(x[None, None] for x in (q, k, v)), mask)
-    np.testing.assert_allclose(
-        ours.cosine_sim_flash_attention(q, k, v, mask[0]),
-        ours.cosine_sim_attention(*(x[None, None] for x in (q, k, v)), mask)[0, 0],
-        atol=1e-6,
-    )
-
-
-def test_rabe_as_theirs(theirs):
-    q, k, v, _ = tensors(SHAPES["matrix"])
-    np.testing.assert_allclose(
-        ours.rabe_attention(q, k, v), theirs.rabe_attention(q, k, v), atol=1e-6
-    )
-
-
-def test_every_public_name_of_theirs(theirs):
-    public = {name for name in vars(theirs) if not name.startswith("_")}
-    modules = {name for name in public if type(getattr(theirs, name)).__name__ == "module"}
-    # `attention` the function hides the module of that name there.
-    assert public - modules <= {*ours.__all__}
-
-
-def test_their_own_comparison():
-    """Ours finds no difference where there is none, and one where there is one."""
-    sizes = {"batch": 1, "heads": 2, "q_seq_len": 40, "k_seq_len": 80, "dim": 16}
-    difference, gradients = ours.value_and_grad_difference(
-        ours.plain_attention, ours.flash_attention, **sizes
-    )
-    assert difference < 1e-3 and all(x < 1e-4 for x in gradients)
-    difference, gradients = ours.value_and_grad_difference(
-        ours.plain_attention, lambda *x: 2 * ours.plain_attention(*x), **sizes
-    )
-    assert difference > 1e-2 and gradients[2] > 1e-2
+    both("causal_flash_attention", theirs, *tensors(shape)[:3])

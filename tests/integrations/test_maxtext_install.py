@@ -19,7 +19,7 @@ from tiers import some
 linen = pytest.importorskip("flax.linen")
 from maxtext_reference import close, ids_and_positions, tensors  # noqa: E402
 from packax.integrations import maxtext  # noqa: E402
-from packax.integrations.maxtext import mesh_axes  # noqa: E402
+from packax.integrations.maxtext.install import sharding_of  # noqa: E402
 
 RULES = (
     ("activation_batch_attn", ("data", "fsdp", "expert")),
@@ -74,7 +74,7 @@ def test_axes_of_rules_and_mesh(sizes, query, key, expected):
     shape = tuple(sizes.get(name, 1) for name in names)
     mesh = jax.sharding.AbstractMesh(shape, names)
     with linen.logical_axis_rules(RULES):
-        found = mesh_axes.sharding_of(mesh, query, key, BALANCED)
+        found = sharding_of(mesh, query, key, BALANCED)
     if expected is None:
         assert found is None
     else:
@@ -98,7 +98,7 @@ def test_a_sequence_that_no_kernel_divides_is_right(sizes, length):
     rows = jax.sharding.NamedSharding(mesh, P(None, ("context", "ulysses")))
     there = [jax.device_put(x, rows) for x in there]
     with linen.logical_axis_rules(RULES):
-        sharding = mesh_axes.sharding_of(mesh, q.shape, k.shape, BALANCED)
+        sharding = sharding_of(mesh, q.shape, k.shape, BALANCED)
     assert sharding.query[1] == ("ulysses" if sizes[0] == 1 else None)
     op = maxtext.AttentionOp(BALANCED, mesh, sharding=sharding)
 

@@ -1,4 +1,4 @@
-"""The calls of flash-attention-jax 0.3.1, by packax: switching is the import.
+"""The two calls of flash-attention-jax 0.3.1, by packax: switching is the import.
 
     from packax.integrations.flash_attention_jax import flash_attention, causal_flash_attention
 
@@ -20,28 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from packax._src import attention as _attention
-from packax._src.core.precision import accumulator
 from packax._src.masks.expressions import MaskExpression
 from packax._src.masks.intervals import causal, full
 from packax._src.ops import ffi
 from packax.integrations import jax_nn as dot_product
 
-__all__ = [
-    "PRNGKeyGenerator",
-    "attention",
-    "causal_attention",
-    "causal_flash_attention",
-    "cosine_sim_attention",
-    "cosine_sim_flash_attention",
-    "flash_attention",
-    "plain_attention",
-    "rabe_attention",
-    "value_and_grad_difference",
-]
-
-COSINE_SIM_SCALE = 10
-_EPSILON = 1e-10
-_MASKED = -1e10
+__all__ = ["causal_flash_attention", "flash_attention"]
 
 
 def flash_attention(q: Any, k: Any, v: Any, key_mask: Any = None) -> jax.Array:
@@ -83,31 +67,12 @@ def causal_flash_attention(q: Any, k: Any, v: Any) -> jax.Array:
     return _run(q, k, v, _causal)
 
 
-def cosine_sim_flash_attention(q: Any, k: Any, v: Any, key_mask: Any = None) -> jax.Array:
-    """`flash_attention` of normalised queries and keys, scores scaled by 10.
-
-    As in flash-attention-jax, a (length, dim) matrix is divided by the norm of all its elements
-    (Frobenius), not each row by its own: for that, normalise the rows and call
-    `packax.flash_attention(..., scale=10)`.
-    """
-    q, k = jnp.asarray(q), jnp.asarray(k)
-    return _run(_normalised(q), _normalised(k), v, _key_mask, key_mask, scale=COSINE_SIM_SCALE)
-
-
-def rabe_attention(
-    q: Any, k: Any, v: Any, q_chunk_size: int = 1024, k_chunk_size: int = 4096
-) -> jax.Array:
-    """Attention of every row to every key (arXiv 2112.05682). The chunk sizes have no effect."""
-    return _run(q, k, v, _key_mask, None)
-
-
 def _run(
     q: Any,
     k: Any,
     v: Any,
     expression: Callable[..., MaskExpression],
     *operands: Any,
-    scale: float | None = None,
 ) -> jax.Array:
     """(*batch, heads, length, dim) to packax's (B, length, heads, dim) and back."""
     q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
@@ -125,7 +90,7 @@ def _run(
     mask = expression(query, key, batch, *operands)
     takes = ffi.has_kernels(query, key, value)
     out = _attention.flash_attention(
-        query, key, value, mask, scale=scale, implementation=None if takes else "xla"
+        query, key, value, mask, implementation=None if takes else "xla"
     )
     return out.swapaxes(1, 2).reshape(*q.shape[:-1], v.shape[-1])
 
@@ -143,17 +108,14 @@ def _with_heads(name: str, x: jax.Array, batch: tuple[int, ...], ndim: int) -> j
     return x.reshape(-1, *x.shape[-3:]).swapaxes(1, 2)
 
 
-def _numbers(key_mask: Any) -> Any:
-    """An array; numpy's stays numpy's, since jax would cut numbers of 64 bits to 32."""
-    return key_mask if isinstance(key_mask, jax.Array) else np.asarray(key_mask)
-
-
 def _key_mask(
     query: jax.Array, key: jax.Array, batch: tuple[int, ...], key_mask: Any
 ) -> MaskExpression:
     if key_mask is None:
         return full()
-    mask = jnp.asarray(_numbers(key_mask).astype(bool))
+    # numpy's stays numpy's here: jax would cut numbers of 64 bits to 32
+    numbers = key_mask if isinstance(key_mask, jax.Array) else np.asarray(key_mask)
+    mask = jnp.asarray(numbers.astype(bool))
     length = key.shape[1]
     if mask.ndim == 0 or mask.shape[-1] != length or mask.ndim > len(batch) + 1:
         raise ValueError(
@@ -171,77 +133,3 @@ def _key_mask(
 def _causal(query: jax.Array, key: jax.Array, batch: tuple[int, ...]) -> MaskExpression:
     q_len, k_len = query.shape[1], key.shape[1]
     return causal(k_len - q_len)
-
-
-def _normalised(x: jax.Array) -> jax.Array:
-    wide = x.astype(accumulator(x.dtype))
-    norm = jnp.sqrt(jnp.sum(wide * wide, (-2, -1), keepdims=True))
-    return (wide / (norm + _EPSILON)).astype(x.dtype)
-
-
-# --- The plain functions that its users compare with: dense, quadratic in memory.
-
-
-def attention(q: Any, k: Any, v: Any, key_mask: Any) -> jax.Array:
-    """Dense `flash_attention`; a batch row with no key gives the mean of the values."""
-    scores = jnp.einsum("...id,...jd->...ij", q * (1 / jnp.sqrt(q.shape[-1])), k)
-    return _weighted(scores, _numbers(key_mask)[..., None, None, :].astype(bool), v)
-
-
-plain_attention = attention
-
-
-def causal_attention(q: Any, k: Any, v: Any) -> jax.Array:
-    """Dense `causal_flash_attention`; a row with no key gives the mean of the values."""
-    scores = jnp.einsum("...id,...jd->...ij", q * (1 / jnp.sqrt(q.shape[-1])), k)
-    q_len, k_len = scores.shape[-2:]
-    return _weighted(scores, jnp.tril(jnp.ones((q_len, k_len), bool), k_len - q_len), v)
-
-
-def cosine_sim_attention(q: Any, k: Any, v: Any, key_mask: Any) -> jax.Array:
-    """Dense `cosine_sim_flash_attention`."""
-    q, k = _normalised(jnp.asarray(q)), _normalised(jnp.asarray(k))
-    scores = jnp.einsum("...id,...jd->...ij", q, k) * COSINE_SIM_SCALE
-    return _weighted(scores, _numbers(key_mask)[..., None, None, :].astype(bool), v)
-
-
-def _weighted(scores: jax.Array, allowed: jax.Array, v: Any) -> jax.Array:
-    weights = jax.nn.softmax(jnp.where(allowed, scores, _MASKED), axis=-1)
-    return jnp.einsum("...ij,...jd->...id", weights, v)
-
-
-def PRNGKeyGenerator(seed: int = 42) -> Any:
-    """Random keys, without end."""
-    key = jax.random.key(seed)
-    while True:
-        key, one = jax.random.split(key)
-        yield one
-
-
-def value_and_grad_difference(
-    fn1: Callable[..., jax.Array],
-    fn2: Callable[..., jax.Array],
-    seed: int = 42,
-    batch: int = 2,
-    heads: int = 4,
-    q_seq_len: int = 4096,
-    k_seq_len: int = 8192,
-    add_key_mask: bool = True,
-    dim: int = 512,
-) -> tuple[jax.Array, list[jax.Array]]:
-    """Largest differences of two attentions on random float32 input: of the sum of the output, and
-    of the gradients of q, k and v.
-    """
-    keys = PRNGKeyGenerator(seed)
-    args = [
-        jax.random.normal(next(keys), (batch, heads, length, dim))
-        for length in (q_seq_len, k_seq_len, k_seq_len)
-    ]
-    if add_key_mask:
-        args.append(jax.random.bernoulli(next(keys), 0.5, (batch, k_seq_len)))
-    (out1, grads1), (out2, grads2) = (
-        jax.jit(jax.value_and_grad(lambda *x, fn=fn: jnp.sum(fn(*x)), (0, 1, 2)))(*args)
-        for fn in (fn1, fn2)
-    )
-    differences = [jnp.max(jnp.abs(x - y)) for x, y in zip(grads1, grads2, strict=True)]
-    return jnp.max(jnp.abs(out1 - out2)), differences

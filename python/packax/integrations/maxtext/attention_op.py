@@ -2,9 +2,10 @@
 
     from packax.integrations.maxtext import AttentionOp
 
-    op = AttentionOp(config=config, mesh=mesh, attention_type="local_sliding",
-    sliding_window_size=4096) out = op(query, key, value, decoder_segment_ids, inputs_positions,
-    model_mode)
+    op = AttentionOp(
+        config=config, mesh=mesh, attention_type="local_sliding", sliding_window_size=4096
+    )
+    out = op(query, key, value, decoder_segment_ids, inputs_positions, model_mode)
 
 What a call means is what MaxText's dense path says (`generate_attention_mask` and
 `apply_attention_dot` of its attention_op.py, as of commit 001b727), without a dense mask. Queries
@@ -17,11 +18,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from packax._src.attention import flash_attention
 from packax._src.context.load_balance import zigzag
-from packax._src.core.precision import checked_precision
+from packax._src.core.precision import accumulator, checked_precision
 from packax._src.core.sharding import AttentionSharding
 from packax._src.masks.build import create_attention_mask
 from packax._src.masks.documents import documents
@@ -29,18 +31,46 @@ from packax._src.masks.expressions import MaskExpression
 from packax._src.masks.spans import spans
 from packax._src.ops.merge import merged
 from packax._src.requests import validate_score_params
-from packax.integrations.maxtext import dense as maxtext_dense
-from packax.integrations.maxtext import selection
-from packax.integrations.maxtext.additive_mask import AdditiveMask
 from packax.integrations.maxtext.decode import one_cache
-from packax.integrations.maxtext.expressions import chosen, interval_of
-from packax.integrations.maxtext.mesh_axes import reordered_ranks
-from packax.integrations.maxtext.options import NO_EFFECT, attention_type_of, size_of, stripes_of
-from packax.integrations.maxtext.tokens import documents_of, reorder_sequence, runs_of, striped
+from packax.integrations.maxtext.masks import (
+    MASKED,
+    AdditiveMask,
+    checked_indexer,
+    chosen,
+    documents_of,
+    interval_of,
+    reorder_sequence,
+    runs_of,
+    striped,
+)
 
 __all__ = ["AttentionOp", "reorder_sequence"]
 
 TRAIN, PREFILL, AUTOREGRESSIVE = "train", "prefill", "autoregressive"
+_TYPES = ("global", "local_sliding", "chunk", "full", "mla", "block_diffusion")
+_NO_EFFECT = (  # how MaxText computes, or lays out what packax does not have
+    "attention_kernel",
+    "cache_logical_axis_names",
+    "cache_scale_logical_axis_names",
+    "compute_axis_order",
+    "dtype",
+    "flash_axis_names_kv",
+    "flash_axis_names_q",
+    "flash_axis_names_splash_kernel",
+    "float32_logits",
+    "float32_qk_product",
+    "key_axis_order",
+    "max_prefill_predict_length",
+    "max_target_length",
+    "num_kv_heads",
+    "num_query_heads",
+    "prefill_cache_logical_axis_names",
+    "ragged_block_size",
+    "ragged_lengths_names",
+    "ragged_qkv_axis_names",
+    "reshape_q",
+    "rngs",
+)
 
 
 class AttentionOp(AdditiveMask, nnx.Module):
@@ -91,10 +121,10 @@ class AttentionOp(AdditiveMask, nnx.Module):
         implementation: Any = None,
         **others: Any,
     ):
-        unknown = sorted(others.keys() - set(NO_EFFECT))
+        unknown = sorted(others.keys() - set(_NO_EFFECT))
         if unknown:
             raise TypeError(f"AttentionOp has no argument {', '.join(unknown)}")
-        self.attention_type = attention_type_of(config, attention_type)
+        self.attention_type = _attention_type_of(config, attention_type)
         self.dense = implementation == "dense"
         self.moba = None
         if getattr(config, "moba", False):
@@ -115,11 +145,11 @@ class AttentionOp(AdditiveMask, nnx.Module):
                     f"{what}: there is no kernel for it; MaxText's dot_product attention takes it"
                 )
         self.attn_logits_soft_cap = attn_logits_soft_cap or None
-        self.size = size_of(
+        self.size = _size_of(
             config, self.attention_type, sliding_window_size, chunk_attn_window_size
         )
         self.reordered = reordered_ranks(mesh, config)
-        self.stripes = self.reordered if stripes_of(config) else 1
+        self.stripes = self.reordered if _stripes_of(config) else 1
         self.sharding = sharding
         self.divided = sharding is not None and sharding.query[1] is not None  # the sequence
         self.gather_head_groups = gather_head_groups
@@ -249,7 +279,7 @@ class AttentionOp(AdditiveMask, nnx.Module):
             caches = [own] if cache is None else [own, cache[:3]]
         if indexer_mask is not None:
             keys = sum(one[0].shape[1] for one in caches) if decoding else key.shape[1]
-            indexer_mask = selection.checked_indexer(indexer_mask, (*query.shape[:2], keys))
+            indexer_mask = checked_indexer(indexer_mask, (*query.shape[:2], keys))
         if decoding:
             for name, x in (
                 ("previous_chunk", previous_chunk),
@@ -306,7 +336,7 @@ class AttentionOp(AdditiveMask, nnx.Module):
         results: Any
         if self.dense:
             cap, precision = self.attn_logits_soft_cap, self.precision
-            results = maxtext_dense.attend(query, key, value, mask, cap, sinks, precision)
+            results = _attend_dense(query, key, value, mask, cap, sinks, precision)
         else:
             options: dict[str, Any] = {}
             if self.attn_logits_soft_cap is not None:
@@ -395,3 +425,107 @@ class AttentionOp(AdditiveMask, nnx.Module):
             expression = expression & document
         expression = chosen(expression, self.moba, query, key, before, indexer_mask)
         return self.built(expression, rows, keys, plan)
+
+
+# --- What MaxText's configuration asks for, checked.
+
+
+def _attention_type_of(config: Any, given: Any) -> str:
+    def name(x: Any) -> str:
+        return str(getattr(x, "value", x))
+
+    configured = name(getattr(config, "attention_type", "global"))
+    kind = configured if given is None else name(given)
+    if configured == "block_diffusion" and kind == "global":
+        kind = configured
+    if kind == "compressed":
+        raise NotImplementedError(
+            f'attention_type "compressed" has no kernel; there are: {", ".join(_TYPES)}'
+        )
+    if kind not in _TYPES:
+        raise ValueError(f"attention_type must be one of {', '.join(_TYPES)}, but is {kind!r}")
+    return kind
+
+
+def _size_of(config: Any, kind: str, window: int | None, chunk: int | None) -> int:
+    """The size that goes with an attention type; 0 for those without."""
+    sizes = {
+        "local_sliding": ("sliding_window_size", window),
+        "chunk": ("chunk_attn_window_size", chunk),
+        "block_diffusion": (
+            "config.causal_block_size",
+            getattr(config, "causal_block_size", None),
+        ),
+    }
+    if kind not in sizes:
+        return 0
+    name, size = sizes[kind]
+    least = 0 if kind == "local_sliding" else 1
+    if not isinstance(size, (int, np.integer)) or size < least:
+        raise ValueError(
+            f'{name} must be an integer of {least} or more for attention_type "{kind}", but is '
+            f"{size!r}"
+        )
+    return int(size)
+
+
+def _stripes_of(config: Any) -> bool:
+    """Whether tokens are reordered one by one, as TransformerEngine's "striped", not in chunks."""
+    strategy = getattr(config, "context_parallel_reorder_strategy", None)
+    strategy = str(getattr(strategy, "value", strategy)).lower()
+    if strategy != "auto":
+        return strategy == "striped"
+    return (
+        bool(getattr(config, "packing", False))
+        and str(getattr(config, "context_parallel_strategy", "")).lower() == "ring"
+        and getattr(config, "hardware", "") in ("gpu", "gpu_multiprocess")
+    )
+
+
+def reordered_ranks(mesh: Any, config: Any) -> int:
+    """Over how many ranks MaxText's input pipeline reordered the tokens; 1: they are in order."""
+    if mesh is None or not getattr(config, "context_parallel_load_balance", False):
+        return 1
+    return mesh.shape.get(getattr(config, "context_sharding", "context"), 1)
+
+
+# --- Dense attention, to compare with.
+
+
+def _attend_dense(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    allowed: Any,
+    cap: Any,
+    sinks: Any,
+    precision: Any,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(out, lse (B, H, Sq), largest logits (B, H)), scale 1; a row that attends nothing gives 0,
+    -inf. Quadratic in the lengths, in plain XLA: what `implementation="dense"` asks for.
+
+    `allowed` is boolean, (B or 1, H or 1, Sq, Skv).
+    """
+    batch, rows, heads, dim = query.shape
+    kv_heads = key.shape[2]
+    wide = accumulator(query.dtype)
+    grouped = query.reshape(batch, rows, kv_heads, heads // kv_heads, dim)
+    options: dict[str, Any] = {"precision": precision, "preferred_element_type": wide}
+    logits = jnp.einsum("btkgd,bskd->bkgts", grouped, key, **options)
+    if cap is not None:
+        logits = cap * jnp.tanh(logits / cap)
+    if allowed.shape[1] == 1:
+        allowed = allowed[:, :, None]
+    else:
+        allowed = allowed.reshape(-1, kv_heads, heads // kv_heads, *allowed.shape[2:])
+    some = jnp.any(allowed, axis=-1)
+    logits = jnp.where(allowed, logits, MASKED)  # finite, so that no gradient is a NaN
+    lse = jax.scipy.special.logsumexp(logits, axis=-1)
+    if sinks is not None:
+        lse = jnp.logaddexp(lse, jnp.asarray(sinks, wide).reshape(kv_heads, -1, 1))
+    weights = jnp.where(allowed, jnp.exp(logits - lse[..., None]), 0)
+    out = jnp.einsum("bkgts,bskd->btkgd", weights.astype(value.dtype), value, **options)
+    lse = jnp.where(some, lse, -jnp.inf).reshape(batch, heads, rows)
+    top = jnp.where(jnp.any(some, -1), jnp.max(logits, (-2, -1)), -jnp.inf)
+    out = out.reshape(batch, rows, heads, -1).astype(query.dtype)
+    return out, lse, jax.lax.stop_gradient(top.reshape(batch, heads))

@@ -2,8 +2,7 @@
 
 Which tokens of a cache are attended is known on the device only, and need be no range (a ring that
 went round its end, the blocks that MoBA chose). `packax.decode_attention` takes them as pages of
-one
-key each: nothing else of a cache is read, and no cache is copied.
+one key each: nothing else of a cache is read, and no cache is copied.
 """
 
 from __future__ import annotations
@@ -16,11 +15,16 @@ import jax.numpy as jnp
 from packax._src.decode import decode_attention
 from packax._src.masks.intervals import full
 from packax.integrations.jax_nn import key_mask
-from packax.integrations.maxtext import selection
-from packax.integrations.maxtext.expressions import both, chosen, interval_of
-from packax.integrations.maxtext.tokens import numbers
+from packax.integrations.maxtext.masks import (
+    ACTIVE,
+    both,
+    chosen,
+    indexed,
+    interval_of,
+    moba_chunks,
+    numbers,
+)
 
-ACTIVE = 1  # the id of a cache's tokens while decoding: all others are no tokens
 _LOCAL = ("local_sliding", "chunk")
 
 
@@ -55,10 +59,10 @@ def one_cache(
         first = keys - size if op.attention_type == "local_sliding" else before // size * size
         most, attended = min(max(size, 1), keys), active & (place >= first)
     if indexer is not None:
-        attended = both(attended, selection.indexed(indexer)[:, 0])
+        attended = both(attended, indexed(indexer)[:, 0])
     if op.moba is not None:
         size, count = op.moba
-        chunks = selection.moba(query, key, before, size, count)[:, :, 0]
+        chunks = moba_chunks(query, key, before, size, count)[:, :, 0]
         most = min(most, size * count)
         attended = both(None if attended is None else attended[:, None], chunks[..., place // size])
     if attended is not None:
