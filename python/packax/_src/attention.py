@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -43,73 +43,44 @@ from packax._src.requests import (
     validate_score_params,
 )
 
+if TYPE_CHECKING:
+
+    class _Options(TypedDict, total=False):
+        """What does not change the kind of result."""
+
+        scale: ArrayLike | None
+        soft_cap: float | None
+        sinks: ArrayLike | None
+        bias: Alibi | ArrayLike | None
+        dropout_rate: float | None
+        dropout_key: ArrayLike | None
+        deterministic: bool
+        precision: jax.lax.PrecisionLike
+        implementation: Implementation | None
+        sharding: AttentionSharding | None
+        gather_head_groups: int | tuple[int, ...] | None
+        checkpoint_name: str | None
+
+    Mask = AttentionMask | MaskExpression
+
 
 @overload
 def flash_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    mask: AttentionMask | MaskExpression,
-    *,
-    scale: ArrayLike | None = None,
-    soft_cap: float | None = None,
-    sinks: ArrayLike | None = None,
-    bias: Alibi | ArrayLike | None = None,
-    dropout_rate: float | None = None,
-    dropout_key: ArrayLike | None = None,
-    return_lse: Literal[False] = False,
-    return_max_logits: Literal[False] = False,
-    deterministic: bool = False,
-    precision: jax.lax.PrecisionLike = None,
-    implementation: Implementation | None = None,
-    sharding: AttentionSharding | None = None,
-    gather_head_groups: int | tuple[int, ...] | None = None,
-    checkpoint_name: str | None = None,
-) -> jax.Array: ...
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, mask: Mask, *,
+    return_lse: Literal[False] = False, return_max_logits: Literal[False] = False,
+    **options: Unpack[_Options],
+) -> jax.Array: ...  # fmt: skip
 @overload
 def flash_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    mask: AttentionMask | MaskExpression,
-    *,
-    scale: ArrayLike | None = None,
-    soft_cap: float | None = None,
-    sinks: ArrayLike | None = None,
-    bias: Alibi | ArrayLike | None = None,
-    dropout_rate: float | None = None,
-    dropout_key: ArrayLike | None = None,
-    return_lse: Literal[True],
-    return_max_logits: Literal[False] = False,
-    deterministic: bool = False,
-    precision: jax.lax.PrecisionLike = None,
-    implementation: Implementation | None = None,
-    sharding: AttentionSharding | None = None,
-    gather_head_groups: int | tuple[int, ...] | None = None,
-    checkpoint_name: str | None = None,
-) -> tuple[jax.Array, jax.Array]: ...
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, mask: Mask, *,
+    return_lse: Literal[True], return_max_logits: Literal[False] = False,
+    **options: Unpack[_Options],
+) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
 @overload
 def flash_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    mask: AttentionMask | MaskExpression,
-    *,
-    scale: ArrayLike | None = None,
-    soft_cap: float | None = None,
-    sinks: ArrayLike | None = None,
-    bias: Alibi | ArrayLike | None = None,
-    dropout_rate: float | None = None,
-    dropout_key: ArrayLike | None = None,
-    return_lse: bool = False,
-    return_max_logits: Literal[True],
-    deterministic: bool = False,
-    precision: jax.lax.PrecisionLike = None,
-    implementation: Implementation | None = None,
-    sharding: AttentionSharding | None = None,
-    gather_head_groups: int | tuple[int, ...] | None = None,
-    checkpoint_name: str | None = None,
-) -> tuple[jax.Array, ...]: ...
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, mask: Mask, *,
+    return_lse: bool = False, return_max_logits: Literal[True], **options: Unpack[_Options],
+) -> tuple[jax.Array, ...]: ...  # fmt: skip
 def flash_attention(
     query: ArrayLike,
     key: ArrayLike,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -27,42 +27,32 @@ from packax._src.requests import (
 MAX_ROWS = 16
 
 
+if TYPE_CHECKING:
+
+    class _Options(TypedDict, total=False):
+        """What does not change the kind of result."""
+
+        block_table: ArrayLike | None
+        kv_starts: ArrayLike | None
+        window: tuple[int | None, int | None] | None
+        causal: bool
+        scale: float | None
+        soft_cap: float | None
+        sinks: ArrayLike | None
+        precision: jax.lax.PrecisionLike
+        implementation: Implementation | None
+
+
 @overload
 def decode_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    kv_lengths: ArrayLike,
-    *,
-    block_table: ArrayLike | None = None,
-    kv_starts: ArrayLike | None = None,
-    window: tuple[int | None, int | None] | None = None,
-    causal: bool = True,
-    scale: float | None = None,
-    soft_cap: float | None = None,
-    sinks: ArrayLike | None = None,
-    precision: jax.lax.PrecisionLike = None,
-    return_lse: Literal[False] = False,
-    implementation: Implementation | None = None,
-) -> jax.Array: ...
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, kv_lengths: ArrayLike, *,
+    return_lse: Literal[False] = False, **options: Unpack[_Options],
+) -> jax.Array: ...  # fmt: skip
 @overload
 def decode_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    kv_lengths: ArrayLike,
-    *,
-    block_table: ArrayLike | None = None,
-    kv_starts: ArrayLike | None = None,
-    window: tuple[int | None, int | None] | None = None,
-    causal: bool = True,
-    scale: float | None = None,
-    soft_cap: float | None = None,
-    sinks: ArrayLike | None = None,
-    precision: jax.lax.PrecisionLike = None,
-    return_lse: Literal[True],
-    implementation: Implementation | None = None,
-) -> tuple[jax.Array, jax.Array]: ...
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, kv_lengths: ArrayLike, *,
+    return_lse: Literal[True], **options: Unpack[_Options],
+) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
 def decode_attention(
     query: ArrayLike,
     key: ArrayLike,

@@ -5,9 +5,8 @@ The gather of a group runs beside the attention of the one before, the reduce-sc
 gradients beside that of the next. XLA left to itself undoes that: it joins the copies behind
 several gathers into one kernel, which then waits for all of them, and drops optimization barriers
 before it does; it has one collective of a kind under way at a time; and it sends late. So keys and
-values of a group travel
-together, and data says the order: numbers that are 0, and known only when something is done
-(`zero_after`), are added to indices that what follows reads.
+values of a group travel together, and data says the order: numbers that are 0, and known only when
+something is done (`zero_after`), are added to indices that what follows reads.
 """
 
 from __future__ import annotations
