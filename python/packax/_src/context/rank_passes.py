@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from packax._src.context.all_gather_kv import Groups
 from packax._src.core.mask import AttentionMask
-from packax._src.core.spec import AttentionSpec, Operands
+from packax._src.core.spec import OF_HEADS, AttentionSpec, Operands
 from packax._src.ops import head_groups
 from packax._src.ops.passes import score_operands
 from packax._src.ops.score_mods import NonDiffOperands, ScoreParams
@@ -132,15 +132,10 @@ def _extras(
     spec: AttentionSpec, scores: ScoreParams, fixed: NonDiffOperands, groups: Groups, group: int
 ) -> dict[str, jax.Array]:
     """What changes scores and probabilities, of the group's heads."""
-    of_heads = ("slopes", "bias", "dropout_streams")
     return {
-        name: groups.rows(x, group, 1) if name in of_heads and not _one_for_all(name, x) else x
+        name: groups.rows(x, group, 1) if name in OF_HEADS and x.shape[1] > 1 else x
         for name, x in score_operands(spec, scores, fixed).items()
     }
-
-
-def _one_for_all(name: str, x: jax.Array) -> bool:
-    return name == "bias" and x.shape[1] == 1
 
 
 def _joined(parts: list[jax.Array], axis: int) -> jax.Array:

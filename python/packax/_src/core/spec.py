@@ -13,6 +13,20 @@ from packax._src.core.sharding import HeadGroups, Layout
 
 DIFFERENTIABLE = ("query", "key", "value", "sinks", "scales", "slopes", "bias")
 """What may have a gradient, in this order."""
+TENSORS = {
+    "query": "bsh.",
+    "key": "bkg.",
+    "value": "bkg.",
+    "out": "b.h.",
+    "lse": "bh",
+    "dout": "b.h.",
+    "dlse": "bh",
+}
+"""The operands that have the batch, and what their axes are, as partitioning.py has it."""
+OF_HEADS = (
+    *("block_mask", "q_block_lists", "kv_block_lists", "slopes", "bias", "dropout_streams"),
+)
+"""Those whose axis 1 is the query's heads, or 1."""
 LINEAR_BIAS = ("scales", "slopes", "q_bias_pos", "kv_bias_pos")
 ARRAYS = ("bias", "dropout_streams", "dropout_rows")
 EXTRAS = (*LINEAR_BIAS, *ARRAYS)
@@ -131,5 +145,4 @@ class Operands(NamedTuple):
 
 def differentiable(names: Sequence[str]) -> tuple[str, ...]:
     """Of the operands of a primitive, in order: those that may have a tangent."""
-    floats = (*DIFFERENTIABLE, "out", "lse", "dout", "dlse")
-    return tuple(x for x in names if x in floats)
+    return tuple(x for x in names if x in DIFFERENTIABLE or x in TENSORS)

@@ -13,7 +13,7 @@ from jax.interpreters import batching
 from packax._src.core.jax_compat import vary_together
 from packax._src.core.precision import accumulator
 from packax._src.core.shapes import is_symbolic
-from packax._src.core.spec import differentiable
+from packax._src.core.spec import TENSORS, differentiable
 
 P = jax.sharding.PartitionSpec
 
@@ -87,11 +87,10 @@ def batch_mask(primitive: Primitive, sharded: bool, operands, dims, **params):
     return folding.unfold(primitive.bind(*folded, **params))
 
 
-_TENSORS = ("query", "key", "value", "out", "lse", "dout", "dlse")
 _TOGETHER = {
     **dict.fromkeys(("slopes", "q_bias_pos", "kv_bias_pos"), "slopes"),
     **{name: name for name in ("scales", "bias", "dropout_streams", "dropout_rows")},
-    **dict.fromkeys(_TENSORS, "tensors"),
+    **dict.fromkeys(TENSORS, "tensors"),
 }
 """Operands that have the batch together, or all 1; tensors and dropout_streams have it always. The
 others are the mask's."""

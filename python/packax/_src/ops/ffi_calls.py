@@ -15,14 +15,9 @@ from jax.interpreters import mlir
 from packax._src.core.mask import FIELDS, Pass
 from packax._src.core.precision import is_exact
 from packax._src.core.shapes import BLOCK, INT_MAX, ceil_div, is_symbolic
-from packax._src.core.spec import ARRAYS, LINEAR_BIAS, AttentionSpec, Operands
+from packax._src.core.spec import ARRAYS, LINEAR_BIAS, TENSORS, AttentionSpec, Operands
 from packax._src.ops import ffi
 from packax._src.ops.partitioning import plain
-
-TENSORS: dict[Pass, tuple[str, ...]] = {
-    "forward": ("query", "key", "value"),
-    "backward": ("query", "key", "value", "out", "lse", "dout", "dlse"),
-}
 
 
 def ffi_call(
@@ -84,7 +79,8 @@ def version(operands: Operands) -> int:
 def call_names(direction: Pass, version: int) -> tuple[str, ...]:
     """Of the operands of a call, which has all of them; `before` is out or dq."""
     mask = (name for name, field in FIELDS.items() if direction in field.passes)
-    return (*(ARRAYS if version > 1 else ()), *TENSORS[direction], *mask, *LINEAR_BIAS, "before")
+    tensors = tuple(TENSORS)[: 3 if direction == "forward" else None]
+    return (*(ARRAYS if version > 1 else ()), *tensors, *mask, *LINEAR_BIAS, "before")
 
 
 class HeadGroup(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from packax._src.core.spec import Operands
+from packax._src.core.spec import OF_HEADS, TENSORS, Operands
 from packax._src.ops.partitioning import Dims
 from packax._src.ops.primitives import BLOCK_ARRAYS
 
@@ -49,18 +49,6 @@ def _of_kernels(names: tuple[str, ...]) -> frozenset[int]:
 
 
 _KERNELS_READ = (*BLOCK_ARRAYS, "kv_block_lists")
-_TENSORS = {
-    "query": "bsh.",
-    "key": "bkg.",
-    "value": "bkg.",
-    "out": "b.h.",
-    "dout": "b.h.",
-    "lse": "bh",
-    "dlse": "bh",
-}
-_OF_HEADS = (
-    *("slopes", "bias", "dropout_streams", "block_mask", "q_block_lists", "kv_block_lists"),
-)
 
 
 def _letters(names: tuple[str, ...], avals: Sequence[Any]) -> dict[str, str]:
@@ -68,10 +56,10 @@ def _letters(names: tuple[str, ...], avals: Sequence[Any]) -> dict[str, str]:
     batch, _, heads, _ = avals[0].shape
     letters = {}
     for name, x in zip(names, avals, strict=True):
-        if name in _TENSORS:
-            letters[name] = _TENSORS[name].ljust(x.ndim, ".")
+        if name in TENSORS:
+            letters[name] = TENSORS[name].ljust(x.ndim, ".")
         else:
-            letters[name] = _of_heads(x, batch, heads) if name in _OF_HEADS else _of_batch(x, batch)
+            letters[name] = _of_heads(x, batch, heads) if name in OF_HEADS else _of_batch(x, batch)
     return letters
 
 

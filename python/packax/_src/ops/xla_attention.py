@@ -32,7 +32,6 @@ from packax._src.ops.xla_tiles import (
     cut_rows,
     div,
     first_key,
-    furthest,
     key_block,
     key_integers,
     keys_together,
@@ -46,6 +45,7 @@ from packax._src.ops.xla_tiles import (
     select,
     sized,
     stack,
+    tile_max,
     tiles_of,
     uncut_rows,
 )
@@ -294,7 +294,7 @@ def _visits(spec, mask, tiles):
 
     if mask.q_block_lists is not None:
         return functools.partial(_listed, mask, tiles), allowed_of
-    most = furthest(all_rows)
+    most = tile_max(all_rows)
 
     def of_step(step):
         first, _ = block_range(most, step, tiles)

@@ -99,7 +99,7 @@ def first_key(block: jax.Array, tiles: Tiles) -> jax.Array:
     return lax.mul(rem(block, tiles.key_blocks), sized(tiles.keys))
 
 
-def furthest(rows: jax.Array) -> jax.Array:
+def tile_max(rows: jax.Array) -> jax.Array:
     """(..., steps): the most of `row_integers` in every tile, of all: a slice would be a fusion."""
     # XLA's CPU compiler makes two reductions, one of them of windows, of an axis of 32 or more.
     count, steps, size = rows.shape[:3]
@@ -109,7 +109,7 @@ def furthest(rows: jax.Array) -> jax.Array:
 
 
 def block_range(most: jax.Array, step: jax.Array, tiles: Tiles) -> tuple[jax.Array, jax.Array]:
-    """Of `furthest`: the first block that a step's rows meet, and the last one + 1."""
+    """Of `tile_max`: the first block that a step's rows meet, and the last one + 1."""
     of_tile = at(most, step, 1)
     not_lo, hi = (lax.index_in_dim(of_tile, n, keepdims=False) for n in (0, 1))
     first, end = lax.bitwise_not(not_lo), lax.add(hi, np.int32(tiles.keys - 1))
