@@ -155,8 +155,12 @@ _MOST_TABLE_KEYS = 1 << 27  # as csrc/ffi/mask.cc has it
 _MOST_MASK_ROWS = 65535  # of a batch: a grid's y, in the kernels that make masks
 
 
+def _xla_blocks(*operands, kv_len):
+    return xla_mask.block_bounds(*operands, kv_len=kv_len)
+
+
 _documents_xla = lower_xla(xla_mask.document_ranges, ("compare_positions",))
-_blocks_xla = lower_xla(xla_mask.block_bounds, ("kv_len",))
+_blocks_xla = lower_xla(_xla_blocks, ("kv_len",))
 
 
 def _takes_mask_kernels(ctx, kernel, implementation, batch, kv_len):
