@@ -1,7 +1,7 @@
 """Which files a plain call on one device goes through: docs/internals/walk.md draws it.
 
-Guards against a stage that repacks the request on its way, and against a call on one GPU that enters
-context parallelism.
+Guards against a stage that repacks the request on its way, and against a call on one GPU that
+enters context parallelism.
 """
 
 from __future__ import annotations

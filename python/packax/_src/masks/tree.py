@@ -391,9 +391,9 @@ def _checked(expression: Tree) -> Tree:
 
 # --- Of a packed tree, what each token attends: its path from the root, by arithmetic on segments.
 #
-# Segments are numbered in depth-first order, so the tokens of a subtree lie together, and the keys of
-# a path stand in the order of their depths. Everything about ancestors is found by doubling (binary
-# lifting): step k looks 2^k segments up. Nothing loops over tokens.
+# Segments are numbered in depth-first order, so the tokens of a subtree lie together, and the keys
+# of a path stand in the order of their depths. Everything about ancestors is found by doubling
+# (binary lifting): step k looks 2^k segments up. Nothing loops over tokens.
 
 
 class Nodes(NamedTuple):

@@ -46,8 +46,8 @@ def _run(direction: Pass, spec: AttentionSpec, operands: Operands) -> list[jax.A
 # --- Batch packing: rows of a batch that are shorter than a tile run as documents of one row.
 #
 # A tile of the attention kernels is 128 rows of one batch row, so thousands of batch rows of 16
-# tokens would be thousands of tiles that are nearly empty, and the backward's sum of dq is padded to
-# 64 rows for each. As one row of documents they fill the tiles. The mask's row ranges move by the
+# tokens would be thousands of nearly empty tiles, and the backward's sum of dq is padded to 64 rows
+# for each. As one row of documents they fill the tiles. The mask's row ranges move by the
 # keys before them, which keeps documents apart; nothing else changes but where a NaN may spread
 # (docs/guide/numerics.md).
 
@@ -120,8 +120,8 @@ def one_row(spec: AttentionSpec, x: Operands) -> dict[str, jax.Array]:
 # --- Low occupancy: the query heads of a GQA group are divided among programs.
 #
 # A program of the kernels that make dK and dV is 128 keys of one key/value head, with all the query
-# heads that read it. One head of 16k keys is 128 programs, the first of which has 128 times the work
-# of the last: most of the GPU waits for a few. There the query heads of a group are handed out in
+# heads that read it. One head of 16k keys is 128 programs, and the first has 128 times the work of
+# the last: most of the GPU waits for a few. There the query heads of a group are handed out in
 # parts. Keys and values are repeated for every part, and the parts' gradients are added in float32.
 # Where there are programs enough nothing is repeated.
 

@@ -258,7 +258,10 @@ def keys_together(x: jax.Array, tiles: Tiles, like: jax.Array) -> jax.Array:
 
 
 class BiasTiles:
-    """A bias that is an array, and its gradient: (1 or B, 1 or H, 1 or Sq, Skv) in whole tiles; nothing is expanded over the axes of 1."""
+    """A bias that is an array, and its gradient: (1 or B, 1 or H, 1 or Sq, Skv) in whole tiles.
+
+    Nothing is expanded over the axes of 1.
+    """
 
     def __init__(self, bias: jax.Array, tiles: Tiles) -> None:
         self.tiles = tiles
