@@ -21,7 +21,7 @@ def forward_call(**changes):
     unread = dict.fromkeys(("q_pos", "kv_pos"), mask.q_lo)
     operands = {"query": x.query, "key": x.key, "value": x.value} | unread
     operands |= mask.operands("forward")
-    operands |= {name: jnp.zeros(0) for name in call_names("forward", 1) if name not in operands}
+    operands = {name: operands.get(name, jnp.zeros(0)) for name in call_names("forward", 1)}
     numbers = ("q_block", "kv_block", "bias_of_indices", "float32_products", "first_head", "heads")
     attributes = {
         "scale": np.float32(0.1),
