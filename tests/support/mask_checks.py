@@ -38,4 +38,4 @@ def kernel_operands(mask):
     kernels get them."""
     unread = dict.fromkeys(("q_ids", "kv_ids", "q_pos", "kv_pos"), mask.q_lo)
     there = unread | mask.operands("forward") | mask.operands("backward")
-    return {name: np.ascontiguousarray(x) for name, x in there.items()}
+    return {name: np.array(x) for name, x in there.items()}
