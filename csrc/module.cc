@@ -30,8 +30,6 @@ constexpr Handler kHandlers[kTargets] = {
     {Target::kForward, packax_forward_initialize, packax_forward_execute},
     {Target::kBackward, packax_backward_initialize, packax_backward_execute},
     {Target::kDecode, packax_decode_initialize, packax_decode_execute},
-    {Target::kForwardBias, packax_forward_v2_initialize, packax_forward_v2_execute},
-    {Target::kBackwardBias, packax_backward_v2_initialize, packax_backward_v2_execute},
 };
 
 const char* Name(Target target) { return kTargetNames[static_cast<int>(target)]; }

@@ -37,7 +37,7 @@ def room_of(case: Case) -> int:
 
 def splits_of(multiprocessors: int, case: Case, block: int, dealing: bool) -> tuple[int, bool]:
     """Shares of a sequence, and whether these are an average, to deal out by length (`dealing`: the
-    kernel can): csrc/launch/heuristics.cc."""
+    kernel can): csrc/launch/decode_shares.cc."""
     rows, most = case.q_len * (case.heads // case.kv_heads), room_of(case)
     tiles, at_once = -(-rows // block), 2 * multiprocessors
     cheap = min(case.room // (1024 + 64 * rows), most)

@@ -25,7 +25,7 @@ from listing import TILE, listing, ratios
 from probe import say_begin, say_end
 
 DECODE = ("decode", "decode_tall")
-FEW_ROWS = 16  # of a group, in a tile of `decode`: csrc/launch/heuristics.cc
+FEW_ROWS = 16  # of a group, in a tile of `decode`: csrc/launch/decode_shares.cc
 CLOSE = 5e-3  # relative difference in bfloat16, which may round P, too
 COPIED = 1 << 30
 

@@ -68,6 +68,6 @@ FLOAT32_DECODE_TILES = {
         "decode_tall": {64: (64, 32, 3, 8), 128: (64, 32, 2, 8), 256: (32, 16, 2, 8)},
     },
 }
-# shares of the keys that decode_combine can merge: csrc/ffi/decode.cc asks for no more
+# shares of the keys that decode_combine can merge: csrc/launch/select.cc asks for no more
 DECODE_SPLITS = 128
 DECODE_STEP = 16  # shares that it holds at once

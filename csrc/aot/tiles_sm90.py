@@ -162,7 +162,7 @@ SM90_TILES |= {
     },
 }
 # The same in shorter tiles, where there are too few of the others to keep a GPU busy
-# (csrc/launch/forward_sm90.cc).
+# (csrc/launch/select.cc).
 FEW = {"forward_sm90_low_occupancy": "forward_sm90"}
 SM90_TILES["forward_sm90_low_occupancy"] = {
     64: SM90_TILES["forward_sm90"][64]

@@ -1,45 +1,91 @@
-// What both passes of attention are given: sizes, mask, block mask and score parameters, read from
-// the buffers and checked.
+// What both passes of attention are given, read from the buffers and checked once.
 
 #pragma once
 
-#include "ffi/bias.h"
-#include "ffi/block_mask.h"
-#include "ffi/score_params.h"
-#include "ffi/shape.h"
+#include "call/operands.h"
+#include "ffi/checks.h"
+#include "ffi/stages.h"
 
 namespace packax {
 
-struct AttentionCall {
-  Shape shape;
-  Mask mask;
-  BlockMask block_mask;
-  ScoreParams scores;
-  BiasParams bias = {};  // of calls of the second version
-
-  // Whether nothing is asked for that the plain kernels have not.
-  bool nothing_beside() const { return !scores.any() && !block_mask.there() && !bias.any(); }
+// In the order of AttentionSignature.
+struct AttentionBuffers {
+  ffi::AnyBuffer query, key, value;
+  ffi::AnyBuffer q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order;
+  ffi::AnyBuffer block_mask, q_block_lists;
+  ffi::AnyBuffer scales, slopes, q_bias_pos, kv_bias_pos, bias, dropout_streams, dropout_rows;
+  float scale, soft_cap;
+  int64_t dropout_threshold;
+  int32_t segment_check, q_block, kv_block, bias_of_indices, float32_products;
+  int32_t first_head, heads;  // of the query's, those that the call is about; 0 and 0: all
 };
 
-// `o`: the operands and attributes of a pass, which names them alike. What a mask does not have is
-// another array of it, so that only the attribute says so.
-// `added`: null in calls of the first version.
-template <typename Operands>
-ffi::Error ReadAttention(const Operands& o, const ffi::AnyBuffer& kv_block_lists,
-                         const BiasOperands* added, std::optional<AttentionCall>* call) {
-  AttentionCall& c = call->emplace(AttentionCall{
-      .shape = {},
-      .mask = {o.q_lo, o.q_hi, o.q_ids, o.kv_ids, o.q_pos, o.kv_pos, o.q_blocks, o.q_order,
-               o.segment_check},
-      .block_mask = {o.block_mask, o.q_block_lists, kv_block_lists, o.q_block, o.kv_block},
-      .scores = {o.scales, o.slopes, o.q_bias_pos, o.kv_bias_pos, o.scale, o.soft_cap},
-  });
-  PACKAX_TRY(ReadShape(o.query, o.key, o.value, o.q_lo, o.first_head, o.heads, &c.shape));
-  PACKAX_TRY(ReadPrecision(o.float32_products, &c.shape));
-  PACKAX_TRY(CheckMask(c.shape, c.mask));
-  PACKAX_TRY(ReadScoreParams(c.shape, o.bias_of_indices, &c.scores));
-  if (added != nullptr) PACKAX_TRY(ReadBias(c.shape, *added, &c.bias));
-  return ReadBlockMask(c.shape, &c.block_mask);
+// A binding, with the operands and attributes of both passes. Those of a pass follow.
+template <typename Binding>
+auto AttentionSignature(Binding&& binding) {
+  return std::forward<Binding>(binding)
+      .template Arg<ffi::AnyBuffer>()  // query: (batch, q_len, row_heads, qk_dim)
+      .template Arg<ffi::AnyBuffer>()  // key: (batch, kv_len, kv_heads, qk_dim)
+      .template Arg<ffi::AnyBuffer>()  // value: (batch, kv_len, kv_heads, v_dim)
+      .template Arg<ffi::AnyBuffer>()  // q_lo: (mask_batch, q_len) int32
+      .template Arg<ffi::AnyBuffer>()  // q_hi: like q_lo
+      .template Arg<ffi::AnyBuffer>()  // q_ids: like q_lo
+      .template Arg<ffi::AnyBuffer>()  // kv_ids: (mask_batch, kv_len) int32
+      .template Arg<ffi::AnyBuffer>()  // q_pos: like q_lo; (mask_batch, 2, q_len) at 3
+      .template Arg<ffi::AnyBuffer>()  // kv_pos: like kv_ids
+      .template Arg<ffi::AnyBuffer>()  // q_blocks: (mask_batch, 5, ceil(q_len/64)) int32
+      .template Arg<ffi::AnyBuffer>()  // q_order: (mask_batch, ceil(q_len/128)) int32
+      .template Arg<ffi::AnyBuffer>()  // block_mask: (1 or mask_batch, 1 or heads, rows of blocks,
+                                       //   words) int32; or absent
+      .template Arg<ffi::AnyBuffer>()  // q_block_lists: (mask_batch, heads of block_mask,
+                                       //   ceil(q_len/128), 2 + ceil(kv_len/64)) int32; or absent
+      .template Arg<ffi::AnyBuffer>()  // scales: (1 or batch) float32; or absent
+      .template Arg<ffi::AnyBuffer>()  // slopes: (1 or batch, heads) float32; or absent
+      .template Arg<ffi::AnyBuffer>()  // q_bias_pos: (1 or batch, q_len) int32; or absent
+      .template Arg<ffi::AnyBuffer>()  // kv_bias_pos: (1 or batch, kv_len) int32; or absent
+      .template Arg<ffi::AnyBuffer>()  // bias: (1 or batch, 1 or heads, 1 or q_len, kv_len), of
+                                       //   query's type or float32; or absent
+      .template Arg<ffi::AnyBuffer>()  // dropout_streams: (batch, heads, 4) uint32; or absent
+      .template Arg<ffi::AnyBuffer>()  // dropout_rows: (1 or batch, q_len) int32; or absent
+      .template Attr<float>("scale")
+      .template Attr<float>("soft_cap")
+      .template Attr<int64_t>("dropout_threshold")
+      .template Attr<int32_t>("segment_check")
+      .template Attr<int32_t>("q_block")
+      .template Attr<int32_t>("kv_block")
+      .template Attr<int32_t>("bias_of_indices")
+      .template Attr<int32_t>("float32_products")
+      .template Attr<int32_t>("first_head")
+      .template Attr<int32_t>("heads");
 }
+
+// All but what the passes have of their own.
+ffi::Error ReadAttention(const AttentionBuffers& b, AttentionOperands* o);
+
+// Rows of query, out and their gradients, from the first head that the call is about on; rows of
+// key, value and their gradients.
+TensorView RowsOf(const char* name, const ffi::AnyBuffer& buffer, const AttentionOperands& o,
+                  int64_t dim);
+TensorView KeysOf(const char* name, const ffi::AnyBuffer& buffer, const AttentionOperands& o,
+                  int64_t dim);
+
+// (batch, q_len, row_heads, dim): query, out and their gradients.
+ffi::Error ExpectRows(const char* name, const ffi::AnyBuffer& buffer, const AttentionOperands& o,
+                      Axis dim);
+
+// (batch, kv_len, kv_heads, dim): gradients of key and value.
+ffi::Error ExpectKeys(const char* name, const ffi::AnyBuffer& buffer, const AttentionOperands& o,
+                      Axis dim);
+
+// (batch, heads, q_len) in float32: a number of each row.
+ffi::Error ExpectSums(const char* name, const ffi::AnyBuffer& buffer, const AttentionOperands& o);
+
+// lse: like that, or (batch, heads, q_len, 2).
+ffi::Error ExpectLse(const ffi::AnyBuffer& lse, const AttentionOperands& o);
+
+// Of a call for some of the heads: the others are in `before` already, whose memory `result` takes.
+// Absent where there are none yet, and where nothing is written.
+ffi::Error CheckBefore(const char* name, const ffi::AnyBuffer& before,
+                       const ffi::AnyBuffer& result);
 
 }  // namespace packax

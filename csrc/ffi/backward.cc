@@ -1,32 +1,19 @@
-// packax_backward_v1 and _v2: check the buffers, find the kernels, fill their arguments, launch
-// them in order.
+// packax_backward_v1: check the buffers, then run the kernels that serve the call.
 //
 // Sizes come from the buffers; attributes hold only what no buffer says.
 
-#include "launch/backward_sm80.h"
-#include "launch/backward_sm90.h"
-#include "launch/portable.h"
+#include "ffi/attention.h"
+#include "launch/select.h"
 
 namespace packax {
 namespace {
 
 // In the order of BackwardSignature.
-struct BackwardOperands {
-  ffi::AnyBuffer query, key, value, out, lse, dout, dlse;
-  ffi::AnyBuffer q_lo, q_hi, q_ids, kv_ids, q_pos, kv_pos, q_blocks, q_order, kv_blocks, kv_order;
-  ffi::AnyBuffer block_mask, q_block_lists, kv_block_lists;
-  ffi::AnyBuffer scales, slopes, q_bias_pos, kv_bias_pos, dq_before;
-  ffi::Result<ffi::AnyBuffer> dq, dk, dv, score_grads, workspace;
+struct BackwardBuffers : AttentionBuffers {
+  ffi::AnyBuffer out, lse, dout, dlse, kv_blocks, kv_order, kv_block_lists, dq_before;
+  ffi::Result<ffi::AnyBuffer> dq, dk, dv, dbias, score_grads, workspace;
   std::string_view algorithm;
-  float scale, soft_cap;
-  int32_t segment_check, q_block, kv_block, bias_of_indices, float32_products, needs_grad;
-  int32_t first_head, heads;
-};
-
-struct BackwardBiasOperands {
-  BiasOperands added;
-  ffi::Result<ffi::AnyBuffer> dbias;
-  BackwardOperands backward;
+  int32_t needs_grad;
 };
 
 constexpr const char* kAlgorithms[] = {"portable", "sm90_separate", "sm90_fused"};
@@ -43,168 +30,140 @@ ffi::Error ReadAlgorithm(std::string_view name, Algorithm* algorithm) {
          << "\", expected \"portable\", \"sm90_separate\" or \"sm90_fused\"";
 }
 
-ffi::Error CheckWorkspace(const ffi::AnyBuffer& workspace, Algorithm algorithm, const Shape& s) {
-  PACKAX_TRY(ExpectRank("workspace", workspace, 1, "(elements)"));
-  const int64_t elements = workspace.dimensions()[0], needed = WorkspaceSize(algorithm, s);
-  PACKAX_TRY(Expect("workspace", workspace, ffi::DataType::F32, {{"elements", elements}}));
-  PACKAX_CHECK(elements == needed, kInvalidArgument)
-      << "workspace has " << elements << " elements, expected " << needed << " for algorithm \""
-      << kAlgorithms[static_cast<int>(algorithm)] << "\"";
+// What dK and dV need of the mask besides.
+ffi::Error ReadMaskOfKeys(const BackwardBuffers& b, BackwardOperands* o) {
+  const Axis mask_batch{"mask_batch", o->mask_batch};
+  PACKAX_TRY(Expect("kv_blocks", b.kv_blocks, ffi::DataType::S32,
+                    {mask_batch, {"bounds", 4}, {"ceil(kv_len/64)", CeilDiv(o->kv_len, kBlock)}}));
+  PACKAX_TRY(Expect("kv_order", b.kv_order, ffi::DataType::S32,
+                    {mask_batch, {"ceil(kv_len/128)", o->kv_tiles()}}));
+  if (o->block_mask_heads > 0) {
+    PACKAX_TRY(Expect("kv_block_lists", b.kv_block_lists, ffi::DataType::S32,
+                      {mask_batch,
+                       {"block_mask_heads", o->block_mask_heads},
+                       {"ceil(kv_len/128)", o->kv_tiles()},
+                       {"2+ceil(q_len/64)", 2 + CeilDiv(o->q_len, kBlock)}}));
+  }
+  o->kv_blocks = b.kv_blocks.untyped_data();
+  o->kv_order = b.kv_order.untyped_data();
+  o->kv_block_lists = b.kv_block_lists.untyped_data();
   return ffi::Error::Success();
 }
 
-// `added` and `dbias`: null in calls of the first version.
-ffi::Error RunBackward(Stream stream, BackwardOperands o, const BiasOperands* added,
-                       const ffi::AnyBuffer* dbias) {
-  std::optional<AttentionCall> attention;
-  PACKAX_TRY(ReadAttention(o, o.kv_block_lists, added, &attention));
-  const Shape& s = attention->shape;
-  PACKAX_TRY(CheckMaskOfKeys(s, o.kv_blocks, o.kv_order));
-  PACKAX_TRY(CheckListsOfKeys(s, attention->block_mask));
-  const Axis qk_dim{"qk_dim", s.qk_dim}, v_dim{"v_dim", s.v_dim};
-  PACKAX_TRY(ExpectRows("out", o.out, s, v_dim));
-  PACKAX_TRY(ExpectLse(o.lse, s, attention->bias.any()));
-  PACKAX_TRY(ExpectRows("dout", o.dout, s, v_dim));
-  const bool has_dlse = !Absent(o.dlse);
-  if (has_dlse) PACKAX_TRY(ExpectSums("dlse", o.dlse, s));
-  Algorithm algorithm;
-  PACKAX_TRY(ReadAlgorithm(o.algorithm, &algorithm));
-  PACKAX_TRY(CheckWorkspace(*o.workspace, algorithm, s));
-  // Bit 0: dq, bit 1: dk and dv. What no kernel writes is absent. One kernel of Hopper writes dk
-  // and dv whether they are needed or not, and the one of dq the gradients of score parameters.
-  PACKAX_TRY(ExpectAttribute("needs_grad", o.needs_grad, 3));
-  const bool needs_score_grads = !Absent(*o.score_grads);
-  const bool needs_dq = (o.needs_grad & 1) != 0 || needs_score_grads;
-  const bool needs_dkv = (o.needs_grad & 2) != 0;
-  if (needs_dq) PACKAX_TRY(ExpectRows("dq", *o.dq, s, qk_dim));
-  PACKAX_TRY(CheckBefore("dq", o.dq_before, *o.dq));
-  if (needs_dkv || algorithm == Algorithm::kSm90Fused) {
-    PACKAX_TRY(ExpectKeys("dk", *o.dk, s, qk_dim));
-    PACKAX_TRY(ExpectKeys("dv", *o.dv, s, v_dim));
-  }
-  if (needs_score_grads) {
-    PACKAX_TRY(Expect("score_grads", *o.score_grads, ffi::DataType::F32,
-                      {{"batch", s.batch}, {"heads", s.heads}, {"params", 2}, {"q_len", s.q_len}}));
-  }
-  const bool needs_dbias = dbias != nullptr && !Absent(*dbias);
-  if (needs_dbias) PACKAX_TRY(CheckBiasGradient(added->bias, *dbias));
-  if (s.batch == 0) return ffi::Error::Success();
-
-  const BackwardCall call{*attention,
-                          o.query,
-                          o.key,
-                          o.value,
-                          o.out,
-                          o.lse,
-                          o.dout,
-                          o.dlse,
-                          o.kv_blocks,
-                          o.kv_order,
-                          *o.dq,
-                          *o.dk,
-                          *o.dv,
-                          *o.score_grads,
-                          *o.workspace,
-                          algorithm,
-                          has_dlse,
-                          needs_dq,
-                          needs_dkv,
-                          needs_score_grads,
-                          needs_dbias ? dbias->untyped_data() : nullptr};
-  Device* device;
-  PACKAX_TRY(CurrentDevice(&device));
-  bool found;
-  PACKAX_TRY(BackwardOnSm90(device, stream, call, &found));
-  if (!found) PACKAX_TRY(BackwardOnSm80(device, stream, call, &found));
-  return found ? ffi::Error::Success() : BackwardPortable(device, stream, call);
+// Its sections, in elements of 4 bytes, all from multiples of 256 bytes: delta and lse2 (batch,
+// heads, padded) float32, lo and hi (mask_batch, padded) int32, then the sum of dQ (batch, heads,
+// padded, qk_dim) float32, or the counter of the separate kernels. The portable ones have delta
+// alone, of q_len rows a head.
+ffi::Error ReadWorkspace(const ffi::AnyBuffer& workspace, BackwardOperands* o) {
+  const int64_t rows = o->padded_rows();
+  const int64_t mask_rows = Product({o->mask_batch, kBlock, CeilDiv(o->q_len, kBlock)});
+  const int64_t sections = Sum({rows, rows, mask_rows, mask_rows});
+  const int64_t sizes[] = {rows, Sum({sections, 1}), Sum({sections, Product({rows, o->qk_dim})})};
+  const int64_t needed = sizes[static_cast<int>(o->algorithm)];
+  PACKAX_TRY(ExpectRank("workspace", workspace, 1, "(elements)"));
+  const int64_t elements = workspace.dimensions()[0];
+  PACKAX_TRY(Expect("workspace", workspace, ffi::DataType::F32, {{"elements", elements}}));
+  PACKAX_CHECK(elements == needed, kInvalidArgument)
+      << "workspace has " << elements << " elements, expected " << needed << " for algorithm \""
+      << kAlgorithms[static_cast<int>(o->algorithm)] << "\"";
+  auto* next = static_cast<float*>(workspace.untyped_data());
+  const auto line = [](const char* name, const void* data, TensorMapElement element, int64_t n) {
+    return TensorView{name, data, element, 1, 1, n, n};
+  };
+  o->delta = line("delta", next, TensorMapElement::kF32, rows);
+  if (o->algorithm == Algorithm::kPortable || rows > kMaxInt32) return ffi::Error::Success();
+  o->lse2 = line("lse2", next += rows, TensorMapElement::kF32, rows);
+  o->lo = line("lo", next += rows, TensorMapElement::kI32, mask_rows);
+  o->hi = line("hi", next += mask_rows, TensorMapElement::kI32, mask_rows);
+  o->dq_sum = o->counter = next + mask_rows;
+  return ffi::Error::Success();
 }
 
-constexpr auto Backward = [](Stream stream, const auto&... operands) {
-  return RunBackward(stream, BackwardOperands{operands...}, nullptr, nullptr);
-};
+// Bit 0: dq, bit 1: dk and dv. What no kernel writes is absent. One kernel of Hopper writes dk and
+// dv whether they are needed or not, and the one of dq the gradients of score parameters.
+ffi::Error ReadGradients(BackwardBuffers& b, BackwardOperands* o) {
+  const Axis qk_dim{"qk_dim", o->qk_dim}, v_dim{"v_dim", o->v_dim};
+  PACKAX_TRY(ExpectAttribute("needs_grad", b.needs_grad, 3));
+  o->row_stats = !Absent(*b.score_grads);
+  o->has_score_grads = o->row_stats ? 1 : 0;
+  o->needs_dq = (b.needs_grad & 1) != 0 || o->row_stats;
+  o->needs_dkv = (b.needs_grad & 2) != 0;
+  o->needs_dbias = !Absent(*b.dbias);
+  if (o->needs_dq) PACKAX_TRY(ExpectRows("dq", *b.dq, *o, qk_dim));
+  PACKAX_TRY(CheckBefore("dq", b.dq_before, *b.dq));
+  if (o->needs_dkv || o->algorithm == Algorithm::kSm90Fused) {
+    PACKAX_TRY(ExpectKeys("dk", *b.dk, *o, qk_dim));
+    PACKAX_TRY(ExpectKeys("dv", *b.dv, *o, v_dim));
+  }
+  if (o->row_stats) {
+    PACKAX_TRY(
+        Expect("score_grads", *b.score_grads, ffi::DataType::F32,
+               {{"batch", o->batch}, {"heads", o->heads}, {"params", 2}, {"q_len", o->q_len}}));
+  }
+  if (o->needs_dbias) {
+    PACKAX_CHECK(!Absent(b.bias), kInvalidArgument) << "dbias is there, but bias is absent";
+    const auto sizes = b.bias.dimensions();
+    PACKAX_TRY(Expect(
+        "dbias", *b.dbias, b.bias.element_type(),
+        {{"batch", sizes[0]}, {"heads", sizes[1]}, {"q_len", sizes[2]}, {"kv_len", sizes[3]}}));
+  }
+  if (o->needs_dq) o->dq = RowsOf("dq", *b.dq, *o, o->qk_dim);
+  o->dk = KeysOf("dk", *b.dk, *o, o->qk_dim);
+  o->dv = KeysOf("dv", *b.dv, *o, o->v_dim);
+  o->dbias = b.dbias->untyped_data();
+  o->score_grads = b.score_grads->untyped_data();
+  return ffi::Error::Success();
+}
 
-constexpr auto BackwardBias = [](Stream stream, const auto&... operands) {
-  BackwardBiasOperands o{operands...};
-  return RunBackward(stream, o.backward, &o.added, &*o.dbias);
+ffi::Error CheckBackward(Stream stream, BackwardBuffers b) {
+  BackwardOperands o = {};
+  PACKAX_TRY(ReadAttention(b, &o));
+  PACKAX_TRY(ReadMaskOfKeys(b, &o));
+  PACKAX_TRY(ExpectRows("out", b.out, o, {"v_dim", o.v_dim}));
+  PACKAX_TRY(ExpectLse(b.lse, o));
+  PACKAX_TRY(ExpectRows("dout", b.dout, o, {"v_dim", o.v_dim}));
+  o.has_dlse = Absent(b.dlse) ? 0 : 1;
+  if (o.has_dlse != 0) PACKAX_TRY(ExpectSums("dlse", b.dlse, o));
+  PACKAX_TRY(ReadAlgorithm(b.algorithm, &o.algorithm));
+  PACKAX_TRY(ReadWorkspace(*b.workspace, &o));
+  PACKAX_TRY(ReadGradients(b, &o));
+  if (o.batch == 0) return ffi::Error::Success();
+
+  o.out = RowsOf("out", b.out, o, o.v_dim);
+  o.dout = RowsOf("dout", b.dout, o, o.v_dim);
+  o.lse = b.lse.untyped_data();
+  o.dlse = b.dlse.untyped_data();
+  return RunBackward(stream, o);
+}
+
+constexpr auto Backward = [](Stream stream, const auto&... buffers) {
+  return CheckBackward(stream, {buffers...});
 };
 
 template <typename Binding>
 auto BackwardSignature(Binding&& binding) {
-  return std::forward<Binding>(binding)
-      .template Arg<ffi::AnyBuffer>()  // query: (batch, q_len, row_heads, qk_dim)
-      .template Arg<ffi::AnyBuffer>()  // key: (batch, kv_len, kv_heads, qk_dim)
-      .template Arg<ffi::AnyBuffer>()  // value: (batch, kv_len, kv_heads, v_dim)
+  return AttentionSignature(std::forward<Binding>(binding))
       .template Arg<ffi::AnyBuffer>()  // out: (batch, q_len, row_heads, v_dim)
       .template Arg<ffi::AnyBuffer>()  // lse: (batch, heads, q_len) float32; with a bias or
                                        //   dropout (batch, heads, q_len, 2)
       .template Arg<ffi::AnyBuffer>()  // dout: like out
       .template Arg<ffi::AnyBuffer>()  // dlse: (batch, heads, q_len) float32; or absent
-      .template Arg<ffi::AnyBuffer>()  // q_lo: (mask_batch, q_len) int32
-      .template Arg<ffi::AnyBuffer>()  // q_hi: like q_lo
-      .template Arg<ffi::AnyBuffer>()  // q_ids: like q_lo
-      .template Arg<ffi::AnyBuffer>()  // kv_ids: (mask_batch, kv_len) int32
-      .template Arg<ffi::AnyBuffer>()  // q_pos: like q_lo; (mask_batch, 2, q_len) at 3
-      .template Arg<ffi::AnyBuffer>()  // kv_pos: like kv_ids
-      .template Arg<ffi::AnyBuffer>()  // q_blocks: (mask_batch, 5, ceil(q_len/64)) int32
-      .template Arg<ffi::AnyBuffer>()  // q_order: (mask_batch, ceil(q_len/128)) int32
       .template Arg<ffi::AnyBuffer>()  // kv_blocks: (mask_batch, 4, ceil(kv_len/64)) int32
       .template Arg<ffi::AnyBuffer>()  // kv_order: (mask_batch, ceil(kv_len/128)) int32
-      .template Arg<ffi::AnyBuffer>()  // block_mask: as packax_forward_v1; or absent
-      .template Arg<ffi::AnyBuffer>()  // q_block_lists: likewise
       .template Arg<ffi::AnyBuffer>()  // kv_block_lists: (mask_batch, heads of block_mask,
                                        //   ceil(kv_len/128), 2 + ceil(q_len/64)) int32; or absent
-      .template Arg<ffi::AnyBuffer>()  // scales: (1 or batch) float32; or absent
-      .template Arg<ffi::AnyBuffer>()  // slopes: (1 or batch, heads) float32; or absent
-      .template Arg<ffi::AnyBuffer>()  // q_bias_pos: (1 or batch, q_len) int32; or absent
-      .template Arg<ffi::AnyBuffer>()  // kv_bias_pos: (1 or batch, kv_len) int32; or absent
       .template Arg<ffi::AnyBuffer>()  // dq_before: dq, of the same memory; or absent
       .template Ret<ffi::AnyBuffer>()  // dq: like query; absent where nothing writes it
-      .template Ret<ffi::AnyBuffer>()  // dk: like key; likewise
-      .template Ret<ffi::AnyBuffer>()  // dv: like value; likewise
+      .template Ret<ffi::AnyBuffer>()  // dk: like key; absent where nothing writes it
+      .template Ret<ffi::AnyBuffer>()  // dv: like value; absent where nothing writes it
+      .template Ret<ffi::AnyBuffer>()  // dbias: like bias; or absent
       .template Ret<ffi::AnyBuffer>()  // score_grads: (batch, heads, 2, q_len) float32; or absent
       .template Ret<ffi::AnyBuffer>()  // workspace: (elements) float32, as the algorithm needs
       .template Attr<std::string_view>("algorithm")
-      .template Attr<float>("scale")
-      .template Attr<float>("soft_cap")
-      .template Attr<int32_t>("segment_check")
-      .template Attr<int32_t>("q_block")
-      .template Attr<int32_t>("kv_block")
-      .template Attr<int32_t>("bias_of_indices")
-      .template Attr<int32_t>("float32_products")
-      .template Attr<int32_t>("needs_grad")
-      .template Attr<int32_t>("first_head")
-      .template Attr<int32_t>("heads");
-}
-
-template <typename Binding>
-auto BackwardBiasSignature(Binding&& binding) {
-  return BackwardSignature(
-      std::forward<Binding>(binding)
-          .template Arg<ffi::AnyBuffer>()  // bias: as packax_forward_v2; or absent
-          .template Arg<ffi::AnyBuffer>()  // dropout_streams: likewise
-          .template Arg<ffi::AnyBuffer>()  // dropout_rows: likewise
-          .template Attr<int64_t>("dropout_threshold")
-          .template Ret<ffi::AnyBuffer>());  // dbias: like bias; absent where nobody asks for it
+      .template Attr<int32_t>("needs_grad");
 }
 
 }  // namespace
 }  // namespace packax
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    packax_backward_initialize, (packax::Initialize<packax::Target::kBackward, packax::Backward>()),
-    packax::BackwardSignature(xla::ffi::Ffi::Bind<xla::ffi::ExecutionStage::kInitialize>()),
-    {xla::ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    packax_backward_execute, (packax::Execute<packax::Target::kBackward, packax::Backward>()),
-    packax::BackwardSignature(xla::ffi::Ffi::Bind().Ctx<xla::ffi::PlatformStream<void*>>()),
-    {xla::ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    packax_backward_v2_initialize,
-    (packax::Initialize<packax::Target::kBackwardBias, packax::BackwardBias>()),
-    packax::BackwardBiasSignature(xla::ffi::Ffi::Bind<xla::ffi::ExecutionStage::kInitialize>()),
-    {xla::ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    packax_backward_v2_execute,
-    (packax::Execute<packax::Target::kBackwardBias, packax::BackwardBias>()),
-    packax::BackwardBiasSignature(xla::ffi::Ffi::Bind().Ctx<xla::ffi::PlatformStream<void*>>()),
-    {xla::ffi::Traits::kCmdBufferCompatible});
+PACKAX_DEFINE_TARGET(backward, kBackward, packax::Backward, packax::BackwardSignature);

@@ -1,13 +1,123 @@
-// Devices, and the kernels loaded on them; launches.
+// The CUDA driver: libcuda opened, devices and the kernels loaded on them, tensor maps, launches.
 
 #include "runtime/driver.h"
 
-#include <mutex>
+#include <cuda.h>
+#include <dlfcn.h>
 
-#include "runtime/libcuda.h"
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <sstream>
 
 namespace packax {
 namespace {
+
+// --- libcuda, opened on first use, and its errors.
+
+// Every driver function used, by its exported name. The names without a version suffix are right:
+// none of these has a newer form that the CUDA 12 headers would redirect to.
+// clang-format off
+#define PACKAX_DRIVER_FUNCTIONS(X) \
+  X(cuInit) \
+  X(cuDriverGetVersion) \
+  X(cuGetErrorName) \
+  X(cuGetErrorString) \
+  X(cuDeviceGetCount) \
+  X(cuDeviceGet) \
+  X(cuDeviceGetName) \
+  X(cuDeviceGetAttribute) \
+  X(cuCtxGetCurrent) \
+  X(cuCtxGetDevice) \
+  X(cuCtxGetId) \
+  X(cuLibraryLoadData) \
+  X(cuLibraryGetKernel) \
+  X(cuLibraryUnload) \
+  X(cuKernelGetFunction) \
+  X(cuKernelSetAttribute) \
+  X(cuLaunchKernel) \
+  X(cuMemsetD32Async) \
+  X(cuTensorMapEncodeTiled)
+// clang-format on
+
+struct Api {
+#define X(name) decltype(&::name) name = nullptr;
+  PACKAX_DRIVER_FUNCTIONS(X)
+#undef X
+};
+
+struct OpenedDriver {
+  Api api;
+  ffi::Error error;
+};
+
+OpenedDriver OpenDriver() {
+  OpenedDriver opened;
+  const char* path = std::getenv("PACKAX_LIBCUDA");
+  if (path == nullptr || *path == '\0') path = "libcuda.so.1";
+  // Never closed: kernels stay loaded until the process ends.
+  void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) {
+    const char* why = dlerror();
+    opened.error = ErrorBuilder(ffi::ErrorCode::kInternal)
+                   << "no CUDA driver: cannot open " << path << " ("
+                   << (why ? why : "unknown reason") << ")";
+    return opened;
+  }
+  const char* missing = nullptr;
+#define X(name)                                                                 \
+  opened.api.name = reinterpret_cast<decltype(&::name)>(dlsym(library, #name)); \
+  if (opened.api.name == nullptr && missing == nullptr) missing = #name;
+  PACKAX_DRIVER_FUNCTIONS(X)
+#undef X
+  if (missing != nullptr) {
+    int version = 0;
+    if (opened.api.cuDriverGetVersion != nullptr) opened.api.cuDriverGetVersion(&version);
+    opened.error = ErrorBuilder(ffi::ErrorCode::kInternal)
+                   << path << " (CUDA " << CudaVersionText(version) << ") has no " << missing
+                   << "; packax needs a driver for CUDA 12.0 or newer";
+  }
+  return opened;
+}
+
+// "CUDA_ERROR_INVALID_VALUE (invalid argument)"
+std::string ResultText(const Api& api, CUresult result) {
+  const char *name = nullptr, *text = nullptr;
+  api.cuGetErrorName(result, &name);
+  api.cuGetErrorString(result, &text);
+  std::string out =
+      name != nullptr ? name : "CUDA error " + std::to_string(static_cast<int>(result));
+  return text != nullptr ? out + " (" + text + ")" : out;
+}
+
+// Opens libcuda, once.
+ffi::Error GetApi(const Api** api) {
+  static const OpenedDriver opened = OpenDriver();
+  *api = &opened.api;
+  return opened.error;
+}
+
+// "forward_bf16_128x128_sm90a (cubin for sm_90a) on device 0, NVIDIA H200 (compute capability 9.0)"
+std::string Where(const Variant& variant, const Device& device) {
+  std::ostringstream out;
+  out << variant.name << " (cubin for " << variant.arch << ") on device " << device.ordinal << ", "
+      << device.name << " (compute capability " << device.cc / 10 << "." << device.cc % 10 << ")";
+  return out.str();
+}
+
+ErrorBuilder Failed(const Api& api, const char* function, CUresult result) {
+  ErrorBuilder error(ffi::ErrorCode::kInternal);
+  error << function << " failed: " << ResultText(api, result);
+  return error;
+}
+
+// PACKAX_DRIVER(cuDeviceGet, &device, i) << ", device " << i; needs `api` in scope.
+#define PACKAX_DRIVER(function, ...)                                                          \
+  if (CUresult packax_result_ = api->function(__VA_ARGS__); packax_result_ == CUDA_SUCCESS) { \
+  } else /* NOLINT */                                                                         \
+    return Failed(*api, #function, packax_result_)
+
+// --- Devices, kernels and tensor maps.
 
 constexpr int64_t kMaxGridX = 2147483647, kMaxGridY = 65535;
 
@@ -106,6 +216,44 @@ bool CannotRead(CUresult result) {
   }
 }
 
+// Limits of cuTensorMapEncodeTiled, strides in bytes; it takes sizes up to 2^32, but those that a
+// kernel gets beside the map are int32.
+constexpr int64_t kMaxMapStride = int64_t{1} << 40;
+constexpr int64_t kMapAlignment = 16;
+// In maps of tensors whose last element begins below this, drivers up to that version set bit 21 of
+// the second word; Triton's and CUTLASS's launchers clear it, and so does this one.
+constexpr int64_t kSmallMap = int64_t{128} * 1024;
+constexpr int kSmallMapFixed = 13010;
+
+struct MapElement {
+  CUtensorMapDataType type;
+  int64_t bytes;
+  const char* name;
+};
+
+MapElement Describe(TensorMapElement element) {
+  switch (element) {
+    case TensorMapElement::kBf16:
+      return {CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, "bfloat16"};
+    case TensorMapElement::kF16:
+      return {CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2, "float16"};
+    case TensorMapElement::kF32:
+      return {CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4, "float32"};
+    case TensorMapElement::kI32:
+      return {CU_TENSOR_MAP_DATA_TYPE_INT32, 4, "int32"};
+  }
+  __builtin_unreachable();
+}
+
+// "tensor map of query, bfloat16[2, 300, 384] in boxes of 64 x 64, swizzle 3"
+std::string MapText(const TensorView& view, const TensorMapBox& box) {
+  std::ostringstream out;
+  out << "tensor map of " << view.name << ", " << Describe(view.element).name << "[" << view.batch
+      << ", " << view.length << ", " << view.columns << "] in boxes of " << box.rows << " x "
+      << box.columns << ", swizzle " << box.swizzle;
+  return out.str();
+}
+
 }  // namespace
 
 ffi::Error CurrentDevice(Device** device) {
@@ -188,7 +336,8 @@ ffi::Error CheckGrid(const LoadedKernel& kernel, Grid grid) {
   return ffi::Error::Success();
 }
 
-ffi::Error Launch(const LoadedKernel& kernel, void* stream, Grid grid, const void* const* params) {
+ffi::Error LaunchKernel(const LoadedKernel& kernel, void* stream, Grid grid,
+                        const void* const* params) {
   const Variant& v = *kernel.variant;
   if (grid.x == 0 || grid.y == 0) return ffi::Error::Success();
   const Api* api;
@@ -202,7 +351,7 @@ ffi::Error Launch(const LoadedKernel& kernel, void* stream, Grid grid, const voi
   return ffi::Error::Success();
 }
 
-ffi::Error Clear(const Device& device, void* stream, void* word) {
+ffi::Error Clear(const Device& device, void* stream, const void* word) {
   const Api* api;
   PACKAX_TRY(GetApi(&api));
   PACKAX_DRIVER(cuMemsetD32Async, reinterpret_cast<CUdeviceptr>(word), 0, 1,
@@ -225,6 +374,64 @@ ffi::Error DescribeDriver(DriverInfo* info) {
     PACKAX_TRY(Describe(api, device, &entry.name, &entry.cc));
     info->devices.push_back(std::move(entry));
   }
+  return ffi::Error::Success();
+}
+
+ffi::Error CheckTensorMap(const LoadedKernel& kernel, int index, const TensorView& view) {
+  const Variant& v = *kernel.variant;
+  const TensorMapBox& box = v.tensor_maps[index];
+  const int64_t row = view.row * Describe(view.element).bytes;
+  PACKAX_CHECK(view.length <= (kMaxMapStride - 1) / row, kInvalidArgument)
+      << MapText(view, box) << ": one row of the batch has 2^40 bytes or more; " << v.name;
+  PACKAX_CHECK(row % kMapAlignment == 0, kInvalidArgument)
+      << MapText(view, box) << ": the " << row << " bytes of a row are no multiple of "
+      << kMapAlignment << "; " << v.name;
+  PACKAX_CHECK(reinterpret_cast<uintptr_t>(view.data) % kMapAlignment == 0, kInvalidArgument)
+      << MapText(view, box) << ": address " << view.data << " is no multiple of " << kMapAlignment
+      << "; " << v.name;
+  return ffi::Error::Success();
+}
+
+ffi::Error EncodeTensorMap(const LoadedKernel& kernel, int index, const TensorView& view,
+                           TensorMap* map) {
+  PACKAX_TRY(CheckTensorMap(kernel, index, view));
+  const Variant& v = *kernel.variant;
+  const TensorMapBox& box = v.tensor_maps[index];
+  const MapElement element = Describe(view.element);
+  const int64_t row = view.row * element.bytes;
+  const int64_t matrix = row * view.length;
+  const Api* api;
+  PACKAX_TRY(GetApi(&api));
+  // The driver counts from the innermost axis.
+  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(view.columns),
+                              static_cast<cuuint64_t>(view.length),
+                              static_cast<cuuint64_t>(view.batch)};
+  const cuuint64_t strides[] = {static_cast<cuuint64_t>(row), static_cast<cuuint64_t>(matrix)};
+  const cuuint32_t boxes[] = {static_cast<cuuint32_t>(box.columns),
+                              static_cast<cuuint32_t>(box.rows), 1};
+  const cuuint32_t steps[] = {1, 1, 1};
+  CUtensorMap encoded;
+  PACKAX_DRIVER(cuTensorMapEncodeTiled, &encoded, element.type, 3, const_cast<void*>(view.data),
+                sizes, strides, boxes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                static_cast<CUtensorMapSwizzle>(box.swizzle), CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)
+      << "; " << MapText(view, box) << ", address " << view.data << "; "
+      << Where(v, *kernel.device);
+  // The comparison before it keeps the product small.
+  const int64_t last = (view.length - 1) * row + (view.columns - 1) * element.bytes;
+  if (kernel.device->driver <= kSmallMapFixed && last + 1 < kSmallMap &&
+      (view.batch == 1 ||
+       (matrix < kSmallMap && (view.batch - 1) * matrix + last + 1 < kSmallMap))) {
+    encoded.opaque[1] &= ~(cuuint64_t{1} << 21);
+  }
+  static_assert(sizeof(encoded) == sizeof(map->map));
+  std::memcpy(map->map, &encoded, sizeof(encoded));
+  map->shape[0] = static_cast<int32_t>(view.batch);
+  map->shape[1] = static_cast<int32_t>(view.length);
+  map->shape[2] = static_cast<int32_t>(view.columns);
+  map->strides[0] = view.length * view.row;
+  map->strides[1] = view.row;
+  map->strides[2] = 1;
   return ffi::Error::Success();
 }
 

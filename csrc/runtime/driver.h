@@ -1,14 +1,15 @@
 // The CUDA driver as the rest of packax sees it: the current device, loaded kernels, tensor maps,
 // launches.
 //
-// Only this folder talks to libcuda, which is opened on first use (libcuda.h): importing packax
-// needs no GPU and no driver. Nothing here allocates device memory or waits for the device.
+// Only driver.cc talks to libcuda, which is opened on first use: importing packax needs no GPU and
+// no driver. Nothing here allocates device memory or waits for the device.
 
 #pragma once
 
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -16,6 +17,9 @@
 #include "runtime/variants.h"
 
 namespace packax {
+
+// CUstream; empty in XLA's initialize stage, where nothing is launched.
+using Stream = std::optional<void*>;
 
 struct LoadedKernel;
 
@@ -57,10 +61,10 @@ enum class TensorMapElement { kBf16, kF16, kF32, kI32 };
 // An array in device memory as (batch, length, columns), none of them 0. Rows are `row` elements
 // apart, columns or more; otherwise it is dense.
 struct TensorView {
-  const char* name;  // for messages: the kernel's argument
-  const void* data;
-  TensorMapElement element;
-  int64_t batch, length, columns, row;
+  const char* name = "";  // for messages: the kernel's argument
+  const void* data = nullptr;
+  TensorMapElement element = TensorMapElement::kBf16;
+  int64_t batch = 0, length = 0, columns = 0, row = 0;
 };
 
 // Whether there can be a tensor map over `view` for the kernel's index-th "tma" parameter.
@@ -77,10 +81,11 @@ ffi::Error CheckGrid(const LoadedKernel& kernel, Grid grid);
 
 // `params` is kernelParams of cuLaunchKernel. An empty grid launches nothing; one that CheckGrid
 // refuses must not come here.
-ffi::Error Launch(const LoadedKernel& kernel, void* stream, Grid grid, const void* const* params);
+ffi::Error LaunchKernel(const LoadedKernel& kernel, void* stream, Grid grid,
+                        const void* const* params);
 
 // Sets four bytes of device memory to 0, in stream order.
-ffi::Error Clear(const Device& device, void* stream, void* word);
+ffi::Error Clear(const Device& device, void* stream, const void* word);
 
 struct DeviceInfo {
   int ordinal;

@@ -2,7 +2,7 @@
 
     python docs/internals/generate.py
 
-The operands, results and attributes of the FFI targets are those that csrc/ffi/*.cc bind; the
+The operands, results and attributes of the FFI targets are those that csrc/ffi binds; the
 arguments of the kernels are those that csrc/kernels declares, typed by csrc/aot/table.py. A test
 (tests/docs/test_generated.py) says when a page is out of date.
 """
@@ -27,7 +27,7 @@ C_TYPES = {"float": "f32", "int32_t": "i32", "int64_t": "i64", "std::string_view
 
 
 def signatures(text: str) -> dict[str, tuple[str | None, list[tuple[str, str, str]]]]:
-    """Function -> (the signature that it goes on with, its own (kind, name, what))."""
+    """Function -> (the signature that it goes on from, its own (kind, name, what))."""
     found = {}
     for name, body in re.findall(r"auto (\w*Signature)\(.*?\) \{\n(.*?)\n\}", text, re.S):
         rows: list[tuple[str, str, str]] = []
@@ -51,23 +51,23 @@ def signatures(text: str) -> dict[str, tuple[str | None, list[tuple[str, str, st
 
 def targets() -> str:
     names = re.findall(r'"(packax_\w+_v\d+)"', (CSRC / "ffi" / "stages.h").read_text())
+    shared = signatures((CSRC / "ffi" / "attention.h").read_text())
     parts = []
     for path in sorted((CSRC / "ffi").glob("*.cc")):
         text = path.read_text()
-        known = signatures(text)
-        bound = re.findall(r"(packax_\w+)_execute,.*?packax::(\w+Signature)\(", text, re.S)
-        for name, signature in bound:
-            version = name if name in names else f"{name}_v1"
-            rows: list[tuple[str, str, str]] = []
-            at: str | None = signature
-            while at is not None:
-                at, own = known[at]
-                rows += own
-            parts.append((names.index(version), version, path.name, rows))
-    assert sorted(version for _, version, *_ in parts) == sorted(names), "a target is not bound"
+        known = shared | signatures(text)
+        for target, signature in re.findall(
+            r"^PACKAX_DEFINE_TARGET\((\w+), .*packax::(\w+)\);", text, re.M
+        ):
+            base, rows = known[signature]
+            if base is not None:
+                rows = [*known[base][1], *rows]
+            number = next(i for i, name in enumerate(names) if name.startswith(f"packax_{target}_"))
+            parts.append((number, path.name, rows))
+    assert [number for number, *_ in sorted(parts)] == list(range(len(names)))
     lines = []
-    for _, version, source, rows in sorted(parts):
-        lines += [f"### {version}", "", f"Bound in `csrc/ffi/{source}`.", ""]
+    for number, source, rows in sorted(parts):
+        lines += [f"### {names[number]}", "", f"Bound in `csrc/ffi/{source}`.", ""]
         lines += ["| | name | shape and type |", "|---|---|---|"]
         for kind in KINDS.values():
             for this, name, what in rows:

@@ -65,7 +65,7 @@ def test_compiled_table(lookup):
         if v.kernel == "mapped":
             want += [64, 32, 3, 128, 64, 0]
         assert row == " ".join(map(str, want))
-    assert rows[len(table) :] == ["args 6 111111", "maps 18 011111111111111111", "absent 11"]
+    assert rows[len(table) :] == ["args pfilpp 111111", "maps ttpipp 111", "absent 1"]
 
 
 @pytest.mark.parametrize(

@@ -254,9 +254,9 @@ def test_tiles_fit_the_order_of_tiles_and_the_blocks() -> None:
 
 
 def test_tiles_of_decoding_are_those_that_cpp_counts_with() -> None:
-    """csrc/launch/heuristics.cc chooses between the two by rows before it looks one up; a block of
-    decode_combine is its most shares."""
-    source = (ROOT / "csrc" / "launch" / "heuristics.cc").read_text()
+    """csrc/launch/decode_shares.cc chooses between the two by rows before it looks one up; a block
+    of decode_combine is its most shares."""
+    source = (ROOT / "csrc" / "launch" / "decode_shares.cc").read_text()
     few = int(re.search(r"kFewRows = (\d+)", source)[1])
     assert {v.block for v in ALL if v.kernel == "decode"} == {few}
     assert {v.block for v in ALL if v.kernel == "decode_tall"} == {32, 64}

@@ -27,11 +27,13 @@ from lowered import (
     ROWS,
     SUMS,
     abstract,
+    by_name,
     calls,
     loss,
     step,
     text_of,
 )
+from packax._src.core.spec import LINEAR_BIAS
 from packax._src.ops import lowering, primitives
 
 pytestmark = pytest.mark.usefixtures("extension")
@@ -42,7 +44,7 @@ MASK_BY_POSITION = packax.create_attention_mask(
 
 
 ABSENT = "0xf32"  # an operand or a result that is not there
-NO_OPTION = {"soft_cap": "0.000000e+00 : f32"} | dict.fromkeys(
+NO_OPTION = {"soft_cap": "0.000000e+00 : f32", "dropout_threshold": "0 : i64"} | dict.fromkeys(
     ("q_block", "kv_block", "bias_of_indices", "float32_products", "first_head", "heads"), "0 : i32"
 )
 
@@ -53,7 +55,8 @@ def test_forward():
     )
     assert target == "packax_forward_v1"
     assert attributes == {**NO_OPTION, "scale": "1.250000e-01 : f32", "segment_check": "1 : i32"}
-    assert operands == [QUERY, KEY, KEY, *[ROWS] * 6, BLOCKS, ORDER, ORDER_192, *[ABSENT] * 7]
+    mask = [*[ROWS] * 6, BLOCKS, ORDER]
+    assert operands == [QUERY, KEY, KEY, *mask, *[ABSENT] * 9, ORDER_192, ABSENT]
     # No row_max; the last is the counter, a workspace.
     assert results == [QUERY, SUMS, ABSENT, "1xi32"]
 
@@ -75,15 +78,21 @@ def options_of(function, *args):
     """Attributes beside the plain ones, score parameters and last results of both calls; behind the
     forward's, the counter."""
     found = []
-    for target, attributes, operands, results in calls(text_of(function, *args)):
+    for call in calls(text_of(function, *args)):
+        target, attributes, _, results = call
+        operands = by_name(call)
         backward = target == "packax_backward_v1"
         assert backward or target == "packax_forward_v1"
         attributes.pop("segment_check"), attributes.pop("scale")
-        assert len(operands) == (25 if backward else 19) and len(results) == (5 if backward else 4)
-        assert operands.pop() == ABSENT  # no heads of another call
-        if not backward:
-            assert operands[10:12] == [ORDER, ORDER_192] and results.pop() == "1xi32"
-        found.append((attributes, operands[-4:], results[3 if backward else 2 :]))
+        assert len(results) == (6 if backward else 4)
+        assert operands["before"] == ABSENT  # no heads of another call
+        assert operands["q_order"] == ORDER
+        if backward:
+            assert results.pop(3) == ABSENT  # dbias
+        else:
+            assert operands["q_order_192"] == ORDER_192 and results.pop() == "1xi32"
+        params = [operands[name] for name in LINEAR_BIAS]
+        found.append((attributes, params, results[3 if backward else 2 :]))
     return found
 
 
@@ -145,19 +154,21 @@ def test_fallback_backward():
 
 @pytest.mark.parametrize("extra", [{}, {"bias": packax.alibi(np.ones(8), positions=IDS)}])
 def test_block_sparse(extra):
-    """The map's operands lie between the mask's and the extras; the keys' list only in the
-    backward."""
+    """The block mask's bits and lists, of keys only in the backward."""
     block_mask = np.ones((2, 8, 100, 5), bool)
     mask = packax.create_attention_mask(
         packax.block_sparse(block_mask, (3, 64)), q_len=300, kv_len=300
     )
     gradient = jax.grad(lambda *x: loss(*x, mask, **extra), (0, 1, 2))
-    (_, forward, operands, _), (_, backward, others, _) = calls(text_of(gradient, *abstract()))
+    found = calls(text_of(gradient, *abstract()))
     bits, lists = "2x8x100x1xi32", "2x8x3x7xi32"
     params = ["1xf32", "2x8xf32", "2x300xi32", "2x300xi32"] if extra else [ABSENT] * 4
-    assert operands[10:] == [ORDER, ORDER_192, bits, lists, *params, ABSENT]
-    assert others[16:] == [ORDER, bits, lists, lists, *params, ABSENT]
-    for attributes in (forward, backward):
+    for call in found:
+        operands = by_name(call)
+        assert [operands["block_mask"], operands["q_block_lists"]] == [bits, lists]
+        assert [operands[name] for name in LINEAR_BIAS] == params
+        assert operands.get("kv_block_lists", lists) == lists
+        attributes = call[1]
         assert attributes["q_block"] == "3 : i32" and attributes["kv_block"] == "64 : i32"
 
 
@@ -176,17 +187,25 @@ def test_other_head_dims():
 
 def test_backward():
     text = text_of(jax.grad(lambda *x: loss(*x, MASK_BY_POSITION), (0, 1, 2)), *abstract())
-    (forward, (target, attributes, operands, results)) = calls(text)
+    (forward, backward) = calls(text)
+    target, attributes, _, results = backward
     assert forward[0] == "packax_forward_v1" and target == "packax_backward_v1"
     assert forward[1]["segment_check"] == "2 : i32"
     assert attributes == NO_OPTION | OF_BACKWARD | {
         "scale": "1.250000e-01 : f32",
         "segment_check": "2 : i32",
     }
-    tensors = [QUERY, KEY, KEY, QUERY, SUMS, QUERY, ABSENT]
-    kv_blocks = "2x4x5xi32"
-    assert operands == [*tensors, *[ROWS] * 6, BLOCKS, ORDER, kv_blocks, ORDER, *[ABSENT] * 8]
-    assert results == [QUERY, KEY, KEY, ABSENT, DELTA]
+    given = {name: x for name, x in by_name(backward).items() if x != ABSENT}
+    assert given == {
+        **dict(zip(TENSORS, [QUERY, KEY, KEY], strict=True)),
+        **dict(zip(RANGES, [*[ROWS] * 6, BLOCKS, ORDER], strict=True)),
+        "out": QUERY,
+        "lse": SUMS,
+        "dout": QUERY,
+        "kv_blocks": "2x4x5xi32",
+        "kv_order": ORDER,
+    }
+    assert results == [QUERY, KEY, KEY, ABSENT, ABSENT, DELTA]
 
 
 @pytest.mark.parametrize("scale,attribute", [(-0.25, "2.5"), (0, "1.0"), (1e-39, "1.0")])
@@ -204,7 +223,7 @@ def test_dlse_is_used_only_where_the_lse_was_asked_for():
         return out.astype(jnp.float32).sum() + lse.sum()
 
     backward = calls(text_of(jax.grad(both), *abstract()))[1]
-    assert backward[2][6] == SUMS
+    assert by_name(backward)["dlse"] == SUMS
 
 
 TENSORS = ["query", "key", "value"]
@@ -225,7 +244,7 @@ def test_the_order_of_mask_operands():
         return [arguments[int(n)] for n in re.findall(r"%arg(\d+)", operands)]
 
     assert given("packax_forward_v1") == [*TENSORS, *RANGES, "q_order_192"]
-    # out, lse, dout and dlse are between them, and no arguments
+    # out, lse, dout and dlse are no arguments
     assert given("packax_backward_v1") == [*TENSORS, *RANGES, "kv_blocks", "kv_order"]
 
 
@@ -309,10 +328,11 @@ def test_inside_shard_map_the_call_is_local():
 def test_every_pair_of_head_dims(dim, v_dim, dtype):
     """out and dv are of the value's, dq and dk of the query's."""
     text = text_of(jax.grad(loss, (0, 1, 2)), *abstract(dtype, dim, v_dim), MASK)
-    (_, _, _, (out, *_)), (_, _, operands, (dq, dk, dv, *_)) = calls(text)
+    (_, _, _, (out, *_)), backward = calls(text)
+    operands, (dq, dk, dv, *_) = by_name(backward), backward[3]
     short = {jnp.bfloat16: "bf16", jnp.float16: "f16"}[dtype]
     rows, keys = (f"2x300x{heads}x%dx{short}" for heads in (8, 2))
-    assert out == operands[3] == operands[5] == rows % v_dim
+    assert out == operands["out"] == operands["dout"] == rows % v_dim
     assert (dq, dk, dv) == (rows % dim, keys % dim, keys % v_dim)
 
 

@@ -34,7 +34,7 @@ def backward_workspace(
     gradient = jax.grad(lambda *x: loss(*x, **kwargs), (0, 1, 2))
     text = text_of(gradient, *(tensors or abstract()), mask)
     (_, (target, attributes, _, results)) = calls(text)
-    assert target == "packax_backward_v1" and len(results) == 5
+    assert target == "packax_backward_v1" and len(results) == 6
     assert "deterministic" not in attributes  # the algorithm says it
     said.append(attributes["algorithm"].strip('"'))
     (elements,) = re.fullmatch(r"(\d+)xf32", results[-1]).groups()
@@ -93,11 +93,11 @@ def test_workspace_of_kernels_apart(monkeypatch, capability, large):
     text = text_of(jax.grad(lambda *x: loss(*x, MASK), (1, 2)), *abstract())
     (_, (_, attributes, _, results)) = calls(text)
     assert attributes["needs_grad"] == "2 : i32"
-    assert results == ["0xbf16", KEY, KEY, "0xf32", f"{sums}xf32"]
+    assert results == ["0xbf16", KEY, KEY, "0xf32", "0xf32", f"{sums}xf32"]
     text = text_of(jax.grad(lambda *x: loss(*x, MASK)), *abstract())
     (_, (_, attributes, _, results)) = calls(text)
     assert attributes["needs_grad"] == "1 : i32"
-    assert results == [QUERY, "0xbf16", "0xbf16", "0xf32", f"{sums}xf32"]
+    assert results == [QUERY, "0xbf16", "0xbf16", "0xf32", "0xf32", f"{sums}xf32"]
 
 
 def test_workspace_of_kernels_apart_alone(monkeypatch):
@@ -240,7 +240,7 @@ def test_some_gradients_of_a_map(monkeypatch):
         assert attributes["needs_grad"] == f"{1 + argument} : i32"
         assert (attributes["q_block"], attributes["kv_block"]) == ("4 : i32", "1 : i32")
         sums = MIDDLE  # of mask_batch: the block mask's rows do not make the mask's
-        assert made == [*written, "0xf32", f"{sums}xf32"]
+        assert made == [*written, "0xf32", "0xf32", f"{sums}xf32"]
 
 
 def test_some_gradients_of_a_soft_cap(monkeypatch):
@@ -259,7 +259,7 @@ def test_some_gradients_of_a_soft_cap(monkeypatch):
             (_, (target, attributes, _, made)) = calls(text_of(gradient, *abstract()))
             assert target == "packax_backward_v1"
             assert attributes["needs_grad"] == f"{1 + argument} : i32"
-            assert made == [*written, "0xf32", workspace]
+            assert made == [*written, "0xf32", "0xf32", workspace]
 
 
 def test_workspace_with_one_mask_for_all(monkeypatch):

@@ -124,7 +124,7 @@ for launch in cuda.launches:
 
 
 def test_shares_are_those_of_the_handler(tmp_path):
-    """By hand, of 132 multiprocessors: csrc/launch/heuristics.cc, ChooseDecodeShares."""
+    """By hand, of 132 multiprocessors: csrc/launch/decode_shares.cc, ChooseDecodeShares."""
     script(
         tmp_path,
         """

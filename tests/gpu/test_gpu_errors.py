@@ -21,11 +21,12 @@ def forward_call(**changes):
     unread = dict.fromkeys(("q_pos", "kv_pos"), mask.q_lo)
     operands = {"query": x.query, "key": x.key, "value": x.value} | unread
     operands |= mask.operands("forward")
-    operands = {name: operands.get(name, jnp.zeros(0)) for name in call_names("forward", 1)}
+    operands = {name: operands.get(name, jnp.zeros(0)) for name in call_names("forward")}
     numbers = ("q_block", "kv_block", "bias_of_indices", "float32_products", "first_head", "heads")
     attributes = {
         "scale": np.float32(0.1),
         "soft_cap": np.float32(0),
+        "dropout_threshold": np.int64(0),
         "segment_check": np.int32(1),
         **dict.fromkeys(numbers, np.int32(0)),
     }

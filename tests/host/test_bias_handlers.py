@@ -1,4 +1,4 @@
-"""packax_forward_v2 and packax_backward_v2: kernels, grids, every argument, what they refuse.
+"""packax_forward_v1 and packax_backward_v1: kernels, grids, every argument, what they refuse.
 
 On a fake libcuda, as test_handlers.py.
 """
@@ -150,7 +150,7 @@ def test_some_gradients_of_a_bias_alone(hopper, needs_grad, dbias):
 
 
 @pytest.mark.parametrize("direction", MAKE)
-def test_without_either_it_is_a_call_of_the_first_version(portable, direction):
+def test_without_either_it_takes_the_fallback_kernels(portable, direction):
     call = MAKE[direction](portable, axes=None, threshold=0, **({"dbias": 0} if
         direction == "backward" else {}))  # fmt: skip
     assert kernels_of(portable, call) == KERNELS[f"{direction}_fallback"]
@@ -225,7 +225,7 @@ def test_some_of_the_heads(portable, make):
 def test_refusals(shared_machine, direction, changes, text):
     call = MAKE[direction](shared_machine).change(**changes)
     failure = shared_machine.run(call)
-    assert text in failure.message and f"packax_{direction}_v2: " in failure.message
+    assert text in failure.message and f"packax_{direction}_v1: " in failure.message
     assert not shared_machine.launches()
 
 
@@ -233,7 +233,7 @@ def test_refusals_of_the_gradient(shared_machine):
     call = backward_bias(shared_machine)
     for dbias in (bias_of(Sizes(), 6), bias_of(Sizes(), dtype="bfloat16")):
         failure = shared_machine.run(call.change(dbias=dbias))
-        assert failure.message.startswith("packax_backward_v2: dbias is ")
+        assert failure.message.startswith("packax_backward_v1: dbias is ")
     failure = shared_machine.run(call.change(bias=Array("float32", (0,))))
     assert "dbias is there, but bias is absent" in failure.message
 

@@ -19,7 +19,7 @@ from cpp.refusals import check_refusal
 pytest_plugins = ("cpp.fixtures",)
 pytestmark = [needs_extension, needs_compiler]
 
-AT_ONCE = 2 * MULTIPROCESSORS  # programs, as csrc/launch/heuristics.cc has it
+AT_ONCE = 2 * MULTIPROCESSORS  # programs, as csrc/launch/decode_shares.cc has it
 I32, F32 = "int32", "float32"
 
 

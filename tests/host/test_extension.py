@@ -88,8 +88,6 @@ def test_handlers_declare_themselves():
         "packax_forward_v1",
         "packax_backward_v1",
         "packax_decode_v1",
-        "packax_forward_v2",
-        "packax_backward_v2",
     }
     for stages in registrations.values():
         assert set(stages) == {"initialize", "execute"}

@@ -8,6 +8,7 @@ imported.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -143,3 +144,14 @@ def test_a_wrong_import_is_found():
     assert problems_of("packax._src.decode", private) != []
     assert problems_of("packax._src.masks.x", "from packax._src.core.mask import FIELDS") == []
     assert problems_of("packax._src.ops.x", "def f():\n    import packax._src.decode") != []
+
+
+CPP_LAYERS = ("runtime", "call", "launch", "ffi")  # from low to high; plan stands apart
+
+
+def test_includes_of_cpp_run_one_way():
+    for path in (ROOT / "csrc").rglob("*.*"):
+        if path.suffix in (".h", ".cc") and path.parent.name in CPP_LAYERS:
+            own = CPP_LAYERS.index(path.parent.name)
+            included = re.findall(r'#include "(\w+)/', path.read_text())
+            assert set(included) <= {*CPP_LAYERS[: own + 1], "xla"}, path

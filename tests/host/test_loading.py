@@ -322,7 +322,7 @@ def test_grid_too_large(machine, stage):
     )
     s = Sizes(batch=1, mask_batch=1, q_len=1 << 29, heads=1 << 16, kv_heads=1)
     failure = machine.run(backward(machine, s), stage)
-    block = machine.row("backward_dq", machine.variant["cc"])["block"]
+    block = machine.row("backward_delta", machine.variant["cc"])["block"]
     assert f"would need a grid of ({2**45 // block}, 1)" in failure.message
     s = Sizes(batch=1 << 30, mask_batch=1, q_len=1 << 29, heads=1 << 16, kv_heads=1)
     call = backward(machine, s).change(workspace=Array("float32", (1 << 62,)))

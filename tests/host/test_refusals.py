@@ -361,4 +361,4 @@ def test_wrong_number_of_operands(shared_machine):
     call.operands.popitem()
     failure = shared_machine.run(call)
     assert failure.code == "InvalidArgument"
-    assert "Wrong number of arguments: expected 19 but got 18" in failure.message
+    assert "Wrong number of arguments: expected 22 but got 21" in failure.message

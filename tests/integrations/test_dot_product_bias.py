@@ -199,7 +199,7 @@ def text_of(q, k, v, **options):
 def test_kernels_that_are_called(extension):
     """Both passes of the kernels with a bias, and the bias is never expanded over the batch."""
     text = text_of(*lowered.abstract(), is_causal=True)
-    assert {"packax_forward_v2", "packax_backward_v2"} <= set(re.findall(r"packax_\w+_v2", text))
+    assert {"packax_forward_v1", "packax_backward_v1"} <= set(re.findall(r"packax_\w+_v1", text))
     assert "2x8x300x300" not in text and "8x300x300" in text
 
 

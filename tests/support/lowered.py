@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import packax
+from packax._src.ops.ffi_calls import call_names
 
 DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 WIDEST = (512, 512)  # of the fallback kernels, in 16 bits
@@ -82,6 +83,12 @@ def calls(text):
             assert len(operands.split(",")) == len(kinds)
             found.append((target, dict(pairs), kinds, re.findall(r"tensor<([^>]+)>", results)))
     return found
+
+
+def by_name(call):
+    """The types of an attention call's operands, as calls() has it."""
+    target, _, operands, _ = call
+    return dict(zip(call_names(target.split("_")[1]), operands, strict=True))
 
 
 def step(query, key, value, mask, **kwargs):

@@ -198,4 +198,4 @@ def test_export_for_cuda(kind, monkeypatch):
         disabled_checks=packax.export_checks(),
     )
     text = export(*symbolic(jnp.bfloat16)).mlir_module()
-    assert "@packax_forward_v" in text and "@packax_backward_v" in text
+    assert "@packax_forward_v1" in text and "@packax_backward_v1" in text

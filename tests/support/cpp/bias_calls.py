@@ -1,4 +1,4 @@
-"""Correct calls of the second version: with a bias that is an array, and with dropout."""
+"""Correct calls with a bias that is an array, and with dropout."""
 
 from cpp.calls import (
     ABSENT,
@@ -23,7 +23,7 @@ def bias_of(s, axes=ALL_AXES, dtype="float32"):
     return Array(dtype, (*own, s.kv_len))
 
 
-def _second(call: Call, s, axes, dtype, threshold, rows_batch, dbias) -> Call:
+def _with_bias(call: Call, s, axes, dtype, threshold, rows_batch, dbias) -> Call:
     bias = ABSENT if axes is None else bias_of(s, axes, dtype)
     of_dropout = {"dropout_streams": ABSENT, "dropout_rows": ABSENT}
     if threshold:
@@ -34,14 +34,14 @@ def _second(call: Call, s, axes, dtype, threshold, rows_batch, dbias) -> Call:
     lse = {}
     if axes is not None or threshold:
         lse = {"lse": Array("float32", (s.batch, s.heads, s.q_len, 2))}
-    of_pass = {"operands": call.operands, "results": call.results}
-    of_pass["results" if dbias is None else "operands"] |= lse
-    return make_call(
-        call.target.replace("_v1", "_v2"),
-        {"bias": bias, **of_dropout, **of_pass["operands"]},
-        {**({} if dbias is None else {"dbias": bias if dbias else ABSENT}), **of_pass["results"]},
-        {**call.attributes, "dropout_threshold": ("int64", threshold)},
-    )
+    operands, results = {**call.operands, "bias": bias, **of_dropout}, dict(call.results)
+    if dbias is None:
+        results |= lse
+    else:
+        operands |= lse
+        results["dbias"] = bias if dbias else ABSENT
+    attributes = {**call.attributes, "dropout_threshold": ("int64", threshold)}
+    return make_call(call.target, operands, results, attributes)
 
 
 def forward_bias(
@@ -50,7 +50,7 @@ def forward_bias(
 ):  # fmt: skip
     """`axes` None: no bias; `threshold` 0: no dropout."""
     call = forward_fallback(m, s, dims, blocks=blocks, **more)
-    return _second(call, s, axes, dtype, threshold, rows_batch, None)
+    return _with_bias(call, s, axes, dtype, threshold, rows_batch, None)
 
 
 def backward_bias(
@@ -58,7 +58,7 @@ def backward_bias(
     blocks=MAP, dbias=1, **more,
 ):  # fmt: skip
     call = backward_fallback(m, s, dims, blocks=blocks, **more)
-    return _second(call, s, axes, dtype, threshold, rows_batch, dbias)
+    return _with_bias(call, s, axes, dtype, threshold, rows_batch, dbias)
 
 
 def bias_alone(direction, m, s=None, dtype_of_bias=None, **more):

@@ -32,7 +32,19 @@ class Call:
         return {name: a.address for name, a in {**self.operands, **self.results}.items()}
 
 
+_BOTH = "query key value q_lo q_hi q_ids kv_ids q_pos kv_pos q_blocks q_order block_mask "
+_BOTH += "q_block_lists scales slopes q_bias_pos kv_bias_pos bias dropout_streams dropout_rows "
+_OWN = {
+    "packax_forward_v1": "q_order_192 out_before",
+    "packax_backward_v1": "out lse dout dlse kv_blocks kv_order kv_block_lists dq_before",
+}
+ORDER = {target: (_BOTH + own).split() for target, own in _OWN.items()}
+"""The operands of a call, as docs/internals/ffi.md has them."""
+
+
 def make_call(target, operands, results, attributes):
+    operands = {name: operands[name] for name in ORDER.get(target, operands)}
+
     def numbered(arrays, first):
         pairs = enumerate(arrays.items())
         return {name: replace(a, address=first + 256 * i) for i, (name, a) in pairs}
@@ -70,7 +82,7 @@ class Sizes:
 ABSENT = Array("float32", (0,))
 OPTIONS = dict.fromkeys(
     ("block_mask", "q_block_lists", "kv_block_lists", "scales", "slopes", "q_bias_pos",
-    "kv_bias_pos"), ABSENT,
+    "kv_bias_pos", "bias", "dropout_streams", "dropout_rows"), ABSENT,
 )  # fmt: skip
 
 
@@ -92,6 +104,7 @@ def attributes(scale, segment_check, soft_cap=0.0, **more):
         **more,
     }
     made = {"scale": ("float32", scale), "soft_cap": ("float32", soft_cap)}
+    made["dropout_threshold"] = ("int64", 0)
     return made | {name: ("int32", value) for name, value in numbers.items()}
 
 
@@ -153,6 +166,7 @@ def backward(
         "dq": query if needs_grad & 1 else ABSENT,
         "dk": key if dkv else ABSENT,
         "dv": value if dkv else ABSENT,
+        "dbias": ABSENT,
         "score_grads": ABSENT,
         "workspace": workspace(s, algorithm, query.shape[3]),
     }
@@ -255,6 +269,7 @@ def backward_fallback(
         "dq": query if needs_grad & 1 or score_grads else ABSENT,
         "dk": key if dkv else ABSENT,
         "dv": value if dkv else ABSENT,
+        "dbias": ABSENT,
         "score_grads": Array("float32", (s.batch, s.heads, 2, s.q_len)) if score_grads else ABSENT,
         "workspace": workspace(s, algorithm, query.shape[3]),
     }

@@ -1,13 +1,39 @@
 // Asks a table that tests/aot/test_emit.py made: reads "kernel cc dtype qk_dim v_dim driver" lines,
 // answers each with the name that Find() gives, or with DescribeMissing(). First prints every row,
-// its cubin's bytes included, to show that the generated table, symbols and structs say the same.
+// its cubin's bytes included, to show that the generated table, symbols and lists say the same.
 
 #include <cstdio>
 #include <iostream>
-#include <iterator>
 #include <string>
+#include <vector>
 
 #include "runtime/variants.h"
+
+namespace {
+
+struct Operands {
+  const void *query = nullptr, *dk = nullptr, *q_order = nullptr, *out = nullptr;
+  float scale = 0.5F;
+  int32_t rows = 7;
+  int64_t bytes = int64_t{1} << 40;
+};
+
+struct Listed {
+  void Pointer(const void* const* x) { Add("p", x); }
+  void Float(const float* x) { Add("f", x); }
+  void Int32(const int32_t* x) { Add("i", x); }
+  void Int64(const int64_t* x) { Add("l", x); }
+  void Map(const void* const* x) { Add("t", x); }
+  void Add(const char* type, const void* x) {
+    text += type;
+    addresses.push_back(x);
+  }
+
+  std::string text;
+  std::vector<const void*> addresses;
+};
+
+}  // namespace
 
 int main() {
   for (const packax::Variant& v : packax::Variants()) {
@@ -22,28 +48,22 @@ int main() {
     }
     std::cout << "\n";
   }
-  packax::SidewaysArgs args{.out = &args, .scale = 0.5f, .rows = 7, .bytes = int64_t{1} << 40};
-  const auto addresses = args.Addresses();
-  std::cout << "args " << addresses.size() << " " << (addresses[0] == &args.out)
-            << (addresses[1] == &args.scale) << (addresses[2] == &args.rows)
-            << (addresses[3] == &args.bytes)
-            << (*static_cast<const void* const*>(addresses[4]) == nullptr)
-            << (*static_cast<const void* const*>(addresses[5]) == nullptr) << "\n";
-  // A map is seven parameters; the first must be aligned, whatever stands before it.
-  packax::MappedArgs mapped{.query = {}, .dk = {}, .q_order = nullptr, .rows = 7};
-  const auto m = mapped.Addresses();
-  const packax::TensorMap &q = mapped.query, &d = mapped.dk;
-  const void* const want[] = {q.map,         &q.shape[0],   &q.shape[1],     &q.shape[2],
-                              &q.strides[0], &q.strides[1], &q.strides[2],   d.map,
-                              &d.shape[0],   &d.shape[1],   &d.shape[2],     &d.strides[0],
-                              &d.strides[1], &d.strides[2], &mapped.q_order, &mapped.rows};
-  std::cout << "maps " << m.size() << " "
-            << (reinterpret_cast<uintptr_t>(q.map) | reinterpret_cast<uintptr_t>(d.map)) % 64;
-  for (size_t i = 0; i < std::size(want); ++i) std::cout << (m[i] == want[i]);
-  std::cout << (packax::MappedArgs::kDk == 1) << "\n";
-  // No variant, but a struct: the handlers have to compile.
-  std::cout << "absent " << (packax::AbsentArgs::kKernel == packax::Kernel::kAbsent)
-            << (packax::AbsentArgs::kDk == 0) << "\n";
+  // The operands of their names, in order, then Triton's two pointers to nothing.
+  const Operands o;
+  Listed listed;
+  packax::SidewaysArgs::List(o, &listed);
+  std::cout << "args " << listed.text << " " << (listed.addresses[0] == &o.out)
+            << (listed.addresses[1] == &o.scale) << (listed.addresses[2] == &o.rows)
+            << (listed.addresses[3] == &o.bytes)
+            << (*static_cast<const void* const*>(listed.addresses[4]) == nullptr)
+            << (*static_cast<const void* const*>(listed.addresses[5]) == nullptr) << "\n";
+  Listed mapped;
+  packax::MappedArgs::List(o, &mapped);
+  // A map is seven parameters.
+  std::cout << "maps " << mapped.text << " " << (mapped.addresses[0] == &o.query)
+            << (mapped.addresses[1] == &o.dk) << (packax::kMaxArguments == 7 + 7 + 2 + 2) << "\n";
+  // No variant, but a list: csrc/launch has to compile.
+  std::cout << "absent " << (packax::AbsentArgs::kKernel == packax::Kernel::kAbsent) << "\n";
   std::string kernel, dtype;
   packax::Query query;
   while (std::cin >> kernel >> query.cc >> dtype >> query.qk_dim >> query.v_dim >> query.driver) {

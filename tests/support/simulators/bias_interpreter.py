@@ -10,7 +10,7 @@ from triton_launch import ceil, guarded, launch
 
 
 class Added(NamedTuple):
-    """What a call of the second version has besides, as docs/internals/ffi.md has it."""
+    """The arrays of a bias and of dropout, as docs/internals/ffi.md has them."""
 
     bias: np.ndarray | None = None
     streams: np.ndarray | None = None  # (B, H, 4) uint32

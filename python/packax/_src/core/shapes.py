@@ -11,7 +11,7 @@ BLOCK = 64  # rows or keys summarised by one entry of q_blocks and kv_blocks
 TILE = 128  # rows or keys of one entry of q_order and kv_order
 TILE_192 = 192  # rows of one entry of q_order_192
 INT_MAX = 2**31 - 1
-MAX_LENGTH = 1 << 29  # of a row, as csrc/ffi/operands.h has it
+MAX_LENGTH = 1 << 29  # of a row, as csrc/call/sizes.h has it
 ONE_BLOCK = (1 << 30, 1 << 30)
 """The block size of a mask that has block lists and leaves elements to the segment check: its block
 mask is one block, which is there."""

@@ -42,7 +42,7 @@ def checked_rate(rate: Any) -> int:
 
 
 def inverse_keep(threshold: int) -> float:
-    """1 / the share of elements that is kept; C++ computes the same (csrc/ffi/bias.cc)."""
+    """1 / the share of elements that is kept; C++ computes the same (csrc/ffi/attention.cc)."""
     return 1.0 / (1.0 - threshold / WORDS)
 
 

@@ -71,16 +71,14 @@ def zeros(ctx, aval):
 # --- Attention
 
 
-def version(operands: Operands) -> int:
-    """Of the call: the second where it has an operand that the first has not."""
-    return 2 if operands.lse_in_two else 1
-
-
-def call_names(direction: Pass, version: int) -> tuple[str, ...]:
-    """Of the operands of a call, which has all of them; `before` is out or dq."""
-    mask = (name for name, field in FIELDS.items() if direction in field.passes)
-    tensors = tuple(TENSORS)[: 3 if direction == "forward" else None]
-    return (*(ARRAYS if version > 1 else ()), *tensors, *mask, *LINEAR_BIAS, "before")
+def call_names(direction: Pass) -> tuple[str, ...]:
+    """Of the operands of a call, which has all of them: first those of both passes, then those of
+    this one. `before` is out or dq."""
+    mask = {name: field.passes for name, field in FIELDS.items() if direction in field.passes}
+    common = (name for name, passes in mask.items() if len(passes) > 1)
+    own = (name for name, passes in mask.items() if len(passes) == 1)
+    both, of_backward = tuple(TENSORS)[:3], tuple(TENSORS)[3:] if direction == "backward" else ()
+    return (*both, *common, *LINEAR_BIAS, *ARRAYS, *of_backward, *own, "before")
 
 
 class HeadGroup(NamedTuple):
@@ -109,18 +107,16 @@ def backward(ctx, values: Operands, spec: AttentionSpec, group: HeadGroup = _ALL
     algorithm = choose_algorithm(avals._replace(query=query), spec, ffi.for_export(ctx))
     elements = workspace_size(algorithm, query, avals.q_lo.shape[0])
 
-    # The kernel of dq makes score_grads, and the fused one writes dk and dv with dq's sum. A call
-    # of the second version has dbias in front.
+    # The kernel of dq makes score_grads, and the fused one writes dk and dv with dq's sum.
     nothing = array(0, dtype=query.dtype)
     of_query = "query" in spec.needs_grad
     dkv = algorithm == "sm90_fused" or of_keys
     written = (of_query or spec.score_grads, dkv, dkv)
     tensors = [x if w else nothing for x, w in zip(ctx.avals_out, written, strict=False)]
     others = list(ctx.avals_out[3:])
-    of_bias = [others.pop() if spec.bias_grad else ABSENT] * (version(avals) > 1)
-    avals_out = [*of_bias, *tensors, *(others or [ABSENT])]
+    dbias = others.pop() if spec.bias_grad else ABSENT
     made = _call(
-        ctx.replace(avals_out=avals_out),
+        ctx.replace(avals_out=[*tensors, dbias, *(others or [ABSENT])]),
         "backward",
         avals,
         values,
@@ -130,13 +126,12 @@ def backward(ctx, values: Operands, spec: AttentionSpec, group: HeadGroup = _ALL
         algorithm=algorithm,
         needs_grad=np.int32(of_query + 2 * of_keys),
     )
-    dbias, gradients = made[: len(of_bias)], made[len(of_bias) :]
     results = [
         x if w else zeros(ctx, plain(aval))  # not used, so never made
-        for x, w, aval in zip(gradients, written, ctx.avals_out, strict=False)
+        for x, w, aval in zip(made, written, ctx.avals_out, strict=False)
     ]
-    results += gradients[3:] if spec.score_grads else []
-    return [*results, *(dbias if spec.bias_grad else [])]
+    results += made[4:] if spec.score_grads else []
+    return [*results, *(made[3:4] if spec.bias_grad else [])]
 
 
 def _call(
@@ -158,21 +153,19 @@ def _call(
         for x in (avals, values)
     )
     absent = zeros(ctx, ABSENT)
-    number = version(avals)
-    names = call_names(direction, number)
-    if number > 1:
-        attributes["dropout_threshold"] = np.int64(spec.dropout_threshold)
+    names = call_names(direction)
     q_block, kv_block = spec.block_size or (0, 0)
     there = values.names
     return ffi_call(
         ctx.replace(avals_in=[getattr(avals, x) if x in there else ABSENT for x in names]),
-        f"packax_{direction}_v{number}",
+        f"packax_{direction}_v1",
         [getattr(values, x) if x in there else absent for x in names],
         workspace,
         # The first result is where it was before, so that nothing copies the other heads.
         {names.index("before"): 0} if "before" in there else None,
         scale=np.float32(spec.scale),
         soft_cap=np.float32(spec.soft_cap),
+        dropout_threshold=np.int64(spec.dropout_threshold),
         segment_check=np.int32(spec.segment_check),
         q_block=np.int32(q_block),
         kv_block=np.int32(kv_block),
@@ -186,7 +179,7 @@ def _call(
 
 def choose_algorithm(of: Operands, spec: AttentionSpec, for_export: bool = False) -> str:
     """The backward's: what its workspace has room for. Where the GPU that runs it has no kernels
-    for that, C++ takes the one before (csrc/launch/calls.h).
+    for that, C++ takes the one before (csrc/call/operands.h).
     """
     suffix = suffix_of(of, spec)
     # The kernels count rows in 32 bits. If there are more when an exported program runs, C++ knows.
@@ -206,7 +199,7 @@ def choose_algorithm(of: Operands, spec: AttentionSpec, for_export: bool = False
 
 
 def workspace_size(algorithm: str, query: Any, mask_batch: Any) -> Any:
-    """In elements of 4 bytes, as WorkspaceSize of csrc/launch/backward_sm90.cc has it."""
+    """In elements of 4 bytes, as ReadWorkspace of csrc/ffi/backward.cc has it."""
     rows = _padded_rows(query)
     if algorithm == "portable":
         return rows
@@ -243,7 +236,7 @@ def require_kernels(direction: Pass, of: Operands, spec: AttentionSpec) -> None:
     fallback = takes_fallback(direction, of, spec)
     float32_products = not fallback or is_exact(spec.precision)
     ffi.require_kernels(
-        direction, of.query, of.value, fallback, float32_products, with_bias=version(of) > 1
+        direction, of.query, of.value, fallback, float32_products, with_bias=of.lse_in_two
     )
 
 

@@ -36,7 +36,7 @@ if ffi.ext is not None:
 
 TARGETS = (
     *("packax_documents_v1", "packax_blocks_v1", "packax_forward_v1", "packax_backward_v1"),
-    *("packax_decode_v1", "packax_forward_v2", "packax_backward_v2"),
+    "packax_decode_v1",
 )
 
 
@@ -206,9 +206,9 @@ register(blocks_p, partition_rules.blocks, without_kernels(_blocks_xla), _blocks
 # --- Decoding
 #
 # The workspace is a result of the call, so how many shares of the keys it has room for is decided
-# here, from sizes alone. How many a GPU then takes only C++ knows (csrc/launch/heuristics.cc).
+# here, from sizes alone. How many a GPU then takes only C++ knows (csrc/launch/decode_shares.cc).
 
-_PROGRAMS = 1024  # that csrc/launch/heuristics.cc may want at once, on the largest GPU
+_PROGRAMS = 1024  # that csrc/launch/decode_shares.cc may want at once, on the largest GPU
 _MOST_SHARES = 128  # shares: csrc/launch/decode.cc takes no more
 
 

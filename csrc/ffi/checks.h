@@ -7,6 +7,7 @@
 #include <initializer_list>
 #include <string>
 
+#include "call/sizes.h"
 #include "runtime/error.h"
 #include "runtime/variants.h"
 
@@ -14,12 +15,6 @@ namespace packax {
 
 // All operands are bound as AnyBuffer, also where the type is fixed: what XLA says of another type
 // ("Wrong buffer dtype: expected S32 but got F32", "bad operands at: 3") names no operand.
-
-// The longest row: positions and tile ends stay below 2^31.
-inline constexpr int64_t kMaxLength = int64_t{1} << 29;
-// Offsets in a tile do: 128 rows of so many heads of 256.
-inline constexpr int64_t kMaxHeads = 65536;
-inline constexpr int64_t kMaxInt32 = 2147483647;
 
 // One axis that an operand must have: expected size, and what that size is called.
 struct Axis {
@@ -50,13 +45,13 @@ ffi::Error ToInt32(const char* name, int64_t size, int64_t least, int64_t most, 
 // A static attribute with few values: `value` is one of 0 .. most.
 ffi::Error ExpectAttribute(const char* name, int32_t value, int32_t most);
 
-constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+// The kernels' dtype of `query`, which is one of bfloat16, float16 and float32; and back.
+ffi::Error ReadDtype(const ffi::AnyBuffer& query, bool float32_products, Dtype* dtype);
+ffi::DataType DataTypeOf(Dtype dtype);
 
-// A product of sizes; stays at the largest int64 instead of wrapping, so that a limit check still
-// sees it.
-int64_t Product(std::initializer_list<int64_t> sizes);
+// Axis 0, which is 1 or the batch.
+ffi::Error ReadBatch(const char* name, const ffi::AnyBuffer& buffer, int32_t batch, int32_t* rows);
 
-// Likewise a sum.
-int64_t Sum(std::initializer_list<int64_t> sizes);
+ffi::Error CheckSoftCap(float soft_cap);
 
 }  // namespace packax

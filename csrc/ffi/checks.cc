@@ -1,6 +1,6 @@
-#include "ffi/operands.h"
+#include "ffi/checks.h"
 
-#include <limits>
+#include <cmath>
 
 namespace packax {
 namespace {
@@ -97,20 +97,41 @@ ffi::Error ExpectAttribute(const char* name, int32_t value, int32_t most) {
   return ffi::Error::Success();
 }
 
-int64_t Product(std::initializer_list<int64_t> sizes) {
-  int64_t product = 1;
-  for (int64_t size : sizes) {
-    if (__builtin_mul_overflow(product, size, &product)) return std::numeric_limits<int64_t>::max();
+ffi::Error ReadDtype(const ffi::AnyBuffer& query, bool float32_products, Dtype* dtype) {
+  switch (query.element_type()) {
+    case ffi::DataType::BF16:
+      *dtype = Dtype::kBf16;
+      return ffi::Error::Success();
+    case ffi::DataType::F16:
+      *dtype = Dtype::kF16;
+      return ffi::Error::Success();
+    case ffi::DataType::F32:
+      *dtype = float32_products ? Dtype::kF32 : Dtype::kTf32;
+      return ffi::Error::Success();
+    default:
+      return ErrorBuilder(ffi::ErrorCode::kInvalidArgument)
+             << "query is " << DtypeText(query.element_type())
+             << ", expected bfloat16, float16 or float32";
   }
-  return product;
 }
 
-int64_t Sum(std::initializer_list<int64_t> sizes) {
-  int64_t sum = 0;
-  for (int64_t size : sizes) {
-    if (__builtin_add_overflow(sum, size, &sum)) return std::numeric_limits<int64_t>::max();
-  }
-  return sum;
+ffi::DataType DataTypeOf(Dtype dtype) {
+  if (dtype == Dtype::kBf16) return ffi::DataType::BF16;
+  return dtype == Dtype::kF16 ? ffi::DataType::F16 : ffi::DataType::F32;
+}
+
+ffi::Error ReadBatch(const char* name, const ffi::AnyBuffer& buffer, int32_t batch, int32_t* rows) {
+  const int64_t size = buffer.dimensions()[0];
+  PACKAX_CHECK(size == 1 || size == batch, kInvalidArgument)
+      << name << " has " << size << " rows (axis 0), expected 1 or the batch, " << batch;
+  *rows = static_cast<int32_t>(size);
+  return ffi::Error::Success();
+}
+
+ffi::Error CheckSoftCap(float soft_cap) {
+  PACKAX_CHECK(std::isfinite(soft_cap) && soft_cap >= 0, kInvalidArgument)
+      << "attribute soft_cap is " << soft_cap << ", expected a finite number, 0 for none";
+  return ffi::Error::Success();
 }
 
 }  // namespace packax

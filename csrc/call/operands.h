@@ -1,0 +1,161 @@
+// What a call is about, read from its buffers and checked (csrc/ffi): the kernels are chosen by it
+// (csrc/launch/select.cc), and take their arguments from it.
+//
+// A field that is a kernel's argument bears the argument's name: the generated lists (args.h) take
+// every argument from the field of its name, so that a missing one does not compile. A tensor is
+// an address to a kernel that takes a pointer, and the view of a tensor map to one that takes that.
+
+#pragma once
+
+#include <bit>
+
+#include "call/sizes.h"
+#include "runtime/driver.h"
+
+namespace packax {
+
+inline constexpr int64_t kBlock = 64;     // rows or keys whose bounds the mask stores
+inline constexpr int64_t kTile = 128;     // rows or keys whose order the mask stores
+inline constexpr int64_t kTile192 = 192;  // rows, in q_order_192
+
+// What a call asks for that the plain kernels do not have.
+enum Option : uint32_t {
+  kSoftCap = 1,
+  kAlibi = 2,       // one slope a head over the distance of indices, scales that hold only `scale`
+  kLinearBias = 4,  // other scales, slopes and positions
+  kBlockMask = 8,
+  kBias = 16,  // an array
+  kDropout = 32,
+  kRowStats = 64,  // row_max, or score_grads
+};
+
+// Of both passes of attention.
+struct AttentionOperands {
+  TensorView query, key, value, out;
+  const void* lse;
+  const void *q_lo, *q_hi;     // (mask_batch, q_len)
+  const void *q_ids, *kv_ids;  // read where segment_check >= 1
+  const void *q_pos, *kv_pos;  // read where segment_check >= 2; at 3 q_pos holds two limits
+  const void* q_blocks;        // (mask_batch, 5, ceil(q_len/64))
+  const void* q_order;         // (mask_batch, ceil(q_len/128))
+  const void* block_mask;      // (block_mask_batch, block_mask_heads, ceil(q_len/q_block), words)
+  const void* q_block_lists;   // (mask_batch, block_mask_heads, q_tiles, 2 + ceil(kv_len/64))
+  const void* scales;          // (scales_batch) float32
+  const void* slopes;          // (bias_batch, heads) float32
+  const void *q_bias_pos, *kv_bias_pos;  // (bias_batch, q_len), (bias_batch, kv_len) int32
+  const void* bias;                      // null where there is none
+  const void* dropout_streams;           // (batch, heads, 4) uint32
+  const void* dropout_rows;              // (dropout_rows_batch, q_len) int32
+  const void* counter;                   // of tiles that persistent programs have drawn
+
+  float scale, soft_cap;   // soft_cap 0: none
+  float inverse_keep = 1;  // 1 / the share of probabilities that is kept
+  int32_t segment_check;
+  int32_t bias_kind;          // 1: of the query's dtype, 2: of float32; 0: none
+  int32_t bias_axes;          // bit 0: one for each batch row, 1: for each head, 2: for each row
+  int32_t dropout_threshold;  // the bits of a uint32; 0: nothing is dropped
+  int32_t dropout_rows_batch = 1;
+  int32_t batch, mask_batch;
+  int32_t scales_batch, bias_batch;   // 1 or batch; 0: none
+  int32_t block_mask_batch = 1;       // 1 or mask_batch
+  int32_t block_mask_heads;           // 1 or heads; 0: none
+  int32_t q_block = 1, kv_block = 1;  // kernels divide by them
+  int32_t q_len, kv_len, heads, kv_heads, qk_dim, v_dim;
+  // Rows of query, out and their gradients have this many; the call is about `heads` of them.
+  int32_t row_heads;
+
+  // No kernel's arguments.
+  Dtype dtype;  // of the kernels
+  int32_t first_head;
+  bool bias_of_indices;
+  bool row_stats;
+
+  uint32_t options() const {
+    const bool alibi = bias_of_indices && bias_batch == 1;
+    uint32_t asked = alibi ? kAlibi : 0U;
+    if (!alibi && (scales_batch > 0 || bias_batch > 0)) asked |= kLinearBias;
+    if (soft_cap > 0) asked |= kSoftCap;
+    if (block_mask_heads > 0) asked |= kBlockMask;
+    if (bias_kind > 0) asked |= kBias;
+    if (dropout_threshold != 0) asked |= kDropout;
+    if (row_stats) asked |= kRowStats;
+    return asked;
+  }
+  // lse is then a row's largest logit, and the logarithm of its sum less that
+  // (csrc/kernels/portable/row_sums.py).
+  bool lse_in_two() const { return (options() & (kBias | kDropout)) != 0; }
+
+  int64_t q_tiles() const { return CeilDiv(q_len, kTile); }
+  int64_t kv_tiles() const { return CeilDiv(kv_len, kTile); }
+};
+
+struct ForwardOperands : AttentionOperands {
+  const void* row_max;      // null where nobody asks for it: the kernel must not write there
+  const void* q_order_192;  // (mask_batch, ceil(q_len/192))
+};
+
+// What the backward's workspace has room for: that algorithm, and those before it. It is chosen
+// while a program is lowered, when it may not be known which GPU will run it; there the last one is
+// taken that this GPU has kernels for.
+enum class Algorithm {
+  kPortable,      // delta, then dK and dV, then dQ
+  kSm90Separate,  // Hopper's kernels, dK and dV apart from dQ
+  kSm90Fused,     // one kernel for all three, which adds dQ up in memory: Hopper's or sm80's
+};
+
+struct BackwardOperands : AttentionOperands {
+  TensorView dout, dq, dk, dv;
+  TensorView lse2, delta, lo, hi;  // of the workspace, of q_len in whole blocks
+  const void* dq_sum;
+  const void *dlse, *score_grads, *dbias;
+  const void* kv_blocks;       // (mask_batch, 4, ceil(kv_len/64))
+  const void* kv_order;        // (mask_batch, ceil(kv_len/128))
+  const void* kv_block_lists;  // (mask_batch, block_mask_heads, kv_tiles, 2 + ceil(q_len/64))
+  int32_t has_dlse, has_score_grads;
+  int32_t clear_dq;  // whether dq_sum is
+
+  Algorithm algorithm;
+  bool needs_dq, needs_dkv, needs_dbias;
+
+  // Of query in whole blocks, those of all heads.
+  int64_t padded_rows() const { return Product({batch, heads, kBlock, CeilDiv(q_len, kBlock)}); }
+};
+
+struct DecodeOperands {
+  const void *query, *key, *value, *q_lo, *q_hi;
+  const void *block_table, *sinks;  // not read where the cache is not paged, and without sinks
+  const void *partial, *sums, *out, *lse;
+  float scale, soft_cap;
+  int32_t has_sinks;
+  int32_t batch, sink_batch, q_len, heads, kv_heads;
+  int32_t kv_len;                         // keys that a sequence has room for
+  int32_t pages, page_size, table_width;  // 0 where the cache is not paged
+  int32_t qk_eighths, v_eighths;          // of the head dims
+  int32_t splits;                         // shares of one sequence, at most
+  int32_t shares;  // of all sequences, to be dealt out by length; 0: each has `splits`
+
+  Dtype dtype;
+  int32_t qk_dim, v_dim;
+  int32_t room;  // shares that the workspace holds
+
+  int64_t rows() const { return int64_t{q_len} * (heads / kv_heads); }
+};
+
+// Kernels of masks have neither dtype nor head dims.
+struct MaskOperands {
+  static constexpr Dtype dtype = Dtype::kAny;
+  static constexpr int32_t qk_dim = 0, v_dim = 0;
+  int32_t batch, q_len, kv_len;
+};
+
+struct DocumentsOperands : MaskOperands {
+  const void *q_ids, *kv_ids, *q_pos, *kv_pos, *workspace, *lo, *hi, *segment_checked;
+  int32_t compare_positions, table_size, table_shift, search_steps;
+};
+
+struct BlocksOperands : MaskOperands {
+  const void *q_lo, *q_hi, *segment_checked;
+  const void *q_blocks, *kv_blocks, *q_order, *q_order_192, *kv_order;
+};
+
+}  // namespace packax

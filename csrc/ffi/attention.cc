@@ -1,0 +1,260 @@
+// Sizes, masks and score options of both passes, checked.
+//
+// Masks arrive as row ranges and block bounds: nothing here knows of documents, positions or
+// windows (docs/internals/mask_format.md).
+
+#include "ffi/attention.h"
+
+#include <cmath>
+
+namespace packax {
+namespace {
+
+constexpr int32_t kMultiple = 8;  // of head dims: rows begin at whole 16 bytes
+constexpr int64_t kWords = int64_t{1} << 32;
+constexpr int64_t kMostKeys = int64_t{1} << 24;  // offsets in a tile of 64 rows have 32 bits
+constexpr ffi::DataType kS32 = ffi::DataType::S32, kF32 = ffi::DataType::F32;
+
+TensorMapElement ElementOf(ffi::DataType dtype) {
+  if (dtype == ffi::DataType::F32) return TensorMapElement::kF32;
+  return dtype == ffi::DataType::BF16 ? TensorMapElement::kBf16 : TensorMapElement::kF16;
+}
+
+ffi::Error ReadSizes(const AttentionBuffers& b, AttentionOperands* o) {
+  const ffi::AnyBuffer &query = b.query, &key = b.key, &value = b.value;
+  PACKAX_TRY(ExpectRank("query", query, 4, "(batch, q_len, heads, qk_dim)"));
+  PACKAX_TRY(ExpectRank("key", key, 4, "(batch, kv_len, kv_heads, qk_dim)"));
+  PACKAX_TRY(ExpectRank("value", value, 4, "(batch, kv_len, kv_heads, v_dim)"));
+  PACKAX_TRY(ExpectRank("q_lo", b.q_lo, 2, "(mask_batch, q_len)"));
+  PACKAX_TRY(ReadDtype(query, b.float32_products == 1, &o->dtype));
+  PACKAX_TRY(ToInt32("batch (query axis 0)", query.dimensions()[0], 0, kMaxInt32, &o->batch));
+  PACKAX_TRY(ToInt32("q_len (query axis 1)", query.dimensions()[1], 1, kMaxLength, &o->q_len));
+  PACKAX_TRY(ToInt32("heads (query axis 2)", query.dimensions()[2], 1, kMaxHeads, &o->row_heads));
+  o->first_head = b.first_head;
+  o->heads = b.first_head == 0 && b.heads == 0 ? o->row_heads : b.heads;
+  PACKAX_CHECK(o->heads >= 1 && o->first_head >= 0 && o->first_head <= o->row_heads - o->heads,
+               kInvalidArgument)
+      << "attributes first_head and heads are " << o->first_head << " and " << o->heads
+      << ", expected some of the query's " << o->row_heads;
+  PACKAX_TRY(ToInt32("qk_dim (query axis 3)", query.dimensions()[3], 1, kMaxInt32, &o->qk_dim));
+  PACKAX_TRY(ToInt32("kv_len (key axis 1)", key.dimensions()[1], 1, kMaxLength, &o->kv_len));
+  PACKAX_TRY(ToInt32("kv_heads (key axis 2)", key.dimensions()[2], 1, kMaxHeads, &o->kv_heads));
+  PACKAX_TRY(ToInt32("v_dim (value axis 3)", value.dimensions()[3], 1, kMaxInt32, &o->v_dim));
+  PACKAX_CHECK(o->heads % o->kv_heads == 0, kInvalidArgument)
+      << (o->heads == o->row_heads ? "query has " : "attribute heads is ") << o->heads
+      << (o->heads == o->row_heads ? " heads" : "") << ", expected a multiple of the "
+      << o->kv_heads << " heads of key and value";
+  PACKAX_TRY(ReadBatch("q_lo", b.q_lo, o->batch, &o->mask_batch));
+  const Axis batch{"batch", o->batch}, kv_len{"kv_len", o->kv_len};
+  const Axis kv_heads{"kv_heads", o->kv_heads};
+  const ffi::DataType dtype = query.element_type();
+  PACKAX_TRY(Expect("key", key, dtype, {batch, kv_len, kv_heads, {"qk_dim", o->qk_dim}}));
+  PACKAX_TRY(Expect("value", value, dtype, {batch, kv_len, kv_heads, {"v_dim", o->v_dim}}));
+  PACKAX_TRY(ExpectAttribute("float32_products", b.float32_products, 1));
+  o->query = RowsOf("query", query, *o, o->qk_dim);
+  o->key = KeysOf("key", key, *o, o->qk_dim);
+  o->value = KeysOf("value", value, *o, o->v_dim);
+  return ffi::Error::Success();
+}
+
+ffi::Error ReadMask(const AttentionBuffers& b, AttentionOperands* o) {
+  const Axis batch{"mask_batch", o->mask_batch};
+  const Axis q_len{"q_len", o->q_len}, kv_len{"kv_len", o->kv_len};
+  PACKAX_TRY(ExpectAttribute("segment_check", b.segment_check, 3));
+  PACKAX_TRY(Expect("q_lo", b.q_lo, kS32, {batch, q_len}));
+  PACKAX_TRY(Expect("q_hi", b.q_hi, kS32, {batch, q_len}));
+  if (b.segment_check >= 1) {
+    PACKAX_TRY(Expect("q_ids", b.q_ids, kS32, {batch, q_len}));
+    PACKAX_TRY(Expect("kv_ids", b.kv_ids, kS32, {batch, kv_len}));
+  }
+  if (b.segment_check == 3) {
+    PACKAX_TRY(Expect("q_pos", b.q_pos, kS32, {batch, {"limits", 2}, q_len}));
+  } else if (b.segment_check == 2) {
+    PACKAX_TRY(Expect("q_pos", b.q_pos, kS32, {batch, q_len}));
+  }
+  if (b.segment_check >= 2) PACKAX_TRY(Expect("kv_pos", b.kv_pos, kS32, {batch, kv_len}));
+  PACKAX_TRY(Expect("q_blocks", b.q_blocks, kS32,
+                    {batch, {"bounds", 5}, {"ceil(q_len/64)", CeilDiv(o->q_len, kBlock)}}));
+  PACKAX_TRY(Expect("q_order", b.q_order, kS32, {batch, {"ceil(q_len/128)", o->q_tiles()}}));
+  o->segment_check = b.segment_check;
+  o->q_lo = b.q_lo.untyped_data();
+  o->q_hi = b.q_hi.untyped_data();
+  o->q_ids = b.q_ids.untyped_data();
+  o->kv_ids = b.kv_ids.untyped_data();
+  o->q_pos = b.q_pos.untyped_data();
+  o->kv_pos = b.kv_pos.untyped_data();
+  o->q_blocks = b.q_blocks.untyped_data();
+  o->q_order = b.q_order.untyped_data();
+  return ffi::Error::Success();
+}
+
+ffi::Error ReadScores(const AttentionBuffers& b, AttentionOperands* o) {
+  for (const auto& [name, dim] : {std::pair{"qk_dim", o->qk_dim}, std::pair{"v_dim", o->v_dim}}) {
+    PACKAX_CHECK(dim % kMultiple == 0, kUnimplemented)
+        << name << " is " << dim << ", there are kernels for multiples of " << kMultiple;
+  }
+  PACKAX_CHECK(std::isfinite(b.scale) && b.scale > 0, kInvalidArgument)
+      << "attribute scale is " << b.scale << ", expected a finite number above 0";
+  PACKAX_TRY(CheckSoftCap(b.soft_cap));
+  o->scale = b.scale;
+  o->soft_cap = b.soft_cap;
+  o->scales = b.scales.untyped_data();
+  o->slopes = b.slopes.untyped_data();
+  o->q_bias_pos = b.q_bias_pos.untyped_data();
+  o->kv_bias_pos = b.kv_bias_pos.untyped_data();
+  if (!Absent(b.scales)) {
+    PACKAX_TRY(ExpectRank("scales", b.scales, 1, "(scales_batch)"));
+    PACKAX_TRY(ReadBatch("scales", b.scales, o->batch, &o->scales_batch));
+    PACKAX_TRY(Expect("scales", b.scales, kF32, {{"scales_batch", o->scales_batch}}));
+  }
+  PACKAX_TRY(ExpectAttribute("bias_of_indices", b.bias_of_indices, 1));
+  o->bias_of_indices = b.bias_of_indices == 1;
+  if (Absent(b.slopes)) return ffi::Error::Success();
+  PACKAX_TRY(ExpectRank("slopes", b.slopes, 2, "(bias_batch, heads)"));
+  PACKAX_TRY(ReadBatch("slopes", b.slopes, o->batch, &o->bias_batch));
+  const Axis batch{"bias_batch", o->bias_batch};
+  PACKAX_TRY(Expect("slopes", b.slopes, kF32, {batch, {"heads", o->heads}}));
+  PACKAX_TRY(Expect("q_bias_pos", b.q_bias_pos, kS32, {batch, {"q_len", o->q_len}}));
+  return Expect("kv_bias_pos", b.kv_bias_pos, kS32, {batch, {"kv_len", o->kv_len}});
+}
+
+ffi::Error ReadBias(const ffi::AnyBuffer& bias, ffi::DataType dtype, AttentionOperands* o) {
+  if (Absent(bias)) return ffi::Error::Success();
+  PACKAX_TRY(ExpectRank("bias", bias, 4, "(1 or batch, 1 or heads, 1 or q_len, kv_len)"));
+  const Axis axes[] = {{"batch", o->batch}, {"heads", o->heads}, {"q_len", o->q_len}};
+  for (int axis = 0; axis < 3; ++axis) {
+    const int64_t size = bias.dimensions()[axis];
+    PACKAX_CHECK(size == 1 || size == axes[axis].size, kInvalidArgument)
+        << "bias has " << size << " entries along axis " << axis << ", expected 1 or "
+        << axes[axis].name << ", " << axes[axis].size;
+    if (size > 1) o->bias_axes |= 1 << axis;
+  }
+  const bool wide = bias.element_type() == kF32;
+  const auto sizes = bias.dimensions();
+  PACKAX_TRY(Expect(
+      "bias", bias, wide ? kF32 : dtype,
+      {{"batch", sizes[0]}, {"heads", sizes[1]}, {"q_len", sizes[2]}, {"kv_len", o->kv_len}}));
+  PACKAX_CHECK(sizes[2] == 1 || o->kv_len <= kMostKeys, kUnimplemented)
+      << "bias has rows of " << o->kv_len << " keys, there are kernels for " << kMostKeys
+      << " at most";
+  o->bias = bias.untyped_data();
+  o->bias_kind = wide ? 2 : 1;
+  return ffi::Error::Success();
+}
+
+ffi::Error ReadDropout(const AttentionBuffers& b, AttentionOperands* o) {
+  const int64_t threshold = b.dropout_threshold;
+  PACKAX_CHECK(threshold >= 0 && threshold < kWords, kInvalidArgument)
+      << "attribute dropout_threshold is " << threshold << ", expected 0 to " << kWords - 1;
+  if (threshold == 0) return ffi::Error::Success();
+  PACKAX_TRY(Expect("dropout_streams", b.dropout_streams, ffi::DataType::U32,
+                    {{"batch", o->batch}, {"heads", o->heads}, {"words", 4}}));
+  PACKAX_TRY(ExpectRank("dropout_rows", b.dropout_rows, 2, "(1 or batch, q_len)"));
+  PACKAX_TRY(ReadBatch("dropout_rows", b.dropout_rows, o->batch, &o->dropout_rows_batch));
+  PACKAX_TRY(Expect("dropout_rows", b.dropout_rows, kS32,
+                    {{"batch", o->dropout_rows_batch}, {"q_len", o->q_len}}));
+  o->dropout_streams = b.dropout_streams.untyped_data();
+  o->dropout_rows = b.dropout_rows.untyped_data();
+  o->dropout_threshold = std::bit_cast<int32_t>(static_cast<uint32_t>(threshold));
+  // As inverse_keep of python/packax/_src/ops/dropout.py.
+  o->inverse_keep = static_cast<float>(
+      1.0 / (1.0 - static_cast<double>(threshold) / static_cast<double>(kWords)));
+  return ffi::Error::Success();
+}
+
+ffi::Error ReadBlockMask(const AttentionBuffers& b, AttentionOperands* o) {
+  PACKAX_CHECK(b.q_block >= 0 && b.kv_block >= 0 && (b.q_block > 0) == (b.kv_block > 0),
+               kInvalidArgument)
+      << "attributes q_block and kv_block are " << b.q_block << " and " << b.kv_block
+      << ", expected both above 0, or both 0 without a block mask";
+  o->block_mask = b.block_mask.untyped_data();
+  o->q_block_lists = b.q_block_lists.untyped_data();
+  if (b.q_block == 0) return ffi::Error::Success();
+  o->q_block = b.q_block;
+  o->kv_block = b.kv_block;
+  PACKAX_TRY(ExpectRank("block_mask", b.block_mask, 4,
+                        "(block_mask_batch, block_mask_heads, rows, words)"));
+  const int64_t batch = b.block_mask.dimensions()[0], heads = b.block_mask.dimensions()[1];
+  PACKAX_CHECK(batch == 1 || batch == o->mask_batch, kInvalidArgument)
+      << "block_mask has " << batch << " rows (axis 0), expected 1 or mask_batch, "
+      << o->mask_batch;
+  PACKAX_CHECK(heads == 1 || heads == o->heads, kInvalidArgument)
+      << "block_mask has " << heads << " heads (axis 1), expected 1 or those of the call, "
+      << o->heads;
+  o->block_mask_batch = static_cast<int32_t>(batch);
+  o->block_mask_heads = static_cast<int32_t>(heads);
+  PACKAX_TRY(Expect("block_mask", b.block_mask, kS32,
+                    {{"block_mask_batch", batch},
+                     {"block_mask_heads", heads},
+                     {"ceil(q_len/q_block)", CeilDiv(o->q_len, o->q_block)},
+                     {"ceil(kv_len/kv_block/32)", CeilDiv(CeilDiv(o->kv_len, o->kv_block), 32)}}));
+  return Expect("q_block_lists", b.q_block_lists, kS32,
+                {{"mask_batch", o->mask_batch},
+                 {"block_mask_heads", heads},
+                 {"ceil(q_len/128)", o->q_tiles()},
+                 {"2+ceil(kv_len/64)", 2 + CeilDiv(o->kv_len, kBlock)}});
+}
+
+}  // namespace
+
+ffi::Error ReadAttention(const AttentionBuffers& b, AttentionOperands* o) {
+  PACKAX_TRY(ReadSizes(b, o));
+  PACKAX_TRY(ReadMask(b, o));
+  PACKAX_TRY(ReadScores(b, o));
+  PACKAX_TRY(ReadBias(b.bias, b.query.element_type(), o));
+  PACKAX_TRY(ReadDropout(b, o));
+  return ReadBlockMask(b, o);
+}
+
+TensorView RowsOf(const char* name, const ffi::AnyBuffer& buffer, const AttentionOperands& o,
+                  int64_t dim) {
+  const int64_t skipped =
+      o.first_head * dim * static_cast<int64_t>(ffi::ByteWidth(buffer.element_type()));
+  return {name,
+          static_cast<const char*>(buffer.untyped_data()) + skipped,
+          ElementOf(buffer.element_type()),
+          o.batch,
+          o.q_len,
+          o.heads * dim,
+          o.row_heads * dim};
+}
+
+TensorView KeysOf(const char* name, const ffi::AnyBuffer& buffer, const AttentionOperands& o,
+                  int64_t dim) {
+  const int64_t row = o.kv_heads * dim;
+  return {name, buffer.untyped_data(), ElementOf(buffer.element_type()), o.batch, o.kv_len, row,
+          row};
+}
+
+ffi::Error ExpectRows(const char* name, const ffi::AnyBuffer& buffer, const AttentionOperands& o,
+                      Axis dim) {
+  return Expect(name, buffer, DataTypeOf(o.dtype),
+                {{"batch", o.batch}, {"q_len", o.q_len}, {"heads", o.row_heads}, dim});
+}
+
+ffi::Error ExpectKeys(const char* name, const ffi::AnyBuffer& buffer, const AttentionOperands& o,
+                      Axis dim) {
+  return Expect(name, buffer, DataTypeOf(o.dtype),
+                {{"batch", o.batch}, {"kv_len", o.kv_len}, {"kv_heads", o.kv_heads}, dim});
+}
+
+ffi::Error ExpectSums(const char* name, const ffi::AnyBuffer& buffer, const AttentionOperands& o) {
+  return Expect(name, buffer, kF32, {{"batch", o.batch}, {"heads", o.heads}, {"q_len", o.q_len}});
+}
+
+ffi::Error ExpectLse(const ffi::AnyBuffer& lse, const AttentionOperands& o) {
+  if (!o.lse_in_two()) return ExpectSums("lse", lse, o);
+  return Expect("lse", lse, kF32,
+                {{"batch", o.batch}, {"heads", o.heads}, {"q_len", o.q_len}, {"numbers", 2}});
+}
+
+ffi::Error CheckBefore(const char* name, const ffi::AnyBuffer& before,
+                       const ffi::AnyBuffer& result) {
+  if (Absent(before)) return ffi::Error::Success();
+  PACKAX_CHECK(before.untyped_data() == result.untyped_data() && !Absent(result), kInvalidArgument)
+      << name << "_before is at " << before.untyped_data() << " and " << name << " at "
+      << result.untyped_data() << ", expected one place for both";
+  return ffi::Error::Success();
+}
+
+}  // namespace packax

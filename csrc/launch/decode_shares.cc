@@ -1,0 +1,49 @@
+#include "launch/decode_shares.h"
+
+#include <algorithm>
+
+namespace packax {
+namespace {
+
+constexpr int64_t kFewRows = 16;           // of a group, in one tile of `decode` (table.py)
+constexpr int64_t kShare = 128;            // keys: below, a program costs more than its keys
+constexpr int64_t kBalancedShare = 1024;   // keys: splitting that far is free, if rows are few
+constexpr int64_t kMostDealt = 64;         // sequences, as many as a program of `decode` looks at
+constexpr int64_t kPerMultiprocessor = 2;  // programs, for which the tiles leave shared memory
+constexpr double kGoodEnough = 0.95;       // of the best share of time in which all have work
+
+}  // namespace
+
+bool TakesSmallDecodeTile(int64_t rows) { return rows <= kFewRows; }
+
+// As few shares as keep the multiprocessors almost as busy as any number does. Lengths are known on
+// the device only. Where one long sequence among others would pay for more shares, the programs
+// work out there which they are of: as many on average, of about the same length. That costs each a
+// look at all ranges, so not if there is one sequence or too many: then as many shares as let a
+// long one fill the GPU, as long as the sums that they leave are little beside the keys.
+void ChooseDecodeShares(const Device& device, int64_t tiles, int64_t most, DecodeOperands* o) {
+  const int64_t at_once = kPerMultiprocessor * device.multiprocessors;
+  const int64_t programs = Product({tiles, o->kv_heads, o->batch});
+  most = std::min(most, CeilDiv(o->kv_len, kShare));
+  const auto busy = [&](int64_t splits) {
+    const int64_t all = Product({programs, splits});
+    return static_cast<double>(all) / static_cast<double>(at_once) /
+           static_cast<double>(CeilDiv(all, at_once));
+  };
+  double best = 0;
+  for (int64_t n = 1; n <= most; ++n) best = std::max(best, busy(n));
+  int64_t splits = 1, shares = 0;
+  while (splits < most && busy(splits) < kGoodEnough * best) ++splits;
+  const int64_t cheap = std::min(o->kv_len / (kBalancedShare + 64 * o->rows()), most);
+  if (cheap > 1 && o->batch > 1 && o->batch <= kMostDealt) {
+    shares = splits * o->batch;
+    splits = most;
+  } else {
+    const int64_t alone = CeilDiv(at_once, Product({tiles, o->kv_heads}));
+    splits = std::max(splits, std::min(alone, cheap));
+  }
+  o->splits = static_cast<int32_t>(splits);
+  o->shares = static_cast<int32_t>(shares);
+}
+
+}  // namespace packax

@@ -1,0 +1,405 @@
+#include "launch/select.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+
+#include "launch/decode_shares.h"
+
+namespace packax {
+namespace {
+
+// --- How kernels are chosen.
+
+constexpr size_t kMaxSteps = 4;
+
+// A kernel of a call.
+template <typename Operands>
+struct Step {
+  Kernel kernel;
+  void (*list)(const Operands&, Arguments*);
+  Grid (*grid)(const Operands&, int64_t block);
+  bool (*needed)(const Operands&);  // null: always; else it is found and loaded, and may not run
+  const void* Operands::* counter;  // of a kernel whose programs draw tiles from it (run.h)
+};
+
+template <typename Args, typename Operands>
+constexpr Step<Operands> Use(Grid (*grid)(const Operands&, int64_t block),
+                             bool (*needed)(const Operands&) = nullptr,
+                             const void* Operands::* counter = nullptr) {
+  return {Args::kKernel, &Args::template List<Operands, Arguments>, grid, needed, counter};
+}
+
+template <typename Operands>
+using Steps = std::array<Step<Operands>, kMaxSteps>;  // those behind the last have no list
+
+enum class Dims {
+  kExact,     // kernels for just the call's head dims
+  kCovering,  // the smallest for at least these
+};
+enum class Gpus {
+  kSome,
+  kAll,  // in a build of every kernel
+};
+
+// Kernels that serve a call together.
+template <typename Operands>
+struct Row {
+  bool (*takes)(const Operands&, const Device&);
+  Gpus gpus;
+  Dims dims;
+  Steps<Operands> steps;
+  bool sums_dq = false;  // adds dQ up in memory
+};
+
+// A row of a table, and its kernels, loaded.
+template <typename Operands>
+struct Selected {
+  const Row<Operands>* row = nullptr;
+  std::array<LoadedKernel, kMaxSteps> kernels;
+
+  int block(size_t step) const { return kernels[step].variant->block; }
+};
+
+// Without products a kernel of float32 is the same for both precisions of them.
+bool HasProducts(Kernel kernel) {
+  return kernel != Kernel::kBackwardDeltaFallback && kernel != Kernel::kDecodeCombine;
+}
+
+// Of all kernels of a row; false at the first that this device has not, which is then in `query`.
+template <typename Operands>
+bool FindAll(const Row<Operands>& row, const Operands& o, const Device& device, Query* query,
+             std::array<const Variant*, kMaxSteps>* variants) {
+  for (size_t i = 0; i < kMaxSteps && row.steps[i].list != nullptr; ++i) {
+    const Kernel kernel = row.steps[i].kernel;
+    const bool both = o.dtype == Dtype::kTf32 && !HasProducts(kernel);
+    *query = {kernel, device.cc, both ? Dtype::kF32 : o.dtype, o.qk_dim, o.v_dim, device.driver};
+    (*variants)[i] = row.dims == Dims::kExact ? Find(*query) : FindCovering(*query);
+    if ((*variants)[i] == nullptr) return false;
+  }
+  return true;
+}
+
+// Loads the kernels of the first row that takes the call and of which this device has all. An error
+// is about the first row that takes it and has kernels for all GPUs.
+template <typename Operands, size_t n>
+ffi::Error Select(const Row<Operands> (&rows)[n], const Operands& o, Device** device,
+                  Selected<Operands>* selected) {
+  PACKAX_TRY(CurrentDevice(device));
+  std::optional<Query> missing;
+  for (const Row<Operands>& row : rows) {
+    if (!row.takes(o, **device)) continue;
+    Query query;
+    std::array<const Variant*, kMaxSteps> variants = {};
+    if (!FindAll(row, o, **device, &query, &variants)) {
+      if (row.gpus == Gpus::kAll && !missing) missing = query;
+      continue;
+    }
+    selected->row = &row;
+    for (size_t i = 0; i < kMaxSteps && variants[i] != nullptr; ++i) {
+      PACKAX_TRY(Load(*device, *variants[i], &selected->kernels[i]));
+    }
+    return ffi::Error::Success();
+  }
+  return ErrorBuilder(ffi::ErrorCode::kUnimplemented)
+         << DescribeMissing(*missing) << "; device " << (*device)->ordinal << " is "
+         << (*device)->name << ". implementation=\"xla\", of create_attention_mask too, needs no "
+         << "kernels";
+}
+
+template <typename Operands>
+ffi::Error Run(Stream stream, const Operands& o, const Selected<Operands>& selected) {
+  std::array<Launch, kMaxSteps> launches;
+  size_t count = 0;
+  for (size_t i = 0; i < kMaxSteps && selected.row->steps[i].list != nullptr; ++i) {
+    const Step<Operands>& step = selected.row->steps[i];
+    if (step.needed != nullptr && !step.needed(o)) continue;
+    Launch& launch = launches[count++];
+    launch.kernel = selected.kernels[i];
+    launch.grid = step.grid(o, selected.block(i));
+    if (step.counter != nullptr) launch.counter = o.*step.counter;
+    step.list(o, &launch.arguments);
+  }
+  return Run(stream, std::span(launches).first(count));
+}
+
+template <typename Operands>
+constexpr bool Always(const Operands&, const Device&) {
+  return true;
+}
+
+// --- Attention: options and grids of both passes.
+
+constexpr float kLargestCap = 1024;     // up to which tanh to 4e-7 is enough (sm90/soft_cap.py)
+constexpr int64_t kElementsAtOnce = 8;  // 16 bytes
+
+// Whether that is all that the call asks for, of what Hopper's kernels with it take.
+template <uint32_t options>
+bool OnlyOnSm90(const AttentionOperands& o) {
+  if (o.options() != options) return false;
+  if (options == kSoftCap) return o.soft_cap <= kLargestCap && std::isfinite(o.scale / o.soft_cap);
+  // Blocks are found by shifts.
+  return options != kBlockMask || (std::has_single_bit(static_cast<uint32_t>(o.q_block)) &&
+                                   std::has_single_bit(static_cast<uint32_t>(o.kv_block)));
+}
+
+// Float32 has fallback kernels alone.
+bool IsPlain(const AttentionOperands& o) {
+  return o.options() == 0 && o.dtype != Dtype::kF32 && o.dtype != Dtype::kTf32;
+}
+
+// A bias of the query's dtype, whose rows begin at 16 bytes, and nothing else.
+bool OnlyBias(const AttentionOperands& o) {
+  return o.options() == kBias && o.bias_kind == 1 && o.kv_len % kElementsAtOnce == 0 &&
+         o.heads == o.row_heads;
+}
+
+ffi::Error CheckAllHeads(const AttentionOperands& o, Dims dims) {
+  PACKAX_CHECK(dims == Dims::kExact || o.heads == o.row_heads, kUnimplemented)
+      << "attributes first_head and heads are " << o.first_head << " and " << o.heads
+      << ", but the fallback kernels take all of the query's " << o.row_heads;
+  return ffi::Error::Success();
+}
+
+// A program makes a tile of rows, of an order that the mask stores, or a part of one.
+template <typename Operands>
+Grid QueryTiles(const Operands& o, int64_t block) {
+  return {Product({o.heads, o.batch, o.q_tiles(), kTile / block})};
+}
+
+template <typename Operands>
+Grid KeyTiles(const Operands& o, int64_t block) {
+  return {Product({o.kv_heads, o.batch, o.kv_tiles(), kTile / block})};
+}
+
+// Rows of any number.
+template <typename Operands>
+Grid Rows(const Operands& o, int64_t block) {
+  return {Product({CeilDiv(o.q_len, block), o.heads, o.batch})};
+}
+
+// --- The forward.
+
+using F = ForwardOperands;
+
+// Where not every multiprocessor has a tile of 192 rows, the longest one decides: shorter ones end
+// sooner. All heads of the rows count, so that a call for some of them takes the kernel of all.
+bool LowOccupancy(const F& o, const Device& device) {
+  return Product({o.row_heads, o.batch, CeilDiv(o.q_len, kTile192)}) < device.multiprocessors;
+}
+
+template <typename Args>
+constexpr Steps<F> Persistent() {
+  return {Use<Args, F>(Rows, nullptr, &F::counter)};
+}
+
+template <typename Args>
+constexpr Steps<F> OneTile() {
+  return {Use<Args, F>(QueryTiles)};
+}
+
+template <uint32_t options>
+bool OnSm90(const F& o, const Device&) {
+  return OnlyOnSm90<options>(o);
+}
+
+constexpr Row<F> kForward[] = {
+    {OnSm90<kBlockMask>, Gpus::kSome, Dims::kExact, Persistent<ForwardSm90BlockListsArgs>()},
+    {OnSm90<kAlibi>, Gpus::kSome, Dims::kExact, Persistent<ForwardSm90AlibiArgs>()},
+    {OnSm90<kSoftCap>, Gpus::kSome, Dims::kExact, Persistent<ForwardSm90SoftCapArgs>()},
+    {[](const F& o, const Device& device) { return IsPlain(o) && LowOccupancy(o, device); },
+     Gpus::kSome, Dims::kExact, Persistent<ForwardSm90LowOccupancyArgs>()},
+    {OnSm90<0>, Gpus::kSome, Dims::kExact, Persistent<ForwardSm90Args>()},
+    {[](const F& o, const Device&) { return IsPlain(o); }, Gpus::kAll, Dims::kExact,
+     OneTile<ForwardArgs>()},
+    {[](const F& o, const Device&) { return OnlyBias(o); }, Gpus::kSome, Dims::kCovering,
+     OneTile<ForwardBiasAloneArgs>()},
+    {[](const F& o, const Device&) { return !o.lse_in_two(); }, Gpus::kAll, Dims::kCovering,
+     OneTile<ForwardFallbackArgs>()},
+    {[](const F& o, const Device&) { return o.lse_in_two(); }, Gpus::kAll, Dims::kCovering,
+     OneTile<ForwardBiasArgs>()},
+};
+
+// --- The backward.
+
+using B = BackwardOperands;
+
+bool NeedsDkv(const B& o) { return o.needs_dkv; }
+bool NeedsDq(const B& o) { return o.needs_dq; }
+bool NeedsDbias(const B& o) { return o.needs_dbias; }
+
+Grid PaddedRows(const B& o, int64_t block) { return {o.padded_rows() / block}; }
+
+// A program makes a tile of the bias, as many rows as keys.
+Grid BiasTiles(const B& o, int64_t block) {
+  const auto along = [&](int bit, int64_t size) {
+    return (o.bias_axes >> bit & 1) != 0 ? size : 1;
+  };
+  return {Product({along(0, o.batch), along(1, o.heads), CeilDiv(along(2, o.q_len), block),
+                   CeilDiv(o.kv_len, block)})};
+}
+
+// One kernel for all gradients. The sum of dQ is in float32 and comes together in any order; dK and
+// dV do not depend on it.
+template <typename Gradients, typename Finish = BackwardFinishArgs>
+constexpr Steps<B> Fused() {
+  return {Use<BackwardPrepareArgs, B>(PaddedRows), Use<Gradients, B>(KeyTiles),
+          Use<Finish, B>(PaddedRows, NeedsDq)};
+}
+
+// One kernel for dK and dV and one for dQ, which add nothing to memory: the same bits every run,
+// and only the gradients that are needed. Also where there is no kernel for all.
+template <typename Dkdv, typename Dq>
+constexpr Steps<B> Separate() {
+  return {Use<BackwardPrepareArgs, B>(PaddedRows), Use<Dkdv, B>(KeyTiles, NeedsDkv),
+          Use<Dq, B>(Rows, NeedsDq, &B::counter)};
+}
+
+template <typename Delta, typename Dkdv, typename Dq>
+constexpr Steps<B> Portable() {
+  return {Use<Delta, B>(Rows), Use<Dkdv, B>(KeyTiles, NeedsDkv), Use<Dq, B>(QueryTiles, NeedsDq)};
+}
+
+template <typename Dkdv, typename Dq, typename Dbias>
+constexpr Steps<B> WithDbias() {
+  auto steps = Portable<BackwardDeltaFallbackArgs, Dkdv, Dq>();
+  steps[3] = Use<Dbias, B>(BiasTiles, NeedsDbias);
+  return steps;
+}
+
+// Kernels that count rows in 32 bits, cells of dq_sum in 64.
+template <uint32_t options, Algorithm algorithm>
+bool OnSm90(const B& o, const Device&) {
+  return o.algorithm >= algorithm && o.padded_rows() <= kMaxInt32 && OnlyOnSm90<options>(o);
+}
+
+constexpr auto kSeparate = Algorithm::kSm90Separate, kFused = Algorithm::kSm90Fused;
+
+constexpr Row<B> kBackward[] = {
+    {OnSm90<kBlockMask, kSeparate>, Gpus::kSome, Dims::kExact,
+     Separate<BackwardDkdvSm90BlockListsArgs, BackwardDqSm90BlockListsArgs>()},
+    {OnSm90<kAlibi, kFused>, Gpus::kSome, Dims::kExact, Fused<BackwardSm90AlibiArgs>(), true},
+    {OnSm90<kSoftCap, kFused>, Gpus::kSome, Dims::kExact, Fused<BackwardSm90SoftCapArgs>(), true},
+    {OnSm90<kSoftCap, kSeparate>, Gpus::kSome, Dims::kExact,
+     Separate<BackwardDkdvSm90SoftCapArgs, BackwardDqSm90SoftCapArgs>()},
+    {OnSm90<0, kFused>, Gpus::kSome, Dims::kExact, Fused<BackwardSm90Args>(), true},
+    {OnSm90<0, kSeparate>, Gpus::kSome, Dims::kExact,
+     Separate<BackwardDkdvSm90Args, BackwardDqSm90Args>()},
+    {[](const B& o, const Device& d) { return o.needs_dkv && OnSm90<0, kFused>(o, d); },
+     Gpus::kSome, Dims::kExact, Fused<BackwardSm80Args, BackwardFinishSm80Args>(), true},
+    {[](const B& o, const Device&) { return IsPlain(o); }, Gpus::kAll, Dims::kExact,
+     Portable<BackwardDeltaArgs, BackwardDkdvArgs, BackwardDqArgs>()},
+    {[](const B& o, const Device&) { return OnlyBias(o); }, Gpus::kSome, Dims::kCovering,
+     WithDbias<BackwardDkdvBiasAloneArgs, BackwardDqBiasAloneArgs, BackwardDbiasAloneArgs>()},
+    {[](const B& o, const Device&) { return !o.lse_in_two(); }, Gpus::kAll, Dims::kCovering,
+     Portable<BackwardDeltaFallbackArgs, BackwardDkdvFallbackArgs, BackwardDqFallbackArgs>()},
+    {[](const B& o, const Device&) { return o.lse_in_two(); }, Gpus::kAll, Dims::kCovering,
+     WithDbias<BackwardDkdvBiasArgs, BackwardDqBiasArgs, BackwardDbiasArgs>()},
+};
+
+// --- Decoding: sums of every share of the keys in the workspace, then one kernel that merges them.
+
+using D = DecodeOperands;
+
+Grid Shares(const D& o, int64_t block) {
+  const int64_t all = o.shares == 0 ? Product({o.batch, o.splits}) : int64_t{o.shares} + o.batch;
+  return {Product({CeilDiv(o.rows(), block), o.kv_heads, all})};
+}
+
+Grid DecodedRows(const D& o, int64_t) { return {Product({o.batch, o.q_len, o.heads})}; }
+
+template <typename Args>
+constexpr Steps<D> Decode() {
+  return {Use<Args, D>(Shares), Use<DecodeCombineArgs, D>(DecodedRows)};
+}
+
+// The widest head dims have no `decode_tall`: their groups take more tiles of `decode`.
+constexpr Row<D> kDecode[] = {
+    {[](const D& o, const Device&) { return !TakesSmallDecodeTile(o.rows()); }, Gpus::kSome,
+     Dims::kCovering, Decode<DecodeTallArgs>()},
+    {Always, Gpus::kAll, Dims::kCovering, Decode<DecodeArgs>()},
+};
+
+// --- Masks: three small kernels each. Grids put the batch in y.
+
+template <typename Operands>
+Grid Keys(const Operands& o, int64_t block) {
+  return {CeilDiv(o.kv_len, block), o.batch};
+}
+
+constexpr Row<DocumentsOperands> kDocuments[] = {
+    {Always,
+     Gpus::kAll,
+     Dims::kExact,
+     {Use<DocumentsInitArgs, DocumentsOperands>(Keys),
+      Use<DocumentsRunsArgs, DocumentsOperands>(Keys),
+      Use<DocumentsRowsArgs, DocumentsOperands>([](const DocumentsOperands& o, int64_t block) {
+        return Grid{CeilDiv(o.q_len, block), o.batch};
+      })}},
+};
+
+Grid Blocks(const BlocksOperands& o, int64_t length, int64_t unit, int64_t block) {
+  return {CeilDiv(CeilDiv(length, unit), block), o.batch};
+}
+
+constexpr Row<BlocksOperands> kBlocks[] = {
+    {Always,
+     Gpus::kAll,
+     Dims::kExact,
+     {Use<BlocksRowsArgs, BlocksOperands>(
+          [](const BlocksOperands& o, int64_t block) { return Blocks(o, o.q_len, kBlock, block); }),
+      Use<BlocksKeysArgs, BlocksOperands>([](const BlocksOperands& o, int64_t block) {
+        return Blocks(o, o.kv_len, kBlock, block);
+      }),
+      Use<BlocksOrderArgs, BlocksOperands>([](const BlocksOperands& o, int64_t block) {
+        return Blocks(o, std::max(o.q_len, o.kv_len), kTile, block);
+      })}},
+};
+
+template <typename Operands, size_t n>
+ffi::Error SelectAndRun(Stream stream, const Operands& o, const Row<Operands> (&rows)[n]) {
+  Device* device;
+  Selected<Operands> selected;
+  PACKAX_TRY(Select(rows, o, &device, &selected));
+  return Run(stream, o, selected);
+}
+
+}  // namespace
+
+ffi::Error RunForward(Stream stream, ForwardOperands o) {
+  Device* device;
+  Selected<F> selected;
+  PACKAX_TRY(Select(kForward, o, &device, &selected));
+  PACKAX_TRY(CheckAllHeads(o, selected.row->dims));
+  // A tile is an entry of an order; emit.py refuses any other block of kernels that draw tiles.
+  if (selected.block(0) == kTile192) o.q_order = o.q_order_192;
+  return Run(stream, o, selected);
+}
+
+ffi::Error RunBackward(Stream stream, BackwardOperands o) {
+  Device* device;
+  Selected<B> selected;
+  PACKAX_TRY(Select(kBackward, o, &device, &selected));
+  PACKAX_TRY(CheckAllHeads(o, selected.row->dims));
+  o.clear_dq = selected.row->sums_dq ? 1 : 0;
+  return Run(stream, o, selected);
+}
+
+ffi::Error RunDecode(Stream stream, DecodeOperands o) {
+  Device* device;
+  Selected<D> selected;
+  PACKAX_TRY(Select(kDecode, o, &device, &selected));
+  const int64_t most = std::min(o.room, selected.block(1));  // that decode_combine merges
+  ChooseDecodeShares(*device, CeilDiv(o.rows(), selected.block(0)), most, &o);
+  return Run(stream, o, selected);
+}
+
+ffi::Error RunDocuments(Stream stream, const DocumentsOperands& o) {
+  return SelectAndRun(stream, o, kDocuments);
+}
+
+ffi::Error RunBlocks(Stream stream, const BlocksOperands& o) {
+  return SelectAndRun(stream, o, kBlocks);
+}
+
+}  // namespace packax
