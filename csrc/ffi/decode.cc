@@ -131,7 +131,7 @@ auto DecodeSignature(Binding&& binding) {
       .template Arg<ffi::AnyBuffer>()  // query: (batch, q_len, heads, qk_dim)
       .template Arg<ffi::AnyBuffer>()  // key: (batch, kv_len, kv_heads, qk_dim), or in pages
                                        //   (pages, page_size, kv_heads, qk_dim)
-      .template Arg<ffi::AnyBuffer>()  // value: likewise, with v_dim
+      .template Arg<ffi::AnyBuffer>()  // value: like key, with v_dim
       .template Arg<ffi::AnyBuffer>()  // q_lo: (batch, q_len) int32
       .template Arg<ffi::AnyBuffer>()  // q_hi: like q_lo
       .template Arg<ffi::AnyBuffer>()  // block_table: (batch, table_width) int32; absent
