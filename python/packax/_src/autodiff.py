@@ -52,6 +52,11 @@ def attention(
     return bind(_Attention(spec, names, tree), leaves)
 
 
+def _passes_for(spec: AttentionSpec, mask: AttentionMask) -> Any:
+    """Whose passes compute this: of one device, unless there are ranks or a plan's order of keys."""
+    return passes if spec.layout is None and mask.kv_plan is None else shard
+
+
 class _Attention(NamedTuple):
     spec: AttentionSpec
     inputs: tuple[str, ...]  # of DIFFERENTIABLE: the first operands
@@ -59,8 +64,9 @@ class _Attention(NamedTuple):
 
     def apply(self, operands: Arrays) -> Arrays:
         (query, key, value, scores), mask, fixed = jax.tree.unflatten(self.tree, operands)
-        run = passes.forward if self.spec.layout is None else shard.forward
-        return run(self.spec, query, key, value, scores, mask, fixed)
+        return _passes_for(self.spec, mask).forward(
+            self.spec, query, key, value, scores, mask, fixed
+        )
 
     def gradients(self, moving: tuple[bool, ...], has_dlse: bool) -> _Gradients:
         needs_grad = tuple(chosen(moving, self.inputs))
@@ -94,8 +100,9 @@ class _Gradients(NamedTuple):
         primals, (out, lse, dout, *rest) = split(operands, tree.num_leaves)
         (query, key, value, scores), mask, fixed = jax.tree.unflatten(tree, primals)
         (dlse,) = rest or (None,)
-        run = passes.backward if spec.layout is None else shard.backward
-        found = run(spec, query, key, value, scores, out, lse, dout, dlse, mask, fixed)
+        found = _passes_for(spec, mask).backward(
+            spec, query, key, value, scores, out, lse, dout, dlse, mask, fixed
+        )
         return chosen([x in spec.needs_grad for x in inputs], jax.tree.leaves(found))
 
     def named(self, results: Arrays) -> Arrays:

@@ -28,7 +28,8 @@ from packax._src.ops.score_mods import NonDiffOperands, ScoreParams
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def forward(spec: AttentionSpec, query, key, value, scores, mask, fixed) -> list[jax.Array]:
     """As passes.forward."""
-    assert spec.layout is not None
+    if spec.layout is None:  # one device with the rows of a plan
+        return _forward(spec, query, key, value, scores, mask, fixed)
     q_spec, kv_spec, lse_spec, *others = _specs(spec.layout, scores, mask, fixed)
     mapped = _shard_map(
         spec.layout,
@@ -44,12 +45,14 @@ def backward(
     spec: AttentionSpec, query, key, value, scores, out, lse, dout, dlse, mask, fixed
 ) -> tuple[Any, ...]:
     """As passes.backward."""
-    assert spec.layout is not None
+    run = functools.partial(passes.backward, spec, kernels=_kernels("backward"))
+    if spec.layout is None:
+        return run(query, key, value, scores, out, lse, dout, dlse, mask, fixed)
     q_spec, kv_spec, lse_spec, score_specs, *others = _specs(spec.layout, scores, mask, fixed)
     rows = (q_spec, lse_spec, q_spec, None if dlse is None else lse_spec)
     mapped = _shard_map(
         spec.layout,
-        functools.partial(passes.backward, spec, kernels=_kernels("backward")),
+        run,
         (q_spec, kv_spec, kv_spec, score_specs, *rows, *others),
         (q_spec, kv_spec, kv_spec, score_specs),
     )
