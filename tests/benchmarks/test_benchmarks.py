@@ -244,6 +244,7 @@ assert len(calls) == LOOP, calls
 
 
 @pytest.mark.exhaustive
+@pytest.mark.exhaustive
 def test_a_short_pass_is_timed_in_a_loop():
     """By the worker of versus_wheel.py, whose times are of one pass either way."""
     script("""
@@ -275,6 +276,7 @@ def test_the_program_that_times_kvax_traces():
 
 
 @pytest.mark.exhaustive
+@pytest.mark.exhaustive
 def test_plans_of_context_parallelism_on_tiny_rows(tmp_path):
     """On two fake devices: every plan is right, and a local one fetches less."""
     shown = script(
@@ -305,6 +307,7 @@ assert context.main() == 0
     assert 0 < fetched["local"] < fetched["balanced"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.exhaustive
 def test_padded_head_dims_are_compared_before_they_are_timed():
     """A padding that is wrong is found, and not timed."""

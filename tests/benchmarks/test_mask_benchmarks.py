@@ -3,7 +3,10 @@ counted."""
 
 from __future__ import annotations
 
+import pytest
 from benchmark_scripts import script
+
+pytestmark = pytest.mark.exhaustive  # programs of benchmarks/, whole
 
 
 def test_options_are_said_alike():
