@@ -53,7 +53,7 @@ def attention(
 
 
 def _passes_for(spec: AttentionSpec, mask: AttentionMask) -> Any:
-    """Whose passes compute this: one device's, unless there are ranks or a plan ordered the keys."""
+    """Whose passes compute this: one device's, unless there are ranks or a plan ordered keys."""
     return passes if spec.layout is None and mask.kv_plan is None else shard
 
 
