@@ -81,6 +81,9 @@ FALLBACK_TILES["backward_dq_fallback"] |= {
     **{(kind, WIDEST): (16, 32, 1, 8) for kind in ("ampere", "small", "blackwell")},
 }
 
+# With the options' operands the plain kernel's tile does not fit into 99 KiB.
+FALLBACK_TILES["backward_dq_fallback"]["small", 128] = (64, 64, 2, 8)
+
 FALLBACK_KERNELS = (*FALLBACK_TILES, "backward_delta_fallback")
 
 # The same kernels for float32: twice the bytes, so smaller tiles. Fewer of them, too: one set for
