@@ -14,8 +14,8 @@ namespace packax {
 // and of tensor maps over those that are tensors. The generated lists (args.h) call the functions,
 // in the order of the arguments.
 struct Arguments {
-  void Pointer(const void* const* field) { Add(field); }
-  void Pointer(const TensorView* field) { Add(&field->data); }
+  void Pointer(const void* const* field) { Add(static_cast<const void*>(field)); }
+  void Pointer(const TensorView* field) { Add(static_cast<const void*>(&field->data)); }
   void Int32(const int32_t* field) { Add(field); }
   void Float(const float* field) { Add(field); }
   void Map(const TensorView* field);
