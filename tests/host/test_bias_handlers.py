@@ -43,14 +43,26 @@ def scalars_of(s, dims, kind=2, axes=ALL_AXES, threshold=THRESHOLD, rows_batch=1
     }  # fmt: skip
 
 
+def has(kernel):
+    return lambda m: m.ext.find(kernel, m.variant["cc"], m.variant["dtype"], 64, 64)
+
+
 @pytest.fixture
 def hopper(tmp_path, driver):
     """A machine with the kernels for a bias alone."""
+    return make_machine(tmp_path, driver, choose=has("forward_bias_alone"))
+
+
+@pytest.fixture
+def portable(tmp_path, driver):
+    """A machine with the general kernels for biases, and head dims that they take."""
     return make_machine(
         tmp_path,
         driver,
-        choose=lambda m: m.ext.find(
-            "forward_bias_alone", m.variant["cc"], m.variant["dtype"], 64, 64
+        choose=lambda m: (
+            has("forward_bias")(m)
+            and not has("forward_bias_alone")(m)
+            and max(m.variant["qk_dim"], m.variant["v_dim"]) <= 128
         ),
     )
 
