@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 COLUMNS = 100
@@ -31,20 +31,25 @@ def long_lines(text: str) -> list[tuple[int, int]]:
     return [(n, len(x)) for n, x in lines if len(x) > COLUMNS and " " in x.strip()]
 
 
-def main() -> int:
+def tracked_texts(chosen: Callable[[Iterable[str]], Iterator[str]]) -> Iterator[tuple[str, str]]:
+    """(name, text) of the files that git tracks and `chosen` keeps."""
     git = ["git", "rev-parse", "--show-toplevel"]
     root = Path(subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip())
     git = ["git", "ls-files", "-z"]
     listed = subprocess.run(git, cwd=root, capture_output=True, text=True, check=True).stdout
-    found = 0
-    for name in checked(filter(None, listed.split("\0"))):
+    for name in chosen(filter(None, listed.split("\0"))):
         path = root / name
         if not path.is_file():  # deleted, and not yet committed
             continue
         try:
-            text = path.read_text()
+            yield name, path.read_text()
         except UnicodeDecodeError:
             continue
+
+
+def main() -> int:
+    found = 0
+    for name, text in tracked_texts(checked):
         for line, columns in long_lines(text):
             print(f"{name}:{line}: {columns} columns, {COLUMNS} are accepted")
             found += 1

@@ -8,10 +8,10 @@ Code blocks, text in backticks and the targets of links are not checked.
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from pathlib import Path
+
+from check_columns import tracked_texts
 
 INSTEAD = {  # a regular expression, and what to write
     r"after this page": "this page covers",
@@ -50,16 +50,9 @@ def stumbles(text: str) -> list[tuple[int, str, str]]:
 
 
 def main() -> int:
-    git = ["git", "rev-parse", "--show-toplevel"]
-    root = Path(subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip())
-    git = ["git", "ls-files", "-z"]
-    listed = subprocess.run(git, cwd=root, capture_output=True, text=True, check=True).stdout
     found = 0
-    for name in checked(filter(None, listed.split("\0"))):
-        path = root / name
-        if not path.is_file():  # deleted, and not yet committed
-            continue
-        for line, bad, good in stumbles(path.read_text()):
+    for name, text in tracked_texts(checked):
+        for line, bad, good in stumbles(text):
             print(f"{name}:{line}: {bad!r}; write: {good}")
             found += 1
     return 1 if found else 0

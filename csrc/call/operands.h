@@ -90,7 +90,7 @@ struct AttentionOperands {
 };
 
 struct ForwardOperands : AttentionOperands {
-  const void* row_max;      // null where nobody asks for it: the kernel must not write there
+  const void* row_max;      // null if it is not asked for: the kernel must not write there
   const void* q_order_192;  // (mask_batch, ceil(q_len/192))
 };
 

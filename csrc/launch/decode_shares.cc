@@ -20,7 +20,7 @@ bool TakesSmallDecodeTile(int64_t rows) { return rows <= kFewRows; }
 // the device only. Where one long sequence among others would pay for more shares, the programs
 // work out there which they are of: as many on average, of about the same length. That costs each a
 // look at all ranges, so not if there is one sequence or too many: then as many shares as let a
-// long one fill the GPU, as long as the sums that they leave are little beside the keys.
+// long one fill the GPU, as long as the sums that they leave are small compared with the keys.
 void ChooseDecodeShares(const Device& device, int64_t tiles, int64_t most, DecodeOperands* o) {
   const int64_t at_once = kPerMultiprocessor * device.multiprocessors;
   const int64_t programs = Product({tiles, o->kv_heads, o->batch});

@@ -217,7 +217,7 @@ bool CannotRead(CUresult result) {
 }
 
 // Limits of cuTensorMapEncodeTiled, strides in bytes; it takes sizes up to 2^32, but those that a
-// kernel gets beside the map are int32.
+// kernel gets with the map are int32.
 constexpr int64_t kMaxMapStride = int64_t{1} << 40;
 constexpr int64_t kMapAlignment = 16;
 // In maps of tensors whose last element begins below this, drivers up to that version set bit 21 of

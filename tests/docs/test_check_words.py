@@ -1,15 +1,14 @@
 """.ci/check_words.py finds words to avoid, only in prose and only in pages that are checked."""
 
-import importlib.util
+import importlib
 import subprocess
 import sys
 
 from paths import ROOT
 
 SCRIPT = ROOT / ".ci" / "check_words.py"
-spec = importlib.util.spec_from_file_location("check_words", SCRIPT)
-check_words = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(check_words)
+sys.path.insert(0, str(SCRIPT.parent))
+check_words = importlib.import_module("check_words")
 
 
 def found(text):

@@ -4,7 +4,7 @@ documents_p: q_ids, kv_ids, q_pos, kv_pos -> lo, hi, segment_checked
 blocks_p: q_lo, q_hi, segment_checked -> q_blocks, kv_blocks, q_order, q_order_192, kv_order
 forward_p: leaves of `Operands` (core/spec.py) -> out, lse, and with spec.max_logits the largest
     logit of every row
-backward_p: likewise -> dq, dk, dv (those of spec.needs_grad, others may hold anything), with
+backward_p: the same -> dq, dk, dv (those of spec.needs_grad, others may hold anything), with
     spec.score_grads (B, H, 2, Sq), every row's part of the gradients of scale and slope, and with
     spec.bias_grad that of bias, like it
 decode_p: query, key, value, q_lo, q_hi, block_table if paged, sinks if has_sinks -> out, lse

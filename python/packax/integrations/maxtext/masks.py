@@ -120,7 +120,7 @@ def moba_chunks(query: jax.Array, key: jax.Array, before: int, size: int, count:
     """The chunks of `size` keys that MoBA's gate leaves each row (arXiv 2502.13189): (B, H, Sq,
     chunks).
 
-    Each row of each head attends the chunk that it lies in, and of the chunks before it the
+    Each row of each head attends its chunk, and of the chunks before it the
     `count` - 1 whose mean key has the largest product with the query. `before`: the place of the
     first row. That a row attends no later key of its own chunk is left to the mask.
     """
@@ -153,7 +153,7 @@ def interval_of(attention_type: str, size: int | None, before: int = 0) -> MaskE
         return full()
     if attention_type == "local_sliding":
         assert size is not None
-        if size == 0:  # no key lies in a window of none
+        if size == 0:  # a window of no keys
             return sliding_window(0, offset=before) & sliding_window(0, offset=before + 1)
         return sliding_window(size - 1, offset=before)
     own = causal(before)
