@@ -230,6 +230,7 @@ KERNELS = {
 SM80_BACKWARD = ["backward_prepare", "backward_sm80", "backward_finish_sm80"]
 
 MULTIPROCESSORS = 10  # of the fake's devices
+DRIVER = 12040  # the CUDA version of the fake's driver
 
 ELF = b"\x7fELF\x02\x01"  # 64 bits, little endian
 EM_CUDA = 190
@@ -308,7 +309,7 @@ class Machine:
     def has_kernels(self, names):
         v = self.variant
         dims = (v["dtype"], v["qk_dim"], v["v_dim"])
-        return all(self.ext.find(name, v["cc"], *dims) is not None for name in names)
+        return all(self.ext.find(name, v["cc"], *dims, DRIVER) is not None for name in names)
 
     def has_sm80(self):
         return self.has_kernels(SM80_BACKWARD) and not self.has_sm90()
@@ -356,7 +357,7 @@ class Machine:
             capsule, stage, call.operands.values(), call.results.values(), call.attributes
         )
 
-    def row(self, kernel, device_cc, driver=12040):
+    def row(self, kernel, device_cc, driver=DRIVER):
         v = self.variant
         dims = (v["dtype"], v["qk_dim"], v["v_dim"])
         attention = kernel.startswith(("forward", "backward", "decode"))
@@ -365,12 +366,13 @@ class Machine:
 
 
 def make_machine(folder, driver, ccs=(None,), choose=lambda machine: True):
-    """Devices for the first forward variant for which `choose` is true; without one, skips."""
+    """Devices for the first forward variant that the fake's driver loads and for which `choose` is
+    true; without one, skips."""
     shutil.copy(driver, folder / "libcuda.so.1")
     ext = load_extension(folder, folder / "libcuda.so.1")
     cuda = ctypes.CDLL(str(folder / "libcuda.so.1"))
     cuda.fake_record.restype = ctypes.c_char_p
-    forwards = [v for v in ext.variants() if v["kernel"] == "forward"]
+    forwards = [v for v in ext.variants() if v["kernel"] == "forward" and v["driver"] <= DRIVER]
     machines = (Machine(ext, cuda, Xla(), v) for v in forwards)
     machine = next((m for m in machines if choose(m)), None)
     if machine is None:
