@@ -3,19 +3,24 @@
 Pages link to results, examples and sources by relative paths. Each file that is linked goes into
 the site under `source/`: Python, C++ and text as a page of code, everything else as it is.
 CONTRIBUTING.md and CHANGELOG.md become pages. A link to a file that is not there stops a strict
-build.
+build. The lists of docs/internals/generate.py are put where their pages mark it.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 
 from mkdocs.plugins import get_plugin_logger
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "docs" / "internals"))
+
+import generate  # noqa: E402
+
 ROOT_PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 CODE = {".py": "python", ".cc": "cpp", ".h": "cpp", ".txt": "text", ".sh": "bash"}
 LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(#[^)\s]*)?(?=\))")
@@ -48,6 +53,9 @@ def on_files(files, config):
 
 def on_page_markdown(markdown, page, config, files):
     uri = page.file.src_uri
+    part = generate.PARTS.get(uri.removeprefix("internals/"))
+    if part:
+        markdown = markdown.replace(generate.MARK, part())
 
     def replaced(found):
         target = _in_site(_linked(uri, found[1]))
