@@ -63,7 +63,7 @@ LIMIT = 1e-2  # ‖x - one GPU's‖ / ‖one GPU's‖ in bfloat16
 HIDE = {"xla_gpu_enable_latency_hiding_scheduler": True}
 
 
-def plan_of(case: Case, name: str | None, ranks: Any) -> packax.ContextPlan | None:
+def plan_of(case: Case, name: str | None, ranks: Any) -> packax.context.ContextPlan | None:
     if name is None:
         return None
     expression = packax.causal() & packax.documents(case.segment_ids())
@@ -152,7 +152,7 @@ class Share:
         lo, hi = starts[self.rows], self.rows + 1
         self.area = float(np.sum(hi - lo))  # attended pairs
         self.device = jax.devices()[rank]
-        mask = packax.create_attention_mask(packax.ranges(lo, hi), kv_len=case.seq)
+        mask = packax.create_attention_mask(packax.masks.ranges(lo, hi), kv_len=case.seq)
         self.mask = jax.device_put(mask, self.device)
 
     def passes(self, what: str, inputs: Arrays) -> Callable[[], Any]:

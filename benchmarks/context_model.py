@@ -53,7 +53,7 @@ MEASURED = (  # documents, ranks, milliseconds: benchmarks/results/context_paral
 
 def planned(
     sizes: list[int], length: int, ranks: tuple[int, ...], kind: str
-) -> packax.ContextPlan | None:
+) -> packax.context.ContextPlan | None:
     if kind == "none":
         return None
     ids = np.full(length, packax.PADDING_SEGMENT_ID)
@@ -69,7 +69,9 @@ def of_row(sizes: tuple[int, ...], length: int) -> tuple[np.ndarray, np.ndarray,
     return lo, hi, visited(lo, hi, TILE)
 
 
-def work(lo: np.ndarray, hi: np.ndarray, plan: packax.ContextPlan | None, ranks: int) -> Any:
+def work(
+    lo: np.ndarray, hi: np.ndarray, plan: packax.context.ContextPlan | None, ranks: int
+) -> Any:
     """(ranks,) attended pairs; and (ranks,) pairs in the tiles visited of each part: private rows,
     then those shared by the fewest ranks."""
     length = len(lo)
@@ -119,7 +121,9 @@ def slots_of(keys: np.ndarray, lo: np.ndarray, room: int) -> np.ndarray:
     return slots
 
 
-def travel(plan: packax.ContextPlan | None, length: int, ranks: int) -> list[tuple[int, float]]:
+def travel(
+    plan: packax.context.ContextPlan | None, length: int, ranks: int
+) -> list[tuple[int, float]]:
     """Of each shared part, that of the fewest ranks first: keys, and seconds to gather them."""
     if plan is None or len(plan.levels) < 2:
         parts = ((1, length // ranks),) if plan is None else plan.parts or ((1, length // ranks),)

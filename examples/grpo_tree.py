@@ -46,7 +46,7 @@ def groups_of_answers(rng):
     return prompts, answers, (rewards - rewards.mean(1, keepdims=True)) / deviation
 
 
-def as_tree(prompts, answers, advantages) -> tuple[Batch, packax.MaskExpression]:
+def as_tree(prompts, answers, advantages) -> tuple[Batch, packax.masks.MaskExpression]:
     pieces, groups, of_answer, worth = [], [], [], []
     for g, prompt in enumerate(prompts):
         for a, piece in enumerate([prompt, *answers[g]]):
@@ -55,14 +55,14 @@ def as_tree(prompts, answers, advantages) -> tuple[Batch, packax.MaskExpression]
             of_answer.append(np.full(len(piece), a - 1))  # -1: the prompt
             worth.append(np.full(len(piece), advantages[g, a - 1] if a else 0.0))
     groups, of_answer = np.concatenate(groups), np.concatenate(of_answer)
-    expression = packax.causal() & packax.shared_prefix(groups, of_answer)
-    positions = packax.depth_positions(expression)
+    expression = packax.causal() & packax.masks.shared_prefix(groups, of_answer)
+    positions = packax.masks.depth_positions(expression)
     before = np.maximum(packax.masks.path_predecessors(expression), 0)
     made = np.concatenate(pieces), positions, before, np.concatenate(worth)
     return Batch(*(np.asarray(x)[None] for x in made)), expression
 
 
-def as_documents(prompts, answers, advantages) -> tuple[Batch, packax.MaskExpression]:
+def as_documents(prompts, answers, advantages) -> tuple[Batch, packax.masks.MaskExpression]:
     pieces, ids, positions, worth = [], [], [], []
     for g, prompt in enumerate(prompts):
         for a, answer in enumerate(answers[g]):

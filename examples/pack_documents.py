@@ -48,7 +48,7 @@ def batches(rows: Rows, size: int, steps: int, seed: int = 0) -> Iterator[Rows]:
         yield Rows(*(x[chosen] for x in rows))
 
 
-def planned(batch: Rows, ranks: int) -> tuple[Rows, np.ndarray, packax.ContextPlan]:
+def planned(batch: Rows, ranks: int) -> tuple[Rows, np.ndarray, packax.context.ContextPlan]:
     """For context parallelism over so many GPUs: the batch in a plan's order, its ids as they were
     (the mask is made of those, with the plan), and the plan. Plain numpy, for a data loader."""
     expression = packax.causal() & packax.documents(batch.segment_ids)

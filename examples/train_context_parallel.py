@@ -15,7 +15,7 @@ Several processes, on one host or many, each with its own --process-id:
     python examples/train_context_parallel.py --coordinator HOST:PORT --processes 2 --process-id 1
 
 or `--distributed` alone under Slurm or mpirun, whose variables jax reads. Every process makes the
-rows that its devices hold (`packax.local_rows`).
+rows that its devices hold (`packax.context.local_rows`).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def loss(parameters, batch, config, plan=None, *, kind="balanced", sharding=None
     if sharding is None:
         mask = packax.create_attention_mask(expression)
     else:
-        batch, mask, _ = packax.context_parallel_inputs(
+        batch, mask, _ = packax.context.context_parallel_inputs(
             batch, expression, sharding=sharding, kind=kind, plan=plan
         )
     return model.loss(
@@ -179,8 +179,8 @@ def main() -> int:
         )
 
     with jax.set_mesh(mesh):
-        mine = packax.local_rows(SHARDING, batch)
-        packax.check_same_rows(placed(first))
+        mine = packax.context.local_rows(SHARDING, batch)
+        packax.context.check_same_rows(placed(first))
         if talks and jax.process_count() > 1:
             print(f"processes  {jax.process_count()}; this one feeds rows {mine.tolist()}")
         state = jax.jit(optimizer.init)(parameters)

@@ -94,7 +94,7 @@ class OptionCase:
         found, of = self.mask(packax, tables), self.selection
         if of is None:
             return found
-        return found & packax.block_sparse(tables["chosen"][None], (of.rows, of.keys))
+        return found & packax.masks.block_sparse(tables["chosen"][None], (of.rows, of.keys))
 
     def slopes(self) -> np.ndarray:
         """Press et al.'s, of as many heads as a power of two."""

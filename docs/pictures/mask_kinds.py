@@ -25,8 +25,8 @@ KINDS = {
     & packax.chunked(4)
     & packax.documents(DOCUMENTS, positions=POSITIONS),
     "prefix(7)": packax.prefix(7),
-    "spans(image_ids)": packax.spans(IMAGES),
-    "spans(image_ids, sliding_window(3)) & documents(ids)": packax.spans(
+    "spans(image_ids)": packax.masks.spans(IMAGES),
+    "spans(image_ids, sliding_window(3)) & documents(ids)": packax.masks.spans(
         IMAGES, packax.sliding_window(3)
     )
     & PACKED,

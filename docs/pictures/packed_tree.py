@@ -18,9 +18,9 @@ APART = np.repeat([0, 1, 2], [PROMPT + n for n in ANSWERS])
 LENGTHS, PARENTS = (4, 3, 2, 3, 3, 2), (-1, 0, 1, 1, 0, 4)
 PICTURES = {
     "documents: the prompt three times": (packax.documents(APART), APART),
-    "tree: the prompt once": (packax.shared_prefix(0 * SHARED, SHARED), SHARED + 1),
+    "tree: the prompt once": (packax.masks.shared_prefix(0 * SHARED, SHARED), SHARED + 1),
     "a conversation with branches": (
-        packax.tree(np.repeat(np.arange(6), LENGTHS), PARENTS),
+        packax.masks.tree(np.repeat(np.arange(6), LENGTHS), PARENTS),
         np.repeat(np.arange(6), LENGTHS),
     ),
 }

@@ -15,7 +15,7 @@ COLOURS = ["#1f6feb", "#2a9d8f", "#e9a23b", "#d1495b", "#7a5cd6", "#6a994e", "#4
 WIDTH, HIGH, LEFT, BARS, UNIT = 430, 20, 70, 540, 130
 
 
-def chunks_of(kind: str | None, expression: packax.MaskExpression) -> np.ndarray:
+def chunks_of(kind: str | None, expression: packax.masks.MaskExpression) -> np.ndarray:
     """(ranks, chunks of a rank): which chunk of CHUNK rows stands where."""
     rows = np.arange(LENGTH)
     if kind is not None:

@@ -1,6 +1,6 @@
 """Context parallelism: how a sequence is split over GPUs, and plans that balance it.
 
-The names that most programs use are those of `packax` itself too.
+The names that most programs use are in `packax`, too.
 """
 
 from packax._src.context.load_balance import ContextPlan

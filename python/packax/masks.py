@@ -1,6 +1,6 @@
 """Mask expressions, built masks, and what belongs to them.
 
-The names that most programs use are those of `packax` itself too.
+The names that most programs use are in `packax`, too.
 """
 
 from packax._src.core.mask import AttentionMask

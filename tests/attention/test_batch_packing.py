@@ -77,7 +77,9 @@ def expressions(rng, q_len, kv_len):
         "documents, causal": both & packax.causal(),
         "positions": placed & packax.causal(),
         "positions, window": placed & packax.sliding_window(9),
-        "ranges, some empty": packax.ranges(lo, lo + rng.integers(0, 9, (B, q_len), np.int32)),
+        "ranges, some empty": packax.masks.ranges(
+            lo, lo + rng.integers(0, 9, (B, q_len), np.int32)
+        ),
     }
 
 
@@ -209,7 +211,7 @@ def test_places_and_maps_stay_those_of_a_row():
         return packax.flash_attention(query, key, value, packax.causal(), bias=packax.alibi(slopes))
 
     def blocks(query, key, value):
-        chosen = packax.block_sparse(np.ones((1, 1, 1, 1), bool), (32, 32))
+        chosen = packax.masks.block_sparse(np.ones((1, 1, 1, 1), bool), (32, 32))
         return packax.flash_attention(query, key, value, packax.causal() & chosen)
 
     for made in (

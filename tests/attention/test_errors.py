@@ -249,10 +249,10 @@ def test_flash_attention(changes, texts):
             lambda: packax.documents(np.zeros((2, 4), int), kv_segment_ids=np.zeros((3, 5), int)),
             ["kv_segment_ids has batch size 3, but segment_ids has 2"],
         ),
-        (lambda: packax.ranges([0.5], [1]), ["lo must be integers", "float64"]),
-        (lambda: packax.ranges([0, 1], [1]), ["hi is for 1 query rows", "lo is for 2"]),
+        (lambda: packax.masks.ranges([0.5], [1]), ["lo must be integers", "float64"]),
+        (lambda: packax.masks.ranges([0, 1], [1]), ["hi is for 1 query rows", "lo is for 2"]),
         (
-            lambda: packax.ranges(np.zeros((2, 3), int), np.zeros((4, 3), int)),
+            lambda: packax.masks.ranges(np.zeros((2, 3), int), np.zeros((4, 3), int)),
             ["hi has batch size 4", "lo has 2"],
         ),
     ],
@@ -282,7 +282,7 @@ def test_as_array_of_other_lengths():
     [
         (packax.causal(), {}, ["q_len is not known", "give q_len="]),
         (packax.causal(), {"q_len": 5}, ["kv_len is not known", "give kv_len="]),
-        (packax.ranges([0], [1]), {}, ["kv_len is not known"]),
+        (packax.masks.ranges([0], [1]), {}, ["kv_len is not known"]),
         (
             packax.documents([0, 1]),
             {"q_len": 3},
@@ -290,12 +290,12 @@ def test_as_array_of_other_lengths():
         ),
         (packax.documents([0, 1]), {"kv_len": 3}, ["segment_ids is for 2 keys", "kv_len says 3"]),
         (
-            packax.documents([0, 1]) & packax.ranges([0], [1]),
+            packax.documents([0, 1]) & packax.masks.ranges([0], [1]),
             {},
             ["lo is for 1 query rows", "segment_ids is for 2"],
         ),
         (
-            packax.documents(IDS) & packax.ranges(IDS[[0, 0, 0]], IDS[[0, 0, 0]]),
+            packax.documents(IDS) & packax.masks.ranges(IDS[[0, 0, 0]], IDS[[0, 0, 0]]),
             {},
             ["lo has batch size 3", "2"],
         ),

@@ -81,7 +81,7 @@ def test_gradients(monkeypatch, kind, sizes):
     elif kind == "bias":
         options["bias"] = packax.alibi(jnp.asarray(rng.uniform(0.1, 1, heads), jnp.float32))
     elif kind == "map":
-        expression &= packax.block_sparse(rng.random((batch, heads, 5, 5)) < 0.7, (32, 32))
+        expression &= packax.masks.block_sparse(rng.random((batch, heads, 5, 5)) < 0.7, (32, 32))
     mask = packax.create_attention_mask(expression)
 
     def total(query, key, value):

@@ -157,7 +157,7 @@ def test_block_sparse(extra):
     """The block mask's bits and lists, of keys only in the backward."""
     block_mask = np.ones((2, 8, 100, 5), bool)
     mask = packax.create_attention_mask(
-        packax.block_sparse(block_mask, (3, 64)), q_len=300, kv_len=300
+        packax.masks.block_sparse(block_mask, (3, 64)), q_len=300, kv_len=300
     )
     gradient = jax.grad(lambda *x: loss(*x, mask, **extra), (0, 1, 2))
     found = calls(text_of(gradient, *abstract()))

@@ -31,7 +31,7 @@ def expressions():
     before = np.clip(POSITIONS - WINDOW, 0, FIRST)
     documents = packax.documents(IDS)
     near = packax.sliding_window(WINDOW) & documents
-    return near, packax.ranges(start, start + before) & documents
+    return near, packax.masks.ranges(start, start + before) & documents
 
 
 def tensors(dtype=np.float32, batch=2):

@@ -57,7 +57,7 @@ def build(**options):
         (lambda: packax.documents("abc"), "segment_ids must be an array of integers, but is a str"),
         (lambda: packax.documents([2**70]), r"segment_ids must fit int32, .* 11805916207174113034"),
         (lambda: packax.causal(None), "offset must be an array of integers, but is None"),
-        (lambda: packax.spans([1], MASK), "text must be .* but is an AttentionMask"),
+        (lambda: packax.masks.spans([1], MASK), "text must be .* but is an AttentionMask"),
         (lambda: packax.create_attention_mask(MASK), "expression must be .* is an AttentionMask"),
         (lambda: build(permuted_keys=np.ones(3)), r"permuted_keys must be True .*float64\[3\]"),
         (lambda: build(permuted_keys="no"), "permuted_keys must be True .* or False, .* is a str"),

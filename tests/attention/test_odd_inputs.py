@@ -137,14 +137,16 @@ def test_strict_promotion():
     options = {"sinks": sinks, "bias": packax.alibi(slopes), "soft_cap": 2.0, "scale": slopes[0]}
     lengths = np.array([3, 9], np.int32)
     maps = np.ones((B, HEADS, 3, 3), bool)
-    spans = packax.spans(PADDED, packax.sliding_window(3)) & packax.documents(PADDED)
+    spans = packax.masks.spans(PADDED, packax.sliding_window(3)) & packax.documents(PADDED)
     placed = packax.prefix(lengths) & packax.documents(PADDED, positions=PADDED)
 
     def attention(query, key, value):
         x = query, key, value
         yield packax.flash_attention(*x, spans, **options, return_lse=True)
         yield packax.flash_attention(*x, placed, **options, return_max_logits=True)
-        yield packax.flash_attention(*x, packax.block_sparse(maps, 4) & packax.causal(lengths))
+        yield packax.flash_attention(
+            *x, packax.masks.block_sparse(maps, 4) & packax.causal(lengths)
+        )
         yield packax.dot_product_attention(
             *x, local_window_size=3, query_seq_lengths=lengths, key_value_seq_lengths=lengths
         )
@@ -209,11 +211,11 @@ def test_nothing_to_attend(sizes):
         packax.documents(q_ids, kv_segment_ids=kv_ids),
         packax.causal()
         & packax.documents(q_ids, kv_segment_ids=kv_ids, positions=q_ids, kv_positions=kv_ids),
-        packax.documents(q_ids, kv_segment_ids=kv_ids) & packax.ranges(q_ids, q_ids),
+        packax.documents(q_ids, kv_segment_ids=kv_ids) & packax.masks.ranges(q_ids, q_ids),
         packax.prefix(np.zeros(batch, int)),
     ]
     if q_len == kv_len:
-        expressions += [packax.documents(q_ids), packax.spans(q_ids) | packax.causal()]
+        expressions += [packax.documents(q_ids), packax.masks.spans(q_ids) | packax.causal()]
     want = jax.nn.dot_product_attention(query, key, key)
     others = {"sinks": jnp.ones(4), "bias": packax.alibi(jnp.ones(4)), "soft_cap": 2.0}
 
@@ -287,7 +289,7 @@ def test_threads():
         (lambda: packax.chunked(True), "size must be an integer, but is True"),
         (lambda: packax.sliding_window(True), "left must be an integer, but is True"),
         (
-            lambda: packax.block_sparse(np.ones((3, 3), bool), True),
+            lambda: packax.masks.block_sparse(np.ones((3, 3), bool), True),
             "block_size must be a positive .* True",
         ),
         (

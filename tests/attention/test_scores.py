@@ -319,7 +319,7 @@ def test_inside_the_callers_shard_map():
     def total(query, key, value, sinks, slopes, scale, places, sharding=None):
         bias = packax.alibi(slopes, positions=places, kv_positions=index)
         out, top = packax.flash_attention(
-            query, key, value, packax.ranges(jnp.zeros(64, int), index + 1),
+            query, key, value, packax.masks.ranges(jnp.zeros(64, int), index + 1),
             sinks=sinks, bias=bias, scale=scale, return_max_logits=True, sharding=sharding,
         )  # fmt: skip
         return jnp.sum(out**2), top

@@ -116,7 +116,7 @@ def test_a_tree_is_its_branches_as_documents():
     def together(*x):
         group_ids = np.zeros(LENGTH, int)
         answer_ids = np.where(tree.ids == 0, -1, tree.ids)
-        out = of(packax.shared_prefix(group_ids, answer_ids) & packax.causal(), x)
+        out = of(packax.masks.shared_prefix(group_ids, answer_ids) & packax.causal(), x)
         return (out * dout).sum(), out
 
     results = [

@@ -197,7 +197,7 @@ MAPPED = tuple(f"{kernel}_block_lists" for kernel in APART[1:])
 def with_a_map(size=(64, 64)):
     block_mask = np.ones((2, 1, *(-(-300 // n) for n in size)), bool)
     return packax.create_attention_mask(
-        packax.block_sparse(block_mask, size), q_len=300, kv_len=300
+        packax.masks.block_sparse(block_mask, size), q_len=300, kv_len=300
     )
 
 

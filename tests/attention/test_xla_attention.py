@@ -166,7 +166,7 @@ def test_blocks_that_no_row_attends_are_not_read():
     """NaN there would reach results through 0 * NaN: documents cost, and touch, their own area."""
     length, tile = 8 * xla_tiles.KEYS, xla_tiles.KEYS
     lo = np.full(length, 2 * tile)
-    expression = packax.ranges(lo, lo + tile)
+    expression = packax.masks.ranges(lo, lo + tile)
     mask = packax.create_attention_mask(expression, kv_len=length)
     rng = np.random.default_rng(0)
     query, key, value, dout = rng.standard_normal((4, 1, length, 2, 16), np.float32)

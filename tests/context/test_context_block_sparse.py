@@ -35,7 +35,9 @@ def expression_of(name):
     (rows, keys), (batch, heads) = MAPS[name]
     shape = batch, heads, -(-LENGTH // rows), -(-LENGTH // keys)
     chosen = np.random.default_rng(rows).random(shape) < 0.5
-    return packax.causal() & packax.documents(ROWS) & packax.block_sparse(chosen, (rows, keys))
+    return (
+        packax.causal() & packax.documents(ROWS) & packax.masks.block_sparse(chosen, (rows, keys))
+    )
 
 
 @functools.cache
@@ -94,7 +96,7 @@ def test_a_plan_balances_what_is_visited():
     rows, of all heads."""
     chosen = np.random.default_rng(5).random((2, HEADS, LENGTH, LENGTH // 64)) < 0.004
     chosen[0, :2, :256] = chosen[1, 3, 512:] = True
-    expression = packax.causal() & packax.block_sparse(chosen, (1, 64))
+    expression = packax.causal() & packax.masks.block_sparse(chosen, (1, 64))
     plan = packax.context_plan(expression, ranks=4, chunk=128, length=LENGTH)
     allowed = np.asarray(expression.as_array(LENGTH, LENGTH))
     tiles = allowed.reshape(2, HEADS, LENGTH // 128, 128, LENGTH // 64, 64).any((3, 5))

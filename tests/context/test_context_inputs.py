@@ -51,7 +51,7 @@ def test_batch_and_mask_in_one_call(of_plan, kind):
 
     @jax.jit
     def run(batch):
-        (query, key, value, dout, dlse), mask, made = packax.context_parallel_inputs(
+        (query, key, value, dout, dlse), mask, made = packax.context.context_parallel_inputs(
             batch, expression_of(expression), sharding=SHARDING, kind=plan
         )
         assert made.kind == plan and mask.sharding == SHARDING
@@ -69,7 +69,7 @@ def test_batch_and_mask_in_one_call(of_plan, kind):
 
 def test_eager_arrays_of_numpy_are_placed():
     with jax.set_mesh(mesh_of(2, 2, 2, axes=AXES)):
-        batch, mask, plan = packax.context_parallel_inputs(
+        batch, mask, plan = packax.context.context_parallel_inputs(
             {"ids": IDS, "positions": POSITIONS}, EXPRESSION, sharding=SHARDING
         )
         np.testing.assert_array_equal(batch["ids"], mask.q_ids)
@@ -84,7 +84,9 @@ def test_a_mesh_of_one_rank(mesh):
     sharding = packax.AttentionSharding(SPEC, SPEC, mesh=made if mesh == "given" else None)
     x = np.arange(200).reshape(2, 100)
     with jax.set_mesh(made):
-        batch, mask, plan = packax.context_parallel_inputs(x, packax.causal(), sharding=sharding)
+        batch, mask, plan = packax.context.context_parallel_inputs(
+            x, packax.causal(), sharding=sharding
+        )
     np.testing.assert_array_equal(batch, x)
     assert mask.kv_plan is None and plan.ranks == 1
     np.testing.assert_array_equal(plan.unpermute(x), x)
@@ -97,12 +99,12 @@ def test_inside_a_shard_map_of_the_callers():
 
     def local(batch, ids):
         expression = packax.causal() & packax.documents(ids)
-        (query, key, value, dout, dlse), mask, _ = packax.context_parallel_inputs(
+        (query, key, value, dout, dlse), mask, _ = packax.context.context_parallel_inputs(
             batch, expression, sharding=sharding
         )
-        with packax.debug_checks():
-            rows = packax.context_parallel_inputs(ids, expression, sharding=sharding).batch
-            packax.check_plan(mask, segment_ids=rows)
+        with packax.context.debug_checks():
+            rows = packax.context.context_parallel_inputs(ids, expression, sharding=sharding).batch
+            packax.context.check_plan(mask, segment_ids=rows)
         return results_of(query, key, value, dout, dlse.swapaxes(1, 2), mask)
 
     rows, lse = P("data", "context"), P("data", None, "context")
@@ -131,7 +133,7 @@ def test_refused(batch, text):
         jax.set_mesh(mesh_of(2, 2, 2, axes=AXES)),
         pytest.raises(ValueError, match=text),
     ):
-        packax.context_parallel_inputs(batch, EXPRESSION, sharding=SHARDING)
+        packax.context.context_parallel_inputs(batch, EXPRESSION, sharding=SHARDING)
 
 
 # --- A plan used by half.
@@ -184,14 +186,14 @@ def test_which_half_is_missing(case, jit, kind):
     def check():
         plan = packax.context_plan(EXPRESSION, sharding=SHARDING, kind=kind)
         mask, ids, positions = half_used(case, plan)
-        packax.check_plan(mask, segment_ids=ids, positions=positions)
+        packax.context.check_plan(mask, segment_ids=ids, positions=positions)
         return ids
 
     with jax.set_mesh(mesh_of(2, 2, 2, axes=AXES)):
         if jit:
             check = jax.jit(check)
         finished(check)  # off
-        with packax.debug_checks():
+        with packax.context.debug_checks():
             if CASES[case] is None:
                 finished(check)
                 return
@@ -207,9 +209,9 @@ def wrong(case, plan, *, ids=True, positions=True, counted=POSITIONS):
         of_positions = plan.permute(counted) if moved else counted
     given = {"segment_ids": of_ids} if ids else {}
     given |= {"positions": of_positions} if positions else {}
-    with packax.debug_checks():
+    with packax.context.debug_checks():
         try:
-            packax.check_plan(mask, **given)
+            packax.context.check_plan(mask, **given)
         except ValueError as error:
             return str(error)
     return ""
@@ -235,30 +237,30 @@ def test_no_documents():
     index = np.arange(LENGTH)[None]
     plan = packax.context_plan(packax.causal(), ranks=4, kind="zigzag", length=LENGTH)
     of = functools.partial(packax.create_attention_mask, packax.causal(), q_len=LENGTH)
-    with packax.debug_checks():
-        packax.check_plan(of(kv_len=LENGTH, plan=plan), positions=plan.permute(index))
-        packax.check_plan(of(kv_len=LENGTH), positions=index)
+    with packax.context.debug_checks():
+        packax.context.check_plan(of(kv_len=LENGTH, plan=plan), positions=plan.permute(index))
+        packax.context.check_plan(of(kv_len=LENGTH), positions=index)
         with pytest.raises(ValueError, match=NOT_PERMUTED):
-            packax.check_plan(of(kv_len=LENGTH, plan=plan), positions=index)
+            packax.context.check_plan(of(kv_len=LENGTH, plan=plan), positions=index)
         with pytest.raises(ValueError, match=NO_PLAN):
-            packax.check_plan(of(kv_len=LENGTH), positions=plan.permute(index))
+            packax.context.check_plan(of(kv_len=LENGTH), positions=plan.permute(index))
         in_order = of(kv_len=LENGTH, plan=plan, permuted_keys=False)
         with pytest.raises(ValueError, match=r"permuted_keys=False.*give plan="):
-            packax.check_plan(in_order, positions=index)
-        packax.check_plan(in_order, positions=plan.permute(index), plan=plan)
+            packax.context.check_plan(in_order, positions=index)
+        packax.context.check_plan(in_order, positions=plan.permute(index), plan=plan)
         with pytest.raises(ValueError, match=NOT_PERMUTED):
-            packax.check_plan(in_order, positions=index, plan=plan)
+            packax.context.check_plan(in_order, positions=index, plan=plan)
 
 
 def test_another_batch():
     mask = packax.create_attention_mask(EXPRESSION)
-    with packax.debug_checks():
+    with packax.context.debug_checks():
         other = IDS.copy()
         other[2, 7] = 77
         with pytest.raises(ValueError, match=r"row 2 .* segment id 77 where the mask has 5 at 7"):
-            packax.check_plan(mask, segment_ids=other)
+            packax.context.check_plan(mask, segment_ids=other)
         with pytest.raises(ValueError, match=r"row 0 .*positions do not fit"):
-            packax.check_plan(mask, segment_ids=IDS, positions=POSITIONS + 1)
+            packax.context.check_plan(mask, segment_ids=IDS, positions=POSITIONS + 1)
         for arguments, text in (
             ({}, "give the batch's segment_ids, its positions, or both"),
             ({"segment_ids": IDS[:, :512]}, r"shape \(batch, 1024\).*\(4, 512\)"),
@@ -266,9 +268,9 @@ def test_another_batch():
             ({"segment_ids": IDS, "plan": "zigzag"}, "plan must come from context_plan"),
         ):
             with pytest.raises(ValueError, match=text):
-                packax.check_plan(mask, **arguments)
+                packax.context.check_plan(mask, **arguments)
         with pytest.raises(ValueError, match="mask must come from create_attention_mask"):
-            packax.check_plan(packax.causal(), segment_ids=IDS)
+            packax.context.check_plan(packax.causal(), segment_ids=IDS)
 
 
 def test_it_costs_nothing_while_it_is_off():
@@ -277,7 +279,7 @@ def test_it_costs_nothing_while_it_is_off():
 
     def step(mask, ids, check):
         if check:
-            packax.check_plan(mask, segment_ids=ids)
+            packax.context.check_plan(mask, segment_ids=ids)
         return ids + 1
 
     with_check = jax.jit(functools.partial(step, check=True))
@@ -288,9 +290,9 @@ def test_it_costs_nothing_while_it_is_off():
     with_check(mask, wrong)
     if hasattr(jax, "make_user_context"):
         errors = ValueError, jax.errors.JaxRuntimeError
-        with packax.debug_checks(), pytest.raises(errors, match="check_plan"):
+        with packax.context.debug_checks(), pytest.raises(errors, match="check_plan"):
             finished(lambda: with_check(mask, wrong))
-        with packax.debug_checks(), packax.debug_checks(False):
+        with packax.context.debug_checks(), packax.context.debug_checks(False):
             with_check(mask, wrong)
 
 
@@ -308,7 +310,7 @@ place = lambda x: jax.device_put(jnp.asarray(x), NamedSharding(mesh, rows))
 @jax.jit
 def step(query, ids, plan):
     mask = packax.create_attention_mask(expression, sharding=sharding, plan=plan)
-    packax.check_plan(mask, segment_ids=ids)
+    packax.context.check_plan(mask, segment_ids=ids)
     return jax.grad(lambda x: packax.flash_attention(x, x, x, mask).sum())(query)
 
 with jax.set_mesh(mesh):
@@ -343,7 +345,7 @@ def test_the_environment_turns_it_on():
     code = (
         "import packax, numpy as np\n"
         "mask = packax.create_attention_mask(packax.documents(np.arange(9)))\n"
-        "packax.check_plan(mask, segment_ids=np.arange(9)[None, ::-1])"
+        "packax.context.check_plan(mask, segment_ids=np.arange(9)[None, ::-1])"
     )
     for value, failed in (("1", True), ("0", False), ("", False)):
         environment = os.environ | {"PACKAX_DEBUG": value, "JAX_PLATFORMS": "cpu"}

@@ -59,7 +59,7 @@ def test_every_rank_has_the_hull_of_its_own_rows():
     for rank in range(4):
         rows = slice(rank * own, (rank + 1) * own)
         lo, hi = (np.asarray(x)[:, rows] for x in (mask.q_lo, mask.q_hi))
-        alone = packax.create_attention_mask(packax.ranges(lo, hi), kv_len=LENGTH)
+        alone = packax.create_attention_mask(packax.masks.ranges(lo, hi), kv_len=LENGTH)
         for name in ("q_lo", "q_hi", "q_blocks", "kv_blocks", "q_order", "q_order_192", "kv_order"):
             mine = np.split(np.asarray(getattr(mask, name)), 4, axis=-1)[rank]
             np.testing.assert_array_equal(mine, getattr(alone, name), err_msg=f"{name} of {rank}")

@@ -97,12 +97,13 @@ EXPRESSIONS = {
     "offset": packax.causal(np.array([5, -300])),
     "prefix": packax.prefix(np.array([90, 600])) & packax.documents(DOCUMENTS),
     "prefix of positions": packax.prefix(40) & placed(),
-    "spans": packax.spans(SPANS, packax.sliding_window(9)) & packax.documents(DOCUMENTS),
-    "spans of positions": packax.spans(SPANS, packax.sliding_window(9)) & placed(),
-    "ranges": packax.ranges(INDEX - 70, INDEX + 1) & packax.documents(DOCUMENTS),
+    "spans": packax.masks.spans(SPANS, packax.sliding_window(9)) & packax.documents(DOCUMENTS),
+    "spans of positions": packax.masks.spans(SPANS, packax.sliding_window(9)) & placed(),
+    "ranges": packax.masks.ranges(INDEX - 70, INDEX + 1) & packax.documents(DOCUMENTS),
     "union": packax.causal() & (packax.sliding_window(50) | packax.chunked(200)),
     "other keys": packax.documents(DOCUMENTS, kv_segment_ids=np.sort(DOCUMENTS)[:, 200:]),
-    "map": packax.causal() & packax.block_sparse(np.tri(LENGTH // 128, dtype=bool), (128, 128)),
+    "map": packax.causal()
+    & packax.masks.block_sparse(np.tri(LENGTH // 128, dtype=bool), (128, 128)),
 }
 
 
@@ -141,7 +142,7 @@ def test_balance_of_spans():
     rank."""
     length, ranks = 2048, 4
     spans = np.where(np.arange(length) // 128 % 4 == 0, 7, -1)
-    expression = packax.spans(np.stack([spans, spans[::-1]]), packax.sliding_window(9))
+    expression = packax.masks.spans(np.stack([spans, spans[::-1]]), packax.sliding_window(9))
     plan = packax.context_plan(expression, ranks=ranks)
     for allowed, order in zip(expression.as_array(length, length), plan.order, strict=True):
         work = allowed.sum(axis=1).reshape(length // plan.chunk, -1).sum(axis=1)

@@ -27,12 +27,13 @@ CHOSEN = np.random.default_rng(3).random((1, HEADS, LENGTH // 64, LENGTH // 32))
 BESIDE = {
     "causal": packax.causal(),
     "window": packax.sliding_window(150, 3),
-    "blocks": packax.causal() & packax.block_sparse(CHOSEN, (64, 32)),  # other ones on other ranks
+    "blocks": packax.causal()
+    & packax.masks.block_sparse(CHOSEN, (64, 32)),  # other ones on other ranks
 }
 
 
 def expression_of(beside, batch=BATCH):
-    tree = packax.tree(TREE.ids[:batch], TREE.parents[:batch])
+    tree = packax.masks.tree(TREE.ids[:batch], TREE.parents[:batch])
     return tree & BESIDE[beside]
 
 
@@ -97,8 +98,8 @@ def test_plans_weigh_rows_by_what_they_attend(beside):
 def test_a_plan_balances_answers():
     """Of a prompt and answers the ranks get equal work, which zigzag's do not."""
     tree = trees.prompt_and_answers(8192, 16, 512)
-    expression = packax.tree(*tree) & packax.causal()
-    of_rows = packax.depth_positions(expression) + 1
+    expression = packax.masks.tree(*tree) & packax.causal()
+    of_rows = packax.masks.depth_positions(expression) + 1
 
     def most(kind):
         plan = packax.context_plan(expression, ranks=4, kind=kind)
@@ -112,6 +113,6 @@ def test_what_stands_beside_a_tree_is_weighed_too():
     """By the blocks that its mask visits."""
     of = trees.Tree(TREE.ids[:1], TREE.parents[:1])
     index = np.arange(LENGTH)
-    expression = trees.expression(of) & packax.ranges(index - 100, index + 1)
+    expression = trees.expression(of) & packax.masks.ranges(index - 100, index + 1)
     keys = np.asarray(packax._src.masks.planning._keys(expression, LENGTH, LENGTH))
     assert keys.shape == (1, LENGTH) and keys.max() <= 100 + 4 * 64

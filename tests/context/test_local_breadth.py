@@ -56,7 +56,9 @@ BLOCKS = np.random.default_rng(4).random((8, 8)) < 0.6
 OTHERS = {  # with which all keys are gathered
     "causal": packax.causal,
     "full": packax.full,
-    "blocks": lambda: packax.block_sparse(BLOCKS, 128) & packax.causal() & packax.documents(ROWS),
+    "blocks": lambda: (
+        packax.masks.block_sparse(BLOCKS, 128) & packax.causal() & packax.documents(ROWS)
+    ),
 }
 
 

@@ -138,7 +138,7 @@ def test_all_keys_are_gathered_where_documents_do_not_say_enough():
     permuted: the mask is as of any plan."""
     plan = greedy(ROWS, 4)
     documents = packax.documents(ROWS)
-    chosen = packax.block_sparse(np.ones((8, 8), bool), 128)
+    chosen = packax.masks.block_sparse(np.ones((8, 8), bool), 128)
     replicated = packax.AttentionSharding(query=P(None, "context"), key_value=P())
     for expression, keywords in (
         (documents & chosen, {}),
@@ -182,11 +182,11 @@ def test_check_plan_is_about_the_order_alone():
     other[2] = 9
     masks = [build(packax.causal() & packax.documents(ids), plan, 4) for ids in (ROWS, other)]
     assert masks[0].private_part is not None and masks[1].private_part is None
-    with packax.debug_checks(), jax.set_mesh(mesh_of(4, axes=("context",))):
-        packax.check_plan(masks[0], segment_ids=plan.permute(ROWS))
+    with packax.context.debug_checks(), jax.set_mesh(mesh_of(4, axes=("context",))):
+        packax.context.check_plan(masks[0], segment_ids=plan.permute(ROWS))
         with pytest.raises(ValueError, match="the batch was not permuted"):
-            packax.check_plan(masks[0], segment_ids=ROWS, positions=np.arange(LENGTH)[None])
-        packax.check_plan(masks[1], segment_ids=plan.permute(other))
+            packax.context.check_plan(masks[0], segment_ids=ROWS, positions=np.arange(LENGTH)[None])
+        packax.context.check_plan(masks[1], segment_ids=plan.permute(other))
 
 
 def test_what_a_plan_fetches():

@@ -137,10 +137,10 @@ def test_rows_of_one_process():
     )
     spec = P("fsdp", "context")
     sharding = packax.AttentionSharding(query=spec, key_value=spec, mesh=mesh)
-    assert packax.local_rows(sharding, 6).tolist() == list(range(6))
+    assert packax.context.local_rows(sharding, 6).tolist() == list(range(6))
     with pytest.raises(ValueError, match=r"batch, 5, must be a multiple of .*, 2"):
-        packax.local_rows(sharding, 5)
+        packax.context.local_rows(sharding, 5)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         bare = packax.AttentionSharding(query=spec, key_value=spec)
         with pytest.raises(ValueError, match="local_rows needs a mesh of devices"):
-            packax.local_rows(bare, 6)
+            packax.context.local_rows(bare, 6)

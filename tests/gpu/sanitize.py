@@ -173,7 +173,7 @@ def main() -> int:
     chosen = np.random.default_rng(2).random((1, 1, 700, 11)) < 0.4
     chosen[..., :350, :] |= chosen[..., 350:, :]
     chosen[..., 448:480, :] = False
-    mapped = causal & packax.block_sparse(chosen, (1, 64))
+    mapped = causal & packax.masks.block_sparse(chosen, (1, 64))
     for dims in head_dims():
         if arguments.dims and "x".join(map(str, dims)) not in arguments.dims:
             continue

@@ -104,7 +104,7 @@ def test_query_and_key_lengths_differ(q_len, kv_len, kind, dtype):
         "documents": packax.documents(
             rng.integers(-1, 3, (2, q_len)), kv_segment_ids=rng.integers(-1, 3, (2, kv_len))
         ),
-        "ranges": packax.ranges(lo, lo + rng.integers(0, 200, (2, q_len), np.int32)),
+        "ranges": packax.masks.ranges(lo, lo + rng.integers(0, 200, (2, q_len), np.int32)),
     }[kind]
     x = tensors(2, q_len, kv_len, 4, 2, 64, dtype)
     assert_close(x, run(x, expression), expression.as_array(q_len, kv_len))

@@ -133,7 +133,7 @@ def test_mask_arrays_equal_the_xla_twins(length):
             ids, kv_segment_ids=other, positions=pos, kv_positions=kv_pos
         ),
         "cut": lambda ids, other, pos, kv_pos: (
-            causal_documents(ids) & packax.ranges(pos // 2, pos * 2)
+            causal_documents(ids) & packax.masks.ranges(pos // 2, pos * 2)
         ),
     }
     for name, make in makers.items():

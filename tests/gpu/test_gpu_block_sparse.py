@@ -64,7 +64,7 @@ def test_long_sequences_equal_xla_and_every_time(size, share, dim, garbage):
     length, heads = 4096, 8
     chosen, _ = cases.random_map(1, size, share, (2, heads), (length, length))
     chosen[0, 3, : len(chosen[0, 0]) // 2] = False  # rows that attend nothing
-    expression = packax.causal() & packax.block_sparse(chosen, size)
+    expression = packax.causal() & packax.masks.block_sparse(chosen, size)
     mask = packax.create_attention_mask(expression, q_len=length, kv_len=length)
     rng = np.random.default_rng(0)
     query, key, value, dout = (
@@ -150,7 +150,7 @@ def selection(n, beside=None):
         if block <= 128:
             chosen[(slice(None),) * axis + (slice(begin // block, end // block),)] = False
     chosen[0, 0, ::7] = False
-    return packax.block_sparse(chosen, size) & (beside or BESIDE[0])()
+    return packax.masks.block_sparse(chosen, size) & (beside or BESIDE[0])()
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_short_sequences(q_len, kv_len, group):
     x = tensors(2, q_len, kv_len, 8, 8 // group, 128, "bfloat16")
     for size in ((1, 2), (512, 4096)):
         chosen, _ = cases.random_map(q_len, size, 0.5, (2, 8), (q_len, kv_len))
-        run_checked(x, packax.block_sparse(chosen, size))
+        run_checked(x, packax.masks.block_sparse(chosen, size))
 
 
 @jax.jit
@@ -263,7 +263,7 @@ def test_nan_stays_where_numerics_md_says():
     x = tensors(1, 896, 896, 4, 2, 128, "bfloat16")
     chosen = np.zeros((7, 7), bool)
     chosen[:3, :3] = chosen[3:, 3:] = True
-    expression = packax.block_sparse(chosen, (128, 128))
+    expression = packax.masks.block_sparse(chosen, (128, 128))
     expected = run(x, expression)
     broken = np.arange(896) >= 384
     four = (jnp.where(broken[None, :, None, None], jnp.nan, y) for y in x[:4])

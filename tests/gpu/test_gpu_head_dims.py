@@ -53,7 +53,9 @@ def test_options_equal_xla(dims, option):
     elif option == "sinks":
         options = {"sinks": jnp.linspace(-1.0, 1.0, 8)}
     else:
-        expression = packax.block_sparse(np.tri(8, dtype=bool)[None, None], 64) & packax.causal()
+        expression = (
+            packax.masks.block_sparse(np.tri(8, dtype=bool)[None, None], 64) & packax.causal()
+        )
     mask = build(expression, x)
 
     def both(x, implementation):

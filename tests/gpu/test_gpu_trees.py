@@ -72,7 +72,7 @@ def test_soft_cap(dim):
 def test_what_siblings_hold_changes_nothing(dim):
     lengths, parents = [300, 200, 177, 100], [-1, 0, 0, 2]
     tree = trees.of_lengths(lengths, parents)
-    expression = packax.tree(*tree) & packax.causal()
+    expression = packax.masks.tree(*tree) & packax.causal()
     x = tensors(1, LENGTH, LENGTH, 4, 2, dim, "bfloat16")
     clean = run(x, expression, deterministic=True)
     changed = (tree.ids == 1)[None, :, None, None]
@@ -103,7 +103,7 @@ def test_large_trees_equal_xla(name, dim):
     tree = trees.LARGE[name]()
     length = len(tree.ids)
     x = tensors(1, length, length, 2, 1, dim, "bfloat16")
-    expression = packax.tree(*tree) & packax.causal()
+    expression = packax.masks.tree(*tree) & packax.causal()
     mask = packax.create_attention_mask(expression)
     by_xla = packax.create_attention_mask(expression, implementation="xla")
     for a, b in zip(jax.tree.leaves(mask), jax.tree.leaves(by_xla), strict=True):
@@ -118,7 +118,7 @@ def test_documents_as_trees_are_documents():
     """Trees of one segment each: the same as documents, which other kernels run."""
     ids = np.repeat(np.arange(5), [200, 77, 300, 1, 199])
     x = tensors(1, LENGTH, LENGTH, 8, 2, 128, "bfloat16")
-    got = run(x, packax.tree(ids, np.full(5, -1)) & packax.causal())
+    got = run(x, packax.masks.tree(ids, np.full(5, -1)) & packax.causal())
     allowed = (packax.causal() & packax.documents(ids)).as_array(LENGTH, LENGTH)
     assert_close(x, got, allowed)
     assert_agree(got, run(x, packax.causal() & packax.documents(ids)))
@@ -131,7 +131,7 @@ def test_mapped():
 
     @jax.jit
     def together(q, k, v, tree):
-        mask = packax.create_attention_mask(packax.tree(*tree) & packax.causal())
+        mask = packax.create_attention_mask(packax.masks.tree(*tree) & packax.causal())
         return packax.flash_attention(q, k, v, mask, implementation="cuda")
 
     def one(q, k, v, tree):

@@ -176,7 +176,7 @@ def test_implementations_of_jax_nn():
     np.testing.assert_allclose(out[1, 4:], expected[1, 4:], rtol=2e-5, atol=2e-6)
     chosen = rng.random((2, HEADS, 3, 3)) < 0.5  # maps of heads, also where the batch has none
     for one in (chosen, chosen[:1], chosen[0, 0]):
-        blocks = packax.block_sparse(one | np.eye(3, dtype=bool), 7)
+        blocks = packax.masks.block_sparse(one | np.eye(3, dtype=bool), 7)
         out = packax.dot_product_attention(q, k, v, mask=blocks, implementation="xla")
         expected = packax.dot_product_attention(q, k, v, mask=blocks)
         np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-6)

@@ -237,7 +237,7 @@ def test_what_only_flax_takes(said, no_bias_kernels, arguments, reason):
     of_linen = any("einsum" in name or "fp32" in name for name in arguments)
     mask = arguments.get("mask")
     theirs = {name: x for name, x in arguments.items() if name != "is_causal"}
-    if isinstance(mask, packax.MaskExpression) or (mask is None and "is_causal" in arguments):
+    if isinstance(mask, packax.masks.MaskExpression) or (mask is None and "is_causal" in arguments):
         theirs["mask"] = FILLED
     attention = nn.dot_product_attention if of_linen else nnx.dot_product_attention
     if "mask" in theirs:

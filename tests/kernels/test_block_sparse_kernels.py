@@ -32,7 +32,7 @@ def random_map(rng, shape, size, lengths, share):
         (packax.causal(), (330, 330), (1, 1), (64, 192), 0.6, ((128, 64), (64, 64), (128, 64))),
         (packax.full(), (150, 330), (2, 1), (1, 64), 0.2, ((128, 32), (64, 64), (64, 64))),
         # one map for all beside a mask for each batch row; heads with lists of other lengths
-        (packax.ranges([[20], [0]], [[300], [250]]), (260, 260), (1, 4), (128, 64), 0.5,
+        (packax.masks.ranges([[20], [0]], [[300], [250]]), (260, 260), (1, 4), (128, 64), 0.5,
          ((128, 64), (64, 128), (64, 64))),
     ], *(0, 2)),
 )  # fmt: skip
@@ -40,12 +40,12 @@ def test_equal_the_oracle(expression, lengths, shape, size, share, tiles):
     q_len, kv_len = lengths
     rng = np.random.default_rng(q_len)
     if isinstance(expression, packax._src.masks.documents.Ranges):
-        expression = packax.ranges(
+        expression = packax.masks.ranges(
             *(np.repeat(x, q_len, 1) for x in (expression.lo, expression.hi))
         )
     block_mask = random_map(rng, shape, size, lengths, share)
     block_mask[..., -1] = False  # no row attends the last keys
-    expression &= packax.block_sparse(block_mask, size)
+    expression &= packax.masks.block_sparse(block_mask, size)
     mask = packax.create_attention_mask(expression, q_len=q_len, kv_len=kv_len)
     attends = np.asarray(expression.as_array(q_len, kv_len))
     batch, heads, kv_heads = 2, 4, 2

@@ -300,7 +300,7 @@ def test_lists(heads):
     chosen, _, (bits, _, batch, heads, *size) = mapped((16, 64), heads, q_len=700, kv_len=523)
     chosen[0, 0, :8] = False  # a tile of rows without any
     mask = packax.create_attention_mask(
-        packax.block_sparse(chosen, tuple(size)) & packax.causal(), q_len=700, kv_len=523
+        packax.masks.block_sparse(chosen, tuple(size)) & packax.causal(), q_len=700, kv_len=523
     )
     of_rows, of_keys = np.asarray(mask.q_block_lists), np.asarray(mask.kv_block_lists)
     sizes = tensor(700), tensor(523)

@@ -40,7 +40,7 @@ def test_as_array_is_the_definition(data):
     )
     ids = np.random.default_rng(q_len).integers(-1, 3, (3, q_len))
     kv_ids = np.random.default_rng(kv_len).integers(-1, 3, (3, kv_len))
-    parts = [packax.block_sparse(chosen, size)]
+    parts = [packax.masks.block_sparse(chosen, size)]
     allowed = np.empty((3, 2, q_len, kv_len), bool)
     full = np.broadcast_to(
         chosen.reshape(*[*lead, 1, 1][:2], *chosen.shape[-2:]), (3, 2, *chosen.shape[-2:])
@@ -105,10 +105,10 @@ def test_lists(lengths, size, heads, share):
     hi[:4] = kv_len
     hi[3] = np.where(rng.random(q_len) < 0.3, 0, hi[3])  # empty rows here and there
     chosen, _ = cases.random_map(1, size, share, (8, heads), lengths)
-    expression = packax.block_sparse(chosen, size) & packax.ranges(lo, hi)
+    expression = packax.masks.block_sparse(chosen, size) & packax.masks.ranges(lo, hi)
     mask = packax.create_attention_mask(expression, kv_len=kv_len)
     allowed = np.asarray(expression.as_array(*lengths))
-    hull = np.asarray(packax.ranges(lo, hi).as_array(*lengths))
+    hull = np.asarray(packax.masks.ranges(lo, hi).as_array(*lengths))
     q_block_lists, kv_block_lists = np.asarray(mask.q_block_lists), np.asarray(mask.kv_block_lists)
     tiles, key_tiles = (-(-n // TILE) for n in lengths)
     assert (
@@ -185,14 +185,14 @@ def small(seed=0, heads=4, kv_heads=2, dtype=np.float32):
 
 SIZE = (1, 20)
 CHOSEN, _ = cases.random_map(3, SIZE, 0.3, (2, 4), (70, 140))
-ATTENDS = np.asarray(packax.block_sparse(CHOSEN, SIZE).as_array(70, 140))
+ATTENDS = np.asarray(packax.masks.block_sparse(CHOSEN, SIZE).as_array(70, 140))
 
 
 @functools.partial(jax.jit, static_argnames="sharding")
 def step(query, key, value, dout, chosen, sharding=None):
     """out, lse and gradients."""
     mask = packax.create_attention_mask(
-        packax.block_sparse(chosen, SIZE), q_len=70, kv_len=140, sharding=sharding
+        packax.masks.block_sparse(chosen, SIZE), q_len=70, kv_len=140, sharding=sharding
     )
 
     def attention(*tensors):
@@ -255,7 +255,9 @@ def test_forward_mode_and_second_derivatives():
     """Of a map that is traced: they are those of the dense attention."""
 
     def ours(query, key, value, chosen):
-        mask = packax.create_attention_mask(packax.block_sparse(chosen, SIZE), q_len=70, kv_len=140)
+        mask = packax.create_attention_mask(
+            packax.masks.block_sparse(chosen, SIZE), q_len=70, kv_len=140
+        )
         return packax.flash_attention(query, key, value, mask, scale=0.3)
 
     def dense(query, key, value, chosen):
@@ -284,10 +286,10 @@ def test_batch_and_heads_over_a_mesh():
     with jax.set_mesh(context.mesh_of(2, 2, axes=("data", "tensor"))):
         got = step(*tensors, chosen, sharding=sharding)
         mask = packax.create_attention_mask(
-            packax.block_sparse(chosen, SIZE), q_len=70, kv_len=140, sharding=sharding
+            packax.masks.block_sparse(chosen, SIZE), q_len=70, kv_len=140, sharding=sharding
         )
         alone = packax.create_attention_mask(
-            packax.block_sparse(chosen, SIZE), q_len=70, kv_len=140
+            packax.masks.block_sparse(chosen, SIZE), q_len=70, kv_len=140
         )
         # and inside a shard_map of the caller's, by the specs of its arrays
         mapped = [
@@ -306,7 +308,7 @@ def test_batch_and_heads_over_a_mesh():
 def test_export_with_symbolic_sizes():
     def attention(query, key, chosen):
         mask = packax.create_attention_mask(
-            packax.causal() & packax.block_sparse(chosen, (1, 20)),
+            packax.causal() & packax.masks.block_sparse(chosen, (1, 20)),
             q_len=query.shape[1],
             kv_len=key.shape[1],
         )
@@ -341,7 +343,7 @@ def test_memory_is_that_of_the_blocks():
     def temporary(length):
         def loss(query, key, value, chosen):
             mask = packax.create_attention_mask(
-                packax.causal() & packax.block_sparse(chosen, (128, 512)),
+                packax.causal() & packax.masks.block_sparse(chosen, (128, 512)),
                 q_len=length,
                 kv_len=length,
             )

@@ -14,30 +14,34 @@ BLOCKS = np.ones((5, 5), bool)
 @pytest.mark.parametrize(
     "make,error,message",
     [
-        (lambda: packax.block_sparse(np.ones(5, bool), 1), ValueError,
+        (lambda: packax.masks.block_sparse(np.ones(5, bool), 1), ValueError,
          r"block_mask must have shape \(q blocks, key blocks\), .* but has \(5,\)"),
-        (lambda: packax.block_sparse(np.ones((2, 0), bool), 1), ValueError, r"but has \(2, 0\)"),
-        (lambda: packax.block_sparse(np.ones((5, 5)), 1), ValueError,
+        (lambda: packax.masks.block_sparse(np.ones((2, 0), bool), 1), ValueError,
+         r"but has \(2, 0\)"),
+        (lambda: packax.masks.block_sparse(np.ones((5, 5)), 1), ValueError,
          "block_mask must be boolean, but has dtype float64"),
-        (lambda: packax.block_sparse(BLOCKS, 0), ValueError,
+        (lambda: packax.masks.block_sparse(BLOCKS, 0), ValueError,
             "block_size must be a positive .* but is 0"),
-        (lambda: packax.block_sparse(BLOCKS, (1, 2, 3)), ValueError, r"but is \(1, 2, 3\)"),
-        (lambda: packax.block_sparse(BLOCKS, (1, 2.0)), ValueError, r"but is \(1, 2.0\)"),
-        (lambda: packax.block_sparse(BLOCKS, 2**31), ValueError,
+        (lambda: packax.masks.block_sparse(BLOCKS, (1, 2, 3)), ValueError, r"but is \(1, 2, 3\)"),
+        (lambda: packax.masks.block_sparse(BLOCKS, (1, 2.0)), ValueError, r"but is \(1, 2.0\)"),
+        (lambda: packax.masks.block_sparse(BLOCKS, 2**31), ValueError,
             "below 2\\*\\*31, but is 2147483648"),
-        (lambda: packax.block_sparse(BLOCKS, 2).as_array(9, 11), ValueError,
+        (lambda: packax.masks.block_sparse(BLOCKS, 2).as_array(9, 11), ValueError,
          r"block_mask has shape \(5, 5\), so 5 blocks of keys, but 11 keys are 6 blocks of 2"),
         (lambda: packax.create_attention_mask(
-            packax.block_sparse(BLOCKS, (3, 2)) & packax.documents(np.ones(9, int))), ValueError,
+            packax.masks.block_sparse(BLOCKS, (3, 2)) & packax.documents(np.ones(9, int))),
+         ValueError,
          "so 5 blocks of query rows, but 9 query rows are 3 blocks of 3"),
-        (lambda: packax.create_attention_mask(packax.block_sparse(BLOCKS, 2), q_len=9), ValueError,
+        (lambda: packax.create_attention_mask(packax.masks.block_sparse(BLOCKS, 2), q_len=9),
+         ValueError,
          "kv_len is not known"),
-        (lambda: packax.block_sparse(BLOCKS, 2) & packax.causal() & packax.block_sparse(BLOCKS, 2),
+        (lambda: packax.masks.block_sparse(BLOCKS, 2) & packax.causal()
+            & packax.masks.block_sparse(BLOCKS, 2),
          NotImplementedError,
          r"one block_sparse\(...\), and `&` was given two: combine the arrays into one"),
-        (lambda: packax.block_sparse(BLOCKS, 2) | packax.causal(), NotImplementedError,
+        (lambda: packax.masks.block_sparse(BLOCKS, 2) | packax.causal(), NotImplementedError,
          r"`\|` cannot take block_sparse\(...\), .* as in \(a \| b\) & block_sparse\(...\)"),
-        (lambda: packax.create_attention_mask(packax.block_sparse(np.ones((2, 5, 5), bool), 2)
+        (lambda: packax.create_attention_mask(packax.masks.block_sparse(np.ones((2, 5, 5), bool), 2)
                                               & packax.documents(np.ones((3, 9), int))), ValueError,
          "segment_ids has batch size 3, but block_mask has 2"),
     ],
@@ -52,15 +56,15 @@ def test_errors_of_heads_plans_and_meshes():
     with pytest.raises(
         ValueError, match="block_mask of 3 heads, but query has 4: give it one for each"
     ):
-        expression = packax.block_sparse(np.ones((2, 3, 70, 7), bool), (1, 20))
+        expression = packax.masks.block_sparse(np.ones((2, 3, 70, 7), bool), (1, 20))
         packax.flash_attention(query, key, key, expression)
-    expression = packax.block_sparse(np.ones((2, 2), bool), 128)
+    expression = packax.masks.block_sparse(np.ones((2, 2), bool), 128)
     with jax.set_mesh(context.mesh_of(2, 2, axes=("data", "tensor"))):
         spec = P(None, None, "tensor", None)
         with pytest.raises(
             ValueError, match="the number of heads of block_mask, 3, must be a multiple"
         ):
             packax.create_attention_mask(
-                packax.block_sparse(np.ones((1, 3, 2, 2), bool), 128), q_len=256, kv_len=256,
+                packax.masks.block_sparse(np.ones((1, 3, 2, 2), bool), 128), q_len=256, kv_len=256,
                 sharding=packax.AttentionSharding(spec, spec),
             )  # fmt: skip

@@ -36,7 +36,7 @@ def test_leaves_are_as_documented():
         & packax.documents(
             ids, kv_segment_ids=kv_ids, positions=cases.ODD, kv_positions=np.zeros(300, np.int32)
         )
-        & packax.block_sparse(np.ones((1, 6, 9, 38), bool), (50, 8))
+        & packax.masks.block_sparse(np.ones((1, 6, 9, 38), bool), (50, 8))
     )
     assert mask.kv_plan is None  # there only with a plan
     assert {
@@ -84,9 +84,9 @@ def test_lengths_come_from_arrays_or_keywords():
     ids = np.zeros(7, np.int32)
     assert packax.create_attention_mask(packax.documents(ids)).kv_len == 7
     cross = packax.documents(ids, kv_segment_ids=np.zeros(9, np.int32))
-    mask = packax.create_attention_mask(packax.ranges(ids, ids + 1) & cross, q_len=7)
+    mask = packax.create_attention_mask(packax.masks.ranges(ids, ids + 1) & cross, q_len=7)
     assert (mask.q_len, mask.kv_len) == (7, 9)
-    mask = packax.create_attention_mask(packax.ranges(ids, ids + 1), kv_len=np.int64(3))
+    mask = packax.create_attention_mask(packax.masks.ranges(ids, ids + 1), kv_len=np.int64(3))
     assert (mask.q_len, mask.kv_len) == (7, 3)
 
 

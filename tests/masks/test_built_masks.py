@@ -17,16 +17,22 @@ POSITIONS = np.array([[0, 1, 2, 0, 1, 2, 1, 4, 0], [0, 1, 2, 3, 2, 1, 0, 0, 0]],
 MAP = np.random.default_rng(1).random((B, HEADS, S, 3)) < 0.6
 PACKED = packax.documents(IDS, positions=POSITIONS)
 KINDS = {  # expression, what repr says it was built from
-    "ranges": (packax.ranges(IDS, IDS + 4), "ranges of keys, without documents"),
+    "ranges": (packax.masks.ranges(IDS, IDS + 4), "ranges of keys, without documents"),
     "ids": (packax.sliding_window(4) & packax.documents(IDS), "documents>"),
     "positions": (packax.causal() & PACKED, "an upper limit, as of causal>"),
     "window": (packax.sliding_window(2, 1) & PACKED, "two limits, as of a window>"),
     "keys": (packax.documents(IDS, kv_segment_ids=IDS[::-1], positions=POSITIONS,
         kv_positions=IDS) & packax.causal(), "documents"),
-    "map": (packax.block_sparse(MAP, (1, 4)) & PACKED & packax.causal(),
+    "map": (packax.masks.block_sparse(MAP, (1, 4)) & PACKED & packax.causal(),
         "block_sparse of blocks (1, 4)>"),
-    "map_of_rows": (packax.block_sparse(MAP[:, 0], (1, 4)) & packax.documents(IDS), "block_sparse"),
-    "map_of_all": (packax.block_sparse(MAP[:1], (1, 4)) & packax.documents(IDS), "block_sparse"),
+    "map_of_rows": (
+        packax.masks.block_sparse(MAP[:, 0], (1, 4)) & packax.documents(IDS),
+        "block_sparse",
+    ),
+    "map_of_all": (
+        packax.masks.block_sparse(MAP[:1], (1, 4)) & packax.documents(IDS),
+        "block_sparse",
+    ),
     "one_for_all": (packax.causal() & packax.documents(IDS[0]), "documents>"),
 }  # fmt: skip
 

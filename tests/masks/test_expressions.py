@@ -36,11 +36,11 @@ STATIC = {  # without arrays: two makers of each, that are equal
 }
 HELD = {  # with arrays
     "documents": lambda: packax.causal() & packax.documents(IDS, positions=IDS),
-    "ranges": lambda: packax.ranges(np.zeros(8, int), np.full(8, 5)),
+    "ranges": lambda: packax.masks.ranges(np.zeros(8, int), np.full(8, 5)),
     "offsets": lambda: packax.causal(OFFSET) | packax.sliding_window(2, offset=OFFSET),
     "prefixes": lambda: packax.prefix(np.abs(IDS)),
-    "spans": lambda: packax.spans(IDS, packax.sliding_window(2)) & packax.documents(IDS),
-    "block_sparse": lambda: packax.block_sparse(np.eye(4, dtype=bool)[None, None], 2),
+    "spans": lambda: packax.masks.spans(IDS, packax.sliding_window(2)) & packax.documents(IDS),
+    "block_sparse": lambda: packax.masks.block_sparse(np.eye(4, dtype=bool)[None, None], 2),
 }
 
 
@@ -99,10 +99,12 @@ def test_equal_expressions_share_a_program():
             "(causal(offset=3) | prefix(2)) & chunked(4)"),
         (packax.causal() & packax.chunked(4) | packax.sliding_window(1),
             "causal() & chunked(4) | sliding_window(1)"),
-        (packax.spans(IDS[0]), "spans(int32[8])"),
-        (packax.spans(IDS, packax.sliding_window(2)), "spans(int32[2, 8], sliding_window(2))"),
-        (packax.ranges([0], [1]), "ranges(int32[1], int32[1])"),
-        (packax.block_sparse(np.ones((1, 2), bool), (3, 4)), "block_sparse(bool[1, 2], (3, 4))"),
+        (packax.masks.spans(IDS[0]), "spans(int32[8])"),
+        (packax.masks.spans(IDS, packax.sliding_window(2)),
+         "spans(int32[2, 8], sliding_window(2))"),
+        (packax.masks.ranges([0], [1]), "ranges(int32[1], int32[1])"),
+        (packax.masks.block_sparse(np.ones((1, 2), bool), (3, 4)),
+         "block_sparse(bool[1, 2], (3, 4))"),
         (packax.full(), "full()"),
     ],
 )  # fmt: skip
@@ -151,7 +153,10 @@ def test_vmap_takes_the_batch_of_every_array():
     """Also of lengths of every row, and of maps with heads, whose rank says what they are."""
     lengths = np.array([[1, 2, 5, 0, 3, 7, 1, 1]] * 2) + np.arange(2)[:, None]
     maps = np.random.default_rng(0).random((2, 2, 4, 4)) < 0.6
-    for expression in (packax.prefix(lengths), packax.block_sparse(maps, 2) & packax.causal()):
+    for expression in (
+        packax.prefix(lengths),
+        packax.masks.block_sparse(maps, 2) & packax.causal(),
+    ):
         whole = packax.create_attention_mask(expression, q_len=8, kv_len=8)
 
         def one(expression):

@@ -36,7 +36,7 @@ def expression_of(recipe):
     if kind == "or":
         return expression_of(rest[0]) | expression_of(rest[1])
     if kind == "spans":
-        return packax.spans(rest[0], expression_of(rest[1]))
+        return packax.masks.spans(rest[0], expression_of(rest[1]))
     return getattr(packax, kind)(*rest[0], **rest[1])
 
 
@@ -202,7 +202,7 @@ def test_arrays_and_as_array_are_the_definition(drawn):
     if document:
         expression = expression & packax.documents(**document)
     if ranges is not None:
-        expression = packax.ranges(*ranges) & expression
+        expression = packax.masks.ranges(*ranges) & expression
     mask = packax.create_attention_mask(expression, q_len=q_len, kv_len=kv_len)
     check(mask, expression)
 
@@ -251,9 +251,9 @@ def test_a_window_bounds_spans():
     away = at - at[:, None]
     same = (images[:, None] == images) & (images != -1)
     wanted = (np.abs(away) <= 2) & ((away <= 0) | same)
-    expression = packax.spans(images) & packax.sliding_window(2, 2)
+    expression = packax.masks.spans(images) & packax.sliding_window(2, 2)
     np.testing.assert_array_equal(expression.as_array(10, 10), wanted)
-    unbounded = packax.spans(images, packax.sliding_window(2)).as_array(10, 10)
+    unbounded = packax.masks.spans(images, packax.sliding_window(2)).as_array(10, 10)
     assert unbounded[2, 7] and not wanted[2, 7]
     check(packax.create_attention_mask(expression), expression)
 
@@ -282,12 +282,12 @@ def test_a_kind_of_ones_own():
             "offset must have shape () or (batch,)"),
         (ValueError, lambda: packax.prefix([[[1]]]),
             "lengths must have shape (), (batch,) or (batch, length)"),
-        (ValueError, lambda: packax.spans(3), "span_ids must have shape (batch, length)"),
-        (ValueError, lambda: packax.spans(IDS, "causal"),
+        (ValueError, lambda: packax.masks.spans(3), "span_ids must have shape (batch, length)"),
+        (ValueError, lambda: packax.masks.spans(IDS, "causal"),
             "text must be a mask expression, but is a str"),
-        (ValueError, lambda: packax.spans(IDS, packax.causal(1)),
+        (ValueError, lambda: packax.masks.spans(IDS, packax.causal(1)),
             "the text of spans must not have an offset, but causal has"),
-        (ValueError, lambda: packax.spans(IDS).as_array(4, 5),
+        (ValueError, lambda: packax.masks.spans(IDS).as_array(4, 5),
             "span_ids is for 4 keys, but kv_len says 5"),
         (ValueError, lambda: packax.prefix(np.ones((1, 3), int)).as_array(4, 4),
             "lengths is for 3 query rows, but q_len says 4"),
@@ -296,14 +296,15 @@ def test_a_kind_of_ones_own():
             "causal has an offset, beside documents(..., positions=...)"),
         (ValueError, lambda: (packax.chunked(2, offset=1) & packax.causal(1)) & POSITIONS,
             "the positions say it"),
-        (ValueError, lambda: packax.spans(IDS) & packax.documents(IDS, kv_segment_ids=IDS),
+        (ValueError, lambda: packax.masks.spans(IDS) & packax.documents(IDS, kv_segment_ids=IDS),
             "for self-attention, but documents(...) has kv_"),
-        (NotImplementedError, lambda: packax.spans(IDS, packax.causal() & POSITIONS),
+        (NotImplementedError, lambda: packax.masks.spans(IDS, packax.causal() & POSITIONS),
             "spans(span_ids) & documents(...)"),
-        (NotImplementedError, lambda: packax.spans(IDS, packax.block_sparse(MAP, 2)),
+        (NotImplementedError, lambda: packax.masks.spans(IDS, packax.masks.block_sparse(MAP, 2)),
             "spans(span_ids) & block_sparse(...)"),
         (NotImplementedError, lambda: packax.causal() | POSITIONS, "(a | b) & documents(...)"),
-        (NotImplementedError, lambda: (packax.causal() & packax.ranges(IDS, IDS)) | packax.full(),
+        (NotImplementedError,
+            lambda: (packax.causal() & packax.masks.ranges(IDS, IDS)) | packax.full(),
             "(a | b) & ranges(...)"),
         (NotImplementedError, lambda: packax.sliding_window(1, offset=3) | packax.chunked(4),
             "surely is one range"),
@@ -327,7 +328,10 @@ def test_refusals(error, build, text):
         lambda: (
             packax.sliding_window(1, offset=[4, 5]) | packax.chunked(4, offset=np.array([4, 5]))
         ),
-        lambda: (packax.causal() & packax.chunked(4)) | packax.spans(IDS, packax.sliding_window(1)),
+        lambda: (
+            (packax.causal() & packax.chunked(4))
+            | packax.masks.spans(IDS, packax.sliding_window(1))
+        ),
         # a member of the first union holds the row's own place, so the union does
         lambda: (packax.full() | packax.chunked(3, offset=9)) | packax.chunked(3),
     ],

@@ -11,13 +11,13 @@ def test_spans_by_hand():
     ids = np.array([0, 0, -1, 0, 1, 1, 1, -1], np.int32)
     expected = np.tril(np.ones((8, 8), bool))
     expected[0, 1] = expected[4, 5:7] = expected[5, 6] = True
-    np.testing.assert_array_equal(packax.spans(ids).as_array(8, 8), expected)
+    np.testing.assert_array_equal(packax.masks.spans(ids).as_array(8, 8), expected)
     documents = np.array([3, 3, 3, 3, 3, 4, 4, 4], np.int32)
     expected &= documents[:, None] == documents
     # The first document's part of a span has positions up to 4: not the second one's last key.
     restart = np.array([0, 1, 2, 3, 4, 0, 1, 2], np.int32)
     for positions in (None, restart):
-        cut = packax.spans(ids) & packax.documents(documents, positions=positions)
+        cut = packax.masks.spans(ids) & packax.documents(documents, positions=positions)
         np.testing.assert_array_equal(cut.as_array(8, 8), expected)
         check(packax.create_attention_mask(cut), cut)
 
@@ -29,7 +29,9 @@ def test_expressions_cross_jit_and_vmap():
 
     def expression(offset, length, span_ids):
         window = packax.sliding_window(1, offset=offset) | packax.chunked(2, offset=offset)
-        return window & packax.prefix(length), packax.spans(span_ids, packax.sliding_window(1))
+        return window & packax.prefix(length), packax.masks.spans(
+            span_ids, packax.sliding_window(1)
+        )
 
     @jax.jit
     def build(*arrays):

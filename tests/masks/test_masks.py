@@ -86,7 +86,11 @@ def test_positions_without_causal_have_no_effect():
 
 def test_and_in_any_order_and_nesting():
     ids = np.array([0, 0, 1, 1], np.int32)
-    a, b, c = packax.causal(), packax.documents(ids, positions=ids), packax.ranges(ids, ids + 3)
+    a, b, c = (
+        packax.causal(),
+        packax.documents(ids, positions=ids),
+        packax.masks.ranges(ids, ids + 3),
+    )
     first = ((a & b) & c).as_array(4, 4)
     np.testing.assert_array_equal(first, (c & (b & a)).as_array(4, 4))
     np.testing.assert_array_equal(first, (a & (c & a) & (packax.full() & b)).as_array(4, 4))
@@ -102,15 +106,15 @@ def test_integer_dtypes_of_numpy(dtype):
 
 def test_ranges_of_any_integer_saturate():
     huge = np.iinfo(np.uint64).max
-    expression = packax.ranges(np.zeros(2, np.uint64), np.array([huge, 1], np.uint64))
+    expression = packax.masks.ranges(np.zeros(2, np.uint64), np.array([huge, 1], np.uint64))
     np.testing.assert_array_equal(expression.as_array(2, 3), [[True] * 3, [True, False, False]])
-    unsigned = packax.ranges(jnp.zeros(2, jnp.uint32), jnp.array([2**32 - 1, 1], jnp.uint32))
+    unsigned = packax.masks.ranges(jnp.zeros(2, jnp.uint32), jnp.array([2**32 - 1, 1], jnp.uint32))
     np.testing.assert_array_equal(unsigned.as_array(2, 3), [[True] * 3, [True, False, False]])
 
 
 def test_expressions_are_frozen():
     with pytest.raises(AttributeError):
-        packax.ranges([0], [1]).lo = 3
+        packax.masks.ranges([0], [1]).lo = 3
 
 
 @pytest.mark.parametrize("dtype", ["int4", "uint4"])

@@ -13,7 +13,7 @@ EXPRESSION = packax.causal() & packax.documents(IDS)
 def drawn(*arguments, **keywords):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     pyplot.switch_backend("Agg")
-    ax = packax.plot_mask(*arguments, **keywords)
+    ax = packax.masks.plot_mask(*arguments, **keywords)
     frames = [(x.get_gid(), *x.get_xy()[::-1], x.get_height(), x.get_width()) for x in ax.patches]
     image, title = np.asarray(ax.images[0].get_array()), ax.get_title()
     pyplot.close(ax.figure)
@@ -43,11 +43,11 @@ def test_documents_padding_and_blocks(built):
 def test_groups_of_shared_prefixes():
     """Each group has its colour, and padding is grey, also where documents go with the tree."""
     groups = np.array([7, 7, 7, 3, 3, -1])
-    expression = packax.shared_prefix(groups, [-1, 0, 1, -1, 0, -1])
+    expression = packax.masks.shared_prefix(groups, [-1, 0, 1, -1, 0, -1])
     padding = (groups == -1)[:, None] | (groups == -1)
     wanted = np.where(expression.as_array(6, 6), np.array([2, 2, 2, 3, 3, 1])[:, None], padding)
     np.testing.assert_array_equal(drawn(expression)[0], wanted)
-    segments = packax.tree([0, 0, 0, 1, 1, -1], [-1, 0]) & packax.documents([4] * 6)
+    segments = packax.masks.tree([0, 0, 0, 1, 1, -1], [-1, 0]) & packax.documents([4] * 6)
     image = drawn(segments)[0]
     assert set(image[:5, :5].flat) == {0, 2} and (image[5] == 1).all() and (image[:, 5] == 1).all()
 
@@ -58,7 +58,7 @@ def test_titles_of_neighbours_do_not_overlap():
     figure, axes = pyplot.subplots(1, 3, figsize=(9, 4))
     long = packax.causal() & packax.sliding_window(3, 3) & packax.documents(IDS) & packax.full()
     for ax in axes:
-        packax.plot_mask(long, ax=ax)
+        packax.masks.plot_mask(long, ax=ax)
     figure.canvas.draw()
     boxes = [ax.title.get_window_extent() for ax in axes]
     pyplot.close(figure)
@@ -67,7 +67,7 @@ def test_titles_of_neighbours_do_not_overlap():
 
 def test_heads_lengths_and_last_blocks():
     maps = np.array([[[[True]], [[False]]]])
-    one = packax.block_sparse(maps, 8)
+    one = packax.masks.block_sparse(maps, 8)
     image, frames, _ = drawn(one, q_len=5, kv_len=7, block_size=4)
     assert image.shape == (5, 7) and (image == 2).all()
     assert [x[0] for x in frames] == ["full"] * 4 and frames[-1] == ("full", 4, 4, 1, 3)
@@ -92,14 +92,14 @@ def test_heads_lengths_and_last_blocks():
 )  # fmt: skip
 def test_refusals(mask, keywords, text):
     with pytest.raises(ValueError, match=text):
-        packax.plot_mask(mask, **keywords)
+        packax.masks.plot_mask(mask, **keywords)
 
 
 def test_without_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.colors", None)
     with pytest.raises(ImportError, match="plot_mask needs matplotlib: pip install matplotlib"):
-        packax.plot_mask(EXPRESSION)
+        packax.masks.plot_mask(EXPRESSION)
 
 
 def drawn_plan(*arguments, **keywords):
@@ -156,5 +156,5 @@ def test_what_plot_plan_refuses():
 
 def test_a_group_that_comes_back_has_a_colour_of_its_own():
     groups = np.array([7, 7, 3, 3, 7, 7])
-    image = drawn(packax.shared_prefix(groups, [-1, 0, -1, 0, -1, 0]))[0]
+    image = drawn(packax.masks.shared_prefix(groups, [-1, 0, -1, 0, -1, 0]))[0]
     assert image.max(1).tolist() == [2, 2, 3, 3, 4, 4]

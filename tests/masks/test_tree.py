@@ -36,7 +36,7 @@ def test_definition(beside):
         assert isinstance(got, np.ndarray)
         np.testing.assert_array_equal(got, allowed)
         depth = trees.depths(trees.attended(tree))
-        of = packax.depth_positions(packax.tree(*tree))
+        of = packax.masks.depth_positions(packax.masks.tree(*tree))
         assert isinstance(of, np.ndarray) and of.dtype == np.int32
         np.testing.assert_array_equal(of, depth)
 
@@ -81,7 +81,7 @@ def test_blocks_of_siblings_are_skipped(name):
     """What is visited is what has a pair, at the sizes that models train on."""
     tree = trees.LARGE[name]()
     mask, _ = jax.jit(
-        lambda *x: (packax.create_attention_mask(packax.tree(*x) & packax.causal()), 0)
+        lambda *x: (packax.create_attention_mask(packax.masks.tree(*x) & packax.causal()), 0)
     )(*tree)
     for visited, attended in zip(
         trees.blocks_visited(mask), trees.blocks_attended(tree), strict=True
@@ -99,15 +99,15 @@ def test_shared_prefix():
     tree = trees.Tree(np.array(segments), np.array([-1, 0, 0, 0, -1, -1, -1, 6]))
     for beside in ("alone", "causal", "window"):
         make = trees.BESIDE[beside][0] or packax.full
-        of = packax.shared_prefix(groups, answers) & make()
+        of = packax.masks.shared_prefix(groups, answers) & make()
         wanted = trees.meaning(tree, beside)
         np.testing.assert_array_equal(of.as_array(16, 16), wanted)
         np.testing.assert_array_equal(packax.create_attention_mask(of).as_array()[0], wanted)
-        traced = packax.shared_prefix(jnp.array([groups]), jnp.array(answers)) & make()
+        traced = packax.masks.shared_prefix(jnp.array([groups]), jnp.array(answers)) & make()
         np.testing.assert_array_equal(traced.as_array(16, 16)[0], wanted)
         depth = trees.depths(trees.attended(tree))
-        np.testing.assert_array_equal(packax.depth_positions(of), depth)
-        assert packax.depth_positions(traced).shape == (1, 16)
+        np.testing.assert_array_equal(packax.masks.depth_positions(of), depth)
+        assert packax.masks.depth_positions(traced).shape == (1, 16)
 
 
 @pytest.mark.exhaustive
@@ -123,10 +123,10 @@ def test_deep_and_wide():
         tree = trees.Tree(np.asarray(ids), np.asarray(parents))
         _, got = built(*tree, beside)
         np.testing.assert_array_equal(got[0], trees.meaning(tree, beside))
-    nothing = packax.tree(np.zeros((2, 0), int), [-1])
+    nothing = packax.masks.tree(np.zeros((2, 0), int), [-1])
     assert nothing.as_array(0, 0).shape == (2, 0, 0)
     assert packax.create_attention_mask(nothing).q_lo.shape == (2, 0)
-    assert packax.shared_prefix(*np.zeros((2, 0), int)).as_array(0, 0).shape == (0, 0)
+    assert packax.masks.shared_prefix(*np.zeros((2, 0), int)).as_array(0, 0).shape == (0, 0)
 
 
 def test_beside_documents_ranges_and_block_masks():
@@ -136,11 +136,11 @@ def test_beside_documents_ranges_and_block_masks():
     chosen = np.random.default_rng(1).random((4, 2, -(-LENGTH // 32), -(-LENGTH // 16))) < 0.6
     others = [
         packax.documents(ids),
-        packax.ranges(index - 90, index + 1),
-        packax.block_sparse(chosen, (32, 16)),
+        packax.masks.ranges(index - 90, index + 1),
+        packax.masks.block_sparse(chosen, (32, 16)),
     ]
     wanted = trees.meaning(tree, "alone")[:, None]
-    expression = packax.tree(*tree)
+    expression = packax.masks.tree(*tree)
     for other in others:
         expression &= other
         of = np.asarray(other.as_array(LENGTH, LENGTH))
@@ -150,9 +150,9 @@ def test_beside_documents_ranges_and_block_masks():
         np.testing.assert_array_equal(got if got.ndim == 4 else got[:, None], wanted)
         dense = np.asarray(expression.as_array(LENGTH, LENGTH))
         np.testing.assert_array_equal(dense if dense.ndim == 4 else dense[:, None], wanted)
-    spans = packax.spans(np.where(index % 40 < 25, 1, -1), packax.sliding_window(20))
+    spans = packax.masks.spans(np.where(index % 40 < 25, 1, -1), packax.sliding_window(20))
     for beside in (spans, packax.prefix(np.array([3, 50, 0, 200]))):
-        both = packax.tree(*tree) & beside
+        both = packax.masks.tree(*tree) & beside
         mask = packax.create_attention_mask(both)
         np.testing.assert_array_equal(mask.as_array(), both.as_array(LENGTH, LENGTH))
 
@@ -160,7 +160,7 @@ def test_beside_documents_ranges_and_block_masks():
 def test_spans_end_with_documents_and_segments():
     """Beside a tree, too, a span ends where the id of documents changes: by walking runs."""
     documents = packax.documents([3, 5, 3])
-    expression = packax.spans([0, 0, 0]) & documents & packax.tree([0, 0, 0], [-1])
+    expression = packax.masks.spans([0, 0, 0]) & documents & packax.masks.tree([0, 0, 0], [-1])
     np.testing.assert_array_equal(expression.as_array(3, 3), [[1, 0, 0], [0, 1, 0], [1, 0, 1]])
     tree = trees.batch_of_trees(6, 4, LENGTH, SEGMENTS)
     rng = np.random.default_rng(2)
@@ -176,8 +176,8 @@ def test_spans_end_with_documents_and_segments():
     in_span = (runs[..., None] == runs[:, None]) & (images != -1)[..., None]
     wanted = allowed & both & (in_span | np.tri(LENGTH, dtype=bool))
     for make in (np.asarray, jnp.asarray):
-        of_tree = packax.tree(*map(make, tree))
-        of = [packax.spans(make(images)), packax.documents(make(ids)), of_tree]
+        of_tree = packax.masks.tree(*map(make, tree))
+        of = [packax.masks.spans(make(images)), packax.documents(make(ids)), of_tree]
         for order in (of, of[::-1]):
             expression = order[0] & order[1] & order[2]
             np.testing.assert_array_equal(expression.as_array(LENGTH, LENGTH), wanted)
@@ -204,7 +204,7 @@ BROKEN = {  # (segment_ids, parents), and what of it an error names
 def test_what_is_no_tree(name):
     *arrays, message = BROKEN[name]
     with pytest.raises(ValueError, match=message):
-        packax.tree(*arrays)
+        packax.masks.tree(*arrays)
 
 
 def test_what_is_no_tree_and_is_not_known():
@@ -216,9 +216,9 @@ def test_what_is_no_tree_and_is_not_known():
 
     @jax.jit
     def of(*tree):
-        expression = packax.tree(*tree)
+        expression = packax.masks.tree(*tree)
         mask = packax.create_attention_mask(expression)
-        return mask.as_array(), expression.as_array(4, 4), packax.depth_positions(expression)
+        return mask.as_array(), expression.as_array(4, 4), packax.masks.depth_positions(expression)
 
     attended, meant, depth = map(np.asarray, of(ids, parents))
     np.testing.assert_array_equal(attended, meant)
@@ -232,26 +232,27 @@ def test_a_prompt_behind_an_answer():
     with pytest.raises(
         ValueError, match=r"prompt .* behind an answer of the same group, in batch r"
     ):
-        packax.shared_prefix(ids, answers)
-    expression = packax.shared_prefix(jnp.asarray(ids), answers)
+        packax.masks.shared_prefix(ids, answers)
+    expression = packax.masks.shared_prefix(jnp.asarray(ids), answers)
     assert not np.asarray(expression.as_array(4, 4)).any()
     assert not np.asarray(packax.create_attention_mask(expression).as_array()).any()
 
 
-TREE = packax.tree([0, 0, 1], [-1, 0])
+TREE = packax.masks.tree([0, 0, 1], [-1, 0])
 
 
 @pytest.mark.parametrize(
     "make,error,message",
     [
-        (lambda: packax.tree([0.5], [-1]), ValueError, "segment_ids must be integers"),
-        (lambda: packax.tree([0], [[[-1]]]), ValueError,
+        (lambda: packax.masks.tree([0.5], [-1]), ValueError, "segment_ids must be integers"),
+        (lambda: packax.masks.tree([0], [[[-1]]]), ValueError,
          r"parents must have shape \(batch, segments\) or \(segments,\), but has \(1, 1, 1\)"),
-        (lambda: packax.tree([0], []), ValueError, "parents must be integers|has none: give"),
-        (lambda: packax.tree([0], np.zeros((1, 0), int)), ValueError, r"has none: give \[-1\]"),
-        (lambda: packax.tree(np.zeros((2, 3), int), np.full((3, 1), -1)), ValueError,
+        (lambda: packax.masks.tree([0], []), ValueError, "parents must be integers|has none: give"),
+        (lambda: packax.masks.tree([0], np.zeros((1, 0), int)), ValueError,
+         r"has none: give \[-1\]"),
+        (lambda: packax.masks.tree(np.zeros((2, 3), int), np.full((3, 1), -1)), ValueError,
          r"parents of tree\(...\) has batch size 3, but segment_ids of tree\(...\) has 2"),
-        (lambda: packax.shared_prefix([0, 0], [-1]), ValueError,
+        (lambda: packax.masks.shared_prefix([0, 0], [-1]), ValueError,
          r"answer_ids of shared_prefix\(...\) is for 1 query rows, but group_ids .* is for 2"),
         (lambda: packax.create_attention_mask(TREE, kv_len=4), ValueError,
          r"segment_ids of tree\(...\) is for 3 keys, but kv_len says 4"),
@@ -261,10 +262,10 @@ TREE = packax.tree([0, 0, 1], [-1, 0])
          r"causal has an offset, beside tree\(...\)"),
         (lambda: TREE & TREE, NotImplementedError,
          r"one tree\(...\), and `&` was given two: give all trees of a row in one"),
-        (lambda: TREE & packax.shared_prefix([0, 0, 0], [-1, 0, 1]), NotImplementedError,
+        (lambda: TREE & packax.masks.shared_prefix([0, 0, 0], [-1, 0, 1]), NotImplementedError,
          "one tree"),
         (lambda: TREE | packax.causal(), NotImplementedError, r"`\|` cannot take tree\(...\)"),
-        (lambda: packax.depth_positions(packax.causal()), ValueError,
+        (lambda: packax.masks.depth_positions(packax.causal()), ValueError,
          r"must hold a tree\(...\) or a shared_prefix\(...\), but is causal\(\)"),
     ],
 )  # fmt: skip
@@ -275,7 +276,7 @@ def test_errors(make, error, message):
 
 def test_text_and_static_fields():
     assert repr(TREE & packax.causal()) == "tree(int32[3], int32[2]) & causal()"
-    of = packax.shared_prefix([0, 0, 0], [-1, 0, 1])
+    of = packax.masks.shared_prefix([0, 0, 0], [-1, 0, 1])
     assert repr(of) == "shared_prefix(int32[3], int32[3])"
     mask = packax.create_attention_mask(of)
     assert "built from a tree" in repr(mask) and mask.block_size == (1 << 30, 1 << 30)

@@ -31,17 +31,19 @@ def random_tree(rng, length=48, segments=12):
 def test_trees():
     rng = np.random.default_rng(0)
     ids, parents = (np.stack(x) for x in zip(*(random_tree(rng) for _ in range(6)), strict=True))
-    found = path_predecessors(packax.tree(ids, parents))
+    found = path_predecessors(packax.masks.tree(ids, parents))
     assert isinstance(found, np.ndarray) and found.dtype == np.int32
-    np.testing.assert_array_equal(found, by_definition(packax.tree(ids, parents), ids.shape[1]))
-    traced = jax.jit(lambda *x: path_predecessors(packax.tree(*x) & packax.causal()))
+    np.testing.assert_array_equal(
+        found, by_definition(packax.masks.tree(ids, parents), ids.shape[1])
+    )
+    traced = jax.jit(lambda *x: path_predecessors(packax.masks.tree(*x) & packax.causal()))
     np.testing.assert_array_equal(traced(jnp.asarray(ids), jnp.asarray(parents)), found)
 
 
 def test_shared_prefixes():
     groups = np.repeat([4, 4, 4, 2, 2, -1, 4], [3, 2, 2, 1, 2, 2, 2])
     answers = np.repeat([-1, 0, 1, -1, 5, 0, 0], [3, 2, 2, 1, 2, 2, 2])
-    expression = packax.shared_prefix(groups, answers)
+    expression = packax.masks.shared_prefix(groups, answers)
     found = path_predecessors(expression)
     np.testing.assert_array_equal(found, by_definition(expression, len(groups)))
     assert found.tolist() == [-1, 0, 1, 2, 3, 2, 5, -1, 7, 8, -1, -1, -1, 12]
@@ -49,16 +51,16 @@ def test_shared_prefixes():
 
 def test_it_goes_with_depth_positions():
     ids, parents = random_tree(np.random.default_rng(3))
-    expression = packax.tree(ids, parents)
-    depth, before = packax.depth_positions(expression), path_predecessors(expression)
+    expression = packax.masks.tree(ids, parents)
+    depth, before = packax.masks.depth_positions(expression), path_predecessors(expression)
     has = before >= 0
     np.testing.assert_array_equal(depth[before[has]], depth[has] - 1)
     assert (depth[~has] == 0).all()
 
 
 def test_no_tokens_and_no_tree():
-    assert path_predecessors(packax.tree(np.zeros((2, 0), int), [-1])).shape == (2, 0)
+    assert path_predecessors(packax.masks.tree(np.zeros((2, 0), int), [-1])).shape == (2, 0)
     with pytest.raises(ValueError, match=r"must hold a tree\(...\) or a shared_prefix"):
         path_predecessors(packax.causal())
-    traced = jax.jit(lambda *x: path_predecessors(packax.tree(*x)))
+    traced = jax.jit(lambda *x: path_predecessors(packax.masks.tree(*x)))
     assert traced(jnp.array([1, 0]), jnp.array([-1, 0])).tolist() == [-1, -1]  # not depth-first

@@ -92,7 +92,7 @@ def _random_ranges(seed, batch, q_len, kv_len):
 
 def _window():
     index = np.arange(LENGTH)
-    return packax.ranges(index - 50, index + 1)
+    return packax.masks.ranges(index - 50, index + 1)
 
 
 def _prefix():
@@ -179,7 +179,7 @@ CASES = [
     Case(
         "ranges_random",
         "no order at all, outside [0, Skv], empty rows",
-        lambda: packax.ranges(*_random_ranges(2, 2, 190, 310)),
+        lambda: packax.masks.ranges(*_random_ranges(2, 2, 190, 310)),
         190,
         310,
         batch=2,
@@ -192,7 +192,9 @@ CASES = [
     Case(
         "ranges_of_hulls",
         "ranges narrow segment-checked rows until they attend nothing",
-        lambda: packax.ranges(np.arange(LENGTH) - 3, np.arange(LENGTH)) & packax.documents(BACK),
+        lambda: (
+            packax.masks.ranges(np.arange(LENGTH) - 3, np.arange(LENGTH)) & packax.documents(BACK)
+        ),
     ),
     Case(
         "causal_offsets",
@@ -216,7 +218,7 @@ CASES = [
     Case(
         "spans",
         "Gemma 3's local layers: images wider than the window, cut by documents",
-        lambda: packax.spans(_images(), packax.sliding_window(40)) & packax.documents(ODD),
+        lambda: packax.masks.spans(_images(), packax.sliding_window(40)) & packax.documents(ODD),
     ),
     Case(
         "union",
@@ -243,7 +245,7 @@ CASES = [
         "spans_of_positions",
         "spans in documents that come back, positions that restart",
         lambda: (
-            packax.spans(_images(), packax.causal() & packax.chunked(32))
+            packax.masks.spans(_images(), packax.causal() & packax.chunked(32))
             & packax.documents(
                 np.stack([BACK, ODD]), positions=np.stack([positions_of(BACK), positions_of(ODD)])
             )
@@ -267,7 +269,7 @@ def _moba():
     block = np.arange(scores.shape[-1])
     scores = np.where(block < own, scores, -1)
     best = np.sort(scores, axis=-1)[..., -top, None]
-    return packax.causal() & packax.block_sparse(
+    return packax.causal() & packax.masks.block_sparse(
         ((scores >= best) & (block < own)) | (block == own), (1, size)
     )
 
@@ -275,7 +277,7 @@ def _moba():
 def _indexer():
     """Keys one by one, the same for all heads."""
     chosen, size = random_map(6, (1, 1), 0.1, (2,))
-    return packax.block_sparse(chosen, size) & packax.causal() & packax.documents(PADDED)
+    return packax.masks.block_sparse(chosen, size) & packax.causal() & packax.documents(PADDED)
 
 
 # What only the fallback kernels take: not among CASES.
@@ -285,13 +287,15 @@ SPARSE = [
     Case(
         "sparse_tiles",
         "whole tiles, full ones among them; rows that attend nothing",
-        lambda: packax.causal() & packax.block_sparse(*random_map(7, (128, 128), 0.5, (1, 2))),
+        lambda: (
+            packax.causal() & packax.masks.block_sparse(*random_map(7, (128, 128), 0.5, (1, 2)))
+        ),
     ),
     Case(
         "sparse_threes",
         "blocks of odd sizes, on segment-checked rows, in batches and heads",
         lambda: (
-            packax.block_sparse(*random_map(8, (3, 5), 0.4, (2, 2)))
+            packax.masks.block_sparse(*random_map(8, (3, 5), 0.4, (2, 2)))
             & packax.documents(BACK, positions=positions_of(BACK))
             & packax.sliding_window(70, 9)
         ),
@@ -301,8 +305,8 @@ SPARSE = [
         "sparse_wide",
         "blocks longer than all there is, another length of keys, one map for documents of a batch",
         lambda: (
-            packax.block_sparse(*random_map(9, (100, 512), 0.6, (1, 4), (150, 333)))
-            & packax.ranges(*_random_ranges(4, 2, 150, 333))
+            packax.masks.block_sparse(*random_map(9, (100, 512), 0.6, (1, 4), (150, 333)))
+            & packax.masks.ranges(*_random_ranges(4, 2, 150, 333))
         ),
         150,
         333,

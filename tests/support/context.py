@@ -77,7 +77,7 @@ def of_ids_alone(ids: Any) -> Any:
     part."""
     positions = jnp.broadcast_to(jnp.arange(LENGTH) % 300, ids.shape).astype(jnp.int32)
     spans = jnp.where(ids % 2 == 0, ids, -1)
-    window = packax.spans(spans, packax.sliding_window(100))
+    window = packax.masks.spans(spans, packax.sliding_window(100))
     return window & packax.documents(ids, positions=positions)
 
 
@@ -89,13 +89,15 @@ def expression_of(kind: str, ids: Any = ROWS) -> Any:
         "documents": lambda: packax.causal() & packax.documents(ids),
         "one mask for all": lambda: packax.causal() & packax.documents(ROWS[1]),
         "both ways": lambda: packax.documents(ids),
-        "ranges": lambda: packax.ranges(index - 70, index + 1) & packax.documents(ids),
+        "ranges": lambda: packax.masks.ranges(index - 70, index + 1) & packax.documents(ids),
         "spans": lambda: (
-            packax.spans(np.stack([np.roll(row, 37) for row in ROWS]), packax.sliding_window(100))
+            packax.masks.spans(
+                np.stack([np.roll(row, 37) for row in ROWS]), packax.sliding_window(100)
+            )
             & packax.documents(ids)
         ),
         "spans of positions": lambda: (
-            packax.spans(np.roll(ROWS[1], 50), packax.causal() & packax.chunked(96))
+            packax.masks.spans(np.roll(ROWS[1], 50), packax.causal() & packax.chunked(96))
             & packax.documents(ids, positions=np.stack([positions_of(row[::-1]) for row in ROWS]))
         ),
         "of ids alone": lambda: of_ids_alone(jnp.asarray(ids)),

@@ -30,20 +30,20 @@ KINDS = {
     "chunked by positions": lambda a: packax.chunked(3) & by_positions(a),
     "prefix": lambda a: packax.prefix(a["lengths"]) & documents(a),
     "prefix of each row": lambda a: packax.prefix(a["span_ids"] + 4) & by_positions(a),
-    "spans": lambda a: packax.spans(a["span_ids"], packax.sliding_window(3)) & documents(a),
+    "spans": lambda a: packax.masks.spans(a["span_ids"], packax.sliding_window(3)) & documents(a),
     "documents": lambda a: documents(a),
     "documents by positions": lambda a: packax.causal() & by_positions(a),
     "documents, other ids of keys": lambda a: packax.documents(
         a["ids"], kv_segment_ids=a["span_ids"]
     ),
-    "ranges": lambda a: packax.ranges(a["lo"], a["lo"] + a["offset"][:, None]) & documents(a),
-    "block sparse": lambda a: packax.block_sparse(a["map"], 1) & by_positions(a),
-    "tree": lambda a: packax.tree(a["segments"], a["parents"]) & packax.causal(),
+    "ranges": lambda a: packax.masks.ranges(a["lo"], a["lo"] + a["offset"][:, None]) & documents(a),
+    "block sparse": lambda a: packax.masks.block_sparse(a["map"], 1) & by_positions(a),
+    "tree": lambda a: packax.masks.tree(a["segments"], a["parents"]) & packax.causal(),
     "tree and window": lambda a: (
-        packax.tree(a["segments"], a["parents"]) & packax.sliding_window(3, 1) & documents(a)
+        packax.masks.tree(a["segments"], a["parents"]) & packax.sliding_window(3, 1) & documents(a)
     ),
     "shared prefix": lambda a: (
-        packax.shared_prefix(a["groups"], a["answers"]) & packax.prefix(a["lengths"])
+        packax.masks.shared_prefix(a["groups"], a["answers"]) & packax.prefix(a["lengths"])
     ),
     "one or the other": lambda a: packax.causal() & packax.chunked(5) | packax.sliding_window(2),
     "or on one side": lambda a: packax.causal(1) | packax.prefix(a["lengths"]),

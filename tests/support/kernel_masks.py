@@ -73,5 +73,5 @@ ATTENTION = {
     "longer queries": (packax.causal(), 333, 70, 2, 2),
     "one row": (packax.full(), 1, 130, 4, 4),
     "ranges with empty rows": (
-        packax.ranges(np.arange(150) % 90, np.arange(150) % 60 + 30), 150, 100, 2, 1),
+        packax.masks.ranges(np.arange(150) % 90, np.arange(150) % 60 + 30), 150, 100, 2, 1),
 }  # fmt: skip

@@ -25,7 +25,7 @@ POSITIONS = np.stack([positions_of(row) for row in ROWS])
 
 def of_ids_alone(ids):
     positions = jnp.broadcast_to(jnp.arange(LENGTH) % 300, ids.shape).astype(jnp.int32)
-    spans = packax.spans(jnp.where(ids % 2 == 0, ids, -1), packax.sliding_window(100))
+    spans = packax.masks.spans(jnp.where(ids % 2 == 0, ids, -1), packax.sliding_window(100))
     return spans & packax.documents(ids, positions=positions)
 
 
@@ -42,13 +42,15 @@ def expression_of(kind, ids=ROWS):
         "prefix": lambda: packax.prefix(np.array([90, 700, 500, 33])) & documents,
         "union": lambda: (causal & packax.chunked(64) | packax.sliding_window(30)) & documents,
         "offsets": lambda: packax.causal(offset=np.array([0, -30, 200, 2000])) & documents,
-        "ranges": lambda: packax.ranges(index - 70, index + 1) & documents,
+        "ranges": lambda: packax.masks.ranges(index - 70, index + 1) & documents,
         "spans": lambda: (
-            packax.spans(np.stack([np.roll(row, 37) for row in ROWS]), packax.sliding_window(100))
+            packax.masks.spans(
+                np.stack([np.roll(row, 37) for row in ROWS]), packax.sliding_window(100)
+            )
             & documents
         ),
         "spans of positions": lambda: (
-            packax.spans(np.roll(ROWS[1], 50), causal & packax.chunked(96))
+            packax.masks.spans(np.roll(ROWS[1], 50), causal & packax.chunked(96))
             & packax.documents(ids, positions=np.stack([positions_of(row[::-1]) for row in ROWS]))
         ),
         "of ids alone": lambda: of_ids_alone(jnp.asarray(ids)),

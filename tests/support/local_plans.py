@@ -4,8 +4,8 @@ some without any of packax's own code for it."""
 from __future__ import annotations
 
 import numpy as np
-from packax import ContextPlan
 from packax._src.context.load_balance import checksum
+from packax.context import ContextPlan
 
 PADDING = -1
 

@@ -100,7 +100,10 @@ CASES = {
         q, k, v, causal_documents(ids), bias=packax.alibi(SLOPES)
     ),
     "block mask": lambda q, k, v, ids: packax.flash_attention(
-        q, k, v, packax.causal() & packax.block_sparse(jnp.asarray(BLOCKS[None], bool), (64, 64))
+        q,
+        k,
+        v,
+        packax.causal() & packax.masks.block_sparse(jnp.asarray(BLOCKS[None], bool), (64, 64)),
     ),
     "deterministic": lambda q, k, v, ids: packax.flash_attention(
         q, k, v, causal_documents(ids), deterministic=True

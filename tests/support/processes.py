@@ -46,7 +46,9 @@ def loss(weights, batch, sharding=None):
     if sharding is None:
         mask = packax.create_attention_mask(expression)
     else:
-        batch, mask, _ = packax.context_parallel_inputs(batch, expression, sharding=sharding)
+        batch, mask, _ = packax.context.context_parallel_inputs(
+            batch, expression, sharding=sharding
+        )
     x = batch["x"]
     query = (x @ weights["query"]).reshape(*x.shape[:2], HEADS, DIM)
     both = (x @ weights["key_value"]).reshape(*x.shape[:2], KV_HEADS, 2 * DIM)
@@ -71,9 +73,9 @@ def main(out: str) -> None:
         }
 
     with jax.set_mesh(mesh):
-        rows = packax.local_rows(SHARDING, BATCH)
+        rows = packax.context.local_rows(SHARDING, BATCH)
         mine = fed(rows)
-        packax.check_same_rows(mine)
+        packax.context.check_same_rows(mine)
         placed = {
             name: jax.make_array_from_callback(
                 x.shape, NamedSharding(mesh, SPECS[name]), x.__getitem__
@@ -88,7 +90,7 @@ def main(out: str) -> None:
     refused = ""
     if jax.process_count() == 4:  # as if the rows were cut by processes, not by the mesh
         try:
-            packax.check_same_rows(fed((rows + jax.process_index()) % BATCH))
+            packax.context.check_same_rows(fed((rows + jax.process_index()) % BATCH))
         except ValueError as error:
             refused = str(error)
     arrays = {name: np.asarray(x.addressable_data(0)) for name, x in whole.items()}

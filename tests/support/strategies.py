@@ -88,5 +88,5 @@ def expression_of(recipe):
     if args is not None:
         expression = expression & packax.documents(**args)
     if limits is not None:
-        expression = expression & packax.ranges(*limits)
+        expression = expression & packax.masks.ranges(*limits)
     return expression

@@ -85,7 +85,7 @@ BESIDE = {
 
 
 def expression(tree: Tree, beside: str = "causal"):
-    of = packax.tree(*tree)
+    of = packax.masks.tree(*tree)
     make = BESIDE[beside][0]
     return of if make is None else of & make()
 

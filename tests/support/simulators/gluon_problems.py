@@ -58,7 +58,7 @@ class Problem:
         if blocks:
             *block_size, block_mask_heads = blocks
             lengths = self.q_len, self.kv_len
-            expression &= packax.block_sparse(
+            expression &= packax.masks.block_sparse(
                 *random_map(None, block_size, 0.4, (1, block_mask_heads), lengths)
             )
         mask = packax.create_attention_mask(expression, q_len=self.q_len, kv_len=self.kv_len)

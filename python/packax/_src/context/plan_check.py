@@ -52,8 +52,8 @@ def debug_checks(enable: bool = True) -> Any:
         enable: True or False.
 
     Examples:
-        >>> with packax.debug_checks():
-        ...     packax.check_plan(mask, segment_ids=segment_ids)
+        >>> with packax.context.debug_checks():
+        ...     packax.context.check_plan(mask, segment_ids=segment_ids)
     """
     return _enabled(bool(enable))
 
@@ -89,7 +89,7 @@ def check_plan(
             not as above.
 
     Examples:
-        >>> packax.check_plan(mask, segment_ids=segment_ids)
+        >>> packax.context.check_plan(mask, segment_ids=segment_ids)
     """
     if not _enabled.value:
         return
@@ -204,7 +204,7 @@ def _check(permuted: bool, mask_ids: Any, order: Any, ids: Any, positions: Any) 
         of_row = (None if x is None else x[row if x.shape[0] > 1 else 0] for x in held)
         wrong = _wrong(permuted, *of_row)
         if wrong is not None:
-            raise ValueError(f"packax.check_plan: in row {row} of the batch {wrong}")
+            raise ValueError(f"packax.context.check_plan: in row {row} of the batch {wrong}")
 
 
 def _wrong(permuted: bool, mask_ids: Any, order: Any, ids: Any, positions: Any) -> str | None:

@@ -34,7 +34,7 @@ def local_rows(sharding: AttentionSharding, batch: int) -> np.ndarray:
         ValueError: no mesh of devices, or a batch that its axes do not divide.
 
     Examples:
-        >>> rows = packax.local_rows(sharding, 256)
+        >>> rows = packax.context.local_rows(sharding, 256)
 
         `jax.make_array_from_process_local_data(sharding_of_batch, tokens[rows])` makes the array.
     """
@@ -70,7 +70,7 @@ def check_same_rows(batch: Any) -> None:
         ValueError: processes that fed different data for the same part of an array.
 
     Examples:
-        >>> packax.check_same_rows(batch)
+        >>> packax.context.check_same_rows(batch)
     """
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     sums = [
@@ -89,7 +89,7 @@ def check_same_rows(batch: Any) -> None:
             raise ValueError(
                 f"batch{jax.tree_util.keystr(leaves[number][0])}: processes {other} and {process} "
                 f"hold the same part of it ({rows}) and fed different data: give them the same "
-                "rows, as packax.local_rows says"
+                "rows, as packax.context.local_rows says"
             )
 
 

@@ -86,7 +86,7 @@ def block_sparse(block_mask: ArrayLike, block_size: int | tuple[int, int]) -> Ma
 
     Examples:
         >>> blocks = np.array([[True, False], [True, True]])
-        >>> packax.block_sparse(blocks, 2).as_array(3, 4).astype(int)
+        >>> packax.masks.block_sparse(blocks, 2).as_array(3, 4).astype(int)
         array([[1, 1, 0, 0],
                [1, 1, 0, 0],
                [1, 1, 1, 1]])

@@ -126,7 +126,7 @@ def ranges(lo: ArrayLike, hi: ArrayLike) -> MaskExpression:
         ValueError: a rank or dtype that is not as above, or lengths that differ.
 
     Examples:
-        >>> packax.ranges([0, 1], [1, 3]).as_array(2, 3).astype(int)
+        >>> packax.masks.ranges([0, 1], [1, 3]).as_array(2, 3).astype(int)
         array([[1, 0, 0],
                [0, 1, 1]])
     """

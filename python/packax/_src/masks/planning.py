@@ -203,7 +203,9 @@ def context_parallel_inputs(
             `create_attention_mask` raise.
 
     Examples:
-        >>> batch, mask, plan = packax.context_parallel_inputs(batch, expression, sharding=sharding)
+        >>> batch, mask, plan = packax.context.context_parallel_inputs(
+        ...     batch, expression, sharding=sharding
+        ... )
     """
     leaves = jax.tree.leaves(batch)
     shapes = {np.shape(x)[1] for x in leaves if np.ndim(x) > 1}

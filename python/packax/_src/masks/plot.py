@@ -65,7 +65,8 @@ def plot_mask(
             or block_size that there is not.
 
     Examples:
-        >>> ax = packax.plot_mask(packax.causal() & packax.documents(segment_ids), block_size=8)
+        >>> expression = packax.causal() & packax.documents(segment_ids)
+        >>> ax = packax.masks.plot_mask(expression, block_size=8)
     """
     dense, q_ids, kv_ids = _of_one_row(mask, q_len, kv_len, batch, head)
     sizes = np.atleast_1d(np.asarray(block_size))

@@ -153,7 +153,7 @@ def spans(span_ids: ArrayLike, text: MaskExpression | None = None) -> MaskExpres
             intersect the spans with them.
 
     Examples:
-        >>> packax.spans([-1, 5, 5, -1]).as_array(4, 4).astype(int)
+        >>> packax.masks.spans([-1, 5, 5, -1]).as_array(4, 4).astype(int)
         array([[1, 0, 0, 0],
                [1, 1, 1, 0],
                [1, 1, 1, 0],

@@ -155,7 +155,7 @@ def tree(segment_ids: ArrayLike, parents: ArrayLike) -> MaskExpression:
 
     Examples:
         >>> # a prompt and two answers
-        >>> packax.tree([0, 0, 1, 2, 2], [-1, 0, 0]).as_array(5, 5).astype(int)
+        >>> packax.masks.tree([0, 0, 1, 2, 2], [-1, 0, 0]).as_array(5, 5).astype(int)
         array([[1, 1, 0, 0, 0],
                [1, 1, 0, 0, 0],
                [1, 1, 1, 0, 0],
@@ -191,7 +191,8 @@ def shared_prefix(group_ids: ArrayLike, answer_ids: ArrayLike) -> MaskExpression
     Where arrays of jax have a prompt behind an answer, that row of the batch attends nothing.
 
     Examples:
-        >>> packax.shared_prefix([5, 5, 5, 5, -1], [-1, 0, 0, 1, 1]).as_array(5, 5).astype(int)
+        >>> expression = packax.masks.shared_prefix([5, 5, 5, 5, -1], [-1, 0, 0, 1, 1])
+        >>> expression.as_array(5, 5).astype(int)
         array([[1, 0, 0, 0, 0],
                [1, 1, 1, 0, 0],
                [1, 1, 1, 0, 0],
@@ -215,7 +216,7 @@ def depth_positions(expression: MaskExpression) -> Array:
         ValueError: an expression without a tree.
 
     Examples:
-        >>> packax.depth_positions(packax.tree([0, 0, 1, 2, 2], [-1, 0, 0]))
+        >>> packax.masks.depth_positions(packax.masks.tree([0, 0, 1, 2, 2], [-1, 0, 0]))
         array([0, 1, 2, 2, 3], dtype=int32)
     """
     found = tree_of(expression) if isinstance(expression, MaskExpression) else None

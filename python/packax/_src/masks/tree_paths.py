@@ -30,7 +30,7 @@ def path_predecessors(expression: MaskExpression) -> Array:
         ValueError: an expression without a tree.
 
     Examples:
-        >>> two_answers = packax.tree([0, 0, 1, 2, 2], [-1, 0, 0])
+        >>> two_answers = packax.masks.tree([0, 0, 1, 2, 2], [-1, 0, 0])
         >>> packax.masks.path_predecessors(two_answers)
         array([-1,  0,  1,  1,  3], dtype=int32)
     """

@@ -40,7 +40,7 @@ def merge_attention(parts: Sequence[tuple[ArrayLike, ArrayLike]]) -> tuple[jax.A
     Examples:
         >>> near = packax.sliding_window(9)
         >>> ends = jnp.clip(jnp.arange(query.shape[1]) - 9, 0, 4)  # of the first 4 tokens
-        >>> far = packax.ranges(0 * ends, ends)
+        >>> far = packax.masks.ranges(0 * ends, ends)
         >>> attend = functools.partial(packax.flash_attention, query, key, value, return_lse=True)
         >>> out, lse = packax.merge_attention([attend(near), attend(far)])
     """

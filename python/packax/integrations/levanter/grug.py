@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 
 import packax
-from packax import AttentionMask, MaskExpression
 from packax._src.ops.ffi import has_kernels
 from packax.integrations.fallback import fall_back
 from packax.integrations.jax_nn import FASTER, array_mask, bias_array, mean_where_empty
+from packax.masks import AttentionMask, MaskExpression
 
 OURS = (None, "packax", "cuda", "xla")
 
@@ -73,7 +73,7 @@ def expression_of(mask: Any, q_len: int, sliding_window: int | None = None) -> M
     if mask.fa4_bounds is not None:  # which say everything
         lower, valid = mask.fa4_bounds
         index = jax.lax.broadcasted_iota(jnp.int32, (1, q_len), 1)
-        return packax.ranges(lower, jnp.where(valid, index + 1, 0))
+        return packax.masks.ranges(lower, jnp.where(valid, index + 1, 0))
     window = mask.sliding_window if sliding_window is None else sliding_window
     parts = [packax.causal()] if mask.is_causal else []
     if window is not None:

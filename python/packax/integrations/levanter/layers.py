@@ -11,11 +11,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 import packax
-from packax import AttentionSharding, MaskExpression
+from packax import AttentionSharding
 from packax._src.ops.ffi import has_kernels
 from packax.integrations.fallback import fall_back
 from packax.integrations.jax_nn import FASTER, array_mask, mean_where_empty
 from packax.integrations.levanter.grug import all_of, documents_of
+from packax.masks import MaskExpression
 
 
 class Axes(NamedTuple):

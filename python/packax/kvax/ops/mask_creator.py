@@ -201,7 +201,7 @@ def row_masks_of(
     shards = 1 if layout is None else layout.size(layout.context)
     if shards > 1 and q_len % (2 * shards) == 0:  # else rows cannot have been permuted
         index = head_tail_plan(2 * shards, q_len).index()[0]
-        by_permuted_index = build(documents & packax.ranges(np.zeros_like(index), index + 1))
+        by_permuted_index = build(documents & packax.masks.ranges(np.zeros_like(index), index + 1))
     return RowMasks(
         build(packax.causal() & placed), build(packax.causal() & documents), by_permuted_index
     )
