@@ -148,15 +148,6 @@ def test_a_mask_takes_the_layout_of_its_ids():
     assert mask.q_lo.sharding.spec == P("data", "context")
 
 
-def test_decoding_refuses_a_cache_in_pieces():
-    on = mesh()
-    cache = typed(on, (BATCH, LENGTH, KV_HEADS, DIM), "data", "context")
-    query = typed(on, (BATCH, 1, HEADS, DIM), "data")
-    lengths = typed(on, (BATCH,), "data", dtype=jnp.int32)
-    with jax.set_mesh(on), pytest.raises(ValueError, match=r"key is .*context.*sequence axis"):
-        jax.eval_shape(packax.decode_attention, query, cache, cache, lengths)
-
-
 def test_axes_of_other_types_say_nothing():
     on = jax.make_mesh(
         (2, 2), ("data", "context"), devices=jax.devices("cpu")[:4], axis_types=(AxisType.Auto,) * 2

@@ -4,7 +4,6 @@ XLA then uses a part of a mesh axis for the heads, which no PartitionSpec says. 
 error that jax raises where it is asked to decode such a sharding.
 """
 
-import contextlib
 import itertools
 
 import jax
@@ -14,7 +13,7 @@ import packax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from plain_jit import mesh_of
+from plain_jit import mesh_of, partitioner
 from tiers import some
 
 BATCH, LENGTH, HEADS, KV_HEADS, DIM, WIDTH = 4, 64, 8, 2, 8, 16
@@ -43,18 +42,6 @@ def arrays():
     shapes = [(BATCH, LENGTH, WIDTH), *((WIDTH, n * DIM) for n in (HEADS, KV_HEADS, KV_HEADS))]
     x, *weights = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes)
     return [x, *(w / WIDTH**0.5 for w in weights)]
-
-
-@contextlib.contextmanager
-def partitioner(name):
-    before = jax.config.jax_use_shardy_partitioner
-    jax.config.update("jax_use_shardy_partitioner", name == "shardy")
-    jax.clear_caches()
-    try:
-        yield
-    finally:
-        jax.config.update("jax_use_shardy_partitioner", before)
-        jax.clear_caches()
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ anything (`MOVES`).
 """
 
 import collections
+import contextlib
 import functools
 import re
 
@@ -29,6 +30,18 @@ def mesh_of(kind="Auto", shape=(4, 2), names=("data", "tensor")):
     return jax.make_mesh(
         shape, names, devices=devices, axis_types=(getattr(AxisType, kind),) * len(names)
     )
+
+
+@contextlib.contextmanager
+def partitioner(name):
+    before = jax.config.jax_use_shardy_partitioner
+    jax.config.update("jax_use_shardy_partitioner", name == "shardy")
+    jax.clear_caches()
+    try:
+        yield
+    finally:
+        jax.config.update("jax_use_shardy_partitioner", before)
+        jax.clear_caches()
 
 
 def collectives(compiled):

@@ -14,7 +14,7 @@ from packax._src.core.integers import numpy_array
 from packax._src.core.jax_compat import vary_together
 from packax._src.core.precision import checked_precision
 from packax._src.core.shapes import INT_MAX, MAX_LENGTH, is_symbolic
-from packax._src.ops.partitioning import ask_devices, check_whole
+from packax._src.ops.partitioning import ask_devices, check_decode_types
 from packax._src.ops.primitives import Implementation, check_implementation, decode_p
 from packax._src.requests import (
     DTYPES,
@@ -83,6 +83,7 @@ def decode_attention(
             1 <= Sq <= 16. The keys and values of its tokens are in the cache already.
         key: the cache, (B, S, Hkv, Dqk), dtype of query; with block_table (pages, page_size, Hkv,
             Dqk). H must be a multiple of Hkv: query head h reads key/value head h // (H / Hkv).
+            Where a mesh shards S, each device attends its slice, and the parts are merged.
         value: like key, with head dim Dv.
         kv_lengths: (B,) integers: the keys of each sequence, its Sq new ones included. Below Sq,
             the first rows are no tokens, and attend nothing.
@@ -141,7 +142,7 @@ def decode_attention(
     lengths = as_integers("kv_lengths", kv_lengths)
     table = None if block_table is None else as_integers("block_table", block_table)
     _check_tensors(query, key, value, lengths, table)
-    check_whole({"query": query} | ({} if table is not None else {"key": key, "value": value}))
+    check_decode_types(query, key, value, paged=table is not None)
     _, q_len, _, qk_dim = query.shape
     check_implementation(implementation)
     for name, flag in (("return_lse", return_lse), ("causal", causal)):

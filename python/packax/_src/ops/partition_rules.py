@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from packax._src.core.spec import OF_HEADS, TENSORS, Operands
+from packax._src.ops.merge import merged
 from packax._src.ops.partitioning import Dims
 from packax._src.ops.primitives import BLOCK_ARRAYS
+from packax._src.ops.score_mods import add_sinks
 
 
 def documents(q_ids, *operands, **_) -> Dims:
@@ -37,10 +42,26 @@ def backward(*avals, spec, names) -> Dims:
 
 def decode(query, key, value, q_lo, q_hi, *operands, paged, **_) -> Dims:
     batch, _, heads, _ = query.shape
-    cache = "p.g." if paged else "bkg."  # pages belong to no row of the batch
+    cache = "ppg." if paged else "bkg."  # pages belong to no row of the batch
     rest = [_of_batch(x, batch) for x in operands[: int(paged)]]
     rest += [_of_heads(x, batch, heads) for x in operands[int(paged) :]]  # sinks
-    return Dims(("bsh.", cache, cache, "b.", "b.", *rest), ("b.h.", "bh."))
+    operands = ("bsh.", cache, cache, "b.", "b.", *rest)
+    return Dims(operands, ("b.h.", "bh."), by_keys=None if paged else _decode_by_keys)
+
+
+def _decode_by_keys(bind, axes, query, key, value, lo, hi, *sinks, has_sinks, **params):
+    """Each device attends its slice of the caches; their parts are merged by their log-sum-exps."""
+    size = key.shape[1]
+    first = jax.lax.axis_index(axes) * size
+    beyond = (lo < hi) & (hi > size * jax.lax.psum(1, axes))  # NaN in the slices, too
+    lo = jnp.where(beyond, 0, jnp.maximum(lo - first, 0))
+    hi = jnp.where(beyond, size + 1, jnp.clip(hi - first, 0, size))
+    out, lse = bind(query, key, value, lo, hi, has_sinks=False, **params)
+    parts = zip(*(jax.lax.all_gather(x, axes) for x in (out.astype(lse.dtype), lse)), strict=True)
+    out, lse = merged(list(parts))
+    if has_sinks:
+        out, lse = add_sinks(out, lse, *sinks)
+    return out.astype(query.dtype), lse
 
 
 def _of_kernels(names: tuple[str, ...]) -> frozenset[int]:

@@ -26,7 +26,7 @@ import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jaxlib.mlir import ir
 
 from packax._src.core.jax_compat import entered_mesh, lower_with_devices, with_64_bits
@@ -48,7 +48,8 @@ class Dims(NamedTuple):
     """A letter for every dimension of every operand and result.
 
     b: batch. h: query heads. g: key/value heads, which follow the query's. These three are divided.
-    s, k: rows of query, of key and value. p: pages of a cache. These may not arrive divided.
+    s, k: rows of query, of key and value. p: pages of a cache. These may not arrive divided, but
+    for k where `by_keys` is.
     ".": anything else, which every device needs whole.
     """
 
@@ -59,6 +60,9 @@ class Dims(NamedTuple):
     summed: Mapping[int, int] = MappingProxyType({})
     """Results that are sums over the batch and heads that they do not have, and the operand whose
     gradient each is: its dtype is that of the sum."""
+    by_keys: Callable[..., Any] | None = None
+    """by_keys(bind, axes, *operands, **params): the results for all keys on devices that each have
+    a slice of them, over these mesh axes. None: every device needs all keys."""
 
 
 def partitioned(
@@ -172,21 +176,26 @@ def _custom_call(
         tuple(dims.operands[n] for n in read_operands),
         dims.results,
         summed={result: read_operands.index(n) for result, n in dims.summed.items()},
+        by_keys=dims.by_keys,
     )
 
-    def whole(*operands):
+    def whole(*operands, bind=primitive.bind):
         given = dict(zip(read_operands, operands, strict=True))
         every = (given.get(n, operands[0]) for n in range(len(avals)))  # the first stands in
-        return tuple(primitive.bind(*every, **params))
+        return tuple(bind(*every, **params))
 
     def partition(mesh, arg_shapes, result_shapes):
         axes = _axes(mesh, dims, arg_shapes, result_shapes)
-        _check_sequence(mesh, dims, arg_shapes)
+        _check_sequence(mesh, dims, arg_shapes, axes["k"])
         read = _heads_read(heads, kv_heads, _pieces(mesh, axes["h"]))
         if read is not None:  # fewer key/value heads than devices: each takes those that it reads
             axes["g"] = ()
 
         over = {result: _missing(dims.results[result], axes) for result in dims.summed}
+        local_call = whole
+        if axes["k"]:
+            bind = functools.partial(dims.by_keys, primitive.bind, axes["k"])
+            local_call = functools.partial(whole, bind=bind)
 
         def local(*operands):
             with jax.sharding.use_abstract_mesh(_NO_MESH):  # pieces are not typed by the mesh
@@ -201,11 +210,11 @@ def _custom_call(
 
         def of_pieces(*operands):
             if read is None:
-                return whole(*operands)
+                return local_call(*operands)
             own = read(jax.lax.axis_index(axes["h"]))
             operands = _each(dims.operands, operands, lambda x, dim: jnp.take(x, own, axis=dim))
             spread = functools.partial(_spread, own=own, heads=kv_heads, axes=axes["h"])
-            return _each(dims.results, whole(*operands), spread)
+            return _each(dims.results, local_call(*operands), spread)
 
         given = _shardings(mesh, axes, dims.operands)
         made = _shardings(mesh, axes, dims.results)
@@ -249,15 +258,17 @@ def _pieces(mesh: Any, axes: Axes) -> int:
 
 
 def _axes(mesh: Any, dims: Dims, arg_shapes: Any, result_shapes: Any) -> dict[str, Axes]:
-    """The mesh axes of batch and heads: those of the first array that is divided there, evenly."""
-    axes: dict[str, Axes] = dict.fromkeys("bhg", ())
+    """The mesh axes of batch and heads, and of keys that may be divided: those of the first array
+    that is divided there, evenly."""
+    axes: dict[str, Axes] = dict.fromkeys("bhgk", ())
+    divided = "bh" if dims.by_keys is None else "bhk"
     for letters, x in zip(
         (*dims.operands, *dims.results), (*arg_shapes, *result_shapes), strict=True
     ):
         for letter, cut, size in zip(letters, cuts(mesh, x), x.shape, strict=True):
             of = "h" if letter == "g" else letter
-            taken = {*axes["b"], *axes["h"]}
-            if of not in ("b", "h") or axes[of] or not taken.isdisjoint(cut.axes):
+            taken = {axis for letter in divided for axis in axes[letter]}
+            if of not in divided or axes[of] or not taken.isdisjoint(cut.axes):
                 continue
             if cut.whole and size % cut.pieces == 0:
                 axes[of] = cut.axes
@@ -272,8 +283,8 @@ def _shardings(mesh: Any, axes: dict[str, Axes], all_letters: Sequence[str]) -> 
     )
 
 
-def _check_sequence(mesh: Any, dims: Dims, arg_shapes: Sequence[Any]) -> None:
-    """Answers rows, keys or pages that arrive in pieces: every device needs them whole.
+def _check_sequence(mesh: Any, dims: Dims, arg_shapes: Sequence[Any], divided: Axes) -> None:
+    """Answers rows, keys or pages that arrive in pieces, but for keys over the axes `divided`.
 
     Rows and keys are an error unless a gather was asked for, pages of a cache a warning.
     """
@@ -281,7 +292,10 @@ def _check_sequence(mesh: Any, dims: Dims, arg_shapes: Sequence[Any]) -> None:
         for letter, cut in zip(letters, cuts(mesh, x), strict=True):
             if letter not in _SHARDED or cut.pieces == 1:
                 continue
-            text = _SHARDED[letter].format(axes=", ".join(map(repr, cut.axes)))
+            if letter == "k" and cut.axes == divided:
+                continue
+            text = _SHARDED["slices" if letter == "k" and dims.by_keys else letter]
+            text = text.format(axes=", ".join(map(repr, cut.axes)))
             if letter != "p" and os.environ.get(SEQUENCE_SWITCH) != "gather":
                 raise ValueError(
                     f"{text}, or set {SEQUENCE_SWITCH}=gather to have it gathered on every device"
@@ -289,18 +303,32 @@ def _check_sequence(mesh: Any, dims: Dims, arg_shapes: Sequence[Any]) -> None:
             warnings.warn(f"{text}. It is gathered on every device", stacklevel=2)
 
 
-def check_whole(tensors: Mapping[str, Any]) -> None:
-    """Raises ValueError where a type says what `_check_sequence` would find later."""
-    for name, x in tensors.items():
-        axes = typed_axes(x)[1]
-        if (
-            _pieces(jax.typeof(x).sharding.mesh, axes) > 1
-            and os.environ.get(SEQUENCE_SWITCH) != "gather"
-        ):
+def check_decode_types(query: Any, key: Any, value: Any, paged: bool) -> None:
+    """Raises ValueError where types say what `_check_sequence` would find later."""
+    tensors = {"query": query} | ({} if paged else {"key": key, "value": value})
+    meshes = {name: jax.typeof(x).sharding.mesh for name, x in tensors.items()}
+    several = {  # axes over which something is divided
+        name: [tuple(a for a in axes if meshes[name].shape[a] > 1) for axes in typed_axes(x)]
+        for name, x in tensors.items()
+    }
+    batch, _, heads, _ = several["query"]
+    for name, (_, sequence, *_) in several.items():
+        why = ""
+        if not sequence:
+            continue
+        if name == "query":
+            why = "a device attends all new rows of a sequence"
+        elif not {*batch, *heads}.isdisjoint(sequence):
+            why = f"query is {jax.typeof(query)}, whose batch or heads have that axis"
+        elif several["key"][1] not in ((), sequence):
+            why = f"key is {jax.typeof(key)}, whose sequence axis has another"
+        elif AxisType.Manual in meshes[name].axis_types:
+            why = "this is a shard_map over other axes: map over this one, too, and join the parts "
+            why += "by merge_attention"
+        if why and os.environ.get(SEQUENCE_SWITCH) != "gather":
             raise ValueError(
-                f"{name} is {jax.typeof(x)}: its sequence axis is sharded over "
-                f"{', '.join(map(repr, axes))}, but decoding reads whole sequences. Shard batch "
-                "and heads, or call it in a shard_map and join the parts by merge_attention"
+                f"{name} is {jax.typeof(tensors[name])}: its sequence axis is sharded over "
+                f"{', '.join(map(repr, sequence))}, but {why}. Reshard one (jax.sharding.reshard)"
             )
 
 
@@ -308,6 +336,8 @@ _CONTEXT = f"for context parallelism pass sharding=packax.AttentionSharding(...)
 _SHARDED = {
     "s": f"the sequence axis of query is sharded over {{axes}}: {_CONTEXT}",
     "k": f"the sequence axis of key and value is sharded over {{axes}}: {_CONTEXT}",
+    "slices": "the sequence axis of key or value is sharded over {axes}, unevenly, or over an axis "
+    "of the batch, of heads, or not that of the other: reshard one",
     "p": "the pages of key and value are sharded over {axes}, but block_table numbers all of them: "
     "shard heads, or call decode_attention in a shard_map in which every device has its own pages",
 }
