@@ -6,13 +6,15 @@ named arrays, are tested where marin-levanter is installed.
 
 import dataclasses
 import itertools
+import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxprs
 import numpy as np
 import pytest
-from packax.integrations import levanter
+from packax.integrations import fallback, levanter
 from tiers import some
 
 BATCH, LENGTH, HEADS, KV_HEADS, DIM = 2, 24, 4, 2, 8
@@ -102,21 +104,54 @@ def test_dense_masks(shape):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
+def built_once(q, k, v, kinds, wrap=lambda layer: layer):
+    """A scan over layers that chooses by layer between the row ranges of two masks."""
+    mask = Mask(True, PAIR)
+    whole, window = (levanter.build_mask(mask, LENGTH, sliding_window=n) for n in (None, 5))
+
+    def layer(x, is_global):
+        chosen = jax.tree.map(lambda a, b: jnp.where(is_global, a, b), whole, window)
+        return levanter.attention(x, k, v, chosen), None
+
+    return jax.lax.scan(wrap(layer), q, kinds)[0]
+
+
+def built_by_calls(q, k, v, kinds, wrap=lambda layer: layer):
+    """A scan over pairs of layers, whose attention is given Grug's masks."""
+
+    def layer(x, _):
+        for window in (5, None):
+            x = levanter.attention(x, k, v, Mask(True, PAIR, window))
+        return x, None
+
+    return jax.lax.scan(wrap(layer), q, kinds)[0]
+
+
+@pytest.mark.parametrize(
+    ("scan", "wrap", "step_builds", "loop_builds"),
+    [
+        (built_once, jax.checkpoint, 2, 0),
+        (built_by_calls, lambda layer: layer, 2, 0),  # JAX takes them out of the loop
+        (built_by_calls, jax.checkpoint, 4, 2),  # and each pair builds them for its gradients
+    ],
+)
+def test_masks_that_a_step_builds(scan, wrap, step_builds, loop_builds):
+    def loss(*args):
+        return scan(*args, jnp.asarray([False, True, False]), wrap).sum()
+
+    step = jax.make_jaxpr(jax.grad(loss))(*tensors())
+    names = [x.primitive.name for x in jaxprs.equations(step)]
+    loops = [x for x in jaxprs.equations(step) if x.primitive.name == "scan"]
+    in_loops = [x.primitive.name for loop in loops for x in jaxprs.equations(loop.params["jaxpr"])]
+    assert "packax_backward" in in_loops
+    assert names.count("packax_documents") == step_builds
+    assert in_loops.count("packax_documents") == loop_builds
+
+
 @pytest.mark.exhaustive
 def test_two_masks_of_a_step_in_a_scan_over_layers():
-    """The row ranges are chosen by layer; nothing of a mask is made in the loop."""
-    mask, (q, k, v) = Mask(True, PAIR), tensors()
-
-    def step(q, kinds):
-        whole, window = (levanter.build_mask(mask, LENGTH, sliding_window=n) for n in (None, 5))
-
-        def layer(x, is_global):
-            chosen = jax.tree.map(lambda a, b: jnp.where(is_global, a, b), whole, window)
-            return levanter.attention(x, k, v, chosen), None
-
-        return jax.lax.scan(layer, q, kinds)[0]
-
-    got = jax.jit(step)(q, jnp.asarray([False, True, False]))
+    q, k, v = tensors()
+    got = jax.jit(built_once)(q, k, v, jnp.asarray([False, True, False]))
     want = q
     for window in (5, None, 5):
         want = plain(want, k, v, Mask(True, PAIR, window).dense())
@@ -144,6 +179,9 @@ LAYERS = {
     "ids": lambda m, x: {"mask": m.causal().with_segment_ids(x["ids"])},
     "explicit": lambda m, x: {"mask": m.causal() & m.explicit(x["dense"])},
     "array": lambda m, x: {"mask": x["dense"]},
+    "prefix": lambda m, x: {"mask": x["prefix"]},
+    "precision": lambda m, x: {"mask": m.causal(), "precision": jax.lax.Precision.HIGHEST},
+    "dtype and blocks": lambda m, x: {"attention_dtype": jnp.float32, "flash_block_size": 4},
     "sinks": lambda m, x: {"mask": m.causal(), "attn_sink": x["sink"]},
     "soft cap": lambda m, x: {"logits_soft_cap": 1.5},
     "bias": lambda m, x: {"bias": x["bias"]},
@@ -161,6 +199,7 @@ def test_layers(name, rows_first):
     B, Q, K, H, G, D = hax.make_axes(**sizes)
     arrays = {"sink": named(3, H, G), "bias": named(4, G, Q, K), "dense": named(5, B, Q, K) > 0}
     arrays["ids"] = hax.named(jnp.asarray([[0] * 5 + [2] * 7, [4] * 12]), (B, Q))
+    arrays["prefix"] = hax.nn.attention.prefix_lm_mask(Q, K, 5)
     arrays["offset"] = hax.named(jnp.asarray([0, 2]), (B,))
     query = named(0, *((B, Q, H, G, D) if rows_first else (B, H, G, Q, D)))
     args = query, named(1, B, H, K, D), named(2, B, H, K, D)
@@ -181,3 +220,64 @@ def test_layers(name, rows_first):
     assert got[0][1].axes == want[0][1].axes
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5)
+
+
+def causal_layers(dim=8, length=64):
+    """Values are the unit vectors, so that the output is the weights themselves."""
+    hax = pytest.importorskip("haliax")
+    module = pytest.importorskip("levanter.layers.attention")
+    sizes = {"batch": 2, "position": length, "key_position": length, "heads": 2, "dim": dim}
+    B, Q, K, H, D = hax.make_axes(**sizes)
+    value = hax.named(jnp.eye(length), (K, "value")).broadcast_axis((B, H))
+    args = named(0, B, Q, H, D), named(1, B, K, H, D), value
+    options = {"mask": module.AttentionMask.causal()}
+    return lambda **more: (
+        levanter.dot_product_attention(
+            "position", "key_position", "dim", *args, **(options | more)
+        ).array
+    )
+
+
+@pytest.mark.exhaustive
+def test_dropout_of_layers():
+    attend, rate = causal_layers(), 0.25
+    weights = np.asarray(attend())
+    key = jax.random.key(3)
+    np.testing.assert_array_equal(attend(dropout=rate, inference=True, prng=key), weights)
+    np.testing.assert_array_equal(attend(dropout=0.0, inference=False, prng=key), weights)
+    got = np.asarray(attend(dropout=rate, inference=False, prng=key))
+    np.testing.assert_array_equal(attend(dropout=rate, inference=False, prng=key), got)
+    other = np.asarray(attend(dropout=rate, inference=False, prng=jax.random.key(4)))
+    assert ((other == 0) != (got == 0)).any()
+    kept, attended = got != 0, weights > 0
+    np.testing.assert_allclose(got[kept], weights[kept] / (1 - rate), rtol=1e-5)
+    share = kept.sum() / attended.sum()  # of 8,320 weights: a deviation is 0.005
+    assert abs(share - (1 - rate)) < 0.02
+
+
+@pytest.mark.exhaustive
+def test_precision_of_layers():
+    attend = causal_layers()
+    highest = str(jax.make_jaxpr(lambda: attend(precision=jax.lax.Precision.HIGHEST))())
+    assert "HIGHEST" in highest and "HIGHEST" not in str(jax.make_jaxpr(attend)())
+
+
+FALLS_BACK = {
+    "a bias below a soft cap": lambda x: {"bias": x, "logits_soft_cap": 1.5},
+    "a mask of dtype float32": lambda x: {"mask": x},
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("reason", FALLS_BACK)
+def test_layers_that_fall_back_say_so_once(reason, monkeypatch):
+    attend = causal_layers(length=8)
+    monkeypatch.setattr(fallback, "_said", set())
+    options = FALLS_BACK[reason](named(5, *pytest.importorskip("haliax").make_axes(
+        position=8, key_position=8
+    )))  # fmt: skip
+    with pytest.warns(fallback.FallbackWarning, match=f"Levanter's attention with {reason}: runs"):
+        attend(**options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attend(**options)

@@ -7,6 +7,7 @@ the outcome of every test is written (PEER_REPORT, JSON).
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import os
 import pkgutil
@@ -114,17 +115,24 @@ def _maxtext() -> None:
 
 
 def _levanter() -> None:
-    """Where a call names no implementation, also on the CPU; and for Grug's "xla_flash", which its
-    tests call by name."""
+    """Where a call names no implementation, also on the CPU; and for Grug's "xla_flash" and the
+    layers' flash attention of Levanter 1.2, which their tests call by name."""
     from packax.integrations import levanter
 
     levanter.install(default="everywhere")
-    grug = importlib.import_module("levanter.grug.attention")
 
     def flash(q: Any, k: Any, v: Any, mask: Any, *, block_size: Any = None) -> Any:
         return levanter.attention(q, k, v, mask)
 
-    grug.xla_flash_attention = flash
+    def named(*args: Any, key: Any = None, block_size: Any = None, **options: Any) -> Any:
+        return levanter.dot_product_attention(*args, prng=key, **options)
+
+    for name, attribute, function in (
+        ("levanter.grug.attention", "xla_flash_attention", flash),
+        ("levanter.models.flash_attention", "flash_attention", named),
+    ):
+        if importlib.util.find_spec(name.rpartition(".")[0]) and importlib.util.find_spec(name):
+            setattr(importlib.import_module(name), attribute, function)
 
 
 _REPLACE = {

@@ -35,13 +35,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from lib.output import default_out, say, write_json
 
 HERE = Path(__file__).resolve().parent
-SUITES: dict[str, tuple[str, ...]] = {  # arguments of pytest, in the checkout
+SUITES: dict[str, tuple[str, ...]] = {  # arguments of pytest; files that the checkout may lack
     "jax": ("tests/nn_test.py", "-k", "DotProductAttention"),
     "flax": ("tests/linen/linen_attention_test.py", "tests/nnx/nn/attention_test.py"),
     "kvax": ("tests",),
-    "levanter": (
+    "levanter": (  # of Marin; of Levanter 1.2, which was a repository by itself
         "lib/levanter/tests/grug/test_attention.py",
         "lib/levanter/tests/test_attention.py",
+        "tests/test_attention.py",
+        "tests/test_flash_attention.py",
+        "tests/test_latent_attention.py",
     ),
     "maxtext": (
         "tests/unit/attention_test.py",
@@ -52,6 +55,10 @@ SUITES: dict[str, tuple[str, ...]] = {  # arguments of pytest, in the checkout
 }
 NOT_AS_IT_IS = ("kvax",)
 DISTRIBUTIONS = {"levanter": "marin-levanter"}  # where they have another name
+
+
+def arguments_of(suite: str, checkout: Path) -> list[str]:
+    return [x for x in SUITES[suite] if not x.endswith(".py") or (checkout / x).exists()]
 
 
 def outcomes(suite: str, checkout: Path, arguments: list[str], plain: bool) -> dict[str, str]:
@@ -69,7 +76,14 @@ def outcomes(suite: str, checkout: Path, arguments: list[str], plain: bool) -> d
             environment["PEER_PLAIN"] = "1"
         options = ["-q", "-p", "in_place", "-p", "no:cacheprovider", "-c", os.devnull]
         options += [f"--rootdir={checkout}", "--import-mode=importlib"]
-        command = [sys.executable, "-m", "pytest", *options, *SUITES[suite], *arguments]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            *options,
+            *arguments_of(suite, checkout),
+            *arguments,
+        ]
         subprocess.run(command, cwd=checkout, env=environment)
         return json.loads(report.read_text())
 
@@ -109,7 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
     version = options.version or _version(options.suite)
     result: dict[str, object] = {"version": version, **summary(plain, ours)}
     result["jax"] = importlib.metadata.version("jax")
-    result["arguments"] = [*SUITES[options.suite], *others]
+    result["arguments"] = [*arguments_of(options.suite, checkout), *others]
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "peer_suites.json"
     known = json.loads(path.read_text()) if path.exists() else {}

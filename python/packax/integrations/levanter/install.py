@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import inspect
 import sys
 import types
@@ -20,7 +21,8 @@ def install(*, default: bool | Literal["everywhere"] = False) -> None:
     """Makes packax an attention of Levanter, before or after its models are imported.
 
     Grug's `attention` takes implementation="packax", and the layers' `AttentionBackend` has a
-    member PACKAX, so that a configuration may say `attn_backend: packax`.
+    member PACKAX, so that a configuration may say `attn_backend: packax`. Levanter 1.2 has layers
+    alone.
 
     Args:
         default: use packax on NVIDIA GPUs, too, where nothing is asked for (implementation=None,
@@ -38,15 +40,16 @@ def install(*, default: bool | Literal["everywhere"] = False) -> None:
     if default not in (False, True, "everywhere"):
         raise ValueError(f'default must be False, True or "everywhere", but is {default!r}')
     _default["where"] = default
-    core = importlib.import_module("levanter.grug.attention._core")
     module = importlib.import_module("levanter.layers.attention")
-    if hasattr(core.attention, "by_levanter"):
+    if hasattr(module.dot_product_attention, "by_levanter"):
         return
-    names: Any = core.GrugAttentionImplementation
-    extended = Literal[(*names.__args__, "packax")]  # type: ignore[valid-type]
+    if importlib.util.find_spec("levanter.grug") is not None:
+        core = importlib.import_module("levanter.grug.attention._core")
+        names: Any = core.GrugAttentionImplementation
+        extended = Literal[(*names.__args__, "packax")]  # type: ignore[valid-type]
+        _replace(names, extended)
+        _replace(core.attention, _grug(core.attention))
     _add_member(module.AttentionBackend, "PACKAX", "packax")
-    _replace(names, extended)
-    _replace(core.attention, _grug(core.attention))
     _replace(module.dot_product_attention, _layers(module.dot_product_attention, module))
 
 
@@ -86,8 +89,8 @@ def _is_default() -> bool:
 
 
 def _add_member(enum: Any, name: str, value: str) -> None:
-    """A member of an enumeration of strings that exists: Python has no public way."""
-    member = str.__new__(enum, value)
+    """A member of an enumeration that exists, of strings or not: Python has no public way."""
+    member = str.__new__(enum, value) if issubclass(enum, str) else object.__new__(enum)
     member._name_, member._value_ = name, value
     member.__objclass__ = enum
     member._sort_order_ = len(enum._member_names_)

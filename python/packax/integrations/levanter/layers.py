@@ -80,7 +80,8 @@ def dot_product_attention(
         fall_back(f"Levanter's attention with {reason}", 'its "vanilla" backend', FASTER)
         module = importlib.import_module("levanter.layers.attention")
         theirs = getattr(module.dot_product_attention, "by_levanter", module.dot_product_attention)
-        options = {"prng": prng, "attn_sink": attn_sink, "scaling_factor": scaling_factor}
+        options = {"prng": prng, "scaling_factor": scaling_factor}
+        options |= {} if attn_sink is None else {"attn_sink": attn_sink}
         options |= {"logits_soft_cap": logits_soft_cap, "inference": inference}
         options |= {"attn_backend": module.AttentionBackend.VANILLA, "dropout": dropout}
         options |= {"attention_dtype": attention_dtype, "precision": precision}
@@ -189,7 +190,7 @@ def _expression(mask: Any, axes: Axes) -> tuple[MaskExpression, bool]:
         parts.append(packax.causal(moved))
     if mask.sliding_window is not None:
         parts.append(packax.sliding_window(mask.sliding_window - 1))
-    radius = mask.bidirectional_window
+    radius = getattr(mask, "bidirectional_window", None)  # which Levanter 1.2 has not
     if radius is not None:
         parts.append(packax.sliding_window(radius, radius))
     if mask.segment_ids is not None:
