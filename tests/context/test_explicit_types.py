@@ -8,11 +8,13 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import jaxprs
 import numpy as np
 import packax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from packax.masks import ranges
 from plain_jit import collectives, mesh_of
 from tiers import some
 
@@ -89,13 +91,13 @@ def typed(on, shape, *spec, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(on, P(*spec)))
 
 
-def traced(query, key, ids=(), call=CALLS["expression"], sharding=None):
+def traced(query, key, ids=(), call=CALLS["expression"], trace=jax.eval_shape):
     """Types alone: nothing is compiled."""
     on = mesh()
     shapes = (BATCH, LENGTH, HEADS, DIM), (BATCH, LENGTH, KV_HEADS, DIM)
     args = typed(on, shapes[0], *query), *[typed(on, shapes[1], *key)] * 2
     with jax.set_mesh(on):
-        return jax.eval_shape(call, *args, typed(on, (BATCH, LENGTH), *ids, dtype=jnp.int32))
+        return trace(call, *args, typed(on, (BATCH, LENGTH), *ids, dtype=jnp.int32))
 
 
 @pytest.mark.parametrize(
@@ -114,6 +116,42 @@ def test_types_that_disagree(query, key, message):
 def test_a_mask_of_whole_sequences_is_refused():
     with pytest.raises(ValueError, match=r"query is .*context.*: its sequence axis .*mask was"):
         traced(QUERY, QUERY, ("data",), CALLS["built mask"])
+
+
+def test_a_mask_of_ids_over_another_axis_is_refused():
+    message = r"query is .*sequence axis .* over 'context', but mask.sharding.query says 'tensor'"
+    with pytest.raises(ValueError, match=message):
+        traced(QUERY[:2], QUERY[:2], ("data", "tensor"), CALLS["built mask"])
+
+
+def test_ids_that_disagree_are_refused():
+    on = mesh()
+    shape = (BATCH, LENGTH)
+    ids, starts = (typed(on, shape, "data", x, dtype=jnp.int32) for x in ("context", "tensor"))
+
+    def build(ids, starts):
+        return packax.create_attention_mask(packax.documents(ids) & ranges(starts, starts))
+
+    message = r"lo is int32.*tensor.* over 'tensor', but segment_ids is .*: over 'context'"
+    with jax.set_mesh(on), pytest.raises(ValueError, match=message):
+        jax.eval_shape(build, ids, starts)
+
+
+def test_what_whole_ids_cost():
+    """Ids resharded by 4 bytes a token build one mask; an expression builds one at each call."""
+
+    def resharded(query, key, value, ids):
+        ids = jax.sharding.reshard(ids, P("data", "context"))
+        mask = packax.create_attention_mask(expression(ids))
+        return [packax.flash_attention(query, key, value, mask) for _ in range(2)]
+
+    def passed(query, key, value, ids):
+        return [packax.flash_attention(query, key, value, expression(ids)) for _ in range(2)]
+
+    assert traced(QUERY, QUERY, ("data",), resharded)[0].sharding.spec == P(*QUERY, None)
+    count = functools.partial(jaxprs.count, "packax_documents")
+    for call, builds in ((resharded, 1), (passed, 2)):
+        assert traced(QUERY, QUERY, ("data",), call, count) == builds
 
 
 def test_sharding_must_agree_with_types():

@@ -18,6 +18,7 @@ from packax._src.core.sharding import (
     AttentionSharding,
     checked_head_groups,
     layout_of,
+    show_axes,
     with_types,
 )
 from packax._src.core.spec import AttentionSpec
@@ -314,14 +315,16 @@ def _sharding(
     asked = with_types(given, query, key, value)
     if not isinstance(mask, AttentionMask):
         return asked
-    found = asked if mask.sharding is None else with_types(mask.sharding, query, key, value)
+    found = asked
+    if mask.sharding is not None:
+        found = with_types(mask.sharding, query, key, value, "mask.sharding")
     if found is None:
         return None
     context = layout_of(found).context
     if given is None:
         if context and mask.sharding is None:
             raise ValueError(
-                f"query is {jax.typeof(query)}: its sequence axis is sharded over {context}, but "
+                f"query is {jax.typeof(query)}: its sequence axis is sharded over {show_axes(context)}, but "
                 "mask was built of whole sequences. Build it from ids that are sharded as query "
                 "is (jax.sharding.reshard), or with sharding=, or pass the expression as mask"
             )

@@ -21,6 +21,7 @@ from packax._src.core.sharding import (
     Layout,
     check_divides,
     layout_of,
+    show_axes,
     spec,
     typed_axes,
     typed_mesh,
@@ -176,12 +177,23 @@ def create_attention_mask(
 
 def _sharding_of_ids(expression: MaskExpression) -> AttentionSharding | None:
     """Of a sequence that the type of an array shards: what query and output are to have, too."""
-    arrays = [x for _, x, side in expression.arrays() if side == "q" and isinstance(x, jax.Array)]
-    for x in arrays:
+    found: Any = None
+    for name, x, side in expression.arrays():
+        if side != "q" or not isinstance(x, jax.Array) or not typed_axes(x)[-1]:
+            continue
         *batch, context = typed_axes(x)
-        if context:
-            return AttentionSharding(spec(*(batch or [()]), context), spec(*batch), typed_mesh(x))
-    return None
+        if found is None:
+            sharding = AttentionSharding(
+                spec(*(batch or [()]), context), spec(*batch), typed_mesh(x)
+            )
+            found = sharding, context, name, x
+        elif context != found[1]:
+            raise ValueError(
+                f"{name} is {jax.typeof(x)}: its sequence axis is sharded over {show_axes(context)}, "
+                f"but {found[2]} is {jax.typeof(found[3])}: over {show_axes(found[1])}: reshard one "
+                "as the other (jax.sharding.reshard)"
+            )
+    return None if found is None else found[0]
 
 
 def _check_plan(
