@@ -193,7 +193,7 @@ def _custom_call(
 
         over = {result: _missing(dims.results[result], axes) for result in dims.summed}
         local_call = whole
-        if axes["k"]:
+        if dims.by_keys is not None and axes["k"]:
             bind = functools.partial(dims.by_keys, primitive.bind, axes["k"])
             local_call = functools.partial(whole, bind=bind)
 
