@@ -18,7 +18,7 @@ from packax._src.core.sharding import (
     AttentionSharding,
     checked_head_groups,
     layout_of,
-    show_axes,
+    shown,
     with_types,
 )
 from packax._src.core.spec import AttentionSpec
@@ -324,9 +324,10 @@ def _sharding(
     if given is None:
         if context and mask.sharding is None:
             raise ValueError(
-                f"query is {jax.typeof(query)}: its sequence axis is sharded over {show_axes(context)}, but "
-                "mask was built of whole sequences. Build it from ids that are sharded as query "
-                "is (jax.sharding.reshard), or with sharding=, or pass the expression as mask"
+                f"query is {jax.typeof(query)}: its sequence axis is sharded over "
+                f"{shown(context)}, but mask was built of whole sequences. Build it from ids that "
+                "are sharded as query is (jax.sharding.reshard), or with sharding=, or pass the "
+                "expression as mask"
             )
     elif (context and mask.sharding is None) or layout_of(asked) != layout_of(found):
         raise ValueError(

@@ -224,7 +224,7 @@ def with_types(
                 if said != [axis for axis in specs[of][dim] if axis in several]:
                     raise ValueError(
                         f"{name} is {jax.typeof(tensors[name])}: its {_DIMS[dim]} axis is sharded "
-                        f"over {show_axes(axes)}, but {source[of, dim]} says {show_axes(specs[of][dim])}: "
+                        f"over {shown(axes)}, but {source[of, dim]} says {shown(specs[of][dim])}: "
                         "reshard one as the other (jax.sharding.reshard)"
                     )
     specs["key_value"][0] = specs["query"][0]
@@ -247,17 +247,17 @@ def layout_of(sharding: Any) -> Layout:
     key_value = _axes("key_value", sharding.key_value)
     if key_value[0] != query[0]:
         raise ValueError(
-            f"sharding.key_value must have the batch axes of sharding.query, {show_axes(query[0])}, "
-            f"but has {show_axes(key_value[0])}"
+            f"sharding.key_value must have the batch axes of sharding.query, {shown(query[0])}, "
+            f"but has {shown(key_value[0])}"
         )
     for dim in (1, 2):
         if key_value[dim] not in ((), query[dim]):
             accepted = (
-                f"{show_axes(query[dim])} as in sharding.query, or None" if query[dim] else "None"
+                f"{shown(query[dim])} as in sharding.query, or None" if query[dim] else "None"
             )
             raise ValueError(
                 f"the {_DIMS[dim]} axes of sharding.key_value must be {accepted}, but are "
-                f"{show_axes(key_value[dim])}"
+                f"{shown(key_value[dim])}"
             )
 
     mesh, known = _mesh(sharding)
@@ -279,7 +279,7 @@ def layout_of(sharding: Any) -> Layout:
         if manual.isdisjoint(several) or manual.issuperset(several):
             continue
         raise NotImplementedError(
-            f"the {_DIMS[dim]} axes {show_axes(axes)} of sharding.query are partly those of a "
+            f"the {_DIMS[dim]} axes {shown(axes)} of sharding.query are partly those of a "
             f"shard_map of yours ({', '.join(sorted(manual))}) and partly not: map over all of "
             "them or none"
         )
@@ -296,7 +296,7 @@ def layout_of(sharding: Any) -> Layout:
     )
 
 
-def show_axes(axes: Axes) -> str:
+def shown(axes: Axes) -> str:
     return repr(None if not axes else axes[0] if len(axes) == 1 else axes)
 
 
@@ -322,7 +322,7 @@ def _axes(name: str, given: Any) -> tuple[Axes, Axes, Axes]:
         dims.append(axes)
     if dims[3]:
         raise ValueError(
-            f"sharding.{name} must not shard the head dim, but says {show_axes(dims[3])}: shard heads"
+            f"sharding.{name} must not shard the head dim, but says {shown(dims[3])}: shard heads"
         )
     used = [axis for axes in dims for axis in axes]
     twice = [axis for axis in used if used.count(axis) > 1]
@@ -356,7 +356,7 @@ def check_divides(layout: Layout, name: str, what: str, size: int, axes: Axes) -
     if size % pieces:
         raise ValueError(
             f"the {what} of {name}, {size}, must be a multiple of the size of its mesh axes "
-            f"{show_axes(axes)}, {pieces}"
+            f"{shown(axes)}, {pieces}"
         )
 
 
@@ -382,7 +382,7 @@ def check_tensors(layout: Layout, query: Any, key: Any, groups: HeadGroups) -> N
     if key.shape[2] % layout.inside(layout.kv_heads):
         raise ValueError(
             f"the number of heads of key and value, {key.shape[2]}, must be a multiple of the size "
-            f"of its mesh axes {show_axes(layout.kv_heads)}, {layout.inside(layout.kv_heads)}: or say "
+            f"of its mesh axes {shown(layout.kv_heads)}, {layout.inside(layout.kv_heads)}: or say "
             "None in sharding.key_value, and every rank takes the heads that its query heads need"
         )
     if groups is not None and layout.kv_context:

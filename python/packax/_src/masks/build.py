@@ -21,7 +21,7 @@ from packax._src.core.sharding import (
     Layout,
     check_divides,
     layout_of,
-    show_axes,
+    shown,
     spec,
     typed_axes,
     typed_mesh,
@@ -189,8 +189,8 @@ def _sharding_of_ids(expression: MaskExpression) -> AttentionSharding | None:
             found = sharding, context, name, x
         elif context != found[1]:
             raise ValueError(
-                f"{name} is {jax.typeof(x)}: its sequence axis is sharded over {show_axes(context)}, "
-                f"but {found[2]} is {jax.typeof(found[3])}: over {show_axes(found[1])}: reshard one "
+                f"{name} is {jax.typeof(x)}: its sequence axis is sharded over {shown(context)}, "
+                f"but {found[2]} is {jax.typeof(found[3])}: over {shown(found[1])}: reshard one "
                 "as the other (jax.sharding.reshard)"
             )
     return None if found is None else found[0]
