@@ -16,7 +16,7 @@ from paths import DOCS
 pytest_plugins = ("cpp.fixtures",)
 
 DRIVERS = (*range(12000, 12100, 10), 13000, 13010, 13020)
-ROW = re.compile(r"^\| (\d+)\.(\d) \| [^|]+ \| `(\w+)` \| `(\w+)` \| (\d+)\.(\d) \|$", re.M)
+ROW = re.compile(r"^\| (\d+)\.(\d) \|.+\| `(\w+)` \| `(\w+)` \| (\d+)\.(\d) \|$", re.M)
 ROWS = {
     10 * int(major) + int(minor): (arch, float32, 1000 * int(cuda) + 10 * int(of))
     for major, minor, arch, float32, cuda, of in ROW.findall((DOCS / "guide/gpus.md").read_text())
