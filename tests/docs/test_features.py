@@ -1,5 +1,4 @@
-"""The features and the calls that the guide lists: every test that it names is there, and each has
-one."""
+"""Every feature and call that docs/guide lists has tests: shown_by.md names them."""
 
 import ast
 import functools
@@ -7,72 +6,60 @@ import re
 
 from paths import DOCS, TESTS
 
-FEATURES, CALLS = ((DOCS / "guide" / name).read_text() for name in ("features.md", "calls.md"))
-REFERENCE = re.compile(
-    r"`(?:tests/\w+/)?(?:(?P<file>test_\w+\.py)::)?(?P<test>test_\w+)?(?P<id>\[[^`]+\])?`"
-)
+PAGES = [(DOCS / "guide" / name).read_text() for name in ("features.md", "calls.md")]
+REFERENCE = re.compile(r"(?:(?P<file>test_\w+\.py)::)?(?P<test>test_\w+)(?:\[(?P<case>[^]]+)\])?")
+
+
+def sections(text):
+    for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
+        name, _, rest = section.partition("\n")
+        yield name, rest
+
+
+SHOWN_BY = {
+    name: dict(re.findall(r"^- (.+)\n((?:  .+\n)+)", text, re.MULTILINE))
+    for name, text in sections((TESTS / "docs" / "shown_by.md").read_text())
+}
+
+
+def tables():
+    """The heading of each section with a table -> its rows as lists of cells, the head first."""
+    for name, text in (section for page in PAGES for section in sections(page)):
+        for lines in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+            head, _, *rows = ([x.strip() for x in re.split(r" \| ", line.strip("| \n"))]
+                              for line in lines.splitlines())  # fmt: skip
+            yield name, head, rows
 
 
 @functools.cache
-def sources_of(file):
-    """The functions of a test file, each with its source and its decorators'."""
-    (path,) = list(TESTS.rglob(file)) or (None,)
-    if path is None:
-        return {}
-    text = path.read_text()
-    functions = [x for x in ast.walk(ast.parse(text)) if isinstance(x, ast.FunctionDef)]
-    return {x.name: text for x in functions if x.name.startswith("test_")}
+def functions_of(file):
+    """Name -> text of the file, of the tests in a file."""
+    (path,) = TESTS.rglob(file)
+    functions = [x for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, ast.FunctionDef)]
+    return {x.name: path.read_text() for x in functions}
 
 
-def tables(text):
-    """(what stands above it, header, rows) of each table; a row without a first cell goes on with
-    the last."""
-    for above, lines in re.findall(r"((?:^(?!\|).*\n)*)((?:^\|.*\n)+)", text, re.MULTILINE):
-        header, _, *rows = lines.splitlines()
-        joined = []
-        for row in rows:
-            if row.startswith("| |"):
-                joined[-1] += row
-            else:
-                joined.append(row)
-        yield above, header, joined
+def test_the_tests_are_there():
+    found = 0
+    for entry, text in (entry for entries in SHOWN_BY.values() for entry in entries.items()):
+        file = None
+        for test in REFERENCE.finditer(text):
+            file, found = test["file"] or file, found + 1
+            assert test["test"] in functions_of(file), f"{entry}: {file} has no {test['test']}"
+            if test["case"]:
+                assert f'"{test["case"]}"' in functions_of(file)[test["test"]], f"{entry}: {test[0]}"
+        assert file, f"{entry} has no test"
+        assert not REFERENCE.sub("", text).strip(", \n"), f"{entry}: not read as tests"
+    assert found > 100
 
 
-def references(text):
-    """(row, file, test, id): a name without a file is of the file before it in its row, or the
-    section's."""
-    for above, _, rows in tables(text):
-        stated = re.findall(r"in\s`(?:tests/\w+/)?(test_\w+\.py)`", above)
-        for row in rows:
-            file, test = (stated or [None])[-1], None
-            for found in REFERENCE.finditer(row):
-                if found["test"] or (found["id"] and test):
-                    file, test = found["file"] or file, found["test"] or test
-                    yield row, file, test, found["id"]
+def test_every_call_has_tests():
+    calls = {
+        name: [row[0] for row in rows] for name, head, rows in tables() if "packax" in head[1:2]
+    }
+    assert calls == {name: [*x] for name, x in SHOWN_BY.items() if name != "Features"}
 
 
-def test_the_tests_that_they_name_are_there():
-    found = [x for text in (FEATURES, CALLS) for x in references(text)]
-    assert len(found) > 100
-    for row, file, test, name in found:
-        assert file, f"{test}: no file is named in its row or above its table: {row}"
-        assert test in sources_of(file), f"{file} has no {test}: {row}"
-        if name:  # an id of a parametrised test
-            assert f'"{name[1:-1]}"' in sources_of(file)[test], f"{file} has no {test}{name}: {row}"
-    rows = [x for x in (FEATURES + CALLS).splitlines() if x.startswith("|")]
-    assert not [row for row in rows if "test_" in REFERENCE.sub("", row)], "not read as a test"
-
-
-def test_every_call_has_a_test():
-    rows = [row for _, head, rows in tables(CALLS) if "theirs" in head for row in rows]
-    assert len(rows) > 30
-    assert not [row for row in rows if "test_" not in row]
-
-
-def test_every_feature_has_a_test_or_is_not_there():
-    compared = next(rows for _, head, rows in tables(FEATURES) if head.startswith("| | packax |"))
-    shown = next(rows for _, head, rows in tables(FEATURES) if "shown by" in head)
-    assert len(compared) > 30
-    there = [row.split(" | ")[0] for row in compared if "| **no** |" not in row]
-    assert [row.split(" | ")[0] for row in shown] == there
-    assert not [row for row in shown if "test_" not in row]
+def test_every_feature_has_tests_or_is_not_there():
+    (rows,) = [rows for _, head, rows in tables() if "Flex" in head]
+    assert [row[0] for row in rows if row[1] != "**no**"] == [*SHOWN_BY["Features"]]
