@@ -47,7 +47,9 @@ def test_the_tests_are_there():
             file, found = test["file"] or file, found + 1
             assert test["test"] in functions_of(file), f"{entry}: {file} has no {test['test']}"
             if test["case"]:
-                assert f'"{test["case"]}"' in functions_of(file)[test["test"]], f"{entry}: {test[0]}"
+                assert f'"{test["case"]}"' in functions_of(file)[test["test"]], (
+                    f"{entry}: {test[0]}"
+                )
         assert file, f"{entry} has no test"
         assert not REFERENCE.sub("", text).strip(", \n"), f"{entry}: not read as tests"
     assert found > 100
