@@ -11,6 +11,7 @@ import numpy as np
 import packax
 import pytest
 from packax.__main__ import main
+from paths import DOCS
 
 pytest.importorskip("optax")
 pytest.importorskip("tqdm")
@@ -170,3 +171,13 @@ def test_settings_of_a_cpu(tmp_path):
     assert jax.default_backend() == "gpu" or chosen.model.dtype == jnp.float32
     assert (chosen.seq_len, chosen.seed, chosen.out) == (512, 3, tmp_path)
     assert chosen.steps > 1
+
+
+@pytest.mark.parametrize("backend,kind", [("cpu", "CPU"), ("gpu", "GPU")])
+def test_the_page_has_the_limits_of_training(tmp_path, monkeypatch, backend, kind):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    chosen = settings.defaults(
+        steps=None, seq_len=None, batch=None, seconds=None, out=tmp_path, seed=0
+    )
+    page = " ".join((DOCS / "reference" / "command_line.md").read_text().split())
+    assert f"after {chosen.steps} steps or {chosen.seconds:.0f} seconds on a {kind}" in page
