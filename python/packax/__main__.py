@@ -16,7 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m packax", description="exact attention over packed documents"
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("info", help="what this machine would run, and why not the cubins when not")
+    commands.add_parser("info", help="what this machine would run, and if not the cubins, why not")
     commands.add_parser(
         "check",
         help="compare attention on this machine with float32, and time it: a minute on a GPU",
@@ -27,12 +27,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         description="Trains a small byte-level transformer on the sources of Python's standard "
         "library, packed into long rows, checks packax against a dense reference and draws the "
-        "document mask and the loss. What is not given is chosen for this machine.",
+        "document mask and the loss. The defaults depend on this machine.",
     )
-    demo.add_argument("--steps", type=int, help="training steps at most")
-    demo.add_argument("--seq-len", type=int, help="tokens in a row")
-    demo.add_argument("--batch", type=int, help="rows in a step")
-    demo.add_argument("--seconds", type=float, help="training time at most")
+    demo.add_argument("--steps", type=int, help="maximum number of training steps")
+    demo.add_argument("--seq-len", type=int, help="tokens per row")
+    demo.add_argument("--batch", type=int, help="rows per step")
+    demo.add_argument("--seconds", type=float, help="maximum training time")
     demo.add_argument(
         "--out", type=Path, default=Path("demo_output"), help="folder for the pictures"
     )
@@ -57,7 +57,7 @@ def run_demo(arguments: argparse.Namespace) -> int:
     if missing:
         print(
             f"the demo needs {', '.join(missing)}: pip install 'packax[demo]' "
-            "(in its sources: pip install './[demo]')",
+            "(from its sources: pip install './[demo]')",
             file=sys.stderr,
         )
         return 2
@@ -82,7 +82,7 @@ def run_demo(arguments: argparse.Namespace) -> int:
 def _installed(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ValueError:  # sys.modules holds a None
+    except ValueError:  # sys.modules has None for it
         return False
 
 

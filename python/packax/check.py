@@ -1,6 +1,6 @@
-"""`python -m packax check`: is packax right on this machine, and how fast?
+"""`python -m packax check`: is packax correct on this machine, and how fast is it?
 
-Prints one block of text to paste into an issue.
+It prints one block of text to paste into an issue.
 
 Every case is compared with a dense float32 reference; the bound is twice the error of plain
 attention in the same dtype. Speed is the median of single calls, next to cuDNN where jax has it.
@@ -21,12 +21,12 @@ import numpy as np
 import packax
 from packax import info
 
-LENGTH = 500  # fits no tile
+LENGTH = 500  # not a multiple of any tile size
 BFLOAT16, FLOAT16 = jnp.bfloat16, jnp.float16
 
 
 def documents(length: int, count: int) -> np.ndarray:
-    """Ids of a packed row, with padding behind."""
+    """Ids of a packed row, with padding at the end."""
     edges = np.sort(np.random.default_rng(0).choice(np.arange(1, length - 8), count - 1, False))
     ids = np.searchsorted(edges, np.arange(length), side="right").astype(np.int32)
     ids[-7:] = packax.PADDING_SEGMENT_ID
@@ -47,7 +47,7 @@ CASES: tuple[tuple[str, Any, int, int, int, Any, dict[str, Any]], ...] = (
         )
         for dim in (64, 96, 128, 256)
     ),
-    ("ids that come back", BFLOAT16, 64, 4, 4, packax.documents(np.arange(LENGTH) // 50 % 3), {}),
+    ("ids that reappear", BFLOAT16, 64, 4, 4, packax.documents(np.arange(LENGTH) // 50 % 3), {}),
     ("soft cap", BFLOAT16, 128, 4, 2, packax.causal(), {"soft_cap": 2.0}),
     ("deterministic", BFLOAT16, 128, 4, 2, packax.causal(), {"deterministic": True}),
 )
@@ -94,7 +94,7 @@ def error(got: jax.Array, want: jax.Array) -> float:
 
 
 def correctness() -> Iterator[tuple[bool, str]]:
-    """Whether each case is right, and a line about it."""
+    """Whether each case is correct, and a line about it."""
     for name, dtype, dim, heads, kv_heads, expression, options in CASES:
         operands = tensors(LENGTH, heads, kv_heads, dim, dtype)
         attends = jnp.asarray(expression.as_array(LENGTH, LENGTH))
@@ -119,7 +119,7 @@ def correctness() -> Iterator[tuple[bool, str]]:
             same = all(bool((a == b).all()) for a, b in zip(got, again, strict=True))
             right, text = (
                 right and same,
-                text + (", the same bits twice" if same else ", OTHER BITS"),
+                text + (", bit-identical" if same else ", NOT BIT-IDENTICAL"),
             )
         yield right, f"  {'ok   ' if right else 'WRONG'} {name}: {text}"
 
@@ -139,7 +139,7 @@ def cudnn(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
 
 
 def train(attention: Callable[..., jax.Array], *operands: jax.Array) -> Any:
-    """The gradients, which need the output."""
+    """The gradients, so that the output is computed too."""
     return jax.vjp(attention, *operands[:3])[1](operands[3])
 
 
@@ -165,7 +165,7 @@ def speed(on_gpu: bool) -> Iterator[str]:
                     median_ms(functools.partial(backward, *operands), once),
                 ]
                 text = f"forward {times[0]:.3f} ms, forward and backward {times[1]:.3f} ms"
-            except Exception as failure:  # cuDNN has not every GPU and head dim
+            except Exception as failure:  # cuDNN does not support every GPU and head dim
                 text = f"{type(failure).__name__}: {str(failure).strip().splitlines()[0][:80]}"
             yield f"  {name} {length}, head dim {dim}, {who}: {text}"
 
@@ -179,10 +179,10 @@ def run() -> int:
     for right, line in correctness():
         wrong += not right
         print(line, flush=True)
-    print("speed (bfloat16, 16 query heads, 4 key/value heads; each call waits for the last):")
+    print("speed (bfloat16, 16 query heads, 4 key/value heads; calls do not overlap):")
     for line in speed(on_gpu):
         print(line, flush=True)
     print(
-        f"\n{f'{wrong} cases are WRONG: please open an issue' if wrong else 'all cases are right'}"
+        f"\n{f'{wrong} cases FAILED: please open an issue' if wrong else 'all cases are correct'}"
     )
     return 1 if wrong else 0

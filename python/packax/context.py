@@ -1,6 +1,6 @@
-"""Context parallelism: how a sequence is split over GPUs, and plans that balance it.
+"""Context parallelism: how a sequence is split over GPUs, and plans that balance the work.
 
-The names that most programs use are in `packax`, too.
+The names that most programs use are also in `packax`.
 """
 
 from packax._src.context.load_balance import ContextPlan

@@ -1,7 +1,7 @@
-"""`python -m packax info`: what this machine would run, and when it is not the cubins, why not.
+"""`python -m packax info`: what this machine would run, and if it is not the cubins, why not.
 
-`gather` asks jax and the extension module, `render` turns the answer into text. Neither starts a
-kernel.
+`gather` queries jax and the extension module, `render` turns the answer into text. Neither launches
+a kernel.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from typing import Any
 
 import packax
 
-OLDEST_DRIVER = 12000  # the newest CUDA that the driver supports; the cubins are CUDA 12's
+OLDEST_DRIVER = 12000  # the driver must support this CUDA version: the cubins are for CUDA 12
 CUDA_13_DRIVER = 13000
 PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 ATTENTION_KERNELS = ("forward", "backward_delta", "backward_dkdv", "backward_dq")
-FASTER_FORWARD = "forward_sm90"  # runs in place of forward where there is one
+FASTER_FORWARD = "forward_sm90"  # used instead of forward where available
 DTYPES = {"bfloat16": "bf16", "float16": "f16"}
-FLOAT32 = {"float32": "f32", "float32 in TF32": "tf32"}  # kernels for any head dim up to theirs
+FLOAT32 = {"float32": "f32", "float32 in TF32": "tf32"}  # each kernel serves smaller head dims too
 GENERAL_KERNELS = ("forward_fallback", "backward_dkdv_fallback", "backward_dq_fallback")
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
     versions: dict[str, str | None]  # distribution -> version, None = not installed
-    driver: dict[str, Any]  # as packax._ext.driver()
-    variants: tuple[dict[str, Any], ...]  # as packax._ext.variants()
-    find: Callable[..., str | None]  # as packax._ext.find(kernel, cc, dtype, qk_dim, v_dim, driver)
+    driver: dict[str, Any]  # packax._ext.driver()
+    variants: tuple[dict[str, Any], ...]  # packax._ext.variants()
+    find: Callable[..., str | None]  # packax._ext.find: (kernel, cc, dtype, qk_dim, v_dim, driver)
     platforms: tuple[str, ...]  # of jax's devices
-    jax_error: str | None = None  # why jax has none
+    jax_error: str | None = None  # why jax has no devices
     extension_error: str | None = None  # why packax._ext did not load
-    part: str = ""  # as packax._ext.part()
+    part: str = ""  # packax._ext.part()
 
     @property
     def devices(self) -> list[dict[str, Any]]:
@@ -51,7 +51,7 @@ class Report:
 
     @property
     def wide_dims(self) -> list[tuple[int, int]]:
-        """Head dims that only the fallback kernels have, in 16 bits; each serves those up to it."""
+        """Head dims that only the fallback kernels have, in 16 bits; each also serves smaller."""
         short = DTYPES.values()
         fallback = (v for v in self.variants if v["kernel"] in GENERAL_KERNELS)
         of = {(v["qk_dim"], v["v_dim"]) for v in fallback if v["dtype"] in short}
@@ -59,7 +59,7 @@ class Report:
 
     @property
     def float32_dims(self) -> list[tuple[int, int]]:
-        """Head dims of kernels for float32; each serves those up to it."""
+        """Head dims of kernels for float32; each also serves smaller head dims."""
         of = (v for v in self.variants if v["dtype"] in FLOAT32.values())
         return sorted({(v["qk_dim"], v["v_dim"]) for v in of})
 
@@ -69,7 +69,7 @@ class Report:
 
 
 def gather() -> Report:
-    """What this machine is, by jax and the extension module."""
+    """What jax and the extension module say about this machine."""
     platforms, jax_error = _jax_platforms()
     try:
         extension = importlib.import_module("packax._ext")
@@ -89,7 +89,7 @@ def gather() -> Report:
 
 
 def variant(report: Report, cc: int, dtype: str, qk_dim: int, v_dim: int) -> tuple[str | None, str]:
-    """(forward's variant, "") if the GPU has every kernel of a call, else (None, why)."""
+    """(the forward's variant, "") if the GPU has every kernel of a call, else (None, why not)."""
     names = {
         kernel: report.find(kernel, cc, DTYPES[dtype], qk_dim, v_dim, report.driver_version)
         for kernel in (*ATTENTION_KERNELS, FASTER_FORWARD)
@@ -151,24 +151,24 @@ def _wheel_lines(report: Report) -> list[str]:
         dims = [_dims(*pair) for pair in report.float32_dims]
         lines.append(f"{', '.join(names)}; head dims up to {', '.join(dims)}")
     if report.part:
-        lines.append(f"a part of packax's kernels ({report.part});")
-        lines.append("PACKAX_ARCHS=all pip install ./ builds all")
+        lines.append(f"only some of packax's kernels ({report.part});")
+        lines.append("PACKAX_ARCHS=all pip install ./ builds all of them")
     return lines
 
 
 def _driver_lines(report: Report) -> list[str]:
     if report.extension_error is not None:
-        return ["not asked: the extension module asks it"]
+        return ["unknown: the extension module queries it"]
     if "error" in report.driver:
         return [f"not usable: {report.driver['error']}"]
     lines = [f"supports CUDA {cuda(report.driver_version)}"]
     if report.driver_version < OLDEST_DRIVER:
-        lines.append(f"too old: the cubins need one that supports CUDA {cuda(OLDEST_DRIVER)}")
+        lines.append(f"too old: the cubins need a driver for CUDA {cuda(OLDEST_DRIVER)} or newer")
     for device in report.devices:
         name = f"GPU {device['ordinal']}: {device['name']}"
         lines.append(f"{name}, compute capability {capability(device['cc'])}")
     if not report.devices:
-        lines.append("sees no GPU: CUDA_VISIBLE_DEVICES hides them, or there is none")
+        lines.append("sees no GPU: there is none, or CUDA_VISIBLE_DEVICES hides it")
     return lines
 
 
@@ -189,7 +189,7 @@ def _jax_lines(report: Report) -> list[str]:
             f"and this one supports {cuda(report.driver_version)}: pip install 'packax[cuda12]'"
         )
     elif "gpu" not in report.platforms and report.jax_error is None:
-        lines.append("uses no GPU, though its CUDA plugin is there: is JAX_PLATFORMS set?")
+        lines.append("uses no GPU, though its CUDA plugin is installed: is JAX_PLATFORMS set?")
     return lines
 
 
@@ -198,10 +198,10 @@ def _runs_lines(report: Report) -> list[str]:
     if report.extension_error is not None:
         return [
             f"blockwise XLA attention on {', '.join(report.platforms) or 'nothing'}: "
-            "there are no kernels here (wheel, above)"
+            "this installation has no kernels (wheel, above)"
         ]
     if "error" in report.driver or not report.devices:
-        return [f"{fallback}: there is no usable GPU (driver, above)"]
+        return [f"{fallback}: no usable GPU (driver, above)"]
     if report.driver_version < OLDEST_DRIVER:
         return [f"{fallback}: the driver is too old (driver, above)"]
     if "gpu" not in report.platforms:
@@ -219,12 +219,12 @@ def _runs_lines(report: Report) -> list[str]:
             lines.append(
                 f"{gpu}: no cubin for compute capability {capability(cc)}; this wheel has {have}"
             )
-            lines.append('there, implementation="xla" runs, and the default is an error')
+            lines.append('on it, implementation="xla" runs, and the default is an error')
             continue
         for (dtype, qk, v), (name, why) in rows.items():
             lines.append(f"{gpu}, {dtype}, head dim {_dims(qk, v)}: {name or why}")
         if any(name and name.startswith(FASTER_FORWARD) for name, _ in rows.values()):
-            lines.append(f"{gpu}: head dims between these are padded to the next")
+            lines.append(f"{gpu}: head dims between these are padded to the next larger one")
         wide = [(*dtype, pair) for dtype in DTYPES.items() for pair in report.wide_dims]
         wide += [(*dtype, pair) for dtype in FLOAT32.items() for pair in report.float32_dims]
         for name, short, pair in wide:

@@ -1,4 +1,4 @@
-"""Writing keys and values into a cache, dense or in pages, where `decode_attention` reads them."""
+"""Writes keys and values into a dense or paged cache, from which `decode_attention` reads them."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ def write(
     *,
     block_table: ArrayLike | None = None,
 ) -> jax.Array:
-    """A cache with the keys, or the values, of new tokens in their places.
+    """Writes the keys, or the values, of new tokens into a cache.
 
-    After a prefill `new` is a packed batch: rows of prompts of any lengths, behind one another.
-    In decoding it is one token of every sequence, or a few. Donate the cache to `jit`, so that it
-    is written in place.
+    After a prefill `new` is a packed batch: each row holds prompts of any lengths, one after
+    another. In decoding it is one or a few tokens of every sequence. Donate the cache to `jit`, so
+    that it is written in place.
 
     Args:
         cache: (B, S, Hkv, D); with block_table its pages, (pages, page_size, Hkv, D).
-        new: (R, T, Hkv, D): R rows of T tokens. They get the dtype of the cache.
-        sequence_ids: (R, T) integers: the sequence of each token, a row of the cache or of
-            block_table. -1, or any other number that is none: the token is left out.
-        positions: (R, T) integers: its place in its sequence, from 0. Places behind the cache or
-            the table, and those whose entry of the table is no page, are left out.
-        block_table: (B, max_blocks) integers: the page of the keys n * page_size to
-            (n + 1) * page_size - 1 of sequence b is block_table[b, n], as in `decode_attention`.
+        new: (R, T, Hkv, D): R rows of T tokens. They are cast to the dtype of the cache.
+        sequence_ids: (R, T) integers: the sequence of each token, which is a row of the cache or of
+            block_table. A token with -1, or another number that is not a sequence, is not written.
+        positions: (R, T) integers: the token's position in its sequence, from 0. Positions beyond
+            the cache or the table, and those whose entry of the table is not a page, are not
+            written.
+        block_table: (B, max_blocks) integers: keys n * page_size to (n + 1) * page_size - 1 of
+            sequence b are in page block_table[b, n], as in `decode_attention`.
 
     Returns:
         The cache, with the same shape and dtype.
@@ -82,5 +83,5 @@ def write(
         block, place = place // cache.shape[1], place % cache.shape[1]
         row = table.at[row, block].get(mode="fill", fill_value=-1)
         there &= row >= 0
-    row = jnp.where(there, row, cache.shape[0])  # one that there is not: dropped
+    row = jnp.where(there, row, cache.shape[0])  # out of range, so dropped
     return cache.at[row, place].set(new.astype(cache.dtype), mode="drop")

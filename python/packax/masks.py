@@ -1,6 +1,6 @@
-"""Mask expressions, built masks, and what belongs to them.
+"""Mask expressions, built masks, and functions on them.
 
-The names that most programs use are in `packax`, too.
+The names that most programs use are also in `packax`.
 """
 
 from packax._src.core.mask import AttentionMask

@@ -1,8 +1,8 @@
-"""Segment ids from what a data pipeline has, and what a loss needs of them.
+"""Segment ids from the formats of data pipelines, and what a loss needs from them.
 
-Every function takes numpy or jax arrays and returns the same kind. On numpy arrays nothing of jax
-runs, so the workers of a data loader can call them; on jax arrays they work under `jit`, where
-sizes that depend on values are arguments. `pack` and `check_packing` are for numpy alone.
+Every function takes numpy or jax arrays and returns the same kind. On numpy arrays they do not use
+jax, so the workers of a data loader can call them. On jax arrays they work under `jit`, where sizes
+that depend on values must be passed. `pack` and `check_packing` take numpy arrays only.
 """
 
 from packax._src.segments.ids import (

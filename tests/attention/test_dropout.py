@@ -188,7 +188,7 @@ def test_second_derivatives():
         (0.1, 7, "dropout_key must be one key of jax.random.key"),
         (0.1, jax.random.split(KEY, 2), "of shape (2,)"),
         (0.1, jnp.zeros((2,)), "dropout_key must be one key of jax.random.key"),
-        (0.1, jnp.zeros((3,), jnp.uint32), "dropout_key is no key of jax.random"),
+        (0.1, jnp.zeros((3,), jnp.uint32), "dropout_key is not a key of jax.random"),
     ],
 )
 def test_wrong_requests(rate, key, text):

@@ -179,11 +179,11 @@ REFUSED = {
         "value": as_type(V, dtype=jnp.int32)},
     "query, key and value must have one dtype, but have float32, float16 and float32": {
         "key": as_type(K, dtype=jnp.float16)},
-    "query must have 1 to 16 rows of a sequence, but has 17: for more, flash_attention with "
+    "query must have 1 to 16 rows per sequence, but has 17: for more, use flash_attention with "
     "causal(offset=kv_lengths - 17). query has shape (2, 17, 8, 64), whose axes are (batch, rows, "
     "heads, dim)": {
         "query": as_type(Q, shape=(2, 17, 8, 64))},
-    "value must have the shape of key, (2, 4096, 2) and a head dim, but has "
+    "value must have the shape of key, (2, 4096, 2), and then a head dim, but has "
     "(2, 4095, 2, 64)": {
         "value": as_type(V, shape=(2, 4095, 2, 64))},
     "the heads of query must be a multiple of those of the caches, but there are 7 and 2: query "
@@ -192,28 +192,28 @@ REFUSED = {
         "query": as_type(Q, shape=(2, 1, 7, 64))},
     "key must have the head dim of query, 72, but has 64": {
         "query": as_type(Q, shape=(2, 1, 8, 72))},
-    "kv_lengths must have shape (2,), as query, but has (3,)": {"kv_lengths": as_type(N,
+    "kv_lengths must have shape (2,), the batch of query, but has (3,)": {"kv_lengths": as_type(N,
         shape=(3,))},
     "kv_lengths must be an array of integers, but is float32": {
         "kv_lengths": as_type(N, dtype=jnp.float32)},
-    "key has batch size 2, but query has 3; pages need a block_table": {
+    "key has batch size 2, but query has 3; if key holds pages, pass block_table=": {
         "query": as_type(Q, shape=(3, 1, 8, 64)), "kv_lengths": as_type(N, shape=(3,))},
-    "block_table must have shape (2, blocks), as query, but has (3, 2)": {
+    "block_table must have shape (2, blocks), the batch of query first, but has (3, 2)": {
         "block_table": as_type(N, shape=(3, 2))},
-    "block_table must have shape (2, blocks), as query, but has (2, 0)": {
+    "block_table must have shape (2, blocks), the batch of query first, but has (2, 0)": {
         "block_table": as_type(N, shape=(2, 0))},
     "block_table must be an array of integers, but is bool": {
         "block_table": as_type(N, shape=(2, 2), dtype=jnp.bool_)},
-    "a sequence may have room for 536870912 keys at most, but has it for 536875008": {
+    "a sequence may have room for at most 536870912 keys, but has room for 536875008": {
         "block_table": as_type(N, shape=(2, 131073))},
-    "kv_starts must have shape (2,), one for a sequence, or (2, 1), one for a row, but has "
+    "kv_starts must have shape (2,), one per sequence, or (2, 1), one per row, but has "
     "(1, 2)": {
         "kv_starts": as_type(N, shape=(1, 2))},
     "kv_starts must be an array of integers, but is float32": {
         "kv_starts": as_type(N, dtype=jnp.float32)},
     **{
-        "window must be None or (left, right), integers from 0 on, known when tracing, or None for "
-        f"no limit, but is {window!r}": {"window": window}
+        "window must be None or (left, right), each an integer of at least 0, known when tracing, "
+        f"or None for no limit, but is {window!r}": {"window": window}
         for window in (5, (-1, 0), (0, 1.5), (True, 0), (1, 2, 3), "ab")
     },
     "causal must be True or False, but is 1": {"causal": 1},

@@ -10,7 +10,7 @@ def test_every_case_is_right_here(capsys, monkeypatch):
     assert main(["check"]) == 0
     out = capsys.readouterr().out
     assert out.count("  ok    ") == len(check.CASES) and "WRONG" not in out
-    assert "the same bits twice" in out and "all cases are right" in out
+    assert "bit-identical" in out and "all cases are correct" in out
     assert "causal 512, head dim 128, packax: forward" in out and "cuDNN" not in out
 
 

@@ -80,8 +80,8 @@ def test_everything_is_there():
 
 def test_a_part_of_the_kernels():
     shown = text(part="archs 80 90a, head-dims 64 128, dtypes bf16")
-    assert "a part of packax's kernels (archs 80 90a, head-dims 64 128, dtypes bf16);" in shown
-    assert "PACKAX_ARCHS=all pip install ./ builds all" in shown and "a part" not in text()
+    assert "only some of packax's kernels (archs 80 90a, head-dims 64 128, dtypes bf16);" in shown
+    assert "PACKAX_ARCHS=all pip install ./ builds all of them" in shown and "only" not in text()
 
 
 def test_float32():
@@ -123,15 +123,15 @@ def test_head_dims_of_fallback_kernels_alone(others):
     (
         (
             {"driver": {"error": "cannot open libcuda.so.1"}, "platforms": ("cpu",)},
-            ["not usable: cannot open libcuda.so.1", "on the CPU: there is no usable GPU"],
+            ["not usable: cannot open libcuda.so.1", "on the CPU: no usable GPU"],
         ),
         (
             {"driver": {"version": 12040, "devices": []}, "platforms": ("cpu",)},
-            ["sees no GPU: CUDA_VISIBLE_DEVICES", "supports CUDA 12.4", "on the CPU: there is no"],
+            ["sees no GPU: there is none", "supports CUDA 12.4", "on the CPU: no usable GPU"],
         ),
         (
             {"driver": {"version": 11080, "devices": [H200]}},
-            ["too old: the cubins need one that supports CUDA 12.0", "the driver is too old"],
+            ["too old: the cubins need a driver for CUDA 12.0 or newer", "the driver is too old"],
         ),
         (
             {"versions": {"jax": "0.11.2"}, "platforms": ("cpu",)},
@@ -159,7 +159,7 @@ def test_head_dims_of_fallback_kernels_alone(others):
         ),
         (
             {"platforms": ("cpu",)},
-            ["uses no GPU, though its CUDA plugin is there: is JAX_PLATFORMS set?"],
+            ["uses no GPU, though its CUDA plugin is installed: is JAX_PLATFORMS set?"],
         ),
         (
             {"driver": {"version": 13000, "devices": [T4]}},
@@ -175,7 +175,7 @@ def test_head_dims_of_fallback_kernels_alone(others):
                 "extension_error": "no file _ext",
                 "platforms": ("cpu",),
             },
-            ["packax._ext did not load: no file _ext", "on cpu: there are no kernels here"],
+            ["packax._ext did not load: no file _ext", "on cpu: this installation has no kernels"],
         ),
     ),
     ids=(

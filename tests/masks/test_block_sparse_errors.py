@@ -15,7 +15,7 @@ BLOCKS = np.ones((5, 5), bool)
     "make,error,message",
     [
         (lambda: packax.masks.block_sparse(np.ones(5, bool), 1), ValueError,
-         r"block_mask must have shape \(q blocks, key blocks\), .* but has \(5,\)"),
+         r"block_mask must have shape \(query blocks, key blocks\), .* but has \(5,\)"),
         (lambda: packax.masks.block_sparse(np.ones((2, 0), bool), 1), ValueError,
          r"but has \(2, 0\)"),
         (lambda: packax.masks.block_sparse(np.ones((5, 5)), 1), ValueError,
@@ -34,7 +34,7 @@ BLOCKS = np.ones((5, 5), bool)
          "so 5 blocks of query rows, but 9 query rows are 3 blocks of 3"),
         (lambda: packax.create_attention_mask(packax.masks.block_sparse(BLOCKS, 2), q_len=9),
          ValueError,
-         "kv_len is not known"),
+         "cannot infer kv_len"),
         (lambda: packax.masks.block_sparse(BLOCKS, 2) & packax.causal()
             & packax.masks.block_sparse(BLOCKS, 2),
          NotImplementedError,
@@ -54,7 +54,7 @@ def test_errors(make, error, message):
 def test_errors_of_heads_plans_and_meshes():
     query, key = jnp.zeros((2, 70, 4, 8)), jnp.zeros((2, 140, 4, 8))
     with pytest.raises(
-        ValueError, match="block_mask of 3 heads, but query has 4: give it one for each"
+        ValueError, match="block_mask of 3 heads, but query has 4: pass one map per query head"
     ):
         expression = packax.masks.block_sparse(np.ones((2, 3, 70, 7), bool), (1, 20))
         packax.flash_attention(query, key, key, expression)

@@ -57,7 +57,7 @@ def test_as_array_and_text(kind):
 
 def test_as_array_is_for_small_lengths():
     mask = packax.create_attention_mask(packax.causal(), q_len=4097, kv_len=4096)
-    with pytest.raises(ValueError, match="4097 x 4096 booleans, and is for at most 16777216"):
+    with pytest.raises(ValueError, match="4097 x 4096 booleans, but makes at most 16777216"):
         mask.as_array()
 
 

@@ -144,7 +144,7 @@ def test_unions_keep_their_offsets_equal():
     both = packax.causal(7) | packax.causal(2)
     assert len(jax.tree.leaves(both)) == 2
     check(packax.create_attention_mask(both, q_len=8, kv_len=8), both)
-    with pytest.raises(NotImplementedError, match="the same int32 array in all of them"):
+    with pytest.raises(NotImplementedError, match="the same int32 array, not just equal ones"):
         short = OFFSET.astype(jnp.int16)
         packax.chunked(4, offset=short) | packax.sliding_window(1, offset=short)
 
@@ -228,7 +228,7 @@ def traced_window():
         ),
         (
             lambda: packax.flash_attention(*[QUERY] * 3, packax.prefix(IDS[0])),
-            ["lengths has batch size 8", "one for each row of the batch", "give (1, 8)"],
+            ["lengths has batch size 8", "one value per batch row", "pass shape (1, 8)"],
         ),
         (
             lambda: packax.create_attention_mask(packax.prefix(IDS[0]) & packax.documents(IDS)),
@@ -266,7 +266,7 @@ LENGTHS = np.array([[2, 2, 2, 2, 2, 2, 0, 0], [3] * 8])  # of each row's documen
 )
 def test_prefixes_that_later_documents_lack_are_warned_of(lengths):
     expression = packax.prefix(lengths) & packax.documents(IDS)
-    with pytest.warns(UserWarning, match="it has no prefix. Give documents"):
+    with pytest.warns(UserWarning, match="it has no prefix. Pass documents"):
         packax.create_attention_mask(expression)
 
 
@@ -274,7 +274,7 @@ def test_traced_prefixes_of_packed_documents_are_warned_of():
     build = jax.jit(
         lambda n, ids: packax.create_attention_mask(packax.prefix(n) & packax.documents(ids))
     )
-    with pytest.warns(UserWarning, match="only the first document has its prefix"):
+    with pytest.warns(UserWarning, match="only the first document gets its prefix"):
         build(LENGTHS, IDS)
 
 

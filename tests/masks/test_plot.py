@@ -79,7 +79,7 @@ def test_heads_lengths_and_last_blocks():
     "mask,keywords,text",
     [
         (np.ones((2, 2), bool), {}, r"mask must be a mask expression, .* array, bool\[2, 2\]"),
-        (packax.causal(), {"q_len": 3}, "kv_len is not known"),
+        (packax.causal(), {"q_len": 3}, "cannot infer kv_len"),
         (packax.causal(), {"q_len": 4097, "kv_len": 2},
             "at most 4096 rows and keys, but there are 4097"),
         (EXPRESSION, {"batch": 2}, "batch must be from 0 to 1, but is 2"),

@@ -194,7 +194,7 @@ BROKEN = {  # (segment_ids, parents), and what of it an error names
     "decreasing": (
         [0, 2, -1, 1],
         [-1, 0, 0],
-        "token 3 of batch row 0 is of segment 1, behind .* 2",
+        "token 3 of batch row 0 is in segment 1, after .* 2",
     ),
     "breadth first": ([0, 1, 2, 3], [-1, 0, 0, 1], "segment 3 is below segment 1, and segment 2"),
 }
@@ -230,7 +230,7 @@ def test_what_is_no_tree_and_is_not_known():
 def test_a_prompt_behind_an_answer():
     ids, answers = [0, 0, 0, 1], [-1, 2, -1, -1]
     with pytest.raises(
-        ValueError, match=r"prompt .* behind an answer of the same group, in batch r"
+        ValueError, match=r"prompt .* after an answer of the same group, in batch r"
     ):
         packax.masks.shared_prefix(ids, answers)
     expression = packax.masks.shared_prefix(jnp.asarray(ids), answers)
@@ -259,14 +259,14 @@ TREE = packax.masks.tree([0, 0, 1], [-1, 0])
         (lambda: TREE & packax.documents([0, 0, 0], positions=[0, 1, 2]), ValueError,
          r"documents\(..., positions=...\) beside tree\(...\): give no positions"),
         (lambda: TREE & packax.causal(offset=1), ValueError,
-         r"causal has an offset, beside tree\(...\)"),
+         r"causal has an offset, joined with tree\(...\)"),
         (lambda: TREE & TREE, NotImplementedError,
-         r"one tree\(...\), and `&` was given two: give all trees of a row in one"),
+         r"one tree\(...\), and `&` was given two: pass all trees of a row in one call"),
         (lambda: TREE & packax.masks.shared_prefix([0, 0, 0], [-1, 0, 1]), NotImplementedError,
          "one tree"),
         (lambda: TREE | packax.causal(), NotImplementedError, r"`\|` cannot take tree\(...\)"),
         (lambda: packax.masks.depth_positions(packax.causal()), ValueError,
-         r"must hold a tree\(...\) or a shared_prefix\(...\), but is causal\(\)"),
+         r"must contain tree\(...\) or shared_prefix\(...\), but is causal\(\)"),
     ],
 )  # fmt: skip
 def test_errors(make, error, message):

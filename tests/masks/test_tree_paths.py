@@ -60,7 +60,7 @@ def test_it_goes_with_depth_positions():
 
 def test_no_tokens_and_no_tree():
     assert path_predecessors(packax.masks.tree(np.zeros((2, 0), int), [-1])).shape == (2, 0)
-    with pytest.raises(ValueError, match=r"must hold a tree\(...\) or a shared_prefix"):
+    with pytest.raises(ValueError, match=r"must contain tree\(...\) or shared_prefix"):
         path_predecessors(packax.causal())
     traced = jax.jit(lambda *x: path_predecessors(packax.masks.tree(*x)))
     assert traced(jnp.array([1, 0]), jnp.array([-1, 0])).tolist() == [-1, -1]  # not depth-first

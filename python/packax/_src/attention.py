@@ -1,4 +1,4 @@
-"""`flash_attention`: the user's request checked once, and defaults."""
+"""`flash_attention`: checks the user's request, once, and fills in defaults."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from packax._src.ops.score_mods import (
 from packax._src.requests import (
     as_array,
     check_axes,
-    check_bias_beside,
+    check_bias_with,
     check_mask,
     check_request,
     checked_scale,
@@ -47,7 +47,7 @@ from packax._src.requests import (
 if TYPE_CHECKING:
 
     class _Options(TypedDict, total=False):
-        """What does not change the kind of result."""
+        """Arguments that do not change the type of the result."""
 
         scale: ArrayLike | None
         soft_cap: float | None
@@ -105,12 +105,12 @@ def flash_attention(
 ) -> jax.Array | tuple[jax.Array, ...]:
     """Exact softmax attention, softmax(logits where mask) @ value, in O(S) memory.
 
-    The logits are `scale * query @ key^T`, soft-capped, with a bias and a sink on request.
+    The logits are `scale * query @ key^T`, optionally with a soft cap, a bias and a sink.
 
     The algorithm is FlashAttention-2 (arXiv 2307.08691) over row ranges: blocks of keys that no
-    row of a tile attends are never visited, forward or backward. Differentiable in query, key,
-    value, sinks, slopes or array of the bias and an array's scale; softmax and all sums are float32
-    (float64 for float64 operands).
+    row of a tile attends are never visited, forward or backward. The function is differentiable in
+    query, key, value, sinks, the slopes or array of the bias, and a scale that is an array. Softmax
+    and all sums are float32 (float64 for float64 operands).
 
     Args:
         query: (B, Sq, H, Dqk) bfloat16, float16 or float32 (float64 where jax has it enabled).
@@ -118,78 +118,79 @@ def flash_attention(
             key/value head h // (H / Hkv).
         value: (B, Skv, Hkv, Dv), dtype of query.
         mask: a mask from `create_attention_mask`, built once and used by every layer, or an
-            expression such as `causal() & documents(segment_ids)`, built on the spot. Its batch
-            is B, or 1 for one mask for all.
-        scale: of any sign, or 0; a finite Python or numpy number, or an array of shape () and a
-            float dtype, traced or not, in which it is differentiable. None: 1 / sqrt(Dqk).
+            expression such as `causal() & documents(segment_ids)`, built in this call. Its batch
+            size is B, or 1 if all batch rows share one mask.
+        scale: a finite Python or numpy number of any sign, or 0; or an array of shape () and a
+            float dtype, traced or not, which may have a gradient. None: 1 / sqrt(Dqk).
         soft_cap: a Python or numpy number from 1e-30 to 1e30: logits become
             soft_cap * tanh(logits / soft_cap) (Gemma 2, arXiv 2408.00118). None: no cap.
-        sinks: (H,) of any float dtype: a logit per query head that stands in the softmax's
-            denominator beside the logits, and has no value (gpt-oss). Differentiable.
-        bias: added to the logits behind the soft cap. `alibi(slopes)`: minus the slope of the head
-            times the distance of row and key; no array of Sq x Skv is made. Or an array, (1 or B,
-            1 or H, 1 or Sq, Skv) of any float dtype, read block by block where the mask attends,
-            and never expanded: differentiable, its gradient 0 where nothing attends. Where a plan
-            permutes the sequence, its rows are those of query, its columns stay in order. An entry
-            may be -inf.
-        dropout_rate: a Python or numpy number of at least 0 and less than 1: the share of the
-            softmax's probabilities that becomes 0; the others are divided by 1 - dropout_rate.
-            The log-sum-exp and the largest logits are of all. 0 or None: none.
-        dropout_key: the key of jax.random whose bits decide that, for dropout_rate above 0: one
-            for each layer and step. Bits depend on it and on the indices of batch row, head, row
-            and key alone, so that all implementations, meshes and passes drop the same ones.
-        return_lse: return also the log-sum-exp (natural logarithm) of each row's logits. It is
-            differentiable, and counts the sink.
-        return_max_logits: return also the largest logit of each head, as it enters the softmax,
-            over the attended pairs (for QK-clip, arXiv 2507.20534). It has no gradient, as from
+        sinks: (H,) of any float dtype: one more logit per query head in the softmax's denominator,
+            without a value (gpt-oss). Differentiable.
+        bias: added to the logits after the soft cap. Either `alibi(slopes)`: minus the head's slope
+            times the distance between row and key; no array of Sq x Skv is created. Or an array,
+            (1 or B, 1 or H, 1 or Sq, Skv) of any float dtype, which may hold -inf. It is read block
+            by block where the mask attends, and never expanded. It is differentiable; its gradient
+            is 0 where nothing attends. Where a plan permutes the sequence, the rows of the array
+            are permuted as query is, and its columns stay in order.
+        dropout_rate: a Python or numpy number of at least 0 and less than 1: the fraction of the
+            softmax's probabilities that become 0; the others are divided by 1 - dropout_rate.
+            The log-sum-exp and the largest logits are computed before dropout. 0 or None: no
+            dropout.
+        dropout_key: a key of jax.random, required for dropout_rate above 0: a different one for
+            each layer and step. What is dropped depends only on the key and on the indices of batch
+            row, head, row and key, so all implementations, meshes and passes drop the same
+            probabilities.
+        return_lse: also return the log-sum-exp (natural logarithm) of each row's logits. It is
+            differentiable, and includes the sink.
+        return_max_logits: also return the largest logit of each head, as it enters the softmax,
+            over the attended pairs (for QK-clip, arXiv 2507.20534). It has no gradient, as if by
             `jax.lax.stop_gradient`.
-        deterministic: True: bit-identical gradients from run to run; on Hopper the backward then
-            uses other kernels (slower). False: on Hopper, parts of the gradient of query
-            are summed in any order, so it may differ by rounding. The results, the gradients of
-            key and value, and all that runs on other GPUs or as XLA are bit-identical either way.
-        precision: of the products of float32 operands, as in jax.numpy.matmul: a
-            `jax.lax.Precision`, the name of one, or anything else that `jax.lax.dot` takes for
-            float32. On GPUs "highest" means float32 and less means TF32, 11 bits of each operand,
-            also in the gradients. None: what `jax.default_matmul_precision` says, by default
-            TF32. For bfloat16 and float16 it changes nothing in the kernels.
-            docs/guide/numerics.md.
-        implementation: None: the CUDA kernels where this is lowered for CUDA, blockwise XLA
-            elsewhere; "cuda": the CUDA kernels or an error; "xla": blockwise XLA everywhere.
-        sharding: an `AttentionSharding`, on the mesh that `jax.set_mesh` set: the batch, the query
-            rows and the heads are then split over it, and keys and values are gathered along the
+        deterministic: True: gradients are bit-identical from run to run; on Hopper the backward
+            then uses other, slower kernels. False: on Hopper, parts of the gradient of query are
+            summed in any order, so it may differ by rounding. The results, the gradients of key and
+            value, and everything on other GPUs or in XLA are bit-identical either way.
+        precision: of products of float32 operands, as in jax.numpy.matmul: a `jax.lax.Precision`,
+            the name of one, or anything else that `jax.lax.dot` takes for float32. On GPUs
+            "highest" means float32 and anything less means TF32 (11 bits of each operand), in the
+            gradients too. None: the value of `jax.default_matmul_precision`, TF32 by default. It
+            does not affect the kernels for bfloat16 and float16. See docs/guide/numerics.md.
+        implementation: None: the CUDA kernels when lowered for CUDA, blockwise XLA elsewhere;
+            "cuda": the CUDA kernels or an error; "xla": blockwise XLA everywhere.
+        sharding: an `AttentionSharding` on the mesh set by `jax.set_mesh`: the batch, the query
+            rows and the heads are split over it, and keys and values are gathered along the
             context axes. Results and gradients are sharded as query, key and value are. Needed
-            beside an expression only: a mask carries the sharding that it was built with.
-            docs/guide/context_parallelism.md.
-        gather_head_groups: with context parallelism, keys and values are gathered by this many
-            groups of key/value heads, or by groups of these sizes: one group while the attention of
-            the one before runs. The first gather and the last reduce-scatter stay in the open.
-            None: 1 on two ranks, where nothing is won, and where a plan of kind "local" leaves at
-            least as many rows private as shared, else what was found best for each pass.
-            No effect where nothing is gathered; results are the same.
-        checkpoint_name: one more name for both results, for `jax.checkpoint` policies of a program
-            that has names of its own.
+            only with an expression: a mask stores the sharding that it was built with.
+            See docs/guide/context_parallelism.md.
+        gather_head_groups: with context parallelism, keys and values are gathered in this many
+            groups of key/value heads, or in groups of these sizes: one group while attention runs
+            on the previous one. The first gather and the last reduce-scatter are not overlapped.
+            None: 1 group on two ranks, where more gain nothing, and where a plan of kind "local"
+            leaves at least as many rows private as shared; otherwise the setting measured best for
+            each pass. It has no effect where nothing is gathered, and never changes results.
+        checkpoint_name: an additional name for out and lse, for `jax.checkpoint` policies of a
+            program that uses names of its choice.
 
     Returns:
         out, (B, Sq, H, Dv) in query's dtype; with return_lse or return_max_logits a tuple: out,
         then lse (B, H, Sq), then max_logits (B, H), -inf where nothing is attended, both float32
-        (float64 for float64). Inside a `shard_map` of the caller's, max_logits of all rows needs
+        (float64 for float64). Inside a `shard_map` of the caller, max_logits over all rows needs
         `sharding`. A row that attends nothing has out 0, lse -inf (also with a sink) and gradients
-        0, and the cotangents that come in for it are ignored. An empty batch, no query rows or no
-        keys give empty results, or those of rows that attend nothing.
+        0, and its incoming cotangents are ignored. An empty batch or no query rows give empty
+        results; with no keys every row attends nothing.
 
     Raises:
         ValueError: shapes, dtypes, scale, soft_cap, sinks, bias, dropout, precision, mask,
             implementation or sharding that are not as above, or sizes that the mesh does not
             divide.
-        NotImplementedError: when lowered for CUDA, no kernel for the dtype or head dims (there
-            are some for all multiples of 8 up to 512, of float32 up to 256); with
-            implementation="cuda", when lowered for another platform. A bias that is an array, or
-            dropout, above head dim 128 there; beside a plan of kind "local"; and dropout beside
-            permuted_keys=False.
+        NotImplementedError: when lowered for CUDA, there is no kernel for the dtype or head dims
+            (there are kernels for all multiples of 8 up to 512, in float32 up to 256), or a bias
+            array or dropout is used with head dims above 128; with implementation="cuda", when
+            lowered for another platform. On any platform, a bias array or dropout with a plan of
+            kind "local", and dropout with permuted_keys=False.
 
     Under `jax.checkpoint`, the policy `save_only_these_names("packax_out", "packax_lse")`
-    (`packax.CHECKPOINT_NAMES`) keeps the results, so that the backward pass does not run
-    attention forward again.
+    (`packax.CHECKPOINT_NAMES`) keeps the results, so that the backward pass does not run the
+    forward attention again.
 
     Examples:
         >>> mask = packax.create_attention_mask(packax.causal() & packax.documents(segment_ids))
@@ -215,7 +216,7 @@ def flash_attention(
             raise ValueError(f"{name} must be True or False, but is {flag!r}")
     _, rows, _, qk_dim = query.shape
     q_len, kv_len = rows, key.shape[1]
-    if layout is not None:  # of whole sequences
+    if layout is not None:  # lengths of whole sequences
         q_len *= layout.outside(layout.context)
         kv_len *= layout.outside(layout.kv_context)
     if not isinstance(checkpoint_name, (str, type(None))):
@@ -237,7 +238,7 @@ def flash_attention(
         built = jax.tree.map(lambda x, of: layout.place(x, *of), built, dims)
     if dropout_rate is None and dropout_key is not None:
         raise ValueError(
-            "dropout_key was given without dropout_rate: give both, a rate of 0 for none"
+            "dropout_key was given without dropout_rate: pass both, with a rate of 0 for no dropout"
         )
     threshold = 0 if dropout_rate is None else checked_rate(dropout_rate)
     if threshold:
@@ -249,7 +250,7 @@ def flash_attention(
         query, q_len, kv_len, factor, sinks, bias, layout, for_sm90=not threshold
     )
     if scores.bias is not None:
-        check_bias_beside(mask)
+        check_bias_with(mask)
     fixed = NonDiffOperands(positions)
     if 0 in query.shape[:2] or 0 in key.shape[:2]:
         return _empty_result(query, key, value, bool(return_lse), bool(return_max_logits))
@@ -284,7 +285,7 @@ def flash_attention(
 def _empty_result(
     query: jax.Array, key: jax.Array, value: jax.Array, return_lse: bool, return_max_logits: bool
 ) -> jax.Array | tuple[jax.Array, ...]:
-    """Of an empty batch, no query rows, or no keys: no row attends anything."""
+    """The results for an empty batch, no query rows, or no keys: no row attends anything."""
     batch, rows, heads, _ = query.shape
     real = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
     results = [jnp.zeros((batch, rows, heads, value.shape[3]), query.dtype)]
@@ -297,10 +298,10 @@ def _empty_result(
 
 
 def _with_positive_scale(query: jax.Array, scale: float) -> tuple[jax.Array, float]:
-    """The kernels take the largest score before they scale it: a sign belongs into the query.
+    """Moves the sign of the scale into query: kernels take the largest score before they scale it.
 
-    At scale 0 scores are 0 whatever query holds, and so are the gradients of query and key: those
-    of a query of zeros. So they are at a scale that is 0 beside the smallest normal number.
+    At scale 0 all scores and the gradients of query and key are 0, as for a query of zeros. A scale
+    below the smallest normal number is treated in the same way.
     """
     real = np.float64 if query.dtype == jnp.float64 else np.float32
     if abs(scale) < float(np.finfo(real).tiny):
@@ -311,7 +312,7 @@ def _with_positive_scale(query: jax.Array, scale: float) -> tuple[jax.Array, flo
 def _sharding(
     mask: Any, given: Any, query: jax.Array, key: jax.Array, value: jax.Array
 ) -> AttentionSharding | None:
-    """That of sharding=, or that which the mask was built with, and what types of tensors add."""
+    """The sharding= argument, or the mask's, completed by the types of the tensors."""
     asked = with_types(given, query, key, value)
     if not isinstance(mask, AttentionMask):
         return asked
@@ -325,13 +326,13 @@ def _sharding(
         if context and mask.sharding is None:
             raise ValueError(
                 f"query is {jax.typeof(query)}: its sequence axis is sharded over "
-                f"{shown(context)}, but mask was built of whole sequences. Build it from ids that "
+                f"{shown(context)}, but mask was built for whole sequences. Build it from ids that "
                 "are sharded as query is (jax.sharding.reshard), or with sharding=, or pass the "
                 "expression as mask"
             )
     elif (context and mask.sharding is None) or layout_of(asked) != layout_of(found):
         raise ValueError(
-            f"sharding must be that of the mask, {mask.sharding}, but is {given}: give it to "
-            "create_attention_mask, and leave it out here"
+            f"sharding must be that of the mask, {mask.sharding}, but is {given}: pass it to "
+            "create_attention_mask only"
         )
     return found

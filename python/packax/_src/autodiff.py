@@ -1,18 +1,18 @@
 """How attention is differentiated: gradients by the kernels, everything else by blockwise XLA.
 
-Two functions have derivatives, `attention`, and its transpose `gradients`. Their tangents are
-linear functions that jax may run forward (jvp) or transpose (grad), and both ways are known:
+Two functions have derivatives: `attention`, and its transpose `gradients`. Their tangents are
+linear functions that jax may run forward (jvp) or transpose (grad). Both directions are known:
 
     attention:  forward  J u                          transposed  J^T c, which is `gradients`
     gradients:  forward  J^T dc + d/dx(J^T c) u       transposed  (J w, d/dx(J^T c) w)
 
-The last one holds because d/dx(J^T c) is the Hessian of c . attention(x), which is symmetric: so
-second derivatives need no transpose of a loop, only jvps of the loops (ops/tangents.py). For the
-same reason the derivative of J u, for a fixed u, has a transpose, d/dx(J^T c) u: so a loss may hold
-a jvp of attention (`_OfTangents`). Run forward it would be a jvp of a jvp, which there is not.
+The last one holds because d/dx(J^T c) is the Hessian of c . attention(x), which is symmetric. So
+second derivatives never transpose a loop: they need only jvps of loops (ops/tangents.py). For the
+same reason the derivative of J u, for a fixed u, has a transpose, d/dx(J^T c) u, so a loss may
+contain a jvp of attention (`_OfTangents`). A jvp of a jvp is not implemented.
 
-jax's own custom_vjp has no forward mode, and custom_jvp no transpose that is not traced; so these
-are primitives, each with a `rule` that says what it computes on flat operands (ops/rule_calls.py).
+jax's custom_vjp has no forward mode, and custom_jvp can only transpose what it traces. So these are
+primitives, each with a `rule` that defines what it computes on flat operands (ops/rule_calls.py).
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def attention(
     """out (B, Sq, H, Dv), lse (ops/row_sums.py), and with max_logits the rows' largest logits (B,
     H, Sq).
 
-    inputs: query, key, value, ScoreParams: what has a gradient. The largest logits have none: for
-    `jax.lax.stop_gradient`.
+    inputs: query, key, value and ScoreParams, the differentiable ones. The largest logits have no
+    gradient: they are used under `jax.lax.stop_gradient`.
     """
     leaves, tree = jax.tree.flatten((inputs, mask, fixed))
     score_names = zip(inputs[3]._fields, inputs[3], strict=True)
@@ -53,14 +53,14 @@ def attention(
 
 
 def _passes_for(spec: AttentionSpec, mask: AttentionMask) -> Any:
-    """Whose passes compute this: one device's, unless there are ranks or a plan ordered keys."""
+    """The module of the passes: for one device, unless there are ranks or a plan permuted keys."""
     return passes if spec.layout is None and mask.kv_plan is None else shard
 
 
 class _Attention(NamedTuple):
     spec: AttentionSpec
-    inputs: tuple[str, ...]  # of DIFFERENTIABLE: the first operands
-    tree: Any  # of (inputs, mask, fixed)
+    inputs: tuple[str, ...]  # names from DIFFERENTIABLE: the first operands
+    tree: Any  # the tree structure of (inputs, mask, fixed)
 
     def apply(self, operands: Arrays) -> Arrays:
         (query, key, value, scores), mask, fixed = jax.tree.unflatten(self.tree, operands)
@@ -74,12 +74,12 @@ class _Attention(NamedTuple):
         return _Gradients(self._replace(spec=spec), has_dlse)
 
     def named(self, results: Arrays) -> Arrays:
-        # The backward pass reads the named values, so a policy that keeps them spares the kernel.
+        # The backward pass reads the named values: a policy that keeps them saves a kernel run.
         read, others = results[:2], results[2:]
         read = [checkpoint_name(x, n) for x, n in zip(read, CHECKPOINT_NAMES, strict=True)]
         name = self.spec.checkpoint_name
         if name is not None:
-            read = [checkpoint_name(x, name) for x in read]  # a policy keeps any of both names
+            read = [checkpoint_name(x, name) for x in read]  # a policy may name either
         return [*read, *others]
 
     def tangents(self, moving: tuple[bool, ...], results: int) -> _OfAttention:
@@ -87,9 +87,9 @@ class _Attention(NamedTuple):
 
 
 class _Gradients(NamedTuple):
-    """The gradients of the inputs that spec.needs_grad names.
+    """The gradients of the inputs named in spec.needs_grad.
 
-    Operands: those of attention, then out, lse, dout and maybe dlse.
+    Operands: those of attention, then out, lse, dout and, if present, dlse.
     """
 
     attention: _Attention
@@ -123,7 +123,7 @@ class _OfAttention(NamedTuple):
         return _derivative(self.attention.apply, operands, self.moving, tangents)
 
     def transpose(self, cotangents: Arrays, residuals: Arrays) -> Arrays:
-        dout, dlse = cotangents[:2]  # the largest logits have none, neither those in lse
+        dout, dlse = cotangents[:2]  # the largest logits have none
         dlse = None if dlse is None else row_sums.of_log(dlse)
         residuals = residuals[: self.attention.tree.num_leaves + 2]
         dout = jnp.zeros_like(residuals[-2]) if dout is None else dout
@@ -131,7 +131,7 @@ class _OfAttention(NamedTuple):
         return bind(rule, [*residuals, dout, *([] if dlse is None else [dlse])])
 
     def of_residuals(self, moving: tuple[bool, ...]) -> tuple[_OfTangents, tuple[bool, ...]]:
-        # The results among the residuals are functions of the inputs, and are not read.
+        # The results among the residuals are functions of the inputs and are not read.
         inputs = moving[: len(self.attention.inputs)]
         read = (*inputs, *[False] * (len(moving) - len(inputs)))
         return _OfTangents(self, inputs), read
@@ -165,7 +165,7 @@ class _OfTangents(NamedTuple):
 class _OfGradients(NamedTuple):
     """From tangents of operands to those of the gradients; residuals: operands, results.
 
-    out and lse are functions of the inputs, so that their own tangents say nothing more.
+    out and lse are functions of the inputs, so their tangents add no information.
     """
 
     gradients: _Gradients
@@ -186,7 +186,7 @@ class _OfGradients(NamedTuple):
         attention = self.gradients.attention
         operands = residuals[: len(self.moving)]
         count = attention.tree.num_leaves
-        # A direction in the inputs: zero where no gradient was needed, or has no cotangent.
+        # A direction in the inputs: zero where no gradient was needed or it has no cotangent.
         given = iter(cotangents)
         needs_grad = attention.spec.needs_grad
         placed = [next(given) if x in needs_grad else None for x in attention.inputs]

@@ -1,4 +1,4 @@
-"""`decode_shared_prefix`: continuations of one prompt read its pages once a step (a cascade)."""
+"""`decode_shared_prefix`: continuations of a prompt read its pages once per step (a cascade)."""
 
 from __future__ import annotations
 
@@ -29,27 +29,28 @@ def decode_shared_prefix(
     return_lse: bool = False,
     implementation: Implementation | None = None,
 ) -> Any:
-    """`decode_attention` of groups of sequences whose first keys lie in the same pages.
+    """`decode_attention` for groups of sequences whose first keys are in the same pages.
 
-    The sequences of a group stand side by side in the batch, as many in each. The prefix is
-    attended once for all rows of up to 16 sequences, then what each has of its own, and both are
-    merged by their log-sum-exps, as in Hydragen (arXiv 2402.05099). So a step reads the prefix once
-    and not for every sequence. Exact: the same as decode_attention, to rounding.
+    All groups have the same size, and the sequences of a group are consecutive in the batch. The
+    prefix is attended once for all rows of up to 16 sequences, then the remaining keys of each
+    sequence, and the two results are merged by their log-sum-exps, as in Hydragen (arXiv
+    2402.05099). So a step reads the prefix once, not once per sequence. Exact: the same as
+    decode_attention, up to rounding.
 
     Args:
         query: (B, Sq, H, Dqk), as in `decode_attention`.
         key, value: pages, (pages, page_size, Hkv, D).
         kv_lengths: (B,) integers: the keys of each sequence, prefix and new ones included.
-        prefix_lengths: (G,) integers, B a multiple of G: the first keys of the sequences of each
-            group, which all have. Not counted among them are the Sq new ones.
-        block_table: (B, max_blocks) integers. The pages of a prefix are found by the entries of
-            the first sequence of its group, or of each 16 / Sq of them.
+        prefix_lengths: (G,) integers, B a multiple of G: how many first keys all sequences of each
+            group share. They must not include the Sq new ones.
+        block_table: (B, max_blocks) integers. The pages of a prefix are looked up in the entries of
+            the first sequence of its group, or of the first of every 16 / Sq sequences.
         scale, soft_cap, sinks, precision, implementation: as in `decode_attention`.
-        return_lse: return also the log-sum-exp.
+        return_lse: also return the log-sum-exp.
 
     Returns:
-        As `decode_attention`. Sequences of a group whose prefix reaches into their new rows get
-        NaN, as do those for which decode_attention has it.
+        As `decode_attention`. Sequences whose group's prefix reaches into their new rows get NaN,
+        as do those for which decode_attention returns NaN.
 
     Raises:
         ValueError, NotImplementedError: as `decode_attention`; a batch that is not a multiple of
@@ -95,7 +96,8 @@ def decode_shared_prefix(
     while batch // groups % together:
         together -= 1
     parts = batch // together
-    # A prefix of fewer keys than rows is attended with the rest: those rows would be no tokens.
+    # A prefix with fewer keys than rows is attended with the rest: decode_attention would treat
+    # its first rows as no tokens.
     apart = jnp.where(prefixes < together * q_len, 0, prefixes)
     attend: Any = decode_attention
     suffix = attend(
@@ -109,7 +111,7 @@ def decode_shared_prefix(
     )  # fmt: skip
     lse = lse.reshape(parts, heads, together, q_len).swapaxes(1, 2).reshape(batch, heads, q_len)
     merged = merge_attention([(out.reshape(suffix[0].shape), lse), suffix])
-    # Rows of a prefix that ends behind the first new one would attend keys after their own.
+    # If the prefix ended after the first new row, rows would attend keys after themselves.
     there = prefixes <= jnp.maximum(kv_lengths, 0) - q_len
     there = (there | (prefixes == 0)).reshape(batch, 1, 1)
     out = jnp.where(there[..., None], merged[0], jnp.nan)

@@ -30,7 +30,7 @@ MAX_ROWS = 16
 if TYPE_CHECKING:
 
     class _Options(TypedDict, total=False):
-        """What does not change the kind of result."""
+        """Arguments that do not change the type of the result."""
 
         block_table: ArrayLike | None
         kv_starts: ArrayLike | None
@@ -73,10 +73,10 @@ def decode_attention(
     """Exact attention of the last 1 to 16 tokens of every sequence over its key/value cache.
 
     Row i of sequence b is the token at position p = kv_lengths[b] - Sq + i, and attends the keys
-    j <= p of its sequence. The keys of a sequence are split over the GPU and the parts merged
-    (Flash-Decoding, pytorch.org/blog/flash-decoding), so one sequence fills it; what lies behind a
-    length is not read, and no cache is copied or padded. Softmax and all sums are float32
-    (float64 for float64 operands). Without a gradient: train with `flash_attention`.
+    j <= p of its sequence. The keys of a sequence are split over the GPU and the parts are merged
+    (Flash-Decoding, pytorch.org/blog/flash-decoding), so a single sequence fills the GPU. Keys
+    beyond a length are not read, and no cache is copied or padded. Softmax and all sums are float32
+    (float64 for float64 operands). There is no gradient: train with `flash_attention`.
 
     Args:
         query: (B, Sq, H, Dqk) bfloat16, float16 or float32 (float64 where jax has it enabled),
@@ -85,44 +85,44 @@ def decode_attention(
             Dqk). H must be a multiple of Hkv: query head h reads key/value head h // (H / Hkv).
             Where a mesh shards S, each device attends its slice, and the parts are merged.
         value: like key, with head dim Dv.
-        kv_lengths: (B,) integers: the keys of each sequence, its Sq new ones included. Below Sq,
-            the first rows are no tokens, and attend nothing.
-        block_table: (B, max_blocks) integers: the page of the keys n * page_size to
-            (n + 1) * page_size - 1 of sequence b is block_table[b, n]. Entries behind a length
-            may be anything; pages may be shared by sequences, and be in any order.
+        kv_lengths: (B,) integers: the number of keys of each sequence, its Sq new ones included. If
+            it is below Sq, the first rows are not tokens and attend nothing.
+        block_table: (B, max_blocks) integers: keys n * page_size to (n + 1) * page_size - 1 of
+            sequence b are in page block_table[b, n]. Entries beyond a length may hold anything;
+            sequences may share pages, and pages may be in any order.
         kv_starts: (B,) or (B, Sq) integers: the first key that a sequence, or a row, attends
             (padding on the left; chunked attention: kv_starts = p // size * size).
         window: (left, right), Python integers from 0 or None for no limit: a row attends the keys
-            from p - left to p + right, as `sliding_window(left, right)` has it. A right above 0
-            needs causal=False.
+            from p - left to p + right, as in `sliding_window(left, right)`. A right above 0 needs
+            causal=False.
         causal: False: all rows of a sequence attend all its keys, also those of later rows.
         scale: a finite Python or numpy number, of any sign, or 0; None: 1 / sqrt(Dqk).
         soft_cap: a positive Python or numpy number c: scores become c * tanh(score / c) (Gemma).
-        sinks: (H,) of any float dtype: a logit per query head that stands in the softmax's
-            denominator beside the scaled scores, and has no value (gpt-oss).
-        precision: of the products of float32 operands, as in `flash_attention`: on GPUs TF32 or,
-            if "highest" is asked for, float32. None: what `jax.default_matmul_precision` says.
-        return_lse: return also the log-sum-exp (natural logarithm) of each row's scores. It counts
-            the sink.
-        implementation: None: the CUDA kernels where this is lowered for CUDA, blockwise XLA
-            elsewhere; "cuda": the CUDA kernels or an error; "xla": blockwise XLA everywhere.
+        sinks: (H,) of any float dtype: one more logit per query head in the softmax's denominator,
+            without a value (gpt-oss).
+        precision: of products of float32 operands, as in `flash_attention`: on GPUs float32 for
+            "highest", otherwise TF32. None: the value of `jax.default_matmul_precision`.
+        return_lse: also return the log-sum-exp (natural logarithm) of each row's scores. It
+            includes the sink.
+        implementation: None: the CUDA kernels when lowered for CUDA, blockwise XLA elsewhere;
+            "cuda": the CUDA kernels or an error; "xla": blockwise XLA everywhere.
             The kernels take bfloat16 and float16 with head dims up to 512, and float32 with head
             dims up to 256, all multiples of 8.
 
     Returns:
         out, (B, Sq, H, Dv) in query's dtype, or (out, lse), lse (B, H, Sq) float32 (float64 for
         float64). A row that attends nothing has out 0 and lse -inf, also with a sink. Values are
-        unknown when tracing, so what they cannot be is answered by NaN, in that row alone: a range
-        that ends behind the cache (a length over S, or over max_blocks * page_size), and a key
-        whose block_table entry is no page (below 0, or pages and above).
+        unknown when tracing, so an invalid value gives NaN, in that row alone: a range that ends
+        beyond the cache (a length over S, or over max_blocks * page_size), or a key whose
+        block_table entry is not a page (below 0, or at least `pages`).
 
     Raises:
         ValueError: shapes, dtypes or numbers that are not as above.
-        NotImplementedError: when differentiated; when lowered for CUDA, no kernel for the dtype or
-            head dims; with implementation="cuda", when lowered for another platform.
+        NotImplementedError: when differentiated; when lowered for CUDA without a kernel for the
+            dtype or head dims; with implementation="cuda", when lowered for another platform.
 
     Examples:
-        A step of a loop over a paged cache, caches donated so that they are written in place:
+        A decoding step over a paged cache. The caches are donated, so they are written in place:
 
         >>> @functools.partial(jax.jit, donate_argnames=("key_cache", "value_cache"))
         ... def step(query, key, value, key_cache, value_cache, block_table, lengths):
@@ -156,8 +156,8 @@ def decode_attention(
     left, right = _window(window)
     if causal and right:
         raise ValueError(
-            f"window={window} lets a row attend {right} keys behind its own, which causal=True "
-            f"forbids: give ({left}, 0), or causal=False"
+            f"window={window} lets a row attend {right} keys after itself, which causal=True "
+            f"forbids: pass ({left}, 0), or causal=False"
         )
     rows = _ranges(lengths, kv_starts, left, right, bool(causal), q_len)
     operands = [ask_devices(query), key, value, *rows]
@@ -202,7 +202,7 @@ def _ranges(
     if causal:
         right = 0
     hi = jnp.broadcast_to(lengths, position.shape)
-    if right is not None:  # compared so that nothing leaves int32
+    if right is not None:  # compared in a way that does not overflow int32
         hi = jnp.where(position < lengths - 1 - right, position + 1 + right, hi)
     hi = jnp.where(position < 0, 0, hi)
     lo = jnp.zeros_like(position)
@@ -211,8 +211,8 @@ def _ranges(
         shapes = (lengths.shape[:1], position.shape)
         if starts.shape not in shapes:
             raise ValueError(
-                f"kv_starts must have shape {shapes[0]}, one for a sequence, or {shapes[1]}, one "
-                f"for a row, but has {starts.shape}"
+                f"kv_starts must have shape {shapes[0]}, one per sequence, or {shapes[1]}, one per "
+                f"row, but has {starts.shape}"
             )
         lo = jnp.maximum(lo, starts[:, None] if starts.ndim == 1 else starts)
     if left is not None:
@@ -221,14 +221,14 @@ def _ranges(
 
 
 def _window(window: Any) -> tuple[int | None, int | None]:
-    """(left, right), of which nothing is more than INT_MAX."""
+    """(left, right), neither above INT_MAX."""
     if window is None:
         return None, None
     sizes = window if isinstance(window, (tuple, list)) and len(window) == 2 else (-1, -1)
     if not all(x is None or (_is_integer(x) and x >= 0) for x in sizes):
         raise ValueError(
-            "window must be None or (left, right), integers from 0 on, known when tracing, or None "
-            f"for no limit, but is {window!r}"
+            "window must be None or (left, right), each an integer of at least 0, known when "
+            f"tracing, or None for no limit, but is {window!r}"
         )
     left, right = (None if x is None else min(int(x), INT_MAX) for x in sizes)
     return left, right
@@ -239,9 +239,9 @@ def _is_integer(x: Any) -> bool:
 
 
 def as_integers(name: str, x: Any) -> jax.Array:
-    """As int32; what does not fit becomes the nearest there is, which is behind every cache."""
+    """As int32; a value that does not fit saturates, which puts it beyond every cache."""
     if not isinstance(x, jax.Array):
-        x = numpy_array(name, x)  # jax would cut 64 bits to 32, and a length become another
+        x = numpy_array(name, x)  # jax would truncate 64 bits to 32, and change a length
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise ValueError(f"{name} must be an array of integers, but is {x.dtype}")
     limits = jnp.iinfo(x.dtype)
@@ -259,7 +259,7 @@ def _check_tensors(
         if x.ndim != 4:
             shape = "(batch, rows, heads, dim)" if name == "query" else cache
             raise ValueError(f"{name} must have shape {shape}, not {x.shape}")
-        # an empty batch, or no rows, have an empty result
+        # an empty batch, or no rows, give an empty result
         if 0 in (x.shape[2:] if name == "query" or (table is None and not x.shape[0]) else x.shape):
             raise ValueError(f"{name} must not be empty, but has shape {x.shape}")
         if str(x.dtype) not in DTYPES:
@@ -271,16 +271,16 @@ def _check_tensors(
         )
     batch, rows, heads, qk_dim = query.shape
     if is_symbolic(rows):
-        raise ValueError(f"query must have a known number of rows of a sequence, but has {rows}")
+        raise ValueError(f"query must have a known number of rows per sequence, but has {rows}")
     if rows > MAX_ROWS:
         raise ValueError(
-            f"query must have 1 to {MAX_ROWS} rows of a sequence, but has {rows}: for more, "
+            f"query must have 1 to {MAX_ROWS} rows per sequence, but has {rows}: for more, use "
             f"flash_attention with causal(offset=kv_lengths - {rows}). query has shape "
             f"{query.shape}, whose axes are (batch, rows, heads, dim)"
         )
     if key.shape[:3] != value.shape[:3]:
         raise ValueError(
-            f"value must have the shape of key, {key.shape[:3]} and a head dim, but "
+            f"value must have the shape of key, {key.shape[:3]}, and then a head dim, but "
             f"has {value.shape}"
         )
     if heads % key.shape[2]:
@@ -293,22 +293,23 @@ def _check_tensors(
         raise ValueError(f"key must have the head dim of query, {qk_dim}, but has {key.shape[3]}")
     if lengths.shape != (batch,):
         raise ValueError(
-            f"kv_lengths must have shape ({batch},), as query, but has {lengths.shape}"
+            f"kv_lengths must have shape ({batch},), the batch of query, but has {lengths.shape}"
         )
     if table is None:
         if key.shape[0] != batch:
             raise ValueError(
-                f"key has batch size {key.shape[0]}, but query has {batch}; pages need a "
-                "block_table"
+                f"key has batch size {key.shape[0]}, but query has {batch}; if key holds pages, "
+                "pass block_table="
             )
         capacity = key.shape[1]
     else:
         if table.ndim != 2 or table.shape[0] != batch or table.shape[1] == 0:
             raise ValueError(
-                f"block_table must have shape ({batch}, blocks), as query, but has {table.shape}"
+                f"block_table must have shape ({batch}, blocks), the batch of query first, but has "
+                f"{table.shape}"
             )
         capacity = table.shape[1] * key.shape[1]
     if not is_symbolic(capacity) and capacity > MAX_LENGTH:
         raise ValueError(
-            f"a sequence may have room for {MAX_LENGTH} keys at most, but has it for {capacity}"
+            f"a sequence may have room for at most {MAX_LENGTH} keys, but has room for {capacity}"
         )

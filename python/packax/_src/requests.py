@@ -1,5 +1,4 @@
-"""The request of `flash_attention`, checked: tensors, their axes, that the mask fits them, and what
-changes scores."""
+"""Checks of `flash_attention`'s request: tensors, their axes, the mask's fit, score parameters."""
 
 from __future__ import annotations
 
@@ -22,7 +21,8 @@ from packax._src.core.sharding import HeadGroups, Layout, check_tensors
 from packax._src.masks.expressions import MaskExpression, check_lengths, instead_of_array
 from packax._src.ops.score_mods import Alibi, ScoreParams, bias_dims
 
-_MOST_HEADS, _MOST_EQUAL_HEADS = 256, 128  # of a model, of which any is known; and of keys too
+# The most query heads of any known model, and the most where keys have as many.
+_MOST_HEADS, _MOST_EQUAL_HEADS = 256, 128
 _MANY_HEADS, _FEW_TOKENS = 64, 16
 _CAPS = (1e-30, 1e30)
 _NO_MASK = (
@@ -54,7 +54,8 @@ def check_request(
             raise ValueError(f"{name} must have shape (batch, length, heads, dim), not {x.shape}")
         if 0 in x.shape[2:]:
             raise ValueError(
-                f"{name} must have heads and a head dim of 1 at least, but has shape {x.shape}"
+                f"{name} must have at least 1 head and a head dim of at least 1, but has shape "
+                f"{x.shape}"
             )
         if str(x.dtype) not in DTYPES:
             raise ValueError(f"{name} must be one of {', '.join(DTYPES)}, but is {x.dtype}")
@@ -99,15 +100,15 @@ def _axes(query: tuple[int, ...], key: tuple[int, ...]) -> str:
 def check_axes(
     mask: Any, query: tuple[int, ...], key: tuple[int, ...], q_len: int, kv_len: int
 ) -> None:
-    """An error where lengths and the expression's disagree, a warning where nothing says the length
-    and the axes look like (batch, heads, length, dim)."""
+    """Raises if lengths and the expression disagree; warns if nothing determines the length and the
+    axes look like (batch, heads, length, dim)."""
     known = False
     if isinstance(mask, MaskExpression):
         own = check_lengths(mask)
         if own[0] not in (None, q_len) or own[1] not in (None, kv_len):
             try:
                 check_lengths(mask, q_len, kv_len, said=("query has", "key has"))
-            except ValueError as error:  # nobody gave a q_len
+            except ValueError as error:  # its text must not mention q_len
                 raise ValueError(f"{error}{_axes(query, key)}") from None
         known = own[0] is not None
     elif isinstance(mask, AttentionMask):
@@ -115,16 +116,17 @@ def check_axes(
     sizes = (*query[1:3], *key[1:3])
     if not known and not any(map(is_symbolic, sizes)) and _look_swapped(*sizes):
         warnings.warn(
-            f"query and key may have their lengths and heads swapped{_axes(query, key)}. For "
-            "(batch, heads, length, dim), as PyTorch has it, call with x.swapaxes(1, 2)",
+            f"query and key may have their lengths and heads swapped{_axes(query, key)}. For the "
+            "(batch, heads, length, dim) of PyTorch, pass x.swapaxes(1, 2)",
             stacklevel=3,
         )
 
 
 def _look_swapped(rows: int, heads: int, keys: int, kv_heads: int) -> bool:
-    """More heads than any model has, or as many as large ones for a few tokens; as many heads of
-    keys as of queries, and more than a model has that does not group them, or an odd number; or, of
-    swapped axes with grouped heads, as many heads of keys as of queries, and fewer keys than rows.
+    """True for more heads than any model has, or as many as large models for a few tokens; for as
+    many key as query heads, if they are more than a model without grouped heads has, or an odd
+    number; or, as swapped axes with grouped heads give, for as many key as query heads and fewer
+    keys than rows.
     """
     longest = max(rows, keys)
     if longest >= heads:
@@ -168,22 +170,22 @@ def check_mask(
     shape = jnp.shape(mask.q_lo)
     if shape == (rows,) and batch > 1:
         raise ValueError(
-            f"mask has row ranges of shape {shape}, without a batch axis, as a vmap over the mask "
-            f"leaves it, but query has batch size {batch}: map query over its batch too, or give "
+            f"mask has row ranges of shape {shape}, without a batch axis, as inside a vmap over "
+            f"the mask, but query has batch size {batch}: map query over its batch too, or give "
             "the mask a batch of one, jax.tree.map(lambda x: x[None], mask)"
         )
     if len(shape) == 2 and shape[0] not in (1, batch) and shape[0] == rows:
         raise ValueError(
             f"mask was built for batch size {shape[0]}, the length of query, but query has "
             f"{batch}: "
-            f"an array of shape ({rows},) of prefix or offset= is one for each row of the batch. "
-            f"For lengths of each token give (1, {rows})"
+            f"an array of shape ({rows},) in prefix or offset= has one value per batch row. For "
+            f"one value per token pass shape (1, {rows})"
         )
     if len(shape) == 2 and shape[1] == rows and shape[0] not in (1, batch):
         raise ValueError(
             f"mask was built for batch size {shape[0]}, but query has {batch}: build it from ids "
-            "of the same batch, or from one row, whose mask serves all. Inside of a vmap over the "
-            "batch map the mask too, with in_axes=mask.vmap_axes()"
+            "of the same batch, or from one row, whose mask is used for all. Inside a vmap over "
+            "the batch map the mask too, with in_axes=mask.vmap_axes()"
         )
     if shape != (rows,) and (len(shape) != 2 or shape[0] not in (1, batch) or shape[1] != rows):
         raise ValueError(
@@ -193,16 +195,16 @@ def check_mask(
     if mask.block_mask is not None and jnp.shape(mask.block_mask)[-3] not in (1, heads):
         raise ValueError(
             f"mask has a block_mask of {jnp.shape(mask.block_mask)[-3]} heads, but query has "
-            f"{heads}: give it one for each head of query, or one for all"
+            f"{heads}: pass one map per query head, or one for all"
         )
 
 
-def check_bias_beside(mask: AttentionMask) -> None:
-    """Of a bias that is an array."""
+def check_bias_with(mask: AttentionMask) -> None:
+    """Raises if the mask cannot be used with a bias array."""
     if mask.private_part is not None:
         raise NotImplementedError(
-            "a bias that is an array beside a plan of kind 'local', by which ranks have keys of "
-            "their own: make a plan of another kind, such as context_plan(..., kind='balanced')"
+            "a bias array with a plan of kind 'local', which gives ranks private keys: make a plan "
+            "of another kind, such as context_plan(..., kind='balanced')"
         )
 
 
@@ -216,11 +218,12 @@ def validate_score_params(
     layout: Layout | None,
     for_sm90: bool = True,
 ) -> tuple[ScoreParams, tuple[jax.Array, ...]]:
-    """The arrays of a request, checked; with ALiBi the places of rows and keys, (1 or B, length),
-    but none where they are indices and nothing else is an array: Hopper has kernels for that, if
-    the rest of the request is `for_sm90`.
+    """The checked score parameters, and with ALiBi the positions of rows and keys, (1 or B,
+    length).
 
-    The lengths are those of whole sequences.
+    No positions are returned where they are indices, nothing else is an array, and the rest of the
+    request is `for_sm90`: Hopper has kernels for that. q_len and kv_len are those of whole
+    sequences.
     """
     real = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
     scores = ScoreParams(_per_head("sinks", "logit", sinks, query, layout))
@@ -242,7 +245,7 @@ def validate_score_params(
 
 
 def _bias_array(bias: Any, query: jax.Array, kv_len: int, layout: Layout | None) -> jax.Array:
-    """(1 or B, 1 or H, 1 or Sq, Skv), of query's dtype, or of float32 as the kernels take it."""
+    """(1 or B, 1 or H, 1 or Sq, Skv) in query's dtype, or in float32, which the kernels take."""
     if not hasattr(bias, "dtype") or not hasattr(bias, "shape"):
         raise ValueError(
             f"bias must be None, alibi(slopes) or an array of floats, but is {described(bias)}"
@@ -259,11 +262,11 @@ def _bias_array(bias: Any, query: jax.Array, kv_len: int, layout: Layout | None)
             f"(batch, heads, query rows, keys), but has {tuple(bias.shape)}"
         )
     real = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
-    if bias.dtype == jnp.float64 and real == jnp.float32:  # its least number is no infinity there
+    if bias.dtype == jnp.float64 and real == jnp.float32:  # its lowest number must stay finite
         xp, limits = jnp if isinstance(bias, jax.Array) else np, np.finfo(np.float32)
         bias = xp.where(xp.isinf(bias), bias, xp.clip(bias, limits.min, limits.max))
     bias = jnp.asarray(bias)
-    # Parts of its gradient that ranks, or groups of heads, add up are float32.
+    # In float32, so that the parts of its gradient from ranks or groups of heads add up in float32.
     divided = layout is not None and 1 in bias.shape[:3]
     if divided or bias.dtype not in (query.dtype, real):
         bias = bias.astype(real)
@@ -277,7 +280,7 @@ def _placed(x: jax.Array, layout: Layout | None, *dims: Any) -> jax.Array:
 def _per_head(
     name: str, what: str, given: Any, query: jax.Array, layout: Layout | None
 ) -> jax.Array | None:
-    """(H,) as an array of floats, or None; on an explicit mesh sharded as the heads are."""
+    """(H,) as an array of floats, or None; on a mesh of explicit axes sharded as the heads are."""
     heads = query.shape[2]
     if given is None:
         return None
@@ -306,8 +309,8 @@ def _check_cut(bias: Alibi, layout: Layout | None) -> None:
         return
     if bias.positions is None or bias.kv_positions is None:
         raise ValueError(
-            f"alibi needs positions and kv_positions where sharding cuts the sequence, here over "
-            f"{layout.context}: rows do not lie at their indices"
+            f"alibi needs positions and kv_positions where the sequence is sharded, here over "
+            f"{layout.context}: a row's index is not its position"
         )
 
 
@@ -318,7 +321,7 @@ def _places(
     if q is not None and kv is None:
         if q_len != kv_len:
             raise ValueError(
-                f"alibi needs kv_positions beside positions where the lengths differ: there are "
+                f"alibi needs both positions and kv_positions where the lengths differ: there are "
                 f"{q_len} query rows and {kv_len} keys"
             )
         kv = q
@@ -358,7 +361,7 @@ def checked_scale(scale: Any) -> float | jax.Array:
 
 
 def checked_soft_cap(soft_cap: Any) -> float:
-    """The cap; 0: there is none."""
+    """The cap; 0: no cap."""
     if soft_cap is None:
         return 0.0
     number = _number("soft_cap", soft_cap)

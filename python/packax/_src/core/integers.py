@@ -1,4 +1,4 @@
-"""Arrays of integers from outside, as int32: checked, saturating, in numpy or jax.numpy."""
+"""The user's integer arrays as int32: checked, saturating, in numpy or jax.numpy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def numpy_of(*arrays: Any) -> ModuleType:
 
 
 def plus(x: Any, step: Any) -> Array:
-    """x + step for an int32 array x and integers of int32: where that leaves int32, its end."""
+    """x + step for an int32 array x and int32 integers, saturating."""
     xp = numpy_of(x, step)
     with np.errstate(over="ignore"):  # numpy scalars would warn
         total = x + step
@@ -34,7 +34,7 @@ def plus(x: Any, step: Any) -> Array:
 
 
 def numpy_array(name: str, given: Any) -> np.ndarray:
-    """What should be integers, as numpy has it: what is no array of anything is an error."""
+    """The argument as a numpy array, which should hold integers; raises if it is not an array."""
     try:
         x = np.asarray(given)
     except (TypeError, ValueError):  # ragged, or no array
@@ -57,7 +57,7 @@ def as_int32(
     ranks: tuple[int, ...] = (1, 2),
     shapes: str = "(batch, length) or (length,)",
 ) -> Array:
-    """x as int32 of one of these ranks; values that do not fit are an error, or saturate."""
+    """x as int32 of one of these ranks; values that do not fit raise, or saturate."""
     if is_symbolic_dim(x):  # of jax.export, such as causal(kv_len - q_len)
         x = jnp.asarray(x).astype(jnp.int32)
     if not isinstance(x, jax.Array):
@@ -67,7 +67,7 @@ def as_int32(
     if not jnp.issubdtype(x.dtype, np.integer):  # jnp's knows int4
         text = f"{name} must be integers, but has dtype {x.dtype}"
         if x.dtype.kind in "USTO":  # strings and objects
-            text += f": number them by np.unique({name}, return_inverse=True)[1]"
+            text += f": number them with np.unique({name}, return_inverse=True)[1]"
         raise ValueError(text)
     if jnp.iinfo(x.dtype).bits < 32 or x.dtype == np.int32:
         same = isinstance(x, jax.Array) and x.dtype == np.int32  # jax arrays never change

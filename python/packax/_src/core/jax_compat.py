@@ -1,4 +1,4 @@
-"""What jax calls differently from release to release: varying axes, the mesh of a `with` block."""
+"""What differs between jax releases: varying axes, the mesh of a `with` block."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 
 def _attention_of_jax_nn() -> Any:
-    """The function itself: somebody may have assigned another one to its name in jax.nn."""
+    """The function itself: its name in jax.nn may have been reassigned."""
     try:
         from jax._src.nn.functions import dot_product_attention
     except ImportError:
@@ -29,9 +29,9 @@ def varying_axes(aval: Any) -> frozenset[str]:
 
 
 def vary_together(*trees: Any) -> tuple[Any, ...]:
-    """The arrays, each marked as varying over the axes that any of them varies over.
+    """The arrays, each marked as varying over every axis that any of them varies over.
 
-    The transpose of the mark is the psum that the gradient of a replicated operand needs.
+    The transpose of the marking is the psum that the gradient of a replicated operand needs.
     """
     union = frozenset[str]().union(*(varying_axes(jax.typeof(x)) for x in jax.tree.leaves(trees)))
     if not union:  # as outside of shard_map
@@ -51,9 +51,8 @@ def vary_together(*trees: Any) -> tuple[Any, ...]:
 def run_compiled(function: Any, *operands: Any, **params: Any) -> Any:
     """The results of a jitted function that implements a primitive outside of jit.
 
-    It stays jitted under disable_jit, where it would call itself. jax looks for NaNs and infinities
-    (jax.debug_nans, jax.debug_infs) in what comes out, but for -inf: that is what the log-sum-exp
-    of a row that attends nothing is.
+    It stays jitted under disable_jit, where it would call itself. jax.debug_nans and jax.debug_infs
+    check its results, except for -inf, the log-sum-exp of a row that attends nothing.
     """
     if not (jax.config.jax_debug_nans or jax.config.jax_debug_infs):  # type: ignore[attr-defined]
         with jax.disable_jit(False):
@@ -62,12 +61,12 @@ def run_compiled(function: Any, *operands: Any, **params: Any) -> Any:
         results = function(*operands, **params)
     for x in results:
         if jnp.issubdtype(x.dtype, jnp.floating):
-            jnp.where(x == -jnp.inf, jnp.zeros_like(x), x)  # in the results of this jax looks
+            jnp.where(x == -jnp.inf, jnp.zeros_like(x), x)  # jax checks the results of this
     return results
 
 
 def check_for_nans(primitive: Any) -> None:
-    """checkify looks for NaNs in the results of the primitive, as in those of jax's own."""
+    """Makes checkify check the primitive's results for NaNs, as it does for jax's primitives."""
     try:
         from jax._src import checkify
 
@@ -87,7 +86,7 @@ def entered_mesh() -> Any:
 
 
 def lower_with_devices(primitive: Any) -> None:
-    """Lowering a program that holds the primitive sees its devices, which jax elsewhere hides."""
+    """Makes the devices known when lowering a program with the primitive; jax hides them else."""
     try:
         from jax._src.dispatch import prim_requires_devices_during_lowering
     except ImportError:
@@ -96,10 +95,10 @@ def lower_with_devices(primitive: Any) -> None:
 
 
 def with_64_bits(avals: Any) -> Any:
-    """A context in which such values keep their 64 bits.
+    """A context in which values of 64 bits keep them.
 
-    XLA may ask for a piece of a program in a thread of its own, which does not know that
-    `jax.enable_x64` was set in the caller's.
+    XLA may trace a part of a program in another thread, which does not see the caller's
+    `jax.enable_x64`.
     """
     known = jax.dtypes.canonicalize_dtype("float64") == "float64"
     if known or not any(x.dtype.itemsize == 8 for x in avals):

@@ -1,4 +1,4 @@
-"""`AttentionMask`: a mask for all layers and both passes, and the one table of its arrays."""
+"""`AttentionMask`: a mask for all layers and both passes, and the table of its arrays."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _BUILT_FROM = (  # by segment_check
 Axes = tuple[str, ...]
 Pass = Literal["forward", "backward"]
 BATCH, HEADS, RANK, WHOLE = "batch", "heads", "rank", "whole"
-"""What an axis of an array is over: the batch, or the heads of query, or 1: one for all of them;
-what each rank has its own piece of; what every rank has whole."""
+"""The kinds of array axes: the batch or the query heads (or 1, shared by all of them), an axis of
+which each rank has its piece, and one that every rank has whole."""
 
 
 class Field(NamedTuple):
@@ -48,14 +48,14 @@ class Field(NamedTuple):
         return HEADS in self.axes
 
     def axes_at(self, segment_check: int) -> tuple[str, ...]:
-        """The axes, with that of the two limits of positions where q_pos has both."""
+        """The axes, with one for the two limits of positions where q_pos has both."""
         two_limits = self.name == "q_pos" and segment_check == 3
         return (BATCH, WHOLE, RANK) if two_limits else self.axes
 
     def dims(
         self, segment_check: int, batch: Axes, context: Axes, heads: Axes = ()
     ) -> tuple[Axes, ...]:
-        """The mesh axes of each of its axes, up to the last that may have some."""
+        """The mesh axes of each array axis, up to the last array axis that may be sharded."""
         axes = self.axes_at(segment_check)
         over = {BATCH: batch, HEADS: heads, RANK: context, WHOLE: ()}
         last = max(n for n, axis in enumerate(axes) if axis != WHOLE)
@@ -73,12 +73,12 @@ _OF_NO_PASS = {"passes": ()}
 class AttentionMask(NotAnArray):
     """What `create_attention_mask` returns: a pytree of int32 arrays, O(S) in memory, or O(blocks).
 
-    It crosses jit, scan, remat and shard_map, and serves every layer, forward and backward. The
-    first axis of every leaf is the batch, or 1 (one mask for all rows of the batch, one map of
-    blocks, one plan). `vmap` over the batch of a model takes `in_axes=mask.vmap_axes()`, or 0 where
-    all leaves have the batch. Under shard_map a mask with a batch takes the batch's spec, a mask
-    for a context-parallel sharding `mask.sharding.mask_specs(mask)`. The leaves are those of
-    docs/internals/mask_format.md; they are not meant to be written.
+    It can be passed through jit, scan, remat and shard_map, and is used by every layer, forward and
+    backward. The first axis of every leaf is the batch, or 1 (one mask for all batch rows, one
+    block map, one plan). For `vmap` over the batch of a model pass `in_axes=mask.vmap_axes()`, or 0
+    where all leaves have the batch. Under shard_map the spec of a mask with a batch is that of the
+    batch, and of a mask for a context-parallel sharding `mask.sharding.mask_specs(mask)`. The
+    leaves are described in docs/internals/mask_format.md; do not write them yourself.
     """
 
     # In the order of `Operands`.
@@ -93,7 +93,7 @@ class AttentionMask(NotAnArray):
     q_order_192: jax.Array = field(metadata=_array(BATCH, RANK, only="forward"))
     kv_blocks: jax.Array = field(metadata=_array(BATCH, WHOLE, RANK, only="backward"))
     kv_order: jax.Array = field(metadata=_array(BATCH, RANK, only="backward"))
-    # Of block_sparse(...): its map in bits, (Bp, H, NQ, words), and block lists of tiles.
+    # For block_sparse(...): its map in bits, (Bp, H, NQ, words), and the block lists of tiles.
     block_mask: jax.Array | None = field(default=None, metadata=_array(BATCH, HEADS, RANK, WHOLE))
     q_block_lists: jax.Array | None = field(
         default=None, metadata=_array(BATCH, HEADS, RANK, WHOLE)
@@ -105,25 +105,26 @@ class AttentionMask(NotAnArray):
     kv_plan: jax.Array | None = field(
         default=None, metadata=_array(BATCH, WHOLE, WHOLE) | _OF_NO_PASS
     )
-    # Of a plan that keeps documents local: the same again as masks of shared rows and the shared
-    # keys of all ranks, or of a host's, and of all rows and the rank's own keys.
+    # For a plan that keeps documents local: the mask in parts. Each shared part is of shared rows
+    # and the shared keys of all ranks, or of a host's; the private part is of all rows and the
+    # rank's private keys.
     shared_parts: tuple[AttentionMask, ...] = ()
     private_part: AttentionMask | None = None
-    # (B,), 1: that plan was made of other segment ids, so results are NaN. None: known not to be.
+    # (B,), 1: that plan was made from other segment ids, so results are NaN. None: known to match.
     plan_mismatch: jax.Array | None = field(default=None, metadata=_array(BATCH) | _OF_NO_PASS)
 
     q_len: int
     kv_len: int
-    segment_check: int  # 0: none, 1: ids, 2: and upper limits of positions, 3: both limits
+    segment_check: int  # 0: none, 1: ids, 2: ids and upper limits of positions, 3: both limits
     sharding: AttentionSharding | None = None
-    shards: int = 1  # pieces of its rows, by the context axes of that
-    permuted: bool = False  # its rows, by a plan
+    shards: int = 1  # into how many pieces the context axes of `sharding` cut its rows
+    permuted: bool = False  # whether a plan permuted its rows
     block_size: tuple[int, int] | None = None
-    # Of a part: the context axes at which the gathers of its keys begin, (): they are the rank's.
+    # In a part: the context axes at which the gathers of its keys begin; (): the rank's own keys.
     gathers: tuple[int, ...] | None = None
 
     def __repr__(self) -> str:
-        """Sizes, and what it was built from as far as its arrays say it: two lines."""
+        """Two lines: its sizes, and what it was built from as far as its arrays show."""
         if not all(hasattr(x, "shape") for x in (self.q_lo, *jax.tree.leaves(self))):
             fields = ((x.name, getattr(self, x.name)) for x in dataclasses.fields(self))
             return f"AttentionMask({', '.join(f'{name}={x!r}' for name, x in fields)})"
@@ -153,14 +154,14 @@ class AttentionMask(NotAnArray):
         raise TypeError(
             "an AttentionMask has no hash, because it holds arrays: it cannot be a static argument "
             "of jit, or a key of a dict. Pass it as an ordinary argument (it is a pytree), or "
-            "build it inside of the function from arrays that are arguments"
+            "build it inside the function from arrays that are arguments"
         )
 
     def as_array(self) -> jax.Array:
-        """Whether query row i attends key j, as the arrays of this mask say it: for small lengths.
+        """Whether query row i attends key j according to this mask's arrays: for small lengths.
 
         Returns:
-            bool, (B, Sq, Skv), with a block mask of heads (B, H, Sq, Skv). Rows are in the order
+            bool, (B, Sq, Skv), with a block mask per head (B, H, Sq, Skv). Rows are in the order
             of the query that the mask is for: permuted, if a plan permutes it.
 
         Raises:
@@ -170,8 +171,8 @@ class AttentionMask(NotAnArray):
         rows, keys = mask.q_lo.shape[-1], self.kv_len
         if rows * keys > _MOST_PAIRS:
             raise ValueError(
-                f"as_array makes {rows} x {keys} booleans, and is for at most {_MOST_PAIRS} of "
-                "them, 4096 x 4096: look at a mask of smaller lengths"
+                f"as_array would make {rows} x {keys} booleans, but makes at most {_MOST_PAIRS}, "
+                "which is 4096 x 4096: use a mask of smaller lengths"
             )
         index = jnp.arange(keys, dtype=jnp.int32)[None, None]
         allowed = (mask.q_lo[..., None] <= index) & (index < mask.q_hi[..., None])
@@ -198,10 +199,10 @@ class AttentionMask(NotAnArray):
         return allowed[:, None] & of_heads if of_heads.shape[1] > 1 else allowed & of_heads[:, 0]
 
     def vmap_axes(self) -> AttentionMask:
-        """`in_axes` for a vmap over the batch: 0 for what has it, None for what all rows share.
+        """`in_axes` for a vmap over the batch: 0 for arrays with a batch, None for shared ones.
 
-        For models that are written for one row of a batch, as Equinox's are. Inside of the vmap the
-        mask has no batch axis, and query, key and value a batch of one, as in `query[None]`.
+        For models that are written for one row of a batch, as in Equinox. Inside the vmap the mask
+        has no batch axis, and query, key and value need a batch of one, as in `query[None]`.
 
         Examples:
             >>> out = jax.vmap(attend, in_axes=(0, 0, 0, mask.vmap_axes()))(query, key, value, mask)
@@ -210,7 +211,7 @@ class AttentionMask(NotAnArray):
         return jax.tree.map(lambda x: 0 if x.shape[0] == batch > 1 else None, self)
 
     def with_batch(self) -> AttentionMask:
-        """With a batch of one where vmap took the batch axis."""
+        """The mask with a batch axis of one where vmap removed the batch axis."""
         lost: dict[str, Any] = {
             name: array[None]
             for name, array in self._arrays()
@@ -220,7 +221,7 @@ class AttentionMask(NotAnArray):
         return dataclasses.replace(self, **lost) if lost else self
 
     def _of_parts(self, function: Callable[[AttentionMask], Any]) -> dict[str, Any]:
-        """A function of each part that is there."""
+        """The function applied to each part, if there are parts."""
         if self.private_part is None:
             return {}
         shared = tuple(map(function, self.shared_parts))
@@ -231,7 +232,7 @@ class AttentionMask(NotAnArray):
         there = {
             name: getattr(self, name) for name, field in FIELDS.items() if direction in field.passes
         }
-        # Keys that are the rows have their ids and positions.
+        # In self-attention keys have the ids and positions of the rows.
         for name, of_rows in (("kv_ids", "q_ids"), ("kv_pos", "q_pos")):
             there[name] = there[of_rows] if there[name] is None else there[name]
         return {name: x for name, x in there.items() if x is not None}
@@ -239,7 +240,7 @@ class AttentionMask(NotAnArray):
     def specs(
         self, spec: Callable[..., Any], batch: Axes, context: Axes, heads: Axes
     ) -> AttentionMask:
-        """A mask of `spec(*mesh axes of each axis)` for every array; sizes of 1 lie on no axes."""
+        """A mask of `spec(*mesh axes of each axis)` for every array; axes of size 1 have none."""
 
         def of(name: str, x: Any) -> Any:
             own_heads = heads if FIELDS[name].block_sparse and x.shape[1] > 1 else ()
@@ -253,7 +254,7 @@ class AttentionMask(NotAnArray):
         return dataclasses.replace(self, **made)
 
     def _arrays(self) -> list[tuple[str, Any]]:
-        """Those that are there."""
+        """The arrays that are present."""
         held = ((name, getattr(self, name)) for name in FIELDS)
         return [(name, x) for name, x in held if hasattr(x, "ndim")]
 
@@ -274,7 +275,7 @@ jax.tree_util.register_dataclass(
 def dims_of(
     name: str, gathers: tuple[int, ...], segment_check: int, batch: Axes, context: Axes
 ) -> tuple[Axes, ...]:
-    """The mesh axes of each axis of an array of a part: of those that say whose keys they are."""
+    """The mesh axes of each axis of an array of a part, for arrays of keys those of its gathers."""
     like = {"kv_ids": "q_lo", "kv_pos": "q_lo", "kv_plan": "q_blocks"}.get(name)
     if like is None:
         return FIELDS[name].dims(segment_check, batch, context)
@@ -285,18 +286,18 @@ def _serialized(static: Any) -> bytes:
     """An AttentionMask's static fields, for jax.export."""
     if any(is_symbolic_dim(x) for x in static):
         raise NotImplementedError(
-            "a mask of symbolic lengths can not be an argument of an exported program, because its "
-            "lengths are not those of the mask that a caller has: build the mask in the program, "
-            "or pass its leaves (docs/guide/transformations.md)"
+            "a mask of symbolic lengths cannot be an argument of an exported program, because its "
+            "lengths are not those of the caller's mask: build the mask in the program, or pass "
+            "its leaves (docs/guide/transformations.md)"
         )
     return json.dumps(static, default=_plain).encode()
 
 
 def _plain(sharding: Any) -> Any:
-    """An AttentionSharding as json has it."""
+    """An AttentionSharding as json can store it."""
     if sharding.mesh is not None:
         raise NotImplementedError(
-            "a mask whose sharding holds a mesh can not be an argument of an exported program: "
+            "a mask whose sharding holds a mesh cannot be an argument of an exported program: "
             "leave mesh= out of AttentionSharding, and set the mesh with jax.set_mesh(mesh)"
         )
     return {"query": tuple(sharding.query), "key_value": tuple(sharding.key_value)}

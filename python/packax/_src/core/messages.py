@@ -1,4 +1,4 @@
-"""How errors and reprs name what a caller gave."""
+"""How errors and reprs describe the caller's arguments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 def shown(x: Any) -> str:
-    """An array as `int32[2, 64]`, one number by its value."""
+    """An array as `int32[2, 64]`, a single number as its value."""
     if isinstance(x, (np.ndarray, np.generic)) and x.ndim == 0:
         return str(x)
     if hasattr(x, "shape") and hasattr(x, "dtype"):
@@ -18,7 +18,7 @@ def shown(x: Any) -> str:
 
 
 def described(x: Any) -> str:
-    """What somebody gave in place of something else."""
+    """A description of an argument of the wrong type."""
     if x is None:
         return "None"
     if hasattr(x, "shape") and hasattr(x, "dtype"):
@@ -30,7 +30,7 @@ def described(x: Any) -> str:
 
 
 class NotAnArray:
-    """Refuses `np.asarray`, which would make an array of one object."""
+    """Makes `np.asarray` raise; it would make an array of one object."""
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         raise TypeError(

@@ -1,8 +1,7 @@
-"""The precision of matrix products, as jax.numpy takes it: of three kinds, by what float32 operands
-keep.
+"""The precision of products of float32 operands, reduced to one of three `jax.lax.Precision`.
 
-`jax.lax.Precision.DEFAULT` and `HIGH`: on GPUs TF32, 11 bits of each operand; `HIGHEST`: float32.
-Sums are float32 in any case, and products of bfloat16 and float16 operands are exact in all three.
+`DEFAULT` and `HIGH`: on GPUs TF32, 11 bits of each operand; `HIGHEST`: float32. Sums are float32 in
+any case, and products of bfloat16 and float16 operands are exact in all three.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ import jax
 import jax.numpy as jnp
 
 Precision = jax.lax.Precision
-_config: Any = jax.config  # its type does not list what it has, in some releases
+_config: Any = jax.config  # in some releases its type does not list all attributes
 _Preset = jax.lax.DotAlgorithmPreset
 
-# Presets that keep no more than these do; the others keep what float32 does.
+# Presets that are no more precise than these; the others are as precise as float32.
 _AT_LEAST = {
     Precision.DEFAULT: ("DEFAULT", "ANY_F8", "F16_F16", "BF16_BF16_BF16", "BF16_BF16_F32"),
     Precision.HIGH: ("TF32_TF32_F32",),
@@ -29,12 +28,12 @@ _ACCEPTED = (
 
 
 def accumulator(dtype: Any) -> Any:
-    """The dtype of sums of such floats: float64 for float64, else float32."""
+    """The dtype in which values of this dtype are summed: float64 for float64, else float32."""
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
 def checked_precision(precision: Any) -> jax.lax.Precision:
-    """The least precision that keeps what is asked for. None: of `jax.default_matmul_precision`."""
+    """The lowest sufficient precision. None: that of `jax.default_matmul_precision`."""
     if precision is None:
         precision = _config.jax_default_matmul_precision
     if isinstance(precision, (tuple, list)) and len(precision) == 2:
@@ -56,5 +55,5 @@ def checked_precision(precision: Any) -> jax.lax.Precision:
 
 
 def is_exact(precision: jax.lax.Precision) -> bool:
-    """Whether products of float32 operands have to be those of float32, not of TF32."""
+    """Whether products of float32 operands must be computed in float32, not TF32."""
     return precision == Precision.HIGHEST

@@ -1,4 +1,4 @@
-"""Sizes that every layer counts in, and arithmetic on sizes that may be symbolic (jax.export)."""
+"""Sizes that every layer uses, and arithmetic on sizes that may be symbolic (jax.export)."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ import jax
 import jax.numpy as jnp
 
 BLOCK = 64  # rows or keys summarised by one entry of q_blocks and kv_blocks
-TILE = 128  # rows or keys of one entry of q_order and kv_order
-TILE_192 = 192  # rows of one entry of q_order_192
+TILE = 128  # rows or keys per entry of q_order and kv_order
+TILE_192 = 192  # rows per entry of q_order_192
 INT_MAX = 2**31 - 1
-MAX_LENGTH = 1 << 29  # of a row, as csrc/call/sizes.h has it
+MAX_LENGTH = 1 << 29  # of a sequence, as in csrc/call/sizes.h
 ONE_BLOCK = (1 << 30, 1 << 30)
-"""The block size of a mask that has block lists and leaves elements to the segment check: its block
-mask is one block, which is there."""
+"""The block size of a mask with block lists whose elements are checked by segment alone: its block
+mask is one block, which is attended."""
 
 PADDING_SEGMENT_ID = -1
-"""The one segment id that is no document: its rows attend nothing and no row attends its keys."""
+"""The segment id of padding: its rows attend nothing and no row attends its keys."""
 
 
 def ceil_div(size: Any, by: int) -> Any:
-    """Of a number, or of a symbolic dimension of jax.export."""
+    """size / by, rounded up; size may be a symbolic dimension of jax.export."""
     return -(-size // by)
 
 
 def is_symbolic(size: Any) -> bool:
-    """Whether it is known only when an exported program runs."""
+    """Whether the size is known only when an exported program runs."""
     return not isinstance(size, int)
 
 
 def fill_up(x: jax.Array, axis: int, size: Any, value: int = 0) -> jax.Array:
-    """x with so many entries of `value` behind it that the axis has the size."""
+    """x padded at the end of the axis with `value` up to the size."""
     missing = size - x.shape[axis]
     if not is_symbolic(missing) and missing == 0:
         return x

@@ -1,4 +1,4 @@
-"""`AttentionSharding`: what the user says of the mesh, and the layout it means for one call.
+"""`AttentionSharding`, the user's sharding, and `Layout`, what it means on the mesh of one call.
 
 Names and sizes only; context/shard.py moves the data.
 """
@@ -18,12 +18,12 @@ from jax.sharding import PartitionSpec as P
 from packax._src.core.jax_compat import entered_mesh
 
 Axes = tuple[str, ...]
-HeadGroups = int | tuple[int, ...] | None  # by which a rank gathers its key/value heads
+HeadGroups = int | tuple[int, ...] | None  # in which a rank gathers its key/value heads
 
 _DIMS = ("batch", "sequence", "heads", "head dim")
 
 
-class _HasSpecs(Protocol):  # an AttentionMask, which core/mask.py makes of this module
+class _HasSpecs(Protocol):  # an AttentionMask; core/mask.py imports this module
     def specs(self, spec: Callable[..., Any], batch: Axes, context: Axes, heads: Axes) -> Any: ...
 
 
@@ -32,24 +32,24 @@ Mask = TypeVar("Mask", bound=_HasSpecs)
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSharding:
-    """How query, key and value lie on a mesh: data, context and tensor parallel together.
+    """How query, key and value are sharded over a mesh: data, context and tensor parallelism.
 
     Each entry of a spec is None, a mesh axis, or a tuple of axes (major first), as in
     `PartitionSpec("data", "context", "tensor", None)` for (batch, sequence, heads, head dim).
 
     Attributes:
-        query: spec of query and of the output; the log-sum-exp is (batch, heads, sequence) of it.
+        query: spec of query and of the output; the log-sum-exp has its (batch, heads, sequence).
         key_value: spec of key and value. Batch: as in query. Sequence: as in query (every rank
             gathers the keys and values, and their gradients are reduce-scattered), or None (every
             rank has all keys). Heads: as in query, or None (every rank has all key/value heads and
             uses those of its query heads).
         mesh: needed only where no mesh is set (`jax.set_mesh(mesh)`).
 
-    Arrays that arrive sharded in another way are resharded. Types on axes of Explicit type must
-    agree where they shard a dimension and the spec does, and say the rest where it does not.
+    Arrays with another sharding are resharded. On mesh axes of type Explicit, the type of an array
+    must agree with the spec where both shard a dimension, and is used where only the type does.
 
-    Inside a `shard_map` of your own over some of these axes, arrays are this rank's pieces along
-    them, and only the others (if any) are mapped here.
+    Inside your own `shard_map` over some of these axes, arrays are this rank's pieces along them,
+    and only the other axes (if any) are mapped here.
 
     Examples:
         >>> sharding = packax.AttentionSharding(
@@ -67,7 +67,7 @@ class AttentionSharding:
             _axes(name, getattr(self, name))
 
     def mask_specs(self, mask: Mask) -> Mask:
-        """The PartitionSpec of every array of a mask, as a mask: for a `shard_map` of your own."""
+        """The PartitionSpec of every array of a mask, as a mask: for your own `shard_map`."""
         return mask.specs(spec, *_axes("query", self.query))
 
 
@@ -75,10 +75,10 @@ class AttentionSharding:
 class Layout:
     """A sharding on the mesh of this call: hashable, so that it can be static."""
 
-    mesh: Any  # None: that of the context
+    mesh: Any  # None: the mesh of the context
     sizes: tuple[tuple[str, int], ...]
     manual: frozenset[str]  # axes over which the caller already is in a shard_map
-    explicit: bool  # the types of arrays say how they are sharded
+    explicit: bool  # whether the types of arrays include their sharding
     batch: Axes
     context: Axes
     heads: Axes
@@ -95,25 +95,25 @@ class Layout:
         return math.prod(sizes[axis] for axis in axes)
 
     def several(self, axes: Axes) -> Axes:
-        """Those of more than one device: over the others there is nothing to gather or scatter.
+        """The axes of more than one device: only over these are arrays gathered or scattered.
 
-        jax_remove_size_one_mesh_axis_from_type leaves the others out of types, too.
+        jax_remove_size_one_mesh_axis_from_type removes the others from types, too.
         """
         return tuple(axis for axis in axes if self.size((axis,)) > 1)
 
     def steps(self, starts: tuple[int, ...]) -> tuple[Axes, ...]:
-        """The axes of each of the gathers of keys that begin at these context axes."""
+        """The axes of each gather of keys, for gathers that begin at these context axes."""
         axes = self.kv_context
         pairs = itertools.pairwise((*starts, len(axes)))
         found = (self.several(axes[first:end]) for first, end in pairs)
         return tuple(step for step in found if step)
 
     def outside(self, axes: Axes) -> int:
-        """How many pieces of a dimension the caller's own shard_map made."""
+        """Into how many pieces the caller's shard_map cut a dimension."""
         return self.size(tuple(axis for axis in axes if axis in self.manual))
 
     def inside(self, axes: Axes) -> int:
-        """How many pieces context/shard.py makes of what the caller passes."""
+        """Into how many pieces context/shard.py cuts a dimension of what the caller passes."""
         return self.size(tuple(axis for axis in axes if axis in self.mapped))
 
     def spec(self, *dims: Axes) -> P:
@@ -121,11 +121,11 @@ class Layout:
         return spec(*(tuple(axis for axis in axes if axis in self.mapped) for axes in dims))
 
     def place(self, x: Any, *dims: Axes) -> Any:
-        """x sharded like this in its type, where types say it; elsewhere shard_map moves it."""
+        """x with this sharding in its type, if types include it; otherwise shard_map moves it."""
         if not self.explicit:
             return x
         where = self.spec(*dims)
-        # Without a mesh in the context a spec alone says nothing.
+        # Without a mesh in the context a spec alone has no meaning.
         placed = where if self.mesh is None else NamedSharding(self.mesh, where)
         return jax.sharding.reshard(x, placed)
 
@@ -139,13 +139,13 @@ class Layout:
     def gathers(
         self, kv_heads: int, groups: HeadGroups, backward: bool, ranks: int | None = None
     ) -> tuple[tuple[int, ...], ...]:
-        """How many of a rank's key/value heads each gather brings, by the groups that are attended.
+        """How many of a rank's key/value heads each gather brings, for each attended group.
 
-        The default, of eight heads: forward 1, 3 and 4, since what the first attention hides grows
-        with it and what is in the open before it should not. Backward 2, then 6, attended as 4 and
-        2: XLA has one collective under way at a time, so a third gather would make the attention
-        wait for the gradients that are on their way, and the last of those are in the open.
-        `ranks`: among which keys are gathered, if not among all.
+        The default for eight heads is 1, 3 and 4 in the forward: the first gather is not
+        overlapped, so it is small, and each attention overlaps with the next, larger gather. In the
+        backward it is 2, then 6, attended as 4 and 2: XLA runs one collective at a time, so a third
+        gather would make attention wait for the gradients in flight, and the last gradients are not
+        overlapped. `ranks`: among how many keys are gathered, if not among all.
         """
         ranks = self.size(self.kv_context) if ranks is None else ranks
         if ranks == 1:
@@ -170,7 +170,7 @@ def spec(*dims: Axes) -> P:
 
 
 def typed_axes(x: Any) -> tuple[Axes, ...]:
-    """The mesh axes of Explicit type over which the type of x shards each dimension."""
+    """The mesh axes of type Explicit over which the type of x shards each dimension."""
     sharding = jax.typeof(x).sharding
     if AxisType.Explicit not in sharding.mesh.axis_types:
         return ((),) * x.ndim
@@ -179,7 +179,7 @@ def typed_axes(x: Any) -> tuple[Axes, ...]:
 
 
 def typed_mesh(x: Any) -> Any:
-    """The mesh of the type of x: its own one where x has devices, as outside of jit."""
+    """The mesh of the type of x, or of x's devices if it has any, as outside jit."""
     typed = jax.typeof(x).sharding.mesh
     return typed if isinstance(x, jax.core.Tracer) else getattr(x.sharding, "mesh", typed)
 
@@ -187,12 +187,12 @@ def typed_mesh(x: Any) -> Any:
 def with_types(
     sharding: Any, query: Any, key: Any, value: Any, name_of_it: str = "sharding"
 ) -> Any:
-    """`sharding`, and what the types of the tensors say where it says None.
+    """`sharding`, completed by the types of the tensors where it has None.
 
-    None without a sharding, where no type shards a sequence: batch and heads need none.
+    None without a sharding if no type shards a sequence: batch and heads need no sharding.
 
     Raises:
-        ValueError: types that say something else than `sharding`, or than each other.
+        ValueError: types that disagree with `sharding`, or with each other.
     """
     tensors = {"query": query, "key": key, "value": value}
     types = {name: typed_axes(x) for name, x in tensors.items()}
@@ -203,7 +203,7 @@ def with_types(
     elif not isinstance(sharding, AttentionSharding) or not any(map(any, types.values())):
         return sharding
     mesh = jax.typeof(query).sharding.mesh
-    several = {  # the axes of which types say something
+    several = {  # the axes that types may name
         name
         for name, size, kind in zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
         if size > 1 and kind == AxisType.Explicit
@@ -235,8 +235,8 @@ def layout_of(sharding: Any) -> Layout:
     """The layout of a sharding on the mesh in use.
 
     Raises:
-        ValueError: specs that do not go together, no mesh, or axes that it does not have.
-        NotImplementedError: one dimension over manual and other axes.
+        ValueError: specs that do not match, no mesh, or axes that the mesh does not have.
+        NotImplementedError: one dimension over both manual and other axes.
     """
     if not isinstance(sharding, AttentionSharding):
         raise ValueError(
@@ -279,9 +279,8 @@ def layout_of(sharding: Any) -> Layout:
         if manual.isdisjoint(several) or manual.issuperset(several):
             continue
         raise NotImplementedError(
-            f"the {_DIMS[dim]} axes {shown(axes)} of sharding.query are partly those of a "
-            f"shard_map of yours ({', '.join(sorted(manual))}) and partly not: map over all of "
-            "them or none"
+            f"the {_DIMS[dim]} axes {shown(axes)} of sharding.query are partly axes of your "
+            f"shard_map ({', '.join(sorted(manual))}) and partly not: map over all of them or none"
         )
     return Layout(
         mesh,
@@ -332,7 +331,7 @@ def _axes(name: str, given: Any) -> tuple[Axes, Axes, Axes]:
 
 
 def _mesh(sharding: AttentionSharding) -> tuple[Any, Any]:
-    """(what shard_map is given, the mesh whose axes count)."""
+    """(the mesh argument of shard_map, the mesh whose axes count)."""
     context = jax.sharding.get_abstract_mesh()
     if not context.empty:
         return None, context
@@ -344,14 +343,14 @@ def _mesh(sharding: AttentionSharding) -> tuple[Any, Any]:
         raise ValueError(f"sharding.mesh must be a jax.sharding.Mesh, but is {mesh!r}")
     if mesh is None or mesh.empty:
         raise ValueError(
-            "sharding needs a mesh: set one with jax.set_mesh(mesh), or give "
+            "sharding needs a mesh: set one with jax.set_mesh(mesh), or pass "
             "AttentionSharding(..., mesh=mesh)"
         )
     return mesh, getattr(mesh, "abstract_mesh", mesh)
 
 
 def check_divides(layout: Layout, name: str, what: str, size: int, axes: Axes) -> None:
-    """Raises ValueError unless `size`, as the caller sees it, is cut evenly by `axes`."""
+    """Raises ValueError unless `axes` cut `size`, as the caller sees it, evenly."""
     pieces = layout.inside(axes)
     if size % pieces:
         raise ValueError(
@@ -361,14 +360,14 @@ def check_divides(layout: Layout, name: str, what: str, size: int, axes: Axes) -
 
 
 def checked_head_groups(groups: Any) -> HeadGroups:
-    """flash_attention's gather_head_groups, checked but for the number of heads."""
+    """flash_attention's gather_head_groups, checked except against the number of heads."""
     numbers = groups if isinstance(groups, tuple) and groups else (groups,)
     if groups is not None and any(
         not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in numbers
     ):
         raise ValueError(
-            "gather_head_groups must be None, a positive integer or a tuple of some, not "
-            f"{groups!r}"
+            "gather_head_groups must be None, a positive integer or a tuple of positive integers, "
+            f"not {groups!r}"
         )
     return groups
 
@@ -382,20 +381,20 @@ def check_tensors(layout: Layout, query: Any, key: Any, groups: HeadGroups) -> N
     if key.shape[2] % layout.inside(layout.kv_heads):
         raise ValueError(
             f"the number of heads of key and value, {key.shape[2]}, must be a multiple of the size "
-            f"of its mesh axes {shown(layout.kv_heads)}, {layout.inside(layout.kv_heads)}: or say "
-            "None in sharding.key_value, and every rank takes the heads that its query heads need"
+            f"of its mesh axes {shown(layout.kv_heads)}, {layout.inside(layout.kv_heads)}: or "
+            "pass None for heads in sharding.key_value, so that every rank uses those that it needs"
         )
     if groups is not None and layout.kv_context:
         own = own_kv_heads(layout, query.shape[2], key.shape[2])
         if sum(map(sum, layout.gathers(own, groups, backward=False))) != own:
             raise ValueError(
-                "gather_head_groups must divide the key/value heads of a rank, or be numbers that "
-                f"add up to them, {own}, but is {groups}"
+                f"gather_head_groups must divide the key/value heads of a rank, {own}, or be "
+                f"numbers that add up to them, but is {groups}"
             )
 
 
 def own_kv_heads(layout: Layout, heads: int, kv_heads: int) -> int:
-    """How many key/value heads a rank's attention reads, of what the caller sees."""
+    """How many of the key/value heads that the caller sees a rank's attention reads."""
     local = heads // layout.inside(layout.heads)
     if layout.heads == layout.kv_heads:
         return kv_heads // layout.inside(layout.kv_heads)

@@ -1,5 +1,5 @@
-"""One attention, as every layer hands it on: `AttentionSpec`, what the trace fixes of it, and
-`Operands`, its arrays by name."""
+"""One attention as the layers pass it on: `AttentionSpec`, its static part, and `Operands`, its
+arrays by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax
 from packax._src.core.sharding import HeadGroups, Layout
 
 DIFFERENTIABLE = ("query", "key", "value", "sinks", "scales", "slopes", "bias")
-"""What may have a gradient, in this order."""
+"""The operands that may have a gradient, in this order."""
 TENSORS = {
     "query": "bsh.",
     "key": "bkg.",
@@ -22,33 +22,33 @@ TENSORS = {
     "dout": "b.h.",
     "dlse": "bh",
 }
-"""The operands that have the batch, and what their axes are, as partitioning.py has it."""
+"""The operands with a batch axis, and the kinds of their axes, as in partitioning.py."""
 OF_HEADS = (
     *("block_mask", "q_block_lists", "kv_block_lists", "slopes", "bias", "dropout_streams"),
 )
-"""Those whose axis 1 is the query's heads, or 1."""
+"""The operands whose axis 1 is the query's heads, or 1."""
 LINEAR_BIAS = ("scales", "slopes", "q_bias_pos", "kv_bias_pos")
 ARRAYS = ("bias", "dropout_streams", "dropout_rows")
 EXTRAS = (*LINEAR_BIAS, *ARRAYS)
-"""What changes scores and probabilities. Slopes come with scales, without positions where those are
-indices; the two of dropout come together."""
+"""Operands that change scores and probabilities. Slopes come with scales, and without positions
+where positions are indices; the two of dropout come together."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
     """Static and hashable. An operand's presence, shape and dtype are in `Operands`, not here."""
 
-    scale: float = 1.0  # without `scales`
+    scale: float = 1.0  # used without `scales`
     soft_cap: float = 0.0  # 0: none
     precision: jax.lax.Precision = jax.lax.Precision.DEFAULT
     segment_check: int = 0  # of the mask
     block_size: tuple[int, int] | None = None  # of the mask's block map
-    dropout_threshold: int = 0  # of 2^32: probabilities whose word is below are dropped
+    dropout_threshold: int = 0  # out of 2^32: probabilities whose random word is below are dropped
     max_logits: bool = False  # whether the forward also returns them
     deterministic: bool = False
-    needs_grad: tuple[str, ...] = ()  # of DIFFERENTIABLE: which gradients the backward returns
+    needs_grad: tuple[str, ...] = ()  # from DIFFERENTIABLE: the gradients the backward returns
     implementation: Literal["cuda", "xla"] | None = None
-    # What no primitive reads.
+    # Not read by any primitive.
     layout: Layout | None = None
     gather_head_groups: HeadGroups = None
     bias_dims: tuple[Any, ...] = ()  # the mesh axes that a bias has
@@ -64,7 +64,7 @@ class AttentionSpec:
         return "bias" in self.needs_grad
 
     def of_primitive(self, mask: Any) -> AttentionSpec:
-        """What the primitives read, with a mask's part of it: equal for calls that run the same."""
+        """The fields that primitives read, with the mask's: equal for calls that run the same."""
         return dataclasses.replace(
             self,
             segment_check=mask.segment_check,
@@ -78,19 +78,19 @@ class AttentionSpec:
 
 
 class Operands(NamedTuple):
-    """What forward_p and backward_p take, or what there is one of for each (avals, MLIR values,
-    letters), by name. None: absent. The leaves of a primitive are those that are there, in order.
+    """The operands of forward_p and backward_p by name, or one value for each (avals, MLIR values,
+    letters). None: absent. A primitive takes those that are present, in order.
     """
 
     query: Any  # (B, Sq, H, Dqk)
     key: Any  # (B, Skv, Hkv, Dqk)
     value: Any  # (B, Skv, Hkv, Dv)
-    # Of the backward: results of the forward, and their cotangents; dlse may be absent.
+    # Of the backward only: results of the forward, and their cotangents; dlse may be absent.
     out: Any = None  # (B, Sq, H, Dv)
     lse: Any = None  # (B, H, Sq), or with `lse_in_two` (B, H, Sq, 2)
     dout: Any = None
     dlse: Any = None  # (B, H, Sq)
-    # The mask's, as core/mask.py has them.
+    # The mask's, as in core/mask.py.
     q_lo: Any = None
     q_hi: Any = None
     q_ids: Any = None
@@ -106,14 +106,14 @@ class Operands(NamedTuple):
     q_block_lists: Any = None
     kv_block_lists: Any = None
     # EXTRAS; Bp is 1 or B.
-    scales: Any = None  # (1 or B,): counts instead of AttentionSpec.scale
+    scales: Any = None  # (1 or B,): replaces AttentionSpec.scale
     slopes: Any = None  # (Bp, H)
     q_bias_pos: Any = None  # (Bp, Sq)
     kv_bias_pos: Any = None  # (Bp, Skv)
     bias: Any = None  # (1 or B, 1 or H, 1 or Sq, Skv)
     dropout_streams: Any = None  # (B, H, 4) uint32, and
     dropout_rows: Any = None  # (1 or B, Sq) int32: the counters of dropout.py
-    # Of some heads of the query (head_groups.py): out or dq, which holds the others.
+    # For some of the query heads (head_groups.py): out or dq, which holds those of the others.
     before: Any = None
 
     @staticmethod
@@ -134,15 +134,15 @@ class Operands(NamedTuple):
 
     @property
     def lse_in_two(self) -> bool:
-        """Whether lse is two numbers a row (row_sums.py), here and in the kernels for ARRAYS."""
+        """Whether lse is two numbers per row (row_sums.py), here and in the kernels for ARRAYS."""
         return self.bias is not None or self.dropout_streams is not None
 
     @property
     def bias_of_indices(self) -> bool:
-        """Whether there are slopes of positions that are indices."""
+        """Whether there are slopes, and positions are indices."""
         return self.slopes is not None and self.q_bias_pos is None
 
 
 def differentiable(names: Sequence[str]) -> tuple[str, ...]:
-    """Of the operands of a primitive, in order: those that may have a tangent."""
+    """Those of a primitive's operands that may have a tangent, in order."""
     return tuple(x for x in names if x in DIFFERENTIABLE or x in TENSORS)

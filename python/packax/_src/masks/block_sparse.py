@@ -1,6 +1,6 @@
-"""Block masks: an expression that the data decides: MoBA, indexers, any boolean map.
+"""Block masks, an expression for masks that depend on data: MoBA, indexers, any boolean map.
 
-Which blocks a tile of the kernels visits is the work of ops/block_lists.py.
+ops/block_lists.py computes which blocks a tile of the kernels visits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class BlockSparse(MaskExpression):
     block_size: tuple[int, int]
     per_head: bool  # whether it was given with heads
 
-    once = "combine the arrays into one of the finer blocks (jnp.repeat), as in first & second"
+    once = "combine the arrays into one with the smaller blocks (jnp.repeat), as in first & second"
 
     @property
     def name(self) -> str:
@@ -64,25 +64,27 @@ class BlockSparse(MaskExpression):
 
 
 def block_sparse(block_mask: ArrayLike, block_size: int | tuple[int, int]) -> MaskExpression:
-    """Row i attends key j if the block mask has the block that they lie in:
+    """Row i attends key j if the block mask is True for their block:
     block_mask[b, h, i // m, j // n].
 
-    For masks that are known only when the data is: mixture of block attention (MoBA, arXiv
-    2502.13189), an indexer's choice of keys, any boolean map. The attention is exact, and visits
-    only blocks of 64 keys in which a tile of 128 rows has something to attend, in both passes.
-    Rows and keys are counted by their indices, whatever positions documents(...) gives.
+    For masks that depend on the data: mixture of block attention (MoBA, arXiv 2502.13189), an
+    indexer's choice of keys, any boolean map. The attention is exact, and visits only blocks of 64
+    keys in which a tile of 128 rows attends something, in both passes. Blocks are of row and key
+    indices, whatever the positions of documents(...).
 
     Args:
-        block_mask: bool, (NQ, NK), (B, NQ, NK) or (B or 1, H or 1, NQ, NK), H the heads of query;
-            NQ = ceil(Sq / m), NK = ceil(Skv / n). Traced or not; it has no gradient.
+        block_mask: bool, (NQ, NK), (B, NQ, NK) or (B or 1, H or 1, NQ, NK), where H is the number
+            of query heads, NQ = ceil(Sq / m) and NK = ceil(Skv / n). Traced or not; it has no
+            gradient.
         block_size: (m, n), rows and keys of a block, or one number for both; any positive integers.
-            Cost falls with whole tiles that have nothing: rows side by side should choose alike.
+            Only tiles in which nothing is attended save work: neighbouring rows should attend
+            similar blocks.
 
     Raises:
         ValueError: a shape, dtype or size that is not as above.
 
-    An attention mask holds it in bits, and lists of one int32 for every 128 x 64 rows and keys,
-    twice, and for each of its heads.
+    An attention mask stores it as bits, with two lists of one int32 for every 128 rows x 64 keys,
+    for each of its heads.
 
     Examples:
         >>> blocks = np.array([[True, False], [True, True]])
@@ -95,8 +97,8 @@ def block_sparse(block_mask: ArrayLike, block_size: int | tuple[int, int]) -> Ma
         block_mask = np.asarray(block_mask)
     if block_mask.ndim not in (2, 3, 4) or 0 in block_mask.shape:
         raise ValueError(
-            "block_mask must have shape (q blocks, key blocks), behind (batch,) or (batch, heads) "
-            f"if any, but has {block_mask.shape}"
+            "block_mask must have shape (query blocks, key blocks), optionally after (batch,) or "
+            f"(batch, heads), but has {block_mask.shape}"
         )
     if block_mask.dtype != np.bool_:
         raise ValueError(f"block_mask must be boolean, but has dtype {block_mask.dtype}")
@@ -112,7 +114,7 @@ def _sizes(given: Any) -> tuple[int, int]:
         sizes = ()
     if isinstance(given, bool) or len(sizes) != 2 or not all(1 <= size < 2**31 for size in sizes):
         raise ValueError(
-            "block_size must be a positive integer, or two of them for rows and keys, below 2**31, "
+            "block_size must be a positive integer below 2**31, or two of them for rows and keys, "
             f"but is {given!r}"
         )
     return sizes[0], sizes[1]

@@ -58,37 +58,36 @@ def create_attention_mask(
     """Build the mask that every layer of a step shares.
 
     Args:
-        expression: `causal()`, `documents(...)` or another of docs/guide/masks.md, or `&` and `|`
-            of them.
-        q_len: number of query rows; needed only where no array of the expression says it.
-        kv_len: number of keys; likewise.
-        sharding: how the attention lies on a mesh. The row ranges are sharded as the query rows
-            are, every rank has the block bounds of its own rows, and the mask carries it:
-            `flash_attention` needs to be told no more.
-        plan: the `ContextPlan` by which the query rows were permuted. The expression stays in the
-            order of the sequence, as do its arrays: this function permutes the rows. With a plan
-            of kind "local" only shared keys are gathered; all are for a block_sparse(...), without
-            documents(...), with other ids of keys, and with permuted_keys=False. If such a plan was
-            made of other segment ids, all keys are gathered where ids and plan are numpy arrays;
-            else the program compares a checksum, and outputs and gradients are NaN.
+        expression: `causal()`, `documents(...)` or another one from docs/guide/masks.md, or several
+            joined by `&` and `|`.
+        q_len: number of query rows; needed only if no array of the expression determines it.
+        kv_len: number of keys; needed only if no array of the expression determines it.
+        sharding: how the attention is sharded. The row ranges are sharded as the query rows are,
+            and every rank has the block bounds of its rows. The mask stores the sharding, so do not
+            pass it to `flash_attention` again.
+        plan: the `ContextPlan` by which the query rows were permuted. The expression and its arrays
+            are in the order of the sequence: this function permutes the rows. With a plan of kind
+            "local" only shared keys are gathered. All keys are gathered for a block_sparse(...),
+            without documents(...), with separate ids of keys, and with permuted_keys=False. If such
+            a plan was made from other segment ids, all keys are gathered if ids and plan are numpy
+            arrays; otherwise the program compares a checksum, and outputs and gradients are NaN.
         permuted_keys: whether keys and values are permuted by `plan` too, as in self-attention of
             permuted tokens. False: they are in the order of the sequence.
 
-        implementation: None: kernels where this is lowered for CUDA, XLA elsewhere, and on CUDA too
-            where no GPU of this process has the kernels; "cuda": the kernels or an error; "xla":
-            no kernel anywhere. The integers are the same. `flash_attention` hands its own on to a
-            mask that it builds from an expression.
+        implementation: None: kernels when lowered for CUDA, and XLA elsewhere, or if no GPU of this
+            process has the kernels; "cuda": the kernels or an error; "xla": never kernels. The
+            resulting integers are the same. `flash_attention` uses its own implementation argument
+            for a mask that it builds from an expression.
 
-    Inside a `shard_map` of your own over the context axes, the expression is still about whole
-    sequences (its arrays replicated along the context axes), and the mask that is returned has this
-    rank's rows.
+    Inside your own `shard_map` over the context axes, the expression is still about whole sequences
+    (its arrays replicated along the context axes), and the returned mask has this rank's rows.
 
     Returns:
-        AttentionMask: O(batch * (q_len + kv_len)) int32 values, made in O(S) work for documents.
+        AttentionMask: O(batch * (q_len + kv_len)) int32 values, computed in O(S) for documents.
 
     Raises:
-        ValueError: not an expression, or lengths, sharding and plan that are missing or do not
-            agree, or an implementation that is none of these.
+        ValueError: not an expression; lengths, sharding or a plan that are missing or do not agree;
+            an unknown implementation.
         NotImplementedError: implementation="cuda", when lowered for another platform.
 
     Examples:
@@ -98,8 +97,8 @@ def create_attention_mask(
         raise ValueError(
             "expression must be causal(), sliding_window(...), chunked(...), prefix(...), "
             "spans(...), full(), documents(...), ranges(...), block_sparse(...), tree(...), "
-            "shared_prefix(...), or `&` and `|` of "
-            f"them, but is {described(expression)}{instead_of_array(expression)}"
+            "shared_prefix(...), or several joined by `&` and `|`, but is "
+            f"{described(expression)}{instead_of_array(expression)}"
         )
     check_implementation(implementation)
     if not isinstance(permuted_keys, (bool, np.bool_)):
@@ -110,9 +109,7 @@ def create_attention_mask(
     q_len, kv_len = check_lengths(expression, q_len, kv_len)
     for name, length in (("q_len", q_len), ("kv_len", kv_len)):
         if length is None:
-            raise ValueError(
-                f"{name} is not known: no array of the expression says it, so give {name}="
-            )
+            raise ValueError(f"cannot infer {name} from the arrays of the expression: pass {name}=")
     assert q_len is not None and kv_len is not None
     batch = batch_of(expression)
     if sharding is None:
@@ -134,7 +131,7 @@ def create_attention_mask(
     parts = expression.parts()
     document = documents_of(expression)
     for part in expression.walk():
-        part.warn_beside(document)
+        part.warn_with(document)
     warn_of_offsets(expression, q_len, kv_len)
     sides: tuple[Array | None, ...] = (None,) * 4
     of_plan = None if document is None else made_of(plan, document.q_ids)
@@ -176,7 +173,7 @@ def create_attention_mask(
 
 
 def _sharding_of_ids(expression: MaskExpression) -> AttentionSharding | None:
-    """Of a sequence that the type of an array shards: what query and output are to have, too."""
+    """The sharding of the query and output if the type of an array shards the sequence."""
     found: Any = None
     for name, x, side in expression.arrays():
         if side != "q" or not isinstance(x, jax.Array) or not typed_axes(x)[-1]:
@@ -206,13 +203,11 @@ def _check_plan(
     if permuted_keys and kv_len != q_len:
         raise ValueError(
             f"plan permutes {q_len} rows, but there are {kv_len} keys: pass permuted_keys=False, "
-            "keys and values then being in the order of the sequence"
+            "with keys and values in the order of the sequence"
         )
     plans = plan.order.shape[0]
     if plans not in (1, batch) and batch != 1:
-        raise ValueError(
-            f"plan has {plans} rows of a batch, but the expression has batch size {batch}"
-        )
+        raise ValueError(f"plan has batch size {plans}, but the expression has batch size {batch}")
     if layout is not None and plan.ranks != layout.size(layout.context):
         raise ValueError(
             f"plan was made for {plan.ranks} ranks, but the context axes of sharding have size "
@@ -232,21 +227,21 @@ def _build(
     document, interval, ranges, block_mask, tree, plan, *,
     batch, q_len, kv_len, block_size, implementation, sharding, layout, permuted_keys, of_plan,
 ) -> AttentionMask:  # fmt: skip
-    """document: the arrays of `Document`; interval: And of what else narrows the rows; of_plan: see
+    """document: the arrays of `Document`; interval: the And of all intervals; of_plan: see
     `made_of`.
 
-    A tree narrows the row ranges, and the test of documents with positions does the rest: ids are
-    those of documents, or all alike, and a row attends a key if one after the row is at most the
-    end of the key's subtree. Both are there with the other sign, so that it reads "key at most
-    row". Rows may be permuted: what they bring is about the sequence in order.
+    A tree narrows the row ranges; the remaining check uses that of documents with positions. Its
+    ids are those of documents, or all equal, and a row attends a key if the index after the row is
+    at most the end of the key's subtree. Both are stored negated, so that the check is "key at most
+    row". Rows may be permuted: their values still refer to the sequence in order.
     """
     ranks = RankRows(layout, plan, batch, q_len).with_placed_plan()
-    if ranks.in_one_piece:
+    if ranks.is_unsharded:
         structure: Any
         leaves, structure = jax.tree.flatten((document, interval, ranges, block_mask, tree))
         document, interval, ranges, block_mask, tree = structure.unflatten(vary_together(*leaves))
     document = Document(*(None if x is None else ranks.keys(x) for x in document))
-    beside = None if tree is None else document.q_ids is not None
+    with_documents = None if tree is None else document.q_ids is not None
     if tree is None:
         low, high = ranks.limits(document, interval)
         level = segment_check_of(document, low, high)
@@ -258,11 +253,11 @@ def _build(
         document = Document(ids, document.kv_ids, after, -end)
         low, high, level = None, after, 2
     kv_ids, kv_pos = document.keys()
-    # What keys have as the query's is not held twice, where rows lie as keys do. The limits of
-    # causal() are the positions themselves.
-    shared_ids = ranks.in_one_piece and document.kv_ids is None
+    # In self-attention with rows in order, ids and positions of keys are those of rows, and are not
+    # stored twice. The limits of causal() are the positions themselves.
+    shared_ids = ranks.is_unsharded and document.kv_ids is None
     causal = level == 2 and high is document.q_pos
-    shared_pos = ranks.in_one_piece and document.kv_pos is None and causal
+    shared_pos = ranks.is_unsharded and document.kv_pos is None and causal
     held = Rows(
         ids=None if document.q_ids is None else ranks.rows(document.q_ids),
         low=None if low is None else ranks.rows(low),
@@ -282,7 +277,7 @@ def _build(
         kv_len=kv_len,
         implementation=implementation,
         block_size=block_size,
-        tree=beside,
+        tree=with_documents,
     )
     made = ("q_lo", "q_hi", *BLOCK_ARRAYS, *(("q_pos",) if level >= 2 else ()))
 
@@ -299,10 +294,10 @@ def _build(
         return (rows, keys, keys, bits), out
 
     computed: dict[str, Any] = {"q_pos": None}
-    computed |= ranks.on_each(arrays, specs)(held, kv_ids, kv_pos, block_mask)
+    computed |= ranks.shard_mapped(arrays, specs)(held, kv_ids, kv_pos, block_mask)
     if ranks.plan is not None and permuted_keys:
         orders = jnp.stack([ranks.plan.order, ranks.plan.inverse], axis=1)
-        computed["kv_plan"] = ranks.pinned(orders, ranks.plan_batch)
+        computed["kv_plan"] = ranks.replicated(orders, ranks.plan_batch)
         if block_size is None and of_plan is not False and keeps_local(ranks, document):
             with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
                 computed |= local_parts(
@@ -317,8 +312,8 @@ def _build(
     return AttentionMask(
         **computed,
         q_ids=held.ids,
-        kv_ids=None if without_ids else ranks.pinned(kv_ids, ranks.mask_batch),
-        kv_pos=None if without_pos else ranks.pinned(kv_pos, ranks.mask_batch),
+        kv_ids=None if without_ids else ranks.replicated(kv_ids, ranks.mask_batch),
+        kv_pos=None if without_pos else ranks.replicated(kv_pos, ranks.mask_batch),
         q_len=q_len,
         kv_len=kv_len,
         segment_check=level,

@@ -46,19 +46,19 @@ def documents(
 ) -> MaskExpression:
     """Query row i attends the keys with its own segment id; -1 is padding and attends nothing.
 
-    Ids and positions may hold anything: ids in any order, negative, hashed, an id that comes
-    back later in the row (it is the same document), positions that restart or go down. All of it
-    is exact; rows whose keys are one stretch (ordinary packing) cost least.
+    Ids and positions may hold any values: ids in any order, negative, hashed, an id that reappears
+    later in the row (it is the same document), positions that restart or decrease. All of these
+    are exact; rows whose keys are contiguous (ordinary packing) cost least.
 
     Args:
         segment_ids: (B, Sq) or (Sq,), any integer dtype that fits int32. Only -1
             (`PADDING_SEGMENT_ID`) is padding.
         kv_segment_ids: (B, Skv) or (Skv,), the keys' ids; None: the same as segment_ids.
-        positions: like segment_ids. What `causal()` and all that is not documents(...) or
-            ranges(...) compare in place of indices, beside this documents(...). Alone they have no
-            effect.
-        kv_positions: like kv_segment_ids; None: the same as positions, which needs
-            kv_segment_ids to be None too.
+        positions: like segment_ids. Expressions joined with this one, such as `causal()`, compare
+            them instead of indices; all do except documents(...), ranges(...) and
+            block_sparse(...). By themselves they have no effect.
+        kv_positions: like kv_segment_ids; None: the same as positions, and only allowed if
+            kv_segment_ids is None too.
 
     Raises:
         ValueError: a rank, dtype, value or length that is not as above.
@@ -75,10 +75,10 @@ def documents(
     q_pos = None if positions is None else as_int32("positions", positions)
     kv_pos = None if kv_positions is None else as_int32("kv_positions", kv_positions)
     if kv_pos is not None and q_pos is None:
-        raise ValueError("kv_positions was given without positions: give both, or neither")
+        raise ValueError("kv_positions was given without positions: pass both, or neither")
     if kv_ids is not None and q_pos is not None and kv_pos is None:
         raise ValueError(
-            "positions was given with kv_segment_ids but without kv_positions: give "
+            "positions was given with kv_segment_ids but without kv_positions: pass "
             "kv_positions, one for every key"
         )
     for name, x in (("segment_ids", q_ids), ("kv_segment_ids", kv_ids)):
@@ -89,12 +89,12 @@ def documents(
     return expression
 
 
-_LIKE_PADDING = (0, -100)  # of 0/1 masks and packers that number from 1; of labels
+_LIKE_PADDING = (0, -100)  # the padding of 0/1 masks and packers that number from 1; of labels
 
 
 def _warn_of_padding(name: str, ids: Array | None) -> None:
-    """Warns where rows end with an id that elsewhere is padding. Values of jax arrays would cost a
-    wait for the device."""
+    """Warns if rows end with an id that other libraries use for padding. Checks only numpy arrays:
+    reading values of jax arrays would wait for the device."""
     if not isinstance(ids, np.ndarray) or 0 in ids.shape or np.any(ids == PADDING_SEGMENT_ID):
         return
     rows = np.atleast_2d(ids)
@@ -103,15 +103,15 @@ def _warn_of_padding(name: str, ids: Array | None) -> None:
         if not np.any(tail[:, -1]):
             continue
         before = np.where(tail, 0, rows)
-        # Documents numbered from 1 upwards, then nothing but padding, in all rows that have any.
+        # Documents numbered from 1 upwards, then only padding, in all rows that have any.
         packed = np.all(before[:, 1:] >= before[:, :-1], axis=1, where=~tail[:, 1:])
         packed &= np.all(tail[:, 1:] >= tail[:, :-1], axis=1) & ~tail[:, 0] & (before.min(1) >= 0)
         if np.all(packed):
             warnings.warn(
-                f"{name} ends with {padding} behind ids from 1 on, which looks like padding: here "
-                f"only {PADDING_SEGMENT_ID} is, and {padding} is a document like any other. Give "
+                f"{name} ends with {padding} after ids from 1 on, which looks like padding, but "
+                f"only {PADDING_SEGMENT_ID} is padding, and {padding} is a document. Pass "
                 f"np.where(ids == {padding}, {PADDING_SEGMENT_ID}, ids), or number documents from "
-                "0 if it is one",
+                f"0 if {padding} is meant as a document",
                 stacklevel=3,
             )
 
@@ -120,7 +120,7 @@ def ranges(lo: ArrayLike, hi: ArrayLike) -> MaskExpression:
     """Query row i attends the keys lo[i] <= j < hi[i]: an empty range attends nothing.
 
     Args:
-        lo, hi: (B, Sq) or (Sq,), any integer dtype, in keys. Values are clipped to [0, Skv].
+        lo, hi: (B, Sq) or (Sq,), any integer dtype: key indices. Values are clipped to [0, Skv].
 
     Raises:
         ValueError: a rank or dtype that is not as above, or lengths that differ.

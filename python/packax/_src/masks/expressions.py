@@ -1,8 +1,8 @@
 """Mask expressions: frozen values whose meaning is a dense boolean, `as_array`.
 
-Their algebra, `&` and `|`, the sizes that their arrays agree on, and how they cross jit. The leaves
-are in documents.py, intervals.py, spans.py, tree.py and
-block_sparse.py. Nothing here computes row ranges (build.py does) or knows a kernel.
+This file has their algebra, `&` and `|`, the checks that their arrays agree on sizes, and how they
+pass through jit. The leaves are in documents.py, intervals.py, spans.py, tree.py and
+block_sparse.py. Nothing here computes row ranges (build.py does) or depends on kernels.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _static_fields(written: bytes) -> Any:
 
 
 def static_value(expression: Any) -> Any:
-    """What expressions without arrays are compared by; None for others."""
+    """The value by which expressions without arrays are compared; None for others."""
     leaves, structure = jax.tree.flatten(expression)
     if any(not isinstance(x, (np.ndarray, np.generic)) or x.ndim for x in leaves):
         return None
@@ -57,35 +57,35 @@ def static_value(expression: Any) -> Any:
 
 
 def offset_value(offset: Any) -> Any:
-    """Equal for offsets that surely are. Values of jax arrays may be unknown: equal to itself
-    alone.
+    """Equal for offsets that are certainly equal. The values of a jax array may be unknown, so it
+    is equal only to itself.
     """
     return id(offset) if isinstance(offset, jax.Array) else np.asarray(offset).tobytes()
 
 
 class Positions(NamedTuple):
-    """What intervals compare: the positions of documents(...), or else indices. All int32."""
+    """What intervals compare: the positions of documents(...), otherwise indices. All int32."""
 
     q: Array  # (Sq,) or (B, Sq)
     kv: Array  # (Skv,) or (B, Skv)
-    ids: tuple[Array, ...]  # (Sq,) or (B, Sq) each: of documents, of a tree; a span is of one id
+    ids: tuple[Array, ...]  # (Sq,) or (B, Sq) each: of documents, of a tree; spans do not cross ids
     by_position: bool
 
 
 class MaskExpression(NotAnArray):
-    """What `causal()`, `documents(...)` and the others return, and `&` and `|` of them.
+    """What `causal()`, `documents(...)` and the others return, and what `&` and `|` make of them.
 
-    A pytree of its arrays: it may be an argument of jit, and vmap may map it. One without arrays,
-    such as `causal() & chunked(8192)`, is equal to others of the same meaning and has a hash, so it
-    may be a static argument too.
+    It is a pytree of its arrays: it may be an argument of jit, and vmap may map it. An expression
+    without arrays, such as `causal() & chunked(8192)`, compares equal to others of the same meaning
+    and has a hash, so it may also be a static argument.
     """
 
     once = ""
-    """Where `&` can have only one of a kind: what to do with two."""
+    """For expressions of which `&` can have only one: what to do instead of having two."""
 
     @property
     def name(self) -> str:
-        """The function that makes it."""
+        """The name of the function that makes it."""
         return type(self).__name__.lower()
 
     def arguments(self) -> list[str]:
@@ -96,13 +96,13 @@ class MaskExpression(NotAnArray):
         return f"{self.name}({', '.join(self.arguments())})"
 
     def as_array(self, q_len: int, kv_len: int) -> Array:
-        """Whether query row i attends key j: boolean, (q_len, kv_len), after the batch if any, and
-        after the heads if a block_sparse(...) has them.
+        """Whether query row i attends key j: boolean, (q_len, kv_len), preceded by the batch if any
+        and the heads if a block_sparse(...) has them.
 
-        This is the meaning of the expression, and quadratic: for tests, plots and small inputs.
+        It defines the meaning of the expression. It is quadratic: for tests, plots, small inputs.
 
         Raises:
-            ValueError: if the expression's own arrays have other lengths.
+            ValueError: if the expression's arrays have other lengths.
         """
         check_lengths(self, q_len, kv_len)
         return self._as_array(places_of(self, q_len, kv_len))
@@ -111,35 +111,36 @@ class MaskExpression(NotAnArray):
         raise NotImplementedError
 
     def arrays(self) -> list[tuple[str, Array, str]]:
-        """(name, array, side): the arrays held, and what they have one value for.
+        """(name, array, side) of its arrays.
 
-        Sides: "q" a query row and "kv" a key (last axis, behind the batch if any), "batch".
+        The side says what has one value each: "q" query rows or "kv" keys (the last axis, after the
+        batch if any), or "batch" batch rows.
         """
         return []
 
     def parts(self) -> tuple[MaskExpression, ...]:
-        """What is intersected."""
+        """The expressions that are intersected."""
         return (self,)
 
     def walk(self) -> Iterator[MaskExpression]:
-        """Itself and all that it is made of."""
+        """Itself and all of its subexpressions."""
         yield self
 
     def places(self, q_len: int, kv_len: int) -> Positions | None:
-        """What the intervals beside it compare, if it says that; without the ids of documents."""
+        """The positions that intervals joined with it compare, if it has any; ids are left out."""
         return None
 
-    def check_beside(self, document: Documents | None) -> None:
+    def check_with(self, document: Documents | None) -> None:
         """Raises ValueError if it cannot be intersected with these documents."""
 
     def check_others(self, both: And) -> None:
-        """Raises ValueError if it cannot be intersected with all of this."""
+        """Raises ValueError if it cannot be intersected with the other members."""
 
-    def warn_beside(self, document: Documents | None) -> None:
-        """Warns if beside these documents it surely, or as a rule, is not what is meant."""
+    def warn_with(self, document: Documents | None) -> None:
+        """Warns if its meaning with these documents is not, or probably not, the intended one."""
 
     def check_sizes(self, q_len: int | None, kv_len: int | None) -> None:
-        """Raises ValueError if it is for other lengths; None: not known."""
+        """Raises ValueError if it is for other lengths; None: unknown."""
 
     __array_ufunc__ = None  # numpy leaves `array & expression` to __rand__
 
@@ -164,7 +165,7 @@ class MaskExpression(NotAnArray):
     def __invert__(self) -> MaskExpression:
         raise TypeError(
             f"`~` of {self!r}: the keys that a mask leaves out are not one range for every row. "
-            "Say what is attended, as in ranges(lo, hi), or block_sparse(~block_mask, block_size)"
+            "Describe what is attended: ranges(lo, hi), or block_sparse(~block_mask, block_size)"
         )
 
     def __eq__(self, other: object) -> bool:
@@ -179,7 +180,7 @@ class MaskExpression(NotAnArray):
             raise TypeError(
                 f"{self!r} has no hash, because it holds arrays: it cannot be a static argument of "
                 "jit, or a key of a dict. Pass it as an ordinary argument (it is a pytree), or "
-                "make it inside of the function from arrays that are arguments"
+                "make it inside the function from arrays that are arguments"
             )
         return hash(value)
 
@@ -191,33 +192,33 @@ class MaskExpression(NotAnArray):
 
 
 class Interval(MaskExpression):
-    """Row i attends an interval of positions that depends on i alone: not on what the keys are.
+    """Row i attends an interval of positions that depends only on i, not on the keys.
 
-    A pytree, so that it crosses jit: its arrays have the batch, or 1, as their first axis.
+    It is a pytree and may be an argument of jit. The first axis of its arrays is the batch, or 1.
     """
 
     def limits(self, at: Positions) -> Limits:
         """The lowest and the highest position of each row, (B or 1, Sq) int32; None: unbounded.
 
-        Nothing is lost where a limit saturates: no position lies beyond int32.
+        Saturating a limit loses nothing: all positions fit int32.
         """
         raise NotImplementedError
 
     def anchors(self) -> frozenset[Any] | None:
-        """Offsets o so that every row's interval surely holds its position + o; None: all offsets.
+        """Offsets o such that every row's interval certainly holds its position + o; None: all.
 
-        `|` asks for it, and for `unbounded`. With neither, `|` refuses most unions.
+        `|` uses it and `unbounded` to accept a union. Without either it refuses most unions.
         """
         return frozenset()
 
     def unbounded(self) -> tuple[bool, bool]:
-        """Whether every row's interval is surely unbounded below, and above."""
+        """Whether every row's interval is certainly unbounded below, and above."""
         return False, False
 
 
 @pytree("q_ids", "kv_ids", "q_pos", "kv_pos")
 class Documents(MaskExpression):
-    """See `documents`. The key side is None where it is the query side."""
+    """See `documents`. The key side is None where it is the same as the query side."""
 
     once = (
         "combine the ids into one array, such as first_ids * (second_ids.max() + 1) + second_ids "
@@ -258,7 +259,7 @@ class Documents(MaskExpression):
 
 @pytree("members")
 class And(Interval):
-    """A pair is attended if every member says so. An interval if all members are."""
+    """A pair is attended if every member attends it. An interval if all members are."""
 
     members: tuple[Any, ...]
 
@@ -297,20 +298,20 @@ class And(Interval):
 
 @pytree(static=("number",))
 class Shared:
-    """Stands for one of the offsets that a union holds."""
+    """A placeholder for one of the offsets that a union holds."""
 
     number: int
 
 
 @pytree("sides", "offsets")
 class Or(Interval):
-    """A pair is attended if a member says so; all are intervals, and so is their union.
+    """A pair is attended if any member attends it; all are intervals, and so is their union.
 
-    That it is one may rest on equal offsets. So each is held once, and the members share it:
-    whatever a transformation puts in its place, they stay equal.
+    The union may be an interval only because offsets are equal. So each offset is stored once and
+    shared by the members: they stay equal when a transformation replaces it.
     """
 
-    sides: tuple[Any, ...]  # the members, with Shared for their offsets
+    sides: tuple[Any, ...]  # the members, with Shared in place of their offsets
     offsets: tuple[Any, ...]  # (): none, or an outer union holds them
 
     @property
@@ -374,28 +375,28 @@ def _check_and(both: And) -> None:
             )
     document = documents_of(both)
     for part in both.walk():
-        part.check_beside(document)
+        part.check_with(document)
         part.check_others(both)
 
 
 def _union(members: tuple[MaskExpression, ...]) -> Or:
-    """`|` of the members, if it is one range for every row whatever the arrays hold."""
+    """`|` of the members, if it is one range for every row, whatever the values of the arrays."""
     both = Or(members, ())
     for part in both.walk():
         if not isinstance(part, Interval):
             raise NotImplementedError(
-                f"`|` cannot take {part.name}(...), whose keys may be many ranges: unite the "
-                f"others and intersect the union with it, as in (a | b) & {part.name}(...)"
+                f"`|` cannot take {part.name}(...), whose keys may be many ranges: join only the "
+                f"others by `|` and intersect the result with it: (a | b) & {part.name}(...)"
             )
     sides = [member.unbounded() for member in both.members]
     same_side = any(all(side) for side in zip(*sides, strict=True))
     if not same_side and (True, True) not in sides and _common(both.members) == frozenset():
         raise NotImplementedError(
-            "`|` needs a union that surely is one range for every row, and here it may be two. It "
-            "is one where all members hold the row's own place, as causal, sliding_window, "
-            "chunked, prefix and spans with equal offsets do (an offset that is a jax array: the "
-            "same int32 array in all of them, not only equal ones), or all are unbounded on the "
-            "same side, as causal, prefix and sliding_window(None) are below. Otherwise give "
+            "`|` needs a union that is certainly one range for every row, and this one may be two. "
+            "It is one range if all members attend the row's own position, as causal, "
+            "sliding_window, chunked, prefix and spans with equal offsets do (for offsets that are "
+            "jax arrays: the same int32 array, not just equal ones), or if all are unbounded on "
+            "the same side, as causal, prefix and sliding_window(None) are below. Otherwise use "
             "ranges(lo, hi), or join the attention of disjoint masks by packax.merge_attention "
             "(return_lse=True)"
         )
@@ -412,7 +413,7 @@ def _union(members: tuple[MaskExpression, ...]) -> Or:
 
 
 def _with_offsets(expression: Any, function: Any) -> Any:
-    """The interval with function(x) for each offset x in it."""
+    """The interval with each offset x in it replaced by function(x)."""
     if isinstance(expression, And):
         return And(tuple(_with_offsets(x, function) for x in expression.members))
     if isinstance(expression, Or):
@@ -423,7 +424,7 @@ def _with_offsets(expression: Any, function: Any) -> Any:
 
 
 def documents_of(expression: MaskExpression) -> Documents | None:
-    """The one documents(...) of the expression."""
+    """The documents(...) of the expression, if any."""
     for part in expression.parts():
         if isinstance(part, Documents):
             return part
@@ -431,7 +432,7 @@ def documents_of(expression: MaskExpression) -> Documents | None:
 
 
 def places_of(expression: MaskExpression, q_len: int, kv_len: int) -> Positions:
-    """What the intervals of the expression compare: positions that a part of it has, or indices."""
+    """What the intervals of the expression compare: positions that one part has, or indices."""
     q, kv = (np.arange(length, dtype=np.int32) for length in (q_len, kv_len))
     said = (part.places(q_len, kv_len) for part in expression.parts())
     places = next((x for x in said if x is not None), Positions(q, kv, (), False))
@@ -439,7 +440,7 @@ def places_of(expression: MaskExpression, q_len: int, kv_len: int) -> Positions:
     return places if document is None else places._replace(ids=(*places.ids, document.q_ids))
 
 
-# --- Sizes that the arrays of an expression agree on.
+# --- Checks that the arrays of an expression agree on sizes.
 
 
 def check_lengths(
@@ -449,9 +450,9 @@ def check_lengths(
     *,
     said: tuple[str, str] = ("q_len says", "kv_len says"),
 ) -> tuple[int | None, int | None]:
-    """q_len and kv_len as the arguments and all arrays agree on, None where nothing says.
+    """q_len and kv_len, on which the arguments and all arrays must agree; None if undetermined.
 
-    `said`: who gave q_len and kv_len, for the text of errors.
+    `said`: where q_len and kv_len come from, for the text of errors.
 
     Raises:
         ValueError: if they do not agree.
@@ -471,7 +472,7 @@ def check_lengths(
             what = "query rows" if side == "q" else "keys"
             more = ""
             if side == "kv" and name == "segment_ids":
-                more = ": give the ids of the keys as kv_segment_ids"
+                more = ": pass the ids of the keys as kv_segment_ids"
             raise ValueError(f"{name} is for {length} {what}, but {first} {expected}{more}")
     nothing = ("", None)
     lengths = known.get("q", nothing)[1], known.get("kv", nothing)[1]
@@ -481,9 +482,9 @@ def check_lengths(
 
 
 def batch_of(expression: MaskExpression, batch: int = 1, said: str = "") -> int:
-    """The batch size of the arrays, 1 where none has a batch.
+    """The batch size of the arrays, 1 if none has a batch.
 
-    `batch`, `said`: one that is known before, and who has it, for the text of errors.
+    `batch`, `said`: a batch size known before, and where it comes from, for the text of errors.
 
     Raises:
         ValueError: if two arrays have different batch sizes, neither of them 1.
@@ -493,9 +494,9 @@ def batch_of(expression: MaskExpression, batch: int = 1, said: str = "") -> int:
         size = x.shape[0] if x.ndim == 2 or side == "batch" else 1
         more = ""
         if side == "batch" and x.ndim == 1:
-            more = f". {name} of shape {x.shape} is one for each row of the batch"
+            more = f". {name} of shape {x.shape} has one value per batch row"
             if name == "lengths":
-                more += f": for one of each token give (1, {size})"
+                more += f": for one value per token pass shape (1, {size})"
         if size not in (1, batch) and (batch != 1 or said):
             raise ValueError(f"{name} has batch size {size}, but {first} has {batch}{more or note}")
         if size != 1:
@@ -515,23 +516,23 @@ def _length(name: str, length: Any) -> Any:
     return length
 
 
-# --- What a caller gave in place of a mask or an expression.
+# --- Errors for arguments that are not a mask or an expression.
 
 
 def not_joined(operator: str, other: Any) -> str:
-    """Why an expression and something else are not joined."""
+    """The error for joining an expression with something else."""
     text = f"`{operator}` joins mask expressions, but one side is {described(other)}"
     if hasattr(other, "q_blocks"):
-        return f"{text}: join expressions first and build the mask of all of them"
+        return f"{text}: join the expressions, then build one mask from the result"
     return f"{text}{instead_of_array(other)}"
 
 
 def instead_of_array(x: Any) -> str:
-    """What to do with a dense mask."""
+    """What to use instead of a dense mask."""
     if not hasattr(x, "ndim") or x.ndim < 1:
         return ""
     return (
-        ". Dense masks are not taken: where a row's keys are one range say ranges(lo, hi), else "
-        "block_sparse(block_mask, block_size), for a boolean array of rows and keys "
+        ". Dense masks are not accepted: if each row's keys are one range, use ranges(lo, hi), "
+        "otherwise block_sparse(block_mask, block_size), or for a boolean array of rows and keys "
         "block_sparse(array, 1)"
     )

@@ -1,6 +1,6 @@
-"""Mask expressions that are an interval of key positions for every row: causal() and its kin.
+"""Mask expressions that are one interval of key positions for every row: causal() and others.
 
-A position is what `documents(..., positions=...)` gives, or else the index of the row among the
+A position is that of `documents(..., positions=...)`, or otherwise the index of the row among the
 rows and of the key among the keys.
 """
 
@@ -28,18 +28,18 @@ from packax._src.masks.expressions import (
 
 
 class _Offset(Interval):
-    """Intervals around the row's own place, which counts as place + offset."""
+    """Intervals around the row's own position, to which the offset is added."""
 
     offset: Any  # None: 0; a number, () or (B,)
 
     def arrays(self) -> list[tuple[str, Array, str]]:
         return [] if np.ndim(self.offset) == 0 else [("offset", self.offset, "batch")]
 
-    def check_beside(self, document: Documents | None) -> None:
+    def check_with(self, document: Documents | None) -> None:
         if self.offset is not None and document is not None and document.q_pos is not None:
             raise ValueError(
-                f"{self.name} has an offset, beside documents(..., positions=...): "
-                "give no offset, the positions say it"
+                f"{self.name} has an offset, joined with documents(..., positions=...): "
+                "leave the offset out, the positions include it"
             )
 
     def anchors(self) -> frozenset[Any] | None:
@@ -55,10 +55,10 @@ class _Offset(Interval):
 
 
 def warn_of_offsets(expression: MaskExpression, q_len: Any, kv_len: Any) -> None:
-    """Warns where rows behind a cache are surely, or as a rule, not placed behind it.
+    """Warns if rows that follow a cache are not, or probably not, given positions after it.
 
-    Each interval has its own offset: causal(n) & sliding_window(w) is no window behind n keys. And
-    without any, fewer rows than keys are the first ones, not the last.
+    Each interval has its own offset: causal(n) & sliding_window(w) is not a window after n keys.
+    And without an offset, fewer rows than keys are the first ones, not the last.
     """
     members = [part for part in expression.walk() if isinstance(part, _Offset)]
     for part in expression.walk():
@@ -66,29 +66,29 @@ def warn_of_offsets(expression: MaskExpression, q_len: Any, kv_len: Any) -> None
         if not _may_be_equal([x.offset for x in own]):
             names = " and ".join(sorted({x.name for x in own}))
             warnings.warn(
-                f"{names} have different offsets in one `&`: each places rows by its own. For rows "
-                "behind a cache give all of them the same, as in causal(offset=n) & "
+                f"{names} have different offsets in one `&`, and each shifts rows by its own. For "
+                "rows after a cache pass the same offset to all of them, as in causal(offset=n) & "
                 "sliding_window(w, offset=n)",
                 stacklevel=3,
             )
     sizes = q_len, kv_len
     if not all(isinstance(n, int) for n in sizes) or not 0 < q_len < kv_len:
         return
-    # Positions place the rows, and keys with ids of their own are another sequence.
+    # Positions say where the rows are, and keys with separate ids are another sequence.
     placed = any(part.places(*sizes) is not None for part in expression.parts())
     sides = {side for x in expression.parts() for _, _, side in x.arrays()}
     causal = any(isinstance(x, Causal) for x in members)
     if causal and not placed and "kv" not in sides and all(x.offset is None for x in members):
         warnings.warn(
-            "causal() counts rows from the first key, and there are fewer rows than keys: row 0 "
-            "attends key 0 alone. If the rows are new tokens behind a cache, give "
-            "causal(offset=kv_len - q_len), or use decode_attention",
+            "causal() aligns row 0 with key 0, and there are fewer rows than keys: row 0 attends "
+            "only key 0. If the rows are new tokens after a cache, use "
+            "causal(offset=kv_len - q_len), or decode_attention",
             stacklevel=3,
         )
 
 
 def _may_be_equal(offsets: list[Any]) -> bool:
-    """Unless they surely differ; an array whose values are not known is not the offset 0."""
+    """False if they certainly differ; an array of unknown values counts as unequal to offset 0."""
     known = [x for x in offsets if not isinstance(x, jax.Array)]
     numbers = [np.asarray(0 if x is None else x) for x in known]
     if any(np.any(x != numbers[0]) for x in numbers[1:]):
@@ -154,7 +154,7 @@ class SlidingWindow(_Offset):
         return result if high is None else result & (key <= high[..., :, None])
 
     def limits(self, at: Positions) -> Limits:
-        # In this order a limit saturates once at most: indices are not negative, nor is left.
+        # In this order a limit saturates at most once: indices and left are not negative.
         low = None if self.left is None else self.shifted(plus(at.q, -self.left))
         return low, None if self.right is None else plus(self.shifted(at.q), self.right)
 
@@ -189,8 +189,8 @@ class Chunked(_Offset):
 class Prefix(Interval):
     """See `prefix`."""
 
-    lengths: Any  # a number, (), (B,) or (B, Sq), or (Sq,) where vmap took the batch of that
-    per_row: bool  # whether every query row has its own
+    lengths: Any  # a number, (), (B,) or (B, Sq), or (Sq,) where vmap removed the batch of that
+    per_row: bool  # whether every query row has its own length
 
     def arguments(self) -> list[str]:
         return [shown(self.lengths)]
@@ -199,32 +199,32 @@ class Prefix(Interval):
         held = ("lengths", self.lengths, "q" if self.per_row else "batch")
         return [held] if np.ndim(self.lengths) else []
 
-    def warn_beside(self, document: Documents | None) -> None:
+    def warn_with(self, document: Documents | None) -> None:
         if document is None or document.q_pos is not None:
             return
         counted = (
-            "prefix(lengths) counts from the first token of the batch row where documents(...) has "
-            "no positions"
+            "prefix(lengths) counts from the first token of the batch row, because documents(...) "
+            "has no positions"
         )
         held = self.lengths, document.q_ids
         if any(isinstance(x, jax.core.Tracer) for x in held):
             if self.per_row:
                 warnings.warn(
                     f"{counted}: if lengths are those of each row's document, only the first "
-                    "document has its prefix. Give documents(..., positions=)",
+                    "document gets its prefix. Pass documents(..., positions=)",
                     stacklevel=3,
                 )
             return
         arrays = [x for x in held if isinstance(x, jax.Array)]
         if arrays and not (self.per_row and all(x.is_fully_addressable for x in arrays)):
-            return  # to look at values would wait for the device
+            return  # reading values would wait for the device
         lengths, ids = np.broadcast_arrays(self._per_row(), np.atleast_2d(document.q_ids))
         for row, own in zip(ids, lengths, strict=True):
             _, index, inverse = np.unique(row, return_index=True, return_inverse=True)
             begins = index[inverse]
             if np.any((row != PADDING_SEGMENT_ID) & (own > 0) & (own <= begins) & (begins > 0)):
                 warnings.warn(
-                    f"{counted}, and a document begins behind its length: it has no prefix. Give "
+                    f"{counted}, and a document begins after its length, so it has no prefix. Pass "
                     "documents(..., positions=) to count from the start of each document",
                     stacklevel=3,
                 )
@@ -264,16 +264,15 @@ def full() -> MaskExpression:
 def causal(offset: ArrayLike = 0) -> MaskExpression:
     """Query row i attends the keys j <= i + offset, counted from the first row and the first key.
 
-    Beside `documents(..., positions=...)` positions are compared in place of indices: row i
-    attends key j if the row's position is at least the key's.
+    With `documents(..., positions=...)` positions are compared instead of indices: row i attends
+    key j if the row's position is at least the key's.
 
     Args:
         offset: an integer, or (B,) integers, int32: how many keys come before the first row, as
-            where the keys of earlier rows are in a cache. Positions say that themselves: beside
-            them it must be 0.
+            when a cache holds the keys of earlier rows. With positions it must be 0.
 
     Raises:
-        ValueError: an offset of another rank, dtype or size, or beside positions.
+        ValueError: an offset of another rank, dtype or size, or together with positions.
 
     Examples:
         >>> packax.causal().as_array(2, 3)
@@ -288,8 +287,8 @@ def sliding_window(
 ) -> MaskExpression:
     """Query row i attends the keys from i - left to i + right, both included.
 
-    A window of w keys that ends with the row's own, as Mistral and Gemma count, is
-    `sliding_window(w - 1)`. Beside `documents(..., positions=...)` it compares positions.
+    A window of w keys that ends with the row's own, as in Mistral and Gemma, is
+    `sliding_window(w - 1)`. With `documents(..., positions=...)` it compares positions.
 
     Args:
         left, right: integers from 0; None: no limit on that side.
@@ -312,8 +311,8 @@ def sliding_window(
 def chunked(size: int, *, offset: ArrayLike = 0) -> MaskExpression:
     """Query row i attends the keys j of its own chunk: floor(j / size) == floor(i / size).
 
-    Llama 4's local layers are `causal() & chunked(8192)`. Positions are positions beside
-    `documents(..., positions=...)`, so that a document's first chunk begins with its position 0.
+    Llama 4's local layers are `causal() & chunked(8192)`. With `documents(..., positions=...)` it
+    compares positions, so that a document's first chunk begins at its position 0.
 
     Args:
         size: rows of a chunk, from 1.
@@ -334,11 +333,11 @@ def chunked(size: int, *, offset: ArrayLike = 0) -> MaskExpression:
 def prefix(lengths: ArrayLike) -> MaskExpression:
     """Query row i attends the keys j <= i, and all keys j < length: a prefix-LM.
 
-    Beside `documents(..., positions=...)` it compares positions. Every document may then have a
-    prefix of its own, by one length for each row.
+    With `documents(..., positions=...)` it compares positions. Every document may then have its
+    own prefix, given by one length per row.
 
     Args:
-        lengths: an integer, (B,), or (B, Sq) with the length that each row goes by; int32.
+        lengths: an integer, (B,), or (B, Sq) with the length for each row; int32.
 
     Raises:
         ValueError: another rank or dtype, values that do not fit int32, or lengths that differ.
@@ -365,8 +364,8 @@ def _size(name: str, size: Any, least: int) -> int:
     if isinstance(size, jax.core.Tracer):
         raise ValueError(
             f"{name} must be an integer that is known when tracing, but is traced: make it static "
-            "(static_argnums of jit, or a closure), or say a window that the data decides by "
-            "ranges(lo, hi)"
+            "(static_argnums of jit, or a closure), or use ranges(lo, hi) for a window that "
+            "depends on data"
         )
     try:
         number = operator.index(size)

@@ -1,11 +1,11 @@
-"""The masks of a plan that keeps documents local: of each rank's own keys, and of shared ones.
+"""The masks of a plan that keeps documents local: of each rank's private keys, and of shared ones.
 
-A row is in one part: that of the ranks which have rows of its document. A limit that is an index of
-the sequence becomes the number of the part's keys before it, so an interval stays an interval, and
-holds the part's keys of the interval it was. Keys and rows that a part is not about have no id in
-its mask. The keys of a shared part are in the order of the sequence, each document's to the end of
-a tile, as its rows are cut: a tile of rows then reads no more tiles of keys than it must. Private
-keys are in the order of the rows.
+A row is in one part, that of the ranks which have rows of its document. A limit that is an index
+into the sequence becomes the number of the part's keys before it, so an interval stays an interval
+and holds those of its keys that are in the part. In the mask of a part, other keys and rows have no
+id. The keys of a shared part are in the order of the sequence, with each document ending at the end
+of a tile, as its rows do: a tile of rows then reads as few tiles of keys as possible. Private keys
+are in the order of the rows.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from packax._src.ops.primitives import BLOCK_ARRAYS
 class _Keys(NamedTuple):
     """The keys of a part."""
 
-    index: Any  # (B, n) of the sequence
-    ids: Any  # -1: the part is not about it
-    number: Callable[[Any], Any]  # of the part's keys before an index of the sequence
-    orders: Any = None  # (B, 2, n): where they go to, and come from
+    index: Any  # (B, n) into the sequence
+    ids: Any  # -1: not in the part
+    number: Callable[[Any], Any]  # how many of the part's keys are before an index of the sequence
+    orders: Any = None  # (B, 2, n): where each goes to, and comes from
 
 
 def keeps_local(ranks: RankRows, document: Document) -> bool:
-    """Whether gathering the shared keys alone is enough: not without documents, with other ids of
-    keys, nor where every rank has all keys."""
+    """Whether it is enough to gather the shared keys: not without documents, with separate ids of
+    keys, or where every rank has all keys."""
     plan, layout = ranks.plan, ranks.layout
     if plan is None or plan.checksum is None or layout is None:
         return False
@@ -53,14 +53,14 @@ def local_parts(
     ranks: RankRows, document: Document, low: Any, high: Any, ranges: Any, *,
     level: int, implementation: Any, sharding: Any, checked: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """`shared_parts` and `private_part` of a mask, and `plan_mismatch` unless `checked`: the plan
-    is known to be of these documents. Arguments are of whole sequences."""
+    """`shared_parts` and `private_part` of a mask, and `plan_mismatch` unless `checked`, which says
+    that the plan is known to match these documents. Arguments are of whole sequences."""
     plan, layout = ranks.plan, ranks.layout
     assert plan is not None and layout is not None
     pieces, own = plan.ranks, plan.length // plan.ranks
     context = layout.context
-    # A part's number among the levels, by how many groups its keys are gathered, its rows, and the
-    # context axes at which its gathers begin.
+    # For each part its index among the levels, in how many groups its keys are gathered, its rows,
+    # and the context axes at which its gathers begin.
     parts = [
         (n, groups, rows, gathers_of(layout, plan, groups))
         for n, (groups, rows) in enumerate(plan.parts)
@@ -118,7 +118,7 @@ def local_parts(
 
     ranges = tuple((ranks.keys(lo), ranks.keys(hi)) for lo, hi in ranges)
     operands = document, low, high, ranges, plan.order, plan.split
-    *made, private = ranks.on_each(of_rank, specs)(*operands)
+    *made, private = ranks.shard_mapped(of_rank, specs)(*operands)
     build: Any = functools.partial(
         AttentionMask, segment_check=level, sharding=sharding, shards=pieces, permuted=True
     )
@@ -156,8 +156,8 @@ def gathers_of(layout: Layout, plan: ContextPlan, groups: int) -> tuple[int, ...
 
 
 def made_of(plan: ContextPlan | None, ids: Any) -> bool | None:
-    """Whether the plan was made of these segment ids, (B or 1, length); None: the program has to
-    find out, because they or the plan are not numpy arrays."""
+    """Whether the plan was made from these segment ids, (B or 1, length); None: the program must
+    check it, because the ids or the plan are not numpy arrays."""
     if plan is None or not isinstance(plan.checksum, np.ndarray) or not isinstance(ids, np.ndarray):
         return None
     return bool((checksum(np.atleast_2d(ids)) == plan.checksum).all())
@@ -167,7 +167,8 @@ def _of_part(
     limits: tuple[Document, Any, Any, Any], level: int, implementation: Any,
     ids: jax.Array, rows: jax.Array, keys: _Keys,
 ) -> dict[str, Any]:  # fmt: skip
-    """Of the rows with these ids at the indices `rows`; limits: document, low, high, ranges."""
+    """The mask of the rows with these ids at the indices `rows`; limits: document, low, high,
+    ranges."""
     document, low, high, ranges = limits
     low, high = (None if x is None else _take(x, rows) for x in (low, high))
     if level < 2:  # positions are indices
@@ -200,13 +201,13 @@ def _of_part(
 def _in_order(ids: jax.Array, index: jax.Array, inside: jax.Array) -> _Keys:
     """Keys at these indices, of which those `inside` are the part's.
 
-    Others stand before a document, so that it ends with a tile, and behind all.
+    The others are placed before a document, so that it ends with a tile, and at the end.
     """
     size = index.shape[1]
     before = _number_before(index, inside, ids.shape[1])
     number = inside.sum(axis=1, keepdims=True, dtype=jnp.int32)
     rest = jnp.cumsum(~inside, axis=1, dtype=jnp.int32) - 1
-    # First the part's in order, then the others.
+    # First the part's keys in order, then the others.
     sorted_ = _inverse(jnp.where(inside, _take(before, index), number + rest))
     place = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), sorted_.shape)
     there = place < number
@@ -219,7 +220,7 @@ def _in_order(ids: jax.Array, index: jax.Array, inside: jax.Array) -> _Keys:
     end = jax.lax.cummin(next_begin, axis=1, reverse=True)
     gaps = jnp.cumsum(jnp.where(begins, (place - end) % TILE, 0), axis=1, dtype=jnp.int32)
     most = jnp.where(begins & (gaps <= size - number), gaps, 0)
-    gaps = jax.lax.cummax(most, axis=1)  # where others are too few, no more of them
+    gaps = jax.lax.cummax(most, axis=1)  # no more than there are others
     slot = place + gaps
     taken, slot, yes = vary_together(jnp.zeros_like(place), slot, there.astype(jnp.int32))
     drop = jnp.where(there, slot, size)
@@ -240,7 +241,7 @@ def _number(before: jax.Array, x: Any) -> jax.Array:
 
 
 def _take(x: jax.Array, index: jax.Array) -> jax.Array:
-    """x[b, index[b]], each of batch 1 or B."""
+    """x[b, index[b]], where each has batch size 1 or B."""
     batch = max(x.shape[0], index.shape[0])
     x, index = vary_together(x, index)
     x, index = (jnp.broadcast_to(y, (batch, y.shape[1])) for y in (x, index))
@@ -248,7 +249,7 @@ def _take(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def _number_before(index: jax.Array, inside: jax.Array, length: int) -> jax.Array:
-    """(B, length + 1): how many of the indices `inside`, all different, are less than each."""
+    """(B, length + 1): how many of the indices `inside`, all distinct, are less than each."""
     zeros, index, inside = vary_together(
         jnp.zeros((index.shape[0], length + 1), jnp.int32), index, inside.astype(jnp.int32)
     )
@@ -260,7 +261,7 @@ def _number_before(index: jax.Array, inside: jax.Array, length: int) -> jax.Arra
 
 
 def _inverse(order: jax.Array) -> jax.Array:
-    """(B, n): of permutations."""
+    """(B, n): the inverse of each permutation."""
     number = jnp.broadcast_to(jnp.arange(order.shape[1], dtype=jnp.int32), order.shape)
     zeros, number, order = vary_together(jnp.zeros_like(order), number, order)
     return jax.vmap(lambda x, at, y: x.at[at].set(y, unique_indices=True))(zeros, order, number)

@@ -42,16 +42,17 @@ def plot_mask(
 ) -> Any:
     """Draw which keys each query row attends, with matplotlib.
 
-    Pairs that are attended have the colour of the row's document (of a tree alone: of its segment
-    or group), rows and keys of padding are grey. A built mask does not know the segments or groups
-    of its trees: draw the expression. A frame is drawn around each block that has work: solid where
-    all of its pairs are attended (the kernels compare nothing there), dashed where some are. Blocks
-    without a frame are skipped. A mask of permuted rows is drawn in their order.
+    Attended pairs have the colour of the row's document (of a tree without documents: of its
+    segment or group), and rows and keys of padding are grey. A built mask does not store the
+    segments or groups of its trees: draw the expression instead. A frame is drawn around each block
+    that is visited: solid if all of its pairs are attended (the kernels check nothing there),
+    dashed if only some are. Blocks without a frame are skipped. A mask of permuted rows is drawn in
+    permuted order.
 
     Args:
-        mask: an expression, or what `create_attention_mask` returned, of at most 4096 rows and
+        mask: an expression, or the result of `create_attention_mask`, of at most 4096 rows and
             keys.
-        q_len, kv_len: of an expression whose arrays do not say them.
+        q_len, kv_len: the lengths, if the arrays of an expression do not determine them.
         batch, head: which row of the batch, and which head of a block_sparse(...) with heads.
         block_size: (rows, keys) of the frames, or one number: by default those of the kernels.
         ax: matplotlib axes to draw on; None: new ones.
@@ -61,8 +62,8 @@ def plot_mask(
 
     Raises:
         ImportError: without matplotlib.
-        ValueError: not an expression or mask, lengths that are missing or too large, a batch, head
-            or block_size that there is not.
+        ValueError: not an expression or mask, lengths that are missing or too large, or an invalid
+            batch, head or block_size.
 
     Examples:
         >>> expression = packax.causal() & packax.documents(segment_ids)
@@ -113,14 +114,14 @@ def plot_plan(
 ) -> Any:
     """Draw which rows of the sequence each rank computes, with matplotlib.
 
-    A lane for each rank: its rows are coloured, in the order of the sequence, and a line is drawn
-    at each border of two chunks. With an expression there is a lane of its documents above them,
-    and the load of each rank is written behind its lane: the pairs of a row and a key that its rows
-    attend, over the mean of all ranks.
+    Each rank has a lane: its rows are coloured, in the order of the sequence, with a line at each
+    border between chunks. With an expression, a lane above them shows its documents, and the load
+    of each rank is written after its lane: the number of row-key pairs that its rows attend,
+    divided by the mean of all ranks.
 
     Args:
         plan: from `context_plan`.
-        expression: what it was made of, of at most 8192 rows. None: no loads.
+        expression: the expression of the plan, of at most 8192 rows. None: draws no loads.
         batch: which row of the batch.
         ax: matplotlib axes to draw on; None: new ones.
 
@@ -129,8 +130,8 @@ def plot_plan(
 
     Raises:
         ImportError: without matplotlib.
-        ValueError: not a plan, not an expression of its length, one that is too long, a batch that
-            there is not.
+        ValueError: not a plan, an expression of another length or one that is too long, or an
+            invalid batch.
 
     Examples:
         >>> plan = packax.context_plan(expression, ranks=4, chunk=128)
@@ -169,7 +170,7 @@ def plot_plan(
     limits = {"vmin": -1, "vmax": len(_DOCUMENTS), "interpolation": "nearest"}
     ax.imshow(np.stack(lanes), cmap=colours, extent=extent, aspect="auto", **limits)
     for lane, rows in enumerate(own, len(lanes) - plan.ranks):
-        inside = rows[1:] & rows[:-1]  # a border in the middle of a coloured stretch
+        inside = rows[1:] & rows[:-1]  # a border inside a coloured range
         chunk_ends = (np.arange(1, plan.length) % plan.chunk == 0) & (plan.chunk > 1)
         borders = 1 + np.flatnonzero(inside & chunk_ends)
         ax.vlines(borders, lane + 0.05, lane + 0.95, color=_NOTHING, linewidth=0.8)
@@ -202,7 +203,7 @@ def _colormap(palette: list[str]) -> Any:
 
 
 def _set_title(ax: Any, title: str, *lines: str) -> None:
-    """In lines that are as wide as the axes at most, so that neighbours do not overlap."""
+    """Sets a title whose lines are at most as wide as the axes, so that plots do not overlap."""
     width_in_points = ax.get_window_extent().width / ax.figure.dpi * 72
     letters = max(20, int(width_in_points / (0.6 * _FONT_SIZE)))
     ax.set_title("\n".join([*textwrap.wrap(title, letters), *lines]), fontsize=_FONT_SIZE)
@@ -218,13 +219,11 @@ def _of_one_row(
         q_len, kv_len = check_lengths(mask, q_len, kv_len)
         if q_len is None or kv_len is None:
             name = "q_len" if q_len is None else "kv_len"
-            raise ValueError(
-                f"{name} is not known: no array of the expression says it, so give {name}="
-            )
+            raise ValueError(f"cannot infer {name} from the arrays of the expression: pass {name}=")
         document, tree = documents_of(mask), tree_of(mask)
         q_ids = None if document is None else document.q_ids
         kv_ids = None if document is None else document.kv_ids
-        if tree is not None:  # for self-attention; padding is what either has as padding
+        if tree is not None:  # for self-attention; padding in either is padding
             padding = np.asarray(tree.ids) == PADDING_SEGMENT_ID
             q_ids = np.where(padding, -1, tree.groups() if q_ids is None else q_ids)
     elif isinstance(mask, AttentionMask):
@@ -268,7 +267,7 @@ def _colours(dense: np.ndarray, q_ids: Any, kv_ids: Any) -> np.ndarray:
 
 
 def _numbers(ids: np.ndarray) -> np.ndarray:
-    """Of the colours of ids, in the order in which these begin."""
+    """Numbers ids in the order of their first appearance, for colours."""
     _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
     return np.argsort(np.argsort(first))[inverse] % len(_DOCUMENTS)
 

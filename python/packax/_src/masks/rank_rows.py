@@ -1,8 +1,8 @@
 """Which rows of a sequence a rank holds: permuted by a plan, divided by a mesh, or all in order.
 
-An expression is about whole sequences in order. `RankRows` moves and cuts what has one value a row,
-and runs what is each rank's own on its piece (docs/guide/context_parallelism.md, "Masks"). Without
-a layout and a plan there is one piece, and nothing moves.
+An expression is about whole sequences in order. `RankRows` permutes and cuts arrays of one value
+per row, and runs functions on each rank's piece (docs/guide/context_parallelism.md, "Masks").
+Without a layout and a plan there is one piece, and nothing moves.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from packax._src.masks.tree import Tree, tree_rows
 
 @dataclasses.dataclass(frozen=True)
 class RankRows:
-    """The rows of a mask: `batch` of a batch, 1 being one for all, with `q_len` query rows each."""
+    """The rows of a mask: a batch size of `batch` (1: shared by all rows), of `q_len` rows each."""
 
     layout: Layout | None
     plan: ContextPlan | None
@@ -35,8 +35,8 @@ class RankRows:
     q_len: Any
 
     @property
-    def in_one_piece(self) -> bool:
-        """Whether they are all rows, in the order of the sequence."""
+    def is_unsharded(self) -> bool:
+        """Whether there is one piece: all rows, in the order of the sequence."""
         return self.layout is None and self.plan is None
 
     @property
@@ -56,14 +56,14 @@ class RankRows:
         return 1 if self.layout is None else self.layout.size(self.context)
 
     def sizes(self) -> tuple[Any, Any]:
-        """Batch and query rows where `on_each` runs."""
+        """Batch size and number of query rows in each piece of `shard_mapped`."""
         batch = self.batch
         if self.layout is not None:
             batch //= self.layout.inside(self.mask_batch)
         return batch, self.q_len // self.pieces if self.pieces > 1 else self.q_len
 
     def spec(self, name: str, segment_check: int, batch: Axes, heads: Axes = ()) -> Any:
-        """The PartitionSpec of an array of the mask, where there is a layout."""
+        """The PartitionSpec of an array of the mask; requires a layout."""
         assert self.layout is not None
         return self.layout.spec(*FIELDS[name].dims(segment_check, batch, self.context, heads))
 
@@ -76,39 +76,39 @@ class RankRows:
     def place(self, x: Any, *dims: Axes) -> Any:
         return x if self.layout is None else self.layout.place(x, *dims)
 
-    def pinned(self, x: Any, *dims: Axes) -> Any:
-        """Whole on every rank: else XLA may split an array that every attention then gathers."""
+    def replicated(self, x: Any, *dims: Axes) -> Any:
+        """Replicated on every rank: otherwise XLA may shard it, and every attention gathers it."""
         if self.layout is None or not self.layout.mapped:
             return x
         spec = self.layout.spec(*dims)
-        return self.on_each(lambda x: x, lambda: ((spec,), spec))(x)
+        return self.shard_mapped(lambda x: x, lambda: ((spec,), spec))(x)
 
     def keys(self, x: Any) -> Any:
-        """Of whole sequences in order, for every row of the batch."""
+        """An array of whole sequences in order, for every row of the batch."""
         return self.place(jnp.broadcast_to(x, (self.batch, x.shape[1])), self.mask_batch)
 
     def rows(self, x: Any) -> Any:
-        """From whole sequences to the rows in the plan's order: this rank's, where manual."""
+        """From whole sequences to rows in the plan's order; inside a shard_map this rank's."""
         x = self.keys(x)
         if self.plan is not None:
             x = self.plan.permute(x)
         return self.place(self._own_part(x, 1), self.mask_batch, self.context)
 
     def limits(self, document: Document, interval: And) -> Limits:
-        """`limits_of`, of whole sequences: intervals are about their indices and their spans."""
+        """`limits_of` for whole sequences, to whose indices and spans intervals refer."""
         function = functools.partial(limits_of, q_len=self.q_len)
         low, high = self._of_sequences(function, document, interval)
         return low, high
 
     def tree_rows(self, tree: Tree, ids: Any, interval: And) -> list[Any]:
-        """`tree_rows`, of whole sequences: a tree is about their order."""
+        """`tree_rows` for whole sequences, to whose order trees refer."""
         tree = jax.tree.map(lambda x: self.keys(jnp.atleast_2d(x)), tree)
         return self._of_sequences(tree_rows, (tree, ids), interval)
 
     def _of_sequences(self, function: Callable[..., Any], held: Any, interval: And) -> Any:
-        """function(held, interval) on every rank: arrays of each row of whole sequences, or None.
+        """function(held, interval) on every rank: arrays with a value for each row, or None.
 
-        held: arrays of `keys`.
+        held: arrays returned by `keys`.
         """
         if self.layout is None:
             return function(held, interval)
@@ -128,17 +128,17 @@ class RankRows:
             keys = layout.spec(self.mask_batch)
             return (keys, jax.tree.map(lambda x: layout.spec(*of_leaf(x)), interval)), keys
 
-        return self.on_each(of_rank, specs)(held, interval)
+        return self.shard_mapped(of_rank, specs)(held, interval)
 
     def block_mask(
         self, block_mask: jax.Array, block_size: tuple[int, int]
     ) -> tuple[jax.Array, tuple[int, int], tuple[Axes, Axes]]:
-        """A block mask of those rows, its block size, and the mesh axes of its batch and heads."""
+        """The block mask of these rows, its block size, and the mesh axes of its batch and heads."""
         if self.plan is not None and self.plan.order.shape[0] > 1:
             block_mask = jnp.broadcast_to(block_mask, (self.batch, *block_mask.shape[1:]))
         heads = self.layout.heads if self.layout is not None and block_mask.shape[1] > 1 else ()
         axes = self._batch_axes(block_mask), heads
-        if self.in_one_piece:
+        if self.is_unsharded:
             return block_mask, block_size, axes
         chunks = self.pieces if self.plan is None else self.plan.order.shape[1]
         block_mask, block_size = _kept_together(
@@ -150,10 +150,10 @@ class RankRows:
         block_mask = self._own_part(block_mask, 2)
         return self.place(block_mask, *axes, self.context), block_size, axes
 
-    def on_each(
+    def shard_mapped(
         self, function: Callable[..., Any], specs: Callable[[], tuple[Any, Any]]
     ) -> Callable[..., Any]:
-        """The function on every rank's piece; `specs()`: of its arguments and of its results."""
+        """The function on every rank's piece; `specs()` returns those of arguments and results."""
         if self.layout is None or not self.layout.mapped:
             return function
         in_specs, out_specs = specs()
@@ -166,7 +166,7 @@ class RankRows:
         )
 
     def _own_part(self, x: Any, axis: int) -> Any:
-        """This rank's, where the caller's own shard_map is over the context axes."""
+        """This rank's part of x, if the caller's shard_map is over the context axes."""
         if self.layout is None or self.layout.outside(self.context) == 1:
             return x
         own = x.shape[axis] // self.layout.outside(self.context)
@@ -174,8 +174,8 @@ class RankRows:
         return jax.lax.dynamic_slice_in_dim(x, first, own, axis=axis)
 
     def _batch_axes(self, x: Any) -> Axes:
-        """The mesh axes over which the first axis of an expression's array lies."""
-        if not self.mask_batch:  # a batch that is not known has no mesh
+        """The mesh axes over which the first axis of an expression's array is sharded."""
+        if not self.mask_batch:  # a symbolic batch has no mesh
             return ()
         return self.mask_batch if jnp.shape(x)[0] == self.batch > 1 else ()
 
@@ -183,7 +183,7 @@ class RankRows:
 def _kept_together(
     block_mask: jax.Array, block_size: tuple[int, int], q_len: int, together: int
 ) -> tuple[jax.Array, tuple[int, int]]:
-    """A block mask, and its block size, of which no rank and no chunk of a plan begins inside."""
+    """A block mask, and its block size, with blocks that no rank or chunk of a plan cuts."""
     rows = block_size[0]
     if together == q_len or together % rows == 0:
         return block_mask, block_size

@@ -1,6 +1,6 @@
 """From the arrays of an expression to those of a mask: row ranges, then bounds of blocks.
 
-rank_rows.py says which rows, of which rank and in which order; nothing here knows of that.
+rank_rows.py decides which rows these are, and in which order; nothing here depends on that.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Document(NamedTuple):
     """The two sides of documents(...), each (1 or batch, length), or None."""
 
     q_ids: jax.Array | None
-    kv_ids: jax.Array | None  # None: as the query's
+    kv_ids: jax.Array | None  # None: same as the query's
     q_pos: jax.Array | None
-    kv_pos: jax.Array | None  # None: as the query's
+    kv_pos: jax.Array | None  # None: same as the query's
 
     def keys(self) -> tuple[jax.Array | None, jax.Array | None]:
         return (
@@ -38,10 +38,10 @@ class Document(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What row ranges are made from: one value for every row, (batch, rows) each."""
+    """What row ranges are computed from: one value per row, (batch, rows) each."""
 
     ids: jax.Array | None
-    low: jax.Array | None  # the lowest and the highest place that the row attends
+    low: jax.Array | None  # the lowest and the highest position that the row attends
     high: jax.Array | None
     ranges: tuple[tuple[jax.Array, jax.Array], ...]
 
@@ -58,7 +58,7 @@ def limits_of(document: Document, interval: And, q_len: int) -> Limits:
         index, *leaves = vary_together(index, *leaves)
     ids, interval = structure.unflatten(leaves)
     positions: Any = document.q_pos if by_position else index
-    # No interval asks for the positions of keys, except that of spans, whose keys are the rows.
+    # No interval reads the positions of keys, except that of spans, whose keys are the rows.
     of_rows = () if ids is None else (ids,)
     return interval.limits(Positions(positions, positions, of_rows, by_position))
 
@@ -76,13 +76,14 @@ def row_ranges_and_bounds(
     held: Rows, kv_ids, kv_pos, block_mask=None, *,
     level, batch, q_len, kv_len, implementation, block_size=None, tree=None,
 ) -> dict[str, jax.Array]:  # fmt: skip
-    """The arrays of a mask that are computed: of these rows, and of all keys in order.
+    """The computed arrays of a mask, for these rows and all keys in order.
 
-    tree: None, or whether there are documents too: `held.high` and kv_pos are then less than 0 by
-    one after the row, and by the end of the key's subtree (tree.py).
+    tree: None, or whether there are documents too. With a tree, `held.high` is -1 minus the row,
+    and kv_pos minus the end of the key's subtree (tree.py).
     """
     structure: Any
-    leaves, structure = jax.tree.flatten((held, kv_ids, kv_pos))  # a block mask may be by heads
+    # Not the block mask, which may vary by heads.
+    leaves, structure = jax.tree.flatten((held, kv_ids, kv_pos))
     held, kv_ids, kv_pos = structure.unflatten(vary_together(*leaves))
     q_pos = held.ids
     if level == 2:
@@ -119,7 +120,7 @@ def row_ranges_and_bounds(
     computed: dict[str, Any] = {"q_lo": lo, "q_hi": hi}
     if level >= 2:
         computed["q_pos"] = q_pos
-    if tree is not None:  # before its rows are marked: a marked block has no full part
+    if tree is not None:  # before its rows are marked, as a marked block has no full part
         lo, hi, segment_checked = vary_together(lo, hi, segment_checked)
         q_blocks = jax.vmap(query_blocks)(lo, hi, segment_checked)
         assert q_pos is not None
@@ -142,13 +143,13 @@ def row_ranges_and_bounds(
         bounds = vary_together(block_mask, computed["q_blocks"])
         q_lists, kv_lists, _ = entries(bounds[0], block_size, bounds[1], q_len, kv_len)
         computed |= {"q_block_lists": q_lists, "kv_block_lists": kv_lists}
-    # One for all rows of the batch stays that.
+    # An array shared by all rows of the batch stays so.
     words = jnp.ones((1, 1, 1, 1), jnp.int32) if block_mask is None else packed(block_mask)
     return computed | {"block_mask": words}
 
 
 def _subtrees(q_pos: jax.Array, some: jax.Array, kv_pos: jax.Array) -> Subtrees:
-    """Bounds of blocks: of rows that are not empty, and of keys."""
+    """Bounds of blocks, of rows that are not empty and of keys."""
 
     def bounds(x: jax.Array, there: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         count = ceil_div(x.shape[1], BLOCK)

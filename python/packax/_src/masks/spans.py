@@ -1,4 +1,4 @@
-"""spans(...): rows that attend the whole of their span, as the tokens of an image do."""
+"""spans(...): rows that attend their whole span, as the tokens of an image do."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ class Spans(Interval):
         ids = self.ids if self.batched else self.ids[0]
         return [("span_ids", ids, "q"), ("span_ids", ids, "kv"), *self.text.arrays()]
 
-    def check_beside(self, document: Documents | None) -> None:
+    def check_with(self, document: Documents | None) -> None:
         if document is not None and not (document.kv_ids is None and document.kv_pos is None):
             raise ValueError(
                 "spans(...) is for self-attention, but documents(...) has kv_segment_ids or "
-                "kv_positions: give segment_ids and positions alone, the keys' are the same"
+                "kv_positions: pass only segment_ids and positions, the keys' are the same"
             )
 
     def _changes(self, at: Positions) -> Any:
-        """(B or 1, S): where a run of span ids begins, or one of segment ids."""
+        """(B or 1, S): where a run of span ids or of segment ids begins."""
         xp = numpy_of(self.ids, at.q, at.kv, *at.ids)
         begins = [_begins(ids, xp) for ids in (self.ids, *at.ids)]
         return functools.reduce(operator.or_, begins)
@@ -99,11 +99,11 @@ def _begins(ids: Any, xp: Any) -> Any:
 
 
 def extremes(begins: Any, positions: Any, by_position: bool) -> tuple[Any, Any]:
-    """The smallest and the largest place in the run of each row, (B or 1, S)."""
+    """The smallest and the largest position in the run of each row, (B or 1, S)."""
     xp = numpy_of(begins, positions)
     if not by_position:  # positions are indices: where the run begins, and where the next one does
         length = begins.shape[1]
-        if xp is np:  # one by one, runs are few
+        if xp is np:  # per run, as runs are few
             at = np.flatnonzero(begins).astype(np.int32)
             sizes = np.diff(at, append=np.int32(begins.size))
             begin = at % np.int32(length)
@@ -133,24 +133,24 @@ def extremes(begins: Any, positions: Any, by_position: bool) -> tuple[Any, Any]:
 
 
 def spans(span_ids: ArrayLike, text: MaskExpression | None = None) -> MaskExpression:
-    """Rows of a span attend the whole span and what `text` gives them; other rows follow `text`.
+    """Rows of a span attend the whole span and what `text` attends; other rows follow `text`.
 
-    A span is a maximal run of equal ids other than -1, as of the tokens of an image among text
-    (Gemma 3); beside documents(...) or a tree it ends where the segment id changes. By positions, a
-    row of a span attends down to the smallest and up to the largest one of its span, whatever
-    `text` says.
+    A span is a maximal run of equal ids other than -1, such as the tokens of an image within text
+    (Gemma 3). With documents(...) or a tree it also ends where the segment id changes. If positions
+    are compared, a row of a span attends everything from the smallest to the largest position of
+    its span, in addition to `text`.
 
     Args:
-        span_ids: (B, S) or (S,), any integer dtype that fits int32, in self-attention: a row and
-            a key of one index are the same token. -1 is text.
-        text: what rows attend without spans: `causal()` if None, or any expression that surely
-            holds the row's own place, such as `sliding_window(1023)`, `causal() & chunked(8192)`.
+        span_ids: (B, S) or (S,), any integer dtype that fits int32. For self-attention only: a row
+            and a key of the same index are the same token. -1 is text.
+        text: what rows attend without spans: `causal()` if None, or any expression in which every
+            row attends itself, such as `sliding_window(1023)`, `causal() & chunked(8192)`.
 
     Raises:
-        ValueError: a rank, dtype, value or length that is not as above; a `text` with an offset,
-            or documents(...) with kv_segment_ids or kv_positions beside.
+        ValueError: a rank, dtype, value or length that is not as above; a `text` with an offset;
+            or an intersection with documents(...) that has kv_segment_ids or kv_positions.
         NotImplementedError: a `text` with documents(...), ranges(...) or block_sparse(...):
-            intersect the spans with them.
+            intersect the spans with them instead.
 
     Examples:
         >>> packax.masks.spans([-1, 5, 5, -1]).as_array(4, 4).astype(int)
@@ -166,12 +166,12 @@ def spans(span_ids: ArrayLike, text: MaskExpression | None = None) -> MaskExpres
     for part in text.walk():
         if not isinstance(part, Interval):
             raise NotImplementedError(
-                f"the text of spans(...) cannot hold {part.name}(...): intersect the spans with "
+                f"the text of spans(...) cannot contain {part.name}(...): intersect the spans with "
                 f"it, as in spans(span_ids) & {part.name}(...)"
             )
         if getattr(part, "offset", None) is not None:
             raise ValueError(
-                "spans(...) is for self-attention, whose rows are the keys: the text of spans must "
-                f"not have an offset, but {part.name} has one"
+                "spans(...) is for self-attention, where rows are the keys: its text must not have "
+                f"an offset, but {part.name} has one"
             )
     return Spans(numpy_of(ids).atleast_2d(ids), text, ids.ndim == 2)

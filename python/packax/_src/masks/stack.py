@@ -1,4 +1,4 @@
-"""`stack_masks`: masks of one sequence stacked, so that a layer picks one by a number."""
+"""`stack_masks`: masks of one sequence, stacked so that a layer selects one by its index."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _ALIKE = ("q_len", "kv_len", "sharding", "shards", "permuted", "block_size", "ga
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["masks"], meta_fields=["number"])
 @dataclasses.dataclass(frozen=True, eq=False)
 class MaskStack:
-    """What `stack_masks` returns: a pytree. `stack[kind]` is the mask of that number, an integer or
-    a traced one. It takes the nearest mask where a traced number is out of range.
+    """What `stack_masks` returns, a pytree. `stack[kind]` is the mask with that index, a Python or
+    traced integer. A traced index that is out of range selects the nearest mask.
     """
 
-    masks: AttentionMask  # each array with an axis in front
+    masks: AttentionMask  # each array has an additional first axis
     number: int
 
     def __len__(self) -> int:
@@ -41,27 +41,27 @@ class MaskStack:
 
 
 def stack_masks(masks: Sequence[AttentionMask]) -> MaskStack:
-    """Masks of one sequence, stacked: layers of several kinds then share one compiled body.
+    """Stacks masks of one sequence, so that layers with different masks share one compiled body.
 
-    For models whose layers alternate, such as a window and all keys, in one `scan` over layers.
-    Masks of documents with and without positions, and of limits on one side or both, hold different
-    arrays; here all get those of the most general one. Attention is the same to the bit.
+    For models whose layers alternate, for example between a window and all keys, in one `scan` over
+    layers. Masks with and without documents, positions, or limits on both sides hold different
+    arrays; here all get those of the most general mask. Attention is bit-identical.
 
     Args:
-        masks: from `create_attention_mask`, with the same lengths, sharding and plan. All or none
-            of them have a tree, and all or none a block_sparse(...) of one block size.
+        masks: from `create_attention_mask`, with the same lengths, sharding and plan. Either all or
+            none have a tree, and either all or none have a block_sparse(...), of one block size.
 
     Returns:
-        MaskStack: `stack[kind]` is the mask of a layer, inside of `scan` too.
+        MaskStack: `stack[kind]` is the mask of a layer, also inside `scan`.
 
     Raises:
-        ValueError: no masks, or masks that differ in what is named above.
+        ValueError: no masks, or masks that differ in any of the above.
 
     Examples:
         >>> document = packax.documents(segment_ids)
         >>> kinds = packax.sliding_window(15) & document, packax.causal() & document
         >>> stack = packax.masks.stack_masks([packax.create_attention_mask(x) for x in kinds])
-        >>> def layer(x, kind):  # one of a scan; a model has weights, too
+        >>> def layer(x, kind):  # the body of a scan; a model also has weights
         ...     return x + packax.flash_attention(x, x, x, stack[kind]), None
         >>> out, _ = jax.lax.scan(layer, query, jnp.array([0, 0, 1, 0, 0, 1]))
     """
@@ -91,12 +91,12 @@ def _difference(one: AttentionMask, other: AttentionMask) -> str:
         x, y = getattr(one, name), getattr(other, name)
         if x != y:
             return f"must have the same {name}, but have {x!r} and {y!r}"
-    return "must have the same parts, but one of them has a plan or a block mask that other has not"
+    return "must have the same parts, but only one of them has a plan or a block mask"
 
 
 def _with_same_arrays(masks: list[AttentionMask]) -> list[AttentionMask]:
-    """With ids and positions of rows and keys where one of them has them. A mask without ids has
-    one document; one without positions has limits that no position is beyond."""
+    """The masks, all with ids and positions of rows and keys if one of them has them. A mask
+    without ids gets one document; one without positions gets limits that allow every position."""
     level = max(mask.segment_check for mask in masks)
     if any(mask.segment_check != level for mask in masks):
         level = max(level, 1)
@@ -129,7 +129,7 @@ def _part(mask: AttentionMask) -> AttentionMask:
 
 
 def _at_level(mask: AttentionMask, level: int) -> AttentionMask:
-    """The same mask with a segment check of this level, which is not below its own."""
+    """The same mask with a segment check of this level, which is at least its own."""
     own = mask.segment_check
     if own == level:
         return mask
@@ -143,7 +143,7 @@ def _at_level(mask: AttentionMask, level: int) -> AttentionMask:
         kv_pos = jnp.zeros_like(q_ids if kv_ids is None else kv_ids)
     if level == 3:
         assert q_pos is not None
-        kv_pos = q_pos if kv_pos is None else kv_pos  # before the limits are two
+        kv_pos = q_pos if kv_pos is None else kv_pos  # before q_pos becomes two limits
         q_pos = jnp.stack([q_pos, jnp.full_like(q_pos, _INT32.min)], axis=1)
     return dataclasses.replace(
         mask, segment_check=level, q_ids=q_ids, kv_ids=kv_ids, q_pos=q_pos, kv_pos=kv_pos

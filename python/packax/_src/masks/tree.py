@@ -35,10 +35,10 @@ class Tree(MaskExpression):
     """See `tree` and `shared_prefix`."""
 
     ids: Array  # (B, S) or (S,): of segments, or of groups
-    others: Array  # parents, (B, N) or (N,), or the answers of tokens, as ids
+    others: Array  # parents, (B, N) or (N,), or the answer ids of tokens, like ids
     form: str
 
-    once = "give all trees of a row in one, as roots one behind the other"
+    once = "pass all trees of a row in one call, with one root after another"
 
     @property
     def name(self) -> str:
@@ -58,14 +58,14 @@ class Tree(MaskExpression):
         document = documents_of(both)
         if document is not None and document.q_pos is not None:
             raise ValueError(
-                f"documents(..., positions=...) beside {self.name}(...): give no positions, they "
-                "are the depths of tokens in the tree (depth_positions)"
+                f"documents(..., positions=...) joined with {self.name}(...): leave positions out, "
+                "they are the depths of tokens in the tree (depth_positions)"
             )
         for part in both.walk():
             if getattr(part, "offset", None) is not None:
                 raise ValueError(
-                    f"{part.name} has an offset, beside {self.name}(...): give no offset, a tree "
-                    "is for self-attention, and positions are depths in it"
+                    f"{part.name} has an offset, joined with {self.name}(...): leave it out, a "
+                    "tree is for self-attention, and positions are depths in it"
                 )
 
     def places(self, q_len: int, kv_len: int) -> Positions:
@@ -79,10 +79,10 @@ class Tree(MaskExpression):
         ids, parents = self.segments()
         xp = numpy_of(ids, parents)
         number = parents.shape[-1]
-        if number == 0:  # of a group, no tokens
+        if number == 0:  # groups without tokens
             return np.zeros((*ids.shape[:-1], 0, 0), bool)
         name = np.arange(number)
-        # From each segment to those above it, itself among them: by squaring, for any numbering.
+        # From each segment to itself and those above it: by squaring, for any numbering.
         above = (parents[..., :, None] == name) | (name[:, None] == name)
         for _ in range(levels_of(number)):
             above = (above[..., :, :, None] & above[..., None, :, :]).any(-2)
@@ -93,7 +93,7 @@ class Tree(MaskExpression):
         at_segment = xp.broadcast_to(at_segment, (*lead, ids.shape[-1]))
         of_rows = xp.take_along_axis(above, at_segment[..., :, None], axis=-2)
         attended = xp.take_along_axis(of_rows, at_segment[..., None, :], axis=-1)
-        # A segment stands before those below it, and these stand side by side.
+        # A segment comes before those below it, and these are contiguous.
         last = xp.where(above, name[:, None], -1).max(-2)
         orders = (
             (last - name + 1 == above.sum(-2, dtype=np.int32)) & (parents < name) & (parents >= -1)
@@ -107,16 +107,16 @@ class Tree(MaskExpression):
         return attended & both & valid[..., None, None]
 
     def segments(self) -> tuple[Array, Array]:
-        """The segments of tokens and their parents, as `tree` takes them."""
+        """The segments of tokens and their parents, as in the arguments of `tree`."""
         if self.name == _TREE:
             return self.ids, self.others
         return _segments_of_groups(self.ids, self.others)
 
     def groups(self) -> Array:
-        """What a picture gives a colour: segments of tokens, or the groups of shared prefixes."""
+        """What a plot colours: segments of tokens, or the groups of shared prefixes."""
         if self.name == _TREE:
             return self.ids
-        # A group is a run of ids: one that comes back is another. Its prompt begins its paths.
+        # A group is a run of ids: an id that reappears is another group. Paths begin at its prompt.
         first = self.nodes().first
         return first[0] if self.ids.ndim == self.others.ndim == 1 else first
 
@@ -129,29 +129,28 @@ class Tree(MaskExpression):
 def tree(segment_ids: ArrayLike, parents: ArrayLike) -> MaskExpression:
     """Row i attends the keys of its own segment and of the segments above it in a tree.
 
-    For rows that hold a prompt and many answers, a conversation with branches, a search tree:
-    what branches share is there once, and attended once. Segments are the pieces between branches,
-    numbered in depth-first order: a segment, then all that is below it. A row may hold several
-    trees, one behind the other. The attention is exact, and blocks of siblings are skipped in both
-    passes.
+    For rows that hold a prompt and many answers, a conversation with branches, or a search tree:
+    tokens shared by branches are stored once. Segments are the pieces between branches, numbered in
+    depth-first order: a segment, then everything below it. A row may hold several trees, one after
+    another. The attention is exact, and blocks of siblings are skipped in both passes.
 
-    Beside it, what is not documents(...), ranges(...) or block_sparse(...) compares depths in
-    place of indices: a token's depth is the number of tokens before it on its path, as RoPE needs
-    (`depth_positions`). `tree(...) & causal()` is what language models train on; `sliding_window`
-    and `chunked` go along the path; `prefix(lengths)` attends the first tokens of the path both
-    ways.
+    Expressions joined with a tree compare depths instead of indices, except documents(...),
+    ranges(...) and block_sparse(...). A token's depth is the number of tokens before it on its
+    path, as RoPE needs (`depth_positions`). Language models train on `tree(...) & causal()`;
+    `sliding_window` and `chunked` follow the path; with `prefix(lengths)` every row also attends
+    the first tokens of its path.
 
     Args:
         segment_ids: (B, S) or (S,), the segment of each token, from 0; they do not decrease. -1 is
-            padding, and may stand anywhere.
-        parents: (B, N) or (N,), of each segment the one above it, an earlier one, or -1 for the
-            root of a tree. A segment may have no tokens, as those have that only fill up a batch.
+            padding, and may be anywhere.
+        parents: (B, N) or (N,), the parent of each segment, which comes before it, or -1 for the
+            root of a tree. Segments may have no tokens, for example to pad a batch.
 
     Raises:
-        ValueError: a rank, dtype, value or length that is not as above, numpy arrays that are no
-            trees in depth-first order; documents(...) with positions, or an offset beside it.
+        ValueError: a rank, dtype, value or length that is not as above; numpy arrays that are not
+            trees in depth-first order; documents(...) with positions, or an offset, joined with it.
 
-    Where arrays of jax are no trees in depth-first order, that row of the batch attends nothing.
+    If jax arrays are not trees in depth-first order, that batch row attends nothing.
 
     Examples:
         >>> # a prompt and two answers
@@ -165,30 +164,30 @@ def tree(segment_ids: ArrayLike, parents: ArrayLike) -> MaskExpression:
     ids = as_int32("segment_ids", segment_ids)
     above = as_int32("parents", parents, shapes="(batch, segments) or (segments,)")
     if above.shape[-1] == 0:
-        raise ValueError("parents must name the parent of each segment, but has none: give [-1]")
+        raise ValueError("parents must have the parent of each segment, but is empty: pass [-1]")
     return _checked(Tree(ids, above, _TREE))
 
 
 def shared_prefix(group_ids: ArrayLike, answer_ids: ArrayLike) -> MaskExpression:
     """Row i attends its group's prompt and its own answer: a `tree` of one prompt and its answers.
 
-    As reinforcement learning packs them (GRPO): each group is a prompt, then its answers one behind
-    the other. The prompt is there once. Everything said of `tree` holds.
+    For packed reinforcement learning (GRPO): each group is a prompt, then its answers one after
+    another. The prompt is stored once. Everything said about `tree` holds.
 
     Args:
-        group_ids: (B, S) or (S,), equal for all tokens of a group. -1 is padding, and may stand
+        group_ids: (B, S) or (S,), equal for all tokens of a group. -1 is padding, and may be
             anywhere.
-        answer_ids: likewise; -1 for the tokens of the prompt, which come first, if any; other
-            values change from answer to answer.
+        answer_ids: like group_ids; -1 for the tokens of the prompt, which come first, if any; other
+            values differ between consecutive answers.
 
-    A group, and in it an answer, is a run of equal ids, padding left out: an id that comes back
-    later is another one.
+    A group, and an answer within it, is a run of equal ids, ignoring padding: an id that reappears
+    later is another group or answer.
 
     Raises:
         ValueError: a rank, dtype or length that is not as above; numpy arrays in which a prompt
-            comes behind an answer of its group.
+            comes after an answer of its group.
 
-    Where arrays of jax have a prompt behind an answer, that row of the batch attends nothing.
+    If jax arrays have a prompt after an answer, that batch row attends nothing.
 
     Examples:
         >>> expression = packax.masks.shared_prefix([5, 5, 5, 5, -1], [-1, 0, 0, 1, 1])
@@ -207,10 +206,10 @@ def depth_positions(expression: MaskExpression) -> Array:
     """How many tokens come before each one on its path: the positions of a tree, as RoPE needs.
 
     Args:
-        expression: a `tree` or `shared_prefix`, or `&` of it and others.
+        expression: a `tree` or `shared_prefix`, or one joined with others by `&`.
 
     Returns:
-        int32, as the ids of the tree: (B, S) or (S,); 0 for padding. numpy for numpy.
+        int32, shaped like the ids of the tree: (B, S) or (S,); 0 for padding. numpy for numpy.
 
     Raises:
         ValueError: an expression without a tree.
@@ -222,7 +221,7 @@ def depth_positions(expression: MaskExpression) -> Array:
     found = tree_of(expression) if isinstance(expression, MaskExpression) else None
     if found is None:
         raise ValueError(
-            f"expression must hold a tree(...) or a shared_prefix(...), but is {expression!r}"
+            f"expression must contain tree(...) or shared_prefix(...), but is {expression!r}"
         )
     nodes = found.nodes()
     xp = numpy_of(nodes.position)
@@ -232,12 +231,12 @@ def depth_positions(expression: MaskExpression) -> Array:
 
 
 def tree_of(expression: MaskExpression) -> Tree | None:
-    """The one tree of the expression."""
+    """The tree of the expression, if any."""
     return next((x for x in expression.parts() if isinstance(x, Tree)), None)
 
 
 def position_limits(nodes: Nodes, ids: Any, interval: And) -> Limits:
-    """The lowest and the highest depth that each row attends, inside its path; None: all of it.
+    """The lowest and the highest depth on its path that each row attends; None: unbounded.
 
     ids: those of documents(...), or None.
     """
@@ -252,10 +251,10 @@ def tree_rows(
     """(lo, hi, end) of the tokens of whole sequences, (B, S) each. held: the tree, and the ids of
     documents(...) or None.
 
-    Row i attends key j if lo[i] <= j < hi[i] and i < end[j], one after the subtree of the key's
-    segment. In depth-first order a subtree's tokens lie together, so the last says that row i is
-    below the key or in its segment; and keys of one path are in the order of their depths, so
-    limits of depths are limits of indices.
+    Row i attends key j if lo[i] <= j < hi[i] and i < end[j], where end[j] is the index after the
+    subtree of the key's segment. In depth-first order a subtree's tokens are contiguous, so
+    i < end[j] says that row i is below the key or in its segment. Keys of one path are in the order
+    of their depths, so limits of depths are limits of indices.
     """
     tree, ids = held
     nodes = tree.nodes()
@@ -280,7 +279,7 @@ def tree_rows(
 
 
 def tree_keys(tree: Tree, interval: And) -> Any:
-    """(B or 1, S): how many keys each row attends, as its path has one for each depth."""
+    """(B or 1, S): how many keys each row attends; its path has one key per depth."""
     nodes = tree.nodes()
     xp = numpy_of(nodes.position)
     low, high = position_limits(nodes, None, interval)
@@ -291,9 +290,9 @@ def tree_keys(tree: Tree, interval: And) -> Any:
 
 
 def _segments_of_groups(groups: Any, answers: Any) -> tuple[Any, Any]:
-    """Runs of one answer of one group as segments: those of tokens, and their parents.
+    """Runs of one answer of one group as segments: (the segment of each token, parents).
 
-    Where a prompt comes behind an answer, segments that there are not.
+    Where a prompt comes after an answer, segments are invalid.
     """
     flat = groups.ndim == answers.ndim == 1
     groups, answers = _two(groups), _two(answers)
@@ -338,19 +337,19 @@ def _two(x: Any) -> Any:
 
 
 def _checked(expression: Tree) -> Tree:
-    """Sizes, and of numpy arrays the values."""
+    """Checks sizes, and for numpy arrays the values."""
     check_lengths(expression)
     batch_of(expression)
     if isinstance(expression.ids, jax.Array) or isinstance(expression.others, jax.Array):
-        return expression  # to look at values would wait for the device, or they are not known
+        return expression  # values are unknown, or reading them would wait for the device
     ids, parents = (_two(x) for x in expression.segments())
     if expression.name == _SHARED_PREFIX:
         wrong = (ids == ids.shape[1]).any(1)
         if wrong.any():
             raise ValueError(
-                f"answer_ids has a prompt ({PROMPT}) behind an answer of the same group, in batch "
-                f"row {int(wrong.argmax())}: the prompt comes first, and a new group has another "
-                "group_id"
+                f"answer_ids has a prompt ({PROMPT}) after an answer of the same group, in batch "
+                f"row {int(wrong.argmax())}: the prompt must come first, and a new group must have "
+                "another group_id"
             )
         return expression
     number = parents.shape[1]
@@ -358,21 +357,21 @@ def _checked(expression: Tree) -> Tree:
     if wrong.any():
         b, n = np.argwhere(wrong)[0]
         raise ValueError(
-            "parents must hold, for each segment, the number of an earlier one, or -1 for a root, "
-            f"but that of segment {n} is {parents[b, n]}"
+            "parents must hold, for each segment, the index of an earlier segment, or -1 for a "
+            f"root, but that of segment {n} is {parents[b, n]}"
         )
     wrong = (ids < PADDING_SEGMENT_ID) | (ids >= number)
     if wrong.any():
         raise ValueError(
-            f"segment_ids must be from 0 to {number - 1}, as parents has {number} segments, or -1 "
+            f"segment_ids must be from 0 to {number - 1} (parents has {number} segments), or -1 "
             f"for padding, but holds {ids[wrong][0]}"
         )
     wrong = (ids != np.maximum.accumulate(ids, axis=1)) & (ids != PADDING_SEGMENT_ID)
     if wrong.any():
         b, i = np.argwhere(wrong)[0]
         raise ValueError(
-            "segment_ids must not decrease, as segments are numbered in depth-first order, but "
-            f"token {i} of batch row {b} is of segment {ids[b, i]}, behind one of "
+            "segment_ids must not decrease (segments are numbered in depth-first order), but token "
+            f"{i} of batch row {b} is in segment {ids[b, i]}, after one in segment "
             f"{ids[b, :i].max()}"
         )
     for row in parents:
@@ -384,23 +383,23 @@ def _checked(expression: Tree) -> Tree:
                 raise ValueError(
                     f"parents must be in depth-first order, but segment {n} is below segment "
                     f"{parent}, and segment {n - 1} is neither that nor below it: number the "
-                    "segments of a subtree one behind the other"
+                    "segments of a subtree consecutively"
                 )
             path.append(n)
     return expression
 
 
-# --- Of a packed tree, what each token attends: its path from the root, by arithmetic on segments.
+# --- What each token of a packed tree attends: its path from the root, by arithmetic on segments.
 #
-# Segments are numbered in depth-first order, so the tokens of a subtree lie together, and the keys
-# of a path stand in the order of their depths. Everything about ancestors is found by doubling
-# (binary lifting): step k looks 2^k segments up. Nothing loops over tokens.
+# Segments are numbered in depth-first order, so the tokens of a subtree are contiguous, and the
+# keys of a path are in the order of their depths. Ancestors are found by doubling (binary lifting):
+# step k looks 2^k segments up. Nothing loops over tokens.
 
 
 class Nodes(NamedTuple):
-    """One tree or several, (B, ...) each. The last segment, behind those given, is that of padding.
+    """One or several trees; arrays are (B, ...). An additional last segment is that of padding.
 
-    Where `valid` is False the arrays are no trees in depth-first order, and all tokens are padding.
+    Where `valid` is False the input is not trees in depth-first order, and all tokens are padding.
     """
 
     valid: Any  # (B,)
@@ -412,17 +411,17 @@ class Nodes(NamedTuple):
     end: Any  # (B, S): one after the last token of its segment's subtree; 0: padding
     ups: Any  # (B, levels, N + 1): the segment 2^k above
     start: Any  # (B, N + 1): the position of a segment's first token
-    rank: Any  # (B, N + 1): how many tokens come before that in the row
+    rank: Any  # (B, N + 1): how many tokens come before that first token in the row
     token: Any  # (B, S): the index of the n-th token of the row
 
 
 def levels_of(number: Any) -> int:
-    """Doublings that reach from any of so many segments to its root."""
+    """How many doublings reach from any of `number` segments to its root."""
     return 31 if is_symbolic(number) else max(1, (number - 1).bit_length())
 
 
 def nodes_of(ids: Any, parents: Any, levels: int) -> Nodes:
-    """ids (B or 1, S), the segments of tokens, and parents (B or 1, N), -1: a root."""
+    """From ids (B or 1, S), the segments of tokens, and parents (B or 1, N), -1 for a root."""
     xp = numpy_of(ids, parents)
     batch = max(ids.shape[0], parents.shape[0])
     ids, parents = (xp.broadcast_to(x, (batch, x.shape[1])) for x in (ids, parents))
@@ -435,7 +434,7 @@ def nodes_of(ids: Any, parents: Any, levels: int) -> Nodes:
 
 
 def index_at(nodes: Nodes, position: Any) -> Any:
-    """(B, S): the index of the token at this position of each token's path, from 0 to `last`."""
+    """(B, S): the index of the token at a position (from 0 to `last`) of each token's path."""
     return jax.vmap(_index_at)(nodes, position)
 
 
@@ -471,7 +470,7 @@ def _nodes_of_row(ids: Any, parents: Any, levels: int, xp: ModuleType) -> Nodes:
     of_subtree = own_end, name, none + 1
     carry, ups = _repeat(double, (up, *of_subtree, size, first), levels, xp)
     _, end, last, count, total, lead = carry
-    # Depth-first: the segments of every subtree stand side by side.
+    # Depth-first: the segments of every subtree are contiguous.
     valid = valid & ((count == last - name + 1) | ~given).all()
     end = xp.where(given & valid, end, 0)
     start = total - size
@@ -498,7 +497,7 @@ def _nodes_of_row(ids: Any, parents: Any, levels: int, xp: ModuleType) -> Nodes:
 
 
 def _index_at(nodes: Nodes, position: Any) -> Any:
-    """Climb as long as the segment above begins behind the position, then once more if need be."""
+    """Climbs while the segment above begins after the position, then once more if necessary."""
     if nodes.token.shape[0] == 0:
         return position
     padding = nodes.start.shape[0] - 1
@@ -518,7 +517,7 @@ def greatest_yet(x: Any, xp: ModuleType) -> Any:
 
 
 def scattered(onto: Any, at: Any, x: Any, how: str, xp: ModuleType) -> Any:
-    """`onto` with x added, or put by minimum or maximum, at these places; none beyond its end."""
+    """`onto` with x added, or combined by minimum or maximum, at these indices; none beyond it."""
     if xp is jnp:
         return getattr(onto.at[at], how)(x, mode="drop")
     function = {"add": np.add, "min": np.minimum, "max": np.maximum}[how]

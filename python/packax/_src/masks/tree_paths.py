@@ -1,4 +1,4 @@
-"""`path_predecessors`: of each token of a packed tree, the token before it on its path."""
+"""`path_predecessors`: for each token of a packed tree, the token before it on its path."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def path_predecessors(expression: MaskExpression) -> Array:
     """The index of the token before each one on its path: which row predicts it.
 
     In a packed tree the first token of every branch follows the last token of the segment above,
-    wherever that stands in the row. Take the logits, or log-probabilities, of a token from there.
+    wherever that is in the row. Take the logits, or log-probabilities, of a token from that index.
 
     Args:
-        expression: a `tree` or `shared_prefix`, or `&` of it and others.
+        expression: a `tree` or `shared_prefix`, or one joined with others by `&`.
 
     Returns:
-        int32, as the ids of the tree: (B, S) or (S,); -1 for the first token of a root, which
-        nothing predicts, and for padding. numpy for numpy.
+        int32, shaped like the ids of the tree: (B, S) or (S,); -1 for the first token of a root,
+        which nothing predicts, and for padding. numpy for numpy.
 
     Raises:
         ValueError: an expression without a tree.
@@ -37,7 +37,7 @@ def path_predecessors(expression: MaskExpression) -> Array:
     found = tree_of(expression) if isinstance(expression, MaskExpression) else None
     if found is None:
         raise ValueError(
-            f"expression must hold a tree(...) or a shared_prefix(...), but is {expression!r}"
+            f"expression must contain tree(...) or shared_prefix(...), but is {expression!r}"
         )
     nodes = found.nodes()
     if numpy_of(nodes.position) is np:
@@ -50,10 +50,10 @@ def path_predecessors(expression: MaskExpression) -> Array:
 
 
 def _of_row(nodes: Any, xp: Any) -> Any:
-    """A token's predecessor is in its own segment, or ends the nearest one above with tokens.
+    """A token's predecessor is in its segment, or is the last of the nearest non-empty one above.
 
-    Positions along a path are known, so the segment above that has the one before is found by
-    doubling: as long as the segment 2^k above begins behind it, climb.
+    Positions along a path are known, so the segment above with the predecessor is found by
+    doubling: climb while the segment 2^k above begins after the predecessor.
     """
     length, padding = nodes.position.shape[0], nodes.start.shape[0] - 1
     if length == 0:

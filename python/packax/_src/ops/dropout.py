@@ -71,7 +71,7 @@ def streams_of(key: Any, query: jax.Array, layout: Layout | None) -> jax.Array:
     try:
         words = jax.random.bits(key, (2,), jnp.uint32)
     except TypeError as error:  # a raw key of another implementation than jax's default
-        raise ValueError(f"dropout_key is no key of jax.random: {error}") from None
+        raise ValueError(f"dropout_key is not a key of jax.random: {error}") from None
     batch, _, heads, _ = query.shape
     axes = ((), ()) if layout is None else (layout.batch, layout.heads)
     index = [
@@ -89,7 +89,7 @@ def rows_of(mask: AttentionMask, rows: Any, layout: Layout | None) -> jax.Array:
     """(1 or B, Sq) int32: the index that every row of query has in the sequence."""
     if mask.private_part is not None:
         raise NotImplementedError(
-            "dropout beside a plan of kind 'local': make a plan of another kind, such as "
+            "dropout with a plan of kind 'local': make a plan of another kind, such as "
             "context_plan(..., kind='balanced')"
         )
     context: Axes = () if layout is None else layout.context
@@ -97,8 +97,8 @@ def rows_of(mask: AttentionMask, rows: Any, layout: Layout | None) -> jax.Array:
     if mask.permuted:
         if mask.kv_plan is None:
             raise NotImplementedError(
-                "dropout beside a plan that permutes the query rows alone, as with "
-                "permuted_keys=False: the mask does not hold its order"
+                "dropout with a plan that permutes only the query rows, as permuted_keys=False "
+                "does: the mask does not store its order"
             )
         chunk = mask.q_len // mask.kv_plan.shape[2]
         order = jnp.take(mask.kv_plan[:, 0], numbers[0] // chunk, axis=1)

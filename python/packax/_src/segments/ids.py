@@ -1,4 +1,4 @@
-"""Segment ids from what a data pipeline has, and what a loss needs of them: numpy or jax alike."""
+"""Segment ids from a data pipeline's formats, and what a loss needs from them, in numpy or jax."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class NextTokens(NamedTuple):
     """What `next_tokens` returns.
 
     Attributes:
-        targets: int32, the next token of the same document; 0 where there is none.
-        weights: float32, 0 where there is none.
+        targets: int32, the next token of the same document; 0 where there is no next token.
+        weights: float32, 0 where there is no next token.
     """
 
     targets: Any
@@ -29,16 +29,16 @@ def from_lengths(lengths: ArrayLike, length: int | None = None) -> Array:
 
     Args:
         lengths: (N,) or (B, N): the number of tokens of each document. A document of length 0 has
-            no token; so a batch fills up `lengths` with 0.
-        length: of the rows. None: the longest row's sum. Under `jit` it must be given, and tokens
-            behind it are cut off.
+            no token, so pad the `lengths` of a batch with 0.
+        length: the length of a row. None: that of the longest row. Required under `jit`, where
+            tokens beyond it are cut off.
 
     Returns:
         int32, (length,) or (B, length). Document n has id n.
 
     Raises:
-        ValueError: a rank or dtype that is not as above; of numpy arrays also a negative length,
-            and documents that do not fit into `length`.
+        ValueError: a rank or dtype that is not as above; for numpy arrays also a negative length,
+            or documents that do not fit into `length`.
 
     Examples:
         >>> packax.segments.from_lengths([3, 2], length=8)
@@ -55,7 +55,7 @@ def from_lengths(lengths: ArrayLike, length: int | None = None) -> Array:
         if total > length:
             raise ValueError(f"lengths add up to {total} tokens, but length is {length}")
     elif length is None:
-        raise ValueError("length must be given where lengths is an array of jax: it is a shape")
+        raise ValueError("pass length=: it is a static size, which a jax array cannot determine")
     index = np.arange(length, dtype=np.int32)
 
     def of_row(ends: Any) -> Any:
@@ -72,14 +72,14 @@ def from_cu_seqlens(cu_seqlens: ArrayLike, length: int | None = None) -> Array:
 
     Args:
         cu_seqlens: (N + 1,) or (B, N + 1): 0, then the end of each document. The last end may be
-            repeated, to fill the array up to a static size.
-        length: as in `from_lengths`. Tokens behind the last end are padding.
+            repeated, to pad the array to a static size.
+        length: as in `from_lengths`. Tokens after the last end are padding.
 
     Returns:
         int32, (length,) or (B, length).
 
     Raises:
-        ValueError: as `from_lengths`; of numpy arrays also a first entry other than 0.
+        ValueError: as `from_lengths`; for numpy arrays also a first entry other than 0.
 
     Examples:
         >>> packax.segments.from_cu_seqlens([0, 3, 5], length=8)
@@ -107,8 +107,8 @@ def from_attention_mask(attention_mask: ArrayLike) -> Array:
         int32: 0 for tokens, so that each row is one document, and -1 for padding.
 
     Raises:
-        ValueError: a rank or dtype that is not as above; of numpy arrays also another value. A mask
-            that numbers packed documents 1, 2, 3, ... is for `from_one_based`.
+        ValueError: a rank or dtype that is not as above; for numpy arrays also another value. For a
+            mask that numbers packed documents 1, 2, 3, ... use `from_one_based`.
 
     Examples:
         >>> packax.segments.from_attention_mask([[1, 1, 1, 0], [1, 0, 0, 0]])
@@ -126,19 +126,19 @@ def from_attention_mask(attention_mask: ArrayLike) -> Array:
 
 
 def from_one_based(segment_ids: ArrayLike) -> Array:
-    """Segment ids from those of packers that number documents from 1 and pad with 0.
+    """Segment ids from packers that number documents from 1 and pad with 0.
 
-    grain, tf.data with seqio, and MaxText pack so.
+    grain, tf.data with seqio, and MaxText do this.
 
     Args:
         segment_ids: (B, S) or (S,) of integers.
 
     Returns:
-        int32: one less each, so that padding is -1.
+        int32: each id minus 1, so that padding is -1.
 
     Raises:
-        ValueError: a rank or dtype that is not as above; of numpy arrays also a negative id, as
-            such ids are packax's already.
+        ValueError: a rank or dtype that is not as above; for numpy arrays also a negative id: such
+            ids are already in packax's format.
 
     Examples:
         >>> packax.segments.from_one_based([1, 1, 2, 0])
@@ -157,11 +157,11 @@ def from_positions(positions: ArrayLike, valid: ArrayLike | None = None) -> Arra
 
     Args:
         positions: (B, S) or (S,) of integers.
-        valid: like positions, integers or booleans: 0 or False for padding. None: no padding. Give
-            it where padding has position 0: each of its tokens would be a document.
+        valid: like positions, integers or booleans: 0 or False for padding. None: no padding. Pass
+            it if padding has position 0: otherwise each padding token is a document.
 
     Returns:
-        int32: 0, 1, 2, ... in each row. A row may begin inside of a document.
+        int32: 0, 1, 2, ... in each row. A row may begin inside a document.
 
     Raises:
         ValueError: a rank, dtype or shape that is not as above.
@@ -177,7 +177,7 @@ def from_positions(positions: ArrayLike, valid: ArrayLike | None = None) -> Arra
     if real is not None:
         starts = xp.where(real, starts, 0)
     ids = xp.cumsum(starts, axis=-1, dtype=np.int32) - np.int32(1)
-    # Padding in front of a document that goes on from an earlier row leaves it without a start.
+    # A document that continues from an earlier row, after padding, has no start: it gets id 0.
     return ids if real is None else xp.where(real, xp.maximum(ids, 0), PADDING_SEGMENT_ID)
 
 
@@ -185,8 +185,8 @@ def positions(segment_ids: ArrayLike) -> Array:
     """Positions that restart in every document, as RoPE needs: 0, 1, 2, ... for each id.
 
     Args:
-        segment_ids: (B, S) or (S,) of integers. An id that comes back is the same document, and its
-            positions go on.
+        segment_ids: (B, S) or (S,) of integers. An id that reappears is the same document, and its
+            positions continue.
 
     Returns:
         int32: how many earlier tokens of the row have the same id; 0 for padding.
@@ -225,7 +225,7 @@ def next_tokens(
             prompts in fine-tuning. None: 1.
 
     Returns:
-        (targets, weights): of the last token of a document, and of padding, both are 0. Divide the
+        (targets, weights): both are 0 for the last token of a document and for padding. Divide the
         sum of weighted losses by the sum of the weights.
 
     Raises:
@@ -258,16 +258,17 @@ def cu_seqlens(segment_ids: ArrayLike, max_documents: int | None = None) -> Arra
 
     Args:
         segment_ids: (B, S) or (S,) of integers. A document is a run of equal ids in a row.
-        max_documents: the result has one entry more, and repeats the last one; documents beyond
-            are left out under `jit`. None: as many as there are, of numpy arrays only.
+        max_documents: the result has one more entry than this, and repeats the last one; under
+            `jit`, further documents are left out. None: the number of documents, for numpy arrays
+            only.
 
     Returns:
         int32, (documents + 1,).
 
     Raises:
-        ValueError: a rank or dtype that is not as above, no max_documents for jax arrays; of numpy
-            arrays also more documents than it, and an id that comes back, which no cumulative
-            length can say.
+        ValueError: a rank or dtype that is not as above, or no max_documents for jax arrays; for
+            numpy arrays also more documents than max_documents, or an id that reappears, which
+            cumulative lengths cannot express.
 
     Examples:
         >>> packax.segments.cu_seqlens([4, 4, 4, 9, 9, -1])
@@ -290,8 +291,8 @@ def cu_seqlens(segment_ids: ArrayLike, max_documents: int | None = None) -> Arra
         for row, again in enumerate(map(returning, np.atleast_2d(ids))):
             if again:
                 raise ValueError(
-                    f"segment_ids has id {again[0]} twice in row {row}, with others between: "
-                    "cumulative lengths would make two documents of it"
+                    f"segment_ids has id {again[0]} twice in row {row}, with other ids between: "
+                    "cumulative lengths would make it two documents"
                 )
         count = int(starts.sum())
         most = count if max_documents is None else max_documents
@@ -299,12 +300,12 @@ def cu_seqlens(segment_ids: ArrayLike, max_documents: int | None = None) -> Arra
             raise ValueError(f"max_documents is {most}, but segment_ids has {count} documents")
         return offsets[np.append(np.flatnonzero(starts), [ids.size] * (most - count + 1))]
     if max_documents is None:
-        raise ValueError("max_documents must be given where segment_ids is an array of jax")
+        raise ValueError("pass max_documents=: it is a static size, and segment_ids is a jax array")
     return offsets[jnp.nonzero(starts, size=max_documents + 1, fill_value=ids.size)[0]]
 
 
 def returning(ids: np.ndarray) -> list[int]:
-    """Ids of a row that come back behind other ids; padding does not count as one."""
+    """Ids of a row that reappear after other ids; padding does not count."""
     ids = ids[ids != PADDING_SEGMENT_ID]
     runs = ids[np.append(True, ids[1:] != ids[:-1])] if len(ids) else ids
     found, counts = np.unique(runs, return_counts=True)

@@ -1,4 +1,4 @@
-"""Packing documents into rows, and a look at what a packed batch holds: numpy alone."""
+"""Packing documents into rows, and checking a packed batch: numpy only."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from packax._src.core.shapes import PADDING_SEGMENT_ID
 from packax._src.segments.ids import positions as positions_of
 from packax._src.segments.ids import returning, same_shape
 
-_LIKE_PADDING = (0, -100)  # of packers that number from 1; of labels
+_LIKE_PADDING = (0, -100)  # the padding of packers that number from 1, and of labels
 
 
 class Packed(NamedTuple):
-    """What `pack` returns: (rows, length) each.
+    """What `pack` returns: arrays of (rows, length).
 
     Attributes:
         tokens: padding is `padding_token`.
         segment_ids: 0, 1, 2, ... in each row; padding is -1.
         positions: from 0 in each document; padding is 0.
-        source: the index of the token in `np.concatenate(documents)`; padding is -1.
+        source: the index of each token in `np.concatenate(documents)`; padding is -1.
     """
 
     tokens: np.ndarray
@@ -33,11 +33,11 @@ class Packed(NamedTuple):
 
 
 class PackingReport(NamedTuple):
-    """What `check_packing` returns. `print` shows all of it.
+    """What `check_packing` returns. Printing it shows everything.
 
     Attributes:
         summary: rows, documents and padding.
-        problems: a sentence for each kind of mistake.
+        problems: one sentence for each kind of mistake.
     """
 
     summary: str
@@ -53,21 +53,21 @@ def pack(
 ) -> Packed:
     """Pack documents into rows: the longest first, each into the first row that has room for it.
 
-    For who has no packer: grain's `FirstFitPackIterDataset` packs a stream, and `from_one_based`
-    takes its ids. Documents of one length keep their order. One that is longer than a row is cut
-    into pieces, each a document of its own; one without tokens is left out.
+    Use it if your pipeline has no packer: grain's `FirstFitPackIterDataset` packs a stream, and
+    `from_one_based` converts its ids. Documents of equal length keep their order. A document that
+    is longer than a row is cut into pieces, each its own document; empty documents are left out.
 
     Args:
         documents: arrays of tokens, (tokens,) each.
-        length: of the rows.
-        padding_token: what padding holds in `tokens`.
+        length: the length of a row.
+        padding_token: the value of padding in `tokens`.
 
     Returns:
-        Packed. `source` packs whatever else the tokens have, such as weights:
+        Packed. Use `source` to pack other arrays of the tokens, such as weights:
         `np.where(packed.source < 0, 0, np.concatenate(weights)[packed.source])`.
 
     Raises:
-        ValueError: a document that is no array of integers (tokens,), or a length below 1.
+        ValueError: a document that is not an array of integers (tokens,), or a length below 1.
 
     Examples:
         >>> packed = packax.segments.pack([[1, 2], [3, 4, 5], [6]], length=4)
@@ -91,7 +91,7 @@ def pack(
         for end, x in zip(ends.tolist(), arrays, strict=True)
         for i in range(end - len(x), end, length)
     ]
-    # A binary tree over rows: the most room of those below each node. Node 1 is the root.
+    # A binary tree over rows: each node has the most room of the rows below it. Node 1 is the root.
     leaves = 1 << max(0, len(pieces) - 1).bit_length()
     room = [length] * (2 * leaves)
     rows: list[list[range]] = []
@@ -126,17 +126,18 @@ def check_packing(
     tokens: ArrayLike | None = None,
     weights: ArrayLike | None = None,
 ) -> PackingReport:
-    """Look at a packed batch, and say in words what it holds and what looks wrong.
+    """Check a packed batch, and describe what it holds and what looks wrong.
 
     Args:
-        segment_ids: (B, S) or (S,), as `documents` takes them.
-        positions: what RoPE gets. None: not looked at.
-        targets: what the loss of each token compares with. None: not looked at.
-        tokens: with them, targets must be the next tokens.
-        weights: of the losses. None: every target counts that is not negative, as -100 is.
+        segment_ids: (B, S) or (S,), as for `documents`.
+        positions: the positions for RoPE. None: not checked.
+        targets: the target of each token's loss. None: not checked.
+        tokens: if given, checks that targets are the next tokens.
+        weights: the weights of the losses. None: every target that is not negative counts (-100 is
+            a common negative one).
 
     Returns:
-        PackingReport: `summary` counts documents and padding, `problems` names what looks like a
+        PackingReport: `summary` counts documents and padding; `problems` says what looks like a
         mistake, and where. It is empty if nothing does.
 
     Raises:
@@ -167,7 +168,7 @@ def _on_host(name: str, x: ArrayLike, ids: np.ndarray | None = None) -> np.ndarr
 
 
 def _report(ids: np.ndarray, given: dict[str, Any]) -> PackingReport:
-    """Of arrays (B, S)."""
+    """The report on arrays of (B, S)."""
     real = ids != PADDING_SEGMENT_ID
     problems = _of_ids(ids, real)
     if given["positions"] is not None:
@@ -199,7 +200,7 @@ def _of_ids(ids: np.ndarray, real: np.ndarray) -> list[str]:
         packed = real.all() and tail.any() and not tail[:, :1].any() and ids[~tail].min() > 0
         if packed and not (tail[:, :-1] & ~tail[:, 1:]).any():
             found.append(
-                f"rows end with id {padding} behind ids from 1 on, as if it were padding: only "
+                f"rows end with id {padding} after ids from 1 on, as if it were padding: only "
                 f"{PADDING_SEGMENT_ID} is (packax.segments.from_one_based turns 0 into -1)"
             )
     back = [(row, returning(x)) for row, x in enumerate(ids)]
@@ -207,7 +208,7 @@ def _of_ids(ids: np.ndarray, real: np.ndarray) -> list[str]:
     if back:
         row, which = back[0]
         found.append(
-            f"ids that come back behind others in {_count(len(back), 'row')}: first row {row}, id "
+            f"ids that reappear after others in {_count(len(back), 'row')}: first row {row}, id "
             f"{which[0]}. Its pieces are one document and attend each other"
         )
     return found
@@ -229,7 +230,7 @@ def _of_positions(at_token: np.ndarray, ids: np.ndarray, real: np.ndarray) -> li
     if bad.any():
         row, at = np.argwhere(bad)[0]
         found.append(
-            f"positions do not count by 1 inside of documents, at {_count(int(bad.sum()), 'token')}"
+            f"positions do not count by 1 inside documents, at {_count(int(bad.sum()), 'token')}"
             f": first row {row}, token {at}, position {at_token[row, at]}"
         )
     return found
@@ -243,7 +244,7 @@ def _of_targets(
     inside[:, :-1] = real[:, :-1] & (ids[:, 1:] == ids[:, :-1])
     found = []
     cases = (
-        (real & ~inside, "the last token of a document, where the next token is of another"),
+        (real & ~inside, "the last token of a document; its next token is in another document"),
         (~real, "padding"),
     )
     for where, what in cases:
