@@ -80,8 +80,8 @@ void Append(std::string* list, const std::string& item) {
 std::string WholeBuild(int cc) {
   if (*Part() == '\0' || LimitOf(cc) == nullptr) return "";
   std::ostringstream out;
-  out << "; this build has a part of packax's kernels (" << Part()
-      << "): PACKAX_ARCHS=all pip install ./ builds all";
+  out << "; this build has only some of packax's kernels (" << Part()
+      << "): PACKAX_ARCHS=all pip install ./ builds all of them";
   return out.str();
 }
 

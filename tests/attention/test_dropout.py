@@ -185,9 +185,9 @@ def test_second_derivatives():
         ("0.1", KEY, "dropout_rate must be a Python or numpy number"),
         (True, KEY, "dropout_rate must be a Python or numpy number"),
         (0.1, None, "dropout_rate above 0 needs dropout_key"),
-        (0.1, 7, "dropout_key must be one key of jax.random.key"),
+        (0.1, 7, "dropout_key must be a single key of jax.random"),
         (0.1, jax.random.split(KEY, 2), "of shape (2,)"),
-        (0.1, jnp.zeros((2,)), "dropout_key must be one key of jax.random.key"),
+        (0.1, jnp.zeros((2,)), "dropout_key must be a single key of jax.random"),
         (0.1, jnp.zeros((3,), jnp.uint32), "dropout_key is not a key of jax.random"),
     ],
 )

@@ -139,7 +139,7 @@ def test_a_bias_needs_places_where_the_sequence_is_cut():
         ),
         (
             lambda: attend(mask=packax.create_attention_mask(packax.documents(IDS))),
-            ["sharding must be that of the mask, None", "'context'", "give it to create_attention"],
+            ["sharding must be that of the mask, None", "'context'", "pass it to create_attention"],
         ),
         (
             lambda: attend(of(key_value=P("data")), lambda: build(sharding=GOOD)),

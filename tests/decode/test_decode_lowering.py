@@ -143,7 +143,7 @@ def test_kernels_that_are_not_there(monkeypatch):
             text_of(packax.decode_attention, *shapes(dims=dims, dtype=dtype))
         assert str(error.value) == (
             f"no decode kernel for {jnp.dtype(dtype)} with head dims {dims[0]}/{dims[1]} (query "
-            f"and key / value); there are, for multiples of 8 up to these: {listed}. "
+            f"and key / value); available, for multiples of 8 up to these: {listed}. "
             'implementation="xla" takes any head dim, and float64'
         )
         xla = functools.partial(packax.decode_attention, implementation="xla")

@@ -84,5 +84,5 @@ def test_cpp_refuses(changes, message):
 
 def test_no_kernel_says_what_there_is():
     x = tensors(1, 64, 64, 2, 2, 520, "bfloat16")
-    with pytest.raises(NotImplementedError, match=r"there are: .*bfloat16 64/64"):
+    with pytest.raises(NotImplementedError, match=r"available: .*bfloat16 64/64"):
         packax.flash_attention(*x[:3], packax.causal())

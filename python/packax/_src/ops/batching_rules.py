@@ -1,4 +1,4 @@
-"""How vmap folds into the batch: the mapped axis and the batch become one, for every primitive."""
+"""How vmap folds into the batch: for every primitive, the mapped axis is merged with the batch."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ P = jax.sharding.PartitionSpec
 
 
 class BatchingRule(NamedTuple):
-    """The mapped axis merged into the batch, which is every operand's first axis.
+    """Merges the mapped axis into the batch, which is every operand's first axis.
 
-    In front of it; behind it where the batch is sharded in the types of an explicit mesh, which
-    merge no other way.
+    It goes before the batch, or after it if the type of the operand shards the batch over a mesh of
+    explicit axes, because jax cannot merge such axes in the other order.
     """
 
     size: Any
     behind: bool
 
     def place(self, x: jax.Array, dim: int | None) -> jax.Array:
-        """The mapped axis beside the batch, of size 1 where x has none."""
+        """x with the mapped axis next to the batch, of size 1 if x is not mapped."""
         to = int(self.behind)
         return jnp.expand_dims(x, to) if dim is None else jnp.moveaxis(x, dim, to)
 
     def merged(self, x: jax.Array, batch: Any) -> jax.Array:
-        """Of `place`, repeated where it has one for all."""
+        """The result of `place` with both axes merged, repeated where an axis is 1."""
         shape = (batch, self.size) if self.behind else (self.size, batch)
         x = jnp.broadcast_to(x, (*shape, *x.shape[2:]))
         return self._reshape(x, (shape[0] * shape[1], *x.shape[2:]))
@@ -44,7 +44,7 @@ class BatchingRule(NamedTuple):
         return self.merged(x, x.shape[0 if self.behind else 1])
 
     def fold_shared(self, operands, dims, batch: Any) -> list[jax.Array]:
-        """Operands that all have the batch, or all 1: one for all stays so, unless it is mapped."""
+        """For operands that all have the batch or all 1: those with 1 keep it unless mapped."""
         if operands[0].shape[batch_axis(dims[0])] == 1 and all(d is None for d in dims):
             return list(operands)
         placed = [self.place(x, d) for x, d in zip(operands, dims, strict=True)]
@@ -56,9 +56,7 @@ class BatchingRule(NamedTuple):
         return apart, [int(self.behind)] * len(apart)
 
     def _reshape(self, x: jax.Array, shape: tuple[Any, ...]) -> jax.Array:
-        """With or without the mapped axis. How that is sharded jax 0.7 does not find beside an axis
-        of size 1.
-        """
+        """Reshapes with the sharding of the batch: jax 0.7 cannot infer it next to an axis of 1."""
         if not self.behind:
             return x.reshape(shape)
         given = jax.typeof(x).sharding
@@ -92,13 +90,13 @@ _TOGETHER = {
     **{name: name for name in ("scales", "bias", "dropout_streams", "dropout_rows")},
     **dict.fromkeys(TENSORS, "tensors"),
 }
-"""Operands that have the batch together, or all 1; tensors and dropout_streams have it always. The
-others are the mask's."""
+"""Groups of operands that either all have the batch or all have 1. Tensors and dropout_streams
+always have the batch. The others are the mask's."""
 
 
 def batch_attention(primitive: Primitive, sharded: bool, operands, dims, *, names, **params):
-    """The operands are those of `names`, then maybe tangents of those that may have one
-    (tangents.py), which are folded as those are.
+    """Operands are those of `names`, possibly followed by tangents of those that may have one
+    (tangents.py), which are folded in the same way.
     """
     every = [*names, *(differentiable(names) if len(operands) > len(names) else ())]
     values = list(zip(operands, dims, strict=True))
@@ -108,7 +106,7 @@ def batch_attention(primitive: Primitive, sharded: bool, operands, dims, *, name
     shared = [x.shape[batch_axis(d)] == 1 for x, d in biases]
     apart = bias_grad or any(d is not None for _, d in biases)
     if batch != 1 and any(shared) and apart and not sharded:
-        # folded, the bias would be repeated for the batch
+        # folding would repeat the bias for the batch
         return _one_by_one(primitive, operands, dims, names=names, **params)
     folding = batching_rule(operands, dims)
     expanded = bias_grad and shared[0]
@@ -121,7 +119,7 @@ def batch_attention(primitive: Primitive, sharded: bool, operands, dims, *, name
         if group == "tensors":
             made = [folding.fold(x, d) for x, d in of_group]
         elif group == "dropout_streams" or (group == "bias" and expanded):
-            # Of bits every batch row has its own, and of the bias every element its own gradient.
+            # Every batch row has its own dropout bits, and every element of the bias its gradient.
             made = [folding.merged(folding.place(x, d), batch) for x, d in of_group]
         else:
             arrays, axes_of = zip(*of_group, strict=True)
@@ -130,13 +128,13 @@ def batch_attention(primitive: Primitive, sharded: bool, operands, dims, *, name
             folded[n] = x
     results = primitive.bind(*folded, names=names, **params)
     unfolded, axes = folding.unfold(results)
-    if expanded:  # of all rows of the batch
+    if expanded:  # its gradient is now of all batch rows
         unfolded[-1] = _sum_of_batch(unfolded[-1], 0 if folding.behind else 1)
     return unfolded, axes
 
 
 def _one_by_one(primitive: Primitive, operands, dims, **params):
-    """A loop over the mapped axis, for which nothing is repeated."""
+    """A loop over the mapped axis, which repeats nothing."""
     mapped = [jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True) if d is not None]
 
     def one(some):

@@ -1,8 +1,8 @@
-"""Block masks as the kernels take them: bits, and for each tile the list of blocks that it meets.
+"""Block masks as the kernels take them: bits, and for each tile the list of blocks that it visits.
 
-Made once per mask, in O(blocks), from the block mask and the bounds of blocks of 64
-(docs/internals/mask_format.md, "Block masks"). An element is tested by its bit; the lists only say
-where to look.
+Computed once per mask, in O(blocks), from the block mask and the bounds of blocks of 64
+(docs/internals/mask_format.md, "Block masks"). Each element is checked by its bit; the lists only
+say which blocks to visit.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _WORD = 32
 class Subtrees(NamedTuple):
     """Bounds of blocks of 64, of a mask in which row i attends key j only if own[i] <= end[j].
 
-    Of rows those that are not empty: own_min and own_max (Bm, ceil(Sq / 64)). Of keys end_min and
-    end_max (Bm, ceil(Skv / 64)).
+    Of the rows that are not empty: own_min and own_max (Bm, ceil(Sq / 64)). Of the keys: end_min
+    and end_max (Bm, ceil(Skv / 64)).
     """
 
     own_min: jax.Array
@@ -43,9 +43,7 @@ def packed(block_mask: jax.Array) -> jax.Array:
 
 
 def bit(block_mask: jax.Array, rows: jax.Array, columns: jax.Array) -> jax.Array:
-    """(H, NQ, words) at map rows (N,) and columns (M,): (H, N, M) bool; the nearest one past the
-    end.
-    """
+    """(H, NQ, words) at map rows (N,) and columns (M,): (H, N, M) bool. Indices are clamped."""
     columns = columns[None]
     words = block_mask.at[:, rows[:, None], columns // _WORD].get(mode="clip")
     return (words >> columns[None] % _WORD) & 1 != 0
@@ -61,11 +59,11 @@ def entries(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The lists of the tiles of 128 rows, and of the tiles of 128 keys.
 
-    block_mask (Bp, H, NQ, NK), q_blocks (Bm, 5, ceil(Sq / 64)), Bp 1 or Bm; no block mask: one of
-    one head that has all. Returns int32 (Bm, H, ceil(Sq / 128), 2 + ceil(Skv / 64)), the entries
-    being blocks of 64 keys, and (Bm, H, ceil(Skv / 128), 2 + ceil(Sq / 64)), the entries being
-    blocks of 64 rows. And (Bm, ceil(Sq / 64)) bool: where a tile of 128 x 128 that is visited needs
-    the test of `subtrees`.
+    block_mask (Bp, H, NQ, NK), q_blocks (Bm, 5, ceil(Sq / 64)), Bp 1 or Bm. No block mask stands
+    for one head that attends all blocks. Returns int32 (Bm, H, ceil(Sq / 128), 2 + ceil(Skv / 64)),
+    whose entries are blocks of 64 keys, and (Bm, H, ceil(Skv / 128), 2 + ceil(Sq / 64)), whose
+    entries are blocks of 64 rows. Also (Bm, ceil(Sq / 64)) bool: whether a visited tile of
+    128 x 128 needs the check of `subtrees`.
     """
     lo_min, lo_max, hi_min, hi_max, flags = (
         x[:, None, :, None] for x in jnp.unstack(q_blocks, axis=1)
@@ -81,7 +79,7 @@ def entries(
         hull = meets
         meets &= own_min <= end_max
         full &= own_max <= end_min
-        # Whatever the block mask says: its heads may lie on other ranks.
+        # Independent of the block mask, whose heads may be on other ranks.
         visited = _tiles(_tiles(meets, 2), 3)
         tested = (visited & hull & (end_min < own_max)).any((1, 3))
     if block_mask is not None:
@@ -100,7 +98,7 @@ def entries(
 
 
 def met(lists: jax.Array) -> jax.Array:
-    """Of a tile's lists (H, 2 + N): whether any head's has the blocks of 128, (ceil(N / 2),)."""
+    """For a tile's lists (H, 2 + N): which blocks of 128 any head visits, (ceil(N / 2),)."""
     number = lists.shape[1] - 2
     listed = jnp.arange(number, dtype=jnp.int32)[None] < lists[:, :2].sum(
         axis=1, keepdims=True, dtype=jnp.int32
@@ -110,7 +108,7 @@ def met(lists: jax.Array) -> jax.Array:
 
 
 def _list(meets: jax.Array, full: jax.Array) -> jax.Array:
-    """Numbers of partial blocks, of full blocks, then all blocks in this order."""
+    """The counts of partial and of full blocks, then the blocks in this order."""
     number = meets.shape[-1]
     kind = jnp.where(meets, jnp.where(full, 1, 0), 2).astype(jnp.int32)
     place = _last(jnp.arange(number, dtype=jnp.int32), kind)
@@ -120,7 +118,7 @@ def _list(meets: jax.Array, full: jax.Array) -> jax.Array:
 
 
 def _pooled(x: jax.Array, axis: int, block: int, length: Any, how: Any) -> jax.Array:
-    """From blocks of a mask along an axis to blocks of 64: any or all of those touched."""
+    """From blocks of a mask along an axis to blocks of 64: any or all of those that overlap."""
     first = BLOCK * jnp.arange(ceil_div(length, BLOCK), dtype=jnp.int32)
     last = jnp.minimum(first + BLOCK, length) - 1
     most = ceil_div(BLOCK, block) + (BLOCK % block != 0 and block % BLOCK != 0)
@@ -132,7 +130,7 @@ def _pooled(x: jax.Array, axis: int, block: int, length: Any, how: Any) -> jax.A
 
 
 def _last(x: jax.Array, like: jax.Array) -> jax.Array:
-    """x (n,) along the last axis of an array of as many dimensions (jax_numpy_rank_promotion)."""
+    """x (n,) as the last axis of an array with as many dimensions (jax_numpy_rank_promotion)."""
     return x.reshape((1,) * (like.ndim - 1) + x.shape)
 
 
@@ -144,7 +142,7 @@ def _pairs(x: jax.Array, axis: int, how: Any) -> jax.Array:
 
 
 def _tiles(x: jax.Array, axis: int) -> jax.Array:
-    """Of blocks of 64, whether either of a tile of 128 has it."""
+    """From blocks of 64 to whether either block of a tile of 128 has it."""
     pairs = jnp.repeat(_pairs(x, axis, jnp.any), 2, axis=axis)
     return jax.lax.slice_in_dim(pairs, 0, x.shape[axis], axis=axis)
 

@@ -1,4 +1,4 @@
-"""How the dimensions of an array are cut over a mesh, where XLA asks how to divide a call."""
+"""How the dimensions of an array are cut over a mesh when XLA asks how to divide a call."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from packax._src.core.sharding import Axes
 class Cut(NamedTuple):
     """How a dimension arrives: over which mesh axes, major first, and in how many pieces.
 
-    XLA may use a part of an axis: two heads on an axis of four devices are two pieces, each on two
-    devices. No PartitionSpec says that, so jax cannot decode such shardings.
+    XLA may use part of an axis: two heads on an axis of four devices are two pieces, each on two
+    devices. No PartitionSpec can express that, so jax cannot decode such shardings.
     """
 
     axes: Axes
@@ -26,10 +26,10 @@ class Cut(NamedTuple):
 def cuts(mesh: Any, x: Any) -> tuple[Cut, ...]:
     """The cut of every dimension of an array that XLA asks about."""
     if x.sharding is None or isinstance(x.sharding, NamedSharding):
-        # GSPMD asks before it knows, and jax then says what its own context has.
+        # GSPMD asks before it knows, and jax then answers with the mesh of its own context.
         return (Cut((), 1, True),) * x.ndim
-    # Every number of pieces divides the number of devices: with that many elements in every
-    # dimension, the first index on a device says which piece it has.
+    # Every number of pieces divides the number of devices. With that many elements in every
+    # dimension, the first index on a device tells which piece it has.
     indices = x.sharding.devices_indices_map((mesh.size,) * x.ndim)
     return tuple(
         _cut(mesh, np.asarray([indices[device][dim].start or 0 for device in mesh.devices.flat]))

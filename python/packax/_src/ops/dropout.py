@@ -1,8 +1,9 @@
-"""Dropout of the softmax's probabilities: the request checked, and the counters of its bits.
+"""Dropout of the softmax's probabilities: checks of the request, and the counters of its bits.
 
-Bits are Philox4x32-10 (Salmon et al., 2011) of the random key, the indices of batch row and head,
-and those of row and key, so that nothing is stored and no mesh, tile or pass changes them.
-`streams` and `rows` hold the first three, and lie on a mesh as what they are indices of.
+Bits are Philox4x32-10 (Salmon et al., 2011) of the random key and the indices of batch row, head,
+row and key. So nothing is stored, and the bits do not depend on mesh, tile or pass. `streams` holds
+the random key and the indices of batch row and head, `rows` those of rows; they are sharded like
+batch, heads and rows.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ _WEYL = np.uint32(0x9E3779B9), np.uint32(0xBB67AE85)
 
 
 class OneForAll(NamedTuple):
-    """As dropout_key: all batch rows and heads drop the same pairs of row and key."""
+    """As dropout_key it makes all batch rows and heads drop the same pairs of row and key."""
 
     key: Any
 
 
 def checked_rate(rate: Any) -> int:
-    """The threshold below which a word of 32 bits drops its element; 0: nothing is dropped."""
+    """The threshold: an element is dropped if its 32-bit word is below it; 0: no dropout."""
     if not isinstance(rate, numbers.Real) or isinstance(rate, bool):
         raise ValueError(
             "dropout_rate must be a Python or numpy number, known when tracing, but is a "
@@ -42,24 +43,24 @@ def checked_rate(rate: Any) -> int:
 
 
 def inverse_keep(threshold: int) -> float:
-    """1 / the share of elements that is kept; C++ computes the same (csrc/ffi/attention.cc)."""
+    """1 / the fraction of elements that is kept; C++ computes the same (csrc/ffi/attention.cc)."""
     return 1.0 / (1.0 - threshold / WORDS)
 
 
 def check_key(key: Any) -> None:
-    """Raises ValueError unless it is one random key of jax."""
+    """Raises ValueError unless it is a single random key of jax."""
     key = key.key if isinstance(key, OneForAll) else key
     if key is None:
         raise ValueError(
-            "dropout_rate above 0 needs dropout_key, a key such as jax.random.key(0), a new one "
-            "for every layer and step"
+            "dropout_rate above 0 needs dropout_key, a key such as jax.random.key(0): pass a "
+            "different one for every layer and step"
         )
     shape, dtype = np.shape(key), getattr(key, "dtype", None)
     typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
     raw = dtype == jnp.uint32 and len(shape) == 1
     if not (typed and shape == ()) and not raw:
         raise ValueError(
-            "dropout_key must be one key of jax.random.key, or the uint32 array of one, but is "
+            "dropout_key must be a single key of jax.random, or its uint32 array, but is "
             f"{dtype or type(key).__name__} of shape {shape}"
         )
 
@@ -70,7 +71,7 @@ def streams_of(key: Any, query: jax.Array, layout: Layout | None) -> jax.Array:
     key = key.key if one_for_all else key
     try:
         words = jax.random.bits(key, (2,), jnp.uint32)
-    except TypeError as error:  # a raw key of another implementation than jax's default
+    except TypeError as error:  # a raw key that is not of jax's default implementation
         raise ValueError(f"dropout_key is not a key of jax.random: {error}") from None
     batch, _, heads, _ = query.shape
     axes = ((), ()) if layout is None else (layout.batch, layout.heads)
@@ -86,7 +87,7 @@ def streams_of(key: Any, query: jax.Array, layout: Layout | None) -> jax.Array:
 
 
 def rows_of(mask: AttentionMask, rows: Any, layout: Layout | None) -> jax.Array:
-    """(1 or B, Sq) int32: the index that every row of query has in the sequence."""
+    """(1 or B, Sq) int32: the index of every query row in the sequence."""
     if mask.private_part is not None:
         raise NotImplementedError(
             "dropout with a plan of kind 'local': make a plan of another kind, such as "
@@ -110,7 +111,7 @@ def rows_of(mask: AttentionMask, rows: Any, layout: Layout | None) -> jax.Array:
 
 
 def _indices(size: Any, layout: Layout | None, axes: Axes) -> jax.Array:
-    """Of the whole array, where the caller's own shard_map is over some of the axes."""
+    """Indices into the whole array, also where the caller's shard_map is over some of the axes."""
     index = jnp.arange(size, dtype=jnp.int32)
     manual = () if layout is None else tuple(axis for axis in axes if axis in layout.manual)
     if layout is None or math.prod(layout.size((axis,)) for axis in manual) == 1:
@@ -131,7 +132,7 @@ def philox(counters: Any, keys: Any) -> list[jax.Array]:
 
 
 def _product(x: jax.Array, y: np.uint32) -> tuple[jax.Array, jax.Array]:
-    """The upper and the lower 32 bits of a product, without integers of 64 bits."""
+    """The upper and the lower 32 bits of a product, without 64-bit integers."""
     half, low = np.uint32(16), np.uint32(0xFFFF)
     x1, x0, y1, y0 = x >> half, x & low, y >> half, y & low
     middle = x1 * y0 + (x0 * y0 >> half)

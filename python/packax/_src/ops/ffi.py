@@ -1,7 +1,7 @@
 """Which kernels this build has, and whether this process has a GPU for them.
 
-What C++ looks up by the device (csrc/runtime/variants.cc) is asked here while a program is lowered,
-when it is not known yet which GPU will run it.
+C++ looks kernels up by the device (csrc/runtime/variants.cc). Here they are looked up while a
+program is lowered, when it is not yet known which GPU will run it.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ import jax
 ext: ModuleType | None
 try:
     ext = importlib.import_module("packax._ext")
-except ImportError as error:  # a source tree, or a broken install: XLA still works, and info says
+except ImportError as error:  # a source tree or a broken install: XLA works, `info` reports it
     ext, ext_error = None, str(error)
 
 _DTYPES = {"bfloat16": "bf16", "float16": "f16"}
-_FLOAT32 = {False: "tf32", True: "f32"}  # by whether products are those of float32
+_FLOAT32 = {False: "tf32", True: "f32"}  # by whether products are computed in float32
 _KERNELS = {"forward": ("forward",), "backward": ("backward_dkdv", "backward_dq")}
 MULTIPLE = 8  # of head dims: rows of 16 bytes
 
 
 def for_export(ctx: Any) -> bool:
-    """Whether jax.export lowers, for other machines than this one."""
+    """Whether jax.export lowers it, for a machine that may not be this one."""
     return ctx.module_context.lowering_parameters.for_export
 
 
 def kernel_here(
     kernel: str, dtype: str, qk_dim: int, v_dim: int, *, for_export: bool = False
 ) -> bool:
-    """Whether this build has that kernel, and this process a GPU for it, as far as it can tell."""
+    """Whether this build has the kernel and, as far as is known, this process a GPU for it."""
     return (qk_dim, v_dim) in dims_here(kernel, dtype, for_export=for_export)
 
 
 def dims_here(kernel: str, dtype: str, *, for_export: bool = False) -> set[tuple[int, int]]:
-    """Of query and value: the head dims of which kernel_here is true."""
+    """The head dims of query and value for which kernel_here is true."""
     asked = (kernel, _DTYPES.get(dtype))
     by_dims: dict[tuple[int, int], list[Any]] = {}
     for row in variants():
@@ -49,12 +49,12 @@ def dims_here(kernel: str, dtype: str, *, for_export: bool = False) -> set[tuple
 
 
 def serves_here(kernel: str, *, for_export: bool = False) -> bool:
-    """Likewise of a kernel of masks, which has neither dtype nor head dims."""
+    """kernel_here for a kernel of masks, which has neither dtype nor head dims."""
     return _any_serves([row for row in variants() if row["kernel"] == kernel], for_export)
 
 
 def whole_table() -> tuple[Any, ...]:
-    """The kernels of a build that was not narrowed."""
+    """The kernels of a full build."""
     assert ext is not None
     return _made(getattr(ext, "whole_table", ext.variants))
 
@@ -67,7 +67,7 @@ def variants() -> tuple[Any, ...]:
 
 @functools.lru_cache(4)
 def _made(table: Callable[[], Any]) -> tuple[Any, ...]:
-    return tuple(table())  # 1,600 rows take milliseconds, and a lowering asks many times
+    return tuple(table())  # cached: 1,600 rows take milliseconds, and a lowering asks many times
 
 
 def _any_serves(rows: Any, for_export: bool) -> bool:
@@ -78,14 +78,15 @@ def _any_serves(rows: Any, for_export: bool) -> bool:
 
 
 def _serves(row: Any, cc: int) -> bool:
-    """As Find() in csrc/runtime/variants.cc."""
+    """The same rule as Find() in csrc/runtime/variants.cc."""
     if row["arch_specific"]:
         return row["cc"] == cc
     return row["cc"] // 10 == cc // 10 and row["cc"] <= cc
 
 
 def local_capabilities() -> set[int] | None:
-    """Of this process's CUDA devices (90 is 9.0); None without any: compiling for another one."""
+    """Compute capabilities of this process's CUDA devices (90 is 9.0); None: there are none, so it
+    compiles for another machine."""
     try:
         devices = jax.local_devices(backend="cuda")
         return {int(str(d.compute_capability).replace(".", "")) for d in devices} or None
@@ -96,11 +97,11 @@ def local_capabilities() -> set[int] | None:
 def has_kernels(
     query: Any, key: Any, value: Any, *, options: bool = False, with_bias: bool = False
 ) -> bool:
-    """Whether packax has both passes for the dtype and head dims, maybe not in this build; without
-    a build: True.
+    """Whether packax has both passes for the dtype and head dims, in a full build; True without a
+    build.
 
-    `options`: beside a block mask, or what else only the fallback kernels take; `with_bias`: beside
-    a bias that is an array, or dropout.
+    `options`: with a block mask, or anything else that only the fallback kernels take; `with_bias`:
+    with a bias array or dropout.
     """
     precisions = (False, True) if str(query.dtype) == "float32" else (True,)
     sets = (True,) if options or with_bias else (False, True)
@@ -115,7 +116,7 @@ def has_kernels(
 
 
 def _names(direction: str, fallback: bool, with_bias: bool) -> list[str]:
-    """With a bias that is an array, or dropout, a backward has one kernel more."""
+    """The kernels of a direction. With a bias array or dropout the backward has one more."""
     suffix = "_bias" if with_bias else "_fallback" if fallback else ""
     names = [name + suffix for name in _KERNELS[direction]]
     return [*names, "backward_dbias"] if with_bias and direction == "backward" else names
@@ -130,8 +131,8 @@ def found(
     with_bias: bool = False,
     rows: tuple[Any, ...] | None = None,
 ) -> bool:
-    """Whether this build, or these rows, have all kernels of a direction: for just these head dims,
-    or any up to some.
+    """Whether this build, or these rows of the table, have all kernels of a direction: for exactly
+    these head dims, or for any up to a maximum.
 
     `float32_products` is for float32.
     """
@@ -151,7 +152,7 @@ def found(
 
 
 def kernel_dtype(dtype: Any, float32_products: bool) -> str | None:
-    """As the table names it, float32 by its precision; None: no kernel has it."""
+    """The dtype's name in the table, for float32 by precision; None: no kernel has it."""
     name = str(dtype)
     return _FLOAT32[float32_products] if name == "float32" else _DTYPES.get(name)
 
@@ -164,7 +165,7 @@ def require_kernels(
     float32_products: bool = True,
     with_bias: bool = False,
 ) -> None:
-    """Which GPU it will be is not known yet: C++ checks that, this the rest of the table."""
+    """Raises if no GPU has the kernels. C++ checks the GPU that runs it, which is unknown here."""
     require_extension()
     if found(direction, query, value, fallback, float32_products, with_bias):
         return
@@ -172,26 +173,26 @@ def require_kernels(
     have = [row for row in variants() if row["kernel"] in names]
     text = listed(have)
     if with_bias:
-        text += ", of those with a bias that is an array, or dropout"
+        text += ", among those with a bias array or dropout"
     elif fallback and not have:
-        text += ", of those that take soft_cap, bias, an array's scale, max logits, any head dim, "
+        text += ", among those that take soft_cap, bias, a scale array, max logits, any head dim, "
         text += "block_sparse masks"
-    up_to = f", and all multiples of {MULTIPLE} up to them" if fallback and have else ""
+    up_to = f", and all smaller multiples of {MULTIPLE}" if fallback and have else ""
     raise NotImplementedError(
         f"no {direction} kernel for {query.dtype} with head dims {query.shape[3]}/{value.shape[3]} "
-        f"(query and key / value); there are: {text}{up_to}{whole_build()}. "
+        f"(query and key / value); available: {text}{up_to}{whole_build()}. "
         'implementation="xla" takes any head dim, and float64'
     )
 
 
 def whole_build() -> str:
-    """What to type where a part of the kernels was built; as variants.cc says it."""
+    """How to build all kernels if only some were built; the same text as in variants.cc."""
     part = getattr(ext, "part", str)()
     if not part:
         return ""
     return (
-        f"; this build has a part of packax's kernels ({part}): "
-        "PACKAX_ARCHS=all pip install ./ builds all"
+        f"; this build has only some of packax's kernels ({part}): "
+        "PACKAX_ARCHS=all pip install ./ builds all of them"
     )
 
 

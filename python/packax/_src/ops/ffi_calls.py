@@ -1,6 +1,6 @@
 """FFI calls: operands, attributes, workspaces, and which algorithm of the backward may run.
 
-What is absent, of operands and results, has shape (0,): docs/internals/ffi.md.
+Absent operands and results have shape (0,): docs/internals/ffi.md.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def ffi_call(
 ):  # fmt: skip
     """The FFI call; workspaces are extra results, which stay valid under CUDA graphs.
 
-    `same_memory`: operands by number, and the results that take their places.
+    `same_memory`: operands by index, and the results that reuse their memory.
     """
     results = len(ctx.avals_out)
     ctx = ctx.replace(
@@ -38,12 +38,12 @@ def ffi_call(
 
 
 def run_once(ctx, results):
-    """The results of a call, behind a barrier.
+    """The results of a call, after an optimization barrier.
 
-    Where `scan` keeps a result that other operations read too, as it does for the backward pass,
-    XLA copies the call into a fusion that writes the kept array, and leaves the call itself for the
-    others: the kernel runs twice (openxla/xla#45799, seen with jax 0.11.2). It does not look
-    through a barrier.
+    If `scan` stores a result for the backward pass that other operations read too, XLA copies the
+    call into a fusion that writes the stored array, and keeps the call itself for the others: the
+    kernel runs twice (openxla/xla#45799, seen with jax 0.11.2). XLA does not look through a
+    barrier.
     """
     avals = [plain(x) for x in ctx.avals_out]
     barrier = mlir.lower_fun(lambda *x: jax.lax.optimization_barrier(x), multiple_results=True)
@@ -54,8 +54,8 @@ def array(*shape: int, dtype: Any = jnp.float32) -> Any:
     return jax.core.ShapedArray(shape, jnp.dtype(dtype))
 
 
-COUNTER = array(1, dtype=jnp.int32)  # from which programs draw tiles
-ABSENT = array(0)  # of an operand or a result that is not there
+COUNTER = array(1, dtype=jnp.int32)  # from which kernel programs take their next tile
+ABSENT = array(0)  # stands for an absent operand or result
 
 
 def made_constant(ctx, function, aval):
@@ -72,8 +72,8 @@ def zeros(ctx, aval):
 
 
 def call_names(direction: Pass) -> tuple[str, ...]:
-    """Of the operands of a call, which has all of them: first those of both passes, then those of
-    this one. `before` is out or dq."""
+    """The names of all operands of a call: first those of both passes, then those of this one.
+    `before` is out or dq."""
     mask = {name: field.passes for name, field in FIELDS.items() if direction in field.passes}
     common = (name for name, passes in mask.items() if len(passes) > 1)
     own = (name for name, passes in mask.items() if len(passes) == 1)
@@ -82,7 +82,7 @@ def call_names(direction: Pass) -> tuple[str, ...]:
 
 
 class HeadGroup(NamedTuple):
-    """Heads of the query that a call is about."""
+    """The query heads that a call computes."""
 
     first: int
     heads: int
@@ -99,7 +99,7 @@ def forward(ctx, values: Operands, spec: AttentionSpec, group: HeadGroup = _ALL_
 
 
 def backward(ctx, values: Operands, spec: AttentionSpec, group: HeadGroup = _ALL_HEADS):
-    """Those of backward_p: of dq, dk and dv, those that no kernel writes are absent in the call."""
+    """The results of backward_p. Those of dq, dk and dv that no kernel writes are absent."""
     avals = Operands.of(values.names, ctx.avals_in)
     query, of_keys = avals.query, "key" in spec.needs_grad or "value" in spec.needs_grad
     if group.heads:
@@ -107,7 +107,7 @@ def backward(ctx, values: Operands, spec: AttentionSpec, group: HeadGroup = _ALL
     algorithm = choose_algorithm(avals._replace(query=query), spec, ffi.for_export(ctx))
     elements = workspace_size(algorithm, query, avals.q_lo.shape[0])
 
-    # The kernel of dq makes score_grads, and the fused one writes dk and dv with dq's sum.
+    # The kernel of dq computes score_grads, and the fused one writes dk and dv with dq's sum.
     nothing = array(0, dtype=query.dtype)
     of_query = "query" in spec.needs_grad
     dkv = algorithm == "sm90_fused" or of_keys
@@ -127,7 +127,7 @@ def backward(ctx, values: Operands, spec: AttentionSpec, group: HeadGroup = _ALL
         needs_grad=np.int32(of_query + 2 * of_keys),
     )
     results = [
-        x if w else zeros(ctx, plain(aval))  # not used, so never made
+        x if w else zeros(ctx, plain(aval))  # unused, so never computed
         for x, w, aval in zip(made, written, ctx.avals_out, strict=False)
     ]
     results += made[4:] if spec.score_grads else []
@@ -139,12 +139,12 @@ def _call(
     workspace, **attributes: Any,
 ):  # fmt: skip
     bias_of_indices = avals.bias_of_indices
-    if bias_of_indices:  # the sm90 kernels need none, the fallback ones arrays
+    if bias_of_indices:  # sm90 kernels need no positions, the fallback kernels need arrays
         for name, rows in (("q_bias_pos", avals.query), ("kv_bias_pos", avals.key)):
             of_name = array(avals.slopes.shape[0], rows.shape[1], dtype=jnp.int32)
             avals = avals._replace(**{name: of_name})
             values = values._replace(**{name: made_constant(ctx, _indices, of_name)})
-    # Ids and positions that the mask's check does not read: any array of int32.
+    # For ids and positions that the mask's check does not read, any int32 array will do.
     unread = {
         x: "q_lo" for x in ("q_ids", "kv_ids", "q_pos", "kv_pos") if getattr(avals, x) is None
     }
@@ -161,7 +161,7 @@ def _call(
         f"packax_{direction}_v1",
         [getattr(values, x) if x in there else absent for x in names],
         workspace,
-        # The first result is where it was before, so that nothing copies the other heads.
+        # The first result reuses the memory of `before`, so the other heads are not copied.
         {names.index("before"): 0} if "before" in there else None,
         scale=np.float32(spec.scale),
         soft_cap=np.float32(spec.soft_cap),
@@ -178,11 +178,11 @@ def _call(
 
 
 def choose_algorithm(of: Operands, spec: AttentionSpec, for_export: bool = False) -> str:
-    """The backward's: what its workspace has room for. Where the GPU that runs it has no kernels
-    for that, C++ takes the one before (csrc/call/operands.h).
+    """The backward algorithm for which the workspace is sized. If the GPU that runs it has no
+    kernels for it, C++ uses the previous one in the list (csrc/call/operands.h).
     """
     suffix = suffix_of(of, spec)
-    # The kernels count rows in 32 bits. If there are more when an exported program runs, C++ knows.
+    # The kernels count rows in 32 bits. For an exported program C++ checks that when it runs.
     rows = _padded_rows(of.query)
     if suffix is None or (not is_symbolic(rows) and rows > INT_MAX):
         return "portable"
@@ -192,14 +192,14 @@ def choose_algorithm(of: Operands, spec: AttentionSpec, for_export: bool = False
     everything = {"query", "key", "value"}.issubset(spec.needs_grad)
     if not suffix and everything:
         fused = fused or ffi.kernel_here("backward_sm80", *dims, for_export=for_export)
-    # Separate ones make the same bits every run, or only what is needed.
+    # Separate kernels are deterministic, or compute only what is needed.
     if separate and (spec.deterministic or not everything or not fused):
         return "sm90_separate"
     return "sm90_fused" if fused and not spec.deterministic else "portable"
 
 
 def workspace_size(algorithm: str, query: Any, mask_batch: Any) -> Any:
-    """In elements of 4 bytes, as ReadWorkspace of csrc/ffi/backward.cc has it."""
+    """In elements of 4 bytes, as in ReadWorkspace of csrc/ffi/backward.cc."""
     rows = _padded_rows(query)
     if algorithm == "portable":
         return rows
@@ -213,7 +213,7 @@ def _padded_rows(query: Any) -> Any:
 
 
 def suffix_of(of: Operands, spec: AttentionSpec) -> str | None:
-    """Of the names of the sm90 kernels: with one option, or none; None: there are none."""
+    """The suffix of the sm90 kernels' names for this option; None: there are no such kernels."""
     if spec.score_grads or spec.max_logits:
         return None
     suffixes: dict[Any, str] = {
@@ -226,7 +226,7 @@ def suffix_of(of: Operands, spec: AttentionSpec) -> str | None:
 
 
 def takes_fallback(direction: Pass, of: Operands, spec: AttentionSpec) -> bool:
-    """Whether it takes the fallback kernels: other scores, or other head dims."""
+    """Whether the fallback kernels are used: for other scores, or other head dims."""
     if of.extras or spec.soft_cap or spec.max_logits or spec.block_size:
         return True
     return ffi.ext is not None and not ffi.found(direction, of.query, of.value, fallback=False)

@@ -1,10 +1,10 @@
-"""forward_p and backward_p for some of the query's heads: groups of heads without slices of query
-and output, and without putting the groups' outputs together.
+"""forward_p and backward_p for some of the query heads, so that groups of heads need no slices of
+query and output, and no concatenation of the groups' outputs.
 
 forward_heads_p, backward_heads_p: operands and results of forward_p and backward_p.
-`heads` says of which heads of the query all but query, out, dout and dq are; these have all heads.
-The others are in out and dq what they are in the operand `before`, whose memory the kernels go on
-writing; without that operand they may hold anything.
+query, out, dout and dq have all query heads; everything else has only those in `heads`. In out and
+dq, the other heads keep their values from the operand `before`, whose memory the kernels write;
+without that operand they may hold anything.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _backward_shapes(*avals, spec, names, heads):
 
 
 def forward(own: range, spec: AttentionSpec, x: Operands) -> list[jax.Array]:
-    """primitives.forward, of these heads of the query, if they are not all."""
+    """primitives.forward, restricted to these query heads unless they are all."""
     if len(own) == x.query.shape[2]:
         return primitives.forward(spec, x._replace(query=ask_devices(x.query)))
     heads = ffi_calls.HeadGroup(own.start, len(own))
@@ -47,14 +47,14 @@ def forward(own: range, spec: AttentionSpec, x: Operands) -> list[jax.Array]:
 
 
 def backward(own: range, spec: AttentionSpec, x: Operands) -> list[jax.Array]:
-    """primitives.backward, of these heads of the query, if they are not all."""
+    """primitives.backward, restricted to these query heads unless they are all."""
     if len(own) == x.query.shape[2]:
         return primitives.backward(spec, x._replace(query=ask_devices(x.query)))
     heads = ffi_calls.HeadGroup(own.start, len(own))
     return backward_heads_p.bind(*x.leaves, spec=spec, names=x.names, heads=heads)
 
 
-# --- The meaning: those heads sliced, and the result put in its place.
+# --- The definition: slice those heads, compute, and write the result back.
 
 
 def _forward_apart(*operands, spec, names, heads):
@@ -86,7 +86,7 @@ def _placed(
 
 
 def _register(primitive: Primitive, apart: Callable[..., Any]) -> Any:
-    """vmap and derivatives of what it means; its lowering where there are no kernels for it."""
+    """Registers vmap, derivatives, and the lowering without kernels, all from the definition."""
 
     def batch(operands, dims, **params):
         made = jax.vmap(functools.partial(apart, **params), in_axes=tuple(dims))(*operands)
@@ -115,7 +115,7 @@ _forward_rule = _register(forward_heads_p, _forward_apart)
 _backward_rule = _register(backward_heads_p, _backward_apart)
 
 
-# --- CUDA: the call of all heads, told where those heads begin.
+# --- CUDA: the call for all heads, with the index at which those heads begin.
 
 
 def _forward_cuda(ctx, *operands, spec, names, heads):

@@ -1,7 +1,8 @@
 """From primitives to platforms: FFI calls on CUDA, jax.numpy elsewhere.
 
-Importing this module registers the FFI targets and the rules. What a buffer already says (shapes,
-dtypes) is no attribute; Python never names a kernel's launch, only asks whether one exists.
+Importing this module registers the FFI targets and the rules. Shapes and dtypes are not passed as
+attributes, because buffers have them. Python never chooses a launch; it only asks whether a kernel
+exists.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ TARGETS = (
 def export_checks() -> list[jax.export.DisabledSafetyCheck]:
     """What `jax.export.export(..., disabled_checks=)` needs for programs with packax's kernels.
 
-    jax does not promise that custom calls it does not know will still be there when the program
-    runs. Of packax's, the name has a version, which goes up with every change of the call: where
-    it runs, `import packax` of a version that has the same ones.
+    jax does not guarantee that custom calls it does not know still exist when the program runs. The
+    names of packax's calls have a version, which increases with every change of a call: where the
+    program runs, import a packax that has the same versions.
 
     Examples:
         >>> exported = jax.export.export(
@@ -56,10 +57,10 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
 
 
 def lower_xla(function: Any, static: tuple[str, ...]) -> Any:
-    # jit, so that the layers of a model trace it once.
+    # jit, so that all layers of a model trace it only once.
     rule = mlir.lower_fun(jax.jit(function, static_argnames=static), multiple_results=True)
 
-    def lower(ctx, *operands, implementation=None, **params):  # the same for any
+    def lower(ctx, *operands, implementation=None, **params):  # ignores implementation
         ctx = ctx.replace(
             avals_in=[plain(x) for x in ctx.avals_in], avals_out=[plain(x) for x in ctx.avals_out]
         )
@@ -84,7 +85,7 @@ def without_kernels(rule: Any) -> Any:
 
 
 def register(primitive: Any, dims: Any, elsewhere: Any, cuda: Any) -> None:
-    """The primitive's rules, each of which XLA may divide over a mesh."""
+    """Registers the primitive's rules; XLA may divide each of them over a mesh."""
     mlir.register_lowering(primitive, partitioned(primitive, dims, elsewhere))
     on_cuda = partitioned(primitive, dims, cuda, kernels=True)
     mlir.register_lowering(primitive, on_cuda, platform="cuda")
@@ -151,8 +152,8 @@ register(
 # --- Masks
 
 _CHUNK = 1024  # keys per program of the document kernels: the workspace holds one int per chunk
-_MOST_TABLE_KEYS = 1 << 27  # as csrc/ffi/mask.cc has it
-_MOST_MASK_ROWS = 65535  # of a batch: a grid's y, in the kernels that make masks
+_MOST_TABLE_KEYS = 1 << 27  # as in csrc/ffi/mask.cc
+_MOST_MASK_ROWS = 65535  # batch rows: the limit of a grid's y, in the kernels that build masks
 
 
 def _xla_blocks(*operands, kv_len):
@@ -164,7 +165,8 @@ _blocks_xla = lower_xla(_xla_blocks, ("kv_len",))
 
 
 def _takes_mask_kernels(ctx, kernel, implementation, batch, kv_len):
-    """Else XLA makes the same integers: also where sizes are beyond what the kernels count."""
+    """Whether kernels build the mask; otherwise XLA computes the same integers, for example for
+    sizes that the kernels cannot count."""
     if implementation == "xla":
         return False
     if implementation == "cuda":
@@ -177,7 +179,7 @@ def _takes_mask_kernels(ctx, kernel, implementation, batch, kv_len):
 
 def _documents_cuda(ctx, *operands, compare_positions, implementation):
     batch, kv_len = ctx.avals_in[1].shape
-    # the size of the tables must be known, and so small that the kernels' 32 bits count all of them
+    # the size of the tables must be static, and small enough for the kernels' 32-bit indices
     kernels = _takes_mask_kernels(ctx, "documents_rows", implementation, batch, kv_len)
     if not kernels or kv_len > _MOST_TABLE_KEYS:
         return _documents_xla(ctx, *operands, compare_positions=compare_positions)
@@ -205,11 +207,11 @@ register(blocks_p, partition_rules.blocks, without_kernels(_blocks_xla), _blocks
 
 # --- Decoding
 #
-# The workspace is a result of the call, so how many shares of the keys it has room for is decided
-# here, from sizes alone. How many a GPU then takes only C++ knows (csrc/launch/decode_shares.cc).
+# The workspace is a result of the call, so its size, a number of shares of the keys, is decided
+# here, only from shapes. C++ decides how many the GPU uses (csrc/launch/decode_shares.cc).
 
-_PROGRAMS = 1024  # that csrc/launch/decode_shares.cc may want at once, on the largest GPU
-_MOST_SHARES = 128  # shares: csrc/launch/decode.cc takes no more
+_PROGRAMS = 1024  # the most that csrc/launch/decode_shares.cc launches at once on the largest GPU
+_MOST_SHARES = 128  # the limit of csrc/launch/decode.cc
 
 
 def _xla_decode(*operands, paged, has_sinks, **static):
@@ -251,8 +253,9 @@ def _decode_cuda(ctx, *operands, implementation, **static):
 
 
 def splits(batch: int, q_len: int, heads: int, kv_heads: int, keys: int) -> int:
-    """Shares of the keys that the workspace has room for: csrc/launch/decode.cc takes no more."""
-    if is_symbolic(keys):  # of jax.export: room for the most that any size takes
+    """How many shares of the keys the workspace has room for; csrc/launch/decode.cc uses at most
+    this many."""
+    if is_symbolic(keys):  # of jax.export: room for the most that any size needs
         return _MOST_SHARES
     most = min(_MOST_SHARES, -(-keys // 128))
     if is_symbolic(batch):
@@ -273,7 +276,7 @@ def _require_decode_kernel(query: Any, value: Any, float32_products: bool) -> No
         return
     raise NotImplementedError(
         f"no decode kernel for {query.dtype} with head dims {qk_dim}/{v_dim} (query and key / "
-        f"value); there are, for multiples of 8 up to these: {ffi.listed(rows)}"
+        f"value); available, for multiples of 8 up to these: {ffi.listed(rows)}"
         f"{ffi.whole_build()}. "
         'implementation="xla" takes any head dim, and float64'
     )

@@ -1,4 +1,4 @@
-"""`merge_attention`: attention over disjoint sets of keys, joined by their log-sum-exps.
+"""`merge_attention`: joins attention over disjoint sets of keys by their log-sum-exps.
 
 With the weights w_p = exp(lse_p - lse), where lse = log(sum_p exp(lse_p)), out = sum_p w_p out_p.
 """
@@ -20,21 +20,21 @@ def merge_attention(parts: Sequence[tuple[ArrayLike, ArrayLike]]) -> tuple[jax.A
     """Attention over the keys of all parts, from the attention over the keys of each.
 
     For rows whose keys are several ranges, such as the first tokens and a window
-    (docs/guide/masks.md), and for keys that stand in several caches. Exact where no row attends a
-    key in two parts. Differentiable, of any order, in every out and lse.
+    (docs/guide/masks.md), and for keys in several caches. Exact if no row attends a key in two
+    parts. Differentiable in every out and lse, to any order.
 
     Args:
-        parts: one or more (out, lse), as `flash_attention` and `decode_attention` return them with
-            return_lse=True: out (B, Sq, H, Dv), lse (B, H, Sq). Give sinks to one part alone.
+        parts: one or more (out, lse), as returned by `flash_attention` and `decode_attention` with
+            return_lse=True: out (B, Sq, H, Dv), lse (B, H, Sq). Pass sinks to only one part.
 
     Returns:
-        (out, lse), as of one call; out in the dtype of the parts' outs, summed in that of lse. A
-        row that attends nothing in a part, lse -inf, takes nothing from it, whatever out holds
-        there, and gives it no gradient. One that attends nothing at all has out 0 and lse -inf. An
-        lse of +inf, as an infinite sink makes it, takes all of the softmax.
+        (out, lse), as from one call; out in the dtype of the parts' outs, summed in that of lse. A
+        row that attends nothing in a part (lse is -inf) takes nothing from that part, whatever its
+        out holds, and gives it no gradient. A row that attends nothing in any part has out 0 and
+        lse -inf. An lse of +inf, from an infinite sink, takes all of the softmax.
 
     Raises:
-        ValueError: no part, one that is not (out, lse), or shapes and dtypes that differ or are
+        ValueError: no parts, a part that is not (out, lse), or shapes and dtypes that differ or are
             not as above.
 
     Examples:
@@ -79,7 +79,7 @@ def merge_attention(parts: Sequence[tuple[ArrayLike, ArrayLike]]) -> tuple[jax.A
 
 
 def merged(parts: Sequence[tuple[jax.Array | None, jax.Array]]) -> tuple[jax.Array, jax.Array]:
-    """`merge_attention` of checked parts; the out of a part that has no values, a sink, is None."""
+    """`merge_attention` of checked parts; a part without values, a sink, has None for out."""
     lses = [lse for _, lse in parts]
     largest = functools.reduce(jnp.maximum, lses)
     top = jax.lax.stop_gradient(largest)
@@ -88,7 +88,7 @@ def merged(parts: Sequence[tuple[jax.Array | None, jax.Array]]) -> tuple[jax.Arr
     zero = jnp.zeros((), top.dtype)
     weights = []
     for lse in lses:
-        # Infinities stay out of the arithmetic, so that no gradient is 0 * inf.
+        # Infinities are kept out of the arithmetic, so that no gradient is 0 * inf.
         weight = jnp.exp(jnp.where(jnp.isinf(lse), zero, lse) - shift)
         weight = jnp.where((lse == -jnp.inf) | (full & (lse != jnp.inf)), zero, weight)
         weights.append(weight)
@@ -102,7 +102,7 @@ def merged(parts: Sequence[tuple[jax.Array | None, jax.Array]]) -> tuple[jax.Arr
         values = jnp.where(attended, out.astype(top.dtype), zero)
         result = result + _of_rows(weight / total) * values
     dtype = next(out.dtype for out, _ in parts if out is not None)
-    result = jnp.where(_of_rows(empty), zero, result)  # also ends cotangents that come in for it
+    result = jnp.where(_of_rows(empty), zero, result)  # also ignores incoming cotangents
     lse = jnp.where(full, largest, shift + jnp.log(total))
     return result.astype(dtype), jnp.where(empty, top, lse)
 

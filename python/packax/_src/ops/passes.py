@@ -1,5 +1,5 @@
 """The forward and the backward pass of one device: the primitives, with sinks and the gradients of
-what changes scores around them.
+score parameters around them.
 
 context/shard.py runs the same on every rank, with `kernels` that gather keys.
 """
@@ -47,23 +47,23 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array, ScoreParams]:  # fmt: skip
     """The gradients of query, key, value and scores, sharded as they are.
 
-    Those that spec.needs_grad does not say may hold anything. `dlse` may be None.
+    Those not named in spec.needs_grad may hold anything. `dlse` may be None.
     """
     scores, query, key, value, out, lse, dout, dlse, mask, fixed = vary_together(
         scores, query, key, value, out, lse, dout, dlse, mask, fixed
     )
     if spec.layout is not None and spec.layout.several(spec.layout.kv_context):
-        # Else XLA sees the forward's gathers here, and keeps the gathered keys for the backward.
+        # Otherwise XLA reuses the forward's gathers, keeping the gathered keys for the backward.
         key, value, dout = jax.lax.optimization_barrier((key, value, dout))
-    if scores.bias is not None:  # whose -inf may empty a row
+    if scores.bias is not None:  # -inf in it may leave a row with nothing to attend
         dout, dlse = of_attended(lse, dout, dlse)
     dq, dk, dv, of_rows, dbias = (kernels or _backward)(
         spec, query, key, value, scores, out, lse, dout, dlse, mask, fixed
     )
-    gradients = jax.tree.map(jnp.zeros_like, scores)  # those that are not needed stay 0
+    gradients = jax.tree.map(jnp.zeros_like, scores)  # those not needed stay 0
     if scores.sinks is not None:
         gradients = gradients._replace(sinks=sinks_gradient(scores.sinks, out, lse, dout, dlse))
-    if of_rows is not None:  # (H, 2) of this rank's rows
+    if of_rows is not None:  # (H, 2), of this rank's rows
         if scores.scales is not None:
             gradients = gradients._replace(scales=of_rows[:, 0].sum()[None])
         if scores.slopes is not None:
@@ -94,7 +94,7 @@ def _backward(
 def score_operands(
     spec: AttentionSpec, scores: ScoreParams, fixed: NonDiffOperands
 ) -> dict[str, jax.Array]:
-    """What changes scores and probabilities, by its name in `Operands`."""
+    """The operands that change scores and probabilities, by their names in `Operands`."""
     made: dict[str, jax.Array] = {}
     if scores.scales is not None or scores.slopes is not None:
         real = jnp.float32 if scores.slopes is None else scores.slopes.dtype

@@ -1,14 +1,14 @@
-"""The five primitives: the shapes of their results. No policy.
+"""The five primitives and the shapes of their results. No policy.
 
 documents_p: q_ids, kv_ids, q_pos, kv_pos -> lo, hi, segment_checked
 blocks_p: q_lo, q_hi, segment_checked -> q_blocks, kv_blocks, q_order, q_order_192, kv_order
 forward_p: leaves of `Operands` (core/spec.py) -> out, lse, and with spec.max_logits the largest
     logit of every row
-backward_p: the same -> dq, dk, dv (those of spec.needs_grad, others may hold anything), with
+backward_p: the same -> dq, dk, dv (those not in spec.needs_grad may hold anything), with
     spec.score_grads (B, H, 2, Sq), every row's part of the gradients of scale and slope, and with
-    spec.bias_grad that of bias, like it
+    spec.bias_grad the gradient of bias, shaped like it
 decode_p: query, key, value, q_lo, q_hi, block_table if paged, sinks if has_sinks -> out, lse
-docs/internals/ffi.md gives every shape; lowering.py gives them a meaning per platform.
+docs/internals/ffi.md lists every shape; lowering.py implements them per platform.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def check_implementation(
 
 
 def _like(aval: Any, shape: tuple[int, ...], dtype: Any, dims: Sequence[int | None]) -> Any:
-    """An aval that varies as `aval` does, its dimension k sharded as dimension dims[k] there."""
+    """An aval that varies like `aval`, its dimension k sharded as dimension dims[k] of `aval`."""
     spec = [*aval.sharding.spec, *[None] * aval.ndim]
     sharding = jax.sharding.NamedSharding(
         aval.sharding.mesh, P(*(None if d is None else spec[d] for d in dims))
@@ -73,7 +73,7 @@ def new_primitive(name: str, static: tuple[str, ...]) -> Primitive:
 
 
 BLOCK_ARRAYS = ("q_blocks", "kv_blocks", "q_order", "q_order_192", "kv_order")
-"""The arrays of a mask that blocks_p makes."""
+"""The arrays of a mask that blocks_p computes."""
 
 documents_p = new_primitive("packax_documents", ("compare_positions", "implementation"))
 blocks_p = new_primitive("packax_blocks", ("kv_len", "implementation"))
@@ -111,7 +111,7 @@ def _blocks_shapes(q_lo, q_hi, segment_checked, *, kv_len, implementation):
 
 
 def forward_results(spec: AttentionSpec, of: Operands, heads: int) -> list[Any]:
-    """Of forward_p; `heads` of the query's are computed."""
+    """The avals of forward_p's results, for `heads` query heads."""
     query = of.query
     batch, q_len, _, _ = query.shape
     rows = _like(query, (batch, heads, q_len), accumulator(query.dtype), (0, 2, 1))
@@ -123,7 +123,7 @@ def forward_results(spec: AttentionSpec, of: Operands, heads: int) -> list[Any]:
 
 
 def backward_results(spec: AttentionSpec, of: Operands, heads: int) -> list[Any]:
-    """Of backward_p."""
+    """The avals of backward_p's results, for `heads` query heads."""
     query = of.query
     gradients = [_like(x, x.shape, x.dtype, range(4)) for x in (query, of.key, of.value)]
     if spec.score_grads:
@@ -152,7 +152,7 @@ register_batching(forward_p, batch_attention)
 register_batching(backward_p, batch_attention)
 
 
-# --- Decoding: keys and values of a batch row, or of pages that a table orders.
+# --- Decoding: keys and values of a batch row, or in pages listed by a table.
 
 decode_p = new_primitive(
     "packax_decode", ("scale", "soft_cap", "precision", "paged", "has_sinks", "implementation")
@@ -176,7 +176,7 @@ def _decode_gradient(primals, tangents, **params):
 
 
 def _batch_decode(primitive, sharded, operands, dims, *, paged, has_sinks, **params):
-    """Caches that are not mapped stay one: the folded batch finds its rows of it by a table."""
+    """Caches that are not mapped are not copied: the folded batch reads its rows by a table."""
     folding = batching_rule(operands, dims)
     size = folding.size
     query, key, value, q_lo, q_hi, *rest = zip(operands, dims, strict=True)
@@ -187,7 +187,7 @@ def _batch_decode(primitive, sharded, operands, dims, *, paged, has_sinks, **par
         table = (jnp.arange(batch, dtype=jnp.int32)[:, None], None)
     if table is not None:
         folded_table = folding.fold(*table)
-        if not shared:  # pages of all mapped elements, in the order of `fold`
+        if not shared:  # the pages of all mapped elements, in the order of `fold`
             pages = key[0].shape[batch_axis(key[1])]
             batch = folded_table.shape[0] // size
             own = folding.merged(

@@ -1,5 +1,5 @@
-"""Calls that run better as others on CUDA: short rows packed into one, query heads in parts, head
-dims padded. `rewritten` says which, once; the results are those of the call as it came.
+"""Calls that run faster on CUDA when rewritten: short rows packed into one row, query heads divided
+into parts, head dims padded. `rewritten` chooses; results are those of the original call.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Rewrite = Callable[..., list[jax.Array]]
 def rewritten(
     direction: Pass, of: Operands, spec: AttentionSpec, for_export: bool
 ) -> tuple[Rewrite, Any] | None:
-    """A function of (direction, spec, operands, the second result) for these avals; None: the call
-    runs as it is."""
-    # Places and block masks are those of a row.
+    """A function of (direction, spec, operands, the second result) for these avals; None: no
+    rewrite."""
+    # Positions and block masks refer to a single row.
     if not of.extras and not spec.block_size and worth_packing(of.query, of.key):
         return packed, None
     if direction == "backward" and ("key" in spec.needs_grad or "value" in spec.needs_grad):
@@ -46,20 +46,20 @@ def _run(direction: Pass, spec: AttentionSpec, operands: Operands) -> list[jax.A
 # --- Batch packing: rows of a batch that are shorter than a tile run as documents of one row.
 #
 # A tile of the attention kernels is 128 rows of one batch row, so thousands of batch rows of 16
-# tokens would be thousands of nearly empty tiles, and the backward's sum of dq is padded to 64 rows
-# for each. As one row of documents they fill the tiles. The mask's row ranges move by the
-# keys before them, which keeps documents apart; nothing else changes but where a NaN may spread
-# (docs/guide/numerics.md).
+# tokens would be thousands of nearly empty tiles, and the backward's sum of dq would be padded to
+# 64 rows for each. As documents of one row they fill the tiles. The mask's row ranges are shifted
+# by the keys before them, which separates the batch rows; nothing else changes, except where a NaN
+# may spread (docs/guide/numerics.md).
 
-PACKED_ROWS = BLOCK  # two fit a tile
-PACKED_KEYS = TILE  # of more, a tile takes as many steps as before
-# Below, on paper, a tile of 3.5 us on one of 132 multiprocessors takes no longer than making the
-# mask again.
+PACKED_ROWS = BLOCK  # two fit into a tile
+PACKED_KEYS = TILE  # with more, a tile takes as many steps as before
+# Below this, by calculation, a tile of 3.5 us on one of 132 multiprocessors takes no longer than
+# building the mask again.
 PACKED_TILES = 1024
 
 
 def worth_packing(query: Any, key: Any) -> bool:
-    """Of shapes (B, Sq, H, D) and (B, Skv, Hkv, D)."""
+    """Whether packing is faster, for shapes (B, Sq, H, D) and (B, Skv, Hkv, D)."""
     batch, q_len, heads, _ = query.shape
     if any(is_symbolic(n) for n in (*query.shape, *key.shape)):
         return False
@@ -69,7 +69,7 @@ def worth_packing(query: Any, key: Any) -> bool:
 
 
 def packed(direction: Pass, spec: AttentionSpec, x: Operands, _: Any = None) -> list[jax.Array]:
-    """As one row of documents."""
+    """The call as documents of one row."""
     batch, q_len, heads, _ = x.query.shape
     joined = {
         name: y.reshape(1, batch * y.shape[1], *y.shape[2:])
@@ -94,7 +94,7 @@ def _flat(x: jax.Array, batch: int) -> jax.Array:
 
 
 def one_row(spec: AttentionSpec, x: Operands) -> dict[str, jax.Array]:
-    """The mask's arrays: row ranges moved, and those of its blocks, which are made again."""
+    """The mask's arrays for one row: row ranges shifted, and bounds of blocks computed again."""
     batch, kv_len = x.query.shape[0], x.key.shape[1]
     before, q_lo, q_hi = vary_together(jnp.arange(batch, dtype=jnp.int32)[:, None], x.q_lo, x.q_hi)
     lo, hi = (_flat(y + before * kv_len, batch) for y in (q_lo, q_hi))
@@ -106,7 +106,7 @@ def one_row(spec: AttentionSpec, x: Operands) -> dict[str, jax.Array]:
             y = getattr(x, name)
             if spec.segment_check >= level:
                 made[name] = _flat(y, batch)
-            elif y is not None:  # and is not read
+            elif y is not None:  # and not read
                 made[name] = lo
     blocks = blocks_p.bind(
         *vary_together(lo, hi, segment_checked),
@@ -119,26 +119,26 @@ def one_row(spec: AttentionSpec, x: Operands) -> dict[str, jax.Array]:
 
 # --- Low occupancy: the query heads of a GQA group are divided among programs.
 #
-# A program of the kernels that make dK and dV is 128 keys of one key/value head, with all the query
+# In the kernels for dK and dV a program computes 128 keys of one key/value head, with all query
 # heads that read it. One head of 16k keys is 128 programs, and the first has 128 times the work of
-# the last: most of the GPU waits for a few. There the query heads of a group are handed out in
-# parts. Keys and values are repeated for every part, and the parts' gradients are added in float32.
-# Where there are programs enough nothing is repeated.
+# the last: most of the GPU waits for a few. In this case the query heads of a group are divided
+# into parts. Keys and values are repeated for every part, and the parts' gradients are added in
+# float32. If there are enough programs, nothing is repeated.
 
-# About two and about eight for every multiprocessor of the GPUs that have most. With one each, of
-# causal rows, the longest program takes twice the mean.
+# About two and about eight per multiprocessor of the largest GPUs. With one each, for causal rows,
+# the longest program takes twice the mean.
 ALL_BUSY = 256
 BALANCED = 1024
-# With fewer keys for every query head of a part, repeating costs more than balance brings, on
-# paper, where all are busy.
+# With fewer keys per query head of a part, by calculation, repeating costs more than balancing
+# gains when all multiprocessors are busy.
 LONG = 32768
-# In shorter rows a program has 16 steps a query head at most.
+# In shorter rows a program has at most 16 steps per query head.
 SHORT = 1024
 
 
 def parts_of_group(query: Any, key: Any) -> int:
-    """Into how many parts the query heads of a key/value head are best divided; shapes (B, Sq, H,
-    D) and (B, Skv, Hkv, D).
+    """Into how many parts to divide the query heads of a key/value head, for shapes (B, Sq, H, D)
+    and (B, Skv, Hkv, D).
     """
     batch, kv_len, kv_heads, _ = key.shape
     if any(is_symbolic(n) for n in (batch, kv_len, kv_heads, query.shape[2])):
@@ -153,7 +153,7 @@ def parts_of_group(query: Any, key: Any) -> int:
 
 
 def in_parts(direction: Pass, spec: AttentionSpec, x: Operands, parts: int) -> list[jax.Array]:
-    """With `parts` times as many key/value heads."""
+    """The call with `parts` times as many key/value heads."""
     key, value = (jnp.repeat(y, parts, axis=2) for y in (x.key, x.value))
     dq, dk, dv, *rest = _run(direction, spec, x._replace(key=key, value=value))
     return [dq, _added(dk, parts), _added(dv, parts), *rest]
@@ -165,17 +165,18 @@ def _added(gradient: Any, parts: int) -> Any:
     return apart.sum(3, dtype=jnp.float32).astype(gradient.dtype)
 
 
-# --- Head dims between those of Hopper's kernels: padded with zeros to the next of them.
+# --- Head dims between those of Hopper's kernels: padded with zeros to the next larger one.
 #
-# Zeros change no score, and their own results and gradients are cut off. The fallback kernels take
-# any head dim as it is, but take two to four and a half times as long there (docs/performance.md).
+# Zeros do not change scores, and the padding of results and gradients is cut off. The fallback
+# kernels take any head dim without padding, but take two to four and a half times as long on Hopper
+# (docs/performance.md).
 
 
 def padded_dims(
     direction: Pass, of: Operands, spec: AttentionSpec, for_export: bool
 ) -> tuple[int, int] | None:
-    """The head dims, of query and value, of the kernels that take a call once it is padded; None:
-    it needs no padding, or there are none."""
+    """The head dims of query and value to which to pad a call; None: it needs no padding, or no
+    kernel takes it padded."""
     suffix, dims = suffix_of(of, spec), (of.query.shape[3], of.value.shape[3])
     if ffi.ext is None or suffix is None or any(is_symbolic(x) or x % ffi.MULTIPLE for x in dims):
         return None
@@ -197,7 +198,7 @@ def padded_dims(
 def padded(
     direction: Pass, spec: AttentionSpec, x: Operands, dims: tuple[int, int]
 ) -> list[jax.Array]:
-    """With zeros up to these head dims."""
+    """The call padded with zeros to these head dims."""
     of_name = {"query": dims[0], "key": dims[0], "value": dims[1], "out": dims[1], "dout": dims[1]}
     wide = {
         name: _wider(y, dim) for name, dim in of_name.items() if (y := getattr(x, name)) is not None

@@ -1,12 +1,12 @@
-"""The log-sum-exp of a row as one number or two: what a pass keeps for the next.
+"""The log-sum-exp of a row as one number or two, which the forward stores for the backward.
 
 lse is (B, H, Sq), or with a bias array or dropout (operands.lse_in_two) (B, H, Sq, 2): the largest
-logit, then the logarithm of the sum of exp(logit - largest). Beside logits of -1e9 a sum of both
-would round the second away, and with it every probability that the backward pass makes of it. The
-largest logit is a shift that results do not depend on, so it has no tangent.
+logit, then the logarithm of the sum of exp(logit - largest). With logits of -1e9 their sum would
+round the logarithm away, and with it every probability that the backward computes from it. The
+largest logit is a shift on which results do not depend, so it has no tangent.
 
-A row that attends nothing has -inf in one number, in two -inf and the largest finite one: all
-probabilities that are made of them are 0.
+For a row that attends nothing the one number is -inf, or the two are -inf and the largest finite
+number: all probabilities computed from them are 0.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import jax.numpy as jnp
 
 
 def of_log(x: jax.Array) -> jax.Array:
-    """(B, H, Sq), the logarithm's part of a tangent or a cotangent of lse."""
+    """(B, H, Sq): the part of a tangent or cotangent of lse that belongs to the logarithm."""
     return x if x.ndim == 3 else x[..., 1]
 
 
 def apart(lse: jax.Array) -> tuple[jax.Array | None, jax.Array]:
-    """The largest logit, or None where it is not apart, and the logarithm; each (B, H, Sq), both
-    -inf in a row that attends nothing."""
+    """The largest logit, or None if it is not stored separately, and the logarithm; each (B, H,
+    Sq), both -inf in a row that attends nothing."""
     if lse.ndim == 3:
         return None, lse
     top, log = lse[..., 0], lse[..., 1]
@@ -30,14 +30,14 @@ def apart(lse: jax.Array) -> tuple[jax.Array | None, jax.Array]:
 
 
 def together(top: jax.Array | None, log: jax.Array) -> jax.Array:
-    """What `apart` takes apart."""
+    """The inverse of `apart`."""
     if top is None:
         return log
     return jnp.stack([top, jnp.where(top == -jnp.inf, jnp.finfo(log.dtype).max, log)], -1)
 
 
 def log_sum_exp(lse: jax.Array) -> jax.Array:
-    """(B, H, Sq), one number a row."""
+    """(B, H, Sq), one number per row."""
     top, log = apart(lse)
     return log if top is None else jax.lax.stop_gradient(top) + log
 
@@ -45,7 +45,7 @@ def log_sum_exp(lse: jax.Array) -> jax.Array:
 def of_attended(
     lse: jax.Array, dout: jax.Array, dlse: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The cotangents, 0 in rows that attend nothing, whatever they hold there."""
+    """The cotangents, with 0 in rows that attend nothing."""
     some = apart(lse)[1] != -jnp.inf
     dout = jnp.where(some.swapaxes(1, 2)[..., None], dout, 0)
     return dout, None if dlse is None else jnp.where(some, dlse, 0)

@@ -1,8 +1,9 @@
-"""Primitives whose rule says what they compute, and how jax maps and differentiates it.
+"""Primitives whose rule defines what they compute, and how jax maps and differentiates it.
 
-call_p is any function of flat operands, linear_p the derivative of one. A rule has `apply`; that of
-call_p also `named` and `tangents`, the rule of its derivative; that of linear_p `transpose` and, if
-it has a derivative in its residuals, `of_residuals`. autodiff.py has the rules of attention.
+call_p is any function of flat operands, linear_p the derivative of one. A rule has `apply`. That of
+call_p also has `named`, and `tangents`, the rule of its derivative. That of linear_p also has
+`transpose` and, if it has a derivative in its residuals, `of_residuals`. autodiff.py has the rules
+of attention.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from packax._src.ops.tangents import NO_MORE_DERIVATIVES
 Arrays = Sequence[Any]
 
 
-# A function with a rule: its operands are flat, its jaxpr is rule.apply of them.
+# A function with a rule: its operands are flat, and its jaxpr is that of rule.apply.
 call_p = Primitive("packax_call")
 call_p.multiple_results = True
 
 
 def bind(rule: Any, operands: Arrays) -> list[Any]:
     if not any(isinstance(x, jax.core.Tracer) for x in operands):
-        # nothing to derive, map or trace
+        # nothing to differentiate, map or trace
         return run_compiled(_jitted_call, *operands, rule=rule)
-    # Traced once for all layers of a model: what is one jaxpr is lowered once, too.
+    # Traced once for all layers of a model: one jaxpr is also lowered once.
     jaxpr = _jitted_call.trace(*operands, rule=rule).jaxpr
     return call_p.bind(*operands, rule=rule, jaxpr=jaxpr)
 
@@ -75,8 +76,8 @@ ad.primitive_jvps[call_p] = _call_jvp
 batching.fancy_primitive_batchers[call_p] = _call_batch
 
 
-# A linear function of `tangents` operands with a known transpose. Before them come `results`
-# values like the results, after them the residuals.
+# A linear function of `tangents` operands with a known transpose. Its operands are `results` values
+# like the results, then the tangents, then the residuals.
 linear_p = Primitive("packax_linear")
 linear_p.multiple_results = True
 
@@ -129,9 +130,9 @@ def _linear_jvp(primals, moved, *, rule, results, tangents):
 
 
 def _of_residuals(rule: Any, moving: tuple[bool, ...]) -> Any:
-    """The rule of what a linear function is of its residuals, if those move, and which it reads.
+    """The rule of a linear function's derivative in its residuals, and which residuals it reads.
 
-    Residuals of that rule: those of this one, then the tangents that this one is applied to.
+    Residuals of the new rule: those of this one, then the tangents that this one is applied to.
     """
     if not hasattr(rule, "of_residuals"):
         raise NotImplementedError(NO_MORE_DERIVATIVES)
@@ -180,7 +181,7 @@ class _Mapped(NamedTuple):
 
 
 class _MappedTangents(NamedTuple):
-    """Likewise; the cotangents of results are mapped along axis 0, too."""
+    """A linear rule under vmap; the cotangents of results are mapped along axis 0, too."""
 
     rule: Any
     tangents: tuple[int | None, ...]
@@ -199,7 +200,7 @@ class _MappedTangents(NamedTuple):
     def transpose(self, cotangents: Arrays, residuals: Arrays) -> Arrays:
         mapped = self.axis.vmap(self.rule.transpose, (0,) * len(cotangents), self.residuals)
         found = mapped(cotangents, residuals)
-        # What is one for all gets the sum of all.
+        # An operand that is not mapped gets the sum over the mapped axis.
         return [
             x if x is None else x.sum(0) if dim is None else jnp.moveaxis(x, 0, dim)
             for x, dim in zip(found, self.tangents, strict=True)

@@ -1,10 +1,10 @@
-"""What changes the scores or their sum beside the mask: checked, and what of it needs no kernel.
+"""Score parameters, which change the scores or their sum, and the part that needs no kernel.
 
 A sink is one more logit in the denominator of a head's softmax (gpt-oss, arXiv 2508.10925; "softmax
-off by one" where it is 0). Attention without it gives out and lse; with it, with z the sink,
+off by one" if it is 0). Attention without it gives out and lse. With a sink z
     lse' = log(exp(lse) + exp(z)),   out' = out * exp(lse - lse')
-and since p' = exp(s - lse') and delta' = sum(dout * out') - dlse hold as without, the backward
-kernels, given out' and lse', are exact as they are. The sink's own gradient is the sum over rows of
+As without a sink, p' = exp(s - lse') and delta' = sum(dout * out') - dlse, so the backward kernels
+are exact when given out' and lse'. The gradient of the sink is the sum over rows of
 -exp(z - lse') * delta'.
 """
 
@@ -30,7 +30,7 @@ from packax._src.ops.merge import merged
 )
 @dataclasses.dataclass(frozen=True)
 class Alibi:
-    """A linear bias by distance, from `alibi`."""
+    """A bias linear in distance, from `alibi`."""
 
     slopes: Any
     positions: Any
@@ -42,23 +42,22 @@ def alibi(
 ) -> Alibi:
     """Attention with linear biases (ALiBi, arXiv 2108.12409), for `flash_attention(..., bias=)`.
 
-    The logit of row i and key j is less by `slopes[head] * abs(place of i - place of j)`. On keys
-    before the row that is the paper's bias; a mask that also has keys behind it makes it symmetric.
+    It subtracts `slopes[head] * abs(position of i - position of j)` from the logit of row i and key
+    j. For keys before the row that is the paper's bias; with keys after the row it is symmetric.
 
     Args:
-        slopes: (H,) of any float dtype, one per query head; the paper takes 2^(-8 h / H), h from 1
+        slopes: (H,) of any float dtype, one per query head; the paper uses 2^(-8 h / H), h from 1
             to H. Differentiable.
-        positions: (Sq,) or (B or 1, Sq), any integer dtype that fits int32, the places of query
-            rows; None: their indices. Distances must stay below 2^31, and are exact up to 2^24.
-        kv_positions: (Skv,) or (B or 1, Skv), of keys. None: `positions` where the lengths are the
-            same, or the indices of keys without them.
+        positions: (Sq,) or (B or 1, Sq), any integer dtype that fits int32: the positions of query
+            rows; None: their indices. Distances must be below 2^31, and are exact up to 2^24.
+        kv_positions: (Skv,) or (B or 1, Skv), the positions of keys. None: `positions`, which
+            requires equal lengths, or the indices of keys if `positions` is None too.
 
-    Without both arrays, on Hopper, head dims 64 and 128 have kernels of their own, which take no
-    array.
+    Without both arrays, dedicated kernels run on Hopper for head dims 64 and 128.
 
-    Where `sharding` cuts the sequence, rows do not lie at their indices: it needs both arrays,
+    If `sharding` cuts the sequence, a row's index is not its position. Then both arrays are needed:
     `positions` cut and permuted as the query rows are, `kv_positions` whole and in the order of the
-    sequence. Everything is checked by `flash_attention`.
+    sequence. `flash_attention` checks everything.
 
     Examples:
         >>> slopes = 2.0 ** (-8 * np.arange(1, heads + 1) / heads)
@@ -68,7 +67,7 @@ def alibi(
 
 
 class ScoreParams(NamedTuple):
-    """What has a gradient besides query, key and value; None: absent."""
+    """Differentiable operands other than query, key and value; None: absent."""
 
     sinks: Any = None  # (H,)
     scales: Any = None  # (1,)
@@ -86,7 +85,7 @@ class ScoreParams(NamedTuple):
 
 
 def bias_dims(layout: Layout, bias: Any) -> tuple[Any, ...]:
-    """The mesh axes of a bias: those of batch, heads and rows where it is not one for all."""
+    """The mesh axes of a bias: those of batch, heads and rows where its size is not 1."""
     own = (layout.batch, layout.heads, layout.context)
     return tuple(() if size == 1 else axes for size, axes in zip(bias.shape[:3], own, strict=True))
 
@@ -99,7 +98,7 @@ class NonDiffOperands(NamedTuple):
     rows: Any = None  # (1 or B, Sq), of dropout
 
     def specs(self, layout: Layout) -> NonDiffOperands:
-        """As `ScoreParams.specs`."""
+        """How they are sharded, as in `ScoreParams.specs`."""
 
         def of_length(x: Any, dims: Any) -> Any:
             return layout.spec(() if x.shape[0] == 1 else layout.batch, dims)
@@ -115,10 +114,10 @@ class NonDiffOperands(NamedTuple):
 def summed(
     layout: Layout | None, gradients: ScoreParams, bias_dims: tuple[Any, ...]
 ) -> ScoreParams:
-    """A rank's part of the gradients, summed over the axes that the arrays do not have.
+    """A rank's part of the gradients, summed over mesh axes that do not shard the arrays.
 
-    `bias_dims`: the mesh axes that the bias has. Where the caller's shard_map has the axis, jax
-    sums: the transpose of a replicated operand.
+    `bias_dims`: the mesh axes of the bias. Over axes of the caller's shard_map jax sums, as the
+    transpose of a replicated operand.
     """
     if layout is None:
         return gradients
@@ -138,7 +137,7 @@ def summed(
 
 
 def largest(top: jax.Array, layout: Layout | None) -> jax.Array:
-    """(B, H) of every row's largest logit (B, H, Sq), of all rows also where a caller cut them."""
+    """(B, H): the maximum of every row's largest logit (B, H, Sq), over all ranks' rows."""
     result = jax.lax.stop_gradient(top).max(axis=2)
     if layout is None:
         return result
@@ -147,8 +146,8 @@ def largest(top: jax.Array, layout: Layout | None) -> jax.Array:
 
 
 def add_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """out' and lse' of out (B, Sq, H, Dv), lse (row_sums.py) and sinks (H,) or (B or 1, H); empty
-    rows stay as they are.
+    """out' and lse' from out (B, Sq, H, Dv), lse (row_sums.py) and sinks (H,) or (B or 1, H). Rows
+    that attend nothing do not change.
 
     An infinite sink takes all of the softmax: out' is 0 and lse' is the sink, also in derivatives.
     """
@@ -161,7 +160,7 @@ def add_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Arr
 def sinks_gradient(
     sinks: jax.Array, out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None
 ) -> jax.Array:
-    """(H,) of these rows, from out' and lse'; cotangents of empty rows are ignored."""
+    """(H,) for these rows, from out' and lse'; cotangents of empty rows are ignored."""
     real = lse.dtype
     delta = jnp.sum(out.astype(real) * dout.astype(real), -1).transpose(0, 2, 1)
     if dlse is not None:
@@ -175,8 +174,8 @@ def sinks_gradient(
 def _sink_terms(
     top: jax.Array | None, log: jax.Array, sinks: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Where rows attend something, where sinks are less than infinity, and the sinks as `log` is:
-    less the row's largest logit, if that is apart."""
+    """Where rows attend something, where sinks are less than infinity, and the sinks relative to
+    the row's largest logit if that is stored separately, as `log` is."""
     attended, sink = log != -jnp.inf, jnp.atleast_2d(sinks).astype(log.dtype)[..., None]
     finite = sink != jnp.inf
     return attended, finite, sink if top is None else sink - jnp.where(attended, top, 0)

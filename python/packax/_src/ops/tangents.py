@@ -1,7 +1,7 @@
 """Forward-mode derivatives of forward_p and backward_p, as blockwise XLA on every platform.
 
-Each is a primitive of its own, so that inside shard_map the loops are traced without mesh axes.
-No kernel exists for them: they are what autodiff.py makes jvps and second derivatives of.
+Each is a separate primitive, so that inside shard_map the loops are traced without mesh axes.
+There are no kernels for them. autodiff.py builds jvps and second derivatives from them.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from packax._src.ops.batching_rules import batch_attention, register_batching
 from packax._src.ops.primitives import backward_p, forward_p
 
 NO_MORE_DERIVATIVES = (
-    "flash_attention can be differentiated twice, but not in this order: there is no forward-mode "
-    "derivative (jax.jvp, jax.jacfwd, jax.linearize) of a forward-mode derivative, nor any "
-    "derivative of a second derivative. There is jax.grad of a function of jax.jvp or jax.grad, "
-    "jax.jvp(jax.grad(f), ...) and jax.hessian(f). For more, write the attention out in jax.numpy"
+    "flash_attention can be differentiated twice, but not in this order: a forward-mode derivative "
+    "(jax.jvp, jax.jacfwd, jax.linearize) has no forward-mode derivative, and a second derivative "
+    "has no derivative. Supported are jax.grad of a function of jax.jvp or jax.grad, "
+    "jax.jvp(jax.grad(f), ...) and jax.hessian(f). For others, write attention in jax.numpy"
 )
 
 
 def _add_tangent(of: Primitive, name: str, function: Callable[..., Any]) -> Primitive:
-    """The primitive whose operands are those of `of`, then tangents of those that may have one;
-    its results are the tangents of the results of `of`.
+    """The primitive whose operands are those of `of`, then tangents of those that may have one,
+    and whose results are the tangents of the results of `of`.
 
-    `function`: the meaning of `of` in XLA.
+    `function`: the implementation of `of` in XLA.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
@@ -67,9 +67,9 @@ def _add_tangent(of: Primitive, name: str, function: Callable[..., Any]) -> Prim
     def jvp(primals, tangents, *, spec, names):
         if spec.implementation == "cuda":
             raise NotImplementedError(
-                'implementation="cuda" has kernels for attention and its gradient, but none for '
+                'implementation="cuda" has kernels for attention and its gradient, but not for '
                 "forward-mode derivatives (jax.jvp, jax.jacfwd) and second derivatives: with "
-                "implementation=None these run as blockwise XLA beside the kernels"
+                "implementation=None only these run as blockwise XLA"
             )
         moved = differentiable(names)
         of_moved = [
