@@ -115,7 +115,7 @@ def _causal(length):
 def test_fewer_steps_than_asked_for_are_explained(trained, tmp_path):
     assert run.stopped(trained, small(tmp_path, steps=40)) == ""
     short = run.stopped(trained, small(tmp_path, steps=120, seconds=60.0))
-    assert short == ", not 120: --seconds 60 were over"
+    assert short == ", not 120: --seconds 60 had passed"
 
 
 def test_pictures(rows, tmp_path):

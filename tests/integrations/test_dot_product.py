@@ -252,7 +252,7 @@ BUILT = packax.create_attention_mask(packax.full(), q_len=T, kv_len=S)
         (
             {"scale": np.ones(1), "implementation": "cuda"},
             NotImplementedError,
-            r"with a scale of shape \(1,\): no kernel takes that, and implementation=",
+            r"with a scale of shape \(1,\): there is no kernel for it, and impl",
         ),
         ({"mask": DENSE.astype(int)}, ValueError, r"mask must be boolean"),
         (
@@ -263,7 +263,7 @@ BUILT = packax.create_attention_mask(packax.full(), q_len=T, kv_len=S)
         ({"mask": np.ones((2, 2, T, S), bool)}, ValueError, r"mask must be broadcastable to"),
         ({"bias": np.ones((T, 5))}, ValueError, r"bias must be broadcastable to .*\(1, 1, 21, 5"),
         ({"bias": np.ones((1, 2, 1, T, S))}, ValueError, r"bias must be broadcastable to"),
-        ({"mask": BUILT, "is_causal": True}, ValueError, r"mask is built, so it must say every"),
+        ({"mask": BUILT, "is_causal": True}, ValueError, r"mask is a built mask, so it cannot"),
         ({"mask": BUILT, "implementation": "xla"}, ValueError, r"mask is built for packax"),
         (
             {"implementation": "flash"},

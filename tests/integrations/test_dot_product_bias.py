@@ -207,10 +207,10 @@ def test_no_kernels_for_a_bias(extension, monkeypatch):
     """Above head dim 128: jax.nn's own, said once, with its gradient."""
     monkeypatch.setattr(packax.integrations.fallback, "_said", set())
     wide = lowered.abstract(dim=256, v_dim=256)
-    with pytest.warns(FallbackWarning, match=r"a bias beside bfloat16 and head dim 256: runs on"):
+    with pytest.warns(FallbackWarning, match=r"a bias, bfloat16 and head dim 256: runs on"):
         text = text_of(*wide)
     assert "packax" not in text
-    with pytest.raises(NotImplementedError, match=r"head dim 256: no kernel takes that, and impl"):
+    with pytest.raises(NotImplementedError, match=r"256: there is no kernel for it, and impl"):
         text_of(*wide, implementation="cuda")
 
 

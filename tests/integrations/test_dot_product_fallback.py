@@ -46,7 +46,7 @@ def test_every_broadcast_shape(said, no_bias_kernels, masked, shape):
         out, transpose = jax.vjp(lambda *x: call(*x), q, k, v, bias)
         return out, transpose(jnp.sin(out))
 
-    with pytest.warns(fallback.FallbackWarning, match="with a bias beside float32 and head"):
+    with pytest.warns(fallback.FallbackWarning, match="with a bias, float32 and head"):
         ours = run(packax.dot_product_attention, q, k, v, bias)
     theirs = run(jax.nn.dot_product_attention, q, k, v, bias)
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)

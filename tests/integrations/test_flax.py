@@ -213,15 +213,15 @@ DROPOUT = {"dropout_rate": 0.3, "dropout_rng": jax.random.key(3)}
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"mask": packax.causal(), "bias": X[0, :, :1]}, "a bias beside float32 and head dim 4"),
-        ({"mask": FILLED, "bias": np.ones((HEADS, 1, LENGTH), np.float32)}, "a bias beside"),
-        (DROPOUT, "dropout beside"),
-        ({**DROPOUT, "bias": np.ones((1, 1)), "mask": FILLED}, "a bias and dropout beside"),
-        ({**DROPOUT, "is_causal": True, "broadcast_dropout": False}, "dropout beside"),
+        ({"mask": packax.causal(), "bias": X[0, :, :1]}, "a bias, float32 and head dim 4"),
+        ({"mask": FILLED, "bias": np.ones((HEADS, 1, LENGTH), np.float32)}, "a bias, "),
+        (DROPOUT, "dropout, "),
+        ({**DROPOUT, "bias": np.ones((1, 1)), "mask": FILLED}, "a bias and dropout, "),
+        ({**DROPOUT, "is_causal": True, "broadcast_dropout": False}, "dropout, "),
         ({"dtype": jnp.complex64}, "dtype complex64"),
         ({"bias": np.ones((1, 1), np.complex64)}, "a bias of dtype complex64"),
         ({"promote_dtype": lambda x, dtype: x}, "promote_dtype"),
-        ({**DROPOUT, "force_fp32_for_softmax": True, "dtype": jnp.bfloat16}, "dropout beside"),
+        ({**DROPOUT, "force_fp32_for_softmax": True, "dtype": jnp.bfloat16}, "dropout, "),
         ({"einsum_dot_general": jax.lax.dot_general}, "einsum_dot_general"),
         (
             {"qk_attn_weights_einsum": jnp.einsum, "attn_weights_value_einsum": jnp.einsum},
@@ -291,7 +291,7 @@ def test_assigned_over_flax(said, monkeypatch):
     same(nnx.dot_product_attention(q, q, q, mask=FILLED), expected)
 
 
-def test_expressions_beside_dense_masks():
+def test_expressions_with_dense_masks():
     """Of more batch dimensions, a mask of keys and one of attention_fn."""
     q, k, v = (jnp.asarray(RNG.standard_normal((2, 3, 9, 4, 8)), jnp.float32) for _ in range(3))
     dense = RNG.random((2, 3, 4, 9, 9)) < 0.7
@@ -316,7 +316,7 @@ def test_expressions_beside_dense_masks():
         (
             {"mask": packax.create_attention_mask(EXPRESSION), "is_causal": True},
             ValueError,
-            "mask is built, so it must say everything",
+            "mask is a built mask, so it cannot",
         ),
     ],
 )
@@ -340,25 +340,25 @@ def test_errors_of_shapes_and_options():
         ours.dot_product_attention(q[0, 0], q, q)
     kernels = ours.attention_fn(implementation="cuda")
     einsums = {"einsum_dot_general": jax.lax.dot_general}
-    with pytest.raises(NotImplementedError, match=r"with einsum_dot_general: no kernel takes that"):
+    with pytest.raises(NotImplementedError, match=r"with einsum_dot_general: there is no kernel"):
         kernels(q, q, q, **einsums)
-    with pytest.raises(NotImplementedError, match=r"soft_cap of attention_fn beside einsum_dot_g"):
+    with pytest.raises(NotImplementedError, match=r"soft_cap of attention_fn with einsum_dot_g"):
         ours.attention_fn(soft_cap=3.0)(q, q, q, **einsums)
-    with pytest.raises(ValueError, match=r"mask is built for packax's kernels, which do not take"):
+    with pytest.raises(ValueError, match=r"built for packax's kernels, which do not support"):
         mask = packax.create_attention_mask(EXPRESSION)
         ours.dot_product_attention(q, q, q, mask=mask, **einsums)
-    with pytest.raises(ValueError, match=r"bias is given to attention_fn and by the layer: give"):
+    with pytest.raises(ValueError, match=r"bias is passed to attention_fn and by the layer"):
         ours.attention_fn(bias=packax.alibi(np.ones(HEADS)))(q, q, q, bias=0)
     with pytest.raises(ValueError, match=r"bias must be broadcastable to .*, but has \(3,\)"):
         ours.dot_product_attention(q, q, q, bias=np.ones(3))
-    with pytest.raises(ValueError, match=r"dropout_rng is required where dropout_rate is above 0"):
+    with pytest.raises(ValueError, match=r"dropout_rng is required if dropout_rate is above 0"):
         ours.dot_product_attention(q, q, q, dropout_rate=0.1)
     with pytest.raises(ValueError, match=r"dropout_rate must be in the range \[0, 1\), not 1.5"):
         ours.dot_product_attention(q, q, q, dropout_rate=1.5, dropout_rng=jax.random.key(0))
     for name in ("return_lse", "return_max_logits"):
-        with pytest.raises(ValueError, match=f"{name} is no option of attention_fn"):
+        with pytest.raises(ValueError, match=f"{name} is not an option of attention_fn"):
             ours.attention_fn(**{name: True})
-    with pytest.raises(ValueError, match=r"give attention_fn=attention_fn\(\), with parentheses"):
+    with pytest.raises(ValueError, match=r"pass attention_fn=attention_fn\(\), with parentheses"):
         nn.MultiHeadDotProductAttention(2, attention_fn=ours.attention_fn).init(
             jax.random.key(0), jnp.ones((2, 8, 16))
         )

@@ -1,4 +1,4 @@
-"""What the demo proves of the trained model on a real row: equal to dense, documents apart."""
+"""Checks of the trained model on a real row: equal to dense attention, documents separated."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from packax.demo import model
 from packax.demo.data import VOCABULARY, Rows
 from packax.demo.settings import Settings
 
-SLICE = 1024  # tokens compared with the dense reference, which is quadratic
+SLICE = 1024  # number of tokens compared with the dense reference, which is quadratic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ def row_with_most_documents(rows: Rows) -> int:
 
 
 def longest_document(segment_ids: jax.Array) -> int:
-    """Of a row's documents behind the first, which a causal mask alone would let see others."""
+    """The longest document after the first: a causal mask alone would let it attend others."""
     ids = np.asarray(segment_ids).ravel()
     return int(np.argmax(np.bincount(ids[ids > 0], minlength=1)))
 
@@ -55,7 +55,7 @@ def causal_documents(segment_ids: jax.Array) -> packax.AttentionMask:
 def dense_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array
 ) -> jax.Array:
-    """Plain attention, all of it in the inputs' dtype; it knows masks as "same id, not later"."""
+    """Plain attention, computed in the inputs' dtype; its mask is "same id, not later"."""
     batch, length, _, dim = query.shape
     grouped = query.reshape(batch, length, key.shape[2], -1, dim)
     scores = jnp.einsum("bqhgd,bkhd->bhgqk", grouped, key, precision="highest") * dim**-0.5
@@ -74,7 +74,7 @@ def against_dense(
     positions: jax.Array,
     settings: Settings,
 ) -> list[Check]:
-    """First-layer attention of a slice of a row: packax, and plain dense, against float32."""
+    """First-layer attention of a slice of a row: packax and plain dense, both against float32."""
     tokens, segment_ids, positions = (x[:, :SLICE] for x in (tokens, segment_ids, positions))
     config = settings.model
 
@@ -107,7 +107,7 @@ def against_dense(
     checks = []
     for name, reference, same_dtype, result in zip(names, exact, plain, ours, strict=True):
         error, plain_error = relative(result, reference), relative(same_dtype, reference)
-        if query.dtype == jnp.float32:  # the plain one is the reference itself
+        if query.dtype == jnp.float32:  # plain attention is the reference itself
             limit, bound = 1e-5, "limit 1e-05"
         else:
             limit, bound = 2 * plain_error, f"dense {query.dtype.name} {plain_error:.1e}"
@@ -141,7 +141,7 @@ def gradient_stays_inside(
 
     size = np.abs(np.asarray(gradient(parameters, tokens, positions, segment_ids), np.float32))
     size = size[0].max(axis=-1)
-    # the last token predicts nothing, so it may have no gradient; every other one must
+    # the last token predicts nothing, so it may have no gradient; every other token must have one
     silent = int(np.sum(size[inside][:-1] == 0))
     leaked = int(np.sum(size[~inside] != 0))
     detail = (
@@ -159,7 +159,7 @@ def other_documents_change_nothing(
     positions: jax.Array,
     settings: Settings,
 ) -> Check:
-    """Other bytes in all other documents and the padding: this one's logits keep every bit."""
+    """With other bytes in all other documents and the padding, its logits are bit-identical."""
     document = longest_document(segment_ids)
     inside = segment_ids == document
     noise = jax.random.randint(jax.random.key(settings.seed), tokens.shape, 1, VOCABULARY)

@@ -1,4 +1,4 @@
-"""Documents and rows: the standard library's own sources, packed at byte level.
+"""Documents and rows: the sources of Python's standard library, packed at byte level.
 
 A document is one `.py` file as bytes plus an end byte. `packax.segments.pack` fills the rows; a
 document longer than a row is cut into pieces, and a piece counts as a document.
@@ -28,7 +28,7 @@ class Rows:
     segment_ids: np.ndarray  # from 0 within each row
     positions: np.ndarray  # from 0 within each document
     documents: int
-    parts: int  # of `documents`, those that are parts of a file longer than a row
+    parts: int  # how many of `documents` are parts of a file longer than a row
 
     @property
     def fill(self) -> float:
@@ -36,7 +36,7 @@ class Rows:
 
 
 def standard_library() -> list[bytes]:
-    """The sources of this Python's standard library, one document a file, in a fixed order."""
+    """The sources of this Python's standard library, one document per file, in a fixed order."""
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"site-packages", "dist-packages", "__pycache__"}
     documents = []
@@ -55,7 +55,7 @@ def standard_library() -> list[bytes]:
 def pack(documents: Sequence[bytes], seq_len: int, *, seed: int = 0, limit: int = 0) -> Rows:
     """Packs documents into rows of `seq_len` tokens, in random order.
 
-    Of very many rows only the first `limit` are kept (0: all).
+    Only the first `limit` rows are kept (0: all).
     """
     files = [np.frombuffer(document + bytes([END]), np.uint8) for document in documents]
     packed = segments.pack(files, seq_len, padding_token=END)

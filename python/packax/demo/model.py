@@ -2,7 +2,7 @@
 
 Parameters are a pytree of arrays, the layers stacked along a leading axis so that one `scan` runs
 them. Each layer is rematerialised except for packax's named output and LSE, so that the backward
-pass never runs the attention forward again.
+pass does not run the forward attention again.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def transform(
     mask: packax.AttentionMask,
     config: Config,
 ) -> jax.Array:
-    """As `logits`, from embedded tokens (batch, length, width)."""
+    """Like `logits`, from embedded tokens (batch, length, width)."""
     angles = rope_angles(positions, config)
 
     def layer(x: jax.Array, weights: Parameters) -> tuple[jax.Array, None]:

@@ -87,7 +87,7 @@ def loss_curve(losses: list[float], last: float, subtitle: str, path: Path) -> N
 
 
 def _smooth(losses: list[float]) -> np.ndarray:
-    """Each point: the mean of as many steps before it as after, a tenth of all at most."""
+    """Each point is the mean of equally many steps before and after it, at most a tenth of all."""
     steps = np.arange(len(losses))
     reach = np.minimum(len(losses) // 20, np.minimum(steps, steps[::-1]))
     sums = np.cumsum([0.0, *losses])

@@ -1,4 +1,4 @@
-"""The demo from start to end: pack, train, check, draw, and say what happened."""
+"""The demo from start to end: pack, train, check, draw, and print what happened."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run(settings: Settings) -> int:
     passed = sum(check.passed for check in results)
     print()
     print(
-        f"loss       {trained.first_loss:.3f} -> {trained.last_loss:.3f} nats a byte"
+        f"loss       {trained.first_loss:.3f} -> {trained.last_loss:.3f} nats per byte"
         + ("" if fell else ": it did NOT fall")
     )
     print(
@@ -60,10 +60,10 @@ def run(settings: Settings) -> int:
 
 
 def stopped(trained: Trained, settings: Settings) -> str:
-    """Why training had fewer steps than asked for, if it had."""
+    """Why training ran fewer steps than requested, if it did."""
     if len(trained.losses) == settings.steps:
         return ""
-    return f", not {settings.steps}: --seconds {settings.seconds:g} were over"
+    return f", not {settings.steps}: --seconds {settings.seconds:g} had passed"
 
 
 def packed(settings: Settings) -> Rows:
@@ -78,7 +78,7 @@ def packed(settings: Settings) -> Rows:
         fitting = [text for text in documents if len(text) < settings.seq_len]
         if len(fitting) >= 50:
             documents = fitting
-            print(f"           {total - len(fitting):,} of them, longer than a row, are left out")
+            print(f"           {total - len(fitting):,} of them are longer than a row and left out")
     limit = settings.steps * settings.batch  # rows that training can reach
     return pack(documents, settings.seq_len, seed=settings.seed, limit=limit)
 
@@ -97,7 +97,7 @@ def draw(rows: Rows, trained: Trained, settings: Settings) -> list[Path]:
     mask, loss = settings.out / "mask.png", settings.out / "loss.png"
     plots.document_mask(rows.segment_ids[checks.row_with_most_documents(rows)], mask)
     subtitle = (
-        f"{settings.batch} x {settings.seq_len:,} tokens a step, "
+        f"{settings.batch} x {settings.seq_len:,} tokens per step, "
         f"{trained.tokens_a_second:,.0f} tokens/s, {jax.devices()[0].device_kind}"
     )
     plots.loss_curve(trained.losses, trained.last_loss, subtitle, loss)

@@ -1,4 +1,4 @@
-"""What the demo runs where: small and short on a CPU, 32k rows in bfloat16 on a GPU."""
+"""The demo's settings by device: small and short on a CPU, 32k rows in bfloat16 on a GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Settings:
     steps: int
     seq_len: int
     batch: int
-    seconds: float  # training stops at this time after its first step even when steps are left
+    seconds: float  # training stops this long after its first step, even if steps are left
     learning_rate: float
     model: Config
     whole_documents: bool  # leave out documents longer than a row instead of cutting them
@@ -39,7 +39,7 @@ def defaults(
     out: Path,
     seed: int,
 ) -> Settings:
-    """The settings of this machine's kind of device, with what the user gave in their place."""
+    """The settings for this machine's kind of device, overridden by the user's."""
     if jax.default_backend() == "gpu":
         model = Config(VOCABULARY, 8, 1024, 16, 4, 64, 2816, jnp.bfloat16)
         chosen = Settings(300, 32768, 2, 120.0, 6e-4, model, False, out, seed)

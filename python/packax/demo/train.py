@@ -1,4 +1,4 @@
-"""The training loop: a jitted, donated step; one mask for all layers and passes."""
+"""The training loop: a jitted step with donated state; one mask for all layers and passes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Trained:
 
 
 def batches(rows: Rows, batch: int, seed: int) -> Iterator[Batch]:
-    """Batches without end, every epoch in a new order; few rows repeat within a batch."""
+    """Endless batches, every epoch in a new order; if there are few rows, a batch repeats some."""
     following, weight = segments.next_tokens(rows.tokens, rows.segment_ids)
     rng = np.random.default_rng(seed)
     order: list[int] = []
@@ -92,8 +92,8 @@ def make_step(settings: Settings) -> tuple[optax.GradientTransformation, Callabl
 
 
 def train(rows: Rows, settings: Settings, *, quiet: bool = False) -> Trained:
-    """Trains from scratch for `settings.steps`, or `settings.seconds` after the first step, which
-    compiles; two steps at least."""
+    """Trains from scratch for `settings.steps`, but at most `settings.seconds` after the first
+    step, which compiles, and at least two steps."""
     parameters = jax.jit(model.initialize, static_argnums=0)(
         settings.model, jax.random.key(settings.seed)
     )

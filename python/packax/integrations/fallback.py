@@ -1,4 +1,4 @@
-"""What no kernel takes runs on the other project's own path: said once, or an error on request."""
+"""Calls without a kernel run on the other project's attention, with one warning, or an error."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _said: set[str] = set()
 
 
 class FallbackWarning(UserWarning):
-    """A call of a drop-in runs on the attention of the project that it stands in for."""
+    """A call of a drop-in replacement runs on the attention of the project that it replaces."""
 
 
 def fall_back(what: str, whose: str, faster: str, *, forbidden: bool = False) -> None:
-    """Says once in this process that `what` runs on `whose` attention, and what is faster.
+    """Warns once per process that `what` runs on `whose` attention, and says what is faster.
 
     The environment variable PACKAX_FALLBACK, read at each call, is "warn" (the default), "silent"
-    or "error". `forbidden`: the caller asked for kernels.
+    or "error". `forbidden`: the caller required kernels.
 
     Raises:
         NotImplementedError: `forbidden`, or PACKAX_FALLBACK=error.
@@ -29,18 +29,18 @@ def fall_back(what: str, whose: str, faster: str, *, forbidden: bool = False) ->
         raise ValueError(f"{_VARIABLE} must be {', '.join(_CHOICES)} or unset, but is {choice!r}")
     if forbidden:
         raise NotImplementedError(
-            f'{what}: no kernel takes that, and implementation="cuda" asks for one. {faster}'
+            f'{what}: there is no kernel for it, and implementation="cuda" requires one. {faster}'
         )
     if choice == "error":
         raise NotImplementedError(
-            f"{what}: no kernel takes that, and {_VARIABLE}=error forbids {whose}. {faster}"
+            f"{what}: there is no kernel for it, and {_VARIABLE}=error forbids {whose}. {faster}"
         )
     said = f"{what}: runs on {whose}, with memory quadratic in the lengths. {faster}"
     if choice == "silent" or said in _said:
         return
     warnings.warn(
-        f"{said} (Said once. {_VARIABLE}=error makes it an error, {_VARIABLE}=silent hides it.)",
+        f"{said} (Shown once. {_VARIABLE}=error makes it an error, {_VARIABLE}=silent hides it.)",
         FallbackWarning,
         stacklevel=3,
     )
-    _said.add(said)  # only now: a filter may have made the warning an error
+    _said.add(said)  # only now, as a filter may have turned the warning into an error

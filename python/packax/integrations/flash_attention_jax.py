@@ -1,12 +1,13 @@
-"""The two calls of flash-attention-jax 0.3.1, by packax: switching is the import.
+"""The two functions of flash-attention-jax 0.3.1, by packax: change only the import.
 
     from packax.integrations.flash_attention_jax import flash_attention, causal_flash_attention
 
-Layout (batch, heads, length, dim), scores scaled by 1 / sqrt(dim). Beyond that package: any
-lengths, leading dimensions on every call, keys and values of one head (or fewer heads than the
-query), head dims of values that differ from the query's, key masks of any shape, and every backend.
-Where packax has kernels (bfloat16 and float16 with head dims up to 512, float32 up to 256, all
-multiples of 8) they run on CUDA; everything else is blockwise XLA, as that whole package is.
+The layout is (batch, heads, length, dim), and scores are scaled by 1 / sqrt(dim). Unlike that
+package, it supports any lengths, leading dimensions on every call, keys and values of one head (or
+fewer heads than the query), head dims of values that differ from the query's, key masks of any
+shape, and every backend. Where packax has kernels (bfloat16 and float16 with head dims up to 512,
+float32 up to 256, all multiples of 8) they run on CUDA; everything else is blockwise XLA, as all of
+that package is.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ def flash_attention(q: Any, k: Any, v: Any, key_mask: Any = None) -> jax.Array:
     """Attention of every query row to the keys of `key_mask`, softmax(q @ k^T / sqrt(dim)) @ v.
 
     Args:
-        q: (batch, heads, q_len, dim). Leading dimensions may be any number of batch dimensions and
-            the heads: (q_len, dim) and (heads, q_len, dim) too.
+        q: (batch, heads, q_len, dim), with any number of batch dimensions, or without batch or
+            heads: (q_len, dim) and (heads, q_len, dim).
         k: (batch, heads, k_len, dim), or one head for all: (batch, 1, k_len, dim) or
-            (batch, k_len, dim). Also any number of heads that divides the query's.
-        v: as k, (..., k_len, v_dim).
-        key_mask: (batch, k_len), boolean or numbers (0 is False): the keys that take part; the
+            (batch, k_len, dim). Any number of heads that divides the query's is accepted.
+        v: like k, (..., k_len, v_dim).
+        key_mask: (batch, k_len), boolean or numbers (0 is False): the keys that are attended; the
             batch dimensions may be 1 or absent. None: all keys.
 
     Returns:
-        (batch, heads, q_len, v_dim), dtype of q. 0 where a batch row has no key. One array: `out, _
-        = flash_attention(...)` would unpack its batch.
+        (batch, heads, q_len, v_dim), dtype of q. 0 where a batch row attends no key. It is a single
+        array: `out, _ = flash_attention(...)` would unpack its batch.
 
     Raises:
         ValueError: shapes or dtypes that are not as above.
@@ -54,9 +55,9 @@ def flash_attention(q: Any, k: Any, v: Any, key_mask: Any = None) -> jax.Array:
 
 
 def causal_flash_attention(q: Any, k: Any, v: Any) -> jax.Array:
-    """Causal attention; with q_len != k_len the last row is at the last key.
+    """Causal attention; if q_len != k_len, the last row is aligned with the last key.
 
-    Row i attends the keys j <= i + k_len - q_len, and nothing (0) where there is none.
+    Row i attends the keys j <= i + k_len - q_len; if there are none, its output is 0.
 
     Args:
         q, k, v: as for `flash_attention`, with any leading dimensions.
@@ -74,7 +75,7 @@ def _run(
     expression: Callable[..., MaskExpression],
     *operands: Any,
 ) -> jax.Array:
-    """(*batch, heads, length, dim) to packax's (B, length, heads, dim) and back."""
+    """Runs packax: from (*batch, heads, length, dim) to (B, length, heads, dim) and back."""
     q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
     if q.ndim < 2:
         raise ValueError(f"q must have shape (..., length, dim), but has {q.shape}")
@@ -96,7 +97,7 @@ def _run(
 
 
 def _with_heads(name: str, x: jax.Array, batch: tuple[int, ...], ndim: int) -> jax.Array:
-    if x.ndim == ndim - 1 and ndim > 2:  # one head, and no dimension for it
+    if x.ndim == ndim - 1 and ndim > 2:  # one head, without a dimension for it
         x = jnp.expand_dims(x, -3)
     elif x.ndim == ndim == 2:
         x = x[None]
@@ -113,7 +114,7 @@ def _key_mask(
 ) -> MaskExpression:
     if key_mask is None:
         return full()
-    # numpy's stays numpy's here: jax would cut numbers of 64 bits to 32
+    # numpy arrays stay numpy arrays here: jax would truncate 64-bit numbers to 32 bits
     numbers = key_mask if isinstance(key_mask, jax.Array) else np.asarray(key_mask)
     mask = jnp.asarray(numbers.astype(bool))
     length = key.shape[1]

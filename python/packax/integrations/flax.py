@@ -6,8 +6,8 @@
     mask = packax.create_attention_mask(packax.causal() & packax.documents(segment_ids))
     out = layer(x, mask=mask)  # once per step for all layers: a pytree, through scan and remat
 
-What has no kernel (sown weights, the einsum classes, a bias or dropout above head dim 128) runs on
-Flax's own attention, said once: `packax.integrations.fallback`.
+Calls without a kernel (sown weights, the einsum classes, a bias or dropout above head dim 128) run
+on Flax's own attention, with one warning: `packax.integrations.fallback`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from packax.integrations.jax_nn import (
 
 __all__ = ["attention_fn", "dot_product_attention"]
 
-# Flax's own, kept: somebody may assign the function of this module over them.
+# Flax's functions, kept because this module's function may be assigned over them.
 _LINEN, _NNX = linen.dot_product_attention, nnx.dot_product_attention
 _OF_NO_RESULT = ("deterministic", "gather_head_groups", "checkpoint_name", "implementation")
 
@@ -50,15 +50,15 @@ _OF_NO_RESULT = ("deterministic", "gather_head_groups", "checkpoint_name", "impl
 def attention_fn(
     mask: AttentionMask | MaskExpression | None = None, /, *operands: Any, **options: Any
 ) -> Callable[..., jax.Array]:
-    """`dot_product_attention` with a mask and options of its own, for `attention_fn=`.
+    """`dot_product_attention` with a fixed mask and options, for `attention_fn=`.
 
     Args:
-        mask: by position or name. Holds for every call, beside the mask of the call if that is a
-            mask of keys or an expression; a built one stands alone. In a trained model pass the
-            mask to the layer's call instead: a function made anew each step is compiled anew each
-            step.
+        mask: positional or by name. It applies to every call. A mask of keys or an expression that
+            the call passes is joined with it; a built mask cannot be joined. When training, pass
+            the mask to the layer's call instead: a function created in each step is compiled in
+            each step.
         options: keyword arguments of `packax.flash_attention`: scale, soft_cap, sinks, bias, ...
-            (its `deterministic` too, which here means gradients, not dropout).
+            (also its `deterministic`, which here refers to gradients, not dropout).
 
     Raises:
         ValueError: return_lse or return_max_logits among the options: a layer takes one result.
@@ -68,13 +68,13 @@ def attention_fn(
     """
     if operands:
         raise ValueError(
-            "attention_fn makes the function that a layer calls, but was called as that function, "
-            "with query, key and value: give attention_fn=attention_fn(), with parentheses"
+            "attention_fn returns the function that a layer calls, but was itself called with "
+            "query, key and value: pass attention_fn=attention_fn(), with parentheses"
         )
     mask = options.pop("mask", mask)
     for name in ("return_lse", "return_max_logits"):
         if name in options:
-            raise ValueError(f"{name} is no option of attention_fn: a layer takes one result")
+            raise ValueError(f"{name} is not an option of attention_fn: a layer takes one result")
     return functools.partial(dot_product_attention, _mask=mask, _options=options)
 
 
@@ -101,11 +101,11 @@ def dot_product_attention(
     _mask: AttentionMask | MaskExpression | None = None,
     _options: Mapping[str, Any] = MappingProxyType({}),
 ) -> jax.Array:
-    """What `flax.linen` and `flax.nnx` call as `attention_fn`, by packax's kernels.
+    """An `attention_fn` for `flax.linen` and `flax.nnx` that runs packax's kernels.
 
-    What has none runs on Flax's own function of that name, with memory quadratic in the lengths
-    and a `packax.integrations.fallback.FallbackWarning` once: linen's where `module` or an
-    argument that only linen has says so, else nnx's.
+    Calls without a kernel run on Flax's function of that name, with memory quadratic in the lengths
+    and one `packax.integrations.fallback.FallbackWarning`: on linen's if `module` or an argument
+    that only linen has is passed, otherwise on nnx's.
 
     Args:
         query: (*batch, q_len, heads, dim), any batch dimensions or none.
@@ -115,28 +115,28 @@ def dot_product_attention(
             differentiable.
         mask: a mask from `packax.create_attention_mask` or an expression such as
             `packax.causal()`, whose batch is the product of the batch dimensions; or an array of
-            booleans or numbers, broadcastable to (*batch, heads, q_len, kv_len), cheapest where it
-            speaks of keys, (*batch, 1, 1, kv_len), as Flax's decode cache makes it.
-        dropout_rate, dropout_rng, deterministic: as in Flax; which weights a dropout_rng drops is
-            not what Flax makes of it.
+            booleans or numbers, broadcastable to (*batch, heads, q_len, kv_len), cheapest if it is
+            a mask of keys, (*batch, 1, 1, kv_len), as from Flax's decode cache.
+        dropout_rate, dropout_rng, deterministic: as in Flax, but the same dropout_rng drops other
+            weights than in Flax.
         broadcast_dropout: all batch rows and heads drop the same pairs of row and key; False: each
-            its own.
+            drops different ones.
         dtype: of the computation and the result; None: what the operands promote to.
-        precision: as of `packax.flash_attention`: of products of float32 operands.
-        module: sows the attention weights (`sow_weights=True`): Flax's path.
-        force_fp32_for_softmax: always so in packax; False and True on Flax's path.
+        precision: of products of float32 operands, as in `packax.flash_attention`.
+        module: for sowing the attention weights (`sow_weights=True`), on Flax's path.
+        force_fp32_for_softmax: packax always does; True and False differ only on Flax's path.
         einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum, promote_dtype: as in
-            Flax: its path.
-        is_causal: row i attends the keys j <= i, with any mask but a built one.
+            Flax, on its path.
+        is_causal: row i attends the keys j <= i; allowed with any mask except a built one.
 
     Returns:
-        (*batch, q_len, heads, v_dim). A row that attends no key gives 0, where Flax gives the mean
-        of all values; beside a dense mask it gives that, too.
+        (*batch, q_len, heads, v_dim). A row that attends no key gives 0; in Flax, and here with a
+        dense mask, it gives the mean of all values.
 
     Raises:
         ValueError: shapes, dtypes or masks that are not as above.
-        NotImplementedError: what runs on Flax's path beside options of `attention_fn` that change
-            the result, with implementation="cuda" or with PACKAX_FALLBACK=error.
+        NotImplementedError: a call that needs Flax's path, together with options of `attention_fn`
+            that change the result, with implementation="cuda" or with PACKAX_FALLBACK=error.
     """
     given = {
         "broadcast_dropout": broadcast_dropout,
@@ -173,13 +173,13 @@ def dot_product_attention(
     built = [x for x in masks if isinstance(x, AttentionMask)]
     if built and (is_causal or len(masks) > 1):
         raise ValueError(
-            "mask is built, so it must say everything: beside it is_causal, a mask of attention_fn "
-            "and the mask of a decode cache have no place; pass an expression instead"
+            "mask is a built mask, so it cannot be joined with is_causal, a mask of attention_fn "
+            "or the mask of a decode cache: pass an expression instead"
         )
     rate = 0.0 if deterministic else float(dropout_rate)
     options = {"precision": precision, **_options}
     if reason is None:
-        _check_beside(bias, rate, dropout_rng, options)
+        _check_sources(bias, rate, dropout_rng, options)
         q, k, v = (
             x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:]).astype(size)
             for x in (query, key, value)
@@ -225,14 +225,14 @@ def dot_product_attention(
 def _no_kernel(
     query: Any, key: Any, value: Any, bias: Any, rate: float, options: Mapping[str, Any]
 ) -> str | None:
-    """Why a call with a bias or dropout is Flax's; None: it is not."""
+    """Why a call with a bias or dropout needs Flax's path; None: it does not."""
     if bias is not None and jnp.iscomplexobj(bias):
         return f"a bias of dtype {bias.dtype}"
     if options.get("implementation") == "xla" or has_kernels(query, key, value, with_bias=True):
         return None
     what = " and ".join(["a bias"] * (bias is not None) + ["dropout"] * bool(rate))
     dims = "/".join(map(str, dict.fromkeys((query.shape[3], value.shape[3]))))
-    return f"{what} beside {query.dtype} and head dim {dims}"
+    return f"{what}, {query.dtype} and head dim {dims}"
 
 
 def _check_shapes(query: Any, key: Any, value: Any) -> None:
@@ -260,31 +260,31 @@ def _check_shapes(query: Any, key: Any, value: Any) -> None:
         )
 
 
-def _check_beside(bias: Any, rate: float, rng: Any, options: Mapping[str, Any]) -> None:
-    """A bias, or dropout, comes from the layer or from attention_fn, and dropout with its key."""
+def _check_sources(bias: Any, rate: float, rng: Any, options: Mapping[str, Any]) -> None:
+    """A bias or dropout may come from the layer or from attention_fn; dropout needs its key."""
     for name, given in (("bias", bias is not None), ("dropout_rate", bool(rate))):
         if given and options.get(name) is not None:
-            raise ValueError(f"{name} is given to attention_fn and by the layer: give one of them")
+            raise ValueError(f"{name} is passed to attention_fn and by the layer: pass only one")
     if not 0 <= rate < 1:
         raise ValueError(f"dropout_rate must be in the range [0, 1), not {rate}")
     if rate and rng is None:
         raise ValueError(
-            f"dropout_rng is required where dropout_rate is above 0, here {rate}, and deterministic"
-            " is False"
+            f"dropout_rng is required if dropout_rate is above 0, here {rate}, and deterministic "
+            "is False"
         )
 
 
 def _check_options(reason: str, built: list[AttentionMask], options: Mapping[str, Any]) -> None:
-    """Flax's path has neither packax's built masks nor its options."""
+    """Raises for packax's built masks and options, which Flax's path does not have."""
     if built:
         raise ValueError(
-            f"mask is built for packax's kernels, which do not take {reason}: pass the expression "
-            "itself as mask"
+            f"mask is built for packax's kernels, which do not support {reason}: pass the "
+            "expression itself as mask"
         )
     changing = sorted(options.keys() - {*_OF_NO_RESULT, "precision"})
     if changing:
         raise NotImplementedError(
-            f"{', '.join(changing)} of attention_fn beside {reason}: no kernel takes both, and "
+            f"{', '.join(changing)} of attention_fn with {reason}: no kernel supports both, and "
             "Flax's own attention has no such option"
         )
 
@@ -294,7 +294,7 @@ def _is_packax(mask: Any) -> bool:
 
 
 def _shaped(name: str, x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
-    """As (batch or 1, heads or 1, q_len or 1, kv_len or 1); an error if it does not fit."""
+    """x as (batch or 1, heads or 1, q_len or 1, kv_len or 1); raises if it does not fit."""
     shape = (1,) * (len(sizes) - x.ndim) + x.shape
     fits = zip(shape, sizes, strict=False)
     if len(shape) != len(sizes) or any(n not in (1, size) for n, size in fits):
@@ -309,7 +309,7 @@ def _shaped(name: str, x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
 
 
 def _dense(masks: list[Any], sizes: tuple[int, ...]) -> Any:
-    """One array as Flax takes it: its own unchanged where it is alone."""
+    """One array as Flax takes it; a single array of Flax is unchanged."""
     if len(masks) < 2 and not any(map(_is_packax, masks)):
         return masks[0] if masks else None
     *batch, _, rows, keys = sizes

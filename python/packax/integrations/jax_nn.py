@@ -1,4 +1,4 @@
-"""`dot_product_attention`: the call of `jax.nn.dot_product_attention`, as row ranges."""
+"""`dot_product_attention` with the signature of `jax.nn.dot_product_attention`."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from packax._src.ops.primitives import check_implementation
 from packax._src.requests import DTYPES, as_array
 from packax.integrations.fallback import fall_back
 
-_MASKED = -0.7 * float(np.finfo(np.float32).max)  # jax.nn's logit of a pair that takes no part
+_MASKED = -0.7 * float(np.finfo(np.float32).max)  # jax.nn's logit of a masked pair
 _FAR = 1 << 30  # beyond every row and key, and still int32 when a row's index is added
 FASTER = (
     "There are kernels for bfloat16, float16 and float32, a scale that is a number, and head dims "
-    "that are multiples of 8, beside a bias or dropout up to 128"
+    "that are multiples of 8 (up to 128 with a bias or dropout)"
 )
 
 
@@ -50,14 +50,14 @@ def dot_product_attention(
     implementation: Literal["cuda", "xla", "cudnn"] | None = None,
     return_residual: bool = False,
 ) -> Any:
-    """`jax.nn.dot_product_attention`, on packax's kernels: the import is the whole change.
+    """`jax.nn.dot_product_attention` on packax's kernels: change only the import.
 
-    What is a range of keys for every row (`is_causal`, lengths, windows, a mask of keys) takes
-    memory linear in the lengths; a dense mask takes a bit of each of its elements, and a bias and
-    its gradient are read and written as they are, nothing expanded. What has no kernel (other
-    dtypes, a bias above head dim 128) runs on jax.nn's own path, with a
-    `packax.integrations.fallback.FallbackWarning` once; PACKAX_FALLBACK=error in the environment
-    makes it an error, PACKAX_FALLBACK=silent says nothing. It may be assigned over
+    Masks that are a range of keys for every row (`is_causal`, lengths, windows, a mask of keys)
+    take memory linear in the lengths; a dense mask takes one bit per element; a bias and its
+    gradient are read and written without expanding them. Calls without a kernel (other dtypes, a
+    bias above head dim 128) run on jax.nn's own path, with one
+    `packax.integrations.fallback.FallbackWarning`; PACKAX_FALLBACK=error in the environment makes
+    it an error, PACKAX_FALLBACK=silent hides it. You may assign this function over
     `jax.nn.dot_product_attention`.
 
     Args:
@@ -65,33 +65,34 @@ def dot_product_attention(
         key: (B, S, K, H) or (S, K, H), dtype of query; N a multiple of K.
         value: shape and dtype of key.
         bias: added to the logits, broadcastable to (B, N, T, S); differentiable.
-        mask: which pairs take part, in one of three forms: a boolean broadcastable to (B, N, T,
-            S), cheapest where it is the same for all heads and rows, (B or 1, 1, 1, S); a packax
+        mask: which pairs are attended, in one of three forms: a boolean broadcastable to (B, N, T,
+            S), cheapest if it is the same for all heads and rows, (B or 1, 1, 1, S); a packax
             expression such as `packax.documents(segment_ids)`, joined with the other arguments;
-            a mask from `packax.create_attention_mask`, in place of all but the bias.
+            a mask from `packax.create_attention_mask`, instead of all other masking arguments.
         scale: None: 1 / sqrt(H).
         is_causal: row i attends the keys j <= i, counted from the first row and the first key.
-        query_seq_lengths, key_value_seq_lengths: (B,) int32: later rows give 0, later keys do not
-            take part.
+        query_seq_lengths, key_value_seq_lengths: (B,) int32: later rows give 0, later keys are not
+            attended.
         local_window_size: (left, right), or one number for both: row i attends the keys
             i - left <= j <= i + right. Each may be traced, as in a `scan` over layers.
-        implementation: None: packax (kernels on CUDA, blockwise XLA elsewhere) where it can;
-            "cuda": packax's kernels or an error; "xla", "cudnn": what jax.nn does under that name.
-        return_residual: return also the log-sum-exp.
+        implementation: None: packax (kernels on CUDA, blockwise XLA elsewhere) if possible;
+            "cuda": packax's kernels or an error; "xla", "cudnn": jax.nn's implementation of that
+            name.
+        return_residual: also return the log-sum-exp.
 
     Returns:
-        The output, shape and dtype of query, or (output, residual): (B, T, N) or (T, N), dtype of
-        key, no gradient, as jax.nn gives it (float32 and differentiable:
-        `packax.flash_attention(..., return_lse=True)`).
+        The output, shape and dtype of query, or (output, residual). As in jax.nn, the residual is
+        (B, T, N) or (T, N), has the dtype of key and no gradient (for a differentiable one in
+        float32 use `packax.flash_attention(..., return_lse=True)`).
 
-        One result differs from jax.nn's: a row that attends no key gives 0 and residual -inf, where
-        jax.nn's gives the mean of all values and about -2.4e38, and NaN where a bias is -inf. Under
-        a boolean mask of another shape than (B or 1, 1, 1, S) it gives jax.nn's, the mean.
+        One result differs from jax.nn's: a row that attends no key gives 0 and residual -inf, while
+        jax.nn gives the mean of all values and about -2.4e38, or NaN if a bias is -inf. With a
+        boolean mask of another shape than (B or 1, 1, 1, S) it gives the mean, as jax.nn does.
 
     Raises:
         ValueError: shapes, dtypes or arguments that are not as above.
-        NotImplementedError: with implementation="cuda" or PACKAX_FALLBACK=error, what has no
-            kernel; return_residual on jax.nn's path in a jax without it (0.7).
+        NotImplementedError: a call without a kernel, with implementation="cuda" or
+            PACKAX_FALLBACK=error; return_residual on jax.nn's path in a jax without it (0.7).
 
     Examples:
         >>> out = packax.dot_product_attention(query, key, value, is_causal=True)
@@ -167,7 +168,7 @@ def _is_packax(mask: Any) -> bool:
 
 
 def _no_kernel(query: Any, key: Any, value: Any, bias: Any, scale: Any) -> str | None:
-    """What of the call only jax.nn takes; None: nothing."""
+    """What in the call only jax.nn supports; None: nothing."""
     dtypes = {x.dtype for x in (query, key, value)}
     if len(dtypes) == 1 and str(query.dtype) not in DTYPES:
         return f"dtype {query.dtype}"
@@ -178,37 +179,37 @@ def _no_kernel(query: Any, key: Any, value: Any, bias: Any, scale: Any) -> str |
     if jnp.iscomplexobj(bias):
         return f"a bias of dtype {bias.dtype}"
     if not has_kernels(query, key, value, with_bias=True):
-        return f"a bias beside {query.dtype} and head dim {query.shape[3]}"
+        return f"a bias, {query.dtype} and head dim {query.shape[3]}"
     return None
 
 
 def _by_jax_nn(
     query: Any, key: Any, value: Any, bias: Any, mask: Any, implementation: Any, given: Any
 ) -> Any:
-    """The original function, whatever stands at its name in jax.nn by now."""
+    """Calls the original function, even if its name in jax.nn was reassigned."""
     options = {**given, "implementation": implementation}
     known = "return_residual" in inspect.signature(jax_nn_attention).parameters
     if not known and options.pop("return_residual"):
         raise NotImplementedError(
-            f"return_residual=True on jax.nn's path: jax {jax.__version__} has no such thing; "
-            "packax.flash_attention(..., return_lse=True) has"
+            f"return_residual=True on jax.nn's path: jax {jax.__version__} does not support it; "
+            "use packax.flash_attention(..., return_lse=True)"
         )
     mask = _dense(mask, query, key)
     if mask is None and given["local_window_size"] is not None:
-        mask = jnp.ones((1,) * 4, bool)  # jax 0.7 takes no notice of a window that comes alone
+        mask = jnp.ones((1,) * 4, bool)  # jax 0.7 ignores a window without any other mask
     return jax_nn_attention(query, key, value, bias, mask, **options)
 
 
 def key_mask(keys: Any, rows: int) -> MaskExpression:
-    """Every row attends the keys that are True, wherever they lie; keys: (B, S) or (S,)."""
-    # one document of all that take part
+    """Every row attends the keys that are True; keys: (B, S) or (S,)."""
+    # one document of all attended keys
     ids = jnp.where(keys, jnp.int32(0), jnp.int32(PADDING_SEGMENT_ID))
     one = jnp.zeros if is_symbolic(rows) else np.zeros
     return documents(one(rows, np.int32), kv_segment_ids=ids)
 
 
 def is_of_keys(mask: jax.Array) -> bool:
-    """Whether a boolean is the same for all heads and rows."""
+    """Whether a boolean mask is the same for all heads and rows."""
     return mask.shape[-3:-1] == (1, 1)
 
 
@@ -220,16 +221,16 @@ def array_mask(mask: jax.Array, rows: Any, keys: Any) -> MaskExpression:
         return full()
     whole = list(mask.shape)
     for axis, length in ((2, rows), (3, keys)):
-        if whole[axis] == 1 and is_symbolic(length):  # no size of a block
+        if whole[axis] == 1 and is_symbolic(length):  # cannot be the size of a block
             whole[axis] = length
-    # Of a constant, such as jnp.tril of ones, XLA would compute all that follows while compiling.
+    # From a constant, such as jnp.tril of ones, XLA would compute all that follows while compiling.
     mask = jax.lax.optimization_barrier(jnp.broadcast_to(mask, whole))
     sizes = (rows if mask.shape[2] == 1 else 1, keys if mask.shape[3] == 1 else 1)
     return block_sparse(mask, sizes)
 
 
 def mean_where_empty(out: jax.Array, lse: jax.Array, value: jax.Array) -> jax.Array:
-    """The mean of all values in rows that attend no key, as a softmax of equal logits gives it.
+    """out, with the mean of all values in rows that attend no key, as if all logits were equal.
 
     out: (B, T, N, H); lse: (B, N, T); value: (B, S, K, H).
     """
@@ -242,7 +243,7 @@ def mean_where_empty(out: jax.Array, lse: jax.Array, value: jax.Array) -> jax.Ar
 
 
 def bias_array(bias: jax.Array, keys: Any) -> jax.Array:
-    """As flash_attention takes it, of a real one (B or 1, H or 1, T or 1, S or 1)."""
+    """The bias as flash_attention takes it, from a real one (B or 1, H or 1, T or 1, S or 1)."""
     if not jnp.issubdtype(bias.dtype, jnp.floating):
         bias = bias.astype(jnp.float32)
     return jnp.broadcast_to(bias, (*bias.shape[:3], keys))
@@ -273,7 +274,7 @@ def _flag(is_causal: Any) -> bool:
 def _limits(
     batch: int, rows: int, is_causal: bool, q_lengths: Any, kv_lengths: Any, window: Any
 ) -> MaskExpression | None:
-    """All that is a range: None if there is nothing."""
+    """The masking arguments that are ranges, joined; None if there are none."""
     lengths = {"query_seq_lengths": q_lengths, "key_value_seq_lengths": kv_lengths}
     for name, x in lengths.items():
         if x is None:
@@ -312,7 +313,7 @@ def _window(window: Any) -> Any:
     both = isinstance(window, (tuple, list)) or np.ndim(window)
     pair = window if both else (window, window)
     try:
-        if isinstance(window, float):  # jax.nn takes floats in pairs only
+        if isinstance(window, float):  # jax.nn takes floats only in pairs
             raise TypeError
         left, right = map(_side, pair)
     except (TypeError, ValueError):
@@ -323,7 +324,7 @@ def _window(window: Any) -> Any:
 
 
 def _side(x: Any) -> Any:
-    """How many keys a window has on one side: as an integer, rounded down."""
+    """How many keys a window has on one side, as an integer, rounded down."""
     try:
         return min(max(operator.index(x), -_FAR), _FAR)
     except TypeError:  # traced, or a float
@@ -332,7 +333,7 @@ def _side(x: Any) -> Any:
         raise ValueError
     if jnp.issubdtype(x.dtype, jnp.floating):
         x = jnp.floor(x.astype(accumulator(x.dtype)))
-        x = jnp.where(jnp.isnan(x), -_FAR, x)  # no key is that near
+        x = jnp.where(jnp.isnan(x), -_FAR, x)  # then no key is in the window
     elif x.dtype.itemsize < 4:
         x = x.astype(jnp.int32)
     least = 0 if jnp.issubdtype(x.dtype, jnp.unsignedinteger) else -_FAR
@@ -345,8 +346,8 @@ def _combined(
     if isinstance(mask, AttentionMask):
         if limits is not None:
             raise ValueError(
-                "mask is built, so it must say everything: give is_causal, lengths and windows to "
-                "create_attention_mask, or pass an expression as mask"
+                "mask is a built mask, so it cannot be joined with is_causal, lengths and windows: "
+                "pass an expression as mask, or build the mask with them"
             )
         return mask
     if mask is None:
@@ -372,7 +373,7 @@ def _boolean(mask: Any, sizes: tuple[int, ...]) -> jax.Array:
 def _bias(bias: Any, sizes: tuple[int, ...]) -> jax.Array:
     """As (B or 1, N or 1, T or 1, S or 1)."""
     if _is_packax(bias):
-        raise ValueError(f"bias is {described(bias)}: give a mask by its name, as mask=")
+        raise ValueError(f"bias is {described(bias)}: pass a mask by its name, as mask=")
     bias = as_array("bias", bias)
     shape = (1,) * (4 - bias.ndim) + bias.shape
     _check_broadcast("bias", shape, sizes)
@@ -391,7 +392,7 @@ def _dense(mask: Any, query: Any, key: Any) -> Any:
     """A mask as jax.nn takes it."""
     if isinstance(mask, AttentionMask):
         raise ValueError(
-            "mask is built for packax's kernels, which jax.nn's implementations do not read: pass "
+            "mask is built for packax's kernels, and jax.nn's implementations cannot read it: pass "
             "the expression itself, or implementation=None"
         )
     if not isinstance(mask, MaskExpression):
