@@ -148,7 +148,7 @@ def test_no_specs(monkeypatch):
 def test_axes_without_a_mesh():
     with attention_specs(("data", None, None, None), ("data", None, None, None)):
         with pytest.raises(
-            ValueError, match=r"the attention specs .*'data'.* need a mesh: give mesh="
+            ValueError, match=r"the attention specs .*'data'.* need a mesh: pass mesh="
         ):
             create_attention_mask(*TOKENS)
         with pytest.raises(ValueError, match="the size of the context axis needs a mesh"):
@@ -180,7 +180,7 @@ NAMES = ("query_positions", "query_segment_ids", "kv_positions", "kv_segment_ids
     [
         *MASK_ERRORS,
         ({"fwd_params": Params(0, 64)}, ["fwd_params must have block sizes that are positive"]),
-        ({"fwd_params": 3}, ["fwd_params must have block sizes that are positive integers: 3"]),
+        ({"fwd_params": 3}, ["fwd_params must have positive integers as block sizes, but is 3"]),
         ({"bwd_params": Params(64, 1.5)}, ["bwd_params must have block sizes that are positive"]),
     ],
 )
@@ -213,9 +213,9 @@ def three_masks():
         ),
         (
             {"fwd_params": Params(16, 16)},
-            ["fwd_params asks for blocks of 16", "made with 16 and 32"],
+            ["fwd_params has blocks of 16", "made with 16 and 32"],
         ),
-        ({"bwd_params": Params(8, 64)}, ["bwd_params asks for blocks", "made with"]),
+        ({"bwd_params": Params(8, 64)}, ["bwd_params has blocks", "made with"]),
         ({"scale": None}, ["scale must be a number, but is None"]),
         ({"scale": float("nan")}, ["scale must be finite", "nan"]),
         (

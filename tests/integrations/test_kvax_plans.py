@@ -139,7 +139,9 @@ def test_errors():
         with rejected(ValueError, "query_positions must be kv_positions permuted by plan"):
             create_attention_mask(*TOKENS, plan=plan)
         longer = (np.zeros((BATCH, LENGTH + 4), np.int32),) * 2
-        with rejected(ValueError, "plan permutes queries and keys alike", "(2, 2048)", "(2, 2052)"):
+        with rejected(
+            ValueError, "plan permutes queries and keys in the same way", "(2, 2048)", "(2, 2052)"
+        ):
             create_attention_mask(*permuted, *longer, plan=plan)
         mask = create_attention_mask(*permuted, *TOKENS[2:], plan=plan)
         with rejected(ValueError, "permute_tokens_for_load_balance must be True"):

@@ -1,7 +1,7 @@
-"""kvax's public face over packax: change `kvax` to `packax.kvax` in the imports, nothing else.
+"""kvax's public API on packax: change only `kvax` to `packax.kvax` in the imports.
 
 `ops` and `utils` have the modules, names, arguments and defaults of kvax 0.1.0. Where kvax's
-answers depend on block sizes or are wrong, these are exact: docs/guide/from_kvax.md lists every
+results depend on block sizes or are wrong, these are exact: docs/guide/from_kvax.md lists every
 difference.
 
 Examples:

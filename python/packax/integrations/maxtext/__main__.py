@@ -1,9 +1,9 @@
-"""MaxText's programs with packax behind their attention.
+"""Runs MaxText's programs with packax's attention.
 
 python -m packax.integrations.maxtext [--every] train.py CONFIG [OPTION=VALUE ...]
 
---every: with attention=dot_product too, which MaxText demands for MoBA and sparse indexers. The
-argument after it is `train.py` (MaxText's pre-training), another module of MaxText's, such as
+--every: also with attention=dot_product, which MaxText requires for MoBA and sparse indexers. The
+next argument is `train.py` (MaxText's pre-training), another module of MaxText, such as
 maxtext.trainers.post_train.sft.train_sft, or the path of a script.
 """
 

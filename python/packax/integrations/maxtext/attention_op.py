@@ -7,9 +7,9 @@
     )
     out = op(query, key, value, decoder_segment_ids, inputs_positions, model_mode)
 
-What a call means is what MaxText's dense path says (`generate_attention_mask` and
+A call computes the same as MaxText's dense path (`generate_attention_mask` and
 `apply_attention_dot` of its attention_op.py, as of commit 001b727), without a dense mask. Queries
-arrive scaled: the op's own scale is 1. Where it differs: docs/guide/integrations.md.
+arrive scaled: the op's own scale is 1. For differences see docs/guide/integrations.md.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ __all__ = ["AttentionOp", "reorder_sequence"]
 
 TRAIN, PREFILL, AUTOREGRESSIVE = "train", "prefill", "autoregressive"
 _TYPES = ("global", "local_sliding", "chunk", "full", "mla", "block_diffusion")
-_NO_EFFECT = (  # how MaxText computes, or lays out what packax does not have
+_NO_EFFECT = (  # how MaxText computes, or its layouts, which packax does not have
     "attention_kernel",
     "cache_logical_axis_names",
     "cache_scale_logical_axis_names",
@@ -74,33 +74,33 @@ _NO_EFFECT = (  # how MaxText computes, or lays out what packax does not have
 
 
 class AttentionOp(AdditiveMask, nnx.Module):
-    """Attention by MaxText's calling convention.
+    """Attention with MaxText's calling convention.
 
     Args:
-        config: MaxText's, or anything with the fields that are read, each of them optional:
+        config: MaxText's, or any object with the fields that are read, all of them optional:
             attention_type, causal_block_size, moba (with moba_chunk_size and moba_topk),
             matmul_precision (of float32 operands), context_parallel_load_balance,
             context_sharding (the mesh axis, "context"), context_parallel_reorder_strategy (with
-            packing, context_parallel_strategy and hardware where it is "auto").
-        mesh: of MaxText; its size along context_sharding says how the tokens were reordered.
+            packing, context_parallel_strategy and hardware if it is "auto").
+        mesh: MaxText's; its size along context_sharding tells how the tokens were reordered.
         attention_type: "global", "local_sliding", "chunk", "full", "mla", "block_diffusion", or
             MaxText's AttentionType. None: the config's, or global.
         attn_logits_soft_cap: logits become cap * tanh(logits / cap); None or 0: no cap.
-        sliding_window_size: keys that a row attends at most, its own included; 0: none.
+        sliding_window_size: the most keys that a row attends, its own included; 0: none.
         chunk_attn_window_size: the length of a chunk.
         dropout_rate: must be 0.
         quant, kv_quant: must be None.
         use_ragged_attention: must be False; the result would be the same.
         sharding: a `packax.AttentionSharding` for context parallelism.
-        gather_head_groups: as of `packax.flash_attention`.
-        implementation: as of `packax.flash_attention`; "dense": plain XLA with memory quadratic in
-            the lengths, to compare with; it takes no notice of sharding.
+        gather_head_groups: as in `packax.flash_attention`.
+        implementation: as in `packax.flash_attention`; "dense": plain XLA with memory quadratic in
+            the lengths, as a reference; it ignores sharding.
         others: MaxText's other keyword arguments are accepted and have no effect.
 
     Raises:
         ValueError: an attention type or a size that is not as above.
-        NotImplementedError: a type, an option or a config that has no kernel.
-        TypeError: an argument that MaxText does not have either.
+        NotImplementedError: a type, an option or a config without a kernel.
+        TypeError: an argument that MaxText does not have.
     """
 
     def __init__(
@@ -142,7 +142,8 @@ class AttentionOp(AdditiveMask, nnx.Module):
         for what, given in refused.items():
             if given:
                 raise NotImplementedError(
-                    f"{what}: there is no kernel for it; MaxText's dot_product attention takes it"
+                    f"{what}: there is no kernel for it, but MaxText's dot_product attention"
+                    " supports it"
                 )
         self.attn_logits_soft_cap = attn_logits_soft_cap or None
         self.size = _size_of(
@@ -155,7 +156,7 @@ class AttentionOp(AdditiveMask, nnx.Module):
         self.gather_head_groups = gather_head_groups
         precision = getattr(config, "matmul_precision", None)
         self.precision = precision
-        if precision is not None:  # None: as jax is set where it is called
+        if precision is not None:  # None: jax's setting when it is called
             self.precision = checked_precision(getattr(precision, "value", precision))
         self.implementation = None if self.dense else implementation
 
@@ -183,38 +184,38 @@ class AttentionOp(AdditiveMask, nnx.Module):
         """Attention of query (B, Sq, H, D), scaled, to key and value (B, Skv, Hkv, D) or a cache.
 
         Args:
-            decoder_segment_ids: (B, Skv), integers or floats: rows attend keys of their own id;
-                negative: padding. While decoding, the keys of id 1 are attended.
-            inputs_positions: (B, Sq); read where MaxText reads them: for tokens reordered over a
-                context-parallel mesh.
+            decoder_segment_ids: (B, Skv), integers or floats: rows attend keys with the same id;
+                negative: padding. When decoding, the keys with id 1 are attended.
+            inputs_positions: (B, Sq); read only where MaxText reads them: for tokens reordered over
+                a context-parallel mesh.
             model_mode: "train"; "prefill" or "autoregressive", with cached_values.
             cached_values: (prefill, autoregressive): (key, value, segment ids), and None or (key,
                 value, segment ids, lengths).
             previous_chunk: of shape (B, n, ...): the n keys before this chunk of a prompt, which
-                key, value and decoder_segment_ids hold too.
-            bidirectional_mask: (B, S): runs of True attend each other both ways, inside a document.
-            sinks: (H,), a logit of each head in the softmax's denominator.
-            indexer_mask: (B, Sq, Skv) additive, 0 or very negative; the keys of both caches while
-                decoding.
-            record_max_logits: keep the largest logit of each head as `self.max_logits`, an
-                nnx.Intermediate of shape (B, H): capped, of attended pairs; -inf where there are
-                none.
-            decoder_segment_ids_kv: (B, Skv), the keys' ids where they differ.
-            pad_kv_total, compress_ratio: of compressed_kv; of no effect without it.
+                key, value and decoder_segment_ids also include.
+            bidirectional_mask: (B, S): within a document, tokens in a run of True attend each other
+                in both directions.
+            sinks: (H,), one more logit per head in the softmax's denominator.
+            indexer_mask: (B, Sq, Skv) additive, 0 or very negative; when decoding for the keys of
+                both caches.
+            record_max_logits: store the largest logit of each head as `self.max_logits`, an
+                nnx.Intermediate of shape (B, H): capped, of attended pairs; -inf if there are none.
+            decoder_segment_ids_kv: (B, Skv), the keys' ids if they differ.
+            pad_kv_total, compress_ratio: for compressed_kv; no effect without it.
 
         Returns:
             (B, Sq, H, Dv), dtype of query; 0 for rows that attend nothing.
 
         Raises:
             ValueError: shapes, dtypes or arguments that are not as above.
-            NotImplementedError: compressed_mask, compressed_kv; no kernel for the dtype or head
+            NotImplementedError: compressed_mask or compressed_kv; no kernel for the dtype or head
                 dim.
         """
         for name, x in (("compressed_mask", compressed_mask), ("compressed_kv", compressed_kv)):
             if x is not None:
                 raise NotImplementedError(
-                    f"{name} must be None: there is no kernel for compressed attention; MaxText's "
-                    "dot_product attention takes it"
+                    f"{name} must be None: there is no kernel for compressed attention, but "
+                    "MaxText's dot_product attention supports it"
                 )
         if model_mode not in (TRAIN, PREFILL, AUTOREGRESSIVE):
             raise ValueError(
@@ -223,7 +224,7 @@ class AttentionOp(AdditiveMask, nnx.Module):
         stripes = self.stripes if model_mode == TRAIN and previous_chunk is None else 1
 
         def moved(x: Any, back: bool = False, seq_dim: int = 1) -> Any:
-            """From stripes over the ranks into two chunks a rank."""
+            """From stripes over the ranks into two chunks per rank."""
             if stripes == 1:
                 return x
             if back:
@@ -264,7 +265,7 @@ class AttentionOp(AdditiveMask, nnx.Module):
         record_max_logits: bool,
         decoder_segment_ids_kv: Any,
     ) -> jax.Array:
-        """A call whose tokens, where they are reordered, lie in two chunks a rank."""
+        """A call whose tokens, if reordered, are in two chunks per rank."""
         cache = None
         if model_mode != TRAIN:
             if cached_values is None or cached_values[0] is None:
@@ -314,7 +315,7 @@ class AttentionOp(AdditiveMask, nnx.Module):
                 f"{ranks} context-parallel ranks"
             )
         positions = inputs_positions if ranks > 1 else None
-        # Rows that nothing divides are better in order than in MaxText's.
+        # Rows that are not sharded are faster in the order of the sequence than in MaxText's.
         in_order = ranks > 1 and not self.divided
         if in_order:
             query, key, value, ids, kv_ids, positions, bidirectional_mask, indexer_mask = (
@@ -375,7 +376,7 @@ class AttentionOp(AdditiveMask, nnx.Module):
             )
         allowed = jnp.asarray(expression.as_array(rows, keys))
         allowed = allowed if allowed.ndim == 4 else allowed.reshape(-1, 1, rows, keys)
-        if plan is not None:  # the expression is about tokens in order
+        if plan is not None:  # the expression refers to tokens in order
             allowed = plan.permute(plan.permute(allowed, axis=2), axis=3)
         return allowed
 
@@ -390,7 +391,7 @@ class AttentionOp(AdditiveMask, nnx.Module):
         indexer_mask: Any,
         before: int,
     ) -> Any:
-        """`positions`: of reordered tokens; they are in order again where nothing is sharded."""
+        """`positions`: of reordered tokens, which are back in order if nothing is sharded."""
         rows, keys = query.shape[1], key.shape[1]
         if before and ids is not None:
             kv_ids = ids if kv_ids is None else kv_ids
@@ -399,7 +400,7 @@ class AttentionOp(AdditiveMask, nnx.Module):
         if positions is not None:
             if self.divided:
                 plan = zigzag(self.reordered, rows)
-                if self.moba is not None:  # which keys a row attends is of the sequence
+                if self.moba is not None:  # its choice of keys is in the order of the sequence
                     query, key = plan.unpermute((query, key))
                 if indexer_mask is not None:
                     indexer_mask = plan.unpermute(plan.unpermute(jnp.asarray(indexer_mask)), axis=2)
@@ -427,7 +428,7 @@ class AttentionOp(AdditiveMask, nnx.Module):
         return self.built(expression, rows, keys, plan)
 
 
-# --- What MaxText's configuration asks for, checked.
+# --- Checks of MaxText's configuration.
 
 
 def _attention_type_of(config: Any, given: Any) -> str:
@@ -440,7 +441,7 @@ def _attention_type_of(config: Any, given: Any) -> str:
         kind = configured
     if kind == "compressed":
         raise NotImplementedError(
-            f'attention_type "compressed" has no kernel; there are: {", ".join(_TYPES)}'
+            f'attention_type "compressed" has no kernel; available: {", ".join(_TYPES)}'
         )
     if kind not in _TYPES:
         raise ValueError(f"attention_type must be one of {', '.join(_TYPES)}, but is {kind!r}")
@@ -463,14 +464,14 @@ def _size_of(config: Any, kind: str, window: int | None, chunk: int | None) -> i
     least = 0 if kind == "local_sliding" else 1
     if not isinstance(size, (int, np.integer)) or size < least:
         raise ValueError(
-            f'{name} must be an integer of {least} or more for attention_type "{kind}", but is '
+            f'{name} must be an integer of at least {least} for attention_type "{kind}", but is '
             f"{size!r}"
         )
     return int(size)
 
 
 def _stripes_of(config: Any) -> bool:
-    """Whether tokens are reordered one by one, as TransformerEngine's "striped", not in chunks."""
+    """Whether tokens are reordered singly, as TransformerEngine's "striped", not in chunks."""
     strategy = getattr(config, "context_parallel_reorder_strategy", None)
     strategy = str(getattr(strategy, "value", strategy)).lower()
     if strategy != "auto":
@@ -489,7 +490,7 @@ def reordered_ranks(mesh: Any, config: Any) -> int:
     return mesh.shape.get(getattr(config, "context_sharding", "context"), 1)
 
 
-# --- Dense attention, to compare with.
+# --- Dense attention, as a reference.
 
 
 def _attend_dense(
@@ -501,8 +502,8 @@ def _attend_dense(
     sinks: Any,
     precision: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(out, lse (B, H, Sq), largest logits (B, H)), scale 1; a row that attends nothing gives 0,
-    -inf. Quadratic in the lengths, in plain XLA: what `implementation="dense"` asks for.
+    """(out, lse (B, H, Sq), largest logits (B, H)), with scale 1; a row that attends nothing gives
+    0 and -inf. For `implementation="dense"`: plain XLA, quadratic in the lengths.
 
     `allowed` is boolean, (B or 1, H or 1, Sq, Skv).
     """
@@ -519,7 +520,7 @@ def _attend_dense(
     else:
         allowed = allowed.reshape(-1, kv_heads, heads // kv_heads, *allowed.shape[2:])
     some = jnp.any(allowed, axis=-1)
-    logits = jnp.where(allowed, logits, MASKED)  # finite, so that no gradient is a NaN
+    logits = jnp.where(allowed, logits, MASKED)  # finite, so that no gradient is NaN
     lse = jax.scipy.special.logsumexp(logits, axis=-1)
     if sinks is not None:
         lse = jnp.logaddexp(lse, jnp.asarray(sinks, wide).reshape(kv_heads, -1, 1))

@@ -1,8 +1,8 @@
-"""`install()`: MaxText's own attention op, computing by packax where it can.
+"""`install()`: makes MaxText's attention op compute with packax where possible.
 
-The op is MaxText's class with another `__call__`, so that all else that layers ask of it (the mask
-of a sparse indexer, names in checkpoints) is MaxText's. What packax does not have runs on MaxText's
-"dot_product" attention, said once.
+The op is MaxText's class with another `__call__`, so that everything else that layers use (the mask
+of a sparse indexer, names in checkpoints) is MaxText's. What packax does not support runs on
+MaxText's "dot_product" attention, with one warning.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from packax.integrations.maxtext.attention_op import TRAIN, AttentionOp, reorder
 from packax.integrations.maxtext.masks import reorder_sequence
 
 KERNELS = ("packax", "autoselected", "flash", "cudnn_flash_te", "cudnn_flash_jax")
-_ORDERED = (  # the arrays of a batch that have a place for every token
+_ORDERED = (  # the arrays of a batch with a value per token
     "inputs",
     "targets",
     "inputs_position",
@@ -35,8 +35,8 @@ _ORDERED = (  # the arrays of a batch that have a place for every token
     "corruption_mask",
     "targets_loss_mask",
 )
-_OWN = ("pad_kv_total", "compress_ratio", "slot")  # of no effect without compressed_kv
-_FASTER = "There are kernels for every attention type but compressed, without dropout"
+_OWN = ("pad_kv_total", "compress_ratio", "slot")  # no effect without compressed_kv
+_FASTER = "There are kernels for every attention type except compressed, without dropout"
 _DENSE = "dot_product"
 _TILE = 256  # rows: two chunks of 128 for each rank
 _BATCH, _ROWS, _HEADS = "activation_batch_attn", "activation_q_length", "activation_heads"
@@ -45,19 +45,19 @@ _said: set[str] = set()
 
 
 def install(*, every: bool = False) -> None:
-    """Puts packax behind MaxText's attention, before or after its modules are imported.
+    """Replaces MaxText's attention by packax's, before or after its modules are imported.
 
-    From then on MaxText's AttentionOp computes by packax with `attention=packax`, and with the
-    settings that pick a fused kernel: autoselected (the default), flash, cudnn_flash_te and
-    cudnn_flash_jax. `attention=dot_product` stays MaxText's own. The mesh axes are those of
-    MaxText's mesh and rules; the first call prints one line that names them.
+    MaxText's AttentionOp then uses packax with `attention=packax`, and with the settings that
+    select a fused kernel: autoselected (the default), flash, cudnn_flash_te and cudnn_flash_jax.
+    `attention=dot_product` remains MaxText's own. The mesh axes are those of MaxText's mesh and
+    rules; the first call prints one line that names them.
 
-    Tokens are reordered for context parallelism without TransformerEngine, and always by swapping
-    two chunks a rank: "striped" is an order of its kernels, which packax has no use for.
+    Tokens are reordered for context parallelism without TransformerEngine, always by swapping two
+    chunks per rank: its "striped" order is for its kernels, and packax does not need it.
 
     Args:
-        every: dot_product too, the only setting that MaxText's checks accept for MoBA, sparse
-            indexers and block diffusion. The last call of `install` says it.
+        every: also for dot_product, the only setting that MaxText's checks accept for MoBA, sparse
+            indexers and block diffusion. The last call of `install` decides.
 
     Raises:
         ModuleNotFoundError: maxtext (0.2) is not installed.
@@ -82,7 +82,7 @@ def install(*, every: bool = False) -> None:
 
 
 def _reordered(batch: Any, cp_size: int, reorder_strategy: Any = None, hardware: str = "") -> Any:
-    """MaxText's reorder_causal_load_balanced, by its own swap of chunks on every hardware."""
+    """MaxText's reorder_causal_load_balanced, by MaxText's swap of chunks on every hardware."""
     return {
         name: reorder_sequence(x, cp_size) if name in _ORDERED else x for name, x in batch.items()
     }
@@ -96,7 +96,7 @@ def _op_of(theirs: Any) -> type:
     def __init__(self: Any, *args: Any, **options: Any) -> None:
         given = init.bind(self, *args, **options)
         kernel = given.arguments.get("attention_kernel")
-        # TransformerEngine's kernel is the one that drops weights.
+        # Of MaxText's attentions only TransformerEngine's kernel has dropout.
         drops = given.arguments.get("dropout_rate", 0.0) > 0.0 and kernel == "cudnn_flash_te"
         chosen = kernel in _chosen and not drops
         if drops:
@@ -132,7 +132,7 @@ def _op_of(theirs: Any) -> type:
 
 
 def _no_kernel(op: Any, given: dict[str, Any]) -> str:
-    """What of a call only MaxText has; "": nothing."""
+    """What in a call only MaxText supports; "": nothing."""
     if getattr(op.attention_type, "value", op.attention_type) == "compressed":
         return 'attention_type "compressed"'
     if given.get("compressed_kv") is not None or given.get("compressed_mask") is not None:
@@ -156,7 +156,7 @@ def _attend(op: Any, given: dict[str, Any]) -> Any:
         chunk_attn_window_size=op.chunk_attn_window_size,
         sharding=sharding,
     )
-    ours.stripes = 1  # of what _reordered made
+    ours.stripes = 1  # the order that _reordered made
     _say(op, sharding)
     out = ours(**given)
     if given.get("record_max_logits"):
@@ -165,7 +165,7 @@ def _attend(op: Any, given: dict[str, Any]) -> Any:
 
 
 def _say(op: Any, sharding: Any) -> None:
-    """One line, at the first call."""
+    """Prints one line, at the first call."""
     if _said:
         return
     axes = "on one device"
@@ -179,18 +179,18 @@ def _say(op: Any, sharding: Any) -> None:
     print(line, flush=True)
 
 
-# --- The `AttentionSharding` that MaxText's mesh and logical axis rules mean.
+# --- The `AttentionSharding` for MaxText's mesh and logical axis rules.
 
 
 def sharding_of(
     mesh: Any, query: tuple[int, ...], key: tuple[int, ...], config: Any
 ) -> AttentionSharding | None:
-    """None: nothing is divided.
+    """The sharding; None: nothing is divided.
 
-    Axes of size 1 are left out, and axes that do not divide a size from its last one on. An axis
-    of a `shard_map` or a `vmap` around (pipeline stages) is none of the rules here. The sequence
-    is gathered where no kernel divides it: keys of another length, chunks of less than 128 rows,
-    tokens that were reordered for another number of ranks.
+    Axes of size 1 are left out, and so are trailing axes that do not divide a size. Axes of an
+    enclosing `shard_map` or `vmap` (pipeline stages) are not used. The sequence is gathered where
+    no kernel divides it: for keys of another length, chunks of less than 128 rows, or tokens that
+    were reordered for another number of ranks.
     """
     if mesh is None or mesh.size == 1:
         return None

@@ -1,5 +1,5 @@
-"""What attends what, of `packax.integrations.maxtext`: MaxText's tokens and options as expressions,
-keys that depend on the data, and additive masks."""
+"""Masks of `packax.integrations.maxtext`: MaxText's tokens and options as expressions, keys that
+depend on the data, and additive masks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from packax._src.masks.expressions import MaskExpression
 from packax._src.masks.intervals import causal, chunked, full, sliding_window
 from packax._src.masks.spans import NO_SPAN, spans
 
-MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # what an additive mask of MaxText's holds
-ACTIVE = 1  # the id of a cache's tokens while decoding: all others are no tokens
+MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # the value of masked pairs in MaxText
+ACTIVE = 1  # the id of a cache's tokens when decoding: other entries are not tokens
 
 
 def reorder_sequence(
@@ -27,7 +27,7 @@ def reorder_sequence(
 ) -> Any:
     """Tokens in MaxText's load-balanced order over cp_size ranks, or back from it.
 
-    Of 2 * cp_size chunks, rank r holds chunks r and 2 * cp_size - 1 - r: the "zigzag" order of
+    Rank r holds the chunks r and 2 * cp_size - 1 - r of 2 * cp_size: the "zigzag" order of
     `packax.context_plan`.
 
     Examples:
@@ -72,22 +72,22 @@ def striped(tensor: Any, cp_size: int, seq_dim: int = 1, to_contiguous: bool = F
 
 
 def numbers(name: str, ids: Any) -> jax.Array:
-    """Segment ids as int32, the same for equal ones: MaxText compares floats too."""
+    """Segment ids as int32, equal where they are equal: MaxText compares floats too."""
     if not jnp.issubdtype(jnp.asarray(ids).dtype, jnp.floating):
         return jnp.asarray(as_int32(name, ids))
     ids = jnp.asarray(ids)
     if ids.dtype == jnp.float64:
-        raise ValueError(f"{name} must be integers or floats of 32 bits at most, but is float64")
+        raise ValueError(f"{name} must be integers or floats of at most 32 bits, but is float64")
     ids = ids.astype(jnp.float32)
     whole = (ids == jnp.round(ids)) & (jnp.abs(ids) < 1 << 24)
-    # The bits of any other float but those next to 0 are above all of these. A NaN equals nothing.
+    # The bits of other floats, except those near 0, are above all of these. A NaN equals nothing.
     bits = jax.lax.bitcast_convert_type(ids, jnp.int32)
     bits = jnp.where((ids < 0) | jnp.isnan(ids), PADDING_SEGMENT_ID, bits)
     return jnp.where(whole, ids.astype(jnp.int32), bits)
 
 
 def documents_of(name: str, ids: Any) -> jax.Array:
-    """Every negative id is padding in MaxText, and 0 is a document."""
+    """Ids with -1 for padding: in MaxText every negative id is padding, and 0 is a document."""
     ids = numbers(name, ids)
     return jnp.where(ids < 0, PADDING_SEGMENT_ID, ids)
 
@@ -117,12 +117,12 @@ def indexed(mask: Any) -> jax.Array:
 
 
 def moba_chunks(query: jax.Array, key: jax.Array, before: int, size: int, count: int) -> jax.Array:
-    """The chunks of `size` keys that MoBA's gate leaves each row (arXiv 2502.13189): (B, H, Sq,
-    chunks).
+    """The chunks of `size` keys that MoBA's gate selects for each row (arXiv 2502.13189): (B, H,
+    Sq, chunks).
 
-    Each row of each head attends its chunk, and of the chunks before it the
-    `count` - 1 whose mean key has the largest product with the query. `before`: the place of the
-    first row. That a row attends no later key of its own chunk is left to the mask.
+    Each row of each head attends its chunk and, of the chunks before it, the `count` - 1 whose mean
+    key has the largest product with the query. `before`: the position of the first row. The mask
+    must exclude later keys of the row's own chunk.
     """
     batch, rows, heads, dim = query.shape
     keys, kv_heads = key.shape[1:3]
@@ -148,7 +148,7 @@ def moba_chunks(query: jax.Array, key: jax.Array, before: int, size: int, count:
 
 
 def interval_of(attention_type: str, size: int | None, before: int = 0) -> MaskExpression:
-    """What the type says of places; the first row comes after `before` keys."""
+    """The interval of an attention type; the first row comes after `before` keys."""
     if attention_type == "full":
         return full()
     if attention_type == "local_sliding":
@@ -160,7 +160,7 @@ def interval_of(attention_type: str, size: int | None, before: int = 0) -> MaskE
     if attention_type == "chunk":
         assert size is not None
         return own & chunked(size, offset=before)
-    if attention_type == "block_diffusion":  # a row's block to its end, and all before
+    if attention_type == "block_diffusion":  # the row's whole block, and everything before it
         assert size is not None
         return own | chunked(size, offset=before)
     return own
@@ -174,7 +174,7 @@ def chosen(
     before: int,
     indexer_mask: Any,
 ) -> MaskExpression:
-    """Of what `expression` says, the keys that MoBA and the indexer choose."""
+    """`expression`, restricted to the keys that MoBA and the indexer choose."""
     blocks, size = None, 1
     if indexer_mask is not None:
         blocks = indexed(indexer_mask)[:, None]
@@ -184,18 +184,18 @@ def chosen(
         if blocks is not None:
             chunks, size = chunks[..., jnp.arange(key.shape[1], dtype=jnp.int32) // size], 1
         blocks = both(blocks, chunks)
-        row = before + np.arange(query.shape[1])  # by index, whatever the positions say
+        row = before + np.arange(query.shape[1])  # by index, not by position
         expression = expression & ranges(np.zeros_like(row), row + 1)
     return expression if blocks is None else expression & block_sparse(blocks, (1, size))
 
 
 def both(first: Any, second: Any) -> Any:
-    """What both let in; None: everything."""
+    """The intersection of both; None: everything."""
     return second if first is None else first & second
 
 
 class AdditiveMask:
-    """What an AttentionOp says of pairs, as numbers: quadratic in the lengths."""
+    """The mask of an AttentionOp as an additive array: quadratic in the lengths."""
 
     attention_type: str
     size: int
@@ -218,12 +218,12 @@ class AdditiveMask:
         """MaxText's method of that name: (B or 1, 1, 1, Sq, Skv), 0 or very negative.
 
         Args:
-            segment_positions: (B, S), read where tokens are reordered.
-            attention_type: None: the op's; or "full", "global", "mla" for less.
-            others: as of the call, of which query and key give the lengths.
+            segment_positions: (B, S), read only if tokens are reordered.
+            attention_type: None: the op's; or "full", "global", "mla" for a weaker mask.
+            others: as in the call; query and key determine the lengths.
 
         Returns:
-            None where everything is attended.
+            The mask; None if everything is attended.
 
         Raises:
             NotImplementedError: compressed_mask.

@@ -1,4 +1,4 @@
-"""`flash_attention` and `create_attention_mask`, to be called inside `utils.attention_specs`."""
+"""`flash_attention` and `create_attention_mask`; call them inside `utils.attention_specs`."""
 
 from packax.kvax.ops.flash_attention_triton import flash_attention_triton as flash_attention
 from packax.kvax.ops.mask_creator import create_attention_mask

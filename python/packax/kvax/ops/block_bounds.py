@@ -1,7 +1,7 @@
-"""Bounds of blocks as kvax defines them, for whoever looks at a mask. packax's kernels have their
-own.
+"""Bounds of blocks as kvax defines them, for code that inspects a mask. packax's kernels use other
+bounds.
 
-Every pair of an outer and an inner block is judged by the least and greatest id and position of
+Every pair of an outer and an inner block is compared by the smallest and largest id and position of
 each: O(blocks of queries * blocks of keys), nothing per token.
 """
 
@@ -21,7 +21,7 @@ _LARGEST = np.iinfo(np.int32).max
 
 
 class Side(NamedTuple):
-    """Positions and segment ids (B, pieces, length) int32; a piece has blocks of its own."""
+    """Positions and segment ids (B, pieces, length) int32; no block spans two pieces."""
 
     positions: jax.Array
     ids: jax.Array
@@ -30,11 +30,11 @@ class Side(NamedTuple):
 class _Blocks(NamedTuple):
     """Each (B, pieces, blocks)."""
 
-    low: jax.Array  # the least id, padding counting as the greatest of all
+    low: jax.Array  # the smallest id; padding counts as larger than all others
     high: jax.Array
-    padding: jax.Array  # nothing else in it
-    single: jax.Array  # one id, or nothing but padding
-    first: jax.Array  # the least position
+    padding: jax.Array  # only padding
+    single: jax.Array  # only one id, or only padding
+    first: jax.Array  # the smallest position
     last: jax.Array
 
 
@@ -47,9 +47,9 @@ def block_bounds(
     """lower, upper, lower_full, upper_full: int32, (B, 1, query blocks) or (B, shards, key blocks).
 
     Args:
-        query: B, shards pieces.
-        kv: B, one piece.
-        query_block, kv_block: tokens of a block.
+        query: with one piece per shard.
+        kv: with one piece.
+        query_block, kv_block: tokens per block.
         outer: "query": bounds in key blocks for each query block. "kv": bounds in query blocks of
             a shard for each key block.
         skip_pad_tokens: False: padding attends padding.
@@ -70,14 +70,14 @@ def block_bounds(
     some, some_full = attended.any(3), full.any(3)
     lower = jnp.where(some, jnp.where(attended, index, count).min(3), 0)
     upper = jnp.where(attended, index + 1, 0).max(3)
-    # Blocks between full ones need not be full (an id that comes back): one unbroken run of them.
+    # Blocks between full ones may not be full (if an id reappears): take one unbroken run.
     lower_full = jnp.where(full, index, count).min(3)
     after = ~full & (index > lower_full[..., None])
     upper_full = jnp.where(after, index, count).min(3)
     without = upper if outer == "kv" else lower
     lower_full, upper_full = (jnp.where(some_full, x, without) for x in (lower_full, upper_full))
     bounds: tuple[jax.Array, ...] = (lower, upper, lower_full, upper_full)
-    if outer == "query":  # the shards' blocks beside each other
+    if outer == "query":  # the shards' blocks one after another
         bounds = tuple(x.reshape(x.shape[0], 1, -1) for x in bounds)
     return bounds
 

@@ -1,4 +1,4 @@
-"""`flash_attention` with kvax's arguments: checked against the mask, then packax's own call.
+"""`flash_attention` with kvax's arguments: checks them against the mask, then calls packax.
 
 The name of this file is kvax's; nothing here needs Triton.
 """
@@ -20,7 +20,7 @@ from packax.kvax.utils.sharding import attention_layout, gathered
 from packax.kvax.utils.typing import AttentionMask, DeviceArray, RowMasks
 
 CHECKPOINT_NAME = "attention_outputs"
-"""The name of the output and the log-sum-exp in `jax.checkpoint` policies, beside packax's own."""
+"""Another name of output and log-sum-exp in `jax.checkpoint` policies, in addition to packax's."""
 
 
 def flash_attention_triton(
@@ -42,11 +42,11 @@ def flash_attention_triton(
     debug: bool = False,
     mesh: Any = None,
 ) -> DeviceArray:
-    """Causal attention inside each segment: row i attends key j if their segment ids are one, not
-    -1, and the row's position is at least the key's.
+    """Causal attention inside each segment: row i attends key j if their segment ids are equal and
+    not -1, and the row's position is at least the key's.
 
-    To be called inside `attention_specs`. What is attended is what the mask was made of; ids and
-    positions are checked for their shapes, and read only where the mask holds no more than bounds
+    Call it inside `attention_specs`. The mask decides what is attended. Of ids and positions only
+    the shapes are checked; their values are used only if the mask has nothing but bounds
     (`AttentionMask.unflatten`).
 
     Args:
@@ -55,27 +55,27 @@ def flash_attention_triton(
         value: (B, Skv, Hkv, Dv).
         query_positions, query_segment_ids: (B, Sq), in the order of the query rows.
         kv_positions, kv_segment_ids: (B, Skv), always in the order of the sequence.
-        mask: what `create_attention_mask` returned, one mask or three: gradients need but the
+        mask: the result of `create_attention_mask`, one mask or three; gradients need only the
             first.
         scale: a number; the default, 1, is kvax's and not 1 / sqrt(D).
         bias: None.
         fwd_params, bwd_params: None, or settings with the block sizes that the mask was made with.
-        assume_sequential_positions: compare the places in the sequence in place of positions.
-        memory_optimized_gqa_backward: no effect: gradients of keys are never made per query head.
+        assume_sequential_positions: compare indices in the sequence instead of positions.
+        memory_optimized_gqa_backward: no effect: gradients of keys are never stored per query head.
         permute_tokens_for_load_balance: with a context axis in the specs: query, key, value and the
-            query's positions and ids are permuted by `permute_tokens_context_parallelism`, with the
-            plan that the mask was made with, if any; so is the result. False: all are in the order
-            of the sequence. Without one: no effect.
+            query's positions and ids were permuted by `permute_tokens_context_parallelism`, with
+            the plan of the mask, if any; the result is permuted, too. False: all are in the order
+            of the sequence. Without a context axis: no effect.
         debug: no effect: kernels are compiled when the wheel is built.
-        mesh: the device mesh; None: the one entered by `with mesh:` or jax.set_mesh.
+        mesh: the device mesh; None: the one set by `with mesh:` or jax.set_mesh.
 
     Returns:
         (B, Sq, H, Dv) in query's dtype; 0 for a row that attends nothing. Under `jax.checkpoint` it
         is named "attention_outputs", together with the log-sum-exp that the backward pass reads.
 
     Raises:
-        ValueError: shapes, dtypes, mask, scale or block sizes that are not as above or do not go
-            together; no attention specs; no mesh for their axes.
+        ValueError: shapes, dtypes, mask, scale or block sizes that are not as above or do not
+            match; no attention specs; no mesh for their axes.
         NotImplementedError: a bias; no kernel for the dtype or head dim.
 
     Examples:
@@ -84,7 +84,7 @@ def flash_attention_triton(
     """
     if bias is not None:
         raise NotImplementedError(
-            "bias must be None, as for kvax: packax.flash_attention has biases by position"
+            "bias must be None, as in kvax: packax.flash_attention supports biases"
         )
     if scale is None:
         raise ValueError("scale must be a number, but is None: leave it out for 1")
@@ -94,7 +94,7 @@ def flash_attention_triton(
         if x.shape[:2] != ids.shape:
             raise ValueError(
                 f"{name} has shape {x.shape}, but its positions and segment ids have {ids.shape}: "
-                "they must have its batch size and length"
+                "they must have the same batch size and length"
             )
     first = _checked_mask(mask, fwd_params, bwd_params)
     sharding, layout = attention_layout(mesh)
@@ -105,10 +105,10 @@ def flash_attention_triton(
     shards = 1 if layout is None else layout.size(layout.context)
     permuted = bool(permute_tokens_for_load_balance) and shards > 1
     rows = _rows(row_masks, tokens, bool(assume_sequential_positions), permuted)
-    if rows.permuted:  # by a plan: the mask knows all of it
+    if rows.permuted:  # by a plan, which the mask stores
         if not permute_tokens_for_load_balance:
             raise ValueError(
-                "permute_tokens_for_load_balance must be True where the mask was made with a plan: "
+                "permute_tokens_for_load_balance must be True if the mask was made with a plan: "
                 "its rows are permuted"
             )
         sharding = rows.sharding
@@ -116,7 +116,7 @@ def flash_attention_triton(
         assert layout is not None
         rows = dataclasses.replace(rows, kv_plan=_order_of_keys(key.shape[1], shards, layout))
     if sharding is not None and layout is not None and shards > 1 and not rows.permuted:
-        # Keys made of the tokens whose rows a rank has: they are on that rank.
+        # Keys are made from the tokens of a rank's rows, so they are on that rank.
         own = key.shape[1] == query.shape[1] and not layout.explicit
         sharding = gathered(sharding, layout) if own else sharding
     return packax.flash_attention(
@@ -157,9 +157,9 @@ def _checked_mask(
     for name, part, asked, sizes in zip(names, mask, given, wanted, strict=False):
         if asked and part.block_sizes not in (None, sizes):
             raise ValueError(
-                f"{name} asks for blocks of {sizes[0]} queries and {sizes[1]} keys, but the mask "
-                f"was made with {part.block_sizes[0]} and {part.block_sizes[1]}: give both calls "
-                "the same"
+                f"{name} has blocks of {sizes[0]} queries and {sizes[1]} keys, but the mask was "
+                f"made with {part.block_sizes[0]} and {part.block_sizes[1]}: pass the same to both "
+                "calls"
             )
     return mask[0]
 
@@ -173,15 +173,15 @@ def _rows(
         return row_masks.by_index
     if row_masks.by_permuted_index is None:
         raise ValueError(
-            f"permute_tokens_for_load_balance needs a mask of rows that can be permuted, but "
+            f"permute_tokens_for_load_balance needs a mask whose rows can be permuted, but "
             f"{tokens.query_segment_ids.shape[1]} rows are not a multiple of twice the context "
-            "axis, or the mask was made without it"
+            "axis, or the mask was made without that axis"
         )
     return row_masks.by_permuted_index
 
 
 def _order_of_keys(length: int, shards: int, layout: Layout) -> jax.Array:
-    """(1, 2, chunks): packax's `kv_plan` of keys that arrive permuted."""
+    """(1, 2, chunks): packax's `kv_plan` for keys that arrive permuted."""
     plan = head_tail_plan(2 * shards, length)
     order = jnp.stack([jnp.asarray(plan.order), jnp.asarray(plan.inverse)], axis=1)
     return layout.place(order)

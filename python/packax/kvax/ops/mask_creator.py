@@ -1,4 +1,4 @@
-"""`create_attention_mask`: packax's mask once per step, with kvax's bounds of blocks beside it."""
+"""`create_attention_mask`: packax's mask once per step, together with kvax's bounds of blocks."""
 
 from __future__ import annotations
 
@@ -49,25 +49,25 @@ def create_attention_mask(
     mesh: Any = None,
     plan: ContextPlan | None = None,
 ) -> tuple[AttentionMask, ...]:
-    """The mask that all layers of a step share: row i attends key j of its own segment id, if its
-    position is at least the key's.
+    """The mask that all layers of a step share: row i attends key j if their segment ids are equal
+    and the row's position is at least the key's.
 
-    To be called inside `attention_specs`. Ids and positions may hold anything; -1 is padding.
+    Call it inside `attention_specs`. Ids and positions may have any values; -1 is padding.
 
     Args:
         query_positions, query_segment_ids: (B, Sq) integers that fit int32, in the order of the
-            query rows: permuted, where those are (context parallelism).
+            query rows: permuted if the rows are (context parallelism).
         kv_positions, kv_segment_ids: (B, Skv), always in the order of the sequence.
-        fwd_params, bwd_params: the block sizes that the bounds count, nothing else; None: the
+        fwd_params, bwd_params: the block sizes for the bounds, with no other effect; None: the
             defaults of `get_default_flash_attention_params`.
-        calc_bwd_mask: return the bounds of the dQ and of the dK/dV kernels too. Gradients do not
+        calc_bwd_mask: also return the bounds of the dQ and of the dK/dV kernels. Gradients do not
             need them.
         skip_pad_tokens: False: padding attends padding, by position. True: it attends nothing.
-        mesh: the device mesh; None: the one entered by `with mesh:` or jax.set_mesh.
-        plan: of `packax.context_plan`, by which the rows were permuted; kvax has none. Queries are
-            then the keys' tokens, whose ids and positions say what attends what. With one of kind
-            "local" a rank fetches the keys of documents that ranks share, and no others; all keys
-            where padding attends padding.
+        mesh: the device mesh; None: the one set by `with mesh:` or jax.set_mesh.
+        plan: from `packax.context_plan`, by which the rows were permuted; kvax has no such
+            argument. Queries and keys must then be of the same tokens; the ids and positions of the
+            keys define the mask. With a plan of kind "local" a rank fetches only the keys of
+            documents that ranks share, or all keys if padding attends padding.
 
     Returns:
         (forward,) or (forward, dQ, dK/dV): `AttentionMask`, pytrees.
@@ -90,7 +90,7 @@ def create_attention_mask(
 
     shards = 1 if layout is None else layout.size(layout.context)
     batch, q_len = tokens.query_segment_ids.shape
-    if layout is not None:  # bounds are small: every rank has those of all rows
+    if layout is not None:  # bounds are small, so every rank has those of all rows
         tokens = Tokens(*(layout.place(x, layout.batch) for x in tokens))
     pieces = (batch, shards, q_len // shards)
     query = Side(*(x.reshape(pieces) for x in tokens[:2]))
@@ -129,7 +129,7 @@ def block_sizes(
         except (AttributeError, TypeError):
             pair = (0, 0)
         if min(pair) < 1:
-            raise ValueError(f"{name} must have block sizes that are positive integers: {params}")
+            raise ValueError(f"{name} must have positive integers as block sizes, but is {params}")
         sizes.append(pair)
     forward, backward = sizes
     return forward, backward[::-1], backward
@@ -138,10 +138,10 @@ def block_sizes(
 def checked_tokens(
     query_positions: Any, query_segment_ids: Any, kv_positions: Any, kv_segment_ids: Any
 ) -> Tokens:
-    """int32 arrays.
+    """The arguments as int32 arrays.
 
     Raises:
-        ValueError: shapes or dtypes that are not as `create_attention_mask` says.
+        ValueError: shapes or dtypes that `create_attention_mask` does not accept.
     """
     arrays = {
         "query_positions": query_positions,
@@ -182,7 +182,7 @@ def row_masks_of(
     *,
     skip_pad_tokens: bool = True,
 ) -> RowMasks:
-    """packax's masks of the pairs that `flash_attention` may be asked for."""
+    """packax's masks, one for each set of pairs that `flash_attention` may be asked to attend."""
     q_pos, q_ids, kv_pos, kv_ids = tokens
     q_len = q_ids.shape[1]
     if layout is not None:
@@ -199,7 +199,7 @@ def row_masks_of(
 
     by_permuted_index = None
     shards = 1 if layout is None else layout.size(layout.context)
-    if shards > 1 and q_len % (2 * shards) == 0:  # else rows cannot have been permuted
+    if shards > 1 and q_len % (2 * shards) == 0:  # otherwise rows cannot have been permuted
         index = head_tail_plan(2 * shards, q_len).index()[0]
         by_permuted_index = build(documents & packax.masks.ranges(np.zeros_like(index), index + 1))
     return RowMasks(
@@ -215,22 +215,22 @@ def _row_masks_by_plan(
     plan: ContextPlan,
     skip_pad_tokens: bool,
 ) -> RowMasks:
-    """The masks of rows that `plan` permuted, and keys with them; given: tokens as they came."""
+    """The masks if `plan` permuted rows and keys; given: the tokens as passed by the user."""
     if tokens.query_segment_ids.shape != tokens.kv_segment_ids.shape:
         raise ValueError(
-            "plan permutes queries and keys alike, but query_segment_ids have shape "
+            "plan permutes queries and keys in the same way, but query_segment_ids have shape "
             f"{tokens.query_segment_ids.shape} and kv_segment_ids {tokens.kv_segment_ids.shape}"
         )
     if sharding is not None and layout is not None:
         if layout.explicit:
             raise NotImplementedError(
-                "plan needs keys that are cut along the context axes, which kv_specs do not say on "
-                "a mesh with axes of Explicit type: use packax.flash_attention there"
+                "plan needs keys that are sharded along the context axes, which kv_specs cannot "
+                "say on a mesh with axes of type Explicit: use packax.flash_attention"
             )
         sharding = gathered(sharding, layout)
-    # Of numpy, packax sees before the program runs whether the plan was made of them.
+    # With numpy arrays, packax checks the plan before the program runs.
     ids = given[3] if isinstance(given[3], np.ndarray) else tokens.kv_segment_ids
-    if not skip_pad_tokens:  # a document that the plan did not know: all keys are gathered
+    if not skip_pad_tokens:  # padding is a document outside the plan: all keys are gathered
         ids, _ = _padding_as_a_document(tokens.kv_segment_ids, tokens.kv_segment_ids)
         plan = dataclasses.replace(plan, checksum=None)
 
@@ -238,7 +238,7 @@ def _row_masks_by_plan(
         expression = packax.causal() & packax.documents(ids, **positions)
         return packax.create_attention_mask(expression, sharding=sharding, plan=plan)
 
-    by_index = build()  # which checks the plan
+    by_index = build()  # this checks the plan
     for name, query, key in zip(("positions", "segment_ids"), given[:2], given[2:], strict=True):
         known = all(isinstance(x, np.ndarray) for x in (query, key, plan.order))
         if known and (query != plan.permute(key)).any():
@@ -250,11 +250,11 @@ def _row_masks_by_plan(
 
 
 def _padding_as_a_document(q_ids: jax.Array, kv_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Ids with, in place of -1, one that no token of the row of the batch has."""
+    """Ids with -1 replaced by an id that no token of the batch row has."""
 
     def of_row(q_ids: jax.Array, kv_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         ids = jnp.concatenate([q_ids, kv_ids])
-        # Of the ids -2, -3, ..., one more than there are tokens, one at least is free.
+        # Among the ids -2, -3, ..., one more than there are tokens, at least one is unused.
         slot = jnp.where(ids < PADDING_SEGMENT_ID, -2 - ids, ids.size + 1)
         used = jnp.zeros(ids.size + 1, bool).at[slot].set(True, mode="drop")
         free = -2 - jnp.argmin(used).astype(jnp.int32)
@@ -271,13 +271,13 @@ def calculate_mask_sparsity(
     query_seq_len: int,
     kv_seq_len: int,
 ) -> float:
-    """The share of all blocks, of the whole batch, that the mask attends: 1 for all of them."""
+    """The fraction of blocks of the whole batch that the mask attends: 1 if it attends all."""
     attended = np.asarray(mask.upper_bounds) - np.asarray(mask.lower_bounds)
     blocks = -(-query_seq_len // query_block_size) * -(-kv_seq_len // kv_block_size)
     return float(attended.sum() / (blocks * attended.shape[0]))
 
 
-_ROWS, _COLUMNS = 32, 64  # of a picture that fits a screen
+_ROWS, _COLUMNS = 32, 64  # of a picture that fits on a screen
 
 
 def print_mask(
@@ -286,13 +286,13 @@ def print_mask(
     print_only_first_in_batch: bool = True,
     fit_in_screen: bool = True,
 ) -> None:
-    """Logs (level info) a picture of the blocks: full, in part, not attended.
+    """Logs (level info) a picture of the blocks: full, partial, not attended.
 
     Args:
         mask: one of those that `create_attention_mask` returns.
-        num_inner_blocks: blocks of the inner side, of all shards together.
-        print_only_first_in_batch: False: every row of the batch.
-        fit_in_screen: draw several blocks as one where there are more than 32 by 64.
+        num_inner_blocks: number of blocks of the inner side, over all shards.
+        print_only_first_in_batch: False: prints every row of the batch.
+        fit_in_screen: draw several blocks as one if there are more than 32 by 64.
     """
     bounds = [np.asarray(x) for x in mask.flatten()]
     rows = 1 if print_only_first_in_batch else bounds[0].shape[0]

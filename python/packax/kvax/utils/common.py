@@ -18,8 +18,8 @@ H100_NAME = "H100"
 class FlashAttentionParamsConfig:
     """Settings of kvax's kernels.
 
-    packax's kernels have settings of their own, chosen for the GPU when the wheel is built: of
-    these the block sizes decide what the bounds of a mask count, and nothing else.
+    packax's kernels use other settings, chosen for the GPU when the wheel is built. Of these, only
+    the block sizes have an effect, on the bounds of a mask.
     """
 
     query_block_size: int = 64
@@ -29,7 +29,7 @@ class FlashAttentionParamsConfig:
 
 
 def get_default_flash_attention_params(backward: bool) -> FlashAttentionParamsConfig:
-    """kvax's defaults: larger blocks on a GPU named H100. Without a GPU, those of other GPUs."""
+    """kvax's defaults: larger blocks on a GPU named H100. Without a GPU, those for other GPUs."""
     try:
         devices = jax.devices("gpu")
     except RuntimeError:  # no GPU here
@@ -47,7 +47,7 @@ def pad_to_block_size(
     pos_fill_value: int,
     transposed_inputs: bool = False,
 ) -> tuple[Sequence[DeviceArray] | None, DeviceArray, DeviceArray | None]:
-    """Lengthens the sequences to whole blocks.
+    """Pads the sequences to whole blocks.
 
     Args:
         embeddings: arrays (B, S, H, D), or (B, H, S, D) with transposed_inputs; filled with 0.

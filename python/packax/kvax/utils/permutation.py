@@ -1,5 +1,4 @@
-"""The order in which context parallelism deals the rows: the first and the last chunk to rank 0,
-...
+"""The order of rows in context parallelism: the first and the last chunk go to rank 0, and so on.
 
 Llama 3 (arXiv 2407.21783, section 3.3.2): n ranks, 2n chunks, rank r gets the chunks r and 2n-1-r,
 so that all have the same work for one causal document.
@@ -32,15 +31,15 @@ def chunk_order(num_shards: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def head_tail_plan(num_shards: int, length: int) -> ContextPlan:
-    """packax's plan for `num_shards` chunks, of any length that they divide.
+    """packax's plan for `num_shards` chunks, which must divide the length.
 
     Raises:
         ValueError: a length that they do not divide.
     """
     if length % num_shards:
         raise ValueError(
-            f"the sequence must be a multiple of {num_shards}, twice the size of the context axis, "
-            f"but has length {length}"
+            f"the length of the sequence must be a multiple of {num_shards}, twice the size of the "
+            f"context axis, but is {length}"
         )
     order, inverse = (x[None] for x in chunk_order(num_shards))
     return ContextPlan(order, inverse, "zigzag", num_shards // 2, length, length // num_shards)
@@ -62,9 +61,9 @@ def permute_tokens_context_parallelism(
 
     Args:
         inputs: an array, or a tuple of arrays that agree in B and S.
-        mesh: the device mesh; None: the one entered by `with mesh:` or jax.set_mesh.
-        plan: None: kvax's order. One of `packax.context_plan` (which kvax does not have): its
-            order, on a context axis of as many ranks; `create_attention_mask` needs it too.
+        mesh: the device mesh; None: the one set by `with mesh:` or jax.set_mesh.
+        plan: None: kvax's order. A plan from `packax.context_plan` (not in kvax): its order, on a
+            context axis of as many ranks; pass it to `create_attention_mask` too.
 
     Returns:
         The array, or a list of the arrays.

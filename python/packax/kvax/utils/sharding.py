@@ -17,10 +17,10 @@ from packax.kvax.utils.typing import Specs
 
 
 def mesh_in_use(mesh: Any = None) -> Any:
-    """The mesh given, else that of `jax.set_mesh`, else that of a `with mesh:` block, else None.
+    """The mesh argument, else that of `jax.set_mesh`, else that of a `with mesh:` block, else None.
 
     Raises:
-        ValueError: a mesh that is not the one that jax.set_mesh set.
+        ValueError: a mesh other than the one that jax.set_mesh set.
     """
     context = jax.sharding.get_abstract_mesh()
     if mesh is None:
@@ -38,17 +38,17 @@ def _mesh(mesh: Any, why: str) -> Any:
     mesh = mesh_in_use(mesh)
     if mesh is None:
         raise ValueError(
-            f"{why} a mesh: give mesh=, or enter one by `with mesh:` or jax.set_mesh(mesh)"
+            f"{why} a mesh: pass mesh=, or set one by `with mesh:` or jax.set_mesh(mesh)"
         )
     return mesh
 
 
 def attention_layout(mesh: Any = None) -> tuple[AttentionSharding | None, Layout | None]:
-    """The attention specs on the mesh in use; None, None where there is no mesh and no axis named.
+    """The attention specs on the mesh in use; None, None without a mesh if no axis is named.
 
     Raises:
-        ValueError: axes named without a mesh, or that it does not have.
-        NotImplementedError: inside a shard_map of the caller's own over the context axes.
+        ValueError: axes without a mesh, or that the mesh does not have.
+        NotImplementedError: inside the caller's shard_map over the context axes.
     """
     specs = get_attention_specs()
     query, kv = tuple(specs.query_specs), tuple(specs.kv_specs)
@@ -61,16 +61,16 @@ def attention_layout(mesh: Any = None) -> tuple[AttentionSharding | None, Layout
     layout = layout_of(sharding)
     if layout.outside(layout.context) > 1:
         raise NotImplementedError(
-            f"inside a shard_map over the context axes {layout.context} ids and keys would be one "
-            "rank's alone: call this outside of it, or use packax.flash_attention"
+            f"inside a shard_map over the context axes {layout.context} ids and keys would be "
+            "of one rank: call this outside it, or use packax.flash_attention"
         )
     return sharding, layout
 
 
 def gathered(sharding: AttentionSharding, layout: Layout) -> AttentionSharding:
-    """The sharding whose keys are cut along the context axes, as the rows they were made of are.
+    """The sharding with keys cut along the context axes, like the rows they were made from.
 
-    Each rank then gathers them by groups of heads, beside the attention, and gradients are
+    Each rank then gathers them in groups of heads, overlapped with attention, and gradients are
     reduce-scattered. Results are the same.
     """
     batch, rows = sharding.query[:2]
@@ -82,7 +82,7 @@ def shard_map(f: Callable[..., Any], in_specs: Specs, out_specs: Specs, mesh: An
     """`jax.shard_map` with specs as tuples: None, or a tuple that begins with None or holds an
     axis.
 
-    Other tuples are trees of specs. A PartitionSpec is one in any case, so it serves where the
+    Other tuples are trees of specs. A PartitionSpec is always a single spec, so use one where the
     first entry is a tuple of axes and the others are None.
     """
 

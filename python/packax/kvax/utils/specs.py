@@ -1,4 +1,4 @@
-"""How query, key and value lie on the mesh: one setting for the whole process, as in kvax."""
+"""How query, key and value are sharded: one setting for the whole process, as in kvax."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from packax.kvax.utils.typing import Specs
 
 
 class Axes(IntEnum):
-    """Places in a spec; the key/value names are aliases."""
+    """Indices into a spec; the key/value names are aliases."""
 
     batch = 0
     query_sequence = 1
@@ -36,8 +36,8 @@ def set_attention_specs(query_specs: Specs, kv_specs: Specs) -> None:
     """Sets the specs for all threads, until they are set again.
 
     Args:
-        query_specs: (batch, sequence, heads, head dim) of query and output. A sequence axis turns
-            context parallelism on.
+        query_specs: (batch, sequence, heads, head dim) of query and output. A sequence axis enables
+            context parallelism.
         kv_specs: (batch, sequence, heads, head dim) of key and value.
 
     Raises:
@@ -49,10 +49,10 @@ def set_attention_specs(query_specs: Specs, kv_specs: Specs) -> None:
 
 
 def get_attention_specs() -> AttentionSpecs:
-    """The specs in force.
+    """The current specs.
 
     Raises:
-        ValueError: if none are.
+        ValueError: if none are set.
     """
     if _current.query_specs is None or _current.kv_specs is None:
         raise ValueError(
@@ -64,7 +64,7 @@ def get_attention_specs() -> AttentionSpecs:
 
 @contextmanager
 def attention_specs(query_specs: Specs, kv_specs: Specs) -> Iterator[None]:
-    """`set_attention_specs` for the length of a `with` block; then what was set before.
+    """`set_attention_specs` for a `with` block; afterwards the previous specs are restored.
 
     Examples:
         >>> with attention_specs(("data", "context", None, None), ("data", None, None, None)):
@@ -91,7 +91,7 @@ def _check(query_specs: Specs, kv_specs: Specs) -> None:
     for axis in (Axes.batch, Axes.head_dim):
         if query_specs[axis] != kv_specs[axis]:
             raise ValueError(
-                f"query_specs and kv_specs must have one {axis.name} sharding, but have "
+                f"query_specs and kv_specs must have the same {axis.name} sharding, but have "
                 f"{query_specs[axis]!r} and {kv_specs[axis]!r}"
             )
     if kv_specs[Axes.kv_sequence] is not None:

@@ -18,14 +18,14 @@ FlattenedAttentionMask = tuple[DeviceArray, DeviceArray, DeviceArray, DeviceArra
 
 
 class RowMasks(NamedTuple):
-    """packax's masks, by what `flash_attention` may be told to compare.
+    """packax's masks, one for each way in which `flash_attention` may compare.
 
-    XLA drops those that a program does not use.
+    XLA removes those that a program does not use.
     """
 
     by_position: packax.AttentionMask
     by_index: packax.AttentionMask  # assume_sequential_positions
-    by_permuted_index: packax.AttentionMask | None  # and query rows permuted over a context axis
+    by_permuted_index: packax.AttentionMask | None  # and rows permuted over a context axis
 
 
 @functools.partial(
@@ -43,17 +43,17 @@ class RowMasks(NamedTuple):
 class AttentionMask:
     """Bounds of blocks, half-open, in blocks of the inner side for every block of the outer side.
 
-    Blocks in [lower, upper) are attended, those in [lower_full, upper_full) by every pair; lower <=
+    Blocks in [lower, upper) are attended, and in [lower_full, upper_full) every pair is; lower <=
     lower_full <= upper_full <= upper. All int32. Outer is the query side, (B, 1, query blocks), for
     the forward and dQ masks; for the dK/dV mask it is the key side, (B, context shards, key
-    blocks), and the bounds count the query blocks of each shard. A pytree: it crosses jit, scan and
-    remat.
+    blocks), and the bounds count the query blocks of each shard. It is a pytree: it can be passed
+    through jit, scan and remat.
 
     Attributes:
-        row_masks: what packax attends by; held by the forward mask only. None in a mask made of
-            four
-            arrays: `flash_attention` then makes it of its own ids and positions, in every layer.
-        block_sizes: (query block, key block) that the bounds count; None where nobody said.
+        row_masks: the masks that packax uses; only in the forward mask. None in a mask built from
+            four arrays: `flash_attention` then builds them from its ids and positions, in every
+            layer.
+        block_sizes: (query block, key block) of the bounds; None if unknown.
     """
 
     lower_bounds: DeviceArray
