@@ -1,4 +1,4 @@
-// The Python module packax._ext: FFI handlers as capsules, and questions about what this build and
+// The Python module packax._ext: FFI handlers as capsules, and queries of what this build and this
 // machine have.
 
 #include <nanobind/nanobind.h>
@@ -188,23 +188,23 @@ NB_MODULE(_ext, m) {
       "registrations", &packax::Registrations,
       "FFI handlers: target name -> stage -> capsule, as jax.ffi.register_ffi_target takes them.");
   m.def("variants", &packax::AllVariants, "Every kernel in this build.");
-  m.def("whole_table", &packax::WholeTable, "What a build of every kernel has, for some GPU.");
+  m.def("whole_table", &packax::WholeTable, "The kernels of a full build, for any GPU.");
   m.def("part", &packax::Part,
-        "How the build was narrowed, such as \"archs 90a, dtypes bf16\"; empty: not at all.");
+        "How the build was narrowed, such as \"archs 90a, dtypes bf16\"; empty for a full build.");
   m.def("find", &packax::FindName, nb::arg("kernel"), nb::arg("cc"), nb::arg("dtype"),
         nb::arg("qk_dim"), nb::arg("v_dim"), nb::arg("driver") = packax::kNewestDriver,
         "The name of the kernel that a device of compute capability `cc` would run with a driver "
         "for CUDA `driver` (12090 is 12.9), or None.");
   m.def("driver", &packax::Driver,
-        "{'version', 'devices'} of the CUDA driver, or {'error'} where there is none. Opens "
-        "libcuda on first use.");
+        "{'version', 'devices'} of the CUDA driver, or {'error'} without one. Opens libcuda on "
+        "first use.");
   m.def("host_times", &packax::HostTimes,
         "Target name -> (calls, nanoseconds) spent in the execute stage.");
   m.def("deal", &packax::DealWays, nb::arg("lengths"), nb::arg("areas"), nb::arg("light"),
         nb::arg("weight"), nb::arg("most_tokens"), nb::arg("most_area"), nb::arg("rounds"),
         nb::arg("end").noconvert(), nb::arg("held_tokens").noconvert(),
         nb::arg("held_areas").noconvert(), nb::arg("owner").noconvert(),
-        "Documents dealt to ranks in many ways, as packax/_src/context/local_plan.py says; the "
-        "last four arrays are changed in place.");
+        "Assigns documents to ranks by many strategies (packax/_src/context/local_plan.py); "
+        "changes the last four arrays in place.");
   m.def("reset_host_times", &packax::ResetHostTimes, "Sets host_times() to zero.");
 }

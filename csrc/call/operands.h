@@ -1,9 +1,9 @@
-// What a call is about, read from its buffers and checked (csrc/ffi): the kernels are chosen by it
-// (csrc/launch/select.cc), and take their arguments from it.
+// The operands of a call, read from its buffers and checked (csrc/ffi). csrc/launch/select.cc
+// chooses kernels by them, and kernels take their arguments from them.
 //
-// A field that is a kernel's argument bears the argument's name: the generated lists (args.h) take
-// every argument from the field of its name, so that a missing one does not compile. A tensor is
-// an address to a kernel that takes a pointer, and the view of a tensor map to one that takes that.
+// A field that is a kernel's argument has the argument's name: the generated lists (args.h) take
+// every argument from the field of that name, so a missing one does not compile. A kernel takes a
+// tensor either as an address or as a tensor map over its view.
 
 #pragma once
 
@@ -18,10 +18,10 @@ inline constexpr int64_t kBlock = 64;     // rows or keys whose bounds the mask 
 inline constexpr int64_t kTile = 128;     // rows or keys whose order the mask stores
 inline constexpr int64_t kTile192 = 192;  // rows, in q_order_192
 
-// What a call asks for that the plain kernels do not have.
+// Options of a call that the plain kernels do not have.
 enum Option : uint32_t {
   kSoftCap = 1,
-  kAlibi = 2,       // one slope a head over the distance of indices, scales that hold only `scale`
+  kAlibi = 2,       // one slope per head times the distance of indices; all scales are `scale`
   kLinearBias = 4,  // other scales, slopes and positions
   kBlockMask = 8,
   kBias = 16,  // an array
@@ -29,7 +29,7 @@ enum Option : uint32_t {
   kRowStats = 64,  // row_max, or score_grads
 };
 
-// Of both passes of attention.
+// For both passes of attention.
 struct AttentionOperands {
   TensorView query, key, value, out;
   const void* lse;
@@ -46,13 +46,13 @@ struct AttentionOperands {
   const void* bias;                      // null where there is none
   const void* dropout_streams;           // (batch, heads, 4) uint32
   const void* dropout_rows;              // (dropout_rows_batch, q_len) int32
-  const void* counter;                   // of tiles that persistent programs have drawn
+  const void* counter;                   // of the tiles that persistent programs have taken
 
   float scale, soft_cap;   // soft_cap 0: none
-  float inverse_keep = 1;  // 1 / the share of probabilities that is kept
+  float inverse_keep = 1;  // 1 / the fraction of probabilities that is kept
   int32_t segment_check;
   int32_t bias_kind;          // 1: of the query's dtype, 2: of float32; 0: none
-  int32_t bias_axes;          // bit 0: one for each batch row, 1: for each head, 2: for each row
+  int32_t bias_axes;          // bit 0: one per batch row, 1: one per head, 2: one per query row
   int32_t dropout_threshold;  // the bits of a uint32; 0: nothing is dropped
   int32_t dropout_rows_batch = 1;
   int32_t batch, mask_batch;
@@ -61,10 +61,10 @@ struct AttentionOperands {
   int32_t block_mask_heads;           // 1 or heads; 0: none
   int32_t q_block = 1, kv_block = 1;  // kernels divide by them
   int32_t q_len, kv_len, heads, kv_heads, qk_dim, v_dim;
-  // Rows of query, out and their gradients have this many; the call is about `heads` of them.
+  // The heads in query, out and their gradients; the call computes `heads` of them.
   int32_t row_heads;
 
-  // No kernel's arguments.
+  // Not arguments of kernels.
   Dtype dtype;  // of the kernels
   int32_t first_head;
   bool bias_of_indices;
@@ -81,7 +81,7 @@ struct AttentionOperands {
     if (row_stats) asked |= kRowStats;
     return asked;
   }
-  // lse is then a row's largest logit, and the logarithm of its sum less that
+  // lse is then a row's largest logit, and the logarithm of its sum relative to that
   // (csrc/kernels/portable/row_sums.py).
   bool lse_in_two() const { return (options() & (kBias | kDropout)) != 0; }
 
@@ -90,53 +90,53 @@ struct AttentionOperands {
 };
 
 struct ForwardOperands : AttentionOperands {
-  const void* row_max;      // null if it is not asked for: the kernel must not write there
+  const void* row_max;      // null if not requested: the kernel must not write it
   const void* q_order_192;  // (mask_batch, ceil(q_len/192))
 };
 
-// What the backward's workspace has room for: that algorithm, and those before it. It is chosen
-// while a program is lowered, when it may not be known which GPU will run it; there the last one is
-// taken that this GPU has kernels for.
+// The algorithm for which the backward's workspace is large enough, as for those before it. It is
+// chosen when a program is lowered, possibly without knowing the GPU that will run it. When it
+// runs, the last one up to it is used for which the GPU has kernels.
 enum class Algorithm {
   kPortable,      // delta, then dK and dV, then dQ
-  kSm90Separate,  // Hopper's kernels, dK and dV apart from dQ
-  kSm90Fused,     // one kernel for all three, which adds dQ up in memory: Hopper's or sm80's
+  kSm90Separate,  // Hopper's kernels, one for dK and dV and one for dQ
+  kSm90Fused,     // one kernel for all three, which sums dQ in memory: Hopper's or sm80's
 };
 
 struct BackwardOperands : AttentionOperands {
   TensorView dout, dq, dk, dv;
-  TensorView lse2, delta, lo, hi;  // of the workspace, of q_len in whole blocks
+  TensorView lse2, delta, lo, hi;  // in the workspace, with q_len rounded up to whole blocks
   const void* dq_sum;
   const void *dlse, *score_grads, *dbias;
   const void* kv_blocks;       // (mask_batch, 4, ceil(kv_len/64))
   const void* kv_order;        // (mask_batch, ceil(kv_len/128))
   const void* kv_block_lists;  // (mask_batch, block_mask_heads, kv_tiles, 2 + ceil(q_len/64))
   int32_t has_dlse, has_score_grads;
-  int32_t clear_dq;  // whether dq_sum is
+  int32_t clear_dq;  // whether to clear dq_sum
 
   Algorithm algorithm;
   bool needs_dq, needs_dkv, needs_dbias;
 
-  // Of query in whole blocks, those of all heads.
+  // For query rounded up to whole blocks, over all heads.
   int64_t padded_rows() const { return Product({batch, heads, kBlock, CeilDiv(q_len, kBlock)}); }
 };
 
 struct DecodeOperands {
   const void *query, *key, *value, *q_lo, *q_hi;
-  const void *block_table, *sinks;  // not read where the cache is not paged, and without sinks
+  const void *block_table, *sinks;  // not read if the cache is not paged, or without sinks
   const void *partial, *sums, *out, *lse;
   float scale, soft_cap;
   int32_t has_sinks;
   int32_t batch, sink_batch, q_len, heads, kv_heads;
-  int32_t kv_len;                         // keys that a sequence has room for
-  int32_t pages, page_size, table_width;  // 0 where the cache is not paged
-  int32_t qk_eighths, v_eighths;          // of the head dims
-  int32_t splits;                         // shares of one sequence, at most
-  int32_t shares;  // of all sequences, to be dealt out by length; 0: each has `splits`
+  int32_t kv_len;                         // keys for which a sequence has room
+  int32_t pages, page_size, table_width;  // 0 if the cache is not paged
+  int32_t qk_eighths, v_eighths;          // the head dims / 8
+  int32_t splits;                         // the most shares of one sequence
+  int32_t shares;  // of all sequences, divided among them by length; 0: each has `splits`
 
   Dtype dtype;
   int32_t qk_dim, v_dim;
-  int32_t room;  // shares that the workspace holds
+  int32_t room;  // shares for which the workspace has room
 
   int64_t rows() const { return int64_t{q_len} * (heads / kv_heads); }
 };

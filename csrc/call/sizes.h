@@ -1,4 +1,4 @@
-// Arithmetic on sizes that does not overflow, and the limits of what kernels count in 32 bits.
+// Arithmetic on sizes that does not overflow, and limits of sizes that kernels count in 32 bits.
 
 #pragma once
 
@@ -8,16 +8,16 @@
 
 namespace packax {
 
-// The longest row: positions and tile ends stay below 2^31.
+// The longest sequence: positions and tile ends stay below 2^31.
 inline constexpr int64_t kMaxLength = int64_t{1} << 29;
-// Offsets in a tile do: 128 rows of so many heads of 256.
+// The most heads: offsets in a tile of 128 rows with head dim 256 stay below 2^31, too.
 inline constexpr int64_t kMaxHeads = 65536;
 inline constexpr int64_t kMaxInt32 = 2147483647;
 
 constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// A product of sizes; stays at the largest int64 instead of wrapping, so that a limit check still
-// sees it.
+// A product of sizes that saturates at the largest int64 instead of wrapping, so that limit checks
+// still catch it.
 constexpr int64_t Product(std::initializer_list<int64_t> sizes) {
   int64_t product = 1;
   for (int64_t size : sizes) {
@@ -26,7 +26,7 @@ constexpr int64_t Product(std::initializer_list<int64_t> sizes) {
   return product;
 }
 
-// A sum of sizes; stays at the largest int64, too.
+// A sum of sizes that saturates in the same way.
 constexpr int64_t Sum(std::initializer_list<int64_t> sizes) {
   int64_t sum = 0;
   for (int64_t size : sizes) {

@@ -1,6 +1,6 @@
-// Sizes, masks and score options of both passes, checked.
+// Checks of sizes, masks and score options for both passes.
 //
-// Masks arrive as row ranges and block bounds: nothing here knows of documents, positions or
+// Masks arrive as row ranges and block bounds: nothing here depends on documents, positions or
 // windows (docs/internals/mask_format.md).
 
 #include "ffi/attention.h"
@@ -10,7 +10,7 @@
 namespace packax {
 namespace {
 
-constexpr int32_t kMultiple = 8;  // of head dims: rows begin at whole 16 bytes
+constexpr int32_t kMultiple = 8;  // of head dims: rows are aligned to 16 bytes
 constexpr int64_t kWords = int64_t{1} << 32;
 constexpr int64_t kMostKeys = int64_t{1} << 24;  // offsets in a tile of 64 rows have 32 bits
 constexpr ffi::DataType kS32 = ffi::DataType::S32, kF32 = ffi::DataType::F32;
@@ -156,7 +156,7 @@ ffi::Error ReadDropout(const AttentionBuffers& b, AttentionOperands* o) {
   o->dropout_streams = b.dropout_streams.untyped_data();
   o->dropout_rows = b.dropout_rows.untyped_data();
   o->dropout_threshold = std::bit_cast<int32_t>(static_cast<uint32_t>(threshold));
-  // As inverse_keep of python/packax/_src/ops/dropout.py.
+  // The same as inverse_keep in python/packax/_src/ops/dropout.py.
   o->inverse_keep = static_cast<float>(
       1.0 / (1.0 - static_cast<double>(threshold) / static_cast<double>(kWords)));
   return ffi::Error::Success();

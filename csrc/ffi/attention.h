@@ -1,4 +1,4 @@
-// What both passes of attention are given, read from the buffers and checked once.
+// The operands of both passes of attention, read from the buffers and checked once.
 
 #pragma once
 
@@ -17,10 +17,10 @@ struct AttentionBuffers {
   float scale, soft_cap;
   int64_t dropout_threshold;
   int32_t segment_check, q_block, kv_block, bias_of_indices, float32_products;
-  int32_t first_head, heads;  // of the query's, those that the call is about; 0 and 0: all
+  int32_t first_head, heads;  // the query heads that the call computes; 0 and 0: all
 };
 
-// A binding, with the operands and attributes of both passes. Those of a pass follow.
+// A binding with the operands and attributes of both passes. A pass adds its own after them.
 template <typename Binding>
 auto AttentionSignature(Binding&& binding) {
   return std::forward<Binding>(binding)
@@ -59,11 +59,11 @@ auto AttentionSignature(Binding&& binding) {
       .template Attr<int32_t>("heads");
 }
 
-// All but what the passes have of their own.
+// Everything except what only one pass has.
 ffi::Error ReadAttention(const AttentionBuffers& b, AttentionOperands* o);
 
-// Rows of query, out and their gradients, from the first head that the call is about on; rows of
-// key, value and their gradients.
+// Rows of query, out and their gradients, from the first head that the call computes; rows of key,
+// value and their gradients.
 TensorView RowsOf(const char* name, const ffi::AnyBuffer& buffer, const AttentionOperands& o,
                   int64_t dim);
 TensorView KeysOf(const char* name, const ffi::AnyBuffer& buffer, const AttentionOperands& o,
@@ -77,14 +77,14 @@ ffi::Error ExpectRows(const char* name, const ffi::AnyBuffer& buffer, const Atte
 ffi::Error ExpectKeys(const char* name, const ffi::AnyBuffer& buffer, const AttentionOperands& o,
                       Axis dim);
 
-// (batch, heads, q_len) in float32: a number of each row.
+// (batch, heads, q_len) in float32: one number per row.
 ffi::Error ExpectSums(const char* name, const ffi::AnyBuffer& buffer, const AttentionOperands& o);
 
 // lse: like that, or (batch, heads, q_len, 2).
 ffi::Error ExpectLse(const ffi::AnyBuffer& lse, const AttentionOperands& o);
 
-// Of a call for some of the heads: the others are in `before` already, whose memory `result` takes.
-// Absent where there are none yet, and where nothing is written.
+// For a call that computes some of the heads: `before` already holds the others, and `result` uses
+// its memory. Absent if there are no others yet, or if nothing is written.
 ffi::Error CheckBefore(const char* name, const ffi::AnyBuffer& before,
                        const ffi::AnyBuffer& result);
 

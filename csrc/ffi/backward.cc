@@ -1,6 +1,6 @@
 // packax_backward_v1: check the buffers, then run the kernels that serve the call.
 //
-// Sizes come from the buffers; attributes hold only what no buffer says.
+// Sizes come from the buffers; attributes hold only what buffers do not tell.
 
 #include "ffi/attention.h"
 #include "launch/select.h"
@@ -30,7 +30,7 @@ ffi::Error ReadAlgorithm(std::string_view name, Algorithm* algorithm) {
          << "\", expected \"portable\", \"sm90_separate\" or \"sm90_fused\"";
 }
 
-// What dK and dV need of the mask besides.
+// The mask's arrays that only dK and dV need.
 ffi::Error ReadMaskOfKeys(const BackwardBuffers& b, BackwardOperands* o) {
   const Axis mask_batch{"mask_batch", o->mask_batch};
   PACKAX_TRY(Expect("kv_blocks", b.kv_blocks, ffi::DataType::S32,
@@ -50,10 +50,10 @@ ffi::Error ReadMaskOfKeys(const BackwardBuffers& b, BackwardOperands* o) {
   return ffi::Error::Success();
 }
 
-// Its sections, in elements of 4 bytes, all from multiples of 256 bytes: delta and lse2 (batch,
-// heads, padded) float32, lo and hi (mask_batch, padded) int32, then the sum of dQ (batch, heads,
-// padded, qk_dim) float32, or the counter of the separate kernels. The portable ones have delta
-// alone, of q_len rows a head.
+// Its sections, in elements of 4 bytes, each aligned to 256 bytes: delta and lse2 (batch, heads,
+// padded) float32, lo and hi (mask_batch, padded) int32, then the sum of dQ (batch, heads, padded,
+// qk_dim) float32, or the counter of the separate kernels. The portable kernels have only delta,
+// with q_len rows per head.
 ffi::Error ReadWorkspace(const ffi::AnyBuffer& workspace, BackwardOperands* o) {
   const int64_t rows = o->padded_rows();
   const int64_t mask_rows = Product({o->mask_batch, kBlock, CeilDiv(o->q_len, kBlock)});
@@ -79,8 +79,8 @@ ffi::Error ReadWorkspace(const ffi::AnyBuffer& workspace, BackwardOperands* o) {
   return ffi::Error::Success();
 }
 
-// Bit 0: dq, bit 1: dk and dv. What no kernel writes is absent. One kernel of Hopper writes dk and
-// dv whether they are needed or not, and the one of dq the gradients of score parameters.
+// Bit 0: dq, bit 1: dk and dv. Results that no kernel writes are absent. One kernel for Hopper
+// always writes dk and dv, and the kernel of dq writes the gradients of score parameters.
 ffi::Error ReadGradients(BackwardBuffers& b, BackwardOperands* o) {
   const Axis qk_dim{"qk_dim", o->qk_dim}, v_dim{"v_dim", o->v_dim};
   PACKAX_TRY(ExpectAttribute("needs_grad", b.needs_grad, 3));

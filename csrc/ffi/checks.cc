@@ -49,7 +49,7 @@ std::string DtypeText(ffi::DataType dtype) {
     case ffi::DataType::F64:
       return "float64";
     default:
-      // Types that have no business here; the number is XLA's PrimitiveType.
+      // Types that are never valid here, by the number of XLA's PrimitiveType.
       return "XLA type " + std::to_string(static_cast<int>(dtype));
   }
 }

@@ -1,5 +1,5 @@
 // packax_decode_v1: a few new rows of every sequence over its cache. Checks the buffers, then runs
-// the kernels that serve the call.
+// the kernels of the call.
 
 #include <cmath>
 

@@ -1,6 +1,6 @@
 // packax_forward_v1: check the buffers, then run the kernels that serve the call.
 //
-// Sizes come from the buffers; attributes hold only what no buffer says.
+// Sizes come from the buffers; attributes hold only what buffers do not tell.
 
 #include "ffi/attention.h"
 #include "launch/select.h"

@@ -1,8 +1,8 @@
 // packax_documents_v1 and packax_blocks_v1: ids to row ranges, row ranges to block bounds, once per
 // step.
 //
-// Three small kernels each, launched back to back on XLA's stream; what passes between them lies in
-// the results and in the workspace. What they compute is in docs/internals/mask_format.md.
+// Each launches three small kernels in a row on XLA's stream, which pass data in the results and in
+// the workspace. docs/internals/mask_format.md says what they compute.
 
 #include <bit>
 
@@ -14,7 +14,7 @@ namespace packax {
 namespace {
 
 constexpr int64_t kMinTableSize = 1024;
-// So that five tables of two slots per key stay below 2^31; past it Python takes XLA's twin.
+// So that five tables of two slots per key stay below 2^31; for more, Python uses XLA.
 constexpr int64_t kMaxTableKeys = int64_t{1} << 27;
 // Keys per entry at the end of the workspace.
 constexpr int64_t kWorkspaceChunk = 1024;
@@ -31,7 +31,7 @@ ffi::Error Documents(Stream stream, ffi::AnyBuffer q_ids, ffi::AnyBuffer kv_ids,
   PACKAX_TRY(
       ToInt32("kv_len (kv_ids axis 1)", kv_ids.dimensions()[1], 1, kMaxTableKeys, &o.kv_len));
 
-  // Two slots per key at least, a power of two.
+  // A power of two, at least two slots per key.
   const int64_t slots = 2 * static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(o.kv_len)));
   const auto table_size = static_cast<int32_t>(slots > kMinTableSize ? slots : kMinTableSize);
   const int64_t words = 5 * int64_t{table_size} + o.kv_len + CeilDiv(o.kv_len, kWorkspaceChunk);

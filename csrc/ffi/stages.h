@@ -1,8 +1,9 @@
 // What the FFI targets share: their names, their two stages, and host time.
 //
 // A target is one function `ffi::Error F(Stream, operands...)`, run in both stages. In XLA's
-// initialize stage there is no stream: it checks, finds and loads. In execute, possibly under CUDA
-// graph capture, it does the same (the kernels are there by now) and launches.
+// initialize stage there is no stream: it checks the call, and finds and loads kernels. In the
+// execute stage, possibly under CUDA graph capture, it does the same (kernels are already loaded)
+// and launches them.
 
 #pragma once
 
@@ -55,8 +56,8 @@ class ScopedHostTime {
   Clock::time_point start_;
 };
 
-// Runs a target's function. XLA does not say which custom call failed, so the target's name goes in
-// front of an error. XLA's FFI is a C interface: no exception may pass it.
+// Runs a target's function. XLA does not say which custom call failed, so errors begin with the
+// target's name. XLA's FFI is a C interface: no exception may leave it.
 template <Target target, auto function, typename... Operands>
 ffi::Error RunGuarded(Stream stream, const Operands&... operands) noexcept {
   try {
@@ -67,9 +68,9 @@ ffi::Error RunGuarded(Stream stream, const Operands&... operands) noexcept {
     return ffi::Error(*error.errc(),
                       std::string(kTargetNames[static_cast<int>(target)]) + ": " + error.message());
   } catch (const std::bad_alloc&) {
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "no host memory");  // needs none itself
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "no host memory");  // allocates nothing
   } catch (...) {
-    return ffi::Error(ffi::ErrorCode::kInternal, "C++ exception");  // likewise
+    return ffi::Error(ffi::ErrorCode::kInternal, "C++ exception");
   }
 }
 
@@ -92,8 +93,7 @@ struct Execute {
 
 }  // namespace packax
 
-// Defines the two stages of a target, `function` bound to `signature`, which may be part of a CUDA
-// graph.
+// Defines the two stages of a target, `function` bound to `signature`. Both may be in a CUDA graph.
 #define PACKAX_DEFINE_TARGET(name, target, function, signature)                             \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(                                                            \
       packax_##name##_initialize, (packax::Initialize<packax::Target::target, function>()), \

@@ -6,21 +6,22 @@ namespace packax {
 namespace {
 
 constexpr int64_t kFewRows = 16;           // of a group, in one tile of `decode` (table.py)
-constexpr int64_t kShare = 128;            // keys: below, a program costs more than its keys
-constexpr int64_t kBalancedShare = 1024;   // keys: splitting that far is free, if rows are few
-constexpr int64_t kMostDealt = 64;         // sequences, as many as a program of `decode` looks at
-constexpr int64_t kPerMultiprocessor = 2;  // programs, for which the tiles leave shared memory
-constexpr double kGoodEnough = 0.95;       // of the best share of time in which all have work
+constexpr int64_t kShare = 128;            // keys: with fewer, a program costs more than its keys
+constexpr int64_t kBalancedShare = 1024;   // keys: splitting to this size is free if rows are few
+constexpr int64_t kMostDealt = 64;         // sequences whose ranges a program of `decode` reads
+constexpr int64_t kPerMultiprocessor = 2;  // programs that fit in shared memory
+constexpr double kGoodEnough = 0.95;       // of the best utilization of multiprocessors
 
 }  // namespace
 
 bool TakesSmallDecodeTile(int64_t rows) { return rows <= kFewRows; }
 
-// As few shares as keep the multiprocessors almost as busy as any number does. Lengths are known on
-// the device only. Where one long sequence among others would pay for more shares, the programs
-// work out there which they are of: as many on average, of about the same length. That costs each a
-// look at all ranges, so not if there is one sequence or too many: then as many shares as let a
-// long one fill the GPU, as long as the sums that they leave are small compared with the keys.
+// Uses as few shares as keep the multiprocessors almost as busy as any number does. Lengths are
+// known only on the device. If one long sequence among others may need more shares, each program
+// computes on the device which share it is: there are as many on average, of about equal length.
+// For that each program reads all ranges, so it is not done for one sequence or too many. Then
+// there are as many shares as let a long sequence fill the GPU, as long as the partial sums are
+// small compared with the keys.
 void ChooseDecodeShares(const Device& device, int64_t tiles, int64_t most, DecodeOperands* o) {
   const int64_t at_once = kPerMultiprocessor * device.multiprocessors;
   const int64_t programs = Product({tiles, o->kv_heads, o->batch});

@@ -1,5 +1,5 @@
-// Runs the kernels of a call, once they are found: all grids and tensor maps are checked before the
-// first launch, so that what is too large leaves nothing half done.
+// Runs the kernels of a call once they are found. All grids and tensor maps are checked before the
+// first launch, so a call that is too large launches nothing.
 
 #pragma once
 
@@ -10,9 +10,9 @@
 
 namespace packax {
 
-// What cuLaunchKernel takes: the addresses of arguments, which are fields of the call's operands,
-// and of tensor maps over those that are tensors. The generated lists (args.h) call the functions,
-// in the order of the arguments.
+// The arguments of cuLaunchKernel: addresses of fields of the call's operands, and of tensor maps
+// over those that are tensors. The generated lists (args.h) call these functions in the order of
+// the arguments.
 struct Arguments {
   void Pointer(const void* const* field) { Add(static_cast<const void*>(field)); }
   void Pointer(const TensorView* field) { Add(static_cast<const void*>(&field->data)); }
@@ -27,12 +27,12 @@ struct Arguments {
   std::array<TensorMap, kMaxTensorMaps> maps;
 };
 
-// One kernel and what it is launched with. It points into itself and into the call's operands.
+// One kernel and its arguments. It points into itself and into the call's operands.
 struct Launch {
   LoadedKernel kernel;
   Grid grid;
-  // Of a kernel whose programs draw tiles from it: there is one for each multiprocessor, and the
-  // grid says how many tiles there are.
+  // Not null for a kernel whose programs take tiles from this counter: it has one program per
+  // multiprocessor, and the grid is the number of tiles.
   const void* counter = nullptr;
   Arguments arguments;
 };

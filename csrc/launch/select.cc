@@ -9,7 +9,7 @@
 namespace packax {
 namespace {
 
-// --- How kernels are chosen.
+// --- How kernels are selected.
 
 constexpr size_t kMaxSteps = 4;
 
@@ -19,8 +19,8 @@ struct Step {
   Kernel kernel;
   void (*list)(const Operands&, Arguments*);
   Grid (*grid)(const Operands&, int64_t block);
-  bool (*needed)(const Operands&);  // null: always; else it is found and loaded, and may not run
-  const void* Operands::* counter;  // of a kernel whose programs draw tiles from it (run.h)
+  bool (*needed)(const Operands&);  // null: always run; otherwise always loaded, run if needed
+  const void* Operands::* counter;  // for a kernel whose programs take tiles from it (run.h)
 };
 
 template <typename Args, typename Operands>
@@ -31,28 +31,28 @@ constexpr Step<Operands> Use(Grid (*grid)(const Operands&, int64_t block),
 }
 
 template <typename Operands>
-using Steps = std::array<Step<Operands>, kMaxSteps>;  // those behind the last have no list
+using Steps = std::array<Step<Operands>, kMaxSteps>;  // those after the last have no list
 
 enum class Dims {
-  kExact,     // kernels for just the call's head dims
-  kCovering,  // the smallest for at least these
+  kExact,     // kernels for exactly the call's head dims
+  kCovering,  // the kernels with the smallest head dims that cover the call's
 };
 enum class Gpus {
   kSome,
   kAll,  // in a build of every kernel
 };
 
-// Kernels that serve a call together.
+// The kernels that together compute a call.
 template <typename Operands>
 struct Row {
   bool (*takes)(const Operands&, const Device&);
   Gpus gpus;
   Dims dims;
   Steps<Operands> steps;
-  bool sums_dq = false;  // adds dQ up in memory
+  bool sums_dq = false;  // sums dQ in memory
 };
 
-// A row of a table, and its kernels, loaded.
+// A row of a table and its loaded kernels.
 template <typename Operands>
 struct Selected {
   const Row<Operands>* row = nullptr;
@@ -61,12 +61,12 @@ struct Selected {
   int block(size_t step) const { return kernels[step].variant->block; }
 };
 
-// Without products a kernel of float32 is the same for both precisions of them.
+// A float32 kernel without matrix products is the same for both precisions.
 bool HasProducts(Kernel kernel) {
   return kernel != Kernel::kBackwardDeltaFallback && kernel != Kernel::kDecodeCombine;
 }
 
-// Of all kernels of a row; false at the first that this device has not, which is then in `query`.
+// Finds all kernels of a row; false at the first that this device lacks, which is then in `query`.
 template <typename Operands>
 bool FindAll(const Row<Operands>& row, const Operands& o, const Device& device, Query* query,
              std::array<const Variant*, kMaxSteps>* variants) {
@@ -80,8 +80,8 @@ bool FindAll(const Row<Operands>& row, const Operands& o, const Device& device, 
   return true;
 }
 
-// Loads the kernels of the first row that takes the call and of which this device has all. An error
-// is about the first row that takes it and has kernels for all GPUs.
+// Loads the kernels of the first row that accepts the call and whose kernels this device all has.
+// An error refers to the first row that accepts it and has kernels for all GPUs.
 template <typename Operands, size_t n>
 ffi::Error Select(const Row<Operands> (&rows)[n], const Operands& o, Device** device,
                   Selected<Operands>* selected) {
@@ -133,7 +133,7 @@ constexpr bool Always(const Operands&, const Device&) {
 constexpr float kLargestCap = 1024;     // up to which tanh to 4e-7 is enough (sm90/soft_cap.py)
 constexpr int64_t kElementsAtOnce = 8;  // 16 bytes
 
-// Whether that is all that the call asks for, of what Hopper's kernels with it take.
+// Whether the call has only this option, with values that Hopper's kernels for it support.
 template <uint32_t options>
 bool OnlyOnSm90(const AttentionOperands& o) {
   if (o.options() != options) return false;
@@ -143,12 +143,12 @@ bool OnlyOnSm90(const AttentionOperands& o) {
                                    std::has_single_bit(static_cast<uint32_t>(o.kv_block)));
 }
 
-// Float32 has fallback kernels alone.
+// Float32 has only fallback kernels.
 bool IsPlain(const AttentionOperands& o) {
   return o.options() == 0 && o.dtype != Dtype::kF32 && o.dtype != Dtype::kTf32;
 }
 
-// A bias of the query's dtype, whose rows begin at 16 bytes, and nothing else.
+// Only a bias, of the query's dtype and with rows aligned to 16 bytes.
 bool OnlyBias(const AttentionOperands& o) {
   return o.options() == kBias && o.bias_kind == 1 && o.kv_len % kElementsAtOnce == 0 &&
          o.heads == o.row_heads;
@@ -161,7 +161,7 @@ ffi::Error CheckAllHeads(const AttentionOperands& o, Dims dims) {
   return ffi::Error::Success();
 }
 
-// A program makes a tile of rows, of an order that the mask stores, or a part of one.
+// A program computes a tile of rows, in an order that the mask stores, or a part of one.
 template <typename Operands>
 Grid QueryTiles(const Operands& o, int64_t block) {
   return {Product({o.heads, o.batch, o.q_tiles(), kTile / block})};
@@ -172,7 +172,7 @@ Grid KeyTiles(const Operands& o, int64_t block) {
   return {Product({o.kv_heads, o.batch, o.kv_tiles(), kTile / block})};
 }
 
-// Rows of any number.
+// A program computes any number of rows.
 template <typename Operands>
 Grid Rows(const Operands& o, int64_t block) {
   return {Product({CeilDiv(o.q_len, block), o.heads, o.batch})};
@@ -182,8 +182,9 @@ Grid Rows(const Operands& o, int64_t block) {
 
 using F = ForwardOperands;
 
-// Where not every multiprocessor has a tile of 192 rows, the longest one decides: shorter ones end
-// sooner. All heads of the rows count, so that a call for some of them takes the kernel of all.
+// If there are fewer tiles of 192 rows than multiprocessors, the longest tile decides, and smaller
+// tiles finish sooner. All heads of the rows count, so a call for some heads uses the same kernel
+// as a call for all.
 bool LowOccupancy(const F& o, const Device& device) {
   return Product({o.row_heads, o.batch, CeilDiv(o.q_len, kTile192)}) < device.multiprocessors;
 }
@@ -230,7 +231,7 @@ bool NeedsDbias(const B& o) { return o.needs_dbias; }
 
 Grid PaddedRows(const B& o, int64_t block) { return {o.padded_rows() / block}; }
 
-// A program makes a tile of the bias, as many rows as keys.
+// A program computes a square tile of the bias's gradient.
 Grid BiasTiles(const B& o, int64_t block) {
   const auto along = [&](int bit, int64_t size) {
     return (o.bias_axes >> bit & 1) != 0 ? size : 1;
@@ -239,16 +240,16 @@ Grid BiasTiles(const B& o, int64_t block) {
                    CeilDiv(o.kv_len, block)})};
 }
 
-// One kernel for all gradients. The sum of dQ is in float32 and comes together in any order; dK and
-// dV do not depend on it.
+// One kernel for all gradients. It sums dQ in float32 in any order; dK and dV do not depend on
+// that.
 template <typename Gradients, typename Finish = BackwardFinishArgs>
 constexpr Steps<B> Fused() {
   return {Use<BackwardPrepareArgs, B>(PaddedRows), Use<Gradients, B>(KeyTiles),
           Use<Finish, B>(PaddedRows, NeedsDq)};
 }
 
-// One kernel for dK and dV and one for dQ, which add nothing to memory: the same bits every run,
-// and only the gradients that are needed. Also where there is no kernel for all.
+// One kernel for dK and dV and one for dQ, without sums in memory: deterministic, and only the
+// gradients that are needed. Also used if there is no kernel for all gradients.
 template <typename Dkdv, typename Dq>
 constexpr Steps<B> Separate() {
   return {Use<BackwardPrepareArgs, B>(PaddedRows), Use<Dkdv, B>(KeyTiles, NeedsDkv),
@@ -267,7 +268,7 @@ constexpr Steps<B> WithDbias() {
   return steps;
 }
 
-// Kernels that count rows in 32 bits, cells of dq_sum in 64.
+// Kernels that count rows in 32 bits, and elements of dq_sum in 64.
 template <uint32_t options, Algorithm algorithm>
 bool OnSm90(const B& o, const Device&) {
   return o.algorithm >= algorithm && o.padded_rows() <= kMaxInt32 && OnlyOnSm90<options>(o);
@@ -297,7 +298,7 @@ constexpr Row<B> kBackward[] = {
      WithDbias<BackwardDkdvBiasArgs, BackwardDqBiasArgs, BackwardDbiasArgs>()},
 };
 
-// --- Decoding: sums of every share of the keys in the workspace, then one kernel that merges them.
+// --- Decoding: partial sums of every share of the keys, then one kernel that merges them.
 
 using D = DecodeOperands;
 
@@ -313,7 +314,7 @@ constexpr Steps<D> Decode() {
   return {Use<Args, D>(Shares), Use<DecodeCombineArgs, D>(DecodedRows)};
 }
 
-// The widest head dims have no `decode_tall`: their groups take more tiles of `decode`.
+// The largest head dims have no `decode_tall`: their groups take more tiles of `decode`.
 constexpr Row<D> kDecode[] = {
     {[](const D& o, const Device&) { return !TakesSmallDecodeTile(o.rows()); }, Gpus::kSome,
      Dims::kCovering, Decode<DecodeTallArgs>()},
@@ -371,7 +372,7 @@ ffi::Error RunForward(Stream stream, ForwardOperands o) {
   Selected<F> selected;
   PACKAX_TRY(Select(kForward, o, &device, &selected));
   PACKAX_TRY(CheckAllHeads(o, selected.row->dims));
-  // A tile is an entry of an order; emit.py refuses any other block of kernels that draw tiles.
+  // A tile is an entry of an order; emit.py rejects kernels that take tiles with other block sizes.
   if (selected.block(0) == kTile192) o.q_order = o.q_order_192;
   return Run(stream, o, selected);
 }

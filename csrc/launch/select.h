@@ -1,7 +1,8 @@
 // Which kernels run a call: the tables of select.cc.
 //
-// In the initialize stage, without a stream, kernels are found and loaded and what they take is
-// checked, and nothing is launched. The operands are complete but for what depends on the kernels.
+// In the initialize stage, without a stream, kernels are found and loaded and their arguments are
+// checked, but nothing is launched. The operands are complete except for what depends on the
+// kernels.
 
 #pragma once
 

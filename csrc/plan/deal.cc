@@ -28,7 +28,7 @@ int32_t DealWay(const Deal& deal, int32_t begin, int32_t weight, Way way) {
     }
     std::iota(turns.begin(), turns.end(), 0);
     std::ranges::stable_sort(turns, {}, [&](int rank) { return load[rank]; });
-    // As if one by one: a rank takes one while those before it, with theirs, have no less.
+    // As if one by one: ranks take one each while those before, with theirs, have no less.
     int64_t least = kFull;
     int taken = 0;
     for (; taken < ranks; ++taken) {

@@ -1,7 +1,7 @@
-// Local plans on the host: whole documents dealt to ranks in every way that a plan tries.
+// Local plans on the host: assigns whole documents to ranks by every strategy that a plan tries.
 //
-// The numbers are those of `_deal` in python/packax/_src/context/local_plan.py, which is used where
-// the extension is not built.
+// Results are those of `_deal` in python/packax/_src/context/local_plan.py, which is used if the
+// extension is not built.
 
 #pragma once
 
@@ -10,25 +10,25 @@
 
 namespace packax {
 
-// What is the same for all ways. Documents are the heaviest first, padded with empty ones.
+// What is the same for all strategies. Documents come heaviest first, padded with empty ones.
 struct Deal {
   std::span<const int32_t> lengths;
   std::span<const int32_t> areas;
-  std::span<const int32_t> light;  // area of a token in what is behind each, on average
-  int32_t most_tokens;             // of a rank
+  std::span<const int32_t> light;  // the mean area of a token in the documents after each
+  int32_t most_tokens;             // per rank
   int32_t most_area;
   int rounds;
 };
 
-// One way: what ranks hold, changed in place, and who got each document.
+// One strategy: what ranks hold, changed in place, and the rank of each document.
 struct Way {
   std::span<int32_t> tokens;
   std::span<int32_t> areas;
   std::span<int32_t> owner;  // as long as `lengths`
 };
 
-// Deals from document `begin` on; a token weighs `weight` beside its area. Returns how many
-// documents are dealt with then. In every round `owner` must have room for a document of each rank.
+// Deals from document `begin` on; each token adds `weight` to its area. Returns how many documents
+// have then been dealt with. In every round `owner` must have room for a document of each rank.
 int32_t DealWay(const Deal& deal, int32_t begin, int32_t weight, Way way);
 
 }  // namespace packax

@@ -1,4 +1,4 @@
-// The CUDA driver: libcuda opened, devices and the kernels loaded on them, tensor maps, launches.
+// The CUDA driver: opening libcuda, devices and the kernels loaded on them, tensor maps, launches.
 
 #include "runtime/driver.h"
 
@@ -15,8 +15,8 @@ namespace {
 
 // --- libcuda, opened on first use, and its errors.
 
-// Every driver function used, by its exported name. The names without a version suffix are right:
-// none of these has a newer form that the CUDA 12 headers would redirect to.
+// Every driver function used, by its exported name. Names without a version suffix are correct:
+// none of these has a newer version to which the CUDA 12 headers would redirect.
 // clang-format off
 #define PACKAX_DRIVER_FUNCTIONS(X) \
   X(cuInit) \
@@ -135,7 +135,7 @@ ffi::Error Describe(const Api* api, CUdevice device, std::string* name, int* cc)
 }
 
 // The only mutable state of the process. Readers take no lock: the device list and every
-// Device::kernels slot only ever go from null to their final value. `mutex` orders the writers
+// Device::kernels slot change only once, from null to their final value. `mutex` orders the writers
 // and guards `kernels`.
 struct Registry {
   std::mutex mutex;
@@ -156,8 +156,8 @@ Device* FindDevice(const Registry& registry, unsigned long long context) {
   return nullptr;
 }
 
-// A library belongs to the process, not to a context, so each cubin is handed to the driver once.
-// `result` is what the driver said last, here and below.
+// A library belongs to the process, not to a context, so each cubin is passed to the driver once.
+// `result` is the driver's last result, here and below.
 ffi::Error LoadLibrary(const Api* api, const Variant& variant, const Device& device,
                        CUkernel* kernel, CUresult* result) {
   CUlibrary library = nullptr;
@@ -177,7 +177,7 @@ ffi::Error LoadLibrary(const Api* api, const Variant& variant, const Device& dev
   return ffi::Error::Success();
 }
 
-// Into the current context, which is the device's. The registry's mutex is held.
+// Loads into the current context, which is the device's. The caller holds the registry's mutex.
 ffi::Error LoadFunction(const Api* api, const Variant& variant, const Device& device,
                         CUkernel* kernel, CUfunction* function, CUresult* result) {
   if (*kernel == nullptr) {
@@ -185,14 +185,14 @@ ffi::Error LoadFunction(const Api* api, const Variant& variant, const Device& de
     PACKAX_TRY(LoadLibrary(api, variant, device, &found, result));
     *kernel = found;
   }
-  // Above 48 KiB a kernel has to ask; below, asking does no harm.
+  // Above 48 KiB a kernel must request it; below, requesting it is harmless.
   *result = api->cuKernelSetAttribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
                                       variant.shared, *kernel, device.ordinal);
   if (*result != CUDA_SUCCESS) {
     return Failed(*api, "cuKernelSetAttribute", *result)
            << "; " << Where(variant, device) << ", " << variant.shared << " bytes of shared memory";
   }
-  // Libraries are loaded lazily; this is what puts the code into the current context.
+  // Libraries are loaded lazily; this loads the code into the current context.
   *result = api->cuKernelGetFunction(function, *kernel);
   if (*result != CUDA_SUCCESS) {
     return Failed(*api, "cuKernelGetFunction", *result)
@@ -201,7 +201,7 @@ ffi::Error LoadFunction(const Api* api, const Variant& variant, const Device& de
   return ffi::Error::Success();
 }
 
-// The driver does not understand the cubin, as opposed to: has no memory for it, or is broken.
+// Whether the driver cannot read the cubin, as opposed to having no memory for it or being broken.
 bool CannotRead(CUresult result) {
   switch (result) {
     case CUDA_ERROR_INVALID_IMAGE:
@@ -216,12 +216,12 @@ bool CannotRead(CUresult result) {
   }
 }
 
-// Limits of cuTensorMapEncodeTiled, strides in bytes; it takes sizes up to 2^32, but those that a
-// kernel gets with the map are int32.
+// Limits of cuTensorMapEncodeTiled, strides in bytes. It accepts sizes up to 2^32, but the sizes
+// that a kernel gets with the map are int32.
 constexpr int64_t kMaxMapStride = int64_t{1} << 40;
 constexpr int64_t kMapAlignment = 16;
-// In maps of tensors whose last element begins below this, drivers up to that version set bit 21 of
-// the second word; Triton's and CUTLASS's launchers clear it, and so does this one.
+// In maps of tensors whose last element begins below this offset, drivers up to this version set
+// bit 21 of the second word; Triton's and CUTLASS's launchers clear it, and so does this one.
 constexpr int64_t kSmallMap = int64_t{128} * 1024;
 constexpr int kSmallMapFixed = 13010;
 
@@ -417,7 +417,7 @@ ffi::Error EncodeTensorMap(const LoadedKernel& kernel, int index, const TensorVi
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)
       << "; " << MapText(view, box) << ", address " << view.data << "; "
       << Where(v, *kernel.device);
-  // The comparison before it keeps the product small.
+  // The previous comparison keeps the product from overflowing.
   const int64_t last = (view.length - 1) * row + (view.columns - 1) * element.bytes;
   if (kernel.device->driver <= kSmallMapFixed && last + 1 < kSmallMap &&
       (view.batch == 1 ||

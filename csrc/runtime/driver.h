@@ -23,8 +23,8 @@ using Stream = std::optional<void*>;
 
 struct LoadedKernel;
 
-// One CUDA context and what is loaded into it. Made once per context, never freed: handlers on
-// other threads may hold it, and a process has a few at most.
+// One CUDA context and the kernels loaded into it. Created once per context and never freed,
+// because handlers on other threads may use it; a process has only a few.
 struct Device {
   unsigned long long context;  // cuCtxGetId: unlike a CUcontext it is never reused
   int ordinal;                 // CUdevice
@@ -32,7 +32,7 @@ struct Device {
   int driver;                  // 12090 is CUDA 12.9
   int multiprocessors;
   std::string name;
-  // By index in Variants(): what runs where that row is asked for; null = not loaded.
+  // By index in Variants(): what runs when that row is requested; null = not loaded.
   std::unique_ptr<std::atomic<const LoadedKernel*>[]> kernels;
   Device* next;
 };
@@ -51,9 +51,9 @@ struct Grid {
 // The device of the calling thread's current context.
 ffi::Error CurrentDevice(Device** device);
 
-// Loads a cubin into a device's context; a lookup without locks when it is there already. Where
-// the driver cannot read the cubin and the table has one for older drivers, that one. Not allowed
-// under CUDA graph capture the first time, hence called in XLA's initialize stage.
+// Loads a cubin into a device's context, or looks it up without locks if it is already loaded. If
+// the driver cannot read the cubin and the table has one for older drivers, loads that one. The
+// first time is not allowed under CUDA graph capture, so it is called in XLA's initialize stage.
 ffi::Error Load(Device* device, const Variant& variant, LoadedKernel* kernel);
 
 enum class TensorMapElement { kBf16, kF16, kF32, kI32 };
@@ -67,20 +67,20 @@ struct TensorView {
   int64_t batch = 0, length = 0, columns = 0, row = 0;
 };
 
-// Whether there can be a tensor map over `view` for the kernel's index-th "tma" parameter.
+// Checks that a tensor map over `view` is possible for the kernel's index-th "tma" parameter.
 ffi::Error CheckTensorMap(const LoadedKernel& kernel, int index, const TensorView& view);
 
 // The host tensor map over `view`, which is checked first, for the kernel's index-th "tma"
-// parameter. TMA reads zeros where a box reaches over an end of the view, and writes nothing there.
-// About a microsecond; no call that CUDA graph capture forbids.
+// parameter. Where a box extends beyond the view, TMA reads zeros and writes nothing. It takes
+// about a microsecond, and makes no call that CUDA graph capture forbids.
 ffi::Error EncodeTensorMap(const LoadedKernel& kernel, int index, const TensorView& view,
                            TensorMap* map);
 
-// Whether a GPU takes that many programs.
+// Checks that a GPU accepts that many programs.
 ffi::Error CheckGrid(const LoadedKernel& kernel, Grid grid);
 
-// `params` is kernelParams of cuLaunchKernel. An empty grid launches nothing; one that CheckGrid
-// refuses must not come here.
+// `params` is kernelParams of cuLaunchKernel. An empty grid launches nothing; the grid must have
+// passed CheckGrid.
 ffi::Error LaunchKernel(const LoadedKernel& kernel, void* stream, Grid grid,
                         const void* const* params);
 
@@ -98,7 +98,7 @@ struct DriverInfo {
   std::vector<DeviceInfo> devices;
 };
 
-// What this machine has. Needs no context and creates none.
+// The driver and GPUs of this machine. Needs no context and creates none.
 ffi::Error DescribeDriver(DriverInfo* info);
 
 }  // namespace packax

@@ -1,4 +1,4 @@
-// Errors as ffi::Error values: one macro that checks and answers, one that passes an error on.
+// Errors as ffi::Error values: one macro checks and returns an error, one passes an error on.
 //
 // Codes mirror the Python side: kInvalidArgument = the request is wrong (ValueError),
 // kUnimplemented = right request, no kernel for it here (NotImplementedError), kInternal = the
@@ -27,7 +27,7 @@ class ErrorBuilder {
 
   operator ffi::Error() const {
     return ffi::Error(code_, text_.str());
-  }  // NOLINT: meant to convert
+  }  // NOLINT: implicit on purpose
 
  private:
   ffi::ErrorCode code_;

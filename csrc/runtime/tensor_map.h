@@ -1,5 +1,5 @@
-// Host tensor maps, the parameters by which Hopper's TMA units address memory, as kernels take
-// them.
+// Host tensor maps as kernels take them: the parameters with which Hopper's TMA units address
+// memory.
 
 #pragma once
 
@@ -8,19 +8,19 @@
 namespace packax {
 
 // One "tma" parameter. Triton passes it as seven: the CUtensorMap by value, then three sizes and
-// three strides, in elements, of the (batch, length, columns) view that it was made over.
+// three strides, in elements, of the (batch, length, columns) view that it describes.
 struct TensorMap {
   alignas(64) unsigned char map[128];
   int32_t shape[3];
   int64_t strides[3];
 };
 
-// What TMA moves at once through one map, (1, rows, columns), and how it lays that out in shared
+// The box that TMA copies at once through a map, (1, rows, columns), and its layout in shared
 // memory (CUtensorMapSwizzle).
 struct TensorMapBox {
   int rows, columns, swizzle;
 };
 
-inline constexpr int kMaxTensorMaps = 12;  // of one kernel
+inline constexpr int kMaxTensorMaps = 12;  // per kernel
 
 }  // namespace packax

@@ -41,13 +41,14 @@ const Variant kTable[] = {
 };
 #undef PACKAX_VARIANT
 
-// Whether what is made for one capability is for another: `arch_specific` for that one alone, else
-// for later minors of the same major too.
+// Whether code for one capability runs on another: with `arch_specific` only on the same one,
+// otherwise also on later minors of the same major.
 bool Covers(int made_for, bool arch_specific, int cc) {
   return arch_specific ? made_for == cc : made_for / 10 == cc / 10 && made_for <= cc;
 }
 
-// Of the GPU; null where packax has no kernels for it. The last row that covers it is nearest.
+// The limits of the GPU; null if packax has no kernels for it. The last row that covers it is
+// nearest.
 const SharedLimit* LimitOf(int cc) {
   const SharedLimit* nearest = nullptr;
   for (const SharedLimit& limit : kSharedLimits) {
@@ -65,7 +66,7 @@ bool Runs(const Variant& v, int cc, int driver) {
   return v.driver <= driver && Covers(v.cc, v.arch_specific, cc) && !TooLarge(v, cc);
 }
 
-// Of two rows that both run: a row made for this very chip first, then the newest chip, then the
+// Of two rows that both run, prefers one made for exactly this chip, then the newest chip, then the
 // newest driver.
 bool Better(const Variant& a, const Variant& b) {
   return std::tuple(a.arch_specific, a.cc, a.driver) > std::tuple(b.arch_specific, b.cc, b.driver);
@@ -76,12 +77,12 @@ void Append(std::string* list, const std::string& item) {
   *list += item;
 }
 
-// What to type where a part of the table was built, and the whole has kernels for the GPU.
+// How to build all kernels, if this build has only some and a full build has kernels for the GPU.
 std::string WholeBuild(int cc) {
   if (*Part() == '\0' || LimitOf(cc) == nullptr) return "";
   std::ostringstream out;
-  out << "; this build has only some of packax's kernels (" << Part()
-      << "): PACKAX_ARCHS=all pip install ./ builds all of them";
+  out << "; this build has a part of packax's kernels (" << Part()
+      << "): PACKAX_ARCHS=all pip install ./ builds all";
   return out.str();
 }
 
@@ -133,7 +134,7 @@ std::string DescribeMissing(const Query& q) {
   for (const auto& dtype : dtypes) Append(&dtype_list, dtype);
   for (const auto& [qk_dim, v_dim] : dims) Append(&dim_list, Dims(qk_dim, v_dim));
 
-  // The least that would do.
+  // The smallest requirement.
   const Variant* newer = nullptr;
   const Variant* too_large = nullptr;
   for (const Variant& v : kTable) {

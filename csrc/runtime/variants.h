@@ -1,7 +1,7 @@
-// What this build contains: the generated table of cubins, and the rule that picks one for a
+// What this build contains: the generated table of cubins, and the rule that selects one for a
 // device.
 //
-// Pure data and arithmetic: knows neither XLA nor the driver, so it is tested without either.
+// Pure data and arithmetic: it uses neither XLA nor the driver, so it is tested without either.
 
 #pragma once
 
@@ -17,7 +17,7 @@
 
 namespace packax {
 
-// kTf32: float32 operands, of which products take 11 bits.
+// kTf32: float32 operands, with products in TF32 (11 bits of each operand).
 enum class Dtype { kAny, kBf16, kF16, kF32, kTf32 };
 
 struct Variant {
@@ -42,7 +42,7 @@ struct Variant {
 
 inline constexpr int kNewestDriver = std::numeric_limits<int>::max();
 
-// What is asked for: a kernel for a device, and for attention kernels the dtype and the head dims.
+// A request: a kernel for a device, and for attention kernels the dtype and the head dims.
 struct Query {
   Kernel kernel;
   int cc;
@@ -57,15 +57,15 @@ std::span<const Variant> Variants();
 // How the build was narrowed, such as "archs 90a, dtypes bf16"; empty: it has every kernel.
 const char* Part();
 
-// The row for exactly this compute capability if there is one, else the highest minor of the same
-// major that the device can run and has the shared memory for; of several, the one for the newest
-// driver that is not above this one. Null if there is none.
+// The row for exactly this compute capability if there is one, otherwise the highest minor of the
+// same major that the device can run and for which it has enough shared memory; of several, the one
+// for the newest driver that is not newer than this one. Null if there is none.
 const Variant* Find(const Query& query);
 
-// As Find() among the rows with at least these head dims, of which it takes the smallest.
+// Like Find(), among the rows with at least these head dims, of which it takes the smallest.
 const Variant* FindCovering(const Query& query);
 
-// Why Find() gave nothing: what the device is, what was asked, what this build has of that kernel.
+// Why Find() found nothing: the device, the request, and what this build has of that kernel.
 std::string DescribeMissing(const Query& query);
 
 // "12.9" of 12090.

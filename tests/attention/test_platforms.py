@@ -59,8 +59,8 @@ def test_no_kernel(direction, dtype, dim, v_dim, said, implementation):
 
 def test_a_part_of_the_kernels_says_how_to_build_all(monkeypatch):
     monkeypatch.setattr(ffi.ext, "part", lambda: "archs 80 90a, dtypes bf16", raising=False)
-    hint = "this build has only some of packax's kernels (archs 80 90a, dtypes bf16): "
-    hint += "PACKAX_ARCHS=all pip install ./ builds all of them"
+    hint = "this build has a part of packax's kernels (archs 80 90a, dtypes bf16): "
+    hint += "PACKAX_ARCHS=all pip install ./ builds all"
     with pytest.raises(NotImplementedError, match=re.escape(hint)):
         text_of(lambda *x: step(*x, MASK), *abstract(jnp.float16, 64, 520))
     query = jnp.ones((1, 1, 2, 520), jnp.float16)

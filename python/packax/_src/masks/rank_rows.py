@@ -133,7 +133,7 @@ class RankRows:
     def block_mask(
         self, block_mask: jax.Array, block_size: tuple[int, int]
     ) -> tuple[jax.Array, tuple[int, int], tuple[Axes, Axes]]:
-        """The block mask of these rows, its block size, and the mesh axes of its batch and heads."""
+        """The block mask of these rows, its block size, and the mesh axes of batch and heads."""
         if self.plan is not None and self.plan.order.shape[0] > 1:
             block_mask = jnp.broadcast_to(block_mask, (self.batch, *block_mask.shape[1:]))
         heads = self.layout.heads if self.layout is not None and block_mask.shape[1] > 1 else ()

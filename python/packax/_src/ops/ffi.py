@@ -191,8 +191,8 @@ def whole_build() -> str:
     if not part:
         return ""
     return (
-        f"; this build has only some of packax's kernels ({part}): "
-        "PACKAX_ARCHS=all pip install ./ builds all of them"
+        f"; this build has a part of packax's kernels ({part}): "
+        "PACKAX_ARCHS=all pip install ./ builds all"
     )
 
 
