@@ -1,14 +1,14 @@
-"""packax beside cuDNN and FlashAttention-3 on the cases of `cases.py`, in one process: ms,
+"""packax compared with cuDNN and FlashAttention-3 on the cases of `cases.py`, in one process: ms,
 TFLOP/s, ratio, error.
 
     python benchmarks/attention.py [--cases board,short,NAME] [--peers cudnn,fa3] [--rounds 7]
         [--quick] [--out DIR]
 
 Every output and gradient is checked against a float32 reference before anything is timed; a wrong
-one is not timed and makes the program exit 1. FLOPs are those of attended pairs: 4 * H * D a pair
-forward, 2.5 times that backward. The backward is timed alone (the jitted pullback, residuals in
-memory); `bwd~` is (forward + backward) - forward, as the peers' board has it. Beside it the
-backward with deterministic=True. Cases of the group `short` are short: they run LOOP times inside
+one is not timed and makes the program exit 1. FLOPs are those of attended pairs: 4 * H * D per pair
+forward, 2.5 times that backward. The backward is timed separately (the jitted pullback, residuals
+in memory); `bwd~` is (forward + backward) - forward, as in the peers' board. The backward with
+deterministic=True is timed, too. Cases of the group `short` are short: they run LOOP times inside
 one jitted call. Writes attention.json and attention.png, or short.json, into --out (default: $OUT,
 else benchmarks/results).
 """
@@ -146,7 +146,7 @@ def main() -> int:
     if arguments.quick:
         rounds = min(rounds, 3)
         cases = [case for case in cases if case.seq <= 32768]
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # cuDNN wants room beside jax's
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leaves memory for cuDNN
     if jax.default_backend() != "gpu":
         raise SystemExit(
             f"attention.py times GPU kernels, and jax runs on {jax.default_backend()!r} here: "
@@ -165,7 +165,7 @@ def main() -> int:
     say(", ".join(f"{key} {value}" for key, value in report["machine"].items()))
 
     def step(name: str, function: Any) -> Any:
-        """A failure is reported, and the other measurements go on."""
+        """Runs it; a failure is reported, and the other measurements continue."""
         try:
             return function()
         except Exception as error:
@@ -179,7 +179,7 @@ def main() -> int:
     failures: list[str] = []
     overheads: dict[str, Any] = {}
     report["overheads"], report["cases"] = overheads, {}
-    if arguments.cases is None:  # else some cases alone: the overheads are another run's
+    if arguments.cases is None:  # with chosen cases, only those: another run has the overheads
         overheads["first_call"] = step("first call", first_call)
         say(f"first call: {overheads['first_call']}")
     for case in cases:

@@ -1,15 +1,15 @@
-"""Biases with gradients and dropout: packax beside jax.nn in XLA and cuDNN, and beside itself
+"""Biases with gradients and dropout: packax compared with jax.nn in XLA and cuDNN, and with itself
 without them.
 
     python benchmarks/biases.py [--cases NAME,NAME] [--rounds 5] [--out DIR]
 
-Cases: lib/bias_cases.py. Every output and gradient, the bias's too, is compared with a float32
-reference before anything is timed; a wrong one is not timed and makes the program exit 1. Dropout
-of the others has bits of their own: of them the mean of the output is compared. FLOPs are those of
-attention alone, 4 * H * D an attended pair forward, 2.5 times that backward; the gradient of a bias
-is on top. `plain` is packax without bias and dropout, on the kernels that such calls have. The
-backward is timed alone. Ratios are over packax's time. Writes biases.json into --out (default:
-$OUT, else benchmarks/results).
+Cases: lib/bias_cases.py. Every output and gradient, including the bias's, is compared with a
+float32 reference before anything is timed; a wrong one is not timed and makes the program exit 1.
+The peers' dropout drops different elements, so only the mean of their output is compared. FLOPs are
+those of attention without the bias, 4 * H * D per attended pair forward, 2.5 times that backward;
+the gradient of a bias is not counted. `plain` is packax without bias and dropout, on the kernels
+for such calls. The backward is timed separately. Ratios are over packax's time. Writes biases.json
+into --out (default: $OUT, else benchmarks/results).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # cuDNN wants room beside jax's
-# jax 0.11.2 ends the process where cuDNN's attention with dropout becomes part of a CUDA graph
-# ("Check failed: local_device_ordinal.has_value()"): without graphs, for all alike.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leaves memory for cuDNN
+# jax 0.11.2 ends the process if cuDNN's attention with dropout becomes part of a CUDA graph
+# ("Check failed: local_device_ordinal.has_value()"), so all run without graphs.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_command_buffer="
 ).strip()
@@ -80,7 +80,7 @@ def usable(
         backward = jax.jit(lambda pullback, dout: pullback(dout))
         compared(gradients=backward(pullback, dout))
         row["passes"]["bwd"] = lambda: backward(pullback, dout)
-    except Exception as error:  # one that cannot run a case must not end the others
+    except Exception as error:  # the others must still run
         row["failed"]["bwd" if row["passes"] else "fwd"] = first_line(error)
     row["wrong"] = wrong(row["errors"])
     if row["wrong"]:
@@ -114,7 +114,7 @@ def run_case(case: BiasCase, rounds: int) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """One line a case and pass: milliseconds of each, the ratios, and packax's largest error."""
+    """One line per case and pass: milliseconds of each, the ratios, and packax's largest error."""
     lines = [
         f"{'case':<20}{'pass':<5}" + "".join(f"{name:>18}" for name in ORDER) + f"{'error':>9}"
     ]

@@ -1,10 +1,10 @@
-"""Time to compile a scan over layers, forward and gradient, on a mesh: packax beside jax.nn.
+"""Time to compile a scan over layers, forward and gradient, on a mesh: packax and jax.nn.
 
     python benchmarks/compile_time.py            # eight fake CPU devices, no GPU needed
 
-Plain jit, batch over data and heads over tensor. CPU time of the process, all threads together.
-Rounds take turns, the table has the median of each, and the ratio is the median of the rounds':
-what else the machine does moves single rounds by a tenth.
+Plain jit, batch over data and heads over tensor. Times are CPU time of the process over all
+threads. Rounds take turns, the table has the median of each, and the ratio is the median of the
+rounds' ratios: other work on the machine changes single rounds by a tenth.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def loss(weights, x, ids, attention_of):
 
 
 def seconds(attention_of, layers: int, mesh) -> dict[str, float]:
-    """To trace and lower, and to compile."""
+    """Seconds to trace and lower, and to compile."""
     jax.clear_caches()
 
     def shape(*sizes, spec, dtype=jnp.float32):
@@ -88,7 +88,7 @@ def main() -> None:
         sizes, ("data", "tensor"), devices=devices, axis_types=(AxisType.Auto,) * 2
     )
     ways = {"jax.nn": with_jax_nn, "packax": with_packax}
-    for way in ways.values():  # what a process does once: imports, XLA's first compilation
+    for way in ways.values():  # for what a process does once: imports, XLA's first compilation
         seconds(way, 1, mesh)
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
     for _ in range(arguments.rounds):

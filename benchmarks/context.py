@@ -1,29 +1,29 @@
-"""Context parallelism on the GPUs of one host, beside the same kernel on one GPU with as much work.
+"""Context parallelism on the GPUs of a host, and the same kernel on one GPU with as much work.
 
     python benchmarks/context.py [--devices 4] [--rounds 5] [--documents 12] [--groups "2,6 1,7"]
         [--profile] [--quick] [--out DIR]
     python benchmarks/context.py --cases all [--devices 8] [--hosts 2] [...]
 
-12 documents in 128k tokens, 32/8 heads, head dim 128, bfloat16, the row over all devices; with more
-documents fewer pairs for the same bytes, as on more GPUs. "One GPU" is one rank's share: its query
-rows of the balanced plan against all keys, already gathered; "slowest" is every rank's share on its
-GPU at once, without a word between them, by the GPU that takes longest: no way of moving data can
-beat that there. TFLOP/s are those of attended pairs, per GPU; the backward is timed alone.
-"kvax-like" moves data as kvax does, with packax's kernels and head-tail order: keys gathered at
-once and kept for the backward, their gradients summed whole in float32. Memory is XLA's plan for
-forward and backward in one program, per GPU, without arguments; "fetched" are the keys and values
-of other ranks that a rank gathers in one pass (the backward also hands as much back). Every output
-and gradient is compared with one GPU's before it is timed; a wrong one is not timed and makes the
-program exit 1.
+12 documents in 128k tokens, 32/8 heads, head dim 128, bfloat16, the row over all devices. More
+documents mean fewer pairs for the same bytes, as more GPUs do. "One GPU" is one rank's share: its
+query rows of the balanced plan with all keys, already gathered. "slowest" is every rank's share on
+its GPU at the same time, without communication, by the slowest GPU: no way of moving data can be
+faster. TFLOP/s are those of attended pairs, per GPU; the backward is timed separately.
+"kvax-like" moves data as kvax does, with packax's kernels and head-tail order: keys are gathered at
+once and kept for the backward, and their gradients are all-reduced in float32. Memory is XLA's plan
+for forward and backward in one program, per GPU, without arguments; "fetched" are the keys and
+values of other ranks that a rank gathers in one pass (the backward also returns as much). Every
+output and gradient is compared with one GPU's before it is timed; a wrong one is not timed and
+makes the program exit 1.
 --cases times every plan on other rows: 128k and 512k tokens, 12 documents, or lengths drawn from a
 log-normal distribution with mean 500, 2000 or 8000 ("all", or names such as "mean2000_128k").
---hosts times every plan, and local plans of two levels and of one, on a mesh of hosts and GPUs: the
-devices of this process, in order, are divided among so many.
+--hosts times every plan, and local plans of two levels and of one, on a mesh of hosts and GPUs: it
+divides the devices of this process, in order, among that many hosts.
 --groups times the balanced plan with these groups of heads instead of the schemes; --profile lists
-the kernels of two calls of each, with their times and streams, in a .txt beside. Writes
-context.json (with another number of documents, that behind the name; with --cases
-context_cases.json) into --out (default: $OUT, else benchmarks/results); the table is last. On a
-CPU: XLA_FLAGS=--xla_force_host_platform_device_count=4 and --quick, to try the program itself.
+the kernels of two calls of each, with their times and streams, in a .txt file with the results.
+Writes context.json (with another number of documents, that is in the name; with --cases
+context_cases.json) into --out (default: $OUT, else benchmarks/results); the table is printed last.
+To try the program on a CPU: XLA_FLAGS=--xla_force_host_platform_device_count=4 and --quick.
 """
 
 from __future__ import annotations
@@ -73,8 +73,7 @@ def plan_of(case: Case, name: str | None, ranks: Any) -> packax.context.ContextP
 class Distributed:
     """One scheme on a mesh: passes of inputs in its order, results back in the row's order.
 
-    Inputs are of the host. A pass holds what it needs and no more: of 512k tokens several gigabytes
-    for every scheme.
+    Inputs are on the host. A pass holds only what it needs, several gigabytes for 512k tokens.
     """
 
     def __init__(self, case: Case, scheme: Scheme, mesh: Any) -> None:
@@ -200,7 +199,7 @@ def collectives(mesh: Any, case: Case) -> dict[str, Callable[[], Any]]:
     return {"gather": lambda: gather(x), "reduce-scatter": lambda: scatter(whole)}
 
 
-@jax.jit  # so that no difference in float32 lies in memory: 8 GiB at 512k tokens
+@jax.jit  # so that float32 differences are not stored: 8 GiB at 512k tokens
 def _relative(x: jax.Array, reference: jax.Array) -> jax.Array:
     x, reference = (y.astype(jnp.float32).ravel() for y in (x, reference))
     return jnp.linalg.norm(x - reference) / jnp.linalg.norm(reference)
@@ -221,8 +220,8 @@ def inputs_of(case: Case) -> Arrays:
 
 
 def reference_of(case: Case, inputs: Arrays) -> dict[str, np.ndarray]:
-    """Output and gradients on one GPU, which benchmarks/attention.py holds against float32; on the
-    host."""
+    """Output and gradients of one GPU, copied to the host; benchmarks/attention.py compares them
+    with float32."""
     mask = packax.create_attention_mask(packax.causal() & packax.documents(case.segment_ids()))
 
     @jax.jit
@@ -256,7 +255,7 @@ def checked(
 
 
 def profile(functions: dict[str, Callable[[], Any]], what: str) -> str:
-    """What ran beside what in two calls of each."""
+    """Which kernels overlapped in two calls of each."""
     found = []
     for name, function in functions.items():
         with tempfile.TemporaryDirectory() as folder:
@@ -278,7 +277,7 @@ def timed_functions(functions: dict[str, Callable[[], Any]], rounds: int) -> dic
 def run_case(
     case: Case, schemes: tuple[Scheme, ...], mesh: Any, rounds: int, profiled: bool
 ) -> tuple[dict[str, Any], str]:
-    """What is measured of one row on so many GPUs, and the kernels that ran, if asked for."""
+    """The measurements of one row on the mesh, and the kernels that ran, if requested."""
     say(f"{case.name}: {case.documents} documents in {case.seq} tokens")
     report: dict[str, Any] = {"case": dataclasses.asdict(case) | {"split": ()}, "schemes": {}}
     inputs, count = inputs_of(case), mesh.size
@@ -287,7 +286,7 @@ def run_case(
     for scheme in schemes:
         run = Distributed(case, scheme, mesh)
         row = checked(scheme, run, inputs, reference)
-        if not row["wrong"]:  # else it is not timed
+        if not row["wrong"]:  # wrong ones are not timed
             runs[scheme.name] = run
         report["schemes"][scheme.name] = row | {"times": {}}
     del reference
@@ -317,7 +316,7 @@ def run_case(
 
 
 def chosen(arguments: argparse.Namespace) -> tuple[list[Case], tuple[Scheme, ...]]:
-    """What --cases, --documents, --groups and --only say."""
+    """The cases and schemes of --cases, --documents, --groups and --only."""
     cases, schemes = [QUICK if arguments.quick else BOARD], SCHEMES
     if arguments.documents != BOARD.documents and not arguments.quick:
         cases = [dataclasses.replace(BOARD, documents=arguments.documents)]

@@ -1,25 +1,25 @@
-"""What plans of context parallelism should cost on GPUs, by a stated model; needs no GPU.
+"""What plans of context parallelism should cost on GPUs, by the model below; needs no GPU.
 
     python benchmarks/context_model.py [--packings 100] [--lengths 131072] [--out DIR]
 
 The model, for 32/8 heads of 128 in bfloat16 on H200s: attention at 640 TFLOP/s forward and 560
-backward, scaled by the tiles that a plan makes the kernels visit; 330 GB/s of gathered keys inside
-a host, 50 GB/s a GPU of what comes from other hosts; 4.8 TB/s to order gathered keys. Gathers
-and reduce-scatters go one at a time, by groups of heads as the program has them. With "local"
-private rows are attended while shared keys travel: forward before the shared rows, backward half of
-the heads before and half behind them. Beyond one host of eight GPUs "local" has two levels: what
-all hosts share crosses once for each GPU, and is then gathered inside; the other plans gather in
-one step, in which each GPU by itself fetches what other hosts have. Efficiency is the time of the
-mean rank's attention alone over that of the slowest rank with all of this.
+backward, scaled by the tiles that a plan makes the kernels visit; 330 GB/s for keys gathered inside
+a host, 50 GB/s per GPU for those from other hosts; 4.8 TB/s to order gathered keys. Gathers and
+reduce-scatters run one at a time, by the program's groups of heads. With "local", private rows are
+attended while shared keys are in flight: in the forward before the shared rows, in the backward
+half of the heads before and half after them. Beyond one host of eight GPUs "local" has two levels:
+what all hosts share crosses hosts once per GPU, and is then gathered inside; the other plans gather
+in one step, in which each GPU separately fetches what other hosts have. Efficiency is the time of
+the mean rank's attention without communication over that of the slowest rank with all of this.
 
-"limit" is the most that any plan can reach which gathers whole documents over hosts or inside: the
-documents that are too long or too heavy for one rank, or for one host, at a load of at most 1.03 of
-the mean; their keys travel while attention runs, and nothing else costs.
+"limit" is the most that a plan can reach that gathers whole documents over hosts or inside: those
+that are too long or too heavy for one rank, or for one host, at a load of at most 1.03 of the mean.
+Their keys are in flight while attention runs, and nothing else costs time.
 
-First it checks itself against measured times (docs/performance.md), within 10 %. Then rows of
-lognormal lengths (sigma 1.2) and of the standard library's sources: area of the most loaded rank,
-shared rows of a rank's, efficiency, without a plan, with zigzag, balanced and local, beyond one
-host also with local plans of one level. Writes
+First it checks itself against measured times (docs/performance.md), within 10 %. Then, for rows of
+lognormal lengths (sigma 1.2) and of the standard library's sources, it lists the area of the most
+loaded rank, the shared fraction of a rank's rows, and efficiency, without a plan, with zigzag,
+balanced and local, and beyond one host also with local plans of one level. Writes
 context_model.json into --out (default: $OUT, else benchmarks/results).
 """
 
@@ -110,8 +110,8 @@ def work(
 
 
 def slots_of(keys: np.ndarray, lo: np.ndarray, room: int) -> np.ndarray:
-    """Where each key of a shared part stands: in order, documents ending with a tile if they can
-    (packax/_src/masks/local_mask.py); -1: not there."""
+    """The index of each key in a shared part: in order, documents ending at a tile if possible
+    (packax/_src/masks/local_mask.py); -1: not in it."""
     keys = np.sort(keys)
     begins = np.flatnonzero(np.diff(lo[keys], prepend=-1))
     gaps = np.cumsum(-np.diff(begins, append=len(keys)) % TILE)
@@ -124,13 +124,13 @@ def slots_of(keys: np.ndarray, lo: np.ndarray, room: int) -> np.ndarray:
 def travel(
     plan: packax.context.ContextPlan | None, length: int, ranks: int
 ) -> list[tuple[int, float]]:
-    """Of each shared part, that of the fewest ranks first: keys, and seconds to gather them."""
+    """For each shared part, those of the fewest ranks first: keys, and seconds to gather them."""
     if plan is None or len(plan.levels) < 2:
         parts = ((1, length // ranks),) if plan is None else plan.parts or ((1, length // ranks),)
         found = []
         for _, rows in parts:
             seconds = ranks * rows * ROW / INSIDE
-            if ranks > HOST:  # in one step: each GPU by itself fetches what other hosts have
+            if ranks > HOST:  # in one step: each GPU separately fetches what other hosts have
                 seconds = max(seconds, (ranks - HOST) * rows * ROW / BETWEEN)
             found.append((ranks * rows, seconds))
         return found
@@ -148,7 +148,7 @@ def travel(
 
 
 def groups(ranks: int, what: str, one: bool) -> tuple[float, ...]:
-    """Shares of the heads that travel together, as core/sharding.py has them."""
+    """The fractions of heads that are gathered together, as in core/sharding.py."""
     if one or ranks == 2:
         return (1.0,)
     return (1 / 8, 3 / 8, 1 / 2) if what == "fwd" else (1 / 4, 1 / 2, 1 / 4)
@@ -211,7 +211,7 @@ def predict(
 
 
 def limit(sizes: list[int], length: int, ranks: int) -> dict[str, float]:
-    """The efficiency that no plan exceeds which gathers whole documents, by hosts and inside."""
+    """The largest efficiency of any plan that gathers whole documents, by hosts and inside."""
     tokens = np.array(sizes)
     area = tokens * (tokens + 1) / 2
     hosts = max(1, ranks // HOST)
@@ -231,7 +231,7 @@ def limit(sizes: list[int], length: int, ranks: int) -> dict[str, float]:
 
 
 def check() -> tuple[dict[str, Any], bool]:
-    """Measured times beside the model's."""
+    """Measured times and the model's."""
     rows, good = {}, True
     for name, documents, ranks, measured in MEASURED:
         found = predict(document_lengths(131072, documents), 131072, ranks, "balanced")

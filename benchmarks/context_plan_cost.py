@@ -2,8 +2,8 @@
 
     python benchmarks/context_plan_cost.py [--length 131072] [--ranks 8] [--documents 1000]
 
-Ten rows of about so many documents, lognormal lengths, the quickest of seven plans of each; the
-median of the rows, and the slowest.
+Ten rows of about that many documents with lognormal lengths; for each the fastest of seven runs.
+Prints the median of the rows, and the slowest.
 """
 
 from __future__ import annotations

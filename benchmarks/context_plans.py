@@ -2,12 +2,12 @@
 
     python benchmarks/context_plans.py [--packings 100] [--out DIR]
 
-Rows are packed from the sources of this Python's standard library, one document a file, in random
-order, each into the fullest row that still holds it; and from the lengths of the board's case with
-12 documents. Per plan: attended pairs of the most loaded rank over the mean ("area"), the same for
-the pairs that the kernels visit (whole blocks of 128 keys inside the hull of a tile of rows:
-"tiles"), all ranks' visited pairs over those of the row in order ("visited": what cutting into
-chunks costs), and the keys that no row of a rank attends, which it would not have to fetch
+Rows are packed from the sources of this Python's standard library, one document per file, in random
+order, each into the fullest row that still has room; and from the lengths of the board's case with
+12 documents. For each plan: attended pairs of the most loaded rank over the mean ("area"), the same
+for the pairs that the kernels visit (whole blocks of 128 keys inside the hull of a tile of rows:
+"tiles"), all ranks' visited pairs over those of the row in order ("visited": the cost of cutting
+into chunks), and the keys that no row of a rank attends, which it would not need to fetch
 ("unread").
 Writes context_plans.json and context_plans.png into --out (default: $OUT, else benchmarks/results).
 """
@@ -52,7 +52,7 @@ def library_rows(length: int, count: int) -> list[list[int]]:
 
 
 def fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Best fit: the indices of `lengths` in rows, each in the fullest row that holds it."""
+    """Best fit: the indices of `lengths` by row, each in the fullest row that has room."""
     rows: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (room left, row), sorted
     for index, length in enumerate(lengths):
@@ -149,7 +149,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def picture(loads: dict[str, list[list[float]]], title: str, path: Path) -> None:
-    """Load per rank: one line a packing, the most loaded ranks first, and the worst packing."""
+    """Load per rank: one line per packing, the most loaded ranks first, and the worst packing."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,14 +1,14 @@
-"""Decoding beside cuDNN, as a share of the memory bandwidth that a copy reaches on the same card.
+"""Decoding, compared with cuDNN and with the memory bandwidth of a copy on the same card.
 
     python benchmarks/decode.py [--out DIR] [--cases 1x128k ...] [--dtype bfloat16] [--rounds 11]
 
 Bytes are those of the attended keys and values, once. Results are compared with blockwise XLA in
-float32 before anything is timed; a wrong one is not timed, and the run fails. What decodes runs
-LOOP times inside one jitted call, as a dispatch can take longer than a pass. cuDNN is
-jax.nn.dot_product_attention with key_value_seq_lengths; it has no pages and is left out where it
-cannot run, with its reason. All implementations of a case take turns in one process. Prints a table
-and writes DIR/decode.json (DIR: --out, or $OUT, or the working folder). Products of float32 are
-TF32, with JAX_DEFAULT_MATMUL_PRECISION=highest float32.
+float32 before anything is timed; a wrong one is not timed, and the run fails. A pass runs LOOP
+times inside one jitted call, because a dispatch can take longer than a pass. cuDNN is
+jax.nn.dot_product_attention with key_value_seq_lengths; it has no pages. If it cannot run a case,
+the reason is listed. All implementations of a case take turns in one process. Prints a table and
+writes DIR/decode.json (DIR: --out, or $OUT, or the working folder). Products of float32 are TF32,
+or float32 with JAX_DEFAULT_MATMUL_PRECISION=highest.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lib.machine import machine
 from lib.output import write_json
 from lib.timing import interleaved
 
-LIMIT = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 2e-3}  # ‖x - y‖ / ‖y‖; that of TF32
+LIMIT = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 2e-3}  # ‖x - y‖ / ‖y‖; float32: TF32's
 COPIED = 1 << 30  # bytes
 
 

@@ -1,11 +1,12 @@
-"""Head dims between those of Hopper's kernels: padded to the next of them, as packax does it there,
-beside the fallback kernels, which take them as they are, and cuDNN.
+"""Head dims between those of Hopper's kernels: padded to the next of them, as packax does there,
+compared with the fallback kernels, which need no padding, and cuDNN.
 
     python benchmarks/head_dims.py [--dims 32,80,96,192] [--rounds 5] [--out DIR] [--quick]
 
 Causal rows, and 12 documents in one row, 32/8 heads in bfloat16. Outputs and gradients of both are
-compared before anything is timed; two results of bfloat16 differ by 1 %, and a wrong one makes the
-program exit 1. cuDNN is asked through jax.nn, for causal rows alone. The backward is timed alone.
+compared before anything is timed; results in bfloat16 may differ by 1 %, and a wrong one makes the
+program exit 1. cuDNN is called through jax.nn, only for causal rows. The backward is timed
+separately.
 Writes head_dims.json into --out (default: $OUT, else benchmarks/results).
 """
 
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # cuDNN wants room beside jax's
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leaves memory for cuDNN
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +40,7 @@ Passes = dict[str, Callable[[], Any]]
 
 @contextlib.contextmanager
 def unpadded() -> Iterator[None]:
-    """What is compiled here is not padded."""
+    """Inside this context nothing is padded at compile time."""
     jax.clear_caches()
     with mock.patch.object(rewrites, "padded_dims", lambda *_: None):
         yield
@@ -47,8 +48,8 @@ def unpadded() -> Iterator[None]:
 
 
 def passes_of(implementation: Any, inputs: tuple[jax.Array, ...]) -> tuple[Passes, list[Any]]:
-    """Both passes, and what they return: out, dq, dk, dv. They are compiled here, not when they are
-    first called (lib.implementations.Compiled): what `unpadded` does ends before."""
+    """Both passes, and what they return: out, dq, dk, dv. They are compiled here, not at their
+    first call (lib.implementations.Compiled), which would be after `unpadded` has ended."""
     query, key, value, cotangent = inputs
     function, operands = implementation.function, implementation.operands
 

@@ -1,15 +1,15 @@
-"""Masks and options of models of today: packax, cuDNN where jax.nn has the mask, and FlexAttention
-under torch, in turns on one GPU.
+"""Masks and options of current models: packax, cuDNN if jax.nn has the mask, and FlexAttention
+in torch, taking turns on one GPU.
 
     python benchmarks/masks.py [--cases NAME,NAME] [--rounds 5] [--without-flex] [--out DIR]
 
-Cases: lib/mask_cases.py; `--cases selections`: block masks that the data decides
-(lib/selections.py), beside packax's causal attention of all keys; `--cases trees`: packed trees
-(lib/packed_trees.py), also beside their paths as packed documents. FLOPs are those of attended
-pairs, 4 * H * D a pair forward, 2.5 times that backward; ratios are of medians, over 1: packax is
-faster. Every output and gradient is compared with one float32 reference first; a wrong one is not
-timed. torch runs in another process, which compiles FlexAttention for each case. Writes masks.json
-into --out (default: $OUT, else benchmarks/results).
+Cases: lib/mask_cases.py; `--cases selections`: block masks that depend on data (lib/selections.py),
+compared with packax's causal attention of all keys; `--cases trees`: packed trees
+(lib/packed_trees.py), also compared with their paths as packed documents. FLOPs are those of
+attended pairs, 4 * H * D per pair forward, 2.5 times that backward; ratios are of medians, over 1:
+packax is faster. Every output and gradient is first compared with one float32 reference; a wrong
+one is not timed. torch runs in another process, which compiles FlexAttention for each case. Writes
+masks.json into --out (default: $OUT, else benchmarks/results).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from lib.turns import Failed, Worker, as_row, burst, in_turns, launches_of, trou
 
 HERE = Path(__file__).parent
 SHOWN = ("packax", "cudnn", "flex")
-# packax's causal attention, where a case selects of its pairs; of trees, packed documents
+# packax's causal attention, for cases that select some of its pairs; for trees, packed documents
 ORDER = (*SHOWN, "dense", "documents")
 PASSES = ("fwd", "bwd")
 ROWS, BLOCK = 32, 256
@@ -58,7 +58,7 @@ def inputs_of(case: OptionCase) -> tuple[jax.Array, ...]:
     )
 
 
-# --- What is right: float32, by the predicate, some rows of all heads and all rows of one.
+# --- The reference: float32, by the predicate, some rows of all heads and all rows of one.
 
 
 def dense_rows(case: OptionCase, tables, q, k, v, i, h, slopes, sinks):
@@ -181,7 +181,7 @@ def usable(
         if reference is not None:
             row["errors"] |= reference.errors(reference.slices(gradients=gradients))
         row["passes"]["bwd"] = lambda: backward(pullback, cotangent)
-    except Exception as error:  # one that cannot run a case must not end the others
+    except Exception as error:  # the others must still run
         row["failed"]["bwd" if row["passes"] else "fwd"] = first_line(error)
     row["wrong"] = wrong(row["errors"])
     if row["wrong"]:
@@ -299,8 +299,8 @@ def table(results: dict[str, Any]) -> str:
 
 
 def of_dense(name: str, rows: dict[str, Any]) -> list[str]:
-    """What a selection or a tree keeps, and what it costs, beside causal attention of all keys; and
-    beside packed documents of the paths of a tree."""
+    """What a selection or a tree keeps and costs, compared with causal attention of all keys and,
+    for a tree, with packed documents of its paths."""
     shares = rows.get("packax", {}).get("shares")
     if shares is None:
         return []

@@ -1,10 +1,10 @@
-"""What jax does around the kernels: Python's part of a call, the size of programs, time to compile.
+"""Costs of jax around the kernels: Python's part of a call, program size, time to compile.
 
     python benchmarks/overheads.py [--calls 500] [--out DIR]
 
-On any machine, and without kernels: microseconds of Python for an eager call and for a jitted one,
+Runs on any machine, without kernels: microseconds of Python for an eager and for a jitted call,
 instructions of a program that builds a mask, and processor seconds to trace, lower and compile the
-gradients of a model of 24 layers; beside jax.nn.dot_product_attention. Writes overheads.json into
+gradients of a model of 24 layers; also for jax.nn.dot_product_attention. Writes overheads.json into
 --out (default: $OUT, else benchmarks/results).
 """
 
@@ -58,7 +58,7 @@ def small_inputs() -> tuple[tuple[jax.Array, ...], jax.Array]:
 
 
 def microseconds(function: Callable[[], Any], calls: int) -> dict[str, float]:
-    """Until the call returns, each after the one before has ended."""
+    """Time until a call returns; each starts after the previous one has finished."""
     times = []
     for _ in range(calls + 5):
         start = time.perf_counter()
@@ -89,7 +89,7 @@ def call_time(calls: int) -> dict[str, Any]:
 
 
 def instructions(compiled: Any) -> int:
-    """Of all computations of a compiled program."""
+    """The number of instructions in a compiled program."""
     return len(re.findall(r"^\s+(?:ROOT )?%?[\w.-]+ = ", compiled.as_text(), re.MULTILINE))
 
 
@@ -122,7 +122,7 @@ def model(attention: Attention, mask_of: Callable[..., Any], scan: bool) -> Call
 
 
 def compile_time() -> dict[str, Any]:
-    """Processor seconds of one thread or many, as the process counts them."""
+    """Processor seconds of the process, over all threads."""
     width = HEADS * DIM
     shapes = [(LAYERS, width, n, DIM) for n in (HEADS, KV_HEADS, KV_HEADS)]
     weights = [jnp.ones(shape) for shape in (*shapes, (LAYERS, HEADS, DIM, width))]

@@ -1,19 +1,19 @@
-"""A training step as a user runs it: packax, FlashAttention-3 and cuDNN in a Llama, in turns.
+"""A training step of a Llama with packax, FlashAttention-3 and cuDNN, taking turns.
 
     python benchmarks/train_step.py [--runs 32768:12:4,131072:12:4] [--who packax,names,fa3,cudnn]
                                     [--rounds 7] [--profile] [--tiny] [--out DIR]
 
 A run is tokens in a row : documents : layers, of Llama-3-8B's shapes (llama.py): one row, remat of
-every layer, the mask built once a step, AdamW in float32. `names` is packax with a policy that
-keeps the results named `packax.CHECKPOINT_NAMES`, so that the backward pass does not run
-attention's forward again.
+every layer, the mask built once per step, AdamW in float32. `names` is packax with a policy that
+keeps the results named `packax.CHECKPOINT_NAMES`, so that the backward pass does not run the
+forward attention again.
 
-All ways share one state, which they donate to each other, and take turns, one step each, in
-another order every round. Before that each makes the first step from the same state, and what that
-step makes of the moments of Wq, Wk and Wv, which after one step are 0.1 times their gradients, is
-compared with packax's; a way over LIMIT is not timed. Whether packax's attention is right is
-attention.py's question. Peak memory is what the allocator counted in one step, scratch of the
-kernels included; beside it XLA's plan. --profile: what the GPU did in a step, by kind of kernel.
+All variants share one state, which they donate to each other, and take turns, one step each, in
+another order every round. Before that each makes the first step from the same state, and the
+resulting moments of Wq, Wk and Wv, which after one step are 0.1 times their gradients, are compared
+with packax's; a variant over LIMIT is not timed. attention.py checks packax's attention. Peak
+memory is what the allocator counted in one step, including scratch memory of the kernels; XLA's
+plan is listed too. --profile: the GPU's work in a step, by kind of kernel.
 --tiny: small shapes, to try the program on a CPU. Writes train_step.json into --out (default:
 $OUT, else benchmarks/results).
 """
@@ -90,7 +90,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """How attention runs: `bind(operands)` gives (query, key, value) -> output, once a step."""
+    """How attention runs: `bind(operands)` returns (query, key, value) -> output, once per step."""
 
     name: str
     bind: Callable[[Any], llama.Attention]
@@ -155,10 +155,10 @@ def differences(found: Any, expected: Any) -> Any:
 def own_peak(
     function: Callable[[], Any], temporary: int, device: Any = None
 ) -> tuple[Any, int | None]:
-    """Its result and the most bytes in use while it runs, by the allocator; None if not counted.
+    """The result and the most bytes in use during the call, by the allocator; None if not counted.
 
-    The allocator's peak is that of the process. So a filler brings what is in use up to the peak
-    there has been, less what the program is planned to take: then its own peak is a new one.
+    The allocator's peak is that of the process. So a filler first allocates up to the previous
+    peak, minus what the program is planned to take: then the program's peak is a new one.
     """
     device = device or jax.devices()[0]
     before = device.memory_stats()
@@ -173,7 +173,7 @@ def own_peak(
 
 
 class Stepper:
-    """One state, stepped by every way in its turn."""
+    """One state, stepped by the variants in turn."""
 
     def __init__(self, run: Run, config: llama.Config, names: list[str]) -> None:
         self.config, self.case = config, run.case(config)
@@ -207,7 +207,7 @@ class Stepper:
         return value
 
     def first_step(self, name: str, expected: Any) -> tuple[dict[str, Any], Any]:
-        """A row of the report without times; and the gradients, if `expected` are none."""
+        """A row of the report without times, and the gradients if `expected` is None."""
         row: dict[str, Any] = {"failed": {}, "wrong": []}
         self.rows[name] = row
         skipped = not_tried(name, self.case)
@@ -228,7 +228,7 @@ class Stepper:
             measured = jax.tree.map(float, differences(found, expected))
             row["differences"] = {k: float(f"{v:.2e}") for k, v in measured.items()}
             row["wrong"] = [x for x in ("query", "key", "value") if not measured[x] <= LIMIT]
-        except Exception as error:  # one that does not run must not end the others
+        except Exception as error:  # the others must still run
             row["failed"] = {"step": first_line(error)}
         if row["failed"] or row["wrong"]:
             self.programs.pop(name, None)
@@ -242,7 +242,7 @@ class Stepper:
         return (time.perf_counter() - start) * 1e3
 
     def profile(self, name: str) -> dict[str, Any]:
-        """Milliseconds on the GPU in a step, by kind; launches of the kernels that take most."""
+        """Milliseconds on the GPU per step, by kind; launches of the kernels that take longest."""
         with tempfile.TemporaryDirectory() as folder:
             with jax.profiler.trace(folder):
                 jax.block_until_ready(self.step(name))
@@ -263,7 +263,8 @@ def by_kind(kernels: dict[str, tuple[int, float]]) -> dict[str, Any]:
 
 
 def flops_of(case: Case, config: llama.Config, layers: int) -> float:
-    """Of a step without what remat repeats: 6 a matrix element and token, and attention's."""
+    """FLOPs of a step, without those repeated by remat: 6 per matrix element and token, and those
+    of attention."""
     layer, last = config.matrices()
     attention = case.forward_flops + case.backward_flops
     return 6.0 * case.seq * (layers * layer + last) + layers * attention
@@ -290,7 +291,7 @@ def timed(
     for name in bursts if profile else ():
         try:
             stepper.rows[name]["profile"] = stepper.profile(name)
-        except Exception as error:  # no profile must not lose the times
+        except Exception as error:  # keep the times if profiling fails
             say(f"{run.name} {name}: no profile: {first_line(error)}")
     return stepper.rows
 

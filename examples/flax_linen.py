@@ -1,9 +1,9 @@
-"""Flax linen's own attention layer on packed documents, with packax as its attention_fn.
+"""Flax linen's attention layer on packed documents, with packax as its attention_fn.
 
     python examples/flax_linen.py
 
-nn.scan over layers under nn.remat; the mask is built once per step and handed to all of them. Needs
-packax, flax and optax; runs on a CPU and on a GPU.
+nn.scan over layers under nn.remat; the mask is built once per step and passed to all of them. Needs
+packax, flax and optax; runs on a CPU or a GPU.
 """
 
 from __future__ import annotations

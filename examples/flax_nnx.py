@@ -1,8 +1,8 @@
-"""Flax nnx's own attention layer on packed documents, with packax as its attention_fn.
+"""Flax nnx's attention layer on packed documents, with packax as its attention_fn.
 
     python examples/flax_nnx.py
 
-Needs packax, flax and optax; runs on a CPU and on a GPU.
+Needs packax, flax and optax; runs on a CPU or a GPU.
 """
 
 from __future__ import annotations

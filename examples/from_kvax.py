@@ -4,12 +4,12 @@
     +import packax.kvax as kvax
 
 It packs documents, trains two causal attention layers on them, and, on more than one device, splits
-the sequence over a context axis: kvax's calls, in kvax's order.
+the sequence over a context axis. It makes the same calls as with kvax, in the same order.
 
     python examples/from_kvax.py                        # all GPUs of this host, or one CPU
     python examples/from_kvax.py --cpu --devices 4      # four fake CPU devices: context parallelism
 
-With kvax installed and the line changed back it runs on kvax, on a GPU. Needs packax and optax.
+With kvax installed and the line changed back it runs kvax, on a GPU. Needs packax and optax.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def initialize(length, seed=0):
 
 
 def packed_rows(batch, length, rng):
-    """tokens, positions and segment ids (batch, length): texts that count up, then padding."""
+    """tokens, positions and segment ids (batch, length): counting sequences, then padding."""
     tokens, positions = np.zeros((2, batch, length), np.int32)
     segment_ids = np.full((batch, length), kvax.utils.PADDING_SEGMENT_ID, np.int32)
     for row in range(batch):

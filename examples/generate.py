@@ -3,10 +3,10 @@
     python examples/generate.py
 
 The model alternates layers that attend a window and layers that attend everything. One scan runs
-them: in the prefill by a stack of two masks, in decoding by the first key of each row. Keys and
-values of the packed prompts go into a dense cache, and into pages in any order; both give the same
-tokens. At the end the full forward over prompts and answers has the same logits at every token.
-Weights are random. Needs packax alone; runs on a CPU and on a GPU.
+them all: in the prefill with a stack of two masks, in decoding with a first key for each row. Keys
+and values of the packed prompts are written into a dense cache, and into pages in arbitrary order;
+both give the same tokens. Finally, a full forward pass over prompts and answers gives the same
+logits at every token. Weights are random. Needs only packax; runs on a CPU or a GPU.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ PAGE = 16
 
 
 class Cache(NamedTuple):
-    """Of all layers: (layers, B, length, Hkv, D), or (layers, pages, PAGE, Hkv, D) with a table."""
+    """All layers': (layers, B, length, Hkv, D), or (layers, pages, PAGE, Hkv, D) with a table."""
 
     key: jax.Array
     value: jax.Array
     table: jax.Array | None = None
 
     def write(self, key, value, sequence_ids, positions):
-        """With the keys and values of all layers, (layers, R, T, Hkv, D) each."""
+        """The cache with keys and values of all layers written, (layers, R, T, Hkv, D) each."""
         put = partial(
             kv_cache.write, sequence_ids=sequence_ids, positions=positions, block_table=self.table
         )
@@ -46,9 +46,9 @@ class Cache(NamedTuple):
 
 
 def run_layers(parameters, tokens, positions, attend, scanned):
-    """Logits, and what `attend` returns beside the output of each layer.
+    """Logits, and the second result of `attend` for each layer.
 
-    attend(query, key, value, layer's part of `scanned`) -> output, anything.
+    attend(query, key, value, the layer's part of `scanned`) -> output, anything.
     """
     angles = model.rope_angles(positions, CONFIG)
 
@@ -66,7 +66,7 @@ def run_layers(parameters, tokens, positions, attend, scanned):
 
 @jax.jit
 def forward(parameters, tokens, sequence_ids, positions):
-    """Of a packed batch: logits, and the keys and values of all layers."""
+    """Logits of a packed batch, and the keys and values of all layers."""
     document = packax.documents(sequence_ids)
     kinds = packax.causal() & document, packax.sliding_window(WINDOW - 1) & document
     stack = packax.masks.stack_masks([packax.create_attention_mask(x) for x in kinds])
@@ -79,7 +79,7 @@ def forward(parameters, tokens, sequence_ids, positions):
 
 @partial(jax.jit, donate_argnames="cache")
 def decode(parameters, tokens, lengths, cache):
-    """Logits of one token of each sequence, at position `lengths`, and the cache with it."""
+    """Logits of one token per sequence, at position `lengths`, and the cache including it."""
     place = lengths[:, None]
     row = jnp.arange(len(lengths))[:, None]
 
@@ -102,19 +102,19 @@ def decode(parameters, tokens, lengths, cache):
 
 @jax.jit
 def sample(logits, key):
-    """(B,) tokens of logits (B, vocabulary)."""
+    """(B,) tokens sampled from logits (B, vocabulary)."""
     return jax.random.categorical(key, logits / TEMPERATURE).astype(jnp.int32)
 
 
 def generate(parameters, prompts, cache, key):
-    """(answers, logits that each of their tokens was sampled from): a list of arrays each."""
+    """(answers, the logits from which their tokens were sampled): two lists of arrays."""
     sizes = np.array([len(prompt) for prompt in prompts])
     packed = segments.pack(prompts, length=64)
-    # Ids of all rows together: which prompt a token is of, as `source` says.
+    # Ids over all rows: the prompt of each token, from `source`.
     sequence_ids = np.append(np.repeat(np.arange(len(sizes)), sizes), -1)[packed.source]
     logits, new = forward(parameters, packed.tokens, sequence_ids, packed.positions)
     cache = cache.write(*new, sequence_ids, packed.positions)
-    ends = sizes[sequence_ids] - 1 == packed.positions  # of each prompt; an id of -1 is no end
+    ends = sizes[sequence_ids] - 1 == packed.positions  # the last tokens of prompts; never padding
     row, place = np.nonzero(ends & (sequence_ids >= 0))
     logits = logits[row, place][np.argsort(sequence_ids[row, place])]
 
@@ -127,7 +127,7 @@ def generate(parameters, prompts, cache, key):
         done |= token == END
         if done.all():
             break
-        # Sequences that are done write on behind their end, which nothing reads.
+        # Finished sequences keep writing after their end, which nothing reads.
         logits, cache = decode(parameters, token, lengths, cache)
         lengths = lengths + ~done
     tokens, seen = np.stack(tokens, 1), np.stack(seen, 1)
@@ -137,7 +137,7 @@ def generate(parameters, prompts, cache, key):
 
 
 def caches(count, length):
-    """A dense cache, and one in pages that lie in any order."""
+    """A dense cache, and one in pages in arbitrary order."""
     shape = (CONFIG.layers, count, length, CONFIG.kv_heads, CONFIG.head_dim)
     blocks = length // PAGE
     table = np.random.default_rng(1).permutation(count * blocks).reshape(count, blocks)
@@ -159,9 +159,9 @@ def main() -> None:
         stopped = sum(x[-1] == END for x in answers)
         print(
             f"{name}: {len(prompts)} prompts, {sum(map(len, answers))} new tokens, {stopped} "
-            f"sequences stopped by themselves, {took:.1f} s with compiling"
+            f"sequences stopped by themselves, {took:.1f} s including compilation"
         )
-        # The full forward over prompts and answers, packed: its logits before each new token.
+        # The full forward pass over packed prompts and answers: its logits for each new token.
         whole = [np.concatenate(x) for x in zip(prompts, answers, strict=True)]
         sizes = [len(x) for x in whole]
         ids = segments.from_lengths(np.array(sizes))[None]
@@ -172,7 +172,7 @@ def main() -> None:
             first = start + len(prompt) - 1
             rows = np.asarray(full[0, first : first + len(answer)])
             largest = max(largest, float(np.abs(rows - logits[n]).max()))
-            for step, token in enumerate(answer):  # the noise of one draw is that of all sequences
+            for step, token in enumerate(answer):  # one draw has the noise of all sequences
                 draw = np.zeros((len(prompts), CONFIG.vocabulary), np.float32)
                 draw[n] = rows[step]
                 drawn = sample(jnp.asarray(draw), jax.random.fold_in(jax.random.key(1), step))

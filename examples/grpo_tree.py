@@ -2,10 +2,11 @@
 
     python examples/grpo_tree.py
 
-As GRPO has it (arXiv 2402.03300): answers of one prompt have rewards, an answer's advantage is its
-reward less the mean of its group, over their deviation, and the loss weighs the log-probabilities
-of an answer's tokens by it. As a tree the prompt is there once; as documents once for each answer.
-Loss and gradients are the same, to rounding. Needs packax alone; runs on a CPU and on a GPU.
+As in GRPO (arXiv 2402.03300): the answers to a prompt have rewards, an answer's advantage is its
+reward minus the mean of its group, divided by their standard deviation, and the loss weights the
+log-probabilities of an answer's tokens by it. A tree stores the prompt once; documents store it
+once per answer. Loss and gradients are the same up to rounding. Needs only packax; runs on a CPU or
+a GPU.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ CONFIG = model.Config(
 
 
 class Batch(NamedTuple):
-    """One row of tokens. Each token of an answer is predicted by the row of the one before it: of
-    the first token of every answer that is the prompt's last."""
+    """One row of tokens. Each token of an answer is predicted by the row of the token before it;
+    for the first token of an answer that is the last token of the prompt."""
 
     tokens: np.ndarray  # (1, S)
     positions: np.ndarray
@@ -36,7 +37,7 @@ class Batch(NamedTuple):
 
 
 def groups_of_answers(rng):
-    """Prompts, their answers, and what answers are worth: here how many of their tokens are
+    """Prompts, their answers, and the rewards of answers: here how many of their tokens are
     even."""
     prompts = rng.integers(0, CONFIG.vocabulary, (GROUPS, PROMPT))
     lengths = rng.integers(ANSWER // 2, ANSWER + 1, (GROUPS, ANSWERS))
@@ -98,7 +99,7 @@ def main() -> None:
         results.append(jax.block_until_ready(step(parameters, batch, expression)))
         took = 1e3 * (time.perf_counter() - begin)
         tokens = batch.tokens.size
-        print(f"{name}: {tokens} tokens, loss {results[-1][0]:.6f}, {took:.1f} ms a step")
+        print(f"{name}: {tokens} tokens, loss {results[-1][0]:.6f}, {took:.1f} ms per step")
     (first, ours), (second, theirs) = results
     pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True)
     largest = max(float(jnp.abs(x - y).max() / jnp.abs(y).max()) for x, y in pairs)

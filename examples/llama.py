@@ -3,8 +3,8 @@
     python examples/llama.py
 
 Rotary positions restart in every document; the mask is built once per step, outside the scan. The
-backward pass of each layer recomputes all but attention, whose output and log-sum-exp are saved by
-name (`packax.CHECKPOINT_NAMES`). Needs packax and optax; runs on a CPU and on a GPU.
+backward pass of each layer recomputes everything except attention, whose output and log-sum-exp are
+saved by name (`packax.CHECKPOINT_NAMES`). Needs packax and optax; runs on a CPU or a GPU.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def main() -> None:
     plain = jax.jit(jax.grad(loss), static_argnums=2)
     for number, batch in enumerate(batches(rows, 2, steps=10)):
         new, state, value, gradients = step(parameters, state, batch)
-        if number == 1:  # remat changes when things are computed, not what comes out
+        if number == 1:  # remat changes when things are computed, not the results
             others = plain(parameters, batch, False)
             for x, y in zip(jax.tree.leaves(gradients), jax.tree.leaves(others), strict=True):
                 largest = max(float(jnp.abs(y).max()), 1e-6)

@@ -2,7 +2,7 @@
 
     python examples/pack_and_train.py
 
-Needs packax and optax; runs on a CPU and on a GPU.
+Needs packax and optax; runs on a CPU or a GPU.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def initialize(key):
 
 
 def loss(parameters, tokens, segment_ids, targets, weights):
-    # Row i attends its own document's tokens up to itself. One mask for all layers, both passes.
+    # Row i attends the tokens of its document up to itself. One mask for all layers, both passes.
     mask = packax.create_attention_mask(packax.causal() & packax.documents(segment_ids))
     x = parameters["embedding"][tokens]
     for layer in range(LAYERS):

@@ -1,8 +1,8 @@
-"""Pack documents into rows, and see that no document in a row attends another.
+"""Pack documents into rows, and check that no document in a row attends another.
 
     python examples/pack_documents.py
 
-Needs packax alone; runs on a CPU and on a GPU. The other examples import `pack` and `batches`.
+Needs only packax; runs on a CPU or a GPU. The other examples import `pack` and `batches`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from packax import segments
 
 
 class Rows(NamedTuple):
-    """(rows, length) each."""
+    """Arrays of (rows, length)."""
 
     tokens: np.ndarray
     segment_ids: np.ndarray  # 0, 1, 2, ... in each row; -1: padding
     positions: np.ndarray  # from 0 in each document
     targets: np.ndarray  # the next token of the same document
-    weights: np.ndarray  # 1, and 0 where there is none
+    weights: np.ndarray  # 1, or 0 without a target
 
 
 def pack(documents: list[np.ndarray], length: int) -> Rows:
@@ -35,7 +35,7 @@ def pack(documents: list[np.ndarray], length: int) -> Rows:
 
 
 def sources(count: int = 200) -> list[np.ndarray]:
-    """Real documents that every Python has: modules of the standard library, as bytes."""
+    """Documents that come with every Python: modules of the standard library, as bytes."""
     paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:count]
     texts = [np.frombuffer(path.read_bytes(), np.uint8) for path in paths]
     return [text for text in texts if len(text)]
@@ -49,8 +49,9 @@ def batches(rows: Rows, size: int, steps: int, seed: int = 0) -> Iterator[Rows]:
 
 
 def planned(batch: Rows, ranks: int) -> tuple[Rows, np.ndarray, packax.context.ContextPlan]:
-    """For context parallelism over so many GPUs: the batch in a plan's order, its ids as they were
-    (the mask is made of those, with the plan), and the plan. Plain numpy, for a data loader."""
+    """For context parallelism over `ranks` GPUs: the batch in a plan's order, its ids in their
+    original order (the mask is built from those and the plan), and the plan. Plain numpy, for a
+    data loader."""
     expression = packax.causal() & packax.documents(batch.segment_ids)
     plan = packax.context_plan(expression, ranks=ranks, kind="local")
     return plan.permute(batch), batch.segment_ids, plan
@@ -61,14 +62,14 @@ def main() -> None:
     rows = pack(sources(60), length)
     print(segments.check_packing(*rows[1:4], tokens=rows.tokens, weights=rows.weights))
 
-    # What the loader of a model on two GPUs hands on: a plan beside each batch.
+    # For a model on two GPUs, the loader passes on a plan with each batch.
     batch = next(batches(rows, size=1, steps=1))
     moved, segment_ids, plan = planned(batch, ranks=2)
     np.testing.assert_array_equal(plan.unpermute(moved.tokens), batch.tokens)
     assert segment_ids is batch.segment_ids
     print(f"on two GPUs each fetches {plan.fetched} of the {length // 2} keys of the other")
 
-    # The row of most documents, attended as a row and document by document.
+    # The row with the most documents, attended as a whole and document by document.
     row = int(np.argmax(rows.segment_ids.max(1)))
     ids = rows.segment_ids[row]
     keys = jax.random.split(jax.random.key(0), 3)

@@ -3,18 +3,18 @@
     python examples/train_context_parallel.py                      # all GPUs of this host
     python examples/train_context_parallel.py --devices 8 --cpu    # eight fake CPU devices
 
-Every step: the documents' plan is made on the device (with --plan local on the host, before), the
-batch is permuted by it, one mask is built and partitioned with the query rows, and the layers run
-on it. Parameters are sharded over the
-fsdp and tensor axes, rows of the batch over fsdp, the sequence over context. The first loss is
-compared with that of the same step on one device. Needs packax, optax and tqdm.
+In every step the plan for the documents is made on the device (with --plan local on the host,
+before the step), the batch is permuted by it, one mask is built and sharded like the query rows,
+and all layers use it. Parameters are sharded over the fsdp and tensor axes, rows of the batch over
+fsdp, the sequence over context. The first loss is compared with that of the same step on one
+device. Needs packax, optax and tqdm.
 
-Several processes, on one host or many, each with its own --process-id:
+With several processes, on one or many hosts, each has its own --process-id:
 
     python examples/train_context_parallel.py --coordinator HOST:PORT --processes 2 --process-id 0
     python examples/train_context_parallel.py --coordinator HOST:PORT --processes 2 --process-id 1
 
-or `--distributed` alone under Slurm or mpirun, whose variables jax reads. Every process makes the
+or only `--distributed` under Slurm or mpirun, whose variables jax reads. Every process loads the
 rows that its devices hold (`packax.context.local_rows`).
 """
 
@@ -43,7 +43,7 @@ SHARDING = packax.AttentionSharding(
 
 
 def parameter_specs(parameters: model.Parameters) -> model.Parameters:
-    """The wide side of every matrix over tensor, the other over fsdp; norms are replicated."""
+    """The wide side of every matrix over tensor, the other side over fsdp; norms are replicated."""
     layers = {
         "attention_norm": P(),
         "query_key_value": P(None, "fsdp", None),
@@ -59,8 +59,8 @@ def parameter_specs(parameters: model.Parameters) -> model.Parameters:
 
 
 def loss(parameters, batch, config, plan=None, *, kind="balanced", sharding=None):
-    """Mean loss; with a sharding, of the batch permuted by a plan: the mean is the same."""
-    # The expression is about the documents in order; the plan moves the batch and the mask's rows.
+    """Mean loss; with a sharding, that of the batch permuted by a plan: the mean is the same."""
+    # The expression is for documents in order; the plan permutes the batch and the mask's rows.
     expression = packax.causal() & packax.documents(batch["segment_ids"])
     if sharding is None:
         mask = packax.create_attention_mask(expression)
@@ -81,26 +81,26 @@ def arguments_of() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--cpu", action="store_true", help="fake CPU devices, 8 unless --devices")
-    parser.add_argument("--devices", type=int, help="how many of this process (default: all)")
+    parser.add_argument("--devices", type=int, help="how many in this process (default: all)")
     parser.add_argument("--mesh", help="sizes of fsdp,context,tensor, such as 2,2,2")
     parser.add_argument("--plan", choices=("balanced", "zigzag", "local"), default="balanced")
     parser.add_argument(
         "--shared",
         type=float,
         default=0.5,
-        help="of a rank's rows, for --plan local (default: half)",
+        help="shared fraction of a rank's rows, for --plan local (default: half)",
     )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seq-len", type=int, help="default: 1024 on CPUs, 32768 on GPUs")
-    parser.add_argument("--distributed", action="store_true", help="processes of a launcher")
-    parser.add_argument("--coordinator", help="address:port of process 0, where there are several")
-    parser.add_argument("--processes", type=int, help="how many there are")
-    parser.add_argument("--process-id", type=int, help="which one this is, from 0")
+    parser.add_argument("--distributed", action="store_true", help="started by a launcher")
+    parser.add_argument("--coordinator", help="address:port of process 0, for several processes")
+    parser.add_argument("--processes", type=int, help="number of processes")
+    parser.add_argument("--process-id", type=int, help="index of this process, from 0")
     return parser.parse_args()
 
 
 def mesh_sizes(text: str | None, count: int) -> tuple[int, ...]:
-    """Given, or factors of two: context first, then fsdp, then tensor."""
+    """The sizes given, or factors of two: first for context, then fsdp, then tensor."""
     if text is not None:
         sizes = tuple(map(int, text.split(",")))
         if len(sizes) != 3 or int(np.prod(sizes)) != count:
@@ -120,7 +120,7 @@ def main() -> int:
         flag = f"--xla_force_host_platform_device_count={arguments.devices or 8}"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
         jax.config.update("jax_platforms", "cpu")
-    if arguments.distributed or arguments.coordinator:  # likewise
+    if arguments.distributed or arguments.coordinator:  # also before
         jax.distributed.initialize(arguments.coordinator, arguments.processes, arguments.process_id)
     talks = jax.process_index() == 0
     devices = jax.devices()
@@ -164,7 +164,7 @@ def main() -> int:
         return optax.apply_updates(parameters, updates), state, value
 
     def planned(batch):
-        """On the host, for all rows of the global batch; None: the program plans."""
+        """A plan from the host for all rows of the global batch; None: the program plans."""
         if not local:
             return None
         expression = packax.causal() & packax.documents(batch["segment_ids"])
@@ -172,7 +172,7 @@ def main() -> int:
         return packax.context_plan(expression, ranks=ranks, kind="local", shared=shared)
 
     def placed(batch):
-        """The rows of this process, as its part of the global batch; the step permutes them."""
+        """The global batch, from the rows of this process; the step permutes them."""
         place = NamedSharding(mesh, P("fsdp"))
         return jax.tree.map(
             lambda x: jax.make_array_from_process_local_data(place, x[mine], x.shape), batch
@@ -198,7 +198,7 @@ def main() -> int:
     limit = 1e-2 if on_gpu else 1e-4  # bfloat16, float32
     if not talks:
         return 0
-    print(f"loss       {losses[0]:.3f} -> {losses[-1]:.3f} nats a byte")
+    print(f"loss       {losses[0]:.3f} -> {losses[-1]:.3f} nats per byte")
     same = "equals" if difference <= limit else "DIFFERS from"
     print(f"first loss {same} one device's: {losses[0]:.6f} and {alone:.6f}")
     return 0 if difference <= limit else 1

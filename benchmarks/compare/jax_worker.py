@@ -1,9 +1,8 @@
-"""packax and its peers in JAX for versus_fa4.py: the passes of attention.py, timed a burst at a
-time when asked.
+"""packax and its peers in JAX for versus_fa4.py: the passes of attention.py, timed one burst per
+request.
 
-Its inputs are the other worker's too, through files, and its float32 reference judges both. For
-versus_wheel.py it is packax alone, the one that its PYTHONPATH has, and two of them compare
-results.
+Both workers get the same inputs, through files, and its float32 reference checks both. For
+versus_wheel.py it runs only packax, the one on its PYTHONPATH, and two workers compare results.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ class State:
         return {"implementations": report, "compared": self.reference.slices()}
 
     def prepare_packax(self, case: str, round_ms: float) -> dict[str, Any]:
-        """Likewise, of packax alone: its row, which says what is timed in a loop."""
+        """prepare for packax only: its row, which says what is timed in a loop."""
         found, inputs = self._begin(case)
         self.reference = Reference(found, inputs)
         item = packax_attention(found)
@@ -140,7 +139,7 @@ class State:
         }
 
     def _results(self) -> dict[str, jax.Array]:
-        """Of the passes that are timed, whole."""
+        """The whole results of the passes that are timed."""
         passes, found = self.passes["packax"], {}
         if "fwd" in passes:
             found["out"] = passes["fwd"]()
@@ -154,8 +153,8 @@ class State:
             np.save(Path(folder) / f"{name}.npy", np.asarray(x).view(np.int16))
 
     def compare(self, folder: str) -> dict[str, Any]:
-        """Every element of packax's results with those kept: relative differences, those over the
-        limit, equal bits."""
+        """Compares every element of packax's results with those kept: relative differences, those
+        over the limit, bit equality."""
         differences, same = {}, []
         for name, x in self._results().items():
             path = Path(folder) / f"{name}.npy"
@@ -169,7 +168,7 @@ class State:
         return {"differences": differences, "differ": wrong(differences), "same_bits": same}
 
     def time(self, name: str, what: str, launches: int) -> float:
-        """Milliseconds a pass."""
+        """Milliseconds per pass."""
         if what in self.loops:
             return burst(self.loops[what], jax.block_until_ready, launches) / LOOP
         return burst(self.passes[name][what], jax.block_until_ready, launches)

@@ -1,8 +1,7 @@
-"""FlexAttention for masks.py: masks and scores by the same predicates, timed a burst at a time when
-asked.
+"""FlexAttention for masks.py: masks and scores by the same predicates, timed one burst per request.
 
-Called as a user of torch calls it: compiled, a block mask built once, grouped heads by enable_gqa;
-sinks by the log-sum-exp, as Hugging Face's gpt-oss does. Inputs come and results go through files.
+It is called as in torch programs: compiled, a block mask built once, grouped heads by enable_gqa;
+sinks by the log-sum-exp, as in Hugging Face's gpt-oss. Inputs and results are passed in files.
 """
 
 from __future__ import annotations
@@ -114,7 +113,7 @@ class State:
             write("dk", dk[0, head])
             write("dv", dv[0, head])
             self.passes["bwd"] = backward
-        except Exception as error:  # the forward may run where the backward does not
+        except Exception as error:  # the forward may run even if the backward does not
             text = (str(error).strip().splitlines() or [""])[0]
             failed["bwd" if self.passes else "fwd"] = f"{type(error).__name__}: {text}"[:300]
         launches = {what: launches_of(f, finish, round_ms) for what, f in self.passes.items()}

@@ -1,10 +1,11 @@
 """FlashAttention-4's CuTe kernels, or torch's own FlashAttention-2, for versus_fa4.py.
 
-Each is timed a burst at a time when asked.
+Each is timed one burst per request.
 
-Inputs are the JAX worker's, and it judges the results: both come and go through files. Called as a
-user of torch calls them: flash_attn_func for one document, flash_attn_varlen_func for several, of
-FlashAttention-2 the operation with cu_seqlens; gradients by torch.autograd, residuals in memory.
+Inputs come from the JAX worker, which also checks the results; both are passed in files. They are
+called as in torch programs: flash_attn_func for one document, flash_attn_varlen_func for several,
+for FlashAttention-2 the operation with cu_seqlens; gradients by torch.autograd, residuals in
+memory.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ class State:
             write("dv", dv[0, start:stop, head])
             del dq, dk, dv
             self.passes["bwd"] = backward
-        except Exception as error:  # the forward may run where the backward does not
+        except Exception as error:  # the forward may run even if the backward does not
             text = (str(error).strip().splitlines() or [""])[0]
             failed["bwd" if self.passes else "fwd"] = f"{type(error).__name__}: {text}"[:300]
         launches = {what: launches_of(f, finish, round_ms) for what, f in self.passes.items()}

@@ -1,4 +1,4 @@
-"""packax, cuDNN and FlashAttention 2, 3 and 4 on one GPU, in turns: TFLOP/s and ratios.
+"""packax, cuDNN and FlashAttention 2, 3 and 4 on one GPU, taking turns: TFLOP/s and ratios.
 
     python benchmarks/compare/versus_fa4.py [--fa4 dist/fa4.tar.xz | --fa2] [--peers cudnn,fa3]
         [--cases board,long] [--rounds 7] [--power] [--out DIR]
@@ -6,14 +6,14 @@
 Two processes, one with JAX (packax from the wheel, and --peers: cuDNN, FA3 from flash-attn3-jax)
 and one with torch (FA4), take turns: in every round each implementation runs a burst of about 120
 ms, in another order every round, while the other process waits (turns.py). Ratios are of medians.
-Inputs are the same arrays and every output and gradient is compared with one float32 reference
-first; a wrong one is not timed. --power: bursts of two seconds (--round-ms), and beside each time
-the GPU's power and clock (power.py). --fa2 takes torch's own FlashAttention-2 in FA4's place, for
-builds of kernels for other GPUs (docs/internals/proxy.md); with neither the JAX process runs alone.
+Inputs are the same arrays, and every output and gradient is first compared with one float32
+reference; a wrong one is not timed. --power: bursts of two seconds (--round-ms), with the GPU's
+power and clock for each time (power.py). --fa2 uses torch's FlashAttention-2 instead of FA4, for
+builds of kernels for other GPUs (docs/internals/proxy.md); with neither, only the JAX process runs.
 
-The machine needs torch 2.11 for CUDA 13 and, of Python packages, einops, cuda-bindings, protobuf
-and typing-extensions beside JAX. What it has not got comes in the archives that `bash
-benchmarks/compare/pack_fa4.sh` (and pack_fa3.sh) makes where there is a package registry:
+The machine needs torch 2.11 for CUDA 13 and, in addition to JAX, the Python packages einops,
+cuda-bindings, protobuf and typing-extensions. The other packages come in the archives that `bash
+benchmarks/compare/pack_fa4.sh` (and pack_fa3.sh) makes on a machine with a package registry:
 flash-attn-4, nvidia-cutlass-dsl with its libs-base, libs-core and libs-cu13, quack-kernels,
 apache-tvm-ffi, torch-c-dlpack-ext. FA4 compiles its kernels at first use. Writes versus_fa4.json,
 or versus_fa2.json, into --out (default: $OUT, else benchmarks/results).
@@ -49,7 +49,7 @@ TORCH = ("fa2", "fa4")
 
 
 def unpacked(fa4: Path, stack: contextlib.ExitStack) -> Path:
-    """The folder with FA4's packages: `fa4`, or what is in it, for as long as `stack` is open."""
+    """The folder with FA4's packages: `fa4`, or its unpacked content while `stack` is open."""
     if fa4.is_dir():
         return fa4.resolve()
     site = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -60,7 +60,7 @@ def unpacked(fa4: Path, stack: contextlib.ExitStack) -> Path:
 
 
 def torch_environment(site: Path) -> dict[str, str]:
-    """This one's, but with FA4's packages and without what stands in the way of Triton for packax
+    """This process's environment, with FA4's packages and without what disables Triton for packax
     (.ci/gpu)."""
     parts = [str(site), str(site / "nvidia_cutlass_dsl" / "dsl_packages")]
     return os.environ | {"PYTHONPATH": os.pathsep.join(parts)}
@@ -75,7 +75,7 @@ def prepare(
     peers: tuple[str, ...],
     torch_peer: str = "fa4",
 ) -> dict[str, Any]:
-    """Rows of the report without times: errors, what failed, launches of a burst."""
+    """Rows of the report without times: errors, what failed, launches per burst."""
     with (
         tempfile.TemporaryDirectory(dir=scratch) as inputs,
         tempfile.TemporaryDirectory() as results,
@@ -142,8 +142,8 @@ def run_case(
 
 
 def table(results: dict[str, Any]) -> str:
-    """One line a case and pass: ms and TFLOP/s of each, packax against the others (over 1: packax
-    is faster)."""
+    """One line per case and pass: ms and TFLOP/s of each, and packax compared with the others (over
+    1: packax is faster)."""
     order = [who for who in ORDER if any(who in rows for rows in results.values())]
     head = f"{'case':<20}{'pass':<5}"
     head += "".join(f"{who + ' ms':>11}{'TFLOP/s':>9}" for who in order)

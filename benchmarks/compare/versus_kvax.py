@@ -1,17 +1,17 @@
-"""packax.kvax and kvax itself by the same calls, in one process, in turns: TFLOP/s and ratio.
+"""packax.kvax and kvax by the same calls, in one process, taking turns: TFLOP/s and ratio.
 
     pip install --no-deps kvax==0.1.0 && pip install chex jax-triton
     python benchmarks/compare/versus_kvax.py [--cases board] [--rounds 7] [--out DIR]
 
-One function is written against kvax's names and run with either package: kvax at its H100 block
-sizes, 64 x 64 where those do not compile. Every output and gradient is compared with the float32
+One function uses kvax's names and runs with either package: kvax with its H100 block sizes, or
+64 x 64 if those do not compile. Every output and gradient is compared with the float32
 reference of attention.py before anything is timed; a wrong one is not timed and makes the program
 exit 1.
 
-kvax 0.1.0 does not import with today's jax and Triton. `importable` supplies what they dropped (the
-old place of shard_map, the mesh in pxla, two helpers of jax-triton) and marks two constants for
-Triton: nothing that it computes by. Without a GPU, `--trace` shows that both packages trace. Writes
-versus_kvax.json; results/versus_kvax_h200.json has two of the cases.
+kvax 0.1.0 cannot be imported with today's jax and Triton. `importable` supplies what they removed
+(the old location of shard_map, the mesh in pxla, two helpers of jax-triton) and marks two constants
+for Triton; it does not change what kvax computes. Without a GPU, `--trace` shows that both packages
+trace. Writes versus_kvax.json; results/versus_kvax_h200.json has two of the cases.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ BLOCKS = ((128, 128, 64, 128), (64, 64, 64, 64))  # forward queries, keys; backw
 
 
 def importable() -> None:
-    """Lets `import kvax` work beside a jax that has moved on."""
+    """Lets `import kvax` work with current jax."""
     with contextlib.suppress(ImportError):
         from jax._src.mesh import thread_resources
         from jax.interpreters import pxla
@@ -73,7 +73,7 @@ def importable() -> None:
 
 
 def enter(packages: list[str]) -> None:
-    """For the whole program: kvax asks for a mesh and specs on one device too."""
+    """For the whole program: kvax needs a mesh and specs even on one device."""
     specs = ("data", None, None, None)
     for package in packages:
         importlib.import_module(f"{package}.utils.specs").set_attention_specs(specs, specs)
@@ -98,7 +98,7 @@ def attention_of(package: str, case: Case, blocks: tuple[int, ...]) -> Implement
 
     def function(query: Any, key: Any, value: Any, operands: Any) -> jax.Array:
         tokens, masks = operands
-        if package == "kvax":  # its masks do not cross jit
+        if package == "kvax":  # its masks cannot be passed through jit
             masks = tuple(mask_type.unflatten(mask) for mask in masks)
         scale = case.head_dim**-0.5
         return ops.flash_attention(query, key, value, *tokens, masks, scale=scale, **settings)
@@ -150,7 +150,7 @@ def run_case(case: Case, packages: list[str], rounds: int) -> dict[str, Any]:
 
 
 def trace(packages: list[str]) -> None:
-    """Forward and backward as a jaxpr: what can be seen of the calls where there is no GPU."""
+    """Forward and backward as a jaxpr, to check the calls without a GPU."""
     case = Case("small", 1, 256, 4, 2, 64, 2, split=(128, 128))
     inputs = random_inputs(case)
     for package in packages:

@@ -1,18 +1,17 @@
-"""The packax at hand and another wheel of it on one GPU in one session, in turns: ms and their
-ratio.
+"""The current packax and another wheel of it on one GPU, taking turns in one session: ms, ratios.
 
     python benchmarks/compare/versus_wheel.py --before DIR_OR_WHEEL [--cases board,dims]
         [--rounds 5] [--quick] [--out DIR]
 
-Two processes with JAX, one with the packax that Python finds here ("now"), one with the other wheel
-unpacked before it on its path, take turns as in versus_fa4.py: in every round each runs a burst of
-about 120 ms of the forward and later of the backward, the first one in turns, while the other
-process waits (turns.py). First every output and gradient of each is compared with the float32
-reference, of sampled rows and one head, and those of both with each other, every element; what is
-wrong or differs is not timed and makes the program exit 1.
+Two processes with JAX, one with the packax that Python finds here ("now") and one with the other
+wheel first on its path, take turns as in versus_fa4.py: in every round each runs a burst of about
+120 ms of the forward and later of the backward, in alternating order, while the other process waits
+(turns.py). First, outputs and gradients of each are compared with the float32 reference for sampled
+rows and one head, and all elements of both with each other; what is wrong or differs is not timed
+and makes the program exit 1.
 
-Of an old wheel only flash_attention(query, key, value, mask), create_attention_mask, causal and
-documents are asked. Without a GPU, --quick tries the program with tiny cases. Writes
+From an old wheel only flash_attention(query, key, value, mask), create_attention_mask, causal and
+documents are used. Without a GPU, --quick tries the program with tiny cases. Writes
 versus_wheel.json into --out (default: $OUT, else benchmarks/results).
 """
 
@@ -41,7 +40,7 @@ ORDER = ("before", "now")
 
 
 def unpacked(before: Path, folder: Path) -> Path:
-    """What the path needs for `before`, a wheel (into `folder`) or a folder that has packax/."""
+    """The folder for the path: the wheel `before` unpacked into `folder`, or one with packax/."""
     if before.is_file():
         with zipfile.ZipFile(before) as wheel:
             wheel.extractall(folder)
@@ -64,8 +63,8 @@ def started(site: Path, stack: contextlib.ExitStack) -> dict[str, Worker]:
 
 
 def prepare(case: Case, workers: dict[str, Worker], round_ms: float) -> dict[str, Any]:
-    """Rows of the report without times: errors, what failed, launches of a burst; and `compared`,
-    one with the other."""
+    """Rows of the report without times: errors, what failed, launches per burst; and `compared`,
+    the two with each other."""
     rows: dict[str, Any] = {}
     for name, worker in workers.items():
         try:
@@ -115,7 +114,7 @@ def run_case(
 
 
 def table(results: dict[str, Any]) -> str:
-    """One line a case and pass. Ratio over 1: the packax at hand is faster; behind it the rounds'
+    """One line per case and pass. Ratio over 1: the current packax is faster; then the rounds'
     extremes."""
     head = f"{'case':<20}{'pass':<5}" + "".join(f"{who + ' ms':>11}{'TFLOP/s':>9}" for who in ORDER)
     lines = [head + f"{'ratio':>8}{'rounds':>15}{'error':>9}{'before':>9}  results"]
@@ -145,7 +144,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def _said(compared: dict[str, Any], names: tuple[str, ...]) -> str:
-    """Of the two's results: the same bits, or the largest relative difference."""
+    """Whether the two results are bit-identical, or their largest relative difference."""
     found = {x: compared["differences"][x] for x in names if x in compared["differences"]}
     if not found:
         return "-"

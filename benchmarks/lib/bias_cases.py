@@ -1,4 +1,4 @@
-"""Cases of biases and dropout as data, and what each implementation makes of one."""
+"""Cases of biases and dropout as data, and each implementation's function for a case."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ class BiasCase:
         return self.batch * self.seq * (self.seq + 1 if self.causal else 2 * self.seq) / 2
 
     def flops(self, what: str) -> float:
-        """Of attention alone: two products forward, five backward."""
+        """Of attention without the bias: two products forward, five backward."""
         forward = 4.0 * self.heads * self.dim * self.area
         return {"fwd": forward, "bwd": 2.5 * forward}[what]
 
     def operand(self) -> jax.Array | None:
-        """What the bias is made of, and differentiated in."""
+        """The array from which the bias is computed, and in which it is differentiated."""
         shapes = {
             "array": (1, self.heads, self.seq, self.seq),
             "table": (BUCKETS, self.heads),
         }
         if self.bias == "none":
             return None
-        # Many pairs are added up to an entry of a table: in float32.
+        # Float32, because many pairs add up in one entry of a table.
         dtype = jnp.float32 if self.bias == "table" else jnp.bfloat16
         return jax.random.normal(jax.random.key(7), shapes[self.bias], dtype)
 
     def bias_rows(self, operand: Any, rows: jax.Array) -> Any:
-        """(1, H, rows, S) of some rows."""
+        """(1, H, rows, S): the bias of some rows."""
         if self.bias == "table":
             return operand[self._buckets(rows)].transpose(2, 0, 1)[None].astype(jnp.bfloat16)
         return None if operand is None else operand[:, :, rows]
@@ -59,7 +59,7 @@ class BiasCase:
         return self.bias_rows(operand, jnp.arange(self.seq)) if self.bias == "table" else operand
 
     def _buckets(self, rows: jax.Array) -> jax.Array:
-        """T5's, of distances in both directions or of those behind a row."""
+        """T5's buckets, of distances in both directions or only of keys before a row."""
         far = rows[:, None] - jnp.arange(self.seq)
         count = BUCKETS if self.causal else BUCKETS // 2
         ahead = jnp.zeros_like(far) if self.causal else jnp.where(far < 0, count, 0)
@@ -108,7 +108,7 @@ def _by_jax_nn(case: BiasCase, implementation: str) -> Function:
 
 
 def jax_function(case: BiasCase) -> Function:
-    """jax.nn's in XLA; it has no dropout, so that is written out as Flax has it."""
+    """jax.nn's in XLA; it has no dropout, which is written out as in Flax."""
     if not case.dropout:
         return _by_jax_nn(case, "xla")
 
@@ -128,7 +128,7 @@ def jax_function(case: BiasCase) -> Function:
 
 
 def cudnn_function(case: BiasCase) -> Function:
-    """Through jax.nn; with dropout through jax's private call, the only one that has it."""
+    """Through jax.nn; with dropout through jax's private function, which alone supports it."""
     if not case.dropout:
         return _by_jax_nn(case, "cudnn")
 

@@ -1,5 +1,5 @@
-"""What is right of attention with a bias and dropout, in float32: some rows of all heads, all keys
-of one, and the gradient of the bias or of its table."""
+"""The float32 reference of attention with a bias and dropout: some rows of all heads, all keys of
+one, and the gradient of the bias or of its table."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from lib.reference import einsum, relative
 
 ROWS, BLOCK = 32, 256
 LIMIT = 1e-2
-# Of a table every entry sums millions of rounded terms.
+# Every entry of a table sums millions of rounded terms.
 LIMITS = {"dtable": 3e-2, "mean": 5e-2}
 
 
 def kept(case: BiasCase, rows: jax.Array, heads: jax.Array) -> jax.Array:
-    """(B, heads, rows, S) bool, of packax's bits."""
+    """(B, heads, rows, S) bool: what packax's dropout keeps."""
     words = jax.random.bits(DROPOUT_KEY, (2,), jnp.uint32)
     index = jnp.meshgrid(
         jnp.arange(case.batch), heads, rows, jnp.arange(case.seq // 4), indexing="ij"
@@ -133,8 +133,8 @@ class Reference:
         return found
 
     def errors(self, found: dict[str, jax.Array], *, other_bits: bool) -> dict[str, float]:
-        """Relative errors. `other_bits`: dropout by another generator, whose output is right in
-        the mean: its projection on the output without dropout is compared with 1."""
+        """Relative errors. `other_bits`: dropout by another generator, whose output is right on
+        average: its projection on the output without dropout is compared with 1."""
         if not other_bits:
             return {name: relative(x, self.values[name]) for name, x in found.items()}
         if "out" not in found:

@@ -18,9 +18,9 @@ class Case:
     kv_heads: int
     head_dim: int  # of queries and keys
     documents: int
-    peers: bool = True  # timed beside cuDNN; False: packax alone
+    peers: bool = True  # cuDNN is timed too; False: only packax
     v_dim: int = 0  # of values and output; 0: head_dim
-    split: tuple[int, ...] = ()  # the documents' lengths, where they are not drawn
+    split: tuple[int, ...] = ()  # the documents' lengths, if they are not drawn
     group: str = "board"
 
     @property
@@ -38,7 +38,7 @@ class Case:
 
     @property
     def forward_flops(self) -> float:
-        """Two operations an element of a pair: QK^T over the queries' dim, PV over the values'."""
+        """Two operations per element of a pair: QK^T over the queries' dim, PV over the values'."""
         return 2.0 * self.heads * (self.head_dim + self.value_dim) * self.area
 
     @property
@@ -134,7 +134,7 @@ SHARD = (  # a GPU's heads under tensor parallelism
     *(Case(f"mha8_{name}_d128", 1, seq, 8, 8, 128, documents, group="shard")
       for name, seq, documents in (("causal_8k", 8192, 1), ("docs64_32k", 32768, 64))),
 )  # fmt: skip
-QUICK = (  # to try a program where there is no GPU
+QUICK = (  # to try a program without a GPU
     Case("docs3_200_d16", 1, 200, 4, 2, 16, 3, split=(70, 1, 129), group="quick"),
     Case("causal_2x96_d24", 2, 96, 4, 2, 24, 1, group="quick"),
 )

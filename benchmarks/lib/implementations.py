@@ -26,7 +26,7 @@ Arrays = tuple[jax.Array, ...]
 class Implementation:
     name: str
     function: Callable[..., jax.Array]  # (query, key, value, operands) -> output
-    operands: Any  # what does not change between layers: a built mask, lengths and offsets
+    operands: Any  # what is the same for all layers: a built mask, lengths and offsets
 
 
 def packax_attention(case: Case, *, deterministic: bool = False) -> Implementation:
@@ -36,7 +36,7 @@ def packax_attention(case: Case, *, deterministic: bool = False) -> Implementati
     )(segment_ids)
     options = (
         {"deterministic": True} if deterministic else {}
-    )  # of old wheels (versus_wheel.py) no more is asked
+    )  # old wheels (versus_wheel.py) have no more
     return Implementation(
         "deterministic" if deterministic else "packax",
         lambda q, k, v, mask: packax.flash_attention(q, k, v, mask, **options),
@@ -44,15 +44,15 @@ def packax_attention(case: Case, *, deterministic: bool = False) -> Implementati
     )
 
 
-# cuDNN's backward of a packed row asks for 64.5 GiB at 64 documents in 32k: not tried with more.
+# cuDNN's backward of a packed row needs 64.5 GiB at 64 documents in 32k: not tried with more.
 MOST_DOCUMENTS = 64
 
 
-FA3_HEAD_DIM = 128  # all that the wheels of flash-attn3-jax have kernels for
+FA3_HEAD_DIM = 128  # the only one in the wheels of flash-attn3-jax
 
 
 def not_tried(name: str, case: Case) -> dict[str, str]:
-    """Passes that a peer is not asked for, and why."""
+    """Passes that are not tried with a peer, and why."""
     if name == "fa3" and (case.head_dim, case.value_dim) != (FA3_HEAD_DIM, FA3_HEAD_DIM):
         return {"fwd": f"its wheels have head dim {FA3_HEAD_DIM} alone"}
     if name == "cudnn" and case.documents > MOST_DOCUMENTS:
@@ -61,8 +61,8 @@ def not_tried(name: str, case: Case) -> dict[str, str]:
 
 
 def cudnn_attention(case: Case) -> Implementation:
-    """Through jax.nn where that takes the shapes (one document, one head dim), else jax's private
-    call."""
+    """Through jax.nn if that takes the shapes (one document, one head dim), else jax's private
+    function."""
     scale = case.head_dim**-0.5
     if case.documents == 1 and case.value_dim == case.head_dim:
 
@@ -106,7 +106,7 @@ def cudnn_attention(case: Case) -> Implementation:
 
 
 def fa3_attention(case: Case) -> Implementation:
-    """FlashAttention-3. Without the package the first call fails, which a report says."""
+    """FlashAttention-3. Without the package the first call fails, and the report says so."""
     scale = case.head_dim**-0.5
     if case.documents == 1:
 
@@ -150,11 +150,11 @@ def random_inputs(case: Case, seed: int = 0) -> Arrays:
     )
 
 
-LOOP = 20  # passes in a call of work that is shorter than a dispatch
+LOOP = 20  # passes per call, for work that is shorter than a dispatch
 
 
 def touched(x: jax.Array, by: jax.Array) -> jax.Array:
-    """x, but only once `by` is there: one element is written."""
+    """x, available only after `by`: one element is written."""
     at = (0,) * x.ndim
     return x.at[at].add((by[at] * 0).astype(x.dtype))
 
@@ -164,10 +164,10 @@ class Compiled:
     """The jitted passes of one implementation, with its inputs bound."""
 
     implementation: Implementation
-    inputs: Arrays  # shapes alone suffice for `lowered`
+    inputs: Arrays  # shapes are enough for `lowered`
 
     def _program(self, what: str, count: int) -> tuple[Any, tuple[Any, ...]]:
-        """The jitted function of a pass, and its arguments but those of a backward alone."""
+        """The jitted function of a pass, and its arguments except those of a separate backward."""
         query, key, value, cotangent = self.inputs
         attention, operands = self.implementation.function, self.implementation.operands
 
@@ -213,7 +213,7 @@ class Compiled:
         return lambda: function(*arguments)
 
     def lowered(self, what: str, count: int = LOOP) -> list[Any]:
-        """The programs that a pass runs, lowered: to compile them before there are inputs."""
+        """The lowered programs of a pass, so that they can be compiled before inputs exist."""
         function, arguments = self._program(what, count)
         if what not in ("bwd", "bwd loop"):
             return [function.lower(*arguments)]
@@ -229,7 +229,7 @@ class Compiled:
         return self._bound("both")
 
     def pullback(self) -> Any:
-        """The backward with its residuals in memory, as jax.vjp gives it."""
+        """The backward with its residuals in memory, from jax.vjp."""
         return self._bound("residuals")()
 
     def backward(self) -> Callable[[], Arrays]:

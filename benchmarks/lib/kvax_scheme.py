@@ -1,5 +1,4 @@
-"""Context parallelism as kvax moves data, with packax's kernels: what context.py has beside
-packax's own way."""
+"""Context parallelism that moves data as kvax does, with packax's kernels, for context.py."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ def kvax_like(mask: packax.AttentionMask, sharding: packax.AttentionSharding, pl
     )
 
     def pull(q: Any, k: Any, v: Any, mask: Any, out: Any, lse: Any, dout: Any) -> Arrays:
-        # The backward primitive, as packax calls it: results of the forward are not computed again.
+        # The backward primitive, as packax calls it, so the forward is not computed again.
         dq, dk, dv, _ = passes.backward(
             AttentionSpec(scale=q.shape[3] ** -0.5, needs_grad=("query", "key", "value")),
             *(q, k, v, ScoreParams(), out, lse, dout, None, local(mask), NonDiffOperands()),

@@ -1,7 +1,7 @@
-"""Masks and options of models of today, each said twice: as packax says it, and pair by pair.
+"""Masks and options of current models, each defined twice: as packax expresses it, and per pair.
 
-`allows(h, i, j, tables)` uses operators and lookups alone, so numpy, jax and torch (FlexAttention's
-mask_mod) take the same one.
+`allows(h, i, j, tables)` uses only operators and lookups, so numpy, jax and torch (FlexAttention's
+mask_mod) use the same one.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ def on_path(i: Any, j: Any, tables: Tables) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """A block mask that the data decides (selections.py): every `rows` rows choose `top` blocks
-    of `keys` keys."""
+    """A block mask that depends on data (selections.py): every `rows` rows choose `top` blocks of
+    `keys` keys."""
 
     rows: int
     keys: int
     top: int
-    alike: int  # over so many rows, and keys, scores change slowly; 1: each has its own
+    alike: int  # over that many rows, and keys, scores change slowly; 1: all are independent
     by_head: bool = False
-    own: bool = True  # the block of the diagonal is among them, whatever its score
+    own: bool = True  # the block on the diagonal is always among them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ class OptionCase:
     tree: PackedTree | None = None
 
     def tables(self) -> dict[str, np.ndarray]:
-        """Images of 576 tokens in text, one every 1500, or those of the tree. Of a selection,
+        """Images of 576 tokens in text, one every 1500, or those of the tree. For a selection,
         masks.py adds "chosen"."""
         if self.tree is not None:
             return self.tree.tables()
@@ -97,7 +97,7 @@ class OptionCase:
         return found & packax.masks.block_sparse(tables["chosen"][None], (of.rows, of.keys))
 
     def slopes(self) -> np.ndarray:
-        """Press et al.'s, of as many heads as a power of two."""
+        """Press et al.'s, for a power of two of heads."""
         return (2.0 ** (-8 * (1 + np.arange(self.heads)) / self.heads)).astype(np.float32)
 
     def sink_logits(self) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What every program says while it runs, and where its results go."""
+"""What every program prints while it runs, and where its results go."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def default_out() -> Path:
 
 
 def to_json(value: Any, column: int = 0, label: str = "") -> str:
-    """JSON in which an array or object that fits on one line stands on one."""
+    """JSON in which an array or object is on one line if it fits."""
     line = label + json.dumps(value)
     if column + len(line) <= 320 or not value or not isinstance(value, dict | list):
         return line

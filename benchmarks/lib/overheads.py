@@ -1,4 +1,4 @@
-"""What is no kernel's steady state: the first call of a process, masks, host time in handlers."""
+"""Costs other than kernels: the first call of a process, masks, host time in handlers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lib.timing import interleaved, wall_ms
 
 
 def first_call() -> dict[str, Any]:
-    """Time of the process's first packax call, forward and backward, once the GPU is up."""
+    """Time of the process's first packax call, forward and backward, after GPU initialization."""
     start = time.perf_counter()
     x = jax.jit(lambda x: x @ x)(jnp.ones((256, 256), jnp.bfloat16))
     jax.block_until_ready(x)
@@ -78,7 +78,7 @@ def mask_building(tokens: int = 131072, documents: int = 12) -> dict[str, Any]:
         def loop(ids: jax.Array, build: Any = build) -> Any:
             def body(
                 _: Any, mask: Any
-            ) -> Any:  # the ids depend on the mask before, so that nothing is hoisted
+            ) -> Any:  # the ids depend on the previous mask, so that nothing is hoisted
                 return build(ids + jnp.minimum(jax.tree.leaves(mask)[0].ravel()[0], 0))
 
             return jax.lax.fori_loop(0, iterations, body, build(ids))

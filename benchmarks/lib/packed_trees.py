@@ -1,4 +1,4 @@
-"""Packed trees for mask_cases.py: what GRPO packs and a search tree, and the same laid out as
+"""Packed trees for mask_cases.py: one as GRPO packs it and a search tree, and the same as
 documents, one for each path from a root to a leaf."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class PackedTree:
-    """Segments in depth-first order: their lengths, and the one above each, -1 for a root."""
+    """Segments in depth-first order: their lengths and parents, -1 for a root."""
 
     lengths: tuple[int, ...]
     parents: tuple[int, ...]
@@ -44,7 +44,7 @@ class PackedTree:
         return sum(depth * own + own * (own + 1) // 2 for depth, own in both)
 
     def paths(self) -> list[int]:
-        """Lengths of the documents that the same branches are without a tree."""
+        """Lengths of the documents that represent the same branches without a tree."""
         leaves = set(range(len(self.parents))) - set(self.parents)
         return [self.depths()[n] + self.lengths[n] for n in sorted(leaves)]
 
@@ -67,7 +67,7 @@ def binary(levels: int, length: int) -> PackedTree:
 
 
 def as_documents(case: Any) -> Any:
-    """The case with its tree's paths as packed documents, whatever they share."""
+    """The case with its tree's paths as packed documents, shared tokens repeated."""
     lengths = case.tree.paths()
     ids = np.repeat(np.arange(len(lengths)), lengths).astype(np.int32)
     return dataclasses.replace(

@@ -1,8 +1,8 @@
 """Clock, power and energy of the GPU while something runs on it, read through NVML (the package
 nvidia-ml-py).
 
-Where a GPU is held by its power limit, a kernel that takes as many cycles as another and more
-energy takes more time.
+If a GPU is limited by power, a kernel that takes as many cycles as another but more energy takes
+more time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FIELDS = ("watts", "mhz", "held_by_power", "held_by_heat")
 
 
 class Meter:
-    """Of the first GPU. `during` calls a function and says what was read while it ran."""
+    """Reads the first GPU. `during` calls a function and returns what was read while it ran."""
 
     def __init__(self, nvml: Any = None) -> None:
         if nvml is None:
@@ -32,9 +32,9 @@ class Meter:
         return clock, self.nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self.device)
 
     def during(self, function: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
-        """Its result, and: watts (energy over time, all of the card), MHz (median), and the share
-        of samples in which the clock was held by the power limit, and by heat. Much longer than a
-        sample, or the first ones count for much."""
+        """Its result, and: watts (energy over time, of the whole card), MHz (median), and the
+        fraction of samples in which the clock was limited by power, and by heat. The function must
+        run much longer than a sample, or the first samples dominate."""
         samples: list[tuple[int, int]] = []
         done = threading.Event()
 
@@ -82,7 +82,7 @@ def metered(
 
 
 def medians(readings: list[dict[str, float]], ms: float) -> dict[str, float]:
-    """Of the rounds; and what a pass of `ms` takes, in joules and in millions of cycles."""
+    """Medians of the rounds, and the joules and millions of cycles of a pass of `ms`."""
     found = {name: statistics.median(r[name] for r in readings) for name in FIELDS}
     return found | {
         "joules": round(found["watts"] * ms / 1e3, 3),

@@ -133,7 +133,7 @@ class Reference:
         return self.slice_errors(found)
 
     def slice_errors(self, found: Mapping[str, jax.Array]) -> dict[str, float]:
-        """Likewise, of the slices alone."""
+        """Relative errors of slices."""
         return {name: relative(x, getattr(self, name)) for name, x in found.items()}
 
 
@@ -142,8 +142,8 @@ def wrong(errors: dict[str, float]) -> list[str]:
     return [name for name, error in errors.items() if not error <= LIMIT[name]]
 
 
-# A row of one key has dQ = dK = 0, and what is left of it in floating point is no error of anybody:
-# elements of inputs are about 1, and the gradients of the longest documents here about 0.003.
+# A row of one key has dQ = dK = 0, and rounding of that is not an error: elements of inputs are
+# about 1, and the gradients of the longest documents here about 0.003.
 NOTHING = 1e-3
 
 

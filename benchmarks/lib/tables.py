@@ -27,7 +27,7 @@ def _ratio(rows: dict[str, Any], what: str, who: str = "cudnn") -> str:
 
 
 def table(results: dict[str, Any], peers: dict[str, Any]) -> str:
-    """One line a case and pass; the peers' columns are the board's, from another run."""
+    """One line per case and pass; the peers' columns are the board's, from another run."""
     head = f"{'case':<20}{'pass':<9}{'packax ms':>10}{'TFLOP/s':>9}{'cuDNN ms':>10}{'TFLOP/s':>9}"
     head += f"{'ratio':>7}{'error':>9}{'cuDNN':>9}{'| board: FA4':>13}{'Flex':>6}{'kvax':>6}"
     lines = [head]
@@ -54,8 +54,8 @@ def table(results: dict[str, Any], peers: dict[str, Any]) -> str:
 
 
 def deterministic_table(results: dict[str, Any]) -> str:
-    """Backward with deterministic=True beside the default; `bits`: two runs of it agree in every
-    bit."""
+    """Backward with deterministic=True and the default; `bits`: whether two runs are
+    bit-identical."""
     lines = [f"{'deterministic=True':<20}{'bwd ms':>9}{'default':>9}{'ratio':>7}{'error':>9}  bits"]
     for name, rows in results.items():
         row, plain = rows.get("deterministic", {}), _cell(rows, "packax", "bwd")
@@ -75,8 +75,8 @@ NAMES = {"cudnn": "cuDNN", "fa3": "FA3"}
 
 
 def short_table(results: dict[str, Any], cases: list[Case]) -> str:
-    """Time per attended pair of a head, and bandwidth over the least bytes there are to move: a
-    cliff shows in both."""
+    """Time per attended pair of a head, and bandwidth over the minimum bytes to move: both show
+    cliffs."""
     peers = [who for who in NAMES if any(who in rows for rows in results.values())]
     head = f"{'case':<22}{'pass':<5}{'packax ms':>10}{'ps/pair':>9}{'GB/s':>7}{'TFLOP/s':>9}"
     lines = [

@@ -33,7 +33,7 @@ class Time:
 
 
 def wall_ms(function: Callable[[], Any], launches: int) -> float:
-    """Milliseconds a launch. The device works in order, so only the last result is waited for."""
+    """Milliseconds per launch. The device works in order, so it waits only for the last result."""
     start = time.perf_counter()
     for _ in range(launches):
         result = function()
@@ -48,9 +48,9 @@ def interleaved(
     round_ms: float = 120.0,
     inner: int | Mapping[str, int] = 1,
 ) -> dict[str, Time]:
-    """Median times; the functions take turns in every round, so that all meet the same clocks.
+    """Median times; the functions take turns in every round, so that all run at the same clocks.
 
-    `inner`: passes that one call makes, of all functions or by name; times are of one pass.
+    `inner`: passes per call, for all functions or by name; times are per pass.
     """
     launches: dict[str, int] = {}
     passes = {name: inner if isinstance(inner, int) else inner[name] for name in functions}

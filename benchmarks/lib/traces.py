@@ -1,4 +1,4 @@
-"""What ran beside what: the kernels in a trace of jax.profiler, as text, by GPU."""
+"""Which kernels overlapped: the kernels in a trace of jax.profiler, as text, by GPU."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Two processes that time in turns: JSON lines over pipes, and never both at work.
+"""Two processes that take turns in timing: JSON lines over pipes, and never both running.
 
-A worker answers one request at a time and does nothing between them; its parent asks the next one
+A worker answers one request at a time and does nothing between them; its parent sends the next one
 only when it has the answer, so nothing of one worker runs on the GPU while the other is timed.
 Nothing here imports jax or torch.
 """
@@ -20,8 +20,8 @@ from typing import Any
 
 
 def serve(answer: Callable[[dict[str, Any]], Any]) -> None:
-    """The worker's side: requests from standard input until it closes; all that is printed goes to
-    standard error."""
+    """The worker's side: reads requests from standard input until it closes; everything printed
+    goes to standard error."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     for line in sys.stdin:
@@ -71,7 +71,7 @@ class Worker:
 
 
 def burst(function: Callable[[], Any], finish: Callable[[Any], Any], launches: int) -> float:
-    """Milliseconds a launch, after one that is not counted: the other worker had the GPU before."""
+    """Milliseconds per launch, after one that is not counted, as the other worker had the GPU."""
     finish(function())
     start = time.perf_counter()
     for _ in range(launches):
@@ -81,21 +81,21 @@ def burst(function: Callable[[], Any], finish: Callable[[Any], Any], launches: i
 
 
 def launches_of(function: Callable[[], Any], finish: Callable[[Any], Any], round_ms: float) -> int:
-    """How many fill a round."""
+    """How many launches fill a round."""
     burst(function, finish, 1)
     return max(2, min(1000, round(round_ms / burst(function, finish, 3))))
 
 
 def shuffled(names: Iterable[str], turn: int) -> list[str]:
-    """An order of its own for every round, the same in every run: nobody always comes behind the
-    one that heats the GPU most."""
+    """A different order for every round, the same in every run: none always runs after the one that
+    heats the GPU most."""
     order = sorted(names)
     random.Random(turn).shuffle(order)
     return order
 
 
 def in_turns(bursts: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """What the bursts took, round by round, each in another order."""
+    """The times of the bursts, round by round, each round in another order."""
     samples: dict[str, list[float]] = {name: [] for name in bursts}
     for turn in range(rounds):
         for name in shuffled(bursts, turn):
@@ -104,7 +104,7 @@ def in_turns(bursts: Mapping[str, Callable[[], float]], rounds: int) -> dict[str
 
 
 def as_row(took: list[float], flops: float) -> dict[str, float]:
-    """Of a report: the median of the rounds in milliseconds, the extremes, TFLOP/s."""
+    """A row of a report: the median of the rounds in milliseconds, the extremes, TFLOP/s."""
     ms = statistics.median(took)
     return {
         "ms": round(ms, 4), "ms_low": round(min(took), 4), "ms_high": round(max(took), 4),
@@ -113,7 +113,7 @@ def as_row(took: list[float], flops: float) -> dict[str, float]:
 
 
 def troubles(name: str, row: dict[str, Any]) -> list[str]:
-    """Lines for below a table: what of a row did not run, and what was wrong."""
+    """Lines printed below a table: what in a row did not run, and what was wrong."""
     failed = row.get("failed") or {}
     lines = [f"{name} {what} did not run: {text}" for what, text in failed.items()]
     return lines + ([f"{name} WRONG: {', '.join(row['wrong'])}"] if row.get("wrong") else [])
