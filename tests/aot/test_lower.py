@@ -9,7 +9,7 @@ import pytest
 from aot_modules import ALL, compiler, table, tiles
 from paths import ROOT
 
-# In a process of its own: LLVM aborts the process on an error, and Triton's interpreter, which
+# In a separate process: LLVM aborts the process on an error, and Triton's interpreter, which
 # other tests switch on, replaces what compiles.
 COMPARE = """
 import sys
@@ -138,7 +138,7 @@ def test_variants_that_differ_in_target_or_assembler_share_ptx() -> None:
 
 
 def test_kernels_without_tcgen05_share_the_ptx_of_older_gpus() -> None:
-    """10.x has matrix units of its own for 64 rows or more; below, it multiplies as 8.0 does."""
+    """10.x has separate matrix units for 64 rows or more; below, it multiplies as 8.0 does."""
     of = {v.name: v.ptx_arch.name for v in ALL if v.arch.name in ("sm_100a", "sm_100f")}
     for stem, made_for in {
         "forward_bf16_128x128": "sm_100a",
@@ -170,7 +170,7 @@ def test_ptx_for_another_target_differs_in_its_header() -> None:
         retargeted(ptx, ptx="80")
 
 
-# ptxas's own cubins of a family and of 8.9, beside those that stand for them.
+# ptxas's cubins of a family and of 8.9, and those that stand for them.
 ASSEMBLE = """
 import sys
 sys.path[:0] = ["csrc/aot", "csrc/kernels"]

@@ -115,7 +115,7 @@ def test_a_wide_kernel_has_a_file_of_its_own(recompiled) -> None:
         ("SERIALISED", (*table.SERIALISED, "forward"), {"forward"}),
     ],
 )  # fmt: skip
-def test_what_the_table_says_beside_a_variant_recompiles_it(monkeypatch, name, value, kernels):
+def test_what_the_table_says_besides_variants_recompiles_them(monkeypatch, name, value, kernels):
     """Else the cache would give what was compiled, and accepted, by another table."""
     before = {v.name: compiler.fingerprint(v) for v in ALL}
     for module in (table, compiler.table):  # the same file, loaded twice

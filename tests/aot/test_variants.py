@@ -220,7 +220,7 @@ def test_the_kernel_for_few_tiles_is_the_plain_one_but_for_its_tile() -> None:
     assert {v.block for v in ALL if v.kernel == plain and v.qk_dim == 64} == {192}
 
 
-def test_kernels_with_a_map_take_it_beside_the_rest() -> None:
+def test_kernels_with_a_map_take_it_as_one_more_argument() -> None:
     """Else they are those without. A step is an entry of a list, a tile one that lists are of: 64
     and 128."""
     numbers = ["block_mask_batch", "block_mask_heads", "q_block", "kv_block"]

@@ -1,5 +1,5 @@
-"""A bias that is an array: output, log-sum-exp and every gradient against float64, for every axis
-that may be 1; what a row of -inf leaves; transformations; and what is refused.
+"""A bias array: output, log-sum-exp and every gradient against float64, for every axis
+that may be 1; a row of -inf; transformations; and what is rejected.
 
 Guards against a tile of another head or row, a sum over the wrong axes, a gradient where the mask
 attends nothing, an array expanded over the axes it does not have.
@@ -176,7 +176,7 @@ def test_with_sinks_and_dropout_on_rows_of_one_number():
     np.testing.assert_allclose(of_sinks, 4)  # that of the log-sum-exp of the rows it takes
 
 
-def test_gradients_beside_an_emptied_row():
+def test_gradients_with_an_emptied_row():
     """NaN in its cotangents, large numbers in its query."""
     bias = jnp.zeros((1, 1, 70, 70)).at[:, :, 5].set(-jnp.inf)
     query, key, value = (jax.random.normal(jax.random.key(n), (1, 70, 1, 8)) for n in range(3))
@@ -201,7 +201,7 @@ def test_gradients_beside_an_emptied_row():
 
 @pytest.mark.parametrize("given", [np.asarray, jnp.asarray])
 def test_the_least_float64_is_finite(given):
-    """Beside queries of less: a bias of float64 is clipped to them, but for infinities."""
+    """With queries of a smaller dtype, a float64 bias is clipped to its range, not infinities."""
     with score_oracle.x64(True):
         bias = given(np.full((1, 1, 1, 16), np.finfo(np.float64).min))
         query = jnp.ones((1, 16, 1, 8), jnp.float32)
@@ -356,7 +356,7 @@ def test_it_is_not_expanded():
     assert "x150x187xf32" not in text and f"tensor<1x1x1x{case.kv_len}xf32>" in text
 
 
-def test_debugging_of_infinities_beside_an_emptied_row():
+def test_debugging_of_infinities_with_an_emptied_row():
     bias = jnp.zeros((1, 1, 12, 12)).at[:, :, 3].set(-jnp.inf)
     query = jnp.ones((1, 12, 1, 8))
 

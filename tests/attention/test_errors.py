@@ -1,4 +1,4 @@
-"""What a user is told: the type, the argument's name, what came and what is accepted."""
+"""Errors have the right type, and name the argument, its value and what is accepted."""
 
 import dataclasses
 import warnings
@@ -336,7 +336,7 @@ def test_a_mask_cannot_be_written():
             ),  # as large models of 128 heads have few tokens
             ((1, 1, 128, 64), (1, 4096, 128, 64), False),  # their decoding
             ((2, 4, 8, 64), (2, 2, 8, 64), True),
-            ((2, 4, 8, 64), (2, 2, 4, 64), False),  # grouped heads lie where they should
+            ((2, 4, 8, 64), (2, 2, 4, 64), False),  # grouped heads, axes in order
             ((2, 2, 16, 64), (2, 3, 16, 64), False),
             ((2, 16, 197, 64), (2, 16, 197, 64), True),  # as many heads of keys as of queries
             ((2, 32, 160, 64), (2, 32, 160, 64), True),

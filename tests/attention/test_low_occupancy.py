@@ -90,7 +90,7 @@ def test_gradients(monkeypatch, kind, sizes):
         return (out * cotangent).astype(jnp.float32).sum() + jnp.where(lse > -1e30, lse, 0).sum()
 
     def gradients():
-        """A program of its own each time."""
+        """A new program each time."""
         jax.clear_caches()
         return jax.jit(jax.grad(total, (0, 1, 2)))(query, key, value)
 

@@ -372,7 +372,7 @@ def test_cases_lower_for_cuda():
 
 
 @pytest.mark.parametrize("options", [{}, {"soft_cap": 30.0}], ids=["plain", "fallback"])
-def test_nobody_reads_the_forward_but_a_barrier(extension, options):
+def test_only_a_barrier_reads_the_forward(extension, options):
     """Else XLA runs the kernel once for what scan keeps of it and once for all others."""
     keep = jax.checkpoint_policies.save_only_these_names(*packax.CHECKPOINT_NAMES)
 

@@ -1,4 +1,4 @@
-"""What is no array, no number or another's argument: the error names it, what came, what is taken.
+"""Arguments of the wrong kind: the error names the argument, its value and what is accepted.
 
 Guards against errors of numpy and jax that name no argument, and against arguments that are taken
 in silence and have no effect.
@@ -99,7 +99,7 @@ def test_masks_are_no_arrays():
                 function(x)
 
 
-def test_a_rate_of_zero_beside_a_key():
+def test_a_rate_of_zero_with_a_key():
     """As in evaluation: the key is not read."""
     key = jax.random.key(0)
     np.testing.assert_array_equal(attend(dropout_rate=0.0, dropout_key=key), attend())

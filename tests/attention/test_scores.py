@@ -160,7 +160,7 @@ def test_an_infinite_sink_takes_all():
 
 
 @pytest.mark.exhaustive
-def test_second_derivatives_beside_an_infinite_sink():
+def test_second_derivatives_with_an_infinite_sink():
     arrays, *_ = arrays_of(cases.BY_NAME["batch_of_three"], "float32")
     mask = packax.create_attention_mask(cases.BY_NAME["batch_of_three"].expression())
     heads = arrays["query"].shape[2]

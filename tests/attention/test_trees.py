@@ -29,9 +29,9 @@ def tensors(dtype="float32"):
     return (*drawn, jnp.asarray(rng.standard_normal((BATCH, HEADS, LENGTH)), jnp.float32))
 
 
-@functools.partial(jax.jit, static_argnames="beside")
-def run(query, key, value, dout, dlse, ids, parents, beside="causal"):
-    mask = packax.create_attention_mask(trees.expression(trees.Tree(ids, parents), beside))
+@functools.partial(jax.jit, static_argnames="joined")
+def run(query, key, value, dout, dlse, ids, parents, joined="causal"):
+    mask = packax.create_attention_mask(trees.expression(trees.Tree(ids, parents), joined))
 
     def attention(*x):
         return packax.flash_attention(*x, mask, return_lse=True)
@@ -39,16 +39,16 @@ def run(query, key, value, dout, dlse, ids, parents, beside="causal"):
     return oracle.run(attention, query, key, value, dout, dlse)
 
 
-def check(seed, beside, dtype):
+def check(seed, joined, dtype):
     tree = trees.batch_of_trees(seed, BATCH, LENGTH, SEGMENTS)
     *operands, dout, dlse = tensors(dtype)
-    got = run(*operands, dout, dlse, *tree, beside=beside)
-    of_pairs = trees.meaning(tree, beside), DIM**-0.5, dout, dlse
+    got = run(*operands, dout, dlse, *tree, joined=joined)
+    of_pairs = trees.meaning(tree, joined), DIM**-0.5, dout, dlse
     oracle.check(got, oracle.exact(*operands, *of_pairs), oracle.plain(*operands, *of_pairs))
 
 
 @pytest.mark.parametrize(
-    "beside,dtype",
+    "joined,dtype",
     some(
         [
             ("causal", "float32"),
@@ -60,16 +60,16 @@ def check(seed, beside, dtype):
         3,
     ),
 )
-def test_against_the_oracle(beside, dtype):
+def test_against_the_oracle(joined, dtype):
     for seed in range(4):
-        check(seed, beside, dtype)
+        check(seed, joined, dtype)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("beside", trees.BESIDE)
-def test_a_thousand_trees(beside):
-    for seed in range(10, 10 + 1000 // BATCH // len(trees.BESIDE) + 1):
-        check(seed, beside, "float32")
+@pytest.mark.parametrize("joined", trees.JOINED)
+def test_a_thousand_trees(joined):
+    for seed in range(10, 10 + 1000 // BATCH // len(trees.JOINED) + 1):
+        check(seed, joined, "float32")
 
 
 def test_what_siblings_hold_changes_nothing():

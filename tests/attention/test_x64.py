@@ -1,6 +1,6 @@
 """`jax_enable_x64` changes nothing for arrays of 32 bits and fewer.
 
-With it a number of Python is an array of 64 bits wherever it meets no array: one such place makes
+With it a number of Python is an array of 64 bits where no array is involved: one such place makes
 attention promote its sums, or fail. So every option and kind of mask runs both ways.
 """
 

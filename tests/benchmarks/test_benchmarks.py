@@ -1,6 +1,6 @@
 """The benchmark's own arithmetic: cases are the board's, its reference is right, errors are seen.
 
-Its modules are imported in a process of their own, so that what they set in jax stays there.
+Its modules are imported in a separate process, so that what they set in jax stays there.
 """
 
 from __future__ import annotations

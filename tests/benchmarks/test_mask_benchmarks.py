@@ -135,7 +135,7 @@ assert " of its blocks; time: fwd " in shown and ", bwd " in shown
 
 
 def test_packed_trees():
-    """Said alike by every way, counted, compared, and timed beside documents of the paths."""
+    """Definitions agree; trees are counted, compared, and timed with documents of the paths."""
     script("""
 import dataclasses
 import jax

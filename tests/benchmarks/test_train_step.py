@@ -1,7 +1,7 @@
 """benchmarks/train_step.py: the ways of attention agree, a wrong one is not timed, memory and
 kernels are counted.
 
-Its modules are imported in a process of their own, so that what they set in jax stays there.
+Its modules are imported in a separate process, so that what they set in jax stays there.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ else:
 
 
 def test_the_count_of_operations():
-    """Of a step: every element of a matrix meets every token, and the state has those elements."""
+    """Per step each element of a matrix is multiplied per token; the state has those elements."""
     script("""
 import jax
 import train_step

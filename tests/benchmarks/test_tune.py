@@ -1,6 +1,6 @@
 """The tuning harness packs what the kernels declare, refuses wrong candidates, and prints a table.
 
-It runs against a driver of its own (fake_driver.py), in a process of its own.
+It runs with a fake driver (fake_driver.py), in a separate process.
 """
 
 from __future__ import annotations

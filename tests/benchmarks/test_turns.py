@@ -121,7 +121,7 @@ def test_what_did_not_run_and_what_was_wrong_is_said(monkeypatch):
 
 
 def test_every_round_has_an_order_of_its_own():
-    """The same in every run, and nobody always runs behind the same neighbour."""
+    """The same in every run, and none always runs after the same one."""
     sys.path.insert(0, str(BENCHMARKS))
     try:
         turns = importlib.import_module("lib.turns")

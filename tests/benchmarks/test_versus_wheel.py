@@ -36,7 +36,7 @@ def versus(before, out, *arguments):
     )
 
 
-def test_a_wheel_beside_the_package_at_hand(tmp_path):
+def test_a_wheel_and_the_current_package(tmp_path):
     root, wheel = Path(packax.__file__).parent, tmp_path / "packax-0.0.9-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         for path in root.rglob("*"):

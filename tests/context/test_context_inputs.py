@@ -160,7 +160,7 @@ def half_used(case, plan):
 
 
 def finished(function):
-    """Run to its end, callbacks too, whose errors nobody else shall get."""
+    """Runs to its end, with callbacks, whose errors no other test must get."""
     try:
         jax.block_until_ready(function())
     finally:

@@ -1,6 +1,6 @@
 """What of a rank's program waits for what: the order of gathers and scatters is in its data.
 
-Guards against gathers that all end before the first attention begins, or that nobody asked for,
+Guards against gathers that all end before the first attention begins, or that are not needed,
 which no result shows: XLA is free in everything that no operand says.
 """
 
@@ -39,7 +39,7 @@ def programs(request):
 
 
 @pytest.mark.parametrize("attention", [FORWARD, BACKWARD])
-def test_a_gather_runs_beside_the_attention_before(programs, attention):
+def test_a_gather_overlaps_with_the_previous_attention(programs, attention):
     """It is sent before that begins, ends when it likes, and no sooner than two are held."""
     program = programs[0][attention]
     for n in range(1, GROUPS):
@@ -48,7 +48,7 @@ def test_a_gather_runs_beside_the_attention_before(programs, attention):
         assert n < 2 or program.waits("all_gather", n, attention, n - 2)
 
 
-def test_a_scatter_runs_beside_the_attention_behind(programs):
+def test_a_scatter_overlaps_with_the_next_attention(programs):
     program = programs[0][BACKWARD]
     for n in range(1, GROUPS):
         assert program.waits_for_operands(BACKWARD, n, "reduce_scatter", n - 1)
@@ -88,7 +88,7 @@ def test_the_default_of_four_ranks(plan, kv_heads, forward, backward):
 
 @pytest.mark.parametrize("kind", ["documents", "positions"])
 def test_what_every_rank_reads_whole_is_not_split(kind):
-    """Else every attention of a step gathers it first: XLA splits what nobody has placed."""
+    """Else every attention of a step gathers it first: XLA splits what is not placed."""
     sharding = packax.AttentionSharding(query=P("data", "context"), key_value=P("data", "context"))
     plan = packax.context_plan(expression_of("documents"), ranks=4)
     with jax.set_mesh(mesh_of(2, 4, axes=("data", "context"))):

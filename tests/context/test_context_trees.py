@@ -24,7 +24,7 @@ SHARDING = packax.AttentionSharding(
 )
 TREE = trees.batch_of_trees(4, BATCH, LENGTH, 9)
 CHOSEN = np.random.default_rng(3).random((1, HEADS, LENGTH // 64, LENGTH // 32)) < 0.6
-BESIDE = {
+JOINED = {
     "causal": packax.causal(),
     "window": packax.sliding_window(150, 3),
     "blocks": packax.causal()
@@ -32,19 +32,19 @@ BESIDE = {
 }
 
 
-def expression_of(beside, batch=BATCH):
+def expression_of(joined, batch=BATCH):
     tree = packax.masks.tree(TREE.ids[:batch], TREE.parents[:batch])
-    return tree & BESIDE[beside]
+    return tree & JOINED[joined]
 
 
 @functools.cache
-def one_device(beside, batch):
-    mask = packax.create_attention_mask(expression_of(beside, batch))
+def one_device(joined, batch):
+    mask = packax.create_attention_mask(expression_of(joined, batch))
     return jax.jit(results)(*tensors(), mask)
 
 
 @pytest.mark.parametrize(
-    "beside,sizes,kind,plan,batch",
+    "joined,sizes,kind,plan,batch",
     some(
         [
             ("blocks", (1, 4, 2), "Auto", "balanced", BATCH),
@@ -55,9 +55,9 @@ def one_device(beside, batch):
         *(1,),
     ),
 )
-def test_results_are_those_of_one_device(beside, sizes, kind, plan, batch):
+def test_results_are_those_of_one_device(joined, sizes, kind, plan, batch):
     mesh = mesh_of(*sizes, kind=kind, axes=("data", "context", "tensor"))
-    expression = expression_of(beside, batch)
+    expression = expression_of(joined, batch)
     if plan is not None:
         shared = {"shared": 1.0} if plan == "local" else {}
         plan = packax.context_plan(expression, ranks=sizes[1], kind=plan, **shared)
@@ -77,17 +77,17 @@ def test_results_are_those_of_one_device(beside, sizes, kind, plan, batch):
         got = jax.block_until_ready(run(expression, plan, *x))
         if plan is not None:
             got = [plan.unpermute(y, 2 if n == 1 else 1) for n, y in enumerate(got)]
-    assert_same(got, one_device(beside, batch))
+    assert_same(got, one_device(joined, batch))
 
 
-@pytest.mark.parametrize("beside", trees.BESIDE)
-def test_plans_weigh_rows_by_what_they_attend(beside):
+@pytest.mark.parametrize("joined", trees.JOINED)
+def test_plans_weigh_rows_by_what_they_attend(joined):
     """On the host and on the device; keys of a path are as many as its depths."""
     of = trees.Tree(TREE.ids[:2], TREE.parents[:2])
-    attended = trees.meaning(of, beside).sum(2)
+    attended = trees.meaning(of, joined).sum(2)
     expressions = (
-        trees.expression(of, beside),
-        trees.expression(trees.Tree(*map(jnp.asarray, of)), beside),
+        trees.expression(of, joined),
+        trees.expression(trees.Tree(*map(jnp.asarray, of)), joined),
     )
     for expression in expressions:
         keys = packax._src.masks.planning._keys(expression, LENGTH, LENGTH)
@@ -109,7 +109,7 @@ def test_a_plan_balances_answers():
     assert most("balanced") < 1.03 < most("zigzag")
 
 
-def test_what_stands_beside_a_tree_is_weighed_too():
+def test_expressions_joined_with_a_tree_count_too():
     """By the blocks that its mask visits."""
     of = trees.Tree(TREE.ids[:1], TREE.parents[:1])
     index = np.arange(LENGTH)

@@ -159,7 +159,7 @@ def test_inside_a_shard_map(names, inside):
 
 @pytest.mark.exhaustive
 def test_explicit_axes_and_a_context_of_two():
-    """Types say how all lies; two axes are one context, major first."""
+    """Types say how everything is sharded; two axes are one context, major first."""
     spec = P(None, ("fsdp", "context"), "tensor")
     sharding = packax.AttentionSharding(query=spec, key_value=spec)
     plan = greedy(ROWS, 4)

@@ -1,8 +1,8 @@
 """Local plans with every mask kind and every option: results and gradients equal one device's.
 
 Each case has one kind, one mesh and all options of scores at once; what excludes each other takes
-turns, and a test says that each turn meets each kind of mesh. test_local.py has cases without
-options. Guards against an option that a part of the keys leaves out or counts twice.
+turns, and a test checks that each turn occurs with each kind of mesh. test_local.py has cases
+without options. Guards against an option that a part of the keys leaves out or counts twice.
 """
 
 import collections

@@ -1,7 +1,7 @@
 """Plans for hosts and their ranks: documents are split inside a host first.
 
 Guards against rows of a document in two hosts that only one gathers, against parts that are larger
-than the plan says, and against bytes between hosts that nobody reads.
+than the plan says, and against bytes between hosts that are not read.
 """
 
 import functools

@@ -125,7 +125,7 @@ def test_any_lengths(lengths):
 
 
 def test_padding_alone():
-    """Rows that attend nothing may lie anywhere."""
+    """Rows that attend nothing may be anywhere."""
     ids = np.full((2, 256), -1)
     ids[1, 5:9] = 3
     plan = greedy(ids, 4)

@@ -228,7 +228,7 @@ def test_inputs_take_the_plan():
 
 
 def test_inputs_take_a_plan_that_was_made_before():
-    """As an argument of a jitted step, whose ids nobody can plan by."""
+    """As an argument of a jitted step, where ids are traced and no plan can be made."""
     sharding = packax.AttentionSharding(P(None, "x"), P(None, "x"))
     ids = np.stack([ids_of([70] * 28), ids_of([50] * 40)])
     plan = plan_of(ids, 4, shared=256)

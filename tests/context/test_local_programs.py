@@ -1,7 +1,7 @@
 """What the programs of plans that keep documents local move, and what in them waits for what.
 
 Guards against bytes that no rank reads, which no result shows, and against a gather or a scatter
-that nothing runs beside.
+that nothing overlaps with.
 """
 
 import functools
@@ -35,8 +35,8 @@ def of_rank(function, *operands):
 
 
 @pytest.mark.parametrize("heads,kv_heads", [(8, 4), (8, 1)])
-def test_private_rows_are_attended_beside_the_gather_and_the_scatter(heads, kv_heads):
-    """One key/value head has no halves: its backward runs beside the scatter."""
+def test_private_rows_overlap_with_the_gather_and_the_scatter(heads, kv_heads):
+    """One key/value head has no halves: its backward overlaps with the scatter."""
     plan = greedy(ROWS, 4)
     with jax.set_mesh(mesh_of(4, axes=("context",))):
         mask = packax.create_attention_mask(expression_of("documents"), sharding=CONTEXT, plan=plan)
@@ -92,7 +92,7 @@ def test_groups_of_heads_where_private_rows_are_fewer_than_shared_keys(shared, g
     assert text.count('"stablehlo.all_gather"') == gathers
 
 
-def test_shared_keys_of_hosts_travel_beside_those_of_a_host():
+def test_gathers_over_hosts_and_inside_a_host_overlap():
     """Private rows first, then what is shared in a host, then over hosts."""
     plan = greedy(ROWS, (2, 2))
     spec = P(None, ("host", "gpu"))

@@ -103,7 +103,7 @@ def test_meshes(kind, entered):
         assert_equal(function(*args), expected("lse", 2))
 
 
-SCORES = {  # what has a gradient beside query, key and value, and how it may be sharded
+SCORES = {  # what has a gradient besides query, key and value, and how it may be sharded
     "sinks": (lambda x: {"sinks": x}, (HEADS,), [(), ("tensor",)]),
     "slopes": (lambda x: {"bias": packax.alibi(x)}, (HEADS,), [(), ("tensor",)]),
     "scale": (lambda x: {"scale": x}, (), [()]),

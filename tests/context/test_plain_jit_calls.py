@@ -58,7 +58,7 @@ def test_flax_layers():
 
 @pytest.mark.parametrize("kind", some(["global", "local_sliding"], 1))
 def test_maxtexts_op(kind):
-    """Its ids of documents and sinks beside; forward and gradients."""
+    """With ids of documents and sinks; forward and gradients."""
     pytest.importorskip("flax.nnx")
     from packax.integrations.maxtext import AttentionOp
 

@@ -26,7 +26,7 @@ FIRST_PORT = 65536 - 2**12  # jax makes a port of a job's number: this and the n
 
 
 def free_job() -> int:
-    """The number of a job whose port nobody uses."""
+    """The number of a job whose port is unused."""
     for job in np.random.default_rng().integers(1, 2**12, 50):
         with socket.socket() as probe:
             try:

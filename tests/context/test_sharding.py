@@ -206,7 +206,7 @@ def test_case_of_three_rows_on_three_devices():
 
 
 @pytest.mark.parametrize("shared", some([False, True], 0), ids=["masks of rows", "one mask"])
-def test_vmap_beside_a_batch_that_is_sharded_in_its_type(shared):
+def test_vmap_with_a_batch_that_is_sharded_in_its_type(shared):
     """The mapped axis goes behind the batch there: only so do the two merge in the types."""
     mesh = mesh_of("Explicit")
     put = lambda x: jax.device_put(x, NamedSharding(mesh, P("data")))  # noqa: E731
@@ -231,7 +231,7 @@ def test_vmap_beside_a_batch_that_is_sharded_in_its_type(shared):
         np.testing.assert_allclose(jacobian, jax.jacrev(sums)(1.0, *tensors), rtol=1e-10)
 
 
-def test_an_explicit_mesh_that_nobody_set():
+def test_an_explicit_mesh_that_is_not_set():
     """`AttentionSharding(mesh=)` alone: jax.make_mesh makes axes of Explicit type by default."""
     mesh = mesh_of("Explicit")
     spec = P("data", "model")

@@ -130,7 +130,7 @@ def test_equals_one_device(name, kind, removed):
     ],
 )
 def test_inside_a_shard_map(name, check_vma, axes, removed):
-    """Over all axes, or some, also over one of size 1 beside one that packax maps."""
+    """Over all axes, or some, also over one of size 1 in addition to one that packax maps."""
     sizes, spec, _ = CASES[name]
     mesh = mesh_of(sizes, "Auto")
     *tensors, ids = operands()

@@ -1,7 +1,7 @@
 """decode_attention on the CPU: numbers, transformations, what it says when it cannot.
 
 Guards against a row that attends a key too many or too few at an end (lengths, starts, windows,
-pages), against reading what lies behind a length, and against a copy of the cache where vmap need
+pages), against reading keys beyond a length, and against a copy of the cache where vmap need
 not make one.
 """
 
@@ -224,7 +224,7 @@ def test_the_documented_loop_writes_to_no_page_that_is_not_there():
 
 @pytest.mark.parametrize("page_size", (0, 16))
 @pytest.mark.parametrize("mapped", ("query", "caches"))
-def test_vmap_beside_a_batch_that_is_sharded_in_its_type(page_size, mapped):
+def test_vmap_with_a_batch_that_is_sharded_in_its_type(page_size, mapped):
     """The mapped axis goes behind the batch there."""
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices("cpu")[:2],
         axis_types=(AxisType.Explicit,))  # fmt: skip

@@ -1,7 +1,7 @@
 """The Python of README.md, docs/ and the docstrings runs, in a namespace of what the text around it
 names.
 
-Blocks of docs/guide/integrations.md and tutorial.md have tests of their own, bash blocks of the
+Blocks of docs/guide/integrations.md and tutorial.md have separate tests, bash blocks of the
 README run in CI. A block that must not run starts with a comment `# not run: why`.
 """
 

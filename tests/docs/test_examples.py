@@ -1,4 +1,4 @@
-"""The examples run, each in a process of its own, and what they train gets better."""
+"""The examples run, each in a separate process, and what they train gets better."""
 
 from __future__ import annotations
 

@@ -80,5 +80,5 @@ def test_the_architecture_has_every_file():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_number_begins_a_list_by_accident(name):
-    """A line of a paragraph that begins with "256. " is a list of its own in Markdown."""
+    """A line of a paragraph that begins with "256. " becomes a list in Markdown."""
     assert not re.findall(r"^ *\d{2,}\. .*", (ROOT / name).read_text(), re.MULTILINE)

@@ -7,8 +7,8 @@ hazards.py starts this under the tool and counts.
 `--dims 128x128`: these head dims alone. `--small`: bfloat16, and one case of two that lets every
 ring of buffers wrap, for the tools that are slow.
 
-Every buffer gets an allocation of its own, so that a read or write past its end is an error and not
-a neighbour in jax's pool. Lengths are odd, ids reappear, padding lies in the middle and at the end,
+Every buffer gets a separate allocation, so that a read or write past its end is an error and not
+a neighbour in jax's pool. Lengths are odd, ids reappear, padding is in the middle and at the end,
 one case has Sq != Skv and no cotangent of the LSE. Results are compared with NumPy in float64.
 """
 
@@ -184,7 +184,7 @@ def main() -> int:
             good &= run(f"cap {cap}", long, 1, 700, 700, 2, 1, dims, "bfloat16", soft_cap=cap)
         good &= run("cap", documents, 3, 213, 213, 4, 2, dims, "bfloat16", True, soft_cap=3.0)
         good &= run("alibi", long, 1, 700, 700, 2, 1, dims, "bfloat16", alibi=True)
-        # at head dim 64 few tiles have a forward of their own
+        # at head dim 64 few tiles have a separate forward kernel
         good &= run("many heads", long, 1, 700, 700, 48, 12, dims, "bfloat16")
         good &= run("mapped", mapped, 1, 700, 700, 2, 1, dims, "bfloat16")
         good &= decode(dims, "bfloat16", 16)

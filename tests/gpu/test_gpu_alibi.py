@@ -1,4 +1,4 @@
-"""ALiBi on a GPU. Places that are indices have kernels of their own on Hopper, those that are
+"""ALiBi on a GPU. Positions that are indices have dedicated kernels on Hopper, those that are
 arrays the general ones. `pytest -m gpu`."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What must be the same bit for bit on a GPU: results under what must not matter, masks beside
-their XLA twins. `pytest -m gpu`."""
+"""What must be the same bit for bit on a GPU: results under what must not matter, masks and
+their XLA versions. `pytest -m gpu`."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_the_same_bits_every_time(kind, deterministic):
         assert_identical(again, first, "second run: ")
 
 
-# --- Masks: the CUDA kernels against their XLA twins, integer for integer.
+# --- Masks: the CUDA kernels against their XLA versions, integer for integer.
 
 
 def id_patterns(length: int, rng: np.random.Generator) -> dict[str, np.ndarray]:

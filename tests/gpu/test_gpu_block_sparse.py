@@ -1,7 +1,7 @@
 """Block masks on a GPU. `pytest -m gpu`.
 
 `test_scores.check` asks for the largest logits and gives the scale as an array, so `test_cases`
-runs the fallback kernels. At head dims 64 and 128 a call that has nothing beside the block mask
+runs the fallback kernels. At head dims 64 and 128 a call with nothing but the block mask
 runs Hopper's own where the sizes of a block are powers of two.
 """
 
@@ -131,7 +131,7 @@ SELECTIONS = [
 IDS = np.stack([packed(300, 250, 227), packed(64, 500, -100, 113)])
 KEYS = np.stack([packed(500, 400, 401), packed(200, 700, -200, 201)])
 PLACES = [np.stack([cases.positions_of(ids) for ids in y]) for y in (IDS, KEYS)]
-BESIDE = (
+JOINED = (
     lambda: packax.full(),
     lambda: packax.causal(offset=KV_LEN - Q_LEN),
     lambda: packax.documents(IDS, kv_segment_ids=KEYS),
@@ -142,7 +142,7 @@ BESIDE = (
 )
 
 
-def selection(n, beside=None):
+def selection(n, joined=None):
     """Random, with rows, a tile of rows and a tile of keys that have nothing."""
     size, share, shape = SELECTIONS[n]
     chosen, _ = cases.random_map(n, size, share, shape, (Q_LEN, KV_LEN))
@@ -150,20 +150,20 @@ def selection(n, beside=None):
         if block <= 128:
             chosen[(slice(None),) * axis + (slice(begin // block, end // block),)] = False
     chosen[0, 0, ::7] = False
-    return packax.masks.block_sparse(chosen, size) & (beside or BESIDE[0])()
+    return packax.masks.block_sparse(chosen, size) & (joined or JOINED[0])()
 
 
 @pytest.mark.parametrize(
     "n", range(len(SELECTIONS)), ids=lambda n: "x".join(map(str, SELECTIONS[n][0]))
 )
 @pytest.mark.parametrize(
-    "beside", range(len(BESIDE)), ids=("full", "causal", "documents", "window")
+    "joined", range(len(JOINED)), ids=("full", "causal", "documents", "window")
 )
-def test_odd_lengths(n, beside):
-    """Every size with every mask beside it, a map for each head and batch row or one for all;
+def test_odd_lengths(n, joined):
+    """Every size joined with every mask, a map for each head and batch row or one for all;
     dtypes in turns."""
-    x = tensors(2, Q_LEN, KV_LEN, 4, 2, 128, DTYPES[(n + beside) % 2], seed=n)
-    got = run_checked(x, selection(n, BESIDE[beside]))
+    x = tensors(2, Q_LEN, KV_LEN, 4, 2, 128, DTYPES[(n + joined) % 2], seed=n)
+    got = run_checked(x, selection(n, JOINED[joined]))
     if SELECTIONS[n][0][0] <= 128:
         assert (np.asarray(got.lse)[:, :, 256:384] == -np.inf).all()
         for y in (got.out, got.dq):
@@ -199,7 +199,7 @@ def of_an_array(x: Tensors, mask, scale):
 def test_both_kinds_of_kernels(n, dtype):
     """They agree far closer than either has to. On Hopper they are not the same kernels."""
     x = tensors(2, Q_LEN, KV_LEN, 4, 2, 128, dtype, seed=7)
-    mask = jax.block_until_ready(build(selection(n, BESIDE[3]), x))
+    mask = jax.block_until_ready(build(selection(n, JOINED[3]), x))
     poison(x)
     general = of_an_array(x, mask, jnp.float32(128**-0.5))
     got = run(x, mask)
@@ -218,7 +218,7 @@ def test_a_negative_scale():
 def test_gradients_in_one_order():
     """The same bits twice, with `deterministic=True` too, and in a call that wants only some of
     them."""
-    x, expression = tensors(2, Q_LEN, KV_LEN, 4, 2, 128, "bfloat16"), selection(0, BESIDE[1])
+    x, expression = tensors(2, Q_LEN, KV_LEN, 4, 2, 128, "bfloat16"), selection(0, JOINED[1])
     mask = build(expression, x)
     first = run_checked(x, expression)
     for deterministic in (False, True):
@@ -241,7 +241,7 @@ def test_gradients_in_one_order():
 def test_finite_garbage_that_nothing_attends_changes_nothing(n, dtype):
     """In rows and keys that the block mask leaves alone, of every head: scores there overflow to
     infinities and NaNs."""
-    x, expression = tensors(2, Q_LEN, KV_LEN, 4, 2, 128, dtype), selection(n, BESIDE[1])
+    x, expression = tensors(2, Q_LEN, KV_LEN, 4, 2, 128, dtype), selection(n, JOINED[1])
     allowed = np.broadcast_to(np.asarray(expression.as_array(Q_LEN, KV_LEN)), (2, 4, Q_LEN, KV_LEN))
     rows = ~allowed.any(3).swapaxes(1, 2)[..., None]  # (batch, rows, heads, 1)
     keys = ~allowed.any((1, 2))[..., None, None]

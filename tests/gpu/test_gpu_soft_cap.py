@@ -1,4 +1,4 @@
-"""Soft caps on a GPU. With a number as scale, Hopper has kernels of its own; an array's scale takes
+"""Soft caps on a GPU. With a number as scale, Hopper has dedicated kernels; an array's scale takes
 the general ones. `pytest -m gpu`."""
 
 from __future__ import annotations

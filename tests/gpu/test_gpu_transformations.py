@@ -29,7 +29,7 @@ def operands(length=cases.LENGTH):
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("argnums", [(0,), (1,), (2,), (1, 2)], ids=str)
 def test_frozen_operands(argnums, deterministic):
-    """The same gradients as beside the others: no kernel that is left out made a part of them."""
+    """The same gradients as when all are needed: no kernel left out computes part of them."""
     x, dout = operands()
     mask = packax.create_attention_mask(causal_documents(IDS))
 
@@ -48,7 +48,7 @@ def test_frozen_operands(argnums, deterministic):
             assert_identical([got], [every[n]], f"gradient {n}: ")
 
 
-def test_forward_mode_and_second_derivatives_beside_the_kernels():
+def test_forward_mode_and_second_derivatives_with_the_kernels():
     """As with implementation="xla": the tangents are XLA's, of residuals that kernels made."""
     x, dout = operands()
 
@@ -95,7 +95,7 @@ def test_exported_programs():
 
 
 def test_exported_decoding():
-    """Likewise: its workspace has room for the shares of the largest size."""
+    """Also: its workspace has room for the shares of the largest size."""
 
     def step(query, key, value, lengths):
         return packax.decode_attention(query, key, value, lengths, return_lse=True)

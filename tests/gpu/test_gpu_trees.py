@@ -22,16 +22,16 @@ pytestmark = pytest.mark.gpu
 LENGTH = 777
 
 
-def expression_of(seed, batch, beside="causal", length=LENGTH, segments=14):
-    return trees.expression(trees.batch_of_trees(seed, batch, length, segments), beside)
+def expression_of(seed, batch, joined="causal", length=LENGTH, segments=14):
+    return trees.expression(trees.batch_of_trees(seed, batch, length, segments), joined)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)
-@pytest.mark.parametrize("beside", ["causal", "alone", "window"])
-def test_against_the_oracle(kind, beside):
+@pytest.mark.parametrize("joined", ["causal", "alone", "window"])
+def test_against_the_oracle(kind, joined):
     dtype, dims = kind
     x = tensors(2, LENGTH, LENGTH, 4, 2, dims, dtype)
-    expression = expression_of(3, 2, beside)
+    expression = expression_of(3, 2, joined)
     assert_close(x, run(x, expression), expression.as_array(LENGTH, LENGTH))
 
 
@@ -39,7 +39,7 @@ def test_against_the_oracle(kind, beside):
 def test_random_trees(seed):
     """Many shapes of trees at the head dim of models, with grouped heads, and deterministic."""
     x = tensors(3, LENGTH, LENGTH, 8, 2, 128, "bfloat16", seed)
-    expression = expression_of(seed, 3, list(trees.BESIDE)[seed % len(trees.BESIDE)])
+    expression = expression_of(seed, 3, list(trees.JOINED)[seed % len(trees.JOINED)])
     got = run(x, expression)
     assert_close(x, got, expression.as_array(LENGTH, LENGTH))
     assert_identical(got, run(x, expression), "again")

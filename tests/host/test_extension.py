@@ -38,7 +38,7 @@ pytestmark = needs_extension
 
 
 def test_import_opens_no_driver():
-    """In a process of its own: an importing one must neither need nor touch libcuda."""
+    """In a separate process: an importing one must neither need nor touch libcuda."""
     code = (
         "import sys, importlib.util as u\n"
         "spec = u.spec_from_file_location('_ext', sys.argv[1])\n"

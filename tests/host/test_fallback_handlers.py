@@ -104,7 +104,7 @@ def test_float32(machine, direction, exact, short):
 
 @pytest.mark.parametrize("needs_grad,score_grads", [(0, 0), (0, 1), (1, 0), (2, 0), (2, 1)])
 def test_backward_of_some(machine, needs_grad, score_grads):
-    """Kernels whose results nobody wants are not launched; that of dq also makes score_grads."""
+    """Kernels whose results are not needed are not launched; that of dq also makes score_grads."""
     s = Sizes()
     dims = machine.variant["qk_dim"], machine.variant["v_dim"]
     call = backward_fallback(machine, s, dims, needs_grad=needs_grad, score_grads=score_grads)
@@ -270,7 +270,7 @@ def test_larger_head_dims_are_refused(shared_machine):
     assert "head dims 8x520" in failure.message
 
 
-# Calls for which Hopper has kernels of its own: test_soft_cap_handlers.py,
+# Calls for which Hopper has dedicated kernels: test_soft_cap_handlers.py,
 # test_block_list_handlers.py.
 OWN_ON_SM90 = {
     "forward_soft_cap": forward_soft_cap,

@@ -368,7 +368,7 @@ def test_grid_too_large_of_decoding(machine, stage):
 @pytest.mark.parametrize("stage", [INITIALIZE, EXECUTE])
 @pytest.mark.parametrize("name", ["forward", "sm90_fused", "sm90_separate"])
 def test_array_too_large_for_tensor_maps(tmp_path, driver, stage, name):
-    """Likewise: keys of 2^40 bytes are none of the first kernel's."""
+    """Also: keys of 2^40 bytes are none of the first kernel's."""
     machine = make_machine(tmp_path, driver, choose=lambda m: m.has_apart())
     heads = (1 << 40) // (1 << 29) // (2 * machine.variant["qk_dim"])
     s = Sizes(batch=1, mask_batch=1, q_len=64, kv_len=1 << 29, heads=heads, kv_heads=heads)

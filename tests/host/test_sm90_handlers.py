@@ -94,7 +94,7 @@ def test_a_counter_that_is_not_cleared(sm90):
 
 
 def test_maps_are_encoded_for_each_call(sm90):
-    """The buffers of the next call may lie elsewhere, under the same sizes."""
+    """The buffers of the next call may be elsewhere, under the same sizes."""
     call = forward(sm90)
     assert sm90.run(call, INITIALIZE) is None
     assert sm90.calls("cuTensorMapEncodeTiled") == 0
@@ -332,7 +332,7 @@ def test_a_misaligned_buffer_of_the_backward(sm90, name):
 
 @pytest.mark.parametrize("needs_grad", [1, 2])
 def test_backward_of_some_on_sm90(sm90, needs_grad):
-    """One kernel makes all three, so dk and dv are there; only dq has a kernel of its own after
+    """One kernel makes all three, so dk and dv are there; only dq has a separate kernel after
     it."""
     call = backward(sm90, needs_grad=needs_grad)
     assert sm90.run(call) is None

@@ -69,7 +69,7 @@ def test_backward(tmp_path, driver, s, qk_dim, has_dlse):
 @pytest.mark.parametrize("qk_dim,block", [(64, 128), (128, 128), (256, 64)])
 @pytest.mark.parametrize("s", SIZES)
 def test_backward_apart(tmp_path, driver, s, qk_dim, block, needs_grad):
-    """What `deterministic=True`, only some gradients and head dim 256 take; the counter lies where
+    """What `deterministic=True`, only some gradients and head dim 256 take; the counter is where
     dQ's sum would."""
     machine = machine_of(tmp_path, driver, qk_dim, "backward_apart_soft_cap")
     cc = machine.variant["cc"]
@@ -155,7 +155,7 @@ def test_largest_logits_and_gradients_of_score_params_take_the_fallback_kernels(
 
 
 @pytest.mark.parametrize("needs_row_max", [0, 1])
-def test_where_nobody_asks_for_the_largest_logits_their_address_is_null(capped, needs_row_max):
+def test_without_largest_logits_their_address_is_null(capped, needs_row_max):
     """Their result has no elements then: another array begins at its address."""
     call = forward_soft_cap(capped, needs_row_max=needs_row_max, has=(0, 1))
     assert kernels_of(capped, call) == KERNELS["forward_fallback"]
@@ -197,7 +197,7 @@ def test_the_algorithm_says_which_kernels(capped):
 
 @pytest.mark.parametrize("needs_grad", [1, 2])
 def test_one_kernel_writes_all_gradients(capped, needs_grad):
-    """With the workspace of dQ's sum, dk and dv are there; only dq has a kernel of its own."""
+    """With the workspace of dQ's sum, dk and dv are there; only dq has a separate kernel."""
     call = backward_soft_cap(capped, needs_grad=needs_grad)
     finish = ["backward_finish"] if needs_grad & 1 else []
     assert kernels_of(capped, call) == ["backward_prepare", "backward_sm90_soft_cap", *finish]

@@ -153,10 +153,10 @@ def test_expressions_and_built_masks():
     expression = packax.causal() & packax.documents(IDS)
     out = packax.dot_product_attention(q, k, v, mask=expression)
     built = packax.dot_product_attention(q, k, v, mask=packax.create_attention_mask(expression))
-    beside = packax.dot_product_attention(q, k, v, mask=packax.documents(IDS), is_causal=True)
+    with_causal = packax.dot_product_attention(q, k, v, mask=packax.documents(IDS), is_causal=True)
     dense = jax.nn.dot_product_attention(q, k, v, mask=expression.as_array(T, T)[None, None])
     np.testing.assert_array_equal(out, built)
-    np.testing.assert_array_equal(out, beside)
+    np.testing.assert_array_equal(out, with_causal)
     np.testing.assert_allclose(out[:, :17], dense[:, :17], rtol=2e-5, atol=2e-6)
     assert not np.any(out[:, 17:])
 

@@ -61,7 +61,7 @@ def run(attention, q, k, v, bias, residual=True, **options):
 
 
 def assert_same(bias, **options):
-    """Beside a dense mask everything; else rows with no key apart, where jax.nn gives the mean of
+    """With a dense mask everything; else rows with no key apart, where jax.nn gives the mean of
     the values and packax 0."""
     q, k, v = tensors()
     ours, expected = (run(f, q, k, v, bias, **options) for f in (packax_nn, theirs))
@@ -91,23 +91,23 @@ def each_time(first):
 
 
 @pytest.mark.parametrize(
-    "shape,beside",
+    "shape,half",
     some(itertools.product(SHAPES, HALF), *each_time(4)),
 )
-def test_every_shape_of_a_bias(shape, beside):
-    assert_same(jnp.asarray(cut(BIAS, shape)), **HALF[beside])
+def test_every_shape_of_a_bias(shape, half):
+    assert_same(jnp.asarray(cut(BIAS, shape)), **HALF[half])
 
 
 @pytest.mark.parametrize(
-    "shape,beside",
+    "shape,half",
     some(itertools.product(SHAPES, HALF), *each_time(0)),
 )
-def test_every_shape_of_a_mask(shape, beside):
+def test_every_shape_of_a_mask(shape, half):
     """Some of them leave whole rows without a key: all have one such row."""
     mask = cut(DENSE if shape[3] == "1" else DENSE[..., 1:], shape).copy()
     if shape[2] == "1":
         mask[:, :, 3] = False
-    assert_same(None, mask=jnp.asarray(mask | (not mask.any())), **HALF[beside])
+    assert_same(None, mask=jnp.asarray(mask | (not mask.any())), **HALF[half])
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_rows_that_a_bias_leaves_no_key():
     np.testing.assert_allclose(out[others], whole[others], rtol=2e-5, atol=5e-6)
 
 
-def test_expressions_and_built_masks_beside_a_bias():
+def test_expressions_and_built_masks_with_a_bias():
     q, k, v = tensors(keys=T)
     bias = jnp.asarray(BIAS[..., :T])
     documents = packax.documents(np.repeat([0, 1], [9, 12]))
@@ -204,7 +204,7 @@ def test_kernels_that_are_called(extension):
 
 
 def test_no_kernels_for_a_bias(extension, monkeypatch):
-    """Above head dim 128: jax.nn's own, said once, with its gradient."""
+    """Above head dim 128: jax.nn's own, with one warning, with its gradient."""
     monkeypatch.setattr(packax.integrations.fallback, "_said", set())
     wide = lowered.abstract(dim=256, v_dim=256)
     with pytest.warns(FallbackWarning, match=r"a bias, bfloat16 and head dim 256: runs on"):

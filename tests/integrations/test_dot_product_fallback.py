@@ -1,4 +1,4 @@
-"""packax.dot_product_attention where no kernel fits: jax.nn's own path, said once."""
+"""packax.dot_product_attention where no kernel fits: jax.nn's own path, with one warning."""
 
 import functools
 import os
@@ -80,7 +80,7 @@ def test_what_only_jax_nn_takes(said, options, dtype):
     np.testing.assert_array_equal(ours, jax.nn.dot_product_attention(*x, **others))
 
 
-def test_an_expression_beside_a_bias(said, no_bias_kernels):
+def test_an_expression_with_a_bias(said, no_bias_kernels):
     q, k, v = tensors(keys=T)
     bias = jnp.ones((HEADS, T, T)) * jnp.arange(T)
     documents = packax.documents(np.repeat([0, 1], [9, 12]))
@@ -134,7 +134,7 @@ def test_said_once_silent_or_an_error(said, monkeypatch):
 
 @pytest.mark.parametrize("first", some(["packax", "patch"], 1))
 def test_assigned_over_jax_nn(first):
-    """Whichever comes first; in a process of its own, where nothing holds the original."""
+    """Whichever comes first; in a separate process, where nothing holds the original."""
     program = """
 import jax, jax.numpy as jnp, numpy as np
 original = jax.nn.dot_product_attention

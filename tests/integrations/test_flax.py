@@ -190,7 +190,7 @@ def test_dtype_and_options():
     assert np.abs(scaled - ours.attention_fn(packax.causal())(q, k, v)).max() > 0.01
 
 
-# --- What has no kernel: Flax's own attention, said once.
+# --- What has no kernel: Flax's own attention, with one warning.
 
 
 @pytest.fixture

@@ -103,7 +103,7 @@ def test_layers_of_flax_with_their_masks():
     same(theirs(x, mask=mask), expected)
 
 
-def test_a_bias_beside_options_and_built_masks():
+def test_a_bias_with_options_and_built_masks():
     q, k, v = Q[0], K[0], V[0]
     mask = packax.create_attention_mask(packax.causal(), q_len=LENGTH, kv_len=LENGTH)
     bias = jnp.asarray(BIAS[0])
@@ -153,7 +153,7 @@ def test_no_dropout():
 
 
 def test_dropout_has_the_gradients_of_its_bits():
-    """Of Flax's formula with the bits that the output shows, beside a bias and a mask."""
+    """Of Flax's formula with the bits that the output shows, with a bias and a mask."""
     bias, mask = jnp.asarray(BIAS[0, :2]), jnp.asarray(MASK[0, :2])
     options = {**DROPOUT, "broadcast_dropout": False}
     kept = weights(**options)[0] != 0

@@ -154,7 +154,7 @@ def test_ids_above_the_length_are_ids():
 
 
 def dense(mask, inner):
-    """0, 1 (in part) or 2 (full) for every block of the first row, shards beside each other."""
+    """0, 1 (in part) or 2 (full) for every block of the first row, one shard after another."""
     lower, upper, lower_full, upper_full = (np.asarray(x)[0] for x in mask.flatten())
     shards, outer = lower.shape
     result = np.zeros((outer, inner), int)

@@ -167,7 +167,7 @@ def test_keys_of_another_length_stay_whole():
     np.testing.assert_allclose(got, one_device()[0][:, -32:], atol=1e-5)
 
 
-def test_keys_are_gathered_beside_the_attention_and_their_gradients_scattered():
+def test_gathers_of_keys_and_scatters_of_gradients_overlap_with_attention():
     """Not one all-reduce of the gradients of all keys, as XLA makes for keys that are
     replicated."""
     mesh = mesh_of(1, 1, 4, 1)

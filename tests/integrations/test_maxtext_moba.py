@@ -34,7 +34,7 @@ from tiers import once_each
 
 
 def test_dense_path_is_the_same_attention():
-    """implementation="dense" beside the kernels' path, gradients too: cap, sinks, largest
+    """implementation="dense" and the kernels' path, gradients too: cap, sinks, largest
     logits."""
     q, k, v = tensors()
     ids, _ = ids_and_positions()
@@ -66,7 +66,7 @@ def test_dense_path_is_the_same_attention():
 )
 def test_moba_and_indexer_mask(case, implementation):
     kind, size, moba, indexer = case
-    """Beside segment ids, cap and sinks. MoBA is causal with every type; rows without a key are
+    """With segment ids, cap and sinks. MoBA is causal with every type; rows without a key are
     0."""
     q, k, v = tensors()
     ids, _ = ids_and_positions()

@@ -31,7 +31,7 @@ def random_map(rng, shape, size, lengths, share):
         # whole blocks are full and skip the mask; one map for all, one for each batch row
         (packax.causal(), (330, 330), (1, 1), (64, 192), 0.6, ((128, 64), (64, 64), (128, 64))),
         (packax.full(), (150, 330), (2, 1), (1, 64), 0.2, ((128, 32), (64, 64), (64, 64))),
-        # one map for all beside a mask for each batch row; heads with lists of other lengths
+        # one map for all with a mask for each batch row; heads with lists of other lengths
         (packax.masks.ranges([[20], [0]], [[300], [250]]), (260, 260), (1, 4), (128, 64), 0.5,
          ((128, 64), (64, 128), (64, 64))),
     ], *(0, 2)),
@@ -62,7 +62,7 @@ def test_equal_the_oracle(expression, lengths, shape, size, share, tiles):
     dirty[idle_rows] = dirty_dout[idle_rows] = np.nan
     dirty_dlse = np.where(idle_rows.swapaxes(1, 2), np.nan, dlse).astype(np.float32)
     query[idle_rows] = dout[idle_rows] = 0
-    # blocks of 64 keys in which nobody attends anything are not even read
+    # blocks of 64 keys in which nothing is attended are not even read
     used = attends.any((1, 2))
     used = np.pad(used, ((0, 0), (0, -kv_len % 64))).reshape(batch, -1, 64).any(2).repeat(64, 1)
     unread = ~used[:, :kv_len] & (np.asarray(mask.q_block_lists).shape[0] == batch)

@@ -1,7 +1,7 @@
 """The Hopper kernels on the CPU (gluon_threads.py), against float64.
 
 Guards against barriers that wait for ever or let go too early, tiles read before they are there or
-after they are gone, blocks that are left out or met twice, and masks; not against what the compiler
+after they are gone, blocks left out or visited twice, and masks; not against what the compiler
 makes of them. Every candidate of tune.py that is not timed yet is here, too. Every mask and every
 head dim runs each time, all pairs of them exhaustively.
 """

@@ -1,4 +1,4 @@
-"""The Triton kernels in the interpreter: the integers of the XLA twins, attention of an oracle.
+"""The Triton kernels in the interpreter: the integers of the XLA versions, attention of an oracle.
 
 Guards against a kernel that is right only on tidy input: odd lengths, empty rows, segment-checked
 rows, tiles of every shape, garbage in padding. The oracle is float64.
@@ -158,7 +158,7 @@ def check_attention(case: str, tiles: Tiles, qk_dim: int, v_dim: int) -> None:
     dout = draw(q_len, heads, v_dim)
     dlse = rng.standard_normal((batch, heads, q_len)).astype(np.float32)
     scale = 1.5 * qk_dim**-0.5
-    # nobody attends these keys, and these rows attend nothing: what they hold must not matter
+    # no row attends these keys, and these rows attend nothing: what they hold must not matter
     idle_keys, idle_rows = ~attends.any(1), ~attends.any(2)
     key[np.broadcast_to(idle_keys, key.shape[:2])] = 1e30
     value[np.broadcast_to(idle_keys, key.shape[:2])] = -1e30

@@ -94,7 +94,7 @@ def benchmark(code: str):
     return json.loads(made.stdout)
 
 
-def test_nobody_waits():
+def test_no_program_waits():
     """With key/value heads one after the other a case loses a sixth of the time, and rows of 4k a
     third."""
     shares = "{f'{c.name} {f.__name__}': [f(c, ORDERS[o], 132) for o in ('phases', 'by head')]"

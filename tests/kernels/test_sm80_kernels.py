@@ -1,7 +1,7 @@
 """The kernels of mma.sync and cp.async on the CPU (gluon_threads.py), against float64.
 
 Guards against tiles read before they are there or overwritten while they are read, blocks that are
-left out or met twice, and masks; not against what the compiler makes of them.
+left out or visited twice, and masks; not against what the compiler makes of them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Inline assembly of the Hopper kernels on the CPU, instruction by instruction: Gluon has no
 interpreter.
 
-Guards against a float of dQ that lies where backward_finish does not look for it, and against a P
+Guards against a float of dQ that is where backward_finish does not look for it, and against a P
 or dS of another row or key than its score's.
 """
 

@@ -2,7 +2,7 @@
 interpreter.
 
 Guards against a coefficient or a sign that is wrong in one of its two branches, a score that ends
-in another's register or hangs on those beside it, and a warp whose threads take different ways. ex2
+in another's register or depends on its neighbours, and a warp whose threads diverge. ex2
 and rcp are as wrong as PTX allows them to be.
 """
 
@@ -57,7 +57,7 @@ ERRORS = [(e, r) for e in (-1, 0, 1) for r in (-1, 0, 1)]
 
 @pytest.mark.parametrize("ex2,rcp", some(ERRORS, 0, 4, 8))
 def test_larger_scores_take_the_exponential(ex2, rcp):
-    """One of a warp is enough, and small ones beside it are as right."""
+    """One per warp is enough, and small ones in the same warp are correct, too."""
     points = np.concatenate([np.linspace(-12, 12, 1 << 16), np.linspace(-0.6, 0.6, 1 << 16)])
     for x in warps_of(points):
         assert np.abs(x).max() > 0.5
@@ -81,22 +81,22 @@ def test_the_border_between_the_two():
         assert np.abs(np.abs(far) - near).max() <= NEAR + FAR
 
 
-def test_a_score_does_not_hang_on_those_beside_it():
-    """The same bits in a warp of small scores and beside large ones, infinities and NaN: else
+def test_a_score_does_not_depend_on_its_neighbours():
+    """The same bits in a warp of small scores and with large ones, infinities and NaN: else
     padding and other documents change a row's last bits."""
     rng = np.random.default_rng()
     near = rng.uniform(-0.5, 0.5, (LANES, 16)).astype(F32)
     alone = tanh_of(Warp(1, 1), near)
     for loud in (0.6, 30, np.inf, -np.inf):
-        beside = rng.random(near.shape) < 0.5
-        beside[3, 3:5] = True, False
-        mixed = np.where(beside, rng.choice([-1, 1], near.shape) * F32(loud), near).astype(F32)
+        others = rng.random(near.shape) < 0.5
+        others[3, 3:5] = True, False
+        mixed = np.where(others, rng.choice([-1, 1], near.shape) * F32(loud), near).astype(F32)
         mixed[5, 5] = np.nan
-        beside[5, 5] = True
+        others[5, 5] = True
         warp = Warp(1, 1)
         got = tanh_of(warp, mixed)
         assert "rcp.approx.ftz.f32" in warp.executed
-        np.testing.assert_array_equal(got[~beside], alone[~beside])
+        np.testing.assert_array_equal(got[~others], alone[~others])
 
 
 @pytest.mark.parametrize("registers", [2, 32, 64])

@@ -2,7 +2,7 @@
 has no interpreter.
 
 Guards against a score that ends in another's place or under another row's maximum, a maximum that
-moves without the sums, a row that meets its first key late, infinities and NaNs that get lost, and
+moves without the sums, a row that reaches its first key late, lost infinities and NaNs, and
 a bias of another row or key.
 """
 
@@ -97,7 +97,7 @@ def steps_of(rng, kind):
             s -= 3000
         if kind == "one key":
             s[:, 1:] = -np.inf
-        if kind == "late":  # rows that meet their first key at step 1, 3, ... or never
+        if kind == "late":  # rows that reach their first key at step 1, 3, ... or never
             s[np.arange(16) % 5 > i] = -np.inf
             s[15] = -np.inf
         yield s.astype(F32)

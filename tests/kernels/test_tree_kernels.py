@@ -35,10 +35,10 @@ TREES = {
     ),
 )
 def test_equal_the_oracle(name, tiles):
-    tree, beside = TREES[name]
-    expression, length = trees.expression(tree, beside), len(tree.ids)
+    tree, joined = TREES[name]
+    expression, length = trees.expression(tree, joined), len(tree.ids)
     mask = packax.create_attention_mask(expression)
-    attends = trees.meaning(tree, beside)[None]
+    attends = trees.meaning(tree, joined)[None]
     rng = np.random.default_rng(length)
 
     def draw(*shape):

@@ -21,7 +21,7 @@ PADDING = packax.PADDING_SEGMENT_ID
 
 @pytest.fixture(autouse=True, scope="module")
 def without_jit():
-    """Every expression is a program of its own: too many to compile, so operations run by
+    """Every expression is a separate program: too many to compile, so operations run by
     themselves."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "_build", build._build.__wrapped__)

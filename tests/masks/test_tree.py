@@ -20,19 +20,19 @@ from tiers import some
 LENGTH, SEGMENTS = 149, 12
 
 
-@functools.partial(jax.jit, static_argnames="beside")
-def built(ids, parents, beside):
-    mask = packax.create_attention_mask(trees.expression(trees.Tree(ids, parents), beside))
+@functools.partial(jax.jit, static_argnames="joined")
+def built(ids, parents, joined):
+    mask = packax.create_attention_mask(trees.expression(trees.Tree(ids, parents), joined))
     return mask, mask.as_array()
 
 
-@pytest.mark.parametrize("beside", trees.BESIDE)
-def test_definition(beside):
+@pytest.mark.parametrize("joined", trees.JOINED)
+def test_definition(joined):
     """as_array, by squaring, is what walking up says."""
     for seed in range(6):
         tree = trees.random_tree(seed, 41, 9)
-        allowed = trees.meaning(tree, beside)
-        got = trees.expression(tree, beside).as_array(41, 41)
+        allowed = trees.meaning(tree, joined)
+        got = trees.expression(tree, joined).as_array(41, 41)
         assert isinstance(got, np.ndarray)
         np.testing.assert_array_equal(got, allowed)
         depth = trees.depths(trees.attended(tree))
@@ -41,34 +41,34 @@ def test_definition(beside):
         np.testing.assert_array_equal(of, depth)
 
 
-def check_masks(seed, beside, batch):
+def check_masks(seed, joined, batch):
     tree = trees.batch_of_trees(seed, batch, LENGTH, SEGMENTS)
-    mask, got = built(*tree, beside)
-    np.testing.assert_array_equal(got, trees.meaning(tree, beside))
+    mask, got = built(*tree, joined)
+    np.testing.assert_array_equal(got, trees.meaning(tree, joined))
     return mask
 
 
-@pytest.mark.parametrize("beside", some(trees.BESIDE, *range(0, len(trees.BESIDE), 2)))
-def test_masks(beside):
-    check_masks(1, beside, 24)
+@pytest.mark.parametrize("joined", some(trees.JOINED, *range(0, len(trees.JOINED), 2)))
+def test_masks(joined):
+    check_masks(1, joined, 24)
 
 
-@pytest.mark.parametrize("beside", ["alone", "causal", "wide window"])
-def test_what_kernels_attend(beside):
+@pytest.mark.parametrize("joined", ["alone", "causal", "wide window"])
+def test_what_kernels_attend(joined):
     """Lists, flags and ranges together, of both passes; the lists of whole paths are exact."""
     length = 460
     tree = trees.batch_of_trees(2, 12, length, SEGMENTS)
     tree.ids[0] = np.repeat(np.arange(4), 115)  # full blocks
     tree.parents[0] = [-1, 0, 1, 0, *range(3, SEGMENTS - 1)]
-    mask, _ = built(*tree, beside)
-    allowed = trees.meaning(tree, beside)
+    mask, _ = built(*tree, joined)
+    allowed = trees.meaning(tree, joined)
     for got in trees.as_kernels_see_it(mask):
         np.testing.assert_array_equal(got, allowed)
     lists = np.asarray(mask.q_block_lists), np.asarray(mask.kv_block_lists)
     assert lists[0][0, 0, :, 1].sum() > 0 and lists[1][0, 0, :, 1].sum() > 0
     flags = np.asarray(mask.q_blocks)[:, 4]
     assert (flags & 1).any() and not (flags & 1).all()
-    if "window" not in beside:
+    if "window" not in joined:
         padded = np.pad(allowed, ((0, 0), (0, -length % 128), (0, -length % 128)))
         tiles = padded.reshape(12, 4, 128, 8, 64).any((2, 4)).sum(2)
         np.testing.assert_array_equal(lists[0][:, 0, :, :2].sum(2), tiles)
@@ -97,10 +97,10 @@ def test_shared_prefix():
     answers = [-1, -1, 4, 9, 4, 4, 5, 4, 2, 2, 3, 0, 3, -1, -1, 1]
     segments = [0, 0, 1, -1, 1, 1, 2, 3, 4, 4, 5, -1, 5, 6, 6, 7]
     tree = trees.Tree(np.array(segments), np.array([-1, 0, 0, 0, -1, -1, -1, 6]))
-    for beside in ("alone", "causal", "window"):
-        make = trees.BESIDE[beside][0] or packax.full
+    for joined in ("alone", "causal", "window"):
+        make = trees.JOINED[joined][0] or packax.full
         of = packax.masks.shared_prefix(groups, answers) & make()
-        wanted = trees.meaning(tree, beside)
+        wanted = trees.meaning(tree, joined)
         np.testing.assert_array_equal(of.as_array(16, 16), wanted)
         np.testing.assert_array_equal(packax.create_attention_mask(of).as_array()[0], wanted)
         traced = packax.masks.shared_prefix(jnp.array([groups]), jnp.array(answers)) & make()
@@ -114,22 +114,22 @@ def test_shared_prefix():
 def test_deep_and_wide():
     """A path of 64 segments, 200 roots, one segment, all padding, no tokens at all."""
     index = np.arange(128)
-    for beside, ids, parents in (
+    for joined, ids, parents in (
         ("window", index // 2, np.arange(64) - 1),
         ("causal", index, np.full(200, -1)),
         ("window", 0 * index, [-1]),
         ("causal", 0 * index - 1, [-1, 0]),
     ):
         tree = trees.Tree(np.asarray(ids), np.asarray(parents))
-        _, got = built(*tree, beside)
-        np.testing.assert_array_equal(got[0], trees.meaning(tree, beside))
+        _, got = built(*tree, joined)
+        np.testing.assert_array_equal(got[0], trees.meaning(tree, joined))
     nothing = packax.masks.tree(np.zeros((2, 0), int), [-1])
     assert nothing.as_array(0, 0).shape == (2, 0, 0)
     assert packax.create_attention_mask(nothing).q_lo.shape == (2, 0)
     assert packax.masks.shared_prefix(*np.zeros((2, 0), int)).as_array(0, 0).shape == (0, 0)
 
 
-def test_beside_documents_ranges_and_block_masks():
+def test_with_documents_ranges_and_block_masks():
     tree = trees.batch_of_trees(5, 4, LENGTH, SEGMENTS)
     ids = np.random.default_rng(0).integers(-1, 2, (4, LENGTH))
     index = np.arange(LENGTH)
@@ -151,14 +151,14 @@ def test_beside_documents_ranges_and_block_masks():
         dense = np.asarray(expression.as_array(LENGTH, LENGTH))
         np.testing.assert_array_equal(dense if dense.ndim == 4 else dense[:, None], wanted)
     spans = packax.masks.spans(np.where(index % 40 < 25, 1, -1), packax.sliding_window(20))
-    for beside in (spans, packax.prefix(np.array([3, 50, 0, 200]))):
-        both = packax.masks.tree(*tree) & beside
+    for joined in (spans, packax.prefix(np.array([3, 50, 0, 200]))):
+        both = packax.masks.tree(*tree) & joined
         mask = packax.create_attention_mask(both)
         np.testing.assert_array_equal(mask.as_array(), both.as_array(LENGTH, LENGTH))
 
 
 def test_spans_end_with_documents_and_segments():
-    """Beside a tree, too, a span ends where the id of documents changes: by walking runs."""
+    """With a tree, too, a span ends where the id of documents changes: by walking runs."""
     documents = packax.documents([3, 5, 3])
     expression = packax.masks.spans([0, 0, 0]) & documents & packax.masks.tree([0, 0, 0], [-1])
     np.testing.assert_array_equal(expression.as_array(3, 3), [[1, 0, 0], [0, 1, 0], [1, 0, 1]])
@@ -257,7 +257,7 @@ TREE = packax.masks.tree([0, 0, 1], [-1, 0])
         (lambda: packax.create_attention_mask(TREE, kv_len=4), ValueError,
          r"segment_ids of tree\(...\) is for 3 keys, but kv_len says 4"),
         (lambda: TREE & packax.documents([0, 0, 0], positions=[0, 1, 2]), ValueError,
-         r"documents\(..., positions=...\) beside tree\(...\): give no positions"),
+         r"documents\(..., positions=...\) joined with tree\(...\): leave"),
         (lambda: TREE & packax.causal(offset=1), ValueError,
          r"causal has an offset, joined with tree\(...\)"),
         (lambda: TREE & TREE, NotImplementedError,
@@ -283,7 +283,7 @@ def test_text_and_static_fields():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("beside", trees.BESIDE)
-def test_a_thousand_trees(beside):
+@pytest.mark.parametrize("joined", trees.JOINED)
+def test_a_thousand_trees(joined):
     for seed in range(10, 16):
-        check_masks(seed, beside, 24)
+        check_masks(seed, joined, 24)

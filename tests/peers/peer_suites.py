@@ -13,7 +13,7 @@ fetched. Every test runs twice, first with the project as it is, then with packa
 (in_place.py says how). A test that passes as it is and not with packax is "refused" if packax said
 NotImplementedError, else "wrong": then the program exits 1. kvax does not run as it is, without a
 GPU and in today's jax: all of its tests count. Writes peer_suites.json into --out (default: $OUT,
-else benchmarks/results), beside the suites that it already holds.
+else benchmarks/results), in addition to the suites that it already holds.
 
 JAX_PLATFORMS is "cpu" where it is not set: kvax's tests of rows of 32k tokens want a GPU.
 """

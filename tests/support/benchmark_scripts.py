@@ -1,4 +1,4 @@
-"""Runs code against the modules of benchmarks/, in a process of its own: what they set in jax stays
+"""Runs code against the modules of benchmarks/, in a separate process: what they set in jax stays
 there."""
 
 from __future__ import annotations

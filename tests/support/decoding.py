@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-GARBAGE = 1e30  # what lies where nothing may read
+GARBAGE = 1e30  # the content of memory that must not be read
 
 
 class Results(NamedTuple):

@@ -52,7 +52,7 @@ def check_local(plan: ContextPlan, ids) -> None:
 def greedy(ids, ranks, shared: int = 0) -> ContextPlan:
     """A local plan of numpy: documents whole on the rank with most room, longest first.
 
-    What does not fit is split, and lies where room is left. `shared`: at least so many rows a rank.
+    What does not fit is split, and put where there is room. `shared`: the least rows per rank.
     `ranks`: a number, or sizes of levels: what fits into a host is split there.
     """
     ids = np.atleast_2d(np.asarray(ids))

@@ -1,4 +1,4 @@
-"""What the arrays of a mask allow, pair by pair, beside what its expression means."""
+"""What the arrays of a mask allow, pair by pair, and what its expression means."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Where things of the repository lie, for tests that read files or start programs."""
+"""Paths in the repository, for tests that read files or start programs."""
 
 import os
 from pathlib import Path

@@ -58,8 +58,8 @@ def depths(allowed: np.ndarray) -> np.ndarray:
     return np.tril(allowed, -1).sum(-1)
 
 
-# What may stand beside a tree, and what it says of the depths of a row and a key.
-BESIDE = {
+# Expressions that a tree is joined with, and their condition on the depths of row and key.
+JOINED = {
     "alone": (None, lambda i, j: True),
     "causal": (packax.causal, lambda i, j: j <= i),
     "window": (lambda: packax.sliding_window(9), lambda i, j: (j <= i) & (i - j <= 9)),
@@ -84,19 +84,19 @@ BESIDE = {
 }
 
 
-def expression(tree: Tree, beside: str = "causal"):
+def expression(tree: Tree, joined: str = "causal"):
     of = packax.masks.tree(*tree)
-    make = BESIDE[beside][0]
+    make = JOINED[joined][0]
     return of if make is None else of & make()
 
 
-def meaning(tree: Tree, beside: str = "causal") -> np.ndarray:
+def meaning(tree: Tree, joined: str = "causal") -> np.ndarray:
     """(S, S) of one tree, or (B, S, S)."""
     if tree.ids.ndim == 2:
-        return np.stack([meaning(Tree(*x), beside) for x in zip(*tree, strict=True)])
+        return np.stack([meaning(Tree(*x), joined) for x in zip(*tree, strict=True)])
     allowed = attended(tree)
     depth = depths(allowed)
-    return allowed & BESIDE[beside][1](depth[:, None], depth[None, :])
+    return allowed & JOINED[joined][1](depth[:, None], depth[None, :])
 
 
 def as_kernels_see_it(mask) -> tuple[np.ndarray, np.ndarray]:

@@ -17,7 +17,7 @@ import jaxlib
 def known(flag: str) -> bool:
     """Whether this jaxlib has the flag: XLA ends the process over one that it does not know.
 
-    As a string of its own: a protocol buffer goes on to list names of flags that are gone.
+    As a separate string: a protocol buffer goes on to list names of flags that are gone.
     """
     for library in pathlib.Path(jaxlib.__file__).parent.glob("*.so"):
         with (

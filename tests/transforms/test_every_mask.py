@@ -87,7 +87,7 @@ of_ours, of_dense = derivatives(ours), derivatives(dense)  # compiled once for e
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_derivatives_under_vmap_and_checkpoint(kind):
-    """In float64, beside dense attention by the expression's own as_array."""
+    """In float64, compared with dense attention by the expression's own as_array."""
     given = [arrays(seed=seed) for seed in (1, 2)]
 
     def build(a):

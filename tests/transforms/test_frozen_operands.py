@@ -68,7 +68,7 @@ def test_frozen_operands_for_the_kernels(monkeypatch, fused):
 
 
 def test_frozen_operands_for_the_fallback_kernels(monkeypatch):
-    """Likewise; the kernel of dq makes the parts of the gradient of a scale, too."""
+    """Also, the kernel of dq computes the parts of the gradient of a scale, too."""
     query, key, none = "2x300x8x64xbf16", "2x300x2x64xbf16", "0xbf16"
     number = jax.ShapeDtypeStruct((), jnp.float32)
     for argnums, more, wanted, results in (

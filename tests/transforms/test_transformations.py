@@ -400,7 +400,7 @@ def test_vmap_in_vmap_and_of_a_built_mask():
 
 
 def test_vmap_over_stages_of_a_pipeline():
-    """vmap(..., spmd_axis_name="stage") beside context parallelism: each rank its own stage."""
+    """vmap(..., spmd_axis_name="stage") with context parallelism: each rank has its own stage."""
     mesh = jax.make_mesh(
         (2, 2),
         ("stage", "context"),

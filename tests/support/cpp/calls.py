@@ -209,7 +209,7 @@ def score_params(s, batches, has):
 
 
 def block_mask(s, batch, heads, q_block, kv_block):
-    """Its operands: those of the forward, then one that the backward has beside them."""
+    """Its operands: those of the forward, then one that only the backward has."""
     rows, columns = ceil(s.q_len / q_block), ceil(s.kv_len / kv_block)
     lists = (s.mask_batch, heads)
     return {
@@ -284,7 +284,7 @@ def backward_fallback(
 
 
 def forward_soft_cap(m, s=Sizes(), soft_cap=50.0, **more):
-    """A soft cap is all that it has beside a plain call."""
+    """A plain call with a soft cap."""
     return forward_fallback(m, s, **{"has": (0, 0), "soft_cap": soft_cap, "blocks": None, **more})
 
 
@@ -297,7 +297,7 @@ POWERS = (2, 6, 4, 32)  # a map that Hopper's kernels take, of the default sizes
 
 
 def forward_block_lists(m, s=Sizes(), blocks=POWERS, **more):
-    """A block mask is all that it has beside a plain call."""
+    """A plain call with a block mask."""
     return forward_fallback(m, s, **{"has": (0, 0), "soft_cap": 0.0, "blocks": blocks, **more})
 
 
@@ -310,7 +310,7 @@ OF_INDICES = (1, 2)  # scales that are `scale`, slopes without places
 
 
 def forward_alibi(m, s=Sizes(), has=OF_INDICES, **more):
-    """Slopes of indices are all that it has beside a plain call."""
+    """A plain call with slopes of indices."""
     return forward_fallback(m, s, **{"soft_cap": 0.0, "blocks": None, **more}, has=has)
 
 

@@ -249,7 +249,7 @@ def compile_driver(folder, *flags):
 
 @functools.cache
 def outside_cubins():
-    """What the extension's file holds beside them and zeros, [(offset, bytes)], and how many they
+    """What the extension's file holds besides them and zeros, [(offset, bytes)], and how many they
     are."""
     image = Path(SPEC.origin).read_bytes()
     pieces, count, end = [], 0, 0
@@ -276,7 +276,7 @@ def copy_without_cubins(copy):
 
 
 def load_extension(folder, libcuda):
-    """A copy has globals of its own, so nothing that another test opened or loaded is there."""
+    """A copy has separate globals, so nothing that another test opened or loaded is there."""
     copy = folder / Path(SPEC.origin).name
     copy_without_cubins(copy)
     name = f"packax_copy{next(_serial)}._ext"

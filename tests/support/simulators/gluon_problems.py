@@ -81,7 +81,7 @@ class Problem:
             self.extra = {"block_mask_batch": 1, "block_mask": self.mask["block_mask"], **sizes}
         self.query, self.dout = (self.draw(self.q_len, heads, dim) for dim in dims)
         self.key, self.value = (self.draw(self.kv_len, kv_heads, dim) for dim in dims)
-        # nobody attends these keys, and these rows attend nothing: what they hold must not matter
+        # no row attends these keys, and these rows attend nothing: what they hold must not matter
         self.key[np.broadcast_to(~self.attends.any((1, 2)), self.key.shape[:2])] = 1e30
         idle = np.broadcast_to(~self.attends.any((1, 3)), self.query.shape[:2])
         self.query[idle], self.dout[idle] = 1e30, 1e30

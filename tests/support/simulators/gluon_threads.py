@@ -3,7 +3,7 @@ tiles are numpy arrays.
 
 What is asynchronous happens early or late. A product of wgmma, a copy of TMA or a bulk addition is
 done at once or as late as its wait allows, by a coin: tiles that are handed back too early, or read
-before they are there, end in other numbers. Barriers that nobody can complete are a Deadlock, a
+before they are there, end in other numbers. Barriers that no thread can complete are a Deadlock, a
 product used before its wait a TypeError, a read outside of an array an IndexError. Shared memory is
 poisoned. Layouts, registers, swizzles and fences are not modelled. gluon_language.py imports and
 launches kernels.
@@ -164,7 +164,7 @@ class TensorMap:
         self.array, self.dtype = array, DTYPE_OF[array.dtype]
 
     def box(self, at: list[int], shape: tuple[int, ...]) -> tuple[Any, Any]:
-        """Where it lies in the array, and which part of it does."""
+        """Where it is in the array, and which part of it does."""
         ends = [min(a + n, size) for a, n, size in zip(at, shape, self.array.shape, strict=True)]
         there = tuple(slice(a, max(a, e)) for a, e in zip(at, ends, strict=True))
         return there, tuple(slice(0, max(e - a, 0)) for a, e in zip(at, ends, strict=True))
@@ -183,7 +183,7 @@ class Run:
         self.waiting: dict[str, tuple[Callable[[], bool], str]] = {}
 
     def wait(self, done: Callable[[], bool], what: str) -> None:
-        """Copies that are under way arrive when nobody can go on without them, in any order."""
+        """Copies in flight arrive when no thread can continue without them, in any order."""
         with self.changed:
             self.waiting[mine.name] = done, what
             while not done():

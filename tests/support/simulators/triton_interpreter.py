@@ -250,7 +250,7 @@ def dealt_shares(
 
 
 class Extras:
-    """What the fallback kernels take beside the others: operands, then scalars.
+    """What the fallback kernels take in addition to the others: operands, then scalars.
 
     `block_mask`: bits, lists of the tiles of rows and of those of keys, sizes of a block."""
 
