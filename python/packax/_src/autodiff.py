@@ -68,8 +68,8 @@ class _Attention(NamedTuple):
             self.spec, query, key, value, scores, mask, fixed
         )
 
-    def gradients(self, moving: tuple[bool, ...], has_dlse: bool) -> _Gradients:
-        needs_grad = tuple(chosen(moving, self.inputs))
+    def gradients(self, has_tangent: tuple[bool, ...], has_dlse: bool) -> _Gradients:
+        needs_grad = tuple(chosen(has_tangent, self.inputs))
         spec = dataclasses.replace(self.spec, needs_grad=needs_grad, max_logits=False)
         return _Gradients(self._replace(spec=spec), has_dlse)
 
@@ -82,8 +82,8 @@ class _Attention(NamedTuple):
             read = [checkpoint_name(x, name) for x in read]  # a policy may name either
         return [*read, *others]
 
-    def tangents(self, moving: tuple[bool, ...], results: int) -> _OfAttention:
-        return _OfAttention(self, moving[: len(self.inputs)])
+    def tangents(self, has_tangent: tuple[bool, ...], results: int) -> _OfAttention:
+        return _OfAttention(self, has_tangent[: len(self.inputs)])
 
 
 class _Gradients(NamedTuple):
@@ -108,58 +108,58 @@ class _Gradients(NamedTuple):
     def named(self, results: Arrays) -> Arrays:
         return results
 
-    def tangents(self, moving: tuple[bool, ...], results: int) -> _OfGradients:
-        return _OfGradients(self, moving)
+    def tangents(self, has_tangent: tuple[bool, ...], results: int) -> _OfGradients:
+        return _OfGradients(self, has_tangent)
 
 
 class _OfAttention(NamedTuple):
-    """From tangents of the moving inputs to those of the results; residuals: operands, results."""
+    """From tangents of inputs to those of the results; residuals: operands, results."""
 
     attention: _Attention
-    moving: tuple[bool, ...]  # which inputs
+    has_tangent: tuple[bool, ...]  # which inputs
 
     def apply(self, tangents: Arrays, residuals: Arrays) -> Arrays:
         operands = residuals[: self.attention.tree.num_leaves]
-        return _derivative(self.attention.apply, operands, self.moving, tangents)
+        return _derivative(self.attention.apply, operands, self.has_tangent, tangents)
 
     def transpose(self, cotangents: Arrays, residuals: Arrays) -> Arrays:
         dout, dlse = cotangents[:2]  # the largest logits have none
         dlse = None if dlse is None else row_sums.of_log(dlse)
         residuals = residuals[: self.attention.tree.num_leaves + 2]
         dout = jnp.zeros_like(residuals[-2]) if dout is None else dout
-        rule = self.attention.gradients(self.moving, dlse is not None)
+        rule = self.attention.gradients(self.has_tangent, dlse is not None)
         return bind(rule, [*residuals, dout, *([] if dlse is None else [dlse])])
 
-    def of_residuals(self, moving: tuple[bool, ...]) -> tuple[_OfTangents, tuple[bool, ...]]:
+    def of_residuals(self, has_tangent: tuple[bool, ...]) -> tuple[_OfTangents, tuple[bool, ...]]:
         # The results among the residuals are functions of the inputs and are not read.
-        inputs = moving[: len(self.attention.inputs)]
-        read = (*inputs, *[False] * (len(moving) - len(inputs)))
+        inputs = has_tangent[: len(self.attention.inputs)]
+        read = (*inputs, *[False] * (len(has_tangent) - len(inputs)))
         return _OfTangents(self, inputs), read
 
 
 class _OfTangents(NamedTuple):
-    """From tangents of the moving inputs to those of J u, for a fixed u.
+    """From tangents of inputs to those of J u, for a fixed u.
 
     Residuals: operands and results of the attention, then u.
     """
 
     inner: _OfAttention
-    moving: tuple[bool, ...]  # which inputs
+    has_tangent: tuple[bool, ...]  # which inputs
 
     def apply(self, tangents: Arrays, residuals: Arrays) -> Arrays:
         raise NotImplementedError(NO_MORE_DERIVATIVES)
 
     def transpose(self, cotangents: Arrays, residuals: Arrays) -> Arrays:
         attention = self.inner.attention
-        operands, along = split(residuals, len(residuals) - sum(self.inner.moving))
+        operands, along = split(residuals, len(residuals) - sum(self.inner.has_tangent))
         out, *rest = operands[attention.tree.num_leaves :]
         dout, dlse = cotangents[:2]
         dout = jnp.zeros_like(out) if dout is None else dout
         dlse = None if dlse is None else row_sums.of_log(dlse)
         operands = [*operands[: attention.tree.num_leaves], out, rest[0], dout]
         operands += [] if dlse is None else [dlse]
-        gradients = attention.gradients(self.moving, dlse is not None)
-        return _OfGradients(gradients, self.inner.moving).apply(along, operands)
+        gradients = attention.gradients(self.has_tangent, dlse is not None)
+        return _OfGradients(gradients, self.inner.has_tangent).apply(along, operands)
 
 
 class _OfGradients(NamedTuple):
@@ -169,7 +169,7 @@ class _OfGradients(NamedTuple):
     """
 
     gradients: _Gradients
-    moving: tuple[bool, ...]  # which operands
+    has_tangent: tuple[bool, ...]  # which operands
 
     def apply(self, tangents: Arrays, residuals: Arrays) -> Arrays:
         attention = self.gradients.attention
@@ -180,11 +180,11 @@ class _OfGradients(NamedTuple):
             results = attention.apply(primals)
             return self.gradients.apply([*primals, *results, *cotangents])
 
-        return _derivative(whole, operands, self.moving, tangents)
+        return _derivative(whole, operands, self.has_tangent, tangents)
 
     def transpose(self, cotangents: Arrays, residuals: Arrays) -> Arrays:
         attention = self.gradients.attention
-        operands = residuals[: len(self.moving)]
+        operands = residuals[: len(self.has_tangent)]
         count = attention.tree.num_leaves
         # A direction in the inputs: zero where no gradient was needed or it has no cotangent.
         given = iter(cotangents)
@@ -192,28 +192,28 @@ class _OfGradients(NamedTuple):
         placed = [next(given) if x in needs_grad else None for x in attention.inputs]
         along = tuple(x is not None for x in placed)
         direction = [x for x in placed if x is not None]
-        found: list[Any] = [None] * len(self.moving)
-        inputs, seeds = self.moving[: len(attention.inputs)], self.moving[count + 2 :]
+        found: list[Any] = [None] * len(self.has_tangent)
+        inputs, seeds = self.has_tangent[: len(attention.inputs)], self.has_tangent[count + 2 :]
         if any(inputs):
             gradients = attention.gradients(inputs, self.gradients.has_dlse)
             hessian = _OfGradients(gradients, along)
             rows = iter(hessian.apply(direction, operands))
-            found[: len(inputs)] = [next(rows) if moving else None for moving in inputs]
+            found[: len(inputs)] = [next(rows) if has else None for has in inputs]
         if any(seeds):
             out, lse = _OfAttention(attention, along).apply(direction, operands[: count + 2])
             found[count + 2 :] = [out, row_sums.of_log(lse)][: len(seeds)]
-        return chosen(self.moving, found)
+        return chosen(self.has_tangent, found)
 
 
 def _derivative(
-    function: Callable[[Arrays], Arrays], at: Arrays, moving: Sequence[bool], tangents: Arrays
+    function: Callable[[Arrays], Arrays], at: Arrays, has_tangent: Sequence[bool], tangents: Arrays
 ) -> Arrays:
-    """The derivative of a function of flat operands along tangents of the moving ones."""
-    moving = (*moving, *[False] * (len(at) - len(moving)))
+    """The derivative of a function of flat operands along tangents of those that have one."""
+    has_tangent = (*has_tangent, *[False] * (len(at) - len(has_tangent)))
 
     def of(*some):
         rest = iter(some)
-        merged = [next(rest) if m else x for m, x in zip(moving, at, strict=True)]
+        merged = [next(rest) if m else x for m, x in zip(has_tangent, at, strict=True)]
         return list(function(merged))
 
-    return jax.jvp(of, chosen(moving, at), list(tangents))[1]
+    return jax.jvp(of, chosen(has_tangent, at), list(tangents))[1]

@@ -55,11 +55,11 @@ call_p.def_effectful_abstract_eval(lambda *_, rule, jaxpr: (list(jaxpr.out_avals
 
 def _call_jvp(primals, tangents, *, rule, jaxpr):
     results = rule.named(call_p.bind(*primals, rule=rule, jaxpr=jaxpr))
-    moving = tuple(type(x) is not ad.Zero for x in tangents)
-    linear = rule.tangents(moving, len(results))
-    operands = [*results, *chosen(moving, tangents), *primals, *results]
+    has_tangent = tuple(type(x) is not ad.Zero for x in tangents)
+    linear = rule.tangents(has_tangent, len(results))
+    operands = [*results, *chosen(has_tangent, tangents), *primals, *results]
     return results, linear_p.bind(
-        *operands, rule=linear, results=len(results), tangents=sum(moving)
+        *operands, rule=linear, results=len(results), tangents=sum(has_tangent)
     )
 
 
@@ -83,8 +83,8 @@ linear_p.multiple_results = True
 
 
 def _run_linear(*operands, rule, results, tangents):
-    moving, residuals = split(operands[results:], tangents)
-    return list(rule.apply(moving, residuals))
+    linear, residuals = split(operands[results:], tangents)
+    return list(rule.apply(linear, residuals))
 
 
 linear_p.def_impl(
@@ -117,9 +117,9 @@ def _linear_jvp(primals, moved, *, rule, results, tangents):
     if any(type(x) is not ad.Zero for x in linear):
         along = map(ad.instantiate_zeros, linear)
         terms.append(linear_p.bind(*like, *along, *held, **params))
-    moving = tuple(type(x) is not ad.Zero for x in residuals)
-    if any(moving):
-        of_residuals, read = _of_residuals(rule, moving)
+    has_tangent = tuple(type(x) is not ad.Zero for x in residuals)
+    if any(has_tangent):
+        of_residuals, read = _of_residuals(rule, has_tangent)
         some = chosen(read, residuals)
         terms.append(
             linear_p.bind(
@@ -129,14 +129,14 @@ def _linear_jvp(primals, moved, *, rule, results, tangents):
     return values, [functools.reduce(jnp.add, x) for x in zip(*terms, strict=True)]
 
 
-def _of_residuals(rule: Any, moving: tuple[bool, ...]) -> Any:
+def _of_residuals(rule: Any, has_tangent: tuple[bool, ...]) -> Any:
     """The rule of a linear function's derivative in its residuals, and which residuals it reads.
 
     Residuals of the new rule: those of this one, then the tangents that this one is applied to.
     """
     if not hasattr(rule, "of_residuals"):
         raise NotImplementedError(NO_MORE_DERIVATIVES)
-    return rule.of_residuals(moving)
+    return rule.of_residuals(has_tangent)
 
 
 def _linear_batch(axis_data, operands, dims, *, rule, results, tangents):
@@ -148,8 +148,8 @@ def _linear_batch(axis_data, operands, dims, *, rule, results, tangents):
         for x, d in zip(operands[:results], dims[:results], strict=True)
     ]
     axis = _Axis(axis_data.size, axis_data.spmd_name)
-    moving, residuals = split(tuple(dims[results:]), tangents)
-    mapped = _MappedTangents(rule, moving, residuals, axis)
+    linear, residuals = split(tuple(dims[results:]), tangents)
+    mapped = _MappedTangents(rule, linear, residuals, axis)
     return linear_p.bind(*front, *operands[results:], rule=mapped, **params), [0] * results
 
 
@@ -174,9 +174,9 @@ class _Mapped(NamedTuple):
     def named(self, results: Arrays) -> Arrays:
         return self.rule.named(results)
 
-    def tangents(self, moving: tuple[bool, ...], results: int) -> _MappedTangents:
-        rule = self.rule.tangents(moving, results)
-        tangents = tuple(chosen(moving, self.dims))
+    def tangents(self, has_tangent: tuple[bool, ...], results: int) -> _MappedTangents:
+        rule = self.rule.tangents(has_tangent, results)
+        tangents = tuple(chosen(has_tangent, self.dims))
         return _MappedTangents(rule, tangents, self.dims + (0,) * results, self.axis)
 
 
@@ -192,8 +192,10 @@ class _MappedTangents(NamedTuple):
         mapped = self.axis.vmap(self.rule.apply, self.tangents, self.residuals)
         return mapped(tangents, residuals)
 
-    def of_residuals(self, moving: tuple[bool, ...]) -> tuple[_MappedTangents, tuple[bool, ...]]:
-        rule, read = _of_residuals(self.rule, moving)
+    def of_residuals(
+        self, has_tangent: tuple[bool, ...]
+    ) -> tuple[_MappedTangents, tuple[bool, ...]]:
+        rule, read = _of_residuals(self.rule, has_tangent)
         tangents = tuple(chosen(read, self.residuals))
         return _MappedTangents(rule, tangents, self.residuals + self.tangents, self.axis), read
 
