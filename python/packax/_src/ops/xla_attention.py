@@ -65,7 +65,8 @@ def forward(spec: AttentionSpec, x: Operands) -> list[jax.Array]:
     depth = value.shape[-1]
     shape = (tiles.kv_heads, tiles.group * tiles.rows)
 
-    # Where a row has met no key yet, its maximum is the least number: -inf - -inf never is.
+    # Before a row's first key, its maximum is the lowest finite number, so that -inf - -inf cannot
+    # occur.
     least = float(jnp.finfo(real).min)
 
     def sums_and_maxima(rows, axis):
@@ -82,9 +83,9 @@ def forward(spec: AttentionSpec, x: Operands) -> list[jax.Array]:
             block = block_of(visit)
             s = dot(q_tile, key_block(keys, block).astype(real), 2, 2)
             s = _where(allowed_of(step, block), logits_of(s, step, block).logit, -jnp.inf, tiles)
-            # Results do not depend on the shift, so it needs no tangent. That of a maximum asks
-            # which scores equal it, and none may: the compiler rounds them anew (a multiply-add)
-            # for that.
+            # Results do not depend on the shift, so it needs no tangent. The tangent of a maximum
+            # compares scores with it, and none may be equal: the compiler may recompute them with
+            # another rounding (a multiply-add).
             row_max = lax.stop_gradient(row_max)
             new_max = lax.max(row_max, lax.reduce_max(lax.stop_gradient(s), (2,)))
             p = lax.exp(lax.sub(s, lax.expand_dims(new_max, (2,))))
@@ -95,12 +96,12 @@ def forward(spec: AttentionSpec, x: Operands) -> list[jax.Array]:
             more = dot(p, key_block(values, block).astype(real), 2, 1)
             keep, more = lax.expand_dims(keep, (0, 3)), lax.expand_dims(more, (0,))
             acc = change(acc, step, lambda own: lax.add(lax.mul(own, keep), more))
-            # Both by one write, behind all that reads what was there: no copy is made for that.
+            # Both in one write, after everything that reads the old values, so nothing is copied.
             return acc, put(rows, stack([total, new_max], 0), step)
 
         acc, rows = _loop(first, last_of, one_block, (acc, rows))
         total, _ = sums_and_maxima(at(rows, step), 0)
-        # Of a sum per row, XLA would take the reciprocal first, by another kernel.
+        # From a sum per row, XLA would compute the reciprocal first, in another kernel.
         divisor = lax.broadcast_in_dim(total, (*shape, depth), (0, 1))
         divisor = select(lax.ne(divisor, real.type(0)), divisor, 1)
         if kept_of is not None:
@@ -109,7 +110,7 @@ def forward(spec: AttentionSpec, x: Operands) -> list[jax.Array]:
         out = put_row_tile(out, own, step, tiles)
         return out, acc, rows
 
-    # Every tile is written: whatever has the shape may lie there before, and zeros are a kernel.
+    # Every tile is written, so any array of this shape will do; zeros would be one more kernel.
     out = queries
     if depth != query.shape[-1]:
         out = lax.full((*queries.shape[:-1], depth), 0, query.dtype)
@@ -136,7 +137,7 @@ def forward(spec: AttentionSpec, x: Operands) -> list[jax.Array]:
 def backward(spec: AttentionSpec, x: Operands) -> list[jax.Array]:
     """The results of backward_p, in one pass over the attended blocks.
 
-    Gradients that are not needed are zeros: XLA would not drop a sum that a loop carries.
+    Gradients that are not needed are zeros: XLA would not remove a sum that a loop carries.
     """
     query, key, value, out = x.query, x.key, x.value, x.out
     tiles = tiles_of(query, key)
@@ -149,12 +150,12 @@ def backward(spec: AttentionSpec, x: Operands) -> list[jax.Array]:
     real = accumulator(query.dtype)
     dot = _dots(spec.precision)
 
-    # A row that attends nothing and its cotangents are ignored, whatever they hold.
+    # Rows that attend nothing, and their cotangents, are ignored, whatever they hold.
     numbers = [y for y in reversed(row_sums.apart(x.lse)) if y is not None]
     log, *top = (y.transpose(0, 2, 1).astype(real) for y in numbers)
     some = lax.ne(log, real.type(-np.inf))
     some = lax.broadcast_in_dim(some, out.shape, (0, 1, 2))
-    # Of whole rows: by tiles, as all else, the sums would round by how many heads a device has.
+    # For whole rows: by tiles, the rounding of the sums would depend on a device's number of heads.
     products = select(some, lax.mul(out.astype(real), x.dout.astype(real)), 0)
     delta = lax.reduce_sum(products, (3,))
     if x.dlse is not None:
@@ -171,7 +172,7 @@ def backward(spec: AttentionSpec, x: Operands) -> list[jax.Array]:
             select(lax.broadcast_in_dim(some, y.shape, (0, 1)), y, 0)
             for y in (row_tile(y, step).astype(real) for y in (queries, douts))
         )
-        if top:  # a bias of -inf may be all that a row attends
+        if top:  # a row may attend only biases of -inf
             shift, top = select(some, shift, jnp.inf), [select(some, top[0], 0)]
         first, last_of, block_of = visits_of(step)
 
@@ -182,18 +183,19 @@ def backward(spec: AttentionSpec, x: Operands) -> list[jax.Array]:
             allowed = allowed_of(step, block)
             s = dot(q_tile, k_block, 2, 2)
             of = logits_of(s, step, block)
-            # Where no pair is, the row's lse and dp may be inf or nan (garbage in padding, another
-            # document's overflow): select, never multiply.
-            # The first select also keeps the compiler from one multiply-add of s * scale - lse: lse
-            # is of rounded logits, and p is more exact where the same rounding cancels.
+            # Where a pair is not attended, the row's lse and dp may be inf or nan (garbage in
+            # padding, another document's overflow): select, never multiply.
+            # The first select also keeps the compiler from computing s * scale - lse as one
+            # multiply-add: lse is of rounded logits, and p is more exact if the same rounding
+            # cancels.
             logit = _where(allowed, of.logit, -jnp.inf, tiles)
             if top:
-                # Above 0 only where a product rounds otherwise than in the forward. Not by a
-                # minimum: of two equal numbers it would have half the derivative.
+                # Above 0 only if a product rounds differently than in the forward. Not with a
+                # minimum: for two equal numbers its derivative would be half.
                 logit = lax.sub(logit, lax.expand_dims(top[0], (2,)))
                 logit = lax.sub(logit, lax.stop_gradient(lax.max(logit, lax.full_like(logit, 0))))
-            # -0 where no pair is tells those from a p that is too small: a second look at `allowed`
-            # would be computed anew.
+            # -0 marks pairs that are not attended, as opposed to a p that underflows: `allowed`
+            # would be computed again if it were read a second time.
             p = _where(allowed, lax.exp(lax.sub(logit, lax.expand_dims(shift, (2,)))), -0.0, tiles)
             dp = dot(do_tile, v_block, 2, 2)
             dropped = p
@@ -219,7 +221,7 @@ def backward(spec: AttentionSpec, x: Operands) -> list[jax.Array]:
 
         return _loop(first, last_of, one_block, state)
 
-    # Sums lie where they stay: those of a tile apart would be filled, added up and put back.
+    # Sums are updated in place: those of a separate tile would be filled, added up and copied back.
     scores_move = spec.score_grads
     steps = tiles.batch * tiles.row_tiles
     shape = (steps, tiles.kv_heads, tiles.group * tiles.rows)
@@ -257,7 +259,7 @@ def _dots(precision):
 
 
 def _where(allowed, x, other, tiles):
-    """x (heads, group * rows, keys) where allowed (rows, keys), or of every head, else other."""
+    """x (heads, group * rows, keys) where allowed, (rows, keys) or per head, otherwise `other`."""
     by_group = (tiles.kv_heads, tiles.group, tiles.rows, tiles.keys)
     axes = range(len(by_group) - allowed.ndim, len(by_group))
     allowed = lax.reshape(lax.broadcast_in_dim(allowed, by_group, tuple(axes)), x.shape)
@@ -265,9 +267,9 @@ def _where(allowed, x, other, tiles):
 
 
 def _visits(spec, mask, tiles):
-    """A function from a step to its first visit, one that makes the last visit + 1, and one from
-    visits to blocks; and a function from step and block to the pairs that attend, (rows, keys) or
-    of every head.
+    """A function from a step to its first visit, one that returns the last visit + 1, and one from
+    visits to blocks; and a function from step and block to the attended pairs, (rows, keys) or per
+    head.
     """
     segment_check, block_size = spec.segment_check, spec.block_size
     all_rows = row_integers(mask, tiles, segment_check)
@@ -280,7 +282,7 @@ def _visits(spec, mask, tiles):
         iota = lax.broadcasted_iota(jnp.int32, (1, tiles.keys), 1)
         index = lax.add(first_key(block, tiles), iota)
         allowed = lax.bitwise_and(lax.le(lax.bitwise_not(index), not_lo), lax.lt(index, hi))
-        # The test holds by construction in rows that are not segment-checked, so it needs no flag.
+        # The check is true by construction in rows without segment check, so it needs no flag.
         if segment_check >= 1:
             allowed = lax.bitwise_and(allowed, lax.eq(of_row[0], of_key[0]))
         if segment_check >= 2:
@@ -289,7 +291,7 @@ def _visits(spec, mask, tiles):
             allowed = lax.bitwise_and(allowed, lax.le(of_row[2], of_key[1]))
         if block_size not in (None, ONE_BLOCK):
             allowed = allowed[None, None] & _in_block_mask(mask, block_size, tiles, step, block)
-        # Once for all heads: else it is computed again for each score, in every fusion that asks.
+        # Once for all heads: otherwise every fusion computes it again for each score.
         return lax.optimization_barrier(allowed)
 
     if mask.q_block_lists is not None:
@@ -304,9 +306,9 @@ def _visits(spec, mask, tiles):
 
 
 def _loop(first, last_of, one, state):
-    """As fori_loop; its end is read in the loop's condition, which is no fusion of its own.
+    """Like fori_loop, but its end is read in the loop's condition, which needs no separate fusion.
 
-    Numbers are int32, as those of `scan` are: XLA compiles what both have once.
+    Numbers are int32, as in `scan`: XLA then compiles what both have in common once.
     """
 
     def more(number_and_state):
@@ -320,7 +322,7 @@ def _loop(first, last_of, one, state):
 
 
 def _listed(mask, tiles, step):
-    """Of the blocks that a step's list in a block mask has."""
+    """_visits for the blocks in a step's list of a block mask."""
     lists = batch_row(mask.q_block_lists, step, tiles.row_tiles)
     met = block_lists.met(lists[:, rem(step, tiles.row_tiles)])
     number = jnp.arange(met.shape[0], dtype=jnp.int32)
@@ -331,7 +333,7 @@ def _listed(mask, tiles, step):
 
 
 def _in_block_mask(mask, block_size, tiles, step, block):
-    """Which pairs of a step and a block a block mask has: (key heads or 1, group or 1,
+    """Which pairs of a step and a block the block mask attends: (key heads or 1, group or 1,
     rows, keys)."""
     indices = [
         (rem(number, count) * size + jnp.arange(size, dtype=jnp.int32)) // of_mask
@@ -345,20 +347,20 @@ def _in_block_mask(mask, block_size, tiles, step, block):
     return bits.reshape(*heads, *bits.shape[1:])
 
 
-# --- What changes scores and probabilities.
+# --- Operands that change scores and probabilities.
 
 
 class Logits(NamedTuple):
-    """Of a block: what the softmax takes, and the factors of its gradient on the way back."""
+    """For a block: what the softmax takes, and the factors for its gradient."""
 
     logit: jax.Array
     scale: jax.Array | float
-    cap_slope: jax.Array | None  # of soft_cap * tanh(s * scale / soft_cap)
+    cap_slope: jax.Array | None  # the derivative of soft_cap * tanh(s * scale / soft_cap)
     far: jax.Array | None  # (heads, group * rows, keys)
 
 
 def logits_of_blocks(spec, extras, tiles):
-    """A function from scores, their step and their block to Logits."""
+    """A function from scores, step and block to Logits."""
     soft_cap = spec.soft_cap
     biased = extras.slopes is not None
     bias = None if extras.bias is None else BiasTiles(extras.bias, tiles)
@@ -400,8 +402,8 @@ def logits_of_blocks(spec, extras, tiles):
 
 
 def kept_of_blocks(spec, operands, tiles):
-    """A function from a step and a block to which probabilities dropout keeps, (Hkv, group * rows,
-    keys), by the bits of csrc/kernels/portable/dropout.py; None: all."""
+    """A function from a step and a block to the probabilities that dropout keeps, (Hkv, group *
+    rows, keys), by the bits of csrc/kernels/portable/dropout.py; None: all."""
     if not spec.dropout_threshold:
         return None
     streams, rows = operands.dropout_streams, operands.dropout_rows

@@ -1,8 +1,8 @@
 """Decoding in jax.numpy, for platforms without a kernel, blockwise over the keys.
 
-One loop step takes the next KEYS keys of all sequences at once, from where they lie: no cache is
-copied, padded or gathered whole.
-The recurrence is FlashAttention-2's (arXiv 2307.08691), as in xla_attention.py.
+One loop step reads the next KEYS keys of all sequences at once, in place: no cache is copied,
+padded or gathered as a whole. The recurrence is FlashAttention-2's (arXiv 2307.08691), as in
+xla_attention.py.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ def decode(
     beyond = (lo < hi) & (hi > room)
     some = (lo < hi) & ~beyond
     lo, hi = jnp.where(some, lo, INT_MAX), jnp.where(some, hi, 0)
-    # What a row that attends nothing holds must not matter, nor must it warn of overflow.
+    # The content of a row that attends nothing must not matter, or cause an overflow warning.
     rows = jnp.where(some[..., None, None], query, 0).astype(real)
     rows = rows.reshape(batch, q_len, kv_heads, group, -1)
 
     def one_block(block, state):
         acc, row_max, total = state
-        # The last block begins where it ends with the cache; keys of the one before it are masked.
+        # The last block begins so that it ends with the cache; keys it repeats are masked.
         first = jnp.minimum(block * size, jnp.maximum(room - size, 0))
         index = first + jnp.arange(size, dtype=jnp.int32)
         keys, values, there = _block(key, value, block_table, first, index)
         place = index[None, None]
         attends = (lo[..., None] <= place) & (place < hi[..., None]) & (place >= block * size)
-        # A key that no row attends may hold anything, and so may the page read for a missing one.
+        # A key that no row attends may hold anything, and so may the page read for a missing page.
         used = attends.any(1) if there is None else attends.any(1) & there
         values = jnp.where(used[..., None, None], values, 0).astype(real)
         attends = attends[:, None, None]  # (B, 1, 1, Sq, keys)
@@ -97,7 +97,7 @@ def decode(
 def _block(key, value, block_table, first, index):
     """Keys and values (B, keys, Hkv, D) at `index`, and which exist (B, keys); None: all."""
     if block_table is None:
-        if is_symbolic(key.shape[1]):  # which may be less than a block: the rest is masked
+        if is_symbolic(key.shape[1]):  # it may be less than a block: the rest is masked
             places = jnp.minimum(index, jnp.asarray(key.shape[1]).astype(jnp.int32) - 1)
             return key[:, places], value[:, places], None
         keys, values = (

@@ -25,7 +25,7 @@ from packax._src.core.shapes import (
 )
 from packax._src.ops.xla_tiles import select, sized, stack
 
-_THERE = "promise_in_bounds"  # of an index: no arithmetic for those that are not
+_THERE = "promise_in_bounds"  # for gathers: no arithmetic for indices out of bounds
 HASH_MULTIPLIER = 0x9E3779B1  # 2^32 divided by the golden ratio: spreads consecutive ids
 
 
@@ -35,7 +35,7 @@ def table_size(kv_len: int) -> int:
 
 
 def _table(kv_len: Any) -> tuple[Any, Any, Any]:
-    """What table_size says, its logarithm, and a size that is enough to hold so many slots."""
+    """table_size, its logarithm, and a size that is large enough for that many slots."""
     if not is_symbolic(kv_len):
         slots = table_size(kv_len)
         return slots, slots.bit_length() - 1, slots
@@ -66,8 +66,8 @@ def document_ranges(
     real = lax.ne(kv_ids, np.int32(PADDING_SEGMENT_ID))
     ends = lax.bitwise_and(real, lax.concatenate([change, one], 1))
 
-    # Of the keys in a slot: the first one, the end of the run that it begins, the end of the last
-    # run. All by minima, so that one scatter writes all tables, and one gather reads them.
+    # For the keys in a slot: the first one, the end of the run that begins there, the end of the
+    # last run. All by minima, so that one scatter writes all tables, and one gather reads them.
     columns = [
         select(real, index, INT_MAX),
         select(ends, lax.add(index, np.int32(1)), INT_MAX),
@@ -78,7 +78,7 @@ def document_ranges(
         columns.append(-falls.astype(jnp.int32))
     nothing = np.asarray([INT_MAX, INT_MAX, 0, 0][: len(columns)], np.int32)
 
-    # Tables of all batch rows lie in one array: by a vmap, XLA would compile more small fusions.
+    # Tables of all batch rows are in one array: with vmap, XLA would compile more small fusions.
     slots, bits, capacity = _table(kv_len)
     tables = lax.broadcast_in_dim(nothing, (batch * 2 * capacity, len(columns)), (1,))
     updates = stack([stack(columns, 2)] * 2, 0)
@@ -100,7 +100,7 @@ def document_ranges(
     )  # fmt: skip
     lo, hi = lax.max(lo_a, lo_b), lax.neg(lax.max(last_a, last_b))
 
-    # lo is INT_MAX where there is no run: ends empty
+    # lo is INT_MAX without a run, so the range is empty
     of_lo = lax.eq(_of_keys(kv_ids, lo), q_ids)
     end = lax.select(lax.ge(lo_a, lo_b), end_a, end_b)
     segment_checked = lax.bitwise_not(lax.bitwise_and(of_lo, lax.eq(end, hi)))
@@ -118,12 +118,12 @@ def document_ranges(
 
 
 def _slots(ids, slots, bits, capacity):
-    """Of every id its slot in both tables, which lie one behind the other: (2 * B * ids, 1)."""
+    """The slot of every id in both tables, one table after the other: (2 * B * ids, 1)."""
     size, total, bits = (
         jnp.asarray(x).astype(jnp.int32) if is_symbolic(x) else np.int32(x)
         for x in (slots, 2 * capacity, bits)
     )
-    # By a select: a concatenation would be a kernel by itself.
+    # With a select: a concatenation would be a separate kernel.
     ids = lax.broadcast_in_dim(ids, (2, *ids.shape), (1, 2))
     a = lax.bitwise_and(ids, lax.full_like(ids, size - np.int32(1)))
     spread = lax.mul(ids, np.uint32(HASH_MULTIPLIER).astype(np.int32))
@@ -135,14 +135,14 @@ def _slots(ids, slots, bits, capacity):
 
 
 def _rows(x, index):
-    """x (N, ...) at the indices (M, 1), all of them there: (M, ...)."""
+    """x (N, ...) at the indices (M, 1), all in bounds: (M, ...)."""
     others = tuple(range(1, x.ndim))
     numbers = lax.GatherDimensionNumbers(others, (0,), (0,))
     return lax.gather(x, index, numbers, (1, *x.shape[1:]), mode=_THERE)
 
 
 def _of_keys(x, index):
-    """Of x (B, keys): what each batch row has at its own indices (B, N), the last one beyond."""
+    """x (B, keys) at each batch row's indices (B, N), clamped to the last key."""
     row = lax.broadcasted_iota(jnp.uint32, index.shape, 0)
     batch, size = x.shape[0], sized(x.shape[1]).astype(np.uint32)
     index = lax.min(lax.convert_element_type(index, np.uint32), size - np.uint32(1))
@@ -151,9 +151,9 @@ def _of_keys(x, index):
 
 
 def _first(compare, kv_pos, limit, lo, hi):
-    """The first j in [lo, hi) where kv_pos[j] compares so to the row's limit, or hi.
+    """The first j in [lo, hi) where `compare` is true for kv_pos[j] and the row's limit, or hi.
 
-    Binary search: positions do not go down there.
+    Binary search: positions do not decrease there.
     """
     kv_len = kv_pos.shape[1]
 
@@ -190,7 +190,7 @@ def block_bounds(
 
 
 def query_blocks(lo, hi, segment_checked):
-    """(5, NQ), of one batch row."""
+    """(5, NQ), for one batch row."""
     count = ceil_div(lo.shape[0], BLOCK)
     lo, hi, segment_checked = (
         fill_up(x, 0, count * BLOCK).reshape(count, BLOCK) for x in (lo, hi, segment_checked)
@@ -202,7 +202,7 @@ def query_blocks(lo, hi, segment_checked):
     hi_max = jnp.max(jnp.where(filled, hi, 0), axis=1)
     some_checked = jnp.any(segment_checked != 0, axis=1)
     flags = some_checked.astype(jnp.int32) + 2 * jnp.any(~filled, axis=1).astype(jnp.int32)
-    # A segment_checked row leaves the block no keys that every row is sure to attend.
+    # With a segment_checked row there are no keys that every row of the block certainly attends.
     lo_max = jnp.where(some_checked, hi_max, lo_max)
     hi_min = jnp.where(some_checked, lo_min, hi_min)
     return jnp.stack([lo_min, lo_max, hi_min, hi_max, flags])
@@ -227,7 +227,7 @@ def _key_blocks(q_blocks, q_len, kv_len):
         core_hi = jnp.where(none, 0, core_end * BLOCK)
         return jnp.stack([row_lo, row_hi, core_lo, core_hi])
 
-    # Each key block looks at all query blocks: in batches, so that memory stays linear.
+    # Each key block is compared with all query blocks: in batches, so that memory stays linear.
     count = ceil_div(kv_len, BLOCK)
     first_keys = BLOCK * jnp.arange(64 * ceil_div(count, 64), dtype=jnp.int32)
     found = jax.lax.map(jax.vmap(one_block), first_keys.reshape(ceil_div(count, 64), 64))
@@ -235,16 +235,16 @@ def _key_blocks(q_blocks, q_len, kv_len):
 
 
 def _query_order(q_blocks, tile):
-    """Tiles of so many rows: most keys first, ties in order."""
+    """The order of tiles of `tile` rows: most keys first, ties in order."""
     low, high = _merge(q_blocks[0], q_blocks[3], tile)
     return jnp.argsort(-jnp.where(low < high, high - low, 0), stable=True).astype(jnp.int32)
 
 
 def _key_order(q_blocks, kv_blocks):
-    """Tiles of keys: longest document first, inside it most rows first, ties in order."""
+    """The order of tiles of keys: longest document first, in it most rows first, ties in order."""
     low, high = _merge(kv_blocks[0], kv_blocks[1], TILE)
     some = low < high
-    first_key = q_blocks[0, jnp.where(some, high - 1, 0) // BLOCK]  # that the last row meets
+    first_key = q_blocks[0, jnp.where(some, high - 1, 0) // BLOCK]  # that the last row attends
     keys = (low - high, -high, first_key - high)
     keys = (*(jnp.where(some, key, 0) for key in keys), ~some)
     return jnp.lexsort(keys).astype(jnp.int32)  # by the last key first; stable

@@ -1,9 +1,8 @@
 """How attention in jax.numpy cuts its operands into tiles of rows and blocks of keys.
 
-XLA takes long to compile many small fusions. So what a tile or a block reads lies in few arrays,
-each indexed by the tile's or the block's number in the whole batch, and is sliced from where it
-lies: nothing is transposed beforehand. Sums are added up in place, by a slice and an update of one
-fusion: `change`.
+XLA takes long to compile many small fusions. So what a tile or a block reads is in few arrays, each
+indexed by the tile's or the block's number in the whole batch, and is sliced in place: nothing is
+transposed beforehand. Sums are added up in place, by a slice and an update in one fusion: `change`.
 """
 
 from __future__ import annotations
@@ -21,8 +20,9 @@ from packax._src.core.shapes import INT_MAX, ceil_div, fill_up, is_symbolic
 from packax._src.core.spec import Operands
 
 # Tile sizes measured on two cores (float32 and bfloat16, 8/2 heads of 64): with 6 documents in 8k
-# tokens 128x128 to 256x256 are level, 512 is half as fast; with 160 documents in 16k tokens 128x128
-# leads by 1.2 at least, because a larger tile computes more masked pairs at the edges of documents.
+# tokens 128x128 to 256x256 are equally fast, and 512 is half as fast; with 160 documents in 16k
+# tokens 128x128 is faster by at least 1.2, because a larger tile computes more masked pairs at the
+# edges of documents.
 ROWS = 128
 KEYS = 128
 
@@ -64,7 +64,8 @@ def tiles_of(query, key) -> Tiles:
 def row_integers(mask: Operands, tiles: Tiles, segment_check: int) -> jax.Array:
     """(2 + segment_check, steps, rows, 1): ~lo, hi, ids and limits, for the segment check.
 
-    Of an empty row, and of rows past Sq, ~lo is least and hi 0: the most of a tile is its range's.
+    For empty rows and rows beyond Sq, ~lo is the minimum and hi is 0, so that the maximum over a
+    tile is its range.
     """
     some = lax.lt(mask.q_lo, mask.q_hi)
     not_lo = select(some, lax.bitwise_not(mask.q_lo), ~INT_MAX)
@@ -77,7 +78,7 @@ def row_integers(mask: Operands, tiles: Tiles, segment_check: int) -> jax.Array:
         x = fill_up(x, 1, whole, value)
         return lax.reshape(lax.broadcast_in_dim(x, (tiles.batch, whole), (0, 1)), shape)
 
-    # Each in its shape before they are one array: XLA copies what lies reshaped before a loop.
+    # Reshaped before they are joined: XLA copies an array that is reshaped before a loop.
     others = [cut(x, 0) for x in [mask.q_ids, *limits][:segment_check]]
     return stack([cut(not_lo, ~INT_MAX), cut(hi, 0), *others], 0)
 
@@ -89,7 +90,7 @@ def key_integers(mask: Operands, tiles: Tiles, segment_check: int) -> list[jax.A
 
 
 def of_key_block(x: jax.Array, block: jax.Array, tiles: Tiles) -> jax.Array:
-    """Of an array of `key_integers`, a block: (1, keys)."""
+    """A block of an array of `key_integers`: (1, keys)."""
     row = np.int32(0) if x.shape[0] == 1 else div(block, tiles.key_blocks)
     return read(x, (row, first_key(block, tiles)), (1, tiles.keys))
 
@@ -100,8 +101,8 @@ def first_key(block: jax.Array, tiles: Tiles) -> jax.Array:
 
 
 def tile_max(rows: jax.Array) -> jax.Array:
-    """(..., steps): the most of `row_integers` in every tile, of all: a slice would be a fusion."""
-    # XLA's CPU compiler makes two reductions, one of them of windows, of an axis of 32 or more.
+    """(..., steps): the maximum of all `row_integers` in every tile; a slice would be a fusion."""
+    # XLA's CPU compiler makes two reductions, one of them over windows, of an axis of 32 or more.
     count, steps, size = rows.shape[:3]
     few = math.gcd(size, 16)
     rows = lax.reshape(rows, (count, steps, size // few, few))
@@ -109,7 +110,7 @@ def tile_max(rows: jax.Array) -> jax.Array:
 
 
 def block_range(most: jax.Array, step: jax.Array, tiles: Tiles) -> tuple[jax.Array, jax.Array]:
-    """Of `tile_max`: the first block that a step's rows meet, and the last one + 1."""
+    """From `tile_max`: the first block that a step's rows attend, and the last one + 1."""
     of_tile = at(most, step, 1)
     not_lo, hi = (lax.index_in_dim(of_tile, n, keepdims=False) for n in (0, 1))
     first, end = lax.bitwise_not(not_lo), lax.add(hi, np.int32(tiles.keys - 1))
@@ -119,19 +120,19 @@ def block_range(most: jax.Array, step: jax.Array, tiles: Tiles) -> tuple[jax.Arr
 
 
 def sized(size: Any) -> Any:
-    """A size of Python or a symbolic one, as numbers of steps and blocks are: int32."""
+    """A Python or symbolic size as int32, the dtype of the indices of steps and blocks."""
     return jnp.asarray(size).astype(jnp.int32) if is_symbolic(size) else np.int32(size)
 
 
 def div(number: jax.Array, size: Any) -> jax.Array:
-    """number // size, of int32 that are not negative."""
-    if _is_power_of_two(size):  # of a division XLA and LLVM would make more
+    """number // size, for int32 that are not negative."""
+    if _is_power_of_two(size):  # XLA and LLVM would make more of a division
         return lax.shift_right_logical(number, lax.full_like(number, size.bit_length() - 1))
     return lax.div(number, sized(size))
 
 
 def rem(number: jax.Array, size: Any) -> jax.Array:
-    """number % size, of int32 that are not negative."""
+    """number % size, for int32 that are not negative."""
     if _is_power_of_two(size):
         return lax.bitwise_and(number, sized(size - 1))
     return lax.rem(number, sized(size))
@@ -142,54 +143,54 @@ def _is_power_of_two(size: Any) -> bool:
 
 
 def select(which: jax.Array, x: jax.Array, other: float) -> jax.Array:
-    """x where `which`, an array of x's shape, is true; else this number.
+    """x where `which`, an array of x's shape, is true, otherwise this number.
 
-    In loops lax stands in place of jax.numpy, each of whose functions jax traces by itself: on a
-    mesh attention is traced once more while it compiles. Numbers have their array's dtype: of
-    Python they would have 64 bits under jax_enable_x64.
+    Loops use lax instead of jax.numpy, each of whose functions jax traces separately: on a mesh
+    attention is traced once more while it compiles. Numbers have the dtype of their array: Python
+    numbers would have 64 bits under jax_enable_x64.
     """
     return lax.select(which, x, lax.full_like(x, other))
 
 
 def stack(arrays: list[jax.Array], axis: int) -> jax.Array:
-    """As jnp.stack."""
+    """The same as jnp.stack."""
     return lax.concatenate([lax.expand_dims(x, (axis,)) for x in arrays], axis)
 
 
 def batch_row(x: jax.Array, number: Any, of: Any) -> jax.Array:
-    """Of x, (1 or B, ...): the batch row of a step or a block, `of` of which a batch row has."""
+    """The batch row of x (1 or B, ...) for a step or a block; a batch row has `of` of them."""
     return x[0] if x.shape[0] == 1 else at(x, div(number, of))
 
 
 def at(x: jax.Array, number: Any, axis: int = 0) -> jax.Array:
-    """x[number] along the axis; the number is there."""
+    """x[number] along the axis; the number is in bounds."""
     sizes = (*x.shape[:axis], 1, *x.shape[axis + 1 :])
     return lax.squeeze(read(x, _start(x, number, axis), sizes), (axis,))
 
 
 def put(x: jax.Array, part: jax.Array, number: jax.Array) -> jax.Array:
-    """x with the part at this number."""
+    """x with the part written at this index."""
     return write(x, lax.expand_dims(part, (0,)), _start(x, number))
 
 
 def read(x: jax.Array, start: tuple[Any, ...], sizes: tuple[Any, ...]) -> jax.Array:
-    """What lies there: without arithmetic for numbers below zero."""
+    """A slice of x, without arithmetic for negative indices."""
     return lax.dynamic_slice(x, start, sizes, allow_negative_indices=False)
 
 
 def write(x: jax.Array, part: jax.Array, start: tuple[Any, ...]) -> jax.Array:
-    """x with the part there."""
+    """x with the part written at `start`."""
     return lax.dynamic_update_slice(x, part, start, allow_negative_indices=False)
 
 
 def change(x: jax.Array, number: jax.Array, function: Callable) -> jax.Array:
-    """x with function(what is at this number, (1, ...)) there: in place, by one fusion."""
+    """x with function(its part at this index, (1, ...)) written there: in place, in one fusion."""
     start = _start(x, number)
     return write(x, function(read(x, start, (1, *x.shape[1:]))), start)
 
 
 def add(x: jax.Array, number: jax.Array, part: jax.Array) -> jax.Array:
-    """x with the part added at this number."""
+    """x with the part added at this index."""
     return change(x, number, lambda own: lax.add(own, lax.expand_dims(part, (0,))))
 
 
@@ -198,34 +199,34 @@ def _start(x, number, axis=0):
 
 
 def cut_rows(x: jax.Array, tiles: Tiles) -> jax.Array:
-    """(B, Sq, H, D) to (steps, rows, Hkv, group, D), as it lies."""
+    """(B, Sq, H, D) to (steps, rows, Hkv, group, D), without moving data."""
     x = fill_up(x, 1, tiles.row_tiles * tiles.rows)
     steps = tiles.batch * tiles.row_tiles
     return lax.reshape(x, (steps, tiles.rows, tiles.kv_heads, tiles.group, x.shape[-1]))
 
 
 def row_tile(x: jax.Array, step: Any) -> jax.Array:
-    """Of `cut_rows`, a step's tile: (Hkv, group * rows, D)."""
+    """A step's tile from `cut_rows`: (Hkv, group * rows, D)."""
     x = lax.transpose(at(x, step), (1, 2, 0, 3))
     return lax.reshape(x, (x.shape[0], x.shape[1] * x.shape[2], x.shape[3]))
 
 
 def put_row_tile(x: jax.Array, part: jax.Array, step: Any, tiles: Tiles) -> jax.Array:
-    """x, which lies as `cut_rows` has it, with a step's tile, as `row_tile` has it."""
+    """x, in the layout of `cut_rows`, with a step's tile, in the layout of `row_tile`, written."""
     shape = (tiles.kv_heads, tiles.group, tiles.rows, part.shape[-1])
     part = lax.transpose(lax.reshape(part, shape), (2, 0, 1, 3))
     return put(x, part, step)
 
 
 def uncut_rows(x: jax.Array, tiles: Tiles, q_len: Any) -> jax.Array:
-    """From `cut_rows` back to (B, Sq, H, D), as it lies."""
+    """From `cut_rows` back to (B, Sq, H, D), without moving data."""
     heads = tiles.kv_heads * tiles.group
     x = lax.reshape(x, (tiles.batch, tiles.row_tiles * tiles.rows, heads, x.shape[-1]))
     return lax.slice_in_dim(x, 0, q_len, axis=1)
 
 
 def rows_together(x: jax.Array, tiles: Tiles, q_len: Any) -> jax.Array:
-    """From tiles as `row_tile` has them, (steps, Hkv, group * rows, D), to (B, Sq, H, D)."""
+    """From tiles in the layout of `row_tile`, (steps, Hkv, group * rows, D), to (B, Sq, H, D)."""
     depth, rows = x.shape[-1], tiles.row_tiles * tiles.rows
     shape = (tiles.batch, tiles.row_tiles, tiles.kv_heads, tiles.group, tiles.rows, depth)
     x = lax.transpose(lax.reshape(x, shape), (0, 1, 4, 2, 3, 5))
@@ -234,18 +235,18 @@ def rows_together(x: jax.Array, tiles: Tiles, q_len: Any) -> jax.Array:
 
 
 def cut_keys(x: jax.Array, tiles: Tiles) -> jax.Array:
-    """(B, Skv, Hkv, D) to (blocks, keys, Hkv, D), as it lies."""
+    """(B, Skv, Hkv, D) to (blocks, keys, Hkv, D), without moving data."""
     x = fill_up(x, 1, tiles.key_blocks * tiles.keys)
     return lax.reshape(x, (tiles.batch * tiles.key_blocks, tiles.keys, *x.shape[2:]))
 
 
 def key_block(x: jax.Array, block: Any) -> jax.Array:
-    """Of `cut_keys`, a block: (Hkv, keys, D)."""
+    """A block from `cut_keys`: (Hkv, keys, D)."""
     return lax.transpose(at(x, block), (1, 0, 2))
 
 
 def add_keys(x: jax.Array, block: jax.Array, sums: jax.Array) -> jax.Array:
-    """x of `cut_keys` with sums (Hkv, keys, D) added to a block."""
+    """x, in the layout of `cut_keys`, with sums (Hkv, keys, D) added to a block."""
     return add(x, block, lax.transpose(sums, (1, 0, 2)))
 
 
@@ -258,9 +259,9 @@ def keys_together(x: jax.Array, tiles: Tiles, like: jax.Array) -> jax.Array:
 
 
 class BiasTiles:
-    """A bias that is an array, and its gradient: (1 or B, 1 or H, 1 or Sq, Skv) in whole tiles.
+    """A bias array and its gradient: (1 or B, 1 or H, 1 or Sq, Skv) in whole tiles.
 
-    Nothing is expanded over the axes of 1.
+    Nothing is expanded over axes of size 1.
     """
 
     def __init__(self, bias: jax.Array, tiles: Tiles) -> None:
@@ -289,7 +290,7 @@ class BiasTiles:
         return (1, self.shape[1], rows, self.tiles.keys)
 
     def at(self, step: Any, block: Any, real: Any) -> jax.Array:
-        """(Hkv, group * rows, keys), of this dtype."""
+        """(Hkv, group * rows, keys), in this dtype."""
         tiles = self.tiles
         tile = read(self.array, self._start(step, block), self._sizes)[0].astype(real)
         heads = (1, 1) if self.shape[1] == 1 else (tiles.kv_heads, tiles.group)
@@ -299,7 +300,7 @@ class BiasTiles:
         return tile.reshape(tiles.kv_heads, tiles.group * tiles.rows, tiles.keys)
 
     def zeros(self, real: Any) -> jax.Array:
-        """Sums of the gradient."""
+        """Zeros for the sums of the gradient."""
         return jnp.zeros(self.array.shape, real)
 
     def add(self, sums: jax.Array, step: Any, block: Any, part: jax.Array) -> jax.Array:
@@ -312,6 +313,6 @@ class BiasTiles:
         return write(sums, read(sums, start, self._sizes) + part, start)
 
     def gradient(self, sums: jax.Array, dtype: Any) -> jax.Array:
-        """Of the bias as it came."""
+        """The gradient in the shape of the bias argument."""
         rows, keys = self.shape[2:]
         return sums[:, :, :rows, :keys].astype(dtype)
