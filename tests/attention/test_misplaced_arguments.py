@@ -75,7 +75,7 @@ def build(**options):
         (lambda: decode(lengths=[[1], [1, 2]]), "kv_lengths must .* whose rows differ in length"),
         (lambda: decode(block_table=len), "block_table must be .* the function len: call it"),
         (lambda: decode(jnp.ones((2, 17, 2, 8))), r"with causal\(offset=kv_lengths - 17\)"),
-        (lambda: decode(window=(3, 5)), r"window=\(3, 5\) .* 5 keys behind .* give \(3, 0\), or "),
+        (lambda: decode(window=(3, 5)), r"window=\(3, 5\) .* 5 keys after .* pass \(3, 0\), or "),
         (lambda: shared(jnp.float32(1)), r"query must be \(batch, rows, heads, dim\).* shape \(\)"),
         (lambda: shared(table="x"), "block_table must be an array of integers, but is a str"),
     ],

@@ -134,7 +134,7 @@ def test_a_bias_needs_places_where_the_sequence_is_cut():
             [
                 "number of heads of key and value, 1",
                 "'tensor', 2",
-                "say None in sharding.key_value",
+                "pass None for heads in sharding.key_value",
             ],
         ),
         (
@@ -171,7 +171,7 @@ def test_a_bias_needs_places_where_the_sequence_is_cut():
         ),
         (
             lambda: build(plan=plan(2, batch=3)),
-            ["plan has 3 rows of a batch", "batch size 2"],
+            ["plan has batch size 3", "batch size 2"],
         ),
         (
             lambda: build(plan=plan(4), sharding=GOOD),

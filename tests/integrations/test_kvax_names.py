@@ -125,8 +125,8 @@ def test_specs_are_set_and_restored():
         ((None,) * 3, (None,) * 4, ["query_specs must have 4 entries", "has 3"]),
         (None, (None,) * 4, ["query_specs must have 4 entries", "has 0: None"]),
         ((None,) * 4, (None,) * 5, ["kv_specs must have 4 entries", "has 5"]),
-        (("a", None, None, None), (None,) * 4, ["one batch sharding", "'a' and None"]),
-        ((None,) * 3 + ("a",), (None,) * 4, ["one head_dim sharding", "'a' and None"]),
+        (("a", None, None, None), (None,) * 4, ["the same batch sharding", "'a' and None"]),
+        ((None,) * 3 + ("a",), (None,) * 4, ["the same head_dim sharding", "'a' and None"]),
         ((None,) * 3 + ("a",), (None,) * 3 + ("a",), ["head dim cannot be sharded", "'a'"]),
         ((None, "a", None, None), (None, "a", None, None), ["None for the sequence", "'a'"]),
     ],
@@ -179,9 +179,9 @@ NAMES = ("query_positions", "query_segment_ids", "kv_positions", "kv_segment_ids
     "change,words",
     [
         *MASK_ERRORS,
-        ({"fwd_params": Params(0, 64)}, ["fwd_params must have block sizes that are positive"]),
+        ({"fwd_params": Params(0, 64)}, ["fwd_params must have positive integers as block sizes"]),
         ({"fwd_params": 3}, ["fwd_params must have positive integers as block sizes, but is 3"]),
-        ({"bwd_params": Params(64, 1.5)}, ["bwd_params must have block sizes that are positive"]),
+        ({"bwd_params": Params(64, 1.5)}, ["bwd_params must have positive integers as block"]),
     ],
 )
 def test_errors_of_create_attention_mask(change, words):

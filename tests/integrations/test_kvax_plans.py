@@ -162,6 +162,6 @@ def test_an_explicit_mesh_is_refused():
     explicit = (jax.sharding.AxisType.Explicit,) * 4
     mesh = jax.make_mesh((1, 1, RANKS, 1), axes, axis_types=explicit)
     tokens = plan.permute(POSITIONS), plan.permute(IDS), *TOKENS[2:]
-    refused = rejected(NotImplementedError, "axes of Explicit type")
+    refused = rejected(NotImplementedError, "axes of type Explicit")
     with jax.set_mesh(mesh), attention_specs(*SPECS), refused:
         create_attention_mask(*tokens, plan=plan)

@@ -187,8 +187,8 @@ ARRAY_TEXT = ["bool[8, 8]", "ranges(lo, hi)", "block_sparse(block_mask, block_si
         (lambda: packax.causal() & 3, ["one side is an int"]),
         (lambda: packax.causal & packax.full(), ["one side is the function", "causal(...)"]),
         (lambda: None | packax.causal(), ["one side is None"]),
-        (lambda: packax.causal() & MASK, ["an AttentionMask", "join expressions first"]),
-        (lambda: MASK & packax.causal(), ["an AttentionMask", "join expressions first"]),
+        (lambda: packax.causal() & MASK, ["an AttentionMask", "join the expressions, then"]),
+        (lambda: MASK & packax.causal(), ["an AttentionMask", "join the expressions, then"]),
         (lambda: ~packax.causal(), ["`~` of causal()", "ranges(lo, hi)", "block_sparse(~"]),
     ],
 )
@@ -235,14 +235,14 @@ def traced_window():
             [
                 "segment_ids has batch size 2, but lengths has 8",
                 "lengths of shape (8,)",
-                "give (1, 8)",
+                "pass shape (1, 8)",
             ],
         ),
         (
             lambda: packax.flash_attention(
                 *[QUERY] * 3, packax.create_attention_mask(packax.prefix(IDS[0]), q_len=8, kv_len=8)
             ),
-            ["built for batch size 8, the length of query, but query has 2", "give (1, 8)"],
+            ["built for batch size 8, the length of query, but query has 2", "pass shape (1, 8)"],
         ),
         (lambda: packax.flash_attention(*[QUERY] * 3, DENSE), ARRAY_TEXT[1:]),
         (lambda: packax.create_attention_mask(jnp.asarray(DENSE)), ARRAY_TEXT[1:]),
