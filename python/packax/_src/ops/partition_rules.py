@@ -1,4 +1,4 @@
-"""What the dimensions of every primitive's operands are, for partitioning.py; see `Dims` there."""
+"""The kinds of dimensions of every primitive's operands, for partitioning.py; see `Dims` there."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def backward(*avals, spec, names) -> Dims:
     letters = _letters(names, avals)
     gradients = ["b.h.", "b.g.", "b.g.", *(["bh.."] if spec.score_grads else [])]
     summed = {}
-    if spec.bias_grad:  # each device has a part of it, where it is one for what is divided
+    if spec.bias_grad:  # each device has a part of the sum over dimensions in which its size is 1
         summed[len(gradients)] = names.index("bias")
         gradients.append(letters["bias"])
     return Dims(tuple(letters.values()), tuple(gradients), _of_kernels(names), summed)
@@ -65,7 +65,7 @@ def _decode_by_keys(bind, axes, query, key, value, lo, hi, *sinks, has_sinks, **
 
 
 def _of_kernels(names: tuple[str, ...]) -> frozenset[int]:
-    """Bounds of blocks, orders of tiles and lists, which attention in jax.numpy makes itself."""
+    """Bounds of blocks, orders of tiles and lists, which attention in jax.numpy does not read."""
     return frozenset(n for n, name in enumerate(names) if name in _KERNELS_READ)
 
 
@@ -73,7 +73,7 @@ _KERNELS_READ = (*BLOCK_ARRAYS, "kv_block_lists")
 
 
 def _letters(names: tuple[str, ...], avals: Sequence[Any]) -> dict[str, str]:
-    """By name; the mask and extras are of the batch, or for all."""
+    """Letters by name; dimensions of size 1 of the mask and of extras are not divided."""
     batch, _, heads, _ = avals[0].shape
     letters = {}
     for name, x in zip(names, avals, strict=True):

@@ -1,9 +1,9 @@
 """How XLA may divide a primitive over a mesh: by batch and by heads, without communication.
 
 A program under plain `jit` with sharded inputs is partitioned by XLA, which cannot look into a
-custom call and would gather the whole batch for it on every device. Here a primitive says of each
-dimension of its operands what it is (`Dims`, written in partition_rules.py). From that follow the
-rule for Shardy, the one for GSPMD, and what a device computes of its pieces.
+custom call and would gather the whole batch for it on every device. Here a primitive declares the
+kind of each dimension of its operands (`Dims`, in partition_rules.py). From that follow the rule
+for Shardy, the one for GSPMD, and what a device computes with its pieces.
 
 On one device, or inside a `shard_map` over all axes, nothing is wrapped: the program is the same.
 """
@@ -40,7 +40,7 @@ _MESHES = "docs/guide/meshes.md"
 
 
 def plain(aval: Any) -> Any:
-    """The aval without mesh axes or sharding: what a lowering sees, which is local."""
+    """The aval without mesh axes or sharding, as a lowering sees it: local."""
     return jax.core.ShapedArray(aval.shape, aval.dtype)
 
 
@@ -56,9 +56,9 @@ class Dims(NamedTuple):
     operands: tuple[str, ...]
     results: tuple[str, ...]
     of_kernels: frozenset[int] = frozenset()
-    """Operands that kernels alone read. Where there are none, XLA need not make them."""
+    """Operands that only kernels read. Without kernels, XLA need not compute them."""
     summed: Mapping[int, int] = MappingProxyType({})
-    """Results that are sums over the batch and heads that they do not have, and the operand whose
+    """Results that are summed over the batch and heads, which they lack, and the operand whose
     gradient each is: its dtype is that of the sum."""
     by_keys: Callable[..., Any] | None = None
     """by_keys(bind, axes, *operands, **params): the results for all keys on devices that each have
@@ -70,7 +70,7 @@ def partitioned(
 ) -> Callable:
     """The lowering rule of a primitive that XLA may divide as `dims(*avals, **params)` says.
 
-    `kernels`: on this platform there are some.
+    `kernels`: whether this platform has kernels.
     """
 
     def lower(ctx, *operands, **params):
@@ -84,7 +84,7 @@ def partitioned(
         kept = ctx.module_context.keepalives
         before = len(kept)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # jax looks in no other place
+            warnings.simplefilter("ignore", DeprecationWarning)  # jax reads it only from there
             with mesh:
                 results = mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
         kept[before:] = map(_UntilCompiled, kept[before:])
@@ -95,10 +95,10 @@ def partitioned(
 
 
 class _UntilCompiled:
-    """What XLA calls while it compiles a program, kept alive by it: jax's functions and these ones.
+    """Holds what XLA calls while it compiles a program, so that the program keeps it alive.
 
-    jax.experimental.serialize_executable pickles a compiled program, which needs them no more, and
-    jax's cannot be pickled: it stores None.
+    jax.experimental.serialize_executable pickles a compiled program, which no longer needs these
+    functions. jax's cannot be pickled, so this stores None.
     """
 
     def __init__(self, held: Any) -> None:
@@ -109,11 +109,11 @@ class _UntilCompiled:
 
 
 def _say_parameters(text: str) -> None:
-    """Writes it beside the call, which has a pointer alone to say what is computed.
+    """Writes the parameters next to the call, in which only a pointer says what is computed.
 
-    jax's persistent cache may be told to leave pointers out of its keys: then this differs. It is
-    on a constant that nobody reads. On the call, XLA would copy it to all that the call becomes,
-    and compile what differs in nothing else for each anew.
+    jax's persistent cache may leave pointers out of its keys; then this text tells calls apart. It
+    is on an unused constant. From the call, XLA would copy it to everything that the call becomes,
+    and compile again what differs only in this text.
     """
     unread: Any = mlir.ir_constant(np.int32(0))
     say: dict[str, ir.Attribute] = {"packax": ir.StringAttr.get(text)}
@@ -121,13 +121,13 @@ def _say_parameters(text: str) -> None:
 
 
 def _mesh_in_use(module: Any) -> Any:
-    """A context manager in which jax finds the mesh; None where XLA has nothing to divide."""
+    """A context manager in which jax finds the mesh; None if XLA has nothing to divide."""
     context = module.axis_context
     manual = getattr(context, "manual_axes", None)
-    if manual is not None:  # inside a shard_map: XLA cannot divide a call there any further
+    if manual is not None:  # inside a shard_map, where XLA cannot divide a call further
         _warn_of_axes_left({n: k for n, k in context.mesh.shape.items() if n not in manual})
         return None
-    if module.lowering_parameters.for_export:  # a file cannot hold the functions that divide
+    if module.lowering_parameters.for_export:  # the functions that divide cannot be in a file
         _warn_of_export(getattr(context, "num_devices", 1))
         return None
     devices = getattr(context, "device_assignment", None)
@@ -136,7 +136,7 @@ def _mesh_in_use(module: Any) -> Any:
     entered = entered_mesh()
     if context.abstract_mesh is not None or (entered is not None and not entered.empty):
         return contextlib.nullcontext()
-    known = jax.sharding.get_abstract_mesh()  # no operand says one, as in eager calls under vmap
+    known = jax.sharding.get_abstract_mesh()  # for operands without a mesh, as in eager vmap
     if known.empty or known.size != len(devices):
         return None
     return jax.sharding.Mesh(np.reshape(devices, known.axis_sizes), known.axis_names)
@@ -181,14 +181,14 @@ def _custom_call(
 
     def whole(*operands, bind=primitive.bind):
         given = dict(zip(read_operands, operands, strict=True))
-        every = (given.get(n, operands[0]) for n in range(len(avals)))  # the first stands in
+        every = (given.get(n, operands[0]) for n in range(len(avals)))  # the first as placeholder
         return tuple(bind(*every, **params))
 
     def partition(mesh, arg_shapes, result_shapes):
         axes = _axes(mesh, dims, arg_shapes, result_shapes)
         _check_sequence(mesh, dims, arg_shapes, axes["k"])
         read = _heads_read(heads, kv_heads, _pieces(mesh, axes["h"]))
-        if read is not None:  # fewer key/value heads than devices: each takes those that it reads
+        if read is not None:  # fewer key/value heads than devices: each uses those that it reads
             axes["g"] = ()
 
         over = {result: _missing(dims.results[result], axes) for result in dims.summed}
@@ -229,17 +229,17 @@ def _custom_call(
 
 
 def _missing(letters: str, axes: dict[str, Axes]) -> Axes:
-    """The mesh axes of the batch and of heads that a result does not have."""
+    """The mesh axes of the batch and of heads for dimensions that a result lacks."""
     return tuple(axis for of in "bh" if of not in letters for axis in axes[of])
 
 
 def _widened(operands: Sequence[Any], numbers: Sequence[int]) -> list[Any]:
-    """Those of these numbers in float32, in which their gradients are added up."""
+    """The operands, those at these indices in float32, in which their gradients are summed."""
     return [x.astype(accumulator(x.dtype)) if n in numbers else x for n, x in enumerate(operands)]
 
 
 def _with_signature(function: Callable, number: int) -> Callable:
-    """`function` of so many arguments by position: custom_partitioning reads its signature."""
+    """`function` with `number` positional arguments: custom_partitioning reads its signature."""
     names = ", ".join(f"x{n}" for n in range(number))
     return eval(f"lambda {names}: function({names})", {"function": function})
 
@@ -344,7 +344,7 @@ _SHARDED = {
 
 
 def _heads_read(heads: int, kv_heads: int, pieces: int) -> Callable[[Any], jax.Array] | None:
-    """Which key/value heads a device reads, by its index; None: an even share of them."""
+    """Which key/value heads a device reads, by its index; None: an equal part of them."""
     if kv_heads % pieces == 0:
         return None
     local, group = heads // pieces, heads // kv_heads
@@ -353,7 +353,7 @@ def _heads_read(heads: int, kv_heads: int, pieces: int) -> Callable[[Any], jax.A
 
 
 def _each(all_letters: Sequence[str], arrays: Any, function: Callable) -> tuple[Any, ...]:
-    """The arrays, those with key/value heads through function(x, their dimension)."""
+    """The arrays; those with key/value heads are passed through function(x, their dimension)."""
     return tuple(
         function(x, letters.index("g")) if "g" in letters else x
         for x, letters in zip(arrays, all_letters, strict=True)
@@ -371,8 +371,8 @@ def _spread(x: jax.Array, dim: int, own: jax.Array, heads: int, axes: Axes) -> j
 def shardy_rule(dims: Dims) -> str:
     """The rule in Shardy's notation.
 
-    Heads of query and of key and value have factors of their own: as one of two parts, they could
-    be divided only where the key/value heads divide. `partition` makes the second follow the first.
+    Query heads and key/value heads are separate factors: as one factor in two parts, they could be
+    divided only if the key/value heads divide. `partition` makes the second follow the first.
     """
     names = (f"x{n}" for n in itertools.count())
 
@@ -385,7 +385,7 @@ def shardy_rule(dims: Dims) -> str:
     return f"{text(dims.operands)} -> {text(dims.results)}"
 
 
-# --- jax tells the number of devices to those lowering rules alone whose primitives ask for it.
+# --- jax tells the number of devices only to lowering rules whose primitives ask for it.
 
 _devices_p = Primitive("packax_devices")
 lower_with_devices(_devices_p)
@@ -397,7 +397,7 @@ mlir.register_lowering(_devices_p, lambda ctx, x: [x])
 
 
 def ask_devices(x: Any) -> Any:
-    """x; a program that has it is lowered with its devices known, so that XLA may divide calls.
+    """x; a program that contains it is lowered with known devices, so that XLA can divide calls.
 
     Not inside a shard_map over all axes: such a program may be lowered for an abstract mesh.
     """
