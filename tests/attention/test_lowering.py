@@ -75,7 +75,7 @@ def test_two_limits_of_positions():
 
 
 def options_of(function, *args):
-    """Attributes beside the plain ones, score parameters and last results of both calls; behind the
+    """Attributes besides the plain ones, score parameters and last results of both calls; after the
     forward's, the counter."""
     found = []
     for call in calls(text_of(function, *args)):

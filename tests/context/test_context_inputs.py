@@ -122,8 +122,8 @@ def test_inside_a_shard_map_of_the_callers():
     "batch,text",
     [
         ({"x": np.zeros((4, 512))}, "expression is for 1024 query rows, but length says 512"),
-        ([np.zeros((4, 1024)), np.zeros((4, 512))], "of one length"),
-        (np.zeros(1024), r"\(batch, length, ...\) of one length, but holds \(1024,\)"),
+        ([np.zeros((4, 1024)), np.zeros((4, 512))], "of the same length"),
+        (np.zeros(1024), r"\(batch, length, ...\) of the same length, but holds \(1024,\)"),
         ([], "but holds none"),
         (np.zeros((3, 1024)), "batch"),
     ],
@@ -140,7 +140,7 @@ def test_refused(batch, text):
 
 NOT_PERMUTED = "the batch was not permuted, but the mask was built with a plan"
 NO_PLAN = "the batch was permuted, but the mask was built without a plan"
-TWICE = "the ids in the mask's expression were permuted by the plan already"
+TWICE = "the ids in the mask's expression were already permuted by the plan"
 
 
 def half_used(case, plan):
@@ -226,7 +226,7 @@ def test_with_less_to_go_by():
             assert (text is None) == (wrong(case, plan, counted=index) == "")
             alone = wrong(case, plan, positions=False)
             if text in (NOT_PERMUTED, TWICE):
-                assert NOT_PERMUTED in alone and TWICE in alone and "Give positions=" in alone
+                assert NOT_PERMUTED in alone and TWICE in alone and "Pass positions=" in alone
             else:
                 assert (text or "") in alone and (text is None) == (alone == "")
             assert (text is None) == (wrong(case, plan, ids=False) == "")
@@ -262,7 +262,7 @@ def test_another_batch():
         with pytest.raises(ValueError, match=r"row 0 .*positions do not fit"):
             packax.context.check_plan(mask, segment_ids=IDS, positions=POSITIONS + 1)
         for arguments, text in (
-            ({}, "give the batch's segment_ids, its positions, or both"),
+            ({}, "pass the batch's segment_ids, its positions, or both"),
             ({"segment_ids": IDS[:, :512]}, r"shape \(batch, 1024\).*\(4, 512\)"),
             ({"positions": IDS[0]}, r"positions must have shape"),
             ({"segment_ids": IDS, "plan": "zigzag"}, "plan must come from context_plan"),

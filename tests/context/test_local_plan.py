@@ -241,7 +241,7 @@ def test_inputs_take_a_plan_that_was_made_before():
     with jax.set_mesh(mesh_of(4, axes=("x",))):
         moved, mask, same = step(plan, ids)
         for more in ({"kind": "local"}, {"chunk": 128}, {"shared": 0.5}):
-            with pytest.raises(ValueError, match="plan says how rows are dealt"):
+            with pytest.raises(ValueError, match="plan defines the order of rows"):
                 packax.context.context_parallel_inputs(
                     ids, packax.documents(ids), sharding=sharding, plan=plan, **more
                 )

@@ -1,4 +1,4 @@
-"""`check_plan`, on while `debug_checks` is: whether batch and mask have one order of rows."""
+"""`check_plan`, enabled by `debug_checks`: whether batch and mask have the same order of rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PADDING = -1  # of segment ids
 
 
 class _Switch:
-    """What jax.make_user_context returns, where jax has none: compiled programs do not see it."""
+    """Replaces jax.make_user_context in older jax; it does not affect the caches of jit."""
 
     def __init__(self, default: bool) -> None:
         self.value = default
@@ -37,16 +37,16 @@ class _Switch:
             self.value = before
 
 
-_new = getattr(jax, "make_user_context", _Switch)  # jax 0.8: a part of the key of jit's caches
+_new = getattr(jax, "make_user_context", _Switch)  # from jax 0.8: part of the key of jit's caches
 _enabled: Any = _new(os.environ.get("PACKAX_DEBUG", "") not in ("", "0"))
 
 
 def debug_checks(enable: bool = True) -> Any:
-    """A context in which the debug checks of packax are on, or off: `check_plan`, today.
+    """A context in which packax's debug checks are on, or off: currently `check_plan`.
 
     The environment variable PACKAX_DEBUG=1 turns them on for a whole process. A function that was
-    compiled while they were off is compiled again; in jax 0.7, which cannot know, turn them on
-    before it is first called.
+    compiled while they were off is compiled again; in jax 0.7 it is not, so turn them on before its
+    first call.
 
     Args:
         enable: True or False.
@@ -65,28 +65,28 @@ def check_plan(
     positions: Any = None,
     plan: ContextPlan | None = None,
 ) -> None:
-    """Under `debug_checks`: raises if the batch does not stand in the order of the mask's rows.
+    """Under `debug_checks`: raises if the batch is not in the order of the mask's rows.
 
-    It says which half of a context plan is missing: the batch was not permuted, the mask was built
-    without the plan, or the ids of the expression had been permuted before. While the checks are
-    off it does nothing, and leaves nothing in the compiled program. Call it once per step, with
-    what lies beside the tokens that query is made of.
+    It says what is missing: the batch was not permuted, the mask was built without the plan, or the
+    ids of the expression were already permuted. While the checks are off it does nothing, and adds
+    nothing to the compiled program. Call it once per step, with the segment ids and positions of
+    the tokens from which query is computed.
 
     Args:
         mask: from `create_attention_mask` for self-attention, with or without sharding and plan.
-        segment_ids: (B, S) integers of the batch, as they are now.
-        positions: (B, S) integers of the batch, as they are now, that count the tokens from 0: in
-            the row, or in each document. Without them an unpermuted batch and permuted ids look
-            alike, and rows of one document cannot be told apart.
-        plan: the `ContextPlan`, where the mask was built with permuted_keys=False or without it:
-            only then the mask does not know it.
+        segment_ids: (B, S) integers of the batch, in its current order.
+        positions: (B, S) integers of the batch, in its current order, that count the tokens from 0
+            in the row or in each document. Without them an unpermuted batch and permuted ids look
+            the same, and rows of one document cannot be told apart.
+        plan: the `ContextPlan`, if the mask was built with permuted_keys=False or without the plan,
+            because then the mask does not store it.
 
     Raises:
         ValueError: while the checks are on: a batch in another order. Inside jit it is raised in
-            the thread that traced the function, once the program has run that far: the program
-            itself goes on, so that no device waits for another. Where jax runs a small program in
-            that very thread it wraps the error (`jax.errors.JaxRuntimeError`). Arguments that are
-            not as above.
+            the thread that traced the function, once the program has run that far; the program
+            itself continues, so that no device waits for another. If jax runs a small program in
+            that same thread, it wraps the error (`jax.errors.JaxRuntimeError`). Also for arguments
+            that are not as above.
 
     Examples:
         >>> packax.context.check_plan(mask, segment_ids=segment_ids)
@@ -97,23 +97,23 @@ def check_plan(
         raise ValueError(f"mask must come from create_attention_mask, but is {described(mask)}")
     mask = mask.with_batch()
     if segment_ids is None and positions is None:
-        raise ValueError("give the batch's segment_ids, its positions, or both")
+        raise ValueError("pass the batch's segment_ids, its positions, or both")
     if plan is not None and not isinstance(plan, ContextPlan):
         raise ValueError(f"plan must come from context_plan, but is {described(plan)}")
     if plan is not None and plan.length != mask.q_len:
         raise ValueError(f"plan was made for {plan.length} rows, but the mask has {mask.q_len}")
     if mask.permuted and mask.kv_plan is None and plan is None:
-        raise ValueError("mask was built with permuted_keys=False, so it does not know: give plan=")
+        raise ValueError("pass plan=: a mask built with permuted_keys=False does not store it")
     rows = mask.q_lo.shape[1]
     for name, x in (("segment_ids", segment_ids), ("positions", positions)):
         if x is not None and (np.ndim(x) != 2 or np.shape(x)[1] != rows):
             raise ValueError(
-                f"{name} must have shape (batch, {rows}), as the mask has rows, but has "
+                f"{name} must have shape (batch, {rows}), the rows of the mask, but has "
                 f"{np.shape(x)}"
             )
 
     def whole(x: Any) -> Any:
-        """Of the whole sequence, also where the caller is in a shard_map over its axes."""
+        """x of the whole sequence, also if the caller is in a shard_map over its axes."""
         if x is None or layout is None or layout.outside(layout.context) == 1:
             return x
         return jax.lax.all_gather(jnp.asarray(x), layout.context, axis=1, tiled=True)
@@ -130,9 +130,9 @@ def check_plan(
 
 
 def _on_every_device(report: _Report, held: list[Any], layout: Layout | None) -> None:
-    """Calls report(number of the device, *held) on every device, each of which has all of it.
+    """Calls report(index of the device, *held) on every device, with the whole arrays.
 
-    So every process finds the error, and XLA gathers for all and not for the first device alone.
+    So every process finds the error, and XLA gathers for all devices, not only for the first.
     """
     mesh: Any = jax.sharding.get_abstract_mesh()
     given = None
@@ -156,7 +156,7 @@ def _on_every_device(report: _Report, held: list[Any], layout: Layout | None) ->
 
 
 class _Report:
-    """The check of a traced program, on the host: one device of each process speaks for all."""
+    """The check of a traced program, on the host, by one device of each process."""
 
     def __init__(self, permuted: bool) -> None:
         self.permuted = permuted
@@ -174,7 +174,7 @@ class _Report:
             _check(self.permuted, *held)
         except ValueError as error:
             if threading.get_ident() == self.thread:
-                raise  # jax runs programs of one device alone in the caller's thread
+                raise  # jax runs programs of a single device in the caller's thread
             _raise_in(self.thread, str(error))
 
 
@@ -197,7 +197,7 @@ def _raise_in(thread: int, text: str) -> None:
 
 
 def _check(permuted: bool, mask_ids: Any, order: Any, ids: Any, positions: Any) -> None:
-    """On the host, of the whole batch."""
+    """Checks the whole batch on the host."""
     held = [None if x is None else np.asarray(x) for x in (mask_ids, order, ids, positions)]
     batch = max(x.shape[0] for x in held if x is not None)
     for row in range(batch):
@@ -244,14 +244,14 @@ def _wrong(permuted: bool, mask_ids: Any, order: Any, ids: Any, positions: Any) 
         twice = sequence is not None and is_batch(before, moved)
         unpermuted = (
             "the batch was not permuted, but the mask was built with a plan: "
-            "pass it through plan.permute"
+            "use plan.permute(batch)"
         )
         repeated = (
-            "the ids in the mask's expression were permuted by the plan already, and the mask "
-            "permutes them again: make the expression of ids in the order of the sequence"
+            "the ids in the mask's expression were already permuted by the plan, and the mask "
+            "permutes them again: make the expression from ids in the order of the sequence"
         )
         if forgotten and twice:
-            return f"either {unpermuted}; or {repeated}. Give positions= to know which"
+            return f"either {unpermuted}; or {repeated}. Pass positions= to find out which"
         if forgotten or twice:
             return unpermuted if forgotten else repeated
     elif is_batch(sequence, moved) or (order is None and _rearranged(mask_ids, ids, positions)):
@@ -263,7 +263,7 @@ def _wrong(permuted: bool, mask_ids: Any, order: Any, ids: Any, positions: Any) 
     if ids is not None and mask_ids is not None and (ids != mask_ids).any():
         place = int(np.argmax(ids != mask_ids))
         shown = f"segment id {ids[place]} where the mask has {mask_ids[place]}"
-        return f"the batch is another than the mask's, in no order of the plan: {shown} at {place}"
+        return f"the batch differs from the mask's in any order of the plan: {shown} at {place}"
     return (
         "positions do not fit the order of the mask's rows: they must count the tokens from 0, in "
         "the row or in each document, and be permuted with the batch"
@@ -271,7 +271,7 @@ def _wrong(permuted: bool, mask_ids: Any, order: Any, ids: Any, positions: Any) 
 
 
 def _rearranged(mask_ids: Any, ids: Any, positions: Any) -> bool:
-    """Whether the batch has the mask's tokens, in whatever order."""
+    """Whether the batch has the mask's tokens, in any order."""
     if ids is not None and mask_ids is not None and (np.sort(ids) != np.sort(mask_ids)).any():
         return False
     if positions is None:
@@ -283,7 +283,7 @@ def _rearranged(mask_ids: Any, ids: Any, positions: Any) -> bool:
 
 
 def _in_document(ids: Any) -> Any:
-    """The place of every token in its run of one id."""
+    """The index of every token in its run of one id."""
     index = np.arange(len(ids))
     begins = np.concatenate([[True], ids[1:] != ids[:-1]])
     return index - np.maximum.accumulate(np.where(begins, index, 0))

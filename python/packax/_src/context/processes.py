@@ -1,7 +1,7 @@
-"""Several processes: which rows of the batch each of them feeds, and whether they did.
+"""Several processes: which rows of the batch each one feeds, and a check that they did.
 
-Where context or tensor axes span hosts, several hosts hold pieces of the same rows, and all of them
-must feed those rows. jax does not compare: the array would hold something else on every host.
+If context or tensor axes span hosts, several hosts hold pieces of the same rows, and all of them
+must feed those rows. jax does not check this: the array would differ between hosts.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from packax._src.core.sharding import AttentionSharding, layout_of, spec
 
 
 def local_rows(sharding: AttentionSharding, batch: int) -> np.ndarray:
-    """The rows of a global batch that this process feeds: those of which its devices hold a part.
+    """The rows of a global batch that this process must feed: those its devices hold a part of.
 
     Processes along the context and tensor axes get the same rows. With one process: all rows.
 
     Args:
-        sharding: the `AttentionSharding` of the attention; its batch axes say how rows are cut.
-        batch: how many rows the global batch has, a multiple of the size of those axes.
+        sharding: the `AttentionSharding` of the attention; its batch axes determine how rows are
+            cut.
+        batch: the number of rows of the global batch, a multiple of the size of those axes.
 
     Returns:
-        Indices of rows, ascending. A data loader that numbers its parts gets part
+        Indices of rows, ascending. For a data loader that takes shards by index, the shard is
         `rows[0] // len(rows)` of `batch // len(rows)`.
 
     Raises:
@@ -57,10 +58,10 @@ def local_rows(sharding: AttentionSharding, batch: int) -> np.ndarray:
 
 
 def check_same_rows(batch: Any) -> None:
-    """Whether processes fed the same data for the same part of each array, or an error.
+    """Raises unless processes fed the same data for the same part of each array.
 
-    Every process must call it, best once, on the first batch: it copies each array's local part to
-    the host and sends a checksum of it.
+    Every process must call it, ideally once, on the first batch: it copies each array's local part
+    to the host and sends a checksum of it.
 
     Args:
         batch: arrays over all processes, or a pytree of them, as
@@ -94,7 +95,7 @@ def check_same_rows(batch: Any) -> None:
 
 
 def _parts(x: jax.Array) -> dict[int, tuple[int, tuple[Any, ...]]]:
-    """By device: its process, and begin and end of its part of every dimension."""
+    """By device: its process, and the begin and end of its part in every dimension."""
     indices: Any = x.sharding.devices_indices_map(x.shape)
     return {
         device.id: (device.process_index, tuple((dim.start, dim.stop) for dim in index))

@@ -1,4 +1,4 @@
-"""Forward and backward of a rank's rows, against keys that come by groups of heads."""
+"""Forward and backward of a rank's rows, with keys that arrive in groups of heads."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Arrays = tuple[jax.Array, ...]
 
 
 class Rows(NamedTuple):
-    """A rank's rows, or a part of them, and what they are attended with."""
+    """A rank's rows, or a part of them, and the operands of their attention."""
 
     query: jax.Array
     scores: ScoreParams
     mask: AttentionMask
     fixed: NonDiffOperands
-    # Of the backward pass: the results and their cotangents.
+    # For the backward pass: the results and their cotangents.
     out: Any = None
     lse: Any = None
     dout: Any = None
@@ -32,7 +32,7 @@ class Rows(NamedTuple):
 
 
 def forward(spec: AttentionSpec, query, key, value, scores, mask, fixed) -> list[jax.Array]:
-    """out, lse and the largest logits, if asked for, of rows that attend keys of all ranks."""
+    """out, lse and the largest logits, if requested, of rows that attend keys of all ranks."""
     groups = Groups(spec.layout, spec.gather_head_groups, query, key, value, mask.kv_plan)
     return forward_groups(spec, groups, Rows(query, scores, mask, fixed))
 
@@ -40,7 +40,7 @@ def forward(spec: AttentionSpec, query, key, value, scores, mask, fixed) -> list
 def backward(
     spec: AttentionSpec, query, key, value, scores, out, lse, dout, dlse, mask, fixed
 ) -> tuple[Any, ...]:
-    """The gradients of query, key and value, what rows add to those of scale and slopes, and that
+    """The gradients of query, key and value, the rows' part of those of scale and slopes, and that
     of the bias."""
     gathered = (spec.gather_head_groups, query, key, value, mask.kv_plan)
     groups = Groups(spec.layout, *gathered, backward=True)
@@ -53,7 +53,7 @@ def backward(
 
 
 def forward_groups(spec: AttentionSpec, groups: Groups, rows: Rows) -> list[jax.Array]:
-    """out, lse, and the largest logits, if asked for, of all groups."""
+    """out, lse, and the largest logits, if requested, of all groups."""
     query, scores, mask, fixed = rows[:4]
     out = None
     others: list[list[jax.Array]] = []
@@ -72,7 +72,7 @@ def forward_groups(spec: AttentionSpec, groups: Groups, rows: Rows) -> list[jax.
 
 
 class Gradients:
-    """Those of groups, as they come."""
+    """Collects the gradients of groups."""
 
     def __init__(self) -> None:
         self.dq: jax.Array | None = None
@@ -121,7 +121,7 @@ def backward_group(
     )
     own = groups.heads_of(query.shape[2], group)
     dq, dk, dv, *others = head_groups.backward(own, spec.of_primitive(mask), operands)
-    # Not dq if there is another: the next group writes into it, which a look at it would put off.
+    # Not dq if there is another: the next group writes into it, and would wait for this read.
     made = [x for x, name in ((dk, "key"), (dv, "value")) if name in spec.needs_grad]
     groups.gather_after((made or [dq])[0])
     of_scores = others.pop(0) if spec.score_grads else None
@@ -131,7 +131,7 @@ def backward_group(
 def _extras(
     spec: AttentionSpec, scores: ScoreParams, fixed: NonDiffOperands, groups: Groups, group: int
 ) -> dict[str, jax.Array]:
-    """What changes scores and probabilities, of the group's heads."""
+    """The operands that change scores and probabilities, for the group's heads."""
     return {
         name: groups.rows(x, group, 1) if name in OF_HEADS and x.shape[1] > 1 else x
         for name, x in score_operands(spec, scores, fixed).items()

@@ -1,9 +1,9 @@
-"""What each rank of a mesh computes: its query rows against all keys that they may attend.
+"""What each rank of a mesh computes: its query rows with all keys that they may attend.
 
 Context parallelism by all-gather of keys and values (Llama 3, arXiv 2407.21783, section 3.3.2).
-The rules of autodiff.py are outside of this: what it keeps for the backward pass are the
-ranks' own pieces, and the backward gathers again. A group of key/value heads is gathered while the
-attention of the group before runs, and its gradients are reduce-scattered while the next one runs.
+The rules of autodiff.py are applied outside: for the backward pass they keep each rank's pieces,
+and the backward gathers again. A group of key/value heads is gathered while the attention of the
+previous group runs, and its gradients are reduce-scattered while the next one runs.
 rank_passes.py does that where all keys are gathered, local_kv.py where a plan keeps most of them.
 """
 
@@ -24,11 +24,11 @@ from packax._src.ops import passes
 from packax._src.ops.score_mods import NonDiffOperands, ScoreParams
 
 
-# jit, so that outside of jit it is one program and not one for every operation and collective.
+# jit, so that outside jit it is one program, not one per operation and collective.
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def forward(spec: AttentionSpec, query, key, value, scores, mask, fixed) -> list[jax.Array]:
-    """As passes.forward."""
-    if spec.layout is None:  # one device with the rows of a plan
+    """Like passes.forward, on every rank."""
+    if spec.layout is None:  # one device with rows permuted by a plan
         return _forward(spec, query, key, value, scores, mask, fixed)
     q_spec, kv_spec, lse_spec, *others = _specs(spec.layout, scores, mask, fixed)
     mapped = _shard_map(
@@ -44,7 +44,7 @@ def forward(spec: AttentionSpec, query, key, value, scores, mask, fixed) -> list
 def backward(
     spec: AttentionSpec, query, key, value, scores, out, lse, dout, dlse, mask, fixed
 ) -> tuple[Any, ...]:
-    """As passes.backward."""
+    """Like passes.backward, on every rank."""
     run = functools.partial(passes.backward, spec, kernels=_kernels("backward"))
     if spec.layout is None:
         return run(query, key, value, scores, out, lse, dout, dlse, mask, fixed)
@@ -62,7 +62,7 @@ def backward(
 def _specs(
     layout: Layout, scores: ScoreParams, mask: AttentionMask, fixed: NonDiffOperands
 ) -> tuple[Any, ...]:
-    """Of query, key and value, log-sum-exps, scores, mask and fixed operands."""
+    """The specs of query, key and value, log-sum-exps, scores, mask and fixed operands."""
     batch, context, heads = layout.batch, layout.context, layout.heads
     return (
         layout.spec(batch, context, heads),
@@ -75,7 +75,7 @@ def _specs(
 
 
 def _shard_map(layout: Layout, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
-    """Over all axes that the caller has not mapped: a custom call cannot be partitioned further."""
+    """Maps over all axes that the caller has not mapped: XLA cannot partition a custom call."""
     if not layout.mapped:
         return function
     return jax.shard_map(
@@ -88,13 +88,13 @@ def _shard_map(layout: Layout, function: Callable[..., Any], in_specs: Any, out_
 
 
 def _forward(spec: AttentionSpec, *operands: Any) -> list[jax.Array]:
-    """On one rank."""
+    """The forward on one rank."""
     run: Any = functools.partial(passes.forward, spec, kernels=_kernels("forward"))
     return run(*vary_together(*operands))
 
 
 def _kernels(direction: str) -> Callable[..., Any]:
-    """The pass of keys that are all gathered, or only in part."""
+    """The pass for keys that are all gathered, or only partly."""
 
     def kernels(spec: AttentionSpec, *operands: Any) -> Any:
         mask = next(x for x in operands if isinstance(x, AttentionMask))

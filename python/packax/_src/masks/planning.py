@@ -61,50 +61,51 @@ def context_plan(
     shared: float | int | tuple[float | int, ...] | None = None,
     length: int | None = None,
 ) -> ContextPlan:
-    """Which chunks of query rows each rank gets: equally many, and as equal work as can be.
+    """Which chunks of query rows each rank gets: equally many, with work as equal as possible.
 
-    "balanced": chunks dealt by the pairs that their rows attend, longest processing time first
-    (Graham 1969), in rounds: the chunks sorted by area, in each round the largest of the next
-    `ranks` to the rank with least so far. Deterministic, and the same on the host and on the
-    device.
+    "balanced": chunks are dealt by the number of pairs that their rows attend, longest processing
+    time first (Graham 1969), in rounds: chunks are sorted by that number, and in each round the
+    largest of the next `ranks` chunks goes to the rank with the least work so far. Deterministic,
+    with the same result on the host and on the device.
     "zigzag": rank r gets the chunks r and 2 * ranks - 1 - r of 2 * ranks (Llama 3, arXiv
-    2407.21783, section 3.3.2): equal work for one causal document, whatever the expression holds.
-    "local": documents whole on a rank, which then needs no keys of others for them; only documents
-    that would leave the ranks unequal are split. A rank's rows are a shared part, whose keys all
-    ranks gather, and a private part. Where the context axes are several, such as (host, GPU), they
-    are levels: documents are split inside a host first, and there is a shared part of all ranks and
-    one of the ranks of a host. Without `documents(...)`, or with other ids of keys, all rows are
-    shared, as "balanced" deals them. Such a plan is made on the host, from values: not inside jit.
+    2407.21783, section 3.3.2): equal work for one causal document, independent of the expression.
+    "local": documents stay whole on a rank, which then needs no keys from other ranks for them;
+    only documents that would unbalance the ranks are split. A rank's rows are a shared part, whose
+    keys all ranks gather, and a private part. Several context axes, such as (host, GPU), are
+    levels: documents are split inside a host first, and there is a shared part of all ranks and
+    one of the ranks of a host. Without `documents(...)`, or with separate ids of keys, all rows are
+    shared, as in "balanced". Such a plan is made on the host, from values: not inside jit.
 
     Args:
-        expression: what the mask is made of, in the order of the sequence. Where it holds numpy
-            arrays alone, the plan is made on the host in numpy, as in a data loader; else on the
-            device, inside jit or not ("local": always on the host). An id that comes back counts as
-            another document here, and positions as if they went up by one inside a document: the
-            balance alone depends on it.
-        sharding: the `AttentionSharding` of the attention: its context axes say how many ranks.
-        ranks: how many, where there is no mesh, as in a data loader; for levels their sizes, such
-            as (4, 8): of 4 hosts with 8 ranks each.
+        expression: the expression of the mask, in the order of the sequence. If all its arrays are
+            numpy arrays, the plan is made on the host in numpy, as in a data loader; otherwise on
+            the device, inside or outside jit ("local": always on the host). Here an id that
+            reappears counts as another document, and positions as increasing by one inside a
+            document: this only affects the balance.
+        sharding: the `AttentionSharding` of the attention: its context axes determine the number of
+            ranks.
+        ranks: the number of ranks if there is no mesh, as in a data loader; for levels their sizes,
+            such as (4, 8) for 4 hosts with 8 ranks each.
         kind: "balanced", "zigzag" or "local".
-        chunk: rows of a chunk, a multiple of 128 (a tile of the kernels), for "balanced". None: the
-            largest power of two times 128 that leaves a rank 16 chunks, at least 128.
-        shared: size of the shared part, for "local": a share of a rank's rows (a float from 0.0 to
-            1.0, rounded up to 128 rows) or a number of rows (an int). With levels a tuple of a size
-            for each, none smaller than the one before, such as (1 / 16, 1 / 2): rows that all ranks
-            share, then those that a host's ranks share, the former among them. One size alone is
-            of one part that all ranks share. None: the smallest of 24 shares that keep the most
-            loaded rank at 1.03 of the mean, those of hosts first. Where it is too small for the
-            documents, all rows are shared, with a warning.
-        length: rows of the sequence; needed only where no array of the expression says it.
+        chunk: rows per chunk, a multiple of 128 (a tile of the kernels), for "balanced". None: the
+            largest power of two times 128 that gives a rank 16 chunks, at least 128.
+        shared: the size of the shared part, for "local": a fraction of a rank's rows (a float from
+            0.0 to 1.0, rounded up to 128 rows) or a number of rows (an int). With levels, a tuple
+            with a size for each, none smaller than the one before, such as (1 / 16, 1 / 2): rows
+            that all ranks share, then those that a host's ranks share, which include the former. A
+            single size defines one part shared by all ranks. None: the smallest of 24 fractions
+            that keep the most loaded rank at 1.03 of the mean, those of hosts first. If it is too
+            small for the documents, all rows are shared, with a warning.
+        length: rows of the sequence; needed only if no array of the expression determines it.
 
     Returns:
-        ContextPlan, with one order per row of the batch where the expression has one. For one rank
-        it moves nothing, whatever the length.
+        ContextPlan, with one order per batch row if the expression has a batch. For one rank it
+        moves nothing, whatever the length.
 
     Raises:
         ValueError: not an expression, an unknown kind, neither or both of sharding and ranks, a
-            length that does not divide into whole chunks for every rank, a size of the shared part
-            that is no size, of other levels, or of another kind, or kind="local" inside jit.
+            length that does not divide into whole chunks for every rank, an invalid size of the
+            shared part, one for other levels or another kind, or kind="local" inside jit.
 
     Examples:
         >>> plan = packax.context_plan(expression, sharding=sharding)
@@ -113,21 +114,21 @@ def context_plan(
     """
     if not isinstance(expression, MaskExpression):
         raise ValueError(
-            "expression must be what the mask is made of, such as causal() & documents(segment_ids)"
-            f", but is {described(expression)}"
+            "expression must be that of the mask, such as causal() & documents(segment_ids), but "
+            f"is {described(expression)}"
         )
     if not isinstance(kind, str) or kind not in _KINDS:
         new = f', which is "{_WERE[kind]}" now' if isinstance(kind, str) and kind in _WERE else ""
         raise ValueError(f'kind must be "zigzag", "balanced" or "local", but is {kind!r}{new}')
     if shared is not None and kind != "local":
-        raise ValueError(f'shared is of kind="local", but kind is {kind!r}')
+        raise ValueError(f'shared is only for kind="local", but kind is {kind!r}')
     if chunk is not None and kind == "local":
         raise ValueError(f'chunk is of other kinds than "local", but {chunk} was given')
     levels = _levels(sharding, ranks)
     ranks = math.prod(levels)
     q_len, kv_len = check_lengths(expression)
     if length is None and q_len is None:
-        raise ValueError("length is not known: no array of the expression says it, so give length=")
+        raise ValueError("cannot infer length from the arrays of the expression: pass length=")
     rows = q_len if length is None else positive("length", length)
     assert rows is not None
     if q_len not in (None, rows):
@@ -147,11 +148,11 @@ def context_plan(
 
 
 def _on_host(x: Any) -> Any:
-    """An array of an expression, in numpy."""
+    """An array of an expression as a numpy array."""
     if isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
         raise ValueError(
             'kind="local" plans on the host and needs the values of the expression, but it holds '
-            f"{described(x)}: plan on the host, where the batch is packed, and pass the plan into "
+            f"{described(x)}: plan on the host, where the batch is packed, and pass the plan to "
             'the program as an argument, or use kind="balanced"'
         )
     return np.asarray(x) if isinstance(x, jax.Array) else x
@@ -176,27 +177,27 @@ def context_parallel_inputs(
     plan: ContextPlan | None = None,
     implementation: Implementation | None = None,
 ) -> ContextParallelInputs[Tree]:
-    """A batch and its mask for context-parallel self-attention: both in the order of one plan.
+    """A batch and its mask for context-parallel self-attention, both in the order of one plan.
 
-    The same as `context_plan`, `plan.permute(batch)` and `create_attention_mask(..., plan=plan)`,
-    none of which can be forgotten. `flash_attention(query, key, value, mask)` needs no more.
+    It combines `context_plan`, `plan.permute(batch)` and `create_attention_mask(..., plan=plan)`,
+    so that no step can be forgotten. Then call `flash_attention(query, key, value, mask)`.
 
     Args:
-        batch: arrays (B, length, ...), or a pytree of them, in the order of the sequence: all that
-            has a value for every token (tokens, positions, targets, weights).
-        expression: the mask in the order of the sequence; its ids are not permuted by the caller.
-        sharding: how the attention lies on the mesh.
+        batch: arrays (B, length, ...), or a pytree of them, in the order of the sequence:
+            everything with a value per token (tokens, positions, targets, weights).
+        expression: the mask in the order of the sequence; do not permute its ids.
+        sharding: how the attention is sharded.
         kind, chunk, shared: as in `context_plan`.
-        plan: in place of those, one that `context_plan` made of this expression before, such as a
-            "local" one of the data loader, which is an argument of the jitted step.
-        implementation: of the mask, as in `create_attention_mask`.
+        plan: instead of those, a plan that `context_plan` made from this expression, such as a
+            "local" one from the data loader, which is an argument of the jitted step.
+        implementation: as in `create_attention_mask`.
 
-    Inside a `shard_map` of your own over the context axes, batch and expression are still of whole
-    sequences, replicated along those axes, and what is returned has this rank's rows.
+    Inside your own `shard_map` over the context axes, batch and expression are still of whole
+    sequences, replicated along those axes, and the results have this rank's rows.
 
     Returns:
         NamedTuple of batch (permuted, and sharded over the batch and context axes), mask and plan.
-        `plan.unpermute(x)` puts what comes out back into the order of the sequence.
+        `plan.unpermute(x)` puts outputs back into the order of the sequence.
 
     Raises:
         ValueError: arrays of another length, a plan and a kind, or what `context_plan` and
@@ -211,7 +212,7 @@ def context_parallel_inputs(
     shapes = {np.shape(x)[1] for x in leaves if np.ndim(x) > 1}
     if not leaves or any(np.ndim(x) < 2 for x in leaves) or len(shapes) > 1:
         raise ValueError(
-            "batch must hold arrays (batch, length, ...) of one length, but holds "
+            "batch must hold arrays (batch, length, ...) of the same length, but holds "
             + (", ".join(str(np.shape(x)) for x in leaves) or "none")
         )
     (length,) = shapes
@@ -220,7 +221,7 @@ def context_parallel_inputs(
             expression, sharding=sharding, kind=kind, chunk=chunk, shared=shared, length=length
         )
     elif (kind, chunk, shared) != ("balanced", None, None):
-        raise ValueError("plan says how rows are dealt: give kind=, chunk= and shared= without it")
+        raise ValueError("plan defines the order of rows: leave kind=, chunk= and shared= out")
     mask = create_attention_mask(
         expression,
         q_len=length,
@@ -237,14 +238,14 @@ def context_parallel_inputs(
 
 
 def _own_rows(layout: Layout, x: Any) -> jax.Array:
-    """x cut along the context axes: by jax, or by hand where the caller is in a shard_map."""
+    """x cut along the context axes: by jax, or explicitly if the caller is in a shard_map."""
     x = jnp.asarray(x)
     if layout.outside(layout.context) > 1:
         own = x.shape[1] // layout.outside(layout.context)
         x, first = vary_together(x, jax.lax.axis_index(layout.context) * own)
         x = jax.lax.dynamic_slice_in_dim(x, first, own, axis=1)
     spec: Any = layout.spec(layout.batch, layout.context)
-    if layout.explicit:  # other axes stay as they are
+    if layout.explicit:  # other axes keep their sharding
         return jax.sharding.reshard(x, P(*spec, *jax.typeof(x).sharding.spec[2:]))
     if not any(spec):
         return x
@@ -258,7 +259,7 @@ def _own_rows(layout: Layout, x: Any) -> jax.Array:
 def _levels(
     sharding: AttentionSharding | None, ranks: int | tuple[int, ...] | None
 ) -> tuple[int, ...]:
-    """Sizes of the context axes, those of 1 left out; at least one."""
+    """Sizes of the context axes, leaving out those of 1; at least one."""
     if (sharding is None) == (ranks is None):
         raise ValueError(
             "give sharding=, whose context axes say how many ranks there are, or ranks=, not "
@@ -273,7 +274,7 @@ def _levels(
 
 
 def _keys(expression: MaskExpression, length: int, kv_len: int) -> Any:
-    """(B or 1, length) int32: how many keys each row attends, or a tile visits for it."""
+    """(B or 1, length) int32: how many keys each row attends, or its tile visits."""
     document = documents_of(expression)
     cross = kv_len != length or (document is not None and document.kv_ids is not None)
     parts, tree = expression.parts(), tree_of(expression)
@@ -296,7 +297,7 @@ def _whole_rows(x: Any) -> Any:
 
 
 def _keys_of_rows(expression: MaskExpression, length: int, xp: ModuleType) -> Any:
-    """In self-attention, where a document is a run of one id and its positions go up by one."""
+    """For self-attention, where a document is a run of one id and its positions increase by one."""
     batch = batch_of(expression)
     tree = tree_of(expression)
     if tree is not None:
@@ -320,7 +321,7 @@ def _keys_of_rows(expression: MaskExpression, length: int, xp: ModuleType) -> An
         by_position = positions is not index
         of_rows = () if ids is None else (ids,)
         low, high = interval.limits(Positions(positions, positions, of_rows, by_position))
-        if by_position:  # from a place to the index of the key in the row's document that has it
+        if by_position:  # from a position to the index of the key at it in the row's document
             ahead = index - positions
             low, high = (None if x is None else plus(x, ahead) for x in (low, high))
         first = first if low is None else _in_place(xp.maximum, first, low)
@@ -338,7 +339,7 @@ def _keys_of_rows(expression: MaskExpression, length: int, xp: ModuleType) -> An
 
 
 def _in_place(operation: Any, x: Any, y: Any) -> Any:
-    """operation(x, y); into an array x of numpy: new memory costs more than the arithmetic."""
+    """operation(x, y), in place if x is a numpy array: allocating costs more than computing."""
     fits = isinstance(x, np.ndarray) and np.broadcast_shapes(x.shape, np.shape(y)) == x.shape
     return operation(x, y, out=x) if fits else operation(x, y)
 
@@ -351,7 +352,7 @@ _keys_on_device = jax.jit(
 
 
 def _keys_of_mask(mask: AttentionMask) -> jax.Array:
-    """The keys in each row's range, or those of the blocks visited, on average of the heads."""
+    """The keys in each row's range, or in the blocks visited, averaged over heads."""
     if mask.q_block_lists is None:
         lo, hi = (whole_rows(jnp.asarray(x)) for x in (mask.q_lo, mask.q_hi))
         return hi - lo
