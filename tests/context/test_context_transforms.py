@@ -46,7 +46,8 @@ def manual_attention(mask, query, key, value):
 
 
 PARTIAL_HANGS = pytest.mark.skipif(
-    jax.__version_info__ < (0, 8), reason="a shard_map inside another hangs on CPUs in jax 0.7"
+    jax.__version_info__ < (0, 10),
+    reason="a shard_map inside another hangs on CPUs in jax 0.7, and does not compile in jax 0.8",
 )
 
 
