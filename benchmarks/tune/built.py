@@ -1,4 +1,4 @@
-"""What `tune.py build` left in a folder, for the machine with the GPU."""
+"""The kernels that `tune.py build` left in a folder, for the machine with the GPU."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ MASK = ("documents_init", "documents_runs", "documents_rows", "blocks_rows", "bl
 
 
 class Built:
-    """What `build` left in a folder: kernels by name, head dims, label and assembler, loaded when
-    asked for."""
+    """The kernels in a folder, by name, head dims, label and assembler, loaded when requested."""
 
     def __init__(self, driver: Driver, folder: pathlib.Path):
         self.driver, self.folder = driver, folder
@@ -42,11 +41,11 @@ class Built:
     def candidates(
         self, dims: tuple[int, int], kernels: Sequence[str]
     ) -> dict[str, tuple[str, Kernel]]:
-        """Title -> (kernel's name, kernel), the table's own tile first; what the driver is too old
-        for is left out."""
+        """Title -> (kernel's name, kernel), the table's tile first, without those that need a newer
+        driver."""
         rows = [row for row in self.rows if row["label"] and tuple(row["dims"]) == dims]
         rows = [row for row in rows if row["kernel"] in kernels]
-        rows.sort(key=lambda row: row["assembler"], reverse=True)  # the newest, as C++ does
+        rows.sort(key=lambda row: row["assembler"], reverse=True)  # the newest first, as in C++
         rows.sort(key=lambda row: (kernels.index(row["kernel"]), row["label"] != "table"))
         found = {}
         for row in rows:

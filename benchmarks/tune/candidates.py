@@ -2,8 +2,8 @@
 GPU.
 
 A candidate changes some constants of its kernel's row in the table (csrc/aot/table.py); {} is
-the row itself. Hopper kernels are compiled by both assemblers. What the table's limits would refuse
-(spills) is compiled all the same and said.
+the row itself. Hopper kernels are compiled by both assemblers. Candidates that exceed the table's
+limits (spills) are compiled anyway, with a message.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def tiles(*rows: tuple[int, ...]) -> list[Constants]:
     return [{}, *(dict(zip(TILE, row, strict=True)) for row in rows)]
 
 
-# kernel -> (query/key dim, value dim) -> candidates. What a kernel or the table does not have is
-# left out by the build, which says so.
+# kernel -> (query/key dim, value dim) -> candidates. The build leaves out what a kernel or the
+# table does not have, with a message.
 CANDIDATES: dict[str, dict[tuple[int, int], list[Constants]]] = {
     "forward_sm90": {
         (64, 64): [{}, {"BLOCK_N": 64, "STAGES": 3}, {"REMATERIALIZE": 1}],
@@ -117,7 +117,7 @@ PIPELINES = (  # run together
     {"backward_prepare", "backward_sm90", "backward_finish"},
     {"backward_prepare", "backward_dkdv_sm90", "backward_dq_sm90"},
 )
-# what candidates run beside, or are compared with
+# kernels that candidates run with, or are compared with
 TWINS = {"forward", "backward_delta", "backward_dkdv", "backward_dq", *table.MASK_KERNELS}
 
 
@@ -137,8 +137,7 @@ def label(constants: Constants) -> str:
 def variant(
     kernel: str, arch: table.Arch, dims: tuple[int, int], changed: Constants, assembler: str
 ) -> Candidate:
-    """The table's own variant with `changed` constants; LookupError where there is none to
-    change."""
+    """The table's variant with `changed` constants; LookupError if there is no such variant."""
     sm90 = kernel in table.SM90_TILES
     portable = table.TILES | table.DECODE_TILES
     rows: dict[Any, Any] = table.SM90_TILES[kernel] if sm90 else portable[kernel]
@@ -183,8 +182,8 @@ def chosen(
     extra: list[str],
     listed: bool = True,
 ) -> Iterator[Candidate]:
-    """All candidates to compile, or with `listed` False those of `extra` alone, and those that a
-    pipeline needs beside them."""
+    """All candidates to compile, or with `listed` False only those of `extra`, and the others that
+    a pipeline needs."""
     wanted = {(k, d): list(rows) for k, by_dims in CANDIDATES.items() if listed and k in kernels
               for d, rows in by_dims.items() if dims is None or d in dims}  # fmt: skip
     for kernel, d, changed in map(parse, extra):
@@ -224,7 +223,7 @@ def build(
     refuse = checks.check_assembly
 
     def report(*arguments: Any) -> None:
-        """A build refuses these; a candidate only has to be slow."""
+        """A build rejects these; for a candidate they are only slow."""
         try:
             refuse(*arguments)
         except SystemExit as error:

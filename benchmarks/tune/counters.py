@@ -1,15 +1,14 @@
-"""What the hardware counted: packax, cuDNN, FlashAttention-3 and -4 under Nsight Compute, kernel by
-kernel.
+"""Hardware counters: packax, cuDNN, FlashAttention-3 and -4 under Nsight Compute, kernel by kernel.
 
     python benchmarks/tune/counters.py [--cases causal_16k_d128,docs12_32k_d64]
         [--who packax,cudnn,fa3] [--fa4 dist/fa4.tar.xz] [--out DIR]
 
-For every implementation and case one program runs both passes under `ncu`; what it prints of each
-attention kernel goes whole into --out (default: $OUT, else the folder of this run),
-counters_WHO_CASE.csv, and the table shows: cycles, how full the pipes and the issue slots were,
-what warps waited for. Times under the tool are not those of benchmarks: read shares, not
-milliseconds. FA4 runs if its archive (pack_fa4.sh) is there. Results are not compared here:
-versus_fa4.py does that with the same calls.
+For every implementation and case one program runs both passes under `ncu`. Its full output for each
+attention kernel goes into counters_WHO_CASE.csv in --out (default: $OUT, else the folder of this
+run), and the table shows cycles, the utilization of pipes and issue slots, and what warps waited
+for. Times under the tool are not those of benchmarks: use fractions, not milliseconds. FA4 runs if
+its archive (pack_fa4.sh) exists. Results are not compared here: versus_fa4.py does that with the
+same calls.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ def table(kernels: dict[str, Kernel]) -> str:
 
 
 def run(who: str, name: str) -> None:
-    """Both passes, in this process: compiled, then twice, of which the last launches are shown."""
+    """Runs both passes in this process: compiled, then twice; the last launches are shown."""
     if who == "fa4":
         run_fa4(name)
         return

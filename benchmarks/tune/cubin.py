@@ -1,5 +1,4 @@
-"""Load and launch cubins with nothing but numpy and the driver: what tuning needs, before there is
-a wheel.
+"""Loads and launches cubins with only numpy and the driver: for tuning, before there is a wheel.
 
 Errors of the driver become RuntimeError with its text. One device, one stream.
 """
@@ -66,7 +65,7 @@ class Driver:
     def interleaved(
         self, launches: Mapping[str, Callable[[], None]], rounds: int, round_ms: float = 25.0
     ) -> dict[str, tuple[float, float, float]]:
-        """(median, low, high) in ms; all take turns in every round, so that all meet the same
+        """(median, low, high) in ms; all take turns in every round, so that all run at the same
         clocks."""
         calls = {}
         for name, fn in launches.items():
@@ -75,7 +74,7 @@ class Driver:
         took: dict[str, list[float]] = {name: [] for name in launches}
         order = list(launches)
         for turn in range(rounds):
-            random.Random(turn).shuffle(order)  # nobody always comes behind the same one
+            random.Random(turn).shuffle(order)  # none always runs after the same one
             for name in order:
                 took[name].append(self.events(launches[name], calls[name]))
         return {name: (float(np.median(t)), min(t), max(t)) for name, t in took.items()}
@@ -136,8 +135,8 @@ ELEMENTS = {"uint16": 9, "float32": 7, "int32": 3}
 
 
 def view(shape: tuple[int, ...], box: list[int]) -> list[int]:
-    """How kernels.md (docs/internals) sees a buffer: (rows, heads, dim) as (1, rows, heads * dim),
-    a flat workspace as one line or, where the box has rows, as rows of the box's width."""
+    """The shape of a buffer in docs/internals/kernels.md: (rows, heads, dim) as (1, rows, heads *
+    dim), a flat workspace as one line or, if the box has rows, as rows of the box's width."""
     if len(shape) > 1:
         return [1, shape[0], int(np.prod(shape[1:]))]
     return [1, 1, shape[0]] if box[1] == 1 else [1, shape[0] // box[2], box[2]]
@@ -164,7 +163,7 @@ def tensor_map(driver: Driver, buffer: Buffer, spec: dict[str, Any]) -> tuple[An
 
 
 class Kernel:
-    """One compiled variant: FOLDER/NAME.cubin beside FOLDER/NAME.json."""
+    """One compiled variant: FOLDER/NAME.cubin and FOLDER/NAME.json."""
 
     def __init__(self, driver: Driver, record: pathlib.Path):
         self.driver = driver
@@ -186,7 +185,7 @@ class Kernel:
             )
 
     def bind(self, grid: tuple[int, ...], given: Mapping[str, Any]) -> Callable[[], None]:
-        """The launch with its parameters packed, each by its name and of the kind that the build
+        """The launch with packed parameters, each by name and with the kind that the build
         recorded."""
         params = self.meta["params"]
         missing = [p["name"] for p in params if p["name"] not in given]

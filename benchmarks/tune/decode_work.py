@@ -1,8 +1,8 @@
 """One case of decoding on the device, for tune_decode.py: inputs, workspace, launches and results.
 
-Keys and values repeat a block of rows whose number is odd, so that filling a cache of gigabytes
-costs copies alone; what no row attends is NaN. The reference is attention by its definition in
-float32, of some heads of some sequences.
+Keys and values repeat a block with an odd number of rows, so that filling a cache of gigabytes only
+takes copies; what no row attends is NaN. The reference is attention by definition in float32, for
+some heads of some sequences.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from work import bfloat16, float32
 
 REPEATED = 4099  # rows of keys that repeat
 MOST_SPLITS = 128
-DEALT = 64  # sequences, at most, among which shares are dealt out
+DEALT = 64  # the most sequences among which shares are divided
 
 Launch = Callable[[], None]
 
 
 def room_of(case: Case) -> int:
-    """Shares of a sequence that the workspace has room for:
+    """Shares of a sequence for which the workspace has room:
     python/packax/_src/ops/lowering.py."""
     rows = case.q_len * (case.heads // case.kv_heads)
     fill = -(-1024 // (len(case.lengths) * case.kv_heads * -(-rows // 64)))
@@ -36,8 +36,8 @@ def room_of(case: Case) -> int:
 
 
 def splits_of(multiprocessors: int, case: Case, block: int, dealing: bool) -> tuple[int, bool]:
-    """Shares of a sequence, and whether these are an average, to deal out by length (`dealing`: the
-    kernel can): csrc/launch/decode_shares.cc."""
+    """Shares of a sequence, and whether that is an average, divided by length (`dealing`: whether
+    the kernel can): csrc/launch/decode_shares.cc."""
     rows, most = case.q_len * (case.heads // case.kv_heads), room_of(case)
     tiles, at_once = -(-rows // block), 2 * multiprocessors
     cheap = min(case.room // (1024 + 64 * rows), most)
@@ -118,8 +118,8 @@ class DecodeWork:
         return splits_of(self.driver.multiprocessors, self.case, block, dealing)
 
     def launch(self, kernel: Kernel, combine: Kernel, splits: int, dealt: bool) -> Launch:
-        """Both kernels of a call; `splits` shares of a sequence, on average where they are dealt
-        out."""
+        """Both kernels of a call; `splits` shares of a sequence, on average if they are divided by
+        length."""
         case, batch = self.case, len(self.case.lengths)
         given = self.given | {"splits": min(splits, self.room), "shares": 0}
         programs = given["splits"] * batch
@@ -146,7 +146,7 @@ class DecodeWork:
         return {"out": float32(out), "lse": np.ascontiguousarray(lse.swapaxes(1, 2))}
 
     def _rows(self, b: int) -> np.ndarray:
-        """Of the repeated block, those of the keys of a sequence."""
+        """The rows of the repeated block that are the keys of a sequence."""
         keys = np.arange(self.lengths[b])
         if not self.case.page_size:
             return (b * self.case.room + keys) % REPEATED
@@ -202,7 +202,7 @@ def relative(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def difference(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> float:
-    """Of all results; rows that attend nothing have the same -inf."""
+    """The largest difference of all results; rows that attend nothing have the same -inf."""
     worst = 0.0
     for name, y in want.items():
         some = np.isfinite(y)

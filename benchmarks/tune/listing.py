@@ -1,4 +1,4 @@
-"""Candidates and their times as a table: one line each, beside the table's own tile."""
+"""Candidates and their times as a table: one line each, compared with the table's tile."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 Row = dict[str, Any]
-# title, width (under 0: on the left), what of a row
+# title, width (negative: left-aligned), the value from a row
 Column = tuple[str, int, Callable[[Row], object]]
 TILE: Column = ("tile and assembler", -52, lambda row: row["tile"][:51])
 
 
 def listing(rows: list[Row], columns: tuple[Column, ...], used: tuple[str, ...]) -> str:
-    """`used` come last: registers, stack and so on, if the row has them."""
+    """`used` are the last columns: registers, stack and so on, if the row has them."""
 
     def line(cells: list[object], last: str) -> str:
         widths = [width for _, width, _ in columns]

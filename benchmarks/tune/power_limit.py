@@ -1,12 +1,11 @@
-"""What the card's power limit costs: packax on random inputs and on zeros, beside a plain matrix
-product.
+"""The cost of the card's power limit: packax and a plain matrix product on random inputs and zeros.
 
     python benchmarks/tune/power_limit.py [--cases causal_16k_d128,docs12_32k_d64] [--rounds 3]
         [--size 8192] [--out DIR]
 
-The same instructions on zeros switch few bits, so they take less power and the clock stays up: what
-the times differ by is what the limit costs. Times of zeros say nothing about anybody's speed.
-Bursts of a second, in turns; power and clock by power.py.
+The same instructions on zeros switch few bits, so they take less power and the clock stays high:
+the difference in time is the cost of the limit. Times with zeros do not show any implementation's
+speed. Bursts of a second take turns; power and clock are from power.py.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def product(size: int, zeros: bool) -> Any:
 
 
 def passes(size: int, names: str) -> dict[str, tuple[Any, float]]:
-    """What runs -> a call, its operations. Each with random numbers and with zeros."""
+    """Name -> (a call, its operations), each with random numbers and with zeros."""
     found: dict[str, tuple[Any, float]] = {}
     for zeros in (False, True):
         kind = "zeros" if zeros else "random"

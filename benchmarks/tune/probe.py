@@ -1,8 +1,8 @@
-"""Find the steps of a program that never end, or end it: they run in a child process, which says
-when one begins.
+"""Finds the steps of a program that never end, or that end it: they run in a child process, which
+prints when one begins.
 
-A kernel that waits for itself, or writes where it must not, takes the whole process with it. Found
-here, it costs seconds of a machine that is lent, and not the rest of the call.
+A kernel that waits for itself, or writes where it must not, ends the whole process. Found here, it
+costs only seconds, not the rest of the run.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def say_end() -> None:
 
 
 def fatal_steps(command: Callable[[list[str]], list[str]], seconds: float) -> dict[str, str]:
-    """Step -> what it did. `command(steps)` is the child's, without these; it says BEGIN before
-    each step, then END.
+    """Step -> what it did. `command(steps)` is the child's command without these steps; the child
+    prints BEGIN before each step, then END.
 
-    A child that says nothing for `seconds` is killed, and the step it was at is left out of the
-    next one.
+    A child that prints nothing for `seconds` is killed, and its current step is left out of the
+    next child.
     """
     found: dict[str, str] = {}
     while True:

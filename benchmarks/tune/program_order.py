@@ -1,16 +1,16 @@
-"""How busy orders of programs keep the multiprocessors, on paper: no GPU needed, and no word about
-caches.
+"""How busy different orders of programs keep the multiprocessors, by calculation: needs no GPU, and
+ignores caches.
 
     python benchmarks/tune/program_order.py [--cases board,shard,causal_4k_d128]
         [--multiprocessors 132]
 
-A program takes one step for every block that its tile meets, 64 rows in the backward and 128 keys
+A program takes one step for every block that its tile visits, 64 rows in the backward and 128 keys
 in the forward, and some for its beginning and end; each multiprocessor takes the next program when
-it is done with one. Orders of key/value heads and tiles, the tiles by work (of keys: the longest
-document first): heads one after the other; alternating from tile to tile; alternating over the
-second half of the tiles; and what is shipped, the phases of csrc/kernels/portable/kv_ranges.py.
-The last column is the backward with the query heads of a group divided as
-python/packax/_src/ops/rewrites.py divides them, where it does.
+it has finished one. The orders of key/value heads and tiles, with tiles by work (of keys: the
+longest document first), are: heads one after another; alternating from tile to tile; alternating
+over the second half of the tiles; and the shipped one, the phases of
+csrc/kernels/portable/kv_ranges.py. The last column is the backward with the query heads of a group
+divided as in python/packax/_src/ops/rewrites.py, if it divides them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BOUNDS = 2.0, 0.5  # steps for the beginning and the end of a program: backward,
 Order = Callable[
     [int, int], Iterator[tuple[int, int]]
 ]  # tiles, heads of all batch rows -> (tile, head)
-End = Callable[[int, int], int]  # likewise -> tiles
+End = Callable[[int, int], int]  # tiles, heads of all batch rows -> tiles
 
 
 def by_head(tiles: int, heads: int) -> Iterator[tuple[int, int]]:
@@ -42,7 +42,7 @@ def by_head(tiles: int, heads: int) -> Iterator[tuple[int, int]]:
 
 
 def phases(*ends: End) -> Order:
-    """The tiles up to each end of every head, one head after the other; behind the last end heads
+    """The tiles up to each end of every head, one head after another; after the last end heads
     alternate."""
 
     def order(tiles: int, heads: int) -> Iterator[tuple[int, int]]:
@@ -71,7 +71,7 @@ ORDERS: dict[str, Order] = {
 
 
 def busy(steps: list[float], multiprocessors: int) -> float:
-    """The share of the multiprocessors' time in which they have a program."""
+    """The fraction of the multiprocessors' time in which they have a program."""
     free = [0.0] * multiprocessors
     for n in steps:
         heapq.heapreplace(free, free[0] + n)
@@ -79,7 +79,7 @@ def busy(steps: list[float], multiprocessors: int) -> float:
 
 
 def key_tiles(case: Case) -> np.ndarray:
-    """Blocks of 64 rows that each tile of keys meets, for one query head, in the order of
+    """Blocks of 64 rows that each tile of keys visits, for one query head, in the order of
     kv_order."""
     lengths = np.array(case.lengths)
     ends = np.cumsum(lengths)
@@ -90,7 +90,7 @@ def key_tiles(case: Case) -> np.ndarray:
 
 
 def row_tiles(case: Case) -> np.ndarray:
-    """Blocks of 128 keys that each tile of rows meets, most first."""
+    """Blocks of 128 keys that each tile of rows visits, most first."""
     lengths = np.array(case.lengths)
     ends = np.cumsum(lengths)
     first = np.arange(0, case.seq, TILE)

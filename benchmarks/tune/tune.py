@@ -1,5 +1,5 @@
-"""Compare candidate tiles of one architecture: compile them here, time them on a machine that has
-nothing but numpy and a driver.
+"""Compares candidate tiles of one architecture: compiles them here, times them on a machine with
+only numpy and a driver.
 
     python benchmarks/tune/tune.py build DIR --arch 90a [--kernels forward_sm90 ...]
         [--dims 128x128 ...] [--try backward_sm90:128:CONSUMER_REGISTERS=232,PING_PONG=0] [--only]
@@ -7,14 +7,14 @@ nothing but numpy and a driver.
 
 `build` needs Triton and no GPU, `time` a GPU and no Triton.
 
-`build` takes the candidates of candidates.py; with --only those of --try alone. `time` first runs
-every candidate once in another process, which may hang or die of it (`check` is that process): such
-a one is left out. Then it compares every candidate's results with the portable kernels' on small
-odd documents, whole, and on sampled rows of the timed case (the forward's also with float64); a
-wrong one is not timed. Then all kernels of a case take turns, round by round; medians go to a table
-and to $OUT/tune.json (default: DIR). `backward` is the three kernels of Hopper's backward launched
-together, `deterministic` the three that add nothing to memory. Decoding has cases of its own, in
-tune_decode.py. The winners go to their rows, in csrc/aot.
+`build` compiles the candidates of candidates.py, or with --only just those of --try. `time` first
+runs every candidate once in another process, which may hang or die (`check` is that process); such
+a candidate is left out. Then it compares every candidate's results with the portable kernels' on
+small odd documents, in full, and on sampled rows of the timed case (the forward's also with
+float64); a wrong one is not timed. Then all kernels of a case take turns, round by round; medians
+go to a table and to $OUT/tune.json (default: DIR). `backward` is the three kernels of Hopper's
+backward launched together, `deterministic` the three without sums in memory. Decoding has separate
+cases, in tune_decode.py. Put the winners into their rows, in csrc/aot.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ RESULTS = {
     "backward_dq_sm90": ("dq",),
 }
 KERNELS = tuple(RESULTS)
-CLOSE = 5e-3  # relative difference of two right candidates in bfloat16, which may round P, too
+CLOSE = 5e-3  # relative difference of two correct candidates in bfloat16, which also rounds P
 
-# Small, for the comparison alone: documents that fit no tile, and many in one tile.
+# Small, only for the comparison: documents that fit no tile, and many in one tile.
 CHECKS = {
     "odd": (1, 700, 65, 1030, 128, 64, 1013),
     "tiny": (16,) * 40 + (1,) * 30 + (7,) * 5,
@@ -96,11 +96,11 @@ class Plan:
         self.work, self.candidates = work, candidates
         dims = (work.case.head_dim, work.case.value_dim)
         self.alone = {title: work.launch(kernel) for title, (_, kernel) in candidates.items()}
-        # the first of each kernel, which is the table's own: what the others of its pass run beside
+        # the first of each kernel is the table's: the other kernels of its pass run with it
         self.own: dict[str, Launch] = {}
         for title, (name, _) in candidates.items():
             self.own.setdefault(name, self.alone[title])
-        # what comes before kernels that add nothing to memory
+        # what runs before the kernels without sums in memory
         self.without_sum = {
             title: work.launch(kernel, clear_dq=0)
             for title, (name, kernel) in candidates.items()
@@ -239,8 +239,8 @@ def time_candidates(
     without: dict[str, str] | None = None,
     announce: bool = False,
 ) -> int:
-    """Compare and time; without names, compare alone, and `announce` every candidate before it
-    runs."""
+    """Compares and times; without names only compares, and calls `announce` before every
+    candidate."""
     without = without or {}
     began = time.perf_counter()
     driver = Driver()
@@ -254,7 +254,7 @@ def time_candidates(
     for pair in [d for d in there if dims is None or d in dims]:
         wanted = {t: c for t, c in built.candidates(pair, KERNELS).items() if c[0] in kernels}
         for pipeline in (SM90_BACKWARD, DETERMINISTIC):
-            if any(name in pipeline for name, _ in wanted.values()):  # its mates, to run beside
+            if any(name in pipeline for name, _ in wanted.values()):  # the others of its pipeline
                 mates = {
                     t: c for t, c in built.candidates(pair, KERNELS).items() if c[0] in pipeline
                 }

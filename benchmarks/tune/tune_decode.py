@@ -2,9 +2,9 @@
 call together.
 
 A candidate is compared with attention in float32 and with the first candidate, on small odd cases
-first; a wrong one is not timed. GB/s are of the attended keys and values, once, and "of copy" is
-their share of what copying 1 GiB inside the device reaches. The first candidate runs with other
-numbers of shares, too, where SPLITS names some.
+first; a wrong one is not timed. GB/s count the attended keys and values once, and "of copy" is the
+fraction of the rate of copying 1 GiB inside the device. The first candidate also runs with the
+numbers of shares in SPLITS.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from probe import say_begin, say_end
 
 DECODE = ("decode", "decode_tall")
 FEW_ROWS = 16  # of a group, in a tile of `decode`: csrc/launch/decode_shares.cc
-CLOSE = 5e-3  # relative difference in bfloat16, which may round P, too
+CLOSE = 5e-3  # relative difference in bfloat16, which also rounds P
 COPIED = 1 << 30
 
 CHECKS = (  # head dims come from the candidates
@@ -81,7 +81,7 @@ def copy_rate(driver: Driver) -> float:
 def compare(
     work: DecodeWork, launches: dict[str, Launch], announce: str | None
 ) -> dict[str, tuple[float, float]]:
-    """Title -> difference to the first right one and error against float32; infinite where
+    """Title -> difference from the first correct one and error against float32; infinite if
     something is not finite."""
     found, want = {}, None
     for title, run in launches.items():
@@ -128,7 +128,7 @@ def time_decode(
     without: dict[str, str] | None = None,
     announce: bool = False,
 ) -> int:
-    """As tune.time_candidates; `names` None: all cases."""
+    """Like tune.time_candidates; `names` None: all cases."""
     without, began = without or {}, time.perf_counter()
     driver = Driver()
     built = Built(driver, folder)

@@ -1,8 +1,8 @@
 """One case on the device, for tune.py: inputs, mask arrays, workspaces, and the launches of
 docs/internals/kernels.md.
 
-Kernels get their arguments by name, from one namespace; which of them are tensor maps, pointers or
-numbers is what the build recorded (csrc/aot/table.py), so a kernel may change that freely.
+Kernels get their arguments by name, from one namespace. The build records which of them are tensor
+maps, pointers or numbers (csrc/aot/table.py), so a kernel may change that freely.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ class Work:
         return heads * -(-rows // block)
 
     def launch(self, kernel: Kernel, **other: int) -> Launch:
-        """One kernel bound to this case. Programs that draw from the counter are as many as
-        multiprocessors."""
+        """One kernel bound to this case. There are as many programs that take tiles from the
+        counter as multiprocessors."""
         given, grid = self.given | other, self.grid(kernel)
         if kernel.meta["block"] == 192:
             given["q_order"] = given["q_order_192"]
@@ -147,7 +147,7 @@ class Work:
             self.given[name].fill(0xFF)
 
     def results(self, names: Iterable[str]) -> dict[str, np.ndarray]:
-        """On the host as float32; of long cases every n-th row."""
+        """Results on the host as float32; for long cases every n-th row."""
         step = -(-self.case.seq // SAMPLED) | 1
         found = {}
         for name in names:

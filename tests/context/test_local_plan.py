@@ -277,7 +277,7 @@ def test_a_shared_part_that_is_too_small_is_said():
     """shared=1 is one row, not all of them: on the host nothing else says that it does not fit."""
     expression = packax.documents(np.zeros((1, 1024), int))  # one document, over two ranks
     with pytest.warns(
-        UserWarning, match=r"do not fit a shared part of \d+ of .* 512 rows.*int cou"
+        UserWarning, match=r"do not fit a shared part of \d+ of .* 512 rows.*int is a"
     ):
         plan = packax.context_plan(expression, ranks=2, kind="local", shared=1)
     assert plan.fetched == 512

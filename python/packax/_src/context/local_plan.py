@@ -6,14 +6,14 @@ rank reads. All of it is numpy, on the host. A row of the batch is planned in th
 1. `analyze_row`: the lengths and attended areas of its documents, heaviest first.
 2. `assign_documents`: which of them are split, and the rank of each of the others. A few dozen
    strategies split some of the heaviest and deal the others whole, each to the rank with the least
-   load (longest processing time first, Graham 1969). Small documents then fill up the tokens of
-   the ranks as water would, chunks of split documents level the areas, and ranks swap chunks.
+   load (longest processing time first, Graham 1969). Small documents then level the tokens of the
+   ranks by water-filling, chunks of split documents level the areas, and ranks swap chunks.
 3. `order_rows`: the tokens of each rank, those of split documents first.
 
-With levels, such as hosts and their GPUs, the row is divided among hosts as if they were ranks.
-What a host gets is divided among its GPUs in the same way, after the rows of documents that are
+With levels, such as hosts and their GPUs, the row is first divided among hosts as if they were
+ranks. A host's part is divided among its GPUs in the same way, after the rows of documents that are
 split over hosts, which are dealt evenly in tiles (`_Group`). There is a shared part for each level.
-`local` takes the smallest shared parts that keep the ranks balanced.
+`local` uses the smallest shared parts that keep the ranks balanced.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ SHARES = tuple(
     n / 128
     for n in (0, 0.25, *range(1, 9), 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 104, 112, 120, 128)
 )
-"""Of a rank's rows: the sizes of a shared part that `local` chooses from."""
+"""The sizes of a shared part, as fractions of a rank's rows, from which `local` chooses."""
 
 _FAIR = 1.03  # area of the most loaded rank over the mean
-_AREA_BITS = 26  # areas are counted in units of which a whole row has less than 2**26
+_AREA_BITS = 26  # areas are counted in units such that a whole row has less than 2**26
 _HEAVIEST = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # documents that strategies split, and
 _TOKEN_WEIGHTS = (0, 2, 8)  # rows of mean area that a token adds to a load when they deal
 _ROUNDS = 16  # of dealing; the documents that remain are small
@@ -58,8 +58,8 @@ _HUGE = 2**30
 
 
 def local(levels: tuple[int, ...], ids: Any, keys: np.ndarray, shared: Any) -> ContextPlan:
-    """Documents of `ids` (B or 1, length) or (length,), None: one; `keys` (B or 1, length): how
-    many keys each row attends.
+    """A plan for documents of `ids` (B or 1, length) or (length,), None: one document; `keys` (B or
+    1, length): how many keys each row attends.
 
     levels: sizes of the groups of ranks, each inside the one before. shared: as in `context_plan`.
     """
@@ -103,15 +103,15 @@ def local(levels: tuple[int, ...], ids: Any, keys: np.ndarray, shared: Any) -> C
         given = " and ".join(str(x) for x in rows or ())
         warnings.warn(
             f"the documents do not fit a shared part of {given} of a rank's {own} rows, so "
-            "all rows are shared, as by a plan that keeps nothing local. Give a larger shared= (an "
-            "int counts rows, a float is a share of them), or None to have it chosen",
+            "all rows are shared, as in a plan that keeps nothing local. Pass a larger shared= (an "
+            "int is a number of rows, a float a fraction of them), or None for the default",
             stacklevel=3,
         )
     return _all_shared(ranks, keys)
 
 
 def shared_rows(shared: Any, own: int, levels: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Rows of each shared part of `own` rows, the outermost first; None where it is not said."""
+    """Rows of each shared part of `own` rows, the outermost first; None if not specified."""
     if shared is None:
         return None
     if not isinstance(shared, tuple):
@@ -128,7 +128,7 @@ def shared_rows(shared: Any, own: int, levels: tuple[int, ...]) -> tuple[int, ..
 def _rows(shared: Any, own: int) -> int:
     if isinstance(shared, float):
         if not 0 <= shared <= 1:
-            raise ValueError(f"shared must be a share from 0.0 to 1.0, but is {shared}")
+            raise ValueError(f"shared must be a fraction from 0.0 to 1.0, but is {shared}")
         return _rows_of(shared, own)
     try:
         number = operator.index(shared)
@@ -136,7 +136,7 @@ def _rows(shared: Any, own: int) -> int:
         number = None
     if number is None or isinstance(shared, bool):
         raise ValueError(
-            f"shared must be a share from 0.0 to 1.0 or a number of rows, but is {shared!r}"
+            f"shared must be a fraction from 0.0 to 1.0 or a number of rows, but is {shared!r}"
         ) from None
     if not 0 <= number <= own:
         raise ValueError(f"shared must be from 0 to {own} rows, those of a rank, but is {number}")
@@ -157,7 +157,7 @@ def _all_shared(ranks: int, keys: np.ndarray) -> ContextPlan:
 class _Group:
     """Tokens of a group of ranks, to be divided among its parts: the groups of the next level.
 
-    It keeps its divisions for other sizes of the shared parts that begin alike.
+    It caches its divisions for other sizes of the shared parts with the same first sizes.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class _Group:
             if assignment is None:
                 return None
             if inner == 1 and assignment.area << self.area_shift > self.most_area:
-                return None  # surely too much: areas are rounded down
+                return None  # certainly too much, as areas are rounded down
             order = order_rows(self.strategies.stats, assignment)
             if len(self.tokens) > 1:
                 order = [(self.tokens[-1][split], self.tokens[-1][rest]) for split, rest in order]
@@ -233,8 +233,8 @@ class _Group:
 
     @functools.cached_property
     def preassigned(self) -> tuple[list[list[np.ndarray]], np.ndarray, np.ndarray]:
-        """What the outer levels have split, dealt in tiles, of each level as many to every part:
-        for each part its tokens of each level, their number and their area."""
+        """Tokens that the outer levels have split, dealt in tiles, equally many of each level to
+        every part: for each part its tokens of each level, their number and their area."""
         parts = self.levels[0]
         areas, sizes = np.zeros((2, parts), np.int64)
         dealt: list[list[np.ndarray]] = [[] for _ in range(parts)]
@@ -257,7 +257,7 @@ class _Group:
         return Strategies(analyze_row(ids, keys, own, *self.preassigned[1:], self.area_shift))
 
     def _all_split(self) -> list[tuple[np.ndarray, ...]]:
-        """All that is left is split as well: tiles of the group's order, dealt by area."""
+        """Everything that is left is split as well: tiles of the group's order, dealt by area."""
         parts, tokens = self.levels[0], np.concatenate(self.tokens)
         ends = np.cumsum([len(x) for x in self.tokens[:-1]], dtype=np.int64)
         tiles = len(tokens) // TILE
@@ -361,13 +361,13 @@ def analyze_row(
 
 
 def _numbered(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of so many things of each kind: the kind, and the number within it."""
+    """For `counts` things of each kind: the kind of each, and its index within the kind."""
     kind = np.arange(len(counts)).repeat(counts)
     return kind, np.arange(len(kind)) - (counts.cumsum() - counts)[kind]
 
 
 def _max_candidates(ranks: int) -> int:
-    """How many of the heaviest documents may be split or dealt by a strategy, and a round more."""
+    """How many of the heaviest documents a strategy may split or deal, plus one round."""
     return max(_HEAVIEST) + (_ROUNDS + 1) * ranks
 
 
@@ -383,11 +383,11 @@ class Assignment(NamedTuple):
 
 
 def assign_documents(strategies: Strategies, shared: int) -> Assignment | None:
-    """By the strategy with the least load of those tried which need at most `shared` rows of a
-    part; None: there is none, or none that is fair."""
+    """The assignment by the strategy with the least load among those tried that need at most
+    `shared` rows of a part; None: there is none, or none that is balanced."""
     mean = strategies.mean
     most = least = mean + mean // _WORST + 1
-    numbers: dict[tuple[int, int], int] = {}  # those that split the same documents count once
+    numbers: dict[tuple[int, int], int] = {}  # strategies that split the same documents count once
     for number, need in enumerate(strategies.need.tolist()):
         if need <= shared and (load := strategies.predicted_load(number)) < most:
             numbers.setdefault((load, need), number)
@@ -405,8 +405,8 @@ def assign_documents(strategies: Strategies, shared: int) -> Assignment | None:
 
 
 class Strategies:
-    """K strategies for a row. Each splits some of the heaviest documents and deals the next whole;
-    what it needs is estimated with the small ones as a fluid that levels the tokens of parts."""
+    """K strategies for a row. Each splits some of the heaviest documents and deals the next whole.
+    What it needs is estimated by treating the small ones as a fluid that levels parts' tokens."""
 
     def __init__(self, stats: RowStats) -> None:
         self.stats = stats
@@ -426,7 +426,7 @@ class Strategies:
         rows = stats.own - tokens
         self.chunks = _chunks_each(rows, chunks)
         remainder = split_tokens - TILE * self.chunks.sum(axis=1)  # rows that fill no chunk
-        # A small document that is cut is one of the reserve.
+        # Only small documents of the reserve are cut.
         largest = np.append(lengths, 0)[end.clip(0, len(lengths))]
         tail = lengths[::-1].cumsum()[::-1]
         first = (-tail).searchsorted(-_reserve(largest, ranks, ranks * stats.own))
@@ -437,8 +437,8 @@ class Strategies:
         self.assignment = functools.cache(self._assignment)
 
     def _deal(self) -> np.ndarray:
-        """Deals the documents behind those that are split, each to the part with the least load
-        that has room. Returns how many each strategy has then dealt with, and sets `tokens` and
+        """Deals the documents after those that are split, each to the part with the least load
+        that has room. Returns how many each strategy has then handled, and sets `tokens` and
         `areas` (K, R) and `owner` (K, candidates): the part, -1: split, R: small, not dealt."""
         stats, ranks = self.stats, len(self.stats.sizes)
         number, length = _max_candidates(ranks), ranks * stats.own
@@ -464,7 +464,7 @@ class Strategies:
         return end
 
     def _predicted_load(self, number: int) -> int:
-        """The area of the part with most."""
+        """The area of the part with the largest area."""
         _, sums = _chunks_of(self.stats, self.owner[number])
         area = self.without_chunks[number]
         more, _ = _level(sums, self.chunks[number], self.mean - area)
@@ -497,7 +497,7 @@ class Strategies:
 def _deal(
     lengths, areas, density, weight, most_tokens, most_area, rounds, end, tokens, area, owner
 ) -> None:
-    """csrc/plan/deal.cc without the extension: the last four arrays are changed in place."""
+    """Replaces csrc/plan/deal.cc without the extension; changes the last four arrays in place."""
     ranks, last = tokens.shape[1], len(lengths) - 1
     lengths, areas, density = (x.tolist() for x in (lengths, areas, density))
     for n, of_token in enumerate(weight.tolist()):
@@ -512,7 +512,7 @@ def _deal(
                 if held[rank] + lengths[first] <= most_tokens
                 and load[rank] + areas[first] <= most_area
             ]
-            # As if one by one: a rank takes one while those before it, with theirs, have no less.
+            # As if one by one: ranks take one each while those before, with theirs, have no less.
             least, taken = math.inf, 0
             for before, rank in sorted(turns):
                 if before > least:
@@ -530,7 +530,7 @@ def _deal(
 
 
 def water_fill(levels: np.ndarray, amount: np.ndarray) -> np.ndarray:
-    """(K, R) levels raised by `amount` (K,) in all, the lowest first, as water would."""
+    """(K, R) levels raised by a total of `amount` (K,), the lowest first, as by water."""
     by_level = levels.argsort(axis=1, kind="stable")
     low = np.take_along_axis(levels, by_level, 1)
     number = np.arange(1, levels.shape[1] + 1)
@@ -545,8 +545,8 @@ def water_fill(levels: np.ndarray, amount: np.ndarray) -> np.ndarray:
 
 
 def _chunks_each(rows: np.ndarray, number: np.ndarray) -> np.ndarray:
-    """(K, R) how many of `number` (K,) chunks each part takes that has room for `rows` rows: as
-    even as can be; where the room is too small the rest stays over."""
+    """(K, R) how many of `number` (K,) chunks each part takes, with room for `rows` rows: as evenly
+    as possible; if there is not enough room, the rest is left."""
     room = rows // TILE
     spare = (room.sum(axis=1) - number).clip(0)
     # Rooms lowered from the highest: what is left out is raised as water is, upside down.
@@ -561,13 +561,13 @@ def _chunks_of(stats: RowStats, owner: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 
 def _level(sums: np.ndarray, each: np.ndarray, wanted: np.ndarray) -> tuple[Any, Any]:
-    """Chunks of split documents, to each part as many as `each` says and area near `wanted`.
+    """Assigns chunks of split documents: to each part `each` chunks with area near `wanted`.
 
     sums: area of the first n, heaviest first. Returns the areas (R,), and the part of each chunk.
-    A part gets some of the heaviest that are left and some of the lightest: those with most or
-    least area a chunk to go choose first, so that what is between is left for the others. With
-    more of the heaviest in place of the lightest an area never gets smaller: the best number of
-    them is found by bisection.
+    A part gets some of the heaviest and some of the lightest chunks that are left. Parts that need
+    the most or the least area per chunk choose first, so that chunks in between are left for the
+    others. With more of the heaviest instead of the lightest an area never decreases, so their best
+    number is found by bisection.
     """
     number = int(each.sum())
     mean = sums[number] // max(number, 1)
@@ -597,15 +597,15 @@ def refine_by_swaps(
 ) -> np.ndarray:
     """(G,) the part of each chunk, -1: none, with chunks swapped until areas are as wanted.
 
-    Levelling leaves a part up to half a chunk from its share. The part with most and the one with
-    least swap the two chunks that bring them nearest, and so on inwards; all pairs at once, a few
-    times. areas, heavy: (G,) of chunks, and their order, the largest first; wanted: (R,) of parts;
-    most: chunks that a part may have.
+    Levelling leaves a part up to half a chunk from its target. The part with the largest and the
+    one with the smallest area swap the two chunks that bring them closest, then the next pair
+    inwards, and so on; all pairs at once, a few times. areas, heavy: (G,) of chunks, and their
+    order, the largest first; wanted: (R,) of parts; most: the most chunks of a part.
     """
     ranks = len(wanted)
     if ranks < 2 or len(part_of) == 0:
         return part_of
-    # (R, columns) the chunks that each offers: one of so many, by area.
+    # (R, columns) the chunks that each offers: every n-th, by area.
     stride = -(-most // _OFFERED)
     columns = -(-most // stride)
     by_part = heavy[part_of[heavy] >= 0]
@@ -617,7 +617,7 @@ def refine_by_swaps(
     index = np.where(there, by_part[slot] if len(by_part) else -1, -1)
     offered = np.where(there, areas[index], 0)
     short = wanted - _sums(part_of, areas, ranks)
-    # Where there is no chunk, to give and to take, a difference is too large to be the best.
+    # Without a chunk to give or to take, the difference is too large to be the best.
     missing = ~there * (_HUGE // 2)
     pairs = ranks // 2
     for _ in range(_SWAPS):
@@ -644,10 +644,10 @@ def refine_by_swaps(
 
 
 def _deal_small(owner: np.ndarray, lengths: np.ndarray, tokens: np.ndarray, own: int) -> np.ndarray:
-    """Small documents (owner R) laid in a line, mixed, and cut so that parts are equally long.
+    """Small documents (owner R) put in a line, mixed, and cut so that parts are equally long.
 
-    A document that is cut is split. So that it is short, the shortest are a reserve: the line of
-    the others is cut between two of them, and that of the reserve where each part is full.
+    A document that is cut is split. To keep it short, the shortest documents are a reserve: the
+    line of the others is cut between documents, and that of the reserve where each part is full.
     """
     ranks, small = len(tokens), owner == len(tokens)
     sizes = np.where(small, lengths, 0)
@@ -675,20 +675,20 @@ def _deal_small(owner: np.ndarray, lengths: np.ndarray, tokens: np.ndarray, own:
 
 
 def _reserve(largest: Any, ranks: int, length: Any) -> Any:
-    """Tokens of the smallest small documents, which level parts that others are dealt to whole:
-    twice the largest for each."""
+    """Tokens of the smallest documents, kept to level parts to which the others are dealt whole:
+    twice the largest document for each part."""
     return 2 * ranks * np.minimum(largest, length // (2 * ranks))
 
 
 @functools.lru_cache(64)
 def _mixed(number: int) -> np.ndarray:
-    """An order of so many, of which any part is mixed."""
+    """An order of `number` items of which any part is mixed."""
     golden = np.uint32(2654435769)  # 2**32 over the golden ratio
     return (np.arange(number, dtype=np.uint32) * golden >> np.uint32(1)).argsort(kind="stable")
 
 
 def _sums(part_of: np.ndarray, x: np.ndarray, ranks: int) -> np.ndarray:
-    """(ranks,) sums of the x (N,) of each part; those of no part (-1) and of R are left out."""
+    """(ranks,) sums of x (N,) by part; those of no part (-1) and of R are left out."""
     return np.bincount(part_of + 1, x, ranks + 2)[1 : ranks + 1].astype(np.int64)
 
 
@@ -697,8 +697,8 @@ def order_rows(stats: RowStats, assignment: Assignment) -> list[tuple[np.ndarray
 
     Chunks come first, then rows of split documents that fill no chunk: each in the row's order.
     """
-    # Runs are cut into pieces that go one way: at chunks, and where a line of what fills none, or
-    # of padding, passes from one part to the next.
+    # Runs are cut into pieces with one destination: at chunks, and where the line of rows that fill
+    # no chunk, or of padding, continues on the next part.
     some = assignment.owner[: len(stats.first_chunk)] < 0
     of_split = some[stats.chunk_document]
     document = stats.chunk_document[of_split]
@@ -750,7 +750,7 @@ def order_rows(stats: RowStats, assignment: Assignment) -> list[tuple[np.ndarray
 
 
 def _cuts_of_line(place: np.ndarray, size: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """The places where a line of pieces is cut at `ends`, which are numbers of its tokens."""
+    """The indices at which a line of pieces is cut at `ends`, which are counts of its tokens."""
     line = size.cumsum()
     ends = ends[(ends > 0) & (ends < size.sum())]
     piece = line.searchsorted(ends, side="right")
