@@ -87,6 +87,28 @@ def test_context_parallelism_without_sharding(call, keys):
         assert "all-gather" not in collectives(compiled)
 
 
+@pytest.mark.exhaustive
+def test_a_plan_without_sharding():
+    """Rows of query, key and value in the plan's order, ids in the sequence's."""
+    rng = np.random.default_rng(1)
+    shapes = [(BATCH, 512, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    tensors = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
+    ids = np.sort(rng.integers(-1, 4, (BATCH, 512)), axis=1).astype(np.int32)
+    plan = packax.context_plan(expression(ids), ranks=2)
+
+    @jax.jit
+    def planned(query, key, value, ids):
+        mask = packax.create_attention_mask(expression(ids), plan=plan)
+        return packax.flash_attention(query, key, value, mask)
+
+    on = mesh_of("Explicit", (2, 2), ("data", "context"))
+    with jax.set_mesh(on):
+        args = [jax.device_put(x, P("data", "context")) for x in (*map(plan.permute, tensors), ids)]
+        got = plan.unpermute(np.asarray(planned(*args)))
+    want = packax.flash_attention(*tensors, expression(ids))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
 def typed(on, shape, *spec, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(on, P(*spec)))
 

@@ -124,8 +124,8 @@ def _levanter() -> None:
     def flash(q: Any, k: Any, v: Any, mask: Any, *, block_size: Any = None) -> Any:
         return levanter.attention(q, k, v, mask)
 
-    def named(*args: Any, key: Any = None, block_size: Any = None, **options: Any) -> Any:
-        return levanter.dot_product_attention(*args, prng=key, **options)
+    def named(*args: Any, key: Any = None, dtype: Any = None, block_size: Any = None, **more: Any):
+        return levanter.dot_product_attention(*args, prng=key, attention_dtype=dtype, **more)
 
     for name, attribute, function in (
         ("levanter.grug.attention", "xla_flash_attention", flash),
