@@ -25,10 +25,10 @@ RAGGED = Case((300, 0, 76, 1), q_len=2, window=(90, 0), starts=(0, 0, 5, 0), sin
 DENSE = {"ragged": RAGGED} | {name: case for name, case in CASES.items() if not case.page_size}
 
 
-def attend(case, x, mesh, batch=None, heads=None, kv_heads=None):
+def attend(case, x, mesh, batch=None, heads=None, kv_heads=None, context="context"):
     """Caches over "context"; no device may have a whole one."""
     operands, keywords = x.arguments()
-    cache = P(batch, "context", kv_heads)
+    cache = P(batch, context, kv_heads)
     specs = (P(batch, None, heads), cache, cache, P(batch))
     function = functools.partial(
         packax.decode_attention, return_lse=True, scale=SCALE, **case.options(), **keywords
@@ -64,6 +64,15 @@ def test_with_batch_and_heads(kind, kv_heads):
     mesh = mesh_of(kind, (2, 2, 2), ("data", "context", "tensor"))
     got = attend(case, x, mesh, "data", "tensor", "tensor" if kv_heads == 2 else None)
     oracle.check(got, decoding.exact(case, x, SCALE), decoding.plain(case, x, SCALE))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["Explicit", "Auto"])
+def test_over_two_axes(kind):
+    x = decoding.tensors(RAGGED)
+    mesh = mesh_of(kind, (2, 2), ("data", "context"))
+    got = attend(RAGGED, x, mesh, context=("context", "data"))
+    oracle.check(got, decoding.exact(RAGGED, x, SCALE), decoding.plain(RAGGED, x, SCALE))
 
 
 @pytest.mark.exhaustive
