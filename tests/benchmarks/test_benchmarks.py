@@ -287,10 +287,11 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import context
 from lib.context_cases import CASES
 
-assert len(CASES) == 8 and {case.seq for case in CASES} == {131072, 524288}
+assert len(CASES) == 16 and {case.seq for case in CASES} == {131072, 524288}
 for case in CASES:
     assert sum(case.lengths) == case.seq and len(case.lengths) == case.documents
-sys.argv[1:] = ["--quick", "--cases", "mean40_2k", "--rounds", "1", "--out", sys.argv[1]]
+cases = "mean40_2k,window100_1k"
+sys.argv[1:] = ["--quick", "--cases", cases, "--rounds", "1", "--out", sys.argv[1]]
 assert context.main() == 0
 """,
         str(tmp_path),
@@ -305,6 +306,9 @@ assert context.main() == 0
     fetched = {name: row["fetched"] for name, row in found["schemes"].items()}
     assert fetched["none"] == fetched["balanced"] == 1024 * 2 * 8 * 16 * 2 / 2**20
     assert 0 < fetched["local"] < fetched["balanced"]
+    window = report["cases"]["window100_1k"]["schemes"]
+    rows = {name: row["fetched"] * 2**20 / (2 * 8 * 16 * 2) for name, row in window.items()}
+    assert (rows["none"], rows["zigzag"]) == (128, 256)  # halos of a tile
 
 
 @pytest.mark.exhaustive

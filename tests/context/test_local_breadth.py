@@ -8,6 +8,7 @@ without options. Guards against an option that a part of the keys leaves out or 
 import collections
 import functools
 import itertools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -68,6 +69,7 @@ class Case(NamedTuple):
     kv_heads: int
     groups: Any
     turns: str = ""  # of "deterministic remat vmap" those that are on
+    plan: str | None = "local"  # of others halos are fetched
 
 
 CASES = [
@@ -88,6 +90,10 @@ CASES = [
     Case("causal", "hosts, fsdp", 4, 1, "deterministic"),
     Case("full", "4 ranks", 8, 1, "remat"),
     Case("blocks", "hosts", 2, 1, "vmap"),
+    Case("window", "4 ranks", 4, 2, "deterministic vmap", plan=None),
+    Case("chunked", "fsdp, tensor", 4, None, "remat", plan="zigzag"),
+    Case("union", "data, heads of all", 2, None, "remat vmap", plan="balanced"),
+    Case("window", "hosts, fsdp", 2, None, "", plan="zigzag"),
 ]
 
 
@@ -97,7 +103,7 @@ def test_the_cases_cover_kinds_and_pairs():
     assert {case.mesh for case in CASES} == {*MESHES}
     of_meshes = collections.defaultdict(set)
     for case in CASES:
-        if case.kind not in OTHERS:
+        if case.kind not in OTHERS and case.plan == "local":
             mesh = MESHES[case.mesh]
             name = "levels" if len(mesh.context) > 1 else "axes" if len(mesh.sizes) > 1 else "one"
             on = [(x, x in case.turns.split()) for x in ("deterministic", "remat", "vmap")]
@@ -156,7 +162,7 @@ def inputs(kv_heads):
 
 
 @pytest.mark.filterwarnings("ignore:prefix")
-@pytest.mark.parametrize("case", some(CASES, 10), ids=lambda case: f"{case.kind}, {case.mesh}")
+@pytest.mark.parametrize("case", some(CASES, 10, 17), ids=lambda case: f"{case.kind}, {case.mesh}")
 def test_equals_one_device(case):
     mesh = MESHES[case.mesh]
     expression = OTHERS[case.kind]() if case.kind in OTHERS else expression_of(case.kind)
@@ -164,15 +170,25 @@ def test_equals_one_device(case):
     tensors, more, dout, dlse = inputs(case.kv_heads)
     ids = ROWS[1] if case.kind == "one mask for all" else ROWS
     levels = tuple(mesh.sizes[x] for x in mesh.context)
-    plan = greedy(ids, levels if len(levels) > 1 else levels[0])
-    check_local(plan, ids)
+    if case.plan == "local":
+        plan = greedy(ids, levels if len(levels) > 1 else levels[0])
+        check_local(plan, ids)
+    else:
+        plan = case.plan and packax.context_plan(
+            packax.causal() & packax.documents(ids),
+            ranks=math.prod(levels),
+            kind=case.plan,
+            chunk=256 if case.plan == "balanced" else None,
+        )
+    moved = (lambda x, axis=1: x) if plan is None else plan.permute
+    in_order = (lambda x, axis=1: x) if plan is None else plan.unpermute
 
     alone = case._replace(groups=None, turns="")
     mask = packax.create_attention_mask(expression, **lengths)
     expected = results(alone, mask, tensors, more, PLACES, dout, dlse)
 
     with jax.set_mesh(mesh_of(*mesh.sizes.values(), axes=(*mesh.sizes,))):
-        moved = plan.permute((tensors, PLACES, dout))
+        rows = moved((tensors, PLACES, dout))
 
         @jax.jit
         def run(tensors, *more):
@@ -180,11 +196,12 @@ def test_equals_one_device(case):
                 expression, sharding=mesh.sharding, plan=plan, **lengths
             )
             assert (mask.private_part is None) == (case.kind in OTHERS)
+            assert (mask.halo is None) == (case.plan == "local")
             return results(case, mask, tensors, *more)
 
-        got = jax.block_until_ready(run(moved[0], more, *moved[1:], plan.permute(dlse, 2)))
-    got |= {name: plan.unpermute(got[name]) for name in ("out", "dq", "dk", "dv")}
-    got["lse"] = plan.unpermute(got["lse"], 2)
+        got = jax.block_until_ready(run(rows[0], more, *rows[1:], moved(dlse, 2)))
+    got |= {name: in_order(got[name]) for name in ("out", "dq", "dk", "dv")}
+    got["lse"] = in_order(got["lse"], 2)
     for name, x in expected.items():
         # Sums over all rows, of either sign, have larger errors.
         most = (1e-4 if name in more else 1e-5) * np.abs(x).max()

@@ -138,7 +138,8 @@ def assert_same(got, expected, tolerance=1e-5):
 def collectives(text):
     """(operation, elements of the result) of every collective in compiled HLO."""
     found = re.findall(
-        r"= \(?\w+\[([\d,]*)\]\S* (all-gather|all-reduce|reduce-scatter|all-to-all)(?:-start)?\(",
+        r"= \(?\w+\[([\d,]*)\]\S* "
+        r"(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(",
         text,
     )
     return [(what, int(np.prod([int(n) for n in shape.split(",") if n]))) for shape, what in found]

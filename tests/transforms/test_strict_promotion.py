@@ -57,7 +57,7 @@ def maxtexts_op():
     return op(Q, K, V, jnp.asarray(IDS) + 1, "train", bidirectional_mask=jnp.asarray(images))
 
 
-def attention_by(kind, **shared):
+def attention_by(kind, window=None, **shared):
     """By a plan of two ranks: "local" of the host, which the program compares with its ids."""
     auto = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((2,), ("context",), axis_types=auto, devices=jax.devices()[:2])
@@ -66,10 +66,12 @@ def attention_by(kind, **shared):
     query, key = (jnp.ones((1, 512, n, 8), jnp.float32) for n in (2, 1))
 
     def loss(query, key):
-        expression = packax.causal() & packax.documents(LONG)
+        interval = packax.causal() if window is None else packax.sliding_window(window)
+        expression = interval & packax.documents(LONG)
         plan = packax.context_plan(expression, sharding=sharding, kind=kind, **shared)
         mask = packax.create_attention_mask(expression, sharding=sharding, plan=plan)
         assert (mask.plan_mismatch is None) == (kind != "local")
+        assert (mask.halo is None) == (window is None)
         out = packax.flash_attention(query, key, key, mask, sinks=jnp.ones(2, jnp.float32))
         return jnp.sum(jnp.sin(out))
 
@@ -147,6 +149,7 @@ CALLS = {
     ),
     "attention by a local plan": lambda: attention_by("local", shared=0.5),
     "attention by a balanced plan": lambda: attention_by("balanced"),
+    "attention with halos": lambda: attention_by("balanced", 99, chunk=256),
     "a plan's index": lambda: packax.context_plan(packax.documents(LONG), ranks=2).index(),
 }
 

@@ -166,7 +166,8 @@ def flash_attention(
             on the previous one. The first gather and the last reduce-scatter are not overlapped.
             None: 1 group on two ranks, where more gain nothing, and where a plan of kind "local"
             leaves at least as many rows private as shared; otherwise the setting measured best for
-            each pass. It has no effect where nothing is gathered, and never changes results.
+            each pass. It has no effect where nothing or only halos are fetched, and never
+            changes results.
         checkpoint_name: an additional name for out and lse, for `jax.checkpoint` policies of a
             program that uses names of its choice.
 
@@ -249,8 +250,10 @@ def flash_attention(
     scores, positions = validate_score_params(
         query, q_len, kv_len, factor, sinks, bias, layout, for_sm90=not threshold
     )
+    if scores.bias is not None or threshold:
+        built = built.without_halos()
     if scores.bias is not None:
-        check_bias_with(mask)
+        check_bias_with(built)
     fixed = NonDiffOperands(positions)
     if 0 in query.shape[:2] or 0 in key.shape[:2]:
         return _empty_result(query, key, value, bool(return_lse), bool(return_max_logits))

@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -41,18 +42,22 @@ class Groups:
         backward: bool = False,
         starts: tuple[int, ...] = (0,),
         beside: int = 0,
+        fetch: Callable[[jax.Array], jax.Array] | None = None,
     ) -> None:
         """starts: at which context axes gathers begin, (): keys that only this rank reads; beside:
-        how many rows there are with such."""
+        how many rows there are with such; fetch: brings halos instead."""
         self.layout = layout
         self.steps = () if layout is None else layout.steps(starts)
         private = not starts
         self.kv_plan = kv_plan
+        self.fetch = fetch
         self.own = OwnHeads.of(layout, query.shape[2], key.shape[2])
         self.key, self.value = (self.own.take(x) for x in (key, value))
         self.heads = self.key.shape[2]
         gathers: tuple[tuple[int, ...], ...] = ((self.heads,),)
-        if private and backward and self.heads > 1:  # around the groups of what is shared
+        if (
+            private and backward and self.heads > 1 and fetch is None
+        ):  # around the groups of what is shared
             gathers = ((self.heads - self.heads // 2,), (self.heads // 2,))
         elif layout is not None and not private:
             # What is private hides one gather of all heads.
@@ -87,7 +92,9 @@ class Groups:
 
         A block mask of heads becomes that of the group's.
         """
-        ready: dict[str, Any] = {"q_order": _plus(_plus(mask.q_order, self.sent), self.sent_back)}
+        after = self.attended if self.fetch is not None else None
+        order = functools.reduce(_plus, (self.sent, self.sent_back, after), mask.q_order)
+        ready: dict[str, Any] = {"q_order": order}
         for name, field in FIELDS.items():
             x = getattr(mask, name)
             if field.block_sparse and x is not None and x.shape[1] > 1:
@@ -109,12 +116,12 @@ class Groups:
     def scatter(self, dk: jax.Array, dv: jax.Array) -> list[jax.Array]:
         """The sums of all ranks' gradients of a group, each rank's rows of them; in their dtype."""
         parts = self._in_order(self._together(dk, dv), 0, self.summed_up)
+        self.to_send_back = parts
         if not self.steps:
             return self._apart(parts)
         sums = parts
         for axes in reversed(self.steps):
             sums = [jax.lax.psum_scatter(x, axes, scatter_dimension=1, tiled=True) for x in sums]
-        self.to_send_back = parts
         if self.number > 1:
             self.sent_back, self.summed_up = (zero_after(*x) for x in (parts, sums))
         return self._apart(sums)
@@ -134,6 +141,8 @@ class Groups:
             self.sent = zero_after(*pieces)
         for axes in self.steps:
             pieces = [jax.lax.all_gather(x, axes, axis=1, tiled=True) for x in pieces]
+        if self.fetch is not None:
+            pieces = [self.fetch(x) for x in pieces]
         if len(groups) > 1:
             (both,) = pieces
             dims = self.key.shape[3] + self.value.shape[3]
@@ -220,6 +229,15 @@ def zero_after(*results: jax.Array) -> jax.Array:
         if 0 not in x.shape
     ]
     return jnp.minimum(functools.reduce(jnp.bitwise_or, bits, jnp.int32(0)) & 0x7FFFFFFF, 0)
+
+
+def update_at(join: Any, x: jax.Array, more: jax.Array, begin: int, axis: int) -> jax.Array:
+    """x, from there on joined with others."""
+    # Not a concatenation, which would copy the rest. And at a place that XLA does not know: where
+    # it does, some of its versions take the update for a result of the kernel's and fail.
+    x, more, at = vary_together(x, more, begin + zero_after(more))
+    there = jax.lax.dynamic_slice_in_dim(x, at, more.shape[axis], axis)
+    return jax.lax.dynamic_update_slice_in_dim(x, join(there, more), at, axis)
 
 
 def _plus(indices: jax.Array, zero: jax.Array | None) -> jax.Array:

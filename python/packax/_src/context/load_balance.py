@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from packax._src.context.halo import Halo
 from packax._src.core.shapes import TILE
 
 P = jax.sharding.PartitionSpec
@@ -89,7 +90,9 @@ class ContextPlan:
         parts = self.parts or ((1, self.length // self.ranks),)
         return sum((self.ranks // groups - 1) * rows for groups, rows in parts)
 
-    def traffic(self, ranks_per_host: int, row_bytes: int) -> dict[str, int]:
+    def traffic(
+        self, ranks_per_host: int, row_bytes: int, expression: Any = None
+    ) -> dict[str, int]:
         """Bytes of keys and values that a rank fetches for one row of the batch, as it is planned.
 
         Gradients travel back by as many. Ranks of a host are neighbours: the host is the first of
@@ -99,6 +102,8 @@ class ContextPlan:
         Args:
             ranks_per_host: context ranks of one host; it must divide `ranks`.
             row_bytes: of a row's keys and values, such as 2 * kv_heads * head_dim * 2 in bfloat16.
+            expression: of the mask of a layer, whose window may need fewer keys than the plan says.
+                A rank then fetches at most so many: those at the ends of hosts fetch more between.
 
         Returns:
             {"inside": from ranks of its own host, "between": from those of others}.
@@ -116,6 +121,11 @@ class ContextPlan:
             raise ValueError(
                 f"ranks_per_host must divide the plan's {self.ranks} ranks, but is {inner}"
             )
+        row = positive("row_bytes", row_bytes)
+        halo = None if expression is None else self.halo(expression)
+        if halo is not None:
+            inside, between = halo.traffic(inner)
+            return {"inside": inside * row, "between": between * row}
         inside = between = 0
         for groups, rows in self.parts or ((1, self.length // self.ranks),):
             held = rows  # of a rank, and after each step
@@ -124,8 +134,11 @@ class ContextPlan:
                 inside += (here - 1) * held
                 between += (step.size - here) * held
                 held *= step.size
-        row = positive("row_bytes", row_bytes)
         return {"inside": inside * row, "between": between * row}
+
+    def halo(self, expression: Any) -> Halo | None:
+        """The keys that ranks fetch for a mask of it; None: as the plan says."""
+        return Halo.of(expression, self.kind, self.ranks, self.length, self.chunk)
 
     def steps(self, groups: int) -> list[Step]:
         """How what is gathered by so many groups comes together, in order."""

@@ -9,15 +9,17 @@ too, and the other while shared gradients are reduce-scattered.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from packax._src.context.all_gather_kv import Groups, as_gathered, piece, zero_after
+from packax._src.context.all_gather_kv import Groups, as_gathered, piece, update_at, zero_after
+from packax._src.context.fetch_halos import fetch, give_back, index, numbers, take_each
+from packax._src.context.halo import Halo
 from packax._src.context.load_balance import take_chunks
 from packax._src.context.rank_passes import Gradients, Rows, backward_group, forward_groups
-from packax._src.core.jax_compat import vary_together
 from packax._src.core.mask import AttentionMask
 from packax._src.core.spec import AttentionSpec
 
@@ -26,19 +28,20 @@ def forward(spec: AttentionSpec, query, key, value, scores, mask, fixed) -> list
     """out, lse and the largest logits, if asked for."""
     private, *shared = _parts(spec, scores, query, key, value, mask, fixed)
     private.groups.sent = _all_sent(shared)
-    out, lse, *top = forward_groups(spec, *private)
+    out, lse, *top = forward_groups(spec, private.groups, private.rows)
     for part in shared:
         part.groups.attended = zero_after(lse)
-        more, more_lse, *more_top = forward_groups(spec, *part)
-        top = [_on_first(jnp.maximum, *x, 2) for x in zip(top, more_top, strict=True)]
-        out, lse = _on_first(jnp.add, out, more, 1), _on_first(jnp.maximum, lse, more_lse, 2)
+        more, more_lse, *more_top = forward_groups(spec, part.groups, part.rows)
+        top = [part.place.put(jnp.maximum, *x, 2) for x in zip(top, more_top, strict=True)]
+        out = part.place.put(jnp.add, out, more, 1)
+        lse = part.place.put(jnp.maximum, lse, more_lse, 2)
     if mask.plan_mismatch is not None:
         # One number of each head is enough to reach all that is made of the output. Gradients are
         # NaN by the log-sum-exp.
         nan = jnp.where(mask.plan_mismatch != 0, jnp.nan, 0.0)
         lse = lse + nan.reshape(-1, *[1] * (lse.ndim - 1)).astype(lse.dtype)
         of_heads = jnp.broadcast_to(nan[:, None, None, None], (*out.shape[:3], 1))
-        out = _on_first(jnp.add, out, of_heads.astype(out.dtype), 3)
+        out = update_at(jnp.add, out, of_heads.astype(out.dtype), 0, 3)
     return [out, lse, *top]
 
 
@@ -70,13 +73,36 @@ def backward(
     for group in halves:
         own.add(*backward_group(spec, private.groups, group, private.rows, own.dq))
     dq, dk, dv, of_scores, _ = own.whole()
-    for more in others:
-        *found, more_scores, _ = more.whole()
-        pairs = zip((dq, dk, dv), found, strict=True)
-        dq, dk, dv = (_on_first(jnp.add, x, first, 1) for x, first in pairs)
+    if private.give_back is not None:
+        dk, dv = (private.give_back(x, None) for x in (dk, dv))
+    for part, more in zip(shared, others, strict=True):
+        more_dq, *of_keys, more_scores, _ = more.whole()
+        dq = part.place.put(jnp.add, dq, more_dq, 1)
+        dk, dv = (part.add_keys(*x) for x in zip((dk, dv), of_keys, strict=True))
         of_scores = None if of_scores is None else of_scores + more_scores
     groups = private.groups
     return dq, groups.summed(dk, key), groups.summed(dv, value), of_scores, None
+
+
+class First(NamedTuple):
+    """Of so many equal pieces of a rank's rows the first rows of each."""
+
+    pieces: int
+    rows: int
+
+    def take(self, x: jax.Array, axis: int = 1) -> jax.Array:
+        if x.shape[axis] == self.pieces * self.rows:
+            return x
+        first = jax.lax.slice_in_dim(self._apart(x, axis), 0, self.rows, axis=axis + 1)
+        return first.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
+
+    def put(self, join: Any, x: jax.Array, first: jax.Array, axis: int) -> jax.Array:
+        """x, there joined with others."""
+        apart = update_at(join, self._apart(x, axis), self._apart(first, axis), 0, axis + 1)
+        return apart.reshape(x.shape)
+
+    def _apart(self, x: jax.Array, axis: int) -> jax.Array:
+        return x.reshape(*x.shape[:axis], self.pieces, -1, *x.shape[axis + 1 :])
 
 
 class _Part(NamedTuple):
@@ -84,6 +110,14 @@ class _Part(NamedTuple):
 
     groups: Groups
     rows: Rows
+    place: First  # of the rows, and of the keys without `give_back`
+    give_back: Any  # of gradients of halos, or None
+
+    def add_keys(self, onto: jax.Array, gradient: jax.Array) -> jax.Array:
+        """Its gradient of keys, added to that of all keys of the rank."""
+        if self.give_back is not None:
+            return self.give_back(gradient, onto)
+        return self.place.put(jnp.add, onto, gradient, 1)
 
 
 def _parts(
@@ -93,18 +127,21 @@ def _parts(
 
     results: out, lse and cotangents, for backward.
     """
-    shared = [
-        (of, of.q_lo.shape[1])  # the first rows of the rank, and such keys of the ranks
-        for of in reversed(mask.shared_parts)
+    own = query.shape[1]
+    masks = [mask.private_part, *reversed(mask.shared_parts)]
+    # Without halos the first rows of the rank, and such keys of the ranks.
+    halo = None if mask.halo is None else Halo(*mask.halo)
+    of_halo: list[Any] = [(None, None)] * len(masks) if halo is None else halo.parts
+    places = [
+        First(1, of.q_lo.shape[1]) if halo is None else First(halo.chunks, stretch.rows)
+        for of, (_, stretch) in zip(masks, of_halo, strict=True)
     ]
-    private = query.shape[1] - max((number for _, number in shared), default=0)
+    private = own - max((place.rows for place in places[1:]), default=0)
     made: list[_Part] = []
-    for of, number in [(mask.private_part, query.shape[1]), *shared]:
-
-        def first(x: jax.Array, axis: int = 1, number: int = number) -> jax.Array:
-            return jax.lax.slice_in_dim(x, 0, number, axis=axis)
-
-        own_query, own_key, own_value = (first(x) for x in (query, key, value))
+    for of, place, (edges, stretch) in zip(masks, places, of_halo, strict=True):
+        with_halos = {"layout": spec.layout, "kv_plan": mask.kv_plan}
+        own_query = place.take(query)
+        own_key, own_value = (x if edges else place.take(x) for x in (key, value))
         groups = Groups(
             spec.layout,
             spec.gather_head_groups,
@@ -115,14 +152,23 @@ def _parts(
             backward=bool(results),
             starts=of.gathers,
             beside=private,
+            fetch=functools.partial(fetch, edges, **with_halos) if edges else None,
         )
         own_fixed = fixed
         if fixed.positions:
             rows, keys = fixed.positions
-            positions = first(rows), _of_keys(spec, mask, of, keys, number)
-            own_fixed = fixed._replace(positions=positions)
-        own_results = (None if x is None else first(x, 1 if x.ndim == 4 else 2) for x in results)
-        made.append(_Part(groups, Rows(own_query, scores, of, own_fixed, *own_results)))
+            if halo is None:
+                keys = _of_keys(spec, mask, of, keys, place.rows)
+            else:
+                of_rank = numbers(halo, **with_halos)
+                keys = take_each(keys, index(halo, stretch, of_rank))
+            own_fixed = fixed._replace(positions=(place.take(rows), keys))
+        own_results = (
+            None if x is None else place.take(x, 1 if x.ndim == 4 else 2) for x in results
+        )
+        rows = Rows(own_query, scores, of, own_fixed, *own_results)
+        back = functools.partial(give_back, edges, **with_halos) if edges else None
+        made.append(_Part(groups, rows, place, back))
     return made
 
 
@@ -154,12 +200,3 @@ def _in_plans_order(spec: AttentionSpec, mask: AttentionMask, positions: jax.Arr
     positions = jnp.broadcast_to(positions, (batch, positions.shape[1]))
     moved = take_chunks(mask.kv_plan[:, 0], 1, positions)
     return moved.reshape(batch, spec.layout.size(spec.layout.context), -1)
-
-
-def _on_first(join: Any, x: jax.Array, first: jax.Array, axis: int) -> jax.Array:
-    """x, on its first rows joined with others."""
-    # Not a concatenation, which would copy the other rows. And at a place that XLA does not know:
-    # where it does, some of its versions take the update for a result of the kernel's and fail.
-    x, first, zero = vary_together(x, first, zero_after(first))
-    begin = jax.lax.dynamic_slice_in_dim(x, zero, first.shape[axis], axis)
-    return jax.lax.dynamic_update_slice_in_dim(x, join(begin, first), zero, axis)

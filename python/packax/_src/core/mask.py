@@ -122,6 +122,9 @@ class AttentionMask(NotAnArray):
     block_size: tuple[int, int] | None = None
     # In a part: the context axes at which the gathers of its keys begin; (): the rank's own keys.
     gathers: tuple[int, ...] | None = None
+    # Which keys next to its chunks a rank fetches, a context.halo.Halo; None: a plan says it.
+    halo: tuple[Any, ...] | None = None
+    fetched: int = 0  # rows of keys that a rank fetches from others in a pass, for logs
 
     def __repr__(self) -> str:
         """Two lines: its sizes, and what it was built from as far as its arrays show."""
@@ -142,9 +145,11 @@ class AttentionMask(NotAnArray):
             parts.append(f"rows in {self.shards} pieces over {self.sharding.query[1]!r}")
         if self.permuted:
             parts.append(f"rows{'' if self.kv_plan is None else ' and keys'} permuted by a plan")
-        if self.private_part is not None:
+        if self.private_part is not None and self.halo is None:
             shared = " and ".join(str(x.kv_len) for x in self.shared_parts) or "0"
             parts.append(f"{shared} keys are attended by more than one rank")
+        if self.fetched:
+            parts.append(f"a rank fetches {self.fetched} keys of others")
         return (
             f"<AttentionMask: {batch}, {self.q_len} query rows, {self.kv_len} keys, {held}\n"
             f" built from {'; '.join(parts)}>"
@@ -219,6 +224,14 @@ class AttentionMask(NotAnArray):
         }
         lost |= self._of_parts(AttentionMask.with_batch)
         return dataclasses.replace(self, **lost) if lost else self
+
+    def without_halos(self) -> AttentionMask:
+        """The same mask, for which all keys are gathered."""
+        if self.halo is None:
+            return self
+        every = self.kv_len // self.shards * (self.shards - 1)
+        no_parts: dict[str, Any] = {"private_part": None, "shared_parts": (), "halo": None}
+        return dataclasses.replace(self, **no_parts, fetched=every)
 
     def _of_parts(self, function: Callable[[AttentionMask], Any]) -> dict[str, Any]:
         """The function applied to each part, if there are parts."""

@@ -25,6 +25,7 @@ class BlockSparse(MaskExpression):
     block_size: tuple[int, int]
     per_head: bool  # whether it was given with heads
 
+    of_rows = False
     once = "combine the arrays into one with the smaller blocks (jnp.repeat), as in first & second"
 
     @property

@@ -37,6 +37,7 @@ from packax._src.masks.expressions import (
     documents_of,
     instead_of_array,
 )
+from packax._src.masks.halo_mask import halo_of, halo_parts, masks_of, specs_of
 from packax._src.masks.intervals import warn_of_offsets
 from packax._src.masks.local_mask import keeps_local, local_parts, made_of
 from packax._src.masks.rank_rows import RankRows
@@ -64,7 +65,8 @@ def create_attention_mask(
         kv_len: number of keys; needed only if no array of the expression determines it.
         sharding: how the attention is sharded. The row ranges are sharded as the query rows are,
             and every rank has the block bounds of its rows. The mask stores the sharding, so do not
-            pass it to `flash_attention` again.
+            pass it to `flash_attention` again. With windows and chunks whose sizes are known when
+            tracing, ranks fetch only the keys next to their rows.
         plan: the `ContextPlan` by which the query rows were permuted. The expression and its arrays
             are in the order of the sequence: this function permutes the rows. With a plan of kind
             "local" only shared keys are gathered. All keys are gathered for a block_sparse(...),
@@ -165,6 +167,7 @@ def create_attention_mask(
         layout=layout,
         permuted_keys=bool(permuted_keys),
         of_plan=of_plan,
+        halo=halo_of(expression, plan, layout, q_len, kv_len, permuted_keys),
     )
     if any(not is_symbolic_dim(n) and n == 0 for n in (batch, q_len, kv_len)):
         shapes = jax.eval_shape(build, sides, interval, ranges, block_mask, tree, plan)
@@ -219,13 +222,14 @@ def _check_plan(
     jax.jit,
     static_argnames=(
         *("batch", "q_len", "kv_len", "block_size", "implementation"),
-        *("sharding", "layout", "permuted_keys", "of_plan"),
+        *("sharding", "layout", "permuted_keys", "of_plan", "halo"),
     ),
     inline=True,
 )
 def _build(
     document, interval, ranges, block_mask, tree, plan, *,
     batch, q_len, kv_len, block_size, implementation, sharding, layout, permuted_keys, of_plan,
+    halo,
 ) -> AttentionMask:  # fmt: skip
     """document: the arrays of `Document`; interval: the And of all intervals; of_plan: see
     `made_of`.
@@ -269,7 +273,14 @@ def _build(
     axes: tuple[Any, Any] = (), ()
     if block_mask is not None:
         block_mask, block_size, axes = ranks.block_mask(block_mask, block_size)
-    arrays: Any = functools.partial(
+
+    def arrays(numbers: Any, held: Rows, kv_ids: Any, *others: Any) -> dict[str, Any]:
+        parts = None
+        if halo is not None:
+            parts = halo_parts(halo, numbers, held.ids, kv_ids, implementation)
+        return whole(held, kv_ids, *others, parts=parts)
+
+    whole: Any = functools.partial(
         row_ranges_and_bounds,
         level=level,
         batch=own_batch,
@@ -291,10 +302,15 @@ def _build(
                 for name in ("q_block_lists", "kv_block_lists")
             }
             out["block_mask"] = bits
-        return (rows, keys, keys, bits), out
+        if halo is not None:
+            out["parts"] = specs_of(halo, ranks, level)
+        return (ranks.chunks_spec, rows, keys, keys, bits), out
 
     computed: dict[str, Any] = {"q_pos": None}
-    computed |= ranks.shard_mapped(arrays, specs)(held, kv_ids, kv_pos, block_mask)
+    numbers = None if halo is None else ranks.chunks()
+    computed |= ranks.shard_mapped(arrays, specs)(numbers, held, kv_ids, kv_pos, block_mask)
+    if halo is not None:
+        computed |= masks_of(halo, computed.pop("parts"), level, q_len, sharding, ranks)
     if ranks.plan is not None and permuted_keys:
         orders = jnp.stack([ranks.plan.order, ranks.plan.inverse], axis=1)
         computed["kv_plan"] = ranks.replicated(orders, ranks.plan_batch)
@@ -307,6 +323,13 @@ def _build(
                     sharding=sharding,
                     checked=bool(of_plan),
                 )
+    fetched: Any = 0
+    if layout is not None and layout.size(layout.kv_context) > 1:
+        fetched = kv_len - kv_len // layout.size(layout.kv_context)
+        if halo is not None:
+            fetched = halo.fetched
+        elif ranks.plan is not None and "private_part" in computed:
+            fetched = ranks.plan.fetched
     without_ids = kv_ids is None or shared_ids
     without_pos = kv_pos is None or level < 2 or shared_pos
     return AttentionMask(
@@ -321,4 +344,5 @@ def _build(
         shards=ranks.pieces,
         permuted=plan is not None,
         block_size=block_size,
+        fetched=fetched,
     )

@@ -23,6 +23,7 @@ from packax._src.core.integers import Array, numpy_of
 from packax._src.core.messages import NotAnArray, described, shown
 from packax._src.core.shapes import PADDING_SEGMENT_ID
 
+Reach: TypeAlias = tuple[int | None, int | None]
 Limits: TypeAlias = tuple[Any, Any]  # lowest and highest position of each row; None: unbounded
 
 
@@ -82,6 +83,9 @@ class MaskExpression(NotAnArray):
 
     once = ""
     """For expressions of which `&` can have only one: what to do instead of having two."""
+    of_rows = True
+    """Whether intervals that it is intersected with compare indices, and only ids are checked for
+    each element."""
 
     @property
     def name(self) -> str:
@@ -141,6 +145,12 @@ class MaskExpression(NotAnArray):
 
     def check_sizes(self, q_len: int | None, kv_len: int | None) -> None:
         """Raises ValueError if it is for other lengths; None: unknown."""
+
+    def reach(self, chunk: int) -> Reach:
+        """How many keys before a chunk of rows its rows attend at most, and behind it, in
+        self-attention; None: not known. Chunks have so many rows, the first begins with row 0. No
+        more rows than that attend a key before their chunk: its first ones."""
+        return None, None
 
     __array_ufunc__ = None  # numpy leaves `array & expression` to __rand__
 
@@ -230,6 +240,10 @@ class Documents(MaskExpression):
     q_pos: Array | None
     kv_pos: Array | None
 
+    @property
+    def of_rows(self) -> bool:  # type: ignore[override]
+        return self.q_pos is None
+
     def arguments(self) -> list[str]:
         named = {name: shown(x) for name, x, _ in self.arrays()}
         return [named.pop("segment_ids"), *(f"{name}={x}" for name, x in named.items())]
@@ -295,6 +309,13 @@ class And(Interval):
         below, above = zip(*(member.unbounded() for member in self.members), strict=True)
         return all(below), all(above)
 
+    def reach(self, chunk: int) -> Reach:
+        if not all(member.of_rows for member in self.members):
+            return None, None
+        sides = zip(*(member.reach(chunk) for member in self.members), strict=True)
+        before, after = (min((x for x in side if x is not None), default=None) for side in sides)
+        return before, after
+
 
 @pytree(static=("number",))
 class Shared:
@@ -349,6 +370,11 @@ class Or(Interval):
     def unbounded(self) -> tuple[bool, bool]:
         below, above = zip(*(member.unbounded() for member in self.members), strict=True)
         return any(below), any(above)
+
+    def reach(self, chunk: int) -> Reach:
+        sides = zip(*(member.reach(chunk) for member in self.members), strict=True)
+        before, after = (None if None in side else max(side) for side in sides)
+        return before, after
 
 
 def _combine(members: Any, at: Positions, lower: str, upper: str, unbounded_wins: bool) -> Limits:

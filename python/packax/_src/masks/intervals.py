@@ -6,6 +6,7 @@ rows and of the key among the keys.
 
 from __future__ import annotations
 
+import math
 import operator
 import warnings
 from typing import Any
@@ -22,6 +23,7 @@ from packax._src.masks.expressions import (
     Limits,
     MaskExpression,
     Positions,
+    Reach,
     offset_value,
     pytree,
 )
@@ -47,6 +49,13 @@ class _Offset(Interval):
 
     def arguments(self) -> list[str]:
         return [] if self.offset is None else [f"offset={shown(self.offset)}"]
+
+    def offsets(self) -> tuple[int, int] | None:
+        """The least and the largest; None: not known when tracing."""
+        if isinstance(self.offset, jax.Array):
+            return None
+        offset = np.asarray(0 if self.offset is None else self.offset)
+        return int(offset.min()), int(offset.max())
 
     def shifted(self, positions: Array) -> Array:
         if self.offset is None:
@@ -128,6 +137,10 @@ class Causal(_Offset):
     def unbounded(self) -> tuple[bool, bool]:
         return True, False
 
+    def reach(self, chunk: int) -> Reach:
+        offsets = self.offsets()
+        return None, None if offsets is None else max(0, offsets[1])
+
 
 @pytree("offset", static=("left", "right"))
 class SlidingWindow(_Offset):
@@ -161,6 +174,13 @@ class SlidingWindow(_Offset):
     def unbounded(self) -> tuple[bool, bool]:
         return self.left is None, self.right is None
 
+    def reach(self, chunk: int) -> Reach:
+        offsets = self.offsets()
+        if offsets is None:
+            return None, None
+        before = None if self.left is None else max(0, self.left - offsets[0])
+        return before, None if self.right is None else max(0, self.right + offsets[1])
+
 
 @pytree("offset", static=("size",))
 class Chunked(_Offset):
@@ -183,6 +203,15 @@ class Chunked(_Offset):
 
     def unbounded(self) -> tuple[bool, bool]:
         return False, False
+
+    def reach(self, chunk: int) -> Reach:
+        offsets = self.offsets()
+        if offsets is None:
+            return None, None
+        # The first row of a chunk is at a multiple of this in its own.
+        common = math.gcd(self.size, chunk, *offsets)
+        inside = self.size - (common if offsets[0] == offsets[1] else 1)
+        return max(0, inside - offsets[0]), max(0, inside + offsets[1])
 
 
 @pytree("lengths", static=("per_row",))

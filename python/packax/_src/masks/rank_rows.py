@@ -94,6 +94,20 @@ class RankRows:
             x = self.plan.permute(x)
         return self.place(self._own_part(x, 1), self.mask_batch, self.context)
 
+    def chunks(self) -> Any:
+        """(1 or B, chunks): where in the sequence each place has its chunk from; one chunk a rank
+        without a plan. This rank's, where manual."""
+        if self.plan is None:
+            order = jnp.arange(self.pieces, dtype=jnp.int32)[None]
+        else:
+            order = self.plan.order
+        return self.place(self._own_part(order, 1), self.plan_batch, self.context)
+
+    @property
+    def chunks_spec(self) -> Any:
+        assert self.layout is not None
+        return self.layout.spec(self.plan_batch, self.context)
+
     def limits(self, document: Document, interval: And) -> Limits:
         """`limits_of` for whole sequences, to whose indices and spans intervals refer."""
         function = functools.partial(limits_of, q_len=self.q_len)

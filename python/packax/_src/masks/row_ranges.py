@@ -74,12 +74,13 @@ def segment_check_of(document: Document, low: Any, high: Any) -> int:
 
 def row_ranges_and_bounds(
     held: Rows, kv_ids, kv_pos, block_mask=None, *,
-    level, batch, q_len, kv_len, implementation, block_size=None, tree=None,
-) -> dict[str, jax.Array]:  # fmt: skip
+    level, batch, q_len, kv_len, implementation, block_size=None, tree=None, parts=None,
+) -> dict[str, Any]:  # fmt: skip
     """The computed arrays of a mask, for these rows and all keys in order.
 
     tree: None, or whether there are documents too. With a tree, `held.high` is -1 minus the row,
-    and kv_pos minus the end of the key's subtree (tree.py).
+    and kv_pos minus the end of the key's subtree (tree.py). parts: None, or a
+    function from row ranges, and the rows that are segment-checked, to the arrays of parts.
     """
     structure: Any
     # Not the block mask, which may vary by heads.
@@ -120,6 +121,8 @@ def row_ranges_and_bounds(
     computed: dict[str, Any] = {"q_lo": lo, "q_hi": hi}
     if level >= 2:
         computed["q_pos"] = q_pos
+    if parts is not None:
+        computed |= parts(lo, hi, segment_checked)
     if tree is not None:  # before its rows are marked, as a marked block has no full part
         lo, hi, segment_checked = vary_together(lo, hi, segment_checked)
         q_blocks = jax.vmap(query_blocks)(lo, hi, segment_checked)
@@ -131,12 +134,7 @@ def row_ranges_and_bounds(
         computed |= {"q_block_lists": q_lists, "kv_block_lists": kv_lists}
         tested = jnp.repeat(tested, BLOCK, axis=1)[:, :q_len]
         segment_checked = jnp.where((tested | (segment_checked != 0)) & (lo < hi), 1, 0)
-    blocks = blocks_p.bind(
-        *vary_together(ask_devices(lo), hi, segment_checked),
-        kv_len=kv_len,
-        implementation=implementation,
-    )
-    computed |= dict(zip(BLOCK_ARRAYS, blocks, strict=True))
+    computed |= bounds_of(lo, hi, segment_checked, kv_len, implementation)
     if block_size is None:
         return computed
     if tree is None:
@@ -146,6 +144,18 @@ def row_ranges_and_bounds(
     # An array shared by all rows of the batch stays so.
     words = jnp.ones((1, 1, 1, 1), jnp.int32) if block_mask is None else packed(block_mask)
     return computed | {"block_mask": words}
+
+
+def bounds_of(
+    lo: Any, hi: Any, segment_checked: Any, kv_len: Any, implementation: Any
+) -> dict[str, jax.Array]:
+    """BLOCK_ARRAYS."""
+    blocks = blocks_p.bind(
+        *vary_together(ask_devices(lo), hi, segment_checked),
+        kv_len=kv_len,
+        implementation=implementation,
+    )
+    return dict(zip(BLOCK_ARRAYS, blocks, strict=True))
 
 
 def _subtrees(q_pos: jax.Array, some: jax.Array, kv_pos: jax.Array) -> Subtrees:

@@ -16,7 +16,17 @@ from packax._src.core.mask import AttentionMask
 from packax._src.core.messages import described
 
 _INT32 = np.iinfo(np.int32)
-_ALIKE = ("q_len", "kv_len", "sharding", "shards", "permuted", "block_size", "gathers")
+_ALIKE = (
+    "q_len",
+    "kv_len",
+    "sharding",
+    "shards",
+    "permuted",
+    "block_size",
+    "gathers",
+    "halo",
+    "fetched",
+)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["masks"], meta_fields=["number"])
@@ -45,7 +55,9 @@ def stack_masks(masks: Sequence[AttentionMask]) -> MaskStack:
 
     For models whose layers alternate, for example between a window and all keys, in one `scan` over
     layers. Masks with and without documents, positions, or limits on both sides hold different
-    arrays; here all get those of the most general mask. Attention is bit-identical.
+    arrays; here all get those of the most general mask. Attention is bit-identical. Under context
+    parallelism, a layer selects its mask at run time, but not which keys are fetched: all keys are
+    gathered for each layer, unless all masks have halos of the same size.
 
     Args:
         masks: from `create_attention_mask`, with the same lengths, sharding and plan. Either all or
@@ -73,6 +85,8 @@ def stack_masks(masks: Sequence[AttentionMask]) -> MaskStack:
             raise ValueError(
                 f"masks[{n}] must come from create_attention_mask, but is {described(mask)}"
             )
+    if len({(mask.halo, mask.segment_check) for mask in masks}) > 1:
+        masks = [mask.without_halos() for mask in masks]
     alike = _with_same_arrays(masks)
     structures: list[Any] = [jax.tree.structure(mask) for mask in alike]
     for n, other in enumerate(structures):

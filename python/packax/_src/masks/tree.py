@@ -38,6 +38,7 @@ class Tree(MaskExpression):
     others: Array  # parents, (B, N) or (N,), or the answer ids of tokens, like ids
     form: str
 
+    of_rows = False
     once = "pass all trees of a row in one call, with one root after another"
 
     @property

@@ -1,0 +1,128 @@
+"""A rank's keys with halos, fetched from other ranks, and their gradients handed back.
+
+Without a plan, and by "zigzag", the rank of every chunk is known when tracing: each halo is sent to
+the one rank that reads it. Else the edges of all chunks are gathered, and each rank takes its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from packax._src.context.all_gather_kv import update_at
+from packax._src.context.halo import Halo, Stretch
+from packax._src.core.jax_compat import vary_together
+from packax._src.core.sharding import Layout
+
+
+def numbers(halo: Halo, layout: Layout, kv_plan: Any) -> jax.Array:
+    """(1 or B, chunks): which chunks of the sequence this rank has. kv_plan: of a mask."""
+    if halo.placed == "balanced":
+        order = kv_plan[:, 0].reshape(-1, halo.ranks, halo.chunks)
+    else:
+        order = jnp.asarray(halo.places, jnp.int32)[None]
+    order, rank = vary_together(order, jax.lax.axis_index(layout.context))
+    return jax.lax.dynamic_index_in_dim(order, rank, 1, keepdims=False)
+
+
+def index(halo: Halo, stretch: Stretch, numbers: jax.Array) -> jax.Array:
+    """(1 or B, keys): which keys of the sequence those of a stretch are, or any that no row
+    attends."""
+    first = numbers * halo.chunk - stretch.before
+    index = first[:, :, None] + jnp.arange(stretch.keys, dtype=jnp.int32)[None, None]
+    last = halo.ranks * halo.chunks * halo.chunk - 1
+    return jnp.clip(index, 0, last).reshape(len(numbers), -1)
+
+
+def fetch(halo: Halo, x: jax.Array, layout: Layout, kv_plan: Any) -> jax.Array:
+    """The keys of `edge`, of this rank's, (B, rows, ...)."""
+    pieces = x.reshape(x.shape[0], halo.chunks, halo.chunk, *x.shape[2:])
+    before, after = _halos(halo, *_edges(halo, pieces), layout=layout, kv_plan=kv_plan)
+    keys = jnp.concatenate([before, pieces[:, :, : halo.rows], after], 2)
+    return keys.reshape(x.shape[0], -1, *x.shape[2:])
+
+
+def give_back(
+    halo: Halo, gradient: jax.Array, onto: jax.Array | None, layout: Layout, kv_plan: Any
+) -> jax.Array:
+    """The transpose of `fetch`, added to a gradient of the rank's keys, if there is one."""
+    batch, _, *rest = gradient.shape
+    shape = (batch, halo.chunks, halo.chunk, *rest)
+    gradient = gradient.reshape(batch, halo.chunks, halo.edge.keys, *rest)
+    end = halo.before + halo.rows
+    own = gradient[:, :, halo.before : end]
+    pieces = own if onto is None else update_at(jnp.add, onto.reshape(shape), own, 0, 2)
+    halos = gradient[:, :, : halo.before], gradient[:, :, end:]
+    function = functools.partial(_halos, halo, layout=layout, kv_plan=kv_plan)
+    edges = _edges(halo, pieces)
+    last, first = jax.linear_transpose(function, *edges)(halos)
+    for begin, more in ((halo.chunk - last.shape[2], last), (0, first)):
+        if more.shape[2]:
+            pieces = update_at(jnp.add, pieces, more, begin, 2)
+    return pieces.reshape(batch, -1, *rest)
+
+
+def _edges(halo: Halo, pieces: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Of each chunk the last and the first rows that others read."""
+    last = pieces[:, :, halo.chunk - min(halo.before, halo.chunk) :]
+    return last, pieces[:, :, : min(halo.after, halo.chunk)]
+
+
+def _halos(
+    halo: Halo, last: jax.Array, first: jax.Array, *, layout: Layout, kv_plan: Any
+) -> tuple[jax.Array, jax.Array]:
+    """The keys before and behind this rank's chunks, from the edges of all."""
+    if halo.placed != "balanced":
+        before, after = _sent(halo, last, -1, layout), _sent(halo, first, 1, layout)
+        return before, after
+    axes = layout.several(layout.kv_context)
+    both = jnp.concatenate([last, first], 2)
+    both = jax.lax.all_gather(both, axes, axis=1, tiled=True)
+    number, order = numbers(halo, layout, kv_plan), kv_plan[:, 1]
+    found = []
+    for way, part in ((-1, both[:, :, : halo.before]), (1, both[:, :, halo.before :])):
+        # The first chunk has none before it, nor the last behind: another's, which is not read.
+        place = take_each(order, (number + way) % order.shape[1])
+        found.append(take_each(part, place, unique=True))
+    return found[0], found[1]
+
+
+def _sent(halo: Halo, x: jax.Array, way: int, layout: Layout) -> jax.Array:
+    """Halos of (B, chunks, rows of an edge, ...): of each chunk, in the order of keys."""
+    axes = layout.several(layout.kv_context)
+    rank = jax.lax.axis_index(axes)
+    hops: dict[tuple[int, int], jax.Array] = {}  # by hop and slot
+    for send in halo.sends(way):
+        rows = x[:, send.source]
+        rows = rows[:, -send.rows :] if way < 0 else rows[:, : send.rows]
+        if send.is_local:
+            here = np.isin(np.arange(halo.ranks), [target for _, target in send.pairs])
+            rows, here = vary_together(rows, jnp.asarray(here)[rank])
+            rows = jnp.where(here, rows, jnp.zeros_like(rows))
+        else:
+            rows = jax.lax.ppermute(rows, axes, send.pairs)
+        at = send.hop, send.target
+        hops[at] = hops[at] + rows if at in hops else rows  # all but one are 0
+    sizes = {send.hop: send.rows for send in halo.sends(way)}
+    order = sorted(sizes, reverse=way < 0)
+    chunks = []
+    for slot in range(halo.chunks):
+        parts = [hops.get((hop, slot), jnp.zeros_like(x[:, 0, : sizes[hop]])) for hop in order]
+        chunks.append(jnp.concatenate([*parts, x[:, slot, :0]], 1))
+    return jnp.stack(chunks, 1)
+
+
+def take_each(x: jax.Array, index: jax.Array, unique: bool = False) -> jax.Array:
+    """x[b, index[b]], each of batch 1 or B; unique: an index comes at most once."""
+    batch = max(x.shape[0], index.shape[0])
+    x, index = vary_together(x, index)
+    x, index = (jnp.broadcast_to(y, (batch, *y.shape[1:])) for y in (x, index))
+
+    def take(x: jax.Array, index: jax.Array) -> jax.Array:
+        return x.at[index].get(unique_indices=unique, mode="promise_in_bounds")
+
+    return jax.vmap(take)(x, index)

@@ -1,0 +1,134 @@
+"""Halos: the keys next to a rank's chunks, where a mask's reach is known when tracing.
+
+A row under a window reads few keys that are not of its own chunk. So a rank does not gather all
+keys: it fetches the end of the chunk before each of its chunks, and the start of the one behind.
+Keys are then `[halo of chunk 0 | chunk 0 | halo of chunk 1 | chunk 1 ...]`, in which the keys of a
+row still are one range. Rows too far from an edge to need a halo attend the rank's keys as they
+are, while halos travel. Here is what is known when tracing; fetch_halos.py moves the keys.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from packax._src.core.messages import described
+from packax._src.core.shapes import TILE, ceil_div
+
+
+class Send(NamedTuple):
+    """A collective permute: rows of the chunks in a slot of some ranks, to a slot of others."""
+
+    hop: int  # how many chunks away
+    source: int  # slots
+    target: int
+    rows: int
+    pairs: tuple[tuple[int, int], ...]  # of ranks: from, to
+
+    @property
+    def is_local(self) -> bool:
+        return all(source == target for source, target in self.pairs)
+
+
+class Stretch(NamedTuple):
+    """Of each chunk, the rows from `first` to `rows`, and the keys from `before` in front of it on,
+    so many, that they attend."""
+
+    first: int
+    rows: int
+    before: int
+    keys: int
+
+
+class Halo(NamedTuple):
+    """Which keys beside its own a rank reads. Static: AttentionMask holds it."""
+
+    ranks: int
+    chunks: int  # of each rank
+    chunk: int  # rows of one
+    before: int  # keys in front of each chunk, and behind it
+    after: int
+    placed: str  # "in order", "zigzag", or "balanced": by the plan's data
+
+    @staticmethod
+    def of(expression: Any, placed: str, ranks: int, length: int, chunk: int) -> Halo | None:
+        """Of a mask expression; None: not known, or no less than all keys."""
+        if not hasattr(expression, "reach"):
+            raise ValueError(
+                f"expression must be a mask expression, but is {described(expression)}"
+            )
+        reach = [TILE * ceil_div(x, TILE) for x in expression.reach(chunk) if x is not None]
+        if len(reach) < 2 or placed == "local" or (placed == "balanced" and sum(reach) >= chunk):
+            return None
+        halo = Halo(ranks, length // (ranks * chunk), chunk, reach[0], reach[1], placed)
+        return halo if halo.fetched < length - length // ranks else None
+
+    @property
+    def rows(self) -> int:
+        """Of each chunk those that attend keys with halos: the first."""
+        edge = self.before if self.after == 0 else self.chunk
+        return min(edge, self.chunk)
+
+    @property
+    def own(self) -> Stretch:
+        """Of the rank's keys alone."""
+        return Stretch(self.rows, self.chunk, 0, self.chunk)
+
+    @property
+    def edge(self) -> Stretch:
+        """Of keys with halos."""
+        return Stretch(0, self.rows, self.before, self.before + self.rows + self.after)
+
+    @property
+    def parts(self) -> list[tuple[Halo | None, Stretch]]:
+        """Of a rank's rows and keys: with halos, or None; those of most rows first."""
+        own = [] if self.rows == self.chunk else [(None, self.own)]
+        return [*own, *([(self, self.edge)] if self.rows else [])]
+
+    @property
+    def places(self) -> np.ndarray:
+        """(ranks, chunks of each): their numbers in the sequence, where these are static."""
+        rank = np.arange(self.ranks)
+        return np.stack([rank, 2 * self.ranks - 1 - rank][: self.chunks], axis=1)
+
+    def sends(self, way: int) -> Iterator[Send]:
+        """Of halos before the chunks (way -1) or behind (1), the nearest chunk first."""
+        places = self.places
+        rank_of = {number: (rank, slot) for (rank, slot), number in np.ndenumerate(places)}
+        left = self.before if way < 0 else self.after
+        for hop in range(1, places.size):
+            if left <= 0:
+                return
+            pairs: dict[tuple[int, int], list[tuple[int, int]]] = {}
+            for (rank, target), number in np.ndenumerate(places):
+                if int(number) + way * hop in rank_of:
+                    sender, source = rank_of[int(number) + way * hop]
+                    pairs.setdefault((source, target), []).append((sender, rank))
+            for (source, target), found in sorted(pairs.items()):
+                yield Send(hop, source, target, min(left, self.chunk), tuple(found))
+            left -= self.chunk
+
+    @property
+    def fetched(self) -> int:
+        """Rows of keys that a rank fetches from others, as the program's collectives say it."""
+        if self.placed == "balanced":
+            return sum(self.traffic(self.ranks))
+        both = itertools.chain(self.sends(-1), self.sends(1))
+        return sum(send.rows for send in both if not send.is_local)
+
+    def traffic(self, ranks_per_host: int) -> tuple[int, int]:
+        """Rows of keys that a rank fetches from its own host, and from others, each at most."""
+        if self.placed == "balanced":
+            of_rank = self.chunks * (self.before + self.after)
+            return (ranks_per_host - 1) * of_rank, (self.ranks - ranks_per_host) * of_rank
+        rows = np.zeros((2, self.ranks), int)
+        for send in itertools.chain(self.sends(-1), self.sends(1)):
+            for source, target in send.pairs:
+                if source != target:
+                    other = source // ranks_per_host != target // ranks_per_host
+                    rows[int(other), target] += send.rows
+        inside, between = rows.max(axis=1)
+        return int(inside), int(between)

@@ -1,0 +1,368 @@
+"""Windows under context parallelism: ranks fetch halos, and results equal one device's.
+
+Guards against a key that a row reads and no rank fetched, a gradient that does not travel back, and
+bytes that no rank reads.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import packax
+import pytest
+from context import (
+    BATCH,
+    CONTEXT,
+    DIM,
+    KV_HEADS,
+    LENGTH,
+    ROWS,
+    assert_same,
+    collectives,
+    mesh_of,
+    tensors,
+)
+from context import results as all_results
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from packax._src.context.halo import Halo
+from tiers import some
+
+DOCUMENTS = packax.documents(ROWS)
+CAUSAL = packax.causal()
+window, chunked = packax.sliding_window, packax.chunked
+UNION = (CAUSAL & chunked(64)) | window(30)
+
+
+@functools.cache
+def plan_of(kind, ranks, chunk=None):
+    more = {} if chunk is None else {"chunk": chunk}
+    return kind and packax.context_plan(CAUSAL & DOCUMENTS, ranks=ranks, kind=kind, **more)
+
+
+def moved(plan, rows, dlse):
+    return rows if plan is None else plan.permute(rows), dlse if plan is None else plan.permute(
+        dlse, 2
+    )
+
+
+def in_order(plan, got):
+    if plan is None:
+        return got
+    return [plan.unpermute(x, 2 if n == 1 else 1) for n, x in enumerate(got)]
+
+
+@pytest.mark.parametrize("chunk", [6, 8, 16])
+def test_reach(chunk):
+    """Of every row of every chunk, by the dense array; and that no more rows need the halo."""
+    index = np.arange(48)
+    expressions = [
+        window(5), window(0), window(3, 4), window(100), window(5, offset=2), window(5, offset=-3),
+        CAUSAL & chunked(4), CAUSAL & chunked(12), chunked(5), chunked(8, offset=4), chunked(64),
+        chunked(3, offset=-7), chunked(8, offset=np.array([1, -5])), CAUSAL & window(9, 9), UNION,
+        CAUSAL & packax.causal(offset=3) & window(7, 7), window(7) | chunked(6),
+        window(2, 9) & chunked(9),
+        packax.masks.ranges(index - 3, index + 9) & window(6, None) & window(None, 2),
+        packax.documents(index // 7) & window(4, 4), window(None, 3) & chunked(8),
+    ]  # fmt: skip
+    first = index - index % chunk
+    for expression in expressions:
+        allowed = expression.as_array(48, 48)
+        allowed = allowed.reshape(-1, 48, 48).any(0)
+        before, after = expression.reach(chunk)
+        assert before is not None and after is not None
+        low = np.where(allowed, index[None], 99).min(1)
+        high = np.where(allowed, index[None], -1).max(1)
+        assert (first - low <= before).all(), expression
+        assert (high - (first + chunk - 1) <= after).all(), expression
+        assert ((low >= first) | (index - first < before)).all(), expression
+
+
+def test_no_reach():
+    index = np.arange(8)
+    positions = packax.documents(index // 4, positions=index % 4)
+    for expression in (
+        CAUSAL, packax.full(), window(3, None), window(None, 3), positions & window(3),
+        packax.prefix(2) | window(3), packax.masks.ranges(index, index + 1),
+        window(2, offset=jnp.int32(1)), packax.masks.spans(index // 2, window(3)),
+        packax.masks.block_sparse(np.ones((1, 1), bool), 8) & window(3),
+        packax.masks.tree(index // 4, np.array([-1, 0])) & window(3),
+    ):  # fmt: skip
+        assert None in expression.reach(4), expression
+
+
+CASES = [  # expression, plan, chunk, ranks, keys of halos before and behind each chunk, or None
+    (window(100) & DOCUMENTS, None, None, 4, (128, 0)),
+    (window(150) & DOCUMENTS, "zigzag", None, 4, (256, 0)),
+    (window(100) & DOCUMENTS, "balanced", 256, 2, (128, 0)),
+    (CAUSAL & chunked(96) & DOCUMENTS, None, None, 8, (128, 0)),
+    (CAUSAL & chunked(128) & DOCUMENTS, "zigzag", None, 4, (0, 0)),
+    (window(200, 30), None, None, 8, (256, 128)),
+    (window(200, 30), "zigzag", None, 4, None),  # no fewer rows than all
+    (window(60, 60) & DOCUMENTS, None, None, 2, (128, 128)),
+    (window(5, 70) & DOCUMENTS, "balanced", 512, 2, (128, 128)),
+    (UNION & DOCUMENTS, "zigzag", None, 2, (128, 0)),
+    (window(100), "balanced", None, 4, None),  # chunks of 128
+    (window(700), "zigzag", None, 2, None),
+    (packax.documents(ROWS, positions=np.arange(LENGTH)) & window(50), None, None, 2, None),
+    (packax.masks.block_sparse(np.ones((8, 8), bool), 128) & window(50), None, None, 2, None),
+]
+
+
+@pytest.mark.parametrize("case", some(range(len(CASES)), 0, 1, 2, 5))
+def test_equals_one_device_and_moves_halos_alone(case):
+    """The bytes of the compiled program are those of the formula, forward and backward."""
+    expression, kind, chunk, ranks, halo = CASES[case]
+    plan = plan_of(kind, ranks, chunk)
+    lengths = {"q_len": LENGTH, "kv_len": LENGTH}
+    expected = jax.jit(all_results)(*tensors(), packax.create_attention_mask(expression, **lengths))
+    mesh = mesh_of(ranks, axes=("context",))
+    *rows, dlse = tensors()
+    rows, dlse = moved(plan, rows, dlse)
+    specs = (*[P(None, "context")] * 4, P(None, None, "context"))
+    function = functools.partial(all_results, gather_head_groups=1)
+    with jax.set_mesh(mesh):
+        mask = packax.create_attention_mask(expression, sharding=CONTEXT, plan=plan, **lengths)
+        placed = [
+            jax.device_put(x, NamedSharding(mesh, spec))
+            for x, spec in zip((*rows, dlse), specs, strict=True)
+        ]
+        compiled = jax.jit(function).lower(*placed, mask).compile()
+        got = in_order(plan, jax.block_until_ready(compiled(*placed, mask)))
+    assert_same(got, expected)
+    every = LENGTH - LENGTH // ranks
+    if halo is None:
+        assert mask.halo is None and mask.private_part is None and mask.fetched == every
+        return
+    assert mask.halo is not None and tuple(mask.halo)[3:5] == halo
+    assert mask.fetched < every and (
+        not mask.fetched or f"fetches {mask.fetched} keys" in repr(mask)
+    )
+    found = collectives(compiled.as_text())
+    bytes_of = {what: sum(n for name, n in found if name == what) for what, _ in found}
+    of_row = BATCH * KV_HEADS * 2 * DIM  # keys and values
+    # Forward and backward; the CPU compilers of older jax fetch once for both.
+    again = 2 if jax.__version_info__ >= (0, 11) else 1
+    if kind == "balanced":
+        own = mask.fetched // (ranks - 1)
+        assert set(bytes_of) == {"all-gather", "reduce-scatter"}
+        assert bytes_of["all-gather"] in [n * (mask.fetched + own) * of_row for n in (again, 2)]
+        assert bytes_of["reduce-scatter"] == own * of_row
+    elif mask.fetched:  # and gradients back
+        assert set(bytes_of) == {"collective-permute"}
+        moved_rows = bytes_of["collective-permute"] // of_row
+        assert moved_rows in [n * mask.fetched for n in (again + 1, 3)]
+    else:
+        assert not bytes_of
+
+
+def structures(number):
+    """Random meshes, plans, windows and heads, of which each is one program, for several rows."""
+    rng = np.random.default_rng(38)
+    made = []
+    while len(made) < number:
+        ranks = int(rng.choice([2, 4, 8]))
+        kind = [None, "zigzag", "balanced", "balanced"][rng.integers(4)]
+        length = 256 * ranks * int(rng.integers(1, 4))
+        chunk = None
+        if kind == "balanced":
+            sizes = [n for n in range(128, length // ranks + 1, 128) if length % (n * ranks) == 0]
+            chunk = int(rng.choice(sizes))
+        elif kind is None and rng.random() < 0.3:
+            length -= 8 * ranks  # no whole tiles
+        left, right = (int(2 ** rng.uniform(0, np.log2(length / 2))) for _ in range(2))
+        right = right // 4 if rng.random() < 0.4 else 0
+        size = int(rng.choice([32, 96, 128, 256]))
+        expression = [
+            window(left, right),
+            window(left, right) & CAUSAL,
+            chunked(size) & CAUSAL,
+            (CAUSAL & chunked(size)) | window(left, right),
+            window(left, right, offset=int(rng.integers(-40, 40))),
+        ][rng.integers(5)]
+        rows = chunk or length // (2 * ranks if kind == "zigzag" else ranks)
+        if Halo.of(expression, kind or "in order", ranks, length, rows) is not None:
+            made.append((ranks, kind, length, chunk, expression, rng.random() < 0.8))
+    return [(n, *x) for n, x in enumerate(made)]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("structure", structures(40), ids=str)
+def test_random_masks_plans_and_chunks(structure):
+    """Eight rows each: padding anywhere, ids that come back, documents of any length."""
+    seed, ranks, kind, length, chunk, interval, with_documents = structure
+    rng = np.random.default_rng(seed)
+    heads, kv_heads = [(2, 1), (4, 2), (2, 2)][seed % 3]
+    mesh = mesh_of(ranks, axes=("context",))
+    lengths = {"q_len": length, "kv_len": length}
+
+    def expression_of(ids):
+        return interval & packax.documents(ids) if with_documents else interval
+
+    @jax.jit
+    def alone(ids, *inputs):
+        return all_results(*inputs, packax.create_attention_mask(expression_of(ids), **lengths))
+
+    @jax.jit
+    def sharded(ids, plan, *inputs):
+        *rows, dlse = inputs
+        rows, dlse = moved(plan, rows, dlse)
+        mask = packax.create_attention_mask(
+            expression_of(ids), sharding=CONTEXT, plan=plan, **lengths
+        )
+        assert mask.halo is not None
+        return in_order(plan, all_results(*rows, dlse, mask))
+
+    for _ in range(8):
+        cuts = np.sort(rng.integers(0, length, rng.integers(0, 12)))
+        names = rng.integers(-1, 6, len(cuts) + 1)
+        ids = np.repeat(names, np.diff([0, *cuts, length])).astype(np.int32)[None]
+        inputs = tensors(
+            heads=heads, kv_heads=kv_heads, batch=1, length=length, seed=int(rng.integers(2**31))
+        )
+        expected = alone(ids, *inputs)
+        more = {} if chunk is None else {"chunk": chunk}
+        plan = kind and packax.context_plan(
+            CAUSAL & packax.documents(ids), ranks=ranks, kind=kind, **more
+        )
+        with jax.set_mesh(mesh):
+            got = jax.block_until_ready(sharded(ids, plan, *inputs))
+        assert_same(got, expected)
+
+
+def test_traffic():
+    """Ranks 1 and 2 of four have a neighbour on each host."""
+    expression = window(100) & packax.documents(np.zeros(4096, np.int32))
+    zigzag = packax.context_plan(expression, ranks=4, kind="zigzag")
+    assert zigzag.traffic(2, 10, expression) == {"inside": 1280, "between": 1280}
+    assert zigzag.traffic(4, 10, expression) == {"inside": 2560, "between": 0}
+    assert zigzag.traffic(2, 10, CAUSAL) == zigzag.traffic(2, 10)
+    balanced = packax.context_plan(expression, ranks=4, chunk=256)
+    assert balanced.traffic(2, 10, expression) == {"inside": 5120, "between": 10240}
+    with pytest.raises(ValueError, match="expression must be a mask expression, but is"):
+        zigzag.traffic(2, 10, "window")
+
+
+def test_stacks():
+    """A layer picks its mask, not what it fetches: windows with other layers gather all keys."""
+
+    def stacked():
+        build = functools.partial(packax.create_attention_mask, sharding=CONTEXT)
+        masks = [build(x & DOCUMENTS) for x in (window(100), window(70), CAUSAL)]
+        alike = packax.masks.stack_masks(masks[:2])[1]
+        assert alike.halo == masks[0].halo and alike.fetched == 128
+        assert len(alike.shared_parts) == 1
+        for mask in packax.masks.stack_masks(masks)[0], packax.masks.stack_masks(masks[::2])[0]:
+            assert mask.halo is None and mask.private_part is None
+            assert mask.fetched == LENGTH // 2
+
+    with jax.set_mesh(mesh_of(2, axes=("context",))):
+        jax.eval_shape(stacked)
+
+
+def test_what_reads_all_keys():
+    """An array as a bias, and dropout, count keys in the order of the sequence."""
+    query, key, value, *_ = tensors()
+    with jax.set_mesh(mesh_of(2, axes=("context",))):
+        mask = packax.create_attention_mask(window(100) & DOCUMENTS, sharding=CONTEXT)
+        for more, gathers in (
+            ({}, False),
+            ({"bias": jnp.zeros((1, 1, 1, LENGTH))}, True),
+            ({"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}, True),
+        ):
+            function = functools.partial(packax.flash_attention, **more)
+            text = str(jax.make_jaxpr(function)(query, key, value, mask))
+            assert ("all_gather" in text) == gathers != ("ppermute" in text)
+
+
+EXPLICIT = P(None, ("fsdp", "context"), "tensor")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("inside", [None, True, False], ids=["explicit", "inside", "outside"])
+def test_types_and_shard_maps(inside):
+    """Axes of Explicit type; or a shard_map of the caller's, with the mask made in there or not."""
+    sharding = packax.AttentionSharding(query=EXPLICIT, key_value=EXPLICIT)
+    plan = jax.tree.map(jnp.asarray, plan_of("balanced", 2, 256))
+    expression = window(100) & DOCUMENTS
+    expected = jax.jit(all_results)(*tensors(), packax.create_attention_mask(expression))
+    specs = (*[EXPLICIT] * 4, P(None, "tensor", ("fsdp", "context")))
+    *rows, dlse = tensors()
+    rows, dlse = moved(plan, rows, dlse)
+    mesh = mesh_of(1, 1, 2, 2, kind="Auto" if inside is not None else "Explicit")
+
+    def attend(ids_or_mask, plan, *inputs):
+        mask = ids_or_mask
+        if not isinstance(mask, packax.AttentionMask):
+            expression = window(100) & packax.documents(mask)
+            mask = packax.create_attention_mask(expression, sharding=sharding, plan=plan)
+        assert mask.halo is not None
+        return all_results(*inputs, mask)
+
+    with jax.set_mesh(mesh):
+        first, first_specs = jnp.asarray(ROWS), P()
+        if inside is False:
+            first = packax.create_attention_mask(expression, sharding=sharding, plan=plan)
+            first_specs = sharding.mask_specs(first)
+        placed = [
+            jax.device_put(x, NamedSharding(mesh, spec))
+            for x, spec in zip((*rows, dlse), specs, strict=True)
+        ]
+        function = attend
+        if inside is not None:
+            function = jax.shard_map(
+                attend,
+                in_specs=(first_specs, jax.tree.map(lambda _: P(), plan), *specs),
+                out_specs=(specs[0], specs[4], *specs[1:4]),
+            )
+        got = jax.block_until_ready(jax.jit(function)(first, plan, *placed))
+        got = in_order(plan, [np.asarray(x) for x in got])
+    assert_same(got, expected)
+
+
+@pytest.mark.exhaustive
+def test_forward_mode_and_second_derivatives():
+    query, key, value, dout, _ = tensors()
+    along = tensors(seed=1)[:3]
+    expression = window(100) & DOCUMENTS
+
+    def derivatives(x, u, dout, mask):
+        def attend(x):
+            return packax.flash_attention(*x, mask)
+
+        def gradient(x):
+            return jax.grad(lambda x: jnp.sum(jnp.sin(attend(x)) * dout))(x)
+
+        return jax.jvp(attend, (x,), (u,))[1], jax.jvp(gradient, (x,), (u,))[1]
+
+    x = (query, key, value)
+    expected = jax.jit(derivatives)(x, along, dout, packax.create_attention_mask(expression))
+    with jax.set_mesh(mesh_of(2, axes=("context",))):
+        mask = packax.create_attention_mask(expression, sharding=CONTEXT)
+        assert mask.halo is not None
+        got = jax.block_until_ready(jax.jit(derivatives)(x, along, dout, mask))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
+
+
+@pytest.mark.exhaustive
+def test_bfloat16_meets_the_rule_of_the_oracle():
+    """Gradients of halos are added in bfloat16."""
+    *rows, dlse = inputs = tensors(jnp.bfloat16, batch=1)
+    expression, plan = window(100, 60), None
+    lengths = {"q_len": LENGTH, "kv_len": LENGTH}
+    with jax.set_mesh(mesh_of(2, axes=("context",))):
+        mask = packax.create_attention_mask(expression, sharding=CONTEXT, plan=plan, **lengths)
+        assert mask.halo is not None
+        rows, dlse = moved(plan, rows, dlse)
+        got = in_order(plan, jax.block_until_ready(jax.jit(all_results)(*rows, dlse, mask)))
+    query, key, value, dout, dlse = inputs
+    allowed = expression.as_array(LENGTH, LENGTH)
+    scale = query.shape[3] ** -0.5
+    true = oracle.exact(query, key, value, allowed, scale, dout, dlse)
+    plain = oracle.plain(query, key, value, allowed, scale, dout, dlse)
+    oracle.check(oracle.Results(*got), true, plain)
