@@ -16,7 +16,8 @@ values of other ranks that a rank gathers in one pass (the backward also returns
 output and gradient is compared with one GPU's before it is timed; a wrong one is not timed and
 makes the program exit 1.
 --cases times every plan on other rows: 128k and 512k tokens, 12 documents, or lengths drawn from a
-log-normal distribution with mean 500, 2000 or 8000 ("all", or names such as "mean2000_128k").
+log-normal distribution with mean 500, 2000 or 8000, and windows of 128 to 4096 keys ("all", or
+names such as "mean2000_128k" or "window512_128k").
 --hosts times every plan, and local plans of two levels and of one, on a mesh of hosts and GPUs: it
 divides the devices of this process, in order, among that many hosts.
 --groups times the balanced plan with these groups of heads instead of the schemes; --profile lists
@@ -63,11 +64,15 @@ LIMIT = 1e-2  # ‖x - one GPU's‖ / ‖one GPU's‖ in bfloat16
 HIDE = {"xla_gpu_enable_latency_hiding_scheduler": True}
 
 
+def expression_of(case: Case) -> Any:
+    interval = packax.sliding_window(case.window - 1) if case.window else packax.causal()
+    return interval & packax.documents(case.segment_ids())
+
+
 def plan_of(case: Case, name: str | None, ranks: Any) -> packax.context.ContextPlan | None:
     if name is None:
         return None
-    expression = packax.causal() & packax.documents(case.segment_ids())
-    return packax.context_plan(expression, ranks=ranks, kind=name)
+    return packax.context_plan(expression_of(case), ranks=ranks, kind=name)
 
 
 class Distributed:
@@ -81,8 +86,10 @@ class Distributed:
         self.plan = plan_of(case, scheme.plan, levels_of(mesh) if local else mesh.size)
         rows = rows_of(mesh)
         sharding = packax.AttentionSharding(query=rows, key_value=rows, mesh=mesh)
-        expression = packax.causal() & packax.documents(case.segment_ids())
-        self.mask = packax.create_attention_mask(expression, sharding=sharding, plan=self.plan)
+        self.mask = packax.create_attention_mask(
+            expression_of(case), sharding=sharding, plan=self.plan
+        )
+        self.all_keys = scheme.kvax
         self.sharding = NamedSharding(mesh, rows)
         options = HIDE if scheme.scheduler and jax.default_backend() == "gpu" else None
         jit = functools.partial(jax.jit, compiler_options=options)
@@ -127,7 +134,7 @@ class Distributed:
         """MiB of keys and values."""
         _, key, value, _ = inputs
         ranks = self.sharding.mesh.size
-        rows = key.shape[1] // ranks * (ranks - 1) if self.plan is None else self.plan.fetched
+        rows = key.shape[1] // ranks * (ranks - 1) if self.all_keys else self.mask.fetched
         return round((key.nbytes + value.nbytes) / key.shape[1] * rows / 2**20, 1)
 
     def memory(self, inputs: Arrays) -> dict[str, float]:
@@ -149,6 +156,8 @@ class Share:
         self.rows = np.asarray(plan.index())[0, rank * own : (rank + 1) * own]
         starts = np.repeat(np.cumsum([0, *case.lengths[:-1]]), case.lengths)
         lo, hi = starts[self.rows], self.rows + 1
+        if case.window:
+            lo = np.maximum(lo, hi - case.window)
         self.area = float(np.sum(hi - lo))  # attended pairs
         self.device = jax.devices()[rank]
         mask = packax.create_attention_mask(packax.masks.ranges(lo, hi), kv_len=case.seq)
@@ -222,7 +231,7 @@ def inputs_of(case: Case) -> Arrays:
 def reference_of(case: Case, inputs: Arrays) -> dict[str, np.ndarray]:
     """Output and gradients of one GPU, copied to the host; benchmarks/attention.py compares them
     with float32."""
-    mask = packax.create_attention_mask(packax.causal() & packax.documents(case.segment_ids()))
+    mask = packax.create_attention_mask(expression_of(case))
 
     @jax.jit
     def both(query, key, value, dout, mask):
@@ -278,7 +287,8 @@ def run_case(
     case: Case, schemes: tuple[Scheme, ...], mesh: Any, rounds: int, profiled: bool
 ) -> tuple[dict[str, Any], str]:
     """The measurements of one row on the mesh, and the kernels that ran, if requested."""
-    say(f"{case.name}: {case.documents} documents in {case.seq} tokens")
+    window = f", windows of {case.window}" if case.window else ""
+    say(f"{case.name}: {case.documents} documents in {case.seq} tokens{window}")
     report: dict[str, Any] = {"case": dataclasses.asdict(case) | {"split": ()}, "schemes": {}}
     inputs, count = inputs_of(case), mesh.size
     reference = reference_of(case, inputs)
@@ -383,9 +393,11 @@ def main() -> int:
     print(f"\n{count} devices; {report['seconds']} s; wrote {path}")
     wrong = []
     for case in cases:
+        window = f"windows of {case.window}, " if case.window else ""
         print(
-            f"\n{case.documents} documents in {case.seq} tokens, {case.heads}/{case.kv_heads} "
-            f"heads, head dim {case.head_dim}\n\n{table(found[case.name])}"
+            f"\n{window}{case.documents} documents in {case.seq} tokens, "
+            f"{case.heads}/{case.kv_heads} heads, "
+            f"head dim {case.head_dim}\n\n{table(found[case.name])}"
         )
         rows = found[case.name]["schemes"].items()
         wrong += [f"{case.name} {name}" for name, row in rows if row["wrong"]]

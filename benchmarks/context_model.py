@@ -1,6 +1,7 @@
 """What plans of context parallelism should cost on GPUs, by the model below; needs no GPU.
 
     python benchmarks/context_model.py [--packings 100] [--lengths 131072] [--out DIR]
+    python benchmarks/context_model.py --windows [--out DIR]
 
 The model, for 32/8 heads of 128 in bfloat16 on H200s: attention at 640 TFLOP/s forward and 560
 backward, scaled by the tiles that a plan makes the kernels visit; 330 GB/s for keys gathered inside
@@ -21,6 +22,11 @@ lognormal lengths (sigma 1.2) and of the standard library's sources, it lists th
 loaded rank, the shared fraction of a rank's rows, and efficiency, without a plan, with zigzag,
 balanced and local, and beyond one host also with local plans of one level. Writes
 context_model.json into --out (default: $OUT, else benchmarks/results).
+
+--windows: one document under windows of 128 to 4096 keys, on 4 to 64 ranks, by plan: with halos, as
+packax moves them, and with all keys gathered. Rows that need halos are attended behind the others,
+and their keys are copied once. The latency of a collective is left out. Writes
+context_windows.json.
 """
 
 from __future__ import annotations
@@ -210,6 +216,55 @@ def predict(
     return found
 
 
+def of_window(length: int, window: int, ranks: int, kind: str, halos: bool) -> dict[str, float]:
+    """As `predict`, of one document; and MiB that a rank fetches."""
+    plan = planned([length], length, (ranks,), kind)
+    assert plan is not None
+    hi = np.arange(length) + 1
+    lo = np.maximum(hi - window, 0)
+    halo = plan.halo(packax.sliding_window(window - 1)) if halos else None
+    area, works = work(lo, hi, plan, ranks)
+    rows, sent = length - length // ranks, travel(plan, length, ranks)
+    together = False
+    if halo is not None:
+        share = halo.rows / halo.chunk
+        works = [works[1] * (1 - share), works[1] * share]
+        inside, between = halo.traffic(min(ranks, HOST))
+        wire = max(inside * ROW / INSIDE, between * ROW / BETWEEN)
+        rows, together = halo.fetched, True
+        sent = [(halo.chunks * halo.edge.keys, wire)]
+    pairs = area.sum() / visited(lo, hi, TILE)
+    found = {"MiB": rows * ROW / 2**20}
+    for what, rate in RATE.items():
+        speed = rate / FLOPS[what] / pairs
+        times = [
+            seconds(what, [x[rank] / speed for x in works], sent, [ranks], [together])
+            for rank in range(ranks)
+        ]
+        found[what] = area.mean() * FLOPS[what] / rate / max(times)
+    return found
+
+
+def windows(path: Path) -> None:
+    """The table of all."""
+    rows = []
+    for length in (131072, 524288):
+        for window in (128, 512, 1024, 4096):
+            for ranks in (4, 8, 16, 32, 64):
+                row: dict[str, Any] = {"length": length, "window": window, "ranks": ranks}
+                for kind in ("zigzag", "balanced"):
+                    for name, halos in (("halos", True), ("all", False)):
+                        found = of_window(length, window, ranks, kind, halos)
+                        row[f"{kind}, {name}"] = {k: round(x, 4) for k, x in found.items()}
+                rows.append(row)
+                print(f"{length >> 10}k, window {window}, {ranks} ranks: " + "; ".join(
+                    f"{name} {x['MiB']:.0f} MiB {x['fwd']:.0%} / {x['bwd']:.0%}"
+                    for name, x in row.items() if isinstance(x, dict)
+                ))  # fmt: skip
+    write_json(path, {"rows": rows})
+    print(f"wrote {path}")
+
+
 def limit(sizes: list[int], length: int, ranks: int) -> dict[str, float]:
     """The largest efficiency of any plan that gathers whole documents, by hosts and inside."""
     tokens = np.array(sizes)
@@ -254,8 +309,13 @@ def main() -> int:
     parser.add_argument("--lengths", default="32768,131072,524288,1048576")
     parser.add_argument("--ranks", default="4,8,16,32,64")
     parser.add_argument("--means", default=",".join(map(str, MEANS)))
+    parser.add_argument("--windows", action="store_true", help="windows, in place of documents")
     parser.add_argument("--out", type=Path, default=default_out())
     arguments = parser.parse_args()
+    if arguments.windows:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        windows(arguments.out / "context_windows.json")
+        return 0
     lengths, ranks_of, means = (
         [int(x) for x in getattr(arguments, name).split(",") if x]
         for name in ("lengths", "ranks", "means")

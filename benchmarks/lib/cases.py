@@ -22,6 +22,7 @@ class Case:
     v_dim: int = 0  # of values and output; 0: head_dim
     split: tuple[int, ...] = ()  # the documents' lengths, if they are not drawn
     group: str = "board"
+    window: int = 0  # keys that a row attends at most; 0: all of its document before it
 
     @property
     def value_dim(self) -> int:
@@ -34,7 +35,8 @@ class Case:
     @property
     def area(self) -> int:
         """Attended (query, key) pairs of one head, whole batch: causal inside every document."""
-        return self.batch * sum(n * (n + 1) // 2 for n in self.lengths)
+        short = ((n, min(n, self.window or n)) for n in self.lengths)
+        return self.batch * sum(w * (w + 1) // 2 + (n - w) * w for n, w in short)
 
     @property
     def forward_flops(self) -> float:

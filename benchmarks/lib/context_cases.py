@@ -33,5 +33,15 @@ def _rows(totals: tuple[int, ...], means: tuple[int, ...], *heads: int) -> tuple
     return tuple(found)
 
 
+def _windows(totals: tuple[int, ...], sizes: tuple[int, ...], *heads: int) -> tuple[Case, ...]:
+    """Of every length and window, with 12 documents."""
+    return tuple(
+        Case(f"window{size}_{total >> 10}k", 1, total, *heads, 12, window=size)
+        for total in totals
+        for size in sizes
+    )
+
+
 CASES = _rows((131072, 524288), MEANS, 32, 8, 128)
-QUICK_CASES = _rows((1024, 2048), (40, 300), 8, 8, 16)
+CASES += _windows((131072, 524288), (128, 512, 1024, 4096), 32, 8, 128)
+QUICK_CASES = _rows((1024, 2048), (40, 300), 8, 8, 16) + _windows((1024,), (100,), 8, 8, 16)
