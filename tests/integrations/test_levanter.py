@@ -222,7 +222,7 @@ def test_layers(name, rows_first):
         np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5)
 
 
-def causal_layers(dim=8, length=64):
+def causal_layers(dim=8, length=64, function=levanter.dot_product_attention):
     """Values are the unit vectors, so that the output is the weights themselves."""
     hax = pytest.importorskip("haliax")
     module = pytest.importorskip("levanter.layers.attention")
@@ -232,9 +232,7 @@ def causal_layers(dim=8, length=64):
     args = named(0, B, Q, H, D), named(1, B, K, H, D), value
     options = {"mask": module.AttentionMask.causal()}
     return lambda **more: (
-        levanter.dot_product_attention(
-            "position", "key_position", "dim", *args, **(options | more)
-        ).array
+        function("position", "key_position", "dim", *args, **(options | more)).array
     )
 
 
@@ -281,3 +279,48 @@ def test_layers_that_fall_back_say_so_once(reason, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         attend(**options)
+
+
+def runs_packax(function, *args):
+    """Traced anew, whatever jax keeps of the same function."""
+    return jaxprs.count("packax_forward", lambda *x: function(*x), *args) > 0
+
+
+@pytest.mark.exhaustive
+def test_install(monkeypatch):
+    """By name in both attentions, and where nothing is named if asked for."""
+    core = pytest.importorskip("levanter.grug.attention")
+    module = pytest.importorskip("levanter.layers.attention")
+    layers = causal_layers(
+        function=lambda *args, **more: module.dot_product_attention(*args, **more)
+    )
+
+    def grug(**options):
+        mask = core.AttentionMask.causal()
+        return runs_packax(lambda *x: core.attention(*x, mask, **options), *tensors())
+
+    try:
+        levanter.install()
+        levanter.install()  # again: nothing is wrapped twice
+        assert not hasattr(core.attention.by_levanter, "by_levanter")
+        backend = module.AttentionBackend("packax")
+        assert backend is module.AttentionBackend.PACKAX and str(backend) == "packax"
+        for option in (backend, "packax"):
+            assert runs_packax(lambda option=option: layers(attn_backend=option))
+        assert grug(implementation="packax")
+        assert not grug(implementation="reference") and not grug()
+        assert not runs_packax(layers)
+        with pytest.raises(ValueError, match="use_flash is False, but attn_backend is packax"):
+            layers(attn_backend=backend, use_flash=False)
+        levanter.install(default=True)
+        assert not grug() and not runs_packax(layers)  # on the CPU
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        assert grug() and runs_packax(layers) and not grug(implementation="reference")
+        monkeypatch.undo()
+        levanter.install(default="everywhere")
+        assert grug() and runs_packax(layers)
+        assert not runs_packax(lambda: layers(attn_backend=module.AttentionBackend.VANILLA))
+        with pytest.raises(ValueError, match='default must be False, True or "everywhere"'):
+            levanter.install(default="gpu")
+    finally:
+        levanter.install()
