@@ -7,6 +7,7 @@ attends nothing, an array expanded over the axes it does not have.
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import additive_masks
@@ -60,7 +61,7 @@ def check(case, bias, dtype=jnp.float32, *, soft_cap=None, dims=(16, 16)):
     return got, true
 
 
-@pytest.mark.parametrize("shape", some(((shape,) for shape in SHAPES), 0, 2, 4, 5, 7))
+@pytest.mark.parametrize("shape", some(((shape,) for shape in SHAPES), 0, 4, 7))
 def test_every_shape(shape):
     check(SMALL, drawn(shape, SMALL.kv_len))
 
@@ -117,15 +118,17 @@ HIDDEN = {
         ["float32", "bfloat16", "float16"],
     ),
 )
-def test_additive_masks(of_case, dtype):
-    """Of every kind in every size, also on all keys that a row has. Queries times 0: the softmax of
-    equal logits, which plain attention has exactly."""
+@pytest.mark.parametrize("every", some([False, True], 0))
+def test_additive_masks(of_case, dtype, every):
+    """Of every kind and of every size, all pairs exhaustively, also on all keys that a row has.
+    Queries times 0: the softmax of equal logits, which plain attention has exactly."""
     name, axes, times = of_case
     case = HIDDEN[name]
     arrays, dout, dlse = score_checks.arrays_of(case, dtype, bias=None)
     arrays["query"] *= times
     check = additive_masks.checker(of(case), case.allowed())
-    for where, bias in additive_masks.biases((*axes, case.kv_len), dtype):
+    biases = additive_masks.biases((*axes, case.kv_len), dtype)
+    for where, bias in biases if every else itertools.islice(biases, 1, None, 5):
         check(arrays | {"bias": bias}, dout, dlse, where)
 
 
@@ -271,12 +274,16 @@ def test_second_derivatives_and_forward_mode():
         arrays = {"query": query, "key": key, "value": value, "scale": jnp.float32(8**-0.5)}
         return jnp.sin(score_oracle.dense(arrays | {"bias": bias}, allowed)[0]).sum()
 
-    for way in (
-        lambda f: jax.jvp(f, (bias,), (direction,))[1],
-        lambda f: jax.jvp(jax.grad(f), (bias,), (direction,))[1],
-        lambda f: jax.grad(lambda x: (jax.grad(f)(x) * direction).sum())(bias),
-    ):
-        np.testing.assert_allclose(way(ours), way(plain), atol=2e-5)
+    @functools.partial(jax.jit, static_argnums=0)
+    def derivatives(f):
+        return (
+            jax.jvp(f, (bias,), (direction,))[1],
+            jax.jvp(jax.grad(f), (bias,), (direction,))[1],
+            jax.grad(lambda x: (jax.grad(f)(x) * direction).sum())(bias),
+        )
+
+    for got, want in zip(derivatives(ours), derivatives(plain), strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-5)
 
 
 @pytest.mark.parametrize("mapped", [True, False])

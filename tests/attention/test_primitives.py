@@ -102,7 +102,7 @@ def test_batching_of_blocks(axes):
 
 @pytest.mark.parametrize(
     "what,mask_batch",
-    some([("all", 1), ("query", 1), ("query", 2), ("mask", 2), ("values and ids", 1)], 2, 4),
+    some([("all", 1), ("query", 1), ("query", 2), ("mask", 2), ("values and ids", 1)], 4),
 )
 def test_batching_of_attention(what, mask_batch):
     """Any mixture of mapped and unmapped operands, forward and backward."""

@@ -61,7 +61,7 @@ def check(seed, joined, dtype):
     ),
 )
 def test_against_the_oracle(joined, dtype):
-    for seed in range(4):
+    for seed in range(2):
         check(seed, joined, dtype)
 
 

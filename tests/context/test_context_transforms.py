@@ -58,7 +58,9 @@ PARTIAL_HANGS = pytest.mark.skipif(
         pytest.param(AXES, True, True, marks=pytest.mark.exhaustive),
         pytest.param(AXES, False, False, marks=pytest.mark.exhaustive),
         pytest.param(("context",), True, True, marks=PARTIAL_HANGS),
-        pytest.param(("data", "fsdp", "tensor"), False, True, marks=PARTIAL_HANGS),
+        pytest.param(
+            ("data", "fsdp", "tensor"), False, True, marks=[PARTIAL_HANGS, pytest.mark.exhaustive]
+        ),
     ],
 )
 def test_inside_a_shard_map(names, inside, check_vma):

@@ -76,7 +76,7 @@ def test_results_are_those_of_one_device(joined, sizes, kind, plan, batch):
         x = [jax.device_put(y, NamedSharding(mesh, s)) for y, s in zip(x, specs, strict=True)]
         got = jax.block_until_ready(run(expression, plan, *x))
         if plan is not None:
-            got = [plan.unpermute(y, 2 if n == 1 else 1) for n, y in enumerate(got)]
+            got = [plan.unpermute(np.asarray(y), 2 if n == 1 else 1) for n, y in enumerate(got)]
     assert_same(got, one_device(joined, batch))
 
 
