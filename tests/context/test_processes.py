@@ -20,6 +20,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from paths import ROOT
+from tiers import some
 from xla_flags import of_devices
 
 FIRST_PORT = 65536 - 2**12  # jax makes a port of a job's number: this and the number modulo 4096
@@ -90,7 +91,7 @@ def alone():
 
 
 @pytest.mark.parametrize(
-    ("number", "launcher"), [(2, open_mpi), (4, slurm)], ids=["2, Open MPI", "4, Slurm"]
+    ("number", "launcher"), some([(2, open_mpi), (4, slurm)], 0), ids=["2, Open MPI", "4, Slurm"]
 )
 def test_equals_one_process(number, launcher, alone, tmp_path):
     job = free_job()
@@ -109,10 +110,10 @@ def test_equals_one_process(number, launcher, alone, tmp_path):
         first = 2 * (process // (number // 2))
         assert got["rows"].tolist() == [first, first + 1]
         refused = str(got["refused"])
-        if number == 4:  # context spans two processes each
-            assert re.search("processes 0 and 1 hold the same part.*local_rows", refused), refused
+        assert re.search("processes 0 and 1 hold the same part.*local_rows", refused), refused
 
 
+@pytest.mark.exhaustive
 def test_the_example_by_two_commands(tmp_path):
     pytest.importorskip("optax")
     pytest.importorskip("tqdm")

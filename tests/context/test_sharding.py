@@ -223,12 +223,13 @@ def test_vmap_with_a_batch_that_is_sharded_in_its_type(shared):
     with x64(True), jax.set_mesh(mesh) if hasattr(jax, "set_mesh") else jax.sharding.use_mesh(mesh):
         tensors = tuple(x.astype(jnp.float64) for x in (QUERY, KEY, VALUE))
         args = *tensors, jnp.asarray(IDS)
-        both = jax.value_and_grad(loss)
+        both = jax.jit(jax.value_and_grad(loss))
         want = [both(float(f), *args) for f in (1, 2, 3)]
-        got = jax.vmap(lambda f: both(f, *map(put, args)))(jnp.arange(1.0, 4))
+        placed = tuple(map(put, args))
+        got = jax.jit(jax.vmap(both, (0, *[None] * 4)))(jnp.arange(1.0, 4), *placed)
         np.testing.assert_allclose(got, np.transpose(want), rtol=1e-10)
-        jacobian = jax.jacrev(lambda f: sums(f, *map(put, tensors)))(1.0)
-        np.testing.assert_allclose(jacobian, jax.jacrev(sums)(1.0, *tensors), rtol=1e-10)
+        jacobian = jax.jit(jax.jacrev(sums))
+        np.testing.assert_allclose(jacobian(1.0, *placed[:3]), jacobian(1.0, *tensors), rtol=1e-10)
 
 
 def test_an_explicit_mesh_that_is_not_set():

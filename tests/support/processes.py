@@ -65,7 +65,7 @@ def main(out: str) -> None:
     mesh = jax.make_mesh((2, 2, 2), AXES, axis_types=(AxisType.Auto,) * 3)
     everything = batch()
 
-    def fed(rows):
+    def fed(rows, mesh=mesh):
         place = NamedSharding(mesh, P("fsdp"))
         return {
             name: jax.make_array_from_process_local_data(place, x[rows], x.shape)
@@ -87,12 +87,16 @@ def main(out: str) -> None:
             placed, mine, SHARDING
         )
         whole = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))(gradients)
+    spread, all_of_them = mesh, rows  # context spans processes, whose rows are then the same
+    if jax.process_count() == 2:
+        axes = ("context", "fsdp", "tensor")
+        spread = jax.make_mesh((2, 2, 2), axes, axis_types=(AxisType.Auto,) * 3)
+        all_of_them = np.arange(BATCH)
     refused = ""
-    if jax.process_count() == 4:  # as if the rows were cut by processes, not by the mesh
-        try:
-            packax.context.check_same_rows(fed((rows + jax.process_index()) % BATCH))
-        except ValueError as error:
-            refused = str(error)
+    try:  # as if the rows were cut by processes, not by the mesh
+        packax.context.check_same_rows(fed((all_of_them + jax.process_index()) % BATCH, spread))
+    except ValueError as error:
+        refused = str(error)
     arrays = {name: np.asarray(x.addressable_data(0)) for name, x in whole.items()}
     np.savez(out, loss=np.float32(value), rows=rows, refused=refused, **arrays)
 
