@@ -21,8 +21,9 @@ import pytest
 from hypothesis import settings
 
 # Compiling is slow and comes at random: no deadline. One seed, so that a failure comes back.
-settings.register_profile("packax", deadline=None, derandomize=True, max_examples=60)
-settings.load_profile("packax")
+# What draws its inputs draws more of them under `-m exhaustive`.
+settings.register_profile("each time", deadline=None, derandomize=True, max_examples=20)
+settings.register_profile("exhaustive", settings.get_profile("each time"), max_examples=60)
 
 # Tracing makes many small objects that live on: at Python's thresholds the collector looks through
 # them all again and again. _no_programs_of_other_modules collects.
@@ -32,8 +33,18 @@ gc.set_threshold(50_000, 20, 20)
 pytest.register_assert_rewrite("cpp.launches", "lowered")
 
 
+def pytest_configure(config):
+    exhaustive = "exhaustive" in config.option.markexpr
+    settings.load_profile("exhaustive" if exhaustive else "each time")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config, items):
-    if "exhaustive" not in config.option.markexpr:
+    if "exhaustive" in config.option.markexpr:
+        for item in items:
+            if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+                item.add_marker("exhaustive")
+    else:
         left_out = [item for item in items if item.get_closest_marker("exhaustive")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]

@@ -20,12 +20,25 @@ def test_arrays_mean_the_expression(drawn):
     check(packax.create_attention_mask(expression, q_len=q_len, kv_len=kv_len), expression)
 
 
+# Only these may pay for comparing the ids of every pair.
+SEGMENT_CHECKED = {
+    "ids_reappear",
+    "ids_alternate",
+    "positions_reappear",
+    "positions_fall",
+    "ranges_of_hulls",
+    "window_of_any_positions",
+    "spans_of_positions",
+}
+
+
 @pytest.mark.parametrize("case", some(cases.CASES, *cases.EACH_TIME), ids=str)
 def test_cases(case):
     expression = case.expression()
     mask = packax.create_attention_mask(expression, q_len=case.q_len, kv_len=case.kv_len)
     assert mask.q_lo.shape[0] in (1, case.batch)
     check(mask, expression)
+    assert bool((np.asarray(mask.q_blocks)[:, 4] & 1).any()) == (case.name in SEGMENT_CHECKED)
 
 
 def test_leaves_are_as_documented():

@@ -1,6 +1,5 @@
 """The mask arrays: exactly the integers that docs/internals/mask_format.md defines, by hand."""
 
-import cases
 import jax
 import numpy as np
 import pytest
@@ -8,7 +7,6 @@ import strategies
 from hypothesis import given
 from hypothesis import strategies as st
 from packax._src.ops import xla_mask
-from tiers import some
 
 INT_MAX = 2**31 - 1
 
@@ -175,24 +173,6 @@ def test_colliding_ids_are_tested_and_ordinary_ones_not():
     lo, hi, tested = check_documents(ids, ids, ids, ids, False)
     np.testing.assert_array_equal(tested[0], np.repeat([1, 1, 0], [20, 30, 14]))
     assert (lo[0, 0], hi[0, 0]) == (0, 50)
-
-
-@pytest.mark.parametrize("case", some(cases.CASES, *cases.EACH_TIME), ids=str)
-def test_ordinary_packing_is_never_tested(case):
-    """Only the cases whose names say so may pay for the segment check."""
-    from packax import create_attention_mask
-
-    mask = create_attention_mask(case.expression(), q_len=case.q_len, kv_len=case.kv_len)
-    expected = case.name in {
-        "ids_reappear",
-        "ids_alternate",
-        "positions_reappear",
-        "positions_fall",
-        "ranges_of_hulls",
-        "window_of_any_positions",
-        "spans_of_positions",
-    }
-    assert bool((np.asarray(mask.q_blocks)[:, 4] & 1).any()) == expected
 
 
 @given(st.data(), strategies.lengths, strategies.lengths, st.integers(0, 2**32 - 1))

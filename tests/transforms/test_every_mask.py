@@ -21,6 +21,7 @@ from every_kind import KINDS, B, S, arrays
 from exported import restored
 from lowered import Extension
 from packax._src.ops import ffi
+from tiers import some
 
 HEADS, KV_HEADS, DIM = 2, 1, 8
 RNG = np.random.default_rng(21)
@@ -85,7 +86,20 @@ def derivatives(attention):
 of_ours, of_dense = derivatives(ours), derivatives(dense)  # compiled once for every structure
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# Of each operand that a mask may have; the others, and the rest of the combinations, exhaustively.
+EACH_TIME = [
+    "full",
+    "causal, an offset of each row",
+    "sliding window by positions",
+    "spans",
+    "documents, other ids of keys",
+    "block sparse",
+    "tree and window",
+    "shared prefix",
+]
+
+
+@pytest.mark.parametrize("kind", some(KINDS, *map([*KINDS].index, EACH_TIME)))
 def test_derivatives_under_vmap_and_checkpoint(kind):
     """In float64, compared with dense attention by the expression's own as_array."""
     given = [arrays(seed=seed) for seed in (1, 2)]
@@ -95,9 +109,7 @@ def test_derivatives_under_vmap_and_checkpoint(kind):
 
     expressions = [KINDS[kind](a) for a in given]
     stacked = {name: np.stack([a[name] for a in given]) for name in given[0]}
-    masks = jax.vmap(lambda a: packax.create_attention_mask(KINDS[kind](a), q_len=S, kv_len=S))(
-        stacked
-    )
+    masks = jax.jit(jax.vmap(build))(stacked)
     allowed = np.stack(
         [np.broadcast_to(np.asarray(e.as_array(S, S)), (B, S, S)) for e in expressions]
     )
@@ -188,7 +200,7 @@ STRUCTURES = [  # what attention gets differs by them
 ]
 
 
-@pytest.mark.parametrize("kind", STRUCTURES)
+@pytest.mark.parametrize("kind", some(STRUCTURES, 0, 3))
 def test_export_for_cuda(kind, monkeypatch):
     """Sizes symbolic, forward and backward: the kernels' calls, on a machine without a GPU."""
     monkeypatch.setattr(ffi, "ext", Extension)

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jaxprs import count
 from lowered import Extension, abstract, text_of
 from packax._src.ops import ffi
-from tiers import some
+from tiers import once_each, some
 from transformed import DIM, EXPRESSION, HEADS, IDS, KV_HEADS, LENGTH, V_DIM, random
 
 X64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
@@ -258,8 +258,7 @@ CHECKED = {
 }
 
 
-@pytest.mark.parametrize("call", CHECKED)
-@pytest.mark.parametrize("jit", [True, False])
+@pytest.mark.parametrize("call,jit", once_each(CHECKED, [True, False]))
 def test_debug_nans_and_infs(call, jit):
     """They see NaNs and infinities, but not in the log-sum-exps of padding, and they end."""
     x = jnp.ones((1, 32, 2, 8))
@@ -275,7 +274,7 @@ def test_debug_nans_and_infs(call, jit):
         jax.block_until_ready(packax.flash_attention(x, x, x * jnp.inf, packax.causal()))
 
 
-@pytest.mark.parametrize("call", CHECKED)
+@pytest.mark.parametrize("call", some(CHECKED, 2, 3, 4))
 def test_checkify_sees_nans(call):
     """Where attention makes them: `packax_call` and no operation behind it."""
     x = jnp.ones((1, 32, 2, 8))
@@ -361,14 +360,17 @@ def mapped_operands(axes, size=3):
 
 @pytest.mark.parametrize(
     "axes",
-    [
-        (0, None, None, None, None, None),
-        (None, 1, None, None, None, 0),
-        (None, None, 3, None, 2, None),
-        (None, None, None, 1, None, None),
-        (None, None, None, None, None, 1),
-        (4, 0, 1, 0, 0, 2),
-    ],
+    some(
+        [
+            ((0, None, None, None, None, None),),
+            ((None, 1, None, None, None, 0),),
+            ((None, None, 3, None, 2, None),),
+            ((None, None, None, 1, None, None),),
+            ((None, None, None, None, None, 1),),
+            ((4, 0, 1, 0, 0, 2),),
+        ],
+        *(2, 5),
+    ),
     ids=str,
 )
 def test_vmap_over_any_operand(axes):
