@@ -57,7 +57,7 @@ def assert_same(options, q, k, v):
             np.testing.assert_allclose(x, y, rtol=2e-5, atol=5e-6)
 
 
-@pytest.mark.parametrize("name", some(CASES, *range(0, len(CASES), 2)))
+@pytest.mark.parametrize("name", some(CASES, 2, 4, 6, 9, 12))
 def test_as_jax_nn(name):
     if not RESIDUALS and CASES[name].keys() == {"local_window_size"}:
         pytest.skip("this jax.nn (0.7) takes no notice of a window that comes alone")

@@ -93,7 +93,6 @@ def check(got, **heads):
             ((1, 2, 2, 2), WIDE_CONTEXT, {"permute": True}),
             ((2, 1, 1, 1), CONTEXT, {"permute": True}),  # a context axis of one rank
         ],
-        0,
         3,
     ),
 )
@@ -108,7 +107,7 @@ def test_equals_one_device(sizes, specs, settings):
             check(jax.block_until_ready(function(*tensors())))
 
 
-@pytest.mark.parametrize("heads,kv_heads", [(8, 2), (12, 3)])
+@pytest.mark.parametrize("heads,kv_heads", some([(8, 2), (12, 3)], 1))
 def test_tensor_parallel_with_replicated_keys_reads_the_right_heads(heads, kv_heads):
     """kvax gives local query head i the key/value head i // (local heads / all key/value heads)."""
     with jax.set_mesh(mesh_of(1, 1, 1, 4)), attention_specs(*REPLICATED_HEADS):

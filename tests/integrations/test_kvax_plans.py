@@ -89,7 +89,7 @@ def one_device(**settings):
             [("local", {"shared": 0.5}), ("local", {}), ("balanced", {})],
             [{}, {"pad": False}, {"sequential": True}],
         ),
-        *(1, 8),
+        1,
     ),
     ids=str,
 )

@@ -45,7 +45,7 @@ def test_in_bfloat16():
 
 
 @pytest.mark.usefixtures("extension")
-@pytest.mark.parametrize("mesh_shape", [(1, 1), (2, 2)])
+@pytest.mark.parametrize("mesh_shape", some([((1, 1),), ((2, 2),)], 1))
 def test_for_a_gpu_the_step_is_kernels(mesh_shape):
     """What test_gpu_kvax.py runs there, lowered for it here: no attention is left to XLA."""
     model = Transformer(config(dtype=jnp.bfloat16, head_dim=64), permute=mesh_shape != (1, 1))

@@ -30,7 +30,7 @@ from maxtext_reference import (
     tensors,
 )
 from packax.integrations import maxtext
-from tiers import once_each
+from tiers import once_each, some
 
 
 def test_dense_path_is_the_same_attention():
@@ -155,7 +155,7 @@ def reordered(length: int):
     return config, [*there, indexer], of_heads(q, k, v, allowed[:, None] & moba_pairs(q, k, 0))
 
 
-@pytest.mark.parametrize("implementation", [None, "dense"])
+@pytest.mark.parametrize("implementation", some([None, "dense"], 0))
 def test_reordered_moba_and_indexer_mask(implementation):
     """Any length that 2 * ranks divide; what is chosen is of the sequence in order."""
     config, there, expected = reordered(36)
