@@ -35,7 +35,8 @@ def programs_of(kind, head_groups, ranks=2, **heads):
 
 @pytest.fixture(scope="module", params=["balanced", None])
 def programs(request):
-    return programs_of(request.param, GROUPS), request.param is not None
+    made = programs_of(request.param, GROUPS, heads=8, kv_heads=GROUPS)
+    return made, request.param is not None
 
 
 @pytest.mark.parametrize("attention", [FORWARD, BACKWARD])
