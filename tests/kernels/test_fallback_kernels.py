@@ -33,7 +33,7 @@ SLOPES = 2.0 ** (-8 * np.arange(1, 9) / 8)
             (16, 48)),
         ("longer queries", {}, (8, 56), (64, 64)),
         ("checked by id", {"tiles": SMALL, "soft_cap": 3.0, "slopes": True}, (16, 16), (16, 16)),
-        ("documents", {"tiles": WIDE, "soft_cap": 2.0}, (320, 264), (512, 512)),
+        ("short", {"tiles": WIDE, "soft_cap": 2.0}, (320, 264), (512, 512)),
         ("three rows", {"tiles": WIDE_SM90, "slopes": True}, (24, 16), (32, 16)),
     ], *(0, 1, 2, 7)),
 )  # fmt: skip

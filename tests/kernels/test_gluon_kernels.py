@@ -65,8 +65,8 @@ def forward(p: Problem, changed: dict[str, int], few: bool = False) -> None:
 SOME = ("two rows", "ids that come back", "longer queries")
 EVERY = once_each([(64, 64), (128, 128)], MASKS)
 EVERY += some(itertools.product([(192, 128), (256, 256)], (*SOME, "one row")), 0, 5)
-# The same masks are the fused backward's, so each head dim has two of them.
-OF_EACH_DIM = some(itertools.product([(64, 64), (128, 128)], MASKS), 1, 6, 10, 12)
+# The same masks are the fused backward's, so each head dim has one of them.
+OF_EACH_DIM = some(itertools.product([(64, 64), (128, 128)], MASKS), 1, 10)
 OF_EACH_DIM += some(itertools.product([(192, 128), (256, 256)], (*SOME, "one row")), 0, 5)
 
 
@@ -124,7 +124,8 @@ def backward(p: Problem, kernel: str, changed: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("dim,case", once_each([64, 128], MASKS))
 def test_backward(dim, case):
-    backward(Problem(case, (dim, dim), heads=4, kv_heads=2), "backward_sm90", {})
+    heads = 4 if case.startswith("longer") else 2  # of two key/value heads where tiles are few
+    backward(Problem(case, (dim, dim), heads=heads, kv_heads=heads // 2), "backward_sm90", {})
 
 
 @pytest.mark.exhaustive
@@ -188,7 +189,7 @@ def test_soft_cap(dim, case):
     queries_alone(p)
 
 
-@pytest.mark.parametrize("dim,case", some(itertools.product([64, 128], SOME), 0, 5))
+@pytest.mark.parametrize("dim,case", some(itertools.product([64, 128], SOME), 5))
 def test_soft_cap_of_keys_and_values_alone(dim, case):
     backward(Problem(case, (dim, dim), "_soft_cap"), "backward_dkdv_sm90", {})
 

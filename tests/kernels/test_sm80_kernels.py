@@ -59,7 +59,7 @@ BACKWARD = [("ampere", dim, case) for dim in (64, 128) for case in MASKS]
 BACKWARD += [(kind, dim, case) for kind, dim in (("ampere", 256), ("small", 128)) for case in SOME]
 
 
-@pytest.mark.parametrize("kind,dim,case", some(BACKWARD, *range(0, 8, 2), *range(9, 16, 2), 16, 19))
+@pytest.mark.parametrize("kind,dim,case", some(BACKWARD, 2, 4, 9, 11, 14, 16, 19))
 def test_backward(kind, dim, case):
     p = Problem(case, (dim, dim), heads=4, kv_heads=2)
     stats, dq, dk, dv = Statistics(p), *map(poisoned, (p.query, p.key, p.value))

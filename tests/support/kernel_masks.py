@@ -74,4 +74,5 @@ ATTENTION = {
     "one row": (packax.full(), 1, 130, 4, 4),
     "ranges with empty rows": (
         packax.masks.ranges(np.arange(150) % 90, np.arange(150) % 60 + 30), 150, 100, 2, 1),
+    "short": (packax.causal() & packax.documents(IDS3[0, :90]), 90, 90, 4, 2),
 }  # fmt: skip
