@@ -217,7 +217,7 @@ def test_vmap_with_a_batch_that_is_sharded_in_its_type(shared):
         return jnp.sum(out * WEIGHTS)
 
     def sums(factor, query, key, value):
-        return packax.flash_attention(query * factor, key, value, packax.causal()).sum((0, 1))
+        return packax.flash_attention(query * factor, key, value, packax.causal()).sum((0, 1, 3))
 
     x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
     with x64(True), jax.set_mesh(mesh) if hasattr(jax, "set_mesh") else jax.sharding.use_mesh(mesh):
