@@ -34,11 +34,10 @@ TEXTS = {
     )
     if path.name not in ("integrations.md", "tutorial.md")
 }
-BLOCKS = [  # every other one of a page each time, all exhaustively
-    pytest.param(text, number, id=f"{name}-{number}", marks=[pytest.mark.exhaustive] * (number % 2))
+BLOCKS = {
+    name: re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     for name, text in TEXTS.items()
-    for number in range(len(re.findall(r"^```python$", text, re.MULTILINE)))
-]
+}
 LENGTH = 1024  # a plan for four ranks deals chunks of 128 rows
 IDS = np.repeat(np.arange(4, dtype=np.int32), LENGTH // 4)[None].repeat(2, 0)
 
@@ -68,25 +67,26 @@ def around():
     return jax.set_mesh(jax.make_mesh((2, 4, 1), ("fsdp", "context", "tensor"), axis_types=kinds))
 
 
-@pytest.mark.parametrize(("text", "number"), BLOCKS)
-def test_block(text, number, monkeypatch):
-    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    space = names()
-    if "serialize" in blocks[number]:
-        pytest.importorskip("flatbuffers")
+@pytest.mark.parametrize("page", [page for page, blocks in BLOCKS.items() if blocks])
+def test_page(page, monkeypatch):
+    """Its blocks in order: a later one goes on from an earlier one."""
     monkeypatch.setattr(ffi, "ext", Extension)  # of a machine with all kernels
     monkeypatch.setattr(jax.distributed, "initialize", lambda: None)
-    with around():
-        for block in blocks[: number + 1]:  # a later block goes on from an earlier one
-            if not block.startswith("# not run:"):
-                exec(compile(block, f"block {number}", "exec"), space)
-    out = space.get("out")
-    assert out is None or np.isfinite(np.asarray(out, np.float32)).all()
-    if "step" in space and "def step" in blocks[number]:
-        _run_step(space)
-    if "def local_step" in blocks[number]:
+    space = names()
+    for number, block in enumerate(BLOCKS[page]):
+        if block.startswith("# not run:"):
+            continue
+        if "serialize" in block:
+            pytest.importorskip("flatbuffers")
         with around():
-            space["local_step"](None, {"segment_ids": space["segment_ids"]}, space["plan"])
+            exec(compile(block, f"block {number} of {page}", "exec"), space)
+        out = space.get("out")
+        assert out is None or np.isfinite(np.asarray(out, np.float32)).all(), number
+        if "def step" in block:
+            _run_step(space)
+        if "def local_step" in block:
+            with around():
+                space["local_step"](None, {"segment_ids": space["segment_ids"]}, space["plan"])
 
 
 def _run_step(space):
