@@ -48,7 +48,7 @@ def check_masks(seed, joined, batch):
     return mask
 
 
-@pytest.mark.parametrize("joined", some(trees.JOINED, *range(0, len(trees.JOINED), 2)))
+@pytest.mark.parametrize("joined", some(trees.JOINED, *range(0, len(trees.JOINED), 3)))
 def test_masks(joined):
     check_masks(1, joined, 24)
 
@@ -76,7 +76,7 @@ def test_what_kernels_attend(joined):
         np.testing.assert_array_equal(lists[1][:, 0, :, :2].sum(2), tiles)
 
 
-@pytest.mark.parametrize("name", some(trees.LARGE, 0, 2))
+@pytest.mark.parametrize("name", some(trees.LARGE, 0))
 def test_blocks_of_siblings_are_skipped(name):
     """What is visited is what has a pair, at the sizes that models train on."""
     tree = trees.LARGE[name]()
