@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import packax
 import pytest
@@ -16,6 +16,9 @@ import triton_interpreter as interpreter
 from kernel_masks import ATTENTION, IDS3, mask_of, packed, positions
 from packax._src.ops import xla_mask
 from tiers import once_each, some
+
+documents = jax.jit(xla_mask.document_ranges, static_argnames="compare_positions")
+blocks = jax.jit(xla_mask.block_bounds, static_argnames="kv_len")
 
 
 def id_cases() -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -55,7 +58,7 @@ def test_documents_equal_the_xla_twin(kind: str, case: str) -> None:
     if compare == 2:
         arrays[2] = np.stack([arrays[2] + 1, arrays[2] - 5], axis=1)
     got = interpreter.documents(*arrays, compare)
-    want = xla_mask.document_ranges(*map(jnp.asarray, arrays), compare_positions=compare)
+    want = documents(*arrays, compare_positions=compare)
     for name, a, b in zip(("lo", "hi", "segment_checked"), got, want, strict=True):
         np.testing.assert_array_equal(a, np.asarray(b), err_msg=name)
 
@@ -83,7 +86,7 @@ def test_blocks_equal_the_xla_twin(kind: str, lengths: tuple[int, int]) -> None:
     lo, hi = np.where(empty, 0, lo).astype(np.int32), np.where(empty, 0, hi).astype(np.int32)
     tested = (~empty & (rng.random((2, q_len)) < 0.003)).astype(np.int32)
     got = interpreter.blocks(np.ascontiguousarray(lo), np.ascontiguousarray(hi), tested, kv_len)
-    want = xla_mask.block_bounds(lo, hi, tested, kv_len=kv_len)
+    want = blocks(lo, hi, tested, kv_len=kv_len)
     names = ("q_blocks", "kv_blocks", "q_order", "q_order_192", "kv_order")
     for name, a, b in zip(names, got, want, strict=True):
         np.testing.assert_array_equal(a, np.asarray(b), err_msg=name)
